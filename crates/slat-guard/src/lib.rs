@@ -1,0 +1,1 @@
+//! Memory accesses that survive SIGSEGV, SIGBUS and a kick

@@ -1,0 +1,1 @@
+//! slat's platform on Linux userspace

@@ -1,0 +1,1 @@
+//! The KVM API in userspace, in the shape of kvm-ioctls

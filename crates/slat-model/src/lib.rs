@@ -1,0 +1,1 @@
+//! Plain model, operation generator and simulated platform for slat's tests

@@ -1,0 +1,1 @@
+//! The KVM API for unmodified programs: the preload library

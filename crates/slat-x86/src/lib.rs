@@ -1,0 +1,1 @@
+//! A software x86-64 CPU

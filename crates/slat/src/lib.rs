@@ -1,0 +1,1 @@
+//! KVM's guest memory system as a portable no_std library
