@@ -1,1 +1,46 @@
-//! Memory accesses that survive SIGSEGV, SIGBUS and a kick
+//! Memory accesses that survive SIGSEGV, SIGBUS and a kick.
+//!
+//! Guest memory belongs to somebody else: the program that gave it may unmap it, protect it,
+//! truncate the file behind it or leave its pages to a userfaultfd handler, at any moment and on
+//! any thread. Nothing that is checked beforehand still holds when the access happens, so the
+//! access itself has to be able to fail.
+//!
+//! Every function here is a few machine instructions ([`mod@access`]) whose addresses stand in an
+//! exception table ([`mod@table`]) next to the address at which the thread goes on when the
+//! instruction cannot be executed. The signal handlers ([`mod@signal`]) look the interrupted
+//! instruction pointer up in that table; found, they change the instruction pointer and nothing
+//! else, and the access returns [`Gone`]. Not found, the signal belongs to someone else and goes
+//! to the action that was there before ([`set_chained`]).
+//!
+//! A *kick* ([`kick`]) is a signal to one thread. It interrupts a thread that sleeps in the
+//! kernel's page fault handler inside one of these accesses; elsewhere it does nothing.
+//!
+//! Several copies of this crate in one process (an executable and a preloaded library) have a
+//! table each and chain to one another.
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+compile_error!("slat-guard works on x86-64 Linux only");
+
+mod access;
+mod bulk;
+mod signal;
+mod table;
+
+pub use access::{
+    Word, compare_exchange, fetch_add, fetch_and, fetch_or, fetch_xor, load, store, swap,
+};
+pub use bulk::{copy_in, copy_out, fill, matches};
+pub use signal::{install, kick, kick_signal, set_chained};
+
+/// The access did not happen: the host memory is not there (SIGSEGV, SIGBUS), or the thread was
+/// kicked. Nothing was changed; try again or give up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gone;
+
+impl std::fmt::Display for Gone {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("the host memory is not accessible, or the access was interrupted")
+    }
+}
+
+impl std::error::Error for Gone {}

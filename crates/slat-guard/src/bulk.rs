@@ -1,0 +1,108 @@
+//! Runs of bytes: copies, fills and comparison.
+
+use crate::{Gone, load};
+use std::arch::asm;
+
+/// Copies `len` bytes; answers how many bytes were left when the copy stopped.
+unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> usize {
+    let left: usize;
+    // SAFETY: the caller answers for both ranges. `rep movsb` can be interrupted between bytes with
+    // RCX counting what is left; the exception table makes the interruption the end of the copy.
+    unsafe {
+        asm!(
+            "2: rep movsb",
+            "4:",
+            ".pushsection slat_guard_table,\"aR\",@progbits",
+            ".long 2b - .",
+            ".long 4b - .",
+            ".popsection",
+            inout("rdi") dst => _,
+            inout("rsi") src => _,
+            inout("rcx") len => left,
+            options(nostack, preserves_flags),
+        );
+    }
+    left
+}
+
+fn done(len: usize, left: usize) -> Result<(), usize> {
+    if left == 0 { Ok(()) } else { Err(len - left) }
+}
+
+/// Reads `dst.len()` bytes. `Err` says how many were read before the memory was gone.
+///
+/// # Safety
+/// As for [`load`], for every byte.
+pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
+    // SAFETY: `dst` is ours; the caller promises `src`.
+    let left = unsafe { copy(dst.as_mut_ptr(), src, dst.len()) };
+    done(dst.len(), left)
+}
+
+/// Writes `src`. `Err` says how many bytes were written before the memory was gone.
+///
+/// # Safety
+/// As for [`store`](crate::store), for every byte.
+pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
+    // SAFETY: `src` is ours; the caller promises `dst`.
+    let left = unsafe { copy(dst, src.as_ptr(), src.len()) };
+    done(src.len(), left)
+}
+
+/// Fills `len` bytes with `byte`. `Err` says how many were written before the memory was gone.
+///
+/// # Safety
+/// As for [`store`](crate::store), for every byte.
+pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
+    let left: usize;
+    // SAFETY: the caller answers for the range; interruption as in `copy`.
+    unsafe {
+        asm!(
+            "2: rep stosb",
+            "4:",
+            ".pushsection slat_guard_table,\"aR\",@progbits",
+            ".long 2b - .",
+            ".long 4b - .",
+            ".popsection",
+            inout("rdi") dst => _,
+            in("al") byte,
+            inout("rcx") len => left,
+            options(nostack, preserves_flags),
+        );
+    }
+    done(len, left)
+}
+
+/// Whether the memory at `p` holds `bytes`. Meant for the few dozen bytes of a code block.
+///
+/// # Safety
+/// As for [`load`], for every byte.
+#[inline]
+pub unsafe fn matches(p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
+    let len = bytes.len();
+    if len < 8 {
+        for (i, &byte) in bytes.iter().enumerate() {
+            // SAFETY: within the range that the caller promises.
+            if unsafe { load(p.wrapping_add(i))? } != byte {
+                return Ok(false);
+            }
+        }
+        return Ok(true);
+    }
+    let word = |at: usize| {
+        let mut word = [0; 8];
+        word.copy_from_slice(&bytes[at..at + 8]);
+        u64::from_le_bytes(word)
+    };
+    let mut at = 0;
+    let mut differ = 0;
+    while at + 8 <= len {
+        // SAFETY: within the range that the caller promises.
+        differ |= unsafe { load(p.wrapping_add(at).cast::<u64>())? } ^ word(at);
+        at += 8;
+    }
+    // The tail overlaps what was compared already.
+    // SAFETY: within the range that the caller promises.
+    differ |= unsafe { load(p.wrapping_add(len - 8).cast::<u64>())? } ^ word(len - 8);
+    Ok(differ == 0)
+}

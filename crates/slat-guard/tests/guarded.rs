@@ -1,0 +1,322 @@
+//! Accesses to memory that is not there, and signals that are not ours.
+
+use slat_guard::{Gone, *};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+
+const PAGE: usize = 4096;
+
+fn map(pages: usize, prot: i32) -> *mut u8 {
+    install().unwrap();
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a fresh anonymous mapping.
+    let p = unsafe { libc::mmap(ptr::null_mut(), pages * PAGE, prot, flags, -1, 0) };
+    assert_ne!(p, libc::MAP_FAILED);
+    p.cast()
+}
+
+const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
+
+#[test]
+fn words_of_every_size_go_in_and_out_unaligned() {
+    let p = map(1, RW);
+    // SAFETY: the page is mapped and ours.
+    unsafe {
+        store(
+            p.add(1).cast::<u128>(),
+            0x0f0e_0d0c_0b0a_0908_0706_0504_0302_0100,
+        )
+        .unwrap();
+        assert_eq!(load(p.add(3)), Ok(2u8));
+        assert_eq!(load(p.add(3).cast::<u16>()), Ok(0x0302));
+        assert_eq!(load(p.add(3).cast::<u32>()), Ok(0x0504_0302));
+        assert_eq!(load(p.add(3).cast::<u64>()), Ok(0x0908_0706_0504_0302));
+        assert_eq!(
+            load(p.add(1).cast()),
+            Ok(0x0f0e_0d0c_0b0a_0908_0706_0504_0302_0100u128)
+        );
+        store(p.add(3), 0xffu8).unwrap();
+        store(p.add(5).cast::<u16>(), 0xeeee).unwrap();
+        store(p.add(7).cast::<u32>(), 0xdddd_dddd).unwrap();
+        store(p.add(11).cast::<u64>(), 1).unwrap();
+        assert_eq!(load(p.add(3).cast()), Ok(0xdddd_dddd_eeee_03ffu64));
+    }
+}
+
+#[test]
+fn locked_operations_return_what_was_there() {
+    let p = map(1, RW);
+    // SAFETY: the page is mapped and ours.
+    unsafe {
+        let q = p.cast::<u32>();
+        assert_eq!(fetch_add(q, 5), Ok(0));
+        assert_eq!(fetch_or(q, 8), Ok(5));
+        assert_eq!(fetch_and(q, 12), Ok(13));
+        assert_eq!(fetch_xor(q, 1), Ok(12));
+        assert_eq!(swap(q, 7), Ok(13));
+        assert_eq!(compare_exchange(q, 7, 9), Ok(Ok(7)));
+        assert_eq!(compare_exchange(q, 7, 9), Ok(Err(9)));
+        let w = p.add(16).cast::<u128>();
+        assert_eq!(compare_exchange(w, 0, 1 << 100), Ok(Ok(0)));
+        assert_eq!(compare_exchange(w, 0, 1), Ok(Err(1 << 100)));
+        assert_eq!(swap(w, 3), Ok(1 << 100));
+        let b = p.add(64);
+        assert_eq!(compare_exchange(b, 0, 9), Ok(Ok(0)));
+        assert_eq!(swap(b, 4), Ok(9));
+        assert_eq!(fetch_add(b, 255), Ok(4));
+        assert_eq!(load(b), Ok(3));
+    }
+}
+
+#[test]
+fn unmapped_memory_is_gone_for_every_access() {
+    let p = map(1, RW);
+    // SAFETY: the mapping is ours, and every access is guarded.
+    unsafe {
+        libc::munmap(p.cast(), PAGE);
+        assert_eq!(load(p), Err(Gone));
+        assert_eq!(load(p.cast::<u128>()), Err(Gone));
+        assert_eq!(store(p.cast::<u64>(), 1), Err(Gone));
+        assert_eq!(store(p.cast::<u128>(), 1), Err(Gone));
+        assert_eq!(swap(p.cast::<u16>(), 1), Err(Gone));
+        assert_eq!(fetch_add(p.cast::<u32>(), 1), Err(Gone));
+        assert_eq!(compare_exchange(p.cast::<u128>(), 1, 1), Err(Gone));
+        assert_eq!(matches(p, &[0; 9]), Err(Gone));
+    }
+}
+
+#[test]
+fn protection_is_respected() {
+    let p = map(2, libc::PROT_READ);
+    // SAFETY: the mapping is ours, and every access is guarded.
+    unsafe {
+        assert_eq!(load(p), Ok(0));
+        assert_eq!(store(p, 1), Err(Gone));
+        libc::mprotect(p.cast(), PAGE, libc::PROT_NONE);
+        assert_eq!(load(p), Err(Gone));
+        libc::mprotect(p.cast(), PAGE, RW);
+        assert_eq!(store(p, 1), Ok(()));
+    }
+}
+
+#[test]
+fn copies_stop_at_the_hole_and_say_where() {
+    let p = map(2, RW);
+    // SAFETY: the mapping is ours, and every access is guarded.
+    unsafe {
+        libc::mprotect(p.add(PAGE).cast(), PAGE, libc::PROT_NONE);
+        assert_eq!(copy_out(p.add(PAGE - 3), b"abcdef"), Err(3));
+        let mut buffer = [0; 6];
+        assert_eq!(copy_in(&mut buffer, p.add(PAGE - 3)), Err(3));
+        assert_eq!(&buffer[..3], b"abc");
+        assert_eq!(fill(p.add(PAGE - 2), b'z', 10), Err(2));
+        assert_eq!(matches(p.add(PAGE - 3), b"azz"), Ok(true));
+        assert_eq!(
+            matches(p.add(PAGE - 20), &[&[0u8; 17][..], b"azz"].concat()),
+            Ok(true)
+        );
+        assert_eq!(
+            matches(p.add(PAGE - 20), &[&[0u8; 17][..], b"azy"].concat()),
+            Ok(false)
+        );
+    }
+}
+
+#[test]
+fn a_file_that_shrank_is_gone() {
+    install().unwrap();
+    // SAFETY: a memory file of our own; the access beyond its end is guarded.
+    unsafe {
+        let fd = libc::memfd_create(c"shrinks".as_ptr(), 0);
+        assert!(fd >= 0);
+        assert_eq!(libc::ftruncate(fd, PAGE as i64), 0);
+        let p = libc::mmap(ptr::null_mut(), PAGE, RW, libc::MAP_SHARED, fd, 0).cast::<u8>();
+        assert_eq!(store(p, 1), Ok(()));
+        assert_eq!(libc::ftruncate(fd, 0), 0);
+        assert_eq!(load(p), Err(Gone));
+        assert_eq!(store(p, 1), Err(Gone));
+        libc::close(fd);
+    }
+}
+
+/// Runs `f` in a child process and answers how it ended.
+fn in_child(f: impl FnOnce()) -> i32 {
+    // SAFETY: the child runs `f`, which only makes system calls and accesses, and ends.
+    unsafe {
+        let pid = libc::fork();
+        if pid == 0 {
+            f();
+            libc::_exit(0);
+        }
+        let mut status = 0;
+        assert_eq!(libc::waitpid(pid, &mut status, 0), pid);
+        status
+    }
+}
+
+/// A handler of the client's; `None` is the default action.
+fn client_action(handler: Option<extern "C" fn(i32)>, flags: i32) -> libc::sigaction {
+    // SAFETY: all-zero is a valid action.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = handler.map_or(libc::SIG_DFL, |h| h as *const () as usize);
+    action.sa_flags = flags;
+    action
+}
+
+static SEEN: AtomicI32 = AtomicI32::new(0);
+
+#[test]
+fn a_foreign_fault_reaches_the_chained_handler() {
+    extern "C" fn exit_42(_: i32) {
+        // SAFETY: ends the process.
+        unsafe { libc::_exit(42) }
+    }
+    let p = map(1, libc::PROT_NONE);
+    let status = in_child(|| {
+        set_chained(libc::SIGSEGV, Some(&client_action(Some(exit_42), 0)));
+        // SAFETY: the fault is the point: an access that nobody guards.
+        unsafe { p.write_volatile(1) };
+    });
+    assert!(
+        libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 42,
+        "{status:#x}"
+    );
+}
+
+#[test]
+fn a_handler_that_was_there_before_is_chained_once_when_it_asks_for_reset() {
+    extern "C" fn note(_: i32) {
+        SEEN.fetch_add(1, Ordering::SeqCst);
+    }
+    install().unwrap();
+    let status = in_child(|| {
+        set_chained(
+            libc::SIGSEGV,
+            Some(&client_action(Some(note), libc::SA_RESETHAND)),
+        );
+        // SAFETY: sends the signal to ourselves: first the handler, then the default action.
+        unsafe {
+            libc::raise(libc::SIGSEGV);
+            if SEEN.load(Ordering::SeqCst) != 1 {
+                libc::_exit(1);
+            }
+            libc::raise(libc::SIGSEGV);
+        }
+    });
+    assert!(
+        libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGSEGV,
+        "{status:#x}"
+    );
+}
+
+#[test]
+fn the_default_action_still_kills() {
+    let p = map(1, libc::PROT_NONE);
+    for sent in [false, true] {
+        let status = in_child(|| {
+            set_chained(libc::SIGSEGV, Some(&client_action(None, 0)));
+            // SAFETY: the fault, or the signal, is the point.
+            unsafe {
+                if sent {
+                    libc::raise(libc::SIGSEGV);
+                } else {
+                    p.write_volatile(1);
+                }
+            }
+        });
+        assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGSEGV);
+    }
+}
+
+#[test]
+fn set_chained_answers_the_previous_action() {
+    extern "C" fn nothing(_: i32) {}
+    install().unwrap();
+    let status = in_child(|| {
+        set_chained(
+            libc::SIGBUS,
+            Some(&client_action(Some(nothing), libc::SA_RESTART)),
+        );
+        let old = set_chained(libc::SIGBUS, None).unwrap();
+        let same = old.sa_sigaction == nothing as *const () as usize;
+        let ok =
+            same && old.sa_flags == libc::SA_RESTART && set_chained(libc::SIGINT, None).is_none();
+        // SAFETY: ends the process.
+        unsafe { libc::_exit(if ok { 7 } else { 1 }) }
+    });
+    assert_eq!(libc::WEXITSTATUS(status), 7);
+}
+
+#[test]
+fn a_kick_outside_of_an_access_does_nothing() {
+    install().unwrap();
+    // SAFETY: asks for our own thread id.
+    kick(unsafe { libc::gettid() });
+}
+
+#[test]
+fn kicks_among_accesses_lose_nothing() {
+    let p = map(1, RW) as usize;
+    static STOP: AtomicBool = AtomicBool::new(false);
+    static TID: AtomicI32 = AtomicI32::new(0);
+    static KICKED: AtomicUsize = AtomicUsize::new(0);
+    let worker = std::thread::spawn(move || {
+        // SAFETY: our own thread id; the page stays mapped.
+        TID.store(unsafe { libc::gettid() }, Ordering::SeqCst);
+        let mut added = 0u64;
+        while !STOP.load(Ordering::Relaxed) {
+            // SAFETY: the page stays mapped.
+            match unsafe { fetch_add(p as *mut u64, 1) } {
+                Ok(_) => added += 1,
+                Err(Gone) => _ = KICKED.fetch_add(1, Ordering::Relaxed),
+            }
+        }
+        added
+    });
+    while TID.load(Ordering::SeqCst) == 0 {
+        std::thread::yield_now();
+    }
+    for _ in 0..20_000 {
+        kick(TID.load(Ordering::SeqCst));
+    }
+    STOP.store(true, Ordering::Relaxed);
+    let added = worker.join().unwrap();
+    // SAFETY: the page stays mapped.
+    assert_eq!(unsafe { load(p as *const u64) }, Ok(added));
+}
+
+/// A thread asleep in a userfaultfd page comes back when kicked. Where the system gives ordinary
+/// users no userfaultfd there is nothing to test.
+#[test]
+fn a_kick_wakes_a_thread_blocked_in_a_page_fault() {
+    const UFFD_USER_MODE_ONLY: i32 = 1;
+    const UFFDIO_API: u64 = 0xc018_aa3f;
+    const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+    let p = map(1, RW);
+    // SAFETY: plain system calls on a descriptor and a mapping of our own.
+    unsafe {
+        let flags = libc::O_CLOEXEC | UFFD_USER_MODE_ONLY;
+        let fd = libc::syscall(libc::SYS_userfaultfd, flags) as i32;
+        if fd < 0 {
+            eprintln!("no userfaultfd here: skipped");
+            return;
+        }
+        let mut api = [0xaau64, 0, 0];
+        assert_eq!(libc::ioctl(fd, UFFDIO_API, api.as_mut_ptr()), 0);
+        let mut register = [p as u64, PAGE as u64, 1, 0];
+        assert_eq!(libc::ioctl(fd, UFFDIO_REGISTER, register.as_mut_ptr()), 0);
+        let (tx, rx) = std::sync::mpsc::channel();
+        let address = p as usize;
+        let worker = std::thread::spawn(move || {
+            tx.send(libc::gettid()).unwrap();
+            load(address as *const u64)
+        });
+        let tid = rx.recv().unwrap();
+        // The fault's message says that the thread sleeps.
+        let mut message = [0u8; 32];
+        assert_eq!(libc::read(fd, message.as_mut_ptr().cast(), 32), 32);
+        kick(tid);
+        assert_eq!(worker.join().unwrap(), Err(Gone));
+        libc::close(fd);
+    }
+}
