@@ -1,1 +1,33 @@
-fn main() {}
+//! The `slat` command: runs KVM programs without `/dev/kvm`.
+
+#[cfg(target_arch = "x86_64")]
+mod args;
+#[cfg(target_arch = "x86_64")]
+mod demo;
+#[cfg(target_arch = "x86_64")]
+mod info;
+#[cfg(target_arch = "x86_64")]
+mod preload;
+#[cfg(target_arch = "x86_64")]
+mod program;
+#[cfg(target_arch = "x86_64")]
+mod run;
+
+#[cfg(target_arch = "x86_64")]
+fn main() -> std::process::ExitCode {
+    use clap::Parser;
+
+    match args::Args::parse().command {
+        args::Command::Run(options) => run::run(&options),
+        args::Command::Info => info::print(),
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn main() -> std::process::ExitCode {
+    eprintln!(
+        "slat: needs an x86-64 host, this one is {} (the engine itself is portable: see the slat crate)",
+        std::env::consts::ARCH
+    );
+    std::process::ExitCode::from(1)
+}

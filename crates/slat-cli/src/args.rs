@@ -1,0 +1,125 @@
+//! The command line. Only what works is accepted; what is planned is named in the refusal.
+
+use std::ffi::OsString;
+
+use clap::{Args as ClapArgs, Parser, Subcommand};
+
+/// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
+#[derive(Parser)]
+#[command(name = "slat", version, max_term_width = 100)]
+pub struct Args {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Subcommand)]
+pub enum Command {
+    /// Run a KVM program on slat; without PROGRAM, a small built-in one that shows what happens
+    Run(Run),
+    /// Show what slat supports, and what this host allows
+    Info,
+}
+
+/// `slat run`.
+#[derive(ClapArgs)]
+pub struct Run {
+    /// How guest addresses are translated: tdp (two-dimensional paging)
+    #[arg(long, value_name = "MODE", default_value = "tdp", value_parser = mmu)]
+    pub mmu: String,
+
+    /// Format of the second-level tables: ept
+    #[arg(long, value_name = "FORMAT", default_value = "ept", value_parser = format)]
+    pub format: String,
+
+    /// Set a policy of the memory system (`slat info` lists them); may be given several times
+    #[arg(long = "set", value_name = "POLICY=VALUE", value_parser = policy)]
+    pub set: Vec<String>,
+
+    /// When PROGRAM ends, print on stderr what the memory system did
+    #[arg(long)]
+    pub stats: bool,
+
+    /// The KVM program, found as a shell finds it, and its arguments
+    #[arg(
+        value_name = "PROGRAM",
+        trailing_var_arg = true,
+        allow_hyphen_values = true
+    )]
+    pub program: Vec<OsString>,
+}
+
+fn mmu(mode: &str) -> Result<String, String> {
+    match mode {
+        "tdp" => Ok(mode.to_owned()),
+        "shadow" => Err("shadow paging does not exist yet; this slat has: tdp".to_owned()),
+        _ => Err("this slat has: tdp".to_owned()),
+    }
+}
+
+fn format(format: &str) -> Result<String, String> {
+    match format {
+        "ept" => Ok(format.to_owned()),
+        "npt" | "aarch64" | "riscv" => Err(format!(
+            "the {format} format does not exist yet; this slat has: ept"
+        )),
+        _ => Err("this slat has: ept".to_owned()),
+    }
+}
+
+fn policy(assignment: &str) -> Result<String, String> {
+    let Some((name, _value)) = assignment.split_once('=') else {
+        return Err("a policy is set as NAME=VALUE".to_owned());
+    };
+    Err(format!(
+        "there is no policy '{name}': this slat has no policies yet"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn parse(words: &[&str]) -> Result<Args, clap::Error> {
+        Args::try_parse_from([&["slat"], words].concat())
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn options_after_the_program_belong_to_the_program() {
+        let args = parse(&["run", "--stats", "--", "prog", "--stats", "-x"]).unwrap();
+        let Command::Run(run) = args.command else {
+            panic!("not run")
+        };
+        assert!(run.stats);
+        assert_eq!(run.program, ["prog", "--stats", "-x"]);
+    }
+
+    #[test]
+    fn what_does_not_exist_yet_is_refused_by_name() {
+        for (words, message) in [
+            (
+                ["run", "--mmu", "shadow"],
+                "shadow paging does not exist yet",
+            ),
+            (
+                ["run", "--format", "npt"],
+                "the npt format does not exist yet",
+            ),
+            (
+                ["run", "--set", "nx_huge_pages=1"],
+                "no policy 'nx_huge_pages'",
+            ),
+            (["run", "--set", "nx_huge_pages"], "NAME=VALUE"),
+        ] {
+            let error = parse(&words).err().expect("refused").to_string();
+            assert!(error.contains(message), "{error}");
+        }
+    }
+}

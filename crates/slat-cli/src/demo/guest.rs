@@ -1,0 +1,212 @@
+//! The guest of the built-in program: a few lines of 64-bit code, and the tables it starts with.
+//!
+//! Everything is mapped one to one for the first 4 GiB, with 2 MiB guest pages. The code knows only
+//! what is in its registers ([`registers`]); it ends each of its phases with the phase's number on
+//! [`PORT`], and never uses a stack other than its own page.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
+
+/// The guest says on this port that a phase has ended, or with [`WRONG`] that memory lied.
+pub const PORT: u16 = 0x51;
+/// What goes to [`PORT`] when the guest read something that it had not written.
+pub const WRONG: u8 = 0xff;
+/// A device register, in no memslot. A read of it must give [`DEVICE_VALUE`].
+pub const DEVICE: u64 = 0xd000_0000;
+/// What the device register reads.
+pub const DEVICE_VALUE: u32 = 0x51a7;
+
+/// Page tables, code and stacks.
+pub const SYSTEM: u64 = 0;
+pub const SYSTEM_SIZE: usize = 64 << 10;
+/// Memory that is written and read; large enough for huge pages.
+pub const DATA: u64 = 1 << 30;
+pub const DATA_SIZE: usize = 64 << 20;
+/// Memory in which the guest writes functions and calls them; without huge pages.
+pub const CODE: u64 = 2 << 30;
+pub const CODE_SIZE: usize = 8 << 20;
+/// Memory that is taken away and given back while the guest uses it.
+pub const SPARE: u64 = 3 << 30;
+pub const SPARE_SIZE: usize = 2 << 20;
+
+pub const PAGE: usize = 4096;
+pub const VCPUS: usize = 2;
+/// How often each vCPU reads and writes the device register.
+pub const DEVICE_ACCESSES: u64 = 2000;
+
+const PML4: u64 = 0x1000;
+const PDPT: u64 = 0x2000;
+const PAGE_DIRECTORIES: u64 = 0x3000; // four of them: 4 GiB
+const PROGRAM: u64 = 0x8000;
+const STACKS: u64 = 0xa000; // one page per vCPU, growing down to it
+/// Not zero: the guest leaves its last phase.
+const STOP: u64 = 0xf000;
+
+// The guest's instructions, kept as bytes among the constants and never executed by this process.
+//
+// In: rdi data, rsi its pages, r8 code, r9 its pages, r10 device, r11 accesses, r12 spare, r13 stop.
+std::arch::global_asm!(
+    ".pushsection .rodata.slat_demo_guest, \"a\", @progbits",
+    ".balign 16",
+    "slat_demo_guest:",
+    // 1: write the address of each page into it
+    "mov rbx, rdi",
+    "mov rcx, rsi",
+    "2:",
+    "mov [rbx], rbx",
+    "add rbx, 4096",
+    "dec rcx",
+    "jnz 2b",
+    "mov al, 1",
+    "out {port}, al",
+    // 2: read it back
+    "mov rbx, rdi",
+    "mov rcx, rsi",
+    "2:",
+    "cmp [rbx], rbx",
+    "jne 9f",
+    "add rbx, 4096",
+    "dec rcx",
+    "jnz 2b",
+    "mov al, 2",
+    "out {port}, al",
+    // 3: write a function into each page (mov eax, <pages left>; ret) and call it
+    "mov rbx, r8",
+    "mov rcx, r9",
+    "2:",
+    "mov byte ptr [rbx], 0xb8",
+    "mov [rbx + 1], ecx",
+    "mov byte ptr [rbx + 5], 0xc3",
+    "call rbx",
+    "cmp eax, ecx",
+    "jne 9f",
+    "add rbx, 4096",
+    "dec rcx",
+    "jnz 2b",
+    "mov al, 3",
+    "out {port}, al",
+    // 4: a device register, in turns written and read
+    "mov rcx, r11",
+    "2:",
+    "mov [r10], ecx",
+    "mov eax, [r10]",
+    "cmp eax, {device_value}",
+    "jne 9f",
+    "dec rcx",
+    "jnz 2b",
+    "mov al, 4",
+    "out {port}, al",
+    // 5: write to the spare slot until told to stop
+    "xor eax, eax",
+    "2:",
+    "inc rax",
+    "mov [r12], rax",
+    "cmp qword ptr [r13], 0",
+    "je 2b",
+    "mov al, 5",
+    "out {port}, al",
+    "hlt",
+    "9:",
+    "mov al, {wrong}",
+    "out {port}, al",
+    "hlt",
+    "slat_demo_guest_end:",
+    ".popsection",
+    port = const PORT,
+    wrong = const WRONG,
+    device_value = const DEVICE_VALUE,
+);
+
+unsafe extern "C" {
+    static slat_demo_guest: u8;
+    static slat_demo_guest_end: u8;
+}
+
+fn program() -> &'static [u8] {
+    let begin = &raw const slat_demo_guest;
+    let end = &raw const slat_demo_guest_end;
+    // SAFETY: both labels stand in the same section, the second behind the first, with nothing but
+    // initialised constants between them.
+    unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
+}
+
+/// Writes page tables and program into the system slot's memory.
+pub fn load(system: &mut [u8]) {
+    const PRESENT: u64 = 1;
+    const WRITABLE: u64 = 1 << 1;
+    const HUGE: u64 = 1 << 7;
+    let mut put = |at: u64, entry: u64| {
+        system[at as usize..][..8].copy_from_slice(&entry.to_le_bytes());
+    };
+    put(PML4, PDPT | PRESENT | WRITABLE);
+    for gib in 0..4 {
+        let directory = PAGE_DIRECTORIES + gib * PAGE as u64;
+        put(PDPT + gib * 8, directory | PRESENT | WRITABLE);
+        for entry in 0..512 {
+            let page = (gib << 30) | (entry << 21);
+            put(directory + entry * 8, page | HUGE | PRESENT | WRITABLE);
+        }
+    }
+    system[PROGRAM as usize..][..program().len()].copy_from_slice(program());
+}
+
+/// Tells the guest to leave its last phase.
+pub fn stop(system: &[AtomicU64]) {
+    system[STOP as usize / 8].store(1, Ordering::SeqCst);
+}
+
+/// Long mode with paging on, at privilege level 0.
+pub fn special_registers(from_reset: kvm_sregs) -> kvm_sregs {
+    const CR0_PE_ET_NE_WP_PG: u64 = 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 31;
+    const CR4_PAE: u64 = 1 << 5;
+    const EFER_LME_LMA: u64 = 1 << 8 | 1 << 10;
+    let flat = kvm_segment {
+        limit: 0xffff_ffff,
+        selector: 0x10,
+        type_: 3, // data, read and write
+        present: 1,
+        db: 1,
+        s: 1,
+        g: 1,
+        ..Default::default()
+    };
+    kvm_sregs {
+        cs: kvm_segment {
+            selector: 0x8,
+            type_: 11, // code, execute and read
+            l: 1,
+            db: 0,
+            ..flat
+        },
+        ds: flat,
+        es: flat,
+        fs: flat,
+        gs: flat,
+        ss: flat,
+        cr0: CR0_PE_ET_NE_WP_PG,
+        cr3: PML4,
+        cr4: CR4_PAE,
+        efer: EFER_LME_LMA,
+        ..from_reset
+    }
+}
+
+/// What vCPU number `index` starts with: its share of each kind of memory.
+pub fn registers(index: usize) -> kvm_regs {
+    let share = |base: u64, size: usize| base + (index * size / VCPUS) as u64;
+    kvm_regs {
+        rip: PROGRAM,
+        rsp: STACKS + (index as u64 + 1) * PAGE as u64,
+        rflags: 1 << 1,
+        rdi: share(DATA, DATA_SIZE),
+        rsi: (DATA_SIZE / PAGE / VCPUS) as u64,
+        r8: share(CODE, CODE_SIZE),
+        r9: (CODE_SIZE / PAGE / VCPUS) as u64,
+        r10: DEVICE,
+        r11: DEVICE_ACCESSES,
+        r12: share(SPARE, SPARE_SIZE),
+        r13: STOP,
+        ..Default::default()
+    }
+}

@@ -1,0 +1,83 @@
+//! `slat run` without PROGRAM: a small KVM program, and an account of what the memory system did.
+
+mod guest;
+mod machine;
+mod memory;
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use slat_kvm::Kvm;
+
+use guest::{CODE_SIZE, DATA_SIZE, PAGE, SPARE_SIZE, VCPUS};
+use machine::{Failure, Report};
+
+/// Runs the built-in program and prints the account.
+pub fn run() -> ExitCode {
+    match account() {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(e) => {
+            eprintln!("slat: the built-in KVM program: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn account() -> Result<String, Failure> {
+    let began = Instant::now();
+    let kvm = Kvm::new()?;
+    let (report, ()) = machine::run(&kvm, |_vm| ())?;
+    Ok(describe(&report, began.elapsed()))
+}
+
+fn describe(report: &Report, total: Duration) -> String {
+    let [write, read, call, device] = report.phases;
+    let pages = DATA_SIZE / PAGE;
+    let mut lines = vec![
+        format!(
+            "A KVM program ran on slat: {VCPUS} vCPUs on {VCPUS} threads, 4 memslots, EPT tables, software CPU. /dev/kvm was not opened."
+        ),
+        String::new(),
+        "What the guest did".to_owned(),
+    ];
+    let mut step = |what: String, time: Duration| {
+        lines.push(format!("  {what:<64} {:>9}", milliseconds(time)));
+    };
+    step(
+        format!("wrote {pages} pages ({} MiB)", DATA_SIZE >> 20),
+        write,
+    );
+    step("read them back".to_owned(), read);
+    step(
+        format!("wrote {} functions and called them", CODE_SIZE / PAGE),
+        call,
+    );
+    step(
+        format!("used a device register {} times", report.device_exits),
+        device,
+    );
+    step(
+        format!(
+            "lost a memslot ({} MiB) while writing to it",
+            SPARE_SIZE >> 20
+        ),
+        report.taking_away,
+    );
+    step(
+        format!(
+            "got it back, after {} writes to nowhere",
+            report.exits_while_away
+        ),
+        report.giving_back,
+    );
+    step("all together".to_owned(), total);
+    lines.push(String::new());
+    lines.join("\n")
+}
+
+fn milliseconds(time: Duration) -> String {
+    format!("{:.2} ms", time.as_secs_f64() * 1e3)
+}

@@ -1,0 +1,78 @@
+//! `slat info`: what this slat supports, and what this host allows.
+
+use std::fs;
+use std::io;
+use std::process::ExitCode;
+
+/// Prints everything; nothing here can fail, only be unknown.
+pub fn print() -> ExitCode {
+    println!("slat {}", env!("CARGO_PKG_VERSION"));
+    for (title, lines) in [("Supported", supported()), ("This host", host())] {
+        println!("\n{title}");
+        for (name, value) in lines {
+            println!("  {name:<18} {value}");
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn supported() -> Vec<(&'static str, String)> {
+    vec![
+        ("mmu", "tdp".to_owned()),
+        ("formats", "ept".to_owned()),
+        ("policies", "none yet".to_owned()),
+    ]
+}
+
+fn host() -> Vec<(&'static str, String)> {
+    vec![
+        ("/dev/kvm", dev_kvm()),
+        ("userfaultfd", userfaultfd()),
+        ("huge pages (THP)", thp_mode()),
+        ("processors", processors()),
+    ]
+}
+
+/// Only told for comparison: slat answers for /dev/kvm itself.
+fn dev_kvm() -> String {
+    let opened = fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm");
+    match opened {
+        Ok(_) => "usable (slat does not need it)".to_owned(),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            "not there (slat does not need it)".to_owned()
+        }
+        Err(e) => format!("not usable: {e} (slat does not need it)"),
+    }
+}
+
+/// Programs that fill guest memory on demand need the system call, for faults of the kernel, too.
+fn userfaultfd() -> String {
+    // SAFETY: opens a new descriptor, or fails.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
+    if fd < 0 {
+        return format!("no: {}", io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor opened above, which nobody else knows.
+    unsafe { libc::close(fd as libc::c_int) };
+    "yes".to_owned()
+}
+
+/// "always", "madvise" or "never": decides whether guest memory gets 2 MiB leaves.
+fn thp_mode() -> String {
+    let Ok(modes) = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled") else {
+        return "not supported by this kernel".to_owned();
+    };
+    // The mode in force stands in brackets.
+    modes
+        .split_once('[')
+        .and_then(|(_, rest)| rest.split_once(']'))
+        .map_or("unknown", |(mode, _)| mode)
+        .to_owned()
+}
+
+fn processors() -> String {
+    std::thread::available_parallelism().map_or_else(|e| e.to_string(), |n| n.to_string())
+}

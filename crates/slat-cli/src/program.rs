@@ -1,0 +1,260 @@
+//! Finds PROGRAM as a shell would, and tells before it starts whether preloading can reach it.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use object::elf;
+use object::read::elf::{FileHeader, ProgramHeader};
+
+/// Why PROGRAM cannot run on slat: one line for the user, and the exit status a shell would give.
+#[derive(Debug)]
+pub struct Refusal {
+    /// What is wrong and, where there is one, the way out.
+    pub message: String,
+    /// 127: not found. 126: found, but cannot be run.
+    pub status: u8,
+}
+
+impl Refusal {
+    fn not_found(message: String) -> Self {
+        Refusal {
+            message,
+            status: 127,
+        }
+    }
+
+    fn cannot_run(message: String) -> Self {
+        Refusal {
+            message,
+            status: 126,
+        }
+    }
+}
+
+/// How many `#!` interpreters may stand one behind the other; Linux allows about as many.
+const MAX_INTERPRETERS: usize = 5;
+
+/// Enough of a program's beginning for the `#!` line.
+const SCRIPT_LINE: usize = 256;
+
+/// The file that `program` names: itself when it holds a `/`, else the first executable of that
+/// name in `path`.
+pub fn find(program: &OsStr, path: Option<&OsStr>) -> Result<PathBuf, Refusal> {
+    let shown = program.display();
+    if program.is_empty() {
+        return Err(Refusal::not_found("the program's name is empty".to_owned()));
+    }
+    if program.as_bytes().contains(&b'/') {
+        let file = PathBuf::from(program);
+        return executable(&file).map(|()| file).map_err(|e| match e {
+            NotExecutable::Missing(e) => Refusal::not_found(format!("{shown}: {e}")),
+            NotExecutable::Directory => Refusal::cannot_run(format!("{shown}: is a directory")),
+            NotExecutable::Mode => Refusal::cannot_run(format!("{shown}: is not executable")),
+        });
+    }
+    let mut found_but = None;
+    for directory in std::env::split_paths(path.unwrap_or(OsStr::new("/usr/bin:/bin"))) {
+        // An empty element of PATH is the current directory, as in every shell.
+        let file = if directory.as_os_str().is_empty() {
+            Path::new(".").join(program)
+        } else {
+            directory.join(program)
+        };
+        match executable(&file) {
+            Ok(()) => return Ok(file),
+            Err(NotExecutable::Mode) => found_but = Some(file),
+            Err(_) => {}
+        }
+    }
+    Err(match found_but {
+        Some(file) => Refusal::cannot_run(format!("{}: is not executable", file.display())),
+        None => Refusal::not_found(format!("{shown}: no such program in PATH")),
+    })
+}
+
+enum NotExecutable {
+    Missing(io::Error),
+    Directory,
+    Mode,
+}
+
+fn executable(file: &Path) -> Result<(), NotExecutable> {
+    let meta = fs::metadata(file).map_err(NotExecutable::Missing)?;
+    if meta.is_dir() {
+        Err(NotExecutable::Directory)
+    } else if meta.permissions().mode() & 0o111 == 0 {
+        Err(NotExecutable::Mode)
+    } else {
+        Ok(())
+    }
+}
+
+/// Whether the dynamic linker will load slat's library into `file` when it is executed.
+pub fn check(file: &Path) -> Result<(), Refusal> {
+    let mut file = file.to_owned();
+    for _ in 0..MAX_INTERPRETERS {
+        match interpreter_of_script(&file) {
+            Err(e) => return Err(unreadable(&file, &e)),
+            Ok(None) => return check_elf(&file),
+            Ok(Some(interpreter)) => {
+                if let Err(e) = fs::metadata(&interpreter) {
+                    return Err(Refusal::not_found(format!(
+                        "{}: its interpreter {}: {e}",
+                        file.display(),
+                        interpreter.display()
+                    )));
+                }
+                file = interpreter;
+            }
+        }
+    }
+    Err(Refusal::cannot_run(format!(
+        "{}: too many script interpreters, one behind the other",
+        file.display()
+    )))
+}
+
+fn unreadable(file: &Path, error: &io::Error) -> Refusal {
+    Refusal::cannot_run(format!("{}: cannot be read: {error}", file.display()))
+}
+
+fn interpreter_of_script(file: &Path) -> io::Result<Option<PathBuf>> {
+    let mut line = Vec::with_capacity(SCRIPT_LINE);
+    File::open(file)?
+        .take(SCRIPT_LINE as u64)
+        .read_to_end(&mut line)?;
+    let Some(rest) = line.strip_prefix(b"#!") else {
+        return Ok(None);
+    };
+    let word: OsString = OsStr::from_bytes(
+        rest.split(|&b| b == b'\n')
+            .next()
+            .unwrap_or_default()
+            .split(|&b| b == b' ' || b == b'\t' || b == b'\r')
+            .find(|word| !word.is_empty())
+            .unwrap_or_default(),
+    )
+    .to_owned();
+    Ok(Some(PathBuf::from(word)))
+}
+
+fn check_elf(file: &Path) -> Result<(), Refusal> {
+    let shown = file.display();
+    let refuse = |why: &str| Err(Refusal::cannot_run(format!("{shown}: {why}")));
+
+    // The headers lie at the beginning, but nothing says how far they reach: take the whole file.
+    let data = fs::read(file).map_err(|e| unreadable(file, &e))?;
+    if !data.starts_with(&elf::ELFMAG) {
+        return refuse("is neither an ELF program nor a script with #!");
+    }
+    if data.get(4) == Some(&elf::ELFCLASS32.0) {
+        return refuse("is a 32-bit program; slat's library is 64-bit");
+    }
+    let Ok(header) = elf::FileHeader64::<object::Endianness>::parse(&*data) else {
+        return refuse("is a damaged ELF file");
+    };
+    let Ok(endian) = header.endian() else {
+        return refuse("is a damaged ELF file");
+    };
+    if header.e_machine(endian) != elf::EM_X86_64 {
+        return refuse("is not an x86-64 program");
+    }
+    if !matches!(header.e_type(endian), elf::ET_EXEC | elf::ET_DYN) {
+        return refuse("is an ELF file, but not a program");
+    }
+    let Ok(segments) = header.program_headers(endian, &*data) else {
+        return refuse("is a damaged ELF file");
+    };
+    let interpreter = segments
+        .iter()
+        .find_map(|s| s.interpreter(endian, &*data).ok().flatten());
+    let Some(interpreter) = interpreter else {
+        return refuse(
+            "is statically linked, so nothing can be preloaded into it; link it dynamically, or build it on the slat-kvm crate",
+        );
+    };
+    if interpreter
+        .windows(b"ld-musl".len())
+        .any(|w| w == b"ld-musl")
+    {
+        return refuse(
+            "is linked with musl; slat's library needs glibc. Build it for glibc, or on the slat-kvm crate",
+        );
+    }
+    let linker = Path::new(OsStr::from_bytes(interpreter));
+    if let Err(e) = fs::metadata(linker) {
+        return Err(Refusal::not_found(format!(
+            "{shown}: its dynamic linker {}: {e}",
+            linker.display()
+        )));
+    }
+    if gains_rights(file) {
+        return refuse(
+            "is set-user-id or set-group-id: the dynamic linker ignores LD_PRELOAD for it",
+        );
+    }
+    Ok(())
+}
+
+/// Executing `file` would change the user or the group: the dynamic linker is in its secure mode.
+fn gains_rights(file: &Path) -> bool {
+    let Ok(meta) = fs::metadata(file) else {
+        return false;
+    };
+    // SAFETY: both calls only return a number.
+    let (uid, gid) = unsafe { (libc::getuid(), libc::getgid()) };
+    let mode = meta.permissions().mode();
+    (mode & libc::S_ISUID != 0 && meta.uid() != uid)
+        || (mode & libc::S_ISGID != 0 && mode & libc::S_IXGRP != 0 && meta.gid() != gid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_looked_up_in_path_and_a_path_is_taken_as_it_is() {
+        assert_eq!(
+            find(OsStr::new("sh"), Some(OsStr::new("/nonexistent:/bin"))).unwrap(),
+            Path::new("/bin/sh")
+        );
+        assert_eq!(
+            find(OsStr::new("/bin/sh"), None).unwrap(),
+            Path::new("/bin/sh")
+        );
+    }
+
+    #[test]
+    fn what_is_not_there_is_127_and_what_cannot_run_is_126() {
+        for (name, status) in [
+            ("no-such-program-anywhere", 127),
+            ("/no/such/program", 127),
+            ("", 127),
+            ("/", 126),
+            ("/etc/passwd", 126),
+        ] {
+            assert_eq!(
+                find(OsStr::new(name), Some(OsStr::new("/bin")))
+                    .unwrap_err()
+                    .status,
+                status,
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_dynamically_linked_program_can_be_reached() {
+        check(Path::new("/bin/sh")).unwrap();
+    }
+
+    #[test]
+    fn text_without_an_interpreter_line_is_no_program() {
+        let refusal = check(Path::new("/etc/passwd")).unwrap_err();
+        assert_eq!(refusal.status, 126);
+    }
+}

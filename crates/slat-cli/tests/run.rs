@@ -1,0 +1,253 @@
+//! `slat run` as a user sees it.
+#![cfg(target_arch = "x86_64")]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use object::{Object, ObjectSymbol};
+
+/// A directory of one test, removed at its end; the preload library is written out there, too.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).unwrap();
+        Scratch(path)
+    }
+
+    fn file(&self, name: &str, mode: u32, content: &[u8]) -> PathBuf {
+        let path = self.0.join(name);
+        fs::write(&path, content).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        path
+    }
+
+    fn slat(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+        command
+            .args(arguments)
+            .env("XDG_CACHE_HOME", self.0.join("cache"))
+            .env_remove("LD_PRELOAD");
+        command
+    }
+
+    /// `slat run -- program`, which must be refused in one line.
+    fn refused(&self, program: &Path) -> (i32, String) {
+        let output = self.slat(&["run", "--", program.to_str().unwrap()]);
+        let message = text(&output.stderr);
+        assert!(output.stdout.is_empty());
+        assert_eq!(message.lines().count(), 1, "{message}");
+        (output.status.code().unwrap(), message)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// The header and one loadable segment of an ELF program that needs no dynamic linker.
+fn static_program() -> Vec<u8> {
+    const CODE: [u8; 9] = [0x31, 0xff, 0xb8, 60, 0, 0, 0, 0x0f, 0x05]; // exit(0)
+    const BASE: u64 = 0x40_0000;
+    const HEADERS: u64 = 64 + 56;
+    let mut file = vec![0x7f, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    file.extend([2, 0, 62, 0, 1, 0, 0, 0]); // executable, x86-64
+    for word in [BASE + HEADERS, 64, 0] {
+        file.extend(word.to_le_bytes()); // entry, program headers, section headers
+    }
+    file.extend([0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 64, 0, 0, 0, 0, 0]);
+    file.extend([1, 0, 0, 0, 5, 0, 0, 0]); // PT_LOAD, read and execute
+    let size = HEADERS + CODE.len() as u64;
+    for word in [0, BASE, BASE, size, size, 0x1000] {
+        file.extend(word.to_le_bytes());
+    }
+    file.extend(CODE);
+    file
+}
+
+#[test]
+fn the_exit_status_is_the_programs() {
+    let scratch = Scratch::new("status");
+    for status in [0, 1, 4, 77, 255] {
+        let output = scratch.slat(&["run", "--", "sh", "-c", &format!("exit {status}")]);
+        assert_eq!(output.status.code(), Some(status));
+    }
+}
+
+#[test]
+fn a_program_that_dies_of_a_signal_dies_of_it_for_its_parent_too() {
+    let scratch = Scratch::new("signal");
+    let output = scratch.slat(&["run", "--", "sh", "-c", "kill -TERM $$"]);
+    assert_eq!(output.status.signal(), Some(15));
+}
+
+#[test]
+fn output_and_arguments_pass_untouched() {
+    let scratch = Scratch::new("arguments");
+    let output = scratch.slat(&["run", "--", "printf", "%s|", "--stats", "a b", "-h", ""]);
+    assert_eq!(text(&output.stdout), "--stats|a b|-h||");
+    assert_eq!(text(&output.stderr), "");
+}
+
+#[test]
+fn a_missing_program_is_127() {
+    let scratch = Scratch::new("missing");
+    let (status, message) = scratch.refused(Path::new("no-such-kvm-program"));
+    assert_eq!(status, 127);
+    assert!(message.contains("no-such-kvm-program"), "{message}");
+    assert_eq!(scratch.refused(Path::new("/no/such/program")).0, 127);
+}
+
+#[test]
+fn a_program_without_execute_permission_is_126() {
+    let scratch = Scratch::new("mode");
+    let file = scratch.file("program", 0o644, &fs::read("/bin/true").unwrap());
+    let (status, message) = scratch.refused(&file);
+    assert_eq!(status, 126);
+    assert!(message.contains("not executable"), "{message}");
+}
+
+#[test]
+fn a_statically_linked_program_is_refused_with_the_way_out() {
+    let scratch = Scratch::new("static");
+    let file = scratch.file("program", 0o755, &static_program());
+    assert!(Command::new(&file).status().unwrap().success());
+    let (status, message) = scratch.refused(&file);
+    assert_eq!(status, 126);
+    assert!(message.contains("statically linked"), "{message}");
+    assert!(message.contains("slat-kvm crate"), "{message}");
+}
+
+#[test]
+fn a_program_for_another_machine_or_libc_is_refused() {
+    let scratch = Scratch::new("foreign");
+    let mut arm = static_program();
+    arm[18] = 183;
+    let mut narrow = static_program();
+    narrow[4] = 1;
+    // /bin/true, but its interpreter is called as musl's.
+    let mut musl = fs::read("/bin/true").unwrap();
+    let interpreter = b"/lib64/ld-linux-x86-64.so.2\0";
+    let at = musl
+        .windows(interpreter.len())
+        .position(|w| w == interpreter)
+        .unwrap();
+    musl[at..at + interpreter.len()].copy_from_slice(b"/lib64/ld-musl-x86_64.so.1\0\0");
+    for (name, content, reason) in [
+        ("arm", arm, "not an x86-64 program"),
+        ("narrow", narrow, "32-bit"),
+        ("musl", musl, "musl"),
+        ("text", b"hello\n".to_vec(), "neither an ELF program nor"),
+        ("cut", static_program()[..70].to_vec(), "damaged"),
+    ] {
+        let (status, message) = scratch.refused(&scratch.file(name, 0o755, &content));
+        assert_eq!(status, 126, "{name}");
+        assert!(message.contains(reason), "{name}: {message}");
+    }
+}
+
+#[test]
+fn a_script_runs_when_its_interpreter_can() {
+    let scratch = Scratch::new("script");
+    let good = scratch.file("good", 0o755, b"#!/bin/sh\necho \"script $1\"; exit 3\n");
+    let output = scratch.slat(&["run", "--", good.to_str().unwrap(), "x"]);
+    assert_eq!(text(&output.stdout), "script x\n");
+    assert_eq!(output.status.code(), Some(3));
+
+    let bad = scratch.file("bad", 0o755, b"#!/no/such/shell\n");
+    assert_eq!(scratch.refused(&bad).0, 127);
+
+    let interpreter = scratch.file("static", 0o755, &static_program());
+    let line = format!("#! {} -x\n", interpreter.display());
+    let (status, message) = scratch.refused(&scratch.file("onstatic", 0o755, line.as_bytes()));
+    assert_eq!(status, 126);
+    assert!(message.contains("statically linked"), "{message}");
+}
+
+#[test]
+fn children_are_followed_even_when_descriptors_were_closed() {
+    let scratch = Scratch::new("children");
+    // A grandchild, started by a shell that closed what it had inherited.
+    let inner = "exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-; sh -c 'cat /proc/self/maps; :'; :";
+    let output = scratch.slat(&["run", "--", "sh", "-c", inner]);
+    assert_eq!(text(&output.stderr), "");
+    assert!(text(&output.stdout).contains("libslat_preload-"));
+}
+
+#[test]
+fn libraries_that_the_user_preloads_stay() {
+    let scratch = Scratch::new("present");
+    let output = scratch
+        .command(&["run", "--", "sh", "-c", "echo $LD_PRELOAD"])
+        .env("LD_PRELOAD", "libm.so.6")
+        .output()
+        .unwrap();
+    assert!(
+        text(&output.stdout).ends_with(".so:libm.so.6\n"),
+        "{}",
+        text(&output.stdout)
+    );
+}
+
+#[test]
+fn a_home_that_cannot_be_written_is_no_obstacle() {
+    let scratch = Scratch::new("home");
+    let output = scratch
+        .command(&["run", "--", "cat", "/proc/self/maps"])
+        .env("XDG_CACHE_HOME", "/proc/nonexistent")
+        .env("XDG_RUNTIME_DIR", "/proc/nonexistent")
+        .env("TMPDIR", scratch.0.join("a directory with spaces"))
+        .output()
+        .unwrap();
+    assert!(text(&output.stdout).contains("libslat_preload-"));
+}
+
+#[test]
+fn the_command_itself_interposes_nothing() {
+    let file = fs::read(env!("CARGO_BIN_EXE_slat")).unwrap();
+    let file = object::File::parse(&*file).unwrap();
+    for symbol in file.symbols().chain(file.dynamic_symbols()) {
+        if let Ok(name) = symbol.name()
+            && ["ioctl", "mmap", "mmap64", "open", "close", "madvise"].contains(&name)
+        {
+            assert!(!symbol.is_definition(), "slat defines {name}");
+        }
+    }
+}
+
+#[test]
+fn without_a_program_the_built_in_one_runs_and_is_accounted_for() {
+    let scratch = Scratch::new("builtin");
+    let output = scratch.slat(&["run"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let account = text(&output.stdout);
+    for word in ["2 vCPUs", "functions", "device register", "memslot"] {
+        assert!(account.contains(word), "no '{word}' in:\n{account}");
+    }
+    assert!(account.lines().count() <= 30, "{account}");
+}
+
+#[test]
+fn info_tells_what_is_there() {
+    let scratch = Scratch::new("info");
+    let output = scratch.slat(&["info"]);
+    assert!(output.status.success());
+    for word in ["ept", "tdp", "/dev/kvm", "userfaultfd"] {
+        assert!(text(&output.stdout).contains(word), "no '{word}'");
+    }
+}
