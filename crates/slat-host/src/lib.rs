@@ -1,1 +1,170 @@
-//! slat's platform on Linux userspace
+//! slat's platform on Linux userspace.
+//!
+//! The physical address of this port **is** the host-virtual address: a leaf for the page at hva
+//! holds `hva >> 12`, whatever frame the kernel has behind it. So the host may swap, migrate or share
+//! pages as it likes; what matters is only where mappings end, and that the program's calls tell
+//! ([`mappings`]).
+#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
+
+pub mod frames;
+pub mod mappings;
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::*};
+use std::time::Duration;
+
+use slat::{
+    Access, Entries, Gfn, HostPage, Hva, Level, MemoryType, PAGE_SHIFT, Pfn, Platform,
+    ResolveError, TableMeta, VmId, WaitFor,
+};
+
+use frames::Frames;
+
+/// Linux userspace as a [`Platform`].
+#[derive(Default)]
+pub struct HostPlatform {
+    frames: Frames,
+    contiguous: AtomicBool,
+}
+
+impl HostPlatform {
+    /// A platform with no frame yet. Installs the guard's signal handlers.
+    ///
+    /// # Errors
+    /// If a handler cannot be installed.
+    pub fn new() -> std::io::Result<Arc<Self>> {
+        slat_guard::install()?;
+        Ok(Arc::default())
+    }
+
+    /// Policy `host_level=contiguous`: pretend that every aligned stretch of one mapping is a huge
+    /// page of the host. Right in this port, where physical addresses are virtual ones. Affects
+    /// leaves installed from now on.
+    pub fn set_contiguous(&self, on: bool) {
+        self.contiguous.store(on, Relaxed);
+    }
+
+    /// The largest level whose aligned region around `address` lies in the mapping.
+    fn level(&self, mapping: &mappings::Mapping, address: usize) -> Level {
+        let mut level = if self.contiguous.load(Relaxed) {
+            Level::GIGA
+        } else {
+            mapping.level
+        };
+        while level > Level::PAGE {
+            let bytes = (level.pages() << PAGE_SHIFT) as usize;
+            let start = address & !(bytes - 1);
+            if mapping.range.start <= start && start + bytes <= mapping.range.end {
+                break;
+            }
+            level = Level(level.0 - 1);
+        }
+        level
+    }
+
+    fn page(&self, mapping: &mappings::Mapping, backing: Hva) -> HostPage {
+        HostPage {
+            pfn: Pfn(backing.0 >> PAGE_SHIFT),
+            level: self.level(mapping, backing.0 as usize),
+            writable: mapping.writable,
+            memory: MemoryType::WriteBack,
+        }
+    }
+}
+
+/// Touches the page at `address` as the guest is about to; a page that is not there is brought in,
+/// however long it takes.
+fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
+    // A kick looks like missing memory. It is not meant for a vCPU outside, so one that comes in
+    // between is the rare late one.
+    const TRIES: usize = 3;
+    let pointer = address as *mut u8;
+    for _ in 0..TRIES {
+        // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one
+        // locked instruction, so it takes nothing from a concurrent writer.
+        let touched = unsafe {
+            match access {
+                Access::Write => slat_guard::fetch_or(pointer, 0).map(drop),
+                Access::Read | Access::Execute => slat_guard::load(pointer).map(drop),
+            }
+        };
+        if touched.is_ok() {
+            return Ok(());
+        }
+    }
+    Err(ResolveError::BadAddress)
+}
+
+// SAFETY:
+// - frames and their metadata: see `frames`; a chunk lives as long as the platform;
+// - `resolve` answers with addresses of live mappings with the rights it found; their end is announced
+//   by whoever ends them (the contract of `mappings`), and guest accesses are guarded besides;
+// - no hardware walks these tables, so there is nothing to flush.
+unsafe impl Platform for HostPlatform {
+    fn alloc_table(&self) -> Option<Pfn> {
+        self.frames.alloc()
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        // SAFETY: the caller's promise.
+        unsafe { self.frames.free(frame) }
+    }
+
+    #[inline]
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        frames::entries(frame)
+    }
+
+    #[inline]
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        frames::meta(frame)
+    }
+
+    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        let address = backing.0 as usize;
+        let mapping = mappings::find(address).ok_or(ResolveError::BadAddress)?;
+        let allowed = match access {
+            Access::Write => mapping.writable,
+            Access::Read | Access::Execute => mapping.readable,
+        };
+        if !allowed {
+            return Err(ResolveError::BadAddress);
+        }
+        touch(address, access)?;
+        Ok(self.page(&mapping, backing))
+    }
+
+    fn resolve_resident(&self, backing: Hva) -> Option<HostPage> {
+        let mapping = mappings::find(backing.0 as usize)?;
+        // Residence is the kernel's affair here: the address stays valid without it.
+        mapping.readable.then(|| self.page(&mapping, backing))
+    }
+
+    fn flush(&self, _vm: VmId, _range: Range<Gfn>) {}
+
+    fn wait(&self, round: u32, what: WaitFor) {
+        const SPINS: u32 = 32;
+        const YIELDS: u32 = 1024;
+        /// Rounds of sleep between two kicks.
+        const PATIENCE: u32 = 20;
+        if round < SPINS {
+            std::hint::spin_loop();
+        } else if round < SPINS + YIELDS {
+            std::thread::yield_now();
+        } else {
+            let slept = round - SPINS - YIELDS;
+            if let WaitFor::Reader(thread) = what
+                && thread != 0
+                && slept % PATIENCE == PATIENCE - 1
+            {
+                slat_guard::kick(thread as libc::pid_t);
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

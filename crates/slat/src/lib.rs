@@ -1,1 +1,50 @@
-//! KVM's guest memory system as a portable no_std library
+//! KVM's guest-memory system as a portable library: memslots, second-level page tables, faults, huge
+//! pages, MMIO caching, dirty logging. `no_std` + `alloc`; knows no OS, no CPU emulator and no ioctl.
+//!
+//! # The pieces
+//! * A [`Platform`] is the machine under the engine: table frames, host pages, hardware flushes.
+//! * A [`Format`] says what an entry means to a page walker: [`format::Ept`].
+//! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::invalidate`],
+//!   [`Vm::get_dirty_log`], [`Vm::audit`].
+//! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
+//!
+//! # Concurrency
+//! Faults of different vCPUs run in parallel, with one short lock per table they install into; walks
+//! and slot look-ups take no lock. The protocols are argued where they live: `table` (who may change
+//! an entry), `sync::quiesce` (what readers may still see, how flushes are acknowledged), `slots`
+//! (how a set of memslots is published), `vm::invalidate` (when a fault may install).
+//!
+//! # Where rules come from
+//! Observable behaviour is KVM's (Documentation/virt/kvm/api.rst), entry bits are the manuals'; each is
+//! cited where it is used.
+#![no_std]
+#![warn(missing_docs)]
+
+extern crate alloc;
+#[cfg(test)]
+extern crate std;
+
+mod addr;
+mod audit;
+pub mod format;
+pub mod guest_walk;
+mod platform;
+mod policy;
+mod slots;
+mod stats;
+mod sync;
+mod table;
+mod vcpu;
+mod vm;
+
+pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pfn};
+pub use audit::AuditError;
+pub use format::{Ept, Format};
+pub use platform::{HostPage, MemoryType, Platform, ResolveError, VmId, WaitFor};
+pub use policy::Policy;
+pub use slots::{MAX_SLOTS, Region, RegionError, SlotFlags};
+pub use stats::Stats;
+pub use sync::quiesce::Attention;
+pub use table::{ENTRIES, Entries, OutOfMemory, TableMeta};
+pub use vcpu::Vcpu;
+pub use vm::{Config, DirtyLogError, Invalidation, Stop, Translation, Vm};

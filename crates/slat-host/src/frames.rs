@@ -1,0 +1,147 @@
+//! Frames for page tables.
+//!
+//! Frames are cut from chunks of 2 MiB, aligned to their size. The first pages of a chunk hold the
+//! [`TableMeta`] of all its frames, so that both are found from a frame's address by arithmetic, as
+//! with Linux's `struct page` array. The physical address of a frame is its address in this process.
+//!
+//! Memory is mapped and unmapped by direct system calls: in a process whose `mmap` and `munmap` are
+//! watched (the preload library), the tables' own memory is nobody's guest memory.
+
+use std::ptr::{self, NonNull};
+use std::sync::Mutex;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use slat::{Entries, PAGE_SIZE, Pfn, TableMeta};
+
+const CHUNK: usize = 2 << 20;
+const FRAME: usize = PAGE_SIZE as usize;
+const FRAMES: usize = CHUNK / FRAME;
+/// Frames at the start of a chunk that hold the metadata of the others.
+const RESERVED: usize = (FRAMES * size_of::<TableMeta>()).div_ceil(FRAME);
+
+/// An allocator of table frames.
+#[derive(Default)]
+pub struct Frames {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    chunks: Vec<NonNull<u8>>,
+    free: Vec<Pfn>,
+}
+
+// SAFETY: the chunks belong to this allocator; they are only touched through frames it gave away.
+unsafe impl Send for Inner {}
+
+impl Frames {
+    /// A frame of unspecified contents, with fresh metadata.
+    pub fn alloc(&self) -> Option<Pfn> {
+        let mut inner = self.inner.lock().unwrap_or_else(|e| e.into_inner());
+        if inner.free.is_empty() {
+            inner.grow()?;
+        }
+        let frame = inner.free.pop()?;
+        // SAFETY: the frame is free, so nobody uses its metadata, which lies in its chunk.
+        unsafe { meta(frame).write(TableMeta::new()) };
+        Some(frame)
+    }
+
+    /// Takes a frame back.
+    ///
+    /// # Safety
+    /// - `frame` came from [`Frames::alloc`], is freed once, and is not used any more.
+    pub unsafe fn free(&self, frame: Pfn) {
+        let mut inner = self.inner.lock().unwrap_or_else(|e| e.into_inner());
+        inner.free.push(frame);
+    }
+}
+
+impl Inner {
+    fn grow(&mut self) -> Option<()> {
+        self.chunks.try_reserve(1).ok()?;
+        // Room for every frame, so that `free` never allocates.
+        self.free
+            .try_reserve((self.chunks.len() + 1) * FRAMES)
+            .ok()?;
+        let chunk = map_aligned()?;
+        self.chunks.push(chunk);
+        let first = chunk.as_ptr() as u64 / PAGE_SIZE;
+        let frames = (RESERVED as u64..FRAMES as u64).rev();
+        self.free.extend(frames.map(|i| Pfn(first + i)));
+        Some(())
+    }
+}
+
+impl Drop for Frames {
+    fn drop(&mut self) {
+        let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
+        for chunk in inner.chunks.drain(..) {
+            // SAFETY: mapped by `map_aligned` with this size; the engine has given all frames back or
+            // is gone with its VM, so nobody refers to the chunk.
+            let _ = unsafe { munmap(chunk.as_ptr().cast(), CHUNK) };
+        }
+    }
+}
+
+/// The entries in a frame.
+#[inline]
+pub fn entries(frame: Pfn) -> NonNull<Entries> {
+    debug_assert!(frame.0 != 0);
+    // SAFETY: frames are never at address 0.
+    unsafe { NonNull::new_unchecked(frame.hpa().0 as *mut Entries) }
+}
+
+/// The metadata of a frame.
+#[inline]
+pub fn meta(frame: Pfn) -> NonNull<TableMeta> {
+    let address = frame.hpa().0 as usize;
+    let chunk = address & !(CHUNK - 1);
+    let index = address % CHUNK / FRAME;
+    let meta = chunk as *mut TableMeta;
+    // SAFETY: the metadata array begins at the chunk and has an element for each of its frames.
+    unsafe { NonNull::new_unchecked(meta.add(index)) }
+}
+
+/// Maps one chunk at a multiple of its size.
+fn map_aligned() -> Option<NonNull<u8>> {
+    let prot = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a fresh anonymous mapping at an address of the kernel's choice.
+    let base = unsafe { mmap_anonymous(ptr::null_mut(), 2 * CHUNK, prot, flags) }.ok()?;
+    let start = base as usize;
+    let chunk = start.next_multiple_of(CHUNK);
+    let trim = |from: usize, to: usize| {
+        if to > from {
+            // SAFETY: part of the mapping made above that nobody has seen.
+            let _ = unsafe { munmap(from as *mut _, to - from) };
+        }
+    };
+    trim(start, chunk);
+    trim(chunk + CHUNK, start + 2 * CHUNK);
+    NonNull::new(chunk as *mut u8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_are_distinct_aligned_and_come_back() {
+        let frames = Frames::default();
+        let mut all: Vec<_> = (0..2000).map(|_| frames.alloc().unwrap()).collect();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 2000);
+        for frame in &all {
+            assert_ne!(meta(*frame).as_ptr() as u64, frame.hpa().0);
+            // SAFETY: from `alloc`, freed once.
+            unsafe { frames.free(*frame) };
+        }
+        let chunks = frames.inner.lock().unwrap().chunks.len();
+        for _ in 0..2000 {
+            frames.alloc().unwrap();
+        }
+        assert_eq!(frames.inner.lock().unwrap().chunks.len(), chunks);
+    }
+}

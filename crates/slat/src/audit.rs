@@ -1,0 +1,144 @@
+//! Checks every invariant of a live VM.
+
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::fmt;
+
+use crate::addr::{Gfn, Level};
+use crate::format::{Entry, Format, Leaf};
+use crate::platform::Platform;
+use crate::slots::{Memslot, SlotFlags};
+use crate::table::{Next, Show, Tree};
+use crate::vm::Vm;
+
+/// A broken invariant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuditError(String);
+
+impl fmt::Display for AuditError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "audit: {}", self.0)
+    }
+}
+
+impl core::error::Error for AuditError {}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Checks that every leaf lies in a live slot, at a level the slot and the host allow, translates
+    /// to the frame that backs it, and allows no more than the slot does; that no page of a logged
+    /// slot is writable without being marked; and, if no CPU is inside, that the gauges count exactly
+    /// the leaves there are.
+    ///
+    /// Slot changes wait meanwhile; CPUs may go on.
+    ///
+    /// # Errors
+    /// The first invariant found broken.
+    pub fn audit(&self) -> Result<(), AuditError> {
+        let mut leaves = [0u64; 3];
+        for space in &self.spaces {
+            // Taken before the section begins: whoever holds the lock may be waiting for sections.
+            let change = space.slots.change(self.lock_wait());
+            let section = self.section();
+            let mut error = None;
+            let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
+            space.tree.walk(everything, Show::default(), &mut |at| {
+                let Entry::Leaf(leaf) = at.decode::<F>() else {
+                    return Next::Pass;
+                };
+                leaves[at.level.0 as usize - 1] += 1;
+                let checked = match change.set().find(at.gfn) {
+                    Some(slot) => self.audit_leaf(slot, at.gfn, at.level, &leaf),
+                    None => Err("it lies in no memslot".into()),
+                };
+                match checked {
+                    Ok(()) => Next::Pass,
+                    Err(why) => {
+                        let (level, gpa) = (at.level.0, at.gfn.gpa());
+                        error = Some(alloc::format!("level {level} leaf at gpa {gpa}: {why}"));
+                        Next::Stop
+                    }
+                }
+            });
+            drop(section);
+            if let Some(error) = error {
+                return Err(AuditError(error));
+            }
+            self.audit_slots(&change)?;
+        }
+        if !self.readers.any_inside() {
+            let stats = self.stats();
+            let counted = [stats.pages_4k, stats.pages_2m, stats.pages_1g];
+            if counted != leaves {
+                return Err(AuditError(alloc::format!(
+                    "the gauges pages_4k/2m/1g say {counted:?}, there are {leaves:?} leaves"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn audit_leaf(
+        &self,
+        slot: &Memslot,
+        gfn: Gfn,
+        level: Level,
+        leaf: &Leaf,
+    ) -> Result<(), String> {
+        let gfns = slot.gfns();
+        if gfn.add(level.pages()) > gfns.end || gfn < gfns.start {
+            return Err(alloc::format!("it reaches out of {slot:?}"));
+        }
+        if leaf.write && slot.flags.has(SlotFlags::READONLY) {
+            return Err(alloc::format!("it is writable in read-only {slot:?}"));
+        }
+        if let Some(log) = &slot.dirty {
+            let first = gfn.0 - gfns.start.0;
+            let unmarked = (first..first + level.pages()).any(|page| !log.is_marked(page));
+            if leaf.write && unmarked {
+                return Err("it is writable, but not marked in the dirty log".into());
+            }
+        }
+        if let Some(host) = self.platform.resolve_resident(slot.hva(gfn))
+            && host.pfn != leaf.pfn
+        {
+            return Err(alloc::format!(
+                "it leads to {:?}, its backing to {:?}",
+                leaf.pfn,
+                host.pfn
+            ));
+        }
+        Ok(())
+    }
+
+    /// The indexes of a slot set agree, and no two slots overlap.
+    fn audit_slots(&self, change: &crate::slots::SlotsChange<'_>) -> Result<(), AuditError> {
+        let set = change.set();
+        let mut by_gfn = Vec::new();
+        let mut end = Gfn(0);
+        let mut error = None;
+        set.in_gfns(&(Gfn(0)..Gfn(1 << 48)), |slot| {
+            if slot.base < end {
+                error = Some(alloc::format!("{slot:?} overlaps the one before it"));
+            }
+            end = slot.gfns().end;
+            by_gfn.push(slot.id);
+        });
+        let mut by_hva = Vec::new();
+        let all = crate::Hva(0)..crate::Hva(u64::MAX);
+        set.backed_by(&all, |slot| {
+            by_hva.push(slot.id);
+            true
+        });
+        by_gfn.sort_unstable();
+        by_hva.sort_unstable();
+        if by_gfn != by_hva || by_gfn.len() != change.len() {
+            error = Some(alloc::format!(
+                "{} slots by gfn, {} by backing, {} by id",
+                by_gfn.len(),
+                by_hva.len(),
+                change.len()
+            ));
+        }
+        error.map_or(Ok(()), |why| Err(AuditError(why)))
+    }
+}

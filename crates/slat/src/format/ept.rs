@@ -1,0 +1,220 @@
+//! Intel's extended page tables.
+//!
+//! Intel SDM volume 3C, "The Extended Page Table Mechanism (EPT)": tables "Format of an EPT
+//! Paging-Structure Entry that Maps a 1-GByte/2-MByte/4-KByte Page" and "... that References ...".
+//! Accessed and dirty flags are enabled (EPTP bit 6), mode-based execute control is not.
+
+use super::{Entry, Format, Leaf};
+use crate::addr::{Level, Pfn};
+use crate::platform::MemoryType;
+
+/// Four-level EPT.
+pub struct Ept;
+
+const READ: u64 = 1 << 0;
+const WRITE: u64 = 1 << 1;
+const EXECUTE: u64 = 1 << 2;
+const RIGHTS: u64 = READ | WRITE | EXECUTE;
+/// Bits 5:3 of a leaf: the memory type, coded as in the MTRRs (UC 0, WB 6).
+const MEMORY_TYPE: u64 = 7 << 3;
+const WRITE_BACK: u64 = 6 << 3;
+/// Bit 7: leaf, in a table of level 2 or 3; ignored at level 1.
+const HUGE: u64 = 1 << 7;
+const ACCESSED: u64 = 1 << 8;
+const DIRTY: u64 = 1 << 9;
+const FRAME: u64 = 0x000f_ffff_ffff_f000;
+/// Bits 56:52 of a leaf are ignored by hardware.
+const MAY_WRITE: u64 = 1 << 52;
+
+/// Writable and executable but not readable is an *EPT misconfiguration* (SDM, "EPT
+/// Misconfigurations"): it exits with a reason of its own, which no ordinary fault has.
+const MISCONFIGURED: u64 = WRITE | EXECUTE;
+/// An MMIO entry keeps its generation where a leaf has its frame number: hardware looks no further
+/// once the rights are misconfigured.
+const MMIO_GENERATION_SHIFT: u32 = 12;
+const MMIO_GENERATION: u64 = ((1 << Ept::MMIO_GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
+
+impl Format for Ept {
+    const NAME: &'static str = "ept";
+    const TOP: Level = Level(4);
+    const MAX_LEAF: Level = Level::GIGA;
+    const MMIO_GENERATION_BITS: u32 = 40;
+
+    #[inline]
+    fn decode(bits: u64, level: Level) -> Entry {
+        let pfn = Pfn((bits & FRAME) >> 12);
+        match bits & RIGHTS {
+            0 => Entry::Empty,
+            MISCONFIGURED => Entry::Mmio {
+                generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
+            },
+            _ if level > Level::PAGE && bits & HUGE == 0 => Entry::Table(pfn),
+            _ => Entry::Leaf(Leaf {
+                pfn,
+                write: bits & WRITE != 0,
+                execute: bits & EXECUTE != 0,
+                may_write: bits & MAY_WRITE != 0,
+                accessed: bits & ACCESSED != 0,
+                dirty: bits & DIRTY != 0,
+                memory: match bits & MEMORY_TYPE {
+                    WRITE_BACK => MemoryType::WriteBack,
+                    _ => MemoryType::Device,
+                },
+            }),
+        }
+    }
+
+    #[inline]
+    fn leaf(leaf: Leaf, level: Level) -> u64 {
+        let bit = |set: bool, bit: u64| if set { bit } else { 0 };
+        leaf.pfn.0 << 12
+            | READ
+            | bit(leaf.write, WRITE)
+            | bit(leaf.execute, EXECUTE)
+            | bit(leaf.memory == MemoryType::WriteBack, WRITE_BACK)
+            | bit(level > Level::PAGE, HUGE)
+            | bit(leaf.accessed, ACCESSED)
+            | bit(leaf.dirty, DIRTY)
+            | bit(leaf.may_write, MAY_WRITE)
+    }
+
+    #[inline]
+    fn table(frame: Pfn) -> u64 {
+        frame.0 << 12 | RIGHTS
+    }
+
+    #[inline]
+    fn mmio(generation: u64) -> u64 {
+        (generation << MMIO_GENERATION_SHIFT) & MMIO_GENERATION | MISCONFIGURED
+    }
+
+    #[inline]
+    fn is_absent(bits: u64) -> bool {
+        bits & READ == 0
+    }
+
+    #[inline]
+    fn write_protect(bits: u64) -> u64 {
+        bits & !WRITE | MAY_WRITE
+    }
+
+    #[inline]
+    fn is_settled(bits: u64) -> bool {
+        bits & ACCESSED != 0 && bits & (WRITE | DIRTY) != WRITE
+    }
+
+    #[inline]
+    fn is_writable(bits: u64) -> bool {
+        bits & WRITE != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEAF: Leaf = Leaf {
+        pfn: Pfn(0x12345),
+        write: true,
+        execute: false,
+        may_write: false,
+        accessed: false,
+        dirty: false,
+        memory: MemoryType::WriteBack,
+    };
+
+    /// SDM 3C table 29-7 (level 1), 29-5 (level 2), 29-3 (level 3).
+    #[test]
+    fn leaves_have_the_bits_of_the_manual() {
+        assert_eq!(Ept::leaf(LEAF, Level::PAGE), 0x1234_5000 | 0b011 | 6 << 3);
+        let huge = Leaf {
+            pfn: Pfn(0x200),
+            execute: true,
+            accessed: true,
+            dirty: true,
+            ..LEAF
+        };
+        assert_eq!(
+            Ept::leaf(huge, Level::MEGA),
+            0x20_0000 | 0b111 | 6 << 3 | 1 << 7 | 1 << 8 | 1 << 9
+        );
+        let device = Leaf {
+            memory: MemoryType::Device,
+            write: false,
+            ..LEAF
+        };
+        assert_eq!(Ept::leaf(device, Level::PAGE), 0x1234_5000 | 0b001);
+    }
+
+    /// SDM 3C table 29-2: bits 7:3 of an entry that references a table are reserved.
+    #[test]
+    fn a_table_entry_limits_nothing() {
+        assert_eq!(Ept::table(Pfn(0x77)), 0x77000 | 0b111);
+        assert_eq!(Ept::decode(0x77007, Level(2)), Entry::Table(Pfn(0x77)));
+    }
+
+    /// SDM 3C, "EPT Misconfigurations": bit 0 clear while bit 1 is set.
+    #[test]
+    fn an_mmio_entry_is_a_misconfiguration() {
+        let bits = Ept::mmio(5);
+        assert_eq!(bits & 0b111, 0b110);
+        assert!(Ept::is_absent(bits));
+        assert_eq!(Ept::decode(bits, Level(1)), Entry::Mmio { generation: 5 });
+        assert_eq!(
+            Ept::decode(Ept::mmio(u64::MAX), Level(1)),
+            Entry::Mmio {
+                generation: (1 << 40) - 1
+            }
+        );
+    }
+
+    #[test]
+    fn protecting_remembers_the_right_to_write() {
+        let bits = Ept::write_protect(Ept::leaf(LEAF, Level::PAGE));
+        let expected = Leaf {
+            write: false,
+            may_write: true,
+            ..LEAF
+        };
+        assert_eq!(Ept::decode(bits, Level::PAGE), Entry::Leaf(expected));
+    }
+
+    #[test]
+    fn an_entry_is_settled_when_hardware_has_no_bit_left_to_set() {
+        let settled = |write, accessed, dirty| {
+            let leaf = Leaf {
+                write,
+                accessed,
+                dirty,
+                ..LEAF
+            };
+            Ept::is_settled(Ept::leaf(leaf, Level::PAGE))
+        };
+        assert!(settled(true, true, true));
+        assert!(settled(false, true, false));
+        assert!(!settled(true, true, false));
+        assert!(!settled(false, false, false));
+    }
+
+    #[test]
+    fn what_is_encoded_is_decoded() {
+        for level in [Level::PAGE, Level::MEGA, Level::GIGA] {
+            for bits in 0..32u64 {
+                let leaf = Leaf {
+                    pfn: Pfn(level.pages() * 3),
+                    write: bits & 1 != 0,
+                    execute: bits & 2 != 0,
+                    may_write: bits & 4 != 0,
+                    accessed: bits & 8 != 0,
+                    dirty: bits & 16 != 0,
+                    ..LEAF
+                };
+                assert_eq!(
+                    Ept::decode(Ept::leaf(leaf, level), level),
+                    Entry::Leaf(leaf)
+                );
+            }
+        }
+        assert_eq!(Ept::decode(0, Level(4)), Entry::Empty);
+    }
+}

@@ -1,0 +1,87 @@
+//! What one entry means to a page walker. A format is a type without values, so that every walk is
+//! compiled for its format; nothing outside these files knows a bit.
+
+mod ept;
+
+pub use ept::Ept;
+
+use crate::addr::{Level, Pfn};
+use crate::platform::MemoryType;
+
+/// What an entry means, whatever the bits of its architecture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Entry {
+    /// Nothing: a walker faults.
+    Empty,
+    /// The next lower table, by the host frame that holds it.
+    Table(Pfn),
+    /// Guest memory.
+    Leaf(Leaf),
+    /// No memslot held this frame when the MMIO generation was the one given: a walker faults in a
+    /// way that tells so, and the fault needs no slot look-up while the generation stands.
+    Mmio {
+        /// Low [`Format::MMIO_GENERATION_BITS`] bits of the generation.
+        generation: u64,
+    },
+}
+
+/// A leaf of any level.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Leaf {
+    /// First of the [`Level::pages`] contiguous host frames.
+    pub pfn: Pfn,
+    /// The guest may write.
+    pub write: bool,
+    /// The guest may execute.
+    pub execute: bool,
+    /// Software only: `write` may be given back without asking slot or host again; it was taken
+    /// for the dirty log. (KVM: "MMU-writable".)
+    pub may_write: bool,
+    /// Used since the bit was last cleared.
+    pub accessed: bool,
+    /// Written since the bit was last cleared.
+    pub dirty: bool,
+    /// How the CPU caches the memory.
+    pub memory: MemoryType,
+}
+
+impl Leaf {
+    /// The `i`-th of the 512 leaves, one level down, that together mean what this one means.
+    pub const fn piece(self, level: Level, i: usize) -> Leaf {
+        Leaf {
+            pfn: self.pfn.add(i as u64 * level.below().pages()),
+            ..self
+        }
+    }
+}
+
+/// What one kind of page walker understands.
+pub trait Format: Send + Sync + 'static {
+    /// KVM's or the manual's name, for people.
+    const NAME: &'static str;
+    /// Level of the entries in the root table.
+    const TOP: Level;
+    /// Largest leaf.
+    const MAX_LEAF: Level;
+    /// Bits of the MMIO generation an entry can hold; 0 where the format caches no MMIO.
+    const MMIO_GENERATION_BITS: u32;
+
+    /// What `bits`, read from a table of `level`, mean.
+    fn decode(bits: u64, level: Level) -> Entry;
+    /// A leaf for a table of `level`.
+    fn leaf(leaf: Leaf, level: Level) -> u64;
+    /// An entry that leads to a table. It limits no right: leaves decide.
+    fn table(frame: Pfn) -> u64;
+    /// See [`Entry::Mmio`].
+    fn mmio(generation: u64) -> u64;
+    /// Whether `bits` lead nowhere, neither to memory nor to a table (empty or MMIO). Must agree
+    /// with `decode`; it exists because range operations ask it for every entry.
+    fn is_absent(bits: u64) -> bool;
+    /// The same writable leaf write-protected, with [`Leaf::may_write`] set.
+    fn write_protect(bits: u64) -> u64;
+    /// Whether hardware has no accessed or dirty bit left to set in this leaf: then a plain store
+    /// may replace it, otherwise only an atomic read-modify-write loses nothing.
+    fn is_settled(bits: u64) -> bool;
+    /// Whether a leaf allows writing.
+    fn is_writable(bits: u64) -> bool;
+}

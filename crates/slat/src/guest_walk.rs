@@ -1,0 +1,362 @@
+//! The guest's own page tables, walked once here: for the software CPU, and for shadow paging.
+//!
+//! Intel SDM volume 3A, chapter "Paging": 32-bit, PAE, 4-level and 5-level paging; access rights from
+//! "Determination of Access Rights", the error code from "Page-Fault Exceptions", accessed and dirty
+//! flags from the section of that name.
+//!
+//! Other CPUs change the tables at any time. Entries are read one by one; accessed and dirty flags are
+//! set by compare-exchange, and when one fails the walk starts again.
+
+use crate::addr::{Access, Gpa};
+
+/// Which tables the guest uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// CR4.PAE clear: two levels of 1024 four-byte entries.
+    Bits32 {
+        /// CR4.PSE: 4 MiB pages.
+        pse: bool,
+    },
+    /// CR4.PAE set outside long mode: four page-directory-pointer entries above two levels.
+    Pae,
+    /// Long mode.
+    Level4,
+    /// Long mode with CR4.LA57.
+    Level5,
+}
+
+/// What of the CPU's state decides a walk.
+#[derive(Clone, Copy, Debug)]
+pub struct GuestPaging {
+    /// CR3; its low bits are ignored as the mode says.
+    pub cr3: u64,
+    /// Shape of the tables.
+    pub mode: Mode,
+    /// The access is made at CPL 3 (and is not an implicit supervisor access).
+    pub user: bool,
+    /// CR0.WP.
+    pub write_protect: bool,
+    /// EFER.NXE.
+    pub no_execute: bool,
+    /// CR4.SMEP.
+    pub smep: bool,
+    /// CR4.SMAP, and EFLAGS.AC does not lift it.
+    pub smap: bool,
+    /// Width of guest-physical addresses (MAXPHYADDR).
+    pub physical_bits: u32,
+}
+
+/// How the walk reaches guest memory.
+pub trait GuestTables {
+    /// Why guest memory cannot be reached now.
+    type Error;
+    /// Reads an entry of `size` (4 or 8) bytes; `gpa` is a multiple of it.
+    ///
+    /// # Errors
+    /// The implementor's; the walk ends with it.
+    fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Self::Error>;
+    /// Atomically replaces the entry if it still is `old`; `false` if not.
+    ///
+    /// # Errors
+    /// The implementor's; the walk ends with it.
+    fn compare_exchange(
+        &mut self,
+        gpa: Gpa,
+        size: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Self::Error>;
+}
+
+/// What the guest's tables say about one 4 KiB page, for the privilege that was asked about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GuestPage {
+    /// The guest-physical page.
+    pub gpa: Gpa,
+    /// Data may be read.
+    pub read: bool,
+    /// Data may be written, with no dirty flag left to set.
+    pub write: bool,
+    /// Instructions may be fetched.
+    pub execute: bool,
+}
+
+/// Why there is no translation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WalkError<E> {
+    /// The guest gets #PF with this error code.
+    PageFault {
+        /// Bits of [`error_code`].
+        code: u32,
+    },
+    /// Its tables could not be reached.
+    Memory(E),
+}
+
+/// Bits of a page fault's error code (SDM 3A, figure "Page-Fault Error Code").
+pub mod error_code {
+    /// The page was present: a violation of rights or of reserved bits.
+    pub const PRESENT: u32 = 1 << 0;
+    /// A write.
+    pub const WRITE: u32 = 1 << 1;
+    /// At CPL 3.
+    pub const USER: u32 = 1 << 2;
+    /// A reserved bit is set.
+    pub const RESERVED: u32 = 1 << 3;
+    /// An instruction fetch.
+    pub const FETCH: u32 = 1 << 4;
+}
+
+const PRESENT: u64 = 1 << 0;
+const WRITABLE: u64 = 1 << 1;
+const USER: u64 = 1 << 2;
+const ACCESSED: u64 = 1 << 5;
+const DIRTY: u64 = 1 << 6;
+const PAGE_SIZE_BIT: u64 = 1 << 7;
+const NO_EXECUTE: u64 = 1 << 63;
+const FRAME: u64 = 0x000f_ffff_ffff_f000;
+
+/// The numbers that a mode comes to.
+struct Shape {
+    levels: u32,
+    index_bits: u32,
+    entry_size: usize,
+    root: u64,
+    /// Largest level at which a page may be.
+    max_leaf: u32,
+}
+
+impl Shape {
+    fn of(paging: &GuestPaging) -> Shape {
+        let long = |levels| Shape {
+            levels,
+            index_bits: 9,
+            entry_size: 8,
+            root: paging.cr3 & FRAME,
+            max_leaf: 3,
+        };
+        match paging.mode {
+            Mode::Bits32 { pse } => Shape {
+                levels: 2,
+                index_bits: 10,
+                entry_size: 4,
+                root: paging.cr3 & 0xffff_f000,
+                max_leaf: if pse { 2 } else { 1 },
+            },
+            Mode::Pae => Shape {
+                root: paging.cr3 & 0xffff_ffe0,
+                max_leaf: 2,
+                ..long(3)
+            },
+            Mode::Level4 => long(4),
+            Mode::Level5 => long(5),
+        }
+    }
+
+    fn shift(&self, level: u32) -> u32 {
+        12 + self.index_bits * (level - 1)
+    }
+
+    /// PAE's four pointer entries have no rights and no accessed flag.
+    fn is_pointer(&self, mode: Mode, level: u32) -> bool {
+        mode == Mode::Pae && level == 3
+    }
+}
+
+/// What was seen on the way down.
+struct Path {
+    entries: [(Gpa, u64); 5],
+    len: usize,
+    writable: bool,
+    user: bool,
+    executable: bool,
+}
+
+/// Walks the tables for `access` to `gva`; sets accessed and dirty flags as a processor does.
+///
+/// # Errors
+/// [`WalkError`]. After [`WalkError::Memory`] nothing but accessed flags may have changed.
+pub fn walk<T: GuestTables>(
+    tables: &mut T,
+    paging: &GuestPaging,
+    gva: u64,
+    access: Access,
+) -> Result<GuestPage, WalkError<T::Error>> {
+    loop {
+        if let Some(page) = attempt(tables, paging, gva, access)? {
+            return Ok(page);
+        }
+    }
+}
+
+/// `None`: an entry changed between reading and marking it.
+fn attempt<T: GuestTables>(
+    tables: &mut T,
+    paging: &GuestPaging,
+    gva: u64,
+    access: Access,
+) -> Result<Option<GuestPage>, WalkError<T::Error>> {
+    let shape = Shape::of(paging);
+    let fault = |extra: u32| {
+        Err(WalkError::PageFault {
+            code: extra | access_code(paging, access),
+        })
+    };
+    let mut path = Path {
+        entries: [(Gpa(0), 0); 5],
+        len: 0,
+        writable: true,
+        user: true,
+        executable: true,
+    };
+    let mut table = shape.root;
+    let mut level = shape.levels;
+    let leaf = loop {
+        let index = (gva >> shape.shift(level)) & ((1 << shape.index_bits) - 1);
+        let index = if shape.is_pointer(paging.mode, level) {
+            index & 3
+        } else {
+            index
+        };
+        let gpa = Gpa(table + index * shape.entry_size as u64);
+        let entry = tables
+            .read(gpa, shape.entry_size)
+            .map_err(WalkError::Memory)?;
+        if entry & PRESENT == 0 {
+            return fault(0);
+        }
+        let is_leaf = level == 1 || level <= shape.max_leaf && entry & PAGE_SIZE_BIT != 0;
+        if entry & reserved(paging, &shape, level, is_leaf) != 0 {
+            return fault(error_code::PRESENT | error_code::RESERVED);
+        }
+        if !shape.is_pointer(paging.mode, level) {
+            path.entries[path.len] = (gpa, entry);
+            path.len += 1;
+            path.writable &= entry & WRITABLE != 0;
+            path.user &= entry & USER != 0;
+            path.executable &= entry & NO_EXECUTE == 0 || shape.entry_size == 4;
+        }
+        if is_leaf {
+            break entry;
+        }
+        table = entry
+            & if shape.entry_size == 4 {
+                0xffff_f000
+            } else {
+                FRAME
+            };
+        level -= 1;
+    };
+
+    let rights = Rights::of(paging, &path);
+    if !rights.allow(access) {
+        return fault(error_code::PRESENT);
+    }
+    let write = access == Access::Write;
+    for (i, &(gpa, entry)) in path.entries[..path.len].iter().enumerate() {
+        let dirty = if write && i + 1 == path.len { DIRTY } else { 0 };
+        let marked = entry | ACCESSED | dirty;
+        if marked != entry
+            && !tables
+                .compare_exchange(gpa, shape.entry_size, entry, marked)
+                .map_err(WalkError::Memory)?
+        {
+            return Ok(None);
+        }
+    }
+    let offset = (1u64 << shape.shift(level)) - 1;
+    Ok(Some(GuestPage {
+        gpa: Gpa((frame(paging, leaf, level) & !offset | gva & offset) & !0xfff),
+        read: rights.read,
+        write: rights.write && (write || leaf & DIRTY != 0),
+        execute: rights.execute,
+    }))
+}
+
+/// Physical address bits of a leaf; the low bits of a large page are the caller's to clear.
+fn frame(paging: &GuestPaging, leaf: u64, level: u32) -> u64 {
+    match paging.mode {
+        // PSE-36: bits 20:13 of a 4 MiB page are bits 39:32 of its address.
+        Mode::Bits32 { .. } if level == 2 => leaf & 0xffc0_0000 | (leaf >> 13 & 0xff) << 32,
+        Mode::Bits32 { .. } => leaf & 0xffff_f000,
+        _ => leaf & FRAME,
+    }
+}
+
+fn access_code(paging: &GuestPaging, access: Access) -> u32 {
+    let mut code = 0;
+    if paging.user {
+        code |= error_code::USER;
+    }
+    match access {
+        Access::Read => {}
+        Access::Write => code |= error_code::WRITE,
+        // SDM: set only if the processor can tell a fetch apart.
+        Access::Execute if paging.no_execute || paging.smep => code |= error_code::FETCH,
+        Access::Execute => {}
+    }
+    code
+}
+
+/// Bits that must be 0 in an entry (SDM 3A, "Reserved bits" of each mode).
+fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u64 {
+    if shape.entry_size == 4 {
+        return if is_leaf && level == 2 { 1 << 21 } else { 0 };
+    }
+    let mut bits = FRAME & !((1u64 << paging.physical_bits) - 1);
+    if !paging.no_execute {
+        bits |= NO_EXECUTE;
+    }
+    if shape.is_pointer(paging.mode, level) {
+        return bits | 0x1e6 | NO_EXECUTE;
+    }
+    if paging.mode == Mode::Pae {
+        bits |= 0x7ff << 52;
+    }
+    if level > 1 && is_leaf {
+        // Bit 12 is PAT, the rest up to the page's own address bits must be clear.
+        bits |= ((1u64 << shape.shift(level)) - 1) & !0x1fff;
+    }
+    if level > shape.max_leaf {
+        bits |= PAGE_SIZE_BIT;
+    }
+    bits
+}
+
+struct Rights {
+    read: bool,
+    write: bool,
+    execute: bool,
+}
+
+impl Rights {
+    /// SDM 3A, "Determination of Access Rights".
+    fn of(paging: &GuestPaging, path: &Path) -> Rights {
+        let executable = path.executable || !paging.no_execute;
+        if paging.user {
+            Rights {
+                read: path.user,
+                write: path.user && path.writable,
+                execute: path.user && executable,
+            }
+        } else {
+            let data = !(path.user && paging.smap);
+            Rights {
+                read: data,
+                write: data && (path.writable || !paging.write_protect),
+                execute: executable && !(path.user && paging.smep),
+            }
+        }
+    }
+
+    fn allow(&self, access: Access) -> bool {
+        match access {
+            Access::Read => self.read,
+            Access::Write => self.write,
+            Access::Execute => self.execute,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,125 @@
+//! What the machine under the engine provides.
+//!
+//! The engine allocates no table memory, touches no host mapping and interrupts no CPU by itself:
+//! it asks a [`Platform`]. The userspace port (`slat-host`) and a bare-metal hypervisor implement
+//! the same trait; the engine's source is the same for both.
+
+use core::fmt;
+use core::ops::Range;
+use core::ptr::NonNull;
+
+use crate::addr::{Access, Gfn, Hva, Level, Pfn};
+use crate::table::{Entries, TableMeta};
+
+/// Identifies a VM towards its [`Platform`], for the life of the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct VmId(pub u64);
+
+/// How the CPU caches a page. Every format encodes it in its leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MemoryType {
+    /// Ordinary memory.
+    WriteBack,
+    /// Device registers passed through to the guest.
+    Device,
+}
+
+/// What [`Platform::resolve`] found behind one backing page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostPage {
+    /// The frame of the page asked for (not of the start of the huge mapping around it).
+    pub pfn: Pfn,
+    /// How large a host mapping stands there: the naturally aligned region of this level around
+    /// the page is contiguous both in the backing and in host-physical memory.
+    pub level: Level,
+    /// The guest may be allowed to write without asking again.
+    pub writable: bool,
+    /// How it is cached.
+    pub memory: MemoryType,
+}
+
+/// Why a backing page cannot be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ResolveError {
+    /// Nothing is mapped at this backing address, or not with the rights asked for.
+    BadAddress,
+    /// The host is out of memory.
+    OutOfMemory,
+    /// The wait was interrupted (a signal): the vCPU should leave and come again.
+    Interrupted,
+}
+
+impl fmt::Display for ResolveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ResolveError::BadAddress => "no host memory with these rights is mapped there",
+            ResolveError::OutOfMemory => "the host is out of memory",
+            ResolveError::Interrupted => "the wait for host memory was interrupted",
+        })
+    }
+}
+
+/// Who the engine is waiting for, given to [`Platform::wait`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WaitFor {
+    /// Somebody who holds a table's lock or one of the engine's short internal locks.
+    Lock,
+    /// An entered reader that has not yet passed a quiescent point; the value is what it gave to
+    /// [`crate::Vcpu::enter`] (a thread id in the userspace port, 0 when unknown).
+    Reader(usize),
+    /// An invalidation in progress over the page of a fault ([`crate::Vm::invalidate`]).
+    Invalidation,
+}
+
+/// The machine under the engine.
+///
+/// # Safety
+/// An implementation promises, for as long as it lives:
+/// - a frame given by [`alloc_table`](Self::alloc_table) is 4096 bytes of memory, aligned to 4096,
+///   that nobody else uses until [`free_table`](Self::free_table);
+/// - [`entries`](Self::entries) and [`meta`](Self::meta) of an allocated frame point to that memory
+///   and to a [`TableMeta`] of its own (created by [`TableMeta::new`]), both valid and at the same
+///   place until the frame is freed;
+/// - [`resolve`](Self::resolve) answers with memory that the guest may use with the rights given,
+///   until the platform announces its end by [`crate::Vm::invalidate`];
+/// - [`flush`](Self::flush) keeps its contract.
+pub unsafe trait Platform: Send + Sync + 'static {
+    /// A frame for one table, contents unspecified; `None` when memory is out, which every caller
+    /// survives. May be called with no lock held; must not wait for a vCPU.
+    fn alloc_table(&self) -> Option<Pfn>;
+
+    /// Takes a frame back. Called when no walker, software or hardware, can reach it any more.
+    ///
+    /// # Safety
+    /// - `frame` came from [`alloc_table`](Self::alloc_table) of this platform, and is freed once.
+    unsafe fn free_table(&self, frame: Pfn);
+
+    /// The entries in an allocated frame. Called at each step of a walk: must be a few instructions.
+    fn entries(&self, frame: Pfn) -> NonNull<Entries>;
+
+    /// What the engine keeps beside an allocated frame, as Linux does in `struct page`.
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta>;
+
+    /// Finds, and makes resident, the host page at `backing`, for `access`.
+    ///
+    /// Called with no lock held and the vCPU outside every reader section: it may sleep for as long
+    /// as it likes (swap, userfaultfd) and holds up nobody.
+    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError>;
+
+    /// The same for a page that is resident already; never makes the host allocate, never sleeps.
+    /// `None`: not resident, or not known.
+    fn resolve_resident(&self, backing: Hva) -> Option<HostPage>;
+
+    /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:
+    /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.
+    ///
+    /// Called after the tables were changed, with no lock held, from any context that may wait.
+    /// Software CPUs are none of its business: the engine waits for their acknowledgement itself
+    /// ([`crate::Vcpu::quiesce`]).
+    fn flush(&self, vm: VmId, range: Range<Gfn>);
+
+    /// Passes time while the engine waits; `round` counts up from 0 for one wait. Spin first, then
+    /// give the processor away; for [`WaitFor::Reader`], make a reader that is stuck in a host page
+    /// fault come back (the kick of the userspace port).
+    fn wait(&self, round: u32, what: WaitFor);
+}

@@ -1,0 +1,263 @@
+//! What a client may ask of its memslots, and what KVM answers: the rules of
+//! KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), error by error.
+
+use core::fmt;
+use core::ops::{BitOr, Range};
+
+use super::{Memslot, SlotsChange};
+use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE, gpa_range};
+use crate::table::OutOfMemory;
+
+/// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
+pub const MAX_SLOTS: u32 = 32764;
+
+/// Flags of a memslot, with KVM's values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SlotFlags(pub u32);
+
+impl SlotFlags {
+    /// KVM_MEM_LOG_DIRTY_PAGES.
+    pub const LOG_DIRTY_PAGES: SlotFlags = SlotFlags(1 << 0);
+    /// KVM_MEM_READONLY: guest writes exit as MMIO.
+    pub const READONLY: SlotFlags = SlotFlags(1 << 1);
+    const VALID: u32 = Self::LOG_DIRTY_PAGES.0 | Self::READONLY.0;
+
+    /// Whether all of `flags` are set.
+    pub const fn has(self, flags: SlotFlags) -> bool {
+        self.0 & flags.0 == flags.0
+    }
+}
+
+impl BitOr for SlotFlags {
+    type Output = SlotFlags;
+    fn bitor(self, other: SlotFlags) -> SlotFlags {
+        SlotFlags(self.0 | other.0)
+    }
+}
+
+/// One call of KVM_SET_USER_MEMORY_REGION: create, delete (`size` 0), move, or change flags.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// The client's number for the slot.
+    pub slot: u32,
+    /// See [`SlotFlags`].
+    pub flags: SlotFlags,
+    /// Where it begins in guest-physical memory.
+    pub gpa: Gpa,
+    /// Bytes; 0 deletes.
+    pub size: u64,
+    /// What backs its first byte.
+    pub backing: Hva,
+}
+
+/// Why a [`Region`] was refused. Nothing was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RegionError {
+    /// The address space does not exist.
+    NoSuchSpace(usize),
+    /// The id is not below [`MAX_SLOTS`].
+    SlotTooHigh(u32),
+    /// Bits that are no flag.
+    BadFlags(u32),
+    /// An address or the size is not a multiple of 4096.
+    Misaligned(Region),
+    /// Address plus size wraps around, or reaches beyond what the page tables can hold.
+    TooHigh(Region),
+    /// More pages than one slot, or all slots together, may have.
+    TooLarge(Region),
+    /// Deleting a slot that does not exist.
+    NothingToDelete(u32),
+    /// Size, backing and the read-only flag of a slot are for life.
+    Resized(u32),
+    /// Another slot holds part of the range.
+    Overlap {
+        /// What was asked for.
+        region: Region,
+        /// The slot in the way.
+        with: u32,
+    },
+    /// Nothing was changed; the call can be repeated.
+    OutOfMemory,
+}
+
+impl RegionError {
+    /// The errno that KVM answers (a positive number, Linux's).
+    pub fn errno(&self) -> i32 {
+        const ENOMEM: i32 = 12;
+        const EEXIST: i32 = 17;
+        const EINVAL: i32 = 22;
+        match self {
+            RegionError::Overlap { .. } => EEXIST,
+            RegionError::OutOfMemory => ENOMEM,
+            _ => EINVAL,
+        }
+    }
+}
+
+impl From<OutOfMemory> for RegionError {
+    fn from(_: OutOfMemory) -> Self {
+        RegionError::OutOfMemory
+    }
+}
+
+impl fmt::Display for RegionError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let at = |f: &mut fmt::Formatter<'_>, r: &Region| {
+            write!(
+                f,
+                "setting memslot {} (gpa {}, size {:#x}, backing {}): ",
+                r.slot, r.gpa, r.size, r.backing
+            )
+        };
+        match self {
+            RegionError::NoSuchSpace(space) => {
+                write!(f, "setting a memslot: there is no address space {space}")
+            }
+            RegionError::SlotTooHigh(slot) => {
+                write!(f, "setting memslot {slot}: ids end at {}", MAX_SLOTS - 1)
+            }
+            RegionError::BadFlags(flags) => write!(
+                f,
+                "setting a memslot: flags {flags:#x} hold unknown bits; known are {:#x}",
+                SlotFlags::VALID
+            ),
+            RegionError::Misaligned(r) => {
+                at(f, r)?;
+                f.write_str("gpa, size and backing must be multiples of 0x1000")
+            }
+            RegionError::TooHigh(r) => {
+                at(f, r)?;
+                f.write_str("it reaches beyond the guest-physical or backing address space")
+            }
+            RegionError::TooLarge(r) => {
+                at(f, r)?;
+                f.write_str("too many pages; use several slots of less than 2^31 pages")
+            }
+            RegionError::NothingToDelete(slot) => {
+                write!(f, "deleting memslot {slot}: it does not exist")
+            }
+            RegionError::Resized(slot) => write!(
+                f,
+                "changing memslot {slot}: size, backing and read-only are for life; delete it first"
+            ),
+            RegionError::Overlap { region, with } => {
+                at(f, region)?;
+                write!(
+                    f,
+                    "memslot {with} holds part of that range; delete or move it first"
+                )
+            }
+            RegionError::OutOfMemory => write!(f, "setting a memslot: {OutOfMemory}"),
+        }
+    }
+}
+
+impl core::error::Error for RegionError {}
+
+/// What a valid [`Region`] comes to.
+pub(crate) enum Change {
+    Nothing,
+    Create(Memslot),
+    Delete(Range<Gfn>),
+    Move { from: Range<Gfn>, to: Memslot },
+    Flags(Memslot),
+}
+
+/// Most pages in one slot (KVM_MEM_MAX_NR_PAGES).
+const MAX_PAGES: u64 = (1 << 31) - 1;
+/// Backing addresses end here: the index by backing has 48 bits for a page number.
+const BACKING_END: u64 = 1 << (48 + PAGE_SHIFT);
+
+/// Checks `region` against the rules and the slots there are. `capacity`: frames that the tables hold.
+pub(crate) fn plan(
+    slots: &SlotsChange<'_>,
+    region: &Region,
+    capacity: u64,
+) -> Result<Change, RegionError> {
+    let Region {
+        slot: id,
+        flags,
+        gpa,
+        size,
+        backing,
+    } = *region;
+    if flags.0 & !SlotFlags::VALID != 0 {
+        return Err(RegionError::BadFlags(flags.0));
+    }
+    if (size | gpa.0 | backing.0) % PAGE_SIZE != 0 {
+        return Err(RegionError::Misaligned(*region));
+    }
+    if id >= MAX_SLOTS {
+        return Err(RegionError::SlotTooHigh(id));
+    }
+    let ends = (gpa.0.checked_add(size), backing.0.checked_add(size));
+    let (Some(gpa_end), Some(backing_end)) = ends else {
+        return Err(RegionError::TooHigh(*region));
+    };
+    let pages = size >> PAGE_SHIFT;
+    if pages > MAX_PAGES {
+        return Err(RegionError::TooLarge(*region));
+    }
+    let old = slots.by_id(id);
+    if size == 0 {
+        return match old {
+            Some(old) => Ok(Change::Delete(old.gfns())),
+            None => Err(RegionError::NothingToDelete(id)),
+        };
+    }
+    if gpa_end >> PAGE_SHIFT > capacity || backing_end > BACKING_END {
+        return Err(RegionError::TooHigh(*region));
+    }
+    let new = Memslot {
+        id,
+        flags,
+        base: gpa.gfn(),
+        pages,
+        backing,
+        dirty: None,
+    };
+    let change = match old {
+        None if slots.pages().checked_add(pages).is_none() => {
+            return Err(RegionError::TooLarge(*region));
+        }
+        None => Change::Create(new),
+        Some(old) => {
+            let readonly = |s: &Memslot| s.flags.has(SlotFlags::READONLY);
+            if old.backing != backing || old.pages != pages || readonly(old) != readonly(&new) {
+                return Err(RegionError::Resized(id));
+            }
+            if old.base != new.base {
+                Change::Move {
+                    from: old.gfns(),
+                    to: new,
+                }
+            } else if old.flags != flags {
+                return Ok(Change::Flags(new));
+            } else {
+                return Ok(Change::Nothing);
+            }
+        }
+    };
+    let gfns = gpa.gfn()..Gfn(gpa_end >> PAGE_SHIFT);
+    match slots.set().overlap(&gfns, id) {
+        Some(with) => Err(RegionError::Overlap {
+            region: *region,
+            with,
+        }),
+        None => Ok(change),
+    }
+}
+
+impl fmt::Debug for Memslot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "memslot {} {:?} backed by {} flags {:#x}",
+            self.id,
+            gpa_range(&self.gfns()),
+            self.backing,
+            self.flags.0
+        )
+    }
+}

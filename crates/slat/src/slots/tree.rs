@@ -1,0 +1,429 @@
+//! A persistent B+tree of memslots: an edit copies the path it changes, the old version stays whole
+//! for those who are reading it.
+//!
+//! One tree serves both indexes, by guest frame and by backing address. A key is the slot's first
+//! page number in that space with the slot's id below it (`page << 16 | id`): slots may share backing
+//! pages, ids make keys unique. Every inner entry knows the largest end below it, which makes the
+//! tree an interval tree, too.
+//!
+//! Nothing here frees what a reader may see: an edit lists what it made and what it replaced
+//! ([`Edit`]), and its owner decides when (see [`super`]).
+
+use alloc::alloc::{Layout, alloc, dealloc};
+use alloc::vec::Vec;
+use core::ops::Range;
+use core::ptr::NonNull;
+
+use super::Memslot;
+use crate::table::OutOfMemory;
+
+/// Children of a node. A set of at most this many slots is one node: one copy, as an array would be.
+const WIDTH: usize = 32;
+/// Nodes with fewer children than this are merged with a neighbour when both fit in one.
+const LOW: usize = WIDTH / 4;
+
+/// A root, `None` for the empty tree. Copying it copies no node.
+pub(crate) type Root = Option<NonNull<Node>>;
+
+#[derive(Clone, Copy)]
+union Child {
+    node: NonNull<Node>,
+    slot: NonNull<Memslot>,
+}
+
+#[derive(Clone, Copy)]
+struct Item {
+    key: u64,
+    /// First page behind the slot; in an inner node the largest of the subtree.
+    end: u64,
+    child: Child,
+}
+
+pub(crate) struct Node {
+    len: usize,
+    /// 0: children are slots.
+    height: usize,
+    /// Ascending; behind `len` all ones, so that a search needs no bound.
+    keys: [u64; WIDTH],
+    ends: [u64; WIDTH],
+    children: [Child; WIDTH],
+}
+
+pub(crate) fn key(page: u64, id: u32) -> u64 {
+    page << 16 | id as u64
+}
+
+impl Node {
+    fn item(&self, i: usize) -> Item {
+        Item {
+            key: self.keys[i],
+            end: self.ends[i],
+            child: self.children[i],
+        }
+    }
+
+    /// How many keys are not above `probe`.
+    #[inline]
+    fn rank(&self, probe: u64) -> usize {
+        let mut base = 0;
+        let mut half = WIDTH / 2;
+        // Branch-free: the compiler turns the body into a compare and a conditional move.
+        while half > 0 {
+            base += if self.keys[base + half - 1] <= probe {
+                half
+            } else {
+                0
+            };
+            half /= 2;
+        }
+        base + (self.keys[base] <= probe) as usize
+    }
+
+    /// # Safety
+    /// - `i < self.len`, `self.height > 0`.
+    #[inline]
+    unsafe fn below(&self, i: usize) -> &Node {
+        // SAFETY: the children of an inner node are nodes, which live as long as it does.
+        unsafe { self.children[i].node.as_ref() }
+    }
+}
+
+/// The slot that holds `page`, in a tree whose slots do not overlap.
+///
+/// # Safety
+/// - `root` is whole and nothing below it is freed while `'a` lasts.
+#[inline]
+pub(crate) unsafe fn find<'a>(root: Root, page: u64) -> Option<&'a Memslot> {
+    let probe = key(page, 0xffff);
+    // SAFETY: the caller's promise.
+    let mut node = unsafe { root?.as_ref() };
+    loop {
+        let i = node.rank(probe).checked_sub(1)?;
+        if node.height == 0 {
+            // SAFETY: a child of a leaf node is a slot; the caller's promise.
+            return (page < node.ends[i]).then(|| unsafe { node.children[i].slot.as_ref() });
+        }
+        // SAFETY: `rank` is at most `len`.
+        node = unsafe { node.below(i) };
+    }
+}
+
+/// Calls `visit` for every slot that has a page in `range`, in the order of keys, until it answers
+/// `false`. Returns whether all were visited.
+///
+/// # Safety
+/// - as [`find`].
+pub(crate) unsafe fn overlapping(
+    root: Root,
+    range: &Range<u64>,
+    visit: &mut impl FnMut(&Memslot) -> bool,
+) -> bool {
+    let Some(node) = root else { return true };
+    // SAFETY: the caller's promise.
+    let node = unsafe { node.as_ref() };
+    for i in 0..node.len {
+        if node.keys[i] >> 16 >= range.end {
+            break;
+        }
+        if node.ends[i] <= range.start {
+            continue;
+        }
+        // SAFETY: children are of the kind the height tells; the caller's promise.
+        let more = unsafe {
+            if node.height == 0 {
+                visit(node.children[i].slot.as_ref())
+            } else {
+                overlapping(Some(node.children[i].node), range, visit)
+            }
+        };
+        if !more {
+            return false;
+        }
+    }
+    true
+}
+
+/// What a change of the slot set made and replaced. Capacity is reserved first, so that noting a
+/// node cannot fail.
+#[derive(Default)]
+pub(crate) struct Edit {
+    made: Vec<NonNull<Node>>,
+    replaced: Vec<NonNull<Node>>,
+}
+
+impl Edit {
+    /// More than four edits of a tree of 2^16 slots can touch.
+    const CAPACITY: usize = 96;
+
+    pub(crate) fn new() -> Result<Self, OutOfMemory> {
+        let mut edit = Edit::default();
+        edit.made
+            .try_reserve_exact(Self::CAPACITY)
+            .and_then(|()| edit.replaced.try_reserve_exact(Self::CAPACITY))
+            .map_err(|_| OutOfMemory)?;
+        Ok(edit)
+    }
+
+    /// Frees what was made: the change does not take place.
+    pub(crate) fn abort(&mut self) {
+        self.replaced.clear();
+        for node in self.made.drain(..) {
+            // SAFETY: made by `make`, never published.
+            unsafe { free_node(node) };
+        }
+    }
+
+    /// The change was published; what remains is what it replaced, to be freed by [`free_node`] when
+    /// no reader can hold it any more.
+    pub(crate) fn commit(&mut self) -> impl Iterator<Item = NonNull<Node>> + '_ {
+        self.made.clear();
+        self.replaced.drain(..)
+    }
+
+    /// How many nodes `commit` would give.
+    pub(crate) fn replaced(&self) -> usize {
+        self.replaced.len()
+    }
+
+    fn make(&mut self, height: usize, items: &[Item]) -> Result<Item, OutOfMemory> {
+        debug_assert!(!items.is_empty() && items.len() <= WIDTH);
+        // SAFETY: the layout has a size.
+        let node = unsafe { alloc(Layout::new::<Node>()) }.cast::<Node>();
+        let node = NonNull::new(node).ok_or(OutOfMemory)?;
+        let mut new = Node {
+            len: items.len(),
+            height,
+            keys: [u64::MAX; WIDTH],
+            ends: [0; WIDTH],
+            children: [Child { node }; WIDTH],
+        };
+        for (i, item) in items.iter().enumerate() {
+            new.keys[i] = item.key;
+            new.ends[i] = item.end;
+            new.children[i] = item.child;
+        }
+        // SAFETY: freshly allocated for a `Node`.
+        unsafe { node.write(new) };
+        self.made.push(node);
+        Ok(Item {
+            key: items[0].key,
+            end: items.iter().map(|i| i.end).max().unwrap_or(0),
+            child: Child { node },
+        })
+    }
+
+    /// Inserts a slot; its key is not in the tree.
+    ///
+    /// # Safety
+    /// - as [`find`]; `slot` lives as long as a tree that holds it.
+    pub(crate) unsafe fn insert(
+        &mut self,
+        root: Root,
+        key: u64,
+        end: u64,
+        slot: NonNull<Memslot>,
+    ) -> Result<Root, OutOfMemory> {
+        let item = Item {
+            key,
+            end,
+            child: Child { slot },
+        };
+        let Some(root) = root else {
+            return Ok(Some(node_of(self.make(0, &[item])?)));
+        };
+        // SAFETY: the caller's promise.
+        let (left, right) = unsafe { self.insert_below(root, item)? };
+        match right {
+            None => Ok(Some(node_of(left))),
+            Some(right) => {
+                // SAFETY: `left` is an inner item made just now.
+                let height = unsafe { left.child.node.as_ref().height } + 1;
+                Ok(Some(node_of(self.make(height, &[left, right])?)))
+            }
+        }
+    }
+
+    /// # Safety
+    /// - as [`Edit::insert`].
+    unsafe fn insert_below(
+        &mut self,
+        node: NonNull<Node>,
+        item: Item,
+    ) -> Result<(Item, Option<Item>), OutOfMemory> {
+        // SAFETY: the caller's promise.
+        let old = unsafe { node.as_ref() };
+        let mut items = Items::of(old);
+        let rank = old.rank(item.key);
+        if old.height == 0 {
+            items.splice(rank, 0, &[item]);
+        } else {
+            let i = rank.saturating_sub(1);
+            // SAFETY: `i < len`, inner node; the caller's promise.
+            let (left, right) = unsafe { self.insert_below(old.children[i].node, item)? };
+            match right {
+                None => items.splice(i, 1, &[left]),
+                Some(right) => items.splice(i, 1, &[left, right]),
+            }
+        }
+        self.replaced.push(node);
+        if items.len <= WIDTH {
+            return Ok((self.make(old.height, items.all())?, None));
+        }
+        // Slots are often added in ascending order: leave the left node nearly full then.
+        let at = if rank + 1 >= WIDTH {
+            WIDTH - LOW
+        } else {
+            items.len / 2
+        };
+        let (left, right) = items.all().split_at(at);
+        Ok((
+            self.make(old.height, left)?,
+            Some(self.make(old.height, right)?),
+        ))
+    }
+
+    /// Removes the slot with `key`, which is in the tree.
+    ///
+    /// # Safety
+    /// - as [`find`].
+    pub(crate) unsafe fn remove(&mut self, root: Root, key: u64) -> Result<Root, OutOfMemory> {
+        let root = root.expect("a slot is removed from the tree that holds it");
+        // SAFETY: the caller's promise.
+        let Some(mut top) = (unsafe { self.remove_below(root, key)? }).map(node_of) else {
+            return Ok(None);
+        };
+        // A root with one child is replaced by it.
+        // SAFETY: `top` and what is below it are whole.
+        while let node = unsafe { top.as_ref() }
+            && node.height > 0
+            && node.len == 1
+        {
+            self.replaced.push(top);
+            // SAFETY: an inner node's child is a node.
+            top = unsafe { node.children[0].node };
+        }
+        Ok(Some(top))
+    }
+
+    /// # Safety
+    /// - as [`Edit::remove`].
+    unsafe fn remove_below(
+        &mut self,
+        node: NonNull<Node>,
+        key: u64,
+    ) -> Result<Option<Item>, OutOfMemory> {
+        // SAFETY: the caller's promise.
+        let old = unsafe { node.as_ref() };
+        let mut items = Items::of(old);
+        let i = old.rank(key) - 1;
+        self.replaced.push(node);
+        if old.height == 0 {
+            debug_assert_eq!(old.keys[i], key);
+            items.splice(i, 1, &[]);
+        } else {
+            // SAFETY: `i < len`, inner node; the caller's promise.
+            match unsafe { self.remove_below(old.children[i].node, key)? } {
+                None => items.splice(i, 1, &[]),
+                Some(below) => {
+                    items.splice(i, 1, &[below]);
+                    // SAFETY: all items of an inner node lead to whole nodes.
+                    unsafe { self.merge(&mut items, i, old.height - 1)? };
+                }
+            }
+        }
+        if items.len == 0 {
+            return Ok(None);
+        }
+        Ok(Some(self.make(old.height, items.all())?))
+    }
+
+    /// Merges the `i`-th child with a neighbour if it has become small and both fit in one node.
+    ///
+    /// # Safety
+    /// - every item leads to a whole node of `height`.
+    unsafe fn merge(
+        &mut self,
+        items: &mut Items,
+        i: usize,
+        height: usize,
+    ) -> Result<(), OutOfMemory> {
+        // SAFETY: the caller's promise.
+        let node_at = |items: &Items, i: usize| unsafe { items.items[i].child.node };
+        // SAFETY: as above.
+        let len_at = |items: &Items, i: usize| unsafe { node_at(items, i).as_ref().len };
+        if len_at(items, i) >= LOW || items.len < 2 {
+            return Ok(());
+        }
+        let left = if i > 0 { i - 1 } else { i };
+        if len_at(items, left) + len_at(items, left + 1) > WIDTH {
+            return Ok(());
+        }
+        let (a, b) = (node_at(items, left), node_at(items, left + 1));
+        // SAFETY: as above.
+        let mut both = Items::of(unsafe { a.as_ref() });
+        // SAFETY: as above.
+        both.splice(both.len, 0, Items::of(unsafe { b.as_ref() }).all());
+        let merged = self.make(height, both.all())?;
+        self.replaced.extend([a, b]);
+        items.splice(left, 2, &[merged]);
+        Ok(())
+    }
+}
+
+/// The items of one node while they change.
+struct Items {
+    len: usize,
+    items: [Item; WIDTH + 1],
+}
+
+impl Items {
+    fn of(node: &Node) -> Items {
+        Items {
+            len: node.len,
+            items: core::array::from_fn(|i| node.item(i.min(WIDTH - 1))),
+        }
+    }
+
+    fn all(&self) -> &[Item] {
+        &self.items[..self.len]
+    }
+
+    /// Replaces `gone` items from `at` on by `new`.
+    fn splice(&mut self, at: usize, gone: usize, new: &[Item]) {
+        self.items.copy_within(at + gone..self.len, at + new.len());
+        self.items[at..at + new.len()].copy_from_slice(new);
+        self.len = self.len + new.len() - gone;
+    }
+}
+
+fn node_of(item: Item) -> NonNull<Node> {
+    // SAFETY: called for items that `make` returned.
+    unsafe { item.child.node }
+}
+
+/// Frees one node, not what is below it.
+///
+/// # Safety
+/// - `node` was made by an edit, is in no published tree, and no reader holds it.
+pub(crate) unsafe fn free_node(node: NonNull<Node>) {
+    // SAFETY: allocated by `make` with this layout; the caller's promise.
+    unsafe { dealloc(node.as_ptr().cast(), Layout::new::<Node>()) };
+}
+
+/// Frees a whole tree, not its slots.
+///
+/// # Safety
+/// - as [`free_node`], for every node below `root`.
+pub(crate) unsafe fn free_tree(root: Root) {
+    let Some(node) = root else { return };
+    // SAFETY: the caller's promise.
+    unsafe {
+        let inner = node.as_ref();
+        if inner.height > 0 {
+            for child in &inner.children[..inner.len] {
+                free_tree(Some(child.node));
+            }
+        }
+        free_node(node);
+    }
+}

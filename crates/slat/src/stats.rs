@@ -1,0 +1,131 @@
+//! Counters, with the names of KVM's statistics where KVM has them.
+//!
+//! Every reader ([`crate::sync::quiesce`]) has its own set, written by its owner alone, so that
+//! counting costs a plain load and store; the sum over all readers is the VM's.
+
+use core::sync::atomic::{AtomicU64, Ordering::*};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// A snapshot of the counters.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct Stats {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        /// Live counters of one owner.
+        #[derive(Default)]
+        pub(crate) struct Counters {
+            $(pub(crate) $name: Counter,)*
+        }
+
+        impl Counters {
+            pub(crate) fn snapshot(&self) -> Stats {
+                Stats { $($name: self.$name.0.load(Relaxed),)* }
+            }
+        }
+
+        impl Stats {
+            /// Name and value of every counter, in a fixed order.
+            pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($name), self.$name),)*].into_iter()
+            }
+
+            /// Adds another snapshot, counter by counter.
+            pub fn add(&mut self, other: &Stats) {
+                $(self.$name = self.$name.wrapping_add(other.$name);)*
+            }
+
+            /// What has been counted since `earlier`.
+            pub fn since(&self, earlier: &Stats) -> Stats {
+                Stats { $($name: self.$name.wrapping_sub(earlier.$name),)* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Second-level faults taken: the walk found nothing that allows the access.
+    pf_taken,
+    /// Faults that installed a leaf or widened one.
+    pf_fixed,
+    /// Faults that found the leaf there already: another vCPU was faster.
+    pf_spurious,
+    /// Faults fixed in place without slot and host being asked (write protection for the dirty log).
+    pf_fast,
+    /// Faults abandoned because an invalidation or slot change came in between, and taken again.
+    pf_retried,
+    /// Faults that found no memslot, or a write to a read-only one.
+    pf_emulate,
+    /// MMIO entries installed.
+    pf_mmio_spte_created,
+    /// MMIO accesses answered from an MMIO entry, with no slot look-up.
+    mmio_cached,
+    /// Memslot look-ups by guest frame.
+    slot_lookups,
+    /// Look-ups answered by the vCPU's last slot, with no search.
+    slot_lookups_saved,
+    /// 4 KiB leaves (a gauge: now present).
+    pages_4k,
+    /// 2 MiB leaves (a gauge).
+    pages_2m,
+    /// 1 GiB leaves (a gauge).
+    pages_1g,
+    /// Huge leaves split in place.
+    splits,
+    /// Leaves zapped by slot changes and invalidations, one by one or with their table.
+    zapped,
+    /// Flushes of all vCPUs.
+    remote_tlb_flush,
+    /// Flush requests, of which several may share one flush.
+    remote_tlb_flush_requests,
+    /// Invalidations of backing ranges that some memslot uses.
+    invalidations,
+    /// Memslots created, deleted, moved, or given other flags.
+    slot_changes,
+    /// Pages marked in a dirty log.
+    dirty_pages,
+}
+
+/// One counter, written by one owner at a time.
+#[derive(Default)]
+pub(crate) struct Counter(AtomicU64);
+
+impl Counter {
+    #[inline]
+    pub(crate) fn add(&self, n: u64) {
+        self.0.store(self.0.load(Relaxed).wrapping_add(n), Relaxed);
+    }
+
+    /// For gauges, whose sum over all owners is what counts.
+    #[inline]
+    pub(crate) fn sub(&self, n: u64) {
+        self.add(n.wrapping_neg());
+    }
+}
+
+impl Counters {
+    pub(crate) fn leaves_added(&self, level: crate::addr::Level) {
+        [&self.pages_4k, &self.pages_2m, &self.pages_1g][level.0 as usize - 1].add(1);
+    }
+
+    pub(crate) fn leaves_gone(&self, counts: &crate::table::LeafCounts) {
+        for (gauge, n) in [&self.pages_4k, &self.pages_2m, &self.pages_1g]
+            .into_iter()
+            .zip(counts)
+        {
+            gauge.sub(*n);
+        }
+        self.zapped.add(counts.iter().sum());
+    }
+
+    /// A split of one leaf of level n makes 512 of level n-1.
+    pub(crate) fn leaves_split(&self, splits: &crate::table::LeafCounts) {
+        let gauges = [&self.pages_4k, &self.pages_2m, &self.pages_1g];
+        for level in 1..3 {
+            gauges[level].sub(splits[level]);
+            gauges[level - 1].add(splits[level] * 512);
+            self.splits.add(splits[level]);
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! A lock for short sections that never wait: a few entries of one table, a list of ranges.
+//!
+//! Its holder takes no other [`Lock`] of the same kind, allocates nothing and waits for nobody, so
+//! a waiter needs to do nothing but pass time: there is no cycle to break.
+
+use core::cell::UnsafeCell;
+use core::ops::{Deref, DerefMut};
+use core::sync::atomic::{AtomicU32, Ordering::*};
+
+/// The bare lock word, without the data it protects.
+pub(crate) struct RawLock(AtomicU32);
+
+impl RawLock {
+    pub(crate) const fn new() -> Self {
+        RawLock(AtomicU32::new(0))
+    }
+
+    /// Takes the lock; `wait(round)` is called while somebody else holds it.
+    #[inline]
+    pub(crate) fn lock(&self, mut wait: impl FnMut(u32)) {
+        let mut round = 0;
+        while self
+            .0
+            .compare_exchange_weak(0, 1, Acquire, Relaxed)
+            .is_err()
+        {
+            while self.0.load(Relaxed) != 0 {
+                wait(round);
+                round += 1;
+            }
+        }
+    }
+
+    /// # Safety
+    /// - the caller holds the lock.
+    #[inline]
+    pub(crate) unsafe fn unlock(&self) {
+        self.0.store(0, Release);
+    }
+}
+
+/// Data behind a [`RawLock`].
+pub(crate) struct Lock<T> {
+    raw: RawLock,
+    data: UnsafeCell<T>,
+}
+
+// SAFETY: the data is reached only through a guard, and the lock admits one guard at a time.
+unsafe impl<T: Send> Sync for Lock<T> {}
+
+impl<T> Lock<T> {
+    pub(crate) const fn new(data: T) -> Self {
+        Lock {
+            raw: RawLock::new(),
+            data: UnsafeCell::new(data),
+        }
+    }
+
+    pub(crate) fn lock(&self, wait: impl FnMut(u32)) -> Guard<'_, T> {
+        self.raw.lock(wait);
+        Guard { lock: self }
+    }
+
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.data.get_mut()
+    }
+}
+
+pub(crate) struct Guard<'a, T> {
+    lock: &'a Lock<T>,
+}
+
+impl<T> Deref for Guard<'_, T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        // SAFETY: this guard holds the lock.
+        unsafe { &*self.lock.data.get() }
+    }
+}
+
+impl<T> DerefMut for Guard<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: this guard holds the lock, and `&mut self` makes the reference the only one.
+        unsafe { &mut *self.lock.data.get() }
+    }
+}
+
+impl<T> Drop for Guard<'_, T> {
+    fn drop(&mut self) {
+        // SAFETY: this guard holds the lock.
+        unsafe { self.lock.raw.unlock() }
+    }
+}

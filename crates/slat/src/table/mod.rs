@@ -1,0 +1,312 @@
+//! The radix tree over any format.
+//!
+//! # Who may change what under whom
+//! * Every table has one lock, in its [`TableMeta`]. **Every change that software makes to an entry
+//!   is made under the lock of the table that holds the entry**, as one atomic store (or
+//!   read-modify-write, where hardware may be setting accessed/dirty bits in that entry this moment).
+//!   A range operation takes the lock once for up to 512 entries, a fault once for its install.
+//! * Nobody holds two table locks, allocates, or waits for anything under one.
+//! * Walkers, software and hardware, take no lock. They see each entry as it was before or after a
+//!   change. A table is published by a `Release` store after it was filled; a walker loads entries
+//!   with `Acquire`, so it sees the table's entries, too.
+//! * A table that is taken out ([`Detached`]) is still walked by those who have reached it. It goes
+//!   back to the platform only after [`crate::sync::quiesce`] says that everybody has passed, and
+//!   after the flush. A leaf that a late fault puts into it can be reached by nobody new, and the
+//!   one who put it there acknowledges the same flush before the table is freed.
+//! * A fault decides *under the lock of the table it installs into* whether what it knows (slot, host
+//!   page) still holds (`valid` in [`Tree::map`]). An invalidation first makes it not hold, then
+//!   walks the range, taking the lock of every table on the way, also of those that look empty. So
+//!   either the fault's section comes first, and the walk sees the leaf, or it comes later, and the
+//!   fault sees that it is stale.
+
+mod map;
+mod ops;
+mod walk;
+
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+use core::marker::PhantomData;
+use core::sync::atomic::{AtomicU64, Ordering::*};
+
+use crate::addr::{Gfn, Level, Pfn};
+use crate::format::{Entry, Format};
+use crate::platform::{Platform, WaitFor};
+use crate::sync::lock::RawLock;
+
+pub(crate) use map::Mapped;
+pub(crate) use ops::Zapped;
+pub(crate) use walk::{Next, Show};
+
+/// Entries in one table.
+pub const ENTRIES: usize = 512;
+
+/// The entries of one table, in the 4 KiB frame that page walkers read.
+#[repr(C, align(4096))]
+pub struct Entries([AtomicU64; ENTRIES]);
+
+/// What the engine keeps beside each table frame, as Linux does in `struct page`.
+///
+/// The platform stores it (see [`Platform::meta`]); only the engine looks inside.
+pub struct TableMeta {
+    lock: RawLock,
+    /// While detached: the next frame of the list, or [`Detached::END`].
+    next: AtomicU64,
+}
+
+impl TableMeta {
+    /// For a frame that has just been allocated.
+    pub const fn new() -> Self {
+        TableMeta {
+            lock: RawLock::new(),
+            next: AtomicU64::new(Detached::END),
+        }
+    }
+}
+
+impl Default for TableMeta {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Frames allocated ahead of a fault, so that nothing can fail, or wait, once it is installing.
+#[derive(Default)]
+pub(crate) struct FrameCache(Vec<Pfn>);
+
+impl FrameCache {
+    /// As many as one fault can need: a path to the leaf, or the splits on the way to it.
+    pub(crate) const FAULT: usize = 4;
+    /// What a range operation takes at a time.
+    pub(crate) const BATCH: usize = 64;
+
+    pub(crate) fn fill(
+        &mut self,
+        platform: &impl Platform,
+        frames: usize,
+    ) -> Result<(), OutOfMemory> {
+        if self.0.len() < frames {
+            let missing = frames - self.0.len();
+            self.0.try_reserve_exact(missing).map_err(|_| OutOfMemory)?;
+        }
+        while self.0.len() < frames {
+            self.0.push(platform.alloc_table().ok_or(OutOfMemory)?);
+        }
+        Ok(())
+    }
+
+    fn take(&mut self) -> Pfn {
+        self.0.pop().expect("the cache is filled before a fault")
+    }
+
+    pub(crate) fn release(&mut self, platform: &impl Platform) {
+        for frame in self.0.drain(..) {
+            // SAFETY: the frame was allocated by `fill` and never used.
+            unsafe { platform.free_table(frame) };
+        }
+    }
+}
+
+/// A table, or something else the engine needs, could not be allocated; nothing was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutOfMemory;
+
+impl core::fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("no memory for another page table or memslot; nothing was changed")
+    }
+}
+
+impl core::error::Error for OutOfMemory {}
+
+/// Leaves by level: index 0 counts 4 KiB, 1 counts 2 MiB, 2 counts 1 GiB.
+pub(crate) type LeafCounts = [u64; 3];
+
+/// Subtrees that were taken out of a tree but may still be walked. Give them to [`Tree::free`] once
+/// everybody has passed a quiescent point and flushed.
+#[must_use = "detached tables are lost unless they are freed after the flush"]
+pub(crate) struct Detached {
+    head: u64,
+}
+
+impl Detached {
+    const END: u64 = u64::MAX;
+    const LEVEL_SHIFT: u32 = 56;
+
+    pub(crate) const fn none() -> Self {
+        Detached { head: Self::END }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.head == Self::END
+    }
+
+    /// A frame with the level of its table in one word (frame numbers have at most 40 bits).
+    fn pack(frame: Pfn, level: Level) -> u64 {
+        frame.0 | (level.0 as u64) << Self::LEVEL_SHIFT
+    }
+
+    fn unpack(word: u64) -> (Pfn, Level) {
+        (
+            Pfn(word & ((1 << Self::LEVEL_SHIFT) - 1)),
+            Level((word >> Self::LEVEL_SHIFT) as u8),
+        )
+    }
+}
+
+/// A tree of tables in format `F`, from guest frames to host frames.
+pub(crate) struct Tree<P: Platform, F: Format> {
+    platform: Arc<P>,
+    root: Pfn,
+    format: PhantomData<F>,
+}
+
+/// One step's answer of a lock-free walk.
+pub(crate) struct Found {
+    pub(crate) entry: Entry,
+    pub(crate) level: Level,
+}
+
+impl<P: Platform, F: Format> Tree<P, F> {
+    pub(crate) fn new(platform: Arc<P>) -> Result<Self, OutOfMemory> {
+        let root = platform.alloc_table().ok_or(OutOfMemory)?;
+        let tree = Tree {
+            platform,
+            root,
+            format: PhantomData,
+        };
+        tree.table(root).clear();
+        Ok(tree)
+    }
+
+    /// Guest frames that the tree can hold.
+    pub(crate) const fn capacity() -> u64 {
+        F::TOP.pages() * ENTRIES as u64
+    }
+
+    pub(crate) fn root(&self) -> Pfn {
+        self.root
+    }
+
+    /// Finds what a walker finds for `gfn`, without a lock. The caller is inside a reader section.
+    #[inline]
+    pub(crate) fn lookup(&self, gfn: Gfn) -> Found {
+        let mut frame = self.root;
+        let mut level = F::TOP;
+        loop {
+            let bits = self.table(frame).entry(level.index(gfn)).load(Acquire);
+            match F::decode(bits, level) {
+                Entry::Table(lower) => {
+                    frame = lower;
+                    level = level.below();
+                }
+                entry => return Found { entry, level },
+            }
+        }
+    }
+
+    #[inline]
+    fn table(&self, frame: Pfn) -> Table<'_, P> {
+        Table {
+            platform: &self.platform,
+            frame,
+        }
+    }
+
+    /// Gives the tables of `detached` back to the platform; returns the leaves that were in them.
+    ///
+    /// # Safety
+    /// - since they were detached, every reader has passed a quiescent point, and hardware was
+    ///   flushed: nobody can reach them.
+    pub(crate) unsafe fn free(&self, detached: Detached) -> LeafCounts {
+        let mut counts = LeafCounts::default();
+        let mut head = detached.head;
+        while head != Detached::END {
+            let (frame, level) = Detached::unpack(head);
+            head = self.table(frame).meta().next.load(Relaxed);
+            // SAFETY: the caller's promise.
+            unsafe { self.free_subtree(frame, level, &mut counts) };
+        }
+        counts
+    }
+
+    /// # Safety
+    /// - as [`Tree::free`].
+    unsafe fn free_subtree(&self, frame: Pfn, level: Level, counts: &mut LeafCounts) {
+        for entry in self.table(frame).entries() {
+            match F::decode(entry.load(Relaxed), level) {
+                // SAFETY: a table below an unreachable table is unreachable.
+                Entry::Table(lower) => unsafe { self.free_subtree(lower, level.below(), counts) },
+                Entry::Leaf(_) => counts[level.0 as usize - 1] += 1,
+                Entry::Empty | Entry::Mmio { .. } => {}
+            }
+        }
+        // SAFETY: nobody can reach the table (caller's promise), and it leaves the tree here.
+        unsafe { self.platform.free_table(frame) };
+    }
+}
+
+impl<P: Platform, F: Format> Drop for Tree<P, F> {
+    fn drop(&mut self) {
+        // SAFETY: `&mut self`: no walker has a reference to the tree, and the owner of a VM stops
+        // its CPUs before it drops the VM.
+        unsafe { self.free_subtree(self.root, F::TOP, &mut LeafCounts::default()) };
+    }
+}
+
+/// An allocated table frame.
+struct Table<'a, P: Platform> {
+    platform: &'a P,
+    frame: Pfn,
+}
+
+impl<'a, P: Platform> Table<'a, P> {
+    #[inline]
+    fn entries(&self) -> &'a [AtomicU64; ENTRIES] {
+        // SAFETY: the platform's promise for allocated frames. Frames in entries, and `root`, are
+        // allocated; a detached one stays so until no reader can have reached it.
+        unsafe { &self.platform.entries(self.frame).as_ref().0 }
+    }
+
+    #[inline]
+    fn entry(&self, index: usize) -> &'a AtomicU64 {
+        &self.entries()[index]
+    }
+
+    #[inline]
+    fn meta(&self) -> &'a TableMeta {
+        // SAFETY: as for `entries`.
+        unsafe { self.platform.meta(self.frame).as_ref() }
+    }
+
+    /// Empties a table that is not published yet.
+    fn clear(&self) {
+        self.fill(|_| 0);
+    }
+
+    /// Writes a table that is not published yet.
+    fn fill(&self, bits: impl Fn(usize) -> u64) {
+        for (i, entry) in self.entries().iter().enumerate() {
+            entry.store(bits(i), Relaxed);
+        }
+    }
+
+    #[inline]
+    fn lock(&self) -> TableGuard<'a> {
+        let meta = self.meta();
+        let platform = self.platform;
+        meta.lock.lock(|round| platform.wait(round, WaitFor::Lock));
+        TableGuard { meta }
+    }
+}
+
+/// Proof that the lock of a table is held.
+struct TableGuard<'a> {
+    meta: &'a TableMeta,
+}
+
+impl Drop for TableGuard<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the guard was made by taking this lock.
+        unsafe { self.meta.lock.unlock() };
+    }
+}

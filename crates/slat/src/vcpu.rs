@@ -1,0 +1,166 @@
+//! A CPU as the engine sees it: its reader ([`crate::sync::quiesce`]), the tables it has allocated
+//! ahead, the slot it used last.
+
+use alloc::sync::Arc;
+use core::ptr::NonNull;
+
+use crate::addr::Gfn;
+use crate::format::Format;
+use crate::platform::Platform;
+use crate::slots::Memslot;
+use crate::stats::{Counters, Stats};
+use crate::sync::quiesce::{Attention, Reader};
+use crate::table::{FrameCache, OutOfMemory};
+use crate::vm::{Space, Vm};
+
+/// One CPU of a VM. Owned by one thread at a time.
+///
+/// Between [`enter`](Self::enter) and [`leave`](Self::leave) flushes wait for it: it must come to
+/// [`quiesce`](Self::quiesce) soon after its attention word says [`Attention::FLUSH`]. A hardware
+/// vCPU is entered while it handles an exit, a software CPU while it runs guest code.
+pub struct Vcpu<P: Platform, F: Format> {
+    vm: Arc<Vm<P, F>>,
+    /// Belongs to `vm.readers`, taken by this vCPU alone.
+    reader: NonNull<Reader>,
+    space: usize,
+    token: usize,
+    frames: FrameCache,
+    last_slot: Option<LastSlot>,
+    /// The counters of the reader when this vCPU took it over.
+    counted_before: Stats,
+}
+
+/// The slot used last. As long as the set has this generation the slot is alive.
+struct LastSlot {
+    generation: u64,
+    slot: NonNull<Memslot>,
+}
+
+// SAFETY: the pointers lead into `vm`, which is `Send + Sync` and kept alive; the reader and what it
+// protects are used by one thread at a time through `&mut self`.
+unsafe impl<P: Platform, F: Format> Send for Vcpu<P, F> {}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// A CPU of this VM, outside. Any number may exist.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<P, F>, OutOfMemory> {
+        let reader = self.readers.register()?;
+        Ok(Vcpu {
+            reader: NonNull::from(reader),
+            counted_before: reader.counters.snapshot(),
+            vm: self.clone(),
+            space: 0,
+            token: 0,
+            frames: FrameCache::default(),
+            last_slot: None,
+        })
+    }
+}
+
+impl<P: Platform, F: Format> Vcpu<P, F> {
+    pub(crate) fn reader(&self) -> &Reader {
+        // SAFETY: readers live as long as the VM, which `self.vm` keeps alive.
+        unsafe { self.reader.as_ref() }
+    }
+
+    pub(crate) fn counters(&self) -> &Counters {
+        &self.reader().counters
+    }
+
+    /// The VM it belongs to.
+    pub fn vm(&self) -> &Arc<Vm<P, F>> {
+        &self.vm
+    }
+
+    pub(crate) fn space(&self) -> &Space<P, F> {
+        &self.vm.spaces[self.space]
+    }
+
+    pub(crate) fn parts(&mut self) -> (&Vm<P, F>, usize, &mut FrameCache) {
+        (&self.vm, self.space, &mut self.frames)
+    }
+
+    pub(crate) fn fill_frames(&mut self) -> Result<(), OutOfMemory> {
+        self.frames.fill(&*self.vm.platform, FrameCache::FAULT)
+    }
+
+    /// The word to look at at every block boundary; anybody may raise bits in it at any time.
+    pub fn attention(&self) -> &Arc<Attention> {
+        self.reader().attention()
+    }
+
+    /// What this CPU has counted.
+    pub fn stats(&self) -> Stats {
+        self.counters().snapshot().since(&self.counted_before)
+    }
+
+    /// Comes inside: from now on flushes wait for this CPU. `token` tells the platform whom to kick
+    /// (a thread id). If translations may have been flushed meanwhile, [`Attention::FLUSH`] is raised.
+    pub fn enter(&mut self, token: usize) {
+        self.token = token;
+        self.come_in();
+    }
+
+    /// Goes outside. Translations may be kept if the next [`enter`](Self::enter) is followed by a look
+    /// at the attention word before they are used.
+    pub fn leave(&mut self) {
+        self.reader().leave();
+    }
+
+    /// Acknowledges all flushes so far. The caller has dropped every translation it was given.
+    pub fn quiesce(&mut self) {
+        self.reader().quiesce(&self.vm.readers);
+    }
+
+    fn come_in(&self) -> bool {
+        let missed = self.reader().enter(&self.vm.readers, self.token);
+        if missed {
+            self.attention().raise(Attention::FLUSH);
+        }
+        missed
+    }
+
+    /// Runs `wait` outside, where it may take as long as it likes. `slept` becomes true if a flush
+    /// went by meanwhile.
+    pub(crate) fn outside<R>(&mut self, slept: &mut bool, wait: impl FnOnce(&Self) -> R) -> R {
+        self.reader().leave();
+        let answer = wait(self);
+        *slept |= self.come_in();
+        answer
+    }
+
+    /// The slot that holds `gfn`; looks at the one used last first. `Err`: none in the set of this
+    /// generation.
+    pub(crate) fn find_slot(&mut self, gfn: Gfn) -> Result<&Memslot, u64> {
+        let set = self.vm.spaces[self.space].slots.current();
+        if let Some(last) = &self.last_slot
+            && last.generation == set.generation
+        {
+            // SAFETY: the slot was found in the set of this generation, which is the current one;
+            // slots of the current set are alive, and stay so while this reader is inside.
+            let slot = unsafe { last.slot.as_ref() };
+            if slot.gfns().contains(&gfn) {
+                self.counters().slot_lookups_saved.add(1);
+                return Ok(slot);
+            }
+        }
+        self.counters().slot_lookups.add(1);
+        let slot = set.find(gfn).ok_or(set.generation)?;
+        self.last_slot = Some(LastSlot {
+            generation: set.generation,
+            slot: NonNull::from(slot),
+        });
+        Ok(slot)
+    }
+}
+
+impl<P: Platform, F: Format> Drop for Vcpu<P, F> {
+    fn drop(&mut self) {
+        self.frames.release(&*self.vm.platform);
+        // SAFETY: as in `reader`; a separate borrow, so that `vm` can be used beside it.
+        let reader = unsafe { self.reader.as_ref() };
+        self.vm.readers.release(reader);
+    }
+}

@@ -1,0 +1,169 @@
+//! Backing memory that changes under the guest: KVM's MMU notifiers.
+//!
+//! # Protocol
+//! A fault takes a [`Sequence`] before it looks at slots or host, and asks whether it still holds
+//! under the lock of the table into which it installs ([`crate::table`]). It does not when
+//!
+//! * an invalidation is in progress over its backing page, or
+//! * the sequence has been raised since. It is raised by a slot change, after the new set was
+//!   published and before the zap; and at the begin and at the end of an invalidation whose range
+//!   some memslot uses at that moment.
+//!
+//! The end must raise it, too: a fault may have resolved the page before it changed, and install
+//! after the end. An invalidation of memory that no slot uses disturbs no fault: a fault on a slot
+//! created meanwhile is caught by the range while it is in progress, and at the end the slot is seen.
+//!
+//! Ranges in progress are kept as one hull, as in KVM: exact as long as they do not overlap in time.
+
+use core::ops::Range;
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
+
+use super::{Section, Space, Vm};
+use crate::addr::Hva;
+use crate::format::Format;
+use crate::platform::{Platform, WaitFor};
+use crate::stats::Counters;
+use crate::sync::Lock;
+use crate::table::Zapped;
+
+/// What a fault knew when it began.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sequence(u64);
+
+/// The sequence and the invalidations in progress.
+pub(crate) struct InProgress {
+    sequence: AtomicU64,
+    count: AtomicUsize,
+    hull: Lock<Range<Hva>>,
+}
+
+impl InProgress {
+    const NONE: Range<Hva> = Hva(u64::MAX)..Hva(0);
+
+    pub(crate) const fn new() -> Self {
+        InProgress {
+            sequence: AtomicU64::new(0),
+            count: AtomicUsize::new(0),
+            hull: Lock::new(Self::NONE),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn sequence(&self) -> Sequence {
+        Sequence(self.sequence.load(Acquire))
+    }
+
+    /// See the module. `wait` passes time for the list's lock.
+    #[inline]
+    pub(crate) fn holds(&self, sequence: Sequence, hva: Hva, wait: impl FnMut(u32)) -> bool {
+        self.sequence.load(Acquire) == sequence.0 && !self.covers(hva, wait)
+    }
+
+    /// Whether an invalidation is in progress over the page at `hva`.
+    #[inline]
+    pub(crate) fn covers(&self, hva: Hva, wait: impl FnMut(u32)) -> bool {
+        self.count.load(Acquire) != 0 && self.hull.lock(wait).contains(&hva)
+    }
+
+    pub(crate) fn raise(&self) {
+        self.sequence.fetch_add(1, SeqCst);
+    }
+
+    fn begin(&self, range: &Range<Hva>, wait: impl FnMut(u32)) {
+        let mut hull = self.hull.lock(wait);
+        hull.start = hull.start.min(range.start);
+        hull.end = hull.end.max(range.end);
+        self.count.fetch_add(1, SeqCst);
+    }
+
+    fn end(&self, wait: impl FnMut(u32)) {
+        let mut hull = self.hull.lock(wait);
+        if self.count.fetch_sub(1, SeqCst) == 1 {
+            *hull = Self::NONE;
+        }
+    }
+}
+
+/// An invalidation in progress: between its begin and its drop no vCPU can use, or come to use, a
+/// translation to the range, and the backing may be changed.
+#[must_use = "the invalidation ends when this is dropped"]
+pub struct Invalidation<'a, P: Platform, F: Format> {
+    vm: &'a Vm<P, F>,
+    range: Range<Hva>,
+}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Begins an invalidation of the backing addresses `range`: when this returns, no CPU holds a
+    /// translation to them, and faults on them wait until the answer is dropped.
+    ///
+    /// The caller is no vCPU inside [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`].
+    pub fn invalidate(&self, range: Range<Hva>) -> Invalidation<'_, P, F> {
+        self.in_progress.begin(&range, self.lock_wait());
+        let section = self.section();
+        if self.raise_if_used(&range) {
+            section.counters().invalidations.add(1);
+            for space in &self.spaces {
+                self.zap_backed_by(space, &range, &section);
+            }
+        }
+        Invalidation { vm: self, range }
+    }
+
+    /// Raises the sequence if a slot uses a page of `range`. The caller is inside a reader section.
+    fn raise_if_used(&self, range: &Range<Hva>) -> bool {
+        let mut used = false;
+        for space in &self.spaces {
+            space.slots.current().backed_by(range, |_| {
+                used = true;
+                false
+            });
+        }
+        if used {
+            self.in_progress.raise();
+        }
+        used
+    }
+
+    fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, section: &Section<'_>) {
+        let mut zapped = Zapped::nothing();
+        let mut hull = None;
+        space.slots.current().backed_by(range, |slot| {
+            let gfns = slot.gfns_backed_by(range);
+            space.tree.zap(gfns.clone(), &mut zapped);
+            let hull = hull.get_or_insert(gfns.clone());
+            *hull = hull.start.min(gfns.start)..hull.end.max(gfns.end);
+            true
+        });
+        self.finish_zap(space, hull, zapped, section);
+    }
+
+    pub(crate) fn lock_wait(&self) -> impl FnMut(u32) + '_ {
+        |round| self.platform.wait(round, WaitFor::Lock)
+    }
+
+    /// Leaves the section, flushes, and comes back in.
+    pub(crate) fn finish_zap(
+        &self,
+        space: &Space<P, F>,
+        range: Option<Range<crate::addr::Gfn>>,
+        zapped: Zapped,
+        section: &Section<'_>,
+    ) {
+        let Some(range) = range else { return };
+        if !zapped.is_empty() {
+            self.owe_flush();
+        }
+        section.leave();
+        let counters: &Counters = section.counters();
+        self.flush(space, range, zapped, counters);
+        section.enter();
+    }
+}
+
+impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
+    fn drop(&mut self) {
+        let _section = self.vm.section();
+        self.vm.raise_if_used(&self.range);
+        self.vm.in_progress.end(self.vm.lock_wait());
+    }
+}

@@ -1,0 +1,80 @@
+//! Slot changes as invalidations: publish the new set, raise the sequence, zap, flush, return. A fault
+//! that looked the old set up cannot install any more.
+
+use alloc::sync::Arc;
+use core::ops::Range;
+
+use super::{DirtyLog, Vm};
+use crate::addr::Gfn;
+use crate::format::Format;
+use crate::platform::Platform;
+use crate::slots::{Change, Memslot, Region, RegionError, SlotFlags, plan};
+use crate::table::{Tree, Zapped};
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Creates, deletes, moves a memslot or changes its flags: KVM_SET_USER_MEMORY_REGION, with its
+    /// rules and errors. When this returns no CPU uses the old state.
+    ///
+    /// The caller is no vCPU inside [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`].
+    ///
+    /// # Errors
+    /// [`RegionError`]; nothing was changed.
+    pub fn set_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
+        let slots = &self
+            .spaces
+            .get(space)
+            .ok_or(RegionError::NoSuchSpace(space))?
+            .slots;
+        let mut change = slots.change(self.lock_wait());
+        let id = region.slot;
+        match plan(&change, region, Tree::<P, F>::capacity())? {
+            Change::Nothing => return Ok(()),
+            Change::Create(new) => {
+                let new = with_log(new, None)?;
+                change.replace(id, Some(new), &self.readers)?;
+            }
+            Change::Delete(gfns) => {
+                change.replace(id, None, &self.readers)?;
+                self.zap_slot(space, gfns);
+            }
+            Change::Move { from, to } => {
+                let to = with_log(to, None)?;
+                change.replace(id, Some(to), &self.readers)?;
+                self.zap_slot(space, from);
+            }
+            Change::Flags(new) => {
+                let old_log = change.by_id(id).and_then(|old| old.dirty.clone());
+                let new = with_log(new, old_log.clone())?;
+                change.replace(id, Some(new.clone()), &self.readers)?;
+                self.in_progress.raise();
+                match (old_log.is_some(), new.dirty.is_some()) {
+                    (false, true) => self.protect_slot(space, new.gfns()),
+                    (true, false) => self.recover_huge_pages(space, &new),
+                    _ => {}
+                }
+            }
+        }
+        self.section().counters().slot_changes.add(1);
+        Ok(())
+    }
+
+    fn zap_slot(&self, space: usize, gfns: Range<Gfn>) {
+        self.in_progress.raise();
+        let space = &self.spaces[space];
+        let section = self.section();
+        let mut zapped = Zapped::nothing();
+        space.tree.zap(gfns.clone(), &mut zapped);
+        self.finish_zap(space, Some(gfns), zapped, &section);
+    }
+}
+
+/// The slot with a log if its flags ask for one; `old` if it has one already.
+fn with_log(mut slot: Memslot, old: Option<Arc<DirtyLog>>) -> Result<Memslot, RegionError> {
+    if slot.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
+        slot.dirty = match old {
+            Some(log) => Some(log),
+            None => Some(Arc::new(DirtyLog::new(slot.pages)?)),
+        };
+    }
+    Ok(slot)
+}
