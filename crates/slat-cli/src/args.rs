@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 
 use clap::{Args as ClapArgs, Parser, Subcommand};
+use slat::Policy;
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
@@ -69,12 +70,22 @@ fn format(format: &str) -> Result<String, String> {
 }
 
 fn policy(assignment: &str) -> Result<String, String> {
-    let Some((name, _value)) = assignment.split_once('=') else {
+    let Some((name, value)) = assignment.split_once('=') else {
         return Err("a policy is set as NAME=VALUE".to_owned());
     };
-    Err(format!(
-        "there is no policy '{name}': this slat has no policies yet"
-    ))
+    let names: Vec<_> = Policy::default().iter().map(|(name, _)| name).collect();
+    if !names.contains(&name) {
+        return Err(format!(
+            "there is no policy '{name}'; this slat has: {}",
+            names.join(", ")
+        ));
+    }
+    // As KVM's module parameters take them; the library gets one spelling.
+    match value {
+        "on" | "1" | "Y" | "y" | "true" => Ok(format!("{name}=on")),
+        "off" | "0" | "N" | "n" | "false" => Ok(format!("{name}=off")),
+        _ => Err(format!("{name} is on or off, not '{value}'")),
+    }
 }
 
 #[cfg(test)]
@@ -99,6 +110,16 @@ mod tests {
         };
         assert!(run.stats);
         assert_eq!(run.program, ["prog", "--stats", "-x"]);
+    }
+
+    #[test]
+    fn policies_have_the_names_of_the_engine_and_one_spelling() {
+        let args = parse(&["run", "--set", "mmio_caching=N", "--set", "huge_pages=1"]).unwrap();
+        let Command::Run(run) = args.command else {
+            panic!("not run")
+        };
+        assert_eq!(run.set, ["mmio_caching=off", "huge_pages=on"]);
+        assert!(parse(&["run", "--set", "mmio_caching=maybe"]).is_err());
     }
 
     #[test]

@@ -20,8 +20,16 @@ fn supported() -> Vec<(&'static str, String)> {
     vec![
         ("mmu", "tdp".to_owned()),
         ("formats", "ept".to_owned()),
-        ("policies", "none yet".to_owned()),
+        ("policies", policies()),
     ]
+}
+
+fn policies() -> String {
+    let set: Vec<_> = slat::Policy::default()
+        .iter()
+        .map(|(name, on)| format!("{name}={}", if on { "on" } else { "off" }))
+        .collect();
+    set.join(" ")
 }
 
 fn host() -> Vec<(&'static str, String)> {
