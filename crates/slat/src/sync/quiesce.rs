@@ -145,6 +145,9 @@ pub(crate) struct Readers {
     generation: AtomicU64,
     /// Head of a list that only grows; a reader that was given back is taken again.
     head: AtomicPtr<Reader>,
+    /// A taken reader that nobody uses now: operations come and go, and must not search the list
+    /// behind a thousand vCPUs each time.
+    spare: AtomicPtr<Reader>,
 }
 
 impl Readers {
@@ -152,6 +155,27 @@ impl Readers {
         Readers {
             generation: AtomicU64::new(1),
             head: AtomicPtr::new(ptr::null_mut()),
+            spare: AtomicPtr::new(ptr::null_mut()),
+        }
+    }
+
+    /// A reader for the length of one operation. Give it back with [`Readers::put_aside`].
+    #[inline]
+    pub(crate) fn borrow(&self) -> Result<&Reader, OutOfMemory> {
+        // SAFETY: only readers of this list are put aside, and they live as long as `self`.
+        match unsafe { self.spare.swap(ptr::null_mut(), Acquire).as_ref() } {
+            Some(reader) => Ok(reader),
+            None => self.register(),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn put_aside(&self, reader: &Reader) {
+        reader.leave();
+        let spare = self.spare.swap(ptr::from_ref(reader).cast_mut(), AcqRel);
+        // SAFETY: as in `borrow`.
+        if let Some(other) = unsafe { spare.as_ref() } {
+            self.release(other);
         }
     }
 

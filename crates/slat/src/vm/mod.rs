@@ -90,6 +90,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 tree: Tree::new(platform.clone())?,
             });
         }
+        let readers = Readers::new();
+        readers.put_aside(readers.register()?);
         Ok(Arc::new(Vm {
             id: VmId(NEXT_ID.fetch_add(1, Relaxed)),
             platform,
@@ -98,7 +100,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             in_progress: InProgress::new(),
             flush_owed: AtomicU64::new(0),
             flush_paid: AtomicU64::new(0),
-            readers: Readers::new(),
+            readers,
         }))
     }
 
@@ -135,9 +137,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
     pub(crate) fn section(&self) -> Section<'_> {
         let mut round = 0;
         let reader = loop {
-            // One reader was made with the VM and never goes to a vCPU that was created without
-            // making another, so out of memory only means to wait for one to come back.
-            match self.readers.register() {
+            // A reader was put aside when the VM was made. It goes to operations only, so out of
+            // memory means no more than to wait for the one before.
+            match self.readers.borrow() {
                 Ok(reader) => break reader,
                 Err(OutOfMemory) => self.platform.wait(round, WaitFor::Lock),
             }
@@ -237,6 +239,6 @@ impl<'a> Section<'a> {
 
 impl Drop for Section<'_> {
     fn drop(&mut self) {
-        self.readers.release(self.reader);
+        self.readers.put_aside(self.reader);
     }
 }
