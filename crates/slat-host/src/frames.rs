@@ -47,10 +47,29 @@ impl Frames {
         Some(frame)
     }
 
+    /// `count` frames (a power of two) next to each other, the first aligned to them all.
+    pub fn alloc_run(&self, count: usize) -> Option<Pfn> {
+        if count == 1 {
+            return self.alloc();
+        }
+        let mut inner = self.inner.lock().unwrap_or_else(|e| e.into_inner());
+        // Roots are rare: each comes from a fresh chunk, whose free frames are all next to each other.
+        inner.grow()?;
+        let chunk = inner.chunks.last()?.as_ptr() as u64 / PAGE_SIZE;
+        let first = chunk + RESERVED.next_multiple_of(count) as u64;
+        let run = first..first + count as u64;
+        inner.free.retain(|frame| !run.contains(&frame.0));
+        for frame in run {
+            // SAFETY: as in `alloc`.
+            unsafe { meta(Pfn(frame)).write(TableMeta::new()) };
+        }
+        Some(Pfn(first))
+    }
+
     /// Takes a frame back.
     ///
     /// # Safety
-    /// - `frame` came from [`Frames::alloc`], is freed once, and is not used any more.
+    /// - `frame` came from [`Frames::alloc`] or [`Frames::alloc_run`], is freed once, and is not used any more.
     pub unsafe fn free(&self, frame: Pfn) {
         let mut inner = self.inner.lock().unwrap_or_else(|e| e.into_inner());
         inner.free.push(frame);
@@ -125,6 +144,17 @@ fn map_aligned() -> Option<NonNull<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_run_is_aligned_and_given_away_once() {
+        let frames = Frames::default();
+        let run = frames.alloc_run(16).unwrap();
+        assert_eq!(run.0 % 16, 0);
+        for _ in 0..FRAMES {
+            let frame = frames.alloc().unwrap();
+            assert!(!(run.0..run.0 + 16).contains(&frame.0));
+        }
+    }
 
     #[test]
     fn frames_are_distinct_aligned_and_come_back() {

@@ -8,6 +8,7 @@
 
 pub mod frames;
 pub mod mappings;
+mod resident;
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -16,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Gfn, HostPage, Hva, Level, MemoryType, PAGE_SHIFT, Pfn, Platform,
+    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, MemoryType, PAGE_SHIFT, Pfn, Platform,
     ResolveError, TableMeta, VmId, WaitFor,
 };
 
@@ -107,6 +108,10 @@ unsafe impl Platform for HostPlatform {
         self.frames.alloc()
     }
 
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        self.frames.alloc_run(tables)
+    }
+
     unsafe fn free_table(&self, frame: Pfn) {
         // SAFETY: the caller's promise.
         unsafe { self.frames.free(frame) }
@@ -136,10 +141,26 @@ unsafe impl Platform for HostPlatform {
         Ok(self.page(&mapping, backing))
     }
 
-    fn resolve_resident(&self, backing: Hva) -> Option<HostPage> {
-        let mapping = mappings::find(backing.0 as usize)?;
-        // Residence is the kernel's affair here: the address stays valid without it.
-        mapping.readable.then(|| self.page(&mapping, backing))
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        let (mut at, end) = (backing.start.0 as usize, backing.end.0 as usize);
+        while at < end {
+            let Some(mapping) = mappings::find(at) else {
+                // A window seldom reaches beyond one mapping; what is behind the gap can wait.
+                return;
+            };
+            let stop = mapping.range.end.min(end);
+            if mapping.readable {
+                resident::stretches(at..stop, &mut |stretch| {
+                    let backing = Hva(stretch.start as u64);
+                    found(HostRun {
+                        backing,
+                        pages: (stretch.len() >> PAGE_SHIFT) as u64,
+                        first: self.page(&mapping, backing),
+                    });
+                });
+            }
+            at = stop;
+        }
     }
 
     fn flush(&self, _vm: VmId, _range: Range<Gfn>) {}

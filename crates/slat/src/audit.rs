@@ -4,7 +4,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::fmt;
 
-use crate::addr::{Gfn, Level};
+use crate::addr::{Gfn, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
 use crate::slots::{Memslot, SlotFlags};
@@ -91,23 +91,36 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if leaf.write && slot.flags.has(SlotFlags::READONLY) {
             return Err(alloc::format!("it is writable in read-only {slot:?}"));
         }
-        if let Some(log) = &slot.dirty {
+        if let Some(log) = slot
+            .dirty
+            .as_ref()
+            .filter(|log| log.protects() && !log.is_ring())
+        {
             let first = gfn.0 - gfns.start.0;
             let unmarked = (first..first + level.pages()).any(|page| !log.is_marked(page));
             if leaf.write && unmarked {
                 return Err("it is writable, but not marked in the dirty log".into());
             }
         }
-        if let Some(host) = self.platform.resolve_resident(slot.hva(gfn))
-            && host.pfn != leaf.pfn
-        {
-            return Err(alloc::format!(
-                "it leads to {:?}, its backing to {:?}",
-                leaf.pfn,
-                host.pfn
-            ));
+        let mut wrong = None;
+        let hva = slot.hva(gfn);
+        self.platform
+            .resolve_resident(hva..hva.add_pages(level.pages()), &mut |run| {
+                let offset = (run.backing.0 - hva.0) >> PAGE_SHIFT;
+                if run.first.pfn != leaf.pfn.add(offset) {
+                    wrong = Some(run.first.pfn);
+                }
+            });
+        match wrong {
+            Some(pfn) => Err(alloc::format!(
+                "it leads to {:?}, its backing to {pfn:?}",
+                leaf.pfn
+            )),
+            None if leaf.execute && level > Level::PAGE && self.policy.huge_is_nx() => {
+                Err("it is huge and executable under nx_huge_pages".into())
+            }
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// The indexes of a slot set agree, and no two slots overlap.

@@ -38,6 +38,17 @@ pub struct HostPage {
     pub memory: MemoryType,
 }
 
+/// A stretch of backing pages that are resident, contiguous in host-physical memory and alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostRun {
+    /// Backing address of the first page.
+    pub backing: Hva,
+    /// Number of 4 KiB pages.
+    pub pages: u64,
+    /// The first page; its `pfn` counts up from there, the rest holds for all.
+    pub first: HostPage,
+}
+
 /// Why a backing page cannot be had.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResolveError {
@@ -67,7 +78,8 @@ pub enum WaitFor {
     /// An entered reader that has not yet passed a quiescent point; the value is what it gave to
     /// [`crate::Vcpu::enter`] (a thread id in the userspace port, 0 when unknown).
     Reader(usize),
-    /// An invalidation in progress over the page of a fault ([`crate::Vm::invalidate`]).
+    /// An invalidation in progress over the page of a fault ([`crate::Vm::invalidate`]), or a leaf
+    /// that somebody is replacing by break-before-make.
     Invalidation,
 }
 
@@ -88,6 +100,10 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// survives. May be called with no lock held; must not wait for a vCPU.
     fn alloc_table(&self) -> Option<Pfn>;
 
+    /// Frames for a root of `tables` tables (a power of two, see [`crate::Format::ROOT_TABLES`]): next to
+    /// each other, the first aligned to them all. Each is freed alone.
+    fn alloc_root(&self, tables: usize) -> Option<Pfn>;
+
     /// Takes a frame back. Called when no walker, software or hardware, can reach it any more.
     ///
     /// # Safety
@@ -106,9 +122,10 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// as it likes (swap, userfaultfd) and holds up nobody.
     fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError>;
 
-    /// The same for a page that is resident already; never makes the host allocate, never sleeps.
-    /// `None`: not resident, or not known.
-    fn resolve_resident(&self, backing: Hva) -> Option<HostPage>;
+    /// The same for what of `backing` (whole pages) is resident already; never makes the host
+    /// allocate, never sleeps. Calls `found` for stretches in ascending order; what is not resident,
+    /// or not known, is passed over.
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
 
     /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:
     /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.

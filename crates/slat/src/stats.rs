@@ -5,6 +5,8 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
+use crate::table::{Freed, LeafCounts};
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// A snapshot of the counters.
@@ -73,6 +75,12 @@ counters! {
     pages_1g,
     /// Huge leaves split in place.
     splits,
+    /// Level 1 tables that stand where a huge leaf could, because of NX (a gauge).
+    nx_lpage_splits,
+    /// Entries that eager splits have looked at.
+    split_entries_visited,
+    /// Pages mapped ahead of their use.
+    prefetched,
     /// Leaves zapped by slot changes and invalidations, one by one or with their table.
     zapped,
     /// Flushes of all vCPUs.
@@ -109,23 +117,23 @@ impl Counters {
         [&self.pages_4k, &self.pages_2m, &self.pages_1g][level.0 as usize - 1].add(1);
     }
 
-    pub(crate) fn leaves_gone(&self, counts: &crate::table::LeafCounts) {
-        for (gauge, n) in [&self.pages_4k, &self.pages_2m, &self.pages_1g]
-            .into_iter()
-            .zip(counts)
-        {
-            gauge.sub(*n);
+    pub(crate) fn gone(&self, gone: &Freed) {
+        let gauges = [&self.pages_4k, &self.pages_2m, &self.pages_1g];
+        for (gauge, n) in gauges.into_iter().zip(gone.leaves) {
+            gauge.sub(n);
         }
-        self.zapped.add(counts.iter().sum());
+        self.zapped.add(gone.leaves.iter().sum());
+        self.nx_lpage_splits.sub(gone.nx_splits);
     }
 
-    /// A split of one leaf of level n makes 512 of level n-1.
-    pub(crate) fn leaves_split(&self, splits: &crate::table::LeafCounts) {
+    /// What was done on the way to a leaf. A split of one leaf of level n makes 512 of level n-1.
+    pub(crate) fn path_done(&self, splits: &LeafCounts, nx_splits: u64) {
         let gauges = [&self.pages_4k, &self.pages_2m, &self.pages_1g];
         for level in 1..3 {
             gauges[level].sub(splits[level]);
             gauges[level - 1].add(splits[level] * 512);
             self.splits.add(splits[level]);
         }
+        self.nx_lpage_splits.add(nx_splits);
     }
 }

@@ -11,7 +11,7 @@ use crate::slots::Memslot;
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Attention, Reader};
 use crate::table::{FrameCache, OutOfMemory};
-use crate::vm::{Space, Vm};
+use crate::vm::{DirtyRing, Space, Vm, Window};
 
 /// One CPU of a VM. Owned by one thread at a time.
 ///
@@ -26,6 +26,8 @@ pub struct Vcpu<P: Platform, F: Format> {
     token: usize,
     frames: FrameCache,
     last_slot: Option<LastSlot>,
+    window: Window,
+    ring: Option<Arc<DirtyRing>>,
     /// The counters of the reader when this vCPU took it over.
     counted_before: Stats,
 }
@@ -55,6 +57,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             token: 0,
             frames: FrameCache::default(),
             last_slot: None,
+            window: Window::default(),
+            ring: None,
         })
     }
 }
@@ -80,6 +84,24 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     pub(crate) fn parts(&mut self) -> (&Vm<P, F>, usize, &mut FrameCache) {
         (&self.vm, self.space, &mut self.frames)
+    }
+
+    pub(crate) fn window(&mut self) -> &mut Window {
+        &mut self.window
+    }
+
+    pub(crate) fn ring(&self) -> Option<&Arc<DirtyRing>> {
+        self.ring.as_ref()
+    }
+
+    /// Gives this CPU the ring to which its writes to logged slots go ([`Vm::use_dirty_rings`]).
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub fn set_dirty_ring(&mut self, ring: Arc<DirtyRing>) -> Result<(), OutOfMemory> {
+        self.vm.add_ring(ring.clone())?;
+        self.ring = Some(ring);
+        Ok(())
     }
 
     pub(crate) fn fill_frames(&mut self) -> Result<(), OutOfMemory> {

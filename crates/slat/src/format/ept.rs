@@ -37,8 +37,12 @@ const MMIO_GENERATION: u64 = ((1 << Ept::MMIO_GENERATION_BITS) - 1) << MMIO_GENE
 impl Format for Ept {
     const NAME: &'static str = "ept";
     const TOP: Level = Level(4);
+    const ROOT_TABLES: usize = 1;
     const MAX_LEAF: Level = Level::GIGA;
+    const BREAK_BEFORE_MAKE: bool = false;
+    const SETS_DIRTY: bool = true;
     const MMIO_GENERATION_BITS: u32 = 40;
+    const MMIO_PHYSICAL_BITS: u32 = 52;
 
     #[inline]
     fn decode(bits: u64, level: Level) -> Entry {
@@ -99,6 +103,21 @@ impl Format for Ept {
     }
 
     #[inline]
+    fn mark(bits: u64, write: bool) -> u64 {
+        bits | ACCESSED | if write { DIRTY } else { 0 }
+    }
+
+    #[inline]
+    fn clear_accessed(bits: u64) -> u64 {
+        bits & !ACCESSED
+    }
+
+    #[inline]
+    fn clear_dirty(bits: u64) -> u64 {
+        bits & !DIRTY
+    }
+
+    #[inline]
     fn is_settled(bits: u64) -> bool {
         bits & ACCESSED != 0 && bits & (WRITE | DIRTY) != WRITE
     }
@@ -115,12 +134,7 @@ mod tests {
 
     const LEAF: Leaf = Leaf {
         pfn: Pfn(0x12345),
-        write: true,
-        execute: false,
-        may_write: false,
-        accessed: false,
-        dirty: false,
-        memory: MemoryType::WriteBack,
+        ..crate::format::tests::LEAF
     };
 
     /// SDM 3C table 29-7 (level 1), 29-5 (level 2), 29-3 (level 3).
@@ -169,17 +183,6 @@ mod tests {
     }
 
     #[test]
-    fn protecting_remembers_the_right_to_write() {
-        let bits = Ept::write_protect(Ept::leaf(LEAF, Level::PAGE));
-        let expected = Leaf {
-            write: false,
-            may_write: true,
-            ..LEAF
-        };
-        assert_eq!(Ept::decode(bits, Level::PAGE), Entry::Leaf(expected));
-    }
-
-    #[test]
     fn an_entry_is_settled_when_hardware_has_no_bit_left_to_set() {
         let settled = |write, accessed, dirty| {
             let leaf = Leaf {
@@ -194,27 +197,5 @@ mod tests {
         assert!(settled(false, true, false));
         assert!(!settled(true, true, false));
         assert!(!settled(false, false, false));
-    }
-
-    #[test]
-    fn what_is_encoded_is_decoded() {
-        for level in [Level::PAGE, Level::MEGA, Level::GIGA] {
-            for bits in 0..32u64 {
-                let leaf = Leaf {
-                    pfn: Pfn(level.pages() * 3),
-                    write: bits & 1 != 0,
-                    execute: bits & 2 != 0,
-                    may_write: bits & 4 != 0,
-                    accessed: bits & 8 != 0,
-                    dirty: bits & 16 != 0,
-                    ..LEAF
-                };
-                assert_eq!(
-                    Ept::decode(Ept::leaf(leaf, level), level),
-                    Entry::Leaf(leaf)
-                );
-            }
-        }
-        assert_eq!(Ept::decode(0, Level(4)), Entry::Empty);
     }
 }

@@ -1,9 +1,15 @@
 //! What one entry means to a page walker. A format is a type without values, so that every walk is
 //! compiled for its format; nothing outside these files knows a bit.
 
+mod aarch64;
 mod ept;
+mod riscv;
+mod x86;
 
+pub use aarch64::Stage2;
 pub use ept::Ept;
+pub use riscv::{GStage, Sv39x4, Sv48x4};
+pub use x86::{Npt, X86};
 
 use crate::addr::{Level, Pfn};
 use crate::platform::MemoryType;
@@ -23,6 +29,9 @@ pub enum Entry {
         /// Low [`Format::MMIO_GENERATION_BITS`] bits of the generation.
         generation: u64,
     },
+    /// A leaf that is being replaced on a walker that asks for break-before-make: invalid to the
+    /// walker, flushed before something else takes its place. A fault on it waits.
+    Broken(Leaf),
 }
 
 /// A leaf of any level.
@@ -46,10 +55,13 @@ pub struct Leaf {
 }
 
 impl Leaf {
-    /// The `i`-th of the 512 leaves, one level down, that together mean what this one means.
-    pub const fn piece(self, level: Level, i: usize) -> Leaf {
+    /// The `i`-th of the 512 leaves, one level down, that together mean what this one means. Pieces
+    /// of 4 KiB may be executed: only huge leaves are kept from it (policy `nx_huge_pages`).
+    pub fn piece(self, level: Level, i: usize) -> Leaf {
+        let small = level == Level::MEGA && self.memory == MemoryType::WriteBack;
         Leaf {
             pfn: self.pfn.add(i as u64 * level.below().pages()),
+            execute: self.execute || small,
             ..self
         }
     }
@@ -61,10 +73,21 @@ pub trait Format: Send + Sync + 'static {
     const NAME: &'static str;
     /// Level of the entries in the root table.
     const TOP: Level;
+    /// Tables of the root, next to each other in memory: more than one where the walker indexes its
+    /// first level with more than 9 bits.
+    const ROOT_TABLES: usize;
     /// Largest leaf.
     const MAX_LEAF: Level;
+    /// A valid entry that leads elsewhere may only replace a valid one after an invalid one and a
+    /// flush.
+    const BREAK_BEFORE_MAKE: bool;
+    /// A walker can be told to set accessed and dirty itself; without, dirty logging by D bit is not
+    /// to be had.
+    const SETS_DIRTY: bool;
     /// Bits of the MMIO generation an entry can hold; 0 where the format caches no MMIO.
     const MMIO_GENERATION_BITS: u32;
+    /// MMIO entries work on machines with at most this many physical address bits.
+    const MMIO_PHYSICAL_BITS: u32;
 
     /// What `bits`, read from a table of `level`, mean.
     fn decode(bits: u64, level: Level) -> Entry;
@@ -74,14 +97,27 @@ pub trait Format: Send + Sync + 'static {
     fn table(frame: Pfn) -> u64;
     /// See [`Entry::Mmio`].
     fn mmio(generation: u64) -> u64;
-    /// Whether `bits` lead nowhere, neither to memory nor to a table (empty or MMIO). Must agree
-    /// with `decode`; it exists because range operations ask it for every entry.
+    /// See [`Entry::Broken`]; called only where [`Format::BREAK_BEFORE_MAKE`].
+    fn broken(bits: u64) -> u64 {
+        bits
+    }
+    /// Whether `bits` are [`Entry::Empty`] or [`Entry::Mmio`]. Must agree with `decode`; it exists
+    /// because range operations ask it for every entry.
     fn is_absent(bits: u64) -> bool;
     /// The same writable leaf write-protected, with [`Leaf::may_write`] set.
     fn write_protect(bits: u64) -> u64;
+    /// The leaf as a walker leaves it after using it: accessed, and dirty if it wrote.
+    fn mark(bits: u64, write: bool) -> u64;
+    /// The leaf with the accessed bit clear.
+    fn clear_accessed(bits: u64) -> u64;
+    /// The leaf with the dirty bit clear.
+    fn clear_dirty(bits: u64) -> u64;
     /// Whether hardware has no accessed or dirty bit left to set in this leaf: then a plain store
     /// may replace it, otherwise only an atomic read-modify-write loses nothing.
     fn is_settled(bits: u64) -> bool;
     /// Whether a leaf allows writing.
     fn is_writable(bits: u64) -> bool;
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,8 +1,8 @@
-//! Installing one leaf, as a fault does.
+//! Installing leaves, as a fault does.
 
 use core::sync::atomic::Ordering::*;
 
-use super::{Detached, FrameCache, LeafCounts, Table, Tree};
+use super::{ENTRIES, FrameCache, Path, Table, Tree, Zapped};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
@@ -17,10 +17,21 @@ pub(crate) enum Mapped {
     /// A leaf that allows as much stood there already: somebody was faster.
     Spurious,
     /// Something else stood there: a leaf for another page, or a table of smaller leaves. It is
-    /// gone; the caller must flush, and free the table after that.
-    Replaced(Detached, LeafCounts),
+    /// taken away, nothing stands there now. After the flush the fault begins again.
+    Cleared(Zapped),
+    /// A huge leaf was in the way on a walker that asks for break-before-make. It is broken; after a
+    /// flush [`Tree::mend`] puts its pieces in its place, and the fault begins again.
+    MustMend(Gfn, Level),
+    /// Somebody else has broken a leaf in the way and not mended it yet.
+    Broken,
     /// What the caller knew does not hold any more. Nothing was installed.
     Stale,
+}
+
+/// Why there is no way to a table.
+enum NoPath {
+    MustMend(Gfn, Level),
+    Broken,
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
@@ -29,20 +40,21 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// `valid` is asked under the lock of the table that receives the leaf, immediately before;
     /// `done` runs under that lock immediately after.
     ///
-    /// `splits` is raised by the number of huge leaves that were split, by level.
-    ///
-    /// The caller is inside a reader section, and `frames` is full.
+    /// The caller is inside a reader section.
     pub(crate) fn map(
         &self,
         gfn: Gfn,
         level: Level,
         leaf: Leaf,
-        frames: &mut FrameCache,
-        splits: &mut LeafCounts,
+        path: &mut Path<'_>,
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Mapped {
-        let table = self.table_for(gfn, level, frames, splits);
+        let table = match self.table_for(gfn, level, path) {
+            Ok(table) => table,
+            Err(NoPath::MustMend(gfn, level)) => return Mapped::MustMend(gfn, level),
+            Err(NoPath::Broken) => return Mapped::Broken,
+        };
         let entry = table.entry(level.index(gfn));
         let guard = table.lock();
         if !valid() {
@@ -52,6 +64,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let mapped = match F::decode(bits, level) {
             Entry::Empty | Entry::Mmio { .. } => {
                 entry.store(F::leaf(leaf, level), Release);
+                table.count_leaves(level, 1);
                 Mapped::New
             }
             Entry::Leaf(old) if old.pfn == leaf.pfn && old.memory == leaf.memory => {
@@ -69,31 +82,76 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 }
             }
             Entry::Leaf(_) => {
-                entry.store(F::leaf(leaf, level), Release);
-                let mut counts = LeafCounts::default();
-                counts[level.0 as usize - 1] = 1;
-                Mapped::Replaced(Detached::none(), counts)
+                entry.store(0, Release);
+                table.count_leaves(level, -1);
+                let mut zapped = Zapped::nothing();
+                zapped.leaves[level.0 as usize - 1] = 1;
+                return Mapped::Cleared(zapped);
             }
             Entry::Table(lower) => {
-                entry.store(F::leaf(leaf, level), Release);
-                let mut detached = Detached::none();
-                detached.push(&self.table(lower), level.below());
-                Mapped::Replaced(detached, LeafCounts::default())
+                entry.store(0, Release);
+                let mut zapped = Zapped::nothing();
+                zapped.detached.push(&self.table(lower), level.below());
+                return Mapped::Cleared(zapped);
             }
+            Entry::Broken(_) => return Mapped::Broken,
         };
         done();
         drop(guard);
         mapped
     }
 
+    /// Installs `leaf`, and the pages behind it, in the absent entries of level 1 from `gfn` on;
+    /// `pages` of them, not beyond the end of one table. Returns how many were installed; `None` if
+    /// what the caller knew does not hold any more, or a larger leaf is there.
+    pub(crate) fn map_absent(
+        &self,
+        gfn: Gfn,
+        pages: u64,
+        leaf: Leaf,
+        path: &mut Path<'_>,
+        valid: impl Fn() -> bool,
+    ) -> Option<u64> {
+        debug_assert!(Level::PAGE.index(gfn) as u64 + pages <= ENTRIES as u64);
+        let found = self.lookup(gfn);
+        let in_the_way = matches!(found.entry, Entry::Leaf(_) | Entry::Broken(_));
+        if found.level > Level::PAGE && in_the_way {
+            return None;
+        }
+        let Ok(table) = self.table_for(gfn, Level::PAGE, path) else {
+            return None;
+        };
+        let first = Level::PAGE.index(gfn);
+        let entries = &table.entries()[first..first + pages as usize];
+        let guard = table.lock();
+        if !valid() {
+            return None;
+        }
+        let mut installed = 0;
+        for (i, entry) in entries.iter().enumerate() {
+            if F::is_absent(entry.load(Relaxed)) {
+                let leaf = Leaf {
+                    pfn: leaf.pfn.add(i as u64),
+                    ..leaf
+                };
+                // A leaf refers to no memory of ours that a walker would have to see first.
+                entry.store(F::leaf(leaf, Level::PAGE), Relaxed);
+                installed += 1;
+            }
+        }
+        drop(guard);
+        Some(installed)
+    }
+
     /// Puts an MMIO entry of `generation` at `gfn`, unless something else stands there by now.
-    pub(crate) fn map_mmio(&self, gfn: Gfn, generation: u64, frames: &mut FrameCache) {
-        let mut splits = LeafCounts::default();
-        // A huge leaf in the way means that a slot has appeared: leave it alone.
-        if matches!(self.lookup(gfn).entry, Entry::Leaf(_)) {
+    pub(crate) fn map_mmio(&self, gfn: Gfn, generation: u64, path: &mut Path<'_>) {
+        // A leaf in the way means that a slot has appeared: leave it alone.
+        if matches!(self.lookup(gfn).entry, Entry::Leaf(_) | Entry::Broken(_)) {
             return;
         }
-        let table = self.table_for(gfn, Level::PAGE, frames, &mut splits);
+        let Ok(table) = self.table_for(gfn, Level::PAGE, path) else {
+            return;
+        };
         let entry = table.entry(Level::PAGE.index(gfn));
         let _guard = table.lock();
         if F::is_absent(entry.load(Relaxed)) {
@@ -101,71 +159,133 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
+    /// Whether the level 1 table on the way to `gfn`, if there is one, is there because of NX.
+    pub(crate) fn is_nx_split(&self, gfn: Gfn) -> bool {
+        let mut frame = self.root_for(gfn);
+        let mut level = F::TOP;
+        while level > Level::PAGE {
+            let bits = self.table(frame).entry(level.index(gfn)).load(Acquire);
+            match F::decode(bits, level) {
+                Entry::Table(lower) => frame = lower,
+                _ => return false,
+            }
+            level = level.below();
+        }
+        self.table(frame).meta().nx_split.load(Relaxed)
+    }
+
+    /// The second half of break-before-make: puts the pieces of the broken leaf of `level` at `gfn`
+    /// in its place. The walkers were flushed since it was broken. If the leaf has been zapped
+    /// meanwhile, nothing happens.
+    pub(crate) fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) {
+        let mut frame = self.root_for(gfn);
+        let mut at = F::TOP;
+        while at > level {
+            let bits = self.table(frame).entry(at.index(gfn)).load(Acquire);
+            match F::decode(bits, at) {
+                Entry::Table(lower) => frame = lower,
+                _ => return,
+            }
+            at = at.below();
+        }
+        self.put_table(&self.table(frame), level, gfn, path, |now| {
+            matches!(now, Entry::Broken(_))
+        });
+    }
+
     /// The table of `level` on the way to `gfn`, made if need be.
     fn table_for(
         &self,
         gfn: Gfn,
         level: Level,
-        frames: &mut FrameCache,
-        splits: &mut LeafCounts,
-    ) -> Table<'_, P> {
-        let mut frame = self.root;
+        path: &mut Path<'_>,
+    ) -> Result<Table<'_, P>, NoPath> {
+        let mut frame = self.root_for(gfn);
         let mut at = F::TOP;
         while at > level {
             let table = self.table(frame);
-            let entry = table.entry(at.index(gfn));
-            let mut bits = entry.load(Acquire);
-            if !matches!(F::decode(bits, at), Entry::Table(_)) {
-                bits = self.add_table(&table, at, gfn, frames, splits);
-            }
-            match F::decode(bits, at) {
-                Entry::Table(lower) => frame = lower,
-                _ => unreachable!("add_table leaves a table"),
+            let mut bits = table.entry(at.index(gfn)).load(Acquire);
+            loop {
+                match F::decode(bits, at) {
+                    Entry::Table(lower) => {
+                        frame = lower;
+                        break;
+                    }
+                    Entry::Broken(_) => return Err(NoPath::Broken),
+                    Entry::Leaf(_) if F::BREAK_BEFORE_MAKE => {
+                        self.break_leaf(&table, at, gfn)?;
+                        bits = table.entry(at.index(gfn)).load(Acquire);
+                    }
+                    _ => {
+                        bits = self.put_table(&table, at, gfn, path, |now| {
+                            !matches!(now, Entry::Broken(_))
+                                && !(F::BREAK_BEFORE_MAKE && matches!(now, Entry::Leaf(_)))
+                        });
+                    }
+                }
             }
             at = at.below();
         }
-        self.table(frame)
+        Ok(self.table(frame))
     }
 
-    /// Makes the entry of `table` on the way to `gfn` lead to a table; returns its bits.
+    /// The first half of break-before-make. `Ok`: no leaf stands there any more, look again.
+    fn break_leaf(&self, table: &Table<'_, P>, level: Level, gfn: Gfn) -> Result<(), NoPath> {
+        let entry = table.entry(level.index(gfn));
+        let _guard = table.lock();
+        let broken = entry.fetch_update(Release, Relaxed, |bits| match F::decode(bits, level) {
+            Entry::Leaf(_) => Some(F::broken(bits)),
+            _ => None,
+        });
+        match broken {
+            Ok(_) => Err(NoPath::MustMend(gfn.align_down(level), level)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Makes the entry of `table` on the way to `gfn` lead to a table that means the same, if
+    /// `wanted` says that what stands there may be replaced; returns the bits that stand there then.
     #[cold]
-    fn add_table(
+    fn put_table(
         &self,
         table: &Table<'_, P>,
         level: Level,
         gfn: Gfn,
-        frames: &mut FrameCache,
-        splits: &mut LeafCounts,
+        path: &mut Path<'_>,
+        wanted: impl Fn(Entry) -> bool,
     ) -> u64 {
         let entry = table.entry(level.index(gfn));
-        // Usually nobody races, so the new table is filled before the lock is taken. What it is
-        // filled with is looked at again under the lock.
-        let frame = frames.take();
-        let mut filled_for = None;
+        // Usually nobody races, so the new table is filled before the lock is taken. That it was
+        // filled for what still stands there is checked by the exchange, which also loses no bit that
+        // hardware sets in a huge leaf meanwhile.
+        let frame = path.frames.take();
+        let mut bits = entry.load(Acquire);
         loop {
-            let seen = entry.load(Acquire);
-            if filled_for != Some(seen) {
-                self.fill_below(frame, level, seen);
-                filled_for = Some(seen);
+            let now = F::decode(bits, level);
+            if matches!(now, Entry::Table(_)) || !wanted(now) {
+                path.frames.give_back(frame);
+                return bits;
             }
+            self.fill_below(frame, level, bits);
+            let nx_split = path.nx_split && level == Level::MEGA;
+            self.table(frame).meta().nx_split.store(nx_split, Relaxed);
+            let new = F::table(frame);
             let guard = table.lock();
-            let bits = entry.load(Relaxed);
-            match F::decode(bits, level) {
-                Entry::Table(_) => {
-                    drop(guard);
-                    frames.give_back(frame);
-                    return bits;
-                }
-                now => {
-                    if bits == seen {
-                        let new = F::table(frame);
-                        entry.store(new, Release);
-                        if matches!(now, Entry::Leaf(_)) {
-                            splits[level.0 as usize - 1] += 1;
-                        }
-                        return new;
+            let put = entry.compare_exchange(bits, new, Release, Acquire);
+            let split = matches!(now, Entry::Leaf(_) | Entry::Broken(_));
+            if put.is_ok() && split {
+                table.count_leaves(level, -1);
+            }
+            drop(guard);
+            match put {
+                Ok(_) => {
+                    if split {
+                        path.splits[level.0 as usize - 1] += 1;
                     }
+                    path.nx_splits += nx_split as u64;
+                    return new;
                 }
+                Err(changed) => bits = changed,
             }
         }
     }
@@ -173,10 +293,18 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// Fills an unpublished table so that it means the same as `bits` at `level` above it.
     pub(super) fn fill_below(&self, frame: Pfn, level: Level, bits: u64) {
         let table = self.table(frame);
-        match F::decode(bits, level) {
-            Entry::Leaf(huge) => table.fill(|i| F::leaf(huge.piece(level, i), level.below())),
-            _ => table.clear(),
-        }
+        let leaves = match F::decode(bits, level) {
+            Entry::Leaf(huge) | Entry::Broken(huge) => {
+                table.fill(|i| F::leaf(huge.piece(level, i), level.below()));
+                ENTRIES as u16
+            }
+            _ => {
+                table.clear();
+                0
+            }
+        };
+        table.meta().huge_leaves.store(leaves, Relaxed);
+        table.meta().nx_split.store(false, Relaxed);
     }
 }
 

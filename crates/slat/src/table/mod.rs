@@ -26,7 +26,7 @@ mod walk;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
-use core::sync::atomic::{AtomicU64, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::*};
 
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
@@ -34,7 +34,7 @@ use crate::platform::{Platform, WaitFor};
 use crate::sync::lock::RawLock;
 
 pub(crate) use map::Mapped;
-pub(crate) use ops::Zapped;
+pub(crate) use ops::{SplitWalk, Zapped};
 pub(crate) use walk::{Next, Show};
 
 /// Entries in one table.
@@ -49,6 +49,11 @@ pub struct Entries([AtomicU64; ENTRIES]);
 /// The platform stores it (see [`Platform::meta`]); only the engine looks inside.
 pub struct TableMeta {
     lock: RawLock,
+    /// The table stands where a huge leaf could, were it not for the policy `nx_huge_pages`.
+    /// Written under the lock of the table above, or before publication.
+    nx_split: AtomicBool,
+    /// Leaves in a table of level 2 or 3. Written under the table's lock.
+    huge_leaves: AtomicU16,
     /// While detached: the next frame of the list, or [`Detached::END`].
     next: AtomicU64,
 }
@@ -58,6 +63,8 @@ impl TableMeta {
     pub const fn new() -> Self {
         TableMeta {
             lock: RawLock::new(),
+            nx_split: AtomicBool::new(false),
+            huge_leaves: AtomicU16::new(0),
             next: AtomicU64::new(Detached::END),
         }
     }
@@ -118,6 +125,37 @@ impl core::fmt::Display for OutOfMemory {
 
 impl core::error::Error for OutOfMemory {}
 
+/// What the way to a leaf may use, and what was done on it.
+pub(crate) struct Path<'a> {
+    /// Full when the way begins.
+    pub(crate) frames: &'a mut FrameCache,
+    /// The leaf is small because of the policy `nx_huge_pages`: a level 1 table made for it is one
+    /// that recovery may take away again.
+    pub(crate) nx_split: bool,
+    /// Huge leaves split, by level.
+    pub(crate) splits: LeafCounts,
+    /// Level 1 tables made with `nx_split`.
+    pub(crate) nx_splits: u64,
+}
+
+impl<'a> Path<'a> {
+    pub(crate) fn new(frames: &'a mut FrameCache) -> Self {
+        Path {
+            frames,
+            nx_split: false,
+            splits: LeafCounts::default(),
+            nx_splits: 0,
+        }
+    }
+}
+
+/// What was in tables that were freed.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Freed {
+    pub(crate) leaves: LeafCounts,
+    pub(crate) nx_splits: u64,
+}
+
 /// Leaves by level: index 0 counts 4 KiB, 1 counts 2 MiB, 2 counts 1 GiB.
 pub(crate) type LeafCounts = [u64; 3];
 
@@ -160,27 +198,60 @@ pub(crate) struct Tree<P: Platform, F: Format> {
     format: PhantomData<F>,
 }
 
-/// One step's answer of a lock-free walk.
-pub(crate) struct Found {
+/// What a lock-free walk ended at.
+pub(crate) struct Found<'t> {
+    slot: &'t AtomicU64,
+    bits: u64,
     pub(crate) entry: Entry,
     pub(crate) level: Level,
 }
 
+impl Found<'_> {
+    /// Sets accessed, and dirty for a write, as the walker that uses the leaf does: without a lock,
+    /// and only if the leaf is still there. `false`: it is not, walk again.
+    #[inline]
+    pub(crate) fn mark<F: Format>(&self, write: bool) -> bool {
+        let marked = F::mark(self.bits, write);
+        marked == self.bits
+            || self
+                .slot
+                .compare_exchange(self.bits, marked, Relaxed, Relaxed)
+                .is_ok()
+    }
+}
+
 impl<P: Platform, F: Format> Tree<P, F> {
     pub(crate) fn new(platform: Arc<P>) -> Result<Self, OutOfMemory> {
-        let root = platform.alloc_table().ok_or(OutOfMemory)?;
+        let root = platform.alloc_root(F::ROOT_TABLES).ok_or(OutOfMemory)?;
         let tree = Tree {
             platform,
             root,
             format: PhantomData,
         };
-        tree.table(root).clear();
+        for frame in tree.roots() {
+            tree.table(frame).clear();
+        }
         Ok(tree)
+    }
+
+    fn roots(&self) -> impl Iterator<Item = Pfn> + use<P, F> {
+        let root = self.root;
+        (0..F::ROOT_TABLES as u64).map(move |i| root.add(i))
+    }
+
+    /// The root table on the way to `gfn`, which is below the capacity.
+    #[inline]
+    fn root_for(&self, gfn: Gfn) -> Pfn {
+        if F::ROOT_TABLES == 1 {
+            self.root
+        } else {
+            self.root.add(gfn.0 / (F::TOP.pages() * ENTRIES as u64))
+        }
     }
 
     /// Guest frames that the tree can hold.
     pub(crate) const fn capacity() -> u64 {
-        F::TOP.pages() * ENTRIES as u64
+        F::TOP.pages() * (ENTRIES * F::ROOT_TABLES) as u64
     }
 
     pub(crate) fn root(&self) -> Pfn {
@@ -189,17 +260,25 @@ impl<P: Platform, F: Format> Tree<P, F> {
 
     /// Finds what a walker finds for `gfn`, without a lock. The caller is inside a reader section.
     #[inline]
-    pub(crate) fn lookup(&self, gfn: Gfn) -> Found {
-        let mut frame = self.root;
+    pub(crate) fn lookup(&self, gfn: Gfn) -> Found<'_> {
+        let mut frame = self.root_for(gfn);
         let mut level = F::TOP;
         loop {
-            let bits = self.table(frame).entry(level.index(gfn)).load(Acquire);
+            let slot = self.table(frame).entry(level.index(gfn));
+            let bits = slot.load(Acquire);
             match F::decode(bits, level) {
                 Entry::Table(lower) => {
                     frame = lower;
                     level = level.below();
                 }
-                entry => return Found { entry, level },
+                entry => {
+                    return Found {
+                        slot,
+                        bits,
+                        entry,
+                        level,
+                    };
+                }
             }
         }
     }
@@ -212,34 +291,35 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// Gives the tables of `detached` back to the platform; returns the leaves that were in them.
+    /// Gives the tables of `detached` back to the platform; returns what was in them.
     ///
     /// # Safety
     /// - since they were detached, every reader has passed a quiescent point, and hardware was
     ///   flushed: nobody can reach them.
-    pub(crate) unsafe fn free(&self, detached: Detached) -> LeafCounts {
-        let mut counts = LeafCounts::default();
+    pub(crate) unsafe fn free(&self, detached: Detached) -> Freed {
+        let mut freed = Freed::default();
         let mut head = detached.head;
         while head != Detached::END {
             let (frame, level) = Detached::unpack(head);
             head = self.table(frame).meta().next.load(Relaxed);
             // SAFETY: the caller's promise.
-            unsafe { self.free_subtree(frame, level, &mut counts) };
+            unsafe { self.free_subtree(frame, level, &mut freed) };
         }
-        counts
+        freed
     }
 
     /// # Safety
     /// - as [`Tree::free`].
-    unsafe fn free_subtree(&self, frame: Pfn, level: Level, counts: &mut LeafCounts) {
+    unsafe fn free_subtree(&self, frame: Pfn, level: Level, freed: &mut Freed) {
         for entry in self.table(frame).entries() {
             match F::decode(entry.load(Relaxed), level) {
                 // SAFETY: a table below an unreachable table is unreachable.
-                Entry::Table(lower) => unsafe { self.free_subtree(lower, level.below(), counts) },
-                Entry::Leaf(_) => counts[level.0 as usize - 1] += 1,
+                Entry::Table(lower) => unsafe { self.free_subtree(lower, level.below(), freed) },
+                Entry::Leaf(_) | Entry::Broken(_) => freed.leaves[level.0 as usize - 1] += 1,
                 Entry::Empty | Entry::Mmio { .. } => {}
             }
         }
+        freed.nx_splits += self.table(frame).meta().nx_split.load(Relaxed) as u64;
         // SAFETY: nobody can reach the table (caller's promise), and it leaves the tree here.
         unsafe { self.platform.free_table(frame) };
     }
@@ -247,9 +327,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
 
 impl<P: Platform, F: Format> Drop for Tree<P, F> {
     fn drop(&mut self) {
-        // SAFETY: `&mut self`: no walker has a reference to the tree, and the owner of a VM stops
-        // its CPUs before it drops the VM.
-        unsafe { self.free_subtree(self.root, F::TOP, &mut LeafCounts::default()) };
+        for root in self.roots() {
+            // SAFETY: `&mut self`: no walker has a reference to the tree, and the owner of a VM
+            // stops its CPUs before it drops the VM.
+            unsafe { self.free_subtree(root, F::TOP, &mut Freed::default()) };
+        }
     }
 }
 
@@ -276,6 +358,14 @@ impl<'a, P: Platform> Table<'a, P> {
     fn meta(&self) -> &'a TableMeta {
         // SAFETY: as for `entries`.
         unsafe { self.platform.meta(self.frame).as_ref() }
+    }
+
+    /// Counts leaves that come (or go) in this table, whose lock is held or which is unpublished.
+    fn count_leaves(&self, level: Level, change: i16) {
+        if level > Level::PAGE {
+            let count = &self.meta().huge_leaves;
+            count.store(count.load(Relaxed).wrapping_add_signed(change), Relaxed);
+        }
     }
 
     /// Empties a table that is not published yet.

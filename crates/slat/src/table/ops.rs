@@ -3,12 +3,14 @@
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
 
-use super::{Detached, FrameCache, LeafCounts, Next, OutOfMemory, Show, Table, Tree};
-use crate::addr::{Gfn, Level};
+use alloc::vec::Vec;
+
+use super::{Detached, FrameCache, Freed, LeafCounts, Next, OutOfMemory, Path, Show, Table, Tree};
+use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
 
-/// What a [`Tree::zap`] took away.
+/// What was taken away.
 #[must_use = "what was zapped must be flushed, and its tables freed after that"]
 pub(crate) struct Zapped {
     /// Leaves that were zapped one by one; those in `detached` are counted when they are freed.
@@ -39,6 +41,36 @@ impl Detached {
     }
 }
 
+impl core::ops::AddAssign for Freed {
+    fn add_assign(&mut self, other: Freed) {
+        for (count, more) in self.leaves.iter_mut().zip(other.leaves) {
+            *count += more;
+        }
+        self.nx_splits += other.nx_splits;
+    }
+}
+
+/// How a split walks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum SplitWalk {
+    /// Every entry, those of tables it has just made included: what there is to improve on.
+    Full,
+    /// No table of level 1.
+    SkipLastLevel,
+    /// No table without a huge leaf either.
+    SkipWithoutHuge,
+}
+
+impl SplitWalk {
+    fn show(self) -> Show {
+        Show {
+            skip_last_level: self != SplitWalk::Full,
+            skip_without_huge: self == SplitWalk::SkipWithoutHuge,
+            ..Show::default()
+        }
+    }
+}
+
 impl<P: Platform, F: Format> Tree<P, F> {
     /// Takes every translation of `range` away, adding to `zapped`. A huge leaf that reaches out of
     /// the range goes as a whole: its other pages fault back in.
@@ -49,12 +81,12 @@ impl<P: Platform, F: Format> Tree<P, F> {
         };
         self.walk(range.clone(), show, &mut |at| match at.decode::<F>() {
             Entry::Table(lower) if at.is_inside(&range) => {
-                at.set(0);
+                at.clear::<F>();
                 zapped.detached.push(&self.table(lower), at.level.below());
                 Next::Pass
             }
-            Entry::Leaf(_) => {
-                at.set(0);
+            Entry::Leaf(_) | Entry::Broken(_) => {
+                at.clear::<F>();
                 zapped.leaves[at.level.0 as usize - 1] += 1;
                 Next::Pass
             }
@@ -62,28 +94,50 @@ impl<P: Platform, F: Format> Tree<P, F> {
         });
     }
 
-    /// Takes away tables of `range` in whose place `huge(gfn, level)` says that a huge leaf could
-    /// stand: the next fault puts it there.
-    pub(crate) fn zap_collapsible(
+    /// Takes away tables of `range` for which `wanted(gfn, level, frame of the table)` says so; the
+    /// next fault puts a huge leaf, or what then fits, in their place.
+    pub(crate) fn zap_tables(
         &self,
         range: Range<Gfn>,
         zapped: &mut Zapped,
-        mut huge: impl FnMut(Gfn, Level) -> bool,
+        mut wanted: impl FnMut(Gfn, Level, Pfn) -> bool,
     ) {
         let show = Show {
             tables: true,
             skip_last_level: true,
+            ..Show::default()
         };
         self.walk(range.clone(), show, &mut |at| match at.decode::<F>() {
             Entry::Table(lower)
-                if at.level <= F::MAX_LEAF && at.is_inside(&range) && huge(at.gfn, at.level) =>
+                if at.level <= F::MAX_LEAF
+                    && at.is_inside(&range)
+                    && wanted(at.gfn, at.level, lower) =>
             {
-                at.set(0);
+                at.clear::<F>();
                 zapped.detached.push(&self.table(lower), at.level.below());
                 Next::Pass
             }
             _ => Next::Descend,
         });
+    }
+
+    /// Removes all MMIO entries, which no TLB holds: nothing is owed for them.
+    pub(crate) fn zap_mmio(&self) {
+        let show = Show {
+            mmio: true,
+            ..Show::default()
+        };
+        self.walk(Gfn(0)..Gfn(Self::capacity()), show, &mut |at| {
+            if let Entry::Mmio { .. } = at.decode::<F>() {
+                at.clear::<F>();
+            }
+            Next::Descend
+        });
+    }
+
+    /// Whether the table in `frame` is one that recovery of NX huge pages may take away.
+    pub(crate) fn is_nx_table(&self, frame: Pfn) -> bool {
+        self.table(frame).meta().nx_split.load(Relaxed)
     }
 
     /// Takes the right to write from every leaf of `range` for which `wanted` says so, remembering
@@ -107,51 +161,115 @@ impl<P: Platform, F: Format> Tree<P, F> {
         changed
     }
 
+    /// Clears the dirty bit of every leaf of `range` that has it and for which `wanted` says so, and
+    /// calls `dirty` for each. Returns how many there were. A flush is owed if any was.
+    pub(crate) fn clear_dirty(
+        &self,
+        range: Range<Gfn>,
+        mut wanted: impl FnMut(Gfn, Level) -> bool,
+        mut dirty: impl FnMut(Gfn, Level),
+    ) -> u64 {
+        let mut changed = 0;
+        self.walk(range, Show::default(), &mut |at| {
+            if F::clear_dirty(at.bits) != at.bits && wanted(at.gfn, at.level) {
+                at.update::<F>(F::clear_dirty);
+                dirty(at.gfn, at.level);
+                changed += 1;
+            }
+            Next::Pass
+        });
+        changed
+    }
+
+    /// Counts the leaves of `range` that were used since their accessed bit was last cleared, and
+    /// clears it if `clear`. No flush is owed: an accessed bit that a TLB holds back only makes a
+    /// page look older than it is.
+    pub(crate) fn age(&self, range: Range<Gfn>, clear: bool) -> u64 {
+        let mut young = 0;
+        self.walk(range, Show::default(), &mut |at| {
+            if F::clear_accessed(at.bits) != at.bits {
+                young += 1;
+                if clear {
+                    at.update::<F>(F::clear_accessed);
+                }
+            }
+            Next::Pass
+        });
+        young
+    }
+
     /// Splits every huge leaf of `range` down to 4 KiB, in place: each page stays mapped throughout,
-    /// to the same frame with the same rights, so no walker faults and nothing needs a flush.
+    /// to the same frame with the same rights, so no walker faults and nothing needs a flush. On a
+    /// walker that asks for break-before-make, leaves are broken by the batch, `flush` is called
+    /// once for each batch, and then they are mended.
+    ///
+    /// `flush` is called with no lock held; it ends the caller's reader section and begins another.
+    /// It is called also from time to time on a long range, so that nobody waits long for this walk
+    /// to pass a quiescent point. Returns how many entries were looked at.
     ///
     /// On failure what was split stays split, and the call can be repeated.
     pub(crate) fn split(
         &self,
         range: Range<Gfn>,
-        frames: &mut FrameCache,
-        splits: &mut LeafCounts,
-    ) -> Result<(), OutOfMemory> {
-        let show = Show {
-            skip_last_level: true,
-            ..Show::default()
-        };
+        walk: SplitWalk,
+        path: &mut Path<'_>,
+        mut flush: impl FnMut(),
+    ) -> Result<u64, OutOfMemory> {
+        let mut broken: Vec<(Gfn, Level)> = Vec::new();
+        if F::BREAK_BEFORE_MAKE {
+            broken
+                .try_reserve_exact(FrameCache::BATCH)
+                .map_err(|_| OutOfMemory)?;
+        }
+        let mut entries = 0;
         let mut rest = range;
         loop {
-            // Nothing is allocated under a lock: the walk stops where the cache runs empty.
-            // With less than a batch it goes as far as it can.
-            let filled = frames.fill(&*self.platform, FrameCache::BATCH);
-            if frames.0.is_empty() {
-                return filled;
+            // Nothing is allocated under a lock: the walk stops where the frames run out. With less
+            // than a batch it goes as far as it can.
+            let filled = path.frames.fill(&*self.platform, FrameCache::BATCH);
+            if path.frames.0.is_empty() {
+                filled?;
             }
-            let mut starved_at = None;
-            self.walk(rest.clone(), show, &mut |at| {
-                let Entry::Leaf(_) = at.decode::<F>() else {
+            let mut stopped_at = None;
+            entries += self.walk(rest.clone(), walk.show(), &mut |at| {
+                let mut bits = at.bits;
+                let Entry::Leaf(_) = F::decode(bits, at.level) else {
                     return Next::Descend;
                 };
-                let Some(frame) = frames.0.pop() else {
-                    starved_at = Some(at.gfn);
+                if at.level == Level::PAGE {
+                    return Next::Pass;
+                }
+                if broken.len() == path.frames.0.len() {
+                    stopped_at = Some(at.gfn);
                     return Next::Stop;
-                };
-                let mut bits = at.bits;
+                }
+                if F::BREAK_BEFORE_MAKE {
+                    at.update::<F>(F::broken);
+                    broken.push((at.gfn, at.level));
+                    return Next::Pass;
+                }
+                let frame = path.frames.take();
                 loop {
                     self.fill_below(frame, at.level, bits);
-                    match at.exchange(bits, F::table(frame)) {
+                    match at.put_table::<F>(bits, F::table(frame)) {
                         Ok(()) => break,
                         Err(now) => bits = now,
                     }
                 }
-                splits[at.level.0 as usize - 1] += 1;
+                path.splits[at.level.0 as usize - 1] += 1;
                 Next::Descend
             });
-            match starved_at {
+            if stopped_at.is_some() || !broken.is_empty() {
+                flush();
+            }
+            // What comes out of a broken leaf of 1 GiB is walked again.
+            let first_broken = broken.first().map(|(gfn, _)| *gfn);
+            for (gfn, level) in broken.drain(..) {
+                self.mend(gfn, level, path);
+            }
+            match first_broken.or(stopped_at) {
                 Some(gfn) => rest.start = rest.start.max(gfn),
-                None => return Ok(()),
+                None => return Ok(entries),
             }
         }
     }

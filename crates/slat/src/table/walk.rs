@@ -3,7 +3,7 @@
 use core::ops::Range;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
-use super::{Table, Tree};
+use super::{ENTRIES, Table, TableMeta, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
@@ -16,6 +16,11 @@ pub(crate) struct Show {
     /// Do not enter tables of level 1: nothing in them can be split. Of 64 GiB mapped by 4 KiB
     /// pages, 32,832 entries are read instead of 16.8 million.
     pub(crate) skip_last_level: bool,
+    /// Do not enter tables of level 2 that hold no leaf: memory that is split already is passed over
+    /// by 1 GiB.
+    pub(crate) skip_without_huge: bool,
+    /// MMIO entries, too.
+    pub(crate) mmio: bool,
 }
 
 /// What follows a visit.
@@ -32,6 +37,7 @@ pub(crate) enum Next {
 /// The entry at which a visitor stands. The lock of its table is held.
 pub(crate) struct At<'t> {
     entry: &'t AtomicU64,
+    meta: &'t TableMeta,
     /// The entry as it was when the visit began; only accessed and dirty bits can have changed.
     pub(crate) bits: u64,
     /// First frame of the region that the entry covers (not clipped to the range).
@@ -49,16 +55,27 @@ impl At<'_> {
         range.start <= self.gfn && self.gfn.0 + self.level.pages() <= range.end.0
     }
 
-    /// Replaces the entry. `Release`: a walker that sees a new table sees its entries, too.
-    pub(crate) fn set(&self, bits: u64) {
-        self.entry.store(bits, Release);
+    /// Takes away the leaf or table that stands there.
+    pub(crate) fn clear<F: Format>(&self) {
+        self.entry.store(0, Release);
+        self.leaf_gone::<F>();
     }
 
-    /// Replaces the entry if it still is `old`; hardware may have set a bit in it.
-    pub(crate) fn exchange(&self, old: u64, new: u64) -> Result<(), u64> {
+    /// Notes that the leaf that stood here stands here no more.
+    fn leaf_gone<F: Format>(&self) {
+        let leaf = matches!(self.decode::<F>(), Entry::Leaf(_) | Entry::Broken(_));
+        if leaf && self.level > Level::PAGE {
+            let count = &self.meta.huge_leaves;
+            count.store(count.load(Relaxed).wrapping_sub(1), Relaxed);
+        }
+    }
+
+    /// Replaces the huge leaf by a table, if it still is `old`; hardware may have set a bit in it.
+    /// `Release`: a walker that sees the new table sees its entries, too.
+    pub(crate) fn put_table<F: Format>(&self, old: u64, table: u64) -> Result<(), u64> {
         self.entry
-            .compare_exchange(old, new, Release, Relaxed)
-            .map(|_| ())
+            .compare_exchange(old, table, Release, Relaxed)
+            .map(|_| self.leaf_gone::<F>())
     }
 
     /// Replaces a leaf by `change` of it, losing no bit that hardware sets meanwhile.
@@ -76,47 +93,70 @@ impl At<'_> {
 impl<P: Platform, F: Format> Tree<P, F> {
     /// Calls `visit` at every leaf of `range`, and what `show` adds, in the order of gfn, each under
     /// the lock of its table. The lock of every table on the way is taken, also of tables in which
-    /// nothing is visited. The caller is inside a reader section.
+    /// nothing is visited. Returns how many entries were looked
+    /// at. The caller is inside a reader section.
     pub(crate) fn walk(
         &self,
         range: Range<Gfn>,
         show: Show,
         visit: &mut impl FnMut(&At<'_>) -> Next,
-    ) {
-        let range = range.start..range.end.min(Gfn(Self::capacity()));
-        if range.start < range.end {
-            self.walk_table(self.root, F::TOP, range, show, visit);
+    ) -> u64 {
+        let mut entries = 0;
+        let end = range.end.min(Gfn(Self::capacity()));
+        let mut gfn = range.start;
+        let root_pages = F::TOP.pages() * ENTRIES as u64;
+        while gfn < end {
+            let next = Gfn((gfn.0 / root_pages + 1) * root_pages).min(end);
+            let mut walker = Walker {
+                tree: self,
+                show,
+                entries: 0,
+                visit: &mut *visit,
+            };
+            let more = walker.table(self.root_for(gfn), F::TOP, gfn..next);
+            entries += walker.entries;
+            if !more {
+                break;
+            }
+            gfn = next;
         }
+        entries
     }
+}
 
+/// One walk.
+struct Walker<'w, P: Platform, F: Format, V> {
+    tree: &'w Tree<P, F>,
+    show: Show,
+    /// Looked at so far.
+    entries: u64,
+    visit: &'w mut V,
+}
+
+impl<P: Platform, F: Format, V: FnMut(&At<'_>) -> Next> Walker<'_, P, F, V> {
     /// `false`: the visitor said [`Next::Stop`].
-
-    fn walk_table(
-        &self,
-        frame: Pfn,
-        level: Level,
-        range: Range<Gfn>,
-        show: Show,
-        visit: &mut impl FnMut(&At<'_>) -> Next,
-    ) -> bool {
-        let table: Table<'_, P> = self.table(frame);
-        let entries = table.entries();
+    fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> bool {
+        let table: Table<'_, P> = self.tree.table(frame);
+        let (entries, meta) = (table.entries(), table.meta());
         let mut guard = table.lock();
         let mut gfn = range.start.align_down(level);
         while gfn < range.end {
             let entry = &entries[level.index(gfn)];
             let bits = entry.load(Acquire);
             let next_gfn = gfn.add(level.pages());
-            if !F::is_absent(bits) {
+            self.entries += 1;
+            if !F::is_absent(bits) || self.show.mmio && bits != 0 {
                 let at = At {
                     entry,
+                    meta,
                     bits,
                     gfn,
                     level,
                 };
-                let is_table = matches!(F::decode(bits, level), Entry::Table(_));
-                let next = if !is_table || show.tables {
-                    visit(&at)
+                let is_table =
+                    level > Level::PAGE && matches!(F::decode(bits, level), Entry::Table(_));
+                let next = if !is_table || self.show.tables {
+                    (self.visit)(&at)
                 } else {
                     Next::Descend
                 };
@@ -125,12 +165,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 }
                 if next == Next::Descend
                     && level > Level::PAGE
-                    && !(show.skip_last_level && level == Level::MEGA)
-                    && let Entry::Table(lower) = F::decode(entry.load(Relaxed), level)
+                    && let Some(lower) = self.enters(entry, level)
                 {
                     drop(guard);
                     let below = range.start.max(gfn)..range.end.min(next_gfn);
-                    if !self.walk_table(lower, level.below(), below, show, visit) {
+                    if !self.table(lower, level.below(), below) {
                         return false;
                     }
                     guard = table.lock();
@@ -140,5 +179,19 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
         drop(guard);
         true
+    }
+
+    /// The table that `entry` leads to now, if it is to be entered.
+    fn enters(&self, entry: &AtomicU64, level: Level) -> Option<Pfn> {
+        if self.show.skip_last_level && level == Level::MEGA {
+            return None;
+        }
+        let Entry::Table(lower) = F::decode(entry.load(Relaxed), level) else {
+            return None;
+        };
+        let split = self.show.skip_without_huge
+            && level == Level::GIGA
+            && self.tree.table(lower).meta().huge_leaves.load(Relaxed) == 0;
+        (!split).then_some(lower)
     }
 }

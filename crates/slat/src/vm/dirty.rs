@@ -1,38 +1,61 @@
-//! The dirty log of a slot: one bit per page, set by the fault that makes the page writable.
+//! The dirty log of a slot.
 //!
+//! # Write protection (the default)
 //! A logged slot is mapped by 4 KiB leaves that start write-protected. The first write to a page
-//! faults; under the lock of its table the leaf becomes writable and *then* the bit is set. A harvest
-//! takes the bits, *then* protects the pages it found, each under the same lock, then flushes. If the
-//! fault's section comes after the harvest's, its bit is set after the harvest took the word, and
-//! stays for the next one; if before, the bit may be taken by this harvest, and then the protection
-//! follows: no write is lost.
+//! faults; under the lock of its table the leaf becomes writable and *then* the write is noted, in the
+//! slot's bitmap or in the vCPU's ring. A harvest takes the bits, *then* protects the pages it found,
+//! each under the same lock, then flushes. If the fault's section comes after the harvest's, its bit is
+//! set after the harvest took the word, and stays for the next one; if before, the bit may be taken by
+//! this harvest, and then the protection follows: no write is lost.
+//!
+//! # Dirty bits (policy `dirty_log=dirty-bit`, where the walker sets them)
+//! Leaves stay writable, and start clean. A harvest moves the bits from the leaves into the bitmap
+//! first: it clears a leaf's bit, notes the page, and flushes before it answers, so that the next write
+//! through any CPU's TLB sets the bit again.
+//!
+//! # Manual protection (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
+//! Getting the log changes nothing; [`Vm::clear_dirty_log`] clears and protects the pages it is told.
+//! With *initially set* a new log names every page, and enabling it touches no leaf at all.
 
 use alloc::vec::Vec;
 use core::fmt;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
-use super::Vm;
+use super::{Section, Space, Vm};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::slots::Memslot;
-use crate::table::{FrameCache, LeafCounts, OutOfMemory, Zapped};
+use crate::table::{FrameCache, OutOfMemory, Path, Zapped};
 
-/// Bits of the pages of one slot.
-pub(crate) struct DirtyLog(Vec<AtomicU64>);
+/// How a slot logs.
+pub(crate) struct DirtyLog {
+    /// One bit per page; none if the log goes to rings.
+    bits: Vec<AtomicU64>,
+    /// The leaves' own dirty bits tell, instead of write protection.
+    by_dirty_bit: bool,
+}
 
 impl DirtyLog {
-    pub(crate) fn new(pages: u64) -> Result<Self, OutOfMemory> {
-        let words = pages.div_ceil(64) as usize;
-        let mut log = Vec::new();
-        log.try_reserve_exact(words).map_err(|_| OutOfMemory)?;
-        log.resize_with(words, || AtomicU64::new(0));
-        Ok(DirtyLog(log))
+    fn new(words: usize, by_dirty_bit: bool, set: bool) -> Result<Self, OutOfMemory> {
+        let mut bits = Vec::new();
+        bits.try_reserve_exact(words).map_err(|_| OutOfMemory)?;
+        bits.resize_with(words, || AtomicU64::new(if set { u64::MAX } else { 0 }));
+        Ok(DirtyLog { bits, by_dirty_bit })
+    }
+
+    /// Whether a leaf must not be writable before a write to it was noted.
+    pub(crate) fn protects(&self) -> bool {
+        !self.by_dirty_bit
+    }
+
+    pub(crate) fn is_ring(&self) -> bool {
+        self.bits.is_empty()
     }
 
     pub(crate) fn mark(&self, page: u64) {
-        let word = &self.0[page as usize / 64];
+        let word = &self.bits[page as usize / 64];
         let bit = 1 << (page % 64);
         // Re-dirtying is common, and a load is cheaper than a locked instruction.
         if word.load(Relaxed) & bit == 0 {
@@ -41,28 +64,37 @@ impl DirtyLog {
     }
 
     pub(crate) fn is_marked(&self, page: u64) -> bool {
-        self.0[page as usize / 64].load(Acquire) >> (page % 64) & 1 != 0
+        self.bits[page as usize / 64].load(Acquire) >> (page % 64) & 1 != 0
     }
 }
 
-/// Why a dirty log cannot be had.
+/// Why a dirty log cannot be had, or not be cleared. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DirtyLogError {
     /// There is no such slot, or it was not created with
     /// [`SlotFlags::LOG_DIRTY_PAGES`](crate::SlotFlags::LOG_DIRTY_PAGES).
     NotLogged(u32),
-    /// The buffer has fewer than one bit per page of the slot; the number of words needed.
-    BufferTooSmall(usize),
+    /// Writes go to the vCPUs' rings: there is no bitmap.
+    Rings,
+    /// The bitmap has fewer than one bit per page; the number of words needed.
+    BitmapTooSmall(usize),
+    /// `first` is no multiple of 64, or `pages` is none and does not end with the slot, or the range
+    /// reaches out of it.
+    BadRange,
 }
 
 impl DirtyLogError {
     /// The errno that KVM answers.
     pub fn errno(&self) -> i32 {
         const ENOENT: i32 = 2;
+        const ENXIO: i32 = 6;
         const EFAULT: i32 = 14;
+        const EINVAL: i32 = 22;
         match self {
             DirtyLogError::NotLogged(_) => ENOENT,
-            DirtyLogError::BufferTooSmall(_) => EFAULT,
+            DirtyLogError::Rings => ENXIO,
+            DirtyLogError::BitmapTooSmall(_) => EFAULT,
+            DirtyLogError::BadRange => EINVAL,
         }
     }
 }
@@ -72,11 +104,17 @@ impl fmt::Display for DirtyLogError {
         match self {
             DirtyLogError::NotLogged(slot) => write!(
                 f,
-                "getting the dirty log of memslot {slot}: it does not log; set LOG_DIRTY_PAGES first"
+                "dirty log of memslot {slot}: it does not log; set LOG_DIRTY_PAGES first"
             ),
-            DirtyLogError::BufferTooSmall(words) => write!(
-                f,
-                "getting a dirty log: the bitmap needs {words} words of 64 pages"
+            DirtyLogError::Rings => f.write_str(
+                "dirty log: this VM logs to the rings of its vCPUs; collect and reset those",
+            ),
+            DirtyLogError::BitmapTooSmall(words) => {
+                write!(f, "dirty log: the bitmap needs {words} words of 64 pages")
+            }
+            DirtyLogError::BadRange => f.write_str(
+                "clearing a dirty log: begin at a multiple of 64 pages, and end at one or with \
+                 the slot",
             ),
         }
     }
@@ -85,101 +123,254 @@ impl fmt::Display for DirtyLogError {
 impl core::error::Error for DirtyLogError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
+    /// Manual protection: [`Vm::get_dirty_log`] only looks, [`Vm::clear_dirty_log`] protects. With
+    /// `initially_set`, logs that begin from now on name every page.
+    pub fn set_manual_dirty_log(&self, manual: bool, initially_set: bool) {
+        self.log_mode.manual.store(manual, SeqCst);
+        self.log_mode
+            .initially_set
+            .store(manual && initially_set, SeqCst);
+    }
+
     /// Words of 64 pages that the dirty log of `slot` has.
     ///
     /// # Errors
-    /// [`DirtyLogError::NotLogged`].
+    /// [`DirtyLogError::NotLogged`], [`DirtyLogError::Rings`].
     pub fn dirty_log_words(&self, space: usize, slot: u32) -> Result<usize, DirtyLogError> {
-        let not_logged = DirtyLogError::NotLogged(slot);
-        let space = self.spaces.get(space).ok_or(not_logged)?;
-        let change = space.slots.change(self.lock_wait());
-        let log = change.by_id(slot).and_then(|s| s.dirty.as_ref());
-        log.map(|log| log.0.len()).ok_or(not_logged)
+        self.with_log(space, slot, |_, _, log| Ok(log.bits.len()))
     }
 
-    /// Takes the dirty log of `slot` into `bitmap` (bit n is page n) and protects the pages it names
-    /// again: KVM_GET_DIRTY_LOG. Every write that came before this call is in it, or in a log taken
-    /// before; every write after it will be in a later one.
+    fn with_log<R>(
+        &self,
+        space: usize,
+        id: u32,
+        then: impl FnOnce(&Space<P, F>, &Memslot, &DirtyLog) -> Result<R, DirtyLogError>,
+    ) -> Result<R, DirtyLogError> {
+        let not_logged = DirtyLogError::NotLogged(id);
+        let space = self.spaces.get(space).ok_or(not_logged)?;
+        let change = space.slots.change(self.lock_wait());
+        let slot = change.by_id(id).ok_or(not_logged)?;
+        match &slot.dirty {
+            None => Err(not_logged),
+            Some(log) if log.is_ring() => Err(DirtyLogError::Rings),
+            Some(log) => then(space, slot, log),
+        }
+    }
+
+    /// Takes the dirty log of `slot` into `bitmap` (bit n is page n) and, unless protection is manual,
+    /// clears it and protects the pages it names again: KVM_GET_DIRTY_LOG. Every write that came
+    /// before this call is in it, or in a log taken before; every write after it will be in a later
+    /// one.
     ///
     /// # Errors
-    /// [`DirtyLogError`]; the log is as it was.
+    /// [`DirtyLogError`].
     pub fn get_dirty_log(
         &self,
         space: usize,
         slot: u32,
         bitmap: &mut [u64],
     ) -> Result<(), DirtyLogError> {
-        let not_logged = DirtyLogError::NotLogged(slot);
-        let space = self.spaces.get(space).ok_or(not_logged)?;
-        let change = space.slots.change(self.lock_wait());
-        let slot = change.by_id(slot).ok_or(not_logged)?;
-        let log = slot.dirty.as_ref().ok_or(not_logged)?;
-        if bitmap.len() < log.0.len() {
-            return Err(DirtyLogError::BufferTooSmall(log.0.len()));
-        }
-        let section = self.section();
-        let mut protected = 0;
-        for (i, (out, word)) in bitmap.iter_mut().zip(&log.0).enumerate() {
-            *out = if word.load(Relaxed) == 0 {
-                0
-            } else {
-                word.swap(0, AcqRel)
-            };
-            protected += self.protect_pages(&space.tree, slot.base.add(i as u64 * 64), *out);
-        }
-        if protected > 0 {
-            self.owe_flush();
-            self.finish_zap(space, Some(slot.gfns()), Zapped::nothing(), &section);
-        }
-        Ok(())
-    }
-
-    /// Write-protects the pages `mask` names, counted from `first`.
-    fn protect_pages(&self, tree: &crate::table::Tree<P, F>, first: Gfn, mask: u64) -> u64 {
-        if mask == 0 {
-            return 0;
-        }
-        let range =
-            first.add(mask.trailing_zeros() as u64)..first.add(64 - mask.leading_zeros() as u64);
-        tree.write_protect(range, |gfn, level| {
-            level > Level::PAGE || mask >> (gfn.0 - first.0) & 1 != 0
+        self.with_log(space, slot, |space, slot, log| {
+            if bitmap.len() < log.bits.len() {
+                return Err(DirtyLogError::BitmapTooSmall(log.bits.len()));
+            }
+            let section = self.section();
+            if log.by_dirty_bit {
+                self.harvest_dirty_bits(space, slot, log, &section);
+            }
+            let manual = self.log_mode.manual.load(SeqCst);
+            let mut protected = 0;
+            for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
+                *out = match word.load(Acquire) {
+                    0 => 0,
+                    dirty if manual => dirty,
+                    _ => word.swap(0, AcqRel),
+                } & valid_bits(slot, i);
+                if !manual && !log.by_dirty_bit {
+                    protected += self.protect_pages(space, slot, i as u64 * 64, *out);
+                }
+            }
+            self.flush_if(protected > 0, space, slot, &section);
+            Ok(())
         })
     }
 
-    /// Begins logging: every page of the slot faults on its next write. Huge leaves are split first
-    /// (policy `eager_page_split`), as far as there is memory; the write fault splits the others.
-    pub(super) fn protect_slot(&self, space: usize, range: Range<Gfn>) {
-        let space = &self.spaces[space];
-        let section = self.section();
-        if self.policy.eager_page_split() {
-            let mut frames = FrameCache::default();
-            let mut splits = LeafCounts::default();
-            let _ = space.tree.split(range.clone(), &mut frames, &mut splits);
-            frames.release(&*self.platform);
-            section.counters().leaves_split(&splits);
-        }
-        if space.tree.write_protect(range.clone(), |_, _| true) > 0 {
-            self.owe_flush();
-        }
-        self.finish_zap(space, Some(range), Zapped::nothing(), &section);
+    /// Clears the pages that `bitmap` names, bit n for page `first + n`, and makes their next write be
+    /// noted: KVM_CLEAR_DIRTY_LOG. Huge leaves in the range are split first (`eager_page_split`).
+    ///
+    /// # Errors
+    /// [`DirtyLogError`].
+    pub fn clear_dirty_log(
+        &self,
+        space: usize,
+        slot: u32,
+        first: u64,
+        pages: u64,
+        bitmap: &[u64],
+    ) -> Result<(), DirtyLogError> {
+        self.with_log(space, slot, |space, slot, log| {
+            let end = first.checked_add(pages).filter(|end| *end <= slot.pages);
+            let end = end.ok_or(DirtyLogError::BadRange)?;
+            if first % 64 != 0 || pages % 64 != 0 && end != slot.pages {
+                return Err(DirtyLogError::BadRange);
+            }
+            let words = pages.div_ceil(64) as usize;
+            if bitmap.len() < words {
+                return Err(DirtyLogError::BitmapTooSmall(words));
+            }
+            let section = self.section();
+            self.split_eagerly(space, slot.base.add(first)..slot.base.add(end), &section);
+            let mut protected = 0;
+            for (i, clear) in bitmap[..words].iter().enumerate() {
+                let word = first as usize / 64 + i;
+                let clear = clear & valid_bits(slot, word);
+                if clear == 0 {
+                    continue;
+                }
+                let was = log.bits[word].fetch_and(!clear, AcqRel) & clear;
+                protected += self.protect_pages(space, slot, word as u64 * 64, was);
+            }
+            self.flush_if(protected > 0, space, slot, &section);
+            Ok(())
+        })
     }
 
-    /// Ends logging: tables that hold what a huge leaf could hold go, and the next fault brings the
-    /// huge leaf back. The small leaves that stay become writable by their next write fault.
-    pub(super) fn recover_huge_pages(&self, space: usize, slot: &Memslot) {
-        let space = &self.spaces[space];
+    fn flush_if(&self, owed: bool, space: &Space<P, F>, slot: &Memslot, section: &Section<'_>) {
+        if owed {
+            self.owe_flush();
+        }
+        self.finish_zap(space, Some(slot.gfns()), Zapped::nothing(), section);
+    }
+
+    /// Makes the next write to the pages that `mask` names, counted from `first` in the slot, be noted;
+    /// returns how many leaves were changed. The caller owes the flush.
+    pub(super) fn protect_pages(
+        &self,
+        space: &Space<P, F>,
+        slot: &Memslot,
+        first: u64,
+        mask: u64,
+    ) -> u64 {
+        if mask == 0 {
+            return 0;
+        }
+        let first = slot.base.add(first);
+        let range =
+            first.add(mask.trailing_zeros() as u64)..first.add(64 - mask.leading_zeros() as u64);
+        let named = |gfn: Gfn, level| level > Level::PAGE || mask >> (gfn.0 - first.0) & 1 != 0;
+        match &slot.dirty {
+            Some(log) if !log.protects() => space.tree.clear_dirty(range, named, |_, _| ()),
+            _ => space.tree.write_protect(range, named),
+        }
+    }
+
+    /// Moves the leaves' dirty bits into the bitmap.
+    fn harvest_dirty_bits(
+        &self,
+        space: &Space<P, F>,
+        slot: &Memslot,
+        log: &DirtyLog,
+        section: &Section<'_>,
+    ) {
+        let gfns = slot.gfns();
+        let found = space.tree.clear_dirty(
+            gfns.clone(),
+            |_, _| true,
+            |gfn, level| {
+                // A huge leaf that could not be split stands for all its pages.
+                for gfn in gfn.0.max(gfns.start.0)..(gfn.0 + level.pages()).min(gfns.end.0) {
+                    log.mark(gfn - gfns.start.0);
+                }
+            },
+        );
+        section.counters().dirty_pages.add(found);
+        self.flush_if(found > 0, space, slot, section);
+    }
+
+    /// The log of a slot that begins to log.
+    pub(super) fn new_log(&self, pages: u64) -> Result<DirtyLog, OutOfMemory> {
+        if self.log_mode.rings.load(SeqCst) {
+            return DirtyLog::new(0, false, false);
+        }
+        let words = pages.div_ceil(64) as usize;
+        let by_dirty_bit = F::SETS_DIRTY && self.policy.logs_by_dirty_bit();
+        DirtyLog::new(
+            words,
+            by_dirty_bit,
+            self.log_mode.initially_set.load(SeqCst),
+        )
+    }
+
+    /// Begins logging in a slot that was mapped before.
+    pub(super) fn begin_logging(&self, space: &Space<P, F>, slot: &Memslot) {
+        // All pages are named already: `clear_dirty_log` will split and protect, chunk by chunk.
+        if self.log_mode.initially_set.load(SeqCst) {
+            return;
+        }
+        let section = self.section();
+        let gfns = slot.gfns();
+        self.split_eagerly(space, gfns.clone(), &section);
+        let changed = match &slot.dirty {
+            Some(log) if !log.protects() => {
+                space.tree.clear_dirty(gfns.clone(), |_, _| true, |_, _| ())
+            }
+            _ => space.tree.write_protect(gfns.clone(), |_, _| true),
+        };
+        self.flush_if(changed > 0, space, slot, &section);
+    }
+
+    /// Splits the huge leaves of `range`, chunk by chunk, as far as there is memory; what stays huge is
+    /// split by the first write to it.
+    fn split_eagerly(&self, space: &Space<P, F>, range: Range<Gfn>, section: &Section<'_>) {
+        if !self.policy.splits_eagerly() {
+            return;
+        }
+        let mut frames = FrameCache::default();
+        let chunk = self.policy.split_chunk();
+        let mut start = range.start;
+        while start < range.end {
+            let end = Gfn((start.0 / chunk + 1) * chunk).min(range.end);
+            let mut path = Path::new(&mut frames);
+            let walk = self.policy.walk_for_split();
+            let split = space.tree.split(start..end, walk, &mut path, || {
+                if F::BREAK_BEFORE_MAKE {
+                    self.owe_flush();
+                }
+                self.finish_zap(space, Some(start..end), Zapped::nothing(), section);
+            });
+            section.counters().path_done(&path.splits, path.nx_splits);
+            let Ok(entries) = split else { break };
+            section.counters().split_entries_visited.add(entries);
+            // Lets those pass who wait for this thread.
+            section.leave();
+            section.enter();
+            start = end;
+        }
+        frames.release(&*self.platform);
+    }
+
+    /// Ends logging: tables in whose place a huge leaf could stand go, and the next fault brings it
+    /// back. The small leaves that stay become writable by their next write fault.
+    pub(super) fn end_logging(&self, space: &Space<P, F>, slot: &Memslot) {
         let section = self.section();
         let mut zapped = Zapped::nothing();
         let gfns = slot.gfns();
         space
             .tree
-            .zap_collapsible(gfns.clone(), &mut zapped, |gfn, level| {
-                self.platform
-                    .resolve_resident(slot.hva(gfn))
-                    .is_some_and(|host| {
-                        self.fitting_level(&gfns, gfn, host.pfn, host.level) >= level
-                    })
+            .zap_tables(gfns.clone(), &mut zapped, |gfn, level, _| {
+                self.host_level(slot, gfn) >= level
             });
-        self.finish_zap(space, Some(gfns.clone()), zapped, &section);
+        if !zapped.is_empty() {
+            self.owe_flush();
+        }
+        self.finish_zap(space, Some(gfns), zapped, &section);
+    }
+}
+
+/// The bits of word `index` of a slot's bitmap that stand for pages.
+fn valid_bits(slot: &Memslot, index: usize) -> u64 {
+    match slot.pages - index as u64 * 64 {
+        left @ ..64 => (1 << left) - 1,
+        _ => u64::MAX,
     }
 }

@@ -4,21 +4,23 @@
 //! 2. a leaf that is write-protected only for the dirty log is fixed in place;
 //! 3. the slot by gfn; none: an MMIO entry is installed. A write to a read-only slot is MMIO, too;
 //! 4. the backing is resolved, holding nothing, outside the reader section;
-//! 5. the level: the largest that slot, alignment, host mapping and dirty log allow;
+//! 5. the level: the largest that slot, alignment, host mapping, dirty log and NX allow;
 //! 6. the install, under the lock of one table, if what was known still holds
 //!    ([`crate::vm::invalidate`]); otherwise from the beginning. A huge leaf in the way is split in
-//!    place.
+//!    place;
+//! 7. the pages around it ([`crate::vm::prefetch`]).
 
 use alloc::sync::Arc;
 use core::fmt;
 use core::ops::Range;
+use core::sync::atomic::Ordering::Relaxed;
 
-use super::DirtyLog;
+use super::{DirtyLog, Sequence};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
 use crate::slots::{Memslot, SlotFlags};
-use crate::table::{Found, LeafCounts, Mapped, OutOfMemory, Tree, Zapped};
+use crate::table::{Mapped, OutOfMemory, Path, Tree, Zapped};
 use crate::vcpu::Vcpu;
 
 /// A page of guest memory as the second level translates it.
@@ -28,7 +30,7 @@ pub struct Translation {
     pub host: Hpa,
     /// Level of the leaf it came from.
     pub level: Level,
-    /// Writes need no further fault.
+    /// Writes need no further fault, nor a dirty bit set.
     pub write: bool,
     /// Fetches need no further fault.
     pub execute: bool,
@@ -55,6 +57,9 @@ pub enum Stop {
         /// What the platform said.
         error: ResolveError,
     },
+    /// The vCPU's dirty ring is full up to its reserve: the client collects, resets, and comes again.
+    /// Nothing was changed.
+    DirtyRingFull,
     /// No memory for a page table. Nothing was changed.
     OutOfMemory {
         /// The address that was accessed.
@@ -71,6 +76,7 @@ impl fmt::Display for Stop {
                 f,
                 "guest access to {gpa} (backed by {hva}): {error}; map it, or delete the memslot"
             ),
+            Stop::DirtyRingFull => f.write_str("guest write: the dirty ring is full, reset it"),
             Stop::OutOfMemory { gpa } => write!(f, "guest access to {gpa}: {OutOfMemory}"),
         }
     }
@@ -79,21 +85,37 @@ impl fmt::Display for Stop {
 impl core::error::Error for Stop {}
 
 /// What the fault needs of its slot. A copy: the slot may go while the backing is resolved.
-struct SlotFacts {
-    gfns: Range<Gfn>,
+pub(super) struct SlotFacts {
+    id: u32,
+    pub(super) gfns: Range<Gfn>,
+    /// Backing of the slot's first page.
+    pub(super) hva_base: Hva,
+    /// Backing of the page in question.
     hva: Hva,
-    flags: SlotFlags,
-    log: Option<Arc<DirtyLog>>,
+    pub(super) flags: SlotFlags,
+    pub(super) log: Option<Arc<DirtyLog>>,
 }
 
 impl SlotFacts {
-    fn of(slot: &Memslot, gfn: Gfn) -> Self {
+    pub(super) fn of(slot: &Memslot, gfn: Gfn) -> Self {
         SlotFacts {
+            id: slot.id,
+            hva_base: slot.backing,
             gfns: slot.gfns(),
             hva: slot.hva(gfn),
             flags: slot.flags,
             log: slot.dirty.clone(),
         }
+    }
+
+    /// The page in question, as a range.
+    fn page(&self) -> Range<Hva> {
+        self.hva..self.hva.add_pages(1)
+    }
+
+    /// Whether its leaves must not be writable before a write was noted.
+    fn protects(&self) -> bool {
+        self.log.as_ref().is_some_and(|log| log.protects())
     }
 }
 
@@ -125,14 +147,26 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             self.counters().pf_emulate.add(1);
             return Err(Stop::Mmio { gpa });
         }
-        let found = self.space().tree.lookup(gfn);
-        match found.entry {
-            Entry::Leaf(leaf) if allows(&leaf, access) => Ok(translation(leaf, found.level, gfn)),
-            Entry::Mmio { generation } if self.is_current(generation) => {
-                self.counters().mmio_cached.add(1);
-                Err(Stop::Mmio { gpa })
-            }
-            _ => self.fault(gpa, access, found),
+        loop {
+            let found = self.space().tree.lookup(gfn);
+            return match found.entry {
+                Entry::Leaf(leaf) if allows(&leaf, access) => {
+                    let write = access == Access::Write;
+                    if !found.mark::<F>(write) {
+                        continue;
+                    }
+                    let leaf = Leaf {
+                        dirty: leaf.dirty || write,
+                        ..leaf
+                    };
+                    Ok(translation(leaf, found.level, gfn))
+                }
+                Entry::Mmio { generation } if self.is_current(generation) => {
+                    self.counters().mmio_cached.add(1);
+                    Err(Stop::Mmio { gpa })
+                }
+                _ => self.fault(gpa, access),
+            };
         }
     }
 
@@ -155,51 +189,45 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Whether an MMIO entry with these generation bits still tells the truth.
     fn is_current(&self, generation: u64) -> bool {
         let mask = (1u64 << F::MMIO_GENERATION_BITS) - 1;
-        self.vm().policy.mmio_caching()
-            && self.space().slots.current().generation & mask == generation
+        self.vm().caches_mmio() && self.space().slots.current().generation & mask == generation
     }
 
     #[cold]
-    fn fault(&mut self, gpa: Gpa, access: Access, mut found: Found) -> Result<Translation, Stop> {
-        self.counters().pf_taken.add(1);
-        if self.fill_frames().is_err() {
-            return Err(Stop::OutOfMemory { gpa });
-        }
+    fn fault(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
         let mut slept = false;
+        self.counters().pf_taken.add(1);
         loop {
-            match self.attempt(gpa, access, found, &mut slept) {
+            if self.fill_frames().is_err() {
+                return Err(Stop::OutOfMemory { gpa });
+            }
+            match self.attempt(gpa, access, &mut slept) {
                 Attempt::Stop(stop) => return Err(stop),
                 // It slept through a flush: what it returned to its CPU before is void.
                 Attempt::Done(_) if slept => return Err(Stop::Retry),
                 Attempt::Done(translation) => return Ok(translation),
-                Attempt::Again => {
-                    self.counters().pf_retried.add(1);
-                    if self.fill_frames().is_err() {
-                        return Err(Stop::OutOfMemory { gpa });
-                    }
-                    found = self.space().tree.lookup(gpa.gfn());
-                }
+                Attempt::Again => self.counters().pf_retried.add(1),
             }
         }
     }
 
-    fn attempt(&mut self, gpa: Gpa, access: Access, found: Found, slept: &mut bool) -> Attempt {
+    fn attempt(&mut self, gpa: Gpa, access: Access, slept: &mut bool) -> Attempt {
         let gfn = gpa.gfn();
         let sequence = self.vm().in_progress.sequence();
         let slot = match self.find_slot(gfn) {
             Ok(slot) => SlotFacts::of(slot, gfn),
             Err(generation) => return Attempt::Stop(self.no_slot(gpa, generation)),
         };
-        if access == Access::Write && slot.flags.has(SlotFlags::READONLY) {
-            self.counters().pf_emulate.add(1);
-            return Attempt::Stop(Stop::Mmio { gpa });
-        }
-        let known = match found.entry {
-            Entry::Leaf(leaf) if access == Access::Write && leaf.may_write => {
-                Some(known_page(&leaf, found.level, gfn))
+        if access == Access::Write {
+            if slot.flags.has(SlotFlags::READONLY) {
+                self.counters().pf_emulate.add(1);
+                return Attempt::Stop(Stop::Mmio { gpa });
             }
-            _ => None,
-        };
+            let ring = slot.log.as_ref().filter(|log| log.is_ring());
+            if ring.is_some() && self.ring().is_none_or(|ring| ring.is_soft_full()) {
+                return Attempt::Stop(Stop::DirtyRingFull);
+            }
+        }
+        let known = self.known_page(gfn, access);
         let host = match known {
             Some(host) => host,
             None => match self.resolve(slot.hva, access, slept) {
@@ -216,46 +244,88 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 Err(_) => return Attempt::Again,
             },
         };
+        let (level, nx_split) = self.level(gfn, &slot, &host, access);
+        if nx_split && !self.vm().policy.nx_splits_in_place() {
+            self.zap_huge(gfn, slept);
+        }
         let leaf = leaf_for(&slot, &host, access);
-        let level = match slot.log {
-            Some(_) => Level::PAGE,
-            None => self
-                .vm()
-                .fitting_level(&slot.gfns, gfn, host.pfn, host.level),
-        };
         let leaf = Leaf {
             pfn: leaf.pfn.align_down(level),
+            execute: leaf.execute && (level == Level::PAGE || !self.vm().policy.huge_is_nx()),
             ..leaf
         };
-        let mapped = self.install(gfn, level, leaf, &slot, sequence);
+        let mapped = self.install(gfn, level, leaf, &slot, sequence, nx_split);
         let counters = self.counters();
         match mapped {
             Mapped::New => {
                 counters.leaves_added(level);
                 counters.pf_fixed.add(1);
+                if level == Level::PAGE && slot.log.is_none() {
+                    self.prefetch(gfn, &slot, sequence);
+                }
             }
             Mapped::Widened if known.is_some() => counters.pf_fast.add(1),
             Mapped::Widened => counters.pf_fixed.add(1),
             Mapped::Spurious => counters.pf_spurious.add(1),
-            Mapped::Stale => return self.stale(slot.hva, slept),
-            Mapped::Replaced(detached, leaves) => {
-                counters.leaves_added(level);
-                counters.pf_fixed.add(1);
-                let zapped = Zapped { leaves, detached };
+            Mapped::Stale => return self.stale(&slot, slept),
+            Mapped::Cleared(zapped) => {
                 self.flush_as_vcpu(gfn.align_down(level), level, zapped, slept);
+                return Attempt::Again;
             }
+            Mapped::MustMend(base, above) => {
+                self.flush_as_vcpu(base, above, Zapped::nothing(), slept);
+                let (vm, space, frames) = self.parts();
+                let mut path = Path::new(frames);
+                path.nx_split = nx_split;
+                vm.spaces[space].tree.mend(gfn, above, &mut path);
+                let (splits, nx_splits) = (path.splits, path.nx_splits);
+                self.counters().path_done(&splits, nx_splits);
+                return Attempt::Again;
+            }
+            Mapped::Broken => return self.wait_for_mend(gfn, slept),
         }
         Attempt::Done(translation(leaf, level, gfn))
+    }
+
+    /// Step 2: the page behind a leaf that lost its right to write to the dirty log only.
+    fn known_page(&self, gfn: Gfn, access: Access) -> Option<HostPage> {
+        let found = self.space().tree.lookup(gfn);
+        match found.entry {
+            Entry::Leaf(leaf) if access == Access::Write && leaf.may_write => Some(HostPage {
+                pfn: leaf.pfn.add(gfn.0 & (found.level.pages() - 1)),
+                level: found.level,
+                writable: true,
+                memory: leaf.memory,
+            }),
+            _ => None,
+        }
+    }
+
+    /// Step 5. The flag says that NX alone keeps the leaf from being larger.
+    fn level(&self, gfn: Gfn, slot: &SlotFacts, host: &HostPage, access: Access) -> (Level, bool) {
+        if slot.log.is_some() {
+            return (Level::PAGE, false);
+        }
+        let level = self
+            .vm()
+            .fitting_level(&slot.gfns, gfn, host.pfn, host.level);
+        let nx = level > Level::PAGE
+            && self.vm().policy.huge_is_nx()
+            && (access == Access::Execute || self.space().tree.is_nx_split(gfn));
+        if nx {
+            (Level::PAGE, true)
+        } else {
+            (level, false)
+        }
     }
 
     /// Step 3, when the slot set of `generation` holds nothing there.
     fn no_slot(&mut self, gpa: Gpa, generation: u64) -> Stop {
         self.counters().pf_emulate.add(1);
-        if self.vm().policy.mmio_caching() && F::MMIO_GENERATION_BITS > 0 {
+        if self.vm().caches_mmio() {
             let (vm, space, frames) = self.parts();
-            vm.spaces[space]
-                .tree
-                .map_mmio(gpa.gfn(), generation, frames);
+            let tree = &vm.spaces[space].tree;
+            tree.map_mmio(gpa.gfn(), generation, &mut Path::new(frames));
             self.counters().pf_mmio_spte_created.add(1);
         }
         Stop::Mmio { gpa }
@@ -278,56 +348,86 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         level: Level,
         leaf: Leaf,
         slot: &SlotFacts,
-        sequence: crate::vm::Sequence,
+        sequence: Sequence,
+        nx_split: bool,
     ) -> Mapped {
+        let ring = self.ring().cloned();
         let (vm, space, frames) = self.parts();
-        let mut splits = LeafCounts::default();
-        let mut marked = false;
-        let mapped = vm.spaces[space].tree.map(
-            gfn.align_down(level),
-            level,
-            leaf,
-            frames,
-            &mut splits,
-            || vm.in_progress.holds(sequence, slot.hva, vm.lock_wait()),
-            || {
-                if let (Some(log), true) = (&slot.log, leaf.write) {
-                    log.mark(gfn.0 - slot.gfns.start.0);
-                    marked = true;
-                }
-            },
-        );
+        let tree = &vm.spaces[space].tree;
+        let mut path = Path::new(frames);
+        path.nx_split = nx_split;
+        let mut noted = false;
+        let valid = || vm.in_progress.holds(sequence, &slot.page(), vm.lock_wait());
+        let note = || {
+            let Some(log) = slot.log.as_ref().filter(|log| leaf.write && log.protects()) else {
+                return;
+            };
+            let page = gfn.0 - slot.gfns.start.0;
+            match &ring {
+                Some(ring) if log.is_ring() => ring.push((space as u32) << 16 | slot.id, page),
+                _ => log.mark(page),
+            }
+            noted = true;
+        };
+        let mapped = tree.map(gfn.align_down(level), level, leaf, &mut path, valid, note);
+        let (splits, nx_splits) = (path.splits, path.nx_splits);
         let counters = self.counters();
-        counters.leaves_split(&splits);
-        counters.dirty_pages.add(marked as u64);
+        counters.path_done(&splits, nx_splits);
+        counters.dirty_pages.add(noted as u64);
         mapped
     }
 
     /// What it knew did not hold: waits for an invalidation of its page to end, if that was it.
-    fn stale(&mut self, hva: Hva, slept: &mut bool) -> Attempt {
-        let covered = |vcpu: &Self| vcpu.vm().in_progress.covers(hva, vcpu.vm().lock_wait());
-        if covered(self) {
-            let wanted = self.outside(slept, |vcpu| {
-                let mut round = 0;
-                while covered(vcpu) {
-                    if vcpu
-                        .attention()
-                        .flag()
-                        .load(core::sync::atomic::Ordering::Relaxed)
-                        != 0
-                    {
-                        return true;
-                    }
-                    vcpu.vm().platform.wait(round, WaitFor::Invalidation);
-                    round += 1;
-                }
-                false
-            });
-            if wanted {
-                return Attempt::Stop(Stop::Retry);
-            }
+    fn stale(&mut self, slot: &SlotFacts, slept: &mut bool) -> Attempt {
+        self.wait_while(slept, |vcpu| {
+            let vm = vcpu.vm();
+            vm.in_progress.covers(&slot.page(), vm.lock_wait())
+        })
+    }
+
+    /// Somebody is replacing a leaf on the way.
+    fn wait_for_mend(&mut self, gfn: Gfn, slept: &mut bool) -> Attempt {
+        self.wait_while(slept, |vcpu| {
+            let _section = vcpu.vm().section();
+            matches!(vcpu.space().tree.lookup(gfn).entry, Entry::Broken(_))
+        })
+    }
+
+    /// Waits outside, and comes out early when it is wanted elsewhere.
+    fn wait_while(&mut self, slept: &mut bool, condition: impl Fn(&Self) -> bool) -> Attempt {
+        if !condition(self) {
+            return Attempt::Again;
         }
-        Attempt::Again
+        let wanted = self.outside(slept, |vcpu| {
+            let mut round = 0;
+            while condition(vcpu) {
+                if vcpu.attention().flag().load(Relaxed) != 0 {
+                    return true;
+                }
+                vcpu.vm().platform.wait(round, WaitFor::Invalidation);
+                round += 1;
+            }
+            false
+        });
+        if wanted {
+            Attempt::Stop(Stop::Retry)
+        } else {
+            Attempt::Again
+        }
+    }
+
+    /// With `nx_huge_pages_split` off: what stands in the way of an execution fault goes as a whole.
+    fn zap_huge(&mut self, gfn: Gfn, slept: &mut bool) {
+        let found = self.space().tree.lookup(gfn);
+        if !matches!(found.entry, Entry::Leaf(_)) || found.level == Level::PAGE {
+            return;
+        }
+        let (base, level) = (gfn.align_down(found.level), found.level);
+        let mut zapped = Zapped::nothing();
+        self.space()
+            .tree
+            .zap(base..base.add(level.pages()), &mut zapped);
+        self.flush_as_vcpu(base, level, zapped, slept);
     }
 
     fn flush_as_vcpu(&mut self, gfn: Gfn, level: Level, zapped: Zapped, slept: &mut bool) {
@@ -353,26 +453,16 @@ fn translation(leaf: Leaf, level: Level, gfn: Gfn) -> Translation {
     Translation {
         host: pfn.hpa(),
         level,
-        write: leaf.write,
+        write: leaf.write && leaf.dirty,
         execute: leaf.execute,
-    }
-}
-
-/// Step 2: the page behind a leaf that lost its right to write to the dirty log only.
-fn known_page(leaf: &Leaf, level: Level, gfn: Gfn) -> HostPage {
-    HostPage {
-        pfn: leaf.pfn.add(gfn.0 & (level.pages() - 1)),
-        level,
-        writable: true,
-        memory: leaf.memory,
     }
 }
 
 /// The leaf for one page; rights and marks as KVM starts them.
 fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
     let allowed = host.writable && !slot.flags.has(SlotFlags::READONLY);
-    // In a logged slot only a write makes a page writable, because it is what the log records.
-    let write = allowed && (slot.log.is_none() || access == Access::Write);
+    // Where the log works by write protection, only a write makes a page writable.
+    let write = allowed && (!slot.protects() || access == Access::Write);
     Leaf {
         pfn: host.pfn,
         write,

@@ -53,16 +53,25 @@ impl InProgress {
         Sequence(self.sequence.load(Acquire))
     }
 
-    /// See the module. `wait` passes time for the list's lock.
+    /// Whether what was learnt about the backing `range` since `sequence` was taken still holds.
+    /// `wait` passes time for the list's lock.
     #[inline]
-    pub(crate) fn holds(&self, sequence: Sequence, hva: Hva, wait: impl FnMut(u32)) -> bool {
-        self.sequence.load(Acquire) == sequence.0 && !self.covers(hva, wait)
+    pub(crate) fn holds(
+        &self,
+        sequence: Sequence,
+        range: &Range<Hva>,
+        wait: impl FnMut(u32),
+    ) -> bool {
+        self.sequence.load(Acquire) == sequence.0 && !self.covers(range, wait)
     }
 
-    /// Whether an invalidation is in progress over the page at `hva`.
+    /// Whether an invalidation is in progress over part of `range`.
     #[inline]
-    pub(crate) fn covers(&self, hva: Hva, wait: impl FnMut(u32)) -> bool {
-        self.count.load(Acquire) != 0 && self.hull.lock(wait).contains(&hva)
+    pub(crate) fn covers(&self, range: &Range<Hva>, wait: impl FnMut(u32)) -> bool {
+        self.count.load(Acquire) != 0 && {
+            let hull = self.hull.lock(wait);
+            hull.start < range.end && range.start < hull.end
+        }
     }
 
     pub(crate) fn raise(&self) {

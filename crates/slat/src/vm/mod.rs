@@ -1,6 +1,7 @@
 //! One virtual machine's memory: its memslots, its tables, and what keeps the two in step.
 //!
-//! A file per mechanism: [`fault`], [`region`] (slot changes), [`invalidate`], [`dirty`].
+//! A file per mechanism: [`fault`], [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`],
+//! [`prefetch`], [`nx`], [`age`].
 //!
 //! # Locks, from the outside in
 //! 1. the slot writers' lock of an address space: held over a whole slot change, flush included. No
@@ -11,41 +12,54 @@
 //! A thread waits for a flush or an invalidation only from outside every reader section
 //! ([`crate::sync::quiesce`]).
 
+mod age;
 mod dirty;
 mod fault;
 mod invalidate;
+mod nx;
+mod prefetch;
 mod region;
+mod ring;
 
 pub(crate) use dirty::DirtyLog;
 pub use dirty::DirtyLogError;
 pub use fault::{Stop, Translation};
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
+pub(crate) use prefetch::Window;
+pub use ring::{DirtyGfn, DirtyRing};
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::platform::{Platform, VmId, WaitFor};
 use crate::policy::Policy;
-use crate::slots::Slots;
+use crate::slots::{Memslot, Slots};
 use crate::stats::{Counters, Stats};
+use crate::sync::Lock;
 use crate::sync::quiesce::{Reader, Readers};
-use crate::table::{OutOfMemory, Tree, Zapped};
+use crate::table::{Freed, OutOfMemory, Tree, Zapped};
 
 /// How a VM is made.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
     /// Address spaces, each with its own memslots and tables (x86 has a second one for SMM).
     pub spaces: usize,
+    /// Width of the machine's physical addresses (MAXPHYADDR). Where the format's MMIO entries need a
+    /// reserved address bit that the machine does not have, MMIO is not cached.
+    pub physical_bits: u32,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config { spaces: 1 }
+        Config {
+            spaces: 1,
+            physical_bits: 48,
+        }
     }
 }
 
@@ -63,8 +77,23 @@ pub struct Vm<P: Platform, F: Format> {
     /// who finds nothing to zap may still owe its caller the flush of somebody else's zap.
     flush_owed: AtomicU64,
     flush_paid: AtomicU64,
+    log_mode: LogMode,
+    /// Every vCPU's, while they are in use. The lock serializes resets.
+    rings: Lock<Vec<Arc<DirtyRing>>>,
+    /// Where the next recovery of NX huge pages begins.
+    nx_cursor: AtomicU64,
+    /// The format has MMIO entries that work on this machine.
+    mmio_entries: bool,
     /// Dropped last: sections refer to it.
     pub(crate) readers: Readers,
+}
+
+/// How slots that begin to log do it.
+#[derive(Default)]
+struct LogMode {
+    manual: AtomicBool,
+    initially_set: AtomicBool,
+    rings: AtomicBool,
 }
 
 /// One address space: slots and the tables that translate them.
@@ -100,6 +129,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
             in_progress: InProgress::new(),
             flush_owed: AtomicU64::new(0),
             flush_paid: AtomicU64::new(0),
+            log_mode: LogMode::default(),
+            rings: Lock::new(Vec::new()),
+            nx_cursor: AtomicU64::new(0),
+            mmio_entries: config.physical_bits <= F::MMIO_PHYSICAL_BITS,
             readers,
         }))
     }
@@ -131,6 +164,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
             sum.add(&reader.counters.snapshot());
         }
         sum
+    }
+
+    pub(crate) fn caches_mmio(&self) -> bool {
+        self.mmio_entries && self.policy.caches_mmio()
     }
 
     /// A reader section for the length of one operation of a thread that is no vCPU.
@@ -181,13 +218,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.platform.flush(self.id, range);
         self.flush_paid.fetch_max(owed, SeqCst);
         counters.remote_tlb_flush.add(1);
-        let mut counts = zapped.leaves;
+        let mut gone = Freed {
+            leaves: zapped.leaves,
+            nx_splits: 0,
+        };
         // SAFETY: all readers have passed since the tables were detached, and hardware is flushed.
-        let freed = unsafe { space.tree.free(zapped.detached) };
-        for (count, freed) in counts.iter_mut().zip(freed) {
-            *count += freed;
-        }
-        counters.leaves_gone(&counts);
+        gone += unsafe { space.tree.free(zapped.detached) };
+        counters.gone(&gone);
     }
 
     /// The largest level at which the page at `gfn` of `slot` may be mapped, if the host mapping
@@ -199,7 +236,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         pfn: Pfn,
         host: Level,
     ) -> Level {
-        if !self.policy.huge_pages() {
+        if !self.policy.maps_huge() {
             return Level::PAGE;
         }
         let mut level = host.min(F::MAX_LEAF);
@@ -212,6 +249,19 @@ impl<P: Platform, F: Format> Vm<P, F> {
             }
             level = level.below();
         }
+        level
+    }
+}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// The largest level at which `gfn` of `slot` could be mapped as the host is now.
+    fn host_level(&self, slot: &Memslot, gfn: Gfn) -> Level {
+        let hva = slot.hva(gfn);
+        let mut level = Level::PAGE;
+        self.platform
+            .resolve_resident(hva..hva.add_pages(1), &mut |run| {
+                level = self.fitting_level(&slot.gfns(), gfn, run.first.pfn, run.first.level);
+            });
         level
     }
 }

@@ -30,7 +30,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         match plan(&change, region, Tree::<P, F>::capacity())? {
             Change::Nothing => return Ok(()),
             Change::Create(new) => {
-                let new = with_log(new, None)?;
+                let new = self.logging(new, None)?;
                 change.replace(id, Some(new), &self.readers)?;
             }
             Change::Delete(gfns) => {
@@ -38,23 +38,32 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 self.zap_slot(space, gfns);
             }
             Change::Move { from, to } => {
-                let to = with_log(to, None)?;
+                let to = self.logging(to, None)?;
                 change.replace(id, Some(to), &self.readers)?;
                 self.zap_slot(space, from);
             }
             Change::Flags(new) => {
                 let old_log = change.by_id(id).and_then(|old| old.dirty.clone());
-                let new = with_log(new, old_log.clone())?;
+                let logged = old_log.is_some();
+                let new = self.logging(new, old_log)?;
                 change.replace(id, Some(new.clone()), &self.readers)?;
                 self.in_progress.raise();
-                match (old_log.is_some(), new.dirty.is_some()) {
-                    (false, true) => self.protect_slot(space, new.gfns()),
-                    (true, false) => self.recover_huge_pages(space, &new),
+                let space = &self.spaces[space];
+                match (logged, new.dirty.is_some()) {
+                    (false, true) => self.begin_logging(space, &new),
+                    (true, false) => self.end_logging(space, &new),
                     _ => {}
                 }
             }
         }
-        self.section().counters().slot_changes.add(1);
+        let generation = change.set().generation;
+        let section = self.section();
+        section.counters().slot_changes.add(1);
+        if generation & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0 {
+            // The generation has wrapped around as far as entries can hold it: entries as old as
+            // that must not be believed again.
+            self.spaces[space].tree.zap_mmio();
+        }
         Ok(())
     }
 
@@ -66,15 +75,19 @@ impl<P: Platform, F: Format> Vm<P, F> {
         space.tree.zap(gfns.clone(), &mut zapped);
         self.finish_zap(space, Some(gfns), zapped, &section);
     }
-}
 
-/// The slot with a log if its flags ask for one; `old` if it has one already.
-fn with_log(mut slot: Memslot, old: Option<Arc<DirtyLog>>) -> Result<Memslot, RegionError> {
-    if slot.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
-        slot.dirty = match old {
-            Some(log) => Some(log),
-            None => Some(Arc::new(DirtyLog::new(slot.pages)?)),
-        };
+    /// The slot with a log if its flags ask for one; `old` if it has one already.
+    fn logging(
+        &self,
+        mut slot: Memslot,
+        old: Option<Arc<DirtyLog>>,
+    ) -> Result<Memslot, RegionError> {
+        if slot.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
+            slot.dirty = match old {
+                Some(log) => Some(log),
+                None => Some(Arc::new(self.new_log(slot.pages)?)),
+            };
+        }
+        Ok(slot)
     }
-    Ok(slot)
 }

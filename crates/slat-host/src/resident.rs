@@ -1,0 +1,36 @@
+//! Which pages are in memory now: mincore(2).
+
+use std::ops::Range;
+
+const PAGE: usize = 4096;
+/// Pages asked for at a time.
+const CHUNK: usize = 512;
+
+/// Calls `found` for every stretch of resident pages of `range` (whole pages), in ascending order.
+pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)) {
+    let mut resident = [0u8; CHUNK];
+    let mut at = range.start;
+    while at < range.end {
+        let end = range.end.min(at + CHUNK * PAGE);
+        let pages = (end - at) / PAGE;
+        // SAFETY: `resident` has a byte for each page asked for; the call writes nothing else, and
+        // answers ENOMEM if the range is not mapped.
+        let answer = unsafe { libc::mincore(at as *mut _, end - at, resident.as_mut_ptr()) };
+        if answer != 0 {
+            return;
+        }
+        let mut page = 0;
+        while page < pages {
+            let run = resident[page..pages]
+                .iter()
+                .take_while(|r| **r & 1 != 0)
+                .count();
+            if run > 0 {
+                found(at + page * PAGE..at + (page + run) * PAGE);
+            }
+            // One further: the page that ended the run is not resident.
+            page += run + 1;
+        }
+        at = end;
+    }
+}

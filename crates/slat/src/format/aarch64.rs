@@ -1,0 +1,275 @@
+//! AArch64 stage 2, 4 KiB granule.
+//!
+//! Arm ARM (DDI 0487), "VMSAv8-64 translation table format descriptors" and "Stage 2 memory
+//! attributes" (FWB = 0). A valid descriptor is changed into a different valid one only by way of an
+//! invalid one and a TLB invalidation ("Using break-before-make when updating translation table
+//! entries"); a change of rights alone needs none.
+
+use super::{Entry, Format, Leaf};
+use crate::addr::{Level, Pfn};
+use crate::platform::MemoryType;
+
+/// Stage 2 tables for `IPA_BITS` (39 to 48) bits of intermediate physical address. Where the upper
+/// level would have at most 16 entries, that many tables of the level below are concatenated
+/// ("Concatenated translation tables for the initial stage 2 lookup").
+pub struct Stage2<const IPA_BITS: u32>;
+
+const VALID: u64 = 1 << 0;
+/// Bit 1 of a valid descriptor: table (levels above the page), or page.
+const TABLE_OR_PAGE: u64 = 1 << 1;
+/// MemAttr[3:0], bits 5:2: 0b1111 is Normal, inner and outer write-back; 0b0001 Device-nGnRE.
+const MEMORY_TYPE: u64 = 0b1111 << 2;
+const WRITE_BACK: u64 = 0b1111 << 2;
+const DEVICE: u64 = 0b0001 << 2;
+/// S2AP[0]: readable.
+const READ: u64 = 1 << 6;
+/// S2AP[1]: writable.
+const WRITE: u64 = 1 << 7;
+/// SH[1:0], bits 9:8: 0b11 is inner shareable.
+const INNER_SHAREABLE: u64 = 0b11 << 8;
+/// The access flag. Clear: the first access faults (or hardware sets it, with VTCR_EL2.HA).
+const ACCESSED: u64 = 1 << 10;
+const FRAME: u64 = 0x0000_ffff_ffff_f000;
+/// XN[1], bit 54.
+const NO_EXECUTE: u64 = 1 << 54;
+/// Bits 58:55 of a leaf are for software.
+const MAY_WRITE: u64 = 1 << 55;
+/// Dirty, as seen by a software walker or set at the write fault; hardware does not know it (hardware
+/// management of the dirty state needs FEAT_HAFDBS and turns S2AP\[1\] into the dirty bit).
+const DIRTY: u64 = 1 << 56;
+
+/// An invalid descriptor is ignored from bit 1 on. Bits 3:2 tell what it is.
+const ANNOTATION: u64 = 0b11 << 2;
+const MMIO: u64 = 0b01 << 2;
+const MMIO_GENERATION_SHIFT: u32 = 12;
+const GENERATION_BITS: u32 = 36;
+const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
+/// A broken leaf keeps all its bits but the valid one, and has this one, which leaves have not.
+const BROKEN: u64 = 1 << 58;
+
+impl<const IPA_BITS: u32> Stage2<IPA_BITS> {
+    /// Levels at which a lookup starts: the number of tables on the way to a page.
+    const LEVELS: u32 = (IPA_BITS - 12 - 4).div_ceil(9);
+
+    /// VTCR_EL2.T0SZ.
+    pub const T0SZ: u64 = 64 - IPA_BITS as u64;
+    /// VTCR_EL2.SL0 for the 4 KiB granule: 2 starts at the Arm level 0, 1 at level 1.
+    pub const SL0: u64 = Self::LEVELS as u64 - 2;
+}
+
+impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
+    const NAME: &'static str = "aarch64";
+    const TOP: Level = {
+        assert!(IPA_BITS >= 39 && IPA_BITS <= 48, "39 to 48 bits of IPA");
+        Level(Self::LEVELS as u8)
+    };
+    const ROOT_TABLES: usize = {
+        let covered = 12 + 9 * Self::LEVELS;
+        if IPA_BITS > covered {
+            1 << (IPA_BITS - covered)
+        } else {
+            1
+        }
+    };
+    const MAX_LEAF: Level = Level::GIGA;
+    const BREAK_BEFORE_MAKE: bool = true;
+    const SETS_DIRTY: bool = false;
+    const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
+    const MMIO_PHYSICAL_BITS: u32 = 52;
+
+    #[inline]
+    fn decode(bits: u64, level: Level) -> Entry {
+        if bits & VALID == 0 {
+            return match bits {
+                0 => Entry::Empty,
+                _ if bits & BROKEN != 0 => Entry::Broken(leaf(bits)),
+                _ => Entry::Mmio {
+                    generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
+                },
+            };
+        }
+        if level > Level::PAGE && bits & TABLE_OR_PAGE != 0 {
+            Entry::Table(Pfn((bits & FRAME) >> 12))
+        } else {
+            Entry::Leaf(leaf(bits))
+        }
+    }
+
+    #[inline]
+    fn leaf(leaf: Leaf, level: Level) -> u64 {
+        let bit = |set: bool, bit: u64| if set { bit } else { 0 };
+        let memory = match leaf.memory {
+            MemoryType::WriteBack => WRITE_BACK | INNER_SHAREABLE,
+            MemoryType::Device => DEVICE,
+        };
+        leaf.pfn.0 << 12
+            | VALID
+            | READ
+            | memory
+            | bit(level == Level::PAGE, TABLE_OR_PAGE)
+            | bit(leaf.write, WRITE)
+            | bit(!leaf.execute, NO_EXECUTE)
+            | bit(leaf.accessed, ACCESSED)
+            | bit(leaf.dirty, DIRTY)
+            | bit(leaf.may_write, MAY_WRITE)
+    }
+
+    #[inline]
+    fn table(frame: Pfn) -> u64 {
+        frame.0 << 12 | VALID | TABLE_OR_PAGE
+    }
+
+    #[inline]
+    fn mmio(generation: u64) -> u64 {
+        (generation << MMIO_GENERATION_SHIFT) & MMIO_GENERATION | MMIO
+    }
+
+    #[inline]
+    fn broken(bits: u64) -> u64 {
+        bits & !VALID | BROKEN
+    }
+
+    #[inline]
+    fn is_absent(bits: u64) -> bool {
+        bits & (VALID | BROKEN) == 0
+    }
+
+    #[inline]
+    fn write_protect(bits: u64) -> u64 {
+        bits & !WRITE | MAY_WRITE
+    }
+
+    #[inline]
+    fn is_writable(bits: u64) -> bool {
+        bits & WRITE != 0
+    }
+
+    #[inline]
+    fn mark(bits: u64, write: bool) -> u64 {
+        bits | ACCESSED | if write { DIRTY } else { 0 }
+    }
+
+    #[inline]
+    fn clear_accessed(bits: u64) -> u64 {
+        bits & !ACCESSED
+    }
+
+    #[inline]
+    fn clear_dirty(bits: u64) -> u64 {
+        bits & !DIRTY
+    }
+
+    #[inline]
+    fn is_settled(bits: u64) -> bool {
+        bits & ACCESSED != 0 && bits & (WRITE | DIRTY) != WRITE
+    }
+}
+
+#[inline]
+fn leaf(bits: u64) -> Leaf {
+    Leaf {
+        pfn: Pfn((bits & FRAME) >> 12),
+        write: bits & WRITE != 0,
+        execute: bits & NO_EXECUTE == 0,
+        may_write: bits & MAY_WRITE != 0,
+        accessed: bits & ACCESSED != 0,
+        dirty: bits & DIRTY != 0,
+        memory: match bits & MEMORY_TYPE {
+            WRITE_BACK => MemoryType::WriteBack,
+            _ => MemoryType::Device,
+        },
+    }
+}
+
+const _: () = assert!(ANNOTATION & MMIO == MMIO);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::tests::LEAF;
+
+    type Ipa48 = Stage2<48>;
+
+    /// DDI 0487, "VMSAv8-64 Block descriptors" and "Page descriptors", "Stage 2 attribute fields".
+    #[test]
+    fn leaves_have_the_bits_of_the_manual() {
+        let page = Leaf {
+            pfn: Pfn(0x12345),
+            accessed: true,
+            ..LEAF
+        };
+        assert_eq!(
+            Ipa48::leaf(page, Level::PAGE),
+            0x1234_5000 | 0b11 | 0b1111 << 2 | 0b11 << 6 | 0b11 << 8 | 1 << 10 | 1 << 54
+        );
+        let block = Leaf {
+            pfn: Pfn(0x200),
+            execute: true,
+            write: false,
+            ..LEAF
+        };
+        assert_eq!(
+            Ipa48::leaf(block, Level::MEGA),
+            0x20_0000 | 0b01 | 0b1111 << 2 | 0b01 << 6 | 0b11 << 8
+        );
+        let device = Leaf {
+            pfn: Pfn(1),
+            memory: MemoryType::Device,
+            ..LEAF
+        };
+        assert_eq!(
+            Ipa48::leaf(device, Level::PAGE),
+            0x1000 | 0b11 | 1 << 2 | 0b11 << 6 | 1 << 54
+        );
+    }
+
+    /// DDI 0487, "VMSAv8-64 Table descriptor": stage 2 has no attributes there.
+    #[test]
+    fn a_table_entry_limits_nothing() {
+        assert_eq!(Ipa48::table(Pfn(0x77)), 0x77003);
+    }
+
+    /// DDI 0487, "Invalid descriptor": bit 0 clear, bits 63:1 ignored.
+    #[test]
+    fn annotated_entries_are_invalid() {
+        assert_eq!(Ipa48::mmio(77) & 1, 0);
+        assert_eq!(
+            Ipa48::decode(Ipa48::mmio(77), Level::PAGE),
+            Entry::Mmio { generation: 77 }
+        );
+        assert_eq!(
+            Ipa48::decode(Ipa48::mmio(0), Level::PAGE),
+            Entry::Mmio { generation: 0 }
+        );
+        let bits = Ipa48::leaf(LEAF, Level::MEGA);
+        assert_eq!(Ipa48::broken(bits) & 1, 0);
+        assert_eq!(
+            Ipa48::decode(Ipa48::broken(bits), Level::MEGA),
+            Entry::Broken(LEAF)
+        );
+    }
+
+    /// DDI 0487, table "Implications of the effective PA size on concatenation" (4 KiB granule).
+    #[test]
+    fn roots_are_concatenated_up_to_sixteen_tables() {
+        assert_eq!(
+            (Stage2::<39>::TOP, Stage2::<39>::ROOT_TABLES),
+            (Level(3), 1)
+        );
+        assert_eq!(
+            (Stage2::<40>::TOP, Stage2::<40>::ROOT_TABLES),
+            (Level(3), 2)
+        );
+        assert_eq!(
+            (Stage2::<43>::TOP, Stage2::<43>::ROOT_TABLES),
+            (Level(3), 16)
+        );
+        assert_eq!(
+            (Stage2::<44>::TOP, Stage2::<44>::ROOT_TABLES),
+            (Level(4), 1)
+        );
+        assert_eq!((Ipa48::TOP, Ipa48::ROOT_TABLES), (Level(4), 1));
+        assert_eq!((Stage2::<40>::T0SZ, Stage2::<40>::SL0), (24, 1));
+        assert_eq!((Ipa48::T0SZ, Ipa48::SL0), (16, 2));
+    }
+}

@@ -1,0 +1,191 @@
+//! RISC-V G-stage tables.
+//!
+//! The RISC-V Instruction Set Manual, Volume II, "Hypervisor Extension": Sv39x4 and Sv48x4 are Sv39 and
+//! Sv48 with a root of four tables (16 KiB, aligned); G-stage accesses are made as if in U-mode, so
+//! every leaf has U set. Entry bits from "Sv39", memory types from "Svpbmt".
+
+use super::{Entry, Format, Leaf};
+use crate::addr::{Level, Pfn};
+use crate::platform::MemoryType;
+
+/// G-stage tables with `LEVELS` levels: 3 is Sv39x4, 4 is Sv48x4.
+pub struct GStage<const LEVELS: u8>;
+
+/// Sv39x4: 41 bits of guest-physical address.
+pub type Sv39x4 = GStage<3>;
+/// Sv48x4: 50 bits of guest-physical address.
+pub type Sv48x4 = GStage<4>;
+
+const VALID: u64 = 1 << 0;
+const READ: u64 = 1 << 1;
+const WRITE: u64 = 1 << 2;
+const EXECUTE: u64 = 1 << 3;
+const RIGHTS: u64 = READ | WRITE | EXECUTE;
+const USER: u64 = 1 << 4;
+const ACCESSED: u64 = 1 << 6;
+const DIRTY: u64 = 1 << 7;
+/// RSW, bits 9:8, is for software.
+const MAY_WRITE: u64 = 1 << 8;
+const FRAME_SHIFT: u32 = 10;
+const FRAME: u64 = ((1 << 44) - 1) << FRAME_SHIFT;
+/// Svpbmt, bits 62:61: 0 leaves the type to the PMAs (memory is write-back), 2 is IO.
+const PBMT: u64 = 3 << 61;
+const IO: u64 = 2 << 61;
+
+/// With V clear all other bits are for software; this one says that it is an MMIO entry.
+const MMIO: u64 = 1 << 1;
+const GENERATION_BITS: u32 = 44;
+
+impl<const LEVELS: u8> Format for GStage<LEVELS> {
+    const NAME: &'static str = "riscv";
+    const TOP: Level = Level(LEVELS);
+    const ROOT_TABLES: usize = 4;
+    const MAX_LEAF: Level = Level::GIGA;
+    const BREAK_BEFORE_MAKE: bool = false;
+    const SETS_DIRTY: bool = true;
+    const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
+    const MMIO_PHYSICAL_BITS: u32 = 56;
+
+    #[inline]
+    fn decode(bits: u64, _level: Level) -> Entry {
+        let pfn = Pfn((bits & FRAME) >> FRAME_SHIFT);
+        if bits & VALID == 0 {
+            return match bits & MMIO {
+                0 => Entry::Empty,
+                _ => Entry::Mmio { generation: pfn.0 },
+            };
+        }
+        if bits & RIGHTS == 0 {
+            return Entry::Table(pfn);
+        }
+        Entry::Leaf(Leaf {
+            pfn,
+            write: bits & WRITE != 0,
+            execute: bits & EXECUTE != 0,
+            may_write: bits & MAY_WRITE != 0,
+            accessed: bits & ACCESSED != 0,
+            dirty: bits & DIRTY != 0,
+            memory: match bits & PBMT {
+                IO => MemoryType::Device,
+                _ => MemoryType::WriteBack,
+            },
+        })
+    }
+
+    #[inline]
+    fn leaf(leaf: Leaf, _level: Level) -> u64 {
+        let bit = |set: bool, bit: u64| if set { bit } else { 0 };
+        leaf.pfn.0 << FRAME_SHIFT
+            | VALID
+            | READ
+            | USER
+            | bit(leaf.write, WRITE)
+            | bit(leaf.execute, EXECUTE)
+            | bit(leaf.accessed, ACCESSED)
+            | bit(leaf.dirty, DIRTY)
+            | bit(leaf.may_write, MAY_WRITE)
+            | bit(leaf.memory == MemoryType::Device, IO)
+    }
+
+    #[inline]
+    fn table(frame: Pfn) -> u64 {
+        frame.0 << FRAME_SHIFT | VALID
+    }
+
+    #[inline]
+    fn mmio(generation: u64) -> u64 {
+        generation << FRAME_SHIFT & FRAME | MMIO
+    }
+
+    #[inline]
+    fn is_absent(bits: u64) -> bool {
+        bits & VALID == 0
+    }
+
+    #[inline]
+    fn write_protect(bits: u64) -> u64 {
+        bits & !WRITE | MAY_WRITE
+    }
+
+    #[inline]
+    fn is_writable(bits: u64) -> bool {
+        bits & WRITE != 0
+    }
+
+    #[inline]
+    fn mark(bits: u64, write: bool) -> u64 {
+        bits | ACCESSED | if write { DIRTY } else { 0 }
+    }
+
+    #[inline]
+    fn clear_accessed(bits: u64) -> u64 {
+        bits & !ACCESSED
+    }
+
+    #[inline]
+    fn clear_dirty(bits: u64) -> u64 {
+        bits & !DIRTY
+    }
+
+    #[inline]
+    fn is_settled(bits: u64) -> bool {
+        bits & ACCESSED != 0 && bits & (WRITE | DIRTY) != WRITE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::tests::LEAF;
+
+    /// Volume II, figure "Sv39 page table entry"; "G-stage address translation": U must be 1.
+    #[test]
+    fn leaves_have_the_bits_of_the_manual() {
+        let page = Leaf {
+            pfn: Pfn(0x12345),
+            accessed: true,
+            dirty: true,
+            ..LEAF
+        };
+        assert_eq!(Sv39x4::leaf(page, Level::PAGE), 0x12345 << 10 | 0b1101_0111);
+        let huge = Leaf {
+            pfn: Pfn(0x200),
+            execute: true,
+            write: false,
+            ..LEAF
+        };
+        assert_eq!(Sv39x4::leaf(huge, Level::MEGA), 0x200 << 10 | 0b1_1011);
+        let device = Leaf {
+            pfn: Pfn(1),
+            memory: MemoryType::Device,
+            ..LEAF
+        };
+        assert_eq!(
+            Sv39x4::leaf(device, Level::PAGE),
+            2 << 61 | 1 << 10 | 0b1_0111,
+            "PBMT IO"
+        );
+    }
+
+    /// Volume II, "Sv32 algorithm": R, W and X clear points to the next level; A, D, U are reserved.
+    #[test]
+    fn a_table_entry_limits_nothing() {
+        assert_eq!(Sv48x4::table(Pfn(0x77)), 0x77 << 10 | 1);
+    }
+
+    #[test]
+    fn an_mmio_entry_is_invalid() {
+        assert_eq!(Sv39x4::mmio(3) & 1, 0);
+        assert_eq!(
+            Sv39x4::decode(Sv39x4::mmio(3), Level::PAGE),
+            Entry::Mmio { generation: 3 }
+        );
+    }
+
+    /// Volume II, "G-stage": the root is widened by two bits.
+    #[test]
+    fn the_root_has_four_tables() {
+        assert_eq!((Sv39x4::TOP, Sv39x4::ROOT_TABLES), (Level(3), 4));
+        assert_eq!((Sv48x4::TOP, Sv48x4::ROOT_TABLES), (Level(4), 4));
+    }
+}

@@ -1,0 +1,94 @@
+//! What every format promises.
+
+use super::*;
+
+pub(super) const LEAF: Leaf = Leaf {
+    pfn: Pfn(0),
+    write: true,
+    execute: false,
+    may_write: false,
+    accessed: false,
+    dirty: false,
+    memory: MemoryType::WriteBack,
+};
+
+fn leaves(level: Level) -> impl Iterator<Item = Leaf> {
+    (0..64u64).map(move |bits| Leaf {
+        pfn: Pfn(level.pages() * 3),
+        write: bits & 1 != 0,
+        execute: bits & 2 != 0,
+        may_write: bits & 4 != 0,
+        accessed: bits & 8 != 0,
+        dirty: bits & 16 != 0,
+        memory: if bits & 32 != 0 {
+            MemoryType::Device
+        } else {
+            MemoryType::WriteBack
+        },
+    })
+}
+
+fn keeps_its_promises<F: Format>() {
+    for level in [Level::PAGE, Level::MEGA, Level::GIGA] {
+        for leaf in leaves(level) {
+            let bits = F::leaf(leaf, level);
+            assert_eq!(F::decode(bits, level), Entry::Leaf(leaf));
+            assert!(!F::is_absent(bits));
+            assert_eq!(F::is_writable(bits), leaf.write);
+            if leaf.write {
+                let protected = Leaf {
+                    write: false,
+                    may_write: true,
+                    ..leaf
+                };
+                let decoded = F::decode(F::write_protect(bits), level);
+                assert_eq!(decoded, Entry::Leaf(protected), "{} {level:?}", F::NAME);
+            }
+            for write in [false, true] {
+                let marked = Leaf {
+                    accessed: true,
+                    dirty: leaf.dirty || write,
+                    ..leaf
+                };
+                assert_eq!(F::decode(F::mark(bits, write), level), Entry::Leaf(marked));
+                let cleared = F::clear_dirty(F::clear_accessed(F::mark(bits, write)));
+                let clear = Leaf {
+                    accessed: false,
+                    dirty: false,
+                    ..leaf
+                };
+                assert_eq!(F::decode(cleared, level), Entry::Leaf(clear));
+            }
+            if F::BREAK_BEFORE_MAKE {
+                assert_eq!(F::decode(F::broken(bits), level), Entry::Broken(leaf));
+                assert!(!F::is_absent(F::broken(bits)), "a zap must see it");
+            }
+        }
+        assert_eq!(F::decode(0, level), Entry::Empty);
+        assert!(F::is_absent(0) && F::is_absent(F::mmio(1)));
+        let all = u64::MAX >> (64 - F::MMIO_GENERATION_BITS);
+        for generation in [0, 1, all] {
+            assert_eq!(
+                F::decode(F::mmio(generation), level),
+                Entry::Mmio { generation }
+            );
+        }
+        let wrapped = F::decode(F::mmio(all + 1), level);
+        assert_eq!(wrapped, Entry::Mmio { generation: 0 });
+    }
+    let table = F::table(Pfn(0x1234));
+    assert_eq!(F::decode(table, Level::MEGA), Entry::Table(Pfn(0x1234)));
+    assert!(!F::is_absent(table));
+}
+
+#[test]
+fn every_format_keeps_its_promises() {
+    keeps_its_promises::<Ept>();
+    keeps_its_promises::<Npt>();
+    keeps_its_promises::<X86<4>>();
+    keeps_its_promises::<X86<5>>();
+    keeps_its_promises::<Stage2<48>>();
+    keeps_its_promises::<Stage2<40>>();
+    keeps_its_promises::<Sv39x4>();
+    keeps_its_promises::<Sv48x4>();
+}

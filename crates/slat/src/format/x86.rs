@@ -1,0 +1,204 @@
+//! x86 page tables: long mode's own, and AMD's nested paging, which uses the same entries.
+//!
+//! AMD64 APM volume 2, "Long-Mode Page Translation" (entry formats) and "Nested Paging"; Intel SDM
+//! volume 3A, "4-Level Paging and 5-Level Paging". PAT, PCD and PWT select the memory type: index 0
+//! is write-back and index 3 uncached, as after reset.
+
+use super::{Entry, Format, Leaf};
+use crate::addr::{Level, Pfn};
+use crate::platform::MemoryType;
+
+/// x86-64 tables with `LEVELS` (4 or 5) levels, every entry user-accessible: leaves alone limit rights.
+pub struct X86<const LEVELS: u8>;
+
+/// AMD nested page tables: four levels of the same entries. The nested walk treats every guest access
+/// as a user access (APM 2, "Nested Paging: Permission Checks").
+pub type Npt = X86<4>;
+
+const PRESENT: u64 = 1 << 0;
+const WRITE: u64 = 1 << 1;
+const USER: u64 = 1 << 2;
+const WRITE_THROUGH: u64 = 1 << 3;
+const CACHE_DISABLE: u64 = 1 << 4;
+const UNCACHED: u64 = WRITE_THROUGH | CACHE_DISABLE;
+const ACCESSED: u64 = 1 << 5;
+const DIRTY: u64 = 1 << 6;
+/// Leaf, in a table of level 2 or 3; PAT at level 1.
+const HUGE: u64 = 1 << 7;
+const FRAME: u64 = 0x000f_ffff_ffff_f000;
+/// Bits 11:9 and 58:52 are available to software.
+const MAY_WRITE: u64 = 1 << 9;
+const NO_EXECUTE: u64 = 1 << 63;
+
+/// Bit 51 is an address bit that no machine with less than 52 physical address bits has: present with
+/// it set is a fault with the RSVD bit in its error code, which no ordinary fault has.
+const RESERVED: u64 = 1 << 51;
+const MMIO_GENERATION_SHIFT: u32 = 12;
+const GENERATION_BITS: u32 = 39;
+const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
+
+impl<const LEVELS: u8> Format for X86<LEVELS> {
+    const NAME: &'static str = if LEVELS == 5 { "x86-la57" } else { "npt" };
+    const TOP: Level = Level(LEVELS);
+    const ROOT_TABLES: usize = 1;
+    const MAX_LEAF: Level = Level::GIGA;
+    const BREAK_BEFORE_MAKE: bool = false;
+    const SETS_DIRTY: bool = true;
+    const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
+    const MMIO_PHYSICAL_BITS: u32 = 51;
+
+    #[inline]
+    fn decode(bits: u64, level: Level) -> Entry {
+        decode(bits, level)
+    }
+
+    #[inline]
+    fn leaf(leaf: Leaf, level: Level) -> u64 {
+        encode(leaf, level)
+    }
+
+    #[inline]
+    fn table(frame: Pfn) -> u64 {
+        frame.0 << 12 | PRESENT | WRITE | USER | ACCESSED
+    }
+
+    #[inline]
+    fn mmio(generation: u64) -> u64 {
+        (generation << MMIO_GENERATION_SHIFT) & MMIO_GENERATION | RESERVED | PRESENT
+    }
+
+    #[inline]
+    fn is_absent(bits: u64) -> bool {
+        bits & (PRESENT | RESERVED) != PRESENT
+    }
+
+    #[inline]
+    fn write_protect(bits: u64) -> u64 {
+        bits & !WRITE | MAY_WRITE
+    }
+
+    #[inline]
+    fn is_writable(bits: u64) -> bool {
+        bits & WRITE != 0
+    }
+
+    #[inline]
+    fn mark(bits: u64, write: bool) -> u64 {
+        bits | ACCESSED | if write { DIRTY } else { 0 }
+    }
+
+    #[inline]
+    fn clear_accessed(bits: u64) -> u64 {
+        bits & !ACCESSED
+    }
+
+    #[inline]
+    fn clear_dirty(bits: u64) -> u64 {
+        bits & !DIRTY
+    }
+
+    #[inline]
+    fn is_settled(bits: u64) -> bool {
+        bits & ACCESSED != 0 && bits & (WRITE | DIRTY) != WRITE
+    }
+}
+
+#[inline]
+fn decode(bits: u64, level: Level) -> Entry {
+    let pfn = Pfn((bits & FRAME & !RESERVED) >> 12);
+    match bits & (PRESENT | RESERVED) {
+        PRESENT if level > Level::PAGE && bits & HUGE == 0 => Entry::Table(pfn),
+        PRESENT => Entry::Leaf(Leaf {
+            pfn,
+            write: bits & WRITE != 0,
+            execute: bits & NO_EXECUTE == 0,
+            may_write: bits & MAY_WRITE != 0,
+            accessed: bits & ACCESSED != 0,
+            dirty: bits & DIRTY != 0,
+            memory: match bits & UNCACHED {
+                0 => MemoryType::WriteBack,
+                _ => MemoryType::Device,
+            },
+        }),
+        0 => Entry::Empty,
+        _ => Entry::Mmio {
+            generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
+        },
+    }
+}
+
+#[inline]
+fn encode(leaf: Leaf, level: Level) -> u64 {
+    let bit = |set: bool, bit: u64| if set { bit } else { 0 };
+    leaf.pfn.0 << 12
+        | PRESENT
+        | USER
+        | bit(leaf.write, WRITE)
+        | bit(!leaf.execute, NO_EXECUTE)
+        | bit(leaf.memory == MemoryType::Device, UNCACHED)
+        | bit(level > Level::PAGE, HUGE)
+        | bit(leaf.accessed, ACCESSED)
+        | bit(leaf.dirty, DIRTY)
+        | bit(leaf.may_write, MAY_WRITE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::tests::LEAF;
+
+    /// APM 2, figures "4-Kbyte PTE", "2-Mbyte PDE", "1-Gbyte PDPE" (long mode).
+    #[test]
+    fn leaves_have_the_bits_of_the_manual() {
+        let page = Leaf {
+            pfn: Pfn(0x12345),
+            ..LEAF
+        };
+        assert_eq!(
+            Npt::leaf(page, Level::PAGE),
+            0x1234_5000 | 0b111 | 1 << 63,
+            "present, writable, user, no-execute"
+        );
+        let huge = Leaf {
+            pfn: Pfn(0x200),
+            execute: true,
+            accessed: true,
+            dirty: true,
+            ..LEAF
+        };
+        assert_eq!(
+            Npt::leaf(huge, Level::MEGA),
+            0x20_0000 | 0b111 | 1 << 5 | 1 << 6 | 1 << 7
+        );
+        let device = Leaf {
+            pfn: Pfn(1),
+            memory: MemoryType::Device,
+            write: false,
+            execute: true,
+            ..LEAF
+        };
+        assert_eq!(
+            Npt::leaf(device, Level::PAGE),
+            0x1000 | 0b11101,
+            "PCD and PWT: PAT index 3"
+        );
+    }
+
+    /// APM 2, "Page-Translation-Table Entry Fields": bit 7 of a PML4E must be zero.
+    #[test]
+    fn a_table_entry_limits_nothing() {
+        assert_eq!(Npt::table(Pfn(0x77)), 0x77000 | 0b10_0111);
+        assert_eq!(X86::<5>::table(Pfn(0x77)), 0x77000 | 0b10_0111);
+    }
+
+    /// APM 2, "Page-Fault Error Code": RSV is set if a reserved bit is set in a present entry.
+    #[test]
+    fn an_mmio_entry_is_present_with_a_reserved_bit() {
+        let bits = Npt::mmio(9);
+        assert_eq!(bits & (1 | 1 << 51), 1 | 1 << 51);
+        assert_eq!(
+            Npt::decode(bits, Level::PAGE),
+            Entry::Mmio { generation: 9 }
+        );
+    }
+}

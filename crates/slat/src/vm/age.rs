@@ -1,0 +1,28 @@
+//! Which backing pages the guest has used: the host's question before it takes memory away
+//! (KVM's `kvm_age_gfn` and `kvm_test_age_gfn`).
+
+use core::ops::Range;
+
+use super::Vm;
+use crate::addr::Hva;
+use crate::format::Format;
+use crate::platform::Platform;
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// How many leaves over the backing addresses `range` were used since their accessed bits were
+    /// last cleared; `clear` clears them. A page that several slots share counts in each.
+    ///
+    /// CPUs are not flushed for this: a page that a TLB still holds may look unused until the CPU
+    /// walks again.
+    pub fn age(&self, range: Range<Hva>, clear: bool) -> u64 {
+        let _section = self.section();
+        let mut young = 0;
+        for space in &self.spaces {
+            space.slots.current().backed_by(&range, |slot| {
+                young += space.tree.age(slot.gfns_backed_by(&range), clear);
+                true
+            });
+        }
+        young
+    }
+}

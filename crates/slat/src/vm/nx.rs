@@ -1,0 +1,59 @@
+//! NX huge pages: the answer to a processor whose instruction fetch through a huge page may bring the
+//! machine down (CVE-2018-12207), and a real policy elsewhere, too.
+//!
+//! Huge leaves are not executable. A fetch through one faults, and the leaf is split in place down to
+//! 4 KiB within that fault: the 512 pages of the last split may be executed from then on, their larger
+//! siblings stay huge and not executable, and nothing is unmapped. The tables that exist only for
+//! this are marked; `nx_lpage_splits` counts them. Recovery takes away a share of them from time to
+//! time: the next fault there finds room for the huge leaf again, and if nobody executes from it any
+//! more, it stays.
+
+use core::sync::atomic::Ordering::*;
+
+use super::Vm;
+use crate::addr::{Gfn, Level};
+use crate::format::Format;
+use crate::platform::Platform;
+use crate::table::{Tree, Zapped};
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Takes away one in `nx_huge_pages_recovery_ratio` of the tables that NX has split (rounded up;
+    /// all, if the policy `nx_huge_pages` is off), beginning where the last call ended. Returns how many. To
+    /// be called every [`crate::Policy::recovery_period_ms`].
+    pub fn recover_nx_huge_pages(&self) -> u64 {
+        let mut left = match (self.policy.huge_is_nx(), self.policy.recovery_ratio()) {
+            (false, _) => u64::MAX,
+            (true, 0) => 0,
+            (true, ratio) => self.stats().nx_lpage_splits.div_ceil(ratio),
+        };
+        let mut taken = 0;
+        for space in &self.spaces {
+            let section = self.section();
+            let mut zapped = Zapped::nothing();
+            let capacity = Gfn(Tree::<P, F>::capacity());
+            let start = Gfn(self.nx_cursor.load(Relaxed)).min(capacity);
+            let mut cursor = start;
+            // From the cursor to the end, then from the beginning to the cursor.
+            for range in [start..capacity, Gfn(0)..start] {
+                space
+                    .tree
+                    .zap_tables(range, &mut zapped, |gfn, level, table| {
+                        let take =
+                            left > 0 && level == Level::MEGA && space.tree.is_nx_table(table);
+                        if take {
+                            left -= 1;
+                            taken += 1;
+                            cursor = gfn.add(level.pages());
+                        }
+                        take
+                    });
+            }
+            self.nx_cursor.store(cursor.0, Relaxed);
+            if !zapped.is_empty() {
+                self.owe_flush();
+            }
+            self.finish_zap(space, Some(Gfn(0)..capacity), zapped, &section);
+        }
+        taken
+    }
+}
