@@ -74,14 +74,26 @@ pub fn live() -> Vec<Arc<EngineVm>> {
 ///
 /// Waits for vCPUs that are running to pass a block boundary, so the caller must not hold what they need.
 pub fn around<R>(range: Range<usize>, change: impl FnOnce() -> R) -> R {
-    if LIVE.load(Ordering::SeqCst) == 0 || range.is_empty() {
+    around_all(&[range], change)
+}
+
+/// [`around`] for several ranges at once.
+pub fn around_all<R>(ranges: &[Range<usize>], change: impl FnOnce() -> R) -> R {
+    if LIVE.load(Ordering::SeqCst) == 0 {
         return change();
     }
     let vms = live();
-    let _inside = crate::thread::Inside::enter();
-    let range = Hva(range.start as u64)..Hva(range.end as u64);
-    let invalidations: Vec<_> = vms.iter().map(|vm| vm.invalidate(range.clone())).collect();
+    let invalidations: Vec<_> = {
+        let _inside = crate::thread::Inside::enter();
+        let ranges = ranges.iter().filter(|range| !range.is_empty());
+        let pairs = ranges.flat_map(|range| {
+            vms.iter()
+                .map(move |vm| (vm, Hva(range.start as u64)..Hva(range.end as u64)))
+        });
+        pairs.map(|(vm, range)| vm.invalidate(range)).collect()
+    };
     let result = change();
+    let _inside = crate::thread::Inside::enter();
     drop(invalidations);
     result
 }
