@@ -32,6 +32,10 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// `splits` is raised by the number of huge leaves that were split, by level.
     ///
     /// The caller is inside a reader section, and `frames` is full.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "what a fault knows, and the two steps under the lock"
+    )]
     pub(crate) fn map(
         &self,
         gfn: Gfn,

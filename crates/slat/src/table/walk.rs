@@ -90,7 +90,6 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 
     /// `false`: the visitor said [`Next::Stop`].
-
     fn walk_table(
         &self,
         frame: Pfn,
