@@ -107,7 +107,7 @@ pub enum Exit {
         size: u8,
         /// OUT, in contrast to IN.
         write: bool,
-        /// Number of accesses; 1 at present, also for string instructions.
+        /// Number of accesses: more than 1 only for repeated INS, which reads what goes into the page.
         count: u32,
         /// What OUT writes.
         data: [u8; 4],

@@ -28,6 +28,8 @@ pub(crate) struct Devices {
     asked: Option<Fragment>,
     writes: VecDeque<Fragment>,
     pub(crate) port: Option<Port>,
+    /// What a string input read and has not stored yet, in reading order.
+    input: VecDeque<u8>,
 }
 
 /// A port access that waits for its completion.
@@ -38,8 +40,8 @@ pub(crate) struct Port {
     pub(crate) next: u64,
     pub(crate) size: u8,
     pub(crate) kind: PortKind,
-    /// The answer of a string input, which is stored when the CPU runs again.
-    pub(crate) data: Option<u32>,
+    /// The answer of a string input is there, and is stored when the CPU runs again.
+    pub(crate) answered: bool,
 }
 
 /// What completes a port access.
@@ -169,8 +171,9 @@ impl Cpu {
                 self.finish_string(&port, address_size, rep);
             }
             PortKind::Ins { .. } => {
-                port.data = Some(word);
+                port.answered = true;
                 self.devices.port = Some(port);
+                self.devices.input = data.iter().copied().collect();
                 self.slow = true;
                 return;
             }
@@ -178,24 +181,29 @@ impl Cpu {
         self.end_shadow();
     }
 
-    /// Stores what a string input read. The address was translated for writing before the exit.
+    /// Stores what a string input read. The address was translated for writing before the exit. If the
+    /// count was made smaller meanwhile, the rest of the answer is dropped; if it was made larger, the
+    /// instruction is executed again for what is missing.
     pub(crate) fn finish_ins(&mut self) -> Result<(), Break> {
-        let Some(
-            port @ Port {
-                data: Some(data), ..
-            },
-        ) = self.devices.port
-        else {
+        let Some(port @ Port { answered: true, .. }) = self.devices.port else {
             return Ok(());
         };
         let PortKind::Ins { address_size, rep } = port.kind else {
             return Ok(());
         };
-        let lin = self.string_address(0, 7, address_size, port.size.into())?;
-        self.store_bytes(lin, &data.to_le_bytes()[..port.size.into()])?;
+        let size = usize::from(port.size);
+        while self.state.rip == port.rip && self.devices.input.len() >= size {
+            let mut element = [0; 4];
+            for (to, from) in element[..size].iter_mut().zip(&self.devices.input) {
+                *to = *from;
+            }
+            let lin = self.string_address(0, 7, address_size, port.size.into())?;
+            self.store_bytes(lin, &element[..size])?;
+            self.devices.input.drain(..size);
+            self.advance_string(7, address_size, port.size);
+            self.finish_string(&port, address_size, rep);
+        }
         self.devices.port = None;
-        self.advance_string(7, address_size, port.size);
-        self.finish_string(&port, address_size, rep);
         self.end_shadow();
         Ok(())
     }

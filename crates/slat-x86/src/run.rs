@@ -155,7 +155,7 @@ impl Cpu {
             return Some(write);
         }
         match self.devices.port {
-            Some(port) if port.data.is_some() && port.rip == self.state.rip => {
+            Some(port) if port.answered && port.rip == self.state.rip => {
                 if let Err(why) = self.finish_ins()
                     && let Some(exit) = self.fetch_failed(why)
                 {
@@ -173,11 +173,18 @@ impl Cpu {
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
         }
-        if attention.load(Ordering::Relaxed) != 0 {
-            return Some(Exit::Attention);
-        }
-        if let Some(exit) = self.deliver_events() {
-            return Some(exit);
+        loop {
+            if attention.load(Ordering::Relaxed) != 0 {
+                return Some(Exit::Attention);
+            }
+            if let Some(exit) = self.deliver_events() {
+                return Some(exit);
+            }
+            // An exception that could not be delivered has become another one, or waits for a retry.
+            // Nothing is fetched before it is out: a fault of the fetch would take its place.
+            if self.state.events.exception.is_none() {
+                break;
+            }
         }
         if self.interrupt_window && self.can_take_interrupt() {
             return Some(Exit::InterruptWindow);

@@ -8,6 +8,9 @@ use crate::state::flags;
 use crate::vector;
 use iced_x86::{Instruction, Mnemonic, Register};
 
+/// The most that one exit of a repeated string input asks for.
+const INPUT_BYTES: u64 = 1024;
+
 impl Cpu {
     /// IOPL, or else the TSS's permission bitmap.
     fn port_allowed(&mut self, port: u16, bytes: u8) -> Result<(), Break> {
@@ -35,7 +38,7 @@ impl Cpu {
         }
     }
 
-    fn port_exit(&mut self, op: &Op, port: u16, kind: PortKind, data: u32) -> Break {
+    fn port_exit(&mut self, op: &Op, port: u16, kind: PortKind, count: u32, data: u32) -> Break {
         let size = 1 << op.size;
         let write = matches!(kind, PortKind::Out | PortKind::Outs { .. });
         let (rip, next) = (self.rip_of(op), self.next_rip(op));
@@ -44,13 +47,13 @@ impl Cpu {
             next,
             size,
             kind,
-            data: None,
+            answered: false,
         });
         self.leave(Exit::Io {
             port,
             size,
             write,
-            count: 1,
+            count,
             data: data.to_le_bytes(),
         })
     }
@@ -68,7 +71,7 @@ fn port(cpu: &Cpu, op: &Op) -> u16 {
 fn input(cpu: &mut Cpu, op: &Op) -> Flow {
     let port = port(cpu, op);
     cpu.port_allowed(port, 1 << op.size)?;
-    Err(cpu.port_exit(op, port, PortKind::In, 0))
+    Err(cpu.port_exit(op, port, PortKind::In, 1, 0))
 }
 
 fn output(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -80,7 +83,7 @@ fn output(cpu: &mut Cpu, op: &Op) -> Flow {
     } else {
         rax & ((1 << (8 << op.size)) - 1)
     };
-    Err(cpu.port_exit(op, port, PortKind::Out, data))
+    Err(cpu.port_exit(op, port, PortKind::Out, 1, data))
 }
 
 fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -92,7 +95,13 @@ fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.port_allowed(port, 1 << op.size)?;
     let lin = cpu.string_address(0, 7, address_size, 1 << op.size)?;
     cpu.probe_write(lin, 1 << op.size)?;
-    Err(cpu.port_exit(op, port, PortKind::Ins { address_size, rep }, 0))
+    // Upwards, all that goes into the page is read at once, up to KVM's limit.
+    let in_page = (0x1000 - (lin & 0xfff)).min(INPUT_BYTES) >> op.size;
+    let count = match rep && cpu.state.rflags & flags::DF == 0 {
+        true => cpu.string_count(address_size).min(in_page).max(1) as u32,
+        false => 1,
+    };
+    Err(cpu.port_exit(op, port, PortKind::Ins { address_size, rep }, count, 0))
 }
 
 fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -106,7 +115,7 @@ fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut bytes = [0; 4];
     cpu.load_bytes(lin, &mut bytes[..1 << op.size])?;
     let data = u32::from_le_bytes(bytes);
-    Err(cpu.port_exit(op, port, PortKind::Outs { address_size, rep }, data))
+    Err(cpu.port_exit(op, port, PortKind::Outs { address_size, rep }, 1, data))
 }
 
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
