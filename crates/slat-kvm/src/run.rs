@@ -2,7 +2,7 @@
 
 use crate::errno::{Result, fail};
 use crate::mmu::thread_id;
-use crate::run_page::{PIO_OFFSET, RunPage, field, set_field};
+use crate::run_page::{PAGE, PIO_OFFSET, RunPage, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{Inside, Running, bits};
 use crate::ticker;
@@ -96,7 +96,7 @@ impl VcpuObject {
             Unfinished::Nothing => {}
             Unfinished::PortOut => inner.cpu.complete_io(&[]),
             Unfinished::PortIn(len) => {
-                let mut data = [0; 8];
+                let mut data = [0; PAGE];
                 self.page.read_pio(&mut data[..len]);
                 inner.cpu.complete_io(&data[..len]);
             }
