@@ -44,7 +44,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         frames: &mut FrameCache,
         splits: &mut LeafCounts,
         valid: impl Fn() -> bool,
-        done: impl FnOnce(),
+        done: impl FnOnce(&Mapped),
     ) -> Mapped {
         let table = self.table_for(gfn, level, frames, splits);
         let entry = table.entry(level.index(gfn));
@@ -85,24 +85,32 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 Mapped::Replaced(detached, LeafCounts::default())
             }
         };
-        done();
+        done(&mapped);
         drop(guard);
         mapped
     }
 
-    /// Puts an MMIO entry of `generation` at `gfn`, unless something else stands there by now.
-    pub(crate) fn map_mmio(&self, gfn: Gfn, generation: u64, frames: &mut FrameCache) {
-        let mut splits = LeafCounts::default();
+    /// Puts an MMIO entry of `generation` at `gfn`, unless something else stands there by now; tells
+    /// which. `splits` as in [`Tree::map`]: a huge leaf may come in between.
+    pub(crate) fn map_mmio(
+        &self,
+        gfn: Gfn,
+        generation: u64,
+        frames: &mut FrameCache,
+        splits: &mut LeafCounts,
+    ) -> bool {
         // A huge leaf in the way means that a slot has appeared: leave it alone.
         if matches!(self.lookup(gfn).entry, Entry::Leaf(_)) {
-            return;
+            return false;
         }
-        let table = self.table_for(gfn, Level::PAGE, frames, &mut splits);
+        let table = self.table_for(gfn, Level::PAGE, frames, splits);
         let entry = table.entry(Level::PAGE.index(gfn));
         let _guard = table.lock();
-        if F::is_absent(entry.load(Relaxed)) {
+        let free = F::is_absent(entry.load(Relaxed));
+        if free {
             entry.store(F::mmio(generation), Release);
         }
+        free
     }
 
     /// The table of `level` on the way to `gfn`, made if need be.

@@ -118,19 +118,25 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return Err(DirtyLogError::BufferTooSmall(log.0.len()));
         }
         let section = self.section();
+        self.begin_zap();
         let mut protected = 0;
+        let mut taken = 0;
         for (i, (out, word)) in bitmap.iter_mut().zip(&log.0).enumerate() {
             *out = if word.load(Relaxed) == 0 {
                 0
             } else {
                 word.swap(0, AcqRel)
             };
+            taken |= *out;
             protected += self.protect_pages(&space.tree, slot.base.add(i as u64 * 64), *out);
         }
         if protected > 0 {
             self.owe_flush();
-            self.finish_zap(space, Some(slot.gfns()), Zapped::nothing(), &section);
         }
+        // A page in the log whose leaf is gone may still be written through a translation that
+        // somebody else took away and has not flushed yet.
+        let range = (taken != 0).then(|| slot.gfns());
+        self.finish_zap(space, range, Zapped::nothing(), &section);
         Ok(())
     }
 
@@ -158,6 +164,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             frames.release(&*self.platform);
             section.counters().leaves_split(&splits);
         }
+        self.begin_zap();
         if space.tree.write_protect(range.clone(), |_, _| true) > 0 {
             self.owe_flush();
         }
@@ -169,6 +176,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     pub(super) fn recover_huge_pages(&self, space: usize, slot: &Memslot) {
         let space = &self.spaces[space];
         let section = self.section();
+        self.begin_zap();
         let mut zapped = Zapped::nothing();
         let gfns = slot.gfns();
         space

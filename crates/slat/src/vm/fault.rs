@@ -14,11 +14,11 @@ use core::fmt;
 use core::ops::Range;
 
 use super::DirtyLog;
-use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level};
+use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
 use crate::slots::{Memslot, SlotFlags};
-use crate::table::{Found, LeafCounts, Mapped, OutOfMemory, Tree, Zapped};
+use crate::table::{LeafCounts, Mapped, OutOfMemory, Tree, Zapped};
 use crate::vcpu::Vcpu;
 
 /// A page of guest memory as the second level translates it.
@@ -95,6 +95,12 @@ impl SlotFacts {
             log: slot.dirty.clone(),
         }
     }
+
+    /// What backs a leaf of `level` around `gfn`, the page of these facts; the leaf fits the slot.
+    fn hvas(&self, gfn: Gfn, level: Level) -> Range<Hva> {
+        let start = Hva(self.hva.0 - ((gfn.0 - gfn.align_down(level).0) << PAGE_SHIFT));
+        start..start.add_pages(level.pages())
+    }
 }
 
 /// What one attempt came to.
@@ -132,7 +138,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 self.counters().mmio_cached.add(1);
                 Err(Stop::Mmio { gpa })
             }
-            _ => self.fault(gpa, access, found),
+            _ => self.fault(gpa, access),
         }
     }
 
@@ -160,14 +166,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     #[cold]
-    fn fault(&mut self, gpa: Gpa, access: Access, mut found: Found) -> Result<Translation, Stop> {
+    fn fault(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
         self.counters().pf_taken.add(1);
         if self.fill_frames().is_err() {
             return Err(Stop::OutOfMemory { gpa });
         }
         let mut slept = false;
         loop {
-            match self.attempt(gpa, access, found, &mut slept) {
+            match self.attempt(gpa, access, &mut slept) {
                 Attempt::Stop(stop) => return Err(stop),
                 // It slept through a flush: what it returned to its CPU before is void.
                 Attempt::Done(_) if slept => return Err(Stop::Retry),
@@ -177,15 +183,17 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     if self.fill_frames().is_err() {
                         return Err(Stop::OutOfMemory { gpa });
                     }
-                    found = self.space().tree.lookup(gpa.gfn());
                 }
             }
         }
     }
 
-    fn attempt(&mut self, gpa: Gpa, access: Access, found: Found, slept: &mut bool) -> Attempt {
+    fn attempt(&mut self, gpa: Gpa, access: Access, slept: &mut bool) -> Attempt {
         let gfn = gpa.gfn();
+        // Everything it goes by is looked at after the sequence was taken, the leaf, too: a move may
+        // have put another page of the same slot there since the walk that faulted.
         let sequence = self.vm().in_progress.sequence();
+        let found = self.space().tree.lookup(gfn);
         let slot = match self.find_slot(gfn) {
             Ok(slot) => SlotFacts::of(slot, gfn),
             Err(generation) => return Attempt::Stop(self.no_slot(gpa, generation)),
@@ -205,15 +213,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             None => match self.resolve(slot.hva, access, slept) {
                 Ok(host) => host,
                 Err(ResolveError::Interrupted) => return Attempt::Stop(Stop::Retry),
-                Err(error) if self.vm().in_progress.sequence() == sequence => {
+                Err(error) if self.holds(sequence, &slot.hvas(gfn, Level::PAGE)) => {
                     return Attempt::Stop(Stop::BadAddress {
                         gpa,
                         hva: slot.hva,
                         error,
                     });
                 }
-                // The slot may have gone, or its memory come back.
-                Err(_) => return Attempt::Again,
+                // The slot may have gone, or its memory come back, or be about to.
+                Err(_) => return self.stale(&slot.hvas(gfn, Level::PAGE), slept),
             },
         };
         let leaf = leaf_for(&slot, &host, access);
@@ -237,7 +245,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             Mapped::Widened if known.is_some() => counters.pf_fast.add(1),
             Mapped::Widened => counters.pf_fixed.add(1),
             Mapped::Spurious => counters.pf_spurious.add(1),
-            Mapped::Stale => return self.stale(slot.hva, slept),
+            Mapped::Stale => return self.stale(&slot.hvas(gfn, level), slept),
             Mapped::Replaced(detached, leaves) => {
                 counters.leaves_added(level);
                 counters.pf_fixed.add(1);
@@ -253,10 +261,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.counters().pf_emulate.add(1);
         if self.vm().policy.mmio_caching() && F::MMIO_GENERATION_BITS > 0 {
             let (vm, space, frames) = self.parts();
-            vm.spaces[space]
-                .tree
-                .map_mmio(gpa.gfn(), generation, frames);
-            self.counters().pf_mmio_spte_created.add(1);
+            let tree = &vm.spaces[space].tree;
+            let mut splits = LeafCounts::default();
+            let made = tree.map_mmio(gpa.gfn(), generation, frames, &mut splits);
+            self.counters().leaves_split(&splits);
+            self.counters().pf_mmio_spte_created.add(made as u64);
         }
         Stop::Mmio { gpa }
     }
@@ -268,7 +277,17 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         access: Access,
         slept: &mut bool,
     ) -> Result<HostPage, ResolveError> {
-        self.outside(slept, |vcpu| vcpu.vm().platform.resolve(hva, access))
+        let host = self.outside(slept, |vcpu| vcpu.vm().platform.resolve(hva, access))?;
+        let allowed = match access {
+            Access::Read => true,
+            Access::Write => host.writable,
+            Access::Execute => is_executable(&host),
+        };
+        if allowed {
+            Ok(host)
+        } else {
+            Err(ResolveError::BadAddress)
+        }
     }
 
     /// Step 6.
@@ -283,14 +302,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let (vm, space, frames) = self.parts();
         let mut splits = LeafCounts::default();
         let mut marked = false;
+        let hvas = slot.hvas(gfn, level);
         let mapped = vm.spaces[space].tree.map(
             gfn.align_down(level),
             level,
             leaf,
             frames,
             &mut splits,
-            || vm.in_progress.holds(sequence, slot.hva, vm.lock_wait()),
-            || {
+            || vm.in_progress.holds(sequence, &hvas, vm.lock_wait()),
+            |mapped| {
+                if matches!(mapped, Mapped::Replaced(..)) {
+                    // Under the lock: who finds the old leaf gone sees that its flush is owed.
+                    vm.owe_flush();
+                }
                 if let (Some(log), true) = (&slot.log, leaf.write) {
                     log.mark(gfn.0 - slot.gfns.start.0);
                     marked = true;
@@ -303,9 +327,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         mapped
     }
 
-    /// What it knew did not hold: waits for an invalidation of its page to end, if that was it.
-    fn stale(&mut self, hva: Hva, slept: &mut bool) -> Attempt {
-        let covered = |vcpu: &Self| vcpu.vm().in_progress.covers(hva, vcpu.vm().lock_wait());
+    fn holds(&self, sequence: crate::vm::Sequence, hvas: &Range<Hva>) -> bool {
+        let vm = self.vm();
+        vm.in_progress.holds(sequence, hvas, vm.lock_wait())
+    }
+
+    /// What it knew did not hold: waits for an invalidation of `hvas` to end, if that was it.
+    fn stale(&mut self, hvas: &Range<Hva>, slept: &mut bool) -> Attempt {
+        let covered = |vcpu: &Self| vcpu.vm().in_progress.covers(hvas, vcpu.vm().lock_wait());
         if covered(self) {
             let wanted = self.outside(slept, |vcpu| {
                 let mut round = 0;
@@ -331,7 +360,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     fn flush_as_vcpu(&mut self, gfn: Gfn, level: Level, zapped: Zapped, slept: &mut bool) {
-        self.vm().owe_flush();
         self.outside(slept, |vcpu| {
             let vm = vcpu.vm();
             let range = gfn..gfn.add(level.pages());
@@ -368,6 +396,10 @@ fn known_page(leaf: &Leaf, level: Level, gfn: Gfn) -> HostPage {
     }
 }
 
+fn is_executable(host: &HostPage) -> bool {
+    host.memory == MemoryType::WriteBack
+}
+
 /// The leaf for one page; rights and marks as KVM starts them.
 fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
     let allowed = host.writable && !slot.flags.has(SlotFlags::READONLY);
@@ -376,7 +408,7 @@ fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
     Leaf {
         pfn: host.pfn,
         write,
-        execute: host.memory == MemoryType::WriteBack,
+        execute: is_executable(host),
         may_write: allowed && !write,
         accessed: true,
         dirty: access == Access::Write,

@@ -4,7 +4,8 @@
 //! A fault takes a [`Sequence`] before it looks at slots or host, and asks whether it still holds
 //! under the lock of the table into which it installs ([`crate::table`]). It does not when
 //!
-//! * an invalidation is in progress over its backing page, or
+//! * an invalidation is in progress over a page behind the leaf (a huge leaf may reach into a range
+//!   that its page lies outside of), or
 //! * the sequence has been raised since. It is raised by a slot change, after the new set was
 //!   published and before the zap; and at the begin and at the end of an invalidation whose range
 //!   some memslot uses at that moment.
@@ -55,14 +56,23 @@ impl InProgress {
 
     /// See the module. `wait` passes time for the list's lock.
     #[inline]
-    pub(crate) fn holds(&self, sequence: Sequence, hva: Hva, wait: impl FnMut(u32)) -> bool {
-        self.sequence.load(Acquire) == sequence.0 && !self.covers(hva, wait)
+    pub(crate) fn holds(
+        &self,
+        sequence: Sequence,
+        hvas: &Range<Hva>,
+        wait: impl FnMut(u32),
+    ) -> bool {
+        self.sequence.load(Acquire) == sequence.0 && !self.covers(hvas, wait)
     }
 
-    /// Whether an invalidation is in progress over the page at `hva`.
+    /// Whether an invalidation is in progress over a page of `hvas`.
     #[inline]
-    pub(crate) fn covers(&self, hva: Hva, wait: impl FnMut(u32)) -> bool {
-        self.count.load(Acquire) != 0 && self.hull.lock(wait).contains(&hva)
+    pub(crate) fn covers(&self, hvas: &Range<Hva>, wait: impl FnMut(u32)) -> bool {
+        if self.count.load(Acquire) == 0 {
+            return false;
+        }
+        let hull = self.hull.lock(wait);
+        hull.start < hvas.end && hvas.start < hull.end
     }
 
     pub(crate) fn raise(&self) {
@@ -125,6 +135,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, section: &Section<'_>) {
+        self.begin_zap();
         let mut zapped = Zapped::nothing();
         let mut hull = None;
         space.slots.current().backed_by(range, |slot| {
@@ -141,7 +152,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         |round| self.platform.wait(round, WaitFor::Lock)
     }
 
-    /// Leaves the section, flushes, and comes back in.
+    /// Ends what [`Vm::begin_zap`] began: leaves the section, flushes, and comes back in.
     pub(crate) fn finish_zap(
         &self,
         space: &Space<P, F>,
@@ -149,10 +160,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         zapped: Zapped,
         section: &Section<'_>,
     ) {
-        let Some(range) = range else { return };
         if !zapped.is_empty() {
             self.owe_flush();
         }
+        self.end_zap();
+        let Some(range) = range else { return };
         section.leave();
         let counters: &Counters = section.counters();
         self.flush(space, range, zapped, counters);

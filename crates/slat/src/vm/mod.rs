@@ -25,7 +25,7 @@ pub(crate) use invalidate::{InProgress, Sequence};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, Ordering::*};
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
@@ -63,6 +63,8 @@ pub struct Vm<P: Platform, F: Format> {
     /// who finds nothing to zap may still owe its caller the flush of somebody else's zap.
     flush_owed: AtomicU64,
     flush_paid: AtomicU64,
+    /// Range operations that may have taken something away and do not owe its flush yet.
+    zapping: AtomicUsize,
     /// Dropped last: sections refer to it.
     pub(crate) readers: Readers,
 }
@@ -100,6 +102,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             in_progress: InProgress::new(),
             flush_owed: AtomicU64::new(0),
             flush_paid: AtomicU64::new(0),
+            zapping: AtomicUsize::new(0),
             readers,
         }))
     }
@@ -153,6 +156,17 @@ impl<P: Platform, F: Format> Vm<P, F> {
         section
     }
 
+    /// Before a range operation looks at its first entry. Another one may find nothing left to do
+    /// where this one has been, and must not believe that no flush is owed.
+    pub(crate) fn begin_zap(&self) {
+        self.zapping.fetch_add(1, SeqCst);
+    }
+
+    /// After it, when it owes its flush.
+    pub(crate) fn end_zap(&self) {
+        self.zapping.fetch_sub(1, SeqCst);
+    }
+
     /// Notes that translations were taken away; a flush is owed from now on.
     pub(crate) fn owe_flush(&self) {
         self.flush_owed.fetch_add(1, SeqCst);
@@ -169,8 +183,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         counters: &Counters,
     ) {
         counters.remote_tlb_flush_requests.add(1);
+        // In this order: an operation owes first, and is no longer counted after that.
+        let quiet = self.zapping.load(SeqCst) == 0;
         let owed = self.flush_owed.load(SeqCst);
-        if zapped.is_empty() && self.flush_paid.load(SeqCst) >= owed {
+        if quiet && zapped.is_empty() && self.flush_paid.load(SeqCst) >= owed {
             return;
         }
         // First the software side: after it no late fault can still add a leaf to a detached table.

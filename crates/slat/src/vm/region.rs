@@ -38,7 +38,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 self.zap_slot(space, gfns);
             }
             Change::Move { from, to } => {
-                let to = with_log(to, None)?;
+                // KVM keeps the log of a slot that moves: what was written there is still to be told.
+                let log = change.by_id(id).and_then(|old| old.dirty.clone());
+                let to = with_log(to, log)?;
                 change.replace(id, Some(to), &self.readers)?;
                 self.zap_slot(space, from);
             }
@@ -62,6 +64,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.in_progress.raise();
         let space = &self.spaces[space];
         let section = self.section();
+        self.begin_zap();
         let mut zapped = Zapped::nothing();
         space.tree.zap(gfns.clone(), &mut zapped);
         self.finish_zap(space, Some(gfns), zapped, &section);
