@@ -146,7 +146,8 @@ impl Frames {
 
 impl Drop for Frames {
     fn drop(&mut self) {
-        for frame in self.inner.get_mut().unwrap().all.drain() {
+        let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
+        for frame in inner.all.drain() {
             // SAFETY: allocated in `alloc` with this layout; the engine is gone.
             unsafe { dealloc((frame << PAGE_SHIFT) as *mut u8, LAYOUT) };
         }
