@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use clap::{Args as ClapArgs, Parser, Subcommand};
-use slat::Policy;
+use slat::{Policy, PolicyError};
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
@@ -73,18 +73,17 @@ fn policy(assignment: &str) -> Result<String, String> {
     let Some((name, value)) = assignment.split_once('=') else {
         return Err("a policy is set as NAME=VALUE".to_owned());
     };
-    let names: Vec<_> = Policy::default().iter().map(|(name, _)| name).collect();
-    if !names.contains(&name) {
-        return Err(format!(
-            "there is no policy '{name}'; this slat has: {}",
-            names.join(", ")
-        ));
-    }
-    // As KVM's module parameters take them; the library gets one spelling.
-    match value {
-        "on" | "1" | "Y" | "y" | "true" => Ok(format!("{name}=on")),
-        "off" | "0" | "N" | "n" | "false" => Ok(format!("{name}=off")),
-        _ => Err(format!("{name} is on or off, not '{value}'")),
+    let known = Policy::default();
+    match known.set(name, value) {
+        Ok(()) => Ok(assignment.to_owned()),
+        Err(PolicyError::NoSuchPolicy) => {
+            let names: Vec<_> = known.iter().map(|(name, _)| name).collect();
+            let names = names.join(", ");
+            Err(format!(
+                "there is no policy '{name}'; this slat has: {names}"
+            ))
+        }
+        Err(error) => Err(format!("{name}={value}: {error}")),
     }
 }
 

@@ -27,7 +27,7 @@ fn supported() -> Vec<(&'static str, String)> {
 fn policies() -> String {
     let set: Vec<_> = slat::Policy::default()
         .iter()
-        .map(|(name, on)| format!("{name}={}", if on { "on" } else { "off" }))
+        .map(|(name, value)| format!("{name}={value}"))
         .collect();
     set.join(" ")
 }

@@ -1,6 +1,7 @@
 //! `slat run`: becomes PROGRAM with slat's library preloaded.
 
 use std::env;
+use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
@@ -8,10 +9,33 @@ use crate::args::Run;
 use crate::program::Refusal;
 use crate::{demo, preload, program};
 
+/// What the library, or the built-in program, finds in its environment.
+fn settings(options: &Run) -> [(&'static str, Option<OsString>); 4] {
+    [
+        ("SLAT_MMU", Some(options.mmu.clone().into())),
+        ("SLAT_FORMAT", Some(options.format.clone().into())),
+        // Removed where not asked for: a `slat run` inside another one inherits nothing.
+        ("SLAT_STATS", options.stats.then(|| "1".into())),
+        (
+            "SLAT_SET",
+            (!options.set.is_empty()).then(|| options.set.join(",").into()),
+        ),
+    ]
+}
+
 /// Starts PROGRAM in place of this process, so that its exit status, its signals and its process id
 /// are its own. Comes back only when that did not work.
 pub fn run(options: &Run) -> ExitCode {
     let Some((name, arguments)) = options.program.split_first() else {
+        for (name, value) in settings(options) {
+            // SAFETY: this process has no other thread yet.
+            unsafe {
+                match value {
+                    Some(value) => env::set_var(name, value),
+                    None => env::remove_var(name),
+                }
+            }
+        }
         return demo::run();
     };
     let file = match program::find(name, env::var_os("PATH").as_deref())
@@ -32,25 +56,15 @@ pub fn run(options: &Run) -> ExitCode {
     };
 
     let mut command = Command::new(&file);
-    command
-        .arg0(name)
-        .args(arguments)
-        .env(
-            "LD_PRELOAD",
-            preload::ld_preload(&library, env::var_os("LD_PRELOAD")),
-        )
-        .env("SLAT_MMU", &options.mmu)
-        .env("SLAT_FORMAT", &options.format);
-    // A `slat run` inside another one does not inherit what it was not asked for.
-    if options.stats {
-        command.env("SLAT_STATS", "1");
-    } else {
-        command.env_remove("SLAT_STATS");
-    }
-    if options.set.is_empty() {
-        command.env_remove("SLAT_SET");
-    } else {
-        command.env("SLAT_SET", options.set.join(","));
+    command.arg0(name).args(arguments).env(
+        "LD_PRELOAD",
+        preload::ld_preload(&library, env::var_os("LD_PRELOAD")),
+    );
+    for (name, value) in settings(options) {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
     }
     let error = command.exec();
     eprintln!("slat: {}: {error}", file.display());

@@ -1,1 +1,60 @@
-//! The KVM API in userspace, in the shape of kvm-ioctls
+//! The KVM API in userspace.
+//!
+//! Two ways in, over one set of objects:
+//!
+//! - [`Kvm`], [`VmFd`], [`VcpuFd`]: the shape of kvm-ioctls, for Rust programs.
+//! - [`ioctl::Object`]: requests and pointers as the kernel takes them, for the preload library.
+//!
+//! | file | idea |
+//! |---|---|
+//! | [`api`] | the Rust API |
+//! | [`ioctl`], [`abi`], [`user`] | the system-call interface: dispatch, request numbers, the client's memory |
+//! | [`system`], [`vm`], [`vcpu`] | the objects |
+//! | `run`, [`run_page`] | `KVM_RUN`, and the pages it shares with the client |
+//! | `mmu` | the software CPU's address translation, over the engine |
+//! | `machine`, `msr`, [`cpuid`], [`clock`] | what the CPU sees of its machine |
+//! | [`regs`], [`fpu`], [`events`] | its state in KVM's structs |
+//! | [`irq`] | local APICs |
+//! | [`thread`], `signals`, [`process`], `ticker` | signals, masks, forks, timers |
+//! | [`notify`] | changes of the host's mappings: MMU notifiers |
+//! | [`policy`], [`report`], [`caps`] | settings, words to people, capabilities |
+
+pub mod abi;
+pub mod api;
+pub mod caps;
+pub mod clock;
+pub mod cpu_features;
+pub mod cpuid;
+pub mod engine;
+pub mod errno;
+pub mod events;
+pub mod fpu;
+pub mod ioctl;
+pub mod irq;
+mod machine;
+mod mmu;
+mod msr;
+pub mod notify;
+pub mod policy;
+pub mod process;
+pub mod regs;
+pub mod report;
+mod run;
+pub mod run_page;
+mod signals;
+pub mod system;
+pub mod thread;
+mod ticker;
+pub mod user;
+pub mod vcpu;
+pub mod vm;
+
+pub use api::{Kvm, VcpuFd, VmFd};
+pub use errno::{Error, Result};
+/// The types that kvm-ioctls and this crate share.
+pub use kvm_ioctls::{
+    Cap, HypercallExit, IoEventAddress, MsrExitReason, NoDatamatch, ReadMsrExit, SyncReg, VcpuExit,
+    WriteMsrExit,
+};
+pub use run::watch_signals;
+pub use thread::signal_arrived;

@@ -1,1 +1,26 @@
-//! Plain model, operation generator and simulated platform for slat's tests
+//! What slat's engine is tested with, by its own tests and by whoever embeds it:
+//!
+//! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change
+//!   under the guest, table frames notice when they are misused, and a [hook](SimPlatform::set_hook)
+//!   brings two threads together at the one moment that matters;
+//! * [`GuestModel`]: guest memory as a few maps, with KVM's rules written a second time;
+//! * [`Generator`] and [`Runner`]: random operations, and the comparison of engine and model after each;
+//! * [`Witness`]: what several threads may still use, checked at each use.
+
+mod frames;
+mod host;
+mod model;
+mod ops;
+mod platform;
+mod rng;
+mod runner;
+mod witness;
+
+pub use frames::POISON;
+pub use host::{HostChange, HostMemory};
+pub use model::{CAPACITY, Expected, GuestModel, ModelSlot};
+pub use ops::{Generator, Op};
+pub use platform::{Event, SimPlatform};
+pub use rng::Rng;
+pub use runner::Runner;
+pub use witness::{Harvests, Witness};

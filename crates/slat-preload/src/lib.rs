@@ -1,1 +1,86 @@
-//! The KVM API for unmodified programs: the preload library
+//! The KVM API for unmodified programs: a library to preload.
+//!
+//! It replaces the C library's functions through which a program reaches `/dev/kvm`, and those by which it changes its memory
+//! mappings and signal handlers. Calls that are none of slat's business go on to the kernel.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `real` | system calls that do not come back here |
+//! | `guarded` | the border between C and Rust: `errno`, panics |
+//! | `table` | which descriptors are KVM's |
+//! | `device` | `/dev/kvm` and KVM's module parameters as files |
+//! | `files` | open, stat, access |
+//! | `fds` | close, dup, fcntl |
+//! | `ioctls` | ioctl |
+//! | `memory` | mmap and its kin: KVM's MMU notifiers |
+//! | `signals` | sigaction and its kin |
+//! | `indirect` | syscall, prctl |
+//!
+//! # What it needs
+//! A vCPU thread makes these system calls while the guest runs: `futex`, `rt_sigreturn`, `rt_sigprocmask`, `rt_sigpending`,
+//! `tgkill`, `getpid`, `gettid`, `mmap`, `munmap`, `madvise`, `openat`, `read`, `close`, `ioctl` (PROCMAP_QUERY), `sched_yield`,
+//! `clock_nanosleep`, `clock_gettime`, `memfd_create`, `ftruncate`, `write`. A seccomp filter that lacks one of them ends the
+//! program or makes a run fail; when a program installs a filter, that is said once on standard error.
+//!
+//! Statically linked programs do not load libraries: they use the crate `slat-kvm`.
+
+mod device;
+mod fds;
+mod files;
+mod guarded;
+mod indirect;
+mod ioctls;
+mod memory;
+mod real;
+mod signals;
+mod table;
+
+use std::sync::Once;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+/// The process whose descriptors the table describes.
+static OWNER: AtomicI32 = AtomicI32::new(0);
+
+fn getpid() -> i32 {
+    // SAFETY: plain system call.
+    unsafe { real::raw(libc::SYS_getpid, [0; 6]) as i32 }
+}
+
+/// Whether this is a child of `vfork`: it shares the table's memory with its parent, but not the descriptors.
+pub(crate) fn is_borrowed() -> bool {
+    OWNER.load(Ordering::Relaxed) != getpid()
+}
+
+extern "C" fn in_child() {
+    OWNER.store(getpid(), Ordering::Relaxed);
+    table::forget_after_fork();
+}
+
+extern "C" fn at_exit() {
+    slat_kvm::report::at_exit();
+}
+
+extern "C" fn start() {
+    OWNER.store(getpid(), Ordering::Relaxed);
+    // SAFETY: handlers with the right signature; both only fail for lack of memory.
+    unsafe {
+        libc::pthread_atfork(None, None, Some(in_child));
+        libc::atexit(at_exit);
+    }
+}
+
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".init_array")]
+static START: extern "C" fn() = start;
+
+/// What has to be in place before the first KVM object exists.
+pub(crate) fn prepare() -> Result<(), i32> {
+    static ONCE: Once = Once::new();
+    slat_guard::install().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+    ONCE.call_once(|| {
+        signals::take_over();
+        slat_kvm::watch_signals();
+    });
+    Ok(())
+}

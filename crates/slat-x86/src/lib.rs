@@ -1,1 +1,67 @@
-//! A software x86-64 CPU
+//! A software x86-64 CPU.
+//!
+//! An interpreter of decoded basic blocks. [`Cpu`] holds the architectural [`State`] and runs it against a
+//! [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`]) and answers CPUID, MSRs
+//! and the like. [`Cpu::run`] goes on until something needs the outside and says what: [`Exit`].
+//!
+//! | file | idea |
+//! |---|---|
+//! | [`state`] | the architectural registers |
+//! | [`machine`] | what the CPU needs from its machine, and its exits |
+//! | `cpu` | the CPU object; `run`: its outer loop |
+//! | `block` | basic blocks: finding, decoding, verifying against memory |
+//! | `op`, `lower/` | the decoded operation; from an instruction to an operation |
+//! | `exec/` | what the operations do, a file per kind |
+//! | `flags` | lazy arithmetic flags |
+//! | `tlb`, `mem` | the software TLB; loads and stores |
+//! | `mmio` | MMIO and port accesses, which the device model answers |
+//! | `segment`, `interrupt` | descriptors; delivery of exceptions and interrupts |
+//! | `simd/`, `x87` | SSE and x87 |
+//!
+//! Promises: an instruction that faults has changed nothing; LOCKed operations are atomic among CPUs on
+//! several threads; code that was overwritten (by this CPU, by another, by the host) is not executed from
+//! the block cache, because a block is compared with memory when it is entered.
+//!
+//! Missing: AVX and later, alignment checks (#AC), task switches, virtual-8086 mode, data breakpoints, VMX/SVM.
+
+mod block;
+mod cpu;
+mod exec;
+mod flags;
+mod int;
+mod interrupt;
+mod lower;
+pub mod machine;
+mod mem;
+mod mmio;
+mod op;
+mod run;
+mod segment;
+mod simd;
+pub mod state;
+mod tlb;
+mod x87;
+
+pub use cpu::Cpu;
+pub use machine::{Access, Exit, Fault, HostPage, Machine, Mmu, MsrFault, Paging};
+pub use state::{Events, Exception, F80, Segment, State, Table};
+
+/// Exception vectors.
+#[allow(missing_docs)]
+pub mod vector {
+    pub const DE: u8 = 0;
+    pub const DB: u8 = 1;
+    pub const NMI: u8 = 2;
+    pub const BP: u8 = 3;
+    pub const OF: u8 = 4;
+    pub const UD: u8 = 6;
+    pub const NM: u8 = 7;
+    pub const DF: u8 = 8;
+    pub const TS: u8 = 10;
+    pub const NP: u8 = 11;
+    pub const SS: u8 = 12;
+    pub const GP: u8 = 13;
+    pub const PF: u8 = 14;
+    pub const MF: u8 = 16;
+    pub const XM: u8 = 19;
+}

@@ -39,8 +39,8 @@ const DATA_SLOT: u32 = 1;
 const CODE_SLOT: u32 = 2;
 const SPARE_SLOT: u32 = 3;
 
-/// Runs the program on `kvm`; `at_end` sees the VM while it still stands.
-pub fn run<T>(kvm: &Kvm, at_end: impl FnOnce(&VmFd) -> T) -> Result<(Report, T), Failure> {
+/// Runs the program on `kvm`; `at_end` is called while the VM still stands.
+pub fn run<T>(kvm: &Kvm, at_end: impl FnOnce() -> T) -> Result<(Report, T), Failure> {
     // Before the VM: a guest's memory must outlive it.
     let mut system = Memory::new(guest::SYSTEM_SIZE, false)?;
     let data = Memory::new(guest::DATA_SIZE, true)?;
@@ -95,7 +95,7 @@ pub fn run<T>(kvm: &Kvm, at_end: impl FnOnce(&VmFd) -> T) -> Result<(Report, T),
         taking_away,
         giving_back,
     };
-    Ok((report, at_end(&vm)))
+    Ok((report, at_end()))
 }
 
 /// Creates a slot, or with `size` 0 deletes it.

@@ -29,8 +29,9 @@ pub fn run() -> ExitCode {
 fn account() -> Result<String, Failure> {
     let began = Instant::now();
     let kvm = Kvm::new()?;
-    let (report, ()) = machine::run(&kvm, |_vm| ())?;
-    Ok(describe(&report, began.elapsed()))
+    let (report, (vms, stats)) = machine::run(&kvm, slat_kvm::report::totals)?;
+    let steps = describe(&report, began.elapsed());
+    Ok(steps + &slat_kvm::report::render(vms, &stats))
 }
 
 fn describe(report: &Report, total: Duration) -> String {
@@ -74,7 +75,7 @@ fn describe(report: &Report, total: Duration) -> String {
         report.giving_back,
     );
     step("all together".to_owned(), total);
-    lines.push(String::new());
+    lines.extend(["".to_owned(), String::new()]);
     lines.join("\n")
 }
 

@@ -86,12 +86,14 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 table.count_leaves(level, -1);
                 let mut zapped = Zapped::nothing();
                 zapped.leaves[level.0 as usize - 1] = 1;
+                (path.taken)();
                 return Mapped::Cleared(zapped);
             }
             Entry::Table(lower) => {
                 entry.store(0, Release);
                 let mut zapped = Zapped::nothing();
                 zapped.detached.push(&self.table(lower), level.below());
+                (path.taken)();
                 return Mapped::Cleared(zapped);
             }
             Entry::Broken(_) => return Mapped::Broken,
@@ -143,20 +145,23 @@ impl<P: Platform, F: Format> Tree<P, F> {
         Some(installed)
     }
 
-    /// Puts an MMIO entry of `generation` at `gfn`, unless something else stands there by now.
-    pub(crate) fn map_mmio(&self, gfn: Gfn, generation: u64, path: &mut Path<'_>) {
+    /// Puts an MMIO entry of `generation` at `gfn`, unless something else stands there by now; tells
+    /// which.
+    pub(crate) fn map_mmio(&self, gfn: Gfn, generation: u64, path: &mut Path<'_>) -> bool {
         // A leaf in the way means that a slot has appeared: leave it alone.
         if matches!(self.lookup(gfn).entry, Entry::Leaf(_) | Entry::Broken(_)) {
-            return;
+            return false;
         }
         let Ok(table) = self.table_for(gfn, Level::PAGE, path) else {
-            return;
+            return false;
         };
         let entry = table.entry(Level::PAGE.index(gfn));
         let _guard = table.lock();
-        if F::is_absent(entry.load(Relaxed)) {
+        let free = F::is_absent(entry.load(Relaxed));
+        if free {
             entry.store(F::mmio(generation), Release);
         }
+        free
     }
 
     /// Whether the level 1 table on the way to `gfn`, if there is one, is there because of NX.
@@ -213,7 +218,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                     }
                     Entry::Broken(_) => return Err(NoPath::Broken),
                     Entry::Leaf(_) if F::BREAK_BEFORE_MAKE => {
-                        self.break_leaf(&table, at, gfn)?;
+                        self.break_leaf(&table, at, gfn, path)?;
                         bits = table.entry(at.index(gfn)).load(Acquire);
                     }
                     _ => {
@@ -230,7 +235,13 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 
     /// The first half of break-before-make. `Ok`: no leaf stands there any more, look again.
-    fn break_leaf(&self, table: &Table<'_, P>, level: Level, gfn: Gfn) -> Result<(), NoPath> {
+    fn break_leaf(
+        &self,
+        table: &Table<'_, P>,
+        level: Level,
+        gfn: Gfn,
+        path: &Path<'_>,
+    ) -> Result<(), NoPath> {
         let entry = table.entry(level.index(gfn));
         let _guard = table.lock();
         let broken = entry.fetch_update(Release, Relaxed, |bits| match F::decode(bits, level) {
@@ -238,7 +249,10 @@ impl<P: Platform, F: Format> Tree<P, F> {
             _ => None,
         });
         match broken {
-            Ok(_) => Err(NoPath::MustMend(gfn.align_down(level), level)),
+            Ok(_) => {
+                (path.taken)();
+                Err(NoPath::MustMend(gfn.align_down(level), level))
+            }
             Err(_) => Ok(()),
         }
     }

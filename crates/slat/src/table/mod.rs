@@ -136,12 +136,15 @@ pub(crate) struct Path<'a> {
     pub(crate) splits: LeafCounts,
     /// Level 1 tables made with `nx_split`.
     pub(crate) nx_splits: u64,
+    /// Called under the lock of the table from which a translation was taken away.
+    taken: &'a dyn Fn(),
 }
 
 impl<'a> Path<'a> {
-    pub(crate) fn new(frames: &'a mut FrameCache) -> Self {
+    pub(crate) fn new(frames: &'a mut FrameCache, taken: &'a dyn Fn()) -> Self {
         Path {
             frames,
+            taken,
             nx_split: false,
             splits: LeafCounts::default(),
             nx_splits: 0,

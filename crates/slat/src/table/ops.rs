@@ -245,6 +245,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 }
                 if F::BREAK_BEFORE_MAKE {
                     at.update::<F>(F::broken);
+                    (path.taken)();
                     broken.push((at.gfn, at.level));
                     return Next::Pass;
                 }

@@ -22,12 +22,12 @@ use core::fmt;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
-use super::{Section, Space, Vm};
+use super::{RangeOp, Space, Vm};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::slots::Memslot;
-use crate::table::{FrameCache, OutOfMemory, Path, Zapped};
+use crate::table::{FrameCache, OutOfMemory, Path};
 
 /// How a slot logs.
 pub(crate) struct DirtyLog {
@@ -174,23 +174,28 @@ impl<P: Platform, F: Format> Vm<P, F> {
             if bitmap.len() < log.bits.len() {
                 return Err(DirtyLogError::BitmapTooSmall(log.bits.len()));
             }
-            let section = self.section();
+            let mut op = RangeOp::begin(self, space);
             if log.by_dirty_bit {
-                self.harvest_dirty_bits(space, slot, log, &section);
+                op.harvest_dirty_bits(slot, log);
             }
             let manual = self.log_mode.manual.load(SeqCst);
-            let mut protected = 0;
+            let mut taken = 0;
             for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
                 *out = match word.load(Acquire) {
                     0 => 0,
                     dirty if manual => dirty,
                     _ => word.swap(0, AcqRel),
                 } & valid_bits(slot, i);
-                if !manual && !log.by_dirty_bit {
-                    protected += self.protect_pages(space, slot, i as u64 * 64, *out);
+                if !manual {
+                    taken |= *out;
+                    if log.protects() {
+                        op.protect_pages(slot, i as u64 * 64, *out);
+                    }
                 }
             }
-            self.flush_if(protected > 0, space, slot, &section);
+            // A page in the log whose leaf is gone may still be written through a translation that
+            // somebody else took away and has not flushed yet.
+            op.finish((taken != 0).then(|| slot.gfns()));
             Ok(())
         })
     }
@@ -218,73 +223,22 @@ impl<P: Platform, F: Format> Vm<P, F> {
             if bitmap.len() < words {
                 return Err(DirtyLogError::BitmapTooSmall(words));
             }
-            let section = self.section();
-            self.split_eagerly(space, slot.base.add(first)..slot.base.add(end), &section);
-            let mut protected = 0;
+            let gfns = slot.base.add(first)..slot.base.add(end);
+            let mut op = RangeOp::begin(self, space);
+            op.split_eagerly(gfns.clone());
+            let mut taken = 0;
             for (i, clear) in bitmap[..words].iter().enumerate() {
                 let word = first as usize / 64 + i;
                 let clear = clear & valid_bits(slot, word);
-                if clear == 0 {
-                    continue;
+                if clear != 0 {
+                    let was = log.bits[word].fetch_and(!clear, AcqRel) & clear;
+                    op.protect_pages(slot, word as u64 * 64, was);
+                    taken |= was;
                 }
-                let was = log.bits[word].fetch_and(!clear, AcqRel) & clear;
-                protected += self.protect_pages(space, slot, word as u64 * 64, was);
             }
-            self.flush_if(protected > 0, space, slot, &section);
+            op.finish((taken != 0).then_some(gfns));
             Ok(())
         })
-    }
-
-    fn flush_if(&self, owed: bool, space: &Space<P, F>, slot: &Memslot, section: &Section<'_>) {
-        if owed {
-            self.owe_flush();
-        }
-        self.finish_zap(space, Some(slot.gfns()), Zapped::nothing(), section);
-    }
-
-    /// Makes the next write to the pages that `mask` names, counted from `first` in the slot, be noted;
-    /// returns how many leaves were changed. The caller owes the flush.
-    pub(super) fn protect_pages(
-        &self,
-        space: &Space<P, F>,
-        slot: &Memslot,
-        first: u64,
-        mask: u64,
-    ) -> u64 {
-        if mask == 0 {
-            return 0;
-        }
-        let first = slot.base.add(first);
-        let range =
-            first.add(mask.trailing_zeros() as u64)..first.add(64 - mask.leading_zeros() as u64);
-        let named = |gfn: Gfn, level| level > Level::PAGE || mask >> (gfn.0 - first.0) & 1 != 0;
-        match &slot.dirty {
-            Some(log) if !log.protects() => space.tree.clear_dirty(range, named, |_, _| ()),
-            _ => space.tree.write_protect(range, named),
-        }
-    }
-
-    /// Moves the leaves' dirty bits into the bitmap.
-    fn harvest_dirty_bits(
-        &self,
-        space: &Space<P, F>,
-        slot: &Memslot,
-        log: &DirtyLog,
-        section: &Section<'_>,
-    ) {
-        let gfns = slot.gfns();
-        let found = space.tree.clear_dirty(
-            gfns.clone(),
-            |_, _| true,
-            |gfn, level| {
-                // A huge leaf that could not be split stands for all its pages.
-                for gfn in gfn.0.max(gfns.start.0)..(gfn.0 + level.pages()).min(gfns.end.0) {
-                    log.mark(gfn - gfns.start.0);
-                }
-            },
-        );
-        section.counters().dirty_pages.add(found);
-        self.flush_if(found > 0, space, slot, section);
     }
 
     /// The log of a slot that begins to log.
@@ -307,63 +261,96 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if self.log_mode.initially_set.load(SeqCst) {
             return;
         }
-        let section = self.section();
         let gfns = slot.gfns();
-        self.split_eagerly(space, gfns.clone(), &section);
+        let mut op = RangeOp::begin(self, space);
+        op.split_eagerly(gfns.clone());
         let changed = match &slot.dirty {
             Some(log) if !log.protects() => {
                 space.tree.clear_dirty(gfns.clone(), |_, _| true, |_, _| ())
             }
             _ => space.tree.write_protect(gfns.clone(), |_, _| true),
         };
-        self.flush_if(changed > 0, space, slot, &section);
-    }
-
-    /// Splits the huge leaves of `range`, chunk by chunk, as far as there is memory; what stays huge is
-    /// split by the first write to it.
-    fn split_eagerly(&self, space: &Space<P, F>, range: Range<Gfn>, section: &Section<'_>) {
-        if !self.policy.splits_eagerly() {
-            return;
-        }
-        let mut frames = FrameCache::default();
-        let chunk = self.policy.split_chunk();
-        let mut start = range.start;
-        while start < range.end {
-            let end = Gfn((start.0 / chunk + 1) * chunk).min(range.end);
-            let mut path = Path::new(&mut frames);
-            let walk = self.policy.walk_for_split();
-            let split = space.tree.split(start..end, walk, &mut path, || {
-                if F::BREAK_BEFORE_MAKE {
-                    self.owe_flush();
-                }
-                self.finish_zap(space, Some(start..end), Zapped::nothing(), section);
-            });
-            section.counters().path_done(&path.splits, path.nx_splits);
-            let Ok(entries) = split else { break };
-            section.counters().split_entries_visited.add(entries);
-            // Lets those pass who wait for this thread.
-            section.leave();
-            section.enter();
-            start = end;
-        }
-        frames.release(&*self.platform);
+        op.changed(changed > 0);
+        op.finish(Some(gfns));
     }
 
     /// Ends logging: tables in whose place a huge leaf could stand go, and the next fault brings it
     /// back. The small leaves that stay become writable by their next write fault.
     pub(super) fn end_logging(&self, space: &Space<P, F>, slot: &Memslot) {
-        let section = self.section();
-        let mut zapped = Zapped::nothing();
         let gfns = slot.gfns();
+        let mut op = RangeOp::begin(self, space);
+        let collapsible = |gfn, level, _| self.host_level(slot, gfn) >= level;
         space
             .tree
-            .zap_tables(gfns.clone(), &mut zapped, |gfn, level, _| {
-                self.host_level(slot, gfn) >= level
-            });
-        if !zapped.is_empty() {
-            self.owe_flush();
+            .zap_tables(gfns.clone(), &mut op.zapped, collapsible);
+        op.finish(Some(gfns));
+    }
+}
+
+impl<P: Platform, F: Format> RangeOp<'_, P, F> {
+    /// Makes the next write to the pages that `mask` names, counted from `first` in the slot, be noted.
+    pub(super) fn protect_pages(&mut self, slot: &Memslot, first: u64, mask: u64) {
+        if mask == 0 {
+            return;
         }
-        self.finish_zap(space, Some(gfns), zapped, &section);
+        let tree = &self.space.tree;
+        let first = slot.base.add(first);
+        let range =
+            first.add(mask.trailing_zeros() as u64)..first.add(64 - mask.leading_zeros() as u64);
+        let named = |gfn: Gfn, level| level > Level::PAGE || mask >> (gfn.0 - first.0) & 1 != 0;
+        let changed = match &slot.dirty {
+            Some(log) if !log.protects() => tree.clear_dirty(range, named, |_, _| ()),
+            _ => tree.write_protect(range, named),
+        };
+        self.changed(changed > 0);
+    }
+
+    /// Moves the leaves' dirty bits into the bitmap.
+    fn harvest_dirty_bits(&mut self, slot: &Memslot, log: &DirtyLog) {
+        let gfns = slot.gfns();
+        let tree = &self.space.tree;
+        let found = tree.clear_dirty(
+            gfns.clone(),
+            |_, _| true,
+            |gfn, level| {
+                // A huge leaf that could not be split stands for all its pages.
+                for gfn in gfn.0.max(gfns.start.0)..(gfn.0 + level.pages()).min(gfns.end.0) {
+                    log.mark(gfn - gfns.start.0);
+                }
+            },
+        );
+        self.counters().dirty_pages.add(found);
+        self.changed(found > 0);
+        self.flush(gfns);
+    }
+
+    /// Splits the huge leaves of `range`, chunk by chunk, as far as there is memory; what stays huge is
+    /// split by the first write to it.
+    fn split_eagerly(&mut self, range: Range<Gfn>) {
+        let (vm, space) = (self.vm(), self.space);
+        if !vm.policy.splits_eagerly() {
+            return;
+        }
+        let mut frames = FrameCache::default();
+        let chunk = vm.policy.split_chunk();
+        let mut start = range.start;
+        while start < range.end {
+            let end = Gfn((start.0 / chunk + 1) * chunk).min(range.end);
+            let owe = || vm.flushes.owe();
+            let mut path = Path::new(&mut frames, &owe);
+            let walk = vm.policy.walk_for_split();
+            let split = space
+                .tree
+                .split(start..end, walk, &mut path, || self.flush(start..end));
+            let (splits, nx_splits) = (path.splits, path.nx_splits);
+            self.counters().path_done(&splits, nx_splits);
+            let Ok(entries) = split else { break };
+            self.counters().split_entries_visited.add(entries);
+            // Lets those pass who wait for this thread.
+            self.flush(start..end);
+            start = end;
+        }
+        frames.release(&*vm.platform);
     }
 }
 

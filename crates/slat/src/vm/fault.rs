@@ -15,8 +15,8 @@ use core::fmt;
 use core::ops::Range;
 use core::sync::atomic::Ordering::Relaxed;
 
-use super::{DirtyLog, Sequence};
-use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level};
+use super::{DirtyLog, RangeOp, Sequence};
+use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
 use crate::slots::{Memslot, SlotFlags};
@@ -108,9 +108,10 @@ impl SlotFacts {
         }
     }
 
-    /// The page in question, as a range.
-    fn page(&self) -> Range<Hva> {
-        self.hva..self.hva.add_pages(1)
+    /// What backs a leaf of `level` around `gfn`, the page of these facts; the leaf fits the slot.
+    fn hvas(&self, gfn: Gfn, level: Level) -> Range<Hva> {
+        let start = Hva(self.hva.0 - ((gfn.0 - gfn.align_down(level).0) << PAGE_SHIFT));
+        start..start.add_pages(level.pages())
     }
 
     /// Whether its leaves must not be writable before a write was noted.
@@ -205,13 +206,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 // It slept through a flush: what it returned to its CPU before is void.
                 Attempt::Done(_) if slept => return Err(Stop::Retry),
                 Attempt::Done(translation) => return Ok(translation),
-                Attempt::Again => self.counters().pf_retried.add(1),
+                Attempt::Again => {}
             }
         }
     }
 
     fn attempt(&mut self, gpa: Gpa, access: Access, slept: &mut bool) -> Attempt {
         let gfn = gpa.gfn();
+        // Everything it goes by is looked at after the sequence was taken, the leaf, too: a move may
+        // have put another page of the same slot there since the walk that faulted.
         let sequence = self.vm().in_progress.sequence();
         let slot = match self.find_slot(gfn) {
             Ok(slot) => SlotFacts::of(slot, gfn),
@@ -233,15 +236,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             None => match self.resolve(slot.hva, access, slept) {
                 Ok(host) => host,
                 Err(ResolveError::Interrupted) => return Attempt::Stop(Stop::Retry),
-                Err(error) if self.vm().in_progress.sequence() == sequence => {
+                Err(error) if self.holds(sequence, &slot.hvas(gfn, Level::PAGE)) => {
                     return Attempt::Stop(Stop::BadAddress {
                         gpa,
                         hva: slot.hva,
                         error,
                     });
                 }
-                // The slot may have gone, or its memory come back.
-                Err(_) => return Attempt::Again,
+                // The slot may have gone, or its memory come back, or be about to.
+                Err(_) => return self.stale(&slot.hvas(gfn, Level::PAGE), slept),
             },
         };
         let (level, nx_split) = self.level(gfn, &slot, &host, access);
@@ -267,7 +270,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             Mapped::Widened if known.is_some() => counters.pf_fast.add(1),
             Mapped::Widened => counters.pf_fixed.add(1),
             Mapped::Spurious => counters.pf_spurious.add(1),
-            Mapped::Stale => return self.stale(&slot, slept),
+            Mapped::Stale => return self.stale(&slot.hvas(gfn, level), slept),
             Mapped::Cleared(zapped) => {
                 self.flush_as_vcpu(gfn.align_down(level), level, zapped, slept);
                 return Attempt::Again;
@@ -275,7 +278,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             Mapped::MustMend(base, above) => {
                 self.flush_as_vcpu(base, above, Zapped::nothing(), slept);
                 let (vm, space, frames) = self.parts();
-                let mut path = Path::new(frames);
+                let owe = || vm.flushes.owe();
+                let mut path = Path::new(frames, &owe);
                 path.nx_split = nx_split;
                 vm.spaces[space].tree.mend(gfn, above, &mut path);
                 let (splits, nx_splits) = (path.splits, path.nx_splits);
@@ -324,9 +328,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.counters().pf_emulate.add(1);
         if self.vm().caches_mmio() {
             let (vm, space, frames) = self.parts();
+            let owe = || vm.flushes.owe();
+            let mut path = Path::new(frames, &owe);
             let tree = &vm.spaces[space].tree;
-            tree.map_mmio(gpa.gfn(), generation, &mut Path::new(frames));
-            self.counters().pf_mmio_spte_created.add(1);
+            let made = tree.map_mmio(gpa.gfn(), generation, &mut path);
+            let (splits, nx_splits) = (path.splits, path.nx_splits);
+            self.counters().path_done(&splits, nx_splits);
+            self.counters().pf_mmio_spte_created.add(made as u64);
         }
         Stop::Mmio { gpa }
     }
@@ -338,7 +346,17 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         access: Access,
         slept: &mut bool,
     ) -> Result<HostPage, ResolveError> {
-        self.outside(slept, |vcpu| vcpu.vm().platform.resolve(hva, access))
+        let host = self.outside(slept, |vcpu| vcpu.vm().platform.resolve(hva, access))?;
+        let allowed = match access {
+            Access::Read => true,
+            Access::Write => host.writable,
+            Access::Execute => is_executable(&host),
+        };
+        if allowed {
+            Ok(host)
+        } else {
+            Err(ResolveError::BadAddress)
+        }
     }
 
     /// Step 6.
@@ -354,10 +372,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let ring = self.ring().cloned();
         let (vm, space, frames) = self.parts();
         let tree = &vm.spaces[space].tree;
-        let mut path = Path::new(frames);
+        let owe = || vm.flushes.owe();
+        let mut path = Path::new(frames, &owe);
         path.nx_split = nx_split;
         let mut noted = false;
-        let valid = || vm.in_progress.holds(sequence, &slot.page(), vm.lock_wait());
+        let hvas = slot.hvas(gfn, level);
+        let valid = || vm.in_progress.holds(sequence, &hvas, vm.lock_wait());
         let note = || {
             let Some(log) = slot.log.as_ref().filter(|log| leaf.write && log.protects()) else {
                 return;
@@ -378,11 +398,17 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// What it knew did not hold: waits for an invalidation of its page to end, if that was it.
-    fn stale(&mut self, slot: &SlotFacts, slept: &mut bool) -> Attempt {
+    fn stale(&mut self, hvas: &Range<Hva>, slept: &mut bool) -> Attempt {
+        self.counters().pf_retried.add(1);
         self.wait_while(slept, |vcpu| {
             let vm = vcpu.vm();
-            vm.in_progress.covers(&slot.page(), vm.lock_wait())
+            vm.in_progress.covers(hvas, vm.lock_wait())
         })
+    }
+
+    fn holds(&self, sequence: Sequence, hvas: &Range<Hva>) -> bool {
+        let vm = self.vm();
+        vm.in_progress.holds(sequence, hvas, vm.lock_wait())
     }
 
     /// Somebody is replacing a leaf on the way.
@@ -422,16 +448,16 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if !matches!(found.entry, Entry::Leaf(_)) || found.level == Level::PAGE {
             return;
         }
-        let (base, level) = (gfn.align_down(found.level), found.level);
-        let mut zapped = Zapped::nothing();
-        self.space()
-            .tree
-            .zap(base..base.add(level.pages()), &mut zapped);
-        self.flush_as_vcpu(base, level, zapped, slept);
+        let base = gfn.align_down(found.level);
+        let range = base..base.add(found.level.pages());
+        self.outside(slept, |vcpu| {
+            let mut op = RangeOp::begin(vcpu.vm(), vcpu.space());
+            op.space.tree.zap(range.clone(), &mut op.zapped);
+            op.finish(Some(range));
+        });
     }
 
     fn flush_as_vcpu(&mut self, gfn: Gfn, level: Level, zapped: Zapped, slept: &mut bool) {
-        self.vm().owe_flush();
         self.outside(slept, |vcpu| {
             let vm = vcpu.vm();
             let range = gfn..gfn.add(level.pages());
@@ -458,6 +484,10 @@ fn translation(leaf: Leaf, level: Level, gfn: Gfn) -> Translation {
     }
 }
 
+fn is_executable(host: &HostPage) -> bool {
+    host.memory == MemoryType::WriteBack
+}
+
 /// The leaf for one page; rights and marks as KVM starts them.
 fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
     let allowed = host.writable && !slot.flags.has(SlotFlags::READONLY);
@@ -466,7 +496,7 @@ fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
     Leaf {
         pfn: host.pfn,
         write,
-        execute: host.memory == MemoryType::WriteBack,
+        execute: is_executable(host),
         may_write: allowed && !write,
         accessed: true,
         dirty: access == Access::Write,

@@ -4,7 +4,8 @@
 //! A fault takes a [`Sequence`] before it looks at slots or host, and asks whether it still holds
 //! under the lock of the table into which it installs ([`crate::table`]). It does not when
 //!
-//! * an invalidation is in progress over its backing page, or
+//! * an invalidation is in progress over a page behind the leaf (a huge leaf may reach into a range
+//!   that its page lies outside of), or
 //! * the sequence has been raised since. It is raised by a slot change, after the new set was
 //!   published and before the zap; and at the begin and at the end of an invalidation whose range
 //!   some memslot uses at that moment.
@@ -18,13 +19,11 @@
 use core::ops::Range;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 
-use super::{Section, Space, Vm};
-use crate::addr::Hva;
+use super::{RangeOp, Space, Vm};
+use crate::addr::{Gfn, Hva};
 use crate::format::Format;
 use crate::platform::{Platform, WaitFor};
-use crate::stats::Counters;
 use crate::sync::Lock;
-use crate::table::Zapped;
 
 /// What a fault knew when it began.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -108,18 +107,17 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// The caller is no vCPU inside [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`].
     pub fn invalidate(&self, range: Range<Hva>) -> Invalidation<'_, P, F> {
         self.in_progress.begin(&range, self.lock_wait());
-        let section = self.section();
         if self.raise_if_used(&range) {
-            section.counters().invalidations.add(1);
             for space in &self.spaces {
-                self.zap_backed_by(space, &range, &section);
+                self.zap_backed_by(space, &range);
             }
         }
         Invalidation { vm: self, range }
     }
 
-    /// Raises the sequence if a slot uses a page of `range`. The caller is inside a reader section.
+    /// Raises the sequence if a slot uses a page of `range`.
     fn raise_if_used(&self, range: &Range<Hva>) -> bool {
+        let section = self.section();
         let mut used = false;
         for space in &self.spaces {
             space.slots.current().backed_by(range, |_| {
@@ -129,49 +127,31 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         if used {
             self.in_progress.raise();
+            section.counters().invalidations.add(1);
         }
         used
     }
 
-    fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, section: &Section<'_>) {
-        let mut zapped = Zapped::nothing();
-        let mut hull = None;
+    fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>) {
+        let mut op = RangeOp::begin(self, space);
+        let mut hull: Option<Range<Gfn>> = None;
         space.slots.current().backed_by(range, |slot| {
             let gfns = slot.gfns_backed_by(range);
-            space.tree.zap(gfns.clone(), &mut zapped);
+            space.tree.zap(gfns.clone(), &mut op.zapped);
             let hull = hull.get_or_insert(gfns.clone());
             *hull = hull.start.min(gfns.start)..hull.end.max(gfns.end);
             true
         });
-        self.finish_zap(space, hull, zapped, section);
+        op.finish(hull);
     }
 
     pub(crate) fn lock_wait(&self) -> impl FnMut(u32) + '_ {
         |round| self.platform.wait(round, WaitFor::Lock)
     }
-
-    /// Leaves the section, flushes, and comes back in.
-    pub(crate) fn finish_zap(
-        &self,
-        space: &Space<P, F>,
-        range: Option<Range<crate::addr::Gfn>>,
-        zapped: Zapped,
-        section: &Section<'_>,
-    ) {
-        let Some(range) = range else { return };
-        if !zapped.is_empty() {
-            self.owe_flush();
-        }
-        section.leave();
-        let counters: &Counters = section.counters();
-        self.flush(space, range, zapped, counters);
-        section.enter();
-    }
 }
 
 impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
     fn drop(&mut self) {
-        let _section = self.vm.section();
         self.vm.raise_if_used(&self.range);
         self.vm.in_progress.end(self.vm.lock_wait());
     }

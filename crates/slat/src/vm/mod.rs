@@ -1,7 +1,7 @@
 //! One virtual machine's memory: its memslots, its tables, and what keeps the two in step.
 //!
 //! A file per mechanism: [`fault`], [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`],
-//! [`prefetch`], [`nx`], [`age`].
+//! [`prefetch`], [`nx`], [`age`]. What range operations share is [`range_op`].
 //!
 //! # Locks, from the outside in
 //! 1. the slot writers' lock of an address space: held over a whole slot change, flush included. No
@@ -18,6 +18,7 @@ mod fault;
 mod invalidate;
 mod nx;
 mod prefetch;
+mod range_op;
 mod region;
 mod ring;
 
@@ -27,6 +28,7 @@ pub use fault::{Stop, Translation};
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
 pub(crate) use prefetch::Window;
+pub(crate) use range_op::{Flushes, RangeOp};
 pub use ring::{DirtyGfn, DirtyRing};
 
 use alloc::sync::Arc;
@@ -42,7 +44,7 @@ use crate::slots::{Memslot, Slots};
 use crate::stats::{Counters, Stats};
 use crate::sync::Lock;
 use crate::sync::quiesce::{Reader, Readers};
-use crate::table::{Freed, OutOfMemory, Tree, Zapped};
+use crate::table::{OutOfMemory, Tree};
 
 /// How a VM is made.
 #[derive(Clone, Copy, Debug)]
@@ -73,10 +75,7 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) policy: Policy,
     pub(crate) spaces: Vec<Space<P, F>>,
     pub(crate) in_progress: InProgress,
-    /// Raised when translations have been taken away, and the value up to which they are flushed:
-    /// who finds nothing to zap may still owe its caller the flush of somebody else's zap.
-    flush_owed: AtomicU64,
-    flush_paid: AtomicU64,
+    pub(crate) flushes: Flushes,
     log_mode: LogMode,
     /// Every vCPU's, while they are in use. The lock serializes resets.
     rings: Lock<Vec<Arc<DirtyRing>>>,
@@ -127,8 +126,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             policy: Policy::default(),
             spaces,
             in_progress: InProgress::new(),
-            flush_owed: AtomicU64::new(0),
-            flush_paid: AtomicU64::new(0),
+            flushes: Flushes::default(),
             log_mode: LogMode::default(),
             rings: Lock::new(Vec::new()),
             nx_cursor: AtomicU64::new(0),
@@ -188,43 +186,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
         };
         section.enter();
         section
-    }
-
-    /// Notes that translations were taken away; a flush is owed from now on.
-    pub(crate) fn owe_flush(&self) {
-        self.flush_owed.fetch_add(1, SeqCst);
-    }
-
-    /// Makes sure that no CPU uses a translation that was taken away before this call, by whomever,
-    /// and frees what `zapped` holds. The caller is outside every reader section and has called
-    /// [`Vm::owe_flush`] after zapping.
-    pub(crate) fn flush(
-        &self,
-        space: &Space<P, F>,
-        range: Range<Gfn>,
-        zapped: Zapped,
-        counters: &Counters,
-    ) {
-        counters.remote_tlb_flush_requests.add(1);
-        let owed = self.flush_owed.load(SeqCst);
-        if zapped.is_empty() && self.flush_paid.load(SeqCst) >= owed {
-            return;
-        }
-        // First the software side: after it no late fault can still add a leaf to a detached table.
-        // Then the hardware: it forgets what it may have walked there. Then nobody can reach them.
-        self.readers.synchronize(|round, token| {
-            self.platform.wait(round, WaitFor::Reader(token));
-        });
-        self.platform.flush(self.id, range);
-        self.flush_paid.fetch_max(owed, SeqCst);
-        counters.remote_tlb_flush.add(1);
-        let mut gone = Freed {
-            leaves: zapped.leaves,
-            nx_splits: 0,
-        };
-        // SAFETY: all readers have passed since the tables were detached, and hardware is flushed.
-        gone += unsafe { space.tree.free(zapped.detached) };
-        counters.gone(&gone);
     }
 
     /// The largest level at which the page at `gfn` of `slot` may be mapped, if the host mapping

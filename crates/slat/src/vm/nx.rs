@@ -10,11 +10,11 @@
 
 use core::sync::atomic::Ordering::*;
 
-use super::Vm;
+use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
-use crate::table::{Tree, Zapped};
+use crate::table::Tree;
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Takes away one in `nx_huge_pages_recovery_ratio` of the tables that NX has split (rounded up;
@@ -28,8 +28,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         };
         let mut taken = 0;
         for space in &self.spaces {
-            let section = self.section();
-            let mut zapped = Zapped::nothing();
+            let mut op = RangeOp::begin(self, space);
             let capacity = Gfn(Tree::<P, F>::capacity());
             let start = Gfn(self.nx_cursor.load(Relaxed)).min(capacity);
             let mut cursor = start;
@@ -37,7 +36,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             for range in [start..capacity, Gfn(0)..start] {
                 space
                     .tree
-                    .zap_tables(range, &mut zapped, |gfn, level, table| {
+                    .zap_tables(range, &mut op.zapped, |gfn, level, table| {
                         let take =
                             left > 0 && level == Level::MEGA && space.tree.is_nx_table(table);
                         if take {
@@ -49,10 +48,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                     });
             }
             self.nx_cursor.store(cursor.0, Relaxed);
-            if !zapped.is_empty() {
-                self.owe_flush();
-            }
-            self.finish_zap(space, Some(Gfn(0)..capacity), zapped, &section);
+            op.finish(Some(Gfn(0)..capacity));
         }
         taken
     }

@@ -70,7 +70,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let backing = hva(range.start)..hva(range.end);
         let readonly = slot.flags.has(SlotFlags::READONLY);
         let (vm, space, frames) = self.parts();
-        let mut path = Path::new(frames);
+        let owe = || vm.flushes.owe();
+        let mut path = Path::new(frames, &owe);
         let (mut installed, mut mapped) = (0, 0);
         vm.platform
             .resolve_resident(backing.clone(), &mut |run: HostRun| {

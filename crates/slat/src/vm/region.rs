@@ -4,12 +4,12 @@
 use alloc::sync::Arc;
 use core::ops::Range;
 
-use super::{DirtyLog, Vm};
+use super::{DirtyLog, RangeOp, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::slots::{Change, Memslot, Region, RegionError, SlotFlags, plan};
-use crate::table::{Tree, Zapped};
+use crate::table::Tree;
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Creates, deletes, moves a memslot or changes its flags: KVM_SET_USER_MEMORY_REGION, with its
@@ -38,7 +38,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 self.zap_slot(space, gfns);
             }
             Change::Move { from, to } => {
-                let to = self.logging(to, None)?;
+                // KVM keeps the log of a slot that moves: what was written there is still to be told.
+                let log = change.by_id(id).and_then(|old| old.dirty.clone());
+                let to = self.logging(to, log)?;
                 change.replace(id, Some(to), &self.readers)?;
                 self.zap_slot(space, from);
             }
@@ -69,11 +71,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     fn zap_slot(&self, space: usize, gfns: Range<Gfn>) {
         self.in_progress.raise();
-        let space = &self.spaces[space];
-        let section = self.section();
-        let mut zapped = Zapped::nothing();
-        space.tree.zap(gfns.clone(), &mut zapped);
-        self.finish_zap(space, Some(gfns), zapped, &section);
+        let mut op = RangeOp::begin(self, &self.spaces[space]);
+        op.space.tree.zap(gfns.clone(), &mut op.zapped);
+        op.finish(Some(gfns));
     }
 
     /// The slot with a log if its flags ask for one; `old` if it has one already.

@@ -13,11 +13,11 @@ use alloc::sync::Arc;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 
-use super::Vm;
+use super::{RangeOp, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
 use crate::platform::Platform;
-use crate::table::{OutOfMemory, Tree, Zapped};
+use crate::table::{OutOfMemory, Tree};
 
 /// One entry, with the layout of `struct kvm_dirty_gfn`.
 #[repr(C)]
@@ -136,22 +136,20 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn reset_space(&self, index: usize, rings: &[Arc<DirtyRing>]) -> u64 {
         let space = &self.spaces[index];
         let change = space.slots.change(self.lock_wait());
-        let section = self.section();
-        let (mut taken, mut protected) = (0, 0);
+        let mut op = RangeOp::begin(self, space);
+        let mut taken = 0;
         for ring in rings {
             while let Some((id, offset)) = ring.pop_reset(index as u32) {
                 taken += 1;
                 // An entry of a slot that has gone, or come again smaller, is nobody's.
                 if let Some(slot) = change.by_id(id).filter(|slot| offset < slot.pages) {
-                    protected += self.protect_pages(space, slot, offset, 1);
+                    op.protect_pages(slot, offset, 1);
                 }
             }
         }
-        if protected > 0 {
-            self.owe_flush();
-        }
+        // A page whose leaf is gone may still be written through a translation not flushed yet.
         let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-        self.finish_zap(space, Some(everything), Zapped::nothing(), &section);
+        op.finish((taken > 0).then_some(everything));
         taken
     }
 

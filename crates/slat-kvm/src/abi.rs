@@ -1,0 +1,138 @@
+//! Request numbers of the KVM ioctls, built from the sizes of kvm-bindings' structs.
+//!
+//! kvm-bindings carries the structs but not the requests. A request is the kernel's usual encoding: direction, size of
+//! the argument, type (`KVMIO`) and number.
+
+use kvm_bindings::*;
+
+/// The type byte of every KVM ioctl.
+pub const KVMIO: u32 = 0xae;
+
+const NONE: u32 = 0;
+const WRITE: u32 = 1;
+const READ: u32 = 2;
+
+const fn ioc(direction: u32, number: u32, size: usize) -> u32 {
+    direction << 30 | (size as u32) << 16 | KVMIO << 8 | number
+}
+
+const fn io(number: u32) -> u32 {
+    ioc(NONE, number, 0)
+}
+
+/// The client passes a `T` in.
+const fn iow<T>(number: u32) -> u32 {
+    ioc(WRITE, number, size_of::<T>())
+}
+
+/// The client gets a `T` out.
+const fn ior<T>(number: u32) -> u32 {
+    ioc(READ, number, size_of::<T>())
+}
+
+const fn iowr<T>(number: u32) -> u32 {
+    ioc(READ | WRITE, number, size_of::<T>())
+}
+
+macro_rules! requests {
+    ($($name:ident = $value:expr;)*) => {
+        $(#[allow(missing_docs)] pub const $name: u32 = $value;)*
+
+        /// The name of a request, for messages.
+        pub fn name(request: u32) -> Option<&'static str> {
+            match request {
+                $(_ if request == $name => Some(stringify!($name)),)*
+                _ => None,
+            }
+        }
+    };
+}
+
+requests! {
+    // /dev/kvm
+    KVM_GET_API_VERSION = io(0x00);
+    KVM_CREATE_VM = io(0x01);
+    KVM_GET_MSR_INDEX_LIST = iowr::<kvm_msr_list>(0x02);
+    KVM_CHECK_EXTENSION = io(0x03);
+    KVM_GET_VCPU_MMAP_SIZE = io(0x04);
+    KVM_GET_SUPPORTED_CPUID = iowr::<kvm_cpuid2>(0x05);
+    KVM_GET_EMULATED_CPUID = iowr::<kvm_cpuid2>(0x09);
+    KVM_GET_MSR_FEATURE_INDEX_LIST = iowr::<kvm_msr_list>(0x0a);
+    // VM
+    KVM_CREATE_VCPU = io(0x41);
+    KVM_GET_DIRTY_LOG = iow::<kvm_dirty_log>(0x42);
+    KVM_SET_NR_MMU_PAGES = io(0x44);
+    KVM_GET_NR_MMU_PAGES = io(0x45);
+    KVM_SET_USER_MEMORY_REGION = iow::<kvm_userspace_memory_region>(0x46);
+    KVM_SET_TSS_ADDR = io(0x47);
+    KVM_SET_IDENTITY_MAP_ADDR = iow::<u64>(0x48);
+    KVM_SET_USER_MEMORY_REGION2 = iow::<kvm_userspace_memory_region2>(0x49);
+    KVM_CREATE_IRQCHIP = io(0x60);
+    KVM_IRQ_LINE = iow::<kvm_irq_level>(0x61);
+    KVM_GET_IRQCHIP = iowr::<kvm_irqchip>(0x62);
+    KVM_SET_IRQCHIP = ior::<kvm_irqchip>(0x63);
+    KVM_IRQ_LINE_STATUS = iowr::<kvm_irq_level>(0x67);
+    KVM_SET_BOOT_CPU_ID = io(0x78);
+    KVM_SET_CLOCK = iow::<kvm_clock_data>(0x7b);
+    KVM_GET_CLOCK = ior::<kvm_clock_data>(0x7c);
+    KVM_SET_TSC_KHZ = io(0xa2);
+    KVM_GET_TSC_KHZ = io(0xa3);
+    KVM_ENABLE_CAP = iow::<kvm_enable_cap>(0xa3);
+    KVM_SIGNAL_MSI = iow::<kvm_msi>(0xa5);
+    KVM_CLEAR_DIRTY_LOG = iowr::<kvm_clear_dirty_log>(0xc0);
+    // vCPU
+    KVM_RUN = io(0x80);
+    KVM_GET_REGS = ior::<kvm_regs>(0x81);
+    KVM_SET_REGS = iow::<kvm_regs>(0x82);
+    KVM_GET_SREGS = ior::<kvm_sregs>(0x83);
+    KVM_SET_SREGS = iow::<kvm_sregs>(0x84);
+    KVM_TRANSLATE = iowr::<kvm_translation>(0x85);
+    KVM_INTERRUPT = iow::<kvm_interrupt>(0x86);
+    KVM_GET_MSRS = iowr::<kvm_msrs>(0x88);
+    KVM_SET_MSRS = iow::<kvm_msrs>(0x89);
+    KVM_SET_SIGNAL_MASK = iow::<kvm_signal_mask>(0x8b);
+    KVM_GET_FPU = ior::<kvm_fpu>(0x8c);
+    KVM_SET_FPU = iow::<kvm_fpu>(0x8d);
+    KVM_GET_LAPIC = ior::<kvm_lapic_state>(0x8e);
+    KVM_SET_LAPIC = iow::<kvm_lapic_state>(0x8f);
+    KVM_SET_CPUID2 = iow::<kvm_cpuid2>(0x90);
+    KVM_GET_CPUID2 = iowr::<kvm_cpuid2>(0x91);
+    KVM_GET_MP_STATE = ior::<kvm_mp_state>(0x98);
+    KVM_SET_MP_STATE = iow::<kvm_mp_state>(0x99);
+    KVM_NMI = io(0x9a);
+    KVM_GET_VCPU_EVENTS = ior::<kvm_vcpu_events>(0x9f);
+    KVM_SET_VCPU_EVENTS = iow::<kvm_vcpu_events>(0xa0);
+    KVM_GET_DEBUGREGS = ior::<kvm_debugregs>(0xa1);
+    KVM_SET_DEBUGREGS = iow::<kvm_debugregs>(0xa2);
+    KVM_GET_XSAVE = ior::<kvm_xsave>(0xa4);
+    KVM_SET_XSAVE = iow::<kvm_xsave>(0xa5);
+    KVM_GET_XCRS = ior::<kvm_xcrs>(0xa6);
+    KVM_SET_XCRS = iow::<kvm_xcrs>(0xa7);
+    KVM_KVMCLOCK_CTRL = io(0xad);
+    KVM_GET_SREGS2 = ior::<kvm_sregs2>(0xcc);
+    KVM_SET_SREGS2 = iow::<kvm_sregs2>(0xcd);
+    KVM_GET_XSAVE2 = ior::<kvm_xsave>(0xcf);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_have_the_numbers_of_the_kernel() {
+        // From the public header, as any program that uses KVM has them compiled in.
+        assert_eq!(KVM_GET_API_VERSION, 0xae00);
+        assert_eq!(KVM_RUN, 0xae80);
+        assert_eq!(KVM_SET_USER_MEMORY_REGION, 0x4020_ae46);
+        assert_eq!(KVM_SET_USER_MEMORY_REGION2, 0x40a0_ae49);
+        assert_eq!(KVM_GET_SREGS, 0x8138_ae83);
+        assert_eq!(KVM_GET_SUPPORTED_CPUID, 0xc008_ae05);
+        assert_eq!(KVM_GET_MSRS, 0xc008_ae88);
+    }
+
+    #[test]
+    fn requests_have_names() {
+        assert_eq!(name(KVM_RUN), Some("KVM_RUN"));
+        assert_eq!(name(0xaeff), None);
+    }
+}

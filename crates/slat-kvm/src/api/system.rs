@@ -1,0 +1,153 @@
+//! [`Kvm`].
+
+use super::VmFd;
+use crate::errno::{Error, Result, fail};
+use crate::system::System;
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, MsrList, Msrs};
+use kvm_ioctls::Cap;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+/// The KVM subsystem; in place of `kvm_ioctls::Kvm`.
+#[derive(Debug)]
+pub struct Kvm {
+    system: Arc<System>,
+    fd: OwnedFd,
+}
+
+impl Kvm {
+    /// Opens it. Needs neither `/dev/kvm` nor any privilege.
+    ///
+    /// # Errors
+    /// What the host answers to opening a descriptor; `EINVAL` when the policies of the environment make no sense.
+    pub fn new() -> Result<Self> {
+        crate::policy::current()?;
+        Ok(Kvm {
+            system: Arc::new(System),
+            fd: System::descriptor(true)?,
+        })
+    }
+
+    /// `KVM_GET_API_VERSION`.
+    pub fn get_api_version(&self) -> i32 {
+        self.system.api_version()
+    }
+
+    /// `KVM_CHECK_EXTENSION` by number.
+    pub fn check_extension_raw(&self, c: std::os::raw::c_ulong) -> i32 {
+        self.system.check_extension(c)
+    }
+
+    /// `KVM_CHECK_EXTENSION`.
+    pub fn check_extension_int(&self, c: Cap) -> i32 {
+        self.check_extension_raw(c as std::os::raw::c_ulong)
+    }
+
+    /// Whether there is a capability.
+    pub fn check_extension(&self, c: Cap) -> bool {
+        self.check_extension_int(c) > 0
+    }
+
+    /// `KVM_GET_VCPU_MMAP_SIZE`.
+    ///
+    /// # Errors
+    /// None.
+    pub fn get_vcpu_mmap_size(&self) -> Result<usize> {
+        Ok(self.system.vcpu_mmap_size())
+    }
+
+    /// The recommended number of vCPUs.
+    pub fn get_nr_vcpus(&self) -> usize {
+        self.check_extension_int(Cap::NrVcpus) as usize
+    }
+
+    /// The number of memory slots.
+    pub fn get_nr_memslots(&self) -> usize {
+        self.check_extension_int(Cap::NrMemslots) as usize
+    }
+
+    /// The number of vCPUs one VM can have.
+    pub fn get_max_vcpus(&self) -> usize {
+        self.check_extension_int(Cap::MaxVcpus) as usize
+    }
+
+    /// One more than the largest vCPU id.
+    pub fn get_max_vcpu_id(&self) -> usize {
+        self.check_extension_int(Cap::MaxVcpuId) as usize
+    }
+
+    /// `KVM_GET_EMULATED_CPUID`.
+    ///
+    /// # Errors
+    /// `ENOMEM` when there is not room for all entries.
+    pub fn get_emulated_cpuid(&self, num_entries: usize) -> Result<CpuId> {
+        cpuid(&self.system.emulated_cpuid(), num_entries)
+    }
+
+    /// `KVM_GET_SUPPORTED_CPUID`.
+    ///
+    /// # Errors
+    /// `ENOMEM` for more than `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when there is not room for all entries.
+    pub fn get_supported_cpuid(&self, num_entries: usize) -> Result<CpuId> {
+        cpuid(&self.system.supported_cpuid(), num_entries)
+    }
+
+    /// `KVM_GET_MSR_INDEX_LIST`.
+    ///
+    /// # Errors
+    /// None that can happen.
+    pub fn get_msr_index_list(&self) -> Result<MsrList> {
+        debug_assert!(self.system.msr_index_list().len() <= KVM_MAX_MSR_ENTRIES);
+        MsrList::from_entries(self.system.msr_index_list()).map_err(|_| Error::new(libc::ENOMEM))
+    }
+
+    /// `KVM_GET_MSR_FEATURE_INDEX_LIST`.
+    ///
+    /// # Errors
+    /// None that can happen.
+    pub fn get_msr_feature_index_list(&self) -> Result<MsrList> {
+        MsrList::from_entries(self.system.msr_feature_index_list())
+            .map_err(|_| Error::new(libc::ENOMEM))
+    }
+
+    /// `KVM_GET_MSRS` of the system: there are no feature MSRs, so none is read.
+    ///
+    /// # Errors
+    /// None.
+    pub fn get_msrs(&self, _msrs: &mut Msrs) -> Result<usize> {
+        Ok(0)
+    }
+
+    /// `KVM_CREATE_VM`.
+    ///
+    /// # Errors
+    /// `ENOMEM`, or what the host answers to opening a descriptor.
+    pub fn create_vm(&self) -> Result<VmFd> {
+        self.create_vm_with_type(0)
+    }
+
+    /// `KVM_CREATE_VM` of a type.
+    ///
+    /// # Errors
+    /// `EINVAL` for any type but the default, and as for [`create_vm`](Self::create_vm).
+    pub fn create_vm_with_type(&self, vm_type: u64) -> Result<VmFd> {
+        let (vm, fd) = self.system.create_vm(vm_type)?;
+        Ok(VmFd::new(vm, fd, self.system.vcpu_mmap_size()))
+    }
+}
+
+impl AsRawFd for Kvm {
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+fn cpuid(table: &[kvm_bindings::kvm_cpuid_entry2], room: usize) -> Result<CpuId> {
+    if room > KVM_MAX_CPUID_ENTRIES {
+        return fail(libc::ENOMEM);
+    }
+    if room < table.len() {
+        return fail(libc::E2BIG);
+    }
+    CpuId::from_entries(table).map_err(|_| Error::new(libc::ENOMEM))
+}

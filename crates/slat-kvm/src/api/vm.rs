@@ -1,0 +1,159 @@
+//! [`VmFd`].
+
+use super::VcpuFd;
+use crate::errno::Result;
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use kvm_ioctls::Cap;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+/// A VM; in place of `kvm_ioctls::VmFd`.
+#[derive(Debug)]
+pub struct VmFd {
+    vm: Arc<VmObject>,
+    fd: OwnedFd,
+    run_size: usize,
+}
+
+impl VmFd {
+    pub(super) fn new(vm: Arc<VmObject>, fd: OwnedFd, run_size: usize) -> Self {
+        VmFd { vm, fd, run_size }
+    }
+
+    /// Creates, moves, changes or deletes a memory slot.
+    ///
+    /// # Errors
+    /// KVM's: `EINVAL` for bad arguments, `EEXIST` for an overlap, `ENOMEM`.
+    ///
+    /// # Safety
+    /// The guest reads and writes the memory at `userspace_addr` from now on, until the slot is deleted: nothing in this
+    /// process may rely on its contents in a way that a concurrent write would break.
+    pub unsafe fn set_user_memory_region(
+        &self,
+        user_memory_region: kvm_userspace_memory_region,
+    ) -> Result<()> {
+        self.vm.set_user_memory_region(&user_memory_region)
+    }
+
+    /// The same with the larger struct. There is no guest_memfd.
+    ///
+    /// # Errors
+    /// As for [`set_user_memory_region`](Self::set_user_memory_region).
+    ///
+    /// # Safety
+    /// As for [`set_user_memory_region`](Self::set_user_memory_region).
+    pub unsafe fn set_user_memory_region2(
+        &self,
+        user_memory_region2: kvm_userspace_memory_region2,
+    ) -> Result<()> {
+        self.vm.set_user_memory_region2(&user_memory_region2)
+    }
+
+    /// `KVM_SET_TSS_ADDR`.
+    ///
+    /// # Errors
+    /// `EINVAL` when the pages would not end below 4 GiB.
+    pub fn set_tss_address(&self, offset: usize) -> Result<()> {
+        self.vm.set_tss_addr(offset as u64)
+    }
+
+    /// `KVM_SET_IDENTITY_MAP_ADDR`.
+    ///
+    /// # Errors
+    /// `EINVAL` once there are vCPUs.
+    pub fn set_identity_map_address(&self, address: u64) -> Result<()> {
+        self.vm.set_identity_map_addr(address)
+    }
+
+    /// `KVM_CREATE_IRQCHIP`: local APICs.
+    ///
+    /// # Errors
+    /// `EEXIST` when there is one already, `EINVAL` when there are vCPUs already.
+    pub fn create_irq_chip(&self) -> Result<()> {
+        self.vm.create_irqchip()
+    }
+
+    /// `KVM_SIGNAL_MSI`.
+    ///
+    /// # Errors
+    /// `ENXIO` without interrupt controller, `EINVAL` for a bad message.
+    pub fn signal_msi(&self, msi: kvm_msi) -> Result<std::os::raw::c_int> {
+        self.vm.signal_msi(&msi)
+    }
+
+    /// `KVM_GET_CLOCK`.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child, as for every call.
+    pub fn get_clock(&self) -> Result<kvm_clock_data> {
+        self.vm.get_clock()
+    }
+
+    /// `KVM_SET_CLOCK`.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags.
+    pub fn set_clock(&self, clock: &kvm_clock_data) -> Result<()> {
+        self.vm.set_clock(clock)
+    }
+
+    /// `KVM_GET_DIRTY_LOG`: the pages written since the last call, a bit each.
+    ///
+    /// # Errors
+    /// `EINVAL` for a bad slot, `ENOENT` for one that is not logged.
+    pub fn get_dirty_log(&self, slot: u32, _memory_size: usize) -> Result<Vec<u64>> {
+        self.vm.dirty_log(slot)
+    }
+
+    /// `KVM_CREATE_VCPU`.
+    ///
+    /// # Errors
+    /// `EINVAL` beyond the limits, `EEXIST` for an id in use, `ENOMEM`, what the host answers to opening a descriptor.
+    pub fn create_vcpu(&self, id: u64) -> Result<VcpuFd> {
+        let (vcpu, fd) = self.vm.create_vcpu(id)?;
+        VcpuFd::new(vcpu, fd)
+    }
+
+    /// `KVM_ENABLE_CAP`.
+    ///
+    /// # Errors
+    /// `EINVAL` for what cannot be enabled.
+    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
+        self.vm.enable_cap(cap)
+    }
+
+    /// Bytes of a vCPU's shared memory.
+    pub fn run_size(&self) -> usize {
+        self.run_size
+    }
+
+    /// `KVM_GET_TSC_KHZ` of the VM.
+    ///
+    /// # Errors
+    /// None.
+    pub fn get_tsc_khz(&self) -> Result<u32> {
+        Ok(self.vm.tsc_khz())
+    }
+
+    /// `KVM_CHECK_EXTENSION` by number.
+    pub fn check_extension_raw(&self, c: std::os::raw::c_ulong) -> i32 {
+        self.vm.check_extension(c)
+    }
+
+    /// `KVM_CHECK_EXTENSION`.
+    pub fn check_extension_int(&self, c: Cap) -> i32 {
+        self.check_extension_raw(c as std::os::raw::c_ulong)
+    }
+
+    /// Whether there is a capability.
+    pub fn check_extension(&self, c: Cap) -> bool {
+        self.check_extension_int(c) > 0
+    }
+}
+
+impl AsRawFd for VmFd {
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}

@@ -1,0 +1,93 @@
+//! Capabilities: what `KVM_CHECK_EXTENSION` answers, and what `KVM_ENABLE_CAP` takes.
+//!
+//! Only what works is claimed: a client that finds a capability relies on it.
+
+use kvm_bindings::*;
+
+/// vCPUs one VM can have.
+pub const MAX_VCPUS: u32 = 1024;
+/// One more than the largest vCPU id.
+pub const MAX_VCPU_ID: u32 = 4096;
+/// Slots per address space that a client may use.
+pub const NR_MEMSLOTS: u32 = 32764;
+/// The quirks that `KVM_CAP_DISABLE_QUIRKS2` can switch off. Slat has none of them, so switching them off is all it takes.
+pub const DISABLED_QUIRKS: u32 = KVM_X86_QUIRK_LINT0_REENABLED
+    | KVM_X86_QUIRK_CD_NW_CLEARED
+    | KVM_X86_QUIRK_LAPIC_MMIO_HOLE
+    | KVM_X86_QUIRK_OUT_7E_INC_RIP
+    | KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT
+    | KVM_X86_QUIRK_FIX_HYPERCALL_INSN
+    | KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS
+    | KVM_X86_QUIRK_SLOT_ZAP_ALL;
+
+/// The value of a capability: 0 when there is none.
+pub fn check(cap: u64) -> i32 {
+    let Ok(cap) = u32::try_from(cap) else {
+        return 0;
+    };
+    let value = match cap {
+        KVM_CAP_USER_MEMORY
+        | KVM_CAP_USER_MEMORY2
+        | KVM_CAP_HLT
+        | KVM_CAP_SET_TSS_ADDR
+        | KVM_CAP_EXT_CPUID
+        | KVM_CAP_MP_STATE
+        | KVM_CAP_SYNC_MMU
+        | KVM_CAP_DESTROY_MEMORY_REGION_WORKS
+        | KVM_CAP_JOIN_MEMORY_REGIONS_WORKS
+        | KVM_CAP_IRQCHIP
+        | KVM_CAP_USER_NMI
+        | KVM_CAP_SET_IDENTITY_MAP_ADDR
+        | KVM_CAP_VCPU_EVENTS
+        | KVM_CAP_DEBUGREGS
+        | KVM_CAP_XSAVE
+        | KVM_CAP_XCRS
+        | KVM_CAP_GET_TSC_KHZ
+        | KVM_CAP_SIGNAL_MSI
+        | KVM_CAP_READONLY_MEM
+        | KVM_CAP_CHECK_EXTENSION_VM
+        | KVM_CAP_ENABLE_CAP_VM
+        | KVM_CAP_ENABLE_CAP
+        | KVM_CAP_IMMEDIATE_EXIT
+        | KVM_CAP_GET_MSR_FEATURES
+        | KVM_CAP_NOP_IO_DELAY
+        | KVM_CAP_SET_BOOT_CPU_ID
+        | KVM_CAP_ADJUST_CLOCK
+        | KVM_CAP_SREGS2
+        | KVM_CAP_MMU_SHADOW_CACHE_CONTROL => 1,
+        KVM_CAP_XSAVE2 => size_of::<kvm_xsave>() as u32,
+        KVM_CAP_NR_VCPUS => num_cpus(),
+        KVM_CAP_MAX_VCPUS => MAX_VCPUS,
+        KVM_CAP_MAX_VCPU_ID => MAX_VCPU_ID,
+        KVM_CAP_NR_MEMSLOTS => NR_MEMSLOTS,
+        KVM_CAP_SYNC_REGS => KVM_SYNC_X86_VALID_FIELDS,
+        KVM_CAP_DISABLE_QUIRKS2 => DISABLED_QUIRKS,
+        KVM_CAP_VM_TYPES => 1 << KVM_X86_DEFAULT_VM,
+        _ => 0,
+    };
+    value as i32
+}
+
+/// The processors of the host: how many vCPUs KVM would recommend.
+fn num_cpus() -> u32 {
+    std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn claims_what_the_selftests_look_for() {
+        assert_eq!(check(KVM_CAP_MAX_VCPUS.into()), 1024);
+        assert_eq!(check(KVM_CAP_MAX_VCPU_ID.into()), 4096);
+        assert_eq!(check(KVM_CAP_NR_MEMSLOTS.into()), 32764);
+        assert_eq!(check(KVM_CAP_IMMEDIATE_EXIT.into()), 1);
+    }
+
+    #[test]
+    fn an_unknown_capability_is_zero() {
+        assert_eq!(check(100_000), 0);
+        assert_eq!(check(u64::MAX), 0);
+    }
+}

@@ -1,0 +1,223 @@
+//! `KVM_GET_SUPPORTED_CPUID`: what the software CPU really implements.
+//!
+//! The vendor is the host's, because guests choose between VMCALL and VMMCALL, SYSENTER and SYSCALL quirks by it and clients
+//! compare it with what CPUID tells them directly. Everything else follows from the software CPU.
+
+use kvm_bindings::*;
+use std::arch::x86_64::__cpuid;
+
+/// Guest-physical address bits.
+pub const PHYS_BITS: u32 = 48;
+/// Guest-virtual address bits.
+pub const VIRT_BITS: u32 = 48;
+/// The MSRs of the paravirtual clock exist.
+pub const KVM_FEATURES: u32 =
+    1 << KVM_FEATURE_CLOCKSOURCE | 1 << KVM_FEATURE_NOP_IO_DELAY | 1 << KVM_FEATURE_CLOCKSOURCE2;
+
+const KVM_FEATURE_CLOCKSOURCE: u32 = 0;
+const KVM_FEATURE_NOP_IO_DELAY: u32 = 1;
+const KVM_FEATURE_CLOCKSOURCE2: u32 = 3;
+
+/// Feature bits, by register.
+mod feature {
+    /// FPU DE PSE TSC MSR PAE CX8 APIC MTRR PGE CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2. (No MCE, no SEP in leaf 1's sense of
+    /// compatibility mode; SYSENTER works in long mode.)
+    pub const LEAF1_EDX: u32 = 1
+        | 1 << 2
+        | 1 << 3
+        | 1 << 4
+        | 1 << 5
+        | 1 << 6
+        | 1 << 8
+        | 1 << 9
+        | 1 << 12
+        | 1 << 13
+        | 1 << 15
+        | 1 << 16
+        | 1 << 17
+        | 1 << 19
+        | 1 << 23
+        | 1 << 24
+        | 1 << 25
+        | 1 << 26;
+    pub const LEAF1_ECX_CX16: u32 = 1 << 13;
+    pub const LEAF1_ECX_X2APIC: u32 = 1 << 21;
+    pub const LEAF1_ECX_TSC_DEADLINE: u32 = 1 << 24;
+    pub const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
+    /// LAHF in long mode.
+    pub const EXT1_ECX: u32 = 1;
+    /// SYSCALL NX PDPE1GB RDTSCP LM.
+    pub const EXT1_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
+    /// The part of leaf 1 EDX that AMD repeats in 0x8000_0001.
+    pub const EXT1_EDX_AMD_COPY: u32 = 0x0183_f3ff;
+}
+
+fn entry(function: u32, index: Option<u32>, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid_entry2 {
+    kvm_cpuid_entry2 {
+        function,
+        index: index.unwrap_or(0),
+        flags: if index.is_some() {
+            KVM_CPUID_FLAG_SIGNIFCANT_INDEX
+        } else {
+            0
+        },
+        eax,
+        ebx,
+        ecx,
+        edx,
+        padding: [0; 3],
+    }
+}
+
+/// All leaves that a guest may be given.
+pub fn supported() -> Vec<kvm_cpuid_entry2> {
+    let host = __cpuid(0);
+    let host1 = __cpuid(1);
+    let amd = host.ebx == u32::from_le_bytes(*b"Auth") || host.ebx == u32::from_le_bytes(*b"Hygo");
+    let leaf1_ecx = feature::LEAF1_ECX_CX16
+        | feature::LEAF1_ECX_X2APIC
+        | feature::LEAF1_ECX_TSC_DEADLINE
+        | feature::LEAF1_ECX_HYPERVISOR
+        | crate::cpu_features::LEAF1_ECX;
+    let ext1_edx = feature::EXT1_EDX
+        | if amd {
+            feature::LEAF1_EDX & feature::EXT1_EDX_AMD_COPY
+        } else {
+            0
+        };
+    let mut entries = vec![
+        entry(0, None, [0xd, host.ebx, host.ecx, host.edx]),
+        // CLFLUSH lines of 64 bytes; the APIC id is the client's to fill in.
+        entry(1, None, [host1.eax, 8 << 8, leaf1_ecx, feature::LEAF1_EDX]),
+        entry(2, None, [1, 0, 0, 0]),
+        entry(4, Some(0), [0; 4]),
+        entry(6, None, [4, 0, 0, 0]),
+        entry(
+            7,
+            Some(0),
+            [
+                0,
+                crate::cpu_features::LEAF7_EBX,
+                crate::cpu_features::LEAF7_ECX,
+                0,
+            ],
+        ),
+        entry(0xb, Some(0), [0; 4]),
+    ];
+    if crate::cpu_features::LEAF1_ECX & crate::cpu_features::XSAVE != 0 {
+        // x87 and SSE only: the legacy area and the header.
+        entries.push(entry(0xd, Some(0), [3, 576, 576, 0]));
+        entries.push(entry(0xd, Some(1), [0; 4]));
+    }
+    let signature = [
+        u32::from_le_bytes(*b"KVMK"),
+        u32::from_le_bytes(*b"VMKV"),
+        u32::from_le_bytes(*b"M\0\0\0"),
+    ];
+    entries.extend([
+        entry(
+            0x4000_0000,
+            None,
+            [0x4000_0001, signature[0], signature[1], signature[2]],
+        ),
+        entry(0x4000_0001, None, [KVM_FEATURES, 0, 0, 0]),
+        entry(
+            0x8000_0000,
+            None,
+            [
+                0x8000_0008,
+                if amd { host.ebx } else { 0 },
+                if amd { host.ecx } else { 0 },
+                if amd { host.edx } else { 0 },
+            ],
+        ),
+        entry(
+            0x8000_0001,
+            None,
+            [
+                if amd { host1.eax } else { 0 },
+                0,
+                feature::EXT1_ECX | crate::cpu_features::EXT1_ECX,
+                ext1_edx,
+            ],
+        ),
+    ]);
+    // The brand string, in three leaves of 16 characters.
+    let mut brand = [0u8; 48];
+    let text = b"slat software CPU";
+    brand[..text.len()].copy_from_slice(text);
+    for (part, bytes) in brand.chunks_exact(16).enumerate() {
+        let word =
+            |i: usize| u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
+        entries.push(entry(
+            0x8000_0002 + part as u32,
+            None,
+            [word(0), word(4), word(8), word(12)],
+        ));
+    }
+    entries.extend([
+        // The TSC is invariant.
+        entry(0x8000_0007, None, [0, 0, 0, 1 << 8]),
+        entry(0x8000_0008, None, [PHYS_BITS | VIRT_BITS << 8, 0, 0, 0]),
+    ]);
+    entries
+}
+
+/// What the guest's CPUID instruction reads: the client's table, with the bits that follow from the CPU's state.
+pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
+    let matches = |entry: &&kvm_cpuid_entry2, leaf: u32| {
+        entry.function == leaf
+            && (entry.flags & KVM_CPUID_FLAG_SIGNIFCANT_INDEX == 0 || entry.index == subleaf)
+    };
+    let values = |entry: &kvm_cpuid_entry2| [entry.eax, entry.ebx, entry.ecx, entry.edx];
+    if let Some(entry) = table.iter().find(|entry| matches(entry, leaf)) {
+        return values(entry);
+    }
+    // Beyond the last basic leaf an Intel CPU repeats that leaf; an AMD one, like an unknown leaf in range, answers zero.
+    let limit = |class: u32| {
+        table
+            .iter()
+            .find(|entry| entry.function == class)
+            .map(|entry| entry.eax)
+    };
+    let intel = table
+        .iter()
+        .any(|entry| entry.function == 0 && entry.ebx == u32::from_le_bytes(*b"Genu"));
+    let class = if leaf >= 0x4000_0000 && leaf < 0x8000_0000 {
+        leaf & 0xffff_ff00
+    } else {
+        leaf & 0x8000_0000
+    };
+    match (limit(class), limit(0)) {
+        (class_limit, Some(basic)) if intel && class_limit.is_none_or(|limit| leaf > limit) => {
+            table
+                .iter()
+                .find(|entry| matches(entry, basic))
+                .map_or([0; 4], values)
+        }
+        _ => [0; 4],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_long_mode_and_address_widths() {
+        let table = supported();
+        assert_ne!(lookup(&table, 0x8000_0001, 0)[3] & 1 << 29, 0);
+        assert_eq!(lookup(&table, 0x8000_0008, 0)[0], 48 | 48 << 8);
+        assert_eq!(
+            lookup(&table, 0x4000_0000, 0)[1],
+            u32::from_le_bytes(*b"KVMK")
+        );
+    }
+
+    #[test]
+    fn no_avx_is_promised() {
+        let table = supported();
+        assert_eq!(lookup(&table, 1, 0)[2] & 1 << 28, 0);
+        assert_eq!(lookup(&table, 7, 0)[1] & 1 << 5, 0);
+    }
+}

@@ -1,0 +1,122 @@
+//! The x87 and SSE state in KVM's structs: `kvm_fpu` and the XSAVE area.
+
+use crate::errno::{Result, fail};
+use kvm_bindings::*;
+use slat_x86::State;
+
+/// Where XSTATE_BV stands in an XSAVE area.
+const XSTATE_BV: usize = 512;
+/// x87 and SSE.
+const COMPONENTS: u64 = 3;
+
+/// `KVM_GET_FPU`.
+pub fn get_fpu(state: &State) -> kvm_fpu {
+    let image = state.to_fxsave();
+    let mut fpu = kvm_fpu {
+        fcw: state.fcw,
+        fsw: state.fsw,
+        ftwx: state.ftw,
+        last_opcode: state.fop,
+        last_ip: state.fip,
+        last_dp: state.fdp,
+        mxcsr: state.mxcsr,
+        ..Default::default()
+    };
+    for (index, register) in fpu.fpr.iter_mut().enumerate() {
+        register.copy_from_slice(&image[32 + 16 * index..][..16]);
+    }
+    for (index, register) in fpu.xmm.iter_mut().enumerate() {
+        register.copy_from_slice(&image[160 + 16 * index..][..16]);
+    }
+    fpu
+}
+
+/// `KVM_SET_FPU`.
+pub fn set_fpu(state: &mut State, fpu: &kvm_fpu) {
+    let mut image = [0; 512];
+    image[0..2].copy_from_slice(&fpu.fcw.to_le_bytes());
+    image[2..4].copy_from_slice(&fpu.fsw.to_le_bytes());
+    image[4] = fpu.ftwx;
+    image[6..8].copy_from_slice(&fpu.last_opcode.to_le_bytes());
+    image[8..16].copy_from_slice(&fpu.last_ip.to_le_bytes());
+    image[16..24].copy_from_slice(&fpu.last_dp.to_le_bytes());
+    image[24..28].copy_from_slice(&fpu.mxcsr.to_le_bytes());
+    for (index, register) in fpu.fpr.iter().enumerate() {
+        image[32 + 16 * index..][..16].copy_from_slice(register);
+    }
+    for (index, register) in fpu.xmm.iter().enumerate() {
+        image[160 + 16 * index..][..16].copy_from_slice(register);
+    }
+    state.set_fxsave(&image);
+}
+
+/// `KVM_GET_XSAVE`: 4096 bytes in the standard format.
+pub fn get_xsave(state: &State) -> [u8; 4096] {
+    let mut area = [0; 4096];
+    area[..512].copy_from_slice(&state.to_fxsave());
+    area[XSTATE_BV..][..8].copy_from_slice(&COMPONENTS.to_le_bytes());
+    area
+}
+
+/// `KVM_SET_XSAVE`.
+///
+/// # Errors
+/// `EINVAL` for components that the CPU does not have.
+pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
+    let word = |at: usize| u64::from_le_bytes(area[at..at + 8].try_into().expect("8 bytes"));
+    let present = word(XSTATE_BV);
+    if present & !COMPONENTS != 0 || word(XSTATE_BV + 8) != 0 {
+        return fail(libc::EINVAL);
+    }
+    let mut image = State::reset().to_fxsave();
+    // A component that is not there is in its initial state. FCW's is 0x37f, the reset value is not.
+    image[0..2].copy_from_slice(&0x37fu16.to_le_bytes());
+    image[4] = 0;
+    if present & 1 != 0 {
+        image[..24].copy_from_slice(&area[..24]);
+        image[32..160].copy_from_slice(&area[32..160]);
+    }
+    if present & 2 != 0 {
+        image[160..416].copy_from_slice(&area[160..416]);
+    }
+    // MXCSR is taken in any case, as the XRSTOR instruction does when SSE is asked for.
+    let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));
+    if mxcsr & !0xffff != 0 {
+        return fail(libc::EINVAL);
+    }
+    image[24..28].copy_from_slice(&area[24..28]);
+    state.set_fxsave(&image);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fpu_state_comes_back_as_it_was_set() {
+        let mut fpu = kvm_fpu {
+            fcw: 0x37f,
+            fsw: 0x3800,
+            ftwx: 3,
+            mxcsr: 0x1f80,
+            ..Default::default()
+        };
+        fpu.fpr[0][..10].copy_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+        fpu.xmm[15] = [7; 16];
+        let mut state = State::reset();
+        set_fpu(&mut state, &fpu);
+        assert_eq!(get_fpu(&state), fpu);
+        let area = get_xsave(&state);
+        let mut other = State::reset();
+        set_xsave(&mut other, &area).unwrap();
+        assert_eq!(get_fpu(&other), fpu);
+    }
+
+    #[test]
+    fn unknown_components_are_refused() {
+        let mut area = get_xsave(&State::reset());
+        area[XSTATE_BV] |= 4;
+        assert!(set_xsave(&mut State::reset(), &area).is_err());
+    }
+}

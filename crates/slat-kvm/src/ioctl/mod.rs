@@ -1,0 +1,134 @@
+//! KVM's system-call interface: a request and an address, answered as the kernel would.
+//!
+//! The preload library calls this for descriptors that are KVM's. The Rust API does not: both stand on the same objects
+//! ([`System`], [`VmObject`], [`VcpuObject`]), and nothing is written twice.
+
+mod system;
+mod vcpu;
+mod vm;
+
+use crate::errno::{Result, fail};
+use crate::report;
+use crate::system::System;
+use crate::thread::Inside;
+use crate::user;
+use crate::vcpu::VcpuObject;
+use crate::vm::VmObject;
+use kvm_bindings::{kvm_cpuid_entry2, kvm_msr_entry};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+/// What stands behind a KVM descriptor.
+#[derive(Clone, Debug)]
+pub enum Object {
+    /// `/dev/kvm`.
+    System(Arc<System>),
+    /// What `KVM_CREATE_VM` gave.
+    Vm(Arc<VmObject>),
+    /// What `KVM_CREATE_VCPU` gave.
+    Vcpu(Arc<VcpuObject>),
+}
+
+/// What an ioctl answers when it succeeds.
+#[derive(Debug)]
+pub enum Answer {
+    /// The return value.
+    Value(i32),
+    /// A new object and the descriptor that stands for it: the caller puts the two together.
+    Created(Object, OwnedFd),
+}
+
+impl Object {
+    /// Opens `/dev/kvm`.
+    pub fn system() -> Self {
+        Object::System(Arc::new(System))
+    }
+
+    /// Whether this is the object of a parent process: its locks may be held for ever, it must not be dropped.
+    pub fn is_foreign(&self) -> bool {
+        match self {
+            Object::System(_) => false,
+            Object::Vm(vm) => vm.is_foreign(),
+            Object::Vcpu(vcpu) => vcpu.is_foreign(),
+        }
+    }
+
+    /// `ioctl(fd, request, argument)`.
+    ///
+    /// # Errors
+    /// KVM's errno: `ENOTTY` for an unknown request, `EFAULT` for a bad pointer, what the call itself refuses.
+    pub fn ioctl(&self, request: u32, argument: u64) -> Result<Answer> {
+        let _inside = Inside::enter();
+        let answer = match self {
+            Object::System(object) => system::ioctl(object, request, argument),
+            Object::Vm(object) => vm::ioctl(object, request, argument),
+            Object::Vcpu(object) => vcpu::ioctl(object, request, argument),
+        };
+        if let Err(error) = &answer
+            && request != crate::abi::KVM_RUN
+        {
+            report::refused_ioctl(request, error.errno());
+        }
+        answer
+    }
+}
+
+/// Success without a value.
+const DONE: Result<Answer> = Ok(Answer::Value(0));
+
+fn value(value: i32) -> Result<Answer> {
+    Ok(Answer::Value(value))
+}
+
+/// Writes what the client asked for to where it asked for it.
+fn give<T: user::Plain>(address: u64, value: &T) -> Result<Answer> {
+    user::write(address, value)?;
+    DONE
+}
+
+/// KVM's limit for CPUID tables.
+const MAX_CPUID_ENTRIES: u32 = 256;
+/// KVM's limit for one `KVM_GET_MSRS`.
+const MAX_MSRS: u32 = 256;
+/// Where the entries stand in `kvm_cpuid2` and `kvm_msrs`: behind the count and a padding word.
+const ENTRIES: u64 = 8;
+/// Where the indices stand in `kvm_msr_list`.
+const INDICES: u64 = 4;
+
+/// Gives a CPUID table to a client that said how much room it has.
+fn give_cpuid(address: u64, table: &[kvm_cpuid_entry2]) -> Result<Answer> {
+    let room = user::read::<u32>(address)?;
+    let count = table.len() as u32;
+    if room < count {
+        return fail(libc::E2BIG);
+    }
+    user::write_slice(address + ENTRIES, table)?;
+    give(address, &count)
+}
+
+fn take_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
+    let count = user::read::<u32>(address)?;
+    if count > MAX_CPUID_ENTRIES {
+        return fail(libc::E2BIG);
+    }
+    user::read_vec(address + ENTRIES, count as usize)
+}
+
+/// Gives a list of MSR numbers: the count in any case, so that the client can come back with enough room.
+fn give_msr_list(address: u64, list: &[u32]) -> Result<Answer> {
+    let room = user::read::<u32>(address)?;
+    user::write(address, &(list.len() as u32))?;
+    if room < list.len() as u32 {
+        return fail(libc::E2BIG);
+    }
+    user::write_slice(address + INDICES, list)?;
+    DONE
+}
+
+fn take_msrs(address: u64) -> Result<Vec<kvm_msr_entry>> {
+    let count = user::read::<u32>(address)?;
+    if count >= MAX_MSRS {
+        return fail(libc::E2BIG);
+    }
+    user::read_vec(address + ENTRIES, count as usize)
+}

@@ -1,0 +1,31 @@
+//! Requests to `/dev/kvm`.
+
+use super::{Answer, DONE, ENTRIES, Object, give_cpuid, give_msr_list, take_msrs, value};
+use crate::abi::*;
+use crate::errno::{Result, fail};
+use crate::system::System;
+use crate::user;
+
+pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answer> {
+    match request {
+        KVM_GET_API_VERSION if argument == 0 => value(system.api_version()),
+        KVM_GET_VCPU_MMAP_SIZE if argument == 0 => value(system.vcpu_mmap_size() as i32),
+        KVM_GET_API_VERSION | KVM_GET_VCPU_MMAP_SIZE => fail(libc::EINVAL),
+        KVM_CHECK_EXTENSION => value(system.check_extension(argument)),
+        KVM_CREATE_VM => {
+            let (vm, fd) = system.create_vm(argument)?;
+            Ok(Answer::Created(Object::Vm(vm), fd))
+        }
+        KVM_GET_SUPPORTED_CPUID => give_cpuid(argument, &system.supported_cpuid()),
+        KVM_GET_EMULATED_CPUID => give_cpuid(argument, &system.emulated_cpuid()),
+        KVM_GET_MSR_INDEX_LIST => give_msr_list(argument, system.msr_index_list()),
+        KVM_GET_MSR_FEATURE_INDEX_LIST => give_msr_list(argument, system.msr_feature_index_list()),
+        // Feature MSRs: there are none, so none is read.
+        KVM_GET_MSRS => {
+            let entries = take_msrs(argument)?;
+            user::write_slice(argument + ENTRIES, &entries)?;
+            DONE
+        }
+        _ => fail(libc::ENOTTY),
+    }
+}

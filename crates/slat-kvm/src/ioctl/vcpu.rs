@@ -1,0 +1,77 @@
+//! Requests to a vCPU.
+
+use super::{Answer, DONE, ENTRIES, give, give_cpuid, take_cpuid, take_msrs, value};
+use crate::abi::*;
+use crate::errno::{Result, fail};
+use crate::user;
+use crate::vcpu::VcpuObject;
+use kvm_bindings::*;
+
+/// Where the set stands in `kvm_signal_mask`.
+const SIGSET: u64 = 4;
+/// The size of the kernel's signal set.
+const SIGSET_BYTES: u32 = 8;
+
+pub(super) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Result<Answer> {
+    vcpu.vm.same_process()?;
+    match request {
+        KVM_RUN if argument == 0 => vcpu.run()?,
+        KVM_RUN => return fail(libc::EINVAL),
+        KVM_GET_REGS => return give(argument, &vcpu.get_regs()?),
+        KVM_SET_REGS => vcpu.set_regs(&user::read(argument)?)?,
+        KVM_GET_SREGS => return give(argument, &vcpu.get_sregs()?),
+        KVM_SET_SREGS => vcpu.set_sregs(&user::read(argument)?)?,
+        KVM_GET_SREGS2 => return give(argument, &vcpu.get_sregs2()?),
+        KVM_SET_SREGS2 => vcpu.set_sregs2(&user::read(argument)?)?,
+        KVM_TRANSLATE => {
+            let asked: kvm_translation = user::read(argument)?;
+            return give(argument, &vcpu.translate(asked.linear_address)?);
+        }
+        KVM_INTERRUPT => {
+            let interrupt: kvm_interrupt = user::read(argument)?;
+            vcpu.interrupt(interrupt.irq)?;
+        }
+        KVM_NMI => vcpu.nmi()?,
+        KVM_GET_MSRS => {
+            let mut entries = take_msrs(argument)?;
+            let done = vcpu.get_msrs(&mut entries)?;
+            user::write_slice(argument + ENTRIES, &entries)?;
+            return value(done as i32);
+        }
+        KVM_SET_MSRS => return value(vcpu.set_msrs(&take_msrs(argument)?)? as i32),
+        KVM_SET_SIGNAL_MASK => vcpu.set_signal_mask(take_signal_mask(argument)?)?,
+        KVM_GET_FPU => return give(argument, &vcpu.get_fpu()?),
+        KVM_SET_FPU => vcpu.set_fpu(&user::read(argument)?)?,
+        KVM_GET_LAPIC => return give(argument, &vcpu.get_lapic()?),
+        KVM_SET_LAPIC => vcpu.set_lapic(&user::read(argument)?)?,
+        KVM_GET_CPUID2 => return give_cpuid(argument, &vcpu.get_cpuid()?),
+        KVM_SET_CPUID2 => vcpu.set_cpuid(take_cpuid(argument)?)?,
+        KVM_GET_MP_STATE => return give(argument, &vcpu.get_mp_state()?),
+        KVM_SET_MP_STATE => vcpu.set_mp_state(user::read(argument)?)?,
+        KVM_GET_VCPU_EVENTS => return give(argument, &vcpu.get_vcpu_events()?),
+        KVM_SET_VCPU_EVENTS => vcpu.set_vcpu_events(&user::read(argument)?)?,
+        KVM_GET_DEBUGREGS => return give(argument, &vcpu.get_debugregs()?),
+        KVM_SET_DEBUGREGS => vcpu.set_debugregs(&user::read(argument)?)?,
+        KVM_GET_XSAVE | KVM_GET_XSAVE2 => return give(argument, &vcpu.get_xsave()?),
+        KVM_SET_XSAVE => vcpu.set_xsave(&user::read(argument)?)?,
+        KVM_GET_XCRS => return give(argument, &vcpu.get_xcrs()?),
+        KVM_SET_XCRS => vcpu.set_xcrs(&user::read(argument)?)?,
+        KVM_GET_TSC_KHZ => return value(vcpu.tsc_khz()? as i32),
+        // Guest time follows the host's counter: no other frequency can be had.
+        KVM_SET_TSC_KHZ if argument == 0 || argument == u64::from(vcpu.tsc_khz()?) => {}
+        KVM_SET_TSC_KHZ => return fail(libc::EINVAL),
+        KVM_KVMCLOCK_CTRL => vcpu.kvmclock_ctrl()?,
+        _ => return fail(libc::ENOTTY),
+    }
+    DONE
+}
+
+fn take_signal_mask(argument: u64) -> Result<Option<u64>> {
+    if argument == 0 {
+        return Ok(None);
+    }
+    if user::read::<u32>(argument)? != SIGSET_BYTES {
+        return fail(libc::EINVAL);
+    }
+    Ok(Some(user::read(argument + SIGSET)?))
+}

@@ -1,0 +1,40 @@
+//! Requests to a VM.
+
+use super::{Answer, DONE, Object, give, value};
+use crate::abi::*;
+use crate::errno::{Result, fail};
+use crate::user;
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use std::sync::Arc;
+
+pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<Answer> {
+    vm.same_process()?;
+    match request {
+        KVM_CHECK_EXTENSION => return value(vm.check_extension(argument)),
+        KVM_CREATE_VCPU => {
+            let (vcpu, fd) = vm.create_vcpu(argument)?;
+            return Ok(Answer::Created(Object::Vcpu(vcpu), fd));
+        }
+        KVM_SET_USER_MEMORY_REGION => vm.set_user_memory_region(&user::read(argument)?)?,
+        KVM_SET_USER_MEMORY_REGION2 => vm.set_user_memory_region2(&user::read(argument)?)?,
+        KVM_GET_DIRTY_LOG => {
+            let log: kvm_dirty_log = user::read(argument)?;
+            // SAFETY: both fields of the union are plain and of the same size.
+            let bitmap = unsafe { log.__bindgen_anon_1.padding2 };
+            user::write_slice(bitmap, &vm.dirty_log(log.slot)?)?;
+        }
+        KVM_SET_NR_MMU_PAGES => vm.set_nr_mmu_pages(argument)?,
+        KVM_SET_TSS_ADDR => vm.set_tss_addr(argument)?,
+        KVM_SET_IDENTITY_MAP_ADDR => vm.set_identity_map_addr(user::read(argument)?)?,
+        KVM_SET_BOOT_CPU_ID => vm.set_boot_cpu_id(argument)?,
+        KVM_CREATE_IRQCHIP => vm.create_irqchip()?,
+        KVM_SIGNAL_MSI => return value(vm.signal_msi(&user::read(argument)?)?),
+        KVM_GET_CLOCK => return give(argument, &vm.get_clock()?),
+        KVM_SET_CLOCK => vm.set_clock(&user::read(argument)?)?,
+        KVM_GET_TSC_KHZ => return value(vm.tsc_khz() as i32),
+        KVM_ENABLE_CAP => vm.enable_cap(&user::read(argument)?)?,
+        _ => return fail(libc::ENOTTY),
+    }
+    DONE
+}

@@ -1,0 +1,688 @@
+//! The local APIC of one vCPU: registers, priorities, timer. Knows nothing of other vCPUs: what leaves it comes back as an
+//! [`Effect`], which the VM carries out.
+//!
+//! What there is: xAPIC (memory) and x2APIC (MSR) modes, fixed and NMI and INIT/SIPI interrupts, the LVT timer in all three
+//! modes. What there is not: ExtINT through LINT0, the error status register's error bits, the thermal and performance LVTs
+//! beyond storage.
+
+use kvm_bindings::kvm_lapic_state;
+
+/// APIC_BASE: this is the bootstrap processor.
+pub const BASE_BSP: u64 = 1 << 8;
+/// APIC_BASE: x2APIC mode.
+pub const BASE_X2APIC: u64 = 1 << 10;
+/// APIC_BASE: enabled.
+pub const BASE_ENABLE: u64 = 1 << 11;
+/// Where the APIC page stands after reset.
+pub const DEFAULT_BASE: u64 = 0xfee0_0000;
+
+/// Register offsets in the APIC page.
+pub mod reg {
+    #![allow(missing_docs)]
+    pub const ID: u32 = 0x20;
+    pub const VERSION: u32 = 0x30;
+    pub const TPR: u32 = 0x80;
+    pub const PPR: u32 = 0xa0;
+    pub const EOI: u32 = 0xb0;
+    pub const LDR: u32 = 0xd0;
+    pub const DFR: u32 = 0xe0;
+    pub const SVR: u32 = 0xf0;
+    pub const ISR: u32 = 0x100;
+    pub const TMR: u32 = 0x180;
+    pub const IRR: u32 = 0x200;
+    pub const ESR: u32 = 0x280;
+    pub const LVT_CMCI: u32 = 0x2f0;
+    pub const ICR: u32 = 0x300;
+    pub const ICR2: u32 = 0x310;
+    pub const LVT_TIMER: u32 = 0x320;
+    pub const LVT_LINT0: u32 = 0x350;
+    pub const LVT_LINT1: u32 = 0x360;
+    pub const LVT_ERROR: u32 = 0x370;
+    pub const TIMER_INITIAL: u32 = 0x380;
+    pub const TIMER_CURRENT: u32 = 0x390;
+    pub const TIMER_DIVIDE: u32 = 0x3e0;
+    pub const SELF_IPI: u32 = 0x3f0;
+}
+
+const LVT_MASKED: u32 = 1 << 16;
+const SVR_ENABLED: u32 = 1 << 8;
+/// Version 0x14 with six LVT entries.
+const VERSION: u32 = 0x14 | 5 << 16;
+
+/// An interrupt command: what a write of ICR asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Icr {
+    /// Vector, delivery mode, shorthand: the low word.
+    pub low: u32,
+    /// Destination, as wide as the sender's mode has it.
+    pub destination: u32,
+    /// The sender is in x2APIC mode: destinations have 32 bits.
+    pub x2apic: bool,
+}
+
+impl Icr {
+    /// The interrupt vector.
+    pub fn vector(self) -> u8 {
+        self.low as u8
+    }
+
+    /// The delivery mode: 0 fixed, 1 lowest priority, 4 NMI, 5 INIT, 6 SIPI.
+    pub fn mode(self) -> u32 {
+        self.low >> 8 & 7
+    }
+
+    /// The destination shorthand: 0 none, 1 self, 2 all, 3 all but self.
+    pub fn shorthand(self) -> u32 {
+        self.low >> 18 & 3
+    }
+
+    /// Whether the level bit says assert.
+    pub fn assert(self) -> bool {
+        self.low & 1 << 14 != 0
+    }
+
+    /// Whether the interrupt is level-triggered.
+    pub fn level(self) -> bool {
+        self.low & 1 << 15 != 0
+    }
+}
+
+/// What a register write has to bring about outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Nothing.
+    None,
+    /// Send an interrupt to other vCPUs.
+    Send(Icr),
+    /// The timer has a new deadline (or none): see [`Lapic::deadline`].
+    Timer,
+    /// The guest has finished with this vector; true when it was level-triggered.
+    Eoi(u8, bool),
+}
+
+/// Why an MSR access is refused: the guest gets #GP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refused;
+
+/// One local APIC.
+#[derive(Clone, Debug)]
+pub struct Lapic {
+    regs: [u32; 64],
+    base: u64,
+    x2apic_id: u32,
+    /// When the timer was started and when it ends, in nanoseconds of the VM's clock.
+    started: u64,
+    deadline: Option<u64>,
+    tsc_deadline: u64,
+    tsc_khz: u64,
+}
+
+impl Lapic {
+    /// The APIC of the vCPU with this id, as after reset.
+    pub fn new(id: u32, bootstrap: bool, tsc_khz: u64) -> Self {
+        let mut lapic = Lapic {
+            regs: [0; 64],
+            base: DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 },
+            x2apic_id: id,
+            started: 0,
+            deadline: None,
+            tsc_deadline: 0,
+            tsc_khz,
+        };
+        lapic.reset();
+        lapic
+    }
+
+    /// What INIT does: everything but the base and the id.
+    pub fn reset(&mut self) {
+        self.regs = [0; 64];
+        self.set(reg::ID, self.id_register());
+        self.set(reg::VERSION, VERSION);
+        self.set(reg::DFR, u32::MAX);
+        self.set(reg::SVR, 0xff);
+        for lvt in (reg::LVT_TIMER..=reg::LVT_ERROR).step_by(16) {
+            self.set(lvt, LVT_MASKED);
+        }
+        if self.x2apic() {
+            self.set(reg::LDR, self.x2apic_ldr());
+        }
+        self.deadline = None;
+        self.tsc_deadline = 0;
+    }
+
+    fn get(&self, offset: u32) -> u32 {
+        self.regs[(offset >> 4) as usize]
+    }
+
+    fn set(&mut self, offset: u32, value: u32) {
+        self.regs[(offset >> 4) as usize] = value;
+    }
+
+    fn id_register(&self) -> u32 {
+        if self.x2apic() {
+            self.x2apic_id
+        } else {
+            self.x2apic_id << 24
+        }
+    }
+
+    fn x2apic_ldr(&self) -> u32 {
+        (self.x2apic_id >> 4) << 16 | 1 << (self.x2apic_id & 15)
+    }
+
+    /// The APIC_BASE MSR.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Writes the APIC_BASE MSR.
+    ///
+    /// # Errors
+    /// Reserved bits, and the mode changes that hardware refuses.
+    pub fn set_base(&mut self, base: u64, from_guest: bool) -> Result<(), Refused> {
+        let mode = |base: u64| base & (BASE_ENABLE | BASE_X2APIC);
+        if base & !(0x000f_ffff_ffff_f000 | BASE_BSP | BASE_ENABLE | BASE_X2APIC) != 0
+            || mode(base) == BASE_X2APIC
+        {
+            return Err(Refused);
+        }
+        let (old, new) = (mode(self.base), mode(base));
+        // From x2APIC only to disabled, and to x2APIC only from enabled; the client may restore any state.
+        if from_guest
+            && (old == BASE_ENABLE | BASE_X2APIC && new == BASE_ENABLE
+                || old == 0 && new == BASE_ENABLE | BASE_X2APIC)
+        {
+            return Err(Refused);
+        }
+        self.base = base;
+        if old != new {
+            self.set(reg::ID, self.id_register());
+            if self.x2apic() {
+                self.set(reg::LDR, self.x2apic_ldr());
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the registers are MSRs now.
+    pub fn x2apic(&self) -> bool {
+        self.base & BASE_X2APIC != 0
+    }
+
+    /// The physical page of the registers, when they are memory now.
+    pub fn page(&self) -> Option<u64> {
+        (self.base & (BASE_ENABLE | BASE_X2APIC) == BASE_ENABLE)
+            .then_some(self.base & 0x000f_ffff_ffff_f000)
+    }
+
+    fn software_enabled(&self) -> bool {
+        self.base & BASE_ENABLE != 0 && self.get(reg::SVR) & SVR_ENABLED != 0
+    }
+
+    /// The task priority as CR8 shows it.
+    pub fn cr8(&self) -> u64 {
+        u64::from(self.get(reg::TPR) >> 4 & 15)
+    }
+
+    /// Sets the task priority through CR8.
+    pub fn set_cr8(&mut self, cr8: u64) {
+        self.set(reg::TPR, (cr8 as u32 & 15) << 4);
+    }
+
+    /// Reads a register of the APIC page. `now` in nanoseconds.
+    pub fn read(&self, offset: u32, now: u64) -> u32 {
+        match offset & 0xff0 {
+            reg::PPR => self.ppr(),
+            reg::TIMER_CURRENT => self.timer_current(now),
+            reg::EOI | reg::SELF_IPI => 0,
+            offset if offset < 0x400 => self.get(offset),
+            _ => 0,
+        }
+    }
+
+    /// Writes a register of the APIC page.
+    pub fn write(&mut self, offset: u32, value: u32, now: u64) -> Effect {
+        match offset & 0xff0 {
+            reg::ID if !self.x2apic() => self.set(reg::ID, value & 0xff00_0000),
+            reg::TPR => self.set(reg::TPR, value & 0xff),
+            reg::EOI => return self.eoi(),
+            reg::LDR if !self.x2apic() => self.set(reg::LDR, value & 0xff00_0000),
+            reg::DFR if !self.x2apic() => self.set(reg::DFR, value | 0x0fff_ffff),
+            reg::SVR => {
+                self.set(reg::SVR, value & 0x3ff);
+                if value & SVR_ENABLED == 0 {
+                    for lvt in (reg::LVT_TIMER..=reg::LVT_ERROR).step_by(16) {
+                        self.set(lvt, self.get(lvt) | LVT_MASKED);
+                    }
+                }
+            }
+            reg::ESR => self.set(reg::ESR, 0),
+            reg::ICR => {
+                let low = value & !(1 << 12);
+                self.set(reg::ICR, low);
+                let high = self.get(reg::ICR2);
+                let destination = if self.x2apic() { high } else { high >> 24 };
+                return Effect::Send(Icr {
+                    low,
+                    destination,
+                    x2apic: self.x2apic(),
+                });
+            }
+            reg::ICR2 => self.set(
+                reg::ICR2,
+                if self.x2apic() {
+                    value
+                } else {
+                    value & 0xff00_0000
+                },
+            ),
+            reg::LVT_TIMER => {
+                let mode_changed = (self.get(reg::LVT_TIMER) ^ value) & 3 << 17 != 0;
+                self.set_lvt(reg::LVT_TIMER, value, 0x7_10ff);
+                if mode_changed {
+                    self.set(reg::TIMER_INITIAL, 0);
+                    self.deadline = None;
+                    self.tsc_deadline = 0;
+                    return Effect::Timer;
+                }
+            }
+            offset @ (0x330 | 0x340) => self.set_lvt(offset, value, 0x1_17ff),
+            offset @ (reg::LVT_LINT0 | reg::LVT_LINT1) => self.set_lvt(offset, value, 0x1_f7ff),
+            reg::LVT_ERROR => self.set_lvt(reg::LVT_ERROR, value, 0x1_10ff),
+            reg::TIMER_INITIAL if !self.tsc_deadline_mode() => {
+                self.set(reg::TIMER_INITIAL, value);
+                self.started = now;
+                self.deadline = (value != 0).then(|| now + self.period());
+                return Effect::Timer;
+            }
+            reg::TIMER_DIVIDE => {
+                let count = self.timer_current(now);
+                self.set(reg::TIMER_DIVIDE, value & 0xb);
+                if self.deadline.is_some() {
+                    // The count goes on from where it is, at the new speed.
+                    let left = u64::from(count) * self.divisor();
+                    self.deadline = Some(now + left);
+                    return Effect::Timer;
+                }
+            }
+            reg::SELF_IPI if self.x2apic() => {
+                let low = value & 0xff | 1 << 18 | 1 << 14;
+                return Effect::Send(Icr {
+                    low,
+                    destination: 0,
+                    x2apic: true,
+                });
+            }
+            _ => {}
+        }
+        Effect::None
+    }
+
+    fn set_lvt(&mut self, offset: u32, value: u32, mask: u32) {
+        let masked = if self.software_enabled() {
+            0
+        } else {
+            LVT_MASKED
+        };
+        self.set(offset, value & mask | masked);
+    }
+
+    /// Reads an x2APIC register by MSR number.
+    ///
+    /// # Errors
+    /// Not in x2APIC mode, or no readable register there.
+    pub fn read_msr(&self, msr: u32, now: u64) -> Result<u64, Refused> {
+        if !self.x2apic() {
+            return Err(Refused);
+        }
+        let offset = (msr - 0x800) << 4;
+        match offset {
+            reg::ICR => Ok(u64::from(self.get(reg::ICR)) | u64::from(self.get(reg::ICR2)) << 32),
+            reg::ID
+            | reg::VERSION
+            | reg::TPR
+            | reg::PPR
+            | reg::LDR
+            | reg::SVR
+            | reg::ISR..=0x270
+            | reg::ESR
+            | reg::LVT_TIMER..=reg::TIMER_CURRENT
+            | reg::TIMER_DIVIDE => Ok(self.read(offset, now).into()),
+            _ => Err(Refused),
+        }
+    }
+
+    /// Writes an x2APIC register by MSR number.
+    ///
+    /// # Errors
+    /// Not in x2APIC mode, no writable register there, or reserved bits.
+    pub fn write_msr(&mut self, msr: u32, value: u64, now: u64) -> Result<Effect, Refused> {
+        if !self.x2apic() {
+            return Err(Refused);
+        }
+        let offset = (msr - 0x800) << 4;
+        if offset != reg::ICR && value >> 32 != 0 {
+            return Err(Refused);
+        }
+        match offset {
+            reg::ICR => {
+                self.set(reg::ICR2, (value >> 32) as u32);
+                Ok(self.write(reg::ICR, value as u32, now))
+            }
+            reg::EOI | reg::ESR if value != 0 => Err(Refused),
+            reg::TPR
+            | reg::EOI
+            | reg::SVR
+            | reg::ESR
+            | reg::LVT_TIMER..=reg::TIMER_INITIAL
+            | reg::TIMER_DIVIDE
+            | reg::SELF_IPI => Ok(self.write(offset, value as u32, now)),
+            _ => Err(Refused),
+        }
+    }
+
+    fn bit(vector: u8) -> (u32, u32) {
+        (u32::from(vector >> 5) << 4, 1 << (vector & 31))
+    }
+
+    fn highest(&self, array: u32) -> Option<u8> {
+        (0..8u32).rev().find_map(|word| {
+            let bits = self.get(array + (word << 4));
+            (bits != 0).then(|| (word * 32 + 31 - bits.leading_zeros()) as u8)
+        })
+    }
+
+    fn ppr(&self) -> u32 {
+        let tpr = self.get(reg::TPR);
+        let isr = self.highest(reg::ISR).map_or(0, u32::from);
+        if tpr >> 4 >= isr >> 4 {
+            tpr & 0xff
+        } else {
+            isr & 0xf0
+        }
+    }
+
+    /// Makes an interrupt pending. False when the APIC does not take any.
+    pub fn request(&mut self, vector: u8, level: bool) -> bool {
+        if !self.software_enabled() {
+            return false;
+        }
+        let (offset, bit) = Self::bit(vector);
+        self.set(reg::IRR + offset, self.get(reg::IRR + offset) | bit);
+        let tmr = self.get(reg::TMR + offset);
+        self.set(
+            reg::TMR + offset,
+            if level { tmr | bit } else { tmr & !bit },
+        );
+        true
+    }
+
+    /// The interrupt that may be delivered now, by priority.
+    pub fn pending(&self) -> Option<u8> {
+        if !self.software_enabled() {
+            return None;
+        }
+        self.highest(reg::IRR)
+            .filter(|&vector| u32::from(vector) >> 4 > self.ppr() >> 4)
+    }
+
+    /// Moves an interrupt from requested to in service.
+    pub fn accept(&mut self, vector: u8) {
+        let (offset, bit) = Self::bit(vector);
+        self.set(reg::IRR + offset, self.get(reg::IRR + offset) & !bit);
+        self.set(reg::ISR + offset, self.get(reg::ISR + offset) | bit);
+    }
+
+    fn eoi(&mut self) -> Effect {
+        let Some(vector) = self.highest(reg::ISR) else {
+            return Effect::None;
+        };
+        let (offset, bit) = Self::bit(vector);
+        self.set(reg::ISR + offset, self.get(reg::ISR + offset) & !bit);
+        Effect::Eoi(vector, self.get(reg::TMR + offset) & bit != 0)
+    }
+
+    /// Whether an interrupt with this destination is for this APIC.
+    pub fn matches(&self, destination: u32, logical: bool, from_x2apic: bool) -> bool {
+        let broadcast = if from_x2apic { u32::MAX } else { 0xff };
+        if destination == broadcast {
+            return true;
+        }
+        if !logical {
+            // A guest in xAPIC mode may have given itself another id than its vCPU's.
+            return if self.x2apic() {
+                destination == self.x2apic_id
+            } else {
+                destination == self.get(reg::ID) >> 24
+            };
+        }
+        if self.x2apic() {
+            let ldr = self.get(reg::LDR);
+            return ldr >> 16 == destination >> 16 && ldr & destination & 0xffff != 0;
+        }
+        let ldr = self.get(reg::LDR) >> 24;
+        match self.get(reg::DFR) >> 28 {
+            0xf => ldr & destination != 0,
+            0 => ldr >> 4 == destination >> 4 && ldr & destination & 15 != 0,
+            _ => false,
+        }
+    }
+
+    fn divisor(&self) -> u64 {
+        let divide = self.get(reg::TIMER_DIVIDE);
+        let shift = (divide & 3 | divide >> 1 & 4) + 1 & 7;
+        1 << shift
+    }
+
+    /// Nanoseconds of one full count: the bus runs at 1 GHz.
+    fn period(&self) -> u64 {
+        u64::from(self.get(reg::TIMER_INITIAL)) * self.divisor()
+    }
+
+    fn timer_current(&self, now: u64) -> u32 {
+        if self.tsc_deadline_mode() {
+            return 0;
+        }
+        self.deadline.map_or(0, |deadline| {
+            (deadline.saturating_sub(now) / self.divisor()) as u32
+        })
+    }
+
+    fn tsc_deadline_mode(&self) -> bool {
+        self.get(reg::LVT_TIMER) >> 17 & 3 == 2
+    }
+
+    /// The TSC_DEADLINE MSR.
+    pub fn tsc_deadline(&self) -> u64 {
+        self.tsc_deadline
+    }
+
+    /// Writes the TSC_DEADLINE MSR. `tsc` is the guest's counter at `now`.
+    pub fn set_tsc_deadline(&mut self, value: u64, tsc: u64, now: u64) -> Effect {
+        if !self.tsc_deadline_mode() {
+            return Effect::None;
+        }
+        self.tsc_deadline = value;
+        self.deadline = (value != 0).then(|| {
+            let cycles = u128::from(value.saturating_sub(tsc));
+            now.saturating_add((cycles * 1_000_000 / u128::from(self.tsc_khz.max(1))) as u64)
+        });
+        Effect::Timer
+    }
+
+    /// When the timer has to be looked at next.
+    pub fn deadline(&self) -> Option<u64> {
+        self.deadline
+    }
+
+    /// Fires the timer if its time has come.
+    pub fn tick(&mut self, now: u64) {
+        let Some(deadline) = self.deadline.filter(|&deadline| deadline <= now) else {
+            return;
+        };
+        let lvt = self.get(reg::LVT_TIMER);
+        let period = self.period();
+        let periodic = lvt >> 17 & 3 == 1 && period != 0;
+        self.tsc_deadline = 0;
+        // Ticks that were missed are not made up for.
+        self.deadline = periodic.then(|| deadline + period * ((now - deadline) / period + 1));
+        if lvt & LVT_MASKED == 0 {
+            self.request(lvt as u8, false);
+        }
+    }
+
+    /// `KVM_GET_LAPIC`.
+    pub fn save(&self, now: u64) -> kvm_lapic_state {
+        let mut state = kvm_lapic_state::default();
+        for (index, &value) in self.regs.iter().enumerate() {
+            let offset = index as u32 * 16;
+            let value = match offset {
+                reg::TIMER_CURRENT => self.timer_current(now),
+                reg::PPR => self.ppr(),
+                _ => value,
+            };
+            for (to, from) in state.regs[offset as usize..]
+                .iter_mut()
+                .zip(value.to_le_bytes())
+            {
+                *to = from as _;
+            }
+        }
+        state
+    }
+
+    /// `KVM_SET_LAPIC`.
+    pub fn restore(&mut self, state: &kvm_lapic_state, now: u64) {
+        for (index, value) in self.regs.iter_mut().enumerate() {
+            let mut bytes = [0; 4];
+            for (to, &from) in bytes.iter_mut().zip(&state.regs[index * 16..]) {
+                *to = from as u8;
+            }
+            *value = u32::from_le_bytes(bytes);
+        }
+        let current = u64::from(self.get(reg::TIMER_CURRENT));
+        self.set(reg::VERSION, VERSION);
+        if self.x2apic() {
+            self.set(reg::ID, self.id_register());
+            self.set(reg::LDR, self.x2apic_ldr());
+        }
+        let left = if current == 0 {
+            u64::from(self.get(reg::TIMER_INITIAL))
+        } else {
+            current
+        };
+        self.deadline =
+            (left != 0 && !self.tsc_deadline_mode()).then(|| now + left * self.divisor());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn enabled() -> Lapic {
+        let mut lapic = Lapic::new(1, false, 1_000_000);
+        lapic.write(reg::SVR, 0x1ff, 0);
+        lapic
+    }
+
+    #[test]
+    fn interrupts_come_by_priority_and_eoi_ends_them() {
+        let mut lapic = enabled();
+        assert!(lapic.request(0x31, false));
+        assert!(lapic.request(0x62, false));
+        assert_eq!(lapic.pending(), Some(0x62));
+        lapic.accept(0x62);
+        assert_eq!(lapic.pending(), None, "the lower class waits");
+        assert_eq!(lapic.write(reg::EOI, 0, 0), Effect::Eoi(0x62, false));
+        assert_eq!(lapic.pending(), Some(0x31));
+        lapic.write(reg::TPR, 0x30, 0);
+        assert_eq!(lapic.pending(), None, "the task priority holds it back");
+    }
+
+    #[test]
+    fn a_disabled_apic_takes_nothing() {
+        let mut lapic = Lapic::new(0, true, 1_000_000);
+        assert!(!lapic.request(0x31, false));
+        assert_eq!(lapic.pending(), None);
+    }
+
+    #[test]
+    fn the_timer_fires_once_or_periodically() {
+        let mut lapic = enabled();
+        lapic.write(reg::TIMER_DIVIDE, 0xb, 0);
+        lapic.write(reg::LVT_TIMER, 0x40, 0);
+        assert_eq!(lapic.write(reg::TIMER_INITIAL, 1000, 0), Effect::Timer);
+        assert_eq!(lapic.read(reg::TIMER_CURRENT, 400), 600);
+        lapic.tick(999);
+        assert_eq!(lapic.pending(), None);
+        lapic.tick(1000);
+        assert_eq!(lapic.pending(), Some(0x40));
+        assert_eq!(lapic.deadline(), None);
+
+        lapic.write(reg::LVT_TIMER, 0x41 | 1 << 17, 0);
+        lapic.write(reg::TIMER_INITIAL, 1000, 5000);
+        lapic.tick(8500);
+        assert_eq!(
+            lapic.deadline(),
+            Some(9000),
+            "missed ticks are dropped, the phase is kept"
+        );
+    }
+
+    #[test]
+    fn the_tsc_deadline_counts_in_cycles() {
+        let mut lapic = enabled();
+        lapic.write(reg::LVT_TIMER, 0x40 | 2 << 17, 0);
+        assert_eq!(lapic.set_tsc_deadline(3000, 1000, 50), Effect::Timer);
+        assert_eq!(lapic.deadline(), Some(50 + 2000));
+        lapic.tick(2050);
+        assert_eq!(lapic.pending(), Some(0x40));
+        assert_eq!(lapic.tsc_deadline(), 0);
+    }
+
+    #[test]
+    fn x2apic_registers_are_msrs_only_in_x2apic_mode() {
+        let mut lapic = enabled();
+        assert_eq!(lapic.read_msr(0x802, 0), Err(Refused));
+        let base = lapic.base();
+        lapic.set_base(base | BASE_X2APIC, true).unwrap();
+        assert_eq!(lapic.read_msr(0x802, 0), Ok(1));
+        assert_eq!(lapic.page(), None);
+        assert_eq!(
+            lapic.read_msr(0x80d, 0),
+            Ok(2),
+            "the logical id follows from the id"
+        );
+        assert_eq!(lapic.write_msr(0x80b, 1, 0), Err(Refused));
+        assert_eq!(lapic.set_base(base, true), Err(Refused));
+        let Ok(Effect::Send(icr)) = lapic.write_msr(0x830, 0x5_0000_4031, 0) else {
+            panic!("no interrupt was sent");
+        };
+        assert_eq!((icr.destination, icr.vector(), icr.mode()), (5, 0x31, 0));
+    }
+
+    #[test]
+    fn destinations_match_by_id_and_by_logical_set() {
+        let mut lapic = enabled();
+        assert!(lapic.matches(1, false, false));
+        assert!(lapic.matches(0xff, false, false));
+        assert!(!lapic.matches(2, false, false));
+        lapic.write(reg::LDR, 0x0400_0000, 0);
+        assert!(lapic.matches(0x06, true, false));
+        assert!(!lapic.matches(0x02, true, false));
+        lapic.write(reg::DFR, 0x0fff_ffff, 0);
+        assert!(lapic.matches(0x04, true, false));
+        assert!(!lapic.matches(0x14, true, false));
+    }
+
+    #[test]
+    fn saving_and_restoring_keeps_the_registers() {
+        let mut lapic = enabled();
+        lapic.request(0x55, false);
+        let state = lapic.save(0);
+        let mut other = Lapic::new(1, false, 1_000_000);
+        other.restore(&state, 0);
+        assert_eq!(other.pending(), Some(0x55));
+    }
+}

@@ -1,0 +1,202 @@
+//! The machine around one software CPU: CPUID, MSRs, time, hypercalls. Its memory is [`crate::mmu`]'s.
+
+use crate::clock;
+use crate::cpuid;
+use crate::engine::EngineVcpu;
+use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect};
+use crate::mmu::PageCache;
+use crate::msr::{self, index};
+use crate::thread::bits;
+use crate::vcpu::VcpuCommon;
+use crate::vm::VmObject;
+use kvm_bindings::kvm_cpuid_entry2;
+use slat_x86::{Machine, MsrFault};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+/// What a vCPU has besides its registers.
+pub(crate) struct VcpuMachine {
+    pub(crate) engine: EngineVcpu,
+    pub(crate) vm: Arc<VmObject>,
+    pub(crate) common: Arc<VcpuCommon>,
+    pub(crate) pages: PageCache,
+    pub(crate) cpuid: Vec<kvm_cpuid_entry2>,
+    msrs: BTreeMap<u32, u64>,
+    tsc_offset: u64,
+    /// APIC_BASE when there is no APIC in here.
+    base: u64,
+    clock_version: u32,
+    clock_changed: bool,
+    guest_paused: bool,
+    wall_clock_wanted: bool,
+}
+
+/// VMCALL: KVM_HC_VAPIC_POLL_IRQ, which does nothing.
+const HYPERCALL_POLL: u64 = 1;
+/// The answer to a hypercall that does not exist.
+const HYPERCALL_UNKNOWN: u64 = 1000u64.wrapping_neg();
+
+impl VcpuMachine {
+    pub(crate) fn new(
+        engine: EngineVcpu,
+        vm: Arc<VmObject>,
+        common: Arc<VcpuCommon>,
+        base: u64,
+    ) -> Self {
+        VcpuMachine {
+            engine,
+            vm,
+            common,
+            pages: PageCache::default(),
+            cpuid: Vec::new(),
+            msrs: BTreeMap::new(),
+            tsc_offset: 0,
+            base,
+            clock_version: 0,
+            clock_changed: false,
+            guest_paused: false,
+            wall_clock_wanted: false,
+        }
+    }
+
+    /// The stored value of an MSR, 0 if it was never written.
+    pub(crate) fn msr(&self, index: u32) -> u64 {
+        self.stored(index).unwrap_or(0)
+    }
+
+    pub(crate) fn stored(&self, index: u32) -> Option<u64> {
+        self.msrs.get(&index).copied()
+    }
+
+    pub(crate) fn store(&mut self, index: u32, value: u64) {
+        self.msrs.insert(index, value);
+    }
+
+    pub(crate) fn guest_tsc(&self) -> u64 {
+        self.vm.clock.tsc().wrapping_add(self.tsc_offset)
+    }
+
+    pub(crate) fn move_tsc(&mut self, change: u64) {
+        self.tsc_offset = self.tsc_offset.wrapping_add(change);
+        self.clock_page_changed();
+    }
+
+    /// The APIC_BASE MSR.
+    pub(crate) fn apic_base(&self) -> u64 {
+        self.common.lapic().map_or(self.base, |lapic| lapic.base())
+    }
+
+    pub(crate) fn set_apic_base(&mut self, base: u64, by_guest: bool) -> Result<(), MsrFault> {
+        if let Some(mut lapic) = self.common.lapic() {
+            return lapic.set_base(base, by_guest).map_err(|_| MsrFault);
+        }
+        if base & !(0x000f_ffff_ffff_f000 | BASE_BSP | BASE_ENABLE | BASE_X2APIC) != 0 {
+            return Err(MsrFault);
+        }
+        self.base = base;
+        Ok(())
+    }
+
+    /// Does what a write to an APIC register asks for. No APIC may be locked.
+    pub(crate) fn carry_out(&mut self, effect: Effect) {
+        match effect {
+            Effect::None => {}
+            Effect::Send(icr) => {
+                self.vm.send_interrupt(Some(&self.common), icr);
+            }
+            Effect::Timer => self.arm_timer(),
+            // The next interrupt may be deliverable now.
+            Effect::Eoi(..) => self.common.attention.raise(bits::IRQ),
+        }
+    }
+
+    /// Tells the ticker when the APIC timer has to be looked at next.
+    pub(crate) fn arm_timer(&self) {
+        let deadline = self.common.lapic().and_then(|lapic| lapic.deadline());
+        self.common
+            .client
+            .set_deadline(deadline.map(|at| self.vm.clock.instant(at)));
+    }
+
+    /// The clock page has to be written again before the guest goes on.
+    pub(crate) fn clock_page_changed(&mut self) {
+        self.clock_changed = true;
+        self.common.attention.raise(bits::RETRY);
+    }
+
+    pub(crate) fn wall_clock_wanted(&mut self) {
+        self.wall_clock_wanted = true;
+        self.common.attention.raise(bits::RETRY);
+    }
+
+    /// `KVM_KVMCLOCK_CTRL`. False when the guest does not use the clock.
+    pub(crate) fn mark_guest_paused(&mut self) -> bool {
+        let uses = self.msr(index::KVM_SYSTEM_TIME_NEW) & 1 != 0;
+        if uses {
+            self.guest_paused = true;
+            self.clock_page_changed();
+        }
+        uses
+    }
+
+    /// Writes the pages of the paravirtual clock that have to be written. The vCPU is entered. A page that is not memory is
+    /// skipped: what it asked for cannot be done.
+    pub(crate) fn write_clocks(&mut self) {
+        if std::mem::take(&mut self.wall_clock_wanted) {
+            let address = self.msr(index::KVM_WALL_CLOCK_NEW);
+            // The wall clock at the moment the VM's clock was zero.
+            let since_epoch = SystemTime::now()
+                .duration_since(SystemTime::UNIX_EPOCH)
+                .unwrap_or_default();
+            let start = since_epoch.as_nanos() as u64 - self.vm.clock.kvmclock();
+            let mut page = [0; 12];
+            page[0..4].copy_from_slice(&2u32.to_le_bytes());
+            page[4..8].copy_from_slice(&((start / 1_000_000_000) as u32).to_le_bytes());
+            page[8..12].copy_from_slice(&((start % 1_000_000_000) as u32).to_le_bytes());
+            self.write_guest(address, &page);
+        }
+        if std::mem::take(&mut self.clock_changed) {
+            let address = self.msr(index::KVM_SYSTEM_TIME_NEW);
+            if address & 1 != 0 {
+                self.clock_version = self.clock_version.wrapping_add(2) & !1;
+                let (tsc, now) = (self.guest_tsc(), self.vm.clock.kvmclock());
+                let mut page = clock::system_time(self.clock_version, tsc, now, self.vm.tsc_khz());
+                page[29] |= u8::from(std::mem::take(&mut self.guest_paused)) << 1;
+                let odd = (self.clock_version | 1).to_le_bytes();
+                // The version is odd while the rest changes, for readers on other vCPUs.
+                if self.write_guest(address & !1, &odd)
+                    && self.write_guest((address & !1) + 4, &page[4..])
+                {
+                    self.write_guest(address & !1, &page[..4]);
+                }
+            }
+        }
+    }
+}
+
+impl Machine for VcpuMachine {
+    fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        cpuid::lookup(&self.cpuid, leaf, subleaf)
+    }
+
+    fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault> {
+        msr::read_machine(self, msr)
+    }
+
+    fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault> {
+        msr::write_machine(self, msr, value, true)
+    }
+
+    fn tsc(&mut self) -> u64 {
+        self.guest_tsc()
+    }
+
+    fn hypercall(&mut self, nr: u64, _args: [u64; 4]) -> u64 {
+        if nr == HYPERCALL_POLL {
+            0
+        } else {
+            HYPERCALL_UNKNOWN
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! From guest-virtual addresses to host pages: the software CPU's misses.
+//!
+//! Two translations one after the other: the guest's tables ([`slat::guest_walk`]), then the engine's second level. The walk
+//! of the guest's tables needs a second-level translation per table; a small cache of them, flushed whenever the software
+//! TLB is, answers most.
+
+use crate::cpuid::PHYS_BITS;
+use crate::machine::VcpuMachine;
+use crate::thread::bits;
+use slat::guest_walk::{GuestPaging, GuestTables, Mode, WalkError, walk};
+use slat::{Gpa, Hva, ResolveError, Stop};
+use slat_x86::state::control;
+use slat_x86::{Access, Fault, HostPage, Mmu, Paging, State};
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering;
+
+const PAGE: u64 = 4096;
+
+/// A second-level translation of one 4 KiB page.
+#[derive(Clone, Copy)]
+struct Page {
+    gpa: u64,
+    host: NonNull<u8>,
+    write: bool,
+}
+
+// SAFETY: the pointer leads into guest memory, which belongs to no thread and is reached through guarded accesses only.
+unsafe impl Send for Page {}
+
+/// The last second-level translations of this vCPU, by page number.
+pub(crate) struct PageCache([Option<Page>; PageCache::SIZE]);
+
+impl Default for PageCache {
+    fn default() -> Self {
+        PageCache([None; Self::SIZE])
+    }
+}
+
+impl PageCache {
+    const SIZE: usize = 64;
+
+    fn slot(&mut self, gpa: u64) -> &mut Option<Page> {
+        &mut self.0[(gpa / PAGE) as usize % Self::SIZE]
+    }
+
+    pub(crate) fn flush(&mut self) {
+        self.0.fill(None);
+    }
+}
+
+/// Why guest-physical memory cannot be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unreachable {
+    /// There is no memory.
+    NotMemory,
+    /// Anything else.
+    Fault(Fault),
+}
+
+impl VcpuMachine {
+    /// The host page of a guest-physical page.
+    fn page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
+        let gpa = gpa & !(PAGE - 1);
+        let write = access == slat::Access::Write;
+        if let Some(page) = *self.pages.slot(gpa)
+            && page.gpa == gpa
+            && (page.write || !write)
+            && access != slat::Access::Execute
+        {
+            return Ok(page);
+        }
+        let found = self
+            .engine
+            .translate(Gpa(gpa), access)
+            .map_err(|stop| self.unreachable(stop))?;
+        let host =
+            NonNull::new(found.host.0 as *mut u8).ok_or(Unreachable::Fault(Fault::BadAddress))?;
+        let page = Page {
+            gpa,
+            host,
+            write: found.write,
+        };
+        *self.pages.slot(gpa) = Some(page);
+        Ok(page)
+    }
+
+    #[cold]
+    fn unreachable(&mut self, stop: Stop) -> Unreachable {
+        match stop {
+            Stop::Mmio { .. } => Unreachable::NotMemory,
+            // No ring was asked for, so none can be full.
+            Stop::Retry
+            | Stop::DirtyRingFull
+            | Stop::BadAddress {
+                error: ResolveError::Interrupted,
+                ..
+            } => {
+                self.come_out();
+                Unreachable::Fault(Fault::Retry)
+            }
+            Stop::BadAddress { .. } | Stop::OutOfMemory { .. } => {
+                crate::report::stopped(&stop);
+                Unreachable::Fault(Fault::BadAddress)
+            }
+        }
+    }
+
+    /// All translations are void; the run loop has to see to it before anything else is executed.
+    fn come_out(&mut self) {
+        self.pages.flush();
+        self.common.attention.raise(bits::RETRY);
+    }
+
+    /// The client's memory under a guarded access was gone. Either somebody wants this vCPU to come out, or the mapping
+    /// changed without anybody saying so: then the engine forgets the page and asks the host anew.
+    fn forget(&mut self, host: *const u8) {
+        if self.common.attention.flag().load(Ordering::SeqCst) == 0 {
+            let first = host as u64 & !(PAGE - 1);
+            self.engine.leave();
+            drop(self.vm.engine.invalidate(Hva(first)..Hva(first + PAGE)));
+            self.engine.enter(thread_id());
+        }
+        self.come_out();
+    }
+
+    /// Writes guest-physical memory for a device of the vCPU; the dirty log sees it. The vCPU is entered. False when it is
+    /// not memory, or not accessible.
+    pub(crate) fn write_guest(&mut self, gpa: u64, bytes: &[u8]) -> bool {
+        let mut done = 0;
+        while done < bytes.len() {
+            let at = gpa + done as u64;
+            let part = (bytes.len() - done).min((PAGE - at % PAGE) as usize);
+            let page = match self.page(at, slat::Access::Write) {
+                Ok(page) => page,
+                Err(Unreachable::Fault(Fault::Retry)) if self.may_try_again() => continue,
+                Err(_) => return false,
+            };
+            // SAFETY: guest memory, guarded: the engine translated the page and the client gave it to the guest.
+            let copied = unsafe {
+                slat_guard::copy_out(
+                    page.host.as_ptr().add((at % PAGE) as usize),
+                    &bytes[done..done + part],
+                )
+            };
+            match copied {
+                Ok(()) => done += part,
+                Err(_) => {
+                    self.forget(page.host.as_ptr());
+                    if !self.may_try_again() {
+                        return false;
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    /// Outside the CPU's loop: acknowledges what the engine asks for. The CPU drops its translations before it uses one.
+    /// False when a signal wants the thread.
+    fn may_try_again(&mut self) -> bool {
+        self.come_out();
+        self.engine.quiesce();
+        self.common.attention.flag().load(Ordering::SeqCst) & bits::SIGNAL == 0
+    }
+
+    /// `KVM_TRANSLATE`: walks the guest's tables as a supervisor's read would.
+    pub(crate) fn translate_for_client(&mut self, state: &State, gva: u64) -> Option<u64> {
+        let paging = Paging {
+            cr0: state.cr0,
+            cr3: state.cr3,
+            cr4: state.cr4,
+            efer: state.efer,
+            user: false,
+            ac: true,
+        };
+        self.engine.enter(thread_id());
+        // Those from the last run may be void by now. The CPU's own are looked after by the attention word.
+        self.pages.flush();
+        let found = loop {
+            if paging.cr0 & control::CR0_PG == 0 {
+                break Some(gva & 0xffff_ffff);
+            }
+            match walk(self, &guest_paging(&paging), gva, slat::Access::Read) {
+                Ok(page) => break Some(page.gpa.0 | gva % PAGE),
+                Err(WalkError::Memory(Unreachable::Fault(Fault::Retry)))
+                    if self.may_try_again() => {}
+                Err(_) => break None,
+            }
+        };
+        self.engine.leave();
+        found
+    }
+}
+
+/// The number by which this thread can be kicked.
+pub(crate) fn thread_id() -> usize {
+    thread_local! {
+        static ID: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+    }
+    if ID.get() == 0 {
+        // SAFETY: plain system call.
+        ID.set(unsafe { libc::syscall(libc::SYS_gettid) } as usize);
+    }
+    ID.get()
+}
+
+fn guest_paging(paging: &Paging) -> GuestPaging {
+    let cr4 = |bit: u64| paging.cr4 & bit != 0;
+    const CR4_PSE: u64 = 1 << 4;
+    let mode = if paging.efer & control::EFER_LMA != 0 {
+        if cr4(control::CR4_LA57) {
+            Mode::Level5
+        } else {
+            Mode::Level4
+        }
+    } else if cr4(control::CR4_PAE) {
+        Mode::Pae
+    } else {
+        Mode::Bits32 { pse: cr4(CR4_PSE) }
+    };
+    GuestPaging {
+        cr3: paging.cr3,
+        mode,
+        user: paging.user,
+        write_protect: paging.cr0 & control::CR0_WP != 0,
+        no_execute: paging.efer & control::EFER_NXE != 0,
+        smep: cr4(control::CR4_SMEP),
+        smap: cr4(control::CR4_SMAP) && !paging.ac,
+        physical_bits: PHYS_BITS,
+    }
+}
+
+fn slat_access(access: Access) -> slat::Access {
+    match access {
+        Access::Read => slat::Access::Read,
+        Access::Write => slat::Access::Write,
+        Access::Execute => slat::Access::Execute,
+    }
+}
+
+impl GuestTables for VcpuMachine {
+    type Error = Unreachable;
+
+    fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Unreachable> {
+        let page = self.page(gpa.0, slat::Access::Read)?;
+        // SAFETY: inside a translated page of guest memory; aligned, as the walk promises; guarded.
+        let value = unsafe {
+            let entry = page.host.as_ptr().add((gpa.0 % PAGE) as usize);
+            if size == 4 {
+                slat_guard::load(entry.cast::<u32>()).map(u64::from)
+            } else {
+                slat_guard::load(entry.cast::<u64>())
+            }
+        };
+        value.map_err(|_| {
+            self.forget(page.host.as_ptr());
+            Unreachable::Fault(Fault::Retry)
+        })
+    }
+
+    fn compare_exchange(
+        &mut self,
+        gpa: Gpa,
+        size: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Unreachable> {
+        let page = match self.page(gpa.0, slat::Access::Write) {
+            // Tables in read-only memory keep the flags they have.
+            Err(Unreachable::NotMemory) => return Ok(true),
+            page => page?,
+        };
+        // SAFETY: as for reading; the page may be written.
+        let swapped = unsafe {
+            let entry = page.host.as_ptr().add((gpa.0 % PAGE) as usize);
+            if size == 4 {
+                slat_guard::compare_exchange(entry.cast::<u32>(), old as u32, new as u32)
+                    .map(|result| result.is_ok())
+            } else {
+                slat_guard::compare_exchange(entry.cast::<u64>(), old, new)
+                    .map(|result| result.is_ok())
+            }
+        };
+        swapped.map_err(|_| {
+            self.forget(page.host.as_ptr());
+            Unreachable::Fault(Fault::Retry)
+        })
+    }
+}
+
+impl Mmu for VcpuMachine {
+    fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault> {
+        let access = slat_access(access);
+        let (gpa, read, write, execute) = if paging.cr0 & control::CR0_PG == 0 {
+            (gva & 0xffff_f000, true, true, true)
+        } else {
+            match walk(self, &guest_paging(paging), gva, access) {
+                Ok(page) => (page.gpa.0, page.read, page.write, page.execute),
+                Err(WalkError::PageFault { code }) => return Err(Fault::Page { error_code: code }),
+                Err(WalkError::Memory(Unreachable::Fault(fault))) => return Err(fault),
+                // A table that is not in memory: as if nothing were mapped.
+                Err(WalkError::Memory(Unreachable::NotMemory)) => {
+                    let write = u32::from(access == slat::Access::Write) << 1;
+                    return Err(Fault::Page {
+                        error_code: write | u32::from(paging.user) << 2,
+                    });
+                }
+            }
+        };
+        match self.page(gpa, access) {
+            Ok(page) => Ok(HostPage {
+                base: page.host,
+                read,
+                write: write && page.write,
+                execute,
+                gpa,
+            }),
+            Err(Unreachable::NotMemory) => Err(Fault::Mmio {
+                gpa: gpa | gva % PAGE,
+            }),
+            Err(Unreachable::Fault(fault)) => Err(fault),
+        }
+    }
+
+    fn recheck(&mut self, host: *mut u8, _access: Access) -> Result<(), Fault> {
+        self.forget(host);
+        Err(Fault::Retry)
+    }
+}

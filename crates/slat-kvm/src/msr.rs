@@ -1,0 +1,282 @@
+//! Model-specific registers: which exist, what a write does. An unknown one is #GP for the guest and ends
+//! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
+
+use crate::machine::VcpuMachine;
+use crate::vcpu::Inner;
+use slat_x86::state::control;
+use slat_x86::{MsrFault, State};
+
+#[allow(missing_docs)]
+pub(crate) mod index {
+    pub const TSC: u32 = 0x10;
+    pub const KVM_WALL_CLOCK: u32 = 0x11;
+    pub const KVM_SYSTEM_TIME: u32 = 0x12;
+    pub const PLATFORM_ID: u32 = 0x17;
+    pub const APIC_BASE: u32 = 0x1b;
+    pub const EBL_CR_POWERON: u32 = 0x2a;
+    pub const FEATURE_CONTROL: u32 = 0x3a;
+    pub const TSC_ADJUST: u32 = 0x3b;
+    pub const UCODE_WRITE: u32 = 0x79;
+    pub const UCODE_REV: u32 = 0x8b;
+    pub const PLATFORM_INFO: u32 = 0xce;
+    pub const MTRR_CAP: u32 = 0xfe;
+    pub const MISC_FEATURES: u32 = 0x140;
+    pub const SYSENTER_CS: u32 = 0x174;
+    pub const SYSENTER_ESP: u32 = 0x175;
+    pub const SYSENTER_EIP: u32 = 0x176;
+    pub const MCG_CAP: u32 = 0x179;
+    pub const MCG_STATUS: u32 = 0x17a;
+    pub const MISC_ENABLE: u32 = 0x1a0;
+    pub const DEBUGCTL: u32 = 0x1d9;
+    pub const MTRR_PHYS_FIRST: u32 = 0x200;
+    pub const MTRR_PHYS_LAST: u32 = 0x20f;
+    pub const MTRR_FIX_64K: u32 = 0x250;
+    pub const MTRR_FIX_16K: u32 = 0x258;
+    pub const MTRR_FIX_16K_LAST: u32 = 0x259;
+    pub const MTRR_FIX_4K: u32 = 0x268;
+    pub const MTRR_FIX_4K_LAST: u32 = 0x26f;
+    pub const PAT: u32 = 0x277;
+    pub const MTRR_DEF_TYPE: u32 = 0x2ff;
+    pub const TSC_DEADLINE: u32 = 0x6e0;
+    pub const X2APIC_FIRST: u32 = 0x800;
+    pub const X2APIC_LAST: u32 = 0x8ff;
+    pub const KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
+    pub const KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
+    pub const EFER: u32 = 0xc000_0080;
+    pub const STAR: u32 = 0xc000_0081;
+    pub const LSTAR: u32 = 0xc000_0082;
+    pub const CSTAR: u32 = 0xc000_0083;
+    pub const SFMASK: u32 = 0xc000_0084;
+    pub const FS_BASE: u32 = 0xc000_0100;
+    pub const GS_BASE: u32 = 0xc000_0101;
+    pub const KERNEL_GS_BASE: u32 = 0xc000_0102;
+    pub const TSC_AUX: u32 = 0xc000_0103;
+    pub const AMD_SYSCFG: u32 = 0xc001_0010;
+    pub const AMD_HWCR: u32 = 0xc001_0015;
+    pub const AMD_NB_CFG: u32 = 0xc001_001f;
+}
+use index::*;
+
+/// `KVM_GET_MSR_INDEX_LIST`: what a client saves and restores.
+pub const SAVED: &[u32] = &[
+    TSC,
+    SYSENTER_CS,
+    SYSENTER_ESP,
+    SYSENTER_EIP,
+    STAR,
+    CSTAR,
+    KERNEL_GS_BASE,
+    SFMASK,
+    LSTAR,
+    PAT,
+    TSC_AUX,
+    FEATURE_CONTROL,
+    KVM_WALL_CLOCK,
+    KVM_SYSTEM_TIME,
+    KVM_WALL_CLOCK_NEW,
+    KVM_SYSTEM_TIME_NEW,
+    TSC_ADJUST,
+    TSC_DEADLINE,
+    MISC_ENABLE,
+    MCG_STATUS,
+    MISC_FEATURES,
+    PLATFORM_INFO,
+    MTRR_DEF_TYPE,
+    APIC_BASE,
+    EFER,
+];
+
+const EFER_BITS: u64 =
+    control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
+/// Performance monitoring and fast strings are there, MONITOR is not.
+const MISC_ENABLE_RESET: u64 = 1;
+/// Eight variable ranges, fixed ranges, write-combining.
+const MTRR_CAP_VALUE: u64 = 8 | 1 << 8 | 1 << 10;
+
+fn canonical(value: u64) -> Result<u64, MsrFault> {
+    let extended = ((value << 16) as i64 >> 16) as u64;
+    if extended == value {
+        Ok(value)
+    } else {
+        Err(MsrFault)
+    }
+}
+
+fn valid_pat(value: u64) -> bool {
+    value
+        .to_le_bytes()
+        .iter()
+        .all(|kind| matches!(kind, 0 | 1 | 4 | 5 | 6 | 7))
+}
+
+/// A register that stands in the CPU's state.
+fn cpu_register(state: &mut State, index: u32) -> Option<&mut u64> {
+    Some(match index {
+        EFER => &mut state.efer,
+        STAR => &mut state.star,
+        LSTAR => &mut state.lstar,
+        CSTAR => &mut state.cstar,
+        SFMASK => &mut state.sfmask,
+        KERNEL_GS_BASE => &mut state.kernel_gs_base,
+        FS_BASE => &mut state.fs.base,
+        GS_BASE => &mut state.gs.base,
+        SYSENTER_CS => &mut state.sysenter_cs,
+        SYSENTER_ESP => &mut state.sysenter_esp,
+        SYSENTER_EIP => &mut state.sysenter_eip,
+        TSC_AUX => &mut state.tsc_aux,
+        PAT => &mut state.pat,
+        _ => return None,
+    })
+}
+
+/// A client reads an MSR.
+pub(crate) fn read(inner: &mut Inner, index: u32) -> Result<u64, MsrFault> {
+    match cpu_register(&mut inner.cpu.state, index) {
+        Some(register) => Ok(*register),
+        None => read_machine(&mut inner.machine, index),
+    }
+}
+
+/// A client writes an MSR.
+pub(crate) fn write(inner: &mut Inner, index: u32, value: u64) -> Result<(), MsrFault> {
+    let value = match index {
+        EFER if value & !EFER_BITS != 0 => return Err(MsrFault),
+        LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE | SYSENTER_ESP | SYSENTER_EIP => {
+            canonical(value)?
+        }
+        SFMASK | TSC_AUX => value & 0xffff_ffff,
+        PAT if !valid_pat(value) => return Err(MsrFault),
+        _ => value,
+    };
+    match cpu_register(&mut inner.cpu.state, index) {
+        Some(register) => {
+            *register = value;
+            Ok(())
+        }
+        None => write_machine(&mut inner.machine, index, value, false),
+    }
+}
+
+/// Reads an MSR that the CPU does not hold itself.
+pub(crate) fn read_machine(machine: &mut VcpuMachine, index: u32) -> Result<u64, MsrFault> {
+    let now = machine.vm.clock.now();
+    Ok(match index {
+        TSC => machine.guest_tsc(),
+        TSC_ADJUST => machine.msr(TSC_ADJUST),
+        APIC_BASE => machine.apic_base(),
+        TSC_DEADLINE => machine.common.lapic().ok_or(MsrFault)?.tsc_deadline(),
+        X2APIC_FIRST..=X2APIC_LAST => machine
+            .common
+            .lapic()
+            .ok_or(MsrFault)?
+            .read_msr(index, now)
+            .map_err(|_| MsrFault)?,
+        MTRR_CAP => MTRR_CAP_VALUE,
+        UCODE_REV => 1 << 32,
+        MISC_ENABLE => machine.stored(MISC_ENABLE).unwrap_or(MISC_ENABLE_RESET),
+        PLATFORM_INFO => machine.stored(PLATFORM_INFO).unwrap_or(1 << 31),
+        KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => machine.msr(KVM_SYSTEM_TIME_NEW),
+        KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => machine.msr(KVM_WALL_CLOCK_NEW),
+        FEATURE_CONTROL | MISC_FEATURES | DEBUGCTL | MCG_STATUS | MTRR_DEF_TYPE | AMD_HWCR => {
+            machine.msr(index)
+        }
+        MTRR_PHYS_FIRST..=MTRR_PHYS_LAST
+        | MTRR_FIX_64K
+        | MTRR_FIX_16K..=MTRR_FIX_16K_LAST
+        | MTRR_FIX_4K..=MTRR_FIX_4K_LAST => machine.msr(index),
+        PLATFORM_ID | EBL_CR_POWERON | MCG_CAP | UCODE_WRITE | AMD_SYSCFG | AMD_NB_CFG => 0,
+        _ => return Err(MsrFault),
+    })
+}
+
+/// Writes an MSR that the CPU does not hold itself.
+pub(crate) fn write_machine(
+    machine: &mut VcpuMachine,
+    index: u32,
+    value: u64,
+    by_guest: bool,
+) -> Result<(), MsrFault> {
+    let now = machine.vm.clock.now();
+    let only = |mask: u64| {
+        if value & !mask == 0 {
+            Ok(())
+        } else {
+            Err(MsrFault)
+        }
+    };
+    match index {
+        TSC => {
+            let change = value.wrapping_sub(machine.guest_tsc());
+            machine.move_tsc(change);
+            if by_guest {
+                let adjust = machine.msr(TSC_ADJUST).wrapping_add(change);
+                machine.store(TSC_ADJUST, adjust);
+            }
+        }
+        TSC_ADJUST => {
+            if by_guest {
+                machine.move_tsc(value.wrapping_sub(machine.msr(TSC_ADJUST)));
+            }
+            machine.store(TSC_ADJUST, value);
+        }
+        APIC_BASE => machine.set_apic_base(value, by_guest)?,
+        TSC_DEADLINE => {
+            let tsc = machine.guest_tsc();
+            let effect = machine
+                .common
+                .lapic()
+                .ok_or(MsrFault)?
+                .set_tsc_deadline(value, tsc, now);
+            machine.carry_out(effect);
+        }
+        X2APIC_FIRST..=X2APIC_LAST => {
+            let effect = machine
+                .common
+                .lapic()
+                .ok_or(MsrFault)?
+                .write_msr(index, value, now)
+                .map_err(|_| MsrFault)?;
+            machine.carry_out(effect);
+        }
+        KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => {
+            machine.store(KVM_SYSTEM_TIME_NEW, value);
+            machine.clock_page_changed();
+        }
+        KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => {
+            machine.store(KVM_WALL_CLOCK_NEW, value);
+            machine.wall_clock_wanted();
+        }
+        MTRR_PHYS_FIRST..=MTRR_PHYS_LAST => {
+            // Even numbers are bases with a type, odd ones are masks with a valid bit.
+            only(if index & 1 == 0 {
+                0x0000_ffff_ffff_f007
+            } else {
+                0x0000_ffff_ffff_f800
+            })?;
+            machine.store(index, value);
+        }
+        MTRR_FIX_64K | MTRR_FIX_16K..=MTRR_FIX_16K_LAST | MTRR_FIX_4K..=MTRR_FIX_4K_LAST => {
+            if value
+                .to_le_bytes()
+                .iter()
+                .any(|kind| !matches!(kind, 0 | 1 | 4 | 5 | 6))
+            {
+                return Err(MsrFault);
+            }
+            machine.store(index, value);
+        }
+        MTRR_DEF_TYPE => {
+            only(0xc07)?;
+            machine.store(index, value);
+        }
+        MISC_ENABLE => machine.store(index, value),
+        // What is not there may be switched off, not on.
+        FEATURE_CONTROL if !by_guest => only(0)?,
+        MISC_FEATURES | DEBUGCTL | MCG_STATUS => only(0)?,
+        AMD_HWCR => only(0x40 | 0x100 | 8)?,
+        PLATFORM_INFO if !by_guest => machine.store(index, value),
+        UCODE_WRITE | UCODE_REV => {}
+        _ => return Err(MsrFault),
+    }
+    Ok(())
+}

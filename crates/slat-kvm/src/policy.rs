@@ -1,0 +1,188 @@
+//! Policies of this process, as `slat run` passes them on: `SLAT_MMU`, `SLAT_FORMAT`, `SLAT_SET`, `SLAT_STATS`.
+//!
+//! Only what works is accepted; anything else is refused with a sentence, before any VM exists.
+
+use crate::engine::EngineVm;
+use crate::errno::{Error, Result};
+use slat::{Config, PolicyError};
+use std::sync::OnceLock;
+
+/// How the guest's memory is translated.
+pub const MMUS: &[&str] = &["tdp"];
+/// The formats of second-level tables.
+pub const FORMATS: &[&str] = &["ept"];
+
+/// The policies of every VM of this process.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Policies {
+    settings: Vec<(String, String)>,
+    /// Print statistics at the end of the process.
+    pub stats: bool,
+}
+
+impl Policies {
+    /// Reads the policies from variables, given by a look-up.
+    ///
+    /// # Errors
+    /// A sentence that says which variable holds what, and what it may hold.
+    pub fn parse(variable: impl Fn(&str) -> Option<String>) -> std::result::Result<Self, String> {
+        let one_of = |name: &str, known: &[&str]| match variable(name) {
+            Some(value) if !value.is_empty() && !known.contains(&value.as_str()) => Err(format!(
+                "{name}={value}: not supported; {name} can be {}",
+                known.join(", ")
+            )),
+            _ => Ok(()),
+        };
+        one_of("SLAT_MMU", MMUS)?;
+        one_of("SLAT_FORMAT", FORMATS)?;
+        let known = slat::Policy::default();
+        let mut settings = Vec::new();
+        for setting in variable("SLAT_SET")
+            .unwrap_or_default()
+            .split(',')
+            .filter(|setting| !setting.is_empty())
+        {
+            let (name, value) = setting.split_once('=').ok_or_else(|| {
+                format!("SLAT_SET: \"{setting}\" is not of the form POLICY=VALUE")
+            })?;
+            known.set(name, value).map_err(|error| match error {
+                PolicyError::NoSuchPolicy => {
+                    let names: Vec<_> = known.iter().map(|(name, _)| name).collect();
+                    let names = names.join(", ");
+                    format!("SLAT_SET: there is no policy \"{name}\"; there are {names}")
+                }
+                error => format!("SLAT_SET: {name}={value}: {error}"),
+            })?;
+            settings.push((name.to_owned(), value.to_owned()));
+        }
+        let stats = variable("SLAT_STATS").is_some_and(|value| !value.is_empty() && value != "0");
+        Ok(Policies { settings, stats })
+    }
+
+    /// How a VM is made.
+    pub fn config(&self) -> Config {
+        Config::default()
+    }
+
+    /// Sets the policies of a new VM.
+    pub(crate) fn apply(&self, vm: &EngineVm) {
+        for (name, value) in &self.settings {
+            // Checked when it was parsed.
+            let _ = vm.policy().set(name, value);
+        }
+    }
+
+    /// The value of a KVM module parameter as `/sys/module/kvm/parameters` shows it, without the newline.
+    pub fn module_parameter(&self, name: &str) -> Option<String> {
+        let fixed = match name {
+            "force_emulation_prefix" => "0",
+            "tdp_mmu" => "Y",
+            "ignore_msrs" => "N",
+            "report_ignored_msrs" => "Y",
+            "enable_pmu" => "N",
+            "enable_vmware_backdoor" => "N",
+            "halt_poll_ns" => "0",
+            "min_timer_period_us" => "0",
+            _ => return self.engine_parameter(name),
+        };
+        Some(fixed.to_owned())
+    }
+
+    /// Those of KVM's parameters that are the engine's policies.
+    fn engine_parameter(&self, name: &str) -> Option<String> {
+        const SHARED: &[&str] = &[
+            "mmio_caching",
+            "nx_huge_pages",
+            "nx_huge_pages_recovery_ratio",
+            "nx_huge_pages_recovery_period_ms",
+            "eager_page_split",
+        ];
+        let policy = slat::Policy::default();
+        for (name, value) in &self.settings {
+            let _ = policy.set(name, value);
+        }
+        let (_, value) = policy
+            .iter()
+            .find(|(known, _)| *known == name && SHARED.contains(known))?;
+        Some(match value.to_string().as_str() {
+            "on" => "Y".to_owned(),
+            "off" => "N".to_owned(),
+            number => number.to_owned(),
+        })
+    }
+}
+
+/// The policies of this process, from its environment.
+///
+/// # Errors
+/// `EINVAL`; what is wrong was said on standard error.
+pub fn current() -> Result<&'static Policies> {
+    static CURRENT: OnceLock<std::result::Result<Policies, String>> = OnceLock::new();
+    let parsed = CURRENT.get_or_init(|| {
+        let parsed = Policies::parse(|name| std::env::var(name).ok());
+        if let Err(message) = &parsed {
+            eprintln!("slat: {message}");
+        }
+        parsed
+    });
+    parsed.as_ref().map_err(|_| Error::new(libc::EINVAL))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(pairs: &[(&str, &str)]) -> std::result::Result<Policies, String> {
+        Policies::parse(|name| {
+            pairs
+                .iter()
+                .find(|(known, _)| *known == name)
+                .map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn nothing_set_is_the_default() {
+        assert_eq!(parse(&[]).unwrap(), Policies::default());
+    }
+
+    #[test]
+    fn settings_are_taken() {
+        let policies = parse(&[
+            ("SLAT_SET", "mmio_caching=off,huge_pages=on"),
+            ("SLAT_STATS", "1"),
+        ])
+        .unwrap();
+        assert!(policies.stats);
+        assert_eq!(policies.module_parameter("mmio_caching").unwrap(), "N");
+    }
+
+    #[test]
+    fn what_does_not_work_is_refused_with_what_does() {
+        assert!(
+            parse(&[("SLAT_FORMAT", "sparc")])
+                .unwrap_err()
+                .contains("ept")
+        );
+        assert!(
+            parse(&[("SLAT_MMU", "shadow")])
+                .unwrap_err()
+                .contains("tdp")
+        );
+        assert!(
+            parse(&[("SLAT_SET", "nonsense=on")])
+                .unwrap_err()
+                .contains("mmio_caching")
+        );
+        assert!(
+            parse(&[("SLAT_SET", "mmio_caching")])
+                .unwrap_err()
+                .contains("POLICY=VALUE")
+        );
+        assert!(
+            parse(&[("SLAT_SET", "mmio_caching=7")])
+                .unwrap_err()
+                .contains("on, off")
+        );
+    }
+}

@@ -1,0 +1,401 @@
+//! The CPU's registers in KVM's structs, and back.
+
+use crate::cpuid::PHYS_BITS;
+use crate::errno::{Result, fail};
+use kvm_bindings::*;
+use slat_x86::state::{control, flags};
+use slat_x86::{Segment, State, Table};
+
+/// `KVM_GET_REGS`.
+pub fn get_regs(state: &State) -> kvm_regs {
+    let [
+        rax,
+        rcx,
+        rdx,
+        rbx,
+        rsp,
+        rbp,
+        rsi,
+        rdi,
+        r8,
+        r9,
+        r10,
+        r11,
+        r12,
+        r13,
+        r14,
+        r15,
+    ] = state.gpr;
+    kvm_regs {
+        rax,
+        rbx,
+        rcx,
+        rdx,
+        rsi,
+        rdi,
+        rsp,
+        rbp,
+        r8,
+        r9,
+        r10,
+        r11,
+        r12,
+        r13,
+        r14,
+        r15,
+        rip: state.rip,
+        rflags: state.rflags,
+    }
+}
+
+/// `KVM_SET_REGS`. Takes everything, as KVM does; a pending exception is dropped.
+pub fn set_regs(state: &mut State, regs: &kvm_regs) {
+    state.gpr = [
+        regs.rax, regs.rcx, regs.rdx, regs.rbx, regs.rsp, regs.rbp, regs.rsi, regs.rdi, regs.r8,
+        regs.r9, regs.r10, regs.r11, regs.r12, regs.r13, regs.r14, regs.r15,
+    ];
+    state.rip = regs.rip;
+    state.rflags = regs.rflags & 0x003f_7fd5 | flags::ALWAYS;
+    state.events.exception = None;
+}
+
+fn segment(segment: &Segment) -> kvm_segment {
+    let bit = |n: u32| (segment.rights >> n & 1) as u8;
+    let unusable = u8::from(segment.rights & Segment::UNUSABLE != 0);
+    kvm_segment {
+        base: segment.base,
+        limit: segment.limit,
+        selector: segment.selector,
+        type_: (segment.rights & 15) as u8,
+        present: bit(7),
+        dpl: (segment.rights >> 5 & 3) as u8,
+        db: bit(14),
+        s: bit(4),
+        l: bit(13),
+        g: bit(15),
+        avl: bit(12),
+        unusable,
+        padding: 0,
+    }
+}
+
+fn from_segment(segment: &kvm_segment) -> Segment {
+    let bit = |value: u8, n: u32| u32::from(value & 1) << n;
+    let mut rights = u32::from(segment.type_ & 15)
+        | bit(segment.s, 4)
+        | u32::from(segment.dpl & 3) << 5
+        | bit(segment.present, 7)
+        | bit(segment.avl, 12)
+        | bit(segment.l, 13)
+        | bit(segment.db, 14)
+        | bit(segment.g, 15);
+    // VMX has no segment that is neither present nor unusable.
+    if segment.unusable != 0 || segment.present == 0 {
+        rights |= Segment::UNUSABLE;
+    }
+    Segment {
+        selector: segment.selector,
+        base: segment.base,
+        limit: segment.limit,
+        rights,
+    }
+}
+
+fn table(table: &Table) -> kvm_dtable {
+    kvm_dtable {
+        base: table.base,
+        limit: table.limit,
+        padding: [0; 3],
+    }
+}
+
+fn from_table(table: &kvm_dtable) -> Table {
+    Table {
+        base: table.base,
+        limit: table.limit,
+    }
+}
+
+/// `KVM_GET_SREGS`. `apic_base` and the queued interrupt come from elsewhere.
+pub fn get_sregs(state: &State, apic_base: u64) -> kvm_sregs {
+    let mut sregs = kvm_sregs {
+        cs: segment(&state.cs),
+        ds: segment(&state.ds),
+        es: segment(&state.es),
+        fs: segment(&state.fs),
+        gs: segment(&state.gs),
+        ss: segment(&state.ss),
+        tr: segment(&state.tr),
+        ldt: segment(&state.ldtr),
+        gdt: table(&state.gdtr),
+        idt: table(&state.idtr),
+        cr0: state.cr0,
+        cr2: state.cr2,
+        cr3: state.cr3,
+        cr4: state.cr4,
+        cr8: state.cr8,
+        efer: state.efer,
+        apic_base,
+        interrupt_bitmap: [0; 4],
+    };
+    if let Some(vector) = state.events.interrupt {
+        sregs.interrupt_bitmap[usize::from(vector / 64)] |= 1 << (vector % 64);
+    }
+    sregs
+}
+
+/// CR4 bits that this CPU has.
+const CR4_BITS: u64 = 0x7ff
+    | control::CR4_UMIP
+    | control::CR4_FSGSBASE
+    | control::CR4_PCIDE
+    | control::CR4_OSXSAVE
+    | control::CR4_SMEP
+    | control::CR4_SMAP;
+
+/// The checks that KVM makes before it takes special registers.
+fn check_sregs(sregs: &kvm_sregs) -> Result<()> {
+    let long = sregs.efer & control::EFER_LME != 0 && sregs.cr0 & control::CR0_PG != 0;
+    if long {
+        // 64-bit mode needs PAE, LMA and a CR3 within the physical address space.
+        if sregs.cr4 & control::CR4_PAE == 0
+            || sregs.efer & control::EFER_LMA == 0
+            || sregs.cr3 & !0xfff & !(1 << 63) >> PHYS_BITS != 0
+        {
+            return fail(libc::EINVAL);
+        }
+    } else if sregs.efer & control::EFER_LMA != 0 || sregs.cs.l != 0 {
+        return fail(libc::EINVAL);
+    }
+    if sregs.cr4 & !CR4_BITS != 0 {
+        return fail(libc::EINVAL);
+    }
+    if sregs.cr0 >> 32 != 0
+        || sregs.cr0 & (control::CR0_PG | control::CR0_PE) == control::CR0_PG
+        || sregs.cr0 & (control::CR0_NW | control::CR0_CD) == control::CR0_NW
+    {
+        return fail(libc::EINVAL);
+    }
+    const EFER_BITS: u64 =
+        control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
+    if sregs.efer & !EFER_BITS != 0 {
+        return fail(libc::EINVAL);
+    }
+    Ok(())
+}
+
+/// `KVM_SET_SREGS`, apart from `apic_base`.
+///
+/// # Errors
+/// `EINVAL` for a combination of control registers that no CPU can be in.
+pub fn set_sregs(state: &mut State, sregs: &kvm_sregs) -> Result<()> {
+    check_sregs(sregs)?;
+    state.cs = from_segment(&sregs.cs);
+    state.ds = from_segment(&sregs.ds);
+    state.es = from_segment(&sregs.es);
+    state.fs = from_segment(&sregs.fs);
+    state.gs = from_segment(&sregs.gs);
+    state.ss = from_segment(&sregs.ss);
+    state.tr = from_segment(&sregs.tr);
+    state.ldtr = from_segment(&sregs.ldt);
+    state.gdtr = from_table(&sregs.gdt);
+    state.idtr = from_table(&sregs.idt);
+    state.cr0 = sregs.cr0 | control::CR0_ET;
+    state.cr2 = sregs.cr2;
+    state.cr3 = sregs.cr3;
+    state.cr4 = sregs.cr4;
+    state.cr8 = sregs.cr8 & 15;
+    state.efer = sregs.efer;
+    let queued = sregs
+        .interrupt_bitmap
+        .iter()
+        .enumerate()
+        .find(|(_, word)| **word != 0);
+    state.events.interrupt =
+        queued.map(|(index, word)| (index as u32 * 64 + word.trailing_zeros()) as u8);
+    Ok(())
+}
+
+/// `KVM_GET_SREGS2`: as [`get_sregs`], with PDPTEs in place of the interrupt bitmap. PDPTEs are read from memory when they are
+/// used, so none are given.
+pub fn get_sregs2(state: &State, apic_base: u64) -> kvm_sregs2 {
+    let s = get_sregs(state, apic_base);
+    kvm_sregs2 {
+        cs: s.cs,
+        ds: s.ds,
+        es: s.es,
+        fs: s.fs,
+        gs: s.gs,
+        ss: s.ss,
+        tr: s.tr,
+        ldt: s.ldt,
+        gdt: s.gdt,
+        idt: s.idt,
+        cr0: s.cr0,
+        cr2: s.cr2,
+        cr3: s.cr3,
+        cr4: s.cr4,
+        cr8: s.cr8,
+        efer: s.efer,
+        apic_base: s.apic_base,
+        flags: 0,
+        pdptrs: [0; 4],
+    }
+}
+
+/// The part of `kvm_sregs2` that [`set_sregs`] takes.
+///
+/// # Errors
+/// `EINVAL` for unknown flags.
+pub fn from_sregs2(s: &kvm_sregs2) -> Result<kvm_sregs> {
+    if s.flags & !u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID) != 0 {
+        return fail(libc::EINVAL);
+    }
+    Ok(kvm_sregs {
+        cs: s.cs,
+        ds: s.ds,
+        es: s.es,
+        fs: s.fs,
+        gs: s.gs,
+        ss: s.ss,
+        tr: s.tr,
+        ldt: s.ldt,
+        gdt: s.gdt,
+        idt: s.idt,
+        cr0: s.cr0,
+        cr2: s.cr2,
+        cr3: s.cr3,
+        cr4: s.cr4,
+        cr8: s.cr8,
+        efer: s.efer,
+        apic_base: s.apic_base,
+        interrupt_bitmap: [0; 4],
+    })
+}
+
+/// `KVM_SREGS2_FLAGS_PDPTRS_VALID`.
+const KVM_SREGS2_FLAGS_PDPTRS_VALID: u32 = 1;
+
+/// `KVM_GET_DEBUGREGS`.
+pub fn get_debugregs(state: &State) -> kvm_debugregs {
+    kvm_debugregs {
+        db: state.dr,
+        dr6: state.dr6,
+        dr7: state.dr7,
+        ..Default::default()
+    }
+}
+
+/// `KVM_SET_DEBUGREGS`.
+///
+/// # Errors
+/// `EINVAL` for flags and for reserved bits.
+pub fn set_debugregs(state: &mut State, regs: &kvm_debugregs) -> Result<()> {
+    if regs.flags != 0 || regs.dr6 >> 32 != 0 || regs.dr7 >> 32 != 0 {
+        return fail(libc::EINVAL);
+    }
+    state.dr = regs.db;
+    state.dr6 = regs.dr6;
+    state.dr7 = regs.dr7;
+    Ok(())
+}
+
+/// `KVM_GET_XCRS`.
+pub fn get_xcrs(state: &State) -> kvm_xcrs {
+    let mut xcrs = kvm_xcrs {
+        nr_xcrs: 1,
+        ..Default::default()
+    };
+    xcrs.xcrs[0].value = state.xcr0;
+    xcrs
+}
+
+/// `KVM_SET_XCRS`.
+///
+/// # Errors
+/// `EINVAL` for too many registers, flags, and states that the CPU does not have.
+pub fn set_xcrs(state: &mut State, xcrs: &kvm_xcrs) -> Result<()> {
+    if xcrs.nr_xcrs as usize > xcrs.xcrs.len() || xcrs.flags != 0 {
+        return fail(libc::EINVAL);
+    }
+    for xcr in &xcrs.xcrs[..xcrs.nr_xcrs as usize] {
+        if xcr.xcr == 0 {
+            if xcr.value & !3 != 0 || xcr.value & 1 == 0 {
+                return fail(libc::EINVAL);
+            }
+            state.xcr0 = xcr.value;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn registers_come_back_as_they_were_set() {
+        let mut state = State::reset();
+        let regs = kvm_regs {
+            rax: 1,
+            rbx: 2,
+            rcx: 3,
+            rdx: 4,
+            rsi: 5,
+            rdi: 6,
+            rsp: 7,
+            rbp: 8,
+            r15: 9,
+            rip: 10,
+            rflags: 0x202,
+            ..Default::default()
+        };
+        set_regs(&mut state, &regs);
+        assert_eq!(get_regs(&state), regs);
+    }
+
+    #[test]
+    fn segments_come_back_as_they_were_set() {
+        let mut state = State::reset();
+        let mut sregs = get_sregs(&state, 0);
+        sregs.cs = kvm_segment {
+            selector: 8,
+            limit: u32::MAX,
+            type_: 11,
+            present: 1,
+            s: 1,
+            l: 1,
+            g: 1,
+            ..Default::default()
+        };
+        sregs.ldt = kvm_segment {
+            unusable: 1,
+            ..Default::default()
+        };
+        sregs.efer = 0x500;
+        sregs.cr4 = 0x20;
+        sregs.cr0 = 0x8000_0011;
+        sregs.interrupt_bitmap[1] = 4;
+        set_sregs(&mut state, &sregs).unwrap();
+        assert_eq!(state.events.interrupt, Some(66));
+        assert_eq!(get_sregs(&state, 0), sregs);
+    }
+
+    #[test]
+    fn impossible_control_registers_are_refused() {
+        let mut state = State::reset();
+        let mut sregs = get_sregs(&state, 0);
+        sregs.cr0 = 0x8000_0000;
+        assert_eq!(
+            set_sregs(&mut state, &sregs).unwrap_err().errno(),
+            libc::EINVAL
+        );
+        sregs.cr0 = 0x8000_0001;
+        sregs.efer = 0x500;
+        assert_eq!(
+            set_sregs(&mut state, &sregs).unwrap_err().errno(),
+            libc::EINVAL,
+            "long mode without PAE"
+        );
+    }
+}

@@ -1,0 +1,145 @@
+//! What slat says, on standard error and only there: what a guest stumbled over, and the statistics at the end.
+//!
+//! KVM answers a bad call with an errno and a broken guest with an exit; the reason is lost. Here it can be had: with
+//! `SLAT_LOG=1` refused calls are explained. Instructions that the CPU lacks are always named, once each.
+
+use crate::engine::EngineVm;
+use crate::policy;
+use slat::{RegionError, Stats, Stop};
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// Whether refused calls are explained.
+fn explains() -> bool {
+    static EXPLAINS: OnceLock<bool> = OnceLock::new();
+    *EXPLAINS.get_or_init(|| {
+        std::env::var_os("SLAT_LOG").is_some_and(|value| !value.is_empty() && value != "0")
+    })
+}
+
+/// One line, not mixed with those of other threads.
+pub fn say(line: std::fmt::Arguments<'_>) {
+    use std::io::Write as _;
+    let text = format!("slat: {line}\n");
+    // Nobody can be told when standard error is closed.
+    let _ = std::io::stderr().write_all(text.as_bytes());
+}
+
+pub(crate) fn refused_region(error: &RegionError) {
+    if explains() {
+        say(format_args!("{error}"));
+    }
+}
+
+pub(crate) fn stopped(stop: &Stop) {
+    if explains() {
+        say(format_args!("{stop}"));
+    }
+}
+
+/// A request that is not known, or refused.
+pub(crate) fn refused_ioctl(request: u32, errno: i32) {
+    if explains() {
+        match crate::abi::name(request) {
+            Some(name) => say(format_args!(
+                "{name}: {}",
+                std::io::Error::from_raw_os_error(errno)
+            )),
+            None => say(format_args!("ioctl {request:#x} is not supported")),
+        }
+    }
+}
+
+/// The CPU cannot execute an instruction. Said once for the same bytes.
+pub(crate) fn cannot_execute(vcpu: u32, rip: u64, bytes: &[u8], reason: &str) {
+    static SAID: Mutex<BTreeSet<Vec<u8>>> = Mutex::new(BTreeSet::new());
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if said.len() >= 64 || !said.insert(bytes.to_vec()) {
+        return;
+    }
+    let mut hex = String::new();
+    for byte in bytes {
+        let _ = write!(hex, " {byte:02x}");
+    }
+    say(format_args!(
+        "vCPU {vcpu} at {rip:#x} cannot execute{hex}: {reason}"
+    ));
+}
+
+/// Statistics of VMs that have ended.
+static ENDED: Mutex<(u64, Option<Stats>)> = Mutex::new((0, None));
+
+pub(crate) fn vm_ends(vm: &EngineVm) {
+    if !policy::current().is_ok_and(|policies| policies.stats) {
+        return;
+    }
+    let mut ended = ENDED.lock().unwrap_or_else(PoisonError::into_inner);
+    ended.0 += 1;
+    ended.1.get_or_insert_default().add(&vm.stats());
+}
+
+/// The sum over all VMs of the process, live and ended, and how many there were.
+pub fn totals() -> (u64, Stats) {
+    let ended = ENDED.lock().unwrap_or_else(PoisonError::into_inner);
+    let (mut vms, mut sum) = (ended.0, ended.1.unwrap_or_default());
+    drop(ended);
+    for vm in crate::notify::live() {
+        vms += 1;
+        sum.add(&vm.stats());
+    }
+    (vms, sum)
+}
+
+/// Statistics as a table for people.
+pub fn render(vms: u64, stats: &Stats) -> String {
+    let mut text = format!(
+        "slat: memory system of {vms} VM{}\n",
+        if vms == 1 { "" } else { "s" }
+    );
+    for (name, value) in stats.iter().filter(|(_, value)| *value != 0) {
+        let _ = writeln!(text, "  {name:<28} {:>16}", grouped(value));
+    }
+    if stats.iter().all(|(_, value)| value == 0) {
+        text.push_str("  (nothing happened)\n");
+    }
+    text
+}
+
+/// Prints the statistics if the environment asks for them. For the end of the process.
+pub fn at_exit() {
+    if policy::current().is_ok_and(|policies| policies.stats) {
+        let (vms, stats) = totals();
+        use std::io::Write as _;
+        let _ = std::io::stderr().write_all(render(vms, &stats).as_bytes());
+    }
+}
+
+fn grouped(value: u64) -> String {
+    let digits = value.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index != 0 && (digits.len() - index) % 3 == 0 {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_readable() {
+        assert_eq!(grouped(7), "7");
+        assert_eq!(grouped(1234567), "1,234,567");
+        let stats = Stats {
+            pf_fixed: 16384,
+            ..Stats::default()
+        };
+        let text = render(2, &stats);
+        assert!(text.contains("2 VMs") && text.contains("16,384"), "{text}");
+    }
+}

@@ -1,0 +1,526 @@
+//! `KVM_RUN`: from the client into the guest and back.
+
+use crate::errno::{Result, fail};
+use crate::mmu::thread_id;
+use crate::run_page::{PAGE, PIO_OFFSET, RunPage, field, set_field};
+use crate::signals::Masked;
+use crate::thread::{Inside, Running, bits};
+use crate::ticker;
+use crate::vcpu::{Inner, Unfinished, VcpuCommon, VcpuObject};
+use crate::{irq, report};
+use kvm_bindings::*;
+use slat::Attention;
+use slat_x86::state::flags;
+use slat_x86::{Exit, Segment, State};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Somebody calls [`crate::signal_arrived`] for every signal that the client handles. Without it, `KVM_RUN` looks at
+/// `immediate_exit` every now and then, because the handler that sets it cannot announce itself.
+static SIGNALS_ARE_WATCHED: AtomicBool = AtomicBool::new(false);
+
+/// Promises that [`crate::signal_arrived`] is called by every signal handler of this process.
+pub fn watch_signals() {
+    SIGNALS_ARE_WATCHED.store(true, Ordering::Relaxed);
+}
+
+/// A wait without any bound would be restarted after a signal; this one is not, and is long enough.
+const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+
+/// How a pass through the guest ended.
+enum Next {
+    /// Go on.
+    Again,
+    /// Return to the client: the exit is in `kvm_run`.
+    Return,
+}
+
+impl VcpuObject {
+    /// `KVM_RUN`.
+    ///
+    /// # Errors
+    /// `EINTR` for a signal or `immediate_exit`, `EFAULT` when the client's memory behind guest memory is gone, `EINVAL` for
+    /// bad values in `kvm_run`, `EAGAIN` after waiting for INIT and SIPI, `EIO` in a forked child.
+    pub fn run(&self) -> Result<()> {
+        let mut inner = self.lock()?;
+        let inner = &mut *inner;
+        let attention = self.common().attention.clone();
+        attention.take(bits::SIGNAL);
+        let _inside = Inside::enter();
+        let _running = Running::enter(&attention);
+        let masked = inner.signal_mask.map(Masked::enter);
+        let _polling = (masked.is_some() || !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed))
+            .then(|| self.common().client.poll());
+        set_field!(self.page, 0, flags);
+        let result = self.prepare(inner).and_then(|ready| {
+            if !ready {
+                return Ok(());
+            }
+            if self.page.immediate_exit() {
+                return fail(libc::EINTR);
+            }
+            inner.has_run = true;
+            inner.machine.engine.enter(thread_id());
+            let result = self.loop_until_exit(inner, masked.as_ref());
+            inner.machine.engine.leave();
+            result
+        });
+        self.publish(inner);
+        result
+    }
+
+    /// Takes over what the client left in `kvm_run` and finishes the access it answered. False: return at once, with success.
+    fn prepare(&self, inner: &mut Inner) -> Result<bool> {
+        self.accept_init_sipi(inner);
+        if inner.mp_state == KVM_MP_STATE_UNINITIALIZED
+            || inner.mp_state == KVM_MP_STATE_INIT_RECEIVED
+        {
+            return self.wait_for_sipi(inner);
+        }
+        let unknown = !u64::from(KVM_SYNC_X86_VALID_FIELDS);
+        let dirty = field!(self.page, kvm_dirty_regs);
+        if field!(self.page, kvm_valid_regs) & unknown != 0 || dirty & unknown != 0 {
+            return fail(libc::EINVAL);
+        }
+        if dirty != 0 {
+            self.take_synced(inner, dirty)?;
+        }
+        if !self.vm.has_irqchip() {
+            let cr8 = field!(self.page, cr8);
+            if cr8 & !15 != 0 {
+                return fail(libc::EINVAL);
+            }
+            inner.cpu.state.cr8 = cr8;
+        }
+        match std::mem::take(&mut inner.unfinished) {
+            Unfinished::Nothing => {}
+            Unfinished::PortOut => inner.cpu.complete_io(&[]),
+            Unfinished::PortIn(len) => {
+                let mut data = [0; PAGE];
+                self.page.read_pio(&mut data[..len]);
+                inner.cpu.complete_io(&data[..len]);
+            }
+            Unfinished::MmioRead(len) => {
+                let data = field!(self.page, __bindgen_anon_1.mmio.data);
+                inner.cpu.complete_mmio_read(&data[..len]);
+            }
+        }
+        Ok(true)
+    }
+
+    /// A processor that has not been started: `KVM_RUN` waits for its SIPI and then says `EAGAIN`.
+    fn wait_for_sipi(&self, inner: &mut Inner) -> Result<bool> {
+        if self.page.immediate_exit() {
+            return fail(libc::EINTR);
+        }
+        let attention = &self.common().attention;
+        loop {
+            self.accept_init_sipi(inner);
+            if inner.mp_state == KVM_MP_STATE_RUNNABLE {
+                return fail(libc::EAGAIN);
+            }
+            let interrupted = ticker::sleep(attention, LONGEST_SLEEP);
+            let raised = attention.take(
+                bits::IRQ
+                    | bits::SIGNAL
+                    | bits::POLL
+                    | bits::TIMER
+                    | bits::RETRY
+                    | Attention::FLUSH,
+            );
+            // The flush was for translations that this vCPU must not use later without having acknowledged it.
+            inner.cpu.flush_tlb();
+            inner.machine.pages.flush();
+            if interrupted
+                || raised & bits::SIGNAL != 0
+                || raised & bits::POLL != 0 && self.must_leave(inner)
+            {
+                self.page.set_exit_reason(KVM_EXIT_INTR);
+                return fail(libc::EINTR);
+            }
+        }
+    }
+
+    fn loop_until_exit(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+        self.page.set_exit_reason(KVM_EXIT_UNKNOWN);
+        inner.machine.write_clocks();
+        loop {
+            if self.common().attention.flag().load(Ordering::SeqCst) != 0 {
+                self.attend(inner, masked)?;
+            }
+            if !self.deliver_events(inner, masked)? {
+                return Ok(());
+            }
+            let exit = {
+                let Inner { cpu, machine, .. } = &mut *inner;
+                cpu.run(machine, self.common().attention.flag())
+            };
+            if let Next::Return = self.handle(inner, exit)? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Looks at everything that was raised. An error ends the run.
+    fn attend(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+        let attention = &self.common().attention;
+        let raised =
+            attention.take(bits::SIGNAL | bits::IRQ | bits::TIMER | bits::POLL | bits::RETRY);
+        // FLUSH is lowered by the acknowledgement.
+        if raised & bits::RETRY != 0
+            || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0
+        {
+            inner.cpu.flush_tlb();
+            inner.machine.pages.flush();
+            inner.machine.engine.quiesce();
+            inner.machine.write_clocks();
+        }
+        if raised & bits::TIMER != 0 {
+            if let Some(mut lapic) = self.common().lapic() {
+                lapic.tick(self.vm.clock.now());
+            }
+            inner.machine.arm_timer();
+        }
+        let polled = raised & bits::POLL != 0
+            && (self.must_leave(inner) || masked.is_some_and(Masked::signal_waits));
+        if raised & bits::SIGNAL != 0 || polled {
+            self.page.set_exit_reason(KVM_EXIT_INTR);
+            return fail(libc::EINTR);
+        }
+        Ok(())
+    }
+
+    /// What only polling can find.
+    fn must_leave(&self, _inner: &Inner) -> bool {
+        !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed) && self.page.immediate_exit()
+    }
+
+    /// INIT, SIPI, NMI and interrupts, and the wait of a halted vCPU for them. False: return to the client.
+    fn deliver_events(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
+        loop {
+            self.accept_init_sipi(inner);
+            if inner.mp_state == KVM_MP_STATE_RUNNABLE {
+                break;
+            }
+            if inner.mp_state == KVM_MP_STATE_HALTED && self.wakes_up(inner) {
+                inner.mp_state = KVM_MP_STATE_RUNNABLE;
+                break;
+            }
+            self.block(inner, masked)?;
+        }
+        let common = self.common();
+        if common.signals.load(Ordering::SeqCst) & VcpuCommon::NMI != 0 {
+            common.signals.fetch_and(!VcpuCommon::NMI, Ordering::SeqCst);
+            inner.cpu.state.events.nmi = true;
+        }
+        inner.cpu.interrupt_window = false;
+        if common.lapic().is_some() {
+            inner.sync_cr8_to_lapic();
+            let allowed = inner.cpu.can_take_interrupt();
+            if let Some(mut lapic) = common.lapic()
+                && let Some(vector) = lapic.pending()
+            {
+                if allowed {
+                    lapic.accept(vector);
+                    inner.cpu.inject_interrupt(vector);
+                    // Another one may wait behind it: come out as soon as it could be taken.
+                    inner.cpu.interrupt_window = lapic.pending().is_some();
+                } else {
+                    inner.cpu.interrupt_window = true;
+                }
+            }
+        } else if field!(self.page, request_interrupt_window) != 0 {
+            if inner.cpu.can_take_interrupt() {
+                self.page.set_exit_reason(KVM_EXIT_IRQ_WINDOW_OPEN);
+                return Ok(false);
+            }
+            inner.cpu.interrupt_window = true;
+        }
+        Ok(true)
+    }
+
+    fn wakes_up(&self, inner: &mut Inner) -> bool {
+        if self.common().signals.load(Ordering::SeqCst) != 0 || inner.cpu.state.events.nmi {
+            return true;
+        }
+        inner.sync_cr8_to_lapic();
+        let state = &inner.cpu.state;
+        let enabled = state.rflags & flags::IF != 0;
+        let pending = self
+            .common()
+            .lapic()
+            .is_some_and(|lapic| lapic.pending().is_some());
+        state.events.interrupt.is_some() || enabled && pending
+    }
+
+    /// Waits, outside the engine, for something to be raised.
+    fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+        inner.machine.engine.leave();
+        let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
+        inner.machine.engine.enter(thread_id());
+        if interrupted {
+            self.common().attention.raise(bits::SIGNAL);
+        }
+        self.attend(inner, masked)
+    }
+
+    /// Carries out INIT and SIPI.
+    pub(crate) fn accept_init_sipi(&self, inner: &mut Inner) {
+        let common = self.common();
+        if common.signals.load(Ordering::SeqCst) & (VcpuCommon::INIT | VcpuCommon::SIPI) == 0 {
+            return;
+        }
+        if common
+            .signals
+            .fetch_and(!VcpuCommon::INIT, Ordering::SeqCst)
+            & VcpuCommon::INIT
+            != 0
+        {
+            let mut state = State::reset();
+            state.cr2 = inner.cpu.state.cr2;
+            state.gpr[2] = inner.cpu.state.gpr[2];
+            inner.cpu.state = state;
+            inner.cpu.flush_tlb();
+            inner.unfinished = Unfinished::Nothing;
+            let bootstrap = inner.machine.apic_base() & irq::lapic::BASE_BSP != 0;
+            inner.mp_state = if bootstrap {
+                KVM_MP_STATE_RUNNABLE
+            } else {
+                KVM_MP_STATE_INIT_RECEIVED
+            };
+            if let Some(mut lapic) = common.lapic() {
+                lapic.reset();
+            }
+        }
+        if common
+            .signals
+            .fetch_and(!VcpuCommon::SIPI, Ordering::SeqCst)
+            & VcpuCommon::SIPI
+            != 0
+            && inner.mp_state == KVM_MP_STATE_INIT_RECEIVED
+        {
+            let vector = common.sipi_vector.load(Ordering::SeqCst) & 0xff;
+            inner.cpu.state.cs = Segment::real((vector << 8) as u16, inner.cpu.state.cs.rights);
+            inner.cpu.state.rip = 0;
+            inner.mp_state = KVM_MP_STATE_RUNNABLE;
+        }
+    }
+
+    fn handle(&self, inner: &mut Inner, exit: Exit) -> Result<Next> {
+        let page = &self.page;
+        match exit {
+            Exit::Attention | Exit::InterruptWindow => return Ok(Next::Again),
+            Exit::Io {
+                port,
+                size,
+                write,
+                count,
+                data,
+            } => {
+                let len = usize::from(size) * count as usize;
+                page.set_exit_reason(KVM_EXIT_IO);
+                set_field!(
+                    page,
+                    if write {
+                        KVM_EXIT_IO_OUT
+                    } else {
+                        KVM_EXIT_IO_IN
+                    } as u8,
+                    __bindgen_anon_1.io.direction
+                );
+                set_field!(page, size, __bindgen_anon_1.io.size);
+                set_field!(page, port, __bindgen_anon_1.io.port);
+                set_field!(page, count, __bindgen_anon_1.io.count);
+                set_field!(page, PIO_OFFSET as u64, __bindgen_anon_1.io.data_offset);
+                if write {
+                    page.write_pio(&data[..len]);
+                }
+                inner.unfinished = if write {
+                    Unfinished::PortOut
+                } else {
+                    Unfinished::PortIn(len)
+                };
+            }
+            Exit::Mmio {
+                gpa,
+                len,
+                write,
+                data,
+            } => {
+                if self.apic_access(inner, gpa, len, write, data) {
+                    return Ok(Next::Again);
+                }
+                page.set_exit_reason(KVM_EXIT_MMIO);
+                set_field!(page, gpa, __bindgen_anon_1.mmio.phys_addr);
+                set_field!(page, u32::from(len), __bindgen_anon_1.mmio.len);
+                set_field!(page, u8::from(write), __bindgen_anon_1.mmio.is_write);
+                if write {
+                    set_field!(page, data, __bindgen_anon_1.mmio.data);
+                } else {
+                    inner.unfinished = Unfinished::MmioRead(len.into());
+                }
+            }
+            Exit::Hlt => {
+                if self.vm.has_irqchip() {
+                    inner.mp_state = KVM_MP_STATE_HALTED;
+                    return Ok(Next::Again);
+                }
+                page.set_exit_reason(KVM_EXIT_HLT);
+            }
+            Exit::Shutdown => page.set_exit_reason(KVM_EXIT_SHUTDOWN),
+            Exit::Emulation { bytes, len, reason } => {
+                report::cannot_execute(
+                    self.common().id,
+                    inner.cpu.state.rip,
+                    &bytes[..len.into()],
+                    reason,
+                );
+                emulation_failure(page, bytes, len);
+            }
+            Exit::BadAddress => return fail(libc::EFAULT),
+            Exit::Debug { vector, dr6 } => {
+                page.set_exit_reason(KVM_EXIT_DEBUG);
+                let arch = kvm_debug_exit_arch {
+                    exception: vector.into(),
+                    pad: 0,
+                    pc: inner.cpu.state.rip,
+                    dr6,
+                    dr7: inner.cpu.state.dr7,
+                };
+                set_field!(page, arch, __bindgen_anon_1.debug.arch);
+            }
+        }
+        Ok(Next::Return)
+    }
+
+    /// An access to the APIC's page, if it is one.
+    fn apic_access(
+        &self,
+        inner: &mut Inner,
+        gpa: u64,
+        len: u8,
+        write: bool,
+        data: [u8; 8],
+    ) -> bool {
+        let Some(mut lapic) = self
+            .common()
+            .lapic()
+            .filter(|lapic| lapic.page() == Some(gpa & !0xfff))
+        else {
+            return false;
+        };
+        lapic.set_cr8(inner.cpu.state.cr8);
+        let now = self.vm.clock.now();
+        let offset = (gpa & 0xfff) as u32;
+        if write {
+            // Registers are 4 bytes at multiples of 16; other writes have no effect.
+            let effect = if len == 4 && offset & 15 == 0 {
+                let value = u32::from_le_bytes([data[0], data[1], data[2], data[3]]);
+                lapic.write(offset, value, now)
+            } else {
+                irq::lapic::Effect::None
+            };
+            inner.cpu.state.cr8 = lapic.cr8();
+            drop(lapic);
+            inner.machine.carry_out(effect);
+        } else {
+            let value = lapic.read(offset & !3, now).to_le_bytes();
+            drop(lapic);
+            let mut answer = [0; 8];
+            for (index, byte) in answer[..len.into()].iter_mut().enumerate() {
+                *byte = value
+                    .get((offset & 3) as usize + index)
+                    .copied()
+                    .unwrap_or(0);
+            }
+            inner.cpu.complete_mmio_read(&answer[..len.into()]);
+        }
+        true
+    }
+
+    /// What the client reads in `kvm_run` after every run, also after a failed one.
+    fn publish(&self, inner: &mut Inner) {
+        let page = &self.page;
+        let state = &inner.cpu.state;
+        set_field!(page, u8::from(state.rflags & flags::IF != 0), if_flag);
+        set_field!(page, state.cr8, cr8);
+        set_field!(page, inner.machine.apic_base(), apic_base);
+        let ready = self.vm.has_irqchip()
+            || state.events.interrupt.is_none() && inner.cpu.can_take_interrupt();
+        set_field!(page, u8::from(ready), ready_for_interrupt_injection);
+        let wanted = field!(page, kvm_valid_regs);
+        if wanted & u64::from(KVM_SYNC_X86_REGS) != 0 {
+            set_field!(page, crate::regs::get_regs(state), s.regs.regs);
+        }
+        if wanted & u64::from(KVM_SYNC_X86_SREGS) != 0 {
+            set_field!(
+                page,
+                crate::regs::get_sregs(state, inner.machine.apic_base()),
+                s.regs.sregs
+            );
+        }
+        if wanted & u64::from(KVM_SYNC_X86_EVENTS) != 0 {
+            let events = self.events(inner);
+            set_field!(page, events, s.regs.events);
+        }
+    }
+
+    /// Takes the registers that the client changed in `kvm_run`.
+    fn take_synced(&self, inner: &mut Inner, dirty: u64) -> Result<()> {
+        if dirty & u64::from(KVM_SYNC_X86_REGS) != 0 {
+            crate::regs::set_regs(&mut inner.cpu.state, &field!(self.page, s.regs.regs));
+        }
+        if dirty & u64::from(KVM_SYNC_X86_SREGS) != 0 {
+            self.put_sregs(inner, &field!(self.page, s.regs.sregs))?;
+        }
+        if dirty & u64::from(KVM_SYNC_X86_EVENTS) != 0 {
+            self.put_events(inner, &field!(self.page, s.regs.events))?;
+        }
+        set_field!(
+            self.page,
+            dirty & !u64::from(KVM_SYNC_X86_VALID_FIELDS),
+            kvm_dirty_regs
+        );
+        Ok(())
+    }
+}
+
+/// `KVM_INTERNAL_ERROR_EMULATION` with the instruction's bytes, as KVM lays them out.
+fn emulation_failure(page: &RunPage, bytes: [u8; 15], len: u8) {
+    /// Flags and bytes (three words), then exit reason and information (five).
+    const WORDS: u32 = 8;
+    page.set_exit_reason(KVM_EXIT_INTERNAL_ERROR);
+    set_field!(
+        page,
+        KVM_INTERNAL_ERROR_EMULATION,
+        __bindgen_anon_1.emulation_failure.suberror
+    );
+    set_field!(page, WORDS, __bindgen_anon_1.emulation_failure.ndata);
+    let with_bytes = u64::from(KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES);
+    set_field!(
+        page,
+        if len == 0 { 0 } else { with_bytes },
+        __bindgen_anon_1.emulation_failure.flags
+    );
+    // What is not known is filled with NOPs.
+    let mut shown = [0x90; 15];
+    shown[..len.into()].copy_from_slice(&bytes[..len.into()]);
+    set_field!(
+        page,
+        len,
+        __bindgen_anon_1
+            .emulation_failure
+            .__bindgen_anon_1
+            .__bindgen_anon_1
+            .insn_size
+    );
+    set_field!(
+        page,
+        shown,
+        __bindgen_anon_1
+            .emulation_failure
+            .__bindgen_anon_1
+            .__bindgen_anon_1
+            .insn_bytes
+    );
+}

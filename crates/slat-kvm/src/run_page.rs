@@ -1,0 +1,168 @@
+//! The vCPU's shared memory: the `kvm_run` page, the port-data page and the page of the coalesced ring.
+//!
+//! The vCPU's descriptor is a memfd of that size, so the client's own `mmap` of it works without help. The client may write
+//! to the pages at any time, also while the vCPU runs: every access here is volatile and nothing read is trusted twice.
+
+use crate::errno::{Result, last};
+use kvm_bindings::*;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+
+/// Size of a host page.
+pub const PAGE: usize = 4096;
+/// What `KVM_GET_VCPU_MMAP_SIZE` answers.
+pub const MMAP_SIZE: usize = 3 * PAGE;
+/// Where the data of port accesses stands.
+pub const PIO_OFFSET: usize = PAGE;
+
+/// Reads or writes one field of `kvm_run`.
+macro_rules! field {
+    ($run:expr, $($path:tt)+) => {
+        // SAFETY: inside the mapping, which lives as long as the `RunPage`; plain data.
+        unsafe { std::ptr::read_volatile(&raw const (*$run.ptr()).$($path)+) }
+    };
+}
+macro_rules! set_field {
+    ($run:expr, $value:expr, $($path:tt)+) => {
+        // SAFETY: as for reading.
+        unsafe { std::ptr::write_volatile(&raw mut (*$run.ptr()).$($path)+, $value) }
+    };
+}
+pub(crate) use {field, set_field};
+
+/// One mapping of a vCPU's shared pages.
+#[derive(Debug)]
+pub struct RunPage(NonNull<u8>);
+
+// SAFETY: shared memory that is accessed with volatile loads and stores only.
+unsafe impl Send for RunPage {}
+// SAFETY: as above.
+unsafe impl Sync for RunPage {}
+
+impl RunPage {
+    /// New shared pages, and the descriptor that stands for the vCPU. The mapping does not need the descriptor any more.
+    ///
+    /// # Errors
+    /// What the host answers to creating or mapping the memory.
+    pub fn create(vcpu_id: u32) -> Result<(RunPage, OwnedFd)> {
+        let fd = memfd(&format!("kvm-vcpu:{vcpu_id}\0"), MMAP_SIZE, true)?;
+        let page = RunPage::map(&fd)?;
+        Ok((page, fd))
+    }
+
+    /// Maps the pages of a vCPU's descriptor.
+    ///
+    /// # Errors
+    /// What the host answers to mapping the memory.
+    pub fn map(fd: &OwnedFd) -> Result<RunPage> {
+        // SAFETY: a new mapping at an address of the host's choice.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                MMAP_SIZE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                fd.as_raw_fd(),
+                0,
+            )
+        };
+        if address == libc::MAP_FAILED {
+            return Err(last());
+        }
+        Ok(RunPage(
+            NonNull::new(address.cast()).expect("mmap does not map address 0"),
+        ))
+    }
+
+    /// The `kvm_run` struct.
+    pub fn ptr(&self) -> *mut kvm_run {
+        self.0.as_ptr().cast()
+    }
+
+    /// Whether the client asked for `KVM_RUN` to return at once.
+    pub fn immediate_exit(&self) -> bool {
+        field!(self, immediate_exit) != 0
+    }
+
+    /// Sets the exit reason.
+    pub fn set_exit_reason(&self, reason: u32) {
+        set_field!(self, reason, exit_reason);
+    }
+
+    /// Copies from the port-data page. `data` is at most one page.
+    pub fn read_pio(&self, data: &mut [u8]) {
+        assert!(data.len() <= PAGE);
+        // SAFETY: inside the mapping; the client may change the bytes meanwhile, each is a valid u8 all the same.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                self.0.as_ptr().add(PIO_OFFSET),
+                data.as_mut_ptr(),
+                data.len(),
+            )
+        }
+    }
+
+    /// Copies to the port-data page. `data` is at most one page.
+    pub fn write_pio(&self, data: &[u8]) {
+        assert!(data.len() <= PAGE);
+        // SAFETY: inside the mapping.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                data.as_ptr(),
+                self.0.as_ptr().add(PIO_OFFSET),
+                data.len(),
+            )
+        }
+    }
+}
+
+impl Drop for RunPage {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, and nobody has a pointer into it any more.
+        unsafe { libc::munmap(self.0.as_ptr().cast(), MMAP_SIZE) };
+    }
+}
+
+/// A memfd with a NUL-terminated name. These stand for KVM's objects, so that a stray system call on one is harmless.
+///
+/// # Errors
+/// What the host answers.
+pub fn memfd(name: &str, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
+    assert!(name.ends_with('\0'));
+    let flags = if close_on_exec { libc::MFD_CLOEXEC } else { 0 };
+    // SAFETY: the name is NUL-terminated.
+    let fd = unsafe { libc::memfd_create(name.as_ptr().cast(), flags) };
+    if fd < 0 {
+        return Err(last());
+    }
+    // SAFETY: a descriptor that has just been opened and that nobody else owns.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: plain system call on our own descriptor.
+    if size != 0 && unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } != 0 {
+        return Err(last());
+    }
+    Ok(fd)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_descriptor_maps_to_the_same_pages() {
+        let (ours, fd) = RunPage::create(3).unwrap();
+        let theirs = RunPage::map(&fd).unwrap();
+        drop(fd);
+        set_field!(theirs, 1, immediate_exit);
+        assert!(ours.immediate_exit());
+        ours.write_pio(&[1, 2, 3]);
+        let mut data = [0; 3];
+        theirs.read_pio(&mut data);
+        assert_eq!(data, [1, 2, 3]);
+    }
+
+    #[test]
+    fn the_data_page_follows_the_run_struct() {
+        assert!(size_of::<kvm_run>() <= PIO_OFFSET);
+    }
+}

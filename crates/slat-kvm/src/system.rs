@@ -1,0 +1,70 @@
+//! `/dev/kvm` itself: versions, capabilities, and the making of VMs.
+
+use crate::errno::{Result, fail};
+use crate::run_page::{MMAP_SIZE, memfd};
+use crate::vm::VmObject;
+use crate::{caps, cpuid, msr};
+use kvm_bindings::*;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+/// What `/dev/kvm` stands for. It has no state.
+#[derive(Debug, Default)]
+pub struct System;
+
+impl System {
+    /// The descriptor that stands for `/dev/kvm`.
+    ///
+    /// # Errors
+    /// What the host answers.
+    pub fn descriptor(close_on_exec: bool) -> Result<OwnedFd> {
+        memfd("kvm\0", 0, close_on_exec)
+    }
+
+    /// `KVM_GET_API_VERSION`.
+    pub fn api_version(&self) -> i32 {
+        KVM_API_VERSION as i32
+    }
+
+    /// `KVM_CHECK_EXTENSION`.
+    pub fn check_extension(&self, cap: u64) -> i32 {
+        caps::check(cap)
+    }
+
+    /// `KVM_GET_VCPU_MMAP_SIZE`.
+    pub fn vcpu_mmap_size(&self) -> usize {
+        MMAP_SIZE
+    }
+
+    /// `KVM_GET_SUPPORTED_CPUID`.
+    pub fn supported_cpuid(&self) -> Vec<kvm_cpuid_entry2> {
+        cpuid::supported()
+    }
+
+    /// `KVM_GET_EMULATED_CPUID`: features that only KVM's emulator has. There is no such difference here.
+    pub fn emulated_cpuid(&self) -> Vec<kvm_cpuid_entry2> {
+        Vec::new()
+    }
+
+    /// `KVM_GET_MSR_INDEX_LIST`.
+    pub fn msr_index_list(&self) -> &'static [u32] {
+        msr::SAVED
+    }
+
+    /// `KVM_GET_MSR_FEATURE_INDEX_LIST`: there are no feature MSRs.
+    pub fn msr_feature_index_list(&self) -> &'static [u32] {
+        &[]
+    }
+
+    /// `KVM_CREATE_VM`.
+    ///
+    /// # Errors
+    /// `EINVAL` for a type that is not supported, `ENOMEM` when there is no memory.
+    pub fn create_vm(&self, vm_type: u64) -> Result<(Arc<VmObject>, OwnedFd)> {
+        if vm_type != u64::from(KVM_X86_DEFAULT_VM) {
+            return fail(libc::EINVAL);
+        }
+        let fd = memfd("kvm-vm\0", 0, true)?;
+        Ok((VmObject::new()?, fd))
+    }
+}

@@ -1,0 +1,109 @@
+//! What this thread is doing for KVM right now.
+//!
+//! A signal handler asks "is this thread inside `KVM_RUN`, and whose?". The answer is kept in thread-local cells that need
+//! no initialisation and no destructor, so that they may be read in a signal handler.
+
+use slat::Attention;
+use std::cell::Cell;
+use std::ptr::null;
+
+/// The bits of the attention word that this crate uses; the engine has [`Attention::FLUSH`].
+pub mod bits {
+    /// A signal was delivered to the thread: `KVM_RUN` ends with `EINTR`.
+    pub const SIGNAL: u32 = 1 << 8;
+    /// There may be an interrupt to deliver.
+    pub const IRQ: u32 = 1 << 9;
+    /// The timer's deadline has come.
+    pub const TIMER: u32 = 1 << 10;
+    /// Look at what cannot announce itself: `immediate_exit`, pending signals under a signal mask.
+    pub const POLL: u32 = 1 << 11;
+    /// The translation asked for a quiescent point.
+    pub const RETRY: u32 = 1 << 12;
+}
+
+thread_local! {
+    /// The attention word of the vCPU this thread runs, or null.
+    static RUNNING: Cell<*const Attention> = const { Cell::new(null()) };
+    /// How deep this thread is inside slat.
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Marks this thread as running a vCPU until it is dropped.
+pub(crate) struct Running<'a> {
+    before: *const Attention,
+    _attention: std::marker::PhantomData<&'a Attention>,
+}
+
+impl<'a> Running<'a> {
+    pub(crate) fn enter(attention: &'a Attention) -> Self {
+        Running {
+            before: RUNNING.replace(attention),
+            _attention: std::marker::PhantomData,
+        }
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        RUNNING.set(self.before);
+    }
+}
+
+/// To be called by a signal handler of the client, before its own work: a vCPU that this thread runs ends its `KVM_RUN` with
+/// `EINTR`, also when it waits for host memory. Async-signal-safe.
+pub fn signal_arrived() {
+    let attention = RUNNING.get();
+    // SAFETY: `Running` keeps the attention borrowed while its address stands here, on this very thread.
+    if let Some(attention) = unsafe { attention.as_ref() } {
+        attention.raise(bits::SIGNAL);
+        // The kick is taken when the client's handler returns: a guarded access that was interrupted gives up.
+        // SAFETY: plain system call.
+        slat_guard::kick(unsafe { libc::syscall(libc::SYS_gettid) } as libc::pid_t);
+    }
+}
+
+/// Whether this thread runs a vCPU.
+pub fn is_running() -> bool {
+    !RUNNING.get().is_null()
+}
+
+/// Marks this thread as working inside slat until it is dropped: host calls made meanwhile are slat's own.
+pub struct Inside(());
+
+impl Inside {
+    /// Begins it.
+    pub fn enter() -> Self {
+        DEPTH.set(DEPTH.get() + 1);
+        Inside(())
+    }
+
+    /// Whether this thread is inside now.
+    pub fn now() -> bool {
+        DEPTH.get() != 0
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        DEPTH.set(DEPTH.get() - 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_reaches_the_vcpu_this_thread_runs() {
+        slat_guard::install().unwrap();
+        let attention = Attention::default();
+        signal_arrived();
+        {
+            let _running = Running::enter(&attention);
+            assert!(is_running());
+            signal_arrived();
+        }
+        assert!(!is_running());
+        assert_eq!(attention.take(u32::MAX), bits::SIGNAL);
+    }
+}

@@ -1,0 +1,269 @@
+//! The process's clock for vCPUs: one thread that raises attention bits when a time has come.
+//!
+//! It serves APIC timers (a deadline each) and vCPUs that have to be looked at again and again because what they wait for
+//! cannot announce itself ([`bits::POLL`]). It is started by the first that needs it. A forked child has no such thread and
+//! starts one of its own if it makes VMs.
+
+use crate::thread::bits;
+use slat::Attention;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, Weak};
+use std::time::{Duration, Instant};
+
+/// How often polled vCPUs are looked at.
+pub const POLL_PERIOD: Duration = Duration::from_millis(1);
+/// Rounds without anybody to look at after which the thread sleeps until it is called.
+const IDLE_ROUNDS: u32 = 16;
+
+/// One vCPU towards the ticker.
+pub(crate) struct Client {
+    attention: Arc<Attention>,
+    /// How many reasons there are to poll it.
+    polls: AtomicU32,
+    deadline: Mutex<Option<Instant>>,
+    registered: Once,
+}
+
+#[derive(Default)]
+struct Ticker {
+    clients: Mutex<Vec<Weak<Client>>>,
+    changed: Condvar,
+    /// The thread sleeps until somebody notifies it.
+    parked: AtomicBool,
+}
+
+/// Null until the first use in this process.
+static TICKER: AtomicPtr<Ticker> = AtomicPtr::new(std::ptr::null_mut());
+
+/// In a forked child: the parent's ticker is out of reach, its lock possibly held. A new one takes its place when needed.
+pub(crate) fn forget_after_fork() {
+    TICKER.store(std::ptr::null_mut(), Ordering::Release);
+}
+
+fn ticker() -> &'static Ticker {
+    let current = TICKER.load(Ordering::Acquire);
+    // SAFETY: once published, a ticker is never freed.
+    if let Some(ticker) = unsafe { current.as_ref() } {
+        return ticker;
+    }
+    let new = Box::into_raw(Box::<Ticker>::default());
+    match TICKER.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => {
+            // SAFETY: published above and never freed.
+            let ticker = unsafe { &*new };
+            spawn_without_signals(|| ticker.run());
+            ticker
+        }
+        Err(winner) => {
+            // SAFETY: `new` was not published; the winner's is never freed.
+            unsafe {
+                drop(Box::from_raw(new));
+                &*winner
+            }
+        }
+    }
+}
+
+/// Starts a thread that takes none of the client's signals.
+fn spawn_without_signals(work: impl FnOnce() + Send + 'static) {
+    // SAFETY: signal sets on the stack; the mask of this thread is put back.
+    unsafe {
+        let mut all = std::mem::zeroed();
+        let mut before = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+        let spawned = std::thread::Builder::new()
+            .name("slat-ticker".into())
+            .stack_size(64 << 10)
+            .spawn(work);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+        if let Err(error) = spawned {
+            eprintln!(
+                "slat: no thread for timers can be started ({error}): APIC timers and KVM_SET_SIGNAL_MASK will not work"
+            );
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Ticker {
+    fn run(&self) {
+        let mut clients = lock(&self.clients);
+        let mut idle = 0;
+        loop {
+            let now = Instant::now();
+            let mut next: Option<Instant> = None;
+            let mut polled = false;
+            clients.retain(|client| {
+                let Some(client) = client.upgrade() else {
+                    return false;
+                };
+                let mut deadline = lock(&client.deadline);
+                if deadline.is_some_and(|deadline| deadline <= now) {
+                    *deadline = None;
+                    raise(&client.attention, bits::TIMER);
+                }
+                if client.polls.load(Ordering::SeqCst) != 0 {
+                    polled = true;
+                    raise(&client.attention, bits::POLL);
+                }
+                next = [next, *deadline].into_iter().flatten().min();
+                true
+            });
+            idle = if polled { 0 } else { idle + 1 };
+            let ticking = idle < IDLE_ROUNDS;
+            if ticking {
+                let tick = now + POLL_PERIOD;
+                next = Some(next.map_or(tick, |next| next.min(tick)));
+            } else if !self.parked.swap(true, Ordering::SeqCst) {
+                // Look once more: a client may have begun polling before it could see that nobody ticks.
+                continue;
+            }
+            clients = match next {
+                None => self
+                    .changed
+                    .wait(clients)
+                    .unwrap_or_else(|poisoned| poisoned.into_inner()),
+                Some(next) => {
+                    let left = next.saturating_duration_since(Instant::now());
+                    self.changed
+                        .wait_timeout(clients, left)
+                        .unwrap_or_else(|poisoned| poisoned.into_inner())
+                        .0
+                }
+            };
+            if !self.parked.load(Ordering::SeqCst) && !ticking {
+                idle = 0;
+            }
+        }
+    }
+
+    fn wake(&self) {
+        let _clients = lock(&self.clients);
+        self.parked.store(false, Ordering::SeqCst);
+        self.changed.notify_one();
+    }
+}
+
+impl Client {
+    /// A client that raises bits in this word. The ticker knows of it from its first use on.
+    pub(crate) fn new(attention: Arc<Attention>) -> Arc<Self> {
+        Arc::new(Client {
+            attention,
+            polls: AtomicU32::new(0),
+            deadline: Mutex::new(None),
+            registered: Once::new(),
+        })
+    }
+
+    fn ticker(self: &Arc<Self>) -> &'static Ticker {
+        let ticker = ticker();
+        self.registered
+            .call_once(|| lock(&ticker.clients).push(Arc::downgrade(self)));
+        ticker
+    }
+
+    /// Raises [`bits::TIMER`] at `deadline`; `None` cancels.
+    pub(crate) fn set_deadline(self: &Arc<Self>, deadline: Option<Instant>) {
+        if deadline.is_none() && !self.registered.is_completed() {
+            return;
+        }
+        let ticker = self.ticker();
+        *lock(&self.deadline) = deadline;
+        if deadline.is_some() {
+            ticker.wake();
+        }
+    }
+
+    /// Raises [`bits::POLL`] every [`POLL_PERIOD`] until the answer is dropped.
+    pub(crate) fn poll(self: &Arc<Self>) -> Polling {
+        let ticker = self.ticker();
+        self.polls.fetch_add(1, Ordering::SeqCst);
+        if ticker.parked.load(Ordering::SeqCst) {
+            ticker.wake();
+        }
+        Polling(self.clone())
+    }
+}
+
+/// Keeps a client polled.
+pub(crate) struct Polling(Arc<Client>);
+
+impl Drop for Polling {
+    fn drop(&mut self) {
+        self.0.polls.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Raises bits and wakes a vCPU that sleeps on the word.
+pub(crate) fn raise(attention: &Attention, bits: u32) {
+    attention.raise(bits);
+    // SAFETY: a futex call on a live, aligned word; waking nobody is fine.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            attention.flag().as_ptr(),
+            libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
+            i32::MAX,
+        );
+    }
+}
+
+/// Sleeps until a bit is raised, a signal handler has run, or the time is over. Returns whether it was a signal.
+pub(crate) fn sleep(attention: &Attention, longest: Duration) -> bool {
+    let timeout = libc::timespec {
+        tv_sec: longest.as_secs() as libc::time_t,
+        tv_nsec: longest.subsec_nanos().into(),
+    };
+    // SAFETY: a futex call on a live, aligned word with a timeout on the stack. With a timeout, the call is not restarted
+    // after a signal handler, whatever the handler's flags say.
+    let slept = unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            attention.flag().as_ptr(),
+            libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+            0,
+            &timeout,
+        )
+    };
+    slept < 0 && crate::errno::last().errno() == libc::EINTR
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_wakes_a_sleeper() {
+        let attention = Arc::new(Attention::default());
+        let client = Client::new(attention.clone());
+        client.set_deadline(Some(Instant::now() + Duration::from_millis(5)));
+        while attention.take(bits::TIMER) == 0 {
+            sleep(&attention, Duration::from_secs(10));
+        }
+    }
+
+    #[test]
+    fn polling_stops_when_it_is_dropped() {
+        let attention = Arc::new(Attention::default());
+        let client = Client::new(attention.clone());
+        let polling = client.poll();
+        while attention.take(bits::POLL) == 0 {
+            sleep(&attention, Duration::from_secs(10));
+        }
+        drop(polling);
+        attention.take(bits::POLL);
+        std::thread::sleep(5 * POLL_PERIOD);
+        assert_eq!(attention.take(bits::POLL), 0);
+        std::thread::sleep(2 * IDLE_ROUNDS * POLL_PERIOD);
+        let _polling = client.poll();
+        while attention.take(bits::POLL) == 0 {
+            sleep(&attention, Duration::from_secs(10));
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Copies from and to the client's memory: a bad pointer is `EFAULT`, never a crash.
+//!
+//! The ioctl dispatch gets raw addresses. Only plain data crosses: structs of integers in which every bit pattern is
+//! valid, which [`Plain`] promises.
+
+use crate::errno::{Result, fail};
+use kvm_bindings::*;
+
+/// Data that may be copied byte by byte from and to a client.
+///
+/// # Safety
+/// Every bit pattern is a valid value, and the type holds no pointers that Rust follows.
+pub unsafe trait Plain: Copy {}
+
+macro_rules! plain {
+    ($($type:ty),* $(,)?) => {
+        // SAFETY: C structs of integers, arrays and unions of them; all bit patterns are valid.
+        $(unsafe impl Plain for $type {})*
+    };
+}
+
+plain!(
+    u8,
+    u32,
+    u64,
+    kvm_clear_dirty_log,
+    kvm_clock_data,
+    kvm_cpuid_entry2,
+    kvm_debugregs,
+    kvm_dirty_log,
+    kvm_enable_cap,
+    kvm_fpu,
+    kvm_interrupt,
+    kvm_irq_level,
+    kvm_irqchip,
+    kvm_lapic_state,
+    kvm_mp_state,
+    kvm_msi,
+    kvm_msr_entry,
+    kvm_regs,
+    kvm_sregs,
+    kvm_sregs2,
+    kvm_translation,
+    kvm_userspace_memory_region,
+    kvm_userspace_memory_region2,
+    kvm_vcpu_events,
+    kvm_xcrs,
+);
+
+// SAFETY: an array of plain data is plain data.
+unsafe impl<T: Plain, const N: usize> Plain for [T; N] {}
+
+/// Reads a `T` at `address`.
+///
+/// # Errors
+/// `EFAULT` when the memory cannot be read.
+pub fn read<T: Plain>(address: u64) -> Result<T> {
+    let mut value = std::mem::MaybeUninit::<T>::zeroed();
+    // SAFETY: the bytes of `value`, which are initialised (zeroed).
+    let bytes =
+        unsafe { std::slice::from_raw_parts_mut(value.as_mut_ptr().cast(), size_of::<T>()) };
+    read_bytes(address, bytes)?;
+    // SAFETY: `Plain`: every bit pattern is a value.
+    Ok(unsafe { value.assume_init() })
+}
+
+/// Reads `count` values from `address` on.
+///
+/// # Errors
+/// `EFAULT` when the memory cannot be read.
+pub fn read_vec<T: Plain>(address: u64, count: usize) -> Result<Vec<T>> {
+    let step = size_of::<T>() as u64;
+    (0..count as u64)
+        .map(|i| read(address.wrapping_add(i * step)))
+        .collect()
+}
+
+/// Writes `value` to `address`.
+///
+/// # Errors
+/// `EFAULT` when the memory cannot be written.
+pub fn write<T: Plain>(address: u64, value: &T) -> Result<()> {
+    write_slice(address, std::slice::from_ref(value))
+}
+
+/// Writes `values` from `address` on.
+///
+/// # Errors
+/// `EFAULT` when the memory cannot be written.
+pub fn write_slice<T: Plain>(address: u64, values: &[T]) -> Result<()> {
+    // SAFETY: the bytes of a live slice; `Plain` data has no padding a client must not see (the C structs name theirs).
+    let bytes =
+        unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
+    if !in_user_space(address, bytes.len()) {
+        return fail(libc::EFAULT);
+    }
+    // SAFETY: a guarded copy; what stands at the client's address is the client's choice, as with the kernel's copy.
+    match unsafe { slat_guard::copy_out(address as *mut u8, bytes) } {
+        Ok(()) => Ok(()),
+        Err(_) => fail(libc::EFAULT),
+    }
+}
+
+/// Fills `bytes` from `address` on.
+///
+/// # Errors
+/// `EFAULT` when the memory cannot be read.
+pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
+    if !in_user_space(address, bytes.len()) {
+        return fail(libc::EFAULT);
+    }
+    // SAFETY: a guarded copy into a live slice.
+    match unsafe { slat_guard::copy_in(bytes, address as *const u8) } {
+        Ok(()) => Ok(()),
+        Err(_) => fail(libc::EFAULT),
+    }
+}
+
+/// Whether the range ends below the first address user space can never have. (A non-canonical address faults in a way
+/// that says nothing about where, so it is sorted out beforehand.)
+pub fn in_user_space(address: u64, len: usize) -> bool {
+    const END: u64 = (1 << 47) - 4096;
+    address
+        .checked_add(len as u64)
+        .is_some_and(|end| end <= END)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_in_and_out() {
+        let mut there = 7u64;
+        let address = &raw mut there as u64;
+        assert_eq!(read::<u64>(address).unwrap(), 7);
+        write(address, &9u64).unwrap();
+        assert_eq!(there, 9);
+    }
+
+    #[test]
+    fn a_bad_pointer_is_efault() {
+        for address in [0, 1, 0xdead_beef_0000_0000, u64::MAX - 3] {
+            assert_eq!(read::<u64>(address).unwrap_err().errno(), libc::EFAULT);
+            assert_eq!(write(address, &1u64).unwrap_err().errno(), libc::EFAULT);
+        }
+    }
+}

@@ -1,0 +1,566 @@
+//! One vCPU: what belongs to it, and the calls that read and change its state. Running it is [`crate::run`]'s.
+
+use crate::errno::{Error, Result, fail};
+use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};
+use crate::machine::VcpuMachine;
+use crate::run_page::RunPage;
+use crate::thread::bits;
+use crate::ticker::{self, Client};
+use crate::vm::VmObject;
+use crate::{events, fpu, msr, regs};
+use kvm_bindings::*;
+use slat::Attention;
+use slat_x86::Cpu;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// What other threads may do to a vCPU while it runs.
+pub struct VcpuCommon {
+    pub(crate) id: u32,
+    pub(crate) attention: Arc<Attention>,
+    pub(crate) client: Arc<Client>,
+    lapic: Option<Mutex<Lapic>>,
+    /// NMI, INIT and SIPI that wait: [`VcpuCommon::NMI`] and so on.
+    pub(crate) signals: AtomicU32,
+    pub(crate) sipi_vector: AtomicU32,
+}
+
+impl VcpuCommon {
+    pub(crate) const NMI: u32 = 1;
+    pub(crate) const INIT: u32 = 2;
+    pub(crate) const SIPI: u32 = 4;
+
+    /// The local APIC, when the VM has an interrupt controller.
+    pub(crate) fn lapic(&self) -> Option<MutexGuard<'_, Lapic>> {
+        Some(
+            self.lapic
+                .as_ref()?
+                .lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner()),
+        )
+    }
+
+    /// Makes the vCPU look for interrupts, also when it sleeps or waits in a halt.
+    pub(crate) fn notice(&self) {
+        ticker::raise(&self.attention, bits::IRQ);
+    }
+
+    /// Takes an interrupt that was sent to this vCPU. False when it does not.
+    pub(crate) fn deliver(&self, icr: Icr) -> bool {
+        let taken = match icr.mode() {
+            0 | 1 => self
+                .lapic()
+                .is_some_and(|mut lapic| lapic.request(icr.vector(), icr.level())),
+            4 => self.signal(Self::NMI),
+            5 => !icr.level() || icr.assert() && self.signal(Self::INIT),
+            6 => {
+                self.sipi_vector
+                    .store(icr.vector().into(), Ordering::SeqCst);
+                self.signal(Self::SIPI)
+            }
+            // SMI and ExtINT: there is neither system management mode nor an 8259.
+            _ => false,
+        };
+        if taken {
+            self.notice();
+        }
+        taken
+    }
+
+    fn signal(&self, signal: u32) -> bool {
+        self.signals.fetch_or(signal, Ordering::SeqCst);
+        true
+    }
+}
+
+/// What a `KVM_RUN` has left for the next one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Unfinished {
+    #[default]
+    Nothing,
+    /// A port access: IN takes this many bytes from the data page.
+    PortIn(usize),
+    /// OUT: only to be counted as done.
+    PortOut,
+    /// An MMIO read takes this many bytes from `kvm_run`.
+    MmioRead(usize),
+}
+
+/// What only one thread at a time touches: KVM's vCPU mutex.
+pub(crate) struct Inner {
+    pub(crate) cpu: Box<Cpu>,
+    pub(crate) machine: VcpuMachine,
+    pub(crate) unfinished: Unfinished,
+    pub(crate) mp_state: u32,
+    /// `KVM_SET_SIGNAL_MASK`.
+    pub(crate) signal_mask: Option<u64>,
+    pub(crate) has_run: bool,
+}
+
+/// A vCPU. It keeps its VM alive.
+pub struct VcpuObject {
+    common: Arc<VcpuCommon>,
+    pub(crate) vm: Arc<VmObject>,
+    pub(crate) page: RunPage,
+    inner: Mutex<Inner>,
+}
+
+impl std::fmt::Debug for VcpuObject {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VcpuObject")
+            .field("id", &self.common.id)
+            .finish_non_exhaustive()
+    }
+}
+
+impl VcpuObject {
+    /// A vCPU as after reset. Without an interrupt controller all vCPUs are runnable; with one, all but the bootstrap
+    /// processor wait for INIT and SIPI.
+    pub(crate) fn new(
+        vm: Arc<VmObject>,
+        id: u32,
+        bootstrap: bool,
+        page: RunPage,
+    ) -> Result<Arc<Self>> {
+        let engine = vm
+            .engine
+            .create_vcpu()
+            .map_err(|_| Error::new(libc::ENOMEM))?;
+        let attention = engine.attention().clone();
+        let irqchip = vm.has_irqchip();
+        let common = Arc::new(VcpuCommon {
+            id,
+            client: Client::new(attention.clone()),
+            attention,
+            lapic: irqchip.then(|| Mutex::new(Lapic::new(id, bootstrap, vm.tsc_khz().into()))),
+            signals: AtomicU32::new(0),
+            sipi_vector: AtomicU32::new(0),
+        });
+        let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
+        let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base);
+        let waiting = irqchip && !bootstrap;
+        Ok(Arc::new(VcpuObject {
+            common,
+            vm,
+            page,
+            inner: Mutex::new(Inner {
+                cpu: Box::new(Cpu::new()),
+                machine,
+                unfinished: Unfinished::Nothing,
+                mp_state: if waiting {
+                    KVM_MP_STATE_UNINITIALIZED
+                } else {
+                    KVM_MP_STATE_RUNNABLE
+                },
+                signal_mask: None,
+                has_run: false,
+            }),
+        }))
+    }
+
+    pub(crate) fn common(&self) -> &Arc<VcpuCommon> {
+        &self.common
+    }
+
+    /// Whether this is a forked child: see [`VmObject::is_foreign`].
+    pub fn is_foreign(&self) -> bool {
+        self.vm.is_foreign()
+    }
+
+    /// The vCPU for this thread alone. Waits while another thread runs it.
+    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, Inner>> {
+        self.vm.same_process()?;
+        Ok(self
+            .inner
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner()))
+    }
+
+    /// `KVM_GET_REGS`.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child, as for every call here.
+    pub fn get_regs(&self) -> Result<kvm_regs> {
+        Ok(regs::get_regs(&self.lock()?.cpu.state))
+    }
+
+    /// `KVM_SET_REGS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_regs(&self, regs: &kvm_regs) -> Result<()> {
+        regs::set_regs(&mut self.lock()?.cpu.state, regs);
+        Ok(())
+    }
+
+    /// `KVM_GET_SREGS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_sregs(&self) -> Result<kvm_sregs> {
+        let mut inner = self.lock()?;
+        inner.sync_cr8_from_lapic();
+        Ok(regs::get_sregs(&inner.cpu.state, inner.machine.apic_base()))
+    }
+
+    /// `KVM_SET_SREGS`.
+    ///
+    /// # Errors
+    /// `EINVAL` for impossible combinations.
+    pub fn set_sregs(&self, sregs: &kvm_sregs) -> Result<()> {
+        let mut inner = self.lock()?;
+        self.put_sregs(&mut inner, sregs)
+    }
+
+    pub(crate) fn put_sregs(&self, inner: &mut Inner, sregs: &kvm_sregs) -> Result<()> {
+        let mut state = inner.cpu.state.clone();
+        regs::set_sregs(&mut state, sregs)?;
+        inner
+            .machine
+            .set_apic_base(sregs.apic_base, false)
+            .map_err(|_| Error::new(libc::EINVAL))?;
+        inner.cpu.state = state;
+        inner.sync_cr8_to_lapic();
+        inner.cpu.flush_tlb();
+        Ok(())
+    }
+
+    /// `KVM_GET_SREGS2`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_sregs2(&self) -> Result<kvm_sregs2> {
+        let inner = self.lock()?;
+        Ok(regs::get_sregs2(
+            &inner.cpu.state,
+            inner.machine.apic_base(),
+        ))
+    }
+
+    /// `KVM_SET_SREGS2`.
+    ///
+    /// # Errors
+    /// `EINVAL` for impossible combinations and unknown flags.
+    pub fn set_sregs2(&self, sregs: &kvm_sregs2) -> Result<()> {
+        self.set_sregs(&regs::from_sregs2(sregs)?)
+    }
+
+    /// `KVM_GET_FPU`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_fpu(&self) -> Result<kvm_fpu> {
+        Ok(fpu::get_fpu(&self.lock()?.cpu.state))
+    }
+
+    /// `KVM_SET_FPU`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_fpu(&self, fpu: &kvm_fpu) -> Result<()> {
+        fpu::set_fpu(&mut self.lock()?.cpu.state, fpu);
+        Ok(())
+    }
+
+    /// `KVM_GET_XSAVE`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_xsave(&self) -> Result<[u8; 4096]> {
+        Ok(fpu::get_xsave(&self.lock()?.cpu.state))
+    }
+
+    /// `KVM_SET_XSAVE`.
+    ///
+    /// # Errors
+    /// `EINVAL` for state components that the CPU does not have.
+    pub fn set_xsave(&self, area: &[u8; 4096]) -> Result<()> {
+        fpu::set_xsave(&mut self.lock()?.cpu.state, area)
+    }
+
+    /// `KVM_GET_XCRS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_xcrs(&self) -> Result<kvm_xcrs> {
+        Ok(regs::get_xcrs(&self.lock()?.cpu.state))
+    }
+
+    /// `KVM_SET_XCRS`.
+    ///
+    /// # Errors
+    /// `EINVAL`.
+    pub fn set_xcrs(&self, xcrs: &kvm_xcrs) -> Result<()> {
+        regs::set_xcrs(&mut self.lock()?.cpu.state, xcrs)
+    }
+
+    /// `KVM_GET_DEBUGREGS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_debugregs(&self) -> Result<kvm_debugregs> {
+        Ok(regs::get_debugregs(&self.lock()?.cpu.state))
+    }
+
+    /// `KVM_SET_DEBUGREGS`.
+    ///
+    /// # Errors
+    /// `EINVAL` for reserved bits.
+    pub fn set_debugregs(&self, debugregs: &kvm_debugregs) -> Result<()> {
+        regs::set_debugregs(&mut self.lock()?.cpu.state, debugregs)
+    }
+
+    /// `KVM_GET_CPUID2`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_cpuid(&self) -> Result<Vec<kvm_cpuid_entry2>> {
+        Ok(self.lock()?.machine.cpuid.clone())
+    }
+
+    /// `KVM_SET_CPUID2`.
+    ///
+    /// # Errors
+    /// `EINVAL` when the vCPU has run and the table is another one.
+    pub fn set_cpuid(&self, table: Vec<kvm_cpuid_entry2>) -> Result<()> {
+        let mut inner = self.lock()?;
+        if inner.has_run && inner.machine.cpuid != table {
+            return fail(libc::EINVAL);
+        }
+        inner.machine.cpuid = table;
+        Ok(())
+    }
+
+    /// `KVM_GET_MSRS`: reads in order, stops at the first that is unknown, and returns how many were read.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_msrs(&self, entries: &mut [kvm_msr_entry]) -> Result<usize> {
+        let mut inner = self.lock()?;
+        inner.sync_cr8_to_lapic();
+        for (done, entry) in entries.iter_mut().enumerate() {
+            match msr::read(&mut inner, entry.index) {
+                Ok(value) => entry.data = value,
+                Err(_) => return Ok(done),
+            }
+        }
+        Ok(entries.len())
+    }
+
+    /// `KVM_SET_MSRS`: the counterpart of [`get_msrs`](Self::get_msrs).
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_msrs(&self, entries: &[kvm_msr_entry]) -> Result<usize> {
+        let mut inner = self.lock()?;
+        for (done, entry) in entries.iter().enumerate() {
+            if msr::write(&mut inner, entry.index, entry.data).is_err() {
+                return Ok(done);
+            }
+        }
+        Ok(entries.len())
+    }
+
+    /// `KVM_GET_MP_STATE`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
+        let mut inner = self.lock()?;
+        self.accept_init_sipi(&mut inner);
+        Ok(kvm_mp_state {
+            mp_state: inner.mp_state,
+        })
+    }
+
+    /// `KVM_SET_MP_STATE`.
+    ///
+    /// # Errors
+    /// `EINVAL` for states that x86 does not have, and for any but runnable without a local APIC.
+    pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
+        let mut inner = self.lock()?;
+        match state.mp_state {
+            KVM_MP_STATE_RUNNABLE => {}
+            KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_HALTED | KVM_MP_STATE_INIT_RECEIVED
+                if self.common.lapic.is_some() => {}
+            KVM_MP_STATE_SIPI_RECEIVED if self.common.lapic.is_some() => {
+                inner.mp_state = KVM_MP_STATE_INIT_RECEIVED;
+                self.common
+                    .signals
+                    .fetch_or(VcpuCommon::SIPI, Ordering::SeqCst);
+                return Ok(());
+            }
+            _ => return fail(libc::EINVAL),
+        }
+        inner.mp_state = state.mp_state;
+        Ok(())
+    }
+
+    /// `KVM_GET_VCPU_EVENTS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_vcpu_events(&self) -> Result<kvm_vcpu_events> {
+        Ok(self.events(&mut *self.lock()?))
+    }
+
+    pub(crate) fn events(&self, inner: &mut Inner) -> kvm_vcpu_events {
+        let nmi = self.common.signals.load(Ordering::SeqCst) & VcpuCommon::NMI != 0;
+        events::get(
+            &inner.cpu.state,
+            nmi,
+            self.common.sipi_vector.load(Ordering::SeqCst),
+        )
+    }
+
+    /// `KVM_SET_VCPU_EVENTS`.
+    ///
+    /// # Errors
+    /// `EINVAL` for unknown flags and impossible events.
+    pub fn set_vcpu_events(&self, events: &kvm_vcpu_events) -> Result<()> {
+        self.put_events(&mut *self.lock()?, events)
+    }
+
+    pub(crate) fn put_events(&self, inner: &mut Inner, given: &kvm_vcpu_events) -> Result<()> {
+        let more = events::set(&mut inner.cpu.state, given)?;
+        if let Some(pending) = more.nmi_pending {
+            if pending {
+                self.common
+                    .signals
+                    .fetch_or(VcpuCommon::NMI, Ordering::SeqCst);
+            } else {
+                self.common
+                    .signals
+                    .fetch_and(!VcpuCommon::NMI, Ordering::SeqCst);
+            }
+        }
+        if let Some(vector) = more.sipi_vector.filter(|_| self.common.lapic.is_some()) {
+            self.common.sipi_vector.store(vector, Ordering::SeqCst);
+        }
+        Ok(())
+    }
+
+    /// `KVM_GET_LAPIC`.
+    ///
+    /// # Errors
+    /// `EINVAL` without interrupt controller.
+    pub fn get_lapic(&self) -> Result<kvm_lapic_state> {
+        let mut inner = self.lock()?;
+        inner.sync_cr8_to_lapic();
+        match self.common.lapic() {
+            Some(lapic) => Ok(lapic.save(self.vm.clock.now())),
+            None => fail(libc::EINVAL),
+        }
+    }
+
+    /// `KVM_SET_LAPIC`.
+    ///
+    /// # Errors
+    /// `EINVAL` without interrupt controller.
+    pub fn set_lapic(&self, state: &kvm_lapic_state) -> Result<()> {
+        let mut inner = self.lock()?;
+        match self.common.lapic() {
+            Some(mut lapic) => lapic.restore(state, self.vm.clock.now()),
+            None => return fail(libc::EINVAL),
+        }
+        inner.sync_cr8_from_lapic();
+        inner.machine.carry_out(Effect::Timer);
+        Ok(())
+    }
+
+    /// `KVM_INTERRUPT`: an interrupt of the client's own interrupt controller.
+    ///
+    /// # Errors
+    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an interrupt controller.
+    pub fn interrupt(&self, vector: u32) -> Result<()> {
+        let Ok(vector) = u8::try_from(vector) else {
+            return fail(libc::EINVAL);
+        };
+        let mut inner = self.lock()?;
+        if self.common.lapic.is_some() {
+            return fail(libc::ENXIO);
+        }
+        inner.cpu.state.events.interrupt = Some(vector);
+        Ok(())
+    }
+
+    /// `KVM_NMI`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn nmi(&self) -> Result<()> {
+        self.vm.same_process()?;
+        self.common
+            .signals
+            .fetch_or(VcpuCommon::NMI, Ordering::SeqCst);
+        self.common.notice();
+        Ok(())
+    }
+
+    /// `KVM_GET_TSC_KHZ`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn tsc_khz(&self) -> Result<u32> {
+        self.vm.same_process()?;
+        Ok(self.vm.tsc_khz())
+    }
+
+    /// `KVM_SET_SIGNAL_MASK`: signals blocked during `KVM_RUN`, as a bit set; `None` goes back to the thread's own mask.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_signal_mask(&self, mask: Option<u64>) -> Result<()> {
+        self.lock()?.signal_mask = mask;
+        Ok(())
+    }
+
+    /// `KVM_TRANSLATE`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn translate(&self, address: u64) -> Result<kvm_translation> {
+        let mut inner = self.lock()?;
+        let Inner { cpu, machine, .. } = &mut *inner;
+        let found = machine.translate_for_client(&cpu.state, address);
+        Ok(kvm_translation {
+            linear_address: address,
+            physical_address: found.unwrap_or(u64::MAX),
+            valid: u8::from(found.is_some()),
+            writeable: 1,
+            usermode: 0,
+            pad: [0; 5],
+        })
+    }
+
+    /// `KVM_KVMCLOCK_CTRL`: the guest is told that it was paused.
+    ///
+    /// # Errors
+    /// `EINVAL` when the guest does not use the clock.
+    pub fn kvmclock_ctrl(&self) -> Result<()> {
+        let mut inner = self.lock()?;
+        if inner.machine.mark_guest_paused() {
+            Ok(())
+        } else {
+            fail(libc::EINVAL)
+        }
+    }
+}
+
+impl Inner {
+    /// CR8 and the APIC's task priority are one register. The CPU has it while it runs.
+    pub(crate) fn sync_cr8_to_lapic(&mut self) {
+        if let Some(mut lapic) = self.machine.common.lapic() {
+            if lapic.cr8() != self.cpu.state.cr8 {
+                lapic.set_cr8(self.cpu.state.cr8);
+            }
+        }
+    }
+
+    /// The other direction, after the APIC's register was written.
+    pub(crate) fn sync_cr8_from_lapic(&mut self) {
+        if let Some(lapic) = self.machine.common.lapic() {
+            self.cpu.state.cr8 = lapic.cr8();
+        }
+    }
+}

@@ -1,0 +1,382 @@
+//! One VM: its memory (the engine's VM), its vCPUs, its interrupt controllers and its clock.
+
+use crate::engine::EngineVm;
+use crate::errno::{Error, Result, fail};
+use crate::irq::lapic::Icr;
+use crate::process::Birth;
+use crate::run_page::RunPage;
+use crate::vcpu::{VcpuCommon, VcpuObject};
+use crate::{caps, clock, notify, policy, report};
+use kvm_bindings::*;
+use slat::{DirtyLogError, Gpa, Hva, Region, SlotFlags};
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, RwLock};
+
+/// KVM's lower limit for shadow pages.
+const MIN_MMU_PAGES: u64 = 64;
+
+/// A VM. Its vCPUs keep it alive; it outlives its descriptor.
+pub struct VmObject {
+    pub(crate) engine: Arc<EngineVm>,
+    birth: Birth,
+    pub(crate) clock: clock::VmClock,
+    vcpus: RwLock<BTreeMap<u32, Arc<VcpuCommon>>>,
+    irqchip: AtomicBool,
+    boot_cpu: AtomicU32,
+    max_vcpu_ids: AtomicU32,
+}
+
+impl std::fmt::Debug for VmObject {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VmObject")
+            .field("vcpus", &self.vcpus().len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl VmObject {
+    /// A VM without memory and vCPUs.
+    ///
+    /// # Errors
+    /// `ENOMEM`, or `EINVAL` when the policies of the environment make no sense.
+    pub(crate) fn new() -> Result<Arc<Self>> {
+        let policies = policy::current()?;
+        let platform = slat_host::HostPlatform::new()
+            .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
+        let engine =
+            EngineVm::new(platform, policies.config()).map_err(|_| Error::new(libc::ENOMEM))?;
+        policies.apply(&engine);
+        notify::register(&engine);
+        Ok(Arc::new(VmObject {
+            engine,
+            birth: Birth::here(),
+            clock: clock::VmClock::new(),
+            vcpus: RwLock::default(),
+            irqchip: AtomicBool::new(false),
+            boot_cpu: AtomicU32::new(0),
+            max_vcpu_ids: AtomicU32::new(caps::MAX_VCPU_ID),
+        }))
+    }
+
+    /// Refuses the calls of a forked child.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub(crate) fn same_process(&self) -> Result<()> {
+        if self.birth.is_here() {
+            Ok(())
+        } else {
+            fail(libc::EIO)
+        }
+    }
+
+    /// Whether this is a forked child: the object's locks may be held for ever, its threads are gone.
+    pub fn is_foreign(&self) -> bool {
+        !self.birth.is_here()
+    }
+
+    fn vcpus(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<u32, Arc<VcpuCommon>>> {
+        self.vcpus
+            .read()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// `KVM_CHECK_EXTENSION`.
+    pub fn check_extension(&self, cap: u64) -> i32 {
+        caps::check(cap)
+    }
+
+    /// `KVM_SET_USER_MEMORY_REGION`.
+    ///
+    /// # Errors
+    /// KVM's: `EINVAL` for bad arguments, `EEXIST` for an overlap, `ENOMEM`.
+    pub fn set_user_memory_region(&self, region: &kvm_userspace_memory_region) -> Result<()> {
+        self.set_region(
+            region.slot,
+            region.flags,
+            region.guest_phys_addr,
+            region.memory_size,
+            region.userspace_addr,
+        )
+    }
+
+    /// `KVM_SET_USER_MEMORY_REGION2`. There is no guest_memfd, so its flag is refused.
+    ///
+    /// # Errors
+    /// As for [`set_user_memory_region`](Self::set_user_memory_region).
+    pub fn set_user_memory_region2(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
+        self.set_region(
+            region.slot,
+            region.flags,
+            region.guest_phys_addr,
+            region.memory_size,
+            region.userspace_addr,
+        )
+    }
+
+    fn set_region(&self, slot: u32, flags: u32, gpa: u64, size: u64, backing: u64) -> Result<()> {
+        self.same_process()?;
+        if flags & !(KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY) != 0 {
+            return fail(libc::EINVAL);
+        }
+        if !crate::user::in_user_space(
+            backing,
+            usize::try_from(size).map_err(|_| Error::new(libc::EINVAL))?,
+        ) {
+            return fail(libc::EINVAL);
+        }
+        let region = Region {
+            slot: slot & 0xffff,
+            flags: SlotFlags(flags),
+            gpa: Gpa(gpa),
+            size,
+            backing: Hva(backing),
+        };
+        self.engine
+            .set_memory_region((slot >> 16) as usize, &region)
+            .map_err(|error| {
+                report::refused_region(&error);
+                Error::new(error.errno())
+            })
+    }
+
+    /// `KVM_CREATE_VCPU`: the vCPU and the descriptor that maps its `kvm_run`.
+    ///
+    /// # Errors
+    /// `EINVAL` for an id or a number beyond the limits, `EEXIST` for an id in use, `ENOMEM`, `EMFILE`.
+    pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(Arc<VcpuObject>, OwnedFd)> {
+        self.same_process()?;
+        let id = u32::try_from(id).map_err(|_| Error::new(libc::EINVAL))?;
+        if id >= self.max_vcpu_ids.load(Ordering::Relaxed) {
+            return fail(libc::EINVAL);
+        }
+        let mut vcpus = self
+            .vcpus
+            .write()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        if vcpus.len() >= caps::MAX_VCPUS as usize {
+            return fail(libc::EINVAL);
+        }
+        if vcpus.contains_key(&id) {
+            return fail(libc::EEXIST);
+        }
+        let (page, fd) = RunPage::create(id)?;
+        let bootstrap = id == self.boot_cpu.load(Ordering::Relaxed);
+        let vcpu = VcpuObject::new(self.clone(), id, bootstrap, page)?;
+        vcpus.insert(id, vcpu.common().clone());
+        Ok((vcpu, fd))
+    }
+
+    /// `KVM_CREATE_IRQCHIP`: a local APIC for every vCPU made from now on.
+    ///
+    /// # Errors
+    /// `EEXIST` when there is one already, `EINVAL` when there are vCPUs already.
+    pub fn create_irqchip(&self) -> Result<()> {
+        self.same_process()?;
+        let vcpus = self
+            .vcpus
+            .write()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        if self.irqchip.load(Ordering::Relaxed) {
+            return fail(libc::EEXIST);
+        }
+        if !vcpus.is_empty() {
+            return fail(libc::EINVAL);
+        }
+        self.irqchip.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Whether vCPUs have a local APIC.
+    pub fn has_irqchip(&self) -> bool {
+        self.irqchip.load(Ordering::Relaxed)
+    }
+
+    /// `KVM_GET_TSC_KHZ`.
+    pub fn tsc_khz(&self) -> u32 {
+        self.clock.tsc_khz()
+    }
+
+    /// `KVM_GET_CLOCK`.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child.
+    pub fn get_clock(&self) -> Result<kvm_clock_data> {
+        self.same_process()?;
+        Ok(kvm_clock_data {
+            clock: self.clock.kvmclock(),
+            ..Default::default()
+        })
+    }
+
+    /// `KVM_SET_CLOCK`.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags.
+    pub fn set_clock(&self, data: &kvm_clock_data) -> Result<()> {
+        self.same_process()?;
+        if data.flags != 0 {
+            return fail(libc::EINVAL);
+        }
+        self.clock.set_kvmclock(data.clock);
+        Ok(())
+    }
+
+    /// `KVM_SET_TSS_ADDR`: where three pages would be that only VMX without unrestricted guest needs. Checked and accepted.
+    ///
+    /// # Errors
+    /// `EINVAL` when the pages would not end below 4 GiB.
+    pub fn set_tss_addr(&self, address: u64) -> Result<()> {
+        self.same_process()?;
+        if address > u64::from(u32::MAX) - 3 * 4096 + 1 {
+            return fail(libc::EINVAL);
+        }
+        Ok(())
+    }
+
+    /// `KVM_SET_IDENTITY_MAP_ADDR`: as [`set_tss_addr`](Self::set_tss_addr).
+    ///
+    /// # Errors
+    /// `EINVAL` once there are vCPUs.
+    pub fn set_identity_map_addr(&self, _address: u64) -> Result<()> {
+        self.same_process()?;
+        if self.vcpus().is_empty() {
+            Ok(())
+        } else {
+            fail(libc::EINVAL)
+        }
+    }
+
+    /// `KVM_SET_BOOT_CPU_ID`.
+    ///
+    /// # Errors
+    /// `EBUSY` once there are vCPUs.
+    pub fn set_boot_cpu_id(&self, id: u64) -> Result<()> {
+        self.same_process()?;
+        if !self.vcpus().is_empty() {
+            return fail(libc::EBUSY);
+        }
+        self.boot_cpu.store(id as u32, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// `KVM_SET_NR_MMU_PAGES`: a limit of KVM's shadow pages, which has no counterpart here. Checked and accepted.
+    ///
+    /// # Errors
+    /// `EINVAL` for less than KVM's minimum.
+    pub fn set_nr_mmu_pages(&self, pages: u64) -> Result<()> {
+        self.same_process()?;
+        if pages < MIN_MMU_PAGES {
+            fail(libc::EINVAL)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// `KVM_ENABLE_CAP` on the VM.
+    ///
+    /// # Errors
+    /// `EINVAL` for capabilities that cannot be enabled, and for bad arguments.
+    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
+        self.same_process()?;
+        if cap.flags != 0 {
+            return fail(libc::EINVAL);
+        }
+        match cap.cap {
+            KVM_CAP_DISABLE_QUIRKS2 if cap.args[0] & !u64::from(caps::DISABLED_QUIRKS) == 0 => {
+                Ok(())
+            }
+            KVM_CAP_MAX_VCPU_ID if (1..=u64::from(caps::MAX_VCPU_ID)).contains(&cap.args[0]) => {
+                self.max_vcpu_ids
+                    .store(cap.args[0] as u32, Ordering::Relaxed);
+                Ok(())
+            }
+            _ => fail(libc::EINVAL),
+        }
+    }
+
+    /// `KVM_GET_DIRTY_LOG`: the pages written since the last call, a bit each; they are protected again.
+    ///
+    /// # Errors
+    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged.
+    pub fn dirty_log(&self, slot: u32) -> Result<Vec<u64>> {
+        self.same_process()?;
+        let (space, id) = ((slot >> 16) as usize, slot & 0xffff);
+        if space != 0 || id >= slat::MAX_SLOTS {
+            return fail(libc::EINVAL);
+        }
+        loop {
+            let words = self
+                .engine
+                .dirty_log_words(space, id)
+                .map_err(|_| Error::new(libc::ENOENT))?;
+            let mut bitmap = vec![0; words];
+            match self.engine.get_dirty_log(space, id, &mut bitmap) {
+                Ok(()) => return Ok(bitmap),
+                // The slot was replaced by a larger one meanwhile.
+                Err(DirtyLogError::BitmapTooSmall(_)) => {}
+                Err(_) => return fail(libc::ENOENT),
+            }
+        }
+    }
+
+    /// `KVM_SIGNAL_MSI`. Returns 1 when some vCPU took the interrupt, 0 when none did.
+    ///
+    /// # Errors
+    /// `ENXIO` without interrupt controller, `EINVAL` for flags or an address that is not an interrupt's.
+    pub fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
+        self.same_process()?;
+        if !self.has_irqchip() {
+            return fail(libc::ENXIO);
+        }
+        if msi.flags != 0 || msi.address_lo >> 20 != 0xfee {
+            return fail(libc::EINVAL);
+        }
+        let low = msi.data & 0x87ff | (msi.address_lo >> 2 & 1) << 11 | 1 << 14;
+        let destination = msi.address_lo >> 12 & 0xff;
+        Ok(i32::from(
+            self.send_interrupt(
+                None,
+                Icr {
+                    low,
+                    destination,
+                    x2apic: false,
+                },
+            ) != 0,
+        ))
+    }
+
+    /// Carries an interrupt from one vCPU (or from outside) to those it is meant for. Returns how many took it.
+    pub(crate) fn send_interrupt(&self, from: Option<&VcpuCommon>, icr: Icr) -> usize {
+        let vcpus = self.vcpus();
+        let logical = icr.low & 1 << 11 != 0;
+        let is_self = |vcpu: &VcpuCommon| from.is_some_and(|from| std::ptr::eq(from, vcpu));
+        let mut targets = vcpus.values().filter(|vcpu| match icr.shorthand() {
+            1 => is_self(vcpu),
+            2 => true,
+            3 => !is_self(vcpu),
+            _ => vcpu
+                .lapic()
+                .is_some_and(|lapic| lapic.matches(icr.destination, logical, icr.x2apic)),
+        });
+        if icr.mode() == 1 {
+            // Lowest priority: one of them.
+            return targets
+                .next()
+                .map_or(0, |vcpu| usize::from(vcpu.deliver(icr)));
+        }
+        targets.filter(|vcpu| vcpu.deliver(icr)).count()
+    }
+}
+
+impl Drop for VmObject {
+    fn drop(&mut self) {
+        if self.is_foreign() {
+            return;
+        }
+        notify::unregister(&self.engine);
+        report::vm_ends(&self.engine);
+    }
+}

@@ -1,0 +1,251 @@
+//! Table frames that notice misuse: freed twice, used after they were freed, written after that.
+
+use std::alloc::{Layout, alloc, dealloc};
+use std::collections::{HashSet, VecDeque};
+use std::ptr::NonNull;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::*};
+
+use slat::{ENTRIES, Entries, PAGE_SHIFT, PAGE_SIZE, Pfn, TableMeta};
+
+/// What fills a frame that is not in use. For EPT it decodes to a leaf of any level to a frame that no
+/// host page has: a walker that still reads it gives itself away by its answer.
+pub const POISON: u64 = 0x000d_eadd_eadd_e0b7;
+
+const LIVE: u64 = 0x11fe_11fe;
+const FREED: u64 = 0xf4ee_f4ee;
+
+/// Freed frames are kept this long before they are used again.
+const QUARANTINE: usize = 4096;
+
+/// Frames that are allocated together: as many as a root has at most.
+const BLOCK: u64 = 16;
+
+/// Stands [`BLOCK`] pages behind the entries.
+#[repr(C)]
+struct Beside {
+    meta: TableMeta,
+    state: AtomicU64,
+}
+
+const LAYOUT: Layout = {
+    let pages = 2 * BLOCK as usize;
+    match Layout::from_size_align(pages * PAGE_SIZE as usize, pages * PAGE_SIZE as usize) {
+        Ok(layout) => layout,
+        Err(_) => unreachable!(),
+    }
+};
+
+/// The allocator of table frames; a frame's number is its address in this process.
+#[derive(Default)]
+pub struct Frames {
+    inner: Mutex<Inner>,
+    violations: Mutex<Vec<String>>,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// First frames of the blocks.
+    blocks: Vec<u64>,
+    /// Frames that were given away at least once.
+    all: HashSet<u64>,
+    /// Frames that never were.
+    fresh: Vec<Pfn>,
+    quarantine: VecDeque<Pfn>,
+    live: usize,
+}
+
+impl Frames {
+    /// A frame full of [`POISON`], with fresh metadata.
+    pub fn alloc(&self) -> Pfn {
+        let mut inner = self.inner.lock().unwrap();
+        let frame = if inner.quarantine.len() > QUARANTINE {
+            let frame = inner.quarantine.pop_front().unwrap();
+            self.check_poison(frame);
+            frame
+        } else {
+            if inner.fresh.is_empty() {
+                let block = inner.new_block();
+                inner.fresh.extend((0..BLOCK).rev().map(|i| block.add(i)));
+            }
+            inner.fresh.pop().unwrap()
+        };
+        inner.give(frame);
+        frame
+    }
+
+    /// `count` frames next to each other, the first aligned to them all.
+    pub fn alloc_run(&self, count: u64) -> Pfn {
+        assert!(count <= BLOCK && count.is_power_of_two());
+        let mut inner = self.inner.lock().unwrap();
+        let block = inner.new_block();
+        (0..count).for_each(|i| inner.give(block.add(i)));
+        inner.fresh.extend((count..BLOCK).map(|i| block.add(i)));
+        block
+    }
+
+    /// Takes a frame back; what is wrong with that is noted.
+    pub fn free(&self, frame: Pfn) {
+        let mut inner = self.inner.lock().unwrap();
+        if !inner.all.contains(&frame.0) {
+            self.note(format!("{frame:?} was freed, but never allocated"));
+            return;
+        }
+        if state(frame).swap(FREED, SeqCst) != LIVE {
+            self.note(format!("{frame:?} was freed twice"));
+            return;
+        }
+        inner.live -= 1;
+        poison(frame);
+        inner.quarantine.push_back(frame);
+    }
+
+    /// Frames that were allocated and not freed.
+    pub fn live(&self) -> usize {
+        self.inner.lock().unwrap().live
+    }
+
+    /// The entries of a frame.
+    #[inline]
+    pub fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        self.check_live(frame);
+        words(frame).cast()
+    }
+
+    /// The metadata of a frame.
+    #[inline]
+    pub fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        self.check_live(frame);
+        // `Beside` begins with it.
+        beside(frame).cast()
+    }
+
+    #[inline]
+    fn check_live(&self, frame: Pfn) {
+        if state(frame).load(Relaxed) != LIVE {
+            self.note(format!("{frame:?} is used after it was freed"));
+        }
+    }
+
+    fn check_poison(&self, frame: Pfn) {
+        // SAFETY: frames stay allocated until `self` is dropped; entries are only accessed atomically.
+        let words = unsafe { words(frame).as_ref() };
+        if let Some(i) = words.iter().position(|w| w.load(Relaxed) != POISON) {
+            self.note(format!(
+                "entry {i} of {frame:?} was written after it was freed"
+            ));
+        }
+    }
+
+    /// Notes something that must not happen. (A panic here would leave other threads waiting for locks.)
+    pub fn note(&self, violation: String) {
+        let mut violations = self.violations.lock().unwrap();
+        if violations.len() < 20 {
+            violations.push(violation);
+        }
+    }
+
+    /// Panics if anything forbidden has happened so far.
+    pub fn check(&self) {
+        let inner = self.inner.lock().unwrap();
+        for frame in &inner.quarantine {
+            self.check_poison(*frame);
+        }
+        let violations = self.violations.lock().unwrap();
+        assert!(violations.is_empty(), "{}", violations.join("\n"));
+    }
+}
+
+impl Inner {
+    fn new_block(&mut self) -> Pfn {
+        // SAFETY: the layout has a size.
+        let memory = unsafe { alloc(LAYOUT) };
+        assert!(!memory.is_null(), "the test machine is out of memory");
+        let block = Pfn(memory as u64 >> PAGE_SHIFT);
+        self.blocks.push(block.0);
+        (0..BLOCK).for_each(|i| poison(block.add(i)));
+        block
+    }
+
+    fn give(&mut self, frame: Pfn) {
+        self.live += 1;
+        self.all.insert(frame.0);
+        // SAFETY: the frame is nobody's but ours, and the page behind its block has room for a
+        // `Beside`.
+        unsafe {
+            beside(frame).write(Beside {
+                meta: TableMeta::new(),
+                state: AtomicU64::new(LIVE),
+            });
+        }
+    }
+}
+
+impl Drop for Frames {
+    fn drop(&mut self) {
+        let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
+        for frame in inner.blocks.drain(..) {
+            // SAFETY: allocated in `new_block` with this layout; the engine is gone.
+            unsafe { dealloc((frame << PAGE_SHIFT) as *mut u8, LAYOUT) };
+        }
+    }
+}
+
+#[inline]
+fn words(frame: Pfn) -> NonNull<[AtomicU64; ENTRIES]> {
+    NonNull::new(frame.hpa().0 as *mut _).expect("no frame is at address 0")
+}
+
+#[inline]
+fn beside(frame: Pfn) -> NonNull<Beside> {
+    NonNull::new(frame.add(BLOCK).hpa().0 as *mut _).expect("no frame is at address 0")
+}
+
+#[inline]
+fn state<'a>(frame: Pfn) -> &'a AtomicU64 {
+    // SAFETY: the engine only asks about frames it got from `alloc`, or did; their memory stays until
+    // the platform is dropped. `state` itself is only accessed through references.
+    unsafe { &(*beside(frame).as_ptr()).state }
+}
+
+fn poison(frame: Pfn) {
+    // SAFETY: as in `check_poison`.
+    for word in unsafe { words(frame).as_ref() } {
+        word.store(POISON, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_free_is_noted() {
+        let frames = Frames::default();
+        let frame = frames.alloc();
+        frames.free(frame);
+        frames.check();
+        frames.free(frame);
+        assert!(std::panic::catch_unwind(|| frames.check()).is_err());
+    }
+
+    #[test]
+    fn use_after_free_is_noted() {
+        let frames = Frames::default();
+        let frame = frames.alloc();
+        frames.free(frame);
+        frames.entries(frame);
+        assert!(std::panic::catch_unwind(|| frames.check()).is_err());
+    }
+
+    #[test]
+    fn a_late_write_is_noted() {
+        let frames = Frames::default();
+        let frame = frames.alloc();
+        frames.free(frame);
+        // SAFETY: the frame's memory stays while `frames` lives.
+        let words = unsafe { words(frame).as_ref() };
+        words[3].store(0, Relaxed);
+        assert!(std::panic::catch_unwind(|| frames.check()).is_err());
+    }
+}

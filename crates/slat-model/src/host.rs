@@ -1,0 +1,221 @@
+//! The host memory behind memslots, as a table with one word per 4 KiB page.
+//!
+//! Every remapping gives its pages a new *version*, and a page's frame number is made of its page
+//! number and its version: from a frame number one reads which page it was meant to be, and whether
+//! the translation is of today or left over from before a remapping.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::*};
+
+use slat::{HostPage, Hva, Level, MemoryType, PAGE_SHIFT, Pfn};
+
+const PRESENT: u64 = 1 << 0;
+const WRITABLE: u64 = 1 << 1;
+const DEVICE: u64 = 1 << 2;
+const LEVEL_SHIFT: u32 = 4;
+const LEVEL: u64 = 3 << LEVEL_SHIFT;
+const VERSION_SHIFT: u32 = 16;
+
+/// Page numbers below the version in a frame number: at most 8 GiB of host memory.
+const PAGE_BITS: u32 = 21;
+/// What is left of the 40 bits of a frame number.
+const VERSIONS: u64 = 1 << (40 - PAGE_BITS);
+
+/// What a change of the host mapping leaves behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostChange {
+    /// Everything as it was.
+    Nothing,
+    /// New memory, mapped at this level (as far as the range is aligned to it).
+    Remap {
+        /// Level of the new mapping.
+        level: Level,
+        /// Whether it can be written.
+        writable: bool,
+        /// Device registers instead of memory.
+        device: bool,
+    },
+    /// Nothing mapped.
+    Punch,
+    /// The same memory with other rights.
+    Protect {
+        /// Whether it can be written from now on.
+        writable: bool,
+    },
+}
+
+/// Host memory from [`HostMemory::BASE`] on.
+pub struct HostMemory {
+    pages: Box<[AtomicU64]>,
+    next_version: AtomicU64,
+}
+
+impl HostMemory {
+    /// Where it begins: far from 0, and a multiple of every page size.
+    pub const BASE: Hva = Hva(1 << 40);
+
+    /// `pages` pages of memory, present, writable, mapped by 4 KiB pages.
+    pub fn new(pages: u64) -> Self {
+        assert!(pages <= 1 << PAGE_BITS);
+        let word = PRESENT | WRITABLE | 1 << LEVEL_SHIFT;
+        HostMemory {
+            pages: (0..pages).map(|_| AtomicU64::new(word)).collect(),
+            next_version: AtomicU64::new(1),
+        }
+    }
+
+    /// How many pages there are.
+    pub fn len(&self) -> u64 {
+        self.pages.len() as u64
+    }
+
+    /// Whether there is no page.
+    pub fn is_empty(&self) -> bool {
+        self.pages.is_empty()
+    }
+
+    /// Address of a page.
+    pub fn hva(page: u64) -> Hva {
+        Self::BASE.add_pages(page)
+    }
+
+    /// Addresses of pages.
+    pub fn hvas(pages: &Range<u64>) -> Range<Hva> {
+        Self::hva(pages.start)..Self::hva(pages.end)
+    }
+
+    /// The page at an address, if there is one.
+    pub fn page(&self, hva: Hva) -> Option<u64> {
+        let page = hva.0.checked_sub(Self::BASE.0)? >> PAGE_SHIFT;
+        (page < self.len()).then_some(page)
+    }
+
+    /// The page that a frame number was made for, and the version of its mapping.
+    pub fn identify(pfn: Pfn) -> (u64, u64) {
+        (pfn.0 & ((1 << PAGE_BITS) - 1), pfn.0 >> PAGE_BITS)
+    }
+
+    fn word(&self, page: u64) -> &AtomicU64 {
+        &self.pages[page as usize]
+    }
+
+    /// What stands at `page`; `None` is a hole.
+    pub fn get(&self, page: u64) -> Option<HostPage> {
+        let word = self.word(page).load(SeqCst);
+        (word & PRESENT != 0).then_some(HostPage {
+            pfn: Pfn(page | word >> VERSION_SHIFT << PAGE_BITS),
+            level: Level(((word & LEVEL) >> LEVEL_SHIFT) as u8),
+            writable: word & WRITABLE != 0,
+            memory: if word & DEVICE != 0 {
+                MemoryType::Device
+            } else {
+                MemoryType::WriteBack
+            },
+        })
+    }
+
+    /// Changes the mapping of `pages`. Huge mappings that reach out of the range are split, so a page
+    /// outside it keeps its memory, but perhaps not its level.
+    pub fn change(&self, pages: &Range<u64>, change: HostChange) {
+        if change == HostChange::Nothing {
+            return;
+        }
+        self.cut(pages.start);
+        self.cut(pages.end);
+        let version = self.next_version.fetch_add(1, Relaxed) % VERSIONS;
+        for page in pages.clone() {
+            let word = self.word(page);
+            let now = word.load(SeqCst);
+            let new = match change {
+                HostChange::Nothing => now,
+                HostChange::Punch => now & !PRESENT,
+                HostChange::Protect { writable } => {
+                    now & !WRITABLE | if writable { WRITABLE } else { 0 }
+                }
+                HostChange::Remap {
+                    level,
+                    writable,
+                    device,
+                } => {
+                    let level = fitting(pages, page, level);
+                    PRESENT
+                        | if writable { WRITABLE } else { 0 }
+                        | if device { DEVICE } else { 0 }
+                        | (level.0 as u64) << LEVEL_SHIFT
+                        | version << VERSION_SHIFT
+                }
+            };
+            word.store(new, SeqCst);
+        }
+    }
+
+    /// Makes sure that no huge mapping crosses the boundary before page `at`.
+    fn cut(&self, at: u64) {
+        for level in [Level::GIGA, Level::MEGA] {
+            if at.is_multiple_of(level.pages()) {
+                continue;
+            }
+            let start = at & !(level.pages() - 1);
+            for page in start..(start + level.pages()).min(self.len()) {
+                let word = self.word(page);
+                let now = word.load(SeqCst);
+                if (now & LEVEL) >> LEVEL_SHIFT >= level.0 as u64 {
+                    let below = (level.below().0 as u64) << LEVEL_SHIFT;
+                    word.store(now & !LEVEL | below, SeqCst);
+                }
+            }
+        }
+    }
+}
+
+/// The largest level up to `level` whose aligned region around `page` lies in `pages`.
+fn fitting(pages: &Range<u64>, page: u64, mut level: Level) -> Level {
+    while level > Level::PAGE {
+        let start = page & !(level.pages() - 1);
+        if pages.start <= start && start + level.pages() <= pages.end {
+            break;
+        }
+        level = level.below();
+    }
+    level
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cut_splits_what_crosses_it_and_nothing_else() {
+        let host = HostMemory::new(1 << 19);
+        let huge = HostChange::Remap {
+            level: Level::GIGA,
+            writable: true,
+            device: false,
+        };
+        host.change(&(0..1 << 19), huge);
+        assert_eq!(host.get(700).unwrap().level, Level::GIGA);
+        let before = host.get(513).unwrap().pfn;
+        host.change(&(600..601), HostChange::Punch);
+        assert_eq!(host.get(600), None);
+        let beside = host.get(513).unwrap();
+        assert_eq!((beside.level, beside.pfn), (Level::PAGE, before));
+        assert_eq!(host.get(100).unwrap().level, Level::MEGA);
+        assert_eq!(host.get(1 << 18).unwrap().level, Level::GIGA);
+    }
+
+    #[test]
+    fn a_frame_number_tells_its_page_and_version() {
+        let host = HostMemory::new(64);
+        let old = host.get(7).unwrap().pfn;
+        let remap = HostChange::Remap {
+            level: Level::PAGE,
+            writable: true,
+            device: false,
+        };
+        host.change(&(7..8), remap);
+        let new = host.get(7).unwrap().pfn;
+        assert_ne!(old, new);
+        assert_eq!(HostMemory::identify(old), (7, 0));
+        assert_eq!(HostMemory::identify(new), (7, 1));
+    }
+}

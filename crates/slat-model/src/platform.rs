@@ -1,0 +1,281 @@
+//! The simulated machine: a [`Platform`] whose every answer a test can choose.
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering::*};
+use std::sync::{Arc, Condvar, Mutex, RwLock};
+use std::time::Duration;
+
+use slat::{
+    Access, Entries, Gfn, HostPage, HostRun, Hva, Pfn, Platform, ResolveError, TableMeta, VmId,
+    WaitFor,
+};
+
+use crate::frames::Frames;
+use crate::host::HostMemory;
+
+/// Moments at which a test can step in, to bring about an interleaving that chance rarely does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A table frame is asked for.
+    Alloc,
+    /// A walk reaches this table.
+    Entries(Pfn),
+    /// A backing page is about to be resolved.
+    Resolve(Hva),
+    /// It was resolved; the engine does not have the answer yet.
+    Resolved(Hva),
+    /// The engine waits.
+    Wait(WaitFor),
+    /// The engine flushes hardware.
+    Flush,
+}
+
+type Hook = Arc<dyn Fn(Event) + Send + Sync>;
+
+/// Lets nobody resolve a page of `closed` until it is opened again.
+#[derive(Default)]
+struct Gate {
+    closed: Mutex<Option<Range<Hva>>>,
+    opened: Condvar,
+    waiting: AtomicUsize,
+}
+
+/// A simulated machine.
+pub struct SimPlatform {
+    /// Its host memory.
+    pub host: HostMemory,
+    frames: Frames,
+    /// Allocations until one fails; negative: none does.
+    fail_in: AtomicI64,
+    /// Whether every later one fails, too.
+    fail_on: AtomicBool,
+    failed: AtomicU64,
+    allocated: AtomicU64,
+    flushes: AtomicU64,
+    resolves: AtomicU64,
+    hooked: AtomicBool,
+    hook: RwLock<Option<Hook>>,
+    gate: Gate,
+}
+
+impl SimPlatform {
+    /// A machine with `pages` pages of host memory.
+    pub fn new(pages: u64) -> Arc<Self> {
+        Arc::new(SimPlatform {
+            host: HostMemory::new(pages),
+            frames: Frames::default(),
+            fail_in: AtomicI64::new(-1),
+            fail_on: AtomicBool::new(false),
+            failed: AtomicU64::new(0),
+            allocated: AtomicU64::new(0),
+            flushes: AtomicU64::new(0),
+            resolves: AtomicU64::new(0),
+            hooked: AtomicBool::new(false),
+            hook: RwLock::new(None),
+            gate: Gate::default(),
+        })
+    }
+
+    /// The `n`-th allocation from now on fails (0: the next), and with `stay` all that follow.
+    pub fn fail_allocation(&self, n: u64, stay: bool) {
+        self.fail_on.store(stay, SeqCst);
+        self.fail_in.store(n as i64, SeqCst);
+    }
+
+    /// Allocations succeed again. Returns whether one has failed since the last call of this.
+    pub fn stop_failing(&self) -> bool {
+        self.fail_in.store(-1, SeqCst);
+        self.failed.swap(0, SeqCst) != 0
+    }
+
+    /// Frames allocated so far.
+    pub fn allocated(&self) -> u64 {
+        self.allocated.load(SeqCst)
+    }
+
+    /// Frames that are allocated now.
+    pub fn live_frames(&self) -> usize {
+        self.frames.live()
+    }
+
+    /// Hardware flushes so far.
+    pub fn flushes(&self) -> u64 {
+        self.flushes.load(SeqCst)
+    }
+
+    /// Backing pages resolved so far.
+    pub fn resolves(&self) -> u64 {
+        self.resolves.load(SeqCst)
+    }
+
+    /// Calls `hook` at every [`Event`], on the thread on which it happens.
+    pub fn set_hook(&self, hook: impl Fn(Event) + Send + Sync + 'static) {
+        *self.hook.write().unwrap() = Some(Arc::new(hook));
+        self.hooked.store(true, SeqCst);
+    }
+
+    /// Ends what [`set_hook`](Self::set_hook) began.
+    pub fn clear_hook(&self) {
+        self.hooked.store(false, SeqCst);
+        *self.hook.write().unwrap() = None;
+    }
+
+    /// From now on whoever resolves a page of `range` sleeps, as on a page that userfaultfd owes.
+    pub fn close_gate(&self, range: Range<Hva>) {
+        *self.gate.closed.lock().unwrap() = Some(range);
+    }
+
+    /// Wakes everybody who sleeps at the gate.
+    pub fn open_gate(&self) {
+        *self.gate.closed.lock().unwrap() = None;
+        self.gate.opened.notify_all();
+    }
+
+    /// How many sleep at the gate.
+    pub fn waiting_at_gate(&self) -> usize {
+        self.gate.waiting.load(SeqCst)
+    }
+
+    /// Notes something that must not happen; [`check`](Self::check) tells.
+    pub fn note(&self, violation: String) {
+        self.frames.note(violation);
+    }
+
+    /// Panics if anything forbidden has happened so far.
+    pub fn check(&self) {
+        self.frames.check();
+    }
+
+    #[inline]
+    fn event(&self, event: Event) {
+        if self.hooked.load(Relaxed) {
+            let hook = self.hook.read().unwrap().clone();
+            if let Some(hook) = hook {
+                hook(event);
+            }
+        }
+    }
+
+    /// `None`: this allocation is to fail.
+    fn may_allocate(&self) -> Option<()> {
+        self.event(Event::Alloc);
+        if self.fail_in.load(Relaxed) >= 0 {
+            let left = self.fail_in.fetch_sub(1, SeqCst);
+            if left == 0 || left < 0 && self.fail_on.load(SeqCst) {
+                if self.fail_on.load(SeqCst) {
+                    self.fail_in.store(0, SeqCst);
+                }
+                self.failed.fetch_add(1, SeqCst);
+                return None;
+            }
+        }
+        self.allocated.fetch_add(1, Relaxed);
+        Some(())
+    }
+
+    fn pass_gate(&self, hva: Hva) {
+        let shut = |closed: &Option<Range<Hva>>| closed.as_ref().is_some_and(|r| r.contains(&hva));
+        let mut closed = self.gate.closed.lock().unwrap();
+        if !shut(&closed) {
+            return;
+        }
+        self.gate.waiting.fetch_add(1, SeqCst);
+        while shut(&closed) {
+            closed = self.gate.opened.wait(closed).unwrap();
+        }
+        self.gate.waiting.fetch_sub(1, SeqCst);
+    }
+}
+
+/// Whether `page` is the next of the run, and like it.
+fn continues(run: &HostRun, page: &HostPage) -> bool {
+    let next = HostPage {
+        pfn: run.first.pfn.add(run.pages),
+        ..run.first
+    };
+    next == *page
+}
+
+// SAFETY:
+// - frames and their metadata: see `frames`; the memory of a frame stays until the platform is dropped;
+// - nothing is ever accessed through what `resolve` answers;
+// - no hardware walks these tables, so there is nothing to flush.
+unsafe impl Platform for SimPlatform {
+    fn alloc_table(&self) -> Option<Pfn> {
+        self.may_allocate()?;
+        Some(self.frames.alloc())
+    }
+
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        self.may_allocate()?;
+        Some(self.frames.alloc_run(tables as u64))
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        self.frames.free(frame);
+    }
+
+    #[inline]
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        self.event(Event::Entries(frame));
+        self.frames.entries(frame)
+    }
+
+    #[inline]
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        self.frames.meta(frame)
+    }
+
+    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        self.event(Event::Resolve(backing));
+        self.pass_gate(backing);
+        self.resolves.fetch_add(1, Relaxed);
+        let page = self.host.page(backing).and_then(|p| self.host.get(p));
+        self.event(Event::Resolved(backing));
+        match page {
+            Some(page) if page.writable || access != Access::Write => Ok(page),
+            _ => Err(ResolveError::BadAddress),
+        }
+    }
+
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        let mut run: Option<HostRun> = None;
+        let mut at = backing.start;
+        while at < backing.end {
+            let page = self.host.page(at).and_then(|page| self.host.get(page));
+            match (&mut run, page) {
+                (Some(run), Some(page)) if continues(run, &page) => run.pages += 1,
+                (before, page) => {
+                    let first = page.map(|first| HostRun {
+                        backing: at,
+                        pages: 1,
+                        first,
+                    });
+                    before.take().into_iter().for_each(&mut *found);
+                    *before = first;
+                }
+            }
+            at = at.add_pages(1);
+        }
+        run.into_iter().for_each(found);
+    }
+
+    fn flush(&self, _vm: VmId, _range: Range<Gfn>) {
+        self.event(Event::Flush);
+        self.flushes.fetch_add(1, Relaxed);
+    }
+
+    fn wait(&self, round: u32, what: WaitFor) {
+        self.event(Event::Wait(what));
+        const SPINS: u32 = 8;
+        const YIELDS: u32 = 64;
+        if round < SPINS {
+            std::hint::spin_loop();
+        } else if round < SPINS + YIELDS {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+}

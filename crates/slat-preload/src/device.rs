@@ -1,0 +1,97 @@
+//! `/dev/kvm` and KVM's module parameters, for programs that open files.
+
+use slat_kvm::ioctl::Object;
+use slat_kvm::system::System;
+use std::ffi::{CStr, c_char, c_int};
+use std::io::{Seek, Write};
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+
+use crate::table;
+
+/// What a path means to slat.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Special {
+    /// `/dev/kvm`.
+    Device,
+    /// A module parameter: its text.
+    Parameter(String),
+}
+
+/// What the path means, if anything. The path may be null or end anywhere in bad memory; then the kernel shall say so.
+pub fn special(path: *const c_char) -> Option<Special> {
+    const DEVICE: &[u8] = b"/dev/kvm\0";
+    const PARAMETERS: &[&str] = &[
+        "/sys/module/kvm/parameters/",
+        "/sys/module/kvm_intel/parameters/",
+        "/sys/module/kvm_amd/parameters/",
+    ];
+    const SYS: &[u8] = b"/sys/modu";
+    // Nearly every path is done with after a few bytes. One after the other: it may end before a page that is not there.
+    let (mut device, mut sys) = (true, true);
+    for index in 0..DEVICE.len() {
+        // SAFETY: a guarded load at an address that the client gave as a string's.
+        let byte = unsafe { slat_guard::load(path.cast::<u8>().wrapping_add(index)) }.ok()?;
+        device &= byte == DEVICE[index];
+        sys &= byte == SYS[index];
+        if !device && !sys {
+            return None;
+        }
+    }
+    if device {
+        return Some(Special::Device);
+    }
+    // SAFETY: readable so far; a C string by the caller's contract.
+    let path = unsafe { CStr::from_ptr(path) }.to_str().ok()?;
+    let name = PARAMETERS
+        .iter()
+        .find_map(|start| path.strip_prefix(start))?;
+    let value = slat_kvm::policy::current().ok()?.module_parameter(name)?;
+    Some(Special::Parameter(value + "\n"))
+}
+
+/// Opens what a path means. Returns the descriptor.
+pub fn open(special: &Special, flags: c_int) -> Result<isize, i32> {
+    let close_on_exec = flags & libc::O_CLOEXEC != 0;
+    match special {
+        Special::Device => {
+            crate::prepare()?;
+            slat_kvm::policy::current().map_err(|error| error.errno())?;
+            let fd = System::descriptor(close_on_exec).map_err(|error| error.errno())?;
+            adopt(fd, Object::system())
+        }
+        Special::Parameter(text) => {
+            if flags & libc::O_ACCMODE != libc::O_RDONLY {
+                return Err(libc::EACCES);
+            }
+            let fd = slat_kvm::run_page::memfd("kvm-parameter\0", 0, close_on_exec)
+                .map_err(|error| error.errno())?;
+            let mut file = std::fs::File::from(fd);
+            file.write_all(text.as_bytes())
+                .and_then(|()| file.rewind())
+                .map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+            Ok(file.into_raw_fd() as isize)
+        }
+    }
+}
+
+/// Puts an object and its descriptor together.
+pub fn adopt(fd: OwnedFd, object: Object) -> Result<isize, i32> {
+    let fd = fd.into_raw_fd();
+    if table::insert(fd, object) {
+        return Ok(fd as isize);
+    }
+    // SAFETY: ours, from `into_raw_fd`.
+    drop(unsafe { OwnedFd::from_raw_fd(fd) });
+    Err(libc::EMFILE)
+}
+
+/// What `stat` says of `/dev/kvm`.
+pub fn stat() -> libc::stat {
+    // SAFETY: all-zero is a valid `stat`.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    stat.st_mode = libc::S_IFCHR | 0o666;
+    stat.st_nlink = 1;
+    stat.st_rdev = libc::makedev(10, 232);
+    stat.st_blksize = 4096;
+    stat
+}

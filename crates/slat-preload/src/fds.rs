@@ -1,0 +1,106 @@
+//! Descriptors come and go: close, dup and fcntl keep the table in step with the kernel.
+
+use crate::files::interpose;
+use crate::real::call;
+use crate::{is_borrowed, table};
+use std::ffi::{c_int, c_uint, c_ulong};
+
+/// Ends what a descriptor stands for, before the kernel closes it.
+pub fn forget(fd: c_int) {
+    if table::is_ours(fd) && !is_borrowed() {
+        table::remove(fd);
+    }
+}
+
+/// Gives a new descriptor the meaning of an old one. `new` may be an error.
+pub fn follow(old: c_int, new: c_int) {
+    if new < 0 || new == old || is_plain(old, new) || is_borrowed() {
+        return;
+    }
+    match table::get(old) {
+        Some(handle) => {
+            table::share(new, handle);
+        }
+        None => table::remove(new),
+    }
+}
+
+fn is_plain(old: c_int, new: c_int) -> bool {
+    !table::is_ours(old) && !table::is_ours(new)
+}
+
+/// Closes a range, or only marks it.
+///
+/// # Safety
+/// As for `close_range`.
+pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    const CLOSE_RANGE_CLOEXEC: c_int = 4;
+    if flags & CLOSE_RANGE_CLOEXEC == 0 && first <= last {
+        for fd in table::ours_within(first, last) {
+            forget(fd);
+        }
+    }
+    // SAFETY: the caller's.
+    unsafe { call!(libc::SYS_close_range, first, last, flags) as c_int }
+}
+
+interpose! {
+    /// close(2).
+    fn close(fd: c_int) -> c_int {
+        forget(fd);
+        // SAFETY: the caller's.
+        unsafe { call!(libc::SYS_close, fd) as c_int }
+    }
+
+    /// close_range(2).
+    fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+        // SAFETY: the caller's.
+        unsafe { close_within(first, last, flags) }
+    }
+
+    /// closefrom(3).
+    fn closefrom(first: c_int) -> () {
+        // SAFETY: the caller's.
+        unsafe { close_within(first.max(0) as c_uint, c_uint::MAX, 0) };
+    }
+
+    /// dup(2).
+    fn dup(fd: c_int) -> c_int {
+        // SAFETY: the caller's.
+        let new = unsafe { call!(libc::SYS_dup, fd) as c_int };
+        follow(fd, new);
+        new
+    }
+
+    /// dup2(2).
+    fn dup2(fd: c_int, to: c_int) -> c_int {
+        // SAFETY: the caller's.
+        let new = unsafe { call!(libc::SYS_dup2, fd, to) as c_int };
+        follow(fd, new);
+        new
+    }
+
+    /// dup3(2).
+    fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
+        // SAFETY: the caller's.
+        let new = unsafe { call!(libc::SYS_dup3, fd, to, flags) as c_int };
+        follow(fd, new);
+        new
+    }
+
+    /// fcntl(2).
+    fn fcntl(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+        // SAFETY: the caller's.
+        let answer = unsafe { call!(libc::SYS_fcntl, fd, command, argument) as c_int };
+        if command == libc::F_DUPFD || command == libc::F_DUPFD_CLOEXEC {
+            follow(fd, answer);
+        }
+        answer
+    }
+
+    /// fcntl(2) with large files.
+    fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+        // SAFETY: as for `fcntl`.
+        unsafe { fcntl(fd, command, argument) }
+    }
+}

@@ -1,0 +1,63 @@
+//! `syscall`: the same calls by number. And the filters that could take slat's own calls away.
+
+use crate::files::interpose;
+use crate::real::call;
+use crate::{fds, files, ioctls, memory};
+use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong};
+use std::sync::Once;
+
+/// Says once what a seccomp filter has to let through.
+fn seccomp_comes() {
+    static ONCE: Once = Once::new();
+    if slat_kvm::notify::live().is_empty() {
+        return;
+    }
+    ONCE.call_once(|| {
+        slat_kvm::report::say(format_args!(
+            "a seccomp filter is being installed; vCPU threads need futex, rt_sigreturn, rt_sigprocmask, rt_sigpending, tgkill, \
+             getpid, gettid, mmap, munmap, madvise, openat, read, close, ioctl, sched_yield, clock_nanosleep, clock_gettime, \
+             memfd_create, ftruncate and write"
+        ));
+    });
+}
+
+interpose! {
+    /// syscall(2).
+    fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+        // SAFETY: the caller's, call by call. Arguments that a call does not have are undefined and not looked at.
+        unsafe {
+            (match number {
+                libc::SYS_open => files::open_at(libc::AT_FDCWD, a as *const c_char, b as c_int, c as c_uint) as isize,
+                libc::SYS_openat => files::open_at(a as c_int, b as *const c_char, c as c_int, d as c_uint) as isize,
+                libc::SYS_close => fds::close(a as c_int) as isize,
+                libc::SYS_close_range => fds::close_within(a as c_uint, b as c_uint, c as c_int) as isize,
+                libc::SYS_dup => fds::dup(a as c_int) as isize,
+                libc::SYS_dup2 => fds::dup2(a as c_int, b as c_int) as isize,
+                libc::SYS_dup3 => fds::dup3(a as c_int, b as c_int, c as c_int) as isize,
+                libc::SYS_fcntl => fds::fcntl(a as c_int, b as c_int, c as c_ulong) as isize,
+                libc::SYS_ioctl => ioctls::ioctl_on(a as c_int, b as c_ulong, c) as isize,
+                libc::SYS_mmap => memory::map(a, b, c as c_int, d as c_int, e as c_int, f as i64),
+                libc::SYS_munmap => memory::unmap(a, b),
+                libc::SYS_mremap => memory::remap(a, b, c, d as c_int, e),
+                libc::SYS_madvise => memory::advise(a, b, c as c_int),
+                libc::SYS_mprotect | libc::SYS_pkey_mprotect => memory::protect(number, a, b, c as c_int, d as c_int),
+                libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
+                libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
+                libc::SYS_seccomp => {
+                    seccomp_comes();
+                    call!(number, a, b, c)
+                }
+                _ => call!(number, a, b, c, d, e, f),
+            }) as c_long
+        }
+    }
+
+    /// prctl(2).
+    fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
+        if option == libc::PR_SET_SECCOMP {
+            seccomp_comes();
+        }
+        // SAFETY: the caller's.
+        unsafe { call!(libc::SYS_prctl, option, a, b, c, d) as c_int }
+    }
+}

@@ -1,0 +1,109 @@
+//! ioctl: KVM's requests are answered here, userfaultfd's are watched.
+
+use crate::device::adopt;
+use crate::files::interpose;
+use crate::guarded::guarded;
+use crate::memory::{self, Range};
+use crate::real::{call, raw};
+use crate::table;
+use slat_kvm::abi::KVMIO;
+use slat_kvm::ioctl::{Answer, Object};
+use std::ffi::{c_int, c_ulong};
+
+/// The type byte of userfaultfd's requests.
+const UFFDIO: u32 = 0xaa;
+
+/// ioctl, by name or through `syscall`.
+///
+/// # Safety
+/// As for `ioctl`.
+pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
+    if let Some(handle) = table::get(fd) {
+        // The kernel looks at the low 32 bits only.
+        return guarded(|| kvm(handle.object(), request as u32, argument)) as c_int;
+    }
+    match request as u32 >> 8 & 0xff {
+        KVMIO => {
+            if let Some(handle) = inherited(fd) {
+                return guarded(|| kvm(handle.object(), request as u32, argument)) as c_int;
+            }
+        }
+        UFFDIO => {
+            // SAFETY: the caller's.
+            return unsafe { userfault(fd, request, argument) };
+        }
+        _ => {}
+    }
+    // SAFETY: the caller's.
+    unsafe { call!(libc::SYS_ioctl, fd, request, argument) as c_int }
+}
+
+fn kvm(object: &Object, request: u32, argument: usize) -> Result<isize, i32> {
+    match object.ioctl(request, argument as u64) {
+        Ok(Answer::Value(value)) => Ok(value as isize),
+        Ok(Answer::Created(object, fd)) => adopt(fd, object),
+        Err(error) => Err(error.errno()),
+    }
+}
+
+/// A descriptor of `/dev/kvm` that was open across `exec`, or came through a socket: it is told by its name.
+fn inherited(fd: c_int) -> Option<table::Handle> {
+    const NAME: &[u8] = b"/memfd:kvm (deleted)";
+    let link = format!("/proc/self/fd/{fd}\0");
+    let mut name = [0u8; 64];
+    // SAFETY: a NUL-terminated path and a buffer of the length given.
+    let len = unsafe {
+        raw(
+            libc::SYS_readlink,
+            [
+                link.as_ptr() as usize,
+                name.as_mut_ptr() as usize,
+                name.len(),
+                0,
+                0,
+                0,
+            ],
+        )
+    };
+    if name.get(..usize::try_from(len).ok()?)? != NAME {
+        return None;
+    }
+    crate::prepare().ok()?;
+    table::insert(fd, Object::system());
+    table::get(fd)
+}
+
+/// userfaultfd: what takes pages or rights away is a change of the mappings.
+unsafe fn userfault(fd: c_int, request: c_ulong, argument: usize) -> c_int {
+    const REGISTER: u32 = 0x00;
+    const MOVE: u32 = 0x05;
+    const WRITEPROTECT: u32 = 0x06;
+    const POISON: u32 = 0x08;
+    // SAFETY: the caller's.
+    let call = || unsafe { call!(libc::SYS_ioctl, fd, request, argument) };
+    let number = request as u32 & 0xff;
+    let range_at = |words: [usize; 2]| {
+        let mut values = [0u64; 2];
+        for (value, word) in values.iter_mut().zip(words) {
+            // SAFETY: guarded; the address is the client's. If it is bad the kernel will say so.
+            *value = unsafe { slat_guard::load((argument as *const u64).wrapping_add(word)) }
+                .unwrap_or(0);
+        }
+        Range::at(values[0] as usize, values[1] as usize)
+    };
+    (match number {
+        REGISTER => memory::fault_handled(range_at([0, 1]), call),
+        WRITEPROTECT | POISON => memory::around(&[range_at([0, 1])], call),
+        // Destination, source, length.
+        MOVE => memory::around(&[range_at([0, 2]), range_at([1, 2])], call),
+        _ => call(),
+    }) as c_int
+}
+
+interpose! {
+    /// ioctl(2).
+    fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
+        // SAFETY: the caller's. A request without argument leaves it undefined, and does not look at it.
+        unsafe { ioctl_on(fd, request, argument) }
+    }
+}

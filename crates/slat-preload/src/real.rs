@@ -1,0 +1,95 @@
+//! System calls that cannot come back to our own symbols.
+//!
+//! The C library's functions of the same names are what this library replaces; calling them by name would call ourselves.
+
+use std::arch::asm;
+use std::ffi::c_int;
+
+/// A system call with up to six arguments: what the kernel answers, errors as negative errno.
+///
+/// # Safety
+/// As for the call itself.
+#[inline]
+pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
+    let [a, b, c, d, e, f] = arguments;
+    let answer: isize;
+    // SAFETY: the caller's; the kernel clobbers RCX and R11 only.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") number as isize => answer,
+            in("rdi") a,
+            in("rsi") b,
+            in("rdx") c,
+            in("r10") d,
+            in("r8") e,
+            in("r9") f,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    answer
+}
+
+/// Turns the kernel's answer into the C library's: -1 and `errno`. A success leaves `errno` alone.
+pub fn answer(answer: isize) -> isize {
+    const MAX_ERRNO: isize = 4095;
+    if (-MAX_ERRNO..0).contains(&answer) {
+        set_errno(-answer as c_int);
+        return -1;
+    }
+    answer
+}
+
+/// Sets this thread's `errno`.
+pub fn set_errno(errno: c_int) {
+    // SAFETY: the thread's own cell.
+    unsafe { *libc::__errno_location() = errno };
+}
+
+/// Reads this thread's `errno`.
+pub fn errno() -> c_int {
+    // SAFETY: the thread's own cell.
+    unsafe { *libc::__errno_location() }
+}
+
+/// `raw` with fewer arguments and the C library's answer.
+macro_rules! call {
+    ($number:expr $(, $argument:expr)* $(,)?) => {{
+        let given = [$($argument as usize),*];
+        let mut arguments = [0usize; 6];
+        arguments[..given.len()].copy_from_slice(&given);
+        $crate::real::answer($crate::real::raw($number, arguments))
+    }};
+}
+pub(crate) use call;
+
+/// The C library's function of a name, for what cannot be done by a system call.
+#[derive(Debug)]
+pub struct Next {
+    name: &'static std::ffi::CStr,
+    found: std::sync::atomic::AtomicUsize,
+}
+
+impl Next {
+    /// To be looked up at the first use.
+    pub const fn new(name: &'static std::ffi::CStr) -> Self {
+        Next {
+            name,
+            found: std::sync::atomic::AtomicUsize::new(0),
+        }
+    }
+
+    /// Its address, if the C library has it.
+    pub fn get(&self) -> Option<usize> {
+        use std::sync::atomic::Ordering::Relaxed;
+        let mut address = self.found.load(Relaxed);
+        if address == 0 {
+            // SAFETY: a NUL-terminated name.
+            address = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) } as usize;
+            self.found.store(address, Relaxed);
+        }
+        (address != 0).then_some(address)
+    }
+}

@@ -1,0 +1,224 @@
+//! Two-operand arithmetic and logic (ADD OR ADC SBB AND SUB XOR CMP TEST), and INC DEC NEG NOT.
+
+use crate::Cpu;
+use crate::exec::{Form, by_size_and_form};
+use crate::flags;
+use crate::int::{Int, by_size};
+use crate::op::{Flow, Handler, MEM, NONE, Op};
+use iced_x86::{Instruction, Mnemonic};
+
+/// One of the two-operand operations.
+trait Binary: 'static {
+    /// The result is stored (in contrast to CMP and TEST).
+    const WRITES: bool = true;
+    /// The carry flag is an input.
+    const CARRY: bool = false;
+    fn apply<T: Int>(a: T, b: T, carry: bool) -> T;
+    fn note<T: Int>(cpu: &mut Cpu, a: T, b: T, carry: bool, result: T);
+}
+
+macro_rules! binary {
+    ($name:ident, $kind:ident, |$a:ident, $b:ident| $result:expr $(, $writes:literal)?) => {
+        struct $name;
+        impl Binary for $name {
+            $(const WRITES: bool = $writes;)?
+            #[inline(always)]
+            fn apply<T: Int>($a: T, $b: T, _: bool) -> T {
+                let ($a, $b) = ($a.zx(), $b.zx());
+                T::of($result)
+            }
+            #[inline(always)]
+            fn note<T: Int>(cpu: &mut Cpu, a: T, b: T, _: bool, result: T) {
+                cpu.note(flags::$kind, a, b, result);
+            }
+        }
+    };
+}
+binary!(Add, ADD, |a, b| a.wrapping_add(b));
+binary!(Sub, SUB, |a, b| a.wrapping_sub(b));
+binary!(Cmp, SUB, |a, b| a.wrapping_sub(b), false);
+binary!(And, LOGIC, |a, b| a & b);
+binary!(Or, LOGIC, |a, b| a | b);
+binary!(Xor, LOGIC, |a, b| a ^ b);
+binary!(Test, LOGIC, |a, b| a & b, false);
+
+struct Adc;
+impl Binary for Adc {
+    const CARRY: bool = true;
+    #[inline(always)]
+    fn apply<T: Int>(a: T, b: T, carry: bool) -> T {
+        T::of(a.zx().wrapping_add(b.zx()).wrapping_add(carry.into()))
+    }
+    #[inline(always)]
+    fn note<T: Int>(cpu: &mut Cpu, a: T, b: T, carry: bool, result: T) {
+        let (x, y, r) = (a.zx(), b.zx(), result.zx());
+        let out = if carry { r <= x } else { r < x };
+        let overflow = T::of((x ^ r) & (y ^ r)).top();
+        cpu.put_flags(out, overflow, (x ^ y ^ r) & 16 != 0, result);
+    }
+}
+
+struct Sbb;
+impl Binary for Sbb {
+    const CARRY: bool = true;
+    #[inline(always)]
+    fn apply<T: Int>(a: T, b: T, carry: bool) -> T {
+        T::of(a.zx().wrapping_sub(b.zx()).wrapping_sub(carry.into()))
+    }
+    #[inline(always)]
+    fn note<T: Int>(cpu: &mut Cpu, a: T, b: T, carry: bool, result: T) {
+        let (x, y, r) = (a.zx(), b.zx(), result.zx());
+        let out = if carry { x <= y } else { x < y };
+        let overflow = T::of((x ^ y) & (x ^ r)).top();
+        cpu.put_flags(out, overflow, (x ^ y ^ r) & 16 != 0, result);
+    }
+}
+
+/// Register destination; `b` is at hand.
+#[inline(always)]
+fn to_register<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
+    let a = T::get(cpu, op.r[0]);
+    let carry = A::CARRY && cpu.cf();
+    let result = A::apply(a, b, carry);
+    A::note(cpu, a, b, carry, result);
+    if A::WRITES {
+        T::set(cpu, op.r[0], result);
+    }
+    Ok(())
+}
+
+/// Memory destination; `b` is at hand.
+#[inline(always)]
+fn to_memory<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
+    let lin = F::lin(cpu, op, T::BYTES as u32)?;
+    let carry = A::CARRY && cpu.cf();
+    if A::WRITES {
+        let (a, result) = cpu.update::<T>(lin, op.lock, |a| A::apply(a, b, carry))?;
+        A::note(cpu, a, b, carry, result);
+        cpu.stored()
+    } else {
+        let a = cpu.load::<T>(lin)?;
+        A::note(cpu, a, b, carry, A::apply(a, b, carry));
+        Ok(())
+    }
+}
+
+fn rr<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let b = T::get(cpu, op.r[1]);
+    to_register::<T, A>(cpu, op, b)
+}
+fn ri<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+    to_register::<T, A>(cpu, op, T::of(op.imm))
+}
+fn rm<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = F::lin(cpu, op, T::BYTES as u32)?;
+    let b = cpu.load::<T>(lin)?;
+    to_register::<T, A>(cpu, op, b)
+}
+fn mr<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let b = T::get(cpu, op.r[1]);
+    to_memory::<T, F, A>(cpu, op, b)
+}
+fn mi<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+    to_memory::<T, F, A>(cpu, op, T::of(op.imm))
+}
+
+fn binary<A: Binary>(op: &Op) -> Handler {
+    match (op.r[0], op.r[1]) {
+        (MEM, NONE) => by_size_and_form!(op, mi, A),
+        (MEM, _) => by_size_and_form!(op, mr, A),
+        (_, MEM) => by_size_and_form!(op, rm, A),
+        (_, NONE) => by_size!(op.size, ri, A),
+        _ => by_size!(op.size, rr, A),
+    }
+}
+
+/// One of the one-operand operations.
+trait Unary: 'static {
+    fn apply<T: Int>(a: T) -> T;
+    fn note<T: Int>(cpu: &mut Cpu, a: T, result: T);
+}
+
+struct Inc;
+impl Unary for Inc {
+    #[inline(always)]
+    fn apply<T: Int>(a: T) -> T {
+        T::of(a.zx().wrapping_add(1))
+    }
+    #[inline(always)]
+    fn note<T: Int>(cpu: &mut Cpu, a: T, result: T) {
+        let carry = T::of(cpu.cf().into());
+        cpu.note(flags::INC, a, carry, result);
+    }
+}
+struct Dec;
+impl Unary for Dec {
+    #[inline(always)]
+    fn apply<T: Int>(a: T) -> T {
+        T::of(a.zx().wrapping_sub(1))
+    }
+    #[inline(always)]
+    fn note<T: Int>(cpu: &mut Cpu, a: T, result: T) {
+        let carry = T::of(cpu.cf().into());
+        cpu.note(flags::DEC, a, carry, result);
+    }
+}
+struct Neg;
+impl Unary for Neg {
+    #[inline(always)]
+    fn apply<T: Int>(a: T) -> T {
+        T::of(a.zx().wrapping_neg())
+    }
+    #[inline(always)]
+    fn note<T: Int>(cpu: &mut Cpu, a: T, result: T) {
+        cpu.note(flags::SUB, T::of(0), a, result);
+    }
+}
+struct Not;
+impl Unary for Not {
+    #[inline(always)]
+    fn apply<T: Int>(a: T) -> T {
+        T::of(!a.zx())
+    }
+    #[inline(always)]
+    fn note<T: Int>(_: &mut Cpu, _: T, _: T) {}
+}
+
+fn unary_r<T: Int, U: Unary>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let a = T::get(cpu, op.r[0]);
+    let result = U::apply(a);
+    U::note(cpu, a, result);
+    T::set(cpu, op.r[0], result);
+    Ok(())
+}
+fn unary_m<T: Int, F: Form, U: Unary>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = F::lin(cpu, op, T::BYTES as u32)?;
+    let (a, result) = cpu.update::<T>(lin, op.lock, U::apply)?;
+    U::note(cpu, a, result);
+    cpu.stored()
+}
+fn unary<U: Unary>(op: &Op) -> Handler {
+    match op.r[0] {
+        MEM => by_size_and_form!(op, unary_m, U),
+        _ => by_size!(op.size, unary_r, U),
+    }
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    Some(match insn.mnemonic() {
+        Mnemonic::Add => binary::<Add>(op),
+        Mnemonic::Or => binary::<Or>(op),
+        Mnemonic::Adc => binary::<Adc>(op),
+        Mnemonic::Sbb => binary::<Sbb>(op),
+        Mnemonic::And => binary::<And>(op),
+        Mnemonic::Sub => binary::<Sub>(op),
+        Mnemonic::Xor => binary::<Xor>(op),
+        Mnemonic::Cmp => binary::<Cmp>(op),
+        Mnemonic::Test => binary::<Test>(op),
+        Mnemonic::Inc => unary::<Inc>(op),
+        Mnemonic::Dec => unary::<Dec>(op),
+        Mnemonic::Neg => unary::<Neg>(op),
+        Mnemonic::Not => unary::<Not>(op),
+        _ => return None,
+    })
+}

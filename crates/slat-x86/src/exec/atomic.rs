@@ -1,0 +1,132 @@
+//! Exchanges: XCHG, XADD, CMPXCHG and its 8- and 16-byte forms.
+
+use crate::Cpu;
+use crate::flags;
+use crate::int::{Int, by_size};
+use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::state::flags::ZF;
+use iced_x86::{Instruction, Mnemonic};
+
+fn xchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let (memory, other) = if op.r[0] == MEM {
+        (true, op.r[1])
+    } else {
+        (op.r[1] == MEM, op.r[0])
+    };
+    if memory {
+        let lin = cpu.lin(op, T::BYTES as u32)?;
+        let new = T::get(cpu, other);
+        // XCHG with memory is always locked.
+        let (old, _) = cpu.update::<T>(lin, true, |_| new)?;
+        T::set(cpu, other, old);
+        return cpu.stored();
+    }
+    let (a, b) = (T::get(cpu, op.r[0]), T::get(cpu, op.r[1]));
+    T::set(cpu, op.r[0], b);
+    T::set(cpu, op.r[1], a);
+    Ok(())
+}
+
+fn xadd<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let add = T::get(cpu, op.r[1]);
+    let sum = |old: T| T::of(old.zx().wrapping_add(add.zx()));
+    let (old, new) = if op.r[0] == MEM {
+        let lin = cpu.lin(op, T::BYTES as u32)?;
+        cpu.update::<T>(lin, op.lock, sum)?
+    } else {
+        let old = T::get(cpu, op.r[0]);
+        (old, sum(old))
+    };
+    cpu.note(flags::ADD, old, add, new);
+    T::set(cpu, op.r[1], old);
+    if op.r[0] != MEM {
+        T::set(cpu, op.r[0], new);
+    }
+    cpu.stored()
+}
+
+fn cmpxchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let expected = T::get(cpu, 0);
+    let new = T::get(cpu, op.r[1]);
+    let old = if op.r[0] == MEM {
+        let lin = cpu.lin(op, T::BYTES as u32)?;
+        // As in hardware there is a write cycle in either case.
+        cpu.update::<T>(lin, op.lock, |old| if old == expected { new } else { old })?
+            .0
+    } else {
+        T::get(cpu, op.r[0])
+    };
+    cpu.note(
+        flags::SUB,
+        expected,
+        old,
+        T::of(expected.zx().wrapping_sub(old.zx())),
+    );
+    if old != expected {
+        T::set(cpu, 0, old);
+    } else if op.r[0] != MEM {
+        T::set(cpu, op.r[0], new);
+    }
+    cpu.stored()
+}
+
+fn pair(cpu: &Cpu, high: usize, low: usize) -> u64 {
+    cpu.state.gpr[high] << 32 | cpu.state.gpr[low] & 0xffff_ffff
+}
+
+fn cmpxchg8b(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = cpu.lin(op, 8)?;
+    let (expected, new) = (pair(cpu, 2, 0), pair(cpu, 1, 3));
+    let (old, _) =
+        cpu.update::<u64>(lin, op.lock, |old| if old == expected { new } else { old })?;
+    if old == expected {
+        cpu.set_flags(ZF, ZF);
+    } else {
+        cpu.set_flags(ZF, 0);
+        cpu.state.gpr[0] = old & 0xffff_ffff;
+        cpu.state.gpr[2] = old >> 32;
+    }
+    cpu.stored()
+}
+
+fn cmpxchg16b(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = cpu.lin(op, 16)?;
+    cpu.aligned16(lin)?;
+    let wide = |low: u64, high: u64| u128::from(low) | u128::from(high) << 64;
+    let expected = wide(cpu.state.gpr[0], cpu.state.gpr[2]);
+    let new = wide(cpu.state.gpr[3], cpu.state.gpr[1]);
+    let seen = loop {
+        let Some(host) = cpu.write_place(lin, 16)? else {
+            return Err::<(), Break>(cpu.unimplemented("CMPXCHG16B on MMIO"));
+        };
+        // SAFETY: a translation of guest memory, to which every access is guarded. Guest and host
+        // addresses agree in their low 12 bits, so it is aligned.
+        match unsafe { slat_guard::compare_exchange(host.cast::<u128>(), expected, new) } {
+            Ok(seen) => {
+                cpu.wrote(host);
+                break seen;
+            }
+            Err(_) => cpu.gone(lin, host, crate::Access::Write)?,
+        }
+    };
+    match seen {
+        Ok(_) => cpu.set_flags(ZF, ZF),
+        Err(old) => {
+            cpu.set_flags(ZF, 0);
+            cpu.state.gpr[0] = old as u64;
+            cpu.state.gpr[2] = (old >> 64) as u64;
+        }
+    }
+    cpu.stored()
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    Some(match insn.mnemonic() {
+        Mnemonic::Xchg => by_size!(op.size, xchg),
+        Mnemonic::Xadd => by_size!(op.size, xadd),
+        Mnemonic::Cmpxchg => by_size!(op.size, cmpxchg),
+        Mnemonic::Cmpxchg8b => cmpxchg8b,
+        Mnemonic::Cmpxchg16b => cmpxchg16b,
+        _ => return None,
+    })
+}

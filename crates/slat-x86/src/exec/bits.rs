@@ -1,0 +1,162 @@
+//! Bit tests and scans: BT BTS BTR BTC, BSF BSR TZCNT LZCNT POPCNT, CRC32.
+
+use crate::Cpu;
+use crate::int::{Int, by_size};
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
+use crate::state::flags::{ARITHMETIC, CF, ZF};
+use iced_x86::{Instruction, Mnemonic};
+
+trait BitOp: 'static {
+    const WRITES: bool = true;
+    fn apply(v: u64, mask: u64) -> u64;
+}
+struct Bt;
+impl BitOp for Bt {
+    const WRITES: bool = false;
+    fn apply(v: u64, _: u64) -> u64 {
+        v
+    }
+}
+struct Bts;
+impl BitOp for Bts {
+    fn apply(v: u64, mask: u64) -> u64 {
+        v | mask
+    }
+}
+struct Btr;
+impl BitOp for Btr {
+    fn apply(v: u64, mask: u64) -> u64 {
+        v & !mask
+    }
+}
+struct Btc;
+impl BitOp for Btc {
+    fn apply(v: u64, mask: u64) -> u64 {
+        v ^ mask
+    }
+}
+
+/// The address of the word that holds the bit: a register as bit offset reaches beyond the operand.
+fn bit_address<T: Int>(cpu: &mut Cpu, op: &Op, bit: i64) -> Result<u64, Break> {
+    if op.r[1] == NONE {
+        return cpu.lin(op, T::BYTES as u32);
+    }
+    let words = bit >> T::BITS.trailing_zeros();
+    let offset = cpu
+        .offset(op)
+        .wrapping_add((words as u64).wrapping_mul(T::BYTES));
+    let offset = match op.address_size {
+        2 => offset & 0xffff,
+        4 => offset & 0xffff_ffff,
+        _ => offset,
+    };
+    cpu.segmented(op.seg, offset, T::BYTES as u32)
+}
+
+fn bit<T: Int, B: BitOp>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let index = if op.r[1] == NONE {
+        op.imm as i64
+    } else {
+        T::get(cpu, op.r[1]).sx()
+    };
+    let mask = 1u64 << (index as u64 & u64::from(T::BITS - 1));
+    let old = if op.r[0] == MEM {
+        let lin = bit_address::<T>(cpu, op, index)?;
+        if B::WRITES {
+            cpu.update::<T>(lin, op.lock, |v| T::of(B::apply(v.zx(), mask)))?
+                .0
+        } else {
+            cpu.load::<T>(lin)?
+        }
+    } else {
+        let v = T::get(cpu, op.r[0]);
+        if B::WRITES {
+            T::set(cpu, op.r[0], T::of(B::apply(v.zx(), mask)));
+        }
+        v
+    };
+    cpu.set_flags(CF, if old.zx() & mask != 0 { CF } else { 0 });
+    cpu.stored()
+}
+
+/// BSF and BSR leave the destination alone when the source is zero, as processors do.
+fn bsf<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.operand::<T>(op, 1)?.zx();
+    if v != 0 {
+        T::set(cpu, op.r[0], T::of(v.trailing_zeros().into()));
+    }
+    cpu.set_flags(ZF, if v == 0 { ZF } else { 0 });
+    Ok(())
+}
+fn bsr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.operand::<T>(op, 1)?.zx();
+    if v != 0 {
+        T::set(cpu, op.r[0], T::of((63 - v.leading_zeros()).into()));
+    }
+    cpu.set_flags(ZF, if v == 0 { ZF } else { 0 });
+    Ok(())
+}
+
+/// The flags of TZCNT and LZCNT.
+fn count_flags(cpu: &mut Cpu, source: u64, result: u64) {
+    let carry = if source == 0 { CF } else { 0 };
+    let zero = if result == 0 { ZF } else { 0 };
+    cpu.set_flags(CF | ZF, carry | zero);
+}
+fn tzcnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.operand::<T>(op, 1)?.zx();
+    let n = v.trailing_zeros().min(T::BITS).into();
+    T::set(cpu, op.r[0], T::of(n));
+    count_flags(cpu, v, n);
+    Ok(())
+}
+fn lzcnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.operand::<T>(op, 1)?.zx();
+    let n = (v.leading_zeros() - (64 - T::BITS)).into();
+    T::set(cpu, op.r[0], T::of(n));
+    count_flags(cpu, v, n);
+    Ok(())
+}
+fn popcnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.operand::<T>(op, 1)?.zx();
+    T::set(cpu, op.r[0], T::of(v.count_ones().into()));
+    cpu.set_flags(ARITHMETIC, if v == 0 { ZF } else { 0 });
+    Ok(())
+}
+
+/// CRC-32C of a source of `T` into a doubleword.
+fn crc32<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let mut data = cpu.operand::<T>(op, 1)?.zx();
+    let mut crc = cpu.state.gpr[usize::from(op.r[0] & 15)] as u32;
+    for _ in 0..T::BYTES {
+        crc ^= data as u8 as u32;
+        for _ in 0..8 {
+            crc = crc >> 1 ^ if crc & 1 != 0 { 0x82f6_3b78 } else { 0 };
+        }
+        data >>= 8;
+    }
+    u32::set(cpu, op.r[0], crc);
+    Ok(())
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    Some(match insn.mnemonic() {
+        Mnemonic::Bt => by_size!(op.size, bit, Bt),
+        Mnemonic::Bts => by_size!(op.size, bit, Bts),
+        Mnemonic::Btr => by_size!(op.size, bit, Btr),
+        Mnemonic::Btc => by_size!(op.size, bit, Btc),
+        Mnemonic::Bsf => by_size!(op.size, bsf),
+        Mnemonic::Bsr => by_size!(op.size, bsr),
+        Mnemonic::Tzcnt => by_size!(op.size, tzcnt),
+        Mnemonic::Lzcnt => by_size!(op.size, lzcnt),
+        Mnemonic::Popcnt => by_size!(op.size, popcnt),
+        Mnemonic::Crc32 => {
+            let size = match op.r[1] {
+                MEM => insn.memory_size().size(),
+                _ => insn.op1_register().size(),
+            };
+            by_size!(size.trailing_zeros(), crc32)
+        }
+        _ => return None,
+    })
+}

@@ -1,0 +1,292 @@
+//! Moves: MOV and its extending forms, LEA, CMOVcc, SETcc, BSWAP, MOVBE, XLAT, and the conversions of RAX.
+
+use crate::Cpu;
+use crate::exec::{Form, by_size_and_form};
+use crate::flags::by_condition;
+use crate::int::{Int, by_size};
+use crate::op::{Flow, Handler, MEM, NONE, Op, form};
+use iced_x86::{Code, Instruction, Mnemonic, OpKind};
+
+fn mov_rr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = T::get(cpu, op.r[1]);
+    T::set(cpu, op.r[0], v);
+    Ok(())
+}
+fn mov_ri<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    T::set(cpu, op.r[0], T::of(op.imm));
+    Ok(())
+}
+fn mov_rm<T: Int, F: Form>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = F::lin(cpu, op, T::BYTES as u32)?;
+    let v = cpu.load::<T>(lin)?;
+    T::set(cpu, op.r[0], v);
+    Ok(())
+}
+fn mov_mr<T: Int, F: Form>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = F::lin(cpu, op, T::BYTES as u32)?;
+    let v = T::get(cpu, op.r[1]);
+    cpu.store::<T>(lin, v)?;
+    cpu.stored()
+}
+fn mov_mi<T: Int, F: Form>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = F::lin(cpu, op, T::BYTES as u32)?;
+    cpu.store::<T>(lin, T::of(op.imm))?;
+    cpu.stored()
+}
+
+fn mov(op: &Op) -> Handler {
+    match (op.r[0], op.r[1]) {
+        (MEM, NONE) => by_size_and_form!(op, mov_mi),
+        (MEM, _) => by_size_and_form!(op, mov_mr),
+        (_, MEM) => by_size_and_form!(op, mov_rm),
+        (_, NONE) => by_size!(op.size, mov_ri),
+        _ => by_size!(op.size, mov_rr),
+    }
+}
+
+/// MOVZX and MOVSX: `op.size` is the size of the source.
+fn extend_r<S: Int, D: Int, const SIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = S::get(cpu, op.r[1]);
+    D::set(
+        cpu,
+        op.r[0],
+        D::of(if SIGNED { v.sx() as u64 } else { v.zx() }),
+    );
+    Ok(())
+}
+fn extend_m<S: Int, D: Int, F: Form, const SIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = F::lin(cpu, op, S::BYTES as u32)?;
+    let v = cpu.load::<S>(lin)?;
+    D::set(
+        cpu,
+        op.r[0],
+        D::of(if SIGNED { v.sx() as u64 } else { v.zx() }),
+    );
+    Ok(())
+}
+fn extend_from<S: Int, const SIGNED: bool>(op: &Op, destination: u8) -> Handler {
+    use crate::exec::{Base, Full, Index};
+    match (op.r[1] == MEM, destination, op.form) {
+        (false, 1, _) => extend_r::<S, u16, SIGNED>,
+        (false, 2, _) => extend_r::<S, u32, SIGNED>,
+        (false, ..) => extend_r::<S, u64, SIGNED>,
+        (true, 1, _) => extend_m::<S, u16, Full, SIGNED>,
+        (true, 2, form::BASE) => extend_m::<S, u32, Base, SIGNED>,
+        (true, 2, form::INDEX) => extend_m::<S, u32, Index, SIGNED>,
+        (true, 2, _) => extend_m::<S, u32, Full, SIGNED>,
+        (true, _, form::BASE) => extend_m::<S, u64, Base, SIGNED>,
+        (true, _, form::INDEX) => extend_m::<S, u64, Index, SIGNED>,
+        (true, ..) => extend_m::<S, u64, Full, SIGNED>,
+    }
+}
+fn extend<const SIGNED: bool>(insn: &Instruction, op: &mut Op) -> Handler {
+    let destination = op.size;
+    let source = match op.r[1] {
+        MEM => insn.memory_size().size(),
+        _ => insn.op1_register().size(),
+    };
+    match source {
+        1 => extend_from::<u8, SIGNED>(op, destination),
+        2 => extend_from::<u16, SIGNED>(op, destination),
+        _ => extend_from::<u32, SIGNED>(op, destination),
+    }
+}
+
+fn lea_base<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.ea::<{ form::BASE }>(op);
+    T::set(cpu, op.r[0], T::of(v));
+    Ok(())
+}
+fn lea_index<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.ea::<{ form::INDEX }>(op);
+    T::set(cpu, op.r[0], T::of(v));
+    Ok(())
+}
+fn lea_full<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.offset(op);
+    T::set(cpu, op.r[0], T::of(v));
+    Ok(())
+}
+fn lea(op: &Op) -> Handler {
+    match op.form {
+        form::BASE => by_size!(op.size, lea_base),
+        form::INDEX => by_size!(op.size, lea_index),
+        _ => by_size!(op.size, lea_full),
+    }
+}
+
+fn cmov<T: Int, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    // The source is read in either case, and a doubleword destination is always extended.
+    let source = cpu.operand::<T>(op, 1)?;
+    let v = if cpu.condition::<CC>() {
+        source
+    } else {
+        T::get(cpu, op.r[0])
+    };
+    T::set(cpu, op.r[0], v);
+    Ok(())
+}
+fn setcc<const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = u8::from(cpu.condition::<CC>());
+    cpu.set_operand::<u8>(op, 0, v)?;
+    cpu.stored()
+}
+
+fn bswap<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = T::get(cpu, op.r[0]).zx().swap_bytes() >> (64 - T::BITS);
+    // A 16-bit BSWAP is undefined; processors give zero.
+    T::set(
+        cpu,
+        op.r[0],
+        if T::BITS == 16 { T::of(0) } else { T::of(v) },
+    );
+    Ok(())
+}
+fn movbe<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.operand::<T>(op, 1)?;
+    cpu.set_operand(op, 0, T::of(v.zx().swap_bytes() >> (64 - T::BITS)))?;
+    cpu.stored()
+}
+
+fn xlat(cpu: &mut Cpu, op: &Op) -> Flow {
+    let offset = cpu.state.gpr[3].wrapping_add(cpu.state.gpr[0] & 0xff);
+    let offset = match op.address_size {
+        2 => offset & 0xffff,
+        4 => offset & 0xffff_ffff,
+        _ => offset,
+    };
+    let lin = cpu.segmented(op.seg, offset, 1)?;
+    let v = cpu.load::<u8>(lin)?;
+    u8::set(cpu, 0, v);
+    Ok(())
+}
+
+/// CBW, CWDE, CDQE: from the lower half of the register of `op.size`.
+fn widen<S: Int, D: Int>(cpu: &mut Cpu, _: &Op) -> Flow {
+    let v = S::get(cpu, 0).sx() as u64;
+    D::set(cpu, 0, D::of(v));
+    Ok(())
+}
+/// CWD, CDQ, CQO.
+fn spread<T: Int>(cpu: &mut Cpu, _: &Op) -> Flow {
+    let sign = T::get(cpu, 0).sx() >> 63;
+    T::set(cpu, 2, T::of(sign as u64));
+    Ok(())
+}
+
+fn nop(_: &mut Cpu, _: &Op) -> Flow {
+    Ok(())
+}
+
+/// The number of a condition in the low bits of the opcode, from iced's enumeration of them.
+fn condition(insn: &Instruction) -> u8 {
+    super::control::condition_number(insn.condition_code())
+}
+
+fn cmov_handler(op: &Op, cc: u8) -> Handler {
+    match op.size {
+        1 => by_condition!(cc, cmov, u16),
+        2 => by_condition!(cc, cmov, u32),
+        _ => by_condition!(cc, cmov, u64),
+    }
+}
+
+fn is_segment_or_control(insn: &Instruction) -> bool {
+    (0..2).any(|k| {
+        insn.op_kind(k) == OpKind::Register && {
+            let r = insn.op_register(k);
+            r.is_segment_register() || r.is_cr() || r.is_dr() || r.is_tr()
+        }
+    })
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let code = insn.code();
+    if code.is_jcc_short_or_near() {
+        return None;
+    }
+    Some(match insn.mnemonic() {
+        Mnemonic::Mov if !is_segment_or_control(insn) => mov(op),
+        Mnemonic::Movnti => mov(op),
+        Mnemonic::Movzx => extend::<false>(insn, op),
+        Mnemonic::Movsx | Mnemonic::Movsxd => {
+            if op.size == 1 && op.r[1] != MEM && insn.op1_register().size() == 2 {
+                by_size!(op.size, mov_rr)
+            } else {
+                extend::<true>(insn, op)
+            }
+        }
+        Mnemonic::Lea => lea(op),
+        Mnemonic::Bswap => by_size!(op.size, bswap),
+        Mnemonic::Movbe => by_size!(op.size, movbe),
+        Mnemonic::Xlatb => xlat,
+        Mnemonic::Cbw => widen::<u8, u16>,
+        Mnemonic::Cwde => widen::<u16, u32>,
+        Mnemonic::Cdqe => widen::<u32, u64>,
+        Mnemonic::Cwd => spread::<u16>,
+        Mnemonic::Cdq => spread::<u32>,
+        Mnemonic::Cqo => spread::<u64>,
+        Mnemonic::Nop
+        | Mnemonic::Pause
+        | Mnemonic::Endbr64
+        | Mnemonic::Endbr32
+        | Mnemonic::Prefetchnta
+        | Mnemonic::Prefetcht0
+        | Mnemonic::Prefetcht1
+        | Mnemonic::Prefetcht2
+        | Mnemonic::Prefetch
+        | Mnemonic::Prefetchw
+        | Mnemonic::Prefetchwt1
+        | Mnemonic::Reservednop
+        | Mnemonic::Cldemote => nop,
+        _ if matches!(insn.mnemonic(), m if is_cmov(m)) => cmov_handler(op, condition(insn)),
+        _ if is_setcc(code) => by_condition!(condition(insn), setcc),
+        _ => return None,
+    })
+}
+
+fn is_cmov(m: Mnemonic) -> bool {
+    use Mnemonic::*;
+    matches!(
+        m,
+        Cmovo
+            | Cmovno
+            | Cmovb
+            | Cmovae
+            | Cmove
+            | Cmovne
+            | Cmovbe
+            | Cmova
+            | Cmovs
+            | Cmovns
+            | Cmovp
+            | Cmovnp
+            | Cmovl
+            | Cmovge
+            | Cmovle
+            | Cmovg
+    )
+}
+
+fn is_setcc(code: Code) -> bool {
+    use Code::*;
+    matches!(
+        code,
+        Seto_rm8
+            | Setno_rm8
+            | Setb_rm8
+            | Setae_rm8
+            | Sete_rm8
+            | Setne_rm8
+            | Setbe_rm8
+            | Seta_rm8
+            | Sets_rm8
+            | Setns_rm8
+            | Setp_rm8
+            | Setnp_rm8
+            | Setl_rm8
+            | Setge_rm8
+            | Setle_rm8
+            | Setg_rm8
+    )
+}

@@ -1,0 +1,291 @@
+//! Segment registers and descriptor tables: MOV Sreg, LDS and kin, LGDT LIDT SGDT SIDT, LLDT LTR SLDT STR,
+//! LAR LSL VERR VERW.
+
+use crate::Cpu;
+use crate::int::{Int, by_size};
+use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::segment::Descriptor;
+use crate::state::flags::ZF;
+use crate::state::{Segment, Table, control};
+use crate::vector;
+use iced_x86::{Instruction, Mnemonic, OpKind};
+
+fn mov_from_segment<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let selector = cpu.segment(op.r[1]).selector;
+    if op.r[0] == MEM {
+        cpu.store_mem::<u16>(op, selector)?;
+    } else {
+        T::set(cpu, op.r[0], T::of(selector.into()));
+    }
+    cpu.stored()
+}
+
+fn mov_to_segment(cpu: &mut Cpu, op: &Op) -> Flow {
+    if op.r[0] == 1 {
+        return Err(cpu.ud());
+    }
+    let selector = cpu.operand::<u16>(op, 1)?;
+    cpu.load_segment(op.r[0], selector)?;
+    if op.r[0] == 2 {
+        cpu.state.events.mov_ss_shadow = true;
+        cpu.refresh();
+    }
+    Err(Break::End)
+}
+
+/// LDS LES LFS LGS LSS: `aux` is the segment.
+fn load_far(cpu: &mut Cpu, op: &Op) -> Flow {
+    let bytes = 1u64 << op.size;
+    let lin = cpu.lin(op, bytes as u32 + 2)?;
+    let offset = match op.size {
+        1 => cpu.load::<u16>(lin)?.zx(),
+        2 => cpu.load::<u32>(lin)?.zx(),
+        _ => cpu.load::<u64>(lin)?,
+    };
+    let selector = cpu.load::<u16>(lin.wrapping_add(bytes))?;
+    cpu.load_segment(op.aux, selector)?;
+    match op.size {
+        1 => u16::set(cpu, op.r[0], offset as u16),
+        2 => u32::set(cpu, op.r[0], offset as u32),
+        _ => u64::set(cpu, op.r[0], offset),
+    }
+    cpu.refresh();
+    Err(Break::End)
+}
+
+/// CR4.UMIP keeps these from user code.
+fn umip(cpu: &mut Cpu) -> Result<(), Break> {
+    if cpu.state.cr4 & control::CR4_UMIP != 0 {
+        cpu.privileged()
+    } else {
+        Ok(())
+    }
+}
+
+/// `aux`: 0 GDT, 1 IDT.
+fn load_table(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.privileged()?;
+    let wide = cpu.is_64();
+    let mut image = [0; 10];
+    let len = if wide { 10 } else { 6 };
+    let lin = cpu.lin(op, len as u32)?;
+    cpu.load_bytes(lin, &mut image[..len])?;
+    let limit = u16::from_le_bytes([image[0], image[1]]);
+    let mut base = [0; 8];
+    base.copy_from_slice(&image[2..10]);
+    let mut base = u64::from_le_bytes(base);
+    if op.size == 1 {
+        base &= 0xff_ffff;
+    }
+    if !cpu.canonical(base) {
+        return Err(cpu.gp());
+    }
+    let table = Table { base, limit };
+    if op.aux == 0 {
+        cpu.state.gdtr = table;
+    } else {
+        cpu.state.idtr = table;
+    }
+    Ok(())
+}
+fn store_table(cpu: &mut Cpu, op: &Op) -> Flow {
+    umip(cpu)?;
+    let table = if op.aux == 0 {
+        cpu.state.gdtr
+    } else {
+        cpu.state.idtr
+    };
+    let mut image = [0; 10];
+    image[..2].copy_from_slice(&table.limit.to_le_bytes());
+    image[2..].copy_from_slice(&table.base.to_le_bytes());
+    let len = if cpu.is_64() { 10 } else { 6 };
+    let lin = cpu.lin(op, len as u32)?;
+    cpu.store_bytes(lin, &image[..len])?;
+    cpu.stored()
+}
+
+/// A system segment: LDT (`kind` 2) or available TSS (9, or 1 for 16 bits).
+fn system_segment(cpu: &mut Cpu, selector: u16, kind: u8) -> Result<Segment, Break> {
+    let error = Some(u32::from(selector & !3));
+    if selector & 4 != 0 {
+        return Err(cpu.raise(vector::GP, error));
+    }
+    let descriptor = cpu.descriptor(selector, vector::GP)?;
+    let right =
+        descriptor.kind() == kind || kind == 9 && descriptor.kind() == 1 && !cpu.long_mode();
+    if !right {
+        return Err(cpu.raise(vector::GP, error));
+    }
+    if !descriptor.present() {
+        return Err(cpu.raise(vector::NP, error));
+    }
+    let mut segment = descriptor.segment(selector);
+    if cpu.long_mode() {
+        segment.base |= cpu.descriptor_high(selector)? << 32;
+        if !cpu.canonical(segment.base) {
+            return Err(cpu.raise(vector::GP, error));
+        }
+    }
+    Ok(segment)
+}
+fn lldt(cpu: &mut Cpu, op: &Op) -> Flow {
+    protected_only(cpu)?;
+    cpu.privileged()?;
+    let selector = cpu.operand::<u16>(op, 0)?;
+    if selector & !3 == 0 {
+        cpu.state.ldtr = Segment {
+            selector,
+            base: 0,
+            limit: 0,
+            rights: Segment::UNUSABLE,
+        };
+        return Ok(());
+    }
+    cpu.state.ldtr = system_segment(cpu, selector, 2)?;
+    Ok(())
+}
+fn ltr(cpu: &mut Cpu, op: &Op) -> Flow {
+    protected_only(cpu)?;
+    cpu.privileged()?;
+    let selector = cpu.operand::<u16>(op, 0)?;
+    if selector & !3 == 0 {
+        return Err(cpu.gp());
+    }
+    let mut segment = system_segment(cpu, selector, 9)?;
+    cpu.mark_descriptor(selector, 2)?;
+    segment.rights |= 2;
+    cpu.state.tr = segment;
+    cpu.stored()
+}
+/// SLDT (`aux` 0) and STR (1).
+fn store_selector<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    protected_only(cpu)?;
+    umip(cpu)?;
+    let selector = if op.aux == 0 {
+        cpu.state.ldtr
+    } else {
+        cpu.state.tr
+    }
+    .selector;
+    if op.r[0] == MEM {
+        cpu.store_mem::<u16>(op, selector)?;
+    } else {
+        T::set(cpu, op.r[0], T::of(selector.into()));
+    }
+    cpu.stored()
+}
+
+fn protected_only(cpu: &mut Cpu) -> Result<(), Break> {
+    if cpu.protected() {
+        Ok(())
+    } else {
+        Err(cpu.ud())
+    }
+}
+
+/// The descriptor that LAR, LSL, VERR and VERW may look at.
+fn visible(cpu: &mut Cpu, selector: u16, system: &[u8]) -> Result<Option<Descriptor>, Break> {
+    if selector & !3 == 0 {
+        return Ok(None);
+    }
+    let Some(descriptor) = cpu.try_descriptor(selector)? else {
+        return Ok(None);
+    };
+    let kind = descriptor.kind();
+    if kind & 16 == 0 && !system.contains(&kind) {
+        return Ok(None);
+    }
+    let reachable =
+        descriptor.conforming() || descriptor.dpl() >= cpu.cpl.max((selector & 3) as u8);
+    Ok(reachable.then_some(descriptor))
+}
+fn lar<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    protected_only(cpu)?;
+    let selector = cpu.operand::<u16>(op, 1)?;
+    let kinds: &[u8] = if cpu.long_mode() {
+        &[2, 9, 11, 12]
+    } else {
+        &[1, 2, 3, 4, 5, 9, 11, 12]
+    };
+    let found = visible(cpu, selector, kinds)?;
+    if let Some(descriptor) = found {
+        T::set(cpu, op.r[0], T::of(descriptor.0 >> 32 & 0x00ff_ff00));
+    }
+    cpu.set_flags(ZF, if found.is_some() { ZF } else { 0 });
+    Ok(())
+}
+fn lsl<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    protected_only(cpu)?;
+    let selector = cpu.operand::<u16>(op, 1)?;
+    let kinds: &[u8] = if cpu.long_mode() {
+        &[2, 9, 11]
+    } else {
+        &[1, 2, 3, 9, 11]
+    };
+    let found = visible(cpu, selector, kinds)?;
+    if let Some(descriptor) = found {
+        T::set(cpu, op.r[0], T::of(descriptor.limit().into()));
+    }
+    cpu.set_flags(ZF, if found.is_some() { ZF } else { 0 });
+    Ok(())
+}
+/// VERR (`aux` 0) and VERW (1).
+fn verify(cpu: &mut Cpu, op: &Op) -> Flow {
+    protected_only(cpu)?;
+    let selector = cpu.operand::<u16>(op, 0)?;
+    let fine = visible(cpu, selector, &[])?.is_some_and(|d| match op.aux {
+        0 => !d.is_code() || d.kind() & 2 != 0,
+        _ => !d.is_code() && d.kind() & 2 != 0,
+    });
+    cpu.set_flags(ZF, if fine { ZF } else { 0 });
+    Ok(())
+}
+
+fn is_segment(insn: &Instruction, k: u32) -> bool {
+    insn.op_kind(k) == OpKind::Register && insn.op_register(k).is_segment_register()
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    use Mnemonic::*;
+    let mnemonic = insn.mnemonic();
+    Some(match mnemonic {
+        Mov if is_segment(insn, 0) => mov_to_segment,
+        Mov if is_segment(insn, 1) => by_size!(op.size, mov_from_segment),
+        Les | Lss | Lds | Lfs | Lgs => {
+            op.aux = match mnemonic {
+                Les => 0,
+                Lss => 2,
+                Lds => 3,
+                Lfs => 4,
+                _ => 5,
+            };
+            load_far
+        }
+        Lgdt | Lidt | Sgdt | Sidt => {
+            op.aux = u8::from(matches!(mnemonic, Lidt | Sidt));
+            let narrow = matches!(
+                insn.code(),
+                iced_x86::Code::Lgdt_m1632_16 | iced_x86::Code::Lidt_m1632_16
+            );
+            op.size = if narrow { 1 } else { 2 };
+            if matches!(mnemonic, Lgdt | Lidt) {
+                load_table
+            } else {
+                store_table
+            }
+        }
+        Lldt => lldt,
+        Ltr => ltr,
+        Sldt | Str => {
+            op.aux = u8::from(mnemonic == Str);
+            by_size!(op.size, store_selector)
+        }
+        Lar => by_size!(op.size, lar),
+        Lsl => by_size!(op.size, lsl),
+        Verr | Verw => {
+            op.aux = u8::from(mnemonic == Verw);
+            verify
+        }
+        _ => return None,
+    })
+}

@@ -1,0 +1,346 @@
+//! Far transfers: JMP and CALL far, RETF, IRET, INT.
+
+use crate::Cpu;
+use crate::interrupt::Source;
+use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::segment::Descriptor;
+use crate::state::{Segment, flags};
+use crate::vector;
+use iced_x86::{Code, Instruction, Mnemonic};
+
+/// Selector and offset of a far target.
+fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
+    if op.r[0] != MEM {
+        return Ok((op.imm as u16, op.disp));
+    }
+    let bytes = 1u64 << op.size;
+    let lin = cpu.lin(op, bytes as u32 + 2)?;
+    let offset = match op.size {
+        1 => cpu.load::<u16>(lin)?.into(),
+        2 => cpu.load::<u32>(lin)?.into(),
+        _ => cpu.load::<u64>(lin)?,
+    };
+    Ok((cpu.load::<u16>(lin.wrapping_add(bytes))?, offset))
+}
+
+/// The code segment that a far jump or call goes to.
+fn far_code(cpu: &mut Cpu, selector: u16) -> Result<Segment, Break> {
+    if !cpu.protected() {
+        let mut cs = cpu.state.cs;
+        cs.selector = selector;
+        cs.base = u64::from(selector) << 4;
+        return Ok(cs);
+    }
+    if selector & !3 == 0 {
+        return Err(cpu.gp());
+    }
+    let descriptor = cpu.descriptor(selector, vector::GP)?;
+    if descriptor.kind() & 16 == 0 {
+        return Err(match descriptor.kind() {
+            4 | 5 | 12 => cpu.unimplemented("a far transfer through a call gate"),
+            1 | 9 | 3 | 11 => cpu.unimplemented("a task switch"),
+            _ => cpu.raise(vector::GP, Some(u32::from(selector & !3))),
+        });
+    }
+    let cpl = cpu.cpl;
+    cpu.check_code(descriptor, selector, cpl, false)
+}
+
+fn far_jump(cpu: &mut Cpu, op: &Op) -> Flow {
+    let (selector, offset) = far_target(cpu, op)?;
+    let cs = far_code(cpu, selector)?;
+    cpu.state.cs = cs;
+    cpu.state.rip = offset;
+    cpu.refresh();
+    Err(Break::Jump)
+}
+
+fn far_call(cpu: &mut Cpu, op: &Op) -> Flow {
+    let (selector, offset) = far_target(cpu, op)?;
+    let cs = far_code(cpu, selector)?;
+    let bytes = 1usize << op.size;
+    let mut frame = [0; 16];
+    let next = cpu.next_rip(op).to_le_bytes();
+    frame[..bytes].copy_from_slice(&next[..bytes]);
+    frame[bytes..bytes + 2].copy_from_slice(&cpu.state.cs.selector.to_le_bytes());
+    let rsp = cpu.rsp_plus((2 * bytes as u64).wrapping_neg());
+    let lin = cpu.stack_address(rsp, 2 * bytes as u32)?;
+    cpu.store_bytes(lin, &frame[..2 * bytes])?;
+    cpu.set_rsp(rsp);
+    cpu.state.cs = cs;
+    cpu.state.rip = offset;
+    cpu.refresh();
+    Err(Break::Jump)
+}
+
+/// The stack segment that a return to `cpl` loads.
+fn return_stack(cpu: &mut Cpu, selector: u16, cpl: u8, to_64: bool) -> Result<Segment, Break> {
+    if selector & !3 == 0 {
+        if to_64 && cpl != 3 && (selector & 3) as u8 == cpl {
+            let rights = Segment::UNUSABLE | u32::from(cpl) << 5;
+            return Ok(Segment {
+                selector,
+                base: 0,
+                limit: 0xffff_ffff,
+                rights,
+            });
+        }
+        return Err(cpu.gp());
+    }
+    let error = Some(u32::from(selector & !3));
+    let descriptor = cpu.descriptor(selector, vector::GP)?;
+    let writable_data = descriptor.kind() & 0x1a == 0x12;
+    if !writable_data || (selector & 3) as u8 != cpl || descriptor.dpl() != cpl {
+        return Err(cpu.raise(vector::GP, error));
+    }
+    if !descriptor.present() {
+        return Err(cpu.raise(vector::SS, error));
+    }
+    cpu.mark_descriptor(selector, 1)?;
+    Ok(Descriptor(descriptor.0 | 1 << 40).segment(selector))
+}
+
+/// After a return to an outer ring: data segments that it may not keep become null.
+fn drop_inner_segments(cpu: &mut Cpu, cpl: u8) {
+    for number in [0, 3, 4, 5] {
+        let segment = cpu.segment(number);
+        let conforming = segment.kind() & 12 == 12;
+        if segment.usable() && segment.dpl() < cpl && !conforming {
+            *segment = Segment {
+                selector: 0,
+                rights: Segment::UNUSABLE,
+                ..*segment
+            };
+        }
+    }
+}
+
+fn retf(cpu: &mut Cpu, op: &Op) -> Flow {
+    let bytes = 1u64 << op.size;
+    let rip = cpu.peek_sized(op.size, 0)?;
+    let selector = cpu.peek_sized(op.size, bytes)? as u16;
+    if !cpu.protected() {
+        let rsp = cpu.rsp_plus(2 * bytes + op.imm);
+        cpu.set_rsp(rsp);
+        cpu.state.cs.selector = selector;
+        cpu.state.cs.base = u64::from(selector) << 4;
+        cpu.state.rip = rip;
+        cpu.refresh();
+        return Err(Break::Jump);
+    }
+    let rpl = (selector & 3) as u8;
+    if rpl < cpu.cpl {
+        return Err(cpu.raise(vector::GP, Some(u32::from(selector & !3))));
+    }
+    let cs = cpu.code_descriptor(selector, rpl, true)?;
+    check_return_rip(cpu, &cs, rip)?;
+    if rpl == cpu.cpl {
+        let rsp = cpu.rsp_plus(2 * bytes + op.imm);
+        cpu.set_rsp(rsp);
+    } else {
+        let rsp = cpu.peek_sized(op.size, 2 * bytes + op.imm)?;
+        let ss = cpu.peek_sized(op.size, 3 * bytes + op.imm)? as u16;
+        let ss = return_stack(cpu, ss, rpl, cs.long())?;
+        cpu.state.ss = ss;
+        cpu.state.gpr[4] = rsp.wrapping_add(op.imm);
+        drop_inner_segments(cpu, rpl);
+    }
+    cpu.state.cs = cs;
+    cpu.state.rip = rip;
+    cpu.refresh();
+    Err(Break::Jump)
+}
+
+fn check_return_rip(cpu: &mut Cpu, cs: &Segment, rip: u64) -> Result<(), Break> {
+    let fine = match cpu.long_mode() && cs.long() {
+        true => cpu.canonical(rip),
+        false => rip <= u64::from(cs.limit),
+    };
+    if fine { Ok(()) } else { Err(cpu.gp()) }
+}
+
+fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
+    if !cpu.protected() {
+        return iret_real(cpu, op);
+    }
+    let old = cpu.flags();
+    if old & flags::NT != 0 {
+        return Err(match cpu.long_mode() {
+            true => cpu.gp(),
+            false => cpu.unimplemented("a task switch"),
+        });
+    }
+    if old & flags::VM != 0 {
+        return Err(cpu.unimplemented("virtual-8086 mode"));
+    }
+    let bytes = 1u64 << op.size;
+    let rip = cpu.peek_sized(op.size, 0)?;
+    let selector = cpu.peek_sized(op.size, bytes)? as u16;
+    let new = cpu.peek_sized(op.size, 2 * bytes)?;
+    if !cpu.long_mode() && new & flags::VM != 0 && cpu.cpl == 0 {
+        return Err(cpu.unimplemented("virtual-8086 mode"));
+    }
+    let rpl = (selector & 3) as u8;
+    if rpl < cpu.cpl {
+        return Err(cpu.raise(vector::GP, Some(u32::from(selector & !3))));
+    }
+    let cs = cpu.code_descriptor(selector, rpl, true)?;
+    check_return_rip(cpu, &cs, rip)?;
+    if cpu.is_64() || rpl != cpu.cpl {
+        let rsp = cpu.peek_sized(op.size, 3 * bytes)?;
+        let ss = cpu.peek_sized(op.size, 4 * bytes)? as u16;
+        let ss = return_stack(cpu, ss, rpl, cs.long())?;
+        cpu.state.ss = ss;
+        // A 16- or 32-bit return leaves the rest of the register; 64-bit code takes all of it.
+        cpu.state.gpr[4] = rsp;
+        if rpl != cpu.cpl {
+            drop_inner_segments(cpu, rpl);
+        }
+    } else {
+        let rsp = cpu.rsp_plus(3 * bytes);
+        cpu.set_rsp(rsp);
+    }
+    let mut mask = flags::ARITHMETIC | flags::TF | flags::DF | flags::NT;
+    if op.size > 1 {
+        mask |= flags::RF | flags::AC | flags::ID;
+    }
+    if cpu.cpl == 0 {
+        mask |= flags::IOPL;
+        if op.size > 1 {
+            mask |= flags::VIF | flags::VIP;
+        }
+    }
+    if u64::from(cpu.cpl) <= (old & flags::IOPL) >> 12 {
+        mask |= flags::IF;
+    }
+    cpu.set_flags(mask, new);
+    cpu.state.cs = cs;
+    cpu.state.rip = rip;
+    cpu.state.events.nmi_blocked = false;
+    cpu.refresh();
+    Err(Break::Jump)
+}
+
+fn iret_real(cpu: &mut Cpu, op: &Op) -> Flow {
+    let bytes = 1u64 << op.size;
+    let rip = cpu.peek_sized(op.size, 0)?;
+    let selector = cpu.peek_sized(op.size, bytes)? as u16;
+    let new = cpu.peek_sized(op.size, 2 * bytes)?;
+    let rsp = cpu.rsp_plus(3 * bytes);
+    cpu.set_rsp(rsp);
+    cpu.state.cs.selector = selector;
+    cpu.state.cs.base = u64::from(selector) << 4;
+    cpu.state.rip = rip;
+    let mut mask = flags::ARITHMETIC | flags::TF | flags::IF | flags::DF | flags::IOPL | flags::NT;
+    if op.size > 1 {
+        mask |= flags::RF | flags::AC | flags::ID;
+    }
+    cpu.set_flags(mask, new);
+    cpu.state.events.nmi_blocked = false;
+    cpu.refresh();
+    Err(Break::Jump)
+}
+
+/// INT n, INT3, INTO (`aux` is the vector): the delivery is the instruction.
+fn int(cpu: &mut Cpu, op: &Op) -> Flow {
+    if op.aux == vector::BP && cpu.debug_exits {
+        return Err(cpu.raise(vector::BP, None));
+    }
+    let next = cpu.next_rip(op);
+    cpu.deliver(op.aux, None, Source::Software, next)?;
+    Err(Break::Jump)
+}
+fn into(cpu: &mut Cpu, op: &Op) -> Flow {
+    if cpu.flags() & flags::OF == 0 {
+        Ok(())
+    } else {
+        int(cpu, op)
+    }
+}
+/// INT1: a #DB that no gate's DPL holds back.
+fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
+    let next = cpu.next_rip(op);
+    cpu.deliver(vector::DB, None, Source::External, next)?;
+    Err(Break::Jump)
+}
+
+fn ud(cpu: &mut Cpu, _: &Op) -> Flow {
+    Err(cpu.ud())
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let code = insn.code();
+    if code.is_jmp_far() || code.is_call_far() {
+        op.imm = insn.far_branch_selector().into();
+        op.disp = match code {
+            Code::Jmp_ptr1616 | Code::Call_ptr1616 => insn.far_branch16().into(),
+            _ => insn.far_branch32().into(),
+        };
+        op.size = if matches!(code, Code::Call_ptr1616) {
+            1
+        } else {
+            2
+        };
+        return Some(if code.is_jmp_far() {
+            far_jump
+        } else {
+            far_call
+        });
+    }
+    if code.is_jmp_far_indirect() || code.is_call_far_indirect() {
+        op.size = match code {
+            Code::Jmp_m1616 | Code::Call_m1616 => 1,
+            Code::Jmp_m1632 | Code::Call_m1632 => 2,
+            _ => 3,
+        };
+        return Some(if code.is_jmp_far_indirect() {
+            far_jump
+        } else {
+            far_call
+        });
+    }
+    let stack = |op: &mut Op, size| {
+        op.size = size;
+        op.seg = 2;
+    };
+    Some(match insn.mnemonic() {
+        Mnemonic::Retf => {
+            stack(
+                op,
+                match code {
+                    Code::Retfw | Code::Retfw_imm16 => 1,
+                    Code::Retfd | Code::Retfd_imm16 => 2,
+                    _ => 3,
+                },
+            );
+            op.imm &= 0xffff;
+            retf
+        }
+        Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq => {
+            stack(
+                op,
+                match code {
+                    Code::Iretw => 1,
+                    Code::Iretd => 2,
+                    _ => 3,
+                },
+            );
+            iret
+        }
+        Mnemonic::Int => {
+            op.aux = op.imm as u8;
+            int
+        }
+        Mnemonic::Int3 => {
+            op.aux = vector::BP;
+            int
+        }
+        Mnemonic::Into => {
+            op.aux = vector::OF;
+            into
+        }
+        Mnemonic::Int1 => int1,
+        Mnemonic::Ud0 | Mnemonic::Ud1 | Mnemonic::Ud2 => ud,
+        _ => return None,
+    })
+}

@@ -1,0 +1,78 @@
+//! What the operations do. Each file owns a kind of instruction: its handlers, and the `lower` that
+//! chooses among them.
+//!
+//! Handlers first do all that can fail (loads, checks, the one store), then change registers and flags.
+
+pub(crate) mod alu;
+pub(crate) mod atomic;
+pub(crate) mod bits;
+pub(crate) mod bmi;
+pub(crate) mod control;
+pub(crate) mod data;
+pub(crate) mod descriptor;
+pub(crate) mod far;
+pub(crate) mod fpu_state;
+pub(crate) mod io;
+pub(crate) mod muldiv;
+pub(crate) mod shift;
+pub(crate) mod stack;
+pub(crate) mod string;
+pub(crate) mod syscall;
+pub(crate) mod system;
+
+use crate::Cpu;
+use crate::op::{Break, Op, form};
+
+/// The form of a memory operand, as a type: how a specialised handler gets its address.
+pub(crate) trait Form: 'static {
+    /// The linear address of an operand of `bytes` bytes.
+    fn lin(cpu: &mut Cpu, op: &Op, bytes: u32) -> Result<u64, Break>;
+}
+
+/// Base and displacement.
+pub(crate) struct Base;
+/// Base, index and displacement.
+pub(crate) struct Index;
+/// Any form.
+pub(crate) struct Full;
+
+impl Form for Base {
+    #[inline(always)]
+    fn lin(cpu: &mut Cpu, op: &Op, _: u32) -> Result<u64, Break> {
+        Ok(cpu.ea::<{ form::BASE }>(op))
+    }
+}
+impl Form for Index {
+    #[inline(always)]
+    fn lin(cpu: &mut Cpu, op: &Op, _: u32) -> Result<u64, Break> {
+        Ok(cpu.ea::<{ form::INDEX }>(op))
+    }
+}
+impl Form for Full {
+    #[inline(always)]
+    fn lin(cpu: &mut Cpu, op: &Op, bytes: u32) -> Result<u64, Break> {
+        cpu.lin(op, bytes)
+    }
+}
+
+/// Instantiates a handler that is generic over operand size and memory form.
+macro_rules! by_size_and_form {
+    ($op:expr, $f:ident $(, $more:ty)*) => {{
+        use crate::exec::{Base, Full, Index};
+        match ($op.size, $op.form) {
+            (0, 0) => $f::<u8, Base $(, $more)*>,
+            (0, 1) => $f::<u8, Index $(, $more)*>,
+            (0, _) => $f::<u8, Full $(, $more)*>,
+            (1, 0) => $f::<u16, Base $(, $more)*>,
+            (1, 1) => $f::<u16, Index $(, $more)*>,
+            (1, _) => $f::<u16, Full $(, $more)*>,
+            (2, 0) => $f::<u32, Base $(, $more)*>,
+            (2, 1) => $f::<u32, Index $(, $more)*>,
+            (2, _) => $f::<u32, Full $(, $more)*>,
+            (_, 0) => $f::<u64, Base $(, $more)*>,
+            (_, 1) => $f::<u64, Index $(, $more)*>,
+            (_, _) => $f::<u64, Full $(, $more)*>,
+        }
+    }};
+}
+pub(crate) use by_size_and_form;

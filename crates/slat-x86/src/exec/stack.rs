@@ -1,0 +1,327 @@
+//! PUSH POP, PUSHF POPF, PUSHA POPA, ENTER LEAVE.
+
+use crate::Cpu;
+use crate::int::Int;
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
+use crate::state::flags;
+use iced_x86::{Instruction, Mnemonic, OpKind};
+
+impl Cpu {
+    /// The stack pointer's width in the present mode.
+    pub(crate) fn stack_mask(&self) -> u64 {
+        if self.is_64() {
+            u64::MAX
+        } else if self.state.ss.big() {
+            0xffff_ffff
+        } else {
+            0xffff
+        }
+    }
+
+    /// The linear address of `bytes` bytes at a stack offset.
+    #[inline(always)]
+    pub(crate) fn stack_address(&mut self, offset: u64, bytes: u32) -> Result<u64, Break> {
+        if self.is_64() {
+            Ok(offset)
+        } else {
+            self.segmented(2, offset, bytes)
+        }
+    }
+
+    /// Writes the stack pointer in its width.
+    #[inline(always)]
+    pub(crate) fn set_rsp(&mut self, rsp: u64) {
+        if self.is_64() {
+            self.state.gpr[4] = rsp;
+        } else {
+            let mask = self.stack_mask();
+            self.state.gpr[4] = self.state.gpr[4] & !mask | rsp & mask;
+        }
+    }
+
+    /// The stack pointer in its width, moved by `by`.
+    #[inline(always)]
+    pub(crate) fn rsp_plus(&self, by: u64) -> u64 {
+        let rsp = self.state.gpr[4].wrapping_add(by);
+        if self.is_64() {
+            rsp
+        } else {
+            rsp & self.stack_mask()
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn push<T: Int>(&mut self, v: T) -> Result<(), Break> {
+        let rsp = self.rsp_plus(T::BYTES.wrapping_neg());
+        let lin = self.stack_address(rsp, T::BYTES as u32)?;
+        self.store::<T>(lin, v)?;
+        self.set_rsp(rsp);
+        Ok(())
+    }
+
+    /// The word at the top of the stack; the stack pointer stays.
+    #[inline(always)]
+    pub(crate) fn peek<T: Int>(&mut self, at: u64) -> Result<T, Break> {
+        let rsp = self.rsp_plus(at);
+        let lin = self.stack_address(rsp, T::BYTES as u32)?;
+        self.load::<T>(lin)
+    }
+
+    /// Pushes a word of the operation's stack size.
+    pub(crate) fn push_sized(&mut self, size: u8, v: u64) -> Result<(), Break> {
+        match size {
+            1 => self.push(v as u16),
+            2 => self.push(v as u32),
+            _ => self.push(v),
+        }
+    }
+
+    /// Peeks at a word of the operation's stack size.
+    pub(crate) fn peek_sized(&mut self, size: u8, at: u64) -> Result<u64, Break> {
+        match size {
+            1 => self.peek::<u16>(at).map(Int::zx),
+            2 => self.peek::<u32>(at).map(Int::zx),
+            _ => self.peek::<u64>(at),
+        }
+    }
+}
+
+fn push_r64(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.state.gpr[usize::from(op.r[0] & 15)];
+    cpu.push(v)?;
+    cpu.stored()
+}
+fn pop_r64(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.peek::<u64>(0)?;
+    cpu.state.gpr[4] = cpu.state.gpr[4].wrapping_add(8);
+    cpu.state.gpr[usize::from(op.r[0] & 15)] = v;
+    Ok(())
+}
+
+fn push<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = match op.r[0] {
+        NONE => T::of(op.imm),
+        _ => cpu.operand::<T>(op, 0)?,
+    };
+    cpu.push(v)?;
+    cpu.stored()
+}
+fn pop<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.peek::<T>(0)?;
+    let old = cpu.state.gpr[4];
+    let new = cpu.rsp_plus(T::BYTES);
+    cpu.set_rsp(new);
+    // A memory operand that is based on RSP sees the moved stack pointer.
+    if let Err(why) = cpu.set_operand(op, 0, v) {
+        cpu.state.gpr[4] = old;
+        return Err(why);
+    }
+    cpu.stored()
+}
+
+fn push_segment(cpu: &mut Cpu, op: &Op) -> Flow {
+    let selector = cpu.segment(op.r[0]).selector;
+    cpu.push_sized(op.size, selector.into())?;
+    cpu.stored()
+}
+fn pop_segment(cpu: &mut Cpu, op: &Op) -> Flow {
+    let selector = cpu.peek_sized(op.size, 0)? as u16;
+    cpu.load_segment(op.r[0], selector)?;
+    let new = cpu.rsp_plus(1 << op.size);
+    cpu.set_rsp(new);
+    if op.r[0] == 2 {
+        cpu.state.events.mov_ss_shadow = true;
+    }
+    cpu.refresh();
+    Err(Break::End)
+}
+
+fn pushf(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.flags() & !(flags::RF | flags::VM);
+    cpu.push_sized(op.size, v)?;
+    cpu.stored()
+}
+fn popf(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.peek_sized(op.size, 0)?;
+    let new = cpu.rsp_plus(1 << op.size);
+    cpu.set_rsp(new);
+    let mut mask = flags::ARITHMETIC | flags::TF | flags::DF | flags::NT | flags::AC | flags::ID;
+    let iopl = (cpu.state.rflags & flags::IOPL) >> 12;
+    if cpu.cpl == 0 {
+        mask |= flags::IOPL;
+    }
+    if u64::from(cpu.cpl) <= iopl {
+        mask |= flags::IF;
+    }
+    if op.size == 1 {
+        mask &= 0xffff;
+    }
+    let old = cpu.flags();
+    cpu.set_flags(mask | flags::RF, v & mask);
+    // Cheap when nothing but arithmetic flags changed.
+    if (old ^ cpu.state.rflags) & !flags::ARITHMETIC != 0 {
+        cpu.update_table();
+        cpu.slow = true;
+        return Err(Break::End);
+    }
+    Ok(())
+}
+
+fn pusha(cpu: &mut Cpu, op: &Op) -> Flow {
+    let bytes = 1u64 << op.size;
+    let rsp = cpu.rsp_plus((8 * bytes).wrapping_neg());
+    let lin = cpu.stack_address(rsp, 8 * bytes as u32)?;
+    let mut frame = [0; 32];
+    for (i, reg) in (0..8).rev().enumerate() {
+        let at = i * bytes as usize;
+        let v = cpu.state.gpr[reg].to_le_bytes();
+        frame[at..at + bytes as usize].copy_from_slice(&v[..bytes as usize]);
+    }
+    cpu.store_bytes(lin, &frame[..8 * bytes as usize])?;
+    cpu.set_rsp(rsp);
+    cpu.stored()
+}
+fn popa(cpu: &mut Cpu, op: &Op) -> Flow {
+    let bytes = 1u64 << op.size;
+    let mut values = [0; 8];
+    for (i, value) in values.iter_mut().enumerate() {
+        *value = cpu.peek_sized(op.size, i as u64 * bytes)?;
+    }
+    for (i, reg) in (0..8u8).rev().enumerate() {
+        match (reg, op.size) {
+            (4, _) => {}
+            (_, 1) => u16::set(cpu, reg, values[i] as u16),
+            _ => u32::set(cpu, reg, values[i] as u32),
+        }
+    }
+    let new = cpu.rsp_plus(8 * bytes);
+    cpu.set_rsp(new);
+    Ok(())
+}
+
+fn leave(cpu: &mut Cpu, op: &Op) -> Flow {
+    let mask = cpu.stack_mask();
+    let rbp = cpu.state.gpr[5] & mask;
+    let lin = cpu.stack_address(rbp, 1 << op.size)?;
+    let v = match op.size {
+        1 => cpu.load::<u16>(lin)?.zx(),
+        2 => cpu.load::<u32>(lin)?.zx(),
+        _ => cpu.load::<u64>(lin)?,
+    };
+    cpu.set_rsp(rbp.wrapping_add(1 << op.size));
+    match op.size {
+        1 => u16::set(cpu, 5, v as u16),
+        2 => u32::set(cpu, 5, v as u32),
+        _ => cpu.state.gpr[5] = v,
+    }
+    Ok(())
+}
+
+fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
+    let bytes = 1u64 << op.size;
+    let allocate = op.imm & 0xffff;
+    let level = u64::from(op.aux & 31);
+    let rbp = cpu.state.gpr[5];
+    let mut frame = vec![rbp];
+    let pointer = cpu.rsp_plus(bytes.wrapping_neg());
+    for i in 1..level {
+        let at = rbp.wrapping_sub(i * bytes) & cpu.stack_mask();
+        let lin = cpu.stack_address(at, bytes as u32)?;
+        frame.push(match op.size {
+            1 => cpu.load::<u16>(lin)?.zx(),
+            2 => cpu.load::<u32>(lin)?.zx(),
+            _ => cpu.load::<u64>(lin)?,
+        });
+    }
+    if level > 0 {
+        frame.push(pointer);
+    }
+    let mut image = Vec::new();
+    for v in frame.iter().rev() {
+        image.extend_from_slice(&v.to_le_bytes()[..bytes as usize]);
+    }
+    let rsp = cpu.rsp_plus((image.len() as u64).wrapping_neg());
+    let lin = cpu.stack_address(rsp, image.len() as u32)?;
+    cpu.store_bytes(lin, &image)?;
+    cpu.set_rsp(rsp.wrapping_sub(allocate));
+    match op.size {
+        1 => u16::set(cpu, 5, pointer as u16),
+        2 => u32::set(cpu, 5, pointer as u32),
+        _ => cpu.state.gpr[5] = pointer,
+    }
+    cpu.stored()
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let stack_size = || {
+        insn.stack_pointer_increment()
+            .unsigned_abs()
+            .trailing_zeros() as u8
+    };
+    let is_segment =
+        insn.op_kind(0) == OpKind::Register && insn.op0_register().is_segment_register();
+    if !(op.r[0] == MEM && op.seg != NONE) {
+        // No other memory operand: what may be non-canonical is the stack.
+        op.seg = 2;
+    }
+    Some(match insn.mnemonic() {
+        Mnemonic::Push | Mnemonic::Pop => {
+            op.size = stack_size();
+            match (insn.mnemonic() == Mnemonic::Push, is_segment) {
+                (true, true) => push_segment,
+                (false, true) => pop_segment,
+                (true, _) if op.size == 3 && op.r[0] < 16 => push_r64,
+                (false, _) if op.size == 3 && op.r[0] < 16 => pop_r64,
+                (true, _) => {
+                    [push::<u8>, push::<u16>, push::<u32>, push::<u64>][usize::from(op.size & 3)]
+                }
+                (false, _) => {
+                    [pop::<u8>, pop::<u16>, pop::<u32>, pop::<u64>][usize::from(op.size & 3)]
+                }
+            }
+        }
+        Mnemonic::Pushf | Mnemonic::Pushfd | Mnemonic::Pushfq => {
+            op.size = stack_size();
+            pushf
+        }
+        Mnemonic::Popf | Mnemonic::Popfd | Mnemonic::Popfq => {
+            op.size = stack_size();
+            popf
+        }
+        Mnemonic::Pusha | Mnemonic::Pushad => {
+            op.size = if insn.mnemonic() == Mnemonic::Pusha {
+                1
+            } else {
+                2
+            };
+            pusha
+        }
+        Mnemonic::Popa | Mnemonic::Popad => {
+            op.size = if insn.mnemonic() == Mnemonic::Popa {
+                1
+            } else {
+                2
+            };
+            popa
+        }
+        Mnemonic::Leave => {
+            op.size = match insn.code() {
+                iced_x86::Code::Leavew => 1,
+                iced_x86::Code::Leaved => 2,
+                _ => 3,
+            };
+            leave
+        }
+        Mnemonic::Enter => {
+            op.size = match insn.code() {
+                iced_x86::Code::Enterw_imm16_imm8 => 1,
+                iced_x86::Code::Enterd_imm16_imm8 => 2,
+                _ => 3,
+            };
+            op.imm = insn.immediate16().into();
+            op.aux = insn.immediate8_2nd();
+            enter
+        }
+        _ => return None,
+    })
+}

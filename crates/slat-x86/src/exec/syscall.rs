@@ -1,0 +1,178 @@
+//! SYSCALL SYSRET SYSENTER SYSEXIT, SWAPGS, and the FS/GS base instructions.
+
+use crate::Cpu;
+use crate::int::Int;
+use crate::op::{Break, Flow, Handler, Op};
+use crate::state::{control, flags};
+use iced_x86::{Code, Instruction, Mnemonic};
+
+fn syscall(cpu: &mut Cpu, op: &Op) -> Flow {
+    if cpu.state.efer & control::EFER_SCE == 0 || !cpu.long_mode() {
+        return Err(cpu.ud());
+    }
+    let next = cpu.next_rip(op);
+    let rflags = cpu.flags();
+    cpu.state.gpr[1] = next;
+    cpu.state.gpr[11] = rflags & !flags::RF;
+    let target = if cpu.is_64() {
+        cpu.state.lstar
+    } else {
+        cpu.state.cstar
+    };
+    let selector = (cpu.state.star >> 32) as u16;
+    cpu.state.rflags = rflags & !(cpu.state.sfmask | flags::RF) | flags::ALWAYS;
+    cpu.state.cs = Cpu::flat_code(selector & !3, 0, true);
+    cpu.state.ss = Cpu::flat_stack((selector & !3).wrapping_add(8), 0);
+    cpu.state.rip = target;
+    cpu.refresh();
+    Err(Break::Jump)
+}
+
+fn sysret(cpu: &mut Cpu, op: &Op) -> Flow {
+    if cpu.state.efer & control::EFER_SCE == 0 || !cpu.long_mode() {
+        return Err(cpu.ud());
+    }
+    cpu.privileged()?;
+    let to_64 = op.size == 3;
+    let target = if to_64 {
+        cpu.state.gpr[1]
+    } else {
+        cpu.state.gpr[1] & 0xffff_ffff
+    };
+    if !cpu.canonical(target) {
+        return Err(cpu.gp());
+    }
+    let mask = flags::ARITHMETIC
+        | flags::TF
+        | flags::IF
+        | flags::DF
+        | flags::IOPL
+        | flags::NT
+        | flags::AC
+        | flags::VIF
+        | flags::VIP
+        | flags::ID;
+    let saved = cpu.state.gpr[11];
+    cpu.set_flags(mask | flags::RF | flags::VM, saved & mask);
+    let selector = (cpu.state.star >> 48) as u16;
+    let cs = if to_64 {
+        selector.wrapping_add(16)
+    } else {
+        selector
+    };
+    cpu.state.cs = Cpu::flat_code(cs | 3, 3, to_64);
+    cpu.state.ss = Cpu::flat_stack(selector.wrapping_add(8) | 3, 3);
+    cpu.state.rip = target;
+    cpu.refresh();
+    Err(Break::Jump)
+}
+
+fn sysenter(cpu: &mut Cpu, _: &Op) -> Flow {
+    if !cpu.protected() || cpu.state.sysenter_cs & !3 == 0 {
+        return Err(cpu.gp());
+    }
+    let long = cpu.long_mode();
+    let selector = cpu.state.sysenter_cs as u16 & !3;
+    cpu.flags();
+    cpu.state.rflags &= !(flags::VM | flags::IF | flags::RF);
+    let narrow = |v: u64| if long { v } else { v & 0xffff_ffff };
+    cpu.state.cs = Cpu::flat_code(selector, 0, long);
+    cpu.state.ss = Cpu::flat_stack(selector.wrapping_add(8), 0);
+    cpu.state.gpr[4] = narrow(cpu.state.sysenter_esp);
+    cpu.state.rip = narrow(cpu.state.sysenter_eip);
+    cpu.refresh();
+    Err(Break::Jump)
+}
+
+fn sysexit(cpu: &mut Cpu, op: &Op) -> Flow {
+    if !cpu.protected() || cpu.state.sysenter_cs & !3 == 0 {
+        return Err(cpu.gp());
+    }
+    cpu.privileged()?;
+    let to_64 = op.size == 3;
+    let (rip, rsp) = (cpu.state.gpr[2], cpu.state.gpr[1]);
+    if to_64 && !(cpu.canonical(rip) && cpu.canonical(rsp)) {
+        return Err(cpu.gp());
+    }
+    let narrow = |v: u64| if to_64 { v } else { v & 0xffff_ffff };
+    let selector = (cpu.state.sysenter_cs as u16).wrapping_add(if to_64 { 32 } else { 16 }) | 3;
+    cpu.state.cs = Cpu::flat_code(selector, 3, to_64);
+    cpu.state.ss = Cpu::flat_stack(selector.wrapping_add(8), 3);
+    cpu.state.gpr[4] = narrow(rsp);
+    cpu.state.rip = narrow(rip);
+    cpu.refresh();
+    Err(Break::Jump)
+}
+
+fn swapgs(cpu: &mut Cpu, _: &Op) -> Flow {
+    if !cpu.is_64() {
+        return Err(cpu.ud());
+    }
+    cpu.privileged()?;
+    std::mem::swap(&mut cpu.state.gs.base, &mut cpu.state.kernel_gs_base);
+    Ok(())
+}
+
+fn base_enabled(cpu: &mut Cpu) -> Result<(), Break> {
+    match cpu.is_64() && cpu.state.cr4 & control::CR4_FSGSBASE != 0 {
+        true => Ok(()),
+        false => Err(cpu.ud()),
+    }
+}
+/// RDFSBASE, RDGSBASE: `aux` is the segment's number.
+fn read_base<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    base_enabled(cpu)?;
+    let base = cpu.segment(op.aux).base;
+    T::set(cpu, op.r[0], T::of(base));
+    Ok(())
+}
+fn write_base<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    base_enabled(cpu)?;
+    let base = T::get(cpu, op.r[0]).zx();
+    if !cpu.canonical(base) {
+        return Err(cpu.gp());
+    }
+    cpu.segment(op.aux).base = base;
+    Ok(())
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    Some(match insn.mnemonic() {
+        Mnemonic::Syscall => syscall,
+        Mnemonic::Sysret | Mnemonic::Sysretq => {
+            op.size = if insn.code() == Code::Sysretq { 3 } else { 2 };
+            sysret
+        }
+        Mnemonic::Sysenter => sysenter,
+        Mnemonic::Sysexit | Mnemonic::Sysexitq => {
+            op.size = if insn.code() == Code::Sysexitq { 3 } else { 2 };
+            sysexit
+        }
+        Mnemonic::Swapgs => swapgs,
+        Mnemonic::Rdfsbase | Mnemonic::Rdgsbase => {
+            op.aux = if insn.mnemonic() == Mnemonic::Rdfsbase {
+                4
+            } else {
+                5
+            };
+            if op.size == 3 {
+                read_base::<u64>
+            } else {
+                read_base::<u32>
+            }
+        }
+        Mnemonic::Wrfsbase | Mnemonic::Wrgsbase => {
+            op.aux = if insn.mnemonic() == Mnemonic::Wrfsbase {
+                4
+            } else {
+                5
+            };
+            if op.size == 3 {
+                write_base::<u64>
+            } else {
+                write_base::<u32>
+            }
+        }
+        _ => return None,
+    })
+}

@@ -1,0 +1,509 @@
+//! System instructions: control and debug registers, MSRs, CPUID, time, HLT, flags, TLB and cache control.
+
+use crate::Cpu;
+use crate::int::{Int, by_size};
+use crate::machine::Exit;
+use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::state::{control::*, flags};
+use iced_x86::{Instruction, Mnemonic, OpKind};
+use std::sync::atomic::{Ordering, fence};
+
+const CR0_KNOWN: u64 = CR0_PE
+    | CR0_MP
+    | CR0_EM
+    | CR0_TS
+    | CR0_ET
+    | CR0_NE
+    | CR0_WP
+    | CR0_AM
+    | CR0_NW
+    | CR0_CD
+    | CR0_PG;
+/// Bits 0–14, 16–18, 20–23: up to PKS without VMX's.
+const CR4_KNOWN: u64 = 0x00f7_5fff;
+
+fn low_half(v: u64) -> u64 {
+    v & 0xffff_ffff
+}
+fn edx_eax(cpu: &Cpu) -> u64 {
+    low_half(cpu.state.gpr[0]) | cpu.state.gpr[2] << 32
+}
+fn set_edx_eax(cpu: &mut Cpu, v: u64) {
+    cpu.state.gpr[0] = low_half(v);
+    cpu.state.gpr[2] = v >> 32;
+}
+
+impl Cpu {
+    fn write_cr0(&mut self, v: u64) -> Result<(), Break> {
+        let v = v | CR0_ET;
+        let bad = v >> 32 != 0
+            || v & CR0_PG != 0 && v & CR0_PE == 0
+            || v & CR0_NW != 0 && v & CR0_CD == 0;
+        if bad {
+            return Err(self.gp());
+        }
+        let state = &mut self.state;
+        let (was, is) = (state.cr0 & CR0_PG != 0, v & CR0_PG != 0);
+        if !was && is && state.efer & EFER_LME != 0 {
+            if state.cr4 & CR4_PAE == 0 || state.cs.long() {
+                return Err(self.gp());
+            }
+            state.efer |= EFER_LMA;
+        } else if was && !is {
+            if self.is_64() || self.state.cr4 & CR4_PCIDE != 0 {
+                return Err(self.gp());
+            }
+            self.state.efer &= !EFER_LMA;
+        }
+        self.state.cr0 = v & CR0_KNOWN;
+        Ok(())
+    }
+
+    fn write_cr4(&mut self, v: u64) -> Result<(), Break> {
+        let changed = v ^ self.state.cr4;
+        let bad = v & !CR4_KNOWN != 0
+            || self.long_mode() && (v & CR4_PAE == 0 || changed & CR4_LA57 != 0)
+            || changed & v & CR4_PCIDE != 0 && (!self.long_mode() || self.state.cr3 & 0xfff != 0);
+        if bad {
+            return Err(self.gp());
+        }
+        self.state.cr4 = v;
+        Ok(())
+    }
+
+    fn write_cr3(&mut self, mut v: u64) -> Result<(), Break> {
+        if self.state.cr4 & CR4_PCIDE != 0 {
+            v &= !(1 << 63);
+        }
+        if self.long_mode() && v >> 52 != 0 {
+            return Err(self.gp());
+        }
+        self.state.cr3 = v;
+        self.flush_tlb();
+        Ok(())
+    }
+
+    fn read_msr(&mut self, msr: u32) -> Result<u64, Break> {
+        let state = &self.state;
+        Ok(match msr {
+            0x174 => state.sysenter_cs,
+            0x175 => state.sysenter_esp,
+            0x176 => state.sysenter_eip,
+            0x277 => state.pat,
+            0xc000_0080 => state.efer,
+            0xc000_0081 => state.star,
+            0xc000_0082 => state.lstar,
+            0xc000_0083 => state.cstar,
+            0xc000_0084 => state.sfmask,
+            0xc000_0100 => state.fs.base,
+            0xc000_0101 => state.gs.base,
+            0xc000_0102 => state.kernel_gs_base,
+            0xc000_0103 => state.tsc_aux,
+            _ => match self.machine().rdmsr(msr) {
+                Ok(v) => v,
+                Err(_) => return Err(self.gp()),
+            },
+        })
+    }
+
+    fn write_msr(&mut self, msr: u32, v: u64) -> Result<(), Break> {
+        let needs_canonical = matches!(
+            msr,
+            0x175 | 0x176 | 0xc000_0082 | 0xc000_0083 | 0xc000_0100..=0xc000_0102
+        );
+        if needs_canonical && !self.canonical(v) {
+            return Err(self.gp());
+        }
+        match msr {
+            0x174 => self.state.sysenter_cs = low_half(v),
+            0x175 => self.state.sysenter_esp = v,
+            0x176 => self.state.sysenter_eip = v,
+            0x277 => {
+                if v.to_le_bytes().iter().any(|t| !matches!(t, 0 | 1 | 4..=7)) {
+                    return Err(self.gp());
+                }
+                self.state.pat = v;
+            }
+            0xc000_0080 => {
+                let known = EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE;
+                let paging = self.state.cr0 & CR0_PG != 0;
+                if v & !known != 0 || paging && (v ^ self.state.efer) & EFER_LME != 0 {
+                    return Err(self.gp());
+                }
+                self.state.efer = v & !EFER_LMA | self.state.efer & EFER_LMA;
+            }
+            0xc000_0081 => self.state.star = v,
+            0xc000_0082 => self.state.lstar = v,
+            0xc000_0083 => self.state.cstar = v,
+            0xc000_0084 => self.state.sfmask = low_half(v),
+            0xc000_0100 => self.state.fs.base = v,
+            0xc000_0101 => self.state.gs.base = v,
+            0xc000_0102 => self.state.kernel_gs_base = v,
+            0xc000_0103 => self.state.tsc_aux = low_half(v),
+            _ => {
+                if self.machine().wrmsr(msr, v).is_err() {
+                    return Err(self.gp());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// STI, CLI and such: whether the privilege level may.
+    fn io_privilege(&mut self) -> Result<(), Break> {
+        let iopl = (self.state.rflags & flags::IOPL) >> 12;
+        if u64::from(self.cpl) <= iopl {
+            Ok(())
+        } else {
+            Err(self.gp())
+        }
+    }
+}
+
+fn read_control(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.privileged()?;
+    let v = match op.r[1] {
+        0 => cpu.state.cr0,
+        2 => cpu.state.cr2,
+        3 => cpu.state.cr3,
+        4 => cpu.state.cr4,
+        8 => cpu.state.cr8,
+        _ => return Err(cpu.ud()),
+    };
+    if cpu.is_64() {
+        u64::set(cpu, op.r[0], v);
+    } else {
+        u32::set(cpu, op.r[0], v as u32);
+    }
+    Ok(())
+}
+fn write_control(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.privileged()?;
+    let v = u64::get(cpu, op.r[1]);
+    let v = if cpu.is_64() { v } else { low_half(v) };
+    match op.r[0] {
+        0 => cpu.write_cr0(v)?,
+        2 => cpu.state.cr2 = v,
+        3 => cpu.write_cr3(v)?,
+        4 => cpu.write_cr4(v)?,
+        8 if v > 15 => return Err(cpu.gp()),
+        8 => cpu.state.cr8 = v,
+        _ => return Err(cpu.ud()),
+    }
+    cpu.refresh();
+    Err(Break::End)
+}
+
+/// DR4 and DR5 are other names of DR6 and DR7 unless CR4.DE forbids them.
+fn debug_register(cpu: &mut Cpu, number: u8) -> Result<u8, Break> {
+    cpu.privileged()?;
+    match number {
+        4 | 5 if cpu.state.cr4 & CR4_DE != 0 => Err(cpu.ud()),
+        4 | 5 => Ok(number + 2),
+        0..8 => Ok(number),
+        _ => Err(cpu.ud()),
+    }
+}
+fn read_debug(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = match debug_register(cpu, op.r[1])? {
+        6 => cpu.state.dr6,
+        7 => cpu.state.dr7,
+        n => cpu.state.dr[usize::from(n)],
+    };
+    if cpu.is_64() {
+        u64::set(cpu, op.r[0], v);
+    } else {
+        u32::set(cpu, op.r[0], v as u32);
+    }
+    Ok(())
+}
+fn write_debug(cpu: &mut Cpu, op: &Op) -> Flow {
+    let n = debug_register(cpu, op.r[0])?;
+    let v = u64::get(cpu, op.r[1]);
+    if n >= 6 && v >> 32 != 0 && cpu.is_64() {
+        return Err(cpu.gp());
+    }
+    match n {
+        6 => cpu.state.dr6 = v & 0xe00f | 0xffff_0ff0,
+        7 => cpu.state.dr7 = low_half(v) & !0xd800 | 0x400,
+        n => cpu.state.dr[usize::from(n)] = v,
+    }
+    cpu.slow = true;
+    Err(Break::End)
+}
+
+fn smsw<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    if cpu.state.cr4 & CR4_UMIP != 0 {
+        cpu.privileged()?;
+    }
+    let v = cpu.state.cr0;
+    if op.r[0] == MEM {
+        cpu.store_mem::<u16>(op, v as u16)?;
+    } else {
+        T::set(cpu, op.r[0], T::of(v));
+    }
+    cpu.stored()
+}
+fn lmsw(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.privileged()?;
+    let v = u64::from(cpu.operand::<u16>(op, 0)?) & 15;
+    let old = cpu.state.cr0;
+    // PE can be set here but not cleared.
+    cpu.write_cr0(old & !14 | v)?;
+    cpu.refresh();
+    Err(Break::End)
+}
+fn clts(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.privileged()?;
+    cpu.state.cr0 &= !CR0_TS;
+    cpu.refresh();
+    Err(Break::End)
+}
+
+fn rdmsr(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.privileged()?;
+    let v = cpu.read_msr(cpu.state.gpr[1] as u32)?;
+    set_edx_eax(cpu, v);
+    Ok(())
+}
+fn wrmsr(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.privileged()?;
+    let v = edx_eax(cpu);
+    cpu.write_msr(cpu.state.gpr[1] as u32, v)?;
+    cpu.refresh();
+    Err(Break::End)
+}
+
+fn cpuid(cpu: &mut Cpu, _: &Op) -> Flow {
+    let (leaf, subleaf) = (cpu.state.gpr[0] as u32, cpu.state.gpr[1] as u32);
+    let mut out = cpu.machine().cpuid(leaf, subleaf);
+    if leaf == 1 {
+        // OSXSAVE mirrors CR4.
+        let on = out[2] & 1 << 26 != 0 && cpu.state.cr4 & CR4_OSXSAVE != 0;
+        out[2] = out[2] & !(1 << 27) | u32::from(on) << 27;
+    }
+    for (register, v) in [0, 3, 1, 2].into_iter().zip(out) {
+        cpu.state.gpr[register] = v.into();
+    }
+    Ok(())
+}
+
+fn time_allowed(cpu: &mut Cpu) -> Result<(), Break> {
+    if cpu.state.cr4 & CR4_TSD != 0 {
+        cpu.privileged()
+    } else {
+        Ok(())
+    }
+}
+fn rdtsc(cpu: &mut Cpu, _: &Op) -> Flow {
+    time_allowed(cpu)?;
+    let tsc = cpu.machine().tsc();
+    set_edx_eax(cpu, tsc);
+    Ok(())
+}
+fn rdtscp(cpu: &mut Cpu, op: &Op) -> Flow {
+    rdtsc(cpu, op)?;
+    cpu.state.gpr[1] = low_half(cpu.state.tsc_aux);
+    Ok(())
+}
+fn rdpid(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = low_half(cpu.state.tsc_aux);
+    u64::set(cpu, op.r[0], v);
+    Ok(())
+}
+
+fn hlt(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.privileged()?;
+    cpu.exit = Some(Exit::Hlt);
+    Err(Break::ExitAfter)
+}
+
+fn cli(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.io_privilege()?;
+    cpu.state.rflags &= !flags::IF;
+    Ok(())
+}
+fn sti(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.io_privilege()?;
+    if cpu.state.rflags & flags::IF != 0 {
+        return Ok(());
+    }
+    cpu.state.rflags |= flags::IF;
+    cpu.state.events.sti_shadow = true;
+    cpu.slow = true;
+    Err(Break::End)
+}
+fn cld(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.state.rflags &= !flags::DF;
+    Ok(())
+}
+fn std(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.state.rflags |= flags::DF;
+    Ok(())
+}
+fn clc(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.set_flags(flags::CF, 0);
+    Ok(())
+}
+fn stc(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.set_flags(flags::CF, flags::CF);
+    Ok(())
+}
+fn cmc(cpu: &mut Cpu, _: &Op) -> Flow {
+    let flipped = !cpu.flags() & flags::CF;
+    cpu.set_flags(flags::CF, flipped);
+    Ok(())
+}
+fn lahf(cpu: &mut Cpu, _: &Op) -> Flow {
+    let v = cpu.flags() as u8;
+    u8::set(cpu, 16, v);
+    Ok(())
+}
+fn sahf(cpu: &mut Cpu, _: &Op) -> Flow {
+    let v = u8::get(cpu, 16).into();
+    cpu.set_flags(flags::SF | flags::ZF | flags::AF | flags::PF | flags::CF, v);
+    Ok(())
+}
+/// STAC (`aux` 1) and CLAC.
+fn access_flag(cpu: &mut Cpu, op: &Op) -> Flow {
+    if cpu.cpl != 0 {
+        return Err(cpu.ud());
+    }
+    cpu.state.rflags = cpu.state.rflags & !flags::AC | u64::from(op.aux) * flags::AC;
+    cpu.update_table();
+    Ok(())
+}
+
+fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.privileged()?;
+    let offset = cpu.offset(op);
+    let base = cpu.segment(op.seg).base;
+    let lin = if cpu.is_64() && op.seg < 4 {
+        offset
+    } else {
+        base.wrapping_add(offset)
+    };
+    cpu.flush_page(lin);
+    Err(Break::End)
+}
+fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.privileged()?;
+    let kind = if cpu.is_64() {
+        u64::get(cpu, op.r[0])
+    } else {
+        u32::get(cpu, op.r[0]).zx()
+    };
+    let descriptor = cpu.load_mem::<u128>(op)?;
+    let pcid = descriptor as u64;
+    let address = (descriptor >> 64) as u64;
+    if kind > 3 || kind < 2 && pcid >> 12 != 0 || kind == 0 && !cpu.canonical(address) {
+        return Err(cpu.gp());
+    }
+    cpu.flush_tlb();
+    Err(Break::End)
+}
+fn privileged_nop(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.privileged()
+}
+fn monitor(cpu: &mut Cpu, _: &Op) -> Flow {
+    if cpu.cpl == 0 { Ok(()) } else { Err(cpu.ud()) }
+}
+/// The line is not flushed, but the access is checked as a load.
+fn touch(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.load_mem::<u8>(op).map(|_| ())
+}
+fn barrier(_: &mut Cpu, _: &Op) -> Flow {
+    fence(Ordering::SeqCst);
+    Ok(())
+}
+fn serialize(_: &mut Cpu, _: &Op) -> Flow {
+    Err(Break::End)
+}
+
+fn hypercall(cpu: &mut Cpu, _: &Op) -> Flow {
+    let wide = cpu.is_64();
+    let get = |cpu: &Cpu, r: usize| {
+        if wide {
+            cpu.state.gpr[r]
+        } else {
+            low_half(cpu.state.gpr[r])
+        }
+    };
+    let v = if cpu.cpl == 0 {
+        let args = [3, 1, 2, 6].map(|r| get(cpu, r));
+        let nr = get(cpu, 0);
+        cpu.machine().hypercall(nr, args)
+    } else {
+        // -EPERM in KVM's numbering of hypercall errors.
+        u64::MAX
+    };
+    cpu.state.gpr[0] = if wide { v } else { low_half(v) };
+    Err(Break::End)
+}
+
+fn random<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let mut bytes = [0u8; 8];
+    // SAFETY: the kernel writes at most the eight bytes given.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), 8, 0) };
+    let ok = got == 8;
+    T::set(cpu, op.r[0], T::of(u64::from_le_bytes(bytes)));
+    cpu.set_flags(flags::ARITHMETIC, if ok { flags::CF } else { 0 });
+    Ok(())
+}
+
+fn move_to_system(insn: &Instruction, op: &Op) -> Option<Handler> {
+    let register = |k| (insn.op_kind(k) == OpKind::Register).then(|| insn.op_register(k));
+    let (to, from) = (register(0)?, register(1)?);
+    debug_assert!(op.r[0] < 32 && op.r[1] < 32);
+    if to.is_cr() {
+        Some(write_control)
+    } else if from.is_cr() {
+        Some(read_control)
+    } else if to.is_dr() {
+        Some(write_debug)
+    } else if from.is_dr() {
+        Some(read_debug)
+    } else {
+        None
+    }
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    use Mnemonic::*;
+    Some(match insn.mnemonic() {
+        Mov => move_to_system(insn, op)?,
+        Smsw => by_size!(op.size, smsw),
+        Lmsw => lmsw,
+        Clts => clts,
+        Rdmsr => rdmsr,
+        Wrmsr => wrmsr,
+        Cpuid => cpuid,
+        Rdtsc => rdtsc,
+        Rdtscp => rdtscp,
+        Rdpid => rdpid,
+        Hlt => hlt,
+        Cli => cli,
+        Sti => sti,
+        Cld => cld,
+        Mnemonic::Std => std,
+        Clc => clc,
+        Stc => stc,
+        Cmc => cmc,
+        Lahf => lahf,
+        Sahf => sahf,
+        Stac | Clac => {
+            op.aux = u8::from(insn.mnemonic() == Stac);
+            access_flag
+        }
+        Invlpg => invlpg,
+        Invpcid => invpcid,
+        Invd | Wbinvd | Wbnoinvd => privileged_nop,
+        Monitor | Mwait => monitor,
+        Clflush | Clflushopt | Clwb => touch,
+        Mfence | Lfence | Sfence => barrier,
+        Serialize => serialize,
+        Vmcall | Vmmcall => hypercall,
+        Rdrand | Rdseed => by_size!(op.size, random),
+        _ => return None,
+    })
+}

@@ -1,0 +1,109 @@
+//! The four operand sizes of integer instructions, as types.
+
+use crate::Cpu;
+use slat_guard::Word;
+
+/// An unsigned integer of one of the operand sizes.
+pub(crate) trait Int: Word + Copy + Eq + std::fmt::Debug + 'static {
+    /// Width in bits.
+    const BITS: u32;
+    /// Width in bytes.
+    const BYTES: u64 = (Self::BITS / 8) as u64;
+    /// Index of the size: 0 for a byte to 3 for a quadword.
+    const SIZE: u8;
+    fn zx(self) -> u64;
+    fn sx(self) -> i64;
+    /// The low bits of `v`.
+    fn of(v: u64) -> Self;
+    /// Register `r`; for bytes, 16–19 are AH CH DH BH.
+    fn get(cpu: &Cpu, r: u8) -> Self;
+    /// Writes register `r`: a doubleword clears the upper half, smaller sizes leave the rest.
+    fn set(cpu: &mut Cpu, r: u8, v: Self);
+    /// The sign bit.
+    #[inline(always)]
+    fn top(self) -> bool {
+        self.zx() >> (Self::BITS - 1) & 1 != 0
+    }
+}
+
+macro_rules! int {
+    ($ty:ty, $signed:ty, $size:literal, |$cpu:ident, $r:ident| $get:expr, |$c:ident, $d:ident, $v:ident| $set:expr) => {
+        impl Int for $ty {
+            const BITS: u32 = <$ty>::BITS;
+            const SIZE: u8 = $size;
+            #[inline(always)]
+            fn zx(self) -> u64 {
+                self as u64
+            }
+            #[inline(always)]
+            fn sx(self) -> i64 {
+                self as $signed as i64
+            }
+            #[inline(always)]
+            fn of(v: u64) -> Self {
+                v as $ty
+            }
+            #[inline(always)]
+            fn get($cpu: &Cpu, $r: u8) -> Self {
+                $get
+            }
+            #[inline(always)]
+            fn set($c: &mut Cpu, $d: u8, $v: Self) {
+                $set
+            }
+        }
+    };
+}
+
+int!(
+    u8,
+    i8,
+    0,
+    |cpu, r| (cpu.state.gpr[usize::from(r & 15)] >> ((r >> 4) * 8)) as u8,
+    |cpu, r, v| {
+        let shift = (r >> 4) * 8;
+        let reg = &mut cpu.state.gpr[usize::from(r & 15)];
+        *reg = *reg & !(0xff << shift) | u64::from(v) << shift;
+    }
+);
+int!(
+    u16,
+    i16,
+    1,
+    |cpu, r| cpu.state.gpr[usize::from(r & 15)] as u16,
+    |cpu, r, v| {
+        let reg = &mut cpu.state.gpr[usize::from(r & 15)];
+        *reg = *reg & !0xffff | u64::from(v);
+    }
+);
+int!(
+    u32,
+    i32,
+    2,
+    |cpu, r| cpu.state.gpr[usize::from(r & 15)] as u32,
+    |cpu, r, v| {
+        cpu.state.gpr[usize::from(r & 15)] = u64::from(v);
+    }
+);
+int!(
+    u64,
+    i64,
+    3,
+    |cpu, r| cpu.state.gpr[usize::from(r & 15)],
+    |cpu, r, v| {
+        cpu.state.gpr[usize::from(r & 15)] = v;
+    }
+);
+
+/// Calls a generic function for the operand size with index `$size`.
+macro_rules! by_size {
+    ($size:expr, $($f:ident)::+ $(, $more:ty)*) => {
+        match $size {
+            0 => $($f)::+::<u8 $(, $more)*>,
+            1 => $($f)::+::<u16 $(, $more)*>,
+            2 => $($f)::+::<u32 $(, $more)*>,
+            _ => $($f)::+::<u64 $(, $more)*>,
+        }
+    };
+}
+pub(crate) use by_size;

@@ -1,0 +1,409 @@
+//! Delivery of exceptions and interrupts.
+//!
+//! A delivery first reads all it needs and writes the stack frame, then changes registers: it can break
+//! off at any memory access and start again. What waits stands in `state.events`; an exception during the
+//! delivery of another makes a double fault or, at the third, ends the run with [`Exit::Shutdown`].
+
+use crate::machine::Exit;
+use crate::op::Break;
+use crate::segment::Descriptor;
+use crate::state::{Events, Exception, Segment, flags};
+use crate::tlb::{SUPERVISOR, USER};
+use crate::{Cpu, vector};
+
+/// Where an event comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// An interrupt or a hardware exception.
+    External,
+    /// INT n, INT3, INTO: the gate's DPL counts.
+    Software,
+}
+
+fn contributory(vector: u8) -> bool {
+    matches!(
+        vector,
+        vector::DE | vector::TS | vector::NP | vector::SS | vector::GP
+    )
+}
+
+impl Cpu {
+    /// An external interrupt will be delivered before the next instruction, whatever RFLAGS.IF says.
+    pub fn inject_interrupt(&mut self, vector: u8) {
+        self.state.events.interrupt = Some(vector);
+        self.slow = true;
+    }
+
+    /// An NMI will be delivered as soon as NMIs are not blocked.
+    pub fn inject_nmi(&mut self) {
+        self.state.events.nmi = true;
+        self.slow = true;
+    }
+
+    /// An exception will be delivered before the next instruction. CR2 is the caller's to set.
+    pub fn inject_exception(&mut self, vector: u8, error: Option<u32>) {
+        self.state.events.exception = Some(Exception { vector, error });
+        self.slow = true;
+    }
+
+    /// Whether the guest accepts an external interrupt now.
+    pub fn can_take_interrupt(&self) -> bool {
+        let Events {
+            exception,
+            interrupt,
+            sti_shadow,
+            mov_ss_shadow,
+            ..
+        } = self.state.events;
+        self.state.rflags & flags::IF != 0
+            && exception.is_none()
+            && interrupt.is_none()
+            && !sti_shadow
+            && !mov_ss_shadow
+    }
+
+    /// The instruction in the shadow of STI or MOV SS is done.
+    pub(crate) fn end_shadow(&mut self) {
+        self.state.events.sti_shadow = false;
+        self.state.events.mov_ss_shadow = false;
+    }
+
+    /// Delivers what waits. At most one event per call.
+    pub(crate) fn deliver_events(&mut self) -> Option<Exit> {
+        let events = self.state.events;
+        let rip = self.state.rip;
+        if let Some(exception) = events.exception {
+            let Exception { vector, error } = exception;
+            match self.deliver(vector, error, Source::External, rip) {
+                Ok(()) => {
+                    self.state.events.exception = None;
+                    self.end_shadow();
+                }
+                Err(Break::Exception) => return self.exception_in_delivery(exception),
+                Err(why) => return self.delivery_broke(why),
+            }
+        } else if events.nmi && !events.nmi_blocked {
+            match self.deliver(vector::NMI, None, Source::External, rip) {
+                Ok(()) => {
+                    self.state.events.nmi = false;
+                    self.state.events.nmi_blocked = true;
+                    self.end_shadow();
+                }
+                Err(Break::Exception) => {
+                    self.state.events.nmi = false;
+                    self.note_fault();
+                }
+                Err(why) => return self.delivery_broke(why),
+            }
+        } else if let Some(vector) = events.interrupt {
+            match self.deliver(vector, None, Source::External, rip) {
+                Ok(()) => {
+                    self.state.events.interrupt = None;
+                    self.end_shadow();
+                }
+                Err(Break::Exception) => {
+                    self.state.events.interrupt = None;
+                    self.note_fault();
+                }
+                Err(why) => return self.delivery_broke(why),
+            }
+        }
+        None
+    }
+
+    fn delivery_broke(&mut self, why: Break) -> Option<Exit> {
+        match why {
+            Break::Exit => self.exit.take(),
+            _ => None,
+        }
+    }
+
+    fn note_fault(&mut self) {
+        if self.fault.vector == vector::PF {
+            self.state.cr2 = self.fault_address;
+        }
+        self.fault_noncanonical = false;
+        self.state.events.exception = Some(self.fault);
+        self.slow = true;
+    }
+
+    fn exception_in_delivery(&mut self, first: Exception) -> Option<Exit> {
+        let second = self.fault.vector;
+        if first.vector == vector::DF {
+            self.state.events.exception = None;
+            return Some(Exit::Shutdown);
+        }
+        let double = contributory(first.vector) && contributory(second)
+            || first.vector == vector::PF && (second == vector::PF || contributory(second));
+        self.note_fault();
+        if double {
+            let double = Exception {
+                vector: vector::DF,
+                error: Some(0),
+            };
+            self.state.events.exception = Some(double);
+        }
+        None
+    }
+
+    /// Delivers an event now; `return_rip` is what the handler returns to.
+    pub(crate) fn deliver(
+        &mut self,
+        vector: u8,
+        error: Option<u32>,
+        source: Source,
+        return_rip: u64,
+    ) -> Result<(), Break> {
+        self.slow = true;
+        if self.long_mode() {
+            self.deliver_long(vector, error, source, return_rip)
+        } else if self.protected() {
+            self.deliver_protected(vector, error, source, return_rip)
+        } else {
+            self.deliver_real(vector, return_rip)
+        }
+    }
+
+    fn deliver_long(
+        &mut self,
+        vector: u8,
+        error: Option<u32>,
+        source: Source,
+        return_rip: u64,
+    ) -> Result<(), Break> {
+        let external = u32::from(source == Source::External);
+        let gate_error = Some(u32::from(vector) << 3 | 2 | external);
+        let offset = u64::from(vector) * 16;
+        if offset + 15 > u64::from(self.state.idtr.limit) {
+            return Err(self.raise(vector::GP, gate_error));
+        }
+        let at = self.state.idtr.base.wrapping_add(offset);
+        let (low, high) =
+            self.as_system(|cpu| Ok((cpu.load::<u64>(at)?, cpu.load::<u64>(at + 8)?)))?;
+        let gate = Descriptor(low);
+        let is_interrupt = match gate.kind() {
+            0x0e => true,
+            0x0f => false,
+            _ => return Err(self.raise(vector::GP, gate_error)),
+        };
+        if source == Source::Software && gate.dpl() < self.cpl {
+            return Err(self.raise(vector::GP, gate_error));
+        }
+        if !gate.present() {
+            return Err(self.raise(vector::NP, gate_error));
+        }
+        let target = low & 0xffff | (low >> 48) << 16 | high << 32;
+        let selector = (low >> 16) as u16;
+        if selector & !3 == 0 {
+            return Err(self.raise(vector::GP, Some(external)));
+        }
+        let selector_error = Some(u32::from(selector & !3) | external);
+        let Some(code) = self.try_descriptor(selector)? else {
+            return Err(self.raise(vector::GP, selector_error));
+        };
+        if !code.is_code() || !code.long() || code.big() || code.dpl() > self.cpl {
+            return Err(self.raise(vector::GP, selector_error));
+        }
+        if !code.present() {
+            return Err(self.raise(vector::NP, selector_error));
+        }
+        if !self.canonical(target) {
+            return Err(self.raise(vector::GP, Some(external)));
+        }
+        let cpl = if code.conforming() {
+            self.cpl
+        } else {
+            code.dpl()
+        };
+        let ist = low >> 32 & 7;
+        let stack = match ist {
+            0 if cpl == self.cpl => self.state.gpr[4],
+            0 => self.tss_stack(4 + 8 * u64::from(cpl))?,
+            _ => self.tss_stack(36 + 8 * (ist - 1))?,
+        } & !15;
+        let rflags = self.flags();
+        let frame = [
+            return_rip,
+            u64::from(self.state.cs.selector),
+            rflags,
+            self.state.gpr[4],
+            u64::from(self.state.ss.selector),
+        ];
+        let mut bytes = [0; 48];
+        let mut len = 0;
+        if let Some(error) = error {
+            bytes[..8].copy_from_slice(&u64::from(error).to_le_bytes());
+            len = 8;
+        }
+        for word in frame {
+            bytes[len..len + 8].copy_from_slice(&word.to_le_bytes());
+            len += 8;
+        }
+        let rsp = stack.wrapping_sub(len as u64);
+        self.push_frame(rsp, &bytes[..len], cpl)?;
+        // Nothing fails from here on.
+        let mut segment = Descriptor(code.0 | 1 << 40).segment(selector & !3 | u16::from(cpl));
+        segment.base = 0;
+        self.state.cs = segment;
+        if cpl != self.cpl {
+            let rights = Segment::UNUSABLE | u32::from(cpl) << 5;
+            self.state.ss = Segment {
+                selector: u16::from(cpl),
+                base: 0,
+                limit: 0xffff_ffff,
+                rights,
+            };
+        }
+        self.state.gpr[4] = rsp;
+        self.state.rip = target;
+        self.state.rflags &= !(flags::TF | flags::NT | flags::RF | flags::VM);
+        if is_interrupt {
+            self.state.rflags &= !flags::IF;
+        }
+        self.refresh();
+        Ok(())
+    }
+
+    /// Writes a stack frame with the rights of the privilege level that it is for.
+    fn push_frame(&mut self, rsp: u64, bytes: &[u8], cpl: u8) -> Result<(), Break> {
+        let table = self.table;
+        self.table = match cpl {
+            3 => USER,
+            _ if self.cpl == 3 => SUPERVISOR,
+            _ => table,
+        };
+        let result = self.store_bytes(rsp, bytes);
+        self.table = table;
+        self.stop = false;
+        if result == Err(Break::Exception) && std::mem::take(&mut self.fault_noncanonical) {
+            self.fault.vector = vector::SS;
+        }
+        result
+    }
+
+    /// A stack pointer out of the 64-bit TSS.
+    fn tss_stack(&mut self, offset: u64) -> Result<u64, Break> {
+        let tr = self.state.tr;
+        if offset + 7 > u64::from(tr.limit) {
+            return Err(self.raise(vector::TS, Some(u32::from(tr.selector & !3))));
+        }
+        let rsp = self.as_system(|cpu| cpu.load::<u64>(tr.base.wrapping_add(offset)))?;
+        if !self.canonical(rsp) {
+            return Err(self.raise(vector::SS, Some(0)));
+        }
+        Ok(rsp)
+    }
+
+    /// 32-bit protected mode: interrupt and trap gates.
+    fn deliver_protected(
+        &mut self,
+        vector: u8,
+        error: Option<u32>,
+        source: Source,
+        return_rip: u64,
+    ) -> Result<(), Break> {
+        let external = u32::from(source == Source::External);
+        let gate_error = Some(u32::from(vector) << 3 | 2 | external);
+        let offset = u64::from(vector) * 8;
+        if offset + 7 > u64::from(self.state.idtr.limit) {
+            return Err(self.raise(vector::GP, gate_error));
+        }
+        let at = self.state.idtr.base.wrapping_add(offset);
+        let low = self.as_system(|cpu| cpu.load::<u64>(at))?;
+        let gate = Descriptor(low);
+        let (wide, is_interrupt) = match gate.kind() {
+            0x0e => (true, true),
+            0x0f => (true, false),
+            0x06 => (false, true),
+            0x07 => (false, false),
+            0x05 => return Err(self.unimplemented("a task gate")),
+            _ => return Err(self.raise(vector::GP, gate_error)),
+        };
+        if source == Source::Software && gate.dpl() < self.cpl {
+            return Err(self.raise(vector::GP, gate_error));
+        }
+        if !gate.present() {
+            return Err(self.raise(vector::NP, gate_error));
+        }
+        if self.state.rflags & flags::VM != 0 {
+            return Err(self.unimplemented("an interrupt in virtual-8086 mode"));
+        }
+        let selector = (low >> 16) as u16;
+        let target = low & 0xffff | if wide { (low >> 48) << 16 } else { 0 };
+        let selector_error = Some(u32::from(selector & !3) | external);
+        let code = match self.try_descriptor(selector)? {
+            Some(code) if selector & !3 != 0 && code.is_code() && code.dpl() <= self.cpl => code,
+            _ => return Err(self.raise(vector::GP, selector_error)),
+        };
+        if !code.present() {
+            return Err(self.raise(vector::NP, selector_error));
+        }
+        let cpl = if code.conforming() {
+            self.cpl
+        } else {
+            code.dpl()
+        };
+        let mut words = vec![];
+        words.extend(error);
+        words.push(return_rip as u32);
+        words.push(u32::from(self.state.cs.selector));
+        words.push(self.flags() as u32);
+        let (esp, ss) = if cpl == self.cpl {
+            (self.state.gpr[4], self.state.ss)
+        } else {
+            words.push(self.state.gpr[4] as u32);
+            words.push(u32::from(self.state.ss.selector));
+            let tss = self.state.tr.base.wrapping_add(4 + 8 * u64::from(cpl));
+            let (esp, ss) =
+                self.as_system(|cpu| Ok((cpu.load::<u32>(tss)?, cpu.load::<u16>(tss + 4)?)))?;
+            let descriptor = self.descriptor(ss, vector::TS)?;
+            (u64::from(esp), descriptor.segment(ss))
+        };
+        let bytes: Vec<u8> = words
+            .iter()
+            .flat_map(|w| {
+                if wide {
+                    w.to_le_bytes().to_vec()
+                } else {
+                    (*w as u16).to_le_bytes().to_vec()
+                }
+            })
+            .collect();
+        let mask = if ss.big() { 0xffff_ffff } else { 0xffff };
+        let new = esp.wrapping_sub(bytes.len() as u64) & mask;
+        self.push_frame(ss.base.wrapping_add(new) & 0xffff_ffff, &bytes, cpl)?;
+        self.state.gpr[4] = esp & !mask | new;
+        self.state.ss = ss;
+        self.state.cs = Descriptor(code.0 | 1 << 40).segment(selector & !3 | u16::from(cpl));
+        self.state.rip = target;
+        self.state.rflags &= !(flags::TF | flags::NT | flags::RF | flags::VM);
+        if is_interrupt {
+            self.state.rflags &= !flags::IF;
+        }
+        self.refresh();
+        Ok(())
+    }
+
+    /// Real mode: the interrupt vector table.
+    fn deliver_real(&mut self, vector: u8, return_rip: u64) -> Result<(), Break> {
+        let offset = u64::from(vector) * 4;
+        if offset + 3 > u64::from(self.state.idtr.limit) {
+            return Err(self.raise(vector::GP, None));
+        }
+        let at = self.state.idtr.base.wrapping_add(offset);
+        let entry = self.load::<u32>(at)?;
+        let sp = (self.state.gpr[4] as u16).wrapping_sub(6);
+        let mut bytes = [0; 6];
+        bytes[..2].copy_from_slice(&(return_rip as u16).to_le_bytes());
+        bytes[2..4].copy_from_slice(&self.state.cs.selector.to_le_bytes());
+        bytes[4..].copy_from_slice(&(self.flags() as u16).to_le_bytes());
+        self.push_frame(self.state.ss.base.wrapping_add(sp.into()), &bytes, 0)?;
+        self.state.gpr[4] = self.state.gpr[4] & !0xffff | u64::from(sp);
+        self.state.cs.selector = (entry >> 16) as u16;
+        self.state.cs.base = u64::from(entry >> 16) << 4;
+        self.state.rip = u64::from(entry & 0xffff);
+        self.state.rflags &= !(flags::TF | flags::IF | flags::AC | flags::RF);
+        self.refresh();
+        Ok(())
+    }
+}

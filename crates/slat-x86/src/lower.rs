@@ -1,0 +1,272 @@
+//! From a decoded instruction to an operation.
+
+use crate::Cpu;
+use crate::cpu::mode;
+use crate::exec;
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form};
+use crate::{simd, vector, x87};
+use iced_x86::{CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register};
+
+/// Appends the operations of an instruction; answers whether the block ends with it.
+pub(crate) fn lower(insn: &Instruction, mode: u8, offset: u8, len: u8, ops: &mut Vec<Op>) -> bool {
+    let mut op = Op {
+        offset,
+        len,
+        count: 1,
+        ..invalid()
+    };
+    operands(insn, mode, &mut op);
+    let found = LOWERINGS.iter().find_map(|lower| lower(insn, &mut op));
+    if let Some(handler) = found {
+        op.handler = handler;
+        ops.push(op);
+    } else {
+        op.instruction = Some(Box::new(*insn));
+        op.handler = floating(insn, mode, &mut op).unwrap_or_else(|| missing(insn));
+        let hidden = matches!(insn.mnemonic(), Mnemonic::Maskmovq | Mnemonic::Maskmovdqu);
+        let may_store = op.r[0] == MEM || hidden;
+        ops.push(op);
+        if may_store {
+            let behind = offset.wrapping_add(len);
+            ops.push(Op {
+                handler: check,
+                offset: behind,
+                len: 0,
+                count: 0,
+                ..invalid()
+            });
+        }
+    }
+    insn.flow_control() != FlowControl::Next
+}
+
+const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 16] = [
+    exec::data::lower,
+    exec::alu::lower,
+    exec::control::lower,
+    exec::stack::lower,
+    exec::shift::lower,
+    exec::muldiv::lower,
+    exec::bits::lower,
+    exec::bmi::lower,
+    exec::atomic::lower,
+    exec::string::lower,
+    exec::far::lower,
+    exec::syscall::lower,
+    exec::descriptor::lower,
+    exec::io::lower,
+    exec::system::lower,
+    exec::fpu_state::lower,
+];
+
+/// SSE and x87, unless they are switched off.
+fn floating(insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
+    if insn.encoding() != EncodingKind::Legacy {
+        return None;
+    }
+    if let Some(handler) = simd::lower(insn, op) {
+        let mmx = !insn.cpuid_features().iter().any(|f| is_sse(*f));
+        let off = if mmx { mode::NO_X87 } else { mode::NO_SSE };
+        return Some(match mode {
+            _ if mode & off != 0 => undefined,
+            _ if mode & mode::TASK_SWITCHED != 0 => not_available,
+            _ => handler,
+        });
+    }
+    let handler = x87::lower(insn, op)?;
+    let off = mode::NO_X87 | mode::TASK_SWITCHED;
+    Some(if mode & off != 0 {
+        not_available
+    } else {
+        handler
+    })
+}
+
+fn is_sse(feature: CpuidFeature) -> bool {
+    use CpuidFeature::*;
+    matches!(
+        feature,
+        SSE | SSE2 | SSE3 | SSSE3 | SSE4_1 | SSE4_2 | AES | PCLMULQDQ | SHA | GFNI
+    )
+}
+
+/// Instructions that a CPU with our CPUID features has, but this one does not.
+fn missing(insn: &Instruction) -> Handler {
+    use CpuidFeature::*;
+    let known = |f: &CpuidFeature| {
+        is_sse(*f)
+            || matches!(
+                f,
+                INTEL8086
+                    | INTEL186
+                    | INTEL286
+                    | INTEL386
+                    | INTEL486
+                    | FPU
+                    | FPU287
+                    | FPU387
+                    | MMX
+                    | FXSR
+                    | CMOV
+                    | X64
+                    | SMM
+            )
+    };
+    let ours = insn.encoding() == EncodingKind::Legacy && insn.cpuid_features().iter().all(known);
+    if ours && insn.mnemonic() != Mnemonic::Rsm {
+        unimplemented
+    } else {
+        undefined
+    }
+}
+
+fn undefined(cpu: &mut Cpu, _: &Op) -> Flow {
+    Err(cpu.ud())
+}
+fn not_available(cpu: &mut Cpu, _: &Op) -> Flow {
+    Err(cpu.raise(vector::NM, None))
+}
+fn unimplemented(cpu: &mut Cpu, _: &Op) -> Flow {
+    Err(cpu.unimplemented("an instruction that this CPU does not implement"))
+}
+
+/// Follows an instruction that may have stored and does not look itself.
+fn check(cpu: &mut Cpu, _: &Op) -> Flow {
+    if cpu.stop { Err(Break::End) } else { Ok(()) }
+}
+
+/// Bytes that are no instruction; with `aux` set there were too many of them.
+fn bad(cpu: &mut Cpu, op: &Op) -> Flow {
+    Err(if op.aux != 0 { cpu.gp() } else { cpu.ud() })
+}
+
+/// The operation of bytes that are no instruction.
+pub(crate) fn invalid() -> Op {
+    Op {
+        handler: bad,
+        imm: 0,
+        disp: 0,
+        r: [NONE; 4],
+        base: NONE,
+        index: NONE,
+        scale: 0,
+        seg: NONE,
+        form: form::FULL,
+        address_size: 8,
+        size: 3,
+        len: 1,
+        offset: 0,
+        aux: 0,
+        lock: false,
+        rep: 0,
+        count: 1,
+        instruction: None,
+    }
+}
+
+/// Fills in what all instructions have alike.
+fn operands(insn: &Instruction, mode: u8, op: &mut Op) {
+    op.lock = insn.has_lock_prefix();
+    op.rep = if insn.has_repe_prefix() {
+        1
+    } else if insn.has_repne_prefix() {
+        2
+    } else {
+        0
+    };
+    op.address_size = [2, 4, 8][usize::from(mode & mode::BITS)];
+    for k in 0..insn.op_count() {
+        let kind = insn.op_kind(k);
+        let mut number = NONE;
+        match kind {
+            OpKind::Register => number = register(insn.op_register(k)),
+            OpKind::Memory => {
+                number = MEM;
+                memory(insn, mode, op);
+            }
+            OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64 => {
+                op.imm = insn.near_branch_target();
+            }
+            OpKind::FarBranch16 | OpKind::FarBranch32 => {}
+            OpKind::MemorySegSI | OpKind::MemorySegDI | OpKind::MemoryESDI => {
+                string_operand(insn, 2, op);
+            }
+            OpKind::MemorySegESI | OpKind::MemorySegEDI | OpKind::MemoryESEDI => {
+                string_operand(insn, 4, op);
+            }
+            OpKind::MemorySegRSI | OpKind::MemorySegRDI | OpKind::MemoryESRDI => {
+                string_operand(insn, 8, op);
+            }
+            _ if k > 0
+                && op.r[0] == NONE
+                && insn.op_kind(0) != OpKind::Register
+                && insn.op_kind(0) != OpKind::Memory => {}
+            _ => op.imm = insn.immediate(k),
+        }
+        if k < 4 {
+            op.r[k as usize] = number;
+        }
+    }
+    let bytes = match insn.op0_kind() {
+        OpKind::Register => insn.op0_register().size(),
+        OpKind::Memory => insn.memory_size().size(),
+        _ => 8,
+    };
+    op.size = if bytes <= 8 {
+        bytes.max(1).trailing_zeros() as u8
+    } else {
+        3
+    };
+}
+
+fn string_operand(insn: &Instruction, address_size: u8, op: &mut Op) {
+    op.address_size = address_size;
+    op.seg = segment(insn.memory_segment());
+}
+
+/// The number of a register in its file; 16–19 for AH CH DH BH.
+fn register(r: Register) -> u8 {
+    let n = r.number() as u8;
+    if r.is_gpr8() {
+        match n {
+            0..4 => n,
+            4..8 => n + 12,
+            _ => n - 4,
+        }
+    } else {
+        n
+    }
+}
+
+fn segment(r: Register) -> u8 {
+    match r {
+        Register::None => 3,
+        r => r.number() as u8,
+    }
+}
+
+fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
+    let (base, index) = (insn.memory_base(), insn.memory_index());
+    let relative = matches!(base, Register::RIP | Register::EIP);
+    let gpr = |r: Register| match r {
+        Register::None => NONE,
+        r => r.full_register().number() as u8,
+    };
+    op.base = if relative { NONE } else { gpr(base) };
+    op.index = gpr(index);
+    op.scale = insn.memory_index_scale().trailing_zeros() as u8;
+    op.disp = insn.memory_displacement64();
+    op.seg = segment(insn.memory_segment());
+    op.address_size = match (base, index) {
+        (Register::None, Register::None) => insn.memory_displ_size().clamp(2, 8) as u8,
+        (Register::None, index) => index.size() as u8,
+        (base, _) => base.size() as u8,
+    };
+    let flat = mode & mode::BITS == 2 && op.seg < 4 && op.address_size == 8;
+    op.form = match (flat, op.base != NONE, op.index != NONE) {
+        (true, true, false) => form::BASE,
+        (true, true, true) => form::INDEX,
+        (true, false, false) => form::DISP,
+        _ => form::FULL,
+    };
+}

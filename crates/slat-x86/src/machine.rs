@@ -1,0 +1,154 @@
+//! What a CPU needs from its machine, and what it answers when it stops.
+
+use std::ptr::NonNull;
+
+/// What a memory access does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reads data.
+    Read,
+    /// Writes data, or reads it in order to write it.
+    Write,
+    /// Fetches instructions.
+    Execute,
+}
+
+/// The CPU's paging state, as far as a translation depends on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Paging {
+    /// CR0: PG and WP matter.
+    pub cr0: u64,
+    /// CR3: the guest's top-level table.
+    pub cr3: u64,
+    /// CR4: PAE, PSE, PGE, LA57, SMEP, SMAP matter.
+    pub cr4: u64,
+    /// EFER: LMA and NXE matter.
+    pub efer: u64,
+    /// The access counts as a user's (CPL 3, and none of the CPU's own table accesses).
+    pub user: bool,
+    /// RFLAGS.AC of an explicit supervisor access: SMAP does not apply.
+    pub ac: bool,
+}
+
+/// A translation: one 4 KiB page of host memory.
+#[derive(Clone, Copy, Debug)]
+pub struct HostPage {
+    /// The first byte of the page in this process.
+    pub base: NonNull<u8>,
+    /// Reads may go on without coming back, at this privilege.
+    pub read: bool,
+    /// Writes may go on without coming back, at this privilege.
+    pub write: bool,
+    /// Instruction fetches may go on without coming back, at this privilege.
+    pub execute: bool,
+    /// The guest-physical address of the page.
+    pub gpa: u64,
+}
+
+/// Why there is no translation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The guest's tables do not allow the access: #PF with this error code, CR2 is the address.
+    Page {
+        /// The error code that the guest sees.
+        error_code: u32,
+    },
+    /// No memory there: the access is the device model's.
+    Mmio {
+        /// The guest-physical address of the byte at the faulting address.
+        gpa: u64,
+    },
+    /// #GP(0): for addresses that the machine refuses. The CPU checks canonical form itself.
+    GeneralProtection,
+    /// Abandon the instruction with nothing changed, look at `attention`, execute it again. All
+    /// translations are void.
+    Retry,
+    /// The host memory is not accessible: the run ends with [`Exit::BadAddress`].
+    BadAddress,
+}
+
+/// The machine refuses an MSR: the guest gets #GP(0).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MsrFault;
+
+/// How the CPU translates.
+pub trait Mmu {
+    /// The host page behind the page of `gva`: walks the guest's tables (setting accessed and dirty
+    /// bits), then the second level. Called on misses of the software TLB only.
+    fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault>;
+
+    /// A guarded access through a translation came back as gone. `Ok`: translate again and retry.
+    fn recheck(&mut self, host: *mut u8, access: Access) -> Result<(), Fault>;
+}
+
+/// What else a CPU needs from its machine.
+pub trait Machine: Mmu {
+    /// CPUID: EAX, EBX, ECX, EDX.
+    fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4];
+    /// RDMSR of an MSR that the CPU does not hold itself.
+    fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault>;
+    /// WRMSR of an MSR that the CPU does not hold itself.
+    fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault>;
+    /// The time-stamp counter as the guest sees it.
+    fn tsc(&mut self) -> u64;
+    /// VMCALL or VMMCALL at CPL 0: number and four arguments, answers RAX.
+    fn hypercall(&mut self, nr: u64, args: [u64; 4]) -> u64;
+}
+
+/// Why a run ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// A port access. RIP still points at the instruction; [`Cpu::complete_io`](crate::Cpu::complete_io)
+    /// finishes it, and must be called before the next run, also for a write (with no data).
+    Io {
+        /// The port.
+        port: u16,
+        /// Bytes per access: 1, 2 or 4.
+        size: u8,
+        /// OUT, in contrast to IN.
+        write: bool,
+        /// Number of accesses: more than 1 only for repeated INS, which reads what goes into the page.
+        count: u32,
+        /// What OUT writes.
+        data: [u8; 4],
+    },
+    /// A memory access where no memory is. A read is answered by
+    /// [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) before the next run; a write needs no answer.
+    Mmio {
+        /// The guest-physical address.
+        gpa: u64,
+        /// 1 to 8 bytes.
+        len: u8,
+        /// A write, in contrast to a read.
+        write: bool,
+        /// What is written.
+        data: [u8; 8],
+    },
+    /// HLT; RIP is behind it.
+    Hlt,
+    /// Triple fault.
+    Shutdown,
+    /// A valid instruction that this CPU does not implement, or a situation that it cannot handle.
+    /// RIP points at the instruction.
+    Emulation {
+        /// The instruction's bytes.
+        bytes: [u8; 15],
+        /// How many of them are known.
+        len: u8,
+        /// What is missing, for the log.
+        reason: &'static str,
+    },
+    /// The guest can take an interrupt now, and [`Cpu::interrupt_window`](crate::Cpu) asked for it.
+    InterruptWindow,
+    /// `attention` is not zero.
+    Attention,
+    /// The host memory behind guest memory is not accessible.
+    BadAddress,
+    /// A debug exception that [`Cpu::debug_exits`](crate::Cpu) claims for the host.
+    Debug {
+        /// 1 (#DB) or 3 (#BP).
+        vector: u8,
+        /// DR6 as the exception would have set it.
+        dr6: u64,
+    },
+}

@@ -1,0 +1,467 @@
+//! Guest-virtual loads and stores.
+//!
+//! The fast paths are a look-up in the software TLB and one guarded access. Everything else is in the
+//! slow paths: misses, pages that are not there, accesses that cross into another page, MMIO, host memory
+//! that went away. All of them are precise: a load or store that breaks has changed nothing, and an
+//! access that crosses a page has translated both pages before it touches either.
+
+use crate::int::Int;
+use crate::machine::{Access, Exit, Fault};
+use crate::op::{Break, Op, form};
+use crate::tlb::SUPERVISOR;
+use crate::{Cpu, vector};
+use slat_guard::Word;
+
+/// Where the bytes of one page are.
+#[derive(Clone, Copy)]
+enum Place {
+    Host(*mut u8),
+    Mmio(u64),
+}
+
+/// A place for each page of an access, with the number of bytes in the first one.
+#[derive(Clone, Copy)]
+pub(crate) struct Places {
+    first: Place,
+    second: Option<Place>,
+    split: usize,
+}
+
+impl Cpu {
+    /// Reads a word at a linear address, of 1 to 16 bytes.
+    #[inline(always)]
+    pub(crate) fn load<T: Word>(&mut self, lin: u64) -> Result<T, Break> {
+        let table = self.table;
+        if let Some(host) = self.tlb().read(table, lin, size_of::<T>() as u64) {
+            // SAFETY: the software TLB holds guest memory only, to which every access is guarded.
+            if let Ok(v) = unsafe { slat_guard::load(host.cast::<T>()) } {
+                return Ok(v);
+            }
+        }
+        self.load_slow::<T>(lin)
+    }
+
+    /// Writes a word at a linear address, of 1 to 16 bytes.
+    #[inline(always)]
+    pub(crate) fn store<T: Word>(&mut self, lin: u64, v: T) -> Result<(), Break> {
+        let table = self.table;
+        if let Some(host) = self.tlb().write(table, lin, size_of::<T>() as u64) {
+            self.wrote(host);
+            // SAFETY: as in `load`.
+            if unsafe { slat_guard::store(host.cast::<T>(), v) }.is_ok() {
+                return Ok(());
+            }
+        }
+        self.store_slow::<T>(lin, v)
+    }
+
+    /// Notes a write to `host`: the running block ends if its own page is written.
+    #[inline(always)]
+    pub(crate) fn wrote(&mut self, host: *mut u8) {
+        if host as usize & !0xfff == self.code_page {
+            self.stop = true;
+        }
+    }
+
+    /// What a handler that has stored answers: the block may have to end here.
+    #[inline(always)]
+    pub(crate) fn stored(&mut self) -> Result<(), Break> {
+        if self.stop { Err(Break::End) } else { Ok(()) }
+    }
+
+    /// Reads, changes and writes a word; answers the old and the new value. Atomic with `lock` if the
+    /// word lies in one page.
+    #[inline(always)]
+    pub(crate) fn update<T: Int>(
+        &mut self,
+        lin: u64,
+        lock: bool,
+        mut f: impl FnMut(T) -> T,
+    ) -> Result<(T, T), Break> {
+        loop {
+            let table = self.table;
+            let host = match self.tlb().write(table, lin, T::BYTES) {
+                Some(host) => host,
+                None => match self.write_place(lin, T::BYTES as usize)? {
+                    Some(host) => host,
+                    None => {
+                        // Across pages or MMIO: not atomic, as bus locks go nowhere here.
+                        let old = self.load::<T>(lin)?;
+                        let new = f(old);
+                        self.store(lin, new)?;
+                        return Ok((old, new));
+                    }
+                },
+            };
+            // SAFETY: the software TLB holds guest memory only, to which every access is guarded.
+            let done = unsafe {
+                let word = host.cast::<T>();
+                slat_guard::load(word).and_then(|old| {
+                    let new = f(old);
+                    if lock {
+                        slat_guard::compare_exchange(word, old, new)
+                            .map(|r| r.ok().map(|old| (old, new)))
+                    } else {
+                        slat_guard::store(word, new).map(|()| Some((old, new)))
+                    }
+                })
+            };
+            match done {
+                Ok(Some(both)) => {
+                    self.wrote(host);
+                    return Ok(both);
+                }
+                Ok(None) => {}
+                Err(_) => self.gone(lin, host, Access::Write)?,
+            }
+        }
+    }
+
+    /// The host address of `len` bytes that may be written, if they are memory and in one page.
+    pub(crate) fn write_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
+        let places = self.places(lin, len, Access::Write)?;
+        Ok(match places {
+            Places {
+                first: Place::Host(host),
+                second: None,
+                ..
+            } => Some(host),
+            _ => None,
+        })
+    }
+
+    /// The host address of `len` bytes that may be read, if they are memory and in one page.
+    pub(crate) fn read_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
+        let places = self.places(lin, len, Access::Read)?;
+        Ok(match places {
+            Places {
+                first: Place::Host(host),
+                second: None,
+                ..
+            } => Some(host),
+            _ => None,
+        })
+    }
+
+    /// The linear address of the memory operand of `bytes` bytes.
+    #[inline(always)]
+    pub(crate) fn lin(&mut self, op: &Op, bytes: u32) -> Result<u64, Break> {
+        match op.form {
+            form::BASE => Ok(self.ea::<{ form::BASE }>(op)),
+            form::INDEX => Ok(self.ea::<{ form::INDEX }>(op)),
+            form::DISP => Ok(op.disp),
+            _ => self.lin_full(op, bytes),
+        }
+    }
+
+    /// The address of an operand in one of the 64-bit forms.
+    #[inline(always)]
+    pub(crate) fn ea<const FORM: u8>(&self, op: &Op) -> u64 {
+        let reg = |r: u8| self.state.gpr[usize::from(r & 15)];
+        match FORM {
+            form::BASE => reg(op.base).wrapping_add(op.disp),
+            form::INDEX => reg(op.base)
+                .wrapping_add(reg(op.index) << (op.scale & 3))
+                .wrapping_add(op.disp),
+            _ => op.disp,
+        }
+    }
+
+    /// The offset of an operand in its segment, in any form.
+    pub(crate) fn offset(&self, op: &Op) -> u64 {
+        let reg = |r: u8| {
+            if r < 16 {
+                self.state.gpr[usize::from(r)]
+            } else {
+                0
+            }
+        };
+        let offset = reg(op.base)
+            .wrapping_add(reg(op.index) << (op.scale & 3))
+            .wrapping_add(op.disp);
+        match op.address_size {
+            2 => offset & 0xffff,
+            4 => offset & 0xffff_ffff,
+            _ => offset,
+        }
+    }
+
+    #[inline(never)]
+    fn lin_full(&mut self, op: &Op, bytes: u32) -> Result<u64, Break> {
+        let offset = self.offset(op);
+        self.segmented(op.seg, offset, bytes)
+    }
+
+    /// The linear address of `offset` in a segment, with the checks that its mode asks for.
+    pub(crate) fn segmented(&mut self, seg: u8, offset: u64, bytes: u32) -> Result<u64, Break> {
+        let segment = *self.segment(seg);
+        if self.is_64() {
+            return Ok(if seg >= 4 {
+                segment.base.wrapping_add(offset)
+            } else {
+                offset
+            });
+        }
+        let last = offset + u64::from(bytes) - 1;
+        let limit = u64::from(segment.limit);
+        let expand_down = segment.rights & 0x1c == 0x14;
+        let inside = match expand_down {
+            false => last <= limit,
+            true => offset > limit && last <= if segment.big() { 0xffff_ffff } else { 0xffff },
+        };
+        if !inside || self.state.cr0 & 1 != 0 && segment.rights & crate::Segment::UNUSABLE != 0 {
+            let vector = if seg == 2 { vector::SS } else { vector::GP };
+            return Err(self.raise(vector, Some(0)));
+        }
+        Ok(segment.base.wrapping_add(offset) & 0xffff_ffff)
+    }
+
+    /// Reads the memory operand.
+    #[inline(always)]
+    pub(crate) fn load_mem<T: Word>(&mut self, op: &Op) -> Result<T, Break> {
+        let lin = self.lin(op, size_of::<T>() as u32)?;
+        self.load(lin)
+    }
+
+    /// Writes the memory operand.
+    #[inline(always)]
+    pub(crate) fn store_mem<T: Word>(&mut self, op: &Op, v: T) -> Result<(), Break> {
+        let lin = self.lin(op, size_of::<T>() as u32)?;
+        self.store(lin, v)
+    }
+
+    /// #GP(0) unless the address is aligned to 16 bytes.
+    #[inline(always)]
+    pub(crate) fn aligned16(&mut self, lin: u64) -> Result<(), Break> {
+        if lin & 15 == 0 {
+            Ok(())
+        } else {
+            Err(self.raise(vector::GP, Some(0)))
+        }
+    }
+
+    /// Makes sure that `len` bytes (at most a page) can be written; nothing is written.
+    pub(crate) fn probe_write(&mut self, lin: u64, len: usize) -> Result<(), Break> {
+        self.places(lin, len, Access::Write).map(|_| ())
+    }
+
+    /// Reads up to a page of bytes.
+    pub(crate) fn load_bytes(&mut self, lin: u64, buffer: &mut [u8]) -> Result<(), Break> {
+        loop {
+            let places = self.places(lin, buffer.len(), Access::Read)?;
+            let (head, tail) = buffer.split_at_mut(places.split);
+            let ok = self.read_at(lin, places.first, head)?
+                && match places.second {
+                    Some(second) => {
+                        let lin = lin.wrapping_add(places.split as u64);
+                        self.read_at(lin, second, tail)?
+                    }
+                    None => true,
+                };
+            if ok {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Writes up to a page of bytes.
+    pub(crate) fn store_bytes(&mut self, lin: u64, bytes: &[u8]) -> Result<(), Break> {
+        loop {
+            let places = self.places(lin, bytes.len(), Access::Write)?;
+            let (head, tail) = bytes.split_at(places.split);
+            let ok = self.write_at(lin, places.first, head)?
+                && match places.second {
+                    Some(second) => {
+                        let lin = lin.wrapping_add(places.split as u64);
+                        self.write_at(lin, second, tail)?
+                    }
+                    None => true,
+                };
+            if ok {
+                return Ok(());
+            }
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn load_slow<T: Word>(&mut self, lin: u64) -> Result<T, Break> {
+        let size = size_of::<T>();
+        loop {
+            // The common miss: one page of memory. One access, so that it stays atomic.
+            let places = self.places(lin, size, Access::Read)?;
+            if let Places {
+                first: Place::Host(host),
+                second: None,
+                ..
+            } = places
+            {
+                // SAFETY: a translation of guest memory, to which every access is guarded.
+                match unsafe { slat_guard::load(host.cast::<T>()) } {
+                    Ok(v) => return Ok(v),
+                    Err(_) => self.gone(lin, host, Access::Read)?,
+                }
+                continue;
+            }
+            let mut bytes = [0; 16];
+            self.load_bytes(lin, &mut bytes[..size])?;
+            // SAFETY: `bytes` holds at least the 16 bytes of the largest word, and words have no invalid values.
+            return Ok(unsafe { bytes.as_ptr().cast::<T>().read_unaligned() });
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn store_slow<T: Word>(&mut self, lin: u64, v: T) -> Result<(), Break> {
+        let size = size_of::<T>();
+        loop {
+            let places = self.places(lin, size, Access::Write)?;
+            if let Places {
+                first: Place::Host(host),
+                second: None,
+                ..
+            } = places
+            {
+                self.wrote(host);
+                // SAFETY: a translation of guest memory, to which every access is guarded.
+                match unsafe { slat_guard::store(host.cast::<T>(), v) } {
+                    Ok(()) => return Ok(()),
+                    Err(_) => self.gone(lin, host, Access::Write)?,
+                }
+                continue;
+            }
+            let mut bytes = [0; 16];
+            // SAFETY: as in `load_slow`.
+            unsafe { bytes.as_mut_ptr().cast::<T>().write_unaligned(v) };
+            return self.store_bytes(lin, &bytes[..size]);
+        }
+    }
+
+    /// Translates all pages of an access of at most a page.
+    pub(crate) fn places(&mut self, lin: u64, len: usize, access: Access) -> Result<Places, Break> {
+        let in_first = 0x1000 - (lin & 0xfff) as usize;
+        let first = self.place(lin, access)?;
+        if len <= in_first {
+            return Ok(Places {
+                first,
+                second: None,
+                split: len,
+            });
+        }
+        let next = (lin | 0xfff).wrapping_add(1);
+        let next = if self.is_64() {
+            next
+        } else {
+            next & 0xffff_ffff
+        };
+        let second = self.place(next, access)?;
+        Ok(Places {
+            first,
+            second: Some(second),
+            split: in_first,
+        })
+    }
+
+    /// Translates one address.
+    fn place(&mut self, lin: u64, access: Access) -> Result<Place, Break> {
+        let table = self.table;
+        let hit = match access {
+            Access::Write => self.tlb().write(table, lin, 1),
+            _ => self.tlb().read(table, lin, 1),
+        };
+        if let Some(host) = hit {
+            return Ok(Place::Host(host));
+        }
+        if !self.canonical(lin) {
+            self.fault_noncanonical = true;
+            return Err(self.raise(vector::GP, Some(0)));
+        }
+        let paging = self.paging();
+        match self.machine().translate(lin, access, &paging) {
+            Ok(page) => {
+                self.tlb()
+                    .fill(table, lin, page.base, page.read, page.write);
+                let at = (lin & 0xfff) as usize;
+                Ok(Place::Host(page.base.as_ptr().wrapping_add(at)))
+            }
+            Err(Fault::Mmio { gpa }) => Ok(Place::Mmio(gpa)),
+            Err(fault) => Err(self.fault(lin, fault)),
+        }
+    }
+
+    /// What a machine's fault means for the instruction.
+    #[cold]
+    pub(crate) fn fault(&mut self, lin: u64, fault: Fault) -> Break {
+        match fault {
+            Fault::Page { error_code } => {
+                self.fault_address = lin;
+                self.raise(vector::PF, Some(error_code))
+            }
+            Fault::GeneralProtection => self.raise(vector::GP, Some(0)),
+            Fault::Retry => Break::Retry,
+            Fault::BadAddress => self.leave(Exit::BadAddress),
+            Fault::Mmio { .. } => self.unimplemented("a CPU structure or code in MMIO"),
+        }
+    }
+
+    /// A guarded access did not happen: asks the machine whether to go on, and forgets the translation.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn gone(&mut self, lin: u64, host: *mut u8, access: Access) -> Result<(), Break> {
+        self.tlb().flush_page(lin);
+        match self.machine().recheck(host, access) {
+            Ok(()) => Ok(()),
+            Err(fault) => Err(self.fault(lin, fault)),
+        }
+    }
+
+    fn read_at(&mut self, lin: u64, place: Place, buffer: &mut [u8]) -> Result<bool, Break> {
+        match place {
+            Place::Host(host) => {
+                // SAFETY: a translation of guest memory, to which every access is guarded.
+                let done = unsafe { slat_guard::copy_in(buffer, host) };
+                if done.is_err() {
+                    self.gone(lin, host, Access::Read)?;
+                }
+                Ok(done.is_ok())
+            }
+            Place::Mmio(gpa) => {
+                for (i, part) in buffer.chunks_mut(8).enumerate() {
+                    self.mmio_read(gpa + 8 * i as u64, part)?;
+                }
+                Ok(true)
+            }
+        }
+    }
+
+    fn write_at(&mut self, lin: u64, place: Place, bytes: &[u8]) -> Result<bool, Break> {
+        match place {
+            Place::Host(host) => {
+                self.wrote(host);
+                // SAFETY: a translation of guest memory, to which every access is guarded.
+                let done = unsafe { slat_guard::copy_out(host, bytes) };
+                if done.is_err() {
+                    self.gone(lin, host, Access::Write)?;
+                }
+                Ok(done.is_ok())
+            }
+            Place::Mmio(gpa) => {
+                for (i, part) in bytes.chunks(8).enumerate() {
+                    self.mmio_write(gpa + 8 * i as u64, part);
+                }
+                Ok(true)
+            }
+        }
+    }
+
+    /// Runs `f` with the accesses of the CPU itself to its tables: as supervisor, SMAP applying.
+    pub(crate) fn as_system<T>(
+        &mut self,
+        f: impl FnOnce(&mut Self) -> Result<T, Break>,
+    ) -> Result<T, Break> {
+        let table = std::mem::replace(&mut self.table, SUPERVISOR);
+        let result = f(self);
+        self.table = table;
+        result
+    }
+}

@@ -1,0 +1,221 @@
+//! Accesses that the device model answers: MMIO and ports.
+//!
+//! *MMIO reads*: the instruction is abandoned with nothing changed, the run ends, the data is handed in,
+//! and the instruction is executed again from its start: its reads then take the answers in order.
+//! *MMIO writes*: queued by the instruction, which completes; each fragment of the queue ends a run.
+//! *Ports*: RIP stays at the instruction until the access is completed.
+
+use crate::Cpu;
+use crate::machine::Exit;
+use crate::op::Break;
+use std::collections::VecDeque;
+
+#[derive(Clone, Copy, Debug)]
+struct Fragment {
+    gpa: u64,
+    len: u8,
+    data: [u8; 8],
+}
+
+/// What is under way with the device model.
+#[derive(Default)]
+pub(crate) struct Devices {
+    /// Answered reads of the instruction at RIP, in the order in which it makes them.
+    answers: Vec<Fragment>,
+    /// How many of them the present execution has taken.
+    taken: usize,
+    /// The read that ended the last run.
+    asked: Option<Fragment>,
+    writes: VecDeque<Fragment>,
+    pub(crate) port: Option<Port>,
+    /// What a string input read and has not stored yet, in reading order.
+    input: VecDeque<u8>,
+}
+
+/// A port access that waits for its completion.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Port {
+    /// RIP of the instruction, and behind it.
+    pub(crate) rip: u64,
+    pub(crate) next: u64,
+    pub(crate) size: u8,
+    pub(crate) kind: PortKind,
+    /// The answer of a string input is there, and is stored when the CPU runs again.
+    pub(crate) answered: bool,
+}
+
+/// What completes a port access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PortKind {
+    In,
+    Out,
+    /// INS or OUTS: the address size in bytes, and whether it repeats.
+    Ins {
+        address_size: u8,
+        rep: bool,
+    },
+    Outs {
+        address_size: u8,
+        rep: bool,
+    },
+}
+
+impl Cpu {
+    /// Hands in the data of the MMIO read that ended the last run.
+    pub fn complete_mmio_read(&mut self, data: &[u8]) {
+        if let Some(mut read) = self.devices.asked.take() {
+            let len = data.len().min(usize::from(read.len));
+            read.data[..len].copy_from_slice(&data[..len]);
+            self.devices.answers.push(read);
+            self.slow = true;
+        }
+    }
+
+    /// Whether answers wait for the instruction at RIP.
+    pub(crate) fn has_answers(&self) -> bool {
+        !self.devices.answers.is_empty()
+    }
+
+    /// The instruction at RIP starts: its reads take the answers from the first one.
+    pub(crate) fn rewind_answers(&mut self) {
+        self.devices.taken = 0;
+    }
+
+    /// The instruction is done (or ended in an exception): the answers are used up.
+    pub(crate) fn drop_answers(&mut self) {
+        self.devices.answers.clear();
+        self.devices.taken = 0;
+    }
+
+    pub(crate) fn mmio_read(&mut self, gpa: u64, buffer: &mut [u8]) -> Result<(), Break> {
+        let len = buffer.len();
+        if let Some(answer) = self.devices.answers.get(self.devices.taken)
+            && answer.gpa == gpa
+            && usize::from(answer.len) == len
+        {
+            buffer.copy_from_slice(&answer.data[..len]);
+            self.devices.taken += 1;
+            return Ok(());
+        }
+        // Whatever follows belongs to another instruction.
+        self.devices.answers.truncate(self.devices.taken);
+        let read = Fragment {
+            gpa,
+            len: len as u8,
+            data: [0; 8],
+        };
+        self.devices.asked = Some(read);
+        Err(self.leave(Exit::Mmio {
+            gpa,
+            len: read.len,
+            write: false,
+            data: read.data,
+        }))
+    }
+
+    pub(crate) fn mmio_write(&mut self, gpa: u64, bytes: &[u8]) {
+        let mut write = Fragment {
+            gpa,
+            len: bytes.len() as u8,
+            data: [0; 8],
+        };
+        write.data[..bytes.len()].copy_from_slice(bytes);
+        self.devices.writes.push_back(write);
+        self.stop = true;
+        self.slow = true;
+    }
+
+    /// The next queued write, as an exit.
+    pub(crate) fn next_mmio_write(&mut self) -> Option<Exit> {
+        let Fragment { gpa, len, data } = self.devices.writes.pop_front()?;
+        Some(Exit::Mmio {
+            gpa,
+            len,
+            write: true,
+            data,
+        })
+    }
+
+    /// A read was asked for in an earlier run and not answered: it is asked again.
+    pub(crate) fn forget_question(&mut self) {
+        self.devices.asked = None;
+    }
+
+    /// Finishes the port access that ended the last run: `data` is what IN read.
+    ///
+    /// RIP moves on unless somebody changed it meanwhile, as in KVM.
+    pub fn complete_io(&mut self, data: &[u8]) {
+        let Some(mut port) = self.devices.port.take() else {
+            return;
+        };
+        if self.state.rip != port.rip {
+            return;
+        }
+        let mut word = [0; 4];
+        let len = data.len().min(4);
+        word[..len].copy_from_slice(&data[..len]);
+        let word = u32::from_le_bytes(word);
+        match port.kind {
+            PortKind::In => {
+                let rax = &mut self.state.gpr[0];
+                *rax = match port.size {
+                    1 => *rax & !0xff | u64::from(word & 0xff),
+                    2 => *rax & !0xffff | u64::from(word & 0xffff),
+                    _ => u64::from(word),
+                };
+                self.state.rip = port.next;
+            }
+            PortKind::Out => self.state.rip = port.next,
+            PortKind::Outs { address_size, rep } => {
+                self.advance_string(6, address_size, port.size);
+                self.finish_string(&port, address_size, rep);
+            }
+            PortKind::Ins { .. } => {
+                port.answered = true;
+                self.devices.port = Some(port);
+                self.devices.input = data.iter().copied().collect();
+                self.slow = true;
+                return;
+            }
+        }
+        self.end_shadow();
+    }
+
+    /// Stores what a string input read. The address was translated for writing before the exit. If the
+    /// count was made smaller meanwhile, the rest of the answer is dropped; if it was made larger, the
+    /// instruction is executed again for what is missing.
+    pub(crate) fn finish_ins(&mut self) -> Result<(), Break> {
+        let Some(port @ Port { answered: true, .. }) = self.devices.port else {
+            return Ok(());
+        };
+        let PortKind::Ins { address_size, rep } = port.kind else {
+            return Ok(());
+        };
+        let size = usize::from(port.size);
+        while self.state.rip == port.rip && self.devices.input.len() >= size {
+            let mut element = [0; 4];
+            for (to, from) in element[..size].iter_mut().zip(&self.devices.input) {
+                *to = *from;
+            }
+            let lin = self.string_address(0, 7, address_size, port.size.into())?;
+            self.store_bytes(lin, &element[..size])?;
+            self.devices.input.drain(..size);
+            self.advance_string(7, address_size, port.size);
+            self.finish_string(&port, address_size, rep);
+        }
+        self.devices.port = None;
+        self.end_shadow();
+        Ok(())
+    }
+
+    fn finish_string(&mut self, port: &Port, address_size: u8, rep: bool) {
+        if rep {
+            let left = self.string_count(address_size).wrapping_sub(1);
+            self.set_string_register(1, address_size, left);
+            if self.string_count(address_size) != 0 {
+                return;
+            }
+        }
+        self.state.rip = port.next;
+    }
+}

@@ -1,0 +1,101 @@
+//! The decoded operation: what the interpreter's inner loop works on.
+
+use crate::Cpu;
+use iced_x86::Instruction;
+
+/// How an instruction ended other than by going on to the next one.
+///
+/// A handler that answers [`Exception`](Break::Exception), [`Retry`](Break::Retry) or
+/// [`Exit`](Break::Exit) has changed nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Break {
+    /// Done, and `state.rip` has been set.
+    Jump,
+    /// Done; leave the block before the next instruction: something changed that blocks depend on.
+    End,
+    /// A fault that [`Cpu::raise`] noted. The instruction has changed nothing.
+    Exception,
+    /// Start again at the block boundary. The instruction has changed nothing.
+    Retry,
+    /// The run ends with the noted exit; the instruction has changed nothing.
+    Exit,
+    /// The run ends with the noted exit after this instruction.
+    ExitAfter,
+}
+
+/// What a handler answers: `Ok` goes on with the next operation of the block.
+pub type Flow = Result<(), Break>;
+
+/// Executes one operation.
+pub type Handler = fn(&mut Cpu, &Op) -> Flow;
+
+/// How the linear address of a memory operand is computed.
+pub(crate) mod form {
+    /// 64-bit mode, base + displacement, flat segment.
+    pub const BASE: u8 = 0;
+    /// 64-bit mode, base + index × scale + displacement, flat segment.
+    pub const INDEX: u8 = 1;
+    /// 64-bit mode, displacement only (also RIP-relative), flat segment.
+    pub const DISP: u8 = 2;
+    /// Anything else.
+    pub const FULL: u8 = 3;
+}
+
+/// "No register" in [`Op::base`] and [`Op::index`].
+pub const NONE: u8 = 0xff;
+/// [`Op::r`] of an operand that is in memory.
+pub const MEM: u8 = 0xfe;
+
+/// One decoded instruction, or two that were fused.
+///
+/// `r`, `imm` and the memory operand are filled in before the handler is chosen, alike for all instructions.
+#[derive(Clone, Debug)]
+pub struct Op {
+    /// What executes it.
+    pub handler: Handler,
+    /// The immediate operand, sign-extended; the target of a near branch.
+    pub imm: u64,
+    /// Displacement, sign-extended; a RIP-relative operand's whole address.
+    pub disp: u64,
+    /// The registers of the first four operands: number of the GPR (16–19: AH CH DH BH), XMM, MM, ST, segment,
+    /// control or debug register; [`MEM`] for the memory operand, [`NONE`] for immediates and absent operands.
+    pub r: [u8; 4],
+    /// Base register or [`NONE`].
+    pub base: u8,
+    /// Index register or [`NONE`].
+    pub index: u8,
+    /// Scale as a shift: 0–3.
+    pub scale: u8,
+    /// The segment of the memory operand: 0–5 for ES CS SS DS FS GS.
+    pub seg: u8,
+    /// One of the forms in [`form`].
+    pub(crate) form: u8,
+    /// Address size in bytes: 2, 4 or 8.
+    pub address_size: u8,
+    /// Operand size index: 0–3 for 1, 2, 4, 8 bytes.
+    pub size: u8,
+    /// Length of the instruction in bytes.
+    pub len: u8,
+    /// Offset of the instruction in its block.
+    pub offset: u8,
+    /// A second small value that a handler may want: condition, sub-operation.
+    pub aux: u8,
+    /// LOCK prefix.
+    pub lock: bool,
+    /// 0 none, 1 REP/REPE, 2 REPNE.
+    pub rep: u8,
+    /// Instructions behind this operation: 2 when fused, 0 for a check that the lowering adds.
+    pub count: u8,
+    /// The whole instruction, for handlers that are not worth specialising.
+    pub(crate) instruction: Option<Box<Instruction>>,
+}
+
+impl Op {
+    /// The instruction as decoded. Present for every operation that SIMD, x87 and system handlers see.
+    pub fn instruction(&self) -> &Instruction {
+        self.instruction
+            .as_deref()
+            .expect("lowering keeps the instruction for such handlers")
+    }
+}

@@ -1,0 +1,269 @@
+//! The outer loop: block after block, and what happens between them.
+
+use crate::block::Block;
+use crate::machine::{Exit, Machine};
+use crate::op::{Break, Op};
+use crate::state::{Exception, flags};
+use crate::{Cpu, vector};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+impl Cpu {
+    /// Runs the guest until something needs the outside.
+    ///
+    /// `attention` is looked at at every block boundary: non-zero ends the run with [`Exit::Attention`].
+    /// A port or MMIO access that was completed takes effect before that.
+    pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
+        self.with_machine(machine, |cpu| {
+            cpu.refresh();
+            cpu.forget_question();
+            let exit = cpu.run_loop(attention);
+            cpu.flags();
+            exit
+        })
+    }
+
+    fn run_loop(&mut self, attention: &AtomicU32) -> Exit {
+        loop {
+            if self.slow
+                && let Some(exit) = self.boundary(attention)
+            {
+                return exit;
+            }
+            if attention.load(Ordering::Relaxed) != 0 {
+                return Exit::Attention;
+            }
+            let found = match self.find_block() {
+                Ok(block) => block,
+                Err(why) => match self.fetch_failed(why) {
+                    Some(exit) => return exit,
+                    None => continue,
+                },
+            };
+            // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing
+            // changes it while it runs.
+            let block = unsafe { found.as_ref() };
+            if let Some(exit) = self.execute(block) {
+                return exit;
+            }
+        }
+    }
+
+    /// Executes the operations of a block.
+    #[inline(always)]
+    fn execute(&mut self, block: &Block) -> Option<Exit> {
+        self.block_rip = block.rip;
+        self.code_page = block.page();
+        self.stop = false;
+        self.instructions += block.count;
+        for op in &block.ops {
+            match (op.handler)(self, op) {
+                Ok(()) => {}
+                Err(Break::Jump) => return None,
+                Err(why) => return self.broke(block, op, why),
+            }
+        }
+        let last = block.ops.last()?;
+        self.state.rip = self.next_rip(last);
+        None
+    }
+
+    /// An operation ended its block before the end.
+    #[cold]
+    #[inline(never)]
+    fn broke(&mut self, block: &Block, op: &Op, why: Break) -> Option<Exit> {
+        // Only what was executed counts.
+        let rest = u64::from(op.offset)
+            + if why == Break::End {
+                u64::from(op.len)
+            } else {
+                0
+            };
+        let skipped: u64 = block
+            .ops
+            .iter()
+            .filter(|o| u64::from(o.offset) >= rest && o.count != 0)
+            .map(|o| u64::from(o.count))
+            .sum();
+        self.instructions -= skipped.min(block.count);
+        match why {
+            Break::Jump => {}
+            Break::End => self.state.rip = self.next_rip(op),
+            Break::Retry => self.state.rip = self.rip_of(op),
+            Break::Exception => {
+                self.state.rip = self.rip_of(op);
+                if std::mem::take(&mut self.fault_noncanonical) && op.seg == 2 {
+                    self.fault.vector = vector::SS;
+                }
+                return self.take_fault();
+            }
+            Break::Exit => {
+                self.state.rip = self.rip_of(op);
+                return self.take_exit(block.op_bytes(op));
+            }
+            Break::ExitAfter => {
+                self.state.rip = self.next_rip(op);
+                self.end_shadow();
+                return self.take_exit(&[]);
+            }
+        }
+        None
+    }
+
+    fn take_exit(&mut self, code: &[u8]) -> Option<Exit> {
+        let mut exit = self.exit.take();
+        if let Some(Exit::Emulation { bytes, len, .. }) = &mut exit {
+            let n = code.len().min(15);
+            bytes[..n].copy_from_slice(&code[..n]);
+            *len = n as u8;
+        }
+        exit
+    }
+
+    /// The exception in `fault` becomes an event, with CR2 and DR6 as it leaves them.
+    fn take_fault(&mut self) -> Option<Exit> {
+        self.drop_answers();
+        let fault = self.fault;
+        if self.debug_exits && matches!(fault.vector, vector::DB | vector::BP) {
+            return Some(Exit::Debug {
+                vector: fault.vector,
+                dr6: self.state.dr6,
+            });
+        }
+        if fault.vector == vector::PF {
+            self.state.cr2 = self.fault_address;
+        }
+        self.fault_noncanonical = false;
+        self.state.events.exception = Some(fault);
+        self.slow = true;
+        None
+    }
+
+    /// No block at RIP: an exception of the fetch, or an end of the run.
+    fn fetch_failed(&mut self, why: Break) -> Option<Exit> {
+        match why {
+            Break::Exception => self.take_fault(),
+            Break::Exit => self.take_exit(&[]),
+            _ => None,
+        }
+    }
+
+    /// All that is not the next block: completions, events, single steps.
+    #[cold]
+    #[inline(never)]
+    fn boundary(&mut self, attention: &AtomicU32) -> Option<Exit> {
+        if let Some(write) = self.next_mmio_write() {
+            return Some(write);
+        }
+        match self.devices.port {
+            Some(port) if port.answered && port.rip == self.state.rip => {
+                if let Err(why) = self.finish_ins()
+                    && let Some(exit) = self.fetch_failed(why)
+                {
+                    return Some(exit);
+                }
+            }
+            // Nobody completed it: the instruction is executed again.
+            _ => self.devices.port = None,
+        }
+        if self.has_answers()
+            && let Some(exit) = self.single_step()
+        {
+            return Some(exit);
+        }
+        if let Some(write) = self.next_mmio_write() {
+            return Some(write);
+        }
+        loop {
+            if attention.load(Ordering::Relaxed) != 0 {
+                return Some(Exit::Attention);
+            }
+            if let Some(exit) = self.deliver_events() {
+                return Some(exit);
+            }
+            // An exception that could not be delivered has become another one, or waits for a retry.
+            // Nothing is fetched before it is out: a fault of the fetch would take its place.
+            if self.state.events.exception.is_none() {
+                break;
+            }
+        }
+        if self.interrupt_window && self.can_take_interrupt() {
+            return Some(Exit::InterruptWindow);
+        }
+        let events = &self.state.events;
+        let shadow = events.sti_shadow || events.mov_ss_shadow;
+        let stepping = self.state.rflags & (flags::TF | flags::RF) != 0;
+        let breakpoints = self.state.dr7 & 0xff != 0;
+        if events.exception.is_none() && (shadow || stepping || breakpoints) {
+            return self.single_step();
+        }
+        let events = &self.state.events;
+        self.slow = events.exception.is_some()
+            || events.interrupt.is_some()
+            || events.nmi && !events.nmi_blocked
+            || self.interrupt_window
+            || self.has_answers()
+            || self.devices.port.is_some();
+        None
+    }
+
+    /// Executes one instruction, with what TF, RF, shadows, breakpoints and MMIO answers ask for.
+    fn single_step(&mut self) -> Option<Exit> {
+        if self.state.rflags & flags::RF == 0 && self.at_breakpoint() {
+            self.fault = Exception {
+                vector: vector::DB,
+                error: None,
+            };
+            return self.take_fault();
+        }
+        let block = match self.single_block() {
+            Ok(block) => block,
+            Err(why) => return self.fetch_failed(why),
+        };
+        let traps = self.state.rflags & flags::TF != 0;
+        let events = &mut self.state.events;
+        let shadow = std::mem::take(&mut events.sti_shadow);
+        let mov_ss = std::mem::take(&mut events.mov_ss_shadow);
+        self.rewind_answers();
+        let before = self.instructions;
+        let mut exit = self.execute(&block);
+        let executed = self.instructions != before || self.state.rip != block.rip;
+        self.keep_single(block);
+        self.slow = true;
+        if !executed {
+            // Abandoned: it starts again under the same shadow.
+            self.state.events.sti_shadow |= shadow;
+            self.state.events.mov_ss_shadow |= mov_ss;
+            return exit;
+        }
+        self.drop_answers();
+        self.state.rflags &= !flags::RF;
+        if traps && self.state.events.exception.is_none() {
+            self.state.dr6 |= 1 << 14;
+            self.fault = Exception {
+                vector: vector::DB,
+                error: None,
+            };
+            exit = exit.or(self.take_fault());
+        }
+        exit
+    }
+
+    /// Whether an instruction breakpoint of DR7 stands at RIP; DR6 then says which.
+    fn at_breakpoint(&mut self) -> bool {
+        let lin = match self.is_64() {
+            true => self.state.rip,
+            false => self.state.cs.base.wrapping_add(self.state.rip) & 0xffff_ffff,
+        };
+        let dr7 = self.state.dr7;
+        let mut hit = 0;
+        for i in 0..4 {
+            let enabled = dr7 >> (2 * i) & 3 != 0;
+            let execute = dr7 >> (16 + 4 * i) & 3 == 0;
+            if enabled && execute && self.state.dr[i] == lin {
+                hit |= 1 << i;
+            }
+        }
+        self.state.dr6 = self.state.dr6 & !15 | hit;
+        hit != 0
+    }
+}

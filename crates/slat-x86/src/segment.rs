@@ -1,0 +1,230 @@
+//! Descriptors: loading segment registers, and far transfers.
+
+use crate::op::Break;
+use crate::state::Segment;
+use crate::{Cpu, vector};
+
+/// A code, data or system descriptor as it stands in a table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Descriptor(pub(crate) u64);
+
+impl Descriptor {
+    pub(crate) fn base(self) -> u64 {
+        self.0 >> 16 & 0xff_ffff | (self.0 >> 56 & 0xff) << 24
+    }
+    pub(crate) fn limit(self) -> u32 {
+        let raw = (self.0 & 0xffff | (self.0 >> 48 & 15) << 16) as u32;
+        if self.0 & 1 << 55 != 0 {
+            raw << 12 | 0xfff
+        } else {
+            raw
+        }
+    }
+    /// In the form of [`Segment::rights`].
+    pub(crate) fn rights(self) -> u32 {
+        (self.0 >> 40) as u32 & 0xf0ff
+    }
+    pub(crate) fn segment(self, selector: u16) -> Segment {
+        Segment {
+            selector,
+            base: self.base(),
+            limit: self.limit(),
+            rights: self.rights(),
+        }
+    }
+    pub(crate) fn dpl(self) -> u8 {
+        (self.0 >> 45 & 3) as u8
+    }
+    pub(crate) fn present(self) -> bool {
+        self.0 & 1 << 47 != 0
+    }
+    /// Type and S bit: 5 bits, S being the highest.
+    pub(crate) fn kind(self) -> u8 {
+        (self.0 >> 40 & 31) as u8
+    }
+    pub(crate) fn is_code(self) -> bool {
+        self.kind() & 0x18 == 0x18
+    }
+    pub(crate) fn conforming(self) -> bool {
+        self.kind() & 0x1c == 0x1c
+    }
+    pub(crate) fn long(self) -> bool {
+        self.0 & 1 << 53 != 0
+    }
+    pub(crate) fn big(self) -> bool {
+        self.0 & 1 << 54 != 0
+    }
+}
+
+impl Cpu {
+    /// Reads the descriptor of a selector. Beyond the table: exception `vector` with the selector.
+    pub(crate) fn descriptor(&mut self, selector: u16, vector: u8) -> Result<Descriptor, Break> {
+        match self.try_descriptor(selector)? {
+            Some(descriptor) => Ok(descriptor),
+            None => Err(self.raise(vector, Some(u32::from(selector & !3)))),
+        }
+    }
+
+    fn descriptor_address(&self, selector: u16, bytes: u64) -> Option<u64> {
+        let (base, limit) = if selector & 4 != 0 {
+            let ldt = &self.state.ldtr;
+            if !ldt.usable() {
+                return None;
+            }
+            (ldt.base, u64::from(ldt.limit))
+        } else {
+            (self.state.gdtr.base, u64::from(self.state.gdtr.limit))
+        };
+        let at = u64::from(selector & !7);
+        (at + bytes - 1 <= limit).then(|| base.wrapping_add(at))
+    }
+
+    /// Reads the descriptor of a selector, if it is within its table.
+    pub(crate) fn try_descriptor(&mut self, selector: u16) -> Result<Option<Descriptor>, Break> {
+        match self.descriptor_address(selector, 8) {
+            Some(address) => {
+                let raw = self.as_system(|cpu| cpu.load::<u64>(address))?;
+                Ok(Some(Descriptor(raw)))
+            }
+            None => Ok(None),
+        }
+    }
+
+    /// The upper half of a 16-byte system descriptor.
+    pub(crate) fn descriptor_high(&mut self, selector: u16) -> Result<u64, Break> {
+        match self.descriptor_address(selector, 16) {
+            Some(address) => self.as_system(|cpu| cpu.load::<u64>(address + 8)),
+            None => Err(self.raise(vector::GP, Some(u32::from(selector & !3)))),
+        }
+    }
+
+    /// Sets bits of the access byte of a descriptor: accessed, busy.
+    pub(crate) fn mark_descriptor(&mut self, selector: u16, bits: u8) -> Result<(), Break> {
+        let Some(address) = self.descriptor_address(selector, 8) else {
+            return Ok(());
+        };
+        self.as_system(|cpu| {
+            let byte = cpu.load::<u8>(address + 5)?;
+            if byte & bits == bits {
+                return Ok(());
+            }
+            cpu.update::<u8>(address + 5, true, |old| old | bits)
+                .map(|_| ())
+        })
+    }
+
+    /// Checks and loads DS, ES, FS, GS or SS. The register changes last.
+    pub(crate) fn load_segment(&mut self, number: u8, selector: u16) -> Result<(), Break> {
+        if !self.protected() {
+            let segment = self.segment(number);
+            segment.selector = selector;
+            segment.base = u64::from(selector) << 4;
+            return Ok(());
+        }
+        let error = Some(u32::from(selector & !3));
+        let is_ss = number == 2;
+        if selector & !3 == 0 {
+            let null_ss = self.is_64()
+                && self.cpl < 3
+                && u8::from(selector & 3 != 0) * (selector & 3) as u8 == self.cpl;
+            if is_ss && !null_ss {
+                return Err(self.gp());
+            }
+            let cpl = u32::from(self.cpl);
+            let segment = self.segment(number);
+            segment.selector = selector;
+            segment.rights = Segment::UNUSABLE;
+            if is_ss {
+                segment.rights |= cpl << 5;
+            } else {
+                segment.base = 0;
+            }
+            return Ok(());
+        }
+        let descriptor = self.descriptor(selector, vector::GP)?;
+        let rpl = (selector & 3) as u8;
+        let kind = descriptor.kind();
+        let allowed = if is_ss {
+            // Writable data, all privileges the same.
+            kind & 0x1a == 0x12 && rpl == self.cpl && descriptor.dpl() == self.cpl
+        } else {
+            let readable = kind & 0x18 == 0x10 || kind & 0x1a == 0x1a;
+            readable && (descriptor.conforming() || descriptor.dpl() >= self.cpl.max(rpl))
+        };
+        if !allowed {
+            return Err(self.raise(vector::GP, error));
+        }
+        if !descriptor.present() {
+            return Err(self.raise(if is_ss { vector::SS } else { vector::NP }, error));
+        }
+        self.mark_descriptor(selector, 1)?;
+        *self.segment(number) = Descriptor(descriptor.0 | 1 << 40).segment(selector);
+        Ok(())
+    }
+
+    /// The descriptor of a code segment for a far jump, call or return within or to CPL `cpl`.
+    pub(crate) fn code_descriptor(
+        &mut self,
+        selector: u16,
+        cpl: u8,
+        is_return: bool,
+    ) -> Result<Segment, Break> {
+        if selector & !3 == 0 {
+            return Err(self.gp());
+        }
+        let descriptor = self.descriptor(selector, vector::GP)?;
+        self.check_code(descriptor, selector, cpl, is_return)
+    }
+
+    /// The rest of [`code_descriptor`](Self::code_descriptor), for a descriptor at hand.
+    pub(crate) fn check_code(
+        &mut self,
+        descriptor: Descriptor,
+        selector: u16,
+        cpl: u8,
+        is_return: bool,
+    ) -> Result<Segment, Break> {
+        let error = Some(u32::from(selector & !3));
+        let rpl = (selector & 3) as u8;
+        let dpl = descriptor.dpl();
+        let allowed = descriptor.is_code()
+            && !(self.long_mode() && descriptor.long() && descriptor.big())
+            && match (descriptor.conforming(), is_return) {
+                (true, _) => dpl <= cpl,
+                (false, true) => dpl == rpl,
+                (false, false) => dpl == cpl && rpl <= cpl,
+            };
+        if !allowed {
+            return Err(self.raise(vector::GP, error));
+        }
+        if !descriptor.present() {
+            return Err(self.raise(vector::NP, error));
+        }
+        self.mark_descriptor(selector, 1)?;
+        let selector = selector & !3 | u16::from(cpl);
+        Ok(Descriptor(descriptor.0 | 1 << 40).segment(selector))
+    }
+
+    /// The flat code segment that SYSCALL and friends load.
+    pub(crate) fn flat_code(selector: u16, dpl: u8, long: bool) -> Segment {
+        let size = if long { 1 << 13 } else { 1 << 14 };
+        let rights = 0x809b | u32::from(dpl) << 5 | size;
+        Segment {
+            selector,
+            base: 0,
+            limit: 0xffff_ffff,
+            rights,
+        }
+    }
+
+    /// The flat stack segment that SYSCALL and friends load.
+    pub(crate) fn flat_stack(selector: u16, dpl: u8) -> Segment {
+        let rights = 0xc093 | u32::from(dpl) << 5;
+        Segment {
+            selector,
+            base: 0,
+            limit: 0xffff_ffff,
+            rights,
+        }
+    }
+}

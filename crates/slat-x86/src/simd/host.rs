@@ -1,0 +1,174 @@
+//! Executes one SIMD instruction on the host CPU.
+//!
+//! Every supported mnemonic is a *stub*: the host's own instruction on fixed registers and a `ret`. The functions here
+//! put the guest's operands where stubs expect them and call. So a result is never an imitation: NaN payloads, rounding
+//! and exception flags are the hardware's.
+
+use core::arch::asm;
+use core::arch::x86_64::__m128i;
+
+/// Code with this convention: destination (in and out) in xmm0, source in xmm1, the guest's XMM0 in xmm2 where an
+/// instruction names it implicitly, an immediate in rcx, a general register operand (in and out) in rax. r8 and xmm3
+/// are free. MMX operands are in mm0 and mm1.
+pub(crate) type Stub = unsafe extern "C" fn();
+
+/// The address of a [`Stub`], as an operation carries it.
+#[derive(Clone, Copy)]
+pub(crate) struct Entry(pub u64);
+
+/// The operands of a stub, and what it left.
+pub(crate) struct Work {
+    pub dst: u128,
+    pub src: u128,
+    pub gpr: u64,
+    pub imm: u8,
+}
+
+fn to_host(v: u128) -> __m128i {
+    // SAFETY: both are 16 plain bytes.
+    unsafe { core::mem::transmute::<u128, __m128i>(v) }
+}
+
+fn from_host(v: __m128i) -> u128 {
+    // SAFETY: both are 16 plain bytes.
+    unsafe { core::mem::transmute::<__m128i, u128>(v) }
+}
+
+/// An integer instruction on XMM registers.
+#[inline(always)]
+pub(crate) fn int(stub: Entry, dst: u128, src: u128, imm: u8) -> u128 {
+    let mut d = to_host(dst);
+    // SAFETY: stubs keep the convention above, whose registers are all named here.
+    unsafe {
+        asm!("call {stub}", stub = in(reg) stub.0, inout("xmm0") d, inout("xmm1") to_host(src) => _,
+            out("xmm3") _, in("rcx") u64::from(imm), out("r8") _);
+    }
+    from_host(d)
+}
+
+/// An integer instruction that also reads or writes a general register.
+#[inline(always)]
+pub(crate) fn int_gpr(stub: Entry, work: &mut Work) {
+    let mut d = to_host(work.dst);
+    // SAFETY: as for `int`.
+    unsafe {
+        asm!("call {stub}", stub = in(reg) stub.0, inout("xmm0") d, inout("xmm1") to_host(work.src) => _,
+            out("xmm3") _, in("rcx") u64::from(work.imm), out("r8") _, inout("rax") work.gpr);
+    }
+    work.dst = from_host(d);
+}
+
+/// An instruction that reads XMM0 implicitly.
+pub(crate) fn implicit_xmm0(stub: Entry, dst: u128, src: u128, xmm0: u128) -> u128 {
+    let mut d = to_host(dst);
+    // SAFETY: as for `int`.
+    unsafe {
+        asm!("call {stub}", stub = in(reg) stub.0, inout("xmm0") d, inout("xmm1") to_host(src) => _,
+            in("xmm2") to_host(xmm0), out("xmm3") _, out("r8") _);
+    }
+    from_host(d)
+}
+
+/// An integer instruction that only sets flags.
+pub(crate) fn int_flags(stub: Entry, dst: u128, src: u128) -> u64 {
+    let flags: u64;
+    // SAFETY: as for `int`; the stack is balanced.
+    unsafe {
+        asm!("call {stub}", "pushfq", "pop rax", stub = in(reg) stub.0, inout("xmm0") to_host(dst) => _,
+            inout("xmm1") to_host(src) => _, out("rax") flags);
+    }
+    flags
+}
+
+/// PCMPxSTRx: lengths in rax and rdx, index out in ecx, mask out in xmm0, flags.
+pub(crate) struct Strings {
+    pub mask: u128,
+    pub index: u32,
+    pub flags: u64,
+}
+
+pub(crate) fn strings(stub: Entry, a: u128, b: u128, lengths: (u64, u64), imm: u8) -> Strings {
+    let mut d = to_host(a);
+    let index: u64;
+    let flags: u64;
+    // SAFETY: as for `int`, with rdx as a second length and ecx as a result.
+    unsafe {
+        asm!("call {stub}", "pushfq", "pop rax", stub = in(reg) stub.0, inout("xmm0") d,
+            inout("xmm1") to_host(b) => _, out("xmm3") _, inout("rcx") u64::from(imm) => index, out("r8") _,
+            inout("rax") lengths.0 => flags, inout("rdx") lengths.1 => _);
+    }
+    Strings {
+        mask: from_host(d),
+        index: index as u32,
+        flags,
+    }
+}
+
+/// An instruction on MMX registers (XMM operands too, for the conversions between the two files). `mmx` is the
+/// destination and the source; the MMX state of the host is left empty, as Rust code expects it.
+pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u32) {
+    let mut d = to_host(work.dst);
+    let host = 0u32;
+    // SAFETY: as for `int`; MXCSR's control bits and the x87 tags are restored before the block ends.
+    unsafe {
+        asm!("stmxcsr [{host}]", "ldmxcsr [{guest}]",
+            "movq mm0, [{mm}]", "movq mm1, [{mm} + 8]",
+            "call {stub}",
+            "movq [{mm}], mm0",
+            "emms",
+            "stmxcsr [{guest}]", "ldmxcsr [{host}]",
+            stub = in(reg) stub.0, mm = in(reg) mm.as_mut_ptr(), guest = in(reg) mxcsr, host = in(reg) &raw const host,
+            inout("xmm0") d, inout("xmm1") to_host(work.src) => _, out("xmm3") _,
+            in("rcx") u64::from(work.imm), out("r8") _, inout("rax") work.gpr,
+            out("mm0") _, out("mm1") _, out("st(0)") _, out("st(1)") _, out("st(2)") _, out("st(3)") _,
+            out("st(4)") _, out("st(5)") _, out("st(6)") _, out("st(7)") _);
+    }
+    work.dst = from_host(d);
+}
+
+/// Sticky exception flags of MXCSR.
+pub(crate) const FLAGS: u32 = 0x3f;
+/// Their masks: an exception is taken when its flag comes up while its mask is clear.
+pub(crate) const MASKS: u32 = 0x1f80;
+
+/// A floating-point instruction under the guest's MXCSR. All exceptions must be masked in `mxcsr`: the caller looks at
+/// the flags. Leaves the arithmetic flags the instruction set (comparisons).
+///
+/// Loading MXCSR costs more than most of these instructions. It is skipped when the host's register already equals the
+/// guest's; to make that the usual case, the guest's sticky flags stay behind in the host's register (Rust lets
+/// exception flags be whatever they are; control bits are put back).
+#[inline(always)]
+pub(crate) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
+    debug_assert_eq!(*mxcsr & MASKS, MASKS);
+    let mut d = to_host(work.dst);
+    let mut host = 0u32;
+    let flags: u64;
+    // SAFETY: as for `int`; MXCSR's control bits are restored before the block ends, the stack is balanced.
+    unsafe {
+        asm!(
+            "stmxcsr [{host}]",
+            "mov r8d, [{guest}]",
+            "cmp r8d, [{host}]",
+            "je 2f",
+            "ldmxcsr [{guest}]",
+            "2:",
+            "call {stub}",
+            "pushfq",
+            "pop rdx",
+            "stmxcsr [{guest}]",
+            "mov r8d, [{guest}]",
+            "and r8d, 0x3f",
+            "and dword ptr [{host}], 0xffc0",
+            "or r8d, [{host}]",
+            "cmp r8d, [{guest}]",
+            "je 3f",
+            "mov [{host}], r8d",
+            "ldmxcsr [{host}]",
+            "3:",
+            stub = in(reg) stub.0, guest = in(reg) mxcsr, host = in(reg) &raw mut host,
+            inout("xmm0") d, inout("xmm1") to_host(work.src) => _, out("xmm3") _,
+            in("rcx") u64::from(work.imm), out("r8") _, inout("rax") work.gpr, out("rdx") flags);
+    }
+    work.dst = from_host(d);
+    flags
+}

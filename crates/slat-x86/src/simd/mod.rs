@@ -1,0 +1,76 @@
+//! SSE to SSE4.2, AES, PCLMULQDQ, SHA and MMX.
+//!
+//! The host CPU does the work: [`table`] has a stub of the same instruction for each mnemonic, [`host`] calls it, and
+//! the handlers here only fetch operands and put results back. Plain moves are done without.
+
+mod gpr;
+mod host;
+mod mmx;
+mod moves;
+mod operate;
+mod table;
+
+use crate::op::{Handler, Op};
+use iced_x86::{CpuidFeature, Instruction};
+
+/// Which instruction sets the host executes, and so the CPU may claim in CPUID, as the bits of leaf 1.
+///
+/// FPU, MMX, FXSR, SSE and SSE2 are part of every x86-64 host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// Bits of CPUID.1:ECX: SSE3, PCLMULQDQ, SSSE3, SSE4.1, SSE4.2, AES.
+    pub leaf1_ecx: u32,
+    /// Bits of CPUID.1:EDX: FPU, MMX, SSE, SSE2.
+    pub leaf1_edx: u32,
+    /// Bits of CPUID.7.0:EBX: SHA.
+    pub leaf7_ebx: u32,
+}
+
+/// What [`Features`] are there on this host.
+pub fn features() -> Features {
+    let bit = |there: bool, n: u32| u32::from(there) << n;
+    Features {
+        leaf1_ecx: bit(is_x86_feature_detected!("sse3"), 0)
+            | bit(is_x86_feature_detected!("pclmulqdq"), 1)
+            | bit(is_x86_feature_detected!("ssse3"), 9)
+            | bit(is_x86_feature_detected!("sse4.1"), 19)
+            | bit(is_x86_feature_detected!("sse4.2"), 20)
+            | bit(is_x86_feature_detected!("aes"), 25),
+        leaf1_edx: 1 | 1 << 23 | 1 << 25 | 1 << 26,
+        leaf7_ebx: bit(is_x86_feature_detected!("sha"), 29),
+    }
+}
+
+/// The host executes all that the instruction needs.
+fn offered(insn: &Instruction) -> bool {
+    insn.code()
+        .cpuid_features()
+        .iter()
+        .all(|feature| match feature {
+            CpuidFeature::MMX | CpuidFeature::SSE | CpuidFeature::SSE2 => true,
+            CpuidFeature::SSE3 => is_x86_feature_detected!("sse3"),
+            CpuidFeature::SSSE3 => is_x86_feature_detected!("ssse3"),
+            CpuidFeature::SSE4_1 => is_x86_feature_detected!("sse4.1"),
+            CpuidFeature::SSE4_2 => is_x86_feature_detected!("sse4.2"),
+            CpuidFeature::PCLMULQDQ => is_x86_feature_detected!("pclmulqdq"),
+            CpuidFeature::AES => is_x86_feature_detected!("aes"),
+            CpuidFeature::SHA => is_x86_feature_detected!("sha"),
+            _ => false,
+        })
+}
+
+/// The handler of a SIMD instruction, or `None` if it is not one that this CPU has.
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    if !offered(insn) {
+        return None;
+    }
+    use iced_x86::OpCodeOperandKind as Kind;
+    let uses_mmx = |kind: &Kind| matches!(kind, Kind::mm_reg | Kind::mm_rm | Kind::mm_or_mem);
+    if insn.op_code().op_kinds().iter().any(uses_mmx) || insn.mnemonic() == iced_x86::Mnemonic::Emms
+    {
+        return mmx::lower(insn, op);
+    }
+    moves::lower(insn, op)
+        .or_else(|| gpr::lower(insn, op))
+        .or_else(|| operate::lower(insn, op))
+}

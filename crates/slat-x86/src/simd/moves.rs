@@ -1,0 +1,160 @@
+//! Moves between XMM registers, general registers and memory.
+
+use crate::Cpu;
+use crate::int::Int;
+use crate::op::{Flow, Handler, MEM, Op};
+use iced_x86::{Code, Instruction, Mnemonic as M};
+
+pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let to_memory = op.r[0] == MEM;
+    let from_memory = op.r[1] == MEM;
+    // One of: register to register, load, store.
+    let one_of = |registers: Handler, load: Handler, store: Handler| {
+        Some(match (to_memory, from_memory) {
+            (true, _) => store,
+            (_, true) => load,
+            _ => registers,
+        })
+    };
+    match insn.mnemonic() {
+        M::Movaps | M::Movapd | M::Movdqa | M::Movntdqa | M::Movntdq | M::Movntps | M::Movntpd => {
+            one_of(whole, load16::<true>, store16::<true>)
+        }
+        M::Movups | M::Movupd | M::Movdqu | M::Lddqu => {
+            one_of(whole, load16::<false>, store16::<false>)
+        }
+        M::Movss => one_of(merge::<u32>, load_zero::<u32>, store_low::<u32>),
+        M::Movsd => one_of(merge::<u64>, load_zero::<u64>, store_low::<u64>),
+        M::Movd => gpr_or_memory::<u32>(insn, op),
+        M::Movq => match insn.code() {
+            Code::Movq_xmm_xmmm64 | Code::Movq_xmmm64_xmm => {
+                one_of(low::<u64>, load_zero::<u64>, store_low::<u64>)
+            }
+            _ => gpr_or_memory::<u64>(insn, op),
+        },
+        M::Movlps | M::Movlpd => one_of(merge::<u64>, load_low, store_low::<u64>),
+        M::Movhps | M::Movhpd if to_memory => Some(store_high),
+        M::Movhps | M::Movhpd if from_memory => Some(load_high),
+        M::Maskmovdqu => Some(masked_store),
+        _ => None,
+    }
+}
+
+/// MOVD and MOVQ between an XMM register and a general register or memory.
+fn gpr_or_memory<T: Int>(insn: &Instruction, op: &Op) -> Option<Handler> {
+    Some(if op.r[1] == MEM {
+        load_zero::<T>
+    } else if op.r[0] == MEM {
+        store_low::<T>
+    } else if insn.op0_register().is_xmm() {
+        from_gpr::<T>
+    } else {
+        to_gpr::<T>
+    })
+}
+
+fn whole(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.state.xmm[usize::from(op.r[0])] = cpu.state.xmm[usize::from(op.r[1])];
+    Ok(())
+}
+
+fn load16<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = cpu.lin(op, 16)?;
+    if ALIGNED {
+        cpu.aligned16(lin)?;
+    }
+    cpu.state.xmm[usize::from(op.r[0])] = cpu.load::<u128>(lin)?;
+    Ok(())
+}
+
+fn store16<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = cpu.lin(op, 16)?;
+    if ALIGNED {
+        cpu.aligned16(lin)?;
+    }
+    cpu.store::<u128>(lin, cpu.state.xmm[usize::from(op.r[1])])
+}
+
+/// The low element only; the rest of the destination stays.
+fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let ones = u128::from(u64::MAX >> (64 - T::BITS));
+    let src = cpu.state.xmm[usize::from(op.r[1])];
+    let dst = &mut cpu.state.xmm[usize::from(op.r[0])];
+    *dst = *dst & !ones | src & ones;
+    Ok(())
+}
+
+/// The low element, zero-extended.
+fn low<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.state.xmm[usize::from(op.r[0])] = T::of(cpu.state.xmm[usize::from(op.r[1])] as u64)
+        .zx()
+        .into();
+    Ok(())
+}
+
+fn load_zero<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.state.xmm[usize::from(op.r[0])] = cpu.load_mem::<T>(op)?.zx().into();
+    Ok(())
+}
+
+fn store_low<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let value = T::of(cpu.state.xmm[usize::from(op.r[1])] as u64);
+    cpu.store_mem::<T>(op, value)
+}
+
+fn from_gpr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.state.xmm[usize::from(op.r[0])] = T::get(cpu, op.r[1]).zx().into();
+    Ok(())
+}
+
+fn to_gpr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let value = T::of(cpu.state.xmm[usize::from(op.r[1])] as u64);
+    T::set(cpu, op.r[0], value);
+    Ok(())
+}
+
+const LOW: u128 = u64::MAX as u128;
+
+fn load_low(cpu: &mut Cpu, op: &Op) -> Flow {
+    let value = cpu.load_mem::<u64>(op)?;
+    let dst = &mut cpu.state.xmm[usize::from(op.r[0])];
+    *dst = *dst & !LOW | u128::from(value);
+    Ok(())
+}
+
+fn load_high(cpu: &mut Cpu, op: &Op) -> Flow {
+    let value = cpu.load_mem::<u64>(op)?;
+    let dst = &mut cpu.state.xmm[usize::from(op.r[0])];
+    *dst = *dst & LOW | u128::from(value) << 64;
+    Ok(())
+}
+
+fn store_high(cpu: &mut Cpu, op: &Op) -> Flow {
+    let value = (cpu.state.xmm[usize::from(op.r[1])] >> 64) as u64;
+    cpu.store_mem::<u64>(op, value)
+}
+
+/// MASKMOVDQU: the bytes whose mask bytes have their sign bit set.
+fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
+    let data = cpu.state.xmm[usize::from(op.r[1])].to_le_bytes();
+    let mask = cpu.state.xmm[usize::from(op.r[2])].to_le_bytes();
+    let lin = cpu.lin(op, 16)?;
+    store_bytes_by_mask(cpu, lin, &data, &mask)
+}
+
+/// Stores the selected bytes, after all of them have been found writable. The others are not touched: another CPU may
+/// own them.
+pub(super) fn store_bytes_by_mask(cpu: &mut Cpu, lin: u64, data: &[u8], mask: &[u8]) -> Flow {
+    let selected = || {
+        (0..data.len())
+            .filter(|n| mask[*n] & 0x80 != 0)
+            .map(|n| (lin.wrapping_add(n as u64), data[n]))
+    };
+    for (at, _) in selected() {
+        cpu.probe_write(at, 1)?;
+    }
+    for (at, byte) in selected() {
+        cpu.store::<u8>(at, byte)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,232 @@
+//! Instructions from XMM and memory to XMM or flags: fetch, call the stub, put back.
+
+use super::host::{self, Entry, FLAGS, MASKS, Work};
+use super::table::{self, Kind};
+use crate::Cpu;
+use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::state::{control, flags};
+use iced_x86::{Instruction, Mnemonic, OpKind};
+
+pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let mnemonic = insn.mnemonic();
+    op.aux = op.imm as u8;
+    if insn.op1_kind() == OpKind::Immediate8 {
+        op.imm = table::shift(mnemonic)? as usize as u64;
+        op.r[1] = op.r[0];
+        return Some(int::<0>);
+    }
+    if let Some(stub) = table::string(mnemonic) {
+        op.imm = stub as usize as u64;
+        return Some(match (mnemonic, op.r[1] == MEM) {
+            (Mnemonic::Pcmpestri | Mnemonic::Pcmpestri64 | Mnemonic::Pcmpistri, false) => {
+                strings::<0, true>
+            }
+            (Mnemonic::Pcmpestri | Mnemonic::Pcmpestri64 | Mnemonic::Pcmpistri, true) => {
+                strings::<UNALIGNED, true>
+            }
+            (_, false) => strings::<0, false>,
+            (_, true) => strings::<UNALIGNED, false>,
+        });
+    }
+    let (kind, stub) = table::xmm(mnemonic)?;
+    op.imm = stub as usize as u64;
+    let from = if op.r[1] == MEM {
+        insn.memory_size().size()
+    } else {
+        0
+    };
+    if mnemonic == Mnemonic::Insertps && from != 0 {
+        // The element comes from memory; the selector of a source element has no effect.
+        op.aux &= 0x3f;
+    }
+    macro_rules! by_source {
+        ($handler:ident) => {
+            match from {
+                0 => $handler::<0>,
+                2 => $handler::<2>,
+                4 => $handler::<4>,
+                8 => $handler::<8>,
+                16 => $handler::<16>,
+                _ => return None,
+            }
+        };
+    }
+    let handler: Handler = match kind {
+        Kind::Int => by_source!(int),
+        Kind::Float => by_source!(float),
+        Kind::IntFlags => by_source!(int_flags),
+        Kind::FloatFlags => by_source!(float_flags),
+        Kind::ImplicitXmm0 => by_source!(implicit_xmm0),
+    };
+    Some(handler)
+}
+
+/// `FROM` of a 16-byte memory operand at any address.
+const UNALIGNED: u8 = 17;
+
+/// The second operand: a register (`FROM` is 0) or so many bytes of memory, zero-extended.
+#[inline(always)]
+pub(super) fn source<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Result<u128, Break> {
+    Ok(match FROM {
+        0 => cpu.state.xmm[usize::from(op.r[1])],
+        2 => cpu.load_mem::<u16>(op)?.into(),
+        4 => cpu.load_mem::<u32>(op)?.into(),
+        8 => cpu.load_mem::<u64>(op)?.into(),
+        16 => {
+            let lin = cpu.lin(op, 16)?;
+            cpu.aligned16(lin)?;
+            cpu.load::<u128>(lin)?
+        }
+        _ => cpu.load_mem::<u128>(op)?,
+    })
+}
+
+fn int<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let src = source::<FROM>(cpu, op)?;
+    let dst = &mut cpu.state.xmm[usize::from(op.r[0])];
+    *dst = host::int(Entry(op.imm), *dst, src, op.aux);
+    Ok(())
+}
+
+fn implicit_xmm0<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let src = source::<FROM>(cpu, op)?;
+    let xmm0 = cpu.state.xmm[0];
+    let dst = &mut cpu.state.xmm[usize::from(op.r[0])];
+    *dst = host::implicit_xmm0(Entry(op.imm), *dst, src, xmm0);
+    Ok(())
+}
+
+fn int_flags<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let src = source::<FROM>(cpu, op)?;
+    let result = host::int_flags(Entry(op.imm), cpu.state.xmm[usize::from(op.r[0])], src);
+    cpu.set_flags(flags::ARITHMETIC, result & flags::ARITHMETIC);
+    Ok(())
+}
+
+fn float<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let src = source::<FROM>(cpu, op)?;
+    let dst = cpu.state.xmm[usize::from(op.r[0])];
+    let mut work = Work {
+        dst,
+        src,
+        gpr: 0,
+        imm: op.aux,
+    };
+    run_float(cpu, op, &mut work)?;
+    cpu.state.xmm[usize::from(op.r[0])] = work.dst;
+    Ok(())
+}
+
+fn float_flags<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let src = source::<FROM>(cpu, op)?;
+    let dst = cpu.state.xmm[usize::from(op.r[0])];
+    let result = run_float(
+        cpu,
+        op,
+        &mut Work {
+            dst,
+            src,
+            gpr: 0,
+            imm: 0,
+        },
+    )?;
+    cpu.set_flags(flags::ARITHMETIC, result & flags::ARITHMETIC);
+    Ok(())
+}
+
+/// Runs a floating-point stub under the guest's MXCSR; the exceptions that are not masked become #XM (#UD when the
+/// guest's system does not support it), with nothing but the flags changed.
+#[inline(always)]
+pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
+    if cpu.state.mxcsr & MASKS == MASKS {
+        return Ok(host::float(Entry(op.imm), work, &mut cpu.state.mxcsr));
+    }
+    run_unmasked(cpu, op, work)
+}
+
+/// Invalid, denormal and divide-by-zero are found before a result is computed; then the others cannot come up.
+const BEFORE_RESULT: u32 = 7;
+const UNDERFLOW: u32 = 1 << 4;
+const FLUSH_TO_ZERO: u32 = 1 << 15;
+
+/// The stub still runs with everything masked, lest this process gets a signal; what would be different is made up for.
+/// One thing is not: beside an unmasked overflow or underflow, the hardware sets the precision flag only if the result
+/// is inexact with an unbounded exponent, too.
+#[cold]
+fn run_unmasked(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
+    let guest = cpu.state.mxcsr;
+    let masks = (guest & MASKS) >> 7;
+    let mut mxcsr = (guest | MASKS) & !FLAGS;
+    if masks & UNDERFLOW == 0 {
+        mxcsr &= !FLUSH_TO_ZERO;
+    }
+    let result = host::float(Entry(op.imm), work, &mut mxcsr);
+    let mut raised = mxcsr & FLAGS;
+    // A tiny result is an unmasked underflow even when it is exact.
+    if masks & UNDERFLOW == 0 && has_denormal(op.instruction().mnemonic(), work.dst) {
+        raised |= UNDERFLOW;
+    }
+    if raised & !masks & BEFORE_RESULT != 0 {
+        raised &= BEFORE_RESULT;
+    }
+    cpu.state.mxcsr = guest | raised;
+    if raised & !masks == 0 {
+        return Ok(result);
+    }
+    let vector = if cpu.state.cr4 & control::CR4_OSXMMEXCPT != 0 {
+        19
+    } else {
+        6
+    };
+    Err(cpu.raise(vector, None))
+}
+
+/// The result of an instruction that can underflow has a denormal element.
+fn has_denormal(mnemonic: Mnemonic, result: u128) -> bool {
+    use Mnemonic as M;
+    let single = |n: u32| {
+        let v = (result >> (32 * n)) as u32;
+        v & 0x7f80_0000 == 0 && v & 0x7f_ffff != 0
+    };
+    let double = |n: u32| {
+        let v = (result >> (64 * n)) as u64;
+        v & 0x7ff0_0000_0000_0000 == 0 && v & 0xf_ffff_ffff_ffff != 0
+    };
+    match mnemonic {
+        M::Addss | M::Subss | M::Mulss | M::Divss | M::Cvtsd2ss => single(0),
+        M::Addsd | M::Subsd | M::Mulsd | M::Divsd => double(0),
+        M::Addps
+        | M::Subps
+        | M::Mulps
+        | M::Divps
+        | M::Addsubps
+        | M::Haddps
+        | M::Hsubps
+        | M::Cvtpd2ps
+        | M::Dpps => (0..4).any(single),
+        M::Addpd
+        | M::Subpd
+        | M::Mulpd
+        | M::Divpd
+        | M::Addsubpd
+        | M::Haddpd
+        | M::Hsubpd
+        | M::Dppd => (0..2).any(double),
+        _ => false,
+    }
+}
+
+/// PCMPESTRI and its like; `INDEX` tells those that answer in ECX from those that answer in XMM0.
+fn strings<const FROM: u8, const INDEX: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let b = source::<FROM>(cpu, op)?;
+    let a = cpu.state.xmm[usize::from(op.r[0])];
+    let lengths = (cpu.state.gpr[0], cpu.state.gpr[2]);
+    let found = host::strings(Entry(op.imm), a, b, lengths, op.aux);
+    if INDEX {
+        cpu.state.gpr[1] = found.index.into();
+    } else {
+        cpu.state.xmm[0] = found.mask;
+    }
+    cpu.set_flags(flags::ARITHMETIC, found.flags & flags::ARITHMETIC);
+    Ok(())
+}

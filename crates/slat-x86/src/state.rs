@@ -1,0 +1,340 @@
+//! The architectural state of one CPU.
+
+/// RFLAGS bits.
+#[allow(missing_docs)]
+pub mod flags {
+    pub const CF: u64 = 1;
+    pub const PF: u64 = 1 << 2;
+    pub const AF: u64 = 1 << 4;
+    pub const ZF: u64 = 1 << 6;
+    pub const SF: u64 = 1 << 7;
+    pub const TF: u64 = 1 << 8;
+    pub const IF: u64 = 1 << 9;
+    pub const DF: u64 = 1 << 10;
+    pub const OF: u64 = 1 << 11;
+    pub const IOPL: u64 = 3 << 12;
+    pub const NT: u64 = 1 << 14;
+    pub const RF: u64 = 1 << 16;
+    pub const VM: u64 = 1 << 17;
+    pub const AC: u64 = 1 << 18;
+    pub const VIF: u64 = 1 << 19;
+    pub const VIP: u64 = 1 << 20;
+    pub const ID: u64 = 1 << 21;
+    /// The six arithmetic flags.
+    pub const ARITHMETIC: u64 = CF | PF | AF | ZF | SF | OF;
+    /// Bit 1 always reads as one.
+    pub const ALWAYS: u64 = 2;
+}
+
+/// Control register and EFER bits.
+#[allow(missing_docs)]
+pub mod control {
+    pub const CR0_PE: u64 = 1;
+    pub const CR0_MP: u64 = 1 << 1;
+    pub const CR0_EM: u64 = 1 << 2;
+    pub const CR0_TS: u64 = 1 << 3;
+    pub const CR0_ET: u64 = 1 << 4;
+    pub const CR0_NE: u64 = 1 << 5;
+    pub const CR0_WP: u64 = 1 << 16;
+    pub const CR0_AM: u64 = 1 << 18;
+    pub const CR0_NW: u64 = 1 << 29;
+    pub const CR0_CD: u64 = 1 << 30;
+    pub const CR0_PG: u64 = 1 << 31;
+    pub const CR4_TSD: u64 = 1 << 2;
+    pub const CR4_DE: u64 = 1 << 3;
+    pub const CR4_PAE: u64 = 1 << 5;
+    pub const CR4_OSFXSR: u64 = 1 << 9;
+    pub const CR4_OSXMMEXCPT: u64 = 1 << 10;
+    pub const CR4_UMIP: u64 = 1 << 11;
+    pub const CR4_LA57: u64 = 1 << 12;
+    pub const CR4_FSGSBASE: u64 = 1 << 16;
+    pub const CR4_PCIDE: u64 = 1 << 17;
+    pub const CR4_OSXSAVE: u64 = 1 << 18;
+    pub const CR4_SMEP: u64 = 1 << 20;
+    pub const CR4_SMAP: u64 = 1 << 21;
+    pub const EFER_SCE: u64 = 1;
+    pub const EFER_LME: u64 = 1 << 8;
+    pub const EFER_LMA: u64 = 1 << 10;
+    pub const EFER_NXE: u64 = 1 << 11;
+}
+
+/// A segment register with its hidden part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Segment {
+    /// The selector.
+    pub selector: u16,
+    /// The base address.
+    pub base: u64,
+    /// The limit in bytes (granularity already applied).
+    pub limit: u32,
+    /// Access rights as the high half of a descriptor has them, shifted right by 8: type in bits 0–3, S 4,
+    /// DPL 5–6, P 7, AVL 12, L 13, D/B 14, G 15; and bit 16 for "unusable".
+    pub rights: u32,
+}
+
+impl Segment {
+    /// The unusable bit of `rights`.
+    pub const UNUSABLE: u32 = 1 << 16;
+
+    /// A segment of a real-mode CPU.
+    pub const fn real(selector: u16, rights: u32) -> Self {
+        Self {
+            selector,
+            base: (selector as u64) << 4,
+            limit: 0xffff,
+            rights,
+        }
+    }
+    /// The type field (4 bits).
+    pub const fn kind(&self) -> u32 {
+        self.rights & 15
+    }
+    /// The descriptor privilege level.
+    pub const fn dpl(&self) -> u8 {
+        (self.rights >> 5 & 3) as u8
+    }
+    /// The L bit: 64-bit code.
+    pub const fn long(&self) -> bool {
+        self.rights & 1 << 13 != 0
+    }
+    /// The D/B bit: 32-bit default size.
+    pub const fn big(&self) -> bool {
+        self.rights & 1 << 14 != 0
+    }
+    /// Usable and present.
+    pub const fn usable(&self) -> bool {
+        self.rights & (Self::UNUSABLE | 1 << 7) == 1 << 7
+    }
+}
+
+/// GDTR or IDTR.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Table {
+    /// The linear address of the table.
+    pub base: u64,
+    /// Its last byte.
+    pub limit: u16,
+}
+
+/// An 80-bit floating-point register as it stands in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct F80 {
+    /// The 64-bit significand with explicit integer bit. MMX registers live here.
+    pub mantissa: u64,
+    /// Sign (bit 15) and exponent.
+    pub exponent: u16,
+}
+
+/// An exception with what goes with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exception {
+    /// The vector.
+    pub vector: u8,
+    /// The error code, for those vectors that push one.
+    pub error: Option<u32>,
+}
+
+/// Events that are to be delivered, and what holds them back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Events {
+    /// An exception to deliver before the next instruction.
+    pub exception: Option<Exception>,
+    /// An external interrupt to deliver before the next instruction; injected regardless of IF.
+    pub interrupt: Option<u8>,
+    /// An NMI to deliver as soon as NMIs are not blocked.
+    pub nmi: bool,
+    /// Between an NMI's delivery and the next IRET.
+    pub nmi_blocked: bool,
+    /// STI was executed just now: no interrupt before the end of the next instruction.
+    pub sti_shadow: bool,
+    /// MOV SS or POP SS was executed just now.
+    pub mov_ss_shadow: bool,
+}
+
+/// All that a program could read or a client may set. While the CPU does not run, this is all there is.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub struct State {
+    /// RAX RCX RDX RBX RSP RBP RSI RDI R8…R15.
+    pub gpr: [u64; 16],
+    pub rip: u64,
+    pub rflags: u64,
+    pub es: Segment,
+    pub cs: Segment,
+    pub ss: Segment,
+    pub ds: Segment,
+    pub fs: Segment,
+    pub gs: Segment,
+    pub ldtr: Segment,
+    pub tr: Segment,
+    pub gdtr: Table,
+    pub idtr: Table,
+    pub cr0: u64,
+    pub cr2: u64,
+    pub cr3: u64,
+    pub cr4: u64,
+    pub cr8: u64,
+    pub efer: u64,
+    pub xcr0: u64,
+    pub dr: [u64; 4],
+    pub dr6: u64,
+    pub dr7: u64,
+    pub xmm: [u128; 16],
+    pub mxcsr: u32,
+    /// The x87 registers in physical order: ST(i) is `st[(top + i) & 7]`, top being bits 11–13 of `fsw`.
+    pub st: [F80; 8],
+    pub fcw: u16,
+    pub fsw: u16,
+    /// One bit per physical register: 1 is in use (the FXSAVE form of the tag word).
+    pub ftw: u8,
+    pub fop: u16,
+    pub fip: u64,
+    pub fdp: u64,
+    pub star: u64,
+    pub lstar: u64,
+    pub cstar: u64,
+    pub sfmask: u64,
+    pub kernel_gs_base: u64,
+    pub sysenter_cs: u64,
+    pub sysenter_esp: u64,
+    pub sysenter_eip: u64,
+    pub tsc_aux: u64,
+    pub pat: u64,
+    pub events: Events,
+}
+
+/// MXCSR bits that exist.
+pub const MXCSR_MASK: u32 = 0xffff;
+
+impl State {
+    /// The state after RESET.
+    pub fn reset() -> Self {
+        let data = |selector| Segment::real(selector, 0x93);
+        let mut cs = Segment::real(0xf000, 0x9b);
+        cs.base = 0xffff_0000;
+        Self {
+            gpr: [0, 0, 0x600, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+            rip: 0xfff0,
+            rflags: flags::ALWAYS,
+            es: data(0),
+            cs,
+            ss: data(0),
+            ds: data(0),
+            fs: data(0),
+            gs: data(0),
+            ldtr: Segment {
+                selector: 0,
+                base: 0,
+                limit: 0xffff,
+                rights: 0x82,
+            },
+            tr: Segment {
+                selector: 0,
+                base: 0,
+                limit: 0xffff,
+                rights: 0x8b,
+            },
+            gdtr: Table {
+                base: 0,
+                limit: 0xffff,
+            },
+            idtr: Table {
+                base: 0,
+                limit: 0xffff,
+            },
+            cr0: 0x6000_0010,
+            cr2: 0,
+            cr3: 0,
+            cr4: 0,
+            cr8: 0,
+            efer: 0,
+            xcr0: 1,
+            dr: [0; 4],
+            dr6: 0xffff_0ff0,
+            dr7: 0x400,
+            xmm: [0; 16],
+            mxcsr: 0x1f80,
+            st: [F80::default(); 8],
+            fcw: 0x40,
+            fsw: 0,
+            ftw: 0xff,
+            fop: 0,
+            fip: 0,
+            fdp: 0,
+            star: 0,
+            lstar: 0,
+            cstar: 0,
+            sfmask: 0,
+            kernel_gs_base: 0,
+            sysenter_cs: 0,
+            sysenter_esp: 0,
+            sysenter_eip: 0,
+            tsc_aux: 0,
+            pat: 0x0007_0406_0007_0406,
+            events: Events::default(),
+        }
+    }
+
+    /// The x87 and SSE state as FXSAVE64 writes it.
+    pub fn to_fxsave(&self) -> [u8; 512] {
+        let mut image = [0; 512];
+        let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, &self.fcw.to_le_bytes());
+        put(2, &self.fsw.to_le_bytes());
+        put(4, &[self.ftw]);
+        put(6, &self.fop.to_le_bytes());
+        put(8, &self.fip.to_le_bytes());
+        put(16, &self.fdp.to_le_bytes());
+        put(24, &self.mxcsr.to_le_bytes());
+        put(28, &MXCSR_MASK.to_le_bytes());
+        for i in 0..8 {
+            let st = self.st[self.physical(i)];
+            put(32 + 16 * i, &st.mantissa.to_le_bytes());
+            put(40 + 16 * i, &st.exponent.to_le_bytes());
+        }
+        for (i, xmm) in self.xmm.iter().enumerate() {
+            put(160 + 16 * i, &xmm.to_le_bytes());
+        }
+        image
+    }
+
+    /// Takes the x87 and SSE state from an image as FXSAVE64 writes it. Reserved MXCSR bits are dropped.
+    pub fn set_fxsave(&mut self, image: &[u8; 512]) {
+        self.set_fxsave_x87(image);
+        self.mxcsr = u32::from_le_bytes(bytes(image, 24)) & MXCSR_MASK;
+        for i in 0..16 {
+            self.xmm[i] = u128::from_le_bytes(bytes(image, 160 + 16 * i));
+        }
+    }
+
+    /// Takes the x87 part only.
+    pub fn set_fxsave_x87(&mut self, image: &[u8; 512]) {
+        self.fcw = u16::from_le_bytes(bytes(image, 0));
+        self.fsw = u16::from_le_bytes(bytes(image, 2));
+        self.ftw = image[4];
+        self.fop = u16::from_le_bytes(bytes(image, 6));
+        self.fip = u64::from_le_bytes(bytes(image, 8));
+        self.fdp = u64::from_le_bytes(bytes(image, 16));
+        for i in 0..8 {
+            let at = self.physical(i);
+            self.st[at].mantissa = u64::from_le_bytes(bytes(image, 32 + 16 * i));
+            self.st[at].exponent = u16::from_le_bytes(bytes(image, 40 + 16 * i));
+        }
+    }
+
+    fn physical(&self, i: usize) -> usize {
+        (usize::from(self.fsw >> 11) + i) & 7
+    }
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self::reset()
+    }
+}
+
+fn bytes<const N: usize>(image: &[u8], at: usize) -> [u8; N] {
+    let mut out = [0; N];
+    out.copy_from_slice(&image[at..at + N]);
+    out
+}

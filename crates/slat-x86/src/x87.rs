@@ -1,0 +1,332 @@
+//! x87 instructions.
+//!
+//! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So stack faults,
+//! condition codes, rounding and every odd encoding are the hardware's. An unmasked exception does no harm on the way:
+//! the hardware takes it with the *next* instruction that waits for it, and there is none before FNSAVE.
+
+use crate::Cpu;
+use crate::op::{Flow, Handler, MEM, Op};
+use crate::state::{F80, State, control, flags};
+use core::arch::{asm, naked_asm};
+use iced_x86::{Encoder, Instruction, Mnemonic as M};
+
+/// The error summary in the status word: an unmasked exception waits.
+const ERROR: u16 = 1 << 7;
+
+/// The place in `op.r` where x87 operations keep their ModR/M byte (they have no fourth operand).
+const MODRM: usize = 3;
+
+/// What FNSAVE writes in 64-bit mode.
+#[repr(C)]
+struct Image {
+    fcw: u32,
+    fsw: u32,
+    tags: u32,
+    ip: u32,
+    cs_and_opcode: u32,
+    dp: u32,
+    ds: u32,
+    st: [u8; 80],
+}
+
+/// The instructions on registers: eight opcodes (D8 to DF) with 64 ModR/M bytes (C0 to FF) each, four bytes apart.
+#[unsafe(naked)]
+unsafe extern "C" fn register_stubs() {
+    naked_asm!(
+        ".set slat_x87, 0",
+        ".rept 512",
+        ".byte 0xd8 + (slat_x87 >> 6), 0xc0 + (slat_x87 & 63), 0xc3, 0x90",
+        ".set slat_x87, slat_x87 + 1",
+        ".endr",
+    )
+}
+
+/// The instructions on memory at RDI: eight opcodes with eight ModR/M bytes each, four bytes apart, first without and
+/// then with an operand-size prefix (which matters for the environment only).
+#[unsafe(naked)]
+unsafe extern "C" fn memory_stubs() {
+    naked_asm!(
+        ".set slat_x87, 0",
+        ".rept 64",
+        ".byte 0xd8 + (slat_x87 >> 3), ((slat_x87 & 7) << 3) + 7, 0xc3, 0x90",
+        ".set slat_x87, slat_x87 + 1",
+        ".endr",
+        ".set slat_x87, 0",
+        ".rept 64",
+        ".byte 0x66, 0xd8 + (slat_x87 >> 3), ((slat_x87 & 7) << 3) + 7, 0xc3",
+        ".set slat_x87, slat_x87 + 1",
+        ".endr",
+    )
+}
+
+/// The handler of an x87 instruction, or `None` if it is not one that this CPU has.
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    if insn.mnemonic() == M::Wait {
+        return Some(fwait);
+    }
+    let (opcode, modrm) = opcode_and_modrm(insn)?;
+    op.aux = 0;
+    let in_memory = op.r.contains(&MEM);
+    op.r[MODRM] = modrm;
+    if in_memory {
+        let (size, env16) = match insn.memory_size().size() {
+            14 => (14, true),
+            94 => (94, true),
+            size => (size, false),
+        };
+        op.imm = memory_stubs as *const () as u64
+            + 4 * ((u64::from(opcode) & 7) * 8 + (u64::from(modrm) >> 3 & 7));
+        if env16 {
+            op.imm += 4 * 64;
+        }
+        op.aux = size as u8;
+        return Some(match insn.mnemonic() {
+            M::Fst | M::Fstp | M::Fist | M::Fistp | M::Fisttp | M::Fbstp => store,
+            M::Fnstcw | M::Fnstsw | M::Fnstenv | M::Fnsave => store_environment,
+            M::Fldcw => load,
+            M::Fldenv | M::Frstor => load_environment,
+            _ => load,
+        });
+    }
+    op.imm = register_stubs as *const () as u64
+        + 4 * ((u64::from(opcode) & 7) * 64 + (u64::from(modrm) & 63));
+    Some(match insn.mnemonic() {
+        M::Fninit | M::Fnclex | M::Fneni | M::Fndisi | M::Fnsetpm => control_only,
+        M::Fnstsw => status_to_ax,
+        M::Fcomi | M::Fcomip | M::Fucomi | M::Fucomip => compare_to_flags,
+        _ => registers,
+    })
+}
+
+/// The first two bytes behind the prefixes, if they are those of an x87 instruction.
+fn opcode_and_modrm(insn: &Instruction) -> Option<(u8, u8)> {
+    let is_prefix =
+        |byte: &u8| matches!(byte, 0x26 | 0x2e | 0x36 | 0x3e | 0x64..=0x67 | 0x40..=0x4f);
+    let bytes = [64, 32, 16].into_iter().find_map(|bits| {
+        let mut encoder = Encoder::new(bits);
+        encoder.encode(insn, insn.ip()).ok()?;
+        Some(encoder.take_buffer())
+    })?;
+    match *bytes
+        .iter()
+        .position(|byte| !is_prefix(byte))
+        .map(|at| &bytes[at..])?
+    {
+        [opcode @ 0xd8..=0xdf, modrm, ..] => Some((opcode, modrm)),
+        _ => None,
+    }
+}
+
+/// An x87 exception that waits is taken by the next x87 or MMX instruction.
+pub(crate) fn check_pending(cpu: &mut Cpu) -> Flow {
+    if cpu.state.fsw & ERROR == 0 {
+        return Ok(());
+    }
+    if cpu.state.cr0 & control::CR0_NE == 0 {
+        return Err(cpu
+            .unimplemented("x87 exception reported through an external interrupt (CR0.NE clear)"));
+    }
+    Err(cpu.raise(16, None))
+}
+
+fn fwait(cpu: &mut Cpu, _op: &Op) -> Flow {
+    check_pending(cpu)
+}
+
+fn registers(cpu: &mut Cpu, op: &Op) -> Flow {
+    check_pending(cpu)?;
+    let mut run = Run::new(cpu);
+    run.call(op);
+    run.commit(cpu, op);
+    Ok(())
+}
+
+fn compare_to_flags(cpu: &mut Cpu, op: &Op) -> Flow {
+    check_pending(cpu)?;
+    let mut run = Run::new(cpu);
+    run.call(op);
+    run.commit(cpu, op);
+    cpu.set_flags(flags::ARITHMETIC, run.flags & flags::ARITHMETIC);
+    Ok(())
+}
+
+fn control_only(cpu: &mut Cpu, op: &Op) -> Flow {
+    let mut run = Run::new(cpu);
+    run.call(op);
+    run.commit_all(&mut cpu.state);
+    Ok(())
+}
+
+fn status_to_ax(cpu: &mut Cpu, _op: &Op) -> Flow {
+    cpu.state.gpr[0] = cpu.state.gpr[0] & !0xffff | u64::from(cpu.state.fsw);
+    Ok(())
+}
+
+fn load(cpu: &mut Cpu, op: &Op) -> Flow {
+    check_pending(cpu)?;
+    let lin = cpu.lin(op, op.aux.into())?;
+    let mut run = Run::new(cpu);
+    cpu.load_bytes(lin, &mut run.memory[..usize::from(op.aux)])?;
+    run.call(op);
+    run.commit(cpu, op);
+    Ok(())
+}
+
+fn store(cpu: &mut Cpu, op: &Op) -> Flow {
+    const PRECISION: u16 = 1 << 5;
+    check_pending(cpu)?;
+    let lin = cpu.lin(op, op.aux.into())?;
+    let mut run = Run::new(cpu);
+    run.call(op);
+    let status = run.image.fsw as u16;
+    // Nothing is stored when an unmasked exception stops it; a lost bit of precision does not.
+    let unmasked = status & !(run.image.fcw as u16) & 0x3f;
+    if status & ERROR == 0 || unmasked & !PRECISION == 0 {
+        cpu.store_bytes(lin, &run.memory[..usize::from(op.aux)])?;
+    }
+    run.commit(cpu, op);
+    Ok(())
+}
+
+/// FLDENV and FRSTOR: also the pointers come from memory.
+fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
+    check_pending(cpu)?;
+    let lin = cpu.lin(op, op.aux.into())?;
+    let mut run = Run::new(cpu);
+    cpu.load_bytes(lin, &mut run.memory[..usize::from(op.aux)])?;
+    run.call(op);
+    run.commit_all(&mut cpu.state);
+    Ok(())
+}
+
+/// The stores that do not wait for an exception.
+fn store_environment(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = cpu.lin(op, op.aux.into())?;
+    let mut run = Run::new(cpu);
+    run.call(op);
+    cpu.store_bytes(lin, &run.memory[..usize::from(op.aux)])?;
+    run.commit_all(&mut cpu.state);
+    Ok(())
+}
+
+/// One instruction on its way through the host.
+struct Run {
+    image: Image,
+    /// The memory operand; the largest is FNSAVE's.
+    memory: [u8; 112],
+    flags: u64,
+    /// The pointers of before, to see whether the instruction was one that sets them.
+    ip: u32,
+    dp: u32,
+    opcode: u32,
+}
+
+impl Run {
+    fn new(cpu: &mut Cpu) -> Run {
+        let flags = cpu.flags() & flags::ARITHMETIC | flags::ALWAYS;
+        let state = &cpu.state;
+        let mut tags = 0;
+        let mut st = [0; 80];
+        for n in 0..8 {
+            if state.ftw & 1 << n == 0 {
+                tags |= 3 << (2 * n);
+            }
+        }
+        for (i, bytes) in st.chunks_exact_mut(10).enumerate() {
+            let F80 { mantissa, exponent } = state.st[(usize::from(state.fsw >> 11) + i) & 7];
+            bytes[..8].copy_from_slice(&mantissa.to_le_bytes());
+            bytes[8..].copy_from_slice(&exponent.to_le_bytes());
+        }
+        let image = Image {
+            fcw: state.fcw.into(),
+            fsw: state.fsw.into(),
+            tags,
+            ip: state.fip as u32,
+            cs_and_opcode: u32::from(state.fop) << 16,
+            dp: state.fdp as u32,
+            ds: 0,
+            st,
+        };
+        let (ip, dp, opcode) = (image.ip, image.dp, image.cs_and_opcode);
+        Run {
+            image,
+            memory: [0; 112],
+            flags,
+            ip,
+            dp,
+            opcode,
+        }
+    }
+
+    fn call(&mut self, op: &Op) {
+        let host_fcw = 0u16;
+        // SAFETY: `op.imm` is the address of one of the stubs above, each of which is one x87 instruction and a `ret`;
+        // its memory operand, if any, is at RDI and fits into `memory`. The x87 unit is left empty and with the host's
+        // control word, as Rust code expects it; the stack is balanced.
+        unsafe {
+            asm!(
+                "fnstcw [{host_fcw}]",
+                "frstor [{image}]",
+                "push {flags}",
+                "popfq",
+                "call {stub}",
+                "pushfq",
+                "pop {flags}",
+                "fnsave [{image}]",
+                "fldcw [{host_fcw}]",
+                stub = in(reg) op.imm,
+                image = in(reg) &raw mut self.image,
+                host_fcw = in(reg) &raw const host_fcw,
+                flags = inout(reg) self.flags,
+                in("rdi") self.memory.as_mut_ptr(),
+                out("rax") _,
+                out("st(0)") _, out("st(1)") _, out("st(2)") _, out("st(3)") _,
+                out("st(4)") _, out("st(5)") _, out("st(6)") _, out("st(7)") _,
+            );
+        }
+    }
+
+    /// Takes over everything but the pointers; those are the guest's own when the instruction has set any.
+    fn commit(&self, cpu: &mut Cpu, op: &Op) {
+        let (rip, operand) = (cpu.rip_of(op), cpu.offset(op));
+        let state = &mut cpu.state;
+        self.commit_registers(state);
+        if self.image.ip != self.ip {
+            state.fip = rip;
+        }
+        if self.image.dp != self.dp {
+            state.fdp = operand;
+        }
+        if self.image.cs_and_opcode >> 16 != self.opcode >> 16 {
+            // Stubs on memory have an address of their own, and so another ModR/M byte.
+            state.fop = (self.image.cs_and_opcode >> 16) as u16 & 0x700 | u16::from(op.r[MODRM]);
+        }
+    }
+
+    /// Takes over everything.
+    fn commit_all(&self, state: &mut State) {
+        self.commit_registers(state);
+        if self.image.ip != self.ip {
+            state.fip = self.image.ip.into();
+        }
+        if self.image.dp != self.dp {
+            state.fdp = self.image.dp.into();
+        }
+        state.fop = (self.image.cs_and_opcode >> 16) as u16 & 0x7ff;
+    }
+
+    fn commit_registers(&self, state: &mut State) {
+        state.fcw = self.image.fcw as u16;
+        state.fsw = self.image.fsw as u16;
+        state.ftw = (0..8).fold(0, |tags, n| {
+            tags | u8::from(self.image.tags >> (2 * n) & 3 != 3) << n
+        });
+        for (i, bytes) in self.image.st.chunks_exact(10).enumerate() {
+            let (mantissa, exponent) = bytes.split_at(8);
+            state.st[(usize::from(state.fsw >> 11) + i) & 7] = F80 {
+                mantissa: u64::from_le_bytes(mantissa.try_into().unwrap_or_default()),
+                exponent: u16::from_le_bytes(exponent.try_into().unwrap_or_default()),
+            };
+        }
+    }
+}

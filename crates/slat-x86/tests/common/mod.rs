@@ -1,0 +1,336 @@
+//! A small machine for the tests: flat memory at guest address 0 with a few pages' rights changed, a
+//! hole for devices, and a 64-bit guest with GDT, IDT and TSS.
+#![allow(dead_code)]
+
+use slat_x86::*;
+use std::collections::HashMap;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+
+pub const CODE: u64 = 0x1_0000;
+pub const DATA: u64 = 0x2_0000;
+pub const STACK: u64 = 0x4_0000;
+pub const GDT: u64 = 0x5_0000;
+pub const IDT: u64 = 0x5_1000;
+pub const TSS: u64 = 0x5_2000;
+/// Each vector's handler: 16 bytes apart.
+pub const HANDLERS: u64 = 0x6_0000;
+pub const IST_STACK: u64 = 0x7_0000;
+pub const KERNEL_STACK: u64 = 0x8_0000;
+/// No memory from here: devices.
+pub const MMIO: u64 = 0x100_0000;
+
+/// Guest memory, shared by CPUs on several threads.
+pub struct Memory {
+    base: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a plain mapping, accessed by raw pointers only.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    pub fn new(len: usize) -> Arc<Self> {
+        slat_guard::install().unwrap();
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a fresh anonymous mapping.
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0) };
+        assert_ne!(base, libc::MAP_FAILED);
+        Arc::new(Self {
+            base: base.cast(),
+            len,
+        })
+    }
+    pub fn at(&self, gpa: u64) -> *mut u8 {
+        assert!((gpa as usize) < self.len);
+        self.base.wrapping_add(gpa as usize)
+    }
+    pub fn write(&self, gpa: u64, bytes: &[u8]) {
+        // SAFETY: within the mapping.
+        unsafe {
+            self.at(gpa)
+                .copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
+        }
+    }
+    pub fn write64(&self, gpa: u64, v: u64) {
+        self.write(gpa, &v.to_le_bytes());
+    }
+    pub fn read<const N: usize>(&self, gpa: u64) -> [u8; N] {
+        let mut out = [0; N];
+        // SAFETY: within the mapping.
+        unsafe { self.at(gpa).copy_to_nonoverlapping(out.as_mut_ptr(), N) };
+        out
+    }
+    pub fn read64(&self, gpa: u64) -> u64 {
+        u64::from_le_bytes(self.read(gpa))
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping.
+        unsafe { libc::munmap(self.base.cast(), self.len) };
+    }
+}
+
+/// What a page allows: reads, writes, execution, user accesses.
+#[derive(Clone, Copy)]
+pub struct Rights {
+    pub present: bool,
+    pub write: bool,
+    pub execute: bool,
+    pub user: bool,
+}
+
+pub struct TestMachine {
+    pub memory: Arc<Memory>,
+    pub rights: HashMap<u64, Rights>,
+    /// Translations asked for.
+    pub translations: Vec<(u64, Access)>,
+    /// Answer so many translations with `Retry` first.
+    pub retries: usize,
+    pub rechecks: usize,
+    pub bad_address: bool,
+    pub msrs: HashMap<u32, u64>,
+    pub hypercalls: Vec<(u64, [u64; 4])>,
+    pub tsc: u64,
+    /// The linear address is the guest-physical one plus this, for the test of flushes.
+    pub shift: u64,
+}
+
+impl TestMachine {
+    pub fn new(memory: Arc<Memory>) -> Self {
+        Self {
+            memory,
+            rights: HashMap::new(),
+            translations: vec![],
+            retries: 0,
+            rechecks: 0,
+            bad_address: false,
+            msrs: HashMap::new(),
+            hypercalls: vec![],
+            tsc: 0,
+            shift: 0,
+        }
+    }
+    pub fn absent(&mut self, gva: u64) {
+        let rights = Rights {
+            present: false,
+            write: false,
+            execute: false,
+            user: false,
+        };
+        self.rights.insert(gva >> 12, rights);
+    }
+    pub fn read_only(&mut self, gva: u64) {
+        let rights = Rights {
+            present: true,
+            write: false,
+            execute: true,
+            user: true,
+        };
+        self.rights.insert(gva >> 12, rights);
+    }
+}
+
+impl Mmu for TestMachine {
+    fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault> {
+        self.translations.push((gva, access));
+        if self.retries > 0 {
+            self.retries -= 1;
+            return Err(Fault::Retry);
+        }
+        let all = Rights {
+            present: true,
+            write: true,
+            execute: true,
+            user: true,
+        };
+        let rights = *self.rights.get(&(gva >> 12)).unwrap_or(&all);
+        let allowed = rights.present
+            && (access != Access::Write || rights.write)
+            && (access != Access::Execute || rights.execute)
+            && (!paging.user || rights.user);
+        if !allowed {
+            let write = u32::from(access == Access::Write) << 1;
+            let fetch = u32::from(access == Access::Execute) << 4;
+            let user = u32::from(paging.user) << 2;
+            let error_code = u32::from(rights.present) | write | user | fetch;
+            return Err(Fault::Page { error_code });
+        }
+        let gpa = gva.wrapping_add(self.shift);
+        if gpa >= self.memory.len as u64 {
+            return Err(Fault::Mmio { gpa });
+        }
+        Ok(HostPage {
+            base: NonNull::new(self.memory.at(gpa & !0xfff)).unwrap(),
+            read: true,
+            write: rights.write,
+            execute: rights.execute,
+            gpa: gpa & !0xfff,
+        })
+    }
+    fn recheck(&mut self, _: *mut u8, _: Access) -> Result<(), Fault> {
+        self.rechecks += 1;
+        if self.bad_address {
+            Err(Fault::BadAddress)
+        } else {
+            Ok(())
+        }
+    }
+}
+
+impl Machine for TestMachine {
+    fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        [leaf, subleaf, 0x1234, 0x5678]
+    }
+    fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault> {
+        self.msrs.get(&msr).copied().ok_or(MsrFault)
+    }
+    fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault> {
+        *self.msrs.get_mut(&msr).ok_or(MsrFault)? = value;
+        Ok(())
+    }
+    fn tsc(&mut self) -> u64 {
+        self.tsc += 1;
+        self.tsc
+    }
+    fn hypercall(&mut self, nr: u64, args: [u64; 4]) -> u64 {
+        self.hypercalls.push((nr, args));
+        7
+    }
+}
+
+/// A CPU with its machine.
+pub struct Guest {
+    pub cpu: Cpu,
+    pub machine: TestMachine,
+    pub attention: Arc<AtomicU32>,
+}
+
+/// Puts a CPU into 64-bit mode at CPL 0, with the tables that [`Guest::with_memory`] makes.
+pub fn long_mode(state: &mut State) {
+    let code = Segment {
+        selector: 8,
+        base: 0,
+        limit: u32::MAX,
+        rights: 0xa09b,
+    };
+    let data = Segment {
+        selector: 16,
+        base: 0,
+        limit: u32::MAX,
+        rights: 0xc093,
+    };
+    state.cs = code;
+    (state.ds, state.es, state.ss, state.fs, state.gs) = (data, data, data, data, data);
+    state.tr = Segment {
+        selector: 40,
+        base: TSS,
+        limit: 0x67,
+        rights: 0x8b,
+    };
+    state.gdtr = Table {
+        base: GDT,
+        limit: 0xff,
+    };
+    state.idtr = Table {
+        base: IDT,
+        limit: 0xfff,
+    };
+    state.cr0 = 0x8005_0033;
+    state.cr4 = 0x0000_0620;
+    state.efer = 0xd01;
+    state.gpr[4] = STACK;
+    state.rip = CODE;
+}
+
+impl Guest {
+    /// A 64-bit guest at CPL 0 whose code stands at [`CODE`]. Every vector's handler is a HLT.
+    pub fn new(code: &[u8]) -> Self {
+        Self::with_memory(Memory::new(MMIO as usize), code)
+    }
+
+    pub fn with_memory(memory: Arc<Memory>, code: &[u8]) -> Self {
+        memory.write(CODE, code);
+        // Null, kernel code and data, user data and code (in SYSRET's order), TSS.
+        let gdt = [
+            0,
+            0x00af_9b00_0000_ffff,
+            0x00cf_9300_0000_ffff,
+            0x00cf_f300_0000_ffff,
+            0x00af_fb00_0000_ffff,
+        ];
+        for (i, descriptor) in gdt.into_iter().enumerate() {
+            memory.write64(GDT + 8 * i as u64, descriptor);
+        }
+        memory.write64(GDT + 40, 0x0000_8b00_0000_0067 | (TSS & 0xff_ffff) << 16);
+        memory.write64(TSS + 4, KERNEL_STACK);
+        memory.write64(TSS + 36, IST_STACK);
+        for vector in 0..256u64 {
+            let at = HANDLERS + 16 * vector;
+            Self::gate(&memory, vector as u8, at, 0, 0);
+            memory.write(at, &[0xf4]);
+        }
+        let mut cpu = Cpu::new();
+        long_mode(&mut cpu.state);
+        Self {
+            cpu,
+            machine: TestMachine::new(memory),
+            attention: Arc::default(),
+        }
+    }
+
+    /// An interrupt gate.
+    pub fn gate(memory: &Memory, vector: u8, target: u64, dpl: u64, ist: u64) {
+        let low = target & 0xffff
+            | 8 << 16
+            | ist << 32
+            | (0x8e | dpl << 5) << 40
+            | (target >> 16 & 0xffff) << 48;
+        memory.write64(IDT + 16 * u64::from(vector), low);
+        memory.write64(IDT + 16 * u64::from(vector) + 8, target >> 32);
+    }
+
+    pub fn run(&mut self) -> Exit {
+        self.cpu.run(&mut self.machine, &self.attention)
+    }
+
+    /// Runs to HLT.
+    pub fn halt(&mut self) {
+        let exit = self.run();
+        assert_eq!(exit, Exit::Hlt, "at {:#x}", self.cpu.state.rip);
+    }
+
+    /// Runs to the HLT of a vector's handler.
+    pub fn halt_in_handler(&mut self, vector: u8) {
+        self.halt();
+        assert_eq!(
+            self.cpu.state.rip,
+            HANDLERS + 16 * u64::from(vector) + 1,
+            "another vector came"
+        );
+    }
+
+    /// The word at `RSP + 8 * n`.
+    pub fn stack(&self, n: u64) -> u64 {
+        self.machine.memory.read64(self.cpu.state.gpr[4] + 8 * n)
+    }
+
+    pub fn memory(&self) -> &Memory {
+        &self.machine.memory
+    }
+}
+
+pub const RAX: usize = 0;
+pub const RCX: usize = 1;
+pub const RDX: usize = 2;
+pub const RBX: usize = 3;
+pub const RSP: usize = 4;
+pub const RBP: usize = 5;
+pub const RSI: usize = 6;
+pub const RDI: usize = 7;

@@ -1,0 +1,248 @@
+//! Compares what the two CPUs left behind.
+
+use iced_x86::{FastFormatter, Instruction, Mnemonic, OpCodeOperandKind, RflagsBits};
+
+use crate::forms::Case;
+use crate::native::{Arena, DATA, DATA_LEN, Fault, Regs, STACK, STACK_LEN};
+
+pub struct Result {
+    regs: Regs,
+    fault: Option<Fault>,
+    data: Vec<u8>,
+    stack: Vec<u8>,
+}
+
+impl Result {
+    pub fn new(
+        arena: &Arena,
+        instruction: &Instruction,
+        regs: Regs,
+        fault: Option<Fault>,
+    ) -> Result {
+        Result {
+            regs,
+            fault: fault.map(|mut f| {
+                if f.vector == 14 {
+                    // Outside of the arena something of the host's may be present.
+                    f.error &= !1;
+                    if accesses_in_parts(instruction) {
+                        f.cr2 &= !0xfff;
+                    }
+                } else {
+                    // Other faults leave an old CR2 behind.
+                    f.cr2 = 0;
+                }
+                f
+            }),
+            data: arena.bytes(DATA, DATA_LEN).to_vec(),
+            stack: arena.bytes(STACK, STACK_LEN).to_vec(),
+        }
+    }
+}
+
+pub fn set_memory(arena: &Arena, case: &Case) {
+    arena.bytes_mut(DATA, DATA_LEN).copy_from_slice(&case.data);
+    arena
+        .bytes_mut(STACK, STACK_LEN)
+        .copy_from_slice(&case.stack);
+}
+
+/// The host stores an environment field by field, so CR2 is some address in the page: which one is its own affair.
+fn accesses_in_parts(instruction: &Instruction) -> bool {
+    instruction.memory_size().size() > 16 || matches!(instruction.memory_size().size(), 10 | 14)
+}
+
+const NAMES: [&str; 16] = [
+    "rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi", "r8", "r9", "r10", "r11", "r12", "r13",
+    "r14", "r15",
+];
+
+/// Everything that is not the same, in words.
+pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<String> {
+    let mut found = Differences(vec![]);
+    let (e, a) = (&expected.regs, &actual.regs);
+    if expected.fault != actual.fault {
+        found.0.push(format!(
+            "fault: host {:x?}, here {:x?}",
+            expected.fault, actual.fault
+        ));
+    }
+    found.number("rip", e.rip, a.rip);
+    for (n, name) in NAMES.iter().enumerate() {
+        found.number(name, e.gpr[n], a.gpr[n]);
+    }
+    let flags = compared_flags(case, expected.fault.is_some());
+    found.number("rflags", e.rflags & flags, a.rflags & flags);
+    let mxcsr_compared = !unmodelled_mxcsr(case, e);
+    found.number(
+        "mxcsr",
+        u64::from(mxcsr(e) & mxcsr_compared),
+        u64::from(mxcsr(a) & mxcsr_compared),
+    );
+    let page_fault = expected.fault.is_some_and(|f| f.vector == 14);
+    // The host turns to MMX state before it stores, and then finds the page missing; here nothing changes.
+    let half_done = page_fault && uses_mmx(&case.instruction);
+    if !half_done {
+        for (name, at, len) in FX_FIELDS {
+            found.bytes(name, &e.fx[at..at + len], &a.fx[at..at + len]);
+        }
+        for n in 0..8 {
+            let at = 32 + 16 * n;
+            found.bytes(ST[n], &e.fx[at..at + 10], &a.fx[at..at + 10]);
+        }
+    }
+    for n in 0..16 {
+        let at = 160 + 16 * n;
+        found.bytes(XMM[n], &e.fx[at..at + 16], &a.fx[at..at + 16]);
+    }
+    // Nor does the host take back the part of a store that it has done before it finds the second page missing.
+    if !(page_fault && accesses_in_parts(&case.instruction)) {
+        found.memory("data", &expected.data, &actual.data);
+        found.memory("stack", &expected.stack, &actual.stack);
+    }
+    found.0
+}
+
+struct Differences(Vec<String>);
+
+impl Differences {
+    fn number(&mut self, name: &str, expected: u64, actual: u64) {
+        if expected != actual {
+            self.0
+                .push(format!("{name}: host {expected:#x}, here {actual:#x}"));
+        }
+    }
+    fn bytes(&mut self, name: &str, expected: &[u8], actual: &[u8]) {
+        if expected != actual {
+            self.0.push(format!(
+                "{name}: host {}, here {}",
+                hex(expected),
+                hex(actual)
+            ));
+        }
+    }
+    fn memory(&mut self, name: &str, expected: &[u8], actual: &[u8]) {
+        if expected != actual {
+            let at = (0..expected.len())
+                .find(|&n| expected[n] != actual[n])
+                .unwrap_or(0);
+            let end = (at + 16).min(expected.len());
+            self.bytes(
+                &format!("{name}+{at:#x}"),
+                &expected[at..end],
+                &actual[at..end],
+            );
+        }
+    }
+}
+
+/// Fields of an FXSAVE image besides the registers: name, offset, length.
+const FX_FIELDS: [(&str, usize, usize); 6] = [
+    ("fcw", 0, 2),
+    ("fsw", 2, 2),
+    ("ftw", 4, 1),
+    ("fop", 6, 2),
+    ("fip", 8, 8),
+    ("fdp", 16, 8),
+];
+
+const ST: [&str; 8] = ["st0", "st1", "st2", "st3", "st4", "st5", "st6", "st7"];
+const XMM: [&str; 16] = [
+    "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",
+    "xmm11", "xmm12", "xmm13", "xmm14", "xmm15",
+];
+
+fn mxcsr(regs: &Regs) -> u32 {
+    u32::from_le_bytes(regs.fx[24..28].try_into().unwrap())
+}
+
+fn uses_mmx(instruction: &Instruction) -> bool {
+    use OpCodeOperandKind as K;
+    instruction
+        .op_code()
+        .op_kinds()
+        .iter()
+        .any(|kind| matches!(kind, K::mm_reg | K::mm_rm | K::mm_or_mem))
+}
+
+/// Beside an unmasked overflow or underflow the precision flag follows another rounding, which the software CPU does
+/// not redo.
+fn unmodelled_mxcsr(case: &Case, host: &Regs) -> u32 {
+    const OVERFLOW_UNDERFLOW: u32 = 0x18;
+    const PRECISION: u32 = 0x20;
+    let unmasked = !(mxcsr(&case.regs) >> 7);
+    if mxcsr(host) & unmasked & OVERFLOW_UNDERFLOW != 0 {
+        PRECISION
+    } else {
+        0
+    }
+}
+
+/// Most significant byte first, as numbers are read.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().rev().map(|b| format!("{b:02x}")).collect()
+}
+
+/// The arithmetic flags and DF, without those that the instruction leaves undefined. A fault leaves all as they were.
+fn compared_flags(case: &Case, fault: bool) -> u64 {
+    const ALL: u64 = 0xcd5;
+    if fault {
+        return ALL;
+    }
+    let undefined = case.instruction.rflags_undefined();
+    let mut ignored = 0;
+    for (bit, flag) in [
+        (RflagsBits::CF, 1),
+        (RflagsBits::PF, 1 << 2),
+        (RflagsBits::AF, 1 << 4),
+        (RflagsBits::ZF, 1 << 6),
+        (RflagsBits::SF, 1 << 7),
+        (RflagsBits::OF, 1 << 11),
+    ] {
+        if undefined & bit != 0 {
+            ignored |= flag;
+        }
+    }
+    // With counts above the operand's width CF is undefined, too.
+    if matches!(
+        case.instruction.mnemonic(),
+        Mnemonic::Shl | Mnemonic::Sal | Mnemonic::Shr | Mnemonic::Sar
+    ) && operand_bits(case) < 32
+    {
+        ignored |= 1;
+    }
+    ALL & !ignored
+}
+
+fn operand_bits(case: &Case) -> usize {
+    let register = case.instruction.op0_register().size();
+    8 * if register != 0 {
+        register
+    } else {
+        case.instruction.memory_size().size()
+    }
+}
+
+/// A report that lets one try the case by hand.
+pub fn describe(case: &Case, differences: &[String]) -> String {
+    let mut text = String::new();
+    FastFormatter::new().format(&case.instruction, &mut text);
+    let bytes: String = case.bytes.iter().map(|b| format!("{b:02x} ")).collect();
+    let mut lines = vec![format!("  {text}   [{}]", bytes.trim_end())];
+    lines.extend(differences.iter().map(|d| format!("    {d}")));
+    let gprs: Vec<_> = NAMES
+        .iter()
+        .zip(case.regs.gpr)
+        .map(|(name, v)| format!("{name}={v:x}"))
+        .collect();
+    lines.push(format!(
+        "    from {} rflags={:x} fcw={} fsw={} ftw={} mxcsr={}",
+        gprs.join(" "),
+        case.regs.rflags,
+        hex(&case.regs.fx[..2]),
+        hex(&case.regs.fx[2..4]),
+        hex(&case.regs.fx[4..5]),
+        hex(&case.regs.fx[24..28]),
+    ));
+    lines.join("\n")
+}

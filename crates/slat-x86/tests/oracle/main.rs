@@ -1,0 +1,117 @@
+//! The oracle: the host CPU executes the same instruction bytes from the same state as the software CPU, and both
+//! must leave the same registers, flags, memory and faults behind.
+//!
+//! `cargo test` takes a few seconds with fixed seeds. A campaign:
+//! `SLAT_ORACLE_ROUNDS=5000 SLAT_ORACLE_SEED=7 cargo test --release -p slat-x86 --test oracle`;
+//! `SLAT_ORACLE_ONLY=mulss,fld` keeps to some mnemonics.
+#![cfg(all(target_arch = "x86_64", target_os = "linux"))]
+
+mod forms;
+mod guest;
+mod judge;
+mod native;
+mod rng;
+
+use std::collections::BTreeMap;
+
+use guest::{Guest, Outcome};
+use iced_x86::{Code, Mnemonic};
+use native::Arena;
+use rng::Rng;
+
+fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name)
+        .ok()
+        .and_then(|v| v.parse().ok())
+        .unwrap_or(default)
+}
+
+fn wanted(mnemonic: Mnemonic) -> bool {
+    match std::env::var("SLAT_ORACLE_ONLY") {
+        Ok(only) => only
+            .split(',')
+            .any(|name| format!("{mnemonic:?}").eq_ignore_ascii_case(name)),
+        Err(_) => true,
+    }
+}
+
+/// Forms that no compiler emits and this CPU leaves to an emulation exit.
+const NOT_OFFERED: &[Mnemonic] = &[];
+
+#[test]
+fn every_instruction_does_what_the_host_does() {
+    let arena = Arena::new();
+    let mut guest = Guest::new(&arena);
+    let rounds = setting("SLAT_ORACLE_ROUNDS", 30);
+    let mut seeds = Rng(setting("SLAT_ORACLE_SEED", 1));
+    let mut unimplemented: BTreeMap<String, (Mnemonic, &str)> = BTreeMap::new();
+    let mut wrong: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    let mut cases = 0u64;
+    for code in forms::all() {
+        let mut rng = Rng(seeds.next());
+        if !wanted(code.mnemonic()) {
+            continue;
+        }
+        for _ in 0..rounds {
+            match run(code, &arena, &mut guest, &mut rng) {
+                Verdict::Same => cases += 1,
+                Verdict::NotACase => {}
+                Verdict::Unimplemented(reason) => {
+                    unimplemented.insert(format!("{code:?}"), (code.mnemonic(), reason));
+                }
+                Verdict::Wrong(report) => {
+                    wrong.entry(format!("{code:?}")).or_default().push(report)
+                }
+            }
+        }
+    }
+    println!("{cases} cases agree");
+    for (code, (_, reason)) in &unimplemented {
+        println!("not implemented: {code} ({reason})");
+    }
+    for (code, reports) in &wrong {
+        println!(
+            "{code}: {} wrong; the first:\n{}",
+            reports.len(),
+            reports[0]
+        );
+    }
+    let missing: Vec<_> = unimplemented
+        .iter()
+        .filter(|(_, (m, _))| !NOT_OFFERED.contains(m))
+        .map(|(code, _)| code)
+        .collect();
+    assert!(
+        wrong.is_empty(),
+        "{} forms differ from the host",
+        wrong.len()
+    );
+    assert!(missing.is_empty(), "not implemented: {missing:?}");
+}
+
+enum Verdict {
+    Same,
+    NotACase,
+    Unimplemented(&'static str),
+    Wrong(String),
+}
+
+fn run(code: Code, arena: &Arena, guest: &mut Guest, rng: &mut Rng) -> Verdict {
+    let Some(case) = forms::random(code, arena.base, rng) else {
+        return Verdict::NotACase;
+    };
+    judge::set_memory(arena, &case);
+    let (regs, fault) = arena.run(&case.bytes, &case.regs);
+    let expected = judge::Result::new(arena, &case.instruction, regs, fault);
+    judge::set_memory(arena, &case);
+    let actual = match guest.run(arena, &case.bytes, &case.regs) {
+        Outcome::Done(regs, fault) => judge::Result::new(arena, &case.instruction, regs, fault),
+        Outcome::Unimplemented(reason) => return Verdict::Unimplemented(reason),
+        Outcome::Strange(exit) => return Verdict::Wrong(judge::describe(&case, &[exit])),
+    };
+    let differences = judge::differences(&case, &expected, &actual);
+    if differences.is_empty() {
+        return Verdict::Same;
+    }
+    Verdict::Wrong(judge::describe(&case, &differences))
+}

@@ -1,0 +1,338 @@
+//! Runs a few instruction bytes on the host CPU itself, from a given state, and brings back the state they leave
+//! (or the fault they raise).
+
+use std::arch::global_asm;
+use std::mem::offset_of;
+use std::sync::{Mutex, MutexGuard};
+
+/// Registers before and after an instruction, in the order of the machine encoding; `fx` is an FXSAVE64 image.
+#[repr(C, align(64))]
+#[derive(Clone)]
+pub struct Regs {
+    pub fx: [u8; 512],
+    pub gpr: [u64; 16],
+    pub rflags: u64,
+    pub rip: u64,
+}
+
+/// A fault of the instruction: the vector, the error code the CPU pushed and CR2 (meaningful for #PF).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    pub vector: u8,
+    pub error: u64,
+    pub cr2: u64,
+}
+
+#[repr(C, align(64))]
+struct Frame {
+    regs: Regs,
+    host_rsp: u64,
+    faulted: u64,
+    trapno: u64,
+    error: u64,
+    cr2: u64,
+    host_mxcsr: u32,
+}
+
+static mut FRAME: Frame = Frame {
+    regs: Regs {
+        fx: [0; 512],
+        gpr: [0; 16],
+        rflags: 0,
+        rip: 0,
+    },
+    host_rsp: 0,
+    faulted: 0,
+    trapno: 0,
+    error: 0,
+    cr2: 0,
+    host_mxcsr: 0,
+};
+
+// The frame is reached relative to RIP, so that no register is needed while all of them hold the state under test.
+global_asm!(
+    ".macro oracle_gprs move",
+    "\\move rcx, 1", "\\move rdx, 2", "\\move rbx, 3", "\\move rsp, 4", "\\move rbp, 5", "\\move rsi, 6",
+    "\\move rdi, 7", "\\move r8, 8", "\\move r9, 9", "\\move r10, 10", "\\move r11, 11", "\\move r12, 12",
+    "\\move r13, 13", "\\move r14, 14", "\\move r15, 15", "\\move rax, 0",
+    ".endm",
+    ".macro oracle_load reg, n",
+    "mov \\reg, [rip + {frame} + {gpr} + \\n * 8]",
+    ".endm",
+    ".macro oracle_save reg, n",
+    "mov [rip + {frame} + {gpr} + \\n * 8], \\reg",
+    ".endm",
+    ".globl slat_oracle_enter",
+    "slat_oracle_enter:",
+    "push rbx", "push rbp", "push r12", "push r13", "push r14", "push r15",
+    "stmxcsr [rip + {frame} + {host_mxcsr}]",
+    "mov [rip + {frame} + {host_rsp}], rsp",
+    "fxrstor64 [rip + {frame} + {fx}]",
+    "push qword ptr [rip + {frame} + {rflags}]",
+    "popfq",
+    "oracle_gprs oracle_load",
+    "jmp [rip + {frame} + {rip_slot}]",
+    // The instruction's own bytes are followed by a jump to here.
+    ".globl slat_oracle_exit",
+    "slat_oracle_exit:",
+    "oracle_gprs oracle_save",
+    "mov rsp, [rip + {frame} + {host_rsp}]",
+    "pushfq",
+    "pop qword ptr [rip + {frame} + {rflags}]",
+    "fxsave64 [rip + {frame} + {fx}]",
+    // The signal handler resumes here after a fault.
+    ".globl slat_oracle_leave",
+    "slat_oracle_leave:",
+    "mov rsp, [rip + {frame} + {host_rsp}]",
+    "cld", "fninit",
+    "ldmxcsr [rip + {frame} + {host_mxcsr}]",
+    "pop r15", "pop r14", "pop r13", "pop r12", "pop rbp", "pop rbx",
+    "ret",
+    frame = sym FRAME,
+    gpr = const offset_of!(Frame, regs) + offset_of!(Regs, gpr),
+    fx = const offset_of!(Frame, regs) + offset_of!(Regs, fx),
+    rflags = const offset_of!(Frame, regs) + offset_of!(Regs, rflags),
+    rip_slot = const offset_of!(Frame, regs) + offset_of!(Regs, rip),
+    host_rsp = const offset_of!(Frame, host_rsp),
+    host_mxcsr = const offset_of!(Frame, host_mxcsr),
+);
+
+unsafe extern "C" {
+    fn slat_oracle_enter();
+    fn slat_oracle_exit();
+    fn slat_oracle_leave();
+}
+
+pub const PAGE: usize = 4096;
+/// Code, two pages of data, a page nobody may touch, two pages of stack: all below 2 GiB, so that 32-bit addresses
+/// and RIP-relative operands reach them.
+pub const DATA: usize = PAGE;
+pub const DATA_LEN: usize = 2 * PAGE;
+pub const HOLE: usize = 3 * PAGE;
+pub const STACK: usize = 4 * PAGE;
+pub const STACK_LEN: usize = 2 * PAGE;
+/// Guest-only pages (descriptor tables, handlers and their stack).
+pub const SYSTEM: usize = 6 * PAGE;
+pub const ARENA_LEN: usize = 9 * PAGE;
+/// Where the instruction stands in the code page, and where its branches go.
+pub const AT: usize = 0x400;
+pub const BRANCH_TARGET: usize = 0x440;
+
+/// The memory both CPUs run on, and the right to use the one frame.
+pub struct Arena {
+    pub base: usize,
+    _lock: MutexGuard<'static, ()>,
+}
+
+static LOCK: Mutex<()> = Mutex::new(());
+
+impl Arena {
+    pub fn new() -> Arena {
+        let lock = LOCK.lock().unwrap_or_else(|e| e.into_inner());
+        // SAFETY: an anonymous mapping at an address of the kernel's choice.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                ARENA_LEN,
+                libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(base, libc::MAP_FAILED, "no memory below 2 GiB");
+        // SAFETY: the page belongs to the mapping just made.
+        let hole = unsafe { libc::mprotect(base.byte_add(HOLE), PAGE, libc::PROT_NONE) };
+        assert_eq!(hole, 0);
+        install_handlers();
+        Arena {
+            base: base as usize,
+            _lock: lock,
+        }
+    }
+
+    /// The bytes at `offset`; never the hole.
+    pub fn bytes(&self, offset: usize, len: usize) -> &[u8] {
+        assert!(offset + len <= ARENA_LEN && (offset + len <= HOLE || offset >= STACK));
+        // SAFETY: inside the mapping, outside of the hole; nothing runs on it while the slice is used.
+        unsafe { std::slice::from_raw_parts((self.base + offset) as *const u8, len) }
+    }
+
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "the mapping, not the struct, is what changes"
+    )]
+    pub fn bytes_mut(&self, offset: usize, len: usize) -> &mut [u8] {
+        assert!(offset + len <= ARENA_LEN && (offset + len <= HOLE || offset >= STACK));
+        // SAFETY: as for `bytes`; callers keep no other slice.
+        unsafe { std::slice::from_raw_parts_mut((self.base + offset) as *mut u8, len) }
+    }
+
+    /// Executes `code` at `AT` from `regs`. RIP afterwards is that of the next instruction, or of the faulting one.
+    pub fn run(&self, code: &[u8], regs: &Regs) -> (Regs, Option<Fault>) {
+        let page = self.bytes_mut(0, PAGE);
+        page.fill(0x90);
+        page[AT..AT + code.len()].copy_from_slice(code);
+        // The way back needs no register and touches no flag; a byte that it writes tells the two ends apart.
+        for end in [AT + code.len(), BRANCH_TARGET] {
+            page[end..end + 14].copy_from_slice(&self.exit_sequence(end));
+        }
+        page[MARKER..MARKER + 8].fill(0);
+        // SAFETY: the lock in `self` makes this the only user of the frame; the code page holds the instruction
+        // followed by ways back, and faults come back through the handler.
+        unsafe {
+            let frame = &raw mut FRAME;
+            (*frame).regs = regs.clone();
+            (*frame).faulted = 0;
+            slat_oracle_enter();
+            let mut after = (*frame).regs.clone();
+            let fault = ((*frame).faulted != 0).then(|| Fault {
+                vector: (*frame).trapno as u8,
+                error: (*frame).error,
+                cr2: (*frame).cr2,
+            });
+            if fault.is_none() {
+                let marker = self.bytes(MARKER, 1)[0];
+                after.rip = (self.base
+                    + if marker == 2 {
+                        BRANCH_TARGET
+                    } else {
+                        AT + code.len()
+                    }) as u64;
+            }
+            (after, fault)
+        }
+    }
+
+    /// `jmp` to a tail in the code page that notes which end was reached and leaves.
+    fn exit_sequence(&self, end: usize) -> [u8; 14] {
+        let marker = if end == BRANCH_TARGET { 2 } else { 1 };
+        let tail = 0x800 + 0x40 * marker;
+        let page = self.bytes_mut(tail, 0x40);
+        // mov byte [rip + MARKER], marker
+        page[..2].copy_from_slice(&[0xc6, 0x05]);
+        page[2..6].copy_from_slice(&((MARKER as i32) - (tail as i32 + 7)).to_le_bytes());
+        page[6] = marker as u8;
+        // jmp [rip + 0]
+        page[7..13].copy_from_slice(&[0xff, 0x25, 0, 0, 0, 0]);
+        page[13..21].copy_from_slice(&(slat_oracle_exit as *const () as u64).to_le_bytes());
+        let mut bytes = [0x90; 14];
+        bytes[0] = 0xe9;
+        bytes[1..5].copy_from_slice(&((tail as i32) - (end as i32 + 5)).to_le_bytes());
+        bytes
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: the mapping of `new`, which nobody else knows.
+        unsafe { libc::munmap(self.base as *mut _, ARENA_LEN) };
+    }
+}
+
+/// A byte of the code page in which the exits leave their number.
+const MARKER: usize = 0xff0;
+
+fn install_handlers() {
+    const ALT_STACK: usize = 1 << 16;
+    // SAFETY: plain signal set-up; the alternate stack is leaked, so it outlives every signal of this thread.
+    unsafe {
+        let mut current: libc::stack_t = std::mem::zeroed();
+        libc::sigaltstack(std::ptr::null(), &mut current);
+        if current.ss_flags & libc::SS_DISABLE != 0 || current.ss_size < ALT_STACK {
+            let stack = libc::stack_t {
+                ss_sp: Box::leak(vec![0u8; ALT_STACK].into_boxed_slice())
+                    .as_mut_ptr()
+                    .cast(),
+                ss_flags: 0,
+                ss_size: ALT_STACK,
+            };
+            assert_eq!(libc::sigaltstack(&stack, std::ptr::null_mut()), 0);
+        }
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = handler as *const () as usize;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
+        for (index, signal) in SIGNALS.into_iter().enumerate() {
+            let mut old: libc::sigaction = std::mem::zeroed();
+            assert_eq!(libc::sigaction(signal, &action, &mut old), 0);
+            if old.sa_sigaction != action.sa_sigaction {
+                (*(&raw mut PREVIOUS))[index] = Some(old);
+            }
+        }
+    }
+}
+
+const SIGNALS: [i32; 5] = [
+    libc::SIGSEGV,
+    libc::SIGFPE,
+    libc::SIGILL,
+    libc::SIGBUS,
+    libc::SIGTRAP,
+];
+
+/// What stood there before us (the software CPU's guarded accesses need theirs).
+static mut PREVIOUS: [Option<libc::sigaction>; 5] = [None; 5];
+
+extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the kernel hands a valid context; the frame is this thread's while native code runs (`Arena` holds the
+    // lock), and the previous action is called as the kernel would have called it.
+    unsafe {
+        let uc = &mut *context.cast::<libc::ucontext_t>();
+        let gregs = &mut uc.uc_mcontext.gregs;
+        let frame = &raw mut FRAME;
+        let rip = gregs[libc::REG_RIP as usize] as u64;
+        if rip & !0xfff != (*frame).regs.rip & !0xfff || (*frame).faulted != 0 {
+            return chain(signal, info, context);
+        }
+        const ORDER: [i32; 16] = [
+            libc::REG_RAX,
+            libc::REG_RCX,
+            libc::REG_RDX,
+            libc::REG_RBX,
+            libc::REG_RSP,
+            libc::REG_RBP,
+            libc::REG_RSI,
+            libc::REG_RDI,
+            libc::REG_R8,
+            libc::REG_R9,
+            libc::REG_R10,
+            libc::REG_R11,
+            libc::REG_R12,
+            libc::REG_R13,
+            libc::REG_R14,
+            libc::REG_R15,
+        ];
+        for (n, reg) in ORDER.into_iter().enumerate() {
+            (*frame).regs.gpr[n] = gregs[reg as usize] as u64;
+        }
+        (*frame).regs.rip = rip;
+        (*frame).regs.rflags = gregs[libc::REG_EFL as usize] as u64;
+        (*frame).regs.fx = *uc.uc_mcontext.fpregs.cast::<[u8; 512]>();
+        (*frame).faulted = 1;
+        (*frame).trapno = gregs[libc::REG_TRAPNO as usize] as u64;
+        (*frame).error = gregs[libc::REG_ERR as usize] as u64;
+        (*frame).cr2 = gregs[libc::REG_CR2 as usize] as u64;
+        gregs[libc::REG_RIP as usize] = slat_oracle_leave as *const () as i64;
+        gregs[libc::REG_EFL as usize] = 0x202;
+    }
+}
+
+/// # Safety
+/// The arguments are those of a signal handler being run.
+unsafe fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: handlers were installed before any signal could come; an action with SA_SIGINFO takes three arguments.
+    unsafe {
+        let index = SIGNALS.iter().position(|&s| s == signal).unwrap();
+        match (*(&raw const PREVIOUS))[index] {
+            Some(old) if old.sa_sigaction > 1 => {
+                let f: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) =
+                    std::mem::transmute(old.sa_sigaction);
+                f(signal, info, context);
+            }
+            _ => {
+                libc::signal(signal, libc::SIG_DFL);
+                libc::raise(signal);
+            }
+        }
+    }
+}

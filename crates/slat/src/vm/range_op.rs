@@ -1,0 +1,138 @@
+//! What every operation on a range of tables has in common: a reader section to walk in, the flush it
+//! owes, and the tables to free after that.
+//!
+//! An operation that finds nothing to take away may still owe its caller a flush: that of another
+//! operation which was there first and has not flushed yet. So an operation is counted from before its
+//! first look at an entry until it owes its flush (`zapping`), a flush is owed from the change on
+//! (`flush_owed`), and is paid when it is complete (`flush_paid`). A fault that takes something away
+//! owes its flush under the lock of that table.
+
+use core::ops::Range;
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
+
+use super::{Section, Space, Vm};
+use crate::addr::Gfn;
+use crate::format::Format;
+use crate::platform::{Platform, WaitFor};
+use crate::stats::Counters;
+use crate::table::{Freed, Zapped};
+
+/// Which flushes are owed.
+#[derive(Default)]
+pub(crate) struct Flushes {
+    /// Range operations that may have taken something away and do not owe its flush yet.
+    zapping: AtomicUsize,
+    owed: AtomicU64,
+    paid: AtomicU64,
+}
+
+impl Flushes {
+    /// A translation was taken away.
+    pub(crate) fn owe(&self) {
+        self.owed.fetch_add(1, SeqCst);
+    }
+
+    /// How much is owed, and whether all of it is paid.
+    fn account(&self) -> (u64, bool) {
+        // In this order: an operation owes first, and is no longer counted after that.
+        let quiet = self.zapping.load(SeqCst) == 0;
+        let owed = self.owed.load(SeqCst);
+        (owed, quiet && self.paid.load(SeqCst) >= owed)
+    }
+}
+
+/// One range operation: walk the tree inside it, note what was changed, and [`finish`](Self::finish).
+#[must_use = "a range operation is finished with the flush it owes"]
+pub(crate) struct RangeOp<'a, P: Platform, F: Format> {
+    vm: &'a Vm<P, F>,
+    pub(super) space: &'a Space<P, F>,
+    section: Section<'a>,
+    pub(super) zapped: Zapped,
+    changed: bool,
+}
+
+impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
+    pub(super) fn begin(vm: &'a Vm<P, F>, space: &'a Space<P, F>) -> Self {
+        vm.flushes.zapping.fetch_add(1, SeqCst);
+        RangeOp {
+            vm,
+            space,
+            section: vm.section(),
+            zapped: Zapped::nothing(),
+            changed: false,
+        }
+    }
+
+    pub(super) fn vm(&self) -> &'a Vm<P, F> {
+        self.vm
+    }
+
+    pub(super) fn counters(&self) -> &'a Counters {
+        self.section.counters()
+    }
+
+    /// Leaves lost a right or a mark that a TLB may hold, if `changed`.
+    pub(super) fn changed(&mut self, changed: bool) {
+        self.changed |= changed;
+    }
+
+    /// Flushes `range` if anybody owes it, and goes on. Others who wait for this thread pass.
+    pub(super) fn flush(&mut self, range: Range<Gfn>) {
+        let zapped = core::mem::replace(&mut self.zapped, Zapped::nothing());
+        if core::mem::take(&mut self.changed) || !zapped.is_empty() {
+            self.vm.flushes.owe();
+        }
+        self.section.leave();
+        self.vm.flush(self.space, range, zapped, self.counters());
+        self.section.enter();
+    }
+
+    /// Ends the operation: when this returns, no CPU uses what was taken away from `range` before the
+    /// call, by whomever. `None`: nothing there can have been of interest.
+    pub(super) fn finish(mut self, range: Option<Range<Gfn>>) {
+        if self.changed || !self.zapped.is_empty() {
+            self.vm.flushes.owe();
+            self.changed = false;
+        }
+        self.vm.flushes.zapping.fetch_sub(1, SeqCst);
+        self.section.leave();
+        if let Some(range) = range {
+            self.vm
+                .flush(self.space, range, self.zapped, self.section.counters());
+        }
+    }
+}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Makes sure that no CPU uses a translation that was taken away before this call, by whomever,
+    /// and frees what `zapped` holds. The caller is outside every reader section; for what it has
+    /// taken away itself, it owes the flush already.
+    pub(crate) fn flush(
+        &self,
+        space: &Space<P, F>,
+        range: Range<Gfn>,
+        zapped: Zapped,
+        counters: &Counters,
+    ) {
+        counters.remote_tlb_flush_requests.add(1);
+        let (owed, paid) = self.flushes.account();
+        if paid && zapped.is_empty() {
+            return;
+        }
+        // First the software side: after it no late fault can still add a leaf to a detached table.
+        // Then the hardware: it forgets what it may have walked there. Then nobody can reach them.
+        self.readers.synchronize(|round, token| {
+            self.platform.wait(round, WaitFor::Reader(token));
+        });
+        self.platform.flush(self.id, range);
+        self.flushes.paid.fetch_max(owed, SeqCst);
+        counters.remote_tlb_flush.add(1);
+        let mut gone = Freed {
+            leaves: zapped.leaves,
+            nx_splits: 0,
+        };
+        // SAFETY: all readers have passed since the tables were detached, and hardware is flushed.
+        gone += unsafe { space.tree.free(zapped.detached) };
+        counters.gone(&gone);
+    }
+}
