@@ -122,6 +122,13 @@ impl Harvests {
         self.taken.store(number, SeqCst);
     }
 
+    /// The log has gone with its slot, and what was written with it.
+    pub fn forget(&self) {
+        for written in &self.written {
+            written.store(0, SeqCst);
+        }
+    }
+
     /// After the last log, with no writer left: a page that was written and in no log since.
     pub fn lost(&self) -> Option<u64> {
         let pages = self.written.iter().zip(&self.named);

@@ -309,10 +309,14 @@ impl State {
 
     /// Takes the x87 part only.
     pub fn set_fxsave_x87(&mut self, image: &[u8; 512]) {
-        self.fcw = u16::from_le_bytes(bytes(image, 0));
-        self.fsw = u16::from_le_bytes(bytes(image, 2));
+        self.fcw = u16::from_le_bytes(bytes(image, 0)) & 0x1f3f | 0x40;
+        // Error summary and busy are not loaded: they say whether an exception is set and not masked.
+        self.fsw = u16::from_le_bytes(bytes(image, 2)) & !0x8080;
+        if self.fsw & !self.fcw & 0x3f != 0 {
+            self.fsw |= 0x8080;
+        }
         self.ftw = image[4];
-        self.fop = u16::from_le_bytes(bytes(image, 6));
+        self.fop = u16::from_le_bytes(bytes(image, 6)) & 0x7ff;
         self.fip = u64::from_le_bytes(bytes(image, 8));
         self.fdp = u64::from_le_bytes(bytes(image, 16));
         for i in 0..8 {

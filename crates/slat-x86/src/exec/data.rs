@@ -237,6 +237,8 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         | Mnemonic::Prefetch
         | Mnemonic::Prefetchw
         | Mnemonic::Prefetchwt1
+        | Mnemonic::Prefetchit0
+        | Mnemonic::Prefetchit1
         | Mnemonic::Reservednop
         | Mnemonic::Cldemote => nop,
         _ if matches!(insn.mnemonic(), m if is_cmov(m)) => cmov_handler(op, condition(insn)),

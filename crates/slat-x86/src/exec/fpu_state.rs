@@ -19,6 +19,9 @@ fn not_task_switched(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 
+/// `aux` of FXSAVE and FXRSTOR without REX.W: the x87 pointers have 32 bits, and selectors that are not kept any more.
+const POINTERS_32: u8 = 1;
+
 fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.mode & mode::NO_X87 != 0 {
         return Err(cpu.raise(vector::NM, None));
@@ -30,8 +33,12 @@ fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
     if !cpu.is_64() {
         image[288..416].fill(0);
     }
-    // The last 48 bytes are the software's.
-    cpu.store_bytes(lin, &image[..464])?;
+    if op.aux == POINTERS_32 {
+        image[12..16].fill(0);
+        image[20..24].fill(0);
+    }
+    // The rest is reserved or the software's, and is left as it is.
+    cpu.store_bytes(lin, &image[..416])?;
     cpu.stored()
 }
 
@@ -47,6 +54,10 @@ fn fxrstor(cpu: &mut Cpu, op: &Op) -> Flow {
     let mxcsr = u32::from_le_bytes([image[24], image[25], image[26], image[27]]);
     if mxcsr & !MXCSR_MASK != 0 {
         return Err(cpu.gp());
+    }
+    if op.aux == POINTERS_32 {
+        image[12..16].fill(0);
+        image[20..24].fill(0);
     }
     let high: [u128; 8] = std::array::from_fn(|i| cpu.state.xmm[8 + i]);
     cpu.state.set_fxsave(&image);
@@ -203,8 +214,16 @@ fn xsetbv(cpu: &mut Cpu, _: &Op) -> Flow {
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     use Mnemonic::*;
     Some(match insn.mnemonic() {
-        Fxsave | Fxsave64 => fxsave,
-        Fxrstor | Fxrstor64 => fxrstor,
+        Fxsave64 => fxsave,
+        Fxrstor64 => fxrstor,
+        Fxsave => {
+            op.aux = POINTERS_32;
+            fxsave
+        }
+        Fxrstor => {
+            op.aux = POINTERS_32;
+            fxrstor
+        }
         Xsave | Xsave64 | Xsaveopt | Xsaveopt64 => xsave,
         Xsavec | Xsavec64 => {
             op.aux = 1;

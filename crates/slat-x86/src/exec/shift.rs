@@ -12,6 +12,8 @@ type Shifted<T> = (T, bool, bool);
 trait Shift: 'static {
     /// Rotates leave SF, ZF, AF and PF alone.
     const ROTATE: bool;
+    /// Rotates through the carry flag: after BITS + 1 steps all is as before, flags included.
+    const THROUGH_CARRY: bool = false;
     fn apply<T: Int>(a: T, count: u32, carry: bool) -> Shifted<T>;
 }
 
@@ -80,9 +82,10 @@ impl Shift for Ror {
 struct Rcl;
 impl Shift for Rcl {
     const ROTATE: bool = true;
+    const THROUGH_CARRY: bool = true;
     fn apply<T: Int>(a: T, count: u32, mut carry: bool) -> Shifted<T> {
         let mut v = a.zx();
-        for _ in 0..count % (T::BITS + 1) {
+        for _ in 0..count {
             let out = bit(v, T::BITS - 1);
             v = T::of(v << 1 | u64::from(carry)).zx();
             carry = out;
@@ -94,9 +97,10 @@ impl Shift for Rcl {
 struct Rcr;
 impl Shift for Rcr {
     const ROTATE: bool = true;
+    const THROUGH_CARRY: bool = true;
     fn apply<T: Int>(a: T, count: u32, mut carry: bool) -> Shifted<T> {
         let mut v = a.zx();
-        for _ in 0..count % (T::BITS + 1) {
+        for _ in 0..count {
             let out = v & 1 != 0;
             v = v >> 1 | u64::from(carry) << (T::BITS - 1);
             carry = out;
@@ -108,7 +112,10 @@ impl Shift for Rcr {
 
 #[inline(always)]
 fn shift<T: Int, S: Shift>(cpu: &mut Cpu, op: &Op, count: u32) -> Flow {
-    let count = count & if T::BITS == 64 { 63 } else { 31 };
+    let mut count = count & if T::BITS == 64 { 63 } else { 31 };
+    if S::THROUGH_CARRY {
+        count %= T::BITS + 1;
+    }
     let carry = S::ROTATE && cpu.cf();
     let f = |a| {
         if count == 0 {
@@ -152,7 +159,8 @@ fn lower_shift<S: Shift>(op: &Op) -> Handler {
     }
 }
 
-/// SHLD and SHRD; a count above the width of a word operand is undefined.
+/// SHLD and SHRD. A count above the width of a word operand is undefined; here, as on much hardware, the operand
+/// itself follows behind the bits shifted in.
 fn double<T: Int, const LEFT: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let count = if op.r[2] == NONE {
         op.imm
@@ -163,11 +171,12 @@ fn double<T: Int, const LEFT: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let fill = T::get(cpu, op.r[1]).zx();
     let f = |a: T| {
         let v = a.zx();
-        let n = count % T::BITS;
         match (count == 0, LEFT) {
             (true, _) => a,
-            (_, true) => T::of(v << n | fill.checked_shr(T::BITS - n).unwrap_or(0)),
-            (_, false) => T::of(v >> n | fill.checked_shl(T::BITS - n).unwrap_or(0)),
+            (_, true) if T::BITS == 16 => T::of((v << 32 | fill << 16 | v) << count >> 32),
+            (_, false) if T::BITS == 16 => T::of((v << 32 | fill << 16 | v) >> count),
+            (_, true) => T::of(v << count | fill >> (T::BITS - count)),
+            (_, false) => T::of(v >> count | fill << (T::BITS - count)),
         }
     };
     let (a, result) = if op.r[0] == MEM {

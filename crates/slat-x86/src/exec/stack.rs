@@ -253,6 +253,16 @@ fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let memory = op.r[0] == MEM && op.seg != NONE;
+    let handler = choose(insn, op)?;
+    if !memory {
+        // No other memory operand: what may be non-canonical is the stack.
+        op.seg = 2;
+    }
+    Some(handler)
+}
+
+fn choose(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let stack_size = || {
         insn.stack_pointer_increment()
             .unsigned_abs()
@@ -260,10 +270,6 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     };
     let is_segment =
         insn.op_kind(0) == OpKind::Register && insn.op0_register().is_segment_register();
-    if !(op.r[0] == MEM && op.seg != NONE) {
-        // No other memory operand: what may be non-canonical is the stack.
-        op.seg = 2;
-    }
     Some(match insn.mnemonic() {
         Mnemonic::Push | Mnemonic::Pop => {
             op.size = stack_size();

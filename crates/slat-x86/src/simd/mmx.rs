@@ -24,7 +24,10 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         M::Movq if insn.op0_register().is_gpr() => get::<u64>,
         M::Pinsrw => insert,
         M::Pextrw => extract,
-        M::Maskmovq => masked_store,
+        M::Maskmovq => {
+            moves::address_in_di(op);
+            masked_store
+        }
         _ if insn.op1_kind() == OpKind::Immediate8 => {
             op.imm = table::mmx_shift(mnemonic)? as usize as u64;
             op.r[1] = op.r[0];

@@ -2,7 +2,7 @@
 
 use crate::Cpu;
 use crate::int::Int;
-use crate::op::{Flow, Handler, MEM, Op};
+use crate::op::{Flow, Handler, MEM, NONE, Op, form};
 use iced_x86::{Code, Instruction, Mnemonic as M};
 
 pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
@@ -35,7 +35,10 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         M::Movlps | M::Movlpd => one_of(merge::<u64>, load_low, store_low::<u64>),
         M::Movhps | M::Movhpd if to_memory => Some(store_high),
         M::Movhps | M::Movhpd if from_memory => Some(load_high),
-        M::Maskmovdqu => Some(masked_store),
+        M::Maskmovdqu => {
+            address_in_di(op);
+            Some(masked_store)
+        }
         _ => None,
     }
 }
@@ -132,6 +135,15 @@ fn load_high(cpu: &mut Cpu, op: &Op) -> Flow {
 fn store_high(cpu: &mut Cpu, op: &Op) -> Flow {
     let value = (cpu.state.xmm[usize::from(op.r[1])] >> 64) as u64;
     cpu.store_mem::<u64>(op, value)
+}
+
+/// The memory operand that masked stores do not name: DS:RDI, or another segment.
+pub(super) fn address_in_di(op: &mut Op) {
+    const DI: u8 = 7;
+    op.base = DI;
+    op.index = NONE;
+    op.disp = 0;
+    op.form = form::FULL;
 }
 
 /// MASKMOVDQU: the bytes whose mask bytes have their sign bit set.

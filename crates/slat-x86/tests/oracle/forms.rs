@@ -5,7 +5,9 @@ use iced_x86::{
     Code, CpuidFeature, Encoder, Instruction, Mnemonic, OpCodeOperandKind, OpKind, Register,
 };
 
-use crate::native::{AT, BRANCH_TARGET, DATA, DATA_LEN, HOLE, PAGE, Regs, STACK, STACK_LEN};
+use crate::native::{
+    AT, BRANCH_TARGET, DATA, DATA_LEN, GS_BASE, HOLE, PAGE, Regs, STACK, STACK_LEN,
+};
 use crate::rng::Rng;
 
 /// One instruction in one state, ready to run on either CPU.
@@ -28,6 +30,7 @@ const FEATURES: &[CpuidFeature] = &[
     CpuidFeature::AES,
     CpuidFeature::BMI1,
     CpuidFeature::BMI2,
+    CpuidFeature::CET_IBT,
     CpuidFeature::CLFSH,
     CpuidFeature::CMOV,
     CpuidFeature::CMPXCHG16B,
@@ -35,6 +38,7 @@ const FEATURES: &[CpuidFeature] = &[
     CpuidFeature::FPU,
     CpuidFeature::FPU287,
     CpuidFeature::FPU387,
+    CpuidFeature::FXSR,
     CpuidFeature::LZCNT,
     CpuidFeature::MMX,
     CpuidFeature::MOVBE,
@@ -92,7 +96,6 @@ const LEFT_OUT: &[Mnemonic] = &[
     Mnemonic::Swapgs,
     Mnemonic::Mwait,
     Mnemonic::Monitor,
-    Mnemonic::Wait,
     Mnemonic::Ud0,
     Mnemonic::Ud1,
     Mnemonic::Clts,
@@ -304,9 +307,9 @@ pub fn random(code: Code, base: usize, rng: &mut Rng) -> Option<Case> {
     if memory == Some(0) && op_code.can_use_lock_prefix() && rng.one_in(2) {
         instruction.set_has_lock_prefix(true);
     }
-    if op_code.can_use_rep_prefix() && is_string(code.mnemonic()) && rng.one_in(2) {
+    if op_code.can_use_rep_prefix() && code.is_string_instruction() && rng.one_in(2) {
         instruction.set_has_rep_prefix(true);
-    } else if op_code.can_use_repne_prefix() && is_string(code.mnemonic()) && rng.one_in(2) {
+    } else if op_code.can_use_repne_prefix() && code.is_string_instruction() && rng.one_in(2) {
         instruction.set_has_repne_prefix(true);
     }
     let mut data = vec![0; DATA_LEN];
@@ -345,33 +348,6 @@ fn immediate(instruction: &mut Instruction, n: u32, kind: OpKind, value: u64) {
 fn sign_extended(instruction: &mut Instruction, n: u32, kind: OpKind, rng: &mut Rng) {
     instruction.set_op_kind(n, kind);
     instruction.set_immediate_i64(n, i64::from(rng.integer() as i8));
-}
-
-pub fn is_string(mnemonic: Mnemonic) -> bool {
-    use Mnemonic as M;
-    matches!(
-        mnemonic,
-        M::Movsb
-            | M::Movsw
-            | M::Movsd
-            | M::Movsq
-            | M::Stosb
-            | M::Stosw
-            | M::Stosd
-            | M::Stosq
-            | M::Lodsb
-            | M::Lodsw
-            | M::Lodsd
-            | M::Lodsq
-            | M::Scasb
-            | M::Scasw
-            | M::Scasd
-            | M::Scasq
-            | M::Cmpsb
-            | M::Cmpsw
-            | M::Cmpsd
-            | M::Cmpsq
-    )
 }
 
 /// Flags that user code can set freely, without those that would trap (TF) or check alignment (AC).
@@ -434,6 +410,11 @@ fn random_regs(base: usize, rng: &mut Rng) -> Regs {
         mxcsr &= !(rng.next() as u32 & 0x1f80);
     }
     fx(24, &mxcsr.to_le_bytes());
+    if crate::judge::is_intel() {
+        fx(6, &(rng.next() as u16 & 0x7ff).to_le_bytes());
+        fx(8, &(rng.next() >> 17).to_le_bytes());
+        fx(16, &(rng.next() >> 17).to_le_bytes());
+    }
     for n in 0..8 {
         fx(32 + 16 * n, &rng.x87().to_le_bytes()[..10]);
     }
@@ -464,7 +445,21 @@ fn place_memory(
         _ if aligned => DATA + 0x100 + 16 * rng.below((DATA_LEN - 0x300) / 16),
         _ => DATA + 0x100 + size * rng.below((DATA_LEN - 0x300) / size),
     };
-    let target = (base + offset) as u64;
+    let mut target = (base + offset) as u64;
+    match rng.below(16) {
+        0 => {
+            instruction.set_segment_prefix(Register::GS);
+            target = target.wrapping_sub(GS_BASE);
+        }
+        // These have no base in 64-bit mode.
+        1 => instruction.set_segment_prefix(rng.pick(&[
+            Register::ES,
+            Register::CS,
+            Register::SS,
+            Register::DS,
+        ])),
+        _ => {}
+    }
     if rng.one_in(8) {
         instruction.set_memory_base(Register::RIP);
         instruction.set_memory_displ_size(8);
@@ -526,9 +521,7 @@ fn tame(
     let mnemonic = instruction.mnemonic();
     let target = (base + BRANCH_TARGET) as u64;
     let sp = (regs.gpr[4] as usize) - base - STACK;
-    let string_sse = matches!(mnemonic, M::Movsd) && instruction.op0_kind() == OpKind::Register
-        || instruction.op1_kind() == OpKind::Register && mnemonic == M::Movsd;
-    if is_string(mnemonic) && !string_sse {
+    if instruction.is_string_instruction() {
         let span = if rng.one_in(12) {
             DATA_LEN
         } else {
@@ -536,6 +529,11 @@ fn tame(
         };
         regs.gpr[6] = (base + DATA + 0x200 + rng.below(span - 0x200)) as u64;
         regs.gpr[7] = (base + DATA + 0x200 + rng.below(span - 0x200)) as u64;
+        if rng.one_in(8) {
+            // For the source only; the destination is in ES whatever the prefix.
+            instruction.set_segment_prefix(Register::GS);
+            regs.gpr[6] -= GS_BASE;
+        }
         regs.gpr[1] = if rng.one_in(8) {
             0
         } else {
@@ -551,10 +549,17 @@ fn tame(
     }
     match mnemonic {
         M::Maskmovq | M::Maskmovdqu => regs.gpr[7] = (base + DATA + rng.below(DATA_LEN)) as u64,
+        M::Xlatb if rng.one_in(4) => {
+            instruction.set_segment_prefix(Register::GS);
+            regs.gpr[3] = (base + DATA + rng.below(DATA_LEN - 0x100)) as u64 - GS_BASE;
+        }
         M::Xlatb => regs.gpr[3] = (base + DATA + rng.below(DATA_LEN - 0x100)) as u64,
         M::Leave | M::Enter => {
             regs.gpr[5] = (base + STACK + 0x400 + 8 * rng.below(0x100)) as u64;
             if mnemonic == M::Enter {
+                // The old frame and the new one do not overlap: in which order one is read and the other written is not
+                // architectural.
+                regs.gpr[5] += 0xc00;
                 instruction.set_immediate16(rng.below(0x200) as u16);
             }
         }
@@ -611,15 +616,25 @@ fn tame(
                 return None;
             }
         }
-        M::Bsf | M::Bsr => {
-            // With a zero source the destination is undefined.
-            if instruction.op1_kind() == OpKind::Register {
-                regs.gpr[instruction.op1_register().number()] |= 1 << rng.below(16);
+        // With a zero source the destination is undefined.
+        M::Bsf | M::Bsr if instruction.op1_kind() == OpKind::Register => {
+            regs.gpr[instruction.op1_register().number()] |= 1 << rng.below(16);
+        }
+        M::Fxrstor | M::Fxrstor64 => {
+            let at = (address(instruction, regs) as usize).wrapping_sub(base + DATA);
+            // Reserved bits of MXCSR would be #GP; pointers that are not canonical are mended in a way of the host's.
+            for (field, len) in [(14, 2), (22, 2), (26, 2)] {
+                if let Some(bytes) =
+                    data.get_mut(at.wrapping_add(field)..at.wrapping_add(field + len))
+                {
+                    bytes.fill(0);
+                }
             }
         }
         M::Dpps | M::Dppd => {
-            // Its products can underflow where the sum does not; that matters to an unmasked underflow only.
-            regs.fx[25] |= 8;
+            // An unmasked exception of a product ends them before the sum has raised its own.
+            regs.fx[24] |= 0x80;
+            regs.fx[25] |= 0x1f;
         }
         M::Div | M::Idiv if rng.one_in(2) => {
             // Often a quotient that fits.
@@ -641,17 +656,23 @@ pub fn address(instruction: &Instruction, regs: &Regs) -> u64 {
         r if r.size() == 4 => regs.gpr[r.number()] & 0xffff_ffff,
         r => regs.gpr[r.number()],
     };
+    let segment = if instruction.segment_prefix() == Register::GS {
+        GS_BASE
+    } else {
+        0
+    };
     if instruction.memory_base() == Register::RIP {
-        return instruction.memory_displacement64();
+        return instruction.memory_displacement64().wrapping_add(segment);
     }
     let sum = value(instruction.memory_base())
         .wrapping_add(
             value(instruction.memory_index()).wrapping_mul(instruction.memory_index_scale().into()),
         )
         .wrapping_add(instruction.memory_displacement64());
-    if instruction.memory_base().size() == 4 {
+    let offset = if instruction.memory_base().size() == 4 {
         sum & 0xffff_ffff
     } else {
         sum
-    }
+    };
+    offset.wrapping_add(segment)
 }

@@ -6,7 +6,9 @@ use std::sync::atomic::AtomicU32;
 
 use slat_x86::{Access, Cpu, Exit, HostPage, Machine, Mmu, MsrFault, Paging, Segment, Table};
 
-use crate::native::{ARENA_LEN, AT, Arena, BRANCH_TARGET, Fault, HOLE, PAGE, Regs, SYSTEM};
+use crate::native::{
+    ARENA_LEN, AT, Arena, BRANCH_TARGET, Fault, GS_BASE, HOLE, PAGE, Regs, SYSTEM,
+};
 
 /// Where things are in the system pages.
 const IDT: usize = SYSTEM;
@@ -86,7 +88,7 @@ pub struct Guest {
 
 /// What came out of a run.
 pub enum Outcome {
-    Done(Regs, Option<Fault>),
+    Done(Box<Regs>, Option<Fault>),
     /// The CPU says that it does not have this instruction.
     Unimplemented(&'static str),
     /// Anything else is a bug.
@@ -132,6 +134,7 @@ impl Guest {
         ] {
             *data = segment(DATA_SELECTOR, 0xc093);
         }
+        state.gs.base = GS_BASE;
         state.tr = Segment {
             selector: TSS_SELECTOR,
             base: base + TSS as u64,
@@ -175,12 +178,12 @@ impl Guest {
             other => return Outcome::Strange(format!("{other:?}")),
         }
         let state = &self.cpu.state;
-        let mut after = Regs {
+        let mut after = Box::new(Regs {
             fx: state.to_fxsave(),
             gpr: state.gpr,
             rflags: state.rflags,
             rip: state.rip - 1,
-        };
+        });
         let handlers = (arena.base + HANDLERS) as u64;
         if !(handlers..handlers + PAGE as u64).contains(&after.rip) {
             return Outcome::Done(after, None);

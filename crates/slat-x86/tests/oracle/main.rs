@@ -3,7 +3,7 @@
 //!
 //! `cargo test` takes a few seconds with fixed seeds. A campaign:
 //! `SLAT_ORACLE_ROUNDS=5000 SLAT_ORACLE_SEED=7 cargo test --release -p slat-x86 --test oracle`;
-//! `SLAT_ORACLE_ONLY=mulss,fld` keeps to some mnemonics.
+//! `SLAT_ORACLE_ONLY=mulss,fld` keeps to some mnemonics, `SLAT_ORACLE_SHOW=20` reports more differences of each form.
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
 mod forms;
@@ -69,12 +69,10 @@ fn every_instruction_does_what_the_host_does() {
     for (code, (_, reason)) in &unimplemented {
         println!("not implemented: {code} ({reason})");
     }
+    let shown = setting("SLAT_ORACLE_SHOW", 1) as usize;
     for (code, reports) in &wrong {
-        println!(
-            "{code}: {} wrong; the first:\n{}",
-            reports.len(),
-            reports[0]
-        );
+        let first = reports[..shown.min(reports.len())].join("\n");
+        println!("{code}: {} wrong; the first:\n{first}", reports.len());
     }
     let missing: Vec<_> = unimplemented
         .iter()
@@ -105,7 +103,7 @@ fn run(code: Code, arena: &Arena, guest: &mut Guest, rng: &mut Rng) -> Verdict {
     let expected = judge::Result::new(arena, &case.instruction, regs, fault);
     judge::set_memory(arena, &case);
     let actual = match guest.run(arena, &case.bytes, &case.regs) {
-        Outcome::Done(regs, fault) => judge::Result::new(arena, &case.instruction, regs, fault),
+        Outcome::Done(regs, fault) => judge::Result::new(arena, &case.instruction, *regs, fault),
         Outcome::Unimplemented(reason) => return Verdict::Unimplemented(reason),
         Outcome::Strange(exit) => return Verdict::Wrong(judge::describe(&case, &[exit])),
     };

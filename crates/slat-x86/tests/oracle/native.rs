@@ -3,7 +3,7 @@
 
 use std::arch::global_asm;
 use std::mem::offset_of;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, Once, OnceLock};
 
 /// Registers before and after an instruction, in the order of the machine encoding; `fx` is an FXSAVE64 image.
 #[repr(C, align(64))]
@@ -118,6 +118,9 @@ pub const ARENA_LEN: usize = 9 * PAGE;
 pub const AT: usize = 0x400;
 pub const BRANCH_TARGET: usize = 0x440;
 
+/// The base of GS, which nothing else uses in a Linux program.
+pub const GS_BASE: u64 = 0x1230;
+
 /// The memory both CPUs run on, and the right to use the one frame.
 pub struct Arena {
     pub base: usize,
@@ -145,6 +148,10 @@ impl Arena {
         let hole = unsafe { libc::mprotect(base.byte_add(HOLE), PAGE, libc::PROT_NONE) };
         assert_eq!(hole, 0);
         install_handlers();
+        const ARCH_SET_GS: i32 = 0x1001;
+        // SAFETY: nothing in the process uses GS.
+        let gs = unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_SET_GS, GS_BASE) };
+        assert_eq!(gs, 0);
         Arena {
             base: base as usize,
             _lock: lock,
@@ -235,7 +242,7 @@ const MARKER: usize = 0xff0;
 
 fn install_handlers() {
     const ALT_STACK: usize = 1 << 16;
-    // SAFETY: plain signal set-up; the alternate stack is leaked, so it outlives every signal of this thread.
+    // SAFETY: the alternate stack is leaked, so it outlives every signal of this thread.
     unsafe {
         let mut current: libc::stack_t = std::mem::zeroed();
         libc::sigaltstack(std::ptr::null(), &mut current);
@@ -249,17 +256,23 @@ fn install_handlers() {
             };
             assert_eq!(libc::sigaltstack(&stack, std::ptr::null_mut()), 0);
         }
-        let mut action: libc::sigaction = std::mem::zeroed();
-        action.sa_sigaction = handler as *const () as usize;
-        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
-        for (index, signal) in SIGNALS.into_iter().enumerate() {
-            let mut old: libc::sigaction = std::mem::zeroed();
-            assert_eq!(libc::sigaction(signal, &action, &mut old), 0);
-            if old.sa_sigaction != action.sa_sigaction {
-                (*(&raw mut PREVIOUS))[index] = Some(old);
+    }
+    // Once per process, and before the software CPU's guarded accesses install theirs on top: those hand on what is
+    // not their own.
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        for (signal, previous) in SIGNALS.into_iter().zip(&PREVIOUS) {
+            // SAFETY: plain signal set-up; all-zero is a valid sigaction.
+            unsafe {
+                let mut action: libc::sigaction = std::mem::zeroed();
+                action.sa_sigaction = handler as *const () as usize;
+                action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
+                let mut old: libc::sigaction = std::mem::zeroed();
+                assert_eq!(libc::sigaction(signal, &action, &mut old), 0);
+                let _ = previous.set(old);
             }
         }
-    }
+    });
 }
 
 const SIGNALS: [i32; 5] = [
@@ -270,8 +283,8 @@ const SIGNALS: [i32; 5] = [
     libc::SIGTRAP,
 ];
 
-/// What stood there before us (the software CPU's guarded accesses need theirs).
-static mut PREVIOUS: [Option<libc::sigaction>; 5] = [None; 5];
+/// What stood there before us.
+static PREVIOUS: [OnceLock<libc::sigaction>; 5] = [const { OnceLock::new() }; 5];
 
 extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel hands a valid context; the frame is this thread's while native code runs (`Arena` holds the
@@ -323,7 +336,7 @@ unsafe fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_v
     // SAFETY: handlers were installed before any signal could come; an action with SA_SIGINFO takes three arguments.
     unsafe {
         let index = SIGNALS.iter().position(|&s| s == signal).unwrap();
-        match (*(&raw const PREVIOUS))[index] {
+        match PREVIOUS[index].get() {
             Some(old) if old.sa_sigaction > 1 => {
                 let f: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) =
                     std::mem::transmute(old.sa_sigaction);

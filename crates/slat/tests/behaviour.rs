@@ -1,0 +1,407 @@
+//! What the engine promises about faults, slots and invalidations, one promise a test, single-threaded.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::*;
+
+use slat::{
+    Access::{self, *},
+    Attention, Config, Ept, Gpa, Hva, Level, Region, RegionError, SlotFlags, Stop, Translation,
+    Vcpu, Vm,
+};
+use slat_model::{HostChange, HostMemory, SimPlatform};
+
+type Machine = SimPlatform;
+type TestVm = Vm<Machine, Ept>;
+
+const MIB2: u64 = 512;
+const GIB1: u64 = 1 << 18;
+const BUSY: u32 = 1 << 8;
+
+const REMAP_4K: HostChange = remap(Level::PAGE);
+const REMAP_2M: HostChange = remap(Level::MEGA);
+const REMAP_1G: HostChange = remap(Level::GIGA);
+
+const fn remap(level: Level) -> HostChange {
+    HostChange::Remap {
+        level,
+        writable: true,
+        device: false,
+    }
+}
+
+fn vm(host_pages: u64, change: HostChange) -> (Arc<Machine>, Arc<TestVm>) {
+    let platform = SimPlatform::new(host_pages);
+    platform.host.change(&(0..host_pages), change);
+    let vm = Vm::new(platform.clone(), Config::default()).unwrap();
+    (platform, vm)
+}
+
+fn region(slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) -> Region {
+    Region {
+        slot,
+        flags,
+        gpa: Gpa(gfns.start << 12),
+        size: (gfns.end - gfns.start) << 12,
+        backing: HostMemory::hva(host_page),
+    }
+}
+
+const NONE: SlotFlags = SlotFlags(0);
+
+fn set(vm: &TestVm, slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) {
+    vm.set_memory_region(0, &region(slot, gfns, host_page, flags))
+        .unwrap();
+}
+
+/// One access by a vCPU that comes in for it, and quiesces as it is asked to.
+fn touch(vcpu: &mut Vcpu<Machine, Ept>, gfn: u64, access: Access) -> Result<Translation, Stop> {
+    vcpu.enter(1);
+    vcpu.quiesce();
+    let mut answer = vcpu.translate(Gpa(gfn << 12), access);
+    if answer == Err(Stop::Retry) {
+        vcpu.quiesce();
+        answer = vcpu.translate(Gpa(gfn << 12), access);
+    }
+    vcpu.leave();
+    answer
+}
+
+fn level(vcpu: &mut Vcpu<Machine, Ept>, gfn: u64, access: Access) -> u8 {
+    touch(vcpu, gfn, access).unwrap().level.0
+}
+
+fn log(vm: &TestVm, slot: u32) -> Vec<u64> {
+    let mut words = vec![0; vm.dirty_log_words(0, slot).unwrap()];
+    vm.get_dirty_log(0, slot, &mut words).unwrap();
+    let bit = |page: &u64| words[*page as usize / 64] >> (page % 64) & 1 != 0;
+    (0..words.len() as u64 * 64).filter(bit).collect()
+}
+
+#[test]
+fn leaves_are_as_large_as_slot_alignment_and_host_allow() {
+    let (platform, vm) = vm(3 * GIB1, REMAP_1G);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    // 1 GiB in the middle, smaller pieces at both ends.
+    set(
+        &vm,
+        0,
+        GIB1 - MIB2 - 3..2 * GIB1 + MIB2 + 1,
+        GIB1 - MIB2 - 3,
+        NONE,
+    );
+    assert_eq!(level(&mut vcpu, GIB1 + 12345, Read), 3);
+    assert_eq!(level(&mut vcpu, GIB1 - 1, Read), 2);
+    assert_eq!(level(&mut vcpu, GIB1 - MIB2 - 1, Read), 1);
+    assert_eq!(level(&mut vcpu, 2 * GIB1, Write), 2);
+    assert_eq!(level(&mut vcpu, 2 * GIB1 + MIB2, Execute), 1);
+    // A backing that is not congruent to the guest frames allows no huge leaf.
+    set(&vm, 1, 4 * GIB1..4 * GIB1 + 4 * MIB2, 1, NONE);
+    assert_eq!(level(&mut vcpu, 4 * GIB1 + MIB2, Read), 1);
+    // One that is congruent at 2 MiB only allows 2 MiB, though the host has 1 GiB there.
+    set(&vm, 2, 8 * GIB1..9 * GIB1, MIB2, NONE);
+    assert_eq!(level(&mut vcpu, 8 * GIB1 + MIB2, Read), 2);
+    vm.policy().set("huge_pages", false);
+    assert_eq!(level(&mut vcpu, 8 * GIB1 + 2 * MIB2, Read), 1);
+    vm.audit().unwrap();
+    platform.check();
+}
+
+#[test]
+fn cached_mmio_does_no_slot_lookup() {
+    let (platform, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let mmio = |vcpu: &mut Vcpu<_, _>| {
+        let before = vm.stats();
+        assert_eq!(touch(vcpu, 7, Write), Err(Stop::Mmio { gpa: Gpa(7 << 12) }));
+        let did = vm.stats().since(&before);
+        (did.slot_lookups + did.slot_lookups_saved, did.mmio_cached)
+    };
+    assert_eq!(mmio(&mut vcpu), (1, 0));
+    assert_eq!(mmio(&mut vcpu), (0, 1));
+    assert_eq!(mmio(&mut vcpu), (0, 1));
+    vm.policy().set("mmio_caching", false);
+    assert_eq!(mmio(&mut vcpu), (1, 0));
+    assert_eq!(mmio(&mut vcpu), (1, 0));
+    platform.check();
+}
+
+#[test]
+fn mmio_entries_of_an_old_generation_are_not_believed() {
+    let (_, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    touch(&mut vcpu, 7, Read).unwrap_err();
+    let before = vm.stats();
+    // Another slot: nothing changes at frame 7, but the entry no longer proves that.
+    set(&vm, 0, 100..101, 0, NONE);
+    touch(&mut vcpu, 7, Read).unwrap_err();
+    let did = vm.stats().since(&before);
+    assert_eq!((did.slot_lookups, did.mmio_cached), (1, 0));
+    // A slot at frame 7 itself: memory at once.
+    set(&vm, 1, 7..8, 3, NONE);
+    assert!(touch(&mut vcpu, 7, Read).is_ok());
+    // And MMIO again when it is gone.
+    set(&vm, 1, 7..7, 3, NONE);
+    touch(&mut vcpu, 7, Read).unwrap_err();
+}
+
+#[test]
+fn a_write_to_a_read_only_slot_is_mmio_and_a_read_is_not() {
+    let (_, vm) = vm(1024, REMAP_2M);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..1024, 0, SlotFlags::READONLY);
+    let read = touch(&mut vcpu, 5, Read).unwrap();
+    assert_eq!((read.level, read.write), (Level::MEGA, false));
+    assert!(matches!(touch(&mut vcpu, 5, Write), Err(Stop::Mmio { .. })));
+    assert!(touch(&mut vcpu, 5, Execute).unwrap().execute);
+    vm.audit().unwrap();
+}
+
+#[test]
+fn logging_forces_4k_and_ending_it_brings_the_huge_leaf_back() {
+    for eager in [true, false] {
+        let (platform, vm) = vm(GIB1, REMAP_2M);
+        let mut vcpu = vm.create_vcpu().unwrap();
+        vm.policy().set("eager_page_split", eager);
+        set(&vm, 0, 0..4 * MIB2, 0, NONE);
+        assert_eq!(level(&mut vcpu, 3, Write), 2);
+        assert_eq!(level(&mut vcpu, MIB2, Write), 2);
+        set(&vm, 0, 0..4 * MIB2, 0, SlotFlags::LOG_DIRTY_PAGES);
+        let before = vm.stats();
+        assert_eq!(vm.stats().pages_2m, if eager { 0 } else { 2 });
+        let read = touch(&mut vcpu, 3, Read).unwrap();
+        assert!(!read.write, "a clean page was writable");
+        assert_eq!(level(&mut vcpu, 3, Write), 1);
+        assert_eq!(level(&mut vcpu, 2 * MIB2 + 1, Write), 1);
+        assert_eq!(level(&mut vcpu, 2 * MIB2 + 2, Read), 1);
+        // The write to a mapped page was fixed in place, with neither flush nor zap.
+        let did = vm.stats().since(&before);
+        assert_eq!((did.pf_fast, did.remote_tlb_flush, did.zapped), (1, 0, 0));
+        assert_eq!(did.splits, if eager { 0 } else { 1 });
+        assert_eq!(log(&vm, 0), [3, 2 * MIB2 + 1]);
+        assert_eq!(log(&vm, 0), []);
+        assert!(!touch(&mut vcpu, 3, Read).unwrap().write);
+        assert_eq!(level(&mut vcpu, 3, Write), 1);
+        assert_eq!(log(&vm, 0), [3]);
+        vm.audit().unwrap();
+        set(&vm, 0, 0..4 * MIB2, 0, NONE);
+        assert_eq!(level(&mut vcpu, 3, Read), 2);
+        assert_eq!(level(&mut vcpu, 2 * MIB2 + 1, Write), 2);
+        assert_eq!(vm.stats().pages_4k, 0);
+        vm.audit().unwrap();
+        platform.check();
+    }
+}
+
+#[test]
+fn a_moved_slot_keeps_its_dirty_log() {
+    let (_, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let logged = SlotFlags::LOG_DIRTY_PAGES;
+    set(&vm, 0, 0..8, 0, logged);
+    touch(&mut vcpu, 5, Write).unwrap();
+    set(&vm, 0, 100..108, 0, logged);
+    touch(&mut vcpu, 101, Write).unwrap();
+    assert_eq!(log(&vm, 0), [1, 5]);
+}
+
+#[test]
+fn several_gfns_of_one_hva_are_all_zapped() {
+    let (platform, vm) = vm(GIB1, REMAP_2M);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let aliases = [0, 8 * MIB2, GIB1, 5 * GIB1 + 1];
+    for (slot, base) in aliases.into_iter().enumerate() {
+        set(&vm, slot as u32, base..base + 2 * MIB2, 0, NONE);
+    }
+    let pages: Vec<_> = aliases
+        .into_iter()
+        .map(|base| touch(&mut vcpu, base + MIB2 + 9, Write).unwrap().host)
+        .collect();
+    assert!(pages.iter().all(|host| *host == pages[0]));
+    let range = MIB2 + 9..MIB2 + 10;
+    let guard = vm.invalidate(HostMemory::hvas(&range));
+    platform.host.change(&range, REMAP_4K);
+    drop(guard);
+    let now = platform.host.get(range.start).unwrap().pfn.hpa();
+    for base in aliases {
+        let again = touch(&mut vcpu, base + MIB2 + 9, Read).unwrap();
+        assert_eq!((again.host, again.level), (now, Level::PAGE));
+    }
+    vm.audit().unwrap();
+}
+
+#[test]
+fn an_invalidation_of_memory_that_no_slot_uses_disturbs_nobody() {
+    let (_, vm) = vm(1024, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..16, 0, NONE);
+    touch(&mut vcpu, 3, Write).unwrap();
+    let before = vm.stats();
+    let guard = vm.invalidate(HostMemory::hvas(&(16..1024)));
+    touch(&mut vcpu, 4, Write).unwrap();
+    drop(guard);
+    vcpu.enter(1);
+    let flag = vcpu.attention().flag().load(SeqCst);
+    assert_eq!(flag & Attention::FLUSH, 0);
+    vcpu.leave();
+    let did = vm.stats().since(&before);
+    assert_eq!(
+        (did.zapped, did.remote_tlb_flush, did.pf_retried),
+        (0, 0, 0)
+    );
+}
+
+#[test]
+fn a_fault_waits_while_any_page_of_its_leaf_is_invalidated() {
+    let (platform, vm) = vm(1024, REMAP_2M);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..1024, 0, NONE);
+    let page = 7..8;
+    let guard = vm.invalidate(HostMemory::hvas(&page));
+    // Page 300 is not in the range, but the huge leaf that could be installed for it is.
+    vcpu.enter(1);
+    vcpu.quiesce();
+    vcpu.attention().raise(BUSY);
+    assert_eq!(vcpu.translate(Gpa(300 << 12), Write), Err(Stop::Retry));
+    assert!(vcpu.translate(Gpa(600 << 12), Write).is_ok());
+    vcpu.attention().take(BUSY);
+    vcpu.leave();
+    platform.host.change(&page, REMAP_4K);
+    drop(guard);
+    assert_eq!(level(&mut vcpu, 300, Write), 1);
+    let host = platform.host.get(7).unwrap().pfn.hpa();
+    assert_eq!(touch(&mut vcpu, 7, Read).unwrap().host, host);
+    vm.audit().unwrap();
+}
+
+#[test]
+fn a_hole_during_an_invalidation_is_no_bad_address_yet() {
+    let (platform, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..64, 0, NONE);
+    let page = 7..8;
+    let guard = vm.invalidate(HostMemory::hvas(&page));
+    platform.host.change(&page, HostChange::Punch);
+    vcpu.enter(1);
+    vcpu.quiesce();
+    vcpu.attention().raise(BUSY);
+    assert_eq!(vcpu.translate(Gpa(7 << 12), Read), Err(Stop::Retry));
+    vcpu.attention().take(BUSY);
+    vcpu.leave();
+    drop(guard);
+    let hva = HostMemory::hva(7);
+    match touch(&mut vcpu, 7, Read) {
+        Err(Stop::BadAddress { gpa, hva: at, .. }) => assert_eq!((gpa, at), (Gpa(7 << 12), hva)),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_translation_grants_what_was_asked_for_or_is_refused() {
+    let (platform, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let device = HostChange::Remap {
+        level: Level::PAGE,
+        writable: false,
+        device: true,
+    };
+    platform.host.change(&(3..4), device);
+    set(&vm, 0, 0..64, 0, NONE);
+    assert!(touch(&mut vcpu, 3, Read).is_ok());
+    for access in [Write, Execute] {
+        let answer = touch(&mut vcpu, 3, access);
+        assert!(matches!(answer, Err(Stop::BadAddress { .. })), "{answer:?}");
+    }
+}
+
+#[test]
+fn a_second_access_is_no_fault_and_a_wider_one_needs_no_flush() {
+    let (platform, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let readonly = HostChange::Protect { writable: false };
+    platform.host.change(&(0..64), readonly);
+    set(&vm, 0, 0..64, 0, NONE);
+    assert!(!touch(&mut vcpu, 9, Read).unwrap().write);
+    let before = vm.stats();
+    touch(&mut vcpu, 9, Execute).unwrap();
+    assert_eq!(vm.stats().since(&before).pf_taken, 0);
+    // The host gives more rights: no invalidation is needed for that.
+    let writable = HostChange::Protect { writable: true };
+    platform.host.change(&(0..64), writable);
+    assert!(touch(&mut vcpu, 9, Write).unwrap().write);
+    let did = vm.stats().since(&before);
+    assert_eq!((did.pf_fixed, did.remote_tlb_flush, did.zapped), (1, 0, 0));
+    assert_eq!(platform.flushes(), 0);
+}
+
+#[test]
+fn address_spaces_are_apart() {
+    let platform = SimPlatform::new(64);
+    let vm: Arc<TestVm> = Vm::new(platform.clone(), Config { spaces: 2 }).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let smm = region(0, 0..8, 0, NONE);
+    vm.set_memory_region(1, &smm).unwrap();
+    touch(&mut vcpu, 0, Read).unwrap_err();
+    vm.set_memory_region(0, &region(0, 0..8, 8, NONE)).unwrap();
+    assert!(touch(&mut vcpu, 0, Read).is_ok());
+    assert_ne!(vm.root(0), vm.root(1));
+    assert_eq!(vm.root(2), None);
+    let nowhere = vm.set_memory_region(2, &smm).unwrap_err();
+    assert_eq!(
+        (nowhere, nowhere.errno()),
+        (RegionError::NoSuchSpace(2), 22)
+    );
+    vm.audit().unwrap();
+}
+
+#[test]
+fn a_dirty_log_that_cannot_be_had_is_an_error_and_changes_nothing() {
+    let (_, vm) = vm(128, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..65, 0, SlotFlags::LOG_DIRTY_PAGES);
+    set(&vm, 1, 100..101, 65, NONE);
+    touch(&mut vcpu, 64, Write).unwrap();
+    let errno = |slot, words: usize| {
+        let error = vm.get_dirty_log(0, slot, &mut vec![0; words]).unwrap_err();
+        assert!(!error.to_string().is_empty());
+        error.errno()
+    };
+    assert_eq!(errno(0, 1), 14);
+    assert_eq!(errno(1, 1), 2);
+    assert_eq!(errno(2, 1), 2);
+    assert_eq!(log(&vm, 0), [64]);
+}
+
+#[test]
+fn beyond_the_tables_everything_is_mmio() {
+    let (_, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for gfn in [slat_model::CAPACITY, 1 << 51] {
+        let answer = touch(&mut vcpu, gfn, Write);
+        assert_eq!(
+            answer,
+            Err(Stop::Mmio {
+                gpa: Gpa(gfn << 12)
+            })
+        );
+    }
+    let last = slat_model::CAPACITY - 1;
+    set(&vm, 0, last..last + 1, 0, NONE);
+    assert!(touch(&mut vcpu, last, Write).is_ok());
+}
+
+#[test]
+fn revalidating_tells_a_page_that_is_there_from_one_that_is_gone() {
+    let (platform, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..64, 0, NONE);
+    vcpu.enter(1);
+    vcpu.quiesce();
+    let gpa = Gpa(5 << 12);
+    assert_eq!(vcpu.revalidate(gpa, HostMemory::hva(5), Write), Ok(()));
+    platform.host.change(&(5..6), HostChange::Punch);
+    let gone = vcpu.revalidate(gpa, HostMemory::hva(5), Write);
+    assert!(matches!(gone, Err(Stop::BadAddress { .. })), "{gone:?}");
+    assert!(vcpu.revalidate(gpa, Hva(0), Read).is_err());
+    vcpu.leave();
+}

@@ -1,0 +1,468 @@
+//! Two operations, interleaved at every step of the first: the *victim* is stopped at its n-th step (a
+//! table reached, a page resolved, a frame allocated, a wait), the *intruder* runs until it is done or
+//! must wait, then the victim goes on; for every n. Meanwhile a *holder*, a vCPU that acknowledges
+//! flushes only when it must, uses the translations it was given before, and checks each use.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering::*};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+
+use slat::{
+    Access::{self, *},
+    Attention, Config, Ept, Gpa, Level, Region, SlotFlags, Stop, Vcpu, Vm,
+};
+use slat_model::{Event, Harvests, HostChange, HostMemory, SimPlatform, Witness};
+
+type TestVm = Vm<SimPlatform, Ept>;
+
+const PAGES: u64 = 2048;
+const NONE: SlotFlags = SlotFlags(0);
+const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
+
+/// A VM with one slot, and what is known about it.
+struct World {
+    vm: Arc<TestVm>,
+    witness: Witness,
+    /// Writes to pages of the slot, by their number in it.
+    harvests: Harvests,
+    base: Mutex<u64>,
+    flags: Mutex<SlotFlags>,
+    /// Every write must be in the log.
+    logging: AtomicBool,
+}
+
+impl World {
+    /// Host pages 0..1024 stand behind the slot at frame `base`.
+    const SLOT_PAGES: u64 = 1024;
+
+    fn new(level: Level, flags: SlotFlags) -> Arc<World> {
+        let platform = SimPlatform::new(PAGES);
+        platform.host.change(&(0..PAGES), remap(level));
+        let world = World {
+            vm: Vm::new(platform, Config::default()).unwrap(),
+            witness: Witness::new(4096),
+            harvests: Harvests::new(Self::SLOT_PAGES),
+            base: Mutex::new(0),
+            flags: Mutex::new(flags),
+            logging: AtomicBool::new(flags == LOGGED),
+        };
+        world.create(0);
+        Arc::new(world)
+    }
+
+    fn gfns(&self) -> Range<u64> {
+        let base = *self.base.lock().unwrap();
+        base..base + Self::SLOT_PAGES
+    }
+
+    fn set(&self, gfns: Range<u64>, host_page: u64) {
+        let region = Region {
+            slot: 0,
+            flags: *self.flags.lock().unwrap(),
+            gpa: Gpa(gfns.start << 12),
+            size: (gfns.end - gfns.start) << 12,
+            backing: HostMemory::hva(host_page),
+        };
+        self.vm.set_memory_region(0, &region).unwrap();
+    }
+
+    fn create(&self, host_page: u64) {
+        self.witness.allow(self.gfns(), host_page);
+        self.set(self.gfns(), host_page);
+        self.witness.settle(0..0, self.gfns());
+    }
+
+    fn delete(&self) {
+        self.set(0..0, 0);
+        self.witness.settle(self.gfns(), 0..0);
+        self.harvests.forget();
+    }
+
+    fn shift(&self, base: u64) {
+        let from = self.gfns();
+        *self.base.lock().unwrap() = base;
+        self.witness.allow(self.gfns(), 0);
+        self.set(self.gfns(), 0);
+        self.witness.settle(from, self.gfns());
+    }
+
+    fn flags(&self, flags: SlotFlags) {
+        *self.flags.lock().unwrap() = flags;
+        self.logging.store(false, SeqCst);
+        self.set(self.gfns(), 0);
+        self.logging.store(flags == LOGGED, SeqCst);
+    }
+
+    fn invalidate(&self, pages: Range<u64>, change: HostChange) {
+        let guard = self.vm.invalidate(HostMemory::hvas(&pages));
+        self.vm.platform().host.change(&pages, change);
+        drop(guard);
+    }
+
+    fn harvest(&self) {
+        let mut bitmap = [0; World::SLOT_PAGES as usize / 64];
+        self.harvests
+            .harvest(&mut bitmap, |b| self.vm.get_dirty_log(0, 0, b).unwrap());
+    }
+
+    /// One access by a vCPU of its own, with one use of what it was given.
+    fn touch(&self, gfn: u64, access: Access) {
+        let mut vcpu = self.vm.create_vcpu().unwrap();
+        vcpu.enter(1);
+        vcpu.quiesce();
+        self.access(&mut vcpu, gfn, access);
+        vcpu.leave();
+    }
+
+    /// The same by a vCPU that is inside and remembers nothing.
+    fn access(&self, vcpu: &mut Vcpu<SimPlatform, Ept>, gfn: u64, access: Access) {
+        loop {
+            match vcpu.translate(Gpa(gfn << 12), access) {
+                Ok(translation) => {
+                    self.use_page(gfn, &translation, access);
+                    if access == Write {
+                        self.wrote(gfn);
+                    }
+                    return;
+                }
+                Err(Stop::Retry) => vcpu.quiesce(),
+                Err(Stop::Mmio { .. }) => return,
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+
+    fn wrote(&self, gfn: u64) {
+        if self.logging.load(SeqCst) {
+            self.harvests.write(gfn - self.gfns().start);
+        }
+    }
+
+    fn use_page(&self, gfn: u64, translation: &slat::Translation, access: Access) {
+        let platform = self.vm.platform();
+        let used = self
+            .witness
+            .check(&platform.host, gfn, translation, access == Write);
+        if let Err(why) = used {
+            platform.note(why);
+        }
+    }
+
+    /// When all is quiet.
+    fn check(&self) {
+        let platform = self.vm.platform();
+        platform.check();
+        self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
+        for gfn in [0, 1, 2, 7, 8, 511, 512, 700, 1023, 1024, 1030] {
+            self.touch(gfn, Read);
+        }
+        if self.logging.load(SeqCst) {
+            self.harvest();
+            assert_eq!(self.harvests.lost(), None, "a write is in no dirty log");
+        }
+        self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
+        platform.check();
+    }
+}
+
+const fn remap(level: Level) -> HostChange {
+    HostChange::Remap {
+        level,
+        writable: true,
+        device: false,
+    }
+}
+
+#[derive(Default)]
+struct Progress {
+    steps: usize,
+    paused: bool,
+    resumed: bool,
+    victim_done: bool,
+    /// Both have done what they can without the holder.
+    holder_may_quiesce: bool,
+}
+
+type Act = fn(&World);
+
+/// Runs `victim` once for each of its steps, with `intruder` in between. `held`: what the holder uses.
+fn interleave(
+    prepare: impl Fn() -> Arc<World>,
+    held: &[(u64, Access)],
+    victim: Act,
+    intruder: Act,
+) {
+    for step in 1.. {
+        let world = prepare();
+        let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
+        world.vm.platform().set_hook({
+            let progress = progress.clone();
+            move |event| on_event(&progress, event, step)
+        });
+        let stop = AtomicBool::new(false);
+        let ready = AtomicBool::new(held.is_empty());
+        let mut steps_left = false;
+        thread::scope(|scope| {
+            if !held.is_empty() {
+                scope.spawn(|| hold(&world, held, &ready, &stop, &progress.0));
+            }
+            while !ready.load(SeqCst) {
+                thread::yield_now();
+            }
+            let start = |name: &str, act: Act| {
+                let (world, progress) = (world.clone(), progress.clone());
+                let done_as_victim = name == "victim";
+                let run = move || {
+                    act(&world);
+                    let mut now = progress.0.lock().unwrap();
+                    now.victim_done |= done_as_victim;
+                    now.resumed |= !done_as_victim;
+                    now.holder_may_quiesce |= now.resumed;
+                    progress.1.notify_all();
+                };
+                let thread = thread::Builder::new().name(name.into());
+                thread.spawn_scoped(scope, run).unwrap()
+            };
+            let victim = start("victim", victim);
+            {
+                let mut now = progress.0.lock().unwrap();
+                while !now.paused && !now.victim_done {
+                    now = progress.1.wait(now).unwrap();
+                }
+                steps_left = now.paused;
+            }
+            let intruder = start("intruder", intruder);
+            intruder.join().unwrap();
+            victim.join().unwrap();
+            stop.store(true, SeqCst);
+        });
+        world.vm.platform().clear_hook();
+        world.check();
+        if !steps_left {
+            assert!(step > 1, "the victim had hardly a step");
+            return;
+        }
+    }
+}
+
+fn on_event(progress: &(Mutex<Progress>, Condvar), event: Event, step: usize) {
+    let thread = thread::current();
+    let waits = matches!(event, Event::Wait(_));
+    match thread.name() {
+        Some("victim") => {
+            let mut now = progress.0.lock().unwrap();
+            now.steps += 1;
+            if now.steps == step {
+                now.paused = true;
+                progress.1.notify_all();
+                while !now.resumed {
+                    now = progress.1.wait(now).unwrap();
+                }
+            }
+            now.holder_may_quiesce |= waits;
+        }
+        Some("intruder") if waits => {
+            let mut now = progress.0.lock().unwrap();
+            now.resumed = true;
+            now.holder_may_quiesce = true;
+            progress.1.notify_all();
+        }
+        _ => {}
+    }
+}
+
+/// Gets translations, and uses them until a flush is asked for and nobody can go on without it.
+fn hold(
+    world: &World,
+    held: &[(u64, Access)],
+    ready: &AtomicBool,
+    stop: &AtomicBool,
+    progress: &Mutex<Progress>,
+) {
+    let mut vcpu = world.vm.create_vcpu().unwrap();
+    vcpu.enter(2);
+    vcpu.quiesce();
+    let get = |&(gfn, access): &(u64, Access)| {
+        // Twice: the first may have flushed.
+        let translation = vcpu.translate(Gpa(gfn << 12), access);
+        let _ = vcpu.translate(Gpa(gfn << 12), access);
+        (gfn, access, translation.unwrap())
+    };
+    let mut tlb: Vec<_> = held.iter().map(get).collect();
+    ready.store(true, SeqCst);
+    while !stop.load(SeqCst) {
+        for (gfn, access, translation) in &tlb {
+            world.use_page(*gfn, translation, *access);
+            if *access == Write {
+                world.wrote(*gfn);
+            }
+        }
+        let asked = vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0;
+        if asked && progress.lock().unwrap().holder_may_quiesce {
+            tlb.clear();
+            vcpu.quiesce();
+        }
+        thread::yield_now();
+    }
+    vcpu.leave();
+}
+
+const SMALL: fn() -> Arc<World> = || World::new(Level::PAGE, NONE);
+const HUGE: fn() -> Arc<World> = || World::new(Level::MEGA, NONE);
+
+/// Every page mapped and writable, by huge leaves.
+const MAPPED: fn() -> Arc<World> = || {
+    let world = HUGE();
+    world.touch(1, Write);
+    world.touch(700, Write);
+    world
+};
+
+/// Logged, pages 1 and 2 write-protected for the log.
+const LOGGED_WORLD: fn() -> Arc<World> = || {
+    let world = World::new(Level::MEGA, LOGGED);
+    world.touch(1, Read);
+    world.touch(2, Write);
+    world.harvest();
+    world
+};
+
+const WRITE_1: Act = |w| w.touch(1, Write);
+const READ_1: Act = |w| w.touch(1, Read);
+const REMAP_1: Act = |w| w.invalidate(1..2, remap(Level::PAGE));
+const REMAP_ALL_BUT_ENDS: Act = |w| w.invalidate(1..1023, remap(Level::PAGE));
+const REMAP_HUGE: Act = |w| w.invalidate(0..1024, remap(Level::MEGA));
+const REPLACE: Act = |w| {
+    w.delete();
+    w.create(1024);
+};
+const SHIFT: Act = |w| w.shift(1);
+const HARVEST: Act = |w| w.harvest();
+
+#[test]
+fn a_fault_and_an_invalidation_of_its_page() {
+    for world in [SMALL, HUGE, LOGGED_WORLD] {
+        for victim in [WRITE_1, READ_1] {
+            interleave(world, &[], victim, REMAP_1);
+            interleave(world, &[(3, Read)], victim, REMAP_HUGE);
+        }
+    }
+}
+
+#[test]
+fn a_fault_and_an_invalidation_of_another_page_of_its_leaf() {
+    interleave(HUGE, &[], |w| w.touch(300, Write), REMAP_1);
+    interleave(MAPPED, &[(9, Write)], REMAP_1, |w| w.touch(300, Write));
+}
+
+#[test]
+fn a_fault_that_begins_during_an_invalidation() {
+    for world in [SMALL, HUGE, LOGGED_WORLD] {
+        interleave(world, &[(1, Read)], REMAP_1, WRITE_1);
+        interleave(world, &[(1, Read)], REMAP_HUGE, WRITE_1);
+    }
+}
+
+#[test]
+fn a_fault_and_the_replacement_of_its_slot() {
+    for world in [SMALL, HUGE, LOGGED_WORLD] {
+        interleave(world, &[], WRITE_1, REPLACE);
+        interleave(world, &[(1, Read)], REPLACE, WRITE_1);
+    }
+}
+
+#[test]
+fn a_fault_and_a_slot_that_moves_over_itself() {
+    for world in [SMALL, HUGE, LOGGED_WORLD] {
+        interleave(world, &[], WRITE_1, SHIFT);
+        interleave(world, &[], |w| w.touch(2, Write), SHIFT);
+    }
+}
+
+#[test]
+fn a_write_and_a_harvest_of_its_log() {
+    interleave(LOGGED_WORLD, &[(2, Write)], WRITE_1, HARVEST);
+    interleave(LOGGED_WORLD, &[(2, Write)], HARVEST, WRITE_1);
+    interleave(LOGGED_WORLD, &[(1, Write)], HARVEST, WRITE_1);
+}
+
+#[test]
+fn an_invalidation_that_finds_nothing_waits_for_whoever_is_zapping() {
+    for world in [SMALL, HUGE] {
+        interleave(
+            world,
+            &[(1, Read), (700, Read)],
+            REMAP_ALL_BUT_ENDS,
+            REMAP_1,
+        );
+    }
+}
+
+#[test]
+fn a_log_taken_while_its_pages_are_zapped_loses_no_write() {
+    let held = [(1, Write), (700, Write)];
+    interleave(LOGGED_WORLD, &held, REMAP_ALL_BUT_ENDS, HARVEST);
+    interleave(LOGGED_WORLD, &held, HARVEST, REMAP_ALL_BUT_ENDS);
+}
+
+#[test]
+fn the_begin_and_the_end_of_logging_beside_faults_and_invalidations() {
+    let begin: Act = |w| w.flags(LOGGED);
+    let end: Act = |w| w.flags(NONE);
+    for other in [WRITE_1, READ_1, REMAP_1, REMAP_HUGE] {
+        interleave(HUGE, &[], other, begin);
+        interleave(MAPPED, &[], other, begin);
+        interleave(MAPPED, &[(3, Write)], begin, other);
+        interleave(HUGE, &[(3, Read)], begin, other);
+        interleave(LOGGED_WORLD, &[], other, end);
+        interleave(LOGGED_WORLD, &[(3, Read)], end, other);
+    }
+}
+
+#[test]
+fn two_faults_on_one_page() {
+    let huge_where_small_are: fn() -> Arc<World> = || {
+        let world = World::new(Level::MEGA, NONE);
+        world.vm.policy().set("huge_pages", false);
+        world.touch(1, Write);
+        world.touch(2, Write);
+        world.vm.policy().set("huge_pages", true);
+        world
+    };
+    for world in [SMALL, HUGE, LOGGED_WORLD, huge_where_small_are] {
+        interleave(world, &[], WRITE_1, READ_1);
+        interleave(world, &[], READ_1, WRITE_1);
+    }
+    // One installs the huge leaf, the other had the table that it replaces.
+    interleave(
+        huge_where_small_are,
+        &[(2, Write)],
+        |w| w.touch(9, Read),
+        |w| w.touch(10, Write),
+    );
+    interleave(
+        huge_where_small_are,
+        &[(2, Write)],
+        |w| w.touch(9, Read),
+        REMAP_1,
+    );
+}
+
+#[test]
+fn an_mmio_access_and_a_slot_that_appears_there() {
+    let create: Act = |w| w.create(0);
+    let create_and_touch: Act = |w| {
+        w.create(0);
+        w.touch(5, Write);
+    };
+    let empty: fn() -> Arc<World> = || {
+        let world = World::new(Level::MEGA, NONE);
+        world.touch(700, Read);
+        world.delete();
+        world
+    };
+    interleave(empty, &[], WRITE_1, create);
+    interleave(empty, &[], WRITE_1, create_and_touch);
+    interleave(empty, &[], create_and_touch, WRITE_1);
+}
