@@ -316,7 +316,7 @@ impl VmObject {
             match self.engine.get_dirty_log(space, id, &mut bitmap) {
                 Ok(()) => return Ok(bitmap),
                 // The slot was replaced by a larger one meanwhile.
-                Err(DirtyLogError::BitmapTooSmall(_)) => {}
+                Err(DirtyLogError::BufferTooSmall(_)) => {}
                 Err(_) => return fail(libc::ENOENT),
             }
         }

@@ -424,10 +424,10 @@ fn the_begin_and_the_end_of_logging_beside_faults_and_invalidations() {
 fn two_faults_on_one_page() {
     let huge_where_small_are: fn() -> Arc<World> = || {
         let world = World::new(Level::MEGA, NONE);
-        world.vm.policy().set("huge_pages", false);
+        world.vm.policy().set("huge_pages", "off").unwrap();
         world.touch(1, Write);
         world.touch(2, Write);
-        world.vm.policy().set("huge_pages", true);
+        world.vm.policy().set("huge_pages", "on").unwrap();
         world
     };
     for world in [SMALL, HUGE, LOGGED_WORLD, huge_where_small_are] {

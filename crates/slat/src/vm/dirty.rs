@@ -77,7 +77,7 @@ pub enum DirtyLogError {
     /// Writes go to the vCPUs' rings: there is no bitmap.
     Rings,
     /// The bitmap has fewer than one bit per page; the number of words needed.
-    BitmapTooSmall(usize),
+    BufferTooSmall(usize),
     /// `first` is no multiple of 64, or `pages` is none and does not end with the slot, or the range
     /// reaches out of it.
     BadRange,
@@ -93,7 +93,7 @@ impl DirtyLogError {
         match self {
             DirtyLogError::NotLogged(_) => ENOENT,
             DirtyLogError::Rings => ENXIO,
-            DirtyLogError::BitmapTooSmall(_) => EFAULT,
+            DirtyLogError::BufferTooSmall(_) => EFAULT,
             DirtyLogError::BadRange => EINVAL,
         }
     }
@@ -109,7 +109,7 @@ impl fmt::Display for DirtyLogError {
             DirtyLogError::Rings => f.write_str(
                 "dirty log: this VM logs to the rings of its vCPUs; collect and reset those",
             ),
-            DirtyLogError::BitmapTooSmall(words) => {
+            DirtyLogError::BufferTooSmall(words) => {
                 write!(f, "dirty log: the bitmap needs {words} words of 64 pages")
             }
             DirtyLogError::BadRange => f.write_str(
@@ -172,7 +172,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ) -> Result<(), DirtyLogError> {
         self.with_log(space, slot, |space, slot, log| {
             if bitmap.len() < log.bits.len() {
-                return Err(DirtyLogError::BitmapTooSmall(log.bits.len()));
+                return Err(DirtyLogError::BufferTooSmall(log.bits.len()));
             }
             let mut op = RangeOp::begin(self, space);
             if log.by_dirty_bit {
@@ -221,7 +221,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             }
             let words = pages.div_ceil(64) as usize;
             if bitmap.len() < words {
-                return Err(DirtyLogError::BitmapTooSmall(words));
+                return Err(DirtyLogError::BufferTooSmall(words));
             }
             let gfns = slot.base.add(first)..slot.base.add(end);
             let mut op = RangeOp::begin(self, space);
