@@ -174,12 +174,16 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let mut slept = false;
         loop {
             match self.attempt(gpa, access, &mut slept) {
+                // It slept through a flush: what it returned to its CPU before is void, whatever
+                // the answer is this time.
+                Attempt::Done(_) | Attempt::Stop(_) if slept => return Err(Stop::Retry),
                 Attempt::Stop(stop) => return Err(stop),
-                // It slept through a flush: what it returned to its CPU before is void.
-                Attempt::Done(_) if slept => return Err(Stop::Retry),
                 Attempt::Done(translation) => return Ok(translation),
                 Attempt::Again => {
                     self.counters().pf_retried.add(1);
+                    if slept {
+                        return Err(Stop::Retry);
+                    }
                     if self.fill_frames().is_err() {
                         return Err(Stop::OutOfMemory { gpa });
                     }
