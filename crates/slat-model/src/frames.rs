@@ -147,11 +147,10 @@ impl Frames {
 
     /// Panics if anything forbidden has happened so far.
     pub fn check(&self) {
-        let inner = self.inner.lock().unwrap();
-        for frame in &inner.quarantine {
+        for frame in &self.inner.lock().unwrap().quarantine {
             self.check_poison(*frame);
         }
-        let violations = self.violations.lock().unwrap();
+        let violations = self.violations.lock().unwrap().clone();
         assert!(violations.is_empty(), "{}", violations.join("\n"));
     }
 }

@@ -256,7 +256,17 @@ fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
     op.index = gpr(index);
     op.scale = insn.memory_index_scale().trailing_zeros() as u8;
     op.disp = insn.memory_displacement64();
-    op.seg = segment(insn.memory_segment());
+    op.seg = match insn.segment_prefix() {
+        Register::ES | Register::CS | Register::SS | Register::DS if mode & mode::BITS == 2 => {
+            // Without effect; whether a bad address is #SS or #GP hangs on the base register.
+            let stack = matches!(
+                base,
+                Register::RSP | Register::RBP | Register::ESP | Register::EBP
+            );
+            if stack { 2 } else { 3 }
+        }
+        _ => segment(insn.memory_segment()),
+    };
     op.address_size = match (base, index) {
         (Register::None, Register::None) => insn.memory_displ_size().clamp(2, 8) as u8,
         (Register::None, index) => index.size() as u8,

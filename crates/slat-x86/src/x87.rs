@@ -151,7 +151,7 @@ fn compare_to_flags(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn control_only(cpu: &mut Cpu, op: &Op) -> Flow {
-    let mut run = Run::new(cpu);
+    let mut run = Run::with_pointers(cpu);
     run.call(op);
     run.commit_all(&mut cpu.state);
     Ok(())
@@ -192,7 +192,7 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
 fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let lin = cpu.lin(op, op.aux.into())?;
-    let mut run = Run::new(cpu);
+    let mut run = Run::with_pointers(cpu);
     cpu.load_bytes(lin, &mut run.memory[..usize::from(op.aux)])?;
     run.call(op);
     run.commit_all(&mut cpu.state);
@@ -202,7 +202,7 @@ fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
 /// The stores that do not wait for an exception.
 fn store_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, op.aux.into())?;
-    let mut run = Run::new(cpu);
+    let mut run = Run::with_pointers(cpu);
     run.call(op);
     cpu.store_bytes(lin, &run.memory[..usize::from(op.aux)])?;
     run.commit_all(&mut cpu.state);
@@ -215,14 +215,21 @@ struct Run {
     /// The memory operand; the largest is FNSAVE's.
     memory: [u8; 112],
     flags: u64,
-    /// The pointers of before, to see whether the instruction was one that sets them.
-    ip: u32,
-    dp: u32,
-    opcode: u32,
 }
 
+/// Stands for the guest's opcode while an instruction runs that may set it: no stub's opcode is this.
+const NO_OPCODE: u32 = 0x7ff << 16;
+
 impl Run {
+    /// Pointers of zero go in, to see whether the instruction is one that sets them.
     fn new(cpu: &mut Cpu) -> Run {
+        let mut run = Run::with_pointers(cpu);
+        (run.image.ip, run.image.cs_and_opcode, run.image.dp) = (0, NO_OPCODE, 0);
+        run
+    }
+
+    /// The guest's pointers go in, for those instructions that store, load or clear them.
+    fn with_pointers(cpu: &mut Cpu) -> Run {
         let flags = cpu.flags() & flags::ARITHMETIC | flags::ALWAYS;
         let state = &cpu.state;
         let mut tags = 0;
@@ -247,14 +254,10 @@ impl Run {
             ds: 0,
             st,
         };
-        let (ip, dp, opcode) = (image.ip, image.dp, image.cs_and_opcode);
         Run {
             image,
             memory: [0; 112],
             flags,
-            ip,
-            dp,
-            opcode,
         }
     }
 
@@ -291,13 +294,13 @@ impl Run {
         let (rip, operand) = (cpu.rip_of(op), cpu.offset(op));
         let state = &mut cpu.state;
         self.commit_registers(state);
-        if self.image.ip != self.ip {
+        if self.image.ip != 0 {
             state.fip = rip;
         }
-        if self.image.dp != self.dp {
+        if self.image.dp != 0 {
             state.fdp = operand;
         }
-        if self.image.cs_and_opcode >> 16 != self.opcode >> 16 {
+        if self.image.cs_and_opcode & NO_OPCODE != NO_OPCODE {
             // Stubs on memory have an address of their own, and so another ModR/M byte.
             state.fop = (self.image.cs_and_opcode >> 16) as u16 & 0x700 | u16::from(op.r[MODRM]);
         }
@@ -306,10 +309,11 @@ impl Run {
     /// Takes over everything.
     fn commit_all(&self, state: &mut State) {
         self.commit_registers(state);
-        if self.image.ip != self.ip {
+        // A pointer that has not changed keeps its upper half.
+        if self.image.ip != state.fip as u32 {
             state.fip = self.image.ip.into();
         }
-        if self.image.dp != self.dp {
+        if self.image.dp != state.fdp as u32 {
             state.fdp = self.image.dp.into();
         }
         state.fop = (self.image.cs_and_opcode >> 16) as u16 & 0x7ff;

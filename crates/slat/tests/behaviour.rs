@@ -101,7 +101,7 @@ fn leaves_are_as_large_as_slot_alignment_and_host_allow() {
     // One that is congruent at 2 MiB only allows 2 MiB, though the host has 1 GiB there.
     set(&vm, 2, 8 * GIB1..9 * GIB1, MIB2, NONE);
     assert_eq!(level(&mut vcpu, 8 * GIB1 + MIB2, Read), 2);
-    vm.policy().set("huge_pages", false);
+    vm.policy().set("huge_pages", "off").unwrap();
     assert_eq!(level(&mut vcpu, 8 * GIB1 + 2 * MIB2, Read), 1);
     vm.audit().unwrap();
     platform.check();
@@ -120,7 +120,7 @@ fn cached_mmio_does_no_slot_lookup() {
     assert_eq!(mmio(&mut vcpu), (1, 0));
     assert_eq!(mmio(&mut vcpu), (0, 1));
     assert_eq!(mmio(&mut vcpu), (0, 1));
-    vm.policy().set("mmio_caching", false);
+    vm.policy().set("mmio_caching", "off").unwrap();
     assert_eq!(mmio(&mut vcpu), (1, 0));
     assert_eq!(mmio(&mut vcpu), (1, 0));
     platform.check();
@@ -162,7 +162,9 @@ fn logging_forces_4k_and_ending_it_brings_the_huge_leaf_back() {
     for eager in [true, false] {
         let (platform, vm) = vm(GIB1, REMAP_2M);
         let mut vcpu = vm.create_vcpu().unwrap();
-        vm.policy().set("eager_page_split", eager);
+        vm.policy()
+            .set("eager_page_split", if eager { "on" } else { "off" })
+            .unwrap();
         set(&vm, 0, 0..4 * MIB2, 0, NONE);
         assert_eq!(level(&mut vcpu, 3, Write), 2);
         assert_eq!(level(&mut vcpu, MIB2, Write), 2);
@@ -337,7 +339,14 @@ fn a_second_access_is_no_fault_and_a_wider_one_needs_no_flush() {
 #[test]
 fn address_spaces_are_apart() {
     let platform = SimPlatform::new(64);
-    let vm: Arc<TestVm> = Vm::new(platform.clone(), Config { spaces: 2 }).unwrap();
+    let vm: Arc<TestVm> = Vm::new(
+        platform.clone(),
+        Config {
+            spaces: 2,
+            ..Config::default()
+        },
+    )
+    .unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     let smm = region(0, 0..8, 0, NONE);
     vm.set_memory_region(1, &smm).unwrap();

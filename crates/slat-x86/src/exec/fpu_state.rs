@@ -37,7 +37,8 @@ fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
         image[12..16].fill(0);
         image[20..24].fill(0);
     }
-    // The rest is reserved or the software's, and is left as it is.
+    // The rest is reserved or the software's: it has to be writable, and is left as it is.
+    cpu.probe_write(lin, 512)?;
     cpu.store_bytes(lin, &image[..416])?;
     cpu.stored()
 }

@@ -202,10 +202,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 return Err(Stop::OutOfMemory { gpa });
             }
             match self.attempt(gpa, access, &mut slept) {
+                // It slept through a flush: what it returned to its CPU before is void, whatever
+                // the answer is this time.
+                Attempt::Done(_) | Attempt::Stop(_) if slept => return Err(Stop::Retry),
                 Attempt::Stop(stop) => return Err(stop),
-                // It slept through a flush: what it returned to its CPU before is void.
-                Attempt::Done(_) if slept => return Err(Stop::Retry),
                 Attempt::Done(translation) => return Ok(translation),
+                Attempt::Again if slept => return Err(Stop::Retry),
                 Attempt::Again => {}
             }
         }
