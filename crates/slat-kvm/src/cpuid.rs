@@ -3,6 +3,7 @@
 //! The vendor is the host's, because guests choose between VMCALL and VMMCALL, SYSENTER and SYSCALL quirks by it and clients
 //! compare it with what CPUID tells them directly. Everything else follows from the software CPU.
 
+use crate::cpu_features;
 use kvm_bindings::*;
 use std::arch::x86_64::__cpuid;
 
@@ -40,12 +41,9 @@ mod feature {
         | 1 << 24
         | 1 << 25
         | 1 << 26;
-    pub const LEAF1_ECX_CX16: u32 = 1 << 13;
     pub const LEAF1_ECX_X2APIC: u32 = 1 << 21;
     pub const LEAF1_ECX_TSC_DEADLINE: u32 = 1 << 24;
     pub const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
-    /// LAHF in long mode.
-    pub const EXT1_ECX: u32 = 1;
     /// SYSCALL NX PDPE1GB RDTSCP LM.
     pub const EXT1_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
     /// The part of leaf 1 EDX that AMD repeats in 0x8000_0001.
@@ -74,11 +72,10 @@ pub fn supported() -> Vec<kvm_cpuid_entry2> {
     let host = __cpuid(0);
     let host1 = __cpuid(1);
     let amd = host.ebx == u32::from_le_bytes(*b"Auth") || host.ebx == u32::from_le_bytes(*b"Hygo");
-    let leaf1_ecx = feature::LEAF1_ECX_CX16
-        | feature::LEAF1_ECX_X2APIC
+    let leaf1_ecx = feature::LEAF1_ECX_X2APIC
         | feature::LEAF1_ECX_TSC_DEADLINE
         | feature::LEAF1_ECX_HYPERVISOR
-        | crate::cpu_features::LEAF1_ECX;
+        | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
         | if amd {
             feature::LEAF1_EDX & feature::EXT1_EDX_AMD_COPY
@@ -86,7 +83,7 @@ pub fn supported() -> Vec<kvm_cpuid_entry2> {
             0
         };
     let mut entries = vec![
-        entry(0, None, [0xd, host.ebx, host.ecx, host.edx]),
+        entry(0, None, [0xb, host.ebx, host.ecx, host.edx]),
         // CLFLUSH lines of 64 bytes; the APIC id is the client's to fill in.
         entry(1, None, [host1.eax, 8 << 8, leaf1_ecx, feature::LEAF1_EDX]),
         entry(2, None, [1, 0, 0, 0]),
@@ -95,20 +92,10 @@ pub fn supported() -> Vec<kvm_cpuid_entry2> {
         entry(
             7,
             Some(0),
-            [
-                0,
-                crate::cpu_features::LEAF7_EBX,
-                crate::cpu_features::LEAF7_ECX,
-                0,
-            ],
+            [0, cpu_features::leaf7_ebx(), cpu_features::leaf7_ecx(), 0],
         ),
         entry(0xb, Some(0), [0; 4]),
     ];
-    if crate::cpu_features::LEAF1_ECX & crate::cpu_features::XSAVE != 0 {
-        // x87 and SSE only: the legacy area and the header.
-        entries.push(entry(0xd, Some(0), [3, 576, 576, 0]));
-        entries.push(entry(0xd, Some(1), [0; 4]));
-    }
     let signature = [
         u32::from_le_bytes(*b"KVMK"),
         u32::from_le_bytes(*b"VMKV"),
@@ -137,7 +124,7 @@ pub fn supported() -> Vec<kvm_cpuid_entry2> {
             [
                 if amd { host1.eax } else { 0 },
                 0,
-                feature::EXT1_ECX | crate::cpu_features::EXT1_ECX,
+                cpu_features::ext1_ecx(),
                 ext1_edx,
             ],
         ),

@@ -58,3 +58,4 @@ pub use kvm_ioctls::{
 };
 pub use run::watch_signals;
 pub use thread::signal_arrived;
+pub use vcpu::interrupt_thread;

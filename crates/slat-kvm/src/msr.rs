@@ -86,6 +86,16 @@ pub const SAVED: &[u32] = &[
     EFER,
 ];
 
+/// `KVM_GET_MSR_FEATURE_INDEX_LIST`: what can be asked of the system.
+pub const FEATURES: &[u32] = &[UCODE_REV];
+
+/// A feature MSR as a new vCPU has it.
+pub fn feature(index: u32) -> Option<u64> {
+    (index == UCODE_REV).then_some(UCODE_REV_VALUE)
+}
+
+/// A microcode revision that no erratum list knows.
+const UCODE_REV_VALUE: u64 = 1 << 32;
 const EFER_BITS: u64 =
     control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
 /// Performance monitoring and fast strings are there, MONITOR is not.
@@ -172,7 +182,7 @@ pub(crate) fn read_machine(machine: &mut VcpuMachine, index: u32) -> Result<u64,
             .read_msr(index, now)
             .map_err(|_| MsrFault)?,
         MTRR_CAP => MTRR_CAP_VALUE,
-        UCODE_REV => 1 << 32,
+        UCODE_REV => UCODE_REV_VALUE,
         MISC_ENABLE => machine.stored(MISC_ENABLE).unwrap_or(MISC_ENABLE_RESET),
         PLATFORM_INFO => machine.stored(PLATFORM_INFO).unwrap_or(1 << 31),
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => machine.msr(KVM_SYSTEM_TIME_NEW),
@@ -273,7 +283,11 @@ pub(crate) fn write_machine(
         // What is not there may be switched off, not on.
         FEATURE_CONTROL if !by_guest => only(0)?,
         MISC_FEATURES | DEBUGCTL | MCG_STATUS => only(0)?,
-        AMD_HWCR => only(0x40 | 0x100 | 8)?,
+        // Three bits that old firmware sets have no effect; two are kept.
+        AMD_HWCR => {
+            only(1 << 18 | 1 << 24 | 1 << 3 | 1 << 6 | 1 << 8)?;
+            machine.store(index, value & (1 << 18 | 1 << 24));
+        }
         PLATFORM_INFO if !by_guest => machine.store(index, value),
         UCODE_WRITE | UCODE_REV => {}
         _ => return Err(MsrFault),

@@ -144,12 +144,11 @@ pub fn get_sregs(state: &State, apic_base: u64) -> kvm_sregs {
     sregs
 }
 
-/// CR4 bits that this CPU has.
+/// CR4 bits that a guest can be given, as CPUID has them.
 const CR4_BITS: u64 = 0x7ff
     | control::CR4_UMIP
     | control::CR4_FSGSBASE
     | control::CR4_PCIDE
-    | control::CR4_OSXSAVE
     | control::CR4_SMEP
     | control::CR4_SMAP;
 
@@ -160,7 +159,7 @@ fn check_sregs(sregs: &kvm_sregs) -> Result<()> {
         // 64-bit mode needs PAE, LMA and a CR3 within the physical address space.
         if sregs.cr4 & control::CR4_PAE == 0
             || sregs.efer & control::EFER_LMA == 0
-            || sregs.cr3 & !0xfff & !(1 << 63) >> PHYS_BITS != 0
+            || sregs.cr3 >> PHYS_BITS != 0
         {
             return fail(libc::EINVAL);
         }

@@ -48,6 +48,9 @@ impl VcpuObject {
         attention.take(bits::SIGNAL);
         let _inside = Inside::enter();
         let _running = Running::enter(&attention);
+        // SAFETY: plain call.
+        let thread = unsafe { libc::pthread_self() } as usize;
+        self.common().runner.store(thread, Ordering::SeqCst);
         let masked = inner.signal_mask.map(Masked::enter);
         let _polling = (masked.is_some() || !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed))
             .then(|| self.common().client.poll());
@@ -65,6 +68,7 @@ impl VcpuObject {
             inner.machine.engine.leave();
             result
         });
+        self.common().runner.store(0, Ordering::SeqCst);
         self.publish(inner);
         result
     }

@@ -51,9 +51,18 @@ impl System {
         msr::SAVED
     }
 
-    /// `KVM_GET_MSR_FEATURE_INDEX_LIST`: there are no feature MSRs.
+    /// `KVM_GET_MSR_FEATURE_INDEX_LIST`.
     pub fn msr_feature_index_list(&self) -> &'static [u32] {
-        &[]
+        msr::FEATURES
+    }
+
+    /// `KVM_GET_MSRS` of the system: feature MSRs, in order, up to the first that is none. Returns how many were read.
+    pub fn feature_msrs(&self, entries: &mut [kvm_msr_entry]) -> usize {
+        let known = entries.iter_mut().map_while(|entry| {
+            entry.data = msr::feature(entry.index)?;
+            Some(())
+        });
+        known.count()
     }
 
     /// `KVM_CREATE_VM`.

@@ -11,8 +11,8 @@ use crate::{events, fpu, msr, regs};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_x86::Cpu;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 /// What other threads may do to a vCPU while it runs.
 pub struct VcpuCommon {
@@ -23,6 +23,25 @@ pub struct VcpuCommon {
     /// NMI, INIT and SIPI that wait: [`VcpuCommon::NMI`] and so on.
     pub(crate) signals: AtomicU32,
     pub(crate) sipi_vector: AtomicU32,
+    /// The thread (`pthread_t`) that is inside `KVM_RUN`, or 0.
+    pub(crate) runner: AtomicUsize,
+}
+
+/// All vCPUs of the process, for [`interrupt_thread`].
+static ALL: Mutex<Vec<Weak<VcpuCommon>>> = Mutex::new(Vec::new());
+
+/// Ends the `KVM_RUN` that a thread is in, if it is in one, with `EINTR`: what a signal that no handler of the client sees would
+/// do. The thread is given as a `pthread_t`.
+pub fn interrupt_thread(thread: usize) {
+    // In a forked child the lock may be held for ever; there is no vCPU to interrupt there either.
+    let Ok(all) = ALL.try_lock() else {
+        return;
+    };
+    for vcpu in all.iter().filter_map(Weak::upgrade) {
+        if vcpu.runner.load(Ordering::SeqCst) == thread {
+            ticker::raise(&vcpu.attention, bits::SIGNAL);
+        }
+    }
 }
 
 impl VcpuCommon {
@@ -135,7 +154,13 @@ impl VcpuObject {
             lapic: irqchip.then(|| Mutex::new(Lapic::new(id, bootstrap, vm.tsc_khz().into()))),
             signals: AtomicU32::new(0),
             sipi_vector: AtomicU32::new(0),
+            runner: AtomicUsize::new(0),
         });
+        {
+            let mut all = ALL.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            all.retain(|vcpu| vcpu.strong_count() != 0);
+            all.push(Arc::downgrade(&common));
+        }
         let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
         let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base);
         let waiting = irqchip && !bootstrap;

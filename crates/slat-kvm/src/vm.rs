@@ -252,9 +252,12 @@ impl VmObject {
     /// `KVM_SET_BOOT_CPU_ID`.
     ///
     /// # Errors
-    /// `EBUSY` once there are vCPUs.
+    /// `EINVAL` for an id beyond the limit, `EBUSY` once there are vCPUs.
     pub fn set_boot_cpu_id(&self, id: u64) -> Result<()> {
         self.same_process()?;
+        if id >= u64::from(self.max_vcpu_ids.load(Ordering::Relaxed)) {
+            return fail(libc::EINVAL);
+        }
         if !self.vcpus().is_empty() {
             return fail(libc::EBUSY);
         }
@@ -288,13 +291,29 @@ impl VmObject {
             KVM_CAP_DISABLE_QUIRKS2 if cap.args[0] & !u64::from(caps::DISABLED_QUIRKS) == 0 => {
                 Ok(())
             }
-            KVM_CAP_MAX_VCPU_ID if (1..=u64::from(caps::MAX_VCPU_ID)).contains(&cap.args[0]) => {
-                self.max_vcpu_ids
-                    .store(cap.args[0] as u32, Ordering::Relaxed);
-                Ok(())
-            }
+            KVM_CAP_MAX_VCPU_ID => self.limit_vcpu_ids(cap.args[0]),
             _ => fail(libc::EINVAL),
         }
+    }
+
+    /// `KVM_CAP_MAX_VCPU_ID`: once, before there are vCPUs, and not below the bootstrap processor's id.
+    fn limit_vcpu_ids(&self, limit: u64) -> Result<()> {
+        let limit = u32::try_from(limit).map_err(|_| Error::new(libc::EINVAL))?;
+        let vcpus = self
+            .vcpus
+            .write()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let now = self.max_vcpu_ids.load(Ordering::Relaxed);
+        if limit == 0
+            || limit > caps::MAX_VCPU_ID
+            || limit < self.boot_cpu.load(Ordering::Relaxed)
+            || now != limit && now != caps::MAX_VCPU_ID
+            || !vcpus.is_empty()
+        {
+            return fail(libc::EINVAL);
+        }
+        self.max_vcpu_ids.store(limit, Ordering::Relaxed);
+        Ok(())
     }
 
     /// `KVM_GET_DIRTY_LOG`: the pages written since the last call, a bit each; they are protected again.

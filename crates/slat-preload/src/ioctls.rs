@@ -4,7 +4,7 @@ use crate::device::adopt;
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::memory::{self, Range};
-use crate::real::{call, raw};
+use crate::real::{Next, call, raw};
 use crate::table;
 use slat_kvm::abi::KVMIO;
 use slat_kvm::ioctl::{Answer, Object};
@@ -100,10 +100,57 @@ unsafe fn userfault(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     }) as c_int
 }
 
+unsafe extern "C-unwind" {
+    /// The C library's; with a cancellation pending it may unwind.
+    fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
+    fn pthread_setcanceltype(kind: c_int, old: *mut c_int) -> c_int;
+    fn pthread_testcancel();
+}
+
+const PTHREAD_CANCEL_DISABLE: c_int = 1;
+const PTHREAD_CANCEL_DEFERRED: c_int = 0;
+const PTHREAD_CANCEL_ASYNCHRONOUS: c_int = 1;
+
+static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
+
+/// ioctl(2).
+///
+/// The kernel's `KVM_RUN` can be left by an asynchronous cancellation; Rust code cannot. So a cancellation waits while slat
+/// works, `pthread_cancel` ends the run, and the thread unwinds from here, where nothing of slat is on its stack.
+///
+/// # Safety
+/// As for `ioctl`. A request without argument leaves it undefined, and does not look at it.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
+    if !table::is_ours(fd) {
+        // SAFETY: the caller's.
+        return unsafe { ioctl_on(fd, request, argument) };
+    }
+    let (mut kind, mut state) = (0, 0);
+    // SAFETY: the caller's, and the thread's own cancellation state.
+    unsafe {
+        pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &mut kind);
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &mut state);
+        let answer = ioctl_on(fd, request, argument);
+        pthread_setcancelstate(state, std::ptr::null_mut());
+        if kind == PTHREAD_CANCEL_ASYNCHRONOUS {
+            // Some C libraries forget the thread's result when `setcancelstate` itself cancels.
+            pthread_testcancel();
+            pthread_setcanceltype(kind, std::ptr::null_mut());
+        }
+        answer
+    }
+}
+
 interpose! {
-    /// ioctl(2).
-    fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
-        // SAFETY: the caller's. A request without argument leaves it undefined, and does not look at it.
-        unsafe { ioctl_on(fd, request, argument) }
+    /// pthread_cancel(3).
+    fn pthread_cancel(thread: usize) -> c_int {
+        let Some(function) = NEXT_CANCEL.get() else {
+            return libc::ENOSYS;
+        };
+        // SAFETY: the C library's function of that name has this signature.
+        let answer = unsafe { std::mem::transmute::<usize, extern "C" fn(usize) -> c_int>(function)(thread) };
+        slat_kvm::interrupt_thread(thread);
+        answer
     }
 }

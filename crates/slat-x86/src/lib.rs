@@ -37,7 +37,7 @@ mod mmio;
 mod op;
 mod run;
 mod segment;
-mod simd;
+pub mod simd;
 pub mod state;
 mod tlb;
 mod x87;

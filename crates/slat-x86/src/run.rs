@@ -24,10 +24,13 @@ impl Cpu {
 
     fn run_loop(&mut self, attention: &AtomicU32) -> Exit {
         loop {
-            if self.slow
-                && let Some(exit) = self.boundary(attention)
-            {
-                return exit;
+            if self.slow {
+                match self.boundary(attention) {
+                    Some(exit) => return exit,
+                    // Another look: what has just been done may have left something to do.
+                    None if self.slow => continue,
+                    None => {}
+                }
             }
             if attention.load(Ordering::Relaxed) != 0 {
                 return Exit::Attention;
@@ -196,11 +199,11 @@ impl Cpu {
         if events.exception.is_none() && (shadow || stepping || breakpoints) {
             return self.single_step();
         }
+        // What opens an interrupt window sets `slow` itself.
         let events = &self.state.events;
         self.slow = events.exception.is_some()
             || events.interrupt.is_some()
             || events.nmi && !events.nmi_blocked
-            || self.interrupt_window
             || self.has_answers()
             || self.devices.port.is_some();
         None
@@ -220,6 +223,8 @@ impl Cpu {
             Err(why) => return self.fetch_failed(why),
         };
         let traps = self.state.rflags & flags::TF != 0;
+        // IRET may set RF, for the instruction after it.
+        let resumed = self.state.rflags & flags::RF;
         let events = &mut self.state.events;
         let shadow = std::mem::take(&mut events.sti_shadow);
         let mov_ss = std::mem::take(&mut events.mov_ss_shadow);
@@ -236,7 +241,7 @@ impl Cpu {
             return exit;
         }
         self.drop_answers();
-        self.state.rflags &= !flags::RF;
+        self.state.rflags &= !resumed;
         if traps && self.state.events.exception.is_none() {
             self.state.dr6 |= 1 << 14;
             self.fault = Exception {
@@ -263,7 +268,9 @@ impl Cpu {
                 hit |= 1 << i;
             }
         }
-        self.state.dr6 = self.state.dr6 & !15 | hit;
+        if hit != 0 {
+            self.state.dr6 = self.state.dr6 & !15 | hit;
+        }
         hit != 0
     }
 }

@@ -110,12 +110,12 @@ impl Kvm {
             .map_err(|_| Error::new(libc::ENOMEM))
     }
 
-    /// `KVM_GET_MSRS` of the system: there are no feature MSRs, so none is read.
+    /// `KVM_GET_MSRS` of the system: feature MSRs. Returns how many were read.
     ///
     /// # Errors
     /// None.
-    pub fn get_msrs(&self, _msrs: &mut Msrs) -> Result<usize> {
-        Ok(0)
+    pub fn get_msrs(&self, msrs: &mut Msrs) -> Result<usize> {
+        Ok(self.system.feature_msrs(msrs.as_mut_slice()))
     }
 
     /// `KVM_CREATE_VM`.

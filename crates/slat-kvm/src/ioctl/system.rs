@@ -1,6 +1,6 @@
 //! Requests to `/dev/kvm`.
 
-use super::{Answer, DONE, ENTRIES, Object, give_cpuid, give_msr_list, take_msrs, value};
+use super::{Answer, ENTRIES, Object, give_cpuid, give_msr_list, take_msrs, value};
 use crate::abi::*;
 use crate::errno::{Result, fail};
 use crate::system::System;
@@ -20,11 +20,11 @@ pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answ
         KVM_GET_EMULATED_CPUID => give_cpuid(argument, &system.emulated_cpuid()),
         KVM_GET_MSR_INDEX_LIST => give_msr_list(argument, system.msr_index_list()),
         KVM_GET_MSR_FEATURE_INDEX_LIST => give_msr_list(argument, system.msr_feature_index_list()),
-        // Feature MSRs: there are none, so none is read.
         KVM_GET_MSRS => {
-            let entries = take_msrs(argument)?;
+            let mut entries = take_msrs(argument)?;
+            let done = system.feature_msrs(&mut entries);
             user::write_slice(argument + ENTRIES, &entries)?;
-            DONE
+            value(done as i32)
         }
         _ => fail(libc::ENOTTY),
     }

@@ -46,6 +46,8 @@ pub mod reg {
 
 const LVT_MASKED: u32 = 1 << 16;
 const SVR_ENABLED: u32 = 1 << 8;
+/// Bits that must be 0 in an x2APIC's ICR.
+const X2APIC_ICR_RESERVED: u64 = 0xfff3_2000;
 /// Version 0x14 with six LVT entries.
 const VERSION: u32 = 0x14 | 5 << 16;
 
@@ -365,6 +367,7 @@ impl Lapic {
             return Err(Refused);
         }
         match offset {
+            reg::ICR if value & X2APIC_ICR_RESERVED != 0 => Err(Refused),
             reg::ICR => {
                 self.set(reg::ICR2, (value >> 32) as u32);
                 Ok(self.write(reg::ICR, value as u32, now))

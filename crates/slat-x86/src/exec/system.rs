@@ -369,7 +369,7 @@ fn access_flag(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.cpl != 0 {
         return Err(cpu.ud());
     }
-    cpu.state.rflags = cpu.state.rflags & !flags::AC | u64::from(op.aux) * flags::AC;
+    cpu.state.rflags = cpu.state.rflags & !flags::AC | (u64::from(op.aux) * flags::AC);
     cpu.update_table();
     Ok(())
 }

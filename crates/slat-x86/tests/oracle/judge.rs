@@ -1,6 +1,8 @@
 //! Compares what the two CPUs left behind.
 
-use iced_x86::{FastFormatter, Instruction, Mnemonic, OpCodeOperandKind, RflagsBits};
+use iced_x86::{
+    Decoder, DecoderOptions, FastFormatter, Instruction, Mnemonic, OpCodeOperandKind, RflagsBits,
+};
 
 use crate::forms::Case;
 use crate::native::{Arena, DATA, DATA_LEN, Fault, Regs, STACK, STACK_LEN};
@@ -245,10 +247,15 @@ fn operand_bits(case: &Case) -> usize {
 
 /// A report that lets one try the case by hand.
 pub fn describe(case: &Case, differences: &[String]) -> String {
-    let mut text = String::new();
-    FastFormatter::new().format(&case.instruction, &mut text);
+    let mut lines = vec![];
+    for instruction in Decoder::with_ip(64, &case.bytes, case.regs.rip, DecoderOptions::NONE).iter()
+    {
+        let mut text = String::new();
+        FastFormatter::new().format(&instruction, &mut text);
+        lines.push(format!("  {text}"));
+    }
     let bytes: String = case.bytes.iter().map(|b| format!("{b:02x} ")).collect();
-    let mut lines = vec![format!("  {text}   [{}]", bytes.trim_end())];
+    lines.push(format!("    bytes: {}", bytes.trim_end()));
     lines.extend(differences.iter().map(|d| format!("    {d}")));
     let gprs: Vec<_> = NAMES
         .iter()

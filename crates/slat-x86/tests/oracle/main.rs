@@ -9,15 +9,19 @@
 mod forms;
 mod guest;
 mod judge;
+mod memory;
 mod native;
 mod rng;
+mod sequences;
 
 use std::collections::BTreeMap;
 
+use forms::Case;
 use guest::{Guest, Outcome};
-use iced_x86::{Code, Mnemonic};
+use iced_x86::Mnemonic;
 use native::Arena;
 use rng::Rng;
+use sequences::Pool;
 
 fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name)
@@ -53,9 +57,11 @@ fn every_instruction_does_what_the_host_does() {
             continue;
         }
         for _ in 0..rounds {
-            match run(code, &arena, &mut guest, &mut rng) {
+            let Some(case) = forms::random(code, arena.base, &mut rng) else {
+                continue;
+            };
+            match run(&case, &arena, &mut guest) {
                 Verdict::Same => cases += 1,
-                Verdict::NotACase => {}
                 Verdict::Unimplemented(reason) => {
                     unimplemented.insert(format!("{code:?}"), (code.mnemonic(), reason));
                 }
@@ -89,27 +95,52 @@ fn every_instruction_does_what_the_host_does() {
 
 enum Verdict {
     Same,
-    NotACase,
     Unimplemented(&'static str),
     Wrong(String),
 }
 
-fn run(code: Code, arena: &Arena, guest: &mut Guest, rng: &mut Rng) -> Verdict {
-    let Some(case) = forms::random(code, arena.base, rng) else {
-        return Verdict::NotACase;
-    };
-    judge::set_memory(arena, &case);
+#[test]
+fn sequences_of_instructions_do_what_the_host_does() {
+    let arena = Arena::new();
+    let mut guest = Guest::new(&arena);
+    let pool = Pool::new();
+    let mut rng = Rng(setting("SLAT_ORACLE_SEED", 1));
+    let rounds = 500 * setting("SLAT_ORACLE_ROUNDS", 30);
+    let mut wrong = vec![];
+    for _ in 0..rounds {
+        let Some(case) = pool.random(arena.base, &mut rng) else {
+            continue;
+        };
+        match run(&case, &arena, &mut guest) {
+            Verdict::Same => {}
+            Verdict::Unimplemented(reason) => panic!("{reason}"),
+            Verdict::Wrong(report) => wrong.push(report),
+        }
+    }
+    let shown = setting("SLAT_ORACLE_SHOW", 1) as usize;
+    for report in &wrong[..shown.min(wrong.len())] {
+        println!("{report}");
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} sequences differ from the host",
+        wrong.len()
+    );
+}
+
+fn run(case: &Case, arena: &Arena, guest: &mut Guest) -> Verdict {
+    judge::set_memory(arena, case);
     let (regs, fault) = arena.run(&case.bytes, &case.regs);
     let expected = judge::Result::new(arena, &case.instruction, regs, fault);
-    judge::set_memory(arena, &case);
+    judge::set_memory(arena, case);
     let actual = match guest.run(arena, &case.bytes, &case.regs) {
         Outcome::Done(regs, fault) => judge::Result::new(arena, &case.instruction, *regs, fault),
         Outcome::Unimplemented(reason) => return Verdict::Unimplemented(reason),
-        Outcome::Strange(exit) => return Verdict::Wrong(judge::describe(&case, &[exit])),
+        Outcome::Strange(exit) => return Verdict::Wrong(judge::describe(case, &[exit])),
     };
-    let differences = judge::differences(&case, &expected, &actual);
+    let differences = judge::differences(case, &expected, &actual);
     if differences.is_empty() {
         return Verdict::Same;
     }
-    Verdict::Wrong(judge::describe(&case, &differences))
+    Verdict::Wrong(judge::describe(case, &differences))
 }

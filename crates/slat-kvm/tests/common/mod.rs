@@ -1,0 +1,143 @@
+//! A guest in real mode, small enough to be written in bytes.
+#![allow(dead_code)]
+
+use kvm_bindings::kvm_userspace_memory_region;
+use slat_kvm::{Kvm, VcpuFd, VmFd};
+
+/// Where the code stands.
+pub const CODE: u64 = 0x1000;
+/// A page that belongs to the test.
+pub const DATA: u64 = 0x3000;
+/// Bytes of guest memory, from address 0.
+pub const MEMORY: usize = 0x4000;
+/// Where there is no memory, within reach of 16 bits.
+pub const DEVICE: u64 = 0x8000;
+
+/// Anonymous memory that stays mapped until it is dropped.
+pub struct Memory {
+    pub start: *mut u8,
+    pub len: usize,
+}
+
+// SAFETY: plain shared memory.
+unsafe impl Send for Memory {}
+// SAFETY: as above; the tests use it through raw pointers.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    pub fn new(len: usize) -> Self {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a new mapping.
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                flags,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(start, libc::MAP_FAILED);
+        Memory {
+            start: start.cast(),
+            len,
+        }
+    }
+
+    pub fn write(&self, at: u64, bytes: &[u8]) {
+        assert!(at as usize + bytes.len() <= self.len);
+        // SAFETY: inside the mapping.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at as usize), bytes.len())
+        }
+    }
+
+    /// Takes the page at `at` away, in a way that gives its addresses to nobody else.
+    pub fn take_away(&self, at: u64) {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        // SAFETY: replaces a page of our own mapping.
+        let answer = unsafe {
+            libc::mmap(
+                self.start.add(at as usize).cast(),
+                4096,
+                libc::PROT_NONE,
+                flags,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(answer, libc::MAP_FAILED);
+    }
+
+    pub fn range(&self, at: u64) -> std::ops::Range<usize> {
+        let start = self.start as usize + at as usize;
+        start..start + 4096
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: our mapping; the guests that used it are gone.
+        unsafe { libc::munmap(self.start.cast(), self.len) };
+    }
+}
+
+/// A VM with one vCPU about to execute `code` in real mode.
+pub struct Guest {
+    pub vcpu: VcpuFd,
+    pub vm: VmFd,
+    pub kvm: Kvm,
+    pub memory: Memory,
+}
+
+impl Guest {
+    pub fn new(code: &[u8]) -> Self {
+        Self::with(code, |_| {})
+    }
+
+    pub fn with(code: &[u8], prepare: impl FnOnce(&VmFd)) -> Self {
+        let kvm = Kvm::new().unwrap();
+        let vm = kvm.create_vm().unwrap();
+        prepare(&vm);
+        let memory = Memory::new(MEMORY);
+        memory.write(CODE, code);
+        set_slot(&vm, &memory, 0, MEMORY as u64);
+        let vcpu = vm.create_vcpu(0).unwrap();
+        start_at_code(&vcpu);
+        Guest {
+            vcpu,
+            vm,
+            kvm,
+            memory,
+        }
+    }
+}
+
+pub fn set_slot(vm: &VmFd, memory: &Memory, slot: u32, size: u64) {
+    let region = kvm_userspace_memory_region {
+        slot,
+        flags: 0,
+        guest_phys_addr: 0,
+        memory_size: size,
+        userspace_addr: memory.start as u64,
+    };
+    // SAFETY: the tests' memory may be written by the guest.
+    unsafe { vm.set_user_memory_region(region).unwrap() };
+}
+
+pub fn start_at_code(vcpu: &VcpuFd) {
+    let mut sregs = vcpu.get_sregs().unwrap();
+    for segment in [&mut sregs.cs, &mut sregs.ds, &mut sregs.es, &mut sregs.ss] {
+        (segment.base, segment.selector) = (0, 0);
+    }
+    vcpu.set_sregs(&sregs).unwrap();
+    let mut regs = vcpu.get_regs().unwrap();
+    (regs.rip, regs.rflags, regs.rsp) = (CODE, 2, 0x2000);
+    vcpu.set_regs(&regs).unwrap();
+}
+
+/// `jmp $`
+pub const SPIN: &[u8] = &[0xeb, 0xfe];
+/// `mov al, [0x3000]; jmp -5`
+pub const READ_DATA_FOREVER: &[u8] = &[0xa0, 0x00, 0x30, 0xeb, 0xfb];

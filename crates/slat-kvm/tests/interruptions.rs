@@ -1,0 +1,267 @@
+//! What takes a vCPU out of the guest, or must not be held up by it.
+
+mod common;
+
+use common::*;
+use slat_kvm::VcpuExit;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+static IMMEDIATE_EXIT: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
+static ANNOUNCED: AtomicUsize = AtomicUsize::new(0);
+
+extern "C" fn set_immediate_exit(_signal: libc::c_int) {
+    // SAFETY: the test keeps the vCPU while the signal may come.
+    unsafe { IMMEDIATE_EXIT.load(Ordering::SeqCst).write_volatile(1) };
+}
+
+extern "C" fn announce(_signal: libc::c_int) {
+    slat_kvm::signal_arrived();
+    ANNOUNCED.fetch_add(1, Ordering::SeqCst);
+}
+
+fn handle(signal: libc::c_int, handler: extern "C" fn(libc::c_int)) {
+    // SAFETY: handlers that only store and raise.
+    unsafe { libc::signal(signal, handler as *const () as libc::sighandler_t) };
+}
+
+/// Sends `signal` to this thread in a moment.
+fn signal_soon<'scope>(scope: &'scope std::thread::Scope<'scope, '_>, signal: libc::c_int) {
+    // SAFETY: plain call.
+    let me = unsafe { libc::pthread_self() } as usize;
+    scope.spawn(move || {
+        std::thread::sleep(Duration::from_millis(50));
+        // SAFETY: the thread waits for the scope's end.
+        unsafe { libc::pthread_kill(me as libc::pthread_t, signal) };
+    });
+}
+
+#[test]
+fn immediate_exit_set_by_a_handler_ends_the_run() {
+    let mut guest = Guest::new(SPIN);
+    IMMEDIATE_EXIT.store(
+        &raw mut guest.vcpu.get_kvm_run().immediate_exit,
+        Ordering::SeqCst,
+    );
+    handle(libc::SIGUSR1, set_immediate_exit);
+    std::thread::scope(|scope| {
+        signal_soon(scope, libc::SIGUSR1);
+        assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+    });
+    assert_eq!(
+        guest.vcpu.run().unwrap_err().errno(),
+        libc::EINTR,
+        "it stays set"
+    );
+}
+
+#[test]
+fn a_handler_that_announces_itself_ends_the_run_also_in_a_halt() {
+    handle(libc::SIGUSR2, announce);
+    let mut spinning = Guest::new(SPIN);
+    let mut halted = Guest::with(&[0xf4], |vm| vm.create_irq_chip().unwrap());
+    for guest in [&mut spinning, &mut halted] {
+        let before = ANNOUNCED.load(Ordering::SeqCst);
+        std::thread::scope(|scope| {
+            signal_soon(scope, libc::SIGUSR2);
+            assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+        });
+        assert_eq!(ANNOUNCED.load(Ordering::SeqCst), before + 1);
+    }
+}
+
+#[test]
+fn a_signal_that_only_the_run_lets_through_ends_it_and_stays_pending() {
+    let mut guest = Guest::new(SPIN);
+    // SAFETY: signal sets on the stack; this thread only.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, libc::SIGRTMIN() + 2);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+        guest.vcpu.set_signal_mask(Some(0)).unwrap();
+        std::thread::scope(|scope| {
+            signal_soon(scope, libc::SIGRTMIN() + 2);
+            assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+        });
+        let timeout = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        assert_eq!(
+            libc::sigtimedwait(&set, std::ptr::null_mut(), &timeout),
+            libc::SIGRTMIN() + 2
+        );
+    }
+}
+
+#[test]
+fn a_vcpu_moves_between_threads() {
+    // out 0x10,al; jmp -4
+    let Guest {
+        mut vcpu,
+        vm: _vm,
+        memory: _memory,
+        ..
+    } = Guest::new(&[0xe6, 0x10, 0xeb, 0xfc]);
+    for _ in 0..4 {
+        vcpu = std::thread::spawn(move || {
+            assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+            vcpu
+        })
+        .join()
+        .unwrap();
+    }
+}
+
+/// A userfaultfd for missing pages of a range; `None` where the host does not permit it.
+fn userfault(range: std::ops::Range<usize>) -> Option<i32> {
+    #[repr(C)]
+    struct Api {
+        api: u64,
+        features: u64,
+        ioctls: u64,
+    }
+    #[repr(C)]
+    struct Register {
+        start: u64,
+        len: u64,
+        mode: u64,
+        ioctls: u64,
+    }
+    const UFFDIO_API: u64 = 0xc018_aa3f;
+    const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+    // SAFETY: system calls with structs of the sizes in their numbers.
+    unsafe {
+        let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) as i32;
+        if fd < 0 {
+            return None;
+        }
+        let mut api = Api {
+            api: 0xaa,
+            features: 0,
+            ioctls: 0,
+        };
+        assert_eq!(libc::ioctl(fd, UFFDIO_API, &mut api), 0);
+        let len = (range.end - range.start) as u64;
+        let mut register = Register {
+            start: range.start as u64,
+            len,
+            mode: 1,
+            ioctls: 0,
+        };
+        assert_eq!(libc::ioctl(fd, UFFDIO_REGISTER, &mut register), 0);
+        Some(fd)
+    }
+}
+
+/// Gives the page a content, so that the blocked vCPU goes on.
+fn resolve(fd: i32, page: usize, byte: u8) {
+    #[repr(C)]
+    struct Copy {
+        dst: u64,
+        src: u64,
+        len: u64,
+        mode: u64,
+        copy: i64,
+    }
+    const UFFDIO_COPY: u64 = 0xc028_aa03;
+    let source = vec![byte; 4096];
+    let mut copy = Copy {
+        dst: page as u64,
+        src: source.as_ptr() as u64,
+        len: 4096,
+        mode: 0,
+        copy: 0,
+    };
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::ioctl(fd, UFFDIO_COPY, &mut copy) }, 0);
+}
+
+#[test]
+fn a_vcpu_that_waits_for_host_memory_holds_up_nobody() {
+    // mov al,[0x3000]; out 0x10,al
+    let Guest {
+        mut vcpu,
+        vm,
+        memory,
+        ..
+    } = Guest::new(&[0xa0, 0x00, 0x30, 0xe6, 0x10]);
+    let page = memory.range(DATA);
+    let Some(fd) = userfault(page.clone()) else {
+        eprintln!("skipped: this host does not permit userfaultfd");
+        return;
+    };
+    let (done, waits) = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let VcpuExit::IoOut(0x10, data) = vcpu.run().unwrap() else {
+                panic!()
+            };
+            done.send(data[0]).unwrap();
+        });
+        assert!(
+            waits.recv_timeout(Duration::from_millis(100)).is_err(),
+            "the vCPU did not wait"
+        );
+        let start = Instant::now();
+        for _ in 0..10 {
+            slat_kvm::notify::around(page.clone(), || {
+                // SAFETY: a page of the test's own memory.
+                unsafe { libc::madvise(page.start as *mut _, 4096, libc::MADV_DONTNEED) };
+            });
+            let other = Memory::new(0x1000);
+            let region = kvm_bindings::kvm_userspace_memory_region {
+                slot: 7,
+                flags: 0,
+                guest_phys_addr: 1 << 30,
+                memory_size: 0x1000,
+                userspace_addr: other.start as u64,
+            };
+            // SAFETY: the guest does not touch it.
+            unsafe {
+                vm.set_user_memory_region(region).unwrap();
+                vm.set_user_memory_region(kvm_bindings::kvm_userspace_memory_region {
+                    memory_size: 0,
+                    ..region
+                })
+                .unwrap();
+            }
+        }
+        let took = start.elapsed();
+        assert!(
+            waits.try_recv().is_err(),
+            "the vCPU went on without its page"
+        );
+        resolve(fd, page.start, 0x5a);
+        assert_eq!(waits.recv_timeout(Duration::from_secs(10)).unwrap(), 0x5a);
+        assert!(took < Duration::from_secs(2), "held up for {took:?}");
+    });
+    // SAFETY: our descriptor.
+    unsafe { libc::close(fd) };
+}
+
+#[test]
+fn a_signal_reaches_a_vcpu_that_waits_for_host_memory() {
+    handle(libc::SIGUSR2, announce);
+    let Guest {
+        mut vcpu, memory, ..
+    } = Guest::new(&[0xa0, 0x00, 0x30, 0xe6, 0x10]);
+    let page = memory.range(DATA);
+    let Some(fd) = userfault(page.clone()) else {
+        eprintln!("skipped: this host does not permit userfaultfd");
+        return;
+    };
+    std::thread::scope(|scope| {
+        signal_soon(scope, libc::SIGUSR2);
+        // If the signal is lost, the test does not hang.
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_secs(5));
+            resolve(fd, page.start, 1);
+        });
+        assert_eq!(vcpu.run().unwrap_err().errno(), libc::EINTR);
+    });
+    // SAFETY: our descriptor.
+    unsafe { libc::close(fd) };
+}

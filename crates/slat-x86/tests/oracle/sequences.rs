@@ -1,0 +1,134 @@
+//! Short runs of instructions. One alone starts from plain flags; only in a sequence do flags that are computed lazily,
+//! operations that are fused and results that are forwarded meet.
+
+use iced_x86::{Code, CpuidFeature, FlowControl, Instruction, Mnemonic, OpKind, Register};
+
+use crate::forms::{self, Case};
+use crate::native::{AT, BRANCH_TARGET, DATA, DATA_LEN};
+use crate::rng::Rng;
+
+/// The forms that sequences are made of.
+pub struct Pool {
+    /// Integer instructions.
+    integer: Vec<Code>,
+    /// All that go on to the next instruction.
+    any: Vec<Code>,
+    /// Conditional branches.
+    branches: Vec<Code>,
+}
+
+impl Pool {
+    pub fn new() -> Pool {
+        let fits =
+            |code: &Code| !NEEDS_TAMING.contains(&code.mnemonic()) && !code.is_string_instruction();
+        let all: Vec<Code> = forms::all().into_iter().filter(fits).collect();
+        let with = |flow| {
+            all.iter()
+                .copied()
+                .filter(move |code| flow_of(*code) == flow)
+        };
+        let integer = |code: &Code| {
+            use CpuidFeature as F;
+            code.cpuid_features().iter().all(|f| {
+                matches!(
+                    f,
+                    F::INTEL8086
+                        | F::INTEL186
+                        | F::INTEL386
+                        | F::INTEL486
+                        | F::X64
+                        | F::CMOV
+                        | F::ADX
+                )
+            })
+        };
+        Pool {
+            integer: with(FlowControl::Next).filter(integer).collect(),
+            any: with(FlowControl::Next).collect(),
+            branches: with(FlowControl::ConditionalBranch).collect(),
+        }
+    }
+
+    /// A few instructions, often with a conditional branch at the end.
+    pub fn random(&self, base: usize, rng: &mut Rng) -> Option<Case> {
+        const ROOM: usize = BRANCH_TARGET - AT - 16;
+        let mut case = Case::start(base, rng);
+        // Unmasked exceptions are the business of single instructions.
+        case.regs.fx[24] |= 0x80;
+        case.regs.fx[25] |= 0x1f;
+        let length = 2 + rng.below(5);
+        while case.bytes.len() < ROOM - 15 {
+            let of = if rng.one_in(4) {
+                &self.any
+            } else {
+                &self.integer
+            };
+            if let Some(instruction) = plain(of[rng.below(of.len())], base, rng) {
+                case.push(&instruction)?;
+            }
+            if rng.one_in(length) {
+                break;
+            }
+        }
+        if rng.one_in(2) {
+            let (branch, _) =
+                forms::operands(self.branches[rng.below(self.branches.len())], base, rng)?;
+            case.push(&branch)?;
+        }
+        (case.bytes.len() <= ROOM).then_some(case)
+    }
+}
+
+fn flow_of(code: Code) -> FlowControl {
+    let mut instruction = Instruction::new();
+    instruction.set_code(code);
+    instruction.flow_control()
+}
+
+/// An instruction whose memory operand is at a fixed place, that leaves no flag undefined and RSP alone.
+fn plain(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
+    let (mut instruction, memory) = forms::operands(code, base, rng)?;
+    if let Some(n) = memory {
+        instruction.set_op_kind(n, OpKind::Memory);
+        instruction.set_memory_base(Register::RIP);
+        instruction.set_memory_displ_size(8);
+        // Few places, so that what is written is also read.
+        let at = base
+            + DATA
+            + 0x40
+            + 16 * rng.below(4)
+            + if rng.one_in(8) {
+                rng.below(DATA_LEN / 2)
+            } else {
+                0
+            };
+        instruction.set_memory_displacement64(at as u64);
+    }
+    let rsp = (0..instruction.op_count()).any(|n| {
+        instruction.op_kind(n) == OpKind::Register
+            && instruction.op_register(n).full_register() == Register::RSP
+    });
+    (!rsp && instruction.rflags_undefined() == 0).then_some(instruction)
+}
+
+/// Instructions that want their registers, memory or counts prepared.
+const NEEDS_TAMING: &[Mnemonic] = &[
+    Mnemonic::Bt,
+    Mnemonic::Bts,
+    Mnemonic::Btr,
+    Mnemonic::Btc,
+    Mnemonic::Bsf,
+    Mnemonic::Bsr,
+    Mnemonic::Shld,
+    Mnemonic::Shrd,
+    Mnemonic::Xlatb,
+    Mnemonic::Maskmovdqu,
+    Mnemonic::Maskmovq,
+    Mnemonic::Enter,
+    Mnemonic::Leave,
+    Mnemonic::Popf,
+    Mnemonic::Popfq,
+    Mnemonic::Ldmxcsr,
+    Mnemonic::Fxrstor,
+    Mnemonic::Fxrstor64,
+];
