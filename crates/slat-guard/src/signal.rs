@@ -5,6 +5,7 @@
 //! the library's own wrapper, which must see the client's calls only.
 
 use crate::table;
+use std::cell::Cell;
 use std::io;
 use std::mem;
 use std::ptr;
@@ -41,6 +42,18 @@ unsafe extern "C" {
 /// The actions to hand foreign signals to, as leaked boxes: a handler may be reading the old one.
 static CHAINED: [AtomicPtr<libc::sigaction>; 3] = [const { AtomicPtr::new(ptr::null_mut()) }; 3];
 static INSTALLED: Mutex<bool> = Mutex::new(false);
+
+thread_local! {
+    /// What ended the last guarded access of this thread that did not happen. No initialisation and no
+    /// destructor: the handler may write it.
+    static KICKED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the last access of this thread that came back as [`Gone`](crate::Gone) was kicked, in contrast to
+/// memory that is not there.
+pub fn was_kicked() -> bool {
+    KICKED.get()
+}
 
 /// The signal that [`kick`] sends: a realtime signal that programs rarely use.
 pub fn kick_signal() -> i32 {
@@ -138,6 +151,7 @@ extern "C" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::
     // SAFETY: the kernel gives an SA_SIGINFO handler its own context.
     let ip = unsafe { &mut (*ucontext).uc_mcontext.gregs[libc::REG_RIP as usize] };
     if let Some(fixup) = table::fixup(*ip as usize) {
+        KICKED.set(sig == kick_signal());
         // A SIGSEGV or SIGBUS that another process sent lands here too when it hits the very
         // instruction. It is treated as a fault: the access is tried again.
         *ip = fixup as i64;

@@ -78,24 +78,20 @@ impl HostPlatform {
 /// Touches the page at `address` as the guest is about to; a page that is not there is brought in,
 /// however long it takes.
 fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
-    // A kick looks like missing memory. It is not meant for a vCPU outside, so one that comes in
-    // between is the rare late one.
-    const TRIES: usize = 3;
     let pointer = address as *mut u8;
-    for _ in 0..TRIES {
-        // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one
-        // locked instruction, so it takes nothing from a concurrent writer.
-        let touched = unsafe {
-            match access {
-                Access::Write => slat_guard::fetch_or(pointer, 0).map(drop),
-                Access::Read | Access::Execute => slat_guard::load(pointer).map(drop),
-            }
-        };
-        if touched.is_ok() {
-            return Ok(());
+    // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one
+    // locked instruction, so it takes nothing from a concurrent writer.
+    let touched = unsafe {
+        match access {
+            Access::Write => slat_guard::fetch_or(pointer, 0).map(drop),
+            Access::Read | Access::Execute => slat_guard::load(pointer).map(drop),
         }
-    }
-    Err(ResolveError::BadAddress)
+    };
+    touched.map_err(|_| match slat_guard::was_kicked() {
+        // Somebody wants the vCPU: a signal that its thread takes, or a flush that came too late.
+        true => ResolveError::Interrupted,
+        false => ResolveError::BadAddress,
+    })
 }
 
 // SAFETY:

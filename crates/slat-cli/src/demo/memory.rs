@@ -4,6 +4,8 @@ use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
+use slat_host::mappings::HugePages;
+
 /// An anonymous private mapping, aligned for huge pages.
 pub struct Memory {
     mapping: NonNull<u8>,
@@ -44,9 +46,19 @@ impl Memory {
         } else {
             libc::MADV_NOHUGEPAGE
         };
-        // A host without huge pages refuses the advice, and needs none.
         // SAFETY: the range lies in the mapping made above; the advice changes no contents.
-        unsafe { libc::madvise(start.as_ptr().cast(), size, advice) };
+        let refused = unsafe { libc::madvise(start.as_ptr().cast(), size, advice) } != 0;
+        // A host without huge pages refuses the advice, and needs none. The kernel has no cheap
+        // way to ask for advice given: slat is told, as a VMM on the crates does.
+        if !refused {
+            let begin = start.as_ptr() as usize;
+            let wish = if huge_pages {
+                HugePages::Wanted
+            } else {
+                HugePages::Unwanted
+            };
+            slat_host::mappings::advised(begin..begin + size, wish);
+        }
         Ok(Memory {
             mapping,
             mapped,

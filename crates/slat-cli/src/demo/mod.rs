@@ -39,7 +39,7 @@ fn describe(report: &Report, total: Duration) -> String {
     let pages = DATA_SIZE / PAGE;
     let mut lines = vec![
         format!(
-            "A KVM program ran on slat: {VCPUS} vCPUs on {VCPUS} threads, 4 memslots, EPT tables, software CPU. /dev/kvm was not opened."
+            "A KVM program ran on slat: {VCPUS} vCPUs, {VCPUS} threads, 4 memslots, EPT tables. No /dev/kvm."
         ),
         String::new(),
         "What the guest did".to_owned(),
