@@ -91,6 +91,33 @@ pub fn totals() -> (u64, Stats) {
     (vms, sum)
 }
 
+/// What a counter counts, for who does not know KVM's names by heart.
+fn meaning(counter: &str) -> &'static str {
+    match counter {
+        "pf_taken" => "faults: no table entry allowed the access",
+        "pf_fixed" => "  installed or widened a leaf",
+        "pf_spurious" => "  found the leaf there: another vCPU was faster",
+        "pf_fast" => "  fixed in place, without slot and host",
+        "pf_retried" => "  taken again: memory changed meanwhile",
+        "pf_emulate" => "  found no memslot",
+        "pf_mmio_spte_created" => "MMIO entries made",
+        "mmio_cached" => "MMIO accesses answered by an entry, no look-up",
+        "slot_lookups" => "memslot look-ups",
+        "slot_lookups_saved" => "  saved, by the slot found last",
+        "pages_4k" => "leaves of 4 KiB, now",
+        "pages_2m" => "leaves of 2 MiB, now",
+        "pages_1g" => "leaves of 1 GiB, now",
+        "splits" => "huge leaves split in place",
+        "zapped" => "leaves zapped",
+        "remote_tlb_flush" => "flushes of all vCPUs",
+        "remote_tlb_flush_requests" => "  requested",
+        "invalidations" => "changes of host memory followed",
+        "slot_changes" => "memslots created, deleted, moved",
+        "dirty_pages" => "pages marked in dirty logs",
+        _ => "",
+    }
+}
+
 /// Statistics as a table for people.
 pub fn render(vms: u64, stats: &Stats) -> String {
     let mut text = format!(
@@ -98,7 +125,8 @@ pub fn render(vms: u64, stats: &Stats) -> String {
         if vms == 1 { "" } else { "s" }
     );
     for (name, value) in stats.iter().filter(|(_, value)| *value != 0) {
-        let _ = writeln!(text, "  {name:<28} {:>16}", grouped(value));
+        let line = format!("  {name:<26}{:>13}  {}", grouped(value), meaning(name));
+        let _ = writeln!(text, "{}", line.trim_end());
     }
     if stats.iter().all(|(_, value)| value == 0) {
         text.push_str("  (nothing happened)\n");

@@ -49,16 +49,27 @@ impl Drop for Running<'_> {
     }
 }
 
-/// To be called by a signal handler of the client, before its own work: a vCPU that this thread runs ends its `KVM_RUN` with
+/// To be called by a signal handler of the client (and by nothing else), before its own work: a vCPU that this thread runs ends its `KVM_RUN` with
 /// `EINTR`, also when it waits for host memory. Async-signal-safe.
 pub fn signal_arrived() {
     let attention = RUNNING.get();
     // SAFETY: `Running` keeps the attention borrowed while its address stands here, on this very thread.
     if let Some(attention) = unsafe { attention.as_ref() } {
         attention.raise(bits::SIGNAL);
-        // The kick is taken when the client's handler returns: a guarded access that was interrupted gives up.
-        // SAFETY: plain system call.
-        slat_guard::kick(unsafe { libc::syscall(libc::SYS_gettid) } as libc::pid_t);
+        // The kick has to come when the client's handler returns, to where the thread was interrupted: blocked now, it is
+        // taken when the return gives the thread its mask back. A guarded access that was interrupted then gives up.
+        let kick = 1u64 << (slat_guard::kick_signal() - 1);
+        // SAFETY: plain system calls with a set of the kernel's size.
+        unsafe {
+            libc::syscall(
+                libc::SYS_rt_sigprocmask,
+                libc::SIG_BLOCK,
+                &kick,
+                0usize,
+                size_of::<u64>(),
+            );
+            slat_guard::kick(libc::syscall(libc::SYS_gettid) as libc::pid_t);
+        }
     }
 }
 
