@@ -20,6 +20,8 @@ pub(crate) mod mode {
     pub const NO_X87: u8 = 1 << 3;
     /// x87 and SSE instructions are #NM (CR0.TS).
     pub const TASK_SWITCHED: u8 = 1 << 4;
+    /// CPL 3: what a supervisor may execute is found under another key.
+    pub const USER: u8 = 1 << 5;
 }
 
 /// One software CPU. Cheap to create: translation and block caches come with the first run.
@@ -173,7 +175,6 @@ impl Cpu {
         if state.cr0 & control::CR0_TS != 0 {
             mode |= mode::TASK_SWITCHED;
         }
-        self.mode = mode;
         self.cpl = match (
             state.cr0 & control::CR0_PE != 0,
             state.rflags & flags::VM != 0,
@@ -182,6 +183,10 @@ impl Cpu {
             (true, true) => 3,
             (true, false) => state.ss.dpl(),
         };
+        if self.cpl == 3 {
+            mode |= mode::USER;
+        }
+        self.mode = mode;
         self.update_table();
         let state = &self.state;
         let seen = [state.cr0, state.cr3, state.cr4, state.efer];

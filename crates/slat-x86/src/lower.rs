@@ -9,6 +9,14 @@ use iced_x86::{CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, O
 
 /// Appends the operations of an instruction; answers whether the block ends with it.
 pub(crate) fn lower(insn: &Instruction, mode: u8, offset: u8, len: u8, ops: &mut Vec<Op>) -> bool {
+    if insn.is_jcc_short_or_near()
+        && let Some(previous) = ops.last_mut()
+    {
+        let condition = exec::control::condition_number(insn.condition_code());
+        if exec::alu::fuse(previous, condition, insn.near_branch_target(), len) {
+            return true;
+        }
+    }
     let mut op = Op {
         offset,
         len,
@@ -159,6 +167,7 @@ pub(crate) fn invalid() -> Op {
         aux: 0,
         lock: false,
         rep: 0,
+        fusible: 0,
         count: 1,
         instruction: None,
     }

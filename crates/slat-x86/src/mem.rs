@@ -28,31 +28,44 @@ pub(crate) struct Places {
 }
 
 impl Cpu {
+    /// [`load`](Self::load) if nothing is in the way. Handlers that leave the rest to another function
+    /// need no stack frame for it.
+    #[inline(always)]
+    pub(crate) fn try_load<T: Word>(&mut self, lin: u64) -> Option<T> {
+        let table = self.table;
+        let host = self.tlb().read(table, lin, size_of::<T>() as u64)?;
+        // SAFETY: the software TLB holds guest memory only, to which every access is guarded.
+        unsafe { slat_guard::load(host.cast::<T>()) }.ok()
+    }
+
+    /// [`store`](Self::store) if nothing is in the way.
+    #[inline(always)]
+    pub(crate) fn try_store<T: Word>(&mut self, lin: u64, v: T) -> bool {
+        let table = self.table;
+        let Some(host) = self.tlb().write(table, lin, size_of::<T>() as u64) else {
+            return false;
+        };
+        self.wrote(host);
+        // SAFETY: as in `try_load`.
+        unsafe { slat_guard::store(host.cast::<T>(), v) }.is_ok()
+    }
+
     /// Reads a word at a linear address, of 1 to 16 bytes.
     #[inline(always)]
     pub(crate) fn load<T: Word>(&mut self, lin: u64) -> Result<T, Break> {
-        let table = self.table;
-        if let Some(host) = self.tlb().read(table, lin, size_of::<T>() as u64) {
-            // SAFETY: the software TLB holds guest memory only, to which every access is guarded.
-            if let Ok(v) = unsafe { slat_guard::load(host.cast::<T>()) } {
-                return Ok(v);
-            }
+        match self.try_load(lin) {
+            Some(v) => Ok(v),
+            None => self.load_slow(lin),
         }
-        self.load_slow::<T>(lin)
     }
 
     /// Writes a word at a linear address, of 1 to 16 bytes.
     #[inline(always)]
     pub(crate) fn store<T: Word>(&mut self, lin: u64, v: T) -> Result<(), Break> {
-        let table = self.table;
-        if let Some(host) = self.tlb().write(table, lin, size_of::<T>() as u64) {
-            self.wrote(host);
-            // SAFETY: as in `load`.
-            if unsafe { slat_guard::store(host.cast::<T>(), v) }.is_ok() {
-                return Ok(());
-            }
+        if self.try_store(lin, v) {
+            return Ok(());
         }
-        self.store_slow::<T>(lin, v)
+        self.store_slow(lin, v)
     }
 
     /// Notes a write to `host`: the running block ends if its own page is written.

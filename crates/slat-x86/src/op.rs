@@ -85,6 +85,8 @@ pub struct Op {
     pub lock: bool,
     /// 0 none, 1 REP/REPE, 2 REPNE.
     pub rep: u8,
+    /// Nonzero if a following Jcc can be fused with it; the file that chose the handler knows what it means.
+    pub(crate) fusible: u8,
     /// Instructions behind this operation: 2 when fused, 0 for a check that the lowering adds.
     pub count: u8,
     /// The whole instruction, for handlers that are not worth specialising.

@@ -2,7 +2,7 @@
 
 use crate::Cpu;
 use crate::exec::{Form, by_size_and_form};
-use crate::flags;
+use crate::flags::{self, by_condition};
 use crate::int::{Int, by_size};
 use crate::op::{Flow, Handler, MEM, NONE, Op};
 use iced_x86::{Instruction, Mnemonic};
@@ -90,6 +90,17 @@ fn to_register<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
 /// Memory destination; `b` is at hand.
 #[inline(always)]
 fn to_memory<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
+    if F::FLAT && !A::WRITES {
+        let lin = F::flat(cpu, op);
+        if let Some(a) = cpu.try_load::<T>(lin) {
+            A::note(cpu, a, b, false, A::apply(a, b, false));
+            return Ok(());
+        }
+    }
+    to_memory_full::<T, F, A>(cpu, op, b)
+}
+#[inline(never)]
+fn to_memory_full<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     let lin = F::lin(cpu, op, T::BYTES as u32)?;
     let carry = A::CARRY && cpu.cf();
     if A::WRITES {
@@ -111,8 +122,17 @@ fn ri<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
     to_register::<T, A>(cpu, op, T::of(op.imm))
 }
 fn rm<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let lin = F::lin(cpu, op, T::BYTES as u32)?;
-    let b = cpu.load::<T>(lin)?;
+    if F::FLAT {
+        let lin = F::flat(cpu, op);
+        if let Some(b) = cpu.try_load::<T>(lin) {
+            return to_register::<T, A>(cpu, op, b);
+        }
+    }
+    rm_slow::<T, A>(cpu, op)
+}
+#[inline(never)]
+fn rm_slow<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let b = cpu.load_mem::<T>(op)?;
     to_register::<T, A>(cpu, op, b)
 }
 fn mr<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -204,7 +224,74 @@ fn unary<U: Unary>(op: &Op) -> Handler {
     }
 }
 
+/// What of an operation's flags a following Jcc can take over: [`Op::fusible`].
+mod fusible {
+    pub const CMP: u8 = 1;
+    pub const TEST: u8 = 2;
+    pub const SUB: u8 = 3;
+    pub const DEC: u8 = 4;
+}
+
+/// A register operation and the Jcc behind it. The target is in `disp`.
+fn rr_jcc<T: Int, A: Binary, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    rr::<T, A>(cpu, op)?;
+    branch::<CC>(cpu, op)
+}
+fn ri_jcc<T: Int, A: Binary, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    ri::<T, A>(cpu, op)?;
+    branch::<CC>(cpu, op)
+}
+fn dec_jcc<T: Int, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    unary_r::<T, Dec>(cpu, op)?;
+    branch::<CC>(cpu, op)
+}
+#[inline(always)]
+fn branch<const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    if cpu.condition::<CC>() {
+        cpu.jump(op.disp)
+    } else {
+        Ok(())
+    }
+}
+
+fn fused_binary<A: Binary>(op: &Op, cc: u8) -> Handler {
+    match (op.r[1], op.size) {
+        (NONE, 0) => by_condition!(cc, ri_jcc, u8, A),
+        (NONE, 2) => by_condition!(cc, ri_jcc, u32, A),
+        (NONE, _) => by_condition!(cc, ri_jcc, u64, A),
+        (_, 0) => by_condition!(cc, rr_jcc, u8, A),
+        (_, 2) => by_condition!(cc, rr_jcc, u32, A),
+        _ => by_condition!(cc, rr_jcc, u64, A),
+    }
+}
+
+/// Makes `op` do the work of the Jcc that follows it as well, if it is of a kind that can.
+pub(crate) fn fuse(op: &mut Op, cc: u8, target: u64, len: u8) -> bool {
+    op.handler = match op.fusible {
+        fusible::CMP => fused_binary::<Cmp>(op, cc),
+        fusible::TEST => fused_binary::<Test>(op, cc),
+        fusible::SUB => fused_binary::<Sub>(op, cc),
+        fusible::DEC if op.size == 2 => by_condition!(cc, dec_jcc, u32),
+        fusible::DEC => by_condition!(cc, dec_jcc, u64),
+        _ => return false,
+    };
+    op.fusible = 0;
+    op.disp = target;
+    op.len += len;
+    op.count = 2;
+    true
+}
+
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let in_registers = op.r[0] != MEM && op.r[1] != MEM;
+    op.fusible = match insn.mnemonic() {
+        _ if !in_registers || op.size == 1 => 0,
+        Mnemonic::Cmp => fusible::CMP,
+        Mnemonic::Test => fusible::TEST,
+        Mnemonic::Sub => fusible::SUB,
+        Mnemonic::Dec if op.size >= 2 => fusible::DEC,
+        _ => 0,
+    };
     Some(match insn.mnemonic() {
         Mnemonic::Add => binary::<Add>(op),
         Mnemonic::Or => binary::<Or>(op),

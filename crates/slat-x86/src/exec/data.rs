@@ -17,15 +17,36 @@ fn mov_ri<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 fn mov_rm<T: Int, F: Form>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let lin = F::lin(cpu, op, T::BYTES as u32)?;
-    let v = cpu.load::<T>(lin)?;
+    if F::FLAT {
+        let lin = F::flat(cpu, op);
+        let Some(v) = cpu.try_load::<T>(lin) else {
+            return mov_rm_slow::<T>(cpu, op);
+        };
+        T::set(cpu, op.r[0], v);
+        return Ok(());
+    }
+    mov_rm_slow::<T>(cpu, op)
+}
+#[inline(never)]
+fn mov_rm_slow<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = cpu.load_mem::<T>(op)?;
     T::set(cpu, op.r[0], v);
     Ok(())
 }
 fn mov_mr<T: Int, F: Form>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let lin = F::lin(cpu, op, T::BYTES as u32)?;
     let v = T::get(cpu, op.r[1]);
-    cpu.store::<T>(lin, v)?;
+    if F::FLAT {
+        let lin = F::flat(cpu, op);
+        if cpu.try_store::<T>(lin, v) {
+            return cpu.stored();
+        }
+    }
+    mov_mr_slow::<T>(cpu, op)
+}
+#[inline(never)]
+fn mov_mr_slow<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let v = T::get(cpu, op.r[1]);
+    cpu.store_mem::<T>(op, v)?;
     cpu.stored()
 }
 fn mov_mi<T: Int, F: Form>(cpu: &mut Cpu, op: &Op) -> Flow {

@@ -25,6 +25,10 @@ use crate::op::{Break, Op, form};
 
 /// The form of a memory operand, as a type: how a specialised handler gets its address.
 pub(crate) trait Form: 'static {
+    /// The address is computed without checks.
+    const FLAT: bool;
+    /// The address, for the flat forms.
+    fn flat(cpu: &Cpu, op: &Op) -> u64;
     /// The linear address of an operand of `bytes` bytes.
     fn lin(cpu: &mut Cpu, op: &Op, bytes: u32) -> Result<u64, Break>;
 }
@@ -37,18 +41,32 @@ pub(crate) struct Index;
 pub(crate) struct Full;
 
 impl Form for Base {
+    const FLAT: bool = true;
+    #[inline(always)]
+    fn flat(cpu: &Cpu, op: &Op) -> u64 {
+        cpu.ea::<{ form::BASE }>(op)
+    }
     #[inline(always)]
     fn lin(cpu: &mut Cpu, op: &Op, _: u32) -> Result<u64, Break> {
         Ok(cpu.ea::<{ form::BASE }>(op))
     }
 }
 impl Form for Index {
+    const FLAT: bool = true;
+    #[inline(always)]
+    fn flat(cpu: &Cpu, op: &Op) -> u64 {
+        cpu.ea::<{ form::INDEX }>(op)
+    }
     #[inline(always)]
     fn lin(cpu: &mut Cpu, op: &Op, _: u32) -> Result<u64, Break> {
         Ok(cpu.ea::<{ form::INDEX }>(op))
     }
 }
 impl Form for Full {
+    const FLAT: bool = false;
+    fn flat(cpu: &Cpu, op: &Op) -> u64 {
+        cpu.offset(op)
+    }
     #[inline(always)]
     fn lin(cpu: &mut Cpu, op: &Op, bytes: u32) -> Result<u64, Break> {
         cpu.lin(op, bytes)
