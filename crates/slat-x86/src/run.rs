@@ -3,6 +3,7 @@
 use crate::block::Block;
 use crate::machine::{Exit, Machine};
 use crate::op::{Break, Op};
+use crate::simd::HostFlags;
 use crate::state::{Exception, flags};
 use crate::{Cpu, vector};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,6 +14,7 @@ impl Cpu {
     /// `attention` is looked at at every block boundary: non-zero ends the run with [`Exit::Attention`].
     /// A port or MMIO access that was completed takes effect before that.
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
+        let _host = HostFlags::keep();
         self.with_machine(machine, |cpu| {
             cpu.refresh();
             cpu.forget_question();

@@ -131,6 +131,27 @@ pub(crate) const FLAGS: u32 = 0x3f;
 /// Their masks: an exception is taken when its flag comes up while its mask is clear.
 pub(crate) const MASKS: u32 = 0x1f80;
 
+/// Puts the exception flags of the host's MXCSR back when it goes: they are the caller's, whatever the guest computes.
+pub(crate) struct HostFlags {
+    mxcsr: u32,
+}
+
+impl HostFlags {
+    pub(crate) fn keep() -> HostFlags {
+        let mut mxcsr = 0u32;
+        // SAFETY: stores MXCSR to a local.
+        unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut mxcsr, options(nostack, preserves_flags)) };
+        HostFlags { mxcsr }
+    }
+}
+
+impl Drop for HostFlags {
+    fn drop(&mut self) {
+        // SAFETY: loads what was there before; the control bits have not changed in between.
+        unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const self.mxcsr, options(nostack)) };
+    }
+}
+
 /// A floating-point instruction under the guest's MXCSR. All exceptions must be masked in `mxcsr`: the caller looks at
 /// the flags. Leaves the arithmetic flags the instruction set (comparisons).
 ///

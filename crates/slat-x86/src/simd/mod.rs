@@ -10,6 +10,8 @@ mod moves;
 mod operate;
 mod table;
 
+pub(crate) use host::HostFlags;
+
 use crate::op::{Handler, Op};
 use iced_x86::{CpuidFeature, Instruction};
 
