@@ -45,8 +45,9 @@ impl Witness {
             self.now[gfn as usize].store(NONE, SeqCst);
         }
         for gfn in gfns {
-            let soon = self.soon[gfn as usize].swap(NONE, SeqCst);
-            self.now[gfn as usize].store(soon, SeqCst);
+            let soon = &self.soon[gfn as usize];
+            self.now[gfn as usize].store(soon.load(SeqCst), SeqCst);
+            soon.store(NONE, SeqCst);
         }
     }
 
@@ -61,11 +62,10 @@ impl Witness {
     ) -> Result<(), String> {
         let Hpa(address) = translation.host;
         let (page, _) = HostMemory::identify(slat::Pfn(address >> 12));
-        // In this order: while a slot moves, an answer goes from `soon` to `now`.
+        // In this order: an answer stands in `now` before it leaves `soon`.
         let soon = self.soon[gfn as usize].load(SeqCst);
         let now = self.now[gfn as usize].load(SeqCst);
-        let again = self.soon[gfn as usize].load(SeqCst);
-        if page != soon && page != now && page != again {
+        if page != soon && page != now {
             return Err(format!(
                 "frame {gfn:#x} leads to host page {page:#x}, its slot to {now:#x} (or {soon:#x})"
             ));

@@ -373,6 +373,16 @@ fn a_fault_and_the_replacement_of_its_slot() {
 }
 
 #[test]
+fn a_slot_that_leaves_while_its_backing_is_invalidated() {
+    let delete: Act = |w| w.delete();
+    let elsewhere: Act = |w| w.shift(2048);
+    for leave in [delete, elsewhere] {
+        interleave(MAPPED, &[(1, Write), (700, Read)], leave, REMAP_1);
+        interleave(MAPPED, &[(1, Write), (700, Read)], REMAP_1, leave);
+    }
+}
+
+#[test]
 fn a_fault_and_a_slot_that_moves_over_itself() {
     for world in [SMALL, HUGE, LOGGED_WORLD] {
         interleave(world, &[], WRITE_1, SHIFT);

@@ -13,6 +13,9 @@
 //! The end must raise it, too: a fault may have resolved the page before it changed, and install
 //! after the end. An invalidation of memory that no slot uses disturbs no fault: a fault on a slot
 //! created meanwhile is caught by the range while it is in progress, and at the end the slot is seen.
+//! A slot that is being deleted or moved is not in the set any more, but still in the tables: an
+//! invalidation waits until that change has raised the sequence and zapped, and then makes sure that
+//! its flush is done.
 //!
 //! Ranges in progress are kept as one hull, as in KVM: exact as long as they do not overlap in time.
 
@@ -24,6 +27,7 @@ use crate::addr::{Gfn, Hva};
 use crate::format::Format;
 use crate::platform::{Platform, WaitFor};
 use crate::sync::Lock;
+use crate::table::{Tree, Zapped};
 
 /// What a fault knew when it began.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -33,6 +37,8 @@ pub(crate) struct Sequence(u64);
 pub(crate) struct InProgress {
     sequence: AtomicU64,
     count: AtomicUsize,
+    /// Slots that are in the set no more, but may still be in the tables.
+    leaving: AtomicUsize,
     hull: Lock<Range<Hva>>,
 }
 
@@ -43,6 +49,7 @@ impl InProgress {
         InProgress {
             sequence: AtomicU64::new(0),
             count: AtomicUsize::new(0),
+            leaving: AtomicUsize::new(0),
             hull: Lock::new(Self::NONE),
         }
     }
@@ -61,7 +68,9 @@ impl InProgress {
         range: &Range<Hva>,
         wait: impl FnMut(u32),
     ) -> bool {
-        self.sequence.load(Acquire) == sequence.0 && !self.covers(range, wait)
+        // In this order: an invalidation raises the sequence before it ends, so whoever finds that none
+        // is in progress sees what the last one did to the sequence.
+        !self.covers(range, wait) && self.sequence.load(Acquire) == sequence.0
     }
 
     /// Whether an invalidation is in progress over part of `range`.
@@ -77,6 +86,22 @@ impl InProgress {
         self.sequence.fetch_add(1, SeqCst);
     }
 
+    /// Before a slot is taken out of the published set, or moved. The answer is dropped when nothing
+    /// from where it was is in the tables, and its flush is owed.
+    pub(crate) fn slot_leaves(&self) -> Leaving<'_> {
+        self.leaving.fetch_add(1, SeqCst);
+        Leaving(self)
+    }
+
+    /// Waits until no slot is leaving. The wait is for a walk, not for a flush.
+    fn wait_for_leaving_slots(&self, mut wait: impl FnMut(u32)) {
+        let mut round = 0;
+        while self.leaving.load(SeqCst) != 0 {
+            wait(round);
+            round += 1;
+        }
+    }
+
     fn begin(&self, range: &Range<Hva>, wait: impl FnMut(u32)) {
         let mut hull = self.hull.lock(wait);
         hull.start = hull.start.min(range.start);
@@ -89,6 +114,15 @@ impl InProgress {
         if self.count.fetch_sub(1, SeqCst) == 1 {
             *hull = Self::NONE;
         }
+    }
+}
+
+/// See [`InProgress::slot_leaves`].
+pub(crate) struct Leaving<'a>(&'a InProgress);
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        self.0.leaving.fetch_sub(1, SeqCst);
     }
 }
 
@@ -111,6 +145,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
             for space in &self.spaces {
                 self.zap_backed_by(space, &range);
             }
+        }
+        self.in_progress.wait_for_leaving_slots(self.lock_wait());
+        if let Some(space) = self.spaces.first()
+            && !self.flushes.all_paid()
+        {
+            // Of a slot that has just left, perhaps. It is not known any more where it was.
+            let section = self.section();
+            section.leave();
+            let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
+            self.flush(space, everything, Zapped::nothing(), section.counters());
         }
         Invalidation { vm: self, range }
     }
@@ -152,7 +196,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
 impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
     fn drop(&mut self) {
-        self.vm.raise_if_used(&self.range);
-        self.vm.in_progress.end(self.vm.lock_wait());
+        let vm = self.vm;
+        if !vm.raise_if_used(&self.range) {
+            // Unless the slot has just left: then its change raises the sequence.
+            vm.in_progress.wait_for_leaving_slots(vm.lock_wait());
+        }
+        vm.in_progress.end(vm.lock_wait());
     }
 }

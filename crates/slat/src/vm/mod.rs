@@ -26,7 +26,7 @@ pub(crate) use dirty::DirtyLog;
 pub use dirty::DirtyLogError;
 pub use fault::{Stop, Translation};
 pub use invalidate::Invalidation;
-pub(crate) use invalidate::{InProgress, Sequence};
+pub(crate) use invalidate::{InProgress, Leaving, Sequence};
 pub(crate) use prefetch::Window;
 pub(crate) use range_op::{Flushes, RangeOp};
 pub use ring::{DirtyGfn, DirtyRing};

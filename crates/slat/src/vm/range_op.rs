@@ -32,6 +32,11 @@ impl Flushes {
         self.owed.fetch_add(1, SeqCst);
     }
 
+    /// Whether nothing that was taken away may still be in use.
+    pub(super) fn all_paid(&self) -> bool {
+        self.account().1
+    }
+
     /// How much is owed, and whether all of it is paid.
     fn account(&self) -> (u64, bool) {
         // In this order: an operation owes first, and is no longer counted after that.

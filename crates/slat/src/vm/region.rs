@@ -4,7 +4,7 @@
 use alloc::sync::Arc;
 use core::ops::Range;
 
-use super::{DirtyLog, RangeOp, Vm};
+use super::{DirtyLog, Leaving, RangeOp, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
 use crate::platform::Platform;
@@ -34,15 +34,17 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 change.replace(id, Some(new), &self.readers)?;
             }
             Change::Delete(gfns) => {
+                let leaving = self.in_progress.slot_leaves();
                 change.replace(id, None, &self.readers)?;
-                self.zap_slot(space, gfns);
+                self.zap_slot(space, gfns, leaving);
             }
             Change::Move { from, to } => {
                 // KVM keeps the log of a slot that moves: what was written there is still to be told.
                 let log = change.by_id(id).and_then(|old| old.dirty.clone());
                 let to = self.logging(to, log)?;
+                let leaving = self.in_progress.slot_leaves();
                 change.replace(id, Some(to), &self.readers)?;
-                self.zap_slot(space, from);
+                self.zap_slot(space, from, leaving);
             }
             Change::Flags(new) => {
                 let old_log = change.by_id(id).and_then(|old| old.dirty.clone());
@@ -69,10 +71,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    fn zap_slot(&self, space: usize, gfns: Range<Gfn>) {
+    fn zap_slot(&self, space: usize, gfns: Range<Gfn>, leaving: Leaving<'_>) {
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, &self.spaces[space]);
         op.space.tree.zap(gfns.clone(), &mut op.zapped);
+        // The operation is still counted: who sees that the slot has left sees that a flush is owed.
+        drop(leaving);
         op.finish(Some(gfns));
     }
 
