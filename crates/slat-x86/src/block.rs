@@ -22,6 +22,52 @@ const FRONT: usize = 4096;
 /// Blocks before all are thrown away.
 const LIMIT: usize = 32768;
 
+/// One comparison of a block's bytes with memory.
+struct Check {
+    /// Relative to the block's first byte; eight bytes from there lie in its page.
+    offset: i64,
+    expected: u64,
+    mask: u64,
+}
+
+/// The comparisons for the `len` first bytes of `bytes`, which stand at `at` in their page.
+fn checks(bytes: &[u8], at: usize) -> Vec<Check> {
+    let len = bytes.len();
+    if len >= 8 {
+        // The last one overlaps the one before.
+        let starts = (0..len - 8).step_by(8).chain([len - 8]);
+        let word = |start: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&bytes[start..start + 8]);
+            Check {
+                offset: start as i64,
+                expected: u64::from_le_bytes(word),
+                mask: u64::MAX,
+            }
+        };
+        return starts.map(word).collect();
+    }
+    let mut word = [0; 8];
+    word[..len].copy_from_slice(bytes);
+    let word = u64::from_le_bytes(word);
+    let mask = (1 << (8 * len)) - 1;
+    if at + 8 <= 0x1000 {
+        vec![Check {
+            offset: 0,
+            expected: word,
+            mask,
+        }]
+    } else {
+        // At the end of the page: with the bytes before it.
+        let shift = 64 - 8 * len;
+        vec![Check {
+            offset: len as i64 - 8,
+            expected: word << shift,
+            mask: mask << shift,
+        }]
+    }
+}
+
 /// A decoded basic block.
 pub(crate) struct Block {
     lin: u64,
@@ -36,6 +82,8 @@ pub(crate) struct Block {
     /// Bytes in the first page.
     split: usize,
     bytes: Vec<u8>,
+    /// Of a block in one page.
+    checks: Vec<Check>,
     pub(crate) ops: Vec<Op>,
     /// Instructions in `ops`.
     pub(crate) count: u64,
@@ -48,6 +96,21 @@ impl Block {
         self.host as usize & !0xfff
     }
 
+    /// Whether the memory holds the block's bytes. For blocks in one page.
+    #[inline(always)]
+    fn is_fresh(&self) -> bool {
+        let mut differ = 0;
+        for check in &self.checks {
+            let at = self.host.wrapping_offset(check.offset as isize);
+            // SAFETY: within the page of `host`, a translation that no flush has made void; the access is guarded.
+            match unsafe { slat_guard::load(at.cast::<u64>()) } {
+                Ok(word) => differ |= (word ^ check.expected) & check.mask,
+                Err(_) => return false,
+            }
+        }
+        differ == 0
+    }
+
     fn new(lin: u64, rip: u64, mode: u8) -> Self {
         Self {
             lin,
@@ -58,6 +121,7 @@ impl Block {
             host2: ptr::null_mut(),
             split: 0,
             bytes: Vec::new(),
+            checks: Vec::new(),
             ops: Vec::new(),
             count: 0,
         }
@@ -118,11 +182,9 @@ impl Cpu {
                 && block.mode == self.mode
                 && block.generation == self.generation
                 && block.host2.is_null()
+                && block.is_fresh()
             {
-                // SAFETY: a translation that no flush has made void; the access is guarded.
-                if let Ok(true) = unsafe { slat_guard::matches(block.host, &block.bytes) } {
-                    return Ok(*found);
-                }
+                return Ok(*found);
             }
         }
         self.find_block_slow(lin, rip)
@@ -265,6 +327,7 @@ impl Cpu {
         block.count = ops.iter().map(|op| u64::from(op.count)).sum();
         block.bytes.clear();
         block.bytes.extend_from_slice(&buffer[..used]);
+        block.checks = checks(&buffer[..block.split], (block.lin & 0xfff) as usize);
         block.ops = ops;
         Ok(true)
     }

@@ -22,6 +22,8 @@
 //! several threads; code that was overwritten (by this CPU, by another, by the host) is not executed from
 //! the block cache, because a block is compared with memory when it is entered.
 //!
+//! Whoever runs a CPU has called `slat_guard::install` before.
+//!
 //! Missing: AVX and later, alignment checks (#AC), task switches, virtual-8086 mode, data breakpoints, VMX/SVM.
 
 mod block;

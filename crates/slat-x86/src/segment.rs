@@ -124,9 +124,7 @@ impl Cpu {
         let error = Some(u32::from(selector & !3));
         let is_ss = number == 2;
         if selector & !3 == 0 {
-            let null_ss = self.is_64()
-                && self.cpl < 3
-                && u8::from(selector & 3 != 0) * (selector & 3) as u8 == self.cpl;
+            let null_ss = self.is_64() && self.cpl < 3 && (selector & 3) as u8 == self.cpl;
             if is_ss && !null_ss {
                 return Err(self.gp());
             }
