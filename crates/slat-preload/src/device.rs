@@ -29,14 +29,15 @@ pub fn special(path: *const c_char) -> Option<Special> {
     // Nearly every path is done with after a few bytes. One after the other: it may end before a page that is not there.
     let (mut device, mut sys) = (true, true);
     for index in 0..DEVICE.len() {
-        // SAFETY: a guarded load at an address that the client gave as a string's.
-        let byte = unsafe { slat_guard::load(path.cast::<u8>().wrapping_add(index)) }.ok()?;
+        let byte = byte_at(path.cast::<u8>().wrapping_add(index))?;
         device &= byte == DEVICE[index];
         sys &= byte == SYS[index];
         if !device && !sys {
             return None;
         }
     }
+    // From here on the guarded accesses are wanted: whoever asks for KVM gets the handlers.
+    crate::prepare().ok()?;
     if device {
         return Some(Special::Device);
     }
@@ -47,6 +48,27 @@ pub fn special(path: *const c_char) -> Option<Special> {
         .find_map(|start| path.strip_prefix(start))?;
     let value = slat_kvm::policy::current().ok()?.module_parameter(name)?;
     Some(Special::Parameter(value + "\n"))
+}
+
+/// One byte of the client's, if it can be read. Guarded where the handlers are in place already; before that, the kernel is
+/// asked: a program that never comes near KVM shall keep its handlers to itself.
+fn byte_at(address: *const u8) -> Option<u8> {
+    if crate::is_prepared() {
+        // SAFETY: a guarded load may be made at any address.
+        return unsafe { slat_guard::load(address) }.ok();
+    }
+    // The kernel copies the signal set in before it looks at the first argument, which is none that exists: EFAULT if the
+    // eight aligned bytes around this one cannot be read, EINVAL if they can (and
+    // success for the null pointer, which is no set).
+    let start = (address as usize) & !7;
+    // SAFETY: a call that changes nothing.
+    let answer =
+        unsafe { crate::real::raw(libc::SYS_rt_sigprocmask, [usize::MAX, start, 0, 8, 0, 0]) };
+    if answer != -(libc::EINVAL as isize) {
+        return None;
+    }
+    // SAFETY: readable a moment ago, and a C string by the contract of the function that was called.
+    Some(unsafe { address.read_volatile() })
 }
 
 /// Opens what a path means. Returns the descriptor.

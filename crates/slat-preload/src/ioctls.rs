@@ -82,6 +82,9 @@ unsafe fn userfault(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     // SAFETY: the caller's.
     let call = || unsafe { call!(libc::SYS_ioctl, fd, request, argument) };
     let number = request as u32 & 0xff;
+    if crate::prepare().is_err() {
+        return call() as c_int;
+    }
     let range_at = |words: [usize; 2]| {
         let mut values = [0u64; 2];
         for (value, word) in values.iter_mut().zip(words) {

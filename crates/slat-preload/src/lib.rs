@@ -74,13 +74,19 @@ extern "C" fn start() {
 #[unsafe(link_section = ".init_array")]
 static START: extern "C" fn() = start;
 
+static PREPARED: Once = Once::new();
+
 /// What has to be in place before the first KVM object exists.
 pub(crate) fn prepare() -> Result<(), i32> {
-    static ONCE: Once = Once::new();
     slat_guard::install().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
-    ONCE.call_once(|| {
+    PREPARED.call_once(|| {
         signals::take_over();
         slat_kvm::watch_signals();
     });
     Ok(())
+}
+
+/// Whether [`prepare`] has done its work: guarded accesses are guarded.
+pub(crate) fn is_prepared() -> bool {
+    PREPARED.is_completed()
 }

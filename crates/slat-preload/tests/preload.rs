@@ -1,0 +1,501 @@
+//! A client of the kernel's KVM API, run under the library.
+//!
+//! Each test starts this very program again with `LD_PRELOAD`, to execute one of the ignored tests in [`client`]: those speak
+//! to `/dev/kvm` through kvm-ioctls and plain system calls, and know nothing of slat.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+fn library() -> PathBuf {
+    let program = std::env::current_exe().unwrap();
+    let library = program.parent().unwrap().join("libslat_preload.so");
+    assert!(library.exists(), "{} has not been built", library.display());
+    library
+}
+
+fn run_client(name: &str) {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            &format!("client::{name}"),
+            "--ignored",
+            "--nocapture",
+            "--test-threads=1",
+        ])
+        .env("LD_PRELOAD", library())
+        .env_remove("SLAT_SET")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{name}: {}\n{text}", output.status);
+    assert!(text.contains("1 passed"), "{name} did not run:\n{text}");
+}
+
+macro_rules! under_the_library {
+    ($($name:ident)*) => {
+        $(#[test] fn $name() { run_client(stringify!($name)); })*
+    };
+}
+
+under_the_library! {
+    a_guest_runs
+    the_device_can_be_asked_about
+    module_parameters_can_be_read
+    descriptors_may_be_duplicated_and_closed_in_any_order
+    descriptors_beyond_4096_work
+    stray_calls_on_kvm_descriptors_do_no_harm
+    wrong_ioctls_get_kvms_errno
+    a_handler_ends_the_run_and_is_shown_as_it_was_set
+    memory_unmapped_under_a_running_guest_is_efault
+    dropped_pages_read_as_zero
+    a_forked_child_gets_eio_and_leaves_the_parent_alone
+    a_cancelled_thread_leaves_the_run
+    one_vcpu_serves_two_threads_one_after_the_other
+    faults_of_the_client_reach_its_handler
+}
+
+mod client {
+    use kvm_bindings::kvm_userspace_memory_region;
+    use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+    use std::ffi::CString;
+    use std::os::fd::{AsRawFd, FromRawFd};
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    const MEMORY: usize = 0x4000;
+    const CODE: usize = 0x1000;
+    const DATA: usize = 0x3000;
+    /// `jmp $`
+    const SPIN: &[u8] = &[0xeb, 0xfe];
+    /// `mov al,[0x3000]; out 0x10,al; jmp -7`
+    const REPORT_DATA: &[u8] = &[0xa0, 0x00, 0x30, 0xe6, 0x10, 0xeb, 0xf9];
+
+    fn map(len: usize) -> *mut u8 {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a new mapping.
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                flags,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(start, libc::MAP_FAILED);
+        start.cast()
+    }
+
+    fn guest(code: &[u8]) -> (VmFd, VcpuFd, *mut u8) {
+        let vm = Kvm::new().unwrap().create_vm().unwrap();
+        let memory = map(MEMORY);
+        // SAFETY: inside the mapping; and the guest may write all of it.
+        unsafe {
+            std::ptr::copy_nonoverlapping(code.as_ptr(), memory.add(CODE), code.len());
+            vm.set_user_memory_region(kvm_userspace_memory_region {
+                slot: 0,
+                flags: 0,
+                guest_phys_addr: 0,
+                memory_size: MEMORY as u64,
+                userspace_addr: memory as u64,
+            })
+            .unwrap();
+        }
+        let vcpu = vm.create_vcpu(0).unwrap();
+        let mut sregs = vcpu.get_sregs().unwrap();
+        (sregs.cs.base, sregs.cs.selector) = (0, 0);
+        vcpu.set_sregs(&sregs).unwrap();
+        let mut regs = vcpu.get_regs().unwrap();
+        (regs.rip, regs.rflags) = (CODE as u64, 2);
+        vcpu.set_regs(&regs).unwrap();
+        (vm, vcpu, memory)
+    }
+
+    fn errno() -> i32 {
+        std::io::Error::last_os_error().raw_os_error().unwrap()
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_guest_runs() {
+        // mov al,7; out 0x10,al; hlt
+        let (_vm, mut vcpu, _) = guest(&[0xb0, 7, 0xe6, 0x10, 0xf4]);
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, [7])));
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+        let cpuid = Kvm::new().unwrap().get_supported_cpuid(80).unwrap();
+        assert!(cpuid.as_slice().len() > 10);
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn the_device_can_be_asked_about() {
+        use std::os::unix::fs::{FileTypeExt, MetadataExt};
+        let found = std::fs::metadata("/dev/kvm").unwrap();
+        assert!(found.file_type().is_char_device());
+        assert_eq!(found.rdev(), libc::makedev(10, 232));
+        let path = CString::new("/dev/kvm").unwrap();
+        // SAFETY: a C string.
+        assert_eq!(
+            unsafe { libc::access(path.as_ptr(), libc::R_OK | libc::W_OK) },
+            0
+        );
+        let missing = CString::new("/dev/kvm-missing").unwrap();
+        // SAFETY: a C string.
+        assert_eq!(unsafe { libc::access(missing.as_ptr(), libc::F_OK) }, -1);
+        assert_eq!(errno(), libc::ENOENT);
+        // SAFETY: a bad pointer is the kernel's to refuse.
+        assert_eq!(unsafe { libc::open(8 as *const _, libc::O_RDONLY) }, -1);
+        assert_eq!(errno(), libc::EFAULT);
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn module_parameters_can_be_read() {
+        let path = "/sys/module/kvm/parameters/force_emulation_prefix";
+        assert_eq!(std::fs::read_to_string(path).unwrap(), "0\n");
+        assert!(std::fs::write(path, "1").is_err());
+        let path = CString::new(path).unwrap();
+        // SAFETY: C strings and a live buffer.
+        unsafe {
+            let file = libc::fopen(path.as_ptr(), c"r".as_ptr());
+            assert!(!file.is_null());
+            assert_eq!(libc::fgetc(file), i32::from(b'0'));
+            libc::fclose(file);
+        }
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn descriptors_may_be_duplicated_and_closed_in_any_order() {
+        const KVM_CREATE_VM: u64 = 0xae01;
+        const KVM_CREATE_VCPU: u64 = 0xae41;
+        const KVM_GET_VCPU_MMAP_SIZE: u64 = 0xae04;
+        const KVM_CHECK_EXTENSION: u64 = 0xae03;
+        const KVM_RUN: u64 = 0xae80;
+        // SAFETY: plain system calls on descriptors of our own.
+        unsafe {
+            let kvm = libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
+            assert_eq!(libc::fcntl(kvm, libc::F_GETFD), libc::FD_CLOEXEC);
+            assert_eq!(
+                libc::syscall(libc::SYS_ioctl, kvm, KVM_GET_VCPU_MMAP_SIZE, 0),
+                12288
+            );
+            let vm = libc::ioctl(kvm, KVM_CREATE_VM, 0);
+            let vcpu = libc::ioctl(vm, KVM_CREATE_VCPU, 0);
+            assert!(kvm >= 0 && vm >= 0 && vcpu >= 0);
+            libc::close(kvm);
+            let other = libc::dup(vcpu);
+            let third = libc::fcntl(other, libc::F_DUPFD_CLOEXEC, 200);
+            assert!(third >= 200);
+            assert_eq!(libc::dup2(third, 300), 300);
+            libc::close(vm);
+            libc::close(vcpu);
+            assert_eq!(libc::close_range(other as u32, other as u32, 0), 0);
+            assert_eq!(libc::ioctl(other, KVM_RUN, 0), -1);
+            assert_eq!(errno(), libc::EBADF);
+            libc::close(third);
+            // No memory: the run ends with an internal error, but it runs.
+            assert_eq!(libc::ioctl(300, KVM_RUN, 0), 0);
+            // A descriptor that is given to something else is KVM's no more.
+            let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR);
+            assert_eq!(libc::dup2(null, 300), 300);
+            assert_eq!(libc::ioctl(300, KVM_CHECK_EXTENSION, 0), -1);
+            assert_eq!(errno(), libc::ENOTTY);
+        }
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn descriptors_beyond_4096_work() {
+        // SAFETY: plain system calls.
+        unsafe {
+            let mut limit = std::mem::zeroed::<libc::rlimit>();
+            libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit);
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
+            let kvm = Kvm::new().unwrap();
+            let high = libc::fcntl(kvm.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 4096 * 4 - 10);
+            if high < 0 {
+                eprintln!("skipped: this host does not permit so many descriptors");
+                return;
+            }
+            drop(kvm);
+            let kvm = Kvm::from_raw_fd(high);
+            assert_eq!(kvm.get_api_version(), 12);
+        }
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn stray_calls_on_kvm_descriptors_do_no_harm() {
+        let (vm, mut vcpu, _) = guest(&[0xf4]);
+        let mut byte = 0u8;
+        // SAFETY: plain system calls.
+        unsafe {
+            libc::read(vm.as_raw_fd(), (&raw mut byte).cast(), 1);
+            libc::lseek(vm.as_raw_fd(), 0, libc::SEEK_END);
+            let mut poll = libc::pollfd {
+                fd: vcpu.as_raw_fd(),
+                events: libc::POLLIN,
+                revents: 0,
+            };
+            libc::poll(&mut poll, 1, 0);
+            libc::fsync(vcpu.as_raw_fd());
+        }
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn wrong_ioctls_get_kvms_errno() {
+        let (vm, vcpu, _) = guest(&[0xf4]);
+        let refused = |fd: i32, request: u64, argument: usize, expected: i32| {
+            // SAFETY: the arguments are meant to be refused.
+            assert_eq!(unsafe { libc::ioctl(fd, request, argument) }, -1);
+            assert_eq!(errno(), expected, "{request:#x}");
+        };
+        refused(vm.as_raw_fd(), 0xaeff, 0, libc::ENOTTY);
+        refused(vcpu.as_raw_fd(), 0x8090_ae81, 8, libc::EFAULT);
+        refused(
+            vcpu.as_raw_fd(),
+            0x4138_ae84,
+            usize::MAX - 100,
+            libc::EFAULT,
+        );
+        refused(vcpu.as_raw_fd(), 0xae80, 1, libc::EINVAL);
+        refused(vm.as_raw_fd(), 0xae41, 0, libc::EEXIST);
+        refused(vm.as_raw_fd(), 0x4020_ae46, 0, libc::EFAULT);
+    }
+
+    static HANDLED: AtomicUsize = AtomicUsize::new(0);
+
+    extern "C" fn count(_signal: libc::c_int) {
+        HANDLED.fetch_add(1, Ordering::SeqCst);
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_handler_ends_the_run_and_is_shown_as_it_was_set() {
+        let handler = count as *const () as usize;
+        // SAFETY: a handler that counts; actions on the stack.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = handler;
+            action.sa_flags = libc::SA_RESTART;
+            assert_eq!(
+                libc::sigaction(libc::SIGUSR1, &action, std::ptr::null_mut()),
+                0
+            );
+            let mut shown: libc::sigaction = std::mem::zeroed();
+            assert_eq!(
+                libc::sigaction(libc::SIGUSR1, std::ptr::null(), &mut shown),
+                0
+            );
+            assert_eq!(
+                (shown.sa_sigaction, shown.sa_flags & libc::SA_RESTART),
+                (handler, libc::SA_RESTART)
+            );
+            assert_eq!(libc::signal(libc::SIGUSR2, handler), libc::SIG_DFL);
+            assert_eq!(libc::signal(libc::SIGUSR2, libc::SIG_IGN), handler);
+        }
+        let (_vm, mut vcpu, _) = guest(SPIN);
+        // SAFETY: plain call.
+        let me = unsafe { libc::pthread_self() };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(50));
+                // SAFETY: the thread waits for the scope's end.
+                unsafe {
+                    libc::pthread_kill(me, libc::SIGUSR2);
+                    libc::usleep(50_000);
+                    assert_eq!(
+                        HANDLED.load(Ordering::SeqCst),
+                        0,
+                        "an ignored signal ends no run"
+                    );
+                    libc::pthread_kill(me, libc::SIGUSR1);
+                }
+            });
+            assert_eq!(vcpu.run().unwrap_err().errno(), libc::EINTR);
+        });
+        assert_eq!(HANDLED.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn memory_unmapped_under_a_running_guest_is_efault() {
+        // mov al,[0x3000]; jmp -5
+        let (_vm, mut vcpu, memory) = guest(&[0xa0, 0x00, 0x30, 0xeb, 0xfb]);
+        let page = memory as usize + DATA;
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(Duration::from_millis(30));
+                // SAFETY: our own mapping; only the guest uses it.
+                assert_eq!(unsafe { libc::munmap(page as *mut _, 4096) }, 0);
+            });
+            assert_eq!(vcpu.run().unwrap_err().errno(), libc::EFAULT);
+        });
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn dropped_pages_read_as_zero() {
+        let (_vm, mut vcpu, memory) = guest(REPORT_DATA);
+        // SAFETY: inside our mapping.
+        unsafe { memory.add(DATA).write_volatile(5) };
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, [5])));
+        // SAFETY: inside our mapping.
+        unsafe { libc::madvise(memory.add(DATA).cast(), 4096, libc::MADV_DONTNEED) };
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, [0])));
+        // SAFETY: a new mapping in place of the page.
+        unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+            let at = memory.add(DATA);
+            assert_eq!(
+                libc::mmap(
+                    at.cast(),
+                    4096,
+                    libc::PROT_READ | libc::PROT_WRITE,
+                    flags,
+                    -1,
+                    0
+                ),
+                at.cast()
+            );
+            at.write_volatile(9);
+        }
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, [9])));
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_forked_child_gets_eio_and_leaves_the_parent_alone() {
+        let (vm, mut vcpu, _) = guest(&[0xf4]);
+        // SAFETY: the child makes system calls and exits.
+        let status = unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                let first = libc::ioctl(vcpu.as_raw_fd(), 0xae80, 0) == -1 && errno() == libc::EIO;
+                let second = libc::ioctl(vm.as_raw_fd(), 0xae41, 1) == -1 && errno() == libc::EIO;
+                libc::close(vm.as_raw_fd());
+                libc::close(vcpu.as_raw_fd());
+                let page = map(4096);
+                libc::munmap(page.cast(), 4096);
+                // And it can have a VM of its own.
+                let (own, mut cpu, _) = guest(&[0xf4]);
+                let third = matches!(cpu.run(), Ok(VcpuExit::Hlt));
+                drop(own);
+                libc::_exit(i32::from(!(first && second && third)));
+            }
+            let mut status = -1;
+            libc::waitpid(child, &mut status, 0);
+            status
+        };
+        assert_eq!(status, 0);
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_cancelled_thread_leaves_the_run() {
+        unsafe extern "C-unwind" {
+            fn pthread_create(
+                thread: *mut libc::pthread_t,
+                attributes: *const libc::c_void,
+                start: extern "C-unwind" fn(*mut libc::c_void) -> *mut libc::c_void,
+                argument: *mut libc::c_void,
+            ) -> i32;
+            fn pthread_cancel(thread: libc::pthread_t) -> i32;
+            fn pthread_setcanceltype(kind: i32, old: *mut i32) -> i32;
+            fn ioctl(fd: i32, request: u64, argument: usize) -> i32;
+        }
+        extern "C-unwind" fn run(fd: *mut libc::c_void) -> *mut libc::c_void {
+            // SAFETY: the thread's own cancellation type, and a descriptor that stays open.
+            unsafe {
+                let mut old = 0;
+                pthread_setcanceltype(1, &mut old);
+                ioctl(fd as usize as i32, 0xae80, 0);
+            }
+            std::ptr::null_mut()
+        }
+        let (_vm, vcpu, _) = guest(SPIN);
+        // SAFETY: a thread that is joined.
+        unsafe {
+            let mut thread = std::mem::zeroed();
+            assert_eq!(
+                pthread_create(
+                    &mut thread,
+                    std::ptr::null(),
+                    run,
+                    vcpu.as_raw_fd() as usize as *mut _
+                ),
+                0
+            );
+            libc::usleep(100_000);
+            assert_eq!(pthread_cancel(thread), 0);
+            let mut result = std::ptr::null_mut();
+            assert_eq!(libc::pthread_join(thread, &mut result), 0);
+            assert_eq!(result as isize, -1, "it was cancelled");
+        }
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn one_vcpu_serves_two_threads_one_after_the_other() {
+        let (_vm, vcpu, _) = guest(REPORT_DATA);
+        let fd = vcpu.as_raw_fd();
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(move || {
+                    for _ in 0..1000 {
+                        // SAFETY: KVM_RUN on an open descriptor; the second waits for the first.
+                        assert_eq!(unsafe { libc::ioctl(fd, 0xae80, 0) }, 0);
+                    }
+                });
+            }
+        });
+    }
+
+    extern "C" fn skip_fault(
+        _signal: libc::c_int,
+        _info: *mut libc::siginfo_t,
+        context: *mut libc::c_void,
+    ) {
+        HANDLED.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: the kernel's context; `mov al,[rdi]` is two bytes long.
+        unsafe {
+            (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[libc::REG_RIP as usize] += 2
+        };
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn faults_of_the_client_reach_its_handler() {
+        for before_kvm in [true, false] {
+            // SAFETY: a handler that skips the one instruction that faults.
+            unsafe {
+                let mut action: libc::sigaction = std::mem::zeroed();
+                action.sa_sigaction = skip_fault as *const () as usize;
+                action.sa_flags = libc::SA_SIGINFO;
+                assert_eq!(
+                    libc::sigaction(libc::SIGSEGV, &action, std::ptr::null_mut()),
+                    0
+                );
+                if before_kvm {
+                    let (_vm, mut vcpu, _) = guest(&[0xf4]);
+                    assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+                }
+                let count = HANDLED.load(Ordering::SeqCst);
+                std::arch::asm!("mov al, [rdi]", in("rdi") 8, out("al") _);
+                assert_eq!(HANDLED.load(Ordering::SeqCst), count + 1);
+                let mut shown: libc::sigaction = std::mem::zeroed();
+                assert_eq!(
+                    libc::sigaction(libc::SIGSEGV, std::ptr::null(), &mut shown),
+                    0
+                );
+                assert_eq!(shown.sa_sigaction, action.sa_sigaction);
+            }
+        }
+    }
+}
