@@ -1,1 +1,406 @@
+//! The persistent trees against a `BTreeMap`, the rules of regions error by error, and what stays as it
+//! was when memory runs out.
 
+use std::alloc::{GlobalAlloc, System};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::string::ToString;
+use std::vec::Vec;
+
+use super::*;
+use crate::addr::Gpa;
+
+const CAPACITY: u64 = 1 << 36;
+
+/// Fails the allocations of one thread that are of interest: those the engine says it survives.
+struct Failing;
+
+std::thread_local! {
+    static FAIL_IN: Cell<Option<u32>> = const { Cell::new(None) };
+}
+
+/// Whether this allocation is to fail: the nodes of trees, and what is reserved for them.
+fn fails(layout: Layout) -> bool {
+    let of_interest =
+        layout.size() == size_of::<Node>() || layout.align() == 8 && layout.size() > 300;
+    let countdown = |cell: &Cell<Option<u32>>| match cell.get() {
+        Some(0) if of_interest => true,
+        Some(n) if of_interest => {
+            cell.set(Some(n - 1));
+            false
+        }
+        _ => false,
+    };
+    FAIL_IN.try_with(countdown).unwrap_or(false)
+}
+
+// SAFETY: all is the system allocator's, apart from refusals, which it may make, too.
+unsafe impl GlobalAlloc for Failing {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if fails(layout) {
+            return core::ptr::null_mut();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: the caller's promise; the size is rounded as `layout`'s was.
+        if fails(unsafe { Layout::from_size_align_unchecked(size, layout.align()) }) {
+            return core::ptr::null_mut();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+}
+
+use alloc::alloc::Layout;
+
+#[global_allocator]
+static ALLOCATOR: Failing = Failing;
+
+/// SplitMix64.
+struct Rng(u64);
+
+impl Rng {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % end
+    }
+}
+
+fn region(id: u32, base: u64, pages: u64, backing_page: u64) -> Region {
+    Region {
+        slot: id,
+        flags: SlotFlags::default(),
+        gpa: Gpa(base << PAGE_SHIFT),
+        size: pages << PAGE_SHIFT,
+        backing: Hva(backing_page << PAGE_SHIFT),
+    }
+}
+
+struct World {
+    slots: Slots,
+    readers: Readers,
+}
+
+impl World {
+    fn new() -> Self {
+        World {
+            slots: Slots::new(),
+            readers: Readers::new(),
+        }
+    }
+
+    /// What [`crate::Vm::set_memory_region`] does to the set.
+    fn set(&self, region: &Region) -> Result<(), RegionError> {
+        let mut change = self.slots.change(|_| unreachable!());
+        let new = match plan(&change, region, CAPACITY)? {
+            Change::Nothing => return Ok(()),
+            Change::Delete(_) => None,
+            Change::Create(slot) | Change::Move { to: slot, .. } | Change::Flags(slot) => {
+                Some(slot)
+            }
+        };
+        Ok(change.replace(region.slot, new, &self.readers)?)
+    }
+
+    fn ids_at(&self, gfns: Range<u64>) -> Vec<u32> {
+        let mut ids = Vec::new();
+        let set = self.slots.current();
+        set.in_gfns(&(Gfn(gfns.start)..Gfn(gfns.end)), |slot| ids.push(slot.id));
+        ids
+    }
+
+    fn ids_backed_by(&self, pages: Range<u64>) -> Vec<u32> {
+        let mut ids = Vec::new();
+        let hvas = Hva(pages.start << PAGE_SHIFT)..Hva(pages.end << PAGE_SHIFT);
+        self.slots.current().backed_by(&hvas, |slot| {
+            ids.push(slot.id);
+            true
+        });
+        ids.sort_unstable();
+        ids
+    }
+}
+
+/// By first gfn: end, id, backing page.
+type Model = BTreeMap<u64, (u64, u32, u64)>;
+
+fn check_lookups(world: &World, model: &Model, rng: &mut Rng, space: u64) {
+    let gfn = rng.below(space);
+    let found = world.slots.current().find(Gfn(gfn)).map(|s| s.id);
+    let expected = model.range(..=gfn).next_back();
+    let expected = expected.filter(|(_, (end, ..))| gfn < *end);
+    assert_eq!(found, expected.map(|(_, (_, id, _))| *id), "gfn {gfn}");
+    let range = gfn..gfn + 1 + rng.below(100);
+    let overlapping = |(base, (end, id, _)): (&u64, &(u64, u32, u64))| {
+        (*base < range.end && range.start < *end).then_some(*id)
+    };
+    let expected: Vec<_> = model.iter().filter_map(overlapping).collect();
+    assert_eq!(world.ids_at(range.clone()), expected, "gfns {range:?}");
+    let backed = |(base, (end, id, page)): (&u64, &(u64, u32, u64))| {
+        (*page < range.end && range.start < page + (end - base)).then_some(*id)
+    };
+    let mut expected: Vec<_> = model.iter().filter_map(backed).collect();
+    expected.sort_unstable();
+    assert_eq!(
+        world.ids_backed_by(range.clone()),
+        expected,
+        "backing {range:?}"
+    );
+}
+
+#[test]
+fn the_trees_hold_what_a_btreemap_holds_through_random_edits() {
+    const SPACE: u64 = 40_000;
+    let mut rng = Rng(1);
+    let world = World::new();
+    let mut model = Model::new();
+    let mut by_id: BTreeMap<u32, u64> = BTreeMap::new();
+    for step in 0..100_000u32 {
+        // The number of slots rises and falls, so that nodes are split and merged.
+        let wanted = if step / 20_000 % 2 == 0 { 3000 } else { 5 };
+        let id = rng.below(4000) as u32;
+        let old = by_id.get(&id).copied();
+        let delete = old.is_some() && (model.len() > wanted || rng.below(3) == 0);
+        if delete {
+            world.set(&region(id, 0, 0, 0)).unwrap();
+            model.remove(&old.unwrap());
+            by_id.remove(&id);
+        } else {
+            let base = rng.below(SPACE);
+            let (pages, page) = match old {
+                Some(old) => {
+                    let (end, _, page) = model[&old];
+                    (end - old, page)
+                }
+                None => (1 + rng.below(12), rng.below(SPACE / 4)),
+            };
+            let free = model.range(..base + pages).next_back();
+            let free = free.filter(|(other, (end, ..))| *end > base && Some(**other) != old);
+            // The one below may be itself; the next one down may overlap, too.
+            let below = model.range(..base).rev().take(2);
+            let clash = below.filter(|(other, (end, ..))| *end > base && Some(**other) != old);
+            let above = model
+                .range(base..base + pages)
+                .filter(|(other, _)| Some(**other) != old);
+            let overlaps = free.is_some() || clash.count() + above.count() > 0;
+            let answer = world.set(&region(id, base, pages, page));
+            assert_eq!(answer.is_err(), overlaps && old != Some(base), "{answer:?}");
+            if answer.is_ok() {
+                if let Some(old) = old {
+                    model.remove(&old);
+                }
+                model.insert(base, (base + pages, id, page));
+                by_id.insert(id, base);
+            }
+        }
+        if step % 16 == 0 {
+            check_lookups(&world, &model, &mut rng, SPACE);
+        }
+    }
+    let change = world.slots.change(|_| unreachable!());
+    assert_eq!(change.len(), model.len());
+    let pages: u64 = model.iter().map(|(base, (end, ..))| end - base).sum();
+    assert_eq!(change.pages(), pages);
+}
+
+#[test]
+fn every_id_can_be_used_at_once_in_any_order() {
+    let world = World::new();
+    let n = MAX_SLOTS as u64;
+    // 9973 is prime to 32764, so every id comes once.
+    let order = || (0..n).map(|i| (i * 9973 % n) as u32);
+    for id in order() {
+        world
+            .set(&region(id, id as u64 * 3, 2, id as u64 / 2))
+            .unwrap();
+    }
+    assert_eq!(
+        world.slots.change(|_| unreachable!()).len(),
+        MAX_SLOTS as usize
+    );
+    for id in 0..n {
+        let find = |gfn| world.slots.current().find(Gfn(gfn)).map(|s| s.id as u64);
+        assert_eq!(find(id * 3 + 1), Some(id));
+        assert_eq!(find(id * 3 + 2), None);
+    }
+    assert_eq!(world.ids_backed_by(7..8), [12, 13, 14, 15]);
+    for id in order() {
+        world.set(&region(id, 0, 0, 0)).unwrap();
+    }
+    assert_eq!(world.ids_at(0..CAPACITY), []);
+    assert_eq!(world.ids_backed_by(0..CAPACITY), []);
+}
+
+#[test]
+fn a_reader_keeps_the_set_it_came_in_with() {
+    let world = World::new();
+    world.set(&region(1, 10, 5, 0)).unwrap();
+    let reader = world.readers.register().unwrap();
+    reader.enter(&world.readers, 0);
+    let old = world.slots.current();
+    for i in 0..1000 {
+        world.set(&region(1, 0, 0, 0)).unwrap();
+        world.set(&region(1, 100 + i, 5, 0)).unwrap();
+    }
+    assert_eq!(old.find(Gfn(12)).unwrap().base, Gfn(10));
+    assert_eq!(old.generation, 1);
+    assert_eq!(world.slots.current().generation, 2001);
+    // It was asked to move on; when it does, what piled up is freed.
+    let asked = reader.attention().flag().load(SeqCst);
+    assert_ne!(asked & crate::sync::quiesce::Attention::FLUSH, 0);
+    reader.quiesce(&world.readers);
+    reader.leave();
+    world.set(&region(1, 0, 0, 0)).unwrap();
+    let retired = world.slots.writer.lock(|_| unreachable!()).retired.len();
+    assert!(retired < 20, "{retired} left");
+}
+
+#[test]
+fn every_wrong_region_is_refused_with_the_errno_of_kvm() {
+    const EINVAL: i32 = 22;
+    const EEXIST: i32 = 17;
+    let world = World::new();
+    world.set(&region(1, 100, 10, 1000)).unwrap();
+    let refused = |change: &dyn Fn(&mut Region)| {
+        let mut wrong = region(2, 200, 10, 1000);
+        change(&mut wrong);
+        let error = world.set(&wrong).unwrap_err();
+        // A message that names the operation and is not just a number.
+        assert!(error.to_string().contains("memslot"), "{error}");
+        (error.errno(), error)
+    };
+    let misaligned: [&dyn Fn(&mut Region); 3] = [&|r| r.gpa.0 += 1, &|r| r.size += 0x800, &|r| {
+        r.backing.0 += 0x10
+    }];
+    for change in misaligned {
+        assert!(matches!(
+            refused(change),
+            (EINVAL, RegionError::Misaligned(_))
+        ));
+    }
+    let bad_flags = refused(&|r| r.flags = SlotFlags(1 << 2));
+    assert_eq!(bad_flags, (EINVAL, RegionError::BadFlags(4)));
+    // Flags are looked at first, also of what would be deleted.
+    let bad_flags = refused(&|r| {
+        *r = Region {
+            slot: 1,
+            flags: SlotFlags(8),
+            size: 0,
+            ..*r
+        }
+    });
+    assert_eq!(bad_flags, (EINVAL, RegionError::BadFlags(8)));
+    let high = refused(&|r| r.slot = MAX_SLOTS);
+    assert_eq!(high, (EINVAL, RegionError::SlotTooHigh(MAX_SLOTS)));
+    let too_high: [&dyn Fn(&mut Region); 4] = [
+        &|r| r.gpa.0 = u64::MAX - 0xfff,
+        &|r| r.backing.0 = u64::MAX - 0xfff,
+        &|r| r.gpa.0 = CAPACITY << PAGE_SHIFT,
+        &|r| r.gpa.0 = (CAPACITY - 9) << PAGE_SHIFT,
+    ];
+    for change in too_high {
+        assert!(matches!(refused(change), (EINVAL, RegionError::TooHigh(_))));
+    }
+    let large = refused(&|r| r.size = 1 << (31 + PAGE_SHIFT));
+    assert!(matches!(large, (EINVAL, RegionError::TooLarge(_))));
+    let nothing = refused(&|r| r.size = 0);
+    assert_eq!(nothing, (EINVAL, RegionError::NothingToDelete(2)));
+    let for_life: [&dyn Fn(&mut Region); 3] =
+        [&|r| r.size += 0x1000, &|r| r.backing.0 += 0x1000, &|r| {
+            r.flags = SlotFlags::READONLY
+        }];
+    for change in for_life {
+        let resized = refused(&|r| {
+            *r = region(1, 100, 10, 1000);
+            change(r);
+        });
+        assert_eq!(resized, (EINVAL, RegionError::Resized(1)));
+    }
+    for (base, pages) in [(91, 10), (100, 1), (109, 1), (95, 30), (103, 2)] {
+        let overlap = refused(&|r| *r = region(2, base, pages, 0));
+        assert!(matches!(
+            overlap,
+            (EEXIST, RegionError::Overlap { with: 1, .. })
+        ));
+    }
+    assert_eq!(RegionError::OutOfMemory.errno(), 12);
+    // Just beside it there is room, and none of all that has changed anything.
+    world.set(&region(2, 90, 10, 0)).unwrap();
+    world.set(&region(3, 110, 10, 0)).unwrap();
+    assert_eq!(world.ids_at(0..CAPACITY), [2, 1, 3]);
+    assert_eq!(world.ids_backed_by(0..20), [2, 3]);
+}
+
+#[test]
+fn an_id_is_free_again_after_its_slot_was_deleted() {
+    let world = World::new();
+    world.set(&region(7, 100, 10, 0)).unwrap();
+    world.set(&region(7, 0, 0, 0)).unwrap();
+    world.set(&region(7, 500, 3, 77)).unwrap();
+    assert_eq!(world.ids_at(0..CAPACITY), [7]);
+    assert_eq!(world.ids_backed_by(0..20), []);
+    assert_eq!(world.ids_backed_by(79..80), [7]);
+}
+
+#[test]
+fn a_slot_may_move_onto_part_of_itself_but_not_onto_another() {
+    let world = World::new();
+    world.set(&region(1, 100, 10, 0)).unwrap();
+    world.set(&region(2, 120, 10, 0)).unwrap();
+    world.set(&region(1, 103, 10, 0)).unwrap();
+    assert_eq!(
+        world.slots.current().find(Gfn(112)).unwrap().hva(Gfn(112)),
+        Hva(9 << 12)
+    );
+    assert!(world.slots.current().find(Gfn(102)).is_none());
+    assert!(world.set(&region(1, 111, 10, 0)).is_err());
+    world.set(&region(1, 110, 10, 0)).unwrap();
+    let generation = world.slots.current().generation;
+    // The very same again: no change at all.
+    world.set(&region(1, 110, 10, 0)).unwrap();
+    assert_eq!(world.slots.current().generation, generation);
+}
+
+#[test]
+fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
+    let world = World::new();
+    for id in 0..2000u32 {
+        world
+            .set(&region(id, id as u64 * 4, 3, id as u64 % 50 * 3))
+            .unwrap();
+    }
+    let changes = [
+        region(3000, 9000, 1, 5),
+        region(700, 0, 0, 0),
+        region(701, 9500, 3, 701 % 50 * 3),
+    ];
+    for change in changes {
+        let before = world.slots.current();
+        let (ids, backed) = (world.ids_at(0..CAPACITY), world.ids_backed_by(0..10));
+        let mut failures = 0;
+        for n in 0.. {
+            FAIL_IN.set(Some(n));
+            let answer = world.set(&change);
+            FAIL_IN.set(None);
+            if answer.is_ok() {
+                break;
+            }
+            failures += 1;
+            assert_eq!(answer, Err(RegionError::OutOfMemory));
+            assert!(core::ptr::eq(before, world.slots.current()));
+            assert_eq!(world.ids_at(0..CAPACITY), ids);
+            assert_eq!(world.ids_backed_by(0..10), backed);
+        }
+        assert!(failures > 5, "{failures} places where memory can run out");
+    }
+}
