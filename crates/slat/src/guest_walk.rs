@@ -46,6 +46,13 @@ pub struct GuestPaging {
     pub physical_bits: u32,
 }
 
+impl GuestPaging {
+    fn tells_fetches_apart(&self) -> bool {
+        let has_nx = !matches!(self.mode, Mode::Bits32 { .. });
+        has_nx && self.no_execute || self.smep
+    }
+}
+
 /// How the walk reaches guest memory.
 pub trait GuestTables {
     /// Why guest memory cannot be reached now.
@@ -292,7 +299,7 @@ fn access_code(paging: &GuestPaging, access: Access) -> u32 {
         Access::Read => {}
         Access::Write => code |= error_code::WRITE,
         // SDM: set only if the processor can tell a fetch apart.
-        Access::Execute if paging.no_execute || paging.smep => code |= error_code::FETCH,
+        Access::Execute if paging.tells_fetches_apart() => code |= error_code::FETCH,
         Access::Execute => {}
     }
     code
@@ -301,17 +308,23 @@ fn access_code(paging: &GuestPaging, access: Access) -> u32 {
 /// Bits that must be 0 in an entry (SDM 3A, "Reserved bits" of each mode).
 fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u64 {
     if shape.entry_size == 4 {
-        return if is_leaf && level == 2 { 1 << 21 } else { 0 };
+        // PSE-36: of a 4 MiB page, bits 20:13 hold address bits 39:32 as far as there are any.
+        let address_bits = paging.physical_bits.clamp(32, 40);
+        return if is_leaf && level == 2 {
+            (1 << 22) - (1 << (address_bits - 19))
+        } else {
+            0
+        };
     }
     let mut bits = FRAME & !((1u64 << paging.physical_bits) - 1);
     if !paging.no_execute {
         bits |= NO_EXECUTE;
     }
-    if shape.is_pointer(paging.mode, level) {
-        return bits | 0x1e6 | NO_EXECUTE;
-    }
     if paging.mode == Mode::Pae {
         bits |= 0x7ff << 52;
+    }
+    if shape.is_pointer(paging.mode, level) {
+        return bits | 0x1e6 | NO_EXECUTE;
     }
     if level > 1 && is_leaf {
         // Bit 12 is PAT, the rest up to the page's own address bits must be clear.
