@@ -15,10 +15,11 @@ use core::ops::Range;
 use core::ptr::NonNull;
 
 use super::Memslot;
+use crate::sync::atomic::Watch;
 use crate::table::OutOfMemory;
 
 /// Children of a node. A set of at most this many slots is one node: one copy, as an array would be.
-const WIDTH: usize = 32;
+const WIDTH: usize = if cfg!(loom) { 4 } else { 32 };
 /// Nodes with fewer children than this are merged with a neighbour when both fit in one.
 const LOW: usize = WIDTH / 4;
 
@@ -40,6 +41,7 @@ struct Item {
 }
 
 pub(crate) struct Node {
+    alive: Watch,
     len: usize,
     /// 0: children are slots.
     height: usize,
@@ -98,6 +100,7 @@ pub(crate) unsafe fn find<'a>(root: Root, page: u64) -> Option<&'a Memslot> {
     // SAFETY: the caller's promise.
     let mut node = unsafe { root?.as_ref() };
     loop {
+        node.alive.used();
         let i = node.rank(probe).checked_sub(1)?;
         if node.height == 0 {
             // SAFETY: a child of a leaf node is a slot; the caller's promise.
@@ -121,6 +124,7 @@ pub(crate) unsafe fn overlapping(
     let Some(node) = root else { return true };
     // SAFETY: the caller's promise.
     let node = unsafe { node.as_ref() };
+    node.alive.used();
     for i in 0..node.len {
         if node.keys[i] >> 16 >= range.end {
             break;
@@ -191,6 +195,7 @@ impl Edit {
         let node = unsafe { alloc(Layout::new::<Node>()) }.cast::<Node>();
         let node = NonNull::new(node).ok_or(OutOfMemory)?;
         let mut new = Node {
+            alive: Watch::new(),
             len: items.len(),
             height,
             keys: [u64::MAX; WIDTH],
@@ -406,8 +411,11 @@ fn node_of(item: Item) -> NonNull<Node> {
 /// # Safety
 /// - `node` was made by an edit, is in no published tree, and no reader holds it.
 pub(crate) unsafe fn free_node(node: NonNull<Node>) {
-    // SAFETY: allocated by `make` with this layout; the caller's promise.
-    unsafe { dealloc(node.as_ptr().cast(), Layout::new::<Node>()) };
+    // SAFETY: allocated and initialised by `make`, with this layout; the caller's promise.
+    unsafe {
+        node.drop_in_place();
+        dealloc(node.as_ptr().cast(), Layout::new::<Node>());
+    }
 }
 
 /// Frees a whole tree, not its slots.

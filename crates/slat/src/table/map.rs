@@ -1,6 +1,6 @@
 //! Installing leaves, as a fault does.
 
-use core::sync::atomic::Ordering::*;
+use crate::sync::atomic::Ordering::*;
 
 use super::{ENTRIES, FrameCache, Path, Table, Tree, Zapped};
 use crate::addr::{Gfn, Level, Pfn};

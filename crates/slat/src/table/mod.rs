@@ -23,10 +23,10 @@ mod map;
 mod ops;
 mod walk;
 
+use crate::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::*, const_fn};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
-use core::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::*};
 
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
@@ -38,11 +38,17 @@ pub(crate) use ops::{SplitWalk, Zapped};
 pub(crate) use walk::{Next, Show};
 
 /// Entries in one table.
-pub const ENTRIES: usize = 512;
+pub const ENTRIES: usize = 1 << Level::INDEX_BITS;
 
 /// The entries of one table, in the 4 KiB frame that page walkers read.
 #[repr(C, align(4096))]
 pub struct Entries([AtomicU64; ENTRIES]);
+
+impl Default for Entries {
+    fn default() -> Self {
+        Entries(core::array::from_fn(|_| AtomicU64::new(0)))
+    }
+}
 
 /// What the engine keeps beside each table frame, as Linux does in `struct page`.
 ///
@@ -59,13 +65,15 @@ pub struct TableMeta {
 }
 
 impl TableMeta {
-    /// For a frame that has just been allocated.
-    pub const fn new() -> Self {
-        TableMeta {
-            lock: RawLock::new(),
-            nx_split: AtomicBool::new(false),
-            huge_leaves: AtomicU16::new(0),
-            next: AtomicU64::new(Detached::END),
+    const_fn! {
+        /// For a frame that has just been allocated.
+        pub fn new() -> Self {
+            TableMeta {
+                lock: RawLock::new(),
+                nx_split: AtomicBool::new(false),
+                huge_leaves: AtomicU16::new(0),
+                next: AtomicU64::new(Detached::END),
+            }
         }
     }
 }
@@ -84,7 +92,7 @@ impl FrameCache {
     /// As many as one fault can need: a path to the leaf, or the splits on the way to it.
     pub(crate) const FAULT: usize = 4;
     /// What a range operation takes at a time.
-    pub(crate) const BATCH: usize = 64;
+    pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 64 };
 
     pub(crate) fn fill(
         &mut self,

@@ -1,7 +1,7 @@
 //! The range operations: each is what it does at an entry.
 
+use crate::sync::atomic::Ordering::*;
 use core::ops::Range;
-use core::sync::atomic::Ordering::*;
 
 use alloc::vec::Vec;
 

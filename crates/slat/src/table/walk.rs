@@ -1,7 +1,7 @@
 //! The one walker. An operation is what it does at an entry: see [`super::ops`].
 
+use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, Ordering::*};
 
 use super::{ENTRIES, Table, TableMeta, Tree};
 use crate::addr::{Gfn, Level, Pfn};
