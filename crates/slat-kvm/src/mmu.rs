@@ -181,7 +181,7 @@ impl VcpuMachine {
                 break Some(gva & 0xffff_ffff);
             }
             match walk(self, &guest_paging(&paging), gva, slat::Access::Read) {
-                Ok(page) => break Some(page.gpa.0 | gva % PAGE),
+                Ok(page) => break Some(page.gpa.0 | (gva % PAGE)),
                 Err(WalkError::Memory(Unreachable::Fault(Fault::Retry)))
                     if self.may_try_again() => {}
                 Err(_) => break None,
@@ -316,7 +316,7 @@ impl Mmu for VcpuMachine {
                 gpa,
             }),
             Err(Unreachable::NotMemory) => Err(Fault::Mmio {
-                gpa: gpa | gva % PAGE,
+                gpa: gpa | (gva % PAGE),
             }),
             Err(Unreachable::Fault(fault)) => Err(fault),
         }

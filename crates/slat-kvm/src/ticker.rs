@@ -4,9 +4,10 @@
 //! cannot announce itself ([`bits::POLL`]). It is started by the first that needs it. A forked child has no such thread and
 //! starts one of its own if it makes VMs.
 
+use crate::process::PerProcess;
 use crate::thread::bits;
 use slat::Attention;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, Weak};
 use std::time::{Duration, Instant};
 
@@ -32,36 +33,10 @@ struct Ticker {
     parked: AtomicBool,
 }
 
-/// Null until the first use in this process.
-static TICKER: AtomicPtr<Ticker> = AtomicPtr::new(std::ptr::null_mut());
-
-/// In a forked child: the parent's ticker is out of reach, its lock possibly held. A new one takes its place when needed.
-pub(crate) fn forget_after_fork() {
-    TICKER.store(std::ptr::null_mut(), Ordering::Release);
-}
+static TICKER: PerProcess<Ticker> = PerProcess::new();
 
 fn ticker() -> &'static Ticker {
-    let current = TICKER.load(Ordering::Acquire);
-    // SAFETY: once published, a ticker is never freed.
-    if let Some(ticker) = unsafe { current.as_ref() } {
-        return ticker;
-    }
-    let new = Box::into_raw(Box::<Ticker>::default());
-    match TICKER.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire) {
-        Ok(_) => {
-            // SAFETY: published above and never freed.
-            let ticker = unsafe { &*new };
-            spawn_without_signals(|| ticker.run());
-            ticker
-        }
-        Err(winner) => {
-            // SAFETY: `new` was not published; the winner's is never freed.
-            unsafe {
-                drop(Box::from_raw(new));
-                &*winner
-            }
-        }
-    }
+    TICKER.get_or_start(|ticker| spawn_without_signals(|| ticker.run()))
 }
 
 /// Starts a thread that takes none of the client's signals.

@@ -3,6 +3,7 @@
 use crate::errno::{Error, Result, fail};
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};
 use crate::machine::VcpuMachine;
+use crate::process::PerProcess;
 use crate::run_page::RunPage;
 use crate::thread::bits;
 use crate::ticker::{self, Client};
@@ -28,15 +29,15 @@ pub struct VcpuCommon {
 }
 
 /// All vCPUs of the process, for [`interrupt_thread`].
-static ALL: Mutex<Vec<Weak<VcpuCommon>>> = Mutex::new(Vec::new());
+static ALL: PerProcess<Mutex<Vec<Weak<VcpuCommon>>>> = PerProcess::new();
 
 /// Ends the `KVM_RUN` that a thread is in, if it is in one, with `EINTR`: what a signal that no handler of the client sees would
 /// do. The thread is given as a `pthread_t`.
 pub fn interrupt_thread(thread: usize) {
-    // In a forked child the lock may be held for ever; there is no vCPU to interrupt there either.
-    let Ok(all) = ALL.try_lock() else {
+    let Some(all) = ALL.peek() else {
         return;
     };
+    let all = all.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     for vcpu in all.iter().filter_map(Weak::upgrade) {
         if vcpu.runner.load(Ordering::SeqCst) == thread {
             ticker::raise(&vcpu.attention, bits::SIGNAL);
@@ -157,7 +158,10 @@ impl VcpuObject {
             runner: AtomicUsize::new(0),
         });
         {
-            let mut all = ALL.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut all = ALL
+                .get()
+                .lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner());
             all.retain(|vcpu| vcpu.strong_count() != 0);
             all.push(Arc::downgrade(&common));
         }
@@ -575,10 +579,10 @@ impl VcpuObject {
 impl Inner {
     /// CR8 and the APIC's task priority are one register. The CPU has it while it runs.
     pub(crate) fn sync_cr8_to_lapic(&mut self) {
-        if let Some(mut lapic) = self.machine.common.lapic() {
-            if lapic.cr8() != self.cpu.state.cr8 {
-                lapic.set_cr8(self.cpu.state.cr8);
-            }
+        if let Some(mut lapic) = self.machine.common.lapic()
+            && lapic.cr8() != self.cpu.state.cr8
+        {
+            lapic.set_cr8(self.cpu.state.cr8);
         }
     }
 
