@@ -223,8 +223,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
                     }
                     _ => {
                         bits = self.put_table(&table, at, gfn, path, |now| {
-                            !matches!(now, Entry::Broken(_))
-                                && !(F::BREAK_BEFORE_MAKE && matches!(now, Entry::Leaf(_)))
+                            let must_break = F::BREAK_BEFORE_MAKE && matches!(now, Entry::Leaf(_));
+                            !must_break && !matches!(now, Entry::Broken(_))
                         });
                     }
                 }

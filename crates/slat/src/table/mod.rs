@@ -403,3 +403,6 @@ impl Drop for TableGuard<'_> {
         unsafe { self.meta.lock.unlock() };
     }
 }
+
+#[cfg(test)]
+mod tests;
