@@ -2,20 +2,22 @@
 //!
 //! Only what works is accepted; anything else is refused with a sentence, before any VM exists.
 
-use crate::engine::EngineVm;
+use crate::engine::{EngineVm, TableFormat};
 use crate::errno::{Error, Result};
-use slat::{Config, PolicyError};
+use slat::PolicyError;
 use std::sync::OnceLock;
 
 /// How the guest's memory is translated.
 pub const MMUS: &[&str] = &["tdp"];
 /// The formats of second-level tables.
-pub const FORMATS: &[&str] = &["ept"];
+pub const FORMATS: &[&str] = TableFormat::NAMES;
 
 /// The policies of every VM of this process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
     settings: Vec<(String, String)>,
+    /// The format of second-level tables.
+    pub format: TableFormat,
     /// Print statistics at the end of the process.
     pub stats: bool,
 }
@@ -56,12 +58,12 @@ impl Policies {
             settings.push((name.to_owned(), value.to_owned()));
         }
         let stats = variable("SLAT_STATS").is_some_and(|value| !value.is_empty() && value != "0");
-        Ok(Policies { settings, stats })
-    }
-
-    /// How a VM is made.
-    pub fn config(&self) -> Config {
-        Config::default()
+        let format = variable("SLAT_FORMAT").and_then(|name| TableFormat::by_name(&name));
+        Ok(Policies {
+            settings,
+            format: format.unwrap_or_default(),
+            stats,
+        })
     }
 
     /// Sets the policies of a new VM.

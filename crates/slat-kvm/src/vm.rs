@@ -45,8 +45,8 @@ impl VmObject {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
-        let engine =
-            EngineVm::new(platform, policies.config()).map_err(|_| Error::new(libc::ENOMEM))?;
+        let engine = EngineVm::new(policies.format, platform, slat::Config::default())
+            .map_err(|_| Error::new(libc::ENOMEM))?;
         policies.apply(&engine);
         notify::register(&engine);
         Ok(Arc::new(VmObject {
