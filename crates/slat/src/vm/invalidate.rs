@@ -181,7 +181,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut hull: Option<Range<Gfn>> = None;
         space.slots.current().backed_by(range, |slot| {
             let gfns = slot.gfns_backed_by(range);
-            space.tree.zap(gfns.clone(), &mut op.zapped);
+            op.zap(slot, gfns.clone());
             let hull = hull.get_or_insert(gfns.clone());
             *hull = hull.start.min(gfns.start)..hull.end.max(gfns.end);
             true
