@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use slat::{
-    Access, Attention, Config, Ept, Gpa, Level, MemoryType, RegionError, Stop, Translation, Vcpu,
-    Vm,
+    Access, Attention, Config, Format, Gpa, Level, MemoryType, RegionError, Stop, Translation,
+    Vcpu, Vm,
 };
 
 use crate::host::HostMemory;
@@ -16,26 +16,30 @@ use crate::platform::SimPlatform;
 /// A bit of the attention word that the engine leaves to its client.
 const BUSY: u32 = 1 << 8;
 
+/// Flushes of its own that one fault can need: a table to clear, and on a walker that asks for
+/// break-before-make two leaves to break.
+const MOST_RETRIES: usize = 3;
+
 /// A vCPU with the translations it remembers, as a TLB does.
-struct Cpu {
-    vcpu: Vcpu<SimPlatform, Ept>,
+struct Cpu<F: Format> {
+    vcpu: Vcpu<SimPlatform, F>,
     tlb: BTreeMap<u64, Translation>,
 }
 
 /// An engine and its model. All on one thread: one vCPU is inside at a time.
-pub struct Runner {
+pub struct Runner<F: Format> {
     platform: Arc<SimPlatform>,
-    vm: Arc<Vm<SimPlatform, Ept>>,
+    vm: Arc<Vm<SimPlatform, F>>,
     /// What the memory should be.
     pub model: GuestModel,
-    cpus: Vec<Cpu>,
+    cpus: Vec<Cpu<F>>,
     huge_pages: bool,
     /// NX huge pages were on at some time: leaves may be smaller, and huge ones not executable.
     nx: bool,
     failing: bool,
 }
 
-impl Runner {
+impl<F: Format> Runner<F> {
     /// A VM without memory on a host of `host_pages` pages, with that many vCPUs.
     pub fn new(host_pages: u64, vcpus: usize) -> Self {
         let platform = SimPlatform::new(host_pages);
@@ -56,7 +60,7 @@ impl Runner {
         runner
     }
 
-    fn new_cpu(&self) -> Cpu {
+    fn new_cpu(&self) -> Cpu<F> {
         Cpu {
             vcpu: self.vm.create_vcpu().expect("there is memory"),
             tlb: BTreeMap::new(),
@@ -64,7 +68,7 @@ impl Runner {
     }
 
     /// The engine.
-    pub fn vm(&self) -> &Arc<Vm<SimPlatform, Ept>> {
+    pub fn vm(&self) -> &Arc<Vm<SimPlatform, F>> {
         &self.vm
     }
 
@@ -167,8 +171,11 @@ impl Runner {
         let gfn = gpa >> 12;
         let before = self.cpus[i].vcpu.stats();
         let mut answer = self.cpus[i].vcpu.translate(Gpa(gpa), access);
-        if answer == Err(Stop::Retry) {
-            // Its own flush went by. Nobody else is there, so this comes once.
+        for _ in 0..MOST_RETRIES {
+            if answer != Err(Stop::Retry) {
+                break;
+            }
+            // Its own flush went by. Nobody else is there.
             self.cpus[i].tlb.clear();
             self.cpus[i].vcpu.quiesce();
             self.check_write_noted(gfn, access);
