@@ -32,6 +32,8 @@ pub(crate) enum Mapped {
 enum NoPath {
     MustMend(Gfn, Level),
     Broken,
+    /// A leaf, which was not to be split.
+    InTheWay,
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
@@ -50,10 +52,10 @@ impl<P: Platform, F: Format> Tree<P, F> {
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Mapped {
-        let table = match self.table_for(gfn, level, path) {
+        let table = match self.table_for(gfn, level, path, true) {
             Ok(table) => table,
             Err(NoPath::MustMend(gfn, level)) => return Mapped::MustMend(gfn, level),
-            Err(NoPath::Broken) => return Mapped::Broken,
+            Err(NoPath::Broken | NoPath::InTheWay) => return Mapped::Broken,
         };
         let entry = table.entry(level.index(gfn));
         let guard = table.lock();
@@ -120,7 +122,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         if found.level > Level::PAGE && in_the_way {
             return None;
         }
-        let Ok(table) = self.table_for(gfn, Level::PAGE, path) else {
+        let Ok(table) = self.table_for(gfn, Level::PAGE, path, false) else {
             return None;
         };
         let first = Level::PAGE.index(gfn);
@@ -152,7 +154,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         if matches!(self.lookup(gfn).entry, Entry::Leaf(_) | Entry::Broken(_)) {
             return false;
         }
-        let Ok(table) = self.table_for(gfn, Level::PAGE, path) else {
+        let Ok(table) = self.table_for(gfn, Level::PAGE, path, false) else {
             return false;
         };
         let entry = table.entry(Level::PAGE.index(gfn));
@@ -198,12 +200,14 @@ impl<P: Platform, F: Format> Tree<P, F> {
         });
     }
 
-    /// The table of `level` on the way to `gfn`, made if need be.
+    /// The table of `level` on the way to `gfn`, made if need be. Without `split`, a leaf in the way
+    /// stays: who only adds what is not there does not come back to mend one.
     fn table_for(
         &self,
         gfn: Gfn,
         level: Level,
         path: &mut Path<'_>,
+        split: bool,
     ) -> Result<Table<'_, P>, NoPath> {
         let mut frame = self.root_for(gfn);
         let mut at = F::TOP;
@@ -217,14 +221,16 @@ impl<P: Platform, F: Format> Tree<P, F> {
                         break;
                     }
                     Entry::Broken(_) => return Err(NoPath::Broken),
+                    Entry::Leaf(_) if !split => return Err(NoPath::InTheWay),
                     Entry::Leaf(_) if F::BREAK_BEFORE_MAKE => {
                         self.break_leaf(&table, at, gfn, path)?;
                         bits = table.entry(at.index(gfn)).load(Acquire);
                     }
                     _ => {
                         bits = self.put_table(&table, at, gfn, path, |now| {
-                            let must_break = F::BREAK_BEFORE_MAKE && matches!(now, Entry::Leaf(_));
-                            !must_break && !matches!(now, Entry::Broken(_))
+                            let stays = F::BREAK_BEFORE_MAKE || !split;
+                            !(stays && matches!(now, Entry::Leaf(_)))
+                                && !matches!(now, Entry::Broken(_))
                         });
                     }
                 }

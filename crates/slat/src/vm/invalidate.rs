@@ -204,3 +204,47 @@ impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
         vm.in_progress.end(vm.lock_wait());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A fault asks whether what it knows still holds while an invalidation begins or ends: what it
+    /// installs, under a table's lock, is never older than the last change.
+    #[test]
+    fn what_was_learnt_before_a_change_never_holds_after_it() {
+        const ROUNDS: u64 = 200_000;
+        const NOTHING: u64 = u64::MAX;
+        let wait = |_| std::hint::spin_loop();
+        let range = Hva(0)..Hva(1 << 12);
+        let in_progress = InProgress::new();
+        let host = AtomicU64::new(0);
+        let entry = Lock::new(NOTHING);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while host.load(SeqCst) < ROUNDS {
+                    let sequence = in_progress.sequence();
+                    let page = host.load(SeqCst);
+                    let mut entry = entry.lock(wait);
+                    if in_progress.holds(sequence, &range, wait) {
+                        *entry = page;
+                    }
+                }
+            });
+            for _ in 0..ROUNDS {
+                in_progress.begin(&range, wait);
+                in_progress.raise();
+                *entry.lock(wait) = NOTHING;
+                let page = host.fetch_add(1, SeqCst) + 1;
+                in_progress.raise();
+                in_progress.end(wait);
+                let entry = *entry.lock(wait);
+                if entry != NOTHING && entry != page {
+                    // The other thread has to end before this one may panic.
+                    host.store(ROUNDS, SeqCst);
+                    panic!("page {entry} was installed, it is {page} now");
+                }
+            }
+        });
+    }
+}
