@@ -399,6 +399,7 @@ fn a_fault_and_a_slot_that_moves_over_itself() {
     for world in [SMALL, HUGE, LOGGED_WORLD] {
         interleave(world, &[], WRITE_1, SHIFT);
         interleave(world, &[], |w| w.touch(2, Write), SHIFT);
+        interleave(world, &[(5, Read)], SHIFT, |w| w.touch(2, Write));
     }
 }
 

@@ -119,7 +119,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         debug_assert!(Level::PAGE.index(gfn) as u64 + pages <= ENTRIES as u64);
         let found = self.lookup(gfn);
         let in_the_way = matches!(found.entry, Entry::Leaf(_) | Entry::Broken(_));
-        if found.level > Level::PAGE && in_the_way {
+        if found.level > Level::PAGE && in_the_way || !path.frames.has_a_path() {
             return None;
         }
         let Ok(table) = self.table_for(gfn, Level::PAGE, path, false) else {
@@ -227,10 +227,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
                         bits = table.entry(at.index(gfn)).load(Acquire);
                     }
                     _ => {
-                        bits = self.put_table(&table, at, gfn, path, |now| {
-                            let stays = F::BREAK_BEFORE_MAKE || !split;
-                            !(stays && matches!(now, Entry::Leaf(_)))
-                                && !matches!(now, Entry::Broken(_))
+                        let leaf_stays = F::BREAK_BEFORE_MAKE || !split;
+                        bits = self.put_table(&table, at, gfn, path, |now| match now {
+                            Entry::Broken(_) => false,
+                            Entry::Leaf(_) => !leaf_stays,
+                            _ => true,
                         });
                     }
                 }
@@ -329,6 +330,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
 }
 
 impl FrameCache {
+    /// Whether there are enough for the way to a page, from the root on.
+    fn has_a_path(&self) -> bool {
+        self.0.len() >= Self::FAULT
+    }
+
     fn give_back(&mut self, frame: Pfn) {
         self.0.push(frame);
     }

@@ -93,10 +93,15 @@ impl InProgress {
         Leaving(self)
     }
 
+    /// Whether leaves may stand in the tables that the set as it is now does not explain.
+    pub(crate) fn is_slot_leaving(&self) -> bool {
+        self.leaving.load(SeqCst) != 0
+    }
+
     /// Waits until no slot is leaving. The wait is for a walk, not for a flush.
     fn wait_for_leaving_slots(&self, mut wait: impl FnMut(u32)) {
         let mut round = 0;
-        while self.leaving.load(SeqCst) != 0 {
+        while self.is_slot_leaving() {
             wait(round);
             round += 1;
         }
