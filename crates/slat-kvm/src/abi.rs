@@ -78,8 +78,11 @@ requests! {
     KVM_SET_TSC_KHZ = io(0xa2);
     KVM_GET_TSC_KHZ = io(0xa3);
     KVM_ENABLE_CAP = iow::<kvm_enable_cap>(0xa3);
+    KVM_REGISTER_COALESCED_MMIO = iow::<kvm_coalesced_mmio_zone>(0x67);
+    KVM_UNREGISTER_COALESCED_MMIO = iow::<kvm_coalesced_mmio_zone>(0x68);
     KVM_SIGNAL_MSI = iow::<kvm_msi>(0xa5);
     KVM_CLEAR_DIRTY_LOG = iowr::<kvm_clear_dirty_log>(0xc0);
+    KVM_RESET_DIRTY_RINGS = io(0xc7);
     // vCPU
     KVM_RUN = io(0x80);
     KVM_GET_REGS = ior::<kvm_regs>(0x81);

@@ -53,6 +53,7 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_NOP_IO_DELAY
         | KVM_CAP_SET_BOOT_CPU_ID
         | KVM_CAP_ADJUST_CLOCK
+        | KVM_CAP_COALESCED_PIO
         | KVM_CAP_SREGS2
         | KVM_CAP_MMU_SHADOW_CACHE_CONTROL => 1,
         KVM_CAP_XSAVE2 => size_of::<kvm_xsave>() as u32,
@@ -62,6 +63,11 @@ pub fn check(cap: u64) -> i32 {
         KVM_CAP_NR_MEMSLOTS => NR_MEMSLOTS,
         KVM_CAP_SYNC_REGS => KVM_SYNC_X86_VALID_FIELDS,
         KVM_CAP_DISABLE_QUIRKS2 => DISABLED_QUIRKS,
+        KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => {
+            KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET
+        }
+        KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => crate::dirty::MAX_RING_SIZE,
+        KVM_CAP_COALESCED_MMIO => KVM_COALESCED_MMIO_PAGE_OFFSET,
         KVM_CAP_VM_TYPES => 1 << KVM_X86_DEFAULT_VM,
         _ => 0,
     };

@@ -9,8 +9,10 @@
 //! |---|---|
 //! | [`api`] | the Rust API |
 //! | [`ioctl`], [`abi`], [`user`] | the system-call interface: dispatch, request numbers, the client's memory |
+//! | [`dirty`] | dirty logs and rings |
 //! | [`system`], [`vm`], [`vcpu`] | the objects |
 //! | `run`, [`run_page`] | `KVM_RUN`, and the pages it shares with the client |
+//! | [`coalesced`] | writes to devices that the client may see later |
 //! | `mmu` | the software CPU's address translation, over the engine |
 //! | `machine`, `msr`, [`cpuid`], [`clock`] | what the CPU sees of its machine |
 //! | [`regs`], [`fpu`], [`events`] | its state in KVM's structs |
@@ -23,8 +25,10 @@ pub mod abi;
 pub mod api;
 pub mod caps;
 pub mod clock;
+pub mod coalesced;
 pub mod cpu_features;
 pub mod cpuid;
+pub mod dirty;
 pub mod engine;
 pub mod errno;
 pub mod events;

@@ -88,9 +88,12 @@ impl VcpuMachine {
     fn unreachable(&mut self, stop: Stop) -> Unreachable {
         match stop {
             Stop::Mmio { .. } => Unreachable::NotMemory,
-            // No ring was asked for, so none can be full.
+            Stop::DirtyRingFull => {
+                self.common.attention.raise(bits::RING_FULL);
+                self.come_out();
+                Unreachable::Fault(Fault::Retry)
+            }
             Stop::Retry
-            | Stop::DirtyRingFull
             | Stop::BadAddress {
                 error: ResolveError::Interrupted,
                 ..
@@ -156,11 +159,11 @@ impl VcpuMachine {
     }
 
     /// Outside the CPU's loop: acknowledges what the engine asks for. The CPU drops its translations before it uses one.
-    /// False when a signal wants the thread.
+    /// False when the thread is wanted elsewhere.
     fn may_try_again(&mut self) -> bool {
         self.come_out();
         self.engine.quiesce();
-        self.common.attention.flag().load(Ordering::SeqCst) & bits::SIGNAL == 0
+        self.common.attention.flag().load(Ordering::SeqCst) & (bits::SIGNAL | bits::RING_FULL) == 0
     }
 
     /// `KVM_TRANSLATE`: walks the guest's tables as a supervisor's read would.

@@ -130,6 +130,7 @@ impl VcpuObject {
                     | bits::POLL
                     | bits::TIMER
                     | bits::RETRY
+                    | bits::RING_FULL
                     | Attention::FLUSH,
             );
             // The flush was for translations that this vCPU must not use later without having acknowledged it.
@@ -152,7 +153,7 @@ impl VcpuObject {
             if self.common().attention.flag().load(Ordering::SeqCst) != 0 {
                 self.attend(inner, masked)?;
             }
-            if !self.deliver_events(inner, masked)? {
+            if self.ring_is_full() || !self.deliver_events(inner, masked)? {
                 return Ok(());
             }
             let exit = {
@@ -165,11 +166,21 @@ impl VcpuObject {
         }
     }
 
+    /// The client has to collect from the dirty ring before the guest goes on; then the exit says so.
+    fn ring_is_full(&self) -> bool {
+        let full = self.ring.as_ref().is_some_and(|ring| ring.is_soft_full());
+        if full {
+            self.page.set_exit_reason(KVM_EXIT_DIRTY_RING_FULL);
+        }
+        full
+    }
+
     /// Looks at everything that was raised. An error ends the run.
     fn attend(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         let attention = &self.common().attention;
-        let raised =
-            attention.take(bits::SIGNAL | bits::IRQ | bits::TIMER | bits::POLL | bits::RETRY);
+        let raised = attention.take(
+            bits::SIGNAL | bits::IRQ | bits::TIMER | bits::POLL | bits::RETRY | bits::RING_FULL,
+        );
         // FLUSH is lowered by the acknowledgement.
         if raised & bits::RETRY != 0
             || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0
@@ -322,6 +333,10 @@ impl VcpuObject {
                 data,
             } => {
                 let len = usize::from(size) * count as usize;
+                if write && (self.vm.coalesced).take(port.into(), true, size, count, &data[..len]) {
+                    inner.cpu.complete_io(&[]);
+                    return Ok(Next::Again);
+                }
                 page.set_exit_reason(KVM_EXIT_IO);
                 set_field!(
                     page,
@@ -351,7 +366,9 @@ impl VcpuObject {
                 write,
                 data,
             } => {
-                if self.apic_access(inner, gpa, len, write, data) {
+                if self.apic_access(inner, gpa, len, write, data)
+                    || write && self.vm.coalesced.take(gpa, false, len, 1, &data)
+                {
                     return Ok(Next::Again);
                 }
                 page.set_exit_reason(KVM_EXIT_MMIO);

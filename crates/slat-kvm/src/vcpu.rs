@@ -10,8 +10,9 @@ use crate::ticker::{self, Client};
 use crate::vm::VmObject;
 use crate::{events, fpu, msr, regs};
 use kvm_bindings::*;
-use slat::Attention;
+use slat::{Attention, DirtyRing};
 use slat_x86::Cpu;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
@@ -122,6 +123,8 @@ pub struct VcpuObject {
     common: Arc<VcpuCommon>,
     pub(crate) vm: Arc<VmObject>,
     pub(crate) page: RunPage,
+    /// Where its writes to logged slots go, if the VM has dirty rings.
+    pub(crate) ring: Option<Arc<DirtyRing>>,
     inner: Mutex<Inner>,
 }
 
@@ -141,11 +144,13 @@ impl VcpuObject {
         id: u32,
         bootstrap: bool,
         page: RunPage,
+        fd: &OwnedFd,
     ) -> Result<Arc<Self>> {
-        let engine = vm
+        let mut engine = vm
             .engine
             .create_vcpu()
             .map_err(|_| Error::new(libc::ENOMEM))?;
+        let ring = vm.rings.equip(&mut engine, fd)?;
         let attention = engine.attention().clone();
         let irqchip = vm.has_irqchip();
         let common = Arc::new(VcpuCommon {
@@ -172,6 +177,7 @@ impl VcpuObject {
             common,
             vm,
             page,
+            ring,
             inner: Mutex::new(Inner {
                 cpu: Box::new(Cpu::new()),
                 machine,
