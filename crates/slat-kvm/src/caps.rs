@@ -54,6 +54,9 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_SET_BOOT_CPU_ID
         | KVM_CAP_ADJUST_CLOCK
         | KVM_CAP_COALESCED_PIO
+        | KVM_CAP_BINARY_STATS_FD
+        | KVM_CAP_VM_DISABLE_NX_HUGE_PAGES
+        | KVM_CAP_PRE_FAULT_MEMORY
         | KVM_CAP_SREGS2
         | KVM_CAP_MMU_SHADOW_CACHE_CONTROL => 1,
         KVM_CAP_XSAVE2 => size_of::<kvm_xsave>() as u32,

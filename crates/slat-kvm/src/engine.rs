@@ -4,7 +4,7 @@
 use slat::format::{Npt, Stage2, Sv48x4};
 use slat::{
     Access, Attention, Config, DirtyLogError, DirtyRing, Ept, Gpa, Hva, OutOfMemory, Policy,
-    Region, RegionError, Stats, Stop, Translation,
+    Region, RegionError, Stats, Stop, Translation, VcpuStats,
 };
 use slat_host::HostPlatform;
 use std::ops::Range;
@@ -171,6 +171,8 @@ delegate! {
         fn attention() -> &Arc<Attention>;
         /// See [`slat::Vcpu::stats`].
         fn stats() -> Stats;
+        /// See [`slat::Vcpu::watch_stats`].
+        fn watch_stats() -> VcpuStats;
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Only what works is accepted; anything else is refused with a sentence, before any VM exists.
 
-use crate::engine::{EngineVm, TableFormat};
+use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
 use slat::PolicyError;
 use std::sync::OnceLock;
@@ -66,51 +66,12 @@ impl Policies {
         })
     }
 
-    /// Sets the policies of a new VM.
-    pub(crate) fn apply(&self, vm: &EngineVm) {
+    /// Sets them.
+    pub(crate) fn apply(&self, policy: &slat::Policy) {
         for (name, value) in &self.settings {
             // Checked when it was parsed.
-            let _ = vm.policy().set(name, value);
-        }
-    }
-
-    /// The value of a KVM module parameter as `/sys/module/kvm/parameters` shows it, without the newline.
-    pub fn module_parameter(&self, name: &str) -> Option<String> {
-        let fixed = match name {
-            "force_emulation_prefix" => "0",
-            "tdp_mmu" => "Y",
-            "ignore_msrs" => "N",
-            "report_ignored_msrs" => "Y",
-            "enable_pmu" => "N",
-            "enable_vmware_backdoor" => "N",
-            "halt_poll_ns" => "0",
-            "min_timer_period_us" => "0",
-            _ => return self.engine_parameter(name),
-        };
-        Some(fixed.to_owned())
-    }
-
-    /// Those of KVM's parameters that are the engine's policies.
-    fn engine_parameter(&self, name: &str) -> Option<String> {
-        const SHARED: &[&str] = &[
-            "mmio_caching",
-            "nx_huge_pages",
-            "nx_huge_pages_recovery_ratio",
-            "nx_huge_pages_recovery_period_ms",
-            "eager_page_split",
-        ];
-        let policy = slat::Policy::default();
-        for (name, value) in &self.settings {
             let _ = policy.set(name, value);
         }
-        let (_, value) = policy
-            .iter()
-            .find(|(known, _)| *known == name && SHARED.contains(known))?;
-        Some(match value.to_string().as_str() {
-            "on" => "Y".to_owned(),
-            "off" => "N".to_owned(),
-            number => number.to_owned(),
-        })
     }
 }
 
@@ -156,7 +117,10 @@ mod tests {
         ])
         .unwrap();
         assert!(policies.stats);
-        assert_eq!(policies.module_parameter("mmio_caching").unwrap(), "N");
+        let policy = slat::Policy::default();
+        policies.apply(&policy);
+        let off = policy.iter().find(|(name, _)| *name == "mmio_caching");
+        assert_eq!(off.unwrap().1.to_string(), "off");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use slat::Attention;
 use slat_x86::state::flags;
 use slat_x86::{Exit, Segment, State};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Somebody calls [`crate::signal_arrived`] for every signal that the client handles. Without it, `KVM_RUN` looks at
 /// `immediate_exit` every now and then, because the handler that sets it cannot announce itself.
@@ -160,6 +160,7 @@ impl VcpuObject {
                 let Inner { cpu, machine, .. } = &mut *inner;
                 cpu.run(machine, self.common().attention.flag())
             };
+            self.count(&exit);
             if let Next::Return = self.handle(inner, exit)? {
                 return Ok(());
             }
@@ -185,6 +186,7 @@ impl VcpuObject {
         if raised & bits::RETRY != 0
             || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0
         {
+            self.common().exits.tlb_flush.add(1);
             inner.cpu.flush_tlb();
             inner.machine.pages.flush();
             inner.machine.engine.quiesce();
@@ -199,6 +201,7 @@ impl VcpuObject {
         let polled = raised & bits::POLL != 0
             && (self.must_leave(inner) || masked.is_some_and(Masked::signal_waits));
         if raised & bits::SIGNAL != 0 || polled {
+            self.common().exits.signal_exits.add(1);
             self.page.set_exit_reason(KVM_EXIT_INTR);
             return fail(libc::EINTR);
         }
@@ -219,6 +222,7 @@ impl VcpuObject {
             }
             if inner.mp_state == KVM_MP_STATE_HALTED && self.wakes_up(inner) {
                 inner.mp_state = KVM_MP_STATE_RUNNABLE;
+                self.common().exits.halt_wakeup.add(1);
                 break;
             }
             self.block(inner, masked)?;
@@ -227,6 +231,7 @@ impl VcpuObject {
         if common.signals.load(Ordering::SeqCst) & VcpuCommon::NMI != 0 {
             common.signals.fetch_and(!VcpuCommon::NMI, Ordering::SeqCst);
             inner.cpu.state.events.nmi = true;
+            common.exits.nmi_injections.add(1);
         }
         inner.cpu.interrupt_window = false;
         if common.lapic().is_some() {
@@ -237,6 +242,7 @@ impl VcpuObject {
             {
                 if allowed {
                     lapic.accept(vector);
+                    common.exits.irq_injections.add(1);
                     inner.cpu.inject_interrupt(vector);
                     // Another one may wait behind it: come out as soon as it could be taken.
                     inner.cpu.interrupt_window = lapic.pending().is_some();
@@ -246,6 +252,7 @@ impl VcpuObject {
             }
         } else if field!(self.page, request_interrupt_window) != 0 {
             if inner.cpu.can_take_interrupt() {
+                common.exits.request_irq_exits.add(1);
                 self.page.set_exit_reason(KVM_EXIT_IRQ_WINDOW_OPEN);
                 return Ok(false);
             }
@@ -270,8 +277,13 @@ impl VcpuObject {
 
     /// Waits, outside the engine, for something to be raised.
     fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+        let exits = &self.common().exits;
+        let begin = Instant::now();
         inner.machine.engine.leave();
+        exits.set_blocking(true);
         let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
+        exits.set_blocking(false);
+        exits.waited(begin.elapsed());
         inner.machine.engine.enter(thread_id());
         if interrupted {
             self.common().attention.raise(bits::SIGNAL);
@@ -318,6 +330,20 @@ impl VcpuObject {
             inner.cpu.state.cs = Segment::real((vector << 8) as u16, inner.cpu.state.cs.rights);
             inner.cpu.state.rip = 0;
             inner.mp_state = KVM_MP_STATE_RUNNABLE;
+        }
+    }
+
+    fn count(&self, exit: &Exit) {
+        let exits = &self.common().exits;
+        exits.exits.add(1);
+        match exit {
+            Exit::Attention => exits.irq_exits.add(1),
+            Exit::InterruptWindow => exits.irq_window_exits.add(1),
+            Exit::Io { .. } => exits.io_exits.add(1),
+            Exit::Mmio { .. } => exits.mmio_exits.add(1),
+            Exit::Hlt => exits.halt_exits.add(1),
+            Exit::Emulation { .. } => exits.insn_emulation_fail.add(1),
+            Exit::Shutdown | Exit::BadAddress | Exit::Debug { .. } => {}
         }
     }
 

@@ -36,11 +36,18 @@ struct Ticker {
 static TICKER: PerProcess<Ticker> = PerProcess::new();
 
 fn ticker() -> &'static Ticker {
-    TICKER.get_or_start(|ticker| spawn_without_signals(|| ticker.run()))
+    TICKER.get_or_start(|ticker| {
+        let without = "APIC timers and KVM_SET_SIGNAL_MASK will not work";
+        spawn_without_signals("slat-ticker", without, || ticker.run())
+    })
 }
 
-/// Starts a thread that takes none of the client's signals.
-fn spawn_without_signals(work: impl FnOnce() + Send + 'static) {
+/// Starts a thread that takes none of the client's signals. `without` says what is lost if there is none.
+pub(crate) fn spawn_without_signals(
+    name: &str,
+    without: &str,
+    work: impl FnOnce() + Send + 'static,
+) {
     // SAFETY: signal sets on the stack; the mask of this thread is put back.
     unsafe {
         let mut all = std::mem::zeroed();
@@ -48,14 +55,12 @@ fn spawn_without_signals(work: impl FnOnce() + Send + 'static) {
         libc::sigfillset(&mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
         let spawned = std::thread::Builder::new()
-            .name("slat-ticker".into())
+            .name(name.into())
             .stack_size(64 << 10)
             .spawn(work);
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
         if let Err(error) = spawned {
-            eprintln!(
-                "slat: no thread for timers can be started ({error}): APIC timers and KVM_SET_SIGNAL_MASK will not work"
-            );
+            eprintln!("slat: the thread {name} cannot be started ({error}): {without}");
         }
     }
 }

@@ -38,6 +38,7 @@ plain!(
     kvm_mp_state,
     kvm_msi,
     kvm_msr_entry,
+    kvm_pre_fault_memory,
     kvm_regs,
     kvm_sregs,
     kvm_sregs2,

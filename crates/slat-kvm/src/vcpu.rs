@@ -5,12 +5,13 @@ use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic}
 use crate::machine::VcpuMachine;
 use crate::process::PerProcess;
 use crate::run_page::RunPage;
+use crate::stats::Exits;
 use crate::thread::bits;
 use crate::ticker::{self, Client};
 use crate::vm::VmObject;
 use crate::{events, fpu, msr, regs};
 use kvm_bindings::*;
-use slat::{Attention, DirtyRing};
+use slat::{Attention, DirtyRing, VcpuStats};
 use slat_x86::Cpu;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -27,6 +28,7 @@ pub struct VcpuCommon {
     pub(crate) sipi_vector: AtomicU32,
     /// The thread (`pthread_t`) that is inside `KVM_RUN`, or 0.
     pub(crate) runner: AtomicUsize,
+    pub(crate) exits: Exits,
 }
 
 /// All vCPUs of the process, for [`interrupt_thread`].
@@ -125,6 +127,8 @@ pub struct VcpuObject {
     pub(crate) page: RunPage,
     /// Where its writes to logged slots go, if the VM has dirty rings.
     pub(crate) ring: Option<Arc<DirtyRing>>,
+    /// What the engine counts for it.
+    pub(crate) counted: VcpuStats,
     inner: Mutex<Inner>,
 }
 
@@ -150,6 +154,7 @@ impl VcpuObject {
             .engine
             .create_vcpu()
             .map_err(|_| Error::new(libc::ENOMEM))?;
+        let counted = engine.watch_stats();
         let ring = vm.rings.equip(&mut engine, fd)?;
         let attention = engine.attention().clone();
         let irqchip = vm.has_irqchip();
@@ -161,6 +166,7 @@ impl VcpuObject {
             signals: AtomicU32::new(0),
             sipi_vector: AtomicU32::new(0),
             runner: AtomicUsize::new(0),
+            exits: Exits::default(),
         });
         {
             let mut all = ALL
@@ -178,6 +184,7 @@ impl VcpuObject {
             vm,
             page,
             ring,
+            counted,
             inner: Mutex::new(Inner {
                 cpu: Box::new(Cpu::new()),
                 machine,

@@ -8,7 +8,7 @@ use crate::irq::lapic::Icr;
 use crate::process::Birth;
 use crate::run_page::RunPage;
 use crate::vcpu::{VcpuCommon, VcpuObject};
-use crate::{caps, clock, notify, policy, report};
+use crate::{caps, clock, notify, parameters, policy, recovery, report};
 use kvm_bindings::*;
 use slat::{Gpa, Hva, Region, SlotFlags};
 use std::collections::BTreeMap;
@@ -51,8 +51,9 @@ impl VmObject {
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
         let engine = EngineVm::new(policies.format, platform, slat::Config::default())
             .map_err(|_| Error::new(libc::ENOMEM))?;
-        policies.apply(&engine);
+        parameters::apply(&engine)?;
         notify::register(&engine);
+        recovery::begin();
         Ok(Arc::new(VmObject {
             engine,
             birth: Birth::here(),
@@ -298,6 +299,9 @@ impl VmObject {
                 Ok(())
             }
             KVM_CAP_MAX_VCPU_ID => self.limit_vcpu_ids(cap.args[0]),
+            KVM_CAP_VM_DISABLE_NX_HUGE_PAGES if cap.args[0] == 0 => {
+                self.before_vcpus(|| parameters::disable_nx(&self.engine))
+            }
             KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => self.set_manual_dirty_log(cap.args[0]),
             KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => {
                 self.enable_dirty_rings(cap.args[0])

@@ -12,6 +12,7 @@
 //! | `files` | open, stat, access |
 //! | `fds` | close, dup, fcntl |
 //! | `ioctls` | ioctl |
+//! | `streams` | read, write |
 //! | `memory` | mmap and its kin: KVM's MMU notifiers |
 //! | `signals` | sigaction and its kin |
 //! | `indirect` | syscall, prctl |
@@ -36,6 +37,7 @@ mod ioctls;
 mod memory;
 mod real;
 mod signals;
+mod streams;
 mod table;
 
 use std::sync::Once;
@@ -69,6 +71,7 @@ extern "C" fn start() {
         libc::pthread_atfork(None, None, Some(in_child));
         libc::atexit(at_exit);
     }
+    streams::prepare();
 }
 
 #[cfg(not(test))]

@@ -276,6 +276,16 @@ impl VcpuFd {
         self.vcpu.set_signal_mask(mask)
     }
 
+    /// `KVM_PRE_FAULT_MEMORY`, which kvm-ioctls does not have: maps a range of guest memory before the guest uses it. `range`
+    /// becomes what is left.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT` without
+    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory behind the slot is gone, `ENOMEM`.
+    pub fn pre_fault_memory(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
+        self.vcpu.pre_fault(range)
+    }
+
     /// Makes the ring of coalesced I/O readable, which it always is here.
     ///
     /// # Errors

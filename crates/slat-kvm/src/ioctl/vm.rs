@@ -36,6 +36,10 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         KVM_RESET_DIRTY_RINGS => return value(vm.reset_dirty_rings()?),
         KVM_REGISTER_COALESCED_MMIO => vm.register_coalesced(&user::read(argument)?)?,
         KVM_UNREGISTER_COALESCED_MMIO => vm.unregister_coalesced(&user::read(argument)?)?,
+        KVM_GET_STATS_FD => {
+            let (stats, fd) = vm.stats()?;
+            return Ok(Answer::Created(Object::Stats(stats), fd));
+        }
         KVM_SET_NR_MMU_PAGES => vm.set_nr_mmu_pages(argument)?,
         KVM_SET_TSS_ADDR => vm.set_tss_addr(argument)?,
         KVM_SET_IDENTITY_MAP_ADDR => vm.set_identity_map_addr(user::read(argument)?)?,
