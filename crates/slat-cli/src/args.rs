@@ -4,6 +4,7 @@ use std::ffi::OsString;
 
 use clap::{Args as ClapArgs, Parser, Subcommand};
 use slat::{Policy, PolicyError};
+use slat_kvm::policy::FORMATS;
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
@@ -60,12 +61,10 @@ fn mmu(mode: &str) -> Result<String, String> {
 }
 
 fn format(format: &str) -> Result<String, String> {
-    match format {
-        "ept" => Ok(format.to_owned()),
-        "npt" | "aarch64" | "riscv" => Err(format!(
-            "the {format} format does not exist yet; this slat has: ept"
-        )),
-        _ => Err("this slat has: ept".to_owned()),
+    if FORMATS.contains(&format) {
+        Ok(format.to_owned())
+    } else {
+        Err(format!("this slat has: {}", FORMATS.join(", ")))
     }
 }
 
@@ -112,12 +111,12 @@ mod tests {
     }
 
     #[test]
-    fn policies_have_the_names_of_the_engine_and_one_spelling() {
+    fn policies_have_the_names_and_values_of_the_engine() {
         let args = parse(&["run", "--set", "mmio_caching=N", "--set", "huge_pages=1"]).unwrap();
         let Command::Run(run) = args.command else {
             panic!("not run")
         };
-        assert_eq!(run.set, ["mmio_caching=off", "huge_pages=on"]);
+        assert_eq!(run.set, ["mmio_caching=N", "huge_pages=1"]);
         assert!(parse(&["run", "--set", "mmio_caching=maybe"]).is_err());
     }
 
@@ -129,12 +128,12 @@ mod tests {
                 "shadow paging does not exist yet",
             ),
             (
-                ["run", "--format", "npt"],
-                "the npt format does not exist yet",
+                ["run", "--format", "sv39"],
+                "this slat has: ept, npt, aarch64, riscv",
             ),
             (
-                ["run", "--set", "nx_huge_pages=1"],
-                "no policy 'nx_huge_pages'",
+                ["run", "--set", "nx_hugepages=1"],
+                "no policy 'nx_hugepages'",
             ),
             (["run", "--set", "nx_huge_pages"], "NAME=VALUE"),
         ] {

@@ -19,7 +19,7 @@ pub fn print() -> ExitCode {
 fn supported() -> Vec<(&'static str, String)> {
     vec![
         ("mmu", "tdp".to_owned()),
-        ("formats", "ept".to_owned()),
+        ("formats", slat_kvm::policy::FORMATS.join(", ")),
         ("policies", policies()),
     ]
 }

@@ -36,7 +36,7 @@ pub fn run(options: &Run) -> ExitCode {
                 }
             }
         }
-        return demo::run();
+        return demo::run(&options.format);
     };
     let file = match program::find(name, env::var_os("PATH").as_deref())
         .and_then(|file| program::check(&file).map(|()| file))

@@ -80,10 +80,12 @@ impl HostPlatform {
 fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
     let pointer = address as *mut u8;
     // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one
-    // locked instruction, so it takes nothing from a concurrent writer.
+    // locked instruction, so it takes nothing from a concurrent writer. (An addition, because the
+    // other operations load first: the kernel would map its page of zeroes, and then have to flush
+    // it from all CPUs to make place for the real one.)
     let touched = unsafe {
         match access {
-            Access::Write => slat_guard::fetch_or(pointer, 0).map(drop),
+            Access::Write => slat_guard::fetch_add(pointer, 0).map(drop),
             Access::Read | Access::Execute => slat_guard::load(pointer).map(drop),
         }
     };

@@ -14,8 +14,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::ops::Range;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::*};
+use std::sync::{Mutex, OnceLock};
 
 use slat::Level;
 
@@ -185,14 +185,18 @@ pub enum Thp {
     Never,
 }
 
-/// Reads `/sys/kernel/mm/transparent_hugepage/enabled`; [`Thp::Never`] where it does not exist.
+/// The mode in `/sys/kernel/mm/transparent_hugepage/enabled` when it was first asked for;
+/// [`Thp::Never`] where there is none.
 pub fn thp_mode() -> Thp {
-    let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
-    match text.unwrap_or_default() {
-        text if text.contains("[always]") => Thp::Always,
-        text if text.contains("[madvise]") => Thp::Madvise,
-        _ => Thp::Never,
-    }
+    static MODE: OnceLock<Thp> = OnceLock::new();
+    *MODE.get_or_init(|| {
+        let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
+        match text.unwrap_or_default() {
+            text if text.contains("[always]") => Thp::Always,
+            text if text.contains("[madvise]") => Thp::Madvise,
+            _ => Thp::Never,
+        }
+    })
 }
 
 /// PROCMAP_QUERY: since Linux 6.11 (`include/uapi/linux/fs.h`).

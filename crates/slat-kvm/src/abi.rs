@@ -78,8 +78,12 @@ requests! {
     KVM_SET_TSC_KHZ = io(0xa2);
     KVM_GET_TSC_KHZ = io(0xa3);
     KVM_ENABLE_CAP = iow::<kvm_enable_cap>(0xa3);
+    KVM_REGISTER_COALESCED_MMIO = iow::<kvm_coalesced_mmio_zone>(0x67);
+    KVM_UNREGISTER_COALESCED_MMIO = iow::<kvm_coalesced_mmio_zone>(0x68);
     KVM_SIGNAL_MSI = iow::<kvm_msi>(0xa5);
     KVM_CLEAR_DIRTY_LOG = iowr::<kvm_clear_dirty_log>(0xc0);
+    KVM_RESET_DIRTY_RINGS = io(0xc7);
+    KVM_GET_STATS_FD = io(0xce);
     // vCPU
     KVM_RUN = io(0x80);
     KVM_GET_REGS = ior::<kvm_regs>(0x81);
@@ -109,6 +113,7 @@ requests! {
     KVM_GET_XCRS = ior::<kvm_xcrs>(0xa6);
     KVM_SET_XCRS = iow::<kvm_xcrs>(0xa7);
     KVM_KVMCLOCK_CTRL = io(0xad);
+    KVM_PRE_FAULT_MEMORY = iowr::<kvm_pre_fault_memory>(0xd5);
     KVM_GET_SREGS2 = ior::<kvm_sregs2>(0xcc);
     KVM_SET_SREGS2 = iow::<kvm_sregs2>(0xcd);
     KVM_GET_XSAVE2 = ior::<kvm_xsave>(0xcf);

@@ -144,7 +144,7 @@ mod tests {
             } else {
                 cycles << shift
             };
-            let ns = (u128::from(shifted) * u128::from(mul) >> 32) as u64;
+            let ns = ((u128::from(shifted) * u128::from(mul)) >> 32) as u64;
             assert!(ns.abs_diff(1_000_000_000) < 1000, "{khz} kHz: {ns}");
         }
     }

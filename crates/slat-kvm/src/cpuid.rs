@@ -170,7 +170,7 @@ pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
     let intel = table
         .iter()
         .any(|entry| entry.function == 0 && entry.ebx == u32::from_le_bytes(*b"Genu"));
-    let class = if leaf >= 0x4000_0000 && leaf < 0x8000_0000 {
+    let class = if (0x4000_0000..0x8000_0000).contains(&leaf) {
         leaf & 0xffff_ff00
     } else {
         leaf & 0x8000_0000

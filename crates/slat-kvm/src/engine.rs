@@ -1,6 +1,196 @@
-//! Which engine this port runs on: the one place that names the platform and the table format.
+//! The engine over the table format that was chosen when the process began: the one place that names the platform and
+//! the formats. The same x86 guest runs over any of them; what differs is what the tables hold.
 
-/// The engine's VM.
-pub type EngineVm = slat::Vm<slat_host::HostPlatform, slat::Ept>;
-/// The engine's vCPU.
-pub type EngineVcpu = slat::Vcpu<slat_host::HostPlatform, slat::Ept>;
+use slat::format::{Npt, Stage2, Sv48x4};
+use slat::{
+    Access, Attention, Config, DirtyLogError, DirtyRing, Ept, Gpa, Hva, OutOfMemory, Policy,
+    Region, RegionError, Stats, Stop, Translation, VcpuStats,
+};
+use slat_host::HostPlatform;
+use std::ops::Range;
+use std::sync::Arc;
+
+type Vm<F> = slat::Vm<HostPlatform, F>;
+type Vcpu<F> = slat::Vcpu<HostPlatform, F>;
+type Invalidation<'a, F> = slat::Invalidation<'a, HostPlatform, F>;
+
+macro_rules! formats {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal: $format:ty,)*) => {
+        /// A format of second-level tables.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum TableFormat {
+            $($(#[$doc])* $variant,)*
+        }
+
+        impl TableFormat {
+            /// The names `slat run --format` takes.
+            pub const NAMES: &[&str] = &[$($name,)*];
+
+            /// Its name there.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(TableFormat::$variant => $name,)*
+                }
+            }
+
+            /// The format called `name`.
+            pub fn by_name(name: &str) -> Option<Self> {
+                match name {
+                    $($name => Some(TableFormat::$variant),)*
+                    _ => None,
+                }
+            }
+        }
+
+        /// The engine's VM.
+        pub enum EngineVm {
+            $($(#[$doc])* $variant(Arc<Vm<$format>>),)*
+        }
+
+        /// The engine's vCPU.
+        pub enum EngineVcpu {
+            $($(#[$doc])* $variant(Vcpu<$format>),)*
+        }
+
+        /// An invalidation in progress; it ends when this is dropped.
+        #[must_use]
+        pub enum EngineInvalidation<'a> {
+            $($(#[$doc])* $variant(Invalidation<'a, $format>),)*
+        }
+
+        impl EngineVm {
+            /// A VM without memory.
+            ///
+            /// # Errors
+            /// [`OutOfMemory`].
+            pub fn new(
+                format: TableFormat,
+                platform: Arc<HostPlatform>,
+                config: Config,
+            ) -> Result<Arc<Self>, OutOfMemory> {
+                Ok(Arc::new(match format {
+                    $(TableFormat::$variant => EngineVm::$variant(Vm::new(platform, config)?),)*
+                }))
+            }
+
+            /// A CPU of this VM.
+            ///
+            /// # Errors
+            /// [`OutOfMemory`].
+            pub fn create_vcpu(&self) -> Result<EngineVcpu, OutOfMemory> {
+                Ok(match self {
+                    $(EngineVm::$variant(vm) => EngineVcpu::$variant(vm.create_vcpu()?),)*
+                })
+            }
+
+            /// See [`slat::Vm::invalidate`].
+            pub fn invalidate(&self, range: Range<Hva>) -> EngineInvalidation<'_> {
+                match self {
+                    $(EngineVm::$variant(vm) => EngineInvalidation::$variant(vm.invalidate(range)),)*
+                }
+            }
+        }
+
+        /// Evaluates an expression over what is inside, whatever its format.
+        macro_rules! each {
+            ($of:ident, $on:expr, $inner:ident => $then:expr) => {
+                match $on {
+                    $($of::$variant($inner) => $then,)*
+                }
+            };
+        }
+    };
+}
+
+formats! {
+    /// Intel EPT.
+    Ept = "ept": Ept,
+    /// AMD nested page tables.
+    Npt = "npt": Npt,
+    /// AArch64 stage 2, 48 bits.
+    Aarch64 = "aarch64": Stage2<48>,
+    /// RISC-V G-stage, Sv48x4.
+    Riscv = "riscv": Sv48x4,
+}
+
+impl Default for TableFormat {
+    fn default() -> Self {
+        TableFormat::Ept
+    }
+}
+
+/// Methods that are the same for every format and pass their arguments on; those of a `mut` list change what they are called
+/// on.
+macro_rules! delegate {
+    ($of:ident { $($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) $(-> $out:ty)?;)* }) => {
+        impl $of {
+            $($(#[$doc])* #[inline] pub fn $name(&self $(, $arg: $ty)*) $(-> $out)? {
+                each!($of, self, inner => inner.$name($($arg),*))
+            })*
+        }
+    };
+    (mut $of:ident { $($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) $(-> $out:ty)?;)* }) => {
+        impl $of {
+            $($(#[$doc])* #[inline] pub fn $name(&mut self $(, $arg: $ty)*) $(-> $out)? {
+                each!($of, self, inner => inner.$name($($arg),*))
+            })*
+        }
+    };
+}
+
+delegate! {
+    EngineVm {
+        /// See [`slat::Vm::policy`].
+        fn policy() -> &Policy;
+        /// See [`slat::Vm::stats`].
+        fn stats() -> Stats;
+        /// See [`slat::Vm::audit`].
+        fn audit() -> Result<(), slat::AuditError>;
+        /// See [`slat::Vm::set_memory_region`].
+        fn set_memory_region(space: usize, region: &Region) -> Result<(), RegionError>;
+        /// See [`slat::Vm::dirty_log_words`].
+        fn dirty_log_words(space: usize, slot: u32) -> Result<usize, DirtyLogError>;
+        /// See [`slat::Vm::get_dirty_log`].
+        fn get_dirty_log(space: usize, slot: u32, bitmap: &mut [u64]) -> Result<(), DirtyLogError>;
+        /// See [`slat::Vm::clear_dirty_log`].
+        fn clear_dirty_log(space: usize, slot: u32, first: u64, pages: u64, bitmap: &[u64]) -> Result<(), DirtyLogError>;
+        /// See [`slat::Vm::set_manual_dirty_log`].
+        fn set_manual_dirty_log(manual: bool, initially_set: bool);
+        /// See [`slat::Vm::use_dirty_rings`].
+        fn use_dirty_rings();
+        /// See [`slat::Vm::reset_dirty_rings`].
+        fn reset_dirty_rings() -> u64;
+        /// See [`slat::Vm::recover_nx_huge_pages`].
+        fn recover_nx_huge_pages() -> u64;
+    }
+}
+
+delegate! {
+    EngineVcpu {
+        /// See [`slat::Vcpu::attention`].
+        fn attention() -> &Arc<Attention>;
+        /// See [`slat::Vcpu::stats`].
+        fn stats() -> Stats;
+        /// See [`slat::Vcpu::watch_stats`].
+        fn watch_stats() -> VcpuStats;
+    }
+}
+
+delegate! {
+    mut EngineVcpu {
+        /// See [`slat::Vcpu::enter`].
+        fn enter(token: usize);
+        /// See [`slat::Vcpu::leave`].
+        fn leave();
+        /// See [`slat::Vcpu::quiesce`].
+        fn quiesce();
+        /// See [`slat::Vcpu::translate`].
+        fn translate(gpa: Gpa, access: Access) -> Result<Translation, Stop>;
+        /// See [`slat::Vcpu::revalidate`].
+        fn revalidate(gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop>;
+        /// See [`slat::Vcpu::prefault`].
+        fn prefault(range: Range<Gpa>) -> Result<u64, Stop>;
+        /// See [`slat::Vcpu::set_dirty_ring`].
+        fn set_dirty_ring(ring: Arc<DirtyRing>) -> Result<(), OutOfMemory>;
+    }
+}

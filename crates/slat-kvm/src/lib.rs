@@ -9,22 +9,29 @@
 //! |---|---|
 //! | [`api`] | the Rust API |
 //! | [`ioctl`], [`abi`], [`user`] | the system-call interface: dispatch, request numbers, the client's memory |
+//! | [`dirty`] | dirty logs and rings |
 //! | [`system`], [`vm`], [`vcpu`] | the objects |
 //! | `run`, [`run_page`] | `KVM_RUN`, and the pages it shares with the client |
+//! | `prefault` | guest memory mapped ahead of its use |
+//! | [`stats`] | statistics, in KVM's binary format |
+//! | [`coalesced`] | writes to devices that the client may see later |
 //! | `mmu` | the software CPU's address translation, over the engine |
 //! | `machine`, `msr`, [`cpuid`], [`clock`] | what the CPU sees of its machine |
 //! | [`regs`], [`fpu`], [`events`] | its state in KVM's structs |
 //! | [`irq`] | local APICs |
 //! | [`thread`], `signals`, [`process`], `ticker` | signals, masks, forks, timers |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
+//! | [`parameters`], `recovery` | module parameters; NX huge pages come back |
 //! | [`policy`], [`report`], [`caps`] | settings, words to people, capabilities |
 
 pub mod abi;
 pub mod api;
 pub mod caps;
 pub mod clock;
+pub mod coalesced;
 pub mod cpu_features;
 pub mod cpuid;
+pub mod dirty;
 pub mod engine;
 pub mod errno;
 pub mod events;
@@ -35,13 +42,17 @@ mod machine;
 mod mmu;
 mod msr;
 pub mod notify;
+pub mod parameters;
 pub mod policy;
+mod prefault;
 pub mod process;
+mod recovery;
 pub mod regs;
 pub mod report;
 mod run;
 pub mod run_page;
 mod signals;
+pub mod stats;
 pub mod system;
 pub mod thread;
 mod ticker;

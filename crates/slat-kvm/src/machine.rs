@@ -193,6 +193,7 @@ impl Machine for VcpuMachine {
     }
 
     fn hypercall(&mut self, nr: u64, _args: [u64; 4]) -> u64 {
+        self.common.exits.hypercalls.add(1);
         if nr == HYPERCALL_POLL {
             0
         } else {

@@ -88,9 +88,12 @@ impl VcpuMachine {
     fn unreachable(&mut self, stop: Stop) -> Unreachable {
         match stop {
             Stop::Mmio { .. } => Unreachable::NotMemory,
-            // No ring was asked for, so none can be full.
+            Stop::DirtyRingFull => {
+                self.common.attention.raise(bits::RING_FULL);
+                self.come_out();
+                Unreachable::Fault(Fault::Retry)
+            }
             Stop::Retry
-            | Stop::DirtyRingFull
             | Stop::BadAddress {
                 error: ResolveError::Interrupted,
                 ..
@@ -156,11 +159,11 @@ impl VcpuMachine {
     }
 
     /// Outside the CPU's loop: acknowledges what the engine asks for. The CPU drops its translations before it uses one.
-    /// False when a signal wants the thread.
+    /// False when the thread is wanted elsewhere.
     fn may_try_again(&mut self) -> bool {
         self.come_out();
         self.engine.quiesce();
-        self.common.attention.flag().load(Ordering::SeqCst) & bits::SIGNAL == 0
+        self.common.attention.flag().load(Ordering::SeqCst) & (bits::SIGNAL | bits::RING_FULL) == 0
     }
 
     /// `KVM_TRANSLATE`: walks the guest's tables as a supervisor's read would.
@@ -181,7 +184,7 @@ impl VcpuMachine {
                 break Some(gva & 0xffff_ffff);
             }
             match walk(self, &guest_paging(&paging), gva, slat::Access::Read) {
-                Ok(page) => break Some(page.gpa.0 | gva % PAGE),
+                Ok(page) => break Some(page.gpa.0 | (gva % PAGE)),
                 Err(WalkError::Memory(Unreachable::Fault(Fault::Retry)))
                     if self.may_try_again() => {}
                 Err(_) => break None,
@@ -316,7 +319,7 @@ impl Mmu for VcpuMachine {
                 gpa,
             }),
             Err(Unreachable::NotMemory) => Err(Fault::Mmio {
-                gpa: gpa | gva % PAGE,
+                gpa: gpa | (gva % PAGE),
             }),
             Err(Unreachable::Fault(fault)) => Err(fault),
         }

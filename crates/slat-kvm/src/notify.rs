@@ -4,69 +4,55 @@
 //! take new ones only after it.
 
 use crate::engine::EngineVm;
+use crate::process::PerProcess;
 use slat::Hva;
 use std::ops::Range;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock, Weak};
 
-type Registry = RwLock<Vec<Weak<EngineVm>>>;
-
-/// Null until the first VM of this process.
-static VMS: AtomicPtr<Registry> = AtomicPtr::new(std::ptr::null_mut());
-/// VMs that live: the common case of none costs one load.
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-
-/// In a forked child: no VM of the parent is a listener here, and the registry's lock may be held for ever.
-pub(crate) fn forget_after_fork() {
-    VMS.store(std::ptr::null_mut(), Ordering::Release);
-    LIVE.store(0, Ordering::Release);
+/// The listeners of a process.
+#[derive(Default)]
+struct Registry {
+    vms: RwLock<Vec<Weak<EngineVm>>>,
+    /// How many there are: the common case of none costs two loads.
+    live: AtomicUsize,
 }
 
-fn registry() -> &'static Registry {
-    let current = VMS.load(Ordering::Acquire);
-    // SAFETY: once published, a registry is never freed.
-    if let Some(registry) = unsafe { current.as_ref() } {
-        return registry;
-    }
-    let new = Box::into_raw(Box::new(Registry::default()));
-    match VMS.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire) {
-        // SAFETY: published above and never freed.
-        Ok(_) => unsafe { &*new },
-        // SAFETY: `new` was not published; the winner's is never freed.
-        Err(winner) => unsafe {
-            drop(Box::from_raw(new));
-            &*winner
-        },
-    }
+/// A forked child begins with no listener: no VM of the parent is one there.
+static VMS: PerProcess<Registry> = PerProcess::new();
+
+fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {
+    let registry = VMS.get();
+    let mut vms = registry
+        .vms
+        .write()
+        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    change(&mut vms);
+    registry.live.store(vms.len(), Ordering::SeqCst);
 }
 
 /// Makes a VM a listener.
 pub(crate) fn register(vm: &Arc<EngineVm>) {
-    let mut vms = registry()
-        .write()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
-    vms.push(Arc::downgrade(vm));
-    LIVE.store(vms.len(), Ordering::SeqCst);
+    change(|vms| vms.push(Arc::downgrade(vm)));
 }
 
 /// Ends it.
 pub(crate) fn unregister(vm: &Arc<EngineVm>) {
-    let mut vms = registry()
-        .write()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
-    vms.retain(|other| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(vm)));
-    LIVE.store(vms.len(), Ordering::SeqCst);
+    change(|vms| vms.retain(|other| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(vm))));
 }
 
 /// The VMs that live now.
 pub fn live() -> Vec<Arc<EngineVm>> {
-    if LIVE.load(Ordering::SeqCst) == 0 {
-        return Vec::new();
+    match VMS.peek() {
+        Some(registry) if registry.live.load(Ordering::SeqCst) != 0 => {
+            let vms = registry
+                .vms
+                .read()
+                .unwrap_or_else(|poisoned| poisoned.into_inner());
+            vms.iter().filter_map(Weak::upgrade).collect()
+        }
+        _ => Vec::new(),
     }
-    let vms = registry()
-        .read()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
-    vms.iter().filter_map(Weak::upgrade).collect()
 }
 
 /// Runs `change`, which changes the host's mappings in `range`: every VM drops its translations of the range before, and no
@@ -79,10 +65,10 @@ pub fn around<R>(range: Range<usize>, change: impl FnOnce() -> R) -> R {
 
 /// [`around`] for several ranges at once.
 pub fn around_all<R>(ranges: &[Range<usize>], change: impl FnOnce() -> R) -> R {
-    if LIVE.load(Ordering::SeqCst) == 0 {
+    let vms = live();
+    if vms.is_empty() {
         return change();
     }
-    let vms = live();
     let invalidations: Vec<_> = {
         let _inside = crate::thread::Inside::enter();
         let ranges = ranges.iter().filter(|range| !range.is_empty());

@@ -2,20 +2,22 @@
 //!
 //! Only what works is accepted; anything else is refused with a sentence, before any VM exists.
 
-use crate::engine::EngineVm;
+use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
-use slat::{Config, PolicyError};
+use slat::PolicyError;
 use std::sync::OnceLock;
 
 /// How the guest's memory is translated.
 pub const MMUS: &[&str] = &["tdp"];
 /// The formats of second-level tables.
-pub const FORMATS: &[&str] = &["ept"];
+pub const FORMATS: &[&str] = TableFormat::NAMES;
 
 /// The policies of every VM of this process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
     settings: Vec<(String, String)>,
+    /// The format of second-level tables.
+    pub format: TableFormat,
     /// Print statistics at the end of the process.
     pub stats: bool,
 }
@@ -56,59 +58,20 @@ impl Policies {
             settings.push((name.to_owned(), value.to_owned()));
         }
         let stats = variable("SLAT_STATS").is_some_and(|value| !value.is_empty() && value != "0");
-        Ok(Policies { settings, stats })
+        let format = variable("SLAT_FORMAT").and_then(|name| TableFormat::by_name(&name));
+        Ok(Policies {
+            settings,
+            format: format.unwrap_or_default(),
+            stats,
+        })
     }
 
-    /// How a VM is made.
-    pub fn config(&self) -> Config {
-        Config::default()
-    }
-
-    /// Sets the policies of a new VM.
-    pub(crate) fn apply(&self, vm: &EngineVm) {
+    /// Sets them.
+    pub(crate) fn apply(&self, policy: &slat::Policy) {
         for (name, value) in &self.settings {
             // Checked when it was parsed.
-            let _ = vm.policy().set(name, value);
-        }
-    }
-
-    /// The value of a KVM module parameter as `/sys/module/kvm/parameters` shows it, without the newline.
-    pub fn module_parameter(&self, name: &str) -> Option<String> {
-        let fixed = match name {
-            "force_emulation_prefix" => "0",
-            "tdp_mmu" => "Y",
-            "ignore_msrs" => "N",
-            "report_ignored_msrs" => "Y",
-            "enable_pmu" => "N",
-            "enable_vmware_backdoor" => "N",
-            "halt_poll_ns" => "0",
-            "min_timer_period_us" => "0",
-            _ => return self.engine_parameter(name),
-        };
-        Some(fixed.to_owned())
-    }
-
-    /// Those of KVM's parameters that are the engine's policies.
-    fn engine_parameter(&self, name: &str) -> Option<String> {
-        const SHARED: &[&str] = &[
-            "mmio_caching",
-            "nx_huge_pages",
-            "nx_huge_pages_recovery_ratio",
-            "nx_huge_pages_recovery_period_ms",
-            "eager_page_split",
-        ];
-        let policy = slat::Policy::default();
-        for (name, value) in &self.settings {
             let _ = policy.set(name, value);
         }
-        let (_, value) = policy
-            .iter()
-            .find(|(known, _)| *known == name && SHARED.contains(known))?;
-        Some(match value.to_string().as_str() {
-            "on" => "Y".to_owned(),
-            "off" => "N".to_owned(),
-            number => number.to_owned(),
-        })
     }
 }
 
@@ -154,7 +117,10 @@ mod tests {
         ])
         .unwrap();
         assert!(policies.stats);
-        assert_eq!(policies.module_parameter("mmio_caching").unwrap(), "N");
+        let policy = slat::Policy::default();
+        policies.apply(&policy);
+        let off = policy.iter().find(|(name, _)| *name == "mmio_caching");
+        assert_eq!(off.unwrap().1.to_string(), "off");
     }
 
     #[test]

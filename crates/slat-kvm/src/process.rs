@@ -5,7 +5,7 @@
 //! tells the two apart without a system call.
 
 use std::sync::Once;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
 static GENERATION: AtomicU64 = AtomicU64::new(1);
 static WATCHING: Once = Once::new();
@@ -32,8 +32,75 @@ impl Birth {
 
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
-    crate::ticker::forget_after_fork();
-    crate::notify::forget_after_fork();
+}
+
+/// A global that every process has for itself. What a forked child inherits it does not touch: locks in it may be held by
+/// threads that the child does not have. It begins with a new one.
+#[derive(Debug)]
+pub struct PerProcess<T: 'static> {
+    current: AtomicPtr<Held<T>>,
+}
+
+#[derive(Debug)]
+struct Held<T> {
+    birth: Birth,
+    value: T,
+}
+
+impl<T: Default + Sync + 'static> PerProcess<T> {
+    /// Empty until the first use.
+    pub const fn new() -> Self {
+        PerProcess {
+            current: AtomicPtr::new(std::ptr::null_mut()),
+        }
+    }
+
+    /// This process's value, if it was used already.
+    pub fn peek(&'static self) -> Option<&'static T> {
+        // SAFETY: once published, a value is never freed.
+        let held = unsafe { self.current.load(Ordering::Acquire).as_ref()? };
+        held.birth.is_here().then_some(&held.value)
+    }
+
+    /// This process's value.
+    pub fn get(&'static self) -> &'static T {
+        self.get_or_start(|_| {})
+    }
+
+    /// The same; `start` is called with a value that has just been made, by the thread that made it.
+    pub fn get_or_start(&'static self, start: impl FnOnce(&'static T)) -> &'static T {
+        if let Some(value) = self.peek() {
+            return value;
+        }
+        let birth = Birth::here();
+        let old = self.current.load(Ordering::Acquire);
+        let new = Box::into_raw(Box::new(Held {
+            birth,
+            value: T::default(),
+        }));
+        match self
+            .current
+            .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)
+        {
+            Ok(_) => {
+                // SAFETY: published above and never freed.
+                let value = unsafe { &(*new).value };
+                start(value);
+                value
+            }
+            Err(_) => {
+                // SAFETY: `new` was not published.
+                drop(unsafe { Box::from_raw(new) });
+                self.get_or_start(start)
+            }
+        }
+    }
+}
+
+impl<T: Default + Sync + 'static> Default for PerProcess<T> {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 
 use crate::engine::EngineVm;
 use crate::policy;
+use crate::process::PerProcess;
 use slat::{RegionError, Stats, Stop};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -53,8 +54,8 @@ pub(crate) fn refused_ioctl(request: u32, errno: i32) {
 
 /// The CPU cannot execute an instruction. Said once for the same bytes.
 pub(crate) fn cannot_execute(vcpu: u32, rip: u64, bytes: &[u8], reason: &str) {
-    static SAID: Mutex<BTreeSet<Vec<u8>>> = Mutex::new(BTreeSet::new());
-    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    static SAID: PerProcess<Mutex<BTreeSet<Vec<u8>>>> = PerProcess::new();
+    let mut said = SAID.get().lock().unwrap_or_else(PoisonError::into_inner);
     if said.len() >= 64 || !said.insert(bytes.to_vec()) {
         return;
     }
@@ -68,20 +69,20 @@ pub(crate) fn cannot_execute(vcpu: u32, rip: u64, bytes: &[u8], reason: &str) {
 }
 
 /// Statistics of VMs that have ended.
-static ENDED: Mutex<(u64, Option<Stats>)> = Mutex::new((0, None));
+static ENDED: PerProcess<Mutex<(u64, Option<Stats>)>> = PerProcess::new();
 
 pub(crate) fn vm_ends(vm: &EngineVm) {
     if !policy::current().is_ok_and(|policies| policies.stats) {
         return;
     }
-    let mut ended = ENDED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut ended = ENDED.get().lock().unwrap_or_else(PoisonError::into_inner);
     ended.0 += 1;
     ended.1.get_or_insert_default().add(&vm.stats());
 }
 
 /// The sum over all VMs of the process, live and ended, and how many there were.
 pub fn totals() -> (u64, Stats) {
-    let ended = ENDED.lock().unwrap_or_else(PoisonError::into_inner);
+    let ended = ENDED.get().lock().unwrap_or_else(PoisonError::into_inner);
     let (mut vms, mut sum) = (ended.0, ended.1.unwrap_or_default());
     drop(ended);
     for vm in crate::notify::live() {
@@ -134,10 +135,14 @@ pub fn render(vms: u64, stats: &Stats) -> String {
     text
 }
 
-/// Prints the statistics if the environment asks for them. For the end of the process.
+/// Prints the statistics if the environment asks for them and there were any VMs: a shell that only starts the KVM program says
+/// nothing. For the end of the process.
 pub fn at_exit() {
-    if policy::current().is_ok_and(|policies| policies.stats) {
-        let (vms, stats) = totals();
+    if !policy::current().is_ok_and(|policies| policies.stats) {
+        return;
+    }
+    let (vms, stats) = totals();
+    if vms != 0 {
         use std::io::Write as _;
         let _ = std::io::stderr().write_all(render(vms, &stats).as_bytes());
     }
@@ -147,7 +152,7 @@ fn grouped(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::new();
     for (index, digit) in digits.chars().enumerate() {
-        if index != 0 && (digits.len() - index) % 3 == 0 {
+        if index != 0 && (digits.len() - index).is_multiple_of(3) {
             text.push(',');
         }
         text.push(digit);

@@ -13,7 +13,7 @@ use slat::Attention;
 use slat_x86::state::flags;
 use slat_x86::{Exit, Segment, State};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Somebody calls [`crate::signal_arrived`] for every signal that the client handles. Without it, `KVM_RUN` looks at
 /// `immediate_exit` every now and then, because the handler that sets it cannot announce itself.
@@ -130,6 +130,7 @@ impl VcpuObject {
                     | bits::POLL
                     | bits::TIMER
                     | bits::RETRY
+                    | bits::RING_FULL
                     | Attention::FLUSH,
             );
             // The flush was for translations that this vCPU must not use later without having acknowledged it.
@@ -152,28 +153,40 @@ impl VcpuObject {
             if self.common().attention.flag().load(Ordering::SeqCst) != 0 {
                 self.attend(inner, masked)?;
             }
-            if !self.deliver_events(inner, masked)? {
+            if self.ring_is_full() || !self.deliver_events(inner, masked)? {
                 return Ok(());
             }
             let exit = {
                 let Inner { cpu, machine, .. } = &mut *inner;
                 cpu.run(machine, self.common().attention.flag())
             };
+            self.count(&exit);
             if let Next::Return = self.handle(inner, exit)? {
                 return Ok(());
             }
         }
     }
 
+    /// The client has to collect from the dirty ring before the guest goes on; then the exit says so.
+    fn ring_is_full(&self) -> bool {
+        let full = self.ring.as_ref().is_some_and(|ring| ring.is_soft_full());
+        if full {
+            self.page.set_exit_reason(KVM_EXIT_DIRTY_RING_FULL);
+        }
+        full
+    }
+
     /// Looks at everything that was raised. An error ends the run.
     fn attend(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         let attention = &self.common().attention;
-        let raised =
-            attention.take(bits::SIGNAL | bits::IRQ | bits::TIMER | bits::POLL | bits::RETRY);
+        let raised = attention.take(
+            bits::SIGNAL | bits::IRQ | bits::TIMER | bits::POLL | bits::RETRY | bits::RING_FULL,
+        );
         // FLUSH is lowered by the acknowledgement.
         if raised & bits::RETRY != 0
             || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0
         {
+            self.common().exits.tlb_flush.add(1);
             inner.cpu.flush_tlb();
             inner.machine.pages.flush();
             inner.machine.engine.quiesce();
@@ -188,6 +201,7 @@ impl VcpuObject {
         let polled = raised & bits::POLL != 0
             && (self.must_leave(inner) || masked.is_some_and(Masked::signal_waits));
         if raised & bits::SIGNAL != 0 || polled {
+            self.common().exits.signal_exits.add(1);
             self.page.set_exit_reason(KVM_EXIT_INTR);
             return fail(libc::EINTR);
         }
@@ -208,6 +222,7 @@ impl VcpuObject {
             }
             if inner.mp_state == KVM_MP_STATE_HALTED && self.wakes_up(inner) {
                 inner.mp_state = KVM_MP_STATE_RUNNABLE;
+                self.common().exits.halt_wakeup.add(1);
                 break;
             }
             self.block(inner, masked)?;
@@ -216,6 +231,7 @@ impl VcpuObject {
         if common.signals.load(Ordering::SeqCst) & VcpuCommon::NMI != 0 {
             common.signals.fetch_and(!VcpuCommon::NMI, Ordering::SeqCst);
             inner.cpu.state.events.nmi = true;
+            common.exits.nmi_injections.add(1);
         }
         inner.cpu.interrupt_window = false;
         if common.lapic().is_some() {
@@ -226,6 +242,7 @@ impl VcpuObject {
             {
                 if allowed {
                     lapic.accept(vector);
+                    common.exits.irq_injections.add(1);
                     inner.cpu.inject_interrupt(vector);
                     // Another one may wait behind it: come out as soon as it could be taken.
                     inner.cpu.interrupt_window = lapic.pending().is_some();
@@ -235,6 +252,7 @@ impl VcpuObject {
             }
         } else if field!(self.page, request_interrupt_window) != 0 {
             if inner.cpu.can_take_interrupt() {
+                common.exits.request_irq_exits.add(1);
                 self.page.set_exit_reason(KVM_EXIT_IRQ_WINDOW_OPEN);
                 return Ok(false);
             }
@@ -259,8 +277,13 @@ impl VcpuObject {
 
     /// Waits, outside the engine, for something to be raised.
     fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+        let exits = &self.common().exits;
+        let begin = Instant::now();
         inner.machine.engine.leave();
+        exits.set_blocking(true);
         let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
+        exits.set_blocking(false);
+        exits.waited(begin.elapsed());
         inner.machine.engine.enter(thread_id());
         if interrupted {
             self.common().attention.raise(bits::SIGNAL);
@@ -310,6 +333,20 @@ impl VcpuObject {
         }
     }
 
+    fn count(&self, exit: &Exit) {
+        let exits = &self.common().exits;
+        exits.exits.add(1);
+        match exit {
+            Exit::Attention => exits.irq_exits.add(1),
+            Exit::InterruptWindow => exits.irq_window_exits.add(1),
+            Exit::Io { .. } => exits.io_exits.add(1),
+            Exit::Mmio { .. } => exits.mmio_exits.add(1),
+            Exit::Hlt => exits.halt_exits.add(1),
+            Exit::Emulation { .. } => exits.insn_emulation_fail.add(1),
+            Exit::Shutdown | Exit::BadAddress | Exit::Debug { .. } => {}
+        }
+    }
+
     fn handle(&self, inner: &mut Inner, exit: Exit) -> Result<Next> {
         let page = &self.page;
         match exit {
@@ -322,6 +359,10 @@ impl VcpuObject {
                 data,
             } => {
                 let len = usize::from(size) * count as usize;
+                if write && (self.vm.coalesced).take(port.into(), true, size, count, &data[..len]) {
+                    inner.cpu.complete_io(&[]);
+                    return Ok(Next::Again);
+                }
                 page.set_exit_reason(KVM_EXIT_IO);
                 set_field!(
                     page,
@@ -351,7 +392,9 @@ impl VcpuObject {
                 write,
                 data,
             } => {
-                if self.apic_access(inner, gpa, len, write, data) {
+                if self.apic_access(inner, gpa, len, write, data)
+                    || write && self.vm.coalesced.take(gpa, false, len, 1, &data)
+                {
                     return Ok(Next::Again);
                 }
                 page.set_exit_reason(KVM_EXIT_MMIO);

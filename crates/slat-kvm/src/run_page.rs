@@ -3,6 +3,7 @@
 //! The vCPU's descriptor is a memfd of that size, so the client's own `mmap` of it works without help. The client may write
 //! to the pages at any time, also while the vCPU runs: every access here is volatile and nothing read is trusted twice.
 
+use crate::dirty::RING_OFFSET;
 use crate::errno::{Result, last};
 use kvm_bindings::*;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -30,22 +31,100 @@ macro_rules! set_field {
 }
 pub(crate) use {field, set_field};
 
+/// Memory shared with the client, mapped until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: shared memory that is accessed with volatile and atomic loads and stores only.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// Maps a part of a descriptor.
+    ///
+    /// # Errors
+    /// What the host answers.
+    pub(crate) fn map(fd: &OwnedFd, offset: usize, len: usize) -> Result<Self> {
+        Self::map_with(libc::MAP_SHARED, fd.as_raw_fd(), offset, len)
+    }
+
+    /// New memory that no descriptor stands for.
+    ///
+    /// # Errors
+    /// What the host answers.
+    pub(crate) fn new(len: usize) -> Result<Self> {
+        Self::map_with(libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0, len)
+    }
+
+    fn map_with(flags: i32, fd: i32, offset: usize, len: usize) -> Result<Self> {
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let offset = offset as libc::off_t;
+        // SAFETY: a new mapping at an address of the host's choice.
+        let address = unsafe { libc::mmap(std::ptr::null_mut(), len, rights, flags, fd, offset) };
+        if address == libc::MAP_FAILED {
+            return Err(last());
+        }
+        let start = NonNull::new(address.cast()).expect("mmap does not map address 0");
+        Ok(Shared { start, len })
+    }
+
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Makes the page at `address` another view of this memory's first page.
+    ///
+    /// # Errors
+    /// What the host answers.
+    ///
+    /// # Safety
+    /// The page belongs to a mapping that the caller may replace.
+    pub(crate) unsafe fn show_at(&self, address: usize) -> Result<()> {
+        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        // SAFETY: of no length, this leaves the old mapping of shared memory as it is and adds a second one; the place is the
+        // caller's to give.
+        let shown = unsafe { libc::mremap(self.start().cast(), 0, PAGE, flags, address) };
+        if shown == libc::MAP_FAILED {
+            return Err(last());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, and nobody has a pointer into it any more.
+        unsafe { libc::munmap(self.start().cast(), self.len) };
+    }
+}
+
 /// One mapping of a vCPU's shared pages.
 #[derive(Debug)]
-pub struct RunPage(NonNull<u8>);
-
-// SAFETY: shared memory that is accessed with volatile loads and stores only.
-unsafe impl Send for RunPage {}
-// SAFETY: as above.
-unsafe impl Sync for RunPage {}
+pub struct RunPage(Shared);
 
 impl RunPage {
-    /// New shared pages, and the descriptor that stands for the vCPU. The mapping does not need the descriptor any more.
+    /// New shared pages, and the descriptor that stands for the vCPU. The mapping does not need the descriptor any more. There
+    /// is room for a dirty ring of `ring` bytes behind the pages.
     ///
     /// # Errors
     /// What the host answers to creating or mapping the memory.
-    pub fn create(vcpu_id: u32) -> Result<(RunPage, OwnedFd)> {
-        let fd = memfd(&format!("kvm-vcpu:{vcpu_id}\0"), MMAP_SIZE, true)?;
+    pub fn create(vcpu_id: u32, ring: usize) -> Result<(RunPage, OwnedFd)> {
+        let size = if ring == 0 {
+            MMAP_SIZE
+        } else {
+            RING_OFFSET + ring
+        };
+        let fd = memfd(&format!("kvm-vcpu:{vcpu_id}\0"), size, true)?;
+        // The client may write to the memory, but not take it away.
+        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+        // SAFETY: plain system call on our own descriptor.
+        if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
+            return Err(last());
+        }
         let page = RunPage::map(&fd)?;
         Ok((page, fd))
     }
@@ -55,28 +134,17 @@ impl RunPage {
     /// # Errors
     /// What the host answers to mapping the memory.
     pub fn map(fd: &OwnedFd) -> Result<RunPage> {
-        // SAFETY: a new mapping at an address of the host's choice.
-        let address = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                MMAP_SIZE,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                fd.as_raw_fd(),
-                0,
-            )
-        };
-        if address == libc::MAP_FAILED {
-            return Err(last());
-        }
-        Ok(RunPage(
-            NonNull::new(address.cast()).expect("mmap does not map address 0"),
-        ))
+        Ok(RunPage(Shared::map(fd, 0, MMAP_SIZE)?))
+    }
+
+    /// The address of the first page.
+    pub(crate) fn address(&self) -> usize {
+        self.0.start() as usize
     }
 
     /// The `kvm_run` struct.
     pub fn ptr(&self) -> *mut kvm_run {
-        self.0.as_ptr().cast()
+        self.0.start().cast()
     }
 
     /// Whether the client asked for `KVM_RUN` to return at once.
@@ -95,7 +163,7 @@ impl RunPage {
         // SAFETY: inside the mapping; the client may change the bytes meanwhile, each is a valid u8 all the same.
         unsafe {
             std::ptr::copy_nonoverlapping(
-                self.0.as_ptr().add(PIO_OFFSET),
+                self.0.start().add(PIO_OFFSET),
                 data.as_mut_ptr(),
                 data.len(),
             )
@@ -107,19 +175,8 @@ impl RunPage {
         assert!(data.len() <= PAGE);
         // SAFETY: inside the mapping.
         unsafe {
-            std::ptr::copy_nonoverlapping(
-                data.as_ptr(),
-                self.0.as_ptr().add(PIO_OFFSET),
-                data.len(),
-            )
+            std::ptr::copy_nonoverlapping(data.as_ptr(), self.0.start().add(PIO_OFFSET), data.len())
         }
-    }
-}
-
-impl Drop for RunPage {
-    fn drop(&mut self) {
-        // SAFETY: our own mapping, and nobody has a pointer into it any more.
-        unsafe { libc::munmap(self.0.as_ptr().cast(), MMAP_SIZE) };
     }
 }
 
@@ -129,7 +186,7 @@ impl Drop for RunPage {
 /// What the host answers.
 pub fn memfd(name: &str, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     assert!(name.ends_with('\0'));
-    let flags = if close_on_exec { libc::MFD_CLOEXEC } else { 0 };
+    let flags = libc::MFD_ALLOW_SEALING | if close_on_exec { libc::MFD_CLOEXEC } else { 0 };
     // SAFETY: the name is NUL-terminated.
     let fd = unsafe { libc::memfd_create(name.as_ptr().cast(), flags) };
     if fd < 0 {
@@ -150,7 +207,7 @@ mod tests {
 
     #[test]
     fn the_descriptor_maps_to_the_same_pages() {
-        let (ours, fd) = RunPage::create(3).unwrap();
+        let (ours, fd) = RunPage::create(3, 0).unwrap();
         let theirs = RunPage::map(&fd).unwrap();
         drop(fd);
         set_field!(theirs, 1, immediate_exit);

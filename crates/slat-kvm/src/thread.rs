@@ -19,6 +19,8 @@ pub mod bits {
     pub const POLL: u32 = 1 << 11;
     /// The translation asked for a quiescent point.
     pub const RETRY: u32 = 1 << 12;
+    /// A write found the dirty ring full: the client has to collect.
+    pub const RING_FULL: u32 = 1 << 13;
 }
 
 thread_local! {

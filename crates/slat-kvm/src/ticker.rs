@@ -4,9 +4,10 @@
 //! cannot announce itself ([`bits::POLL`]). It is started by the first that needs it. A forked child has no such thread and
 //! starts one of its own if it makes VMs.
 
+use crate::process::PerProcess;
 use crate::thread::bits;
 use slat::Attention;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, Weak};
 use std::time::{Duration, Instant};
 
@@ -32,40 +33,21 @@ struct Ticker {
     parked: AtomicBool,
 }
 
-/// Null until the first use in this process.
-static TICKER: AtomicPtr<Ticker> = AtomicPtr::new(std::ptr::null_mut());
-
-/// In a forked child: the parent's ticker is out of reach, its lock possibly held. A new one takes its place when needed.
-pub(crate) fn forget_after_fork() {
-    TICKER.store(std::ptr::null_mut(), Ordering::Release);
-}
+static TICKER: PerProcess<Ticker> = PerProcess::new();
 
 fn ticker() -> &'static Ticker {
-    let current = TICKER.load(Ordering::Acquire);
-    // SAFETY: once published, a ticker is never freed.
-    if let Some(ticker) = unsafe { current.as_ref() } {
-        return ticker;
-    }
-    let new = Box::into_raw(Box::<Ticker>::default());
-    match TICKER.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire) {
-        Ok(_) => {
-            // SAFETY: published above and never freed.
-            let ticker = unsafe { &*new };
-            spawn_without_signals(|| ticker.run());
-            ticker
-        }
-        Err(winner) => {
-            // SAFETY: `new` was not published; the winner's is never freed.
-            unsafe {
-                drop(Box::from_raw(new));
-                &*winner
-            }
-        }
-    }
+    TICKER.get_or_start(|ticker| {
+        let without = "APIC timers and KVM_SET_SIGNAL_MASK will not work";
+        spawn_without_signals("slat-ticker", without, || ticker.run())
+    })
 }
 
-/// Starts a thread that takes none of the client's signals.
-fn spawn_without_signals(work: impl FnOnce() + Send + 'static) {
+/// Starts a thread that takes none of the client's signals. `without` says what is lost if there is none.
+pub(crate) fn spawn_without_signals(
+    name: &str,
+    without: &str,
+    work: impl FnOnce() + Send + 'static,
+) {
     // SAFETY: signal sets on the stack; the mask of this thread is put back.
     unsafe {
         let mut all = std::mem::zeroed();
@@ -73,14 +55,12 @@ fn spawn_without_signals(work: impl FnOnce() + Send + 'static) {
         libc::sigfillset(&mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
         let spawned = std::thread::Builder::new()
-            .name("slat-ticker".into())
+            .name(name.into())
             .stack_size(64 << 10)
             .spawn(work);
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
         if let Err(error) = spawned {
-            eprintln!(
-                "slat: no thread for timers can be started ({error}): APIC timers and KVM_SET_SIGNAL_MASK will not work"
-            );
+            eprintln!("slat: the thread {name} cannot be started ({error}): {without}");
         }
     }
 }

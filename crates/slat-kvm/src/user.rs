@@ -25,6 +25,7 @@ plain!(
     u64,
     kvm_clear_dirty_log,
     kvm_clock_data,
+    kvm_coalesced_mmio_zone,
     kvm_cpuid_entry2,
     kvm_debugregs,
     kvm_dirty_log,
@@ -37,6 +38,7 @@ plain!(
     kvm_mp_state,
     kvm_msi,
     kvm_msr_entry,
+    kvm_pre_fault_memory,
     kvm_regs,
     kvm_sregs,
     kvm_sregs2,
@@ -73,6 +75,40 @@ pub fn read_vec<T: Plain>(address: u64, count: usize) -> Result<Vec<T>> {
     (0..count as u64)
         .map(|i| read(address.wrapping_add(i * step)))
         .collect()
+}
+
+/// Reads `count` words from `address` on, in one piece.
+///
+/// # Errors
+/// `EFAULT` when the memory cannot be read.
+pub fn read_words(address: u64, count: usize) -> Result<Vec<u64>> {
+    let mut words = vec![0u64; count];
+    // SAFETY: the bytes of a live vector; every bit pattern is a value.
+    let bytes = unsafe {
+        std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), count * size_of::<u64>())
+    };
+    read_bytes(address, bytes)?;
+    Ok(words)
+}
+
+/// Whether `len` bytes from `address` on can be written; they keep what they hold.
+///
+/// # Errors
+/// `EFAULT` when they cannot.
+pub fn check_writable(address: u64, len: usize) -> Result<()> {
+    const PAGE: u64 = 4096;
+    if !in_user_space(address, len) {
+        return fail(libc::EFAULT);
+    }
+    let mut at = address;
+    while at < address + len as u64 {
+        // SAFETY: guarded, and the write changes nothing, also towards a concurrent writer: it is one locked addition.
+        if unsafe { slat_guard::fetch_add(at as *mut u8, 0) }.is_err() {
+            return fail(libc::EFAULT);
+        }
+        at = (at / PAGE + 1) * PAGE;
+    }
+    Ok(())
 }
 
 /// Writes `value` to `address`.

@@ -3,14 +3,17 @@
 use crate::errno::{Error, Result, fail};
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};
 use crate::machine::VcpuMachine;
+use crate::process::PerProcess;
 use crate::run_page::RunPage;
+use crate::stats::Exits;
 use crate::thread::bits;
 use crate::ticker::{self, Client};
 use crate::vm::VmObject;
 use crate::{events, fpu, msr, regs};
 use kvm_bindings::*;
-use slat::Attention;
+use slat::{Attention, DirtyRing, VcpuStats};
 use slat_x86::Cpu;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
@@ -25,18 +28,19 @@ pub struct VcpuCommon {
     pub(crate) sipi_vector: AtomicU32,
     /// The thread (`pthread_t`) that is inside `KVM_RUN`, or 0.
     pub(crate) runner: AtomicUsize,
+    pub(crate) exits: Exits,
 }
 
 /// All vCPUs of the process, for [`interrupt_thread`].
-static ALL: Mutex<Vec<Weak<VcpuCommon>>> = Mutex::new(Vec::new());
+static ALL: PerProcess<Mutex<Vec<Weak<VcpuCommon>>>> = PerProcess::new();
 
 /// Ends the `KVM_RUN` that a thread is in, if it is in one, with `EINTR`: what a signal that no handler of the client sees would
 /// do. The thread is given as a `pthread_t`.
 pub fn interrupt_thread(thread: usize) {
-    // In a forked child the lock may be held for ever; there is no vCPU to interrupt there either.
-    let Ok(all) = ALL.try_lock() else {
+    let Some(all) = ALL.peek() else {
         return;
     };
+    let all = all.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     for vcpu in all.iter().filter_map(Weak::upgrade) {
         if vcpu.runner.load(Ordering::SeqCst) == thread {
             ticker::raise(&vcpu.attention, bits::SIGNAL);
@@ -121,6 +125,10 @@ pub struct VcpuObject {
     common: Arc<VcpuCommon>,
     pub(crate) vm: Arc<VmObject>,
     pub(crate) page: RunPage,
+    /// Where its writes to logged slots go, if the VM has dirty rings.
+    pub(crate) ring: Option<Arc<DirtyRing>>,
+    /// What the engine counts for it.
+    pub(crate) counted: VcpuStats,
     inner: Mutex<Inner>,
 }
 
@@ -140,11 +148,14 @@ impl VcpuObject {
         id: u32,
         bootstrap: bool,
         page: RunPage,
+        fd: &OwnedFd,
     ) -> Result<Arc<Self>> {
-        let engine = vm
+        let mut engine = vm
             .engine
             .create_vcpu()
             .map_err(|_| Error::new(libc::ENOMEM))?;
+        let counted = engine.watch_stats();
+        let ring = vm.rings.equip(&mut engine, fd)?;
         let attention = engine.attention().clone();
         let irqchip = vm.has_irqchip();
         let common = Arc::new(VcpuCommon {
@@ -155,9 +166,13 @@ impl VcpuObject {
             signals: AtomicU32::new(0),
             sipi_vector: AtomicU32::new(0),
             runner: AtomicUsize::new(0),
+            exits: Exits::default(),
         });
         {
-            let mut all = ALL.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut all = ALL
+                .get()
+                .lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner());
             all.retain(|vcpu| vcpu.strong_count() != 0);
             all.push(Arc::downgrade(&common));
         }
@@ -168,6 +183,8 @@ impl VcpuObject {
             common,
             vm,
             page,
+            ring,
+            counted,
             inner: Mutex::new(Inner {
                 cpu: Box::new(Cpu::new()),
                 machine,
@@ -575,10 +592,10 @@ impl VcpuObject {
 impl Inner {
     /// CR8 and the APIC's task priority are one register. The CPU has it while it runs.
     pub(crate) fn sync_cr8_to_lapic(&mut self) {
-        if let Some(mut lapic) = self.machine.common.lapic() {
-            if lapic.cr8() != self.cpu.state.cr8 {
-                lapic.set_cr8(self.cpu.state.cr8);
-            }
+        if let Some(mut lapic) = self.machine.common.lapic()
+            && lapic.cr8() != self.cpu.state.cr8
+        {
+            lapic.set_cr8(self.cpu.state.cr8);
         }
     }
 

@@ -1,14 +1,16 @@
 //! One VM: its memory (the engine's VM), its vCPUs, its interrupt controllers and its clock.
 
+use crate::coalesced::Coalesced;
+use crate::dirty::Rings;
 use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail};
 use crate::irq::lapic::Icr;
 use crate::process::Birth;
 use crate::run_page::RunPage;
 use crate::vcpu::{VcpuCommon, VcpuObject};
-use crate::{caps, clock, notify, policy, report};
+use crate::{caps, clock, notify, parameters, policy, recovery, report};
 use kvm_bindings::*;
-use slat::{DirtyLogError, Gpa, Hva, Region, SlotFlags};
+use slat::{Gpa, Hva, Region, SlotFlags};
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -26,6 +28,8 @@ pub struct VmObject {
     irqchip: AtomicBool,
     boot_cpu: AtomicU32,
     max_vcpu_ids: AtomicU32,
+    pub(crate) rings: Rings,
+    pub(crate) coalesced: Coalesced,
 }
 
 impl std::fmt::Debug for VmObject {
@@ -45,10 +49,11 @@ impl VmObject {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
-        let engine =
-            EngineVm::new(platform, policies.config()).map_err(|_| Error::new(libc::ENOMEM))?;
-        policies.apply(&engine);
+        let engine = EngineVm::new(policies.format, platform, slat::Config::default())
+            .map_err(|_| Error::new(libc::ENOMEM))?;
+        parameters::apply(&engine)?;
         notify::register(&engine);
+        recovery::begin();
         Ok(Arc::new(VmObject {
             engine,
             birth: Birth::here(),
@@ -57,6 +62,8 @@ impl VmObject {
             irqchip: AtomicBool::new(false),
             boot_cpu: AtomicU32::new(0),
             max_vcpu_ids: AtomicU32::new(caps::MAX_VCPU_ID),
+            rings: Rings::default(),
+            coalesced: Coalesced::new()?,
         }))
     }
 
@@ -162,9 +169,9 @@ impl VmObject {
         if vcpus.contains_key(&id) {
             return fail(libc::EEXIST);
         }
-        let (page, fd) = RunPage::create(id)?;
+        let (page, fd) = RunPage::create(id, self.rings.size())?;
         let bootstrap = id == self.boot_cpu.load(Ordering::Relaxed);
-        let vcpu = VcpuObject::new(self.clone(), id, bootstrap, page)?;
+        let vcpu = VcpuObject::new(self.clone(), id, bootstrap, page, &fd)?;
         vcpus.insert(id, vcpu.common().clone());
         Ok((vcpu, fd))
     }
@@ -292,7 +299,27 @@ impl VmObject {
                 Ok(())
             }
             KVM_CAP_MAX_VCPU_ID => self.limit_vcpu_ids(cap.args[0]),
+            KVM_CAP_VM_DISABLE_NX_HUGE_PAGES if cap.args[0] == 0 => {
+                self.before_vcpus(|| parameters::disable_nx(&self.engine))
+            }
+            KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => self.set_manual_dirty_log(cap.args[0]),
+            KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => {
+                self.enable_dirty_rings(cap.args[0])
+            }
             _ => fail(libc::EINVAL),
+        }
+    }
+
+    /// Does what can only be done before there are vCPUs.
+    pub(crate) fn before_vcpus(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        let vcpus = self
+            .vcpus
+            .write()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        if vcpus.is_empty() {
+            work()
+        } else {
+            fail(libc::EINVAL)
         }
     }
 
@@ -314,31 +341,6 @@ impl VmObject {
         }
         self.max_vcpu_ids.store(limit, Ordering::Relaxed);
         Ok(())
-    }
-
-    /// `KVM_GET_DIRTY_LOG`: the pages written since the last call, a bit each; they are protected again.
-    ///
-    /// # Errors
-    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged.
-    pub fn dirty_log(&self, slot: u32) -> Result<Vec<u64>> {
-        self.same_process()?;
-        let (space, id) = ((slot >> 16) as usize, slot & 0xffff);
-        if space != 0 || id >= slat::MAX_SLOTS {
-            return fail(libc::EINVAL);
-        }
-        loop {
-            let words = self
-                .engine
-                .dirty_log_words(space, id)
-                .map_err(|_| Error::new(libc::ENOENT))?;
-            let mut bitmap = vec![0; words];
-            match self.engine.get_dirty_log(space, id, &mut bitmap) {
-                Ok(()) => return Ok(bitmap),
-                // The slot was replaced by a larger one meanwhile.
-                Err(DirtyLogError::BufferTooSmall(_)) => {}
-                Err(_) => return fail(libc::ENOENT),
-            }
-        }
     }
 
     /// `KVM_SIGNAL_MSI`. Returns 1 when some vCPU took the interrupt, 0 when none did.

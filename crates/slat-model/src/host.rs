@@ -18,8 +18,8 @@ const VERSION_SHIFT: u32 = 16;
 
 /// Page numbers below the version in a frame number: at most 8 GiB of host memory.
 const PAGE_BITS: u32 = 21;
-/// What is left of the 40 bits of a frame number.
-const VERSIONS: u64 = 1 << (40 - PAGE_BITS);
+/// What is left of a frame number where physical addresses have 48 bits.
+const VERSIONS: u64 = 1 << (36 - PAGE_BITS);
 
 /// What a change of the host mapping leaves behind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -92,6 +92,10 @@ pub struct GuestModel {
     pub slots: BTreeMap<u32, ModelSlot>,
     /// For slots that log: pages written since the log was last taken, counted from the slot's start.
     dirty: BTreeMap<u32, BTreeSet<u64>>,
+    /// New logs go by the dirty bits of leaves, and may name neighbours of a page, too.
+    pub logs_by_dirty_bit: bool,
+    /// Slots with such a log.
+    loose: BTreeSet<u32>,
     /// Id of the slot that begins at a frame.
     by_base: BTreeMap<u64, u32>,
 }
@@ -148,7 +152,13 @@ impl GuestModel {
         let log = match self.remove(id) {
             _ if !new.logs() => None,
             Some(log) => Some(log),
-            None => Some(BTreeSet::new()),
+            None => {
+                self.loose.remove(&id);
+                if self.logs_by_dirty_bit {
+                    self.loose.insert(id);
+                }
+                Some(BTreeSet::new())
+            }
         };
         self.slots.insert(id, new);
         self.by_base.insert(new.base, id);
@@ -195,10 +205,15 @@ impl GuestModel {
     pub fn may_write(&self, host: &HostMemory, gfn: u64) -> bool {
         match (self.expect(host, gfn, Access::Write), self.slot_at(gfn)) {
             (Expected::Page(_), Some((id, slot))) => {
-                !slot.logs() || self.dirty[&id].contains(&(gfn - slot.base))
+                !slot.logs() || self.is_loose(id) || self.dirty[&id].contains(&(gfn - slot.base))
             }
             _ => false,
         }
+    }
+
+    /// Whether the log of `id` may name more than was written.
+    pub fn is_loose(&self, id: u32) -> bool {
+        self.loose.contains(&id)
     }
 
     /// The guest was given the right to write to `gfn`.

@@ -34,8 +34,12 @@ pub enum Op {
     },
     /// KVM_GET_DIRTY_LOG.
     DirtyLog(u32),
-    /// A policy is switched.
-    Policy(&'static str, bool),
+    /// A policy is set.
+    Policy(&'static str, &'static str),
+    /// Some of the tables that NX has split are taken away.
+    RecoverNx,
+    /// Pages of host memory are looked at for use.
+    Age(Range<u64>),
     /// A vCPU forgets its translations and says so.
     Quiesce(usize),
     /// A vCPU goes away, another one comes.
@@ -45,7 +49,18 @@ pub enum Op {
 }
 
 const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
-const POLICIES: [&str; 3] = ["mmio_caching", "huge_pages", "eager_page_split"];
+/// Policies with their values; what stands first is the most frequent.
+const POLICIES: [(&str, &[&str]); 9] = [
+    ("mmio_caching", &["on", "off"]),
+    ("huge_pages", &["on", "on", "off"]),
+    ("eager_page_split", &["on", "off"]),
+    ("nx_huge_pages", &["off", "off", "on"]),
+    ("nx_huge_pages_split", &["on", "on", "off"]),
+    ("nx_huge_pages_recovery_ratio", &["1", "3"]),
+    ("prefetch", &["8", "64", "adaptive", "off"]),
+    ("split_walk", &["default", "skip-last-level", "full-walk"]),
+    ("dirty_log", &["write-protect", "dirty-bit"]),
+];
 
 /// Guest frames around which everything happens: the begin, the first 2 MiB and 1 GiB borders, the
 /// border of a table of level 3, the end.
@@ -91,8 +106,16 @@ impl Generator {
             0..80 => Op::SetRegion(self.region(model)),
             80..150 => self.invalidate(model),
             150..190 => Op::DirtyLog(self.rng.below(self.slots) as u32),
-            190..193 => Op::Policy(self.rng.pick(&POLICIES), !self.rng.one_in(3)),
-            193..203 => Op::Quiesce(vcpu),
+            190..195 => {
+                let (name, values) = self.rng.pick(&POLICIES);
+                Op::Policy(name, self.rng.pick(values))
+            }
+            195..197 => Op::RecoverNx,
+            197..199 => {
+                let start = self.rng.below(self.host_pages);
+                Op::Age(start..(start + 512).min(self.host_pages))
+            }
+            199..203 => Op::Quiesce(vcpu),
             203..205 => Op::Replace(vcpu),
             205..215 if self.failures => Op::FailAllocation(self.rng.below(6)),
             _ => {

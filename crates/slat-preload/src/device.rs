@@ -13,8 +13,8 @@ use crate::table;
 pub enum Special {
     /// `/dev/kvm`.
     Device,
-    /// A module parameter: its text.
-    Parameter(String),
+    /// A module parameter: its name and its text.
+    Parameter(&'static str, String),
 }
 
 /// What the path means, if anything. The path may be null or end anywhere in bad memory; then the kernel shall say so.
@@ -46,8 +46,8 @@ pub fn special(path: *const c_char) -> Option<Special> {
     let name = PARAMETERS
         .iter()
         .find_map(|start| path.strip_prefix(start))?;
-    let value = slat_kvm::policy::current().ok()?.module_parameter(name)?;
-    Some(Special::Parameter(value + "\n"))
+    let (name, value) = slat_kvm::parameters::read(name)?;
+    Some(Special::Parameter(name, value + "\n"))
 }
 
 /// One byte of the client's, if it can be read. Guarded where the handlers are in place already; before that, the kernel is
@@ -81,8 +81,9 @@ pub fn open(special: &Special, flags: c_int) -> Result<isize, i32> {
             let fd = System::descriptor(close_on_exec).map_err(|error| error.errno())?;
             adopt(fd, Object::system())
         }
-        Special::Parameter(text) => {
-            if flags & libc::O_ACCMODE != libc::O_RDONLY {
+        Special::Parameter(name, text) => {
+            let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
+            if writes && !slat_kvm::parameters::is_writable(name) {
                 return Err(libc::EACCES);
             }
             let fd = slat_kvm::run_page::memfd("kvm-parameter\0", 0, close_on_exec)
@@ -91,9 +92,25 @@ pub fn open(special: &Special, flags: c_int) -> Result<isize, i32> {
             file.write_all(text.as_bytes())
                 .and_then(|()| file.rewind())
                 .map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+            if writes {
+                return adopt(file.into(), Object::Parameter(name));
+            }
             Ok(file.into_raw_fd() as isize)
         }
     }
+}
+
+/// A write of `len` bytes to a parameter that was opened for it.
+pub fn write_parameter(name: &str, from: *const u8, len: usize) -> Result<isize, i32> {
+    /// As much as such a file takes.
+    const PAGE: usize = 4096;
+    let mut text = vec![0; len.min(PAGE)];
+    // SAFETY: a guarded copy into a live buffer.
+    unsafe { slat_guard::copy_in(&mut text, from) }.map_err(|_| libc::EFAULT)?;
+    let text = std::str::from_utf8(&text).map_err(|_| libc::EINVAL)?;
+    let _inside = slat_kvm::thread::Inside::enter();
+    slat_kvm::parameters::write(name, text).map_err(|error| error.errno())?;
+    Ok(text.len() as isize)
 }
 
 /// Puts an object and its descriptor together.

@@ -34,13 +34,24 @@ pub unsafe fn open_at(directory: c_int, path: *const c_char, flags: c_int, mode:
 
 /// What `access` answers for a special path.
 fn access_special(special: &Special, mode: c_int) -> c_int {
-    if matches!(special, Special::Parameter(_)) && mode & (libc::W_OK | libc::X_OK) != 0
-        || mode & libc::X_OK != 0
-    {
+    let writable = match special {
+        Special::Device => true,
+        Special::Parameter(name, _) => slat_kvm::parameters::is_writable(name),
+    };
+    if mode & libc::X_OK != 0 || mode & libc::W_OK != 0 && !writable {
         set_errno(libc::EACCES);
         return -1;
     }
     0
+}
+
+/// The access rights of a parameter's file.
+fn parameter_mode(name: &str) -> u32 {
+    if slat_kvm::parameters::is_writable(name) {
+        0o644
+    } else {
+        0o444
+    }
 }
 
 /// Answers a stat call for a special path.
@@ -49,8 +60,8 @@ fn access_special(special: &Special, mode: c_int) -> c_int {
 /// `to` points to a `stat`, or the client gets what it deserves: the write is guarded.
 unsafe fn stat_special(special: &Special, to: *mut libc::stat) -> c_int {
     let mut stat = device::stat();
-    if let Special::Parameter(text) = special {
-        stat.st_mode = libc::S_IFREG | 0o444;
+    if let Special::Parameter(name, text) = special {
+        stat.st_mode = libc::S_IFREG | parameter_mode(name);
         stat.st_rdev = 0;
         stat.st_size = text.len() as libc::off_t;
     }
@@ -103,6 +114,11 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
             .to_bytes()
             .iter()
             .any(|byte| b"wa+".contains(byte));
+        // A stream writes by ways that do not come through here.
+        if writes && special != Special::Device {
+            set_errno(libc::EACCES);
+            return std::ptr::null_mut();
+        }
         let flags = if writes { libc::O_RDWR } else { libc::O_RDONLY };
         let fd = guarded(|| device::open(&special, flags)) as c_int;
         if fd < 0 {
@@ -125,6 +141,18 @@ interpose! {
     fn open(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: the caller's. Without O_CREAT the mode is not looked at.
         unsafe { open_at(libc::AT_FDCWD, path, flags, mode) }
+    }
+
+    /// creat(2).
+    fn creat(path: *const c_char, mode: c_uint) -> c_int {
+        // SAFETY: as for `open`.
+        unsafe { open_at(libc::AT_FDCWD, path, libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC, mode) }
+    }
+
+    /// creat(2) with large files.
+    fn creat64(path: *const c_char, mode: c_uint) -> c_int {
+        // SAFETY: as for `open`.
+        unsafe { open_at(libc::AT_FDCWD, path, libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC, mode) }
     }
 
     /// open(2) with large files, which is the same here.
@@ -260,7 +288,10 @@ interpose! {
             let mut answer: libc::statx = unsafe { std::mem::zeroed() };
             let device = special == Special::Device;
             answer.stx_mask = libc::STATX_TYPE | libc::STATX_MODE | libc::STATX_NLINK | libc::STATX_SIZE;
-            answer.stx_mode = if device { libc::S_IFCHR | 0o666 } else { libc::S_IFREG | 0o444 } as u16;
+            answer.stx_mode = match &special {
+                Special::Device => libc::S_IFCHR | 0o666,
+                Special::Parameter(name, _) => libc::S_IFREG | parameter_mode(name),
+            } as u16;
             answer.stx_nlink = 1;
             if device {
                 (answer.stx_rdev_major, answer.stx_rdev_minor) = (10, 232);

@@ -2,8 +2,8 @@
 
 use crate::files::interpose;
 use crate::real::call;
-use crate::{fds, files, ioctls, memory};
-use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong};
+use crate::{fds, files, ioctls, memory, streams};
+use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 use std::sync::Once;
 
 /// Says once what a seccomp filter has to let through.
@@ -43,6 +43,15 @@ interpose! {
                 libc::SYS_mprotect | libc::SYS_pkey_mprotect => memory::protect(number, a, b, c as c_int, d as c_int),
                 libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
                 libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
+                libc::SYS_read | libc::SYS_pread64 | libc::SYS_readv | libc::SYS_preadv | libc::SYS_preadv2 => {
+                    streams::reads(a as c_int);
+                    call!(number, a, b, c, d, e, f)
+                }
+                libc::SYS_write => match streams::write_parameter(a as c_int, b as *const c_void, c) {
+                    Some(answer) => answer,
+                    None => call!(number, a, b, c),
+                },
+                libc::SYS_creat => files::creat(a as *const c_char, b as c_uint) as isize,
                 libc::SYS_seccomp => {
                     seccomp_comes();
                     call!(number, a, b, c)

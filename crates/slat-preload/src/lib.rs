@@ -12,6 +12,7 @@
 //! | `files` | open, stat, access |
 //! | `fds` | close, dup, fcntl |
 //! | `ioctls` | ioctl |
+//! | `streams` | read, write |
 //! | `memory` | mmap and its kin: KVM's MMU notifiers |
 //! | `signals` | sigaction and its kin |
 //! | `indirect` | syscall, prctl |
@@ -24,6 +25,9 @@
 //!
 //! Statically linked programs do not load libraries: they use the crate `slat-kvm`.
 
+// The unit tests' own program does not export the symbols, and then nobody calls what stands behind them.
+#![cfg_attr(test, allow(dead_code))]
+
 mod device;
 mod fds;
 mod files;
@@ -33,6 +37,7 @@ mod ioctls;
 mod memory;
 mod real;
 mod signals;
+mod streams;
 mod table;
 
 use std::sync::Once;
@@ -53,7 +58,6 @@ pub(crate) fn is_borrowed() -> bool {
 
 extern "C" fn in_child() {
     OWNER.store(getpid(), Ordering::Relaxed);
-    table::forget_after_fork();
 }
 
 extern "C" fn at_exit() {
@@ -67,6 +71,7 @@ extern "C" fn start() {
         libc::pthread_atfork(None, None, Some(in_child));
         libc::atexit(at_exit);
     }
+    streams::prepare();
 }
 
 #[cfg(not(test))]

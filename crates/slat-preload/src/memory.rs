@@ -4,8 +4,10 @@
 //! kernel has to be asked anew. What slat itself maps is none of the guests' memory and passes by.
 
 use crate::files::interpose;
-use crate::real::{call, raw};
+use crate::real::{call, raw, set_errno};
+use crate::table;
 use slat_host::mappings;
+use slat_kvm::ioctl::Object;
 use slat_kvm::notify;
 use slat_kvm::thread::Inside;
 use std::ffi::{c_int, c_void};
@@ -85,6 +87,16 @@ pub fn fault_handled(range: Range, change: impl FnOnce() -> isize) -> isize {
     })
 }
 
+/// The vCPU of this process whose descriptor is to be mapped, if it is one.
+fn mapped_vcpu(fd: c_int, flags: c_int) -> Option<table::Handle> {
+    if flags & libc::MAP_ANONYMOUS != 0 || passes_by() {
+        return None;
+    }
+    table::get(fd).filter(|handle| {
+        matches!(handle.object(), Object::Vcpu(_)) && !handle.object().is_foreign()
+    })
+}
+
 /// mmap, by name or through `syscall`.
 ///
 /// # Safety
@@ -101,8 +113,24 @@ pub unsafe fn map(
     let change = || unsafe { call!(libc::SYS_mmap, address, len, protection, flags, fd, offset) };
     let replaces = flags & libc::MAP_FIXED != 0;
     let range = Range::at(address, if replaces { len } else { 0 });
+    let handle = mapped_vcpu(fd, flags);
+    let vcpu = handle.as_ref().and_then(|handle| match handle.object() {
+        Object::Vcpu(vcpu) => Some(vcpu),
+        _ => None,
+    });
+    if let Some(vcpu) = vcpu
+        && let Err(error) = vcpu.check_mapping(offset as u64, len, protection, flags)
+    {
+        set_errno(error.errno());
+        return -1;
+    }
     around_then(&[range], change, |address| {
-        mappings::changed(Range::at(address as usize, len).std())
+        mappings::changed(Range::at(address as usize, len).std());
+        if let Some(vcpu) = vcpu {
+            // SAFETY: this is the mapping that was just made. Should the host have no room for another mapping, the client sees
+            // an empty ring.
+            let _ = unsafe { vcpu.show_coalesced(address as usize, len, offset as u64) };
+        }
     })
 }
 

@@ -11,6 +11,7 @@
 //! second check.
 
 use slat_kvm::ioctl::Object;
+use slat_kvm::process::PerProcess;
 use std::cell::UnsafeCell;
 use std::ptr;
 use std::sync::Mutex;
@@ -27,7 +28,7 @@ static TABLE: [AtomicPtr<Part>; PARTS] = [const { AtomicPtr::new(ptr::null_mut()
 /// One more than the largest descriptor that ever was KVM's.
 static END: AtomicUsize = AtomicUsize::new(0);
 /// Emptied cells.
-static FREE: Mutex<Vec<&'static Cell>> = Mutex::new(Vec::new());
+static FREE: PerProcess<Mutex<Vec<&'static Cell>>> = PerProcess::new();
 
 /// Holds an object while somebody uses it.
 pub struct Cell {
@@ -95,7 +96,9 @@ fn retire(cell: &'static Cell) {
 }
 
 fn free_cells() -> std::sync::MutexGuard<'static, Vec<&'static Cell>> {
-    FREE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    FREE.get()
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 fn slot(fd: i32) -> Option<&'static AtomicPtr<Cell>> {
@@ -194,9 +197,4 @@ fn release(cell: *mut Cell) {
             handle.leak();
         }
     }
-}
-
-/// In a forked child: the lock may have been held.
-pub fn forget_after_fork() {
-    FREE.clear_poison();
 }

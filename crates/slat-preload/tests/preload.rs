@@ -135,14 +135,17 @@ mod client {
         assert!(found.file_type().is_char_device());
         assert_eq!(found.rdev(), libc::makedev(10, 232));
         let path = CString::new("/dev/kvm").unwrap();
-        // SAFETY: a C string.
         assert_eq!(
+            // SAFETY: a C string.
             unsafe { libc::access(path.as_ptr(), libc::R_OK | libc::W_OK) },
             0
         );
         let missing = CString::new("/dev/kvm-missing").unwrap();
-        // SAFETY: a C string.
-        assert_eq!(unsafe { libc::access(missing.as_ptr(), libc::F_OK) }, -1);
+        assert_eq!(
+            // SAFETY: a C string.
+            unsafe { libc::access(missing.as_ptr(), libc::F_OK) },
+            -1
+        );
         assert_eq!(errno(), libc::ENOENT);
         // SAFETY: a bad pointer is the kernel's to refuse.
         assert_eq!(unsafe { libc::open(8 as *const _, libc::O_RDONLY) }, -1);

@@ -9,10 +9,12 @@
 use crate::machine::{Access, Fault};
 use crate::op::{Break, Op};
 use crate::{Cpu, lower, vector};
-use iced_x86::{Decoder, DecoderError, DecoderOptions};
+use iced_x86::{Decoder, DecoderError, DecoderOptions, Mnemonic};
 use std::collections::HashMap;
 use std::ptr::{self, NonNull};
 
+/// UD2 and "kvm": makes KVM emulate the instruction that follows.
+const PREFIX: &[u8] = b"\x0f\x0bkvm";
 /// Operations per block.
 const MAX_OPS: usize = 48;
 /// Bytes per block: offsets fit into a byte.
@@ -297,7 +299,6 @@ impl Cpu {
         let mut ops = Vec::with_capacity(8);
         let mut used = self.decode_ops(block, &buffer[..len], max_ops, &mut ops);
         block.host2 = ptr::null_mut();
-        block.split = used;
         if ops.is_empty() && in_page < 15 {
             // The first instruction crosses into the next page, or its bytes are bad already.
             let next = (block.lin | 0xfff).wrapping_add(1);
@@ -309,21 +310,19 @@ impl Cpu {
             }
             len = 15;
             used = self.decode_ops(block, &buffer[..len], 1, &mut ops);
-            if used > in_page {
+            if ops.is_empty() || used > in_page {
                 block.host2 = host2;
-                block.split = in_page;
-            } else {
-                block.split = used;
             }
         }
         if ops.is_empty() {
-            // Not an instruction: #UD, unless it is longer than 15 bytes, which is #GP.
+            // Not an instruction: #UD, unless it is longer than 15 bytes, which is #GP. Any of the
+            // bytes may be what makes it none, so all are watched.
             let mut op = lower::invalid();
             op.aux = u8::from(self.too_long(&buffer[..len]));
             ops.push(op);
-            used = 1;
-            block.split = 1;
+            used = len.min(15);
         }
+        block.split = used.min(in_page);
         block.count = ops.iter().map(|op| u64::from(op.count)).sum();
         block.bytes.clear();
         block.bytes.extend_from_slice(&buffer[..used]);
@@ -353,7 +352,7 @@ impl Cpu {
         let mut used = 0;
         while ops.len() < max_ops && used < MAX_BYTES {
             // The prefix that makes KVM emulate the next instruction: there is nothing else here.
-            if bytes[used..].starts_with(b"\x0f\x0bkvm") {
+            if bytes[used..].starts_with(PREFIX) {
                 if used != 0 {
                     break;
                 }
@@ -371,6 +370,10 @@ impl Cpu {
             used = decoder.position();
             let ends = lower::lower(&insn, self.mode, start as u8, (used - start) as u8, ops);
             if ends {
+                if insn.mnemonic() == Mnemonic::Ud2 {
+                    // What follows decides whether it is a prefix.
+                    used = (start + PREFIX.len()).min(bytes.len());
+                }
                 break;
             }
         }

@@ -100,8 +100,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
 
 /// The first two bytes behind the prefixes, if they are those of an x87 instruction.
 fn opcode_and_modrm(insn: &Instruction) -> Option<(u8, u8)> {
-    let is_prefix =
-        |byte: &u8| matches!(byte, 0x26 | 0x2e | 0x36 | 0x3e | 0x64..=0x67 | 0x40..=0x4f);
+    let is_prefix = |byte: &u8| matches!(byte, 0x26 | 0x2e | 0x36 | 0x3e | 0x64..=0x67 | 0x40..=0x4f | 0xf0 | 0xf2 | 0xf3);
     let bytes = [64, 32, 16].into_iter().find_map(|bits| {
         let mut encoder = Encoder::new(bits);
         encoder.encode(insn, insn.ip()).ok()?;

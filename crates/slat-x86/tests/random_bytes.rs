@@ -4,6 +4,9 @@
 mod common;
 use common::*;
 use slat_x86::*;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 /// xorshift64*
 struct Random(u64);
@@ -19,6 +22,18 @@ impl Random {
 
 fn run_cases(bits: u32, cases: u64) {
     let memory = Memory::new(MMIO as usize);
+    // A case may well turn into an endless loop, of exceptions in real mode for instance.
+    let attention = Arc::new(AtomicU32::new(0));
+    let done = Arc::new(AtomicBool::new(false));
+    let watchdog = std::thread::spawn({
+        let (attention, done) = (attention.clone(), done.clone());
+        move || {
+            while !done.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(20));
+                attention.store(1, Ordering::Relaxed);
+            }
+        }
+    });
     let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ u64::from(bits));
     for case in 0..cases {
         let mut code = [0; 16];
@@ -33,6 +48,8 @@ fn run_cases(bits: u32, cases: u64) {
             _ => {}
         }
         let mut guest = Guest::with_memory(memory.clone(), &code);
+        guest.attention = attention.clone();
+        attention.store(0, Ordering::Relaxed);
         for r in [
             RAX, RCX, RDX, RBX, RBP, RSI, RDI, 8, 9, 10, 11, 12, 13, 14, 15,
         ] {
@@ -95,6 +112,8 @@ fn run_cases(bits: u32, cases: u64) {
             }
         }
     }
+    done.store(true, Ordering::Relaxed);
+    watchdog.join().unwrap();
 }
 
 #[test]

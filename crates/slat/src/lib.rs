@@ -48,5 +48,5 @@ pub use slots::{MAX_SLOTS, Region, RegionError, SlotFlags};
 pub use stats::Stats;
 pub use sync::quiesce::Attention;
 pub use table::{ENTRIES, Entries, OutOfMemory, TableMeta};
-pub use vcpu::Vcpu;
+pub use vcpu::{Vcpu, VcpuStats};
 pub use vm::{Config, DirtyGfn, DirtyLogError, DirtyRing, Invalidation, Stop, Translation, Vm};

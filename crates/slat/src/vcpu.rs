@@ -42,6 +42,29 @@ struct LastSlot {
 // protects are used by one thread at a time through `&mut self`.
 unsafe impl<P: Platform, F: Format> Send for Vcpu<P, F> {}
 
+/// The counters of a CPU ([`Vcpu::watch_stats`]). They may be read as long as anybody likes; once the CPU is gone, they may
+/// count for another one.
+pub struct VcpuStats {
+    /// Belongs to the VM.
+    reader: NonNull<Reader>,
+    counted_before: Stats,
+    _vm: Arc<dyn Send + Sync>,
+}
+
+// SAFETY: the reader lives as long as the VM, and its counters are atomics.
+unsafe impl Send for VcpuStats {}
+// SAFETY: as above.
+unsafe impl Sync for VcpuStats {}
+
+impl VcpuStats {
+    /// What the CPU has counted until now.
+    pub fn get(&self) -> Stats {
+        // SAFETY: readers live as long as the VM, which `_vm` keeps alive.
+        let reader = unsafe { self.reader.as_ref() };
+        reader.counters.snapshot().since(&self.counted_before)
+    }
+}
+
 impl<P: Platform, F: Format> Vm<P, F> {
     /// A CPU of this VM, outside. Any number may exist.
     ///
@@ -116,6 +139,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// What this CPU has counted.
     pub fn stats(&self) -> Stats {
         self.counters().snapshot().since(&self.counted_before)
+    }
+
+    /// The same from any thread, also while this CPU runs.
+    pub fn watch_stats(&self) -> VcpuStats {
+        VcpuStats {
+            reader: self.reader,
+            counted_before: self.counted_before,
+            _vm: self.vm.clone(),
+        }
     }
 
     /// Comes inside: from now on flushes wait for this CPU. `token` tells the platform whom to kick

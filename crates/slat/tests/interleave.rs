@@ -283,13 +283,23 @@ fn hold(
     let mut vcpu = world.vm.create_vcpu().unwrap();
     vcpu.enter(2);
     vcpu.quiesce();
-    let get = |&(gfn, access): &(u64, Access)| {
-        // Twice: the first may have flushed.
-        let translation = vcpu.translate(Gpa(gfn << 12), access);
-        let _ = vcpu.translate(Gpa(gfn << 12), access);
-        (gfn, access, translation.unwrap())
+    let mut tlb = Vec::new();
+    let get = |vcpu: &mut Vcpu<SimPlatform, Ept>, tlb: &mut Vec<_>| {
+        for &(gfn, access) in held {
+            match vcpu.translate(Gpa(gfn << 12), access) {
+                Ok(translation) => tlb.push((gfn, access, translation)),
+                Err(Stop::Retry) => {
+                    tlb.clear();
+                    vcpu.quiesce();
+                }
+                Err(_) => {}
+            }
+        }
     };
-    let mut tlb: Vec<_> = held.iter().map(get).collect();
+    while tlb.len() < held.len() {
+        tlb.clear();
+        get(&mut vcpu, &mut tlb);
+    }
     ready.store(true, SeqCst);
     while !stop.load(SeqCst) {
         for (gfn, access, translation) in &tlb {
@@ -302,6 +312,8 @@ fn hold(
         if asked && progress.lock().unwrap().holder_may_quiesce {
             tlb.clear();
             vcpu.quiesce();
+            // It goes on at once: what is still in the tables is used again.
+            get(&mut vcpu, &mut tlb);
         }
         thread::yield_now();
     }
@@ -387,6 +399,7 @@ fn a_fault_and_a_slot_that_moves_over_itself() {
     for world in [SMALL, HUGE, LOGGED_WORLD] {
         interleave(world, &[], WRITE_1, SHIFT);
         interleave(world, &[], |w| w.touch(2, Write), SHIFT);
+        interleave(world, &[(5, Read)], SHIFT, |w| w.touch(2, Write));
     }
 }
 

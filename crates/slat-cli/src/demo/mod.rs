@@ -12,9 +12,9 @@ use slat_kvm::Kvm;
 use guest::{CODE_SIZE, DATA_SIZE, PAGE, SPARE_SIZE, VCPUS};
 use machine::{Failure, Report};
 
-/// Runs the built-in program and prints the account.
-pub fn run() -> ExitCode {
-    match account() {
+/// Runs the built-in program and prints the account; `format` names the tables in it.
+pub fn run(format: &str) -> ExitCode {
+    match account(format) {
         Ok(text) => {
             print!("{text}");
             ExitCode::SUCCESS
@@ -26,20 +26,21 @@ pub fn run() -> ExitCode {
     }
 }
 
-fn account() -> Result<String, Failure> {
+fn account(format: &str) -> Result<String, Failure> {
     let began = Instant::now();
     let kvm = Kvm::new()?;
     let (report, (vms, stats)) = machine::run(&kvm, slat_kvm::report::totals)?;
-    let steps = describe(&report, began.elapsed());
+    let steps = describe(&report, format, began.elapsed());
     Ok(steps + &slat_kvm::report::render(vms, &stats))
 }
 
-fn describe(report: &Report, total: Duration) -> String {
+fn describe(report: &Report, format: &str, total: Duration) -> String {
     let [write, read, call, device] = report.phases;
     let pages = DATA_SIZE / PAGE;
+    let format = slat_kvm::policy::current().map_or("", |policies| policies.format.name());
     let mut lines = vec![
         format!(
-            "A KVM program ran on slat: {VCPUS} vCPUs, {VCPUS} threads, 4 memslots, EPT tables. No /dev/kvm."
+            "A KVM program ran on slat: {VCPUS} vCPUs, {VCPUS} threads, 4 memslots, {format} tables. No /dev/kvm."
         ),
         String::new(),
         "What the guest did".to_owned(),

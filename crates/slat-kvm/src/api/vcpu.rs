@@ -1,7 +1,7 @@
 //! [`VcpuFd`].
 
 use crate::errno::{Error, Result, fail};
-use crate::run_page::{PAGE, PIO_OFFSET, RunPage};
+use crate::run_page::{MMAP_SIZE, PAGE, PIO_OFFSET, RunPage};
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 use kvm_ioctls::{HypercallExit, SyncReg, VcpuExit};
@@ -20,6 +20,8 @@ pub struct VcpuFd {
 impl VcpuFd {
     pub(super) fn new(vcpu: Arc<VcpuObject>, fd: OwnedFd) -> Result<Self> {
         let run = RunPage::map(&fd)?;
+        // SAFETY: the mapping that was just made.
+        unsafe { vcpu.show_coalesced(run.address(), MMAP_SIZE, 0)? };
         Ok(VcpuFd { vcpu, fd, run })
     }
 
@@ -272,6 +274,32 @@ impl VcpuFd {
     /// `EIO`.
     pub fn set_signal_mask(&self, mask: Option<u64>) -> Result<()> {
         self.vcpu.set_signal_mask(mask)
+    }
+
+    /// `KVM_PRE_FAULT_MEMORY`, which kvm-ioctls does not have: maps a range of guest memory before the guest uses it. `range`
+    /// becomes what is left.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT` without
+    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory behind the slot is gone, `ENOMEM`.
+    pub fn pre_fault_memory(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
+        self.vcpu.pre_fault(range)
+    }
+
+    /// Makes the ring of coalesced I/O readable, which it always is here.
+    ///
+    /// # Errors
+    /// None.
+    pub fn map_coalesced_mmio_ring(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Takes the oldest write out of the ring of coalesced I/O, which the vCPUs of a VM share.
+    ///
+    /// # Errors
+    /// None.
+    pub fn coalesced_mmio_read(&mut self) -> Result<Option<kvm_coalesced_mmio>> {
+        Ok(self.vcpu.vm.coalesced.next())
     }
 
     /// `KVM_RUN`.

@@ -1,10 +1,10 @@
 //! [`VmFd`].
 
 use super::VcpuFd;
-use crate::errno::Result;
+use crate::errno::{Result, fail};
 use crate::vm::VmObject;
 use kvm_bindings::*;
-use kvm_ioctls::Cap;
+use kvm_ioctls::{Cap, IoEventAddress};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
@@ -101,9 +101,47 @@ impl VmFd {
     /// `KVM_GET_DIRTY_LOG`: the pages written since the last call, a bit each.
     ///
     /// # Errors
-    /// `EINVAL` for a bad slot, `ENOENT` for one that is not logged.
+    /// `EINVAL` for a bad slot, `ENOENT` for one that is not logged, `ENXIO` with dirty rings.
     pub fn get_dirty_log(&self, slot: u32, _memory_size: usize) -> Result<Vec<u64>> {
-        self.vm.dirty_log(slot)
+        self.vm.dirty_log(slot, |_| Ok(()))
+    }
+
+    /// `KVM_CLEAR_DIRTY_LOG`, which kvm-ioctls does not have: clears `pages` pages from `first` on as far as `bitmap` names them,
+    /// its bit 0 being page `first`, and makes their next write be noted.
+    ///
+    /// # Errors
+    /// `EINVAL` for a bad slot, a range that is not in multiples of 64 pages, or a bitmap that is too short; `ENOENT` for a slot that
+    /// is not logged; `ENXIO` with dirty rings.
+    pub fn clear_dirty_log(&self, slot: u32, first: u64, pages: u32, bitmap: &[u64]) -> Result<()> {
+        self.vm
+            .clear_dirty_log(slot, first, pages, |words| match bitmap.get(..words) {
+                Some(bitmap) => Ok(bitmap.to_vec()),
+                None => fail(libc::EINVAL),
+            })
+    }
+
+    /// `KVM_RESET_DIRTY_RINGS`, which kvm-ioctls does not have. Returns how many entries were taken back.
+    ///
+    /// # Errors
+    /// `EINVAL` without rings.
+    pub fn reset_dirty_rings(&self) -> Result<u32> {
+        Ok(self.vm.reset_dirty_rings()? as u32)
+    }
+
+    /// `KVM_REGISTER_COALESCED_MMIO`: writes to the range go into a ring.
+    ///
+    /// # Errors
+    /// `ENOSPC` for too many ranges.
+    pub fn register_coalesced_mmio(&self, addr: IoEventAddress, size: u32) -> Result<()> {
+        self.vm.register_coalesced(&zone(addr, size))
+    }
+
+    /// `KVM_UNREGISTER_COALESCED_MMIO`.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child.
+    pub fn unregister_coalesced_mmio(&self, addr: IoEventAddress, size: u32) -> Result<()> {
+        self.vm.unregister_coalesced(&zone(addr, size))
     }
 
     /// `KVM_CREATE_VCPU`.
@@ -150,6 +188,20 @@ impl VmFd {
     pub fn check_extension(&self, c: Cap) -> bool {
         self.check_extension_int(c) > 0
     }
+}
+
+fn zone(addr: IoEventAddress, size: u32) -> kvm_coalesced_mmio_zone {
+    let (addr, pio) = match addr {
+        IoEventAddress::Pio(port) => (port, 1),
+        IoEventAddress::Mmio(address) => (address, 0),
+    };
+    let mut zone = kvm_coalesced_mmio_zone {
+        addr,
+        size,
+        ..Default::default()
+    };
+    zone.__bindgen_anon_1.pio = pio;
+    zone
 }
 
 impl AsRawFd for VmFd {

@@ -9,6 +9,7 @@ mod vm;
 
 use crate::errno::{Result, fail};
 use crate::report;
+use crate::stats::StatsObject;
 use crate::system::System;
 use crate::thread::Inside;
 use crate::user;
@@ -27,6 +28,10 @@ pub enum Object {
     Vm(Arc<VmObject>),
     /// What `KVM_CREATE_VCPU` gave.
     Vcpu(Arc<VcpuObject>),
+    /// What `KVM_GET_STATS_FD` gave.
+    Stats(Arc<StatsObject>),
+    /// A module parameter, opened for writing.
+    Parameter(&'static str),
 }
 
 /// What an ioctl answers when it succeeds.
@@ -47,9 +52,10 @@ impl Object {
     /// Whether this is the object of a parent process: its locks may be held for ever, it must not be dropped.
     pub fn is_foreign(&self) -> bool {
         match self {
-            Object::System(_) => false,
+            Object::System(_) | Object::Parameter(_) => false,
             Object::Vm(vm) => vm.is_foreign(),
             Object::Vcpu(vcpu) => vcpu.is_foreign(),
+            Object::Stats(stats) => stats.is_foreign(),
         }
     }
 
@@ -63,6 +69,7 @@ impl Object {
             Object::System(object) => system::ioctl(object, request, argument),
             Object::Vm(object) => vm::ioctl(object, request, argument),
             Object::Vcpu(object) => vcpu::ioctl(object, request, argument),
+            Object::Stats(_) | Object::Parameter(_) => fail(libc::ENOTTY),
         };
         if let Err(error) = &answer
             && request != crate::abi::KVM_RUN

@@ -1,18 +1,19 @@
 //! Requests to a vCPU.
 
-use super::{Answer, DONE, ENTRIES, give, give_cpuid, take_cpuid, take_msrs, value};
+use super::{Answer, DONE, ENTRIES, Object, give, give_cpuid, take_cpuid, take_msrs, value};
 use crate::abi::*;
 use crate::errno::{Result, fail};
 use crate::user;
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
+use std::sync::Arc;
 
 /// Where the set stands in `kvm_signal_mask`.
 const SIGSET: u64 = 4;
 /// The size of the kernel's signal set.
 const SIGSET_BYTES: u32 = 8;
 
-pub(super) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Result<Answer> {
+pub(super) fn ioctl(vcpu: &Arc<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
     vcpu.vm.same_process()?;
     match request {
         KVM_RUN if argument == 0 => vcpu.run()?,
@@ -60,6 +61,17 @@ pub(super) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Result<An
         // Guest time follows the host's counter: no other frequency can be had.
         KVM_SET_TSC_KHZ if argument == 0 || argument == u64::from(vcpu.tsc_khz()?) => {}
         KVM_SET_TSC_KHZ => return fail(libc::EINVAL),
+        KVM_PRE_FAULT_MEMORY => {
+            let mut range: kvm_pre_fault_memory = user::read(argument)?;
+            let result = vcpu.pre_fault(&mut range);
+            // Also after an error: what was done by then counts.
+            user::write(argument, &range)?;
+            result?;
+        }
+        KVM_GET_STATS_FD => {
+            let (stats, fd) = vcpu.stats()?;
+            return Ok(Answer::Created(Object::Stats(stats), fd));
+        }
         KVM_KVMCLOCK_CTRL => vcpu.kvmclock_ctrl()?,
         _ => return fail(libc::ENOTTY),
     }

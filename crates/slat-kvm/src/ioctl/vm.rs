@@ -21,8 +21,24 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         KVM_GET_DIRTY_LOG => {
             let log: kvm_dirty_log = user::read(argument)?;
             // SAFETY: both fields of the union are plain and of the same size.
-            let bitmap = unsafe { log.__bindgen_anon_1.padding2 };
-            user::write_slice(bitmap, &vm.dirty_log(log.slot)?)?;
+            let to = unsafe { log.__bindgen_anon_1.padding2 };
+            // A log that cannot be given away is not taken.
+            let bitmap = vm.dirty_log(log.slot, |bytes| user::check_writable(to, bytes))?;
+            user::write_slice(to, &bitmap)?;
+        }
+        KVM_CLEAR_DIRTY_LOG => {
+            let log: kvm_clear_dirty_log = user::read(argument)?;
+            // SAFETY: both fields of the union are plain and of the same size.
+            let from = unsafe { log.__bindgen_anon_1.padding2 };
+            let bitmap = |words| user::read_words(from, words);
+            vm.clear_dirty_log(log.slot, log.first_page, log.num_pages, bitmap)?;
+        }
+        KVM_RESET_DIRTY_RINGS => return value(vm.reset_dirty_rings()?),
+        KVM_REGISTER_COALESCED_MMIO => vm.register_coalesced(&user::read(argument)?)?,
+        KVM_UNREGISTER_COALESCED_MMIO => vm.unregister_coalesced(&user::read(argument)?)?,
+        KVM_GET_STATS_FD => {
+            let (stats, fd) = vm.stats()?;
+            return Ok(Answer::Created(Object::Stats(stats), fd));
         }
         KVM_SET_NR_MMU_PAGES => vm.set_nr_mmu_pages(argument)?,
         KVM_SET_TSS_ADDR => vm.set_tss_addr(argument)?,

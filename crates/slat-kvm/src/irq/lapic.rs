@@ -473,7 +473,7 @@ impl Lapic {
 
     fn divisor(&self) -> u64 {
         let divide = self.get(reg::TIMER_DIVIDE);
-        let shift = (divide & 3 | divide >> 1 & 4) + 1 & 7;
+        let shift = ((divide & 3 | divide >> 1 & 4) + 1) & 7;
         1 << shift
     }
 

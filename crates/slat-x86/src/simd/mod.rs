@@ -12,7 +12,8 @@ mod table;
 
 pub(crate) use host::HostFlags;
 
-use crate::op::{Handler, Op};
+use crate::Cpu;
+use crate::op::{Flow, Handler, Op};
 use iced_x86::{CpuidFeature, Instruction};
 
 /// Which instruction sets the host executes, and so the CPU may claim in CPUID, as the bits of leaf 1.
@@ -43,28 +44,33 @@ pub fn features() -> Features {
     }
 }
 
-/// The host executes all that the instruction needs.
-fn offered(insn: &Instruction) -> bool {
-    insn.code()
-        .cpuid_features()
-        .iter()
-        .all(|feature| match feature {
-            CpuidFeature::MMX | CpuidFeature::SSE | CpuidFeature::SSE2 => true,
-            CpuidFeature::SSE3 => is_x86_feature_detected!("sse3"),
-            CpuidFeature::SSSE3 => is_x86_feature_detected!("ssse3"),
-            CpuidFeature::SSE4_1 => is_x86_feature_detected!("sse4.1"),
-            CpuidFeature::SSE4_2 => is_x86_feature_detected!("sse4.2"),
-            CpuidFeature::PCLMULQDQ => is_x86_feature_detected!("pclmulqdq"),
-            CpuidFeature::AES => is_x86_feature_detected!("aes"),
-            CpuidFeature::SHA => is_x86_feature_detected!("sha"),
-            _ => false,
-        })
+/// Whether this is an instruction set of ours; if so, whether the host has it.
+fn offered(feature: CpuidFeature) -> Option<bool> {
+    Some(match feature {
+        CpuidFeature::MMX | CpuidFeature::SSE | CpuidFeature::SSE2 => true,
+        CpuidFeature::SSE3 => is_x86_feature_detected!("sse3"),
+        CpuidFeature::SSSE3 => is_x86_feature_detected!("ssse3"),
+        CpuidFeature::SSE4_1 => is_x86_feature_detected!("sse4.1"),
+        CpuidFeature::SSE4_2 => is_x86_feature_detected!("sse4.2"),
+        CpuidFeature::PCLMULQDQ => is_x86_feature_detected!("pclmulqdq"),
+        CpuidFeature::AES => is_x86_feature_detected!("aes"),
+        CpuidFeature::SHA => is_x86_feature_detected!("sha"),
+        _ => return None,
+    })
+}
+
+fn undefined(cpu: &mut Cpu, _: &Op) -> Flow {
+    Err(cpu.ud())
 }
 
 /// The handler of a SIMD instruction, or `None` if it is not one that this CPU has.
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    if !offered(insn) {
+    let features = insn.code().cpuid_features();
+    if !features.iter().all(|f| offered(*f).is_some()) {
         return None;
+    }
+    if !features.iter().all(|f| offered(*f) == Some(true)) {
+        return Some(undefined);
     }
     use iced_x86::OpCodeOperandKind as Kind;
     let uses_mmx = |kind: &Kind| matches!(kind, Kind::mm_reg | Kind::mm_rm | Kind::mm_or_mem);

@@ -2,7 +2,8 @@
 //! registers and a memory operand that lands where the test wants it.
 
 use iced_x86::{
-    Code, CpuidFeature, Encoder, Instruction, Mnemonic, OpCodeOperandKind, OpKind, Register,
+    Code, CpuidFeature, Decoder, DecoderOptions, Encoder, FlowControl, Instruction, Mnemonic,
+    OpCodeOperandKind, OpKind, Register,
 };
 
 use crate::memory;
@@ -164,10 +165,73 @@ pub fn all() -> Vec<Code> {
                 && op.mode64()
                 && !op.must_be_cpl0()
                 && !LEFT_OUT.contains(&code.mnemonic())
-                && code.cpuid_features().iter().all(|f| FEATURES.contains(f))
+                && code
+                    .cpuid_features()
+                    .iter()
+                    .all(|f| FEATURES.contains(f) && on_host(*f))
                 && operands_known(*code)
         })
         .collect()
+}
+
+/// The host can only judge what it has.
+fn on_host(feature: CpuidFeature) -> bool {
+    use std::arch::is_x86_feature_detected as has;
+    match feature {
+        CpuidFeature::ADX => has!("adx"),
+        CpuidFeature::AES => has!("aes"),
+        CpuidFeature::BMI1 => has!("bmi1"),
+        CpuidFeature::BMI2 => has!("bmi2"),
+        CpuidFeature::CMPXCHG16B => has!("cmpxchg16b"),
+        CpuidFeature::LZCNT => has!("lzcnt"),
+        CpuidFeature::MOVBE => has!("movbe"),
+        CpuidFeature::PCLMULQDQ => has!("pclmulqdq"),
+        CpuidFeature::POPCNT => has!("popcnt"),
+        CpuidFeature::SHA => has!("sha"),
+        CpuidFeature::SSE3 => has!("sse3"),
+        CpuidFeature::SSSE3 => has!("ssse3"),
+        CpuidFeature::SSE4_1 => has!("sse4.1"),
+        CpuidFeature::SSE4_2 => has!("sse4.2"),
+        _ => true,
+    }
+}
+
+/// Puts prefixes in front that an assembler would not write.
+pub struct Prefixes {
+    known: Vec<Code>,
+}
+
+impl Prefixes {
+    pub fn new() -> Prefixes {
+        Prefixes { known: all() }
+    }
+
+    /// Adds one or two prefixes, if what comes out can still be judged.
+    pub fn try_on(&self, case: &mut Case, rng: &mut Rng) {
+        const PREFIXES: [u8; 9] = [0x66, 0x67, 0xf2, 0xf3, 0xf0, 0x26, 0x2e, 0x36, 0x3e];
+        let mut bytes = vec![rng.pick(&PREFIXES)];
+        if rng.one_in(2) {
+            bytes.push(rng.pick(&PREFIXES));
+        }
+        bytes.extend(&case.bytes);
+        if bytes.len() > 15 {
+            return;
+        }
+        let decoded = Decoder::with_ip(64, &bytes, case.regs.rip, DecoderOptions::NONE).decode();
+        let plain = |instruction: &Instruction| {
+            instruction.flow_control() == FlowControl::Next && !instruction.is_string_instruction()
+        };
+        let changed = decoded.code() != case.instruction.code();
+        let judged = decoded.is_invalid()
+            || self.known.contains(&decoded.code())
+                && plain(&decoded)
+                && decoded.len() == bytes.len();
+        let tamed = changed && crate::sequences::NEEDS_TAMING.contains(&decoded.mnemonic());
+        if plain(&case.instruction) && judged && !tamed {
+            case.bytes = bytes;
+            case.instruction = decoded;
+        }
+    }
 }
 
 fn operands_known(code: Code) -> bool {

@@ -68,6 +68,14 @@ const NAMES: [&str; 16] = [
 
 /// Everything that is not the same, in words.
 pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<String> {
+    let masked = matches!(
+        case.instruction.mnemonic(),
+        Mnemonic::Maskmovdqu | Mnemonic::Maskmovq
+    );
+    if masked && expected.fault.is_some_and(|f| f.vector == 14) && actual.fault.is_none() {
+        // Whether bytes that are not selected can fault is left to the implementation.
+        return vec![];
+    }
     let mut found = Differences(vec![]);
     let (e, a) = (&expected.regs, &actual.regs);
     if expected.fault != actual.fault {

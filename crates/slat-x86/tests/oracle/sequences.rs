@@ -112,7 +112,7 @@ fn plain(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
 }
 
 /// Instructions that want their registers, memory or counts prepared.
-const NEEDS_TAMING: &[Mnemonic] = &[
+pub const NEEDS_TAMING: &[Mnemonic] = &[
     Mnemonic::Bt,
     Mnemonic::Bts,
     Mnemonic::Btr,

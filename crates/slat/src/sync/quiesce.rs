@@ -336,4 +336,34 @@ mod tests {
         assert!(ptr::eq(first, second));
         assert!(!ptr::eq(second, readers.register().unwrap()));
     }
+
+    /// The window is two instructions wide, so both sides do nothing else.
+    #[test]
+    fn a_reader_that_enters_while_the_generation_rises_is_told() {
+        const ROUNDS: u64 = 300_000;
+        let readers = Readers::new();
+        let reader = readers.register().unwrap();
+        let (now, oldest) = (AtomicU64::new(0), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut kept = 0;
+                while oldest.load(SeqCst) < ROUNDS {
+                    if reader.enter(&readers, 0) {
+                        kept = now.load(SeqCst);
+                    }
+                    let oldest = oldest.load(SeqCst);
+                    reader.leave();
+                    assert!(
+                        kept >= oldest,
+                        "{kept} was kept, {oldest} is the oldest allowed"
+                    );
+                }
+            });
+            for round in 1..=ROUNDS {
+                now.store(round, SeqCst);
+                readers.synchronize(|_, _| std::hint::spin_loop());
+                oldest.store(round, SeqCst);
+            }
+        });
+    }
 }

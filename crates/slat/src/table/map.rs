@@ -32,6 +32,8 @@ pub(crate) enum Mapped {
 enum NoPath {
     MustMend(Gfn, Level),
     Broken,
+    /// A leaf, which was not to be split.
+    InTheWay,
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
@@ -50,10 +52,10 @@ impl<P: Platform, F: Format> Tree<P, F> {
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Mapped {
-        let table = match self.table_for(gfn, level, path) {
+        let table = match self.table_for(gfn, level, path, true) {
             Ok(table) => table,
             Err(NoPath::MustMend(gfn, level)) => return Mapped::MustMend(gfn, level),
-            Err(NoPath::Broken) => return Mapped::Broken,
+            Err(NoPath::Broken | NoPath::InTheWay) => return Mapped::Broken,
         };
         let entry = table.entry(level.index(gfn));
         let guard = table.lock();
@@ -117,10 +119,10 @@ impl<P: Platform, F: Format> Tree<P, F> {
         debug_assert!(Level::PAGE.index(gfn) as u64 + pages <= ENTRIES as u64);
         let found = self.lookup(gfn);
         let in_the_way = matches!(found.entry, Entry::Leaf(_) | Entry::Broken(_));
-        if found.level > Level::PAGE && in_the_way {
+        if found.level > Level::PAGE && in_the_way || !path.frames.has_a_path() {
             return None;
         }
-        let Ok(table) = self.table_for(gfn, Level::PAGE, path) else {
+        let Ok(table) = self.table_for(gfn, Level::PAGE, path, false) else {
             return None;
         };
         let first = Level::PAGE.index(gfn);
@@ -152,7 +154,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         if matches!(self.lookup(gfn).entry, Entry::Leaf(_) | Entry::Broken(_)) {
             return false;
         }
-        let Ok(table) = self.table_for(gfn, Level::PAGE, path) else {
+        let Ok(table) = self.table_for(gfn, Level::PAGE, path, false) else {
             return false;
         };
         let entry = table.entry(Level::PAGE.index(gfn));
@@ -198,12 +200,14 @@ impl<P: Platform, F: Format> Tree<P, F> {
         });
     }
 
-    /// The table of `level` on the way to `gfn`, made if need be.
+    /// The table of `level` on the way to `gfn`, made if need be. Without `split`, a leaf in the way
+    /// stays: who only adds what is not there does not come back to mend one.
     fn table_for(
         &self,
         gfn: Gfn,
         level: Level,
         path: &mut Path<'_>,
+        split: bool,
     ) -> Result<Table<'_, P>, NoPath> {
         let mut frame = self.root_for(gfn);
         let mut at = F::TOP;
@@ -217,14 +221,17 @@ impl<P: Platform, F: Format> Tree<P, F> {
                         break;
                     }
                     Entry::Broken(_) => return Err(NoPath::Broken),
+                    Entry::Leaf(_) if !split => return Err(NoPath::InTheWay),
                     Entry::Leaf(_) if F::BREAK_BEFORE_MAKE => {
                         self.break_leaf(&table, at, gfn, path)?;
                         bits = table.entry(at.index(gfn)).load(Acquire);
                     }
                     _ => {
-                        bits = self.put_table(&table, at, gfn, path, |now| {
-                            !matches!(now, Entry::Broken(_))
-                                && !(F::BREAK_BEFORE_MAKE && matches!(now, Entry::Leaf(_)))
+                        let leaf_stays = F::BREAK_BEFORE_MAKE || !split;
+                        bits = self.put_table(&table, at, gfn, path, |now| match now {
+                            Entry::Broken(_) => false,
+                            Entry::Leaf(_) => !leaf_stays,
+                            _ => true,
                         });
                     }
                 }
@@ -323,6 +330,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
 }
 
 impl FrameCache {
+    /// Whether there are enough for the way to a page, from the root on.
+    fn has_a_path(&self) -> bool {
+        self.0.len() >= Self::FAULT
+    }
+
     fn give_back(&mut self, frame: Pfn) {
         self.0.push(frame);
     }

@@ -411,3 +411,6 @@ impl Drop for TableGuard<'_> {
         unsafe { self.meta.lock.unlock() };
     }
 }
+
+#[cfg(test)]
+mod tests;

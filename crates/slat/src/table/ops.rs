@@ -94,6 +94,25 @@ impl<P: Platform, F: Format> Tree<P, F> {
         });
     }
 
+    /// The same where leaves' dirty bits are somebody's log: calls `dirty`, under the lock of its
+    /// table, for every leaf that has one. No table goes as a whole, because a walker that is in it
+    /// could still set a bit there.
+    pub(crate) fn zap_noting(
+        &self,
+        range: Range<Gfn>,
+        zapped: &mut Zapped,
+        mut dirty: impl FnMut(Gfn, Level),
+    ) {
+        self.walk(range, Show::default(), &mut |at| {
+            let bits = at.take::<F>();
+            if F::clear_dirty(bits) != bits {
+                dirty(at.gfn, at.level);
+            }
+            zapped.leaves[at.level.0 as usize - 1] += 1;
+            Next::Pass
+        });
+    }
+
     /// Takes away tables of `range` for which `wanted(gfn, level, frame of the table)` says so; the
     /// next fault puts a huge leaf, or what then fits, in their place.
     pub(crate) fn zap_tables(

@@ -61,6 +61,13 @@ impl At<'_> {
         self.leaf_gone::<F>();
     }
 
+    /// Takes away the leaf that stands there, with the bits that hardware has set up to now.
+    pub(crate) fn take<F: Format>(&self) -> u64 {
+        let bits = self.entry.swap(0, AcqRel);
+        self.leaf_gone::<F>();
+        bits
+    }
+
     /// Notes that the leaf that stood here stands here no more.
     fn leaf_gone<F: Format>(&self) {
         let leaf = matches!(self.decode::<F>(), Entry::Leaf(_) | Entry::Broken(_));

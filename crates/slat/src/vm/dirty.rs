@@ -63,6 +63,14 @@ impl DirtyLog {
         }
     }
 
+    /// Marks the pages of a leaf of the slot that holds `slot`. A huge leaf that could not be split
+    /// stands for all of them.
+    fn mark_leaf(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
+        for gfn in gfn.0.max(slot.start.0)..(gfn.0 + level.pages()).min(slot.end.0) {
+            self.mark(gfn - slot.start.0);
+        }
+    }
+
     pub(crate) fn is_marked(&self, page: u64) -> bool {
         self.bits[page as usize / 64].load(Acquire) >> (page % 64) & 1 != 0
     }
@@ -216,7 +224,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.with_log(space, slot, |space, slot, log| {
             let end = first.checked_add(pages).filter(|end| *end <= slot.pages);
             let end = end.ok_or(DirtyLogError::BadRange)?;
-            if first % 64 != 0 || pages % 64 != 0 && end != slot.pages {
+            let last = end == slot.pages;
+            if !first.is_multiple_of(64) || !(last || pages.is_multiple_of(64)) {
                 return Err(DirtyLogError::BadRange);
             }
             let words = pages.div_ceil(64) as usize;
@@ -305,6 +314,20 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         self.changed(changed > 0);
     }
 
+    /// Zaps `gfns` of `slot`. If the leaves' dirty bits are its log, they are not lost.
+    pub(super) fn zap(&mut self, slot: &Memslot, gfns: Range<Gfn>) {
+        let tree = &self.space.tree;
+        match &slot.dirty {
+            Some(log) if log.by_dirty_bit => {
+                let all = slot.gfns();
+                tree.zap_noting(gfns, &mut self.zapped, |gfn, level| {
+                    log.mark_leaf(&all, gfn, level);
+                });
+            }
+            _ => tree.zap(gfns, &mut self.zapped),
+        }
+    }
+
     /// Moves the leaves' dirty bits into the bitmap.
     fn harvest_dirty_bits(&mut self, slot: &Memslot, log: &DirtyLog) {
         let gfns = slot.gfns();
@@ -312,12 +335,7 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         let found = tree.clear_dirty(
             gfns.clone(),
             |_, _| true,
-            |gfn, level| {
-                // A huge leaf that could not be split stands for all its pages.
-                for gfn in gfn.0.max(gfns.start.0)..(gfn.0 + level.pages()).min(gfns.end.0) {
-                    log.mark(gfn - gfns.start.0);
-                }
-            },
+            |gfn, level| log.mark_leaf(&gfns, gfn, level),
         );
         self.counters().dirty_pages.add(found);
         self.changed(found > 0);

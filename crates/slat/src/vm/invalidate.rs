@@ -95,10 +95,15 @@ impl InProgress {
         Leaving(self)
     }
 
+    /// Whether leaves may stand in the tables that the set as it is now does not explain.
+    pub(crate) fn is_slot_leaving(&self) -> bool {
+        self.leaving.load(SeqCst) != 0
+    }
+
     /// Waits until no slot is leaving. The wait is for a walk, not for a flush.
     fn wait_for_leaving_slots(&self, mut wait: impl FnMut(u32)) {
         let mut round = 0;
-        while self.leaving.load(SeqCst) != 0 {
+        while self.is_slot_leaving() {
             wait(round);
             round += 1;
         }
@@ -183,7 +188,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut hull: Option<Range<Gfn>> = None;
         space.slots.current().backed_by(range, |slot| {
             let gfns = slot.gfns_backed_by(range);
-            space.tree.zap(gfns.clone(), &mut op.zapped);
+            op.zap(slot, gfns.clone());
             let hull = hull.get_or_insert(gfns.clone());
             *hull = hull.start.min(gfns.start)..hull.end.max(gfns.end);
             true
@@ -204,5 +209,49 @@ impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
             vm.in_progress.wait_for_leaving_slots(vm.lock_wait());
         }
         vm.in_progress.end(vm.lock_wait());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A fault asks whether what it knows still holds while an invalidation begins or ends: what it
+    /// installs, under a table's lock, is never older than the last change.
+    #[test]
+    fn what_was_learnt_before_a_change_never_holds_after_it() {
+        const ROUNDS: u64 = 200_000;
+        const NOTHING: u64 = u64::MAX;
+        let wait = |_| std::hint::spin_loop();
+        let range = Hva(0)..Hva(1 << 12);
+        let in_progress = InProgress::new();
+        let host = AtomicU64::new(0);
+        let entry = Lock::new(NOTHING);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while host.load(SeqCst) < ROUNDS {
+                    let sequence = in_progress.sequence();
+                    let page = host.load(SeqCst);
+                    let mut entry = entry.lock(wait);
+                    if in_progress.holds(sequence, &range, wait) {
+                        *entry = page;
+                    }
+                }
+            });
+            for _ in 0..ROUNDS {
+                in_progress.begin(&range, wait);
+                in_progress.raise();
+                *entry.lock(wait) = NOTHING;
+                let page = host.fetch_add(1, SeqCst) + 1;
+                in_progress.raise();
+                in_progress.end(wait);
+                let entry = *entry.lock(wait);
+                if entry != NOTHING && entry != page {
+                    // The other thread has to end before this one may panic.
+                    host.store(ROUNDS, SeqCst);
+                    panic!("page {entry} was installed, it is {page} now");
+                }
+            }
+        });
     }
 }

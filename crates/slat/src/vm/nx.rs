@@ -37,8 +37,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 space
                     .tree
                     .zap_tables(range, &mut op.zapped, |gfn, level, table| {
-                        let take =
-                            left > 0 && level == Level::MEGA && space.tree.is_nx_table(table);
+                        // In a slot that logs nothing would become huge, and a dirty bit be lost.
+                        let logs = |gfn| {
+                            let slot = space.slots.current().find(gfn);
+                            slot.is_some_and(|slot| slot.dirty.is_some())
+                        };
+                        let take = left > 0
+                            && level == Level::MEGA
+                            && space.tree.is_nx_table(table)
+                            && !logs(gfn);
                         if take {
                             left -= 1;
                             taken += 1;

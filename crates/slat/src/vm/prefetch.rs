@@ -69,6 +69,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let hva = |gfn: Gfn| Hva(slot.hva_base.0 + ((gfn.0 - slot.gfns.start.0) << 12));
         let backing = hva(range.start)..hva(range.end);
         let readonly = slot.flags.has(SlotFlags::READONLY);
+        // The fault has used some, and its table may be gone by now.
+        if self.fill_frames().is_err() {
+            return 0;
+        }
         let (vm, space, frames) = self.parts();
         let owe = || vm.flushes.owe();
         let mut path = Path::new(frames, &owe);

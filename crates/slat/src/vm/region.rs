@@ -34,17 +34,19 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 change.replace(id, Some(new), &self.readers)?;
             }
             Change::Delete(gfns) => {
+                let old = change.by_id(id).cloned();
                 let leaving = self.in_progress.slot_leaves();
                 change.replace(id, None, &self.readers)?;
-                self.zap_slot(space, gfns, leaving);
+                self.zap_slot(space, gfns, old, leaving);
             }
             Change::Move { from, to } => {
                 // KVM keeps the log of a slot that moves: what was written there is still to be told.
-                let log = change.by_id(id).and_then(|old| old.dirty.clone());
+                let old = change.by_id(id).cloned();
+                let log = old.as_ref().and_then(|old| old.dirty.clone());
                 let to = self.logging(to, log)?;
                 let leaving = self.in_progress.slot_leaves();
                 change.replace(id, Some(to), &self.readers)?;
-                self.zap_slot(space, from, leaving);
+                self.zap_slot(space, from, old, leaving);
             }
             Change::Flags(new) => {
                 let old_log = change.by_id(id).and_then(|old| old.dirty.clone());
@@ -71,10 +73,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    fn zap_slot(&self, space: usize, gfns: Range<Gfn>, leaving: Leaving<'_>) {
+    fn zap_slot(&self, space: usize, gfns: Range<Gfn>, old: Option<Memslot>, leaving: Leaving<'_>) {
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, &self.spaces[space]);
-        op.space.tree.zap(gfns.clone(), &mut op.zapped);
+        if let Some(old) = old {
+            op.zap(&old, gfns.clone());
+        }
         // The operation is still counted: who sees that the slot has left sees that a flush is owed.
         drop(leaving);
         op.finish(Some(gfns));

@@ -1,0 +1,278 @@
+//! Coalesced I/O: writes to device registers of which the client need not hear at once.
+//!
+//! The client names ranges of addresses or ports. A write there goes into a ring of one page, which all vCPUs of a VM share
+//! and which stands in each one's mapping behind the port data; only when the ring is full does the vCPU come out.
+
+use crate::errno::{Result, fail};
+use crate::run_page::{PAGE, Shared};
+use crate::vcpu::VcpuObject;
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Where the ring stands in a vCPU's mapping.
+pub const OFFSET: usize = KVM_COALESCED_MMIO_PAGE_OFFSET as usize * PAGE;
+/// Entries of the ring, one of which stays free.
+const ENTRIES: u32 =
+    ((PAGE - size_of::<kvm_coalesced_mmio_ring>()) / size_of::<kvm_coalesced_mmio>()) as u32;
+/// Ranges that a VM can have: as many as KVM's buses have devices.
+const MAX_ZONES: usize = 1000;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Zone {
+    start: u64,
+    size: u64,
+    port: bool,
+}
+
+impl Zone {
+    fn contains(&self, other: &Zone) -> bool {
+        let end = other.start.checked_add(other.size);
+        self.port == other.port
+            && other.start >= self.start
+            && end.is_some_and(|end| end <= self.start.saturating_add(self.size))
+    }
+}
+
+/// The ring of a VM, and what goes there.
+#[derive(Debug)]
+pub(crate) struct Coalesced {
+    ring: Shared,
+    /// Also keeps the vCPUs' entries apart.
+    zones: Mutex<Vec<Zone>>,
+    /// There are zones: without any, an exit costs one load more.
+    wanted: AtomicBool,
+}
+
+impl Coalesced {
+    pub(crate) fn new() -> Result<Self> {
+        Ok(Coalesced {
+            ring: Shared::new(PAGE)?,
+            zones: Mutex::default(),
+            wanted: AtomicBool::new(false),
+        })
+    }
+
+    /// `first` (moved by the client) and `last` (moved here).
+    fn indices(&self) -> (&AtomicU32, &AtomicU32) {
+        let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
+        // SAFETY: inside the page, aligned, and atomics may be shared with the client.
+        unsafe {
+            (
+                AtomicU32::from_ptr(&raw mut (*ring).first),
+                AtomicU32::from_ptr(&raw mut (*ring).last),
+            )
+        }
+    }
+
+    /// Takes the write of `count` items of `size` bytes at one address or port. False: the client has to see it now.
+    pub(crate) fn take(&self, start: u64, port: bool, size: u8, count: u32, data: &[u8]) -> bool {
+        if !self.wanted.load(Ordering::Relaxed) {
+            return false;
+        }
+        let zones = self.zones.lock().unwrap_or_else(PoisonError::into_inner);
+        let written = Zone {
+            start,
+            size: size.into(),
+            port,
+        };
+        if !zones.iter().any(|zone| zone.contains(&written)) {
+            return false;
+        }
+        let (first, last) = self.indices();
+        let mut index = last.load(Ordering::Relaxed);
+        let taken_from = first.load(Ordering::Acquire);
+        // Both are the client's to spoil.
+        if index >= ENTRIES || taken_from >= ENTRIES {
+            return false;
+        }
+        let free = (taken_from + ENTRIES - index - 1) % ENTRIES;
+        if free < count {
+            return false;
+        }
+        for item in data.chunks_exact(size.into()).take(count as usize) {
+            let mut entry = kvm_coalesced_mmio {
+                phys_addr: start,
+                len: size.into(),
+                ..Default::default()
+            };
+            entry.__bindgen_anon_1.pio = port.into();
+            entry.data[..item.len()].copy_from_slice(item);
+            let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
+            // SAFETY: the entry lies behind the indices in the page, since `index` is below `ENTRIES`; plain data, written by
+            // whoever holds the lock, and read by the client only after `last` has moved.
+            unsafe {
+                let entries = (&raw mut (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
+                entries.add(index as usize).write_volatile(entry);
+            }
+            index = (index + 1) % ENTRIES;
+        }
+        last.store(index, Ordering::Release);
+        true
+    }
+}
+
+impl Coalesced {
+    /// The client's side: takes the oldest entry.
+    pub(crate) fn next(&self) -> Option<kvm_coalesced_mmio> {
+        let (first, last) = self.indices();
+        let index = first.load(Ordering::Relaxed);
+        if index == last.load(Ordering::Acquire) || index >= ENTRIES {
+            return None;
+        }
+        let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
+        // SAFETY: the entry lies behind the indices in the page, since `index` is below `ENTRIES`; plain data.
+        let entry = unsafe {
+            let entries = (&raw const (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
+            entries.add(index as usize).read_volatile()
+        };
+        first.store((index + 1) % ENTRIES, Ordering::Release);
+        Some(entry)
+    }
+}
+
+impl VmObject {
+    /// `KVM_REGISTER_COALESCED_MMIO`: writes to the range go to the ring.
+    ///
+    /// # Errors
+    /// `EINVAL` for a kind that is neither memory nor ports, `ENOSPC` for too many ranges.
+    pub fn register_coalesced(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
+        self.same_process()?;
+        let zone = taken(zone)?;
+        let mut zones = lock(&self.coalesced);
+        if zones.len() >= MAX_ZONES {
+            return fail(libc::ENOSPC);
+        }
+        zones.push(zone);
+        self.coalesced.wanted.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// `KVM_UNREGISTER_COALESCED_MMIO`: ends it for every registered range that the given one lies in.
+    ///
+    /// # Errors
+    /// `EINVAL` for a kind that is neither memory nor ports.
+    pub fn unregister_coalesced(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
+        self.same_process()?;
+        let zone = taken(zone)?;
+        let mut zones = lock(&self.coalesced);
+        zones.retain(|registered| !registered.contains(&zone));
+        let wanted = !zones.is_empty();
+        self.coalesced.wanted.store(wanted, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+fn lock(coalesced: &Coalesced) -> std::sync::MutexGuard<'_, Vec<Zone>> {
+    coalesced
+        .zones
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+}
+
+fn taken(zone: &kvm_coalesced_mmio_zone) -> Result<Zone> {
+    // SAFETY: both fields of the union are plain and of the same size.
+    let pio = unsafe { zone.__bindgen_anon_1.pio };
+    if pio > 1 {
+        return fail(libc::EINVAL);
+    }
+    Ok(Zone {
+        start: zone.addr,
+        size: zone.size.into(),
+        port: pio == 1,
+    })
+}
+
+impl VcpuObject {
+    /// Whether the client may map this part of the vCPU's descriptor so.
+    ///
+    /// # Errors
+    /// `EINVAL` for a dirty ring that would be private or executable.
+    pub fn check_mapping(
+        &self,
+        offset: u64,
+        len: usize,
+        protection: c_int,
+        flags: c_int,
+    ) -> Result<()> {
+        let ring = crate::dirty::RING_OFFSET as u64;
+        let ring = ring..ring + self.vm.rings.size() as u64;
+        let last = offset.saturating_add(len as u64).saturating_sub(1);
+        let private = flags & libc::MAP_TYPE == libc::MAP_PRIVATE;
+        if (ring.contains(&offset) || ring.contains(&last))
+            && (private || protection & libc::PROT_EXEC != 0)
+        {
+            return fail(libc::EINVAL);
+        }
+        Ok(())
+    }
+
+    /// The client has mapped a part of the vCPU's descriptor: where the ring of coalesced I/O belongs, the VM's is shown.
+    ///
+    /// # Errors
+    /// What the host answers.
+    ///
+    /// # Safety
+    /// `address` and `len` are a new mapping of the vCPU's descriptor, from `offset` on.
+    pub unsafe fn show_coalesced(&self, address: usize, len: usize, offset: u64) -> Result<()> {
+        let page = OFFSET as u64;
+        if (offset..offset.saturating_add(len as u64)).contains(&page) {
+            // SAFETY: a page of the mapping that the caller speaks of.
+            unsafe {
+                self.vm
+                    .coalesced
+                    .ring
+                    .show_at(address + (page - offset) as usize)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn zone(start: u64, size: u64) -> Zone {
+        Zone {
+            start,
+            size,
+            port: false,
+        }
+    }
+
+    #[test]
+    fn a_zone_takes_what_lies_in_it_whole() {
+        let zone_at_10 = zone(0x10, 8);
+        assert!(zone_at_10.contains(&zone(0x10, 8)));
+        assert!(zone_at_10.contains(&zone(0x14, 4)));
+        assert!(!zone_at_10.contains(&zone(0x14, 8)));
+        assert!(!zone_at_10.contains(&zone(0xc, 8)));
+        assert!(!zone_at_10.contains(&zone(u64::MAX, 8)));
+        let port = Zone {
+            port: true,
+            ..zone(0x10, 8)
+        };
+        assert!(!zone_at_10.contains(&port));
+    }
+
+    #[test]
+    fn indices_that_the_client_spoils_make_an_ordinary_exit() {
+        let coalesced = Coalesced::new().unwrap();
+        lock(&coalesced).push(zone(0, 8));
+        coalesced.wanted.store(true, Ordering::Relaxed);
+        let (first, last) = coalesced.indices();
+        for (bad_first, bad_last) in [(0, ENTRIES), (u32::MAX, 0), (ENTRIES, 1), (1, u32::MAX)] {
+            first.store(bad_first, Ordering::Relaxed);
+            last.store(bad_last, Ordering::Relaxed);
+            assert!(!coalesced.take(0, false, 4, 1, &[1, 2, 3, 4]));
+        }
+        first.store(0, Ordering::Relaxed);
+        last.store(ENTRIES - 2, Ordering::Relaxed);
+        assert!(!coalesced.take(0, false, 1, 2, &[1, 2]), "room for one");
+        assert!(coalesced.take(0, false, 1, 1, &[1]));
+        assert_eq!(last.load(Ordering::Relaxed), ENTRIES - 1);
+    }
+}

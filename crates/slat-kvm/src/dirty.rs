@@ -1,0 +1,189 @@
+//! Dirty logs as the client sees them: bitmaps, manual protection, and the rings.
+//!
+//! The engine logs; here stand KVM's arguments and errors, and the memory of the rings, which is part of each vCPU's
+//! descriptor (64 pages in), so that the client's own `mmap` reaches it.
+
+use crate::engine::EngineVcpu;
+use crate::errno::{Error, Result, fail};
+use crate::run_page::{PAGE, Shared};
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use slat::{DirtyGfn, DirtyLogError, DirtyRing};
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Entries that a ring has at most.
+const MAX_ENTRIES: u32 = 65536;
+/// Bytes that a ring has at most: what `KVM_CHECK_EXTENSION` answers.
+pub const MAX_RING_SIZE: u32 = MAX_ENTRIES * size_of::<kvm_dirty_gfn>() as u32;
+/// Where the ring stands in a vCPU's descriptor.
+pub const RING_OFFSET: usize = KVM_DIRTY_LOG_PAGE_OFFSET as usize * PAGE;
+
+const _: () = assert!(size_of::<DirtyGfn>() == size_of::<kvm_dirty_gfn>());
+
+/// The rings of a VM.
+#[derive(Debug, Default)]
+pub(crate) struct Rings {
+    /// Bytes of each; 0: there are none.
+    size: AtomicU32,
+    /// The memory of every vCPU's ring. The engine's rings point into it: a vCPU keeps its VM alive, and nobody but vCPUs
+    /// and [`VmObject::reset_dirty_rings`] touches a ring.
+    memory: Mutex<Vec<Shared>>,
+}
+
+impl Rings {
+    /// Bytes of each vCPU's ring, or 0.
+    pub(crate) fn size(&self) -> usize {
+        self.size.load(Ordering::Acquire) as usize
+    }
+
+    /// Gives a new vCPU its ring, in the memory behind its descriptor. `None` when there are no rings.
+    ///
+    /// # Errors
+    /// `ENOMEM`, or what the host answers to mapping the ring.
+    pub(crate) fn equip(
+        &self,
+        vcpu: &mut EngineVcpu,
+        fd: &OwnedFd,
+    ) -> Result<Option<Arc<DirtyRing>>> {
+        let size = self.size();
+        if size == 0 {
+            return Ok(None);
+        }
+        let memory = Shared::map(fd, RING_OFFSET, size)?;
+        let entries = NonNull::new(memory.start().cast()).ok_or(Error::new(libc::ENOMEM))?;
+        // SAFETY: zeroed shared memory of that many entries, of which every bit pattern is valid. It stays mapped until the VM's
+        // object is dropped, and then nobody can reach the ring any more (see `memory`).
+        let ring =
+            Arc::new(unsafe { DirtyRing::new(entries, (size / size_of::<DirtyGfn>()) as u32) });
+        vcpu.set_dirty_ring(ring.clone())
+            .map_err(|_| Error::new(libc::ENOMEM))?;
+        self.memory
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(memory);
+        Ok(Some(ring))
+    }
+}
+
+/// Address space and id of a slot as the client names it.
+fn space_and_id(slot: u32) -> Result<(usize, u32)> {
+    let (space, id) = ((slot >> 16) as usize, slot & 0xffff);
+    if space != 0 || id >= slat::MAX_SLOTS {
+        return fail(libc::EINVAL);
+    }
+    Ok((space, id))
+}
+
+fn refused(error: DirtyLogError) -> Error {
+    Error::new(error.errno())
+}
+
+impl VmObject {
+    /// Bitmaps and rings exclude each other.
+    fn logs_to_bitmaps(&self) -> Result<()> {
+        self.same_process()?;
+        if self.rings.size() == 0 {
+            Ok(())
+        } else {
+            fail(libc::ENXIO)
+        }
+    }
+
+    /// `KVM_GET_DIRTY_LOG`: the pages written since the last call, a bit each. Without manual protection they are protected
+    /// again. `ready` is asked, with the size in bytes, before anything is taken.
+    ///
+    /// # Errors
+    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, what `ready` answers.
+    pub fn dirty_log(&self, slot: u32, ready: impl Fn(usize) -> Result<()>) -> Result<Vec<u64>> {
+        self.logs_to_bitmaps()?;
+        let (space, id) = space_and_id(slot)?;
+        loop {
+            let words = self.engine.dirty_log_words(space, id).map_err(refused)?;
+            ready(words * size_of::<u64>())?;
+            let mut bitmap = vec![0; words];
+            match self.engine.get_dirty_log(space, id, &mut bitmap) {
+                Ok(()) => return Ok(bitmap),
+                // The slot was replaced by a larger one meanwhile.
+                Err(DirtyLogError::BufferTooSmall(_)) => {}
+                Err(error) => return Err(refused(error)),
+            }
+        }
+    }
+
+    /// `KVM_CLEAR_DIRTY_LOG`: clears the pages that a bitmap names, and makes their next write be noted. `bitmap` gives that
+    /// many words.
+    ///
+    /// # Errors
+    /// `EINVAL` for a bad slot or range, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, what `bitmap` answers.
+    pub fn clear_dirty_log(
+        &self,
+        slot: u32,
+        first: u64,
+        pages: u32,
+        bitmap: impl FnOnce(usize) -> Result<Vec<u64>>,
+    ) -> Result<()> {
+        self.logs_to_bitmaps()?;
+        let (space, id) = space_and_id(slot)?;
+        if !first.is_multiple_of(64) {
+            return fail(libc::EINVAL);
+        }
+        let words = self.engine.dirty_log_words(space, id).map_err(refused)?;
+        let wanted = pages.div_ceil(64) as usize;
+        if first / 64 + wanted as u64 > words as u64 {
+            return fail(libc::EINVAL);
+        }
+        let bitmap = bitmap(wanted)?;
+        self.engine
+            .clear_dirty_log(space, id, first, pages.into(), &bitmap)
+            .map_err(refused)
+    }
+
+    /// `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
+    pub(crate) fn set_manual_dirty_log(&self, options: u64) -> Result<()> {
+        let manual = options & u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE) != 0;
+        let set = options & u64::from(KVM_DIRTY_LOG_INITIALLY_SET) != 0;
+        let known = u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET);
+        if options & !known != 0 || set && !manual {
+            return fail(libc::EINVAL);
+        }
+        self.engine.set_manual_dirty_log(manual, set);
+        Ok(())
+    }
+
+    /// `KVM_CAP_DIRTY_LOG_RING` and `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`: once, and before there are vCPUs. (On x86 loads and stores
+    /// have the order that the second one promises.)
+    pub(crate) fn enable_dirty_rings(&self, size: u64) -> Result<()> {
+        let least = PAGE as u64;
+        // KVM looks at the low half only.
+        let size = u64::from(size as u32);
+        if !size.is_power_of_two() || size < least {
+            return fail(libc::EINVAL);
+        }
+        if size > MAX_RING_SIZE.into() {
+            return fail(libc::E2BIG);
+        }
+        self.before_vcpus(|| {
+            if self.rings.size() != 0 {
+                return fail(libc::EINVAL);
+            }
+            self.engine.use_dirty_rings();
+            self.rings.size.store(size as u32, Ordering::Release);
+            Ok(())
+        })
+    }
+
+    /// `KVM_RESET_DIRTY_RINGS`: takes back the entries that the client has collected, and returns how many there were.
+    ///
+    /// # Errors
+    /// `EINVAL` without rings.
+    pub fn reset_dirty_rings(&self) -> Result<i32> {
+        self.same_process()?;
+        if self.rings.size() == 0 {
+            return fail(libc::EINVAL);
+        }
+        Ok(self.engine.reset_dirty_rings() as i32)
+    }
+}

@@ -1,0 +1,174 @@
+//! KVM's module parameters: what `/sys/module/kvm/parameters` shows, and what writing there does.
+//!
+//! They are this process's own. A write goes to all its live VMs, and VMs made later begin with it.
+
+use crate::engine::EngineVm;
+use crate::errno::{Error, Result, fail};
+use crate::process::PerProcess;
+use crate::{notify, policy, recovery};
+use slat::{Hva, Policy};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+/// Those that are the engine's policies; they may be written.
+const WRITABLE: &[&str] = &[
+    "mmio_caching",
+    NX_HUGE_PAGES,
+    "nx_huge_pages_recovery_ratio",
+    "nx_huge_pages_recovery_period_ms",
+    "eager_page_split",
+];
+/// Those that are what they are.
+const FIXED: &[(&str, &str)] = &[
+    ("force_emulation_prefix", "0"),
+    ("tdp_mmu", "Y"),
+    ("ignore_msrs", "N"),
+    ("report_ignored_msrs", "Y"),
+    ("enable_pmu", "N"),
+    ("enable_vmware_backdoor", "N"),
+    ("halt_poll_ns", "0"),
+    ("min_timer_period_us", "0"),
+];
+const NX_HUGE_PAGES: &str = "nx_huge_pages";
+
+/// VMs that have `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`.
+static WITHOUT_NX: PerProcess<Mutex<Vec<Weak<EngineVm>>>> = PerProcess::new();
+
+/// The policies that a VM begins with. No lock: a forked child has them, too.
+pub(crate) fn policies() -> Result<&'static Policy> {
+    static POLICIES: OnceLock<Policy> = OnceLock::new();
+    let given = policy::current()?;
+    Ok(POLICIES.get_or_init(|| {
+        let policies = Policy::default();
+        given.apply(&policies);
+        policies
+    }))
+}
+
+/// Sets the policies of a new VM.
+pub(crate) fn apply(vm: &EngineVm) -> Result<()> {
+    for (name, value) in policies()?.iter() {
+        // It takes back what it shows.
+        let _ = vm.policy().set(name, &value.to_string());
+    }
+    Ok(())
+}
+
+/// A policy's number, or 0.
+pub(crate) fn number(name: &str) -> u64 {
+    value(name).map_or(0, |value| match value.as_str() {
+        "on" => 1,
+        number => number.parse().unwrap_or(0),
+    })
+}
+
+fn value(name: &str) -> Option<String> {
+    let policies = policies().ok()?;
+    let (_, value) = policies.iter().find(|(known, _)| *known == name)?;
+    Some(value.to_string())
+}
+
+/// The name of a parameter that exists, and its value as the file shows it, without the newline.
+pub fn read(name: &str) -> Option<(&'static str, String)> {
+    if let Some((name, value)) = FIXED.iter().find(|(known, _)| *known == name) {
+        return Some((name, (*value).to_owned()));
+    }
+    let name = WRITABLE.iter().find(|known| **known == name)?;
+    Some((
+        name,
+        match value(name)?.as_str() {
+            "on" => "Y".to_owned(),
+            "off" => "N".to_owned(),
+            number => number.to_owned(),
+        },
+    ))
+}
+
+/// Whether a parameter can be written.
+pub fn is_writable(name: &str) -> bool {
+    WRITABLE.contains(&name)
+}
+
+/// Writes a parameter.
+///
+/// # Errors
+/// `EACCES` for one that cannot be written, `EINVAL` for a value it does not take.
+pub fn write(name: &str, text: &str) -> Result<()> {
+    if !is_writable(name) {
+        return fail(libc::EACCES);
+    }
+    let value = match text.trim_end_matches('\n') {
+        "force" if name == NX_HUGE_PAGES => "on",
+        // No processor here brings its machine down.
+        "auto" | "never" if name == NX_HUGE_PAGES => "off",
+        value => value,
+    };
+    let policies = policies()?;
+    policies
+        .set(name, value)
+        .map_err(|_| Error::new(libc::EINVAL))?;
+    for vm in notify::live() {
+        if name == NX_HUGE_PAGES && is_without_nx(&vm) {
+            continue;
+        }
+        let _ = vm.policy().set(name, value);
+        if name == NX_HUGE_PAGES {
+            // What is mapped already has the rights of before. It faults back in.
+            drop(vm.invalidate(Hva(0)..Hva(1 << 47)));
+        }
+    }
+    recovery::reconsider();
+    Ok(())
+}
+
+fn is_without_nx(vm: &Arc<EngineVm>) -> bool {
+    let without = WITHOUT_NX.get();
+    let without = without.lock().unwrap_or_else(PoisonError::into_inner);
+    without
+        .iter()
+        .any(|other| other.as_ptr() == Arc::as_ptr(vm))
+}
+
+/// `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`, for a VM that has run nothing yet.
+///
+/// # Errors
+/// `EPERM` for who may not restart the machine: KVM's rule, because there a guest may bring it down then.
+pub(crate) fn disable_nx(vm: &Arc<EngineVm>) -> Result<()> {
+    if !may_reboot() {
+        return fail(libc::EPERM);
+    }
+    let without = WITHOUT_NX.get();
+    let mut without = without.lock().unwrap_or_else(PoisonError::into_inner);
+    without.retain(|vm| vm.strong_count() != 0);
+    without.push(Arc::downgrade(vm));
+    let _ = vm.policy().set(NX_HUGE_PAGES, "off");
+    Ok(())
+}
+
+/// Whether this thread has CAP_SYS_BOOT.
+fn may_reboot() -> bool {
+    const CAP_SYS_BOOT: u32 = 22;
+    /// _LINUX_CAPABILITY_VERSION_3: two words of each set.
+    const VERSION: u32 = 0x2008_0522;
+    let mut header = [VERSION, 0];
+    // Effective, permitted, inheritable; twice.
+    let mut sets = [0u32; 6];
+    // SAFETY: a header and room for the sets of the version it names.
+    let asked = unsafe { libc::syscall(libc::SYS_capget, header.as_mut_ptr(), sets.as_mut_ptr()) };
+    asked == 0 && sets[0] >> CAP_SYS_BOOT & 1 != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let name = "nx_huge_pages_recovery_ratio";
+        write(name, "7\n").unwrap();
+        assert_eq!(read(name).unwrap(), (name, "7".to_owned()));
+        assert_eq!(write(name, "seven").unwrap_err().errno(), libc::EINVAL);
+        assert_eq!(write("tdp_mmu", "N").unwrap_err().errno(), libc::EACCES);
+        assert_eq!(read("tdp_mmu").unwrap().1, "Y");
+        assert!(read("no_such_parameter").is_none());
+    }
+}

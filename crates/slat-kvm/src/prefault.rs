@@ -1,0 +1,85 @@
+//! `KVM_PRE_FAULT_MEMORY`: guest memory is mapped before the guest asks for it.
+
+use crate::errno::{Error, Result, fail};
+use crate::mmu::thread_id;
+use crate::thread::{Inside, Running, bits};
+use crate::vcpu::{Inner, VcpuObject};
+use kvm_bindings::kvm_pre_fault_memory;
+use slat::{Gpa, ResolveError, Stop};
+use std::sync::atomic::Ordering;
+
+const PAGE: u64 = 4096;
+/// Bytes after which signals are looked at: a table's worth.
+const STRETCH: u64 = 2 << 20;
+
+impl VcpuObject {
+    /// `KVM_PRE_FAULT_MEMORY`. `range` becomes what is left.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT` without
+    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory behind the slot is gone, `ENOMEM`.
+    pub fn pre_fault(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
+        let end = range.gpa.checked_add(range.size);
+        let pages = range.gpa.is_multiple_of(PAGE) && range.size.is_multiple_of(PAGE);
+        if range.flags != 0 || !pages || end.is_none_or(|end| end <= range.gpa) {
+            return fail(libc::EINVAL);
+        }
+        let mut inner = self.lock()?;
+        let attention = self.common().attention.clone();
+        attention.take(bits::SIGNAL);
+        let _inside = Inside::enter();
+        let _running = Running::enter(&attention);
+        let whole = range.size;
+        inner.machine.engine.enter(thread_id());
+        let mut result = Ok(());
+        while range.size != 0 && result.is_ok() {
+            result = self.pre_fault_some(&mut inner, range);
+        }
+        inner.machine.engine.leave();
+        if range.size == whole { result } else { Ok(()) }
+    }
+
+    fn pre_fault_some(&self, inner: &mut Inner, range: &mut kvm_pre_fault_memory) -> Result<()> {
+        let raised = self.common().attention.flag().load(Ordering::SeqCst);
+        if raised & bits::SIGNAL != 0 {
+            return fail(libc::EINTR);
+        }
+        if raised & slat::Attention::FLUSH != 0 {
+            give_way(inner);
+        }
+        let end = (range.gpa / STRETCH + 1).saturating_mul(STRETCH);
+        let end = end.min(range.gpa + range.size);
+        let done = match inner.machine.engine.prefault(Gpa(range.gpa)..Gpa(end)) {
+            Ok(done) => done,
+            Err(Stop::Retry) => {
+                give_way(inner);
+                return Ok(());
+            }
+            Err(stop) => return Err(Error::new(errno(&stop))),
+        };
+        range.gpa += done;
+        range.size -= done;
+        Ok(())
+    }
+}
+
+/// Drops all translations and lets those pass who wait for that.
+fn give_way(inner: &mut Inner) {
+    inner.cpu.flush_tlb();
+    inner.machine.pages.flush();
+    inner.machine.engine.quiesce();
+}
+
+fn errno(stop: &Stop) -> i32 {
+    match stop {
+        Stop::Mmio { .. } => libc::ENOENT,
+        Stop::OutOfMemory { .. } => libc::ENOMEM,
+        Stop::BadAddress {
+            error: ResolveError::Interrupted,
+            ..
+        } => libc::EINTR,
+        Stop::BadAddress { .. } => libc::EFAULT,
+        // Neither comes from reading.
+        Stop::Retry | Stop::DirtyRingFull => libc::EAGAIN,
+    }
+}

@@ -1,0 +1,238 @@
+//! Which statistics there are, under which names.
+//!
+//! KVM's come first. What the engine counts beyond them follows under its own name: the file describes itself, so a reader
+//! that knows KVM's names finds them and passes over the others.
+
+use super::exits::{BUCKETS, Exits};
+use kvm_bindings::*;
+use slat::Stats;
+
+/// What a value is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Only grows.
+    Counter,
+    /// As it is now.
+    Gauge,
+    /// The largest so far.
+    Peak,
+    /// As it is now: yes or no.
+    Flag,
+    /// Nanoseconds; only grows.
+    Time,
+    /// Numbers of times, in buckets of doubling width.
+    TimeHistogram,
+}
+
+/// Where a value comes from.
+#[derive(Clone, Copy, Debug)]
+enum Source {
+    /// The engine's counter of that place.
+    Engine(usize),
+    /// The vCPU's counter of that place.
+    Exits(usize),
+    HaltHistogram,
+    Blocking,
+    /// It cannot be anything else: see [`NEVER_VM`] and [`NEVER_VCPU`].
+    Never,
+}
+
+/// One statistic.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    pub(super) name: &'static str,
+    kind: Kind,
+    source: Source,
+}
+
+/// Gauges of the engine.
+const GAUGES: &[&str] = &["pages_4k", "pages_2m", "pages_1g", "nx_lpage_splits"];
+/// Counted by the engine for a VM as a whole.
+const VM: &[&str] = &[
+    "remote_tlb_flush",
+    "remote_tlb_flush_requests",
+    "pages_4k",
+    "pages_2m",
+    "pages_1g",
+    "nx_lpage_splits",
+];
+/// Counted by the engine for each vCPU.
+const VCPU: &[&str] = &[
+    "pf_taken",
+    "pf_fixed",
+    "pf_emulate",
+    "pf_spurious",
+    "pf_fast",
+    "pf_mmio_spte_created",
+];
+/// Of shadow pages, which there are none of: guest memory is translated by second-level tables alone.
+const NEVER_VM: &[(&str, Kind)] = &[
+    ("mmu_shadow_zapped", Kind::Counter),
+    ("mmu_pte_write", Kind::Counter),
+    ("mmu_pde_zapped", Kind::Counter),
+    ("mmu_flooded", Kind::Counter),
+    ("mmu_recycled", Kind::Counter),
+    ("mmu_cache_miss", Kind::Counter),
+    ("mmu_unsync", Kind::Gauge),
+    ("max_mmu_rmap_size", Kind::Peak),
+    ("max_mmu_page_hash_collisions", Kind::Peak),
+];
+/// What a vCPU here never does: poll before it halts; exit for INVLPG or the guest's own page faults; flush the host's caches,
+/// reload the host's registers; run nested guests; yield to another vCPU.
+const NEVER_VCPU: &[(&str, Kind)] = &[
+    ("halt_successful_poll", Kind::Counter),
+    ("halt_attempted_poll", Kind::Counter),
+    ("halt_poll_invalid", Kind::Counter),
+    ("halt_poll_success_ns", Kind::Time),
+    ("halt_poll_fail_ns", Kind::Time),
+    ("halt_poll_success_hist", Kind::TimeHistogram),
+    ("halt_poll_fail_hist", Kind::TimeHistogram),
+    ("pf_guest", Kind::Counter),
+    ("invlpg", Kind::Counter),
+    ("nmi_window_exits", Kind::Counter),
+    ("l1d_flush", Kind::Counter),
+    ("host_state_reload", Kind::Counter),
+    ("fpu_reload", Kind::Counter),
+    ("nested_run", Kind::Counter),
+    ("directed_yield_attempted", Kind::Counter),
+    ("directed_yield_successful", Kind::Counter),
+    ("preemption_reported", Kind::Counter),
+    ("preemption_other", Kind::Counter),
+    ("guest_mode", Kind::Flag),
+    ("notify_window_exits", Kind::Counter),
+];
+
+fn never(&(name, kind): &(&'static str, Kind)) -> Entry {
+    let source = Source::Never;
+    Entry { name, kind, source }
+}
+
+/// The engine's statistics that `wanted` names.
+fn of_engine(wanted: impl Fn(&str) -> bool) -> impl Iterator<Item = Entry> {
+    let all = Stats::default();
+    let names: Vec<_> = all.iter().map(|(name, _)| name).enumerate().collect();
+    let wanted = names.into_iter().filter(move |(_, name)| wanted(name));
+    wanted.map(|(index, name)| Entry {
+        name,
+        kind: if GAUGES.contains(&name) {
+            Kind::Gauge
+        } else {
+            Kind::Counter
+        },
+        source: Source::Engine(index),
+    })
+}
+
+pub(super) fn of_vm() -> Vec<Entry> {
+    let known = of_engine(|name| VM.contains(&name));
+    let more = of_engine(|name| !VM.contains(&name));
+    known
+        .chain(NEVER_VM.iter().map(never))
+        .chain(more)
+        .collect()
+}
+
+pub(super) fn of_vcpu() -> Vec<Entry> {
+    let known = of_engine(|name| VCPU.contains(&name));
+    let exits = Exits::NAMES.iter().enumerate().map(|(index, name)| Entry {
+        name,
+        kind: if name.ends_with("_ns") {
+            Kind::Time
+        } else {
+            Kind::Counter
+        },
+        source: Source::Exits(index),
+    });
+    let halts = [
+        Entry {
+            name: "halt_wait_hist",
+            kind: Kind::TimeHistogram,
+            source: Source::HaltHistogram,
+        },
+        Entry {
+            name: "blocking",
+            kind: Kind::Flag,
+            source: Source::Blocking,
+        },
+    ];
+    // What is the VM's is no vCPU's: of a gauge, one vCPU's share says nothing.
+    let more = of_engine(|name| !VM.contains(&name) && !VCPU.contains(&name));
+    known
+        .chain(exits)
+        .chain(halts)
+        .chain(NEVER_VCPU.iter().map(never))
+        .chain(more)
+        .collect()
+}
+
+impl Entry {
+    /// How many values it has.
+    pub(super) fn len(&self) -> usize {
+        match self.kind {
+            Kind::TimeHistogram => BUCKETS,
+            _ => 1,
+        }
+    }
+
+    /// Its `kvm_stats_desc`, without the name.
+    pub(super) fn describe(&self, bytes: &mut Vec<u8>, offset: u32) {
+        let (kind, unit, exponent) = match self.kind {
+            Kind::Counter => (KVM_STATS_TYPE_CUMULATIVE, KVM_STATS_UNIT_NONE, 0),
+            Kind::Gauge => (KVM_STATS_TYPE_INSTANT, KVM_STATS_UNIT_NONE, 0),
+            Kind::Peak => (KVM_STATS_TYPE_PEAK, KVM_STATS_UNIT_NONE, 0),
+            Kind::Flag => (KVM_STATS_TYPE_INSTANT, KVM_STATS_UNIT_BOOLEAN, 0),
+            Kind::Time => (KVM_STATS_TYPE_CUMULATIVE, KVM_STATS_UNIT_SECONDS, -9),
+            Kind::TimeHistogram => (KVM_STATS_TYPE_LOG_HIST, KVM_STATS_UNIT_SECONDS, -9i16),
+        };
+        let base = KVM_STATS_BASE_POW10;
+        let bucket_size = 0u32;
+        bytes.extend((kind | unit | base).to_le_bytes());
+        bytes.extend(exponent.to_le_bytes());
+        bytes.extend((self.len() as u16).to_le_bytes());
+        bytes.extend(offset.to_le_bytes());
+        bytes.extend(bucket_size.to_le_bytes());
+    }
+
+    /// Gives its values, as many as [`Self::len`] says.
+    pub(super) fn values(&self, engine: &Stats, exits: Option<&Exits>, mut give: impl FnMut(u64)) {
+        match (self.source, exits) {
+            (Source::Engine(index), _) => {
+                give(engine.iter().nth(index).map_or(0, |(_, value)| value))
+            }
+            (Source::Exits(index), Some(exits)) => give(exits.value(index)),
+            (Source::HaltHistogram, Some(exits)) => {
+                exits.halt_wait_hist.iter().for_each(|n| give(n.get()))
+            }
+            (Source::Blocking, Some(exits)) => give(exits.is_blocking().into()),
+            // A VM's list has no source of a vCPU.
+            _ => (0..self.len()).for_each(|_| give(0)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn names_are_found_and_found_once() {
+        for (list, wanted) in [(of_vm(), VM), (of_vcpu(), VCPU)] {
+            let names: BTreeSet<_> = list.iter().map(|entry| entry.name).collect();
+            assert_eq!(names.len(), list.len());
+            for name in wanted {
+                assert!(names.contains(name), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_entry_gives_as_many_values_as_it_says() {
+        let exits = Exits::default();
+        for entry in of_vcpu() {
+            let mut given = 0;
+            entry.values(&Stats::default(), Some(&exits), |_| given += 1);
+            assert_eq!(given, entry.len(), "{}", entry.name);
+        }
+    }
+}

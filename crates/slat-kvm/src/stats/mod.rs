@@ -1,0 +1,150 @@
+//! Statistics as KVM gives them: `KVM_GET_STATS_FD`, a file that describes itself.
+//!
+//! The descriptor is a memfd in KVM's layout: header, name, descriptors, values. The values are written anew, through a mapping
+//! of ours, by whoever is about to read ([`StatsObject::refresh`]: the preload library does that); the reading itself, offsets and
+//! all, is then the host's.
+
+mod exits;
+mod list;
+
+pub(crate) use exits::Exits;
+
+use crate::errno::{Result, last};
+use crate::run_page::{Shared, memfd};
+use crate::vcpu::VcpuObject;
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use list::Entry;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Room for a name, its NUL included.
+const NAME_SIZE: usize = 48;
+/// Bytes of a descriptor: the struct ends with a name of no length.
+const DESCRIPTOR: usize = size_of::<kvm_stats_desc>() + NAME_SIZE;
+const HEADER: usize = size_of::<kvm_stats_header>();
+
+/// Whose statistics they are.
+#[derive(Debug)]
+enum Of {
+    Vm(Arc<VmObject>),
+    Vcpu(Arc<VcpuObject>),
+}
+
+/// The statistics of a VM or a vCPU, as a file. Keeps what it tells of alive.
+#[derive(Debug)]
+pub struct StatsObject {
+    of: Of,
+    entries: Vec<Entry>,
+    /// The whole file.
+    file: Shared,
+    /// Where the values begin.
+    data: usize,
+}
+
+impl VmObject {
+    /// `KVM_GET_STATS_FD` of a VM.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child, what the host answers to making the file.
+    pub fn stats(self: &Arc<Self>) -> Result<(Arc<StatsObject>, OwnedFd)> {
+        self.same_process()?;
+        let name = format!("kvm-{}", std::process::id());
+        StatsObject::new(Of::Vm(self.clone()), &name, list::of_vm())
+    }
+}
+
+impl VcpuObject {
+    /// `KVM_GET_STATS_FD` of a vCPU.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child, what the host answers to making the file.
+    pub fn stats(self: &Arc<Self>) -> Result<(Arc<StatsObject>, OwnedFd)> {
+        self.vm.same_process()?;
+        let name = format!("kvm-{}/vcpu-{}", std::process::id(), self.common().id);
+        StatsObject::new(Of::Vcpu(self.clone()), &name, list::of_vcpu())
+    }
+}
+
+impl StatsObject {
+    fn new(of: Of, name: &str, entries: Vec<Entry>) -> Result<(Arc<Self>, OwnedFd)> {
+        let data = HEADER + NAME_SIZE + entries.len() * DESCRIPTOR;
+        let values: usize = entries.iter().map(Entry::len).sum();
+        let size = data + values * size_of::<u64>();
+        let fd = memfd("kvm-stats\0", size, true)?;
+        let file = Shared::map(&fd, 0, size)?;
+        // Who has the descriptor may read; the mapping above stays writable.
+        let seals =
+            libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_SEAL;
+        // SAFETY: plain system call on our own descriptor.
+        if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
+            return Err(last());
+        }
+        let mut bytes = Vec::with_capacity(data);
+        let header = [
+            0,
+            NAME_SIZE,
+            entries.len(),
+            HEADER,
+            HEADER + NAME_SIZE,
+            data,
+        ];
+        bytes.extend(header.iter().flat_map(|word| (*word as u32).to_le_bytes()));
+        push_name(&mut bytes, name);
+        let mut offset = 0;
+        for entry in &entries {
+            entry.describe(&mut bytes, offset as u32);
+            push_name(&mut bytes, entry.name);
+            offset += entry.len() * size_of::<u64>();
+        }
+        assert_eq!(bytes.len(), data, "the layout is what the header says");
+        // SAFETY: the mapping is new, and larger than that.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), file.start(), bytes.len()) };
+        let stats = Arc::new(StatsObject {
+            of,
+            entries,
+            file,
+            data,
+        });
+        stats.refresh();
+        Ok((stats, fd))
+    }
+
+    /// Whether this is a forked child: see [`VmObject::is_foreign`].
+    pub fn is_foreign(&self) -> bool {
+        match &self.of {
+            Of::Vm(vm) => vm.is_foreign(),
+            Of::Vcpu(vcpu) => vcpu.is_foreign(),
+        }
+    }
+
+    /// Brings the values in the file up to date. Takes no lock: a vCPU may run meanwhile.
+    pub fn refresh(&self) {
+        if self.is_foreign() {
+            return;
+        }
+        let (engine, exits) = match &self.of {
+            Of::Vm(vm) => (vm.engine.stats(), None),
+            Of::Vcpu(vcpu) => (vcpu.counted.get(), Some(&vcpu.common().exits)),
+        };
+        let mut at = self.data;
+        for entry in &self.entries {
+            entry.values(&engine, exits, |value| {
+                // SAFETY: inside the mapping, which has room for all values; aligned, since all that stands before is a multiple
+                // of eight bytes; others read or store atomically.
+                let place = unsafe { AtomicU64::from_ptr(self.file.start().add(at).cast()) };
+                place.store(value, Ordering::Relaxed);
+                at += size_of::<u64>();
+            });
+        }
+    }
+}
+
+fn push_name(bytes: &mut Vec<u8>, name: &str) {
+    let end = bytes.len() + NAME_SIZE;
+    bytes.extend_from_slice(&name.as_bytes()[..name.len().min(NAME_SIZE - 1)]);
+    bytes.resize(end, 0);
+}
+
+const _: () = assert!((HEADER + NAME_SIZE).is_multiple_of(8) && DESCRIPTOR.is_multiple_of(8));

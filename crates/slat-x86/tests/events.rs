@@ -1,0 +1,331 @@
+//! What interrupts the flow: exceptions, interrupts, privilege changes, single steps.
+
+mod common;
+use common::*;
+use slat_x86::*;
+
+#[test]
+fn an_exception_switches_to_its_ist_stack_with_an_aligned_frame() {
+    // ud2
+    let mut guest = Guest::new(b"\x0f\x0b");
+    Guest::gate(guest.memory(), vector::UD, HANDLERS, 0, 1);
+    guest.cpu.state.gpr[RSP] = STACK - 3;
+    guest.cpu.state.rflags |= 0x200;
+    guest.halt();
+    assert_eq!(guest.cpu.state.gpr[RSP], IST_STACK - 40);
+    let frame: Vec<u64> = (0..5).map(|n| guest.stack(n)).collect();
+    assert_eq!(frame, [CODE, 8, 0x202, STACK - 3, 16]);
+    assert_eq!(
+        guest.cpu.state.rflags & 0x200,
+        0,
+        "an interrupt gate clears IF"
+    );
+}
+
+#[test]
+fn division_by_zero_and_overflow_are_de_with_registers_intact() {
+    for code in [&b"\x48\xf7\xf1"[..], b"\x48\xf7\xf9"] {
+        let mut guest = Guest::new(code);
+        guest.cpu.state.gpr[RAX] = 5;
+        guest.halt_in_handler(vector::DE);
+        assert_eq!((guest.stack(0), guest.cpu.state.gpr[RAX]), (CODE, 5));
+    }
+    // idiv rcx: -2^63 / -1
+    let mut guest = Guest::new(b"\x48\xf7\xf9");
+    guest.cpu.state.gpr[RAX] = 1 << 63;
+    guest.cpu.state.gpr[RDX] = u64::MAX;
+    guest.cpu.state.gpr[RCX] = u64::MAX;
+    guest.halt_in_handler(vector::DE);
+}
+
+#[test]
+fn a_fault_in_delivery_is_a_double_fault_and_a_third_ends_the_run() {
+    // ud2 with its gate not present: #NP in the delivery of #UD is simply #NP; of #GP it is #DF.
+    let mut guest = Guest::new(b"\x0f\x0b");
+    guest.memory().write64(IDT + 16 * 6, 0);
+    guest.memory().write64(IDT + 16 * 13, 0);
+    guest.halt_in_handler(vector::DF);
+    assert_eq!((guest.stack(0), guest.stack(1)), (0, CODE));
+
+    let mut guest = Guest::new(b"\x0f\x0b");
+    guest.cpu.state.idtr.limit = 0;
+    assert_eq!(guest.run(), Exit::Shutdown);
+    assert_eq!(guest.cpu.state.rip, CODE);
+}
+
+#[test]
+fn interrupts_wait_for_the_instruction_after_sti() {
+    // sti; inc eax; inc eax; hlt
+    let mut guest = Guest::new(b"\xfb\xff\xc0\xff\xc0\xf4");
+    guest.cpu.interrupt_window = true;
+    assert!(!guest.cpu.can_take_interrupt());
+    assert_eq!(guest.run(), Exit::InterruptWindow);
+    assert_eq!(
+        guest.cpu.state.rip,
+        CODE + 3,
+        "after the shadowed instruction"
+    );
+    guest.cpu.interrupt_window = false;
+    guest.cpu.inject_interrupt(0x80);
+    guest.halt_in_handler(0x80);
+    assert_eq!(guest.stack(0), CODE + 3);
+    assert_eq!(guest.cpu.state.gpr[RAX], 1);
+}
+
+#[test]
+fn an_nmi_is_held_back_until_iret() {
+    // In the handler: hlt; iretq.
+    let mut guest = Guest::new(b"\x90\xf4");
+    guest.memory().write(HANDLERS + 16 * 2, b"\xf4\x48\xcf");
+    guest.cpu.inject_nmi();
+    guest.halt_in_handler(vector::NMI);
+    guest.cpu.inject_nmi();
+    guest.halt_in_handler(vector::NMI);
+    assert_eq!(
+        guest.stack(0),
+        CODE,
+        "the second came after IRET, before the next instruction"
+    );
+    guest.halt();
+    assert_eq!(guest.cpu.state.rip, CODE + 2);
+}
+
+#[test]
+fn an_interrupt_from_user_code_switches_stacks_and_iret_goes_back() {
+    // int 0x80; hlt in user code is #GP.
+    let mut guest = Guest::new(b"\xcd\x80\xf4");
+    Guest::gate(guest.memory(), 0x80, HANDLERS, 3, 0);
+    guest.memory().write(HANDLERS, b"\x48\xcf");
+    let state = &mut guest.cpu.state;
+    state.cs = Segment {
+        selector: 0x23,
+        base: 0,
+        limit: u32::MAX,
+        rights: 0xa0fb,
+    };
+    state.ss = Segment {
+        selector: 0x1b,
+        base: 0,
+        limit: u32::MAX,
+        rights: 0xc0f3,
+    };
+    guest.halt_in_handler(vector::GP);
+    assert_eq!(guest.cpu.state.cs.selector, 8);
+    assert_eq!(guest.cpu.state.gpr[RSP], KERNEL_STACK - 48);
+    let frame: Vec<u64> = (0..6).map(|n| guest.stack(n)).collect();
+    assert_eq!(frame, [0, CODE + 2, 0x23, 2, STACK, 0x1b]);
+}
+
+#[test]
+fn a_software_interrupt_through_an_inner_gate_is_gp_with_the_vector() {
+    let mut guest = Guest::new(b"\xcd\x81");
+    let state = &mut guest.cpu.state;
+    state.cs = Segment {
+        selector: 0x23,
+        base: 0,
+        limit: u32::MAX,
+        rights: 0xa0fb,
+    };
+    state.ss = Segment {
+        selector: 0x1b,
+        base: 0,
+        limit: u32::MAX,
+        rights: 0xc0f3,
+    };
+    guest.halt_in_handler(vector::GP);
+    assert_eq!((guest.stack(0), guest.stack(1)), (0x81 * 8 + 2, CODE));
+}
+
+#[test]
+fn syscall_and_sysret_change_privilege_and_back() {
+    // Kernel: sysretq to user code at CODE + 0x100: syscall, which comes back to the kernel at CODE + 8: hlt.
+    let mut guest = Guest::new(b"\x48\x0f\x07\x90\x90\x90\x90\x90\xf4");
+    guest.memory().write(CODE + 0x100, b"\x0f\x05");
+    let state = &mut guest.cpu.state;
+    state.star = 8 << 32 | 0x13 << 48;
+    state.lstar = CODE + 8;
+    state.sfmask = 0x200;
+    state.gpr[RCX] = CODE + 0x100;
+    state.gpr[11] = 0x202;
+    guest.halt();
+    let state = &guest.cpu.state;
+    assert_eq!(
+        (state.rip, state.gpr[RCX], state.gpr[11]),
+        (CODE + 9, CODE + 0x102, 0x202)
+    );
+    assert_eq!(
+        (state.cs.selector, state.ss.selector, state.rflags & 0x200),
+        (8, 16, 0)
+    );
+}
+
+#[test]
+fn user_code_may_not_touch_supervisor_pages_or_privileged_state() {
+    let user = |guest: &mut Guest| {
+        let state = &mut guest.cpu.state;
+        state.cs = Segment {
+            selector: 0x23,
+            base: 0,
+            limit: u32::MAX,
+            rights: 0xa0fb,
+        };
+        state.ss = Segment {
+            selector: 0x1b,
+            base: 0,
+            limit: u32::MAX,
+            rights: 0xc0f3,
+        };
+    };
+    // hlt; cli; in al,dx; mov cr3,rax; rdmsr; wrmsr; lgdt [rsi]; invlpg [rsi]; swapgs; mov dr0,rax
+    for code in [
+        &b"\xf4"[..],
+        b"\xfa",
+        b"\xec",
+        b"\x0f\x22\xd8",
+        b"\x0f\x32",
+        b"\x0f\x30",
+        b"\x0f\x01\x16",
+        b"\x0f\x01\x3e",
+        b"\x0f\x01\xf8",
+        b"\x0f\x23\xc0",
+    ] {
+        let mut guest = Guest::new(code);
+        user(&mut guest);
+        guest.cpu.state.gpr[RSI] = DATA;
+        guest.halt_in_handler(vector::GP);
+        assert_eq!(guest.stack(1), CODE, "{code:x?}");
+    }
+    // mov rax,[rsi] of a supervisor page
+    let mut guest = Guest::new(b"\x48\x8b\x06");
+    user(&mut guest);
+    let supervisor = Rights {
+        present: true,
+        write: true,
+        execute: true,
+        user: false,
+    };
+    guest.machine.rights.insert(DATA >> 12, supervisor);
+    guest.cpu.state.gpr[RSI] = DATA;
+    guest.halt_in_handler(vector::PF);
+    assert_eq!(guest.stack(0), 5);
+}
+
+#[test]
+fn addresses_that_are_not_canonical_are_gp_or_ss() {
+    // mov rax,[rsi]; mov rax,[rbp]; push rax; ret to nowhere
+    for (code, vector) in [
+        (&b"\x48\x8b\x06"[..], vector::GP),
+        (b"\x48\x8b\x45\x00", vector::SS),
+        (b"\xff\xe6", vector::GP),
+    ] {
+        let mut guest = Guest::new(code);
+        guest.cpu.state.gpr[RSI] = 1 << 60;
+        guest.cpu.state.gpr[RBP] = 1 << 60;
+        guest.halt_in_handler(vector);
+        assert_eq!((guest.stack(0), guest.stack(1)), (0, CODE));
+    }
+    let mut guest = Guest::new(b"\x50");
+    Guest::gate(guest.memory(), vector::SS, HANDLERS, 0, 1);
+    guest.cpu.state.gpr[RSP] = 1 << 60;
+    guest.halt();
+    assert_eq!(
+        (guest.stack(0), guest.stack(1), guest.stack(4)),
+        (0, CODE, 1 << 60)
+    );
+}
+
+#[test]
+fn single_stepping_traps_after_each_instruction() {
+    // The #DB handler counts in rbx and returns: inc rbx; iretq.
+    let mut guest = Guest::new(b"\x90\x90\x9d\xf4");
+    guest.memory().write(HANDLERS + 16, b"\x48\xff\xc3\x48\xcf");
+    guest.memory().write64(STACK, 2);
+    guest.cpu.state.rflags |= 0x100;
+    guest.halt();
+    assert_eq!(
+        guest.cpu.state.gpr[RBX], 3,
+        "two NOPs and the POPF that ends it"
+    );
+    assert_eq!(guest.cpu.state.dr6 & 1 << 14, 1 << 14);
+}
+
+#[test]
+fn an_instruction_breakpoint_comes_before_its_instruction_and_rf_steps_over_it() {
+    // inc eax; inc eax; hlt. The handler sets RF in the frame: bts qword [rsp+16],16; iretq.
+    let mut guest = Guest::new(b"\xff\xc0\xff\xc0\xf4");
+    guest.memory().write(
+        HANDLERS + 16,
+        b"\x48\x0f\xba\x6c\x24\x10\x10\x89\xc3\x48\xcf",
+    );
+    guest.cpu.state.dr[1] = CODE + 2;
+    guest.cpu.state.dr7 = 0x408;
+    guest.halt();
+    assert_eq!((guest.cpu.state.gpr[RAX], guest.cpu.state.gpr[RBX]), (2, 1));
+    assert_eq!(guest.cpu.state.dr6 & 15, 2);
+}
+
+#[test]
+fn hypercalls_and_msrs_reach_the_machine() {
+    // vmcall; mov ecx,0x10; rdmsr (unknown: #GP)
+    let mut guest = Guest::new(b"\x0f\x01\xc1\x89\xc3\xb9\x10\x00\x00\x00\x0f\x32");
+    let state = &mut guest.cpu.state;
+    (
+        state.gpr[RAX],
+        state.gpr[RBX],
+        state.gpr[RCX],
+        state.gpr[RDX],
+        state.gpr[RSI],
+    ) = (1, 2, 3, 4, 5);
+    guest.halt_in_handler(vector::GP);
+    assert_eq!(guest.machine.hypercalls, [(1, [2, 3, 4, 5])]);
+    assert_eq!((guest.cpu.state.gpr[RBX], guest.stack(1)), (7, CODE + 10));
+}
+
+#[test]
+fn a_real_mode_cpu_starts_at_the_reset_vector_and_enters_protected_and_long_mode() {
+    let memory = Memory::new(MMIO as usize);
+    let mut guest = Guest::with_memory(memory, b"");
+    guest.cpu = Cpu::new();
+    let state = &mut guest.cpu.state;
+    state.cs.base = 0xf0000;
+    state.cs.selector = 0xf000;
+    // lgdt [cs:0x10]; mov eax,cr0; or al,1; mov cr0,eax; jmp 0x30:dword 0xf0100
+    guest.memory().write(0xffff0, b"\xe9\x0d\x00");
+    guest.memory().write(0xf0000, b"\x66\x2e\x0f\x01\x16\x20\x00\x0f\x20\xc0\x0c\x01\x0f\x22\xc0\x66\xea\x00\x01\x0f\x00\x30\x00");
+    guest.memory().write(
+        0xf0020,
+        &[
+            0xff,
+            0,
+            (GDT & 0xff) as u8,
+            (GDT >> 8 & 0xff) as u8,
+            (GDT >> 16) as u8,
+            0,
+        ],
+    );
+    guest.memory().write64(GDT + 0x30, 0x00cf_9b00_0000_ffff);
+    // mov ax,0x10; mov ss,ax; mov esp,STACK; mov ecx,0xc0000080; rdmsr; or ah,1; wrmsr; mov eax,cr4; or al,0x20;
+    // mov cr4,eax; mov eax,cr0; or eax,0x80000000; mov cr0,eax; jmp 8:0xf0200
+    guest.memory().write(
+        0xf0100,
+        b"\x66\xb8\x10\x00\x8e\xd0\xbc\x00\x00\x04\x00\x54\x5d\xb9\x80\x00\x00\xc0\x0f\x32\x80\xcc\x01\x0f\x30\x0f\x20\xe0\x0c\x20\x0f\x22\xe0\x0f\x20\xc0\x0d\x00\x00\x00\x80\x0f\x22\xc0\xea\x00\x02\x0f\x00\x08\x00",
+    );
+    // mov rax,0x123456789abcdef0; hlt
+    guest
+        .memory()
+        .write(0xf0200, b"\x48\xb8\xf0\xde\xbc\x9a\x78\x56\x34\x12\xf4");
+    guest.halt();
+    let state = &guest.cpu.state;
+    assert_eq!(
+        (state.rip, state.gpr[RAX]),
+        (0xf020b, 0x1234_5678_9abc_def0)
+    );
+    assert_eq!((state.efer & 0x500, state.gpr[RBP]), (0x500, STACK));
+}
+
+#[test]
+fn an_unknown_but_valid_instruction_ends_the_run_with_its_bytes_and_avx_is_ud() {
+    // vaddps ymm0,ymm0,ymm0
+    let mut guest = Guest::new(b"\xc5\xfc\x58\xc0");
+    guest.halt_in_handler(vector::UD);
+}

@@ -1,0 +1,435 @@
+//! What the tree promises, by behaviour, for walkers with and without accessed bits of their own.
+
+use std::boxed::Box;
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
+use std::thread;
+
+use core::ops::Range;
+use core::ptr::NonNull;
+
+use super::*;
+use crate::format::{Ept, Leaf, Npt, Stage2, Sv48x4};
+use crate::platform::{HostPage, HostRun, MemoryType, ResolveError, VmId};
+use crate::{Access, Hva};
+
+/// Frames from the heap; no host memory at all.
+#[derive(Default)]
+struct Heap {
+    frames: Mutex<BTreeMap<u64, Frame>>,
+}
+
+struct Frame {
+    memory: Box<Root>,
+    /// Metadata of the root's tables, or of the one table.
+    meta: Box<[TableMeta; 16]>,
+    live: usize,
+}
+
+#[repr(align(65536))]
+struct Root([Entries; 16]);
+
+impl Heap {
+    fn alloc(&self, tables: usize) -> Pfn {
+        let entries = || Entries([const { AtomicU64::new(!0) }; ENTRIES]);
+        let memory = Box::new(Root(core::array::from_fn(|_| entries())));
+        let pfn = Pfn(memory.0.as_ptr() as u64 >> 12);
+        let meta = Box::new([const { TableMeta::new() }; 16]);
+        let frame = Frame {
+            memory,
+            meta,
+            live: tables,
+        };
+        self.frames.lock().unwrap().insert(pfn.0, frame);
+        pfn
+    }
+
+    fn live(&self) -> usize {
+        self.frames.lock().unwrap().values().map(|f| f.live).sum()
+    }
+}
+
+// SAFETY: a frame's memory and metadata stay in their boxes until it is freed.
+unsafe impl Platform for Heap {
+    fn alloc_table(&self) -> Option<Pfn> {
+        Some(self.alloc(1))
+    }
+
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        Some(self.alloc(tables))
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        let mut frames = self.frames.lock().unwrap();
+        let block = frame.0 & !15;
+        let entry = frames.get_mut(&block).expect("freed twice");
+        entry.live -= 1;
+        if entry.live == 0 {
+            frames.remove(&block);
+        }
+    }
+
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        let frames = self.frames.lock().unwrap();
+        let block = frames.get(&(frame.0 & !15)).expect("used after free");
+        NonNull::from(&block.memory.0[frame.0 as usize & 15])
+    }
+
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        let frames = self.frames.lock().unwrap();
+        let block = frames.get(&(frame.0 & !15)).expect("used after free");
+        NonNull::from(&block.meta[frame.0 as usize & 15])
+    }
+
+    fn resolve(&self, _: Hva, _: Access) -> Result<HostPage, ResolveError> {
+        Err(ResolveError::BadAddress)
+    }
+
+    fn resolve_resident(&self, _: Range<Hva>, _: &mut dyn FnMut(HostRun)) {}
+
+    fn flush(&self, _: VmId, _: Range<Gfn>) {}
+
+    fn wait(&self, _: u32, _: WaitFor) {
+        thread::yield_now();
+    }
+}
+
+type Mapping<'a, F> = &'a Tree<Heap, F>;
+
+fn tree<F: Format>() -> Tree<Heap, F> {
+    Tree::new(Arc::new(Heap::default())).unwrap()
+}
+
+const LEAF: Leaf = Leaf {
+    pfn: Pfn(0),
+    write: true,
+    execute: true,
+    may_write: false,
+    accessed: true,
+    dirty: true,
+    memory: MemoryType::WriteBack,
+};
+
+/// Maps the frame to itself, plus `offset`; goes on until nothing is in the way, as a fault does.
+fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> Mapped {
+    let mut frames = FrameCache::default();
+    frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
+    let leaf = Leaf {
+        pfn: leaf.pfn.add(gfn),
+        ..leaf
+    };
+    let nothing = || {};
+    let mapped = loop {
+        frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
+        let mut path = Path::new(&mut frames, &nothing);
+        match tree.map(Gfn(gfn), level, leaf, &mut path, || true, || {}) {
+            Mapped::MustMend(gfn, level) => tree.mend(gfn, level, &mut path),
+            Mapped::Broken => thread::yield_now(),
+            mapped => break mapped,
+        }
+    };
+    frames.release(&*tree.platform);
+    mapped
+}
+
+fn pfn<F: Format>(tree: Mapping<'_, F>, gfn: u64) -> Option<u64> {
+    let found = tree.lookup(Gfn(gfn));
+    match found.entry {
+        Entry::Leaf(leaf) => Some(leaf.pfn.0 + (gfn & (found.level.pages() - 1))),
+        _ => None,
+    }
+}
+
+fn zap<F: Format>(tree: Mapping<'_, F>, gfns: Range<u64>) -> Zapped {
+    let mut zapped = Zapped::nothing();
+    tree.zap(Gfn(gfns.start)..Gfn(gfns.end), &mut zapped);
+    zapped
+}
+
+fn free<F: Format>(tree: Mapping<'_, F>, zapped: Zapped) -> LeafCounts {
+    // SAFETY: tests that use this have one thread.
+    unsafe { tree.free(zapped.detached) }.leaves
+}
+
+/// Runs a generic test for formats that differ in what matters here.
+macro_rules! for_formats {
+    ($($test:ident)*) => {$(
+        mod $test {
+            use super::*;
+            #[test]
+            fn ept() { super::behaviour::$test::<Ept>() }
+            #[test]
+            fn npt() { super::behaviour::$test::<Npt>() }
+            #[test]
+            fn stage2() { super::behaviour::$test::<Stage2<48>>() }
+            #[test]
+            fn sv48x4() { super::behaviour::$test::<Sv48x4>() }
+        }
+    )*};
+}
+
+for_formats! {
+    a_huge_leaf_in_the_way_is_split_in_place
+    a_split_goes_down_to_4k_everywhere_in_its_range_only
+    widening_is_not_replacing
+    what_does_not_hold_is_not_installed
+    a_detached_table_stays_until_it_is_freed
+    a_zap_takes_whole_leaves_and_whole_tables
+    another_page_in_the_way_is_cleared_first
+    protection_remembers_what_it_took
+}
+
+mod behaviour {
+    use super::*;
+
+    pub fn a_huge_leaf_in_the_way_is_split_in_place<F: Format>() {
+        let tree = tree::<F>();
+        assert!(matches!(
+            map(&tree, 1 << 18, Level::GIGA, LEAF),
+            Mapped::New
+        ));
+        let gfn = (1 << 18) + 5 * 512 + 7;
+        assert!(matches!(
+            map(&tree, gfn, Level::PAGE, LEAF),
+            Mapped::Spurious
+        ));
+        let level = |gfn| tree.lookup(Gfn(gfn)).level;
+        assert_eq!(level(gfn), Level::PAGE);
+        assert_eq!(level(gfn + 500), Level::PAGE);
+        assert_eq!(level(gfn + 512), Level::MEGA);
+        for gfn in ((1 << 18)..(2 << 18)).step_by(97) {
+            assert_eq!(pfn(&tree, gfn), Some(gfn));
+        }
+    }
+
+    pub fn a_split_goes_down_to_4k_everywhere_in_its_range_only<F: Format>() {
+        let tree = tree::<F>();
+        for base in [0, 512, 1024, 1536] {
+            let _ = map(&tree, base, Level::MEGA, LEAF);
+        }
+        let mut frames = FrameCache::default();
+        let nothing = || {};
+        let mut path = Path::new(&mut frames, &nothing);
+        let range = Gfn(512)..Gfn(1536);
+        for walk in [
+            SplitWalk::SkipWithoutHuge,
+            SplitWalk::Full,
+            SplitWalk::SkipLastLevel,
+        ] {
+            tree.split(range.clone(), walk, &mut path, || ()).unwrap();
+        }
+        assert_eq!(path.splits, [0, 2, 0]);
+        frames.release(&*tree.platform);
+        let level = |gfn| tree.lookup(Gfn(gfn)).level.0;
+        assert_eq!([0, 511, 512, 1535, 1536].map(level), [2, 2, 1, 1, 2]);
+        assert!((0..2048).all(|gfn| pfn(&tree, gfn) == Some(gfn)));
+    }
+
+    pub fn widening_is_not_replacing<F: Format>() {
+        let tree = tree::<F>();
+        let read = Leaf {
+            write: false,
+            dirty: false,
+            ..LEAF
+        };
+        assert!(matches!(map(&tree, 7, Level::PAGE, read), Mapped::New));
+        assert!(matches!(map(&tree, 7, Level::PAGE, read), Mapped::Spurious));
+        assert!(matches!(map(&tree, 7, Level::PAGE, LEAF), Mapped::Widened));
+        // Less than what is there takes nothing away.
+        assert!(matches!(map(&tree, 7, Level::PAGE, read), Mapped::Spurious));
+        let Entry::Leaf(leaf) = tree.lookup(Gfn(7)).entry else {
+            panic!("it is gone")
+        };
+        assert!(leaf.write && !leaf.may_write);
+    }
+
+    pub fn what_does_not_hold_is_not_installed<F: Format>() {
+        let tree = tree::<F>();
+        let mut frames = FrameCache::default();
+        frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
+        let nothing = || {};
+        let mut path = Path::new(&mut frames, &nothing);
+        let done = || panic!("nothing was done");
+        let mapped = tree.map(Gfn(7), Level::PAGE, LEAF, &mut path, || false, done);
+        assert!(matches!(mapped, Mapped::Stale));
+        assert_eq!(pfn(&tree, 7), None);
+        let absent = tree.map_absent(Gfn(0), 8, LEAF, &mut path, || false);
+        assert!(absent.is_none() && pfn(&tree, 0).is_none());
+        frames.release(&*tree.platform);
+    }
+
+    pub fn a_detached_table_stays_until_it_is_freed<F: Format>() {
+        let tree = tree::<F>();
+        for gfn in 512..1024 {
+            let _ = map(&tree, gfn, Level::PAGE, LEAF);
+        }
+        let live = tree.platform.live();
+        let reached = tree.table(frame_of(&tree, 600));
+        let zapped = zap(&tree, 512..1024);
+        assert_eq!(pfn(&tree, 600), None);
+        // A walker that is there still finds what it came for.
+        let bits = reached.entry(600 - 512).load(Relaxed);
+        assert!(matches!(F::decode(bits, Level::PAGE), Entry::Leaf(leaf) if leaf.pfn == Pfn(600)));
+        assert_eq!(tree.platform.live(), live);
+        assert_eq!(free(&tree, zapped), [512, 0, 0]);
+        assert_eq!(tree.platform.live(), live - 1);
+    }
+
+    pub fn a_zap_takes_whole_leaves_and_whole_tables<F: Format>() {
+        let tree = tree::<F>();
+        let _ = map(&tree, 0, Level::MEGA, LEAF);
+        for gfn in [512, 513, 1023, 1024] {
+            let _ = map(&tree, gfn, Level::PAGE, LEAF);
+        }
+        let zapped = zap(&tree, 511..513);
+        assert_eq!(zapped.leaves, [1, 1, 0]);
+        assert_eq!(free(&tree, zapped), [0; 3]);
+        let mapped = |tree: &Tree<Heap, F>| {
+            [0, 511, 512, 513, 1023, 1024].map(|gfn| pfn(tree, gfn).is_some() as u8)
+        };
+        assert_eq!(mapped(&tree), [0, 0, 0, 1, 1, 1]);
+        let zapped = zap(&tree, 0..1024);
+        assert!(!zapped.is_empty());
+        assert_eq!(free(&tree, zapped), [2, 0, 0]);
+        assert_eq!(mapped(&tree), [0, 0, 0, 0, 0, 1]);
+        assert!(zap(&tree, 0..1024).is_empty());
+        let everything = zap(&tree, 0..Tree::<Heap, F>::capacity());
+        assert_eq!(free(&tree, everything), [1, 0, 0]);
+        assert_eq!(tree.platform.live(), F::ROOT_TABLES);
+    }
+
+    pub fn another_page_in_the_way_is_cleared_first<F: Format>() {
+        let tree = tree::<F>();
+        let other = Leaf {
+            pfn: Pfn(1 << 20),
+            ..LEAF
+        };
+        let _ = map(&tree, 7, Level::PAGE, LEAF);
+        let Mapped::Cleared(zapped) = map(&tree, 7, Level::PAGE, other) else {
+            panic!("a page was replaced without a flush in between")
+        };
+        assert_eq!((pfn(&tree, 7), zapped.leaves), (None, [1, 0, 0]));
+        assert!(matches!(map(&tree, 7, Level::PAGE, other), Mapped::New));
+        // A table of small leaves where a huge one is to stand.
+        let Mapped::Cleared(zapped) = map(&tree, 0, Level::MEGA, LEAF) else {
+            panic!("a table was replaced without a flush in between")
+        };
+        assert_eq!(free(&tree, zapped), [1, 0, 0]);
+        assert!(matches!(map(&tree, 0, Level::MEGA, LEAF), Mapped::New));
+    }
+
+    pub fn protection_remembers_what_it_took<F: Format>() {
+        let tree = tree::<F>();
+        let readonly = Leaf {
+            write: false,
+            dirty: false,
+            ..LEAF
+        };
+        let _ = map(&tree, 1, Level::PAGE, readonly);
+        let _ = map(&tree, 2, Level::PAGE, LEAF);
+        let _ = map(&tree, 3, Level::PAGE, LEAF);
+        let _ = map(&tree, 512, Level::MEGA, LEAF);
+        let changed = tree.write_protect(Gfn(0)..Gfn(513), |gfn, _| gfn != Gfn(3));
+        assert_eq!(changed, 2);
+        let rights = |gfn| match tree.lookup(Gfn(gfn)).entry {
+            Entry::Leaf(leaf) => (leaf.write, leaf.may_write),
+            other => panic!("{other:?}"),
+        };
+        let expected = [(false, false), (false, true), (true, false), (false, true)];
+        assert_eq!([1, 2, 3, 1000].map(rights), expected);
+        assert_eq!(tree.write_protect(Gfn(0)..Gfn(3), |_, _| true), 0);
+    }
+}
+
+/// The level 1 table on the way to `gfn`.
+fn frame_of<F: Format>(tree: Mapping<'_, F>, gfn: u64) -> Pfn {
+    let mut frame = tree.root_for(Gfn(gfn));
+    let mut level = F::TOP;
+    while level > Level::PAGE {
+        let bits = tree.table(frame).entry(level.index(Gfn(gfn))).load(Acquire);
+        let Entry::Table(lower) = F::decode(bits, level) else {
+            panic!("no table")
+        };
+        frame = lower;
+        level = level.below();
+    }
+    frame
+}
+
+#[test]
+fn a_walker_never_sees_a_page_missing_while_its_leaf_is_split() {
+    const GFN: u64 = 1 << 18;
+    for round in 0..150 {
+        let tree = tree::<Ept>();
+        let _ = map(&tree, GFN, Level::GIGA, LEAF);
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut gfn = GFN;
+                while !stop.load(Relaxed) {
+                    gfn = GFN + (gfn + 131) % 4096;
+                    assert_eq!(pfn(&tree, gfn), Some(gfn), "a page was missing");
+                }
+            });
+            if round % 2 == 0 {
+                (0..8).for_each(|i| drop(map(&tree, GFN + i * 512, Level::PAGE, LEAF)));
+            } else {
+                let mut frames = FrameCache::default();
+                let nothing = || {};
+                let mut path = Path::new(&mut frames, &nothing);
+                let range = Gfn(GFN)..Gfn(GFN + 4096);
+                tree.split(range, SplitWalk::SkipLastLevel, &mut path, || ())
+                    .unwrap();
+                frames.release(&*tree.platform);
+            }
+            stop.store(true, Relaxed);
+        });
+    }
+}
+
+#[test]
+fn no_dirty_bit_that_hardware_sets_is_lost_to_a_protection_or_a_split() {
+    let clean = Leaf {
+        accessed: false,
+        dirty: false,
+        ..LEAF
+    };
+    let set = Ept::leaf(LEAF, Level::PAGE) & !Ept::leaf(clean, Level::PAGE);
+    for round in 0..300 {
+        let tree = tree::<Ept>();
+        let _ = map(&tree, 512, Level::MEGA, clean);
+        let _ = map(&tree, 7, Level::PAGE, clean);
+        let entries = [7, 512].map(|gfn| {
+            let found = tree.lookup(Gfn(gfn));
+            (found.slot, found.level)
+        });
+        let was_set = [const { AtomicBool::new(false) }; 2];
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for ((entry, level), was_set) in entries.iter().zip(&was_set) {
+                    // Hardware looks at the entry again before it sets the bits.
+                    let marked = entry.fetch_update(Relaxed, Relaxed, |bits| {
+                        matches!(Ept::decode(bits, *level), Entry::Leaf(leaf) if leaf.write)
+                            .then_some(bits | set)
+                    });
+                    was_set.store(marked.is_ok(), Relaxed);
+                }
+            });
+            if round % 2 == 0 {
+                tree.write_protect(Gfn(0)..Gfn(8), |_, _| true);
+                let _ = map(&tree, 600, Level::PAGE, clean);
+            } else {
+                let _ = map(&tree, 600, Level::PAGE, clean);
+                tree.write_protect(Gfn(0)..Gfn(8), |_, _| true);
+            }
+        });
+        for (gfn, was_set) in [7, 600].into_iter().zip(was_set) {
+            let Entry::Leaf(leaf) = tree.lookup(Gfn(gfn)).entry else {
+                panic!("it is gone")
+            };
+            assert_eq!(leaf.dirty, was_set.into_inner(), "gfn {gfn}");
+            assert_eq!(leaf.accessed, leaf.dirty);
+        }
+    }
+}

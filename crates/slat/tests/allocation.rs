@@ -1,0 +1,204 @@
+//! The n-th allocation of an operation fails, for every n: nothing has changed then, or the operation
+//! can be repeated, and no frame is lost.
+
+use std::sync::Arc;
+
+use slat::{
+    Access::{self, *},
+    Config, Ept, Gpa, Level, OutOfMemory, Region, SlotFlags, Stop, Vm,
+};
+use slat_model::{HostChange, HostMemory, SimPlatform};
+
+type TestVm = Vm<SimPlatform, Ept>;
+
+const GIB1: u64 = 1 << 18;
+const NONE: SlotFlags = SlotFlags(0);
+const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
+
+fn set(vm: &TestVm, gfns: std::ops::Range<u64>, flags: SlotFlags) {
+    let region = Region {
+        slot: 0,
+        flags,
+        gpa: Gpa(gfns.start << 12),
+        size: (gfns.end - gfns.start) << 12,
+        backing: HostMemory::hva(0),
+    };
+    vm.set_memory_region(0, &region).unwrap();
+}
+
+/// One access by a new vCPU. Frames it allocated ahead go back with it.
+fn touch(vm: &Arc<TestVm>, gfn: u64, access: Access) -> Result<Level, Stop> {
+    let mut vcpu = vm.create_vcpu().unwrap();
+    vcpu.enter(1);
+    vcpu.quiesce();
+    let mut answer = vcpu.translate(Gpa(gfn << 12), access);
+    while answer == Err(Stop::Retry) {
+        vcpu.quiesce();
+        answer = vcpu.translate(Gpa(gfn << 12), access);
+    }
+    vcpu.leave();
+    answer.map(|translation| translation.level)
+}
+
+/// Makes a VM by `prepare` and lets allocation n of `operate` fail, for n from 0 on, alone and with all
+/// that follow, until `operate` does without. `operate` answers whether it succeeded, and is then
+/// repeated with enough memory.
+fn fail_everywhere(
+    prepare: impl Fn(&Arc<SimPlatform>) -> Arc<TestVm>,
+    operate: impl Fn(&Arc<TestVm>) -> bool,
+    check: impl Fn(&Arc<TestVm>),
+) {
+    for stay in [false, true] {
+        for n in 0.. {
+            let platform = SimPlatform::new(GIB1 + 512);
+            let remap = HostChange::Remap {
+                level: Level::GIGA,
+                writable: true,
+                device: false,
+            };
+            platform.host.change(&(0..GIB1 + 512), remap);
+            let vm = prepare(&platform);
+            let live = platform.live_frames();
+            platform.fail_allocation(n, stay);
+            let succeeded = operate(&vm);
+            let failed = platform.stop_failing();
+            assert!(succeeded || failed);
+            vm.audit().unwrap_or_else(|e| panic!("allocation {n}: {e}"));
+            if !succeeded {
+                assert_eq!(platform.live_frames(), live, "allocation {n}");
+                assert!(operate(&vm), "allocation {n}: it cannot be repeated");
+                vm.audit().unwrap_or_else(|e| panic!("allocation {n}: {e}"));
+            }
+            check(&vm);
+            drop(vm);
+            platform.check();
+            assert_eq!(
+                platform.live_frames(),
+                0,
+                "allocation {n}: frames were lost"
+            );
+            if !failed {
+                assert!(n > 0, "it allocates nothing");
+                break;
+            }
+        }
+    }
+}
+
+fn with_slot(platform: &Arc<SimPlatform>, flags: SlotFlags) -> Arc<TestVm> {
+    let vm = Vm::new(platform.clone(), Config::default()).unwrap();
+    set(&vm, 0..GIB1 + 512, flags);
+    vm
+}
+
+/// `true`: done. `false`: out of memory.
+fn try_touch(vm: &Arc<TestVm>, gfn: u64, access: Access) -> bool {
+    match touch(vm, gfn, access) {
+        Ok(_) | Err(Stop::Mmio { .. }) => true,
+        Err(Stop::OutOfMemory { gpa }) => {
+            assert_eq!(gpa, Gpa(gfn << 12));
+            false
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_vm_that_gets_no_root_is_not_made() {
+    for spaces in 1..4 {
+        for n in 0..spaces {
+            let platform = SimPlatform::new(1);
+            platform.fail_allocation(n as u64, false);
+            let config = Config {
+                spaces,
+                ..Config::default()
+            };
+            let vm = Vm::<_, Ept>::new(platform.clone(), config);
+            assert_eq!(vm.err(), Some(OutOfMemory));
+            assert_eq!(platform.live_frames(), 0);
+            platform.check();
+        }
+    }
+}
+
+#[test]
+fn a_first_fault_survives_it() {
+    for gfn in [7, GIB1 + 7] {
+        fail_everywhere(
+            |platform| with_slot(platform, NONE),
+            |vm| try_touch(vm, gfn, Write),
+            |vm| assert!(touch(vm, gfn, Read).is_ok()),
+        );
+    }
+}
+
+#[test]
+fn an_mmio_access_survives_it() {
+    fail_everywhere(
+        |platform| with_slot(platform, NONE),
+        |vm| try_touch(vm, 5 * GIB1, Write),
+        |vm| assert!(matches!(touch(vm, 5 * GIB1, Read), Err(Stop::Mmio { .. }))),
+    );
+}
+
+#[test]
+fn a_write_fault_that_splits_a_huge_leaf_survives_it() {
+    fail_everywhere(
+        |platform| {
+            let vm = with_slot(platform, NONE);
+            vm.policy().set("eager_page_split", "off").unwrap();
+            assert_eq!(touch(&vm, 7, Write), Ok(Level::GIGA));
+            set(&vm, 0..GIB1 + 512, LOGGED);
+            vm
+        },
+        |vm| {
+            let written = try_touch(vm, 7, Write);
+            // The other pages stayed readable, whatever happened.
+            let faults = vm.stats().pf_taken;
+            assert!(touch(vm, 8, Read).is_ok() && touch(vm, GIB1 - 1, Read).is_ok());
+            assert_eq!(vm.stats().pf_taken, faults);
+            written
+        },
+        |vm| {
+            let mut log = vec![0; vm.dirty_log_words(0, 0).unwrap()];
+            vm.get_dirty_log(0, 0, &mut log).unwrap();
+            assert_eq!(log[0], 1 << 7);
+            assert!(log[1..].iter().all(|word| *word == 0));
+        },
+    );
+}
+
+#[test]
+fn the_begin_of_logging_goes_as_far_as_there_is_memory() {
+    // 2 MiB leaves, of which an eager split needs a frame each. It cannot fail, only do less.
+    let prepare = |platform: &Arc<SimPlatform>| {
+        let remap = HostChange::Remap {
+            level: Level::MEGA,
+            writable: true,
+            device: false,
+        };
+        platform.host.change(&(0..GIB1 + 512), remap);
+        let vm = Vm::new(platform.clone(), Config::default()).unwrap();
+        set(&vm, 0..10 * 512, NONE);
+        (0..10).for_each(|i| assert!(touch(&vm, i * 512, Write).is_ok()));
+        vm
+    };
+    let begin = |vm: &Arc<TestVm>| {
+        set(vm, 0..10 * 512, LOGGED);
+        true
+    };
+    let check = |vm: &Arc<TestVm>| {
+        for i in 0..10 {
+            assert!(touch(vm, i * 512 + 3, Read).is_ok());
+            assert_eq!(touch(vm, i * 512 + 3, Write), Ok(Level::PAGE));
+        }
+        let mut log = [0; 80];
+        vm.get_dirty_log(0, 0, &mut log).unwrap();
+        let expected: Vec<u64> = (0..80)
+            .map(|i| if i % 8 == 0 { 1 << 3 } else { 0 })
+            .collect();
+        assert_eq!(log[..], expected[..]);
+        vm.audit().unwrap();
+    };
+    fail_everywhere(prepare, begin, check);
+}
