@@ -412,5 +412,5 @@ impl Drop for TableGuard<'_> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests;
