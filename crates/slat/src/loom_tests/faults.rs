@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::vec::Vec;
 
 use super::{
-    Machine, PLAIN, SmallVcpu, SmallVm, get, hvas, model, on_cpu, set_slot, spawn, touch, vm,
+    LOGGED, Machine, PLAIN, SmallVcpu, SmallVm, get, hvas, model, on_cpu, set_slot, spawn, touch,
+    vm,
 };
 use crate::addr::{Access::*, Level, Pfn};
 use crate::sync::atomic::{AtomicU64, Ordering::*};
@@ -119,9 +120,10 @@ fn nothing_stale_is_prefetched_beside_an_invalidation() {
     );
 }
 
-#[test]
-fn an_invalidation_that_finds_nothing_waits_for_the_flush_of_who_was_first() {
-    model(2, || {
+/// A CPU uses page 0, which it was given before, `other` takes the page away, and an invalidation may
+/// find that there is nothing left to do for it.
+fn an_invalidation_waits_for(other: fn(&SmallVm)) {
+    model(2, move || {
         let vm = MAPPED();
         let mut vcpu = vm.create_vcpu().unwrap();
         vcpu.enter(1);
@@ -132,15 +134,23 @@ fn an_invalidation_that_finds_nothing_waits_for_the_flush_of_who_was_first() {
             vcpu.vm().platform().page(&remembered).alive.used();
             vcpu.leave();
         });
-        let other = spawn(move || {
-            drop(others.invalidate(hvas(0..1)));
-        });
+        let other = spawn(move || other(&others));
         let invalidation = vm.invalidate(hvas(0..1));
         vm.platform().pages[0].alive.owned();
         drop(invalidation);
         guest.join().unwrap();
         other.join().unwrap();
     });
+}
+
+#[test]
+fn an_invalidation_that_finds_nothing_waits_for_the_flush_of_who_was_first() {
+    an_invalidation_waits_for(|vm| drop(vm.invalidate(hvas(0..1))));
+}
+
+#[test]
+fn an_invalidation_waits_for_a_slot_that_is_leaving() {
+    an_invalidation_waits_for(|vm| set_slot(vm, 0, 0, PLAIN));
 }
 
 #[test]
@@ -203,6 +213,21 @@ fn a_slot_that_moves_over_itself_leaves_no_old_page() {
             assert_eq!(touch(vm, 1, Read), Some(Pfn(0)));
             assert_eq!(touch(vm, 2, Read), Some(Pfn(1)));
         },
+    );
+}
+
+#[test]
+fn a_protected_leaf_of_a_slot_that_moves_is_not_taken_for_known() {
+    beside(
+        2,
+        || {
+            let vm = vm(Level::PAGE, 2, LOGGED);
+            touch(&vm, 1, Read);
+            vm
+        },
+        |vcpu| _ = get(vcpu, 1, Write),
+        |vm| set_slot(vm, 1, 2, LOGGED),
+        |vm| assert_eq!(touch(vm, 1, Write), Some(Pfn(0))),
     );
 }
 
