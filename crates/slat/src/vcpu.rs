@@ -4,10 +4,10 @@
 use alloc::sync::Arc;
 use core::ptr::NonNull;
 
-use crate::addr::Gfn;
+use crate::addr::{Gfn, Gpa, PAGE_SHIFT};
 use crate::format::Format;
 use crate::platform::Platform;
-use crate::slots::Memslot;
+use crate::slots::{Memslot, Region};
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Attention, Reader};
 use crate::table::{FrameCache, OutOfMemory};
@@ -151,6 +151,27 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let answer = wait(self);
         *slept |= self.come_in();
         answer
+    }
+
+    /// The memslot that holds `gpa`, found as a fault finds it; `None` if no slot does. For clients that
+    /// need the backing of guest memory without a translation.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
+    #[inline]
+    pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
+        assert!(
+            self.reader().is_inside(),
+            "Vcpu::slot_at outside enter/leave"
+        );
+        let slot = self.find_slot(gpa.gfn()).ok()?;
+        Some(Region {
+            slot: slot.id,
+            flags: slot.flags,
+            gpa: slot.base.gpa(),
+            size: slot.pages << PAGE_SHIFT,
+            backing: slot.backing,
+        })
     }
 
     /// The slot that holds `gfn`; looks at the one used last first. `Err`: none in the set of this
