@@ -4,7 +4,7 @@
 
 use std::alloc::{Layout, alloc, handle_alloc_error};
 use std::ptr::NonNull;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use slat::{Entries, PAGE_SIZE, Pfn, TableMeta};
 
@@ -16,7 +16,8 @@ const FRAME: usize = PAGE_SIZE as usize;
 const META_STRIDE: usize = 64;
 const _: () = assert!(size_of::<TableMeta>() <= META_STRIDE);
 
-struct Arena {
+/// All frames and their metadata.
+pub struct Arena {
     base: NonNull<u8>,
     meta: NonNull<u8>,
     free: Mutex<Vec<NonNull<u8>>>,
@@ -28,6 +29,11 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 static ARENA: LazyLock<Arena> = LazyLock::new(Arena::new);
+
+/// The one source.
+pub fn arena() -> &'static Arena {
+    &ARENA
+}
 
 /// `size` bytes, zeroed and touched, never given back.
 fn forever(size: usize, align: usize) -> NonNull<u8> {
@@ -56,12 +62,31 @@ impl Arena {
     fn index(&self, frame: NonNull<u8>) -> usize {
         (frame.as_ptr() as usize - self.base.as_ptr() as usize) / FRAME
     }
+
+    /// What slat keeps beside a frame.
+    #[inline]
+    pub fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        let index = self.index(frame_at(frame.hpa().0));
+        // SAFETY: frames lie in the arena, which has a stride of metadata for each.
+        unsafe { self.meta.add(index * META_STRIDE).cast() }
+    }
+}
+
+fn free_list() -> MutexGuard<'static, Vec<NonNull<u8>>> {
+    ARENA.free.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A frame of 4096 bytes.
 pub fn alloc_frame() -> NonNull<u8> {
-    let mut free = ARENA.free.lock().unwrap_or_else(PoisonError::into_inner);
-    free.pop().expect("the arena is large enough")
+    free_list().pop().expect("the arena is large enough")
+}
+
+/// Several frames, one after the other.
+pub fn alloc_many(count: usize, take: &mut dyn FnMut(NonNull<u8>)) {
+    let mut free = free_list();
+    let rest = free.len().checked_sub(count);
+    let rest = rest.expect("the arena is large enough");
+    free.drain(rest..).rev().for_each(take);
 }
 
 /// `count` frames next to each other, the first aligned to them all.
@@ -69,7 +94,7 @@ pub fn alloc_frames(count: usize) -> NonNull<u8> {
     if count == 1 {
         return alloc_frame();
     }
-    let mut free = ARENA.free.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut free = free_list();
     let mut sorted: Vec<usize> = free.iter().map(|frame| ARENA.index(*frame)).collect();
     sorted.sort_unstable();
     let run = sorted
@@ -84,26 +109,23 @@ pub fn alloc_frames(count: usize) -> NonNull<u8> {
 
 /// Takes a frame back.
 pub fn free_frame(frame: NonNull<u8>) {
-    let mut free = ARENA.free.lock().unwrap_or_else(PoisonError::into_inner);
-    free.push(frame);
+    free_list().push(frame);
+}
+
+/// Takes several frames back.
+pub fn free_many(frames: impl Iterator<Item = NonNull<u8>>) {
+    free_list().extend(frames);
 }
 
 /// The frame at this address.
 pub fn frame_at(address: u64) -> NonNull<u8> {
-    NonNull::new(address as *mut u8).expect("no frame is at address 0")
+    debug_assert!(address != 0);
+    // SAFETY: no frame is at address 0.
+    unsafe { NonNull::new_unchecked(address as *mut u8) }
 }
 
 /// The entries in a frame.
 #[inline]
 pub fn entries(frame: Pfn) -> NonNull<Entries> {
     frame_at(frame.hpa().0).cast()
-}
-
-/// What slat keeps beside a frame.
-#[inline]
-pub fn meta(frame: Pfn) -> NonNull<TableMeta> {
-    let arena = &*ARENA;
-    let index = arena.index(frame_at(frame.hpa().0));
-    // SAFETY: frames lie in the arena, which has a stride of metadata for each.
-    unsafe { arena.meta.add(index * META_STRIDE).cast() }
 }

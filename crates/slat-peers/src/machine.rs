@@ -9,11 +9,12 @@ use slat::{
     Platform, Region, ResolveError, SlotFlags, TableMeta, Vm, VmId, WaitFor,
 };
 
-use crate::frames;
+use crate::frames::{self, Arena};
 
 /// Host memory whose physical addresses are its backing addresses, mapped by the host at `level`.
 pub struct Machine {
     level: Level,
+    arena: &'static Arena,
 }
 
 impl Machine {
@@ -29,7 +30,11 @@ impl Machine {
 
 /// A VM of one address space on such a machine.
 pub fn vm<F: Format>(level: Level) -> Arc<Vm<Machine, F>> {
-    Vm::new(Arc::new(Machine { level }), Config::default()).expect("frames for the root")
+    let machine = Machine {
+        level,
+        arena: frames::arena(),
+    };
+    Vm::new(Arc::new(machine), Config::default()).expect("frames for the root")
 }
 
 /// Memslot `slot` over `pages` pages at `gpa`, backed by the same addresses.
@@ -43,8 +48,18 @@ pub fn region(slot: u32, flags: SlotFlags, gpa: u64, pages: u64) -> Region {
     }
 }
 
-fn frame(memory: NonNull<u8>) -> Pfn {
-    Pfn(memory.as_ptr() as u64 >> 12)
+impl Machine {
+    /// The number of a frame just allocated, with fresh metadata.
+    fn fresh(&self, memory: NonNull<u8>) -> Pfn {
+        let frame = Pfn(memory.as_ptr() as u64 >> 12);
+        // SAFETY: the frame is this caller's alone, and its metadata with it.
+        unsafe { self.arena.meta(frame).write(TableMeta::new()) };
+        frame
+    }
+}
+
+fn memory(frame: Pfn) -> NonNull<u8> {
+    frames::frame_at(frame.hpa().0)
 }
 
 // SAFETY:
@@ -53,23 +68,27 @@ fn frame(memory: NonNull<u8>) -> Pfn {
 // - no hardware walks these tables, so there is nothing to flush.
 unsafe impl Platform for Machine {
     fn alloc_table(&self) -> Option<Pfn> {
-        let frame = frame(frames::alloc_frame());
-        // SAFETY: the frame is this caller's alone, and its metadata with it.
-        unsafe { frames::meta(frame).write(TableMeta::new()) };
-        Some(frame)
+        Some(self.fresh(frames::alloc_frame()))
+    }
+
+    fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
+        frames::alloc_many(frames, &mut |frame| take(self.fresh(frame)));
     }
 
     fn alloc_root(&self, tables: usize) -> Option<Pfn> {
-        let first = frame(frames::alloc_frames(tables));
-        for i in 0..tables as u64 {
-            // SAFETY: as in `alloc_table`.
-            unsafe { frames::meta(first.add(i)).write(TableMeta::new()) };
+        let first = self.fresh(frames::alloc_frames(tables));
+        for i in 1..tables as u64 {
+            self.fresh(memory(first.add(i)));
         }
         Some(first)
     }
 
     unsafe fn free_table(&self, frame: Pfn) {
-        frames::free_frame(frames::frame_at(frame.hpa().0));
+        frames::free_frame(memory(frame));
+    }
+
+    unsafe fn free_tables(&self, frames: &[Pfn]) {
+        frames::free_many(frames.iter().copied().map(memory));
     }
 
     #[inline]
@@ -79,7 +98,7 @@ unsafe impl Platform for Machine {
 
     #[inline]
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
-        frames::meta(frame)
+        self.arena.meta(frame)
     }
 
     fn resolve(&self, backing: Hva, _access: Access) -> Result<HostPage, ResolveError> {

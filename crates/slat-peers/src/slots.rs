@@ -77,6 +77,9 @@ impl Contenders {
 
     fn lookup(&mut self, samples: &mut Samples) {
         let case = format!("lookup/{}", self.slots);
+        if !samples.wants("slots", &case) {
+            return;
+        }
         let mut add = |variant, ns: f64| {
             let per_op = ns / LOOKUPS as f64;
             samples.add("slots", &case, variant, Metric::NsPerOp, per_op);

@@ -108,6 +108,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.frames.fill(&*self.vm.platform, FrameCache::FAULT)
     }
 
+    /// Takes more frames than a fault needs, for up to `tables` tables. Not to get them is no failure.
+    pub(crate) fn fill_frames_for(&mut self, tables: usize) {
+        if !self.frames.serves_a_fault() {
+            let frames = (tables + FrameCache::FAULT).min(FrameCache::BATCH);
+            let _ = self.frames.fill(&*self.vm.platform, frames);
+        }
+    }
+
+    /// Gives back what a fault does not need.
+    pub(crate) fn trim_frames(&mut self) {
+        self.frames.keep(&*self.vm.platform, FrameCache::FAULT);
+    }
+
     /// The word to look at at every block boundary; anybody may raise bits in it at any time.
     pub fn attention(&self) -> &Arc<Attention> {
         self.reader().attention()
@@ -184,7 +197,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             // SAFETY: the slot was found in the set of this generation, which is the current one;
             // slots of the current set are alive, and stay so while this reader is inside.
             let slot = unsafe { last.slot.as_ref() };
-            if slot.gfns().contains(&gfn) {
+            if slot.holds(gfn) {
                 self.counters().slot_lookups_saved.add(1);
                 return Ok(slot);
             }

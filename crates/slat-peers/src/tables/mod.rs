@@ -78,20 +78,30 @@ trait Peer: Sized {
 }
 
 fn peer<T: Peer>(order: &Order, samples: &mut Samples) {
+    let (life, split) = wanted(samples);
     let mut add = |case: &str, ns: f64| {
         let per_page = ns / PAGES as f64;
         samples.add("tables", case, T::NAME, Metric::NsPerPage, per_page);
     };
-    let mut tables = T::new();
-    add("map", time(|| tables.map()).0);
-    let (ns, sum) = time(|| tables.translate(order));
-    assert_eq!(sum, order.expected(), "{} translates wrongly", T::NAME);
-    add("translate", ns);
-    add("protect", time(|| tables.protect()).0);
-    add("unmap", time(|| tables.unmap()).0);
-    if let Some(mut huge) = T::huge() {
+    if life {
+        let mut tables = T::new();
+        add("map", time(|| tables.map()).0);
+        let (ns, sum) = time(|| tables.translate(order));
+        assert_eq!(sum, order.expected(), "{} translates wrongly", T::NAME);
+        add("translate", ns);
+        add("protect", time(|| tables.protect()).0);
+        add("unmap", time(|| tables.unmap()).0);
+    }
+    if let Some(mut huge) = T::huge().filter(|_| split) {
         add("split", time(|| huge.split()).0);
     }
+}
+
+/// Whether the life of a mapping, from `map` to `unmap`, and whether the split are to be measured.
+fn wanted(samples: &Samples) -> (bool, bool) {
+    let wants = |case: &&str| samples.wants("tables", case);
+    let life = ["map", "translate", "protect", "unmap"].iter().any(wants);
+    (life, wants(&"split"))
 }
 
 /// Plain stores to the entries of as many frames as the range needs at level 1.

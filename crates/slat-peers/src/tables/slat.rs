@@ -1,6 +1,6 @@
 //! slat's tables, through the public API of a VM.
 
-use super::{BASE, Order, PAGES};
+use super::{BASE, Order, PAGES, wanted};
 use crate::machine::{Machine, region, vm};
 use crate::report::{Metric, Samples, time};
 use slat::{Access, Format, Gpa, Level, SlotFlags, Vcpu, Vm};
@@ -27,11 +27,12 @@ fn translate<F: Format>(vcpu: &mut Vcpu<Machine, F>, order: &Order, access: Acce
 }
 
 pub fn round<F: Format>(name: &str, order: &Order, samples: &mut Samples) {
+    let (life, split) = wanted(samples);
     let mut add = |case: &str, ns: f64| {
         let per_page = ns / PAGES as f64;
         samples.add("tables", case, name, Metric::NsPerPage, per_page);
     };
-    {
+    if life {
         let vm = vm::<F>(Level::PAGE);
         let mut vcpu = vm.create_vcpu().expect("memory for a vCPU");
         set(&vm, NONE, PAGES);
@@ -60,11 +61,13 @@ pub fn round<F: Format>(name: &str, order: &Order, samples: &mut Samples) {
             time(|| set(&vm, SlotFlags::LOG_DIRTY_PAGES, PAGES)).0,
         );
     }
-    split::<F>(&mut add);
+    if split {
+        split_huge::<F>(&mut add);
+    }
 }
 
 /// The slot logs, every page is named in its log, and it is still mapped huge: clearing splits first.
-fn split<F: Format>(add: &mut impl FnMut(&str, f64)) {
+fn split_huge<F: Format>(add: &mut impl FnMut(&str, f64)) {
     let vm = vm::<F>(Level::MEGA);
     vm.set_manual_dirty_log(true, true);
     let mut vcpu = vm.create_vcpu().expect("memory for a vCPU");

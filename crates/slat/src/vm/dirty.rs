@@ -216,7 +216,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.with_log(space, slot, |space, slot, log| {
             let end = first.checked_add(pages).filter(|end| *end <= slot.pages);
             let end = end.ok_or(DirtyLogError::BadRange)?;
-            if first % 64 != 0 || pages % 64 != 0 && end != slot.pages {
+            if !first.is_multiple_of(64) || !pages.is_multiple_of(64) && end != slot.pages {
                 return Err(DirtyLogError::BadRange);
             }
             let words = pages.div_ceil(64) as usize;
