@@ -4,10 +4,10 @@
 use alloc::sync::Arc;
 use core::ptr::NonNull;
 
-use crate::addr::Gfn;
+use crate::addr::{Gfn, Gpa, PAGE_SHIFT};
 use crate::format::Format;
 use crate::platform::Platform;
-use crate::slots::Memslot;
+use crate::slots::{Memslot, Region};
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Attention, Reader};
 use crate::table::{FrameCache, OutOfMemory};
@@ -131,6 +131,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.frames.fill(&*self.vm.platform, FrameCache::FAULT)
     }
 
+    /// Takes more frames than a fault needs, for up to `tables` tables. Not to get them is no failure.
+    pub(crate) fn fill_frames_for(&mut self, tables: usize) {
+        if !self.frames.serves_a_fault() {
+            let frames = (tables + FrameCache::FAULT).min(FrameCache::BATCH);
+            let _ = self.frames.fill(&*self.vm.platform, frames);
+        }
+    }
+
+    /// Gives back what a fault does not need.
+    pub(crate) fn trim_frames(&mut self) {
+        self.frames.keep(&*self.vm.platform, FrameCache::FAULT);
+    }
+
     /// The word to look at at every block boundary; anybody may raise bits in it at any time.
     pub fn attention(&self) -> &Arc<Attention> {
         self.reader().attention()
@@ -185,6 +198,27 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         answer
     }
 
+    /// The memslot that holds `gpa`, found as a fault finds it; `None` if no slot does. For clients that
+    /// need the backing of guest memory without a translation.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
+    #[inline]
+    pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
+        assert!(
+            self.reader().is_inside(),
+            "Vcpu::slot_at outside enter/leave"
+        );
+        let slot = self.find_slot(gpa.gfn()).ok()?;
+        Some(Region {
+            slot: slot.id,
+            flags: slot.flags,
+            gpa: slot.base.gpa(),
+            size: slot.pages << PAGE_SHIFT,
+            backing: slot.backing,
+        })
+    }
+
     /// The slot that holds `gfn`; looks at the one used last first. `Err`: none in the set of this
     /// generation.
     pub(crate) fn find_slot(&mut self, gfn: Gfn) -> Result<&Memslot, u64> {
@@ -195,7 +229,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             // SAFETY: the slot was found in the set of this generation, which is the current one;
             // slots of the current set are alive, and stay so while this reader is inside.
             let slot = unsafe { last.slot.as_ref() };
-            if slot.gfns().contains(&gfn) {
+            if slot.holds(gfn) {
                 self.counters().slot_lookups_saved.add(1);
                 return Ok(slot);
             }

@@ -76,6 +76,7 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
     const SETS_DIRTY: bool = false;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
     const MMIO_PHYSICAL_BITS: u32 = 52;
+    const WRITTEN: (u64, u64) = (VALID | WRITE | ACCESSED | DIRTY, 0);
 
     #[inline]
     fn decode(bits: u64, level: Level) -> Entry {
@@ -93,6 +94,13 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
         } else {
             Entry::Leaf(leaf(bits))
         }
+    }
+
+    #[inline]
+    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+        const TABLE: u64 = VALID | TABLE_OR_PAGE;
+        let leads = level > Level::PAGE && bits & TABLE == TABLE;
+        leads.then_some(Pfn((bits & FRAME) >> 12))
     }
 
     #[inline]

@@ -43,6 +43,7 @@ impl Format for Ept {
     const SETS_DIRTY: bool = true;
     const MMIO_GENERATION_BITS: u32 = 40;
     const MMIO_PHYSICAL_BITS: u32 = 52;
+    const WRITTEN: (u64, u64) = (READ | WRITE | ACCESSED | DIRTY, 0);
 
     #[inline]
     fn decode(bits: u64, level: Level) -> Entry {
@@ -66,6 +67,12 @@ impl Format for Ept {
                 },
             }),
         }
+    }
+
+    #[inline]
+    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+        let leads = level > Level::PAGE && bits & (READ | HUGE) == READ;
+        leads.then_some(Pfn((bits & FRAME) >> 12))
     }
 
     #[inline]

@@ -45,9 +45,10 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const SETS_DIRTY: bool = true;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
     const MMIO_PHYSICAL_BITS: u32 = 56;
+    const WRITTEN: (u64, u64) = (VALID | WRITE | ACCESSED | DIRTY, 0);
 
     #[inline]
-    fn decode(bits: u64, _level: Level) -> Entry {
+    fn decode(bits: u64, level: Level) -> Entry {
         let pfn = Pfn((bits & FRAME) >> FRAME_SHIFT);
         if bits & VALID == 0 {
             return match bits & MMIO {
@@ -55,7 +56,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
                 _ => Entry::Mmio { generation: pfn.0 },
             };
         }
-        if bits & RIGHTS == 0 {
+        if level > Level::PAGE && bits & RIGHTS == 0 {
             return Entry::Table(pfn);
         }
         Entry::Leaf(Leaf {
@@ -70,6 +71,12 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
                 _ => MemoryType::WriteBack,
             },
         })
+    }
+
+    #[inline]
+    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+        let leads = level > Level::PAGE && bits & (VALID | RIGHTS) == VALID;
+        leads.then_some(Pfn((bits & FRAME) >> FRAME_SHIFT))
     }
 
     #[inline]

@@ -28,13 +28,22 @@ fn leaves(level: Level) -> impl Iterator<Item = Leaf> {
     })
 }
 
+fn is_written<F: Format>(bits: u64) -> bool {
+    let (set, clear) = F::WRITTEN;
+    bits & set == set && bits & clear == 0
+}
+
 fn keeps_its_promises<F: Format>() {
     for level in [Level::PAGE, Level::MEGA, Level::GIGA] {
         for leaf in leaves(level) {
             let bits = F::leaf(leaf, level);
             assert_eq!(F::decode(bits, level), Entry::Leaf(leaf));
+            assert_eq!(F::next_table(bits, level), None);
             assert!(!F::is_absent(bits));
             assert_eq!(F::is_writable(bits), leaf.write);
+            if level == Level::PAGE {
+                assert_eq!(is_written::<F>(bits), leaf.write && F::is_settled(bits));
+            }
             if leaf.write {
                 let protected = Leaf {
                     write: false,
@@ -61,13 +70,17 @@ fn keeps_its_promises<F: Format>() {
             }
             if F::BREAK_BEFORE_MAKE {
                 assert_eq!(F::decode(F::broken(bits), level), Entry::Broken(leaf));
+                assert_eq!(F::next_table(F::broken(bits), level), None);
                 assert!(!F::is_absent(F::broken(bits)), "a zap must see it");
             }
         }
         assert_eq!(F::decode(0, level), Entry::Empty);
         assert!(F::is_absent(0) && F::is_absent(F::mmio(1)));
+        assert!(!is_written::<F>(0) && !is_written::<F>(F::mmio(1)));
         let all = u64::MAX >> (64 - F::MMIO_GENERATION_BITS);
         for generation in [0, 1, all] {
+            assert!(!is_written::<F>(F::mmio(generation)));
+            assert_eq!(F::next_table(F::mmio(generation), level), None);
             assert_eq!(
                 F::decode(F::mmio(generation), level),
                 Entry::Mmio { generation }
@@ -78,6 +91,8 @@ fn keeps_its_promises<F: Format>() {
     }
     let table = F::table(Pfn(0x1234));
     assert_eq!(F::decode(table, Level::MEGA), Entry::Table(Pfn(0x1234)));
+    assert_eq!(F::next_table(table, Level::MEGA), Some(Pfn(0x1234)));
+    assert_eq!(F::next_table(0, Level::MEGA), None);
     assert!(!F::is_absent(table));
 }
 

@@ -46,10 +46,17 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
     const SETS_DIRTY: bool = true;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
     const MMIO_PHYSICAL_BITS: u32 = 51;
+    const WRITTEN: (u64, u64) = (PRESENT | WRITE | ACCESSED | DIRTY, RESERVED);
 
     #[inline]
     fn decode(bits: u64, level: Level) -> Entry {
         decode(bits, level)
+    }
+
+    #[inline]
+    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+        let leads = level > Level::PAGE && bits & (PRESENT | RESERVED | HUGE) == PRESENT;
+        leads.then_some(Pfn((bits & FRAME) >> 12))
     }
 
     #[inline]

@@ -15,10 +15,13 @@ use core::ops::Range;
 use core::ptr::NonNull;
 
 use super::Memslot;
+use crate::addr::Gfn;
 use crate::table::OutOfMemory;
 
 /// Children of a node. A set of at most this many slots is one node: one copy, as an array would be.
-const WIDTH: usize = 32;
+const WIDTH: usize = BLOCK * BLOCK;
+/// Keys that a search compares at a time: one cache line of them.
+const BLOCK: usize = 8;
 /// Nodes with fewer children than this are merged with a neighbour when both fit in one.
 const LOW: usize = WIDTH / 4;
 
@@ -39,14 +42,32 @@ struct Item {
     child: Child,
 }
 
+/// Laid out for a search: it reads the guide, one block, and what the child points to.
+#[repr(C, align(64))]
 pub(crate) struct Node {
-    len: usize,
+    /// The first key of each block; that of the first is not looked at.
+    guide: [u64; BLOCK],
     /// 0: children are slots.
     height: usize,
-    /// Ascending; behind `len` all ones, so that a search needs no bound.
-    keys: [u64; WIDTH],
+    len: usize,
+    blocks: [Block; BLOCK],
     ends: [u64; WIDTH],
-    children: [Child; WIDTH],
+}
+
+/// Two cache lines that processors fetch together.
+#[derive(Clone, Copy)]
+#[repr(C, align(128))]
+struct Block {
+    /// Ascending; behind the node's `len` all ones, so that a search needs no bound.
+    keys: [u64; BLOCK],
+    children: [Child; BLOCK],
+}
+
+/// How many of `keys`, at most one block, are not above `probe`. All are compared, without a branch:
+/// no predictor guesses where a search ends.
+#[inline]
+fn count(keys: &[u64], probe: u64) -> usize {
+    keys.iter().map(|key| usize::from(*key <= probe)).sum()
 }
 
 pub(crate) fn key(page: u64, id: u32) -> u64 {
@@ -56,27 +77,27 @@ pub(crate) fn key(page: u64, id: u32) -> u64 {
 impl Node {
     fn item(&self, i: usize) -> Item {
         Item {
-            key: self.keys[i],
+            key: self.key(i),
             end: self.ends[i],
-            child: self.children[i],
+            child: self.child(i),
         }
+    }
+
+    #[inline]
+    fn key(&self, i: usize) -> u64 {
+        self.blocks[i / BLOCK].keys[i % BLOCK]
+    }
+
+    #[inline]
+    fn child(&self, i: usize) -> Child {
+        self.blocks[i / BLOCK].children[i % BLOCK]
     }
 
     /// How many keys are not above `probe`.
     #[inline]
     fn rank(&self, probe: u64) -> usize {
-        let mut base = 0;
-        let mut half = WIDTH / 2;
-        // Branch-free: the compiler turns the body into a compare and a conditional move.
-        while half > 0 {
-            base += if self.keys[base + half - 1] <= probe {
-                half
-            } else {
-                0
-            };
-            half /= 2;
-        }
-        base + (self.keys[base] <= probe) as usize
+        let block = count(&self.guide[1..], probe);
+        block * BLOCK + count(&self.blocks[block].keys, probe)
     }
 
     /// # Safety
@@ -84,11 +105,11 @@ impl Node {
     #[inline]
     unsafe fn below(&self, i: usize) -> &Node {
         // SAFETY: the children of an inner node are nodes, which live as long as it does.
-        unsafe { self.children[i].node.as_ref() }
+        unsafe { self.child(i).node.as_ref() }
     }
 }
 
-/// The slot that holds `page`, in a tree whose slots do not overlap.
+/// The slot that holds the guest frame `page`, in a tree by guest frame.
 ///
 /// # Safety
 /// - `root` is whole and nothing below it is freed while `'a` lasts.
@@ -101,7 +122,8 @@ pub(crate) unsafe fn find<'a>(root: Root, page: u64) -> Option<&'a Memslot> {
         let i = node.rank(probe).checked_sub(1)?;
         if node.height == 0 {
             // SAFETY: a child of a leaf node is a slot; the caller's promise.
-            return (page < node.ends[i]).then(|| unsafe { node.children[i].slot.as_ref() });
+            let slot = unsafe { node.child(i).slot.as_ref() };
+            return slot.holds(Gfn(page)).then_some(slot);
         }
         // SAFETY: `rank` is at most `len`.
         node = unsafe { node.below(i) };
@@ -122,7 +144,7 @@ pub(crate) unsafe fn overlapping(
     // SAFETY: the caller's promise.
     let node = unsafe { node.as_ref() };
     for i in 0..node.len {
-        if node.keys[i] >> 16 >= range.end {
+        if node.key(i) >> 16 >= range.end {
             break;
         }
         if node.ends[i] <= range.start {
@@ -131,9 +153,9 @@ pub(crate) unsafe fn overlapping(
         // SAFETY: children are of the kind the height tells; the caller's promise.
         let more = unsafe {
             if node.height == 0 {
-                visit(node.children[i].slot.as_ref())
+                visit(node.child(i).slot.as_ref())
             } else {
-                overlapping(Some(node.children[i].node), range, visit)
+                overlapping(Some(node.child(i).node), range, visit)
             }
         };
         if !more {
@@ -193,14 +215,21 @@ impl Edit {
         let mut new = Node {
             len: items.len(),
             height,
-            keys: [u64::MAX; WIDTH],
+            guide: [u64::MAX; BLOCK],
+            blocks: [Block {
+                keys: [u64::MAX; BLOCK],
+                children: [Child { node }; BLOCK],
+            }; BLOCK],
             ends: [0; WIDTH],
-            children: [Child { node }; WIDTH],
         };
         for (i, item) in items.iter().enumerate() {
-            new.keys[i] = item.key;
+            let (block, i_in_block) = (i / BLOCK, i % BLOCK);
+            new.blocks[block].keys[i_in_block] = item.key;
+            new.blocks[block].children[i_in_block] = item.child;
             new.ends[i] = item.end;
-            new.children[i] = item.child;
+            if i_in_block == 0 {
+                new.guide[block] = item.key;
+            }
         }
         // SAFETY: freshly allocated for a `Node`.
         unsafe { node.write(new) };
@@ -259,7 +288,7 @@ impl Edit {
         } else {
             let i = rank.saturating_sub(1);
             // SAFETY: `i < len`, inner node; the caller's promise.
-            let (left, right) = unsafe { self.insert_below(old.children[i].node, item)? };
+            let (left, right) = unsafe { self.insert_below(old.child(i).node, item)? };
             match right {
                 None => items.splice(i, 1, &[left]),
                 Some(right) => items.splice(i, 1, &[left, right]),
@@ -300,7 +329,7 @@ impl Edit {
         {
             self.replaced.push(top);
             // SAFETY: an inner node's child is a node.
-            top = unsafe { node.children[0].node };
+            top = unsafe { node.child(0).node };
         }
         Ok(Some(top))
     }
@@ -318,11 +347,11 @@ impl Edit {
         let i = old.rank(key) - 1;
         self.replaced.push(node);
         if old.height == 0 {
-            debug_assert_eq!(old.keys[i], key);
+            debug_assert_eq!(old.key(i), key);
             items.splice(i, 1, &[]);
         } else {
             // SAFETY: `i < len`, inner node; the caller's promise.
-            match unsafe { self.remove_below(old.children[i].node, key)? } {
+            match unsafe { self.remove_below(old.child(i).node, key)? } {
                 None => items.splice(i, 1, &[]),
                 Some(below) => {
                     items.splice(i, 1, &[below]);
@@ -420,8 +449,8 @@ pub(crate) unsafe fn free_tree(root: Root) {
     unsafe {
         let inner = node.as_ref();
         if inner.height > 0 {
-            for child in &inner.children[..inner.len] {
-                free_tree(Some(child.node));
+            for i in 0..inner.len {
+                free_tree(Some(inner.child(i).node));
             }
         }
         free_node(node);

@@ -13,10 +13,10 @@ use core::ops::Range;
 
 use super::Sequence;
 use super::fault::{SlotFacts, Stop};
-use crate::addr::{Access, Gfn, Gpa, Hva, Level};
+use crate::addr::{Access, Gfn, Gpa, Hva, Level, PAGE_SHIFT};
 use crate::format::Format;
 use crate::format::Leaf;
-use crate::platform::{HostRun, MemoryType, Platform};
+use crate::platform::{HostPage, HostRun, MemoryType, Platform};
 use crate::policy::Prefetch;
 use crate::slots::SlotFlags;
 use crate::table::{ENTRIES, Path};
@@ -64,19 +64,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Maps what is resident and absent in `range`, which lies in the slot and in one table of level 1.
-    /// Returns how many of its pages are mapped then, by whomever.
-    fn map_resident(&mut self, range: Range<Gfn>, slot: &SlotFacts, sequence: Sequence) -> u64 {
+    /// Returns the first page of it that is not mapped then: not resident, or fit for a larger leaf.
+    fn map_resident(&mut self, range: Range<Gfn>, slot: &SlotFacts, sequence: Sequence) -> Gfn {
         let hva = |gfn: Gfn| Hva(slot.hva_base.0 + ((gfn.0 - slot.gfns.start.0) << 12));
         let backing = hva(range.start)..hva(range.end);
         let readonly = slot.flags.has(SlotFlags::READONLY);
-        // The fault has used some, and its table may be gone by now.
-        if self.fill_frames().is_err() {
-            return 0;
-        }
         let (vm, space, frames) = self.parts();
         let owe = || vm.flushes.owe();
         let mut path = Path::new(frames, &owe);
-        let (mut installed, mut mapped) = (0, 0);
+        let (mut installed, mut unmapped) = (0, range.start);
         vm.platform
             .resolve_resident(backing.clone(), &mut |run: HostRun| {
                 let leaf = Leaf {
@@ -89,17 +85,23 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     memory: run.first.memory,
                 };
                 let gfn = range.start.add((run.backing.0 - backing.start.0) >> 12);
+                let HostPage { pfn, level, .. } = run.first;
+                if vm.fitting_level(&slot.gfns, gfn, pfn, level) > Level::PAGE {
+                    return;
+                }
                 let valid = || vm.in_progress.holds(sequence, &backing, vm.lock_wait());
                 let tree = &vm.spaces[space].tree;
                 if let Some(new) = tree.map_absent(gfn, run.pages, leaf, &mut path, valid) {
                     installed += new;
-                    mapped += run.pages;
+                    if gfn == unmapped {
+                        unmapped = gfn.add(run.pages);
+                    }
                 }
             });
         let counters = self.counters();
         counters.pages_4k.add(installed);
         counters.prefetched.add(installed);
-        mapped
+        unmapped
     }
 
     /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. Pages that are not
@@ -107,43 +109,46 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ///
     /// # Errors
     /// [`Stop`], if not even the first page could be mapped.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
     pub fn prefault(&mut self, range: Range<Gpa>) -> Result<u64, Stop> {
         let mut at = range.start;
-        while at < range.end {
-            match self.prefault_one(at, range.end) {
+        let mut result = Ok(());
+        while at < range.end && result.is_ok() {
+            match self.prefault_some(at, range.end) {
                 Ok(next) => at = next,
-                Err(stop) if at == range.start => return Err(stop),
-                Err(_) => break,
+                Err(stop) => result = Err(stop),
             }
         }
-        Ok(at.0.min(range.end.0) - range.start.0)
+        self.trim_frames();
+        match result {
+            Err(stop) if at == range.start => Err(stop),
+            _ => Ok(at.0.min(range.end.0) - range.start.0),
+        }
     }
 
-    /// One leaf, and, if it is a page, what is resident behind it in the same table. Returns the
-    /// address behind what was mapped.
-    fn prefault_one(&mut self, gpa: Gpa, end: Gpa) -> Result<Gpa, Stop> {
+    /// What is resident of one level 1 table, or else one leaf. Returns the address behind what was
+    /// mapped.
+    fn prefault_some(&mut self, gpa: Gpa, end: Gpa) -> Result<Gpa, Stop> {
         let gfn = gpa.gfn();
-        let level = self.translate(gpa, Access::Read)?.level;
-        let next = Gfn(gfn.align_down(level).0 + level.pages());
-        if level > Level::PAGE {
-            return Ok(next.gpa());
-        }
+        let end = Gfn(end.0.div_ceil(1 << PAGE_SHIFT));
         let sequence = self.vm().in_progress.sequence();
-        let table_end = Gfn(gfn.align_down(Level::MEGA).0 + Level::MEGA.pages());
-        let Ok(slot) = self.find_slot(gfn).map(|slot| SlotFacts::of(slot, gfn)) else {
-            return Ok(next.gpa());
-        };
-        let end = Gfn(end.0.div_ceil(1 << 12))
-            .min(slot.gfns.end)
-            .min(table_end);
-        if slot.log.is_some() || next >= end {
-            return Ok(next.gpa());
+        if let Ok(slot) = self.find_slot(gfn)
+            && slot.dirty.is_none()
+        {
+            let slot = SlotFacts::of(slot, gfn);
+            let end = end.min(slot.gfns.end);
+            let table_end = gfn.align_down(Level::MEGA).add(Level::MEGA.pages());
+            // One table for each 2 MiB that are left, taken from the platform by the batch.
+            let tables = (end.0 - gfn.0).div_ceil(Level::MEGA.pages()) as usize;
+            self.fill_frames_for(tables);
+            let next = self.map_resident(gfn..end.min(table_end), &slot, sequence);
+            if next > gfn {
+                return Ok(next.gpa());
+            }
         }
-        // Only a stretch without a gap lets the walk go on behind it.
-        let before = end.0 - next.0;
-        match self.map_resident(next..end, &slot, sequence) {
-            mapped if mapped == before => Ok(end.gpa()),
-            _ => Ok(next.gpa()),
-        }
+        let level = self.translate(gpa, Access::Read)?.level;
+        Ok(gfn.align_down(level).add(level.pages()).gpa())
     }
 }
