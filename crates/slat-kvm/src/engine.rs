@@ -113,6 +113,10 @@ formats! {
     Riscv = "riscv": Sv48x4,
 }
 
+#[expect(
+    clippy::derivable_impls,
+    reason = "the macro has no place for a variant's own attribute"
+)]
 impl Default for TableFormat {
     fn default() -> Self {
         TableFormat::Ept
