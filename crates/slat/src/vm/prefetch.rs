@@ -5,6 +5,9 @@
 //! (every page would look written), not when a huge leaf was installed (there is nothing left to map).
 //! What is prefetched starts with the accessed bit clear.
 //!
+//! Where windows turn out empty (memory that is used for the first time), fewer and fewer faults look
+//! at theirs, down to one in 64: asking the host is not free.
+//!
 //! The adaptive window begins with nothing. A fault right behind what the vCPU mapped last is taken as
 //! a sequence: the window opens at 8 pages and doubles, up to a whole table. Any other fault closes
 //! it, so that scattered accesses cost no page that nobody asked for.
@@ -29,10 +32,32 @@ pub(crate) struct Window {
     next: Gfn,
     /// Pages; 0 is closed.
     size: u64,
+    /// Windows found empty in a row.
+    empty: u32,
+    /// Faults that do not look before the next that does.
+    pause: u32,
 }
 
 impl Window {
     const FIRST: u64 = 8;
+    /// A pause is shorter than 2 to this.
+    const LONGEST_PAUSE: u32 = 6;
+
+    /// Whether this fault looks around.
+    fn looks(&mut self) -> bool {
+        let looks = self.pause == 0;
+        self.pause = self.pause.saturating_sub(1);
+        looks
+    }
+
+    /// What a look has brought.
+    fn learn(&mut self, installed: u64) {
+        self.empty = match installed {
+            0 => (self.empty + 1).min(Self::LONGEST_PAUSE),
+            _ => 0,
+        };
+        self.pause = (1 << self.empty) - 1;
+    }
 
     /// The window for a fault at `gfn`.
     fn after_fault(&mut self, gfn: Gfn) -> u64 {
@@ -54,18 +79,28 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             Prefetch::Adaptive => self.window().after_fault(gfn),
         };
         let mut end = gfn.add(1);
-        if size > 1 {
+        if size > 1 && self.window().looks() {
             let start = Gfn(gfn.0 & !(size - 1));
             let window = start.max(slot.gfns.start)..start.add(size).min(slot.gfns.end);
-            end = window.end;
-            self.map_resident(window, slot, sequence);
+            let window_end = window.end;
+            let (_, installed) = self.map_resident(window, slot, sequence);
+            self.window().learn(installed);
+            if installed > 0 {
+                end = window_end;
+            }
         }
         self.window().next = end;
     }
 
     /// Maps what is resident and absent in `range`, which lies in the slot and in one table of level 1.
-    /// Returns the first page of it that is not mapped then: not resident, or fit for a larger leaf.
-    fn map_resident(&mut self, range: Range<Gfn>, slot: &SlotFacts, sequence: Sequence) -> Gfn {
+    /// Returns the first page of it that is not mapped then (not resident, or fit for a larger leaf),
+    /// and how many pages were mapped.
+    fn map_resident(
+        &mut self,
+        range: Range<Gfn>,
+        slot: &SlotFacts,
+        sequence: Sequence,
+    ) -> (Gfn, u64) {
         let hva = |gfn: Gfn| Hva(slot.hva_base.0 + ((gfn.0 - slot.gfns.start.0) << 12));
         let backing = hva(range.start)..hva(range.end);
         let readonly = slot.flags.has(SlotFlags::READONLY);
@@ -101,7 +136,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let counters = self.counters();
         counters.pages_4k.add(installed);
         counters.prefetched.add(installed);
-        unmapped
+        (unmapped, installed)
     }
 
     /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. Pages that are not
@@ -143,12 +178,45 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             // One table for each 2 MiB that are left, taken from the platform by the batch.
             let tables = (end.0 - gfn.0).div_ceil(Level::MEGA.pages()) as usize;
             self.fill_frames_for(tables);
-            let next = self.map_resident(gfn..end.min(table_end), &slot, sequence);
+            let (next, _) = self.map_resident(gfn..end.min(table_end), &slot, sequence);
             if next > gfn {
                 return Ok(next.gpa());
             }
         }
         let level = self.translate(gpa, Access::Read)?.level;
         Ok(gfn.align_down(level).add(level.pages()).gpa())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_adaptive_window_doubles_in_a_sequence_and_closes_behind_a_jump() {
+        let mut window = Window::default();
+        let mut sizes = [0; 8];
+        for (i, size) in sizes.iter_mut().enumerate() {
+            window.next = Gfn(i as u64);
+            *size = window.after_fault(Gfn(i as u64));
+        }
+        assert_eq!(sizes, [8, 16, 32, 64, 128, 256, 512, 512]);
+        assert_eq!(window.after_fault(Gfn(1000)), 0);
+    }
+
+    #[test]
+    fn empty_windows_are_looked_at_less_and_less_until_one_is_not_empty() {
+        let mut window = Window::default();
+        let mut looks = 0;
+        for _ in 0..640 {
+            if window.looks() {
+                looks += 1;
+                window.learn(0);
+            }
+        }
+        assert!((10..20).contains(&looks), "{looks} looks");
+        window.pause = 0;
+        window.learn(7);
+        assert!(window.looks() && window.looks());
     }
 }
