@@ -146,6 +146,8 @@ delegate! {
     EngineVm {
         /// See [`slat::Vm::policy`].
         fn policy() -> &Policy;
+        /// See [`slat::Vm::set_policy`].
+        fn set_policy(name: &str, value: &str) -> Result<(), slat::PolicyError>;
         /// See [`slat::Vm::stats`].
         fn stats() -> Stats;
         /// See [`slat::Vm::audit`].
