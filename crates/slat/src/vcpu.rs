@@ -4,7 +4,7 @@
 use alloc::sync::Arc;
 use core::ptr::NonNull;
 
-use crate::addr::{Gfn, Gpa, PAGE_SHIFT};
+use crate::addr::{Gfn, Gpa, PAGE_SHIFT, Pfn};
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Region};
@@ -23,6 +23,10 @@ pub struct Vcpu<P: Platform, F: Format> {
     /// Belongs to `vm.readers`, taken by this vCPU alone.
     reader: NonNull<Reader>,
     space: usize,
+    /// Of the space's tables; it never changes.
+    root: Pfn,
+    /// Between `enter` and `leave`. (The reader knows, too, but is further away.)
+    entered: bool,
     token: usize,
     frames: FrameCache,
     last_slot: Option<LastSlot>,
@@ -54,6 +58,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             counted_before: reader.counters.snapshot(),
             vm: self.clone(),
             space: 0,
+            root: self.spaces[0].tree.root(),
+            entered: false,
             token: 0,
             frames: FrameCache::default(),
             last_slot: None,
@@ -80,6 +86,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     pub(crate) fn space(&self) -> &Space<P, F> {
         &self.vm.spaces[self.space]
+    }
+
+    pub(crate) fn root(&self) -> Pfn {
+        self.root
+    }
+
+    pub(crate) fn is_entered(&self) -> bool {
+        self.entered
     }
 
     pub(crate) fn parts(&mut self) -> (&Vm<P, F>, usize, &mut FrameCache) {
@@ -136,11 +150,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn enter(&mut self, token: usize) {
         self.token = token;
         self.come_in();
+        self.entered = true;
     }
 
     /// Goes outside. Translations may be kept if the next [`enter`](Self::enter) is followed by a look
     /// at the attention word before they are used.
     pub fn leave(&mut self) {
+        self.entered = false;
         self.reader().leave();
     }
 
@@ -173,10 +189,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// If the vCPU was not entered.
     #[inline]
     pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
-        assert!(
-            self.reader().is_inside(),
-            "Vcpu::slot_at outside enter/leave"
-        );
+        assert!(self.entered, "Vcpu::slot_at outside enter/leave");
         let slot = self.find_slot(gpa.gfn()).ok()?;
         Some(Region {
             slot: slot.id,
