@@ -19,7 +19,8 @@ fn prefault<F: Format>(vcpu: &mut Vcpu<Machine, F>) {
     assert_eq!(mapped, PAGES << 12);
 }
 
-fn translate<F: Format>(vcpu: &mut Vcpu<Machine, F>, order: &Order, access: Access) -> u64 {
+fn translate<F: Format, const WRITE: bool>(vcpu: &mut Vcpu<Machine, F>, order: &Order) -> u64 {
+    let access = if WRITE { Access::Write } else { Access::Read };
     order.translate(|gpa| match vcpu.translate(Gpa(gpa), access) {
         Ok(translation) => translation.host.0,
         Err(stop) => panic!("{stop}"),
@@ -38,9 +39,9 @@ pub fn round<F: Format>(name: &str, order: &Order, samples: &mut Samples) {
         set(&vm, NONE, PAGES);
         vcpu.enter(0);
         add("map", time(|| prefault(&mut vcpu)).0);
-        let first = time(|| translate(&mut vcpu, order, Access::Write));
+        let first = time(|| translate::<F, true>(&mut vcpu, order));
         add("translate-first", first.0);
-        let (ns, sum) = time(|| translate(&mut vcpu, order, Access::Read));
+        let (ns, sum) = time(|| translate::<F, false>(&mut vcpu, order));
         assert_eq!(sum, order.expected(), "{name} translates wrongly");
         assert_eq!(first.1, sum);
         add("translate", ns);

@@ -101,8 +101,10 @@ pub trait Format: Send + Sync + 'static {
 
     /// What `bits`, read from a table of `level`, mean.
     fn decode(bits: u64, level: Level) -> Entry;
-    /// The next lower table if `bits`, read from a table of `level`, lead to one. Must agree with
-    /// `decode`; it exists because every step of a walk asks it.
+    /// What `bits` mean that are known to be a leaf.
+    fn decode_leaf(bits: u64) -> Leaf;
+    /// The next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made.
+    /// It agrees with `decode` for all entries of ours, and exists because every step of a walk asks.
     fn next_table(bits: u64, level: Level) -> Option<Pfn>;
     /// A leaf for a table of `level`.
     fn leaf(leaf: Leaf, level: Level) -> u64;
@@ -130,9 +132,10 @@ pub trait Format: Send + Sync + 'static {
     fn is_settled(bits: u64) -> bool;
     /// Whether a leaf allows writing.
     fn is_writable(bits: u64) -> bool;
-    /// Tells leaves of level 1 that are writable and settled, many at once: all bits of the first are
-    /// set in them, and none of the second. (Must agree with `decode`, `is_writable`, `is_settled`.)
-    const WRITTEN: (u64, u64);
+    /// Tells leaves that allow `access` and have the bits set that it sets, in one comparison: in
+    /// entries that lead to no table, these and only these have all bits of the first set and none of
+    /// the second. Such a leaf that allows writing is settled.
+    fn ready(access: Access) -> (u64, u64);
 }
 
 #[cfg(test)]

@@ -12,6 +12,8 @@ pub(super) const LEAF: Leaf = Leaf {
     memory: MemoryType::WriteBack,
 };
 
+const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
+
 fn leaves(level: Level) -> impl Iterator<Item = Leaf> {
     (0..64u64).map(move |bits| Leaf {
         pfn: Pfn(level.pages() * 3),
@@ -28,9 +30,9 @@ fn leaves(level: Level) -> impl Iterator<Item = Leaf> {
     })
 }
 
-fn is_written<F: Format>(bits: u64) -> bool {
-    let (set, clear) = F::WRITTEN;
-    bits & set == set && bits & clear == 0
+fn is_ready<F: Format>(bits: u64, access: Access) -> bool {
+    let (set, clear) = F::ready(access);
+    bits & (set | clear) == set
 }
 
 fn keeps_its_promises<F: Format>() {
@@ -38,12 +40,19 @@ fn keeps_its_promises<F: Format>() {
         for leaf in leaves(level) {
             let bits = F::leaf(leaf, level);
             assert_eq!(F::decode(bits, level), Entry::Leaf(leaf));
+            assert_eq!(F::decode_leaf(bits), leaf);
             assert_eq!(F::next_table(bits, level), None);
             assert!(!F::is_absent(bits));
             assert_eq!(F::is_writable(bits), leaf.write);
-            if level == Level::PAGE {
-                assert_eq!(is_written::<F>(bits), leaf.write && F::is_settled(bits));
+            for access in ACCESSES {
+                let marked = leaf.accessed && (leaf.dirty || access != Access::Write);
+                let ready = leaf.allows(access) && marked;
+                assert_eq!(is_ready::<F>(bits, access), ready);
+                let broken = F::broken(bits);
+                assert!(broken == bits || !is_ready::<F>(broken, access));
             }
+            let written = is_ready::<F>(bits, Access::Write);
+            assert_eq!(written, leaf.write && F::is_settled(bits));
             if leaf.write {
                 let protected = Leaf {
                     write: false,
@@ -76,10 +85,14 @@ fn keeps_its_promises<F: Format>() {
         }
         assert_eq!(F::decode(0, level), Entry::Empty);
         assert!(F::is_absent(0) && F::is_absent(F::mmio(1)));
-        assert!(!is_written::<F>(0) && !is_written::<F>(F::mmio(1)));
+        for access in ACCESSES {
+            assert!(!is_ready::<F>(0, access));
+        }
         let all = u64::MAX >> (64 - F::MMIO_GENERATION_BITS);
         for generation in [0, 1, all] {
-            assert!(!is_written::<F>(F::mmio(generation)));
+            for access in ACCESSES {
+                assert!(!is_ready::<F>(F::mmio(generation), access));
+            }
             assert_eq!(F::next_table(F::mmio(generation), level), None);
             assert_eq!(
                 F::decode(F::mmio(generation), level),

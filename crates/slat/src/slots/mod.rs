@@ -100,9 +100,14 @@ pub(crate) struct SlotSet {
     by_hva: Root,
     /// Raised by every change. An MMIO entry of another generation says nothing.
     pub(crate) generation: u64,
+    /// log2 of the pages of the smallest slot, or less: there were smaller ones.
+    pub(crate) granule: u32,
 }
 
 impl SlotSet {
+    /// A generation that no set has.
+    pub(crate) const NEVER: u64 = u64::MAX;
+
     /// The slot that holds `gfn`.
     #[inline]
     pub(crate) fn find(&self, gfn: Gfn) -> Option<&Memslot> {
@@ -194,6 +199,7 @@ impl Slots {
             by_gfn: None,
             by_hva: None,
             generation: 0,
+            granule: 0,
         };
         Slots {
             current: AtomicPtr::new(Box::into_raw(Box::new(empty))),
@@ -353,6 +359,11 @@ fn build(
         // unique and the old slot with this id was removed.
         unsafe {
             let slot = new.as_ref();
+            let granule = slot.pages.ilog2();
+            set.granule = match set.by_gfn {
+                Some(_) => set.granule.min(granule),
+                None => granule,
+            };
             let gfn_end = slot.base.0 + slot.pages;
             let hva_end = slot.hva_page() + slot.pages;
             set.by_gfn = edit.insert(set.by_gfn, slot.gfn_key(), gfn_end, new)?;

@@ -237,18 +237,11 @@ impl Found<'_> {
     }
 
     /// The leaf that stands there, if it allows `access` and has the bits set that the access sets.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn ready<F: Format>(&self, access: Access) -> Option<Leaf> {
-        match F::decode(self.bits, self.level) {
-            Entry::Leaf(leaf)
-                if leaf.allows(access)
-                    && leaf.accessed
-                    && (access != Access::Write || leaf.dirty) =>
-            {
-                Some(leaf)
-            }
-            _ => None,
-        }
+        let (set, clear) = F::ready(access);
+        let ready = self.bits & (set | clear) == set;
+        ready.then(|| F::decode_leaf(self.bits))
     }
 
     /// Sets accessed, and dirty for a write, as the walker that uses the leaf does: without a lock,
@@ -287,10 +280,15 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// The root table on the way to `gfn`, which is below the capacity.
     #[inline]
     fn root_for(&self, gfn: Gfn) -> Pfn {
+        Self::root_table(self.root, gfn)
+    }
+
+    #[inline]
+    fn root_table(root: Pfn, gfn: Gfn) -> Pfn {
         if F::ROOT_TABLES == 1 {
-            self.root
+            root
         } else {
-            self.root.add(gfn.0 / (F::TOP.pages() * ENTRIES as u64))
+            root.add(gfn.0 / (F::TOP.pages() * ENTRIES as u64))
         }
     }
 
@@ -306,21 +304,23 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// Finds what a walker finds for `gfn`, without a lock. The caller is inside a reader section.
     #[inline]
     pub(crate) fn lookup(&self, gfn: Gfn) -> Found<'_> {
-        let (Ok(found) | Err(found)) = self.lookup_page(gfn);
+        let (Ok(found) | Err(found)) = Self::lookup_page(&*self.platform, self.root, gfn);
         found
     }
 
-    /// [`Tree::lookup`], telling the compiler what to expect: `Ok` if the walk ends at level 1.
-    #[inline]
-    pub(crate) fn lookup_page(&self, gfn: Gfn) -> Result<Found<'_>, Found<'_>> {
+    /// [`Tree::lookup`], telling the compiler what to expect: `Ok` if the walk ends at level 1. Knows
+    /// the tree by its `root`, so that whoever walks often need not go by way of the tree.
+    #[inline(always)]
+    pub(crate) fn lookup_page(platform: &P, root: Pfn, gfn: Gfn) -> Result<Found<'_>, Found<'_>> {
         let find = |frame, level: Level| {
-            let slot = self.table(frame).entry(level.index(gfn));
+            let slot = Table { platform, frame }.entry(level.index(gfn));
             let bits = slot.load(Acquire);
             Found { slot, bits, level }
         };
-        let mut frame = self.root_for(gfn);
+        let mut frame = Self::root_table(root, gfn);
         // So many steps that the compiler knows their number, and unrolls them.
-        for level in (2..=F::TOP.0).rev().map(Level) {
+        for step in 0..F::TOP.0 - 1 {
+            let level = Level(F::TOP.0 - step);
             let found = find(frame, level);
             match F::next_table(found.bits, level) {
                 Some(lower) => frame = lower,

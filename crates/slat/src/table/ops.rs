@@ -8,7 +8,7 @@ use alloc::vec::Vec;
 
 use super::walk::{At, RUN, Visit};
 use super::{Detached, FrameCache, Freed, LeafCounts, Next, OutOfMemory, Path, Show, Table, Tree};
-use crate::addr::{Gfn, Level, Pfn};
+use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
 
@@ -73,7 +73,7 @@ impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<F, W> {
     #[inline]
     fn run(&mut self, entries: &[AtomicU64; RUN], first: Gfn) -> bool {
         let bits = entries.each_ref().map(|entry| entry.load(Relaxed));
-        let (set, clear) = F::WRITTEN;
+        let (set, clear) = F::ready(Access::Write);
         let all = bits.iter().fold(u64::MAX, |all, bits| all & bits);
         let any = bits.iter().fold(0, |any, bits| any | bits);
         let wanted = (0..RUN as u64).all(|i| (self.wanted)(first.add(i), Level::PAGE));

@@ -137,16 +137,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ///
     /// # Panics
     /// If the vCPU was not entered.
-    #[inline]
+    #[inline(always)]
     pub fn translate(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
-        assert!(
-            self.reader().is_inside(),
-            "Vcpu::translate outside enter/leave"
-        );
+        assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
         let gfn = gpa.gfn();
         if gfn.0 < Tree::<P, F>::capacity() {
             // Twice the same: the compiler knows the level of the first, which is the common one.
-            match self.space().tree.lookup_page(gfn) {
+            match Tree::<P, F>::lookup_page(&*self.vm().platform, self.root(), gfn) {
                 Ok(found) => {
                     if let Some(leaf) = found.ready::<F>(access) {
                         return Ok(translation(leaf, Level::PAGE, gfn));
