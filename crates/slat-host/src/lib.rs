@@ -164,7 +164,7 @@ unsafe impl Platform for HostPlatform {
     fn flush(&self, _vm: VmId, _range: Range<Gfn>) {}
 
     fn wait(&self, round: u32, what: WaitFor) {
-        const SPINS: u32 = 32;
+        const SPINS: u32 = 128;
         const YIELDS: u32 = 1024;
         /// Rounds of sleep between two kicks.
         const PATIENCE: u32 = 20;

@@ -14,8 +14,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::*};
-use std::sync::{Mutex, OnceLock};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::*};
+use std::sync::{Mutex, MutexGuard, Once, OnceLock};
 
 use slat::Level;
 
@@ -41,7 +41,10 @@ pub(crate) struct Mapping {
 /// Raised whenever an answer may have become wrong.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
 /// Start to end and advice. Non-overlapping.
-static ADVICE: Mutex<BTreeMap<usize, (usize, HugePages)>> = Mutex::new(BTreeMap::new());
+type Advice = Mutex<BTreeMap<usize, (usize, HugePages)>>;
+/// Null before the first use. A forked child begins with a new one: its parent's may be locked for ever, by a thread that the
+/// child does not have.
+static ADVICE: AtomicPtr<Advice> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Mappings a thread remembers: a VM's memory is a handful of them.
 const REMEMBERED: usize = 4;
@@ -56,9 +59,32 @@ thread_local! {
     static RECENT: RefCell<Recent> = RefCell::default();
 }
 
+/// This process's advice.
+fn advice() -> MutexGuard<'static, BTreeMap<usize, (usize, HugePages)>> {
+    static WATCHING: Once = Once::new();
+    extern "C" fn in_child() {
+        ADVICE.store(std::ptr::null_mut(), Release);
+    }
+    WATCHING.call_once(|| {
+        // SAFETY: the handler is async-signal-safe: it stores to an atomic.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    });
+    loop {
+        // SAFETY: once published, a value is never freed.
+        if let Some(advice) = unsafe { ADVICE.load(Acquire).as_ref() } {
+            return advice.lock().unwrap_or_else(|e| e.into_inner());
+        }
+        let new = Box::into_raw(Box::default());
+        if (ADVICE.compare_exchange(std::ptr::null_mut(), new, AcqRel, Relaxed)).is_err() {
+            // SAFETY: not published.
+            drop(unsafe { Box::from_raw(new) });
+        }
+    }
+}
+
 /// The mappings in `range` were made, removed or given other rights.
 pub fn changed(range: Range<usize>) {
-    let mut advice = ADVICE.lock().unwrap_or_else(|e| e.into_inner());
+    let mut advice = advice();
     carve(&mut advice, &range);
     EPOCH.fetch_add(1, SeqCst);
 }
@@ -70,7 +96,7 @@ pub fn protected() {
 
 /// The program has given advice about huge pages.
 pub fn advised(range: Range<usize>, wish: HugePages) {
-    let mut advice = ADVICE.lock().unwrap_or_else(|e| e.into_inner());
+    let mut advice = advice();
     carve(&mut advice, &range);
     advice.insert(range.start, (range.end, wish));
     EPOCH.fetch_add(1, SeqCst);
@@ -149,7 +175,7 @@ fn ask(address: usize) -> Option<Mapping> {
 /// Applies the system's mode for transparent huge pages and the program's advice. The mapping is
 /// narrowed to the part around `address` for which the answer is the same.
 fn transparent(mapping: &mut Mapping, anonymous: bool, address: usize) {
-    let advice = ADVICE.lock().unwrap_or_else(|e| e.into_inner());
+    let advice = advice();
     let mut wish = None;
     if let Some((&start, &(end, found))) = advice.range(..=address).next_back() {
         if address < end {

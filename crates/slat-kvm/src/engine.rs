@@ -113,6 +113,10 @@ formats! {
     Riscv = "riscv": Sv48x4,
 }
 
+#[expect(
+    clippy::derivable_impls,
+    reason = "the macro has no place for a variant's own attribute"
+)]
 impl Default for TableFormat {
     fn default() -> Self {
         TableFormat::Ept
@@ -142,6 +146,8 @@ delegate! {
     EngineVm {
         /// See [`slat::Vm::policy`].
         fn policy() -> &Policy;
+        /// See [`slat::Vm::set_policy`].
+        fn set_policy(name: &str, value: &str) -> Result<(), slat::PolicyError>;
         /// See [`slat::Vm::stats`].
         fn stats() -> Stats;
         /// See [`slat::Vm::audit`].

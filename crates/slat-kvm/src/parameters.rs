@@ -48,7 +48,7 @@ pub(crate) fn policies() -> Result<&'static Policy> {
 pub(crate) fn apply(vm: &EngineVm) -> Result<()> {
     for (name, value) in policies()?.iter() {
         // It takes back what it shows.
-        let _ = vm.policy().set(name, &value.to_string());
+        let _ = vm.set_policy(name, &value.to_string());
     }
     Ok(())
 }
@@ -110,7 +110,7 @@ pub fn write(name: &str, text: &str) -> Result<()> {
         if name == NX_HUGE_PAGES && is_without_nx(&vm) {
             continue;
         }
-        let _ = vm.policy().set(name, value);
+        let _ = vm.set_policy(name, value);
         if name == NX_HUGE_PAGES {
             // What is mapped already has the rights of before. It faults back in.
             drop(vm.invalidate(Hva(0)..Hva(1 << 47)));
@@ -140,7 +140,7 @@ pub(crate) fn disable_nx(vm: &Arc<EngineVm>) -> Result<()> {
     let mut without = without.lock().unwrap_or_else(PoisonError::into_inner);
     without.retain(|vm| vm.strong_count() != 0);
     without.push(Arc::downgrade(vm));
-    let _ = vm.policy().set(NX_HUGE_PAGES, "off");
+    let _ = vm.set_policy(NX_HUGE_PAGES, "off");
     Ok(())
 }
 

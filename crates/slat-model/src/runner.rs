@@ -110,7 +110,7 @@ impl<F: Format> Runner<F> {
             }
             Op::DirtyLog(id) => self.dirty_log(*id),
             Op::Policy(name, value) => {
-                self.vm.policy().set(name, value).unwrap();
+                self.vm.set_policy(name, value).unwrap();
                 if *name == "dirty_log" {
                     self.model.logs_by_dirty_bit = *value == "dirty-bit";
                 }
@@ -119,10 +119,6 @@ impl<F: Format> Runner<F> {
                 }
                 if *name == "nx_huge_pages" && *value == "on" {
                     self.nx = true;
-                    // Policies are about what is done from now on. Huge executable leaves from before
-                    // are taken away by their client.
-                    let everything = 0..self.platform.host.len();
-                    drop(self.vm.invalidate(HostMemory::hvas(&everything)));
                 }
             }
             Op::RecoverNx => drop(self.vm.recover_nx_huge_pages()),

@@ -38,6 +38,8 @@ interpose! {
                 libc::SYS_ioctl => ioctls::ioctl_on(a as c_int, b as c_ulong, c) as isize,
                 libc::SYS_mmap => memory::map(a, b, c as c_int, d as c_int, e as c_int, f as i64),
                 libc::SYS_munmap => memory::unmap(a, b),
+                libc::SYS_shmdt => memory::detach(a),
+                libc::SYS_shmat => memory::attach(a as c_int, b, c as c_int),
                 libc::SYS_mremap => memory::remap(a, b, c, d as c_int, e),
                 libc::SYS_madvise => memory::advise(a, b, c as c_int),
                 libc::SYS_mprotect | libc::SYS_pkey_mprotect => memory::protect(number, a, b, c as c_int, d as c_int),

@@ -239,6 +239,43 @@ fn mapped_from(fd: c_int) -> Option<Vec<Range>> {
     {
         return None;
     }
+    let device = format!(
+        "{:02x}:{:02x}",
+        libc::major(stat.st_dev),
+        libc::minor(stat.st_dev)
+    );
+    let file = (device, stat.st_ino.to_string());
+    let maps = maps()?.into_iter().filter(|map| map.file == file);
+    Some(maps.map(|map| map.range).collect())
+}
+
+/// The whole of a System V segment that is attached at an address: what `shmdt` takes away. Empty if nothing is.
+fn attached_at(address: usize) -> Range {
+    let mut whole = Range::at(address, 0);
+    let maps = maps().unwrap_or_default();
+    let mut maps = maps
+        .iter()
+        .skip_while(|map| map.range.start != whole.start)
+        .peekable();
+    let file = maps.peek().map(|map| &map.file);
+    for map in maps.take_while(|map| Some(&map.file) == file) {
+        if map.range.start != whole.end.max(whole.start) {
+            break;
+        }
+        whole.end = map.range.end;
+    }
+    whole
+}
+
+/// A line of `/proc/self/maps`.
+struct Map {
+    range: Range,
+    /// Device and inode, as they are written there.
+    file: (String, String),
+}
+
+/// The mappings of this process, in order.
+fn maps() -> Option<Vec<Map>> {
     // SAFETY: a constant path; the descriptor is new and ours.
     let maps = unsafe {
         let flags = (libc::O_RDONLY | libc::O_CLOEXEC) as usize;
@@ -258,28 +295,61 @@ fn mapped_from(fd: c_int) -> Option<Vec<Range>> {
         }
         std::fs::File::from_raw_fd(fd as c_int)
     };
-    let device = format!(
-        "{:02x}:{:02x}",
-        libc::major(stat.st_dev),
-        libc::minor(stat.st_dev)
-    );
-    let inode = stat.st_ino.to_string();
-    let mut ranges = Vec::new();
+    let mut found = Vec::new();
     for line in std::io::BufReader::new(maps).lines().map_while(Result::ok) {
         // address perms offset device inode path
         let mut words = line.split_ascii_whitespace();
         let address = words.next()?;
-        let (on, number) = (words.nth(2)?, words.next()?);
-        if on == device && number == inode {
-            let (start, end) = address.split_once('-')?;
-            let start = usize::from_str_radix(start, 16).ok()?;
-            ranges.push(Range::at(
-                start,
-                usize::from_str_radix(end, 16).ok()? - start,
-            ));
-        }
+        let (device, inode) = (words.nth(2)?, words.next()?);
+        let (start, end) = address.split_once('-')?;
+        let start = usize::from_str_radix(start, 16).ok()?;
+        let end = usize::from_str_radix(end, 16).ok()?;
+        found.push(Map {
+            range: Range::at(start, end - start),
+            file: (device.to_owned(), inode.to_owned()),
+        });
     }
-    Some(ranges)
+    Some(found)
+}
+
+/// shmdt.
+///
+/// # Safety
+/// As for `shmdt`.
+pub unsafe fn detach(address: usize) -> isize {
+    // SAFETY: the caller's.
+    let change = || unsafe { call!(libc::SYS_shmdt, address) };
+    if passes_by() || notify::live().is_empty() {
+        return change();
+    }
+    let range = {
+        let before = crate::real::errno();
+        let _inside = Inside::enter();
+        let range = attached_at(address);
+        set_errno(before);
+        range
+    };
+    around_then(&[range], change, |_| mappings::changed(range.std()))
+}
+
+/// shmat. What SHM_REMAP replaces is told afterwards only: how much it is the kernel alone knows before.
+///
+/// # Safety
+/// As for `shmat`.
+pub unsafe fn attach(id: c_int, address: usize, flags: c_int) -> isize {
+    // SAFETY: the caller's.
+    let attached = unsafe { call!(libc::SYS_shmat, id, address, flags) };
+    if attached != -1 && !passes_by() && !notify::live().is_empty() {
+        let range = {
+            let before = crate::real::errno();
+            let _inside = Inside::enter();
+            let range = attached_at(attached as usize);
+            set_errno(before);
+            range
+        };
+        around_then(&[range], || 0, |_| mappings::changed(range.std()));
+    }
+    attached
 }
 
 /// fallocate.
@@ -323,6 +393,18 @@ interpose! {
     fn munmap(address: *mut c_void, len: usize) -> c_int {
         // SAFETY: the caller's.
         unsafe { unmap(address as usize, len) as c_int }
+    }
+
+    /// shmdt(2).
+    fn shmdt(address: *const c_void) -> c_int {
+        // SAFETY: the caller's.
+        unsafe { detach(address as usize) as c_int }
+    }
+
+    /// shmat(2).
+    fn shmat(id: c_int, address: *const c_void, flags: c_int) -> *mut c_void {
+        // SAFETY: the caller's.
+        unsafe { attach(id, address as usize, flags) as *mut c_void }
     }
 
     /// mremap(2).
@@ -384,6 +466,22 @@ mod tests {
         assert_eq!(Range::at(0x1000, 0x1000).std(), 0x1000..0x2000);
         assert!(Range::at(0x1000, 0).is_empty());
         assert!(Range::at(usize::MAX - 5, 100).is_empty());
+    }
+
+    #[test]
+    fn an_attached_segment_is_found_whole() {
+        // SAFETY: a segment of our own, which goes when it is detached; half of it gets other rights.
+        unsafe {
+            let id = libc::shmget(libc::IPC_PRIVATE, 16384, 0o600);
+            assert!(id >= 0);
+            let address = libc::shmat(id, std::ptr::null(), 0);
+            libc::shmctl(id, libc::IPC_RMID, std::ptr::null_mut());
+            assert_eq!(libc::mprotect(address, 8192, libc::PROT_READ), 0);
+            let whole = Range::at(address as usize, 16384);
+            assert_eq!(attached_at(address as usize), whole);
+            libc::shmdt(address);
+            assert!(attached_at(address as usize).is_empty());
+        }
     }
 
     #[test]

@@ -41,6 +41,9 @@ under_the_library! {
     a_guest_runs
     the_device_can_be_asked_about
     module_parameters_can_be_read
+    module_parameters_can_be_written
+    statistics_are_fresh_at_every_read
+    a_dirty_ring_is_mapped_shared_and_not_executable
     descriptors_may_be_duplicated_and_closed_in_any_order
     descriptors_beyond_4096_work
     stray_calls_on_kvm_descriptors_do_no_harm
@@ -166,6 +169,116 @@ mod client {
             assert_eq!(libc::fgetc(file), i32::from(b'0'));
             libc::fclose(file);
         }
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn module_parameters_can_be_written() {
+        let path = "/sys/module/kvm/parameters/nx_huge_pages_recovery_ratio";
+        std::fs::write(path, "7\n").unwrap();
+        assert_eq!(std::fs::read_to_string(path).unwrap(), "7\n");
+        let refused = std::fs::write(path, "many").unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::EINVAL));
+        // By number, and through a descriptor that was given to another.
+        // SAFETY: plain system calls on descriptors of our own.
+        unsafe {
+            let path = CString::new(path).unwrap();
+            let file = libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_TRUNC);
+            assert_eq!(libc::dup2(file, 300), 300);
+            libc::close(file);
+            assert_eq!(libc::syscall(libc::SYS_write, 300, c"9".as_ptr(), 1), 1);
+            assert_eq!(libc::write(300, 8 as *const _, 1), -1);
+            assert_eq!(errno(), libc::EFAULT);
+            libc::close(300);
+            assert_eq!(libc::access(path.as_ptr(), libc::R_OK | libc::W_OK), 0);
+        }
+        assert_eq!(std::fs::read_to_string(path).unwrap(), "9\n");
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn statistics_are_fresh_at_every_read() {
+        const KVM_GET_STATS_FD: u64 = 0xaece;
+        // out 0x10,al; out 0x10,al; hlt
+        let (_vm, mut vcpu, _) = guest(&[0xe6, 0x10, 0xe6, 0x10, 0xf4]);
+        // SAFETY: plain system calls on descriptors of our own, buffers on the stack.
+        unsafe {
+            let stats = libc::ioctl(vcpu.as_raw_fd(), KVM_GET_STATS_FD, 0);
+            assert!(stats >= 0);
+            let read_at = |to: &mut [u8], offset: u32| {
+                let got = libc::pread(stats, to.as_mut_ptr().cast(), to.len(), offset.into());
+                assert_eq!(got, to.len() as isize);
+            };
+            let word = |offset| {
+                let mut bytes = [0; 4];
+                read_at(&mut bytes, offset);
+                u32::from_le_bytes(bytes)
+            };
+            let (count, descriptors, data) = (word(8), word(16), word(20));
+            let place = (0..count)
+                .map(|index| descriptors + index * 64)
+                .find(|descriptor| {
+                    let mut name = [0; 9];
+                    read_at(&mut name, descriptor + 16);
+                    &name == b"io_exits\0"
+                })
+                .unwrap();
+            let place = data + word(place + 8);
+            let exits = || word(place);
+            assert_eq!(exits(), 0);
+            vcpu.run().unwrap();
+            assert_eq!(exits(), 1);
+            vcpu.run().unwrap();
+            let mut bytes = [0u8; 8];
+            let bytes_at = bytes.as_mut_ptr();
+            libc::lseek(stats, place.into(), libc::SEEK_SET);
+            assert_eq!(libc::read(stats, bytes_at.cast(), 8), 8);
+            assert_eq!(u64::from_le_bytes(bytes), 2);
+            assert_eq!(
+                libc::write(stats, bytes_at.cast(), 8),
+                -1,
+                "for reading only"
+            );
+        }
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_dirty_ring_is_mapped_shared_and_not_executable() {
+        const RING: u64 = 64 * 4096;
+        let vm = Kvm::new().unwrap().create_vm().unwrap();
+        let mut cap = kvm_bindings::kvm_enable_cap {
+            cap: kvm_bindings::KVM_CAP_DIRTY_LOG_RING_ACQ_REL,
+            ..Default::default()
+        };
+        cap.args[0] = 4096;
+        vm.enable_cap(&cap).unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
+        let map = |rights, flags| {
+            // SAFETY: a new mapping.
+            unsafe {
+                libc::mmap(
+                    std::ptr::null_mut(),
+                    4096,
+                    rights,
+                    flags,
+                    vcpu.as_raw_fd(),
+                    RING as i64,
+                )
+            }
+        };
+        let read = libc::PROT_READ;
+        for (rights, flags) in [
+            (read, libc::MAP_PRIVATE),
+            (read | libc::PROT_EXEC, libc::MAP_SHARED),
+        ] {
+            assert_eq!(map(rights, flags), libc::MAP_FAILED);
+            assert_eq!(errno(), libc::EINVAL);
+        }
+        assert_ne!(
+            map(read | libc::PROT_WRITE, libc::MAP_SHARED),
+            libc::MAP_FAILED
+        );
     }
 
     #[test]

@@ -26,8 +26,8 @@ impl core::error::Error for AuditError {}
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Checks that every leaf lies in a live slot, at a level the slot and the host allow, translates
     /// to the frame that backs it, and allows no more than the slot does; that no page of a logged
-    /// slot is writable without being marked; and, if no CPU is inside, that the gauges count exactly
-    /// the leaves there are.
+    /// slot is writable without being marked; that every table counts its leaves right; and, if no CPU
+    /// is inside, that the gauges count exactly the leaves there are.
     ///
     /// Slot changes wait meanwhile; CPUs may go on.
     ///
@@ -59,6 +59,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
                     }
                 }
             });
+            if error.is_none()
+                && let Some((level, counted, leaves)) = space.tree.miscounted()
+            {
+                error = Some(alloc::format!(
+                    "a table of level {} counts {counted} leaves, there are {leaves}",
+                    level.0
+                ));
+            }
             drop(section);
             if let Some(error) = error {
                 return Err(AuditError(error));

@@ -110,6 +110,23 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// - `frame` came from [`alloc_table`](Self::alloc_table) of this platform, and is freed once.
     unsafe fn free_table(&self, frame: Pfn);
 
+    /// The same as [`alloc_table`](Self::alloc_table) for up to `frames` tables at once, each given to
+    /// `take`; fewer when memory is out. For range operations: a source with a lock takes it once.
+    fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
+        (0..frames).map_while(|_| self.alloc_table()).for_each(take);
+    }
+
+    /// The same as [`free_table`](Self::free_table) for several.
+    ///
+    /// # Safety
+    /// - as [`free_table`](Self::free_table), for each.
+    unsafe fn free_tables(&self, frames: &[Pfn]) {
+        for frame in frames {
+            // SAFETY: the caller's promise.
+            unsafe { self.free_table(*frame) };
+        }
+    }
+
     /// The entries in an allocated frame. Called at each step of a walk: must be a few instructions.
     fn entries(&self, frame: Pfn) -> NonNull<Entries>;
 

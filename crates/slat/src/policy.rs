@@ -152,7 +152,8 @@ impl Policy {
         })
     }
 
-    /// Sets the policy `name`.
+    /// Sets the policy `name`, for what is done from now on. For a VM that has been running use
+    /// [`crate::Vm::set_policy`], which also undoes what the new value forbids.
     ///
     /// # Errors
     /// [`PolicyError`]; nothing was changed.

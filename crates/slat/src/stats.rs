@@ -65,7 +65,7 @@ counters! {
     mmio_cached,
     /// Memslot look-ups by guest frame.
     slot_lookups,
-    /// Look-ups answered by the vCPU's last slot, with no search.
+    /// Look-ups answered by a slot that the vCPU used lately, with no search.
     slot_lookups_saved,
     /// 4 KiB leaves (a gauge: now present).
     pages_4k,

@@ -1,13 +1,14 @@
 //! A CPU as the engine sees it: its reader ([`crate::sync::quiesce`]), the tables it has allocated
-//! ahead, the slot it used last.
+//! ahead, the slots it used lately.
 
 use alloc::sync::Arc;
+use alloc::vec::Vec;
 use core::ptr::NonNull;
 
-use crate::addr::Gfn;
+use crate::addr::{Gfn, Gpa, PAGE_SHIFT, Pfn};
 use crate::format::Format;
 use crate::platform::Platform;
-use crate::slots::Memslot;
+use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Attention, Reader};
 use crate::table::{FrameCache, OutOfMemory};
@@ -22,20 +23,54 @@ pub struct Vcpu<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
     /// Belongs to `vm.readers`, taken by this vCPU alone.
     reader: NonNull<Reader>,
+    /// Never changes: `root` and `recent` belong to it.
     space: usize,
+    /// Of its tables.
+    root: Pfn,
+    /// Between `enter` and `leave`. (The reader knows, too, but is further away.)
+    entered: bool,
     token: usize,
     frames: FrameCache,
-    last_slot: Option<LastSlot>,
+    recent: RecentSlots,
     window: Window,
     ring: Option<Arc<DirtyRing>>,
     /// The counters of the reader when this vCPU took it over.
     counted_before: Stats,
 }
 
-/// The slot used last. As long as the set has this generation the slot is alive.
-struct LastSlot {
+/// The slots used lately, by the place of what was accessed: KVM remembers one; this finds its way among
+/// a thousand neighbouring ones. As long as the set has its generation, a slot that was found is alive.
+struct RecentSlots(Vec<RecentSlot>);
+
+#[derive(Clone, Copy)]
+struct RecentSlot {
     generation: u64,
     slot: NonNull<Memslot>,
+}
+
+impl RecentSlots {
+    const PLACES: usize = 1024;
+
+    fn new() -> Result<Self, OutOfMemory> {
+        let nothing = RecentSlot {
+            generation: SlotSet::NEVER,
+            slot: NonNull::dangling(),
+        };
+        let mut places = Vec::new();
+        places
+            .try_reserve_exact(Self::PLACES)
+            .map_err(|_| OutOfMemory)?;
+        places.resize(Self::PLACES, nothing);
+        Ok(RecentSlots(places))
+    }
+
+    /// Where a slot of `set` that holds `gfn` is remembered. Slots that lie next to each other and are
+    /// of one size have places of their own; one that is larger has several.
+    #[inline]
+    fn place(&mut self, set: &SlotSet, gfn: Gfn) -> &mut RecentSlot {
+        let place = (gfn.0 >> set.granule) as usize % Self::PLACES;
+        &mut self.0[place]
+    }
 }
 
 // SAFETY: the pointers lead into `vm`, which is `Send + Sync` and kept alive; the reader and what it
@@ -71,15 +106,18 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// # Errors
     /// [`OutOfMemory`].
     pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<P, F>, OutOfMemory> {
+        let recent = RecentSlots::new()?;
         let reader = self.readers.register()?;
         Ok(Vcpu {
             reader: NonNull::from(reader),
             counted_before: reader.counters.snapshot(),
             vm: self.clone(),
             space: 0,
+            root: self.spaces[0].tree.root(),
+            entered: false,
             token: 0,
             frames: FrameCache::default(),
-            last_slot: None,
+            recent,
             window: Window::default(),
             ring: None,
         })
@@ -103,6 +141,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     pub(crate) fn space(&self) -> &Space<P, F> {
         &self.vm.spaces[self.space]
+    }
+
+    pub(crate) fn root(&self) -> Pfn {
+        self.root
+    }
+
+    pub(crate) fn is_entered(&self) -> bool {
+        self.entered
     }
 
     pub(crate) fn parts(&mut self) -> (&Vm<P, F>, usize, &mut FrameCache) {
@@ -131,6 +177,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.frames.fill(&*self.vm.platform, FrameCache::FAULT)
     }
 
+    /// Takes more frames than a fault needs, for up to `tables` tables. Not to get them is no failure.
+    pub(crate) fn fill_frames_for(&mut self, tables: usize) {
+        if !self.frames.serves_a_fault() {
+            let frames = (tables + FrameCache::FAULT).min(FrameCache::BATCH);
+            let _ = self.frames.fill(&*self.vm.platform, frames);
+        }
+    }
+
+    /// Gives back what a fault does not need.
+    pub(crate) fn trim_frames(&mut self) {
+        self.frames.keep(&*self.vm.platform, FrameCache::FAULT);
+    }
+
     /// The word to look at at every block boundary; anybody may raise bits in it at any time.
     pub fn attention(&self) -> &Arc<Attention> {
         self.reader().attention()
@@ -155,11 +214,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn enter(&mut self, token: usize) {
         self.token = token;
         self.come_in();
+        self.entered = true;
     }
 
     /// Goes outside. Translations may be kept if the next [`enter`](Self::enter) is followed by a look
     /// at the attention word before they are used.
     pub fn leave(&mut self) {
+        self.entered = false;
         self.reader().leave();
     }
 
@@ -185,27 +246,47 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         answer
     }
 
-    /// The slot that holds `gfn`; looks at the one used last first. `Err`: none in the set of this
+    /// The memslot that holds `gpa`, found as a fault finds it; `None` if no slot does. For clients that
+    /// need the backing of guest memory without a translation.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
+    #[inline]
+    pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
+        assert!(self.entered, "Vcpu::slot_at outside enter/leave");
+        let slot = self.find_slot(gpa.gfn()).ok()?;
+        Some(Region {
+            slot: slot.id,
+            flags: slot.flags,
+            gpa: slot.base.gpa(),
+            size: slot.pages << PAGE_SHIFT,
+            backing: slot.backing,
+        })
+    }
+
+    /// The slot that holds `gfn`; looks at those used lately first. `Err`: none in the set of this
     /// generation.
+    #[inline]
     pub(crate) fn find_slot(&mut self, gfn: Gfn) -> Result<&Memslot, u64> {
         let set = self.vm.spaces[self.space].slots.current();
-        if let Some(last) = &self.last_slot
-            && last.generation == set.generation
-        {
+        // SAFETY: as in `reader`; a separate borrow, so that `recent` can be changed beside it.
+        let counters = unsafe { &self.reader.as_ref().counters };
+        let recent = self.recent.place(set, gfn);
+        if recent.generation == set.generation {
             // SAFETY: the slot was found in the set of this generation, which is the current one;
             // slots of the current set are alive, and stay so while this reader is inside.
-            let slot = unsafe { last.slot.as_ref() };
-            if slot.gfns().contains(&gfn) {
-                self.counters().slot_lookups_saved.add(1);
+            let slot = unsafe { recent.slot.as_ref() };
+            if slot.holds(gfn) {
+                counters.slot_lookups_saved.add(1);
                 return Ok(slot);
             }
         }
-        self.counters().slot_lookups.add(1);
+        counters.slot_lookups.add(1);
         let slot = set.find(gfn).ok_or(set.generation)?;
-        self.last_slot = Some(LastSlot {
+        *recent = RecentSlot {
             generation: set.generation,
             slot: NonNull::from(slot),
-        });
+        };
         Ok(slot)
     }
 }

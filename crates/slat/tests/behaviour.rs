@@ -1,15 +1,15 @@
 //! What the engine promises about faults, slots and invalidations, one promise a test, single-threaded.
 
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::Ordering::*;
+use std::sync::atomic::{AtomicBool, Ordering::*};
+use std::sync::{Arc, Barrier};
 
 use slat::{
     Access::{self, *},
     Attention, Config, Ept, Gpa, Hva, Level, Region, RegionError, SlotFlags, Stop, Translation,
     Vcpu, Vm,
 };
-use slat_model::{HostChange, HostMemory, SimPlatform};
+use slat_model::{Event, HostChange, HostMemory, SimPlatform};
 
 type Machine = SimPlatform;
 type TestVm = Vm<Machine, Ept>;
@@ -273,6 +273,38 @@ fn a_fault_waits_while_any_page_of_its_leaf_is_invalidated() {
     assert_eq!(level(&mut vcpu, 300, Write), 1);
     let host = platform.host.get(7).unwrap().pfn.hpa();
     assert_eq!(touch(&mut vcpu, 7, Read).unwrap().host, host);
+    vm.audit().unwrap();
+}
+
+#[test]
+fn a_page_resolved_during_an_invalidation_is_not_installed_after_it() {
+    let (platform, vm) = vm(64, REMAP_4K);
+    set(&vm, 0, 0..64, 0, NONE);
+    let page = 7..8;
+    let (reached, go_on) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
+    let guard = vm.invalidate(HostMemory::hvas(&page));
+    platform.set_hook({
+        let (reached, go_on) = (reached.clone(), go_on.clone());
+        let once = AtomicBool::new(true);
+        move |event| {
+            if matches!(event, Event::Resolved(_)) && once.swap(false, SeqCst) {
+                reached.wait();
+                go_on.wait();
+            }
+        }
+    });
+    std::thread::scope(|scope| {
+        let mut vcpu = vm.create_vcpu().unwrap();
+        let fault = scope.spawn(move || touch(&mut vcpu, 7, Write).unwrap().host);
+        // It knows the page as it is now; then the page changes, and the invalidation ends.
+        reached.wait();
+        platform.host.change(&page, REMAP_4K);
+        drop(guard);
+        go_on.wait();
+        let now = platform.host.get(7).unwrap().pfn.hpa();
+        assert_eq!(fault.join().unwrap(), now);
+    });
+    platform.clear_hook();
     vm.audit().unwrap();
 }
 

@@ -489,3 +489,80 @@ fn an_mmio_access_and_a_slot_that_appears_there() {
     interleave(empty, &[], WRITE_1, create_and_touch);
     interleave(empty, &[], create_and_touch, WRITE_1);
 }
+
+/// Three phases: the slot is published at its new place and its old leaves still stand; the fault looks
+/// at them, up to its n-th step; they are zapped; the fault goes on.
+#[test]
+fn a_fault_that_sees_old_leaves_of_a_slot_that_moves_over_itself() {
+    for step in 1.. {
+        let world = LOGGED_WORLD();
+        let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
+        let until = |reached: &dyn Fn(&Progress) -> bool| {
+            let mut now = progress.0.lock().unwrap();
+            while !reached(&now) {
+                now = progress.1.wait(now).unwrap();
+            }
+            now
+        };
+        world.vm.platform().set_hook({
+            let progress = progress.clone();
+            move |event| {
+                let mut now = progress.0.lock().unwrap();
+                match (thread::current().name(), event) {
+                    // The mover stops once, at the root of its zap: `paused` until `resumed`.
+                    (Some("mover"), Event::Entries(_)) if !now.paused => {
+                        now.paused = true;
+                        progress.1.notify_all();
+                        while !now.resumed {
+                            now = progress.1.wait(now).unwrap();
+                        }
+                    }
+                    (Some("mover"), Event::Wait(_)) => now.holder_may_quiesce = true,
+                    // It waits for the mover to get on: for its flush, or a table's lock.
+                    (Some("fault"), Event::Wait(_)) => now.resumed = true,
+                    (Some("fault"), _) => {
+                        now.steps += 1;
+                        let stop = now.steps == step;
+                        progress.1.notify_all();
+                        while stop && !now.holder_may_quiesce {
+                            now = progress.1.wait(now).unwrap();
+                        }
+                    }
+                    _ => {}
+                }
+                progress.1.notify_all();
+            }
+        });
+        let steps = thread::scope(|scope| {
+            let start = |name: &str, act: Act| {
+                let (world, progress) = (&world, &progress);
+                let run = move || {
+                    act(world);
+                    let mut now = progress.0.lock().unwrap();
+                    // Whoever is done keeps nobody waiting.
+                    let fault = thread::current().name() == Some("fault");
+                    now.victim_done |= fault;
+                    now.holder_may_quiesce |= !fault;
+                    progress.1.notify_all();
+                };
+                let thread = thread::Builder::new().name(name.into());
+                thread.spawn_scoped(scope, run).unwrap()
+            };
+            let mover = start("mover", SHIFT);
+            drop(until(&|now| now.paused));
+            let fault = start("fault", |w| w.touch(2, Write));
+            let mut now = until(&|now| now.steps >= step || now.victim_done || now.resumed);
+            now.resumed = true;
+            progress.1.notify_all();
+            drop(now);
+            mover.join().unwrap();
+            fault.join().unwrap();
+            progress.0.lock().unwrap().steps
+        });
+        world.vm.platform().clear_hook();
+        world.check();
+        if steps < step {
+            return;
+        }
+    }
+}

@@ -37,7 +37,6 @@ fn account(format: &str) -> Result<String, Failure> {
 fn describe(report: &Report, format: &str, total: Duration) -> String {
     let [write, read, call, device] = report.phases;
     let pages = DATA_SIZE / PAGE;
-    let format = slat_kvm::policy::current().map_or("", |policies| policies.format.name());
     let mut lines = vec![
         format!(
             "A KVM program ran on slat: {VCPUS} vCPUs, {VCPUS} threads, 4 memslots, {format} tables. No /dev/kvm."

@@ -8,10 +8,12 @@
 //!   made inside [`crate::notify::around`].
 //! - Devices, interrupt routing, eventfds and nested state do not exist; their methods are not there.
 
+mod stats;
 mod system;
 mod vcpu;
 mod vm;
 
+pub use stats::StatsFd;
 pub use system::Kvm;
 pub use vcpu::VcpuFd;
 pub use vm::VmFd;

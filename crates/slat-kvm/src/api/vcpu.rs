@@ -1,5 +1,6 @@
 //! [`VcpuFd`].
 
+use super::StatsFd;
 use crate::errno::{Error, Result, fail};
 use crate::run_page::{MMAP_SIZE, PAGE, PIO_OFFSET, RunPage};
 use crate::vcpu::VcpuObject;
@@ -284,6 +285,14 @@ impl VcpuFd {
     /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory behind the slot is gone, `ENOMEM`.
     pub fn pre_fault_memory(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         self.vcpu.pre_fault(range)
+    }
+
+    /// `KVM_GET_STATS_FD` of the vCPU, which kvm-ioctls does not have.
+    ///
+    /// # Errors
+    /// What the host answers to making a file.
+    pub fn get_stats_fd(&self) -> Result<StatsFd> {
+        Ok(StatsFd::new(self.vcpu.stats()?))
     }
 
     /// Makes the ring of coalesced I/O readable, which it always is here.

@@ -1,6 +1,6 @@
 //! [`VmFd`].
 
-use super::VcpuFd;
+use super::{StatsFd, VcpuFd};
 use crate::errno::{Result, fail};
 use crate::vm::VmObject;
 use kvm_bindings::*;
@@ -142,6 +142,14 @@ impl VmFd {
     /// `EIO` in a forked child.
     pub fn unregister_coalesced_mmio(&self, addr: IoEventAddress, size: u32) -> Result<()> {
         self.vm.unregister_coalesced(&zone(addr, size))
+    }
+
+    /// `KVM_GET_STATS_FD` of the VM, which kvm-ioctls does not have.
+    ///
+    /// # Errors
+    /// What the host answers to making a file.
+    pub fn get_stats_fd(&self) -> Result<StatsFd> {
+        Ok(StatsFd::new(self.vm.stats()?))
     }
 
     /// `KVM_CREATE_VCPU`.

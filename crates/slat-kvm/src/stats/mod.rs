@@ -9,7 +9,7 @@ mod list;
 
 pub(crate) use exits::Exits;
 
-use crate::errno::{Result, last};
+use crate::errno::{Result, fail, last};
 use crate::run_page::{Shared, memfd};
 use crate::vcpu::VcpuObject;
 use crate::vm::VmObject;
@@ -119,24 +119,44 @@ impl StatsObject {
         }
     }
 
+    /// Names and values as they are now.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child.
+    pub fn values(&self) -> Result<Vec<(&'static str, Vec<u64>)>> {
+        if self.is_foreign() {
+            return fail(libc::EIO);
+        }
+        let mut named: Vec<_> = (self.entries.iter())
+            .map(|entry| (entry.name, Vec::with_capacity(entry.len())))
+            .collect();
+        self.sample(|index, value| named[index].1.push(value));
+        Ok(named)
+    }
+
     /// Brings the values in the file up to date. Takes no lock: a vCPU may run meanwhile.
     pub fn refresh(&self) {
         if self.is_foreign() {
             return;
         }
+        let mut at = self.data;
+        self.sample(|_, value| {
+            // SAFETY: inside the mapping, which has room for all values; aligned, since all that stands before is a multiple of
+            // eight bytes; others read or store atomically.
+            let place = unsafe { AtomicU64::from_ptr(self.file.start().add(at).cast()) };
+            place.store(value, Ordering::Relaxed);
+            at += size_of::<u64>();
+        });
+    }
+
+    /// Gives all values, in the order of the entries, each with the place of its entry.
+    fn sample(&self, mut give: impl FnMut(usize, u64)) {
         let (engine, exits) = match &self.of {
             Of::Vm(vm) => (vm.engine.stats(), None),
             Of::Vcpu(vcpu) => (vcpu.counted.get(), Some(&vcpu.common().exits)),
         };
-        let mut at = self.data;
-        for entry in &self.entries {
-            entry.values(&engine, exits, |value| {
-                // SAFETY: inside the mapping, which has room for all values; aligned, since all that stands before is a multiple
-                // of eight bytes; others read or store atomically.
-                let place = unsafe { AtomicU64::from_ptr(self.file.start().add(at).cast()) };
-                place.store(value, Ordering::Relaxed);
-                at += size_of::<u64>();
-            });
+        for (index, entry) in self.entries.iter().enumerate() {
+            entry.values(&engine, exits, |value| give(index, value));
         }
     }
 }

@@ -6,7 +6,7 @@
 //! entries"); a change of rights alone needs none.
 
 use super::{Entry, Format, Leaf};
-use crate::addr::{Level, Pfn};
+use crate::addr::{Access, Level, Pfn};
 use crate::platform::MemoryType;
 
 /// Stage 2 tables for `IPA_BITS` (39 to 48) bits of intermediate physical address. Where the upper
@@ -17,6 +17,8 @@ pub struct Stage2<const IPA_BITS: u32>;
 const VALID: u64 = 1 << 0;
 /// Bit 1 of a valid descriptor: table (levels above the page), or page.
 const TABLE_OR_PAGE: u64 = 1 << 1;
+/// What every descriptor of a table has beside the address.
+const TABLE: u64 = VALID | TABLE_OR_PAGE;
 /// MemAttr[3:0], bits 5:2: 0b1111 is Normal, inner and outer write-back; 0b0001 Device-nGnRE.
 const MEMORY_TYPE: u64 = 0b1111 << 2;
 const WRITE_BACK: u64 = 0b1111 << 2;
@@ -96,6 +98,18 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
     }
 
     #[inline]
+    fn decode_leaf(bits: u64) -> Leaf {
+        leaf(bits)
+    }
+
+    #[inline]
+    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+        let frame = bits.wrapping_sub(TABLE);
+        let leads = level > Level::PAGE && frame & !FRAME == 0;
+        leads.then_some(Pfn(frame >> 12))
+    }
+
+    #[inline]
     fn leaf(leaf: Leaf, level: Level) -> u64 {
         let bit = |set: bool, bit: u64| if set { bit } else { 0 };
         let memory = match leaf.memory {
@@ -116,7 +130,7 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
 
     #[inline]
     fn table(frame: Pfn) -> u64 {
-        frame.0 << 12 | VALID | TABLE_OR_PAGE
+        frame.0 << 12 | TABLE
     }
 
     #[inline]
@@ -137,6 +151,15 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
     #[inline]
     fn write_protect(bits: u64) -> u64 {
         bits & !WRITE | MAY_WRITE
+    }
+
+    #[inline]
+    fn ready(access: Access) -> (u64, u64) {
+        match access {
+            Access::Read => (VALID | ACCESSED, 0),
+            Access::Write => (VALID | WRITE | ACCESSED | DIRTY, 0),
+            Access::Execute => (VALID | ACCESSED, NO_EXECUTE),
+        }
     }
 
     #[inline]

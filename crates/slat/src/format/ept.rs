@@ -5,7 +5,7 @@
 //! Accessed and dirty flags are enabled (EPTP bit 6), mode-based execute control is not.
 
 use super::{Entry, Format, Leaf};
-use crate::addr::{Level, Pfn};
+use crate::addr::{Access, Level, Pfn};
 use crate::platform::MemoryType;
 
 /// Four-level EPT.
@@ -23,6 +23,9 @@ const HUGE: u64 = 1 << 7;
 const ACCESSED: u64 = 1 << 8;
 const DIRTY: u64 = 1 << 9;
 const FRAME: u64 = 0x000f_ffff_ffff_f000;
+/// What every entry to a table has beside the frame. Accessed from the start, so that hardware never
+/// writes it.
+const TABLE: u64 = RIGHTS | ACCESSED;
 /// Bits 56:52 of a leaf are ignored by hardware.
 const MAY_WRITE: u64 = 1 << 52;
 
@@ -53,19 +56,31 @@ impl Format for Ept {
                 generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
             },
             _ if level > Level::PAGE && bits & HUGE == 0 => Entry::Table(pfn),
-            _ => Entry::Leaf(Leaf {
-                pfn,
-                write: bits & WRITE != 0,
-                execute: bits & EXECUTE != 0,
-                may_write: bits & MAY_WRITE != 0,
-                accessed: bits & ACCESSED != 0,
-                dirty: bits & DIRTY != 0,
-                memory: match bits & MEMORY_TYPE {
-                    WRITE_BACK => MemoryType::WriteBack,
-                    _ => MemoryType::Device,
-                },
-            }),
+            _ => Entry::Leaf(Self::decode_leaf(bits)),
         }
+    }
+
+    #[inline]
+    fn decode_leaf(bits: u64) -> Leaf {
+        Leaf {
+            pfn: Pfn((bits & FRAME) >> 12),
+            write: bits & WRITE != 0,
+            execute: bits & EXECUTE != 0,
+            may_write: bits & MAY_WRITE != 0,
+            accessed: bits & ACCESSED != 0,
+            dirty: bits & DIRTY != 0,
+            memory: match bits & MEMORY_TYPE {
+                WRITE_BACK => MemoryType::WriteBack,
+                _ => MemoryType::Device,
+            },
+        }
+    }
+
+    #[inline]
+    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+        let frame = bits.wrapping_sub(TABLE);
+        let leads = level > Level::PAGE && frame & !FRAME == 0;
+        leads.then_some(Pfn(frame >> 12))
     }
 
     #[inline]
@@ -84,7 +99,7 @@ impl Format for Ept {
 
     #[inline]
     fn table(frame: Pfn) -> u64 {
-        frame.0 << 12 | RIGHTS
+        frame.0 << 12 | TABLE
     }
 
     #[inline]
@@ -120,6 +135,15 @@ impl Format for Ept {
     #[inline]
     fn is_settled(bits: u64) -> bool {
         bits & ACCESSED != 0 && bits & (WRITE | DIRTY) != WRITE
+    }
+
+    #[inline]
+    fn ready(access: Access) -> (u64, u64) {
+        match access {
+            Access::Read => (READ | ACCESSED, 0),
+            Access::Write => (READ | WRITE | ACCESSED | DIRTY, 0),
+            Access::Execute => (READ | EXECUTE | ACCESSED, 0),
+        }
     }
 
     #[inline]
@@ -163,8 +187,8 @@ mod tests {
     /// SDM 3C table 29-2: bits 7:3 of an entry that references a table are reserved.
     #[test]
     fn a_table_entry_limits_nothing() {
-        assert_eq!(Ept::table(Pfn(0x77)), 0x77000 | 0b111);
-        assert_eq!(Ept::decode(0x77007, Level(2)), Entry::Table(Pfn(0x77)));
+        assert_eq!(Ept::table(Pfn(0x77)), 0x77000 | 1 << 8 | 0b111);
+        assert_eq!(Ept::decode(0x77107, Level(2)), Entry::Table(Pfn(0x77)));
     }
 
     /// SDM 3C, "EPT Misconfigurations": bit 0 clear while bit 1 is set.

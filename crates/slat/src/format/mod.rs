@@ -11,7 +11,7 @@ pub use ept::Ept;
 pub use riscv::{GStage, Sv39x4, Sv48x4};
 pub use x86::{Npt, X86};
 
-use crate::addr::{Level, Pfn};
+use crate::addr::{Access, Level, Pfn};
 use crate::platform::MemoryType;
 
 /// What an entry means, whatever the bits of its architecture.
@@ -55,6 +55,16 @@ pub struct Leaf {
 }
 
 impl Leaf {
+    /// Whether it has the right to `access`.
+    #[inline]
+    pub fn allows(&self, access: Access) -> bool {
+        match access {
+            Access::Read => true,
+            Access::Write => self.write,
+            Access::Execute => self.execute,
+        }
+    }
+
     /// The `i`-th of the 512 leaves, one level down, that together mean what this one means. Pieces
     /// of 4 KiB may be executed: only huge leaves are kept from it (policy `nx_huge_pages`).
     pub fn piece(self, level: Level, i: usize) -> Leaf {
@@ -91,6 +101,11 @@ pub trait Format: Send + Sync + 'static {
 
     /// What `bits`, read from a table of `level`, mean.
     fn decode(bits: u64, level: Level) -> Entry;
+    /// What `bits` mean that are known to be a leaf.
+    fn decode_leaf(bits: u64) -> Leaf;
+    /// The next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made.
+    /// It agrees with `decode` for all entries of ours, and exists because every step of a walk asks.
+    fn next_table(bits: u64, level: Level) -> Option<Pfn>;
     /// A leaf for a table of `level`.
     fn leaf(leaf: Leaf, level: Level) -> u64;
     /// An entry that leads to a table. It limits no right: leaves decide.
@@ -117,6 +132,10 @@ pub trait Format: Send + Sync + 'static {
     fn is_settled(bits: u64) -> bool;
     /// Whether a leaf allows writing.
     fn is_writable(bits: u64) -> bool;
+    /// Tells leaves that allow `access` and have the bits set that it sets, in one comparison: in
+    /// entries that lead to no table, these and only these have all bits of the first set and none of
+    /// the second. Such a leaf that allows writing is settled.
+    fn ready(access: Access) -> (u64, u64);
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! every leaf has U set. Entry bits from "Sv39", memory types from "Svpbmt".
 
 use super::{Entry, Format, Leaf};
-use crate::addr::{Level, Pfn};
+use crate::addr::{Access, Level, Pfn};
 use crate::platform::MemoryType;
 
 /// G-stage tables with `LEVELS` levels: 3 is Sv39x4, 4 is Sv48x4.
@@ -26,6 +26,8 @@ const ACCESSED: u64 = 1 << 6;
 const DIRTY: u64 = 1 << 7;
 /// RSW, bits 9:8, is for software.
 const MAY_WRITE: u64 = 1 << 8;
+/// What every pointer to a table has beside the frame.
+const TABLE: u64 = VALID;
 const FRAME_SHIFT: u32 = 10;
 const FRAME: u64 = ((1 << 44) - 1) << FRAME_SHIFT;
 /// Svpbmt, bits 62:61: 0 leaves the type to the PMAs (memory is write-back), 2 is IO.
@@ -47,7 +49,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const MMIO_PHYSICAL_BITS: u32 = 56;
 
     #[inline]
-    fn decode(bits: u64, _level: Level) -> Entry {
+    fn decode(bits: u64, level: Level) -> Entry {
         let pfn = Pfn((bits & FRAME) >> FRAME_SHIFT);
         if bits & VALID == 0 {
             return match bits & MMIO {
@@ -55,11 +57,16 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
                 _ => Entry::Mmio { generation: pfn.0 },
             };
         }
-        if bits & RIGHTS == 0 {
+        if level > Level::PAGE && bits & RIGHTS == 0 {
             return Entry::Table(pfn);
         }
-        Entry::Leaf(Leaf {
-            pfn,
+        Entry::Leaf(Self::decode_leaf(bits))
+    }
+
+    #[inline]
+    fn decode_leaf(bits: u64) -> Leaf {
+        Leaf {
+            pfn: Pfn((bits & FRAME) >> FRAME_SHIFT),
             write: bits & WRITE != 0,
             execute: bits & EXECUTE != 0,
             may_write: bits & MAY_WRITE != 0,
@@ -69,7 +76,14 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
                 IO => MemoryType::Device,
                 _ => MemoryType::WriteBack,
             },
-        })
+        }
+    }
+
+    #[inline]
+    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+        let frame = bits.wrapping_sub(TABLE);
+        let leads = level > Level::PAGE && frame & !FRAME == 0;
+        leads.then_some(Pfn(frame >> FRAME_SHIFT))
     }
 
     #[inline]
@@ -89,7 +103,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
 
     #[inline]
     fn table(frame: Pfn) -> u64 {
-        frame.0 << FRAME_SHIFT | VALID
+        frame.0 << FRAME_SHIFT | TABLE
     }
 
     #[inline]
@@ -105,6 +119,15 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     #[inline]
     fn write_protect(bits: u64) -> u64 {
         bits & !WRITE | MAY_WRITE
+    }
+
+    #[inline]
+    fn ready(access: Access) -> (u64, u64) {
+        match access {
+            Access::Read => (VALID | ACCESSED, 0),
+            Access::Write => (VALID | WRITE | ACCESSED | DIRTY, 0),
+            Access::Execute => (VALID | EXECUTE | ACCESSED, 0),
+        }
     }
 
     #[inline]

@@ -12,6 +12,8 @@ pub(super) const LEAF: Leaf = Leaf {
     memory: MemoryType::WriteBack,
 };
 
+const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
+
 fn leaves(level: Level) -> impl Iterator<Item = Leaf> {
     (0..64u64).map(move |bits| Leaf {
         pfn: Pfn(level.pages() * 3),
@@ -28,13 +30,29 @@ fn leaves(level: Level) -> impl Iterator<Item = Leaf> {
     })
 }
 
+fn is_ready<F: Format>(bits: u64, access: Access) -> bool {
+    let (set, clear) = F::ready(access);
+    bits & (set | clear) == set
+}
+
 fn keeps_its_promises<F: Format>() {
     for level in [Level::PAGE, Level::MEGA, Level::GIGA] {
         for leaf in leaves(level) {
             let bits = F::leaf(leaf, level);
             assert_eq!(F::decode(bits, level), Entry::Leaf(leaf));
+            assert_eq!(F::decode_leaf(bits), leaf);
+            assert_eq!(F::next_table(bits, level), None);
             assert!(!F::is_absent(bits));
             assert_eq!(F::is_writable(bits), leaf.write);
+            for access in ACCESSES {
+                let marked = leaf.accessed && (leaf.dirty || access != Access::Write);
+                let ready = leaf.allows(access) && marked;
+                assert_eq!(is_ready::<F>(bits, access), ready);
+                let broken = F::broken(bits);
+                assert!(broken == bits || !is_ready::<F>(broken, access));
+            }
+            let written = is_ready::<F>(bits, Access::Write);
+            assert_eq!(written, leaf.write && F::is_settled(bits));
             if leaf.write {
                 let protected = Leaf {
                     write: false,
@@ -61,13 +79,21 @@ fn keeps_its_promises<F: Format>() {
             }
             if F::BREAK_BEFORE_MAKE {
                 assert_eq!(F::decode(F::broken(bits), level), Entry::Broken(leaf));
+                assert_eq!(F::next_table(F::broken(bits), level), None);
                 assert!(!F::is_absent(F::broken(bits)), "a zap must see it");
             }
         }
         assert_eq!(F::decode(0, level), Entry::Empty);
         assert!(F::is_absent(0) && F::is_absent(F::mmio(1)));
+        for access in ACCESSES {
+            assert!(!is_ready::<F>(0, access));
+        }
         let all = u64::MAX >> (64 - F::MMIO_GENERATION_BITS);
         for generation in [0, 1, all] {
+            for access in ACCESSES {
+                assert!(!is_ready::<F>(F::mmio(generation), access));
+            }
+            assert_eq!(F::next_table(F::mmio(generation), level), None);
             assert_eq!(
                 F::decode(F::mmio(generation), level),
                 Entry::Mmio { generation }
@@ -78,6 +104,8 @@ fn keeps_its_promises<F: Format>() {
     }
     let table = F::table(Pfn(0x1234));
     assert_eq!(F::decode(table, Level::MEGA), Entry::Table(Pfn(0x1234)));
+    assert_eq!(F::next_table(table, Level::MEGA), Some(Pfn(0x1234)));
+    assert_eq!(F::next_table(0, Level::MEGA), None);
     assert!(!F::is_absent(table));
 }
 

@@ -5,7 +5,7 @@
 //! is write-back and index 3 uncached, as after reset.
 
 use super::{Entry, Format, Leaf};
-use crate::addr::{Level, Pfn};
+use crate::addr::{Access, Level, Pfn};
 use crate::platform::MemoryType;
 
 /// x86-64 tables with `LEVELS` (4 or 5) levels, every entry user-accessible: leaves alone limit rights.
@@ -26,6 +26,9 @@ const DIRTY: u64 = 1 << 6;
 /// Leaf, in a table of level 2 or 3; PAT at level 1.
 const HUGE: u64 = 1 << 7;
 const FRAME: u64 = 0x000f_ffff_ffff_f000;
+/// What every entry to a table has beside the frame. Accessed from the start, so that hardware never
+/// writes it.
+const TABLE: u64 = PRESENT | WRITE | USER | ACCESSED;
 /// Bits 11:9 and 58:52 are available to software.
 const MAY_WRITE: u64 = 1 << 9;
 const NO_EXECUTE: u64 = 1 << 63;
@@ -53,13 +56,25 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
     }
 
     #[inline]
+    fn decode_leaf(bits: u64) -> Leaf {
+        decode_leaf(bits)
+    }
+
+    #[inline]
+    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+        let frame = bits.wrapping_sub(TABLE);
+        let leads = level > Level::PAGE && frame & !FRAME == 0;
+        leads.then_some(Pfn(frame >> 12))
+    }
+
+    #[inline]
     fn leaf(leaf: Leaf, level: Level) -> u64 {
         encode(leaf, level)
     }
 
     #[inline]
     fn table(frame: Pfn) -> u64 {
-        frame.0 << 12 | PRESENT | WRITE | USER | ACCESSED
+        frame.0 << 12 | TABLE
     }
 
     #[inline]
@@ -75,6 +90,15 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
     #[inline]
     fn write_protect(bits: u64) -> u64 {
         bits & !WRITE | MAY_WRITE
+    }
+
+    #[inline]
+    fn ready(access: Access) -> (u64, u64) {
+        match access {
+            Access::Read => (PRESENT | ACCESSED, RESERVED),
+            Access::Write => (PRESENT | WRITE | ACCESSED | DIRTY, RESERVED),
+            Access::Execute => (PRESENT | ACCESSED, RESERVED | NO_EXECUTE),
+        }
     }
 
     #[inline]
@@ -108,21 +132,26 @@ fn decode(bits: u64, level: Level) -> Entry {
     let pfn = Pfn((bits & FRAME & !RESERVED) >> 12);
     match bits & (PRESENT | RESERVED) {
         PRESENT if level > Level::PAGE && bits & HUGE == 0 => Entry::Table(pfn),
-        PRESENT => Entry::Leaf(Leaf {
-            pfn,
-            write: bits & WRITE != 0,
-            execute: bits & NO_EXECUTE == 0,
-            may_write: bits & MAY_WRITE != 0,
-            accessed: bits & ACCESSED != 0,
-            dirty: bits & DIRTY != 0,
-            memory: match bits & UNCACHED {
-                0 => MemoryType::WriteBack,
-                _ => MemoryType::Device,
-            },
-        }),
+        PRESENT => Entry::Leaf(decode_leaf(bits)),
         0 => Entry::Empty,
         _ => Entry::Mmio {
             generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
+        },
+    }
+}
+
+#[inline]
+fn decode_leaf(bits: u64) -> Leaf {
+    Leaf {
+        pfn: Pfn((bits & FRAME) >> 12),
+        write: bits & WRITE != 0,
+        execute: bits & NO_EXECUTE == 0,
+        may_write: bits & MAY_WRITE != 0,
+        accessed: bits & ACCESSED != 0,
+        dirty: bits & DIRTY != 0,
+        memory: match bits & UNCACHED {
+            0 => MemoryType::WriteBack,
+            _ => MemoryType::Device,
         },
     }
 }

@@ -81,6 +81,15 @@ macro_rules! small_format {
             fn decode(bits: u64, level: Level) -> Entry {
                 <$of>::decode(bits, level)
             }
+            fn decode_leaf(bits: u64) -> Leaf {
+                <$of>::decode_leaf(bits)
+            }
+            fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+                <$of>::next_table(bits, level)
+            }
+            fn ready(access: Access) -> (u64, u64) {
+                <$of>::ready(access)
+            }
             fn leaf(leaf: Leaf, level: Level) -> u64 {
                 <$of>::leaf(leaf, level)
             }

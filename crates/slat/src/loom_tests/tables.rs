@@ -6,6 +6,7 @@ use super::{Machine, Small, SmallStage2, model, spawn, wait};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::MemoryType;
+use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Readers;
 use crate::table::{FrameCache, Mapped, Path, SplitWalk, Tree, Zapped};
 
@@ -84,7 +85,7 @@ impl<F: Format> World<F> {
 
     fn find(&self, gfn: u64) -> Entry {
         let found = self.tree.lookup(Gfn(gfn));
-        match found.entry {
+        match found.entry::<F>() {
             Entry::Leaf(leaf) if found.level > Level::PAGE => Entry::Leaf(Leaf {
                 pfn: leaf.pfn.add(gfn & (found.level.pages() - 1)),
                 ..leaf
@@ -276,7 +277,8 @@ fn no_mark_is_lost(change: fn(&World<Small<2>>)) {
         let other = world.clone();
         let walker = spawn(move || {
             let found = other.tree.lookup(Gfn(1));
-            matches!(found.entry, Entry::Leaf(leaf) if leaf.write) && found.mark::<Small<2>>(true)
+            matches!(found.entry::<Small<2>>(), Entry::Leaf(leaf) if leaf.write)
+                && found.mark::<Small<2>>(true)
         });
         change(&world);
         let marked = walker.join().unwrap();
@@ -348,6 +350,83 @@ fn a_zap_beside_a_fault_frees_only_what_nobody_reaches() {
             let left = world.find(0);
             assert!(left == Entry::Empty || left == Entry::Leaf(page(0)));
             assert!(world.machine.live_frames() <= 2);
+        },
+    );
+}
+
+/// `install` is told what it must ask under the lock: whether what it knows still holds.
+fn nothing_is_installed_behind_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> bool)) {
+    model(3, move || {
+        let world = World::<Small<2>>::new();
+        let stale = Arc::new(AtomicU64::new(0));
+        let (mine, seen) = (world.clone(), stale.clone());
+        let thread = spawn(move || {
+            let me = mine.readers.register().unwrap();
+            me.enter(&mine.readers, 0);
+            install(&mine, &|| seen.load(Relaxed) == 0);
+            me.leave();
+        });
+        stale.store(1, Relaxed);
+        let me = world.readers.register().unwrap();
+        me.enter(&world.readers, 0);
+        let mut zapped = Zapped::nothing();
+        world.tree.zap(Gfn(0)..Gfn(2), &mut zapped);
+        me.leave();
+        world.readers.synchronize(|round, _| wait(round));
+        // SAFETY: everybody has passed since.
+        unsafe { world.tree.free(zapped.detached) };
+        thread.join().unwrap();
+        assert_eq!((world.find(0), world.find(1)), (Entry::Empty, Entry::Empty));
+    });
+}
+
+#[test]
+fn no_leaf_is_installed_behind_a_zap() {
+    nothing_is_installed_behind_a_zap(|world, valid| {
+        world.with_path(|path| {
+            _ = world
+                .tree
+                .map(Gfn(0), Level::PAGE, page(0), path, valid, || ());
+        });
+    });
+}
+
+#[test]
+fn no_run_of_leaves_is_installed_behind_a_zap() {
+    nothing_is_installed_behind_a_zap(|world, valid| {
+        world.with_path(|path| world.tree.map_absent(Gfn(0), 2, page(0), path, valid));
+    });
+}
+
+#[test]
+fn a_walker_that_reaches_a_run_of_leaves_finds_it_whole() {
+    two::<Small<2>>(
+        3,
+        World::new,
+        |world| {
+            _ = world.with_path(|path| world.tree.map_absent(Gfn(0), 2, page(0), path, || true))
+        },
+        |world| {
+            let found = (world.find(0), world.find(1));
+            assert!(found.0 == Entry::Empty || found.0 == Entry::Leaf(page(0)));
+            assert!(found.1 == Entry::Leaf(page(1)) || found.0 == Entry::Empty);
+        },
+        |world| assert_eq!(world.leaf(1), page(1)),
+    );
+}
+
+#[test]
+fn a_run_of_leaves_and_a_fault_make_one_table() {
+    two::<Small<2>>(
+        3,
+        World::new,
+        |world| {
+            _ = world.with_path(|path| world.tree.map_absent(Gfn(0), 2, page(0), path, || true))
+        },
+        |world| _ = world.fault(1, page(1)),
+        |world| {
+            assert_eq!((world.leaf(0), world.leaf(1)), (page(0), page(1)));
+            assert_eq!(world.machine.live_frames(), 2);
         },
     );
 }

@@ -59,6 +59,14 @@ impl Memslot {
         self.base..self.base.add(self.pages)
     }
 
+    /// Whether `gfn` is one of them. One comparison: which side of a slot a frame lies on is anybody's
+    /// guess, also for a branch predictor.
+    #[inline]
+    pub(crate) fn holds(&self, gfn: Gfn) -> bool {
+        self.alive.used();
+        gfn.0.wrapping_sub(self.base.0) < self.pages
+    }
+
     /// Backing address of the page at `gfn`, which lies in the slot.
     pub fn hva(&self, gfn: Gfn) -> Hva {
         self.backing.add_pages(gfn.0 - self.base.0)
@@ -96,9 +104,14 @@ pub(crate) struct SlotSet {
     /// Raised by every change. An MMIO entry of another generation says nothing.
     pub(crate) generation: u64,
     alive: Watch,
+    /// log2 of the pages of the smallest slot, or less: there were smaller ones.
+    pub(crate) granule: u32,
 }
 
 impl SlotSet {
+    /// A generation that no set has.
+    pub(crate) const NEVER: u64 = u64::MAX;
+
     /// The slot that holds `gfn`.
     #[inline]
     pub(crate) fn find(&self, gfn: Gfn) -> Option<&Memslot> {
@@ -191,6 +204,7 @@ impl Slots {
             by_hva: None,
             generation: 0,
             alive: Watch::new(),
+            granule: 0,
         };
         Slots {
             current: AtomicPtr::new(Box::into_raw(Box::new(empty))),
@@ -352,6 +366,11 @@ fn build(
         // unique and the old slot with this id was removed.
         unsafe {
             let slot = new.as_ref();
+            let granule = slot.pages.ilog2();
+            set.granule = match set.by_gfn {
+                Some(_) => set.granule.min(granule),
+                None => granule,
+            };
             let gfn_end = slot.base.0 + slot.pages;
             let hva_end = slot.hva_page() + slot.pages;
             set.by_gfn = edit.insert(set.by_gfn, slot.gfn_key(), gfn_end, new)?;

@@ -15,11 +15,16 @@ use core::ops::Range;
 use core::ptr::NonNull;
 
 use super::Memslot;
+use crate::addr::Gfn;
 use crate::sync::atomic::Watch;
 use crate::table::OutOfMemory;
 
 /// Children of a node. A set of at most this many slots is one node: one copy, as an array would be.
-const WIDTH: usize = if cfg!(loom) { 4 } else { 32 };
+const WIDTH: usize = if cfg!(loom) { 4 } else { 64 };
+/// As many as the first cache line of a node has room for.
+const STEPS: usize = 52;
+/// Keys that a search compares, all of them: no branch predictor guesses where it ends.
+const NEAR: usize = 4;
 /// Nodes with fewer children than this are merged with a neighbour when both fit in one.
 const LOW: usize = WIDTH / 4;
 
@@ -40,45 +45,108 @@ struct Item {
     child: Child,
 }
 
+/// Laid out for a search: it reads the first cache line, the few entries that line leads to, and the
+/// child.
+#[repr(C, align(64))]
 pub(crate) struct Node {
-    alive: Watch,
-    len: usize,
+    /// Page of the first key.
+    first: u64,
+    /// How many keys lie before each step of `1 << shift` pages from `first` on.
+    before: [u8; STEPS],
+    shift: u8,
+    /// A step has more than [`NEAR`] keys: they are searched without it.
+    crowded: bool,
     /// 0: children are slots.
-    height: usize,
-    /// Ascending; behind `len` all ones, so that a search needs no bound.
-    keys: [u64; WIDTH],
+    height: u8,
+    len: u8,
+    /// Ascending; behind `len` with all ones for a key, so that a search needs no bound.
+    entries: [Entry; WIDTH + NEAR],
     ends: [u64; WIDTH],
-    children: [Child; WIDTH],
+    alive: Watch,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Entry {
+    key: u64,
+    child: Child,
 }
 
 pub(crate) fn key(page: u64, id: u32) -> u64 {
     page << 16 | id as u64
 }
 
+fn page(key: u64) -> u64 {
+    key >> 16
+}
+
 impl Node {
+    fn len(&self) -> usize {
+        self.len.into()
+    }
+
     fn item(&self, i: usize) -> Item {
         Item {
-            key: self.keys[i],
+            key: self.key(i),
             end: self.ends[i],
-            child: self.children[i],
+            child: self.child(i),
         }
+    }
+
+    #[inline]
+    fn key(&self, i: usize) -> u64 {
+        self.entries[i].key
+    }
+
+    #[inline]
+    fn child(&self, i: usize) -> Child {
+        self.entries[i].child
     }
 
     /// How many keys are not above `probe`.
     #[inline]
     fn rank(&self, probe: u64) -> usize {
-        let mut base = 0;
-        let mut half = WIDTH / 2;
-        // Branch-free: the compiler turns the body into a compare and a conditional move.
-        while half > 0 {
-            base += if self.keys[base + half - 1] <= probe {
-                half
-            } else {
-                0
-            };
-            half /= 2;
+        if self.crowded {
+            self.entries[..self.len()].partition_point(|entry| entry.key <= probe)
+        } else {
+            self.rank_near(probe)
         }
-        base + (self.keys[base] <= probe) as usize
+    }
+
+    /// [`Node::rank`] in a node that is not crowded.
+    #[inline]
+    fn rank_near(&self, probe: u64) -> usize {
+        let Some(distance) = page(probe).checked_sub(self.first) else {
+            return 0;
+        };
+        let step = (distance >> self.shift).min(STEPS as u64 - 1);
+        let before = usize::from(self.before[step as usize]);
+        let near = &self.entries[before..before + NEAR];
+        near.iter()
+            .fold(before, |rank, entry| rank + usize::from(entry.key <= probe))
+    }
+
+    /// Fills in what `rank` goes by, from the keys.
+    fn survey(&mut self) {
+        let pages = self.entries[..self.len()].iter().map(|e| page(e.key));
+        let (Some(first), Some(last)) = (pages.clone().next(), pages.clone().next_back()) else {
+            return;
+        };
+        self.first = first;
+        self.shift = 0;
+        while (last - first) >> self.shift >= STEPS as u64 {
+            self.shift += 1;
+        }
+        let mut in_step = [0u8; STEPS];
+        for page in pages {
+            in_step[((page - first) >> self.shift) as usize] += 1;
+        }
+        let mut before = 0;
+        for (step, keys) in self.before.iter_mut().zip(in_step) {
+            *step = before;
+            before += keys;
+        }
+        self.crowded = in_step.iter().any(|keys| usize::from(*keys) > NEAR);
     }
 
     /// # Safety
@@ -86,11 +154,11 @@ impl Node {
     #[inline]
     unsafe fn below(&self, i: usize) -> &Node {
         // SAFETY: the children of an inner node are nodes, which live as long as it does.
-        unsafe { self.children[i].node.as_ref() }
+        unsafe { self.child(i).node.as_ref() }
     }
 }
 
-/// The slot that holds `page`, in a tree whose slots do not overlap.
+/// The slot that holds the guest frame `page`, in a tree by guest frame.
 ///
 /// # Safety
 /// - `root` is whole and nothing below it is freed while `'a` lasts.
@@ -98,16 +166,39 @@ impl Node {
 pub(crate) unsafe fn find<'a>(root: Root, page: u64) -> Option<&'a Memslot> {
     let probe = key(page, 0xffff);
     // SAFETY: the caller's promise.
-    let mut node = unsafe { root?.as_ref() };
+    let mut node: &'a Node = unsafe { root?.as_ref() };
     loop {
         node.alive.used();
-        let i = node.rank(probe).checked_sub(1)?;
+        if node.crowded {
+            // SAFETY: the caller's promise, which holds for what is below the root, too.
+            return unsafe { find_crowded(node, page) };
+        }
+        let i = node.rank_near(probe).checked_sub(1)?;
         if node.height == 0 {
             // SAFETY: a child of a leaf node is a slot; the caller's promise.
-            return (page < node.ends[i]).then(|| unsafe { node.children[i].slot.as_ref() });
+            let slot = unsafe { node.child(i).slot.as_ref() };
+            return slot.holds(Gfn(page)).then_some(slot);
         }
         // SAFETY: `rank` is at most `len`.
         node = unsafe { node.below(i) };
+    }
+}
+
+/// [`find`] from a crowded node on. Apart, so that `find` keeps its few registers.
+///
+/// # Safety
+/// - as [`find`].
+#[cold]
+#[inline(never)]
+unsafe fn find_crowded(node: &Node, page: u64) -> Option<&Memslot> {
+    let i = node.rank(key(page, 0xffff)).checked_sub(1)?;
+    // SAFETY: children are of the kind the height tells, `rank` is at most `len`; the caller's promise.
+    unsafe {
+        if node.height > 0 {
+            return find(Some(node.child(i).node), page);
+        }
+        let slot = node.child(i).slot.as_ref();
+        slot.holds(Gfn(page)).then_some(slot)
     }
 }
 
@@ -125,8 +216,8 @@ pub(crate) unsafe fn overlapping(
     // SAFETY: the caller's promise.
     let node = unsafe { node.as_ref() };
     node.alive.used();
-    for i in 0..node.len {
-        if node.keys[i] >> 16 >= range.end {
+    for i in 0..node.len() {
+        if node.key(i) >> 16 >= range.end {
             break;
         }
         if node.ends[i] <= range.start {
@@ -135,9 +226,9 @@ pub(crate) unsafe fn overlapping(
         // SAFETY: children are of the kind the height tells; the caller's promise.
         let more = unsafe {
             if node.height == 0 {
-                visit(node.children[i].slot.as_ref())
+                visit(node.child(i).slot.as_ref())
             } else {
-                overlapping(Some(node.children[i].node), range, visit)
+                overlapping(Some(node.child(i).node), range, visit)
             }
         };
         if !more {
@@ -189,24 +280,34 @@ impl Edit {
         self.replaced.len()
     }
 
-    fn make(&mut self, height: usize, items: &[Item]) -> Result<Item, OutOfMemory> {
+    fn make(&mut self, height: u8, items: &[Item]) -> Result<Item, OutOfMemory> {
         debug_assert!(!items.is_empty() && items.len() <= WIDTH);
         // SAFETY: the layout has a size.
         let node = unsafe { alloc(Layout::new::<Node>()) }.cast::<Node>();
         let node = NonNull::new(node).ok_or(OutOfMemory)?;
+        let nothing = Entry {
+            key: u64::MAX,
+            child: Child { node },
+        };
         let mut new = Node {
-            alive: Watch::new(),
-            len: items.len(),
+            first: 0,
+            before: [0; STEPS],
+            shift: 0,
+            crowded: false,
             height,
-            keys: [u64::MAX; WIDTH],
+            len: items.len() as u8,
+            entries: [nothing; WIDTH + NEAR],
             ends: [0; WIDTH],
-            children: [Child { node }; WIDTH],
+            alive: Watch::new(),
         };
         for (i, item) in items.iter().enumerate() {
-            new.keys[i] = item.key;
+            new.entries[i] = Entry {
+                key: item.key,
+                child: item.child,
+            };
             new.ends[i] = item.end;
-            new.children[i] = item.child;
         }
+        new.survey();
         // SAFETY: freshly allocated for a `Node`.
         unsafe { node.write(new) };
         self.made.push(node);
@@ -264,7 +365,7 @@ impl Edit {
         } else {
             let i = rank.saturating_sub(1);
             // SAFETY: `i < len`, inner node; the caller's promise.
-            let (left, right) = unsafe { self.insert_below(old.children[i].node, item)? };
+            let (left, right) = unsafe { self.insert_below(old.child(i).node, item)? };
             match right {
                 None => items.splice(i, 1, &[left]),
                 Some(right) => items.splice(i, 1, &[left, right]),
@@ -305,7 +406,7 @@ impl Edit {
         {
             self.replaced.push(top);
             // SAFETY: an inner node's child is a node.
-            top = unsafe { node.children[0].node };
+            top = unsafe { node.child(0).node };
         }
         Ok(Some(top))
     }
@@ -323,11 +424,11 @@ impl Edit {
         let i = old.rank(key) - 1;
         self.replaced.push(node);
         if old.height == 0 {
-            debug_assert_eq!(old.keys[i], key);
+            debug_assert_eq!(old.key(i), key);
             items.splice(i, 1, &[]);
         } else {
             // SAFETY: `i < len`, inner node; the caller's promise.
-            match unsafe { self.remove_below(old.children[i].node, key)? } {
+            match unsafe { self.remove_below(old.child(i).node, key)? } {
                 None => items.splice(i, 1, &[]),
                 Some(below) => {
                     items.splice(i, 1, &[below]);
@@ -346,16 +447,11 @@ impl Edit {
     ///
     /// # Safety
     /// - every item leads to a whole node of `height`.
-    unsafe fn merge(
-        &mut self,
-        items: &mut Items,
-        i: usize,
-        height: usize,
-    ) -> Result<(), OutOfMemory> {
+    unsafe fn merge(&mut self, items: &mut Items, i: usize, height: u8) -> Result<(), OutOfMemory> {
         // SAFETY: the caller's promise.
         let node_at = |items: &Items, i: usize| unsafe { items.items[i].child.node };
         // SAFETY: as above.
-        let len_at = |items: &Items, i: usize| unsafe { node_at(items, i).as_ref().len };
+        let len_at = |items: &Items, i: usize| unsafe { node_at(items, i).as_ref().len() };
         if len_at(items, i) >= LOW || items.len < 2 {
             return Ok(());
         }
@@ -384,7 +480,7 @@ struct Items {
 impl Items {
     fn of(node: &Node) -> Items {
         Items {
-            len: node.len,
+            len: node.len(),
             items: core::array::from_fn(|i| node.item(i.min(WIDTH - 1))),
         }
     }
@@ -428,10 +524,79 @@ pub(crate) unsafe fn free_tree(root: Root) {
     unsafe {
         let inner = node.as_ref();
         if inner.height > 0 {
-            for child in &inner.children[..inner.len] {
-                free_tree(Some(child.node));
+            for i in 0..inner.len() {
+                free_tree(Some(inner.child(i).node));
             }
         }
         free_node(node);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::addr::Hva;
+    use crate::slots::SlotFlags;
+    use std::vec::Vec;
+
+    /// Slots of one page at these pages, in a tree; every search is compared with the list.
+    fn finds_all(pages: &[u64]) {
+        let mut edit = Edit::new().unwrap();
+        let mut root = None;
+        let slots: Vec<_> = (0..)
+            .zip(pages)
+            .map(|(id, page)| {
+                NonNull::from(alloc::boxed::Box::leak(alloc::boxed::Box::new(Memslot {
+                    id,
+                    flags: SlotFlags(0),
+                    base: Gfn(*page),
+                    pages: 1,
+                    backing: Hva(0),
+                    dirty: None,
+                    alive: Watch::new(),
+                })))
+            })
+            .collect();
+        for (slot, page) in slots.iter().zip(pages) {
+            // SAFETY: the slots live until the end of the test; the keys differ.
+            unsafe {
+                let key = slot.as_ref().gfn_key();
+                root = edit.insert(root, key, page + 1, *slot).unwrap();
+            }
+            // Nobody else reads the tree: what was replaced goes at once.
+            for node in edit.commit() {
+                // SAFETY: no longer in the tree.
+                unsafe { free_node(node) };
+            }
+        }
+        for page in pages
+            .iter()
+            .flat_map(|page| page.saturating_sub(2)..page + 3)
+        {
+            // SAFETY: the tree is whole.
+            let found = unsafe { find(root, page) }.map(|slot| slot.base.0);
+            assert_eq!(found, pages.contains(&page).then_some(page));
+        }
+        // SAFETY: nobody uses the tree or the slots any more.
+        unsafe {
+            free_tree(root);
+            for slot in slots {
+                drop(alloc::boxed::Box::from_raw(slot.as_ptr()));
+            }
+        }
+    }
+
+    #[test]
+    fn slots_are_found_however_they_lie() {
+        let regular: Vec<u64> = (0..5000).map(|i| 100 + i * 3).collect();
+        finds_all(&regular);
+        let crowded: Vec<u64> = (0..200).chain((1 << 34)..(1 << 34) + 200).collect();
+        finds_all(&crowded);
+        let spread: Vec<u64> = (0..44).map(|i| 1 << i).collect();
+        finds_all(&spread);
+        let mut scattered: Vec<u64> = (0..1000u64).map(|i| i * 0x9e37_79b1 % (1 << 40)).collect();
+        finds_all(&scattered);
+        scattered.reverse();
+        finds_all(&scattered);
     }
 }

@@ -51,6 +51,8 @@ mod plain {
 #[cfg(loom)]
 #[allow(dead_code)]
 mod model {
+    use alloc::boxed::Box;
+    use core::ops::{Deref, DerefMut};
     use core::sync::atomic::Ordering::{self, *};
 
     pub struct Watch(loom::cell::UnsafeCell<()>);
@@ -89,6 +91,31 @@ mod model {
     impl Drop for Watch {
         fn drop(&mut self) {
             self.owned();
+        }
+    }
+
+    /// The value of an atomic that nobody else can reach; written back when dropped.
+    pub struct Owned<'a, T> {
+        value: T,
+        write: Box<dyn FnMut(&T) + 'a>,
+    }
+
+    impl<T> Deref for Owned<'_, T> {
+        type Target = T;
+        fn deref(&self) -> &T {
+            &self.value
+        }
+    }
+
+    impl<T> DerefMut for Owned<'_, T> {
+        fn deref_mut(&mut self) -> &mut T {
+            &mut self.value
+        }
+    }
+
+    impl<T> Drop for Owned<'_, T> {
+        fn drop(&mut self) {
+            (self.write)(&self.value);
         }
     }
 
@@ -200,6 +227,14 @@ mod model {
             }
 
             impl $name {
+                #[track_caller]
+                pub fn get_mut(&mut self) -> Owned<'_, $value> {
+                    Owned {
+                        value: self.word.with_mut(|value| *value),
+                        write: Box::new(|value| self.word.with_mut(|word| *word = *value)),
+                    }
+                }
+
                 numbers!(@ $value: fetch_add fetch_sub fetch_or fetch_and fetch_max);
             }
         )*};

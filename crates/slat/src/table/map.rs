@@ -1,6 +1,8 @@
 //! Installing leaves, as a fault does.
 
-use crate::sync::atomic::Ordering::*;
+use crate::sync::atomic::{AtomicU64, Ordering::*};
+use core::marker::PhantomData;
+use core::ops::Range;
 
 use super::{ENTRIES, FrameCache, Path, Table, Tree, Zapped};
 use crate::addr::{Gfn, Level, Pfn};
@@ -32,8 +34,15 @@ pub(crate) enum Mapped {
 enum NoPath {
     MustMend(Gfn, Level),
     Broken,
-    /// A leaf, which was not to be split.
-    InTheWay,
+    /// A larger leaf is in the way and was left alone.
+    Leaf,
+}
+
+/// What to do about a larger leaf in the way.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum OnLeaf {
+    Split,
+    GiveUp,
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
@@ -52,10 +61,10 @@ impl<P: Platform, F: Format> Tree<P, F> {
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Mapped {
-        let table = match self.table_for(gfn, level, path, true) {
+        let table = match self.table_for(gfn, level, OnLeaf::Split, path) {
             Ok(table) => table,
             Err(NoPath::MustMend(gfn, level)) => return Mapped::MustMend(gfn, level),
-            Err(NoPath::Broken | NoPath::InTheWay) => return Mapped::Broken,
+            Err(NoPath::Broken | NoPath::Leaf) => return Mapped::Broken,
         };
         let entry = table.entry(level.index(gfn));
         let guard = table.lock();
@@ -66,7 +75,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let mapped = match F::decode(bits, level) {
             Entry::Empty | Entry::Mmio { .. } => {
                 entry.store(F::leaf(leaf, level), Release);
-                table.count_leaves(level, 1);
+                guard.count_leaves(1);
                 Mapped::New
             }
             Entry::Leaf(old) if old.pfn == leaf.pfn && old.memory == leaf.memory => {
@@ -85,7 +94,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
             Entry::Leaf(_) => {
                 entry.store(0, Release);
-                table.count_leaves(level, -1);
+                guard.count_leaves(-1);
                 let mut zapped = Zapped::nothing();
                 zapped.leaves[level.0 as usize - 1] = 1;
                 (path.taken)();
@@ -107,7 +116,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
 
     /// Installs `leaf`, and the pages behind it, in the absent entries of level 1 from `gfn` on;
     /// `pages` of them, not beyond the end of one table. Returns how many were installed; `None` if
-    /// what the caller knew does not hold any more, or a larger leaf is there.
+    /// what the caller knew does not hold any more, a larger leaf is there, or memory is out.
     pub(crate) fn map_absent(
         &self,
         gfn: Gfn,
@@ -116,17 +125,26 @@ impl<P: Platform, F: Format> Tree<P, F> {
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Option<u64> {
-        debug_assert!(Level::PAGE.index(gfn) as u64 + pages <= ENTRIES as u64);
+        let first = Level::PAGE.index(gfn);
+        let place = first..first + pages as usize;
+        debug_assert!(place.end <= ENTRIES);
+        let run = Run::<F>::new(leaf, Level::PAGE);
+        path.frames.fill(&*self.platform, FrameCache::FAULT).ok()?;
         let found = self.lookup(gfn);
-        let in_the_way = matches!(found.entry, Entry::Leaf(_) | Entry::Broken(_));
-        if found.level > Level::PAGE && in_the_way || !path.frames.has_a_path() {
+        if found.level > Level::PAGE
+            && matches!(found.entry::<F>(), Entry::Leaf(_) | Entry::Broken(_))
+        {
             return None;
         }
-        let Ok(table) = self.table_for(gfn, Level::PAGE, path, false) else {
-            return None;
-        };
-        let first = Level::PAGE.index(gfn);
-        let entries = &table.entries()[first..first + pages as usize];
+        if found.level > Level::PAGE
+            && let Some(mapped) = self.put_run(gfn, place.clone(), &run, path, &valid)
+        {
+            return mapped.then_some(pages);
+        }
+        let table = self
+            .table_for(gfn, Level::PAGE, OnLeaf::GiveUp, path)
+            .ok()?;
+        let entries = &table.entries()[place];
         let guard = table.lock();
         if !valid() {
             return None;
@@ -134,27 +152,61 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let mut installed = 0;
         for (i, entry) in entries.iter().enumerate() {
             if F::is_absent(entry.load(Relaxed)) {
-                let leaf = Leaf {
-                    pfn: leaf.pfn.add(i as u64),
-                    ..leaf
-                };
                 // A leaf refers to no memory of ours that a walker would have to see first.
-                entry.store(F::leaf(leaf, Level::PAGE), Relaxed);
+                entry.store(run.bits(i), Relaxed);
                 installed += 1;
             }
         }
-        drop(guard);
+        guard.count_leaves(installed as i16);
         Some(installed)
+    }
+
+    /// Where no level 1 table stands: puts one there that holds `run` at `place` already. `None`: one
+    /// does by now. `Some(false)`: what the caller knew does not hold any more.
+    ///
+    /// `valid` is asked under the lock of the table that receives the new table, by the same argument
+    /// as for a leaf: an invalidation that takes this lock later finds the table and enters it.
+    fn put_run(
+        &self,
+        gfn: Gfn,
+        place: Range<usize>,
+        run: &Run<F>,
+        path: &mut Path<'_>,
+        valid: impl Fn() -> bool,
+    ) -> Option<bool> {
+        let above = self
+            .table_for(gfn, Level::MEGA, OnLeaf::GiveUp, path)
+            .ok()?;
+        let frame = path.frames.take();
+        let mut table = self.table(frame);
+        table.meta().leaves.store(place.len() as u16, Relaxed);
+        table.meta().nx_split.store(false, Relaxed);
+        // SAFETY: the frame is this path's, and not published before the store below.
+        unsafe {
+            if place.len() < ENTRIES {
+                table.clear();
+            }
+            run.fill(&mut table.unpublished()[place]);
+        }
+        let entry = above.entry(Level::MEGA.index(gfn));
+        let guard = above.lock();
+        let free = F::is_absent(entry.load(Relaxed));
+        let valid = valid();
+        if free && valid {
+            entry.store(F::table(frame), Release);
+        }
+        drop(guard);
+        if !free || !valid {
+            path.frames.give_back(frame);
+        }
+        (free || !valid).then_some(valid)
     }
 
     /// Puts an MMIO entry of `generation` at `gfn`, unless something else stands there by now; tells
     /// which.
     pub(crate) fn map_mmio(&self, gfn: Gfn, generation: u64, path: &mut Path<'_>) -> bool {
         // A leaf in the way means that a slot has appeared: leave it alone.
-        if matches!(self.lookup(gfn).entry, Entry::Leaf(_) | Entry::Broken(_)) {
-            return false;
-        }
-        let Ok(table) = self.table_for(gfn, Level::PAGE, path, false) else {
+        let Ok(table) = self.table_for(gfn, Level::PAGE, OnLeaf::GiveUp, path) else {
             return false;
         };
         let entry = table.entry(Level::PAGE.index(gfn));
@@ -200,14 +252,14 @@ impl<P: Platform, F: Format> Tree<P, F> {
         });
     }
 
-    /// The table of `level` on the way to `gfn`, made if need be. Without `split`, a leaf in the way
-    /// stays: who only adds what is not there does not come back to mend one.
+    /// The table of `level` on the way to `gfn`, made if need be. With [`OnLeaf::GiveUp`] a leaf in
+    /// the way stays: who only adds what is not there does not come back to mend one.
     fn table_for(
         &self,
         gfn: Gfn,
         level: Level,
+        on_leaf: OnLeaf,
         path: &mut Path<'_>,
-        split: bool,
     ) -> Result<Table<'_, P>, NoPath> {
         let mut frame = self.root_for(gfn);
         let mut at = F::TOP;
@@ -221,16 +273,15 @@ impl<P: Platform, F: Format> Tree<P, F> {
                         break;
                     }
                     Entry::Broken(_) => return Err(NoPath::Broken),
-                    Entry::Leaf(_) if !split => return Err(NoPath::InTheWay),
+                    Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return Err(NoPath::Leaf),
                     Entry::Leaf(_) if F::BREAK_BEFORE_MAKE => {
                         self.break_leaf(&table, at, gfn, path)?;
                         bits = table.entry(at.index(gfn)).load(Acquire);
                     }
                     _ => {
-                        let leaf_stays = F::BREAK_BEFORE_MAKE || !split;
                         bits = self.put_table(&table, at, gfn, path, |now| match now {
                             Entry::Broken(_) => false,
-                            Entry::Leaf(_) => !leaf_stays,
+                            Entry::Leaf(_) => on_leaf == OnLeaf::Split && !F::BREAK_BEFORE_MAKE,
                             _ => true,
                         });
                     }
@@ -287,7 +338,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 path.frames.give_back(frame);
                 return bits;
             }
-            self.fill_below(frame, level, bits);
+            // SAFETY: the frame is this path's, and not published before the exchange.
+            unsafe { self.fill_below(frame, level, bits) };
             let nx_split = path.nx_split && level == Level::MEGA;
             self.table(frame).meta().nx_split.store(nx_split, Relaxed);
             let new = F::table(frame);
@@ -295,7 +347,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             let put = entry.compare_exchange(bits, new, Release, Acquire);
             let split = matches!(now, Entry::Leaf(_) | Entry::Broken(_));
             if put.is_ok() && split {
-                table.count_leaves(level, -1);
+                guard.count_leaves(-1);
             }
             drop(guard);
             match put {
@@ -312,29 +364,75 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 
     /// Fills an unpublished table so that it means the same as `bits` at `level` above it.
-    pub(super) fn fill_below(&self, frame: Pfn, level: Level, bits: u64) {
-        let table = self.table(frame);
+    ///
+    /// # Safety
+    /// - nobody else can reach the table in `frame`.
+    pub(super) unsafe fn fill_below(&self, frame: Pfn, level: Level, bits: u64) {
+        let mut table = self.table(frame);
         let leaves = match F::decode(bits, level) {
             Entry::Leaf(huge) | Entry::Broken(huge) => {
-                table.fill(|i| F::leaf(huge.piece(level, i), level.below()));
+                let run = Run::<F>::new(huge.piece(level, 0), level.below());
+                // SAFETY: the caller's promise.
+                run.fill(unsafe { table.unpublished() });
                 ENTRIES as u16
             }
             _ => {
-                table.clear();
+                // SAFETY: the caller's promise.
+                unsafe { table.clear() };
                 0
             }
         };
-        table.meta().huge_leaves.store(leaves, Relaxed);
+        table.meta().leaves.store(leaves, Relaxed);
         table.meta().nx_split.store(false, Relaxed);
     }
 }
 
-impl FrameCache {
-    /// Whether there are enough for the way to a page, from the root on.
-    fn has_a_path(&self) -> bool {
-        self.0.len() >= Self::FAULT
+/// The bits of leaves that are alike but for their frames, each of which follows on the one before: in
+/// every format such bits are an arithmetic sequence.
+struct Run<F> {
+    first: u64,
+    step: u64,
+    format: PhantomData<F>,
+}
+
+impl<F: Format> Run<F> {
+    fn new(first: Leaf, level: Level) -> Self {
+        let second = Leaf {
+            pfn: first.pfn.add(level.pages()),
+            ..first
+        };
+        let bits = F::leaf(first, level);
+        Run {
+            first: bits,
+            step: F::leaf(second, level).wrapping_sub(bits),
+            format: PhantomData,
+        }
     }
 
+    #[inline]
+    fn bits(&self, i: usize) -> u64 {
+        self.first.wrapping_add(self.step.wrapping_mul(i as u64))
+    }
+
+    /// Writes entries that nobody else can reach.
+    fn fill(&self, entries: &mut [AtomicU64]) {
+        // Lanes that a compiler puts into vectors, and that need no multiplication.
+        const LANES: usize = 8;
+        let mut lanes: [u64; LANES] = core::array::from_fn(|i| self.bits(i));
+        let (chunks, rest) = entries.as_chunks_mut::<LANES>();
+        for chunk in chunks {
+            for (entry, lane) in chunk.iter_mut().zip(&mut lanes) {
+                *entry.get_mut() = *lane;
+                *lane = lane.wrapping_add(self.step.wrapping_mul(LANES as u64));
+            }
+        }
+        for (entry, lane) in rest.iter_mut().zip(lanes) {
+            *entry.get_mut() = lane;
+        }
+    }
+}
+
+impl FrameCache {
     fn give_back(&mut self, frame: Pfn) {
         self.0.push(frame);
     }

@@ -17,7 +17,8 @@
 //!   page) still holds (`valid` in [`Tree::map`]). An invalidation first makes it not hold, then
 //!   walks the range, taking the lock of every table on the way, also of those that look empty. So
 //!   either the fault's section comes first, and the walk sees the leaf, or it comes later, and the
-//!   fault sees that it is stale.
+//!   fault sees that it is stale. The same holds for a table that is filled with leaves before it is
+//!   put in place, with the lock of the table that receives it ([`Tree::map_absent`]).
 
 mod map;
 mod ops;
@@ -28,8 +29,8 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
 
-use crate::addr::{Gfn, Level, Pfn};
-use crate::format::{Entry, Format};
+use crate::addr::{Access, Gfn, Level, Pfn};
+use crate::format::{Entry, Format, Leaf};
 use crate::platform::{Platform, WaitFor};
 use crate::sync::lock::RawLock;
 
@@ -58,8 +59,9 @@ pub struct TableMeta {
     /// The table stands where a huge leaf could, were it not for the policy `nx_huge_pages`.
     /// Written under the lock of the table above, or before publication.
     nx_split: AtomicBool,
-    /// Leaves in a table of level 2 or 3. Written under the table's lock.
-    huge_leaves: AtomicU16,
+    /// Leaves in the table, so that it can be freed, or passed over, without a look at its entries.
+    /// Written under the table's lock, or before publication.
+    leaves: AtomicU16,
     /// While detached: the next frame of the list, or [`Detached::END`].
     next: AtomicU64,
 }
@@ -71,10 +73,19 @@ impl TableMeta {
             TableMeta {
                 lock: RawLock::new(),
                 nx_split: AtomicBool::new(false),
-                huge_leaves: AtomicU16::new(0),
+                leaves: AtomicU16::new(0),
                 next: AtomicU64::new(Detached::END),
             }
         }
+    }
+}
+
+impl TableMeta {
+    /// Under the table's lock.
+    #[inline]
+    fn count_leaves(&self, change: i16) {
+        let count = self.leaves.load(Relaxed).wrapping_add_signed(change);
+        self.leaves.store(count, Relaxed);
     }
 }
 
@@ -99,12 +110,13 @@ impl FrameCache {
         platform: &impl Platform,
         frames: usize,
     ) -> Result<(), OutOfMemory> {
+        let Some(missing) = frames.checked_sub(self.0.len()).filter(|n| *n > 0) else {
+            return Ok(());
+        };
+        self.0.try_reserve_exact(missing).map_err(|_| OutOfMemory)?;
+        platform.alloc_tables(missing, &mut |frame| self.0.push(frame));
         if self.0.len() < frames {
-            let missing = frames - self.0.len();
-            self.0.try_reserve_exact(missing).map_err(|_| OutOfMemory)?;
-        }
-        while self.0.len() < frames {
-            self.0.push(platform.alloc_table().ok_or(OutOfMemory)?);
+            return Err(OutOfMemory);
         }
         Ok(())
     }
@@ -114,10 +126,19 @@ impl FrameCache {
     }
 
     pub(crate) fn release(&mut self, platform: &impl Platform) {
-        for frame in self.0.drain(..) {
-            // SAFETY: the frame was allocated by `fill` and never used.
-            unsafe { platform.free_table(frame) };
-        }
+        self.keep(platform, 0);
+    }
+
+    pub(crate) fn serves_a_fault(&self) -> bool {
+        self.0.len() >= Self::FAULT
+    }
+
+    /// Gives all but `frames` of them back.
+    pub(crate) fn keep(&mut self, platform: &impl Platform, frames: usize) {
+        let kept = frames.min(self.0.len());
+        // SAFETY: the frames were allocated by `fill` and never used.
+        unsafe { platform.free_tables(&self.0[kept..]) };
+        self.0.truncate(kept);
     }
 }
 
@@ -213,11 +234,24 @@ pub(crate) struct Tree<P: Platform, F: Format> {
 pub(crate) struct Found<'t> {
     slot: &'t AtomicU64,
     bits: u64,
-    pub(crate) entry: Entry,
     pub(crate) level: Level,
 }
 
 impl Found<'_> {
+    /// What stands there; no [`Entry::Table`].
+    #[inline]
+    pub(crate) fn entry<F: Format>(&self) -> Entry {
+        F::decode(self.bits, self.level)
+    }
+
+    /// The leaf that stands there, if it allows `access` and has the bits set that the access sets.
+    #[inline(always)]
+    pub(crate) fn ready<F: Format>(&self, access: Access) -> Option<Leaf> {
+        let (set, clear) = F::ready(access);
+        let ready = self.bits & (set | clear) == set;
+        ready.then(|| F::decode_leaf(self.bits))
+    }
+
     /// Sets accessed, and dirty for a write, as the walker that uses the leaf does: without a lock,
     /// and only if the leaf is still there. `false`: it is not, walk again.
     #[inline]
@@ -240,7 +274,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
             format: PhantomData,
         };
         for frame in tree.roots() {
-            tree.table(frame).clear();
+            // SAFETY: nobody knows the new tree.
+            unsafe { tree.table(frame).clear() };
         }
         Ok(tree)
     }
@@ -253,10 +288,15 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// The root table on the way to `gfn`, which is below the capacity.
     #[inline]
     fn root_for(&self, gfn: Gfn) -> Pfn {
+        Self::root_table(self.root, gfn)
+    }
+
+    #[inline]
+    fn root_table(root: Pfn, gfn: Gfn) -> Pfn {
         if F::ROOT_TABLES == 1 {
-            self.root
+            root
         } else {
-            self.root.add(gfn.0 / (F::TOP.pages() * ENTRIES as u64))
+            root.add(gfn.0 / (F::TOP.pages() * ENTRIES as u64))
         }
     }
 
@@ -272,26 +312,30 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// Finds what a walker finds for `gfn`, without a lock. The caller is inside a reader section.
     #[inline]
     pub(crate) fn lookup(&self, gfn: Gfn) -> Found<'_> {
-        let mut frame = self.root_for(gfn);
-        let mut level = F::TOP;
-        loop {
-            let slot = self.table(frame).entry(level.index(gfn));
+        let (Ok(found) | Err(found)) = Self::lookup_page(&*self.platform, self.root, gfn);
+        found
+    }
+
+    /// [`Tree::lookup`], telling the compiler what to expect: `Ok` if the walk ends at level 1. Knows
+    /// the tree by its `root`, so that whoever walks often need not go by way of the tree.
+    #[inline(always)]
+    pub(crate) fn lookup_page(platform: &P, root: Pfn, gfn: Gfn) -> Result<Found<'_>, Found<'_>> {
+        let find = |frame, level: Level| {
+            let slot = Table { platform, frame }.entry(level.index(gfn));
             let bits = slot.load(Acquire);
-            match F::decode(bits, level) {
-                Entry::Table(lower) => {
-                    frame = lower;
-                    level = level.below();
-                }
-                entry => {
-                    return Found {
-                        slot,
-                        bits,
-                        entry,
-                        level,
-                    };
-                }
+            Found { slot, bits, level }
+        };
+        let mut frame = Self::root_table(root, gfn);
+        // So many steps that the compiler knows their number, and unrolls them.
+        for step in 0..F::TOP.0 - 1 {
+            let level = Level(F::TOP.0 - step);
+            let found = find(frame, level);
+            match F::next_table(found.bits, level) {
+                Some(lower) => frame = lower,
+                None => return Err(found),
             }
         }
+        Ok(find(frame, Level::PAGE))
     }
 
     #[inline]
@@ -308,41 +352,82 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// - since they were detached, every reader has passed a quiescent point, and hardware was
     ///   flushed: nobody can reach them.
     pub(crate) unsafe fn free(&self, detached: Detached) -> Freed {
-        let mut freed = Freed::default();
+        let mut freeing = Freeing {
+            platform: &*self.platform,
+            batch: [Pfn(0); FREE_BATCH],
+            len: 0,
+            freed: Freed::default(),
+        };
         let mut head = detached.head;
         while head != Detached::END {
             let (frame, level) = Detached::unpack(head);
             head = self.table(frame).meta().next.load(Relaxed);
             // SAFETY: the caller's promise.
-            unsafe { self.free_subtree(frame, level, &mut freed) };
+            unsafe { freeing.subtree::<F>(frame, level) };
         }
-        freed
+        // SAFETY: as above.
+        unsafe { freeing.finish() }
+    }
+}
+
+const FREE_BATCH: usize = 64;
+
+/// Frees tables by the batch.
+struct Freeing<'a, P: Platform> {
+    platform: &'a P,
+    batch: [Pfn; FREE_BATCH],
+    len: usize,
+    freed: Freed,
+}
+
+impl<P: Platform> Freeing<'_, P> {
+    /// # Safety
+    /// - as [`Tree::free`], for the table and what is below it.
+    unsafe fn subtree<F: Format>(&mut self, frame: Pfn, level: Level) {
+        let table = Table {
+            platform: self.platform,
+            frame,
+        };
+        if level > Level::PAGE {
+            for entry in table.entries() {
+                if let Entry::Table(lower) = F::decode(entry.load(Relaxed), level) {
+                    // SAFETY: a table below an unreachable table is unreachable.
+                    unsafe { self.subtree::<F>(lower, level.below()) };
+                }
+            }
+        }
+        let meta = table.meta();
+        if level <= F::MAX_LEAF {
+            self.freed.leaves[level.0 as usize - 1] += u64::from(meta.leaves.load(Relaxed));
+        }
+        self.freed.nx_splits += u64::from(meta.nx_split.load(Relaxed));
+        self.batch[self.len] = frame;
+        self.len += 1;
+        if self.len == FREE_BATCH {
+            // SAFETY: nobody can reach these tables (caller's promise), and they leave the tree here.
+            unsafe { self.platform.free_tables(&self.batch) };
+            self.len = 0;
+        }
     }
 
     /// # Safety
-    /// - as [`Tree::free`].
-    unsafe fn free_subtree(&self, frame: Pfn, level: Level, freed: &mut Freed) {
-        for entry in self.table(frame).entries() {
-            match F::decode(entry.load(Relaxed), level) {
-                // SAFETY: a table below an unreachable table is unreachable.
-                Entry::Table(lower) => unsafe { self.free_subtree(lower, level.below(), freed) },
-                Entry::Leaf(_) | Entry::Broken(_) => freed.leaves[level.0 as usize - 1] += 1,
-                Entry::Empty | Entry::Mmio { .. } => {}
-            }
-        }
-        freed.nx_splits += self.table(frame).meta().nx_split.load(Relaxed) as u64;
-        // SAFETY: nobody can reach the table (caller's promise), and it leaves the tree here.
-        unsafe { self.platform.free_table(frame) };
+    /// - as [`Tree::free`], for every table given to `subtree`.
+    unsafe fn finish(self) -> Freed {
+        // SAFETY: the caller's promise.
+        unsafe { self.platform.free_tables(&self.batch[..self.len]) };
+        self.freed
     }
 }
 
 impl<P: Platform, F: Format> Drop for Tree<P, F> {
     fn drop(&mut self) {
+        let mut all = Detached::none();
         for root in self.roots() {
-            // SAFETY: `&mut self`: no walker has a reference to the tree, and the owner of a VM
-            // stops its CPUs before it drops the VM.
-            unsafe { self.free_subtree(root, F::TOP, &mut Freed::default()) };
+            all.push(&self.table(root), F::TOP);
         }
+        // SAFETY: `&mut self`: no walker has a reference to the tree, and the owner of a VM stops its
+        // CPUs before it drops the VM.
+        let _ = unsafe { self.free(all) };
     }
 }
 
@@ -371,24 +456,25 @@ impl<'a, P: Platform> Table<'a, P> {
         unsafe { self.platform.meta(self.frame).as_ref() }
     }
 
-    /// Counts leaves that come (or go) in this table, whose lock is held or which is unpublished.
-    fn count_leaves(&self, level: Level, change: i16) {
-        if level > Level::PAGE {
-            let count = &self.meta().huge_leaves;
-            count.store(count.load(Relaxed).wrapping_add_signed(change), Relaxed);
-        }
-    }
-
     /// Empties a table that is not published yet.
-    fn clear(&self) {
-        self.fill(|_| 0);
+    ///
+    /// # Safety
+    /// - nobody else can reach the table.
+    unsafe fn clear(&mut self) {
+        // SAFETY: the caller's promise.
+        for entry in unsafe { self.unpublished() } {
+            *entry.get_mut() = 0;
+        }
     }
 
-    /// Writes a table that is not published yet.
-    fn fill(&self, bits: impl Fn(usize) -> u64) {
-        for (i, entry) in self.entries().iter().enumerate() {
-            entry.store(bits(i), Relaxed);
-        }
+    /// The entries of a table that is not published yet, for plain stores: its publication, a
+    /// `Release` store, makes them seen.
+    ///
+    /// # Safety
+    /// - nobody else can reach the table while the answer is used.
+    unsafe fn unpublished(&mut self) -> &mut [AtomicU64; ENTRIES] {
+        // SAFETY: the caller's promise; otherwise as for `entries`.
+        unsafe { &mut self.platform.entries(self.frame).as_mut().0 }
     }
 
     #[inline]
@@ -403,6 +489,13 @@ impl<'a, P: Platform> Table<'a, P> {
 /// Proof that the lock of a table is held.
 struct TableGuard<'a> {
     meta: &'a TableMeta,
+}
+
+impl TableGuard<'_> {
+    /// Counts leaves that have come, or gone, in this table.
+    fn count_leaves(&self, change: i16) {
+        self.meta.count_leaves(change);
+    }
 }
 
 impl Drop for TableGuard<'_> {

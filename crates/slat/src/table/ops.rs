@@ -1,12 +1,14 @@
 //! The range operations: each is what it does at an entry.
 
-use crate::sync::atomic::Ordering::*;
+use crate::sync::atomic::{AtomicU64, Ordering::*};
+use core::marker::PhantomData;
 use core::ops::Range;
 
 use alloc::vec::Vec;
 
+use super::walk::{At, RUN, Visit};
 use super::{Detached, FrameCache, Freed, LeafCounts, Next, OutOfMemory, Path, Show, Table, Tree};
-use crate::addr::{Gfn, Level, Pfn};
+use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
 
@@ -47,6 +49,42 @@ impl core::ops::AddAssign for Freed {
             *count += more;
         }
         self.nx_splits += other.nx_splits;
+    }
+}
+
+/// See [`Tree::write_protect`].
+struct WriteProtect<F, W> {
+    wanted: W,
+    changed: u64,
+    format: PhantomData<F>,
+}
+
+impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<F, W> {
+    #[inline]
+    fn visit(&mut self, at: &At<'_>) -> Next {
+        if F::is_writable(at.bits) && (self.wanted)(at.gfn, at.level) {
+            at.update::<F>(F::write_protect);
+            self.changed += 1;
+        }
+        Next::Pass
+    }
+
+    /// Pages that have been written: no bit is left for hardware to set, so plain stores do.
+    #[inline]
+    fn run(&mut self, entries: &[AtomicU64; RUN], first: Gfn) -> bool {
+        let bits = entries.each_ref().map(|entry| entry.load(Relaxed));
+        let (set, clear) = F::ready(Access::Write);
+        let all = bits.iter().fold(u64::MAX, |all, bits| all & bits);
+        let any = bits.iter().fold(0, |any, bits| any | bits);
+        let wanted = (0..RUN as u64).all(|i| (self.wanted)(first.add(i), Level::PAGE));
+        if all & set != set || any & clear != 0 || !wanted {
+            return false;
+        }
+        for (entry, bits) in entries.iter().zip(bits) {
+            entry.store(F::write_protect(bits), Relaxed);
+        }
+        self.changed += RUN as u64;
+        true
     }
 }
 
@@ -167,17 +205,15 @@ impl<P: Platform, F: Format> Tree<P, F> {
     pub(crate) fn write_protect(
         &self,
         range: Range<Gfn>,
-        mut wanted: impl FnMut(Gfn, Level) -> bool,
+        wanted: impl FnMut(Gfn, Level) -> bool,
     ) -> u64 {
-        let mut changed = 0;
-        self.walk(range, Show::default(), &mut |at| {
-            if F::is_writable(at.bits) && wanted(at.gfn, at.level) {
-                at.update::<F>(F::write_protect);
-                changed += 1;
-            }
-            Next::Pass
-        });
-        changed
+        let mut protect = WriteProtect::<F, _> {
+            wanted,
+            changed: 0,
+            format: PhantomData,
+        };
+        self.walk_with(range, Show::default(), &mut protect);
+        protect.changed
     }
 
     /// Clears the dirty bit of every leaf of `range` that has it and for which `wanted` says so, and
@@ -270,7 +306,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 }
                 let frame = path.frames.take();
                 loop {
-                    self.fill_below(frame, at.level, bits);
+                    // SAFETY: the frame is this path's, and not published before the exchange.
+                    unsafe { self.fill_below(frame, at.level, bits) };
                     match at.put_table::<F>(bits, F::table(frame)) {
                         Ok(()) => break,
                         Err(now) => bits = now,

@@ -135,7 +135,7 @@ fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> M
 
 fn pfn<F: Format>(tree: Mapping<'_, F>, gfn: u64) -> Option<u64> {
     let found = tree.lookup(Gfn(gfn));
-    match found.entry {
+    match found.entry::<F>() {
         Entry::Leaf(leaf) => Some(leaf.pfn.0 + (gfn & (found.level.pages() - 1))),
         _ => None,
     }
@@ -238,7 +238,7 @@ mod behaviour {
         assert!(matches!(map(&tree, 7, Level::PAGE, LEAF), Mapped::Widened));
         // Less than what is there takes nothing away.
         assert!(matches!(map(&tree, 7, Level::PAGE, read), Mapped::Spurious));
-        let Entry::Leaf(leaf) = tree.lookup(Gfn(7)).entry else {
+        let Entry::Leaf(leaf) = tree.lookup(Gfn(7)).entry::<F>() else {
             panic!("it is gone")
         };
         assert!(leaf.write && !leaf.may_write);
@@ -332,7 +332,7 @@ mod behaviour {
         let _ = map(&tree, 512, Level::MEGA, LEAF);
         let changed = tree.write_protect(Gfn(0)..Gfn(513), |gfn, _| gfn != Gfn(3));
         assert_eq!(changed, 2);
-        let rights = |gfn| match tree.lookup(Gfn(gfn)).entry {
+        let rights = |gfn| match tree.lookup(Gfn(gfn)).entry::<F>() {
             Entry::Leaf(leaf) => (leaf.write, leaf.may_write),
             other => panic!("{other:?}"),
         };
@@ -425,7 +425,7 @@ fn no_dirty_bit_that_hardware_sets_is_lost_to_a_protection_or_a_split() {
             }
         });
         for (gfn, was_set) in [7, 600].into_iter().zip(was_set) {
-            let Entry::Leaf(leaf) = tree.lookup(Gfn(gfn)).entry else {
+            let Entry::Leaf(leaf) = tree.lookup(Gfn(gfn)).entry::<Ept>() else {
                 panic!("it is gone")
             };
             assert_eq!(leaf.dirty, was_set.into_inner(), "gfn {gfn}");

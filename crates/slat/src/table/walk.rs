@@ -1,4 +1,7 @@
 //! The one walker. An operation is what it does at an entry: see [`super::ops`].
+//!
+//! In tables of level 1 a walk offers its visitor [`RUN`] entries at a time ([`Visit::run`]), for
+//! operations that find most entries in one ordinary state and then need no look at each.
 
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::ops::Range;
@@ -7,6 +10,29 @@ use super::{ENTRIES, Table, TableMeta, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
+
+/// Entries of level 1 that a visitor is offered at a time.
+pub(crate) const RUN: usize = if cfg!(loom) { 2 } else { 8 };
+
+/// What an operation does. A closure is a visitor that takes entries one by one.
+pub(crate) trait Visit {
+    /// At an entry, under the lock of its table.
+    fn visit(&mut self, at: &At<'_>) -> Next;
+
+    /// At neighbours of level 1 that all lie in the range, under the lock of their table: does all
+    /// there is to do at them, or nothing and answers `false`. Then `visit` is called for each.
+    #[inline]
+    fn run(&mut self, _entries: &[AtomicU64; RUN], _first: Gfn) -> bool {
+        false
+    }
+}
+
+impl<V: FnMut(&At<'_>) -> Next> Visit for V {
+    #[inline]
+    fn visit(&mut self, at: &At<'_>) -> Next {
+        self(at)
+    }
+}
 
 /// Which entries a walk shows to its visitor, beside the leaves.
 #[derive(Clone, Copy, Default)]
@@ -70,10 +96,8 @@ impl At<'_> {
 
     /// Notes that the leaf that stood here stands here no more.
     fn leaf_gone<F: Format>(&self) {
-        let leaf = matches!(self.decode::<F>(), Entry::Leaf(_) | Entry::Broken(_));
-        if leaf && self.level > Level::PAGE {
-            let count = &self.meta.huge_leaves;
-            count.store(count.load(Relaxed).wrapping_sub(1), Relaxed);
+        if matches!(self.decode::<F>(), Entry::Leaf(_) | Entry::Broken(_)) {
+            self.meta.count_leaves(-1);
         }
     }
 
@@ -108,6 +132,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
         show: Show,
         visit: &mut impl FnMut(&At<'_>) -> Next,
     ) -> u64 {
+        self.walk_with(range, show, visit)
+    }
+
+    /// [`Tree::walk`] with any visitor.
+    pub(super) fn walk_with(&self, range: Range<Gfn>, show: Show, visit: &mut impl Visit) -> u64 {
         let mut entries = 0;
         let end = range.end.min(Gfn(Self::capacity()));
         let mut gfn = range.start;
@@ -131,6 +160,32 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
+impl<P: Platform, F: Format> Tree<P, F> {
+    /// A table whose count of leaves is wrong: its level, the count, and how many there are. The
+    /// caller is inside a reader section.
+    pub(crate) fn miscounted(&self) -> Option<(Level, usize, usize)> {
+        self.roots()
+            .find_map(|root| self.miscounted_below(root, F::TOP))
+    }
+
+    fn miscounted_below(&self, frame: Pfn, level: Level) -> Option<(Level, usize, usize)> {
+        let table = self.table(frame);
+        let entries = || table.entries().iter().map(|entry| entry.load(Acquire));
+        let guard = table.lock();
+        let is_leaf =
+            |bits: &u64| matches!(F::decode(*bits, level), Entry::Leaf(_) | Entry::Broken(_));
+        let leaves = entries().filter(is_leaf).count();
+        let counted = usize::from(table.meta().leaves.load(Relaxed));
+        drop(guard);
+        if leaves != counted {
+            return Some((level, counted, leaves));
+        }
+        entries()
+            .filter_map(|bits| F::next_table(bits, level))
+            .find_map(|lower| self.miscounted_below(lower, level.below()))
+    }
+}
+
 /// One walk.
 struct Walker<'w, P: Platform, F: Format, V> {
     tree: &'w Tree<P, F>,
@@ -140,9 +195,48 @@ struct Walker<'w, P: Platform, F: Format, V> {
     visit: &'w mut V,
 }
 
-impl<P: Platform, F: Format, V: FnMut(&At<'_>) -> Next> Walker<'_, P, F, V> {
+impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
+    /// The entries of a table of level 1. `false`: the visitor said [`Next::Stop`].
+    fn pages(&mut self, frame: Pfn, range: Range<Gfn>) -> bool {
+        let table: Table<'_, P> = self.tree.table(frame);
+        let first = Level::PAGE.index(range.start);
+        let entries = &table.entries()[first..first + (range.end.0 - range.start.0) as usize];
+        let meta = table.meta();
+        let _guard = table.lock();
+        self.entries += entries.len() as u64;
+        let (runs, rest) = entries.as_chunks::<RUN>();
+        let mut gfn = range.start;
+        for run in runs {
+            if !self.visit.run(run, gfn) && !self.each(run, gfn, meta) {
+                return false;
+            }
+            gfn = gfn.add(RUN as u64);
+        }
+        self.each(rest, gfn, meta)
+    }
+
+    fn each(&mut self, entries: &[AtomicU64], first: Gfn, meta: &TableMeta) -> bool {
+        entries.iter().zip(first.0..).all(|(entry, gfn)| {
+            let bits = entry.load(Relaxed);
+            if F::is_absent(bits) && !(self.show.mmio && bits != 0) {
+                return true;
+            }
+            let at = At {
+                entry,
+                meta,
+                bits,
+                gfn: Gfn(gfn),
+                level: Level::PAGE,
+            };
+            self.visit.visit(&at) != Next::Stop
+        })
+    }
+
     /// `false`: the visitor said [`Next::Stop`].
     fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> bool {
+        if level == Level::PAGE {
+            return self.pages(frame, range);
+        }
         let table: Table<'_, P> = self.tree.table(frame);
         let (entries, meta) = (table.entries(), table.meta());
         let mut guard = table.lock();
@@ -160,10 +254,9 @@ impl<P: Platform, F: Format, V: FnMut(&At<'_>) -> Next> Walker<'_, P, F, V> {
                     gfn,
                     level,
                 };
-                let is_table =
-                    level > Level::PAGE && matches!(F::decode(bits, level), Entry::Table(_));
+                let is_table = matches!(F::decode(bits, level), Entry::Table(_));
                 let next = if !is_table || self.show.tables {
-                    (self.visit)(&at)
+                    self.visit.visit(&at)
                 } else {
                     Next::Descend
                 };
@@ -171,7 +264,6 @@ impl<P: Platform, F: Format, V: FnMut(&At<'_>) -> Next> Walker<'_, P, F, V> {
                     return false;
                 }
                 if next == Next::Descend
-                    && level > Level::PAGE
                     && let Some(lower) = self.enters(entry, level)
                 {
                     drop(guard);
@@ -198,7 +290,7 @@ impl<P: Platform, F: Format, V: FnMut(&At<'_>) -> Next> Walker<'_, P, F, V> {
         };
         let split = self.show.skip_without_huge
             && level == Level::GIGA
-            && self.tree.table(lower).meta().huge_leaves.load(Relaxed) == 0;
+            && self.tree.table(lower).meta().leaves.load(Relaxed) == 0;
         (!split).then_some(lower)
     }
 }

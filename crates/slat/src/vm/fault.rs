@@ -137,12 +137,32 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ///
     /// # Panics
     /// If the vCPU was not entered.
-    #[inline]
+    #[inline(always)]
     pub fn translate(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
-        assert!(
-            self.reader().is_inside(),
-            "Vcpu::translate outside enter/leave"
-        );
+        assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
+        let gfn = gpa.gfn();
+        if gfn.0 < Tree::<P, F>::capacity() {
+            // Twice the same: the compiler knows the level of the first, which is the common one.
+            match Tree::<P, F>::lookup_page(&*self.vm().platform, self.root(), gfn) {
+                Ok(found) => {
+                    if let Some(leaf) = found.ready::<F>(access) {
+                        return Ok(translation(leaf, Level::PAGE, gfn));
+                    }
+                }
+                Err(found) => {
+                    if let Some(leaf) = found.ready::<F>(access) {
+                        return Ok(translation(leaf, found.level, gfn));
+                    }
+                }
+            }
+        }
+        self.translate_slowly(gpa, access)
+    }
+
+    /// [`Vcpu::translate`] where there is more to do than to look.
+    #[cold]
+    #[inline(never)]
+    fn translate_slowly(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
         let gfn = gpa.gfn();
         if gfn.0 >= Tree::<P, F>::capacity() {
             self.counters().pf_emulate.add(1);
@@ -150,8 +170,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
         loop {
             let found = self.space().tree.lookup(gfn);
-            return match found.entry {
-                Entry::Leaf(leaf) if allows(&leaf, access) => {
+            return match found.entry::<F>() {
+                Entry::Leaf(leaf) if leaf.allows(access) => {
                     let write = access == Access::Write;
                     if !found.mark::<F>(write) {
                         continue;
@@ -301,7 +321,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             return None;
         }
         let found = self.space().tree.lookup(gfn);
-        match found.entry {
+        match found.entry::<F>() {
             Entry::Leaf(leaf) if access == Access::Write && leaf.may_write => Some(HostPage {
                 pfn: leaf.pfn.add(gfn.0 & (found.level.pages() - 1)),
                 level: found.level,
@@ -422,7 +442,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     fn wait_for_mend(&mut self, gfn: Gfn, slept: &mut bool) -> Attempt {
         self.wait_while(slept, |vcpu| {
             let _section = vcpu.vm().section();
-            matches!(vcpu.space().tree.lookup(gfn).entry, Entry::Broken(_))
+            matches!(vcpu.space().tree.lookup(gfn).entry::<F>(), Entry::Broken(_))
         })
     }
 
@@ -452,7 +472,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// With `nx_huge_pages_split` off: what stands in the way of an execution fault goes as a whole.
     fn zap_huge(&mut self, gfn: Gfn, slept: &mut bool) {
         let found = self.space().tree.lookup(gfn);
-        if !matches!(found.entry, Entry::Leaf(_)) || found.level == Level::PAGE {
+        if !matches!(found.entry::<F>(), Entry::Leaf(_)) || found.level == Level::PAGE {
             return;
         }
         let base = gfn.align_down(found.level);
@@ -473,14 +493,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 }
 
-fn allows(leaf: &Leaf, access: Access) -> bool {
-    match access {
-        Access::Read => true,
-        Access::Write => leaf.write,
-        Access::Execute => leaf.execute,
-    }
-}
-
+#[inline]
 fn translation(leaf: Leaf, level: Level, gfn: Gfn) -> Translation {
     let pfn = leaf.pfn.add(gfn.0 & (level.pages() - 1));
     Translation {

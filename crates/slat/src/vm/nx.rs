@@ -14,9 +14,34 @@ use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
+use crate::policy::PolicyError;
 use crate::table::Tree;
 
 impl<P: Platform, F: Format> Vm<P, F> {
+    /// Sets a policy of a VM that may be running, and does what that asks for: `nx_huge_pages=on` takes
+    /// away the huge leaves that may be executed.
+    ///
+    /// The caller is no vCPU inside [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`].
+    ///
+    /// # Errors
+    /// As [`crate::Policy::set`].
+    pub fn set_policy(&self, name: &str, value: &str) -> Result<(), PolicyError> {
+        let was_nx = self.policy.huge_is_nx();
+        self.policy.set(name, value)?;
+        if self.policy.huge_is_nx() && !was_nx {
+            // A fault that asked before this would install one more.
+            self.in_progress.raise();
+            let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
+            for space in &self.spaces {
+                let mut op = RangeOp::begin(self, space);
+                let slots = space.slots.current();
+                slots.in_gfns(&everything, |slot| op.zap(slot, slot.gfns()));
+                op.finish(Some(everything.clone()));
+            }
+        }
+        Ok(())
+    }
+
     /// Takes away one in `nx_huge_pages_recovery_ratio` of the tables that NX has split (rounded up;
     /// all, if the policy `nx_huge_pages` is off), beginning where the last call ended. Returns how many. To
     /// be called every [`crate::Policy::recovery_period_ms`].

@@ -5,6 +5,9 @@
 //! (every page would look written), not when a huge leaf was installed (there is nothing left to map).
 //! What is prefetched starts with the accessed bit clear.
 //!
+//! Where windows turn out empty (memory that is used for the first time), fewer and fewer faults look
+//! at theirs, down to one in 64: asking the host is not free.
+//!
 //! The adaptive window begins with nothing. A fault right behind what the vCPU mapped last is taken as
 //! a sequence: the window opens at 8 pages and doubles, up to a whole table. Any other fault closes
 //! it, so that scattered accesses cost no page that nobody asked for.
@@ -13,10 +16,10 @@ use core::ops::Range;
 
 use super::Sequence;
 use super::fault::{SlotFacts, Stop};
-use crate::addr::{Access, Gfn, Gpa, Hva, Level};
+use crate::addr::{Access, Gfn, Gpa, Hva, Level, PAGE_SHIFT};
 use crate::format::Format;
 use crate::format::Leaf;
-use crate::platform::{HostRun, MemoryType, Platform};
+use crate::platform::{HostPage, HostRun, MemoryType, Platform};
 use crate::policy::Prefetch;
 use crate::slots::SlotFlags;
 use crate::table::{ENTRIES, Path};
@@ -29,10 +32,32 @@ pub(crate) struct Window {
     next: Gfn,
     /// Pages; 0 is closed.
     size: u64,
+    /// Windows found empty in a row.
+    empty: u32,
+    /// Faults that do not look before the next that does.
+    pause: u32,
 }
 
 impl Window {
     const FIRST: u64 = 8;
+    /// A pause is shorter than 2 to this.
+    const LONGEST_PAUSE: u32 = 6;
+
+    /// Whether this fault looks around.
+    fn looks(&mut self) -> bool {
+        let looks = self.pause == 0;
+        self.pause = self.pause.saturating_sub(1);
+        looks
+    }
+
+    /// What a look has brought.
+    fn learn(&mut self, installed: u64) {
+        self.empty = match installed {
+            0 => (self.empty + 1).min(Self::LONGEST_PAUSE),
+            _ => 0,
+        };
+        self.pause = (1 << self.empty) - 1;
+    }
 
     /// The window for a fault at `gfn`.
     fn after_fault(&mut self, gfn: Gfn) -> u64 {
@@ -54,29 +79,35 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             Prefetch::Adaptive => self.window().after_fault(gfn),
         };
         let mut end = gfn.add(1);
-        if size > 1 {
+        if size > 1 && self.window().looks() {
             let start = Gfn(gfn.0 & !(size - 1));
             let window = start.max(slot.gfns.start)..start.add(size).min(slot.gfns.end);
-            end = window.end;
-            self.map_resident(window, slot, sequence);
+            let window_end = window.end;
+            let (_, installed) = self.map_resident(window, slot, sequence);
+            self.window().learn(installed);
+            if installed > 0 {
+                end = window_end;
+            }
         }
         self.window().next = end;
     }
 
     /// Maps what is resident and absent in `range`, which lies in the slot and in one table of level 1.
-    /// Returns how many of its pages are mapped then, by whomever.
-    fn map_resident(&mut self, range: Range<Gfn>, slot: &SlotFacts, sequence: Sequence) -> u64 {
+    /// Returns the first page of it that is not mapped then (not resident, or fit for a larger leaf),
+    /// and how many pages were mapped.
+    fn map_resident(
+        &mut self,
+        range: Range<Gfn>,
+        slot: &SlotFacts,
+        sequence: Sequence,
+    ) -> (Gfn, u64) {
         let hva = |gfn: Gfn| Hva(slot.hva_base.0 + ((gfn.0 - slot.gfns.start.0) << 12));
         let backing = hva(range.start)..hva(range.end);
         let readonly = slot.flags.has(SlotFlags::READONLY);
-        // The fault has used some, and its table may be gone by now.
-        if self.fill_frames().is_err() {
-            return 0;
-        }
         let (vm, space, frames) = self.parts();
         let owe = || vm.flushes.owe();
         let mut path = Path::new(frames, &owe);
-        let (mut installed, mut mapped) = (0, 0);
+        let (mut installed, mut unmapped) = (0, range.start);
         vm.platform
             .resolve_resident(backing.clone(), &mut |run: HostRun| {
                 let leaf = Leaf {
@@ -89,17 +120,23 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     memory: run.first.memory,
                 };
                 let gfn = range.start.add((run.backing.0 - backing.start.0) >> 12);
+                let HostPage { pfn, level, .. } = run.first;
+                if vm.fitting_level(&slot.gfns, gfn, pfn, level) > Level::PAGE {
+                    return;
+                }
                 let valid = || vm.in_progress.holds(sequence, &backing, vm.lock_wait());
                 let tree = &vm.spaces[space].tree;
                 if let Some(new) = tree.map_absent(gfn, run.pages, leaf, &mut path, valid) {
                     installed += new;
-                    mapped += run.pages;
+                    if gfn == unmapped {
+                        unmapped = gfn.add(run.pages);
+                    }
                 }
             });
         let counters = self.counters();
         counters.pages_4k.add(installed);
         counters.prefetched.add(installed);
-        mapped
+        (unmapped, installed)
     }
 
     /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. Pages that are not
@@ -107,43 +144,79 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ///
     /// # Errors
     /// [`Stop`], if not even the first page could be mapped.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
     pub fn prefault(&mut self, range: Range<Gpa>) -> Result<u64, Stop> {
         let mut at = range.start;
-        while at < range.end {
-            match self.prefault_one(at, range.end) {
+        let mut result = Ok(());
+        while at < range.end && result.is_ok() {
+            match self.prefault_some(at, range.end) {
                 Ok(next) => at = next,
-                Err(stop) if at == range.start => return Err(stop),
-                Err(_) => break,
+                Err(stop) => result = Err(stop),
             }
         }
-        Ok(at.0.min(range.end.0) - range.start.0)
+        self.trim_frames();
+        match result {
+            Err(stop) if at == range.start => Err(stop),
+            _ => Ok(at.0.min(range.end.0) - range.start.0),
+        }
     }
 
-    /// One leaf, and, if it is a page, what is resident behind it in the same table. Returns the
-    /// address behind what was mapped.
-    fn prefault_one(&mut self, gpa: Gpa, end: Gpa) -> Result<Gpa, Stop> {
+    /// What is resident of one level 1 table, or else one leaf. Returns the address behind what was
+    /// mapped.
+    fn prefault_some(&mut self, gpa: Gpa, end: Gpa) -> Result<Gpa, Stop> {
         let gfn = gpa.gfn();
-        let level = self.translate(gpa, Access::Read)?.level;
-        let next = Gfn(gfn.align_down(level).0 + level.pages());
-        if level > Level::PAGE {
-            return Ok(next.gpa());
-        }
+        let end = Gfn(end.0.div_ceil(1 << PAGE_SHIFT));
         let sequence = self.vm().in_progress.sequence();
-        let table_end = Gfn(gfn.align_down(Level::MEGA).0 + Level::MEGA.pages());
-        let Ok(slot) = self.find_slot(gfn).map(|slot| SlotFacts::of(slot, gfn)) else {
-            return Ok(next.gpa());
-        };
-        let end = Gfn(end.0.div_ceil(1 << 12))
-            .min(slot.gfns.end)
-            .min(table_end);
-        if slot.log.is_some() || next >= end {
-            return Ok(next.gpa());
+        if let Ok(slot) = self.find_slot(gfn)
+            && slot.dirty.is_none()
+        {
+            let slot = SlotFacts::of(slot, gfn);
+            let end = end.min(slot.gfns.end);
+            let table_end = gfn.align_down(Level::MEGA).add(Level::MEGA.pages());
+            // One table for each 2 MiB that are left, taken from the platform by the batch.
+            let tables = (end.0 - gfn.0).div_ceil(Level::MEGA.pages()) as usize;
+            self.fill_frames_for(tables);
+            let (next, _) = self.map_resident(gfn..end.min(table_end), &slot, sequence);
+            if next > gfn {
+                return Ok(next.gpa());
+            }
         }
-        // Only a stretch without a gap lets the walk go on behind it.
-        let before = end.0 - next.0;
-        match self.map_resident(next..end, &slot, sequence) {
-            mapped if mapped == before => Ok(end.gpa()),
-            _ => Ok(next.gpa()),
+        let level = self.translate(gpa, Access::Read)?.level;
+        Ok(gfn.align_down(level).add(level.pages()).gpa())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_adaptive_window_doubles_in_a_sequence_and_closes_behind_a_jump() {
+        let mut window = Window::default();
+        let mut sizes = [0; 8];
+        for (i, size) in sizes.iter_mut().enumerate() {
+            window.next = Gfn(i as u64);
+            *size = window.after_fault(Gfn(i as u64));
         }
+        assert_eq!(sizes, [8, 16, 32, 64, 128, 256, 512, 512]);
+        assert_eq!(window.after_fault(Gfn(1000)), 0);
+    }
+
+    #[test]
+    fn empty_windows_are_looked_at_less_and_less_until_one_is_not_empty() {
+        let mut window = Window::default();
+        let mut looks = 0;
+        for _ in 0..640 {
+            if window.looks() {
+                looks += 1;
+                window.learn(0);
+            }
+        }
+        assert!((10..20).contains(&looks), "{looks} looks");
+        window.pause = 0;
+        window.learn(7);
+        assert!(window.looks() && window.looks());
     }
 }

@@ -1,0 +1,110 @@
+//! NX huge pages, through a module parameter and with their recovery. (A program of its own: parameters are the process's.)
+
+mod common;
+
+use common::*;
+use kvm_bindings::*;
+use slat_kvm::api::StatsFd;
+use slat_kvm::{Kvm, VcpuExit, parameters};
+use std::time::{Duration, Instant};
+
+const HUGE: usize = 2 << 20;
+
+fn value(stats: &StatsFd, name: &str) -> u64 {
+    let values = stats.values().unwrap();
+    values.iter().find(|(known, _)| *known == name).unwrap().1[0]
+}
+
+/// Two MiB that the host would give a huge page. `None` where it never does.
+fn huge_memory(memory: &Memory) -> Option<*mut u8> {
+    let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
+    if mode.contains("[never]") {
+        return None;
+    }
+    let start = (memory.start as usize).next_multiple_of(HUGE) as *mut u8;
+    // SAFETY: advice for our own mapping.
+    assert_eq!(
+        unsafe { libc::madvise(start.cast(), HUGE, libc::MADV_HUGEPAGE) },
+        0
+    );
+    let range = start as usize..start as usize + HUGE;
+    slat_host::mappings::advised(range, slat_host::mappings::HugePages::Wanted);
+    Some(start)
+}
+
+#[test]
+fn execution_splits_a_huge_page_and_recovery_brings_it_back() {
+    let memory = Memory::new(2 * HUGE);
+    let Some(start) = huge_memory(&memory) else {
+        return;
+    };
+    let set = |name, value| parameters::write(name, value).unwrap();
+    set("nx_huge_pages_recovery_ratio", "1");
+    set("nx_huge_pages_recovery_period_ms", "20");
+    set("nx_huge_pages", "Y");
+    for without_nx in [false, true] {
+        let vm = Kvm::new().unwrap().create_vm().unwrap();
+        let mut cap = kvm_enable_cap {
+            cap: KVM_CAP_VM_DISABLE_NX_HUGE_PAGES,
+            ..Default::default()
+        };
+        cap.args[0] = 1;
+        assert_eq!(vm.enable_cap(&cap).unwrap_err().errno(), libc::EINVAL);
+        cap.args[0] = 0;
+        if without_nx {
+            match vm.enable_cap(&cap) {
+                Ok(()) => {}
+                Err(error) => {
+                    assert_eq!(error.errno(), libc::EPERM, "may not restart the machine");
+                    return;
+                }
+            }
+        }
+        let region = kvm_userspace_memory_region {
+            slot: 0,
+            flags: 0,
+            guest_phys_addr: 0,
+            memory_size: HUGE as u64,
+            userspace_addr: start as u64,
+        };
+        // SAFETY: the tests' memory may be written by the guest.
+        unsafe { vm.set_user_memory_region(region).unwrap() };
+        let mut vcpu = vm.create_vcpu(0).unwrap();
+        let stats = vm.get_stats_fd().unwrap();
+        let counts = || (value(&stats, "pages_2m"), value(&stats, "nx_lpage_splits"));
+        let mut execute = |code: &[u8]| {
+            // SAFETY: inside the memory; no vCPU runs.
+            unsafe {
+                let to = start.add(CODE as usize);
+                std::ptr::copy_nonoverlapping(code.as_ptr(), to, code.len());
+            }
+            start_at_code(&vcpu);
+            assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+        };
+        execute(&[0xf4]);
+        if without_nx {
+            assert_eq!(counts(), (1, 0));
+            // A write to the parameter leaves this VM as it is.
+            set("nx_huge_pages", "1");
+            execute(&[0xf4]);
+            assert_eq!(counts(), (1, 0));
+            continue;
+        }
+        // Recovery may have been quick.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while counts() != (0, 0) {
+            assert!(Instant::now() < deadline, "{:?}", counts());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        set("nx_huge_pages_recovery_period_ms", "3600000");
+        execute(&[0xf4]);
+        assert_eq!(counts(), (0, 1));
+        // Switched off, execution maps the page whole.
+        set("nx_huge_pages", "off");
+        execute(&[0xf4]);
+        assert_eq!(counts(), (1, 0));
+        set("nx_huge_pages", "force");
+        assert_eq!(counts(), (0, 0), "what was executable is mapped anew");
+        set("nx_huge_pages_recovery_period_ms", "20");
+    }
+}

@@ -1,0 +1,109 @@
+//! Statistics, in KVM's binary format.
+
+mod common;
+
+use common::*;
+use slat_kvm::VcpuExit;
+use slat_kvm::api::StatsFd;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Reads a file of statistics as a client does that knows nothing but the format.
+fn parse(stats: &StatsFd) -> (String, BTreeMap<String, Vec<u64>>) {
+    let at = |offset: usize, len: usize| {
+        let mut bytes = vec![0; len];
+        assert_eq!(stats.read_at(&mut bytes, offset as u64).unwrap(), len);
+        bytes
+    };
+    let word = |offset| u32::from_le_bytes(at(offset, 4).try_into().unwrap()) as usize;
+    let [flags, name_size, count, id, descriptors, data] = [0, 4, 8, 12, 16, 20].map(word);
+    assert_eq!(flags, 0);
+    let text = |offset| {
+        let bytes = at(offset, name_size);
+        let end = bytes.iter().position(|byte| *byte == 0).unwrap();
+        String::from_utf8(bytes[..end].to_vec()).unwrap()
+    };
+    let values = (0..count).map(|index| {
+        let start = descriptors + index * (16 + name_size);
+        let size = word(start + 4) >> 16;
+        let offset = data + word(start + 8);
+        let values = at(offset, size * 8);
+        let values = values
+            .chunks(8)
+            .map(|value| u64::from_le_bytes(value.try_into().unwrap()));
+        (text(start + 16), values.collect())
+    });
+    (text(id), values.collect())
+}
+
+/// Of a statistic with one value.
+fn value(stats: &StatsFd, name: &str) -> u64 {
+    let (_, values) = parse(stats);
+    assert_eq!(values[name].len(), 1, "{name}");
+    values[name][0]
+}
+
+#[test]
+fn faults_and_exits_are_counted() {
+    // out 0x10,al; mov [0x3000],al; mov [0x8000],al; hlt
+    let mut guest = Guest::new(&[0xe6, 0x10, 0xa2, 0, 0x30, 0xa2, 0, 0x80, 0xf4]);
+    let vm = guest.vm.get_stats_fd().unwrap();
+    let vcpu = guest.vcpu.get_stats_fd().unwrap();
+    assert!(parse(&vm).0.starts_with("kvm-"));
+    assert!(parse(&vcpu).0.ends_with("/vcpu-0"));
+    assert_eq!(value(&vcpu, "exits"), 0);
+    assert_eq!(value(&vm, "pages_4k"), 0);
+    while !matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt) {}
+    for (name, expected) in [
+        ("io_exits", 1),
+        ("mmio_exits", 1),
+        ("halt_exits", 1),
+        ("pf_mmio_spte_created", 1),
+        ("pf_guest", 0),
+    ] {
+        assert_eq!(value(&vcpu, name), expected, "{name}");
+    }
+    assert!(value(&vcpu, "exits") >= 3);
+    // The prefetch may have brought the second page with the first.
+    assert!((1..=2).contains(&value(&vcpu, "pf_fixed")));
+    assert!(value(&vm, "pages_4k") >= 2);
+    assert_eq!(parse(&vcpu).1["halt_wait_hist"].len(), 32);
+    let named: BTreeMap<_, _> = vcpu.values().unwrap().into_iter().collect();
+    assert_eq!(named["io_exits"], [1]);
+    set_slot(&guest.vm, &guest.memory, 0, 0);
+    assert_eq!(value(&vm, "pages_4k"), 0, "a gauge goes down");
+}
+
+#[test]
+fn statistics_of_a_running_vcpu_can_be_read() {
+    let mut guest = Guest::new(SPIN);
+    let stats = guest.vcpu.get_stats_fd().unwrap();
+    let reads_are_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let reads_are_done = &reads_are_done;
+        let vcpu = &mut guest.vcpu;
+        let page = vcpu.get_kvm_run() as *mut kvm_bindings::kvm_run as usize;
+        scope.spawn(move || {
+            let ended = vcpu.run().unwrap_err();
+            assert_eq!(ended.errno(), libc::EINTR);
+            assert!(reads_are_done.load(Ordering::SeqCst));
+        });
+        while value(&stats, "pf_fixed") == 0 {
+            std::thread::yield_now();
+        }
+        reads_are_done.store(true, Ordering::SeqCst);
+        let page = page as *mut kvm_bindings::kvm_run;
+        // SAFETY: the vCPU's page, which a client may write to at any time.
+        unsafe { (&raw mut (*page).immediate_exit).write_volatile(1) };
+    });
+}
+
+#[test]
+fn statistics_outlive_their_vm() {
+    let Guest { vm, vcpu, .. } = Guest::new(SPIN);
+    let stats = [vm.get_stats_fd().unwrap(), vcpu.get_stats_fd().unwrap()];
+    drop((vm, vcpu));
+    for stats in stats {
+        assert!(!parse(&stats).1.is_empty());
+    }
+}

@@ -1,0 +1,98 @@
+//! Faults: one vCPU, and two at once, each writing to pages that are not mapped, 4 KiB leaves, no
+//! prefetch. No peer has faults.
+//!
+//! * `1`, `2`: so many threads; two write to different halves of the range, which share no level 1
+//!   table.
+//! * `1-same-table`, `2-same-table`: two threads take turns in the pages of every level 1 table.
+//!
+//! Wall time, from the first thread's start to the last one's end.
+
+use std::sync::Barrier;
+use std::time::Instant;
+
+use slat::format::{Npt, Stage2, Sv48x4};
+use slat::{Access, Ept, Format, Gpa, Level, SlotFlags, Vcpu};
+
+use crate::machine::{Machine, region, vm};
+use crate::report::{Metric, Samples};
+use crate::tables::BASE;
+
+const PAGES: u64 = 1 << 16;
+
+/// The contenders.
+pub struct Faults;
+
+impl Faults {
+    pub fn new() -> Self {
+        Faults
+    }
+
+    pub fn round(&mut self, samples: &mut Samples) {
+        if !samples.wants("faults", "") {
+            return;
+        }
+        format::<Ept>("slat-ept", samples);
+        format::<Npt>("slat-npt", samples);
+        format::<Stage2<48>>("slat-aarch64", samples);
+        format::<Sv48x4>("slat-riscv", samples);
+    }
+}
+
+fn format<F: Format>(name: &str, samples: &mut Samples) {
+    for (case, threads, same_table) in [
+        ("1", 1, false),
+        ("2", 2, false),
+        ("1-same-table", 1, true),
+        ("2-same-table", 2, true),
+    ] {
+        let per_s = faults_per_s::<F>(threads, same_table);
+        samples.add("faults", case, name, Metric::FaultsPerS, per_s);
+    }
+}
+
+fn faults_per_s<F: Format>(threads: u64, same_table: bool) -> f64 {
+    let vm = vm::<F>(Level::PAGE);
+    vm.policy().set("prefetch", "off").expect("a policy");
+    vm.set_memory_region(0, &region(0, SlotFlags(0), BASE, PAGES))
+        .expect("a valid memslot");
+    let barrier = Barrier::new(threads as usize);
+    let times: Vec<(Instant, Instant)> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads)
+            .map(|thread| {
+                let mut vcpu = vm.create_vcpu().expect("memory for a vCPU");
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    barrier.wait();
+                    let begin = Instant::now();
+                    vcpu.enter(0);
+                    if same_table {
+                        write_all(&mut vcpu, (thread..PAGES).step_by(threads as usize));
+                    } else {
+                        let share = PAGES / threads;
+                        write_all(&mut vcpu, thread * share..(thread + 1) * share);
+                    }
+                    vcpu.leave();
+                    (begin, Instant::now())
+                })
+            })
+            .collect();
+        workers
+            .into_iter()
+            .map(|worker| worker.join().expect("faults do not fail"))
+            .collect()
+    });
+    assert_eq!(vm.stats().pages_4k, PAGES);
+    let begin = times.iter().map(|(begin, _)| *begin).min();
+    let end = times.iter().map(|(_, end)| *end).max();
+    let (Some(begin), Some(end)) = (begin, end) else {
+        unreachable!("there is a thread")
+    };
+    PAGES as f64 / (end - begin).as_secs_f64()
+}
+
+fn write_all<F: Format>(vcpu: &mut Vcpu<Machine, F>, pages: impl Iterator<Item = u64>) {
+    for page in pages {
+        let gpa = Gpa(BASE + (page << 12));
+        vcpu.translate(gpa, Access::Write).expect("memory is there");
+    }
+}

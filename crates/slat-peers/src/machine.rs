@@ -1,0 +1,126 @@
+//! The machine under slat here: guest memory whose host pages are all there, in one stretch.
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use slat::{
+    Access, Config, Entries, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MemoryType, Pfn,
+    Platform, Region, ResolveError, SlotFlags, TableMeta, Vm, VmId, WaitFor,
+};
+
+use crate::frames::{self, Arena};
+
+/// Host memory whose physical addresses are its backing addresses, mapped by the host at `level`.
+pub struct Machine {
+    level: Level,
+    arena: &'static Arena,
+}
+
+impl Machine {
+    fn page(&self, backing: Hva) -> HostPage {
+        HostPage {
+            pfn: Pfn(backing.0 >> 12),
+            level: self.level,
+            writable: true,
+            memory: MemoryType::WriteBack,
+        }
+    }
+}
+
+/// A VM of one address space on such a machine.
+pub fn vm<F: Format>(level: Level) -> Arc<Vm<Machine, F>> {
+    let machine = Machine {
+        level,
+        arena: frames::arena(),
+    };
+    Vm::new(Arc::new(machine), Config::default()).expect("frames for the root")
+}
+
+/// Memslot `slot` over `pages` pages at `gpa`, backed by the same addresses.
+pub fn region(slot: u32, flags: SlotFlags, gpa: u64, pages: u64) -> Region {
+    Region {
+        slot,
+        flags,
+        gpa: Gpa(gpa),
+        size: pages << 12,
+        backing: Hva(gpa),
+    }
+}
+
+impl Machine {
+    /// The number of a frame just allocated, with fresh metadata.
+    fn fresh(&self, memory: NonNull<u8>) -> Pfn {
+        let frame = Pfn(memory.as_ptr() as u64 >> 12);
+        // SAFETY: the frame is this caller's alone, and its metadata with it.
+        unsafe { self.arena.meta(frame).write(TableMeta::new()) };
+        frame
+    }
+}
+
+fn memory(frame: Pfn) -> NonNull<u8> {
+    frames::frame_at(frame.hpa().0)
+}
+
+// SAFETY:
+// - frames and their metadata come from the arena, which stays for ever;
+// - nothing is ever accessed through what `resolve` answers;
+// - no hardware walks these tables, so there is nothing to flush.
+unsafe impl Platform for Machine {
+    fn alloc_table(&self) -> Option<Pfn> {
+        Some(self.fresh(frames::alloc_frame()))
+    }
+
+    fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
+        frames::alloc_many(frames, &mut |frame| take(self.fresh(frame)));
+    }
+
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        let first = self.fresh(frames::alloc_frames(tables));
+        for i in 1..tables as u64 {
+            self.fresh(memory(first.add(i)));
+        }
+        Some(first)
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        frames::free_frame(memory(frame));
+    }
+
+    unsafe fn free_tables(&self, frames: &[Pfn]) {
+        frames::free_many(frames.iter().copied().map(memory));
+    }
+
+    #[inline]
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        frames::entries(frame)
+    }
+
+    #[inline]
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        self.arena.meta(frame)
+    }
+
+    fn resolve(&self, backing: Hva, _access: Access) -> Result<HostPage, ResolveError> {
+        Ok(self.page(backing))
+    }
+
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        found(HostRun {
+            backing: backing.start,
+            pages: (backing.end.0 - backing.start.0) >> 12,
+            first: self.page(backing.start),
+        });
+    }
+
+    fn flush(&self, _vm: VmId, _range: Range<Gfn>) {}
+
+    fn wait(&self, round: u32, _what: WaitFor) {
+        const SPINS: u32 = 100;
+        if round < SPINS {
+            std::hint::spin_loop();
+        } else {
+            std::thread::yield_now();
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Page tables: 1 GiB of 4 KiB pages.
+//!
+//! * `map`: the whole range, by the crate's range operation where it has one, else page by page.
+//! * `translate`: every page once, in one random order that all share. slat's pages have been used
+//!   before (accessed and dirty set): the first use also sets those bits, which no peer does at all;
+//!   it is the case `translate-first`.
+//! * `protect`: takes the right to write from every page. slat: the slot begins to log dirty pages,
+//!   bitmap, flush and all. `protect`: every page has been written before, so no walker has a bit
+//!   left to set. `protect-live`: no page has been used, a walker may set bits at any moment, and slat
+//!   must not lose them; the peers, for whom this makes no difference, are not repeated.
+//! * `unmap`: until every table but the root is back at its source. slat: the memslot is deleted.
+//! * `split`: 512 leaves of 2 MiB into 4 KiB. slat: `clear_dirty_log` of nothing over a slot that logs
+//!   and is mapped huge: this splits eagerly, and protects nothing. x86_64 and page_table_multiarch
+//!   have no split. aarch64-paging splits what it changes a part of: one page each loses the
+//!   right to write.
+//! * `limit`: plain stores to as many entries, in the same frames.
+
+mod aarch64;
+mod generic;
+mod multiarch;
+mod slat;
+mod x86;
+
+use ::slat::Ept;
+use ::slat::format::{Npt, Stage2, Sv48x4};
+
+use crate::frames;
+use crate::report::{Metric, Samples, time};
+
+/// Where the range begins.
+pub const BASE: u64 = 1 << 30;
+/// 4 KiB pages in it.
+pub const PAGES: u64 = 1 << 18;
+/// 4 KiB pages in a leaf of 2 MiB.
+pub const HUGE: u64 = 512;
+
+/// The pages of the range in a random order, the same for all.
+pub struct Order(Vec<u32>);
+
+impl Order {
+    fn new() -> Self {
+        let mut order: Vec<u32> = (0..PAGES as u32).collect();
+        let mut seed = 0x9e37_79b9_7f4a_7c15u64;
+        for i in (1..order.len()).rev() {
+            seed ^= seed << 13;
+            seed ^= seed >> 7;
+            seed ^= seed << 17;
+            order.swap(i, (seed % (i as u64 + 1)) as usize);
+        }
+        Order(order)
+    }
+
+    /// The exclusive or of what `translate` says for every page's address.
+    #[inline(always)]
+    fn translate(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
+        let mut sum = 0;
+        for page in &self.0 {
+            sum ^= translate(BASE + (u64::from(*page) << 12));
+        }
+        sum
+    }
+
+    /// What that is for an identical mapping.
+    fn expected(&self) -> u64 {
+        self.translate(|address| address)
+    }
+}
+
+/// A peer's tables; every range is the whole range.
+trait Peer: Sized {
+    const NAME: &'static str;
+    fn new() -> Self;
+    fn map(&mut self);
+    fn translate(&self, order: &Order) -> u64;
+    fn protect(&mut self);
+    /// Until all tables but the root are freed.
+    fn unmap(self);
+    /// A tree that maps the range by 2 MiB leaves, if it can be split.
+    fn huge() -> Option<Self>;
+    fn split(&mut self);
+}
+
+fn peer<T: Peer>(order: &Order, samples: &mut Samples) {
+    let (life, split) = wanted(samples);
+    let mut add = |case: &str, ns: f64| {
+        let per_page = ns / PAGES as f64;
+        samples.add("tables", case, T::NAME, Metric::NsPerPage, per_page);
+    };
+    if life {
+        let mut tables = T::new();
+        add("map", time(|| tables.map()).0);
+        // Once before, as slat's pages are used once before.
+        let sum = tables.translate(order);
+        assert_eq!(sum, order.expected(), "{} translates wrongly", T::NAME);
+        let (ns, sum) = time(|| tables.translate(order));
+        assert_eq!(sum, order.expected());
+        add("translate", ns);
+        add("protect", time(|| tables.protect()).0);
+        add("unmap", time(|| tables.unmap()).0);
+    }
+    if let Some(mut huge) = T::huge().filter(|_| split) {
+        add("split", time(|| huge.split()).0);
+    }
+}
+
+/// Whether the life of a mapping, from `map` to `unmap`, and whether the split are to be measured.
+fn wanted(samples: &Samples) -> (bool, bool) {
+    let wants = |case: &&str| samples.wants("tables", case);
+    let life = ["map", "translate", "protect", "unmap"].iter().any(wants);
+    (life, wants(&"split"))
+}
+
+/// Plain stores to the entries of as many frames as the range needs at level 1.
+fn limit(samples: &mut Samples) {
+    let tables: Vec<_> = (0..PAGES / HUGE).map(|_| frames::alloc_frame()).collect();
+    let (ns, ()) = time(|| {
+        for table in &tables {
+            let entries = table.cast::<u64>();
+            for i in 0..HUGE {
+                // SAFETY: inside the frame, which is ours.
+                unsafe { entries.add(i as usize).write(BASE | i << 12) };
+            }
+        }
+    });
+    tables.into_iter().rev().for_each(frames::free_frame);
+    for case in ["map", "protect", "protect-live", "unmap", "split"] {
+        let per_page = ns / PAGES as f64;
+        samples.add("tables", case, "limit", Metric::NsPerPage, per_page);
+    }
+}
+
+/// The contenders.
+pub struct Tables {
+    order: Order,
+}
+
+impl Tables {
+    pub fn new() -> Self {
+        Tables {
+            order: Order::new(),
+        }
+    }
+
+    pub fn round(&mut self, samples: &mut Samples) {
+        if !samples.wants("tables", "") {
+            return;
+        }
+        let order = &self.order;
+        peer::<x86::Tables>(order, samples);
+        peer::<aarch64::Tables>(order, samples);
+        peer::<multiarch::Tables>(order, samples);
+        peer::<generic::Tables>(order, samples);
+        slat::round::<Ept>("slat-ept", order, samples);
+        slat::round::<Npt>("slat-npt", order, samples);
+        slat::round::<Stage2<48>>("slat-aarch64", order, samples);
+        slat::round::<Sv48x4>("slat-riscv", order, samples);
+        limit(samples);
+    }
+}
