@@ -272,8 +272,12 @@ fn one_leaf_is_split_once_by_a_fault_and_a_range_operation() {
 
 /// A walker that was allowed to mark the leaf dirty has written: the mark must be found afterwards.
 fn no_mark_is_lost(change: fn(&World<Small<2>>)) {
+    no_mark_is_lost_in(World::with_huge_leaf, change);
+}
+
+fn no_mark_is_lost_in(prepare: fn() -> Arc<World<Small<2>>>, change: fn(&World<Small<2>>)) {
     model(3, move || {
-        let world = World::<Small<2>>::with_huge_leaf();
+        let world = prepare();
         let other = world.clone();
         let walker = spawn(move || {
             let found = other.tree.lookup(Gfn(1));
@@ -299,6 +303,19 @@ fn no_dirty_mark_is_lost_by_a_range_that_is_split() {
 #[test]
 fn no_dirty_mark_is_lost_by_write_protection() {
     no_mark_is_lost(|world| _ = world.tree.write_protect(Gfn(0)..Gfn(4), |_, _| true));
+}
+
+#[test]
+fn no_dirty_mark_is_lost_by_write_protection_of_a_run_of_pages() {
+    no_mark_is_lost_in(
+        || {
+            let world = World::new();
+            world.fault(0, page(0));
+            world.fault(1, page(1));
+            world
+        },
+        |world| _ = world.tree.write_protect(Gfn(0)..Gfn(4), |_, _| true),
+    );
 }
 
 #[test]
