@@ -28,6 +28,8 @@ mod addr;
 mod audit;
 pub mod format;
 pub mod guest_walk;
+#[cfg(all(test, loom))]
+mod loom_tests;
 mod platform;
 mod policy;
 mod slots;

@@ -5,7 +5,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
-use crate::table::{Freed, LeafCounts};
+use crate::table::{ENTRIES, Freed, LeafCounts};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -131,7 +131,7 @@ impl Counters {
         let gauges = [&self.pages_4k, &self.pages_2m, &self.pages_1g];
         for level in 1..3 {
             gauges[level].sub(splits[level]);
-            gauges[level - 1].add(splits[level] * 512);
+            gauges[level - 1].add(splits[level] * ENTRIES as u64);
             self.splits.add(splits[level]);
         }
         self.nx_lpage_splits.add(nx_splits);

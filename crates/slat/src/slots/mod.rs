@@ -18,12 +18,12 @@ mod tree;
 pub(crate) use region::{Change, plan};
 pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
 
+use crate::sync::atomic::{AtomicPtr, Ordering::*, Watch};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Range;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicPtr, Ordering::*};
 
 use hashbrown::HashMap;
 
@@ -49,11 +49,13 @@ pub struct Memslot {
     pub backing: Hva,
     /// Exists while the slot logs dirty pages.
     pub(crate) dirty: Option<Arc<DirtyLog>>,
+    alive: Watch,
 }
 
 impl Memslot {
     /// The frames it holds.
     pub fn gfns(&self) -> Range<Gfn> {
+        self.alive.used();
         self.base..self.base.add(self.pages)
     }
 
@@ -61,6 +63,7 @@ impl Memslot {
     /// guess, also for a branch predictor.
     #[inline]
     pub(crate) fn holds(&self, gfn: Gfn) -> bool {
+        self.alive.used();
         gfn.0.wrapping_sub(self.base.0) < self.pages
     }
 
@@ -94,12 +97,13 @@ impl Memslot {
 }
 
 /// All slots of one address space at one moment.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct SlotSet {
     by_gfn: Root,
     by_hva: Root,
     /// Raised by every change. An MMIO entry of another generation says nothing.
     pub(crate) generation: u64,
+    alive: Watch,
     /// log2 of the pages of the smallest slot, or less: there were smaller ones.
     pub(crate) granule: u32,
 }
@@ -199,6 +203,7 @@ impl Slots {
             by_gfn: None,
             by_hva: None,
             generation: 0,
+            alive: Watch::new(),
             granule: 0,
         };
         Slots {
@@ -219,7 +224,9 @@ impl Slots {
         // reader outside knows that it will load the new set when it comes in.
         // SAFETY: the pointer is never null, and a replaced set is freed only when every reader
         // section that could have loaded it has ended.
-        unsafe { &*self.current.load(SeqCst) }
+        let set = unsafe { &*self.current.load(SeqCst) };
+        set.alive.used();
+        set
     }
 
     /// Begins a change: whoever holds the result is the only one who changes these slots.
@@ -272,7 +279,7 @@ impl SlotsChange<'_> {
         readers: &Readers,
     ) -> Result<(), OutOfMemory> {
         self.reclaim(readers);
-        let old_set = *self.set();
+        let old_set = self.set().clone();
         let old = self.writer.by_id.get(&id).copied();
         let mut edit = Edit::new()?;
         let writer = &mut *self.writer;
@@ -379,7 +386,7 @@ impl Drop for Slots {
         // SAFETY: `&mut self`: no reader is left. The current set's nodes, the slots in the index
         // and what was retired are disjoint and together all there is.
         unsafe {
-            let set = Box::from_raw(*self.current.get_mut());
+            let set = Box::from_raw(self.current.load(Relaxed));
             tree::free_tree(set.by_gfn);
             tree::free_tree(set.by_hva);
             let writer = self.writer.get_mut();

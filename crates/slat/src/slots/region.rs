@@ -6,6 +6,7 @@ use core::ops::{BitOr, Range};
 
 use super::{Memslot, SlotsChange};
 use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE, gpa_range};
+use crate::sync::atomic::Watch;
 use crate::table::OutOfMemory;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
@@ -216,6 +217,7 @@ pub(crate) fn plan(
         pages,
         backing,
         dirty: None,
+        alive: Watch::new(),
     };
     let change = match old {
         None if slots.pages().checked_add(pages).is_none() => {

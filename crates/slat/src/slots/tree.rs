@@ -16,10 +16,11 @@ use core::ptr::NonNull;
 
 use super::Memslot;
 use crate::addr::Gfn;
+use crate::sync::atomic::Watch;
 use crate::table::OutOfMemory;
 
 /// Children of a node. A set of at most this many slots is one node: one copy, as an array would be.
-const WIDTH: usize = 64;
+const WIDTH: usize = if cfg!(loom) { 4 } else { 64 };
 /// As many as the first cache line of a node has room for.
 const STEPS: usize = 52;
 /// Keys that a search compares, all of them: no branch predictor guesses where it ends.
@@ -61,6 +62,7 @@ pub(crate) struct Node {
     /// Ascending; behind `len` with all ones for a key, so that a search needs no bound.
     entries: [Entry; WIDTH + NEAR],
     ends: [u64; WIDTH],
+    alive: Watch,
 }
 
 #[derive(Clone, Copy)]
@@ -166,6 +168,7 @@ pub(crate) unsafe fn find<'a>(root: Root, page: u64) -> Option<&'a Memslot> {
     // SAFETY: the caller's promise.
     let mut node: &'a Node = unsafe { root?.as_ref() };
     loop {
+        node.alive.used();
         if node.crowded {
             // SAFETY: the caller's promise, which holds for what is below the root, too.
             return unsafe { find_crowded(node, page) };
@@ -212,6 +215,7 @@ pub(crate) unsafe fn overlapping(
     let Some(node) = root else { return true };
     // SAFETY: the caller's promise.
     let node = unsafe { node.as_ref() };
+    node.alive.used();
     for i in 0..node.len() {
         if node.key(i) >> 16 >= range.end {
             break;
@@ -294,6 +298,7 @@ impl Edit {
             len: items.len() as u8,
             entries: [nothing; WIDTH + NEAR],
             ends: [0; WIDTH],
+            alive: Watch::new(),
         };
         for (i, item) in items.iter().enumerate() {
             new.entries[i] = Entry {
@@ -502,8 +507,11 @@ fn node_of(item: Item) -> NonNull<Node> {
 /// # Safety
 /// - `node` was made by an edit, is in no published tree, and no reader holds it.
 pub(crate) unsafe fn free_node(node: NonNull<Node>) {
-    // SAFETY: allocated by `make` with this layout; the caller's promise.
-    unsafe { dealloc(node.as_ptr().cast(), Layout::new::<Node>()) };
+    // SAFETY: allocated and initialised by `make`, with this layout; the caller's promise.
+    unsafe {
+        node.drop_in_place();
+        dealloc(node.as_ptr().cast(), Layout::new::<Node>());
+    }
 }
 
 /// Frees a whole tree, not its slots.
@@ -545,6 +553,7 @@ mod tests {
                     pages: 1,
                     backing: Hva(0),
                     dirty: None,
+                    alive: Watch::new(),
                 })))
             })
             .collect();

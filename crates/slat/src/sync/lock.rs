@@ -5,14 +5,24 @@
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
-use core::sync::atomic::{AtomicU32, Ordering::*};
+
+use crate::sync::atomic::{AtomicU32, Ordering::*, Watch, const_fn};
 
 /// The bare lock word, without the data it protects.
-pub(crate) struct RawLock(AtomicU32);
+pub(crate) struct RawLock {
+    word: AtomicU32,
+    /// What the lock protects.
+    held: Watch,
+}
 
 impl RawLock {
-    pub(crate) const fn new() -> Self {
-        RawLock(AtomicU32::new(0))
+    const_fn! {
+        pub(crate) fn new() -> Self {
+            RawLock {
+                word: AtomicU32::new(0),
+                held: Watch::new(),
+            }
+        }
     }
 
     /// Takes the lock; `wait(round)` is called while somebody else holds it.
@@ -20,22 +30,24 @@ impl RawLock {
     pub(crate) fn lock(&self, mut wait: impl FnMut(u32)) {
         let mut round = 0;
         while self
-            .0
+            .word
             .compare_exchange_weak(0, 1, Acquire, Relaxed)
             .is_err()
         {
-            while self.0.load(Relaxed) != 0 {
+            // Whoever waits can afford the newest value; a model checker would show it old ones for ever.
+            while self.word.load(SeqCst) != 0 {
                 wait(round);
                 round += 1;
             }
         }
+        self.held.owned();
     }
 
     /// # Safety
     /// - the caller holds the lock.
     #[inline]
     pub(crate) unsafe fn unlock(&self) {
-        self.0.store(0, Release);
+        self.word.store(0, Release);
     }
 }
 
@@ -49,7 +61,7 @@ pub(crate) struct Lock<T> {
 unsafe impl<T: Send> Sync for Lock<T> {}
 
 impl<T> Lock<T> {
-    pub(crate) const fn new(data: T) -> Self {
+    pub(crate) fn new(data: T) -> Self {
         Lock {
             raw: RawLock::new(),
             data: UnsafeCell::new(data),

@@ -16,7 +16,8 @@
 //! neither 0 nor at least n. A reader that enters stores the generation it read and reads it again;
 //! both sides use sequentially consistent accesses, so either the writer sees the reader's word, or
 //! the reader sees the raised generation, and with it (release/acquire through the generation)
-//! everything that was changed before. Leaving is a release store of 0, so all that a reader did
+//! everything that was changed before. The list of readers is part of this: a reader that the writer
+//! does not find in it comes in later. Leaving is a release store of 0, so all that a reader did
 //! happened before a writer that sees the 0.
 //!
 //! # Deadlock
@@ -32,12 +33,12 @@
 //! raises the bit again and is seen at the next boundary.
 
 use crate::stats::Counters;
+use crate::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use crate::table::OutOfMemory;
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::alloc::Layout;
 use core::ptr::{self, NonNull};
-use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 
 /// Bits that make a software CPU leave its loop at the next block boundary.
 #[derive(Debug, Default)]
@@ -208,9 +209,11 @@ impl Readers {
             });
             new.as_ref()
         };
+        // Sequentially consistent, as the words are: a writer that does not find the new reader in
+        // the list has raised the generation before the reader comes in.
         while let Err(now) = self
             .head
-            .compare_exchange_weak(head, reader, Release, Relaxed)
+            .compare_exchange_weak(head, reader, SeqCst, Relaxed)
         {
             head = now;
             new.next.store(head, Relaxed);
@@ -224,7 +227,7 @@ impl Readers {
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Reader> {
-        let mut at = self.head.load(Acquire);
+        let mut at = self.head.load(SeqCst);
         core::iter::from_fn(move || {
             // SAFETY: list nodes are published whole (Release/Acquire) and live as long as `self`.
             let reader = unsafe { at.as_ref()? };
@@ -276,7 +279,7 @@ impl Readers {
 
 impl Drop for Readers {
     fn drop(&mut self) {
-        let mut at = *self.head.get_mut();
+        let mut at = self.head.load(Relaxed);
         while !at.is_null() {
             // SAFETY: `&mut self` proves that nobody holds a reference to a node; each was made by
             // `Box::into_raw` and is in the list once.

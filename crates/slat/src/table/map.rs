@@ -1,8 +1,8 @@
 //! Installing leaves, as a fault does.
 
+use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::marker::PhantomData;
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, Ordering::*};
 
 use super::{ENTRIES, FrameCache, Path, Table, Tree, Zapped};
 use crate::addr::{Gfn, Level, Pfn};

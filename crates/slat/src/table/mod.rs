@@ -24,10 +24,10 @@ mod map;
 mod ops;
 mod walk;
 
+use crate::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::*, const_fn};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
-use core::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::*};
 
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
@@ -39,11 +39,17 @@ pub(crate) use ops::{SplitWalk, Zapped};
 pub(crate) use walk::{Next, Show};
 
 /// Entries in one table.
-pub const ENTRIES: usize = 512;
+pub const ENTRIES: usize = 1 << Level::INDEX_BITS;
 
 /// The entries of one table, in the 4 KiB frame that page walkers read.
 #[repr(C, align(4096))]
 pub struct Entries([AtomicU64; ENTRIES]);
+
+impl Default for Entries {
+    fn default() -> Self {
+        Entries(core::array::from_fn(|_| AtomicU64::new(0)))
+    }
+}
 
 /// What the engine keeps beside each table frame, as Linux does in `struct page`.
 ///
@@ -61,13 +67,15 @@ pub struct TableMeta {
 }
 
 impl TableMeta {
-    /// For a frame that has just been allocated.
-    pub const fn new() -> Self {
-        TableMeta {
-            lock: RawLock::new(),
-            nx_split: AtomicBool::new(false),
-            leaves: AtomicU16::new(0),
-            next: AtomicU64::new(Detached::END),
+    const_fn! {
+        /// For a frame that has just been allocated.
+        pub fn new() -> Self {
+            TableMeta {
+                lock: RawLock::new(),
+                nx_split: AtomicBool::new(false),
+                leaves: AtomicU16::new(0),
+                next: AtomicU64::new(Detached::END),
+            }
         }
     }
 }
@@ -95,7 +103,7 @@ impl FrameCache {
     /// As many as one fault can need: a path to the leaf, or the splits on the way to it.
     pub(crate) const FAULT: usize = 4;
     /// What a range operation takes at a time.
-    pub(crate) const BATCH: usize = 64;
+    pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 64 };
 
     pub(crate) fn fill(
         &mut self,
@@ -452,9 +460,11 @@ impl<'a, P: Platform> Table<'a, P> {
     ///
     /// # Safety
     /// - nobody else can reach the table.
-    unsafe fn clear(&self) {
+    unsafe fn clear(&mut self) {
         // SAFETY: the caller's promise.
-        unsafe { self.platform.entries(self.frame).write_bytes(0, 1) };
+        for entry in unsafe { self.unpublished() } {
+            *entry.get_mut() = 0;
+        }
     }
 
     /// The entries of a table that is not published yet, for plain stores: its publication, a
@@ -495,5 +505,5 @@ impl Drop for TableGuard<'_> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests;

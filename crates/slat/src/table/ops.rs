@@ -1,8 +1,8 @@
 //! The range operations: each is what it does at an entry.
 
+use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::marker::PhantomData;
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, Ordering::*};
 
 use alloc::vec::Vec;
 

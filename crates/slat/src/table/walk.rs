@@ -3,8 +3,8 @@
 //! In tables of level 1 a walk offers its visitor [`RUN`] entries at a time ([`Visit::run`]), for
 //! operations that find most entries in one ordinary state and then need no look at each.
 
+use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, Ordering::*};
 
 use super::{ENTRIES, Table, TableMeta, Tree};
 use crate::addr::{Gfn, Level, Pfn};
@@ -12,7 +12,7 @@ use crate::format::{Entry, Format};
 use crate::platform::Platform;
 
 /// Entries of level 1 that a visitor is offered at a time.
-pub(crate) const RUN: usize = 8;
+pub(crate) const RUN: usize = if cfg!(loom) { 2 } else { 8 };
 
 /// What an operation does. A closure is a visitor that takes entries one by one.
 pub(crate) trait Visit {

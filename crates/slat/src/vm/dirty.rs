@@ -17,10 +17,10 @@
 //! Getting the log changes nothing; [`Vm::clear_dirty_log`] clears and protects the pages it is told.
 //! With *initially set* a new log names every page, and enabling it touches no leaf at all.
 
+use crate::sync::atomic::{AtomicU64, Ordering::*};
 use alloc::vec::Vec;
 use core::fmt;
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, Ordering::*};
 
 use super::{RangeOp, Space, Vm};
 use crate::addr::{Gfn, Level};

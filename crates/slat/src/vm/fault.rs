@@ -10,10 +10,10 @@
 //!    place;
 //! 7. the pages around it ([`crate::vm::prefetch`]).
 
+use crate::sync::atomic::Ordering::Relaxed;
 use alloc::sync::Arc;
 use core::fmt;
 use core::ops::Range;
-use core::sync::atomic::Ordering::Relaxed;
 
 use super::{DirtyLog, RangeOp, Sequence};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT};

@@ -19,8 +19,8 @@
 //!
 //! Ranges in progress are kept as one hull, as in KVM: exact as long as they do not overlap in time.
 
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 
 use super::{RangeOp, Space, Vm};
 use crate::addr::{Gfn, Hva};
@@ -45,7 +45,7 @@ pub(crate) struct InProgress {
 impl InProgress {
     const NONE: Range<Hva> = Hva(u64::MAX)..Hva(0);
 
-    pub(crate) const fn new() -> Self {
+    pub(crate) fn new() -> Self {
         InProgress {
             sequence: AtomicU64::new(0),
             count: AtomicUsize::new(0),
@@ -76,7 +76,9 @@ impl InProgress {
     /// Whether an invalidation is in progress over part of `range`.
     #[inline]
     pub(crate) fn covers(&self, range: &Range<Hva>, wait: impl FnMut(u32)) -> bool {
-        self.count.load(Acquire) != 0 && {
+        // Sequentially consistent, as the begin and the publication of slots are: a begin that does not
+        // find the slot of this fault is seen here.
+        self.count.load(SeqCst) != 0 && {
             let hull = self.hull.lock(wait);
             hull.start < range.end && range.start < hull.end
         }

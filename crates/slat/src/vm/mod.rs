@@ -31,10 +31,10 @@ pub(crate) use prefetch::Window;
 pub(crate) use range_op::{Flushes, RangeOp};
 pub use ring::{DirtyGfn, DirtyRing};
 
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Range;
-use core::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
@@ -107,7 +107,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// # Errors
     /// [`OutOfMemory`] if there is no frame for the root tables.
     pub fn new(platform: Arc<P>, config: Config) -> Result<Arc<Self>, OutOfMemory> {
-        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        static NEXT_ID: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
         let mut spaces = Vec::new();
         spaces
             .try_reserve_exact(config.spaces)

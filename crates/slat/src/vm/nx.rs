@@ -8,7 +8,7 @@
 //! time: the next fault there finds room for the huge leaf again, and if nobody executes from it any
 //! more, it stays.
 
-use core::sync::atomic::Ordering::*;
+use crate::sync::atomic::Ordering::*;
 
 use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Level};

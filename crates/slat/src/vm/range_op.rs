@@ -7,8 +7,8 @@
 //! (`flush_owed`), and is paid when it is complete (`flush_paid`). A fault that takes something away
 //! owes its flush under the lock of that table.
 
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 
 use super::{Section, Space, Vm};
 use crate::addr::Gfn;

@@ -1,17 +1,17 @@
 //! The dirty ring of a vCPU: KVM_CAP_DIRTY_LOG_RING (Documentation/virt/kvm/api.rst, 8.29), in memory
 //! shared with the client.
 //!
-//! The vCPU is the only producer: it writes slot and offset, then publishes the entry by a `Release`
-//! store of the flag DIRTY. The client reads the entry after an `Acquire` load of the flag, and sets
-//! RESET when it has collected the page. [`Vm::reset_dirty_rings`], one at a time, takes entries with
+//! The vCPU is the only producer: it writes slot and offset and moves the end of the ring, then
+//! publishes the entry by a `Release` store of the flag DIRTY. The client reads the entry after an
+//! `Acquire` load of the flag, and sets RESET when it has collected the page, with `Release`, too. [`Vm::reset_dirty_rings`], one at a time, takes entries with
 //! RESET from the head, clears their flags, and protects their pages again.
 //!
 //! Nothing is lost when the ring is full: the fault that would add an entry stops with
 //! [`crate::Stop::DirtyRingFull`] before it changes anything.
 
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use alloc::sync::Arc;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 
 use super::{RangeOp, Vm};
 use crate::addr::Gfn;
@@ -49,7 +49,7 @@ unsafe impl Sync for DirtyRing {}
 
 impl DirtyRing {
     /// Entries kept free beyond the soft limit (KVM_DIRTY_RING_RSVD_ENTRIES).
-    pub const RESERVED: u32 = 64;
+    pub const RESERVED: u32 = if cfg!(loom) { 1 } else { 64 };
 
     /// A ring over `len` entries at `entries`, all zero.
     ///
@@ -87,19 +87,22 @@ impl DirtyRing {
         let entry = self.entry(tail);
         entry.slot.store(slot, Relaxed);
         entry.offset.store(offset, Relaxed);
+        // Before the flag: what the client has collected, a reset must find.
+        self.tail.store(tail.wrapping_add(1), Relaxed);
         entry.flags.store(DIRTY, Release);
-        self.tail.store(tail.wrapping_add(1), Release);
     }
 
     /// Takes one collected entry from the head, if it is one of address space `space`.
     pub(crate) fn pop_reset(&self, space: u32) -> Option<(u32, u64)> {
         let head = self.head.load(Relaxed);
-        if head == self.tail.load(Acquire) {
+        let entry = self.entry(head);
+        // The flag first: with it all that was written before it is seen.
+        let collected = entry.flags.load(Acquire) & RESET != 0;
+        if !collected || head == self.tail.load(Relaxed) {
             return None;
         }
-        let entry = self.entry(head);
         let slot = entry.slot.load(Relaxed);
-        if entry.flags.load(Acquire) & RESET == 0 || slot >> 16 != space {
+        if slot >> 16 != space {
             return None;
         }
         let dirty = (slot & 0xffff, entry.offset.load(Relaxed));
@@ -162,6 +165,28 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 #[cfg(test)]
+impl DirtyGfn {
+    pub(crate) fn new() -> Self {
+        DirtyGfn {
+            flags: AtomicU32::new(0),
+            slot: AtomicU32::new(0),
+            offset: AtomicU64::new(0),
+        }
+    }
+
+    /// What the client does with the next entry: slot and page, if there is one.
+    #[cfg(loom)]
+    pub(crate) fn collect(&self) -> Option<(u32, u64)> {
+        if self.flags.load(Acquire) != DIRTY {
+            return None;
+        }
+        let dirty = (self.slot.load(Relaxed), self.offset.load(Relaxed));
+        self.flags.store(DIRTY | RESET, Release);
+        Some(dirty)
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -171,11 +196,7 @@ mod tests {
     }
 
     fn entries() -> [DirtyGfn; 128] {
-        core::array::from_fn(|_| DirtyGfn {
-            flags: AtomicU32::new(0),
-            slot: AtomicU32::new(0),
-            offset: AtomicU64::new(0),
-        })
+        core::array::from_fn(|_| DirtyGfn::new())
     }
 
     #[test]

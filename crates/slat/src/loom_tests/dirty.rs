@@ -1,0 +1,275 @@
+//! Writes against whoever takes the dirty log: a client copies what the log names, after it has the
+//! answer, and in the end its copy is what the guest has written last.
+
+use std::boxed::Box;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::{LOGGED, PLAIN, SmallVcpu, SmallVm, get, model, on_cpu, set_slot, spawn, touch, vm};
+use crate::addr::{Access::*, Level};
+use crate::sync::atomic::Ordering::*;
+use crate::sync::quiesce::Attention;
+use crate::vm::{DirtyGfn, DirtyRing};
+
+/// What the client does to learn of writes to page 0.
+type Harvest = fn(&SmallVm) -> bool;
+
+const GET: Harvest = |vm| {
+    let mut bitmap = [0];
+    vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
+    bitmap[0] & 1 != 0
+};
+
+const GET_AND_CLEAR: Harvest = |vm| {
+    let mut bitmap = [0];
+    vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
+    vm.clear_dirty_log(0, 0, 0, 1, &bitmap).unwrap();
+    bitmap[0] & 1 != 0
+};
+
+/// Writes 1 and 2 to page 0, looking in between whether it is wanted.
+fn write_twice(vcpu: &mut SmallVcpu) {
+    let mut remembered = get(vcpu, 0, Write).unwrap();
+    for version in 1..=2 {
+        assert!(remembered.write, "it may be used for writing");
+        let page = &vcpu.vm().platform().page(&remembered).content;
+        page.store(version, Relaxed);
+        if version == 1 && vcpu.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
+            vcpu.quiesce();
+            remembered = get(vcpu, 0, Write).unwrap();
+        }
+    }
+}
+
+/// The client's copy of page 0.
+#[derive(Default)]
+struct Copy(u64);
+
+impl Copy {
+    fn update(&mut self, vm: &SmallVm, dirty: bool) {
+        if dirty {
+            self.0 = vm.platform().pages[0].content.load(Relaxed);
+        }
+    }
+}
+
+fn no_write_is_lost(preemptions: usize, prepare: fn() -> Arc<SmallVm>, harvest: Harvest) {
+    model(preemptions, move || {
+        let vm = prepare();
+        let mut copy = Copy::default();
+        let cpus = vm.clone();
+        let guest = spawn(move || on_cpu(&cpus, write_twice));
+        copy.update(&vm, harvest(&vm));
+        guest.join().unwrap();
+        copy.update(&vm, harvest(&vm));
+        assert_eq!(copy.0, 2, "a write is in no dirty log");
+        vm.audit().unwrap();
+    });
+}
+
+/// Logged, and mapped for reading.
+const PROTECTED: fn() -> Arc<SmallVm> = || {
+    let vm = vm(Level::PAGE, 1, LOGGED);
+    touch(&vm, 0, Read);
+    vm
+};
+
+/// Logged, and written since the log was last taken.
+const WRITTEN: fn() -> Arc<SmallVm> = || {
+    let vm = vm(Level::PAGE, 1, LOGGED);
+    touch(&vm, 0, Write);
+    vm
+};
+
+const BY_DIRTY_BIT: fn() -> Arc<SmallVm> = || {
+    let vm = vm(Level::PAGE, 0, PLAIN);
+    vm.policy().set("dirty_log", "dirty-bit").unwrap();
+    set_slot(&vm, 0, 1, LOGGED);
+    touch(&vm, 0, Read);
+    vm
+};
+
+const MANUAL: fn() -> Arc<SmallVm> = || {
+    let vm = WRITTEN();
+    vm.set_manual_dirty_log(true, false);
+    vm
+};
+
+#[test]
+fn no_write_to_a_protected_page_is_lost_by_a_harvest() {
+    no_write_is_lost(3, PROTECTED, GET);
+}
+
+#[test]
+fn no_write_to_a_page_in_the_log_is_lost_by_a_harvest() {
+    no_write_is_lost(3, WRITTEN, GET);
+}
+
+#[test]
+fn no_write_is_lost_by_a_harvest_of_dirty_bits() {
+    no_write_is_lost(3, BY_DIRTY_BIT, GET);
+}
+
+#[test]
+fn no_write_is_lost_when_the_log_is_cleared_by_hand() {
+    no_write_is_lost(2, MANUAL, GET_AND_CLEAR);
+}
+
+#[test]
+fn no_write_is_lost_when_logging_begins() {
+    model(2, || {
+        let vm = vm(Level::PAGE, 1, PLAIN);
+        touch(&vm, 0, Read);
+        let mut copy = Copy::default();
+        let cpus = vm.clone();
+        let guest = spawn(move || on_cpu(&cpus, write_twice));
+        set_slot(&vm, 0, 1, LOGGED);
+        // Everything is copied once, then what the log names.
+        copy.update(&vm, true);
+        guest.join().unwrap();
+        copy.update(&vm, GET(&vm));
+        assert_eq!(copy.0, 2, "a write is in no dirty log");
+        vm.audit().unwrap();
+    });
+}
+
+#[test]
+fn a_huge_leaf_is_split_by_a_write_that_meets_a_harvest() {
+    no_write_is_lost(
+        2,
+        || {
+            // Without eager split the log begins with the huge leaf, protected as a whole.
+            let vm = vm(Level::MEGA, 2, PLAIN);
+            touch(&vm, 0, Write);
+            vm.policy().set("eager_page_split", "off").unwrap();
+            set_slot(&vm, 0, 2, LOGGED);
+            vm
+        },
+        GET,
+    );
+}
+
+#[test]
+fn a_huge_leaf_is_split_eagerly_beside_a_write() {
+    model(2, || {
+        let vm = vm(Level::MEGA, 2, PLAIN);
+        touch(&vm, 1, Read);
+        let mut copy = Copy::default();
+        let cpus = vm.clone();
+        let guest = spawn(move || on_cpu(&cpus, write_twice));
+        set_slot(&vm, 0, 2, LOGGED);
+        copy.update(&vm, true);
+        guest.join().unwrap();
+        copy.update(&vm, GET(&vm));
+        assert_eq!(copy.0, 2, "a write is in no dirty log");
+        vm.audit().unwrap();
+    });
+}
+
+/// A ring with the memory it stands in.
+struct Ring<const LEN: usize> {
+    entries: Box<[DirtyGfn; LEN]>,
+    ring: Arc<DirtyRing>,
+}
+
+impl<const LEN: usize> Ring<LEN> {
+    fn new() -> Self {
+        let entries: Box<[DirtyGfn; LEN]> = Box::new(std::array::from_fn(|_| DirtyGfn::new()));
+        // SAFETY: the entries live as long as the test uses the ring.
+        let ring = unsafe { DirtyRing::new(NonNull::from(&entries[0]), LEN as u32) };
+        Ring {
+            ring: Arc::new(ring),
+            entries,
+        }
+    }
+}
+
+#[test]
+fn a_ring_gives_each_entry_whole_and_once() {
+    model(3, || {
+        const PUSHED: u64 = 3;
+        let mut ring = Ring::<2>::new();
+        let mine = ring.ring.clone();
+        let cpu = spawn(move || {
+            for page in 1..=PUSHED {
+                while mine.is_soft_full() {
+                    loom::thread::yield_now();
+                }
+                mine.push(7, page);
+            }
+        });
+        for page in 1..=PUSHED {
+            let entry = &ring.entries[(page as usize - 1) % 2];
+            let collected = loop {
+                match entry.collect() {
+                    Some(collected) => break collected,
+                    None => loom::thread::yield_now(),
+                }
+            };
+            assert_eq!(collected, (7, page));
+            assert_eq!(ring.ring.pop_reset(0), Some((7, page)));
+        }
+        cpu.join().unwrap();
+        assert_eq!(ring.ring.pop_reset(0), None);
+        ring.entries
+            .iter_mut()
+            .for_each(|entry| assert!(entry.collect().is_none()));
+    });
+}
+
+#[test]
+fn a_thread_that_resets_a_ring_needs_no_other_tie_to_the_one_that_collects() {
+    model(2, || {
+        let ring = Ring::<2>::new();
+        ring.ring.push(1, 1);
+        ring.entries[0].collect();
+        assert_eq!(ring.ring.pop_reset(0), Some((1, 1)));
+        ring.ring.push(2, 2);
+        ring.entries[1].collect();
+        let (pushing, resetting) = (ring.ring.clone(), ring.ring.clone());
+        let cpu = spawn(move || pushing.push(3, 3));
+        let resetter = spawn(move || {
+            assert_eq!(resetting.pop_reset(0), Some((2, 2)));
+            let third = resetting.pop_reset(0);
+            assert!(third.is_none() || third == Some((3, 3)), "{third:?}");
+        });
+        ring.entries[0].collect();
+        cpu.join().unwrap();
+        resetter.join().unwrap();
+    });
+}
+
+#[test]
+fn no_write_is_lost_by_the_reset_of_a_ring() {
+    model(2, || {
+        let vm = vm(Level::PAGE, 0, PLAIN);
+        vm.use_dirty_rings();
+        set_slot(&vm, 0, 1, LOGGED);
+        touch(&vm, 0, Read);
+        let ring = Ring::<4>::new();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        vcpu.set_dirty_ring(ring.ring.clone()).unwrap();
+        let guest = spawn(move || {
+            vcpu.enter(1);
+            vcpu.quiesce();
+            write_twice(&mut vcpu);
+            vcpu.leave();
+        });
+        let mut copy = Copy::default();
+        let mut next = 0;
+        let mut harvest = || {
+            let mut dirty = false;
+            while let Some(collected) = ring.entries[next % 4].collect() {
+                assert_eq!(collected, (0, 0));
+                next += 1;
+                dirty = true;
+            }
+            vm.reset_dirty_rings();
+            copy.update(&vm, dirty);
+        };
+        harvest();
+        guest.join().unwrap();
+        harvest();
+        assert_eq!(copy.0, 2, "a write is in no ring");
+    });
+}

@@ -1,0 +1,308 @@
+//! Faults of a whole VM against what takes their pages away.
+
+use std::sync::Arc;
+use std::vec::Vec;
+
+use super::{
+    LOGGED, Machine, PLAIN, SmallVcpu, SmallVm, get, hvas, model, on_cpu, set_slot, spawn, touch,
+    vm,
+};
+use crate::addr::{Access::*, Level, Pfn};
+use crate::sync::atomic::{AtomicU64, Ordering::*};
+use crate::sync::quiesce::Attention;
+
+/// Runs `guest` on a CPU beside `host`, then `after`, then the audit.
+fn beside(
+    preemptions: usize,
+    prepare: fn() -> Arc<SmallVm>,
+    guest: fn(&mut SmallVcpu),
+    host: fn(&Arc<SmallVm>),
+    after: fn(&Arc<SmallVm>),
+) {
+    model(preemptions, move || {
+        let vm = prepare();
+        let cpus = vm.clone();
+        let thread = spawn(move || on_cpu(&cpus, guest));
+        host(&vm);
+        thread.join().unwrap();
+        after(&vm);
+        vm.audit().unwrap();
+    });
+}
+
+/// Uses page `gfn` as a guest does that looks up from time to time whether it is wanted.
+fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
+    let mut remembered = get(vcpu, gfn, Read);
+    for _ in 0..2 {
+        if let Some(translation) = &remembered {
+            vcpu.vm().platform().page(translation).alive.used();
+        }
+        if vcpu.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
+            vcpu.quiesce();
+            remembered = None;
+        }
+        if remembered.is_none() {
+            remembered = get(vcpu, gfn, Read);
+        }
+    }
+}
+
+/// Backing page `page` gets a new host page; the old one is the host's from then on.
+fn replace_page(vm: &SmallVm, page: u64, new: u64) {
+    let invalidation = vm.invalidate(hvas(page..page + 1));
+    let machine = vm.platform();
+    for page in 0..Machine::PAGES {
+        let now = machine.mapped.lock().unwrap()[page as usize].pfn;
+        machine.remap(page, now.0);
+    }
+    machine.remap(page, new);
+    machine.pages[page as usize].alive.owned();
+    drop(invalidation);
+}
+
+const ONE_PAGE: fn() -> Arc<SmallVm> = || vm(Level::PAGE, 1, PLAIN);
+const TWO_PAGES: fn() -> Arc<SmallVm> = || vm(Level::PAGE, 2, PLAIN);
+const HUGE_PAGE: fn() -> Arc<SmallVm> = || vm(Level::MEGA, 2, PLAIN);
+const MAPPED: fn() -> Arc<SmallVm> = || {
+    let vm = vm(Level::PAGE, 1, PLAIN);
+    touch(&vm, 0, Read);
+    vm
+};
+
+#[test]
+fn nothing_stale_is_installed_beside_an_invalidation() {
+    beside(
+        3,
+        ONE_PAGE,
+        |vcpu| run_guest(vcpu, 0),
+        |vm| replace_page(vm, 0, 4),
+        |vm| assert_eq!(touch(vm, 0, Read), Some(Pfn(4))),
+    );
+}
+
+#[test]
+fn nothing_stale_is_used_after_an_invalidation() {
+    beside(
+        3,
+        MAPPED,
+        |vcpu| run_guest(vcpu, 0),
+        |vm| replace_page(vm, 0, 4),
+        |vm| assert_eq!(touch(vm, 0, Read), Some(Pfn(4))),
+    );
+}
+
+#[test]
+fn no_huge_leaf_reaches_into_a_page_that_is_invalidated() {
+    beside(
+        2,
+        HUGE_PAGE,
+        |vcpu| run_guest(vcpu, 0),
+        |vm| replace_page(vm, 1, 4),
+        |vm| {
+            assert_eq!(touch(vm, 1, Read), Some(Pfn(4)));
+            assert_eq!(touch(vm, 0, Read), Some(Pfn(0)));
+        },
+    );
+}
+
+#[test]
+fn nothing_stale_is_prefetched_beside_an_invalidation() {
+    beside(
+        2,
+        || {
+            let vm = TWO_PAGES();
+            vm.policy().set("prefetch", "2").unwrap();
+            vm
+        },
+        |vcpu| _ = get(vcpu, 0, Read),
+        |vm| replace_page(vm, 1, 4),
+        |vm| assert_eq!(touch(vm, 1, Read), Some(Pfn(4))),
+    );
+}
+
+/// A CPU uses page 0, which it was given before, `other` takes the page away, and an invalidation may
+/// find that there is nothing left to do for it.
+fn an_invalidation_waits_for(other: fn(&SmallVm)) {
+    model(2, move || {
+        let vm = MAPPED();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        vcpu.enter(1);
+        vcpu.quiesce();
+        let remembered = get(&mut vcpu, 0, Read).unwrap();
+        let others = vm.clone();
+        let guest = spawn(move || {
+            vcpu.vm().platform().page(&remembered).alive.used();
+            vcpu.leave();
+        });
+        let other = spawn(move || other(&others));
+        let invalidation = vm.invalidate(hvas(0..1));
+        vm.platform().pages[0].alive.owned();
+        drop(invalidation);
+        guest.join().unwrap();
+        other.join().unwrap();
+    });
+}
+
+#[test]
+fn an_invalidation_that_finds_nothing_waits_for_the_flush_of_who_was_first() {
+    an_invalidation_waits_for(|vm| drop(vm.invalidate(hvas(0..1))));
+}
+
+#[test]
+fn an_invalidation_waits_for_a_slot_that_is_leaving() {
+    an_invalidation_waits_for(|vm| set_slot(vm, 0, 0, PLAIN));
+}
+
+#[test]
+fn an_invalidation_of_memory_without_slot_is_seen_by_a_slot_that_appears_there() {
+    model(2, || {
+        let vm = vm(Level::PAGE, 0, PLAIN);
+        let other = vm.clone();
+        let thread = spawn(move || {
+            set_slot(&other, 0, 1, PLAIN);
+            touch(&other, 0, Read)
+        });
+        replace_page(&vm, 0, 4);
+        thread.join().unwrap();
+        assert_eq!(touch(&vm, 0, Read), Some(Pfn(4)));
+        vm.audit().unwrap();
+    });
+}
+
+#[test]
+fn nothing_of_a_slot_is_used_after_its_deletion() {
+    beside(
+        3,
+        ONE_PAGE,
+        |vcpu| run_guest(vcpu, 0),
+        |vm| {
+            set_slot(vm, 0, 0, PLAIN);
+            vm.platform().pages[0].alive.owned();
+        },
+        |vm| assert_eq!(touch(vm, 0, Read), None),
+    );
+}
+
+#[test]
+fn tables_of_a_deleted_slot_are_freed_behind_the_last_walker() {
+    beside(
+        3,
+        || {
+            let vm = TWO_PAGES();
+            touch(&vm, 0, Read);
+            vm
+        },
+        |vcpu| {
+            run_guest(vcpu, 0);
+            run_guest(vcpu, 1);
+        },
+        |vm| set_slot(vm, 0, 0, PLAIN),
+        |vm| assert_eq!(touch(vm, 0, Read), None),
+    );
+}
+
+#[test]
+fn a_slot_that_moves_over_itself_leaves_no_old_page() {
+    beside(
+        2,
+        TWO_PAGES,
+        |vcpu| _ = get(vcpu, 1, Read),
+        |vm| set_slot(vm, 1, 2, PLAIN),
+        |vm| {
+            assert_eq!(touch(vm, 0, Read), None);
+            assert_eq!(touch(vm, 1, Read), Some(Pfn(0)));
+            assert_eq!(touch(vm, 2, Read), Some(Pfn(1)));
+        },
+    );
+}
+
+#[test]
+fn a_protected_leaf_of_a_slot_that_moves_is_not_taken_for_known() {
+    beside(
+        2,
+        || {
+            let vm = vm(Level::PAGE, 2, LOGGED);
+            touch(&vm, 1, Read);
+            vm
+        },
+        |vcpu| _ = get(vcpu, 1, Write),
+        |vm| set_slot(vm, 1, 2, LOGGED),
+        |vm| assert_eq!(touch(vm, 1, Write), Some(Pfn(0))),
+    );
+}
+
+#[test]
+fn two_cpus_fault_on_one_page_and_on_two() {
+    for gfns in [[0, 0], [0, 1]] {
+        model(2, move || {
+            let vm = TWO_PAGES();
+            let other = vm.clone();
+            let thread = spawn(move || touch(&other, gfns[0], Write));
+            assert_eq!(touch(&vm, gfns[1], Read), Some(Pfn(gfns[1])));
+            assert_eq!(thread.join().unwrap(), Some(Pfn(gfns[0])));
+            vm.audit().unwrap();
+            assert_eq!(vm.stats().pages_4k, if gfns == [0, 0] { 1 } else { 2 });
+        });
+    }
+}
+
+#[test]
+fn a_table_makes_way_for_a_huge_leaf_under_another_cpu() {
+    beside(
+        2,
+        || {
+            let vm = TWO_PAGES();
+            touch(&vm, 0, Read);
+            for page in &mut vm.platform().mapped.lock().unwrap()[..2] {
+                page.level = Level::MEGA;
+            }
+            vm
+        },
+        |vcpu| {
+            run_guest(vcpu, 0);
+            get(vcpu, 0, Write);
+        },
+        |vm| assert_eq!(touch(vm, 1, Read), Some(Pfn(1))),
+        |vm| {
+            let pages: Vec<_> = (0..2).map(|gfn| touch(vm, gfn, Read)).collect();
+            assert_eq!(pages, [Some(Pfn(0)), Some(Pfn(1))]);
+        },
+    );
+}
+
+#[test]
+fn an_mmio_entry_from_before_a_slot_is_not_believed() {
+    model(3, || {
+        let vm = vm(Level::PAGE, 0, PLAIN);
+        let created = Arc::new(AtomicU64::new(0));
+        let (cpus, seen) = (vm.clone(), created.clone());
+        let thread = spawn(move || {
+            on_cpu(&cpus, |vcpu| {
+                for _ in 0..2 {
+                    let created = seen.load(Acquire) == 1;
+                    let found = get(vcpu, 0, Read);
+                    assert!(found.is_some() || !created, "MMIO where a slot is");
+                }
+            })
+        });
+        set_slot(&vm, 0, 1, PLAIN);
+        created.store(1, Release);
+        thread.join().unwrap();
+        assert_eq!(touch(&vm, 0, Read), Some(Pfn(0)));
+        vm.audit().unwrap();
+    });
+}
+
+#[test]
+fn mmio_is_answered_where_a_slot_was() {
+    beside(
+        2,
+        MAPPED,
+        |vcpu| _ = get(vcpu, 0, Read),
+        |vm| {
+            set_slot(vm, 0, 0, PLAIN);
+            assert_eq!(touch(vm, 0, Read), None);
+        },
+        |vm| assert_eq!(touch(vm, 0, Write), None),
+    );
+}

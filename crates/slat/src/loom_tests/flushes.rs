@@ -1,0 +1,180 @@
+//! Quiescence: who enters, leaves and acknowledges, against who waits.
+
+use std::sync::{Arc, Mutex};
+use std::vec::Vec;
+
+use super::{model, spawn, wait};
+use crate::sync::atomic::{AtomicU64, Ordering::*, Watch};
+use crate::sync::quiesce::{Attention, Reader, Readers};
+
+/// One page, found through one entry: 0 when it was taken away.
+struct World {
+    readers: Readers,
+    entry: AtomicU64,
+    page: Watch,
+}
+
+impl World {
+    fn new() -> Arc<World> {
+        Arc::new(World {
+            readers: Readers::new(),
+            entry: AtomicU64::new(1),
+            page: Watch::new(),
+        })
+    }
+
+    /// Takes the page away, waits as a flush does, and has it alone.
+    fn take_away(&self) {
+        self.entry.store(0, Release);
+        self.readers.synchronize(|round, _| wait(round));
+        self.page.owned();
+    }
+
+    fn walk(&self) -> bool {
+        self.entry.load(Acquire) != 0
+    }
+}
+
+/// Runs `reader` beside one who takes the page away.
+fn beside_a_flush(preemptions: usize, reader: fn(&World, &Reader)) {
+    model(preemptions, move || {
+        let world = World::new();
+        let mine = world.clone();
+        let thread = spawn(move || {
+            let me = mine.readers.register().unwrap();
+            reader(&mine, me);
+            mine.readers.release(me);
+        });
+        world.take_away();
+        thread.join().unwrap();
+    });
+}
+
+#[test]
+fn what_a_section_has_found_stays_until_it_ends() {
+    beside_a_flush(4, |world, me| {
+        for _ in 0..2 {
+            me.enter(&world.readers, 0);
+            if world.walk() {
+                world.page.used();
+            }
+            me.leave();
+        }
+    });
+}
+
+#[test]
+fn a_cpu_that_acknowledges_uses_nothing_from_before() {
+    beside_a_flush(4, |world, me| {
+        me.enter(&world.readers, 0);
+        let mut remembered = world.walk();
+        for _ in 0..2 {
+            if remembered {
+                world.page.used();
+            }
+            if me.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
+                me.quiesce(&world.readers);
+                remembered = world.walk();
+            }
+        }
+        me.leave();
+    });
+}
+
+#[test]
+fn a_request_that_meets_an_acknowledgement_is_not_lost() {
+    model(3, || {
+        let world = World::new();
+        let done = Arc::new(AtomicU64::new(0));
+        let (mine, seen) = (world.clone(), done.clone());
+        let thread = spawn(move || {
+            let me = mine.readers.register().unwrap();
+            me.enter(&mine.readers, 0);
+            me.quiesce(&mine.readers);
+            // It runs guest code for ever, and comes out only when it is asked.
+            while seen.load(Acquire) == 0 {
+                if me.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
+                    me.quiesce(&mine.readers);
+                }
+                loom::thread::yield_now();
+            }
+            me.leave();
+        });
+        world.take_away();
+        done.store(1, Release);
+        thread.join().unwrap();
+    });
+}
+
+#[test]
+fn who_was_outside_during_a_flush_is_told_when_it_comes_in() {
+    beside_a_flush(4, |world, me| {
+        me.enter(&world.readers, 0);
+        let remembered = world.walk();
+        me.leave();
+        let missed = me.enter(&world.readers, 0);
+        if remembered && !missed {
+            world.page.used();
+        }
+        me.leave();
+    });
+}
+
+#[test]
+fn two_flushes_wait_for_one_reader_each_for_itself() {
+    model(2, || {
+        let world = World::new();
+        let (mine, others) = (world.clone(), world.clone());
+        let thread = spawn(move || {
+            let me = mine.readers.register().unwrap();
+            me.enter(&mine.readers, 0);
+            if mine.walk() {
+                mine.page.used();
+            }
+            me.leave();
+        });
+        let other = spawn(move || {
+            others.readers.synchronize(|round, _| wait(round));
+        });
+        world.take_away();
+        thread.join().unwrap();
+        other.join().unwrap();
+    });
+}
+
+#[test]
+fn nobody_shares_a_reader() {
+    model(3, || {
+        struct World {
+            readers: Readers,
+            held: Mutex<Vec<usize>>,
+        }
+        impl World {
+            fn hold(&self, reader: &Reader) {
+                let id = std::ptr::from_ref(reader) as usize;
+                assert!(!self.held.lock().unwrap().contains(&id), "it has an owner");
+                self.held.lock().unwrap().push(id);
+                reader.enter(&self.readers, 0);
+                reader.leave();
+                self.held.lock().unwrap().retain(|held| *held != id);
+            }
+
+            fn operations(&self) {
+                let reader = self.readers.borrow().unwrap();
+                self.hold(reader);
+                self.readers.put_aside(reader);
+                let reader = self.readers.register().unwrap();
+                self.hold(reader);
+                self.readers.release(reader);
+            }
+        }
+        let world = Arc::new(World {
+            readers: Readers::new(),
+            held: Mutex::default(),
+        });
+        let other = world.clone();
+        let thread = spawn(move || other.operations());
+        world.operations();
+        thread.join().unwrap();
+    });
+}

@@ -1,0 +1,328 @@
+//! The engine's own source under the model checker loom, pair by pair.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom_tests`
+//!
+//! Tables have two entries then, nodes of the slot trees four ([`crate::sync::atomic`] says what else
+//! is different). Each test runs two or three threads through all interleavings with at most
+//! `LOOM_MAX_PREEMPTIONS` (unless set: what the test says, mostly 2) preemptions, and through all values
+//! that loads may see by the memory model.
+//!
+//! What must not be used any more is a [`Watch`]: loom complains about a use that has not *happened
+//! before* the moment from which somebody has it alone, whatever the interleaving. Table frames, nodes,
+//! slots and slot sets are watched when they are freed, host pages when their owner takes them back.
+
+mod dirty;
+mod faults;
+mod flushes;
+mod slots;
+mod tables;
+
+use std::boxed::Box;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64 as Plain, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::vec::Vec;
+
+use crate::Vcpu;
+use crate::addr::{Access, Gfn, Gpa, Hva, Level, PAGE_SHIFT, Pfn};
+use crate::format::{Entry, Ept, Format, Leaf, Stage2};
+use crate::platform::{HostPage, HostRun, MemoryType, Platform, ResolveError, VmId, WaitFor};
+use crate::slots::{Region, SlotFlags};
+use crate::sync::atomic::{AtomicU64, Watch};
+use crate::table::{Entries, TableMeta};
+use crate::vm::{Config, Stop, Translation, Vm};
+
+/// Runs `test` through its interleavings with at most `preemptions`.
+fn model(preemptions: usize, test: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound.get_or_insert(preemptions);
+    builder.max_branches = builder.max_branches.max(20_000);
+    let runs = Arc::new(Plain::new(0));
+    let counted = runs.clone();
+    builder.check(move || {
+        counted.fetch_add(1, Relaxed);
+        test();
+    });
+    std::println!("{} interleavings", runs.load(Relaxed));
+}
+
+/// A second thread, whose name in loom's messages is 1 or 2; the caller is 0.
+fn spawn<R: 'static>(thread: impl FnOnce() -> R + 'static) -> loom::thread::JoinHandle<R> {
+    loom::thread::spawn(thread)
+}
+
+/// Passes time in the `round`-th round of a wait. Others have had that many chances to run by now: how
+/// it goes on from a long wait is not explored, otherwise two who wait would take turns for ever.
+fn wait(round: u32) {
+    if round >= 2 {
+        loom::skip_branch();
+    }
+    loom::thread::yield_now();
+}
+
+/// A format with few levels; entries are those of `Ept`.
+struct Small<const TOP: u8>;
+
+/// The same with entries of AArch64, which want break-before-make.
+struct SmallStage2<const TOP: u8>;
+
+macro_rules! small_format {
+    ($name:ident, $of:ty, $breaks:expr, $dirty:expr) => {
+        impl<const TOP: u8> Format for $name<TOP> {
+            const NAME: &'static str = "small";
+            const TOP: Level = Level(TOP);
+            const ROOT_TABLES: usize = 1;
+            const MAX_LEAF: Level = Level::MEGA;
+            const BREAK_BEFORE_MAKE: bool = $breaks;
+            const SETS_DIRTY: bool = $dirty;
+            const MMIO_GENERATION_BITS: u32 = <$of>::MMIO_GENERATION_BITS;
+            const MMIO_PHYSICAL_BITS: u32 = <$of>::MMIO_PHYSICAL_BITS;
+
+            fn decode(bits: u64, level: Level) -> Entry {
+                <$of>::decode(bits, level)
+            }
+            fn decode_leaf(bits: u64) -> Leaf {
+                <$of>::decode_leaf(bits)
+            }
+            fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+                <$of>::next_table(bits, level)
+            }
+            fn ready(access: Access) -> (u64, u64) {
+                <$of>::ready(access)
+            }
+            fn leaf(leaf: Leaf, level: Level) -> u64 {
+                <$of>::leaf(leaf, level)
+            }
+            fn table(frame: Pfn) -> u64 {
+                <$of>::table(frame)
+            }
+            fn mmio(generation: u64) -> u64 {
+                <$of>::mmio(generation)
+            }
+            fn broken(bits: u64) -> u64 {
+                <$of>::broken(bits)
+            }
+            fn is_absent(bits: u64) -> bool {
+                <$of>::is_absent(bits)
+            }
+            fn write_protect(bits: u64) -> u64 {
+                <$of>::write_protect(bits)
+            }
+            fn mark(bits: u64, write: bool) -> u64 {
+                <$of>::mark(bits, write)
+            }
+            fn clear_accessed(bits: u64) -> u64 {
+                <$of>::clear_accessed(bits)
+            }
+            fn clear_dirty(bits: u64) -> u64 {
+                <$of>::clear_dirty(bits)
+            }
+            fn is_settled(bits: u64) -> bool {
+                <$of>::is_settled(bits)
+            }
+            fn is_writable(bits: u64) -> bool {
+                <$of>::is_writable(bits)
+            }
+        }
+    };
+}
+
+small_format!(Small, Ept, false, true);
+small_format!(SmallStage2, Stage2<39>, true, false);
+
+/// One table frame. Freed frames are kept, so that a use of one is seen and not undefined.
+struct Frame {
+    entries: Entries,
+    meta: TableMeta,
+    alive: Watch,
+    free: Plain,
+}
+
+/// A page of host memory.
+struct Page {
+    /// Used by guests until the host takes it back.
+    alive: Watch,
+    /// What the guest has written last.
+    content: AtomicU64,
+}
+
+/// The machine. Its locks are never held over an operation of loom.
+struct Machine {
+    frames: Mutex<Vec<Box<Frame>>>,
+    /// The host page behind each backing page.
+    mapped: Mutex<Vec<HostPage>>,
+    pages: Vec<Page>,
+}
+
+impl Machine {
+    const PAGES: u64 = 8;
+
+    /// Backing page n is host page n, mapped by pages of `level`.
+    fn new(level: Level) -> Arc<Machine> {
+        let mapped = |n| HostPage {
+            pfn: Pfn(n),
+            level,
+            writable: true,
+            memory: MemoryType::WriteBack,
+        };
+        let page = |_| Page {
+            alive: Watch::new(),
+            content: AtomicU64::new(0),
+        };
+        Arc::new(Machine {
+            frames: Mutex::new(Vec::new()),
+            mapped: Mutex::new((0..Self::PAGES).map(mapped).collect()),
+            pages: (0..Self::PAGES).map(page).collect(),
+        })
+    }
+
+    fn live_frames(&self) -> usize {
+        let frames = self.frames.lock().unwrap();
+        let live = frames.iter().filter(|frame| frame.free.load(Relaxed) == 0);
+        live.count()
+    }
+
+    fn frame(&self, frame: Pfn) -> *const Frame {
+        &*self.frames.lock().unwrap()[frame.0 as usize - 1]
+    }
+
+    /// Puts host page `to` behind the backing page `page`.
+    fn remap(&self, page: u64, to: u64) {
+        let mapped = &mut self.mapped.lock().unwrap()[page as usize];
+        mapped.pfn = Pfn(to);
+        mapped.level = Level::PAGE;
+    }
+
+    fn page(&self, translation: &Translation) -> &Page {
+        &self.pages[translation.host.pfn().0 as usize]
+    }
+}
+
+// SAFETY: frames stay where they are until the machine is dropped; nothing is accessed through what
+// `resolve` answers; no hardware walks these tables.
+unsafe impl Platform for Machine {
+    fn alloc_table(&self) -> Option<Pfn> {
+        let frame = Box::new(Frame {
+            entries: Entries::default(),
+            meta: TableMeta::new(),
+            alive: Watch::new(),
+            free: Plain::new(0),
+        });
+        let mut frames = self.frames.lock().unwrap();
+        frames.push(frame);
+        Some(Pfn(frames.len() as u64))
+    }
+
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        assert_eq!(tables, 1);
+        self.alloc_table()
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        // SAFETY: frames live as long as `self`.
+        let frame = unsafe { &*self.frame(frame) };
+        frame.alive.owned();
+        assert_eq!(frame.free.swap(1, Relaxed), 0, "a frame is freed twice");
+    }
+
+    fn entries(&self, frame: Pfn) -> std::ptr::NonNull<Entries> {
+        if loom::thread::panicking() {
+            // What is dropped now must not find the same again: a second panic would abort.
+            return Box::leak(Box::<Entries>::default()).into();
+        }
+        // SAFETY: as above.
+        let frame = unsafe { &*self.frame(frame) };
+        frame.alive.used();
+        assert_eq!(frame.free.load(Relaxed), 0, "a freed frame is used");
+        (&frame.entries).into()
+    }
+
+    fn meta(&self, frame: Pfn) -> std::ptr::NonNull<TableMeta> {
+        // SAFETY: as above.
+        (unsafe { &(*self.frame(frame)).meta }).into()
+    }
+
+    fn resolve(&self, backing: Hva, _: Access) -> Result<HostPage, ResolveError> {
+        Ok(self.mapped.lock().unwrap()[(backing.0 >> PAGE_SHIFT) as usize])
+    }
+
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        for page in backing.start.0 >> PAGE_SHIFT..backing.end.0 >> PAGE_SHIFT {
+            let first = self.mapped.lock().unwrap()[page as usize];
+            found(HostRun {
+                backing: Hva(page << PAGE_SHIFT),
+                pages: 1,
+                first,
+            });
+        }
+    }
+
+    fn flush(&self, _: VmId, _: Range<Gfn>) {}
+
+    fn wait(&self, round: u32, _: WaitFor) {
+        wait(round);
+    }
+}
+
+type SmallVm = Vm<Machine, Small<2>>;
+type SmallVcpu = Vcpu<Machine, Small<2>>;
+
+const PLAIN: SlotFlags = SlotFlags(0);
+const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
+
+/// A VM whose slot 0 are `pages` pages from frame 0 on, if there are any.
+fn vm(level: Level, pages: u64, flags: SlotFlags) -> Arc<SmallVm> {
+    let vm = Vm::new(Machine::new(level), Config::default()).unwrap();
+    vm.policy().set("prefetch", "off").unwrap();
+    if pages > 0 {
+        set_slot(&vm, 0, pages, flags);
+    }
+    vm
+}
+
+/// Slot 0, as `vm` makes it; `pages` 0 deletes it.
+fn set_slot(vm: &SmallVm, base: u64, pages: u64, flags: SlotFlags) {
+    let region = Region {
+        slot: 0,
+        flags,
+        gpa: Gpa(base << PAGE_SHIFT),
+        size: pages << PAGE_SHIFT,
+        backing: Hva(0),
+    };
+    vm.set_memory_region(0, &region).unwrap();
+}
+
+fn hvas(pages: Range<u64>) -> Range<Hva> {
+    Hva(pages.start << PAGE_SHIFT)..Hva(pages.end << PAGE_SHIFT)
+}
+
+/// Runs `guest` on a CPU that is inside.
+fn on_cpu<R>(vm: &Arc<SmallVm>, guest: impl FnOnce(&mut SmallVcpu) -> R) -> R {
+    let mut vcpu = vm.create_vcpu().unwrap();
+    vcpu.enter(1);
+    vcpu.quiesce();
+    let result = guest(&mut vcpu);
+    vcpu.leave();
+    result
+}
+
+/// What the guest gets at frame `gfn`; `None` is MMIO. The caller remembers no other translation.
+fn get(vcpu: &mut SmallVcpu, gfn: u64, access: Access) -> Option<Translation> {
+    loop {
+        match vcpu.translate(Gpa(gfn << PAGE_SHIFT), access) {
+            Ok(translation) => return Some(translation),
+            Err(Stop::Mmio { .. }) => return None,
+            Err(Stop::Retry) => vcpu.quiesce(),
+            Err(stop) => panic!("{stop}"),
+        }
+    }
+}
+
+/// The host page that the guest gets at frame `gfn`, used once.
+fn touch(vm: &Arc<SmallVm>, gfn: u64, access: Access) -> Option<Pfn> {
+    on_cpu(vm, |vcpu| {
+        let translation = get(vcpu, gfn, access)?;
+        vm.platform().page(&translation).alive.used();
+        Some(translation.host.pfn())
+    })
+}

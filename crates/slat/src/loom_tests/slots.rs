@@ -1,0 +1,146 @@
+//! Slot changes against look-ups.
+
+use std::sync::Arc;
+
+use super::{Machine, PLAIN, hvas, model, on_cpu, set_slot, spawn, vm, wait};
+use crate::addr::{Gfn, Gpa, Level, PAGE_SHIFT};
+use crate::slots::{Change, Region, SlotFlags, Slots, plan};
+use crate::sync::quiesce::Readers;
+
+/// Enough slots for a tree of two levels.
+const SLOTS: u32 = 6;
+
+struct World {
+    slots: Slots,
+    readers: Readers,
+}
+
+impl World {
+    /// Slot n is frame n, and two frames apart.
+    fn new() -> Arc<World> {
+        let world = World {
+            slots: Slots::new(),
+            readers: Readers::new(),
+        };
+        for slot in 0..SLOTS {
+            world.set(slot, slot as u64 * 2, 1);
+        }
+        Arc::new(world)
+    }
+
+    /// As a slot change of a VM: the flush comes while the writers' lock is held.
+    fn set(&self, slot: u32, base: u64, pages: u64) {
+        let region = Region {
+            slot,
+            flags: SlotFlags(0),
+            gpa: Gpa(base << PAGE_SHIFT),
+            size: pages << PAGE_SHIFT,
+            backing: hvas(slot as u64..slot as u64 + 1).start,
+        };
+        let mut change = self.slots.change(wait);
+        let new = match plan(&change, &region, 64).unwrap() {
+            Change::Create(new) | Change::Move { to: new, .. } | Change::Flags(new) => Some(new),
+            Change::Delete(_) => None,
+            Change::Nothing => panic!("a change is asked for"),
+        };
+        change.replace(slot, new, &self.readers).unwrap();
+        self.readers.synchronize(|round, _| wait(round));
+    }
+}
+
+#[test]
+fn a_look_up_sees_the_old_set_or_the_new_one_whole() {
+    model(2, || {
+        let world = World::new();
+        let mine = world.clone();
+        let first = SLOTS as u64;
+        let thread = spawn(move || {
+            let me = mine.readers.register().unwrap();
+            let mut before = 0;
+            for _ in 0..2 {
+                me.enter(&mine.readers, 0);
+                let set = mine.slots.current();
+                let at = |gfn| {
+                    set.find(Gfn(gfn))
+                        .map(|slot| (slot.id, slot.gfns().start.0))
+                };
+                let found = (at(2), at(3));
+                match set.generation - first {
+                    0 => assert_eq!(found, (Some((1, 2)), None)),
+                    1 => assert_eq!(found, (None, Some((1, 3)))),
+                    _ => assert_eq!(found, (None, None)),
+                }
+                assert_eq!(at(8), Some((4, 8)), "a slot that nobody changes");
+                assert!(set.generation >= before);
+                before = set.generation;
+                me.leave();
+            }
+        });
+        // The second change frees what the first has replaced.
+        world.set(1, 3, 1);
+        world.set(1, 0, 0);
+        thread.join().unwrap();
+    });
+}
+
+#[test]
+fn a_look_up_by_backing_address_sees_a_set_whole() {
+    model(2, || {
+        let world = World::new();
+        let mine = world.clone();
+        let thread = spawn(move || {
+            let me = mine.readers.register().unwrap();
+            me.enter(&mine.readers, 0);
+            let mut seen = 0;
+            mine.slots
+                .current()
+                .backed_by(&hvas(0..Machine::PAGES), |slot| {
+                    assert!(slot.gfns().start.0 == slot.id as u64 * 2);
+                    seen += 1;
+                    true
+                });
+            assert!(seen >= SLOTS - 2, "{seen} slots");
+            me.leave();
+        });
+        world.set(1, 0, 0);
+        world.set(4, 0, 0);
+        thread.join().unwrap();
+    });
+}
+
+#[test]
+fn two_changes_take_turns() {
+    model(2, || {
+        let world = World::new();
+        let mine = world.clone();
+        let thread = spawn(move || mine.set(1, 3, 1));
+        world.set(4, 0, 0);
+        thread.join().unwrap();
+        let set = world.slots.current();
+        assert_eq!(set.generation, SLOTS as u64 + 2);
+        assert_eq!(set.find(Gfn(3)).map(|slot| slot.id), Some(1));
+        assert!(set.find(Gfn(8)).is_none() && set.find(Gfn(2)).is_none());
+    });
+}
+
+#[test]
+fn the_slot_that_a_cpu_used_last_is_alive_when_it_is_used_again() {
+    model(2, || {
+        let vm = vm(Level::PAGE, 1, PLAIN);
+        let cpus = vm.clone();
+        let thread = spawn(move || {
+            on_cpu(&cpus, |vcpu| {
+                for _ in 0..2 {
+                    if let Ok(slot) = vcpu.find_slot(Gfn(0)) {
+                        assert_eq!(slot.gfns().start, Gfn(0));
+                    }
+                    vcpu.leave();
+                    vcpu.enter(1);
+                }
+            })
+        });
+        set_slot(&vm, 2, 1, PLAIN);
+        set_slot(&vm, 0, 1, PLAIN);
+        thread.join().unwrap();
+    });
+}
