@@ -8,7 +8,7 @@
 //! watched (the preload library), the tables' own memory is nobody's guest memory.
 
 use std::ptr::{self, NonNull};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use slat::{Entries, PAGE_SIZE, Pfn, TableMeta};
@@ -37,14 +37,25 @@ unsafe impl Send for Inner {}
 impl Frames {
     /// A frame of unspecified contents, with fresh metadata.
     pub fn alloc(&self) -> Option<Pfn> {
-        let mut inner = self.inner.lock().unwrap_or_else(|e| e.into_inner());
-        if inner.free.is_empty() {
-            inner.grow()?;
+        let mut frame = None;
+        self.alloc_many(1, &mut |one| frame = Some(one));
+        frame
+    }
+
+    /// Up to `count` frames, each given to `take`; fewer when memory is out.
+    pub fn alloc_many(&self, count: usize, take: &mut dyn FnMut(Pfn)) {
+        let mut inner = self.lock();
+        for _ in 0..count {
+            if inner.free.is_empty() && inner.grow().is_none() {
+                return;
+            }
+            let Some(frame) = inner.free.pop() else {
+                return;
+            };
+            // SAFETY: the frame was free, so nobody uses its metadata, which lies in its chunk.
+            unsafe { meta(frame).write(TableMeta::new()) };
+            take(frame);
         }
-        let frame = inner.free.pop()?;
-        // SAFETY: the frame is free, so nobody uses its metadata, which lies in its chunk.
-        unsafe { meta(frame).write(TableMeta::new()) };
-        Some(frame)
     }
 
     /// `count` frames (a power of two) next to each other, the first aligned to them all.
@@ -52,7 +63,7 @@ impl Frames {
         if count == 1 {
             return self.alloc();
         }
-        let mut inner = self.inner.lock().unwrap_or_else(|e| e.into_inner());
+        let mut inner = self.lock();
         // Roots are rare: each comes from a fresh chunk, whose free frames are all next to each other.
         inner.grow()?;
         let chunk = inner.chunks.last()?.as_ptr() as u64 / PAGE_SIZE;
@@ -60,19 +71,22 @@ impl Frames {
         let run = first..first + count as u64;
         inner.free.retain(|frame| !run.contains(&frame.0));
         for frame in run {
-            // SAFETY: as in `alloc`.
+            // SAFETY: as in `alloc_many`.
             unsafe { meta(Pfn(frame)).write(TableMeta::new()) };
         }
         Some(Pfn(first))
     }
 
-    /// Takes a frame back.
+    /// Takes frames back.
     ///
     /// # Safety
-    /// - `frame` came from [`Frames::alloc`] or [`Frames::alloc_run`], is freed once, and is not used any more.
-    pub unsafe fn free(&self, frame: Pfn) {
-        let mut inner = self.inner.lock().unwrap_or_else(|e| e.into_inner());
-        inner.free.push(frame);
+    /// - each came from this allocator, is freed once, and is not used any more.
+    pub unsafe fn free(&self, frames: &[Pfn]) {
+        self.lock().free.extend_from_slice(frames);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(|e| e.into_inner())
     }
 }
 
@@ -166,7 +180,7 @@ mod tests {
         for frame in &all {
             assert_ne!(meta(*frame).as_ptr() as u64, frame.hpa().0);
             // SAFETY: from `alloc`, freed once.
-            unsafe { frames.free(*frame) };
+            unsafe { frames.free(&[*frame]) };
         }
         let chunks = frames.inner.lock().unwrap().chunks.len();
         for _ in 0..2000 {

@@ -112,7 +112,16 @@ unsafe impl Platform for HostPlatform {
 
     unsafe fn free_table(&self, frame: Pfn) {
         // SAFETY: the caller's promise.
-        unsafe { self.frames.free(frame) }
+        unsafe { self.frames.free(&[frame]) }
+    }
+
+    fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
+        self.frames.alloc_many(frames, take);
+    }
+
+    unsafe fn free_tables(&self, frames: &[Pfn]) {
+        // SAFETY: the caller's promise.
+        unsafe { self.frames.free(frames) }
     }
 
     #[inline]

@@ -23,10 +23,8 @@ fn huge_memory(memory: &Memory) -> Option<*mut u8> {
     }
     let start = (memory.start as usize).next_multiple_of(HUGE) as *mut u8;
     // SAFETY: advice for our own mapping.
-    assert_eq!(
-        unsafe { libc::madvise(start.cast(), HUGE, libc::MADV_HUGEPAGE) },
-        0
-    );
+    let advised = unsafe { libc::madvise(start.cast(), HUGE, libc::MADV_HUGEPAGE) };
+    assert_eq!(advised, 0);
     let range = start as usize..start as usize + HUGE;
     slat_host::mappings::advised(range, slat_host::mappings::HugePages::Wanted);
     Some(start)

@@ -118,7 +118,8 @@ pub fn time<R>(work: impl FnOnce() -> R) -> (f64, R) {
     ((thread_ns() - begin) as f64, result)
 }
 
-fn thread_ns() -> i64 {
+/// Processor time of this thread.
+pub fn thread_ns() -> i64 {
     let mut now = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
