@@ -75,6 +75,10 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
     };
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = true;
+    const WRITE: u64 = WRITE;
+    const MAY_WRITE: u64 = MAY_WRITE;
+    const ACCESSED: u64 = ACCESSED;
+    const DIRTY: u64 = DIRTY;
     const SETS_DIRTY: bool = false;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
     const MMIO_PHYSICAL_BITS: u32 = 52;
@@ -149,42 +153,12 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
     }
 
     #[inline]
-    fn write_protect(bits: u64) -> u64 {
-        bits & !WRITE | MAY_WRITE
-    }
-
-    #[inline]
     fn ready(access: Access) -> (u64, u64) {
         match access {
             Access::Read => (VALID | ACCESSED, 0),
             Access::Write => (VALID | WRITE | ACCESSED | DIRTY, 0),
             Access::Execute => (VALID | ACCESSED, NO_EXECUTE),
         }
-    }
-
-    #[inline]
-    fn is_writable(bits: u64) -> bool {
-        bits & WRITE != 0
-    }
-
-    #[inline]
-    fn mark(bits: u64, write: bool) -> u64 {
-        bits | ACCESSED | if write { DIRTY } else { 0 }
-    }
-
-    #[inline]
-    fn clear_accessed(bits: u64) -> u64 {
-        bits & !ACCESSED
-    }
-
-    #[inline]
-    fn clear_dirty(bits: u64) -> u64 {
-        bits & !DIRTY
-    }
-
-    #[inline]
-    fn is_settled(bits: u64) -> bool {
-        bits & ACCESSED != 0 && bits & (WRITE | DIRTY) != WRITE
     }
 }
 

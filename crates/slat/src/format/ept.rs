@@ -43,6 +43,10 @@ impl Format for Ept {
     const ROOT_TABLES: usize = 1;
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;
+    const WRITE: u64 = WRITE;
+    const MAY_WRITE: u64 = MAY_WRITE;
+    const ACCESSED: u64 = ACCESSED;
+    const DIRTY: u64 = DIRTY;
     const SETS_DIRTY: bool = true;
     const MMIO_GENERATION_BITS: u32 = 40;
     const MMIO_PHYSICAL_BITS: u32 = 52;
@@ -113,42 +117,12 @@ impl Format for Ept {
     }
 
     #[inline]
-    fn write_protect(bits: u64) -> u64 {
-        bits & !WRITE | MAY_WRITE
-    }
-
-    #[inline]
-    fn mark(bits: u64, write: bool) -> u64 {
-        bits | ACCESSED | if write { DIRTY } else { 0 }
-    }
-
-    #[inline]
-    fn clear_accessed(bits: u64) -> u64 {
-        bits & !ACCESSED
-    }
-
-    #[inline]
-    fn clear_dirty(bits: u64) -> u64 {
-        bits & !DIRTY
-    }
-
-    #[inline]
-    fn is_settled(bits: u64) -> bool {
-        bits & ACCESSED != 0 && bits & (WRITE | DIRTY) != WRITE
-    }
-
-    #[inline]
     fn ready(access: Access) -> (u64, u64) {
         match access {
             Access::Read => (READ | ACCESSED, 0),
             Access::Write => (READ | WRITE | ACCESSED | DIRTY, 0),
             Access::Execute => (READ | EXECUTE | ACCESSED, 0),
         }
-    }
-
-    #[inline]
-    fn is_writable(bits: u64) -> bool {
-        bits & WRITE != 0
     }
 }
 

@@ -91,6 +91,14 @@ pub trait Format: Send + Sync + 'static {
     /// A valid entry that leads elsewhere may only replace a valid one after an invalid one and a
     /// flush.
     const BREAK_BEFORE_MAKE: bool;
+    /// The bit of a leaf that allows writing.
+    const WRITE: u64;
+    /// The bit of a leaf that says [`Leaf::may_write`].
+    const MAY_WRITE: u64;
+    /// The bit of a leaf that says that it was used.
+    const ACCESSED: u64;
+    /// The bit of a leaf that says that it was written to.
+    const DIRTY: u64;
     /// A walker can be told to set accessed and dirty itself; without, dirty logging by D bit is not
     /// to be had.
     const SETS_DIRTY: bool;
@@ -120,18 +128,36 @@ pub trait Format: Send + Sync + 'static {
     /// because range operations ask it for every entry.
     fn is_absent(bits: u64) -> bool;
     /// The same writable leaf write-protected, with [`Leaf::may_write`] set.
-    fn write_protect(bits: u64) -> u64;
+    #[inline]
+    fn write_protect(bits: u64) -> u64 {
+        bits & !Self::WRITE | Self::MAY_WRITE
+    }
     /// The leaf as a walker leaves it after using it: accessed, and dirty if it wrote.
-    fn mark(bits: u64, write: bool) -> u64;
+    #[inline]
+    fn mark(bits: u64, write: bool) -> u64 {
+        bits | Self::ACCESSED | if write { Self::DIRTY } else { 0 }
+    }
     /// The leaf with the accessed bit clear.
-    fn clear_accessed(bits: u64) -> u64;
+    #[inline]
+    fn clear_accessed(bits: u64) -> u64 {
+        bits & !Self::ACCESSED
+    }
     /// The leaf with the dirty bit clear.
-    fn clear_dirty(bits: u64) -> u64;
+    #[inline]
+    fn clear_dirty(bits: u64) -> u64 {
+        bits & !Self::DIRTY
+    }
     /// Whether hardware has no accessed or dirty bit left to set in this leaf: then a plain store
     /// may replace it, otherwise only an atomic read-modify-write loses nothing.
-    fn is_settled(bits: u64) -> bool;
+    #[inline]
+    fn is_settled(bits: u64) -> bool {
+        bits & Self::ACCESSED != 0 && bits & (Self::WRITE | Self::DIRTY) != Self::WRITE
+    }
     /// Whether a leaf allows writing.
-    fn is_writable(bits: u64) -> bool;
+    #[inline]
+    fn is_writable(bits: u64) -> bool {
+        bits & Self::WRITE != 0
+    }
     /// Tells leaves that allow `access` and have the bits set that it sets, in one comparison: in
     /// entries that lead to no table, these and only these have all bits of the first set and none of
     /// the second. Such a leaf that allows writing is settled.
