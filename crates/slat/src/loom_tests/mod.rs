@@ -74,6 +74,10 @@ macro_rules! small_format {
             const ROOT_TABLES: usize = 1;
             const MAX_LEAF: Level = Level::MEGA;
             const BREAK_BEFORE_MAKE: bool = $breaks;
+            const WRITE: u64 = <$of>::WRITE;
+            const MAY_WRITE: u64 = <$of>::MAY_WRITE;
+            const ACCESSED: u64 = <$of>::ACCESSED;
+            const DIRTY: u64 = <$of>::DIRTY;
             const SETS_DIRTY: bool = $dirty;
             const MMIO_GENERATION_BITS: u32 = <$of>::MMIO_GENERATION_BITS;
             const MMIO_PHYSICAL_BITS: u32 = <$of>::MMIO_PHYSICAL_BITS;
@@ -104,24 +108,6 @@ macro_rules! small_format {
             }
             fn is_absent(bits: u64) -> bool {
                 <$of>::is_absent(bits)
-            }
-            fn write_protect(bits: u64) -> u64 {
-                <$of>::write_protect(bits)
-            }
-            fn mark(bits: u64, write: bool) -> u64 {
-                <$of>::mark(bits, write)
-            }
-            fn clear_accessed(bits: u64) -> u64 {
-                <$of>::clear_accessed(bits)
-            }
-            fn clear_dirty(bits: u64) -> u64 {
-                <$of>::clear_dirty(bits)
-            }
-            fn is_settled(bits: u64) -> bool {
-                <$of>::is_settled(bits)
-            }
-            fn is_writable(bits: u64) -> bool {
-                <$of>::is_writable(bits)
             }
         }
     };
