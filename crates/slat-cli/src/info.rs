@@ -1,19 +1,25 @@
 //! `slat info`: what this slat supports, and what this host allows.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 /// Prints everything; nothing here can fail, only be unknown.
 pub fn print() -> ExitCode {
-    println!("slat {}", env!("CARGO_PKG_VERSION"));
+    let mut text = format!("slat {}\n", env!("CARGO_PKG_VERSION"));
     for (title, lines) in [("Supported", supported()), ("This host", host())] {
-        println!("\n{title}");
+        text += &format!("\n{title}\n");
         for (name, value) in lines {
-            println!("  {name:<18} {value}");
+            text += &format!("  {name:<18} {value}\n");
         }
     }
+    say(&text);
     ExitCode::SUCCESS
+}
+
+/// Prints in one piece. Whoever reads may have read enough (`slat info | grep -q`): that is no error.
+pub fn say(text: &str) {
+    let _ = io::stdout().write_all(text.as_bytes());
 }
 
 fn supported() -> Vec<(&'static str, String)> {

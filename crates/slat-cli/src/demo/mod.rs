@@ -16,7 +16,7 @@ use machine::{Failure, Report};
 pub fn run(format: &str) -> ExitCode {
     match account(format) {
         Ok(text) => {
-            print!("{text}");
+            crate::info::say(&text);
             ExitCode::SUCCESS
         }
         Err(e) => {
