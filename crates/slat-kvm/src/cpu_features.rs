@@ -2,7 +2,7 @@
 //!
 //! The CPU executes SIMD instructions by the host's own, so those are there only where the host has them.
 
-use std::arch::is_x86_feature_detected;
+use slat_x86::simd::features;
 
 fn bits(features: &[(bool, u32)]) -> u32 {
     features
@@ -15,24 +15,13 @@ fn bits(features: &[(bool, u32)]) -> u32 {
 ///
 /// XSAVE is implemented but not claimed: programs take it for a sign of AVX.
 pub fn leaf1_ecx() -> u32 {
-    bits(&[
-        (is_x86_feature_detected!("sse3"), 0),
-        (is_x86_feature_detected!("pclmulqdq"), 1),
-        (is_x86_feature_detected!("ssse3"), 9),
-        (true, 13),
-        (true, 17),
-        (is_x86_feature_detected!("sse4.1"), 19),
-        (is_x86_feature_detected!("sse4.2"), 20),
-        (true, 22),
-        (true, 23),
-        (is_x86_feature_detected!("aes"), 25),
-        (true, 30),
-    ])
+    let integer = bits(&[(true, 13), (true, 17), (true, 22), (true, 23), (true, 30)]);
+    integer | features().leaf1_ecx
 }
 
 /// Leaf 7 EBX: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB, SHA as on the host.
 pub fn leaf7_ebx() -> u32 {
-    bits(&[
+    let integer = bits(&[
         (true, 0),
         (true, 1),
         (true, 3),
@@ -45,8 +34,8 @@ pub fn leaf7_ebx() -> u32 {
         (true, 20),
         (true, 23),
         (true, 24),
-        (is_x86_feature_detected!("sha"), 29),
-    ])
+    ]);
+    integer | features().leaf7_ebx
 }
 
 /// Leaf 7 ECX: UMIP RDPID.

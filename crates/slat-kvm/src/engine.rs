@@ -192,8 +192,6 @@ delegate! {
         fn quiesce();
         /// See [`slat::Vcpu::translate`].
         fn translate(gpa: Gpa, access: Access) -> Result<Translation, Stop>;
-        /// See [`slat::Vcpu::revalidate`].
-        fn revalidate(gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop>;
         /// See [`slat::Vcpu::prefault`].
         fn prefault(range: Range<Gpa>) -> Result<u64, Stop>;
         /// See [`slat::Vcpu::set_dirty_ring`].
