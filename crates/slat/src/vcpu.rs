@@ -11,7 +11,7 @@ use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Attention, Reader};
-use crate::table::{FrameCache, OutOfMemory};
+use crate::table::{FrameCache, OutOfMemory, Tree};
 use crate::vm::{DirtyRing, Space, Vm, Window};
 
 /// One CPU of a VM. Owned by one thread at a time.
@@ -27,8 +27,9 @@ pub struct Vcpu<P: Platform, F: Format> {
     space: usize,
     /// Of its tables.
     root: Pfn,
-    /// Between `enter` and `leave`. (The reader knows, too, but is further away.)
-    entered: bool,
+    /// Walks may be begun for addresses below: between `enter` and `leave` all that the tables can
+    /// hold, otherwise none. One comparison asks for both.
+    walkable: Gpa,
     token: usize,
     frames: FrameCache,
     recent: RecentSlots,
@@ -114,7 +115,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             vm: self.clone(),
             space: 0,
             root: self.spaces[0].tree.root(),
-            entered: false,
+            walkable: Gpa(0),
             token: 0,
             frames: FrameCache::default(),
             recent,
@@ -148,7 +149,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     pub(crate) fn is_entered(&self) -> bool {
-        self.entered
+        self.walkable > Gpa(0)
+    }
+
+    /// Whether a walk to `gpa` may begin: the vCPU is entered, and the tables reach so far.
+    #[inline(always)]
+    pub(crate) fn may_walk(&self, gpa: Gpa) -> bool {
+        gpa < self.walkable
     }
 
     pub(crate) fn parts(&mut self) -> (&Vm<P, F>, usize, &mut FrameCache) {
@@ -214,13 +221,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn enter(&mut self, token: usize) {
         self.token = token;
         self.come_in();
-        self.entered = true;
+        self.walkable = Gfn(Tree::<P, F>::capacity()).gpa();
     }
 
     /// Goes outside. Translations may be kept if the next [`enter`](Self::enter) is followed by a look
     /// at the attention word before they are used.
     pub fn leave(&mut self) {
-        self.entered = false;
+        self.walkable = Gpa(0);
         self.reader().leave();
     }
 
@@ -253,7 +260,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// If the vCPU was not entered.
     #[inline]
     pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
-        assert!(self.entered, "Vcpu::slot_at outside enter/leave");
+        assert!(self.is_entered(), "Vcpu::slot_at outside enter/leave");
         let slot = self.find_slot(gpa.gfn()).ok()?;
         Some(Region {
             slot: slot.id,

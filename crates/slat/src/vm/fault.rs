@@ -139,9 +139,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// If the vCPU was not entered.
     #[inline(always)]
     pub fn translate(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
-        assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
         let gfn = gpa.gfn();
-        if gfn.0 < Tree::<P, F>::capacity() {
+        if self.may_walk(gpa) {
             // Twice the same: the compiler knows the level of the first, which is the common one.
             match Tree::<P, F>::lookup_page(&*self.vm().platform, self.root(), gfn) {
                 Ok(found) => {
@@ -163,8 +162,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     #[cold]
     #[inline(never)]
     fn translate_slowly(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
+        assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
         let gfn = gpa.gfn();
-        if gfn.0 >= Tree::<P, F>::capacity() {
+        if !self.may_walk(gpa) {
             self.counters().pf_emulate.add(1);
             return Err(Stop::Mmio { gpa });
         }
