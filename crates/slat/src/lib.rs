@@ -28,6 +28,7 @@ mod addr;
 mod audit;
 pub mod format;
 pub mod guest_walk;
+mod heap;
 #[cfg(all(test, loom))]
 mod loom_tests;
 mod platform;

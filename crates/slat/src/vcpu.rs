@@ -263,11 +263,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         assert!(self.is_entered(), "Vcpu::slot_at outside enter/leave");
         let slot = self.find_slot(gpa.gfn()).ok()?;
         Some(Region {
-            slot: slot.id,
-            flags: slot.flags,
-            gpa: slot.base.gpa(),
-            size: slot.pages << PAGE_SHIFT,
-            backing: slot.backing,
+            slot: slot.id(),
+            flags: slot.flags(),
+            gpa: slot.base().gpa(),
+            size: slot.pages() << PAGE_SHIFT,
+            backing: slot.backing(),
         })
     }
 

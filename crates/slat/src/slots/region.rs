@@ -4,9 +4,8 @@
 use core::fmt;
 use core::ops::{BitOr, Range};
 
-use super::{Memslot, SlotsChange};
-use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE, gpa_range};
-use crate::sync::atomic::Watch;
+use super::{Memslot, OwnedSlot, SlotsChange};
+use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
 use crate::table::OutOfMemory;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
@@ -159,10 +158,10 @@ impl core::error::Error for RegionError {}
 /// What a valid [`Region`] comes to.
 pub(crate) enum Change {
     Nothing,
-    Create(Memslot),
+    Create(OwnedSlot),
     Delete(Range<Gfn>),
-    Move { from: Range<Gfn>, to: Memslot },
-    Flags(Memslot),
+    Move { from: Range<Gfn>, to: OwnedSlot },
+    Flags(OwnedSlot),
 }
 
 /// Most pages in one slot (KVM_MEM_MAX_NR_PAGES).
@@ -210,31 +209,23 @@ pub(crate) fn plan(
     if gpa_end >> PAGE_SHIFT > capacity || backing_end > BACKING_END {
         return Err(RegionError::TooHigh(*region));
     }
-    let new = Memslot {
-        id,
-        flags,
-        base: gpa.gfn(),
-        pages,
-        backing,
-        dirty: None,
-        alive: Watch::new(),
-    };
+    let new = OwnedSlot::new(id, flags, gpa.gfn(), pages, backing);
     let change = match old {
         None if slots.pages().checked_add(pages).is_none() => {
             return Err(RegionError::TooLarge(*region));
         }
         None => Change::Create(new),
         Some(old) => {
-            let readonly = |s: &Memslot| s.flags.has(SlotFlags::READONLY);
-            if old.backing != backing || old.pages != pages || readonly(old) != readonly(&new) {
+            let readonly = |s: &Memslot| s.flags().has(SlotFlags::READONLY);
+            if old.backing() != backing || old.pages() != pages || readonly(old) != readonly(&new) {
                 return Err(RegionError::Resized(id));
             }
-            if old.base != new.base {
+            if old.base() != new.base() {
                 Change::Move {
                     from: old.gfns(),
                     to: new,
                 }
-            } else if old.flags != flags {
+            } else if old.flags() != flags {
                 return Ok(Change::Flags(new));
             } else {
                 return Ok(Change::Nothing);
@@ -248,18 +239,5 @@ pub(crate) fn plan(
             with,
         }),
         None => Ok(change),
-    }
-}
-
-impl fmt::Debug for Memslot {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "memslot {} {:?} backed by {} flags {:#x}",
-            self.id,
-            gpa_range(&self.gfns()),
-            self.backing,
-            self.flags.0
-        )
     }
 }

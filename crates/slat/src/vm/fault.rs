@@ -11,13 +11,13 @@
 //! 7. the pages around it ([`crate::vm::prefetch`]).
 
 use crate::sync::atomic::Ordering::Relaxed;
-use alloc::sync::Arc;
 use core::fmt;
 use core::ops::Range;
 
 use super::{DirtyLog, RangeOp, Sequence};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
+use crate::heap::Shared;
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
 use crate::slots::{Memslot, SlotFlags};
 use crate::table::{Mapped, OutOfMemory, Path, Tree, Zapped};
@@ -93,18 +93,18 @@ pub(super) struct SlotFacts {
     /// Backing of the page in question.
     hva: Hva,
     pub(super) flags: SlotFlags,
-    pub(super) log: Option<Arc<DirtyLog>>,
+    pub(super) log: Option<Shared<DirtyLog>>,
 }
 
 impl SlotFacts {
     pub(super) fn of(slot: &Memslot, gfn: Gfn) -> Self {
         SlotFacts {
-            id: slot.id,
-            hva_base: slot.backing,
+            id: slot.id(),
+            hva_base: slot.backing(),
             gfns: slot.gfns(),
             hva: slot.hva(gfn),
-            flags: slot.flags,
-            log: slot.dirty.clone(),
+            flags: slot.flags(),
+            log: slot.share_log(),
         }
     }
 

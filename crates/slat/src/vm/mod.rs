@@ -114,7 +114,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .map_err(|_| OutOfMemory)?;
         for _ in 0..config.spaces {
             spaces.push(Space {
-                slots: Slots::new(),
+                slots: Slots::new()?,
                 tree: Tree::new(platform.clone())?,
             });
         }

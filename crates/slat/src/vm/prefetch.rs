@@ -170,7 +170,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let end = Gfn(end.0.div_ceil(1 << PAGE_SHIFT));
         let sequence = self.vm().in_progress.sequence();
         if let Ok(slot) = self.find_slot(gfn)
-            && slot.dirty.is_none()
+            && slot.log().is_none()
         {
             let slot = SlotFacts::of(slot, gfn);
             let end = end.min(slot.gfns.end);
