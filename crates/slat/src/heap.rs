@@ -145,7 +145,7 @@ mod tests {
                     for _ in 0..1000 {
                         // SAFETY: `mine` is an owner.
                         let other = unsafe { mine.uncounted().share() };
-                        assert_eq!(*other.0.lock().unwrap(), 0);
+                        assert_eq!(*(*other).0.lock().unwrap(), 0);
                     }
                 });
             }

@@ -10,7 +10,7 @@ use core::ptr::NonNull;
 use core::slice;
 
 use super::Memslot;
-use super::node::{self, Child, Header, Index, Inner, Leaf, Node, Order, Parts, WIDTH, open};
+use super::node::{self, Child, Header, Index, Inner, Leaf, Open, Order, Parts, WIDTH, open};
 use crate::table::OutOfMemory;
 
 /// Nodes with fewer children than this are merged with a neighbour when both fit in one.
@@ -128,13 +128,13 @@ impl Edit {
         self.replaced.push(node);
         // SAFETY: the caller's promise.
         match unsafe { open(node) } {
-            Node::Leaf(leaf) => {
+            Open::Leaf(leaf) => {
                 let at = leaf.rank::<O>(slot);
-                let (before, behind) = leaf.slots().split_at(at);
+                let (before, behind) = leaf.children().split_at(at);
                 let slots = [before, slice::from_ref(slot), behind];
                 self.one_or_two(slots, at, Self::leaf::<O>)
             }
-            Node::Inner(inner) => {
+            Open::Inner(inner) => {
                 let at = inner.place::<O>(slot);
                 let children = inner.children();
                 // SAFETY: a child of a whole node is whole; the caller's promise.
@@ -143,8 +143,7 @@ impl Edit {
                     (left, Some(right)) => &[left, right],
                 };
                 let children = [&children[..at], new, &children[at + 1..]];
-                // SAFETY: the caller's promise.
-                let height = unsafe { node.as_ref().height };
+                let height = inner.height();
                 self.one_or_two(children, at + 1, |edit, children| {
                     edit.inner(height, children)
                 })
@@ -171,7 +170,7 @@ impl Edit {
         let mut top = child.node;
         // A root with one child is replaced by it.
         // SAFETY: `top` and what is below it are whole.
-        while let Node::Inner(inner) = unsafe { open(top) }
+        while let Open::Inner(inner) = unsafe { open(top) }
             && let [only] = inner.children()
         {
             self.replaced.push(top);
@@ -190,9 +189,9 @@ impl Edit {
         self.replaced.push(node);
         // SAFETY: the caller's promise.
         match unsafe { open(node) } {
-            Node::Leaf(leaf) => {
+            Open::Leaf(leaf) => {
                 let at = leaf.rank::<O>(slot) - 1;
-                let slots = leaf.slots();
+                let slots = leaf.children();
                 debug_assert_eq!(O::key(&slots[at]), O::key(slot));
                 if slots.len() == 1 {
                     return Ok(None);
@@ -200,7 +199,7 @@ impl Edit {
                 self.leaf::<O>([&slots[..at], &[], &slots[at + 1..]])
                     .map(Some)
             }
-            Node::Inner(inner) => {
+            Open::Inner(inner) => {
                 let at = inner.place::<O>(slot);
                 let all = inner.children();
                 // SAFETY: a child of a whole node is whole; the caller's promise.
@@ -212,9 +211,7 @@ impl Edit {
                 };
                 let new = new.as_slice();
                 let children = [&all[..gone.start], new, &all[gone.end..]];
-                // SAFETY: the caller's promise.
-                let height = unsafe { node.as_ref().height };
-                self.inner(height, children).map(Some)
+                self.inner(inner.height(), children).map(Some)
             }
         }
     }
@@ -244,13 +241,11 @@ impl Edit {
         };
         // SAFETY: the caller's promise.
         let merged = match unsafe { (open(left), open(right)) } {
-            (Node::Leaf(left), Node::Leaf(right)) => {
-                self.leaf::<O>([left.slots(), right.slots(), &[]])?
+            (Open::Leaf(left), Open::Leaf(right)) => {
+                self.leaf::<O>([left.children(), right.children(), &[]])?
             }
-            (Node::Inner(a), Node::Inner(b)) => {
-                // SAFETY: the caller's promise.
-                let height = unsafe { left.as_ref().height };
-                self.inner(height, [a.children(), b.children(), &[]])?
+            (Open::Inner(a), Open::Inner(b)) => {
+                self.inner(a.height(), [a.children(), b.children(), &[]])?
             }
             _ => unreachable!("the children of a node have one height"),
         };

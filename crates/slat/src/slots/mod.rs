@@ -2,7 +2,7 @@
 //!
 //! One address space has one [`Slots`]. What readers see of it is one immutable [`SlotSet`] behind
 //! one pointer: two persistent trees (by guest frame, by backing address) and the MMIO generation.
-//! A change builds a new set beside the old one, path by path ([`tree`]), and swaps the pointer; so a
+//! A change builds a new set beside the old one, path by path ([`edit`]), and swaps the pointer; so a
 //! reader sees the old or the new set whole, and the VM runs on the old one meanwhile. The index by
 //! id is only used by changes and sits behind the writers' lock.
 //!

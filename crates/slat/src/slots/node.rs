@@ -2,31 +2,33 @@
 //!
 //! A leaf node holds the slots themselves, so that a look-up ends where its search ends; an inner node
 //! knows the largest end below each child, which makes the tree an interval tree, too. Both begin with a
-//! [`Header`] of one cache line that leads to the few keys a page can lie behind. Nodes never change once
+//! [`Header`] that leads to the few keys a page can lie behind. Nodes never change once
 //! they are published ([`super::edit`]).
 
-use alloc::boxed::Box;
+use alloc::alloc::{Layout, alloc, dealloc};
 use core::marker::PhantomData;
 use core::mem::MaybeUninit;
 use core::ops::Range;
 use core::ptr::NonNull;
+use core::slice;
 
 use super::Memslot;
 use crate::addr::{Gfn, PAGE_SHIFT};
-use crate::heap;
 use crate::sync::atomic::Watch;
 use crate::table::OutOfMemory;
 
-/// Children of a node. A set of at most this many slots is one node: one copy, as an array would be.
-pub(super) const WIDTH: usize = if cfg!(loom) { 4 } else { 64 };
-/// As many as a cache line has room for, with the rest of the header.
-const STEPS: usize = 52;
-/// Keys that a search compares, all of them: no branch predictor guesses where it ends.
+/// Most children of a node: as many as all slots, added in whatever order, need for a tree of two levels.
+/// Of that a look-up has more than a change loses by copying wide nodes.
+pub(super) const WIDTH: usize = if cfg!(loom) { 4 } else { 224 };
+/// As many as four cache lines have room for, with the rest of the header.
+const STEPS: usize = 244;
+/// Keys that a search compares, all of them: no branch predictor guesses where it ends. A node has that
+/// many more places than children.
 const NEAR: usize = 4;
 
 /// By what a tree is ordered.
 pub(crate) trait Order {
-    /// The slot's first page number in that space, below 2^48.
+    /// The slot's first page number in that space, below [`PAGES`].
     fn page(slot: &Memslot) -> u64;
 
     /// Slots may share pages of their backing: what makes a key unique is the id.
@@ -58,6 +60,9 @@ impl Order for ByHva {
     }
 }
 
+/// Page numbers of either space are below this, and so are keys below those behind the children.
+pub(super) const PAGES: u64 = (1 << 48) - 1;
+
 fn key(page: u64, id: u32) -> u64 {
     page << 16 | u64::from(id)
 }
@@ -66,45 +71,58 @@ fn page(key: u64) -> u64 {
     key >> 16
 }
 
-/// What all nodes begin with: where a search has to look.
+/// What all nodes begin with: where a search has to look. The children stand behind it, and behind them
+/// [`NEAR`] that are above everything, so that a search needs no bound.
 #[repr(C, align(64))]
 pub(super) struct Header {
     /// Page of the first key.
     first: u64,
-    /// How many keys lie before each step of `1 << shift` pages from `first` on.
-    before: [u8; STEPS],
     shift: u8,
     /// A step has more than [`NEAR`] keys: they are searched without it.
     crowded: bool,
-    /// 0: a leaf node.
+    /// 0: the children are slots.
     pub(super) height: u8,
     len: u8,
+    /// How many keys lie before each step of `1 << shift` pages from `first` on.
+    before: [u8; STEPS],
     alive: Watch,
 }
 
 impl Header {
-    /// Of a node with keys at these pages, which ascend; there is one at least.
-    fn survey(height: u8, len: usize, pages: impl Iterator<Item = u64> + Clone) -> Self {
-        let first = pages.clone().next().expect("a node has children");
-        let span = pages.clone().last().expect("a node has children") - first;
+    /// Of a node with keys at these pages, which ascend.
+    fn survey(
+        height: u8,
+        pages: impl ExactSizeIterator<Item = u64>,
+        first: u64,
+        last: u64,
+    ) -> Self {
+        let len = pages.len() as u8;
         let mut shift = 0;
-        while span >> shift >= STEPS as u64 {
+        while (last - first) >> shift >= STEPS as u64 {
             shift += 1;
         }
         let mut before = [0; STEPS];
-        pages.for_each(|page| before[((page - first) >> shift) as usize] += 1);
-        let crowded = before.iter().any(|keys| usize::from(*keys) > NEAR);
-        let mut sum = 0;
-        for step in &mut before {
-            sum += core::mem::replace(step, sum);
+        let (mut steps, mut first_in_step) = (0, 0);
+        let mut crowded = false;
+        for (i, page) in pages.enumerate() {
+            let step = ((page - first) >> shift) as usize;
+            if steps <= step {
+                first_in_step = i;
+            }
+            while steps <= step {
+                before[steps] = i as u8;
+                steps += 1;
+            }
+            crowded |= i - first_in_step >= NEAR;
         }
+        before[steps..].fill(len);
         Header {
             first,
-            before,
             shift,
             crowded,
             height,
-            len: len as u8,
+            len,
+            before,
             alive: Watch::new(),
         }
     }
@@ -112,50 +130,6 @@ impl Header {
     pub(super) fn len(&self) -> usize {
         self.len.into()
     }
-
-    /// How many of the node's `children` are not above the place looked for, which is at `page`.
-    #[inline]
-    fn rank<T>(
-        &self,
-        page: u64,
-        children: &[T; WIDTH + NEAR],
-        not_above: impl Fn(&T) -> bool,
-    ) -> usize {
-        self.alive.used();
-        if self.crowded {
-            return self.rank_crowded(children, not_above);
-        }
-        let Some(distance) = page.checked_sub(self.first) else {
-            return 0;
-        };
-        let step = (distance >> self.shift).min(STEPS as u64 - 1);
-        let before = usize::from(self.before[step as usize]);
-        let near = &children[before..before + NEAR];
-        near.iter()
-            .fold(before, |rank, child| rank + usize::from(not_above(child)))
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn rank_crowded<T>(&self, children: &[T], not_above: impl Fn(&T) -> bool) -> usize {
-        children[..self.len()].partition_point(not_above)
-    }
-}
-
-/// A node whose children are slots.
-#[repr(C)]
-pub(super) struct Leaf {
-    header: Header,
-    /// In ascending order of keys; behind `len` [`Memslot::nowhere`], so that a search needs no bound.
-    slots: [Memslot; WIDTH + NEAR],
-}
-
-/// A node whose children are nodes.
-#[repr(C)]
-pub(super) struct Inner {
-    header: Header,
-    /// As `Leaf::slots`.
-    children: [Child; WIDTH + NEAR],
 }
 
 /// A whole node as its parent knows it.
@@ -171,13 +145,24 @@ pub(super) struct Child {
 /// The content of a node to be, in up to three pieces: it is copied once, from where it stands.
 pub(super) type Parts<'a, T> = [&'a [T]; 3];
 
-/// Fills `room` with copies of `parts`, and what remains with `nothing`s.
-fn fill<T>(
-    mut room: &mut [MaybeUninit<T>],
+/// Allocates a node and fills it with copies of `parts` (at least one item, at most [`WIDTH`]) and with
+/// `nothing`s behind them.
+fn make<T>(
+    height: u8,
     parts: Parts<'_, T>,
     copy: impl Fn(&T) -> T,
     nothing: impl Fn() -> T,
-) {
+    bounds: impl Fn(&T) -> (u64, u64),
+) -> Result<Child, OutOfMemory> {
+    let len = parts.iter().map(|part| part.len()).sum();
+    assert!(0 < len && len <= WIDTH);
+    // SAFETY: the layout has a size.
+    let node = unsafe { alloc(layout::<T>(len)) }.cast::<Header>();
+    let node = NonNull::new(node).ok_or(OutOfMemory)?;
+    // SAFETY: that much was allocated behind the header; nobody else knows of it.
+    let all =
+        unsafe { slice::from_raw_parts_mut(children::<MaybeUninit<T>>(node).as_ptr(), len + NEAR) };
+    let mut room = &mut *all;
     for part in parts {
         let (here, behind) = room.split_at_mut(part.len());
         for (place, item) in here.iter_mut().zip(part) {
@@ -188,103 +173,145 @@ fn fill<T>(
     for place in room {
         place.write(nothing());
     }
+    // SAFETY: filled just now.
+    let items = unsafe { slice::from_raw_parts(children::<T>(node).as_ptr(), len) };
+    let (first, last) = (bounds(&items[0]).0, bounds(&items[len - 1]).0);
+    let pages = items.iter().map(|item| page(bounds(item).0));
+    let header = Header::survey(height, pages, page(first), page(last));
+    let ends = items.iter().map(|item| bounds(item).1);
+    let end = ends.fold(0, u64::max);
+    // SAFETY: allocated for it.
+    unsafe { node.write(header) };
+    Ok(Child {
+        key: first,
+        end,
+        node,
+    })
 }
 
-impl Leaf {
-    /// A node of these slots, which ascend by `O`; at least one and at most [`WIDTH`].
-    pub(super) fn make<O: Order>(slots: Parts<'_, Memslot>) -> Result<Child, OutOfMemory> {
-        let mut room = heap::room::<Leaf>()?;
-        let all = slots.iter().flat_map(|part| part.iter());
-        let len = slots.iter().map(|part| part.len()).sum();
-        debug_assert!(len <= WIDTH);
-        let first = all.clone().next().expect("a node has children");
-        let (key, end) = (O::key(first), all.clone().map(O::end).max());
-        let header = Header::survey(0, len, all.map(O::page));
-        let node = room.as_mut_ptr();
-        // SAFETY: the fields of memory that is the box's; uninitialised ones are only written.
+/// Of a node with `len` children.
+fn layout<T>(len: usize) -> Layout {
+    const { assert!(align_of::<T>() <= align_of::<Header>()) };
+    let size = size_of::<Header>() + (len + NEAR) * size_of::<T>();
+    Layout::from_size_align(size, align_of::<Header>()).expect("a node is small")
+}
+
+/// Where the children stand.
+fn children<T>(node: NonNull<Header>) -> NonNull<T> {
+    // SAFETY: a node has room for children behind its header.
+    unsafe { node.add(1) }.cast()
+}
+
+/// What is in a node.
+pub(super) struct Node<'a, T> {
+    header: &'a Header,
+    /// With those behind the last one.
+    places: &'a [T],
+}
+
+/// Children of this kind.
+pub(super) type Leaf<'a> = Node<'a, Memslot>;
+/// Children of that kind.
+pub(super) type Inner<'a> = Node<'a, Child>;
+
+impl<'a, T> Node<'a, T> {
+    /// # Safety
+    /// - as [`open`]; the children are of type `T`.
+    #[inline]
+    unsafe fn of(node: NonNull<Header>) -> Self {
+        // SAFETY: the caller's promise.
         unsafe {
-            (&raw mut (*node).header).write(header);
-            let room =
-                &mut *(&raw mut (*node).slots).cast::<[MaybeUninit<Memslot>; WIDTH + NEAR]>();
-            fill(room, slots, Memslot::copy, Memslot::nowhere);
+            let header: &Header = node.as_ref();
+            let places = slice::from_raw_parts(children(node).as_ptr(), header.len() + NEAR);
+            Node { header, places }
         }
-        Ok(Child {
-            key,
-            end: end.unwrap_or(0),
-            node: NonNull::from(Box::leak(room)).cast(),
-        })
     }
 
-    pub(super) fn slots(&self) -> &[Memslot] {
-        &self.slots[..self.header.len()]
+    pub(super) fn children(&self) -> &'a [T] {
+        &self.places[..self.header.len()]
+    }
+
+    pub(super) fn height(&self) -> u8 {
+        self.header.height
+    }
+
+    /// The last child that is not above `page`; `not_above` tells of each whether its page is. This is
+    /// what a look-up does, again and again.
+    #[inline(always)]
+    fn last_not_above(&self, page: u64, not_above: impl Fn(&T) -> bool) -> Option<&'a T> {
+        let header = self.header;
+        header.alive.used();
+        let distance = page.checked_sub(header.first)?;
+        if header.crowded {
+            return self.last_in_a_crowd(not_above);
+        }
+        let step = (distance >> header.shift).min(STEPS as u64 - 1);
+        let before = usize::from(header.before[step as usize]);
+        let near = &self.places[before..before + NEAR];
+        let rank = near
+            .iter()
+            .fold(before, |rank, child| rank + usize::from(not_above(child)));
+        self.places.get(rank.wrapping_sub(1))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn last_in_a_crowd(&self, not_above: impl Fn(&T) -> bool) -> Option<&'a T> {
+        let rank = self.children().partition_point(not_above);
+        self.places.get(rank.checked_sub(1)?)
+    }
+}
+
+impl Leaf<'_> {
+    /// A node of these slots, which ascend by `O`.
+    pub(super) fn make<O: Order>(slots: Parts<'_, Memslot>) -> Result<Child, OutOfMemory> {
+        let bounds = |slot: &Memslot| (O::key(slot), O::end(slot));
+        make(0, slots, Memslot::copy, Memslot::nowhere, bounds)
     }
 
     /// How many slots' keys are not above that of `slot`.
     pub(super) fn rank<O: Order>(&self, slot: &Memslot) -> usize {
         let key = O::key(slot);
-        let not_above = |slot: &Memslot| O::key(slot) <= key;
-        self.header.rank(O::page(slot), &self.slots, not_above)
+        self.children().partition_point(|slot| O::key(slot) <= key)
     }
 }
 
-impl Inner {
-    /// A node of these children of one height, as [`Leaf::make`].
+impl Inner<'_> {
+    /// A node of these children, which ascend and are of one height, one less than `height`.
     pub(super) fn make(height: u8, children: Parts<'_, Child>) -> Result<Child, OutOfMemory> {
-        let mut room = heap::room::<Inner>()?;
-        let all = children.iter().flat_map(|part| part.iter());
-        let len = children.iter().map(|part| part.len()).sum();
-        debug_assert!(len <= WIDTH && height > 0);
-        let first = *all.clone().next().expect("a node has children");
-        let end = all.clone().map(|child| child.end).max();
-        let header = Header::survey(height, len, all.map(|child| page(child.key)));
-        let nothing = Child {
+        let nothing = || Child {
             key: u64::MAX,
-            ..first
+            end: 0,
+            node: NonNull::dangling(),
         };
-        let node = room.as_mut_ptr();
-        // SAFETY: as in `Leaf::make`.
-        unsafe {
-            (&raw mut (*node).header).write(header);
-            let room =
-                &mut *(&raw mut (*node).children).cast::<[MaybeUninit<Child>; WIDTH + NEAR]>();
-            fill(room, children, |child| *child, || nothing);
-        }
-        Ok(Child {
-            key: first.key,
-            end: end.unwrap_or(0),
-            node: NonNull::from(Box::leak(room)).cast(),
-        })
-    }
-
-    pub(super) fn children(&self) -> &[Child] {
-        &self.children[..self.header.len()]
+        let bounds = |child: &Child| (child.key, child.end);
+        make(height, children, |child| *child, nothing, bounds)
     }
 
     /// The child below which the key of `slot` is or would be.
     pub(super) fn place<O: Order>(&self, slot: &Memslot) -> usize {
         let key = O::key(slot);
-        let not_above = |child: &Child| child.key <= key;
-        let rank = self.header.rank(O::page(slot), &self.children, not_above);
+        let rank = self.children().partition_point(|child| child.key <= key);
         rank.saturating_sub(1)
     }
 }
 
 /// A node of either kind.
-pub(super) enum Node<'a> {
-    Leaf(&'a Leaf),
-    Inner(&'a Inner),
+pub(super) enum Open<'a> {
+    Leaf(Leaf<'a>),
+    Inner(Inner<'a>),
 }
 
 /// # Safety
 /// - `node` came from a `make`, and is not freed while `'a` lasts.
 #[inline]
-pub(super) unsafe fn open<'a>(node: NonNull<Header>) -> Node<'a> {
-    // SAFETY: every node begins with a header, which tells its kind; the caller's promise.
+pub(super) unsafe fn open<'a>(node: NonNull<Header>) -> Open<'a> {
+    // SAFETY: the height tells the kind; the caller's promise.
     unsafe {
         if node.as_ref().height == 0 {
-            Node::Leaf(node.cast().as_ref())
+            Open::Leaf(Node::of(node))
         } else {
-            Node::Inner(node.cast().as_ref())
+            Open::Inner(Node::of(node))
         }
     }
 }
@@ -294,12 +321,23 @@ pub(super) unsafe fn open<'a>(node: NonNull<Header>) -> Node<'a> {
 /// # Safety
 /// - as [`open`]; it is in no published tree, and no reader holds it.
 pub(super) unsafe fn free(node: NonNull<Header>) {
-    // SAFETY: leaked from a box of its kind; the caller's promise.
+    /// # Safety
+    /// - as above; the children are of type `T`.
+    unsafe fn free_as<T>(node: NonNull<Header>) {
+        // SAFETY: `make` has filled and allocated that much; the caller's promise.
+        unsafe {
+            let len = node.as_ref().len();
+            NonNull::slice_from_raw_parts(children::<T>(node), len + NEAR).drop_in_place();
+            node.drop_in_place();
+            dealloc(node.as_ptr().cast(), layout::<T>(len));
+        }
+    }
+    // SAFETY: the height tells the kind; the caller's promise.
     unsafe {
         if node.as_ref().height == 0 {
-            drop(Box::from_raw(node.cast::<Leaf>().as_ptr()));
+            free_as::<Memslot>(node);
         } else {
-            drop(Box::from_raw(node.cast::<Inner>().as_ptr()));
+            free_as::<Child>(node);
         }
     }
 }
@@ -325,27 +363,23 @@ impl Index<ByGfn> {
     /// - the tree is whole and no node of it is freed while `'a` lasts.
     #[inline]
     pub(super) unsafe fn find<'a>(self, page: u64) -> Option<&'a Memslot> {
+        if page >= PAGES {
+            return None;
+        }
         let probe = key(page, u16::MAX.into());
         let mut node = self.root?;
-        loop {
+        let leaf = loop {
             // SAFETY: the children of a whole node are whole nodes; the caller's promise.
             match unsafe { open(node) } {
-                Node::Inner(inner) => {
-                    let not_above = |child: &Child| child.key <= probe;
-                    let rank = inner.header.rank(page, &inner.children, not_above);
-                    let i = rank.checked_sub(1)?;
-                    node = inner.children[i].node;
+                Open::Inner(inner) => {
+                    node = inner.last_not_above(page, |child| child.key <= probe)?.node;
                 }
-                Node::Leaf(leaf) => {
-                    // Slots do not overlap here: their pages are keys.
-                    let not_above = |slot: &Memslot| slot.base().0 <= page;
-                    let rank = leaf.header.rank(page, &leaf.slots, not_above);
-                    let i = rank.checked_sub(1)?;
-                    let slot = &leaf.slots[i];
-                    return slot.holds(Gfn(page)).then_some(slot);
-                }
+                Open::Leaf(leaf) => break leaf,
             }
-        }
+        };
+        // Slots do not overlap here: their pages are keys.
+        let slot = leaf.last_not_above(page, |slot| slot.base().0 <= page)?;
+        slot.holds(Gfn(page)).then_some(slot)
     }
 }
 
@@ -388,14 +422,14 @@ impl<O: Order> Index<O> {
     ) -> bool {
         // SAFETY: the caller's promise.
         match unsafe { open(node) } {
-            Node::Leaf(leaf) => {
+            Open::Leaf(leaf) => {
                 let mut before = leaf
-                    .slots()
+                    .children()
                     .iter()
                     .take_while(|slot| O::page(slot) < range.end);
                 before.all(|slot| O::end(slot) <= range.start || visit(slot))
             }
-            Node::Inner(inner) => {
+            Open::Inner(inner) => {
                 let mut before = inner
                     .children()
                     .iter()
@@ -419,7 +453,7 @@ impl<O: Order> Index<O> {
         unsafe fn free_below(node: NonNull<Header>) {
             // SAFETY: the caller's promise.
             unsafe {
-                if let Node::Inner(inner) = open(node) {
+                if let Open::Inner(inner) = open(node) {
                     inner
                         .children()
                         .iter()

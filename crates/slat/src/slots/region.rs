@@ -4,6 +4,7 @@
 use core::fmt;
 use core::ops::{BitOr, Range};
 
+use super::node::PAGES;
 use super::{Memslot, OwnedSlot, SlotsChange};
 use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
 use crate::table::OutOfMemory;
@@ -166,8 +167,8 @@ pub(crate) enum Change {
 
 /// Most pages in one slot (KVM_MEM_MAX_NR_PAGES).
 const MAX_PAGES: u64 = (1 << 31) - 1;
-/// Backing addresses end here: the index by backing has 48 bits for a page number.
-const BACKING_END: u64 = 1 << (48 + PAGE_SHIFT);
+/// Backing addresses end here: the index by backing has no more bits for a page number.
+const BACKING_END: u64 = PAGES << PAGE_SHIFT;
 
 /// Checks `region` against the rules and the slots there are. `capacity`: frames that the tables hold.
 pub(crate) fn plan(
@@ -206,7 +207,7 @@ pub(crate) fn plan(
             None => Err(RegionError::NothingToDelete(id)),
         };
     }
-    if gpa_end >> PAGE_SHIFT > capacity || backing_end > BACKING_END {
+    if backing_end > BACKING_END {
         return Err(RegionError::TooHigh(*region));
     }
     let new = OwnedSlot::new(id, flags, gpa.gfn(), pages, backing);
@@ -233,11 +234,15 @@ pub(crate) fn plan(
         }
     };
     let gfns = gpa.gfn()..Gfn(gpa_end >> PAGE_SHIFT);
-    match slots.set().overlap(&gfns, id) {
-        Some(with) => Err(RegionError::Overlap {
+    if let Some(with) = slots.set().overlap(&gfns, id) {
+        return Err(RegionError::Overlap {
             region: *region,
             with,
-        }),
-        None => Ok(change),
+        });
     }
+    // Last, as in KVM, which asks its architecture when all else is right.
+    if gfns.end.0 > capacity.min(PAGES) {
+        return Err(RegionError::TooHigh(*region));
+    }
+    Ok(change)
 }
