@@ -7,6 +7,7 @@ use core::ptr::NonNull;
 
 use crate::addr::{Gfn, Gpa, PAGE_SHIFT, Pfn};
 use crate::format::Format;
+use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
@@ -198,7 +199,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// The word to look at at every block boundary; anybody may raise bits in it at any time.
-    pub fn attention(&self) -> &Arc<Attention> {
+    pub fn attention(&self) -> &Shared<Attention> {
         self.reader().attention()
     }
 

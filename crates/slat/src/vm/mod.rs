@@ -102,11 +102,21 @@ pub(crate) struct Space<P: Platform, F: Format> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// A VM without memory and without CPUs.
+    /// A VM without memory and without CPUs, shared: [`Vm::unshared`] in `Arc::new`, which aborts if
+    /// there is no heap memory for so much as this struct.
     ///
     /// # Errors
-    /// [`OutOfMemory`] if there is no frame for the root tables.
+    /// As [`Vm::unshared`].
     pub fn new(platform: Arc<P>, config: Config) -> Result<Arc<Self>, OutOfMemory> {
+        Self::unshared(platform, config).map(Arc::new)
+    }
+
+    /// A VM without memory and without CPUs. Whoever runs it shares it; where that allocation may fail,
+    /// too, the room for it (`Arc::new_uninit`) is got in good time.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] if there is no frame for the root tables, or no heap memory.
+    pub fn unshared(platform: Arc<P>, config: Config) -> Result<Self, OutOfMemory> {
         static NEXT_ID: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
         let mut spaces = Vec::new();
         spaces
@@ -120,7 +130,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         let readers = Readers::new();
         readers.put_aside(readers.register()?);
-        Ok(Arc::new(Vm {
+        Ok(Vm {
             id: VmId(NEXT_ID.fetch_add(1, Relaxed)),
             platform,
             policy: Policy::default(),
@@ -132,7 +142,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             nx_cursor: AtomicU64::new(0),
             mmio_entries: config.physical_bits <= F::MMIO_PHYSICAL_BITS,
             readers,
-        }))
+        })
     }
 
     /// Its identity towards the platform.
