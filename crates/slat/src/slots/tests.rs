@@ -12,17 +12,15 @@ use crate::addr::Gpa;
 
 const CAPACITY: u64 = 1 << 36;
 
-/// Counts the bytes that a thread allocates, and fails one of its allocations.
+/// Fails the allocations of one thread from one on.
 struct Failing;
 
 std::thread_local! {
     static FAIL_IN: Cell<Option<u32>> = const { Cell::new(None) };
-    static ALLOCATED: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Whether this allocation is to fail.
-fn fails(layout: Layout) -> bool {
-    let _ = ALLOCATED.try_with(|bytes| bytes.set(bytes.get() + layout.size()));
+fn fails() -> bool {
     let countdown = |cell: &Cell<Option<u32>>| {
         let left = cell.get();
         cell.set(left.map(|n| n.saturating_sub(1)));
@@ -34,7 +32,7 @@ fn fails(layout: Layout) -> bool {
 // SAFETY: all is the system allocator's, apart from refusals, which it may make, too.
 unsafe impl GlobalAlloc for Failing {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if fails(layout) {
+        if fails() {
             return core::ptr::null_mut();
         }
         // SAFETY: the caller's promise.
@@ -47,8 +45,7 @@ unsafe impl GlobalAlloc for Failing {
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller's promise; the size is rounded as `layout`'s was.
-        if fails(unsafe { Layout::from_size_align_unchecked(size, layout.align()) }) {
+        if fails() {
             return core::ptr::null_mut();
         }
         // SAFETY: the caller's promise.
@@ -236,36 +233,6 @@ fn slots_are_found_however_they_lie() {
     finds_all(&scattered);
     scattered.reverse();
     finds_all(&scattered);
-}
-
-/// Bytes that one creation and one deletion allocate when there are `slots` slots.
-fn bytes_per_change(slots: u32) -> usize {
-    let world = World::new();
-    let at = |id: u32| region(id, u64::from(id) * 3, 2, u64::from(id) * 5);
-    for id in 0..slots {
-        world.set(&at(id)).unwrap();
-    }
-    // What grows with the set (the index by id) has grown.
-    let mut worst = 0;
-    for id in (0..slots).step_by(slots as usize / 16) {
-        for region in [region(id, 0, 0, 0), at(id)] {
-            ALLOCATED.set(0);
-            world.set(&region).unwrap();
-            worst = worst.max(ALLOCATED.get());
-        }
-    }
-    worst
-}
-
-#[test]
-fn a_change_at_32764_slots_copies_a_path_not_the_set() {
-    let one_path = 4 * node::WIDTH * (size_of::<Memslot>() + size_of::<node::Child>());
-    let few = bytes_per_change(16);
-    let many = bytes_per_change(MAX_SLOTS);
-    assert!(few < 8 << 10, "{few} bytes for a change of 16 slots");
-    assert!(many < one_path, "{many} bytes for a change of 32764 slots");
-    let set = MAX_SLOTS as usize * size_of::<Memslot>();
-    assert!(many < set / 16, "{many} bytes copied of {set}");
 }
 
 #[test]
