@@ -61,7 +61,7 @@ impl RawLock {
         }
     }
 
-    const FEWEST_PAUSES: u32 = 4;
+    const FEWEST_PAUSES: u32 = 8;
     const DOUBLINGS: u32 = 3;
 
     /// # Safety
