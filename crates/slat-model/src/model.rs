@@ -133,9 +133,6 @@ impl GuestModel {
             backing,
             flags,
         };
-        if new.end() > CAPACITY {
-            return Err(EINVAL);
-        }
         if let Some(old) = old {
             let fixed = |s: &ModelSlot| (s.backing, s.pages, s.flags & READONLY);
             if fixed(&old) != fixed(&new) {
@@ -147,6 +144,9 @@ impl GuestModel {
         };
         if old.is_none_or(|old| old.base != new.base) && self.slots.iter().any(overlaps) {
             return Err(EEXIST);
+        }
+        if new.end() > CAPACITY {
+            return Err(EINVAL);
         }
         // KVM keeps the bitmap of a slot as long as the slot goes on logging, also when it moves.
         let log = match self.remove(id) {
