@@ -1,0 +1,139 @@
+//! The engine's platform: what `slat` needs of a machine.
+
+use core::hint::spin_loop;
+use core::marker::PhantomData;
+use core::ops::Range;
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicU8, AtomicU64, Ordering::*};
+
+use slat::{
+    Access, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, MemoryType, PAGE_SIZE, Pfn, Platform,
+    ResolveError, TableMeta, VmId, WaitFor,
+};
+
+use crate::Machine;
+use crate::frames::Frames;
+
+/// Frames for tables, and the memory that backs memslots.
+///
+/// Backing address and physical address are the same, but for one page that can be made to stand for
+/// another ([`Host::replace`]): a host that moves a guest's page.
+pub struct Host<M> {
+    frames: Frames,
+    guest: Range<Hpa>,
+    /// How large the mappings are that it has for guests' memory.
+    level: AtomicU8,
+    replaced: AtomicU64,
+    replacement: AtomicU64,
+    flushes: AtomicU64,
+    machine: PhantomData<fn() -> M>,
+}
+
+impl<M: Machine> Host<M> {
+    /// # Safety
+    /// - `frames` (whole pages) is nobody else's, and `guest` is no memory of the monitor's; their
+    ///   addresses are valid as they are.
+    pub unsafe fn new(frames: Range<Hpa>, guest: Range<Hpa>) -> Self {
+        Host {
+            // SAFETY: the caller's promise.
+            frames: unsafe { Frames::new(frames) },
+            guest,
+            level: AtomicU8::new(Level::GIGA.0),
+            replaced: AtomicU64::new(0),
+            replacement: AtomicU64::new(0),
+            flushes: AtomicU64::new(0),
+            machine: PhantomData,
+        }
+    }
+
+    /// Table frames in use.
+    pub fn frames_used(&self) -> usize {
+        self.frames.used()
+    }
+
+    /// Flushes so far.
+    pub fn flushes(&self) -> u64 {
+        self.flushes.load(SeqCst)
+    }
+
+    /// From now on no mapping is larger than `level`.
+    pub fn map_at(&self, level: Level) {
+        self.level.store(level.0, SeqCst);
+    }
+
+    /// From now on the page at `backing` is the one at `page`: to be called while `backing` is
+    /// invalidated. No mapping that holds it may be larger than a page.
+    pub fn replace(&self, backing: Hva, page: Hpa) {
+        self.replacement.store(page.0, SeqCst);
+        self.replaced.store(backing.0, SeqCst);
+    }
+
+    fn page(&self, backing: Hva) -> Option<HostPage> {
+        let page = backing.0 & !(PAGE_SIZE - 1);
+        if !self.guest.contains(&Hpa(page)) {
+            return None;
+        }
+        let host = if page == self.replaced.load(SeqCst) {
+            self.replacement.load(SeqCst)
+        } else {
+            page
+        };
+        Some(HostPage {
+            pfn: Hpa(host).pfn(),
+            level: Level(self.level.load(SeqCst)),
+            writable: true,
+            memory: MemoryType::WriteBack,
+        })
+    }
+}
+
+// SAFETY: frames and metadata come from `Frames`, which keeps them in place; `page` answers with memory
+// of the guests, which never goes away; `flush` is the machine's, with the same contract.
+unsafe impl<M: Machine> Platform for Host<M> {
+    fn alloc_table(&self) -> Option<Pfn> {
+        self.frames.alloc()
+    }
+
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        self.frames.alloc_run(tables)
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        // SAFETY: the caller's promise.
+        unsafe { self.frames.free(frame) }
+    }
+
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        self.frames.entries(frame)
+    }
+
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        self.frames.meta(frame)
+    }
+
+    fn resolve(&self, backing: Hva, _: Access) -> Result<HostPage, ResolveError> {
+        self.page(backing).ok_or(ResolveError::BadAddress)
+    }
+
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        let pages = (backing.end.0 - backing.start.0) / PAGE_SIZE;
+        for backing in (0..pages).map(|i| backing.start.add_pages(i)) {
+            if let Some(first) = self.page(backing) {
+                found(HostRun {
+                    backing,
+                    pages: 1,
+                    first,
+                });
+            }
+        }
+    }
+
+    fn flush(&self, _: VmId, _: Range<Gfn>) {
+        M::flush_guests();
+        self.flushes.fetch_add(1, SeqCst);
+    }
+
+    fn wait(&self, _: u32, _: WaitFor) {
+        spin_loop();
+    }
+}
