@@ -20,8 +20,11 @@ use crate::frames::Frames;
 /// another ([`Host::replace`]): a host that moves a guest's page.
 pub struct Host<M> {
     frames: Frames,
-    guest: Range<Hpa>,
-    /// How large the mappings are that it has for guests' memory.
+    /// Guests' memory of which the host has no mapping larger than a page.
+    small: Range<Hpa>,
+    /// Guests' memory that is whole GiBs.
+    large: Range<Hpa>,
+    /// How large the host's mappings of that are.
     level: AtomicU8,
     replaced: AtomicU64,
     replacement: AtomicU64,
@@ -31,13 +34,14 @@ pub struct Host<M> {
 
 impl<M: Machine> Host<M> {
     /// # Safety
-    /// - `frames` (whole pages) is nobody else's, and `guest` is no memory of the monitor's; their
-    ///   addresses are valid as they are.
-    pub unsafe fn new(frames: Range<Hpa>, guest: Range<Hpa>) -> Self {
+    /// - `frames` (whole pages) is nobody else's, and `small` (whole pages) and `large` (whole GiBs,
+    ///   aligned) are guests'; their addresses are valid as they are.
+    pub unsafe fn new(frames: Range<Hpa>, small: Range<Hpa>, large: Range<Hpa>) -> Self {
         Host {
             // SAFETY: the caller's promise.
             frames: unsafe { Frames::new(frames) },
-            guest,
+            small,
+            large,
             level: AtomicU8::new(Level::GIGA.0),
             replaced: AtomicU64::new(0),
             replacement: AtomicU64::new(0),
@@ -56,9 +60,10 @@ impl<M: Machine> Host<M> {
         self.flushes.load(SeqCst)
     }
 
-    /// From now on no mapping is larger than `level`.
-    pub fn map_at(&self, level: Level) {
+    /// For a new VM: mappings of the large memory have `level`, and no page stands for another.
+    pub fn begin(&self, level: Level) {
         self.level.store(level.0, SeqCst);
+        self.replaced.store(0, SeqCst);
     }
 
     /// From now on the page at `backing` is the one at `page`: to be called while `backing` is
@@ -70,9 +75,13 @@ impl<M: Machine> Host<M> {
 
     fn page(&self, backing: Hva) -> Option<HostPage> {
         let page = backing.0 & !(PAGE_SIZE - 1);
-        if !self.guest.contains(&Hpa(page)) {
+        let level = if self.large.contains(&Hpa(page)) {
+            Level(self.level.load(SeqCst))
+        } else if self.small.contains(&Hpa(page)) {
+            Level::PAGE
+        } else {
             return None;
-        }
+        };
         let host = if page == self.replaced.load(SeqCst) {
             self.replacement.load(SeqCst)
         } else {
@@ -80,7 +89,7 @@ impl<M: Machine> Host<M> {
         };
         Some(HostPage {
             pfn: Hpa(host).pfn(),
-            level: Level(self.level.load(SeqCst)),
+            level,
             writable: true,
             memory: MemoryType::WriteBack,
         })

@@ -13,9 +13,13 @@
 
 extern crate alloc;
 
+mod bench;
 mod frames;
+mod guest;
 mod heap;
 mod host;
+mod report;
+mod scenarios;
 mod second;
 mod shootdown;
 
@@ -25,6 +29,7 @@ use slat::{Access, Format, Gpa, Hpa};
 
 pub use heap::Heap;
 pub use host::Host;
+pub use report::run;
 pub use second::Second;
 pub use shootdown::Shootdown;
 
@@ -34,6 +39,8 @@ pub trait Machine: Sized + Send + Sync + 'static {
     type Cpu: Cpu;
     /// What the console calls it: the name of `run --arch`.
     const NAME: &'static str;
+    /// Width of its physical addresses ([`slat::Config::physical_bits`]).
+    const PHYSICAL_BITS: u32;
 
     /// Writes to the console, from any CPU.
     fn print(text: &str);
@@ -62,6 +69,8 @@ pub trait Cpu: 'static {
     fn program() -> &'static [u8];
     /// A guest function that does nothing but return to the program: what [`Op::Execute`] calls.
     const RETURN: &'static [u8];
+    /// Whether the walker reports the engine's MMIO entries in a way of their own ([`Cause::Mmio`]).
+    const REPORTS_MMIO: bool;
 
     /// Sets the guest's registers so that its next run begins `command` with the program at `entry`.
     fn begin(&mut self, entry: Gpa, command: &Command);
@@ -72,6 +81,11 @@ pub trait Cpu: 'static {
     /// Completes the access that [`Exit::Fault`] reported, and that no memory answers: a load reads
     /// `value`, a store is dropped. The guest goes on behind it.
     fn complete_mmio(&mut self, value: u32);
+
+    /// Whether the walker sets the accessed bit in leaves itself.
+    fn sets_accessed(&self) -> bool {
+        true
+    }
 
     /// Whether the walker sets the dirty bit in leaves itself. (A format may allow it, and the CPU
     /// not have it.)
@@ -115,8 +129,8 @@ pub enum Cause {
     NotPresent,
     /// A leaf that does not allow the access, or that wants an accessed or dirty bit set by software.
     Protection,
-    /// An entry of the engine's for MMIO: the walker reports it in a way of its own (a reserved bit, a
-    /// misconfiguration), or the monitor, where walkers have none.
+    /// An entry of the engine's for MMIO, which the walker reports in a way of its own: a reserved bit,
+    /// a misconfiguration. Where [`Cpu::REPORTS_MMIO`] is false it is `NotPresent`.
     Mmio,
 }
 
@@ -149,8 +163,8 @@ pub enum Op {
 /// The machine's memory, as far as it is the scenarios' to use.
 #[derive(Clone, Debug)]
 pub struct Memory {
-    /// For the heap and for page tables: at least 48 MiB.
+    /// For the heap, page tables, and the guest's program: 64 MiB or more.
     pub monitor: Range<Hpa>,
-    /// For guests: at least 1 GiB, beginning at a multiple of 1 GiB.
-    pub guest: Range<Hpa>,
+    /// The guest's data: 1 GiB, at a multiple of 1 GiB.
+    pub data: Hpa,
 }
