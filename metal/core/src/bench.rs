@@ -28,10 +28,6 @@ pub(crate) const GIB: u64 = 1 << 30;
 pub(crate) struct Bench<'a, M: Machine> {
     pub(crate) cpu: &'a mut M::Cpu,
     pub(crate) host: Arc<Host<M>>,
-    /// Backs the code slot; behind it, a page to spare.
-    pub(crate) small: Hpa,
-    /// Backs the data slot.
-    pub(crate) data: Hpa,
 }
 
 /// A VM with its first vCPU, which the machine's first CPU runs.
@@ -50,6 +46,8 @@ impl<M: Machine> Bench<'_, M> {
         policies: &[(&str, &str)],
     ) -> Result<TestVm<M>, String> {
         self.host.begin(level);
+        // The tables of the VM before are gone, and their frames may be used again.
+        M::flush_guests();
         let config = Config {
             physical_bits: M::PHYSICAL_BITS,
             ..Config::default()
@@ -59,17 +57,13 @@ impl<M: Machine> Bench<'_, M> {
             let refused = |error| format!("{name}={value}: {error}");
             vm.set_policy(name, value).map_err(refused)?;
         }
-        let program = M::Cpu::program();
-        // SAFETY: the memory is guests', no guest runs, and a program is smaller than a page.
-        unsafe {
-            ptr::copy_nonoverlapping(program.as_ptr(), self.small.0 as *mut u8, program.len())
-        };
+        self.host.load(M::Cpu::program());
         let code = Region {
             slot: CODE_SLOT,
             flags: SlotFlags::default(),
             gpa: CODE,
             size: CODE_PAGES * PAGE_SIZE,
-            backing: Hva(self.small.0),
+            backing: Hva(self.host.small().0),
         };
         set_region::<M>(&vm, &code)?;
         Ok(TestVm {
@@ -86,19 +80,19 @@ impl<M: Machine> Bench<'_, M> {
             flags,
             gpa: DATA,
             size,
-            backing: Hva(self.data.0),
+            backing: Hva(self.host.large().0),
         }
     }
 
     /// The backing of `pages` of the data slot.
     pub(crate) fn backing(&self, pages: Range<u64>) -> Range<Hva> {
-        let start = Hva(self.data.0);
+        let start = Hva(self.host.large().0);
         start.add_pages(pages.start)..start.add_pages(pages.end)
     }
 
     /// Where a page of the data slot is in the machine's memory.
     pub(crate) fn page(&self, page: u64) -> Hpa {
-        Hpa(self.data.0 + page * PAGE_SIZE)
+        Hpa(self.host.large().0 + page * PAGE_SIZE)
     }
 
     /// Has the machine's first CPU run `command`.
@@ -111,7 +105,7 @@ impl<M: Machine> Bench<'_, M> {
         self.run(vm, command)?;
         for i in 0..command.count {
             let offset = command.gpa.0 - DATA.0 + i * command.step;
-            let word = read_word(Hpa(self.data.0 + offset));
+            let word = read_word(Hpa(self.host.large().0 + offset));
             let written = command.value + i as u32;
             same("word written by the guest", word, written)
                 .map_err(|error| format!("{error}, at {}", Gpa(DATA.0 + offset)))?;

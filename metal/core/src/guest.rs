@@ -91,15 +91,8 @@ impl<M: Machine> Guest<M> {
             Cause::NotPresent | Cause::Protection => &self.seen.faults,
         }
         .fetch_add(1, SeqCst);
-        self.vcpu.enter(0);
-        let answer = self.vcpu.translate(gpa, access);
-        if let Err(Stop::Retry) = answer {
-            // It holds no translation but in its TLB, which the platform has flushed.
-            self.vcpu.quiesce();
-        }
-        self.vcpu.leave();
-        match answer {
-            Ok(_) | Err(Stop::Retry) => Ok(true),
+        match self.vcpu.hardware_fault(gpa, access) {
+            Ok(()) => Ok(true),
             Err(Stop::Mmio { .. }) => {
                 self.seen.mmio.fetch_add(1, SeqCst);
                 Ok(false)

@@ -1,9 +1,10 @@
 //! The engine's platform: what `slat` needs of a machine.
 
+use alloc::sync::Arc;
 use core::hint::spin_loop;
 use core::marker::PhantomData;
 use core::ops::Range;
-use core::ptr::NonNull;
+use core::ptr::{self, NonNull};
 use core::sync::atomic::{AtomicU8, AtomicU64, Ordering::*};
 
 use slat::{
@@ -11,8 +12,9 @@ use slat::{
     ResolveError, TableMeta, VmId, WaitFor,
 };
 
-use crate::Machine;
+use crate::bench::{GIB, MIB};
 use crate::frames::Frames;
+use crate::{Heap, Machine, Memory};
 
 /// Frames for tables, and the memory that backs memslots.
 ///
@@ -33,21 +35,52 @@ pub struct Host<M> {
 }
 
 impl<M: Machine> Host<M> {
+    /// See [`Host::small`].
+    pub const SMALL_PAGES: u64 = 16;
+
+    /// Divides `memory` up: a part goes to `heap`, one to tables, one to guests.
+    ///
     /// # Safety
-    /// - `frames` (whole pages) is nobody else's, and `small` (whole pages) and `large` (whole GiBs,
-    ///   aligned) are guests'; their addresses are valid as they are.
-    pub unsafe fn new(frames: Range<Hpa>, small: Range<Hpa>, large: Range<Hpa>) -> Self {
-        Host {
-            // SAFETY: the caller's promise.
-            frames: unsafe { Frames::new(frames) },
+    /// - `memory` is nobody else's, and its addresses are valid as they are;
+    /// - `heap` is the global allocator, and has no memory yet.
+    pub unsafe fn new(memory: Memory, heap: &Heap) -> Arc<Self> {
+        let at = |offset: u64| Hpa(memory.monitor.start.0.next_multiple_of(MIB) + offset);
+        let small = at(0)..at(Self::SMALL_PAGES * PAGE_SIZE);
+        assert!(at(48 * MIB) <= memory.monitor.end, "too little memory");
+        // SAFETY: the caller's promise; the parts do not overlap.
+        let frames = unsafe {
+            heap.give(at(MIB)..at(17 * MIB));
+            Frames::new(at(17 * MIB)..memory.monitor.end)
+        };
+        Arc::new(Host {
+            frames,
             small,
-            large,
+            large: memory.data..Hpa(memory.data.0 + GIB),
             level: AtomicU8::new(Level::GIGA.0),
             replaced: AtomicU64::new(0),
             replacement: AtomicU64::new(0),
             flushes: AtomicU64::new(0),
             machine: PhantomData,
-        }
+        })
+    }
+
+    /// The first page of guests' memory of which the host has no mapping larger than a page, of
+    /// [`Host::SMALL_PAGES`].
+    pub fn small(&self) -> Hpa {
+        self.small.start
+    }
+
+    /// Copies the guest's program, less than a page, to the first small page. No guest runs.
+    pub fn load(&self, program: &[u8]) {
+        assert!(program.len() as u64 <= PAGE_SIZE);
+        let to = self.small.start.0 as *mut u8;
+        // SAFETY: guests' memory, large enough.
+        unsafe { ptr::copy_nonoverlapping(program.as_ptr(), to, program.len()) };
+    }
+
+    /// The GiB of guests' memory that the host maps as it likes.
+    pub fn large(&self) -> Hpa {
+        self.large.start
     }
 
     /// Table frames in use.

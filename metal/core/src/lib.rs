@@ -61,7 +61,7 @@ pub trait Machine: Sized + Send + Sync + 'static {
 }
 
 /// One CPU, able to run the guest through second-level tables.
-pub trait Cpu: 'static {
+pub trait Cpu: Sized + 'static {
     /// The tables that its walker reads.
     type Format: Format;
     /// The guest's program: position-independent, entered at its first byte, with the members of

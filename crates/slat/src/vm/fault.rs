@@ -191,6 +191,34 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
+    /// A hardware CPU has left the guest because its second-level walk did not allow `access` to
+    /// `gpa`: brings the tables to where it does. `Ok`: run the guest again, which executes the instruction
+    /// again, and faults again if there was more to it. That it was somebody else's MMIO entry that the
+    /// walker reported (a reserved bit, a misconfiguration) makes no difference here: the entry tells.
+    ///
+    /// The vCPU is inside for the time of this call alone. It needs nothing else of [`Vcpu::enter`]
+    /// and [`Vcpu::quiesce`], because its translations are in a TLB, which [`Platform::flush`] reaches.
+    ///
+    /// # Errors
+    /// [`Stop`], but for [`Stop::Retry`].
+    ///
+    /// # Panics
+    /// If the vCPU was entered.
+    pub fn hardware_fault(&mut self, gpa: Gpa, access: Access) -> Result<(), Stop> {
+        assert!(
+            !self.is_entered(),
+            "Vcpu::hardware_fault inside enter/leave"
+        );
+        self.enter(0);
+        self.quiesce();
+        let answer = self.translate(gpa, access);
+        self.leave();
+        match answer {
+            Ok(_) | Err(Stop::Retry) => Ok(()),
+            Err(stop) => Err(stop),
+        }
+    }
+
     /// An access through an answer of [`Vcpu::translate`] found the host page at `hva` gone: asks the
     /// platform again, outside, for as long as that takes. `Ok`: try the access again.
     ///

@@ -26,7 +26,7 @@ fn read_first_page() -> Command {
 impl<M: Machine> Bench<'_, M> {
     /// The page that stands for the first of the data slot after [`Bench::move_page`].
     fn spare(&self) -> Hpa {
-        Hpa(self.small.0 + CODE_PAGES * PAGE_SIZE)
+        Hpa(self.host.small().0 + CODE_PAGES * PAGE_SIZE)
     }
 
     /// Makes `page` back the first page of the data slot. `meanwhile` runs while that is invalidated.
