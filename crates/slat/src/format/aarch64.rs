@@ -69,6 +69,36 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
     /// VTCR_EL2.SL0 for the 4 KiB granule: 2 starts at the Arm level 0, 1 at level 1.
     pub const SL0: u64 = Self::LEVELS as u64 - 2;
 
+    /// VTCR_EL2 for a walker of these tables on a CPU with this ID_AA64MMFR0_EL1.PARange (which allows
+    /// `IPA_BITS`): walks are inner shareable and write-back cached, VMIDs have 8 bits, and accessed and
+    /// dirty are set with `HARDWARE_DIRTY` only.
+    pub const fn vtcr(pa_range: u64) -> u64 {
+        const RES1: u64 = 1 << 31;
+        const WRITE_BACK_WALKS: u64 = 0b01 << 8 | 0b01 << 10;
+        const INNER_SHAREABLE_WALKS: u64 = 0b11 << 12;
+        const HA: u64 = 1 << 21;
+        const HD: u64 = 1 << 22;
+        // 52 bits are a matter of other descriptors (FEAT_LPA2).
+        let bits_48 = 5;
+        let physical = if pa_range < bits_48 {
+            pa_range
+        } else {
+            bits_48
+        };
+        let managed = if HARDWARE_DIRTY { HA | HD } else { 0 };
+        RES1 | physical << 16
+            | INNER_SHAREABLE_WALKS
+            | WRITE_BACK_WALKS
+            | Self::SL0 << 6
+            | Self::T0SZ
+            | managed
+    }
+
+    /// VTTBR_EL2 for the tables at `root` ([`Vm::root`](crate::Vm::root)).
+    pub const fn vttbr(root: Pfn, vmid: u8) -> u64 {
+        (vmid as u64) << 48 | root.0 << 12
+    }
+
     /// What says of a leaf that it was written to.
     const fn written(writable: bool) -> u64 {
         if HARDWARE_DIRTY && writable {
@@ -334,5 +364,14 @@ mod tests {
         assert_eq!((Ipa48::TOP, Ipa48::ROOT_TABLES), (Level(4), 1));
         assert_eq!((<Stage2<40>>::T0SZ, <Stage2<40>>::SL0), (24, 1));
         assert_eq!((Ipa48::T0SZ, Ipa48::SL0), (16, 2));
+    }
+
+    /// DDI 0487, "VTCR_EL2" and "VTTBR_EL2".
+    #[test]
+    fn a_walker_is_told_of_the_tables_by_two_registers() {
+        assert_eq!(Ipa48::vtcr(5), 0x8005_3590);
+        assert_eq!(<Stage2<40>>::vtcr(2), 0x8002_3558);
+        assert_eq!(Managed::vtcr(6), 0x8065_3590, "HA, HD, 48 bits");
+        assert_eq!(Ipa48::vttbr(Pfn(0x12345), 7), 0x0007_0000_1234_5000);
     }
 }
