@@ -5,7 +5,7 @@ use core::marker::PhantomData;
 use core::slice;
 
 use metal_core::{Cause, Command, Cpu, Exit, Op};
-use slat::{Access, Format, Gpa, Hpa, VmId};
+use slat::{Access, Gpa, Hpa, VmId};
 
 use crate::devices::gic;
 use crate::sysreg::{read, write};
@@ -135,6 +135,7 @@ pub(crate) fn vmid(vm: VmId) -> u8 {
 
 impl<F: Tables> Cpu for El2<F> {
     type Format = F;
+    const REPORTS_MMIO: bool = false;
 
     fn program() -> &'static [u8] {
         // SAFETY: the symbols are the first byte of the program and the byte behind it.

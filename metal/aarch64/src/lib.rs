@@ -63,9 +63,8 @@ pub struct Virt<M>(PhantomData<M>);
 #[global_allocator]
 static HEAP: Heap = Heap::new();
 
-/// Memory begins at 1 GiB, with the monitor in it; the guest's is the second of two GiB.
-const MEMORY_SPLIT: Hpa = Hpa(0x8000_0000);
-const MEMORY_END: Hpa = Hpa(0xc000_0000);
+/// Memory begins at 1 GiB, with the monitor in it; the guest's data is the second of two GiB.
+const DATA: Hpa = Hpa(0x8000_0000);
 
 /// What every CPU does when it has come up.
 pub fn main<M: Monitor>(cpu: usize) -> ! {
@@ -79,15 +78,17 @@ pub fn main<M: Monitor>(cpu: usize) -> ! {
     }
     psci::start(1);
     let memory = Memory {
-        monitor: Hpa((&raw const image_end).addr() as u64)..MEMORY_SPLIT,
-        guest: MEMORY_SPLIT..MEMORY_END,
+        monitor: Hpa((&raw const image_end).addr() as u64)..DATA,
+        data: DATA,
     };
-    metal_core::run::<Virt<M>>(this, memory, &HEAP)
+    // SAFETY: behind the image is nobody, and this is called once.
+    unsafe { metal_core::run::<Virt<M>>(this, memory, &HEAP) }
 }
 
 impl<M: Monitor> Machine for Virt<M> {
     type Cpu = El2<M::Tables>;
     const NAME: &'static str = M::NAME;
+    const PHYSICAL_BITS: u32 = 48;
 
     fn print(text: &str) {
         console::print(text);

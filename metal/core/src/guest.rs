@@ -57,7 +57,7 @@ impl<M: Machine> Guest<M> {
         cpu.begin(CODE, command);
         let mut last = (Gpa(0), Access::Read, 0);
         loop {
-            match cpu.run(self.root) {
+            match cpu.run(self.vcpu.vm().id(), self.root) {
                 Exit::Fault { gpa, access, cause } => {
                     last = match last {
                         (page, how, n) if (page.gfn(), how) == (gpa.gfn(), access) => {

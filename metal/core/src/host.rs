@@ -170,8 +170,8 @@ unsafe impl<M: Machine> Platform for Host<M> {
         }
     }
 
-    fn flush(&self, _: VmId, _: Range<Gfn>) {
-        M::flush_guests();
+    fn flush(&self, vm: VmId, range: Range<Gfn>) {
+        M::flush_guests(vm, &range);
         self.flushes.fetch_add(1, SeqCst);
     }
 

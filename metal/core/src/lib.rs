@@ -25,7 +25,7 @@ mod shootdown;
 
 use core::ops::Range;
 
-use slat::{Access, Format, Gpa, Hpa};
+use slat::{Access, Format, Gfn, Gpa, Hpa, VmId};
 
 pub use heap::Heap;
 pub use host::Host;
@@ -45,10 +45,11 @@ pub trait Machine: Sized + Send + Sync + 'static {
     /// Writes to the console, from any CPU.
     fn print(text: &str);
 
-    /// When this returns, no CPU uses a second-level translation that was taken out of the tables
-    /// before the call: [`slat::Platform::flush`]. By a broadcast where the machine has one, otherwise
-    /// by interrupts ([`Shootdown`]). Called with no CPU in the guest waiting for the caller.
-    fn flush_guests();
+    /// When this returns, no CPU uses a second-level translation of `range` of `vm` that was taken out
+    /// of the tables before the call: [`slat::Platform::flush`]. By a broadcast where the machine has
+    /// one, otherwise by interrupts ([`Shootdown`]). Called with no CPU in the guest waiting for the
+    /// caller.
+    fn flush_guests(vm: VmId, range: &Range<Gfn>);
 
     /// Makes `cpu` leave the guest soon, if it is inside, with [`Exit::Kicked`]; called by another CPU.
     fn kick(cpu: usize);
@@ -75,8 +76,9 @@ pub trait Cpu: Sized + 'static {
     /// Sets the guest's registers so that its next run begins `command` with the program at `entry`.
     fn begin(&mut self, entry: Gpa, command: &Command);
 
-    /// Runs the guest, through the tables at `root`, until it leaves.
-    fn run(&mut self, root: Hpa) -> Exit;
+    /// Runs the guest of `vm`, through the tables at `root`, until it leaves. The tables of a VM that
+    /// is gone may have been at the same place: what this CPU remembers of them must not be used.
+    fn run(&mut self, vm: VmId, root: Hpa) -> Exit;
 
     /// Completes the access that [`Exit::Fault`] reported, and that no memory answers: a load reads
     /// `value`, a store is dropped. The guest goes on behind it.

@@ -54,10 +54,9 @@ impl<F: Tables> Hart<F> {
             write!(sie, SOFTWARE_INTERRUPT);
             // A mode that the hart does not have leaves the register as it is.
             write!(hgatp, 0u64);
-            let wanted = F::hgatp(Pfn(0), VMIDS);
-            write!(hgatp, wanted);
-            assert_eq!(read!(hgatp), wanted, "hgatp: these tables, and 7 bits of VMID");
+            write!(hgatp, F::hgatp(Pfn(0), VMIDS));
         }
+        assert_eq!(read!(hgatp), F::hgatp(Pfn(0), VMIDS), "these tables, and 7 bits of VMID");
         fence_all();
         Hart {
             guest: Context {
@@ -159,6 +158,37 @@ fn fence(gpa: Gpa) {
     };
 }
 
+/// The guest's instruction at `pc`, read as the guest fetches it; `None` if that faults. (htinst may
+/// say what it was, and may not.)
+fn fetch(pc: u64) -> Option<u32> {
+    let (low, high): (u64, u64);
+    let mut faulted = 1u64;
+    // SAFETY: reads guest memory, through the tables under which the guest ran last. A fault goes on
+    // behind the reads; what it overwrites is what only an exit sets, and the way in sets again.
+    unsafe {
+        asm!(
+            ".option push",
+            ".option arch, +h",
+            "la {vector}, 2f",
+            "csrrw {vector}, stvec, {vector}",
+            "hlvx.hu {low}, ({pc})",
+            "hlvx.hu {high}, ({behind})",
+            "li {faulted}, 0",
+            ".balign 4",
+            "2: csrw stvec, {vector}",
+            ".option pop",
+            vector = out(reg) _,
+            low = out(reg) low,
+            high = out(reg) high,
+            pc = in(reg) pc,
+            behind = in(reg) pc + 2,
+            faulted = inout(reg) faulted,
+            options(nostack)
+        );
+    }
+    (faulted == 0).then_some((high << 16 | low) as u32)
+}
+
 /// VMIDs are distinct for so many VMs in turn: none of a monitor's scenarios comes near that.
 const VMIDS: u16 = 127;
 
@@ -205,17 +235,18 @@ impl<F: Tables> Cpu for Hart<F> {
         self.run_with(F::hgatp(root.pfn(), vmid(vm)))
     }
 
-    /// Volume II, "Transformed Instruction or Pseudoinstruction for mtinst or htinst".
     fn complete_mmio(&mut self, value: u32) {
-        const LOAD: u64 = 0b00000;
-        let instruction = read!(htinst);
-        assert!(instruction & 1 != 0, "the hart does not say which instruction it was");
+        const LOAD: u32 = 0b00000;
+        // If the page of the instruction is gone by now, the guest comes to the access again.
+        let Some(instruction) = fetch(self.guest.pc) else {
+            return;
+        };
+        assert!(instruction & 0b11 == 0b11, "the program has no compressed instructions");
         let register = (instruction >> 7 & 0x1f) as usize;
         if instruction >> 2 & 0x1f == LOAD && register != 0 {
             self.guest.x[register] = value as i32 as u64;
         }
-        let compressed = instruction & 0b10 == 0;
-        self.guest.pc += if compressed { 2 } else { 4 };
+        self.guest.pc += 4;
     }
 
     fn sets_accessed(&self) -> bool {

@@ -58,7 +58,7 @@ pub struct Virt<M>(PhantomData<M>);
 #[global_allocator]
 static HEAP: Heap = Heap::new();
 
-/// Memory begins at 2 GiB, with firmware and monitor in it; the guest's is the second of two GiB.
+/// Memory begins at 2 GiB, with firmware and monitor in it; the guest's data is the second of two GiB.
 const DATA: Hpa = Hpa(0xc000_0000);
 
 /// The hart that is each CPU: firmware may start any hart first.
@@ -82,12 +82,14 @@ pub fn main<M: Monitor>(cpu: usize, hart: u64) -> ! {
         monitor: Hpa((&raw const image_end).addr() as u64)..DATA,
         data: DATA,
     };
-    metal_core::run::<Virt<M>>(this, memory, &HEAP)
+    // SAFETY: behind the image is nobody, and this is called once.
+    unsafe { metal_core::run::<Virt<M>>(this, memory, &HEAP) }
 }
 
 impl<M: Monitor> Machine for Virt<M> {
     type Cpu = Hart<M::Tables>;
     const NAME: &'static str = M::NAME;
+    const PHYSICAL_BITS: u32 = 56;
 
     fn print(text: &str) {
         sbi::print(text);

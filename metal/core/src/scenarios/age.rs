@@ -5,7 +5,7 @@ use alloc::format;
 use slat::{Level, PAGE_SIZE, SlotFlags};
 
 use super::Verdict;
-use crate::bench::{Bench, MIB, every, pages, same};
+use crate::bench::{Bench, DATA, MIB, every, pages, same};
 use crate::{Cpu, Machine, Op};
 
 /// Uses `count` leaves, `step` bytes apart, then some of them again, and asks after each which were
@@ -20,7 +20,8 @@ fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64
     vm.faulted(1 + count)?;
     same("leaves used at first", vm.vm.age(all.clone(), true), count)?;
     // A translation that a TLB holds is used without a walk, and marks nothing.
-    M::flush_guests();
+    let gfns = DATA.gfn()..DATA.gfn().add(size / PAGE_SIZE);
+    M::flush_guests(vm.vm.id(), &gfns);
     same("leaves used since", vm.vm.age(all.clone(), false), 0)?;
 
     bench.run(&mut vm, every(Op::Read, 0, AGAIN, 2 * step))?;
