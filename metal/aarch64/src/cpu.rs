@@ -141,7 +141,10 @@ impl<F: Tables> Cpu for El2<F> {
         // SAFETY: the symbols are the first byte of the program and the byte behind it.
         unsafe {
             let start = &raw const guest_program;
-            slice::from_raw_parts(start, (&raw const guest_program_end).offset_from_unsigned(start))
+            slice::from_raw_parts(
+                start,
+                (&raw const guest_program_end).offset_from_unsigned(start),
+            )
         }
     }
 
@@ -161,7 +164,14 @@ impl<F: Tables> Cpu for El2<F> {
         x[4] = command.value.into();
         self.guest.pc = entry.0;
         // SAFETY: drops what this CPU may have fetched from where there is other code now.
-        unsafe { asm!("ic iallu", "dsb nsh", "isb", options(nostack, preserves_flags)) };
+        unsafe {
+            asm!(
+                "ic iallu",
+                "dsb nsh",
+                "isb",
+                options(nostack, preserves_flags)
+            )
+        };
     }
 
     fn run(&mut self, vm: VmId, root: Hpa) -> Exit {
@@ -194,7 +204,10 @@ impl<F: Tables> Cpu for El2<F> {
         const SYNDROME_VALID: u64 = 1 << 24;
         const WRITE_NOT_READ: u64 = 1 << 6;
         let esr = read!(esr_el2);
-        assert!(esr & SYNDROME_VALID != 0, "no load or store of one register");
+        assert!(
+            esr & SYNDROME_VALID != 0,
+            "no load or store of one register"
+        );
         let register = esr >> 16 & 0x1f;
         // 31 is the zero register.
         if esr & WRITE_NOT_READ == 0 && register < 31 {

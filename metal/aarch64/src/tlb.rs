@@ -30,7 +30,11 @@ pub(crate) fn flush_range(range: &Range<Gfn>) {
             for gfn in range.start.0..range.end.0 {
                 asm!("tlbi ipas2e1is, {}", in(reg) operand(Gfn(gfn)), options(nostack, preserves_flags));
             }
-            asm!("dsb ish", "tlbi vmalle1is", options(nostack, preserves_flags));
+            asm!(
+                "dsb ish",
+                "tlbi vmalle1is",
+                options(nostack, preserves_flags)
+            );
         }
         asm!("dsb ish", "isb", options(nostack, preserves_flags));
     }

@@ -56,7 +56,11 @@ impl<F: Tables> Hart<F> {
             write!(hgatp, 0u64);
             write!(hgatp, F::hgatp(Pfn(0), VMIDS));
         }
-        assert_eq!(read!(hgatp), F::hgatp(Pfn(0), VMIDS), "these tables, and 7 bits of VMID");
+        assert_eq!(
+            read!(hgatp),
+            F::hgatp(Pfn(0), VMIDS),
+            "these tables, and 7 bits of VMID"
+        );
         fence_all();
         Hart {
             guest: Context {
@@ -194,7 +198,10 @@ const VMIDS: u16 = 127;
 
 pub(crate) fn vmid(vm: VmId) -> u16 {
     let vmid = u16::try_from(vm.0 + 1).unwrap_or(u16::MAX);
-    assert!(vmid <= VMIDS, "now VMIDs would have to be used again, and TLBs flushed");
+    assert!(
+        vmid <= VMIDS,
+        "now VMIDs would have to be used again, and TLBs flushed"
+    );
     vmid
 }
 
@@ -206,7 +213,10 @@ impl<F: Tables> Cpu for Hart<F> {
         // SAFETY: the symbols are the first byte of the program and the byte behind it.
         unsafe {
             let start = &raw const guest_program;
-            slice::from_raw_parts(start, (&raw const guest_program_end).offset_from_unsigned(start))
+            slice::from_raw_parts(
+                start,
+                (&raw const guest_program_end).offset_from_unsigned(start),
+            )
         }
     }
 
@@ -241,7 +251,10 @@ impl<F: Tables> Cpu for Hart<F> {
         let Some(instruction) = fetch(self.guest.pc) else {
             return;
         };
-        assert!(instruction & 0b11 == 0b11, "the program has no compressed instructions");
+        assert!(
+            instruction & 0b11 == 0b11,
+            "the program has no compressed instructions"
+        );
         let register = (instruction >> 7 & 0x1f) as usize;
         if instruction >> 2 & 0x1f == LOAD && register != 0 {
             self.guest.x[register] = value as i32 as u64;

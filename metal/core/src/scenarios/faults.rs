@@ -6,7 +6,7 @@ use slat::{Level, PAGE_SIZE, SlotFlags};
 
 use super::Verdict;
 use crate::bench::{Bench, CODE_PAGES, GIB, MIB, every, pages};
-use crate::{Machine, Op};
+use crate::{Cpu, Machine, Op};
 
 /// Writes `count` words, `step` bytes apart, where the host has mappings of `level`, and expects one
 /// fault for each of `leaves` leaves, counted by `gauge`; one more is the program's.
@@ -53,12 +53,22 @@ pub(super) fn prefetch_window<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const WINDOW: u64 = 8;
     let mut vm = bench.vm(Level::PAGE, &[("prefetch", "8")])?;
     vm.set(&bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default()))?;
+    // Where the walker sets no accessed bits, the first use of a page that was mapped ahead comes to the
+    // monitor, too. The engine counts no fault: the leaf is there.
+    let first_uses = |pages: u64| match bench.cpu.sets_accessed() {
+        true => 0,
+        false => pages,
+    };
+    let (in_one, in_others) = (
+        first_uses(WINDOW - 1),
+        first_uses((PAGES / WINDOW - 1) * (WINDOW - 1)),
+    );
     // From the middle of a window: it reaches in both directions.
     bench.write(&mut vm, pages(Op::Write, 5, 1))?;
-    bench.write(&mut vm, pages(Op::Write, 0, 8))?;
-    vm.faulted(1 + 1)?;
+    bench.write(&mut vm, pages(Op::Write, 0, WINDOW))?;
+    vm.faulted(1 + 1 + in_one)?;
     bench.write(&mut vm, pages(Op::Write, 0, PAGES))?;
-    vm.faulted(PAGES / WINDOW - 1)?;
+    vm.faulted(PAGES / WINDOW - 1 + in_others)?;
     let faults = 1 + PAGES / WINDOW;
     vm.counted(&[
         ("pf_taken", faults),

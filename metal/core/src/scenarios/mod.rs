@@ -9,6 +9,7 @@ mod migrate;
 mod mmio;
 mod nx;
 mod slots;
+mod split;
 mod stale;
 
 use alloc::string::String;
@@ -22,13 +23,14 @@ type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
 
 /// All of them, in the order in which they run.
 pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<M>)> {
-    let all: [(&'static str, Scenario<M>); 22] = [
+    let all: [(&'static str, Scenario<M>); 23] = [
         ("demand_faults_4k", faults::of_4k),
         ("demand_faults_2m", faults::of_2m),
         ("demand_faults_1g", faults::of_1g),
         ("prefetch_window", faults::prefetch_window),
         ("nx_huge_page_2m", nx::huge_page_2m),
         ("nx_huge_page_1g", nx::huge_page_1g),
+        ("splits_under_a_running_guest", split::under_a_running_guest),
         ("mmio", mmio::cached),
         (
             "mmio_becomes_memory_and_back",
