@@ -8,7 +8,9 @@ use core::ops::Range;
 use core::ptr;
 use core::sync::atomic::Ordering::SeqCst;
 
-use slat::{Config, Gpa, Hpa, Hva, Level, PAGE_SIZE, Region, SlotFlags, Stats, Vm};
+use slat::{
+    Config, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags, Stats, Vm,
+};
 
 use crate::guest::{CODE, Guest, GuestVm};
 use crate::{Command, Cpu, Host, Machine, Op};
@@ -46,13 +48,14 @@ impl<M: Machine> Bench<'_, M> {
         policies: &[(&str, &str)],
     ) -> Result<TestVm<M>, String> {
         self.host.begin(level);
-        // The tables of the VM before are gone, and their frames may be used again.
-        M::flush_guests();
         let config = Config {
             physical_bits: M::PHYSICAL_BITS,
             ..Config::default()
         };
         let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;
+        // The tables of the VM before are gone, and their frames may be used again. A CPU that does not
+        // tell VMs apart may remember them.
+        M::flush_guests(vm.id(), &(Gfn(0)..Gfn(u64::MAX >> PAGE_SHIFT)));
         for (name, value) in policies {
             let refused = |error| format!("{name}={value}: {error}");
             vm.set_policy(name, value).map_err(refused)?;

@@ -83,7 +83,7 @@ fn hypervisor(cpu: &mut Svm, host: Arc<Host<Pc<Svm>>>) -> Result<(), Box<dyn Err
 
     let mut device_accesses = 0;
     loop {
-        match cpu.run(root) {
+        match cpu.run(vm.id(), root) {
             Exit::Fault { gpa, access, .. } => match vcpu.hardware_fault(gpa, access) {
                 // The tables allow the access now: the same instruction again.
                 Ok(()) => {}

@@ -8,7 +8,7 @@ use metal_core::{Cause, Command, Cpu, Exit, Second};
 use metal_x86::guest::{self, Registers};
 use metal_x86::{SHOOTDOWN, Virtualization, msr};
 use slat::format::Npt;
-use slat::{Access, Gpa, Hpa};
+use slat::{Access, Gpa, Hpa, VmId};
 
 use crate::vmcb::Vmcb;
 
@@ -76,7 +76,7 @@ impl Cpu for Svm {
         self.vmcb.save.rip = entry.0;
     }
 
-    fn run(&mut self, root: Hpa) -> Exit {
+    fn run(&mut self, _: VmId, root: Hpa) -> Exit {
         self.vmcb.control.nested_cr3 = root.0;
         let vmcb = &mut self.vmcb;
         vmcb.control.tlb_control = Vmcb::KEEP_TLB;

@@ -21,7 +21,7 @@ use core::ops::Range;
 use core::panic::PanicInfo;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
-use metal_core::{Heap, Machine, Memory, Second};
+use metal_core::{Heap, Host, Machine, Memory, Second};
 use slat::format::GStage;
 use slat::{Format, Gfn, Hpa, Pfn, VmId};
 
@@ -83,7 +83,8 @@ pub fn main<M: Monitor>(cpu: usize, hart: u64) -> ! {
         data: DATA,
     };
     // SAFETY: behind the image is nobody, and this is called once.
-    unsafe { metal_core::run::<Virt<M>>(this, memory, &HEAP) }
+    let host = unsafe { Host::<Virt<M>>::new(memory, &HEAP) };
+    metal_core::run(this, host)
 }
 
 impl<M: Monitor> Machine for Virt<M> {

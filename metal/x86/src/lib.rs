@@ -15,10 +15,11 @@ pub mod msr;
 use core::arch::asm;
 use core::fmt::{self, Write};
 use core::marker::PhantomData;
+use core::ops::Range;
 use core::panic::PanicInfo;
 
 use metal_core::{Cpu, Machine, Memory, Second, Shootdown};
-use slat::{Format, Hpa};
+use slat::{Format, Gfn, Hpa, VmId};
 
 /// CPUs of the machine.
 pub const CPUS: usize = 2;
@@ -50,7 +51,7 @@ impl<C: Virtualization> Machine for Pc<C> {
         let _ = Console.write_str(text);
     }
 
-    fn flush_guests() {
+    fn flush_guests(_: VmId, _: &Range<Gfn>) {
         SHOOTDOWN.flush(apic::kick);
     }
 
