@@ -12,7 +12,7 @@ use crate::guest::Beside;
 use crate::{Command, Machine, Op};
 
 /// Reads of the page in one pass.
-const READS: u64 = 64;
+const READS: u64 = 4096;
 const OLD: u32 = 3;
 const NEW: u32 = 5;
 
