@@ -43,7 +43,7 @@ impl Region {
     ///
     /// # Safety
     /// - the CPU has VMX.
-    unsafe fn new() -> u64 {
+    unsafe fn leak() -> u64 {
         // SAFETY: the caller's promise.
         let basic = unsafe { msr::read(VMX_BASIC) };
         let region = Box::new(Region {
@@ -78,9 +78,9 @@ impl Vmx {
             assert!(missing == 0, "EPT capabilities {missing:#x} are missing");
             asm!("mov {0}, cr4", "or {0}, {1}", "mov cr4, {0}",
                 out(reg) _, const CR4_VMXE, options(nostack));
-            asm!("vmxon [{}]", "seta {}", in(reg) &Region::new(), out(reg_byte) entered);
+            asm!("vmxon [{}]", "seta {}", in(reg) &Region::leak(), out(reg_byte) entered);
             assert!(entered != 0, "VMXON fails");
-            let vmcs = Region::new();
+            let vmcs = Region::leak();
             asm!("vmclear [{}]", "seta {}", in(reg) &vmcs, out(reg_byte) entered);
             assert!(entered != 0, "VMCLEAR fails");
             asm!("vmptrld [{}]", "seta {}", in(reg) &vmcs, out(reg_byte) entered);
