@@ -30,7 +30,6 @@ pub struct Host<M> {
     level: AtomicU8,
     replaced: AtomicU64,
     replacement: AtomicU64,
-    flushes: AtomicU64,
     machine: PhantomData<fn() -> M>,
 }
 
@@ -59,7 +58,6 @@ impl<M: Machine> Host<M> {
             level: AtomicU8::new(Level::GIGA.0),
             replaced: AtomicU64::new(0),
             replacement: AtomicU64::new(0),
-            flushes: AtomicU64::new(0),
             machine: PhantomData,
         })
     }
@@ -86,11 +84,6 @@ impl<M: Machine> Host<M> {
     /// Table frames in use.
     pub fn frames_used(&self) -> usize {
         self.frames.used()
-    }
-
-    /// Flushes so far.
-    pub fn flushes(&self) -> u64 {
-        self.flushes.load(SeqCst)
     }
 
     /// For a new VM: mappings of the large memory have `level`, and no page stands for another.
@@ -172,7 +165,6 @@ unsafe impl<M: Machine> Platform for Host<M> {
 
     fn flush(&self, vm: VmId, range: Range<Gfn>) {
         M::flush_guests(vm, &range);
-        self.flushes.fetch_add(1, SeqCst);
     }
 
     fn wait(&self, _: u32, _: WaitFor) {

@@ -199,6 +199,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// The vCPU is inside for the time of this call alone. It needs nothing else of [`Vcpu::enter`]
     /// and [`Vcpu::quiesce`], because its translations are in a TLB, which [`Platform::flush`] reaches.
     ///
+    /// Two things are the caller's, because they differ from CPU to CPU, and are needed before the guest
+    /// runs again: that its walker sees the stores (AArch64: DSB ISHST; RISC-V: a fence; x86: nothing), and,
+    /// where a CPU may keep the entry that faulted (AArch64 and RISC-V, after a fault on rights; RISC-V,
+    /// after any), that it forgets it. No other CPU has to.
+    ///
     /// # Errors
     /// [`Stop`], but for [`Stop::Retry`].
     ///

@@ -69,6 +69,9 @@ impl Default for Config {
 ///
 /// All methods take `&self` and may be called from any thread. CPUs come in by
 /// [`Vm::create_vcpu`].
+///
+/// When a VM is dropped its tables go back to the platform without a flush: no CPU may be able to walk them
+/// any more ([`Platform`], "Safety").
 pub struct Vm<P: Platform, F: Format> {
     pub(crate) id: VmId,
     pub(crate) platform: Arc<P>,
