@@ -89,7 +89,10 @@ pub fn main<M: Monitor>(cpu: usize) -> ! {
 impl<M: Monitor> Machine for Virt<M> {
     type Cpu = El2<M::Tables>;
     const NAME: &'static str = M::NAME;
-    const PHYSICAL_BITS: u32 = 48;
+
+    fn physical_bits() -> u32 {
+        48
+    }
 
     fn print(text: &str) {
         console::print(text);

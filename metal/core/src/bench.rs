@@ -49,7 +49,7 @@ impl<M: Machine> Bench<'_, M> {
     ) -> Result<TestVm<M>, String> {
         self.host.begin(level);
         let config = Config {
-            physical_bits: M::PHYSICAL_BITS,
+            physical_bits: M::physical_bits(),
             ..Config::default()
         };
         let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;

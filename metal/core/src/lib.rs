@@ -39,8 +39,9 @@ pub trait Machine: Sized + Send + Sync + 'static {
     type Cpu: Cpu;
     /// What the console calls it: the name of `run --arch`.
     const NAME: &'static str;
+
     /// Width of its physical addresses ([`slat::Config::physical_bits`]).
-    const PHYSICAL_BITS: u32;
+    fn physical_bits() -> u32;
 
     /// Writes to the console, from any CPU.
     fn print(text: &str);

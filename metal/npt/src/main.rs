@@ -49,7 +49,7 @@ fn hypervisor(cpu: &mut Svm, host: Arc<Host<Pc<Svm>>>) -> Result<(), Box<dyn Err
 
     // Its memory: what of the host's stands at which guest-physical address. No table is filled yet.
     let config = Config {
-        physical_bits: Pc::<Svm>::PHYSICAL_BITS,
+        physical_bits: Pc::<Svm>::physical_bits(),
         ..Config::default()
     };
     let vm = Vm::<_, Npt>::new(host.clone(), config)?;

@@ -90,7 +90,10 @@ pub fn main<M: Monitor>(cpu: usize, hart: u64) -> ! {
 impl<M: Monitor> Machine for Virt<M> {
     type Cpu = Hart<M::Tables>;
     const NAME: &'static str = M::NAME;
-    const PHYSICAL_BITS: u32 = 56;
+
+    fn physical_bits() -> u32 {
+        56
+    }
 
     fn print(text: &str) {
         sbi::print(text);

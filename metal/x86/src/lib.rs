@@ -13,6 +13,7 @@ mod memory;
 pub mod msr;
 
 use core::arch::asm;
+use core::arch::x86_64::__cpuid;
 use core::fmt::{self, Write};
 use core::marker::PhantomData;
 use core::ops::Range;
@@ -45,7 +46,11 @@ pub struct Pc<C>(PhantomData<fn() -> C>);
 impl<C: Virtualization> Machine for Pc<C> {
     type Cpu = C;
     const NAME: &'static str = C::Format::NAME;
-    const PHYSICAL_BITS: u32 = 40;
+
+    fn physical_bits() -> u32 {
+        const ADDRESS_SIZES: u32 = 0x8000_0008;
+        __cpuid(ADDRESS_SIZES).eax & 0xff
+    }
 
     fn print(text: &str) {
         let _ = Console.write_str(text);
