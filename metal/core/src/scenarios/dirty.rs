@@ -83,6 +83,39 @@ pub(super) fn by_dirty_bit<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     takes_exact_logs(bench, "dirty-bit", false)
 }
 
+/// Enabling the log splits what is huge before the first write, and looks at no page to do it.
+pub(super) fn eager_split<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    const HUGE: u64 = 4;
+    let size = HUGE * 2 * MIB;
+    let mut visited = [0; 2];
+    for (walk, visited) in ["full-walk", "skip-last-level"]
+        .into_iter()
+        .zip(&mut visited)
+    {
+        let mut vm = bench.vm(Level::MEGA, &[("split_walk", walk)])?;
+        vm.set(&bench.data_slot(size, SlotFlags::default()))?;
+        bench.run(&mut vm, every(Op::Write, 0, HUGE, 2 * MIB))?;
+        vm.faulted(1 + HUGE)?;
+        vm.set(&bench.data_slot(size, SlotFlags::LOG_DIRTY_PAGES))?;
+        vm.counted(&[("splits", HUGE), ("zapped", 0)])?;
+        *visited = vm.vm.stats().split_entries_visited;
+        bench.run(&mut vm, pages(Op::Read, 0, HUGE * 512))?;
+        vm.faulted(0)?;
+        vm.logged("enabled", |_| false)?;
+        bench.write(&mut vm, pages(Op::Write, 0, HUGE * 512))?;
+        vm.faulted(HUGE * 512)?;
+        vm.logged("written", |_| true)?;
+        vm.end(&bench.host)?;
+    }
+    let [full, skipping] = visited;
+    same(
+        "entries of level 1 passed over",
+        full - skipping,
+        HUGE * 512,
+    )?;
+    Ok(format!("{skipping} entries visited, not {full}"))
+}
+
 /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, with a log that begins all set: huge pages are split when the
 /// part of the log that they are in is cleared, and not before.
 pub(super) fn cleared_by_hand<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
@@ -103,7 +136,6 @@ pub(super) fn cleared_by_hand<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     vm.vm
         .clear_dirty_log(0, DATA_SLOT, 512, 512, &[u64::MAX; 8])
         .map_err(|error| error.to_string())?;
-    // Its table of level 2 has an entry on the way to it: no entry of level 1 is looked at.
     vm.counted(&[("splits", 1), ("pages_2m", fell(1)), ("pages_4k", 512)])?;
     vm.logged("cleared", |page| !(512..1024).contains(&page))?;
     bench.write(&mut vm, pages(Op::Write, 0, HUGE * 512))?;

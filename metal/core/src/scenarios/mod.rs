@@ -23,7 +23,7 @@ type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
 
 /// All of them, in the order in which they run.
 pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<M>)> {
-    let all: [(&'static str, Scenario<M>); 23] = [
+    let all: [(&'static str, Scenario<M>); 24] = [
         ("demand_faults_4k", faults::of_4k),
         ("demand_faults_2m", faults::of_2m),
         ("demand_faults_1g", faults::of_1g),
@@ -39,6 +39,7 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
         ("read_only_slot", mmio::read_only_slot),
         ("dirty_log_by_write_protection", dirty::by_write_protection),
         ("dirty_log_by_dirty_bit", dirty::by_dirty_bit),
+        ("eager_split", dirty::eager_split),
         ("dirty_log_cleared_by_hand", dirty::cleared_by_hand),
         (
             "migration_by_write_protection",

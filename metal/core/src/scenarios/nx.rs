@@ -90,6 +90,6 @@ pub(super) fn huge_page_1g<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     vm.faulted(0)?;
     vm.end(&bench.host)?;
     Ok(format!(
-        "{faults} faults split 1 GiB into 511 leaves of 2 MiB and 512 of 4 KiB"
+        "1 GiB split into 511 leaves of 2 MiB and 512 of 4 KiB, faults: {faults}"
     ))
 }
