@@ -446,3 +446,24 @@ fn revalidating_tells_a_page_that_is_there_from_one_that_is_gone() {
     assert!(vcpu.revalidate(gpa, Hva(0), Read).is_err());
     vcpu.leave();
 }
+
+/// After it nobody waits for the vCPU: its guest runs, and what the hardware holds is the platform's.
+#[test]
+fn a_hardware_fault_installs_the_leaf_and_leaves_the_vcpu_outside() {
+    let (platform, vm) = vm(16, REMAP_4K);
+    set(&vm, 0, 0..16, 0, NONE);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.hardware_fault(Gpa(0x3000), Write), Ok(()));
+    let hole = Gpa(64 << 12);
+    assert_eq!(
+        vcpu.hardware_fault(hole, Read),
+        Err(Stop::Mmio { gpa: hole })
+    );
+    let flushes = platform.flushes();
+    set(&vm, 0, 0..0, 0, NONE);
+    assert_eq!(platform.flushes(), flushes + 1);
+    assert_eq!(vm.stats().pf_fixed, 1);
+    // The flush went by while it was outside: nothing of it is left to be acknowledged.
+    assert!(vcpu.hardware_fault(hole, Read).is_err());
+    assert_eq!(vcpu.attention().flag().load(SeqCst), 0);
+}

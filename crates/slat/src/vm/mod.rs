@@ -153,7 +153,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         &self.policy
     }
 
-    /// The frame of the root table of an address space: what EPTP, nCR3, VTTBR or hgatp point to.
+    /// The frame of the root table of an address space, for as long as the VM lives: what nCR3,
+    /// [`EPTP`](crate::Ept::eptp), [`VTTBR_EL2`](crate::format::Stage2::vttbr) or
+    /// [`hgatp`](crate::format::GStage::hgatp) point to.
     pub fn root(&self, space: usize) -> Option<Pfn> {
         Some(self.spaces.get(space)?.tree.root())
     }
