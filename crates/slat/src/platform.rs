@@ -183,6 +183,7 @@ pub unsafe trait Platform: Send + Sync + 'static {
 
     /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:
     /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.
+    /// A huge leaf that was taken away may reach out of `range`: nothing of it is used either.
     ///
     /// When it returns, for each CPU that may run the guest:
     /// - leaves that its TLB holds are void, whatever their size, also those combined with translations

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::*};
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex};
 
 use slat::{
     Access::{self, *},
@@ -366,6 +366,39 @@ fn a_second_access_is_no_fault_and_a_wider_one_needs_no_flush() {
     let did = vm.stats().since(&before);
     assert_eq!((did.pf_fixed, did.remote_tlb_flush, did.zapped), (1, 0, 0));
     assert_eq!(platform.flushes(), 0);
+}
+
+#[test]
+fn a_flush_that_pays_for_others_reaches_their_pages() {
+    let (platform, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..64, 0, NONE);
+    for gfn in [7, 9] {
+        touch(&mut vcpu, gfn, Write).unwrap();
+    }
+    let flushed = Arc::new(Mutex::new(Vec::new()));
+    platform.set_hook({
+        let (flushed, vm) = (flushed.clone(), vm.clone());
+        move |event| {
+            let Event::Flush(start, end) = event else {
+                return;
+            };
+            let first = {
+                let mut flushed = flushed.lock().unwrap();
+                flushed.push(start.0..end.0);
+                flushed.len() == 1
+            };
+            // The flush of page 7 is owed still. Whoever sees this one done takes it for paid, too.
+            if first {
+                drop(vm.invalidate(HostMemory::hvas(&(9..10))));
+            }
+        }
+    });
+    drop(vm.invalidate(HostMemory::hvas(&(7..8))));
+    platform.clear_hook();
+    let flushed = flushed.lock().unwrap();
+    assert_eq!(flushed[0], 7..8, "nothing else was owed");
+    assert!(flushed[1].contains(&7) && flushed[1].contains(&9));
 }
 
 #[test]

@@ -521,7 +521,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.outside(slept, |vcpu| {
             let vm = vcpu.vm();
             let range = gfn..gfn.add(level.pages());
-            vm.flush(vcpu.space(), range, zapped, vcpu.counters());
+            vm.flush(vcpu.space(), range, None, zapped, vcpu.counters());
         });
     }
 }
