@@ -42,7 +42,7 @@ pub(crate) struct Guest<M: Machine> {
 
 impl<M: Machine> Guest<M> {
     /// Faults of one access, with nothing to stop it, after which nobody believes in progress.
-    const STUCK: u32 = 10_000;
+    const STUCK: u32 = 1000;
 
     pub(crate) fn new(vm: &GuestVm<M>) -> Result<Self, String> {
         Ok(Guest {
