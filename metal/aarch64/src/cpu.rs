@@ -176,10 +176,10 @@ impl<F: Tables> Cpu for El2<F> {
 
     fn run(&mut self, vm: VmId, root: Hpa) -> Exit {
         // SAFETY: the engine's tables, at a frame of theirs; the monitor itself is not translated by
-        // them.
+        // them. The barriers make the walker see what was stored into them, and this CPU the register.
         unsafe {
             write!(vttbr_el2, F::vttbr(root.pfn(), vmid(vm)));
-            asm!("isb", options(nostack, preserves_flags));
+            asm!("dsb ishst", "isb", options(nostack, preserves_flags));
         }
         if let Some(gpa) = self.refused.take() {
             tlb::forget(gpa.gfn());

@@ -59,7 +59,7 @@ pub(crate) fn forget(gfn: Gfn) {
     // SAFETY: as above.
     unsafe {
         asm!(
-            "dsb nshst",
+            "dsb ishst",
             "tlbi ipas2e1, {}",
             "dsb nsh",
             "tlbi vmalle1",
