@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::*};
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex};
 
 use slat::{
     Access::{self, *},
@@ -369,6 +369,39 @@ fn a_second_access_is_no_fault_and_a_wider_one_needs_no_flush() {
 }
 
 #[test]
+fn a_flush_that_pays_for_others_reaches_their_pages() {
+    let (platform, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..64, 0, NONE);
+    for gfn in [7, 9] {
+        touch(&mut vcpu, gfn, Write).unwrap();
+    }
+    let flushed = Arc::new(Mutex::new(Vec::new()));
+    platform.set_hook({
+        let (flushed, vm) = (flushed.clone(), vm.clone());
+        move |event| {
+            let Event::Flush(start, end) = event else {
+                return;
+            };
+            let first = {
+                let mut flushed = flushed.lock().unwrap();
+                flushed.push(start.0..end.0);
+                flushed.len() == 1
+            };
+            // The flush of page 7 is owed still. Whoever sees this one done takes it for paid, too.
+            if first {
+                drop(vm.invalidate(HostMemory::hvas(&(9..10))));
+            }
+        }
+    });
+    drop(vm.invalidate(HostMemory::hvas(&(7..8))));
+    platform.clear_hook();
+    let flushed = flushed.lock().unwrap();
+    assert_eq!(flushed[0], 7..8, "nothing else was owed");
+    assert!(flushed[1].contains(&7) && flushed[1].contains(&9));
+}
+
+#[test]
 fn address_spaces_are_apart() {
     let platform = SimPlatform::new(64);
     let vm: Arc<TestVm> = Vm::new(
@@ -445,4 +478,25 @@ fn revalidating_tells_a_page_that_is_there_from_one_that_is_gone() {
     assert!(matches!(gone, Err(Stop::BadAddress { .. })), "{gone:?}");
     assert!(vcpu.revalidate(gpa, Hva(0), Read).is_err());
     vcpu.leave();
+}
+
+/// After it nobody waits for the vCPU: its guest runs, and what the hardware holds is the platform's.
+#[test]
+fn a_hardware_fault_installs_the_leaf_and_leaves_the_vcpu_outside() {
+    let (platform, vm) = vm(16, REMAP_4K);
+    set(&vm, 0, 0..16, 0, NONE);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.hardware_fault(Gpa(0x3000), Write), Ok(()));
+    let hole = Gpa(64 << 12);
+    assert_eq!(
+        vcpu.hardware_fault(hole, Read),
+        Err(Stop::Mmio { gpa: hole })
+    );
+    let flushes = platform.flushes();
+    set(&vm, 0, 0..0, 0, NONE);
+    assert_eq!(platform.flushes(), flushes + 1);
+    assert_eq!(vm.stats().pf_fixed, 1);
+    // The flush went by while it was outside: nothing of it is left to be acknowledged.
+    assert!(vcpu.hardware_fault(hole, Read).is_err());
+    assert_eq!(vcpu.attention().flag().load(SeqCst), 0);
 }

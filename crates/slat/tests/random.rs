@@ -68,3 +68,11 @@ fn engine_and_model_agree_on_stage_2_with_break_before_make() {
         run::<Stage2<48>>(seed, SMALL_HOST, 5_000, true);
     }
 }
+
+#[test]
+fn engine_and_model_agree_on_stage_2_with_hardware_dirty_state() {
+    for seed in 450..452 {
+        run::<Stage2<48, true>>(seed, SMALL_HOST, 10_000, false);
+        run::<Stage2<48, true>>(seed, SMALL_HOST, 5_000, true);
+    }
+}

@@ -69,6 +69,9 @@ impl Default for Config {
 ///
 /// All methods take `&self` and may be called from any thread. CPUs come in by
 /// [`Vm::create_vcpu`].
+///
+/// When a VM is dropped its tables go back to the platform without a flush: no CPU may be able to walk them
+/// any more ([`Platform`], "Safety").
 pub struct Vm<P: Platform, F: Format> {
     pub(crate) id: VmId,
     pub(crate) platform: Arc<P>,
@@ -160,7 +163,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         &self.policy
     }
 
-    /// The frame of the root table of an address space: what EPTP, nCR3, VTTBR or hgatp point to.
+    /// The frame of the root table of an address space, for as long as the VM lives: what nCR3,
+    /// [`EPTP`](crate::Ept::eptp), [`VTTBR_EL2`](crate::format::Stage2::vttbr) or
+    /// [`hgatp`](crate::format::GStage::hgatp) point to.
     pub fn root(&self, space: usize) -> Option<Pfn> {
         Some(self.spaces.get(space)?.tree.root())
     }
