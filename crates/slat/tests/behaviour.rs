@@ -9,7 +9,7 @@ use slat::{
     Attention, Config, Ept, Gpa, Hva, Level, Region, RegionError, SlotFlags, Stop, Translation,
     Vcpu, Vm,
 };
-use slat_model::{Event, HostChange, HostMemory, SimPlatform};
+use slat_model::{Event, HostChange, HostMemory, RingClient, SimPlatform};
 
 type Machine = SimPlatform;
 type TestVm = Vm<Machine, Ept>;
@@ -417,7 +417,8 @@ fn a_dirty_log_that_cannot_be_had_is_an_error_and_changes_nothing() {
 fn beyond_the_tables_everything_is_mmio() {
     let (_, vm) = vm(64, REMAP_4K);
     let mut vcpu = vm.create_vcpu().unwrap();
-    for gfn in [slat_model::CAPACITY, 1 << 51] {
+    let capacity = slat_model::capacity::<Ept>();
+    for gfn in [capacity, 1 << 51] {
         let answer = touch(&mut vcpu, gfn, Write);
         assert_eq!(
             answer,
@@ -426,9 +427,46 @@ fn beyond_the_tables_everything_is_mmio() {
             })
         );
     }
-    let last = slat_model::CAPACITY - 1;
+    let last = capacity - 1;
     set(&vm, 0, last..last + 1, 0, NONE);
     assert!(touch(&mut vcpu, last, Write).is_ok());
+}
+
+#[test]
+fn no_slot_is_found_beyond_the_tables_however_many_bits_the_address_has() {
+    let (_, vm) = vm(64, REMAP_4K);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..64, 0, NONE);
+    vcpu.enter(1);
+    vcpu.quiesce();
+    for gfn in [slat_model::capacity::<Ept>(), 1 << 48, (1 << 52) - 1] {
+        let gpa = Gpa(gfn << 12);
+        assert_eq!(vcpu.slot_at(gpa), None);
+        assert_eq!(
+            vcpu.prefault(gpa..Gpa(gpa.0 + 4095)),
+            Err(Stop::Mmio { gpa })
+        );
+    }
+    vcpu.leave();
+}
+
+#[test]
+fn a_log_that_goes_to_rings_hears_of_pages_that_were_writable_before_it_began() {
+    let (_, vm) = vm(1024, REMAP_2M);
+    vm.use_dirty_rings();
+    // Says nothing to rings, which have no bits to set.
+    vm.set_manual_dirty_log(true, true);
+    let mut client = RingClient::new();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    // SAFETY: the client is dropped last, after the VM and the vCPU at the end of this test.
+    vcpu.set_dirty_ring(Arc::new(unsafe { client.ring() }))
+        .unwrap();
+    set(&vm, 0, 0..1024, 0, NONE);
+    touch(&mut vcpu, 5, Write).unwrap();
+    set(&vm, 0, 0..1024, 0, SlotFlags::LOG_DIRTY_PAGES);
+    touch(&mut vcpu, 5, Write).unwrap();
+    assert_eq!(client.collect().map(|entry| entry.page), Some(5));
+    drop((vcpu, vm));
 }
 
 #[test]

@@ -266,8 +266,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Begins logging in a slot that was mapped before.
     pub(super) fn begin_logging(&self, space: &Space<P, F>, slot: &Memslot) {
-        // All pages are named already: `clear_dirty_log` will split and protect, chunk by chunk.
-        if self.log_mode.initially_set.load(SeqCst) {
+        // A bitmap names all pages already: `clear_dirty_log` will split and protect, chunk by chunk.
+        // A ring names none.
+        let is_ring = slot.dirty.as_ref().is_some_and(|log| log.is_ring());
+        if self.log_mode.initially_set.load(SeqCst) && !is_ring {
             return;
         }
         let gfns = slot.gfns();
