@@ -1,6 +1,7 @@
 //! Random operations: mostly sensible, some wrong, all of them crowded into few places, so that slots
 //! collide, share backing, and lie across the borders of tables.
 
+use std::fmt;
 use std::ops::Range;
 
 use slat::{Access, Gpa, Hva, Level, MAX_SLOTS, Region, SlotFlags};
@@ -134,35 +135,64 @@ enum Kind {
 
 /// How often each kind of operation comes, relative to the others.
 #[derive(Clone, Copy)]
-pub struct Mix(&'static [(Kind, u64)]);
+pub struct Mix(&'static str, &'static [(Kind, u64)]);
+
+impl fmt::Debug for Mix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
 
 impl Mix {
     /// Everything there is.
-    pub const ALL: Mix = Mix(&[
-        (Kind::Translate, 730),
-        (Kind::Region, 80),
-        (Kind::Invalidate, 60),
-        (Kind::DirtyLog, 30),
-        (Kind::ClearLog, 25),
-        (Kind::ManualLog, 4),
-        (Kind::Collect, 5),
-        (Kind::ResetRings, 1),
-        (Kind::Prefault, 10),
-        (Kind::FindSlot, 10),
-        (Kind::Policy, 12),
-        (Kind::RecoverNx, 3),
-        (Kind::Age, 3),
-        (Kind::Quiesce, 4),
-        (Kind::Replace, 2),
-        (Kind::Fail, 10),
-    ]);
+    pub const ALL: Mix = Mix(
+        "all",
+        &[
+            (Kind::Translate, 730),
+            (Kind::Region, 80),
+            (Kind::Invalidate, 60),
+            (Kind::DirtyLog, 30),
+            (Kind::ClearLog, 25),
+            (Kind::ManualLog, 4),
+            (Kind::Collect, 5),
+            (Kind::ResetRings, 1),
+            (Kind::Prefault, 10),
+            (Kind::FindSlot, 10),
+            (Kind::Policy, 12),
+            (Kind::RecoverNx, 3),
+            (Kind::Age, 3),
+            (Kind::Quiesce, 4),
+            (Kind::Replace, 2),
+            (Kind::Fail, 10),
+        ],
+    );
     /// Slot changes, and what is then found where.
-    pub const SLOTS: Mix = Mix(&[(Kind::Region, 4), (Kind::FindSlot, 3), (Kind::Translate, 1)]);
+    pub const SLOTS: Mix = Mix(
+        "slots",
+        &[(Kind::Region, 4), (Kind::FindSlot, 3), (Kind::Translate, 1)],
+    );
+    /// Writes, and logs taken and cleared all the time.
+    pub const LOGS: Mix = Mix(
+        "logs",
+        &[
+            (Kind::Translate, 600),
+            (Kind::Region, 30),
+            (Kind::Invalidate, 20),
+            (Kind::DirtyLog, 60),
+            (Kind::ClearLog, 120),
+            (Kind::ManualLog, 10),
+            (Kind::Collect, 30),
+            (Kind::ResetRings, 15),
+            (Kind::Policy, 30),
+            (Kind::Quiesce, 10),
+            (Kind::Fail, 20),
+        ],
+    );
 
     fn pick(self, rng: &mut Rng) -> Kind {
-        let sum = self.0.iter().map(|(_, weight)| weight).sum();
+        let sum = self.1.iter().map(|(_, weight)| weight).sum();
         let mut left = rng.below(sum);
-        for (kind, weight) in self.0 {
+        for (kind, weight) in self.1 {
             match left.checked_sub(*weight) {
                 Some(rest) => left = rest,
                 None => return *kind,

@@ -19,9 +19,10 @@ fn run(mix: Mix, bytes: &[u8]) {
     let setup = Setup {
         rings: choices & 1 != 0,
         failures: choices & 2 != 0,
+        mix,
         ..Setup::SMALL
     };
-    subject.run(setup, mix, Rng::from_bytes(rest), STEPS);
+    subject.run(setup, Rng::from_bytes(rest), STEPS);
 }
 
 /// Memslots are created, moved, deleted and given other flags, in both address spaces, rightly and

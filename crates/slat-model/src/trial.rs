@@ -20,6 +20,8 @@ pub struct Setup {
     pub rings: bool,
     /// Allocations fail at times.
     pub failures: bool,
+    /// What is done.
+    pub mix: Mix,
 }
 
 impl Setup {
@@ -28,6 +30,7 @@ impl Setup {
         host_pages: 1 << 14,
         rings: false,
         failures: false,
+        mix: Mix::ALL,
     };
     /// Enough host memory for slots of 1 GiB and more.
     pub const LARGE: Setup = Setup {
@@ -45,6 +48,7 @@ impl Setup {
         Setup {
             rings: seed % 2 == 1,
             failures: seed % 3 == 2,
+            mix: if seed % 4 > 1 { Mix::LOGS } else { Mix::ALL },
             ..host
         }
     }
@@ -56,9 +60,9 @@ pub struct Subject {
     /// Its name.
     pub name: &'static str,
     /// See [`Subject::run`].
-    run: fn(Setup, Mix, Rng, usize) -> Tally,
+    run: fn(Setup, Rng, usize) -> Tally,
     replay: fn(Setup, &[Op]),
-    record: fn(Setup, Mix, Rng, usize) -> Vec<Op>,
+    record: fn(Setup, Rng, usize) -> Vec<Op>,
 }
 
 impl Subject {
@@ -82,12 +86,12 @@ impl Subject {
         Subject::of::<GStage<4>>("Sv48x4"),
     ];
 
-    /// Runs up to `steps` operations of `mix`, as `rng` chooses them, with an audit every 500.
+    /// Runs up to `steps` operations, as `rng` chooses them, with an audit every 500.
     ///
     /// # Panics
     /// If engine and model disagree.
-    pub fn run(&self, setup: Setup, mix: Mix, rng: Rng, steps: usize) -> Tally {
-        (self.run)(setup, mix, rng, steps)
+    pub fn run(&self, setup: Setup, rng: Rng, steps: usize) -> Tally {
+        (self.run)(setup, rng, steps)
     }
 
     /// [`Subject::run`] from a seed. If it fails, prints what repeats it: seed and setup, and the
@@ -96,7 +100,7 @@ impl Subject {
     /// # Panics
     /// As [`Subject::run`].
     pub fn run_seed(&self, seed: u64, setup: Setup, steps: usize) -> Tally {
-        let run = || self.run(setup, Mix::ALL, Rng::new(seed), steps);
+        let run = || self.run(setup, Rng::new(seed), steps);
         panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|why| {
             eprintln!("{}, seed {seed}, {setup:?}, {steps} steps", self.name);
             let ops = self.shrink(setup, Rng::new(seed), steps);
@@ -110,7 +114,7 @@ impl Subject {
     fn shrink(&self, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
         let hook = panic::take_hook();
         panic::set_hook(Box::new(|_| {}));
-        let mut ops = (self.record)(setup, Mix::ALL, rng, steps);
+        let mut ops = (self.record)(setup, rng, steps);
         let fails = |ops: &[Op]| {
             panic::catch_unwind(AssertUnwindSafe(|| (self.replay)(setup, ops))).is_err()
         };
@@ -136,17 +140,12 @@ impl Subject {
 const BATCH: usize = 500;
 
 /// Generates and runs; `each` hears of every operation before it is run.
-fn generate<F: Format>(
-    setup: Setup,
-    mix: Mix,
-    rng: Rng,
-    steps: usize,
-    mut each: impl FnMut(&Op),
-) -> Tally {
+fn generate<F: Format>(setup: Setup, rng: Rng, steps: usize, mut each: impl FnMut(&Op)) -> Tally {
     let Setup {
         host_pages,
         rings,
         failures,
+        mix,
     } = setup;
     let mut runner = Runner::<F>::new(host_pages, rings);
     let mut generator = Generator::new(rng, mix, host_pages, capacity::<F>(), failures);
@@ -164,14 +163,14 @@ fn generate<F: Format>(
     runner.finish()
 }
 
-fn run<F: Format>(setup: Setup, mix: Mix, rng: Rng, steps: usize) -> Tally {
-    generate::<F>(setup, mix, rng, steps, |_| ())
+fn run<F: Format>(setup: Setup, rng: Rng, steps: usize) -> Tally {
+    generate::<F>(setup, rng, steps, |_| ())
 }
 
 /// The operations of a run up to where it fails.
-fn record<F: Format>(setup: Setup, mix: Mix, rng: Rng, steps: usize) -> Vec<Op> {
+fn record<F: Format>(setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
     let mut ops = Vec::new();
-    let run = || generate::<F>(setup, mix, rng, steps, |op| ops.push(op.clone()));
+    let run = || generate::<F>(setup, rng, steps, |op| ops.push(op.clone()));
     let _ = panic::catch_unwind(AssertUnwindSafe(run));
     ops
 }

@@ -84,7 +84,7 @@ impl<F: Format> Runner<F> {
                 self.note_write(i, gfn, access);
                 self.check_granted(gpa, access, &translation);
                 self.check_translation(i, gfn, &translation, "new");
-                self.cpus[i].tlb.insert(gfn, translation);
+                self.cpus[i].remember(gfn, translation);
                 self.tally_page(i, access, &translation);
             }
             Err(Stop::Mmio { gpa: at }) => {
@@ -195,7 +195,7 @@ impl<F: Format> Runner<F> {
                 self.note_write(i, gfn, access);
                 self.check_granted(gfn << 12, access, &translation);
                 self.check_translation(i, gfn, &translation, "meanwhile");
-                self.cpus[i].tlb.insert(gfn, translation);
+                self.cpus[i].remember(gfn, translation);
             }
             Err(Stop::Mmio { .. }) => {
                 assert_eq!(expected, Expected::Mmio, "frame {gfn:#x}, meanwhile");

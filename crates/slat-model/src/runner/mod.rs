@@ -87,6 +87,19 @@ struct Cpu<F: Format> {
     ring: usize,
 }
 
+impl<F: Format> Cpu<F> {
+    fn remember(&mut self, gfn: u64, translation: Translation) {
+        const MOST: usize = 64;
+        if self.tlb.len() == MOST {
+            // Whose place it takes is all the same, as long as it can be any.
+            let victim = self.tlb.range(gfn..).next().or(self.tlb.first_key_value());
+            let victim = *victim.expect("it is full").0;
+            self.tlb.remove(&victim);
+        }
+        self.tlb.insert(gfn, translation);
+    }
+}
+
 /// An engine and its model. All on one thread: one vCPU is inside at a time.
 pub struct Runner<F: Format> {
     platform: Arc<SimPlatform>,
