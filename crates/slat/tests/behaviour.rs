@@ -470,6 +470,24 @@ fn a_log_that_goes_to_rings_hears_of_pages_that_were_writable_before_it_began() 
 }
 
 #[test]
+fn a_write_through_a_huge_leaf_survives_that_its_neighbours_are_cleared() {
+    let (_, vm) = vm(1024, REMAP_2M);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    vm.policy().set("dirty_log", "dirty-bit").unwrap();
+    vm.policy().set("eager_page_split", "off").unwrap();
+    vm.set_manual_dirty_log(true, false);
+    set(&vm, 0, 0..1024, 0, NONE);
+    touch(&mut vcpu, 9, Write).unwrap();
+    set(&vm, 0, 0..1024, 0, SlotFlags::LOG_DIRTY_PAGES);
+    assert_eq!(level(&mut vcpu, 9, Write), 2);
+    assert!(log(&vm, 0).contains(&9));
+    vm.clear_dirty_log(0, 0, 0, 64, &[u64::MAX]).unwrap();
+    touch(&mut vcpu, 9, Write).unwrap();
+    vm.clear_dirty_log(0, 0, 64, 64, &[u64::MAX]).unwrap();
+    assert!(log(&vm, 0).contains(&9), "the write is lost");
+}
+
+#[test]
 fn revalidating_tells_a_page_that_is_there_from_one_that_is_gone() {
     let (platform, vm) = vm(64, REMAP_4K);
     let mut vcpu = vm.create_vcpu().unwrap();
