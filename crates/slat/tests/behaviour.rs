@@ -108,25 +108,6 @@ fn leaves_are_as_large_as_slot_alignment_and_host_allow() {
 }
 
 #[test]
-fn cached_mmio_does_no_slot_lookup() {
-    let (platform, vm) = vm(64, REMAP_4K);
-    let mut vcpu = vm.create_vcpu().unwrap();
-    let mmio = |vcpu: &mut Vcpu<_, _>| {
-        let before = vm.stats();
-        assert_eq!(touch(vcpu, 7, Write), Err(Stop::Mmio { gpa: Gpa(7 << 12) }));
-        let did = vm.stats().since(&before);
-        (did.slot_lookups + did.slot_lookups_saved, did.mmio_cached)
-    };
-    assert_eq!(mmio(&mut vcpu), (1, 0));
-    assert_eq!(mmio(&mut vcpu), (0, 1));
-    assert_eq!(mmio(&mut vcpu), (0, 1));
-    vm.policy().set("mmio_caching", "off").unwrap();
-    assert_eq!(mmio(&mut vcpu), (1, 0));
-    assert_eq!(mmio(&mut vcpu), (1, 0));
-    platform.check();
-}
-
-#[test]
 fn mmio_entries_of_an_old_generation_are_not_believed() {
     let (_, vm) = vm(64, REMAP_4K);
     let mut vcpu = vm.create_vcpu().unwrap();
