@@ -20,7 +20,8 @@ fn run(mix: Mix, bytes: &[u8]) {
         rings: choices & 1 != 0,
         failures: choices & 2 != 0,
         mix,
-        ..Setup::SMALL
+        // A smaller machine runs more inputs.
+        host_pages: 1 << 12,
     };
     subject.run(setup, Rng::from_bytes(rest), STEPS);
 }

@@ -220,6 +220,9 @@ impl<F: Format> Runner<F> {
     /// KVM_PRE_FAULT_MEMORY, called again with the rest as a client does.
     pub(super) fn prefault(&mut self, i: usize, gpa: u64, bytes: u64) {
         let end = gpa.saturating_add(bytes);
+        if end == gpa {
+            return;
+        }
         let mut at = gpa;
         self.enter(i);
         let stop = loop {
