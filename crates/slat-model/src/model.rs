@@ -116,7 +116,7 @@ impl Log {
         let mut noted = vec![0; pages.div_ceil(64) as usize];
         if mode.initially_set && !mode.rings {
             noted.fill(u64::MAX);
-            if pages % 64 != 0 {
+            if !pages.is_multiple_of(64) {
                 *noted.last_mut().expect("a slot has a page") = (1 << (pages % 64)) - 1;
             }
         }
@@ -314,7 +314,7 @@ impl GuestModel {
         let noted = self.bitmap(id)?;
         let end = first.checked_add(pages).filter(|end| *end <= all);
         let end = end.ok_or(EINVAL)?;
-        if first % 64 != 0 || pages % 64 != 0 && end != all {
+        if !first.is_multiple_of(64) || !pages.is_multiple_of(64) && end != all {
             return Err(EINVAL);
         }
         let words = pages.div_ceil(64) as usize;

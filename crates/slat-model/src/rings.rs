@@ -16,8 +16,6 @@ struct Entry {
     offset: AtomicU64,
 }
 
-const _: () = assert!(size_of::<Entry>() == size_of::<DirtyGfn>());
-
 /// A page that a ring names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirtyPage {
@@ -61,11 +59,12 @@ impl RingClient {
         }
     }
 
-    /// The engine's side of it.
+    /// The engine's side of it, whose atomics are a model checker's own under `cfg(loom)`: not there.
     ///
     /// # Safety
     /// - this client outlives the answer.
     pub unsafe fn ring(&self) -> DirtyRing {
+        assert_eq!(size_of::<Entry>(), size_of::<DirtyGfn>());
         let entries = NonNull::from(&*self.entries).cast::<DirtyGfn>();
         // SAFETY: the memory has `LEN` entries of the same layout, all atomics, and stays where it is
         // until the client goes (caller's promise).

@@ -261,7 +261,7 @@ impl<F: Format> World<F> {
     /// A vCPU with a TLB, as a software CPU is. One in four uses the second address space.
     pub fn run_vcpu(&self, number: u64, pause: Option<Duration>) {
         let mut rng = Rng::new(number);
-        let space = usize::from(number % 4 == 0);
+        let space = usize::from(number.is_multiple_of(4));
         let mut vcpu = self.new_vcpu(space);
         let mut tlb: HashMap<u64, Translation> = HashMap::new();
         let mut accesses = 0;
