@@ -2,6 +2,7 @@
 //! a run that failed when everything that does not matter is left out.
 
 use std::panic::{self, AssertUnwindSafe};
+use std::time::{Duration, Instant};
 
 use slat::format::{GStage, Npt, Stage2, X86};
 use slat::{Ept, Format};
@@ -118,10 +119,11 @@ impl Subject {
         let fails = |ops: &[Op]| {
             panic::catch_unwind(AssertUnwindSafe(|| (self.replay)(setup, ops))).is_err()
         };
+        let begin = Instant::now();
         let mut chunk = ops.len() / 2;
         while chunk > 0 {
             let mut at = 0;
-            while at < ops.len() {
+            while at < ops.len() && begin.elapsed() < PATIENCE {
                 let end = (at + chunk).min(ops.len());
                 let fewer = [&ops[..at], &ops[end..]].concat();
                 if fails(&fewer) {
@@ -137,7 +139,10 @@ impl Subject {
     }
 }
 
+/// Steps between two audits.
 const BATCH: usize = 500;
+/// What is not left out by then stays.
+const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Generates and runs; `each` hears of every operation before it is run.
 fn generate<F: Format>(setup: Setup, rng: Rng, steps: usize, mut each: impl FnMut(&Op)) -> Tally {

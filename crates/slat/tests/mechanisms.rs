@@ -43,6 +43,7 @@ on_every_format! {
     what_is_prefetched_was_not_accessed,
     nothing_is_prefetched_into_a_log_or_beside_a_huge_leaf,
     an_eager_split_visits_no_entry_of_the_last_level,
+    clearing_a_log_splits_what_its_begin_left_huge,
     a_cached_mmio_access_looks_up_no_slot,
     an_execution_fault_splits_every_level_in_place,
     recovery_of_nx_huge_pages_brings_the_huge_leaf_back,
@@ -210,6 +211,20 @@ fn an_eager_split_visits_no_entry_of_the_last_level<F: Format>() {
     // Of tables that hold no huge leaf any more, the second walk sees nothing.
     let (first, again) = visited("default");
     assert!(first <= walks * walk && again < walk, "{first}, {again}");
+}
+
+fn clearing_a_log_splits_what_its_begin_left_huge<F: Format>() {
+    let mut world = World::<F>::new(2 * MIB2, Level::MEGA);
+    world.vm.set_manual_dirty_log(true, true);
+    world.set(0..2 * MIB2, SlotFlags::default());
+    world.touch(0, Write);
+    world.touch(MIB2, Write);
+    world.set(0..2 * MIB2, LOGGED);
+    assert_eq!(world.vm.stats().pages_2m, 2);
+    world.vm.clear_dirty_log(0, 0, 0, 64, &[1]).unwrap();
+    let (levels, did) = world.during(|world| [5, MIB2].map(|gfn| world.touch(gfn, Read).level));
+    assert_eq!((levels, did.pf_taken), ([Level::PAGE, Level::MEGA], 0));
+    world.vm.audit().unwrap();
 }
 
 fn a_cached_mmio_access_looks_up_no_slot<F: Format>() {

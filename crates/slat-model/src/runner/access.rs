@@ -289,16 +289,35 @@ impl<F: Format> Runner<F> {
 
     /// These pages can be read with no fault; if `split`, huge leaves were to be split there, too.
     pub(super) fn check_still_mapped(&mut self, pages: &[(usize, u64)], split: bool) {
-        let split = split && self.is_on("eager_page_split", true) && !self.failing;
         for (i, gfn) in pages {
             let before = self.cpus[*i].vcpu.stats().pf_taken;
             let translation = self.access(*i, gfn << 12, Access::Read).unwrap();
             let faults = self.cpus[*i].vcpu.stats().pf_taken - before;
             assert_eq!(faults, 0, "frame {gfn:#x} was unmapped");
-            if split {
-                assert_eq!(translation.level, Level::PAGE, "frame {gfn:#x} stayed huge");
-                self.tally.count("split eagerly");
+            self.check_level(*gfn, &translation, split);
+        }
+    }
+
+    /// After an eager split of `gfns` no huge leaf is left there.
+    pub(super) fn check_split(&mut self, space: usize, gfns: Range<u64>) {
+        let i = (0..VCPUS).find(|i| space_of(*i) == space);
+        let i = i.expect("every space has a vCPU");
+        let step = (gfns.end - gfns.start) as usize / SAMPLES;
+        for gfn in gfns.step_by(step.max(1)) {
+            let before = self.cpus[i].vcpu.stats().pf_taken;
+            let answer = self.access(i, gfn << 12, Access::Read);
+            let known = self.cpus[i].vcpu.stats().pf_taken == before;
+            if let (true, Ok(page)) = (known, answer) {
+                self.check_level(gfn, &page, true);
             }
+        }
+    }
+
+    /// If `split`, huge leaves were to be split at this frame.
+    fn check_level(&mut self, gfn: u64, page: &Translation, split: bool) {
+        if split && self.is_on("eager_page_split", true) && !self.failing {
+            assert_eq!(page.level, Level::PAGE, "frame {gfn:#x} stayed huge");
+            self.tally.count("split eagerly");
         }
     }
 

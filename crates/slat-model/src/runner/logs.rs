@@ -104,6 +104,7 @@ impl<F: Format> Runner<F> {
         );
         if errno.is_ok() {
             self.check_still_mapped(&kept, true);
+            self.check_split(space, base + first..base + first + pages);
             self.tally.count("log cleared");
         } else {
             self.tally.count("clear refused");
