@@ -29,7 +29,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// slot is writable without being marked; that every table counts its leaves right; and, if no CPU
     /// is inside, that the gauges count exactly the leaves there are.
     ///
-    /// Slot changes wait meanwhile; CPUs may go on.
+    /// Slot changes wait meanwhile; CPUs may go on. To be called beside no other operation of the VM:
+    /// one that has taken leaves away corrects the gauges only after its flush.
     ///
     /// # Errors
     /// The first invariant found broken.

@@ -66,7 +66,19 @@ impl DirtyLog {
     /// Marks the pages of a leaf of the slot that holds `slot`. A huge leaf that could not be split
     /// stands for all of them.
     fn mark_leaf(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
-        for gfn in gfn.0.max(slot.start.0)..(gfn.0 + level.pages()).min(slot.end.0) {
+        self.mark_leaf_unless(slot, gfn, level, |_| false);
+    }
+
+    /// The same without the pages for which `cleared` says so.
+    fn mark_leaf_unless(
+        &self,
+        slot: &Range<Gfn>,
+        gfn: Gfn,
+        level: Level,
+        cleared: impl Fn(Gfn) -> bool,
+    ) {
+        let pages = gfn.0.max(slot.start.0)..(gfn.0 + level.pages()).min(slot.end.0);
+        for gfn in pages.filter(|gfn| !cleared(Gfn(*gfn))) {
             self.mark(gfn - slot.start.0);
         }
     }
@@ -266,8 +278,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Begins logging in a slot that was mapped before.
     pub(super) fn begin_logging(&self, space: &Space<P, F>, slot: &Memslot) {
-        // All pages are named already: `clear_dirty_log` will split and protect, chunk by chunk.
-        if self.log_mode.initially_set.load(SeqCst) {
+        // A bitmap names all pages already: `clear_dirty_log` will split and protect, chunk by chunk.
+        // A ring names none.
+        let is_ring = slot.log().is_some_and(|log| log.is_ring());
+        if self.log_mode.initially_set.load(SeqCst) && !is_ring {
             return;
         }
         let gfns = slot.gfns();
@@ -306,9 +320,16 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         let first = slot.base().add(first);
         let range =
             first.add(mask.trailing_zeros() as u64)..first.add(64 - mask.leading_zeros() as u64);
-        let named = |gfn: Gfn, level| level > Level::PAGE || mask >> (gfn.0 - first.0) & 1 != 0;
+        let is_named = |gfn: Gfn| mask >> (gfn.0 - first.0) & 1 != 0;
+        let named = |gfn, level| level > Level::PAGE || is_named(gfn);
         let changed = match slot.log() {
-            Some(log) if !log.protects() => tree.clear_dirty(range, named, |_, _| ()),
+            Some(log) if !log.protects() => {
+                // The bit of a huge leaf stands for its other pages, too.
+                let cleared = |gfn| range.contains(&gfn) && is_named(gfn);
+                tree.clear_dirty(range.clone(), named, |gfn, level| {
+                    log.mark_leaf_unless(&slot.gfns(), gfn, level, cleared);
+                })
+            }
             _ => tree.write_protect(range, named),
         };
         self.changed(changed > 0);
