@@ -162,10 +162,15 @@ impl<M: Machine> Beside<M> {
     pub(crate) fn pass(&self) -> u32 {
         // The pass that is being made now may have begun before.
         let enough = self.passes() + 2;
-        while self.passes() < enough && !self.state.ended.load(SeqCst) {
+        while self.passes() < enough && !self.has_ended() {
             spin_loop();
         }
         self.state.result.load(SeqCst)
+    }
+
+    /// Whether it has ended by itself: it has failed, and [`Beside::stop`] tells how.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.state.ended.load(SeqCst)
     }
 
     /// The largest result of all passes so far.
