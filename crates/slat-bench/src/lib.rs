@@ -41,7 +41,12 @@ pub struct Experiment {
 }
 
 /// All experiments, in the order in which they run.
-pub const EXPERIMENTS: &[Experiment] = &[experiments::prefetch::EXPERIMENT];
+pub const EXPERIMENTS: &[Experiment] = &[
+    experiments::prefetch::EXPERIMENT,
+    experiments::mmio::EXPERIMENT,
+    experiments::execute::EXPERIMENT,
+    experiments::cpu::EXPERIMENT,
+];
 
 /// Runs experiments.
 ///

@@ -103,6 +103,12 @@ impl Line {
         self.goal(format!("\u{2265} {}", percent(least)), met)
     }
 
+    /// Asks for no more than so much change, up or down.
+    pub fn change_within(self, most: f64) -> Self {
+        let met = self.change.is_some_and(|change| change.abs() <= most);
+        self.goal(format!("\u{b1} {:.1} %", most * 100.0), met)
+    }
+
     /// Asks for a value that is no greater than this.
     pub fn at_most(self, most: f64) -> Self {
         let text = format!("\u{2264} {}", shown(most, self.unit));
@@ -287,6 +293,8 @@ mod tests {
         assert!(met(line(&report).change_at_most(-0.875)));
         assert!(!met(line(&report).change_at_most(-0.876)));
         assert!(!met(line(&report).change_at_least(0.0)));
+        assert!(met(line(&report).change_within(0.9)));
+        assert!(!met(line(&report).change_within(0.8)));
         assert!(met(line(&report).at_most(64.0)));
         assert!(!met(line(&report).at_most(63.0)));
         let limited = line(&report).with_limit("pages", Some(60.0));

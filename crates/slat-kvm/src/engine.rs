@@ -181,6 +181,8 @@ delegate! {
         fn attention() -> &Arc<Attention>;
         /// See [`slat::Vcpu::stats`].
         fn stats() -> Stats;
+        /// See [`slat::Vcpu::count_guest_pte_read`].
+        fn count_guest_pte_read();
         /// See [`slat::Vcpu::watch_stats`].
         fn watch_stats() -> VcpuStats;
     }

@@ -105,6 +105,7 @@ fn meaning(counter: &str) -> &'static str {
         "mmio_cached" => "MMIO accesses answered by an entry, no look-up",
         "slot_lookups" => "memslot look-ups",
         "slot_lookups_saved" => "  saved, by a slot found before",
+        "guest_pte_reads" => "entries of the guest's own tables read by the CPU",
         "pages_4k" => "leaves of 4 KiB, now",
         "pages_2m" => "leaves of 2 MiB, now",
         "pages_1g" => "leaves of 1 GiB, now",

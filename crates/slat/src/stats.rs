@@ -67,6 +67,8 @@ counters! {
     slot_lookups,
     /// Look-ups answered by a slot that the vCPU used lately, with no search.
     slot_lookups_saved,
+    /// Entries of the guest's own page tables that were read to translate an address.
+    guest_pte_reads,
     /// 4 KiB leaves (a gauge: now present).
     pages_4k,
     /// 2 MiB leaves (a gauge).
