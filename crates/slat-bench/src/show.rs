@@ -1,7 +1,7 @@
 //! The tables on the terminal: per experiment what was compared, how much it changed, how much the
 //! published change was, and how far the limit is.
 
-use comfy_table::{CellAlignment, ColumnConstraint, ContentArrangement, Table, Width, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
 use crate::Experiment;
 use crate::machine::{Api, RealKvm};
@@ -141,59 +141,82 @@ impl Line {
         format!("{} {}", self.case, self.metric)
     }
 
-    fn cells(&self, with_kvm: bool) -> Vec<String> {
-        let named = |value: Option<(&str, f64)>| match value {
-            Some((variant, value)) => format!("{variant}\n{}", shown(value, self.unit)),
-            None => String::new(),
-        };
-        let goal = match &self.goal {
-            Some(goal) if goal.met => format!("{}\nmet", goal.text),
-            Some(goal) => format!("{}\nMISSED", goal.text),
-            None => String::new(),
-        };
-        let mut cells = vec![
-            format!("{}\n{}", self.case, self.metric),
-            named(self.before),
-            named(Some(self.after)),
-            self.change.map(percent).unwrap_or_default(),
-            self.published.map(percent).unwrap_or_default(),
-            named(self.limit),
-        ];
-        if with_kvm {
-            cells.push(self.kvm.map_or(String::new(), |kvm| shown(kvm, self.unit)));
-        }
-        cells.push(goal);
-        cells
+    /// What is compared: lines of one group share a heading.
+    fn group(&self) -> (&str, Option<&str>, &str) {
+        let before = self.before.map(|(variant, _)| variant);
+        (&self.case, before, self.after.0)
+    }
+
+    fn cells(&self) -> [String; COLUMNS.len()] {
+        let value = |value: Option<f64>| value.map_or(String::new(), |v| shown(v, self.unit));
+        let percent = |change: Option<f64>| change.map_or(String::new(), percent);
+        [
+            format!("  {}", self.metric),
+            value(self.before.map(|(_, value)| value)),
+            value(Some(self.after.1)),
+            percent(self.change),
+            percent(self.published),
+            value(self.limit.map(|(_, value)| value)),
+            value(self.kvm),
+            self.goal.as_ref().map_or(String::new(), |goal| {
+                let mark = if goal.met { '\u{2713}' } else { '\u{2717}' };
+                format!("{mark} {}", goal.text)
+            }),
+        ]
     }
 }
+
+const COLUMNS: [&str; 8] = [
+    "",
+    "before",
+    "after",
+    "change",
+    "published",
+    "limit",
+    RealKvm::NAME,
+    "asked",
+];
 
 /// The table of an experiment, at most `columns` wide.
 pub fn table(experiment: &Experiment, report: &Report, columns: u16) -> String {
     let lines = (experiment.compare)(report);
-    let with_kvm = lines.iter().any(|line| line.kvm.is_some());
-    let mut header = vec!["case", "before", "after", "change", "published", "limit"];
-    if with_kvm {
-        header.push("kvm");
-    }
-    header.push("asked");
-
     let mut table = Table::new();
     table
-        .load_preset(presets::UTF8_HORIZONTAL_ONLY)
+        .load_preset(presets::NOTHING)
         .set_content_arrangement(ContentArrangement::Dynamic)
         .set_width(columns)
-        .set_header(header);
-    for line in &lines {
-        table.add_row(line.cells(with_kvm));
+        .set_header(COLUMNS);
+    for group in lines.chunk_by(|a, b| a.group() == b.group()) {
+        let (case, before, after) = group[0].group();
+        let limit = group.iter().find_map(|line| line.limit);
+        table.add_row([
+            case,
+            before.unwrap_or_default(),
+            after,
+            "",
+            "",
+            limit.map_or("", |(name, _)| name),
+        ]);
+        for line in group {
+            table.add_row(line.cells());
+        }
     }
     for (index, column) in table.column_iter_mut().enumerate() {
-        if index == 0 {
-            column.set_constraint(ColumnConstraint::LowerBoundary(Width::Fixed(20)));
-        } else {
+        column.set_padding((0, 1));
+        if index > 0 {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
-    format!("{}: {}\n{table}\n", experiment.name, experiment.title)
+    let table: Vec<_> = table
+        .lines()
+        .map(|line| line.trim_end().to_owned())
+        .collect();
+    format!(
+        "{}: {}\n{}\n",
+        experiment.name,
+        experiment.title,
+        table.join("\n")
+    )
 }
 
 /// What was missed, a line each; empty if nothing was.

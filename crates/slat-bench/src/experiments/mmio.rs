@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::time::Duration;
 
 use kvm_ioctls::VcpuExit;
 
@@ -95,13 +96,16 @@ fn exits(bench: &mut Bench) -> Result<(), Failure> {
         };
         machines.push((format!("exit/tdp/{slots}"), slat, kvm));
     }
-    let variants = bench.with_kvm(VARIANTS);
     // All numbers of slots in each round: they are compared with each other, too.
-    for _ in 0..rounds {
+    for round in 0..rounds {
+        let variants = match round {
+            0 => bench.with_kvm(VARIANTS),
+            _ => VARIANTS.to_vec(),
+        };
         for (case, slat, kvm) in &mut machines {
             bench.in_turns(case, 2, &variants, |_, variant| {
                 match kvm.as_mut().filter(|_| variant == RealKvm::NAME) {
-                    Some(kvm) => ring(kvm, variant, times),
+                    Some(kvm) => ring(kvm, variant, times / 20 + 1),
                     None => ring(slat, variant, times),
                 }
             })?;
@@ -159,7 +163,7 @@ fn request_response(bench: &mut Bench) -> Result<(), Failure> {
     let variants = bench.with_kvm(VARIANTS);
     bench.in_turns("rr", rounds, &variants, |_, variant| {
         match kvm.as_mut().filter(|_| variant == RealKvm::NAME) {
-            Some(kvm) => converse(kvm, &data, variant, times),
+            Some(kvm) => converse(kvm, &data, variant, times / 20 + 1),
             None => converse(&mut slat, &data, variant, times),
         }
     })
@@ -214,14 +218,19 @@ fn ordinary(bench: &mut Bench) -> Result<(), Failure> {
     let pages = size as u64 / PAGE;
     bench.in_turns("ordinary", rounds, VARIANTS, |_, variant| {
         set_caching(&machine, variant)?;
-        // A slot that was just made: all of it faults in.
-        let slot = Slot::whole(1, DATA, &data);
-        machine.set_slot(&Slot { size: 0, ..slot })?;
-        machine.set_slot(&slot)?;
-        let (touches, _) = Program::rounds(DATA, pages, 3);
-        let touched = machine.run(&[touches], &no_device)?;
-        let called = machine.run(&[Program::calls(calls).0], &no_device)?;
-        Ok(vec![Sample::seconds("seconds", touched.cpu + called.cpu)])
+        let mut fastest = Duration::MAX;
+        // What disturbs a run of milliseconds only makes it longer.
+        for _ in 0..3 {
+            // A slot that was just made: all of it faults in.
+            let slot = Slot::whole(1, DATA, &data);
+            machine.set_slot(&Slot { size: 0, ..slot })?;
+            machine.set_slot(&slot)?;
+            let (touches, _) = Program::rounds(DATA, pages, 3);
+            let touched = machine.run(&[touches], &no_device)?;
+            let called = machine.run(&[Program::calls(calls).0], &no_device)?;
+            fastest = fastest.min(touched.cpu + called.cpu);
+        }
+        Ok(vec![Sample::seconds("seconds", fastest)])
     })
 }
 
