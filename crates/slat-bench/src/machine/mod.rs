@@ -72,6 +72,15 @@ pub struct Ran {
     pub registers: Vec<kvm_regs>,
 }
 
+impl Ran {
+    /// How long the run takes on a machine with nothing else to do: the vCPUs' processor time, spread over
+    /// the processors that they can use at a time.
+    pub fn spread(&self) -> Duration {
+        let processors = thread::available_parallelism().map_or(1, |n| n.get());
+        self.cpu / processors.min(self.registers.len()) as u32
+    }
+}
+
 impl<'m, A: Api> Machine<'m, A> {
     /// A VM with `vcpus` vCPUs whose guest sees the addresses up to `end`.
     ///
