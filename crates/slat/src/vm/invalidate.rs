@@ -166,6 +166,26 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Invalidation { vm: self, range }
     }
 
+    /// Takes every translation of the memslots' pages in `range` away; the next access to each faults,
+    /// and finds what is there then. For a client that knows by itself that pages have to be looked at
+    /// again, whatever slot and host say (in KVM: `kvm_zap_gfn_range`).
+    ///
+    /// When this returns no CPU uses one of the old translations. The caller is no vCPU inside
+    /// [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`]. Nothing happens if the space does not exist.
+    pub fn zap(&self, space: usize, range: Range<Gfn>) {
+        let Some(space) = self.spaces.get(space) else {
+            return;
+        };
+        // A fault that asked before this would install one more.
+        self.in_progress.raise();
+        let mut op = RangeOp::begin(self, space);
+        space.slots.current().in_gfns(&range, |slot| {
+            let gfns = slot.gfns();
+            op.zap(slot, gfns.start.max(range.start)..gfns.end.min(range.end));
+        });
+        op.finish(Some(range));
+    }
+
     /// Raises the sequence if a slot uses a page of `range`.
     fn raise_if_used(&self, range: &Range<Hva>) -> bool {
         let section = self.section();
