@@ -116,7 +116,7 @@ fn meaning(counter: &str) -> &'static str {
         "zapped" => "leaves zapped",
         "remote_tlb_flush" => "flushes of all vCPUs",
         "remote_tlb_flush_requests" => "  requested",
-        "invalidations" => "begins and ends of host memory changes",
+        "invalidations" => "changes of host memory that a memslot uses",
         "slot_changes" => "memslots created, deleted, moved",
         "dirty_pages" => "pages marked in dirty logs",
         _ => "",

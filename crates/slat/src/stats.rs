@@ -89,7 +89,7 @@ counters! {
     remote_tlb_flush,
     /// Flush requests, of which several may share one flush.
     remote_tlb_flush_requests,
-    /// Begins and ends of invalidations of backing ranges that some memslot uses.
+    /// Invalidations of backing ranges that some memslot uses.
     invalidations,
     /// Memslots created, deleted, moved, or given other flags.
     slot_changes,
