@@ -9,9 +9,12 @@
 //! | [`report`] | samples, medians, paired ratios, JSON |
 //! | [`published`] | the references' numbers |
 //! | [`show`] | tables for people, with what is asked for |
+//! | [`bare`], [`array`] | the engine alone, and the rival whose memslots are an array |
 //! | `experiments` | one file each: what is set up, what is timed, which rows |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
+pub mod array;
+pub mod bare;
 mod experiments;
 pub mod machine;
 pub mod published;
@@ -42,9 +45,13 @@ pub struct Experiment {
 
 /// All experiments, in the order in which they run.
 pub const EXPERIMENTS: &[Experiment] = &[
+    experiments::memslots::EXPERIMENT,
     experiments::prefetch::EXPERIMENT,
     experiments::mmio::EXPERIMENT,
     experiments::execute::EXPERIMENT,
+    experiments::split::EXPERIMENT,
+    experiments::dirty::EXPERIMENT,
+    experiments::faults::EXPERIMENT,
     experiments::cpu::EXPERIMENT,
 ];
 

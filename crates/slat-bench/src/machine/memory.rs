@@ -1,13 +1,15 @@
 //! Host memory behind memslots.
 
+use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
 use slat_host::mappings::{self, HugePages};
 
-/// An anonymous private mapping.
+/// A stretch of this process's memory.
 pub struct Memory {
     mapping: NonNull<u8>,
     mapped: usize,
@@ -38,6 +40,61 @@ impl Memory {
     /// # Panics
     /// If `alignment` is not a power of two, or less than a page.
     pub fn new(size: usize, alignment: usize, pages: Pages) -> io::Result<Self> {
+        let memory = Self::reserve(size, alignment)?;
+        let (advice, wish) = match pages {
+            Pages::Small => (libc::MADV_NOHUGEPAGE, HugePages::Unwanted),
+            Pages::Huge => (libc::MADV_HUGEPAGE, HugePages::Wanted),
+        };
+        // A host without huge pages refuses the advice, and needs none. The kernel has no cheap way
+        // to ask for advice given: slat is told, as a VMM on the crates does.
+        if memory.advise(advice).is_ok() {
+            let Range { start, end } = memory.addresses();
+            mappings::advised(start as usize..end as usize, wish);
+        }
+        Ok(memory)
+    }
+
+    /// `size` bytes that begin at a multiple of `alignment` and show the same `piece` bytes of memory
+    /// again and again: more guest memory than the host has.
+    ///
+    /// # Errors
+    /// What the host answers to making a file in memory, and to mapping it.
+    ///
+    /// # Panics
+    /// If `size` is no multiple of `piece`, or as [`Memory::new`].
+    pub fn aliased(size: usize, piece: usize, alignment: usize) -> io::Result<Self> {
+        assert!(size.is_multiple_of(piece));
+        // SAFETY: a name; the answer is checked.
+        let file = unsafe { libc::memfd_create(c"slat-bench".as_ptr(), libc::MFD_CLOEXEC) };
+        if file < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a descriptor made just now.
+        let file = unsafe { OwnedFd::from_raw_fd(file) };
+        let file = File::from(file);
+        file.set_len(piece as u64)?;
+        let memory = Self::reserve(size, alignment)?;
+        for at in memory.addresses().step_by(piece) {
+            // SAFETY: replaces a part of the mapping made just now, which nobody has used.
+            let mapped = unsafe {
+                libc::mmap(
+                    at as *mut libc::c_void,
+                    piece,
+                    libc::PROT_READ | libc::PROT_WRITE,
+                    libc::MAP_SHARED | libc::MAP_FIXED,
+                    file.as_raw_fd(),
+                    0,
+                )
+            };
+            if mapped == libc::MAP_FAILED {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(memory)
+    }
+
+    /// An anonymous private mapping.
+    fn reserve(size: usize, alignment: usize) -> io::Result<Self> {
         assert!(alignment.is_power_of_two() && alignment >= 4096);
         let mapped = size + alignment;
         // SAFETY: a new anonymous mapping at a place the kernel chooses.
@@ -58,23 +115,12 @@ impl Memory {
         let padding = mapping.as_ptr().align_offset(alignment);
         // SAFETY: the padding is less than the alignment, by which the mapping is larger.
         let start = unsafe { mapping.add(padding) };
-        let memory = Memory {
+        Ok(Memory {
             mapping,
             mapped,
             start,
             size,
-        };
-        let (advice, wish) = match pages {
-            Pages::Small => (libc::MADV_NOHUGEPAGE, HugePages::Unwanted),
-            Pages::Huge => (libc::MADV_HUGEPAGE, HugePages::Wanted),
-        };
-        // A host without huge pages refuses the advice, and needs none. The kernel has no cheap way
-        // to ask for advice given: slat is told, as a VMM on the crates does.
-        if memory.advise(advice).is_ok() {
-            let Range { start, end } = memory.addresses();
-            mappings::advised(start as usize..end as usize, wish);
-        }
-        Ok(memory)
+        })
     }
 
     fn advise(&self, advice: libc::c_int) -> io::Result<()> {
@@ -135,7 +181,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let start = self.mapping.as_ptr() as usize;
-        // SAFETY: the mapping made in `new`; whoever borrowed from it is gone.
+        // SAFETY: the mapping made in `reserve`; whoever borrowed from it is gone.
         unsafe { libc::munmap(self.mapping.as_ptr().cast(), self.mapped) };
         // The next mapping there is another one, with advice of its own.
         mappings::changed(start..start + self.mapped);

@@ -90,10 +90,27 @@ impl<'m, A: Api> Machine<'m, A> {
     /// # Panics
     /// If `vcpus` is more than [`guest::MAX_VCPUS`].
     pub fn new(api: &A, vcpus: usize, end: u64) -> Result<Self, Failure> {
+        Self::prepared(api, vcpus, end, |_| Ok(()))
+    }
+
+    /// The same, with `prepare` done to the VM before it has memory and vCPUs.
+    ///
+    /// # Errors
+    /// Also `prepare`'s.
+    ///
+    /// # Panics
+    /// As [`Machine::new`].
+    pub fn prepared(
+        api: &A,
+        vcpus: usize,
+        end: u64,
+        prepare: impl FnOnce(&A::Vm) -> Result<(), Failure>,
+    ) -> Result<Self, Failure> {
         assert!(vcpus <= guest::MAX_VCPUS);
         let mut system = Memory::new(guest::SYSTEM_SIZE, 2 << 20, Pages::Small)?;
         guest::load(system.bytes(), end);
         let vm = api.create_vm()?;
+        prepare(&vm)?;
         let mut machine = Machine {
             vcpus: Vec::new(),
             vm,
@@ -137,6 +154,14 @@ impl<'m, A: Api> Machine<'m, A> {
     /// The VM.
     pub fn vm(&self) -> &A::Vm {
         &self.vm
+    }
+
+    /// A vCPU.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn vcpu(&self, index: usize) -> &<A::Vm as VmApi>::Vcpu {
+        &self.vcpus[index]
     }
 
     /// What slat's engine counts and lets be set; `None` on a real KVM.
