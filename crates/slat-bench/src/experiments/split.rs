@@ -25,9 +25,9 @@ pub const EXPERIMENT: Experiment = Experiment {
     explain: "\
 The dirty log knows pages of 4 KiB, so the huge leaves of a slot that is logged are split: all at once
 when logging is enabled (enable), or by the call that clears the log, where that protects pages anew
-(clear: two iterations, the guest writes to every page before each; average). split: that call with
-no page to clear, which does nothing else than split.
-4k, thp, 1g: the guest has written to all memory, which is mapped by leaves of 4 KiB, 2 MiB, 1 GiB.
+(clear: average of two, the guest writes to all pages before each). split: that call with no page.
+4k, thp, 1g: the guest has written to all memory, which is mapped by leaves of 4 KiB (it was split
+before), 2 MiB, 1 GiB.
 full-walk: looks at every entry of the range, those of tables it has just made, too. skip-last-level:
 passes over tables of 4 KiB entries, in which nothing can be split (published for arm64).
 default: passes over what holds no huge leaf at all; each table knows.
@@ -110,6 +110,11 @@ impl Subject {
         self.size / PAGE
     }
 
+    /// A bitmap that names none of them.
+    fn no_page(&self) -> Vec<u64> {
+        vec![0; self.pages().div_ceil(64) as usize]
+    }
+
     /// Leaves of 4 KiB, 2 MiB, 1 GiB, before.
     fn leaves(&self) -> [u64; 3] {
         match self.mapped {
@@ -131,17 +136,20 @@ impl Subject {
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let rounds = bench.size.pick(1, 5, 3);
-    for (mapped, state) in STATES {
-        let tiny = if mapped == Mapped::Giga {
-            GIGA
-        } else {
-            8 * MEGA
-        };
-        let size = bench.size.pick(tiny, 2 * GIGA, 64 * GIGA);
-        let subject = Subject::new(mapped, size)?;
-        // What its tables come to; resident from now on.
-        let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
-        for (call, name) in CALLS {
+    for (call, name) in CALLS {
+        for (mapped, state) in STATES {
+            let tiny = match mapped {
+                Mapped::Giga => GIGA,
+                _ => 8 * MEGA,
+            };
+            let usual = match call {
+                // Twice a fault for each page.
+                Call::Clear => GIGA,
+                _ => 8 * GIGA,
+            };
+            let subject = Subject::new(mapped, bench.size.pick(tiny, usual, 64 * GIGA))?;
+            // What its tables come to; resident from now on.
+            let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
             bench.in_turns(&case, rounds, &[FULL_WALK, SKIP, DEFAULT], |bench, walk| {
                 let mut samples = measure(&bench.slat, call, &subject, walk)?;
@@ -170,30 +178,19 @@ fn stream(words: &mut [u64]) -> Duration {
 fn measure(slat: &Slat, call: Call, subject: &Subject, walk: &str) -> Result<Vec<Sample>, Failure> {
     let mut machine = Machine::new(slat, 1, DATA + subject.size)?;
     machine.set_policy("prefetch", "off")?;
-    machine.set_policy("split_walk", walk)?;
-    if call != Call::Enable {
-        machine.vm().enable_cap(&kvm_enable_cap {
-            cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
-            args: [
-                u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET),
-                0,
-                0,
-                0,
-            ],
-            ..Default::default()
-        })?;
-    }
     machine.touch_system()?;
-    let huge = if subject.mapped == Mapped::Small {
-        "off"
-    } else {
-        "on"
-    };
-    machine.set_policy("huge_pages", huge)?;
     machine.vm().engine().platform().set_contiguous(true);
     machine.set_slot(&subject.slot(0))?;
     let before = stats(&machine);
-    write_all(&mut machine, subject)?;
+    // As far as the tables can tell, a page of each huge leaf is all of it.
+    let populate = Program::write_every(DATA, MEGA, subject.size / MEGA, 1);
+    machine.run(&[populate], &no_device)?;
+    protect_manually(&machine, true)?;
+    if subject.mapped == Mapped::Small {
+        split_and_stay(&machine, subject)?;
+    }
+    protect_manually(&machine, call != Call::Enable)?;
+    machine.set_policy("split_walk", walk)?;
     let now = stats(&machine).since(&before);
     let leaves = [now.pages_4k, now.pages_2m, now.pages_1g];
     if leaves != subject.leaves() {
@@ -207,8 +204,8 @@ fn measure(slat: &Slat, call: Call, subject: &Subject, walk: &str) -> Result<Vec
         Call::Enable => (timed(|| machine.set_slot(&log))?, 1),
         Call::Split => {
             machine.set_slot(&log)?;
-            let nothing = vec![0; subject.pages().div_ceil(64) as usize];
-            (timed(|| clear(&machine, subject, &nothing))?, 1)
+            let no_page = subject.no_page();
+            (timed(|| clear(&machine, subject, &no_page))?, 1)
         }
         Call::Clear => {
             machine.set_slot(&log)?;
@@ -236,6 +233,26 @@ fn measure(slat: &Slat, call: Call, subject: &Subject, walk: &str) -> Result<Vec
             now.split_entries_visited / u64::from(calls),
         ),
     ])
+}
+
+/// With manual protection a log begins with all pages dirty and none protected.
+fn protect_manually(machine: &Machine<'_, Slat>, manual: bool) -> Result<(), Failure> {
+    let options = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
+    let options = if manual { options } else { 0 };
+    Ok(machine.vm().enable_cap(&kvm_enable_cap {
+        cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+        args: [options.into(), 0, 0, 0],
+        ..Default::default()
+    })?)
+}
+
+/// Logs for long enough to split all of it, protects nothing, and forbids what is split to grow together
+/// again when the log ends.
+fn split_and_stay<'m>(machine: &Machine<'m, Slat>, subject: &'m Subject) -> Result<(), Failure> {
+    machine.set_slot(&subject.slot(KVM_MEM_LOG_DIRTY_PAGES))?;
+    clear(machine, subject, &subject.no_page())?;
+    machine.set_policy("huge_pages", "off")?;
+    machine.set_slot(&subject.slot(0))
 }
 
 fn stats(machine: &Machine<'_, Slat>) -> Stats {

@@ -84,6 +84,14 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
+    /// The same every rdx bytes; rcx times.
+    write_every = "slat_bench_write_every" [
+        "2:",
+        "mov [rbx], eax",
+        "add rbx, rdx",
+        "dec rcx",
+        "jnz 2b",
+    ]
     /// Calls the beginning of each page; rbx first page, rcx pages.
     call = "slat_bench_call" [
         "2:",
@@ -245,6 +253,16 @@ impl Program {
         let Program(mut registers) = Self::pages(Loop::write, first, pages);
         registers.rax = value.into();
         Program(registers)
+    }
+
+    /// Writes `value` every `stride` bytes from `first` on, `times` times.
+    pub fn write_every(first: u64, stride: u64, times: u64, value: u32) -> Self {
+        let Program(registers) = Self::pages(Loop::write_every, first, times);
+        Program(kvm_regs {
+            rax: value.into(),
+            rdx: stride,
+            ..registers
+        })
     }
 
     /// Calls the beginning of each page. Where [`COUNTED_RETURN`] stands, rsi counts the calls.
