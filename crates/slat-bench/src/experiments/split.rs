@@ -135,18 +135,20 @@ impl Subject {
 }
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
-    let rounds = bench.size.pick(1, 5, 3);
     for (call, name) in CALLS {
         for (mapped, state) in STATES {
             let tiny = match mapped {
                 Mapped::Giga => GIGA,
                 _ => 8 * MEGA,
             };
-            let usual = match call {
-                // Twice a fault for each page.
-                Call::Clear => GIGA,
-                _ => 8 * GIGA,
+            // To clear takes a fault for each page before; what is split already is no more than walked,
+            // so that its tables are to be more than a cache holds.
+            let (usual, rounds) = match (call, mapped) {
+                (Call::Clear, Mapped::Small) => (4 * GIGA, 3),
+                (Call::Clear, _) => (GIGA, 5),
+                _ => (8 * GIGA, 9),
             };
+            let rounds = bench.size.pick(1, rounds, 3);
             let subject = Subject::new(mapped, bench.size.pick(tiny, usual, 64 * GIGA))?;
             // What its tables come to; resident from now on.
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];

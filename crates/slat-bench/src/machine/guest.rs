@@ -3,7 +3,12 @@
 //! Guest-virtual is guest-physical, in guest pages of 2 MiB, so that the guest's own tables are few. A
 //! program knows only what is in its registers and ends with HLT.
 
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
+
+use super::Failure;
 
 /// A guest page, the smallest unit that a program counts in.
 pub const PAGE: u64 = 4096;
@@ -91,6 +96,42 @@ programs! {
         "add rbx, rdx",
         "dec rcx",
         "jnz 2b",
+    ]
+    /// Writes eax to r9 pages from rbx on, counts that in rsi, waits for its turn and goes on with those
+    /// from r8 on; and again, until it is told to stop. The words at r10: stop, turn ([`Turns`]).
+    turns = "slat_bench_turns" [
+        "2:",
+        "mov rdi, rbx",
+        "mov rcx, r9",
+        "3:",
+        "mov [rdi], eax",
+        "add rdi, 4096",
+        "dec rcx",
+        "jnz 3b",
+        "inc rsi",
+        "xchg rbx, r8",
+        "4:",
+        "cmp qword ptr [r10], 0",
+        "jne 5f",
+        "cmp qword ptr [r10 + 8], 0",
+        "je 4b",
+        "mov qword ptr [r10 + 8], 0",
+        "jmp 2b",
+        "5:",
+    ]
+    /// Writes eax to r9 pages from rbx on, counts that in rsi, and again, until the word at r10 says stop.
+    hammer = "slat_bench_hammer" [
+        "2:",
+        "mov rdi, rbx",
+        "mov rcx, r9",
+        "3:",
+        "mov [rdi], eax",
+        "add rdi, 4096",
+        "dec rcx",
+        "jnz 3b",
+        "inc rsi",
+        "cmp qword ptr [r10], 0",
+        "je 2b",
     ]
     /// Calls the beginning of each page; rbx first page, rcx pages.
     call = "slat_bench_call" [
@@ -219,6 +260,58 @@ fn code() -> &'static [u8] {
     unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
 }
 
+/// The host's side of [`Program::turns`] and [`Program::hammer`]: two words of guest memory.
+pub struct Turns<'m> {
+    stop: &'m AtomicU64,
+    turn: &'m AtomicU64,
+}
+
+impl<'m> Turns<'m> {
+    /// In the first words of some memory.
+    pub fn new(words: &'m [AtomicU64]) -> Self {
+        let (stop, turn) = (&words[0], &words[1]);
+        stop.store(0, SeqCst);
+        turn.store(0, SeqCst);
+        Turns { stop, turn }
+    }
+
+    /// Waits until the guest has done its part, and lets it go on with the next one.
+    ///
+    /// # Errors
+    /// If it takes the guest unbearably long: it has come to its end.
+    pub fn pass(&self) -> Result<(), Failure> {
+        self.turn.store(1, SeqCst);
+        wait_until(|| self.turn.load(SeqCst) == 0)
+    }
+
+    /// Tells the guest to halt.
+    pub fn stop(&self) {
+        self.stop.store(1, SeqCst);
+    }
+}
+
+/// Waits for something that a guest does.
+///
+/// # Errors
+/// If it does not do it.
+pub fn wait_until(done: impl Fn() -> bool) -> Result<(), Failure> {
+    const PATIENCE: Duration = Duration::from_secs(60);
+    let began = Instant::now();
+    let mut round = 0u32;
+    while !done() {
+        round += 1;
+        if round.is_multiple_of(256) {
+            std::thread::yield_now();
+            if began.elapsed() > PATIENCE {
+                return Err("the guest does not answer".into());
+            }
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+    Ok(())
+}
+
 /// What a vCPU is to run.
 #[derive(Clone, Copy, Debug)]
 pub struct Program(kvm_regs);
@@ -263,6 +356,33 @@ impl Program {
             rdx: stride,
             ..registers
         })
+    }
+
+    /// Writes `value` to `pages` pages from `first` on, then from `second`, in turns with the host
+    /// ([`Turns`] at `words`). rsi counts.
+    pub fn turns(first: u64, second: u64, pages: u64, value: u32, words: u64) -> Self {
+        let registers = kvm_regs {
+            rbx: first,
+            r8: second,
+            r9: pages,
+            rax: value.into(),
+            r10: words,
+            ..Default::default()
+        };
+        Self::new(Loop::turns, registers)
+    }
+
+    /// Writes `value` to `pages` pages from `first` on, again and again, until the word at `stop` is not
+    /// zero. rsi counts.
+    pub fn hammer(first: u64, pages: u64, value: u32, stop: u64) -> Self {
+        let registers = kvm_regs {
+            rbx: first,
+            r9: pages,
+            rax: value.into(),
+            r10: stop,
+            ..Default::default()
+        };
+        Self::new(Loop::hammer, registers)
     }
 
     /// Calls the beginning of each page. Where [`COUNTED_RETURN`] stands, rsi counts the calls.

@@ -8,6 +8,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
 use slat_host::mappings::{self, HugePages};
+use slat_kvm::notify;
 
 /// A stretch of this process's memory.
 pub struct Memory {
@@ -146,6 +147,33 @@ impl Memory {
                 Ok(())
             }
             result => result,
+        }
+    }
+
+    /// Gives the pages of a range, which is counted in bytes, back to the host: zeroes come in their
+    /// place. VMs of slat's are told, as a VMM on the crates does; a real KVM knows.
+    ///
+    /// # Errors
+    /// What madvise answers.
+    ///
+    /// # Panics
+    /// If the range reaches out of the memory.
+    pub fn discard(&self, range: Range<u64>) -> io::Result<()> {
+        assert!(range.end <= self.size as u64);
+        let addresses = self.address() + range.start..self.address() + range.end;
+        let answer = notify::around(addresses.start as usize..addresses.end as usize, || {
+            // SAFETY: inside the mapping, whose contents are shown as atomics only while it is shared.
+            unsafe {
+                libc::madvise(
+                    addresses.start as *mut libc::c_void,
+                    (range.end - range.start) as usize,
+                    libc::MADV_DONTNEED,
+                )
+            }
+        });
+        match answer {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
         }
     }
 

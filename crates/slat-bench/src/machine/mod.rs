@@ -117,7 +117,7 @@ impl<'m, A: Api> Machine<'m, A> {
             system,
             borrowed: std::marker::PhantomData,
         };
-        machine.put_slot(&Slot::whole(0, guest::SYSTEM, &machine.system))?;
+        put_slot(&machine.vm, &Slot::whole(0, guest::SYSTEM, &machine.system))?;
         for id in 0..vcpus {
             let vcpu = api.create_vcpu(&machine.vm, id as u64)?;
             vcpu.set_sregs(&guest::special_registers(vcpu.sregs()?))?;
@@ -134,21 +134,7 @@ impl<'m, A: Api> Machine<'m, A> {
     /// # Panics
     /// If the slot reaches out of its memory.
     pub fn set_slot(&self, slot: &Slot<'m>) -> Result<(), Failure> {
-        self.put_slot(slot)
-    }
-
-    fn put_slot(&self, slot: &Slot<'_>) -> Result<(), Failure> {
-        assert!(slot.offset + slot.size <= slot.memory.size() as u64);
-        let region = kvm_userspace_memory_region {
-            slot: slot.id,
-            flags: slot.flags,
-            guest_phys_addr: slot.gpa,
-            memory_size: slot.size,
-            userspace_addr: slot.memory.address() + slot.offset,
-        };
-        // SAFETY: the memory outlives the VM (the system's by the order of the fields, that of others
-        // by `'m`), and a shared `Memory` shows itself as atomics only.
-        unsafe { self.vm.set_region(region) }
+        put_slot(&self.vm, slot)
     }
 
     /// The VM.
@@ -199,11 +185,32 @@ impl<'m, A: Api> Machine<'m, A> {
     /// # Panics
     /// If there are more programs than vCPUs, or `device` panics.
     pub fn run(&mut self, programs: &[Program], device: &Device<'_>) -> Result<Ran, Failure> {
+        Ok(self.run_beside(programs, device, |_| Ok(()))?.0)
+    }
+
+    /// The same, and does `host` meanwhile, which may change slots. A program that does not halt by
+    /// itself is told to by `host`, whatever comes of it.
+    ///
+    /// # Errors
+    /// Also `host`'s.
+    ///
+    /// # Panics
+    /// As [`Machine::run`].
+    pub fn run_beside<R>(
+        &mut self,
+        programs: &[Program],
+        device: &Device<'_>,
+        host: impl FnOnce(&Slots<'_, 'm, A>) -> Result<R, Failure>,
+    ) -> Result<(Ran, R), Failure> {
         assert!(programs.len() <= self.vcpus.len());
         let start = Barrier::new(programs.len());
-        let ended = thread::scope(|scope| {
-            let threads: Vec<_> = self
-                .vcpus
+        let Machine { vcpus, vm, .. } = self;
+        let slots = Slots {
+            vm: &*vm,
+            borrowed: std::marker::PhantomData,
+        };
+        let (ended, result) = thread::scope(|scope| {
+            let threads: Vec<_> = vcpus
                 .iter_mut()
                 .zip(programs)
                 .enumerate()
@@ -212,20 +219,55 @@ impl<'m, A: Api> Machine<'m, A> {
                     scope.spawn(move || run_vcpu(vcpu, index, program, start, device))
                 })
                 .collect();
-            threads
+            let result = host(&slots);
+            let ended = threads
                 .into_iter()
                 .map(|thread| thread.join().expect("a vCPU's thread does not panic"))
-                .collect::<Result<Vec<_>, _>>()
-        })?;
+                .collect::<Result<Vec<_>, _>>();
+            (ended, result)
+        });
+        let (ended, result) = (ended?, result?);
         let began = ended.iter().map(|vcpu| vcpu.began).min();
         let halted = ended.iter().map(|vcpu| vcpu.halted).max();
-        Ok(Ran {
+        let ran = Ran {
             wall: halted
                 .zip(began)
                 .map_or(Duration::ZERO, |(halted, began)| halted - began),
             cpu: ended.iter().map(|vcpu| vcpu.cpu).sum(),
             registers: ended.into_iter().map(|vcpu| vcpu.registers).collect(),
-        })
+        };
+        Ok((ran, result))
+    }
+}
+
+fn put_slot(vm: &impl VmApi, slot: &Slot<'_>) -> Result<(), Failure> {
+    assert!(slot.offset + slot.size <= slot.memory.size() as u64);
+    let region = kvm_userspace_memory_region {
+        slot: slot.id,
+        flags: slot.flags,
+        guest_phys_addr: slot.gpa,
+        memory_size: slot.size,
+        userspace_addr: slot.memory.address() + slot.offset,
+    };
+    // SAFETY: the memory outlives the VM (the system's by the order of a machine's fields, that of
+    // others by its `'m`), and a shared `Memory` shows itself as atomics only.
+    unsafe { vm.set_region(region) }
+}
+
+/// The slots of a machine that runs.
+pub struct Slots<'a, 'm, A: Api> {
+    vm: &'a A::Vm,
+    /// As the machine's: invariant.
+    borrowed: std::marker::PhantomData<std::cell::Cell<&'m Memory>>,
+}
+
+impl<'m, A: Api> Slots<'_, 'm, A> {
+    /// As [`Machine::set_slot`].
+    ///
+    /// # Errors
+    /// KVM's.
+    pub fn set_slot(&self, slot: &Slot<'m>) -> Result<(), Failure> {
+        put_slot(self.vm, slot)
     }
 }
 
