@@ -124,7 +124,7 @@ struct Near<'a> {
 impl<'a> Near<'a> {
     /// An entry of a slot that has gone, or come again smaller, is nobody's.
     fn new(slot: Option<&'a Memslot>, offset: u64) -> Option<Self> {
-        slot.filter(|slot| offset < slot.pages).map(|slot| Near {
+        slot.filter(|slot| offset < slot.pages()).map(|slot| Near {
             slot,
             first: offset,
             mask: 1,
@@ -134,7 +134,7 @@ impl<'a> Near<'a> {
     /// Takes one more, if it is near.
     fn take(&mut self, id: u32, offset: u64) -> bool {
         let distance = offset.wrapping_sub(self.first);
-        let near = id == self.slot.id && distance < 64 && offset < self.slot.pages;
+        let near = id == self.slot.id() && distance < 64 && offset < self.slot.pages();
         if near {
             self.mask |= 1 << distance;
         }
@@ -179,7 +179,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 if near.as_mut().is_some_and(|near| near.take(id, offset)) {
                     continue;
                 }
-                let slot = change.by_id(id);
+                let slot = change.by_id(id).map(|slot| &**slot);
                 if let Some(before) = replace(&mut near, Near::new(slot, offset)) {
                     op.protect_pages(before.slot, before.first, before.mask);
                 }

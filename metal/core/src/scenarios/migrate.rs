@@ -1,0 +1,95 @@
+//! Dirty logs of a guest that keeps writing, as a migration takes them: what a log names is copied
+//! after it was taken, and when the guest has stopped and the last log is done, the copy must be the
+//! memory. A write that went unnoticed, through a TLB or past a dirty bit, would be missing in it.
+
+use alloc::format;
+use alloc::string::{String, ToString};
+use alloc::vec;
+use core::sync::atomic::Ordering::SeqCst;
+
+use slat::{Level, SlotFlags};
+
+use super::Verdict;
+use crate::bench::{Bench, DATA_SLOT, MIB, TestVm, fell, holds, pages, read_word, same};
+use crate::guest::Beside;
+use crate::{Cpu, Machine, Op};
+
+const HUGE: u64 = 4;
+const PAGES: u64 = HUGE * 512;
+/// Pages whose log is cleared at a time.
+const CHUNK: u64 = 512;
+const ROUNDS: u64 = 20;
+
+/// Copies the first word, the one that the guest writes, of each page that the log names. Returns how
+/// many.
+fn copy<M: Machine>(
+    bench: &Bench<'_, M>,
+    vm: &TestVm<M>,
+    copies: &mut [u32],
+) -> Result<u64, String> {
+    let log = vm.log()?;
+    let mut copied = 0;
+    for first in (0..PAGES).step_by(CHUNK as usize) {
+        let part = &log[first as usize / 64..(first + CHUNK) as usize / 64];
+        vm.vm
+            .clear_dirty_log(0, DATA_SLOT, first, CHUNK, part)
+            .map_err(|error| error.to_string())?;
+        for page in first..first + CHUNK {
+            if log[page as usize / 64] >> (page % 64) & 1 != 0 {
+                copies[page as usize] = read_word(bench.page(page));
+                copied += 1;
+            }
+        }
+    }
+    Ok(copied)
+}
+
+fn migrate<M: Machine>(bench: &mut Bench<'_, M>, means: &str) -> Verdict {
+    let mut vm = bench.vm(Level::MEGA, &[("prefetch", "off"), ("dirty_log", means)])?;
+    vm.vm.set_manual_dirty_log(true, true);
+    vm.set(&bench.data_slot(HUGE * 2 * MIB, SlotFlags::default()))?;
+    bench.write(&mut vm, pages(Op::Write, 0, PAGES))?;
+    vm.counted(&[("pages_2m", HUGE), ("splits", 0)])?;
+
+    let running = Beside::start(vm.second_guest()?, pages(Op::Write, 0, PAGES));
+    running.pass();
+    vm.set(&bench.data_slot(HUGE * 2 * MIB, SlotFlags::LOG_DIRTY_PAGES))?;
+    let mut copies = vec![0; PAGES as usize];
+    let mut copied = 0;
+    for _ in 0..ROUNDS {
+        copied += copy(bench, &vm, &mut copies)?;
+        running.pass();
+    }
+    let kicks = running.seen.kicks.load(SeqCst);
+    drop(running.stop()?);
+    copied += copy(bench, &vm, &mut copies)?;
+    for (page, copy) in copies.iter().enumerate() {
+        same(
+            "word in the copy",
+            *copy,
+            read_word(bench.page(page as u64)),
+        )
+        .map_err(|error| format!("{error}, page {page}: a write went unnoticed"))?;
+    }
+    vm.counted(&[("splits", HUGE), ("pages_2m", fell(HUGE))])?;
+    holds(
+        "the guest wrote, and nothing but the first log was copied",
+        copied > PAGES,
+    )?;
+    vm.end(&bench.host)?;
+    Ok(format!(
+        "{copied} pages copied in {} rounds, {kicks} kicks",
+        ROUNDS + 1
+    ))
+}
+
+pub(super) fn by_write_protection<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    migrate(bench, "write-protect")
+}
+
+pub(super) fn by_dirty_bit<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    if !bench.cpu.sets_dirty() {
+        return Ok("this CPU sets no dirty bits: nothing to see".into());
+    }
+    migrate(bench, "dirty-bit")
+}
