@@ -407,7 +407,7 @@ fn check(set: &Set, region: &Region, old: Option<&Slot>) -> Result<Option<Slot>,
     if region.flags.0 & !known != 0 {
         return Err(RegionError::BadFlags(region.flags.0));
     }
-    if (region.size | region.gpa.0 | region.backing.0) % PAGE_SIZE != 0 {
+    if !(region.size | region.gpa.0 | region.backing.0).is_multiple_of(PAGE_SIZE) {
         return Err(RegionError::Misaligned(*region));
     }
     if region.slot >= MAX_SLOTS {
