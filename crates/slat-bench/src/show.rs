@@ -349,7 +349,7 @@ mod tests {
         };
         let text = table(&experiment, &report(), 100);
         for part in [
-            "off", "512", "window-8", "64", "-87.5 %", "-84.6 %", "kvm", "70", "MISSED",
+            "off", "512", "window-8", "64", "-87.5 %", "-84.6 %", "kvm", "70", "\u{2717}",
         ] {
             assert!(text.contains(part), "{part} is missing in\n{text}");
         }
