@@ -26,10 +26,10 @@ pub const EXPERIMENT: Experiment = Experiment {
     name: NAME,
     title: "the dirty log: a bitmap for each slot, or a ring for each vCPU",
     explain: "\
-A guest writes to every page of a slot that is logged, as in a migration's last rounds. All times are
-for a page, and processor time.
-get: the client learns which pages were written. slat: KVM_GET_DIRTY_LOG, and the numbers of the bits
-that are set. ring: it takes the entries out of the vCPU's ring.
+A guest writes to every page of a slot that is logged, as in a migration's last rounds. All times
+are for a page, and processor time.
+get: the client learns which pages were written. slat: KVM_GET_DIRTY_LOG, and the numbers of the
+bits that are set. ring: it takes the entries out of the vCPU's ring.
 clear: the next write to each page is to be noted again. slat: KVM_CLEAR_DIRTY_LOG of what it got
 (manual protection). ring: KVM_RESET_DIRTY_RINGS.
 redirty: the guest writes to every page again; each write is a fault that notes the page. The

@@ -28,12 +28,12 @@ pub const EXPERIMENT: Experiment = Experiment {
     explain: "\
 The cases of memslot_perf_test. map: a guest writes to half of 32 MiB while the host takes the other
 half from it (madvise), then the other way round. unmap, unmap-2m: the host takes 128 MiB away, page
-by page or 2 MiB at a time. move-active, move-inactive: a slot moves and comes back, with pages in use
-or none. rw: 512 MiB are written to, twice. setup: all slots are created.
+by page or 2 MiB at a time. move-active, move-inactive: a slot moves and comes back, with pages in
+use or none. rw: 512 MiB are written to, twice. setup: all slots are created.
 seconds_per_op: time inside the memory system, without the host's own madvise, refault and zeroing.
 array: slots of 32 bytes sorted by gfn, copied on every change, scanned from end to end for an hva;
-tables, flushes and faults are slat's own code. tables: that code alone, the least there can be; where
-slat misses a mark and is near tables, slots do not matter; where it is far, its change of slots does.
+tables, flushes and faults are slat's own code. tables: that code alone, the least there can be.
+Where slat is near it, slots do not matter; where it is far and misses a mark, changing slots does.
 wall_seconds_per_op: a KVM program with a running guest, on slat and on a real KVM: what the program
 waits for. In it are madvise and, but for moves and setup, what the guest does.",
     run,
