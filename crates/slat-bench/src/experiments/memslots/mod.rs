@@ -14,7 +14,7 @@ use crate::Experiment;
 use crate::machine::guest::PAGE;
 use crate::machine::{Api, Failure, Memory, Pages, RealKvm};
 use crate::published;
-use crate::report::{Report, Sample};
+use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
 use crate::show::Line;
 use inside::{Array, Inside, Slat, Tables};
@@ -167,7 +167,7 @@ fn program(
             }
             _ => program::measure(&bench.slat, case, layout, memory, budget)?,
         };
-        Ok(vec![Sample::seconds(WALL, time)])
+        Ok(vec![Sample::new(WALL, Unit::Seconds, time)])
     })
 }
 
