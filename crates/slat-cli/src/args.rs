@@ -1,7 +1,9 @@
 //! The command line. Only what works is accepted; what is planned is named in the refusal.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
+use clap::builder::PossibleValuesParser;
 use clap::{Args as ClapArgs, Parser, Subcommand};
 use slat::{Policy, PolicyError};
 use slat_kvm::policy::FORMATS;
@@ -20,6 +22,8 @@ pub struct Args {
 pub enum Command {
     /// Run a KVM program on slat; without PROGRAM, a small built-in one that shows what happens
     Run(Run),
+    /// Measure what each mechanism of the memory system is worth, beside the published numbers
+    Bench(Bench),
     /// Show what slat supports, and what this host allows
     Info,
 }
@@ -50,6 +54,34 @@ pub struct Run {
         allow_hyphen_values = true
     )]
     pub program: Vec<OsString>,
+}
+
+/// `slat bench`.
+#[derive(ClapArgs)]
+pub struct Bench {
+    /// What to measure
+    #[arg(value_name = "EXPERIMENT", default_value = ALL, value_parser = experiments())]
+    pub experiment: String,
+
+    /// Use the published sizes (up to 20 GiB of memory, minutes)
+    #[arg(long)]
+    pub full: bool,
+
+    /// Also write the measurements as JSON; without FILE, to standard output
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+
+    /// Say what is measured and why, and measure nothing
+    #[arg(long, conflicts_with_all = ["full", "json"])]
+    pub explain: bool,
+}
+
+/// All experiments.
+pub const ALL: &str = "all";
+
+fn experiments() -> PossibleValuesParser {
+    let names = slat_bench::EXPERIMENTS.iter().map(|known| known.name);
+    PossibleValuesParser::new(names.chain([ALL]))
 }
 
 fn mmu(mode: &str) -> Result<String, String> {
@@ -118,6 +150,33 @@ mod tests {
         };
         assert_eq!(run.set, ["mmio_caching=N", "huge_pages=1"]);
         assert!(parse(&["run", "--set", "mmio_caching=maybe"]).is_err());
+    }
+
+    fn bench(words: &[&str]) -> Bench {
+        match parse(&[&["bench"], words].concat()).unwrap().command {
+            Command::Bench(bench) => bench,
+            _ => panic!("not bench"),
+        }
+    }
+
+    #[test]
+    fn bench_measures_everything_unless_told_what() {
+        assert_eq!(bench(&[]).experiment, ALL);
+        for experiment in slat_bench::EXPERIMENTS {
+            assert_eq!(bench(&[experiment.name]).experiment, experiment.name);
+        }
+        assert!(parse(&["bench", "nothing"]).is_err());
+        assert!(parse(&["bench", "--explain", "--full"]).is_err());
+    }
+
+    #[test]
+    fn json_goes_to_a_file_or_to_standard_output() {
+        assert_eq!(bench(&["cpu"]).json, None);
+        assert_eq!(bench(&["cpu", "--json"]).json, Some("-".into()));
+        assert_eq!(
+            bench(&["cpu", "--json", "a.json"]).json,
+            Some("a.json".into())
+        );
     }
 
     #[test]

@@ -3,6 +3,8 @@
 #[cfg(target_arch = "x86_64")]
 mod args;
 #[cfg(target_arch = "x86_64")]
+mod bench;
+#[cfg(target_arch = "x86_64")]
 mod demo;
 #[cfg(target_arch = "x86_64")]
 mod info;
@@ -19,6 +21,7 @@ fn main() -> std::process::ExitCode {
 
     match args::Args::parse().command {
         args::Command::Run(options) => run::run(&options),
+        args::Command::Bench(options) => bench::run(&options),
         args::Command::Info => info::print(),
     }
 }

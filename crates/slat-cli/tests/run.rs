@@ -251,3 +251,15 @@ fn info_tells_what_is_there() {
         assert!(text(&output.stdout).contains(word), "no '{word}'");
     }
 }
+
+#[test]
+fn bench_explains_itself_without_measuring() {
+    let scratch = Scratch::new("explain");
+    let output = scratch.slat(&["bench", "mmio", "--explain"]);
+    assert!(output.status.success());
+    assert!(text(&output.stdout).contains("doorbell"));
+    let all = scratch.slat(&["bench", "--explain"]);
+    for experiment in slat_bench::EXPERIMENTS {
+        assert!(text(&all.stdout).contains(experiment.explain));
+    }
+}

@@ -144,12 +144,16 @@ macro_rules! delegate {
 
 delegate! {
     EngineVm {
+        /// See [`slat::Vm::platform`].
+        fn platform() -> &Arc<HostPlatform>;
         /// See [`slat::Vm::policy`].
         fn policy() -> &Policy;
         /// See [`slat::Vm::set_policy`].
         fn set_policy(name: &str, value: &str) -> Result<(), slat::PolicyError>;
         /// See [`slat::Vm::stats`].
         fn stats() -> Stats;
+        /// See [`slat::Vm::age`].
+        fn age(range: Range<Hva>, clear: bool) -> u64;
         /// See [`slat::Vm::audit`].
         fn audit() -> Result<(), slat::AuditError>;
         /// See [`slat::Vm::set_memory_region`].
@@ -177,6 +181,8 @@ delegate! {
         fn attention() -> &Shared<Attention>;
         /// See [`slat::Vcpu::stats`].
         fn stats() -> Stats;
+        /// See [`slat::Vcpu::count_guest_pte_read`].
+        fn count_guest_pte_read();
         /// See [`slat::Vcpu::watch_stats`].
         fn watch_stats() -> VcpuStats;
     }

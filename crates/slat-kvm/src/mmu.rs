@@ -246,6 +246,7 @@ impl GuestTables for VcpuMachine {
 
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Unreachable> {
         let page = self.page(gpa.0, slat::Access::Read)?;
+        self.engine.count_guest_pte_read();
         // SAFETY: inside a translated page of guest memory; aligned, as the walk promises; guarded.
         let value = unsafe {
             let entry = page.host.as_ptr().add((gpa.0 % PAGE) as usize);

@@ -4,7 +4,9 @@
 //! memory, so stores by anyone are seen; a store of this CPU to the page of the running block ends it
 //! (`Cpu::wrote`). The host page behind a block is looked up again when the TLB was flushed since.
 //!
-//! Blocks never move and are freed only all at once, between blocks.
+//! Blocks never move and are freed only all at once, between blocks. Code that runs for the first time is
+//! decoded into a block that the next such code reuses: much of what is executed once is not executed
+//! again, and keeping it costs more than decoding it.
 
 use crate::machine::{Access, Fault};
 use crate::op::{Break, Op};
@@ -23,6 +25,8 @@ const MAX_BYTES: usize = 200;
 const FRONT: usize = 4096;
 /// Blocks before all are thrown away.
 const LIMIT: usize = 32768;
+/// Bits of [`Seen`].
+const SEEN: usize = 1 << 17;
 
 /// One comparison of a block's bytes with memory.
 struct Check {
@@ -32,9 +36,10 @@ struct Check {
     mask: u64,
 }
 
-/// The comparisons for the `len` first bytes of `bytes`, which stand at `at` in their page.
-fn checks(bytes: &[u8], at: usize) -> Vec<Check> {
+/// Puts the comparisons for `bytes`, which stand at `at` in their page, in the place of what `checks` holds.
+fn put_checks(checks: &mut Vec<Check>, bytes: &[u8], at: usize) {
     let len = bytes.len();
+    checks.clear();
     if len >= 8 {
         // The last one overlaps the one before.
         let starts = (0..len - 8).step_by(8).chain([len - 8]);
@@ -47,27 +52,28 @@ fn checks(bytes: &[u8], at: usize) -> Vec<Check> {
                 mask: u64::MAX,
             }
         };
-        return starts.map(word).collect();
+        checks.extend(starts.map(word));
+        return;
     }
     let mut word = [0; 8];
     word[..len].copy_from_slice(bytes);
     let word = u64::from_le_bytes(word);
     let mask = (1 << (8 * len)) - 1;
-    if at + 8 <= 0x1000 {
-        vec![Check {
+    checks.push(if at + 8 <= 0x1000 {
+        Check {
             offset: 0,
             expected: word,
             mask,
-        }]
+        }
     } else {
         // At the end of the page: with the bytes before it.
         let shift = 64 - 8 * len;
-        vec![Check {
+        Check {
             offset: len as i64 - 8,
             expected: word << shift,
             mask: mask << shift,
-        }]
-    }
+        }
+    });
 }
 
 /// A decoded basic block.
@@ -136,11 +142,40 @@ impl Block {
     }
 }
 
+/// Where code has run lately: a bit for each of a few addresses. One that is set for another address
+/// makes a block be kept that need not be; so no two addresses keep each other from being kept.
+#[derive(Default)]
+struct Seen {
+    bits: Vec<u64>,
+    set: usize,
+}
+
+impl Seen {
+    /// Whether `lin` was here before; from now on it was.
+    fn note(&mut self, lin: u64) -> bool {
+        if self.set >= SEEN / 4 {
+            self.bits.clear();
+            self.set = 0;
+        }
+        self.bits.resize(SEEN / 64, 0);
+        // Neighbouring code, and code at one place of neighbouring pages, goes to different bits.
+        let bit = lin.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SEEN.ilog2());
+        let word = &mut self.bits[bit as usize / 64];
+        let seen = *word >> (bit % 64) & 1 != 0;
+        *word |= 1 << (bit % 64);
+        self.set += usize::from(!seen);
+        seen
+    }
+}
+
 /// All blocks of a CPU.
 #[derive(Default)]
 pub(crate) struct Blocks {
     front: Vec<Option<NonNull<Block>>>,
     all: HashMap<(u64, u64, u8), NonNull<Block>>,
+    seen: Seen,
+    /// The block that is not kept.
+    once: Option<Box<Block>>,
     /// The block of a single-stepped instruction, kept apart.
     single: Option<Box<Block>>,
 }
@@ -211,6 +246,9 @@ impl Cpu {
         }
         let mode = self.mode;
         self.check_code_limit(rip)?;
+        if !self.blocks.seen.note(lin) {
+            return self.block_for_once(lin, rip);
+        }
         let found = *self.blocks.all.entry((lin, rip, mode)).or_insert_with(|| {
             let block = Box::new(Block::new(lin, rip, mode));
             // SAFETY: a box is never null.
@@ -221,6 +259,20 @@ impl Cpu {
         let block = unsafe { &mut *found.as_ptr() };
         self.verify_or_decode(block, MAX_OPS)?;
         Ok(found)
+    }
+
+    /// The block at RIP, where nothing has run lately.
+    fn block_for_once(&mut self, lin: u64, rip: u64) -> Result<NonNull<Block>, Break> {
+        let mut block = match self.blocks.once.take() {
+            Some(block) => block,
+            None => Box::new(Block::new(lin, rip, self.mode)),
+        };
+        (block.lin, block.rip, block.mode) = (lin, rip, self.mode);
+        block.ops.clear();
+        block.host2 = ptr::null_mut();
+        let decoded = self.verify_or_decode(&mut block, MAX_OPS);
+        let found = NonNull::from(&mut **self.blocks.once.insert(block));
+        decoded.map(|()| found)
     }
 
     /// The one instruction at RIP as a block of its own.
@@ -296,7 +348,8 @@ impl Cpu {
             self.code_gone(block.lin, block.host)?;
             return Ok(false);
         }
-        let mut ops = Vec::with_capacity(8);
+        let mut ops = std::mem::take(&mut block.ops);
+        ops.clear();
         let mut used = self.decode_ops(block, &buffer[..len], max_ops, &mut ops);
         block.host2 = ptr::null_mut();
         if ops.is_empty() && in_page < 15 {
@@ -326,7 +379,8 @@ impl Cpu {
         block.count = ops.iter().map(|op| u64::from(op.count)).sum();
         block.bytes.clear();
         block.bytes.extend_from_slice(&buffer[..used]);
-        block.checks = checks(&buffer[..block.split], (block.lin & 0xfff) as usize);
+        let at = (block.lin & 0xfff) as usize;
+        put_checks(&mut block.checks, &buffer[..block.split], at);
         block.ops = ops;
         Ok(true)
     }
@@ -405,5 +459,24 @@ impl Cpu {
     fn code_gone(&mut self, lin: u64, host: *mut u8) -> Result<(), Break> {
         self.generation += 1;
         self.gone(lin, host, Access::Execute)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_is_seen_from_its_second_run_on_until_much_other_code_has_run() {
+        let mut seen = Seen::default();
+        assert!(!seen.note(0x1000));
+        assert!(seen.note(0x1000) && seen.note(0x1000));
+        let new = (1..SEEN as u64 / 8).filter(|page| !seen.note(0x1000 + (page << 12)));
+        assert!(new.count() > SEEN / 10, "addresses are told apart");
+        assert!(seen.note(0x1000));
+        for page in SEEN as u64 / 8..SEEN as u64 {
+            seen.note(0x1000 + (page << 12));
+        }
+        assert!(seen.set <= SEEN / 4);
     }
 }

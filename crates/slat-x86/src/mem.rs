@@ -262,16 +262,7 @@ impl Cpu {
     pub(crate) fn load_bytes(&mut self, lin: u64, buffer: &mut [u8]) -> Result<(), Break> {
         loop {
             let places = self.places(lin, buffer.len(), Access::Read)?;
-            let (head, tail) = buffer.split_at_mut(places.split);
-            let ok = self.read_at(lin, places.first, head)?
-                && match places.second {
-                    Some(second) => {
-                        let lin = lin.wrapping_add(places.split as u64);
-                        self.read_at(lin, second, tail)?
-                    }
-                    None => true,
-                };
-            if ok {
+            if self.read_places(lin, &places, buffer)? {
                 return Ok(());
             }
         }
@@ -281,16 +272,7 @@ impl Cpu {
     pub(crate) fn store_bytes(&mut self, lin: u64, bytes: &[u8]) -> Result<(), Break> {
         loop {
             let places = self.places(lin, bytes.len(), Access::Write)?;
-            let (head, tail) = bytes.split_at(places.split);
-            let ok = self.write_at(lin, places.first, head)?
-                && match places.second {
-                    Some(second) => {
-                        let lin = lin.wrapping_add(places.split as u64);
-                        self.write_at(lin, second, tail)?
-                    }
-                    None => true,
-                };
-            if ok {
+            if self.write_places(lin, &places, bytes)? {
                 return Ok(());
             }
         }
@@ -317,9 +299,10 @@ impl Cpu {
                 continue;
             }
             let mut bytes = [0; 16];
-            self.load_bytes(lin, &mut bytes[..size])?;
-            // SAFETY: `bytes` holds at least the 16 bytes of the largest word, and words have no invalid values.
-            return Ok(unsafe { bytes.as_ptr().cast::<T>().read_unaligned() });
+            if self.read_places(lin, &places, &mut bytes[..size])? {
+                // SAFETY: `bytes` holds at least the 16 bytes of the largest word, and words have no invalid values.
+                return Ok(unsafe { bytes.as_ptr().cast::<T>().read_unaligned() });
+            }
         }
     }
 
@@ -346,7 +329,9 @@ impl Cpu {
             let mut bytes = [0; 16];
             // SAFETY: as in `load_slow`.
             unsafe { bytes.as_mut_ptr().cast::<T>().write_unaligned(v) };
-            return self.store_bytes(lin, &bytes[..size]);
+            if self.write_places(lin, &places, &bytes[..size])? {
+                return Ok(());
+            }
         }
     }
 
@@ -426,6 +411,30 @@ impl Cpu {
             Ok(()) => Ok(()),
             Err(fault) => Err(self.fault(lin, fault)),
         }
+    }
+
+    /// Reads what was translated; false if the host page of a part was gone: translate again.
+    fn read_places(&mut self, lin: u64, places: &Places, buffer: &mut [u8]) -> Result<bool, Break> {
+        let (head, tail) = buffer.split_at_mut(places.split);
+        Ok(self.read_at(lin, places.first, head)?
+            && match places.second {
+                Some(second) => {
+                    self.read_at(lin.wrapping_add(places.split as u64), second, tail)?
+                }
+                None => true,
+            })
+    }
+
+    /// Writes to what was translated; false as in [`Self::read_places`].
+    fn write_places(&mut self, lin: u64, places: &Places, bytes: &[u8]) -> Result<bool, Break> {
+        let (head, tail) = bytes.split_at(places.split);
+        Ok(self.write_at(lin, places.first, head)?
+            && match places.second {
+                Some(second) => {
+                    self.write_at(lin.wrapping_add(places.split as u64), second, tail)?
+                }
+                None => true,
+            })
     }
 
     fn read_at(&mut self, lin: u64, place: Place, buffer: &mut [u8]) -> Result<bool, Break> {

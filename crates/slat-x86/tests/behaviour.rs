@@ -75,35 +75,47 @@ fn code_that_overwrites_the_next_instruction_executes_the_new_one() {
 
 #[test]
 fn code_in_another_block_that_was_overwritten_is_executed_anew() {
-    // l: call f; mov byte [f+1],2; dec ecx; jnz l; hlt; f: mov al,1; add bl,al; ret
+    // l: call f; inc byte [f+1]; nop; dec ecx; jnz l; hlt; f: mov al,1; add bl,al; ret
     let code =
-        b"\xe8\x0c\x00\x00\x00\xc6\x05\x06\x00\x00\x00\x02\xff\xc9\x75\xf0\xf4\xb0\x01\x00\xc3\xc3";
+        b"\xe8\x0c\x00\x00\x00\xfe\x05\x07\x00\x00\x00\x90\xff\xc9\x75\xf0\xf4\xb0\x01\x00\xc3\xc3";
     let mut guest = Guest::new(code);
-    guest.cpu.state.gpr[RCX] = 3;
+    guest.cpu.state.gpr[RCX] = 5;
     guest.halt();
-    assert_eq!(guest.cpu.state.gpr[RBX] & 0xff, 1 + 2 + 2);
+    assert_eq!(guest.cpu.state.gpr[RBX] & 0xff, 1 + 2 + 3 + 4 + 5);
 }
+
+/// A block is decoded for one execution, then for good, then verified; what is overwritten after any of
+/// them must be seen.
+const EARLIER_RUNS: std::ops::Range<usize> = 1..5;
 
 #[test]
 fn code_that_the_host_overwrote_is_executed_anew() {
-    let mut guest = Guest::new(b"\xb0\x01\xf4");
-    guest.halt();
-    guest.memory().write(CODE + 1, &[9]);
-    guest.cpu.state.rip = CODE;
-    guest.halt();
-    assert_eq!(guest.cpu.state.gpr[RAX] & 0xff, 9);
+    for runs in EARLIER_RUNS {
+        let mut guest = Guest::new(b"\xb0\x01\xf4");
+        for value in std::iter::repeat_n(1, runs).chain([9]) {
+            guest.memory().write(CODE + 1, &[value]);
+            guest.cpu.state.rip = CODE;
+            guest.halt();
+            assert_eq!(guest.cpu.state.gpr[RAX] as u8, value, "after {runs} runs");
+        }
+    }
 }
 
 #[test]
 fn bytes_that_were_no_instruction_become_one() {
     // An invalid instruction whose first bytes stay: lock nop -> lock inc; ud2 before other bytes -> the prefix.
-    let mut guest = Guest::new(b"\xf0\x90\x06\xf4");
-    guest.halt_in_handler(vector::UD);
-    guest.memory().write(CODE, b"\xf0\xff\x06\xf4");
-    guest.cpu.state.rip = CODE;
-    guest.cpu.state.gpr[RSI] = DATA;
-    guest.halt();
-    assert_eq!(guest.memory().read64(DATA), 1);
+    for runs in EARLIER_RUNS {
+        let mut guest = Guest::new(b"\xf0\x90\x06\xf4");
+        for _ in 0..runs {
+            guest.cpu.state.rip = CODE;
+            guest.halt_in_handler(vector::UD);
+        }
+        guest.memory().write(CODE, b"\xf0\xff\x06\xf4");
+        guest.cpu.state.rip = CODE;
+        guest.cpu.state.gpr[RSI] = DATA;
+        guest.halt();
+        assert_eq!(guest.memory().read64(DATA), 1, "after {runs} runs");
+    }
 
     let mut guest = Guest::new(b"\x0f\x0bkvX\xf4");
     guest.halt_in_handler(vector::UD);
@@ -120,7 +132,8 @@ fn an_instruction_across_two_pages_runs_and_its_second_page_is_watched() {
     // mov eax,imm32; hlt
     memory.write(start, b"\xb8\x01\x02\x03\x04\xf4");
     let mut guest = Guest::with_memory(memory, b"");
-    for expected in [0x0403_0201, 0x0403_7701] {
+    let values = [0x0403_0201, 0x0403_7701].into_iter();
+    for expected in values.flat_map(|value| EARLIER_RUNS.map(move |_| value)) {
         guest.memory().write(start + 1, &[1, (expected >> 8) as u8]);
         guest.cpu.state.rip = start;
         guest.halt();

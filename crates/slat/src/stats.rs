@@ -67,6 +67,8 @@ counters! {
     slot_lookups,
     /// Look-ups answered by a slot that the vCPU used lately, with no search.
     slot_lookups_saved,
+    /// Entries of the guest's own page tables that were read to translate an address.
+    guest_pte_reads,
     /// 4 KiB leaves (a gauge: now present).
     pages_4k,
     /// 2 MiB leaves (a gauge).
@@ -87,7 +89,7 @@ counters! {
     remote_tlb_flush,
     /// Flush requests, of which several may share one flush.
     remote_tlb_flush_requests,
-    /// Begins and ends of invalidations of backing ranges that some memslot uses.
+    /// Invalidations of backing ranges that some memslot uses.
     invalidations,
     /// Memslots created, deleted, moved, or given other flags.
     slot_changes,

@@ -216,6 +216,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.reader().attention()
     }
 
+    /// Counts an entry of the guest's own tables that was read for this CPU
+    /// ([`crate::guest_walk::GuestTables::read`]).
+    #[inline]
+    pub fn count_guest_pte_read(&self) {
+        self.counters().guest_pte_reads.add(1);
+    }
+
     /// What this CPU has counted.
     pub fn stats(&self) -> Stats {
         self.counters().snapshot().since(&self.counted_before)

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use slat::{
     Access::{self, *},
-    Attention, Config, Ept, Gpa, Hva, Level, Region, RegionError, SlotFlags, Stop, Translation,
-    Vcpu, Vm,
+    Attention, Config, Ept, Gfn, Gpa, Hva, Level, Region, RegionError, SlotFlags, Stop,
+    Translation, Vcpu, Vm,
 };
 use slat_model::{Event, HostChange, HostMemory, RingClient, SimPlatform};
 
@@ -212,6 +212,31 @@ fn several_gfns_of_one_hva_are_all_zapped() {
         assert_eq!((again.host, again.level), (now, Level::PAGE));
     }
     vm.audit().unwrap();
+}
+
+#[test]
+fn zapped_pages_fault_again_and_others_stay() {
+    let (platform, vm) = vm(3 * MIB2, REMAP_4K);
+    vm.policy().set("prefetch", "off").unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    set(&vm, 0, 0..MIB2, 0, NONE);
+    set(&vm, 1, MIB2..3 * MIB2, MIB2, NONE);
+    let pages = [0, MIB2 - 1, MIB2, 2 * MIB2, 3 * MIB2 - 1];
+    for page in pages {
+        touch(&mut vcpu, page, Write).unwrap();
+    }
+    vm.zap(0, Gfn(MIB2 - 1)..Gfn(2 * MIB2));
+    assert_eq!(vm.stats().pages_4k, 3);
+    vm.audit().unwrap();
+    let before = vm.stats().pf_fixed;
+    for page in pages {
+        touch(&mut vcpu, page, Write).unwrap();
+    }
+    assert_eq!(vm.stats().pf_fixed - before, 2);
+    vm.zap(1, Gfn(0)..Gfn(MIB2));
+    vm.zap(0, Gfn(0)..Gfn(u64::MAX));
+    assert_eq!(vm.stats().pages_4k, 0);
+    platform.check();
 }
 
 #[test]

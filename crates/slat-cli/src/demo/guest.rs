@@ -6,7 +6,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
+use kvm_bindings::{kvm_regs, kvm_sregs};
+use slat_bench::machine::guest::{identity_map, long_mode};
 
 /// The guest says on this port that a phase has ended, or with [`WRONG`] that memory lied.
 pub const PORT: u16 = 0x51;
@@ -133,21 +134,7 @@ fn program() -> &'static [u8] {
 
 /// Writes page tables and program into the system slot's memory.
 pub fn load(system: &mut [u8]) {
-    const PRESENT: u64 = 1;
-    const WRITABLE: u64 = 1 << 1;
-    const HUGE: u64 = 1 << 7;
-    let mut put = |at: u64, entry: u64| {
-        system[at as usize..][..8].copy_from_slice(&entry.to_le_bytes());
-    };
-    put(PML4, PDPT | PRESENT | WRITABLE);
-    for gib in 0..4 {
-        let directory = PAGE_DIRECTORIES + gib * PAGE as u64;
-        put(PDPT + gib * 8, directory | PRESENT | WRITABLE);
-        for entry in 0..512 {
-            let page = (gib << 30) | (entry << 21);
-            put(directory + entry * 8, page | HUGE | PRESENT | WRITABLE);
-        }
-    }
+    identity_map(system, PML4, PDPT, PAGE_DIRECTORIES, 4);
     system[PROGRAM as usize..][..program().len()].copy_from_slice(program());
 }
 
@@ -156,40 +143,9 @@ pub fn stop(system: &[AtomicU64]) {
     system[STOP as usize / 8].store(1, Ordering::SeqCst);
 }
 
-/// Long mode with paging on, at privilege level 0.
+/// Long mode on these tables.
 pub fn special_registers(from_reset: kvm_sregs) -> kvm_sregs {
-    const CR0_PE_ET_NE_WP_PG: u64 = 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 31;
-    const CR4_PAE: u64 = 1 << 5;
-    const EFER_LME_LMA: u64 = 1 << 8 | 1 << 10;
-    let flat = kvm_segment {
-        limit: 0xffff_ffff,
-        selector: 0x10,
-        type_: 3, // data, read and write
-        present: 1,
-        db: 1,
-        s: 1,
-        g: 1,
-        ..Default::default()
-    };
-    kvm_sregs {
-        cs: kvm_segment {
-            selector: 0x8,
-            type_: 11, // code, execute and read
-            l: 1,
-            db: 0,
-            ..flat
-        },
-        ds: flat,
-        es: flat,
-        fs: flat,
-        gs: flat,
-        ss: flat,
-        cr0: CR0_PE_ET_NE_WP_PG,
-        cr3: PML4,
-        cr4: CR4_PAE,
-        efer: EFER_LME_LMA,
-        ..from_reset
-    }
+    long_mode(from_reset, PML4)
 }
 
 /// What vCPU number `index` starts with: its share of each kind of memory.

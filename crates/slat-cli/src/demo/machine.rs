@@ -6,13 +6,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvm_bindings::kvm_userspace_memory_region;
+use slat_bench::Failure;
+use slat_bench::machine::{Memory, Pages};
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 
 use super::guest::{self, VCPUS};
-use super::memory::Memory;
-
-/// An error with what was being done.
-pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// The phases of the guest that the account gives a time for.
 pub const PHASES: usize = 4;
@@ -34,6 +32,8 @@ pub struct Report {
     pub giving_back: Duration,
 }
 
+const HUGE_PAGE: usize = 2 << 20;
+
 const SYSTEM_SLOT: u32 = 0;
 const DATA_SLOT: u32 = 1;
 const CODE_SLOT: u32 = 2;
@@ -42,10 +42,11 @@ const SPARE_SLOT: u32 = 3;
 /// Runs the program on `kvm`; `at_end` is called while the VM still stands.
 pub fn run<T>(kvm: &Kvm, at_end: impl FnOnce() -> T) -> Result<(Report, T), Failure> {
     // Before the VM: a guest's memory must outlive it.
-    let mut system = Memory::new(guest::SYSTEM_SIZE, false)?;
-    let data = Memory::new(guest::DATA_SIZE, true)?;
-    let code = Memory::new(guest::CODE_SIZE, false)?;
-    let spare = Memory::new(guest::SPARE_SIZE, false)?;
+    let memory = |size, pages| Memory::new(size, HUGE_PAGE, pages);
+    let mut system = memory(guest::SYSTEM_SIZE, Pages::Small)?;
+    let data = memory(guest::DATA_SIZE, Pages::Huge)?;
+    let code = memory(guest::CODE_SIZE, Pages::Small)?;
+    let spare = memory(guest::SPARE_SIZE, Pages::Small)?;
     guest::load(system.bytes());
 
     let vm = kvm.create_vm()?;

@@ -2,15 +2,15 @@
 
 mod guest;
 mod machine;
-mod memory;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use slat_bench::Failure;
 use slat_kvm::Kvm;
 
 use guest::{CODE_SIZE, DATA_SIZE, PAGE, SPARE_SIZE, VCPUS};
-use machine::{Failure, Report};
+use machine::Report;
 
 /// Runs the built-in program and prints the account; `format` names the tables in it.
 pub fn run(format: &str) -> ExitCode {

@@ -1,6 +1,7 @@
 //! [`VmFd`].
 
 use super::{StatsFd, VcpuFd};
+use crate::engine::EngineVm;
 use crate::errno::{Result, fail};
 use crate::vm::VmObject;
 use kvm_bindings::*;
@@ -150,6 +151,11 @@ impl VmFd {
     /// What the host answers to making a file.
     pub fn get_stats_fd(&self) -> Result<StatsFd> {
         Ok(StatsFd::new(self.vm.stats()?))
+    }
+
+    /// The engine's VM: its policies, its counters, its audit. What KVM keeps to itself.
+    pub fn engine(&self) -> &Arc<EngineVm> {
+        &self.vm.engine
     }
 
     /// `KVM_CREATE_VCPU`.

@@ -20,6 +20,7 @@
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use alloc::vec::Vec;
 use core::fmt;
+use core::mem::replace;
 use core::ops::Range;
 
 use super::{RangeOp, Space, Vm};
@@ -200,6 +201,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             }
             let manual = self.log_mode.manual.load(SeqCst);
             let mut taken = 0;
+            let mut full = 0..0;
             for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
                 *out = match word.load(Acquire) {
                     0 => 0,
@@ -209,10 +211,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 if !manual {
                     taken |= *out;
                     if log.protects() {
-                        op.protect_pages(slot, i as u64 * 64, *out);
+                        op.protect_word(slot, &mut full, i as u64, *out);
                     }
                 }
             }
+            op.protect_words(slot, full);
             // A page in the log whose leaf is gone may still be written through a translation that
             // somebody else took away and has not flushed yet.
             op.finish((taken != 0).then(|| slot.gfns()));
@@ -248,15 +251,17 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let mut op = RangeOp::begin(self, space);
             op.split_eagerly(gfns.clone());
             let mut taken = 0;
+            let mut full = 0..0;
             for (i, clear) in bitmap[..words].iter().enumerate() {
                 let word = first as usize / 64 + i;
                 let clear = clear & valid_bits(slot, word);
                 if clear != 0 {
                     let was = log.bits[word].fetch_and(!clear, AcqRel) & clear;
-                    op.protect_pages(slot, word as u64 * 64, was);
+                    op.protect_word(slot, &mut full, word as u64, was);
                     taken |= was;
                 }
             }
+            op.protect_words(slot, full);
             op.finish((taken != 0).then_some(gfns));
             Ok(())
         })
@@ -316,11 +321,32 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         if mask == 0 {
             return;
         }
-        let tree = &self.space.tree;
         let first = slot.base().add(first);
         let range =
             first.add(mask.trailing_zeros() as u64)..first.add(64 - mask.leading_zeros() as u64);
-        let is_named = |gfn: Gfn| mask >> (gfn.0 - first.0) & 1 != 0;
+        self.protect(slot, range, |gfn| mask >> (gfn.0 - first.0) & 1 != 0);
+    }
+
+    /// The same for a word of the slot's bitmap. Words that name all their pages are gathered in `full`
+    /// as long as they stand side by side: one walk serves them. To be ended by [`Self::protect_words`].
+    fn protect_word(&mut self, slot: &Memslot, full: &mut Range<u64>, word: u64, mask: u64) {
+        if mask != u64::MAX {
+            self.protect_pages(slot, word * 64, mask);
+        } else if full.end == word {
+            full.end += 1;
+        } else {
+            self.protect_words(slot, replace(full, word..word + 1));
+        }
+    }
+
+    /// The same for all pages of these words.
+    fn protect_words(&mut self, slot: &Memslot, words: Range<u64>) {
+        let range = slot.base().add(words.start * 64)..slot.base().add(words.end * 64);
+        self.protect(slot, range, |_| true);
+    }
+
+    fn protect(&mut self, slot: &Memslot, range: Range<Gfn>, is_named: impl Fn(Gfn) -> bool) {
+        let tree = &self.space.tree;
         let named = |gfn, level| level > Level::PAGE || is_named(gfn);
         let changed = match slot.log() {
             Some(log) if !log.protects() => {

@@ -312,7 +312,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             execute: leaf.execute && (level == Level::PAGE || !self.vm().policy.huge_is_nx()),
             ..leaf
         };
-        let mapped = self.install(gfn, level, leaf, &slot, sequence, nx_split);
+        let (mapped, split) = self.install(gfn, level, leaf, &slot, sequence, nx_split);
         let counters = self.counters();
         match mapped {
             Mapped::New => {
@@ -324,6 +324,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             }
             Mapped::Widened if known.is_some() => counters.pf_fast.add(1),
             Mapped::Widened => counters.pf_fixed.add(1),
+            // The split itself has given the right: to execute a small page.
+            Mapped::Spurious if split => counters.pf_fixed.add(1),
             Mapped::Spurious => counters.pf_spurious.add(1),
             Mapped::Stale => return self.stale(&slot.hvas(gfn, level), slept),
             Mapped::Cleared(zapped) => {
@@ -339,7 +341,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 vm.spaces[space].tree.mend(gfn, above, &mut path);
                 let (splits, nx_splits) = (path.splits, path.nx_splits);
                 self.counters().path_done(&splits, nx_splits);
-                return Attempt::Again;
+                return self.mended(gfn, access);
             }
             Mapped::Broken => return self.wait_for_mend(gfn, slept),
         }
@@ -419,7 +421,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Step 6.
+    /// Step 6. The flag says that a huge leaf was split in place on the way.
     fn install(
         &mut self,
         gfn: Gfn,
@@ -428,7 +430,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         slot: &SlotFacts,
         sequence: Sequence,
         nx_split: bool,
-    ) -> Mapped {
+    ) -> (Mapped, bool) {
         let ring = self.ring().cloned();
         let (vm, space, frames) = self.parts();
         let tree = &vm.spaces[space].tree;
@@ -457,7 +459,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let counters = self.counters();
         counters.path_done(&splits, nx_splits);
         counters.dirty_pages.add(noted as u64);
-        mapped
+        (mapped, splits.iter().any(|n| *n > 0))
     }
 
     /// What it knew did not hold: waits for an invalidation of its page to end, if that was it.
@@ -472,6 +474,17 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     fn holds(&self, sequence: Sequence, hvas: &Range<Hva>) -> bool {
         let vm = self.vm();
         vm.in_progress.holds(sequence, hvas, vm.lock_wait())
+    }
+
+    /// This fault has put the pieces of a split leaf in its place: they may be what was asked for.
+    fn mended(&self, gfn: Gfn, access: Access) -> Attempt {
+        match self.space().tree.lookup(gfn).entry::<F>() {
+            Entry::Leaf(leaf) if leaf.allows(access) => {
+                self.counters().pf_fixed.add(1);
+                Attempt::Stop(Stop::Retry)
+            }
+            _ => Attempt::Again,
+        }
     }
 
     /// Somebody is replacing a leaf on the way.

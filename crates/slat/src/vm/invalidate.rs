@@ -8,7 +8,7 @@
 //!   that its page lies outside of), or
 //! * the sequence has been raised since. It is raised by a slot change, after the new set was
 //!   published and before the zap; and at the begin and at the end of an invalidation whose range
-//!   some memslot uses at that moment.
+//!   some memslot uses at that moment (at the end: or used at the begin).
 //!
 //! The end must raise it, too: a fault may have resolved the page before it changed, and install
 //! after the end. An invalidation of memory that no slot uses disturbs no fault: a fault on a slot
@@ -139,6 +139,8 @@ impl Drop for Leaving<'_> {
 pub struct Invalidation<'a, P: Platform, F: Format> {
     vm: &'a Vm<P, F>,
     range: Range<Hva>,
+    /// A memslot used the range at the begin.
+    used: bool,
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -148,10 +150,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// The caller is no vCPU inside [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`].
     pub fn invalidate(&self, range: Range<Hva>) -> Invalidation<'_, P, F> {
         self.in_progress.begin(&range, self.lock_wait());
-        if self.raise_if_used(&range) {
-            for space in &self.spaces {
-                self.zap_backed_by(space, &range);
-            }
+        let mut used = false;
+        for space in &self.spaces {
+            self.zap_backed_by(space, &range, &mut used);
         }
         self.in_progress.wait_for_leaving_slots(self.lock_wait());
         if let Some(space) = self.spaces.first()
@@ -169,30 +170,42 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 section.counters(),
             );
         }
-        Invalidation { vm: self, range }
+        Invalidation {
+            vm: self,
+            range,
+            used,
+        }
     }
 
-    /// Raises the sequence if a slot uses a page of `range`.
-    fn raise_if_used(&self, range: &Range<Hva>) -> bool {
-        let section = self.section();
-        let mut used = false;
-        for space in &self.spaces {
-            space.slots.current().backed_by(range, |_| {
-                used = true;
-                false
-            });
-        }
-        if used {
-            self.in_progress.raise();
-            section.counters().invalidations.add(1);
-        }
-        used
+    /// Takes every translation of the memslots' pages in `range` away; the next access to each faults,
+    /// and finds what is there then. For a client that knows by itself that pages have to be looked at
+    /// again, whatever slot and host say (in KVM: `kvm_zap_gfn_range`).
+    ///
+    /// When this returns no CPU uses one of the old translations. The caller is no vCPU inside
+    /// [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`]. Nothing happens if the space does not exist.
+    pub fn zap(&self, space: usize, range: Range<Gfn>) {
+        let Some(space) = self.spaces.get(space) else {
+            return;
+        };
+        // A fault that asked before this would install one more.
+        self.in_progress.raise();
+        let mut op = RangeOp::begin(self, space);
+        space.slots.current().in_gfns(&range, |slot| {
+            let gfns = slot.gfns();
+            op.zap(slot, gfns.start.max(range.start)..gfns.end.min(range.end));
+        });
+        op.finish(Some(range));
     }
 
-    fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>) {
+    /// Raises the sequence at the first slot that uses a page of `range`, and zaps what is mapped of it.
+    fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, used: &mut bool) {
         let mut op = RangeOp::begin(self, space);
         let mut hull: Option<Range<Gfn>> = None;
         space.slots.current().backed_by(range, |slot| {
+            if !core::mem::replace(used, true) {
+                self.in_progress.raise();
+                op.counters().invalidations.add(1);
+            }
             let gfns = slot.gfns_backed_by(range);
             op.zap(slot, gfns.clone());
             let hull = hull.get_or_insert(gfns.clone());
@@ -200,6 +213,19 @@ impl<P: Platform, F: Format> Vm<P, F> {
             true
         });
         op.finish(hull);
+    }
+
+    /// Whether a slot uses a page of `range` now.
+    fn is_used(&self, range: &Range<Hva>) -> bool {
+        let _section = self.section();
+        let mut used = false;
+        for space in &self.spaces {
+            space.slots.current().backed_by(range, |_| {
+                used = true;
+                false
+            });
+        }
+        used
     }
 
     pub(crate) fn lock_wait(&self) -> impl FnMut(u32) + '_ {
@@ -210,8 +236,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
 impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
     fn drop(&mut self) {
         let vm = self.vm;
-        if !vm.raise_if_used(&self.range) {
-            // Unless the slot has just left: then its change raises the sequence.
+        if self.used || vm.is_used(&self.range) {
+            vm.in_progress.raise();
+        } else {
+            // A slot may have come and be leaving again: then its change raises the sequence.
             vm.in_progress.wait_for_leaving_slots(vm.lock_wait());
         }
         vm.in_progress.end(vm.lock_wait());

@@ -29,14 +29,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let was_nx = self.policy.huge_is_nx();
         self.policy.set(name, value)?;
         if self.policy.huge_is_nx() && !was_nx {
-            // A fault that asked before this would install one more.
-            self.in_progress.raise();
-            let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-            for space in &self.spaces {
-                let mut op = RangeOp::begin(self, space);
-                let slots = space.slots.current();
-                slots.in_gfns(&everything, |slot| op.zap(slot, slot.gfns()));
-                op.finish(Some(everything.clone()));
+            for space in 0..self.spaces.len() {
+                self.zap(space, Gfn(0)..Gfn(Tree::<P, F>::capacity()));
             }
         }
         Ok(())

@@ -11,12 +11,14 @@
 
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use alloc::sync::Arc;
+use core::mem::replace;
 use core::ptr::NonNull;
 
 use super::{RangeOp, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
 use crate::platform::Platform;
+use crate::slots::Memslot;
 use crate::table::{OutOfMemory, Tree};
 
 /// One entry, with the layout of `struct kvm_dirty_gfn`.
@@ -112,6 +114,34 @@ impl DirtyRing {
     }
 }
 
+/// Pages of a slot that are to be protected, within 64.
+struct Near<'a> {
+    slot: &'a Memslot,
+    first: u64,
+    mask: u64,
+}
+
+impl<'a> Near<'a> {
+    /// An entry of a slot that has gone, or come again smaller, is nobody's.
+    fn new(slot: Option<&'a Memslot>, offset: u64) -> Option<Self> {
+        slot.filter(|slot| offset < slot.pages()).map(|slot| Near {
+            slot,
+            first: offset,
+            mask: 1,
+        })
+    }
+
+    /// Takes one more, if it is near.
+    fn take(&mut self, id: u32, offset: u64) -> bool {
+        let distance = offset.wrapping_sub(self.first);
+        let near = id == self.slot.id() && distance < 64 && offset < self.slot.pages();
+        if near {
+            self.mask |= 1 << distance;
+        }
+        near
+    }
+}
+
 impl<P: Platform, F: Format> Vm<P, F> {
     /// From now on slots that log get no bitmap; writes go to the rings of the vCPUs, which the
     /// client gives by [`crate::Vcpu::set_dirty_ring`]. To be called before there are slots.
@@ -141,14 +171,22 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let change = space.slots.change(self.lock_wait());
         let mut op = RangeOp::begin(self, space);
         let mut taken = 0;
+        // Pages that lie near each other often come one after the other: one walk protects them.
+        let mut near: Option<Near<'_>> = None;
         for ring in rings {
             while let Some((id, offset)) = ring.pop_reset(index as u32) {
                 taken += 1;
-                // An entry of a slot that has gone, or come again smaller, is nobody's.
-                if let Some(slot) = change.by_id(id).filter(|slot| offset < slot.pages()) {
-                    op.protect_pages(slot, offset, 1);
+                if near.as_mut().is_some_and(|near| near.take(id, offset)) {
+                    continue;
+                }
+                let slot = change.by_id(id).map(|slot| &**slot);
+                if let Some(before) = replace(&mut near, Near::new(slot, offset)) {
+                    op.protect_pages(before.slot, before.first, before.mask);
                 }
             }
+        }
+        if let Some(last) = near {
+            op.protect_pages(last.slot, last.first, last.mask);
         }
         // A page whose leaf is gone may still be written through a translation not flushed yet.
         let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());

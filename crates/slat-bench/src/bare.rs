@@ -1,0 +1,110 @@
+//! The engine alone: a platform whose host memory is always there.
+//!
+//! What is measured over it is the memory system's own time: no page of the host is brought in, zeroed
+//! or taken away, no guest instruction is interpreted. Tables lie in the frames that slat-host cuts
+//! from chunks, as those of a VM in userspace do.
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use slat::{
+    Access, Config, Entries, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, MemoryType, PAGE_SHIFT,
+    Pfn, Platform, Region, ResolveError, SlotFlags, TableMeta, Vm, VmId, WaitFor,
+};
+use slat_host::frames::{self, Frames};
+
+/// Host memory, mapped by the host in pages of 4 KiB, whose physical addresses are its backing
+/// addresses. Nothing is ever accessed there.
+#[derive(Default)]
+pub struct Bare {
+    frames: Frames,
+}
+
+/// A VM of one address space on such a host, without prefetch: each page is a fault of its own.
+pub fn vm() -> Arc<Vm<Bare, Ept>> {
+    let vm = Vm::new(Arc::new(Bare::default()), Config::default()).expect("frames for the root");
+    vm.policy().set("prefetch", "off").expect("a policy");
+    vm
+}
+
+/// The call that makes memslot `slot` hold `pages` pages from `gpa` on.
+pub fn region(slot: u32, gpa: u64, pages: u64, backing: u64) -> Region {
+    Region {
+        slot,
+        flags: SlotFlags(0),
+        gpa: Gpa(gpa),
+        size: pages << PAGE_SHIFT,
+        backing: Hva(backing),
+    }
+}
+
+fn page(backing: Hva) -> HostPage {
+    HostPage {
+        pfn: Pfn(backing.0 >> PAGE_SHIFT),
+        level: Level::PAGE,
+        writable: true,
+        memory: MemoryType::WriteBack,
+    }
+}
+
+// SAFETY:
+// - frames and their metadata come from `Frames`, whose chunks live as long as it does;
+// - nothing is ever accessed through what `resolve` answers;
+// - no hardware walks these tables, so there is nothing to flush.
+unsafe impl Platform for Bare {
+    fn alloc_table(&self) -> Option<Pfn> {
+        self.frames.alloc()
+    }
+
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        self.frames.alloc_run(tables)
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        // SAFETY: the caller's promise.
+        unsafe { self.frames.free(&[frame]) }
+    }
+
+    fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
+        self.frames.alloc_many(frames, take);
+    }
+
+    unsafe fn free_tables(&self, frames: &[Pfn]) {
+        // SAFETY: the caller's promise.
+        unsafe { self.frames.free(frames) }
+    }
+
+    #[inline]
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        frames::entries(frame)
+    }
+
+    #[inline]
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        frames::meta(frame)
+    }
+
+    fn resolve(&self, backing: Hva, _access: Access) -> Result<HostPage, ResolveError> {
+        Ok(page(backing))
+    }
+
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        found(HostRun {
+            backing: backing.start,
+            pages: (backing.end.0 - backing.start.0) >> PAGE_SHIFT,
+            first: page(backing.start),
+        });
+    }
+
+    fn flush(&self, _vm: VmId, _range: Range<Gfn>) {}
+
+    fn wait(&self, round: u32, _what: WaitFor) {
+        const SPINS: u32 = 128;
+        if round < SPINS {
+            std::hint::spin_loop();
+        } else {
+            std::thread::yield_now();
+        }
+    }
+}

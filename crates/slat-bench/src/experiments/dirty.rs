@@ -1,0 +1,281 @@
+//! The dirty log: bitmaps against rings.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvm_bindings::{
+    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
+    KVM_MEM_LOG_DIRTY_PAGES, kvm_dirty_gfn, kvm_enable_cap,
+};
+
+use crate::Experiment;
+use crate::machine::guest::{DATA, PAGE};
+use crate::machine::{
+    Failure, Machine, Memory, Pages, Program, Slat, Slot, no_device, thread_time,
+};
+use crate::report::{Report, Sample, Unit};
+use crate::rounds::Bench;
+use crate::show::Line;
+
+const NAME: &str = "dirty";
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: NAME,
+    title: "the dirty log: a bitmap for each slot, or a ring for each vCPU",
+    explain: "\
+A guest writes to every page of a slot that is logged, as in a migration's last rounds. All times
+are for a page, and processor time.
+get: the client learns which pages were written. slat: KVM_GET_DIRTY_LOG, and the numbers of the
+bits that are set. ring: it takes the entries out of the vCPU's ring.
+clear: the next write to each page is to be noted again. slat: KVM_CLEAR_DIRTY_LOG of what it got
+(manual protection). ring: KVM_RESET_DIRTY_RINGS.
+redirty: the guest writes to every page again; each write is a fault that notes the page. The
+guest's own instructions, a few to a page, are in it.
+A bitmap costs a bit for every page of the slot, a ring an entry for every page written: here all
+are, which is the bitmap's best case.",
+    run,
+    compare,
+};
+
+const NS_PER_PAGE: &str = "ns_per_page";
+const BITMAP: &str = "slat";
+const RING: &str = "ring";
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Case {
+    Get,
+    Clear,
+    Redirty,
+}
+
+const CASES: [(Case, &str); 3] = [
+    (Case::Get, "get"),
+    (Case::Clear, "clear"),
+    (Case::Redirty, "redirty"),
+];
+
+/// Entries of the ring: the most there can be. All pages fit, so the guest never stops at a full one.
+const ENTRIES: usize = 1 << 16;
+
+fn run(bench: &mut Bench) -> Result<(), Failure> {
+    let rounds = bench.size.pick(1, 9, 15);
+    let pages: u64 = bench.size.pick(1 << 10, 1 << 15, 60 << 10);
+    let memory = Memory::new((pages * PAGE) as usize, 2 << 20, Pages::Small)?;
+    memory.populate()?;
+    for (case, name) in CASES {
+        bench.in_turns(name, rounds, &[BITMAP, RING], |bench, variant| {
+            let time = match variant {
+                BITMAP => bitmap(&bench.slat, &memory, case)?,
+                _ => ring(&bench.slat, &memory, case)?,
+            };
+            let ns = time.as_secs_f64() * 1e9 / pages as f64;
+            Ok(vec![Sample::new(NS_PER_PAGE, Unit::Nanoseconds, ns)])
+        })?;
+    }
+    Ok(())
+}
+
+fn pages(memory: &Memory) -> u64 {
+    memory.size() as u64 / PAGE
+}
+
+fn logged(memory: &Memory) -> Slot<'_> {
+    Slot {
+        flags: KVM_MEM_LOG_DIRTY_PAGES,
+        ..Slot::whole(1, DATA, memory)
+    }
+}
+
+/// The guest writes to every page; the time it takes.
+fn write(machine: &mut Machine<'_, Slat>, memory: &Memory) -> Result<Duration, Failure> {
+    let program = Program::write(DATA, pages(memory), 1);
+    Ok(machine.run(&[program], &no_device)?.cpu)
+}
+
+/// An error unless every page was told once: `told` is how many, and the sum of their numbers.
+fn expect_all(memory: &Memory, told: (u64, u64)) -> Result<(), Failure> {
+    let pages = pages(memory);
+    match told == (pages, pages * (pages - 1) / 2) {
+        true => Ok(()),
+        false => Err(format!("{} of {pages} pages were told, or others", told.0).into()),
+    }
+}
+
+fn cap(cap: u32, arg: u64) -> kvm_enable_cap {
+    kvm_enable_cap {
+        cap,
+        args: [arg, 0, 0, 0],
+        ..Default::default()
+    }
+}
+
+fn bitmap(slat: &Slat, memory: &Memory, case: Case) -> Result<Duration, Failure> {
+    let mut machine = Machine::new(slat, 1, DATA + memory.size() as u64)?;
+    machine.vm().enable_cap(&cap(
+        KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+        KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE.into(),
+    ))?;
+    machine.touch_system()?;
+    machine.set_slot(&logged(memory))?;
+    write(&mut machine, memory)?;
+
+    let began = thread_time();
+    let bitmap = machine.vm().get_dirty_log(1, memory.size())?;
+    let mut told = (0, 0);
+    for (word, index) in bitmap.iter().zip(0..) {
+        let mut left = *word;
+        while left != 0 {
+            told = (
+                told.0 + 1,
+                told.1 + index * 64 + u64::from(left.trailing_zeros()),
+            );
+            left &= left - 1;
+        }
+    }
+    let got = thread_time() - began;
+    expect_all(memory, told)?;
+
+    let began = thread_time();
+    let pages = u32::try_from(pages(memory))?;
+    machine.vm().clear_dirty_log(1, 0, pages, &bitmap)?;
+    let cleared = thread_time() - began;
+
+    let before = machine.vm().engine().stats();
+    let redirtied = write(&mut machine, memory)?;
+    let dirty = machine.vm().engine().stats().since(&before).dirty_pages;
+    if dirty != u64::from(pages) {
+        return Err(format!("{dirty} of {pages} pages were dirtied again").into());
+    }
+    Ok(match case {
+        Case::Get => got,
+        Case::Clear => cleared,
+        Case::Redirty => redirtied,
+    })
+}
+
+fn ring(slat: &Slat, memory: &Memory, case: Case) -> Result<Duration, Failure> {
+    let bytes = (ENTRIES * size_of::<kvm_dirty_gfn>()) as u64;
+    let mut machine = Machine::prepared(slat, 1, DATA + memory.size() as u64, |vm| {
+        Ok(vm.enable_cap(&cap(KVM_CAP_DIRTY_LOG_RING, bytes))?)
+    })?;
+    let mut ring = Ring::map(machine.vcpu(0))?;
+    machine.touch_system()?;
+    machine.set_slot(&logged(memory))?;
+    write(&mut machine, memory)?;
+
+    let began = thread_time();
+    let told = ring.collect();
+    let got = thread_time() - began;
+    expect_all(memory, told)?;
+
+    let began = thread_time();
+    let reset = machine.vm().reset_dirty_rings()?;
+    let cleared = thread_time() - began;
+    if u64::from(reset) != pages(memory) {
+        return Err(format!("{reset} entries were reset of {}", pages(memory)).into());
+    }
+
+    let redirtied = write(&mut machine, memory)?;
+    expect_all(memory, ring.collect())?;
+    Ok(match case {
+        Case::Get => got,
+        Case::Clear => cleared,
+        Case::Redirty => redirtied,
+    })
+}
+
+/// Flags of an entry that the guest has made, and of one that the client has taken
+/// (Documentation/virt/kvm/api.rst, 8.29).
+const KVM_DIRTY_GFN_F_DIRTY: u32 = 1 << 0;
+const KVM_DIRTY_GFN_F_RESET: u32 = 1 << 1;
+
+/// A vCPU's ring as its client sees it: `struct kvm_dirty_gfn`, again and again.
+struct Ring {
+    entries: NonNull<Entry>,
+    /// The next one to take; counts on beyond the end.
+    next: usize,
+}
+
+#[repr(C)]
+struct Entry {
+    flags: AtomicU32,
+    slot: AtomicU32,
+    offset: AtomicU64,
+}
+
+const _: () = assert!(size_of::<Entry>() == size_of::<kvm_dirty_gfn>());
+
+impl Ring {
+    fn map(vcpu: &impl AsRawFd) -> io::Result<Self> {
+        // SAFETY: a new mapping of the vCPU's ring, at a place the kernel chooses.
+        let memory = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                ENTRIES * size_of::<Entry>(),
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                vcpu.as_raw_fd(),
+                slat_kvm::dirty::RING_OFFSET as libc::off_t,
+            )
+        };
+        if memory == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Ring {
+            entries: NonNull::new(memory.cast()).expect("a mapping is not at 0"),
+            next: 0,
+        })
+    }
+
+    /// Takes all entries that there are: how many, and the sum of their page numbers.
+    fn collect(&mut self) -> (u64, u64) {
+        // SAFETY: mapped by `map` with this length; the vCPU and the kernel's side change entries as
+        // atomics, too, for which every bit pattern is good.
+        let entries = unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), ENTRIES) };
+        let mut told = (0, 0);
+        loop {
+            let entry = &entries[self.next % ENTRIES];
+            if entry.flags.load(Ordering::Acquire) != KVM_DIRTY_GFN_F_DIRTY {
+                return told;
+            }
+            assert_eq!(entry.slot.load(Ordering::Relaxed), 1);
+            told = (told.0 + 1, told.1 + entry.offset.load(Ordering::Relaxed));
+            entry.flags.store(KVM_DIRTY_GFN_F_RESET, Ordering::Release);
+            self.next += 1;
+        }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map` with this length; nobody holds a reference into it.
+        unsafe { libc::munmap(self.entries.as_ptr().cast(), ENTRIES * size_of::<Entry>()) };
+    }
+}
+
+fn compare(report: &Report) -> Vec<Line> {
+    CASES
+        .iter()
+        .filter_map(|(_, name)| Line::compare(report, NAME, name, NS_PER_PAGE, BITMAP, RING))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Size;
+
+    #[test]
+    fn bitmap_and_ring_tell_every_page_that_was_written() {
+        // The run itself checks that.
+        let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
+        for (_, case) in CASES {
+            for variant in [BITMAP, RING] {
+                assert!(report.value(NAME, case, variant, NS_PER_PAGE).unwrap() > 0.0);
+            }
+        }
+    }
+}

@@ -1,0 +1,373 @@
+//! The time inside the memory system: the operations of each case, one after the other, on the engine
+//! alone ([`crate::bare`]). What the guest does is a fault where it would fault; what the host does to
+//! memory is the invalidation without the change of the host's own mapping. So neither the guest's
+//! instructions nor the host's madvise, refault and zeroing are in it.
+//!
+//! Three systems do them: slat; the array ([`crate::array`]); and *tables*, which has one slot for all
+//! and never looks for another: the work that the two share, and the least that they can take.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use slat::{Access, Ept, Gfn, Gpa, Hva, Region, Stats, Stop, Translation, Vcpu, Vm};
+
+use super::Case;
+use super::layout::{Layout, gpa};
+use crate::array::{ArrayVcpu, ArrayVm};
+use crate::bare::{self, Bare};
+use crate::machine::guest::PAGE;
+use crate::machine::{Failure, thread_time};
+
+/// What is between a guest address and its backing address: nothing is really there.
+const DISPLACEMENT: u64 = 1 << 44;
+
+/// A memory system.
+pub(super) trait System: Sized {
+    type Cpu: SystemCpu;
+    fn new() -> Self;
+    /// A system that has these slots already, ascending.
+    fn with(regions: &[Region]) -> Result<Self, Failure>;
+    fn set(&self, region: &Region) -> Result<(), Failure>;
+    /// An invalidation from its begin to its end.
+    fn invalidate(&self, backing: Range<Hva>);
+    fn cpu(&self) -> Self::Cpu;
+    fn stats(&self) -> Stats;
+}
+
+/// A CPU, outside.
+pub(super) trait SystemCpu {
+    /// Comes in for `accesses`, and goes out again.
+    fn inside<R>(&mut self, accesses: impl FnOnce(&mut Self) -> R) -> R;
+    /// An access where no leaf stands that allows it.
+    fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
+    /// An access where one stands.
+    fn walk(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
+}
+
+/// slat as it is.
+pub(super) struct Slat(Arc<Vm<Bare, Ept>>);
+
+impl System for Slat {
+    type Cpu = SlatCpu;
+
+    fn new() -> Self {
+        Slat(bare::vm())
+    }
+
+    fn with(regions: &[Region]) -> Result<Self, Failure> {
+        let slat = Self::new();
+        regions.iter().try_for_each(|region| slat.set(region))?;
+        Ok(slat)
+    }
+
+    fn set(&self, region: &Region) -> Result<(), Failure> {
+        Ok(self.0.set_memory_region(0, region)?)
+    }
+
+    fn invalidate(&self, backing: Range<Hva>) {
+        drop(self.0.invalidate(backing));
+    }
+
+    fn cpu(&self) -> SlatCpu {
+        SlatCpu(self.0.create_vcpu().expect("memory for a vCPU"))
+    }
+
+    fn stats(&self) -> Stats {
+        self.0.stats()
+    }
+}
+
+pub(super) struct SlatCpu(Vcpu<Bare, Ept>);
+
+impl SystemCpu for SlatCpu {
+    fn inside<R>(&mut self, accesses: impl FnOnce(&mut Self) -> R) -> R {
+        self.0.enter(0);
+        let result = accesses(self);
+        self.0.leave();
+        result
+    }
+
+    #[inline]
+    fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
+        let translation = self.0.translate(gpa, Access::Write)?;
+        // The array's engine has looked up its covering slot beside the array: to be even.
+        std::hint::black_box(self.0.slot_at(gpa).is_some());
+        Ok(translation)
+    }
+
+    #[inline]
+    fn walk(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
+        self.0.translate(gpa, Access::Write)
+    }
+}
+
+/// Slots in an array.
+pub(super) struct Array(Arc<ArrayVm>);
+
+impl System for Array {
+    type Cpu = ArrayVcpu;
+
+    fn new() -> Self {
+        Array(ArrayVm::new(DISPLACEMENT))
+    }
+
+    fn with(regions: &[Region]) -> Result<Self, Failure> {
+        Ok(Array(ArrayVm::with_slots(DISPLACEMENT, regions)?))
+    }
+
+    fn set(&self, region: &Region) -> Result<(), Failure> {
+        Ok(self.0.set_memory_region(region)?)
+    }
+
+    fn invalidate(&self, backing: Range<Hva>) {
+        drop(self.0.invalidate(backing));
+    }
+
+    fn cpu(&self) -> ArrayVcpu {
+        self.0.create_vcpu()
+    }
+
+    fn stats(&self) -> Stats {
+        self.0.stats()
+    }
+}
+
+impl SystemCpu for ArrayVcpu {
+    fn inside<R>(&mut self, accesses: impl FnOnce(&mut Self) -> R) -> R {
+        self.enter();
+        let result = accesses(self);
+        self.leave();
+        result
+    }
+
+    #[inline]
+    fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
+        ArrayVcpu::fault(self, gpa, Access::Write)
+    }
+
+    #[inline]
+    fn walk(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
+        ArrayVcpu::walk(self, gpa, Access::Write)
+    }
+}
+
+/// The tables alone.
+pub(super) struct Tables(Arc<Vm<Bare, Ept>>);
+
+impl System for Tables {
+    type Cpu = SlatCpu;
+
+    fn new() -> Self {
+        let vm = bare::vm();
+        let covering = bare::region(0, 0, 1 << 30, DISPLACEMENT);
+        vm.set_memory_region(0, &covering).expect("the only slot");
+        Tables(vm)
+    }
+
+    fn with(_: &[Region]) -> Result<Self, Failure> {
+        Ok(Self::new())
+    }
+
+    /// What a slot that is changed had mapped goes, from the place that its backing tells.
+    fn set(&self, region: &Region) -> Result<(), Failure> {
+        let first = Hva(region.backing.0 - DISPLACEMENT).0 / PAGE;
+        self.0.zap(0, Gfn(first)..Gfn(first + region.size / PAGE));
+        Ok(())
+    }
+
+    fn invalidate(&self, backing: Range<Hva>) {
+        let gfn = |hva: Hva| Gfn((hva.0 - DISPLACEMENT) / PAGE);
+        self.0.zap(0, gfn(backing.start)..gfn(backing.end));
+    }
+
+    fn cpu(&self) -> SlatCpu {
+        SlatCpu(self.0.create_vcpu().expect("memory for a vCPU"))
+    }
+
+    fn stats(&self) -> Stats {
+        self.0.stats()
+    }
+}
+
+fn hva(page: u64) -> Hva {
+    Hva(DISPLACEMENT + gpa(page))
+}
+
+fn region(layout: &Layout, index: u64) -> Region {
+    let pages = layout.slot(index);
+    let (id, start) = (index as u32 + 1, pages.start);
+    bare::region(id, gpa(start), pages.end - start, hva(start).0)
+}
+
+fn regions(layout: &Layout) -> Vec<Region> {
+    (0..layout.slots()).map(|i| region(layout, i)).collect()
+}
+
+/// A system whose slots are laid out, and a CPU.
+pub(super) struct Inside<S: System> {
+    system: S,
+    cpu: S::Cpu,
+    layout: Layout,
+}
+
+impl<S: System> Inside<S> {
+    pub(super) fn new(layout: Layout) -> Result<Self, Failure> {
+        let system = S::with(&regions(&layout))?;
+        Ok(Inside {
+            cpu: system.cpu(),
+            system,
+            layout,
+        })
+    }
+
+    /// The time that an operation of `case` takes, the mean of `times`.
+    ///
+    /// # Errors
+    /// If it did not do what it was to do.
+    pub(super) fn measure(&mut self, case: Case, times: u32) -> Result<Duration, Failure> {
+        let before = self.system.stats().pf_fixed;
+        let (time, expected) = match case {
+            Case::Map => self.timed(times, Self::map)?,
+            Case::Unmap => self.timed(times, |inside| inside.unmap(1))?,
+            Case::Unmap2m => self.timed(times, |inside| inside.unmap(512))?,
+            Case::MoveActive => self.moved(times, true)?,
+            Case::MoveInactive => self.moved(times, false)?,
+            Case::Rw => self.read_write(times)?,
+            Case::Setup => self.setup(times)?,
+        };
+        let faults = self.system.stats().pf_fixed - before;
+        if faults != expected {
+            return Err(format!("{faults} faults, not {expected}").into());
+        }
+        Ok(time / times)
+    }
+
+    /// Does `operation` so many times. It answers, as all the others here do, how many faults it took.
+    fn timed(
+        &mut self,
+        times: u32,
+        operation: impl Fn(&mut Self) -> Result<u64, Failure>,
+    ) -> Result<(Duration, u64), Failure> {
+        let mut faults = 0;
+        let began = thread_time();
+        for _ in 0..times {
+            faults += operation(self)?;
+        }
+        Ok((thread_time() - began, faults))
+    }
+
+    /// The guest writes to pages that are not mapped.
+    fn write(&mut self, pages: impl Iterator<Item = u64>) -> Result<u64, Failure> {
+        self.cpu.inside(|cpu| {
+            let mut written = 0;
+            for page in pages {
+                let there = cpu.fault(Gpa(gpa(page)))?;
+                debug_assert_eq!(there.host.0, hva(page).0);
+                written += 1;
+            }
+            Ok(written)
+        })
+    }
+
+    /// The host takes a range away, `chunk` pages at a time, and slot by slot, because slots lie apart
+    /// in the host.
+    fn discard(&self, range: Range<u64>, chunk: u64) {
+        for piece in self.layout.pieces(range, chunk) {
+            self.system.invalidate(hva(piece.start)..hva(piece.end));
+        }
+    }
+
+    /// All of it at once.
+    fn discard_all(&self) {
+        self.system.invalidate(hva(0)..hva(self.layout.pages()));
+    }
+
+    /// The guest writes to every page of a half, and the host takes the half away.
+    fn map(&mut self) -> Result<u64, Failure> {
+        let mut faults = 0;
+        for half in self.layout.halves() {
+            faults += self.write(half.clone())?;
+            self.discard(half, u64::MAX >> 1);
+        }
+        Ok(faults)
+    }
+
+    /// The guest writes to a page of a half, and the host takes the half away, `chunk` pages at a time.
+    fn unmap(&mut self, chunk: u64) -> Result<u64, Failure> {
+        let mut faults = 0;
+        for half in self.layout.halves() {
+            faults += self.write(half.start..half.start + 1)?;
+            self.discard(half, chunk);
+        }
+        Ok(faults)
+    }
+
+    /// The last slot moves behind all others, and back. That alone is timed, not the guest's faults in
+    /// between.
+    fn moved(&mut self, times: u32, active: bool) -> Result<(Duration, u64), Failure> {
+        let moved = self.layout.moved();
+        let home = region(&self.layout, moved);
+        let away = Region {
+            gpa: Gpa(gpa(self.layout.destination())),
+            ..home
+        };
+        let goes = self.layout.slot(moved);
+        let (gone, stays): (Vec<_>, Vec<_>) = self
+            .layout
+            .written(active)
+            .partition(|page| goes.contains(page));
+        self.discard_all();
+        let mut faults = self.write(stays.into_iter())?;
+        let mut time = Duration::ZERO;
+        for _ in 0..times {
+            faults += self.write(gone.iter().copied())?;
+            let began = thread_time();
+            self.system.set(&away)?;
+            self.system.set(&home)?;
+            time += thread_time() - began;
+        }
+        Ok((time, faults))
+    }
+
+    /// The guest writes to every page, and to every page once more.
+    fn read_write(&mut self, times: u32) -> Result<(Duration, u64), Failure> {
+        let mut faults = 0;
+        let mut time = Duration::ZERO;
+        for _ in 0..times {
+            self.discard_all();
+            let began = thread_time();
+            let area = self.layout.area();
+            faults += self.write(area.clone())?;
+            self.cpu.inside(|cpu| {
+                for page in area {
+                    cpu.walk(Gpa(gpa(page)))?;
+                }
+                Ok::<_, Failure>(())
+            })?;
+            time += thread_time() - began;
+        }
+        Ok((time, faults))
+    }
+
+    /// All slots are created, in a system that has none.
+    fn setup(&mut self, times: u32) -> Result<(Duration, u64), Failure> {
+        let regions = regions(&self.layout);
+        let mut time = Duration::ZERO;
+        for _ in 0..times {
+            let system = S::new();
+            let began = thread_time();
+            for region in &regions {
+                system.set(region)?;
+            }
+            time += thread_time() - began;
+            // They are there: the last page of all can be had.
+            let last = self.layout.pages() - 1;
+            let there = system.cpu().inside(|cpu| cpu.fault(Gpa(gpa(last))))?;
+            if there.host.0 != hva(last).0 {
+                return Err(format!("page {last} is at {}", there.host).into());
+            }
+        }
+        Ok((time, 0))
+    }
+}

@@ -1,0 +1,179 @@
+//! The guest memory of memslot_perf_test: how much of it there is in each case, cut into how many
+//! slots, and which part is used.
+
+use std::ops::Range;
+
+use super::Case;
+use crate::machine::guest::{DATA, PAGE};
+
+/// Pages at the beginning that are in slots, but belong to no case.
+const EXTRA: u64 = (64 << 10) / PAGE;
+/// Pages that are written while a slot moves.
+const MOVED: u64 = (192 << 10) / PAGE;
+const MIB: u64 = (1 << 20) / PAGE;
+
+/// Guest memory in slots, from [`DATA`] on; counted in pages from there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Layout {
+    /// Slots, beside slot 0 that every VM has for itself.
+    slots: u64,
+    pages: u64,
+}
+
+impl Layout {
+    /// What `case` needs with `slots` slots in use; `None` if it has not so many pages.
+    pub(super) fn new(case: Case, slots: u64) -> Option<Self> {
+        let mib = match case {
+            Case::Map => 32,
+            Case::Unmap | Case::Unmap2m => 128,
+            Case::MoveActive | Case::MoveInactive | Case::Rw | Case::Setup => 512,
+        };
+        let layout = Layout {
+            slots: slots - 1,
+            pages: mib * MIB + EXTRA,
+        };
+        (layout.slots <= layout.pages).then_some(layout)
+    }
+
+    /// The pages of slot number `index` (its id is one more). The last one takes what is left over.
+    pub(super) fn slot(&self, index: u64) -> Range<u64> {
+        let each = self.pages / self.slots;
+        let end = if index + 1 == self.slots {
+            self.pages
+        } else {
+            (index + 1) * each
+        };
+        index * each..end
+    }
+
+    /// How many slots there are.
+    pub(super) fn slots(&self) -> u64 {
+        self.slots
+    }
+
+    /// All pages.
+    pub(super) fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// The pages that the cases use.
+    pub(super) fn area(&self) -> Range<u64> {
+        EXTRA..self.pages
+    }
+
+    /// Halves of the area.
+    pub(super) fn halves(&self) -> [Range<u64>; 2] {
+        let Range { start, end } = self.area();
+        let middle = u64::midpoint(start, end);
+        [start..middle, middle..end]
+    }
+
+    /// `range` piece by piece, `chunk` pages at most, each within one slot: what one call for host memory
+    /// can be about, when slots lie apart in the host.
+    pub(super) fn pieces(
+        &self,
+        range: Range<u64>,
+        chunk: u64,
+    ) -> impl Iterator<Item = Range<u64>> + use<> {
+        let layout = *self;
+        let each = layout.pages / layout.slots;
+        let mut at = range.start;
+        std::iter::from_fn(move || {
+            if at >= range.end {
+                return None;
+            }
+            let slot = layout.slot((at / each).min(layout.slots - 1));
+            let in_chunk = range.start + ((at - range.start) / chunk + 1) * chunk;
+            let piece = at..slot.end.min(range.end).min(in_chunk);
+            at = piece.end;
+            Some(piece)
+        })
+    }
+
+    /// The slot that moves: the last one.
+    pub(super) fn moved(&self) -> u64 {
+        self.slots - 1
+    }
+
+    /// The pages that are written while it moves: half of them in the slot (all of it, if it is
+    /// smaller), if it is to be in use.
+    pub(super) fn written(&self, active: bool) -> Range<u64> {
+        let slot = self.slot(self.moved());
+        let inside = match active {
+            true => (MOVED / 2).min(slot.end - slot.start),
+            false => 0,
+        };
+        slot.start + inside - MOVED..slot.start + inside
+    }
+
+    /// Where it moves to: behind everything.
+    pub(super) fn destination(&self) -> u64 {
+        self.pages
+    }
+}
+
+/// The guest address of a page.
+pub(super) fn gpa(page: u64) -> u64 {
+    DATA + page * PAGE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_fill_the_memory_and_every_page_is_in_one() {
+        for slots in [10, 30, 509, 8194, 32764] {
+            let layout = Layout::new(Case::Rw, slots).unwrap();
+            assert_eq!(layout.slots(), slots - 1);
+            let mut end = 0;
+            for index in 0..layout.slots() {
+                let slot = layout.slot(index);
+                assert_eq!(slot.start, end);
+                assert!(slot.start < slot.end);
+                end = slot.end;
+            }
+            assert_eq!(end, layout.pages());
+        }
+    }
+
+    #[test]
+    fn the_map_case_ends_at_8194_slots_or_a_few_more_and_the_others_go_on() {
+        assert!(Layout::new(Case::Map, 8194).is_some());
+        assert!(Layout::new(Case::Map, 32764).is_none());
+        assert!(Layout::new(Case::Unmap, 32764).is_some());
+    }
+
+    #[test]
+    fn pieces_are_in_order_within_their_slot_and_chunk() {
+        let layout = Layout::new(Case::Unmap2m, 509).unwrap();
+        for chunk in [1, 512] {
+            for half in layout.halves() {
+                let mut at = half.start;
+                for piece in layout.pieces(half.clone(), chunk) {
+                    assert_eq!(piece.start, at);
+                    assert!(piece.end - piece.start <= chunk);
+                    let inside =
+                        |slot: Range<u64>| slot.start <= piece.start && piece.end <= slot.end;
+                    assert!((0..layout.slots()).map(|i| layout.slot(i)).any(inside));
+                    at = piece.end;
+                }
+                assert_eq!(at, half.end);
+            }
+        }
+    }
+
+    #[test]
+    fn half_of_what_is_written_lies_in_the_slot_that_moves_if_it_is_in_use() {
+        for slots in [10, 32764] {
+            let layout = Layout::new(Case::MoveActive, slots).unwrap();
+            let slot = layout.slot(layout.moved());
+            let inside = |page: &u64| slot.contains(page);
+            assert_eq!(
+                layout.written(true).filter(inside).count() as u64,
+                MOVED / 2
+            );
+            assert_eq!(layout.written(false).filter(inside).count(), 0);
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! Memslots: found, and changed.
+//!
+//! Two measurements of each case of memslot_perf_test: the time *inside* the memory system, where an
+//! array runs beside slat ([`inside`]), and what a KVM program waits for, where a real KVM does
+//! ([`program`]).
+
+mod inside;
+mod layout;
+mod program;
+
+use std::time::Duration;
+
+use crate::Experiment;
+use crate::machine::guest::PAGE;
+use crate::machine::{Api, Failure, Memory, Pages, RealKvm};
+use crate::published;
+use crate::report::{Report, Sample, Unit};
+use crate::rounds::{Bench, Size};
+use crate::show::Line;
+use inside::{Array, Inside, Slat, Tables};
+use layout::Layout;
+
+const NAME: &str = "memslots";
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: NAME,
+    title: "memslots: an array that is copied on every change, and slat's trees",
+    explain: "\
+The cases of memslot_perf_test. map: a guest writes to half of 32 MiB while the host takes the other
+half from it (madvise), then the other way round. unmap, unmap-2m: the host takes 128 MiB away, page
+by page or 2 MiB at a time. move-active, move-inactive: a slot moves and comes back, with pages in
+use or none. rw: 512 MiB are written to, twice. setup: all slots are created.
+seconds_per_op: time inside the memory system, without the host's own madvise, refault and zeroing.
+array: slots of 32 bytes sorted by gfn, copied on every change, scanned from end to end for an hva;
+tables, flushes and faults are slat's own code. tables: that code alone, the least there can be.
+Where slat is near it, slots do not matter; where it is far and misses a mark, changing slots does.
+wall_seconds_per_op: a KVM program with a running guest, on slat and on a real KVM: what the program
+waits for. In it are madvise and, but for moves and setup, what the guest does.",
+    run,
+    compare,
+};
+
+/// What memslot_perf_test measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Case {
+    Map,
+    Unmap,
+    Unmap2m,
+    MoveActive,
+    MoveInactive,
+    Rw,
+    Setup,
+}
+
+impl Case {
+    const ALL: [Case; 7] = [
+        Case::Map,
+        Case::Unmap,
+        Case::Unmap2m,
+        Case::MoveActive,
+        Case::MoveInactive,
+        Case::Rw,
+        Case::Setup,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Case::Map => "map",
+            Case::Unmap => "unmap",
+            Case::Unmap2m => "unmap-2m",
+            Case::MoveActive => "move-active",
+            Case::MoveInactive => "move-inactive",
+            Case::Rw => "rw",
+            Case::Setup => "setup",
+        }
+    }
+
+    fn with(self, slots: u64) -> String {
+        format!("{}/{slots}", self.name())
+    }
+
+    /// The change that is asked for with 32764 slots (the map case ends at 8194).
+    fn asked_at_most(self) -> Option<f64> {
+        match self {
+            Case::Map => Some(-0.73),
+            Case::Unmap | Case::Unmap2m => Some(-0.95),
+            Case::MoveActive | Case::MoveInactive => Some(-0.94),
+            Case::Rw => None,
+            Case::Setup => Some(-0.96),
+        }
+    }
+}
+
+const SECONDS: &str = "seconds_per_op";
+const WALL: &str = "wall_seconds_per_op";
+const SLOTS: [u64; 7] = [10, 30, 50, 100, 509, 8194, 32764];
+const ARRAY: &str = "array";
+const SLAT: &str = "slat";
+const TABLES: &str = "tables";
+
+/// Processor time that a sample inside is to take at least.
+const SAMPLE: f64 = 2e-3;
+
+fn run(bench: &mut Bench) -> Result<(), Failure> {
+    for slots in bench.size.pick(&[10, 100][..], &SLOTS, &SLOTS) {
+        for case in Case::ALL {
+            if let Some(layout) = Layout::new(case, *slots) {
+                inside(bench, case, *slots, layout)?;
+            }
+        }
+    }
+    let pages = Layout::new(Case::Rw, 10).map_or(0, |layout| layout.pages());
+    let memory = Memory::new((pages * PAGE) as usize, 2 << 20, Pages::Small)?;
+    for slots in bench.size.pick(&[10][..], &[10, 509], &SLOTS) {
+        for case in Case::ALL {
+            if let Some(layout) = Layout::new(case, *slots) {
+                program(bench, case, *slots, layout, &memory)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(), Failure> {
+    let mut slat = Inside::<Slat>::new(layout)?;
+    let mut array = Inside::<Array>::new(layout)?;
+    let mut tables = Inside::<Tables>::new(layout)?;
+    let once = slat.measure(case, 1)?.as_secs_f64();
+    let times = match bench.size {
+        Size::Tiny => 1,
+        _ => (SAMPLE / once).clamp(1.0, 1000.0) as u32,
+    };
+    let rounds = match slots {
+        // An array takes long there, and nothing is close.
+        1000.. => bench.size.pick(1, 3, 5),
+        _ => bench.size.pick(1, 15, 31),
+    };
+    let variants = [ARRAY, SLAT, TABLES];
+    bench.in_turns(&case.with(slots), rounds, &variants, |_, variant| {
+        let time = match variant {
+            ARRAY => array.measure(case, times)?,
+            SLAT => slat.measure(case, times)?,
+            _ => tables.measure(case, times)?,
+        };
+        Ok(vec![Sample::seconds(SECONDS, time)])
+    })
+}
+
+fn program(
+    bench: &mut Bench,
+    case: Case,
+    slots: u64,
+    layout: Layout,
+    memory: &Memory,
+) -> Result<(), Failure> {
+    let budget = Duration::from_millis(bench.size.pick(1, 30, 200));
+    let rounds = bench.size.pick(1, 3, 5);
+    // A KVM that interprets takes seconds for each pass through 512 MiB.
+    let variants = match case {
+        Case::Rw if bench.size != Size::Full => vec![SLAT],
+        _ => bench.with_kvm(&[SLAT]),
+    };
+    bench.in_turns(&case.with(slots), rounds, &variants, |bench, variant| {
+        let time = match &bench.kvm {
+            Some(kvm) if variant == RealKvm::NAME => {
+                program::measure(kvm, case, layout, memory, budget)?
+            }
+            _ => program::measure(&bench.slat, case, layout, memory, budget)?,
+        };
+        Ok(vec![Sample::new(WALL, Unit::Seconds, time)])
+    })
+}
+
+fn compare(report: &Report) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for slots in SLOTS {
+        for case in Case::ALL {
+            let name = case.with(slots);
+            let limit = report.value(NAME, &name, TABLES, SECONDS);
+            let inside = Line::compare(report, NAME, &name, SECONDS, ARRAY, SLAT)
+                .map(|line| line.with_limit(TABLES, limit));
+            lines.extend(inside.map(|line| match (slots, case.asked_at_most()) {
+                // Nothing is to be lost where there is nothing to win.
+                (10, _) => line.change_at_most(0.05),
+                (509, Some(_)) => match published::find(NAME, &name, SECONDS) {
+                    Some(published) => line.change_at_most(published.change),
+                    None => line,
+                },
+                (32764, Some(most)) => line.change_at_most(most),
+                (8194, Some(most)) if case == Case::Map => line.change_at_most(most),
+                _ => line,
+            }));
+        }
+    }
+    for slots in SLOTS {
+        for case in Case::ALL {
+            let name = case.with(slots);
+            let against = |before| Line::compare(report, NAME, &name, WALL, before, SLAT);
+            let asked = matches!(case, Case::MoveActive | Case::MoveInactive);
+            lines.extend(match against(RealKvm::NAME) {
+                Some(line) if asked => Some(line.change_at_most(-0.9)),
+                Some(line) => Some(line),
+                None => Line::of(report, NAME, &name, WALL, SLAT),
+            });
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn array_and_slat_and_the_program_take_the_same_faults() {
+        // The run itself counts them, and looks at what the guest wrote.
+        let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
+        for case in Case::ALL {
+            for variant in [ARRAY, SLAT, TABLES] {
+                let name = case.with(100);
+                assert!(report.value(NAME, &name, variant, SECONDS).unwrap() > 0.0);
+            }
+            let name = case.with(10);
+            assert!(report.value(NAME, &name, SLAT, WALL).unwrap() > 0.0);
+        }
+    }
+}

@@ -1,0 +1,10 @@
+//! One file each.
+
+pub mod cpu;
+pub mod dirty;
+pub mod execute;
+pub mod faults;
+pub mod memslots;
+pub mod mmio;
+pub mod prefetch;
+pub mod split;

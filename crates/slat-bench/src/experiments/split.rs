@@ -1,0 +1,352 @@
+//! Huge leaves split for the dirty log, ahead of the writes.
+
+use std::hint::black_box;
+use std::ptr::NonNull;
+use std::time::Duration;
+
+use kvm_bindings::{
+    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_INITIALLY_SET,
+    KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MEM_LOG_DIRTY_PAGES, kvm_enable_cap,
+};
+use slat::{Entries, Platform, Stats};
+
+use crate::Experiment;
+use crate::machine::guest::{DATA, PAGE};
+use crate::machine::{Failure, Machine, Memory, Program, Slat, Slot, no_device, thread_time};
+use crate::report::{Report, Sample};
+use crate::rounds::Bench;
+use crate::show::Line;
+
+const NAME: &str = "split";
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: NAME,
+    title: "huge leaves split for the dirty log",
+    explain:
+        "\
+The dirty log knows pages of 4 KiB, so the huge leaves of a slot that is logged are split: all when
+logging is enabled (enable), or by the call that clears the log, where that protects pages anew
+(clear: average of two, the guest writes to all pages before each). split: that call with no page.
+4k, thp, 1g: the guest has written to all memory, which is mapped by leaves of 4 KiB (it was split
+before), 2 MiB, 1 GiB. The host shows one GiB again and again behind the slot: that saves memory.
+full-walk: looks at every entry of the range, those of tables just made, too. skip-last-level:
+passes over tables of 4 KiB entries, in which nothing can be split (published for arm64).
+default: passes over what holds no huge leaf at all; each table knows. What is left then, on memory
+that was split before, is to protect every page (in enable and clear).
+limit_seconds: the bytes of the new tables, written one after the other. Table frames are resident.",
+    run,
+    compare,
+};
+
+const SECONDS: &str = "seconds";
+const ENTRIES_VISITED: &str = "entries_visited";
+const LIMIT: &str = "limit_seconds";
+
+/// Variants are values of the policy `split_walk`.
+const FULL_WALK: &str = "full-walk";
+const SKIP: &str = "skip-last-level";
+const DEFAULT: &str = "default";
+
+/// What is done to the slot.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Call {
+    Enable,
+    Clear,
+    Split,
+}
+
+/// How the slot is mapped before.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mapped {
+    Small,
+    Mega,
+    Giga,
+}
+
+const CALLS: [(Call, &str); 3] = [
+    (Call::Enable, "enable"),
+    (Call::Clear, "clear"),
+    (Call::Split, "split"),
+];
+const STATES: [(Mapped, &str); 3] = [
+    (Mapped::Small, "4k"),
+    (Mapped::Mega, "thp"),
+    (Mapped::Giga, "1g"),
+];
+
+const MEGA: u64 = 2 << 20;
+const GIGA: u64 = 1 << 30;
+
+/// A slot to be split, and what it is backed with.
+struct Subject {
+    mapped: Mapped,
+    size: u64,
+    memory: Memory,
+}
+
+impl Subject {
+    fn new(mapped: Mapped, size: u64) -> Result<Self, Failure> {
+        // One GiB again and again. It takes a backing that lies 2 MiB beside the guest's GiB to make the
+        // largest leaf 2 MiB.
+        let piece = size.min(GIGA) as usize;
+        let spare = if mapped == Mapped::Mega { piece } else { 0 };
+        Ok(Subject {
+            mapped,
+            size,
+            memory: Memory::aliased(size as usize + spare, piece, GIGA as usize)?,
+        })
+    }
+
+    fn slot(&self, flags: u32) -> Slot<'_> {
+        Slot {
+            id: 1,
+            flags,
+            gpa: DATA,
+            memory: &self.memory,
+            offset: if self.mapped == Mapped::Mega { MEGA } else { 0 },
+            size: self.size,
+        }
+    }
+
+    fn pages(&self) -> u64 {
+        self.size / PAGE
+    }
+
+    /// A bitmap that names none of them.
+    fn no_page(&self) -> Vec<u64> {
+        vec![0; self.pages().div_ceil(64) as usize]
+    }
+
+    /// Leaves of 4 KiB, 2 MiB, 1 GiB, before.
+    fn leaves(&self) -> [u64; 3] {
+        match self.mapped {
+            Mapped::Small => [self.pages(), 0, 0],
+            Mapped::Mega => [0, self.size / MEGA, 0],
+            Mapped::Giga => [0, 0, self.size / GIGA],
+        }
+    }
+
+    /// Leaves that a split takes, and tables that it makes: one for each.
+    fn splits(&self) -> u64 {
+        match self.mapped {
+            Mapped::Small => 0,
+            Mapped::Mega => self.size / MEGA,
+            Mapped::Giga => self.size / GIGA + self.size / MEGA,
+        }
+    }
+}
+
+fn run(bench: &mut Bench) -> Result<(), Failure> {
+    for (call, name) in CALLS {
+        for (mapped, state) in STATES {
+            let tiny = match mapped {
+                Mapped::Giga => GIGA,
+                _ => 8 * MEGA,
+            };
+            // To clear takes a fault for each page before; what is split already is no more than walked,
+            // so that its tables are to be more than a cache holds.
+            let (usual, rounds, full_rounds) = match (call, mapped) {
+                (Call::Clear, Mapped::Small) => (4 * GIGA, 3, 1),
+                (Call::Clear, _) => (GIGA, 5, 1),
+                _ => (8 * GIGA, 7, 3),
+            };
+            let rounds = bench.size.pick(1, rounds, full_rounds);
+            let subject = Subject::new(mapped, bench.size.pick(tiny, usual, 64 * GIGA))?;
+            // What its tables come to; resident from now on.
+            let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
+            let case = format!("{name}/{state}");
+            bench.in_turns(&case, rounds, &[FULL_WALK, SKIP, DEFAULT], |bench, walk| {
+                let mut samples = measure(&bench.slat, call, &subject, walk)?;
+                if !table_bytes.is_empty() {
+                    samples.push(Sample::seconds(LIMIT, stream(&mut table_bytes)));
+                }
+                Ok(samples)
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes what tables of leaves hold: a number that counts up.
+fn stream(words: &mut [u64]) -> Duration {
+    let began = thread_time();
+    let mut entry = 0x37;
+    for word in &mut *words {
+        *word = entry;
+        entry += PAGE;
+    }
+    black_box(words);
+    thread_time() - began
+}
+
+fn measure(slat: &Slat, call: Call, subject: &Subject, walk: &str) -> Result<Vec<Sample>, Failure> {
+    let mut machine = Machine::new(slat, 1, DATA + subject.size)?;
+    machine.set_policy("prefetch", "off")?;
+    machine.touch_system()?;
+    machine.vm().engine().platform().set_contiguous(true);
+    machine.set_slot(&subject.slot(0))?;
+    let before = stats(&machine);
+    // As far as the tables can tell, a page of each huge leaf is all of it.
+    let populate = Program::write_every(DATA, MEGA, subject.size / MEGA, 1);
+    machine.run(&[populate], &no_device)?;
+    protect_manually(&machine, true)?;
+    if subject.mapped == Mapped::Small {
+        split_and_stay(&machine, subject)?;
+    }
+    protect_manually(&machine, call != Call::Enable)?;
+    machine.set_policy("split_walk", walk)?;
+    let now = stats(&machine).since(&before);
+    let leaves = [now.pages_4k, now.pages_2m, now.pages_1g];
+    if leaves != subject.leaves() {
+        return Err(format!("mapped by {leaves:?} leaves, not {:?}", subject.leaves()).into());
+    }
+    warm_frames(&machine, subject.splits() as usize);
+
+    let before = stats(&machine);
+    let log = subject.slot(KVM_MEM_LOG_DIRTY_PAGES);
+    let (time, calls) = match call {
+        Call::Enable => (timed(|| machine.set_slot(&log))?, 1),
+        Call::Split => {
+            machine.set_slot(&log)?;
+            let no_page = subject.no_page();
+            (timed(|| clear(&machine, subject, &no_page))?, 1)
+        }
+        Call::Clear => {
+            machine.set_slot(&log)?;
+            let mut time = Duration::ZERO;
+            for _ in 0..2 {
+                write_all(&mut machine, subject)?;
+                let dirty = machine.vm().get_dirty_log(1, subject.size as usize)?;
+                let marked: u64 = dirty.iter().map(|word| u64::from(word.count_ones())).sum();
+                if marked != subject.pages() {
+                    return Err(format!("{marked} pages dirty of {}", subject.pages()).into());
+                }
+                time += timed(|| clear(&machine, subject, &dirty))?;
+            }
+            (time, 2)
+        }
+    };
+    let now = stats(&machine).since(&before);
+    if now.splits != subject.splits() {
+        return Err(format!("{} leaves split, not {}", now.splits, subject.splits()).into());
+    }
+    Ok(vec![
+        Sample::seconds(SECONDS, time / calls),
+        Sample::count(
+            ENTRIES_VISITED,
+            now.split_entries_visited / u64::from(calls),
+        ),
+    ])
+}
+
+/// With manual protection a log begins with all pages dirty and none protected.
+fn protect_manually(machine: &Machine<'_, Slat>, manual: bool) -> Result<(), Failure> {
+    let options = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
+    let options = if manual { options } else { 0 };
+    Ok(machine.vm().enable_cap(&kvm_enable_cap {
+        cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+        args: [options.into(), 0, 0, 0],
+        ..Default::default()
+    })?)
+}
+
+/// Logs for long enough to split all of it, protects nothing, and forbids what is split to grow together
+/// again when the log ends.
+fn split_and_stay<'m>(machine: &Machine<'m, Slat>, subject: &'m Subject) -> Result<(), Failure> {
+    machine.set_slot(&subject.slot(KVM_MEM_LOG_DIRTY_PAGES))?;
+    clear(machine, subject, &subject.no_page())?;
+    machine.set_policy("huge_pages", "off")?;
+    machine.set_slot(&subject.slot(0))
+}
+
+fn stats(machine: &Machine<'_, Slat>) -> Stats {
+    machine.vm().engine().stats()
+}
+
+fn timed(work: impl FnOnce() -> Result<(), Failure>) -> Result<Duration, Failure> {
+    let began = thread_time();
+    work()?;
+    Ok(thread_time() - began)
+}
+
+fn write_all(machine: &mut Machine<'_, Slat>, subject: &Subject) -> Result<(), Failure> {
+    machine.run(&[Program::write(DATA, subject.pages(), 1)], &no_device)?;
+    Ok(())
+}
+
+/// `KVM_CLEAR_DIRTY_LOG` on the whole slot.
+fn clear(machine: &Machine<'_, Slat>, subject: &Subject, bitmap: &[u64]) -> Result<(), Failure> {
+    let pages = u32::try_from(subject.pages())?;
+    Ok(machine.vm().clear_dirty_log(1, 0, pages, bitmap)?)
+}
+
+/// Makes so many frames for tables resident: a kernel's are, and what the host takes to bring in a page
+/// is not the split's.
+fn warm_frames(machine: &Machine<'_, Slat>, frames: usize) {
+    let platform = machine.vm().engine().platform();
+    let mut warm = Vec::with_capacity(frames);
+    platform.alloc_tables(frames, &mut |frame| warm.push(frame));
+    for frame in &warm {
+        let entries: NonNull<Entries> = platform.entries(*frame);
+        // SAFETY: a frame allocated above, which nobody else knows.
+        unsafe { entries.write(Entries::default()) };
+    }
+    // SAFETY: allocated above, and freed once.
+    unsafe { platform.free_tables(&warm) };
+}
+
+fn compare(report: &Report) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for (call, name) in CALLS {
+        for (mapped, state) in STATES {
+            let case = format!("{name}/{state}");
+            let line = |after| {
+                let limit = report.value(NAME, &case, after, LIMIT);
+                Line::compare(report, NAME, &case, SECONDS, FULL_WALK, after)
+                    .map(|line| line.with_limit("stream", limit))
+            };
+            let published = crate::published::find(NAME, &case, SECONDS).map(|p| p.change);
+            lines.extend(line(SKIP).map(|line| match published {
+                Some(change) => line.change_at_most(change),
+                None => line,
+            }));
+            let default = line(DEFAULT).map(|line| line.with_published(None));
+            lines.extend(default.map(|line| match (mapped, call) {
+                (Mapped::Small, _) => line.change_at_most(-0.95),
+                (_, Call::Split) => line.at_most_of_limit(3.0),
+                _ => line,
+            }));
+            lines.extend(Line::compare(
+                report,
+                NAME,
+                &case,
+                ENTRIES_VISITED,
+                FULL_WALK,
+                DEFAULT,
+            ));
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Size;
+
+    #[test]
+    fn every_leaf_is_split_once_and_walks_that_skip_look_at_less() {
+        // The run itself checks leaves, splits and logs.
+        let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
+        let entries = |case: &str, walk| report.value(NAME, case, walk, ENTRIES_VISITED).unwrap();
+        for (_, call) in CALLS {
+            for (_, state) in STATES {
+                let case = &format!("{call}/{state}");
+                assert!(entries(case, SKIP) < entries(case, FULL_WALK) / 100.0);
+                assert!(entries(case, DEFAULT) <= entries(case, SKIP));
+            }
+        }
+        assert!(entries("split/4k", FULL_WALK) >= 8.0 * 512.0);
+        assert!(entries("split/1g", SKIP) >= 512.0);
+    }
+}

@@ -1,0 +1,168 @@
+//! The KVM API as the experiments use it, over slat in this process and over a real `/dev/kvm`.
+//!
+//! slat-kvm has kvm-ioctls' names, so one macro writes both implementations.
+
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_sregs, kvm_userspace_memory_region};
+use kvm_ioctls::VcpuExit;
+use slat_kvm::engine::EngineVm;
+
+/// An error, with what was being done.
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// A KVM.
+pub trait Api: Sized {
+    /// The variant that its measurements are.
+    const NAME: &'static str;
+    /// Its VMs.
+    type Vm: VmApi;
+
+    /// Opens it.
+    ///
+    /// # Errors
+    /// As `open("/dev/kvm")`.
+    fn open() -> Result<Self, Failure>;
+
+    /// A VM without memory.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn create_vm(&self) -> Result<Self::Vm, Failure>;
+
+    /// A vCPU that says in CPUID what this KVM supports.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn create_vcpu(&self, vm: &Self::Vm, id: u64) -> Result<<Self::Vm as VmApi>::Vcpu, Failure>;
+}
+
+/// A VM.
+pub trait VmApi: Send + Sync {
+    /// Its vCPUs.
+    type Vcpu: VcpuApi;
+
+    /// `KVM_SET_USER_MEMORY_REGION`.
+    ///
+    /// # Errors
+    /// KVM's.
+    ///
+    /// # Safety
+    /// The memory behind the slot outlives it, and this process relies on nothing in it that a
+    /// concurrent write would break.
+    unsafe fn set_region(&self, region: kvm_userspace_memory_region) -> Result<(), Failure>;
+
+    /// What slat's engine lets be seen and set; a real KVM has none.
+    fn engine(&self) -> Option<&EngineVm>;
+}
+
+/// A vCPU.
+pub trait VcpuApi: Send {
+    /// `KVM_GET_SREGS`.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn sregs(&self) -> Result<kvm_sregs, Failure>;
+
+    /// `KVM_SET_SREGS`.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn set_sregs(&self, sregs: &kvm_sregs) -> Result<(), Failure>;
+
+    /// `KVM_GET_REGS`.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn regs(&self) -> Result<kvm_regs, Failure>;
+
+    /// `KVM_SET_REGS`.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn set_regs(&self, regs: &kvm_regs) -> Result<(), Failure>;
+
+    /// `KVM_RUN`.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn run(&mut self) -> Result<VcpuExit<'_>, Failure>;
+}
+
+macro_rules! api {
+    ($name:ident, $backend:ident, $variant:literal, open $open:block, engine($vm:ident) $engine:expr) => {
+        #[doc = concat!("KVM as `", stringify!($backend), "` has it.")]
+        pub struct $name($backend::Kvm);
+
+        impl Api for $name {
+            const NAME: &'static str = $variant;
+            type Vm = $backend::VmFd;
+
+            fn open() -> Result<Self, Failure> {
+                $open
+                Ok($name($backend::Kvm::new()?))
+            }
+
+            fn create_vm(&self) -> Result<Self::Vm, Failure> {
+                Ok(self.0.create_vm()?)
+            }
+
+            fn create_vcpu(&self, vm: &Self::Vm, id: u64) -> Result<$backend::VcpuFd, Failure> {
+                let vcpu = vm.create_vcpu(id)?;
+                vcpu.set_cpuid2(&self.0.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?)?;
+                Ok(vcpu)
+            }
+        }
+
+        impl VmApi for $backend::VmFd {
+            type Vcpu = $backend::VcpuFd;
+
+            unsafe fn set_region(
+                &self,
+                region: kvm_userspace_memory_region,
+            ) -> Result<(), Failure> {
+                // SAFETY: the caller's promise.
+                unsafe { self.set_user_memory_region(region) }
+                    .map_err(|e| format!("memslot {}: {e}", region.slot))?;
+                Ok(())
+            }
+
+            fn engine(&self) -> Option<&EngineVm> {
+                let $vm = self;
+                $engine
+            }
+        }
+
+        impl VcpuApi for $backend::VcpuFd {
+            fn sregs(&self) -> Result<kvm_sregs, Failure> {
+                Ok(self.get_sregs()?)
+            }
+
+            fn set_sregs(&self, sregs: &kvm_sregs) -> Result<(), Failure> {
+                Ok($backend::VcpuFd::set_sregs(self, sregs)?)
+            }
+
+            fn regs(&self) -> Result<kvm_regs, Failure> {
+                Ok(self.get_regs()?)
+            }
+
+            fn set_regs(&self, regs: &kvm_regs) -> Result<(), Failure> {
+                Ok($backend::VcpuFd::set_regs(self, regs)?)
+            }
+
+            fn run(&mut self) -> Result<VcpuExit<'_>, Failure> {
+                Ok($backend::VcpuFd::run(self)?)
+            }
+        }
+    };
+}
+
+api!(
+    Slat, slat_kvm, "slat",
+    // The experiments install no handler: nobody has to look for signals every now and then.
+    open { slat_kvm::watch_signals(); },
+    engine(vm) Some(vm.engine())
+);
+api!(
+    RealKvm, kvm_ioctls, "kvm",
+    open {},
+    engine(_vm) None
+);

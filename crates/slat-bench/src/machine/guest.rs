@@ -1,0 +1,580 @@
+//! The guest: loops of a few 64-bit instructions, the page tables they run on, and how a vCPU begins.
+//!
+//! Guest-virtual is guest-physical, in guest pages of 2 MiB, so that the guest's own tables are few. A
+//! program knows only what is in its registers and ends with HLT.
+
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
+
+use super::Failure;
+
+/// A guest page, the smallest unit that a program counts in.
+pub const PAGE: u64 = 4096;
+
+/// Where the page tables, the code and the stacks are.
+pub const SYSTEM: u64 = 0;
+/// Their size in bytes: room for the tables of 492 GiB.
+pub const SYSTEM_SIZE: usize = 4 << 20;
+/// The most vCPUs that have a stack.
+pub const MAX_VCPUS: usize = 512;
+/// A device register: no slot may hold it.
+pub const DEVICE: u64 = 0xd000_0000;
+/// The first address that is free for data; below it, and above [`SYSTEM_SIZE`], there is room for
+/// small slots.
+pub const DATA: u64 = 4 << 30;
+
+const PML4: u64 = 0x1000;
+const PDPT: u64 = 0x2000;
+const PROGRAM: u64 = 0x4000;
+const STACKS: u64 = 0x1_0000; // a page for each vCPU, growing down to it
+const PAGE_DIRECTORIES: u64 = STACKS + (MAX_VCPUS as u64 + 1) * PAGE;
+const MAX_GIB: u64 = (SYSTEM_SIZE as u64 - PAGE_DIRECTORIES) / PAGE;
+
+/// The programs' instructions: bytes among this process's constants, never executed by it.
+macro_rules! programs {
+    ($($(#[$doc:meta])* $name:ident = $symbol:literal [$($line:literal),* $(,)?])*) => {
+        std::arch::global_asm!(
+            ".pushsection .rodata.slat_bench_guest, \"a\", @progbits",
+            ".balign 16",
+            // Global, because Rust code may be compiled into another object file than this is.
+            ".globl slat_bench_guest, slat_bench_guest_end",
+            "slat_bench_guest:",
+            $(concat!(".globl ", $symbol), concat!($symbol, ":"), $($line,)* "hlt",)*
+            "slat_bench_guest_end:",
+            ".popsection",
+        );
+
+        unsafe extern "C" {
+            static slat_bench_guest: u8;
+            static slat_bench_guest_end: u8;
+            $(#[link_name = $symbol] static $name: u8;)*
+        }
+
+        /// A loop that a vCPU can run.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[allow(non_camel_case_types)]
+        enum Loop {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Loop {
+            fn address(self) -> u64 {
+                let label = match self {
+                    $(Loop::$name => &raw const $name,)*
+                };
+                // SAFETY: both labels stand in the same section.
+                PROGRAM + unsafe { label.offset_from(&raw const slat_bench_guest) } as u64
+            }
+        }
+    };
+}
+
+programs! {
+    /// rsi += the first byte of each page; rbx first page, rcx pages.
+    read = "slat_bench_read" [
+        "2:",
+        "movzx eax, byte ptr [rbx]",
+        "add rsi, rax",
+        "add rbx, 4096",
+        "dec rcx",
+        "jnz 2b",
+    ]
+    /// rax goes to the beginning of each page; rbx first page, rcx pages.
+    write = "slat_bench_write" [
+        "2:",
+        "mov [rbx], eax",
+        "add rbx, 4096",
+        "dec rcx",
+        "jnz 2b",
+    ]
+    /// The same every rdx bytes; rcx times.
+    write_every = "slat_bench_write_every" [
+        "2:",
+        "mov [rbx], eax",
+        "add rbx, rdx",
+        "dec rcx",
+        "jnz 2b",
+    ]
+    /// Writes eax to r9 pages from rbx on, counts that in rsi, waits for its turn and goes on with those
+    /// from r8 on; and again, until it is told to stop. The words at r10: stop, turn ([`Turns`]).
+    turns = "slat_bench_turns" [
+        "2:",
+        "mov rdi, rbx",
+        "mov rcx, r9",
+        "3:",
+        "mov [rdi], eax",
+        "add rdi, 4096",
+        "dec rcx",
+        "jnz 3b",
+        "inc rsi",
+        "xchg rbx, r8",
+        "4:",
+        "cmp qword ptr [r10], 0",
+        "jne 5f",
+        "cmp qword ptr [r10 + 8], 0",
+        "je 4b",
+        "mov qword ptr [r10 + 8], 0",
+        "jmp 2b",
+        "5:",
+    ]
+    /// Writes eax to r9 pages from rbx on, counts that in rsi, and again, until the word at r10 says stop.
+    hammer = "slat_bench_hammer" [
+        "2:",
+        "mov rdi, rbx",
+        "mov rcx, r9",
+        "3:",
+        "mov [rdi], eax",
+        "add rdi, 4096",
+        "dec rcx",
+        "jnz 3b",
+        "inc rsi",
+        "cmp qword ptr [r10], 0",
+        "je 2b",
+    ]
+    /// Calls the beginning of each page; rbx first page, rcx pages.
+    call = "slat_bench_call" [
+        "2:",
+        "call rbx",
+        "add rbx, 4096",
+        "dec rcx",
+        "jnz 2b",
+    ]
+    /// rsi += the first byte of pages taken at random ([`Random`]); rbx first page, rcx times, rax
+    /// state, r8 and r9 multiplier and increment, r10 64 minus the bits of a page number.
+    scatter = "slat_bench_scatter" [
+        "2:",
+        "imul rax, r8",
+        "add rax, r9",
+        "mov rdx, rax",
+        "xchg rcx, r10",
+        "shr rdx, cl",
+        "xchg rcx, r10",
+        "shl rdx, 12",
+        "movzx edx, byte ptr [rbx + rdx]",
+        "add rsi, rdx",
+        "dec rcx",
+        "jnz 2b",
+    ]
+    /// Writes to a device register; rbx register, rcx times.
+    doorbell = "slat_bench_doorbell" [
+        "2:",
+        "mov [rbx], ecx",
+        "dec rcx",
+        "jnz 2b",
+    ]
+    /// A request to a device, and its response: rings the doorbell at rbx with the number in ecx, finds
+    /// the response (the number's complement) in memory at rdx, counts the right ones in rsi, and
+    /// reads the device's status at rbx + 4 into rdi's sum.
+    request = "slat_bench_request" [
+        "2:",
+        "mov [rbx], ecx",
+        "mov eax, [rdx]",
+        "not eax",
+        "cmp eax, ecx",
+        "sete al",
+        "movzx eax, al",
+        "add rsi, rax",
+        "mov eax, [rbx + 4]",
+        "add rdi, rax",
+        "dec rcx",
+        "jnz 2b",
+    ]
+    /// Arithmetic in registers, six instructions; rcx times.
+    alu = "slat_bench_alu" [
+        "2:",
+        "add rax, rcx",
+        "xor rdx, rax",
+        "lea rbx, [rbx + rdx * 2]",
+        "shr rdx, 3",
+        "sub rcx, 1",
+        "jnz 2b",
+    ]
+    /// Loads and stores, six instructions; rcx times, rsi data.
+    ldst = "slat_bench_ldst" [
+        "2:",
+        "mov rax, [rsi]",
+        "mov [rsi + 8], rax",
+        "add qword ptr [rsi + 16], 1",
+        "mov rdx, [rsi + rbx * 8]",
+        "dec rcx",
+        "jnz 2b",
+    ]
+    /// A call of a function with a frame, eight instructions; rcx times.
+    frame = "slat_bench_frame" [
+        "2:",
+        "call 3f",
+        "dec rcx",
+        "jnz 2b",
+        "hlt",
+        "3:",
+        "push rbp",
+        "mov rbp, rsp",
+        "mov eax, 1",
+        "pop rbp",
+        "ret",
+    ]
+    /// The Fibonacci number of rdi, by recursion, to rax; [`Program::fibonacci`] counts instructions.
+    fib = "slat_bench_fib" [
+        "call 3f",
+        "hlt",
+        "3:",
+        "cmp rdi, 2",
+        "jae 4f",
+        "mov rax, rdi",
+        "ret",
+        "4:",
+        "push rbx",
+        "push rdi",
+        "lea rdi, [rdi - 1]",
+        "call 3b",
+        "mov rbx, rax",
+        "pop rdi",
+        "lea rdi, [rdi - 2]",
+        "call 3b",
+        "add rax, rbx",
+        "pop rbx",
+        "ret",
+    ]
+    /// Writes to each page, again and again; rsi first page, rdx pages, rcx times.
+    rounds = "slat_bench_rounds" [
+        "2:",
+        "mov rdi, rsi",
+        "mov rbx, rdx",
+        "3:",
+        "mov [rdi], rcx",
+        "add rdi, 4096",
+        "dec rbx",
+        "jnz 3b",
+        "dec rcx",
+        "jnz 2b",
+    ]
+}
+
+fn code() -> &'static [u8] {
+    let begin = &raw const slat_bench_guest;
+    let end = &raw const slat_bench_guest_end;
+    // SAFETY: both labels stand in the same section, the second behind the first, with nothing but
+    // initialised constants between them.
+    unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
+}
+
+/// The host's side of [`Program::turns`] and [`Program::hammer`]: two words of guest memory.
+pub struct Turns<'m> {
+    stop: &'m AtomicU64,
+    turn: &'m AtomicU64,
+}
+
+impl<'m> Turns<'m> {
+    /// In the first words of some memory.
+    pub fn new(words: &'m [AtomicU64]) -> Self {
+        let (stop, turn) = (&words[0], &words[1]);
+        stop.store(0, SeqCst);
+        turn.store(0, SeqCst);
+        Turns { stop, turn }
+    }
+
+    /// Waits until the guest has done its part, and lets it go on with the next one.
+    ///
+    /// # Errors
+    /// If it takes the guest unbearably long: it has come to its end.
+    pub fn pass(&self) -> Result<(), Failure> {
+        self.turn.store(1, SeqCst);
+        wait_until(|| self.turn.load(SeqCst) == 0)
+    }
+
+    /// Tells the guest to halt.
+    pub fn stop(&self) {
+        self.stop.store(1, SeqCst);
+    }
+}
+
+/// Waits for something that a guest does.
+///
+/// # Errors
+/// If it does not do it.
+pub fn wait_until(done: impl Fn() -> bool) -> Result<(), Failure> {
+    const PATIENCE: Duration = Duration::from_secs(60);
+    let began = Instant::now();
+    let mut round = 0u32;
+    while !done() {
+        round += 1;
+        if round.is_multiple_of(256) {
+            std::thread::yield_now();
+            if began.elapsed() > PATIENCE {
+                return Err("the guest does not answer".into());
+            }
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+    Ok(())
+}
+
+/// What a vCPU is to run.
+#[derive(Clone, Copy, Debug)]
+pub struct Program(kvm_regs);
+
+impl Program {
+    fn new(code: Loop, registers: kvm_regs) -> Self {
+        Program(kvm_regs {
+            rip: code.address(),
+            rflags: 1 << 1,
+            ..registers
+        })
+    }
+
+    fn pages(code: Loop, first: u64, pages: u64) -> Self {
+        Self::new(
+            code,
+            kvm_regs {
+                rbx: first,
+                rcx: pages,
+                ..Default::default()
+            },
+        )
+    }
+
+    /// Reads the first byte of each page; their sum ends up in rsi.
+    pub fn read(first: u64, pages: u64) -> Self {
+        Self::pages(Loop::read, first, pages)
+    }
+
+    /// Writes `value` to the beginning of each page.
+    pub fn write(first: u64, pages: u64, value: u32) -> Self {
+        let Program(mut registers) = Self::pages(Loop::write, first, pages);
+        registers.rax = value.into();
+        Program(registers)
+    }
+
+    /// Writes `value` every `stride` bytes from `first` on, `times` times.
+    pub fn write_every(first: u64, stride: u64, times: u64, value: u32) -> Self {
+        let Program(registers) = Self::pages(Loop::write_every, first, times);
+        Program(kvm_regs {
+            rax: value.into(),
+            rdx: stride,
+            ..registers
+        })
+    }
+
+    /// Writes `value` to `pages` pages from `first` on, then from `second`, in turns with the host
+    /// ([`Turns`] at `words`). rsi counts.
+    pub fn turns(first: u64, second: u64, pages: u64, value: u32, words: u64) -> Self {
+        let registers = kvm_regs {
+            rbx: first,
+            r8: second,
+            r9: pages,
+            rax: value.into(),
+            r10: words,
+            ..Default::default()
+        };
+        Self::new(Loop::turns, registers)
+    }
+
+    /// Writes `value` to `pages` pages from `first` on, again and again, until the word at `stop` is not
+    /// zero. rsi counts.
+    pub fn hammer(first: u64, pages: u64, value: u32, stop: u64) -> Self {
+        let registers = kvm_regs {
+            rbx: first,
+            r9: pages,
+            rax: value.into(),
+            r10: stop,
+            ..Default::default()
+        };
+        Self::new(Loop::hammer, registers)
+    }
+
+    /// Calls the beginning of each page. Where [`COUNTED_RETURN`] stands, rsi counts the calls.
+    pub fn call(first: u64, pages: u64) -> Self {
+        Self::pages(Loop::call, first, pages)
+    }
+
+    /// Reads the first byte of `times` pages, taken at random from the `1 << bits` at `first`; the sum
+    /// ends up in rsi.
+    pub fn scatter(first: u64, bits: u32, times: u64) -> Self {
+        let Program(registers) = Self::pages(Loop::scatter, first, times);
+        Program(kvm_regs {
+            rax: Random::SEED,
+            r8: Random::MULTIPLIER,
+            r9: Random::INCREMENT,
+            r10: 64 - u64::from(bits),
+            ..registers
+        })
+    }
+
+    /// Writes to [`DEVICE`] so many times: the numbers from `times` down to 1.
+    pub fn doorbell(times: u64) -> Self {
+        Self::pages(Loop::doorbell, DEVICE, times)
+    }
+
+    /// So many requests to the device at [`DEVICE`], which answers in memory at `response`. rsi counts
+    /// the right answers, rdi sums up what the status register (at `DEVICE + 4`) said.
+    pub fn requests(times: u64, response: u64) -> Self {
+        let Program(registers) = Self::pages(Loop::request, DEVICE, times);
+        Program(kvm_regs {
+            rdx: response,
+            ..registers
+        })
+    }
+
+    /// Arithmetic, and the instructions it takes. rax ends up as the sum of the numbers up to `times`.
+    pub fn arithmetic(times: u64) -> (Self, u64) {
+        (Self::pages(Loop::alu, 0, times), 6 * times + 1)
+    }
+
+    /// Loads and stores at `data`, and the instructions they take. The word at `data + 16` counts them.
+    pub fn loads_and_stores(times: u64, data: u64) -> (Self, u64) {
+        let Program(registers) = Self::pages(Loop::ldst, 0, times);
+        let rsi = data;
+        (Program(kvm_regs { rsi, ..registers }), 6 * times + 1)
+    }
+
+    /// Calls of a small function, and the instructions they take. rax ends up as 1.
+    pub fn calls(times: u64) -> (Self, u64) {
+        (Self::pages(Loop::frame, 0, times), 8 * times + 1)
+    }
+
+    /// The `n`th Fibonacci number by recursion, to rax, and the instructions that takes.
+    pub fn fibonacci(n: u64) -> (Self, u64) {
+        // A leaf takes 4 instructions, an inner call 13 and what its two calls take.
+        let (mut now, mut next) = (4, 4);
+        for _ in 0..n {
+            (now, next) = (next, 13 + now + next);
+        }
+        let registers = kvm_regs {
+            rdi: n,
+            ..Default::default()
+        };
+        (Self::new(Loop::fib, registers), now + 2)
+    }
+
+    /// Writes to each of `pages` pages, `times` over, and the instructions that takes. The first word of
+    /// each ends up as 1.
+    pub fn rounds(first: u64, pages: u64, times: u64) -> (Self, u64) {
+        let registers = kvm_regs {
+            rsi: first,
+            rdx: pages,
+            rcx: times,
+            ..Default::default()
+        };
+        let instructions = times * (4 + 4 * pages) + 1;
+        (Self::new(Loop::rounds, registers), instructions)
+    }
+
+    /// The registers of vCPU number `index` when it begins.
+    pub fn registers(&self, index: usize) -> kvm_regs {
+        kvm_regs {
+            rsp: STACKS + (index as u64 + 1) * PAGE,
+            ..self.0
+        }
+    }
+}
+
+/// `inc esi; ret`: a function that counts its calls, to be [written](Program::write) and
+/// [called](Program::call).
+pub const COUNTED_RETURN: u32 = u32::from_le_bytes([0xff, 0xc6, 0xc3, 0xcc]);
+
+/// The page numbers that [`Program::scatter`] takes: the upper bits of a linear congruential sequence.
+#[derive(Debug)]
+pub struct Random {
+    state: u64,
+    bits: u32,
+}
+
+impl Random {
+    const SEED: u64 = 0x9e37_79b9_7f4a_7c15;
+    // Knuth's MMIX.
+    const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
+    const INCREMENT: u64 = 1_442_695_040_888_963_407;
+
+    /// The sequence of `1 << bits` pages.
+    pub fn pages(bits: u32) -> Self {
+        Random {
+            state: Self::SEED,
+            bits,
+        }
+    }
+}
+
+impl Iterator for Random {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        self.state = self
+            .state
+            .wrapping_mul(Self::MULTIPLIER)
+            .wrapping_add(Self::INCREMENT);
+        Some(self.state >> (64 - self.bits))
+    }
+}
+
+/// Writes tables that map `0..end` one to one, and the programs, into the memory of the system slot.
+///
+/// # Panics
+/// If there is no room for so many tables.
+pub fn load(system: &mut [u8], end: u64) {
+    let gib = end.div_ceil(1 << 30);
+    assert!(gib <= MAX_GIB, "guest tables for {gib} GiB");
+    identity_map(system, PML4, PDPT, PAGE_DIRECTORIES, gib);
+    system[PROGRAM as usize..][..code().len()].copy_from_slice(code());
+}
+
+/// Writes tables of 4 levels that map the first `gib` GiB one to one, in pages of 2 MiB, into memory
+/// at guest-physical 0. There are `gib` page directories.
+pub fn identity_map(memory: &mut [u8], pml4: u64, pdpt: u64, page_directories: u64, gib: u64) {
+    const PRESENT_WRITABLE: u64 = 0b11;
+    const HUGE: u64 = 1 << 7;
+    let mut put = |at: u64, entry: u64| {
+        memory[at as usize..][..8].copy_from_slice(&(entry | PRESENT_WRITABLE).to_le_bytes());
+    };
+    put(pml4, pdpt);
+    for gib in 0..gib {
+        let directory = page_directories + gib * PAGE;
+        put(pdpt + gib * 8, directory);
+        for entry in 0..512 {
+            put(directory + entry * 8, (gib << 30) | (entry << 21) | HUGE);
+        }
+    }
+}
+
+/// Long mode with paging on, at privilege level 0, on the tables of [`load`].
+pub fn special_registers(from_reset: kvm_sregs) -> kvm_sregs {
+    long_mode(from_reset, PML4)
+}
+
+/// Long mode with paging on, at privilege level 0, on the tables at `cr3`.
+pub fn long_mode(from_reset: kvm_sregs, cr3: u64) -> kvm_sregs {
+    const CR0_PE_ET_NE_WP_PG: u64 = 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 31;
+    const CR4_PAE: u64 = 1 << 5;
+    const EFER_LME_LMA: u64 = 1 << 8 | 1 << 10;
+    let flat = kvm_segment {
+        limit: 0xffff_ffff,
+        selector: 0x10,
+        type_: 3, // data, read and write
+        present: 1,
+        db: 1,
+        s: 1,
+        g: 1,
+        ..Default::default()
+    };
+    kvm_sregs {
+        cs: kvm_segment {
+            selector: 0x8,
+            type_: 11, // code, execute and read
+            l: 1,
+            db: 0,
+            ..flat
+        },
+        ds: flat,
+        es: flat,
+        fs: flat,
+        gs: flat,
+        ss: flat,
+        cr0: CR0_PE_ET_NE_WP_PG,
+        cr3,
+        cr4: CR4_PAE,
+        efer: EFER_LME_LMA,
+        ..from_reset
+    }
+}

@@ -1,0 +1,324 @@
+//! A KVM program: guest memory, memslots, vCPU threads, and a guest that is a few loops.
+//!
+//! The same program runs on slat and on a real KVM ([`api`]). The guest really runs: what it computes is
+//! looked at after each run.
+
+pub mod api;
+pub mod guest;
+pub mod memory;
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use kvm_bindings::{kvm_regs, kvm_userspace_memory_region};
+use kvm_ioctls::VcpuExit;
+use slat_kvm::engine::EngineVm;
+
+pub use api::{Api, Failure, RealKvm, Slat, VcpuApi, VmApi};
+pub use guest::Program;
+pub use memory::{Memory, Pages};
+
+/// A VM whose slot 0 holds the guest's tables, code and stacks.
+///
+/// It borrows the memory of its other slots, which therefore outlives it and may serve several VMs,
+/// one after the other.
+pub struct Machine<'m, A: Api> {
+    // Before the memory: a guest's memory outlives it.
+    vcpus: Vec<<A::Vm as VmApi>::Vcpu>,
+    vm: A::Vm,
+    system: Memory,
+    borrowed: std::marker::PhantomData<&'m Memory>,
+}
+
+/// A memslot: `size` bytes of `memory` from `offset` on, to be seen by the guest at `gpa`.
+#[derive(Clone, Copy)]
+pub struct Slot<'m> {
+    /// Its number; 0 is the machine's own.
+    pub id: u32,
+    /// `KVM_MEM_*`.
+    pub flags: u32,
+    /// Where the guest sees it.
+    pub gpa: u64,
+    /// What backs it.
+    pub memory: &'m Memory,
+    /// Where in `memory` it begins, in bytes.
+    pub offset: u64,
+    /// Bytes; 0 deletes it.
+    pub size: u64,
+}
+
+impl<'m> Slot<'m> {
+    /// All of `memory`, at `gpa`.
+    pub fn whole(id: u32, gpa: u64, memory: &'m Memory) -> Self {
+        Slot {
+            id,
+            flags: 0,
+            gpa,
+            memory,
+            offset: 0,
+            size: memory.size() as u64,
+        }
+    }
+}
+
+/// How a run went.
+pub struct Ran {
+    /// From the moment all vCPUs were ready to the last one's HLT.
+    pub wall: Duration,
+    /// Processor time of all vCPU threads together, without that of other load on the machine.
+    pub cpu: Duration,
+    /// The registers that each vCPU ended with.
+    pub registers: Vec<kvm_regs>,
+}
+
+impl Ran {
+    /// How long the run takes on a machine with nothing else to do: the vCPUs' processor time, spread over
+    /// the processors that they can use at a time.
+    pub fn spread(&self) -> Duration {
+        let processors = thread::available_parallelism().map_or(1, |n| n.get());
+        self.cpu / processors.min(self.registers.len()) as u32
+    }
+}
+
+impl<'m, A: Api> Machine<'m, A> {
+    /// A VM with `vcpus` vCPUs whose guest sees the addresses up to `end`.
+    ///
+    /// # Errors
+    /// The host's and KVM's.
+    ///
+    /// # Panics
+    /// If `vcpus` is more than [`guest::MAX_VCPUS`].
+    pub fn new(api: &A, vcpus: usize, end: u64) -> Result<Self, Failure> {
+        Self::prepared(api, vcpus, end, |_| Ok(()))
+    }
+
+    /// The same, with `prepare` done to the VM before it has memory and vCPUs.
+    ///
+    /// # Errors
+    /// Also `prepare`'s.
+    ///
+    /// # Panics
+    /// As [`Machine::new`].
+    pub fn prepared(
+        api: &A,
+        vcpus: usize,
+        end: u64,
+        prepare: impl FnOnce(&A::Vm) -> Result<(), Failure>,
+    ) -> Result<Self, Failure> {
+        assert!(vcpus <= guest::MAX_VCPUS);
+        let mut system = Memory::new(guest::SYSTEM_SIZE, 2 << 20, Pages::Small)?;
+        guest::load(system.bytes(), end);
+        let vm = api.create_vm()?;
+        prepare(&vm)?;
+        let mut machine = Machine {
+            vcpus: Vec::new(),
+            vm,
+            system,
+            borrowed: std::marker::PhantomData,
+        };
+        put_slot(&machine.vm, &Slot::whole(0, guest::SYSTEM, &machine.system))?;
+        for id in 0..vcpus {
+            let vcpu = api.create_vcpu(&machine.vm, id as u64)?;
+            vcpu.set_sregs(&guest::special_registers(vcpu.sregs()?))?;
+            machine.vcpus.push(vcpu);
+        }
+        Ok(machine)
+    }
+
+    /// Creates, moves, changes or deletes a slot.
+    ///
+    /// # Errors
+    /// KVM's.
+    ///
+    /// # Panics
+    /// If the slot reaches out of its memory.
+    pub fn set_slot(&self, slot: &Slot<'m>) -> Result<(), Failure> {
+        put_slot(&self.vm, slot)
+    }
+
+    /// The VM.
+    pub fn vm(&self) -> &A::Vm {
+        &self.vm
+    }
+
+    /// A vCPU.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn vcpu(&self, index: usize) -> &<A::Vm as VmApi>::Vcpu {
+        &self.vcpus[index]
+    }
+
+    /// What slat's engine counts and lets be set; `None` on a real KVM.
+    pub fn engine(&self) -> Option<&EngineVm> {
+        self.vm.engine()
+    }
+
+    /// Sets a policy of slat's; a real KVM's are its host's affair.
+    ///
+    /// # Errors
+    /// If there is no such policy, or it has no such value.
+    pub fn set_policy(&self, name: &str, value: &str) -> Result<(), Failure> {
+        match self.engine() {
+            Some(engine) => Ok(engine.set_policy(name, value)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Lets the first vCPU read every page of the system slot, so that what follows takes no fault there.
+    ///
+    /// # Errors
+    /// As [`Machine::run`].
+    pub fn touch_system(&mut self) -> Result<(), Failure> {
+        let pages = guest::SYSTEM_SIZE as u64 / guest::PAGE;
+        self.run(&[Program::read(guest::SYSTEM, pages)], &no_device)?;
+        Ok(())
+    }
+
+    /// Runs a program on each of the first vCPUs, all at once, until each has halted. `device` answers
+    /// the exits.
+    ///
+    /// # Errors
+    /// KVM's, or `device`'s.
+    ///
+    /// # Panics
+    /// If there are more programs than vCPUs, or `device` panics.
+    pub fn run(&mut self, programs: &[Program], device: &Device<'_>) -> Result<Ran, Failure> {
+        Ok(self.run_beside(programs, device, |_| Ok(()))?.0)
+    }
+
+    /// The same, and does `host` meanwhile, which may change slots. A program that does not halt by
+    /// itself is told to by `host`, whatever comes of it.
+    ///
+    /// # Errors
+    /// Also `host`'s.
+    ///
+    /// # Panics
+    /// As [`Machine::run`].
+    pub fn run_beside<R>(
+        &mut self,
+        programs: &[Program],
+        device: &Device<'_>,
+        host: impl FnOnce(&Slots<'_, 'm, A>) -> Result<R, Failure>,
+    ) -> Result<(Ran, R), Failure> {
+        assert!(programs.len() <= self.vcpus.len());
+        let start = Barrier::new(programs.len());
+        let Machine { vcpus, vm, .. } = self;
+        let slots = Slots {
+            vm: &*vm,
+            borrowed: std::marker::PhantomData,
+        };
+        let (ended, result) = thread::scope(|scope| {
+            let threads: Vec<_> = vcpus
+                .iter_mut()
+                .zip(programs)
+                .enumerate()
+                .map(|(index, (vcpu, program))| {
+                    let start = &start;
+                    scope.spawn(move || run_vcpu(vcpu, index, program, start, device))
+                })
+                .collect();
+            let result = host(&slots);
+            let ended = threads
+                .into_iter()
+                .map(|thread| thread.join().expect("a vCPU's thread does not panic"))
+                .collect::<Result<Vec<_>, _>>();
+            (ended, result)
+        });
+        let (ended, result) = (ended?, result?);
+        let began = ended.iter().map(|vcpu| vcpu.began).min();
+        let halted = ended.iter().map(|vcpu| vcpu.halted).max();
+        let ran = Ran {
+            wall: halted
+                .zip(began)
+                .map_or(Duration::ZERO, |(halted, began)| halted - began),
+            cpu: ended.iter().map(|vcpu| vcpu.cpu).sum(),
+            registers: ended.into_iter().map(|vcpu| vcpu.registers).collect(),
+        };
+        Ok((ran, result))
+    }
+}
+
+fn put_slot(vm: &impl VmApi, slot: &Slot<'_>) -> Result<(), Failure> {
+    assert!(slot.offset + slot.size <= slot.memory.size() as u64);
+    let region = kvm_userspace_memory_region {
+        slot: slot.id,
+        flags: slot.flags,
+        guest_phys_addr: slot.gpa,
+        memory_size: slot.size,
+        userspace_addr: slot.memory.address() + slot.offset,
+    };
+    // SAFETY: the memory outlives the VM (the system's by the order of a machine's fields, that of
+    // others by its `'m`), and a shared `Memory` shows itself as atomics only.
+    unsafe { vm.set_region(region) }
+}
+
+/// The slots of a machine that runs.
+pub struct Slots<'a, 'm, A: Api> {
+    vm: &'a A::Vm,
+    /// As the machine's: invariant.
+    borrowed: std::marker::PhantomData<std::cell::Cell<&'m Memory>>,
+}
+
+impl<'m, A: Api> Slots<'_, 'm, A> {
+    /// As [`Machine::set_slot`].
+    ///
+    /// # Errors
+    /// KVM's.
+    pub fn set_slot(&self, slot: &Slot<'m>) -> Result<(), Failure> {
+        put_slot(self.vm, slot)
+    }
+}
+
+/// What answers a vCPU's exits, with the vCPU's number.
+pub type Device<'a> = dyn Fn(usize, VcpuExit<'_>) -> Result<(), Failure> + Sync + 'a;
+
+/// For guests that use memory only: every exit is an error.
+pub fn no_device(index: usize, exit: VcpuExit<'_>) -> Result<(), Failure> {
+    Err(format!("vCPU {index}: unexpected exit {exit:?}").into())
+}
+
+struct Ended {
+    began: Instant,
+    halted: Instant,
+    cpu: Duration,
+    registers: kvm_regs,
+}
+
+fn run_vcpu<V: VcpuApi>(
+    vcpu: &mut V,
+    index: usize,
+    program: &Program,
+    start: &Barrier,
+    device: &Device<'_>,
+) -> Result<Ended, Failure> {
+    let prepared = vcpu.set_regs(&program.registers(index));
+    // Also after an error: the others wait here.
+    start.wait();
+    prepared?;
+    let (began, cpu) = (Instant::now(), thread_time());
+    loop {
+        match vcpu.run()? {
+            VcpuExit::Hlt => break,
+            exit => device(index, exit)?,
+        }
+    }
+    Ok(Ended {
+        began,
+        halted: Instant::now(),
+        cpu: thread_time() - cpu,
+        registers: vcpu.regs()?,
+    })
+}
+
+/// Processor time of this thread.
+pub fn thread_time() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: a local to write to.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}

@@ -1,0 +1,309 @@
+//! What was measured: series of samples, the rows of the JSON contract, and comparisons of variants.
+
+use serde::Serialize;
+
+/// The unit of a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Unit {
+    /// Seconds.
+    #[serde(rename = "s")]
+    Seconds,
+    /// Nanoseconds.
+    #[serde(rename = "ns")]
+    Nanoseconds,
+    /// A number of things.
+    #[serde(rename = "count")]
+    Count,
+    /// Things in each second.
+    #[serde(rename = "1/s")]
+    PerSecond,
+    /// Millions of guest instructions in each second.
+    #[serde(rename = "MIPS")]
+    Mips,
+}
+
+/// One value of one metric.
+#[derive(Clone, Copy, Debug)]
+pub struct Sample {
+    /// The metric's name in the JSON contract.
+    pub metric: &'static str,
+    /// Its unit.
+    pub unit: Unit,
+    /// The value.
+    pub value: f64,
+}
+
+impl Sample {
+    /// A value of `metric`.
+    pub fn new(metric: &'static str, unit: Unit, value: f64) -> Self {
+        Sample {
+            metric,
+            unit,
+            value,
+        }
+    }
+
+    /// A number of things.
+    pub fn count(metric: &'static str, value: u64) -> Self {
+        Self::new(metric, Unit::Count, value as f64)
+    }
+
+    /// A time in seconds.
+    pub fn seconds(metric: &'static str, time: std::time::Duration) -> Self {
+        Self::new(metric, Unit::Seconds, time.as_secs_f64())
+    }
+}
+
+/// A row of the report: the median of all samples of one metric.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Row {
+    /// `prefetch`, …
+    pub experiment: &'static str,
+    /// What was done; parts are separated by `/`.
+    pub case: String,
+    /// How: a policy, an implementation, `kvm`.
+    pub variant: &'static str,
+    /// What is measured.
+    pub metric: &'static str,
+    /// The median.
+    pub value: f64,
+    /// Its unit.
+    pub unit: Unit,
+}
+
+/// All samples of one metric of one variant of a case, in the order of the rounds.
+#[derive(Debug)]
+struct Series {
+    experiment: &'static str,
+    case: String,
+    variant: &'static str,
+    metric: &'static str,
+    unit: Unit,
+    values: Vec<f64>,
+}
+
+/// Everything that was measured in one run.
+#[derive(Debug, Default)]
+pub struct Report {
+    series: Vec<Series>,
+    notes: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct Document {
+    rows: Vec<Row>,
+}
+
+impl Report {
+    /// Adds a sample.
+    ///
+    /// # Panics
+    /// If it is not finite, or has another unit than earlier samples of its metric.
+    pub fn add(
+        &mut self,
+        experiment: &'static str,
+        case: &str,
+        variant: &'static str,
+        sample: Sample,
+    ) {
+        let Sample {
+            metric,
+            unit,
+            value,
+        } = sample;
+        assert!(
+            value.is_finite(),
+            "{experiment} {case} {variant}: {metric} is {value}"
+        );
+        match self
+            .series
+            .iter_mut()
+            .find(|series| series.is(experiment, case, variant, metric))
+        {
+            Some(series) => {
+                assert_eq!(series.unit, unit, "{experiment} {case} {variant}: {metric}");
+                series.values.push(value);
+            }
+            None => self.series.push(Series {
+                experiment,
+                case: case.to_owned(),
+                variant,
+                metric,
+                unit,
+                values: vec![value],
+            }),
+        }
+    }
+
+    /// Adds a sentence that belongs under the tables.
+    pub fn note(&mut self, sentence: String) {
+        if !self.notes.contains(&sentence) {
+            self.notes.push(sentence);
+        }
+    }
+
+    /// Those sentences.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// The rows, in the order in which they were measured.
+    pub fn rows(&self) -> Vec<Row> {
+        self.series
+            .iter()
+            .map(|series| Row {
+                experiment: series.experiment,
+                case: series.case.clone(),
+                variant: series.variant,
+                metric: series.metric,
+                value: median(&series.values),
+                unit: series.unit,
+            })
+            .collect()
+    }
+
+    /// `{"rows":[…]}`, one row a line.
+    pub fn to_json(&self) -> String {
+        let document = Document { rows: self.rows() };
+        let text = serde_json::to_string(&document).expect("rows are plain data");
+        text.replace("},{", "},\n{") + "\n"
+    }
+
+    /// The cases of an experiment, in the order in which they were measured.
+    pub fn cases(&self, experiment: &str) -> Vec<&str> {
+        let mut cases = Vec::new();
+        for series in &self.series {
+            if series.experiment == experiment && !cases.contains(&series.case.as_str()) {
+                cases.push(&series.case);
+            }
+        }
+        cases
+    }
+
+    /// The median of a metric, if it was measured.
+    pub fn value(&self, experiment: &str, case: &str, variant: &str, metric: &str) -> Option<f64> {
+        let series = self.find(experiment, case, variant, metric)?;
+        Some(median(&series.values))
+    }
+
+    /// Its unit.
+    pub(crate) fn unit(
+        &self,
+        experiment: &str,
+        case: &str,
+        variant: &str,
+        metric: &str,
+    ) -> Option<Unit> {
+        Some(self.find(experiment, case, variant, metric)?.unit)
+    }
+
+    /// By which factor `after` differs from `before`: the median of the rounds' ratios, so that what
+    /// disturbed one round disturbs both sides of it.
+    pub fn ratio(
+        &self,
+        experiment: &str,
+        case: &str,
+        metric: &str,
+        before: &str,
+        after: &str,
+    ) -> Option<f64> {
+        let before = &self.find(experiment, case, before, metric)?.values;
+        let after = &self.find(experiment, case, after, metric)?.values;
+        if before.len() != after.len() || before.contains(&0.0) {
+            let before = median(before);
+            return (before != 0.0).then(|| median(after) / before);
+        }
+        let ratios: Vec<f64> = before.iter().zip(after).map(|(b, a)| a / b).collect();
+        Some(median(&ratios))
+    }
+
+    fn find(&self, experiment: &str, case: &str, variant: &str, metric: &str) -> Option<&Series> {
+        self.series
+            .iter()
+            .find(|series| series.is(experiment, case, variant, metric))
+    }
+}
+
+impl Series {
+    fn is(&self, experiment: &str, case: &str, variant: &str, metric: &str) -> bool {
+        self.experiment == experiment
+            && self.case == case
+            && self.variant == variant
+            && self.metric == metric
+    }
+}
+
+/// The middle value, or the mean of the two in the middle.
+///
+/// # Panics
+/// If there is none.
+pub fn median(values: &[f64]) -> f64 {
+    assert!(!values.is_empty(), "the median of nothing");
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    if sorted.len().is_multiple_of(2) {
+        f64::midpoint(sorted[middle - 1], sorted[middle])
+    } else {
+        sorted[middle]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn add(report: &mut Report, variant: &'static str, value: f64) {
+        let sample = Sample::new("seconds", Unit::Seconds, value);
+        report.add("mmio", "ordinary", variant, sample);
+    }
+
+    #[test]
+    fn the_median_of_an_even_number_lies_between_the_middle_two() {
+        assert_eq!(median(&[5.0]), 5.0);
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 100.0, 2.0]), 3.0);
+    }
+
+    #[test]
+    fn a_row_is_the_median_of_its_samples_and_has_the_fields_of_the_contract() {
+        let mut report = Report::default();
+        for value in [0.5, 9.0, 0.25] {
+            add(&mut report, "cached", value);
+        }
+        let json: serde_json::Value = serde_json::from_str(&report.to_json()).unwrap();
+        assert_eq!(
+            json,
+            serde_json::json!({"rows": [{
+                "experiment": "mmio", "case": "ordinary", "variant": "cached",
+                "metric": "seconds", "value": 0.5, "unit": "s",
+            }]})
+        );
+    }
+
+    #[test]
+    fn ratios_are_taken_round_by_round() {
+        let mut report = Report::default();
+        // The machine was ten times slower in the second round; the third was disturbed on one side.
+        for (before, after) in [(1.0, 0.5), (10.0, 5.0), (1.0, 4.0)] {
+            add(&mut report, "uncached", before);
+            add(&mut report, "cached", after);
+        }
+        let ratio =
+            |report: &Report| report.ratio("mmio", "ordinary", "seconds", "uncached", "cached");
+        assert_eq!(ratio(&report), Some(0.5));
+        // Without partners the medians must do.
+        add(&mut report, "cached", 4.0);
+        assert_eq!(ratio(&report), Some(4.0));
+        assert_eq!(
+            report.ratio("mmio", "rr", "seconds", "uncached", "cached"),
+            None
+        );
+    }
+
+    #[test]
+    #[should_panic(expected = "is NaN")]
+    fn what_is_not_a_number_is_not_reported() {
+        add(&mut Report::default(), "cached", f64::NAN);
+    }
+}

@@ -1,0 +1,193 @@
+//! How variants of a case are measured: in turns, so that what changes on the machine changes for all.
+
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::machine::{Api, Failure, RealKvm, Slat};
+use crate::report::{Report, Sample};
+
+/// How much is measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Size {
+    /// For tests: every step once, in little memory. Counts hold, times say nothing.
+    Tiny,
+    /// `all` ends within 90 s on 2 cores.
+    #[default]
+    Usual,
+    /// The sizes that were published.
+    Full,
+}
+
+impl Size {
+    /// What an experiment takes at each size.
+    pub fn pick<T>(self, tiny: T, usual: T, full: T) -> T {
+        match self {
+            Size::Tiny => tiny,
+            Size::Usual => usual,
+            Size::Full => full,
+        }
+    }
+}
+
+/// What an experiment runs with.
+pub struct Bench {
+    /// How much is measured.
+    pub size: Size,
+    /// slat.
+    pub slat: Slat,
+    /// A real KVM, where it opens; never at [`Size::Tiny`], whose counts are slat's.
+    pub kvm: Option<RealKvm>,
+    experiment: &'static str,
+    report: Report,
+    progress: ProgressBar,
+}
+
+impl Bench {
+    /// Rounds in which a real KVM is measured. It is there for orientation; one that is software itself
+    /// takes a hundred times as long as slat.
+    pub const KVM_ROUNDS: usize = 2;
+
+    /// Nothing measured yet.
+    ///
+    /// # Errors
+    /// If slat does not open.
+    pub fn new(size: Size) -> Result<Self, Failure> {
+        // Hidden where standard error is no terminal.
+        let progress = ProgressBar::new(0);
+        progress.set_style(
+            ProgressStyle::with_template("{prefix:>9} [{bar:30}] {msg}").expect("a valid template"),
+        );
+        Ok(Bench {
+            size,
+            slat: Slat::open()?,
+            kvm: match size {
+                Size::Tiny => None,
+                Size::Usual | Size::Full => RealKvm::open().ok(),
+            },
+            experiment: "",
+            report: Report::default(),
+            progress,
+        })
+    }
+
+    /// What was measured from here on belongs to `experiment`.
+    pub(crate) fn begin(&mut self, experiment: &'static str) {
+        self.experiment = experiment;
+        self.progress.set_length(0);
+        self.progress.set_position(0);
+        self.progress.set_prefix(experiment);
+        self.progress.enable_steady_tick(Duration::from_millis(200));
+    }
+
+    /// The report of all experiments.
+    pub(crate) fn finish(self) -> Report {
+        self.progress.finish_and_clear();
+        self.report
+    }
+
+    /// Measures all `variants` of `case` in each of `rounds` rounds: there and back, so that no variant
+    /// is always the one that comes after another. `measure` is called with the variant. A real KVM is
+    /// measured in the first rounds only.
+    ///
+    /// # Errors
+    /// `measure`'s.
+    pub fn in_turns(
+        &mut self,
+        case: &str,
+        rounds: usize,
+        variants: &[&'static str],
+        mut measure: impl FnMut(&Self, &'static str) -> Result<Vec<Sample>, Failure>,
+    ) -> Result<(), Failure> {
+        let turns = |variant: &str| match variant {
+            RealKvm::NAME => rounds.min(Self::KVM_ROUNDS),
+            _ => rounds,
+        };
+        let all: usize = variants.iter().map(|variant| turns(variant)).sum();
+        self.progress.inc_length(all as u64);
+        let mut order = variants.to_vec();
+        for round in 0..rounds {
+            for &variant in order.iter().filter(|variant| round < turns(variant)) {
+                self.progress.set_message(format!("{case} {variant}"));
+                let samples = measure(self, variant)
+                    .map_err(|e| format!("{} {case} {variant}: {e}", self.experiment))?;
+                for sample in samples {
+                    self.report.add(self.experiment, case, variant, sample);
+                }
+                self.progress.inc(1);
+            }
+            order.reverse();
+        }
+        Ok(())
+    }
+
+    /// Says something that a reader of the tables has to know.
+    pub fn note(&mut self, sentence: String) {
+        self.report.note(sentence);
+    }
+
+    /// `variants`, and [`RealKvm::NAME`] where it opened.
+    pub fn with_kvm(&self, variants: &[&'static str]) -> Vec<&'static str> {
+        let mut variants = variants.to_vec();
+        if self.kvm.is_some() {
+            variants.push(RealKvm::NAME);
+        }
+        variants
+    }
+}
+
+/// The shortest of several short runs: what disturbs a run of milliseconds only makes it longer.
+///
+/// # Errors
+/// `run`'s.
+pub fn fastest(
+    runs: usize,
+    mut run: impl FnMut() -> Result<Duration, Failure>,
+) -> Result<Duration, Failure> {
+    let mut fastest = run()?;
+    for _ in 1..runs {
+        fastest = fastest.min(run()?);
+    }
+    Ok(fastest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::Unit;
+
+    #[test]
+    fn variants_take_turns_there_and_back() {
+        let mut bench = Bench::new(Size::Tiny).unwrap();
+        bench.begin("cpu");
+        let mut order = Vec::new();
+        bench
+            .in_turns("alu", 3, &["a", "b"], |_, variant| {
+                order.push(variant);
+                Ok(vec![Sample::new("mips", Unit::Mips, order.len() as f64)])
+            })
+            .unwrap();
+        assert_eq!(order, ["a", "b", "b", "a", "a", "b"]);
+        let report = bench.finish();
+        assert_eq!(report.value("cpu", "alu", "a", "mips"), Some(4.0));
+        assert_eq!(report.value("cpu", "alu", "b", "mips"), Some(3.0));
+    }
+
+    #[test]
+    fn of_several_runs_the_shortest_counts() {
+        let mut times = [3, 1, 2].into_iter().map(Duration::from_millis);
+        let shortest = fastest(3, || Ok(times.next().unwrap())).unwrap();
+        assert_eq!(shortest, Duration::from_millis(1));
+        assert!(fastest(2, || Err("broken".into())).is_err());
+    }
+
+    #[test]
+    fn an_error_says_where_it_came_from() {
+        let mut bench = Bench::new(Size::Tiny).unwrap();
+        bench.begin("cpu");
+        let error = bench
+            .in_turns("alu", 1, &["slat"], |_, _| Err("broken".into()))
+            .unwrap_err();
+        assert_eq!(error.to_string(), "cpu alu slat: broken");
+    }
+}

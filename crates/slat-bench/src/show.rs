@@ -1,0 +1,371 @@
+//! The tables on the terminal: per experiment what was compared, how much it changed, how much the
+//! published change was, and how far the limit is.
+
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+
+use crate::Experiment;
+use crate::machine::{Api, RealKvm};
+use crate::published;
+use crate::report::{Report, Unit};
+
+/// A line of a table: one metric of one case, before and after.
+#[derive(Clone, Debug)]
+pub struct Line {
+    case: String,
+    metric: &'static str,
+    unit: Unit,
+    /// Variant and value; `None` where there is nothing to compare with.
+    before: Option<(&'static str, f64)>,
+    after: (&'static str, f64),
+    change: Option<f64>,
+    published: Option<f64>,
+    limit: Option<(&'static str, f64)>,
+    kvm: Option<f64>,
+    goal: Option<Goal>,
+}
+
+/// An acceptance number.
+#[derive(Clone, Debug)]
+pub struct Goal {
+    /// What is asked for, in a few characters.
+    pub text: String,
+    /// Whether it was reached.
+    pub met: bool,
+}
+
+impl Line {
+    /// What `variant` alone came to; `None` if it was not measured.
+    pub fn of(
+        report: &Report,
+        experiment: &str,
+        case: &str,
+        metric: &'static str,
+        variant: &'static str,
+    ) -> Option<Self> {
+        let value = |variant| report.value(experiment, case, variant, metric);
+        Some(Line {
+            case: case.to_owned(),
+            metric,
+            unit: report.unit(experiment, case, variant, metric)?,
+            before: None,
+            after: (variant, value(variant)?),
+            change: None,
+            published: published::find(experiment, case, metric).map(|known| known.change),
+            limit: None,
+            kvm: value(RealKvm::NAME).filter(|_| variant != RealKvm::NAME),
+            goal: None,
+        })
+    }
+
+    /// `after` beside `before`; `None` if one of them was not measured.
+    pub fn compare(
+        report: &Report,
+        experiment: &str,
+        case: &str,
+        metric: &'static str,
+        before: &'static str,
+        after: &'static str,
+    ) -> Option<Self> {
+        let line = Self::of(report, experiment, case, metric, after)?;
+        let ratio = report.ratio(experiment, case, metric, before, after);
+        Some(Line {
+            before: Some((before, report.value(experiment, case, before, metric)?)),
+            change: ratio.map(|ratio| ratio - 1.0),
+            ..line
+        })
+    }
+
+    /// What can be reached at best.
+    pub fn with_limit(self, name: &'static str, value: Option<f64>) -> Self {
+        Line {
+            limit: value.map(|value| (name, value)),
+            ..self
+        }
+    }
+
+    /// Another published change than that of its case and metric, or none.
+    pub fn with_published(self, change: Option<f64>) -> Self {
+        Line {
+            published: change,
+            ..self
+        }
+    }
+
+    /// Asks for a change (−0.73: 73 % less) that is no greater than this.
+    pub fn change_at_most(self, most: f64) -> Self {
+        let met = self.change.is_some_and(|change| change <= most);
+        self.goal(format!("\u{2264} {}", percent(most)), met)
+    }
+
+    /// Asks for a change that is no less than this.
+    pub fn change_at_least(self, least: f64) -> Self {
+        let met = self.change.is_some_and(|change| change >= least);
+        self.goal(format!("\u{2265} {}", percent(least)), met)
+    }
+
+    /// Asks for no more than so much change, up or down.
+    pub fn change_within(self, most: f64) -> Self {
+        let met = self.change.is_some_and(|change| change.abs() <= most);
+        self.goal(format!("\u{b1} {:.1} %", most * 100.0), met)
+    }
+
+    /// Asks for a value that is no greater than this.
+    pub fn at_most(self, most: f64) -> Self {
+        let text = format!("\u{2264} {}", shown(most, self.unit));
+        let met = self.after.1 <= most;
+        self.goal(text, met)
+    }
+
+    /// Asks for a value that is no greater than so many times the limit.
+    pub fn at_most_of_limit(self, factor: f64) -> Self {
+        let (name, limit) = self.limit.unwrap_or(("limit", f64::NAN));
+        let met = self.after.1 <= factor * limit;
+        self.goal(format!("\u{2264} {factor}\u{d7} {name}"), met)
+    }
+
+    /// Asks for something else.
+    pub fn goal(self, text: String, met: bool) -> Self {
+        Line {
+            goal: Some(Goal { text, met }),
+            ..self
+        }
+    }
+
+    /// What is asked for, and whether it was reached.
+    pub fn asked(&self) -> Option<&Goal> {
+        self.goal.as_ref()
+    }
+
+    /// Case and metric, for people.
+    pub fn name(&self) -> String {
+        format!("{} {}", self.case, self.metric)
+    }
+
+    /// What is compared: lines of one group share a heading.
+    fn group(&self) -> (&str, Option<&str>, &str) {
+        let before = self.before.map(|(variant, _)| variant);
+        (&self.case, before, self.after.0)
+    }
+
+    fn cells(&self) -> [String; COLUMNS.len()] {
+        let value = |value: Option<f64>| value.map_or(String::new(), |v| shown(v, self.unit));
+        let percent = |change: Option<f64>| change.map_or(String::new(), percent);
+        [
+            format!("  {}", self.metric),
+            value(self.before.map(|(_, value)| value)),
+            value(Some(self.after.1)),
+            percent(self.change),
+            percent(self.published),
+            value(self.limit.map(|(_, value)| value)),
+            value(self.kvm),
+            self.goal.as_ref().map_or(String::new(), |goal| {
+                let mark = if goal.met { '\u{2713}' } else { '\u{2717}' };
+                format!("{mark} {}", goal.text)
+            }),
+        ]
+    }
+}
+
+const COLUMNS: [&str; 8] = [
+    "",
+    "before",
+    "after",
+    "change",
+    "published",
+    "limit",
+    RealKvm::NAME,
+    "asked",
+];
+
+/// The table of an experiment, at most `columns` wide.
+pub fn table(experiment: &Experiment, report: &Report, columns: u16) -> String {
+    let lines = (experiment.compare)(report);
+    let mut table = Table::new();
+    table
+        .load_preset(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_width(columns)
+        .set_header(COLUMNS);
+    for group in lines.chunk_by(|a, b| a.group() == b.group()) {
+        let (case, before, after) = group[0].group();
+        let limit = group.iter().find_map(|line| line.limit);
+        table.add_row([
+            case,
+            before.unwrap_or_default(),
+            after,
+            "",
+            "",
+            limit.map_or("", |(name, _)| name),
+        ]);
+        for line in group {
+            table.add_row(line.cells());
+        }
+    }
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 1));
+        if index > 0 {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    let table: Vec<_> = table
+        .lines()
+        .map(|line| line.trim_end().to_owned())
+        .collect();
+    format!(
+        "{}: {}\n{}\n",
+        experiment.name,
+        experiment.title,
+        table.join("\n")
+    )
+}
+
+/// What was missed, a line each; empty if nothing was.
+pub fn missed(experiment: &Experiment, report: &Report) -> Vec<String> {
+    (experiment.compare)(report)
+        .iter()
+        .filter_map(|line| {
+            let goal = line.asked().filter(|goal| !goal.met)?;
+            Some(format!(
+                "{} {}: {}",
+                experiment.name,
+                line.name(),
+                goal.text
+            ))
+        })
+        .collect()
+}
+
+/// A relative change.
+fn percent(change: f64) -> String {
+    let digits = if change.abs() >= 10.0 { 0 } else { 1 };
+    format!("{:+.digits$} %", change * 100.0)
+}
+
+/// A value with its unit, in about three digits.
+pub fn shown(value: f64, unit: Unit) -> String {
+    match unit {
+        Unit::Count => grouped(value.round() as u64),
+        Unit::Nanoseconds => time(value * 1e-9),
+        Unit::Seconds => time(value),
+        Unit::PerSecond => match value {
+            value if value >= 1e6 => format!("{:.2} M/s", value * 1e-6),
+            value if value >= 1e3 => format!("{:.1} k/s", value * 1e-3),
+            value => format!("{value:.1} /s"),
+        },
+        Unit::Mips => format!("{value:.0} MIPS"),
+    }
+}
+
+fn time(seconds: f64) -> String {
+    let (value, unit) = match seconds {
+        seconds if seconds >= 1.0 => (seconds, "s"),
+        seconds if seconds >= 1e-3 => (seconds * 1e3, "ms"),
+        seconds if seconds >= 1e-6 => (seconds * 1e6, "\u{b5}s"),
+        seconds => (seconds * 1e9, "ns"),
+    };
+    let digits = match value {
+        value if value >= 100.0 => 0,
+        value if value >= 10.0 => 1,
+        _ => 2,
+    };
+    format!("{value:.digits$} {unit}")
+}
+
+fn grouped(value: u64) -> String {
+    let digits = value.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index != 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::Sample;
+
+    fn report() -> Report {
+        let mut report = Report::default();
+        for (variant, faults) in [("off", 512), ("window-8", 64), ("kvm", 70)] {
+            let sample = Sample::count("pf_fixed", faults);
+            report.add("prefetch", "sequential", variant, sample);
+        }
+        report
+    }
+
+    fn line(report: &Report) -> Line {
+        Line::compare(
+            report,
+            "prefetch",
+            "sequential",
+            "pf_fixed",
+            "off",
+            "window-8",
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn a_goal_is_met_or_missed_by_what_was_measured() {
+        let report = report();
+        let met = |line: Line| line.asked().unwrap().met;
+        assert!(met(line(&report).change_at_most(-0.875)));
+        assert!(!met(line(&report).change_at_most(-0.876)));
+        assert!(!met(line(&report).change_at_least(0.0)));
+        assert!(met(line(&report).change_within(0.9)));
+        assert!(!met(line(&report).change_within(0.8)));
+        assert!(met(line(&report).at_most(64.0)));
+        assert!(!met(line(&report).at_most(63.0)));
+        let limited = line(&report).with_limit("pages", Some(60.0));
+        assert!(met(limited.clone().at_most_of_limit(1.1)));
+        assert!(!met(limited.at_most_of_limit(1.05)));
+        // What was not measured does not meet anything.
+        assert!(!met(line(&report)
+            .with_limit("pages", None)
+            .at_most_of_limit(9.0)));
+    }
+
+    #[test]
+    fn what_was_not_measured_has_no_line() {
+        let report = report();
+        let compare =
+            |after| Line::compare(&report, "prefetch", "sequential", "pf_fixed", "off", after);
+        assert!(compare("adaptive").is_none());
+        assert!(compare("window-8").is_some());
+    }
+
+    #[test]
+    fn a_table_shows_values_changes_and_what_was_missed_within_its_width() {
+        let experiment = Experiment {
+            name: "prefetch",
+            title: "faults",
+            explain: "",
+            run: |_| Ok(()),
+            compare: |report| vec![line(report).change_at_most(-0.9)],
+        };
+        let text = table(&experiment, &report(), 100);
+        for part in [
+            "off", "512", "window-8", "64", "-87.5 %", "-84.6 %", "kvm", "70", "\u{2717}",
+        ] {
+            assert!(text.contains(part), "{part} is missing in\n{text}");
+        }
+        assert!(
+            text.lines().all(|line| line.chars().count() <= 100),
+            "{text}"
+        );
+        let missed = missed(&experiment, &report());
+        assert_eq!(missed, ["prefetch sequential pf_fixed: \u{2264} -90.0 %"]);
+    }
+
+    #[test]
+    fn values_are_readable() {
+        assert_eq!(shown(1_234_567.0, Unit::Count), "1,234,567");
+        assert_eq!(shown(0.001_234, Unit::Seconds), "1.23 ms");
+        assert_eq!(shown(153.0, Unit::Nanoseconds), "153 ns");
+        assert_eq!(shown(2_500_000.0, Unit::PerSecond), "2.50 M/s");
+    }
+}

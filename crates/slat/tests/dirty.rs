@@ -1,0 +1,155 @@
+//! Which pages a dirty log protects again: those that are named, however they lie.
+
+use std::collections::BTreeSet;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::*};
+
+use slat::{
+    Access, Config, DirtyGfn, DirtyRing, Ept, Gpa, Level, Region, SlotFlags, Stop, Vcpu, Vm,
+};
+use slat_model::{HostChange, HostMemory, SimPlatform};
+
+/// No multiple of 64: words of the bitmap lie across words of the tables.
+const BASE: u64 = 37;
+const PAGES: u64 = 300;
+
+fn vm() -> Arc<Vm<SimPlatform, Ept>> {
+    let platform = SimPlatform::new(PAGES);
+    let change = HostChange::Remap {
+        level: Level::PAGE,
+        writable: true,
+        device: false,
+    };
+    platform.host.change(&(0..PAGES), change);
+    Vm::new(platform, Config::default()).unwrap()
+}
+
+fn log(vm: &Vm<SimPlatform, Ept>) {
+    let region = Region {
+        slot: 3,
+        flags: SlotFlags::LOG_DIRTY_PAGES,
+        gpa: Gpa(BASE << 12),
+        size: PAGES << 12,
+        backing: HostMemory::hva(0),
+    };
+    vm.set_memory_region(0, &region).unwrap();
+}
+
+fn write(vcpu: &mut Vcpu<SimPlatform, Ept>, pages: impl IntoIterator<Item = u64>) {
+    vcpu.enter(1);
+    vcpu.quiesce();
+    for page in pages {
+        let gpa = Gpa((BASE + page) << 12);
+        while vcpu.translate(gpa, Access::Write) == Err(Stop::Retry) {
+            vcpu.quiesce();
+        }
+    }
+    vcpu.leave();
+}
+
+fn bit(words: &[u64], page: u64) -> bool {
+    words[page as usize / 64] >> (page % 64) & 1 != 0
+}
+
+#[test]
+fn a_clear_protects_the_pages_it_names_and_no_other() {
+    let vm = vm();
+    vm.set_manual_dirty_log(true, false);
+    log(&vm);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let some = 0x8000_0000_0001_0000;
+    for words in [
+        [u64::MAX, u64::MAX, 0, u64::MAX, u64::MAX],
+        [some, u64::MAX, u64::MAX, some, u64::MAX],
+        [0, some, u64::MAX, 0, some],
+        [u64::MAX; 5],
+        [0; 5],
+    ] {
+        write(&mut vcpu, 0..PAGES);
+        let mut all = [0; 5];
+        vm.get_dirty_log(0, 3, &mut all).unwrap();
+        assert!((0..PAGES).all(|page| bit(&all, page)));
+        vm.clear_dirty_log(0, 3, 0, PAGES, &words).unwrap();
+        vm.audit().unwrap();
+        let before = vm.stats().dirty_pages;
+        write(&mut vcpu, 0..PAGES);
+        let named = (0..PAGES).filter(|page| bit(&words, *page)).count();
+        assert_eq!(vm.stats().dirty_pages - before, named as u64);
+    }
+}
+
+#[test]
+fn a_log_that_was_taken_names_the_next_writes_again() {
+    let vm = vm();
+    log(&vm);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for round in 0..4 {
+        // Runs of whole words, and pages here and there.
+        let written: Vec<u64> = (0..PAGES)
+            .filter(|page| page / 64 % 3 != round % 3 || page % 7 == round)
+            .collect();
+        write(&mut vcpu, written.iter().copied());
+        let mut words = [0; 5];
+        vm.get_dirty_log(0, 3, &mut words).unwrap();
+        let told: Vec<u64> = (0..PAGES).filter(|page| bit(&words, *page)).collect();
+        assert_eq!(told, written);
+        vm.audit().unwrap();
+    }
+}
+
+#[test]
+fn a_reset_protects_the_collected_pages_in_whatever_order_they_were_written() {
+    const ENTRIES: usize = 1024;
+    let mut memory = vec![[0u64; 2]; ENTRIES];
+    let entries = NonNull::from(&mut memory[0]).cast::<DirtyGfn>();
+    let vm = vm();
+    vm.use_dirty_rings();
+    log(&vm);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    // SAFETY: as many zeroed entries, of the same size; they outlive VM and vCPU, which are dropped
+    // first, and are touched as atomics only.
+    let ring = unsafe { DirtyRing::new(entries, ENTRIES as u32) };
+    vcpu.set_dirty_ring(Arc::new(ring)).unwrap();
+    let mut next = 0;
+    // Takes so many entries; their pages.
+    let mut collect = |times: u64| -> BTreeSet<u64> {
+        let mut pages = BTreeSet::new();
+        for _ in 0..times {
+            // SAFETY: inside the ring; the flags are the first word of an entry, the page its second
+            // half, which the vCPU, being outside, does not change.
+            let (flags, page) = unsafe {
+                let entry = entries.add(next % ENTRIES);
+                let page = entry.cast::<u64>().add(1).read();
+                (entry.cast::<AtomicU32>().as_ref(), page)
+            };
+            assert_eq!(flags.load(Acquire), 1);
+            pages.insert(page);
+            flags.store(2, Release);
+            next += 1;
+        }
+        pages
+    };
+    let orders: [Vec<u64>; 4] = [
+        (0..PAGES).collect(),
+        (0..PAGES).rev().step_by(3).collect(),
+        (0..PAGES / 2).map(|page| page * 77 % PAGES).collect(),
+        vec![64, 0, 63, 1, 299, 62, 128, 127, 2],
+    ];
+    for order in orders {
+        // All pages are in the ring; the client takes those that came first.
+        write(&mut vcpu, order.iter().copied().chain(0..PAGES));
+        let some = order.len() as u64;
+        assert_eq!(collect(some), order.iter().copied().collect());
+        assert_eq!(vm.reset_dirty_rings(), some);
+        vm.audit().unwrap();
+        // Exactly these are noted again.
+        let before = vm.stats().dirty_pages;
+        write(&mut vcpu, 0..PAGES);
+        assert_eq!(vm.stats().dirty_pages - before, some);
+        collect(PAGES);
+        assert_eq!(vm.reset_dirty_rings(), PAGES);
+    }
+    drop(vcpu);
+    drop(vm);
+}

@@ -1,0 +1,90 @@
+//! NX huge pages: what an execution fault does to the leaf in its way, and how it is counted.
+
+use slat::format::{Npt, Stage2, Sv48x4};
+use slat::{
+    Access::{self, *},
+    Config, Ept, Format, Gpa, Level, Region, SlotFlags, Stats, Stop, Vcpu, Vm,
+};
+use slat_model::{HostChange, HostMemory, SimPlatform};
+
+const MIB2: u64 = 512;
+const GIB1: u64 = 1 << 18;
+
+/// One access, made again as often as it is asked to be.
+fn touch<F: Format>(vcpu: &mut Vcpu<SimPlatform, F>, gfn: u64, access: Access) -> Level {
+    vcpu.enter(1);
+    let level = loop {
+        vcpu.quiesce();
+        match vcpu.translate(Gpa(gfn << 12), access) {
+            Ok(found) => break found.level,
+            Err(Stop::Retry) => {}
+            Err(stop) => panic!("{stop}"),
+        }
+    };
+    vcpu.leave();
+    level
+}
+
+/// Executes from a leaf of 1 GiB that must not be executed; `at` are the frames, in order. Returns what
+/// was counted meanwhile.
+fn execute<F: Format>(splits: &str, at: &[u64]) -> Stats {
+    let platform = SimPlatform::new(GIB1);
+    let giga = HostChange::Remap {
+        level: Level::GIGA,
+        writable: true,
+        device: false,
+    };
+    platform.host.change(&(0..GIB1), giga);
+    let vm = Vm::<_, F>::new(platform, Config::default()).unwrap();
+    for (policy, value) in [
+        ("nx_huge_pages", "on"),
+        ("nx_huge_pages_split", splits),
+        ("prefetch", "off"),
+    ] {
+        vm.set_policy(policy, value).unwrap();
+    }
+    vm.set_memory_region(
+        0,
+        &Region {
+            slot: 0,
+            flags: SlotFlags(0),
+            gpa: Gpa(0),
+            size: GIB1 << 12,
+            backing: HostMemory::hva(0),
+        },
+    )
+    .unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(touch(&mut vcpu, 0, Write), Level::GIGA);
+    let before = vm.stats();
+    for &gfn in at {
+        assert_eq!(touch(&mut vcpu, gfn, Execute), Level::PAGE);
+    }
+    vm.audit().unwrap();
+    vm.stats().since(&before)
+}
+
+/// Two pages of one 2 MiB, and two of another.
+const PLACES: &[u64] = &[0, 7, MIB2 + 1, MIB2];
+
+fn a_split_counts_as_the_fault_that_fixed_it<F: Format>() {
+    let did = execute::<F>("on", PLACES);
+    assert_eq!((did.pf_fixed, did.pf_spurious), (2, 0), "{did:?}");
+    // The leaf of 1 GiB, and two of 2 MiB.
+    assert_eq!((did.splits, did.zapped), (3, 0), "{did:?}");
+    assert_eq!(did.nx_lpage_splits, 2, "{did:?}");
+}
+
+#[test]
+fn an_execution_fault_splits_in_place_and_counts_as_fixed_on_every_format() {
+    a_split_counts_as_the_fault_that_fixed_it::<Ept>();
+    a_split_counts_as_the_fault_that_fixed_it::<Npt>();
+    a_split_counts_as_the_fault_that_fixed_it::<Stage2<48>>();
+    a_split_counts_as_the_fault_that_fixed_it::<Sv48x4>();
+}
+
+#[test]
+fn without_the_split_every_page_faults_back_in() {
+    let did = execute::<Ept>("off", PLACES);
+    assert_eq!((did.pf_fixed, did.splits, did.zapped), (4, 0, 1), "{did:?}");
+}
