@@ -4,7 +4,7 @@
 use slat::format::{Npt, Stage2, Sv48x4};
 use slat::{
     Access, Attention, Config, DirtyLogError, DirtyRing, Ept, Gpa, Hva, OutOfMemory, Policy,
-    Region, RegionError, Stats, Stop, Translation, VcpuStats,
+    Region, RegionError, Shared, Stats, Stop, Translation, VcpuStats,
 };
 use slat_host::HostPlatform;
 use std::ops::Range;
@@ -178,7 +178,7 @@ delegate! {
 delegate! {
     EngineVcpu {
         /// See [`slat::Vcpu::attention`].
-        fn attention() -> &Arc<Attention>;
+        fn attention() -> &Shared<Attention>;
         /// See [`slat::Vcpu::stats`].
         fn stats() -> Stats;
         /// See [`slat::Vcpu::count_guest_pte_read`].

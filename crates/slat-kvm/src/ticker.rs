@@ -6,7 +6,7 @@
 
 use crate::process::PerProcess;
 use crate::thread::bits;
-use slat::Attention;
+use slat::{Attention, Shared};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, Weak};
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ const IDLE_ROUNDS: u32 = 16;
 
 /// One vCPU towards the ticker.
 pub(crate) struct Client {
-    attention: Arc<Attention>,
+    attention: Shared<Attention>,
     /// How many reasons there are to poll it.
     polls: AtomicU32,
     deadline: Mutex<Option<Instant>>,
@@ -132,7 +132,7 @@ impl Ticker {
 
 impl Client {
     /// A client that raises bits in this word. The ticker knows of it from its first use on.
-    pub(crate) fn new(attention: Arc<Attention>) -> Arc<Self> {
+    pub(crate) fn new(attention: Shared<Attention>) -> Arc<Self> {
         Arc::new(Client {
             attention,
             polls: AtomicU32::new(0),
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn a_deadline_wakes_a_sleeper() {
-        let attention = Arc::new(Attention::default());
+        let attention = Shared::try_new(Attention::default()).unwrap();
         let client = Client::new(attention.clone());
         client.set_deadline(Some(Instant::now() + Duration::from_millis(5)));
         while attention.take(bits::TIMER) == 0 {
@@ -230,7 +230,7 @@ mod tests {
 
     #[test]
     fn polling_stops_when_it_is_dropped() {
-        let attention = Arc::new(Attention::default());
+        let attention = Shared::try_new(Attention::default()).unwrap();
         let client = Client::new(attention.clone());
         let polling = client.poll();
         while attention.take(bits::POLL) == 0 {

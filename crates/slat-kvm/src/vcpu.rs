@@ -11,7 +11,7 @@ use crate::ticker::{self, Client};
 use crate::vm::VmObject;
 use crate::{events, fpu, msr, regs};
 use kvm_bindings::*;
-use slat::{Attention, DirtyRing, VcpuStats};
+use slat::{Attention, DirtyRing, Shared, VcpuStats};
 use slat_x86::Cpu;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 /// What other threads may do to a vCPU while it runs.
 pub struct VcpuCommon {
     pub(crate) id: u32,
-    pub(crate) attention: Arc<Attention>,
+    pub(crate) attention: Shared<Attention>,
     pub(crate) client: Arc<Client>,
     lapic: Option<Mutex<Lapic>>,
     /// NMI, INIT and SIPI that wait: [`VcpuCommon::NMI`] and so on.

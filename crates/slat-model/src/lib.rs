@@ -5,6 +5,7 @@
 //!   brings two threads together at the one moment that matters;
 //! * [`GuestModel`]: guest memory as a few maps, with KVM's rules written a second time;
 //! * [`Generator`] and [`Runner`]: random operations, and the comparison of engine and model after each;
+//! * [`Subject`]: whole runs on every format, and what a fuzzer's bytes do ([`streams`]);
 //! * [`Witness`]: what several threads may still use, checked at each use.
 
 mod frames;
@@ -12,15 +13,20 @@ mod host;
 mod model;
 mod ops;
 mod platform;
+mod rings;
 mod rng;
 mod runner;
+pub mod streams;
+mod trial;
 mod witness;
 
 pub use frames::POISON;
 pub use host::{HostChange, HostMemory};
-pub use model::{CAPACITY, Expected, GuestModel, ModelSlot};
-pub use ops::{Generator, Op};
+pub use model::{Expected, GuestModel, LogMode, ModelSlot, capacity};
+pub use ops::{Generator, Mix, Op, POLICIES};
 pub use platform::{Event, SimPlatform};
+pub use rings::{DirtyPage, RingClient};
 pub use rng::Rng;
-pub use runner::Runner;
+pub use runner::{Runner, SPACES, Tally, VCPUS, space_of};
+pub use trial::{Setup, Subject};
 pub use witness::{Harvests, Witness};

@@ -1,18 +1,21 @@
-//! What guest memory should be: memslots in a `BTreeMap`, dirty pages in sets, and KVM's rules written
-//! down a second time, in the order in which KVM's API document gives them and with no look at the
-//! engine.
+//! What guest memory should be: memslots in a `BTreeMap`, dirty pages in bitmaps, and KVM's rules
+//! written down a second time, in the order in which KVM's API document gives them and with no look at
+//! the engine.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use slat::{Access, HostPage, Level, MAX_SLOTS, MemoryType, Region};
+use slat::{Access, Format, HostPage, Level, MAX_SLOTS, MemoryType, Region};
 
 use crate::host::HostMemory;
 
-/// Guest frames that a table of four levels can hold.
-pub const CAPACITY: u64 = 1 << 36;
+/// Guest frames that the tables of a format can hold.
+pub const fn capacity<F: Format>() -> u64 {
+    (F::ROOT_TABLES as u64) << (9 * F::TOP.0)
+}
 
 const EINVAL: i32 = 22;
 const EEXIST: i32 = 17;
+const ENXIO: i32 = 6;
 const ENOENT: i32 = 2;
 
 const LOG: u32 = 1;
@@ -85,22 +88,75 @@ pub enum Expected {
     Page(HostPage),
 }
 
-/// The memory of a guest.
-#[derive(Clone, Debug, Default)]
+/// How slots that begin to log do it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LogMode {
+    /// To rings, with no bitmap.
+    pub rings: bool,
+    /// Taking a log changes nothing, clearing it does.
+    pub manual: bool,
+    /// A new log names every page.
+    pub initially_set: bool,
+    /// New logs go by the dirty bits of leaves, and may name neighbours of a page, too.
+    pub by_dirty_bit: bool,
+}
+
+/// The log of a slot.
+#[derive(Clone, Debug)]
+struct Log {
+    /// A bit per page: written since it was last cleared, counted from the slot's start. With rings: an
+    /// entry that has not been reset names it.
+    noted: Vec<u64>,
+    /// It may name more than was written.
+    loose: bool,
+}
+
+impl Log {
+    fn new(pages: u64, mode: LogMode) -> Self {
+        let mut noted = vec![0; pages.div_ceil(64) as usize];
+        if mode.initially_set && !mode.rings {
+            noted.fill(u64::MAX);
+            if !pages.is_multiple_of(64) {
+                *noted.last_mut().expect("a slot has a page") = (1 << (pages % 64)) - 1;
+            }
+        }
+        Log {
+            noted,
+            loose: mode.by_dirty_bit && !mode.rings,
+        }
+    }
+
+    fn holds(&self, page: u64) -> bool {
+        self.noted[page as usize / 64] >> (page % 64) & 1 != 0
+    }
+}
+
+/// The memory of a guest, in one address space.
+#[derive(Clone, Debug)]
 pub struct GuestModel {
+    /// Guest frames there can be.
+    pub capacity: u64,
     /// Memslots by id.
     pub slots: BTreeMap<u32, ModelSlot>,
-    /// For slots that log: pages written since the log was last taken, counted from the slot's start.
-    dirty: BTreeMap<u32, BTreeSet<u64>>,
-    /// New logs go by the dirty bits of leaves, and may name neighbours of a page, too.
-    pub logs_by_dirty_bit: bool,
-    /// Slots with such a log.
-    loose: BTreeSet<u32>,
+    /// What `KVM_ENABLE_CAP` has set.
+    pub mode: LogMode,
+    logs: BTreeMap<u32, Log>,
     /// Id of the slot that begins at a frame.
     by_base: BTreeMap<u64, u32>,
 }
 
 impl GuestModel {
+    /// No memory yet, in tables that hold `capacity` frames.
+    pub fn new(capacity: u64) -> Self {
+        GuestModel {
+            capacity,
+            slots: BTreeMap::new(),
+            mode: LogMode::default(),
+            logs: BTreeMap::new(),
+            by_base: BTreeMap::new(),
+        }
+    }
+
     /// KVM_SET_USER_MEMORY_REGION; the error is an errno.
     pub fn set_region(&mut self, region: &Region) -> Result<(), i32> {
         let (id, flags) = (region.slot, region.flags.0);
@@ -133,9 +189,6 @@ impl GuestModel {
             backing,
             flags,
         };
-        if new.end() > CAPACITY {
-            return Err(EINVAL);
-        }
         if let Some(old) = old {
             let fixed = |s: &ModelSlot| (s.backing, s.pages, s.flags & READONLY);
             if fixed(&old) != fixed(&new) {
@@ -148,32 +201,26 @@ impl GuestModel {
         if old.is_none_or(|old| old.base != new.base) && self.slots.iter().any(overlaps) {
             return Err(EEXIST);
         }
+        if new.end() > self.capacity {
+            return Err(EINVAL);
+        }
         // KVM keeps the bitmap of a slot as long as the slot goes on logging, also when it moves.
-        let log = match self.remove(id) {
-            _ if !new.logs() => None,
-            Some(log) => Some(log),
-            None => {
-                self.loose.remove(&id);
-                if self.logs_by_dirty_bit {
-                    self.loose.insert(id);
-                }
-                Some(BTreeSet::new())
-            }
-        };
+        let log = self.remove(id);
+        if new.logs() {
+            let log = log.unwrap_or_else(|| Log::new(new.pages, self.mode));
+            self.logs.insert(id, log);
+        }
         self.slots.insert(id, new);
         self.by_base.insert(new.base, id);
-        if let Some(log) = log {
-            self.dirty.insert(id, log);
-        }
         Ok(())
     }
 
     /// Takes a slot away; returns its log.
-    fn remove(&mut self, id: u32) -> Option<BTreeSet<u64>> {
+    fn remove(&mut self, id: u32) -> Option<Log> {
         if let Some(slot) = self.slots.remove(&id) {
             self.by_base.remove(&slot.base);
         }
-        self.dirty.remove(&id)
+        self.logs.remove(&id)
     }
 
     /// The slot that holds `gfn`.
@@ -204,35 +251,79 @@ impl GuestModel {
     /// Whether a write to `gfn` may go through without another fault.
     pub fn may_write(&self, host: &HostMemory, gfn: u64) -> bool {
         match (self.expect(host, gfn, Access::Write), self.slot_at(gfn)) {
-            (Expected::Page(_), Some((id, slot))) => {
-                !slot.logs() || self.is_loose(id) || self.dirty[&id].contains(&(gfn - slot.base))
-            }
+            (Expected::Page(_), Some((id, slot))) => match self.logs.get(&id) {
+                Some(log) => log.loose || log.holds(gfn - slot.base),
+                None => true,
+            },
             _ => false,
         }
     }
 
     /// Whether the log of `id` may name more than was written.
     pub fn is_loose(&self, id: u32) -> bool {
-        self.loose.contains(&id)
+        self.logs.get(&id).is_some_and(|log| log.loose)
     }
 
     /// The guest was given the right to write to `gfn`.
     pub fn note_write(&mut self, gfn: u64) {
         if let Some((id, slot)) = self.slot_at(gfn) {
             let page = gfn - slot.base;
-            if let Some(log) = self.dirty.get_mut(&id) {
-                log.insert(page);
+            if let Some(log) = self.logs.get_mut(&id) {
+                log.noted[page as usize / 64] |= 1 << (page % 64);
             }
         }
     }
 
-    /// KVM_GET_DIRTY_LOG; the error is an errno.
-    pub fn take_dirty(&mut self, id: u32) -> Result<Vec<u64>, i32> {
-        let log = self.dirty.get_mut(&id).ok_or(ENOENT)?;
-        let mut words = vec![0u64; self.slots[&id].pages.div_ceil(64) as usize];
-        for page in std::mem::take(log) {
-            words[page as usize / 64] |= 1 << (page % 64);
+    /// An entry of a ring was reset: the next write to its page is noted again.
+    pub fn reset(&mut self, id: u32, page: u64) {
+        if let Some(log) = self.logs.get_mut(&id)
+            && let Some(word) = log.noted.get_mut(page as usize / 64)
+        {
+            *word &= !(1 << (page % 64));
         }
-        Ok(words)
+    }
+
+    fn bitmap(&mut self, id: u32) -> Result<&mut Vec<u64>, i32> {
+        let log = self.logs.get_mut(&id).ok_or(ENOENT)?;
+        if self.mode.rings {
+            return Err(ENXIO);
+        }
+        Ok(&mut log.noted)
+    }
+
+    /// KVM_GET_DIRTY_LOG; the error is an errno.
+    pub fn dirty_log(&mut self, id: u32) -> Result<Vec<u64>, i32> {
+        let manual = self.mode.manual;
+        let noted = self.bitmap(id)?;
+        let answer = noted.clone();
+        if !manual {
+            noted.fill(0);
+        }
+        Ok(answer)
+    }
+
+    /// KVM_CLEAR_DIRTY_LOG: bit n of `bitmap` is page `first + n`; the error is an errno.
+    pub fn clear_dirty_log(
+        &mut self,
+        id: u32,
+        first: u64,
+        pages: u64,
+        bitmap: &[u64],
+    ) -> Result<(), i32> {
+        let all = self.slots.get(&id).map_or(0, |slot| slot.pages);
+        let noted = self.bitmap(id)?;
+        let end = first.checked_add(pages).filter(|end| *end <= all);
+        let end = end.ok_or(EINVAL)?;
+        if !first.is_multiple_of(64) || !pages.is_multiple_of(64) && end != all {
+            return Err(EINVAL);
+        }
+        let words = pages.div_ceil(64) as usize;
+        for (noted, clear) in noted[first as usize / 64..]
+            .iter_mut()
+            .zip(&bitmap[..words])
+        {
+            *noted &= !clear;
+        }
+        Ok(())
     }
 }

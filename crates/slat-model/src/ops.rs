@@ -1,19 +1,33 @@
 //! Random operations: mostly sensible, some wrong, all of them crowded into few places, so that slots
 //! collide, share backing, and lie across the borders of tables.
 
+use std::fmt;
 use std::ops::Range;
 
 use slat::{Access, Gpa, Hva, Level, MAX_SLOTS, Region, SlotFlags};
 
 use crate::host::{HostChange, HostMemory};
-use crate::model::{CAPACITY, GuestModel};
+use crate::model::GuestModel;
 use crate::rng::Rng;
+use crate::runner::{SPACES, VCPUS, space_of};
 
-/// One operation on a VM.
+/// One operation on a VM. Each can be run in any state, so a sequence can be shortened anywhere.
 #[derive(Clone, Debug)]
 pub enum Op {
     /// KVM_SET_USER_MEMORY_REGION, valid or not.
-    SetRegion(Region),
+    SetRegion {
+        /// Address space; there may be none of this number.
+        space: usize,
+        /// What is asked for.
+        region: Region,
+    },
+    /// A vCPU asks which slot holds an address.
+    FindSlot {
+        /// Which vCPU.
+        vcpu: usize,
+        /// Address.
+        gpa: u64,
+    },
     /// An access by a vCPU.
     Translate {
         /// Which one.
@@ -22,6 +36,15 @@ pub enum Op {
         gpa: u64,
         /// Kind.
         access: Access,
+    },
+    /// KVM_PRE_FAULT_MEMORY.
+    Prefault {
+        /// Which vCPU.
+        vcpu: usize,
+        /// First address.
+        gpa: u64,
+        /// Length.
+        bytes: u64,
     },
     /// The host mapping of some pages changes, inside an invalidation.
     Invalidate {
@@ -33,13 +56,54 @@ pub enum Op {
         during: Vec<(u64, Access)>,
     },
     /// KVM_GET_DIRTY_LOG.
-    DirtyLog(u32),
+    DirtyLog {
+        /// Address space.
+        space: usize,
+        /// Slot.
+        id: u32,
+    },
+    /// KVM_CLEAR_DIRTY_LOG, of a range that may be wrong.
+    ClearLog {
+        /// Address space.
+        space: usize,
+        /// Slot.
+        id: u32,
+        /// First page.
+        first: u64,
+        /// How many.
+        pages: u64,
+        /// What the bitmap repeats, in every word.
+        pattern: u64,
+    },
+    /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
+    ManualLog {
+        /// Taking a log changes nothing.
+        manual: bool,
+        /// New logs name every page.
+        initially_set: bool,
+    },
+    /// The client collects that many entries of a vCPU's dirty ring.
+    Collect {
+        /// Whose.
+        vcpu: usize,
+        /// At most so many.
+        entries: u32,
+    },
+    /// KVM_RESET_DIRTY_RINGS.
+    ResetRings,
     /// A policy is set.
     Policy(&'static str, &'static str),
     /// Some of the tables that NX has split are taken away.
     RecoverNx,
-    /// Pages of host memory are looked at for use.
-    Age(Range<u64>),
+    /// All accessed bits are cleared; then a vCPU accesses one page.
+    Age {
+        /// Which vCPU.
+        vcpu: usize,
+        /// Address.
+        gpa: u64,
+        /// Kind.
+        access: Access,
+    },
     /// A vCPU forgets its translations and says so.
     Quiesce(usize),
     /// A vCPU goes away, another one comes.
@@ -48,29 +112,114 @@ pub enum Op {
     FailAllocation(u64),
 }
 
-const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
-/// Policies with their values; what stands first is the most frequent.
-const POLICIES: [(&str, &[&str]); 9] = [
-    ("mmio_caching", &["on", "off"]),
-    ("huge_pages", &["on", "on", "off"]),
+/// Operations by kind, for a choice among them.
+#[derive(Clone, Copy)]
+enum Kind {
+    Region,
+    FindSlot,
+    Translate,
+    Prefault,
+    Invalidate,
+    DirtyLog,
+    ClearLog,
+    ManualLog,
+    Collect,
+    ResetRings,
+    Policy,
+    RecoverNx,
+    Age,
+    Quiesce,
+    Replace,
+    Fail,
+}
+
+/// How often each kind of operation comes, relative to the others.
+#[derive(Clone, Copy)]
+pub struct Mix(&'static str, &'static [(Kind, u64)]);
+
+impl fmt::Debug for Mix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+impl Mix {
+    /// Everything there is.
+    pub const ALL: Mix = Mix(
+        "all",
+        &[
+            (Kind::Translate, 730),
+            (Kind::Region, 80),
+            (Kind::Invalidate, 60),
+            (Kind::DirtyLog, 30),
+            (Kind::ClearLog, 25),
+            (Kind::ManualLog, 4),
+            (Kind::Collect, 5),
+            (Kind::ResetRings, 1),
+            (Kind::Prefault, 10),
+            (Kind::FindSlot, 10),
+            (Kind::Policy, 12),
+            (Kind::RecoverNx, 3),
+            (Kind::Age, 3),
+            (Kind::Quiesce, 4),
+            (Kind::Replace, 2),
+            (Kind::Fail, 10),
+        ],
+    );
+    /// Slot changes, and what is then found where.
+    pub const SLOTS: Mix = Mix(
+        "slots",
+        &[(Kind::Region, 4), (Kind::FindSlot, 3), (Kind::Translate, 1)],
+    );
+    /// Writes, and logs taken and cleared all the time.
+    pub const LOGS: Mix = Mix(
+        "logs",
+        &[
+            (Kind::Translate, 600),
+            (Kind::Region, 30),
+            (Kind::Invalidate, 20),
+            (Kind::DirtyLog, 60),
+            (Kind::ClearLog, 120),
+            (Kind::ManualLog, 10),
+            (Kind::Collect, 30),
+            (Kind::ResetRings, 15),
+            (Kind::Policy, 30),
+            (Kind::Quiesce, 10),
+            (Kind::Fail, 20),
+        ],
+    );
+
+    fn pick(self, rng: &mut Rng) -> Kind {
+        let sum = self.1.iter().map(|(_, weight)| weight).sum();
+        let mut left = rng.below(sum);
+        for (kind, weight) in self.1 {
+            match left.checked_sub(*weight) {
+                Some(rest) => left = rest,
+                None => return *kind,
+            }
+        }
+        unreachable!("below the sum of the weights")
+    }
+}
+
+/// Writes are what most of the bookkeeping is for.
+const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
+/// Every policy, with its values; what stands several times is more frequent.
+pub const POLICIES: [(&str, &[&str]); 11] = [
+    ("mmio_caching", &["on", "on", "off"]),
+    ("huge_pages", &["on", "on", "on", "off"]),
     ("eager_page_split", &["on", "off"]),
+    ("eager_page_split_chunk", &["512", "1024", "262144"]),
     ("nx_huge_pages", &["off", "off", "on"]),
     ("nx_huge_pages_split", &["on", "on", "off"]),
-    ("nx_huge_pages_recovery_ratio", &["1", "3"]),
-    ("prefetch", &["8", "64", "adaptive", "off"]),
+    ("nx_huge_pages_recovery_ratio", &["1", "3", "0", "60"]),
+    ("nx_huge_pages_recovery_period_ms", &["1", "60000"]),
+    ("prefetch", &["8", "64", "512", "adaptive", "off"]),
     ("split_walk", &["default", "skip-last-level", "full-walk"]),
-    ("dirty_log", &["write-protect", "dirty-bit"]),
-];
-
-/// Guest frames around which everything happens: the begin, the first 2 MiB and 1 GiB borders, the
-/// border of a table of level 3, the end.
-const PLACES: [u64; 6] = [
-    0,
-    512 * 3,
-    (1 << 18) - 512,
-    1 << 18,
-    (1 << 27) - 1024,
-    CAPACITY - 2048,
+    (
+        "dirty_log",
+        &["write-protect", "write-protect", "dirty-bit"],
+    ),
 ];
 
 const SIZES: [u64; 10] = [1, 2, 7, 64, 511, 512, 513, 1024, 1500, 2048];
@@ -78,57 +227,116 @@ const SIZES: [u64; 10] = [1, 2, 7, 64, 511, 512, 513, 1024, 1500, 2048];
 /// Generates operations.
 pub struct Generator {
     rng: Rng,
+    mix: Mix,
     host_pages: u64,
-    vcpus: usize,
-    slots: u64,
+    capacity: u64,
     failures: bool,
+    slots: u64,
+    /// Guest frames around which everything happens: the begin, the first 2 MiB and 1 GiB borders, the
+    /// borders of tables of levels 3 and 4 (which are those between the tables of a concatenated root,
+    /// too), the end.
+    places: Vec<u64>,
     /// Where the last accesses were: the next ones are likely to be near.
     recent: Vec<u64>,
 }
 
 impl Generator {
-    /// For a host of `host_pages` pages and that many vCPUs. With `failures`, allocations fail at times.
-    pub fn new(seed: u64, host_pages: u64, vcpus: usize, failures: bool) -> Self {
+    /// For a host of `host_pages` pages and tables that hold `capacity` frames. With `failures`,
+    /// allocations fail at times.
+    pub fn new(rng: Rng, mix: Mix, host_pages: u64, capacity: u64, failures: bool) -> Self {
+        let places = [
+            0,
+            512 * 3,
+            (1 << 18) - 512,
+            1 << 18,
+            (1 << 27) - 1024,
+            (1 << 36) - 1024,
+            capacity - 2048,
+        ];
         Generator {
-            rng: Rng::new(seed),
+            rng,
+            mix,
             host_pages,
-            vcpus,
-            slots: 24,
+            capacity,
             failures,
+            slots: 16,
+            places: places.into_iter().filter(|p| *p < capacity).collect(),
             recent: vec![0],
         }
     }
 
-    /// The next operation, chosen with a look at what there is.
-    pub fn next_op(&mut self, model: &GuestModel) -> Op {
-        let vcpu = self.rng.below(self.vcpus as u64) as usize;
-        match self.rng.below(1000) {
-            0..80 => Op::SetRegion(self.region(model)),
-            80..150 => self.invalidate(model),
-            150..190 => Op::DirtyLog(self.rng.below(self.slots) as u32),
-            190..195 => {
+    /// Whether the bytes it takes its decisions from have run out.
+    pub fn is_exhausted(&self) -> bool {
+        self.rng.is_exhausted()
+    }
+
+    /// The next operation, chosen with a look at what there is in each address space.
+    pub fn next_op(&mut self, models: &[GuestModel]) -> Op {
+        let vcpu = self.rng.below(VCPUS as u64) as usize;
+        let space = self.rng.pick(&[0, 0, 0, 1, 1]);
+        let seen = &models[space_of(vcpu)];
+        match self.mix.pick(&mut self.rng) {
+            Kind::Region => {
+                let region = self.region(&models[space]);
+                // One in many asks for an address space that is not there.
+                let space = if self.rng.one_in(64) { SPACES } else { space };
+                Op::SetRegion { space, region }
+            }
+            Kind::FindSlot => {
+                let gpa = self.gfn(seen) << 12;
+                Op::FindSlot { vcpu, gpa }
+            }
+            Kind::Fail if self.failures => Op::FailAllocation(self.rng.below(6)),
+            Kind::Translate | Kind::Fail => {
+                let (gpa, access) = self.access(seen);
+                Op::Translate { vcpu, gpa, access }
+            }
+            Kind::Prefault => {
+                let gpa = self.gpa(seen);
+                let bytes =
+                    self.rng.pick(&[1, 4096, 9, 512, 1100, 5000]) << self.rng.pick(&[0, 12]);
+                Op::Prefault { vcpu, gpa, bytes }
+            }
+            Kind::Invalidate => self.invalidate(models),
+            Kind::DirtyLog => {
+                let id = self.log(&models[space]);
+                Op::DirtyLog { space, id }
+            }
+            Kind::ClearLog => self.clear_log(space, &models[space]),
+            Kind::ManualLog => Op::ManualLog {
+                manual: self.rng.one_in(2),
+                initially_set: self.rng.one_in(2),
+            },
+            Kind::Collect => {
+                let entries = self.rng.pick(&[1, 5, 32, 64, 64]);
+                Op::Collect { vcpu, entries }
+            }
+            Kind::ResetRings => Op::ResetRings,
+            Kind::Policy => {
                 let (name, values) = self.rng.pick(&POLICIES);
                 Op::Policy(name, self.rng.pick(values))
             }
-            195..197 => Op::RecoverNx,
-            197..199 => {
-                let start = self.rng.below(self.host_pages);
-                Op::Age(start..(start + 512).min(self.host_pages))
+            Kind::RecoverNx => Op::RecoverNx,
+            Kind::Age => {
+                let (gpa, access) = self.access(seen);
+                Op::Age { vcpu, gpa, access }
             }
-            199..203 => Op::Quiesce(vcpu),
-            203..205 => Op::Replace(vcpu),
-            205..215 if self.failures => Op::FailAllocation(self.rng.below(6)),
-            _ => {
-                let gpa = self.gfn(model) << 12 | self.rng.below(4096);
-                let access = self.rng.pick(&ACCESSES);
-                Op::Translate { vcpu, gpa, access }
-            }
+            Kind::Quiesce => Op::Quiesce(vcpu),
+            Kind::Replace => Op::Replace(vcpu),
         }
+    }
+
+    fn access(&mut self, model: &GuestModel) -> (u64, Access) {
+        (self.gpa(model), self.rng.pick(&ACCESSES))
+    }
+
+    fn gpa(&mut self, model: &GuestModel) -> u64 {
+        self.gfn(model) << 12 | self.rng.below(4096)
     }
 
     /// A frame worth an access: often near an earlier one, mostly in a slot or just beside one.
     fn gfn(&mut self, model: &GuestModel) -> u64 {
-        let gfn = if self.rng.one_in(2) {
+        let gfn = if self.rng.one_in(3) {
             let near = self.recent[self.rng.below(self.recent.len() as u64) as usize];
             near.wrapping_add(self.rng.below(9)).wrapping_sub(4)
         } else if let Some(slot) = self.some_slot(model)
@@ -137,10 +345,10 @@ impl Generator {
             let slot = model.slots[&slot];
             (slot.base + self.rng.below(slot.pages + 2)).wrapping_sub(1)
         } else {
-            self.rng.pick(&PLACES) + self.rng.below(4096)
+            self.rng.pick(&self.places) + self.rng.below(4096)
         };
         // Beyond the tables, too, but not beyond 64 bits of address.
-        let gfn = gfn & ((1 << 40) - 1);
+        let gfn = gfn & ((1 << 52) - 1);
         if self.recent.len() < 16 {
             self.recent.push(gfn);
         } else {
@@ -156,17 +364,52 @@ impl Generator {
         model.slots.keys().nth(skip as usize).copied()
     }
 
+    /// A slot whose log is asked for: one that is there, mostly.
+    fn log(&mut self, model: &GuestModel) -> u32 {
+        match self.some_slot(model) {
+            Some(id) if !self.rng.one_in(8) => id,
+            _ => self.rng.below(self.slots) as u32,
+        }
+    }
+
+    fn clear_log(&mut self, space: usize, model: &GuestModel) -> Op {
+        let id = self.log(model);
+        let all = model.slots.get(&id).map_or(100, |slot| slot.pages);
+        let first = self.rng.below(all.div_ceil(64)) * 64;
+        let (mut first, mut pages) = match self.rng.below(4) {
+            0 => (0, all),
+            1 => (first, all - first),
+            _ => (first, (64 * (1 + self.rng.below(9))).min(all - first)),
+        };
+        if self.rng.one_in(12) {
+            first = first.wrapping_add(self.rng.pick(&[1, 64, 0]));
+            pages = pages.wrapping_add(self.rng.pick(&[1, 64, u64::MAX]));
+        }
+        let pattern = match self.rng.below(3) {
+            0 => u64::MAX,
+            1 => self.rng.word(),
+            _ => 1 << self.rng.below(64),
+        };
+        Op::ClearLog {
+            space,
+            id,
+            first,
+            pages,
+            pattern,
+        }
+    }
+
     fn region(&mut self, model: &GuestModel) -> Region {
         let existing = self.some_slot(model);
         let region = match (self.rng.below(10), existing) {
-            (0..3, Some(id)) => self.existing(model, id, |region, _| region.size = 0),
-            (3..5, Some(id)) => self.existing(model, id, |region, rng| {
+            (0..2, Some(id)) => self.existing(model, id, |region, _| region.size = 0),
+            (2..4, Some(id)) => self.existing(model, id, |region, rng| {
                 let by = rng.pick(&[1, 2, 512, 700, 1 << 18]) << 12;
                 let up = rng.one_in(2);
                 let gpa = region.gpa.0;
                 region.gpa.0 = if up { gpa + by } else { gpa.saturating_sub(by) };
             }),
-            (5..8, Some(id)) => self.existing(model, id, |region, rng| {
+            (4..7, Some(id)) => self.existing(model, id, |region, rng| {
                 region.flags.0 ^= rng.pick(&[1, 1, 1, 1, 2, 3, 0]);
             }),
             _ => self.fresh(),
@@ -206,7 +449,7 @@ impl Generator {
         let base = if giant {
             self.rng.pick(&[1 << 18, (1 << 18) - 512, 2 << 18])
         } else {
-            self.rng.pick(&PLACES) + self.rng.pick(&[0, 0, 1, 63, 512, 513, 1024])
+            self.rng.pick(&self.places) + self.rng.pick(&[0, 0, 1, 63, 512, 513, 1024])
         };
         // Mostly congruent to the guest frame, so that huge leaves are possible.
         let room = self.host_pages - pages;
@@ -230,14 +473,15 @@ impl Generator {
             3 => region.slot = self.rng.pick(&[MAX_SLOTS, MAX_SLOTS + 1, u32::MAX]),
             4 => region.flags.0 |= 1 << (2 + self.rng.below(30)),
             5 => region.gpa.0 = u64::MAX << 12,
-            6 => region.gpa.0 = self.rng.pick(&[CAPACITY, CAPACITY - 1]) << 12,
+            6 => region.gpa.0 = self.rng.pick(&[self.capacity, self.capacity - 1]) << 12,
             7 => region.size = self.rng.pick(&[1u64 << 31, u64::MAX >> 12]) << 12,
             _ => region.backing.0 = u64::MAX << 12,
         }
         region
     }
 
-    fn invalidate(&mut self, model: &GuestModel) -> Op {
+    fn invalidate(&mut self, models: &[GuestModel]) -> Op {
+        let model = self.rng.pick(&[&models[0], &models[0], &models[1]]);
         // Where something is mapped, if possible.
         let anchor = match self.some_slot(model) {
             Some(id) => {
@@ -255,7 +499,7 @@ impl Generator {
         };
         let start = start.min(self.host_pages - 1);
         let pages = start..(start + pages).min(self.host_pages);
-        let change = match self.rng.below(12) {
+        let change = match self.rng.below(16) {
             0 => HostChange::Nothing,
             1 => HostChange::Punch,
             2 => HostChange::Protect {
@@ -268,7 +512,7 @@ impl Generator {
             },
         };
         let during = (0..self.rng.below(4))
-            .map(|_| (self.gfn(model), self.rng.pick(&ACCESSES)))
+            .map(|_| (self.gfn(&models[0]), self.rng.pick(&ACCESSES)))
             .collect();
         Op::Invalidate {
             pages,

@@ -27,8 +27,8 @@ pub enum Event {
     Resolved(Hva),
     /// The engine waits.
     Wait(WaitFor),
-    /// The engine flushes hardware.
-    Flush,
+    /// The engine flushes hardware: these frames, the second not included.
+    Flush(Gfn, Gfn),
 }
 
 type Hook = Arc<dyn Fn(Event) + Send + Sync>;
@@ -261,8 +261,8 @@ unsafe impl Platform for SimPlatform {
         run.into_iter().for_each(found);
     }
 
-    fn flush(&self, _vm: VmId, _range: Range<Gfn>) {
-        self.event(Event::Flush);
+    fn flush(&self, _vm: VmId, range: Range<Gfn>) {
+        self.event(Event::Flush(range.start, range.end));
         self.flushes.fetch_add(1, Relaxed);
     }
 

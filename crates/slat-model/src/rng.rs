@@ -1,29 +1,62 @@
-//! A small seeded generator of pseudo-random numbers (SplitMix64), so that a failing run can be repeated
-//! from its seed and no dependency is needed.
+//! Where the decisions of a generator come from: a small seeded generator of pseudo-random numbers
+//! (SplitMix64), so that a failing run can be repeated from its seed and no dependency is needed; or the
+//! bytes of a fuzzer, as few for each decision as it needs, so that a changed byte changes one decision.
 
-/// Pseudo-random numbers from a seed.
+/// Pseudo-random numbers from a seed, or numbers from a fuzzer.
 #[derive(Clone, Debug)]
-pub struct Rng(u64);
+pub struct Rng(Source);
+
+#[derive(Clone, Debug)]
+enum Source {
+    Seed(u64),
+    /// The last byte comes first, so that taking one is a `pop`.
+    Bytes(Vec<u8>),
+}
 
 impl Rng {
     /// A generator; equal seeds give equal sequences.
     pub fn new(seed: u64) -> Self {
-        Rng(seed)
+        Rng(Source::Seed(seed))
+    }
+
+    /// Takes its numbers from `bytes`; when they have run out, all are 0.
+    pub fn from_bytes(bytes: &[u8]) -> Self {
+        Rng(Source::Bytes(bytes.iter().rev().copied().collect()))
+    }
+
+    /// Whether the bytes it was made from have run out.
+    pub fn is_exhausted(&self) -> bool {
+        matches!(&self.0, Source::Bytes(bytes) if bytes.is_empty())
     }
 
     /// The next number, all 64 bits of it.
     pub fn word(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.number(u64::MAX)
+    }
+
+    /// A number, as a rule above `max`, with enough bits for all numbers up to there.
+    fn number(&mut self, max: u64) -> u64 {
+        match &mut self.0 {
+            Source::Seed(state) => {
+                *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+                let mut z = *state;
+                z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+                z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+                z ^ (z >> 31)
+            }
+            Source::Bytes(bytes) => {
+                let needed = (64 - max.leading_zeros()).div_ceil(8);
+                (0..needed).fold(0, |number, _| {
+                    number << 8 | u64::from(bytes.pop().unwrap_or(0))
+                })
+            }
+        }
     }
 
     /// A number below `end`, which is not 0.
     pub fn below(&mut self, end: u64) -> u64 {
         // The bias is without interest at these sizes.
-        self.word() % end
+        self.number(end - 1) % end
     }
 
     /// True once in `n` times.
@@ -34,5 +67,22 @@ impl Rng {
     /// One of `choices`, which are not empty.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len() as u64) as usize]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_used_up_as_decisions_need_them() {
+        let mut rng = Rng::from_bytes(&[7, 1, 2, 9]);
+        assert_eq!(rng.below(1), 0);
+        assert_eq!(rng.below(256), 7);
+        assert_eq!(rng.below(1000), 0x102);
+        assert!(!rng.is_exhausted());
+        assert_eq!(rng.below(4), 1);
+        assert!(rng.is_exhausted());
+        assert_eq!(rng.below(1000), 0);
     }
 }

@@ -29,7 +29,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// slot is writable without being marked; that every table counts its leaves right; and, if no CPU
     /// is inside, that the gauges count exactly the leaves there are.
     ///
-    /// Slot changes wait meanwhile; CPUs may go on.
+    /// Slot changes wait meanwhile; CPUs may go on. To be called beside no other operation of the VM:
+    /// one that has taken leaves away corrects the gauges only after its flush.
     ///
     /// # Errors
     /// The first invariant found broken.
@@ -96,14 +97,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if gfn.add(level.pages()) > gfns.end || gfn < gfns.start {
             return Err(alloc::format!("it reaches out of {slot:?}"));
         }
-        if leaf.write && slot.flags.has(SlotFlags::READONLY) {
+        if leaf.write && slot.flags().has(SlotFlags::READONLY) {
             return Err(alloc::format!("it is writable in read-only {slot:?}"));
         }
-        if let Some(log) = slot
-            .dirty
-            .as_ref()
-            .filter(|log| log.protects() && !log.is_ring())
-        {
+        if let Some(log) = slot.log().filter(|log| log.protects() && !log.is_ring()) {
             let first = gfn.0 - gfns.start.0;
             let unmarked = (first..first + level.pages()).any(|page| !log.is_marked(page));
             if leaf.write && unmarked {
@@ -138,16 +135,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut end = Gfn(0);
         let mut error = None;
         set.in_gfns(&(Gfn(0)..Gfn(1 << 48)), |slot| {
-            if slot.base < end {
+            if slot.base() < end {
                 error = Some(alloc::format!("{slot:?} overlaps the one before it"));
             }
             end = slot.gfns().end;
-            by_gfn.push(slot.id);
+            by_gfn.push(slot.id());
         });
         let mut by_hva = Vec::new();
         let all = crate::Hva(0)..crate::Hva(u64::MAX);
         set.backed_by(&all, |slot| {
-            by_hva.push(slot.id);
+            by_hva.push(slot.id());
             true
         });
         by_gfn.sort_unstable();

@@ -28,6 +28,7 @@ mod addr;
 mod audit;
 pub mod format;
 pub mod guest_walk;
+mod heap;
 #[cfg(all(test, loom))]
 mod loom_tests;
 mod platform;
@@ -42,6 +43,7 @@ mod vm;
 pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pfn};
 pub use audit::AuditError;
 pub use format::{Ept, Format};
+pub use heap::Shared;
 pub use platform::{HostPage, HostRun, MemoryType, Platform, ResolveError, VmId, WaitFor};
 pub use policy::{Expected, Policy, PolicyError, PolicyValue};
 pub use slots::{MAX_SLOTS, Region, RegionError, SlotFlags};

@@ -85,19 +85,52 @@ pub enum WaitFor {
 
 /// The machine under the engine.
 ///
+/// # In which state its methods are called
+/// The methods are called from any CPU or thread that uses the engine, from several at once, and on the
+/// stack of the engine's caller. The engine masks no interrupt and unmasks none: they are as its caller has
+/// them.
+///
+/// | method | inside a reader section | under a table's lock | may wait | may call the engine |
+/// |---|---|---|---|---|
+/// | `alloc_table`, `alloc_tables`, `free_table`, `free_tables` | yes | no | for locks of its own | no |
+/// | `entries`, `meta` | yes | yes | no | no |
+/// | `resolve` | no | no | for anything | yes, but for this vCPU |
+/// | `resolve_resident` | yes | yes | no | no |
+/// | `flush` | no | no | for CPUs in the guest | no |
+/// | `wait` | yes | yes | shortly, that is its purpose | no |
+///
+/// A *reader section* is what [`crate::Vcpu::enter`] begins, and what every operation is in while it walks:
+/// flushes wait until it ends. Whoever waits in one for something that waits for a flush waits for
+/// ever, so memory is not reclaimed from a guest ([`crate::Vm::invalidate`]) in order to allocate a table,
+/// and a lock that these methods take is never held around a call of the engine. `flush` and the table
+/// methods may be called while a slot change of the same address space is in progress on the calling
+/// thread ([`crate::Vm::set_memory_region`] holds its lock over its flush).
+///
+/// The global allocator is used where tables are allocated, and obeys the same.
+///
+/// The engine's own locks are spin locks, held for at most one table's entries. So it is not called from an
+/// interrupt handler, or from anything else that may have come in between on the same CPU, unless
+/// whatever calls the engine masks that.
+///
 /// # Safety
 /// An implementation promises, for as long as it lives:
 /// - a frame given by [`alloc_table`](Self::alloc_table) is 4096 bytes of memory, aligned to 4096,
-///   that nobody else uses until [`free_table`](Self::free_table);
+///   that nobody else uses until [`free_table`](Self::free_table); page walkers see it as the CPUs do
+///   (ordinary write-back memory), and its number fits the format's entries;
 /// - [`entries`](Self::entries) and [`meta`](Self::meta) of an allocated frame point to that memory
 ///   and to a [`TableMeta`] of its own (created by [`TableMeta::new`]), both valid and at the same
 ///   place until the frame is freed;
-/// - [`resolve`](Self::resolve) answers with memory that the guest may use with the rights given,
-///   until the platform announces its end by [`crate::Vm::invalidate`];
-/// - [`flush`](Self::flush) keeps its contract.
+/// - [`resolve`](Self::resolve) and [`resolve_resident`](Self::resolve_resident) answer with memory that the
+///   guest may use with the rights given, until the platform announces its end by
+///   [`crate::Vm::invalidate`];
+/// - [`flush`](Self::flush) keeps its contract;
+/// - before the hardware walks a root of a VM for the first time it has forgotten the VM that it knew by the
+///   same VMID, ASID, VPID or root frame; and no CPU can walk a root when its VM is dropped. A [`VmId`]
+///   is never used twice, frames are.
 pub unsafe trait Platform: Send + Sync + 'static {
     /// A frame for one table, contents unspecified; `None` when memory is out, which every caller
-    /// survives. May be called with no lock held; must not wait for a vCPU.
+    /// survives. Called ahead of need, never under a table's lock; must not wait for a vCPU, a flush,
+    /// or an invalidation.
     fn alloc_table(&self) -> Option<Pfn>;
 
     /// Frames for a root of `tables` tables (a power of two, see [`crate::Format::ROOT_TABLES`]): next to
@@ -142,18 +175,37 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// The same for what of `backing` (whole pages) is resident already; never makes the host
     /// allocate, never sleeps. Calls `found` for stretches in ascending order; what is not resident,
     /// or not known, is passed over.
+    ///
+    /// `found` takes the lock of a table, and this may be called under another one's. So it holds no lock
+    /// while it calls `found`, and waits for none under which [`crate::Vm::invalidate`] is called. Its answer
+    /// may be out of date when it comes: the engine installs it only if no invalidation began meanwhile.
     fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
 
     /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:
     /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.
+    /// A huge leaf that was taken away may reach out of `range`: nothing of it is used either.
     ///
-    /// Called after the tables were changed, with no lock held, from any context that may wait.
+    /// When it returns, for each CPU that may run the guest:
+    /// - leaves that its TLB holds are void, whatever their size, also those combined with translations
+    ///   of the guest's own, and so are entries to tables that it has cached on the way: tables that were
+    ///   in the range are freed next, so a flush of last levels is not enough;
+    /// - accesses that it made by an old translation are done: their data, and the accessed and dirty bits
+    ///   that its walker sets for them;
+    /// - or it is not in the guest, and will do all this before it executes another instruction of it.
+    ///
+    /// The entries were changed before by ordinary atomic stores. What a CPU needs beside that for its
+    /// walkers to see them is this method's to do before it flushes (AArch64: DSB ISHST).
+    ///
+    /// The caller is outside every reader section, but may be a vCPU's thread between two runs of its
+    /// guest, with interrupts masked, on several CPUs at once: an implementation that interrupts other
+    /// CPUs waits only for those that are in the guest, or answers the others while it waits.
     /// Software CPUs are none of its business: the engine waits for their acknowledgement itself
     /// ([`crate::Vcpu::quiesce`]).
     fn flush(&self, vm: VmId, range: Range<Gfn>);
 
     /// Passes time while the engine waits; `round` counts up from 0 for one wait. Spin first, then
     /// give the processor away; for [`WaitFor::Reader`], make a reader that is stuck in a host page
-    /// fault come back (the kick of the userspace port).
+    /// fault come back (the kick of the userspace port). Where CPUs are never taken from those who hold
+    /// the engine's locks (a hypervisor that does not preempt itself), a spin hint is enough.
     fn wait(&self, round: u32, what: WaitFor);
 }

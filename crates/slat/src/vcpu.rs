@@ -7,6 +7,7 @@ use core::ptr::NonNull;
 
 use crate::addr::{Gfn, Gpa, PAGE_SHIFT, Pfn};
 use crate::format::Format;
+use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
@@ -102,19 +103,32 @@ impl VcpuStats {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// A CPU of this VM, outside. Any number may exist.
+    /// A CPU of this VM, outside, that uses the first address space. Any number may exist.
     ///
     /// # Errors
     /// [`OutOfMemory`].
     pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<P, F>, OutOfMemory> {
+        self.create_vcpu_in(0)
+    }
+
+    /// A CPU that uses address space `space`. A processor that changes between two of them, as x86 does
+    /// for SMM, has a CPU in each, and is inside one at a time.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    ///
+    /// # Panics
+    /// If there is no such address space.
+    pub fn create_vcpu_in(self: &Arc<Self>, space: usize) -> Result<Vcpu<P, F>, OutOfMemory> {
+        let root = self.spaces[space].tree.root();
         let recent = RecentSlots::new()?;
         let reader = self.readers.register()?;
         Ok(Vcpu {
             reader: NonNull::from(reader),
             counted_before: reader.counters.snapshot(),
             vm: self.clone(),
-            space: 0,
-            root: self.spaces[0].tree.root(),
+            space,
+            root,
             walkable: Gpa(0),
             token: 0,
             frames: FrameCache::default(),
@@ -198,7 +212,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// The word to look at at every block boundary; anybody may raise bits in it at any time.
-    pub fn attention(&self) -> &Arc<Attention> {
+    pub fn attention(&self) -> &Shared<Attention> {
         self.reader().attention()
     }
 
@@ -270,11 +284,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         assert!(self.is_entered(), "Vcpu::slot_at outside enter/leave");
         let slot = self.find_slot(gpa.gfn()).ok()?;
         Some(Region {
-            slot: slot.id,
-            flags: slot.flags,
-            gpa: slot.base.gpa(),
-            size: slot.pages << PAGE_SHIFT,
-            backing: slot.backing,
+            slot: slot.id(),
+            flags: slot.flags(),
+            gpa: slot.base().gpa(),
+            size: slot.pages() << PAGE_SHIFT,
+            backing: slot.backing(),
         })
     }
 

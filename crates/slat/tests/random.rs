@@ -1,70 +1,98 @@
-//! Random operations on one thread: the engine against the plain model, every answer compared.
+//! Random operations on one thread, on every format: the engine against the plain model, every answer
+//! compared.
 
-use slat::format::{Npt, Stage2};
-use slat::{Ept, Format};
-use slat_model::{Generator, Runner};
+use std::collections::BTreeSet;
 
-/// Enough for slots of 1 GiB and more.
-const LARGE_HOST: u64 = 1 << 20;
-/// 64 MiB: everything is shared with something.
-const SMALL_HOST: u64 = 1 << 14;
+use slat::Policy;
+use slat_model::{POLICIES, Rng, Setup, Subject, Tally, streams};
 
-fn run<F: Format>(seed: u64, host_pages: u64, steps: usize, failures: bool) {
-    const VCPUS: usize = 3;
-    let mut runner = Runner::<F>::new(host_pages, VCPUS);
-    let mut generator = Generator::new(seed, host_pages, VCPUS, failures);
-    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        for step in 0..steps {
-            let op = generator.next_op(&runner.model);
-            runner.run(&op);
-            if step % 500 == 499 {
-                runner.check();
-            }
-        }
-        runner.finish();
-    }));
-    if let Err(panic) = result {
-        eprintln!(
-            "{}, seed {seed}, {host_pages} host pages, failures: {failures}",
-            F::NAME
+fn agree(subject: &Subject, seeds: std::ops::Range<u64>, steps: usize) -> Tally {
+    let mut tally = Tally::default();
+    for seed in seeds {
+        tally.add(&subject.run_seed(seed, Setup::of_seed(seed), steps));
+    }
+    tally
+}
+
+/// 16 runs of 8,000 steps: every setup there is, on each format.
+fn agree_on(format: usize) {
+    let subject = &Subject::ALL[format];
+    let seed = 1000 * format as u64;
+    let tally = agree(subject, seed..seed + 16, 8_000);
+    let met = |what: &&str| tally.of(what) == 0;
+    let usual = Tally::USUAL.into_iter().chain(Tally::OF_RINGS);
+    let never: Vec<_> = usual.filter(met).collect();
+    assert!(never.is_empty(), "{} never met: {never:?}", subject.name);
+}
+
+macro_rules! formats {
+    ($($name:ident: $format:expr,)*) => {
+        $(#[test] fn $name() { agree_on($format); })*
+    };
+}
+
+mod engine_and_model_agree_on {
+    use super::agree_on;
+    formats! {
+        ept: 0,
+        npt: 1,
+        x86_with_5_levels: 2,
+        stage_2_with_break_before_make: 3,
+        stage_2_with_a_concatenated_root: 4,
+        sv39x4: 5,
+        sv48x4: 6,
+        stage_2_with_hardware_dirty_state: 7,
+    }
+
+    #[test]
+    fn no_fewer_formats_than_there_are() {
+        assert_eq!(super::Subject::ALL.len(), 8);
+    }
+}
+
+#[test]
+fn the_generator_knows_every_policy() {
+    let known: BTreeSet<_> = POLICIES.iter().map(|(name, _)| *name).collect();
+    let all: BTreeSet<_> = Policy::default().iter().map(|(name, _)| name).collect();
+    assert_eq!(known, all);
+}
+
+/// As the fuzz targets do, which are built elsewhere.
+#[test]
+fn whatever_bytes_say_the_engine_and_the_model_agree() {
+    for seed in 0..100 {
+        let mut rng = Rng::new(seed);
+        let length = rng.below(4096);
+        let bytes: Vec<u8> = (0..length).map(|_| rng.word() as u8).collect();
+        streams::slot_operations(&bytes);
+        streams::operation_streams(&bytes);
+    }
+}
+
+/// `cargo test -p slat --release --test random -- --ignored --nocapture`, with SLAT_STEPS=… and
+/// SLAT_SEED=… for another length and other seeds.
+#[test]
+#[ignore = "takes minutes"]
+fn a_campaign_over_all_formats() {
+    let number = |name: &str, default: u64| {
+        std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
+    };
+    let (steps, first) = (
+        number("SLAT_STEPS", 10_000_000),
+        number("SLAT_SEED", 1 << 32),
+    );
+    const RUN: u64 = 20_000;
+    let runs = steps.div_ceil(RUN * Subject::ALL.len() as u64);
+    for subject in &Subject::ALL {
+        let begin = std::time::Instant::now();
+        let tally = agree(subject, first..first + runs, RUN as usize);
+        let (steps, time) = (runs * RUN, begin.elapsed());
+        println!(
+            "{}: {steps} steps, {runs} seeds from {first}, {time:.1?}",
+            subject.name
         );
-        std::panic::resume_unwind(panic);
-    }
-}
-
-#[test]
-fn engine_and_model_agree_on_a_small_host() {
-    for seed in 0..8 {
-        run::<Ept>(seed, SMALL_HOST, 10_000, false);
-    }
-}
-
-#[test]
-fn engine_and_model_agree_on_a_host_with_room_for_1g_slots() {
-    for seed in 100..104 {
-        run::<Ept>(seed, LARGE_HOST, 8_000, false);
-    }
-}
-
-#[test]
-fn engine_and_model_agree_while_allocations_fail() {
-    for seed in 200..206 {
-        run::<Ept>(seed, SMALL_HOST, 10_000, true);
-    }
-}
-
-#[test]
-fn engine_and_model_agree_on_nested_pages_of_amd() {
-    for seed in 300..303 {
-        run::<Npt>(seed, SMALL_HOST, 10_000, false);
-        run::<Npt>(seed, SMALL_HOST, 5_000, true);
-    }
-}
-
-#[test]
-fn engine_and_model_agree_on_stage_2_with_break_before_make() {
-    for seed in 400..403 {
-        run::<Stage2<48>>(seed, SMALL_HOST, 10_000, false);
-        run::<Stage2<48>>(seed, SMALL_HOST, 5_000, true);
+        tally
+            .iter()
+            .for_each(|(what, n)| println!("    {n:>10} {what}"));
     }
 }

@@ -4,6 +4,12 @@
 //! attributes" (FWB = 0). A valid descriptor is changed into a different valid one only by way of an
 //! invalid one and a TLB invalidation ("Using break-before-make when updating translation table
 //! entries"); a change of rights alone needs none.
+//!
+//! # Accessed and dirty
+//! Hardware sets the access flag where VTCR_EL2.HA tells it to, software elsewhere. Where hardware is
+//! to manage the dirty state, too (FEAT_HAFDBS, VTCR_EL2.HD), the bits of a leaf mean something else:
+//! DBM says that the guest may write, and S2AP\[1\], which is then set by the first write, that it
+//! did ("Hardware management of the dirty state").
 
 use super::{Entry, Format, Leaf};
 use crate::addr::{Access, Level, Pfn};
@@ -12,7 +18,10 @@ use crate::platform::MemoryType;
 /// Stage 2 tables for `IPA_BITS` (39 to 48) bits of intermediate physical address. Where the upper
 /// level would have at most 16 entries, that many tables of the level below are concatenated
 /// ("Concatenated translation tables for the initial stage 2 lookup").
-pub struct Stage2<const IPA_BITS: u32>;
+///
+/// With `HARDWARE_DIRTY` the tables are for walkers with VTCR_EL2.HA and HD set, and such a walker
+/// needs them: another one finds every clean leaf write-protected.
+pub struct Stage2<const IPA_BITS: u32, const HARDWARE_DIRTY: bool = false>;
 
 const VALID: u64 = 1 << 0;
 /// Bit 1 of a valid descriptor: table (levels above the page), or page.
@@ -25,19 +34,21 @@ const WRITE_BACK: u64 = 0b1111 << 2;
 const DEVICE: u64 = 0b0001 << 2;
 /// S2AP[0]: readable.
 const READ: u64 = 1 << 6;
-/// S2AP[1]: writable.
+/// S2AP[1]: writable; with hardware dirty state, written to.
 const WRITE: u64 = 1 << 7;
 /// SH[1:0], bits 9:8: 0b11 is inner shareable.
 const INNER_SHAREABLE: u64 = 0b11 << 8;
 /// The access flag. Clear: the first access faults (or hardware sets it, with VTCR_EL2.HA).
 const ACCESSED: u64 = 1 << 10;
 const FRAME: u64 = 0x0000_ffff_ffff_f000;
+/// Dirty bit modifier: a write to a leaf without S2AP[1] sets that instead of faulting.
+const DBM: u64 = 1 << 51;
 /// XN[1], bit 54.
 const NO_EXECUTE: u64 = 1 << 54;
 /// Bits 58:55 of a leaf are for software.
 const MAY_WRITE: u64 = 1 << 55;
-/// Dirty, as seen by a software walker or set at the write fault; hardware does not know it (hardware
-/// management of the dirty state needs FEAT_HAFDBS and turns S2AP\[1\] into the dirty bit).
+/// Dirty, as seen by a software walker or set at the write fault. With hardware dirty state it is for
+/// leaves that are write-protected, in which S2AP[1] would make them writable.
 const DIRTY: u64 = 1 << 56;
 
 /// An invalid descriptor is ignored from bit 1 on. Bits 3:2 tell what it is.
@@ -49,7 +60,7 @@ const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHI
 /// A broken leaf keeps all its bits but the valid one, and has this one, which leaves have not.
 const BROKEN: u64 = 1 << 58;
 
-impl<const IPA_BITS: u32> Stage2<IPA_BITS> {
+impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_DIRTY> {
     /// Levels at which a lookup starts: the number of tables on the way to a page.
     const LEVELS: u32 = (IPA_BITS - 12 - 4).div_ceil(9);
 
@@ -57,9 +68,64 @@ impl<const IPA_BITS: u32> Stage2<IPA_BITS> {
     pub const T0SZ: u64 = 64 - IPA_BITS as u64;
     /// VTCR_EL2.SL0 for the 4 KiB granule: 2 starts at the Arm level 0, 1 at level 1.
     pub const SL0: u64 = Self::LEVELS as u64 - 2;
+
+    /// VTCR_EL2 for a walker of these tables on a CPU with this ID_AA64MMFR0_EL1.PARange (which allows
+    /// `IPA_BITS`): walks are inner shareable and write-back cached, VMIDs have 8 bits, and accessed and
+    /// dirty are set with `HARDWARE_DIRTY` only.
+    pub const fn vtcr(pa_range: u64) -> u64 {
+        const RES1: u64 = 1 << 31;
+        const WRITE_BACK_WALKS: u64 = 0b01 << 8 | 0b01 << 10;
+        const INNER_SHAREABLE_WALKS: u64 = 0b11 << 12;
+        const HA: u64 = 1 << 21;
+        const HD: u64 = 1 << 22;
+        // 52 bits are a matter of other descriptors (FEAT_LPA2).
+        let bits_48 = 5;
+        let physical = if pa_range < bits_48 {
+            pa_range
+        } else {
+            bits_48
+        };
+        let managed = if HARDWARE_DIRTY { HA | HD } else { 0 };
+        RES1 | physical << 16
+            | INNER_SHAREABLE_WALKS
+            | WRITE_BACK_WALKS
+            | Self::SL0 << 6
+            | Self::T0SZ
+            | managed
+    }
+
+    /// VTTBR_EL2 for the tables at `root` ([`Vm::root`](crate::Vm::root)).
+    pub const fn vttbr(root: Pfn, vmid: u8) -> u64 {
+        (vmid as u64) << 48 | root.0 << 12
+    }
+
+    /// What says of a leaf that it was written to.
+    const fn written(writable: bool) -> u64 {
+        if HARDWARE_DIRTY && writable {
+            WRITE
+        } else {
+            DIRTY
+        }
+    }
+
+    #[inline]
+    fn leaf_of(bits: u64) -> Leaf {
+        Leaf {
+            pfn: Pfn((bits & FRAME) >> 12),
+            write: bits & Self::WRITE != 0,
+            execute: bits & NO_EXECUTE == 0,
+            may_write: bits & MAY_WRITE != 0,
+            accessed: bits & ACCESSED != 0,
+            dirty: bits & (Self::DIRTY | DIRTY) != 0,
+            memory: match bits & MEMORY_TYPE {
+                WRITE_BACK => MemoryType::WriteBack,
+                _ => MemoryType::Device,
+            },
+        }
+    }
 }
 
-impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
+impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS, HARDWARE_DIRTY> {
     const NAME: &'static str = "aarch64";
     const TOP: Level = {
         assert!(IPA_BITS >= 39 && IPA_BITS <= 48, "39 to 48 bits of IPA");
@@ -75,11 +141,11 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
     };
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = true;
-    const WRITE: u64 = WRITE;
+    const WRITE: u64 = if HARDWARE_DIRTY { DBM } else { WRITE };
     const MAY_WRITE: u64 = MAY_WRITE;
     const ACCESSED: u64 = ACCESSED;
-    const DIRTY: u64 = DIRTY;
-    const SETS_DIRTY: bool = false;
+    const DIRTY: u64 = Self::written(true);
+    const SETS_DIRTY: bool = HARDWARE_DIRTY;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
     const MMIO_PHYSICAL_BITS: u32 = 52;
 
@@ -88,7 +154,7 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
         if bits & VALID == 0 {
             return match bits {
                 0 => Entry::Empty,
-                _ if bits & BROKEN != 0 => Entry::Broken(leaf(bits)),
+                _ if bits & BROKEN != 0 => Entry::Broken(Self::leaf_of(bits)),
                 _ => Entry::Mmio {
                     generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
                 },
@@ -97,13 +163,13 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
         if level > Level::PAGE && bits & TABLE_OR_PAGE != 0 {
             Entry::Table(Pfn((bits & FRAME) >> 12))
         } else {
-            Entry::Leaf(leaf(bits))
+            Entry::Leaf(Self::leaf_of(bits))
         }
     }
 
     #[inline]
     fn decode_leaf(bits: u64) -> Leaf {
-        leaf(bits)
+        Self::leaf_of(bits)
     }
 
     #[inline]
@@ -125,10 +191,10 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
             | READ
             | memory
             | bit(level == Level::PAGE, TABLE_OR_PAGE)
-            | bit(leaf.write, WRITE)
+            | bit(leaf.write, Self::WRITE)
             | bit(!leaf.execute, NO_EXECUTE)
             | bit(leaf.accessed, ACCESSED)
-            | bit(leaf.dirty, DIRTY)
+            | bit(leaf.dirty, Self::written(leaf.write))
             | bit(leaf.may_write, MAY_WRITE)
     }
 
@@ -153,28 +219,29 @@ impl<const IPA_BITS: u32> Format for Stage2<IPA_BITS> {
     }
 
     #[inline]
+    fn write_protect(bits: u64) -> u64 {
+        let written = HARDWARE_DIRTY && bits & WRITE != 0;
+        bits & !(Self::WRITE | WRITE) | MAY_WRITE | if written { DIRTY } else { 0 }
+    }
+
+    #[inline]
+    fn mark(bits: u64, write: bool) -> u64 {
+        let written = Self::written(Self::is_writable(bits));
+        bits | ACCESSED | if write { written } else { 0 }
+    }
+
+    #[inline]
+    fn clear_dirty(bits: u64) -> u64 {
+        bits & !(Self::DIRTY | DIRTY)
+    }
+
+    #[inline]
     fn ready(access: Access) -> (u64, u64) {
         match access {
             Access::Read => (VALID | ACCESSED, 0),
-            Access::Write => (VALID | WRITE | ACCESSED | DIRTY, 0),
+            Access::Write => (VALID | Self::WRITE | ACCESSED | Self::DIRTY, 0),
             Access::Execute => (VALID | ACCESSED, NO_EXECUTE),
         }
-    }
-}
-
-#[inline]
-fn leaf(bits: u64) -> Leaf {
-    Leaf {
-        pfn: Pfn((bits & FRAME) >> 12),
-        write: bits & WRITE != 0,
-        execute: bits & NO_EXECUTE == 0,
-        may_write: bits & MAY_WRITE != 0,
-        accessed: bits & ACCESSED != 0,
-        dirty: bits & DIRTY != 0,
-        memory: match bits & MEMORY_TYPE {
-            WRITE_BACK => MemoryType::WriteBack,
-            _ => MemoryType::Device,
-        },
     }
 }
 
@@ -186,6 +253,7 @@ mod tests {
     use crate::format::tests::LEAF;
 
     type Ipa48 = Stage2<48>;
+    type Managed = Stage2<48, true>;
 
     /// DDI 0487, "VMSAv8-64 Block descriptors" and "Page descriptors", "Stage 2 attribute fields".
     #[test]
@@ -220,6 +288,34 @@ mod tests {
         );
     }
 
+    /// DDI 0487, "Hardware management of the dirty state", stage 2: "writable-clean" is DBM without
+    /// S2AP[1], "writable-dirty" both, and a descriptor without DBM is as writable as S2AP[1] says.
+    #[test]
+    fn hardware_finds_a_writable_leaf_clean_or_dirty() {
+        const RIGHTS: u64 = 1 << 51 | 1 << 7;
+        let clean = Leaf {
+            accessed: true,
+            ..LEAF
+        };
+        let bits = Managed::leaf(clean, Level::PAGE);
+        assert_eq!(bits & RIGHTS, 1 << 51);
+        assert!(!Managed::is_settled(bits), "hardware may write to it");
+        let written = bits | 1 << 7;
+        let dirty = Leaf {
+            dirty: true,
+            ..clean
+        };
+        assert_eq!(Managed::decode_leaf(written), dirty);
+        assert_eq!(Managed::leaf(dirty, Level::PAGE), written);
+        assert_eq!(Managed::clear_dirty(written), bits);
+        assert_eq!(Managed::write_protect(written) & RIGHTS, 0);
+        let read_only = Leaf {
+            write: false,
+            ..dirty
+        };
+        assert_eq!(Managed::leaf(read_only, Level::PAGE) & RIGHTS, 0);
+    }
+
     /// DDI 0487, "VMSAv8-64 Table descriptor": stage 2 has no attributes there.
     #[test]
     fn a_table_entry_limits_nothing() {
@@ -250,23 +346,32 @@ mod tests {
     #[test]
     fn roots_are_concatenated_up_to_sixteen_tables() {
         assert_eq!(
-            (Stage2::<39>::TOP, Stage2::<39>::ROOT_TABLES),
+            (<Stage2<39>>::TOP, <Stage2<39>>::ROOT_TABLES),
             (Level(3), 1)
         );
         assert_eq!(
-            (Stage2::<40>::TOP, Stage2::<40>::ROOT_TABLES),
+            (<Stage2<40>>::TOP, <Stage2<40>>::ROOT_TABLES),
             (Level(3), 2)
         );
         assert_eq!(
-            (Stage2::<43>::TOP, Stage2::<43>::ROOT_TABLES),
+            (<Stage2<43>>::TOP, <Stage2<43>>::ROOT_TABLES),
             (Level(3), 16)
         );
         assert_eq!(
-            (Stage2::<44>::TOP, Stage2::<44>::ROOT_TABLES),
+            (<Stage2<44>>::TOP, <Stage2<44>>::ROOT_TABLES),
             (Level(4), 1)
         );
         assert_eq!((Ipa48::TOP, Ipa48::ROOT_TABLES), (Level(4), 1));
-        assert_eq!((Stage2::<40>::T0SZ, Stage2::<40>::SL0), (24, 1));
+        assert_eq!((<Stage2<40>>::T0SZ, <Stage2<40>>::SL0), (24, 1));
         assert_eq!((Ipa48::T0SZ, Ipa48::SL0), (16, 2));
+    }
+
+    /// DDI 0487, "VTCR_EL2" and "VTTBR_EL2".
+    #[test]
+    fn a_walker_is_told_of_the_tables_by_two_registers() {
+        assert_eq!(Ipa48::vtcr(5), 0x8005_3590);
+        assert_eq!(<Stage2<40>>::vtcr(2), 0x8002_3558);
+        assert_eq!(Managed::vtcr(6), 0x8065_3590, "HA, HD, 48 bits");
+        assert_eq!(Ipa48::vttbr(Pfn(0x12345), 7), 0x0007_0000_1234_5000);
     }
 }

@@ -11,6 +11,19 @@ use crate::platform::MemoryType;
 /// Four-level EPT.
 pub struct Ept;
 
+impl Ept {
+    /// The EPT pointer, a VMCS field, for the tables at `root` ([`crate::Vm::root`]): write-back, a walk of
+    /// four levels, accessed and dirty flags (SDM 3C, table "Format of Extended-Page-Table Pointer").
+    /// The CPU must have all three: IA32_VMX_EPT_VPID_CAP bits 6, 14 and 21, and bits 16 and 17 for
+    /// leaves of 2 MiB and 1 GiB.
+    pub const fn eptp(root: Pfn) -> u64 {
+        const WRITE_BACK: u64 = 6;
+        const WALK_OF_FOUR: u64 = 3 << 3;
+        const ACCESSED_DIRTY: u64 = 1 << 6;
+        root.hpa().0 | WRITE_BACK | WALK_OF_FOUR | ACCESSED_DIRTY
+    }
+}
+
 const READ: u64 = 1 << 0;
 const WRITE: u64 = 1 << 1;
 const EXECUTE: u64 = 1 << 2;
@@ -156,6 +169,12 @@ mod tests {
             ..LEAF
         };
         assert_eq!(Ept::leaf(device, Level::PAGE), 0x1234_5000 | 0b001);
+    }
+
+    /// SDM 3C, "Format of Extended-Page-Table Pointer": bits 2:0 type, 5:3 levels less one, 6 A/D.
+    #[test]
+    fn the_pointer_says_what_the_format_rests_on() {
+        assert_eq!(Ept::eptp(Pfn(0x77)), 0x77000 | 6 | 3 << 3 | 1 << 6);
     }
 
     /// SDM 3C table 29-2: bits 7:3 of an entry that references a table are reserved.

@@ -38,6 +38,15 @@ const IO: u64 = 2 << 61;
 const MMIO: u64 = 1 << 1;
 const GENERATION_BITS: u32 = 44;
 
+impl<const LEVELS: u8> GStage<LEVELS> {
+    /// hgatp for the tables at `root` ([`Vm::root`](crate::Vm::root)); `vmid` has up to 14 bits, of
+    /// which a CPU may have fewer.
+    pub const fn hgatp(root: Pfn, vmid: u16) -> u64 {
+        let mode = LEVELS as u64 + 5;
+        mode << 60 | (vmid as u64) << 44 | root.0
+    }
+}
+
 impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const NAME: &'static str = "riscv";
     const TOP: Level = Level(LEVELS);
@@ -177,6 +186,14 @@ mod tests {
             Sv39x4::decode(Sv39x4::mmio(3), Level::PAGE),
             Entry::Mmio { generation: 3 }
         );
+    }
+
+    /// Volume II, "Hypervisor Guest Address Translation and Protection Register": mode 8 is Sv39x4,
+    /// 9 is Sv48x4.
+    #[test]
+    fn a_walker_is_told_of_the_tables_by_one_register() {
+        assert_eq!(Sv39x4::hgatp(Pfn(0x80204), 3), 0x8000_3000_0008_0204);
+        assert_eq!(Sv48x4::hgatp(Pfn(0x80204), 0), 0x9000_0000_0008_0204);
     }
 
     /// Volume II, "G-stage": the root is widened by two bits.

@@ -117,6 +117,7 @@ fn every_format_keeps_its_promises() {
     keeps_its_promises::<X86<5>>();
     keeps_its_promises::<Stage2<48>>();
     keeps_its_promises::<Stage2<40>>();
+    keeps_its_promises::<Stage2<48, true>>();
     keeps_its_promises::<Sv39x4>();
     keeps_its_promises::<Sv48x4>();
 }

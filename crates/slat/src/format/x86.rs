@@ -13,6 +13,9 @@ pub struct X86<const LEVELS: u8>;
 
 /// AMD nested page tables: four levels of the same entries. The nested walk treats every guest access
 /// as a user access (APM 2, "Nested Paging: Permission Checks").
+///
+/// nCR3 is the address of the root ([`crate::Vm::root`]). The walk goes by the host's registers: EFER.NXE
+/// must be set, CR4.PAE, too, and CR4.LA57 clear.
 pub type Npt = X86<4>;
 
 const PRESENT: u64 = 1 << 0;

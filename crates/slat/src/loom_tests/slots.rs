@@ -19,7 +19,7 @@ impl World {
     /// Slot n is frame n, and two frames apart.
     fn new() -> Arc<World> {
         let world = World {
-            slots: Slots::new(),
+            slots: Slots::new().unwrap(),
             readers: Readers::new(),
         };
         for slot in 0..SLOTS {
@@ -62,7 +62,7 @@ fn a_look_up_sees_the_old_set_or_the_new_one_whole() {
                 let set = mine.slots.current();
                 let at = |gfn| {
                     set.find(Gfn(gfn))
-                        .map(|slot| (slot.id, slot.gfns().start.0))
+                        .map(|slot| (slot.id(), slot.gfns().start.0))
                 };
                 let found = (at(2), at(3));
                 match set.generation - first {
@@ -95,7 +95,7 @@ fn a_look_up_by_backing_address_sees_a_set_whole() {
             mine.slots
                 .current()
                 .backed_by(&hvas(0..Machine::PAGES), |slot| {
-                    assert!(slot.gfns().start.0 == slot.id as u64 * 2);
+                    assert!(slot.gfns().start.0 == slot.id() as u64 * 2);
                     seen += 1;
                     true
                 });
@@ -118,7 +118,7 @@ fn two_changes_take_turns() {
         thread.join().unwrap();
         let set = world.slots.current();
         assert_eq!(set.generation, SLOTS as u64 + 2);
-        assert_eq!(set.find(Gfn(3)).map(|slot| slot.id), Some(1));
+        assert_eq!(set.find(Gfn(3)).map(|slot| slot.id()), Some(1));
         assert!(set.find(Gfn(8)).is_none() && set.find(Gfn(2)).is_none());
     });
 }

@@ -300,22 +300,37 @@ fn no_dirty_mark_is_lost_by_a_range_that_is_split() {
     no_mark_is_lost(split_all);
 }
 
-#[test]
-fn no_dirty_mark_is_lost_by_write_protection() {
-    no_mark_is_lost(|world| _ = world.tree.write_protect(Gfn(0)..Gfn(4), |_, _| true));
+/// The walker's mark may be lost, the protection may not.
+fn write_protection_stays(prepare: fn() -> Arc<World<Small<2>>>) {
+    model(3, move || {
+        let world = prepare();
+        let other = world.clone();
+        let walker = spawn(move || {
+            other.tree.lookup(Gfn(1)).mark::<Small<2>>(true);
+        });
+        let changed = world.tree.write_protect(Gfn(0)..Gfn(4), |_, _| true);
+        assert!(changed > 0);
+        walker.join().unwrap();
+        for gfn in [0, 1] {
+            let leaf = world.leaf(gfn);
+            assert!(!leaf.write && leaf.may_write, "{leaf:?}");
+        }
+    });
 }
 
 #[test]
-fn no_dirty_mark_is_lost_by_write_protection_of_a_run_of_pages() {
-    no_mark_is_lost_in(
-        || {
-            let world = World::new();
-            world.fault(0, page(0));
-            world.fault(1, page(1));
-            world
-        },
-        |world| _ = world.tree.write_protect(Gfn(0)..Gfn(4), |_, _| true),
-    );
+fn write_protection_of_a_huge_leaf_stays_beside_a_mark() {
+    write_protection_stays(World::with_huge_leaf);
+}
+
+#[test]
+fn write_protection_of_a_run_of_pages_stays_beside_a_mark() {
+    write_protection_stays(|| {
+        let world = World::new();
+        world.fault(0, page(0));
+        world.fault(1, page(1));
+        world
+    });
 }
 
 #[test]

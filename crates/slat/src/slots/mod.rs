@@ -2,7 +2,7 @@
 //!
 //! One address space has one [`Slots`]. What readers see of it is one immutable [`SlotSet`] behind
 //! one pointer: two persistent trees (by guest frame, by backing address) and the MMIO generation.
-//! A change builds a new set beside the old one, path by path ([`tree`]), and swaps the pointer; so a
+//! A change builds a new set beside the old one, path by path ([`edit`]), and swaps the pointer; so a
 //! reader sees the old or the new set whole, and the VM runs on the old one meanwhile. The index by
 //! id is only used by changes and sits behind the writers' lock.
 //!
@@ -12,15 +12,16 @@
 //! * What a change replaced is retired with the generation of the quiescence protocol at which
 //!   nobody can hold it any more, and freed by a later change or by drop.
 
+mod edit;
+mod memslot;
+mod node;
 mod region;
-mod tree;
 
+pub(crate) use memslot::{Memslot, OwnedSlot};
 pub(crate) use region::{Change, plan};
 pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
 
-use crate::sync::atomic::{AtomicPtr, Ordering::*, Watch};
 use alloc::boxed::Box;
-use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Range;
 use core::ptr::NonNull;
@@ -28,79 +29,19 @@ use core::ptr::NonNull;
 use hashbrown::HashMap;
 
 use crate::addr::{Gfn, Hva, PAGE_SHIFT};
+use crate::heap;
+use crate::sync::atomic::{AtomicPtr, Ordering::*, Watch};
 use crate::sync::lock::{Guard, Lock};
 use crate::sync::quiesce::Readers;
 use crate::table::OutOfMemory;
-use crate::vm::DirtyLog;
-use tree::{Edit, Node, Root};
-
-/// One memslot. Immutable; a change of flags or place makes a new one.
-#[derive(Clone)]
-pub struct Memslot {
-    /// The client's number, below [`crate::MAX_SLOTS`].
-    pub id: u32,
-    /// Its flags.
-    pub flags: SlotFlags,
-    /// First guest frame.
-    pub base: Gfn,
-    /// Length in 4 KiB pages, never 0.
-    pub pages: u64,
-    /// Backing of the first page.
-    pub backing: Hva,
-    /// Exists while the slot logs dirty pages.
-    pub(crate) dirty: Option<Arc<DirtyLog>>,
-    alive: Watch,
-}
-
-impl Memslot {
-    /// The frames it holds.
-    pub fn gfns(&self) -> Range<Gfn> {
-        self.alive.used();
-        self.base..self.base.add(self.pages)
-    }
-
-    /// Whether `gfn` is one of them. One comparison: which side of a slot a frame lies on is anybody's
-    /// guess, also for a branch predictor.
-    #[inline]
-    pub(crate) fn holds(&self, gfn: Gfn) -> bool {
-        self.alive.used();
-        gfn.0.wrapping_sub(self.base.0) < self.pages
-    }
-
-    /// Backing address of the page at `gfn`, which lies in the slot.
-    pub fn hva(&self, gfn: Gfn) -> Hva {
-        self.backing.add_pages(gfn.0 - self.base.0)
-    }
-
-    /// The part of the slot that `range` of the backing stands behind.
-    pub(crate) fn gfns_backed_by(&self, range: &Range<Hva>) -> Range<Gfn> {
-        let first = range.start.0.saturating_sub(self.backing.0) >> PAGE_SHIFT;
-        let end = range
-            .end
-            .0
-            .saturating_sub(self.backing.0)
-            .div_ceil(1 << PAGE_SHIFT);
-        self.base.add(first.min(self.pages))..self.base.add(end.min(self.pages))
-    }
-
-    fn gfn_key(&self) -> u64 {
-        tree::key(self.base.0, self.id)
-    }
-
-    fn hva_page(&self) -> u64 {
-        self.backing.0 >> PAGE_SHIFT
-    }
-
-    fn hva_key(&self) -> u64 {
-        tree::key(self.hva_page(), self.id)
-    }
-}
+use edit::Edit;
+use node::{ByGfn, ByHva, Header, Index};
 
 /// All slots of one address space at one moment.
 #[derive(Clone)]
 pub(crate) struct SlotSet {
-    by_gfn: Root,
-    by_hva: Root,
+    by_gfn: Index<ByGfn>,
+    by_hva: Index<ByHva>,
     /// Raised by every change. An MMIO entry of another generation says nothing.
     pub(crate) generation: u64,
     alive: Watch,
@@ -117,18 +58,19 @@ impl SlotSet {
     pub(crate) fn find(&self, gfn: Gfn) -> Option<&Memslot> {
         // SAFETY: a set reached by `Slots::current` or under the writers' lock is whole, and its
         // nodes and slots stay until the reader section or the lock ends.
-        unsafe { tree::find(self.by_gfn, gfn.0) }
+        unsafe { self.by_gfn.find(gfn.0) }
     }
 
     /// Calls `visit` for every slot with a page in `range`, in ascending order.
     pub(crate) fn in_gfns(&self, range: &Range<Gfn>, mut visit: impl FnMut(&Memslot)) {
         // SAFETY: as in `find`.
         unsafe {
-            tree::overlapping(self.by_gfn, &(range.start.0..range.end.0), &mut |slot| {
-                visit(slot);
-                true
-            })
-        };
+            self.by_gfn
+                .overlapping(&(range.start.0..range.end.0), &mut |slot| {
+                    visit(slot);
+                    true
+                });
+        }
     }
 
     /// Whether a slot other than `except` has a page in `range`; that slot's id.
@@ -136,13 +78,14 @@ impl SlotSet {
         let mut found = None;
         // SAFETY: as in `find`.
         unsafe {
-            tree::overlapping(self.by_gfn, &(range.start.0..range.end.0), &mut |slot| {
-                if slot.id != except {
-                    found = Some(slot.id);
-                }
-                found.is_none()
-            })
-        };
+            self.by_gfn
+                .overlapping(&(range.start.0..range.end.0), &mut |slot| {
+                    if slot.id() != except {
+                        found = Some(slot.id());
+                    }
+                    found.is_none()
+                });
+        }
         found
     }
 
@@ -151,7 +94,7 @@ impl SlotSet {
     pub(crate) fn backed_by(&self, range: &Range<Hva>, mut visit: impl FnMut(&Memslot) -> bool) {
         let pages = range.start.0 >> PAGE_SHIFT..range.end.0.div_ceil(1 << PAGE_SHIFT);
         // SAFETY: as in `find`.
-        unsafe { tree::overlapping(self.by_hva, &pages, &mut visit) };
+        unsafe { self.by_hva.overlapping(&pages, &mut visit) };
     }
 }
 
@@ -162,7 +105,7 @@ pub(crate) struct Slots {
 }
 
 struct Writer {
-    by_id: HashMap<u32, NonNull<Memslot>>,
+    by_id: HashMap<u32, OwnedSlot>,
     pages: u64,
     retired: Vec<Retired>,
 }
@@ -177,8 +120,9 @@ struct Retired {
 }
 
 enum What {
-    Node(NonNull<Node>),
-    Slot(NonNull<Memslot>),
+    Node(NonNull<Header>),
+    /// Nobody but readers looks at it any more; its log goes with it.
+    Slot(OwnedSlot),
     Set(NonNull<SlotSet>),
 }
 
@@ -186,34 +130,33 @@ impl What {
     /// # Safety
     /// - it is in no published set, and no reader holds it.
     unsafe fn free(self) {
-        // SAFETY: slots and sets come from `Box::into_raw`, nodes from an edit; each is retired once.
-        unsafe {
-            match self {
-                What::Node(node) => tree::free_node(node),
-                What::Slot(slot) => drop(Box::from_raw(slot.as_ptr())),
-                What::Set(set) => drop(Box::from_raw(set.as_ptr())),
-            }
+        match self {
+            // SAFETY: the caller's promise; each node is retired once.
+            What::Node(node) => unsafe { node::free(node) },
+            What::Slot(slot) => drop(slot),
+            // SAFETY: leaked from a box, retired once.
+            What::Set(set) => drop(unsafe { Box::from_raw(set.as_ptr()) }),
         }
     }
 }
 
 impl Slots {
-    pub(crate) fn new() -> Self {
-        let empty = SlotSet {
-            by_gfn: None,
-            by_hva: None,
+    pub(crate) fn new() -> Result<Self, OutOfMemory> {
+        let empty = heap::boxed(SlotSet {
+            by_gfn: Index::new(None),
+            by_hva: Index::new(None),
             generation: 0,
             alive: Watch::new(),
             granule: 0,
-        };
-        Slots {
-            current: AtomicPtr::new(Box::into_raw(Box::new(empty))),
+        })?;
+        Ok(Slots {
+            current: AtomicPtr::new(Box::into_raw(empty)),
             writer: Lock::new(Writer {
                 by_id: HashMap::new(),
                 pages: 0,
                 retired: Vec::new(),
             }),
-        }
+        })
     }
 
     /// The set as it is now. The caller is inside a reader section and drops the reference before it
@@ -248,12 +191,8 @@ impl SlotsChange<'_> {
     /// Never more than this many retired objects wait for readers that nobody has asked.
     const MANY_RETIRED: usize = 256;
 
-    pub(crate) fn by_id(&self, id: u32) -> Option<&Memslot> {
-        // SAFETY: slots in the index are alive; only a change frees them, and `self` is the change.
-        self.writer
-            .by_id
-            .get(&id)
-            .map(|slot| unsafe { slot.as_ref() })
+    pub(crate) fn by_id(&self, id: u32) -> Option<&OwnedSlot> {
+        self.writer.by_id.get(&id)
     }
 
     pub(crate) fn set(&self) -> &SlotSet {
@@ -275,45 +214,39 @@ impl SlotsChange<'_> {
     pub(crate) fn replace(
         &mut self,
         id: u32,
-        new: Option<Memslot>,
+        new: Option<OwnedSlot>,
         readers: &Readers,
     ) -> Result<(), OutOfMemory> {
         self.reclaim(readers);
         let old_set = self.set().clone();
-        let old = self.writer.by_id.get(&id).copied();
-        let mut edit = Edit::new()?;
         let writer = &mut *self.writer;
         writer.by_id.try_reserve(1).map_err(|_| OutOfMemory)?;
-        let pages = new.as_ref().map_or(0, |slot| slot.pages);
-        let new = new.map(|slot| NonNull::from(Box::leak(Box::new(slot))));
-        let prepared = build(&mut edit, old_set, old, new).and_then(|set| {
-            writer
-                .retired
-                .try_reserve(edit.replaced() + 2)
-                .map_err(|_| OutOfMemory)?;
-            Ok(set)
-        });
+        let mut edit = Edit::new()?;
+        let prepared = build(&mut edit, old_set, writer.by_id.get(&id), new.as_ref())
+            .and_then(heap::boxed)
+            .and_then(|set| {
+                let retired = edit.replaced() + 2;
+                let room = writer.retired.try_reserve(retired);
+                room.map(|()| set).map_err(|_| OutOfMemory)
+            });
         let set = match prepared {
-            Ok(set) => Box::into_raw(Box::new(set)),
+            Ok(set) => Box::into_raw(set),
             Err(OutOfMemory) => {
                 edit.abort();
-                if let Some(new) = new {
-                    // SAFETY: made above, never published.
-                    unsafe { What::Slot(new).free() };
-                }
                 return Err(OutOfMemory);
             }
         };
 
         // From here on nothing fails.
-        let old_pages = self.by_id(id).map_or(0, |slot| slot.pages);
         let replaced_set = self.slots.current.swap(set, SeqCst);
         let writer = &mut *self.writer;
-        match new {
+        let pages = |slot: &Option<OwnedSlot>| slot.as_ref().map_or(0, |slot| slot.pages());
+        writer.pages += pages(&new);
+        let old = match new {
             Some(new) => writer.by_id.insert(id, new),
             None => writer.by_id.remove(&id),
         };
-        writer.pages = writer.pages + pages - old_pages;
+        writer.pages -= pages(&old);
         // A reader that enters from now on sees the new set; those inside have passed when the next
         // generation has.
         let generation = readers.next_generation();
@@ -350,31 +283,28 @@ impl SlotsChange<'_> {
 fn build(
     edit: &mut Edit,
     mut set: SlotSet,
-    old: Option<NonNull<Memslot>>,
-    new: Option<NonNull<Memslot>>,
+    old: Option<&OwnedSlot>,
+    new: Option<&OwnedSlot>,
 ) -> Result<SlotSet, OutOfMemory> {
     if let Some(slot) = old {
-        // SAFETY: a live slot is in both trees of the set under the keys it computes.
+        // SAFETY: the caller holds the writers' lock: the set stays whole. A slot of the index by id is in
+        // both trees.
         unsafe {
-            let slot = slot.as_ref();
-            set.by_gfn = edit.remove(set.by_gfn, slot.gfn_key())?;
-            set.by_hva = edit.remove(set.by_hva, slot.hva_key())?;
+            set.by_gfn = edit.remove(set.by_gfn, slot)?;
+            set.by_hva = edit.remove(set.by_hva, slot)?;
         }
     }
-    if let Some(new) = new {
-        // SAFETY: `new` is alive until it is retired, and its keys are in neither tree: ids are
-        // unique and the old slot with this id was removed.
+    if let Some(slot) = new {
+        let granule = slot.pages().ilog2();
+        set.granule = match set.by_gfn.is_empty() {
+            true => granule,
+            false => set.granule.min(granule),
+        };
+        // SAFETY: as above. Its keys are in neither tree: ids are unique, and the old slot with this id was
+        // removed.
         unsafe {
-            let slot = new.as_ref();
-            let granule = slot.pages.ilog2();
-            set.granule = match set.by_gfn {
-                Some(_) => set.granule.min(granule),
-                None => granule,
-            };
-            let gfn_end = slot.base.0 + slot.pages;
-            let hva_end = slot.hva_page() + slot.pages;
-            set.by_gfn = edit.insert(set.by_gfn, slot.gfn_key(), gfn_end, new)?;
-            set.by_hva = edit.insert(set.by_hva, slot.hva_key(), hva_end, new)?;
+            set.by_gfn = edit.insert(set.by_gfn, slot)?;
+            set.by_hva = edit.insert(set.by_hva, slot)?;
         }
     }
     set.generation += 1;
@@ -383,17 +313,12 @@ fn build(
 
 impl Drop for Slots {
     fn drop(&mut self) {
-        // SAFETY: `&mut self`: no reader is left. The current set's nodes, the slots in the index
-        // and what was retired are disjoint and together all there is.
+        // SAFETY: `&mut self`: no reader is left. The current set's nodes and what was retired are disjoint.
         unsafe {
             let set = Box::from_raw(self.current.load(Relaxed));
-            tree::free_tree(set.by_gfn);
-            tree::free_tree(set.by_hva);
-            let writer = self.writer.get_mut();
-            for (_, slot) in writer.by_id.drain() {
-                What::Slot(slot).free();
-            }
-            for retired in writer.retired.drain(..) {
+            set.by_gfn.free();
+            set.by_hva.free();
+            for retired in self.writer.get_mut().retired.drain(..) {
                 retired.what.free();
             }
         }

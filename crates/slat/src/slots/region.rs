@@ -4,9 +4,9 @@
 use core::fmt;
 use core::ops::{BitOr, Range};
 
-use super::{Memslot, SlotsChange};
-use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE, gpa_range};
-use crate::sync::atomic::Watch;
+use super::node::PAGES;
+use super::{Memslot, OwnedSlot, SlotsChange};
+use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
 use crate::table::OutOfMemory;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
@@ -159,16 +159,16 @@ impl core::error::Error for RegionError {}
 /// What a valid [`Region`] comes to.
 pub(crate) enum Change {
     Nothing,
-    Create(Memslot),
+    Create(OwnedSlot),
     Delete(Range<Gfn>),
-    Move { from: Range<Gfn>, to: Memslot },
-    Flags(Memslot),
+    Move { from: Range<Gfn>, to: OwnedSlot },
+    Flags(OwnedSlot),
 }
 
 /// Most pages in one slot (KVM_MEM_MAX_NR_PAGES).
 const MAX_PAGES: u64 = (1 << 31) - 1;
-/// Backing addresses end here: the index by backing has 48 bits for a page number.
-const BACKING_END: u64 = 1 << (48 + PAGE_SHIFT);
+/// Backing addresses end here: the index by backing has no more bits for a page number.
+const BACKING_END: u64 = PAGES << PAGE_SHIFT;
 
 /// Checks `region` against the rules and the slots there are. `capacity`: frames that the tables hold.
 pub(crate) fn plan(
@@ -207,34 +207,26 @@ pub(crate) fn plan(
             None => Err(RegionError::NothingToDelete(id)),
         };
     }
-    if gpa_end >> PAGE_SHIFT > capacity || backing_end > BACKING_END {
+    if backing_end > BACKING_END {
         return Err(RegionError::TooHigh(*region));
     }
-    let new = Memslot {
-        id,
-        flags,
-        base: gpa.gfn(),
-        pages,
-        backing,
-        dirty: None,
-        alive: Watch::new(),
-    };
+    let new = OwnedSlot::new(id, flags, gpa.gfn(), pages, backing);
     let change = match old {
         None if slots.pages().checked_add(pages).is_none() => {
             return Err(RegionError::TooLarge(*region));
         }
         None => Change::Create(new),
         Some(old) => {
-            let readonly = |s: &Memslot| s.flags.has(SlotFlags::READONLY);
-            if old.backing != backing || old.pages != pages || readonly(old) != readonly(&new) {
+            let readonly = |s: &Memslot| s.flags().has(SlotFlags::READONLY);
+            if old.backing() != backing || old.pages() != pages || readonly(old) != readonly(&new) {
                 return Err(RegionError::Resized(id));
             }
-            if old.base != new.base {
+            if old.base() != new.base() {
                 Change::Move {
                     from: old.gfns(),
                     to: new,
                 }
-            } else if old.flags != flags {
+            } else if old.flags() != flags {
                 return Ok(Change::Flags(new));
             } else {
                 return Ok(Change::Nothing);
@@ -242,24 +234,15 @@ pub(crate) fn plan(
         }
     };
     let gfns = gpa.gfn()..Gfn(gpa_end >> PAGE_SHIFT);
-    match slots.set().overlap(&gfns, id) {
-        Some(with) => Err(RegionError::Overlap {
+    if let Some(with) = slots.set().overlap(&gfns, id) {
+        return Err(RegionError::Overlap {
             region: *region,
             with,
-        }),
-        None => Ok(change),
+        });
     }
-}
-
-impl fmt::Debug for Memslot {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "memslot {} {:?} backed by {} flags {:#x}",
-            self.id,
-            gpa_range(&self.gfns()),
-            self.backing,
-            self.flags.0
-        )
+    // Last, as in KVM, which asks its architecture when all else is right.
+    if gfns.end.0 > capacity.min(PAGES) {
+        return Err(RegionError::TooHigh(*region));
     }
+    Ok(change)
 }

@@ -28,6 +28,13 @@ mod plain {
         AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, AtomicUsize,
     };
 
+    /// A relaxed store that may meet somebody's read-modify-write. Its own function because loom's
+    /// order of modifications is a partial one, in which such a store and such a write stay unordered.
+    #[inline(always)]
+    pub fn overwrite(atomic: &AtomicU64, value: u64) {
+        atomic.store(value, super::Ordering::Relaxed);
+    }
+
     /// Stands for memory that protocols protect without the compiler knowing. Nothing at run time;
     /// under loom a cell that must not be owned while it is used.
     #[derive(Clone, Default)]
@@ -54,6 +61,11 @@ mod model {
     use alloc::boxed::Box;
     use core::ops::{Deref, DerefMut};
     use core::sync::atomic::Ordering::{self, *};
+
+    /// What it means, said so that loom puts it in one order with the others.
+    pub fn overwrite(atomic: &AtomicU64, value: u64) {
+        atomic.swap(value, Relaxed);
+    }
 
     pub struct Watch(loom::cell::UnsafeCell<()>);
 

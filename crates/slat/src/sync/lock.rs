@@ -28,20 +28,41 @@ impl RawLock {
     /// Takes the lock; `wait(round)` is called while somebody else holds it.
     #[inline]
     pub(crate) fn lock(&self, mut wait: impl FnMut(u32)) {
-        let mut round = 0;
-        while self
-            .word
-            .compare_exchange_weak(0, 1, Acquire, Relaxed)
-            .is_err()
-        {
-            // Whoever waits can afford the newest value; a model checker would show it old ones for ever.
-            while self.word.load(SeqCst) != 0 {
-                wait(round);
-                round += 1;
-            }
+        if !self.try_lock() {
+            self.lock_slowly(&mut wait);
         }
         self.held.owned();
     }
+
+    #[inline]
+    fn try_lock(&self) -> bool {
+        self.word
+            .compare_exchange_weak(0, 1, Acquire, Relaxed)
+            .is_ok()
+    }
+
+    /// Each look at the word takes its cache line away from the holder, and with it, mostly, the lines of
+    /// what it is changing. So a waiter looks seldom, and lets the other do several sections in a row.
+    #[cold]
+    #[inline(never)]
+    fn lock_slowly(&self, wait: &mut dyn FnMut(u32)) {
+        let mut round = 0;
+        loop {
+            for _ in 0..Self::FEWEST_PAUSES << round.min(Self::DOUBLINGS) {
+                core::hint::spin_loop();
+            }
+            // Whoever waits can afford the newest value; a model checker would show it old ones for ever.
+            if self.word.load(SeqCst) != 0 {
+                wait(round);
+                round += 1;
+            } else if self.try_lock() {
+                return;
+            }
+        }
+    }
+
+    const FEWEST_PAUSES: u32 = 8;
+    const DOUBLINGS: u32 = 3;
 
     /// # Safety
     /// - the caller holds the lock.

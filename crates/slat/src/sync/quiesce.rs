@@ -32,13 +32,12 @@
 //! [`Reader::quiesce`] lowers the bit *before* it reads the generation: a request that comes between
 //! raises the bit again and is seen at the next boundary.
 
+use crate::heap::{self, Shared};
 use crate::stats::Counters;
 use crate::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use crate::table::OutOfMemory;
 use alloc::boxed::Box;
-use alloc::sync::Arc;
-use core::alloc::Layout;
-use core::ptr::{self, NonNull};
+use core::ptr;
 
 /// Bits that make a software CPU leave its loop at the next block boundary.
 #[derive(Debug, Default)]
@@ -75,7 +74,7 @@ pub(crate) struct Reader {
     /// What [`Reader::enter`] was given, for [`crate::WaitFor::Reader`].
     token: AtomicUsize,
     taken: AtomicBool,
-    attention: Arc<Attention>,
+    attention: Shared<Attention>,
     /// What the owner counted. Stays when the reader changes hands: only sums are asked for.
     pub(crate) counters: Counters,
     /// Next in the list of all readers; set once, before publication.
@@ -83,7 +82,7 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    pub(crate) fn attention(&self) -> &Arc<Attention> {
+    pub(crate) fn attention(&self) -> &Shared<Attention> {
         &self.attention
     }
 
@@ -192,23 +191,18 @@ impl Readers {
             free.attention.take(u32::MAX);
             return Ok(free);
         }
-        // SAFETY: `Reader` has a size; the result is checked before use.
-        let reader = unsafe { alloc::alloc::alloc(Layout::new::<Reader>()) }.cast::<Reader>();
-        let new = NonNull::new(reader).ok_or(OutOfMemory)?;
         let mut head = self.head.load(Relaxed);
-        // SAFETY: freshly allocated for a `Reader`; freed when `self` is dropped.
-        let new = unsafe {
-            new.write(Reader {
-                state: AtomicU64::new(0),
-                seen: AtomicU64::new(0),
-                token: AtomicUsize::new(0),
-                taken: AtomicBool::new(true),
-                attention: Arc::new(Attention::default()),
-                counters: Counters::default(),
-                next: AtomicPtr::new(head),
-            });
-            new.as_ref()
-        };
+        let reader = Box::into_raw(heap::boxed(Reader {
+            state: AtomicU64::new(0),
+            seen: AtomicU64::new(0),
+            token: AtomicUsize::new(0),
+            taken: AtomicBool::new(true),
+            attention: Shared::try_new(Attention::default())?,
+            counters: Counters::default(),
+            next: AtomicPtr::new(head),
+        })?);
+        // SAFETY: freed when `self` is dropped.
+        let new = unsafe { &*reader };
         // Sequentially consistent, as the words are: a writer that does not find the new reader in
         // the list has raised the generation before the reader comes in.
         while let Err(now) = self

@@ -1,6 +1,6 @@
 //! The range operations: each is what it does at an entry.
 
-use crate::sync::atomic::{AtomicU64, Ordering::*};
+use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
 use core::marker::PhantomData;
 use core::ops::Range;
 
@@ -63,17 +63,18 @@ impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<F, W> {
     #[inline]
     fn visit(&mut self, at: &At<'_>) -> Next {
         if F::is_writable(at.bits) && (self.wanted)(at.gfn, at.level) {
-            at.update::<F>(F::write_protect);
+            at.put(F::write_protect(at.bits));
             self.changed += 1;
         }
         Next::Pass
     }
 
-    /// Pages that have been written: no bit is left for hardware to set, so plain stores do.
+    /// Pages that may all be written.
     #[inline]
     fn run(&mut self, entries: &[AtomicU64; RUN], first: Gfn) -> bool {
         let bits = entries.each_ref().map(|entry| entry.load(Relaxed));
         let (set, clear) = F::ready(Access::Write);
+        let set = set & !(F::ACCESSED | F::DIRTY);
         let all = bits.iter().fold(u64::MAX, |all, bits| all & bits);
         let any = bits.iter().fold(0, |any, bits| any | bits);
         let wanted = (0..RUN as u64).all(|i| (self.wanted)(first.add(i), Level::PAGE));
@@ -81,7 +82,7 @@ impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<F, W> {
             return false;
         }
         for (entry, bits) in entries.iter().zip(bits) {
-            entry.store(F::write_protect(bits), Relaxed);
+            overwrite(entry, F::write_protect(bits));
         }
         self.changed += RUN as u64;
         true
@@ -202,6 +203,10 @@ impl<P: Platform, F: Format> Tree<P, F> {
     ///
     /// A huge leaf is protected as a whole if a page of it is in the range: splitting is the
     /// business of the write fault, or of an eager split.
+    ///
+    /// Plain stores: an accessed or dirty bit that is being set this moment may be lost. A page then
+    /// looks older than it is, as with a TLB that holds the bit back; and dirty bits mean nothing
+    /// where the log goes by write protection.
     pub(crate) fn write_protect(
         &self,
         range: Range<Gfn>,

@@ -164,6 +164,8 @@ macro_rules! for_formats {
             #[test]
             fn stage2() { super::behaviour::$test::<Stage2<48>>() }
             #[test]
+            fn stage2_dirty_bits() { super::behaviour::$test::<Stage2<48, true>>() }
+            #[test]
             fn sv48x4() { super::behaviour::$test::<Sv48x4>() }
         }
     )*};

@@ -3,7 +3,7 @@
 //! In tables of level 1 a walk offers its visitor [`RUN`] entries at a time ([`Visit::run`]), for
 //! operations that find most entries in one ordinary state and then need no look at each.
 
-use crate::sync::atomic::{AtomicU64, Ordering::*};
+use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
 use core::ops::Range;
 
 use super::{ENTRIES, Table, TableMeta, Tree};
@@ -12,7 +12,7 @@ use crate::format::{Entry, Format};
 use crate::platform::Platform;
 
 /// Entries of level 1 that a visitor is offered at a time.
-pub(crate) const RUN: usize = if cfg!(loom) { 2 } else { 8 };
+pub(crate) const RUN: usize = if cfg!(loom) { 2 } else { 16 };
 
 /// What an operation does. A closure is a visitor that takes entries one by one.
 pub(crate) trait Visit {
@@ -107,6 +107,11 @@ impl At<'_> {
         self.entry
             .compare_exchange(old, table, Release, Relaxed)
             .map(|_| self.leaf_gone::<F>())
+    }
+
+    /// Replaces a leaf by one with the same page, losing bits that hardware sets meanwhile.
+    pub(crate) fn put(&self, leaf: u64) {
+        overwrite(self.entry, leaf);
     }
 
     /// Replaces a leaf by `change` of it, losing no bit that hardware sets meanwhile.

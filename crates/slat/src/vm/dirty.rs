@@ -66,7 +66,19 @@ impl DirtyLog {
     /// Marks the pages of a leaf of the slot that holds `slot`. A huge leaf that could not be split
     /// stands for all of them.
     fn mark_leaf(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
-        for gfn in gfn.0.max(slot.start.0)..(gfn.0 + level.pages()).min(slot.end.0) {
+        self.mark_leaf_unless(slot, gfn, level, |_| false);
+    }
+
+    /// The same without the pages for which `cleared` says so.
+    fn mark_leaf_unless(
+        &self,
+        slot: &Range<Gfn>,
+        gfn: Gfn,
+        level: Level,
+        cleared: impl Fn(Gfn) -> bool,
+    ) {
+        let pages = gfn.0.max(slot.start.0)..(gfn.0 + level.pages()).min(slot.end.0);
+        for gfn in pages.filter(|gfn| !cleared(Gfn(*gfn))) {
             self.mark(gfn - slot.start.0);
         }
     }
@@ -158,7 +170,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let space = self.spaces.get(space).ok_or(not_logged)?;
         let change = space.slots.change(self.lock_wait());
         let slot = change.by_id(id).ok_or(not_logged)?;
-        match &slot.dirty {
+        match slot.log() {
             None => Err(not_logged),
             Some(log) if log.is_ring() => Err(DirtyLogError::Rings),
             Some(log) => then(space, slot, log),
@@ -222,9 +234,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         bitmap: &[u64],
     ) -> Result<(), DirtyLogError> {
         self.with_log(space, slot, |space, slot, log| {
-            let end = first.checked_add(pages).filter(|end| *end <= slot.pages);
+            let end = first.checked_add(pages).filter(|end| *end <= slot.pages());
             let end = end.ok_or(DirtyLogError::BadRange)?;
-            let last = end == slot.pages;
+            let last = end == slot.pages();
             if !first.is_multiple_of(64) || !(last || pages.is_multiple_of(64)) {
                 return Err(DirtyLogError::BadRange);
             }
@@ -232,7 +244,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             if bitmap.len() < words {
                 return Err(DirtyLogError::BufferTooSmall(words));
             }
-            let gfns = slot.base.add(first)..slot.base.add(end);
+            let gfns = slot.base().add(first)..slot.base().add(end);
             let mut op = RangeOp::begin(self, space);
             op.split_eagerly(gfns.clone());
             let mut taken = 0;
@@ -266,14 +278,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Begins logging in a slot that was mapped before.
     pub(super) fn begin_logging(&self, space: &Space<P, F>, slot: &Memslot) {
-        // All pages are named already: `clear_dirty_log` will split and protect, chunk by chunk.
-        if self.log_mode.initially_set.load(SeqCst) {
+        // A bitmap names all pages already: `clear_dirty_log` will split and protect, chunk by chunk.
+        // A ring names none.
+        let is_ring = slot.log().is_some_and(|log| log.is_ring());
+        if self.log_mode.initially_set.load(SeqCst) && !is_ring {
             return;
         }
         let gfns = slot.gfns();
         let mut op = RangeOp::begin(self, space);
         op.split_eagerly(gfns.clone());
-        let changed = match &slot.dirty {
+        let changed = match slot.log() {
             Some(log) if !log.protects() => {
                 space.tree.clear_dirty(gfns.clone(), |_, _| true, |_, _| ())
             }
@@ -303,12 +317,19 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
             return;
         }
         let tree = &self.space.tree;
-        let first = slot.base.add(first);
+        let first = slot.base().add(first);
         let range =
             first.add(mask.trailing_zeros() as u64)..first.add(64 - mask.leading_zeros() as u64);
-        let named = |gfn: Gfn, level| level > Level::PAGE || mask >> (gfn.0 - first.0) & 1 != 0;
-        let changed = match &slot.dirty {
-            Some(log) if !log.protects() => tree.clear_dirty(range, named, |_, _| ()),
+        let is_named = |gfn: Gfn| mask >> (gfn.0 - first.0) & 1 != 0;
+        let named = |gfn, level| level > Level::PAGE || is_named(gfn);
+        let changed = match slot.log() {
+            Some(log) if !log.protects() => {
+                // The bit of a huge leaf stands for its other pages, too.
+                let cleared = |gfn| range.contains(&gfn) && is_named(gfn);
+                tree.clear_dirty(range.clone(), named, |gfn, level| {
+                    log.mark_leaf_unless(&slot.gfns(), gfn, level, cleared);
+                })
+            }
             _ => tree.write_protect(range, named),
         };
         self.changed(changed > 0);
@@ -317,7 +338,7 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
     /// Zaps `gfns` of `slot`. If the leaves' dirty bits are its log, they are not lost.
     pub(super) fn zap(&mut self, slot: &Memslot, gfns: Range<Gfn>) {
         let tree = &self.space.tree;
-        match &slot.dirty {
+        match slot.log() {
             Some(log) if log.by_dirty_bit => {
                 let all = slot.gfns();
                 tree.zap_noting(gfns, &mut self.zapped, |gfn, level| {
@@ -374,7 +395,7 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
 
 /// The bits of word `index` of a slot's bitmap that stand for pages.
 fn valid_bits(slot: &Memslot, index: usize) -> u64 {
-    match slot.pages - index as u64 * 64 {
+    match slot.pages() - index as u64 * 64 {
         left @ ..64 => (1 << left) - 1,
         _ => u64::MAX,
     }

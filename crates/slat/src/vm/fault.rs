@@ -11,13 +11,13 @@
 //! 7. the pages around it ([`crate::vm::prefetch`]).
 
 use crate::sync::atomic::Ordering::Relaxed;
-use alloc::sync::Arc;
 use core::fmt;
 use core::ops::Range;
 
 use super::{DirtyLog, RangeOp, Sequence};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
+use crate::heap::Shared;
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
 use crate::slots::{Memslot, SlotFlags};
 use crate::table::{Mapped, OutOfMemory, Path, Tree, Zapped};
@@ -93,18 +93,18 @@ pub(super) struct SlotFacts {
     /// Backing of the page in question.
     hva: Hva,
     pub(super) flags: SlotFlags,
-    pub(super) log: Option<Arc<DirtyLog>>,
+    pub(super) log: Option<Shared<DirtyLog>>,
 }
 
 impl SlotFacts {
     pub(super) fn of(slot: &Memslot, gfn: Gfn) -> Self {
         SlotFacts {
-            id: slot.id,
-            hva_base: slot.backing,
+            id: slot.id(),
+            hva_base: slot.backing(),
             gfns: slot.gfns(),
             hva: slot.hva(gfn),
-            flags: slot.flags,
-            log: slot.dirty.clone(),
+            flags: slot.flags(),
+            log: slot.share_log(),
         }
     }
 
@@ -188,6 +188,39 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 }
                 _ => self.fault(gpa, access),
             };
+        }
+    }
+
+    /// A hardware CPU has left the guest because its second-level walk did not allow `access` to
+    /// `gpa`: brings the tables to where it does. `Ok`: run the guest again, which executes the instruction
+    /// again, and faults again if there was more to it. That it was somebody else's MMIO entry that the
+    /// walker reported (a reserved bit, a misconfiguration) makes no difference here: the entry tells.
+    ///
+    /// The vCPU is inside for the time of this call alone. It needs nothing else of [`Vcpu::enter`]
+    /// and [`Vcpu::quiesce`], because its translations are in a TLB, which [`Platform::flush`] reaches.
+    ///
+    /// Two things are the caller's, because they differ from CPU to CPU, and are needed before the guest
+    /// runs again: that its walker sees the stores (AArch64: DSB ISHST; RISC-V: a fence; x86: nothing), and,
+    /// where a CPU may keep the entry that faulted (AArch64 and RISC-V, after a fault on rights; RISC-V,
+    /// after any), that it forgets it. No other CPU has to.
+    ///
+    /// # Errors
+    /// [`Stop`], but for [`Stop::Retry`].
+    ///
+    /// # Panics
+    /// If the vCPU was entered.
+    pub fn hardware_fault(&mut self, gpa: Gpa, access: Access) -> Result<(), Stop> {
+        assert!(
+            !self.is_entered(),
+            "Vcpu::hardware_fault inside enter/leave"
+        );
+        self.enter(0);
+        self.quiesce();
+        let answer = self.translate(gpa, access);
+        self.leave();
+        match answer {
+            Ok(_) | Err(Stop::Retry) => Ok(()),
+            Err(stop) => Err(stop),
         }
     }
 
@@ -501,7 +534,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.outside(slept, |vcpu| {
             let vm = vcpu.vm();
             let range = gfn..gfn.add(level.pages());
-            vm.flush(vcpu.space(), range, zapped, vcpu.counters());
+            vm.flush(vcpu.space(), range, None, zapped, vcpu.counters());
         });
     }
 }

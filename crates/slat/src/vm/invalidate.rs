@@ -161,7 +161,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let section = self.section();
             section.leave();
             let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-            self.flush(space, everything, Zapped::nothing(), section.counters());
+            self.flush(
+                space,
+                everything,
+                None,
+                Zapped::nothing(),
+                section.counters(),
+            );
         }
         Invalidation { vm: self, range }
     }

@@ -69,6 +69,9 @@ impl Default for Config {
 ///
 /// All methods take `&self` and may be called from any thread. CPUs come in by
 /// [`Vm::create_vcpu`].
+///
+/// When a VM is dropped its tables go back to the platform without a flush: no CPU may be able to walk them
+/// any more ([`Platform`], "Safety").
 pub struct Vm<P: Platform, F: Format> {
     pub(crate) id: VmId,
     pub(crate) platform: Arc<P>,
@@ -102,11 +105,21 @@ pub(crate) struct Space<P: Platform, F: Format> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// A VM without memory and without CPUs.
+    /// A VM without memory and without CPUs, shared: [`Vm::unshared`] in `Arc::new`, which aborts if
+    /// there is no heap memory for so much as this struct.
     ///
     /// # Errors
-    /// [`OutOfMemory`] if there is no frame for the root tables.
+    /// As [`Vm::unshared`].
     pub fn new(platform: Arc<P>, config: Config) -> Result<Arc<Self>, OutOfMemory> {
+        Self::unshared(platform, config).map(Arc::new)
+    }
+
+    /// A VM without memory and without CPUs. Whoever runs it shares it; where that allocation may fail,
+    /// too, the room for it (`Arc::new_uninit`) is got in good time.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] if there is no frame for the root tables, or no heap memory.
+    pub fn unshared(platform: Arc<P>, config: Config) -> Result<Self, OutOfMemory> {
         static NEXT_ID: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
         let mut spaces = Vec::new();
         spaces
@@ -114,13 +127,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .map_err(|_| OutOfMemory)?;
         for _ in 0..config.spaces {
             spaces.push(Space {
-                slots: Slots::new(),
+                slots: Slots::new()?,
                 tree: Tree::new(platform.clone())?,
             });
         }
         let readers = Readers::new();
         readers.put_aside(readers.register()?);
-        Ok(Arc::new(Vm {
+        Ok(Vm {
             id: VmId(NEXT_ID.fetch_add(1, Relaxed)),
             platform,
             policy: Policy::default(),
@@ -132,7 +145,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             nx_cursor: AtomicU64::new(0),
             mmio_entries: config.physical_bits <= F::MMIO_PHYSICAL_BITS,
             readers,
-        }))
+        })
     }
 
     /// Its identity towards the platform.
@@ -150,7 +163,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         &self.policy
     }
 
-    /// The frame of the root table of an address space: what EPTP, nCR3, VTTBR or hgatp point to.
+    /// The frame of the root table of an address space, for as long as the VM lives: what nCR3,
+    /// [`EPTP`](crate::Ept::eptp), [`VTTBR_EL2`](crate::format::Stage2::vttbr) or
+    /// [`hgatp`](crate::format::GStage::hgatp) point to.
     pub fn root(&self, space: usize) -> Option<Pfn> {
         Some(self.spaces.get(space)?.tree.root())
     }

@@ -65,7 +65,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                         // In a slot that logs nothing would become huge, and a dirty bit be lost.
                         let logs = |gfn| {
                             let slot = space.slots.current().find(gfn);
-                            slot.is_some_and(|slot| slot.dirty.is_some())
+                            slot.is_some_and(|slot| slot.log().is_some())
                         };
                         let take = left > 0
                             && level == Level::MEGA

@@ -141,6 +141,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. Pages that are not
     /// resident are brought in. Returns the bytes mapped, from `range.start` on, at least one page.
+    /// The vCPU may have been outside meanwhile: the attention word tells whether what it remembers is
+    /// still good.
     ///
     /// # Errors
     /// [`Stop`], if not even the first page could be mapped.
@@ -170,7 +172,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let end = Gfn(end.0.div_ceil(1 << PAGE_SHIFT));
         let sequence = self.vm().in_progress.sequence();
         if let Ok(slot) = self.find_slot(gfn)
-            && slot.dirty.is_none()
+            && slot.log().is_none()
         {
             let slot = SlotFacts::of(slot, gfn);
             let end = end.min(slot.gfns.end);

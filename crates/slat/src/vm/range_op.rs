@@ -6,6 +6,9 @@
 //! first look at an entry until it owes its flush (`zapping`), a flush is owed from the change on
 //! (`flush_owed`), and is paid when it is complete (`flush_paid`). A fault that takes something away
 //! owes its flush under the lock of that table.
+//!
+//! One flush pays all debts so far, whose ranges are not remembered. So it is a flush of its own range
+//! only if no debt but its own is open, and of everything otherwise.
 
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use core::ops::Range;
@@ -15,7 +18,7 @@ use crate::addr::Gfn;
 use crate::format::Format;
 use crate::platform::{Platform, WaitFor};
 use crate::stats::Counters;
-use crate::table::{Freed, Zapped};
+use crate::table::{Freed, Tree, Zapped};
 
 /// Which flushes are owed.
 #[derive(Default)]
@@ -29,7 +32,12 @@ pub(crate) struct Flushes {
 impl Flushes {
     /// A translation was taken away.
     pub(crate) fn owe(&self) {
-        self.owed.fetch_add(1, SeqCst);
+        self.owe_own();
+    }
+
+    /// The same, for whoever pays it, too.
+    fn owe_own(&self) -> Debt {
+        Debt(self.owed.fetch_add(1, SeqCst) + 1)
     }
 
     /// Whether nothing that was taken away may still be in use.
@@ -37,14 +45,29 @@ impl Flushes {
         self.account().1
     }
 
-    /// How much is owed, and whether all of it is paid.
-    fn account(&self) -> (u64, bool) {
+    /// What is owed, and whether all of it is paid.
+    fn account(&self) -> (Debt, bool) {
         // In this order: an operation owes first, and is no longer counted after that.
         let quiet = self.zapping.load(SeqCst) == 0;
         let owed = self.owed.load(SeqCst);
-        (owed, quiet && self.paid.load(SeqCst) >= owed)
+        (Debt(owed), quiet && self.paid.load(SeqCst) >= owed)
+    }
+
+    /// Whether of the debts up to `last` none is open but `own`.
+    fn is_only_debt(&self, last: Debt, own: Option<Debt>) -> bool {
+        let paid = self.paid.load(SeqCst);
+        paid >= last.0 || own == Some(last) && paid + 1 == last.0
+    }
+
+    /// All debts up to `last` are paid.
+    fn pay(&self, last: Debt) {
+        self.paid.fetch_max(last.0, SeqCst);
     }
 }
+
+/// A flush that is owed: how many were owed then.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Debt(u64);
 
 /// One range operation: walk the tree inside it, note what was changed, and [`finish`](Self::finish).
 #[must_use = "a range operation is finished with the flush it owes"]
@@ -84,26 +107,29 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     /// Flushes `range` if anybody owes it, and goes on. Others who wait for this thread pass.
     pub(super) fn flush(&mut self, range: Range<Gfn>) {
         let zapped = core::mem::replace(&mut self.zapped, Zapped::nothing());
-        if core::mem::take(&mut self.changed) || !zapped.is_empty() {
-            self.vm.flushes.owe();
-        }
+        let owes = core::mem::take(&mut self.changed) || !zapped.is_empty();
+        let debt = owes.then(|| self.vm.flushes.owe_own());
         self.section.leave();
-        self.vm.flush(self.space, range, zapped, self.counters());
+        self.vm
+            .flush(self.space, range, debt, zapped, self.counters());
         self.section.enter();
     }
 
     /// Ends the operation: when this returns, no CPU uses what was taken away from `range` before the
     /// call, by whomever. `None`: nothing there can have been of interest.
-    pub(super) fn finish(mut self, range: Option<Range<Gfn>>) {
-        if self.changed || !self.zapped.is_empty() {
-            self.vm.flushes.owe();
-            self.changed = false;
-        }
+    pub(super) fn finish(self, range: Option<Range<Gfn>>) {
+        let owes = self.changed || !self.zapped.is_empty();
+        let debt = owes.then(|| self.vm.flushes.owe_own());
         self.vm.flushes.zapping.fetch_sub(1, SeqCst);
         self.section.leave();
         if let Some(range) = range {
-            self.vm
-                .flush(self.space, range, self.zapped, self.section.counters());
+            self.vm.flush(
+                self.space,
+                range,
+                debt,
+                self.zapped,
+                self.section.counters(),
+            );
         }
     }
 }
@@ -111,11 +137,12 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Makes sure that no CPU uses a translation that was taken away before this call, by whomever,
     /// and frees what `zapped` holds. The caller is outside every reader section; for what it has
-    /// taken away itself, it owes the flush already.
+    /// taken away itself, from `range`, it owes the flush already: `debt`, if it knows which it is.
     pub(crate) fn flush(
         &self,
         space: &Space<P, F>,
         range: Range<Gfn>,
+        debt: Option<Debt>,
         zapped: Zapped,
         counters: &Counters,
     ) {
@@ -129,8 +156,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.readers.synchronize(|round, token| {
             self.platform.wait(round, WaitFor::Reader(token));
         });
+        let range = if self.flushes.is_only_debt(owed, debt) {
+            range
+        } else {
+            Gfn(0)..Gfn(Tree::<P, F>::capacity())
+        };
         self.platform.flush(self.id, range);
-        self.flushes.paid.fetch_max(owed, SeqCst);
+        self.flushes.pay(owed);
         counters.remote_tlb_flush.add(1);
         let mut gone = Freed {
             leaves: zapped.leaves,

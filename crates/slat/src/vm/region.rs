@@ -1,14 +1,14 @@
 //! Slot changes as invalidations: publish the new set, raise the sequence, zap, flush, return. A fault
 //! that looked the old set up cannot install any more.
 
-use alloc::sync::Arc;
 use core::ops::Range;
 
 use super::{DirtyLog, Leaving, RangeOp, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
+use crate::heap::Shared;
 use crate::platform::Platform;
-use crate::slots::{Change, Memslot, Region, RegionError, SlotFlags, plan};
+use crate::slots::{Change, OwnedSlot, Region, RegionError, SlotFlags, plan};
 use crate::table::Tree;
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -42,20 +42,20 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Change::Move { from, to } => {
                 // KVM keeps the log of a slot that moves: what was written there is still to be told.
                 let old = change.by_id(id).cloned();
-                let log = old.as_ref().and_then(|old| old.dirty.clone());
+                let log = old.as_ref().and_then(|old| old.share_log());
                 let to = self.logging(to, log)?;
                 let leaving = self.in_progress.slot_leaves();
                 change.replace(id, Some(to), &self.readers)?;
                 self.zap_slot(space, from, old, leaving);
             }
             Change::Flags(new) => {
-                let old_log = change.by_id(id).and_then(|old| old.dirty.clone());
+                let old_log = change.by_id(id).and_then(|old| old.share_log());
                 let logged = old_log.is_some();
                 let new = self.logging(new, old_log)?;
                 change.replace(id, Some(new.clone()), &self.readers)?;
                 self.in_progress.raise();
                 let space = &self.spaces[space];
-                match (logged, new.dirty.is_some()) {
+                match (logged, new.log().is_some()) {
                     (false, true) => self.begin_logging(space, &new),
                     (true, false) => self.end_logging(space, &new),
                     _ => {}
@@ -73,7 +73,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    fn zap_slot(&self, space: usize, gfns: Range<Gfn>, old: Option<Memslot>, leaving: Leaving<'_>) {
+    fn zap_slot(
+        &self,
+        space: usize,
+        gfns: Range<Gfn>,
+        old: Option<OwnedSlot>,
+        leaving: Leaving<'_>,
+    ) {
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, &self.spaces[space]);
         if let Some(old) = old {
@@ -87,15 +93,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// The slot with a log if its flags ask for one; `old` if it has one already.
     fn logging(
         &self,
-        mut slot: Memslot,
-        old: Option<Arc<DirtyLog>>,
-    ) -> Result<Memslot, RegionError> {
-        if slot.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
-            slot.dirty = match old {
-                Some(log) => Some(log),
-                None => Some(Arc::new(self.new_log(slot.pages)?)),
-            };
+        slot: OwnedSlot,
+        old: Option<Shared<DirtyLog>>,
+    ) -> Result<OwnedSlot, RegionError> {
+        if !slot.flags().has(SlotFlags::LOG_DIRTY_PAGES) {
+            return Ok(slot);
         }
-        Ok(slot)
+        let log = match old {
+            Some(log) => log,
+            None => Shared::try_new(self.new_log(slot.pages())?)?,
+        };
+        Ok(slot.logging_to(log))
     }
 }

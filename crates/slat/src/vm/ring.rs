@@ -145,7 +145,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             while let Some((id, offset)) = ring.pop_reset(index as u32) {
                 taken += 1;
                 // An entry of a slot that has gone, or come again smaller, is nobody's.
-                if let Some(slot) = change.by_id(id).filter(|slot| offset < slot.pages) {
+                if let Some(slot) = change.by_id(id).filter(|slot| offset < slot.pages()) {
                     op.protect_pages(slot, offset, 1);
                 }
             }

@@ -1,0 +1,357 @@
+//! Accesses by vCPUs, and what they may do with the answers.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering::SeqCst;
+
+use slat::{Access, Attention, Format, Gpa, Level, MemoryType, Stop, Translation};
+
+use super::{Runner, SPACES, VCPUS, space_of};
+use crate::model::Expected;
+
+/// A bit of the attention word that the engine leaves to its client.
+const BUSY: u32 = 1 << 8;
+
+/// Flushes of its own that one fault can need: a table to clear, and on a walker that asks for
+/// break-before-make two leaves to break.
+const MOST_RETRIES: usize = 3;
+
+/// Pages of a slot that are looked at before and after a change of it.
+const SAMPLES: usize = 4;
+
+impl<F: Format> Runner<F> {
+    /// Lets a vCPU in. What it remembers after that must be true.
+    pub(super) fn enter(&mut self, i: usize) {
+        let cpu = &mut self.cpus[i];
+        cpu.vcpu.enter(i + 1);
+        if cpu.vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0 {
+            cpu.tlb.clear();
+            cpu.vcpu.quiesce();
+        }
+        for (gfn, translation) in &self.cpus[i].tlb {
+            self.check_translation(i, *gfn, translation, "kept");
+        }
+    }
+
+    /// Lets a vCPU that is inside try again as long as its own flushes go by. Nobody else is there.
+    fn insist<R>(
+        &mut self,
+        i: usize,
+        mut attempt: impl FnMut(&mut Self) -> Result<R, Stop>,
+    ) -> Result<R, Stop> {
+        let mut answer = attempt(self);
+        for _ in 0..MOST_RETRIES {
+            if !matches!(answer, Err(Stop::Retry)) {
+                break;
+            }
+            self.cpus[i].tlb.clear();
+            self.cpus[i].vcpu.quiesce();
+            answer = attempt(self);
+        }
+        answer
+    }
+
+    /// An access from outside.
+    pub(super) fn access(
+        &mut self,
+        i: usize,
+        gpa: u64,
+        access: Access,
+    ) -> Result<Translation, Stop> {
+        self.enter(i);
+        let gfn = gpa >> 12;
+        let before = self.cpus[i].vcpu.stats();
+        let was_full = self.is_ring_full(i);
+        let answer = self.insist(i, |runner| runner.cpus[i].vcpu.translate(Gpa(gpa), access));
+        let did = self.cpus[i].vcpu.stats().since(&before);
+        self.cpus[i].vcpu.leave();
+        let pushed = self.note_pushes(i, gfn, access, was_full);
+        let model = &self.models[space_of(i)];
+        let expected = model.expect(&self.platform.host, gfn, access);
+        match answer {
+            Ok(translation) => {
+                let Expected::Page(host) = expected else {
+                    panic!("{access:?} at {gpa:#x}: {translation:?}, expected {expected:?}");
+                };
+                // A fault that asked slot and host has used the largest level there is.
+                if did.pf_fixed + did.pf_spurious > 0 && !self.nx {
+                    let (_, slot) = model.slot_at(gfn).expect("a page is in a slot");
+                    let level = match self.is_on("huge_pages", true) {
+                        true => slot.fitting_level(gfn, &host),
+                        false => Level::PAGE,
+                    };
+                    assert_eq!(translation.level, level, "{access:?} at {gpa:#x}");
+                }
+                self.note_write(i, gfn, access);
+                self.check_granted(gpa, access, &translation);
+                self.check_translation(i, gfn, &translation, "new");
+                self.cpus[i].remember(gfn, translation);
+                self.tally_page(i, access, &translation);
+            }
+            Err(Stop::Mmio { gpa: at }) => {
+                assert_eq!((expected, at.0), (Expected::Mmio, gpa), "{access:?}");
+                self.tally.count("MMIO");
+                self.repeat_mmio(i, gpa, access);
+            }
+            Err(Stop::BadAddress { gpa: at, hva, .. }) => {
+                let (_, slot) = model.slot_at(gfn).expect("a bad address is in a slot");
+                let page = slot.host_page(&self.platform.host, gfn);
+                assert_eq!(
+                    (expected, at.0, self.platform.host.page(hva)),
+                    (Expected::BadAddress, gpa, page),
+                    "{access:?}"
+                );
+                self.tally.count("bad address");
+            }
+            Err(Stop::OutOfMemory { gpa: at }) => {
+                assert_eq!(at.0, gpa);
+                self.allocation_failed();
+            }
+            Err(Stop::DirtyRingFull) => {
+                let logs = model.slot_at(gfn).is_some_and(|(_, slot)| slot.logs());
+                assert!(
+                    logs && model.mode.rings && was_full && pushed == 0,
+                    "{access:?} at {gpa:#x}: the ring is said to be full"
+                );
+                assert!(access == Access::Write && expected != Expected::Mmio);
+                self.tally.count("ring full");
+            }
+            Err(Stop::Retry) => panic!("{access:?} at {gpa:#x}: nothing was in its way"),
+        }
+        assert_eq!(did.pf_retried, 0, "{access:?} at {gpa:#x}");
+        answer
+    }
+
+    fn tally_page(&mut self, i: usize, access: Access, translation: &Translation) {
+        self.tally.count(match access {
+            Access::Read => "page read",
+            Access::Write => "page written",
+            Access::Execute => "page executed",
+        });
+        if translation.level > Level::PAGE {
+            self.tally.count("huge page");
+        }
+        if space_of(i) == 1 {
+            self.tally.count("page of space 1");
+        }
+    }
+
+    fn check_granted(&self, gpa: u64, access: Access, translation: &Translation) {
+        let granted = match access {
+            Access::Read => true,
+            Access::Write => translation.write,
+            Access::Execute => translation.execute,
+        };
+        assert!(granted, "{access:?} at {gpa:#x}: {translation:?}");
+    }
+
+    /// An access to where no slot is leaves an entry, which answers the next one with no look-up.
+    fn repeat_mmio(&mut self, i: usize, gpa: u64, access: Access) {
+        let model = &self.models[space_of(i)];
+        let nowhere = model.slot_at(gpa >> 12).is_none() && gpa >> 12 < model.capacity;
+        if !nowhere || !self.is_on("mmio_caching", true) || self.failing {
+            return;
+        }
+        self.enter(i);
+        let vcpu = &mut self.cpus[i].vcpu;
+        let before = vcpu.stats();
+        let answer = vcpu.translate(Gpa(gpa), access);
+        let did = vcpu.stats().since(&before);
+        vcpu.leave();
+        assert_eq!(answer, Err(Stop::Mmio { gpa: Gpa(gpa) }));
+        assert_eq!(
+            (did.mmio_cached, did.slot_lookups + did.slot_lookups_saved),
+            (1, 0),
+            "{access:?} at {gpa:#x}: MMIO answered, and looked up again"
+        );
+        self.tally.count("MMIO from an entry");
+    }
+
+    /// An access while an invalidation of `pages` is in progress, by a vCPU that will not wait.
+    pub(super) fn access_meanwhile(&mut self, gfn: u64, access: Access, pages: &Range<u64>) {
+        let i = 0;
+        self.enter(i);
+        let was_full = self.is_ring_full(i);
+        let cpu = &mut self.cpus[i];
+        cpu.vcpu.attention().raise(BUSY);
+        let answer = cpu.vcpu.translate(Gpa(gfn << 12), access);
+        if answer == Err(Stop::Retry) {
+            cpu.tlb.clear();
+            cpu.vcpu.quiesce();
+        }
+        cpu.vcpu.attention().take(BUSY);
+        cpu.vcpu.leave();
+        self.note_pushes(i, gfn, access, was_full);
+        let model = &self.models[space_of(i)];
+        let expected = model.expect(&self.platform.host, gfn, access);
+        let page = model
+            .slot_at(gfn)
+            .and_then(|(_, slot)| slot.host_page(&self.platform.host, gfn));
+        match answer {
+            Ok(translation) => {
+                assert!(
+                    page.is_some_and(|page| !pages.contains(&page)),
+                    "{access:?} at frame {gfn:#x}: {translation:?} while it is invalidated"
+                );
+                self.note_write(i, gfn, access);
+                self.check_granted(gfn << 12, access, &translation);
+                self.check_translation(i, gfn, &translation, "meanwhile");
+                self.cpus[i].remember(gfn, translation);
+            }
+            Err(Stop::Mmio { .. }) => {
+                assert_eq!(expected, Expected::Mmio, "frame {gfn:#x}, meanwhile");
+            }
+            Err(Stop::BadAddress { .. }) => {
+                assert_eq!(expected, Expected::BadAddress, "frame {gfn:#x}, meanwhile");
+            }
+            Err(Stop::Retry) => {
+                self.tally.count("retried meanwhile");
+                // With a flush of its own, the write was carried through before.
+                if page.is_some_and(|page| !pages.contains(&page)) && access == Access::Write {
+                    self.uncertain_write(space_of(i), gfn);
+                }
+            }
+            Err(Stop::DirtyRingFull) => {
+                assert!(was_full && access == Access::Write, "frame {gfn:#x}");
+            }
+            Err(Stop::OutOfMemory { .. }) => self.allocation_failed(),
+        }
+    }
+
+    /// KVM_PRE_FAULT_MEMORY, called again with the rest as a client does.
+    pub(super) fn prefault(&mut self, i: usize, gpa: u64, bytes: u64) {
+        let end = gpa.saturating_add(bytes);
+        if end == gpa {
+            return;
+        }
+        let mut at = gpa;
+        self.enter(i);
+        let stop = loop {
+            let answer = self.insist(i, |runner| {
+                let range = Gpa(at)..Gpa(end);
+                runner.cpus[i].vcpu.prefault(range)
+            });
+            match answer {
+                Ok(mapped) => {
+                    assert!(
+                        mapped > 0 && mapped <= end - at,
+                        "{mapped} bytes at {at:#x}"
+                    );
+                    at += mapped;
+                }
+                Err(stop) => break Some(stop),
+            }
+            if at == end {
+                break None;
+            }
+        };
+        self.cpus[i].vcpu.leave();
+        // It got as far as guest memory can be read, and says what the next page is.
+        let mapped = match at == gpa {
+            true => 0..0,
+            false => gpa >> 12..at.div_ceil(4096),
+        };
+        let model = &self.models[space_of(i)];
+        let expect = |gpa: u64| model.expect(&self.platform.host, gpa >> 12, Access::Read);
+        let mut pages = mapped.clone().map(|gfn| (gfn, expect(gfn << 12)));
+        let wrong = pages.find(|(_, expected)| !matches!(expected, Expected::Page(_)));
+        assert_eq!(wrong, None, "prefaulted from {gpa:#x} to {at:#x}");
+        match stop {
+            None => self.tally.count("prefaulted to the end"),
+            Some(Stop::OutOfMemory { .. }) => self.allocation_failed(),
+            Some(stop) => {
+                let why = match stop {
+                    Stop::Mmio { .. } => Expected::Mmio,
+                    Stop::BadAddress { .. } => Expected::BadAddress,
+                    stop => panic!("prefault at {at:#x}: {stop:?}"),
+                };
+                assert_eq!(expect(at), why, "prefault at {at:#x}: {stop:?}");
+                self.tally.count("prefaulted in part");
+            }
+        }
+        let step = (mapped.end - mapped.start) as usize / SAMPLES;
+        let sample: Vec<_> = mapped.step_by(step.max(1)).map(|gfn| (i, gfn)).collect();
+        self.check_still_mapped(&sample, false);
+    }
+
+    /// Some pages of `gfns` that vCPUs use.
+    pub(super) fn mapped(&mut self, space: usize, gfns: Range<u64>) -> Vec<(usize, u64)> {
+        assert!(space < SPACES);
+        let mut found = Vec::new();
+        for i in (0..VCPUS).filter(|i| space_of(*i) == space) {
+            // What it is told to forget goes.
+            self.enter(i);
+            self.cpus[i].vcpu.leave();
+            let known = self.cpus[i].tlb.range(gfns.clone());
+            found.extend(known.map(|(gfn, _)| (i, *gfn)).take(SAMPLES));
+        }
+        found
+    }
+
+    /// These pages can be read with no fault; if `split`, huge leaves were to be split there, too.
+    pub(super) fn check_still_mapped(&mut self, pages: &[(usize, u64)], split: bool) {
+        for (i, gfn) in pages {
+            let before = self.cpus[*i].vcpu.stats().pf_taken;
+            let translation = self.access(*i, gfn << 12, Access::Read).unwrap();
+            let faults = self.cpus[*i].vcpu.stats().pf_taken - before;
+            assert_eq!(faults, 0, "frame {gfn:#x} was unmapped");
+            self.check_level(*gfn, &translation, split);
+        }
+    }
+
+    /// After an eager split of `gfns` no huge leaf is left there.
+    pub(super) fn check_split(&mut self, space: usize, gfns: Range<u64>) {
+        let i = (0..VCPUS).find(|i| space_of(*i) == space);
+        let i = i.expect("every space has a vCPU");
+        let step = (gfns.end - gfns.start) as usize / SAMPLES;
+        for gfn in gfns.step_by(step.max(1)) {
+            let before = self.cpus[i].vcpu.stats().pf_taken;
+            let answer = self.access(i, gfn << 12, Access::Read);
+            let known = self.cpus[i].vcpu.stats().pf_taken == before;
+            if let (true, Ok(page)) = (known, answer) {
+                self.check_level(gfn, &page, true);
+            }
+        }
+    }
+
+    /// If `split`, huge leaves were to be split at this frame.
+    fn check_level(&mut self, gfn: u64, page: &Translation, split: bool) {
+        if split && self.is_on("eager_page_split", true) && !self.failing {
+            assert_eq!(page.level, Level::PAGE, "frame {gfn:#x} stayed huge");
+            self.tally.count("split eagerly");
+        }
+    }
+
+    /// A translation that a vCPU may use now must lead where the model says, with no right too many.
+    fn check_translation(&self, i: usize, gfn: u64, translation: &Translation, when: &str) {
+        let host = &self.platform.host;
+        let model = &self.models[space_of(i)];
+        let expected = model.expect(host, gfn, Access::Read);
+        let Expected::Page(page) = expected else {
+            panic!("{when} {translation:?} of frame {gfn:#x}, expected {expected:?}");
+        };
+        let at = || format!("{when} {translation:?} of frame {gfn:#x}, host {page:?}");
+        assert_eq!(translation.host, page.pfn.hpa(), "{}", at());
+        let (id, slot) = model.slot_at(gfn).expect("a page is in a slot");
+        assert!(
+            translation.level <= slot.bounded_level(gfn, &page),
+            "{}",
+            at()
+        );
+        if translation.write {
+            // All the leaf's pages: the vCPU needs no other translation for them.
+            let pages = translation.level.pages();
+            let first = gfn & !(pages - 1);
+            let mut gfns = match slot.logs() && !model.is_loose(id) {
+                true => first..first + pages,
+                false => gfn..gfn + 1,
+            };
+            assert!(gfns.all(|gfn| model.may_write(host, gfn)), "{}", at());
+        }
+        let executable = page.memory == MemoryType::WriteBack;
+        let huge = translation.level > Level::PAGE;
+        let withheld = self.nx && huge && !translation.execute;
+        assert!(translation.execute == executable || withheld, "{}", at());
+        let forbidden = huge && self.is_on("nx_huge_pages", false);
+        assert!(!(forbidden && translation.execute), "{}", at());
+    }
+}

@@ -1,0 +1,380 @@
+//! Runs operations on an engine and a model side by side, and compares every answer.
+
+mod access;
+mod logs;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use slat::{Config, Format, Region, RegionError, SlotFlags, Translation, Vcpu, Vm};
+
+use crate::host::HostMemory;
+use crate::model::{GuestModel, capacity};
+use crate::ops::Op;
+use crate::platform::SimPlatform;
+use crate::rings::{DirtyPage, RingClient};
+
+/// Address spaces of the VM.
+pub const SPACES: usize = 2;
+/// Its vCPUs.
+pub const VCPUS: usize = 3;
+
+/// The address space that a vCPU uses.
+pub const fn space_of(vcpu: usize) -> usize {
+    vcpu / 2
+}
+
+/// How often things happened, by name: a check that was never reached is seen here.
+#[derive(Clone, Debug, Default)]
+pub struct Tally(BTreeMap<&'static str, u64>);
+
+impl Tally {
+    /// What a long run must have met, whatever the format.
+    pub const USUAL: [&'static str; 22] = [
+        "slot set",
+        "slot refused",
+        "slot found",
+        "page read",
+        "page written",
+        "page executed",
+        "huge page",
+        "page of space 1",
+        "MMIO",
+        "MMIO from an entry",
+        "bad address",
+        "retried meanwhile",
+        "log taken",
+        "log cleared",
+        "log refused",
+        "clear refused",
+        "still mapped when logging began",
+        "split eagerly",
+        "prefaulted to the end",
+        "prefaulted in part",
+        "NX tables recovered",
+        "one young leaf",
+    ];
+    /// And what one with rings meets besides; its logs are rings.
+    pub const OF_RINGS: [&'static str; 3] = ["ring pushed", "ring full", "ring reset"];
+
+    fn count(&mut self, what: &'static str) {
+        *self.0.entry(what).or_default() += 1;
+    }
+
+    /// How often it happened.
+    pub fn of(&self, what: &str) -> u64 {
+        self.0.get(what).copied().unwrap_or(0)
+    }
+
+    /// Adds another tally.
+    pub fn add(&mut self, other: &Tally) {
+        for (what, n) in &other.0 {
+            *self.0.entry(what).or_default() += n;
+        }
+    }
+
+    /// Everything that happened, with how often.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        self.0.iter().map(|(what, n)| (*what, *n))
+    }
+}
+
+/// A vCPU with the translations it remembers, as a TLB does.
+struct Cpu<F: Format> {
+    vcpu: Vcpu<SimPlatform, F>,
+    tlb: BTreeMap<u64, Translation>,
+    /// Which of the runner's rings it has.
+    ring: usize,
+}
+
+impl<F: Format> Cpu<F> {
+    fn remember(&mut self, gfn: u64, translation: Translation) {
+        const MOST: usize = 64;
+        if self.tlb.len() == MOST {
+            // Whose place it takes is all the same, as long as it can be any.
+            let victim = self.tlb.range(gfn..).next().or(self.tlb.first_key_value());
+            let victim = *victim.expect("it is full").0;
+            self.tlb.remove(&victim);
+        }
+        self.tlb.insert(gfn, translation);
+    }
+}
+
+/// An engine and its model. All on one thread: one vCPU is inside at a time.
+pub struct Runner<F: Format> {
+    platform: Arc<SimPlatform>,
+    vm: Arc<Vm<SimPlatform, F>>,
+    /// What the memory of each address space should be.
+    models: Vec<GuestModel>,
+    cpus: Vec<Cpu<F>>,
+    policies: BTreeMap<&'static str, &'static str>,
+    /// NX huge pages were on at some time: leaves may be smaller, and huge ones not executable.
+    nx: bool,
+    failing: bool,
+    tally: Tally,
+    /// Entries that were collected and not reset, with the ring they were in.
+    collected: Vec<(usize, DirtyPage)>,
+    /// All there ever were. The last field: nothing of the engine is left when they go.
+    rings: Vec<RingClient>,
+}
+
+impl<F: Format> Runner<F> {
+    /// A VM without memory on a host of `host_pages` pages; with `rings` that is where its logs go.
+    pub fn new(host_pages: u64, rings: bool) -> Self {
+        let platform = SimPlatform::new(host_pages);
+        let config = Config {
+            spaces: SPACES,
+            ..Config::default()
+        };
+        let vm = Vm::new(platform.clone(), config).expect("nothing fails yet");
+        let mut model = GuestModel::new(capacity::<F>());
+        if rings {
+            vm.use_dirty_rings();
+            model.mode.rings = true;
+        }
+        let mut runner = Runner {
+            platform,
+            vm,
+            models: vec![model; SPACES],
+            cpus: Vec::new(),
+            policies: BTreeMap::new(),
+            nx: false,
+            failing: false,
+            tally: Tally::default(),
+            collected: Vec::new(),
+            rings: Vec::new(),
+        };
+        for i in 0..VCPUS {
+            let cpu = runner.new_cpu(i);
+            runner.cpus.push(cpu);
+        }
+        runner
+    }
+
+    fn new_cpu(&mut self, i: usize) -> Cpu<F> {
+        let vcpu = self.vm.create_vcpu_in(space_of(i));
+        let mut vcpu = vcpu.expect("there is memory");
+        if self.models[0].mode.rings {
+            let client = RingClient::new();
+            // SAFETY: the client goes into `rings`, which outlives the VM and the vCPU.
+            let ring = Arc::new(unsafe { client.ring() });
+            vcpu.set_dirty_ring(ring).expect("there is memory");
+            self.rings.push(client);
+        }
+        Cpu {
+            vcpu,
+            tlb: BTreeMap::new(),
+            ring: self.rings.len().wrapping_sub(1),
+        }
+    }
+
+    /// What the memory should be, by address space.
+    pub fn models(&self) -> &[GuestModel] {
+        &self.models
+    }
+
+    /// What has happened so far.
+    pub fn tally(&self) -> &Tally {
+        &self.tally
+    }
+
+    /// Runs one operation. Panics if engine and model disagree.
+    pub fn run(&mut self, op: &Op) {
+        match op {
+            Op::SetRegion { space, region } => self.set_region(*space, region),
+            Op::FindSlot { vcpu, gpa } => self.find_slot(*vcpu, *gpa),
+            Op::Translate { vcpu, gpa, access } => drop(self.access(*vcpu, *gpa, *access)),
+            Op::Prefault { vcpu, gpa, bytes } => self.prefault(*vcpu, *gpa, *bytes),
+            Op::Invalidate {
+                pages,
+                change,
+                during,
+            } => {
+                let vm = self.vm.clone();
+                let guard = vm.invalidate(HostMemory::hvas(pages));
+                for (gfn, access) in during {
+                    self.access_meanwhile(*gfn, *access, pages);
+                }
+                self.platform.host.change(pages, *change);
+                for (gfn, access) in during {
+                    self.access_meanwhile(*gfn, *access, pages);
+                }
+                drop(guard);
+            }
+            Op::DirtyLog { space, id } => self.dirty_log(*space, *id),
+            Op::ClearLog {
+                space,
+                id,
+                first,
+                pages,
+                pattern,
+            } => self.clear_log(*space, *id, *first, *pages, *pattern),
+            Op::ManualLog {
+                manual,
+                initially_set,
+            } => {
+                self.vm.set_manual_dirty_log(*manual, *initially_set);
+                for model in &mut self.models {
+                    model.mode.manual = *manual;
+                    model.mode.initially_set = *manual && *initially_set;
+                }
+            }
+            Op::Collect { vcpu, entries } => self.collect(*vcpu, *entries),
+            Op::ResetRings => self.reset_rings(),
+            Op::Policy(name, value) => self.set_policy(name, value),
+            Op::RecoverNx => self.recover_nx(),
+            Op::Age { vcpu, gpa, access } => {
+                let everything = HostMemory::hvas(&(0..self.platform.host.len()));
+                self.vm.age(everything.clone(), true);
+                assert_eq!(self.vm.age(everything.clone(), false), 0, "old leaves");
+                let used = self.access(*vcpu, *gpa, *access).is_ok();
+                let young = self.vm.age(everything, false);
+                assert_eq!(young, used as u64, "young leaves after {op:?}");
+                if used {
+                    self.tally.count("one young leaf");
+                }
+            }
+            Op::Quiesce(i) => {
+                let cpu = &mut self.cpus[*i];
+                cpu.vcpu.enter(*i);
+                cpu.tlb.clear();
+                cpu.vcpu.quiesce();
+                cpu.vcpu.leave();
+            }
+            Op::Replace(i) => self.cpus[*i] = self.new_cpu(*i),
+            Op::FailAllocation(n) => {
+                self.platform.fail_allocation(*n, false);
+                self.failing = true;
+            }
+        }
+    }
+
+    fn is_on(&self, switch: &str, default: bool) -> bool {
+        self.policies
+            .get(switch)
+            .map_or(default, |value| *value == "on")
+    }
+
+    fn set_policy(&mut self, name: &'static str, value: &'static str) {
+        self.vm.set_policy(name, value).unwrap();
+        let shown = self.vm.policy().iter().find(|(known, _)| *known == name);
+        let shown = shown.expect("it was set").1.to_string();
+        assert_eq!(shown, value, "policy {name}");
+        self.policies.insert(name, value);
+        self.nx |= self.is_on("nx_huge_pages", false);
+        for model in &mut self.models {
+            if name == "dirty_log" {
+                model.mode.by_dirty_bit = F::SETS_DIRTY && value == "dirty-bit";
+            }
+        }
+    }
+
+    fn set_region(&mut self, space: usize, region: &Region) {
+        let old = self
+            .models
+            .get(space)
+            .and_then(|m| m.slots.get(&region.slot));
+        let begins = region.flags.has(SlotFlags::LOG_DIRTY_PAGES)
+            && old.is_some_and(|old| !old.logs() && old.base << 12 == region.gpa.0);
+        let kept = match old {
+            Some(old) if begins => self.mapped(space, old.base..old.base + old.pages),
+            _ => Vec::new(),
+        };
+        let answer = self.vm.set_memory_region(space, region);
+        if answer == Err(RegionError::OutOfMemory) {
+            self.allocation_failed();
+            return;
+        }
+        let errno = answer.as_ref().map_err(RegionError::errno).copied();
+        let expected = match self.models.get_mut(space) {
+            Some(model) => model.set_region(region),
+            None => Err(22),
+        };
+        assert_eq!(errno, expected, "{region:?}: {answer:?}");
+        self.tally.count(match errno {
+            Ok(()) => "slot set",
+            Err(_) => "slot refused",
+        });
+        if errno.is_ok() && !kept.is_empty() {
+            let split = !self.models[0].mode.initially_set || self.models[0].mode.rings;
+            self.check_still_mapped(&kept, split);
+            self.tally.count("still mapped when logging began");
+        }
+    }
+
+    fn find_slot(&mut self, i: usize, gpa: u64) {
+        self.enter(i);
+        let found = self.cpus[i].vcpu.slot_at(slat::Gpa(gpa));
+        self.cpus[i].vcpu.leave();
+        let expected = self.models[space_of(i)].slot_at(gpa >> 12);
+        let expected = expected.map(|(id, slot)| Region {
+            slot: id,
+            flags: SlotFlags(slot.flags),
+            gpa: slat::Gpa(slot.base << 12),
+            size: slot.pages << 12,
+            backing: slat::Hva(slot.backing),
+        });
+        assert_eq!(found, expected, "the slot at {gpa:#x}");
+        if found.is_some() {
+            self.tally.count("slot found");
+        }
+    }
+
+    fn recover_nx(&mut self) {
+        let before = self.vm.stats().nx_lpage_splits;
+        let taken = self.vm.recover_nx_huge_pages();
+        let left = self.vm.stats().nx_lpage_splits;
+        assert_eq!(before - left, taken, "the gauge nx_lpage_splits");
+        let ratio = self.policies.get("nx_huge_pages_recovery_ratio");
+        let ratio = ratio.map_or(60, |ratio| ratio.parse().unwrap());
+        let wanted = match (self.is_on("nx_huge_pages", false), ratio) {
+            (false, _) => before,
+            (true, 0) => 0,
+            (true, ratio) => before.div_ceil(ratio),
+        };
+        // Tables of slots that log stay.
+        let mut slots = self.models.iter().flat_map(|m| m.slots.values());
+        let logs = slots.any(|slot| slot.logs());
+        assert!(
+            taken <= wanted && (logs || taken == wanted),
+            "{taken} of {before} NX tables were recovered, {wanted} wanted"
+        );
+        if taken > 0 {
+            self.tally.count("NX tables recovered");
+        }
+    }
+
+    /// The engine says that memory is out: then the platform has said so before.
+    fn allocation_failed(&mut self) {
+        assert!(
+            self.failing && self.platform.stop_failing(),
+            "out of memory, though no allocation failed"
+        );
+        self.failing = false;
+        self.tally.count("out of memory");
+    }
+
+    /// Audits the engine and the machine, and compares the engine's dirty logs, all of them.
+    pub fn check(&mut self) {
+        self.platform.stop_failing();
+        self.failing = false;
+        self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
+        self.platform.check();
+        for space in 0..SPACES {
+            let ids: Vec<_> = self.models[space].slots.keys().copied().collect();
+            ids.into_iter().for_each(|id| self.dirty_log(space, id));
+        }
+        self.tally.count("audit");
+    }
+
+    /// Ends the VM; every table frame must come back.
+    pub fn finish(mut self) -> Tally {
+        self.check();
+        let platform = self.platform.clone();
+        let tally = core::mem::take(&mut self.tally);
+        drop(self);
+        platform.check();
+        assert_eq!(platform.live_frames(), 0, "table frames were leaked");
+        tally
+    }
+}

@@ -1,0 +1,38 @@
+//! What a fuzzer's bytes do. The targets in `fuzz/` call these and nothing else, and the engine's tests
+//! call them with pseudo-random bytes.
+
+use crate::ops::Mix;
+use crate::rng::Rng;
+use crate::trial::{Setup, Subject};
+
+/// More than a fuzzer's input has operations for.
+const STEPS: usize = 1 << 16;
+
+/// The first byte chooses a format and a setup, the others what is done with it.
+fn run(mix: Mix, bytes: &[u8]) {
+    let Some((first, rest)) = bytes.split_first() else {
+        return;
+    };
+    let formats = Subject::ALL.len();
+    let subject = Subject::ALL[usize::from(*first) % formats];
+    let choices = usize::from(*first) / formats;
+    let setup = Setup {
+        rings: choices & 1 != 0,
+        failures: choices & 2 != 0,
+        mix,
+        // A smaller machine runs more inputs.
+        host_pages: 1 << 12,
+    };
+    subject.run(setup, Rng::from_bytes(rest), STEPS);
+}
+
+/// Memslots are created, moved, deleted and given other flags, in both address spaces, rightly and
+/// wrongly; each answer, and what is then found where, is compared with the model.
+pub fn slot_operations(bytes: &[u8]) {
+    run(Mix::SLOTS, bytes);
+}
+
+/// Everything that can be done to a VM, compared with the model, with an audit.
+pub fn operation_streams(bytes: &[u8]) {
+    run(Mix::ALL, bytes);
+}

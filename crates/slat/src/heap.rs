@@ -1,0 +1,157 @@
+//! Heap memory that may run out. `Box::new` and `Arc::new` abort then; these answer [`OutOfMemory`].
+
+use alloc::alloc::{Layout, alloc};
+use alloc::boxed::Box;
+use core::fmt;
+use core::mem::MaybeUninit;
+use core::ops::Deref;
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicUsize, Ordering::*, fence};
+
+use crate::table::OutOfMemory;
+
+/// Room for a `T`, which has a size.
+pub(crate) fn room<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
+    const { assert!(size_of::<T>() > 0) };
+    // SAFETY: the layout has a size.
+    let memory = unsafe { alloc(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
+    let memory = NonNull::new(memory).ok_or(OutOfMemory)?;
+    // SAFETY: allocated just now with the layout that the box will free; nothing need be in it.
+    Ok(unsafe { Box::from_raw(memory.as_ptr()) })
+}
+
+/// `Box::new`.
+pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
+    Ok(Box::write(room()?, value))
+}
+
+/// What `Arc` is, as far as it is needed here: a value with several owners.
+pub struct Shared<T>(NonNull<Counted<T>>);
+
+struct Counted<T> {
+    owners: AtomicUsize,
+    value: T,
+}
+
+// SAFETY: as for `Arc`: the value is reached from every thread that has an owner, and dropped by one of
+// them.
+unsafe impl<T: Send + Sync> Send for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send + Sync> Sync for Shared<T> {}
+
+impl<T> Shared<T> {
+    /// The first owner of `value`.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub fn try_new(value: T) -> Result<Self, OutOfMemory> {
+        let owners = AtomicUsize::new(1);
+        let counted = boxed(Counted { owners, value })?;
+        Ok(Shared(NonNull::from(Box::leak(counted))))
+    }
+
+    /// The way to the value, for somebody who knows otherwise that an owner is left.
+    pub(crate) fn uncounted(&self) -> Uncounted<T> {
+        Uncounted(self.0)
+    }
+
+    fn counted(&self) -> &Counted<T> {
+        // SAFETY: freed by the last owner only, and `self` is one.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl<T> Deref for Shared<T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        &self.counted().value
+    }
+}
+
+impl<T> Clone for Shared<T> {
+    fn clone(&self) -> Self {
+        // Relaxed: who makes an owner from another one has nothing to see for the first time.
+        let owners = self.counted().owners.fetch_add(1, Relaxed);
+        assert!(owners < usize::MAX / 2, "owners are leaked without end");
+        Shared(self.0)
+    }
+}
+
+impl<T> Drop for Shared<T> {
+    fn drop(&mut self) {
+        // What any owner did with the value happened before it is dropped.
+        if self.counted().owners.fetch_sub(1, Release) == 1 {
+            fence(Acquire);
+            // SAFETY: this was the last owner; made by `Box::leak`.
+            drop(unsafe { Box::from_raw(self.0.as_ptr()) });
+        }
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Shared<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (**self).fmt(f)
+    }
+}
+
+/// See [`Shared::uncounted`].
+pub(crate) struct Uncounted<T>(NonNull<Counted<T>>);
+
+impl<T> Clone for Uncounted<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Uncounted<T> {}
+
+impl<T> Uncounted<T> {
+    /// # Safety
+    /// - an owner is left as long as `'a` lasts.
+    pub(crate) unsafe fn get<'a>(self) -> &'a T {
+        // SAFETY: the caller's promise.
+        unsafe { &(*self.0.as_ptr()).value }
+    }
+
+    /// One more owner.
+    ///
+    /// # Safety
+    /// - an owner is left.
+    pub(crate) unsafe fn share(self) -> Shared<T> {
+        let owner = core::mem::ManuallyDrop::new(Shared(self.0));
+        Shared::clone(&owner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    #[test]
+    fn the_last_owner_on_any_thread_drops_the_value_once() {
+        struct Dropped<'a>(&'a Mutex<u32>);
+        impl Drop for Dropped<'_> {
+            fn drop(&mut self) {
+                *self.0.lock().unwrap() += 1;
+            }
+        }
+        let drops = Mutex::new(0);
+        let first = Shared::try_new(Dropped(&drops)).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                let mine = first.clone();
+                scope.spawn(move || {
+                    for _ in 0..1000 {
+                        // SAFETY: `mine` is an owner.
+                        let other = unsafe { mine.uncounted().share() };
+                        assert_eq!(*(*other).0.lock().unwrap(), 0);
+                    }
+                });
+            }
+        });
+        assert_eq!(*drops.lock().unwrap(), 0);
+        drop(first);
+        assert_eq!(*drops.lock().unwrap(), 1);
+    }
+}

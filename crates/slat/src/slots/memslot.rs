@@ -1,0 +1,183 @@
+//! One memslot.
+
+use core::fmt;
+use core::ops::{Deref, Range};
+
+use super::SlotFlags;
+use crate::addr::{Gfn, Hva, PAGE_SHIFT, gpa_range};
+use crate::heap::{Shared, Uncounted};
+use crate::sync::atomic::Watch;
+use crate::vm::DirtyLog;
+
+/// One memslot. Immutable; a change of flags or place makes a new one.
+///
+/// It is a value that the nodes of the trees hold ([`super::node`]), two to a cache line: who reads one
+/// is inside a reader section or holds the writers' lock, and has a reference into a node.
+#[repr(C)]
+pub(crate) struct Memslot {
+    base: Gfn,
+    backing: Hva,
+    /// Owned by the slot's [`OwnedSlot`], which is retired with the nodes that hold this.
+    log: Option<Uncounted<DirtyLog>>,
+    pages: u32,
+    id: u16,
+    flags: u16,
+    alive: Watch,
+}
+
+// SAFETY: what the pointer leads to is `Send + Sync`; that it lives is argued above.
+unsafe impl Send for Memslot {}
+// SAFETY: as above.
+unsafe impl Sync for Memslot {}
+
+impl Memslot {
+    /// Behind all slots of a node: no page is as high, no key above it.
+    pub(super) fn nowhere() -> Self {
+        Memslot {
+            base: Gfn(u64::MAX),
+            backing: Hva(u64::MAX),
+            log: None,
+            pages: 0,
+            id: u16::MAX,
+            flags: 0,
+            alive: Watch::new(),
+        }
+    }
+
+    /// The same slot in another node. Not `Clone`: only what is retired with the log may hold it.
+    pub(super) fn copy(&self) -> Self {
+        Memslot {
+            alive: self.alive.clone(),
+            ..*self
+        }
+    }
+
+    /// The client's number, below [`crate::MAX_SLOTS`].
+    pub(crate) fn id(&self) -> u32 {
+        self.id.into()
+    }
+
+    pub(crate) fn flags(&self) -> SlotFlags {
+        SlotFlags(self.flags.into())
+    }
+
+    /// First guest frame.
+    pub(crate) fn base(&self) -> Gfn {
+        self.base
+    }
+
+    /// Length in 4 KiB pages, never 0.
+    pub(crate) fn pages(&self) -> u64 {
+        self.pages.into()
+    }
+
+    /// Backing of the first page.
+    pub(crate) fn backing(&self) -> Hva {
+        self.backing
+    }
+
+    /// Exists while the slot logs dirty pages.
+    pub(crate) fn log(&self) -> Option<&DirtyLog> {
+        self.alive.used();
+        // SAFETY: the log lives as long as a slot can be seen that leads to it (see `log`).
+        self.log.map(|log| unsafe { log.get() })
+    }
+
+    /// The log for somebody who will not stay inside.
+    pub(crate) fn share_log(&self) -> Option<Shared<DirtyLog>> {
+        self.alive.used();
+        // SAFETY: as in `log`.
+        self.log.map(|log| unsafe { log.share() })
+    }
+
+    /// The frames it holds.
+    pub(crate) fn gfns(&self) -> Range<Gfn> {
+        self.alive.used();
+        self.base..self.base.add(self.pages())
+    }
+
+    /// Whether `gfn` is one of them. One comparison: which side of a slot a frame lies on is anybody's
+    /// guess, also for a branch predictor.
+    #[inline]
+    pub(crate) fn holds(&self, gfn: Gfn) -> bool {
+        self.alive.used();
+        gfn.0.wrapping_sub(self.base.0) < self.pages()
+    }
+
+    /// Backing address of the page at `gfn`, which lies in the slot.
+    pub(crate) fn hva(&self, gfn: Gfn) -> Hva {
+        self.backing.add_pages(gfn.0 - self.base.0)
+    }
+
+    /// The part of the slot that `range` of the backing stands behind.
+    pub(crate) fn gfns_backed_by(&self, range: &Range<Hva>) -> Range<Gfn> {
+        let first = range.start.0.saturating_sub(self.backing.0) >> PAGE_SHIFT;
+        let end = range
+            .end
+            .0
+            .saturating_sub(self.backing.0)
+            .div_ceil(1 << PAGE_SHIFT);
+        self.base.add(first.min(self.pages()))..self.base.add(end.min(self.pages()))
+    }
+}
+
+impl fmt::Debug for Memslot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "memslot {} {:?} backed by {} flags {:#x}",
+            self.id,
+            gpa_range(&self.gfns()),
+            self.backing,
+            self.flags
+        )
+    }
+}
+
+/// A memslot with what belongs to it: what the index by id holds, and a change begins with.
+pub(crate) struct OwnedSlot {
+    slot: Memslot,
+    log: Option<Shared<DirtyLog>>,
+}
+
+impl OwnedSlot {
+    /// A slot that does not log. `pages`, `id` and `flags` are as `plan` allows them.
+    pub(super) fn new(id: u32, flags: SlotFlags, base: Gfn, pages: u64, backing: Hva) -> Self {
+        let fits = "the rules of regions leave no larger one";
+        OwnedSlot {
+            slot: Memslot {
+                base,
+                backing,
+                log: None,
+                pages: pages.try_into().expect(fits),
+                id: id.try_into().expect(fits),
+                flags: flags.0.try_into().expect(fits),
+                alive: Watch::new(),
+            },
+            log: None,
+        }
+    }
+
+    /// The same slot with `log` for its log.
+    pub(crate) fn logging_to(mut self, log: Shared<DirtyLog>) -> Self {
+        self.slot.log = Some(log.uncounted());
+        self.log = Some(log);
+        self
+    }
+}
+
+impl Clone for OwnedSlot {
+    fn clone(&self) -> Self {
+        OwnedSlot {
+            slot: self.slot.copy(),
+            log: self.log.clone(),
+        }
+    }
+}
+
+impl Deref for OwnedSlot {
+    type Target = Memslot;
+    fn deref(&self) -> &Memslot {
+        &self.slot
+    }
+}

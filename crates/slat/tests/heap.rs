@@ -1,0 +1,358 @@
+//! What slot changes take from the heap: how much; and that nothing has changed, and the operation can be
+//! repeated, when the n-th allocation fails, for every n. (`allocation.rs` does that to table frames.)
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use slat::format::Stage2;
+use slat::{
+    Access, Config, DirtyGfn, DirtyRing, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva,
+    MAX_SLOTS, OutOfMemory, Pfn, Platform, Region, RegionError, ResolveError, SlotFlags, Stop,
+    TableMeta, Vm, VmId, WaitFor,
+};
+use slat_model::{HostMemory, SimPlatform};
+
+/// Counts the bytes that a thread allocates, and fails allocations of it.
+struct Failing;
+
+#[derive(Clone, Copy)]
+struct Plan {
+    /// Allocations until one fails.
+    left: u32,
+    /// All that follow fail, too.
+    stay: bool,
+    failed: bool,
+}
+
+thread_local! {
+    static PLAN: Cell<Option<Plan>> = const { Cell::new(None) };
+    static ALLOCATED: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Whether this allocation is to fail. Counts it.
+fn fails(bytes: usize) -> bool {
+    let _ = ALLOCATED.try_with(|allocated| allocated.set(allocated.get() + bytes));
+    let decide = |cell: &Cell<Option<Plan>>| {
+        let Some(mut plan) = cell.get() else {
+            return false;
+        };
+        let fails = plan.left == 0 && (plan.stay || !plan.failed);
+        plan.left = plan.left.saturating_sub(1);
+        plan.failed |= fails;
+        cell.set(Some(plan));
+        fails
+    };
+    PLAN.try_with(decide).unwrap_or(false)
+}
+
+// SAFETY: all is the system allocator's, apart from refusals, which it may make, too.
+unsafe impl GlobalAlloc for Failing {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if fails(layout.size()) {
+            return std::ptr::null_mut();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if fails(size) {
+            return std::ptr::null_mut();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Failing = Failing;
+
+/// Runs `what` with allocations failing from the `n`-th on, or only that. Whether one has failed.
+fn failing<R>(n: u32, stay: bool, what: impl FnOnce() -> R) -> (R, bool) {
+    PLAN.set(Some(Plan {
+        left: n,
+        stay,
+        failed: false,
+    }));
+    let answer = what();
+    let plan = PLAN.take().expect("set above");
+    (answer, plan.failed)
+}
+
+/// Runs `what` with enough memory.
+fn spared<R>(what: impl FnOnce() -> R) -> R {
+    let plan = PLAN.take();
+    let answer = what();
+    PLAN.set(plan);
+    answer
+}
+
+/// The simulated machine, which is not under test: its own allocations succeed.
+struct Spared(Arc<SimPlatform>);
+
+// SAFETY: as `SimPlatform`.
+unsafe impl Platform for Spared {
+    fn alloc_table(&self) -> Option<Pfn> {
+        spared(|| self.0.alloc_table())
+    }
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        spared(|| self.0.alloc_root(tables))
+    }
+    unsafe fn free_table(&self, frame: Pfn) {
+        // SAFETY: the caller's promise.
+        spared(|| unsafe { self.0.free_table(frame) });
+    }
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        spared(|| self.0.entries(frame))
+    }
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        spared(|| self.0.meta(frame))
+    }
+    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        spared(|| self.0.resolve(backing, access))
+    }
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        spared(|| self.0.resolve_resident(backing, found));
+    }
+    fn flush(&self, vm: VmId, range: Range<Gfn>) {
+        spared(|| self.0.flush(vm, range));
+    }
+    fn wait(&self, _: u32, what: WaitFor) {
+        panic!("one thread waits for {what:?}");
+    }
+}
+
+type TestVm<F> = Vm<Spared, F>;
+
+const PAGES: u64 = 2048;
+const NONE: SlotFlags = SlotFlags(0);
+const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
+
+fn region(slot: u32, flags: SlotFlags, gfn: u64, pages: u64, page: u64) -> Region {
+    Region {
+        slot,
+        flags,
+        gpa: Gpa(gfn << 12),
+        size: pages << 12,
+        backing: HostMemory::hva(page),
+    }
+}
+
+fn touch<F: Format>(vm: &Arc<TestVm<F>>, gfn: u64) {
+    let mut vcpu = vm.create_vcpu().unwrap();
+    vcpu.enter(1);
+    vcpu.quiesce();
+    while vcpu.translate(Gpa(gfn << 12), Access::Write) == Err(Stop::Retry) {
+        vcpu.quiesce();
+    }
+    vcpu.leave();
+}
+
+/// Slot 0 is plain, slot 1 logs; both are mapped in part. The 400 that follow make trees of two levels.
+fn vm<F: Format>(platform: &Arc<SimPlatform>) -> Arc<TestVm<F>> {
+    let vm = Vm::new(Arc::new(Spared(platform.clone())), Config::default()).unwrap();
+    vm.set_memory_region(0, &region(0, NONE, 0, 1024, 0))
+        .unwrap();
+    vm.set_memory_region(0, &region(1, LOGGED, 1024, 512, 1024))
+        .unwrap();
+    for slot in 2..402u32 {
+        let gfn = 4096 + u64::from(slot) * 2;
+        vm.set_memory_region(0, &region(slot, NONE, gfn, 1, u64::from(slot)))
+            .unwrap();
+    }
+    [3, 600, 1024 + 7].iter().for_each(|gfn| touch(&vm, *gfn));
+    vm
+}
+
+/// All that a client can see of the slots and the tables, without changing them.
+#[derive(Debug, PartialEq)]
+struct Seen {
+    slots: Vec<Option<Region>>,
+    logs: Vec<Option<usize>>,
+    leaves: [u64; 3],
+    changes: u64,
+    zapped: u64,
+}
+
+fn see<F: Format>(vm: &Arc<TestVm<F>>) -> Seen {
+    vm.audit().unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    vcpu.enter(1);
+    let slots = (0..6000).map(|gfn| vcpu.slot_at(Gpa(gfn << 12)));
+    let slots = slots.collect();
+    vcpu.leave();
+    let stats = vm.stats();
+    Seen {
+        slots,
+        logs: (0..500)
+            .map(|slot| vm.dirty_log_words(0, slot).ok())
+            .collect(),
+        leaves: [stats.pages_4k, stats.pages_2m, stats.pages_1g],
+        changes: stats.slot_changes,
+        zapped: stats.zapped,
+    }
+}
+
+/// `change` fails at each of its allocations, alone and with all that follow, and is then repeated.
+fn fail_everywhere<F: Format>(change: Region) {
+    let host = || SimPlatform::new(PAGES);
+    let done = {
+        let vm = vm::<F>(&host());
+        vm.set_memory_region(0, &change).unwrap();
+        see(&vm)
+    };
+    for stay in [false, true] {
+        let mut refused = 0;
+        for n in 0.. {
+            let platform = host();
+            let vm = vm::<F>(&platform);
+            let before = see(&vm);
+            let (answer, failed) = failing(n, stay, || vm.set_memory_region(0, &change));
+            if let Err(error) = answer {
+                assert!(failed);
+                assert_eq!(error, RegionError::OutOfMemory);
+                assert_eq!(see(&vm), before, "allocation {n} of {change:?}");
+                refused += 1;
+                vm.set_memory_region(0, &change).unwrap();
+            }
+            let after = see(&vm);
+            assert_eq!(
+                (after.slots, after.logs),
+                (done.slots.clone(), done.logs.clone())
+            );
+            drop(vm);
+            platform.check();
+            assert_eq!(platform.live_frames(), 0);
+            if !failed {
+                break;
+            }
+        }
+        assert!(refused > 5, "{refused} allocations of {change:?}");
+    }
+}
+
+fn every_change<F: Format>() {
+    let changes = [
+        ("create", region(500, NONE, 2048, 64, 1600)),
+        ("create, logging", region(500, LOGGED, 2048, 64, 1600)),
+        ("move", region(0, NONE, 2048, 1024, 0)),
+        ("move, and begin to log", region(0, LOGGED, 2048, 1024, 0)),
+        ("move a log", region(1, LOGGED, 2048, 512, 1024)),
+        ("begin to log", region(0, LOGGED, 0, 1024, 0)),
+        ("end to log", region(1, NONE, 1024, 512, 1024)),
+        ("delete", region(0, NONE, 0, 0, 0)),
+        ("delete a log", region(1, NONE, 0, 0, 0)),
+        ("delete one of many", region(200, NONE, 0, 0, 0)),
+    ];
+    for (what, change) in changes {
+        eprintln!("{what}");
+        fail_everywhere::<F>(change);
+    }
+}
+
+#[test]
+fn a_slot_change_without_heap_memory_changes_nothing_and_can_be_repeated() {
+    every_change::<Ept>();
+}
+
+#[test]
+fn the_same_where_leaves_are_broken_before_they_are_made() {
+    every_change::<Stage2<48>>();
+}
+
+/// The most bytes that a deletion or a creation in `space` allocates while both address spaces of a VM
+/// have `slots` slots.
+fn bytes_per_change(slots: u32) -> [usize; 2] {
+    let platform = Arc::new(Spared(SimPlatform::new(PAGES)));
+    let config = Config {
+        spaces: 2,
+        ..Config::default()
+    };
+    let vm = Vm::<_, Ept>::new(platform, config).unwrap();
+    let at = |slot: u32, pages| {
+        let page = u64::from(slot) % PAGES;
+        region(slot, NONE, u64::from(slot) * 3, pages, page)
+    };
+    let set = |space, region| vm.set_memory_region(space, &region).unwrap();
+    // In no order: 9973 is prime to the number of slots.
+    for i in 0..slots {
+        set(0, at(i * 9973 % slots, 1));
+        set(1, at(i * 9973 % slots, 1));
+    }
+    [0, 1].map(|space| {
+        let bytes_of = |region| {
+            ALLOCATED.set(0);
+            set(space, region);
+            ALLOCATED.get()
+        };
+        let changes = (0..slots).step_by(slots as usize / 16);
+        let changes = changes.flat_map(|slot| [at(slot, 0), at(slot, 1)]);
+        changes.map(bytes_of).max().unwrap()
+    })
+}
+
+#[test]
+fn a_change_at_32764_slots_copies_a_path_not_the_set() {
+    // A slot has 32 bytes, in each of two trees.
+    const SET: usize = 2 * 32 * MAX_SLOTS as usize;
+    let few = bytes_per_change(16);
+    let many = bytes_per_change(MAX_SLOTS);
+    for space in [0, 1] {
+        let (few, many) = (few[space], many[space]);
+        assert!(few < 8 << 10, "{few} bytes for a change of 16 slots");
+        assert!(many < SET / 32, "{many} bytes for a change of 32764 slots");
+    }
+}
+
+#[test]
+fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
+    let config = Config {
+        spaces: 2,
+        ..Config::default()
+    };
+    for n in 0.. {
+        let platform = SimPlatform::new(1);
+        let shared = Arc::new(Spared(platform.clone()));
+        let (vm, failed) = failing(n, false, || Vm::<_, Ept>::unshared(shared, config));
+        if !failed {
+            assert!(n > 3 && vm.is_ok());
+            break;
+        }
+        assert_eq!(vm.err(), Some(OutOfMemory));
+        assert_eq!(platform.live_frames(), 0);
+        platform.check();
+    }
+    let vm = vm::<Ept>(&SimPlatform::new(PAGES));
+    // Readers of CPUs that have gone are used again; these stay.
+    let mut vcpus = Vec::with_capacity(8);
+    for n in 0.. {
+        let (vcpu, failed) = failing(n, false, || vm.create_vcpu());
+        match vcpu {
+            Ok(vcpu) => vcpus.push(vcpu),
+            Err(OutOfMemory) => assert!(failed),
+        }
+        if !failed {
+            break;
+        }
+    }
+    let mut entries: Vec<DirtyGfn> = Vec::new();
+    // SAFETY: zero is what an entry begins with.
+    entries.resize_with(128, || unsafe { std::mem::zeroed() });
+    // SAFETY: the entries outlive the VM.
+    let ring = unsafe { DirtyRing::new(NonNull::from(&mut entries[0]), 128) };
+    let ring = Arc::new(ring);
+    let mut vcpu = vcpus.pop().unwrap();
+    let refused = failing(0, false, || vcpu.set_dirty_ring(ring.clone()));
+    assert_eq!(refused, (Err(OutOfMemory), true));
+    vcpu.set_dirty_ring(ring).unwrap();
+    vm.audit().unwrap();
+    drop((vcpu, vcpus, vm));
+}

@@ -1,0 +1,314 @@
+//! What the mechanisms of the memory system are there for, by the counts they promise, one mechanism a
+//! test, each on every format. Take the mechanism away, and its test fails.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use slat::format::{Npt, Stage2, Sv39x4, Sv48x4, X86};
+use slat::{
+    Access::{self, *},
+    Config, Ept, Format, Gpa, Level, Region, SlotFlags, Stats, Stop, Translation, Vcpu, Vm,
+};
+use slat_model::{HostChange, HostMemory, SimPlatform};
+
+const MIB2: u64 = 512;
+const GIB1: u64 = 1 << 18;
+const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
+
+macro_rules! on_every_format {
+    ($($test:ident,)*) => {$(
+        mod $test {
+            use super::*;
+            #[test]
+            fn ept() { super::$test::<Ept>() }
+            #[test]
+            fn npt() { super::$test::<Npt>() }
+            #[test]
+            fn x86_with_5_levels() { super::$test::<X86<5>>() }
+            #[test]
+            fn stage_2() { super::$test::<Stage2<48>>() }
+            #[test]
+            fn stage_2_with_a_concatenated_root() { super::$test::<Stage2<40>>() }
+            #[test]
+            fn stage_2_with_hardware_dirty_state() { super::$test::<Stage2<48, true>>() }
+            #[test]
+            fn sv39x4() { super::$test::<Sv39x4>() }
+            #[test]
+            fn sv48x4() { super::$test::<Sv48x4>() }
+        }
+    )*};
+}
+
+on_every_format! {
+    a_fault_maps_the_leading_and_the_trailing_pages_of_its_window,
+    a_sequence_faults_once_in_each_window,
+    what_is_prefetched_was_not_accessed,
+    nothing_is_prefetched_into_a_log_or_beside_a_huge_leaf,
+    an_eager_split_visits_no_entry_of_the_last_level,
+    clearing_a_log_splits_what_its_begin_left_huge,
+    a_cached_mmio_access_looks_up_no_slot,
+    an_execution_fault_splits_every_level_in_place,
+    recovery_of_nx_huge_pages_brings_the_huge_leaf_back,
+}
+
+/// A VM with one vCPU, over host memory mapped at one level.
+struct World<F: Format> {
+    vm: Arc<Vm<SimPlatform, F>>,
+    vcpu: Vcpu<SimPlatform, F>,
+}
+
+impl<F: Format> World<F> {
+    fn new(host_pages: u64, level: Level) -> Self {
+        let platform = SimPlatform::new(host_pages);
+        let remap = HostChange::Remap {
+            level,
+            writable: true,
+            device: false,
+        };
+        platform.host.change(&(0..host_pages), remap);
+        let vm = Vm::new(platform, Config::default()).unwrap();
+        let vcpu = vm.create_vcpu().unwrap();
+        World { vm, vcpu }
+    }
+
+    fn set(&self, gfns: Range<u64>, flags: SlotFlags) {
+        let region = Region {
+            slot: 0,
+            flags,
+            gpa: Gpa(gfns.start << 12),
+            size: (gfns.end - gfns.start) << 12,
+            backing: HostMemory::hva(gfns.start),
+        };
+        self.vm.set_memory_region(0, &region).unwrap();
+    }
+
+    fn policy(&self, name: &str, value: &str) {
+        self.vm.set_policy(name, value).unwrap();
+    }
+
+    /// One access by the vCPU, which comes in for it, and as often as it is told to.
+    fn access(&mut self, gfn: u64, access: Access) -> Result<Translation, Stop> {
+        self.vcpu.enter(1);
+        let answer = loop {
+            self.vcpu.quiesce();
+            match self.vcpu.translate(Gpa(gfn << 12), access) {
+                Err(Stop::Retry) => {}
+                answer => break answer,
+            }
+        };
+        self.vcpu.leave();
+        answer
+    }
+
+    fn touch(&mut self, gfn: u64, access: Access) -> Translation {
+        self.access(gfn, access).unwrap()
+    }
+
+    /// What was counted while `act` ran.
+    fn during<R>(&mut self, act: impl FnOnce(&mut Self) -> R) -> (R, Stats) {
+        let before = self.vm.stats();
+        let answer = act(self);
+        (answer, self.vm.stats().since(&before))
+    }
+
+    /// Which of `gfns` can be read with no fault.
+    fn mapped(&mut self, gfns: Range<u64>) -> Vec<u64> {
+        let mut mapped = Vec::new();
+        for gfn in gfns {
+            let leaves = self.vm.stats().pages_4k;
+            self.policy("prefetch", "off");
+            let (_, did) = self.during(|world| world.touch(gfn, Read));
+            match did.pf_taken {
+                0 => mapped.push(gfn),
+                _ => assert_eq!(self.vm.stats().pages_4k, leaves + 1),
+            }
+        }
+        mapped
+    }
+}
+
+fn a_fault_maps_the_leading_and_the_trailing_pages_of_its_window<F: Format>() {
+    // In the middle of a slot; where a slot begins and ends in the window; at the end of a table.
+    for (slot, window) in [(0..64, 16..24), (19..22, 19..22), (0..MIB2, 504..512)] {
+        for gfn in window.clone() {
+            let mut world = World::<F>::new(1024, Level::PAGE);
+            world.set(slot.clone(), SlotFlags::default());
+            let (_, did) = world.during(|world| world.touch(gfn, Read));
+            let others = window.end - window.start - 1;
+            assert_eq!((did.pf_fixed, did.prefetched), (1, others), "at {gfn}");
+            assert_eq!(did.pages_4k, others + 1);
+            let around =
+                window.start.saturating_sub(8).max(slot.start)..(window.end + 8).min(slot.end);
+            let mapped = world.mapped(around);
+            assert_eq!(mapped, window.clone().collect::<Vec<_>>(), "at {gfn}");
+            world.vm.audit().unwrap();
+        }
+    }
+}
+
+fn a_sequence_faults_once_in_each_window<F: Format>() {
+    for (prefetch, faults) in [("8", 64), ("64", 8), ("512", 1), ("off", 512)] {
+        for backwards in [false, true] {
+            let mut world = World::<F>::new(MIB2, Level::PAGE);
+            world.set(0..MIB2, SlotFlags::default());
+            world.policy("prefetch", prefetch);
+            for i in 0..MIB2 {
+                world.touch(if backwards { MIB2 - 1 - i } else { i }, Write);
+            }
+            let stats = world.vm.stats();
+            assert_eq!((stats.pf_fixed, stats.prefetched), (faults, MIB2 - faults));
+        }
+    }
+}
+
+fn what_is_prefetched_was_not_accessed<F: Format>() {
+    let mut world = World::<F>::new(64, Level::PAGE);
+    world.set(0..64, SlotFlags::default());
+    world.touch(20, Write);
+    let all = HostMemory::hvas(&(0..64));
+    assert_eq!(world.vm.stats().prefetched, 7);
+    assert_eq!(world.vm.age(all.clone(), false), 1);
+    world.touch(21, Read);
+    assert_eq!(world.vm.age(all, false), 2);
+}
+
+fn nothing_is_prefetched_into_a_log_or_beside_a_huge_leaf<F: Format>() {
+    for (level, flags) in [(Level::PAGE, LOGGED), (Level::MEGA, SlotFlags::default())] {
+        let mut world = World::<F>::new(2 * MIB2, level);
+        world.set(0..2 * MIB2, flags);
+        let (translation, did) = world.during(|world| world.touch(20, Read));
+        assert_eq!((translation.level, did.pf_fixed), (level, 1));
+        assert_eq!(did.prefetched, 0);
+    }
+}
+
+/// The walk of a range: one entry of each table above, `leaves` of level 2, and those below.
+fn an_eager_split_visits_no_entry_of_the_last_level<F: Format>() {
+    const LEAVES: u64 = 4;
+    let visited = |walk: &str| {
+        let mut world = World::<F>::new(LEAVES * MIB2, Level::MEGA);
+        world.set(0..LEAVES * MIB2, SlotFlags::default());
+        world.policy("split_walk", walk);
+        for i in 0..LEAVES {
+            assert_eq!(world.touch(i * MIB2, Write).level, Level::MEGA);
+        }
+        let (_, did) = world.during(|world| world.set(0..LEAVES * MIB2, LOGGED));
+        assert_eq!((did.splits, world.vm.stats().pages_2m), (LEAVES, 0));
+        world.vm.set_manual_dirty_log(true, false);
+        let bitmap = vec![0; (LEAVES * MIB2 / 64) as usize];
+        let clear = |world: &mut World<F>| {
+            let all = LEAVES * MIB2;
+            world.vm.clear_dirty_log(0, 0, 0, all, &bitmap).unwrap();
+        };
+        let (_, again) = world.during(clear);
+        (did.split_entries_visited, again.split_entries_visited)
+    };
+    let above = u64::from(F::TOP.0) - 2;
+    let walk = above + LEAVES;
+    // Where leaves are broken before tables are made, the range is walked again behind the flush.
+    let walks = if F::BREAK_BEFORE_MAKE { 2 } else { 1 };
+    let all = LEAVES * MIB2;
+    assert_eq!(visited("full-walk"), (walks * walk + all, walk + all));
+    assert_eq!(visited("skip-last-level"), (walks * walk, walk));
+    // Of tables that hold no huge leaf any more, the second walk sees nothing.
+    let (first, again) = visited("default");
+    assert!(first <= walks * walk && again < walk, "{first}, {again}");
+}
+
+fn clearing_a_log_splits_what_its_begin_left_huge<F: Format>() {
+    let mut world = World::<F>::new(2 * MIB2, Level::MEGA);
+    world.vm.set_manual_dirty_log(true, true);
+    world.set(0..2 * MIB2, SlotFlags::default());
+    world.touch(0, Write);
+    world.touch(MIB2, Write);
+    world.set(0..2 * MIB2, LOGGED);
+    assert_eq!(world.vm.stats().pages_2m, 2);
+    world.vm.clear_dirty_log(0, 0, 0, 64, &[1]).unwrap();
+    let (levels, did) = world.during(|world| [5, MIB2].map(|gfn| world.touch(gfn, Read).level));
+    assert_eq!((levels, did.pf_taken), ([Level::PAGE, Level::MEGA], 0));
+    world.vm.audit().unwrap();
+}
+
+fn a_cached_mmio_access_looks_up_no_slot<F: Format>() {
+    let mut world = World::<F>::new(64, Level::PAGE);
+    world.set(0..4, SlotFlags::default());
+    let mmio = |world: &mut World<F>| {
+        let (answer, did) = world.during(|world| world.access(7, Write));
+        assert_eq!(answer, Err(Stop::Mmio { gpa: Gpa(7 << 12) }));
+        let lookups = did.slot_lookups + did.slot_lookups_saved;
+        (lookups, did.mmio_cached, did.pf_taken)
+    };
+    assert_eq!(mmio(&mut world), (1, 0, 1));
+    assert_eq!(mmio(&mut world), (0, 1, 0));
+    assert_eq!(mmio(&mut world), (0, 1, 0));
+    world.policy("mmio_caching", "off");
+    assert_eq!(mmio(&mut world), (1, 0, 1));
+    world.policy("mmio_caching", "on");
+    assert_eq!(mmio(&mut world), (0, 1, 0));
+}
+
+/// One slot of 1 GiB under `nx_huge_pages`, mapped by one leaf.
+fn nx_world<F: Format>() -> World<F> {
+    let mut world = World::<F>::new(GIB1, Level::GIGA);
+    world.policy("nx_huge_pages", "on");
+    world.policy("nx_huge_pages_recovery_ratio", "1");
+    world.set(0..GIB1, SlotFlags::default());
+    let huge = world.touch(12_345, Write);
+    assert_eq!((huge.level, huge.execute), (Level::GIGA, false));
+    world
+}
+
+fn an_execution_fault_splits_every_level_in_place<F: Format>() {
+    let mut world = nx_world::<F>();
+    let gfn = 12_345;
+    let (page, did) = world.during(|world| world.touch(gfn, Execute));
+    assert_eq!((page.level, page.execute), (Level::PAGE, true));
+    // One fault, from 1 GiB down to 4 KiB; nothing was unmapped. Where the leaf had to be broken first,
+    // the vCPU slept through that flush and came again.
+    let faults = if F::BREAK_BEFORE_MAKE { 2 } else { 1 };
+    assert_eq!(did.pf_taken, faults);
+    assert_eq!((did.splits, did.zapped), (2, 0));
+    assert_eq!(did.nx_lpage_splits, 1);
+    assert_eq!(
+        (world.vm.stats().pages_4k, world.vm.stats().pages_2m),
+        (512, 511)
+    );
+    // The 512 pieces of the last split can be executed, all others are huge and cannot.
+    let first = gfn & !(MIB2 - 1);
+    let (_, did) = world.during(|world| {
+        for gfn in first..first + MIB2 {
+            let piece = world.touch(gfn, Execute);
+            assert_eq!((piece.level, piece.execute), (Level::PAGE, true));
+        }
+        for gfn in (0..GIB1).step_by(MIB2 as usize).filter(|gfn| *gfn != first) {
+            let sibling = world.touch(gfn, Read);
+            assert_eq!((sibling.level, sibling.execute), (Level::MEGA, false));
+        }
+    });
+    assert_eq!(did.pf_taken, 0);
+    // The gauge counts the tables.
+    world.touch(first + MIB2, Execute);
+    assert_eq!(world.vm.stats().nx_lpage_splits, 2);
+    world.vm.audit().unwrap();
+}
+
+fn recovery_of_nx_huge_pages_brings_the_huge_leaf_back<F: Format>() {
+    let mut world = nx_world::<F>();
+    for i in 0..3 {
+        world.touch(i * MIB2, Execute);
+    }
+    world.policy("nx_huge_pages_recovery_ratio", "2");
+    assert_eq!(world.vm.stats().nx_lpage_splits, 3);
+    assert_eq!(world.vm.recover_nx_huge_pages(), 2);
+    assert_eq!(world.vm.stats().nx_lpage_splits, 1);
+    world.policy("nx_huge_pages_recovery_ratio", "1");
+    assert_eq!(world.vm.recover_nx_huge_pages(), 1);
+    assert_eq!(world.vm.stats().nx_lpage_splits, 0);
+    for i in 0..3 {
+        let huge = world.touch(i * MIB2, Read);
+        assert_eq!((huge.level, huge.execute), (Level::GIGA, false));
+    }
+    let stats = world.vm.stats();
+    assert_eq!((stats.pages_4k, stats.pages_2m, stats.pages_1g), (0, 0, 1));
+    world.vm.audit().unwrap();
+}

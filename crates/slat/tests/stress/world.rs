@@ -1,0 +1,384 @@
+//! The VM of the stress tests, and what each of its threads does.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+use std::sync::{Arc, Mutex, RwLock};
+use std::thread;
+use std::time::Duration;
+
+use slat::{
+    Access::{Execute, Read, Write},
+    Attention, Config, Format, Gpa, Level, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
+};
+use slat_model::{
+    Harvests, HostChange, HostMemory, POLICIES, RingClient, Rng, SimPlatform, Witness,
+};
+
+pub const HOST_PAGES: u64 = 4096;
+const FRAMES: u64 = 8192;
+/// Slot 0, for the whole test; in the second address space, too.
+pub const STABLE: Range<u64> = 0..1024;
+/// Slot 1, for the whole test; its log is taken all the time.
+pub const LOGGED: Range<u64> = 1024..1536;
+/// Where other slots come, go and move.
+const BUSY: Range<u64> = 2048..6144;
+/// Nothing is ever here.
+const NOTHING: Range<u64> = 7000..8192;
+
+/// How writes are told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logs {
+    /// Taking a log protects its pages again.
+    Bitmap,
+    /// Clearing does.
+    Manual,
+    /// Leaves' dirty bits, where the format has them.
+    DirtyBits,
+    /// A ring for each vCPU.
+    Rings,
+}
+
+pub struct World<F: Format> {
+    pub platform: Arc<SimPlatform>,
+    pub vm: Arc<Vm<SimPlatform, F>>,
+    logs: Logs,
+    /// Of each address space.
+    witnesses: [Witness; 2],
+    harvests: Harvests,
+    pub stop: AtomicBool,
+    /// Held shared for as long as one thing is done, and alone for an audit: then nothing is.
+    batch: RwLock<()>,
+    accesses: AtomicU64,
+    slot_changes: AtomicU64,
+    invalidations: AtomicU64,
+    audits: AtomicU64,
+    /// The last field: nothing of the engine is left when they go.
+    rings: Mutex<Vec<RingClient>>,
+}
+
+pub fn region(slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) -> Region {
+    Region {
+        slot,
+        flags,
+        gpa: Gpa(gfns.start << 12),
+        size: (gfns.end - gfns.start) << 12,
+        backing: HostMemory::hva(host_page),
+    }
+}
+
+pub const fn remap(level: Level) -> HostChange {
+    HostChange::Remap {
+        level,
+        writable: true,
+        device: false,
+    }
+}
+
+impl<F: Format> World<F> {
+    pub fn new(logs: Logs) -> Self {
+        let platform = SimPlatform::new(HOST_PAGES);
+        platform.host.change(&(0..HOST_PAGES), remap(Level::MEGA));
+        let config = Config {
+            spaces: 2,
+            ..Config::default()
+        };
+        let vm = Vm::new(platform.clone(), config).unwrap();
+        match logs {
+            Logs::Bitmap => {}
+            Logs::Manual => vm.set_manual_dirty_log(true, false),
+            Logs::DirtyBits => vm.set_policy("dirty_log", "dirty-bit").unwrap(),
+            Logs::Rings => vm.use_dirty_rings(),
+        }
+        let world = World {
+            platform,
+            vm,
+            logs,
+            witnesses: [Witness::new(FRAMES), Witness::new(FRAMES)],
+            harvests: Harvests::new(LOGGED.end - LOGGED.start),
+            stop: AtomicBool::new(false),
+            batch: RwLock::new(()),
+            accesses: AtomicU64::new(0),
+            slot_changes: AtomicU64::new(0),
+            invalidations: AtomicU64::new(0),
+            audits: AtomicU64::new(0),
+            rings: Mutex::default(),
+        };
+        world.set(0, STABLE, 0, SlotFlags::default(), 0..0);
+        world.set(1, LOGGED, 1024, SlotFlags::LOG_DIRTY_PAGES, 0..0);
+        // The same memory, shifted by a page: no huge leaf fits.
+        world.set_in(1, 0, STABLE, 1, SlotFlags::default(), 0..0);
+        world
+    }
+
+    /// Puts a slot at `gfns`, where it was at `from` before.
+    pub fn set(&self, slot: u32, gfns: Range<u64>, page: u64, flags: SlotFlags, from: Range<u64>) {
+        self.set_in(0, slot, gfns, page, flags, from);
+    }
+
+    fn set_in(
+        &self,
+        space: usize,
+        slot: u32,
+        gfns: Range<u64>,
+        page: u64,
+        flags: SlotFlags,
+        from: Range<u64>,
+    ) {
+        let witness = &self.witnesses[space];
+        witness.allow(gfns.clone(), page);
+        let region = region(slot, gfns.clone(), page, flags);
+        self.vm.set_memory_region(space, &region).unwrap();
+        witness.settle(from, gfns);
+        self.slot_changes.fetch_add(1, Relaxed);
+    }
+
+    pub fn delete(&self, slot: u32, gfns: Range<u64>) {
+        let region = region(slot, 0..0, 0, SlotFlags::default());
+        self.vm.set_memory_region(0, &region).unwrap();
+        self.witnesses[0].settle(gfns, 0..0);
+        self.slot_changes.fetch_add(1, Relaxed);
+    }
+
+    fn runs(&self) -> bool {
+        !self.stop.load(Relaxed)
+    }
+
+    /// Creates, moves, deletes slots and switches their logs, each in a quarter of its own.
+    pub fn change_slots(&self, seed: u64) {
+        let mut rng = Rng::new(seed);
+        let mut slots: [Option<(Range<u64>, u64, SlotFlags)>; 4] = [const { None }; 4];
+        while self.runs() {
+            if rng.one_in(8) {
+                // The lock of the slots is not fair, and `keep_house` wants it, too.
+                thread::sleep(Duration::from_micros(100));
+            }
+            let _batch = self.batch.read();
+            let quarter = rng.below(4);
+            let id = 2 + quarter as u32;
+            let area = BUSY.start + quarter * 1024;
+            let place = |rng: &mut Rng| area + rng.pick(&[0, 0, 1, 7, 300, 512]);
+            match (slots[quarter as usize].take(), rng.below(4)) {
+                (None, _) => {
+                    let base = place(&mut rng);
+                    let gfns = base..base + rng.pick(&[1, 9, 500, 512]);
+                    let page = rng.below(7) * 512 + base % 512;
+                    let flags = SlotFlags(rng.below(2) as u32);
+                    self.set(id, gfns.clone(), page, flags, 0..0);
+                    slots[quarter as usize] = Some((gfns, page, flags));
+                }
+                (Some((gfns, ..)), 0) => self.delete(id, gfns),
+                (Some((gfns, page, flags)), 1..3) => {
+                    let base = place(&mut rng);
+                    let to = base..base + (gfns.end - gfns.start);
+                    self.set(id, to.clone(), page, flags, gfns);
+                    slots[quarter as usize] = Some((to, page, flags));
+                }
+                (Some((gfns, page, flags)), _) => {
+                    let flags = SlotFlags(flags.0 ^ 1);
+                    self.set(id, gfns.clone(), page, flags, 0..0);
+                    slots[quarter as usize] = Some((gfns, page, flags));
+                }
+            }
+        }
+    }
+
+    /// Takes logs, and now and then ends a batch with an audit, looks for young pages, recovers NX tables, changes a policy.
+    pub fn keep_house(&self, seed: u64) {
+        let mut rng = Rng::new(seed);
+        while self.runs() {
+            self.harvest();
+            match rng.below(6) {
+                0 => {
+                    let _alone = self.batch.write();
+                    let audit = self.vm.audit();
+                    audit.unwrap_or_else(|error| self.platform.note(error.to_string()));
+                    self.audits.fetch_add(1, Relaxed);
+                }
+                1 => drop(self.vm.age(HostMemory::hvas(&(0..HOST_PAGES)), true)),
+                2 => drop(self.vm.recover_nx_huge_pages()),
+                3 => {
+                    let (name, values) = rng.pick(&POLICIES);
+                    self.vm.set_policy(name, rng.pick(values)).unwrap();
+                }
+                _ => thread::yield_now(),
+            }
+        }
+    }
+
+    /// Takes the log of slot 1, as a client does.
+    pub fn harvest(&self) {
+        let pages = LOGGED.end - LOGGED.start;
+        let mut bitmap = vec![0; pages as usize / 64];
+        self.harvests
+            .harvest(&mut bitmap, |bitmap| match self.logs {
+                Logs::Bitmap | Logs::DirtyBits => self.vm.get_dirty_log(0, 1, bitmap).unwrap(),
+                Logs::Manual => {
+                    self.vm.get_dirty_log(0, 1, bitmap).unwrap();
+                    self.vm.clear_dirty_log(0, 1, 0, pages, bitmap).unwrap();
+                }
+                Logs::Rings => {
+                    for ring in self.rings.lock().unwrap().iter_mut() {
+                        while let Some(entry) = ring.collect() {
+                            if (entry.space, entry.slot) == (0, 1) {
+                                bitmap[entry.page as usize / 64] |= 1 << (entry.page % 64);
+                            }
+                        }
+                    }
+                    self.vm.reset_dirty_rings();
+                }
+            });
+    }
+
+    pub fn invalidate(&self, seed: u64) {
+        let mut rng = Rng::new(seed);
+        while self.runs() {
+            let _batch = self.batch.read();
+            let pages = rng.pick(&[1, 5, 512, 1024]);
+            let start = rng.below(HOST_PAGES - pages + 1);
+            let start = if pages > 5 { start & !511 } else { start };
+            let pages = start..start + pages;
+            let guard = self.vm.invalidate(HostMemory::hvas(&pages));
+            let level = rng.pick(&[Level::PAGE, Level::MEGA, Level::MEGA]);
+            self.platform.host.change(&pages, remap(level));
+            drop(guard);
+            self.invalidations.fetch_add(1, Relaxed);
+        }
+    }
+
+    fn new_vcpu(&self, space: usize) -> Vcpu<SimPlatform, F> {
+        let mut vcpu = self.vm.create_vcpu_in(space).unwrap();
+        if self.logs == Logs::Rings {
+            let client = RingClient::new();
+            // SAFETY: the client goes into `rings`, which outlives the VM.
+            let ring = Arc::new(unsafe { client.ring() });
+            self.rings.lock().unwrap().push(client);
+            vcpu.set_dirty_ring(ring).unwrap();
+        }
+        vcpu
+    }
+
+    /// A vCPU with a TLB, as a software CPU is. One in four uses the second address space.
+    pub fn run_vcpu(&self, number: u64, pause: Option<Duration>) {
+        let mut rng = Rng::new(number);
+        let space = usize::from(number.is_multiple_of(4));
+        let mut vcpu = self.new_vcpu(space);
+        let mut tlb: HashMap<u64, Translation> = HashMap::new();
+        let mut accesses = 0;
+        vcpu.enter(number as usize);
+        while self.runs() {
+            let Ok(_batch) = self.batch.try_read() else {
+                // An audit. Whoever is inside would hold up what it waits for.
+                vcpu.leave();
+                drop(self.batch.read());
+                vcpu.enter(number as usize);
+                continue;
+            };
+            if vcpu.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
+                tlb.clear();
+                vcpu.quiesce();
+            }
+            if rng.one_in(64) {
+                vcpu.leave();
+                match pause {
+                    Some(pause) => thread::sleep(pause),
+                    None => thread::yield_now(),
+                }
+                // What it remembers is good unless it is told otherwise now.
+                vcpu.enter(number as usize);
+                continue;
+            }
+            let gfn = self.some_frame(&mut rng);
+            let access = rng.pick(&[Read, Write, Execute]);
+            accesses += 1;
+            let answer = if rng.one_in(128) {
+                let range = Gpa(gfn << 12)..Gpa((gfn + 100) << 12);
+                vcpu.prefault(range).map(|_| None)
+            } else {
+                vcpu.translate(Gpa(gfn << 12), access).map(Some)
+            };
+            let is_memory = gfn < LOGGED.end && space == 0 || gfn < STABLE.end;
+            match answer {
+                Ok(Some(translation)) => {
+                    tlb.insert(gfn, translation);
+                    self.use_page(space, gfn, &translation, access == Write);
+                }
+                // It may have been outside: the attention word tells.
+                Ok(None) => continue,
+                Err(Stop::Retry) => {
+                    tlb.clear();
+                    vcpu.quiesce();
+                }
+                Err(Stop::DirtyRingFull) if self.logs == Logs::Rings => {
+                    // Whoever empties it waits for nobody inside.
+                    vcpu.leave();
+                    thread::yield_now();
+                    vcpu.enter(number as usize);
+                    continue;
+                }
+                Err(Stop::Mmio { .. }) if !is_memory => {}
+                Err(other) => self.platform.note(other.to_string()),
+            }
+            for (gfn, translation) in tlb.iter().take(4) {
+                self.use_page(space, *gfn, translation, translation.write);
+            }
+        }
+        vcpu.leave();
+        self.accesses.fetch_add(accesses, Relaxed);
+        if accesses == 0 {
+            self.platform.note(format!("vCPU {number} came nowhere"));
+        }
+    }
+
+    fn some_frame(&self, rng: &mut Rng) -> u64 {
+        let place = rng.pick(&[STABLE.start, LOGGED.start, BUSY.start, NOTHING.start]);
+        let frames = if place == BUSY.start { 4096 } else { 512 };
+        place + rng.below(frames)
+    }
+
+    pub fn use_page(&self, space: usize, gfn: u64, translation: &Translation, write: bool) {
+        let used = self.witnesses[space].check(&self.platform.host, gfn, translation, write);
+        if let Err(why) = used {
+            self.platform.note(why);
+        }
+        if write && space == 0 && LOGGED.contains(&gfn) {
+            self.harvests.write(gfn - LOGGED.start);
+        }
+    }
+
+    /// Nobody was kept from doing anything.
+    pub fn check_progress(&self, vcpus: u64) {
+        let counts = [
+            &self.accesses,
+            &self.slot_changes,
+            &self.invalidations,
+            &self.audits,
+        ];
+        let [accesses, changes, invalidations, audits] = counts.map(|c| c.load(Relaxed));
+        println!(
+            "{}, {:?}, {vcpus} vCPUs: {accesses} accesses, {changes} slot changes, \
+             {invalidations} invalidations, {audits} audits",
+            F::NAME,
+            self.logs
+        );
+        assert!(accesses > 100 * vcpus.min(20));
+        assert!(changes > 10 && invalidations > 10 && audits > 0);
+    }
+
+    pub fn finish(self) {
+        self.harvest();
+        assert_eq!(self.harvests.lost(), None, "a write is in no dirty log");
+        self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
+        self.platform.check();
+        let World {
+            platform,
+            vm,
+            rings,
+            ..
+        } = self;
+        drop(vm);
+        drop(rings);
+        platform.check();
+        assert_eq!(platform.live_frames(), 0, "table frames were leaked");
+    }
+}

@@ -1,0 +1,226 @@
+//! A CPU that runs the guest at EL1, and says why it left.
+
+use core::arch::{asm, global_asm};
+use core::marker::PhantomData;
+use core::slice;
+
+use metal_core::{Cause, Command, Cpu, Exit, Op};
+use slat::{Access, Gpa, Hpa, VmId};
+
+use crate::devices::gic;
+use crate::sysreg::{read, write};
+use crate::{Tables, tlb};
+
+global_asm!(include_str!("world.S"));
+global_asm!(include_str!("guest.S"));
+
+/// The guest's registers while it is not running. `world.S` knows the offsets.
+#[repr(C)]
+struct Context {
+    x: [u64; 31],
+    pc: u64,
+}
+
+unsafe extern "C" {
+    fn enter_guest(context: &mut Context) -> u64;
+    static guest_program: u8;
+    static guest_program_end: u8;
+}
+
+/// The vectors by which the guest is left, in the order of the vector table.
+const SYNCHRONOUS: u64 = 8;
+const IRQ: u64 = 9;
+
+/// A CPU at EL2 whose guest's memory is translated by tables of format `F`.
+pub struct El2<F> {
+    guest: Context,
+    vtcr: u64,
+    /// What did not allow the last access was a leaf, and this CPU's TLB may hold it as it was.
+    refused: Option<Gpa>,
+    format: PhantomData<F>,
+}
+
+/// HCR_EL2 for the guest.
+const HCR: u64 = {
+    const VM: u64 = 1 << 0;
+    /// Physical FIQs, IRQs and SErrors are the monitor's.
+    const FMO_IMO_AMO: u64 = 0b111 << 3;
+    /// The guest's stage 1 is off. Without DC its accesses would be to Device memory, uncached beside
+    /// the monitor's cached ones; with it stage 2 alone decides.
+    const DC: u64 = 1 << 12;
+    /// EL1 is AArch64.
+    const RW: u64 = 1 << 31;
+    VM | FMO_IMO_AMO | DC | RW
+};
+
+impl<F: Tables> El2<F> {
+    /// The CPU this runs on.
+    pub(crate) fn new() -> Self {
+        let vtcr = F::vtcr(read!(id_aa64mmfr0_el1) & 0xf);
+        // SAFETY: these say how guests run; the monitor does not go by them.
+        unsafe {
+            write!(vtcr_el2, vtcr);
+            write!(hcr_el2, HCR);
+            // MMU off; the bits that are one without features that would change their meaning.
+            write!(sctlr_el1, 0x30d0_0800u64);
+            asm!("isb", options(nostack, preserves_flags));
+        }
+        El2 {
+            guest: Context { x: [0; 31], pc: 0 },
+            vtcr,
+            refused: None,
+            format: PhantomData,
+        }
+    }
+
+    /// Whether the CPU sets the access flag and, by ID_AA64MMFR1_EL1.HAFDBS, could set the dirty state.
+    fn manages(&self) -> (bool, bool) {
+        let hafdbs = read!(id_aa64mmfr1_el1) & 0xf;
+        let told = |bit: u32| self.vtcr >> bit & 1 != 0;
+        (told(21) && hafdbs >= 1, told(22) && hafdbs >= 2)
+    }
+
+    /// Arm ARM, "ESR_EL2": why a synchronous exception was taken.
+    fn decode(&mut self) -> Exit {
+        const HVC: u64 = 0x16;
+        const INSTRUCTION_ABORT: u64 = 0x20;
+        const DATA_ABORT: u64 = 0x24;
+        const WRITE_NOT_READ: u64 = 1 << 6;
+        let esr = read!(esr_el2);
+        let access = match esr >> 26 {
+            HVC => {
+                return Exit::Done {
+                    result: self.guest.x[0] as u32,
+                };
+            }
+            INSTRUCTION_ABORT => Access::Execute,
+            DATA_ABORT if esr & WRITE_NOT_READ != 0 => Access::Write,
+            DATA_ABORT => Access::Read,
+            _ => return self.other(esr),
+        };
+        let far = read!(far_el2);
+        // The two low bits of the fault status are the level.
+        let (gpa, cause) = match esr & 0x3f {
+            0b00_0100..=0b00_0111 => (faulting_ipa(far), Cause::NotPresent),
+            0b00_1000..=0b00_1011 => (faulting_ipa(far), Cause::Protection),
+            // HPFAR_EL2 is unknown here. The guest's stage 1 is off: an address is its IPA. (Others
+            // ask AT S1E1R.)
+            0b00_1100..=0b00_1111 => (Gpa(far), Cause::Protection),
+            _ => return self.other(esr),
+        };
+        if cause == Cause::Protection {
+            self.refused = Some(gpa);
+        }
+        Exit::Fault { gpa, access, cause }
+    }
+
+    fn other(&self, esr: u64) -> Exit {
+        Exit::Other {
+            code: esr,
+            info: self.guest.pc,
+        }
+    }
+}
+
+/// The page from HPFAR_EL2, the offset in it from FAR_EL2.
+fn faulting_ipa(far: u64) -> Gpa {
+    Gpa((read!(hpfar_el2) >> 4) << 12 | far & 0xfff)
+}
+
+/// Distinct for each of 255 VMs in turn: none of a monitor's scenarios comes near that.
+pub(crate) fn vmid(vm: VmId) -> u8 {
+    let vmid = u8::try_from(vm.0 + 1);
+    vmid.expect("after 255 VMs their TLB entries would have to be flushed")
+}
+
+impl<F: Tables> Cpu for El2<F> {
+    type Format = F;
+    const REPORTS_MMIO: bool = false;
+
+    fn program() -> &'static [u8] {
+        // SAFETY: the symbols are the first byte of the program and the byte behind it.
+        unsafe {
+            let start = &raw const guest_program;
+            slice::from_raw_parts(
+                start,
+                (&raw const guest_program_end).offset_from_unsigned(start),
+            )
+        }
+    }
+
+    /// `ret`
+    const RETURN: &'static [u8] = &0xd65f_03c0u32.to_le_bytes();
+
+    fn begin(&mut self, entry: Gpa, command: &Command) {
+        let x = &mut self.guest.x;
+        x[0] = match command.op {
+            Op::Write => 0,
+            Op::Read => 1,
+            Op::Execute => 2,
+        };
+        x[1] = command.gpa.0;
+        x[2] = command.step;
+        x[3] = command.count;
+        x[4] = command.value.into();
+        self.guest.pc = entry.0;
+        // SAFETY: drops what this CPU may have fetched from where there is other code now.
+        unsafe {
+            asm!(
+                "ic iallu",
+                "dsb nsh",
+                "isb",
+                options(nostack, preserves_flags)
+            )
+        };
+    }
+
+    fn run(&mut self, vm: VmId, root: Hpa) -> Exit {
+        // SAFETY: the engine's tables, at a frame of theirs; the monitor itself is not translated by
+        // them. The barriers make the walker see what was stored into them, and this CPU the register.
+        unsafe {
+            write!(vttbr_el2, F::vttbr(root.pfn(), vmid(vm)));
+            asm!("dsb ishst", "isb", options(nostack, preserves_flags));
+        }
+        if let Some(gpa) = self.refused.take() {
+            tlb::forget(gpa.gfn());
+        }
+        loop {
+            // SAFETY: the context is the guest's own, and the guest reaches what the tables map.
+            match unsafe { enter_guest(&mut self.guest) } {
+                SYNCHRONOUS => return self.decode(),
+                IRQ if gic::take_kick() => return Exit::Kicked,
+                IRQ => {}
+                vector => {
+                    return Exit::Other {
+                        code: vector,
+                        info: self.guest.pc,
+                    };
+                }
+            }
+        }
+    }
+
+    fn complete_mmio(&mut self, value: u32) {
+        const SYNDROME_VALID: u64 = 1 << 24;
+        const WRITE_NOT_READ: u64 = 1 << 6;
+        let esr = read!(esr_el2);
+        assert!(
+            esr & SYNDROME_VALID != 0,
+            "no load or store of one register"
+        );
+        let register = esr >> 16 & 0x1f;
+        // 31 is the zero register.
+        if esr & WRITE_NOT_READ == 0 && register < 31 {
+            self.guest.x[register as usize] = value.into();
+        }
+        self.guest.pc += 4;
+    }
+
+    fn sets_accessed(&self) -> bool {
+        self.manages().0
+    }
+
+    fn sets_dirty(&self) -> bool {
+        F::SETS_DIRTY && self.manages().1
+    }
+}

@@ -1,0 +1,147 @@
+//! A monitor at EL2 of QEMU's virt machine: AArch64's page walker walks the engine's tables.
+//!
+//! The host runs at EL2 with addresses that mean themselves, the guest at EL1 with its own MMU off, so
+//! that what the guest accesses is the intermediate physical address that stage 2 translates. CPUs are
+//! flushed by broadcast (`tlb`): Arm needs no interrupt for that; one that takes a CPU out of the
+//! guest is there all the same.
+//!
+//! Two programs are made of it, which differ in their tables ([`Tables`]): `aarch64` has four levels
+//! and software that sets the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1
+//! and lets hardware manage access flag and dirty state.
+#![no_std]
+#![warn(missing_docs)]
+
+mod boot;
+mod cpu;
+mod devices;
+mod sysreg;
+mod tlb;
+
+use core::marker::PhantomData;
+use core::ops::Range;
+use core::panic::PanicInfo;
+
+use metal_core::{Heap, Host, Machine, Memory, Second};
+use slat::format::Stage2;
+use slat::{Format, Gfn, Hpa, Pfn, VmId};
+
+pub use cpu::El2;
+use devices::{console, gic, psci};
+use sysreg::read;
+
+/// Tables that a CPU at EL2 can be given.
+pub trait Tables: Format {
+    /// See [`Stage2::vtcr`].
+    fn vtcr(pa_range: u64) -> u64;
+    /// See [`Stage2::vttbr`].
+    fn vttbr(root: Pfn, vmid: u8) -> u64;
+}
+
+impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Tables for Stage2<IPA_BITS, HARDWARE_DIRTY> {
+    fn vtcr(pa_range: u64) -> u64 {
+        Self::vtcr(pa_range)
+    }
+
+    fn vttbr(root: Pfn, vmid: u8) -> u64 {
+        Self::vttbr(root, vmid)
+    }
+}
+
+/// One program: its tables, and what cannot be generic.
+pub trait Monitor: Send + Sync + 'static {
+    /// See [`Machine::NAME`].
+    const NAME: &'static str;
+    /// What its walkers walk.
+    type Tables: Tables;
+    /// See [`Machine::second`].
+    fn second() -> &'static Second<El2<Self::Tables>>;
+}
+
+/// QEMU's virt machine under the monitor `M`.
+pub struct Virt<M>(PhantomData<M>);
+
+#[global_allocator]
+static HEAP: Heap = Heap::new();
+
+/// Memory begins at 1 GiB, with the monitor in it; the guest's data is the second of two GiB.
+const DATA: Hpa = Hpa(0x8000_0000);
+
+/// What every CPU does when it has come up.
+pub fn main<M: Monitor>(cpu: usize) -> ! {
+    unsafe extern "C" {
+        static image_end: u8;
+    }
+    gic::enable();
+    let this = El2::new();
+    if cpu != 0 {
+        M::second().serve(this)
+    }
+    psci::start(1);
+    let memory = Memory {
+        monitor: Hpa((&raw const image_end).addr() as u64)..DATA,
+        data: DATA,
+    };
+    // SAFETY: behind the image is nobody, and this is called once.
+    let host = unsafe { Host::<Virt<M>>::new(memory, &HEAP) };
+    metal_core::run(this, host)
+}
+
+impl<M: Monitor> Machine for Virt<M> {
+    type Cpu = El2<M::Tables>;
+    const NAME: &'static str = M::NAME;
+
+    fn physical_bits() -> u32 {
+        48
+    }
+
+    fn print(text: &str) {
+        console::print(text);
+    }
+
+    fn flush_guests(vm: VmId, range: &Range<Gfn>) {
+        // A TLBI that names no VMID goes by VTTBR_EL2's, in which this CPU's last guest stands.
+        if read!(vttbr_el2) >> 48 == cpu::vmid(vm).into() {
+            tlb::flush_range(range);
+        } else {
+            tlb::flush_everything();
+        }
+    }
+
+    fn kick(cpu: usize) {
+        gic::kick(cpu);
+    }
+
+    fn second() -> &'static Second<Self::Cpu> {
+        M::second()
+    }
+
+    fn power_off() -> ! {
+        psci::power_off()
+    }
+}
+
+/// Where the vectors for exceptions of EL2 itself lead.
+#[unsafe(no_mangle)]
+extern "C" fn own_exception(vector: u64) -> ! {
+    panic!(
+        "exception at EL2: vector {vector}, ESR {:#x}, ELR {:#x}, FAR {:#x}",
+        read!(esr_el2),
+        read!(elr_el2),
+        read!(far_el2)
+    )
+}
+
+#[panic_handler]
+fn panic(info: &PanicInfo<'_>) -> ! {
+    use core::fmt::Write;
+
+    struct Console;
+    impl Write for Console {
+        fn write_str(&mut self, text: &str) -> core::fmt::Result {
+            console::print(text);
+            Ok(())
+        }
+    }
+    let _ = writeln!(Console, "{info}");
+    psci::power_off()
+}

@@ -1,0 +1,211 @@
+//! What scenarios work with: a machine, fresh VMs on it, and the memory behind them.
+
+use alloc::format;
+use alloc::string::{String, ToString};
+use alloc::sync::Arc;
+use core::fmt::Debug;
+use core::ops::Range;
+use core::ptr;
+use core::sync::atomic::Ordering::SeqCst;
+
+use slat::{
+    Config, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags, Stats, Vm,
+};
+
+use crate::guest::{CODE, Guest, GuestVm};
+use crate::{Command, Cpu, Host, Machine, Op};
+
+/// Guest-physical address of the data slot, and its number.
+pub(crate) const DATA: Gpa = Gpa(1 << 30);
+pub(crate) const DATA_SLOT: u32 = 1;
+/// Where no slot is.
+pub(crate) const HOLE: Gpa = Gpa(0xf000_0000);
+const CODE_SLOT: u32 = 0;
+/// As many pages as the prefetch window, so that the code's fault looks like any other.
+pub(crate) const CODE_PAGES: u64 = 8;
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const GIB: u64 = 1 << 30;
+
+/// The machine, as a scenario finds it.
+pub(crate) struct Bench<'a, M: Machine> {
+    pub(crate) cpu: &'a mut M::Cpu,
+    pub(crate) host: Arc<Host<M>>,
+}
+
+/// A VM with its first vCPU, which the machine's first CPU runs.
+pub(crate) struct TestVm<M: Machine> {
+    pub(crate) vm: GuestVm<M>,
+    pub(crate) guest: Guest<M>,
+    /// When it was last asked for.
+    counted: Stats,
+}
+
+impl<M: Machine> Bench<'_, M> {
+    /// A VM with the program, and with `policies`, on a host with mappings of `level`.
+    pub(crate) fn vm(
+        &mut self,
+        level: Level,
+        policies: &[(&str, &str)],
+    ) -> Result<TestVm<M>, String> {
+        self.host.begin(level);
+        let config = Config {
+            physical_bits: M::physical_bits(),
+            ..Config::default()
+        };
+        let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;
+        // The tables of the VM before are gone, and their frames may be used again. A CPU that does not
+        // tell VMs apart may remember them.
+        M::flush_guests(vm.id(), &(Gfn(0)..Gfn(u64::MAX >> PAGE_SHIFT)));
+        for (name, value) in policies {
+            let refused = |error| format!("{name}={value}: {error}");
+            vm.set_policy(name, value).map_err(refused)?;
+        }
+        self.host.load(M::Cpu::program());
+        let code = Region {
+            slot: CODE_SLOT,
+            flags: SlotFlags::default(),
+            gpa: CODE,
+            size: CODE_PAGES * PAGE_SIZE,
+            backing: Hva(self.host.small().0),
+        };
+        set_region::<M>(&vm, &code)?;
+        Ok(TestVm {
+            guest: Guest::new(&vm)?,
+            counted: vm.stats(),
+            vm,
+        })
+    }
+
+    /// The data slot, of `size` bytes.
+    pub(crate) fn data_slot(&self, size: u64, flags: SlotFlags) -> Region {
+        Region {
+            slot: DATA_SLOT,
+            flags,
+            gpa: DATA,
+            size,
+            backing: Hva(self.host.large().0),
+        }
+    }
+
+    /// The backing of `pages` of the data slot.
+    pub(crate) fn backing(&self, pages: Range<u64>) -> Range<Hva> {
+        let start = Hva(self.host.large().0);
+        start.add_pages(pages.start)..start.add_pages(pages.end)
+    }
+
+    /// Where a page of the data slot is in the machine's memory.
+    pub(crate) fn page(&self, page: u64) -> Hpa {
+        Hpa(self.host.large().0 + page * PAGE_SIZE)
+    }
+
+    /// Has the machine's first CPU run `command`.
+    pub(crate) fn run(&mut self, vm: &mut TestVm<M>, command: Command) -> Result<u32, String> {
+        vm.guest.run(self.cpu, &command)
+    }
+
+    /// Has it write, and looks in the machine's memory whether all came where it belongs.
+    pub(crate) fn write(&mut self, vm: &mut TestVm<M>, command: Command) -> Result<(), String> {
+        self.run(vm, command)?;
+        for i in 0..command.count {
+            let offset = command.gpa.0 - DATA.0 + i * command.step;
+            let word = read_word(Hpa(self.host.large().0 + offset));
+            let written = command.value + i as u32;
+            same("word written by the guest", word, written)
+                .map_err(|error| format!("{error}, at {}", Gpa(DATA.0 + offset)))?;
+        }
+        Ok(())
+    }
+}
+
+impl<M: Machine> TestVm<M> {
+    pub(crate) fn set(&self, region: &Region) -> Result<(), String> {
+        set_region::<M>(&self.vm, region)
+    }
+
+    /// Another vCPU, for the second CPU.
+    pub(crate) fn second_guest(&self) -> Result<Guest<M>, String> {
+        Guest::new(&self.vm)
+    }
+
+    /// Whether the engine's counters and gauges rose as expected since this was last asked.
+    pub(crate) fn counted(&mut self, expected: &[(&str, u64)]) -> Result<(), String> {
+        let now = self.vm.stats();
+        let since = now.since(&self.counted);
+        self.counted = now;
+        for (name, rise) in expected {
+            let counter = since.iter().find(|(known, _)| known == name);
+            let (_, seen) = counter.ok_or_else(|| format!("no counter {name}"))?;
+            same(name, seen as i64, *rise as i64)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the first CPU reported so many faults since this was last asked.
+    pub(crate) fn faulted(&mut self, expected: u64) -> Result<(), String> {
+        same(
+            "faults seen",
+            self.guest.seen.faults.swap(0, SeqCst),
+            expected,
+        )
+    }
+
+    /// Ends the VM. Its tables must be in order, and its frames come back.
+    pub(crate) fn end(self, host: &Host<M>) -> Result<(), String> {
+        self.vm.audit().map_err(|error| format!("audit: {error}"))?;
+        drop(self);
+        same("table frames in use after the VM", host.frames_used(), 0)
+    }
+}
+
+fn set_region<M: Machine>(vm: &GuestVm<M>, region: &Region) -> Result<(), String> {
+    vm.set_memory_region(0, region)
+        .map_err(|error| error.to_string())
+}
+
+/// `count` pages of the data slot, from `first` on, one word each.
+pub(crate) fn pages(op: Op, first: u64, count: u64) -> Command {
+    every(op, first, count, PAGE_SIZE)
+}
+
+/// `count` addresses of the data slot, `step` bytes apart.
+pub(crate) fn every(op: Op, first_page: u64, count: u64, step: u64) -> Command {
+    Command {
+        op,
+        gpa: Gpa(DATA.0 + first_page * PAGE_SIZE),
+        step,
+        count,
+        value: 0x100,
+    }
+}
+
+/// What [`TestVm::counted`] calls the rise of a gauge that fell by `n`.
+pub(crate) fn fell(n: u64) -> u64 {
+    n.wrapping_neg()
+}
+
+/// A word of guest memory.
+pub(crate) fn read_word(at: Hpa) -> u32 {
+    // SAFETY: callers give addresses of the guests' memory, which is there for good; a guest may be
+    // writing it, hence volatile.
+    unsafe { ptr::read_volatile(at.0 as *const u32) }
+}
+
+/// Writes a word of guest memory.
+pub(crate) fn write_word(at: Hpa, value: u32) {
+    // SAFETY: as in `read_word`.
+    unsafe { ptr::write_volatile(at.0 as *mut u32, value) }
+}
+
+/// Whether what was seen is what was expected.
+pub(crate) fn same<T: PartialEq + Debug>(what: &str, seen: T, expected: T) -> Result<(), String> {
+    if seen == expected {
+        Ok(())
+    } else {
+        Err(format!("{what}: {expected:?} expected, {seen:?} seen"))
+    }
+}
+
+/// Whether something holds.
+pub(crate) fn holds(what: &str, holds: bool) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(what.to_string()) }
+}

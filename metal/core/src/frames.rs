@@ -1,0 +1,166 @@
+//! Frames for page tables: a stretch of memory whose first pages hold what the engine keeps beside
+//! each frame, so that both are found from a frame's number by arithmetic.
+
+use core::cell::UnsafeCell;
+use core::hint::spin_loop;
+use core::ops::{Deref, DerefMut, Range};
+use core::ptr::{self, NonNull};
+use core::sync::atomic::{AtomicBool, Ordering::*};
+
+use slat::{Entries, Hpa, PAGE_SIZE, Pfn, TableMeta};
+
+/// An allocator of table frames.
+pub(crate) struct Frames {
+    /// Begins with the array of [`TableMeta`], one for each frame of the range.
+    all: Range<Pfn>,
+    free: Spin<Free>,
+}
+
+struct Free {
+    fresh: Range<u64>,
+    /// First of the frames that were given back, linked through their first word; 0 ends the list.
+    list: u64,
+    used: usize,
+}
+
+impl Frames {
+    /// # Safety
+    /// - `memory` (whole pages, not at 0) is nobody else's, and its addresses are valid as they are.
+    pub(crate) unsafe fn new(memory: Range<Hpa>) -> Self {
+        let all = memory.start.pfn()..memory.end.pfn();
+        let frames = all.end.0 - all.start.0;
+        let reserved = (frames * size_of::<TableMeta>() as u64).div_ceil(PAGE_SIZE);
+        Frames {
+            free: Spin::new(Free {
+                fresh: all.start.0 + reserved..all.end.0,
+                list: 0,
+                used: 0,
+            }),
+            all,
+        }
+    }
+
+    /// Frames in use.
+    pub(crate) fn used(&self) -> usize {
+        self.free.lock().used
+    }
+
+    /// A frame of unspecified contents, with fresh metadata.
+    pub(crate) fn alloc(&self) -> Option<Pfn> {
+        let mut free = self.free.lock();
+        let frame = match free.list {
+            0 => free.fresh.next()?,
+            first => {
+                // SAFETY: a frame in the list is this allocator's, and begins with a link.
+                free.list = unsafe { ptr::read(Pfn(first).hpa().0 as *const u64) };
+                first
+            }
+        };
+        free.used += 1;
+        drop(free);
+        Some(self.prepare(Pfn(frame)))
+    }
+
+    /// `count` frames (a power of two) next to each other, the first aligned to them all.
+    pub(crate) fn alloc_run(&self, count: usize) -> Option<Pfn> {
+        let mut free = self.free.lock();
+        let start = free.fresh.start.next_multiple_of(count as u64);
+        let end = start + count as u64;
+        if end > free.fresh.end {
+            return None;
+        }
+        for skipped in free.fresh.start..start {
+            free.push(Pfn(skipped));
+        }
+        free.fresh.start = end;
+        free.used += count;
+        drop(free);
+        (start..end).for_each(|frame| {
+            self.prepare(Pfn(frame));
+        });
+        Some(Pfn(start))
+    }
+
+    /// # Safety
+    /// - `frame` came from this allocator, is freed once, and is not used any more.
+    pub(crate) unsafe fn free(&self, frame: Pfn) {
+        let mut free = self.free.lock();
+        free.push(frame);
+        free.used -= 1;
+    }
+
+    fn prepare(&self, frame: Pfn) -> Pfn {
+        // SAFETY: nobody uses the frame, and so nobody its metadata.
+        unsafe { self.meta(frame).write(TableMeta::new()) };
+        frame
+    }
+
+    pub(crate) fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        debug_assert!(self.all.contains(&frame));
+        // SAFETY: no frame of ours is at address 0.
+        unsafe { NonNull::new_unchecked(frame.hpa().0 as *mut Entries) }
+    }
+
+    pub(crate) fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        debug_assert!(self.all.contains(&frame));
+        let array = self.all.start.hpa().0 as *mut TableMeta;
+        // SAFETY: the array has an element for each frame of the range, and is not at address 0.
+        unsafe { NonNull::new_unchecked(array.add((frame.0 - self.all.start.0) as usize)) }
+    }
+}
+
+impl Free {
+    fn push(&mut self, frame: Pfn) {
+        // SAFETY: the frame is free: its memory is the allocator's.
+        unsafe { ptr::write(frame.hpa().0 as *mut u64, self.list) };
+        self.list = frame.0;
+    }
+}
+
+/// Data behind a spin lock, for a few instructions at a time.
+pub(crate) struct Spin<T> {
+    held: AtomicBool,
+    data: UnsafeCell<T>,
+}
+
+// SAFETY: the data is reached only through a guard, and there is one guard at a time.
+unsafe impl<T: Send> Sync for Spin<T> {}
+
+impl<T> Spin<T> {
+    pub(crate) const fn new(data: T) -> Self {
+        Spin {
+            held: AtomicBool::new(false),
+            data: UnsafeCell::new(data),
+        }
+    }
+
+    pub(crate) fn lock(&self) -> Guard<'_, T> {
+        while self.held.swap(true, Acquire) {
+            spin_loop();
+        }
+        Guard(self)
+    }
+}
+
+pub(crate) struct Guard<'a, T>(&'a Spin<T>);
+
+impl<T> Deref for Guard<'_, T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        // SAFETY: this guard holds the lock.
+        unsafe { &*self.0.data.get() }
+    }
+}
+
+impl<T> DerefMut for Guard<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: this guard holds the lock, and `&mut self` makes the reference the only one.
+        unsafe { &mut *self.0.data.get() }
+    }
+}
+
+impl<T> Drop for Guard<'_, T> {
+    fn drop(&mut self) {
+        self.0.held.store(false, Release);
+    }
+}

@@ -1,0 +1,173 @@
+//! The engine's platform: what `slat` needs of a machine.
+
+use alloc::sync::Arc;
+use core::hint::spin_loop;
+use core::marker::PhantomData;
+use core::ops::Range;
+use core::ptr::{self, NonNull};
+use core::sync::atomic::{AtomicU8, AtomicU64, Ordering::*};
+
+use slat::{
+    Access, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, MemoryType, PAGE_SIZE, Pfn, Platform,
+    ResolveError, TableMeta, VmId, WaitFor,
+};
+
+use crate::bench::{GIB, MIB};
+use crate::frames::Frames;
+use crate::{Heap, Machine, Memory};
+
+/// Frames for tables, and the memory that backs memslots.
+///
+/// Backing address and physical address are the same, but for one page that can be made to stand for
+/// another ([`Host::replace`]): a host that moves a guest's page.
+pub struct Host<M> {
+    frames: Frames,
+    /// Guests' memory of which the host has no mapping larger than a page.
+    small: Range<Hpa>,
+    /// Guests' memory that is whole GiBs.
+    large: Range<Hpa>,
+    /// How large the host's mappings of that are.
+    level: AtomicU8,
+    replaced: AtomicU64,
+    replacement: AtomicU64,
+    machine: PhantomData<fn() -> M>,
+}
+
+impl<M: Machine> Host<M> {
+    /// See [`Host::small`].
+    pub const SMALL_PAGES: u64 = 16;
+
+    /// Divides `memory` up: a part goes to `heap`, one to tables, one to guests.
+    ///
+    /// # Safety
+    /// - `memory` is nobody else's, and its addresses are valid as they are;
+    /// - `heap` is the global allocator, and has no memory yet.
+    pub unsafe fn new(memory: Memory, heap: &Heap) -> Arc<Self> {
+        let at = |offset: u64| Hpa(memory.monitor.start.0.next_multiple_of(MIB) + offset);
+        let small = at(0)..at(Self::SMALL_PAGES * PAGE_SIZE);
+        assert!(at(48 * MIB) <= memory.monitor.end, "too little memory");
+        // SAFETY: the caller's promise; the parts do not overlap.
+        let frames = unsafe {
+            heap.give(at(MIB)..at(17 * MIB));
+            Frames::new(at(17 * MIB)..memory.monitor.end)
+        };
+        Arc::new(Host {
+            frames,
+            small,
+            large: memory.data..Hpa(memory.data.0 + GIB),
+            level: AtomicU8::new(Level::GIGA.0),
+            replaced: AtomicU64::new(0),
+            replacement: AtomicU64::new(0),
+            machine: PhantomData,
+        })
+    }
+
+    /// The first page of guests' memory of which the host has no mapping larger than a page, of
+    /// [`Host::SMALL_PAGES`].
+    pub fn small(&self) -> Hpa {
+        self.small.start
+    }
+
+    /// Copies the guest's program, less than a page, to the first small page. No guest runs.
+    pub fn load(&self, program: &[u8]) {
+        assert!(program.len() as u64 <= PAGE_SIZE);
+        let to = self.small.start.0 as *mut u8;
+        // SAFETY: guests' memory, large enough.
+        unsafe { ptr::copy_nonoverlapping(program.as_ptr(), to, program.len()) };
+    }
+
+    /// The GiB of guests' memory that the host maps as it likes.
+    pub fn large(&self) -> Hpa {
+        self.large.start
+    }
+
+    /// Table frames in use.
+    pub fn frames_used(&self) -> usize {
+        self.frames.used()
+    }
+
+    /// For a new VM: mappings of the large memory have `level`, and no page stands for another.
+    pub fn begin(&self, level: Level) {
+        self.level.store(level.0, SeqCst);
+        self.replaced.store(0, SeqCst);
+    }
+
+    /// From now on the page at `backing` is the one at `page`: to be called while `backing` is
+    /// invalidated. No mapping that holds it may be larger than a page.
+    pub fn replace(&self, backing: Hva, page: Hpa) {
+        self.replacement.store(page.0, SeqCst);
+        self.replaced.store(backing.0, SeqCst);
+    }
+
+    fn page(&self, backing: Hva) -> Option<HostPage> {
+        let page = backing.0 & !(PAGE_SIZE - 1);
+        let level = if self.large.contains(&Hpa(page)) {
+            Level(self.level.load(SeqCst))
+        } else if self.small.contains(&Hpa(page)) {
+            Level::PAGE
+        } else {
+            return None;
+        };
+        let host = if page == self.replaced.load(SeqCst) {
+            self.replacement.load(SeqCst)
+        } else {
+            page
+        };
+        Some(HostPage {
+            pfn: Hpa(host).pfn(),
+            level,
+            writable: true,
+            memory: MemoryType::WriteBack,
+        })
+    }
+}
+
+// SAFETY: frames and metadata come from `Frames`, which keeps them in place; `page` answers with memory
+// of the guests, which never goes away; `flush` is the machine's, with the same contract.
+unsafe impl<M: Machine> Platform for Host<M> {
+    fn alloc_table(&self) -> Option<Pfn> {
+        self.frames.alloc()
+    }
+
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        self.frames.alloc_run(tables)
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        // SAFETY: the caller's promise.
+        unsafe { self.frames.free(frame) }
+    }
+
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        self.frames.entries(frame)
+    }
+
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        self.frames.meta(frame)
+    }
+
+    fn resolve(&self, backing: Hva, _: Access) -> Result<HostPage, ResolveError> {
+        self.page(backing).ok_or(ResolveError::BadAddress)
+    }
+
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        let pages = (backing.end.0 - backing.start.0) / PAGE_SIZE;
+        for backing in (0..pages).map(|i| backing.start.add_pages(i)) {
+            if let Some(first) = self.page(backing) {
+                found(HostRun {
+                    backing,
+                    pages: 1,
+                    first,
+                });
+            }
+        }
+    }
+
+    fn flush(&self, vm: VmId, range: Range<Gfn>) {
+        M::flush_guests(vm, &range);
+    }
+
+    fn wait(&self, _: u32, _: WaitFor) {
+        spin_loop();
+    }
+}

@@ -1,0 +1,53 @@
+//! Accessed bits, as the walker sets them.
+
+use alloc::format;
+
+use slat::{Level, PAGE_SIZE, SlotFlags};
+
+use super::Verdict;
+use crate::bench::{Bench, DATA, MIB, every, pages, same};
+use crate::{Cpu, Machine, Op};
+
+/// Uses `count` leaves, `step` bytes apart, then some of them again, and asks after each which were
+/// used.
+fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64) -> Verdict {
+    const AGAIN: u64 = 5;
+    let size = count * step;
+    let all = bench.backing(0..size / PAGE_SIZE);
+    let mut vm = bench.vm(level, &[("prefetch", "off")])?;
+    vm.set(&bench.data_slot(size, SlotFlags::default()))?;
+    bench.run(&mut vm, every(Op::Write, 0, count, step))?;
+    vm.faulted(1 + count)?;
+    same("leaves used at first", vm.vm.age(all.clone(), true), count)?;
+    // A translation that a TLB holds is used without a walk, and marks nothing.
+    let gfns = DATA.gfn()..DATA.gfn().add(size / PAGE_SIZE);
+    M::flush_guests(vm.vm.id(), &gfns);
+    same("leaves used since", vm.vm.age(all.clone(), false), 0)?;
+
+    bench.run(&mut vm, every(Op::Read, 0, AGAIN, 2 * step))?;
+    vm.faulted(if bench.cpu.sets_accessed() { 0 } else { AGAIN })?;
+    same("leaves used again", vm.vm.age(all.clone(), false), AGAIN)?;
+    let first = bench.backing(0..step / PAGE_SIZE);
+    same("the first of them", vm.vm.age(first, true), 1)?;
+    same("the others", vm.vm.age(all, false), AGAIN - 1)?;
+    vm.end(&bench.host)?;
+    Ok(format!("{count} leaves, {AGAIN} used again"))
+}
+
+pub(super) fn of_pages<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    age(bench, Level::PAGE, 16, PAGE_SIZE)?;
+    // What was mapped ahead is not young until it is used.
+    let mut vm = bench.vm(Level::PAGE, &[("prefetch", "8")])?;
+    vm.set(&bench.data_slot(64 * PAGE_SIZE, SlotFlags::default()))?;
+    bench.run(&mut vm, pages(Op::Read, 0, 1))?;
+    let all = bench.backing(0..64);
+    same("young after one fault", vm.vm.age(all.clone(), false), 1)?;
+    bench.run(&mut vm, pages(Op::Read, 0, 3))?;
+    same("young after two more pages", vm.vm.age(all, false), 3)?;
+    vm.end(&bench.host)?;
+    Ok("16 leaves, 5 used again; 7 mapped ahead, 2 used".into())
+}
+
+pub(super) fn of_huge_pages<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    age(bench, Level::MEGA, 12, 2 * MIB)
+}

@@ -1,0 +1,152 @@
+//! Dirty logs of a guest that stands still while they are taken: exact to the page.
+
+use alloc::format;
+use alloc::string::{String, ToString};
+use alloc::vec;
+use alloc::vec::Vec;
+
+use slat::{Level, PAGE_SIZE, SlotFlags};
+
+use super::Verdict;
+use crate::bench::{Bench, DATA_SLOT, MIB, TestVm, every, fell, pages, same};
+use crate::{Cpu, Machine, Op};
+
+const PAGES: u64 = 512;
+
+impl<M: Machine> TestVm<M> {
+    /// The log of the data slot.
+    pub(super) fn log(&self) -> Result<Vec<u64>, String> {
+        let words = self.vm.dirty_log_words(0, DATA_SLOT);
+        let mut bitmap = vec![0; words.map_err(|error| error.to_string())?];
+        self.vm
+            .get_dirty_log(0, DATA_SLOT, &mut bitmap)
+            .map_err(|error| error.to_string())?;
+        Ok(bitmap)
+    }
+
+    /// Whether the log names the pages for which `dirty` says so, and no other.
+    fn logged(&self, what: &str, dirty: impl Fn(u64) -> bool) -> Result<(), String> {
+        let log = self.log()?;
+        for page in 0..log.len() as u64 * 64 {
+            let named = log[page as usize / 64] >> (page % 64) & 1 != 0;
+            same("page in the log", named, dirty(page))
+                .map_err(|error| format!("{what}: {error}, page {page}"))?;
+        }
+        Ok(())
+    }
+}
+
+/// What a log by any means must say. `faults` is whether a first write to a page faults.
+fn takes_exact_logs<M: Machine>(
+    bench: &mut Bench<'_, M>,
+    means: &str,
+    write_faults: bool,
+) -> Verdict {
+    let faults = |count: u64| if write_faults { count } else { 0 };
+    let mut vm = bench.vm(Level::PAGE, &[("dirty_log", means)])?;
+    vm.set(&bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::LOG_DIRTY_PAGES))?;
+
+    bench.run(&mut vm, pages(Op::Read, 0, 128))?;
+    vm.faulted(1 + 128)?;
+    vm.logged("read only", |_| false)?;
+
+    bench.write(&mut vm, pages(Op::Write, 32, 128))?;
+    // The first 96 were read, and are mapped.
+    vm.faulted(faults(96) + 32)?;
+    vm.logged("written", |page| (32..160).contains(&page))?;
+    vm.logged("not written since", |_| false)?;
+
+    bench.write(&mut vm, every(Op::Write, 40, 12, 8 * PAGE_SIZE))?;
+    vm.faulted(faults(12))?;
+    bench.run(&mut vm, pages(Op::Read, 0, 160))?;
+    vm.faulted(0)?;
+    vm.logged("written again", |page| {
+        (40..136).contains(&page) && page % 8 == 0
+    })?;
+    vm.logged("not written since", |_| false)?;
+    vm.counted(&[
+        ("dirty_pages", 128 + 12),
+        ("pf_fast", faults(96) + faults(12)),
+    ])?;
+    vm.end(&bench.host)?;
+    Ok(format!("{} pages, in 2 logs of 5", 128 + 12))
+}
+
+pub(super) fn by_write_protection<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    takes_exact_logs(bench, "write-protect", true)
+}
+
+pub(super) fn by_dirty_bit<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    if !bench.cpu.sets_dirty() {
+        return Ok("this CPU sets no dirty bits: nothing to see".into());
+    }
+    takes_exact_logs(bench, "dirty-bit", false)
+}
+
+/// Enabling the log splits what is huge before the first write, and looks at no page to do it.
+pub(super) fn eager_split<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    const HUGE: u64 = 4;
+    let size = HUGE * 2 * MIB;
+    let mut visited = [0; 2];
+    for (walk, visited) in ["full-walk", "skip-last-level"]
+        .into_iter()
+        .zip(&mut visited)
+    {
+        let mut vm = bench.vm(Level::MEGA, &[("split_walk", walk)])?;
+        vm.set(&bench.data_slot(size, SlotFlags::default()))?;
+        bench.run(&mut vm, every(Op::Write, 0, HUGE, 2 * MIB))?;
+        vm.faulted(1 + HUGE)?;
+        vm.set(&bench.data_slot(size, SlotFlags::LOG_DIRTY_PAGES))?;
+        vm.counted(&[("splits", HUGE), ("zapped", 0)])?;
+        *visited = vm.vm.stats().split_entries_visited;
+        bench.run(&mut vm, pages(Op::Read, 0, HUGE * 512))?;
+        vm.faulted(0)?;
+        vm.logged("enabled", |_| false)?;
+        bench.write(&mut vm, pages(Op::Write, 0, HUGE * 512))?;
+        vm.faulted(HUGE * 512)?;
+        vm.logged("written", |_| true)?;
+        vm.end(&bench.host)?;
+    }
+    let [full, skipping] = visited;
+    same(
+        "entries of level 1 passed over",
+        full - skipping,
+        HUGE * 512,
+    )?;
+    Ok(format!("{skipping} entries visited, not {full}"))
+}
+
+/// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, with a log that begins all set: huge pages are split when the
+/// part of the log that they are in is cleared, and not before.
+pub(super) fn cleared_by_hand<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    const HUGE: u64 = 4;
+    let mut vm = bench.vm(Level::MEGA, &[("prefetch", "off")])?;
+    vm.vm.set_manual_dirty_log(true, true);
+    vm.set(&bench.data_slot(HUGE * 2 * MIB, SlotFlags::default()))?;
+    bench.write(&mut vm, every(Op::Write, 0, HUGE, 2 * MIB))?;
+    vm.faulted(1 + HUGE)?;
+    vm.set(&bench.data_slot(HUGE * 2 * MIB, SlotFlags::LOG_DIRTY_PAGES))?;
+    vm.counted(&[("pages_2m", HUGE), ("splits", 0)])?;
+    vm.logged("initially set", |_| true)?;
+    vm.logged("looked at only", |_| true)?;
+    bench.write(&mut vm, pages(Op::Write, 0, HUGE * 512))?;
+    vm.faulted(0)?;
+
+    // The second huge page.
+    vm.vm
+        .clear_dirty_log(0, DATA_SLOT, 512, 512, &[u64::MAX; 8])
+        .map_err(|error| error.to_string())?;
+    vm.counted(&[("splits", 1), ("pages_2m", fell(1)), ("pages_4k", 512)])?;
+    vm.logged("cleared", |page| !(512..1024).contains(&page))?;
+    bench.write(&mut vm, pages(Op::Write, 0, HUGE * 512))?;
+    vm.faulted(512)?;
+    vm.logged("written again", |_| true)?;
+
+    // Without logging nothing has to be small.
+    vm.set(&bench.data_slot(HUGE * 2 * MIB, SlotFlags::default()))?;
+    bench.run(&mut vm, every(Op::Read, 0, HUGE, 2 * MIB))?;
+    vm.faulted(1)?;
+    vm.counted(&[("pages_2m", 1), ("pages_4k", fell(512)), ("zapped", 512)])?;
+    vm.end(&bench.host)?;
+    Ok("1 of 4 huge pages split, when its log was cleared".into())
+}

@@ -1,0 +1,81 @@
+//! Memory on demand.
+
+use alloc::format;
+
+use slat::{Level, PAGE_SIZE, SlotFlags};
+
+use super::Verdict;
+use crate::bench::{Bench, CODE_PAGES, GIB, MIB, every, pages};
+use crate::{Cpu, Machine, Op};
+
+/// Writes `count` words, `step` bytes apart, where the host has mappings of `level`, and expects one
+/// fault for each of `leaves` leaves, counted by `gauge`; one more is the program's.
+fn on_demand<M: Machine>(
+    bench: &mut Bench<'_, M>,
+    level: Level,
+    (count, step): (u64, u64),
+    (gauge, leaves): (&str, u64),
+) -> Verdict {
+    let mut vm = bench.vm(level, &[("prefetch", "off")])?;
+    vm.set(&bench.data_slot(GIB, SlotFlags::default()))?;
+    let write = every(Op::Write, 0, count, step);
+    bench.write(&mut vm, write)?;
+    vm.faulted(leaves + 1)?;
+    vm.counted(&[
+        ("pf_taken", leaves + 1),
+        ("pf_fixed", leaves + 1),
+        ("pf_spurious", 0),
+        (gauge, leaves + u64::from(level == Level::PAGE)),
+    ])?;
+    let read = every(Op::Read, 0, count, step);
+    let sum: u64 = (0..count).map(|i| u64::from(write.value) + i).sum();
+    let result = bench.run(&mut vm, read)?;
+    crate::bench::same("sum read by the guest", result, sum as u32)?;
+    vm.faulted(0)?;
+    vm.end(&bench.host)?;
+    Ok(format!("{count} pages written, {} faults", leaves + 1))
+}
+
+pub(super) fn of_4k<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    on_demand(bench, Level::PAGE, (2048, PAGE_SIZE), ("pages_4k", 2048))
+}
+
+pub(super) fn of_2m<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    on_demand(bench, Level::MEGA, (4096, PAGE_SIZE), ("pages_2m", 8))
+}
+
+pub(super) fn of_1g<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    on_demand(bench, Level::GIGA, (512, 2 * MIB), ("pages_1g", 1))
+}
+
+pub(super) fn prefetch_window<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    const PAGES: u64 = 512;
+    const WINDOW: u64 = 8;
+    let mut vm = bench.vm(Level::PAGE, &[("prefetch", "8")])?;
+    vm.set(&bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default()))?;
+    // Where the walker sets no accessed bits, the first use of a page that was mapped ahead comes to the
+    // monitor, too. The engine counts no fault: the leaf is there.
+    let first_uses = |pages: u64| match bench.cpu.sets_accessed() {
+        true => 0,
+        false => pages,
+    };
+    let (in_one, in_others) = (
+        first_uses(WINDOW - 1),
+        first_uses((PAGES / WINDOW - 1) * (WINDOW - 1)),
+    );
+    // From the middle of a window: it reaches in both directions.
+    bench.write(&mut vm, pages(Op::Write, 5, 1))?;
+    bench.write(&mut vm, pages(Op::Write, 0, WINDOW))?;
+    vm.faulted(1 + 1 + in_one)?;
+    bench.write(&mut vm, pages(Op::Write, 0, PAGES))?;
+    vm.faulted(PAGES / WINDOW - 1 + in_others)?;
+    let faults = 1 + PAGES / WINDOW;
+    vm.counted(&[
+        ("pf_taken", faults),
+        ("pf_fixed", faults),
+        ("pages_4k", CODE_PAGES + PAGES),
+        ("prefetched", CODE_PAGES + PAGES - faults),
+    ])?;
+    vm.end(&bench.host)?;
+    Ok(format!("{PAGES} pages written, {faults} faults"))
+}

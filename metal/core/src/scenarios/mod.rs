@@ -1,0 +1,70 @@
+//! The scenarios. Each makes a VM of its own, has the guest do something, and compares three
+//! accounts of it: what the CPU reported, what the engine counted, and what came into memory.
+
+mod age;
+mod cpus;
+mod dirty;
+mod faults;
+mod migrate;
+mod mmio;
+mod nx;
+mod slots;
+mod split;
+mod stale;
+
+use alloc::string::String;
+
+use crate::Machine;
+use crate::bench::Bench;
+
+/// Some figures, or what was not as expected.
+type Verdict = Result<String, String>;
+type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
+
+/// All of them, in the order in which they run.
+pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<M>)> {
+    let all: [(&'static str, Scenario<M>); 26] = [
+        ("demand_faults_4k", faults::of_4k),
+        ("demand_faults_2m", faults::of_2m),
+        ("demand_faults_1g", faults::of_1g),
+        ("prefetch_window", faults::prefetch_window),
+        ("nx_huge_page_2m", nx::huge_page_2m),
+        ("nx_huge_page_1g", nx::huge_page_1g),
+        ("splits_under_a_running_guest", split::under_a_running_guest),
+        ("mmio", mmio::cached),
+        (
+            "mmio_becomes_memory_and_back",
+            mmio::becomes_memory_and_back,
+        ),
+        ("read_only_slot", mmio::read_only_slot),
+        ("dirty_log_by_write_protection", dirty::by_write_protection),
+        ("dirty_log_by_dirty_bit", dirty::by_dirty_bit),
+        ("eager_split", dirty::eager_split),
+        ("dirty_log_cleared_by_hand", dirty::cleared_by_hand),
+        (
+            "migration_by_write_protection",
+            migrate::by_write_protection,
+        ),
+        ("migration_by_dirty_bit", migrate::by_dirty_bit),
+        (
+            "migration_of_one_page_by_write_protection",
+            migrate::of_one_page_by_write_protection,
+        ),
+        (
+            "migration_of_one_page_by_dirty_bit",
+            migrate::of_one_page_by_dirty_bit,
+        ),
+        ("accessed_bits", age::of_pages),
+        ("accessed_bits_2m", age::of_huge_pages),
+        (
+            "two_cpus_fault_in_the_same_tables",
+            cpus::fault_in_the_same_tables,
+        ),
+        ("a_kick_takes_a_cpu_out_of_the_guest", cpus::a_kick),
+        ("slot_deleted_under_a_running_guest", slots::deleted),
+        ("slot_moved_under_a_running_guest", slots::moved),
+        ("stale_translation", stale::on_one_cpu),
+        ("stale_translation_on_another_cpu", stale::on_another_cpu),
+    ];
+    all.into_iter()
+}

@@ -1,0 +1,90 @@
+//! Memslots that are deleted and moved while the guest writes to them. When the call has returned no
+//! write may come into the memory behind the old place any more.
+
+use alloc::format;
+use alloc::string::String;
+use core::sync::atomic::Ordering::SeqCst;
+
+use slat::{Gpa, Level, PAGE_SIZE, Region, SlotFlags};
+
+use super::Verdict;
+use crate::bench::{Bench, DATA, holds, pages, read_word, same, write_word};
+use crate::guest::Beside;
+use crate::{Machine, Op};
+
+const PAGES: u64 = 512;
+const ROUNDS: u32 = 20;
+/// Greater than what the guest gets to writing.
+const STAMP: u32 = 0xfeed_0000;
+
+/// Marks the memory, lets the guest run, and expects the marks still there.
+fn stays_as_it_is<M: Machine>(
+    bench: &Bench<'_, M>,
+    running: &Beside<M>,
+    round: u32,
+) -> Result<(), String> {
+    for page in 0..PAGES {
+        write_word(bench.page(page), STAMP + round);
+    }
+    running.pass();
+    for page in 0..PAGES {
+        same(
+            "word behind the slot that went",
+            read_word(bench.page(page)),
+            STAMP + round,
+        )
+        .map_err(|error| format!("{error}, page {page}"))?;
+    }
+    Ok(())
+}
+
+/// The guest's writes come in again.
+fn is_written<M: Machine>(bench: &Bench<'_, M>, running: &Beside<M>) -> Result<(), String> {
+    running.pass();
+    let written = (0..PAGES).all(|page| read_word(bench.page(page)) < STAMP);
+    holds("the slot is back, and nothing is written to it", written)
+}
+
+/// Takes the data slot away by `gone`, and brings it back by `back`, again and again.
+fn changes_under_the_guest<M: Machine>(
+    bench: &mut Bench<'_, M>,
+    gone: Region,
+    back: Region,
+) -> Verdict {
+    let vm = bench.vm(Level::PAGE, &[])?;
+    vm.set(&back)?;
+    let running = Beside::start(vm.second_guest()?, pages(Op::Write, 0, PAGES));
+    is_written(bench, &running)?;
+    for round in 0..ROUNDS {
+        vm.set(&gone)?;
+        stays_as_it_is(bench, &running, round)?;
+        vm.set(&back)?;
+        is_written(bench, &running)?;
+    }
+    let seen = running.seen.clone();
+    drop(running.stop()?);
+    let (mmio, kicks) = (seen.mmio.load(SeqCst), seen.kicks.load(SeqCst));
+    // A whole pass for each round, at least.
+    holds(
+        "too few writes found no slot",
+        mmio >= u64::from(ROUNDS) * PAGES,
+    )?;
+    vm.end(&bench.host)?;
+    Ok(format!(
+        "{ROUNDS} times, {mmio} writes to nowhere, {kicks} kicks"
+    ))
+}
+
+pub(super) fn deleted<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    let slot = bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default());
+    changes_under_the_guest(bench, Region { size: 0, ..slot }, slot)
+}
+
+pub(super) fn moved<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    let slot = bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default());
+    let elsewhere = Region {
+        gpa: Gpa(DATA.0 + (1 << 29)),
+        ..slot
+    };
+    changes_under_the_guest(bench, elsewhere, slot)
+}

@@ -1,0 +1,107 @@
+//! A page that the host puts elsewhere: who has read it before must not read the old one after.
+
+use alloc::format;
+use core::hint::spin_loop;
+use core::sync::atomic::Ordering::SeqCst;
+
+use slat::{Hpa, Level, PAGE_SIZE, SlotFlags};
+
+use super::Verdict;
+use crate::bench::{Bench, CODE_PAGES, TestVm, holds, pages, same, write_word};
+use crate::guest::Beside;
+use crate::{Command, Machine, Op};
+
+/// Reads of the page in one pass.
+const READS: u64 = 4096;
+const OLD: u32 = 3;
+const NEW: u32 = 5;
+/// On a page that nobody may read. One such word in a sum is more than all the others.
+const POISON: u32 = 1 << 16;
+
+fn read_first_page() -> Command {
+    Command {
+        step: 0,
+        ..pages(Op::Read, 0, READS)
+    }
+}
+
+impl<M: Machine> Bench<'_, M> {
+    /// The page that stands for the first of the data slot after [`Bench::move_page`].
+    fn spare(&self) -> Hpa {
+        Hpa(self.host.small().0 + CODE_PAGES * PAGE_SIZE)
+    }
+
+    /// Makes `page` back the first page of the data slot. `meanwhile` runs while that is invalidated.
+    fn move_page<R>(&self, vm: &TestVm<M>, page: Hpa, meanwhile: impl FnOnce() -> R) -> R {
+        let first = self.backing(0..1);
+        let invalidation = vm.vm.invalidate(first.clone());
+        self.host.replace(first.start, page);
+        let result = meanwhile();
+        drop(invalidation);
+        result
+    }
+
+    /// A VM with a data slot whose first page is `OLD`, and a spare one that is `NEW`.
+    fn vm_with_page_to_move(&mut self) -> Result<TestVm<M>, alloc::string::String> {
+        let vm = self.vm(Level::PAGE, &[("prefetch", "off")])?;
+        vm.set(&self.data_slot(PAGE_SIZE, SlotFlags::default()))?;
+        write_word(self.page(0), OLD);
+        write_word(self.spare(), NEW);
+        Ok(vm)
+    }
+}
+
+pub(super) fn on_one_cpu<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    let mut vm = bench.vm_with_page_to_move()?;
+    let sum = bench.run(&mut vm, read_first_page())?;
+    same("sum read", sum, OLD * READS as u32)?;
+    vm.faulted(1 + 1)?;
+    bench.run(&mut vm, read_first_page())?;
+    vm.faulted(0)?;
+    bench.move_page(&vm, bench.spare(), || ());
+    let sum = bench.run(&mut vm, read_first_page())?;
+    same("sum read after the page was moved", sum, NEW * READS as u32)?;
+    vm.faulted(1)?;
+    vm.counted(&[("zapped", 1), ("invalidations", 2)])?;
+    vm.end(&bench.host)?;
+    Ok(format!("1 fault, then {NEW} is read, not {OLD}"))
+}
+
+pub(super) fn on_another_cpu<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    const ROUNDS: u64 = 50;
+    let vm = bench.vm_with_page_to_move()?;
+    let running = Beside::start(vm.second_guest()?, read_first_page());
+    let mut now = (bench.page(0), OLD);
+    let mut then = (bench.spare(), NEW);
+    for round in 0..ROUNDS {
+        let sum = running.pass();
+        same("sum read before", sum, now.1 * READS as u32)?;
+        let passes = bench.move_page(&vm, then.0, || {
+            // Whoever still reads the old page gives itself away.
+            write_word(now.0, POISON);
+            let before = running.passes();
+            (0..20_000).for_each(|_| spin_loop());
+            running.passes() - before
+        });
+        // One may have been at its last instruction.
+        holds(
+            "the guest went on reading a page that was away",
+            passes <= 1,
+        )?;
+        let sum = running.pass();
+        same(
+            "sum read after the page was moved",
+            sum,
+            then.1 * READS as u32,
+        )
+        .map_err(|error| format!("{error}, round {round}"))?;
+        holds("a page was read that was gone", running.largest() < POISON)
+            .map_err(|error| format!("{error}, round {round}"))?;
+        write_word(now.0, now.1);
+        core::mem::swap(&mut now, &mut then);
+    }
+    let kicks = running.seen.kicks.load(SeqCst);
+    drop(running.stop()?);
+    vm.end(&bench.host)?;
+    Ok(format!("{ROUNDS} times, {kicks} kicks"))
+}

@@ -1,0 +1,61 @@
+//! Work for the second CPU.
+
+use alloc::boxed::Box;
+use core::hint::spin_loop;
+use core::sync::atomic::{AtomicBool, Ordering::*};
+
+use crate::Cpu;
+use crate::frames::Spin;
+
+type Job<C> = Box<dyn FnOnce(&mut C) + Send>;
+
+/// Where one CPU leaves work for another.
+pub struct Second<C> {
+    job: Spin<Option<Job<C>>>,
+    /// From when a job was left until it is done.
+    busy: AtomicBool,
+}
+
+impl<C: Cpu> Second<C> {
+    /// Nothing to do.
+    pub const fn new() -> Self {
+        Second {
+            job: Spin::new(None),
+            busy: AtomicBool::new(false),
+        }
+    }
+
+    /// The life of the second CPU.
+    pub fn serve(&self, mut cpu: C) -> ! {
+        loop {
+            let job = self.job.lock().take();
+            match job {
+                Some(job) => {
+                    job(&mut cpu);
+                    self.busy.store(false, Release);
+                }
+                None => spin_loop(),
+            }
+        }
+    }
+
+    /// Leaves work, when what was left before is done.
+    pub(crate) fn start(&self, job: impl FnOnce(&mut C) + Send + 'static) {
+        self.wait();
+        self.busy.store(true, Relaxed);
+        *self.job.lock() = Some(Box::new(job));
+    }
+
+    /// Waits until there is nothing to do. Then all that was done is seen.
+    pub(crate) fn wait(&self) {
+        while self.busy.load(Acquire) {
+            spin_loop();
+        }
+    }
+}
+
+impl<C: Cpu> Default for Second<C> {
+    fn default() -> Self {
+        Self::new()
+    }
+}

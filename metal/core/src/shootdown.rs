@@ -1,0 +1,75 @@
+//! A flush by interrupts, for machines whose CPUs flush no TLB but their own.
+//!
+//! Each CPU has a word: the last flush it has made, and whether it is in the guest. Whoever wants a
+//! flush raises the number of flushes, interrupts every CPU that is in the guest and behind, and waits
+//! until it is not. A CPU that is about to enter the guest says so first and looks at the number
+//! then; with sequentially consistent accesses either it sees the number, and flushes before it goes
+//! in, or the other sees that it is inside. Interrupts are masked from before it says so until the guest
+//! runs, so one that comes in between is not lost: it takes the CPU out of the guest at once.
+
+use core::hint::spin_loop;
+use core::sync::atomic::{AtomicU64, Ordering::*};
+
+/// Who must flush, for `CPUS` CPUs.
+pub struct Shootdown<const CPUS: usize> {
+    wanted: AtomicU64,
+    cpus: [AtomicU64; CPUS],
+}
+
+/// In the word of a CPU that is in the guest. The other bits are the number of its last flush.
+const INSIDE: u64 = 1 << 63;
+
+impl<const CPUS: usize> Shootdown<CPUS> {
+    /// Nobody in the guest, nothing to flush.
+    pub const fn new() -> Self {
+        Shootdown {
+            wanted: AtomicU64::new(0),
+            cpus: [const { AtomicU64::new(0) }; CPUS],
+        }
+    }
+
+    /// `cpu` is about to enter the guest, with interrupts masked. Calls `flush` if its TLB may hold
+    /// what was taken away.
+    pub fn enter(&self, cpu: usize, mut flush: impl FnMut()) {
+        let word = &self.cpus[cpu];
+        let mut flushed = word.load(Relaxed);
+        loop {
+            word.store(flushed | INSIDE, SeqCst);
+            let wanted = self.wanted.load(SeqCst);
+            if wanted == flushed {
+                return;
+            }
+            flush();
+            flushed = wanted;
+        }
+    }
+
+    /// `cpu` has left the guest.
+    pub fn leave(&self, cpu: usize) {
+        self.cpus[cpu].fetch_and(!INSIDE, Release);
+    }
+
+    /// Makes every CPU flush before it runs another instruction of the guest. `interrupt` makes
+    /// one leave the guest. The caller is not in the guest.
+    pub fn flush(&self, interrupt: impl Fn(usize)) {
+        let wanted = self.wanted.fetch_add(1, SeqCst) + 1;
+        let behind = |cpu: usize| {
+            let word = self.cpus[cpu].load(SeqCst);
+            word & INSIDE != 0 && word & !INSIDE < wanted
+        };
+        for cpu in 0..CPUS {
+            if behind(cpu) {
+                interrupt(cpu);
+                while behind(cpu) {
+                    spin_loop();
+                }
+            }
+        }
+    }
+}
+
+impl<const CPUS: usize> Default for Shootdown<CPUS> {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,193 @@
+//! The virtual-machine control structure (Intel SDM volume 3, "Virtual Machine Control Structures" and
+//! appendix B, "Field Encoding in VMCS"), and the guest it describes.
+
+use core::arch::asm;
+
+use metal_x86::{guest, msr};
+
+/// A field of the current VMCS, by its encoding.
+#[derive(Clone, Copy)]
+#[repr(u64)]
+pub enum Field {
+    Vpid = 0x0000,
+    HostEs = 0x0c00,
+    HostCs = 0x0c02,
+    HostSs = 0x0c04,
+    HostDs = 0x0c06,
+    HostTr = 0x0c0c,
+    EptPointer = 0x201a,
+    GuestPhysicalAddress = 0x2400,
+    LinkPointer = 0x2800,
+    HostEfer = 0x2c02,
+    PinBased = 0x4000,
+    Primary = 0x4002,
+    Exit = 0x400c,
+    Entry = 0x4012,
+    Secondary = 0x401e,
+    InstructionError = 0x4400,
+    ExitReason = 0x4402,
+    GuestGdtrLimit = 0x4810,
+    GuestIdtrLimit = 0x4812,
+    ExitQualification = 0x6400,
+    GuestCr0 = 0x6800,
+    GuestCr4 = 0x6804,
+    GuestDr7 = 0x681a,
+    GuestRip = 0x681e,
+    GuestRflags = 0x6820,
+    HostCr0 = 0x6c00,
+    HostCr3 = 0x6c02,
+    HostCr4 = 0x6c04,
+    HostGdtrBase = 0x6c0c,
+    HostIdtrBase = 0x6c0e,
+    HostRsp = 0x6c14,
+    HostRip = 0x6c16,
+}
+
+/// Encodings of the first of four fields that each segment has; the next segment's is 2 further on.
+const GUEST_SELECTOR: u64 = 0x0800;
+const GUEST_LIMIT: u64 = 0x4800;
+const GUEST_RIGHTS: u64 = 0x4814;
+
+/// Reads a field.
+///
+/// # Safety
+/// - this CPU has a current VMCS.
+pub unsafe fn read(field: Field) -> u64 {
+    let value;
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!("vmread {}, {}", out(reg) value, in(reg) field as u64, options(nostack));
+    }
+    value
+}
+
+/// Writes a field.
+///
+/// # Safety
+/// - this CPU has a current VMCS, and its guest goes on with `value` in it.
+pub unsafe fn write(field: Field, value: u64) {
+    // SAFETY: the caller's promise.
+    unsafe { write_at(field as u64, value) };
+}
+
+/// # Safety
+/// - as for [`write`].
+unsafe fn write_at(encoding: u64, value: u64) {
+    let written: u8;
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!("vmwrite {}, {}", "seta {}", in(reg) encoding, in(reg) value,
+            out(reg_byte) written, options(nostack));
+    }
+    assert!(written != 0, "VMWRITE of field {encoding:#x} fails");
+}
+
+/// The controls `wanted`, and those that cannot be off, as the capability register `msr` says.
+///
+/// # Safety
+/// - the CPU has VMX.
+unsafe fn controls(msr: u32, wanted: u64) -> u64 {
+    // SAFETY: the caller's promise.
+    let allowed = unsafe { msr::read(msr) };
+    let (must, may) = (allowed & 0xffff_ffff, allowed >> 32);
+    assert!(wanted & !may == 0, "a control that is needed is not there");
+    wanted | must
+}
+
+/// A guest in 32-bit protected mode without paging, with flat segments, in EPT.
+///
+/// # Safety
+/// - this CPU has a current VMCS, and is in the state to which an exit is to bring it back.
+pub unsafe fn describe_guest() {
+    const CODE32: u64 = 0xc09b;
+    const DATA32: u64 = 0xc093;
+    const BUSY_TSS: u64 = 0x8b;
+    const UNUSABLE: u64 = 1 << 16;
+    // ES, CS, SS, DS, FS, GS, LDTR, TR. Selectors and bases are 0, as a VMCS begins.
+    let segments = [
+        DATA32, CODE32, DATA32, DATA32, DATA32, DATA32, UNUSABLE, BUSY_TSS,
+    ];
+    // SAFETY: the caller's promise.
+    unsafe {
+        write_controls();
+        write_host();
+        for (i, rights) in (0..).zip(segments) {
+            let large = rights & 0x8000 != 0;
+            write_at(GUEST_SELECTOR + 2 * i, 0);
+            write_at(
+                GUEST_LIMIT + 2 * i,
+                if large { 0xffff_ffff } else { 0xffff },
+            );
+            write_at(GUEST_RIGHTS + 2 * i, rights);
+        }
+        write(Field::GuestGdtrLimit, 0xffff);
+        write(Field::GuestIdtrLimit, 0xffff);
+        const NE: u64 = 1 << 5;
+        const VMXE: u64 = 1 << 13;
+        write(Field::GuestCr0, guest::CR0 | NE);
+        write(Field::GuestCr4, VMXE);
+        write(Field::GuestDr7, 0x400);
+        // With IF, though interrupts exit either way: Bochs 2.7 leaves those masked that its guest masks.
+        const IF: u64 = 1 << 9;
+        write(Field::GuestRflags, 2 | IF);
+        write(Field::LinkPointer, u64::MAX);
+    }
+}
+
+/// # Safety
+/// - as for [`describe_guest`].
+unsafe fn write_controls() {
+    const EXTERNAL_INTERRUPTS_EXIT: u64 = 1 << 0;
+    const HLT_EXITS: u64 = 1 << 7;
+    const SECONDARY: u64 = 1 << 31;
+    const EPT: u64 = 1 << 1;
+    const VPID: u64 = 1 << 5;
+    /// Paging may be off.
+    const UNRESTRICTED: u64 = 1 << 7;
+    const HOST_IS_64_BIT: u64 = 1 << 9;
+    const ACKNOWLEDGE_INTERRUPT: u64 = 1 << 15;
+    const LOAD_EFER: u64 = 1 << 21;
+    // SAFETY: the caller's promise; the registers are those of appendix A for these controls.
+    unsafe {
+        write(Field::PinBased, controls(0x481, EXTERNAL_INTERRUPTS_EXIT));
+        write(Field::Primary, controls(0x482, HLT_EXITS | SECONDARY));
+        write(Field::Secondary, controls(0x48b, EPT | VPID | UNRESTRICTED));
+        let exit = HOST_IS_64_BIT | ACKNOWLEDGE_INTERRUPT | LOAD_EFER;
+        write(Field::Exit, controls(0x483, exit));
+        write(Field::Entry, controls(0x484, 0));
+        write(Field::Vpid, 1);
+    }
+}
+
+/// # Safety
+/// - as for [`describe_guest`].
+unsafe fn write_host() {
+    let (cr0, cr3, cr4): (u64, u64, u64);
+    let mut gdt = [0u16; 5];
+    let mut idt = [0u16; 5];
+    let base = |table: [u16; 5]| {
+        let words = table[1..].iter().rev();
+        words.fold(0, |base, word| base << 16 | u64::from(*word))
+    };
+    // SAFETY: these store what is there, and change nothing.
+    unsafe {
+        asm!("mov {}, cr0", "mov {}, cr3", "mov {}, cr4",
+            out(reg) cr0, out(reg) cr3, out(reg) cr4, options(nomem, nostack));
+        asm!("sgdt [{}]", "sidt [{}]", in(reg) &mut gdt, in(reg) &mut idt, options(nostack));
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        write(Field::HostCr0, cr0);
+        write(Field::HostCr3, cr3);
+        write(Field::HostCr4, cr4);
+        write(Field::HostEfer, msr::read(msr::EFER));
+        write(Field::HostCs, 0x08);
+        for data in [Field::HostEs, Field::HostSs, Field::HostDs] {
+            write(data, 0x10);
+        }
+        // Must not be null; nothing uses a task state here.
+        write(Field::HostTr, 0x20);
+        write(Field::HostGdtrBase, base(gdt));
+        write(Field::HostIdtrBase, base(idt));
+    }
+}

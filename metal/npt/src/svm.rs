@@ -1,0 +1,168 @@
+//! One CPU with AMD's SVM and nested paging (AMD64 APM volume 2, "Secure Virtual Machine" and appendix B,
+//! "VMCB Layout").
+
+use core::arch::naked_asm;
+use core::mem::offset_of;
+
+use metal_core::{Cause, Command, Cpu, Exit, Second};
+use metal_x86::guest::{self, Registers};
+use metal_x86::{SHOOTDOWN, Virtualization, msr};
+use slat::format::Npt;
+use slat::{Access, Gpa, Hpa, VmId};
+
+use crate::vmcb::Vmcb;
+
+const EFER_SVME: u64 = 1 << 12;
+const VM_HSAVE_PA: u32 = 0xc001_0117;
+
+const EXIT_INTR: u64 = 0x60;
+const EXIT_HLT: u64 = 0x78;
+const EXIT_NPF: u64 = 0x400;
+
+// EXITINFO1 of a nested page fault: a page-fault error code.
+const FAULT_PRESENT: u64 = 1 << 0;
+const FAULT_WRITE: u64 = 1 << 1;
+const FAULT_RESERVED: u64 = 1 << 3;
+const FAULT_FETCH: u64 = 1 << 4;
+
+/// A page of memory for the CPU.
+#[repr(C, align(4096))]
+struct Page([u8; 4096]);
+
+/// A CPU, and the guest state it has in hand.
+pub struct Svm {
+    number: usize,
+    vmcb: alloc::boxed::Box<Vmcb>,
+    registers: Registers,
+}
+
+impl Svm {
+    /// Turns SVM on, for the CPU that calls this.
+    pub fn new(number: usize) -> Self {
+        let host_save = alloc::boxed::Box::leak(alloc::boxed::Box::new(Page([0; 4096])));
+        // SAFETY: `run` tells the emulator to have SVM; the page is the CPU's for good.
+        unsafe {
+            msr::write(msr::EFER, msr::read(msr::EFER) | EFER_SVME);
+            msr::write(VM_HSAVE_PA, host_save as *mut Page as u64);
+        }
+        Svm {
+            number,
+            vmcb: alloc::boxed::Box::new(Vmcb::for_guest()),
+            registers: Registers::default(),
+        }
+    }
+
+    /// VMRUN, until the next exit.
+    fn enter(&mut self) {
+        let vmcb = &raw mut *self.vmcb;
+        self.vmcb.save.rax = self.registers.rax;
+        // SAFETY: the VMCB is this CPU's, whole, and at its physical address.
+        unsafe { vmrun(vmcb, &mut self.registers) };
+        self.registers.rax = self.vmcb.save.rax;
+    }
+}
+
+impl Cpu for Svm {
+    type Format = Npt;
+    const RETURN: &'static [u8] = guest::RETURN;
+    const REPORTS_MMIO: bool = true;
+
+    fn program() -> &'static [u8] {
+        guest::program()
+    }
+
+    fn begin(&mut self, entry: Gpa, command: &Command) {
+        self.registers = Registers::begin(entry, command);
+        self.vmcb.save.rip = entry.0;
+    }
+
+    fn run(&mut self, _: VmId, root: Hpa) -> Exit {
+        self.vmcb.control.nested_cr3 = root.0;
+        let vmcb = &mut self.vmcb;
+        vmcb.control.tlb_control = Vmcb::KEEP_TLB;
+        SHOOTDOWN.enter(self.number, || vmcb.control.tlb_control = Vmcb::FLUSH_TLB);
+        self.enter();
+        SHOOTDOWN.leave(self.number);
+        let control = &self.vmcb.control;
+        let error = control.exit_info_1;
+        match control.exit_code {
+            EXIT_NPF => Exit::Fault {
+                gpa: Gpa(control.exit_info_2),
+                access: match error {
+                    _ if error & FAULT_FETCH != 0 => Access::Execute,
+                    _ if error & FAULT_WRITE != 0 => Access::Write,
+                    _ => Access::Read,
+                },
+                cause: match error {
+                    _ if error & FAULT_RESERVED != 0 => Cause::Mmio,
+                    _ if error & FAULT_PRESENT != 0 => Cause::Protection,
+                    _ => Cause::NotPresent,
+                },
+            },
+            EXIT_HLT => Exit::Done {
+                result: self.registers.result(),
+            },
+            EXIT_INTR => Exit::Kicked,
+            code => Exit::Other { code, info: error },
+        }
+    }
+
+    fn complete_mmio(&mut self, value: u32) {
+        self.registers.rax = value.into();
+        self.vmcb.save.rip += guest::ACCESS_BYTES;
+    }
+}
+
+impl Virtualization for Svm {
+    fn second() -> &'static Second<Self> {
+        static SECOND: Second<Svm> = Second::new();
+        &SECOND
+    }
+}
+
+/// Runs the guest of `vmcb` with `registers` until it exits.
+///
+/// Interrupts are off with GIF, not with IF: one that is pending makes VMRUN exit at once, and one that
+/// has made it exit is taken, by the monitor's handler, at STGI.
+///
+/// # Safety
+/// - `vmcb` is its own physical address, and describes a state that VMRUN accepts;
+/// - SVM is on, and nothing but this touches the two meanwhile.
+#[unsafe(naked)]
+unsafe extern "C" fn vmrun(vmcb: *mut Vmcb, registers: *mut Registers) {
+    naked_asm!(
+        "push rbx",
+        "push rbp",
+        "push rsi",
+        "mov rax, rdi",
+        "mov rbx, [rsi + {rbx}]",
+        "mov rcx, [rsi + {rcx}]",
+        "mov rdx, [rsi + {rdx}]",
+        "mov rdi, [rsi + {rdi}]",
+        "mov rbp, [rsi + {rbp}]",
+        "mov rsi, [rsi + {rsi}]",
+        "clgi",
+        "sti",
+        "vmrun rax",
+        "push rsi",
+        "mov rsi, [rsp + 8]",
+        "mov [rsi + {rbx}], rbx",
+        "mov [rsi + {rcx}], rcx",
+        "mov [rsi + {rdx}], rdx",
+        "mov [rsi + {rdi}], rdi",
+        "mov [rsi + {rbp}], rbp",
+        "pop [rsi + {rsi}]",
+        "stgi",
+        "cli",
+        "pop rsi",
+        "pop rbp",
+        "pop rbx",
+        "ret",
+        rbx = const offset_of!(Registers, rbx),
+        rcx = const offset_of!(Registers, rcx),
+        rdx = const offset_of!(Registers, rdx),
+        rsi = const offset_of!(Registers, rsi),
+        rdi = const offset_of!(Registers, rdi),
+        rbp = const offset_of!(Registers, rbp),
+    )
+}

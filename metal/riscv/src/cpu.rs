@@ -1,0 +1,272 @@
+//! A CPU that runs the guest in VS mode, and says why it left.
+
+use core::arch::{asm, global_asm};
+use core::marker::PhantomData;
+use core::slice;
+
+use metal_core::{Cause, Command, Cpu, Exit, Op};
+use slat::{Access, Gpa, Hpa, Pfn, VmId};
+
+use crate::Tables;
+use crate::csr::{read, write};
+
+global_asm!(include_str!("world.S"));
+global_asm!(include_str!("guest.S"));
+
+/// The guest's registers while it is not running, and what the monitor needs to come back. `world.S`
+/// knows the offsets.
+#[repr(C)]
+struct Context {
+    x: [u64; 32],
+    pc: u64,
+    host_sp_gp_tp: [u64; 3],
+}
+
+unsafe extern "C" {
+    fn enter_guest(context: &mut Context);
+    static guest_program: u8;
+    static guest_program_end: u8;
+}
+
+const A0: usize = 10;
+
+/// A hart in HS mode whose guest's memory is translated by tables of format `F`.
+pub struct Hart<F> {
+    guest: Context,
+    /// Whether G-stage walks set accessed and dirty.
+    marks: bool,
+    /// What the walker may have kept of the entry that did not allow the last access.
+    refused: Option<Gpa>,
+    format: PhantomData<F>,
+}
+
+impl<F: Tables> Hart<F> {
+    /// The hart this runs on.
+    pub(crate) fn new() -> Self {
+        const SOFTWARE_INTERRUPT: u64 = 1 << 1;
+        // SAFETY: these say how guests run, and which interrupts take one out; the monitor itself is
+        // in HS mode with interrupts masked.
+        unsafe {
+            write!(vsatp, 0u64);
+            write!(hedeleg, 0u64);
+            write!(hideleg, 0u64);
+            write!(hvip, 0u64);
+            write!(sie, SOFTWARE_INTERRUPT);
+            // A mode that the hart does not have leaves the register as it is.
+            write!(hgatp, 0u64);
+            write!(hgatp, F::hgatp(Pfn(0), VMIDS));
+        }
+        assert_eq!(
+            read!(hgatp),
+            F::hgatp(Pfn(0), VMIDS),
+            "these tables, and 7 bits of VMID"
+        );
+        fence_all();
+        Hart {
+            guest: Context {
+                x: [0; 32],
+                pc: 0,
+                host_sp_gp_tp: [0; 3],
+            },
+            marks: false,
+            refused: None,
+            format: PhantomData,
+        }
+    }
+
+    /// Finds out whether the walker sets accessed and dirty; no register tells.
+    pub(crate) fn learn_marks(&mut self, learn: impl FnOnce(&mut Self) -> bool) {
+        self.marks = learn(self);
+        fence_all();
+    }
+
+    /// Runs the guest through the tables that `hgatp` says, until it leaves.
+    pub(crate) fn run_with(&mut self, hgatp: u64) -> Exit {
+        const INTERRUPT: u64 = 1 << 63;
+        // SAFETY: the monitor itself is not translated by them; the context is the guest's own, and
+        // the guest reaches what the tables map.
+        unsafe {
+            write!(hgatp, hgatp);
+            if let Some(gpa) = self.refused.take() {
+                fence(gpa);
+            }
+            enter_guest(&mut self.guest);
+        }
+        let cause = read!(scause);
+        match cause {
+            ECALL_FROM_GUEST => Exit::Done {
+                result: self.guest.x[A0] as u32,
+            },
+            FETCH_FAULT => self.fault(Access::Execute),
+            LOAD_FAULT => self.fault(Access::Read),
+            STORE_FAULT => self.fault(Access::Write),
+            _ if cause == INTERRUPT | SOFTWARE => {
+                // SAFETY: takes the interrupt.
+                unsafe { asm!("csrc sip, {}", in(reg) 1u64 << SOFTWARE, options(nostack)) };
+                Exit::Kicked
+            }
+            _ => Exit::Other {
+                code: cause,
+                info: self.guest.pc,
+            },
+        }
+    }
+
+    /// A guest-page fault. It does not say what the walker found.
+    fn fault(&mut self, access: Access) -> Exit {
+        // htval has the address without its two low bits, which are those of the guest's own address.
+        let gpa = Gpa(read!(htval) << 2 | read!(stval) & 0b11);
+        self.refused = Some(gpa);
+        Exit::Fault {
+            gpa,
+            access,
+            cause: Cause::NotPresent,
+        }
+    }
+}
+
+/// Volume II, "Hypervisor Cause Register": what is taken out of the guest.
+const ECALL_FROM_GUEST: u64 = 10;
+const FETCH_FAULT: u64 = 20;
+const LOAD_FAULT: u64 = 21;
+const STORE_FAULT: u64 = 23;
+const SOFTWARE: u64 = 1;
+
+/// This hart forgets everything about every guest.
+fn fence_all() {
+    // SAFETY: a TLB may be fenced at any time.
+    unsafe {
+        asm!(
+            ".option push",
+            ".option arch, +h",
+            "hfence.gvma",
+            ".option pop",
+            options(nostack)
+        )
+    };
+}
+
+/// This hart forgets a page of every guest. Entries that were invalid, or allowed less, may have been
+/// kept, too: after a fault was answered by a change of the table, the hart is told.
+fn fence(gpa: Gpa) {
+    // SAFETY: as above. The address goes in as htval gives it, without its two low bits.
+    unsafe {
+        asm!(
+            ".option push",
+            ".option arch, +h",
+            "hfence.gvma {}, zero",
+            ".option pop",
+            in(reg) gpa.0 >> 2,
+            options(nostack)
+        )
+    };
+}
+
+/// The guest's instruction at `pc`, read as the guest fetches it; `None` if that faults. (htinst may
+/// say what it was, and may not.)
+fn fetch(pc: u64) -> Option<u32> {
+    let (low, high): (u64, u64);
+    let mut faulted = 1u64;
+    // SAFETY: reads guest memory, through the tables under which the guest ran last. A fault goes on
+    // behind the reads; what it overwrites is what only an exit sets, and the way in sets again.
+    unsafe {
+        asm!(
+            ".option push",
+            ".option arch, +h",
+            "la {vector}, 2f",
+            "csrrw {vector}, stvec, {vector}",
+            "hlvx.hu {low}, ({pc})",
+            "hlvx.hu {high}, ({behind})",
+            "li {faulted}, 0",
+            ".balign 4",
+            "2: csrw stvec, {vector}",
+            ".option pop",
+            vector = out(reg) _,
+            low = out(reg) low,
+            high = out(reg) high,
+            pc = in(reg) pc,
+            behind = in(reg) pc + 2,
+            faulted = inout(reg) faulted,
+            options(nostack)
+        );
+    }
+    (faulted == 0).then_some((high << 16 | low) as u32)
+}
+
+/// VMIDs are distinct for so many VMs in turn: none of a monitor's scenarios comes near that.
+const VMIDS: u16 = 127;
+
+pub(crate) fn vmid(vm: VmId) -> u16 {
+    let vmid = u16::try_from(vm.0 + 1).unwrap_or(u16::MAX);
+    assert!(
+        vmid <= VMIDS,
+        "now VMIDs would have to be used again, and TLBs flushed"
+    );
+    vmid
+}
+
+impl<F: Tables> Cpu for Hart<F> {
+    type Format = F;
+    const REPORTS_MMIO: bool = false;
+
+    fn program() -> &'static [u8] {
+        // SAFETY: the symbols are the first byte of the program and the byte behind it.
+        unsafe {
+            let start = &raw const guest_program;
+            slice::from_raw_parts(
+                start,
+                (&raw const guest_program_end).offset_from_unsigned(start),
+            )
+        }
+    }
+
+    /// `jalr zero, 0(ra)`
+    const RETURN: &'static [u8] = &0x0000_8067u32.to_le_bytes();
+
+    fn begin(&mut self, entry: Gpa, command: &Command) {
+        let arguments = [
+            match command.op {
+                Op::Write => 0,
+                Op::Read => 1,
+                Op::Execute => 2,
+            },
+            command.gpa.0,
+            command.step,
+            command.count,
+            command.value.into(),
+        ];
+        self.guest.x[A0..A0 + arguments.len()].copy_from_slice(&arguments);
+        self.guest.pc = entry.0;
+        // SAFETY: this hart may have fetched from where there is other code now.
+        unsafe { asm!("fence.i", options(nostack)) };
+    }
+
+    fn run(&mut self, vm: VmId, root: Hpa) -> Exit {
+        self.run_with(F::hgatp(root.pfn(), vmid(vm)))
+    }
+
+    fn complete_mmio(&mut self, value: u32) {
+        const LOAD: u32 = 0b00000;
+        // If the page of the instruction is gone by now, the guest comes to the access again.
+        let Some(instruction) = fetch(self.guest.pc) else {
+            return;
+        };
+        assert!(
+            instruction & 0b11 == 0b11,
+            "the program has no compressed instructions"
+        );
+        let register = (instruction >> 7 & 0x1f) as usize;
+        if instruction >> 2 & 0x1f == LOAD && register != 0 {
+            self.guest.x[register] = value as i32 as u64;
+        }
+        self.guest.pc += 4;
+    }
+
+    fn sets_accessed(&self) -> bool {
+        self.marks
+    }
+
+    fn sets_dirty(&self) -> bool {
+        self.marks
+    }
+}

@@ -1,0 +1,143 @@
+//! A monitor in HS mode of QEMU's virt machine, above OpenSBI: RISC-V's G-stage walker walks the
+//! engine's tables.
+//!
+//! The host runs untranslated, the guest in VS mode with vsatp bare, so that what the guest accesses is
+//! the guest-physical address that the G-stage translates. The firmware flushes the TLBs of all harts
+//! (SBI's remote fences).
+//!
+//! Two programs are made of it, `riscv` with Sv39x4 tables and `riscv-sv48x4`. Which bits the walker
+//! sets is found out by trying ([`marks`]); the engine sets those that it does not.
+#![no_std]
+#![warn(missing_docs)]
+
+mod cpu;
+mod csr;
+mod marks;
+mod sbi;
+
+use core::arch::global_asm;
+use core::marker::PhantomData;
+use core::ops::Range;
+use core::panic::PanicInfo;
+use core::sync::atomic::{AtomicU64, Ordering::*};
+
+use metal_core::{Heap, Host, Machine, Memory, Second};
+use slat::format::GStage;
+use slat::{Format, Gfn, Hpa, Pfn, VmId};
+
+pub use cpu::Hart;
+use csr::read;
+
+global_asm!(include_str!("boot.S"));
+
+/// Tables that a hart in HS mode can be given.
+pub trait Tables: Format {
+    /// See [`GStage::hgatp`].
+    fn hgatp(root: Pfn, vmid: u16) -> u64;
+}
+
+impl<const LEVELS: u8> Tables for GStage<LEVELS> {
+    fn hgatp(root: Pfn, vmid: u16) -> u64 {
+        Self::hgatp(root, vmid)
+    }
+}
+
+/// One program: its tables, and what cannot be generic.
+pub trait Monitor: Send + Sync + 'static {
+    /// See [`Machine::NAME`].
+    const NAME: &'static str;
+    /// What its walkers walk.
+    type Tables: Tables;
+    /// See [`Machine::second`].
+    fn second() -> &'static Second<Hart<Self::Tables>>;
+}
+
+/// QEMU's virt machine under the monitor `M`.
+pub struct Virt<M>(PhantomData<M>);
+
+#[global_allocator]
+static HEAP: Heap = Heap::new();
+
+/// Memory begins at 2 GiB, with firmware and monitor in it; the guest's data is the second of two GiB.
+const DATA: Hpa = Hpa(0xc000_0000);
+
+/// The hart that is each CPU: firmware may start any hart first.
+static HARTS: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
+
+/// What every hart does when it has come up.
+pub fn main<M: Monitor>(cpu: usize, hart: u64) -> ! {
+    unsafe extern "C" {
+        static image_end: u8;
+    }
+    let mut this = Hart::new();
+    HARTS[cpu].store(hart, SeqCst);
+    sbi::ask_for_hardware_marks();
+    if cpu != 0 {
+        M::second().serve(this)
+    }
+    this.learn_marks(marks::are_set_by_hardware);
+    HARTS[1].store(1 - hart, SeqCst);
+    sbi::start(1 - hart, 1);
+    let memory = Memory {
+        monitor: Hpa((&raw const image_end).addr() as u64)..DATA,
+        data: DATA,
+    };
+    // SAFETY: behind the image is nobody, and this is called once.
+    let host = unsafe { Host::<Virt<M>>::new(memory, &HEAP) };
+    metal_core::run(this, host)
+}
+
+impl<M: Monitor> Machine for Virt<M> {
+    type Cpu = Hart<M::Tables>;
+    const NAME: &'static str = M::NAME;
+
+    fn physical_bits() -> u32 {
+        56
+    }
+
+    fn print(text: &str) {
+        sbi::print(text);
+    }
+
+    fn flush_guests(vm: VmId, range: &Range<Gfn>) {
+        sbi::fence_guest(cpu::vmid(vm), range);
+    }
+
+    fn kick(cpu: usize) {
+        sbi::interrupt(HARTS[cpu].load(SeqCst));
+    }
+
+    fn second() -> &'static Second<Self::Cpu> {
+        M::second()
+    }
+
+    fn power_off() -> ! {
+        sbi::power_off()
+    }
+}
+
+/// Where a trap leads that was taken in the monitor itself.
+#[unsafe(no_mangle)]
+extern "C" fn own_exception() -> ! {
+    panic!(
+        "trap in HS mode: scause {:#x}, sepc {:#x}, stval {:#x}",
+        read!(scause),
+        read!(sepc),
+        read!(stval)
+    )
+}
+
+#[panic_handler]
+fn panic(info: &PanicInfo<'_>) -> ! {
+    use core::fmt::Write;
+
+    struct Console;
+    impl Write for Console {
+        fn write_str(&mut self, text: &str) -> core::fmt::Result {
+            sbi::print(text);
+            Ok(())
+        }
+    }
+    let _ = writeln!(Console, "{info}");
+    sbi::power_off()
+}

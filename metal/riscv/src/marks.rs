@@ -1,0 +1,60 @@
+//! Whether G-stage walks set accessed and dirty (Svadu, or as machines did before it had a name) or
+//! fault where a bit is clear (Svade): tried, because no register tells.
+
+use core::cell::UnsafeCell;
+use core::sync::atomic::{AtomicU32, Ordering::*};
+
+use metal_core::{Command, Cpu, Exit, Op};
+use slat::format::Sv39x4;
+use slat::{Gpa, Pfn};
+
+use crate::Tables;
+use crate::cpu::Hart;
+
+#[repr(C, align(16384))]
+struct Root(UnsafeCell<[u64; 2048]>);
+
+// SAFETY: used by one hart, before any other is started.
+unsafe impl Sync for Root {}
+
+static ROOT: Root = Root(UnsafeCell::new([0; 2048]));
+static WRITTEN: AtomicU32 = AtomicU32::new(0);
+
+const ACCESSED: u64 = 1 << 6;
+const DIRTY: u64 = 1 << 7;
+
+/// Has a guest write through a leaf that says that it was never used. The first hart calls it, before
+/// it starts others.
+pub(crate) fn are_set_by_hardware<F: Tables>(hart: &mut Hart<F>) -> bool {
+    const GIB: u64 = 1 << 30;
+    const VALID_RWX_USER: u64 = 0b1_1111;
+    let program = Hart::<F>::program().as_ptr().addr() as u64;
+    let written = (&raw const WRITTEN).addr() as u64;
+    assert_eq!(program / GIB, written / GIB, "one leaf for both");
+    let base = program / GIB * GIB;
+    // SAFETY: no other hart runs, and no walker knows the table yet.
+    let leaf = unsafe { &mut (*ROOT.0.get())[(base / GIB) as usize] };
+    *leaf = base >> 12 << 10 | VALID_RWX_USER;
+    let leaf: *mut u64 = leaf;
+    let command = Command {
+        op: Op::Write,
+        gpa: Gpa(written),
+        step: 0,
+        count: 1,
+        value: 1,
+    };
+    hart.begin(Gpa(program), &command);
+    let root = Pfn(ROOT.0.get().addr() as u64 >> 12);
+    let exit = hart.run_with(Sv39x4::hgatp(root, 0));
+    // SAFETY: as above; the walker is done.
+    let bits = unsafe { leaf.read_volatile() };
+    match exit {
+        Exit::Done { .. } => {
+            assert_eq!(WRITTEN.load(Relaxed), 1, "the guest wrote");
+            assert_eq!(bits & (ACCESSED | DIRTY), ACCESSED | DIRTY);
+            true
+        }
+        Exit::Fault { .. } => false,
+        exit => panic!("trying the walker: {exit:?}"),
+    }
+}

@@ -1,0 +1,96 @@
+//! The guest: a program of 32-bit protected mode with paging off, and the registers it takes.
+
+use core::arch::global_asm;
+
+use metal_core::{Command, Op};
+use slat::Gpa;
+
+global_asm!(
+    r#"
+.section .rodata.guest, "a", @progbits
+.globl guest_program, guest_program_end
+.code32
+guest_program:                          // ebp: its address; ebx: what to do
+    cmp ebx, 1
+    je 3f
+    cmp ebx, 2
+    je 5f
+2:  mov [edi], edx
+    inc edx
+    add edi, esi
+    dec ecx
+    jnz 2b
+    hlt
+3:  xor edx, edx
+4:  mov eax, [edi]
+    add edx, eax
+    add edi, esi
+    dec ecx
+    jnz 4b
+    hlt
+5:  .byte 0x8d, 0x45, 6f - guest_program    // lea eax, [ebp + ...]
+    jmp edi
+6:  add edi, esi
+    dec ecx
+    jnz 5b
+    hlt
+guest_program_end:
+.code64
+"#
+);
+
+/// The program. It ends each command with HLT.
+pub fn program() -> &'static [u8] {
+    unsafe extern "C" {
+        static guest_program: u8;
+        static guest_program_end: u8;
+    }
+    let (start, end) = (&raw const guest_program, &raw const guest_program_end);
+    // SAFETY: the symbols enclose the program, which nobody changes.
+    unsafe { core::slice::from_raw_parts(start, end.offset_from_unsigned(start)) }
+}
+
+/// JMP EAX: back to the program, which needs no stack that way.
+pub const RETURN: &[u8] = &[0xff, 0xe0];
+/// Length of the one load and the one store in the program.
+pub const ACCESS_BYTES: u64 = 2;
+/// CR0 of the guest: PE and ET.
+pub const CR0: u64 = 0x11;
+
+/// The registers of the guest that no control structure holds, and EAX.
+#[derive(Default)]
+#[repr(C)]
+#[expect(missing_docs)]
+pub struct Registers {
+    pub rax: u64,
+    pub rbx: u64,
+    pub rcx: u64,
+    pub rdx: u64,
+    pub rsi: u64,
+    pub rdi: u64,
+    pub rbp: u64,
+}
+
+impl Registers {
+    /// For the program at `entry` to carry out `command`.
+    pub fn begin(entry: Gpa, command: &Command) -> Self {
+        Registers {
+            rax: 0,
+            rbx: match command.op {
+                Op::Write => 0,
+                Op::Read => 1,
+                Op::Execute => 2,
+            },
+            rcx: command.count,
+            rdx: command.value.into(),
+            rsi: command.step,
+            rdi: command.gpa.0,
+            rbp: entry.0,
+        }
+    }
+
+    /// What the program has left behind at its HLT.
+    pub fn result(&self) -> u32 {
+        self.rdx as u32
+    }
+}

@@ -1,0 +1,117 @@
+//! What the x86 monitors share: everything but the instructions that run a guest.
+//!
+//! A monitor defines `extern "C" fn monitor(cpu: usize) -> !`, which each CPU reaches in long mode, on a
+//! stack of its own, with the first 4 GiB mapped one to one and interrupts masked.
+#![no_std]
+#![warn(missing_docs)]
+
+pub mod apic;
+mod boot;
+pub mod guest;
+mod interrupts;
+mod memory;
+pub mod msr;
+
+use core::arch::asm;
+use core::arch::x86_64::__cpuid;
+use core::fmt::{self, Write};
+use core::marker::PhantomData;
+use core::ops::Range;
+use core::panic::PanicInfo;
+
+use metal_core::{Cpu, Machine, Memory, Second, Shootdown};
+use slat::{Format, Gfn, Hpa, VmId};
+
+/// CPUs of the machine.
+pub const CPUS: usize = 2;
+
+/// The emulators are told to have 2 GiB. The monitor itself, with its stacks, ends below 16 MiB.
+pub const MEMORY: Memory = Memory {
+    monitor: Hpa(16 << 20)..Hpa(128 << 20),
+    data: Hpa(1 << 30),
+};
+
+/// x86 has no way to flush another CPU's TLB but to interrupt it.
+pub static SHOOTDOWN: Shootdown<CPUS> = Shootdown::new();
+
+/// A CPU with one of the two ways to run a guest.
+pub trait Virtualization: Cpu {
+    /// Where work for the second CPU is left.
+    fn second() -> &'static Second<Self>;
+}
+
+/// A PC whose CPUs run guests by `C`.
+pub struct Pc<C>(PhantomData<fn() -> C>);
+
+impl<C: Virtualization> Machine for Pc<C> {
+    type Cpu = C;
+    const NAME: &'static str = C::Format::NAME;
+
+    fn physical_bits() -> u32 {
+        const ADDRESS_SIZES: u32 = 0x8000_0008;
+        __cpuid(ADDRESS_SIZES).eax & 0xff
+    }
+
+    fn print(text: &str) {
+        let _ = Console.write_str(text);
+    }
+
+    fn flush_guests(_: VmId, _: &Range<Gfn>) {
+        SHOOTDOWN.flush(apic::kick);
+    }
+
+    fn kick(cpu: usize) {
+        apic::kick(cpu);
+    }
+
+    fn second() -> &'static Second<C> {
+        C::second()
+    }
+
+    fn power_off() -> ! {
+        power_off()
+    }
+}
+
+/// Prepares a CPU for interrupts; the first one starts the second. Called once by each.
+pub fn start(cpu: usize) {
+    interrupts::load();
+    apic::enable();
+    if cpu == 0 {
+        interrupts::mask_legacy();
+        boot::prepare_second();
+        apic::start(1);
+    }
+}
+
+/// Port 0xe9, which both emulators print.
+pub struct Console;
+
+impl Write for Console {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for byte in text.bytes() {
+            // SAFETY: a port of the emulator's that does nothing but print.
+            unsafe { asm!("out 0xe9, al", in("al") byte, options(nomem, nostack)) };
+        }
+        Ok(())
+    }
+}
+
+/// Ends the emulator: QEMU by isa-debug-exit, Bochs by its shutdown port.
+pub fn power_off() -> ! {
+    for byte in *b"Shutdown" {
+        // SAFETY: the port ends the emulator, or is not there.
+        unsafe { asm!("out dx, al", in("dx") 0x8900u16, in("al") byte, options(nomem, nostack)) };
+    }
+    // SAFETY: as above.
+    unsafe { asm!("out dx, eax", in("dx") 0xf4u16, in("eax") 0, options(nomem, nostack)) };
+    loop {
+        core::hint::spin_loop();
+    }
+}
+
+#[panic_handler]
+fn panic(info: &PanicInfo<'_>) -> ! {
+    let _ = writeln!(Console, "{info}");
+    power_off()
+}

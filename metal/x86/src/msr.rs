@@ -1,0 +1,29 @@
+//! Model-specific and control registers.
+
+use core::arch::asm;
+
+/// Extended feature enable register; bit 12 is SVME.
+pub const EFER: u32 = 0xc000_0080;
+
+/// Reads a register.
+///
+/// # Safety
+/// - the CPU has it.
+pub unsafe fn read(msr: u32) -> u64 {
+    let (low, high): (u32, u32);
+    // SAFETY: the caller's promise; reading one changes nothing.
+    unsafe {
+        asm!("rdmsr", in("ecx") msr, out("eax") low, out("edx") high, options(nomem, nostack))
+    };
+    u64::from(high) << 32 | u64::from(low)
+}
+
+/// Writes a register.
+///
+/// # Safety
+/// - the CPU has it, takes `value`, and goes on running this program with it.
+pub unsafe fn write(msr: u32, value: u64) {
+    let (low, high) = (value as u32, (value >> 32) as u32);
+    // SAFETY: the caller's promise.
+    unsafe { asm!("wrmsr", in("ecx") msr, in("eax") low, in("edx") high, options(nostack)) };
+}
