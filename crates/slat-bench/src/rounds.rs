@@ -74,7 +74,8 @@ impl Bench {
     /// What was measured from here on belongs to `experiment`.
     pub(crate) fn begin(&mut self, experiment: &'static str) {
         self.experiment = experiment;
-        self.progress.set_length(0);
+        // Not 0, which would look like the end while memory is prepared.
+        self.progress.set_length(1);
         self.progress.set_position(0);
         self.progress.set_prefix(experiment);
         self.progress.enable_steady_tick(Duration::from_millis(200));
