@@ -225,6 +225,7 @@ impl<F: Format> Runner<F> {
                 self.failing = false;
             }
             Err(Stop::DirtyRingFull) => panic!("this VM has no rings"),
+            Err(Stop::MemoryFault { .. }) => panic!("this VM has no private memory"),
             Err(Stop::Retry) => panic!("{access:?} at {gpa:#x}: nothing was in its way"),
         }
         assert_eq!(did.pf_retried, 0, "{access:?} at {gpa:#x}");
@@ -275,6 +276,7 @@ impl<F: Format> Runner<F> {
                 }
             }
             Err(Stop::DirtyRingFull) => panic!("this VM has no rings"),
+            Err(Stop::MemoryFault { .. }) => panic!("this VM has no private memory"),
             Err(Stop::OutOfMemory { .. }) => {
                 assert!(self.failing && self.platform.stop_failing());
                 self.failing = false;

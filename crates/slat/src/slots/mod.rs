@@ -1,7 +1,8 @@
 //! Memslots: which part of the guest's physical memory is backed by what.
 //!
 //! One address space has one [`Slots`]. What readers see of it is one immutable [`SlotSet`] behind
-//! one pointer: two persistent trees (by guest frame, by backing address) and the MMIO generation.
+//! one pointer: persistent trees (by guest frame, by backing address), which frames are private
+//! ([`attributes`]), and the MMIO generation.
 //! A change builds a new set beside the old one, path by path ([`tree`]), and swaps the pointer; so a
 //! reader sees the old or the new set whole, and the VM runs on the old one meanwhile. The index by
 //! id is only used by changes and sits behind the writers' lock.
@@ -12,9 +13,12 @@
 //! * What a change replaced is retired with the generation of the quiescence protocol at which
 //!   nobody can hold it any more, and freed by a later change or by drop.
 
+mod attributes;
 mod region;
 mod tree;
 
+pub(crate) use attributes::PrivateFrames;
+pub use attributes::{AttributesError, MemoryAttributes};
 pub(crate) use region::{Change, plan};
 pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
 
@@ -47,6 +51,8 @@ pub struct Memslot {
     pub pages: u64,
     /// Backing of the first page.
     pub backing: Hva,
+    /// Backing of the first page where it is private.
+    pub private: Option<Hva>,
     /// Exists while the slot logs dirty pages.
     pub(crate) dirty: Option<Arc<DirtyLog>>,
     alive: Watch,
@@ -72,13 +78,13 @@ impl Memslot {
         self.backing.add_pages(gfn.0 - self.base.0)
     }
 
-    /// The part of the slot that `range` of the backing stands behind.
-    pub(crate) fn gfns_backed_by(&self, range: &Range<Hva>) -> Range<Gfn> {
-        let first = range.start.0.saturating_sub(self.backing.0) >> PAGE_SHIFT;
+    /// The part of the slot that `range` stands behind, if its first page is backed by `backing`.
+    fn gfns_backed_by(&self, range: &Range<Hva>, backing: Hva) -> Range<Gfn> {
+        let first = range.start.0.saturating_sub(backing.0) >> PAGE_SHIFT;
         let end = range
             .end
             .0
-            .saturating_sub(self.backing.0)
+            .saturating_sub(backing.0)
             .div_ceil(1 << PAGE_SHIFT);
         self.base.add(first.min(self.pages))..self.base.add(end.min(self.pages))
     }
@@ -87,13 +93,14 @@ impl Memslot {
         tree::key(self.base.0, self.id)
     }
 
-    fn hva_page(&self) -> u64 {
-        self.backing.0 >> PAGE_SHIFT
+    /// Where it stands in an index by backing.
+    fn hva_key(&self, backing: Hva) -> u64 {
+        tree::key(hva_page(backing), self.id)
     }
+}
 
-    fn hva_key(&self) -> u64 {
-        tree::key(self.hva_page(), self.id)
-    }
+fn hva_page(backing: Hva) -> u64 {
+    backing.0 >> PAGE_SHIFT
 }
 
 /// All slots of one address space at one moment.
@@ -101,6 +108,10 @@ impl Memslot {
 pub(crate) struct SlotSet {
     by_gfn: Root,
     by_hva: Root,
+    /// By private backing: the slots that have one.
+    by_private: Root,
+    /// The same in every address space of a VM.
+    pub(crate) private: PrivateFrames,
     /// Raised by every change. An MMIO entry of another generation says nothing.
     pub(crate) generation: u64,
     alive: Watch,
@@ -146,12 +157,30 @@ impl SlotSet {
         found
     }
 
-    /// Calls `visit` for every slot that `range` of the backing stands behind, until it answers
-    /// `false`.
-    pub(crate) fn backed_by(&self, range: &Range<Hva>, mut visit: impl FnMut(&Memslot) -> bool) {
+    /// Calls `visit` for every slot that `range` of the backing stands behind, with the frames it
+    /// stands behind, until it answers `false`. A slot that has both its backings there is visited
+    /// for each.
+    pub(crate) fn backed_by(
+        &self,
+        range: &Range<Hva>,
+        mut visit: impl FnMut(&Memslot, Range<Gfn>) -> bool,
+    ) {
         let pages = range.start.0 >> PAGE_SHIFT..range.end.0.div_ceil(1 << PAGE_SHIFT);
         // SAFETY: as in `find`.
-        unsafe { tree::overlapping(self.by_hva, &pages, &mut visit) };
+        let more = unsafe {
+            tree::overlapping(self.by_hva, &pages, &mut |slot| {
+                visit(slot, slot.gfns_backed_by(range, slot.backing))
+            })
+        };
+        if !more {
+            return;
+        }
+        let mut visit_private = |slot: &Memslot| match slot.private {
+            Some(private) => visit(slot, slot.gfns_backed_by(range, private)),
+            None => true,
+        };
+        // SAFETY: as in `find`.
+        unsafe { tree::overlapping(self.by_private, &pages, &mut visit_private) };
     }
 }
 
@@ -202,6 +231,8 @@ impl Slots {
         let empty = SlotSet {
             by_gfn: None,
             by_hva: None,
+            by_private: None,
+            private: PrivateFrames::NONE,
             generation: 0,
             alive: Watch::new(),
             granule: 0,
@@ -294,7 +325,7 @@ impl SlotsChange<'_> {
             Ok(set)
         });
         let set = match prepared {
-            Ok(set) => Box::into_raw(Box::new(set)),
+            Ok(set) => Box::new(set),
             Err(OutOfMemory) => {
                 edit.abort();
                 if let Some(new) = new {
@@ -307,25 +338,48 @@ impl SlotsChange<'_> {
 
         // From here on nothing fails.
         let old_pages = self.by_id(id).map_or(0, |slot| slot.pages);
-        let replaced_set = self.slots.current.swap(set, SeqCst);
+        let generation = self.publish(set, readers);
         let writer = &mut *self.writer;
         match new {
             Some(new) => writer.by_id.insert(id, new),
             None => writer.by_id.remove(&id),
         };
         writer.pages = writer.pages + pages - old_pages;
-        // A reader that enters from now on sees the new set; those inside have passed when the next
-        // generation has.
-        let generation = readers.next_generation();
-        let set = NonNull::new(replaced_set).map(What::Set);
         writer.retired.extend(
             edit.commit()
                 .map(What::Node)
-                .chain(set)
                 .chain(old.map(What::Slot))
                 .map(|what| Retired { generation, what }),
         );
         Ok(())
+    }
+
+    /// A set with the same slots and other private frames, for [`publish`](Self::publish).
+    pub(crate) fn prepare(
+        &mut self,
+        private: PrivateFrames,
+        readers: &Readers,
+    ) -> Result<Box<SlotSet>, OutOfMemory> {
+        self.reclaim(readers);
+        let retired = &mut self.writer.retired;
+        retired.try_reserve(1).map_err(|_| OutOfMemory)?;
+        let mut set = self.set().clone();
+        set.private = private;
+        set.generation += 1;
+        Ok(Box::new(set))
+    }
+
+    /// Swaps the set that readers see, and retires the old one; there is room for it in the list.
+    /// Returns the generation at which nobody can hold what is not in the new set.
+    pub(crate) fn publish(&mut self, set: Box<SlotSet>, readers: &Readers) -> u64 {
+        let replaced = self.slots.current.swap(Box::into_raw(set), SeqCst);
+        // A reader that enters from now on sees the new set; those inside have passed when the next
+        // generation has.
+        let generation = readers.next_generation();
+        let what = NonNull::new(replaced).map(What::Set);
+        let retired = what.map(|what| Retired { generation, what });
+        self.writer.retired.extend(retired);
+        generation
     }
 
     /// Frees what nobody can hold any more; asks readers to move on when much has piled up.
@@ -358,7 +412,10 @@ fn build(
         unsafe {
             let slot = slot.as_ref();
             set.by_gfn = edit.remove(set.by_gfn, slot.gfn_key())?;
-            set.by_hva = edit.remove(set.by_hva, slot.hva_key())?;
+            set.by_hva = edit.remove(set.by_hva, slot.hva_key(slot.backing))?;
+            if let Some(private) = slot.private {
+                set.by_private = edit.remove(set.by_private, slot.hva_key(private))?;
+            }
         }
     }
     if let Some(new) = new {
@@ -372,9 +429,14 @@ fn build(
                 None => granule,
             };
             let gfn_end = slot.base.0 + slot.pages;
-            let hva_end = slot.hva_page() + slot.pages;
+            let hva_end = |backing| hva_page(backing) + slot.pages;
+            let (key, end) = (slot.hva_key(slot.backing), hva_end(slot.backing));
             set.by_gfn = edit.insert(set.by_gfn, slot.gfn_key(), gfn_end, new)?;
-            set.by_hva = edit.insert(set.by_hva, slot.hva_key(), hva_end, new)?;
+            set.by_hva = edit.insert(set.by_hva, key, end, new)?;
+            if let Some(private) = slot.private {
+                let (key, end) = (slot.hva_key(private), hva_end(private));
+                set.by_private = edit.insert(set.by_private, key, end, new)?;
+            }
         }
     }
     set.generation += 1;
@@ -389,6 +451,7 @@ impl Drop for Slots {
             let set = Box::from_raw(self.current.load(Relaxed));
             tree::free_tree(set.by_gfn);
             tree::free_tree(set.by_hva);
+            tree::free_tree(set.by_private);
             let writer = self.writer.get_mut();
             for (_, slot) in writer.by_id.drain() {
                 What::Slot(slot).free();

@@ -552,6 +552,7 @@ mod tests {
                     base: Gfn(*page),
                     pages: 1,
                     backing: Hva(0),
+                    private: None,
                     dirty: None,
                     alive: Watch::new(),
                 })))

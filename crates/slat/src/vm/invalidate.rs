@@ -6,8 +6,8 @@
 //!
 //! * an invalidation is in progress over a page behind the leaf (a huge leaf may reach into a range
 //!   that its page lies outside of), or
-//! * the sequence has been raised since. It is raised by a slot change, after the new set was
-//!   published and before the zap; and at the begin and at the end of an invalidation whose range
+//! * the sequence has been raised since. It is raised by a change of slots or attributes, after the new
+//!   set was published and before the zap; and at the begin and at the end of an invalidation whose range
 //!   some memslot uses at that moment.
 //!
 //! The end must raise it, too: a fault may have resolved the page before it changed, and install
@@ -37,7 +37,7 @@ pub(crate) struct Sequence(u64);
 pub(crate) struct InProgress {
     sequence: AtomicU64,
     count: AtomicUsize,
-    /// Slots that are in the set no more, but may still be in the tables.
+    /// Slots that are in the set no more, or frames that were converted, but may still be in the tables.
     leaving: AtomicUsize,
     hull: Lock<Range<Hva>>,
 }
@@ -88,7 +88,7 @@ impl InProgress {
         self.sequence.fetch_add(1, SeqCst);
     }
 
-    /// Before a slot is taken out of the published set, or moved. The answer is dropped when nothing
+    /// Before a slot is taken out of the published set, or moved, or frames are converted. The answer is dropped when nothing
     /// from where it was is in the tables, and its flush is owed.
     pub(crate) fn slot_leaves(&self) -> Leaving<'_> {
         self.leaving.fetch_add(1, SeqCst);
@@ -100,7 +100,8 @@ impl InProgress {
         self.leaving.load(SeqCst) != 0
     }
 
-    /// Waits until no slot is leaving. The wait is for a walk, not for a flush.
+    /// Waits until no slot is leaving and no frame is being converted: for walks, and for flushes, which
+    /// wait for nobody who waits here.
     fn wait_for_leaving_slots(&self, mut wait: impl FnMut(u32)) {
         let mut round = 0;
         while self.is_slot_leaving() {
@@ -171,7 +172,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let section = self.section();
         let mut used = false;
         for space in &self.spaces {
-            space.slots.current().backed_by(range, |_| {
+            space.slots.current().backed_by(range, |_, _| {
                 used = true;
                 false
             });
@@ -186,8 +187,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>) {
         let mut op = RangeOp::begin(self, space);
         let mut hull: Option<Range<Gfn>> = None;
-        space.slots.current().backed_by(range, |slot| {
-            let gfns = slot.gfns_backed_by(range);
+        space.slots.current().backed_by(range, |slot, gfns| {
             op.zap(slot, gfns.clone());
             let hull = hull.get_or_insert(gfns.clone());
             *hull = hull.start.min(gfns.start)..hull.end.max(gfns.end);
