@@ -202,6 +202,12 @@ fn a_slot_with_private_backing_takes_no_flags_and_no_change() {
     assert!(matches!(odd, RegionError::Misaligned(_)));
     let high = refused(&|r| (r.slot, r.private) = (1, Some(slat::Hva(u64::MAX - 0xfff))));
     assert!(matches!(high, RegionError::TooHigh(_)));
+    // Nobody else can have the same private memory, not even a page of it.
+    let taken = refused(&|r| {
+        (r.slot, r.gpa, r.size) = (1, Gpa(FRAMES << 12), 2 << 12);
+        r.private = Some(HostMemory::hva(PRIVATE + FRAMES - 1));
+    });
+    assert!(matches!(taken, RegionError::PrivateTaken { by: 0, .. }));
     let gone = Region {
         size: 0,
         ..region()

@@ -157,6 +157,20 @@ impl SlotSet {
         found
     }
 
+    /// Whether a slot has some of these `pages` for its private backing; that slot's id.
+    fn private_taken(&self, private: Hva, pages: u64) -> Option<u32> {
+        let range = hva_page(private)..hva_page(private) + pages;
+        let mut found = None;
+        // SAFETY: as in `find`.
+        unsafe {
+            tree::overlapping(self.by_private, &range, &mut |slot| {
+                found = Some(slot.id);
+                false
+            })
+        };
+        found
+    }
+
     /// Calls `visit` for every slot that `range` of the backing stands behind, with the frames it
     /// stands behind, until it answers `false`. A slot that has both its backings there is visited
     /// for each.

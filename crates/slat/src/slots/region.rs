@@ -78,6 +78,13 @@ pub enum RegionError {
     PrivateWithFlags(SlotFlags),
     /// A slot with private backing can be created and deleted, nothing else.
     PrivateChanged(u32),
+    /// Another slot has part of the private backing.
+    PrivateTaken {
+        /// What was asked for.
+        region: Region,
+        /// The slot that has it.
+        by: u32,
+    },
     /// Another slot holds part of the range.
     Overlap {
         /// What was asked for.
@@ -158,6 +165,13 @@ impl fmt::Display for RegionError {
                 f,
                 "changing memslot {slot}: with private backing it is as it is; delete it first"
             ),
+            RegionError::PrivateTaken { region, by } => {
+                at(f, region)?;
+                write!(
+                    f,
+                    "memslot {by} has part of its private backing; delete it first"
+                )
+            }
             RegionError::Overlap { region, with } => {
                 at(f, region)?;
                 write!(
@@ -267,13 +281,16 @@ pub(crate) fn plan(
         }
     };
     let gfns = gpa.gfn()..Gfn(gpa_end >> PAGE_SHIFT);
-    match slots.set().overlap(&gfns, id) {
-        Some(with) => Err(RegionError::Overlap {
-            region: *region,
-            with,
-        }),
-        None => Ok(change),
+    if let Some(with) = slots.set().overlap(&gfns, id) {
+        let region = *region;
+        return Err(RegionError::Overlap { region, with });
     }
+    let taken = private.and_then(|private| slots.set().private_taken(private, pages));
+    if let Some(by) = taken {
+        let region = *region;
+        return Err(RegionError::PrivateTaken { region, by });
+    }
+    Ok(change)
 }
 
 impl fmt::Debug for Memslot {
