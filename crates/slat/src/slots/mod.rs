@@ -283,6 +283,9 @@ impl Slots {
     }
 }
 
+/// A set to be published; the one it replaces has a place in the list of what is retired.
+pub(crate) struct Prepared(Box<SlotSet>);
+
 /// The right to change the slots of one address space.
 pub(crate) struct SlotsChange<'a> {
     slots: &'a Slots,
@@ -339,7 +342,7 @@ impl SlotsChange<'_> {
             Ok(set)
         });
         let set = match prepared {
-            Ok(set) => Box::new(set),
+            Ok(set) => Prepared(Box::new(set)),
             Err(OutOfMemory) => {
                 edit.abort();
                 if let Some(new) = new {
@@ -373,19 +376,18 @@ impl SlotsChange<'_> {
         &mut self,
         private: PrivateFrames,
         readers: &Readers,
-    ) -> Result<Box<SlotSet>, OutOfMemory> {
+    ) -> Result<Prepared, OutOfMemory> {
         self.reclaim(readers);
         let retired = &mut self.writer.retired;
         retired.try_reserve(1).map_err(|_| OutOfMemory)?;
         let mut set = self.set().clone();
         set.private = private;
         set.generation += 1;
-        Ok(Box::new(set))
+        Ok(Prepared(Box::new(set)))
     }
 
-    /// Swaps the set that readers see, and retires the old one; there is room for it in the list.
-    /// Returns the generation at which nobody can hold what is not in the new set.
-    pub(crate) fn publish(&mut self, set: Box<SlotSet>, readers: &Readers) -> u64 {
+    /// Swaps the set that readers see, and retires the old one. Returns the generation at which nobody can hold what is not in the new set.
+    pub(crate) fn publish(&mut self, Prepared(set): Prepared, readers: &Readers) -> u64 {
         let replaced = self.slots.current.swap(Box::into_raw(set), SeqCst);
         // A reader that enters from now on sees the new set; those inside have passed when the next
         // generation has.

@@ -10,7 +10,6 @@
 //! and only the part in the range is zapped: the rest stays mapped throughout. The tables that this can
 //! need are allocated before anything is changed.
 
-use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::ops::Range;
 
@@ -18,7 +17,7 @@ use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Gpa, Level};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
-use crate::slots::{AttributesError, MemoryAttributes, PrivateFrames, SlotSet, SlotsChange};
+use crate::slots::{AttributesError, MemoryAttributes, Prepared, PrivateFrames, SlotsChange};
 use crate::table::{FrameCache, OutOfMemory, Path, SplitWalk, Tree};
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -65,7 +64,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn convert(
         &self,
         changes: &mut [SlotsChange<'_>],
-        sets: Vec<Box<SlotSet>>,
+        sets: Vec<Prepared>,
         gfns: &Range<Gfn>,
         frames: &mut FrameCache,
     ) {
@@ -97,7 +96,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         changes: &mut [SlotsChange<'_>],
         private: &PrivateFrames,
         frames: &mut FrameCache,
-    ) -> Result<Vec<Box<SlotSet>>, OutOfMemory> {
+    ) -> Result<Vec<Prepared>, OutOfMemory> {
         let mut sets = Vec::new();
         sets.try_reserve_exact(changes.len())
             .map_err(|_| OutOfMemory)?;
