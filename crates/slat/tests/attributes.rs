@@ -23,15 +23,18 @@ const PRIVATE: u64 = FRAMES;
 
 fn vm<F: Format>(level: Level) -> (Arc<SimPlatform>, Arc<TestVm<F>>) {
     let platform = SimPlatform::new(2 * FRAMES);
-    let remap = HostChange::Remap {
-        level,
-        writable: true,
-        device: false,
-    };
-    platform.host.change(&(0..2 * FRAMES), remap);
+    platform.host.change(&(0..2 * FRAMES), remap(level));
     let vm = Vm::new(platform.clone(), Config::default()).unwrap();
     vm.set_memory_region(0, &region()).unwrap();
     (platform, vm)
+}
+
+fn remap(level: Level) -> HostChange {
+    HostChange::Remap {
+        level,
+        writable: true,
+        device: false,
+    }
 }
 
 fn region() -> Region {
@@ -224,16 +227,11 @@ fn an_invalidation_of_the_private_backing_takes_the_private_leaves() {
     for gfn in 0..80 {
         page(&mut vcpu, gfn, Write);
     }
-    let remap = HostChange::Remap {
-        level: Level::PAGE,
-        writable: true,
-        device: false,
-    };
     let part = PRIVATE + 8..PRIVATE + 24;
     assert_eq!(vm.age(HostMemory::hvas(&part), true), 16);
     let before = vm.stats();
     let invalidation = vm.invalidate(HostMemory::hvas(&part));
-    platform.host.change(&part, remap);
+    platform.host.change(&part, remap(Level::PAGE));
     drop(invalidation);
     assert_eq!(vm.stats().since(&before).zapped, 16);
     vm.audit().unwrap();
@@ -383,12 +381,9 @@ fn all_address_spaces_are_converted() {
     let mut vcpu = vm.create_vcpu().unwrap();
     for space in 0..2 {
         let region = Region {
-            slot: 0,
-            flags: SlotFlags(0),
-            gpa: Gpa(0),
             size: 32 << 12,
-            backing: HostMemory::hva(0),
             private: Some(HostMemory::hva(32)),
+            ..region()
         };
         vm.set_memory_region(space, &region).unwrap();
     }
@@ -528,10 +523,7 @@ fn random<F: Format>(seed: u64, steps: u32) {
                 };
                 let found = touch(&mut vcpu, gfn, access);
                 let found = found.map(|found| HostMemory::identify(found.host.pfn()).0);
-                assert_eq!(
-                    found, expected,
-                    "seed {seed} step {step}: {access:?} {gfn:#x}"
-                );
+                assert_eq!(found, expected, "seed {seed} step {step} {gfn:#x}");
             }
         }
         if step % 64 == 0 {
