@@ -2,7 +2,9 @@
 //!
 //! A conversion is an invalidation as a slot change is ([`super::region`]): publish the sets in which
 //! the frames have their new attributes, raise the sequence, zap, flush, return. A fault that went by
-//! the old attributes cannot install any more. The new sets have a new generation, too: what was MMIO
+//! the old attributes cannot install any more. No slot leaves the set, so an invalidation of either
+//! backing meanwhile finds the frames and zaps them itself; and a leaf that is protected for a dirty log,
+//! whose page the next fault takes for known, is never in a slot with two backings. The new sets have a new generation, too: what was MMIO
 //! to a shared access is none to a private one.
 //!
 //! No leaf may reach over a boundary between private and shared frames. A fault sees to that by its
@@ -68,7 +70,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
         gfns: &Range<Gfn>,
         frames: &mut FrameCache,
     ) {
-        let leaving = self.in_progress.slot_leaves();
         for (change, set) in changes.iter_mut().zip(sets) {
             change.publish(set, &self.readers);
         }
@@ -84,7 +85,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
             });
             op.finish(Some(gfns.clone()));
         }
-        drop(leaving);
         for (space, change) in self.spaces.iter().zip(&*changes) {
             self.forget_old_mmio(space, change.set().generation);
         }

@@ -349,7 +349,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Step 2: the page behind a leaf that lost its right to write to the dirty log only.
     fn known_page(&self, gfn: Gfn, access: Access) -> Option<HostPage> {
         // While a slot moves onto part of itself, its old leaves are still there: what is known of this
-        // frame may be the page next to it. While frames are converted it may be the other backing's.
+        // frame may be the page next to it.
         if self.vm().in_progress.is_slot_leaving() {
             return None;
         }

@@ -37,7 +37,7 @@ pub(crate) struct Sequence(u64);
 pub(crate) struct InProgress {
     sequence: AtomicU64,
     count: AtomicUsize,
-    /// Slots that are in the set no more, or frames that were converted, but may still be in the tables.
+    /// Slots that are in the set no more, but may still be in the tables.
     leaving: AtomicUsize,
     hull: Lock<Range<Hva>>,
 }
@@ -88,7 +88,7 @@ impl InProgress {
         self.sequence.fetch_add(1, SeqCst);
     }
 
-    /// Before a slot is taken out of the published set, or moved, or frames are converted. The answer is dropped when nothing
+    /// Before a slot is taken out of the published set, or moved. The answer is dropped when nothing
     /// from where it was is in the tables, and its flush is owed.
     pub(crate) fn slot_leaves(&self) -> Leaving<'_> {
         self.leaving.fetch_add(1, SeqCst);
@@ -100,8 +100,7 @@ impl InProgress {
         self.leaving.load(SeqCst) != 0
     }
 
-    /// Waits until no slot is leaving and no frame is being converted: for walks, and for flushes, which
-    /// wait for nobody who waits here.
+    /// Waits until no slot is leaving. The wait is for a walk, not for a flush.
     fn wait_for_leaving_slots(&self, mut wait: impl FnMut(u32)) {
         let mut round = 0;
         while self.is_slot_leaving() {
