@@ -6,8 +6,8 @@
 //!
 //! * an invalidation is in progress over a page behind the leaf (a huge leaf may reach into a range
 //!   that its page lies outside of), or
-//! * the sequence has been raised since. It is raised by a slot change, after the new set was
-//!   published and before the zap; and at the begin and at the end of an invalidation whose range
+//! * the sequence has been raised since. It is raised by a change of slots or attributes, after the new
+//!   set was published and before the zap; and at the begin and at the end of an invalidation whose range
 //!   some memslot uses at that moment.
 //!
 //! The end must raise it, too: a fault may have resolved the page before it changed, and install
@@ -177,7 +177,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let section = self.section();
         let mut used = false;
         for space in &self.spaces {
-            space.slots.current().backed_by(range, |_| {
+            space.slots.current().backed_by(range, |_, _| {
                 used = true;
                 false
             });
@@ -192,8 +192,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>) {
         let mut op = RangeOp::begin(self, space);
         let mut hull: Option<Range<Gfn>> = None;
-        space.slots.current().backed_by(range, |slot| {
-            let gfns = slot.gfns_backed_by(range);
+        space.slots.current().backed_by(range, |slot, gfns| {
             op.zap(slot, gfns.clone());
             let hull = hull.get_or_insert(gfns.clone());
             *hull = hull.start.min(gfns.start)..hull.end.max(gfns.end);
