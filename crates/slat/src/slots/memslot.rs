@@ -92,8 +92,11 @@ impl Memslot {
 
     /// Backing of the first page where it is private.
     pub(crate) fn private(&self) -> Option<Hva> {
+        if !self.has_private {
+            return None;
+        }
         // SAFETY: `has_private` tells which of the two was written.
-        self.has_private.then(|| unsafe { self.besides.private })
+        Some(unsafe { self.besides.private })
     }
 
     fn uncounted_log(&self) -> Option<Uncounted<DirtyLog>> {
