@@ -272,7 +272,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ///
     /// # Panics
     /// If the vCPU was not entered.
-    #[inline]
+    // Always: a caller pays for no part of the answer that it does not look at.
+    #[inline(always)]
     pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
         assert!(self.is_entered(), "Vcpu::slot_at outside enter/leave");
         let slot = self.find_slot(gpa.gfn()).1?;
