@@ -1,8 +1,9 @@
 //! What the engine promises about faults, slots and invalidations, one promise a test, single-threaded.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering::*};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use std::sync::{Arc, Barrier, Mutex};
+use std::time::{Duration, Instant};
 
 use slat::{
     Access::{self, *},
@@ -381,6 +382,49 @@ fn a_flush_that_pays_for_others_reaches_their_pages() {
     let flushed = flushed.lock().unwrap();
     assert_eq!(flushed[0], 7..8, "nothing else was owed");
     assert!(flushed[1].contains(&7) && flushed[1].contains(&9));
+}
+
+/// A vCPU executes at every step of a read fault beside it, which has chosen to map 2 MiB or is about to.
+#[test]
+fn a_huge_page_does_not_replace_the_table_that_nx_has_just_made() {
+    for step in 0.. {
+        let (platform, vm) = vm(MIB2, REMAP_2M);
+        vm.policy().set("nx_huge_pages", "on").unwrap();
+        set(&vm, 0, 0..MIB2, 0, NONE);
+        let executing = Arc::new(Mutex::new(None));
+        let steps = AtomicU64::new(0);
+        platform.set_hook({
+            let (vm, executing) = (vm.clone(), executing.clone());
+            move |_| {
+                if steps.fetch_add(1, SeqCst) == step {
+                    let mut vcpu = vm.create_vcpu().unwrap();
+                    let executor = std::thread::spawn(move || {
+                        touch(&mut vcpu, 5, Execute).unwrap();
+                    });
+                    // The reader may be at a step at which the other has to wait for it.
+                    let limit = Instant::now() + Duration::from_millis(20);
+                    while !executor.is_finished() && Instant::now() < limit {
+                        std::thread::yield_now();
+                    }
+                    *executing.lock().unwrap() = Some(executor);
+                }
+            }
+        });
+        let mut vcpu = vm.create_vcpu().unwrap();
+        touch(&mut vcpu, 9, Read).unwrap();
+        let Some(executor) = executing.lock().unwrap().take() else {
+            assert!(step > 8, "a fault has steps");
+            platform.clear_hook();
+            break;
+        };
+        executor.join().unwrap();
+        platform.clear_hook();
+        let before = vm.stats();
+        touch(&mut vcpu, 5, Execute).unwrap();
+        let did = vm.stats().since(&before);
+        assert_eq!(did.pf_taken, 0, "executed at step {step}");
+        assert_eq!(vm.stats().nx_lpage_splits, 1);
+    }
 }
 
 #[test]

@@ -113,6 +113,8 @@ struct State<M: Machine> {
     ended: AtomicBool,
     passes: AtomicU64,
     result: AtomicU32,
+    /// Of all results.
+    largest: AtomicU32,
     /// When it has ended.
     outcome: Spin<Option<Result<Guest<M>, String>>>,
 }
@@ -126,6 +128,7 @@ impl<M: Machine> Beside<M> {
             ended: AtomicBool::new(false),
             passes: AtomicU64::new(0),
             result: AtomicU32::new(0),
+            largest: AtomicU32::new(0),
             outcome: Spin::new(None),
         });
         let beside = Beside {
@@ -137,6 +140,7 @@ impl<M: Machine> Beside<M> {
             while outcome.is_ok() && !state.stop.load(SeqCst) {
                 outcome = guest.run(cpu, &command).map(|result| {
                     state.result.store(result, SeqCst);
+                    state.largest.fetch_max(result, SeqCst);
                     state.passes.fetch_add(1, SeqCst);
                 });
                 if command.op == Op::Write {
@@ -158,10 +162,20 @@ impl<M: Machine> Beside<M> {
     pub(crate) fn pass(&self) -> u32 {
         // The pass that is being made now may have begun before.
         let enough = self.passes() + 2;
-        while self.passes() < enough && !self.state.ended.load(SeqCst) {
+        while self.passes() < enough && !self.has_ended() {
             spin_loop();
         }
         self.state.result.load(SeqCst)
+    }
+
+    /// Whether it has ended by itself: it has failed, and [`Beside::stop`] tells how.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.state.ended.load(SeqCst)
+    }
+
+    /// The largest result of all passes so far.
+    pub(crate) fn largest(&self) -> u32 {
+        self.state.largest.load(SeqCst)
     }
 
     /// Stops it after the pass that it is making.

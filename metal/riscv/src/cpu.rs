@@ -7,8 +7,8 @@ use core::slice;
 use metal_core::{Cause, Command, Cpu, Exit, Op};
 use slat::{Access, Gpa, Hpa, Pfn, VmId};
 
-use crate::Tables;
 use crate::csr::{read, write};
+use crate::{Tables, marks};
 
 global_asm!(include_str!("world.S"));
 global_asm!(include_str!("guest.S"));
@@ -33,8 +33,6 @@ const A0: usize = 10;
 /// A hart in HS mode whose guest's memory is translated by tables of format `F`.
 pub struct Hart<F> {
     guest: Context,
-    /// Whether G-stage walks set accessed and dirty.
-    marks: bool,
     /// What the walker may have kept of the entry that did not allow the last access.
     refused: Option<Gpa>,
     format: PhantomData<F>,
@@ -68,16 +66,9 @@ impl<F: Tables> Hart<F> {
                 pc: 0,
                 host_sp_gp_tp: [0; 3],
             },
-            marks: false,
             refused: None,
             format: PhantomData,
         }
-    }
-
-    /// Finds out whether the walker sets accessed and dirty; no register tells.
-    pub(crate) fn learn_marks(&mut self, learn: impl FnOnce(&mut Self) -> bool) {
-        self.marks = learn(self);
-        fence_all();
     }
 
     /// Runs the guest through the tables that `hgatp` says, until it leaves.
@@ -133,7 +124,7 @@ const STORE_FAULT: u64 = 23;
 const SOFTWARE: u64 = 1;
 
 /// This hart forgets everything about every guest.
-fn fence_all() {
+pub(crate) fn fence_all() {
     // SAFETY: a TLB may be fenced at any time.
     unsafe {
         asm!(
@@ -263,10 +254,10 @@ impl<F: Tables> Cpu for Hart<F> {
     }
 
     fn sets_accessed(&self) -> bool {
-        self.marks
+        marks::are_set_by_hardware()
     }
 
     fn sets_dirty(&self) -> bool {
-        self.marks
+        marks::are_set_by_hardware()
     }
 }

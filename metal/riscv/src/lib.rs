@@ -6,7 +6,7 @@
 //! (SBI's remote fences).
 //!
 //! Two programs are made of it, `riscv` with Sv39x4 tables and `riscv-sv48x4`. Which bits the walker
-//! sets is found out by trying ([`marks`]); the engine sets those that it does not.
+//! sets is found out by trying (`marks`); the engine sets those that it does not.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -75,7 +75,7 @@ pub fn main<M: Monitor>(cpu: usize, hart: u64) -> ! {
     if cpu != 0 {
         M::second().serve(this)
     }
-    this.learn_marks(marks::are_set_by_hardware);
+    marks::learn(&mut this);
     HARTS[1].store(1 - hart, SeqCst);
     sbi::start(1 - hart, 1);
     let memory = Memory {

@@ -2,14 +2,14 @@
 //! fault where a bit is clear (Svade): tried, because no register tells.
 
 use core::cell::UnsafeCell;
-use core::sync::atomic::{AtomicU32, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
 
 use metal_core::{Command, Cpu, Exit, Op};
 use slat::format::Sv39x4;
 use slat::{Gpa, Pfn};
 
 use crate::Tables;
-use crate::cpu::Hart;
+use crate::cpu::{Hart, fence_all};
 
 #[repr(C, align(16384))]
 struct Root(UnsafeCell<[u64; 2048]>);
@@ -19,13 +19,19 @@ unsafe impl Sync for Root {}
 
 static ROOT: Root = Root(UnsafeCell::new([0; 2048]));
 static WRITTEN: AtomicU32 = AtomicU32::new(0);
+static SET_BY_HARDWARE: AtomicBool = AtomicBool::new(false);
 
 const ACCESSED: u64 = 1 << 6;
 const DIRTY: u64 = 1 << 7;
 
+/// Whether walks set accessed and dirty, as [`learn`] has found out.
+pub(crate) fn are_set_by_hardware() -> bool {
+    SET_BY_HARDWARE.load(Relaxed)
+}
+
 /// Has a guest write through a leaf that says that it was never used. The first hart calls it, before
 /// it starts others.
-pub(crate) fn are_set_by_hardware<F: Tables>(hart: &mut Hart<F>) -> bool {
+pub(crate) fn learn<F: Tables>(hart: &mut Hart<F>) {
     const GIB: u64 = 1 << 30;
     const VALID_RWX_USER: u64 = 0b1_1111;
     let program = Hart::<F>::program().as_ptr().addr() as u64;
@@ -52,9 +58,10 @@ pub(crate) fn are_set_by_hardware<F: Tables>(hart: &mut Hart<F>) -> bool {
         Exit::Done { .. } => {
             assert_eq!(WRITTEN.load(Relaxed), 1, "the guest wrote");
             assert_eq!(bits & (ACCESSED | DIRTY), ACCESSED | DIRTY);
-            true
+            SET_BY_HARDWARE.store(true, Relaxed);
         }
-        Exit::Fault { .. } => false,
+        Exit::Fault { .. } => {}
         exit => panic!("trying the walker: {exit:?}"),
     }
+    fence_all();
 }

@@ -474,7 +474,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         path.nx_split = nx_split;
         let mut noted = false;
         let hvas = slot.hvas(gfn, level);
-        let valid = || vm.in_progress.holds(sequence, &hvas, vm.lock_wait());
+        // NX may have made a table there since the level was chosen; a huge leaf would throw away what
+        // another vCPU has just been given. Under the lock this is settled.
+        let nx_table = || level > Level::PAGE && vm.policy.huge_is_nx() && tree.is_nx_split(gfn);
+        let valid = || vm.in_progress.holds(sequence, &hvas, vm.lock_wait()) && !nx_table();
         let note = || {
             let Some(log) = slot.log.as_ref().filter(|log| leaf.write && log.protects()) else {
                 return;

@@ -47,7 +47,7 @@ pub(super) fn a_kick<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     running.pass();
     for kick in 1..=KICKS {
         // It may not have been inside.
-        while running.seen.kicks.load(SeqCst) < kick {
+        while running.seen.kicks.load(SeqCst) < kick && !running.has_ended() {
             let before = running.seen.kicks.load(SeqCst);
             M::kick(1);
             for _ in 0..10_000 {

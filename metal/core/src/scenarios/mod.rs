@@ -23,7 +23,7 @@ type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
 
 /// All of them, in the order in which they run.
 pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<M>)> {
-    let all: [(&'static str, Scenario<M>); 24] = [
+    let all: [(&'static str, Scenario<M>); 26] = [
         ("demand_faults_4k", faults::of_4k),
         ("demand_faults_2m", faults::of_2m),
         ("demand_faults_1g", faults::of_1g),
@@ -46,6 +46,14 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
             migrate::by_write_protection,
         ),
         ("migration_by_dirty_bit", migrate::by_dirty_bit),
+        (
+            "migration_of_one_page_by_write_protection",
+            migrate::of_one_page_by_write_protection,
+        ),
+        (
+            "migration_of_one_page_by_dirty_bit",
+            migrate::of_one_page_by_dirty_bit,
+        ),
         ("accessed_bits", age::of_pages),
         ("accessed_bits_2m", age::of_huge_pages),
         (

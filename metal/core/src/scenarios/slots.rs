@@ -12,7 +12,7 @@ use crate::bench::{Bench, DATA, holds, pages, read_word, same, write_word};
 use crate::guest::Beside;
 use crate::{Machine, Op};
 
-const PAGES: u64 = 32;
+const PAGES: u64 = 512;
 const ROUNDS: u32 = 20;
 /// Greater than what the guest gets to writing.
 const STAMP: u32 = 0xfeed_0000;

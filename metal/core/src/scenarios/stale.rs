@@ -15,6 +15,8 @@ use crate::{Command, Machine, Op};
 const READS: u64 = 4096;
 const OLD: u32 = 3;
 const NEW: u32 = 5;
+/// On a page that nobody may read. One such word in a sum is more than all the others.
+const POISON: u32 = 1 << 16;
 
 fn read_first_page() -> Command {
     Command {
@@ -76,7 +78,7 @@ pub(super) fn on_another_cpu<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         same("sum read before", sum, now.1 * READS as u32)?;
         let passes = bench.move_page(&vm, then.0, || {
             // Whoever still reads the old page gives itself away.
-            write_word(now.0, 0);
+            write_word(now.0, POISON);
             let before = running.passes();
             (0..20_000).for_each(|_| spin_loop());
             running.passes() - before
@@ -93,6 +95,8 @@ pub(super) fn on_another_cpu<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
             then.1 * READS as u32,
         )
         .map_err(|error| format!("{error}, round {round}"))?;
+        holds("a page was read that was gone", running.largest() < POISON)
+            .map_err(|error| format!("{error}, round {round}"))?;
         write_word(now.0, now.1);
         core::mem::swap(&mut now, &mut then);
     }
