@@ -36,6 +36,7 @@ pub fn region(slot: u32, gpa: u64, pages: u64, backing: u64) -> Region {
         gpa: Gpa(gpa),
         size: pages << PAGE_SHIFT,
         backing: Hva(backing),
+        private: None,
     }
 }
 

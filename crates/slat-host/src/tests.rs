@@ -34,6 +34,7 @@ fn vm_with(memory: &Memory, flags: SlotFlags) -> Arc<Vm<HostPlatform, Ept>> {
         gpa: Gpa(0x10_0000),
         size: memory.1 as u64,
         backing: memory.hva(),
+        private: None,
     };
     vm.set_memory_region(0, &region).unwrap();
     vm
@@ -102,6 +103,7 @@ fn contiguous_memory_is_mapped_huge_where_slot_and_alignment_allow() {
         gpa: Gpa((1 << 30) + skew),
         size: 8 << 20,
         backing: memory.hva(),
+        private: None,
     };
     vm.set_memory_region(0, &region).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();

@@ -84,6 +84,8 @@ requests! {
     KVM_CLEAR_DIRTY_LOG = iowr::<kvm_clear_dirty_log>(0xc0);
     KVM_RESET_DIRTY_RINGS = io(0xc7);
     KVM_GET_STATS_FD = io(0xce);
+    KVM_SET_MEMORY_ATTRIBUTES = iow::<kvm_memory_attributes>(0xd2);
+    KVM_CREATE_GUEST_MEMFD = iowr::<kvm_create_guest_memfd>(0xd4);
     // vCPU
     KVM_RUN = io(0x80);
     KVM_GET_REGS = ior::<kvm_regs>(0x81);
@@ -130,6 +132,8 @@ mod tests {
         assert_eq!(KVM_RUN, 0xae80);
         assert_eq!(KVM_SET_USER_MEMORY_REGION, 0x4020_ae46);
         assert_eq!(KVM_SET_USER_MEMORY_REGION2, 0x40a0_ae49);
+        assert_eq!(KVM_SET_MEMORY_ATTRIBUTES, 0x4020_aed2);
+        assert_eq!(KVM_CREATE_GUEST_MEMFD, 0xc040_aed4);
         assert_eq!(KVM_GET_SREGS, 0x8138_ae83);
         assert_eq!(KVM_GET_SUPPORTED_CPUID, 0xc008_ae05);
         assert_eq!(KVM_GET_MSRS, 0xc008_ae88);

@@ -20,7 +20,11 @@ pub const DISABLED_QUIRKS: u32 = KVM_X86_QUIRK_LINT0_REENABLED
     | KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS
     | KVM_X86_QUIRK_SLOT_ZAP_ALL;
 
-/// The value of a capability: 0 when there is none.
+/// The hypercalls that a client can ask to answer itself (`KVM_CAP_EXIT_HYPERCALL`): `KVM_HC_MAP_GPA_RANGE`.
+pub const HYPERCALL_EXITS: u32 = 1 << crate::machine::HYPERCALL_MAP_GPA_RANGE;
+
+/// The value of a capability: 0 when there is none. What a VM of one type has and another has not, the VM knows
+/// ([`crate::vm::VmObject::check_extension`]); here it is there.
 pub fn check(cap: u64) -> i32 {
     let Ok(cap) = u32::try_from(cap) else {
         return 0;
@@ -58,6 +62,8 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_VM_DISABLE_NX_HUGE_PAGES
         | KVM_CAP_PRE_FAULT_MEMORY
         | KVM_CAP_SREGS2
+        | KVM_CAP_GUEST_MEMFD
+        | KVM_CAP_MEMORY_FAULT_INFO
         | KVM_CAP_MMU_SHADOW_CACHE_CONTROL => 1,
         KVM_CAP_XSAVE2 => size_of::<kvm_xsave>() as u32,
         KVM_CAP_NR_VCPUS => num_cpus(),
@@ -71,7 +77,9 @@ pub fn check(cap: u64) -> i32 {
         }
         KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => crate::dirty::MAX_RING_SIZE,
         KVM_CAP_COALESCED_MMIO => KVM_COALESCED_MMIO_PAGE_OFFSET,
-        KVM_CAP_VM_TYPES => 1 << KVM_X86_DEFAULT_VM,
+        KVM_CAP_VM_TYPES => 1 << KVM_X86_DEFAULT_VM | 1 << KVM_X86_SW_PROTECTED_VM,
+        KVM_CAP_MEMORY_ATTRIBUTES => KVM_MEMORY_ATTRIBUTE_PRIVATE,
+        KVM_CAP_EXIT_HYPERCALL => HYPERCALL_EXITS,
         _ => 0,
     };
     value as i32

@@ -3,8 +3,9 @@
 
 use slat::format::{Npt, Stage2, Sv48x4};
 use slat::{
-    Access, Attention, Config, DirtyLogError, DirtyRing, Ept, Gpa, Hva, OutOfMemory, Policy,
-    Region, RegionError, Shared, Stats, Stop, Translation, VcpuStats,
+    Access, Attention, AttributesError, Config, DirtyLogError, DirtyRing, Ept, Gfn, Gpa, Hva,
+    MemoryAttributes, OutOfMemory, Policy, Region, RegionError, Shared, Stats, Stop, Translation,
+    VcpuStats,
 };
 use slat_host::HostPlatform;
 use std::ops::Range;
@@ -158,6 +159,8 @@ delegate! {
         fn audit() -> Result<(), slat::AuditError>;
         /// See [`slat::Vm::set_memory_region`].
         fn set_memory_region(space: usize, region: &Region) -> Result<(), RegionError>;
+        /// See [`slat::Vm::set_memory_attributes`].
+        fn set_memory_attributes(gfns: Range<Gfn>, attributes: MemoryAttributes) -> Result<(), AttributesError>;
         /// See [`slat::Vm::dirty_log_words`].
         fn dirty_log_words(space: usize, slot: u32) -> Result<usize, DirtyLogError>;
         /// See [`slat::Vm::get_dirty_log`].

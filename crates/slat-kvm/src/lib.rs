@@ -10,8 +10,9 @@
 //! | [`api`] | the Rust API |
 //! | [`ioctl`], [`abi`], [`user`] | the system-call interface: dispatch, request numbers, the client's memory |
 //! | [`dirty`] | dirty logs and rings |
+//! | [`guest_memfd`] | private memory |
 //! | [`system`], [`vm`], [`vcpu`] | the objects |
-//! | `run`, [`run_page`] | `KVM_RUN`, and the pages it shares with the client |
+//! | `run`, `exit`, [`run_page`] | `KVM_RUN`, what it tells of an exit, and the pages it shares with the client |
 //! | `prefault` | guest memory mapped ahead of its use |
 //! | [`stats`] | statistics, in KVM's binary format |
 //! | [`coalesced`] | writes to devices that the client may see later |
@@ -35,7 +36,9 @@ pub mod dirty;
 pub mod engine;
 pub mod errno;
 pub mod events;
+mod exit;
 pub mod fpu;
+pub mod guest_memfd;
 pub mod ioctl;
 pub mod irq;
 mod machine;
@@ -60,7 +63,7 @@ pub mod user;
 pub mod vcpu;
 pub mod vm;
 
-pub use api::{Kvm, VcpuFd, VmFd};
+pub use api::{GuestMemfdFd, Kvm, VcpuFd, VmFd};
 pub use errno::{Error, Result};
 /// The types that kvm-ioctls and this crate share.
 pub use kvm_ioctls::{

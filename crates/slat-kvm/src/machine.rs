@@ -10,6 +10,7 @@ use crate::thread::bits;
 use crate::vcpu::VcpuCommon;
 use crate::vm::VmObject;
 use kvm_bindings::kvm_cpuid_entry2;
+use slat::Gpa;
 use slat_x86::{Machine, MsrFault};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -30,12 +31,18 @@ pub(crate) struct VcpuMachine {
     clock_changed: bool,
     guest_paused: bool,
     wall_clock_wanted: bool,
+    /// The page of the last access that found no private memory.
+    pub(crate) memory_fault: Option<Gpa>,
 }
 
 /// VMCALL: KVM_HC_VAPIC_POLL_IRQ, which does nothing.
 const HYPERCALL_POLL: u64 = 1;
-/// The answer to a hypercall that does not exist.
+/// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. The client's business, if it wants to hear of it.
+pub(crate) const HYPERCALL_MAP_GPA_RANGE: u32 = 12;
+/// The answer to a hypercall that does not exist (-KVM_ENOSYS).
 const HYPERCALL_UNKNOWN: u64 = 1000u64.wrapping_neg();
+/// The answer to bad arguments (-KVM_EINVAL).
+const HYPERCALL_INVALID: u64 = 22u64.wrapping_neg();
 
 impl VcpuMachine {
     pub(crate) fn new(
@@ -57,6 +64,7 @@ impl VcpuMachine {
             clock_changed: false,
             guest_paused: false,
             wall_clock_wanted: false,
+            memory_fault: None,
         }
     }
 
@@ -192,12 +200,17 @@ impl Machine for VcpuMachine {
         self.guest_tsc()
     }
 
-    fn hypercall(&mut self, nr: u64, _args: [u64; 4]) -> u64 {
+    fn hypercall(&mut self, nr: u64, args: [u64; 4]) -> Option<u64> {
         self.common.exits.hypercalls.add(1);
-        if nr == HYPERCALL_POLL {
-            0
-        } else {
-            HYPERCALL_UNKNOWN
+        let map_gpa_range = nr == HYPERCALL_MAP_GPA_RANGE.into()
+            && self.vm.is_answered_by_client(HYPERCALL_MAP_GPA_RANGE);
+        let [gpa, pages, ..] = args;
+        let end = Gpa(gpa).gfn().0.checked_add(pages);
+        match nr {
+            HYPERCALL_POLL => Some(0),
+            _ if !map_gpa_range => Some(HYPERCALL_UNKNOWN),
+            _ if Gpa(gpa).offset() != 0 || pages == 0 || end.is_none() => Some(HYPERCALL_INVALID),
+            _ => None,
         }
     }
 }

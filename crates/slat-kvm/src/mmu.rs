@@ -101,6 +101,10 @@ impl VcpuMachine {
                 self.come_out();
                 Unreachable::Fault(Fault::Retry)
             }
+            Stop::MemoryFault { gpa, .. } => {
+                self.memory_fault = Some(gpa);
+                Unreachable::Fault(Fault::BadAddress)
+            }
             Stop::BadAddress { .. } | Stop::OutOfMemory { .. } => {
                 crate::report::stopped(&stop);
                 Unreachable::Fault(Fault::BadAddress)

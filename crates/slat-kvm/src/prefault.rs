@@ -17,7 +17,8 @@ impl VcpuObject {
     ///
     /// # Errors
     /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT` without
-    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory behind the slot is gone, `ENOMEM`.
+    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory behind the slot is gone or there is no private memory for a private
+    /// page, `ENOMEM`.
     pub fn pre_fault(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         let end = range.gpa.checked_add(range.size);
         let pages = range.gpa.is_multiple_of(PAGE) && range.size.is_multiple_of(PAGE);
@@ -78,7 +79,7 @@ fn errno(stop: &Stop) -> i32 {
             error: ResolveError::Interrupted,
             ..
         } => libc::EINTR,
-        Stop::BadAddress { .. } => libc::EFAULT,
+        Stop::BadAddress { .. } | Stop::MemoryFault { .. } => libc::EFAULT,
         // Neither comes from reading.
         Stop::Retry | Stop::DirtyRingFull => libc::EAGAIN,
     }

@@ -2,12 +2,12 @@
 
 use crate::errno::{Result, fail};
 use crate::mmu::thread_id;
-use crate::run_page::{PAGE, PIO_OFFSET, RunPage, field, set_field};
+use crate::run_page::{PAGE, PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{Inside, Running, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuCommon, VcpuObject};
-use crate::{irq, report};
+use crate::{exit, irq, report};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_x86::state::flags;
@@ -39,7 +39,8 @@ impl VcpuObject {
     /// `KVM_RUN`.
     ///
     /// # Errors
-    /// `EINTR` for a signal or `immediate_exit`, `EFAULT` when the client's memory behind guest memory is gone, `EINVAL` for
+    /// `EINTR` for a signal or `immediate_exit`, `EFAULT` when the client's memory behind guest memory is gone or there is no
+    /// private memory for a private page (then with `KVM_EXIT_MEMORY_FAULT`), `EINVAL` for
     /// bad values in `kvm_run`, `EAGAIN` after waiting for INIT and SIPI, `EIO` in a forked child.
     pub fn run(&self) -> Result<()> {
         let mut inner = self.lock()?;
@@ -104,6 +105,10 @@ impl VcpuObject {
                 self.page.read_pio(&mut data[..len]);
                 inner.cpu.complete_io(&data[..len]);
             }
+            Unfinished::Hypercall => {
+                let answer = field!(self.page, __bindgen_anon_1.hypercall.ret);
+                inner.cpu.complete_hypercall(answer);
+            }
             Unfinished::MmioRead(len) => {
                 let data = field!(self.page, __bindgen_anon_1.mmio.data);
                 inner.cpu.complete_mmio_read(&data[..len]);
@@ -158,6 +163,7 @@ impl VcpuObject {
             }
             let exit = {
                 let Inner { cpu, machine, .. } = &mut *inner;
+                machine.memory_fault = None;
                 cpu.run(machine, self.common().attention.flag())
             };
             self.count(&exit);
@@ -343,7 +349,7 @@ impl VcpuObject {
             Exit::Mmio { .. } => exits.mmio_exits.add(1),
             Exit::Hlt => exits.halt_exits.add(1),
             Exit::Emulation { .. } => exits.insn_emulation_fail.add(1),
-            Exit::Shutdown | Exit::BadAddress | Exit::Debug { .. } => {}
+            Exit::Hypercall { .. } | Exit::Shutdown | Exit::BadAddress | Exit::Debug { .. } => {}
         }
     }
 
@@ -422,9 +428,22 @@ impl VcpuObject {
                     &bytes[..len.into()],
                     reason,
                 );
-                emulation_failure(page, bytes, len);
+                exit::emulation_failure(page, bytes, len);
             }
-            Exit::BadAddress => return fail(libc::EFAULT),
+            Exit::Hypercall {
+                nr,
+                args,
+                long_mode,
+            } => {
+                exit::hypercall(page, nr, args, long_mode);
+                inner.unfinished = Unfinished::Hypercall;
+            }
+            Exit::BadAddress => {
+                if let Some(gpa) = inner.machine.memory_fault.take() {
+                    exit::memory_fault(page, gpa);
+                }
+                return fail(libc::EFAULT);
+            }
             Exit::Debug { vector, dr6 } => {
                 page.set_exit_reason(KVM_EXIT_DEBUG);
                 let arch = kvm_debug_exit_arch {
@@ -530,44 +549,4 @@ impl VcpuObject {
         );
         Ok(())
     }
-}
-
-/// `KVM_INTERNAL_ERROR_EMULATION` with the instruction's bytes, as KVM lays them out.
-fn emulation_failure(page: &RunPage, bytes: [u8; 15], len: u8) {
-    /// Flags and bytes (three words), then exit reason and information (five).
-    const WORDS: u32 = 8;
-    page.set_exit_reason(KVM_EXIT_INTERNAL_ERROR);
-    set_field!(
-        page,
-        KVM_INTERNAL_ERROR_EMULATION,
-        __bindgen_anon_1.emulation_failure.suberror
-    );
-    set_field!(page, WORDS, __bindgen_anon_1.emulation_failure.ndata);
-    let with_bytes = u64::from(KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES);
-    set_field!(
-        page,
-        if len == 0 { 0 } else { with_bytes },
-        __bindgen_anon_1.emulation_failure.flags
-    );
-    // What is not known is filled with NOPs.
-    let mut shown = [0x90; 15];
-    shown[..len.into()].copy_from_slice(&bytes[..len.into()]);
-    set_field!(
-        page,
-        len,
-        __bindgen_anon_1
-            .emulation_failure
-            .__bindgen_anon_1
-            .__bindgen_anon_1
-            .insn_size
-    );
-    set_field!(
-        page,
-        shown,
-        __bindgen_anon_1
-            .emulation_failure
-            .__bindgen_anon_1
-            .__bindgen_anon_1
-            .insn_bytes
-    );
 }

@@ -76,6 +76,18 @@ impl Shared {
         self.start.as_ptr()
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Lets the memory go; the addresses stay taken, and lead nowhere. Whoever accesses it does so guarded.
+    pub(crate) fn forget(&self) {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+        // SAFETY: replaces our own mapping, which no reference leads into. Should the host have no room for another mapping,
+        // the old one stays until it is dropped.
+        unsafe { libc::mmap(self.start().cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
+    }
+
     /// Makes the page at `address` another view of this memory's first page.
     ///
     /// # Errors

@@ -70,10 +70,12 @@ impl System {
     /// # Errors
     /// `EINVAL` for a type that is not supported, `ENOMEM` when there is no memory.
     pub fn create_vm(&self, vm_type: u64) -> Result<(Arc<VmObject>, OwnedFd)> {
-        if vm_type != u64::from(KVM_X86_DEFAULT_VM) {
-            return fail(libc::EINVAL);
-        }
+        let protected = match u32::try_from(vm_type) {
+            Ok(KVM_X86_DEFAULT_VM) => false,
+            Ok(KVM_X86_SW_PROTECTED_VM) => true,
+            _ => return fail(libc::EINVAL),
+        };
         let fd = memfd("kvm-vm\0", 0, true)?;
-        Ok((VmObject::new()?, fd))
+        Ok((VmObject::new(protected)?, fd))
     }
 }

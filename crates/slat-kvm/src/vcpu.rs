@@ -105,6 +105,8 @@ pub(crate) enum Unfinished {
     PortIn(usize),
     /// OUT: only to be counted as done.
     PortOut,
+    /// A hypercall takes its answer from `kvm_run`.
+    Hypercall,
     /// An MMIO read takes this many bytes from `kvm_run`.
     MmioRead(usize),
 }

@@ -4,6 +4,7 @@ use crate::coalesced::Coalesced;
 use crate::dirty::Rings;
 use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail};
+use crate::guest_memfd::PrivateMemory;
 use crate::irq::lapic::Icr;
 use crate::process::Birth;
 use crate::run_page::RunPage;
@@ -13,7 +14,7 @@ use kvm_bindings::*;
 use slat::{Gpa, Hva, Region, SlotFlags};
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
 /// KVM's lower limit for shadow pages.
@@ -30,6 +31,11 @@ pub struct VmObject {
     max_vcpu_ids: AtomicU32,
     pub(crate) rings: Rings,
     pub(crate) coalesced: Coalesced,
+    /// `KVM_X86_SW_PROTECTED_VM`: its memory can be private.
+    protected: bool,
+    pub(crate) private: PrivateMemory,
+    /// The hypercalls that the client answers, a bit each.
+    hypercall_exits: AtomicU64,
 }
 
 impl std::fmt::Debug for VmObject {
@@ -41,11 +47,11 @@ impl std::fmt::Debug for VmObject {
 }
 
 impl VmObject {
-    /// A VM without memory and vCPUs.
+    /// A VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`.
     ///
     /// # Errors
     /// `ENOMEM`, or `EINVAL` when the policies of the environment make no sense.
-    pub(crate) fn new() -> Result<Arc<Self>> {
+    pub(crate) fn new(protected: bool) -> Result<Arc<Self>> {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
@@ -64,6 +70,9 @@ impl VmObject {
             max_vcpu_ids: AtomicU32::new(caps::MAX_VCPU_ID),
             rings: Rings::default(),
             coalesced: Coalesced::new()?,
+            protected,
+            private: PrivateMemory::default(),
+            hypercall_exits: AtomicU64::new(0),
         }))
     }
 
@@ -90,9 +99,23 @@ impl VmObject {
             .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
+    /// Whether its memory can be private.
+    pub(crate) fn is_protected(&self) -> bool {
+        self.protected
+    }
+
+    /// Whether the client answers the hypercall `nr`.
+    pub(crate) fn is_answered_by_client(&self, nr: u32) -> bool {
+        self.hypercall_exits.load(Ordering::Relaxed) >> nr & 1 != 0
+    }
+
     /// `KVM_CHECK_EXTENSION`.
     pub fn check_extension(&self, cap: u64) -> i32 {
-        caps::check(cap)
+        match u32::try_from(cap) {
+            Ok(KVM_CAP_GUEST_MEMFD) => self.protected.into(),
+            Ok(KVM_CAP_MEMORY_ATTRIBUTES) => self.known_attributes() as i32,
+            _ => caps::check(cap),
+        }
     }
 
     /// `KVM_SET_USER_MEMORY_REGION`.
@@ -100,53 +123,70 @@ impl VmObject {
     /// # Errors
     /// KVM's: `EINVAL` for bad arguments, `EEXIST` for an overlap, `ENOMEM`.
     pub fn set_user_memory_region(&self, region: &kvm_userspace_memory_region) -> Result<()> {
-        self.set_region(
-            region.slot,
-            region.flags,
-            region.guest_phys_addr,
-            region.memory_size,
-            region.userspace_addr,
-        )
+        if region.flags & KVM_MEM_GUEST_MEMFD != 0 {
+            return fail(libc::EINVAL);
+        }
+        self.set_user_memory_region2(&kvm_userspace_memory_region2 {
+            slot: region.slot,
+            flags: region.flags,
+            guest_phys_addr: region.guest_phys_addr,
+            memory_size: region.memory_size,
+            userspace_addr: region.userspace_addr,
+            ..Default::default()
+        })
     }
 
-    /// `KVM_SET_USER_MEMORY_REGION2`. There is no guest_memfd, so its flag is refused.
+    /// `KVM_SET_USER_MEMORY_REGION2`.
     ///
     /// # Errors
-    /// As for [`set_user_memory_region`](Self::set_user_memory_region).
+    /// As for [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` in a VM whose memory
+    /// cannot be private, with any other flag, for a slot that is there already, for a descriptor that is no guest_memfd of this
+    /// VM or whose part another slot has; `EBADF` for none.
     pub fn set_user_memory_region2(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
-        self.set_region(
-            region.slot,
-            region.flags,
-            region.guest_phys_addr,
-            region.memory_size,
-            region.userspace_addr,
-        )
-    }
-
-    fn set_region(&self, slot: u32, flags: u32, gpa: u64, size: u64, backing: u64) -> Result<()> {
         self.same_process()?;
-        if flags & !(KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY) != 0 {
+        let mut known = KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY;
+        if self.protected {
+            known |= KVM_MEM_GUEST_MEMFD;
+        }
+        let wants_private = region.flags & KVM_MEM_GUEST_MEMFD != 0;
+        let flags = region.flags & !KVM_MEM_GUEST_MEMFD;
+        if region.flags & !known != 0 || wants_private && flags != 0 {
             return fail(libc::EINVAL);
         }
-        if !crate::user::in_user_space(
-            backing,
-            usize::try_from(size).map_err(|_| Error::new(libc::EINVAL))?,
-        ) {
+        let size = region.memory_size;
+        let len = usize::try_from(size).map_err(|_| Error::new(libc::EINVAL))?;
+        if !crate::user::in_user_space(region.userspace_addr, len) {
             return fail(libc::EINVAL);
         }
-        let region = Region {
-            slot: slot & 0xffff,
+        let private = match wants_private && size != 0 {
+            true => {
+                let (fd, offset) = (region.guest_memfd, region.guest_memfd_offset);
+                Some(self.private.part(fd, offset, size)?)
+            }
+            false => None,
+        };
+        // Only a slot that comes or goes changes what is bound.
+        let bindings =
+            (private.is_some() || self.protected && size == 0).then(|| self.private.bindings());
+        let (memory, private) = private.unzip();
+        let engine_region = Region {
+            slot: region.slot & 0xffff,
             flags: SlotFlags(flags),
-            gpa: Gpa(gpa),
+            gpa: Gpa(region.guest_phys_addr),
             size,
-            backing: Hva(backing),
+            backing: Hva(region.userspace_addr),
+            private,
         };
         self.engine
-            .set_memory_region((slot >> 16) as usize, &region)
+            .set_memory_region((region.slot >> 16) as usize, &engine_region)
             .map_err(|error| {
                 report::refused_region(&error);
                 Error::new(error.errno())
-            })
+            })?;
+        if let Some(mut bindings) = bindings {
+            bindings.set(region.slot, memory);
+        }
+        Ok(())
     }
 
     /// `KVM_CREATE_VCPU`: the vCPU and the descriptor that maps its `kvm_run`.
@@ -305,6 +345,10 @@ impl VmObject {
             KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => self.set_manual_dirty_log(cap.args[0]),
             KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => {
                 self.enable_dirty_rings(cap.args[0])
+            }
+            KVM_CAP_EXIT_HYPERCALL if cap.args[0] & !u64::from(caps::HYPERCALL_EXITS) == 0 => {
+                self.hypercall_exits.store(cap.args[0], Ordering::Relaxed);
+                Ok(())
             }
             _ => fail(libc::EINVAL),
         }

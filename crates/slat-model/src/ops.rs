@@ -434,6 +434,7 @@ impl Generator {
             gpa: Gpa(slot.base << 12),
             size: slot.pages << 12,
             backing: Hva(slot.backing),
+            private: None,
         };
         change(&mut region, &mut self.rng);
         region
@@ -462,6 +463,7 @@ impl Generator {
             gpa: Gpa(base << 12),
             size: pages << 12,
             backing: HostMemory::hva(backing.min(room)),
+            private: None,
         }
     }
 

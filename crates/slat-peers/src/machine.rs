@@ -45,6 +45,7 @@ pub fn region(slot: u32, flags: SlotFlags, gpa: u64, pages: u64) -> Region {
         gpa: Gpa(gpa),
         size: pages << 12,
         backing: Hva(gpa),
+        private: None,
     }
 }
 

@@ -4,6 +4,7 @@
 //! kernel has to be asked anew. What slat itself maps is none of the guests' memory and passes by.
 
 use crate::files::interpose;
+use crate::guarded::guarded;
 use crate::real::{call, raw, set_errno};
 use crate::table;
 use slat_host::mappings;
@@ -97,6 +98,11 @@ fn mapped_vcpu(fd: c_int, flags: c_int) -> Option<table::Handle> {
     })
 }
 
+/// The private guest memory that a descriptor stands for, if it does.
+fn private_memory(fd: c_int) -> Option<table::Handle> {
+    table::get(fd).filter(|handle| matches!(handle.object(), Object::GuestMemfd(_)))
+}
+
 /// mmap, by name or through `syscall`.
 ///
 /// # Safety
@@ -113,6 +119,10 @@ pub unsafe fn map(
     let change = || unsafe { call!(libc::SYS_mmap, address, len, protection, flags, fd, offset) };
     let replaces = flags & libc::MAP_FIXED != 0;
     let range = Range::at(address, if replaces { len } else { 0 });
+    if flags & libc::MAP_ANONYMOUS == 0 && !passes_by() && private_memory(fd).is_some() {
+        set_errno(libc::ENODEV);
+        return -1;
+    }
     let handle = mapped_vcpu(fd, flags);
     let vcpu = handle.as_ref().and_then(|handle| match handle.object() {
         Object::Vcpu(vcpu) => Some(vcpu),
@@ -357,6 +367,14 @@ pub unsafe fn attach(id: c_int, address: usize, flags: c_int) -> isize {
 /// # Safety
 /// As for `fallocate`.
 pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
+    if let Some(handle) = private_memory(fd)
+        && let Object::GuestMemfd(guest_memfd) = handle.object()
+    {
+        return guarded(|| match guest_memfd.fallocate(mode, offset, len) {
+            Ok(()) => Ok(0),
+            Err(error) => Err(error.errno()),
+        });
+    }
     // SAFETY: the caller's.
     let change = || unsafe { call!(libc::SYS_fallocate, fd, mode, offset, len) };
     // Without a mode, and with KEEP_SIZE alone, pages are only added.
@@ -372,6 +390,10 @@ pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
 /// # Safety
 /// As for `ftruncate`.
 pub unsafe fn truncate(fd: c_int, len: i64) -> isize {
+    if private_memory(fd).is_some() {
+        set_errno(libc::EINVAL);
+        return -1;
+    }
     // SAFETY: the caller's.
     around_file(fd, || unsafe { call!(libc::SYS_ftruncate, fd, len) })
 }

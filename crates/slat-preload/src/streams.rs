@@ -6,18 +6,24 @@
 
 use crate::device;
 use crate::guarded::guarded;
-use crate::real::{Next, call};
+use crate::real::{Next, call, set_errno};
 use crate::table;
 use slat_kvm::ioctl::Object;
 use std::ffi::{c_int, c_void};
 
-/// Brings what is about to be read up to date.
-fn before_reading(fd: c_int) {
-    if let Some(handle) = table::get(fd)
-        && let Object::Stats(stats) = handle.object()
-    {
-        stats.refresh();
+/// Brings what is about to be read up to date. False: it cannot be read.
+fn before_reading(fd: c_int) -> bool {
+    if let Some(handle) = table::get(fd) {
+        match handle.object() {
+            Object::Stats(stats) => stats.refresh(),
+            Object::GuestMemfd(_) => {
+                set_errno(libc::EINVAL);
+                return false;
+            }
+            _ => {}
+        }
     }
+    true
 }
 
 /// A write to a module parameter; `None` if the descriptor is none.
@@ -47,7 +53,9 @@ macro_rules! reading {
             #[cfg_attr(not(test), unsafe(no_mangle))]
             pub unsafe extern "C-unwind" fn $name(fd: c_int, $($argument: $type),*) -> isize {
                 if table::is_ours(fd) {
-                    before_reading(fd);
+                    if !before_reading(fd) {
+                        return -1;
+                    }
                     // SAFETY: the caller's. What is ours never blocks.
                     return unsafe { call!($number, fd, $($given),*) };
                 }
@@ -116,7 +124,8 @@ pub unsafe extern "C-unwind" fn write(fd: c_int, from: *const c_void, len: usize
     unsafe { std::mem::transmute::<usize, Function>(function)(fd, from, len) }
 }
 
-/// read and its kin by number, through `syscall`: brings up to date, and leaves the call to the caller.
+/// read and its kin by number, through `syscall`: brings up to date, and leaves the call to the caller. What cannot be read the
+/// kernel refuses, too.
 pub fn reads(fd: c_int) {
     if table::is_ours(fd) {
         before_reading(fd);

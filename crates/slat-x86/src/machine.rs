@@ -91,8 +91,9 @@ pub trait Machine: Mmu {
     fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault>;
     /// The time-stamp counter as the guest sees it.
     fn tsc(&mut self) -> u64;
-    /// VMCALL or VMMCALL at CPL 0: number and four arguments, answers RAX.
-    fn hypercall(&mut self, nr: u64, args: [u64; 4]) -> u64;
+    /// VMCALL or VMMCALL at CPL 0: number and four arguments, answers RAX. `None`: the answer comes from outside, the run
+    /// ends with [`Exit::Hypercall`].
+    fn hypercall(&mut self, nr: u64, args: [u64; 4]) -> Option<u64>;
 }
 
 /// Why a run ended.
@@ -123,6 +124,16 @@ pub enum Exit {
         write: bool,
         /// What is written.
         data: [u8; 8],
+    },
+    /// A hypercall that the machine does not answer. RIP still points at the instruction;
+    /// [`Cpu::complete_hypercall`](crate::Cpu::complete_hypercall) finishes it before the next run.
+    Hypercall {
+        /// Its number.
+        nr: u64,
+        /// Its arguments.
+        args: [u64; 4],
+        /// All 64 bits of the registers count.
+        long_mode: bool,
     },
     /// HLT; RIP is behind it.
     Hlt,

@@ -1,13 +1,13 @@
-//! Accesses that the device model answers: MMIO and ports.
+//! Accesses that the device model answers: MMIO and ports. And hypercalls that it answers.
 //!
 //! *MMIO reads*: the instruction is abandoned with nothing changed, the run ends, the data is handed in,
 //! and the instruction is executed again from its start: its reads then take the answers in order.
 //! *MMIO writes*: queued by the instruction, which completes; each fragment of the queue ends a run.
-//! *Ports*: RIP stays at the instruction until the access is completed.
+//! *Ports* and *hypercalls*: RIP stays at the instruction until the access is completed.
 
 use crate::Cpu;
 use crate::machine::Exit;
-use crate::op::Break;
+use crate::op::{Break, Op};
 use std::collections::VecDeque;
 
 #[derive(Clone, Copy, Debug)]
@@ -28,6 +28,8 @@ pub(crate) struct Devices {
     asked: Option<Fragment>,
     writes: VecDeque<Fragment>,
     pub(crate) port: Option<Port>,
+    /// RIP of a hypercall that ended the last run, and behind it.
+    hypercall: Option<(u64, u64)>,
     /// What a string input read and has not stored yet, in reading order.
     input: VecDeque<u8>,
 }
@@ -139,6 +141,35 @@ impl Cpu {
     /// A read was asked for in an earlier run and not answered: it is asked again.
     pub(crate) fn forget_question(&mut self) {
         self.devices.asked = None;
+    }
+
+    /// The hypercall `op` ends the run.
+    pub(crate) fn ask_hypercall(&mut self, op: &Op, nr: u64, args: [u64; 4]) -> Break {
+        self.devices.hypercall = Some((self.rip_of(op), self.next_rip(op)));
+        let long_mode = self.is_64();
+        self.leave(Exit::Hypercall {
+            nr,
+            args,
+            long_mode,
+        })
+    }
+
+    /// Finishes the hypercall that ended the last run: `answer` is for RAX.
+    ///
+    /// RIP moves on unless somebody changed it meanwhile.
+    pub fn complete_hypercall(&mut self, answer: u64) {
+        let Some((rip, next)) = self.devices.hypercall.take() else {
+            return;
+        };
+        if self.state.rip != rip {
+            return;
+        }
+        self.state.gpr[0] = match self.is_64() {
+            true => answer,
+            false => answer & 0xffff_ffff,
+        };
+        self.state.rip = next;
+        self.end_shadow();
     }
 
     /// Finishes the port access that ended the last run: `data` is what IN read.

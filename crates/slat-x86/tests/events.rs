@@ -282,6 +282,30 @@ fn hypercalls_and_msrs_reach_the_machine() {
 }
 
 #[test]
+fn a_hypercall_that_the_machine_does_not_answer_is_finished_from_outside() {
+    // vmcall; mov ebx,eax
+    let mut guest = Guest::new(b"\x0f\x01\xc1\x89\xc3\xf4");
+    guest.cpu.state.gpr[RAX] = 100;
+    guest.cpu.state.gpr[RSI] = 5;
+    let exit = guest.run();
+    let args = [0, guest.cpu.state.gpr[RCX], guest.cpu.state.gpr[RDX], 5];
+    let Exit::Hypercall {
+        nr: 100,
+        args: [_, c, d, s],
+        long_mode: true,
+    } = exit
+    else {
+        panic!("{exit:?}")
+    };
+    assert_eq!([0, c, d, s], args);
+    assert_eq!(guest.cpu.state.rip, CODE);
+    guest.cpu.complete_hypercall(9);
+    guest.halt();
+    assert_eq!(guest.cpu.state.gpr[RBX], 9);
+    assert_eq!(guest.machine.hypercalls.len(), 1);
+}
+
+#[test]
 fn a_real_mode_cpu_starts_at_the_reset_vector_and_enters_protected_and_long_mode() {
     let memory = Memory::new(MMIO as usize);
     let mut guest = Guest::with_memory(memory, b"");

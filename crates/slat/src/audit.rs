@@ -3,6 +3,7 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::fmt;
+use core::ops::Range;
 
 use crate::addr::{Gfn, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
@@ -24,9 +25,9 @@ impl fmt::Display for AuditError {
 impl core::error::Error for AuditError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Checks that every leaf lies in a live slot, at a level the slot and the host allow, translates
-    /// to the frame that backs it, and allows no more than the slot does; that no page of a logged
-    /// slot is writable without being marked; that every table counts its leaves right; and, if no CPU
+    /// Checks that every leaf lies in a live slot, at a level that slot, attributes and host allow,
+    /// translates to the frame that backs it, private or not, and allows no more than the slot does; that no
+    /// page of a logged slot is writable without being marked; that every table counts its leaves right; and, if no CPU
     /// is inside, that the gauges count exactly the leaves there are.
     ///
     /// Slot changes wait meanwhile; CPUs may go on. To be called beside no other operation of the VM:
@@ -48,7 +49,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 };
                 leaves[at.level.0 as usize - 1] += 1;
                 let checked = match change.set().find(at.gfn) {
-                    Some(slot) => self.audit_leaf(slot, at.gfn, at.level, &leaf),
+                    Some(slot) => {
+                        let private = change.set().private.around(at.gfn);
+                        self.audit_leaf(slot, private, at.gfn, at.level, &leaf)
+                    }
                     None => Err("it lies in no memslot".into()),
                 };
                 match checked {
@@ -89,6 +93,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn audit_leaf(
         &self,
         slot: &Memslot,
+        (private, alike): (bool, Range<Gfn>),
         gfn: Gfn,
         level: Level,
         leaf: &Leaf,
@@ -96,6 +101,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let gfns = slot.gfns();
         if gfn.add(level.pages()) > gfns.end || gfn < gfns.start {
             return Err(alloc::format!("it reaches out of {slot:?}"));
+        }
+        if gfn.add(level.pages()) > alike.end {
+            return Err("it is private in part".into());
         }
         if leaf.write && slot.flags().has(SlotFlags::READONLY) {
             return Err(alloc::format!("it is writable in read-only {slot:?}"));
@@ -108,7 +116,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
             }
         }
         let mut wrong = None;
-        let hva = slot.hva(gfn);
+        let backing = match private {
+            true => slot
+                .private()
+                .ok_or("it is private without private backing")?,
+            false => slot.backing(),
+        };
+        let hva = backing.add_pages(gfn.0 - slot.base().0);
         self.platform
             .resolve_resident(hva..hva.add_pages(level.pages()), &mut |run| {
                 let offset = (run.backing.0 - hva.0) >> PAGE_SHIFT;
@@ -131,6 +145,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// The indexes of a slot set agree, and no two slots overlap.
     fn audit_slots(&self, change: &crate::slots::SlotsChange<'_>) -> Result<(), AuditError> {
         let set = change.set();
+        // Once for each backing, the private one included.
         let mut by_gfn = Vec::new();
         let mut end = Gfn(0);
         let mut error = None;
@@ -140,16 +155,19 @@ impl<P: Platform, F: Format> Vm<P, F> {
             }
             end = slot.gfns().end;
             by_gfn.push(slot.id());
+            by_gfn.extend(slot.private().map(|_| slot.id()));
         });
         let mut by_hva = Vec::new();
         let all = crate::Hva(0)..crate::Hva(u64::MAX);
-        set.backed_by(&all, |slot| {
+        set.backed_by(&all, |slot, _| {
             by_hva.push(slot.id());
             true
         });
         by_gfn.sort_unstable();
         by_hva.sort_unstable();
-        if by_gfn != by_hva || by_gfn.len() != change.len() {
+        let indexes_agree = by_gfn == by_hva;
+        by_gfn.dedup();
+        if !indexes_agree || by_gfn.len() != change.len() {
             error = Some(alloc::format!(
                 "{} slots by gfn, {} by backing, {} by id",
                 by_gfn.len(),

@@ -4,8 +4,8 @@
 //! # The pieces
 //! * A [`Platform`] is the machine under the engine: table frames, host pages, hardware flushes.
 //! * A [`Format`] says what an entry means to a page walker: [`format::Ept`].
-//! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::invalidate`],
-//!   [`Vm::get_dirty_log`], [`Vm::audit`].
+//! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::set_memory_attributes`],
+//!   [`Vm::invalidate`], [`Vm::get_dirty_log`], [`Vm::audit`].
 //! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
 //!
 //! # Concurrency
@@ -46,7 +46,7 @@ pub use format::{Ept, Format};
 pub use heap::Shared;
 pub use platform::{HostPage, HostRun, MemoryType, Platform, ResolveError, VmId, WaitFor};
 pub use policy::{Expected, Policy, PolicyError, PolicyValue};
-pub use slots::{MAX_SLOTS, Region, RegionError, SlotFlags};
+pub use slots::{AttributesError, MAX_SLOTS, MemoryAttributes, Region, RegionError, SlotFlags};
 pub use stats::Stats;
 pub use sync::quiesce::Attention;
 pub use table::{ENTRIES, Entries, OutOfMemory, TableMeta};

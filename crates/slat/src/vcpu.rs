@@ -279,23 +279,24 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ///
     /// # Panics
     /// If the vCPU was not entered.
-    #[inline]
+    // Always: a caller pays for no part of the answer that it does not look at.
+    #[inline(always)]
     pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
         assert!(self.is_entered(), "Vcpu::slot_at outside enter/leave");
-        let slot = self.find_slot(gpa.gfn()).ok()?;
+        let slot = self.find_slot(gpa.gfn()).1?;
         Some(Region {
             slot: slot.id(),
             flags: slot.flags(),
             gpa: slot.base().gpa(),
             size: slot.pages() << PAGE_SHIFT,
             backing: slot.backing(),
+            private: slot.private(),
         })
     }
 
-    /// The slot that holds `gfn`; looks at those used lately first. `Err`: none in the set of this
-    /// generation.
+    /// The slots as they are now, and the one that holds `gfn`; looks at those used lately first.
     #[inline]
-    pub(crate) fn find_slot(&mut self, gfn: Gfn) -> Result<&Memslot, u64> {
+    pub(crate) fn find_slot(&mut self, gfn: Gfn) -> (&SlotSet, Option<&Memslot>) {
         let set = self.vm.spaces[self.space].slots.current();
         // SAFETY: as in `reader`; a separate borrow, so that `recent` can be changed beside it.
         let counters = unsafe { &self.reader.as_ref().counters };
@@ -306,16 +307,18 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             let slot = unsafe { recent.slot.as_ref() };
             if slot.holds(gfn) {
                 counters.slot_lookups_saved.add(1);
-                return Ok(slot);
+                return (set, Some(slot));
             }
         }
         counters.slot_lookups.add(1);
-        let slot = set.find(gfn).ok_or(set.generation)?;
-        *recent = RecentSlot {
-            generation: set.generation,
-            slot: NonNull::from(slot),
-        };
-        Ok(slot)
+        let slot = set.find(gfn);
+        if let Some(slot) = slot {
+            *recent = RecentSlot {
+                generation: set.generation,
+                slot: NonNull::from(slot),
+            };
+        }
+        (set, slot)
     }
 }
 

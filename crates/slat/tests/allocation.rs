@@ -22,6 +22,7 @@ fn set(vm: &TestVm, gfns: std::ops::Range<u64>, flags: SlotFlags) {
         gpa: Gpa(gfns.start << 12),
         size: (gfns.end - gfns.start) << 12,
         backing: HostMemory::hva(0),
+        private: None,
     };
     vm.set_memory_region(0, &region).unwrap();
 }

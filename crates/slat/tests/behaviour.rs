@@ -45,6 +45,7 @@ fn region(slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) -> Regi
         gpa: Gpa(gfns.start << 12),
         size: (gfns.end - gfns.start) << 12,
         backing: HostMemory::hva(host_page),
+        private: None,
     }
 }
 

@@ -32,6 +32,7 @@ fn log(vm: &Vm<SimPlatform, Ept>) {
         gpa: Gpa(BASE << 12),
         size: PAGES << 12,
         backing: HostMemory::hva(0),
+        private: None,
     };
     vm.set_memory_region(0, &region).unwrap();
 }

@@ -1,5 +1,5 @@
-//! What slot changes take from the heap: how much; and that nothing has changed, and the operation can be
-//! repeated, when the n-th allocation fails, for every n. (`allocation.rs` does that to table frames.)
+//! What changes of slots and attributes take from the heap: how much; and that nothing has changed, and the
+//! operation can be repeated, when the n-th allocation fails, for every n. (`allocation.rs` does that to table frames.)
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use slat::format::Stage2;
 use slat::{
     Access, Config, DirtyGfn, DirtyRing, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva,
-    MAX_SLOTS, OutOfMemory, Pfn, Platform, Region, RegionError, ResolveError, SlotFlags, Stop,
+    MAX_SLOTS, MemoryAttributes, OutOfMemory, Pfn, Platform, Region, ResolveError, SlotFlags, Stop,
     TableMeta, Vm, VmId, WaitFor,
 };
 use slat_model::{HostMemory, SimPlatform};
@@ -133,6 +133,7 @@ unsafe impl Platform for Spared {
 type TestVm<F> = Vm<Spared, F>;
 
 const PAGES: u64 = 2048;
+const ENOMEM: i32 = 12;
 const NONE: SlotFlags = SlotFlags(0);
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 
@@ -143,8 +144,23 @@ fn region(slot: u32, flags: SlotFlags, gfn: u64, pages: u64, page: u64) -> Regio
         gpa: Gpa(gfn << 12),
         size: pages << 12,
         backing: HostMemory::hva(page),
+        private: None,
     }
 }
+
+/// Slots with private backing lie in these frames.
+const PRIVATE_GFN: u64 = 5000;
+
+/// A slot of 64 pages with private backing.
+fn private_region(slot: u32, gfn: u64) -> Region {
+    Region {
+        private: Some(HostMemory::hva(gfn - PRIVATE_GFN)),
+        ..region(slot, NONE, gfn, 64, 1536)
+    }
+}
+
+/// A change that a client asks for; it answers KVM's errno.
+type Change<'a, F> = &'a dyn Fn(&TestVm<F>) -> Result<(), i32>;
 
 fn touch<F: Format>(vm: &Arc<TestVm<F>>, gfn: u64) {
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -156,7 +172,8 @@ fn touch<F: Format>(vm: &Arc<TestVm<F>>, gfn: u64) {
     vcpu.leave();
 }
 
-/// Slot 0 is plain, slot 1 logs; both are mapped in part. The 400 that follow make trees of two levels.
+/// Slot 0 is plain, slot 1 logs; both are mapped in part. The 400 that follow make trees of two levels. The
+/// last has private backing, and of that some, too, is mapped.
 fn vm<F: Format>(platform: &Arc<SimPlatform>) -> Arc<TestVm<F>> {
     let vm = Vm::new(Arc::new(Spared(platform.clone())), Config::default()).unwrap();
     vm.set_memory_region(0, &region(0, NONE, 0, 1024, 0))
@@ -168,8 +185,21 @@ fn vm<F: Format>(platform: &Arc<SimPlatform>) -> Arc<TestVm<F>> {
         vm.set_memory_region(0, &region(slot, NONE, gfn, 1, u64::from(slot)))
             .unwrap();
     }
-    [3, 600, 1024 + 7].iter().for_each(|gfn| touch(&vm, *gfn));
+    vm.set_memory_region(0, &private_region(402, PRIVATE_GFN))
+        .unwrap();
+    convert(&vm, PRIVATE_GFN + 8..PRIVATE_GFN + 16, true).unwrap();
+    let mapped = [3, 600, 1024 + 7, PRIVATE_GFN + 5, PRIVATE_GFN + 9];
+    mapped.iter().for_each(|gfn| touch(&vm, *gfn));
     vm
+}
+
+fn convert<F: Format>(vm: &TestVm<F>, gfns: Range<u64>, private: bool) -> Result<(), i32> {
+    let attributes = match private {
+        true => MemoryAttributes::PRIVATE,
+        false => MemoryAttributes::NONE,
+    };
+    vm.set_memory_attributes(Gfn(gfns.start)..Gfn(gfns.end), attributes)
+        .map_err(|error| error.errno())
 }
 
 /// All that a client can see of the slots and the tables, without changing them.
@@ -202,11 +232,11 @@ fn see<F: Format>(vm: &Arc<TestVm<F>>) -> Seen {
 }
 
 /// `change` fails at each of its allocations, alone and with all that follow, and is then repeated.
-fn fail_everywhere<F: Format>(change: Region) {
+fn fail_everywhere<F: Format>(what: &str, change: Change<'_, F>) {
     let host = || SimPlatform::new(PAGES);
     let done = {
         let vm = vm::<F>(&host());
-        vm.set_memory_region(0, &change).unwrap();
+        change(&vm).unwrap();
         see(&vm)
     };
     for stay in [false, true] {
@@ -215,13 +245,13 @@ fn fail_everywhere<F: Format>(change: Region) {
             let platform = host();
             let vm = vm::<F>(&platform);
             let before = see(&vm);
-            let (answer, failed) = failing(n, stay, || vm.set_memory_region(0, &change));
+            let (answer, failed) = failing(n, stay, || change(&vm));
             if let Err(error) = answer {
                 assert!(failed);
-                assert_eq!(error, RegionError::OutOfMemory);
-                assert_eq!(see(&vm), before, "allocation {n} of {change:?}");
+                assert_eq!(error, ENOMEM);
+                assert_eq!(see(&vm), before, "allocation {n} of {what}");
                 refused += 1;
-                vm.set_memory_region(0, &change).unwrap();
+                change(&vm).unwrap();
             }
             let after = see(&vm);
             assert_eq!(
@@ -235,7 +265,7 @@ fn fail_everywhere<F: Format>(change: Region) {
                 break;
             }
         }
-        assert!(refused > 5, "{refused} allocations of {change:?}");
+        assert!(refused > 5, "{refused} allocations of {what}");
     }
 }
 
@@ -251,16 +281,37 @@ fn every_change<F: Format>() {
         ("delete", region(0, NONE, 0, 0, 0)),
         ("delete a log", region(1, NONE, 0, 0, 0)),
         ("delete one of many", region(200, NONE, 0, 0, 0)),
+        ("create, private", private_region(500, PRIVATE_GFN + 64)),
+        ("delete, private", region(402, NONE, 0, 0, 0)),
     ];
     for (what, change) in changes {
-        eprintln!("{what}");
-        fail_everywhere::<F>(change);
+        fail_everywhere::<F>(what, &|vm| {
+            vm.set_memory_region(0, &change)
+                .map_err(|error| error.errno())
+        });
+    }
+}
+
+fn every_conversion<F: Format>() {
+    let part = PRIVATE_GFN + 4..PRIVATE_GFN + 12;
+    for (what, gfns, private) in [
+        ("some become private", part.clone(), true),
+        ("some become shared", part, false),
+        ("some without private backing become private", 0..601, true),
+    ] {
+        fail_everywhere::<F>(what, &|vm| convert(vm, gfns.clone(), private));
     }
 }
 
 #[test]
 fn a_slot_change_without_heap_memory_changes_nothing_and_can_be_repeated() {
     every_change::<Ept>();
+}
+
+#[test]
+fn a_conversion_without_heap_memory_changes_nothing_and_can_be_repeated() {
+    every_conversion::<Ept>();
+    every_conversion::<Stage2<48>>();
 }
 
 #[test]

@@ -63,6 +63,7 @@ impl World {
             gpa: Gpa(gfns.start << 12),
             size: (gfns.end - gfns.start) << 12,
             backing: HostMemory::hva(host_page),
+            private: None,
         };
         self.vm.set_memory_region(0, &region).unwrap();
     }

@@ -78,6 +78,7 @@ impl<F: Format> World<F> {
             gpa: Gpa(gfns.start << 12),
             size: (gfns.end - gfns.start) << 12,
             backing: HostMemory::hva(gfns.start),
+            private: None,
         };
         self.vm.set_memory_region(0, &region).unwrap();
     }

@@ -51,6 +51,7 @@ fn execute<F: Format>(splits: &str, at: &[u64]) -> Stats {
             gpa: Gpa(0),
             size: GIB1 << 12,
             backing: HostMemory::hva(0),
+            private: None,
         },
     )
     .unwrap();

@@ -67,6 +67,7 @@ impl<M: Machine> Bench<'_, M> {
             gpa: CODE,
             size: CODE_PAGES * PAGE_SIZE,
             backing: Hva(self.host.small().0),
+            private: None,
         };
         set_region::<M>(&vm, &code)?;
         Ok(TestVm {
@@ -84,6 +85,7 @@ impl<M: Machine> Bench<'_, M> {
             gpa: DATA,
             size,
             backing: Hva(self.host.large().0),
+            private: None,
         }
     }
 

@@ -64,6 +64,7 @@ fn hypervisor(cpu: &mut Svm, host: Arc<Host<Pc<Svm>>>) -> Result<(), Box<dyn Err
             gpa,
             size,
             backing: Hva(backing.0),
+            private: None,
         };
         vm.set_memory_region(0, &region)?;
     }

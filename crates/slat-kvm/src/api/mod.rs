@@ -8,11 +8,13 @@
 //!   made inside [`crate::notify::around`].
 //! - Devices, interrupt routing, eventfds and nested state do not exist; their methods are not there.
 
+mod guest_memfd;
 mod stats;
 mod system;
 mod vcpu;
 mod vm;
 
+pub use guest_memfd::GuestMemfdFd;
 pub use stats::StatsFd;
 pub use system::Kvm;
 pub use vcpu::VcpuFd;

@@ -129,7 +129,7 @@ impl Kvm {
     /// `KVM_CREATE_VM` of a type.
     ///
     /// # Errors
-    /// `EINVAL` for any type but the default, and as for [`create_vm`](Self::create_vm).
+    /// `EINVAL` for any type but the default and `KVM_X86_SW_PROTECTED_VM`, and as for [`create_vm`](Self::create_vm).
     pub fn create_vm_with_type(&self, vm_type: u64) -> Result<VmFd> {
         let (vm, fd) = self.system.create_vm(vm_type)?;
         Ok(VmFd::new(vm, fd, self.system.vcpu_mmap_size()))

@@ -317,9 +317,22 @@ impl VcpuFd {
     /// `EINTR` for `immediate_exit` or a signal, `EFAULT` when the memory behind guest memory is gone, `EINVAL` for bad
     /// values in `kvm_run`, `EAGAIN` after waiting for INIT and SIPI.
     pub fn run(&mut self) -> Result<VcpuExit<'_>> {
-        self.vcpu.run()?;
+        let result = self.vcpu.run();
         let start: *mut u8 = self.run.ptr().cast();
         let run = self.get_kvm_run();
+        if let Err(error) = result {
+            // The one exit that comes with an error.
+            if error.errno() != libc::EFAULT || run.exit_reason != KVM_EXIT_MEMORY_FAULT {
+                return Err(error);
+            }
+            // SAFETY: the field that this exit reason fills in.
+            let fault = unsafe { run.__bindgen_anon_1.memory_fault };
+            return Ok(VcpuExit::MemoryFault {
+                flags: fault.flags,
+                gpa: fault.gpa,
+                size: fault.size,
+            });
+        }
         Ok(match run.exit_reason {
             KVM_EXIT_UNKNOWN => VcpuExit::Unknown,
             KVM_EXIT_IO => {

@@ -1,6 +1,6 @@
 //! [`VmFd`].
 
-use super::{StatsFd, VcpuFd};
+use super::{GuestMemfdFd, StatsFd, VcpuFd};
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail};
 use crate::vm::VmObject;
@@ -37,7 +37,7 @@ impl VmFd {
         self.vm.set_user_memory_region(&user_memory_region)
     }
 
-    /// The same with the larger struct. There is no guest_memfd.
+    /// The same with the larger struct, which can name private memory ([`create_guest_memfd`](Self::create_guest_memfd)).
     ///
     /// # Errors
     /// As for [`set_user_memory_region`](Self::set_user_memory_region).
@@ -49,6 +49,22 @@ impl VmFd {
         user_memory_region2: kvm_userspace_memory_region2,
     ) -> Result<()> {
         self.vm.set_user_memory_region2(&user_memory_region2)
+    }
+
+    /// `KVM_CREATE_GUEST_MEMFD`.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host answers to making a file.
+    pub fn create_guest_memfd(&self, gmem: kvm_create_guest_memfd) -> Result<GuestMemfdFd> {
+        Ok(GuestMemfdFd::new(self.vm.create_guest_memfd(&gmem)?))
+    }
+
+    /// `KVM_SET_MEMORY_ATTRIBUTES`: memory becomes private, or shared again.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags, attributes that a VM of this type does not have, and a bad range; `ENOMEM`.
+    pub fn set_memory_attributes(&self, attr: kvm_memory_attributes) -> Result<()> {
+        self.vm.set_memory_attributes(&attr)
     }
 
     /// `KVM_SET_TSS_ADDR`.

@@ -8,6 +8,7 @@ mod vcpu;
 mod vm;
 
 use crate::errno::{Result, fail};
+use crate::guest_memfd::GuestMemfd;
 use crate::report;
 use crate::stats::StatsObject;
 use crate::system::System;
@@ -30,6 +31,8 @@ pub enum Object {
     Vcpu(Arc<VcpuObject>),
     /// What `KVM_GET_STATS_FD` gave.
     Stats(Arc<StatsObject>),
+    /// What `KVM_CREATE_GUEST_MEMFD` gave.
+    GuestMemfd(Arc<GuestMemfd>),
     /// A module parameter, opened for writing.
     Parameter(&'static str),
 }
@@ -56,6 +59,7 @@ impl Object {
             Object::Vm(vm) => vm.is_foreign(),
             Object::Vcpu(vcpu) => vcpu.is_foreign(),
             Object::Stats(stats) => stats.is_foreign(),
+            Object::GuestMemfd(guest_memfd) => guest_memfd.is_foreign(),
         }
     }
 
@@ -69,7 +73,7 @@ impl Object {
             Object::System(object) => system::ioctl(object, request, argument),
             Object::Vm(object) => vm::ioctl(object, request, argument),
             Object::Vcpu(object) => vcpu::ioctl(object, request, argument),
-            Object::Stats(_) | Object::Parameter(_) => fail(libc::ENOTTY),
+            Object::Stats(_) | Object::GuestMemfd(_) | Object::Parameter(_) => fail(libc::ENOTTY),
         };
         if let Err(error) = &answer
             && request != crate::abi::KVM_RUN

@@ -18,6 +18,11 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         }
         KVM_SET_USER_MEMORY_REGION => vm.set_user_memory_region(&user::read(argument)?)?,
         KVM_SET_USER_MEMORY_REGION2 => vm.set_user_memory_region2(&user::read(argument)?)?,
+        KVM_SET_MEMORY_ATTRIBUTES => vm.set_memory_attributes(&user::read(argument)?)?,
+        KVM_CREATE_GUEST_MEMFD => {
+            let (guest_memfd, fd) = vm.create_guest_memfd(&user::read(argument)?)?;
+            return Ok(Answer::Created(Object::GuestMemfd(guest_memfd), fd));
+        }
         KVM_GET_DIRTY_LOG => {
             let log: kvm_dirty_log = user::read(argument)?;
             // SAFETY: both fields of the union are plain and of the same size.

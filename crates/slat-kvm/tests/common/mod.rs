@@ -97,8 +97,12 @@ impl Guest {
     }
 
     pub fn with(code: &[u8], prepare: impl FnOnce(&VmFd)) -> Self {
+        Self::of_type(0, code, prepare)
+    }
+
+    pub fn of_type(vm_type: u32, code: &[u8], prepare: impl FnOnce(&VmFd)) -> Self {
         let kvm = Kvm::new().unwrap();
-        let vm = kvm.create_vm().unwrap();
+        let vm = kvm.create_vm_with_type(vm_type.into()).unwrap();
         prepare(&vm);
         let memory = Memory::new(MEMORY);
         memory.write(CODE, code);

@@ -115,6 +115,7 @@ impl<F: Format> Runner<F> {
                 assert!(access == Access::Write && expected != Expected::Mmio);
                 self.tally.count("ring full");
             }
+            Err(Stop::MemoryFault { .. }) => panic!("this VM has no private memory"),
             Err(Stop::Retry) => panic!("{access:?} at {gpa:#x}: nothing was in its way"),
         }
         assert_eq!(did.pf_retried, 0, "{access:?} at {gpa:#x}");
@@ -213,6 +214,7 @@ impl<F: Format> Runner<F> {
             Err(Stop::DirtyRingFull) => {
                 assert!(was_full && access == Access::Write, "frame {gfn:#x}");
             }
+            Err(Stop::MemoryFault { .. }) => panic!("this VM has no private memory"),
             Err(Stop::OutOfMemory { .. }) => self.allocation_failed(),
         }
     }

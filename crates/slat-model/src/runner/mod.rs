@@ -313,6 +313,7 @@ impl<F: Format> Runner<F> {
             gpa: slat::Gpa(slot.base << 12),
             size: slot.pages << 12,
             backing: slat::Hva(slot.backing),
+            private: None,
         });
         assert_eq!(found, expected, "the slot at {gpa:#x}");
         if found.is_some() {

@@ -420,7 +420,7 @@ fn serialize(_: &mut Cpu, _: &Op) -> Flow {
     Err(Break::End)
 }
 
-fn hypercall(cpu: &mut Cpu, _: &Op) -> Flow {
+fn hypercall(cpu: &mut Cpu, op: &Op) -> Flow {
     let wide = cpu.is_64();
     let get = |cpu: &Cpu, r: usize| {
         if wide {
@@ -432,7 +432,10 @@ fn hypercall(cpu: &mut Cpu, _: &Op) -> Flow {
     let v = if cpu.cpl == 0 {
         let args = [3, 1, 2, 6].map(|r| get(cpu, r));
         let nr = get(cpu, 0);
-        cpu.machine().hypercall(nr, args)
+        match cpu.machine().hypercall(nr, args) {
+            Some(answer) => answer,
+            None => return Err(cpu.ask_hypercall(op, nr, args)),
+        }
     } else {
         // -EPERM in KVM's numbering of hypercall errors.
         u64::MAX

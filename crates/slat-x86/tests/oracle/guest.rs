@@ -75,8 +75,8 @@ impl Machine for Flat {
     fn tsc(&mut self) -> u64 {
         0
     }
-    fn hypercall(&mut self, _: u64, _: [u64; 4]) -> u64 {
-        0
+    fn hypercall(&mut self, _: u64, _: [u64; 4]) -> Option<u64> {
+        Some(0)
     }
 }
 

@@ -7,9 +7,11 @@ use super::{
     LOGGED, Machine, PLAIN, SmallVcpu, SmallVm, get, hvas, model, on_cpu, set_slot, spawn, touch,
     vm,
 };
-use crate::addr::{Access::*, Level, Pfn};
+use crate::addr::{Access::*, Gfn, Gpa, Level, PAGE_SHIFT, Pfn};
+use crate::slots::{MemoryAttributes, Region};
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Attention;
+use crate::vm::Stop;
 
 /// Runs `guest` on a CPU beside `host`, then `after`, then the audit.
 fn beside(
@@ -266,6 +268,93 @@ fn a_table_makes_way_for_a_huge_leaf_under_another_cpu() {
         |vm| {
             let pages: Vec<_> = (0..2).map(|gfn| touch(vm, gfn, Read)).collect();
             assert_eq!(pages, [Some(Pfn(0)), Some(Pfn(1))]);
+        },
+    );
+}
+
+/// A slot of two pages whose private backing is pages 4 and 5.
+fn convertible(level: Level) -> Arc<SmallVm> {
+    let vm = vm(level, 0, PLAIN);
+    let region = Region {
+        slot: 0,
+        flags: PLAIN,
+        gpa: Gpa(0),
+        size: 2 << PAGE_SHIFT,
+        backing: hvas(0..1).start,
+        private: Some(hvas(4..5).start),
+    };
+    vm.set_memory_region(0, &region).unwrap();
+    vm
+}
+
+/// Frame 0 becomes private; the shared page is the host's from then on.
+fn convert(vm: &SmallVm) {
+    vm.set_memory_attributes(Gfn(0)..Gfn(1), MemoryAttributes::PRIVATE)
+        .unwrap();
+    vm.platform().pages[0].alive.owned();
+}
+
+#[test]
+fn nothing_shared_is_installed_or_used_after_a_conversion() {
+    for mapped in [false, true] {
+        let prepare: fn() -> Arc<SmallVm> = match mapped {
+            false => || convertible(Level::PAGE),
+            true => || {
+                let vm = convertible(Level::PAGE);
+                touch(&vm, 0, Read);
+                vm
+            },
+        };
+        beside(
+            3,
+            prepare,
+            |vcpu| run_guest(vcpu, 0),
+            |vm| convert(vm),
+            |vm| assert_eq!(touch(vm, 0, Read), Some(Pfn(4))),
+        );
+    }
+}
+
+#[test]
+fn a_huge_leaf_over_a_boundary_is_split_under_a_cpu_that_uses_the_rest() {
+    beside(
+        2,
+        || {
+            let vm = convertible(Level::MEGA);
+            touch(&vm, 1, Write);
+            vm
+        },
+        |vcpu| {
+            run_guest(vcpu, 1);
+            get(vcpu, 1, Write);
+        },
+        |vm| convert(vm),
+        |vm| {
+            assert_eq!(touch(vm, 1, Write), Some(Pfn(1)));
+            assert_eq!(touch(vm, 0, Write), Some(Pfn(4)));
+        },
+    );
+}
+
+#[test]
+fn a_protected_leaf_of_a_frame_that_is_converted_is_not_taken_for_known() {
+    beside(
+        2,
+        || {
+            let vm = vm(Level::PAGE, 2, LOGGED);
+            touch(&vm, 0, Read);
+            vm
+        },
+        |vcpu| match vcpu.translate(Gpa(0), Write) {
+            Ok(_) | Err(Stop::Retry | Stop::MemoryFault { .. }) => {}
+            other => panic!("{other:?}"),
+        },
+        |vm| convert(vm),
+        |vm| {
+            on_cpu(vm, |vcpu| {
+                let stop = vcpu.translate(Gpa(0), Write);
+                assert!(matches!(stop, Err(Stop::MemoryFault { .. })), "{stop:?}");
+            });
         },
     );
 }

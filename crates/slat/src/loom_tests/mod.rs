@@ -274,6 +274,7 @@ fn set_slot(vm: &SmallVm, base: u64, pages: u64, flags: SlotFlags) {
         gpa: Gpa(base << PAGE_SHIFT),
         size: pages << PAGE_SHIFT,
         backing: Hva(0),
+        private: None,
     };
     vm.set_memory_region(0, &region).unwrap();
 }

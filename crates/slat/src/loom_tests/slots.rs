@@ -36,6 +36,7 @@ impl World {
             gpa: Gpa(base << PAGE_SHIFT),
             size: pages << PAGE_SHIFT,
             backing: hvas(slot as u64..slot as u64 + 1).start,
+            private: None,
         };
         let mut change = self.slots.change(wait);
         let new = match plan(&change, &region, 64).unwrap() {
@@ -94,7 +95,7 @@ fn a_look_up_by_backing_address_sees_a_set_whole() {
             let mut seen = 0;
             mine.slots
                 .current()
-                .backed_by(&hvas(0..Machine::PAGES), |slot| {
+                .backed_by(&hvas(0..Machine::PAGES), |slot, _| {
                     assert!(slot.gfns().start.0 == slot.id() as u64 * 2);
                     seen += 1;
                     true
@@ -131,7 +132,7 @@ fn the_slot_that_a_cpu_used_last_is_alive_when_it_is_used_again() {
         let thread = spawn(move || {
             on_cpu(&cpus, |vcpu| {
                 for _ in 0..2 {
-                    if let Ok(slot) = vcpu.find_slot(Gfn(0)) {
+                    if let (_, Some(slot)) = vcpu.find_slot(Gfn(0)) {
                         assert_eq!(slot.gfns().start, Gfn(0));
                     }
                     vcpu.leave();

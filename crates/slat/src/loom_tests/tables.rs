@@ -235,9 +235,13 @@ fn neighbours_stay_mapped_while_a_range_is_split() {
 fn split_all<F: Format>(world: &World<F>) {
     let mut frames = FrameCache::default();
     let mut path = Path::new(&mut frames, &|| ());
-    let split = world
-        .tree
-        .split(Gfn(0)..Gfn(4), SplitWalk::SkipWithoutHuge, &mut path, || ());
+    let split = world.tree.split(
+        Gfn(0)..Gfn(4),
+        SplitWalk::SkipWithoutHuge,
+        |_, _| true,
+        &mut path,
+        || (),
+    );
     assert!(split.is_ok());
     frames.release(&*world.machine);
 }

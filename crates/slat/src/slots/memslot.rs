@@ -17,13 +17,26 @@ use crate::vm::DirtyLog;
 pub(crate) struct Memslot {
     base: Gfn,
     backing: Hva,
-    /// Owned by the slot's [`OwnedSlot`], which is retired with the nodes that hold this.
-    log: Option<Uncounted<DirtyLog>>,
+    besides: Besides,
     pages: u32,
     id: u16,
-    flags: u16,
+    flags: u8,
+    /// What of `besides` there is.
+    has_private: bool,
     alive: Watch,
 }
+
+/// What some slots have; none has both.
+#[derive(Clone, Copy)]
+union Besides {
+    /// Owned by the slot's [`OwnedSlot`], which is retired with the nodes that hold this.
+    log: Option<Uncounted<DirtyLog>>,
+    private: Hva,
+}
+
+/// Two to a cache line.
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<Memslot>() == 32);
 
 // SAFETY: what the pointer leads to is `Send + Sync`; that it lives is argued above.
 unsafe impl Send for Memslot {}
@@ -36,10 +49,11 @@ impl Memslot {
         Memslot {
             base: Gfn(u64::MAX),
             backing: Hva(u64::MAX),
-            log: None,
+            besides: Besides { log: None },
             pages: 0,
             id: u16::MAX,
             flags: 0,
+            has_private: false,
             alive: Watch::new(),
         }
     }
@@ -76,18 +90,34 @@ impl Memslot {
         self.backing
     }
 
+    /// Backing of the first page where it is private.
+    pub(crate) fn private(&self) -> Option<Hva> {
+        if !self.has_private {
+            return None;
+        }
+        // SAFETY: `has_private` tells which of the two was written.
+        Some(unsafe { self.besides.private })
+    }
+
+    fn uncounted_log(&self) -> Option<Uncounted<DirtyLog>> {
+        self.alive.used();
+        if self.has_private {
+            return None;
+        }
+        // SAFETY: `has_private` tells which of the two was written.
+        unsafe { self.besides.log }
+    }
+
     /// Exists while the slot logs dirty pages.
     pub(crate) fn log(&self) -> Option<&DirtyLog> {
-        self.alive.used();
-        // SAFETY: the log lives as long as a slot can be seen that leads to it (see `log`).
-        self.log.map(|log| unsafe { log.get() })
+        // SAFETY: the log lives as long as a slot can be seen that leads to it (see `Besides`).
+        self.uncounted_log().map(|log| unsafe { log.get() })
     }
 
     /// The log for somebody who will not stay inside.
     pub(crate) fn share_log(&self) -> Option<Shared<DirtyLog>> {
-        self.alive.used();
         // SAFETY: as in `log`.
-        self.log.map(|log| unsafe { log.share() })
+        self.uncounted_log().map(|log| unsafe { log.share() })
     }
 
     /// The frames it holds.
@@ -109,13 +139,13 @@ impl Memslot {
         self.backing.add_pages(gfn.0 - self.base.0)
     }
 
-    /// The part of the slot that `range` of the backing stands behind.
-    pub(crate) fn gfns_backed_by(&self, range: &Range<Hva>) -> Range<Gfn> {
-        let first = range.start.0.saturating_sub(self.backing.0) >> PAGE_SHIFT;
+    /// The part of the slot that `range` stands behind, if its first page is backed by `backing`.
+    pub(super) fn gfns_backed_by(&self, range: &Range<Hva>, backing: Hva) -> Range<Gfn> {
+        let first = range.start.0.saturating_sub(backing.0) >> PAGE_SHIFT;
         let end = range
             .end
             .0
-            .saturating_sub(self.backing.0)
+            .saturating_sub(backing.0)
             .div_ceil(1 << PAGE_SHIFT);
         self.base.add(first.min(self.pages()))..self.base.add(end.min(self.pages()))
     }
@@ -141,26 +171,37 @@ pub(crate) struct OwnedSlot {
 }
 
 impl OwnedSlot {
-    /// A slot that does not log. `pages`, `id` and `flags` are as `plan` allows them.
+    /// A slot that does not log, without private backing. `pages`, `id` and `flags` are as `plan` allows them.
     pub(super) fn new(id: u32, flags: SlotFlags, base: Gfn, pages: u64, backing: Hva) -> Self {
         let fits = "the rules of regions leave no larger one";
         OwnedSlot {
             slot: Memslot {
                 base,
                 backing,
-                log: None,
+                besides: Besides { log: None },
                 pages: pages.try_into().expect(fits),
                 id: id.try_into().expect(fits),
                 flags: flags.0.try_into().expect(fits),
+                has_private: false,
                 alive: Watch::new(),
             },
             log: None,
         }
     }
 
-    /// The same slot with `log` for its log.
+    /// The same slot, which has no log, with `private` behind its first page where that is private.
+    pub(super) fn with_private(mut self, private: Hva) -> Self {
+        assert!(self.log.is_none(), "private memory is not logged");
+        self.slot.besides = Besides { private };
+        self.slot.has_private = true;
+        self
+    }
+
+    /// The same slot, which has no private backing, with `log` for its log.
     pub(crate) fn logging_to(mut self, log: Shared<DirtyLog>) -> Self {
-        self.slot.log = Some(log.uncounted());
+        assert!(!self.slot.has_private, "private memory is not logged");
+        let uncounted = Some(log.uncounted());
+        self.slot.besides = Besides { log: uncounted };
         self.log = Some(log);
         self
     }

@@ -1,10 +1,10 @@
 //! Memslots: which part of the guest's physical memory is backed by what.
 //!
 //! One address space has one [`Slots`]. What readers see of it is one immutable [`SlotSet`] behind
-//! one pointer: two persistent trees (by guest frame, by backing address) and the MMIO generation.
-//! A change builds a new set beside the old one, path by path ([`edit`]), and swaps the pointer; so a
-//! reader sees the old or the new set whole, and the VM runs on the old one meanwhile. The index by
-//! id is only used by changes and sits behind the writers' lock.
+//! one pointer: persistent trees (by guest frame, by backing address), which frames are private
+//! ([`attributes`]), and the MMIO generation. A change builds a new set beside the old one, path by path
+//! ([`edit`]), and swaps the pointer; so a reader sees the old or the new set whole, and the VM runs on the
+//! old one meanwhile. The index by id is only used by changes and sits behind the writers' lock.
 //!
 //! * Look-ups take no lock. The caller is inside a reader section ([`crate::sync::quiesce`]).
 //! * Changes are serialized by [`Slots::change`]'s lock, held until the change is complete for its
@@ -12,11 +12,14 @@
 //! * What a change replaced is retired with the generation of the quiescence protocol at which
 //!   nobody can hold it any more, and freed by a later change or by drop.
 
+mod attributes;
 mod edit;
 mod memslot;
 mod node;
 mod region;
 
+pub(crate) use attributes::PrivateFrames;
+pub use attributes::{AttributesError, MemoryAttributes};
 pub(crate) use memslot::{Memslot, OwnedSlot};
 pub(crate) use region::{Change, plan};
 pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
@@ -35,13 +38,17 @@ use crate::sync::lock::{Guard, Lock};
 use crate::sync::quiesce::Readers;
 use crate::table::OutOfMemory;
 use edit::Edit;
-use node::{ByGfn, ByHva, Header, Index};
+use node::{ByGfn, ByHva, ByPrivate, Header, Index};
 
 /// All slots of one address space at one moment.
 #[derive(Clone)]
 pub(crate) struct SlotSet {
     by_gfn: Index<ByGfn>,
     by_hva: Index<ByHva>,
+    /// The slots that have private backing.
+    by_private: Index<ByPrivate>,
+    /// The same in every address space of a VM.
+    pub(crate) private: PrivateFrames,
     /// Raised by every change. An MMIO entry of another generation says nothing.
     pub(crate) generation: u64,
     alive: Watch,
@@ -89,12 +96,45 @@ impl SlotSet {
         found
     }
 
-    /// Calls `visit` for every slot that `range` of the backing stands behind, until it answers
-    /// `false`.
-    pub(crate) fn backed_by(&self, range: &Range<Hva>, mut visit: impl FnMut(&Memslot) -> bool) {
+    /// Whether a slot has some of these `pages` for its private backing; that slot's id.
+    fn private_taken(&self, private: Hva, pages: u64) -> Option<u32> {
+        let first = private.0 >> PAGE_SHIFT;
+        let range = first..first + pages;
+        let mut found = None;
+        // SAFETY: as in `find`.
+        unsafe {
+            self.by_private.overlapping(&range, &mut |slot| {
+                found = Some(slot.id());
+                false
+            });
+        }
+        found
+    }
+
+    /// Calls `visit` for every slot that `range` of the backing stands behind, with the frames it
+    /// stands behind, until it answers `false`. A slot that has both its backings there is visited
+    /// for each.
+    pub(crate) fn backed_by(
+        &self,
+        range: &Range<Hva>,
+        mut visit: impl FnMut(&Memslot, Range<Gfn>) -> bool,
+    ) {
         let pages = range.start.0 >> PAGE_SHIFT..range.end.0.div_ceil(1 << PAGE_SHIFT);
         // SAFETY: as in `find`.
-        unsafe { self.by_hva.overlapping(&pages, &mut visit) };
+        let more = unsafe {
+            self.by_hva.overlapping(&pages, &mut |slot| {
+                visit(slot, slot.gfns_backed_by(range, slot.backing()))
+            })
+        };
+        if !more {
+            return;
+        }
+        let mut visit_private = |slot: &Memslot| match slot.private() {
+            Some(private) => visit(slot, slot.gfns_backed_by(range, private)),
+            None => true,
+        };
+        // SAFETY: as in `find`.
+        unsafe { self.by_private.overlapping(&pages, &mut visit_private) };
     }
 }
 
@@ -145,6 +185,8 @@ impl Slots {
         let empty = heap::boxed(SlotSet {
             by_gfn: Index::new(None),
             by_hva: Index::new(None),
+            by_private: Index::new(None),
+            private: PrivateFrames::NONE,
             generation: 0,
             alive: Watch::new(),
             granule: 0,
@@ -180,6 +222,9 @@ impl Slots {
         }
     }
 }
+
+/// A set to be published; the one it replaces has a place in the list of what is retired.
+pub(crate) struct Prepared(Box<SlotSet>);
 
 /// The right to change the slots of one address space.
 pub(crate) struct SlotsChange<'a> {
@@ -230,7 +275,7 @@ impl SlotsChange<'_> {
                 room.map(|()| set).map_err(|_| OutOfMemory)
             });
         let set = match prepared {
-            Ok(set) => Box::into_raw(set),
+            Ok(set) => Prepared(set),
             Err(OutOfMemory) => {
                 edit.abort();
                 return Err(OutOfMemory);
@@ -238,7 +283,7 @@ impl SlotsChange<'_> {
         };
 
         // From here on nothing fails.
-        let replaced_set = self.slots.current.swap(set, SeqCst);
+        let generation = self.publish(set, readers);
         let writer = &mut *self.writer;
         let pages = |slot: &Option<OwnedSlot>| slot.as_ref().map_or(0, |slot| slot.pages());
         writer.pages += pages(&new);
@@ -247,18 +292,41 @@ impl SlotsChange<'_> {
             None => writer.by_id.remove(&id),
         };
         writer.pages -= pages(&old);
-        // A reader that enters from now on sees the new set; those inside have passed when the next
-        // generation has.
-        let generation = readers.next_generation();
-        let set = NonNull::new(replaced_set).map(What::Set);
         writer.retired.extend(
             edit.commit()
                 .map(What::Node)
-                .chain(set)
                 .chain(old.map(What::Slot))
                 .map(|what| Retired { generation, what }),
         );
         Ok(())
+    }
+
+    /// A set with the same slots and other private frames, for [`publish`](Self::publish).
+    pub(crate) fn prepare(
+        &mut self,
+        private: PrivateFrames,
+        readers: &Readers,
+    ) -> Result<Prepared, OutOfMemory> {
+        self.reclaim(readers);
+        let retired = &mut self.writer.retired;
+        retired.try_reserve(1).map_err(|_| OutOfMemory)?;
+        let mut set = self.set().clone();
+        set.private = private;
+        set.generation += 1;
+        heap::boxed(set).map(Prepared)
+    }
+
+    /// Swaps the set that readers see, and retires the old one. Returns the generation at which nobody
+    /// can hold what is not in the new set.
+    pub(crate) fn publish(&mut self, Prepared(set): Prepared, readers: &Readers) -> u64 {
+        let replaced = self.slots.current.swap(Box::into_raw(set), SeqCst);
+        // A reader that enters from now on sees the new set; those inside have passed when the next
+        // generation has.
+        let generation = readers.next_generation();
+        let what = NonNull::new(replaced).map(What::Set);
+        let retired = what.map(|what| Retired { generation, what });
+        self.writer.retired.extend(retired);
+        generation
     }
 
     /// Frees what nobody can hold any more; asks readers to move on when much has piled up.
@@ -288,10 +356,13 @@ fn build(
 ) -> Result<SlotSet, OutOfMemory> {
     if let Some(slot) = old {
         // SAFETY: the caller holds the writers' lock: the set stays whole. A slot of the index by id is in
-        // both trees.
+        // all trees that have a place for it.
         unsafe {
             set.by_gfn = edit.remove(set.by_gfn, slot)?;
             set.by_hva = edit.remove(set.by_hva, slot)?;
+            if slot.private().is_some() {
+                set.by_private = edit.remove(set.by_private, slot)?;
+            }
         }
     }
     if let Some(slot) = new {
@@ -300,11 +371,14 @@ fn build(
             true => granule,
             false => set.granule.min(granule),
         };
-        // SAFETY: as above. Its keys are in neither tree: ids are unique, and the old slot with this id was
+        // SAFETY: as above. Its keys are in no tree: ids are unique, and the old slot with this id was
         // removed.
         unsafe {
             set.by_gfn = edit.insert(set.by_gfn, slot)?;
             set.by_hva = edit.insert(set.by_hva, slot)?;
+            if slot.private().is_some() {
+                set.by_private = edit.insert(set.by_private, slot)?;
+            }
         }
     }
     set.generation += 1;
@@ -318,6 +392,7 @@ impl Drop for Slots {
             let set = Box::from_raw(self.current.load(Relaxed));
             set.by_gfn.free();
             set.by_hva.free();
+            set.by_private.free();
             for retired in self.writer.get_mut().retired.drain(..) {
                 retired.what.free();
             }

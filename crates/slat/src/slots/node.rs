@@ -48,6 +48,9 @@ pub(crate) enum ByGfn {}
 /// By backing address.
 pub(crate) enum ByHva {}
 
+/// By address of the private backing, which every slot in such a tree has.
+pub(crate) enum ByPrivate {}
+
 impl Order for ByGfn {
     fn page(slot: &Memslot) -> u64 {
         slot.base().0
@@ -57,6 +60,15 @@ impl Order for ByGfn {
 impl Order for ByHva {
     fn page(slot: &Memslot) -> u64 {
         slot.backing().0 >> PAGE_SHIFT
+    }
+}
+
+impl Order for ByPrivate {
+    fn page(slot: &Memslot) -> u64 {
+        let private = slot
+            .private()
+            .expect("what is put here has private backing");
+        private.0 >> PAGE_SHIFT
     }
 }
 
@@ -396,7 +408,7 @@ impl<O: Order> Index<O> {
     }
 
     /// Calls `visit` for every slot that has a page in `range`, in the order of keys, until it answers
-    /// `false`.
+    /// `false`. Whether all were visited.
     ///
     /// # Safety
     /// - as [`Index::find`].
@@ -404,15 +416,12 @@ impl<O: Order> Index<O> {
         self,
         range: &Range<u64>,
         visit: &mut impl FnMut(&Memslot) -> bool,
-    ) {
-        if let Some(root) = self.root {
-            // SAFETY: the caller's promise.
-            unsafe { Self::overlapping_below(root, range, visit) };
-        }
+    ) -> bool {
+        // SAFETY: the caller's promise.
+        let mut below = |root| unsafe { Self::overlapping_below(root, range, visit) };
+        self.root.is_none_or(&mut below)
     }
 
-    /// Whether all were visited.
-    ///
     /// # Safety
     /// - as [`Index::find`].
     unsafe fn overlapping_below(

@@ -36,7 +36,7 @@ impl BitOr for SlotFlags {
     }
 }
 
-/// One call of KVM_SET_USER_MEMORY_REGION: create, delete (`size` 0), move, or change flags.
+/// One call of KVM_SET_USER_MEMORY_REGION2: create, delete (`size` 0), move, or change flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
     /// The client's number for the slot.
@@ -49,6 +49,9 @@ pub struct Region {
     pub size: u64,
     /// What backs its first byte.
     pub backing: Hva,
+    /// What backs its first byte where it is private ([`crate::Vm::set_memory_attributes`]):
+    /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached.
+    pub private: Option<Hva>,
 }
 
 /// Why a [`Region`] was refused. Nothing was changed.
@@ -71,6 +74,17 @@ pub enum RegionError {
     NothingToDelete(u32),
     /// Size, backing and the read-only flag of a slot are for life.
     Resized(u32),
+    /// A slot with private backing neither logs dirty pages nor is it read-only.
+    PrivateWithFlags(SlotFlags),
+    /// A slot with private backing can be created and deleted, nothing else.
+    PrivateChanged(u32),
+    /// Another slot has part of the private backing.
+    PrivateTaken {
+        /// What was asked for.
+        region: Region,
+        /// The slot that has it.
+        by: u32,
+    },
     /// Another slot holds part of the range.
     Overlap {
         /// What was asked for.
@@ -142,6 +156,22 @@ impl fmt::Display for RegionError {
                 f,
                 "changing memslot {slot}: size, backing and read-only are for life; delete it first"
             ),
+            RegionError::PrivateWithFlags(flags) => write!(
+                f,
+                "setting a memslot with private backing: it takes no flags, not {:#x}",
+                flags.0
+            ),
+            RegionError::PrivateChanged(slot) => write!(
+                f,
+                "changing memslot {slot}: with private backing it is as it is; delete it first"
+            ),
+            RegionError::PrivateTaken { region, by } => {
+                at(f, region)?;
+                write!(
+                    f,
+                    "memslot {by} has part of its private backing; delete it first"
+                )
+            }
             RegionError::Overlap { region, with } => {
                 at(f, region)?;
                 write!(
@@ -182,17 +212,22 @@ pub(crate) fn plan(
         gpa,
         size,
         backing,
+        private,
     } = *region;
     if flags.0 & !SlotFlags::VALID != 0 {
         return Err(RegionError::BadFlags(flags.0));
     }
-    if (size | gpa.0 | backing.0) % PAGE_SIZE != 0 {
+    if flags.0 != 0 && private.is_some() {
+        return Err(RegionError::PrivateWithFlags(flags));
+    }
+    let last_backing = private.map_or(backing, |private| private.max(backing));
+    if (size | gpa.0 | backing.0 | private.map_or(0, |private| private.0)) % PAGE_SIZE != 0 {
         return Err(RegionError::Misaligned(*region));
     }
     if id >= MAX_SLOTS {
         return Err(RegionError::SlotTooHigh(id));
     }
-    let ends = (gpa.0.checked_add(size), backing.0.checked_add(size));
+    let ends = (gpa.0.checked_add(size), last_backing.0.checked_add(size));
     let (Some(gpa_end), Some(backing_end)) = ends else {
         return Err(RegionError::TooHigh(*region));
     };
@@ -211,12 +246,19 @@ pub(crate) fn plan(
         return Err(RegionError::TooHigh(*region));
     }
     let new = OwnedSlot::new(id, flags, gpa.gfn(), pages, backing);
+    let new = match private {
+        Some(private) => new.with_private(private),
+        None => new,
+    };
     let change = match old {
         None if slots.pages().checked_add(pages).is_none() => {
             return Err(RegionError::TooLarge(*region));
         }
         None => Change::Create(new),
         Some(old) => {
+            if old.private().is_some() || private.is_some() {
+                return Err(RegionError::PrivateChanged(id));
+            }
             let readonly = |s: &Memslot| s.flags().has(SlotFlags::READONLY);
             if old.backing() != backing || old.pages() != pages || readonly(old) != readonly(&new) {
                 return Err(RegionError::Resized(id));
@@ -235,10 +277,13 @@ pub(crate) fn plan(
     };
     let gfns = gpa.gfn()..Gfn(gpa_end >> PAGE_SHIFT);
     if let Some(with) = slots.set().overlap(&gfns, id) {
-        return Err(RegionError::Overlap {
-            region: *region,
-            with,
-        });
+        let region = *region;
+        return Err(RegionError::Overlap { region, with });
+    }
+    let taken = private.and_then(|private| slots.set().private_taken(private, pages));
+    if let Some(by) = taken {
+        let region = *region;
+        return Err(RegionError::PrivateTaken { region, by });
     }
     // Last, as in KVM, which asks its architecture when all else is right.
     if gfns.end.0 > capacity.min(PAGES) {

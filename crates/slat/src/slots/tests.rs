@@ -77,6 +77,7 @@ fn region(id: u32, base: u64, pages: u64, backing_page: u64) -> Region {
         gpa: Gpa(base << PAGE_SHIFT),
         size: pages << PAGE_SHIFT,
         backing: Hva(backing_page << PAGE_SHIFT),
+        private: None,
     }
 }
 
@@ -118,7 +119,7 @@ impl World {
     fn ids_backed_by(&self, pages: Range<u64>) -> Vec<u32> {
         let mut ids = Vec::new();
         let hvas = Hva(pages.start << PAGE_SHIFT)..Hva(pages.end << PAGE_SHIFT);
-        self.slots.current().backed_by(&hvas, |slot| {
+        self.slots.current().backed_by(&hvas, |slot, _| {
             ids.push(slot.id());
             true
         });

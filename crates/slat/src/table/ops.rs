@@ -258,8 +258,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
         young
     }
 
-    /// Splits every huge leaf of `range` down to 4 KiB, in place: each page stays mapped throughout,
-    /// to the same frame with the same rights, so no walker faults and nothing needs a flush. On a
+    /// Splits every huge leaf of `range` for which `wanted` says so, and the pieces it says it of, down
+    /// to 4 KiB at most, in place: each page stays mapped throughout, to the same frame with the same
+    /// rights, so no walker faults and nothing needs a flush. On a
     /// walker that asks for break-before-make, leaves are broken by the batch, `flush` is called
     /// once for each batch, and then they are mended.
     ///
@@ -272,6 +273,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         &self,
         range: Range<Gfn>,
         walk: SplitWalk,
+        wanted: impl Fn(Gfn, Level) -> bool,
         path: &mut Path<'_>,
         mut flush: impl FnMut(),
     ) -> Result<u64, OutOfMemory> {
@@ -296,7 +298,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 let Entry::Leaf(_) = F::decode(bits, at.level) else {
                     return Next::Descend;
                 };
-                if at.level == Level::PAGE {
+                if at.level == Level::PAGE || !wanted(at.gfn, at.level) {
                     return Next::Pass;
                 }
                 if broken.len() == path.frames.0.len() {

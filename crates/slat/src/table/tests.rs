@@ -219,7 +219,8 @@ mod behaviour {
             SplitWalk::Full,
             SplitWalk::SkipLastLevel,
         ] {
-            tree.split(range.clone(), walk, &mut path, || ()).unwrap();
+            tree.split(range.clone(), walk, |_, _| true, &mut path, || ())
+                .unwrap();
         }
         assert_eq!(path.splits, [0, 2, 0]);
         frames.release(&*tree.platform);
@@ -381,8 +382,14 @@ fn a_walker_never_sees_a_page_missing_while_its_leaf_is_split() {
                 let nothing = || {};
                 let mut path = Path::new(&mut frames, &nothing);
                 let range = Gfn(GFN)..Gfn(GFN + 4096);
-                tree.split(range, SplitWalk::SkipLastLevel, &mut path, || ())
-                    .unwrap();
+                tree.split(
+                    range,
+                    SplitWalk::SkipLastLevel,
+                    |_, _| true,
+                    &mut path,
+                    || (),
+                )
+                .unwrap();
                 frames.release(&*tree.platform);
             }
             stop.store(true, Relaxed);

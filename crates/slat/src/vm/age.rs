@@ -18,8 +18,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let _section = self.section();
         let mut young = 0;
         for space in &self.spaces {
-            space.slots.current().backed_by(&range, |slot| {
-                young += space.tree.age(slot.gfns_backed_by(&range), clear);
+            space.slots.current().backed_by(&range, |_, gfns| {
+                young += space.tree.age(gfns, clear);
                 true
             });
         }

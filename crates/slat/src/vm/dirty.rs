@@ -404,9 +404,13 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
             let owe = || vm.flushes.owe();
             let mut path = Path::new(&mut frames, &owe);
             let walk = vm.policy.walk_for_split();
-            let split = space
-                .tree
-                .split(start..end, walk, &mut path, || self.flush(start..end));
+            let split = space.tree.split(
+                start..end,
+                walk,
+                |_, _| true,
+                &mut path,
+                || self.flush(start..end),
+            );
             let (splits, nx_splits) = (path.splits, path.nx_splits);
             self.counters().path_done(&splits, nx_splits);
             let Ok(entries) = split else { break };

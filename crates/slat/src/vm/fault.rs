@@ -2,9 +2,10 @@
 //!
 //! 1. an MMIO entry of the current generation answers MMIO, with no look-up ([`Vcpu::translate`]);
 //! 2. a leaf that is write-protected only for the dirty log is fixed in place;
-//! 3. the slot by gfn; none: an MMIO entry is installed. A write to a read-only slot is MMIO, too;
+//! 3. the slot by gfn; none: an MMIO entry is installed. A write to a read-only slot is MMIO, too.
+//!    Whether the frame is private tells which of the slot's backings is meant;
 //! 4. the backing is resolved, holding nothing, outside the reader section;
-//! 5. the level: the largest that slot, alignment, host mapping, dirty log and NX allow;
+//! 5. the level: the largest that slot, attributes, alignment, host mapping, dirty log and NX allow;
 //! 6. the install, under the lock of one table, if what was known still holds
 //!    ([`crate::vm::invalidate`]); otherwise from the beginning. A huge leaf in the way is split in
 //!    place;
@@ -19,7 +20,7 @@ use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
 use crate::heap::Shared;
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
-use crate::slots::{Memslot, SlotFlags};
+use crate::slots::{Memslot, PrivateFrames, SlotFlags};
 use crate::table::{Mapped, OutOfMemory, Path, Tree, Zapped};
 use crate::vcpu::Vcpu;
 
@@ -60,6 +61,14 @@ pub enum Stop {
     /// The vCPU's dirty ring is full up to its reserve: the client collects, resets, and comes again.
     /// Nothing was changed.
     DirtyRingFull,
+    /// The page is private, and no private memory can be had for it: there is no memslot, or it has no
+    /// private backing, or that is gone. KVM_EXIT_MEMORY_FAULT; never answered as MMIO.
+    MemoryFault {
+        /// The address that was accessed.
+        gpa: Gpa,
+        /// How.
+        access: Access,
+    },
     /// No memory for a page table. Nothing was changed.
     OutOfMemory {
         /// The address that was accessed.
@@ -76,6 +85,10 @@ impl fmt::Display for Stop {
                 f,
                 "guest access to {gpa} (backed by {hva}): {error}; map it, or delete the memslot"
             ),
+            Stop::MemoryFault { gpa, .. } => write!(
+                f,
+                "guest access to {gpa}: it is private and has no private memory; share it, or give the memslot some"
+            ),
             Stop::DirtyRingFull => f.write_str("guest write: the dirty ring is full, reset it"),
             Stop::OutOfMemory { gpa } => write!(f, "guest access to {gpa}: {OutOfMemory}"),
         }
@@ -87,28 +100,44 @@ impl core::error::Error for Stop {}
 /// What the fault needs of its slot. A copy: the slot may go while the backing is resolved.
 pub(super) struct SlotFacts {
     id: u32,
+    /// Its frames around the one in question that are private if that is, shared if that is.
     pub(super) gfns: Range<Gfn>,
-    /// Backing of the slot's first page.
+    /// Backing of the first of these.
     pub(super) hva_base: Hva,
     /// Backing of the page in question.
     hva: Hva,
+    /// Its number in the slot.
+    page: u64,
+    private: bool,
     pub(super) flags: SlotFlags,
     pub(super) log: Option<Shared<DirtyLog>>,
 }
 
 impl SlotFacts {
-    pub(super) fn of(slot: &Memslot, gfn: Gfn) -> Self {
-        SlotFacts {
+    /// `None`: the frame is private, and the slot has no private backing.
+    pub(super) fn of(slot: &Memslot, gfn: Gfn, private: &PrivateFrames) -> Option<Self> {
+        let (private, alike) = private.around(gfn);
+        let backing = if private {
+            slot.private()?
+        } else {
+            slot.backing()
+        };
+        let gfns = slot.gfns();
+        let gfns = gfns.start.max(alike.start)..gfns.end.min(alike.end);
+        let page = |gfn: Gfn| gfn.0 - slot.base().0;
+        Some(SlotFacts {
             id: slot.id(),
-            hva_base: slot.backing(),
-            gfns: slot.gfns(),
-            hva: slot.hva(gfn),
+            hva_base: backing.add_pages(page(gfns.start)),
+            gfns,
+            hva: backing.add_pages(page(gfn)),
+            page: page(gfn),
+            private,
             flags: slot.flags(),
             log: slot.share_log(),
-        }
+        })
     }
 
-    /// What backs a leaf of `level` around `gfn`, the page of these facts; the leaf fits the slot.
+    /// What backs a leaf of `level` around `gfn`, the page of these facts; the leaf fits the frames.
     fn hvas(&self, gfn: Gfn, level: Level) -> Range<Hva> {
         let start = Hva(self.hva.0 - ((gfn.0 - gfn.align_down(level).0) << PAGE_SHIFT));
         start..start.add_pages(level.pages())
@@ -271,9 +300,17 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         // Everything it goes by is looked at after the sequence was taken, the leaf, too: a move may
         // have put another page of the same slot there since the walk that faulted.
         let sequence = self.vm().in_progress.sequence();
-        let slot = match self.find_slot(gfn) {
-            Ok(slot) => SlotFacts::of(slot, gfn),
-            Err(generation) => return Attempt::Stop(self.no_slot(gpa, generation)),
+        let (set, slot) = self.find_slot(gfn);
+        let slot = match slot {
+            Some(slot) => SlotFacts::of(slot, gfn, &set.private),
+            None if set.private.around(gfn).0 => None,
+            None => {
+                let generation = set.generation;
+                return Attempt::Stop(self.no_slot(gpa, generation));
+            }
+        };
+        let Some(slot) = slot else {
+            return Attempt::Stop(Stop::MemoryFault { gpa, access });
         };
         if access == Access::Write {
             if slot.flags.has(SlotFlags::READONLY) {
@@ -292,10 +329,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 Ok(host) => host,
                 Err(ResolveError::Interrupted) => return Attempt::Stop(Stop::Retry),
                 Err(error) if self.holds(sequence, &slot.hvas(gfn, Level::PAGE)) => {
-                    return Attempt::Stop(Stop::BadAddress {
-                        gpa,
-                        hva: slot.hva,
-                        error,
+                    let hva = slot.hva;
+                    return Attempt::Stop(match slot.private {
+                        true => Stop::MemoryFault { gpa, access },
+                        false => Stop::BadAddress { gpa, hva, error },
                     });
                 }
                 // The slot may have gone, or its memory come back, or be about to.
@@ -447,10 +484,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             let Some(log) = slot.log.as_ref().filter(|log| leaf.write && log.protects()) else {
                 return;
             };
-            let page = gfn.0 - slot.gfns.start.0;
             match &ring {
-                Some(ring) if log.is_ring() => ring.push((space as u32) << 16 | slot.id, page),
-                _ => log.mark(page),
+                Some(ring) if log.is_ring() => ring.push((space as u32) << 16 | slot.id, slot.page),
+                _ => log.mark(slot.page),
             }
             noted = true;
         };

@@ -6,8 +6,8 @@
 //!
 //! * an invalidation is in progress over a page behind the leaf (a huge leaf may reach into a range
 //!   that its page lies outside of), or
-//! * the sequence has been raised since. It is raised by a slot change, after the new set was
-//!   published and before the zap; and at the begin and at the end of an invalidation whose range
+//! * the sequence has been raised since. It is raised by a change of slots or attributes, after the new
+//!   set was published and before the zap; and at the begin and at the end of an invalidation whose range
 //!   some memslot uses at that moment (at the end: or used at the begin).
 //!
 //! The end must raise it, too: a fault may have resolved the page before it changed, and install
@@ -201,12 +201,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, used: &mut bool) {
         let mut op = RangeOp::begin(self, space);
         let mut hull: Option<Range<Gfn>> = None;
-        space.slots.current().backed_by(range, |slot| {
+        space.slots.current().backed_by(range, |slot, gfns| {
             if !core::mem::replace(used, true) {
                 self.in_progress.raise();
                 op.counters().invalidations.add(1);
             }
-            let gfns = slot.gfns_backed_by(range);
             op.zap(slot, gfns.clone());
             let hull = hull.get_or_insert(gfns.clone());
             *hull = hull.start.min(gfns.start)..hull.end.max(gfns.end);
@@ -220,7 +219,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let _section = self.section();
         let mut used = false;
         for space in &self.spaces {
-            space.slots.current().backed_by(range, |_| {
+            space.slots.current().backed_by(range, |_, _| {
                 used = true;
                 false
             });

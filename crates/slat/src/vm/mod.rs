@@ -1,11 +1,12 @@
 //! One virtual machine's memory: its memslots, its tables, and what keeps the two in step.
 //!
 //! A file per mechanism: [`fault`], [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`],
-//! [`prefetch`], [`nx`], [`age`]. What range operations share is [`range_op`].
+//! [`attributes`], [`prefetch`], [`nx`], [`age`]. What range operations share is [`range_op`].
 //!
 //! # Locks, from the outside in
 //! 1. the slot writers' lock of an address space: held over a whole slot change, flush included. No
-//!    vCPU takes it, so a flush may be awaited under it;
+//!    vCPU takes it, so a flush may be awaited under it. A conversion ([`attributes`]) takes those of all
+//!    address spaces, in their order;
 //! 2. the list of invalidations in progress, and each table's lock: short sections in which nothing
 //!    is waited for ([`crate::table`], [`crate::sync::lock`]).
 //!
@@ -13,6 +14,7 @@
 //! ([`crate::sync::quiesce`]).
 
 mod age;
+mod attributes;
 mod dirty;
 mod fault;
 mod invalidate;

@@ -2,7 +2,8 @@
 //!
 //! A fault that installed a 4 KiB leaf looks at the aligned window around its page, in both directions
 //! and up to the window's very end, and maps what is resident and absent: not in a slot that logs
-//! (every page would look written), not when a huge leaf was installed (there is nothing left to map).
+//! (every page would look written), not where the frames have other attributes, not when a huge leaf was
+//! installed (there is nothing left to map).
 //! What is prefetched starts with the accessed bit clear.
 //!
 //! Where windows turn out empty (memory that is used for the first time), fewer and fewer faults look
@@ -171,10 +172,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let gfn = gpa.gfn();
         let end = Gfn(end.0.div_ceil(1 << PAGE_SHIFT));
         let sequence = self.vm().in_progress.sequence();
-        if let Ok(slot) = self.find_slot(gfn)
+        let (set, slot) = self.find_slot(gfn);
+        if let Some(slot) = slot
             && slot.log().is_none()
+            && let Some(slot) = SlotFacts::of(slot, gfn, &set.private)
         {
-            let slot = SlotFacts::of(slot, gfn);
             let end = end.min(slot.gfns.end);
             let table_end = gfn.align_down(Level::MEGA).add(Level::MEGA.pages());
             // One table for each 2 MiB that are left, taken from the platform by the batch.

@@ -3,7 +3,7 @@
 
 use core::ops::Range;
 
-use super::{DirtyLog, Leaving, RangeOp, Vm};
+use super::{DirtyLog, Leaving, RangeOp, Space, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
 use crate::heap::Shared;
@@ -62,15 +62,18 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 }
             }
         }
-        let generation = change.set().generation;
-        let section = self.section();
-        section.counters().slot_changes.add(1);
-        if generation & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0 {
-            // The generation has wrapped around as far as entries can hold it: entries as old as
-            // that must not be believed again.
-            self.spaces[space].tree.zap_mmio();
-        }
+        self.section().counters().slot_changes.add(1);
+        self.forget_old_mmio(&self.spaces[space], change.set().generation);
         Ok(())
+    }
+
+    /// After a set of `generation` was published. Where the generation has wrapped around as far as
+    /// entries can hold it, entries as old as that must not be believed again.
+    pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, generation: u64) {
+        if generation & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0 {
+            let _section = self.section();
+            space.tree.zap_mmio();
+        }
     }
 
     fn zap_slot(

@@ -64,6 +64,7 @@ pub fn region(slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) -> 
         gpa: Gpa(gfns.start << 12),
         size: (gfns.end - gfns.start) << 12,
         backing: HostMemory::hva(host_page),
+        private: None,
     }
 }
 

@@ -1,0 +1,70 @@
+//! What `kvm_run` says of an exit that is more than a field or two.
+
+use crate::run_page::{PAGE, RunPage, set_field};
+use kvm_bindings::*;
+use slat::Gpa;
+
+/// `KVM_EXIT_HYPERCALL`: the client answers in `ret`.
+pub(crate) fn hypercall(page: &RunPage, nr: u64, [a, b, c, _]: [u64; 4], long_mode: bool) {
+    page.set_exit_reason(KVM_EXIT_HYPERCALL);
+    set_field!(page, nr, __bindgen_anon_1.hypercall.nr);
+    set_field!(page, [a, b, c, 0, 0, 0], __bindgen_anon_1.hypercall.args);
+    set_field!(page, 0, __bindgen_anon_1.hypercall.ret);
+    // KVM_EXIT_HYPERCALL_LONG_MODE is bit 0.
+    let flags = long_mode.into();
+    set_field!(
+        page,
+        flags,
+        __bindgen_anon_1.hypercall.__bindgen_anon_1.flags
+    );
+}
+
+/// `KVM_EXIT_MEMORY_FAULT` for a private page, which `KVM_RUN` returns with `EFAULT`.
+pub(crate) fn memory_fault(page: &RunPage, gpa: Gpa) {
+    page.set_exit_reason(KVM_EXIT_MEMORY_FAULT);
+    let flags = KVM_MEMORY_EXIT_FLAG_PRIVATE.into();
+    set_field!(page, flags, __bindgen_anon_1.memory_fault.flags);
+    let start = gpa.gfn().gpa().0;
+    set_field!(page, start, __bindgen_anon_1.memory_fault.gpa);
+    set_field!(page, PAGE as u64, __bindgen_anon_1.memory_fault.size);
+}
+
+/// `KVM_INTERNAL_ERROR_EMULATION` with the instruction's bytes, as KVM lays them out.
+pub(crate) fn emulation_failure(page: &RunPage, bytes: [u8; 15], len: u8) {
+    /// Flags and bytes (three words), then exit reason and information (five).
+    const WORDS: u32 = 8;
+    page.set_exit_reason(KVM_EXIT_INTERNAL_ERROR);
+    set_field!(
+        page,
+        KVM_INTERNAL_ERROR_EMULATION,
+        __bindgen_anon_1.emulation_failure.suberror
+    );
+    set_field!(page, WORDS, __bindgen_anon_1.emulation_failure.ndata);
+    let with_bytes = u64::from(KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES);
+    set_field!(
+        page,
+        if len == 0 { 0 } else { with_bytes },
+        __bindgen_anon_1.emulation_failure.flags
+    );
+    // What is not known is filled with NOPs.
+    let mut shown = [0x90; 15];
+    shown[..len.into()].copy_from_slice(&bytes[..len.into()]);
+    set_field!(
+        page,
+        len,
+        __bindgen_anon_1
+            .emulation_failure
+            .__bindgen_anon_1
+            .__bindgen_anon_1
+            .insn_size
+    );
+    set_field!(
+        page,
+        shown,
+        __bindgen_anon_1
+            .emulation_failure
+            .__bindgen_anon_1
+            .__bindgen_anon_1
+            .insn_bytes
+    );
+}

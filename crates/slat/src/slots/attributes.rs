@@ -1,0 +1,182 @@
+//! Memory attributes: which guest frames are private.
+
+use alloc::vec::Vec;
+use core::fmt;
+use core::ops::Range;
+
+use crate::addr::Gfn;
+use crate::heap::Shared;
+use crate::table::OutOfMemory;
+
+/// Attributes of guest memory, with KVM's values (KVM_SET_MEMORY_ATTRIBUTES, api.rst 4.141).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryAttributes(pub u64);
+
+impl MemoryAttributes {
+    /// No attribute: the memory is shared with the host, as all memory is in the beginning.
+    pub const NONE: MemoryAttributes = MemoryAttributes(0);
+    /// KVM_MEMORY_ATTRIBUTE_PRIVATE: the memory is the guest's alone, and stands in the slot's
+    /// [`private`](crate::Region::private) backing.
+    pub const PRIVATE: MemoryAttributes = MemoryAttributes(1 << 3);
+
+    /// Whether memory with these attributes is private.
+    pub const fn is_private(self) -> bool {
+        self.0 & Self::PRIVATE.0 != 0
+    }
+}
+
+/// Why attributes were not set. Nothing was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AttributesError {
+    /// Bits that are no attribute.
+    Unknown(MemoryAttributes),
+    /// The range holds no frame, or reaches beyond the last one that has a 64-bit address.
+    BadRange,
+    /// The call can be repeated.
+    OutOfMemory,
+}
+
+impl AttributesError {
+    /// The errno that KVM answers (a positive number, Linux's).
+    pub fn errno(&self) -> i32 {
+        const ENOMEM: i32 = 12;
+        const EINVAL: i32 = 22;
+        match self {
+            AttributesError::OutOfMemory => ENOMEM,
+            AttributesError::Unknown(_) | AttributesError::BadRange => EINVAL,
+        }
+    }
+}
+
+impl From<OutOfMemory> for AttributesError {
+    fn from(_: OutOfMemory) -> Self {
+        AttributesError::OutOfMemory
+    }
+}
+
+impl fmt::Display for AttributesError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("setting memory attributes: ")?;
+        match self {
+            AttributesError::Unknown(attributes) => write!(
+                f,
+                "{:#x} holds unknown bits; known are {:#x}",
+                attributes.0,
+                MemoryAttributes::PRIVATE.0
+            ),
+            AttributesError::BadRange => {
+                f.write_str("the range is empty or reaches beyond the address space")
+            }
+            AttributesError::OutOfMemory => write!(f, "{OutOfMemory}"),
+        }
+    }
+}
+
+impl core::error::Error for AttributesError {}
+
+/// The private frames, as the ascending list of frames at which private memory begins and ends, in
+/// turns. Immutable, and part of a [`super::SlotSet`]: whoever looks up a slot sees the attributes of
+/// the same moment, by the same rules.
+///
+/// A look-up costs log2 of the boundaries, a change copies them: guests convert memory by the
+/// megabyte, and a change that is not only counted but flushed costs more than the copy.
+#[derive(Clone, Default)]
+pub(crate) struct PrivateFrames(Option<Shared<Vec<Gfn>>>);
+
+impl PrivateFrames {
+    pub(crate) const NONE: PrivateFrames = PrivateFrames(None);
+
+    /// Whether `gfn` is private, and the largest range around it of which the same is true.
+    #[inline]
+    pub(crate) fn around(&self, gfn: Gfn) -> (bool, Range<Gfn>) {
+        match &self.0 {
+            None => (false, Gfn(0)..Gfn(u64::MAX)),
+            Some(boundaries) => around(boundaries, gfn),
+        }
+    }
+
+    /// The same with all of `range` private, or not. `None`: it is so already.
+    pub(crate) fn with(
+        &self,
+        range: &Range<Gfn>,
+        private: bool,
+    ) -> Result<Option<Self>, OutOfMemory> {
+        let old = self.0.as_ref().map_or(&[][..], |boundaries| boundaries);
+        let before = old.partition_point(|at| *at < range.start);
+        let behind = old.partition_point(|at| *at <= range.end);
+        let is_private = |boundaries: usize| boundaries % 2 == 1;
+        let ends = [
+            (is_private(before) != private).then_some(range.start),
+            (is_private(behind) != private).then_some(range.end),
+        ];
+        let ends = ends.into_iter().flatten();
+        if ends.clone().eq(old[before..behind].iter().copied()) {
+            return Ok(None);
+        }
+        let mut new = Vec::new();
+        new.try_reserve_exact(before + 2 + old.len() - behind)
+            .map_err(|_| OutOfMemory)?;
+        new.extend_from_slice(&old[..before]);
+        new.extend(ends);
+        new.extend_from_slice(&old[behind..]);
+        let new = (!new.is_empty())
+            .then(|| Shared::try_new(new))
+            .transpose()?;
+        Ok(Some(PrivateFrames(new)))
+    }
+}
+
+fn around(boundaries: &[Gfn], gfn: Gfn) -> (bool, Range<Gfn>) {
+    let behind = boundaries.partition_point(|at| *at <= gfn);
+    let start = behind.checked_sub(1).map_or(Gfn(0), |i| boundaries[i]);
+    let end = boundaries.get(behind).map_or(Gfn(u64::MAX), |at| *at);
+    (behind % 2 == 1, start..end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every frame of a small memory, beside a plain list, through many changes.
+    #[test]
+    fn frames_are_private_as_they_were_last_set() {
+        const FRAMES: u64 = 48;
+        let mut seed = 1u64;
+        let mut random = |below: u64| {
+            seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) % below
+        };
+        let mut frames = PrivateFrames::NONE;
+        let mut model = [false; FRAMES as usize];
+        for _ in 0..5000 {
+            let start = random(FRAMES);
+            let end = start + 1 + random(FRAMES - start);
+            let private = random(2) == 1;
+            let part = &mut model[start as usize..end as usize];
+            let changes = part.iter().any(|was| *was != private);
+            part.fill(private);
+            let new = frames.with(&(Gfn(start)..Gfn(end)), private).unwrap();
+            assert_eq!(new.is_some(), changes);
+            frames = new.unwrap_or(frames);
+            assert_eq!(frames.0.is_some(), model.contains(&true));
+            for gfn in 0..FRAMES {
+                let (private, alike) = frames.around(Gfn(gfn));
+                assert_eq!(private, model[gfn as usize]);
+                assert!(alike.contains(&Gfn(gfn)));
+                for other in [alike.start.0.wrapping_sub(1), alike.end.0] {
+                    if other < FRAMES {
+                        assert_ne!(
+                            model[other as usize], private,
+                            "{alike:?} is not the largest"
+                        );
+                    }
+                }
+                let alike = alike.start.0..alike.end.0.min(FRAMES);
+                assert!(alike.into_iter().all(|g| model[g as usize] == private));
+            }
+        }
+    }
+}
