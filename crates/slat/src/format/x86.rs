@@ -98,7 +98,8 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
     fn ready(access: Access) -> (u64, u64) {
         match access {
             Access::Read => (PRESENT | ACCESSED, RESERVED),
-            Access::Write => (PRESENT | WRITE | ACCESSED | DIRTY, RESERVED),
+            // No MMIO entry has WRITE.
+            Access::Write => (PRESENT | WRITE | ACCESSED | DIRTY, 0),
             Access::Execute => (PRESENT | ACCESSED, RESERVED | NO_EXECUTE),
         }
     }
