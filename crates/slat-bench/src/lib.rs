@@ -9,6 +9,7 @@
 //! | [`report`] | samples, medians, paired ratios, JSON |
 //! | [`published`] | the references' numbers |
 //! | [`show`] | tables for people, with what is asked for |
+//! | [`html`] | the same as a page with charts |
 //! | [`bare`], [`array`] | the engine alone, and the rival whose memslots are an array |
 //! | `experiments` | one file each: what is set up, what is timed, which rows |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
@@ -16,6 +17,7 @@
 pub mod array;
 pub mod bare;
 mod experiments;
+pub mod html;
 pub mod machine;
 pub mod published;
 pub mod report;
