@@ -15,6 +15,7 @@
 mod age;
 mod dirty;
 mod fault;
+mod inspect;
 mod invalidate;
 mod nx;
 mod prefetch;
