@@ -7,6 +7,7 @@
 //! | [`machine`] | a KVM program with a guest of a few loops, over either KVM |
 //! | [`rounds`] | variants of a case measured in turns |
 //! | [`report`] | samples, medians, paired ratios, JSON |
+//! | [`maps`] | by what guest memory is mapped, between the phases |
 //! | [`published`] | the references' numbers |
 //! | [`show`] | tables for people, with what is asked for |
 //! | [`html`] | the same as a page with charts |
@@ -19,6 +20,7 @@ pub mod bare;
 mod experiments;
 pub mod html;
 pub mod machine;
+pub mod maps;
 pub mod published;
 pub mod report;
 pub mod rounds;

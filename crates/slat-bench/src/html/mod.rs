@@ -6,12 +6,14 @@
 //! | `chart` | what stands in a chart: the table's lines as bars |
 //! | `axis` | where a value lies, linear or logarithmic |
 //! | `picture` | the chart as inline SVG |
+//! | `map` | what maps the guest's memory |
 //! | `table` | the terminal's table |
 //! | `facts` | on what was measured |
 
 mod axis;
 mod chart;
 mod facts;
+mod map;
 mod picture;
 mod table;
 
@@ -37,7 +39,7 @@ pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
                 style { (PreEscaped(STYLE)) }
             }
             body {
-                (pattern())
+                (patterns())
                 main {
                     h1 { "slat bench" }
                     p.lead {
@@ -66,13 +68,15 @@ pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
     .into_string()
 }
 
-/// How bars of published values are filled, for all pictures.
-fn pattern() -> Markup {
+/// How bars of published values are filled, and what must not be executed, for all pictures.
+fn patterns() -> Markup {
     html! {
         svg.definitions width="0" height="0" aria-hidden="true" {
             defs {
-                pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)" {
-                    line.hatch x1="0" x2="0" y1="0" y2="5" {}
+                @for id in ["hatch", "nx"] {
+                    pattern id=(id) width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)" {
+                        line class=(id) x1="0" x2="0" y1="0" y2="5" {}
+                    }
                 }
             }
         }
@@ -120,6 +124,8 @@ fn section(experiment: &Experiment, report: &Report) -> Markup {
                     (picture::picture(&chart))
                 }
             }
+            @let maps: Vec<_> = report.maps(experiment.name).collect();
+            (map::maps(&maps))
             @if !missed.is_empty() {
                 div.misses {
                     p.missed { "Missed:" }

@@ -83,3 +83,18 @@ fn a_bar_is_drawn_for_each_variant_once_and_hatched_if_published() {
     assert!(page.contains("logarithmic"));
     assert!(page.contains("limit: tables"));
 }
+
+#[test]
+fn maps_show_what_maps_the_memory_before_and_after() {
+    let report = crate::run(&known(&["execute"]), Size::Tiny).unwrap();
+    let page = page(&known(&["execute"]), &report, Size::Tiny);
+    // Two squares of 2 MiB, in three variants, written and executed.
+    assert_eq!(page.matches("<svg class=\"map\"").count(), 6);
+    for seen in [
+        "pages: 1,024 in 2 MiB leaves \u{b7} 1,024 not executable \u{b7} 1,024 dirty",
+        "1,024 in 4 KiB leaves",
+    ] {
+        assert!(page.contains(seen), "{seen}");
+    }
+    assert!(!page.contains("nothing is mapped"));
+}
