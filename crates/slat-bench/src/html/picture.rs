@@ -8,13 +8,13 @@ use super::chart::{Bar, Case, Chart, Role};
 use crate::report::Unit;
 use crate::show::{percent, shown};
 
-const WIDTH: f64 = 640.0;
+const WIDTH: f64 = 650.0;
 /// Where the bars begin and end; numbers stand behind.
 const LEFT: f64 = 100.0;
 const RIGHT: f64 = 360.0;
 const VALUE: f64 = 438.0;
-const CHANGE: f64 = 504.0;
-const GOAL: f64 = 514.0;
+const CHANGE: f64 = 511.0;
+const GOAL: f64 = 521.0;
 /// Heights: of the axis on top, of a case's name, of a bar with its distance to the next.
 const AXIS: f64 = 22.0;
 const HEADING: f64 = 24.0;
