@@ -7,8 +7,10 @@
 //! | [`machine`] | a KVM program with a guest of a few loops, over either KVM |
 //! | [`rounds`] | variants of a case measured in turns |
 //! | [`report`] | samples, medians, paired ratios, JSON |
+//! | [`maps`] | by what guest memory is mapped, between the phases |
 //! | [`published`] | the references' numbers |
 //! | [`show`] | tables for people, with what is asked for |
+//! | [`html`] | the same as a page with charts |
 //! | [`bare`], [`array`] | the engine alone, and the rival whose memslots are an array |
 //! | `experiments` | one file each: what is set up, what is timed, which rows |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
@@ -16,7 +18,9 @@
 pub mod array;
 pub mod bare;
 mod experiments;
+pub mod html;
 pub mod machine;
+pub mod maps;
 pub mod published;
 pub mod report;
 pub mod rounds;

@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::maps::PageMap;
+
 /// The unit of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Unit {
@@ -87,6 +89,7 @@ struct Series {
 pub struct Report {
     series: Vec<Series>,
     notes: Vec<String>,
+    maps: Vec<PageMap>,
 }
 
 #[derive(Serialize)]
@@ -145,6 +148,17 @@ impl Report {
     /// Those sentences.
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+
+    /// Adds pictures of the tables.
+    pub(crate) fn add_maps(&mut self, maps: Vec<PageMap>) {
+        self.maps.extend(maps);
+    }
+
+    /// Those of an experiment.
+    pub fn maps(&self, experiment: &str) -> impl Iterator<Item = &PageMap> {
+        let maps = self.maps.iter();
+        maps.filter(move |map| map.experiment == experiment)
     }
 
     /// The rows, in the order in which they were measured.

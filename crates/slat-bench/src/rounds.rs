@@ -5,6 +5,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::machine::{Api, Failure, RealKvm, Slat};
+use crate::maps::Maps;
 use crate::report::{Report, Sample};
 
 /// How much is measured.
@@ -125,6 +126,11 @@ impl Bench {
     /// Says something that a reader of the tables has to know.
     pub fn note(&mut self, sentence: String) {
         self.report.note(sentence);
+    }
+
+    /// Keeps what the tables looked like.
+    pub(crate) fn keep(&mut self, maps: Maps) {
+        self.report.add_maps(maps.taken);
     }
 
     /// `variants`, and [`RealKvm::NAME`] where it opened.

@@ -11,16 +11,17 @@ use crate::report::{Report, Unit};
 /// A line of a table: one metric of one case, before and after.
 #[derive(Clone, Debug)]
 pub struct Line {
-    case: String,
-    metric: &'static str,
-    unit: Unit,
+    pub(crate) case: String,
+    pub(crate) metric: &'static str,
+    pub(crate) unit: Unit,
     /// Variant and value; `None` where there is nothing to compare with.
-    before: Option<(&'static str, f64)>,
-    after: (&'static str, f64),
-    change: Option<f64>,
-    published: Option<f64>,
-    limit: Option<(&'static str, f64)>,
-    kvm: Option<f64>,
+    pub(crate) before: Option<(&'static str, f64)>,
+    pub(crate) after: (&'static str, f64),
+    pub(crate) change: Option<f64>,
+    /// The published change.
+    pub(crate) published: Option<f64>,
+    pub(crate) limit: Option<(&'static str, f64)>,
+    pub(crate) kvm: Option<f64>,
     goal: Option<Goal>,
 }
 
@@ -31,6 +32,14 @@ pub struct Goal {
     pub text: String,
     /// Whether it was reached.
     pub met: bool,
+}
+
+impl Goal {
+    /// What is asked for, behind a mark that tells whether it was reached.
+    pub fn marked(&self) -> String {
+        let mark = if self.met { '\u{2713}' } else { '\u{2717}' };
+        format!("{mark} {}", self.text)
+    }
 }
 
 impl Line {
@@ -147,26 +156,35 @@ impl Line {
         (&self.case, before, self.after.0)
     }
 
-    fn cells(&self) -> [String; COLUMNS.len()] {
+    /// What stands in the table's columns.
+    pub(crate) fn cells(&self) -> [String; COLUMNS.len()] {
         let value = |value: Option<f64>| value.map_or(String::new(), |v| shown(v, self.unit));
         let percent = |change: Option<f64>| change.map_or(String::new(), percent);
         [
-            format!("  {}", self.metric),
+            self.metric.to_owned(),
             value(self.before.map(|(_, value)| value)),
             value(Some(self.after.1)),
             percent(self.change),
             percent(self.published),
             value(self.limit.map(|(_, value)| value)),
             value(self.kvm),
-            self.goal.as_ref().map_or(String::new(), |goal| {
-                let mark = if goal.met { '\u{2713}' } else { '\u{2717}' };
-                format!("{mark} {}", goal.text)
-            }),
+            self.goal.as_ref().map_or(String::new(), Goal::marked),
         ]
     }
 }
 
-const COLUMNS: [&str; 8] = [
+/// The lines of a table that share a heading, and that heading: the first of the columns.
+pub(crate) fn groups(lines: &[Line]) -> impl Iterator<Item = ([&str; 6], &[Line])> {
+    lines.chunk_by(|a, b| a.group() == b.group()).map(|group| {
+        let (case, before, after) = group[0].group();
+        let limit = group.iter().find_map(|line| line.limit);
+        let limit = limit.map_or("", |(name, _)| name);
+        let heading = [case, before.unwrap_or_default(), after, "", "", limit];
+        (heading, group)
+    })
+}
+
+pub(crate) const COLUMNS: [&str; 8] = [
     "",
     "before",
     "after",
@@ -186,19 +204,12 @@ pub fn table(experiment: &Experiment, report: &Report, columns: u16) -> String {
         .set_content_arrangement(ContentArrangement::Dynamic)
         .set_width(columns)
         .set_header(COLUMNS);
-    for group in lines.chunk_by(|a, b| a.group() == b.group()) {
-        let (case, before, after) = group[0].group();
-        let limit = group.iter().find_map(|line| line.limit);
-        table.add_row([
-            case,
-            before.unwrap_or_default(),
-            after,
-            "",
-            "",
-            limit.map_or("", |(name, _)| name),
-        ]);
+    for (heading, group) in groups(&lines) {
+        table.add_row(heading);
         for line in group {
-            table.add_row(line.cells());
+            let mut cells = line.cells();
+            cells[0].insert_str(0, "  ");
+            table.add_row(cells);
         }
     }
     for (index, column) in table.column_iter_mut().enumerate() {
@@ -236,7 +247,7 @@ pub fn missed(experiment: &Experiment, report: &Report) -> Vec<String> {
 }
 
 /// A relative change.
-fn percent(change: f64) -> String {
+pub(crate) fn percent(change: f64) -> String {
     let digits = if change.abs() >= 10.0 { 0 } else { 1 };
     format!("{:+.digits$} %", change * 100.0)
 }

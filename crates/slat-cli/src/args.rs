@@ -71,8 +71,12 @@ pub struct Bench {
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     pub json: Option<PathBuf>,
 
+    /// Also write a page with charts, which needs nothing but a browser
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+
     /// Say what is measured and why, and measure nothing
-    #[arg(long, conflicts_with_all = ["full", "json"])]
+    #[arg(long, conflicts_with_all = ["full", "json", "html"])]
     pub explain: bool,
 }
 
@@ -177,6 +181,16 @@ mod tests {
             bench(&["cpu", "--json", "a.json"]).json,
             Some("a.json".into())
         );
+    }
+
+    #[test]
+    fn a_page_goes_to_a_file() {
+        assert_eq!(bench(&["cpu"]).html, None);
+        assert_eq!(
+            bench(&["--html", "a.html", "cpu"]).html,
+            Some("a.html".into())
+        );
+        assert!(parse(&["bench", "--html"]).is_err());
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use slat_bench::{EXPERIMENTS, Experiment, Failure, Report, Size, show};
+use slat_bench::{EXPERIMENTS, Experiment, Failure, Report, Size, html, show};
 
 use crate::args::{ALL, Bench};
 use crate::info::say;
@@ -52,12 +52,18 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
         }
         Some(path) => {
             say(&text);
-            std::fs::write(path, report.to_json())
-                .map_err(|e| format!("{}: {e}", path.display()))?;
+            write(path, &report.to_json())?;
         }
         None => say(&text),
     }
+    if let Some(path) = &options.html {
+        write(path, &html::page(selection, &report, size))?;
+    }
     Ok(())
+}
+
+fn write(path: &Path, text: &str) -> Result<(), Failure> {
+    std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()).into())
 }
 
 fn tables(selection: &[&Experiment], report: &Report) -> String {

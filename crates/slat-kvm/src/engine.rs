@@ -1,11 +1,11 @@
 //! The engine over the table format that was chosen when the process began: the one place that names the platform and
 //! the formats. The same x86 guest runs over any of them; what differs is what the tables hold.
 
-use slat::format::{Npt, Stage2, Sv48x4};
+use slat::format::{Entry, Npt, Stage2, Sv48x4};
 use slat::{
     Access, Attention, AttributesError, Config, DirtyLogError, DirtyRing, Ept, Gfn, Gpa, Hva,
-    MemoryAttributes, OutOfMemory, Policy, Region, RegionError, Shared, Stats, Stop, Translation,
-    VcpuStats,
+    Level, MemoryAttributes, OutOfMemory, Policy, Region, RegionError, Shared, Stats, Stop,
+    Translation, VcpuStats,
 };
 use slat_host::HostPlatform;
 use std::ops::Range;
@@ -155,6 +155,8 @@ delegate! {
         fn stats() -> Stats;
         /// See [`slat::Vm::age`].
         fn age(range: Range<Hva>, clear: bool) -> u64;
+        /// See [`slat::Vm::visit_leaves`].
+        fn visit_leaves(space: usize, range: Range<Gfn>, visit: &mut dyn FnMut(Gfn, Level, Entry)) -> ();
         /// See [`slat::Vm::audit`].
         fn audit() -> Result<(), slat::AuditError>;
         /// See [`slat::Vm::set_memory_region`].

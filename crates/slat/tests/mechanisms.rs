@@ -4,10 +4,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use slat::format::{Npt, Stage2, Sv39x4, Sv48x4, X86};
+use slat::format::{Entry, Npt, Stage2, Sv39x4, Sv48x4, X86};
 use slat::{
     Access::{self, *},
-    Config, Ept, Format, Gpa, Level, Region, SlotFlags, Stats, Stop, Translation, Vcpu, Vm,
+    Config, Ept, Format, Gfn, Gpa, Level, Region, SlotFlags, Stats, Stop, Translation, Vcpu, Vm,
 };
 use slat_model::{HostChange, HostMemory, SimPlatform};
 
@@ -43,6 +43,7 @@ on_every_format! {
     a_fault_maps_the_leading_and_the_trailing_pages_of_its_window,
     a_sequence_faults_once_in_each_window,
     what_is_prefetched_was_not_accessed,
+    leaves_are_visited_as_they_are,
     nothing_is_prefetched_into_a_log_or_beside_a_huge_leaf,
     an_eager_split_visits_no_entry_of_the_last_level,
     clearing_a_log_splits_what_its_begin_left_huge,
@@ -171,6 +172,33 @@ fn what_is_prefetched_was_not_accessed<F: Format>() {
     assert_eq!(world.vm.age(all.clone(), false), 1);
     world.touch(21, Read);
     assert_eq!(world.vm.age(all, false), 2);
+}
+
+fn leaves_are_visited_as_they_are<F: Format>() {
+    let mut world = World::<F>::new(2 * MIB2, Level::MEGA);
+    world.set(0..2 * MIB2, SlotFlags::default());
+    world.policy("prefetch", "off");
+    world.touch(5, Write);
+    world.policy("huge_pages", "off");
+    world.touch(MIB2 + 7, Read);
+    let visited = |gfns: Range<u64>| {
+        let mut visited = Vec::new();
+        let gfns = Gfn(gfns.start)..Gfn(gfns.end);
+        world.vm.visit_leaves(0, gfns, &mut |gfn, level, entry| {
+            let Entry::Leaf(leaf) = entry else {
+                panic!("{entry:?}")
+            };
+            visited.push((gfn.0, level, leaf.dirty));
+        });
+        visited
+    };
+    let small = (MIB2 + 7, Level::PAGE, false);
+    assert_eq!(visited(0..2 * MIB2), [(0, Level::MEGA, true), small]);
+    // A huge leaf is met wherever one looks; pages behind the range are not.
+    assert_eq!(visited(9..MIB2 + 7), [(0, Level::MEGA, true)]);
+    world
+        .vm
+        .visit_leaves(9, Gfn(0)..Gfn(9), &mut |gfn, _, _| panic!("{gfn:?}"));
 }
 
 fn nothing_is_prefetched_into_a_log_or_beside_a_huge_leaf<F: Format>() {

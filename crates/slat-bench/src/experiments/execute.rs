@@ -3,6 +3,7 @@
 use crate::Experiment;
 use crate::machine::guest::{COUNTED_RETURN, DATA, PAGE};
 use crate::machine::{Failure, Machine, Memory, Pages, Program, Slat, Slot, no_device};
+use crate::maps::Maps;
 use crate::published;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
@@ -45,9 +46,16 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     memory.populate()?;
     let variants: Vec<_> = VARIANTS.iter().map(|(variant, ..)| *variant).collect();
     let case = format!("anonymous_hugetlb_1gb/v{vcpus}");
+    let mut maps = Maps::new(NAME);
     bench.in_turns(&case, rounds, &variants, |bench, variant| {
-        measure(&bench.slat, variant, vcpus, &memory)
-    })
+        let mut look = |phase, machine: &Machine<'_, Slat>| {
+            let first = DATA..DATA + memory.size() as u64;
+            maps.take(&case, variant, phase, machine.engine(), first);
+        };
+        measure(&bench.slat, variant, vcpus, &memory, &mut look)
+    })?;
+    bench.keep(maps);
+    Ok(())
 }
 
 fn measure(
@@ -55,6 +63,7 @@ fn measure(
     variant: &str,
     vcpus: usize,
     memory: &Memory,
+    look: &mut dyn FnMut(&'static str, &Machine<'_, Slat>),
 ) -> Result<Vec<Sample>, Failure> {
     let (size, pages) = (memory.size() as u64, memory.size() as u64 / PAGE);
     let mut machine = Machine::new(api, vcpus, DATA + vcpus as u64 * size)?;
@@ -79,8 +88,10 @@ fn measure(
     };
     let populate = each(|first, pages| Program::write(first, pages, COUNTED_RETURN));
     let populated = machine.run(&populate, &no_device)?;
+    look("written", &machine);
     let before = machine.engine().map(|engine| engine.stats());
     let executed = machine.run(&each(Program::call), &no_device)?;
+    look("executed", &machine);
     for (index, end) in executed.registers.iter().enumerate() {
         if end.rsi != pages {
             return Err(format!("vCPU {index} executed {} of {pages} functions", end.rsi).into());

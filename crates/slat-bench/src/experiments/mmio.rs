@@ -8,6 +8,7 @@ use kvm_ioctls::VcpuExit;
 use crate::Experiment;
 use crate::machine::guest::{DATA, DEVICE, PAGE};
 use crate::machine::{Api, Failure, Machine, Memory, Pages, Program, RealKvm, Slot, no_device};
+use crate::maps::Maps;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, fastest};
 use crate::show::Line;
@@ -38,6 +39,8 @@ const SLOTS: &[u32] = &[32, 509, 32764];
 const RUNS: usize = 10;
 /// Where the small slots begin; they lie next to each other.
 const SMALL_SLOTS: u64 = 1 << 30;
+/// What a map shows, from the device on.
+const SHOWN: u64 = 64 << 20;
 /// The status register's value.
 const READY: u32 = 1;
 
@@ -88,6 +91,7 @@ fn exits(bench: &mut Bench) -> Result<(), Failure> {
     );
     let data = Memory::new(PAGE as usize, PAGE as usize, Pages::Small)?;
     let small = small_slots()?;
+    let mut maps = Maps::new(NAME);
     let mut machines = Vec::new();
     for &slots in SLOTS {
         let slat = prepare(&bench.slat, slots, &data, &small)?;
@@ -107,11 +111,17 @@ fn exits(bench: &mut Bench) -> Result<(), Failure> {
             bench.in_turns(case, 2, &variants, |_, variant| {
                 match kvm.as_mut().filter(|_| variant == RealKvm::NAME) {
                     Some(kvm) => ring(kvm, variant, times / 20 + 1),
-                    None => ring(slat, variant, times),
+                    None => {
+                        let samples = ring(slat, variant, times)?;
+                        let around = DEVICE..DEVICE + SHOWN;
+                        maps.take(case, variant, "used", slat.engine(), around);
+                        Ok(samples)
+                    }
                 }
             })?;
         }
     }
+    bench.keep(maps);
     Ok(())
 }
 

@@ -13,6 +13,7 @@ use slat::{Entries, Platform, Stats};
 use crate::Experiment;
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{Failure, Machine, Memory, Program, Slat, Slot, no_device, thread_time};
+use crate::maps::Maps;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
 use crate::show::Line;
@@ -137,6 +138,7 @@ impl Subject {
 }
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
+    let mut maps = Maps::new(NAME);
     for (call, name) in CALLS {
         for (mapped, state) in STATES {
             let tiny = match mapped {
@@ -156,7 +158,14 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
             bench.in_turns(&case, rounds, &[FULL_WALK, SKIP, DEFAULT], |bench, walk| {
-                let mut samples = measure(&bench.slat, call, &subject, walk)?;
+                // Ways to walk differ in what they look at, not in what they leave.
+                let mut look = |phase, machine: &Machine<'_, Slat>| {
+                    if walk == DEFAULT {
+                        let gpas = DATA..DATA + subject.size;
+                        maps.take(&case, walk, phase, machine.engine(), gpas);
+                    }
+                };
+                let mut samples = measure(&bench.slat, call, &subject, walk, &mut look)?;
                 if !table_bytes.is_empty() {
                     samples.push(Sample::seconds(LIMIT, stream(&mut table_bytes)));
                 }
@@ -164,6 +173,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             })?;
         }
     }
+    bench.keep(maps);
     Ok(())
 }
 
@@ -179,7 +189,13 @@ fn stream(words: &mut [u64]) -> Duration {
     thread_time() - began
 }
 
-fn measure(slat: &Slat, call: Call, subject: &Subject, walk: &str) -> Result<Vec<Sample>, Failure> {
+fn measure(
+    slat: &Slat,
+    call: Call,
+    subject: &Subject,
+    walk: &str,
+    look: &mut dyn FnMut(&'static str, &Machine<'_, Slat>),
+) -> Result<Vec<Sample>, Failure> {
     let mut machine = Machine::new(slat, 1, DATA + subject.size)?;
     machine.set_policy("prefetch", "off")?;
     machine.touch_system()?;
@@ -200,6 +216,7 @@ fn measure(slat: &Slat, call: Call, subject: &Subject, walk: &str) -> Result<Vec
     if leaves != subject.leaves() {
         return Err(format!("mapped by {leaves:?} leaves, not {:?}", subject.leaves()).into());
     }
+    look("before", &machine);
     warm_frames(&machine, subject.splits() as usize);
 
     let before = stats(&machine);
@@ -226,6 +243,7 @@ fn measure(slat: &Slat, call: Call, subject: &Subject, walk: &str) -> Result<Vec
             (time, 2)
         }
     };
+    look("after", &machine);
     let now = stats(&machine).since(&before);
     if now.splits != subject.splits() {
         return Err(format!("{} leaves split, not {}", now.splits, subject.splits()).into());

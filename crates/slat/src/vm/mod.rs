@@ -17,6 +17,7 @@ mod age;
 mod attributes;
 mod dirty;
 mod fault;
+mod inspect;
 mod invalidate;
 mod nx;
 mod prefetch;

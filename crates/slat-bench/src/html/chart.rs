@@ -1,0 +1,175 @@
+//! What stands in a chart: the lines of the table, seen as bars.
+
+use crate::machine::{Api, RealKvm};
+use crate::report::Unit;
+use crate::show::{Goal, Line};
+
+/// More cases than these in one picture are divided by the first part of their names.
+const CASES: usize = 6;
+
+/// What a bar stands for; decides how it is drawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// What the others are compared with.
+    Before,
+    /// The n-th of those that are compared with it.
+    After(usize),
+    /// What `before` would have come to with the published change.
+    Published,
+    /// A real KVM.
+    Kvm,
+}
+
+/// One bar.
+#[derive(Debug)]
+pub struct Bar<'a> {
+    /// What it stands for.
+    pub role: Role,
+    /// The variant.
+    pub name: &'a str,
+    /// In the chart's unit.
+    pub value: f64,
+    /// Against `before`.
+    pub change: Option<f64>,
+    /// What can be reached at best, and what that is.
+    pub limit: Option<(&'a str, f64)>,
+    /// What was asked for.
+    pub goal: Option<&'a Goal>,
+}
+
+/// The bars of one case.
+#[derive(Debug)]
+pub struct Case<'a> {
+    /// As in the report.
+    pub name: &'a str,
+    /// `before` first.
+    pub bars: Vec<Bar<'a>>,
+}
+
+/// One metric of the cases that belong together.
+#[derive(Debug)]
+pub struct Chart<'a> {
+    /// The first part of the cases' names, if it is not all cases of the metric.
+    pub family: Option<&'a str>,
+    /// What is measured.
+    pub metric: &'a str,
+    /// Its unit.
+    pub unit: Unit,
+    /// In the order of the table.
+    pub cases: Vec<Case<'a>>,
+}
+
+/// The charts of an experiment.
+pub fn charts(lines: &[Line]) -> Vec<Chart<'_>> {
+    let mut charts: Vec<Chart> = Vec::new();
+    for line in lines {
+        let family = family(lines, line);
+        let known = charts
+            .iter()
+            .position(|chart| chart.metric == line.metric && chart.family == family);
+        let index = known.unwrap_or_else(|| {
+            charts.push(Chart {
+                family,
+                metric: line.metric,
+                unit: line.unit,
+                cases: Vec::new(),
+            });
+            charts.len() - 1
+        });
+        charts[index].add(line);
+    }
+    let mut variants = Vec::new();
+    for case in charts.iter_mut().flat_map(|chart| &mut chart.cases) {
+        case.tell_variants_apart(&mut variants);
+        // For orientation only, unless it is what the others are compared with.
+        case.bars[1..].sort_by_key(|bar| bar.role == Role::Kvm);
+    }
+    charts
+}
+
+/// To which chart of its metric a line belongs.
+fn family<'a>(lines: &[Line], line: &'a Line) -> Option<&'a str> {
+    let mut cases: Vec<_> = lines
+        .iter()
+        .filter(|other| other.metric == line.metric)
+        .map(|other| &other.case)
+        .collect();
+    cases.sort_unstable();
+    cases.dedup();
+    let (first, _) = line.case.split_once('/')?;
+    (cases.len() > CASES).then_some(first)
+}
+
+impl<'a> Chart<'a> {
+    fn add(&mut self, line: &'a Line) {
+        let case = match self.cases.iter().position(|case| case.name == line.case) {
+            Some(index) => &mut self.cases[index],
+            None => {
+                self.cases.push(Case {
+                    name: &line.case,
+                    bars: Vec::new(),
+                });
+                self.cases.last_mut().expect("just pushed")
+            }
+        };
+        let bar = |role, name, value| Bar {
+            role,
+            name,
+            value,
+            change: None,
+            limit: line.limit,
+            goal: None,
+        };
+        if let Some((name, value)) = line.before {
+            let role = match name {
+                RealKvm::NAME => Role::Kvm,
+                _ => Role::Before,
+            };
+            case.add_once(bar(role, name, value));
+        }
+        let (name, value) = line.after;
+        case.add_once(Bar {
+            change: line.change,
+            goal: line.asked(),
+            ..bar(Role::After(0), name, value)
+        });
+        if let (Some((_, before)), Some(change)) = (line.before, line.published) {
+            case.bars.push(Bar {
+                change: Some(change),
+                ..bar(Role::Published, "published", before * (1.0 + change))
+            });
+        }
+        if let Some(value) = line.kvm {
+            case.add_once(bar(Role::Kvm, RealKvm::NAME, value));
+        }
+    }
+
+    /// All bars.
+    pub fn bars(&self) -> impl Iterator<Item = &Bar<'a>> {
+        self.cases.iter().flat_map(|case| &case.bars)
+    }
+}
+
+impl<'a> Case<'a> {
+    /// Numbers the compared variants, so that one looks the same in all charts of an experiment.
+    fn tell_variants_apart(&mut self, known: &mut Vec<&'a str>) {
+        for bar in &mut self.bars {
+            if let Role::After(number) = &mut bar.role {
+                *number = known
+                    .iter()
+                    .position(|name| *name == bar.name)
+                    .unwrap_or_else(|| {
+                        known.push(bar.name);
+                        known.len() - 1
+                    });
+            }
+        }
+    }
+
+    /// A variant with which several others are compared has one bar.
+    fn add_once(&mut self, bar: Bar<'a>) {
+        if !self.bars.iter().any(|known| known.name == bar.name) {
+            self.bars.push(bar);
+        }
+    }
+}

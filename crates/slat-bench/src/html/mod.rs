@@ -1,0 +1,152 @@
+//! The report as one page that needs nothing else: no network, no script, no other file. It follows the
+//! reader's choice of light or dark.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `chart` | what stands in a chart: the table's lines as bars |
+//! | `axis` | where a value lies, linear or logarithmic |
+//! | `picture` | the chart as inline SVG |
+//! | `map` | what maps the guest's memory |
+//! | `table` | the terminal's table |
+//! | `facts` | on what was measured |
+
+mod axis;
+mod chart;
+mod facts;
+mod map;
+mod picture;
+mod table;
+
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+
+use crate::Experiment;
+use crate::report::Report;
+use crate::rounds::Size;
+use crate::show::{Line, missed};
+
+const STYLE: &str = include_str!("style.css");
+
+/// The page of what was measured of `selection`, on this machine.
+pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
+    html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta name="color-scheme" content="light dark";
+                title { "slat bench" }
+                style { (PreEscaped(STYLE)) }
+            }
+            body {
+                (patterns())
+                main {
+                    h1 { "slat bench" }
+                    p.lead {
+                        "What each mechanism of KVM\u{2019}s guest-memory system is worth: every one on and off \
+                         within one run, with real guests."
+                    }
+                    dl.facts {
+                        @for (name, value) in facts::facts(size) {
+                            div { dt { (name) } dd { (value) } }
+                        }
+                    }
+                    (overview(selection, report))
+                    @for experiment in selection {
+                        (section(experiment, report))
+                    }
+                    @if !report.notes().is_empty() {
+                        section {
+                            h2 { "Notes" }
+                            @for note in report.notes() { p { (note) } }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    .into_string()
+}
+
+/// How bars of published values are filled, and what must not be executed, for all pictures.
+fn patterns() -> Markup {
+    html! {
+        svg.definitions width="0" height="0" aria-hidden="true" {
+            defs {
+                @for id in ["hatch", "nx"] {
+                    pattern id=(id) width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)" {
+                        line class=(id) x1="0" x2="0" y1="0" y2="5" {}
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What was asked for and what was reached, experiment by experiment.
+fn overview(selection: &[&Experiment], report: &Report) -> Markup {
+    html! {
+        nav aria-label="experiments" {
+            @for experiment in selection {
+                @let lines = (experiment.compare)(report);
+                a href=(format!("#{}", experiment.name)) {
+                    strong { (experiment.name) }
+                    (reached(&lines))
+                }
+            }
+        }
+    }
+}
+
+fn reached(lines: &[Line]) -> Markup {
+    let goals: Vec<_> = lines.iter().filter_map(Line::asked).collect();
+    let met = goals.iter().filter(|goal| goal.met).count();
+    html! {
+        @if goals.is_empty() {
+            span { "nothing asked for" }
+        } @else {
+            span class=(if met == goals.len() { "met" } else { "missed" }) {
+                (met) " of " (goals.len()) " reached"
+            }
+        }
+    }
+}
+
+fn section(experiment: &Experiment, report: &Report) -> Markup {
+    let lines = (experiment.compare)(report);
+    let missed = missed(experiment, report);
+    html! {
+        section id=(experiment.name) {
+            h2 { (experiment.name) span { (experiment.title) } }
+            (explained(experiment.explain))
+            div.charts {
+                @for chart in chart::charts(&lines) {
+                    (picture::picture(&chart))
+                }
+            }
+            @let maps: Vec<_> = report.maps(experiment.name).collect();
+            (map::maps(&maps))
+            @if !missed.is_empty() {
+                div.misses {
+                    p.missed { "Missed:" }
+                    ul { @for line in missed { li { (line) } } }
+                }
+            }
+            (table::table(&lines))
+        }
+    }
+}
+
+/// The lines of an explanation as paragraphs: one ends where a sentence ends with its line.
+fn explained(text: &str) -> Markup {
+    html! {
+        div.explain {
+            @for paragraph in text.split_inclusive(".\n") {
+                p { (paragraph.trim_end()) }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,187 @@
+//! By what a guest's memory is mapped, as it stood between two phases of an experiment.
+
+use std::ops::Range;
+
+use slat::format::Entry;
+use slat::{Gfn, Level};
+use slat_kvm::engine::EngineVm;
+
+/// 4 KiB pages of a [`Cell`]: it covers 2 MiB.
+pub const CELL: u64 = 512;
+/// A map shows no more than so many cells: 1 GiB.
+const CELLS: u64 = 512;
+
+/// How many pages of 2 MiB of guest memory are mapped how.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cell {
+    /// By leaves of 4 KiB, 2 MiB, 1 GiB (or larger).
+    pub by_level: [u64; 3],
+    /// By an entry that says: no memslot.
+    pub mmio: u64,
+    /// Not executable.
+    pub nx: u64,
+    /// Not writable for the dirty log's sake.
+    pub protected: u64,
+    /// By a leaf whose dirty bit is set.
+    pub dirty: u64,
+}
+
+/// A picture of the tables.
+#[derive(Clone, Debug)]
+pub struct PageMap {
+    /// As in [`crate::Row`].
+    pub experiment: &'static str,
+    /// As there.
+    pub case: String,
+    /// As there.
+    pub variant: &'static str,
+    /// Before or after what.
+    pub phase: &'static str,
+    /// Guest physical addresses shown, in bytes.
+    pub gpas: Range<u64>,
+    /// One for each 2 MiB of it.
+    pub cells: Vec<Cell>,
+}
+
+/// The maps of an experiment. Rounds are all alike: of each phase the first one is kept.
+pub(crate) struct Maps {
+    experiment: &'static str,
+    pub(crate) taken: Vec<PageMap>,
+}
+
+impl Maps {
+    pub(crate) fn new(experiment: &'static str) -> Self {
+        Maps {
+            experiment,
+            taken: Vec::new(),
+        }
+    }
+
+    /// Looks at the guest memory at `gpas`, or the first GiB of it. A real KVM does not let
+    /// its tables be seen.
+    pub(crate) fn take(
+        &mut self,
+        case: &str,
+        variant: &'static str,
+        phase: &'static str,
+        engine: Option<&EngineVm>,
+        gpas: Range<u64>,
+    ) {
+        let known = |map: &PageMap| (&*map.case, map.variant, map.phase) == (case, variant, phase);
+        let Some(engine) = engine.filter(|_| !self.taken.iter().any(known)) else {
+            return;
+        };
+        let end = gpas.end.min(gpas.start + CELLS * CELL * slat::PAGE_SIZE);
+        let gpas = gpas.start..end;
+        self.taken.push(PageMap {
+            experiment: self.experiment,
+            case: case.to_owned(),
+            variant,
+            phase,
+            cells: cells(engine, &gpas),
+            gpas,
+        });
+    }
+}
+
+fn cells(engine: &EngineVm, gpas: &Range<u64>) -> Vec<Cell> {
+    let frames = gpas.start / slat::PAGE_SIZE..gpas.end.div_ceil(slat::PAGE_SIZE);
+    let mut cells = vec![Cell::default(); (frames.end - frames.start).div_ceil(CELL) as usize];
+    let range = Gfn(frames.start)..Gfn(frames.end);
+    engine.visit_leaves(0, range, &mut |gfn, level, entry| {
+        let mut first = gfn.0.max(frames.start);
+        let end = (gfn.0 + level.pages()).min(frames.end);
+        while first < end {
+            let index = (first - frames.start) / CELL;
+            let next = end.min(frames.start + (index + 1) * CELL);
+            cells[index as usize].add(next - first, level, &entry);
+            first = next;
+        }
+    });
+    cells
+}
+
+impl Cell {
+    /// So many pages are covered by `entry`.
+    fn add(&mut self, pages: u64, level: Level, entry: &Entry) {
+        match entry {
+            Entry::Leaf(leaf) | Entry::Broken(leaf) => {
+                let level = usize::from(level.0).clamp(1, 3);
+                self.by_level[level - 1] += pages;
+                self.nx += if leaf.execute { 0 } else { pages };
+                let protected = leaf.may_write && !leaf.write;
+                self.protected += if protected { pages } else { 0 };
+                self.dirty += if leaf.dirty { pages } else { 0 };
+            }
+            Entry::Mmio { .. } => self.mmio += pages,
+            Entry::Empty | Entry::Table(_) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Size;
+
+    fn maps(experiment: &crate::Experiment) -> crate::Report {
+        crate::run(&[experiment], Size::Tiny).unwrap()
+    }
+
+    fn experiment(name: &str) -> &'static crate::Experiment {
+        let found = crate::EXPERIMENTS.iter().find(|known| known.name == name);
+        found.unwrap()
+    }
+
+    #[test]
+    fn execution_splits_the_huge_leaves_that_may_not_be_executed() {
+        let report = maps(experiment("execute"));
+        let cell = |variant: &str, phase: &str| {
+            let mut maps = report.maps("execute");
+            let map = maps.find(|map| (map.variant, map.phase) == (variant, phase));
+            map.unwrap().cells[0]
+        };
+        // At the tiny size the huge leaves are of 2 MiB.
+        for variant in ["zap", "split"] {
+            let (before, after) = (cell(variant, "written"), cell(variant, "executed"));
+            assert_eq!((before.by_level, before.nx), ([0, CELL, 0], CELL));
+            assert_eq!((after.by_level, after.nx), ([CELL, 0, 0], 0));
+        }
+        let limit = cell("nx-off", "executed");
+        assert_eq!((limit.by_level, limit.nx), ([0, CELL, 0], 0));
+    }
+
+    #[test]
+    fn a_device_has_an_entry_while_mmio_is_cached() {
+        let report = maps(experiment("mmio"));
+        let entries = |variant: &str| -> Vec<u64> {
+            let maps = report.maps("mmio").filter(|map| map.variant == variant);
+            maps.map(|map| map.cells.iter().map(|cell| cell.mmio).sum())
+                .collect()
+        };
+        assert_eq!(entries("uncached"), [0, 0, 0]);
+        assert_eq!(entries("cached"), [1, 1, 1]);
+    }
+
+    #[test]
+    fn a_leaf_counts_in_every_cell_that_it_covers() {
+        let report = maps(experiment("split"));
+        let mut maps = report.maps("split");
+        let map = maps.find(|map| (&*map.case, map.phase) == ("split/1g", "before"));
+        let map = map.unwrap();
+        assert_eq!(map.cells.len(), 512);
+        assert!(map.cells.iter().all(|cell| cell.by_level == [0, 0, CELL]));
+    }
+
+    #[test]
+    fn a_log_that_begins_protects_every_page() {
+        let report = maps(experiment("split"));
+        let protected = |phase: &str| -> u64 {
+            let mut maps = report.maps("split");
+            let map = maps.find(|map| (&*map.case, map.phase) == ("enable/thp", phase));
+            map.unwrap().cells.iter().map(|cell| cell.protected).sum()
+        };
+        assert_eq!(protected("before"), 0);
+        assert_eq!(protected("after"), 8 * CELL);
+    }
+}

@@ -1,0 +1,40 @@
+//! What the tables say, for whoever wants to show it.
+
+use core::ops::Range;
+
+use super::Vm;
+use crate::addr::{Gfn, Level};
+use crate::format::{Entry, Format};
+use crate::platform::Platform;
+use crate::table::{Next, Show};
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Calls `visit` at every leaf and every MMIO entry that covers a frame of `range`, in the order of
+    /// gfn, with the first frame that the entry covers (a huge leaf may begin before `range`), its level,
+    /// and what it says. Changes nothing. CPUs may go on: what `visit` sees of one table holds at one
+    /// time, but not of two.
+    ///
+    /// `visit` is called under the lock of a table and must not call the VM. Zapped memory is not
+    /// reclaimed meanwhile, so that ranges of more than some GiB are better visited piece by piece.
+    ///
+    /// An address space that does not exist has no leaves.
+    pub fn visit_leaves(
+        &self,
+        space: usize,
+        range: Range<Gfn>,
+        visit: &mut dyn FnMut(Gfn, Level, Entry),
+    ) {
+        let Some(space) = self.spaces.get(space) else {
+            return;
+        };
+        let show = Show {
+            mmio: true,
+            ..Show::default()
+        };
+        let _section = self.section();
+        space.tree.walk(range, show, &mut |at| {
+            visit(at.gfn, at.level, at.decode::<F>());
+            Next::Pass
+        });
+    }
+}
