@@ -9,12 +9,14 @@ use core::ops::Range;
 use core::ptr::NonNull;
 use core::slice;
 
-use super::Memslot;
-use super::node::{self, Child, Header, Index, Inner, Leaf, Open, Order, Parts, WIDTH, open};
+use super::node::{self, Child, Header, Index, Inner, Leaf, Open, Order, Parts, open};
+use super::{Memslot, OwnedSlot};
 use crate::table::OutOfMemory;
 
 /// Nodes with fewer children than this are merged with a neighbour when both fit in one.
-const LOW: usize = WIDTH / 4;
+const fn low<O: Order>() -> usize {
+    O::WIDTH / 4
+}
 
 /// What a change of the slot set made and replaced. Capacity is reserved first, so that noting a
 /// node cannot fail.
@@ -68,19 +70,19 @@ impl Edit {
     }
 
     /// One node of `items`, made by `make`, or two if they are too many. `at` is what has changed.
-    fn one_or_two<T>(
+    fn one_or_two<O: Order, T>(
         &mut self,
         items: Parts<'_, T>,
         at: usize,
         make: impl Fn(&mut Self, Parts<'_, T>) -> Result<Child, OutOfMemory>,
     ) -> Result<(Child, Option<Child>), OutOfMemory> {
         let len: usize = items.iter().map(|part| part.len()).sum();
-        if len <= WIDTH {
+        if len <= O::WIDTH {
             return Ok((make(self, items)?, None));
         }
         // Slots are often added in ascending order: leave the left node nearly full then.
-        let mut left = if at + 1 >= WIDTH {
-            WIDTH - LOW
+        let mut left = if at + 1 >= O::WIDTH {
+            O::WIDTH - low::<O>()
         } else {
             len / 2
         };
@@ -94,11 +96,32 @@ impl Edit {
         Ok((left, Some(right)))
     }
 
+    /// `new`, or nothing, in the place of `old`, or of nothing.
+    ///
+    /// # Safety
+    /// - as [`Edit::insert`], [`Edit::remove`], [`Edit::replace`].
+    pub(super) unsafe fn exchange<O: Order>(
+        &mut self,
+        index: Index<O>,
+        old: Option<&OwnedSlot>,
+        new: Option<&OwnedSlot>,
+    ) -> Result<Index<O>, OutOfMemory> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match (old, new) {
+                (Some(old), Some(new)) => self.replace(index, old, new),
+                (Some(old), None) => self.remove(index, old),
+                (None, Some(new)) => self.insert(index, new),
+                (None, None) => Ok(index),
+            }
+        }
+    }
+
     /// Inserts a slot; its key is not in the tree.
     ///
     /// # Safety
     /// - the tree is whole and nothing of it is freed meanwhile.
-    pub(super) unsafe fn insert<O: Order>(
+    unsafe fn insert<O: Order>(
         &mut self,
         index: Index<O>,
         slot: &Memslot,
@@ -132,7 +155,7 @@ impl Edit {
                 let at = leaf.rank::<O>(slot);
                 let (before, behind) = leaf.children().split_at(at);
                 let slots = [before, slice::from_ref(slot), behind];
-                self.one_or_two(slots, at, Self::leaf::<O>)
+                self.one_or_two::<O, _>(slots, at, Self::leaf::<O>)
             }
             Open::Inner(inner) => {
                 let at = inner.place::<O>(slot);
@@ -144,18 +167,84 @@ impl Edit {
                 };
                 let children = [&children[..at], new, &children[at + 1..]];
                 let height = inner.height();
-                self.one_or_two(children, at + 1, |edit, children| {
+                self.one_or_two::<O, _>(children, at + 1, |edit, children| {
                     edit.inner(height, children)
                 })
             }
         }
     }
 
+    /// Puts `new` in the place of `old`, which is in the tree; the key of `new` is not, unless it is that of
+    /// `old`. A slot that changes its flags, or moves without passing another, costs one path.
+    ///
+    /// # Safety
+    /// - as [`Edit::insert`].
+    unsafe fn replace<O: Order>(
+        &mut self,
+        index: Index<O>,
+        old: &Memslot,
+        new: &Memslot,
+    ) -> Result<Index<O>, OutOfMemory> {
+        let root = index
+            .root
+            .expect("a slot is replaced in the tree that holds it");
+        // SAFETY: the caller's promise; what `remove` gives is whole.
+        unsafe {
+            match self.replace_below::<O>(root, old, new)? {
+                Some(child) => Ok(Index::new(Some(child.node))),
+                None => {
+                    let without = self.remove(index, old)?;
+                    self.insert(without, new)
+                }
+            }
+        }
+    }
+
+    /// `None`: there is another slot between the two, or may be.
+    ///
+    /// # Safety
+    /// - as [`Edit::replace`].
+    unsafe fn replace_below<O: Order>(
+        &mut self,
+        node: NonNull<Header>,
+        old: &Memslot,
+        new: &Memslot,
+    ) -> Result<Option<Child>, OutOfMemory> {
+        // SAFETY: the caller's promise.
+        let made = match unsafe { open(node) } {
+            Open::Leaf(leaf) => {
+                let at = leaf.rank::<O>(old) - 1;
+                if !(at..=at + 1).contains(&leaf.rank::<O>(new)) {
+                    return Ok(None);
+                }
+                let (before, behind) = leaf.children().split_at(at);
+                self.leaf::<O>([before, slice::from_ref(new), &behind[1..]])?
+            }
+            Open::Inner(inner) => {
+                let at = inner.place::<O>(old);
+                if inner.place::<O>(new) != at {
+                    return Ok(None);
+                }
+                let children = inner.children();
+                // SAFETY: a child of a whole node is whole; the caller's promise.
+                let below = unsafe { self.replace_below::<O>(children[at].node, old, new)? };
+                let Some(below) = below else { return Ok(None) };
+                let below = slice::from_ref(&below);
+                self.inner(
+                    inner.height(),
+                    [&children[..at], below, &children[at + 1..]],
+                )?
+            }
+        };
+        self.replaced.push(node);
+        Ok(Some(made))
+    }
+
     /// Removes `slot`, which is in the tree.
     ///
     /// # Safety
     /// - as [`Edit::insert`].
-    pub(super) unsafe fn remove<O: Order>(
+    unsafe fn remove<O: Order>(
         &mut self,
         index: Index<O>,
         slot: &Memslot,
@@ -230,7 +319,7 @@ impl Edit {
         // SAFETY: the caller's promise.
         let len = |child: &Child| unsafe { child.node.as_ref() }.len();
         let neighbour = if at > 0 { at - 1 } else { 1 };
-        let fits = |other: &&Child| len(&new) < LOW && len(&new) + len(other) <= WIDTH;
+        let fits = |other: &&Child| len(&new) < low::<O>() && len(&new) + len(other) <= O::WIDTH;
         let Some(other) = children.get(neighbour).filter(fits) else {
             return Ok((Some(new), at..at + 1));
         };

@@ -354,32 +354,23 @@ fn build(
     old: Option<&OwnedSlot>,
     new: Option<&OwnedSlot>,
 ) -> Result<SlotSet, OutOfMemory> {
-    if let Some(slot) = old {
-        // SAFETY: the caller holds the writers' lock: the set stays whole. A slot of the index by id is in
-        // all trees that have a place for it.
-        unsafe {
-            set.by_gfn = edit.remove(set.by_gfn, slot)?;
-            set.by_hva = edit.remove(set.by_hva, slot)?;
-            if slot.private().is_some() {
-                set.by_private = edit.remove(set.by_private, slot)?;
-            }
-        }
-    }
     if let Some(slot) = new {
         let granule = slot.pages().ilog2();
         set.granule = match set.by_gfn.is_empty() {
             true => granule,
             false => set.granule.min(granule),
         };
-        // SAFETY: as above. Its keys are in no tree: ids are unique, and the old slot with this id was
-        // removed.
-        unsafe {
-            set.by_gfn = edit.insert(set.by_gfn, slot)?;
-            set.by_hva = edit.insert(set.by_hva, slot)?;
-            if slot.private().is_some() {
-                set.by_private = edit.insert(set.by_private, slot)?;
-            }
-        }
+    }
+    let private = |slot: Option<&OwnedSlot>| slot.is_some_and(|slot| slot.private().is_some());
+    // SAFETY: the caller holds the writers' lock: the set stays whole. A slot of the index by id is in all
+    // trees that have a place for it, and the keys of the new one are in none but for the old one's: ids are
+    // unique.
+    unsafe {
+        set.by_gfn = edit.exchange(set.by_gfn, old, new)?;
+        set.by_hva = edit.exchange(set.by_hva, old, new)?;
+        let old = old.filter(|_| private(old));
+        let new = new.filter(|_| private(new));
+        set.by_private = edit.exchange(set.by_private, old, new)?;
     }
     set.generation += 1;
     Ok(set)

@@ -17,9 +17,8 @@ use crate::addr::{Gfn, PAGE_SHIFT};
 use crate::sync::atomic::Watch;
 use crate::table::OutOfMemory;
 
-/// Most children of a node: as many as all slots, added in whatever order, need for a tree of two levels.
-/// Of that a look-up has more than a change loses by copying wide nodes.
-pub(super) const WIDTH: usize = if cfg!(loom) { 4 } else { 224 };
+/// Most children of a node.
+const WIDEST: usize = if cfg!(loom) { 4 } else { 224 };
 /// As many as four cache lines have room for, with the rest of the header.
 const STEPS: usize = 244;
 /// Keys that a search compares, all of them: no branch predictor guesses where it ends. A node has that
@@ -28,6 +27,9 @@ const NEAR: usize = 4;
 
 /// By what a tree is ordered.
 pub(crate) trait Order {
+    /// Most children of a node.
+    const WIDTH: usize = if cfg!(loom) { 4 } else { 32 };
+
     /// The slot's first page number in that space, below [`PAGES`].
     fn page(slot: &Memslot) -> u64;
 
@@ -52,6 +54,10 @@ pub(crate) enum ByHva {}
 pub(crate) enum ByPrivate {}
 
 impl Order for ByGfn {
+    /// As many as all slots, added in whatever order, need for a tree of two levels: every fault looks here,
+    /// and has more of it than a change loses by copying wide nodes.
+    const WIDTH: usize = WIDEST;
+
     fn page(slot: &Memslot) -> u64 {
         slot.base().0
     }
@@ -157,7 +163,7 @@ pub(super) struct Child {
 /// The content of a node to be, in up to three pieces: it is copied once, from where it stands.
 pub(super) type Parts<'a, T> = [&'a [T]; 3];
 
-/// Allocates a node and fills it with copies of `parts` (at least one item, at most [`WIDTH`]) and with
+/// Allocates a node and fills it with copies of `parts` (at least one item, at most [`WIDEST`]) and with
 /// `nothing`s behind them.
 fn make<T>(
     height: u8,
@@ -167,7 +173,7 @@ fn make<T>(
     bounds: impl Fn(&T) -> (u64, u64),
 ) -> Result<Child, OutOfMemory> {
     let len = parts.iter().map(|part| part.len()).sum();
-    assert!(0 < len && len <= WIDTH);
+    assert!(0 < len && len <= WIDEST);
     // SAFETY: the layout has a size.
     let node = unsafe { alloc(layout::<T>(len)) }.cast::<Header>();
     let node = NonNull::new(node).ok_or(OutOfMemory)?;
