@@ -114,7 +114,10 @@ impl FrameCache {
             return Ok(());
         };
         self.0.try_reserve_exact(missing).map_err(|_| OutOfMemory)?;
+        let before = self.0.len();
         platform.alloc_tables(missing, &mut |frame| self.0.push(frame));
+        // They are taken from the end: in the order they came, which often is that of memory.
+        self.0[before..].reverse();
         if self.0.len() < frames {
             return Err(OutOfMemory);
         }
