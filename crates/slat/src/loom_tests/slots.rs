@@ -28,7 +28,7 @@ impl World {
         Arc::new(world)
     }
 
-    /// As a slot change of a VM: the flush comes while the writers' lock is held.
+    /// As a slot change of a VM that finds nothing to flush: only the next change waits for readers.
     fn set(&self, slot: u32, base: u64, pages: u64) {
         let region = Region {
             slot,
@@ -39,13 +39,13 @@ impl World {
             private: None,
         };
         let mut change = self.slots.change(wait);
+        change.catch_up(&self.readers, |round, _| wait(round));
         let new = match plan(&change, &region, 64).unwrap() {
             Change::Create(new) | Change::Move { to: new, .. } | Change::Flags(new) => Some(new),
             Change::Delete(_) => None,
             Change::Nothing => panic!("a change is asked for"),
         };
         change.replace(slot, new, &self.readers).unwrap();
-        self.readers.synchronize(|round, _| wait(round));
     }
 }
 
@@ -77,7 +77,7 @@ fn a_look_up_sees_the_old_set_or_the_new_one_whole() {
                 me.leave();
             }
         });
-        // The second change frees what the first has replaced.
+        // The second change takes place in the set that the first has replaced.
         world.set(1, 3, 1);
         world.set(1, 0, 0);
         thread.join().unwrap();

@@ -9,7 +9,7 @@ use crate::heap::{Shared, Uncounted};
 use crate::sync::atomic::Watch;
 use crate::vm::DirtyLog;
 
-/// One memslot. Immutable; a change of flags or place makes a new one.
+/// One memslot; a change of flags or place makes a new one.
 ///
 /// It is a value that the nodes of the trees hold ([`super::node`]), two to a cache line: who reads one
 /// is inside a reader section or holds the writers' lock, and has a reference into a node.
@@ -29,7 +29,7 @@ pub(crate) struct Memslot {
 /// What some slots have; none has both.
 #[derive(Clone, Copy)]
 union Besides {
-    /// Owned by the slot's [`OwnedSlot`], which is retired with the nodes that hold this.
+    /// Owned by the slot's [`OwnedSlot`], which is dropped when both sets are without it.
     log: Option<Uncounted<DirtyLog>>,
     private: Hva,
 }
@@ -58,12 +58,17 @@ impl Memslot {
         }
     }
 
-    /// The same slot in another node. Not `Clone`: only what is retired with the log may hold it.
+    /// The same slot in another node. Not `Clone`: only what is gone before the log may hold it.
     pub(super) fn copy(&self) -> Self {
         Memslot {
             alive: self.alive.clone(),
             ..*self
         }
+    }
+
+    /// Nobody else looks at it now.
+    pub(super) fn owned(&self) {
+        self.alive.owned();
     }
 
     /// The client's number, below [`crate::MAX_SLOTS`].

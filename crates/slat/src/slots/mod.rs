@@ -1,22 +1,28 @@
 //! Memslots: which part of the guest's physical memory is backed by what.
 //!
-//! One address space has one [`Slots`]. What readers see of it is one immutable [`SlotSet`] behind
-//! one pointer: persistent trees (by guest frame, by backing address), which frames are private
-//! ([`attributes`]), and the MMIO generation. A change builds a new set beside the old one, path by path
-//! ([`edit`]), and swaps the pointer; so a reader sees the old or the new set whole, and the VM runs on the
-//! old one meanwhile. The index by id is only used by changes and sits behind the writers' lock.
+//! One address space has one [`Slots`]: two [`SlotSet`]s, each with all the slots in its own trees (by guest
+//! frame, by backing address), which frames are private ([`attributes`]), and the MMIO generation. Readers
+//! see the one that is published, by one pointer. A change is made in the other one, which then is
+//! published in its place; so a reader sees the old or the new set whole, and the VM runs on the old one
+//! meanwhile. The set that was replaced is left to those who still read it, and catches up at the
+//! beginning of the next change, in place: a change costs a few moves within a node of each tree, twice,
+//! and no copy of anything. (KVM has two sets, too, since Linux 5.17, in the same slots.)
 //!
 //! * Look-ups take no lock. The caller is inside a reader section ([`crate::sync::quiesce`]).
 //! * Changes are serialized by [`Slots::change`]'s lock, held until the change is complete for its
-//!   caller (zapped and flushed), as KVM's `slots_lock` is.
-//! * What a change replaced is retired with the generation of the quiescence protocol at which
-//!   nobody can hold it any more, and freed by a later change or by drop.
+//!   caller (zapped and flushed), as KVM's `slots_lock` is. The index by id is only used under it.
+//! * The set aside is read by nobody who has come in, or passed a quiescent point, since the other one was
+//!   published. [`SlotsChange::catch_up`] waits for all who have not: mostly the flush of the last
+//!   change has done so. What that change has replaced is freed there, too.
+//! * What a change needs is allocated before anything is changed, for both sets: they are built alike by
+//!   the same edits, so what sufficed for one suffices for the other.
 
 mod attributes;
-mod edit;
 mod memslot;
 mod node;
 mod region;
+mod steps;
+mod tree;
 
 pub(crate) use attributes::PrivateFrames;
 pub use attributes::{AttributesError, MemoryAttributes};
@@ -25,8 +31,7 @@ pub(crate) use region::{Change, plan};
 pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
 
 use alloc::boxed::Box;
-use alloc::vec::Vec;
-use core::ops::Range;
+use core::ops::{Deref, Range};
 use core::ptr::NonNull;
 
 use hashbrown::HashMap;
@@ -37,11 +42,10 @@ use crate::sync::atomic::{AtomicPtr, Ordering::*, Watch};
 use crate::sync::lock::{Guard, Lock};
 use crate::sync::quiesce::Readers;
 use crate::table::OutOfMemory;
-use edit::Edit;
-use node::{ByGfn, ByHva, ByPrivate, Header, Index};
+use node::{ByGfn, ByHva, ByPrivate, Order};
+use tree::{Index, Stock};
 
 /// All slots of one address space at one moment.
-#[derive(Clone)]
 pub(crate) struct SlotSet {
     by_gfn: Index<ByGfn>,
     by_hva: Index<ByHva>,
@@ -63,8 +67,8 @@ impl SlotSet {
     /// The slot that holds `gfn`.
     #[inline]
     pub(crate) fn find(&self, gfn: Gfn) -> Option<&Memslot> {
-        // SAFETY: a set reached by `Slots::current` or under the writers' lock is whole, and its
-        // nodes and slots stay until the reader section or the lock ends.
+        // SAFETY: a set reached by `Slots::current` is not changed until the reader section, or the
+        // writers' lock, ends.
         unsafe { self.by_gfn.find(gfn.0) }
     }
 
@@ -145,58 +149,117 @@ pub(crate) struct Slots {
 }
 
 struct Writer {
+    /// The set that is not published.
+    aside: NonNull<SlotSet>,
+    /// What the set aside lacks.
+    behind: Option<Behind>,
     by_id: HashMap<u32, OwnedSlot>,
     pages: u64,
-    retired: Vec<Retired>,
+    stocks: Stocks,
 }
 
-// SAFETY: the pointers are owned by the set; what they point to is `Send + Sync`.
+// SAFETY: the set aside belongs to the writer, apart from readers of the past; what is in it is
+// `Send + Sync`.
 unsafe impl Send for Writer {}
 
-/// Something that readers may hold until `generation` has passed.
-struct Retired {
+/// The last change, which one set has seen.
+struct Behind {
+    /// When this has passed, nobody reads the set aside.
     generation: u64,
-    what: What,
+    slot: Option<Replaced>,
 }
 
-enum What {
-    Node(NonNull<Header>),
-    /// Nobody but readers looks at it any more; its log goes with it.
-    Slot(OwnedSlot),
-    Set(NonNull<SlotSet>),
+/// In the place of `old` there is now what the index by id holds, if anything.
+struct Replaced {
+    id: u32,
+    old: Option<OwnedSlot>,
 }
 
-impl What {
-    /// # Safety
-    /// - it is in no published set, and no reader holds it.
-    unsafe fn free(self) {
-        match self {
-            // SAFETY: the caller's promise; each node is retired once.
-            What::Node(node) => unsafe { node::free(node) },
-            What::Slot(slot) => drop(slot),
-            // SAFETY: leaked from a box, retired once.
-            What::Set(set) => drop(unsafe { Box::from_raw(set.as_ptr()) }),
+/// Nodes for changes, a stock for each tree.
+struct Stocks {
+    by_gfn: Stock<ByGfn>,
+    by_hva: Stock<ByHva>,
+    by_private: Stock<ByPrivate>,
+}
+
+impl SlotSet {
+    fn empty() -> Self {
+        SlotSet {
+            by_gfn: Index::EMPTY,
+            by_hva: Index::EMPTY,
+            by_private: Index::EMPTY,
+            private: PrivateFrames::NONE,
+            generation: 0,
+            alive: Watch::new(),
+            granule: 0,
+        }
+    }
+
+    /// Gets what it takes to put `slot` into two sets like this one.
+    fn prepare(&self, slot: &Memslot, stocks: &mut Stocks) -> Result<(), OutOfMemory> {
+        // SAFETY: nobody changes this set; the caller has it alone.
+        unsafe {
+            stocks
+                .by_gfn
+                .fill(2 * self.by_gfn.needs(ByGfn::key(slot)))?;
+            stocks
+                .by_hva
+                .fill(2 * self.by_hva.needs(ByHva::key(slot)))?;
+            if slot.private().is_some() {
+                let needs = self.by_private.needs(ByPrivate::key(slot));
+                stocks.by_private.fill(2 * needs)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts `new` in the place of `old`.
+    fn exchange(&mut self, old: Option<&Memslot>, new: Option<&Memslot>, stocks: &mut Stocks) {
+        if let Some(slot) = new {
+            let granule = slot.pages().ilog2();
+            self.granule = match self.by_gfn.is_empty() {
+                true => granule,
+                false => self.granule.min(granule),
+            };
+        }
+        let is_private = |slot: &&Memslot| slot.private().is_some();
+        // SAFETY: `&mut self`: nobody else looks at this set.
+        unsafe {
+            self.by_gfn.exchange(old, new, &mut stocks.by_gfn);
+            self.by_hva.exchange(old, new, &mut stocks.by_hva);
+            let (old, new) = (old.filter(is_private), new.filter(is_private));
+            self.by_private.exchange(old, new, &mut stocks.by_private);
+        }
+    }
+}
+
+impl Drop for SlotSet {
+    fn drop(&mut self) {
+        // SAFETY: `&mut self`.
+        unsafe {
+            self.by_gfn.clear();
+            self.by_hva.clear();
+            self.by_private.clear();
         }
     }
 }
 
 impl Slots {
     pub(crate) fn new() -> Result<Self, OutOfMemory> {
-        let empty = heap::boxed(SlotSet {
-            by_gfn: Index::new(None),
-            by_hva: Index::new(None),
-            by_private: Index::new(None),
-            private: PrivateFrames::NONE,
-            generation: 0,
-            alive: Watch::new(),
-            granule: 0,
-        })?;
+        let published = heap::boxed(SlotSet::empty())?;
+        let aside = heap::boxed(SlotSet::empty())?;
         Ok(Slots {
-            current: AtomicPtr::new(Box::into_raw(empty)),
+            current: AtomicPtr::new(Box::into_raw(published)),
             writer: Lock::new(Writer {
+                aside: NonNull::from(Box::leak(aside)),
+                behind: None,
                 by_id: HashMap::new(),
                 pages: 0,
-                retired: Vec::new(),
+                stocks: Stocks {
+                    by_gfn: Stock::EMPTY,
+                    by_hva: Stock::EMPTY,
+                    by_private: Stock::EMPTY,
+                },
             }),
         })
     }
@@ -207,7 +270,7 @@ impl Slots {
     pub(crate) fn current(&self) -> &SlotSet {
         // Sequentially consistent, as the reader's word and the swap are: a writer that finds a
         // reader outside knows that it will load the new set when it comes in.
-        // SAFETY: the pointer is never null, and a replaced set is freed only when every reader
+        // SAFETY: the pointer is never null, and a replaced set is changed only when every reader
         // section that could have loaded it has ended.
         let set = unsafe { &*self.current.load(SeqCst) };
         set.alive.used();
@@ -223,9 +286,6 @@ impl Slots {
     }
 }
 
-/// A set to be published; the one it replaces has a place in the list of what is retired.
-pub(crate) struct Prepared(Box<SlotSet>);
-
 /// The right to change the slots of one address space.
 pub(crate) struct SlotsChange<'a> {
     slots: &'a Slots,
@@ -233,9 +293,6 @@ pub(crate) struct SlotsChange<'a> {
 }
 
 impl SlotsChange<'_> {
-    /// Never more than this many retired objects wait for readers that nobody has asked.
-    const MANY_RETIRED: usize = 256;
-
     pub(crate) fn by_id(&self, id: u32) -> Option<&OwnedSlot> {
         self.writer.by_id.get(&id)
     }
@@ -253,38 +310,47 @@ impl SlotsChange<'_> {
         self.writer.by_id.len()
     }
 
-    /// Publishes a set in which `new` (or nothing) stands in the place of the slot `id`.
+    /// Before the set aside can be changed: waits for those who still read it, and repeats the last
+    /// change in it. `wait(round, token)` passes time for the reader with `token`; the caller is inside
+    /// no reader section.
+    pub(crate) fn catch_up(&mut self, readers: &Readers, wait: impl FnMut(u32, usize)) {
+        let writer = &mut *self.writer;
+        let Some(behind) = writer.behind.take() else {
+            return;
+        };
+        if !readers.all_passed(behind.generation) {
+            readers.synchronize(wait);
+        }
+        let current = self.slots.current();
+        // SAFETY: it is not published, and everybody who was inside when it was has passed.
+        let aside = unsafe { writer.aside.as_mut() };
+        aside.alive.owned();
+        if let Some(Replaced { id, old }) = behind.slot {
+            let new = writer.by_id.get(&id);
+            aside.exchange(old.as_deref(), new.map(Deref::deref), &mut writer.stocks);
+        }
+        aside.private.clone_from(&current.private);
+        aside.generation = current.generation;
+    }
+
+    /// Publishes a set in which `new` (or nothing) stands in the place of the slot `id`. The caller has
+    /// [caught up](Self::catch_up).
     ///
-    /// Prepares all that can fail first; on failure nothing has changed.
+    /// # Errors
+    /// [`OutOfMemory`]; nothing has changed.
     pub(crate) fn replace(
         &mut self,
         id: u32,
         new: Option<OwnedSlot>,
         readers: &Readers,
     ) -> Result<(), OutOfMemory> {
-        self.reclaim(readers);
-        let old_set = self.set().clone();
         let writer = &mut *self.writer;
         writer.by_id.try_reserve(1).map_err(|_| OutOfMemory)?;
-        let mut edit = Edit::new()?;
-        let prepared = build(&mut edit, old_set, writer.by_id.get(&id), new.as_ref())
-            .and_then(heap::boxed)
-            .and_then(|set| {
-                let retired = edit.replaced() + 2;
-                let room = writer.retired.try_reserve(retired);
-                room.map(|()| set).map_err(|_| OutOfMemory)
-            });
-        let set = match prepared {
-            Ok(set) => Prepared(set),
-            Err(OutOfMemory) => {
-                edit.abort();
-                return Err(OutOfMemory);
-            }
-        };
-
+        if let Some(new) = &new {
+            // The set aside is like this one.
+            self.slots.current().prepare(new, &mut writer.stocks)?;
+        }
         // From here on nothing fails.
-        let generation = self.publish(set, readers);
-        let writer = &mut *self.writer;
         let pages = |slot: &Option<OwnedSlot>| slot.as_ref().map_or(0, |slot| slot.pages());
         writer.pages += pages(&new);
         let old = match new {
@@ -292,101 +358,49 @@ impl SlotsChange<'_> {
             None => writer.by_id.remove(&id),
         };
         writer.pages -= pages(&old);
-        writer.retired.extend(
-            edit.commit()
-                .map(What::Node)
-                .chain(old.map(What::Slot))
-                .map(|what| Retired { generation, what }),
-        );
+        let new = writer.by_id.get(&id).map(Deref::deref);
+        let aside = unread(&mut writer.aside, &writer.behind);
+        aside.exchange(old.as_deref(), new, &mut writer.stocks);
+        self.publish(Some(Replaced { id, old }), readers);
         Ok(())
     }
 
-    /// A set with the same slots and other private frames, for [`publish`](Self::publish).
-    pub(crate) fn prepare(
-        &mut self,
-        private: PrivateFrames,
-        readers: &Readers,
-    ) -> Result<Prepared, OutOfMemory> {
-        self.reclaim(readers);
-        let retired = &mut self.writer.retired;
-        retired.try_reserve(1).map_err(|_| OutOfMemory)?;
-        let mut set = self.set().clone();
-        set.private = private;
-        set.generation += 1;
-        heap::boxed(set).map(Prepared)
+    /// Publishes a set with the same slots and other private frames. The caller has
+    /// [caught up](Self::catch_up).
+    pub(crate) fn set_private(&mut self, private: PrivateFrames, readers: &Readers) {
+        let writer = &mut *self.writer;
+        unread(&mut writer.aside, &writer.behind).private = private;
+        self.publish(None, readers);
     }
 
-    /// Swaps the set that readers see, and retires the old one. Returns the generation at which nobody
-    /// can hold what is not in the new set.
-    pub(crate) fn publish(&mut self, Prepared(set): Prepared, readers: &Readers) -> u64 {
-        let replaced = self.slots.current.swap(Box::into_raw(set), SeqCst);
-        // A reader that enters from now on sees the new set; those inside have passed when the next
-        // generation has.
-        let generation = readers.next_generation();
-        let what = NonNull::new(replaced).map(What::Set);
-        let retired = what.map(|what| Retired { generation, what });
-        self.writer.retired.extend(retired);
-        generation
-    }
-
-    /// Frees what nobody can hold any more; asks readers to move on when much has piled up.
-    fn reclaim(&mut self, readers: &Readers) {
-        let retired = &mut self.writer.retired;
-        let Some(last) = retired.last() else { return };
-        if !readers.all_passed(last.generation) {
-            if retired.len() >= Self::MANY_RETIRED {
-                readers.ask();
-            }
-            return;
-        }
-        for retired in retired.drain(..) {
-            // SAFETY: retired when it left the published set; the list ascends in generation, and
-            // every reader has passed the last.
-            unsafe { retired.what.free() };
-        }
+    /// Swaps the sets.
+    fn publish(&mut self, slot: Option<Replaced>, readers: &Readers) {
+        let writer = &mut *self.writer;
+        unread(&mut writer.aside, &writer.behind).generation += 1;
+        let replaced = self.slots.current.swap(writer.aside.as_ptr(), SeqCst);
+        writer.aside = NonNull::new(replaced).expect("a set is always published");
+        writer.behind = Some(Behind {
+            // A reader that enters from now on sees the new set; those inside have passed when the next
+            // generation has.
+            generation: readers.next_generation(),
+            slot,
+        });
     }
 }
 
-/// The set with `new` in the place of `old`.
-fn build(
-    edit: &mut Edit,
-    mut set: SlotSet,
-    old: Option<&OwnedSlot>,
-    new: Option<&OwnedSlot>,
-) -> Result<SlotSet, OutOfMemory> {
-    if let Some(slot) = new {
-        let granule = slot.pages().ilog2();
-        set.granule = match set.by_gfn.is_empty() {
-            true => granule,
-            false => set.granule.min(granule),
-        };
-    }
-    let private = |slot: Option<&OwnedSlot>| slot.is_some_and(|slot| slot.private().is_some());
-    // SAFETY: the caller holds the writers' lock: the set stays whole. A slot of the index by id is in all
-    // trees that have a place for it, and the keys of the new one are in none but for the old one's: ids are
-    // unique.
-    unsafe {
-        set.by_gfn = edit.exchange(set.by_gfn, old, new)?;
-        set.by_hva = edit.exchange(set.by_hva, old, new)?;
-        let old = old.filter(|_| private(old));
-        let new = new.filter(|_| private(new));
-        set.by_private = edit.exchange(set.by_private, old, new)?;
-    }
-    set.generation += 1;
-    Ok(set)
+/// The set aside, which nobody reads once it has caught up.
+fn unread<'a>(aside: &'a mut NonNull<SlotSet>, behind: &Option<Behind>) -> &'a mut SlotSet {
+    assert!(behind.is_none(), "a change begins with `catch_up`");
+    // SAFETY: as above.
+    unsafe { aside.as_mut() }
 }
 
 impl Drop for Slots {
     fn drop(&mut self) {
-        // SAFETY: `&mut self`: no reader is left. The current set's nodes and what was retired are disjoint.
+        // SAFETY: `&mut self`: no reader is left. Both sets came from boxes, and are two.
         unsafe {
-            let set = Box::from_raw(self.current.load(Relaxed));
-            set.by_gfn.free();
-            set.by_hva.free();
-            set.by_private.free();
-            for retired in self.writer.get_mut().retired.drain(..) {
-                retired.what.free();
-            }
+            drop(Box::from_raw(self.current.load(Relaxed)));
+            drop(Box::from_raw(self.writer.get_mut().aside.as_ptr()));
         }
     }
 }

@@ -2,28 +2,25 @@
 //!
 //! A leaf node holds the slots themselves, so that a look-up ends where its search ends; an inner node
 //! knows the largest end below each child, which makes the tree an interval tree, too. Both begin with a
-//! [`Header`] that leads to the few keys a page can lie behind. Nodes never change once
-//! they are published ([`super::edit`]).
+//! [`Header`] whose [`Steps`] lead to the few keys a page can lie behind.
+//!
+//! A node is looked at through [`open`], by anybody while nobody changes it, and changed through
+//! [`open_mut`], by one who has the tree alone.
 
 use alloc::alloc::{Layout, alloc, dealloc};
 use core::marker::PhantomData;
-use core::mem::MaybeUninit;
-use core::ops::Range;
-use core::ptr::NonNull;
+use core::mem::{self, ManuallyDrop};
+use core::ptr::{self, NonNull};
 use core::slice;
 
 use super::Memslot;
-use crate::addr::{Gfn, PAGE_SHIFT};
+use super::steps::{NEAR, Near, Steps};
+use crate::addr::PAGE_SHIFT;
 use crate::sync::atomic::Watch;
 use crate::table::OutOfMemory;
 
 /// Most children of a node.
 const WIDEST: usize = if cfg!(loom) { 4 } else { 224 };
-/// As many as four cache lines have room for, with the rest of the header.
-const STEPS: usize = 244;
-/// Keys that a search compares, all of them: no branch predictor guesses where it ends. A node has that
-/// many more places than children.
-const NEAR: usize = 4;
 
 /// By what a tree is ordered.
 pub(crate) trait Order {
@@ -54,12 +51,17 @@ pub(crate) enum ByHva {}
 pub(crate) enum ByPrivate {}
 
 impl Order for ByGfn {
-    /// As many as all slots, added in whatever order, need for a tree of two levels: every fault looks here,
-    /// and has more of it than a change loses by copying wide nodes.
+    /// As many as all slots, added in whatever order, need for a tree of two levels: every fault looks here.
     const WIDTH: usize = WIDEST;
 
     fn page(slot: &Memslot) -> u64 {
         slot.base().0
+    }
+
+    /// Slots do not overlap here. A look-up knows the key of a page without an id, and so finds the node
+    /// that an insertion finds.
+    fn key(slot: &Memslot) -> u64 {
+        key(Self::page(slot), 0)
     }
 }
 
@@ -81,149 +83,182 @@ impl Order for ByPrivate {
 /// Page numbers of either space are below this, and so are keys below those behind the children.
 pub(super) const PAGES: u64 = (1 << 48) - 1;
 
-fn key(page: u64, id: u32) -> u64 {
+pub(super) fn key(page: u64, id: u32) -> u64 {
     page << 16 | u64::from(id)
 }
 
-fn page(key: u64) -> u64 {
+pub(super) fn page(key: u64) -> u64 {
     key >> 16
 }
 
-/// What all nodes begin with: where a search has to look. The children stand behind it, and behind them
-/// [`NEAR`] that are above everything, so that a search needs no bound.
+/// What all nodes begin with. The places stand behind it: first the children, then at least [`NEAR`]
+/// that are above everything, so that a search needs no bound.
 #[repr(C, align(64))]
 pub(super) struct Header {
-    /// Page of the first key.
-    first: u64,
-    shift: u8,
-    /// A step has more than [`NEAR`] keys: they are searched without it.
-    crowded: bool,
+    steps: Steps,
     /// 0: the children are slots.
-    pub(super) height: u8,
+    height: u8,
     len: u8,
-    /// How many keys lie before each step of `1 << shift` pages from `first` on.
-    before: [u8; STEPS],
+    places: u8,
     alive: Watch,
 }
 
-impl Header {
-    /// Of a node with keys at these pages, which ascend.
-    fn survey(
-        height: u8,
-        pages: impl ExactSizeIterator<Item = u64>,
-        first: u64,
-        last: u64,
-    ) -> Self {
-        let len = pages.len() as u8;
-        let mut shift = 0;
-        while (last - first) >> shift >= STEPS as u64 {
-            shift += 1;
-        }
-        let mut before = [0; STEPS];
-        let (mut steps, mut first_in_step) = (0, 0);
-        let mut crowded = false;
-        for (i, page) in pages.enumerate() {
-            let step = ((page - first) >> shift) as usize;
-            if steps <= step {
-                first_in_step = i;
-            }
-            while steps <= step {
-                before[steps] = i as u8;
-                steps += 1;
-            }
-            crowded |= i - first_in_step >= NEAR;
-        }
-        before[steps..].fill(len);
-        Header {
-            first,
-            shift,
-            crowded,
-            height,
-            len,
-            before,
-            alive: Watch::new(),
-        }
-    }
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<Header>() == 256);
 
-    pub(super) fn len(&self) -> usize {
-        self.len.into()
-    }
-}
-
-/// A whole node as its parent knows it.
+/// A node as its parent knows it, or the owner of its tree.
 #[derive(Clone, Copy)]
 pub(super) struct Child {
-    /// Its first.
+    /// Of its first. Not less: a page before it can lie in the last slot of the node before this one.
     pub(super) key: u64,
     /// The largest page behind a slot below it.
-    end: u64,
+    pub(super) end: u64,
     pub(super) node: NonNull<Header>,
 }
 
-/// The content of a node to be, in up to three pieces: it is copied once, from where it stands.
-pub(super) type Parts<'a, T> = [&'a [T]; 3];
-
-/// Allocates a node and fills it with copies of `parts` (at least one item, at most [`WIDEST`]) and with
-/// `nothing`s behind them.
-fn make<T>(
-    height: u8,
-    parts: Parts<'_, T>,
-    copy: impl Fn(&T) -> T,
-    nothing: impl Fn() -> T,
-    bounds: impl Fn(&T) -> (u64, u64),
-) -> Result<Child, OutOfMemory> {
-    let len = parts.iter().map(|part| part.len()).sum();
-    assert!(0 < len && len <= WIDEST);
-    // SAFETY: the layout has a size.
-    let node = unsafe { alloc(layout::<T>(len)) }.cast::<Header>();
-    let node = NonNull::new(node).ok_or(OutOfMemory)?;
-    // SAFETY: that much was allocated behind the header; nobody else knows of it.
-    let all =
-        unsafe { slice::from_raw_parts_mut(children::<MaybeUninit<T>>(node).as_ptr(), len + NEAR) };
-    let mut room = &mut *all;
-    for part in parts {
-        let (here, behind) = room.split_at_mut(part.len());
-        for (place, item) in here.iter_mut().zip(part) {
-            place.write(copy(item));
-        }
-        room = behind;
-    }
-    for place in room {
-        place.write(nothing());
-    }
-    // SAFETY: filled just now.
-    let items = unsafe { slice::from_raw_parts(children::<T>(node).as_ptr(), len) };
-    let (first, last) = (bounds(&items[0]).0, bounds(&items[len - 1]).0);
-    let pages = items.iter().map(|item| page(bounds(item).0));
-    let header = Header::survey(height, pages, page(first), page(last));
-    let ends = items.iter().map(|item| bounds(item).1);
-    let end = ends.fold(0, u64::max);
-    // SAFETY: allocated for it.
-    unsafe { node.write(header) };
-    Ok(Child {
-        key: first,
-        end,
-        node,
-    })
+/// What a node of a tree of order `O` has in its places.
+pub(super) trait Item<O> {
+    fn key(&self) -> u64;
+    fn end(&self) -> u64;
+    /// Above everything.
+    fn nowhere() -> Self;
+    /// Nobody else looks at it now.
+    fn owned(&self) {}
 }
 
-/// Of a node with `len` children.
-fn layout<T>(len: usize) -> Layout {
-    const { assert!(align_of::<T>() <= align_of::<Header>()) };
-    let size = size_of::<Header>() + (len + NEAR) * size_of::<T>();
+impl<O: Order> Item<O> for Memslot {
+    fn key(&self) -> u64 {
+        O::key(self)
+    }
+
+    fn end(&self) -> u64 {
+        O::end(self)
+    }
+
+    fn nowhere() -> Self {
+        Memslot::nowhere()
+    }
+
+    fn owned(&self) {
+        Memslot::owned(self);
+    }
+}
+
+impl<O> Item<O> for Child {
+    fn key(&self) -> u64 {
+        self.key
+    }
+
+    fn end(&self) -> u64 {
+        self.end
+    }
+
+    fn nowhere() -> Self {
+        Child {
+            key: u64::MAX,
+            end: 0,
+            node: NonNull::dangling(),
+        }
+    }
+}
+
+/// 0 for a node whose children are slots.
+///
+/// # Safety
+/// - as [`open`].
+pub(super) unsafe fn height(node: NonNull<Header>) -> u8 {
+    // SAFETY: the caller's promise.
+    unsafe { node.as_ref().height }
+}
+
+/// How many children a node has.
+///
+/// # Safety
+/// - as [`open`].
+pub(super) unsafe fn len(node: NonNull<Header>) -> usize {
+    // SAFETY: the caller's promise.
+    unsafe { node.as_ref().len.into() }
+}
+
+/// Where the places are.
+fn places<T>(node: NonNull<Header>) -> NonNull<T> {
+    // SAFETY: a node has places behind its header.
+    unsafe { node.add(1) }.cast()
+}
+
+/// Of a node with so many places, whatever its children are.
+fn layout(places: usize) -> Layout {
+    const {
+        assert!(align_of::<Memslot>() <= align_of::<Header>());
+        assert!(align_of::<Child>() <= align_of::<Header>());
+    }
+    let place = size_of::<Memslot>().max(size_of::<Child>());
+    let size = size_of::<Header>() + places * place;
     Layout::from_size_align(size, align_of::<Header>()).expect("a node is small")
 }
 
-/// Where the children stand.
-fn children<T>(node: NonNull<Header>) -> NonNull<T> {
-    // SAFETY: a node has room for children behind its header.
-    unsafe { node.add(1) }.cast()
+/// Memory for one node of a tree of order `O`.
+pub(super) struct Room<O: Order> {
+    memory: NonNull<Header>,
+    order: PhantomData<O>,
+}
+
+impl<O: Order> Room<O> {
+    const PLACES: usize = O::WIDTH + NEAR;
+
+    pub(super) fn new() -> Result<Self, OutOfMemory> {
+        const { assert!(Self::PLACES <= u8::MAX as usize) };
+        // SAFETY: the layout has a size.
+        let memory = unsafe { alloc(layout(Self::PLACES)) }.cast();
+        NonNull::new(memory).map(Self::of).ok_or(OutOfMemory)
+    }
+
+    fn of(memory: NonNull<Header>) -> Self {
+        Room {
+            memory,
+            order: PhantomData,
+        }
+    }
+
+    /// A node of height `height` with these children.
+    pub(super) fn node<'a, T: Item<O>>(
+        self,
+        height: u8,
+        children: impl IntoIterator<Item = T>,
+    ) -> NodeMut<'a, O, T> {
+        let node = ManuallyDrop::new(self).memory;
+        let header = Header {
+            steps: Steps::NONE,
+            height,
+            len: 0,
+            places: Self::PLACES as u8,
+            alive: Watch::new(),
+        };
+        // SAFETY: the memory is that of a header with so many places of either kind behind it, and nobody
+        // else's.
+        let mut made = unsafe {
+            node.write(header);
+            for place in 0..Self::PLACES {
+                places::<T>(node).add(place).write(T::nowhere());
+            }
+            NodeMut::of(node)
+        };
+        made.extend(children);
+        made
+    }
+}
+
+impl<O: Order> Drop for Room<O> {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(self.memory.as_ptr().cast(), layout(Self::PLACES)) };
+    }
 }
 
 /// What is in a node.
 pub(super) struct Node<'a, T> {
     header: &'a Header,
-    /// With those behind the last one.
+    /// With those behind the last child.
     places: &'a [T],
 }
 
@@ -240,31 +275,29 @@ impl<'a, T> Node<'a, T> {
         // SAFETY: the caller's promise.
         unsafe {
             let header: &Header = node.as_ref();
-            let places = slice::from_raw_parts(children(node).as_ptr(), header.len() + NEAR);
+            header.alive.used();
+            let places = slice::from_raw_parts(places(node).as_ptr(), header.places.into());
             Node { header, places }
         }
     }
 
     pub(super) fn children(&self) -> &'a [T] {
-        &self.places[..self.header.len()]
-    }
-
-    pub(super) fn height(&self) -> u8 {
-        self.header.height
+        &self.places[..self.header.len.into()]
     }
 
     /// The last child that is not above `page`; `not_above` tells of each whether its page is. This is
     /// what a look-up does, again and again.
     #[inline(always)]
-    fn last_not_above(&self, page: u64, not_above: impl Fn(&T) -> bool) -> Option<&'a T> {
-        let header = self.header;
-        header.alive.used();
-        let distance = page.checked_sub(header.first)?;
-        if header.crowded {
-            return self.last_in_a_crowd(not_above);
-        }
-        let step = (distance >> header.shift).min(STEPS as u64 - 1);
-        let before = usize::from(header.before[step as usize]);
+    pub(super) fn last_not_above(
+        &self,
+        page: u64,
+        not_above: impl Fn(&T) -> bool,
+    ) -> Option<&'a T> {
+        let before = match self.header.steps.near(page) {
+            Near::None => return None,
+            Near::Crowd => return self.last_in_a_crowd(not_above),
+            Near::From(before) => before,
+        };
         let near = &self.places[before..before + NEAR];
         let rank = near
             .iter()
@@ -280,40 +313,6 @@ impl<'a, T> Node<'a, T> {
     }
 }
 
-impl Leaf<'_> {
-    /// A node of these slots, which ascend by `O`.
-    pub(super) fn make<O: Order>(slots: Parts<'_, Memslot>) -> Result<Child, OutOfMemory> {
-        let bounds = |slot: &Memslot| (O::key(slot), O::end(slot));
-        make(0, slots, Memslot::copy, Memslot::nowhere, bounds)
-    }
-
-    /// How many slots' keys are not above that of `slot`.
-    pub(super) fn rank<O: Order>(&self, slot: &Memslot) -> usize {
-        let key = O::key(slot);
-        self.children().partition_point(|slot| O::key(slot) <= key)
-    }
-}
-
-impl Inner<'_> {
-    /// A node of these children, which ascend and are of one height, one less than `height`.
-    pub(super) fn make(height: u8, children: Parts<'_, Child>) -> Result<Child, OutOfMemory> {
-        let nothing = || Child {
-            key: u64::MAX,
-            end: 0,
-            node: NonNull::dangling(),
-        };
-        let bounds = |child: &Child| (child.key, child.end);
-        make(height, children, |child| *child, nothing, bounds)
-    }
-
-    /// The child below which the key of `slot` is or would be.
-    pub(super) fn place<O: Order>(&self, slot: &Memslot) -> usize {
-        let key = O::key(slot);
-        let rank = self.children().partition_point(|child| child.key <= key);
-        rank.saturating_sub(1)
-    }
-}
-
 /// A node of either kind.
 pub(super) enum Open<'a> {
     Leaf(Leaf<'a>),
@@ -321,7 +320,7 @@ pub(super) enum Open<'a> {
 }
 
 /// # Safety
-/// - `node` came from a `make`, and is not freed while `'a` lasts.
+/// - `node` came from a [`Room`], and is neither freed nor changed while `'a` lasts.
 #[inline]
 pub(super) unsafe fn open<'a>(node: NonNull<Header>) -> Open<'a> {
     // SAFETY: the height tells the kind; the caller's promise.
@@ -334,152 +333,182 @@ pub(super) unsafe fn open<'a>(node: NonNull<Header>) -> Open<'a> {
     }
 }
 
-/// Frees one node, not what is below it.
-///
-/// # Safety
-/// - as [`open`]; it is in no published tree, and no reader holds it.
-pub(super) unsafe fn free(node: NonNull<Header>) {
-    /// # Safety
-    /// - as above; the children are of type `T`.
-    unsafe fn free_as<T>(node: NonNull<Header>) {
-        // SAFETY: `make` has filled and allocated that much; the caller's promise.
-        unsafe {
-            let len = node.as_ref().len();
-            NonNull::slice_from_raw_parts(children::<T>(node), len + NEAR).drop_in_place();
-            node.drop_in_place();
-            dealloc(node.as_ptr().cast(), layout::<T>(len));
-        }
-    }
-    // SAFETY: the height tells the kind; the caller's promise.
-    unsafe {
-        if node.as_ref().height == 0 {
-            free_as::<Memslot>(node);
-        } else {
-            free_as::<Child>(node);
-        }
-    }
-}
-
-/// A tree: a root, `None` for the empty one. Copying it copies no node.
-pub(crate) struct Index<O> {
-    pub(super) root: Option<NonNull<Header>>,
+/// A node for the one who has it alone.
+pub(super) struct NodeMut<'a, O, T: Item<O>> {
+    node: NonNull<Header>,
+    header: &'a mut Header,
+    places: &'a mut [T],
     order: PhantomData<O>,
 }
 
-impl<O> Clone for Index<O> {
-    fn clone(&self) -> Self {
-        *self
+impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
+    /// # Safety
+    /// - as [`open_mut`]; the children are of type `T`.
+    unsafe fn of(mut node: NonNull<Header>) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let header: &mut Header = node.as_mut();
+            header.alive.owned();
+            let count = header.places.into();
+            let places = slice::from_raw_parts_mut(places::<T>(node).as_ptr(), count);
+            places.iter().for_each(T::owned);
+            NodeMut {
+                node,
+                header,
+                places,
+                order: PhantomData,
+            }
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.header.len.into()
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.len() == O::WIDTH
+    }
+
+    pub(super) fn children(&self) -> &[T] {
+        &self.places[..self.len()]
+    }
+
+    /// As its parent would know it.
+    pub(super) fn as_child(&self) -> Child {
+        Child {
+            key: self.places[0].key(),
+            end: self.end(),
+            node: self.node,
+        }
+    }
+
+    /// The largest end of a child.
+    pub(super) fn end(&self) -> u64 {
+        self.children().iter().map(T::end).fold(0, u64::max)
+    }
+
+    /// How many children's keys are not above `key`.
+    pub(super) fn rank(&self, key: u64) -> usize {
+        self.children().partition_point(|child| child.key() <= key)
+    }
+
+    /// The child below which a slot with this key is, or would be put.
+    pub(super) fn place(&self, key: u64) -> usize {
+        self.rank(key).saturating_sub(1)
+    }
+
+    fn survey(&mut self) {
+        let pages = self.places[..self.header.len.into()].iter();
+        self.header
+            .steps
+            .survey(pages.map(|child| page(child.key())));
+    }
+
+    fn counted(&mut self, key: u64) {
+        let len = self.len();
+        if !self.header.steps.comes(page(key), len) {
+            self.survey();
+        }
+    }
+
+    /// Puts `item` behind the first `at` children; there is a place for it.
+    pub(super) fn insert(&mut self, at: usize, item: T) {
+        let (len, key) = (self.len(), item.key());
+        debug_assert!(len < O::WIDTH);
+        self.places[at..=len].rotate_right(1);
+        self.places[at] = item;
+        self.header.len += 1;
+        self.counted(key);
+    }
+
+    /// Takes a child out.
+    pub(super) fn remove(&mut self, at: usize) {
+        let key = self.places[at].key();
+        let len = self.len();
+        self.places[at..len].rotate_left(1);
+        self.places[len - 1] = T::nowhere();
+        self.header.len -= 1;
+        if self.header.steps.is_crowded() {
+            self.survey();
+        } else {
+            self.header.steps.goes(page(key));
+        }
+    }
+
+    /// Changes a child where it stands; its new key lies between those of its neighbours.
+    pub(super) fn change<R>(&mut self, at: usize, change: impl FnOnce(&mut T) -> R) -> R {
+        let before = self.places[at].key();
+        let result = change(&mut self.places[at]);
+        let key = self.places[at].key();
+        if key != before {
+            self.header.steps.goes(page(before));
+            self.counted(key);
+        }
+        result
+    }
+
+    /// Puts `children` behind those there are.
+    fn extend(&mut self, children: impl IntoIterator<Item = T>) {
+        for child in children {
+            self.places[usize::from(self.header.len)] = child;
+            self.header.len += 1;
+        }
+        self.survey();
+    }
+
+    /// Keeps the first `left` children; the others go to a node of their own.
+    pub(super) fn split(&mut self, left: usize, room: Room<O>) -> Self {
+        let len = self.len();
+        let others = self.places[left..len].iter_mut();
+        let right = room.node(
+            self.header.height,
+            others.map(|place| mem::replace(place, T::nowhere())),
+        );
+        self.header.len = left as u8;
+        self.survey();
+        right
+    }
+
+    /// Takes over all children of the node behind this one, which have room here.
+    pub(super) fn append(&mut self, other: Self) {
+        let len = other.len();
+        let others = other.places[..len].iter_mut();
+        self.extend(others.map(|place| mem::replace(place, T::nowhere())));
+        other.header.len = 0;
     }
 }
 
-impl<O> Copy for Index<O> {}
+/// A node of either kind, to be changed.
+pub(super) enum OpenMut<'a, O: Order> {
+    Leaf(NodeMut<'a, O, Memslot>),
+    Inner(NodeMut<'a, O, Child>),
+}
 
-impl Index<ByGfn> {
-    /// The slot that holds the guest frame `page`.
-    ///
-    /// # Safety
-    /// - the tree is whole and no node of it is freed while `'a` lasts.
-    #[inline]
-    pub(super) unsafe fn find<'a>(self, page: u64) -> Option<&'a Memslot> {
-        if page >= PAGES {
-            return None;
+/// # Safety
+/// - `node` came from a [`Room`] of order `O`; while `'a` lasts nobody else looks at it, and it is not freed.
+pub(super) unsafe fn open_mut<'a, O: Order>(node: NonNull<Header>) -> OpenMut<'a, O> {
+    // SAFETY: the height tells the kind; the caller's promise.
+    unsafe {
+        if node.as_ref().height == 0 {
+            OpenMut::Leaf(NodeMut::of(node))
+        } else {
+            OpenMut::Inner(NodeMut::of(node))
         }
-        let probe = key(page, u16::MAX.into());
-        let mut node = self.root?;
-        let leaf = loop {
-            // SAFETY: the children of a whole node are whole nodes; the caller's promise.
-            match unsafe { open(node) } {
-                Open::Inner(inner) => {
-                    node = inner.last_not_above(page, |child| child.key <= probe)?.node;
-                }
-                Open::Leaf(leaf) => break leaf,
-            }
-        };
-        // Slots do not overlap here: their pages are keys.
-        let slot = leaf.last_not_above(page, |slot| slot.base().0 <= page)?;
-        slot.holds(Gfn(page)).then_some(slot)
     }
 }
 
-impl<O: Order> Index<O> {
-    pub(super) fn new(root: Option<NonNull<Header>>) -> Self {
-        Index {
-            root,
-            order: PhantomData,
+/// Frees one node, not what is below it.
+///
+/// # Safety
+/// - as [`open_mut`]; it is in no tree any more.
+pub(super) unsafe fn free<O: Order>(node: NonNull<Header>) {
+    // SAFETY: the caller's promise; the node is a header and its places, all of them filled.
+    unsafe {
+        match open_mut::<O>(node) {
+            OpenMut::Leaf(leaf) => ptr::drop_in_place(leaf.places),
+            OpenMut::Inner(inner) => ptr::drop_in_place(inner.places),
         }
-    }
-
-    pub(super) fn is_empty(self) -> bool {
-        self.root.is_none()
-    }
-
-    /// Calls `visit` for every slot that has a page in `range`, in the order of keys, until it answers
-    /// `false`. Whether all were visited.
-    ///
-    /// # Safety
-    /// - as [`Index::find`].
-    pub(super) unsafe fn overlapping(
-        self,
-        range: &Range<u64>,
-        visit: &mut impl FnMut(&Memslot) -> bool,
-    ) -> bool {
-        // SAFETY: the caller's promise.
-        let mut below = |root| unsafe { Self::overlapping_below(root, range, visit) };
-        self.root.is_none_or(&mut below)
-    }
-
-    /// # Safety
-    /// - as [`Index::find`].
-    unsafe fn overlapping_below(
-        node: NonNull<Header>,
-        range: &Range<u64>,
-        visit: &mut impl FnMut(&Memslot) -> bool,
-    ) -> bool {
-        // SAFETY: the caller's promise.
-        match unsafe { open(node) } {
-            Open::Leaf(leaf) => {
-                let mut before = leaf
-                    .children()
-                    .iter()
-                    .take_while(|slot| O::page(slot) < range.end);
-                before.all(|slot| O::end(slot) <= range.start || visit(slot))
-            }
-            Open::Inner(inner) => {
-                let mut before = inner
-                    .children()
-                    .iter()
-                    .take_while(|child| page(child.key) < range.end);
-                before.all(|child| {
-                    // SAFETY: the children of a whole node are whole nodes; the caller's promise.
-                    child.end <= range.start
-                        || unsafe { Self::overlapping_below(child.node, range, visit) }
-                })
-            }
-        }
-    }
-
-    /// Frees the whole tree.
-    ///
-    /// # Safety
-    /// - as [`free`], for every node.
-    pub(super) unsafe fn free(self) {
-        /// # Safety
-        /// - as [`free`], for every node below `node`, too.
-        unsafe fn free_below(node: NonNull<Header>) {
-            // SAFETY: the caller's promise.
-            unsafe {
-                if let Open::Inner(inner) = open(node) {
-                    inner
-                        .children()
-                        .iter()
-                        .for_each(|child| free_below(child.node));
-                }
-                free(node);
-            }
-        }
-        if let Some(root) = self.root {
-            // SAFETY: the caller's promise.
-            unsafe { free_below(root) };
-        }
+        node.drop_in_place();
+        drop(Room::<O>::of(node));
     }
 }

@@ -19,7 +19,7 @@ use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Gpa, Level};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
-use crate::slots::{AttributesError, MemoryAttributes, Prepared, PrivateFrames, SlotsChange};
+use crate::slots::{AttributesError, MemoryAttributes, PrivateFrames, SlotsChange};
 use crate::table::{FrameCache, OutOfMemory, Path, SplitWalk, Tree};
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -56,9 +56,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return Ok(());
         };
         let mut frames = FrameCache::default();
-        let converted = self
-            .prepare_conversion(&mut changes, &private, &mut frames)
-            .map(|sets| self.convert(&mut changes, sets, &gfns, &mut frames));
+        let filled = frames.fill(&*self.platform, changes.len() * FRAMES_TO_SPLIT);
+        let converted = filled.map(|()| self.convert(&mut changes, &private, &gfns, &mut frames));
         frames.release(&*self.platform);
         Ok(converted?)
     }
@@ -66,12 +65,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn convert(
         &self,
         changes: &mut [SlotsChange<'_>],
-        sets: Vec<Prepared>,
+        private: &PrivateFrames,
         gfns: &Range<Gfn>,
         frames: &mut FrameCache,
     ) {
-        for (change, set) in changes.iter_mut().zip(sets) {
-            change.publish(set, &self.readers);
+        for change in &mut *changes {
+            change.catch_up(&self.readers, self.reader_wait());
+        }
+        for change in &mut *changes {
+            change.set_private(private.clone(), &self.readers);
         }
         self.in_progress.raise();
         for (space, change) in self.spaces.iter().zip(&*changes) {
@@ -88,23 +90,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for (space, change) in self.spaces.iter().zip(&*changes) {
             self.forget_old_mmio(space, change.set().generation);
         }
-    }
-
-    /// What a conversion needs, so that nothing can fail after the first set is published.
-    fn prepare_conversion(
-        &self,
-        changes: &mut [SlotsChange<'_>],
-        private: &PrivateFrames,
-        frames: &mut FrameCache,
-    ) -> Result<Vec<Prepared>, OutOfMemory> {
-        let mut sets = Vec::new();
-        sets.try_reserve_exact(changes.len())
-            .map_err(|_| OutOfMemory)?;
-        for change in &mut *changes {
-            sets.push(change.prepare(private.clone(), &self.readers)?);
-        }
-        frames.fill(&*self.platform, changes.len() * FRAMES_TO_SPLIT)?;
-        Ok(sets)
     }
 }
 

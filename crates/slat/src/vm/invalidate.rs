@@ -230,6 +230,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
     pub(crate) fn lock_wait(&self) -> impl FnMut(u32) + '_ {
         |round| self.platform.wait(round, WaitFor::Lock)
     }
+
+    pub(super) fn reader_wait(&self) -> impl FnMut(u32, usize) + '_ {
+        |round, token| self.platform.wait(round, WaitFor::Reader(token))
+    }
 }
 
 impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {

@@ -16,7 +16,7 @@ use core::ops::Range;
 use super::{Section, Space, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
-use crate::platform::{Platform, WaitFor};
+use crate::platform::Platform;
 use crate::stats::Counters;
 use crate::table::{Freed, Tree, Zapped};
 
@@ -153,9 +153,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         // First the software side: after it no late fault can still add a leaf to a detached table.
         // Then the hardware: it forgets what it may have walked there. Then nobody can reach them.
-        self.readers.synchronize(|round, token| {
-            self.platform.wait(round, WaitFor::Reader(token));
-        });
+        self.readers.synchronize(self.reader_wait());
         let range = if self.flushes.is_only_debt(owed, debt) {
             range
         } else {

@@ -27,7 +27,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .slots;
         let mut change = slots.change(self.lock_wait());
         let id = region.slot;
-        match plan(&change, region, Tree::<P, F>::capacity())? {
+        let plan = plan(&change, region, Tree::<P, F>::capacity())?;
+        change.catch_up(&self.readers, self.reader_wait());
+        match plan {
             Change::Nothing => return Ok(()),
             Change::Create(new) => {
                 let new = self.logging(new, None)?;
