@@ -199,12 +199,12 @@ pub fn tame(
         }
         M::Fxrstor | M::Fxrstor64 => {
             let at = (address(instruction, regs) as usize).wrapping_sub(base + DATA);
-            // Reserved bits of MXCSR would be #GP; pointers that are not canonical are mended in a way of the host's.
-            for (field, len) in [(14, 2), (22, 2), (26, 2)] {
-                if let Some(bytes) =
-                    data.get_mut(at.wrapping_add(field)..at.wrapping_add(field + len))
-                {
-                    bytes.fill(0);
+            // Reserved bits of MXCSR would be #GP; pointers that are not canonical are mended in a way of the
+            // host's: some extend the sign of 48 bits.
+            let keep = [(13, 0x7f), (14, 0), (15, 0), (21, 0x7f), (22, 0), (23, 0)];
+            for (field, keep) in keep.into_iter().chain([(26, 0), (27, 0)]) {
+                if let Some(byte) = data.get_mut(at.wrapping_add(field)) {
+                    *byte &= keep;
                 }
             }
         }
