@@ -23,7 +23,7 @@ macro_rules! counters {
 
         impl Counters {
             pub(crate) fn snapshot(&self) -> Stats {
-                Stats { $($name: self.$name.0.load(Relaxed),)* }
+                Stats { $($name: self.$name.get(),)* }
             }
         }
 
@@ -105,6 +105,10 @@ impl Counter {
     #[inline]
     pub(crate) fn add(&self, n: u64) {
         self.0.store(self.0.load(Relaxed).wrapping_add(n), Relaxed);
+    }
+
+    pub(crate) fn get(&self) -> u64 {
+        self.0.load(Relaxed)
     }
 
     /// For gauges, whose sum over all owners is what counts.

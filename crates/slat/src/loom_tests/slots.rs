@@ -41,8 +41,10 @@ impl World {
         let mut change = self.slots.change(wait);
         change.catch_up(&self.readers, |round, _| wait(round));
         let new = match plan(&change, &region, 64).unwrap() {
-            Change::Create(new) | Change::Move { to: new, .. } | Change::Flags(new) => Some(new),
-            Change::Delete(_) => None,
+            Change::Create(new) | Change::Move { to: new, .. } | Change::Flags { new, .. } => {
+                Some(new)
+            }
+            Change::Delete => None,
             Change::Nothing => panic!("a change is asked for"),
         };
         change.replace(slot, new, &self.readers).unwrap();

@@ -18,6 +18,7 @@
 //!   the same edits, so what sufficed for one suffices for the other.
 
 mod attributes;
+mod ids;
 mod memslot;
 mod node;
 mod region;
@@ -31,23 +32,24 @@ pub(crate) use region::{Change, plan};
 pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
 
 use alloc::boxed::Box;
-use core::ops::{Deref, Range};
+use core::ops::Range;
 use core::ptr::NonNull;
-
-use hashbrown::HashMap;
 
 use crate::addr::{Gfn, Hva, PAGE_SHIFT};
 use crate::heap;
+use crate::stats::Counter;
 use crate::sync::atomic::{AtomicPtr, Ordering::*, Watch};
 use crate::sync::lock::{Guard, Lock};
 use crate::sync::quiesce::Readers;
 use crate::table::OutOfMemory;
+use ids::Ids;
 use node::{ByGfn, ByHva, ByPrivate, Order};
 use tree::{Index, Stock};
 
 /// All slots of one address space at one moment.
 pub(crate) struct SlotSet {
     by_gfn: Index<ByGfn>,
+    /// Empty as long as there have not been more than [`FEW`](Self::FEW) slots.
     by_hva: Index<ByHva>,
     /// The slots that have private backing.
     by_private: Index<ByPrivate>,
@@ -61,6 +63,9 @@ pub(crate) struct SlotSet {
 }
 
 impl SlotSet {
+    /// So many slots are looked through as quickly as a tree is.
+    const FEW: usize = ByHva::WIDTH / 2;
+
     /// A generation that no set has.
     pub(crate) const NEVER: u64 = u64::MAX;
 
@@ -124,11 +129,16 @@ impl SlotSet {
         mut visit: impl FnMut(&Memslot, Range<Gfn>) -> bool,
     ) {
         let pages = range.start.0 >> PAGE_SHIFT..range.end.0.div_ceil(1 << PAGE_SHIFT);
+        let mut visit_shared =
+            |slot: &Memslot| visit(slot, slot.gfns_backed_by(range, slot.backing()));
         // SAFETY: as in `find`.
-        let more = unsafe {
-            self.by_hva.overlapping(&pages, &mut |slot| {
-                visit(slot, slot.gfns_backed_by(range, slot.backing()))
-            })
+        let more = match unsafe { self.few() } {
+            Some(few) => few
+                .iter()
+                .filter(|slot| ByHva::page(slot) < pages.end && pages.start < ByHva::end(slot))
+                .all(visit_shared),
+            // SAFETY: as above.
+            None => unsafe { self.by_hva.overlapping(&pages, &mut visit_shared) },
         };
         if !more {
             return;
@@ -145,6 +155,8 @@ impl SlotSet {
 /// The slots of one address space.
 pub(crate) struct Slots {
     current: AtomicPtr<SlotSet>,
+    /// Counts [`SlotsChange::replace`]; the writer adds to it.
+    changes: Counter,
     writer: Lock<Writer>,
 }
 
@@ -153,7 +165,7 @@ struct Writer {
     aside: NonNull<SlotSet>,
     /// What the set aside lacks.
     behind: Option<Behind>,
-    by_id: HashMap<u32, OwnedSlot>,
+    by_id: Ids,
     pages: u64,
     stocks: Stocks,
 }
@@ -169,10 +181,11 @@ struct Behind {
     slot: Option<Replaced>,
 }
 
-/// In the place of `old` there is now what the index by id holds, if anything.
+/// `new` stands in the place of `old`.
 struct Replaced {
-    id: u32,
     old: Option<OwnedSlot>,
+    /// Owned by the index by id, which the next change changes after it has caught up.
+    new: Option<Memslot>,
 }
 
 /// Nodes for changes, a stock for each tree.
@@ -202,15 +215,30 @@ impl SlotSet {
             stocks
                 .by_gfn
                 .fill(2 * self.by_gfn.needs(ByGfn::key(slot)))?;
-            stocks
-                .by_hva
-                .fill(2 * self.by_hva.needs(ByHva::key(slot)))?;
+            if self.few().is_none_or(|few| few.len() == Self::FEW) {
+                stocks
+                    .by_hva
+                    .fill(2 * self.by_hva.needs(ByHva::key(slot)))?;
+            }
             if slot.private().is_some() {
                 let needs = self.by_private.needs(ByPrivate::key(slot));
                 stocks.by_private.fill(2 * needs)?;
             }
         }
         Ok(())
+    }
+
+    /// All slots, if there have never been more than a few since there were none.
+    ///
+    /// # Safety
+    /// - nobody changes this set.
+    unsafe fn few(&self) -> Option<&[Memslot]> {
+        if !self.by_hva.is_empty() {
+            return None;
+        }
+        // SAFETY: the caller's promise.
+        let few = unsafe { self.by_gfn.in_one_node() };
+        Some(few.expect("a node has room for a few"))
     }
 
     /// Puts `new` in the place of `old`.
@@ -225,8 +253,15 @@ impl SlotSet {
         let is_private = |slot: &&Memslot| slot.private().is_some();
         // SAFETY: `&mut self`: nobody else looks at this set.
         unsafe {
+            let few = self.few().is_some();
             self.by_gfn.exchange(old, new, &mut stocks.by_gfn);
-            self.by_hva.exchange(old, new, &mut stocks.by_hva);
+            match self.by_gfn.in_one_node() {
+                Some(slots) if few && slots.len() <= Self::FEW => {}
+                // One more than a few: they fit in one node.
+                Some(slots) if few => (slots.iter())
+                    .for_each(|slot| self.by_hva.exchange(None, Some(slot), &mut stocks.by_hva)),
+                _ => self.by_hva.exchange(old, new, &mut stocks.by_hva),
+            }
             let (old, new) = (old.filter(is_private), new.filter(is_private));
             self.by_private.exchange(old, new, &mut stocks.by_private);
         }
@@ -250,10 +285,11 @@ impl Slots {
         let aside = heap::boxed(SlotSet::empty())?;
         Ok(Slots {
             current: AtomicPtr::new(Box::into_raw(published)),
+            changes: Counter::default(),
             writer: Lock::new(Writer {
                 aside: NonNull::from(Box::leak(aside)),
                 behind: None,
-                by_id: HashMap::new(),
+                by_id: Ids::EMPTY,
                 pages: 0,
                 stocks: Stocks {
                     by_gfn: Stock::EMPTY,
@@ -262,6 +298,11 @@ impl Slots {
                 },
             }),
         })
+    }
+
+    /// How many slots were created, deleted, moved, or given other flags.
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes.get()
     }
 
     /// The set as it is now. The caller is inside a reader section and drops the reference before it
@@ -294,7 +335,7 @@ pub(crate) struct SlotsChange<'a> {
 
 impl SlotsChange<'_> {
     pub(crate) fn by_id(&self, id: u32) -> Option<&OwnedSlot> {
-        self.writer.by_id.get(&id)
+        self.writer.by_id.get(id)
     }
 
     pub(crate) fn set(&self) -> &SlotSet {
@@ -325,9 +366,8 @@ impl SlotsChange<'_> {
         // SAFETY: it is not published, and everybody who was inside when it was has passed.
         let aside = unsafe { writer.aside.as_mut() };
         aside.alive.owned();
-        if let Some(Replaced { id, old }) = behind.slot {
-            let new = writer.by_id.get(&id);
-            aside.exchange(old.as_deref(), new.map(Deref::deref), &mut writer.stocks);
+        if let Some(Replaced { old, new }) = behind.slot {
+            aside.exchange(old.as_deref(), new.as_ref(), &mut writer.stocks);
         }
         aside.private.clone_from(&current.private);
         aside.generation = current.generation;
@@ -345,24 +385,28 @@ impl SlotsChange<'_> {
         readers: &Readers,
     ) -> Result<(), OutOfMemory> {
         let writer = &mut *self.writer;
-        writer.by_id.try_reserve(1).map_err(|_| OutOfMemory)?;
         if let Some(new) = &new {
+            writer.by_id.prepare(id)?;
             // The set aside is like this one.
             self.slots.current().prepare(new, &mut writer.stocks)?;
         }
         // From here on nothing fails.
         let pages = |slot: &Option<OwnedSlot>| slot.as_ref().map_or(0, |slot| slot.pages());
         writer.pages += pages(&new);
-        let old = match new {
-            Some(new) => writer.by_id.insert(id, new),
-            None => writer.by_id.remove(&id),
-        };
+        let copy = new.as_ref().map(|new| new.copy());
+        let old = writer.by_id.exchange(id, new);
         writer.pages -= pages(&old);
-        let new = writer.by_id.get(&id).map(Deref::deref);
         let aside = unread(&mut writer.aside, &writer.behind);
-        aside.exchange(old.as_deref(), new, &mut writer.stocks);
-        self.publish(Some(Replaced { id, old }), readers);
+        aside.exchange(old.as_deref(), copy.as_ref(), &mut writer.stocks);
+        self.slots.changes.add(1);
+        self.publish(Some(Replaced { old, new: copy }), readers);
         Ok(())
+    }
+
+    /// The slot in whose place another one, or nothing, was put by [`replace`](Self::replace).
+    pub(crate) fn replaced(&self) -> Option<&OwnedSlot> {
+        let last = self.writer.behind.as_ref()?;
+        last.slot.as_ref()?.old.as_ref()
     }
 
     /// Publishes a set with the same slots and other private frames. The caller has

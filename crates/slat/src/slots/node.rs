@@ -9,13 +9,13 @@
 
 use alloc::alloc::{Layout, alloc, dealloc};
 use core::marker::PhantomData;
-use core::mem::{self, ManuallyDrop};
+use core::mem::ManuallyDrop;
 use core::ptr::{self, NonNull};
 use core::slice;
 
 use super::Memslot;
 use super::steps::{NEAR, Near, Steps};
-use crate::addr::PAGE_SHIFT;
+use crate::addr::{Hva, PAGE_SHIFT};
 use crate::sync::atomic::Watch;
 use crate::table::OutOfMemory;
 
@@ -26,6 +26,9 @@ const WIDEST: usize = if cfg!(loom) { 4 } else { 224 };
 pub(crate) trait Order {
     /// Most children of a node.
     const WIDTH: usize = if cfg!(loom) { 4 } else { 32 };
+
+    /// No two slots share a page: their ends ascend as their keys do.
+    const DISJOINT: bool = false;
 
     /// The slot's first page number in that space, below [`PAGES`].
     fn page(slot: &Memslot) -> u64;
@@ -53,12 +56,13 @@ pub(crate) enum ByPrivate {}
 impl Order for ByGfn {
     /// As many as all slots, added in whatever order, need for a tree of two levels: every fault looks here.
     const WIDTH: usize = WIDEST;
+    const DISJOINT: bool = true;
 
     fn page(slot: &Memslot) -> u64 {
         slot.base().0
     }
 
-    /// Slots do not overlap here. A look-up knows the key of a page without an id, and so finds the node
+    /// A look-up knows the key of a page without an id, and so finds the node
     /// that an insertion finds.
     fn key(slot: &Memslot) -> u64 {
         key(Self::page(slot), 0)
@@ -73,10 +77,7 @@ impl Order for ByHva {
 
 impl Order for ByPrivate {
     fn page(slot: &Memslot) -> u64 {
-        let private = slot
-            .private()
-            .expect("what is put here has private backing");
-        private.0 >> PAGE_SHIFT
+        slot.private().unwrap_or(Hva(u64::MAX)).0 >> PAGE_SHIFT
     }
 }
 
@@ -91,15 +92,14 @@ pub(super) fn page(key: u64) -> u64 {
     key >> 16
 }
 
-/// What all nodes begin with. The places stand behind it: first the children, then at least [`NEAR`]
-/// that are above everything, so that a search needs no bound.
+/// What all nodes begin with. The places stand behind it: first the children, then [`NEAR`] that are
+/// above everything, so that a search needs no bound, then those that are not filled.
 #[repr(C, align(64))]
 pub(super) struct Header {
     steps: Steps,
     /// 0: the children are slots.
     height: u8,
     len: u8,
-    places: u8,
     alive: Watch,
 }
 
@@ -207,7 +207,7 @@ impl<O: Order> Room<O> {
     const PLACES: usize = O::WIDTH + NEAR;
 
     pub(super) fn new() -> Result<Self, OutOfMemory> {
-        const { assert!(Self::PLACES <= u8::MAX as usize) };
+        const { assert!(O::WIDTH <= u8::MAX as usize) };
         // SAFETY: the layout has a size.
         let memory = unsafe { alloc(layout(Self::PLACES)) }.cast();
         NonNull::new(memory).map(Self::of).ok_or(OutOfMemory)
@@ -220,31 +220,24 @@ impl<O: Order> Room<O> {
         }
     }
 
-    /// A node of height `height` with these children.
-    pub(super) fn node<'a, T: Item<O>>(
-        self,
-        height: u8,
-        children: impl IntoIterator<Item = T>,
-    ) -> NodeMut<'a, O, T> {
+    /// A node of height `height` without children.
+    pub(super) fn node<'a, T: Item<O>>(self, height: u8) -> NodeMut<'a, O, T> {
         let node = ManuallyDrop::new(self).memory;
         let header = Header {
             steps: Steps::NONE,
             height,
             len: 0,
-            places: Self::PLACES as u8,
             alive: Watch::new(),
         };
-        // SAFETY: the memory is that of a header with so many places of either kind behind it, and nobody
+        // SAFETY: the memory is that of a header with enough places of either kind behind it, and nobody
         // else's.
-        let mut made = unsafe {
+        unsafe {
             node.write(header);
-            for place in 0..Self::PLACES {
+            for place in 0..NEAR {
                 places::<T>(node).add(place).write(T::nowhere());
             }
             NodeMut::of(node)
-        };
-        made.extend(children);
-        made
+        }
     }
 }
 
@@ -276,7 +269,8 @@ impl<'a, T> Node<'a, T> {
         unsafe {
             let header: &Header = node.as_ref();
             header.alive.used();
-            let places = slice::from_raw_parts(places(node).as_ptr(), header.places.into());
+            let filled = usize::from(header.len) + NEAR;
+            let places = slice::from_raw_parts(places(node).as_ptr(), filled);
             Node { header, places }
         }
     }
@@ -285,32 +279,42 @@ impl<'a, T> Node<'a, T> {
         &self.places[..self.header.len.into()]
     }
 
-    /// The last child that is not above `page`; `not_above` tells of each whether its page is. This is
-    /// what a look-up does, again and again.
+    /// How many children are not above `page`; `not_above` tells of each whether it is not.
+    #[inline(always)]
+    pub(super) fn rank(&self, page: u64, not_above: impl Fn(&T) -> bool) -> usize {
+        rank(&self.header.steps, self.places, page, not_above)
+    }
+
+    /// The last child that is not above `page`.
     #[inline(always)]
     pub(super) fn last_not_above(
         &self,
         page: u64,
         not_above: impl Fn(&T) -> bool,
     ) -> Option<&'a T> {
-        let before = match self.header.steps.near(page) {
-            Near::None => return None,
-            Near::Crowd => return self.last_in_a_crowd(not_above),
-            Near::From(before) => before,
-        };
-        let near = &self.places[before..before + NEAR];
-        let rank = near
-            .iter()
-            .fold(before, |rank, child| rank + usize::from(not_above(child)));
+        let rank = self.rank(page, not_above);
         self.places.get(rank.wrapping_sub(1))
     }
+}
 
-    #[cold]
-    #[inline(never)]
-    fn last_in_a_crowd(&self, not_above: impl Fn(&T) -> bool) -> Option<&'a T> {
-        let rank = self.children().partition_point(not_above);
-        self.places.get(rank.checked_sub(1)?)
-    }
+/// How many of the children in these places are not above something that lies in `page`; `not_above` tells
+/// of each whether it is not. This is what a look-up does, again and again.
+#[inline(always)]
+fn rank<T>(steps: &Steps, places: &[T], page: u64, not_above: impl Fn(&T) -> bool) -> usize {
+    let before = match steps.near(page) {
+        Near::None => return 0,
+        Near::Crowd => return rank_in_a_crowd(places, not_above),
+        Near::From(before) => before,
+    };
+    let near = &places[before..before + NEAR];
+    near.iter()
+        .fold(before, |rank, child| rank + usize::from(not_above(child)))
+}
+
+#[cold]
+#[inline(never)]
+fn rank_in_a_crowd<T>(places: &[T], not_above: impl Fn(&T) -> bool) -> usize {
+    places.partition_point(not_above)
 }
 
 /// A node of either kind.
@@ -337,8 +341,7 @@ pub(super) unsafe fn open<'a>(node: NonNull<Header>) -> Open<'a> {
 pub(super) struct NodeMut<'a, O, T: Item<O>> {
     node: NonNull<Header>,
     header: &'a mut Header,
-    places: &'a mut [T],
-    order: PhantomData<O>,
+    order: PhantomData<(O, T)>,
 }
 
 impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
@@ -346,19 +349,26 @@ impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
     /// - as [`open_mut`]; the children are of type `T`.
     unsafe fn of(mut node: NonNull<Header>) -> Self {
         // SAFETY: the caller's promise.
-        unsafe {
-            let header: &mut Header = node.as_mut();
-            header.alive.owned();
-            let count = header.places.into();
-            let places = slice::from_raw_parts_mut(places::<T>(node).as_ptr(), count);
-            places.iter().for_each(T::owned);
-            NodeMut {
-                node,
-                header,
-                places,
-                order: PhantomData,
-            }
-        }
+        let header: &mut Header = unsafe { node.as_mut() };
+        header.alive.owned();
+        let opened = NodeMut {
+            node,
+            header,
+            order: PhantomData,
+        };
+        opened.places().iter().for_each(T::owned);
+        opened
+    }
+
+    /// The places that are filled.
+    fn places(&self) -> &[T] {
+        // SAFETY: so many are, and this is the only way to them as long as `self` is there.
+        unsafe { slice::from_raw_parts(places(self.node).as_ptr(), self.len() + NEAR) }
+    }
+
+    fn places_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above.
+        unsafe { slice::from_raw_parts_mut(places(self.node).as_ptr(), self.len() + NEAR) }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -370,13 +380,13 @@ impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
     }
 
     pub(super) fn children(&self) -> &[T] {
-        &self.places[..self.len()]
+        &self.places()[..self.len()]
     }
 
     /// As its parent would know it.
     pub(super) fn as_child(&self) -> Child {
         Child {
-            key: self.places[0].key(),
+            key: self.places()[0].key(),
             end: self.end(),
             node: self.node,
         }
@@ -384,12 +394,18 @@ impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
 
     /// The largest end of a child.
     pub(super) fn end(&self) -> u64 {
-        self.children().iter().map(T::end).fold(0, u64::max)
+        let ends = self.children().iter().map(T::end);
+        if O::DISJOINT {
+            ends.last().unwrap_or(0)
+        } else {
+            ends.fold(0, u64::max)
+        }
     }
 
     /// How many children's keys are not above `key`.
     pub(super) fn rank(&self, key: u64) -> usize {
-        self.children().partition_point(|child| child.key() <= key)
+        let not_above = |child: &T| child.key() <= key;
+        rank(&self.header.steps, self.places(), page(key), not_above)
     }
 
     /// The child below which a slot with this key is, or would be put.
@@ -397,37 +413,71 @@ impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
         self.rank(key).saturating_sub(1)
     }
 
-    fn survey(&mut self) {
-        let pages = self.places[..self.header.len.into()].iter();
-        self.header
-            .steps
-            .survey(pages.map(|child| page(child.key())));
+    /// Whether `key` is below that of the child behind the one at `at`, if there is one.
+    fn ends_before(&self, at: usize, key: u64) -> bool {
+        let next = self.children().get(at + 1);
+        next.is_none_or(|next| key < next.key())
     }
 
-    fn counted(&mut self, key: u64) {
+    /// Whether a child with this key could stand in the place of the one at `at`.
+    pub(super) fn fits(&self, at: usize, key: u64) -> bool {
+        let above = |before: usize| self.places()[before].key() < key;
+        at.checked_sub(1).is_none_or(above) && self.ends_before(at, key)
+    }
+
+    /// Whether [`place`](Self::place) is `at` for this key.
+    pub(super) fn is_place(&self, at: usize, key: u64) -> bool {
+        (at == 0 || self.places()[at].key() <= key) && self.ends_before(at, key)
+    }
+
+    fn survey(&mut self) {
+        // SAFETY: as in `places`; a separate borrow, so that the header can be changed beside it.
+        let children =
+            unsafe { slice::from_raw_parts(places::<T>(self.node).as_ptr(), self.len()) };
+        let pages = children.iter().map(|child| page(child.key()));
+        self.header.steps.survey(pages);
+    }
+
+    /// Puts `item` into the place `at`; the others from there on move up by one.
+    fn put(&mut self, at: usize, item: T) {
+        let filled = self.places_mut().len();
+        assert!(at < filled && self.len() < O::WIDTH);
+        // SAFETY: a node that is not full has a place more than are filled.
+        unsafe {
+            let place = places::<T>(self.node).add(at);
+            place.add(1).copy_from(place, filled - at);
+            place.write(item);
+        }
+        self.header.len += 1;
+    }
+
+    /// Takes the item out of the place `at`; the others move down.
+    fn take(&mut self, at: usize) -> T {
+        let filled = self.places_mut().len();
+        assert!(at < self.len());
+        self.header.len -= 1;
+        // SAFETY: the place is filled; what was the last one counts as filled no more.
+        unsafe {
+            let place = places::<T>(self.node).add(at);
+            let item = place.read();
+            place.copy_from(place.add(1), filled - at - 1);
+            item
+        }
+    }
+
+    /// Puts `item` behind the first `at` children; there is a place for it.
+    pub(super) fn insert(&mut self, at: usize, item: T) {
+        let key = item.key();
+        self.put(at, item);
         let len = self.len();
         if !self.header.steps.comes(page(key), len) {
             self.survey();
         }
     }
 
-    /// Puts `item` behind the first `at` children; there is a place for it.
-    pub(super) fn insert(&mut self, at: usize, item: T) {
-        let (len, key) = (self.len(), item.key());
-        debug_assert!(len < O::WIDTH);
-        self.places[at..=len].rotate_right(1);
-        self.places[at] = item;
-        self.header.len += 1;
-        self.counted(key);
-    }
-
     /// Takes a child out.
     pub(super) fn remove(&mut self, at: usize) {
-        let key = self.places[at].key();
-        let len = self.len();
-        self.places[at..len].rotate_left(1);
-        self.places[len - 1] = T::nowhere();
-        self.header.len -= 1;
+        let key = self.take(at).key();
         if self.header.steps.is_crowded() {
             self.survey();
         } else {
@@ -437,44 +487,45 @@ impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
 
     /// Changes a child where it stands; its new key lies between those of its neighbours.
     pub(super) fn change<R>(&mut self, at: usize, change: impl FnOnce(&mut T) -> R) -> R {
-        let before = self.places[at].key();
-        let result = change(&mut self.places[at]);
-        let key = self.places[at].key();
-        if key != before {
-            self.header.steps.goes(page(before));
-            self.counted(key);
+        let len = self.len();
+        let child = &mut self.places_mut()[at];
+        let before = child.key();
+        let result = change(child);
+        let key = child.key();
+        if key != before && !self.header.steps.moves(page(before), page(key), len) {
+            self.survey();
         }
         result
     }
 
-    /// Puts `children` behind those there are.
-    fn extend(&mut self, children: impl IntoIterator<Item = T>) {
-        for child in children {
-            self.places[usize::from(self.header.len)] = child;
-            self.header.len += 1;
-        }
-        self.survey();
-    }
-
     /// Keeps the first `left` children; the others go to a node of their own.
     pub(super) fn split(&mut self, left: usize, room: Room<O>) -> Self {
-        let len = self.len();
-        let others = self.places[left..len].iter_mut();
-        let right = room.node(
-            self.header.height,
-            others.map(|place| mem::replace(place, T::nowhere())),
-        );
-        self.header.len = left as u8;
+        let mut right = room.node(self.header.height);
+        right.take_over(self, left);
         self.survey();
         right
     }
 
     /// Takes over all children of the node behind this one, which have room here.
-    pub(super) fn append(&mut self, other: Self) {
-        let len = other.len();
-        let others = other.places[..len].iter_mut();
-        self.extend(others.map(|place| mem::replace(place, T::nowhere())));
-        other.header.len = 0;
+    pub(super) fn append(&mut self, mut other: Self) {
+        self.take_over(&mut other, 0);
+    }
+
+    /// Puts the children of `other` from the place `from` on behind those there are.
+    fn take_over(&mut self, other: &mut Self, from: usize) {
+        let (len, count) = (self.len(), other.len() - from);
+        assert!(len + count <= O::WIDTH);
+        // SAFETY: this node has so many places more than are filled; what is moved away is filled no more.
+        unsafe {
+            let behind = places::<T>(self.node).add(len);
+            let moved = places::<T>(other.node).add(from);
+            behind.add(count).copy_from(behind, NEAR);
+            behind.copy_from_nonoverlapping(moved, count);
+            moved.copy_from(moved.add(count), NEAR);
+        }
+        self.header.len += count as u8;
+        other.header.len = from as u8;
+        self.survey();
     }
 }
 
@@ -505,8 +556,8 @@ pub(super) unsafe fn free<O: Order>(node: NonNull<Header>) {
     // SAFETY: the caller's promise; the node is a header and its places, all of them filled.
     unsafe {
         match open_mut::<O>(node) {
-            OpenMut::Leaf(leaf) => ptr::drop_in_place(leaf.places),
-            OpenMut::Inner(inner) => ptr::drop_in_place(inner.places),
+            OpenMut::Leaf(mut leaf) => ptr::drop_in_place(leaf.places_mut()),
+            OpenMut::Inner(mut inner) => ptr::drop_in_place(inner.places_mut()),
         }
         node.drop_in_place();
         drop(Room::<O>::of(node));

@@ -2,12 +2,14 @@
 //! KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), error by error.
 
 use core::fmt;
-use core::ops::{BitOr, Range};
+use core::ops::BitOr;
 
 use super::node::PAGES;
 use super::{Memslot, OwnedSlot, SlotsChange};
 use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
+use crate::heap::Shared;
 use crate::table::OutOfMemory;
+use crate::vm::DirtyLog;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
 pub const MAX_SLOTS: u32 = 32764;
@@ -186,13 +188,19 @@ impl fmt::Display for RegionError {
 
 impl core::error::Error for RegionError {}
 
-/// What a valid [`Region`] comes to.
+/// What a valid [`Region`] comes to. New slots have no log yet; of those they replace, it is told.
 pub(crate) enum Change {
     Nothing,
     Create(OwnedSlot),
-    Delete(Range<Gfn>),
-    Move { from: Range<Gfn>, to: OwnedSlot },
-    Flags(OwnedSlot),
+    Delete,
+    Move {
+        to: OwnedSlot,
+        log: Option<Shared<DirtyLog>>,
+    },
+    Flags {
+        new: OwnedSlot,
+        log: Option<Shared<DirtyLog>>,
+    },
 }
 
 /// Most pages in one slot (KVM_MEM_MAX_NR_PAGES).
@@ -238,7 +246,7 @@ pub(crate) fn plan(
     let old = slots.by_id(id);
     if size == 0 {
         return match old {
-            Some(old) => Ok(Change::Delete(old.gfns())),
+            Some(_) => Ok(Change::Delete),
             None => Err(RegionError::NothingToDelete(id)),
         };
     }
@@ -264,12 +272,11 @@ pub(crate) fn plan(
                 return Err(RegionError::Resized(id));
             }
             if old.base() != new.base() {
-                Change::Move {
-                    from: old.gfns(),
-                    to: new,
-                }
+                let log = old.share_log();
+                Change::Move { to: new, log }
             } else if old.flags() != flags {
-                return Ok(Change::Flags(new));
+                let log = old.share_log();
+                return Ok(Change::Flags { new, log });
             } else {
                 return Ok(Change::Nothing);
             }

@@ -100,10 +100,10 @@ impl World {
         change.catch_up(&self.readers, |_, _| panic!("nobody is inside"));
         let new = match plan(&change, region, CAPACITY)? {
             Change::Nothing => return Ok(()),
-            Change::Delete(_) => None,
-            Change::Create(slot) | Change::Move { to: slot, .. } | Change::Flags(slot) => {
-                Some(slot)
-            }
+            Change::Delete => None,
+            Change::Create(slot)
+            | Change::Move { to: slot, .. }
+            | Change::Flags { new: slot, .. } => Some(slot),
         };
         Ok(change.replace(region.slot, new, &self.readers)?)
     }

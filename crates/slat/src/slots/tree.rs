@@ -9,7 +9,7 @@ use core::mem;
 use core::ops::Range;
 
 use super::Memslot;
-use super::node::{ByGfn, Child, Item, NodeMut, Open, OpenMut, Order, PAGES, Room};
+use super::node::{ByGfn, Child, Item, Node, NodeMut, Open, OpenMut, Order, PAGES, Room};
 use super::node::{free, height, key, len, open, open_mut, page};
 use crate::addr::Gfn;
 use crate::table::OutOfMemory;
@@ -28,6 +28,9 @@ impl<O: Order> Stock<O> {
     /// Makes sure of `nodes`.
     pub(super) fn fill(&mut self, nodes: usize) -> Result<(), OutOfMemory> {
         let missing = nodes.saturating_sub(self.0.len());
+        if missing == 0 {
+            return Ok(());
+        }
         self.0.try_reserve(missing).map_err(|_| OutOfMemory)?;
         for _ in 0..missing {
             self.0.push(Room::new()?);
@@ -38,6 +41,25 @@ impl<O: Order> Stock<O> {
     fn take(&mut self) -> Room<O> {
         self.0.pop().expect("filled before the edit")
     }
+}
+
+/// Those of the children of a node that have a page in `range`, or may have.
+fn within<'a, O: Order, T: Item<O>>(
+    node: &Node<'a, T>,
+    range: &Range<u64>,
+) -> impl Iterator<Item = &'a T> {
+    let (start, end) = (range.start, range.end);
+    let first = if O::DISJOINT {
+        // Of those that begin before the range, only the last can reach into it.
+        let not_above = |child: &T| page(child.key()) <= start;
+        node.rank(start, not_above).saturating_sub(1)
+    } else {
+        0
+    };
+    let begun = node.children()[first..]
+        .iter()
+        .take_while(move |child| page(child.key()) < end);
+    begun.filter(move |child| start < child.end())
 }
 
 /// A tree, and how its slots are ordered.
@@ -82,6 +104,21 @@ impl<O: Order> Index<O> {
         self.root.is_none()
     }
 
+    /// All slots, if they stand in one node.
+    ///
+    /// # Safety
+    /// - as [`Index::find`].
+    pub(super) unsafe fn in_one_node(&self) -> Option<&[Memslot]> {
+        let Some(root) = &self.root else {
+            return Some(&[]);
+        };
+        // SAFETY: the caller's promise.
+        match unsafe { open(root.node) } {
+            Open::Leaf(leaf) => Some(leaf.children()),
+            Open::Inner(_) => None,
+        }
+    }
+
     /// Calls `visit` for every slot that has a page in `range`, in the order of keys, until it answers
     /// `false`. Whether all were visited.
     ///
@@ -106,20 +143,10 @@ impl<O: Order> Index<O> {
     ) -> bool {
         // SAFETY: the caller's promise.
         match unsafe { open(child.node) } {
-            Open::Leaf(leaf) => {
-                let slots = leaf.children().iter();
-                let mut before = slots.take_while(|slot| O::page(slot) < range.end);
-                before.all(|slot| O::end(slot) <= range.start || visit(slot))
-            }
-            Open::Inner(inner) => {
-                let children = inner.children().iter();
-                let mut before = children.take_while(|child| page(child.key) < range.end);
-                before.all(|child| {
-                    // SAFETY: the caller's promise.
-                    child.end <= range.start
-                        || unsafe { Self::overlapping_below(child, range, visit) }
-                })
-            }
+            Open::Leaf(leaf) => within::<O, _>(&leaf, range).all(visit),
+            // SAFETY: the caller's promise.
+            Open::Inner(inner) => within::<O, _>(&inner, range)
+                .all(|child| unsafe { Self::overlapping_below(child, range, visit) }),
         }
     }
 
@@ -138,10 +165,9 @@ impl<O: Order> Index<O> {
         let mut node = root.node;
         // SAFETY: the caller's promise.
         while let Open::Inner(inner) = unsafe { open(node) } {
-            let children = inner.children();
-            count(children.len());
-            let rank = children.partition_point(|child| child.key <= key);
-            node = children[rank.saturating_sub(1)].node;
+            count(inner.children().len());
+            let rank = inner.rank(page(key), |child| child.key <= key);
+            node = inner.children()[rank.saturating_sub(1)].node;
         }
         // SAFETY: as above.
         count(unsafe { len(node) });
@@ -180,14 +206,19 @@ impl<O: Order> Index<O> {
     /// - as [`Index::exchange`].
     unsafe fn insert(&mut self, slot: &Memslot, stock: &mut Stock<O>) {
         let Some(root) = &mut self.root else {
-            self.root = Some(stock.take().node(0, [slot.copy()]).as_child());
+            let mut leaf = stock.take().node(0);
+            leaf.insert(0, slot.copy());
+            self.root = Some(leaf.as_child());
             return;
         };
         // SAFETY: the caller's promise.
         if let Some(right) = unsafe { Self::insert_below(root, slot, stock) } {
             // SAFETY: as above.
             let height = unsafe { height(root.node) } + 1;
-            *root = stock.take().node(height, [*root, right]).as_child();
+            let mut above = stock.take().node(height);
+            above.insert(0, *root);
+            above.insert(1, right);
+            *root = above.as_child();
         }
     }
 
@@ -254,7 +285,7 @@ impl<O: Order> Index<O> {
         match unsafe { open_mut::<O>(at.node) } {
             OpenMut::Leaf(mut leaf) => {
                 let place = leaf.rank(O::key(old)) - 1;
-                if !(place..=place + 1).contains(&leaf.rank(O::key(new))) {
+                if !leaf.fits(place, O::key(new)) {
                     return false;
                 }
                 leaf.change(place, |slot| *slot = new.copy());
@@ -262,7 +293,7 @@ impl<O: Order> Index<O> {
             }
             OpenMut::Inner(mut inner) => {
                 let place = inner.place(O::key(old));
-                if inner.place(O::key(new)) != place {
+                if !inner.is_place(place, O::key(new)) {
                     return false;
                 }
                 // SAFETY: the caller's promise.

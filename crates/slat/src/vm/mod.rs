@@ -179,6 +179,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for reader in self.readers.iter() {
             sum.add(&reader.counters.snapshot());
         }
+        // Their writers are no readers, but count for themselves.
+        sum.slot_changes = self.spaces.iter().map(|space| space.slots.changes()).sum();
         sum
     }
 

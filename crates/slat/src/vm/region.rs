@@ -1,14 +1,11 @@
 //! Slot changes as invalidations: publish the new set, raise the sequence, zap, flush, return. A fault
 //! that looked the old set up cannot install any more.
 
-use core::ops::Range;
-
 use super::{DirtyLog, Leaving, RangeOp, Space, Vm};
-use crate::addr::Gfn;
 use crate::format::Format;
 use crate::heap::Shared;
 use crate::platform::Platform;
-use crate::slots::{Change, OwnedSlot, Region, RegionError, SlotFlags, plan};
+use crate::slots::{Change, OwnedSlot, Region, RegionError, SlotFlags, SlotsChange, plan};
 use crate::table::Tree;
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -35,25 +32,21 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 let new = self.logging(new, None)?;
                 change.replace(id, Some(new), &self.readers)?;
             }
-            Change::Delete(gfns) => {
-                let old = change.by_id(id).cloned();
+            Change::Delete => {
                 let leaving = self.in_progress.slot_leaves();
                 change.replace(id, None, &self.readers)?;
-                self.zap_slot(space, gfns, old, leaving);
+                self.zap_replaced(space, &change, leaving);
             }
-            Change::Move { from, to } => {
+            Change::Move { to, log } => {
                 // KVM keeps the log of a slot that moves: what was written there is still to be told.
-                let old = change.by_id(id).cloned();
-                let log = old.as_ref().and_then(|old| old.share_log());
                 let to = self.logging(to, log)?;
                 let leaving = self.in_progress.slot_leaves();
                 change.replace(id, Some(to), &self.readers)?;
-                self.zap_slot(space, from, old, leaving);
+                self.zap_replaced(space, &change, leaving);
             }
-            Change::Flags(new) => {
-                let old_log = change.by_id(id).and_then(|old| old.share_log());
-                let logged = old_log.is_some();
-                let new = self.logging(new, old_log)?;
+            Change::Flags { new, log } => {
+                let logged = log.is_some();
+                let new = self.logging(new, log)?;
                 change.replace(id, Some(new.clone()), &self.readers)?;
                 self.in_progress.raise();
                 let space = &self.spaces[space];
@@ -64,7 +57,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 }
             }
         }
-        self.section().counters().slot_changes.add(1);
         self.forget_old_mmio(&self.spaces[space], change.set().generation);
         Ok(())
     }
@@ -78,21 +70,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    fn zap_slot(
-        &self,
-        space: usize,
-        gfns: Range<Gfn>,
-        old: Option<OwnedSlot>,
-        leaving: Leaving<'_>,
-    ) {
+    fn zap_replaced(&self, space: usize, change: &SlotsChange<'_>, leaving: Leaving<'_>) {
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, &self.spaces[space]);
-        if let Some(old) = old {
-            op.zap(&old, gfns.clone());
-        }
+        let gfns = change.replaced().map(|old| {
+            op.zap(old, old.gfns());
+            old.gfns()
+        });
         // The operation is still counted: who sees that the slot has left sees that a flush is owed.
         drop(leaving);
-        op.finish(Some(gfns));
+        op.finish(gfns);
     }
 
     /// The slot with a log if its flags ask for one; `old` if it has one already.
