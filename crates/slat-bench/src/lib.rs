@@ -11,10 +11,12 @@
 //! | [`published`] | the references' numbers |
 //! | [`show`] | tables for people, with what is asked for |
 //! | [`html`] | the same as a page with charts |
-//! | [`bare`], [`array`] | the engine alone, and the rival whose memslots are an array |
+//! | [`bare`], [`mod@array`] | the engine alone, and the rival whose memslots are an array |
 //! | `experiments` | one file each: what is set up, what is timed, which rows |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
+// The rival speaks of the experiment that it runs in, which is private.
+#[allow(rustdoc::private_intra_doc_links)]
 pub mod array;
 pub mod bare;
 mod experiments;

@@ -5,9 +5,9 @@
 //! any thread. Nothing that is checked beforehand still holds when the access happens, so the
 //! access itself has to be able to fail.
 //!
-//! Every function here is a few machine instructions ([`mod@access`]) whose addresses stand in an
-//! exception table ([`mod@table`]) next to the address at which the thread goes on when the
-//! instruction cannot be executed. The signal handlers ([`mod@signal`]) look the interrupted
+//! Every function here is a few machine instructions (`access`) whose addresses stand in an
+//! exception table (`table`) next to the address at which the thread goes on when the
+//! instruction cannot be executed. The signal handlers (`signal`) look the interrupted
 //! instruction pointer up in that table; found, they change the instruction pointer and nothing
 //! else, and the access returns [`Gone`]. Not found, the signal belongs to someone else and goes
 //! to the action that was there before ([`set_chained`]).

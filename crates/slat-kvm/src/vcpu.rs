@@ -1,4 +1,4 @@
-//! One vCPU: what belongs to it, and the calls that read and change its state. Running it is [`crate::run`]'s.
+//! One vCPU: what belongs to it, and the calls that read and change its state. Running it is `run`'s.
 
 use crate::errno::{Error, Result, fail};
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};

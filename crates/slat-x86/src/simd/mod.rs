@@ -1,6 +1,6 @@
 //! SSE to SSE4.2, AES, PCLMULQDQ, SHA and MMX.
 //!
-//! The host CPU does the work: [`table`] has a stub of the same instruction for each mnemonic, [`host`] calls it, and
+//! The host CPU does the work: `table` has a stub of the same instruction for each mnemonic, `host` calls it, and
 //! the handlers here only fetch operands and put results back. Plain moves are done without.
 
 mod gpr;
