@@ -79,10 +79,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             op.split_over(gfns.start, frames);
             op.split_over(gfns.end, frames);
             // With all changes of slots locked out, nothing is mapped but what the slots of the set hold.
-            change.set().in_gfns(gfns, |slot| {
-                let part = slot.gfns();
-                op.zap(slot, part.start.max(gfns.start)..part.end.min(gfns.end));
-            });
+            op.zap_slots(change.set(), gfns);
             op.finish(Some(gfns.clone()));
         }
         for (space, change) in self.spaces.iter().zip(&*changes) {

@@ -292,13 +292,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let gfns = slot.gfns();
         let mut op = RangeOp::begin(self, space);
         op.split_eagerly(gfns.clone());
-        let changed = match slot.log() {
-            Some(log) if !log.protects() => {
-                space.tree.clear_dirty(gfns.clone(), |_, _| true, |_, _| ())
-            }
-            _ => space.tree.write_protect(gfns.clone(), |_, _| true),
-        };
-        op.changed(changed > 0);
+        op.protect(slot, gfns.clone(), |_| true);
         op.finish(Some(gfns));
     }
 
