@@ -28,7 +28,7 @@ use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::slots::Memslot;
-use crate::table::{FrameCache, OutOfMemory, Path};
+use crate::table::{FrameCache, OutOfMemory};
 
 /// How a slot logs.
 pub(crate) struct DirtyLog {
@@ -395,18 +395,16 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         let mut start = range.start;
         while start < range.end {
             let end = Gfn((start.0 / chunk + 1) * chunk).min(range.end);
-            let owe = || vm.flushes.owe();
-            let mut path = Path::new(&mut frames, &owe);
-            let walk = vm.policy.walk_for_split();
-            let split = space.tree.split(
-                start..end,
-                walk,
-                |_, _| true,
-                &mut path,
-                || self.flush(start..end),
-            );
-            let (splits, nx_splits) = (path.splits, path.nx_splits);
-            self.counters().path_done(&splits, nx_splits);
+            let split = vm.with_path(&mut frames, self.counters(), |path| {
+                let walk = vm.policy.walk_for_split();
+                space.tree.split(
+                    start..end,
+                    walk,
+                    |_, _| true,
+                    path,
+                    || self.flush(start..end),
+                )
+            });
             let Ok(entries) = split else { break };
             self.counters().split_entries_visited.add(entries);
             // Lets those pass who wait for this thread.

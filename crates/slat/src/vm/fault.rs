@@ -21,7 +21,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::heap::Shared;
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
-use crate::table::{Mapped, OutOfMemory, Path, Tree, Zapped};
+use crate::table::{Mapped, OutOfMemory, Tree, Zapped};
 use crate::vcpu::Vcpu;
 
 /// A page of guest memory as the second level translates it.
@@ -371,13 +371,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             }
             Mapped::MustMend(base, above) => {
                 self.flush_as_vcpu(base, above, Zapped::nothing(), slept);
-                let (vm, space, frames) = self.parts();
-                let owe = || vm.flushes.owe();
-                let mut path = Path::new(frames, &owe);
-                path.nx_split = nx_split;
-                vm.spaces[space].tree.mend(gfn, above, &mut path);
-                let (splits, nx_splits) = (path.splits, path.nx_splits);
-                self.counters().path_done(&splits, nx_splits);
+                self.on_tables(|_, tree, path| {
+                    path.nx_split = nx_split;
+                    tree.mend(gfn, above, path);
+                });
                 return self.mended(gfn, access);
             }
             Mapped::Broken => return self.wait_for_mend(gfn, slept),
@@ -426,13 +423,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     fn no_slot(&mut self, gpa: Gpa, generation: u64) -> Stop {
         self.counters().pf_emulate.add(1);
         if self.vm().caches_mmio() {
-            let (vm, space, frames) = self.parts();
-            let owe = || vm.flushes.owe();
-            let mut path = Path::new(frames, &owe);
-            let tree = &vm.spaces[space].tree;
-            let made = tree.map_mmio(gpa.gfn(), generation, &mut path);
-            let (splits, nx_splits) = (path.splits, path.nx_splits);
-            self.counters().path_done(&splits, nx_splits);
+            let made = self.on_tables(|_, tree, path| tree.map_mmio(gpa.gfn(), generation, path));
             self.counters().pf_mmio_spte_created.add(made as u64);
         }
         Stop::Mmio { gpa }
@@ -469,33 +460,33 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         nx_split: bool,
     ) -> (Mapped, bool) {
         let ring = self.ring().cloned();
-        let (vm, space, frames) = self.parts();
-        let tree = &vm.spaces[space].tree;
-        let owe = || vm.flushes.owe();
-        let mut path = Path::new(frames, &owe);
-        path.nx_split = nx_split;
+        let ring_slot = (self.space_number() as u32) << 16 | slot.id;
         let mut noted = false;
-        let hvas = slot.hvas(gfn, level);
-        // NX may have made a table there since the level was chosen; a huge leaf would throw away what
-        // another vCPU has just been given. Under the lock this is settled.
-        let nx_table = || level > Level::PAGE && vm.policy.huge_is_nx() && tree.is_nx_split(gfn);
-        let valid = || vm.in_progress.holds(sequence, &hvas, vm.lock_wait()) && !nx_table();
         let note = || {
             let Some(log) = slot.log.as_ref().filter(|log| leaf.write && log.protects()) else {
                 return;
             };
             match &ring {
-                Some(ring) if log.is_ring() => ring.push((space as u32) << 16 | slot.id, slot.page),
+                Some(ring) if log.is_ring() => ring.push(ring_slot, slot.page),
                 _ => log.mark(slot.page),
             }
             noted = true;
         };
-        let mapped = tree.map(gfn.align_down(level), level, leaf, &mut path, valid, note);
-        let (splits, nx_splits) = (path.splits, path.nx_splits);
-        let counters = self.counters();
-        counters.path_done(&splits, nx_splits);
-        counters.dirty_pages.add(noted as u64);
-        (mapped, splits.iter().any(|n| *n > 0))
+        let answer = self.on_tables(|vm, tree, path| {
+            path.nx_split = nx_split;
+            let hvas = slot.hvas(gfn, level);
+            // NX may have made a table there since the level was chosen; a huge leaf would throw away
+            // what another vCPU has just been given. Under the lock this is settled.
+            let may_be_nx = || level > Level::PAGE && vm.policy.huge_is_nx();
+            let valid = || {
+                vm.in_progress.holds(sequence, &hvas, vm.lock_wait())
+                    && !(may_be_nx() && tree.is_nx_split(gfn))
+            };
+            let mapped = tree.map(gfn.align_down(level), level, leaf, path, valid, note);
+            (mapped, path.splits.iter().any(|n| *n > 0))
+        });
+        self.counters().dirty_pages.add(noted as u64);
+        answer
     }
 
     /// What it knew did not hold: waits for an invalidation of its page to end, if that was it.

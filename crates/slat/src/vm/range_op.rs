@@ -20,7 +20,7 @@ use crate::format::Format;
 use crate::platform::{Platform, WaitFor};
 use crate::slots::SlotSet;
 use crate::stats::Counters;
-use crate::table::{Freed, Tree, Zapped};
+use crate::table::{FrameCache, Freed, Path, Tree, Zapped};
 
 /// Which flushes are owed.
 #[derive(Default)]
@@ -144,6 +144,22 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
+    /// Runs `then` on its way through the tables: it takes new ones from `frames`, owes a flush for what
+    /// it takes away, and `counters` count what it has split.
+    #[inline]
+    pub(crate) fn with_path<R>(
+        &self,
+        frames: &mut FrameCache,
+        counters: &Counters,
+        then: impl FnOnce(&mut Path<'_>) -> R,
+    ) -> R {
+        let owe = || self.flushes.owe();
+        let mut path = Path::new(frames, &owe);
+        let result = then(&mut path);
+        counters.path_done(&path.splits, path.nx_splits);
+        result
+    }
+
     /// Makes sure that no CPU uses a translation that was taken away before this call, by whomever,
     /// and frees what `zapped` holds. The caller is outside every reader section; for what it has
     /// taken away itself, from `range`, it owes the flush already: `debt`, if it knows which it is.
