@@ -585,7 +585,7 @@ fn is_executable(host: &HostPage) -> bool {
 }
 
 /// The leaf for one page; rights and marks as KVM starts them.
-fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
+pub(super) fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
     let allowed = host.writable && !slot.flags.has(SlotFlags::READONLY);
     // Where the log works by write protection, only a write makes a page writable.
     let write = allowed && (!slot.protects() || access == Access::Write);

@@ -16,13 +16,12 @@
 use core::ops::Range;
 
 use super::Sequence;
-use super::fault::{SlotFacts, Stop};
+use super::fault::{SlotFacts, Stop, leaf_for};
 use crate::addr::{Access, Gfn, Gpa, Level, PAGE_SHIFT};
 use crate::format::Format;
 use crate::format::Leaf;
-use crate::platform::{HostPage, HostRun, MemoryType, Platform};
+use crate::platform::{HostPage, HostRun, Platform};
 use crate::policy::Prefetch;
-use crate::slots::SlotFlags;
 use crate::table::ENTRIES;
 use crate::vcpu::Vcpu;
 
@@ -104,7 +103,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ) -> (Gfn, u64) {
         let hva = |gfn: Gfn| slot.hva_base.add_pages(gfn.0 - slot.gfns.start.0);
         let backing = hva(range.start)..hva(range.end);
-        let readonly = slot.flags.has(SlotFlags::READONLY);
         let (mut installed, mut unmapped) = (0, range.start);
         self.on_tables(|vm, tree, path| {
             let mut map = |run: HostRun| {
@@ -116,13 +114,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     return;
                 }
                 let leaf = Leaf {
-                    pfn: run.first.pfn,
-                    write: run.first.writable && !readonly,
-                    execute: run.first.memory == MemoryType::WriteBack,
-                    may_write: false,
                     accessed: false,
-                    dirty: false,
-                    memory: run.first.memory,
+                    ..leaf_for(slot, &run.first, Access::Read)
                 };
                 let valid = || vm.in_progress.holds(sequence, &backing, vm.lock_wait());
                 if let Some(new) = tree.map_absent(gfn, run.pages, leaf, path, valid) {
