@@ -109,8 +109,8 @@ pub(super) struct SlotFacts {
     /// Its number in the slot.
     page: u64,
     private: bool,
-    pub(super) flags: SlotFlags,
-    pub(super) log: Option<Shared<DirtyLog>>,
+    flags: SlotFlags,
+    log: Option<Shared<DirtyLog>>,
 }
 
 impl SlotFacts {
