@@ -172,9 +172,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         gpa < self.walkable
     }
 
-    /// The number of its address space.
-    pub(crate) fn space_number(&self) -> usize {
-        self.space
+    pub(crate) fn parts(&mut self) -> (&Vm<P, F>, usize, &mut FrameCache, &Counters) {
+        // SAFETY: as in `reader`; a separate borrow, so that `frames` can be changed beside it.
+        let counters = unsafe { &self.reader.as_ref().counters };
+        (&self.vm, self.space, &mut self.frames, counters)
     }
 
     /// Runs `then` on a way through its tables, with the frames it has allocated ahead.
@@ -183,12 +184,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         &mut self,
         then: impl FnOnce(&Vm<P, F>, &Tree<P, F>, &mut Path<'_>) -> R,
     ) -> R {
-        // SAFETY: as in `reader`; a separate borrow, so that `frames` can be changed beside it.
-        let counters = unsafe { &self.reader.as_ref().counters };
-        let tree = &self.vm.spaces[self.space].tree;
-        self.vm.with_path(&mut self.frames, counters, |path| {
-            then(&self.vm, tree, path)
-        })
+        let (vm, space, frames, counters) = self.parts();
+        let tree = &vm.spaces[space].tree;
+        vm.with_path(frames, counters, |path| then(vm, tree, path))
     }
 
     pub(crate) fn window(&mut self) -> &mut Window {

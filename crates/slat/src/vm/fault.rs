@@ -21,7 +21,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::heap::Shared;
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
-use crate::table::{Mapped, OutOfMemory, Tree, Zapped};
+use crate::table::{Mapped, OutOfMemory, Path, Tree, Zapped};
 use crate::vcpu::Vcpu;
 
 /// A page of guest memory as the second level translates it.
@@ -460,33 +460,32 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         nx_split: bool,
     ) -> (Mapped, bool) {
         let ring = self.ring().cloned();
-        let ring_slot = (self.space_number() as u32) << 16 | slot.id;
+        let (vm, space, frames, counters) = self.parts();
+        let tree = &vm.spaces[space].tree;
+        // As in `Vm::with_path`, whose answer would be copied in every fault.
+        let owe = || vm.flushes.owe();
+        let mut path = Path::new(frames, &owe);
+        path.nx_split = nx_split;
         let mut noted = false;
+        let hvas = slot.hvas(gfn, level);
+        // NX may have made a table there since the level was chosen; a huge leaf would throw away what
+        // another vCPU has just been given. Under the lock this is settled.
+        let nx_table = || level > Level::PAGE && vm.policy.huge_is_nx() && tree.is_nx_split(gfn);
+        let valid = || vm.in_progress.holds(sequence, &hvas, vm.lock_wait()) && !nx_table();
         let note = || {
             let Some(log) = slot.log.as_ref().filter(|log| leaf.write && log.protects()) else {
                 return;
             };
             match &ring {
-                Some(ring) if log.is_ring() => ring.push(ring_slot, slot.page),
+                Some(ring) if log.is_ring() => ring.push((space as u32) << 16 | slot.id, slot.page),
                 _ => log.mark(slot.page),
             }
             noted = true;
         };
-        let answer = self.on_tables(|vm, tree, path| {
-            path.nx_split = nx_split;
-            let hvas = slot.hvas(gfn, level);
-            // NX may have made a table there since the level was chosen; a huge leaf would throw away
-            // what another vCPU has just been given. Under the lock this is settled.
-            let may_be_nx = || level > Level::PAGE && vm.policy.huge_is_nx();
-            let valid = || {
-                vm.in_progress.holds(sequence, &hvas, vm.lock_wait())
-                    && !(may_be_nx() && tree.is_nx_split(gfn))
-            };
-            let mapped = tree.map(gfn.align_down(level), level, leaf, path, valid, note);
-            (mapped, path.splits.iter().any(|n| *n > 0))
-        });
-        self.counters().dirty_pages.add(noted as u64);
-        answer
+        let mapped = tree.map(gfn.align_down(level), level, leaf, &mut path, valid, note);
+        counters.path_done(&path);
+        counters.dirty_pages.add(noted as u64);
+        (mapped, path.splits.iter().any(|n| *n > 0))
     }
 
     /// What it knew did not hold: waits for an invalidation of its page to end, if that was it.

@@ -156,7 +156,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let owe = || self.flushes.owe();
         let mut path = Path::new(frames, &owe);
         let result = then(&mut path);
-        counters.path_done(&path.splits, path.nx_splits);
+        counters.path_done(&path);
         result
     }
 
