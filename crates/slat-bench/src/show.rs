@@ -2,6 +2,7 @@
 //! published change was, and how far the limit is.
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+use slat_kvm::report::grouped;
 
 use crate::Experiment;
 use crate::machine::{Api, RealKvm};
@@ -280,18 +281,6 @@ fn time(seconds: f64) -> String {
         _ => 2,
     };
     format!("{value:.digits$} {unit}")
-}
-
-fn grouped(value: u64) -> String {
-    let digits = value.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index != 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
 }
 
 #[cfg(test)]

@@ -111,8 +111,9 @@ pub fn write(name: &str, text: &str) -> Result<()> {
             continue;
         }
         let _ = vm.set_policy(name, value);
-        if name == NX_HUGE_PAGES {
-            // What is mapped already has the rights of before. It faults back in.
+        if name == NX_HUGE_PAGES && number(name) == 0 {
+            // What execution has split faults back in whole. (Switched on, the engine itself takes away
+            // what must not be executed any more.)
             drop(vm.invalidate(Hva(0)..Hva(1 << 47)));
         }
     }

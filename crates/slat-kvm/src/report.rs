@@ -152,7 +152,8 @@ pub fn at_exit() {
     }
 }
 
-fn grouped(value: u64) -> String {
+/// A number with its digits in groups of three, as `1,234,567`.
+pub fn grouped(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::new();
     for (index, digit) in digits.chars().enumerate() {

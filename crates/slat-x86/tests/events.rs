@@ -4,6 +4,18 @@ mod common;
 use common::*;
 use slat_x86::*;
 
+/// The guest runs at CPL 3.
+fn as_user(guest: &mut Guest) {
+    let segment = |selector, rights| Segment {
+        selector,
+        base: 0,
+        limit: u32::MAX,
+        rights,
+    };
+    guest.cpu.state.cs = segment(0x23, 0xa0fb);
+    guest.cpu.state.ss = segment(0x1b, 0xc0f3);
+}
+
 #[test]
 fn an_exception_switches_to_its_ist_stack_with_an_aligned_frame() {
     // ud2
@@ -96,19 +108,7 @@ fn an_interrupt_from_user_code_switches_stacks_and_iret_goes_back() {
     let mut guest = Guest::new(b"\xcd\x80\xf4");
     Guest::gate(guest.memory(), 0x80, HANDLERS, 3, 0);
     guest.memory().write(HANDLERS, b"\x48\xcf");
-    let state = &mut guest.cpu.state;
-    state.cs = Segment {
-        selector: 0x23,
-        base: 0,
-        limit: u32::MAX,
-        rights: 0xa0fb,
-    };
-    state.ss = Segment {
-        selector: 0x1b,
-        base: 0,
-        limit: u32::MAX,
-        rights: 0xc0f3,
-    };
+    as_user(&mut guest);
     guest.halt_in_handler(vector::GP);
     assert_eq!(guest.cpu.state.cs.selector, 8);
     assert_eq!(guest.cpu.state.gpr[RSP], KERNEL_STACK - 48);
@@ -119,19 +119,7 @@ fn an_interrupt_from_user_code_switches_stacks_and_iret_goes_back() {
 #[test]
 fn a_software_interrupt_through_an_inner_gate_is_gp_with_the_vector() {
     let mut guest = Guest::new(b"\xcd\x81");
-    let state = &mut guest.cpu.state;
-    state.cs = Segment {
-        selector: 0x23,
-        base: 0,
-        limit: u32::MAX,
-        rights: 0xa0fb,
-    };
-    state.ss = Segment {
-        selector: 0x1b,
-        base: 0,
-        limit: u32::MAX,
-        rights: 0xc0f3,
-    };
+    as_user(&mut guest);
     guest.halt_in_handler(vector::GP);
     assert_eq!((guest.stack(0), guest.stack(1)), (0x81 * 8 + 2, CODE));
 }
@@ -161,21 +149,6 @@ fn syscall_and_sysret_change_privilege_and_back() {
 
 #[test]
 fn user_code_may_not_touch_supervisor_pages_or_privileged_state() {
-    let user = |guest: &mut Guest| {
-        let state = &mut guest.cpu.state;
-        state.cs = Segment {
-            selector: 0x23,
-            base: 0,
-            limit: u32::MAX,
-            rights: 0xa0fb,
-        };
-        state.ss = Segment {
-            selector: 0x1b,
-            base: 0,
-            limit: u32::MAX,
-            rights: 0xc0f3,
-        };
-    };
     // hlt; cli; in al,dx; mov cr3,rax; rdmsr; wrmsr; lgdt [rsi]; invlpg [rsi]; swapgs; mov dr0,rax
     for code in [
         &b"\xf4"[..],
@@ -190,14 +163,14 @@ fn user_code_may_not_touch_supervisor_pages_or_privileged_state() {
         b"\x0f\x23\xc0",
     ] {
         let mut guest = Guest::new(code);
-        user(&mut guest);
+        as_user(&mut guest);
         guest.cpu.state.gpr[RSI] = DATA;
         guest.halt_in_handler(vector::GP);
         assert_eq!(guest.stack(1), CODE, "{code:x?}");
     }
     // mov rax,[rsi] of a supervisor page
     let mut guest = Guest::new(b"\x48\x8b\x06");
-    user(&mut guest);
+    as_user(&mut guest);
     let supervisor = Rights {
         present: true,
         write: true,

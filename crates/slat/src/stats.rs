@@ -5,7 +5,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
-use crate::table::{ENTRIES, Freed, LeafCounts};
+use crate::table::{ENTRIES, Freed, Path};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -133,13 +133,13 @@ impl Counters {
     }
 
     /// What was done on the way to a leaf. A split of one leaf of level n makes 512 of level n-1.
-    pub(crate) fn path_done(&self, splits: &LeafCounts, nx_splits: u64) {
+    pub(crate) fn path_done(&self, path: &Path<'_>) {
         let gauges = [&self.pages_4k, &self.pages_2m, &self.pages_1g];
         for level in 1..3 {
-            gauges[level].sub(splits[level]);
-            gauges[level - 1].add(splits[level] * ENTRIES as u64);
-            self.splits.add(splits[level]);
+            gauges[level].sub(path.splits[level]);
+            gauges[level - 1].add(path.splits[level] * ENTRIES as u64);
+            self.splits.add(path.splits[level]);
         }
-        self.nx_lpage_splits.add(nx_splits);
+        self.nx_lpage_splits.add(path.nx_splits);
     }
 }

@@ -12,7 +12,7 @@ use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Attention, Reader};
-use crate::table::{FrameCache, OutOfMemory, Tree};
+use crate::table::{FrameCache, OutOfMemory, Path, Tree};
 use crate::vm::{DirtyRing, Space, Vm, Window};
 
 /// One CPU of a VM. Owned by one thread at a time.
@@ -172,8 +172,21 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         gpa < self.walkable
     }
 
-    pub(crate) fn parts(&mut self) -> (&Vm<P, F>, usize, &mut FrameCache) {
-        (&self.vm, self.space, &mut self.frames)
+    pub(crate) fn parts(&mut self) -> (&Vm<P, F>, usize, &mut FrameCache, &Counters) {
+        // SAFETY: as in `reader`; a separate borrow, so that `frames` can be changed beside it.
+        let counters = unsafe { &self.reader.as_ref().counters };
+        (&self.vm, self.space, &mut self.frames, counters)
+    }
+
+    /// Runs `then` on a way through its tables, with the frames it has allocated ahead.
+    #[inline]
+    pub(crate) fn on_tables<R>(
+        &mut self,
+        then: impl FnOnce(&Vm<P, F>, &Tree<P, F>, &mut Path<'_>) -> R,
+    ) -> R {
+        let (vm, space, frames, counters) = self.parts();
+        let tree = &vm.spaces[space].tree;
+        vm.with_path(frames, counters, |path| then(vm, tree, path))
     }
 
     pub(crate) fn window(&mut self) -> &mut Window {

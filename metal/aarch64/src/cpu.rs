@@ -2,9 +2,8 @@
 
 use core::arch::{asm, global_asm};
 use core::marker::PhantomData;
-use core::slice;
 
-use metal_core::{Cause, Command, Cpu, Exit, Op};
+use metal_core::{Cause, Command, Cpu, Exit, guest_program};
 use slat::{Access, Gpa, Hpa, VmId};
 
 use crate::devices::gic;
@@ -23,8 +22,6 @@ struct Context {
 
 unsafe extern "C" {
     fn enter_guest(context: &mut Context) -> u64;
-    static guest_program: u8;
-    static guest_program_end: u8;
 }
 
 /// The vectors by which the guest is left, in the order of the vector table.
@@ -138,14 +135,7 @@ impl<F: Tables> Cpu for El2<F> {
     const REPORTS_MMIO: bool = false;
 
     fn program() -> &'static [u8] {
-        // SAFETY: the symbols are the first byte of the program and the byte behind it.
-        unsafe {
-            let start = &raw const guest_program;
-            slice::from_raw_parts(
-                start,
-                (&raw const guest_program_end).offset_from_unsigned(start),
-            )
-        }
+        guest_program!()
     }
 
     /// `ret`
@@ -153,11 +143,7 @@ impl<F: Tables> Cpu for El2<F> {
 
     fn begin(&mut self, entry: Gpa, command: &Command) {
         let x = &mut self.guest.x;
-        x[0] = match command.op {
-            Op::Write => 0,
-            Op::Read => 1,
-            Op::Execute => 2,
-        };
+        x[0] = command.op as u64;
         x[1] = command.gpa.0;
         x[2] = command.step;
         x[3] = command.count;

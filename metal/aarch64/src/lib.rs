@@ -17,11 +17,12 @@ mod devices;
 mod sysreg;
 mod tlb;
 
+use core::fmt::Write;
 use core::marker::PhantomData;
 use core::ops::Range;
 use core::panic::PanicInfo;
 
-use metal_core::{Heap, Host, Machine, Memory, Second};
+use metal_core::{Console, Heap, Host, Machine, Memory, Second};
 use slat::format::Stage2;
 use slat::{Format, Gfn, Hpa, Pfn, VmId};
 
@@ -133,15 +134,6 @@ extern "C" fn own_exception(vector: u64) -> ! {
 
 #[panic_handler]
 fn panic(info: &PanicInfo<'_>) -> ! {
-    use core::fmt::Write;
-
-    struct Console;
-    impl Write for Console {
-        fn write_str(&mut self, text: &str) -> core::fmt::Result {
-            console::print(text);
-            Ok(())
-        }
-    }
-    let _ = writeln!(Console, "{info}");
+    let _ = writeln!(Console(console::print), "{info}");
     psci::power_off()
 }

@@ -29,7 +29,7 @@ use slat::{Access, Format, Gfn, Gpa, Hpa, VmId};
 
 pub use heap::Heap;
 pub use host::Host;
-pub use report::run;
+pub use report::{Console, run};
 pub use second::Second;
 pub use shootdown::Shootdown;
 
@@ -152,15 +152,31 @@ pub struct Command {
     pub value: u32,
 }
 
-/// What the guest does at each address of a [`Command`].
+/// What the guest does at each address of a [`Command`], by the number that its program is told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
 pub enum Op {
     /// Stores 32 bits.
-    Write,
+    Write = 0,
     /// Loads 32 bits, and adds them up.
-    Read,
+    Read = 1,
     /// Calls it.
-    Execute,
+    Execute = 2,
+}
+
+/// [`Cpu::program`]: what a monitor's assembly has put between the symbols `guest_program` and
+/// `guest_program_end`.
+#[macro_export]
+macro_rules! guest_program {
+    () => {{
+        unsafe extern "C" {
+            static guest_program: u8;
+            static guest_program_end: u8;
+        }
+        let (start, end) = (&raw const guest_program, &raw const guest_program_end);
+        // SAFETY: the symbols enclose the program, which nobody changes.
+        unsafe { core::slice::from_raw_parts(start, end.offset_from_unsigned(start)) }
+    }};
 }
 
 /// The machine's memory, as far as it is the scenarios' to use.

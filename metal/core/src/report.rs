@@ -2,10 +2,21 @@
 
 use alloc::format;
 use alloc::sync::Arc;
+use core::fmt;
 
 use crate::bench::Bench;
 use crate::scenarios;
 use crate::{Host, Machine};
+
+/// The console that this function prints to, for `write!`.
+pub struct Console(pub fn(&str));
+
+impl fmt::Write for Console {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        (self.0)(text);
+        Ok(())
+    }
+}
 
 /// The first CPU's work: runs every scenario on `host`, which no VM uses, and ends the emulator.
 ///

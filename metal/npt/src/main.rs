@@ -10,12 +10,12 @@ mod svm;
 mod vmcb;
 
 use alloc::boxed::Box;
+use alloc::format;
 use alloc::sync::Arc;
 use core::error::Error;
-use core::fmt::Write;
 
 use metal_core::{Command, Cpu, Exit, Heap, Host, Machine, Op};
-use metal_x86::{Console, MEMORY, Pc, Virtualization};
+use metal_x86::{MEMORY, Pc, Virtualization, print};
 use slat::format::Npt;
 use slat::{Config, Gpa, Hva, PAGE_SIZE, Region, SlotFlags, Stop, Vm};
 
@@ -103,11 +103,10 @@ fn hypervisor(cpu: &mut Svm, host: Arc<Host<Pc<Svm>>>) -> Result<(), Box<dyn Err
     }
 
     let stats = vm.stats();
-    writeln!(
-        Console,
+    print(&format!(
         "a hypervisor in a page: {PAGES} pages written after {} faults, {} leaves of 2 MiB, {} of 4 KiB; \
-         {device_accesses} accesses to a device",
+         {device_accesses} accesses to a device\n",
         stats.pf_taken, stats.pages_2m, stats.pages_4k,
-    )?;
+    ));
     Ok(())
 }

@@ -2,9 +2,8 @@
 
 use core::arch::{asm, global_asm};
 use core::marker::PhantomData;
-use core::slice;
 
-use metal_core::{Cause, Command, Cpu, Exit, Op};
+use metal_core::{Cause, Command, Cpu, Exit, guest_program};
 use slat::{Access, Gpa, Hpa, Pfn, VmId};
 
 use crate::csr::{read, write};
@@ -24,8 +23,6 @@ struct Context {
 
 unsafe extern "C" {
     fn enter_guest(context: &mut Context);
-    static guest_program: u8;
-    static guest_program_end: u8;
 }
 
 const A0: usize = 10;
@@ -201,14 +198,7 @@ impl<F: Tables> Cpu for Hart<F> {
     const REPORTS_MMIO: bool = false;
 
     fn program() -> &'static [u8] {
-        // SAFETY: the symbols are the first byte of the program and the byte behind it.
-        unsafe {
-            let start = &raw const guest_program;
-            slice::from_raw_parts(
-                start,
-                (&raw const guest_program_end).offset_from_unsigned(start),
-            )
-        }
+        guest_program!()
     }
 
     /// `jalr zero, 0(ra)`
@@ -216,11 +206,7 @@ impl<F: Tables> Cpu for Hart<F> {
 
     fn begin(&mut self, entry: Gpa, command: &Command) {
         let arguments = [
-            match command.op {
-                Op::Write => 0,
-                Op::Read => 1,
-                Op::Execute => 2,
-            },
+            command.op as u64,
             command.gpa.0,
             command.step,
             command.count,

@@ -16,12 +16,13 @@ mod marks;
 mod sbi;
 
 use core::arch::global_asm;
+use core::fmt::Write;
 use core::marker::PhantomData;
 use core::ops::Range;
 use core::panic::PanicInfo;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
-use metal_core::{Heap, Host, Machine, Memory, Second};
+use metal_core::{Console, Heap, Host, Machine, Memory, Second};
 use slat::format::GStage;
 use slat::{Format, Gfn, Hpa, Pfn, VmId};
 
@@ -129,15 +130,6 @@ extern "C" fn own_exception() -> ! {
 
 #[panic_handler]
 fn panic(info: &PanicInfo<'_>) -> ! {
-    use core::fmt::Write;
-
-    struct Console;
-    impl Write for Console {
-        fn write_str(&mut self, text: &str) -> core::fmt::Result {
-            sbi::print(text);
-            Ok(())
-        }
-    }
-    let _ = writeln!(Console, "{info}");
+    let _ = writeln!(Console(sbi::print), "{info}");
     sbi::power_off()
 }

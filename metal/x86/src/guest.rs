@@ -2,7 +2,7 @@
 
 use core::arch::global_asm;
 
-use metal_core::{Command, Op};
+use metal_core::{Command, guest_program};
 use slat::Gpa;
 
 global_asm!(
@@ -41,13 +41,7 @@ guest_program_end:
 
 /// The program. It ends each command with HLT.
 pub fn program() -> &'static [u8] {
-    unsafe extern "C" {
-        static guest_program: u8;
-        static guest_program_end: u8;
-    }
-    let (start, end) = (&raw const guest_program, &raw const guest_program_end);
-    // SAFETY: the symbols enclose the program, which nobody changes.
-    unsafe { core::slice::from_raw_parts(start, end.offset_from_unsigned(start)) }
+    guest_program!()
 }
 
 /// JMP EAX: back to the program, which needs no stack that way.
@@ -76,11 +70,7 @@ impl Registers {
     pub fn begin(entry: Gpa, command: &Command) -> Self {
         Registers {
             rax: 0,
-            rbx: match command.op {
-                Op::Write => 0,
-                Op::Read => 1,
-                Op::Execute => 2,
-            },
+            rbx: command.op as u64,
             rcx: command.count,
             rdx: command.value.into(),
             rsi: command.step,

@@ -14,12 +14,12 @@ pub mod msr;
 
 use core::arch::asm;
 use core::arch::x86_64::__cpuid;
-use core::fmt::{self, Write};
+use core::fmt::Write;
 use core::marker::PhantomData;
 use core::ops::Range;
 use core::panic::PanicInfo;
 
-use metal_core::{Cpu, Machine, Memory, Second, Shootdown};
+use metal_core::{Console, Cpu, Machine, Memory, Second, Shootdown};
 use slat::{Format, Gfn, Hpa, VmId};
 
 /// CPUs of the machine.
@@ -53,7 +53,7 @@ impl<C: Virtualization> Machine for Pc<C> {
     }
 
     fn print(text: &str) {
-        let _ = Console.write_str(text);
+        print(text);
     }
 
     fn flush_guests(_: VmId, _: &Range<Gfn>) {
@@ -85,15 +85,10 @@ pub fn start(cpu: usize) {
 }
 
 /// Port 0xe9, which both emulators print.
-pub struct Console;
-
-impl Write for Console {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        for byte in text.bytes() {
-            // SAFETY: a port of the emulator's that does nothing but print.
-            unsafe { asm!("out 0xe9, al", in("al") byte, options(nomem, nostack)) };
-        }
-        Ok(())
+pub fn print(text: &str) {
+    for byte in text.bytes() {
+        // SAFETY: a port of the emulator's that does nothing but print.
+        unsafe { asm!("out 0xe9, al", in("al") byte, options(nomem, nostack)) };
     }
 }
 
@@ -112,6 +107,6 @@ pub fn power_off() -> ! {
 
 #[panic_handler]
 fn panic(info: &PanicInfo<'_>) -> ! {
-    let _ = writeln!(Console, "{info}");
+    let _ = writeln!(Console(print), "{info}");
     power_off()
 }

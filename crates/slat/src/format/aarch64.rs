@@ -141,6 +141,8 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
     };
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = true;
+    const TABLE: u64 = TABLE;
+    const FRAME: u64 = FRAME;
     const WRITE: u64 = if HARDWARE_DIRTY { DBM } else { WRITE };
     const MAY_WRITE: u64 = MAY_WRITE;
     const ACCESSED: u64 = ACCESSED;
@@ -173,13 +175,6 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
     }
 
     #[inline]
-    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
-        let frame = bits.wrapping_sub(TABLE);
-        let leads = level > Level::PAGE && frame & !FRAME == 0;
-        leads.then_some(Pfn(frame >> 12))
-    }
-
-    #[inline]
     fn leaf(leaf: Leaf, level: Level) -> u64 {
         let bit = |set: bool, bit: u64| if set { bit } else { 0 };
         let memory = match leaf.memory {
@@ -196,11 +191,6 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
             | bit(leaf.accessed, ACCESSED)
             | bit(leaf.dirty, Self::written(leaf.write))
             | bit(leaf.may_write, MAY_WRITE)
-    }
-
-    #[inline]
-    fn table(frame: Pfn) -> u64 {
-        frame.0 << 12 | TABLE
     }
 
     #[inline]

@@ -56,6 +56,8 @@ impl Format for Ept {
     const ROOT_TABLES: usize = 1;
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;
+    const TABLE: u64 = TABLE;
+    const FRAME: u64 = FRAME;
     const WRITE: u64 = WRITE;
     const MAY_WRITE: u64 = MAY_WRITE;
     const ACCESSED: u64 = ACCESSED;
@@ -94,13 +96,6 @@ impl Format for Ept {
     }
 
     #[inline]
-    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
-        let frame = bits.wrapping_sub(TABLE);
-        let leads = level > Level::PAGE && frame & !FRAME == 0;
-        leads.then_some(Pfn(frame >> 12))
-    }
-
-    #[inline]
     fn leaf(leaf: Leaf, level: Level) -> u64 {
         let bit = |set: bool, bit: u64| if set { bit } else { 0 };
         leaf.pfn.0 << 12
@@ -112,11 +107,6 @@ impl Format for Ept {
             | bit(leaf.accessed, ACCESSED)
             | bit(leaf.dirty, DIRTY)
             | bit(leaf.may_write, MAY_WRITE)
-    }
-
-    #[inline]
-    fn table(frame: Pfn) -> u64 {
-        frame.0 << 12 | TABLE
     }
 
     #[inline]

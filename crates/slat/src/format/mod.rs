@@ -91,6 +91,12 @@ pub trait Format: Send + Sync + 'static {
     /// A valid entry that leads elsewhere may only replace a valid one after an invalid one and a
     /// flush.
     const BREAK_BEFORE_MAKE: bool;
+    /// What every entry that leads to a table has beside the frame. It limits no right: leaves decide.
+    const TABLE: u64;
+    /// The bits of an entry that hold a frame.
+    const FRAME: u64;
+    /// Where they begin.
+    const FRAME_SHIFT: u32 = 12;
     /// The bit of a leaf that allows writing.
     const WRITE: u64;
     /// The bit of a leaf that says [`Leaf::may_write`].
@@ -113,11 +119,19 @@ pub trait Format: Send + Sync + 'static {
     fn decode_leaf(bits: u64) -> Leaf;
     /// The next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made.
     /// It agrees with `decode` for all entries of ours, and exists because every step of a walk asks.
-    fn next_table(bits: u64, level: Level) -> Option<Pfn>;
+    #[inline]
+    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
+        let frame = bits.wrapping_sub(Self::TABLE);
+        let leads = level > Level::PAGE && frame & !Self::FRAME == 0;
+        leads.then_some(Pfn(frame >> Self::FRAME_SHIFT))
+    }
     /// A leaf for a table of `level`.
     fn leaf(leaf: Leaf, level: Level) -> u64;
-    /// An entry that leads to a table. It limits no right: leaves decide.
-    fn table(frame: Pfn) -> u64;
+    /// An entry that leads to a table.
+    #[inline]
+    fn table(frame: Pfn) -> u64 {
+        frame.0 << Self::FRAME_SHIFT | Self::TABLE
+    }
     /// See [`Entry::Mmio`].
     fn mmio(generation: u64) -> u64;
     /// See [`Entry::Broken`]; called only where [`Format::BREAK_BEFORE_MAKE`].

@@ -53,6 +53,9 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const ROOT_TABLES: usize = 4;
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;
+    const TABLE: u64 = TABLE;
+    const FRAME: u64 = FRAME;
+    const FRAME_SHIFT: u32 = FRAME_SHIFT;
     const WRITE: u64 = WRITE;
     const MAY_WRITE: u64 = MAY_WRITE;
     const ACCESSED: u64 = ACCESSED;
@@ -93,13 +96,6 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     }
 
     #[inline]
-    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
-        let frame = bits.wrapping_sub(TABLE);
-        let leads = level > Level::PAGE && frame & !FRAME == 0;
-        leads.then_some(Pfn(frame >> FRAME_SHIFT))
-    }
-
-    #[inline]
     fn leaf(leaf: Leaf, _level: Level) -> u64 {
         let bit = |set: bool, bit: u64| if set { bit } else { 0 };
         leaf.pfn.0 << FRAME_SHIFT
@@ -112,11 +108,6 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
             | bit(leaf.dirty, DIRTY)
             | bit(leaf.may_write, MAY_WRITE)
             | bit(leaf.memory == MemoryType::Device, IO)
-    }
-
-    #[inline]
-    fn table(frame: Pfn) -> u64 {
-        frame.0 << FRAME_SHIFT | TABLE
     }
 
     #[inline]

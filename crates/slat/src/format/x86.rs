@@ -49,6 +49,8 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
     const ROOT_TABLES: usize = 1;
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;
+    const TABLE: u64 = TABLE;
+    const FRAME: u64 = FRAME;
     const WRITE: u64 = WRITE;
     const MAY_WRITE: u64 = MAY_WRITE;
     const ACCESSED: u64 = ACCESSED;
@@ -68,20 +70,8 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
     }
 
     #[inline]
-    fn next_table(bits: u64, level: Level) -> Option<Pfn> {
-        let frame = bits.wrapping_sub(TABLE);
-        let leads = level > Level::PAGE && frame & !FRAME == 0;
-        leads.then_some(Pfn(frame >> 12))
-    }
-
-    #[inline]
     fn leaf(leaf: Leaf, level: Level) -> u64 {
         encode(leaf, level)
-    }
-
-    #[inline]
-    fn table(frame: Pfn) -> u64 {
-        frame.0 << 12 | TABLE
     }
 
     #[inline]

@@ -74,6 +74,9 @@ macro_rules! small_format {
             const ROOT_TABLES: usize = 1;
             const MAX_LEAF: Level = Level::MEGA;
             const BREAK_BEFORE_MAKE: bool = $breaks;
+            const TABLE: u64 = <$of>::TABLE;
+            const FRAME: u64 = <$of>::FRAME;
+            const FRAME_SHIFT: u32 = <$of>::FRAME_SHIFT;
             const WRITE: u64 = <$of>::WRITE;
             const MAY_WRITE: u64 = <$of>::MAY_WRITE;
             const ACCESSED: u64 = <$of>::ACCESSED;
@@ -88,17 +91,11 @@ macro_rules! small_format {
             fn decode_leaf(bits: u64) -> Leaf {
                 <$of>::decode_leaf(bits)
             }
-            fn next_table(bits: u64, level: Level) -> Option<Pfn> {
-                <$of>::next_table(bits, level)
-            }
             fn ready(access: Access) -> (u64, u64) {
                 <$of>::ready(access)
             }
             fn leaf(leaf: Leaf, level: Level) -> u64 {
                 <$of>::leaf(leaf, level)
-            }
-            fn table(frame: Pfn) -> u64 {
-                <$of>::table(frame)
             }
             fn mmio(generation: u64) -> u64 {
                 <$of>::mmio(generation)

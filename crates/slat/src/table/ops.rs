@@ -72,7 +72,7 @@ impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<F, W> {
     /// Pages that may all be written.
     #[inline]
     fn run(&mut self, entries: &[AtomicU64; RUN], first: Gfn) -> bool {
-        let bits = entries.each_ref().map(|entry| entry.load(Relaxed));
+        let bits: [u64; RUN] = core::array::from_fn(|i| entries[i].load(Relaxed));
         let (set, clear) = F::ready(Access::Write);
         let set = set & !(F::ACCESSED | F::DIRTY);
         let all = bits.iter().fold(u64::MAX, |all, bits| all & bits);

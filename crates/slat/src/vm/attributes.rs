@@ -20,7 +20,7 @@ use crate::addr::{Gfn, Gpa, Level};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
 use crate::slots::{AttributesError, MemoryAttributes, PrivateFrames, SlotsChange};
-use crate::table::{FrameCache, OutOfMemory, Path, SplitWalk, Tree};
+use crate::table::{FrameCache, OutOfMemory, SplitWalk, Tree};
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Gives the frames `gfns` these attributes, in every address space, whether there are memslots or
@@ -81,10 +81,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             op.split_over(gfns.start, frames);
             op.split_over(gfns.end, frames);
             // With all changes of slots locked out, nothing is mapped but what the slots of the set hold.
-            change.set().in_gfns(gfns, |slot| {
-                let part = slot.gfns();
-                op.zap(slot, part.start.max(gfns.start)..part.end.min(gfns.end));
-            });
+            op.zap_slots(change.set(), gfns);
             op.finish(Some(gfns.clone()));
         }
         for (space, change) in self.spaces.iter().zip(&*changes) {
@@ -110,18 +107,16 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         if !matches!(found.entry::<F>(), Entry::Leaf(_)) || whole.start == gfn {
             return;
         }
-        let owe = || vm.flushes.owe();
-        let mut path = Path::new(frames, &owe);
-        let reaches_over = |start: Gfn, _| start < gfn;
-        let split = space.tree.split(
-            gfn..gfn.add(1),
-            SplitWalk::SkipLastLevel,
-            reaches_over,
-            &mut path,
-            || self.flush(whole.clone()),
-        );
+        let split = vm.with_path(frames, self.counters(), |path| {
+            let reaches_over = |start: Gfn, _| start < gfn;
+            space.tree.split(
+                gfn..gfn.add(1),
+                SplitWalk::SkipLastLevel,
+                reaches_over,
+                path,
+                || self.flush(whole.clone()),
+            )
+        });
         debug_assert!(split.is_ok(), "the tables were allocated before");
-        let (splits, nx_splits) = (path.splits, path.nx_splits);
-        self.counters().path_done(&splits, nx_splits);
     }
 }

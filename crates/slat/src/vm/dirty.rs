@@ -28,7 +28,7 @@ use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::slots::Memslot;
-use crate::table::{FrameCache, OutOfMemory, Path};
+use crate::table::{FrameCache, OutOfMemory};
 
 /// How a slot logs.
 pub(crate) struct DirtyLog {
@@ -292,13 +292,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let gfns = slot.gfns();
         let mut op = RangeOp::begin(self, space);
         op.split_eagerly(gfns.clone());
-        let changed = match slot.log() {
-            Some(log) if !log.protects() => {
-                space.tree.clear_dirty(gfns.clone(), |_, _| true, |_, _| ())
-            }
-            _ => space.tree.write_protect(gfns.clone(), |_, _| true),
-        };
-        op.changed(changed > 0);
+        op.protect(slot, gfns.clone(), |_| true);
         op.finish(Some(gfns));
     }
 
@@ -401,18 +395,16 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         let mut start = range.start;
         while start < range.end {
             let end = Gfn((start.0 / chunk + 1) * chunk).min(range.end);
-            let owe = || vm.flushes.owe();
-            let mut path = Path::new(&mut frames, &owe);
-            let walk = vm.policy.walk_for_split();
-            let split = space.tree.split(
-                start..end,
-                walk,
-                |_, _| true,
-                &mut path,
-                || self.flush(start..end),
-            );
-            let (splits, nx_splits) = (path.splits, path.nx_splits);
-            self.counters().path_done(&splits, nx_splits);
+            let split = vm.with_path(&mut frames, self.counters(), |path| {
+                let walk = vm.policy.walk_for_split();
+                space.tree.split(
+                    start..end,
+                    walk,
+                    |_, _| true,
+                    path,
+                    || self.flush(start..end),
+                )
+            });
             let Ok(entries) = split else { break };
             self.counters().split_entries_visited.add(entries);
             // Lets those pass who wait for this thread.

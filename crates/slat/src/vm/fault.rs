@@ -109,8 +109,8 @@ pub(super) struct SlotFacts {
     /// Its number in the slot.
     page: u64,
     private: bool,
-    pub(super) flags: SlotFlags,
-    pub(super) log: Option<Shared<DirtyLog>>,
+    flags: SlotFlags,
+    log: Option<Shared<DirtyLog>>,
 }
 
 impl SlotFacts {
@@ -371,13 +371,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             }
             Mapped::MustMend(base, above) => {
                 self.flush_as_vcpu(base, above, Zapped::nothing(), slept);
-                let (vm, space, frames) = self.parts();
-                let owe = || vm.flushes.owe();
-                let mut path = Path::new(frames, &owe);
-                path.nx_split = nx_split;
-                vm.spaces[space].tree.mend(gfn, above, &mut path);
-                let (splits, nx_splits) = (path.splits, path.nx_splits);
-                self.counters().path_done(&splits, nx_splits);
+                self.on_tables(|_, tree, path| {
+                    path.nx_split = nx_split;
+                    tree.mend(gfn, above, path);
+                });
                 return self.mended(gfn, access);
             }
             Mapped::Broken => return self.wait_for_mend(gfn, slept),
@@ -426,13 +423,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     fn no_slot(&mut self, gpa: Gpa, generation: u64) -> Stop {
         self.counters().pf_emulate.add(1);
         if self.vm().caches_mmio() {
-            let (vm, space, frames) = self.parts();
-            let owe = || vm.flushes.owe();
-            let mut path = Path::new(frames, &owe);
-            let tree = &vm.spaces[space].tree;
-            let made = tree.map_mmio(gpa.gfn(), generation, &mut path);
-            let (splits, nx_splits) = (path.splits, path.nx_splits);
-            self.counters().path_done(&splits, nx_splits);
+            let made = self.on_tables(|_, tree, path| tree.map_mmio(gpa.gfn(), generation, path));
             self.counters().pf_mmio_spte_created.add(made as u64);
         }
         Stop::Mmio { gpa }
@@ -469,8 +460,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         nx_split: bool,
     ) -> (Mapped, bool) {
         let ring = self.ring().cloned();
-        let (vm, space, frames) = self.parts();
+        let (vm, space, frames, counters) = self.parts();
         let tree = &vm.spaces[space].tree;
+        // As in `Vm::with_path`, whose answer would be copied in every fault.
         let owe = || vm.flushes.owe();
         let mut path = Path::new(frames, &owe);
         path.nx_split = nx_split;
@@ -491,11 +483,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             noted = true;
         };
         let mapped = tree.map(gfn.align_down(level), level, leaf, &mut path, valid, note);
-        let (splits, nx_splits) = (path.splits, path.nx_splits);
-        let counters = self.counters();
-        counters.path_done(&splits, nx_splits);
+        counters.path_done(&path);
         counters.dirty_pages.add(noted as u64);
-        (mapped, splits.iter().any(|n| *n > 0))
+        (mapped, path.splits.iter().any(|n| *n > 0))
     }
 
     /// What it knew did not hold: waits for an invalidation of its page to end, if that was it.
@@ -594,7 +584,7 @@ fn is_executable(host: &HostPage) -> bool {
 }
 
 /// The leaf for one page; rights and marks as KVM starts them.
-fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
+pub(super) fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
     let allowed = host.writable && !slot.flags.has(SlotFlags::READONLY);
     // Where the log works by write protection, only a write makes a page writable.
     let write = allowed && (!slot.protects() || access == Access::Write);

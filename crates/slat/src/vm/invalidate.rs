@@ -190,10 +190,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         // A fault that asked before this would install one more.
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, space);
-        space.slots.current().in_gfns(&range, |slot| {
-            let gfns = slot.gfns();
-            op.zap(slot, gfns.start.max(range.start)..gfns.end.min(range.end));
-        });
+        op.zap_slots(space.slots.current(), &range);
         op.finish(Some(range));
     }
 

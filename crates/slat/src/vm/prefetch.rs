@@ -16,14 +16,13 @@
 use core::ops::Range;
 
 use super::Sequence;
-use super::fault::{SlotFacts, Stop};
-use crate::addr::{Access, Gfn, Gpa, Hva, Level, PAGE_SHIFT};
+use super::fault::{SlotFacts, Stop, leaf_for};
+use crate::addr::{Access, Gfn, Gpa, Level, PAGE_SHIFT};
 use crate::format::Format;
 use crate::format::Leaf;
-use crate::platform::{HostPage, HostRun, MemoryType, Platform};
+use crate::platform::{HostPage, HostRun, Platform};
 use crate::policy::Prefetch;
-use crate::slots::SlotFlags;
-use crate::table::{ENTRIES, Path};
+use crate::table::ENTRIES;
 use crate::vcpu::Vcpu;
 
 /// What the adaptive window remembers of one vCPU.
@@ -102,38 +101,32 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         slot: &SlotFacts,
         sequence: Sequence,
     ) -> (Gfn, u64) {
-        let hva = |gfn: Gfn| Hva(slot.hva_base.0 + ((gfn.0 - slot.gfns.start.0) << 12));
+        let hva = |gfn: Gfn| slot.hva_base.add_pages(gfn.0 - slot.gfns.start.0);
         let backing = hva(range.start)..hva(range.end);
-        let readonly = slot.flags.has(SlotFlags::READONLY);
-        let (vm, space, frames) = self.parts();
-        let owe = || vm.flushes.owe();
-        let mut path = Path::new(frames, &owe);
         let (mut installed, mut unmapped) = (0, range.start);
-        vm.platform
-            .resolve_resident(backing.clone(), &mut |run: HostRun| {
-                let leaf = Leaf {
-                    pfn: run.first.pfn,
-                    write: run.first.writable && !readonly,
-                    execute: run.first.memory == MemoryType::WriteBack,
-                    may_write: false,
-                    accessed: false,
-                    dirty: false,
-                    memory: run.first.memory,
-                };
-                let gfn = range.start.add((run.backing.0 - backing.start.0) >> 12);
+        self.on_tables(|vm, tree, path| {
+            let mut map = |run: HostRun| {
+                let gfn = range
+                    .start
+                    .add((run.backing.0 - backing.start.0) >> PAGE_SHIFT);
                 let HostPage { pfn, level, .. } = run.first;
                 if vm.fitting_level(&slot.gfns, gfn, pfn, level) > Level::PAGE {
                     return;
                 }
+                let leaf = Leaf {
+                    accessed: false,
+                    ..leaf_for(slot, &run.first, Access::Read)
+                };
                 let valid = || vm.in_progress.holds(sequence, &backing, vm.lock_wait());
-                let tree = &vm.spaces[space].tree;
-                if let Some(new) = tree.map_absent(gfn, run.pages, leaf, &mut path, valid) {
+                if let Some(new) = tree.map_absent(gfn, run.pages, leaf, path, valid) {
                     installed += new;
                     if gfn == unmapped {
                         unmapped = gfn.add(run.pages);
                     }
                 }
-            });
+            };
+            vm.platform.resolve_resident(backing.clone(), &mut map);
+        });
         let counters = self.counters();
         counters.pages_4k.add(installed);
         counters.prefetched.add(installed);

@@ -11,14 +11,16 @@
 //! only if no debt but its own is open, and of everything otherwise.
 
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
+use core::mem::{replace, take};
 use core::ops::Range;
 
 use super::{Section, Space, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
 use crate::platform::Platform;
+use crate::slots::SlotSet;
 use crate::stats::Counters;
-use crate::table::{Freed, Tree, Zapped};
+use crate::table::{FrameCache, Freed, Path, Tree, Zapped};
 
 /// Which flushes are owed.
 #[derive(Default)]
@@ -104,11 +106,24 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         self.changed |= changed;
     }
 
+    /// Zaps the part of every slot of `set` that lies in `range`.
+    pub(super) fn zap_slots(&mut self, set: &SlotSet, range: &Range<Gfn>) {
+        set.in_gfns(range, |slot| {
+            let gfns = slot.gfns();
+            self.zap(slot, gfns.start.max(range.start)..gfns.end.min(range.end));
+        });
+    }
+
+    /// Hands over what was taken away since the last time, and owes its flush if it was anything.
+    fn owe(&mut self) -> (Option<Debt>, Zapped) {
+        let zapped = replace(&mut self.zapped, Zapped::nothing());
+        let owes = take(&mut self.changed) || !zapped.is_empty();
+        (owes.then(|| self.vm.flushes.owe_own()), zapped)
+    }
+
     /// Flushes `range` if anybody owes it, and goes on. Others who wait for this thread pass.
     pub(super) fn flush(&mut self, range: Range<Gfn>) {
-        let zapped = core::mem::replace(&mut self.zapped, Zapped::nothing());
-        let owes = core::mem::take(&mut self.changed) || !zapped.is_empty();
-        let debt = owes.then(|| self.vm.flushes.owe_own());
+        let (debt, zapped) = self.owe();
         self.section.leave();
         self.vm
             .flush(self.space, range, debt, zapped, self.counters());
@@ -117,24 +132,34 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
 
     /// Ends the operation: when this returns, no CPU uses what was taken away from `range` before the
     /// call, by whomever. `None`: nothing there can have been of interest.
-    pub(super) fn finish(self, range: Option<Range<Gfn>>) {
-        let owes = self.changed || !self.zapped.is_empty();
-        let debt = owes.then(|| self.vm.flushes.owe_own());
+    pub(super) fn finish(mut self, range: Option<Range<Gfn>>) {
+        let (debt, zapped) = self.owe();
         self.vm.flushes.zapping.fetch_sub(1, SeqCst);
         self.section.leave();
         if let Some(range) = range {
-            self.vm.flush(
-                self.space,
-                range,
-                debt,
-                self.zapped,
-                self.section.counters(),
-            );
+            self.vm
+                .flush(self.space, range, debt, zapped, self.counters());
         }
     }
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
+    /// Runs `then` on its way through the tables: it takes new ones from `frames`, owes a flush for what
+    /// it takes away, and `counters` count what it has split.
+    #[inline]
+    pub(crate) fn with_path<R>(
+        &self,
+        frames: &mut FrameCache,
+        counters: &Counters,
+        then: impl FnOnce(&mut Path<'_>) -> R,
+    ) -> R {
+        let owe = || self.flushes.owe();
+        let mut path = Path::new(frames, &owe);
+        let result = then(&mut path);
+        counters.path_done(&path);
+        result
+    }
+
     /// Makes sure that no CPU uses a translation that was taken away before this call, by whomever,
     /// and frees what `zapped` holds. The caller is outside every reader section; for what it has
     /// taken away itself, from `range`, it owes the flush already: `debt`, if it knows which it is.

@@ -1,4 +1,4 @@
-//! How a monitor is linked.
+//! How a monitor is linked: the build script of those for x86.
 
 fn main() {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../x86/link.ld");
