@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Machine, PLAIN, hvas, model, on_cpu, set_slot, spawn, vm, wait};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SHIFT};
-use crate::slots::{Change, Region, SlotFlags, Slots, plan};
+use crate::slots::{Change, OwnedSlot, Region, SlotFlags, Slots, plan};
 use crate::sync::quiesce::Readers;
 
 /// Enough slots for a tree of two levels.
@@ -41,9 +41,7 @@ impl World {
         let mut change = self.slots.change(wait);
         change.catch_up(&self.readers, |round, _| wait(round));
         let new = match plan(&change, &region, 64).unwrap() {
-            Change::Create(new) | Change::Move { to: new, .. } | Change::Flags { new, .. } => {
-                Some(new)
-            }
+            Change::Create | Change::Move | Change::Flags => Some(OwnedSlot::new(&region, None)),
             Change::Delete => None,
             Change::Nothing => panic!("a change is asked for"),
         };

@@ -3,7 +3,7 @@
 use core::fmt;
 use core::ops::{Deref, Range};
 
-use super::SlotFlags;
+use super::{Region, SlotFlags};
 use crate::addr::{Gfn, Hva, PAGE_SHIFT, gpa_range};
 use crate::heap::{Shared, Uncounted};
 use crate::sync::atomic::Watch;
@@ -172,51 +172,37 @@ impl fmt::Debug for Memslot {
 /// A memslot with what belongs to it: what the index by id holds, and a change begins with.
 pub(crate) struct OwnedSlot {
     slot: Memslot,
-    log: Option<Shared<DirtyLog>>,
+    /// Keeps alive what `slot` leads to.
+    _log: Option<Shared<DirtyLog>>,
 }
 
 impl OwnedSlot {
-    /// A slot that does not log, without private backing. `pages`, `id` and `flags` are as `plan` allows them.
-    pub(super) fn new(id: u32, flags: SlotFlags, base: Gfn, pages: u64, backing: Hva) -> Self {
+    /// The slot that `region` asks for, which is as [`super::plan`] allows it, with `log` for its log.
+    pub(crate) fn new(region: &Region, log: Option<Shared<DirtyLog>>) -> Self {
         let fits = "the rules of regions leave no larger one";
+        let besides = match region.private {
+            Some(private) => Besides { private },
+            None => Besides {
+                log: log.as_ref().map(Shared::uncounted),
+            },
+        };
+        let has_private = region.private.is_some();
+        assert!(
+            !has_private || log.is_none(),
+            "private memory is not logged"
+        );
         OwnedSlot {
             slot: Memslot {
-                base,
-                backing,
-                besides: Besides { log: None },
-                pages: pages.try_into().expect(fits),
-                id: id.try_into().expect(fits),
-                flags: flags.0.try_into().expect(fits),
-                has_private: false,
+                base: region.gpa.gfn(),
+                backing: region.backing,
+                besides,
+                pages: (region.size >> PAGE_SHIFT).try_into().expect(fits),
+                id: region.slot.try_into().expect(fits),
+                flags: region.flags.0.try_into().expect(fits),
+                has_private,
                 alive: Watch::new(),
             },
-            log: None,
-        }
-    }
-
-    /// The same slot, which has no log, with `private` behind its first page where that is private.
-    pub(super) fn with_private(mut self, private: Hva) -> Self {
-        assert!(self.log.is_none(), "private memory is not logged");
-        self.slot.besides = Besides { private };
-        self.slot.has_private = true;
-        self
-    }
-
-    /// The same slot, which has no private backing, with `log` for its log.
-    pub(crate) fn logging_to(mut self, log: Shared<DirtyLog>) -> Self {
-        assert!(!self.slot.has_private, "private memory is not logged");
-        let uncounted = Some(log.uncounted());
-        self.slot.besides = Besides { log: uncounted };
-        self.log = Some(log);
-        self
-    }
-}
-
-impl Clone for OwnedSlot {
-    fn clone(&self) -> Self {
-        OwnedSlot {
-            slot: self.slot.copy(),
-            log: self.log.clone(),
+            _log: log,
         }
     }
 }

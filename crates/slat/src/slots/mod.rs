@@ -354,6 +354,7 @@ impl SlotsChange<'_> {
     /// Before the set aside can be changed: waits for those who still read it, and repeats the last
     /// change in it. `wait(round, token)` passes time for the reader with `token`; the caller is inside
     /// no reader section.
+    #[inline]
     pub(crate) fn catch_up(&mut self, readers: &Readers, wait: impl FnMut(u32, usize)) {
         let writer = &mut *self.writer;
         let Some(behind) = writer.behind.take() else {
@@ -378,6 +379,7 @@ impl SlotsChange<'_> {
     ///
     /// # Errors
     /// [`OutOfMemory`]; nothing has changed.
+    #[inline]
     pub(crate) fn replace(
         &mut self,
         id: u32,
@@ -418,6 +420,7 @@ impl SlotsChange<'_> {
     }
 
     /// Swaps the sets.
+    #[inline]
     fn publish(&mut self, slot: Option<Replaced>, readers: &Readers) {
         let writer = &mut *self.writer;
         unread(&mut writer.aside, &writer.behind).generation += 1;

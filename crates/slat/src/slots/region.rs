@@ -4,12 +4,10 @@
 use core::fmt;
 use core::ops::BitOr;
 
+use super::SlotsChange;
 use super::node::PAGES;
-use super::{Memslot, OwnedSlot, SlotsChange};
 use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
-use crate::heap::Shared;
 use crate::table::OutOfMemory;
-use crate::vm::DirtyLog;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
 pub const MAX_SLOTS: u32 = 32764;
@@ -188,19 +186,14 @@ impl fmt::Display for RegionError {
 
 impl core::error::Error for RegionError {}
 
-/// What a valid [`Region`] comes to. New slots have no log yet; of those they replace, it is told.
+/// What a valid [`Region`] comes to.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Change {
     Nothing,
-    Create(OwnedSlot),
+    Create,
     Delete,
-    Move {
-        to: OwnedSlot,
-        log: Option<Shared<DirtyLog>>,
-    },
-    Flags {
-        new: OwnedSlot,
-        log: Option<Shared<DirtyLog>>,
-    },
+    Move,
+    Flags,
 }
 
 /// Most pages in one slot (KVM_MEM_MAX_NR_PAGES).
@@ -209,6 +202,7 @@ const MAX_PAGES: u64 = (1 << 31) - 1;
 const BACKING_END: u64 = PAGES << PAGE_SHIFT;
 
 /// Checks `region` against the rules and the slots there are. `capacity`: frames that the tables hold.
+#[inline]
 pub(crate) fn plan(
     slots: &SlotsChange<'_>,
     region: &Region,
@@ -253,30 +247,24 @@ pub(crate) fn plan(
     if backing_end > BACKING_END {
         return Err(RegionError::TooHigh(*region));
     }
-    let new = OwnedSlot::new(id, flags, gpa.gfn(), pages, backing);
-    let new = match private {
-        Some(private) => new.with_private(private),
-        None => new,
-    };
     let change = match old {
         None if slots.pages().checked_add(pages).is_none() => {
             return Err(RegionError::TooLarge(*region));
         }
-        None => Change::Create(new),
+        None => Change::Create,
         Some(old) => {
             if old.private().is_some() || private.is_some() {
                 return Err(RegionError::PrivateChanged(id));
             }
-            let readonly = |s: &Memslot| s.flags().has(SlotFlags::READONLY);
-            if old.backing() != backing || old.pages() != pages || readonly(old) != readonly(&new) {
+            let readonly = |flags: SlotFlags| flags.has(SlotFlags::READONLY);
+            let same_pages = old.backing() == backing && old.pages() == pages;
+            if !same_pages || readonly(old.flags()) != readonly(flags) {
                 return Err(RegionError::Resized(id));
             }
-            if old.base() != new.base() {
-                let log = old.share_log();
-                Change::Move { to: new, log }
+            if old.base() != gpa.gfn() {
+                Change::Move
             } else if old.flags() != flags {
-                let log = old.share_log();
-                return Ok(Change::Flags { new, log });
+                return Ok(Change::Flags);
             } else {
                 return Ok(Change::Nothing);
             }

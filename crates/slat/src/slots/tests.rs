@@ -101,9 +101,7 @@ impl World {
         let new = match plan(&change, region, CAPACITY)? {
             Change::Nothing => return Ok(()),
             Change::Delete => None,
-            Change::Create(slot)
-            | Change::Move { to: slot, .. }
-            | Change::Flags { new: slot, .. } => Some(slot),
+            Change::Create | Change::Move | Change::Flags => Some(OwnedSlot::new(region, None)),
         };
         Ok(change.replace(region.slot, new, &self.readers)?)
     }

@@ -1,7 +1,8 @@
 //! Slot changes as invalidations: publish the new set, raise the sequence, zap, flush, return. A fault
 //! that looked the old set up cannot install any more.
 
-use super::{DirtyLog, Leaving, RangeOp, Space, Vm};
+use super::{Leaving, RangeOp, Space, Vm};
+use crate::addr::PAGE_SHIFT;
 use crate::format::Format;
 use crate::heap::Shared;
 use crate::platform::Platform;
@@ -25,34 +26,31 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut change = slots.change(self.lock_wait());
         let id = region.slot;
         let plan = plan(&change, region, Tree::<P, F>::capacity())?;
+        let new = match plan {
+            Change::Nothing => return Ok(()),
+            Change::Delete => None,
+            Change::Create | Change::Move | Change::Flags => {
+                Some(self.slot(region, change.by_id(id))?)
+            }
+        };
         change.catch_up(&self.readers, self.reader_wait());
         match plan {
-            Change::Nothing => return Ok(()),
-            Change::Create(new) => {
-                let new = self.logging(new, None)?;
-                change.replace(id, Some(new), &self.readers)?;
-            }
-            Change::Delete => {
+            Change::Nothing => {}
+            Change::Create => change.replace(id, new, &self.readers)?,
+            Change::Delete | Change::Move => {
                 let leaving = self.in_progress.slot_leaves();
-                change.replace(id, None, &self.readers)?;
+                change.replace(id, new, &self.readers)?;
                 self.zap_replaced(space, &change, leaving);
             }
-            Change::Move { to, log } => {
-                // KVM keeps the log of a slot that moves: what was written there is still to be told.
-                let to = self.logging(to, log)?;
-                let leaving = self.in_progress.slot_leaves();
-                change.replace(id, Some(to), &self.readers)?;
-                self.zap_replaced(space, &change, leaving);
-            }
-            Change::Flags { new, log } => {
-                let logged = log.is_some();
-                let new = self.logging(new, log)?;
-                change.replace(id, Some(new.clone()), &self.readers)?;
+            Change::Flags => {
+                change.replace(id, new, &self.readers)?;
                 self.in_progress.raise();
                 let space = &self.spaces[space];
-                match (logged, new.log().is_some()) {
-                    (false, true) => self.begin_logging(space, &new),
-                    (true, false) => self.end_logging(space, &new),
+                let logs = |slot: &OwnedSlot| slot.log().is_some();
+                let logged = change.replaced().is_some_and(logs);
+                match change.by_id(id) {
+                    Some(new) if logs(new) && !logged => self.begin_logging(space, new),
+                    Some(new) if logged && !logs(new) => self.end_logging(space, new),
                     _ => {}
                 }
             }
@@ -82,19 +80,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish(gfns);
     }
 
-    /// The slot with a log if its flags ask for one; `old` if it has one already.
-    fn logging(
-        &self,
-        slot: OwnedSlot,
-        old: Option<Shared<DirtyLog>>,
-    ) -> Result<OwnedSlot, RegionError> {
-        if !slot.flags().has(SlotFlags::LOG_DIRTY_PAGES) {
-            return Ok(slot);
-        }
-        let log = match old {
-            Some(log) => log,
-            None => Shared::try_new(self.new_log(slot.pages())?)?,
+    /// The slot that `region` asks for, in the place of `old`. If it logs, it goes on with the log there is:
+    /// KVM keeps that of a slot that moves, too, as what was written is still to be told.
+    fn slot(&self, region: &Region, old: Option<&OwnedSlot>) -> Result<OwnedSlot, RegionError> {
+        let log = if region.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
+            let log = old.and_then(|old| old.share_log());
+            let new = || Ok(Shared::try_new(self.new_log(region.size >> PAGE_SHIFT)?)?);
+            Some(log.map_or_else(new, Ok::<_, RegionError>)?)
+        } else {
+            None
         };
-        Ok(slot.logging_to(log))
+        Ok(OwnedSlot::new(region, log))
     }
 }
