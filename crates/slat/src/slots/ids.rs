@@ -32,6 +32,7 @@ impl Ids {
         self.len
     }
 
+    #[inline]
     pub(super) fn get(&self, id: u32) -> Option<&OwnedSlot> {
         let (page, slot) = place(id);
         self.pages.get(page)?.as_ref()?[slot].as_ref()

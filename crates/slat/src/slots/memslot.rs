@@ -178,6 +178,7 @@ pub(crate) struct OwnedSlot {
 
 impl OwnedSlot {
     /// The slot that `region` asks for, which is as [`super::plan`] allows it, with `log` for its log.
+    #[inline]
     pub(crate) fn new(region: &Region, log: Option<Shared<DirtyLog>>) -> Self {
         let fits = "the rules of regions leave no larger one";
         let besides = match region.private {

@@ -72,9 +72,18 @@ impl SlotSet {
     /// The slot that holds `gfn`.
     #[inline]
     pub(crate) fn find(&self, gfn: Gfn) -> Option<&Memslot> {
+        self.last_not_behind(gfn).filter(|slot| slot.holds(gfn))
+    }
+
+    /// The last slot that does not begin behind `gfn`.
+    #[inline]
+    fn last_not_behind(&self, gfn: Gfn) -> Option<&Memslot> {
+        if gfn.0 >= node::PAGES {
+            return None;
+        }
         // SAFETY: a set reached by `Slots::current` is not changed until the reader section, or the
         // writers' lock, ends.
-        unsafe { self.by_gfn.find(gfn.0) }
+        unsafe { self.by_gfn.last_not_behind(gfn.0) }
     }
 
     /// Calls `visit` for every slot with a page in `range`, in ascending order.
@@ -91,18 +100,17 @@ impl SlotSet {
 
     /// Whether a slot other than `except` has a page in `range`; that slot's id.
     fn overlap(&self, range: &Range<Gfn>, except: u32) -> Option<u32> {
-        let mut found = None;
-        // SAFETY: as in `find`.
-        unsafe {
-            self.by_gfn
-                .overlapping(&(range.start.0..range.end.0), &mut |slot| {
-                    if slot.id() != except {
-                        found = Some(slot.id());
-                    }
-                    found.is_none()
-                });
+        let mut last = Gfn(range.end.0.min(node::PAGES) - 1);
+        loop {
+            let slot = self.last_not_behind(last)?;
+            if slot.gfns().end <= range.start {
+                return None;
+            }
+            if slot.id() != except {
+                return Some(slot.id());
+            }
+            last = Gfn(slot.base().0.checked_sub(1)?);
         }
-        found
     }
 
     /// Whether a slot has some of these `pages` for its private backing; that slot's id.
@@ -243,17 +251,16 @@ impl SlotSet {
 
     /// Puts `new` in the place of `old`.
     fn exchange(&mut self, old: Option<&Memslot>, new: Option<&Memslot>, stocks: &mut Stocks) {
-        if let Some(slot) = new {
+        if let (None, Some(slot)) = (old, new) {
             let granule = slot.pages().ilog2();
             self.granule = match self.by_gfn.is_empty() {
                 true => granule,
                 false => self.granule.min(granule),
             };
         }
-        let is_private = |slot: &&Memslot| slot.private().is_some();
         // SAFETY: `&mut self`: nobody else looks at this set.
         unsafe {
-            let few = self.few().is_some();
+            let few = self.by_hva.is_empty();
             self.by_gfn.exchange(old, new, &mut stocks.by_gfn);
             match self.by_gfn.in_one_node() {
                 Some(slots) if few && slots.len() <= Self::FEW => {}
@@ -262,8 +269,11 @@ impl SlotSet {
                     .for_each(|slot| self.by_hva.exchange(None, Some(slot), &mut stocks.by_hva)),
                 _ => self.by_hva.exchange(old, new, &mut stocks.by_hva),
             }
+            let is_private = |slot: &&Memslot| slot.private().is_some();
             let (old, new) = (old.filter(is_private), new.filter(is_private));
-            self.by_private.exchange(old, new, &mut stocks.by_private);
+            if old.is_some() || new.is_some() {
+                self.by_private.exchange(old, new, &mut stocks.by_private);
+            }
         }
     }
 }
@@ -334,6 +344,7 @@ pub(crate) struct SlotsChange<'a> {
 }
 
 impl SlotsChange<'_> {
+    #[inline]
     pub(crate) fn by_id(&self, id: u32) -> Option<&OwnedSlot> {
         self.writer.by_id.get(id)
     }

@@ -9,9 +9,8 @@ use core::mem;
 use core::ops::Range;
 
 use super::Memslot;
-use super::node::{ByGfn, Child, Item, Node, NodeMut, Open, OpenMut, Order, PAGES, Room};
+use super::node::{ByGfn, Child, Item, Node, NodeMut, Open, OpenMut, Order, Room};
 use super::node::{free, height, key, len, open, open_mut, page};
-use crate::addr::Gfn;
 use crate::table::OutOfMemory;
 
 /// Nodes with fewer children than this are merged with a neighbour where both fit in one.
@@ -69,15 +68,12 @@ pub(crate) struct Index<O> {
 }
 
 impl Index<ByGfn> {
-    /// The slot that holds the guest frame `page`.
+    /// The last slot that does not begin behind the guest frame `page`.
     ///
     /// # Safety
     /// - the tree is not changed while `'a` lasts.
     #[inline]
-    pub(super) unsafe fn find<'a>(&self, page: u64) -> Option<&'a Memslot> {
-        if page >= PAGES {
-            return None;
-        }
+    pub(super) unsafe fn last_not_behind<'a>(&self, page: u64) -> Option<&'a Memslot> {
         let probe = key(page, 0);
         let mut node = self.root?.node;
         let leaf = loop {
@@ -89,8 +85,7 @@ impl Index<ByGfn> {
                 Open::Leaf(leaf) => break leaf,
             }
         };
-        let slot = leaf.last_not_above(page, |slot| slot.base().0 <= page)?;
-        slot.holds(Gfn(page)).then_some(slot)
+        leaf.last_not_above(page, |slot| slot.base().0 <= page)
     }
 }
 
@@ -107,7 +102,7 @@ impl<O: Order> Index<O> {
     /// All slots, if they stand in one node.
     ///
     /// # Safety
-    /// - as [`Index::find`].
+    /// - the tree is not changed meanwhile.
     pub(super) unsafe fn in_one_node(&self) -> Option<&[Memslot]> {
         let Some(root) = &self.root else {
             return Some(&[]);
@@ -123,7 +118,7 @@ impl<O: Order> Index<O> {
     /// `false`. Whether all were visited.
     ///
     /// # Safety
-    /// - as [`Index::find`].
+    /// - the tree is not changed meanwhile.
     pub(super) unsafe fn overlapping(
         &self,
         range: &Range<u64>,
@@ -135,7 +130,7 @@ impl<O: Order> Index<O> {
     }
 
     /// # Safety
-    /// - as [`Index::find`].
+    /// - the tree is not changed meanwhile.
     unsafe fn overlapping_below(
         child: &Child,
         range: &Range<u64>,
@@ -153,7 +148,7 @@ impl<O: Order> Index<O> {
     /// How many nodes it takes to insert a slot with this key.
     ///
     /// # Safety
-    /// - as [`Index::find`].
+    /// - the tree is not changed meanwhile.
     pub(super) unsafe fn needs(&self, key: u64) -> usize {
         let Some(root) = self.root else { return 1 };
         // One for each full node, from the leaf up to the first that is not; if all are, a root, too.
