@@ -529,6 +529,21 @@ impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
     }
 }
 
+impl<O: Order> NodeMut<'_, O, Memslot> {
+    /// Becomes like another leaf.
+    pub(super) fn copy(&mut self, other: &Leaf<'_>) {
+        // SAFETY: a node has as many places as any other of its order.
+        unsafe {
+            ptr::drop_in_place(self.places_mut());
+            for (at, slot) in other.places.iter().enumerate() {
+                places::<Memslot>(self.node).add(at).write(slot.copy());
+            }
+        }
+        self.header.steps.clone_from(&other.header.steps);
+        self.header.len = other.header.len;
+    }
+}
+
 /// A node of either kind, to be changed.
 pub(super) enum OpenMut<'a, O: Order> {
     Leaf(NodeMut<'a, O, Memslot>),

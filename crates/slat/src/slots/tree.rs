@@ -197,6 +197,23 @@ impl<O: Order> Index<O> {
         }
     }
 
+    /// Copies a tree of one node into another one. Whether both are such trees.
+    ///
+    /// # Safety
+    /// - as [`Index::exchange`], and nobody changes the other one.
+    pub(super) unsafe fn copy_node(&mut self, other: &Self) -> bool {
+        let (Some(here), Some(there)) = (&mut self.root, &other.root) else {
+            return false;
+        };
+        // SAFETY: the caller's promise.
+        match unsafe { (open_mut::<O>(here.node), open(there.node)) } {
+            (OpenMut::Leaf(mut leaf), Open::Leaf(other)) => leaf.copy(&other),
+            _ => return false,
+        }
+        (here.key, here.end) = (there.key, there.end);
+        true
+    }
+
     /// # Safety
     /// - as [`Index::exchange`].
     unsafe fn insert(&mut self, slot: &Memslot, stock: &mut Stock<O>) {
