@@ -457,9 +457,11 @@ fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
     let world = World::new();
     let mut failures = 0;
     // Most slots find room in the nodes there are. Of those that need more, every allocation fails once.
+    let backing = |place: u64| place % 50 * 3;
+    let place = |id: u32| u64::from(id) * 997 % 3000;
     for id in 0..3000u64 {
-        let place = id * 997 % 3000;
-        let new = region(id as u32, place * 4, 3, place % 50 * 3);
+        let place = place(id as u32);
+        let new = region(id as u32, place * 4, 3, backing(place));
         let before = world.slots.current().generation;
         for n in 0.. {
             FAIL_IN.set(Some(n));
@@ -483,7 +485,7 @@ fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
     assert!(failures > 300, "{failures} places where memory can run out");
     // Slots that move or go need none.
     FAIL_IN.set(Some(0));
-    let moved = world.set(&region(700, 12_500, 3, 700 * 997 % 3000 % 50 * 3));
+    let moved = world.set(&region(700, 12_500, 3, backing(place(700))));
     let deleted = world.set(&region(701, 0, 0, 0));
     FAIL_IN.set(None);
     assert_eq!((moved, deleted), (Ok(()), Ok(())));
