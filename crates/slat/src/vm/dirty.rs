@@ -291,8 +291,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         let gfns = slot.gfns();
         let mut op = RangeOp::begin(self, space);
-        op.split_eagerly(gfns.clone());
+        // In this order: a huge leaf is protected once, and the leaves it is split into are as it was.
         op.protect(slot, gfns.clone(), |_| true);
+        op.split_eagerly(gfns.clone());
         op.finish(Some(gfns));
     }
 
