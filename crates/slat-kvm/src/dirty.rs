@@ -118,12 +118,12 @@ impl VmObject {
     ///
     /// # Errors
     /// `EINVAL` for a bad slot or range, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, what `bitmap` answers.
-    pub fn clear_dirty_log(
+    pub fn clear_dirty_log<B: AsRef<[u64]>>(
         &self,
         slot: u32,
         first: u64,
         pages: u32,
-        bitmap: impl FnOnce(usize) -> Result<Vec<u64>>,
+        bitmap: impl FnOnce(usize) -> Result<B>,
     ) -> Result<()> {
         self.logs_to_bitmaps()?;
         let (space, id) = space_and_id(slot)?;
@@ -137,7 +137,7 @@ impl VmObject {
         }
         let bitmap = bitmap(wanted)?;
         self.engine
-            .clear_dirty_log(space, id, first, pages.into(), &bitmap)
+            .clear_dirty_log(space, id, first, pages.into(), bitmap.as_ref())
             .map_err(refused)
     }
 

@@ -130,11 +130,9 @@ impl VmFd {
     /// `EINVAL` for a bad slot, a range that is not in multiples of 64 pages, or a bitmap that is too short; `ENOENT` for a slot that
     /// is not logged; `ENXIO` with dirty rings.
     pub fn clear_dirty_log(&self, slot: u32, first: u64, pages: u32, bitmap: &[u64]) -> Result<()> {
-        self.vm
-            .clear_dirty_log(slot, first, pages, |words| match bitmap.get(..words) {
-                Some(bitmap) => Ok(bitmap.to_vec()),
-                None => fail(libc::EINVAL),
-            })
+        self.vm.clear_dirty_log(slot, first, pages, |words| {
+            bitmap.get(..words).map_or_else(|| fail(libc::EINVAL), Ok)
+        })
     }
 
     /// `KVM_RESET_DIRTY_RINGS`, which kvm-ioctls does not have. Returns how many entries were taken back.

@@ -252,14 +252,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
             op.split_eagerly(gfns.clone());
             let mut taken = 0;
             let mut full = 0..0;
-            for (i, clear) in bitmap[..words].iter().enumerate() {
+            let named = bitmap[..words].iter().enumerate();
+            for (i, clear) in named.filter(|(_, clear)| **clear != 0) {
                 let word = first as usize / 64 + i;
                 let clear = clear & valid_bits(slot, word);
-                if clear != 0 {
-                    let was = log.bits[word].fetch_and(!clear, AcqRel) & clear;
-                    op.protect_word(slot, &mut full, word as u64, was);
-                    taken |= was;
-                }
+                let was = log.bits[word].fetch_and(!clear, AcqRel) & clear;
+                op.protect_word(slot, &mut full, word as u64, was);
+                taken |= was;
             }
             op.protect_words(slot, full);
             op.finish((taken != 0).then_some(gfns));
