@@ -5,8 +5,8 @@
 //! see the one that is published, by one pointer. A change is made in the other one, which then is
 //! published in its place; so a reader sees the old or the new set whole, and the VM runs on the old one
 //! meanwhile. The set that was replaced is left to those who still read it, and catches up at the
-//! beginning of the next change, in place: a change costs a few moves within a node of each tree, twice,
-//! and no copy of anything. (KVM has two sets, too, since Linux 5.17, in the same slots.)
+//! beginning of the next change, in place: a change costs a few moves within a node of each tree, twice.
+//! (KVM has two sets, too, since Linux 5.17; its slots are linked into both.)
 //!
 //! * Look-ups take no lock. The caller is inside a reader section ([`crate::sync::quiesce`]).
 //! * Changes are serialized by [`Slots::change`]'s lock, held until the change is complete for its
@@ -276,9 +276,7 @@ impl SlotSet {
             }
         }
     }
-}
 
-impl SlotSet {
     /// The same once more, which `done` has seen already: a few slots are copied sooner than put in order.
     fn repeat(
         &mut self,
@@ -388,12 +386,13 @@ impl SlotsChange<'_> {
     #[inline]
     pub(crate) fn catch_up(&mut self, readers: &Readers, wait: impl FnMut(u32, usize)) {
         let writer = &mut *self.writer;
+        let behind = writer.behind.as_ref();
+        if behind.is_some_and(|behind| !readers.all_passed(behind.generation)) {
+            readers.synchronize(wait);
+        }
         let Some(behind) = writer.behind.take() else {
             return;
         };
-        if !readers.all_passed(behind.generation) {
-            readers.synchronize(wait);
-        }
         let current = self.slots.current();
         // SAFETY: it is not published, and everybody who was inside when it was has passed.
         let aside = unsafe { writer.aside.as_mut() };
