@@ -318,6 +318,7 @@ impl<O: Order> Index<O> {
         true
     }
 
+    /// `new` stands below `at`, which is this node, in the place of `old`.
     fn replaced<T: Item<O>>(
         at: &mut Child,
         node: &NodeMut<'_, O, T>,
@@ -325,7 +326,9 @@ impl<O: Order> Index<O> {
         new: &Memslot,
     ) {
         at.end = at.end.max(O::end(new));
-        Self::without(at, node, old);
+        if O::key(new) != O::key(old) {
+            Self::without(at, node, old);
+        }
     }
 
     /// `gone` is not below `at` any more, which is this node.
