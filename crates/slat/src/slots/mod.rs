@@ -98,19 +98,20 @@ impl SlotSet {
         }
     }
 
-    /// Whether a slot other than `except` has a page in `range`; that slot's id.
+    /// The id of the first slot other than `except` that has a page in `range`.
     fn overlap(&self, range: &Range<Gfn>, except: u32) -> Option<u32> {
-        let mut last = Gfn(range.end.0.min(node::PAGES) - 1);
-        loop {
-            let slot = self.last_not_behind(last)?;
-            if slot.gfns().end <= range.start {
-                return None;
-            }
+        let mut first = None;
+        let mut end = range.end.0.min(node::PAGES);
+        while let Some(last) = end.checked_sub(1)
+            && let Some(slot) = self.last_not_behind(Gfn(last))
+            && range.start < slot.gfns().end
+        {
             if slot.id() != except {
-                return Some(slot.id());
+                first = Some(slot.id());
             }
-            last = Gfn(slot.base().0.checked_sub(1)?);
+            end = slot.base().0;
         }
+        first
     }
 
     /// Whether a slot has some of these `pages` for its private backing; that slot's id.
