@@ -32,7 +32,7 @@ by page or 2 MiB at a time. move-active, move-inactive: a slot moves and comes b
 use or none. rw: 512 MiB are written to, twice. setup: all slots are created.
 seconds_per_op: time inside the memory system, without the host's own madvise, refault and zeroing.
 array: slots of 32 bytes sorted by gfn, copied on every change, scanned from end to end for an hva;
-tables, flushes and faults are slat's own code. tables: that code alone; the rest is what slots take:
+tables, flushes and faults are slat's own code. tables: that code alone; the rest is the slots':
 in setup to fill two trees in each of two sets, which is more than to copy a few hundred slots.
 wall_seconds_per_op: a KVM program with a running guest, on slat and on a real KVM: what the program
 waits for. In it are madvise and, but for moves and setup, what the guest does.",
