@@ -32,8 +32,8 @@ logging is enabled (enable), or by the call that clears the log, where that prot
 before), 2 MiB, 1 GiB. The host shows one GiB again and again behind the slot: that saves memory.
 full-walk: looks at every entry of the range, those of tables just made, too. skip-last-level:
 passes over tables of 4 KiB entries, in which nothing can be split (published for arm64).
-default: passes over what holds no huge leaf at all; each table knows. On memory split before nothing
-is left to be done then, as split/4k shows; in enable and clear, to protect every page is.
+default: passes over what holds no huge leaf at all; each table knows. On memory split before it has
+nothing to do then, as split/4k shows; in enable and clear, it is left to protect every page.
 limit_seconds: the bytes of the new tables, written one after the other. Frames are resident.",
     run,
     compare,
