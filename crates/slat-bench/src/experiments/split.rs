@@ -23,8 +23,7 @@ const NAME: &str = "split";
 pub const EXPERIMENT: Experiment = Experiment {
     name: NAME,
     title: "huge leaves split for the dirty log",
-    explain:
-        "\
+    explain: "\
 The dirty log knows pages of 4 KiB, so the huge leaves of a slot that is logged are split: all when
 logging is enabled (enable), or by the call that clears the log, where that protects pages anew
 (clear: average of two, the guest writes to all pages before each). split: that call with no page.
