@@ -100,11 +100,11 @@ pub enum WaitFor {
 /// | `wait` | yes | yes | shortly, that is its purpose | no |
 ///
 /// A *reader section* is what [`crate::Vcpu::enter`] begins, and what every operation is in while it walks:
-/// flushes wait until it ends. Whoever waits in one for something that waits for a flush waits for
-/// ever, so memory is not reclaimed from a guest ([`crate::Vm::invalidate`]) in order to allocate a table,
-/// and a lock that these methods take is never held around a call of the engine. `flush` and the table
-/// methods may be called while a slot change of the same address space is in progress on the calling
-/// thread ([`crate::Vm::set_memory_region`] holds its lock over its flush).
+/// flushes wait until it ends, and so do changes of slots. Whoever waits in one for something that waits
+/// for a flush waits for ever, so memory is not reclaimed from a guest ([`crate::Vm::invalidate`]) in order
+/// to allocate a table, and a lock that these methods take is never held around a call of the engine.
+/// `flush` and the table methods may be called while a slot change of the same address space is in
+/// progress on the calling thread ([`crate::Vm::set_memory_region`] holds its lock over its flush).
 ///
 /// The global allocator is used where tables are allocated, and obeys the same.
 ///
