@@ -108,7 +108,7 @@ fn fibonacci(n: u64) -> u64 {
 }
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
-    let rounds = bench.size.pick(1, 5, 9);
+    let rounds = bench.size.pick(1, 3, 9);
     let data = Memory::new((PAGES * PAGE) as usize, 2 << 20, Pages::Small)?;
     let mut slat = prepare(&bench.slat, &data)?;
     let mut kvm = match &bench.kvm {

@@ -133,7 +133,9 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
     let rounds = match slots {
         // An array takes long there, and nothing is close.
         1000.. => bench.size.pick(1, 3, 5),
-        _ => bench.size.pick(1, 15, 31),
+        // Here something is asked for.
+        10 | 509 => bench.size.pick(1, 15, 31),
+        _ => bench.size.pick(1, 7, 31),
     };
     let variants = [ARRAY, SLAT, TABLES];
     bench.in_turns(&case.with(slots), rounds, &variants, |_, variant| {
