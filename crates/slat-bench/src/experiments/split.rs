@@ -328,14 +328,12 @@ fn compare(report: &Report) -> Vec<Line> {
                 None => line,
             }));
             let default = line(DEFAULT).map(|line| line.with_published(None));
-            lines.extend(default.map(|line| match (mapped, call) {
-                (Mapped::Small, Call::Split) => line.change_at_most(-0.95),
-                (_, Call::Split) => line.at_most_of_limit(3.0),
+            lines.extend(default.map(|line| match (mapped, call, published) {
+                (Mapped::Small, Call::Split, _) => line.change_at_most(-0.95),
+                (_, Call::Split, _) => line.at_most_of_limit(3.0),
                 // To protect so many pages takes longer than a twentieth of it all, however it is done.
-                _ => match published {
-                    Some(change) if mapped == Mapped::Small => line.change_at_most(change),
-                    _ => line,
-                },
+                (Mapped::Small, _, Some(change)) => line.change_at_most(change),
+                _ => line,
             }));
             lines.extend(Line::compare(
                 report,

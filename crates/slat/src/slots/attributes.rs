@@ -137,18 +137,14 @@ fn around(boundaries: &[Gfn], gfn: Gfn) -> (bool, Range<Gfn>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::slots::tests::Rng;
 
     /// Every frame of a small memory, beside a plain list, through many changes.
     #[test]
     fn frames_are_private_as_they_were_last_set() {
         const FRAMES: u64 = 48;
-        let mut seed = 1u64;
-        let mut random = |below: u64| {
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (seed >> 33) % below
-        };
+        let mut rng = Rng(1);
+        let mut random = |below: u64| rng.below(below);
         let mut frames = PrivateFrames::NONE;
         let mut model = [false; FRAMES as usize];
         for _ in 0..5000 {

@@ -438,50 +438,38 @@ impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
         self.header.steps.survey(pages);
     }
 
-    /// Puts `item` into the place `at`; the others from there on move up by one.
-    fn put(&mut self, at: usize, item: T) {
-        let filled = self.places_mut().len();
-        assert!(at < filled && self.len() < O::WIDTH);
+    /// Puts `item` behind the first `at` children; there is a place for it. The others move up by one.
+    pub(super) fn insert(&mut self, at: usize, item: T) {
+        let (key, len) = (item.key(), self.len());
+        assert!(at <= len && len < O::WIDTH);
         // SAFETY: a node that is not full has a place more than are filled.
         unsafe {
             let place = places::<T>(self.node).add(at);
-            place.add(1).copy_from(place, filled - at);
+            place.add(1).copy_from(place, len + NEAR - at);
             place.write(item);
         }
         self.header.len += 1;
-    }
-
-    /// Takes the item out of the place `at`; the others move down.
-    fn take(&mut self, at: usize) -> T {
-        let filled = self.places_mut().len();
-        assert!(at < self.len());
-        self.header.len -= 1;
-        // SAFETY: the place is filled; what was the last one counts as filled no more.
-        unsafe {
-            let place = places::<T>(self.node).add(at);
-            let item = place.read();
-            place.copy_from(place.add(1), filled - at - 1);
-            item
-        }
-    }
-
-    /// Puts `item` behind the first `at` children; there is a place for it.
-    pub(super) fn insert(&mut self, at: usize, item: T) {
-        let key = item.key();
-        self.put(at, item);
-        let len = self.len();
-        if !self.header.steps.comes(page(key), len) {
+        if !self.header.steps.comes(page(key), len + 1) {
             self.survey();
         }
     }
 
-    /// Takes a child out.
+    /// Takes a child out. Those behind it move down by one.
     pub(super) fn remove(&mut self, at: usize) {
-        let key = self.take(at).key();
+        let len = self.len();
+        assert!(at < len);
+        self.header.len -= 1;
+        // SAFETY: the place is filled; what was the last one counts as filled no more.
+        let gone = unsafe {
+            let place = places::<T>(self.node).add(at);
+            let gone = place.read();
+            place.copy_from(place.add(1), len + NEAR - at - 1);
+            gone
+        };
         if self.header.steps.is_crowded() {
             self.survey();
         } else {
-            self.header.steps.goes(page(key));
+            self.header.steps.goes(page(gone.key()));
         }
     }
 

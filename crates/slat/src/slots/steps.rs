@@ -156,18 +156,14 @@ impl Steps {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::slots::tests::Rng;
     use std::vec::Vec;
 
     /// Keys come and go; a search that goes by the steps finds what one through all keys finds.
     #[test]
     fn a_page_lies_behind_the_keys_that_the_steps_lead_to() {
-        let mut seed = 7u64;
-        let mut random = |below: u64| {
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (seed >> 33) % below
-        };
+        let mut rng = Rng(7);
+        let mut random = |below: u64| rng.below(below);
         let mut steps = Steps::NONE;
         let mut keys: Vec<u64> = Vec::new();
         steps.survey(keys.iter().copied());
