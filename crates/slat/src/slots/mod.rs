@@ -6,6 +6,7 @@
 //! published in its place; so a reader sees the old or the new set whole, and the VM runs on the old one
 //! meanwhile. The set that was replaced is left to those who still read it, and catches up at the
 //! beginning of the next change, in place: a change costs a few moves within a node of each tree, twice.
+//! As long as there are only a few slots ([`few`]), they stand in the sets themselves, without trees.
 //! (KVM has two sets, too, since Linux 5.17; its slots are linked into both.)
 //!
 //! * Look-ups take no lock. The caller is inside a reader section ([`crate::sync::quiesce`]).
@@ -18,6 +19,7 @@
 //!   the same edits, so what sufficed for one suffices for the other.
 
 mod attributes;
+mod few;
 mod ids;
 mod memslot;
 mod node;
@@ -32,6 +34,7 @@ pub(crate) use region::{Change, plan};
 pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
 
 use alloc::boxed::Box;
+use core::mem;
 use core::ops::Range;
 use core::ptr::NonNull;
 
@@ -42,14 +45,18 @@ use crate::sync::atomic::{AtomicPtr, Ordering::*, Watch};
 use crate::sync::lock::{Guard, Lock};
 use crate::sync::quiesce::Readers;
 use crate::table::OutOfMemory;
+use few::Few;
 use ids::Ids;
 use node::{ByGfn, ByHva, ByPrivate, Order};
 use tree::{Index, Stock};
 
 /// All slots of one address space at one moment.
 pub(crate) struct SlotSet {
+    /// Empty as long as there have not been more than a few slots since there were none.
     by_gfn: Index<ByGfn>,
-    /// Empty as long as there have not been more than [`FEW`](Self::FEW) slots.
+    /// The slots while that is empty.
+    few: Few,
+    /// Holds what `by_gfn` holds.
     by_hva: Index<ByHva>,
     /// The slots that have private backing.
     by_private: Index<ByPrivate>,
@@ -63,11 +70,14 @@ pub(crate) struct SlotSet {
 }
 
 impl SlotSet {
-    /// So many slots are looked through as quickly as a tree is.
-    const FEW: usize = ByHva::WIDTH / 2;
-
     /// A generation that no set has.
     pub(crate) const NEVER: u64 = u64::MAX;
+
+    /// Where the slots are, if they are not in trees.
+    #[inline]
+    fn few(&self) -> Option<&Few> {
+        self.by_gfn.is_empty().then_some(&self.few)
+    }
 
     /// The slot that holds `gfn`.
     #[inline]
@@ -81,21 +91,36 @@ impl SlotSet {
         if gfn.0 >= node::PAGES {
             return None;
         }
-        // SAFETY: a set reached by `Slots::current` is not changed until the reader section, or the
-        // writers' lock, ends.
-        unsafe { self.by_gfn.last_not_behind(gfn.0) }
+        match self.few() {
+            Some(few) => few.last_not_behind(gfn),
+            // SAFETY: a set reached by `Slots::current` is not changed until the reader section, or
+            // the writers' lock, ends.
+            None => unsafe { self.by_gfn.last_not_behind(gfn.0) },
+        }
+    }
+
+    /// Calls `visit` for every slot that has one of these `pages`, in the order of `tree`, or of gfns,
+    /// until it answers `false`. Whether all were visited.
+    fn overlapping<O: Order>(
+        &self,
+        tree: &Index<O>,
+        pages: &Range<u64>,
+        mut visit: impl FnMut(&Memslot) -> bool,
+    ) -> bool {
+        let overlaps = |slot: &&Memslot| O::page(slot) < pages.end && pages.start < O::end(slot);
+        match self.few() {
+            Some(few) => few.slots().iter().filter(overlaps).all(visit),
+            // SAFETY: as in `last_not_behind`.
+            None => unsafe { tree.overlapping(pages, &mut visit) },
+        }
     }
 
     /// Calls `visit` for every slot with a page in `range`, in ascending order.
     pub(crate) fn in_gfns(&self, range: &Range<Gfn>, mut visit: impl FnMut(&Memslot)) {
-        // SAFETY: as in `find`.
-        unsafe {
-            self.by_gfn
-                .overlapping(&(range.start.0..range.end.0), &mut |slot| {
-                    visit(slot);
-                    true
-                });
-        }
+        self.overlapping(&self.by_gfn, &(range.start.0..range.end.0), |slot| {
+            visit(slot);
+            true
+        });
     }
 
     /// The id of the first slot other than `except` that has a page in `range`.
@@ -117,11 +142,11 @@ impl SlotSet {
     /// Whether a slot has some of these `pages` for its private backing; that slot's id.
     fn private_taken(&self, private: Hva, pages: u64) -> Option<u32> {
         let first = private.0 >> PAGE_SHIFT;
-        let range = first..first + pages;
         let mut found = None;
-        // SAFETY: as in `find`.
+        // SAFETY: as in `last_not_behind`.
         unsafe {
-            self.by_private.overlapping(&range, &mut |slot| {
+            let pages = first..first + pages;
+            self.by_private.overlapping(&pages, &mut |slot| {
                 found = Some(slot.id());
                 false
             });
@@ -138,17 +163,9 @@ impl SlotSet {
         mut visit: impl FnMut(&Memslot, Range<Gfn>) -> bool,
     ) {
         let pages = range.start.0 >> PAGE_SHIFT..range.end.0.div_ceil(1 << PAGE_SHIFT);
-        let mut visit_shared =
-            |slot: &Memslot| visit(slot, slot.gfns_backed_by(range, slot.backing()));
-        // SAFETY: as in `find`.
-        let more = match unsafe { self.few() } {
-            Some(few) => few
-                .iter()
-                .filter(|slot| ByHva::page(slot) < pages.end && pages.start < ByHva::end(slot))
-                .all(visit_shared),
-            // SAFETY: as above.
-            None => unsafe { self.by_hva.overlapping(&pages, &mut visit_shared) },
-        };
+        let more = self.overlapping(&self.by_hva, &pages, |slot| {
+            visit(slot, slot.gfns_backed_by(range, slot.backing()))
+        });
         if !more {
             return;
         }
@@ -156,7 +173,7 @@ impl SlotSet {
             Some(private) => visit(slot, slot.gfns_backed_by(range, private)),
             None => true,
         };
-        // SAFETY: as in `find`.
+        // SAFETY: as in `last_not_behind`.
         unsafe { self.by_private.overlapping(&pages, &mut visit_private) };
     }
 }
@@ -208,6 +225,7 @@ impl SlotSet {
     fn empty() -> Self {
         SlotSet {
             by_gfn: Index::EMPTY,
+            few: Few::none(),
             by_hva: Index::EMPTY,
             by_private: Index::EMPTY,
             private: PrivateFrames::NONE,
@@ -217,82 +235,72 @@ impl SlotSet {
         }
     }
 
-    /// Gets what it takes to put `slot` into two sets like this one.
-    fn prepare(&self, slot: &Memslot, stocks: &mut Stocks) -> Result<(), OutOfMemory> {
+    /// Gets what it takes to put `new` in the place of a slot, or of nothing, in two sets like this one.
+    fn prepare(
+        &self,
+        replaces: bool,
+        new: &Memslot,
+        stocks: &mut Stocks,
+    ) -> Result<(), OutOfMemory> {
         // SAFETY: nobody changes this set; the caller has it alone.
         unsafe {
-            stocks
-                .by_gfn
-                .fill(2 * self.by_gfn.needs(ByGfn::key(slot)))?;
-            if self.few().is_none_or(|few| few.len() == Self::FEW) {
-                stocks
-                    .by_hva
-                    .fill(2 * self.by_hva.needs(ByHva::key(slot)))?;
-            }
-            if slot.private().is_some() {
-                let needs = self.by_private.needs(ByPrivate::key(slot));
+            if new.private().is_some() {
+                let needs = self.by_private.needs(ByPrivate::key(new));
                 stocks.by_private.fill(2 * needs)?;
+            }
+            // One more than a few find room in one node, as the first slot of a tree does.
+            let full = |few: &Few| !replaces && few.is_full();
+            if self.few().is_none_or(full) {
+                stocks.by_gfn.fill(2 * self.by_gfn.needs(ByGfn::key(new)))?;
+                stocks.by_hva.fill(2 * self.by_hva.needs(ByHva::key(new)))?;
             }
         }
         Ok(())
-    }
-
-    /// All slots, if there have never been more than a few since there were none.
-    ///
-    /// # Safety
-    /// - nobody changes this set.
-    unsafe fn few(&self) -> Option<&[Memslot]> {
-        if !self.by_hva.is_empty() {
-            return None;
-        }
-        // SAFETY: the caller's promise.
-        let few = unsafe { self.by_gfn.in_one_node() };
-        Some(few.expect("a node has room for a few"))
     }
 
     /// Puts `new` in the place of `old`.
     fn exchange(&mut self, old: Option<&Memslot>, new: Option<&Memslot>, stocks: &mut Stocks) {
         if let (None, Some(slot)) = (old, new) {
             let granule = slot.pages().ilog2();
-            self.granule = match self.by_gfn.is_empty() {
+            self.granule = match self.few().is_some_and(Few::is_empty) {
                 true => granule,
                 false => self.granule.min(granule),
             };
         }
-        // SAFETY: `&mut self`: nobody else looks at this set.
-        unsafe {
-            let few = self.by_hva.is_empty();
-            self.by_gfn.exchange(old, new, &mut stocks.by_gfn);
-            match self.by_gfn.in_one_node() {
-                Some(slots) if few && slots.len() <= Self::FEW => {}
-                // One more than a few: they fit in one node.
-                Some(slots) if few => (slots.iter())
-                    .for_each(|slot| self.by_hva.exchange(None, Some(slot), &mut stocks.by_hva)),
-                _ => self.by_hva.exchange(old, new, &mut stocks.by_hva),
-            }
-            let is_private = |slot: &&Memslot| slot.private().is_some();
-            let (old, new) = (old.filter(is_private), new.filter(is_private));
-            if old.is_some() || new.is_some() {
-                self.by_private.exchange(old, new, &mut stocks.by_private);
-            }
+        if old.is_none() && new.is_some() && self.few().is_some_and(Few::is_full) {
+            self.plant(stocks);
+        }
+        match self.few() {
+            Some(_) => self.few.exchange(old, new),
+            None => self.exchange_in_trees(old, new, stocks),
+        }
+        let is_private = |slot: &&Memslot| slot.private().is_some();
+        let (old, new) = (old.filter(is_private), new.filter(is_private));
+        if old.or(new).is_some() {
+            // SAFETY: `&mut self`: nobody else looks at this set.
+            unsafe { self.by_private.exchange(old, new, &mut stocks.by_private) };
         }
     }
 
-    /// The same once more, which `done` has seen already: a few slots are copied sooner than put in order.
-    fn repeat(
+    /// The few slots, as many as there can be, go to trees.
+    #[cold]
+    #[inline(never)]
+    fn plant(&mut self, stocks: &mut Stocks) {
+        let few = mem::replace(&mut self.few, Few::none());
+        self.by_gfn.plant(few.all(), &mut stocks.by_gfn);
+        self.by_hva.plant(few.all(), &mut stocks.by_hva);
+    }
+
+    fn exchange_in_trees(
         &mut self,
         old: Option<&Memslot>,
         new: Option<&Memslot>,
-        done: &SlotSet,
         stocks: &mut Stocks,
     ) {
-        let few = self.by_hva.is_empty() && done.by_hva.is_empty();
-        let plain = done.by_private.is_empty() && self.by_private.is_empty();
-        // SAFETY: `&mut self`; nobody changes what is published.
-        if few && plain && unsafe { self.by_gfn.copy_node(&done.by_gfn) } {
-            self.granule = done.granule;
-        } else {
-            self.exchange(old, new, stocks);
+        // SAFETY: `&mut self`: nobody else looks at this set.
+        unsafe {
+            self.by_gfn.exchange(old, new, &mut stocks.by_gfn);
+            self.by_hva.exchange(old, new, &mut stocks.by_hva);
         }
     }
 }
@@ -399,7 +407,7 @@ impl SlotsChange<'_> {
         let aside = unsafe { writer.aside.as_mut() };
         aside.alive.owned();
         if let Some(Replaced { old, new }) = behind.slot {
-            aside.repeat(old.as_deref(), new.as_ref(), current, &mut writer.stocks);
+            aside.exchange(old.as_deref(), new.as_ref(), &mut writer.stocks);
         }
         aside.private.clone_from(&current.private);
         aside.generation = current.generation;
@@ -421,7 +429,8 @@ impl SlotsChange<'_> {
         if let Some(new) = &new {
             writer.by_id.prepare(id)?;
             // The set aside is like this one.
-            self.slots.current().prepare(new, &mut writer.stocks)?;
+            let replaces = writer.by_id.get(id).is_some();
+            (self.slots.current()).prepare(replaces, new, &mut writer.stocks)?;
         }
         // From here on nothing fails.
         let pages = |slot: &Option<OwnedSlot>| slot.as_ref().map_or(0, |slot| slot.pages());

@@ -486,6 +486,23 @@ impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
         result
     }
 
+    /// Puts `items`, whose keys ascend, behind the children there are, all of which they are above.
+    pub(super) fn fill(&mut self, items: impl ExactSizeIterator<Item = T>) {
+        let (len, count) = (self.len(), items.len());
+        assert!(len + count <= O::WIDTH);
+        // SAFETY: this node has so many places more than are filled.
+        unsafe {
+            let behind = places::<T>(self.node).add(len);
+            behind.add(count).copy_from(behind, NEAR);
+            for (at, item) in items.take(count).enumerate() {
+                behind.add(at).write(item);
+                self.header.len += 1;
+            }
+        }
+        assert_eq!(self.len(), len + count);
+        self.survey();
+    }
+
     /// Keeps the first `left` children; the others go to a node of their own.
     pub(super) fn split(&mut self, left: usize, room: Room<O>) -> Self {
         let mut right = room.node(self.header.height);
@@ -514,21 +531,6 @@ impl<O: Order, T: Item<O>> NodeMut<'_, O, T> {
         self.header.len += count as u8;
         other.header.len = from as u8;
         self.survey();
-    }
-}
-
-impl<O: Order> NodeMut<'_, O, Memslot> {
-    /// Becomes like another leaf.
-    pub(super) fn copy(&mut self, other: &Leaf<'_>) {
-        // SAFETY: a node has as many places as any other of its order.
-        unsafe {
-            ptr::drop_in_place(self.places_mut());
-            for (at, slot) in other.places.iter().enumerate() {
-                places::<Memslot>(self.node).add(at).write(slot.copy());
-            }
-        }
-        self.header.steps.clone_from(&other.header.steps);
-        self.header.len = other.header.len;
     }
 }
 

@@ -156,29 +156,43 @@ fn check_lookups(world: &World, model: &Model, rng: &mut Rng, space: u64) {
 
 #[test]
 fn the_trees_hold_what_a_btreemap_holds_through_random_edits() {
-    const SPACE: u64 = 40_000;
+    // The number of slots rises and falls, so that nodes are split and merged.
+    random_edits(100_000, 40_000, 4000, |step| [3000, 5][step / 20_000 % 2]);
+}
+
+#[test]
+fn a_few_slots_that_become_many_and_fewer_again_are_what_a_btreemap_holds() {
+    // There are trees as soon as there are more than a few, and none again when there was no slot.
+    random_edits(30_000, 400, 40, |step| [5, 30, 12, 18, 0][step / 100 % 5]);
+}
+
+/// So many steps of random changes to slots with ids below `ids` in a space of so many pages, not many
+/// more of them than `wanted` at each step.
+fn random_edits(steps: usize, space: u64, ids: u64, wanted: impl Fn(usize) -> usize) {
     let mut rng = Rng(1);
     let world = World::new();
     let mut model = Model::new();
     let mut by_id: BTreeMap<u32, u64> = BTreeMap::new();
-    for step in 0..100_000u32 {
-        // The number of slots rises and falls, so that nodes are split and merged.
-        let wanted = if step / 20_000 % 2 == 0 { 3000 } else { 5 };
-        let id = rng.below(4000) as u32;
+    for step in 0..steps {
+        let wanted = wanted(step);
+        let id = rng.below(ids) as u32;
         let old = by_id.get(&id).copied();
         let delete = old.is_some() && (model.len() > wanted || rng.below(3) == 0);
+        if !delete && wanted == 0 {
+            continue;
+        }
         if delete {
             world.set(&region(id, 0, 0, 0)).unwrap();
             model.remove(&old.unwrap());
             by_id.remove(&id);
         } else {
-            let base = rng.below(SPACE);
+            let base = rng.below(space);
             let (pages, page) = match old {
                 Some(old) => {
                     let (end, _, page) = model[&old];
                     (end - old, page)
                 }
-                None => (1 + rng.below(12), rng.below(SPACE / 4)),
+                None => (1 + rng.below(12), rng.below(space / 4)),
             };
             let free = model.range(..base + pages).next_back();
             let free = free.filter(|(other, (end, ..))| *end > base && Some(**other) != old);
@@ -200,13 +214,50 @@ fn the_trees_hold_what_a_btreemap_holds_through_random_edits() {
             }
         }
         if step % 16 == 0 {
-            check_lookups(&world, &model, &mut rng, SPACE);
+            check_lookups(&world, &model, &mut rng, space);
         }
     }
     let change = world.slots.change(|_| unreachable!());
     assert_eq!(change.len(), model.len());
     let pages: u64 = model.iter().map(|(base, (end, ..))| end - base).sum();
     assert_eq!(change.pages(), pages);
+}
+
+#[test]
+fn private_backings_are_told_apart_however_many_slots_there_are() {
+    let world = World::new();
+    let new = |id: u32| Region {
+        private: (id % 5 == 0).then_some(Hva((10_000 + u64::from(id)) << PAGE_SHIFT)),
+        ..region(id, u64::from(id) * 4, 1, 1000 - u64::from(id))
+    };
+    for _ in 0..2 {
+        for ids in 1..40 {
+            world.set(&new(ids - 1)).unwrap();
+            let backed = |page: u64| world.ids_backed_by(page..page + 1);
+            for id in 0..40 {
+                let there: &[u32] = if id < ids { &[id] } else { &[] };
+                assert_eq!(backed(1000 - u64::from(id)), there);
+                let private = if id % 5 == 0 { there } else { &[] };
+                assert_eq!(backed(10_000 + u64::from(id)), private);
+            }
+            let taken = Region {
+                private: new(0).private,
+                ..region(40, 400, 1, 0)
+            };
+            let by = world.set(&taken).unwrap_err();
+            assert!(
+                matches!(by, RegionError::PrivateTaken { by: 0, .. }),
+                "{by}"
+            );
+        }
+        for id in 0..39 {
+            world.set(&region(id, 0, 0, 0)).unwrap();
+            assert_eq!(
+                world.ids_backed_by(0..20_000).first(),
+                (id < 38).then_some(&(id + 1))
+            );
+        }
+    }
 }
 
 #[test]

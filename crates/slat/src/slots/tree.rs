@@ -99,21 +99,6 @@ impl<O: Order> Index<O> {
         self.root.is_none()
     }
 
-    /// All slots, if they stand in one node.
-    ///
-    /// # Safety
-    /// - the tree is not changed meanwhile.
-    pub(super) unsafe fn in_one_node(&self) -> Option<&[Memslot]> {
-        let Some(root) = &self.root else {
-            return Some(&[]);
-        };
-        // SAFETY: the caller's promise.
-        match unsafe { open(root.node) } {
-            Open::Leaf(leaf) => Some(leaf.children()),
-            Open::Inner(_) => None,
-        }
-    }
-
     /// Calls `visit` for every slot that has a page in `range`, in the order of keys, until it answers
     /// `false`. Whether all were visited.
     ///
@@ -169,6 +154,15 @@ impl<O: Order> Index<O> {
         full + usize::from(full == levels)
     }
 
+    /// From none, becomes a tree of so many slots as one node has room for.
+    pub(super) fn plant<const N: usize>(&mut self, slots: &[Memslot; N], stock: &mut Stock<O>) {
+        let mut sorted = slots.each_ref();
+        sorted.sort_unstable_by_key(|slot| O::key(slot));
+        let mut leaf = stock.take().node(0);
+        leaf.fill(sorted.into_iter().map(Memslot::copy));
+        assert!(self.root.replace(leaf.as_child()).is_none());
+    }
+
     /// Puts `new`, or nothing, in the place of `old`, or of nothing. `old` is in the tree; the key of `new` is
     /// not, unless it is that of `old`.
     ///
@@ -195,23 +189,6 @@ impl<O: Order> Index<O> {
                 self.remove(old);
             }
         }
-    }
-
-    /// Copies a tree of one node into another one. Whether both are such trees.
-    ///
-    /// # Safety
-    /// - as [`Index::exchange`], and nobody changes the other one.
-    pub(super) unsafe fn copy_node(&mut self, other: &Self) -> bool {
-        let (Some(here), Some(there)) = (&mut self.root, &other.root) else {
-            return false;
-        };
-        // SAFETY: the caller's promise.
-        match unsafe { (open_mut::<O>(here.node), open(there.node)) } {
-            (OpenMut::Leaf(mut leaf), Open::Leaf(other)) => leaf.copy(&other),
-            _ => return false,
-        }
-        (here.key, here.end) = (there.key, there.end);
-        true
     }
 
     /// # Safety

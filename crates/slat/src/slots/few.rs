@@ -1,0 +1,71 @@
+//! A few slots, which are looked through as quickly as a tree is, and changed sooner.
+
+use super::Memslot;
+use crate::addr::Gfn;
+
+/// By guest frame, in the set itself: a VM with a few slots has no tree.
+pub(super) struct Few {
+    len: usize,
+    /// Those behind the first `len` are nowhere.
+    slots: [Memslot; Few::MOST],
+}
+
+impl Few {
+    const MOST: usize = if cfg!(loom) { 2 } else { 16 };
+
+    pub(super) fn none() -> Self {
+        Few {
+            len: 0,
+            slots: core::array::from_fn(|_| Memslot::nowhere()),
+        }
+    }
+
+    #[inline]
+    pub(super) fn slots(&self) -> &[Memslot] {
+        &self.slots[..self.len]
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.len == Self::MOST
+    }
+
+    /// The slots, if it is full.
+    pub(super) fn all(&self) -> &[Memslot; Few::MOST] {
+        assert!(self.is_full());
+        &self.slots
+    }
+
+    /// How many slots do not begin behind `gfn`. All are compared: no branch predictor guesses where it
+    /// ends.
+    #[inline]
+    fn rank(&self, gfn: Gfn) -> usize {
+        let begins = |slot: &Memslot| usize::from(slot.base() <= gfn);
+        self.slots().iter().map(begins).sum()
+    }
+
+    /// The last slot that does not begin behind `gfn`.
+    #[inline]
+    pub(super) fn last_not_behind(&self, gfn: Gfn) -> Option<&Memslot> {
+        self.slots().get(self.rank(gfn).wrapping_sub(1))
+    }
+
+    /// Puts `new` in the place of `old`; for one more there is room.
+    pub(super) fn exchange(&mut self, old: Option<&Memslot>, new: Option<&Memslot>) {
+        self.slots().iter().for_each(Memslot::owned);
+        if let Some(old) = old {
+            let place = self.rank(old.base()) - 1;
+            self.slots[place..self.len].rotate_left(1);
+            self.len -= 1;
+        }
+        if let Some(new) = new {
+            let place = self.rank(new.base());
+            self.slots[self.len] = new.copy();
+            self.len += 1;
+            self.slots[place..self.len].rotate_right(1);
+        }
+    }
+}
