@@ -9,6 +9,8 @@ use crate::sync::quiesce::Readers;
 
 /// Enough slots for a tree of two levels.
 const SLOTS: u32 = 6;
+/// As many as stand in a set without a tree.
+const FEW: u32 = 2;
 
 struct World {
     slots: Slots,
@@ -18,11 +20,15 @@ struct World {
 impl World {
     /// Slot n is frame n, and two frames apart.
     fn new() -> Arc<World> {
+        Self::with(SLOTS)
+    }
+
+    fn with(slots: u32) -> Arc<World> {
         let world = World {
             slots: Slots::new().unwrap(),
             readers: Readers::new(),
         };
-        for slot in 0..SLOTS {
+        for slot in 0..slots {
             world.set(slot, slot as u64 * 2, 1);
         }
         Arc::new(world)
@@ -80,6 +86,34 @@ fn a_look_up_sees_the_old_set_or_the_new_one_whole() {
         // The second change takes place in the set that the first has replaced.
         world.set(1, 3, 1);
         world.set(1, 0, 0);
+        thread.join().unwrap();
+    });
+}
+
+#[test]
+fn a_look_up_sees_a_few_slots_whole_and_as_many_as_take_a_tree() {
+    model(2, || {
+        let world = World::with(FEW);
+        let mine = world.clone();
+        let thread = spawn(move || {
+            let me = mine.readers.register().unwrap();
+            for _ in 0..2 {
+                me.enter(&mine.readers, 0);
+                let set = mine.slots.current();
+                let at = |gfn| set.find(Gfn(gfn)).map(|slot| slot.id());
+                let found = [at(0), at(2), at(3), at(4)];
+                match set.generation - u64::from(FEW) {
+                    0 => assert_eq!(found, [Some(0), Some(1), None, None]),
+                    1 => assert_eq!(found, [Some(0), None, Some(1), None]),
+                    2 => assert_eq!(found, [Some(0), None, Some(1), Some(2)]),
+                    _ => assert_eq!(found, [None, None, Some(1), Some(2)]),
+                }
+                me.leave();
+            }
+        });
+        world.set(1, 3, 1);
+        world.set(2, 4, 1);
+        world.set(0, 0, 0);
         thread.join().unwrap();
     });
 }
