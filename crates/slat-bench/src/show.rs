@@ -33,6 +33,8 @@ pub struct Goal {
     pub text: String,
     /// Whether it was reached.
     pub met: bool,
+    /// What dominates, if it was not.
+    why: Option<String>,
 }
 
 impl Goal {
@@ -135,10 +137,19 @@ impl Line {
 
     /// Asks for something else.
     pub fn goal(self, text: String, met: bool) -> Self {
+        let why = None;
         Line {
-            goal: Some(Goal { text, met }),
+            goal: Some(Goal { text, met, why }),
             ..self
         }
+    }
+
+    /// What dominates, for those who see that it was missed.
+    pub fn or_else(mut self, why: String) -> Self {
+        if let Some(goal) = &mut self.goal {
+            goal.why = Some(why);
+        }
+        self
     }
 
     /// What is asked for, and whether it was reached.
@@ -237,11 +248,13 @@ pub fn missed(experiment: &Experiment, report: &Report) -> Vec<String> {
         .iter()
         .filter_map(|line| {
             let goal = line.asked().filter(|goal| !goal.met)?;
+            let why = goal.why.iter().map(|why| format!(": {why}"));
             Some(format!(
-                "{} {}: {}",
+                "{} {}: {}{}",
                 experiment.name,
                 line.name(),
-                goal.text
+                goal.text,
+                why.collect::<String>()
             ))
         })
         .collect()
@@ -264,7 +277,7 @@ pub fn shown(value: f64, unit: Unit) -> String {
             value if value >= 1e3 => format!("{:.1} k/s", value * 1e-3),
             value => format!("{value:.1} /s"),
         },
-        Unit::Mips => format!("{value:.0} MIPS"),
+        Unit::Mips => format!("{} MIPS", digits(value)),
     }
 }
 
@@ -275,12 +288,17 @@ fn time(seconds: f64) -> String {
         seconds if seconds >= 1e-6 => (seconds * 1e6, "\u{b5}s"),
         seconds => (seconds * 1e9, "ns"),
     };
-    let digits = match value {
+    format!("{} {unit}", digits(value))
+}
+
+/// Three of them, or more.
+fn digits(value: f64) -> String {
+    let behind = match value {
         value if value >= 100.0 => 0,
         value if value >= 10.0 => 1,
         _ => 2,
     };
-    format!("{value:.digits$} {unit}")
+    format!("{value:.behind$}")
 }
 
 #[cfg(test)]
@@ -345,7 +363,14 @@ mod tests {
             title: "faults",
             explain: "",
             run: |_| Ok(()),
-            compare: |report| vec![line(report).change_at_most(-0.9)],
+            compare: |report| {
+                let asked = |most| line(report).change_at_most(most);
+                vec![
+                    asked(-0.9),
+                    asked(-0.95).or_else("luck".into()),
+                    asked(-0.8),
+                ]
+            },
         };
         let text = table(&experiment, &report(), 100);
         for part in [
@@ -358,7 +383,8 @@ mod tests {
             "{text}"
         );
         let missed = missed(&experiment, &report());
-        assert_eq!(missed, ["prefetch sequential pf_fixed: \u{2264} -90.0 %"]);
+        let line = |rest| format!("prefetch sequential pf_fixed: \u{2264} {rest}");
+        assert_eq!(missed, [line("-90.0 %"), line("-95.0 %: luck")]);
     }
 
     #[test]
@@ -367,5 +393,7 @@ mod tests {
         assert_eq!(shown(0.001_234, Unit::Seconds), "1.23 ms");
         assert_eq!(shown(153.0, Unit::Nanoseconds), "153 ns");
         assert_eq!(shown(2_500_000.0, Unit::PerSecond), "2.50 M/s");
+        assert_eq!(shown(343.4, Unit::Mips), "343 MIPS");
+        assert_eq!(shown(0.42, Unit::Mips), "0.42 MIPS");
     }
 }
