@@ -53,19 +53,38 @@ impl Few {
         self.slots().get(self.rank(gfn).wrapping_sub(1))
     }
 
+    pub(super) fn clone_from(&mut self, other: &Few) {
+        for (slot, other) in self.slots.iter_mut().zip(other.slots()) {
+            slot.owned();
+            *slot = other.copy();
+        }
+        self.len = other.len;
+    }
+
     /// Puts `new` in the place of `old`; for one more there is room.
     pub(super) fn exchange(&mut self, old: Option<&Memslot>, new: Option<&Memslot>) {
-        self.slots().iter().for_each(Memslot::owned);
-        if let Some(old) = old {
-            let place = self.rank(old.base()) - 1;
-            self.slots[place..self.len].rotate_left(1);
-            self.len -= 1;
+        let base = |slot: Option<&Memslot>| slot.map_or(Gfn(u64::MAX), Memslot::base);
+        let (old_base, new_base) = (base(old), base(new));
+        // The place that becomes free, and the one where `new` is wanted: a slot that is not there is behind
+        // all others.
+        let (mut from, mut to) = (0, 0);
+        for slot in self.slots() {
+            slot.owned();
+            from += usize::from(slot.base() <= old_base);
+            to += usize::from(slot.base() <= new_base);
+        }
+        if old.is_some() {
+            from -= 1;
+            to -= usize::from(old_base <= new_base);
         }
         if let Some(new) = new {
-            let place = self.rank(new.base());
-            self.slots[self.len] = new.copy();
-            self.len += 1;
-            self.slots[place..self.len].rotate_right(1);
+            self.slots[from] = new.copy();
         }
+        if from < to {
+            self.slots[from..=to].rotate_left(1);
+        } else {
+            self.slots[to..=from].rotate_right(1);
+        }
+        self.len = self.len + usize::from(new.is_some()) - usize::from(old.is_some());
     }
 }

@@ -18,19 +18,13 @@ const EMPTY: Page = [const { None }; SLOTS];
 pub(super) struct Ids {
     first: Page,
     others: Vec<Option<Box<Page>>>,
-    len: usize,
 }
 
 impl Ids {
     pub(super) const EMPTY: Self = Ids {
         first: EMPTY,
         others: Vec::new(),
-        len: 0,
     };
-
-    pub(super) fn len(&self) -> usize {
-        self.len
-    }
 
     #[inline]
     pub(super) fn get(&self, id: u32) -> Option<&OwnedSlot> {
@@ -43,7 +37,8 @@ impl Ids {
     }
 
     /// The place of the slot `id`, if there is one.
-    fn place(&mut self, id: u32) -> Option<&mut Option<OwnedSlot>> {
+    #[inline]
+    pub(super) fn place(&mut self, id: u32) -> Option<&mut Option<OwnedSlot>> {
         let (page, slot) = (id as usize / SLOTS, id as usize % SLOTS);
         let page = match page.checked_sub(1) {
             None => &mut self.first,
@@ -53,10 +48,15 @@ impl Ids {
     }
 
     /// Makes a place for the slot `id`.
-    pub(super) fn prepare(&mut self, id: u32) -> Result<(), OutOfMemory> {
-        let Some(other) = (id as usize / SLOTS).checked_sub(1) else {
-            return Ok(());
-        };
+    #[inline]
+    pub(super) fn make_place(&mut self, id: u32) -> Result<(), OutOfMemory> {
+        match (id as usize / SLOTS).checked_sub(1) {
+            None => Ok(()),
+            Some(other) => self.make_other(other),
+        }
+    }
+
+    fn make_other(&mut self, other: usize) -> Result<(), OutOfMemory> {
         if self.others.len() <= other {
             let missing = other + 1 - self.others.len();
             self.others.try_reserve(missing).map_err(|_| OutOfMemory)?;
@@ -66,19 +66,5 @@ impl Ids {
             self.others[other] = Some(heap::boxed(EMPTY)?);
         }
         Ok(())
-    }
-
-    /// Puts `new`, for which there is a place, or nothing in the place of the slot `id`, if there is one.
-    pub(super) fn exchange(&mut self, id: u32, new: Option<OwnedSlot>) -> Option<OwnedSlot> {
-        let comes = new.is_some();
-        let old = match self.place(id) {
-            Some(place) => core::mem::replace(place, new),
-            None => {
-                assert!(!comes, "a place was made before");
-                None
-            }
-        };
-        self.len = self.len + usize::from(comes) - usize::from(old.is_some());
-        old
     }
 }

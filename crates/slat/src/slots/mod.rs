@@ -126,16 +126,10 @@ impl SlotSet {
     /// The id of the first slot other than `except` that has a page in `range`.
     fn overlap(&self, range: &Range<Gfn>, except: u32) -> Option<u32> {
         let mut first = None;
-        let mut end = range.end.0.min(node::PAGES);
-        while let Some(last) = end.checked_sub(1)
-            && let Some(slot) = self.last_not_behind(Gfn(last))
-            && range.start < slot.gfns().end
-        {
-            if slot.id() != except {
-                first = Some(slot.id());
-            }
-            end = slot.base().0;
-        }
+        self.overlapping(&self.by_gfn, &(range.start.0..range.end.0), |slot| {
+            first = (slot.id() != except).then(|| slot.id());
+            first.is_none()
+        });
         first
     }
 
@@ -192,6 +186,9 @@ struct Writer {
     /// What the set aside lacks.
     behind: Option<Behind>,
     by_id: Ids,
+    /// How many slots there are.
+    len: usize,
+    /// In all of them.
     pages: u64,
     stocks: Stocks,
 }
@@ -282,6 +279,23 @@ impl SlotSet {
         }
     }
 
+    /// The same once more, which `done` has seen already: a few slots are copied sooner than put in order.
+    fn repeat(
+        &mut self,
+        old: Option<&Memslot>,
+        new: Option<&Memslot>,
+        done: &SlotSet,
+        stocks: &mut Stocks,
+    ) {
+        match (self.few(), done.few()) {
+            (Some(_), Some(few)) if self.by_private.is_empty() && done.by_private.is_empty() => {
+                self.few.clone_from(few);
+                self.granule = done.granule;
+            }
+            _ => self.exchange(old, new, stocks),
+        }
+    }
+
     /// The few slots, as many as there can be, go to trees.
     #[cold]
     #[inline(never)]
@@ -327,6 +341,7 @@ impl Slots {
                 aside: NonNull::from(Box::leak(aside)),
                 behind: None,
                 by_id: Ids::EMPTY,
+                len: 0,
                 pages: 0,
                 stocks: Stocks {
                     by_gfn: Stock::EMPTY,
@@ -386,7 +401,7 @@ impl SlotsChange<'_> {
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.writer.by_id.len()
+        self.writer.len
     }
 
     /// Before the set aside can be changed: waits for those who still read it, and repeats the last
@@ -407,7 +422,7 @@ impl SlotsChange<'_> {
         let aside = unsafe { writer.aside.as_mut() };
         aside.alive.owned();
         if let Some(Replaced { old, new }) = behind.slot {
-            aside.exchange(old.as_deref(), new.as_ref(), &mut writer.stocks);
+            aside.repeat(old.as_deref(), new.as_ref(), current, &mut writer.stocks);
         }
         aside.private.clone_from(&current.private);
         aside.generation = current.generation;
@@ -426,18 +441,21 @@ impl SlotsChange<'_> {
         readers: &Readers,
     ) -> Result<(), OutOfMemory> {
         let writer = &mut *self.writer;
+        if new.is_some() {
+            writer.by_id.make_place(id)?;
+        }
+        let place = writer.by_id.place(id).expect("of a slot that is there");
         if let Some(new) = &new {
-            writer.by_id.prepare(id)?;
             // The set aside is like this one.
-            let replaces = writer.by_id.get(id).is_some();
-            (self.slots.current()).prepare(replaces, new, &mut writer.stocks)?;
+            let set = self.slots.current();
+            set.prepare(place.is_some(), new, &mut writer.stocks)?;
         }
         // From here on nothing fails.
-        let pages = |slot: &Option<OwnedSlot>| slot.as_ref().map_or(0, |slot| slot.pages());
-        writer.pages += pages(&new);
         let copy = new.as_ref().map(|new| new.copy());
-        let old = writer.by_id.exchange(id, new);
-        writer.pages -= pages(&old);
+        let old = mem::replace(place, new);
+        let pages = |slot: Option<&Memslot>| slot.map_or(0, |slot| slot.pages());
+        writer.pages = writer.pages + pages(copy.as_ref()) - pages(old.as_deref());
+        writer.len = writer.len + usize::from(copy.is_some()) - usize::from(old.is_some());
         let aside = unread(&mut writer.aside, &writer.behind);
         aside.exchange(old.as_deref(), copy.as_ref(), &mut writer.stocks);
         self.slots.changes.add(1);

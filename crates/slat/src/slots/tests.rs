@@ -227,7 +227,9 @@ fn random_edits(steps: usize, space: u64, ids: u64, wanted: impl Fn(usize) -> us
 fn private_backings_are_told_apart_however_many_slots_there_are() {
     let world = World::new();
     let new = |id: u32| Region {
-        private: (id % 5 == 0).then_some(Hva((10_000 + u64::from(id)) << PAGE_SHIFT)),
+        private: id
+            .is_multiple_of(5)
+            .then_some(Hva((10_000 + u64::from(id)) << PAGE_SHIFT)),
         ..region(id, u64::from(id) * 4, 1, 1000 - u64::from(id))
     };
     for _ in 0..2 {
@@ -237,7 +239,7 @@ fn private_backings_are_told_apart_however_many_slots_there_are() {
             for id in 0..40 {
                 let there: &[u32] = if id < ids { &[id] } else { &[] };
                 assert_eq!(backed(1000 - u64::from(id)), there);
-                let private = if id % 5 == 0 { there } else { &[] };
+                let private = if id.is_multiple_of(5) { there } else { &[] };
                 assert_eq!(backed(10_000 + u64::from(id)), private);
             }
             let taken = Region {
