@@ -49,7 +49,7 @@ type Check = Box<dyn Fn(&kvm_regs, &Memory) -> bool>;
 
 /// The cases; a real KVM that interprets, too, gets a fraction of the work.
 fn works(size: Size, for_kvm: bool) -> [Work; 5] {
-    let share = if for_kvm { 50 } else { 1 };
+    let share = if for_kvm { 200 } else { 1 };
     let times = |usual: u64| size.pick(100, usual, 4 * usual) / share;
     let work = |case, (program, instructions), is_right: Check| Work {
         case,

@@ -39,7 +39,7 @@ const VARIANTS: &[(&str, &str, &str)] = &[
 const PUBLISHED_CASE: &str = "anonymous_hugetlb_1gb/v96";
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
-    let (vcpus, rounds) = (bench.size.pick(2, 4, 96), bench.size.pick(1, 5, 3));
+    let (vcpus, rounds) = (bench.size.pick(2, 4, 96), bench.size.pick(1, 3, 3));
     // At the tiny size the huge leaves are of 2 MiB.
     let region = bench.size.pick(4 << 20, 1 << 30, 1 << 30);
     let memory = Memory::new(region, region, Pages::Huge)?;

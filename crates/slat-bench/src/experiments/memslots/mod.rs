@@ -136,7 +136,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
 fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(), Failure> {
     let (placements, rounds) = match slots {
         // An array takes long there, and nothing is close.
-        1000.. => (1, bench.size.pick(1, 3, 5)),
+        1000.. => (1, bench.size.pick(1, 2, 5)),
         // Here something is asked for.
         10 | 509 => bench.size.pick((1, 1), (5, 3), (8, 4)),
         _ => bench.size.pick((1, 1), (3, 2), (8, 4)),
