@@ -35,7 +35,7 @@ pub use region::{MAX_SLOTS, Region, RegionError, SlotFlags};
 
 use alloc::boxed::Box;
 use core::mem;
-use core::ops::Range;
+use core::ops::{Deref, Range};
 use core::ptr::NonNull;
 
 use crate::addr::{Gfn, Hva, PAGE_SHIFT};
@@ -107,7 +107,7 @@ impl SlotSet {
         pages: &Range<u64>,
         mut visit: impl FnMut(&Memslot) -> bool,
     ) -> bool {
-        let overlaps = |slot: &&Memslot| O::page(slot) < pages.end && pages.start < O::end(slot);
+        let overlaps = |slot: &&Memslot| pages.start < O::end(slot) && O::page(slot) < pages.end;
         match self.few() {
             Some(few) => few.slots().iter().filter(overlaps).all(visit),
             // SAFETY: as in `last_not_behind`.
@@ -204,11 +204,10 @@ struct Behind {
     slot: Option<Replaced>,
 }
 
-/// `new` stands in the place of `old`.
+/// What the index by id knows as `id` now, until the next change has caught up, stands in the place of `old`.
 struct Replaced {
+    id: u32,
     old: Option<OwnedSlot>,
-    /// Owned by the index by id, which the next change changes after it has caught up.
-    new: Option<Memslot>,
 }
 
 /// Nodes for changes, a stock for each tree.
@@ -421,8 +420,9 @@ impl SlotsChange<'_> {
         // SAFETY: it is not published, and everybody who was inside when it was has passed.
         let aside = unsafe { writer.aside.as_mut() };
         aside.alive.owned();
-        if let Some(Replaced { old, new }) = behind.slot {
-            aside.repeat(old.as_deref(), new.as_ref(), current, &mut writer.stocks);
+        if let Some(Replaced { id, old }) = behind.slot {
+            let new = writer.by_id.get(id).map(Deref::deref);
+            aside.repeat(old.as_deref(), new, current, &mut writer.stocks);
         }
         aside.private.clone_from(&current.private);
         aside.generation = current.generation;
@@ -451,15 +451,15 @@ impl SlotsChange<'_> {
             set.prepare(place.is_some(), new, &mut writer.stocks)?;
         }
         // From here on nothing fails.
-        let copy = new.as_ref().map(|new| new.copy());
         let old = mem::replace(place, new);
+        let (was, is) = (old.as_deref(), place.as_deref());
         let pages = |slot: Option<&Memslot>| slot.map_or(0, |slot| slot.pages());
-        writer.pages = writer.pages + pages(copy.as_ref()) - pages(old.as_deref());
-        writer.len = writer.len + usize::from(copy.is_some()) - usize::from(old.is_some());
+        writer.pages = writer.pages + pages(is) - pages(was);
+        writer.len = writer.len + usize::from(is.is_some()) - usize::from(was.is_some());
         let aside = unread(&mut writer.aside, &writer.behind);
-        aside.exchange(old.as_deref(), copy.as_ref(), &mut writer.stocks);
+        aside.exchange(was, is, &mut writer.stocks);
         self.slots.changes.add(1);
-        self.publish(Some(Replaced { old, new: copy }), readers);
+        self.publish(Some(Replaced { id, old }), readers);
         Ok(())
     }
 

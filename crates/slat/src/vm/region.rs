@@ -29,9 +29,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let new = match plan {
             Change::Nothing => return Ok(()),
             Change::Delete => None,
-            Change::Create | Change::Move | Change::Flags => {
-                Some(self.slot(region, change.by_id(id))?)
-            }
+            Change::Create | Change::Move | Change::Flags => Some(self.slot(region, &change)?),
         };
         change.catch_up(&self.readers, self.reader_wait());
         match plan {
@@ -80,11 +78,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish(gfns);
     }
 
-    /// The slot that `region` asks for, in the place of `old`. If it logs, it goes on with the log there is:
+    /// The slot that `region` asks for. If it logs, it goes on with the log there is:
     /// KVM keeps that of a slot that moves, too, as what was written is still to be told.
-    fn slot(&self, region: &Region, old: Option<&OwnedSlot>) -> Result<OwnedSlot, RegionError> {
+    fn slot(&self, region: &Region, change: &SlotsChange<'_>) -> Result<OwnedSlot, RegionError> {
         let log = if region.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
-            let log = old.and_then(|old| old.share_log());
+            let log = change.by_id(region.slot).and_then(|old| old.share_log());
             let new = || Ok(Shared::try_new(self.new_log(region.size >> PAGE_SHIFT)?)?);
             Some(log.map_or_else(new, Ok::<_, RegionError>)?)
         } else {
