@@ -46,10 +46,10 @@ impl World {
         };
         let mut change = self.slots.change(wait);
         change.catch_up(&self.readers, |round, _| wait(round));
-        let new = match plan(&change, &region, 64).unwrap() {
+        let plan = plan(&change, &region, 64).unwrap();
+        let new = match plan.expect("a change is asked for") {
             Change::Create | Change::Move | Change::Flags => Some(OwnedSlot::new(&region, None)),
             Change::Delete => None,
-            Change::Nothing => panic!("a change is asked for"),
         };
         change.replace(slot, new, &self.readers).unwrap();
     }

@@ -189,7 +189,6 @@ impl core::error::Error for RegionError {}
 /// What a valid [`Region`] comes to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Change {
-    Nothing,
     Create,
     Delete,
     Move,
@@ -202,12 +201,13 @@ const MAX_PAGES: u64 = (1 << 31) - 1;
 const BACKING_END: u64 = PAGES << PAGE_SHIFT;
 
 /// Checks `region` against the rules and the slots there are. `capacity`: frames that the tables hold.
+/// `None`: the slot is like that already.
 #[inline]
 pub(crate) fn plan(
     slots: &SlotsChange<'_>,
     region: &Region,
     capacity: u64,
-) -> Result<Change, RegionError> {
+) -> Result<Option<Change>, RegionError> {
     let Region {
         slot: id,
         flags,
@@ -240,7 +240,7 @@ pub(crate) fn plan(
     let old = slots.by_id(id);
     if size == 0 {
         return match old {
-            Some(_) => Ok(Change::Delete),
+            Some(_) => Ok(Some(Change::Delete)),
             None => Err(RegionError::NothingToDelete(id)),
         };
     }
@@ -264,9 +264,9 @@ pub(crate) fn plan(
             if old.base() != gpa.gfn() {
                 Change::Move
             } else if old.flags() != flags {
-                return Ok(Change::Flags);
+                return Ok(Some(Change::Flags));
             } else {
-                return Ok(Change::Nothing);
+                return Ok(None);
             }
         }
     };
@@ -284,5 +284,5 @@ pub(crate) fn plan(
     if gfns.end.0 > capacity.min(PAGES) {
         return Err(RegionError::TooHigh(*region));
     }
-    Ok(change)
+    Ok(Some(change))
 }

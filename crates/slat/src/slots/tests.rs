@@ -98,8 +98,10 @@ impl World {
     fn set(&self, region: &Region) -> Result<(), RegionError> {
         let mut change = self.slots.change(|_| unreachable!());
         change.catch_up(&self.readers, |_, _| panic!("nobody is inside"));
-        let new = match plan(&change, region, CAPACITY)? {
-            Change::Nothing => return Ok(()),
+        let Some(plan) = plan(&change, region, CAPACITY)? else {
+            return Ok(());
+        };
+        let new = match plan {
             Change::Delete => None,
             Change::Create | Change::Move | Change::Flags => Some(OwnedSlot::new(region, None)),
         };

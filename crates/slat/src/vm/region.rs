@@ -25,15 +25,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .slots;
         let mut change = slots.change(self.lock_wait());
         let id = region.slot;
-        let plan = plan(&change, region, Tree::<P, F>::capacity())?;
+        let Some(plan) = plan(&change, region, Tree::<P, F>::capacity())? else {
+            return Ok(());
+        };
         let new = match plan {
-            Change::Nothing => return Ok(()),
             Change::Delete => None,
             Change::Create | Change::Move | Change::Flags => Some(self.slot(region, &change)?),
         };
         change.catch_up(&self.readers, self.reader_wait());
         match plan {
-            Change::Nothing => {}
             Change::Create => change.replace(id, new, &self.readers)?,
             Change::Delete | Change::Move => {
                 let leaving = self.in_progress.slot_leaves();
