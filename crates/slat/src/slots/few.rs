@@ -6,7 +6,7 @@ use crate::addr::Gfn;
 /// By guest frame, in the set itself: a VM with a few slots has no tree.
 pub(super) struct Few {
     len: usize,
-    /// Those behind the first `len` are nowhere.
+    /// The first `len` of them ascend; the others say nothing.
     slots: [Memslot; Few::MOST],
 }
 
@@ -53,6 +53,7 @@ impl Few {
         self.slots().get(self.rank(gfn).wrapping_sub(1))
     }
 
+    /// Becomes like another one.
     pub(super) fn clone_from(&mut self, other: &Few) {
         for (slot, other) in self.slots.iter_mut().zip(other.slots()) {
             slot.owned();
