@@ -10,7 +10,7 @@ use crate::sync::quiesce::Readers;
 /// Enough slots for a tree of two levels.
 const SLOTS: u32 = 6;
 /// As many as stand in a set without a tree.
-const FEW: u32 = 2;
+const FEW: u32 = 3;
 
 struct World {
     slots: Slots,
@@ -101,18 +101,18 @@ fn a_look_up_sees_a_few_slots_whole_and_as_many_as_take_a_tree() {
                 me.enter(&mine.readers, 0);
                 let set = mine.slots.current();
                 let at = |gfn| set.find(Gfn(gfn)).map(|slot| slot.id());
-                let found = [at(0), at(2), at(3), at(4)];
+                let found = [at(0), at(2), at(3), at(6)];
                 match set.generation - u64::from(FEW) {
                     0 => assert_eq!(found, [Some(0), Some(1), None, None]),
                     1 => assert_eq!(found, [Some(0), None, Some(1), None]),
-                    2 => assert_eq!(found, [Some(0), None, Some(1), Some(2)]),
-                    _ => assert_eq!(found, [None, None, Some(1), Some(2)]),
+                    2 => assert_eq!(found, [Some(0), None, Some(1), Some(FEW)]),
+                    _ => assert_eq!(found, [None, None, Some(1), Some(FEW)]),
                 }
                 me.leave();
             }
         });
         world.set(1, 3, 1);
-        world.set(2, 4, 1);
+        world.set(FEW, 6, 1);
         world.set(0, 0, 0);
         thread.join().unwrap();
     });

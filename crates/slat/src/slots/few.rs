@@ -1,6 +1,7 @@
-//! A few slots, which are looked through as quickly as a tree is, and changed sooner.
+//! A few slots, which are searched as quickly as a tree is, and changed sooner.
 
 use super::Memslot;
+use super::node::{ByHva, Order};
 use crate::addr::Gfn;
 
 /// By guest frame, in the set itself: a VM with a few slots has no tree.
@@ -11,7 +12,8 @@ pub(super) struct Few {
 }
 
 impl Few {
-    const MOST: usize = if cfg!(loom) { 2 } else { 16 };
+    /// With one more, one node has room for all.
+    const MOST: usize = ByHva::WIDTH - 1;
 
     pub(super) fn none() -> Self {
         Few {
@@ -39,18 +41,11 @@ impl Few {
         &self.slots
     }
 
-    /// How many slots do not begin behind `gfn`. All are compared: no branch predictor guesses where it
-    /// ends.
-    #[inline]
-    fn rank(&self, gfn: Gfn) -> usize {
-        let begins = |slot: &Memslot| usize::from(slot.base() <= gfn);
-        self.slots().iter().map(begins).sum()
-    }
-
     /// The last slot that does not begin behind `gfn`.
     #[inline]
     pub(super) fn last_not_behind(&self, gfn: Gfn) -> Option<&Memslot> {
-        self.slots().get(self.rank(gfn).wrapping_sub(1))
+        let rank = self.slots().partition_point(|slot| slot.base() <= gfn);
+        self.slots().get(rank.wrapping_sub(1))
     }
 
     /// Becomes like another one.

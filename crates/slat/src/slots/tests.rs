@@ -165,7 +165,7 @@ fn the_trees_hold_what_a_btreemap_holds_through_random_edits() {
 #[test]
 fn a_few_slots_that_become_many_and_fewer_again_are_what_a_btreemap_holds() {
     // There are trees as soon as there are more than a few, and none again when there was no slot.
-    random_edits(30_000, 400, 40, |step| [5, 30, 12, 18, 0][step / 100 % 5]);
+    random_edits(50_000, 800, 80, |step| [5, 60, 20, 34, 0][step / 200 % 5]);
 }
 
 /// So many steps of random changes to slots with ids below `ids` in a space of so many pages, not many
