@@ -10,6 +10,7 @@ use crate::host::{HostChange, HostMemory};
 use crate::model::GuestModel;
 use crate::rng::Rng;
 use crate::runner::{SPACES, VCPUS, space_of};
+use crate::trial::Setup;
 
 /// One operation on a VM. Each can be run in any state, so a sequence can be shortened anywhere.
 #[derive(Clone, Debug)]
@@ -222,16 +223,20 @@ pub const POLICIES: [(&str, &[&str]); 11] = [
     ),
 ];
 
+/// Ids of slots that are used.
+const IDS: u64 = 16;
+/// The same where there are many, and how many there are to be.
+const MANY_IDS: u64 = 200;
+const MANY: usize = 50;
 const SIZES: [u64; 10] = [1, 2, 7, 64, 511, 512, 513, 1024, 1500, 2048];
 
 /// Generates operations.
 pub struct Generator {
     rng: Rng,
-    mix: Mix,
-    host_pages: u64,
+    setup: Setup,
     capacity: u64,
-    failures: bool,
-    slots: u64,
+    /// Ids below this are used.
+    ids: u64,
     /// Guest frames around which everything happens: the begin, the first 2 MiB and 1 GiB borders, the
     /// borders of tables of levels 3 and 4 (which are those between the tables of a concatenated root,
     /// too), the end.
@@ -241,9 +246,8 @@ pub struct Generator {
 }
 
 impl Generator {
-    /// For a host of `host_pages` pages and tables that hold `capacity` frames. With `failures`,
-    /// allocations fail at times.
-    pub fn new(rng: Rng, mix: Mix, host_pages: u64, capacity: u64, failures: bool) -> Self {
+    /// For tables that hold `capacity` frames.
+    pub fn new(rng: Rng, setup: Setup, capacity: u64) -> Self {
         let places = [
             0,
             512 * 3,
@@ -255,11 +259,9 @@ impl Generator {
         ];
         Generator {
             rng,
-            mix,
-            host_pages,
+            setup,
             capacity,
-            failures,
-            slots: 16,
+            ids: if setup.many_slots { MANY_IDS } else { IDS },
             places: places.into_iter().filter(|p| *p < capacity).collect(),
             recent: vec![0],
         }
@@ -275,7 +277,7 @@ impl Generator {
         let vcpu = self.rng.below(VCPUS as u64) as usize;
         let space = self.rng.pick(&[0, 0, 0, 1, 1]);
         let seen = &models[space_of(vcpu)];
-        match self.mix.pick(&mut self.rng) {
+        match self.setup.mix.pick(&mut self.rng) {
             Kind::Region => {
                 let region = self.region(&models[space]);
                 // One in many asks for an address space that is not there.
@@ -286,7 +288,7 @@ impl Generator {
                 let gpa = self.gfn(seen) << 12;
                 Op::FindSlot { vcpu, gpa }
             }
-            Kind::Fail if self.failures => Op::FailAllocation(self.rng.below(6)),
+            Kind::Fail if self.setup.failures => Op::FailAllocation(self.rng.below(6)),
             Kind::Translate | Kind::Fail => {
                 let (gpa, access) = self.access(seen);
                 Op::Translate { vcpu, gpa, access }
@@ -368,7 +370,7 @@ impl Generator {
     fn log(&mut self, model: &GuestModel) -> u32 {
         match self.some_slot(model) {
             Some(id) if !self.rng.one_in(8) => id,
-            _ => self.rng.below(self.slots) as u32,
+            _ => self.rng.below(self.ids) as u32,
         }
     }
 
@@ -401,7 +403,9 @@ impl Generator {
 
     fn region(&mut self, model: &GuestModel) -> Region {
         let existing = self.some_slot(model);
+        let missing = self.setup.many_slots && model.slots.len() < MANY;
         let region = match (self.rng.below(10), existing) {
+            (0..9, _) if missing => self.fresh(),
             (0..2, Some(id)) => self.existing(model, id, |region, _| region.size = 0),
             (2..4, Some(id)) => self.existing(model, id, |region, rng| {
                 let by = rng.pick(&[1, 2, 512, 700, 1 << 18]) << 12;
@@ -441,24 +445,29 @@ impl Generator {
     }
 
     fn fresh(&mut self) -> Region {
-        let giant = self.host_pages >= 2 << 18 && self.rng.one_in(40);
+        let giant = self.setup.host_pages >= 2 << 18 && self.rng.one_in(40);
         let pages = if giant {
             (1 << 18) + self.rng.pick(&[0, 0, 512, 3])
+        } else if self.setup.many_slots {
+            // There is room for many.
+            self.rng.pick(&SIZES[..4])
         } else {
             self.rng.pick(&SIZES)
         };
         let base = if giant {
             self.rng.pick(&[1 << 18, (1 << 18) - 512, 2 << 18])
+        } else if self.setup.many_slots {
+            self.rng.pick(&self.places) + self.rng.below(1500)
         } else {
             self.rng.pick(&self.places) + self.rng.pick(&[0, 0, 1, 63, 512, 513, 1024])
         };
         // Mostly congruent to the guest frame, so that huge leaves are possible.
-        let room = self.host_pages - pages;
+        let room = self.setup.host_pages - pages;
         let skew = if self.rng.one_in(5) { 1 } else { 0 };
         let unit = if giant { 1 << 18 } else { 512 };
         let backing = self.rng.below(room / unit + 1) * unit + base % unit + skew;
         Region {
-            slot: self.rng.below(self.slots) as u32,
+            slot: self.rng.below(self.ids) as u32,
             flags: SlotFlags(self.rng.pick(&[0, 0, 0, 1, 1, 2, 3])),
             gpa: Gpa(base << 12),
             size: pages << 12,
@@ -491,7 +500,7 @@ impl Generator {
                 let page = (slot.backing - HostMemory::BASE.0) >> 12;
                 page + self.rng.below(slot.pages)
             }
-            None => self.rng.below(self.host_pages),
+            None => self.rng.below(self.setup.host_pages),
         };
         let (start, pages) = match self.rng.below(8) {
             0..3 => (anchor, self.rng.pick(&[1, 2, 9])),
@@ -499,8 +508,8 @@ impl Generator {
             6 => (anchor & !((1 << 18) - 1), 1 << 18),
             _ => (anchor, self.rng.below(1500) + 1),
         };
-        let start = start.min(self.host_pages - 1);
-        let pages = start..(start + pages).min(self.host_pages);
+        let start = start.min(self.setup.host_pages - 1);
+        let pages = start..(start + pages).min(self.setup.host_pages);
         let change = match self.rng.below(16) {
             0 => HostChange::Nothing,
             1 => HostChange::Punch,

@@ -19,6 +19,7 @@ fn run(mix: Mix, bytes: &[u8]) {
     let setup = Setup {
         rings: choices & 1 != 0,
         failures: choices & 2 != 0,
+        many_slots: choices & 4 != 0,
         mix,
         // A smaller machine runs more inputs.
         host_pages: 1 << 12,

@@ -21,6 +21,8 @@ pub struct Setup {
     pub rings: bool,
     /// Allocations fail at times.
     pub failures: bool,
+    /// There are so many slots that the engine keeps them in trees, all of them small.
+    pub many_slots: bool,
     /// What is done.
     pub mix: Mix,
 }
@@ -31,6 +33,7 @@ impl Setup {
         host_pages: 1 << 14,
         rings: false,
         failures: false,
+        many_slots: false,
         mix: Mix::ALL,
     };
     /// Enough host memory for slots of 1 GiB and more.
@@ -49,6 +52,7 @@ impl Setup {
         Setup {
             rings: seed % 2 == 1,
             failures: seed % 3 == 2,
+            many_slots: seed % 7 == 6,
             mix: if seed % 4 > 1 { Mix::LOGS } else { Mix::ALL },
             ..host
         }
@@ -147,14 +151,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Generates and runs; `each` hears of every operation before it is run.
 fn generate<F: Format>(setup: Setup, rng: Rng, steps: usize, mut each: impl FnMut(&Op)) -> Tally {
-    let Setup {
-        host_pages,
-        rings,
-        failures,
-        mix,
-    } = setup;
-    let mut runner = Runner::<F>::new(host_pages, rings);
-    let mut generator = Generator::new(rng, mix, host_pages, capacity::<F>(), failures);
+    let mut runner = Runner::<F>::new(setup.host_pages, setup.rings);
+    let mut generator = Generator::new(rng, setup, capacity::<F>());
     for step in 1..=steps {
         if generator.is_exhausted() {
             break;
