@@ -220,7 +220,7 @@ fn converse<A: Api>(
 
 fn ordinary(bench: &mut Bench) -> Result<(), Failure> {
     let (rounds, size) = (
-        bench.size.pick(1, 31, 81),
+        bench.size.pick(1, 41, 81),
         bench.size.pick(1 << 20, 32 << 20, 64 << 20),
     );
     let calls = bench.size.pick(1000, 40_000, 80_000);

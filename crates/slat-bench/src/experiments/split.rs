@@ -148,7 +148,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             // so that its tables are to be more than a cache holds.
             let (usual, rounds, full_rounds) = match (call, mapped) {
                 (Call::Clear, Mapped::Small) => (3 * GIGA, 3, 1),
-                (Call::Clear, _) => (GIGA, 5, 3),
+                (Call::Clear, _) => (GIGA, 7, 3),
                 _ => (8 * GIGA, 7, 3),
             };
             let rounds = bench.size.pick(1, rounds, full_rounds);
