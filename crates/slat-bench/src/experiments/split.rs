@@ -147,7 +147,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             // To clear takes a fault for each page before; what is split already is no more than walked,
             // so that its tables are to be more than a cache holds.
             let (usual, rounds, full_rounds) = match (call, mapped) {
-                (Call::Clear, Mapped::Small) => (3 * GIGA, 3, 1),
+                (Call::Clear, Mapped::Small) => (3 * GIGA, 3, 3),
                 (Call::Clear, _) => (GIGA, 7, 3),
                 _ => (8 * GIGA, 7, 3),
             };
