@@ -79,9 +79,9 @@ impl Case {
     fn dominated(self, time: f64, tables: Option<f64>) -> String {
         let slots = match self {
             Case::Map | Case::Unmap | Case::Unmap2m => "faults and invalidations that find slots",
-            Case::MoveActive | Case::MoveInactive => "changes of two trees in each of two sets",
+            Case::MoveActive | Case::MoveInactive => "changes of two sets of slots",
             Case::Rw => "faults that find slots",
-            Case::Setup => "insertions into two trees in each of two sets",
+            Case::Setup => "insertions into the trees of two sets",
         };
         let tables = 100.0 * tables.unwrap_or(0.0) / time;
         format!("{:.0} % are {slots}", (100.0 - tables).max(0.0))
