@@ -221,8 +221,19 @@ impl Report {
         before: &str,
         after: &str,
     ) -> Option<f64> {
+        self.ratio_between(experiment, metric, (case, before), (case, after))
+    }
+
+    /// The same between two cases and variants whose rounds took turns.
+    pub fn ratio_between(
+        &self,
+        experiment: &str,
+        metric: &str,
+        (case, before): (&str, &str),
+        (other, after): (&str, &str),
+    ) -> Option<f64> {
         let before = &self.find(experiment, case, before, metric)?.values;
-        let after = &self.find(experiment, case, after, metric)?.values;
+        let after = &self.find(experiment, other, after, metric)?.values;
         if before.len() != after.len() || before.contains(&0.0) {
             let before = median(before);
             return (before != 0.0).then(|| median(after) / before);
