@@ -20,6 +20,12 @@ pub(super) struct Ids {
     others: Vec<Option<Box<Page>>>,
 }
 
+/// Which of the other pages, if not the first, and where in it.
+fn place(id: u32) -> (Option<usize>, usize) {
+    let (page, slot) = (id as usize / SLOTS, id as usize % SLOTS);
+    (page.checked_sub(1), slot)
+}
+
 impl Ids {
     pub(super) const EMPTY: Self = Ids {
         first: EMPTY,
@@ -28,8 +34,8 @@ impl Ids {
 
     #[inline]
     pub(super) fn get(&self, id: u32) -> Option<&OwnedSlot> {
-        let (page, slot) = (id as usize / SLOTS, id as usize % SLOTS);
-        let page = match page.checked_sub(1) {
+        let (page, slot) = place(id);
+        let page = match page {
             None => &self.first,
             Some(other) => self.others.get(other)?.as_ref()?,
         };
@@ -39,8 +45,8 @@ impl Ids {
     /// The place of the slot `id`, if there is one.
     #[inline]
     pub(super) fn place(&mut self, id: u32) -> Option<&mut Option<OwnedSlot>> {
-        let (page, slot) = (id as usize / SLOTS, id as usize % SLOTS);
-        let page = match page.checked_sub(1) {
+        let (page, slot) = place(id);
+        let page = match page {
             None => &mut self.first,
             Some(other) => self.others.get_mut(other)?.as_mut()?,
         };
@@ -50,13 +56,9 @@ impl Ids {
     /// Makes a place for the slot `id`.
     #[inline]
     pub(super) fn make_place(&mut self, id: u32) -> Result<(), OutOfMemory> {
-        match (id as usize / SLOTS).checked_sub(1) {
-            None => Ok(()),
-            Some(other) => self.make_other(other),
-        }
-    }
-
-    fn make_other(&mut self, other: usize) -> Result<(), OutOfMemory> {
+        let (Some(other), _) = place(id) else {
+            return Ok(());
+        };
         if self.others.len() <= other {
             let missing = other + 1 - self.others.len();
             self.others.try_reserve(missing).map_err(|_| OutOfMemory)?;

@@ -268,12 +268,16 @@ impl SlotSet {
         }
         match self.few() {
             Some(_) => self.few.exchange(old, new),
-            None => self.exchange_in_trees(old, new, stocks),
+            // SAFETY: `&mut self`: nobody else looks at this set.
+            None => unsafe {
+                self.by_gfn.exchange(old, new, &mut stocks.by_gfn);
+                self.by_hva.exchange(old, new, &mut stocks.by_hva);
+            },
         }
         let is_private = |slot: &&Memslot| slot.private().is_some();
         let (old, new) = (old.filter(is_private), new.filter(is_private));
         if old.or(new).is_some() {
-            // SAFETY: `&mut self`: nobody else looks at this set.
+            // SAFETY: as above.
             unsafe { self.by_private.exchange(old, new, &mut stocks.by_private) };
         }
     }
@@ -302,19 +306,6 @@ impl SlotSet {
         let few = mem::replace(&mut self.few, Few::none());
         self.by_gfn.plant(few.all(), &mut stocks.by_gfn);
         self.by_hva.plant(few.all(), &mut stocks.by_hva);
-    }
-
-    fn exchange_in_trees(
-        &mut self,
-        old: Option<&Memslot>,
-        new: Option<&Memslot>,
-        stocks: &mut Stocks,
-    ) {
-        // SAFETY: `&mut self`: nobody else looks at this set.
-        unsafe {
-            self.by_gfn.exchange(old, new, &mut stocks.by_gfn);
-            self.by_hva.exchange(old, new, &mut stocks.by_hva);
-        }
     }
 }
 

@@ -154,11 +154,17 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         let mut slat = Inside::<Slat>::new(layout)?;
         let mut array = Inside::<Array>::new(layout)?;
         let mut tables = Inside::<Tables>::new(layout)?;
-        let once = slat.measure(case, 1)?.as_secs_f64();
+        let mut measure = |variant, times| match variant {
+            ARRAY => array.measure(case, times),
+            SLAT => slat.measure(case, times),
+            _ => tables.measure(case, times),
+        };
+        let once = measure(SLAT, 1)?.as_secs_f64();
         if placements > 1 {
             // As warm as slat's.
-            array.measure(case, 1)?;
-            tables.measure(case, 1)?;
+            for &other in variants.iter().filter(|variant| **variant != SLAT) {
+                measure(other, 1)?;
+            }
         }
         let times = match bench.size {
             Size::Tiny => 1,
@@ -167,12 +173,7 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
             _ => (SAMPLE / once).clamp(1.0, 1000.0) as u32,
         };
         bench.in_turns(&case.with(slots), rounds, variants, |_, variant| {
-            let time = match variant {
-                ARRAY => array.measure(case, times)?,
-                SLAT => slat.measure(case, times)?,
-                _ => tables.measure(case, times)?,
-            };
-            Ok(vec![Sample::seconds(SECONDS, time)])
+            Ok(vec![Sample::seconds(SECONDS, measure(variant, times)?)])
         })?;
         placed.push((slat, array, tables));
     }
