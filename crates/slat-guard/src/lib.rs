@@ -12,6 +12,8 @@
 //! else, and the access returns [`Gone`]. Not found, the signal belongs to someone else and goes
 //! to the action that was there before ([`set_chained`]).
 //!
+//! The program's own handlers do not run while a thread is in slat's code (`section`).
+//!
 //! A *kick* ([`kick`]) is a signal to one thread. It interrupts a thread that sleeps in the
 //! kernel's page fault handler inside one of these accesses; elsewhere it does nothing.
 //!
@@ -23,6 +25,7 @@ compile_error!("slat-guard works on x86-64 Linux only");
 
 mod access;
 mod bulk;
+mod section;
 mod signal;
 mod table;
 
@@ -30,6 +33,7 @@ pub use access::{
     Word, compare_exchange, fetch_add, fetch_and, fetch_or, fetch_xor, load, store, swap,
 };
 pub use bulk::{copy_in, copy_out, fill, matches};
+pub use section::{Section, defer, on_deferral};
 pub use signal::{install, kick, kick_signal, set_chained, was_kicked};
 
 /// The access did not happen: the host memory is not there (SIGSEGV, SIGBUS), or the thread was

@@ -3,14 +3,18 @@
 //! Three signals are ours: SIGSEGV, SIGBUS and the kick signal. The handlers are installed by the
 //! system call itself, not by the C library's `sigaction`: inside a preloaded library that name is
 //! the library's own wrapper, which must see the client's calls only.
+//!
+//! A signal that is not ours goes to the action that the client has set. If it was sent, in contrast to a fault, it waits for
+//! the thread to leave slat's code first ([`defer`]).
 
+use crate::section::{AllBlocked, defer};
 use crate::table;
 use std::cell::Cell;
 use std::io;
 use std::mem;
 use std::ptr;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
 /// The kernel's `struct sigaction` on x86-64.
 #[repr(C)]
@@ -39,9 +43,73 @@ unsafe extern "C" {
     safe fn slat_guard_restorer();
 }
 
-/// The actions to hand foreign signals to, as leaked boxes: a handler may be reading the old one.
-static CHAINED: [AtomicPtr<libc::sigaction>; 3] = [const { AtomicPtr::new(ptr::null_mut()) }; 3];
+/// The actions that the client has set for SIGSEGV, SIGBUS and the kick signal.
+static CHAINED: [Chained; 3] = [const { Chained::new() }; 3];
 static INSTALLED: Mutex<bool> = Mutex::new(false);
+
+/// An action that handlers read while any thread changes it: a sequence lock. Nothing is allocated, because a handler of the
+/// client may call `sigaction`, and so may its `malloc`.
+struct Chained {
+    /// 0 before the first change, odd during a change.
+    version: AtomicU32,
+    handler: AtomicUsize,
+    flags: AtomicU64,
+    mask: AtomicU64,
+}
+
+impl Chained {
+    const fn new() -> Self {
+        Chained {
+            version: AtomicU32::new(0),
+            handler: AtomicUsize::new(libc::SIG_DFL),
+            flags: AtomicU64::new(0),
+            mask: AtomicU64::new(0),
+        }
+    }
+
+    /// The action, if one was ever set. Async-signal-safe: the thread that changes it takes no signal meanwhile.
+    fn get(&self) -> Option<KernelAction> {
+        loop {
+            let version = self.version.load(Ordering::Acquire);
+            let action = KernelAction {
+                handler: self.handler.load(Ordering::Relaxed),
+                flags: self.flags.load(Ordering::Relaxed),
+                restorer: 0,
+                mask: self.mask.load(Ordering::Relaxed),
+            };
+            fence(Ordering::Acquire);
+            if version & 1 == 0 && self.version.load(Ordering::Relaxed) == version {
+                return (version != 0).then_some(action);
+            }
+            std::hint::spin_loop();
+        }
+    }
+
+    /// Replaces the action; returns the one so far, if one was ever set. Async-signal-safe.
+    fn set(&self, action: &KernelAction) -> Option<KernelAction> {
+        let _blocked = AllBlocked::enter();
+        let even = loop {
+            let version = self.version.load(Ordering::Relaxed) & !1;
+            let odd = version | 1;
+            if (self.version)
+                .compare_exchange_weak(version, odd, Ordering::Acquire, Ordering::Relaxed)
+                .is_ok()
+            {
+                break version;
+            }
+            std::hint::spin_loop();
+        };
+        fence(Ordering::Release);
+        let old = KernelAction {
+            handler: self.handler.swap(action.handler, Ordering::Relaxed),
+            flags: self.flags.swap(action.flags, Ordering::Relaxed),
+            restorer: 0,
+            mask: self.mask.swap(action.mask, Ordering::Relaxed),
+        };
+        self.version.store(even.wrapping_add(2), Ordering::Release);
+        (even != 0).then_some(old)
+    }
+}
 
 thread_local! {
     /// What ended the last guarded access of this thread that did not happen. No initialisation and no
@@ -60,7 +128,7 @@ pub fn kick_signal() -> i32 {
     libc::SIGRTMAX() - 3
 }
 
-fn slot(sig: i32) -> Option<&'static AtomicPtr<libc::sigaction>> {
+fn chained(sig: i32) -> Option<&'static Chained> {
     match sig {
         libc::SIGSEGV => Some(&CHAINED[0]),
         libc::SIGBUS => Some(&CHAINED[1]),
@@ -79,6 +147,16 @@ unsafe fn rt_sigaction(
     match unsafe { libc::syscall(libc::SYS_rt_sigaction, sig, new, old, 8usize) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn to_kernel(action: &libc::sigaction) -> KernelAction {
+    KernelAction {
+        handler: action.sa_sigaction,
+        flags: action.sa_flags as u32 as u64,
+        restorer: 0,
+        // SAFETY: the C library's larger mask begins with the kernel's 64 bits.
+        mask: unsafe { ptr::read((&raw const action.sa_mask).cast::<u64>()) },
     }
 }
 
@@ -115,7 +193,9 @@ pub fn install() -> io::Result<()> {
         };
         // SAFETY: a local to write to. The old action is put in place before the handler that reads it.
         unsafe { rt_sigaction(sig, ptr::null(), &mut old)? };
-        set_chained(sig, Some(&to_libc(&old)));
+        if let Some(chained) = chained(sig) {
+            chained.set(&old);
+        }
         // SAFETY: the handler is async-signal-safe and has the signature that SA_SIGINFO asks for.
         unsafe { rt_sigaction(sig, &ours, ptr::null_mut())? };
     }
@@ -125,68 +205,102 @@ pub fn install() -> io::Result<()> {
 
 /// Replaces the action to which signals are handed that are not ours, as if by `sigaction`; `None`
 /// only asks. Returns the action so far; `None` if `sig` is none of our three signals or no action
-/// is known yet.
+/// is known yet. Async-signal-safe.
 pub fn set_chained(sig: i32, action: Option<&libc::sigaction>) -> Option<libc::sigaction> {
-    let slot = slot(sig)?;
+    let chained = chained(sig)?;
     let old = match action {
-        // The old box is leaked: a handler on another thread may still be reading it.
-        Some(action) => slot.swap(Box::into_raw(Box::new(*action)), Ordering::AcqRel),
-        None => slot.load(Ordering::Acquire),
+        Some(action) => chained.set(&to_kernel(action)),
+        None => chained.get(),
     };
-    // SAFETY: what stands in a slot came from a box that is never freed.
-    (!old.is_null()).then(|| unsafe { *old })
+    old.as_ref().map(to_libc)
 }
+
+/// What a kick carries: its address, which tells it from signals of the client, and from kicks of another copy of this crate.
+static KICK: u8 = 0;
+
+/// The part of the kernel's `siginfo_t` that a queued signal fills in.
+#[repr(C)]
+struct Queued {
+    signo: i32,
+    errno: i32,
+    code: i32,
+    _align: i32,
+    pid: i32,
+    uid: u32,
+    value: usize,
+    _rest: [u64; 12],
+}
+
+const _: () = assert!(size_of::<Queued>() == size_of::<libc::siginfo_t>());
 
 /// Sends the kick signal to a thread of this process. If it is inside a guarded access, also asleep
 /// in the kernel's page fault handler, the access returns [`Gone`](crate::Gone).
 pub fn kick(tid: libc::pid_t) {
     // SAFETY: plain system calls. A thread that is gone gives ESRCH, which is fine.
     unsafe {
-        libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, kick_signal());
+        let pid = libc::getpid();
+        let info = Queued {
+            signo: kick_signal(),
+            errno: 0,
+            code: libc::SI_QUEUE,
+            _align: 0,
+            pid,
+            uid: libc::getuid(),
+            value: &raw const KICK as usize,
+            _rest: [0; 12],
+        };
+        libc::syscall(libc::SYS_rt_tgsigqueueinfo, pid, tid, kick_signal(), &info);
     }
+}
+
+/// Whether a signal is a kick of this copy of the crate.
+///
+/// # Safety
+/// `info` is what the kernel gave the handler.
+unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
+    // SAFETY: the kernel fills in the fields that go with the code; of a process, only we know the address.
+    sig == kick_signal()
+        && unsafe {
+            (*info).si_code == libc::SI_QUEUE
+                && (*info).si_value().sival_ptr as usize == &raw const KICK as usize
+        }
 }
 
 extern "C" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let ucontext = context.cast::<libc::ucontext_t>();
-    // SAFETY: the kernel gives an SA_SIGINFO handler its own context.
-    let ip = unsafe { &mut (*ucontext).uc_mcontext.gregs[libc::REG_RIP as usize] };
-    if let Some(fixup) = table::fixup(*ip as usize) {
-        KICKED.set(sig == kick_signal());
-        // A SIGSEGV or SIGBUS that another process sent lands here too when it hits the very
-        // instruction. It is treated as a fault: the access is tried again.
+    // SAFETY: the kernel gives an SA_SIGINFO handler its own context and information.
+    let (ip, kicked, sent) = unsafe {
+        let ip = &mut (*ucontext).uc_mcontext.gregs[libc::REG_RIP as usize];
+        // Sent by someone (kill, tgkill, sigqueue), in contrast to a fault that would come again.
+        (ip, is_kick(sig, info), (*info).si_code <= 0)
+    };
+    if (kicked || !sent)
+        && let Some(fixup) = table::fixup(*ip as usize)
+    {
+        KICKED.set(kicked);
         *ip = fixup as i64;
         return;
     }
     // SAFETY: these are the arguments that the kernel gave us.
-    unsafe { chain(sig, info, context) }
+    if !kicked && !unsafe { defer(sig, info, context) } {
+        // SAFETY: as above.
+        unsafe { chain(sig, sent, info, context) }
+    }
 }
 
 /// Does what the kernel would have done, had the chained action been installed.
-unsafe fn chain(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    let Some(slot) = slot(sig) else { return };
-    let action = slot.load(Ordering::Acquire);
-    // SAFETY: boxes in the slots are never freed; `info` is the kernel's.
-    let (action, code) = unsafe { (action.as_ref(), (*info).si_code) };
-    // Sent by someone (kill, tgkill, sigqueue), in contrast to a fault that would come again.
-    let sent = code <= 0;
-    let Some(action) = action else { return };
-    match action.sa_sigaction {
+unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    let Some(chained) = chained(sig) else { return };
+    let Some(action) = chained.get() else { return };
+    let default = KernelAction {
+        handler: libc::SIG_DFL,
+        flags: 0,
+        restorer: 0,
+        mask: 0,
+    };
+    match action.handler {
         libc::SIG_IGN if sent => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            if sig == kick_signal() {
-                // Our own kick that found nothing to interrupt. The kernel would end the process
-                // for anyone else's, and so does this.
-                // SAFETY: a sent signal carries the sender.
-                if code == libc::SI_TKILL && unsafe { (*info).si_pid() == libc::getpid() } {
-                    return;
-                }
-            }
-            let default = KernelAction {
-                handler: libc::SIG_DFL,
-                flags: 0,
-                restorer: 0,
-                mask: 0,
-            };
             // SAFETY: the default action; the fault comes again when the handler returns, a signal
             // that was sent has to be sent again. It stays blocked until then.
             unsafe {
@@ -202,16 +316,14 @@ unsafe fn chain(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void
             }
         }
         function => {
-            if action.sa_flags & libc::SA_RESETHAND != 0 {
-                static DEFAULT: libc::sigaction =
-                    // SAFETY: all-zero is a valid `sigaction`: the default action.
-                    unsafe { mem::transmute([0u8; size_of::<libc::sigaction>()]) };
-                slot.store((&raw const DEFAULT).cast_mut(), Ordering::Release);
+            let has = |flag: i32| action.flags & u64::from(flag as u32) != 0;
+            if has(libc::SA_RESETHAND) {
+                chained.set(&default);
             }
             // SAFETY: the client's handler runs with its own mask, which the kernel undoes when our
             // handler returns; the signature follows its flags.
             unsafe {
-                let set = &raw const action.sa_mask;
+                let set = &action.mask;
                 libc::syscall(
                     libc::SYS_rt_sigprocmask,
                     libc::SIG_BLOCK,
@@ -219,12 +331,12 @@ unsafe fn chain(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void
                     0usize,
                     8usize,
                 );
-                if action.sa_flags & libc::SA_NODEFER != 0 {
+                if has(libc::SA_NODEFER) {
                     let own = 1u64 << (sig - 1);
                     let how = libc::SIG_UNBLOCK;
                     libc::syscall(libc::SYS_rt_sigprocmask, how, &own, 0usize, 8usize);
                 }
-                if action.sa_flags & libc::SA_SIGINFO != 0 {
+                if has(libc::SA_SIGINFO) {
                     type Full = extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void);
                     mem::transmute::<usize, Full>(function)(sig, info, context);
                 } else {

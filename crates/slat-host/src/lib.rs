@@ -8,6 +8,8 @@
 
 pub mod frames;
 pub mod mappings;
+pub mod process;
+pub mod procfs;
 mod resident;
 
 use std::ops::Range;

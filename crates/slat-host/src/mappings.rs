@@ -6,18 +6,23 @@
 //! invalidation of the range ([`slat::Vm::invalidate`]), after the change: a fault that used the old
 //! answer is stale then, and one that comes later asks again.
 //!
+//! While the process has no VM, nobody needs to say anything, except that there was advice at all ([`advice_passed_by`]): then
+//! the first VM reads all advice from the kernel ([`begin`]).
+//!
 //! A look-up on the fault path takes no lock: each thread remembers the mappings it used last, valid
-//! as long as the global epoch stands.
+//! as long as the global epoch stays the same.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead, BufReader};
-use std::ops::Range;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering::*};
-use std::sync::{Mutex, MutexGuard, Once, OnceLock};
+use std::ops::{ControlFlow, Range};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 
 use slat::Level;
+
+use crate::process::PerProcess;
+use crate::procfs;
 
 /// What the program has asked of the kernel for a range (madvise).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,60 +46,71 @@ pub(crate) struct Mapping {
 /// Raised whenever an answer may have become wrong.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
 /// Start to end and advice. Non-overlapping.
-type Advice = Mutex<BTreeMap<usize, (usize, HugePages)>>;
-/// Null before the first use. A forked child begins with a new one: its parent's may be locked for ever, by a thread that the
-/// child does not have.
-static ADVICE: AtomicPtr<Advice> = AtomicPtr::new(std::ptr::null_mut());
+type Advice = BTreeMap<usize, (usize, HugePages)>;
+/// The advice for this process's memory.
+static ADVICE: PerProcess<Mutex<Advice>> = PerProcess::new();
+/// There may be advice that is not in [`ADVICE`], or there that is no longer true: the kernel has to be asked.
+static INCOMPLETE: AtomicBool = AtomicBool::new(false);
 
 /// Mappings a thread remembers: a VM's memory is a handful of them.
 const REMEMBERED: usize = 4;
 
-#[derive(Default)]
 struct Recent {
     epoch: u64,
-    mappings: Vec<Mapping>,
+    /// The index that the next mapping takes.
+    next: usize,
+    mappings: [Option<Mapping>; REMEMBERED],
 }
 
 thread_local! {
-    static RECENT: RefCell<Recent> = RefCell::default();
+    // Without a destructor: registering one allocates with the program's own malloc.
+    static RECENT: RefCell<Recent> = const {
+        RefCell::new(Recent {
+            epoch: 0,
+            next: 0,
+            mappings: [const { None }; REMEMBERED],
+        })
+    };
 }
 
-/// This process's advice.
-fn advice() -> MutexGuard<'static, BTreeMap<usize, (usize, HugePages)>> {
-    static WATCHING: Once = Once::new();
-    extern "C" fn in_child() {
-        ADVICE.store(std::ptr::null_mut(), Release);
-    }
-    WATCHING.call_once(|| {
-        // SAFETY: the handler is async-signal-safe: it stores to an atomic.
-        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-    });
-    loop {
-        // SAFETY: once published, a value is never freed.
-        if let Some(advice) = unsafe { ADVICE.load(Acquire).as_ref() } {
-            return advice.lock().unwrap_or_else(|e| e.into_inner());
-        }
-        let new = Box::into_raw(Box::default());
-        if (ADVICE.compare_exchange(std::ptr::null_mut(), new, AcqRel, Relaxed)).is_err() {
-            // SAFETY: not published.
-            drop(unsafe { Box::from_raw(new) });
-        }
-    }
+fn advice() -> MutexGuard<'static, Advice> {
+    ADVICE.get().lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// The mappings in `range` were made, removed or given other rights.
-pub fn changed(range: Range<usize>) {
+/// Call when the process gets its first VM, or its first again, before it has memory: what changed meanwhile was not told.
+pub fn begin() {
     let mut advice = advice();
-    carve(&mut advice, &range);
+    if !advice.is_empty() {
+        advice.clear();
+        INCOMPLETE.store(true, Relaxed);
+    }
+    EPOCH.fetch_add(1, SeqCst);
+    procfs::open();
+}
+
+/// Call when the process's last VM is gone.
+pub fn end() {
+    procfs::close();
+}
+
+/// Call after advice about huge pages that was given while the process had no VM. One store: this may come from the program's
+/// `malloc`, or from a signal handler.
+pub fn advice_passed_by() {
+    INCOMPLETE.store(true, Relaxed);
+}
+
+/// Call after mappings in `range` were made, removed or replaced.
+pub fn changed(range: Range<usize>) {
+    carve(&mut advice(), &range);
     EPOCH.fetch_add(1, SeqCst);
 }
 
-/// The rights of the mappings in `range` were changed, nothing else.
+/// Call after a change of rights, which changes no advice.
 pub fn protected() {
     EPOCH.fetch_add(1, SeqCst);
 }
 
-/// The program has given advice about huge pages.
+/// Call after the program has given advice about huge pages in `range`.
 pub fn advised(range: Range<usize>, wish: HugePages) {
     let mut advice = advice();
     carve(&mut advice, &range);
@@ -103,7 +119,7 @@ pub fn advised(range: Range<usize>, wish: HugePages) {
 }
 
 /// Removes `range` from the map, keeping what sticks out of it.
-fn carve(advice: &mut BTreeMap<usize, (usize, HugePages)>, range: &Range<usize>) {
+fn carve(advice: &mut Advice, range: &Range<usize>) {
     let touched: Vec<_> = advice
         .range(..range.end)
         .rev()
@@ -126,36 +142,23 @@ pub(crate) fn find(address: usize) -> Option<Mapping> {
     let epoch = EPOCH.load(SeqCst);
     RECENT.with_borrow_mut(|recent| {
         if recent.epoch != epoch {
-            recent.mappings.clear();
+            recent.mappings = [const { None }; REMEMBERED];
             recent.epoch = epoch;
         }
-        if let Some(hit) = recent.mappings.iter().find(|m| m.range.contains(&address)) {
+        let mut known = recent.mappings.iter().flatten();
+        if let Some(hit) = known.find(|mapping| mapping.range.contains(&address)) {
             return Some(hit.clone());
         }
-        let mapping = ask(address)?;
         // Asked before the epoch was raised, forgotten at the next look.
-        if recent.mappings.len() == REMEMBERED {
-            recent.mappings.remove(0);
-        }
-        recent.mappings.push(mapping.clone());
+        let mapping = ask(address)?;
+        recent.mappings[recent.next] = Some(mapping.clone());
+        recent.next = (recent.next + 1) % REMEMBERED;
         Some(mapping)
     })
 }
 
-/// What the kernel says about one mapping.
-struct Raw {
-    range: Range<usize>,
-    readable: bool,
-    writable: bool,
-    anonymous: bool,
-    page_size: u64,
-}
-
 fn ask(address: usize) -> Option<Mapping> {
-    let raw = match procmap::query(address) {
-        Ok(raw) => raw?,
-        Err(_) => from_smaps(address)?,
-    };
+    let raw = procfs::mapping_at(address)?;
     let mut mapping = Mapping {
         range: raw.range,
         readable: raw.readable,
@@ -166,16 +169,19 @@ fn ask(address: usize) -> Option<Mapping> {
             _ => Level::PAGE,
         },
     };
-    if mapping.level == Level::PAGE {
-        transparent(&mut mapping, raw.anonymous, address);
+    if mapping.level == Level::PAGE && raw.anonymous && thp_mode() != Thp::Never {
+        transparent(&mut mapping, address);
     }
     Some(mapping)
 }
 
-/// Applies the system's mode for transparent huge pages and the program's advice. The mapping is
+/// Applies the system's mode for transparent huge pages and the program's advice to an anonymous mapping. The mapping is
 /// narrowed to the part around `address` for which the answer is the same.
-fn transparent(mapping: &mut Mapping, anonymous: bool, address: usize) {
-    let advice = advice();
+fn transparent(mapping: &mut Mapping, address: usize) {
+    let mut advice = advice();
+    if INCOMPLETE.swap(false, Relaxed) {
+        *advice = all_advice();
+    }
     let mut wish = None;
     if let Some((&start, &(end, found))) = advice.range(..=address).next_back() {
         if address < end {
@@ -190,7 +196,6 @@ fn transparent(mapping: &mut Mapping, anonymous: bool, address: usize) {
         mapping.range.end = mapping.range.end.min(start);
     }
     let eligible = match thp_mode() {
-        _ if !anonymous => false,
         Thp::Always => wish != Some(HugePages::Unwanted),
         Thp::Madvise => wish == Some(HugePages::Wanted),
         Thp::Never => false,
@@ -225,100 +230,19 @@ pub fn thp_mode() -> Thp {
     })
 }
 
-/// PROCMAP_QUERY: since Linux 6.11 (`include/uapi/linux/fs.h`).
-mod procmap {
-    use super::Raw;
-    use rustix::ioctl::{Updater, ioctl, opcode};
-    use std::fs::File;
-    use std::io;
-
-    #[repr(C)]
-    #[derive(Default)]
-    struct Query {
-        size: u64,
-        query_flags: u64,
-        query_addr: u64,
-        vma_start: u64,
-        vma_end: u64,
-        vma_flags: u64,
-        vma_page_size: u64,
-        vma_offset: u64,
-        inode: u64,
-        dev_major: u32,
-        dev_minor: u32,
-        vma_name_size: u32,
-        build_id_size: u32,
-        vma_name_addr: u64,
-        build_id_addr: u64,
-    }
-
-    const PROCMAP_QUERY: rustix::ioctl::Opcode = opcode::read_write::<Query>(b'f', 17);
-    const READABLE: u64 = 1;
-    const WRITABLE: u64 = 2;
-    const SHARED: u64 = 8;
-
-    /// `Ok(None)`: nothing is mapped there. `Err`: the kernel cannot tell.
-    pub(super) fn query(address: usize) -> io::Result<Option<Raw>> {
-        let maps = File::open("/proc/self/maps")?;
-        let mut query = Query {
-            size: size_of::<Query>() as u64,
-            query_addr: address as u64,
-            ..Query::default()
-        };
-        // SAFETY: the opcode takes a pointer to exactly this structure and writes nothing else, as
-        // no name and no build id are asked for.
-        let answer = unsafe { ioctl(&maps, Updater::<PROCMAP_QUERY, Query>::new(&mut query)) };
-        match answer {
-            Ok(()) => Ok(Some(Raw {
-                range: query.vma_start as usize..query.vma_end as usize,
-                readable: query.vma_flags & READABLE != 0,
-                writable: query.vma_flags & WRITABLE != 0,
-                anonymous: query.inode == 0 && query.vma_flags & SHARED == 0,
-                page_size: query.vma_page_size,
-            })),
-            Err(rustix::io::Errno::NOENT) => Ok(None),
-            Err(errno) => Err(errno.into()),
+/// The advice that the kernel keeps: the flags `hg`, `nh` and those of userfaultfd in `/proc/self/smaps`.
+fn all_advice() -> Advice {
+    let mut advice = Advice::new();
+    procfs::each_mapping(&mut |raw, flags| {
+        let has = |flag: &str| flags.split_ascii_whitespace().any(|other| other == flag);
+        if ["nh", "um", "uw", "ui"].into_iter().any(has) {
+            advice.insert(raw.range.start, (raw.range.end, HugePages::Unwanted));
+        } else if has("hg") {
+            advice.insert(raw.range.start, (raw.range.end, HugePages::Wanted));
         }
-    }
-}
-
-/// The same from `/proc/self/smaps`, as far as needed.
-fn from_smaps(address: usize) -> Option<Raw> {
-    let file = fs::File::open("/proc/self/smaps").ok()?;
-    let mut found: Option<Raw> = None;
-    for line in BufReader::new(file).lines() {
-        let line = line.ok()?;
-        if let Some(size) = line.strip_prefix("KernelPageSize:") {
-            if let Some(mut raw) = found.take() {
-                let kib: u64 = size.trim().trim_end_matches("kB").trim().parse().ok()?;
-                raw.page_size = kib << 10;
-                return Some(raw);
-            }
-        } else if let Some(raw) = smaps_header(&line) {
-            if raw.range.contains(&address) {
-                found = Some(raw);
-            } else if raw.range.start > address {
-                return None;
-            }
-        }
-    }
-    None
-}
-
-/// `start-end rwxp offset dev inode name`
-fn smaps_header(line: &str) -> Option<Raw> {
-    let mut words = line.split_ascii_whitespace();
-    let (start, end) = words.next()?.split_once('-')?;
-    let range = usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
-    let rights = words.next()?.as_bytes();
-    let inode = words.nth(2)?;
-    Some(Raw {
-        range,
-        readable: rights.first() == Some(&b'r'),
-        writable: rights.get(1) == Some(&b'w'),
-        anonymous: inode == "0" && rights.get(3) == Some(&b'p'),
-        page_size: 4096,
-    })
+        ControlFlow::Continue(())
+    });
+    advice
 }
 
 #[cfg(test)]
@@ -326,17 +250,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_and_smaps_agree() {
-        let here = Box::new(0u64);
-        let address = &raw const *here as usize;
-        let smaps = from_smaps(address).unwrap();
-        assert!(smaps.range.contains(&address) && smaps.readable && smaps.writable);
-        if let Ok(Some(query)) = procmap::query(address) {
-            assert_eq!(query.range, smaps.range);
-            assert_eq!(query.page_size, smaps.page_size);
-            assert_eq!(query.anonymous, smaps.anonymous);
-        }
-        assert!(from_smaps(0x1000).is_none());
+    fn advice_is_found_that_nobody_told() {
+        const LEN: usize = 8 << 20;
+        // SAFETY: a new mapping, advised in its middle.
+        let start = unsafe {
+            let (prot, flags) = (libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            let start = libc::mmap(std::ptr::null_mut(), LEN, prot, flags, -1, 0);
+            assert_ne!(start, libc::MAP_FAILED);
+            let part = start.add(LEN / 4);
+            if libc::madvise(part, LEN / 4, libc::MADV_HUGEPAGE) != 0 {
+                return; // A kernel without transparent huge pages.
+            }
+            start as usize
+        };
+        let found = all_advice();
+        let expected = (start + LEN / 2, HugePages::Wanted);
+        assert_eq!(found.get(&(start + LEN / 4)), Some(&expected));
+        assert!(!found.contains_key(&start) && !found.contains_key(&(start + LEN / 2)));
     }
 
     #[test]

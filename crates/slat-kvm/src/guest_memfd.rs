@@ -10,7 +10,7 @@ use crate::errno::{Error, Result, fail, last};
 use crate::notify;
 use crate::process::Birth;
 use crate::run_page::{Shared, memfd};
-use crate::thread::Inside;
+use crate::thread::Section;
 use crate::vm::VmObject;
 use kvm_bindings::*;
 use slat::{Gpa, Hva, MemoryAttributes};
@@ -106,7 +106,7 @@ impl GuestMemfd {
         if part.is_empty() {
             return Ok(());
         }
-        let _inside = Inside::enter();
+        let _section = Section::enter();
         let range = range_of(&self.memory);
         let range = range.start + part.start as usize..range.start + part.end as usize;
         let advise = |advice| {
@@ -129,7 +129,7 @@ impl Drop for GuestMemfd {
             // The parent's mapping is this process's, too, but whoever else holds it is not here.
             return;
         }
-        let _inside = Inside::enter();
+        let _section = Section::enter();
         let range = range_of(&self.memory);
         notify::around(range.clone(), || {
             self.memory.forget();

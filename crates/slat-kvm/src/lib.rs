@@ -20,7 +20,7 @@
 //! | `machine`, `msr`, [`cpuid`], [`clock`] | what the CPU sees of its machine |
 //! | [`regs`], [`fpu`], [`events`] | its state in KVM's structs |
 //! | [`irq`] | local APICs |
-//! | [`thread`], `signals`, [`process`], `ticker` | signals, masks, forks, timers |
+//! | [`thread`], `signals`, `ticker` | signals, masks, timers |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`parameters`], `recovery` | module parameters; NX huge pages come back |
 //! | [`policy`], [`report`], [`caps`] | settings, words to people, capabilities |
@@ -48,7 +48,6 @@ pub mod notify;
 pub mod parameters;
 pub mod policy;
 mod prefault;
-pub mod process;
 mod recovery;
 pub mod regs;
 pub mod report;
@@ -71,5 +70,6 @@ pub use kvm_ioctls::{
     WriteMsrExit,
 };
 pub use run::watch_signals;
+pub use slat_host::process;
 pub use thread::signal_arrived;
 pub use vcpu::interrupt_thread;

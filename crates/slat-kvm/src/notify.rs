@@ -4,49 +4,54 @@
 //! take new ones only after it.
 
 use crate::engine::EngineVm;
-use crate::process::PerProcess;
+use crate::process::{PerProcess, live_vms};
 use slat::Hva;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, RwLock, Weak};
 
-/// The listeners of a process.
-#[derive(Default)]
-struct Registry {
-    vms: RwLock<Vec<Weak<EngineVm>>>,
-    /// How many there are: the common case of none costs two loads.
-    live: AtomicUsize,
-}
+type Registry = RwLock<Vec<Weak<EngineVm>>>;
 
-/// A forked child begins with no listener: no VM of the parent is one there.
+/// The listeners of a process. A forked child begins with none: no VM of the parent is one there.
 static VMS: PerProcess<Registry> = PerProcess::new();
 
 fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {
-    let registry = VMS.get();
-    let mut vms = registry
-        .vms
-        .write()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut vms = (VMS.get().write()).unwrap_or_else(|poisoned| poisoned.into_inner());
     change(&mut vms);
-    registry.live.store(vms.len(), Ordering::SeqCst);
+    live_vms().store(vms.len(), Ordering::SeqCst);
+}
+
+/// Whether a VM lives in this process. One load: this is asked at every change of the program's memory.
+#[inline]
+pub fn is_anyone_listening() -> bool {
+    live_vms().load(Ordering::Relaxed) != 0
 }
 
 /// Makes a VM a listener.
 pub(crate) fn register(vm: &Arc<EngineVm>) {
-    change(|vms| vms.push(Arc::downgrade(vm)));
+    change(|vms| {
+        if vms.is_empty() {
+            slat_host::mappings::begin();
+        }
+        vms.push(Arc::downgrade(vm));
+    });
 }
 
 /// Ends it.
 pub(crate) fn unregister(vm: &Arc<EngineVm>) {
-    change(|vms| vms.retain(|other| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(vm))));
+    change(|vms| {
+        vms.retain(|other| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(vm)));
+        if vms.is_empty() {
+            slat_host::mappings::end();
+        }
+    });
 }
 
 /// The VMs that live now.
 pub fn live() -> Vec<Arc<EngineVm>> {
     match VMS.peek() {
-        Some(registry) if registry.live.load(Ordering::SeqCst) != 0 => {
+        Some(registry) if is_anyone_listening() => {
             let vms = registry
-                .vms
                 .read()
                 .unwrap_or_else(|poisoned| poisoned.into_inner());
             vms.iter().filter_map(Weak::upgrade).collect()
@@ -70,7 +75,7 @@ pub fn around_all<R>(ranges: &[Range<usize>], change: impl FnOnce() -> R) -> R {
         return change();
     }
     let invalidations: Vec<_> = {
-        let _inside = crate::thread::Inside::enter();
+        let _section = crate::thread::Section::enter();
         let ranges = ranges.iter().filter(|range| !range.is_empty());
         let pairs = ranges.flat_map(|range| {
             vms.iter()
@@ -79,7 +84,7 @@ pub fn around_all<R>(ranges: &[Range<usize>], change: impl FnOnce() -> R) -> R {
         pairs.map(|(vm, range)| vm.invalidate(range)).collect()
     };
     let result = change();
-    let _inside = crate::thread::Inside::enter();
+    let _section = crate::thread::Section::enter();
     drop(invalidations);
     result
 }

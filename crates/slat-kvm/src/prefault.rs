@@ -2,7 +2,7 @@
 
 use crate::errno::{Error, Result, fail};
 use crate::mmu::thread_id;
-use crate::thread::{Inside, Running, bits};
+use crate::thread::{Running, Section, bits};
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::kvm_pre_fault_memory;
 use slat::{Gpa, ResolveError, Stop};
@@ -28,8 +28,11 @@ impl VcpuObject {
         let mut inner = self.lock()?;
         let attention = self.common().attention.clone();
         attention.take(bits::SIGNAL);
-        let _inside = Inside::enter();
+        let _section = Section::enter();
         let _running = Running::enter(&attention);
+        if Section::delays_a_signal() {
+            attention.raise(bits::SIGNAL);
+        }
         let whole = range.size;
         inner.machine.engine.enter(thread_id());
         let mut result = Ok(());

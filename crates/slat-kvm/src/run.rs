@@ -4,7 +4,7 @@ use crate::errno::{Result, fail};
 use crate::mmu::thread_id;
 use crate::run_page::{PAGE, PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
-use crate::thread::{Inside, Running, bits};
+use crate::thread::{Running, Section, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuCommon, VcpuObject};
 use crate::{exit, irq, report};
@@ -47,8 +47,12 @@ impl VcpuObject {
         let inner = &mut *inner;
         let attention = self.common().attention.clone();
         attention.take(bits::SIGNAL);
-        let _inside = Inside::enter();
+        let _section = Section::enter();
         let _running = Running::enter(&attention);
+        if Section::delays_a_signal() {
+            // It came between the client's call and this moment.
+            attention.raise(bits::SIGNAL);
+        }
         // SAFETY: plain call.
         let thread = unsafe { libc::pthread_self() } as usize;
         self.common().runner.store(thread, Ordering::SeqCst);

@@ -26,8 +26,6 @@ pub mod bits {
 thread_local! {
     /// The attention word of the vCPU this thread runs, or null.
     static RUNNING: Cell<*const Attention> = const { Cell::new(null()) };
-    /// How deep this thread is inside slat.
-    static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
 /// Marks this thread as running a vCPU until it is dropped.
@@ -51,8 +49,11 @@ impl Drop for Running<'_> {
     }
 }
 
-/// To be called by a signal handler of the client (and by nothing else), before its own work: a vCPU that this thread runs ends its `KVM_RUN` with
-/// `EINTR`, also when it waits for host memory. Async-signal-safe.
+/// Call in a signal handler of the client, before its own work: a vCPU that this thread runs ends its `KVM_RUN` with `EINTR`, also
+/// when it waits for host memory. Async-signal-safe.
+///
+/// The client's handler must not use slat itself: the thread may be in the middle of it. Handlers that call [`slat_guard::defer`]
+/// first may.
 pub fn signal_arrived() {
     let attention = RUNNING.get();
     // SAFETY: `Running` keeps the attention borrowed while its address stands here, on this very thread.
@@ -80,27 +81,8 @@ pub fn is_running() -> bool {
     !RUNNING.get().is_null()
 }
 
-/// Marks this thread as working inside slat until it is dropped: host calls made meanwhile are slat's own.
-pub struct Inside(());
-
-impl Inside {
-    /// Begins it.
-    pub fn enter() -> Self {
-        DEPTH.set(DEPTH.get() + 1);
-        Inside(())
-    }
-
-    /// Whether this thread is inside now.
-    pub fn now() -> bool {
-        DEPTH.get() != 0
-    }
-}
-
-impl Drop for Inside {
-    fn drop(&mut self) {
-        DEPTH.set(DEPTH.get() - 1);
-    }
-}
+/// Marks this thread as being in slat's code: host calls made meanwhile are slat's own, and the program's signal handlers wait.
+pub use slat_guard::Section;
 
 #[cfg(test)]
 mod tests {

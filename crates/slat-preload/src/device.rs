@@ -108,7 +108,6 @@ pub fn write_parameter(name: &str, from: *const u8, len: usize) -> Result<isize,
     // SAFETY: a guarded copy into a live buffer.
     unsafe { slat_guard::copy_in(&mut text, from) }.map_err(|_| libc::EFAULT)?;
     let text = std::str::from_utf8(&text).map_err(|_| libc::EINVAL)?;
-    let _inside = slat_kvm::thread::Inside::enter();
     slat_kvm::parameters::write(name, text).map_err(|error| error.errno())?;
     Ok(text.len() as isize)
 }

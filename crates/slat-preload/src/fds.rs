@@ -1,28 +1,44 @@
 //! Descriptors come and go: close, dup and fcntl keep the table in step with the kernel.
 
 use crate::files::interpose;
+use crate::guarded::guarded;
 use crate::real::call;
 use crate::{is_borrowed, table};
+use slat_host::procfs;
 use std::ffi::{c_int, c_uint, c_ulong};
 
-/// Ends what a descriptor stands for, before the kernel closes it.
+/// Call before the kernel closes `fd`: it no longer refers to what it refers to.
 pub fn forget(fd: c_int) {
+    if !table::is_any_ours() {
+        return;
+    }
+    procfs::closed(fd);
     if table::is_ours(fd) && !is_borrowed() {
-        table::remove(fd);
+        guarded(|| {
+            table::remove(fd);
+            Ok(0)
+        });
     }
 }
 
-/// Gives a new descriptor the meaning of an old one. `new` may be an error.
+/// Call after `new` was made a duplicate of `old`: it refers to the same object. `new` may be an error.
 pub fn follow(old: c_int, new: c_int) {
-    if new < 0 || new == old || is_plain(old, new) || is_borrowed() {
+    if !table::is_any_ours() || new < 0 || new == old {
         return;
     }
-    match table::get(old) {
-        Some(handle) => {
-            table::share(new, handle);
-        }
-        None => table::remove(new),
+    procfs::closed(new);
+    if is_plain(old, new) || is_borrowed() {
+        return;
     }
+    guarded(|| {
+        match table::get(old) {
+            Some(handle) => {
+                table::share(new, handle);
+            }
+            None => table::remove(new),
+        }
+        Ok(0)
+    });
 }
 
 fn is_plain(old: c_int, new: c_int) -> bool {
@@ -35,7 +51,8 @@ fn is_plain(old: c_int, new: c_int) -> bool {
 /// As for `close_range`.
 pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     const CLOSE_RANGE_CLOEXEC: c_int = 4;
-    if flags & CLOSE_RANGE_CLOEXEC == 0 && first <= last {
+    if flags & CLOSE_RANGE_CLOEXEC == 0 && first <= last && table::is_any_ours() {
+        procfs::closed_within(first, last);
         for fd in table::ours_within(first, last) {
             forget(fd);
         }

@@ -1,25 +1,31 @@
 //! The border between C and Rust.
 
 use crate::real::{errno, set_errno};
+use slat_kvm::thread::Section;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs `work` for a C caller: a panic becomes -1 and `EIO`, a success leaves `errno` as it was.
+/// Runs slat's code for a C caller. A success leaves `errno` as it was, an error becomes -1 and `errno`, a panic becomes `EIO`.
+///
+/// All of it is a [`Section`]: handlers of the program that are due run at its end, when nothing of slat is held or on the
+/// stack. They may use slat, or jump away.
 pub fn guarded(work: impl FnOnce() -> Result<isize, i32>) -> isize {
     let before = errno();
-    match catch_unwind(AssertUnwindSafe(work)) {
-        Ok(Ok(value)) => {
-            set_errno(before);
-            value
-        }
-        Ok(Err(errno)) => {
-            set_errno(errno);
-            -1
-        }
-        Err(_) => {
+    let result = {
+        let _section = Section::enter();
+        catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
             slat_kvm::report::say(format_args!(
                 "internal error, reported above; the call answers EIO"
             ));
-            set_errno(libc::EIO);
+            Err(libc::EIO)
+        })
+    };
+    match result {
+        Ok(value) => {
+            set_errno(before);
+            value
+        }
+        Err(errno) => {
+            set_errno(errno);
             -1
         }
     }

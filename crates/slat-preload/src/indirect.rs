@@ -2,7 +2,7 @@
 
 use crate::files::interpose;
 use crate::real::call;
-use crate::{fds, files, ioctls, memory, streams};
+use crate::{fds, files, heap, ioctls, memory, streams};
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 use std::sync::Once;
 
@@ -14,11 +14,26 @@ fn seccomp_comes() {
     }
     ONCE.call_once(|| {
         slat_kvm::report::say(format_args!(
-            "a seccomp filter is being installed; vCPU threads need futex, rt_sigreturn, rt_sigprocmask, rt_sigpending, tgkill, \
-             getpid, gettid, mmap, munmap, madvise, openat, read, close, ioctl, sched_yield, clock_nanosleep, clock_gettime, \
+            "a seccomp filter is being installed; vCPU threads need futex, rt_sigreturn, rt_sigprocmask, rt_sigpending, rt_tgsigqueueinfo, tgkill, \
+             getpid, getuid, gettid, mmap, munmap, madvise, openat, read, close, ioctl, sched_yield, clock_nanosleep, clock_gettime, \
              memfd_create, ftruncate and write"
         ));
     });
+}
+
+/// Whether a system call makes a process with memory of its own.
+fn forks(number: c_long, argument: usize) -> bool {
+    let flags = match number {
+        libc::SYS_clone => argument as u64,
+        // The first word of `clone_args`; it has to be readable for the call to do anything.
+        libc::SYS_clone3 => {
+            // SAFETY: a guarded load may be made at any address; without the handlers there is no VM, and the program's own
+            // argument is as good as the kernel wants it.
+            unsafe { slat_guard::load(argument as *const u64) }.unwrap_or(libc::CLONE_VM as u64)
+        }
+        _ => 0,
+    };
+    flags & libc::CLONE_VM as u64 == 0
 }
 
 interpose! {
@@ -53,6 +68,9 @@ interpose! {
                     Some(answer) => answer,
                     None => call!(number, a, b, c),
                 },
+                libc::SYS_fork | libc::SYS_clone | libc::SYS_clone3 if forks(number, a) => {
+                    heap::while_forking(|| call!(number, a, b, c, d, e, f))
+                }
                 libc::SYS_creat => files::creat(a as *const c_char, b as c_uint) as isize,
                 libc::SYS_seccomp => {
                     seccomp_comes();

@@ -4,11 +4,14 @@ use crate::device::adopt;
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::memory::{self, Range};
-use crate::real::{Next, call, raw};
-use crate::table;
+use crate::real::{Next, kernel, plain, raw};
+use crate::{heap, table};
+use slat_host::mappings;
 use slat_kvm::abi::KVMIO;
 use slat_kvm::ioctl::{Answer, Object};
+use slat_kvm::notify;
 use std::ffi::{c_int, c_ulong};
+use std::io::Write;
 
 /// The type byte of userfaultfd's requests.
 const UFFDIO: u32 = 0xaa;
@@ -18,27 +21,30 @@ const UFFDIO: u32 = 0xaa;
 /// # Safety
 /// As for `ioctl`.
 pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
-    if let Some(handle) = table::get(fd) {
-        // The kernel looks at the low 32 bits only.
-        return guarded(|| kvm(handle.object(), request as u32, argument)) as c_int;
-    }
-    match request as u32 >> 8 & 0xff {
-        KVMIO => {
-            if let Some(handle) = inherited(fd) {
-                return guarded(|| kvm(handle.object(), request as u32, argument)) as c_int;
-            }
-        }
-        UFFDIO => {
-            // SAFETY: the caller's.
-            return unsafe { userfault(fd, request, argument) };
-        }
-        _ => {}
-    }
+    // The kernel looks at the low 32 bits only.
+    let number = request as u32;
     // SAFETY: the caller's.
-    unsafe { call!(libc::SYS_ioctl, fd, request, argument) as c_int }
+    let call = || unsafe { kernel!(libc::SYS_ioctl, fd, request, argument) };
+    (if table::is_ours(fd) || number >> 8 & 0xff == KVMIO {
+        guarded(|| match table::get(fd).or_else(|| inherited(fd)) {
+            Some(handle) => kvm(handle.object(), number, argument),
+            None => call(),
+        })
+    } else if number >> 8 & 0xff == UFFDIO && notify::is_anyone_listening() {
+        // SAFETY: the caller's.
+        unsafe { userfault(number, argument, call) }
+    } else {
+        if number >> 8 & 0xff == UFFDIO {
+            mappings::advice_passed_by();
+        }
+        plain(call())
+    }) as c_int
 }
 
 fn kvm(object: &Object, request: u32, argument: usize) -> Result<isize, i32> {
+    if !heap::is_ready() {
+        return Err(libc::ENOMEM);
+    }
     match object.ioctl(request, argument as u64) {
         Ok(Answer::Value(value)) => Ok(value as isize),
         Ok(Answer::Created(object, fd)) => adopt(fd, object),
@@ -49,7 +55,8 @@ fn kvm(object: &Object, request: u32, argument: usize) -> Result<isize, i32> {
 /// A descriptor of `/dev/kvm` that was open across `exec`, or came through a socket: it is told by its name.
 fn inherited(fd: c_int) -> Option<table::Handle> {
     const NAME: &[u8] = b"/memfd:kvm (deleted)";
-    let link = format!("/proc/self/fd/{fd}\0");
+    let mut link = [0u8; 32];
+    write!(&mut link[..], "/proc/self/fd/{fd}\0").ok()?;
     let mut name = [0u8; 64];
     // SAFETY: a NUL-terminated path and a buffer of the length given.
     let len = unsafe {
@@ -74,33 +81,31 @@ fn inherited(fd: c_int) -> Option<table::Handle> {
 }
 
 /// userfaultfd: what takes pages or rights away is a change of the mappings.
-unsafe fn userfault(fd: c_int, request: c_ulong, argument: usize) -> c_int {
+unsafe fn userfault(
+    request: u32,
+    argument: usize,
+    call: impl FnOnce() -> Result<isize, i32>,
+) -> isize {
     const REGISTER: u32 = 0x00;
     const MOVE: u32 = 0x05;
     const WRITEPROTECT: u32 = 0x06;
     const POISON: u32 = 0x08;
-    // SAFETY: the caller's.
-    let call = || unsafe { call!(libc::SYS_ioctl, fd, request, argument) };
-    let number = request as u32 & 0xff;
-    if crate::prepare().is_err() {
-        return call() as c_int;
-    }
     let range_at = |words: [usize; 2]| {
         let mut values = [0u64; 2];
         for (value, word) in values.iter_mut().zip(words) {
-            // SAFETY: guarded; the address is the client's. If it is bad the kernel will say so.
+            // SAFETY: guarded, as there is a VM; the address is the client's. If it is bad the kernel will say so.
             *value = unsafe { slat_guard::load((argument as *const u64).wrapping_add(word)) }
                 .unwrap_or(0);
         }
         Range::at(values[0] as usize, values[1] as usize)
     };
-    (match number {
+    match request & 0xff {
         REGISTER => memory::fault_handled(range_at([0, 1]), call),
         WRITEPROTECT | POISON => memory::around(&[range_at([0, 1])], call),
         // Destination, source, length.
         MOVE => memory::around(&[range_at([0, 2]), range_at([1, 2])], call),
-        _ => call(),
-    }) as c_int
+        _ => plain(call()),
+    }
 }
 
 unsafe extern "C-unwind" {

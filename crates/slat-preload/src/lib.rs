@@ -6,7 +6,8 @@
 //! | file | idea |
 //! |---|---|
 //! | `real` | system calls that do not come back here |
-//! | `guarded` | the border between C and Rust: `errno`, panics |
+//! | `guarded` | the border between C and Rust: `errno`, panics, signal handlers that wait |
+//! | `heap` | memory that is not the program's `malloc`'s |
 //! | `table` | which descriptors are KVM's |
 //! | `device` | `/dev/kvm` and KVM's module parameters as files |
 //! | `files` | open, stat, access |
@@ -19,7 +20,7 @@
 //!
 //! # What it needs
 //! A vCPU thread makes these system calls while the guest runs: `futex`, `rt_sigreturn`, `rt_sigprocmask`, `rt_sigpending`,
-//! `tgkill`, `getpid`, `gettid`, `mmap`, `munmap`, `madvise`, `openat`, `read`, `close`, `ioctl` (PROCMAP_QUERY), `sched_yield`,
+//! `rt_tgsigqueueinfo`, `tgkill`, `getpid`, `getuid`, `gettid`, `mmap`, `munmap`, `madvise`, `openat`, `read`, `close`, `ioctl` (PROCMAP_QUERY), `sched_yield`,
 //! `clock_nanosleep`, `clock_gettime`, `memfd_create`, `ftruncate`, `write`. A seccomp filter that lacks one of them ends the
 //! program or makes a run fail; when a program installs a filter, that is said once on standard error.
 //!
@@ -32,6 +33,7 @@ mod device;
 mod fds;
 mod files;
 mod guarded;
+mod heap;
 mod indirect;
 mod ioctls;
 mod memory;
@@ -40,38 +42,40 @@ mod signals;
 mod streams;
 mod table;
 
+use slat_host::process;
 use std::sync::Once;
-use std::sync::atomic::{AtomicI32, Ordering};
 
-/// The process whose descriptors the table describes.
-static OWNER: AtomicI32 = AtomicI32::new(0);
-
-fn getpid() -> i32 {
-    // SAFETY: plain system call.
-    unsafe { real::raw(libc::SYS_getpid, [0; 6]) as i32 }
-}
+#[cfg(not(test))]
+#[global_allocator]
+static HEAP: heap::Heap = heap::Heap;
 
 /// Whether this is a child of `vfork`: it shares the table's memory with its parent, but not the descriptors.
 pub(crate) fn is_borrowed() -> bool {
-    OWNER.load(Ordering::Relaxed) != getpid()
-}
-
-extern "C" fn in_child() {
-    OWNER.store(getpid(), Ordering::Relaxed);
+    // SAFETY: plain system call.
+    process::owner() != unsafe { real::raw(libc::SYS_getpid, [0; 6]) as i32 }
 }
 
 extern "C" fn at_exit() {
-    slat_kvm::report::at_exit();
+    guarded::guarded(|| {
+        slat_kvm::report::at_exit();
+        Ok(0)
+    });
 }
 
 extern "C" fn start() {
-    OWNER.store(getpid(), Ordering::Relaxed);
+    // Before the first fork.
+    process::owner();
     // SAFETY: handlers with the right signature; both only fail for lack of memory.
     unsafe {
-        libc::pthread_atfork(None, None, Some(in_child));
+        libc::pthread_atfork(
+            Some(heap::before_fork),
+            Some(heap::after_fork),
+            Some(heap::after_fork),
+        );
         libc::atexit(at_exit);
     }
     streams::prepare();
+    signals::prepare();
 }
 
 #[cfg(not(test))]
@@ -84,8 +88,12 @@ static PREPARED: Once = Once::new();
 /// What has to be in place before the first KVM object exists.
 pub(crate) fn prepare() -> Result<(), i32> {
     slat_guard::install().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+    if !heap::is_ready() {
+        return Err(libc::ENOMEM);
+    }
     PREPARED.call_once(|| {
         signals::take_over();
+        slat_guard::on_deferral(slat_kvm::signal_arrived);
         slat_kvm::watch_signals();
     });
     Ok(())

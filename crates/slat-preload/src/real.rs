@@ -32,14 +32,13 @@ pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
     answer
 }
 
-/// Turns the kernel's answer into the C library's: -1 and `errno`. A success leaves `errno` alone.
-pub fn answer(answer: isize) -> isize {
-    const MAX_ERRNO: isize = 4095;
-    if (-MAX_ERRNO..0).contains(&answer) {
-        set_errno(-answer as c_int);
-        return -1;
+/// Turns the kernel's answer into a value or an errno.
+pub fn result(answer: isize) -> Result<isize, i32> {
+    const LOWEST: isize = -4095;
+    match answer {
+        LOWEST..0 => Err(-answer as i32),
+        value => Ok(value),
     }
-    answer
 }
 
 /// Sets this thread's `errno`.
@@ -54,16 +53,30 @@ pub fn errno() -> c_int {
     unsafe { *libc::__errno_location() }
 }
 
-/// `raw` with fewer arguments and the C library's answer.
-macro_rules! call {
+/// The C library's answer: -1 and `errno`. A success leaves `errno` alone.
+pub fn plain(result: Result<isize, i32>) -> isize {
+    result.unwrap_or_else(|errno| {
+        set_errno(errno);
+        -1
+    })
+}
+
+/// [`raw`] with fewer arguments, and a value or an errno.
+macro_rules! kernel {
     ($number:expr $(, $argument:expr)* $(,)?) => {{
         let given = [$($argument as usize),*];
         let mut arguments = [0usize; 6];
         arguments[..given.len()].copy_from_slice(&given);
-        $crate::real::answer($crate::real::raw($number, arguments))
+        $crate::real::result($crate::real::raw($number, arguments))
     }};
 }
-pub(crate) use call;
+/// [`raw`] with fewer arguments and the C library's answer.
+macro_rules! call {
+    ($($given:tt)*) => {
+        $crate::real::plain($crate::real::kernel!($($given)*))
+    };
+}
+pub(crate) use {call, kernel};
 
 /// The C library's function of a name, for what cannot be done by a system call.
 #[derive(Debug)]

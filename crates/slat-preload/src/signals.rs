@@ -1,7 +1,9 @@
-//! Signal handlers of the program: each is called through [`trampoline`], which first ends the `KVM_RUN` of its thread.
+//! Signal handlers of the program: each is called through [`trampoline`], which lets the handler wait until the thread has left
+//! slat's code ([`slat_guard::defer`]), and ends a `KVM_RUN` so that this is soon.
 //!
-//! The kernel knows only the trampoline; the program's own handler stands in a table here and is what the program gets to
-//! see when it asks. Flags and mask are the program's: the kernel does with them what it always does.
+//! The kernel knows only the trampoline; the program's own handler and flags are kept in a table here, and are what the program
+//! gets to see when it asks. The mask is the program's: the kernel does with it what it always does. Two flags differ: the
+//! trampoline always asks for the signal's information, and resets the handler itself (`SA_RESETHAND`), when it really runs.
 //!
 //! SIGSEGV, SIGBUS and slat's kick signal have a handler of slat's in front from the first `/dev/kvm` on; what the program
 //! sets for them is handed to it ([`slat_guard::set_chained`]).
@@ -9,32 +11,55 @@
 use crate::files::interpose;
 use crate::real::{Next, set_errno};
 use libc::{sigaction as Action, sighandler_t};
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
-use std::ptr::null;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 
 /// Signals are numbered from 1 to 64.
 const SIGNALS: usize = 65;
 
-/// The program's handlers: functions only, where the kernel has the trampoline.
-static HANDLERS: [AtomicUsize; SIGNALS] = [const { AtomicUsize::new(libc::SIG_DFL) }; SIGNALS];
+/// What the program has set for a signal: a function and flags, where the kernel has the trampoline. Threads that set the same
+/// signal at the same time may leave the function of one and the flags of the other.
+struct Handler {
+    function: AtomicUsize,
+    flags: AtomicI32,
+}
+
+static HANDLERS: [Handler; SIGNALS] = [const {
+    Handler {
+        function: AtomicUsize::new(libc::SIG_DFL),
+        flags: AtomicI32::new(0),
+    }
+}; SIGNALS];
 
 /// The handlers of slat are in front.
 static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 
 static NEXT: Next = Next::new(c"sigaction");
 
-extern "C" fn trampoline(signal: c_int, info: usize, context: usize) {
-    slat_kvm::signal_arrived();
-    let handler = HANDLERS[signal as usize].load(Ordering::Acquire);
-    if handler != libc::SIG_DFL && handler != libc::SIG_IGN {
+extern "C" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    // SAFETY: the kernel's arguments: the trampoline is installed with SA_SIGINFO.
+    if unsafe { slat_guard::defer(signal, info, context) } {
+        return;
+    }
+    let handler = &HANDLERS[signal as usize];
+    let function = handler.function.load(Ordering::Acquire);
+    if handler.flags.load(Ordering::Relaxed) & libc::SA_RESETHAND != 0 {
+        // SAFETY: the default action, and nothing to be told.
+        unsafe {
+            let mut default: Action = zeroed();
+            default.sa_sigaction = libc::SIG_DFL;
+            next(signal, &default, null_mut());
+        }
+    }
+    if is_function(function) {
         // SAFETY: the program gave this function for this signal. The kernel passes all three arguments in any case, and a
         // handler of one argument does not look at the others.
         unsafe {
-            std::mem::transmute::<usize, extern "C" fn(c_int, usize, usize)>(handler)(
-                signal, info, context,
-            )
+            std::mem::transmute::<usize, extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void)>(
+                function,
+            )(signal, info, context)
         }
     }
 }
@@ -62,14 +87,25 @@ unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     unsafe { std::mem::transmute::<usize, Sigaction>(function)(signal, new, old) }
 }
 
+/// Looks the C library's function up, before a signal handler could be the first to need it.
+pub fn prepare() {
+    NEXT.get();
+}
+
+/// What the program has set, where the kernel says the trampoline.
+fn as_set(signal: usize, mut action: Action) -> Action {
+    if action.sa_sigaction == trampoline_address() {
+        action.sa_sigaction = HANDLERS[signal].function.load(Ordering::Acquire);
+        action.sa_flags = HANDLERS[signal].flags.load(Ordering::Relaxed);
+    }
+    action
+}
+
 /// slat's handlers have just been put in front: the actions they hand on to are the program's, not the trampoline.
 pub fn take_over() {
     for signal in [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()] {
-        if let Some(mut action) = slat_guard::set_chained(signal, None)
-            && action.sa_sigaction == trampoline_address()
-        {
-            action.sa_sigaction = HANDLERS[signal as usize].load(Ordering::Acquire);
-            slat_guard::set_chained(signal, Some(&action));
+        if let Some(action) = slat_guard::set_chained(signal, None) {
+            slat_guard::set_chained(signal, Some(&as_set(signal as usize, action)));
         }
     }
     TAKEN_OVER.store(true, Ordering::Release);
@@ -89,40 +125,49 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
         }
         return 0;
     }
-    let Some(place) = usize::try_from(signal)
+    let Some(handler) = usize::try_from(signal)
         .ok()
         .and_then(|signal| HANDLERS.get(signal))
     else {
         // SAFETY: the caller's.
         return unsafe { next(signal, new, old) };
     };
-    let before = place.load(Ordering::Acquire);
+    let before = (
+        handler.function.load(Ordering::Acquire),
+        handler.flags.load(Ordering::Relaxed),
+    );
     // SAFETY: the caller's pointers are valid or null.
     let mut ours = unsafe { new.as_ref() }.copied();
     if let Some(action) = &mut ours
         && is_function(action.sa_sigaction)
     {
         // First, so that the trampoline finds it when the signal comes at once.
-        place.store(action.sa_sigaction, Ordering::Release);
+        handler.flags.store(action.sa_flags, Ordering::Relaxed);
+        (handler.function).store(action.sa_sigaction, Ordering::Release);
         action.sa_sigaction = trampoline_address();
+        action.sa_flags = (action.sa_flags | libc::SA_SIGINFO) & !libc::SA_RESETHAND;
     }
+    // SAFETY: all-zero is a valid action.
+    let mut kernels: Action = unsafe { zeroed() };
     // SAFETY: pointers to live values, or null.
     let result = unsafe {
         next(
             signal,
             ours.as_ref().map_or(null(), std::ptr::from_ref),
-            old,
+            &mut kernels,
         )
     };
     if result != 0 {
-        place.store(before, Ordering::Release);
+        handler.flags.store(before.1, Ordering::Relaxed);
+        handler.function.store(before.0, Ordering::Release);
         return result;
     }
+    if kernels.sa_sigaction == trampoline_address() {
+        (kernels.sa_sigaction, kernels.sa_flags) = before;
+    }
     // SAFETY: the caller's pointer is valid or null.
-    if let Some(old) = unsafe { old.as_mut() }
-        && old.sa_sigaction == trampoline_address()
-    {
-        old.sa_sigaction = before;
+    if let Some(old) = unsafe { old.as_mut() } {
+        *old = kernels;
     }
     result
 }

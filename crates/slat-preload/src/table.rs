@@ -1,7 +1,7 @@
 //! Which descriptors are KVM's, and what stands behind them.
 //!
-//! A descriptor that is not KVM's costs two loads. One that is costs two more and a reference count: no lock, so that a signal
-//! handler may do with a descriptor whatever it likes while the interrupted thread is in here.
+//! While no descriptor is KVM's, a look-up costs one load; then one that is not costs two more, and one that is a reference
+//! count.
 //!
 //! # How a look-up stays safe against a close
 //! What a slot of the table points to is a [`Cell`]: memory that is never given back, only used again. A look-up raises the
@@ -27,6 +27,8 @@ type Part = [AtomicPtr<Cell>; PART];
 static TABLE: [AtomicPtr<Part>; PARTS] = [const { AtomicPtr::new(ptr::null_mut()) }; PARTS];
 /// One more than the largest descriptor that ever was KVM's.
 static END: AtomicUsize = AtomicUsize::new(0);
+/// Descriptors that are KVM's.
+static OPEN: AtomicUsize = AtomicUsize::new(0);
 /// Emptied cells.
 static FREE: PerProcess<Mutex<Vec<&'static Cell>>> = PerProcess::new();
 
@@ -124,9 +126,16 @@ fn slot_or_new(fd: i32) -> Option<&'static AtomicPtr<Cell>> {
     slot(fd)
 }
 
+/// Whether any descriptor is KVM's. One load: this is asked at every change of the program's descriptors.
+#[inline]
+pub fn is_any_ours() -> bool {
+    OPEN.load(Ordering::Relaxed) != 0
+}
+
 /// Whether a descriptor is KVM's.
+#[inline]
 pub fn is_ours(fd: i32) -> bool {
-    slot(fd).is_some_and(|slot| !slot.load(Ordering::Relaxed).is_null())
+    is_any_ours() && slot(fd).is_some_and(|slot| !slot.load(Ordering::Relaxed).is_null())
 }
 
 /// What stands behind a descriptor, if it is KVM's.
@@ -167,6 +176,7 @@ pub fn share(fd: i32, handle: Handle) -> bool {
     END.fetch_max(fd as usize + 1, Ordering::AcqRel);
     let Handle(cell) = handle;
     std::mem::forget(handle);
+    OPEN.fetch_add(1, Ordering::Relaxed);
     release(slot.swap(ptr::from_ref(cell).cast_mut(), Ordering::AcqRel));
     true
 }
@@ -191,6 +201,7 @@ pub fn ours_within(first: u32, last: u32) -> impl Iterator<Item = i32> {
 fn release(cell: *mut Cell) {
     // SAFETY: cells are never freed.
     if let Some(cell) = unsafe { cell.as_ref() } {
+        OPEN.fetch_sub(1, Ordering::Relaxed);
         let handle = Handle(cell);
         // A forked child closes its parent's objects: they must not be dropped in here.
         if handle.object().is_foreign() {

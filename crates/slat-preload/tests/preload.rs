@@ -1,41 +1,11 @@
 //! A client of the kernel's KVM API, run under the library.
 //!
-//! Each test starts this very program again with `LD_PRELOAD`, to execute one of the ignored tests in [`client`]: those speak
-//! to `/dev/kvm` through kvm-ioctls and plain system calls, and know nothing of slat.
+//! Each test starts this very program again with `LD_PRELOAD`, to execute one of the ignored tests in [`client`] (see
+//! [`common`]).
 
-use std::path::PathBuf;
-use std::process::Command;
+mod common;
 
-fn library() -> PathBuf {
-    let program = std::env::current_exe().unwrap();
-    let library = program.parent().unwrap().join("libslat_preload.so");
-    assert!(library.exists(), "{} has not been built", library.display());
-    library
-}
-
-fn run_client(name: &str) {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            &format!("client::{name}"),
-            "--ignored",
-            "--nocapture",
-            "--test-threads=1",
-        ])
-        .env("LD_PRELOAD", library())
-        .env_remove("SLAT_SET")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{name}: {}\n{text}", output.status);
-    assert!(text.contains("1 passed"), "{name} did not run:\n{text}");
-}
-
-macro_rules! under_the_library {
-    ($($name:ident)*) => {
-        $(#[test] fn $name() { run_client(stringify!($name)); })*
-    };
-}
+use common::under_the_library;
 
 under_the_library! {
     a_guest_runs
@@ -58,66 +28,16 @@ under_the_library! {
 }
 
 mod client {
-    use kvm_bindings::kvm_userspace_memory_region;
-    use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+    use crate::common::guest::*;
+    use kvm_ioctls::{Kvm, VcpuExit};
     use std::ffi::CString;
     use std::os::fd::{AsRawFd, FromRawFd};
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
 
-    const MEMORY: usize = 0x4000;
-    const CODE: usize = 0x1000;
     const DATA: usize = 0x3000;
-    /// `jmp $`
-    const SPIN: &[u8] = &[0xeb, 0xfe];
     /// `mov al,[0x3000]; out 0x10,al; jmp -7`
     const REPORT_DATA: &[u8] = &[0xa0, 0x00, 0x30, 0xe6, 0x10, 0xeb, 0xf9];
-
-    fn map(len: usize) -> *mut u8 {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a new mapping.
-        let start = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                flags,
-                -1,
-                0,
-            )
-        };
-        assert_ne!(start, libc::MAP_FAILED);
-        start.cast()
-    }
-
-    fn guest(code: &[u8]) -> (VmFd, VcpuFd, *mut u8) {
-        let vm = Kvm::new().unwrap().create_vm().unwrap();
-        let memory = map(MEMORY);
-        // SAFETY: inside the mapping; and the guest may write all of it.
-        unsafe {
-            std::ptr::copy_nonoverlapping(code.as_ptr(), memory.add(CODE), code.len());
-            vm.set_user_memory_region(kvm_userspace_memory_region {
-                slot: 0,
-                flags: 0,
-                guest_phys_addr: 0,
-                memory_size: MEMORY as u64,
-                userspace_addr: memory as u64,
-            })
-            .unwrap();
-        }
-        let vcpu = vm.create_vcpu(0).unwrap();
-        let mut sregs = vcpu.get_sregs().unwrap();
-        (sregs.cs.base, sregs.cs.selector) = (0, 0);
-        vcpu.set_sregs(&sregs).unwrap();
-        let mut regs = vcpu.get_regs().unwrap();
-        (regs.rip, regs.rflags) = (CODE as u64, 2);
-        vcpu.set_regs(&regs).unwrap();
-        (vm, vcpu, memory)
-    }
-
-    fn errno() -> i32 {
-        std::io::Error::last_os_error().raw_os_error().unwrap()
-    }
 
     #[test]
     #[ignore = "runs under the library"]

@@ -12,7 +12,7 @@ use crate::guest_memfd::GuestMemfd;
 use crate::report;
 use crate::stats::StatsObject;
 use crate::system::System;
-use crate::thread::Inside;
+use crate::thread::Section;
 use crate::user;
 use crate::vcpu::VcpuObject;
 use crate::vm::VmObject;
@@ -68,7 +68,7 @@ impl Object {
     /// # Errors
     /// KVM's errno: `ENOTTY` for an unknown request, `EFAULT` for a bad pointer, what the call itself refuses.
     pub fn ioctl(&self, request: u32, argument: u64) -> Result<Answer> {
-        let _inside = Inside::enter();
+        let _section = Section::enter();
         let answer = match self {
             Object::System(object) => system::ioctl(object, request, argument),
             Object::Vm(object) => vm::ioctl(object, request, argument),

@@ -1,0 +1,189 @@
+//! Sections of code in which the program's signal handlers wait.
+//!
+//! slat's code holds locks, and a handler of the program may call slat again on the very thread that holds one: it opens
+//! `/dev/kvm`, maps memory, asks for the registers of the vCPU it has interrupted. It may also leave by `siglongjmp` and never
+//! return. The kernel has neither problem, because a handler runs when the system call is over. A [`Section`] gives slat's calls
+//! the same property.
+//!
+//! Whoever installs handlers for the program calls [`defer`] first in each. Inside a section it queues the signal again, for
+//! this thread and with its information, and blocks it in the mask that the thread gets back; the handler does not run. The end
+//! of the outermost section unblocks what was deferred, and the kernel delivers it there, where nothing of slat is on the stack.
+//! So the order of signals, their masks and their stacks are the kernel's business.
+//!
+//! Several instances of one realtime signal that wait at the same time may change their order: the one that was deferred goes
+//! behind those that were queued already.
+//!
+//! # What a handler may see
+//! The two cells belong to one thread and its handlers. A handler runs as a whole between two of the thread's instructions, and
+//! leaves the cells as it found them, unless it jumps away: then no section is open, and [`defer`] has emptied `WAITING`.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::mem;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+thread_local! {
+    // Neither has an initialiser or a destructor: handlers read them.
+    /// How many sections this thread has entered and not left.
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+    /// The signals that were deferred and are blocked until the outermost section ends: bit 0 is signal 1.
+    static WAITING: Cell<u64> = const { Cell::new(0) };
+}
+
+/// What [`on_deferral`] was given, or 0.
+static ON_DEFERRAL: AtomicUsize = AtomicUsize::new(0);
+
+/// Has `call` called, in the signal handler, for every signal that arrives in a section: what the thread does there must not
+/// take long any more. `call` is async-signal-safe.
+pub fn on_deferral(call: fn()) {
+    ON_DEFERRAL.store(call as usize, Ordering::Release);
+}
+
+/// The bytes of the kernel's signal set.
+const SET_BYTES: usize = 8;
+
+/// Marks this thread as being in slat's code until it is dropped. Sections nest.
+#[derive(Debug)]
+#[must_use]
+pub struct Section(PhantomData<*const ()>);
+
+impl Section {
+    /// Enters a section.
+    #[inline]
+    pub fn enter() -> Self {
+        DEPTH.set(DEPTH.get() + 1);
+        Section(PhantomData)
+    }
+
+    /// Whether this thread is in a section.
+    #[inline]
+    pub fn is_entered() -> bool {
+        DEPTH.get() != 0
+    }
+
+    /// Whether a handler of the program waits for this thread to leave its sections.
+    #[inline]
+    pub fn delays_a_signal() -> bool {
+        WAITING.get() != 0
+    }
+}
+
+impl Drop for Section {
+    #[inline]
+    fn drop(&mut self) {
+        let depth = DEPTH.get() - 1;
+        DEPTH.set(depth);
+        if depth == 0 && WAITING.get() != 0 {
+            deliver();
+        }
+    }
+}
+
+/// Lets the deferred signals come. Their handlers run in here.
+#[cold]
+fn deliver() {
+    // A handler may run from the moment when the depth is 0. It empties `WAITING` itself, so that a signal is unblocked also
+    // when the handler of another one jumps away.
+    let waiting = WAITING.get();
+    change_mask(libc::SIG_UNBLOCK, waiting);
+    WAITING.set(0);
+}
+
+/// Changes this thread's signal mask by a set of the kernel's. Returns the mask before.
+fn change_mask(how: i32, set: u64) -> u64 {
+    let mut before = 0u64;
+    // SAFETY: two live sets of the size that is given. (The C library's wrapper hides some signals from the caller.)
+    unsafe { libc::syscall(libc::SYS_rt_sigprocmask, how, &set, &mut before, SET_BYTES) };
+    before
+}
+
+/// All signals are blocked on this thread until it is dropped: for what a handler of the same thread must not find half done.
+#[derive(Debug)]
+pub(crate) struct AllBlocked(u64);
+
+impl AllBlocked {
+    pub(crate) fn enter() -> Self {
+        AllBlocked(change_mask(libc::SIG_BLOCK, u64::MAX))
+    }
+}
+
+impl Drop for AllBlocked {
+    fn drop(&mut self) {
+        change_mask(libc::SIG_SETMASK, self.0);
+    }
+}
+
+/// Whether the signal was caused by the interrupted instruction itself: it would come again at once.
+fn is_synchronous(signal: i32, code: i32) -> bool {
+    const FAULTS: [i32; 5] = [
+        libc::SIGSEGV,
+        libc::SIGBUS,
+        libc::SIGILL,
+        libc::SIGFPE,
+        libc::SIGTRAP,
+    ];
+    // Codes above 0 are the kernel's; those that a process can send are not.
+    code > 0 && FAULTS.contains(&signal)
+}
+
+/// Call first in a signal handler, before the program's handler runs. Returns true when the handler must not run now: the
+/// thread is in a [`Section`], and the signal comes again when the thread leaves it. Async-signal-safe.
+///
+/// Faults of the interrupted instruction are never deferred. Neither is a signal that the kernel refuses to queue again
+/// (`rt_tgsigqueueinfo` fails under a seccomp filter, or for a realtime signal beyond RLIMIT_SIGPENDING): its handler runs at
+/// once, because a late handler is better than none, and one at the wrong moment, too.
+///
+/// # Safety
+/// `info` and `context` are what the kernel gave a handler that was installed with `SA_SIGINFO`.
+pub unsafe fn defer(signal: i32, info: *const libc::siginfo_t, context: *mut libc::c_void) -> bool {
+    let context = context.cast::<libc::ucontext_t>();
+    // SAFETY: the kernel's context; the C library's larger set begins with the kernel's.
+    let mask = unsafe { &mut *(&raw mut (*context).uc_sigmask).cast::<u64>() };
+    if !Section::is_entered() {
+        // Nonzero when the thread has just left and not yet unblocked them.
+        *mask &= !WAITING.replace(0);
+        return false;
+    }
+    // SAFETY: the kernel filled it in.
+    if is_synchronous(signal, unsafe { (*info).si_code }) {
+        return false;
+    }
+    let before = errno();
+    let call = ON_DEFERRAL.load(Ordering::Acquire);
+    if call != 0 {
+        // SAFETY: only `on_deferral` stores here.
+        unsafe { mem::transmute::<usize, fn()>(call)() };
+    }
+    let bit = 1u64 << (signal - 1);
+    // With SA_NODEFER it is not blocked here, and would come at once.
+    let blocked = change_mask(libc::SIG_BLOCK, bit);
+    // SAFETY: plain system calls; the information is passed on as it came, which a process may do for its own threads.
+    let queued = unsafe {
+        let thread = libc::syscall(libc::SYS_gettid);
+        libc::syscall(
+            libc::SYS_rt_tgsigqueueinfo,
+            libc::getpid(),
+            thread,
+            signal,
+            info,
+        )
+    };
+    set_errno(before);
+    if queued != 0 {
+        change_mask(libc::SIG_SETMASK, blocked);
+        return false;
+    }
+    *mask |= bit;
+    WAITING.set(WAITING.get() | bit);
+    true
+}
+
+fn errno() -> i32 {
+    // SAFETY: the thread's own cell.
+    unsafe { *libc::__errno_location() }
+}
+
+fn set_errno(errno: i32) {
+    // SAFETY: the thread's own cell.
+    unsafe { *libc::__errno_location() = errno };
+}

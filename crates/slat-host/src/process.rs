@@ -1,0 +1,200 @@
+//! What belongs to this process and not to its forked children.
+//!
+//! KVM answers `EIO` to a process that uses a VM of another address space. A forked child has the objects' memory, but the
+//! threads that may hold their locks are gone: it must not touch any of them. A few words that the kernel clears in the child of
+//! every fork (`MADV_WIPEONFORK`) tell the two apart without a system call, also when the program forks without the C library. A
+//! child of `vfork` shares them with its parent, as it shares all memory.
+
+use std::sync::Once;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+
+/// A page that is zero in a forked child. Anonymous memory in a page of its own, as `MADV_WIPEONFORK` asks.
+#[repr(C, align(4096))]
+struct Wiped {
+    /// The number of this process among its ancestors that used slat; 0 until it is asked for.
+    generation: AtomicU64,
+    /// The process id; 0 until it is asked for.
+    pid: AtomicI32,
+    /// VMs that live in this process.
+    live_vms: AtomicUsize,
+}
+
+static WIPED: Wiped = Wiped {
+    generation: AtomicU64::new(0),
+    pid: AtomicI32::new(0),
+    live_vms: AtomicUsize::new(0),
+};
+
+/// The highest generation so far. A forked child goes on from its parent's.
+static GENERATION: AtomicU64 = AtomicU64::new(0);
+
+/// Begins to watch for forks. Nothing is known of forks before the first call.
+fn watch() {
+    static WATCHING: Once = Once::new();
+    extern "C" fn in_child() {
+        WIPED.generation.store(0, Ordering::Relaxed);
+        WIPED.pid.store(0, Ordering::Relaxed);
+        WIPED.live_vms.store(0, Ordering::Relaxed);
+    }
+    WATCHING.call_once(|| {
+        let start = (&raw const WIPED).cast_mut().cast();
+        // SAFETY: a page of our own, which holds nothing but `WIPED`; its contents stay.
+        let wiped = unsafe { libc::madvise(start, size_of::<Wiped>(), libc::MADV_WIPEONFORK) };
+        if wiped != 0 {
+            // Then at least the forks of the C library are seen.
+            // SAFETY: the handler is async-signal-safe: it stores to atomics.
+            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        }
+    });
+}
+
+/// The VMs that live in this process: in a forked child none. One load.
+pub fn live_vms() -> &'static AtomicUsize {
+    &WIPED.live_vms
+}
+
+/// The id of the process whose memory this is: a child of `vfork` gets its parent's.
+pub fn owner() -> i32 {
+    watch();
+    match WIPED.pid.load(Ordering::Relaxed) {
+        0 => {
+            let pid = std::process::id() as i32;
+            WIPED.pid.store(pid, Ordering::Relaxed);
+            pid
+        }
+        pid => pid,
+    }
+}
+
+/// The process that something was made in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Birth(u64);
+
+impl Birth {
+    /// This process.
+    pub fn here() -> Self {
+        watch();
+        let known = WIPED.generation.load(Ordering::Acquire);
+        if known != 0 {
+            return Birth(known);
+        }
+        let new = GENERATION.fetch_add(1, Ordering::Relaxed) + 1;
+        let set = (WIPED.generation).compare_exchange(0, new, Ordering::AcqRel, Ordering::Acquire);
+        Birth(set.map_or_else(|faster| faster, |_| new))
+    }
+
+    /// Whether this is still the process it was made in.
+    pub fn is_here(self) -> bool {
+        self.0 == WIPED.generation.load(Ordering::Relaxed)
+    }
+}
+
+/// A global that every process has for itself. What a forked child inherits it does not touch: locks in it may be held by
+/// threads that the child does not have. It begins with a new one.
+#[derive(Debug)]
+pub struct PerProcess<T: 'static> {
+    current: AtomicPtr<Held<T>>,
+}
+
+#[derive(Debug)]
+struct Held<T> {
+    birth: Birth,
+    value: T,
+}
+
+impl<T: Default + Sync + 'static> PerProcess<T> {
+    /// Empty until the first use.
+    pub const fn new() -> Self {
+        PerProcess {
+            current: AtomicPtr::new(std::ptr::null_mut()),
+        }
+    }
+
+    /// This process's value, if it was used already.
+    pub fn peek(&'static self) -> Option<&'static T> {
+        // SAFETY: once published, a value is never freed.
+        let held = unsafe { self.current.load(Ordering::Acquire).as_ref()? };
+        held.birth.is_here().then_some(&held.value)
+    }
+
+    /// This process's value.
+    pub fn get(&'static self) -> &'static T {
+        self.get_or_start(|_| {})
+    }
+
+    /// The same; `start` is called with a value that has just been made, by the thread that made it.
+    pub fn get_or_start(&'static self, start: impl FnOnce(&'static T)) -> &'static T {
+        if let Some(value) = self.peek() {
+            return value;
+        }
+        let birth = Birth::here();
+        let old = self.current.load(Ordering::Acquire);
+        let new = Box::into_raw(Box::new(Held {
+            birth,
+            value: T::default(),
+        }));
+        match self
+            .current
+            .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)
+        {
+            Ok(_) => {
+                // SAFETY: published above and never freed.
+                let value = unsafe { &(*new).value };
+                start(value);
+                value
+            }
+            Err(_) => {
+                // SAFETY: `new` was not published.
+                drop(unsafe { Box::from_raw(new) });
+                self.get_or_start(start)
+            }
+        }
+    }
+}
+
+impl<T: Default + Sync + 'static> Default for PerProcess<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_forked_child_is_another_process() {
+        let birth = Birth::here();
+        assert!(birth.is_here());
+        // SAFETY: the child only looks at an atomic and exits.
+        let status = unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                libc::_exit(i32::from(birth.is_here()));
+            }
+            let mut status = -1;
+            libc::waitpid(child, &mut status, 0);
+            status
+        };
+        assert_eq!(status, 0, "the child took itself for its parent");
+        assert!(birth.is_here());
+    }
+
+    #[test]
+    fn a_child_forked_without_the_c_library_is_another_process() {
+        let (birth, parent) = (Birth::here(), owner());
+        // SAFETY: as above; the child makes no use of the C library's state.
+        let status = unsafe {
+            let child = libc::syscall(libc::SYS_fork) as libc::pid_t;
+            if child == 0 {
+                let other = !birth.is_here() && Birth::here() != birth && owner() != parent;
+                libc::_exit(i32::from(!other));
+            }
+            let mut status = -1;
+            libc::waitpid(child, &mut status, 0);
+            status
+        };
+        assert_eq!(status, 0, "the child took itself for its parent");
+        assert!(birth.is_here() && owner() == parent);
+    }
+}

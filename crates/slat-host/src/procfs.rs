@@ -1,0 +1,336 @@
+//! What the kernel says of this process's mappings: PROCMAP_QUERY on `/proc/self/maps` (since Linux 6.11,
+//! `include/uapi/linux/fs.h`), or the text of `/proc/self/smaps`.
+//!
+//! The files stay open while there are VMs: `KVM_RUN` needs no free descriptor on a real KVM, so it must need none here. Their
+//! numbers are high, out of the program's way. A program that closes all its descriptors closes these, too ([`closed`]); they
+//! are opened again when they are needed.
+
+use std::ffi::CStr;
+use std::io::{self, BufRead, BufReader, Read};
+use std::ops::{ControlFlow, Range};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::sync::atomic::{AtomicI32, Ordering::*};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::ioctl::{Updater, ioctl, opcode};
+
+use crate::process::PerProcess;
+
+/// What the kernel says of one mapping.
+#[derive(Debug)]
+pub(crate) struct Raw {
+    pub(crate) range: Range<usize>,
+    pub(crate) readable: bool,
+    pub(crate) writable: bool,
+    pub(crate) anonymous: bool,
+    /// Bytes of the pages that back it: more than 4096 for hugetlb only.
+    pub(crate) page_size: u64,
+}
+
+/// The mapping around `address`; `None` if nothing is mapped there, or the kernel does not tell.
+pub(crate) fn mapping_at(address: usize) -> Option<Raw> {
+    match query(address) {
+        Ok(found) => found,
+        Err(_) => from_smaps(address),
+    }
+}
+
+/// Opens what [`mapping_at`] needs, as far as there are descriptors.
+pub(crate) fn open() {
+    if query(&raw const FILES as usize).is_err() {
+        let _ = FILES.get().smaps.descriptor();
+    }
+}
+
+/// Closes the files. Nobody looks anything up meanwhile.
+pub(crate) fn close() {
+    if let Some(files) = FILES.peek() {
+        for file in [&files.maps, &files.smaps] {
+            let fd = file.fd.swap(ProcFile::NONE, AcqRel);
+            if fd != ProcFile::NONE {
+                // SAFETY: opened here, and not closed by the program: it would have been forgotten.
+                drop(unsafe { OwnedFd::from_raw_fd(fd) });
+            }
+        }
+    }
+}
+
+/// Call before the program closes the descriptor `fd`, or gives its number to another file. Async-signal-safe.
+pub fn closed(fd: i32) {
+    if let Some(files) = FILES.peek() {
+        files.maps.forget(fd);
+        files.smaps.forget(fd);
+    }
+}
+
+/// Like [`closed`], for all descriptors from `first` to `last`.
+pub fn closed_within(first: u32, last: u32) {
+    if let Some(files) = FILES.peek() {
+        for file in [&files.maps, &files.smaps] {
+            let fd = file.fd.load(Relaxed);
+            if (first..=last).contains(&(fd as u32)) {
+                file.forget(fd);
+            }
+        }
+    }
+}
+
+/// A file of `/proc/self` tells of the process that opened it, so a forked child opens its own.
+static FILES: PerProcess<Files> = PerProcess::new();
+
+#[derive(Debug)]
+struct Files {
+    maps: ProcFile,
+    smaps: ProcFile,
+}
+
+impl Default for Files {
+    fn default() -> Self {
+        Files {
+            maps: ProcFile::new(c"/proc/self/maps"),
+            smaps: ProcFile::new(c"/proc/self/smaps"),
+        }
+    }
+}
+
+/// A file that is opened at its first use.
+#[derive(Debug)]
+struct ProcFile {
+    path: &'static CStr,
+    fd: AtomicI32,
+}
+
+impl ProcFile {
+    /// No descriptor.
+    const NONE: i32 = -1;
+    /// The lowest number that the file takes, if the process may have so many.
+    const LOWEST: i32 = 512;
+
+    const fn new(path: &'static CStr) -> Self {
+        ProcFile {
+            path,
+            fd: AtomicI32::new(Self::NONE),
+        }
+    }
+
+    /// The file's descriptor. Another thread may close it at any time: then a call on it fails, or reads another file.
+    fn descriptor(&self) -> io::Result<BorrowedFd<'static>> {
+        let mut fd = self.fd.load(Acquire);
+        if fd == Self::NONE {
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+            let low = rustix::fs::open(self.path, flags, Mode::empty())?;
+            let file = rustix::io::fcntl_dupfd_cloexec(&low, Self::LOWEST).unwrap_or(low);
+            let set = (self.fd).compare_exchange(Self::NONE, file.as_raw_fd(), AcqRel, Acquire);
+            fd = match set {
+                Ok(_) => file.into_raw_fd(),
+                Err(faster) => faster,
+            };
+        }
+        // SAFETY: not -1. The descriptor is ours as long as the program does not close what it did not open; if it does, the
+        // calls made here (one that no other file knows, and reading at an offset) change nothing.
+        Ok(unsafe { BorrowedFd::borrow_raw(fd) })
+    }
+
+    /// Forgets the descriptor if it is `fd`.
+    fn forget(&self, fd: i32) {
+        let _ = (self.fd).compare_exchange(fd, Self::NONE, AcqRel, Relaxed);
+    }
+
+    /// Calls `use_it` with the descriptor, and once more with a new one if it was closed.
+    fn with<T>(&self, mut use_it: impl FnMut(BorrowedFd<'_>) -> Result<T, Errno>) -> io::Result<T> {
+        let fd = self.descriptor()?;
+        match use_it(fd) {
+            Err(Errno::BADF) => self.forget(fd.as_raw_fd()),
+            result => return Ok(result?),
+        }
+        Ok(use_it(self.descriptor()?)?)
+    }
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct Query {
+    size: u64,
+    query_flags: u64,
+    query_addr: u64,
+    vma_start: u64,
+    vma_end: u64,
+    vma_flags: u64,
+    vma_page_size: u64,
+    vma_offset: u64,
+    inode: u64,
+    dev_major: u32,
+    dev_minor: u32,
+    vma_name_size: u32,
+    build_id_size: u32,
+    vma_name_addr: u64,
+    build_id_addr: u64,
+}
+
+const PROCMAP_QUERY: rustix::ioctl::Opcode = opcode::read_write::<Query>(b'f', 17);
+
+/// PROCMAP_QUERY. `Ok(None)`: nothing is mapped there. `Err`: the kernel cannot tell.
+fn query(address: usize) -> io::Result<Option<Raw>> {
+    const READABLE: u64 = 1;
+    const WRITABLE: u64 = 2;
+    const SHARED: u64 = 8;
+    let mut query = Query {
+        size: size_of::<Query>() as u64,
+        query_addr: address as u64,
+        ..Query::default()
+    };
+    let answer = FILES.get().maps.with(|maps| {
+        // SAFETY: the opcode takes a pointer to exactly this structure and writes nothing else, as
+        // no name and no build id are asked for.
+        match unsafe { ioctl(maps, Updater::<PROCMAP_QUERY, Query>::new(&mut query)) } {
+            Err(Errno::NOENT) => Ok(false),
+            answer => answer.map(|()| true),
+        }
+    })?;
+    Ok(answer.then(|| Raw {
+        range: query.vma_start as usize..query.vma_end as usize,
+        readable: query.vma_flags & READABLE != 0,
+        writable: query.vma_flags & WRITABLE != 0,
+        anonymous: query.inode == 0 && query.vma_flags & SHARED == 0,
+        page_size: query.vma_page_size,
+    }))
+}
+
+/// Like [`query`], but from `/proc/self/smaps`.
+fn from_smaps(address: usize) -> Option<Raw> {
+    let mut found = None;
+    each_mapping(&mut |raw, _| {
+        if raw.range.end <= address {
+            return ControlFlow::Continue(());
+        }
+        found = raw.range.contains(&address).then_some(raw);
+        ControlFlow::Break(())
+    });
+    found
+}
+
+/// Calls `visit` for each mapping of this process in ascending order, with its `VmFlags` (two letters each, separated by
+/// spaces: `Documentation/filesystems/proc.rst`).
+pub(crate) fn each_mapping(visit: &mut dyn FnMut(Raw, &str) -> ControlFlow<()>) {
+    let mut mapping = None;
+    each_line(&FILES.get().smaps, &mut |line| {
+        if let Some(header) = header(line) {
+            mapping = Some(header.raw());
+        } else if let Some(size) = line.strip_prefix("KernelPageSize:") {
+            let kib = size.trim().trim_end_matches("kB").trim().parse::<u64>();
+            if let (Some(raw), Ok(kib)) = (&mut mapping, kib) {
+                raw.page_size = kib << 10;
+            }
+        } else if let Some(flags) = line.strip_prefix("VmFlags:")
+            && let Some(raw) = mapping.take()
+        {
+            return visit(raw, flags);
+        }
+        ControlFlow::Continue(())
+    });
+}
+
+/// Calls `visit` for each mapping of a file in this process in ascending order, with the file's device (major, minor) and
+/// inode.
+pub fn each_mapped_file(visit: &mut dyn FnMut(Range<usize>, (u32, u32), u64)) {
+    each_line(&FILES.get().maps, &mut |line| {
+        if let Some(header) = header(line)
+            && header.inode != 0
+        {
+            visit(header.range, header.device, header.inode);
+        }
+        ControlFlow::Continue(())
+    });
+}
+
+/// Calls `visit` for each line of a file, up to the first that cannot be read.
+fn each_line(file: &ProcFile, visit: &mut dyn FnMut(&str) -> ControlFlow<()>) {
+    let mut line = String::new();
+    let mut text = BufReader::new(Text { file, offset: 0 });
+    while let Ok(1..) = text.read_line(&mut line)
+        && visit(&line).is_continue()
+    {
+        line.clear();
+    }
+}
+
+/// A file from an offset on.
+struct Text<'a> {
+    file: &'a ProcFile,
+    offset: u64,
+}
+
+impl Read for Text<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let offset = self.offset;
+        let len = (self.file).with(|file| rustix::io::pread(file, &mut *buffer, offset))?;
+        self.offset += len as u64;
+        Ok(len)
+    }
+}
+
+/// The first line of a mapping: `start-end rwxp offset major:minor inode name`.
+struct Header {
+    range: Range<usize>,
+    /// `rwxp`, a dash for each that is not so.
+    rights: [u8; 4],
+    device: (u32, u32),
+    inode: u64,
+}
+
+impl Header {
+    fn raw(&self) -> Raw {
+        Raw {
+            range: self.range.clone(),
+            readable: self.rights[0] == b'r',
+            writable: self.rights[1] == b'w',
+            anonymous: self.inode == 0 && self.rights[3] == b'p',
+            page_size: 4096,
+        }
+    }
+}
+
+fn header(line: &str) -> Option<Header> {
+    let hex = |digits| usize::from_str_radix(digits, 16).ok();
+    let mut words = line.split_ascii_whitespace();
+    let (start, end) = words.next()?.split_once('-')?;
+    let rights = words.next()?.as_bytes().try_into().ok()?;
+    let (major, minor) = words.nth(1)?.split_once(':')?;
+    Some(Header {
+        range: hex(start)?..hex(end)?,
+        rights,
+        device: (hex(major)? as u32, hex(minor)? as u32),
+        inode: words.next()?.parse().ok()?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_and_smaps_agree() {
+        let here = Box::new(0u64);
+        let address = &raw const *here as usize;
+        let smaps = from_smaps(address).unwrap();
+        assert!(smaps.range.contains(&address) && smaps.readable && smaps.writable);
+        if let Ok(Some(query)) = query(address) {
+            assert_eq!(query.range, smaps.range);
+            assert_eq!(query.page_size, smaps.page_size);
+            assert_eq!(query.anonymous, smaps.anonymous);
+        }
+        assert!(from_smaps(0x1000).is_none());
+    }
+
+    #[test]
+    fn a_closed_descriptor_is_opened_again() {
+        let address = &raw const FILES as usize;
+        for file in [&FILES.get().maps, &FILES.get().smaps] {
+            let fd = file.descriptor().unwrap().as_raw_fd();
+            // SAFETY: what a program does that closes all descriptors.
+            assert_eq!(unsafe { libc::close(fd) }, 0);
+            assert!(mapping_at(address).is_some() && from_smaps(address).is_some());
+        }
+    }
+}

@@ -1,0 +1,360 @@
+//! slat's own heap, apart from the program's.
+//!
+//! The program's `malloc` may be anybody's. While it holds its locks it calls `mmap`, and so slat; if slat then called `malloc`,
+//! both would wait for each other. So nothing of slat allocates there: small blocks come from a heap of our own (the crate
+//! dlmalloc), large ones are mappings of their own, and both take their pages from the kernel without the C library.
+//!
+//! The lock is taken in a [`Section`]: no handler of the program runs on a thread that holds it. A thread that forks holds it
+//! over the fork ([`while_forking`]), so a child never inherits a heap that is half changed.
+//!
+//! # When memory is out
+//! Rust ends the process when an allocation fails that cannot report it. A reserve answers those: the blocks of one KVM call,
+//! other than those of the client's size, fit into it many times. A call that finds the reserve used up and cannot restore it is
+//! refused with `ENOMEM` before it begins ([`is_ready`]).
+
+use crate::real::raw;
+use dlmalloc::{Allocator, Dlmalloc};
+use slat_guard::Section;
+use std::alloc::{GlobalAlloc, Layout};
+use std::cell::{Cell, UnsafeCell};
+use std::ptr::null_mut;
+use std::sync::{Mutex, MutexGuard};
+
+const PAGE: usize = 4096;
+/// Blocks from this size on are mappings of their own.
+const LARGE: usize = 128 << 10;
+/// Bytes of the reserve.
+const RESERVE: usize = 96 << 10;
+
+/// Pages from the kernel.
+struct Pages;
+
+fn map(len: usize) -> *mut u8 {
+    let rights = (libc::PROT_READ | libc::PROT_WRITE) as usize;
+    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as usize;
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let start = unsafe { raw(libc::SYS_mmap, [0, len, rights, flags, usize::MAX, 0]) };
+    if start < 0 {
+        null_mut()
+    } else {
+        start as *mut u8
+    }
+}
+
+/// Unmaps `len` bytes. Returns whether they are unmapped.
+///
+/// # Safety
+/// - the bytes come from [`map`] and are not used any more.
+unsafe fn unmap(start: *mut u8, len: usize) -> bool {
+    // SAFETY: the caller's.
+    unsafe { raw(libc::SYS_munmap, [start as usize, len, 0, 0, 0, 0]) == 0 }
+}
+
+/// Changes the length of a mapping; null if that is not possible.
+///
+/// # Safety
+/// - as for [`unmap`], unless null is returned.
+unsafe fn remap(start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut u8 {
+    let flags = if may_move {
+        libc::MREMAP_MAYMOVE as usize
+    } else {
+        0
+    };
+    // SAFETY: the caller's.
+    let moved = unsafe { raw(libc::SYS_mremap, [start as usize, old, new, flags, 0, 0]) };
+    if moved < 0 {
+        null_mut()
+    } else {
+        moved as *mut u8
+    }
+}
+
+// SAFETY: `alloc` gives new mappings of the size it says, zeroed; the others keep or end them as they say.
+unsafe impl Allocator for Pages {
+    fn alloc(&self, size: usize) -> (*mut u8, usize, u32) {
+        (map(size), size, 0)
+    }
+
+    fn remap(&self, start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut u8 {
+        // SAFETY: the trait's contract: the heap's own segment.
+        unsafe { remap(start, old, new, may_move) }
+    }
+
+    fn free_part(&self, start: *mut u8, old: usize, new: usize) -> bool {
+        // SAFETY: as above; the part is not used any more.
+        unsafe { unmap(start.wrapping_add(new), old - new) }
+    }
+
+    fn free(&self, start: *mut u8, size: usize) -> bool {
+        // SAFETY: as above.
+        unsafe { unmap(start, size) }
+    }
+
+    fn can_release_part(&self, _flags: u32) -> bool {
+        true
+    }
+
+    fn allocates_zeros(&self) -> bool {
+        true
+    }
+
+    fn page_size(&self) -> usize {
+        PAGE
+    }
+}
+
+struct State {
+    small: Dlmalloc<Pages>,
+    /// Null when it is used up, or was never made.
+    reserve: *mut u8,
+}
+
+// SAFETY: the reserve is a block of the heap beside it.
+unsafe impl Send for State {}
+
+impl State {
+    fn allocate(&mut self, layout: Layout, zeroed: bool) -> *mut u8 {
+        let (size, align) = (layout.size(), layout.align());
+        let mut attempt = || {
+            // SAFETY: a size that is not 0 and an alignment that is a power of two: the layout's.
+            unsafe {
+                match zeroed {
+                    true => self.small.calloc(size, align),
+                    false => self.small.malloc(size, align),
+                }
+            }
+        };
+        let block = attempt();
+        if !block.is_null() || self.reserve.is_null() {
+            return block;
+        }
+        let reserve = std::mem::replace(&mut self.reserve, null_mut());
+        // SAFETY: made by `refill` with this size and alignment.
+        unsafe { self.small.free(reserve, RESERVE, PAGE) };
+        self.allocate(layout, zeroed)
+    }
+
+    /// Makes the reserve if there is none. Returns whether there is one.
+    fn refill(&mut self) -> bool {
+        if self.reserve.is_null() {
+            // SAFETY: neither 0 nor an alignment that is no power of two.
+            self.reserve = unsafe { self.small.malloc(RESERVE, PAGE) };
+        }
+        !self.reserve.is_null()
+    }
+}
+
+static STATE: Mutex<State> = Mutex::new(State {
+    small: Dlmalloc::new_with_allocator(Pages),
+    reserve: null_mut(),
+});
+
+thread_local! {
+    /// This thread forks at this moment and holds the heap.
+    static FORKS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The heap of the thread that forks.
+struct Held(UnsafeCell<Option<MutexGuard<'static, State>>>);
+
+// SAFETY: only the thread touches it that holds the lock and has raised `FORKS`, and its copy in the child.
+unsafe impl Sync for Held {}
+
+static HELD: Held = Held(UnsafeCell::new(None));
+
+fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
+    let _section = Section::enter();
+    if FORKS.get() {
+        // SAFETY: this thread holds the lock, and nothing below allocates in turn.
+        let held = unsafe { &mut *HELD.0.get() };
+        if let Some(state) = held {
+            return work(state);
+        }
+    }
+    work(
+        &mut STATE
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner()),
+    )
+}
+
+/// Whether the reserve is whole, or could be made whole again: a call may begin.
+pub fn is_ready() -> bool {
+    with(State::refill)
+}
+
+/// Call before a fork, on the thread that forks.
+pub extern "C" fn before_fork() {
+    let _section = Section::enter();
+    let held = STATE
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    // SAFETY: the lock is held, and `FORKS` is not yet raised on any thread.
+    unsafe { *HELD.0.get() = Some(held) };
+    FORKS.set(true);
+}
+
+/// Call after a fork in the parent and in the child, on the thread that called [`before_fork`].
+pub extern "C" fn after_fork() {
+    let _section = Section::enter();
+    FORKS.set(false);
+    // SAFETY: this thread, or the one it is a copy of, holds the lock.
+    drop(unsafe { (*HELD.0.get()).take() });
+}
+
+/// Forks by a system call of the program's, which the C library does not see.
+pub fn while_forking<T>(fork: impl FnOnce() -> T) -> T {
+    before_fork();
+    let result = fork();
+    after_fork();
+    result
+}
+
+/// The heap as Rust's allocator.
+pub struct Heap;
+
+fn is_large(layout: Layout) -> bool {
+    layout.size() >= LARGE && layout.align() <= PAGE
+}
+
+fn pages(len: usize) -> usize {
+    len.next_multiple_of(PAGE)
+}
+
+// SAFETY: blocks are mappings of their own or come from the crate's heap, which is locked; which of them a block is follows from
+// its layout alone. A length does not overflow when it is rounded: a layout's is at most `isize::MAX`.
+unsafe impl GlobalAlloc for Heap {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if is_large(layout) {
+            return map(pages(layout.size()));
+        }
+        with(|state| state.allocate(layout, false))
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if is_large(layout) {
+            return map(pages(layout.size()));
+        }
+        with(|state| state.allocate(layout, true))
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        // SAFETY: the caller's: a block of this layout that is not used any more.
+        unsafe {
+            if is_large(layout) {
+                unmap(block, pages(layout.size()));
+            } else {
+                with(|state| state.small.free(block, layout.size(), layout.align()));
+            }
+        }
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: the caller's: the size is not 0 and fits into a layout.
+        let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
+        // SAFETY: the caller's: a block of this layout.
+        unsafe {
+            if is_large(layout) && is_large(new) {
+                return remap(block, pages(layout.size()), pages(size), true);
+            }
+            let moved = self.alloc(new);
+            if !moved.is_null() {
+                let len = layout.size().min(size);
+                std::ptr::copy_nonoverlapping(block, moved, len);
+                self.dealloc(block, layout);
+            }
+            moved
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Fills blocks of many sizes and alignments, grows and shrinks them, and looks whether they keep what they hold.
+    #[test]
+    fn blocks_keep_their_contents() {
+        let mut blocks: Vec<(*mut u8, Layout, u8)> = Vec::new();
+        let mut random = 1u64;
+        let mut next = |limit: u64| {
+            random = random
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (random >> 33) % limit
+        };
+        let heap = Heap;
+        for round in 0..4000 {
+            // SAFETY: blocks of the heap, with the layouts they have.
+            unsafe {
+                match next(3) {
+                    0 if blocks.len() < 200 => {
+                        let size = 1 << next(20) | 1;
+                        let layout = Layout::from_size_align(size, 1 << next(14)).unwrap();
+                        let block = heap.alloc_zeroed(layout);
+                        assert_eq!(block as usize % layout.align(), 0);
+                        assert!(
+                            std::slice::from_raw_parts(block, size)
+                                .iter()
+                                .all(|b| *b == 0)
+                        );
+                        block.write_bytes(round as u8, size);
+                        blocks.push((block, layout, round as u8));
+                    }
+                    1 if !blocks.is_empty() => {
+                        let index = next(blocks.len() as u64) as usize;
+                        let (block, layout, value) = blocks[index];
+                        let size = 1 << next(20) | 1;
+                        let moved = heap.realloc(block, layout, size);
+                        let kept = std::slice::from_raw_parts(moved, size.min(layout.size()));
+                        assert!(kept.iter().all(|byte| *byte == value));
+                        moved.write_bytes(value, size);
+                        let layout = Layout::from_size_align(size, layout.align()).unwrap();
+                        blocks[index] = (moved, layout, value);
+                    }
+                    _ if !blocks.is_empty() => {
+                        let index = next(blocks.len() as u64) as usize;
+                        let (block, layout, value) = blocks.swap_remove(index);
+                        let held = std::slice::from_raw_parts(block, layout.size());
+                        assert!(held.iter().all(|byte| *byte == value));
+                        heap.dealloc(block, layout);
+                    }
+                    _ => {}
+                }
+            }
+        }
+        for (block, layout, _) in blocks {
+            // SAFETY: as above.
+            unsafe { heap.dealloc(block, layout) };
+        }
+    }
+
+    #[test]
+    fn a_child_can_allocate_while_other_threads_do() {
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        let layout = Layout::from_size_align(1000, 8).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    // SAFETY: freed with the layout it was made with.
+                    unsafe { Heap.dealloc(Heap.alloc(layout), layout) };
+                }
+            });
+            for _ in 0..200 {
+                // SAFETY: the child allocates on a heap that no other thread held over the fork, and ends.
+                unsafe {
+                    let child = while_forking(|| libc::syscall(libc::SYS_fork));
+                    if child == 0 {
+                        libc::alarm(10);
+                        Heap.dealloc(Heap.alloc(layout), layout);
+                        libc::_exit(0);
+                    }
+                    let mut status = -1;
+                    libc::waitpid(child as libc::pid_t, &mut status, 0);
+                    assert_eq!(status, 0);
+                }
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+    }
+}

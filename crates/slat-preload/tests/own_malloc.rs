@@ -1,0 +1,224 @@
+//! A program with its own `malloc`, which takes its memory with `mmap` while it holds its lock: as jemalloc, tcmalloc and mimalloc
+//! do. slat must not come back to it from there.
+//!
+//! This program's `malloc` is defined below; it serves the C library and the preloaded library, too.
+
+mod common;
+
+use common::under_the_library;
+use std::alloc::Layout;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+under_the_library! {
+    a_program_starts
+    threads_make_and_drop_vms
+    huge_pages_are_seen_that_were_wanted_before_the_vm
+}
+
+/// A lock that waits for ever when its own thread holds it.
+struct Lock(AtomicBool);
+
+impl Lock {
+    fn with<T>(&self, work: impl FnOnce() -> T) -> T {
+        while self.0.swap(true, Ordering::Acquire) {
+            std::hint::spin_loop();
+        }
+        let result = work();
+        self.0.store(false, Ordering::Release);
+        result
+    }
+}
+
+static LOCK: Lock = Lock(AtomicBool::new(false));
+/// The rest of the present chunk.
+static FREE: AtomicUsize = AtomicUsize::new(0);
+static END: AtomicUsize = AtomicUsize::new(0);
+
+const CHUNK: usize = 1 << 20;
+/// Blocks from this size on are mapped and unmapped alone.
+const LARGE: usize = 64 << 10;
+/// In front of each block: its mapping's length, or 0, and its size.
+const HEADER: usize = 32;
+
+fn map(len: usize) -> usize {
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), len, rights, flags, -1, 0) };
+    assert_ne!(start, libc::MAP_FAILED);
+    start as usize
+}
+
+fn block(align: usize, size: usize) -> *mut c_void {
+    LOCK.with(|| {
+        let need = size + align + HEADER;
+        let (start, mapped) = if need >= LARGE {
+            let len = need.next_multiple_of(4096);
+            let start = map(len);
+            // SAFETY: our own mapping, with nothing in it yet.
+            unsafe { libc::madvise(start as *mut c_void, len, libc::MADV_DONTNEED) };
+            (start, len)
+        } else {
+            if END.load(Ordering::Relaxed) - FREE.load(Ordering::Relaxed) < need {
+                let chunk = map(CHUNK);
+                FREE.store(chunk, Ordering::Relaxed);
+                END.store(chunk + CHUNK, Ordering::Relaxed);
+            }
+            (
+                FREE.fetch_add(need.next_multiple_of(16), Ordering::Relaxed),
+                0,
+            )
+        };
+        let block = (start + HEADER).next_multiple_of(align.max(16));
+        // SAFETY: inside what was just taken.
+        unsafe {
+            ((block - 16) as *mut usize).write(size);
+            ((block - 24) as *mut usize).write(mapped);
+            ((block - 32) as *mut usize).write(start);
+        }
+        block as *mut c_void
+    })
+}
+
+/// The C library's allocation functions, in this program's own way.
+///
+/// # Safety
+/// As for the C library's.
+mod malloc {
+    use super::*;
+
+    #[unsafe(no_mangle)]
+    extern "C" fn malloc(size: usize) -> *mut c_void {
+        block(16, size)
+    }
+
+    #[unsafe(no_mangle)]
+    unsafe extern "C" fn free(start: *mut c_void) {
+        if start.is_null() {
+            return;
+        }
+        let start = start as usize;
+        // SAFETY: in front of a block of ours.
+        let (mapping, mapped) = unsafe {
+            (
+                ((start - 32) as *mut usize).read(),
+                ((start - 24) as *mut usize).read(),
+            )
+        };
+        if mapped != 0 {
+            // SAFETY: the block's own mapping.
+            LOCK.with(|| unsafe { libc::munmap(mapping as *mut c_void, mapped) });
+        }
+    }
+
+    #[unsafe(no_mangle)]
+    extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
+        let new = block(16, count * size);
+        // SAFETY: as large as that.
+        unsafe { new.cast::<u8>().write_bytes(0, count * size) };
+        new
+    }
+
+    #[unsafe(no_mangle)]
+    unsafe extern "C" fn realloc(old: *mut c_void, size: usize) -> *mut c_void {
+        let new = block(16, size);
+        if !old.is_null() {
+            // SAFETY: both are blocks of ours.
+            unsafe {
+                let len = ((old as usize - 16) as *mut usize).read().min(size);
+                new.copy_from_nonoverlapping(old, len);
+                free(old);
+            }
+        }
+        new
+    }
+
+    #[unsafe(no_mangle)]
+    unsafe extern "C" fn posix_memalign(to: *mut *mut c_void, align: usize, size: usize) -> i32 {
+        // SAFETY: the caller's.
+        unsafe { to.write(block(align, size)) };
+        0
+    }
+
+    #[unsafe(no_mangle)]
+    extern "C" fn aligned_alloc(align: usize, size: usize) -> *mut c_void {
+        block(align, size)
+    }
+
+    #[unsafe(no_mangle)]
+    extern "C" fn memalign(align: usize, size: usize) -> *mut c_void {
+        block(align, size)
+    }
+}
+
+mod client {
+    use super::*;
+    use crate::common::guest::*;
+    use kvm_ioctls::VcpuExit;
+
+    /// The program's allocator is the one above.
+    fn uses_malloc_of_its_own() {
+        let block = vec![1u8; 10];
+        let address = block.as_ptr() as usize;
+        assert!(
+            (END.load(Ordering::Relaxed) - CHUNK..END.load(Ordering::Relaxed)).contains(&address)
+        );
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_program_starts() {
+        uses_malloc_of_its_own();
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn threads_make_and_drop_vms() {
+        uses_malloc_of_its_own();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for round in 0..50 {
+                        let (vm, mut vcpu, _) = guest(OUT);
+                        for size in [100, LARGE, 10 * LARGE] {
+                            assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+                            let filled = vec![round as u8; size];
+                            assert_eq!(filled[size - 1], round as u8);
+                        }
+                        drop((vm, vcpu));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn huge_pages_are_seen_that_were_wanted_before_the_vm() {
+        const HUGE: usize = 2 << 20;
+        let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
+        if mode.unwrap_or_default().contains("[never]") {
+            return;
+        }
+        let memory = (super::map(2 * HUGE)).next_multiple_of(HUGE) as *mut u8;
+        // SAFETY: our own mapping.
+        assert_eq!(0, unsafe {
+            libc::madvise(memory.cast(), HUGE, libc::MADV_HUGEPAGE)
+        });
+        let (vm, mut vcpu) = guest_in(memory, HUGE, OUT);
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+        assert_eq!(statistic(&vm, "pages_2m"), 1);
+    }
+
+    #[test]
+    fn layouts_are_kept() {
+        let layout = Layout::from_size_align(100, 4096).unwrap();
+        // SAFETY: freed with its layout.
+        unsafe {
+            let block = std::alloc::alloc(layout);
+            assert_eq!(block as usize % 4096, 0);
+            std::alloc::dealloc(block, layout);
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Forks that the C library does not see, and limits of the process: descriptors, memory.
+
+mod common;
+
+use common::under_the_library;
+
+under_the_library! {
+    a_number_that_a_forked_child_reuses_is_no_kvm_descriptor
+    a_child_of_vfork_leaves_the_parent_its_descriptors
+    a_run_needs_no_free_descriptor
+    a_program_may_close_all_descriptors_it_does_not_know
+    memory_that_is_out_is_enomem
+}
+
+mod client {
+    use crate::common::guest::*;
+    use kvm_ioctls::{Kvm, VcpuExit};
+    use std::os::fd::AsRawFd;
+
+    const KVM_GET_API_VERSION: u64 = 0xae00;
+
+    /// Forks by the system call; `child` makes system calls only. True when it said so.
+    fn raw_fork(child: impl FnOnce() -> bool) -> bool {
+        // SAFETY: the child ends below, whatever happens.
+        unsafe {
+            let pid = libc::syscall(libc::SYS_fork) as libc::pid_t;
+            assert!(pid >= 0);
+            if pid == 0 {
+                libc::alarm(20);
+                libc::_exit(i32::from(!child()));
+            }
+            let mut status = -1;
+            libc::waitpid(pid, &mut status, 0);
+            status == 0
+        }
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_number_that_a_forked_child_reuses_is_no_kvm_descriptor() {
+        let (vm, mut vcpu, _) = guest(OUT);
+        let kvm = Kvm::new().unwrap();
+        let fine = raw_fork(|| {
+            [vm.as_raw_fd(), vcpu.as_raw_fd(), kvm.as_raw_fd()]
+                .into_iter()
+                .all(|fd| {
+                    // SAFETY: descriptors of the child's own.
+                    unsafe {
+                        libc::close(fd);
+                        let file = libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY);
+                        file == fd
+                            && libc::ioctl(file, KVM_GET_API_VERSION, 0) == -1
+                            && errno() == libc::ENOTTY
+                    }
+                })
+        });
+        assert!(fine);
+        // A child that uses what it inherited, and a VM of its own.
+        let fine = raw_fork(|| {
+            // SAFETY: plain calls.
+            let refused =
+                unsafe { libc::ioctl(vm.as_raw_fd(), 0xae41, 1) } == -1 && errno() == libc::EIO;
+            let (_own, mut cpu, _) = guest(OUT);
+            refused && matches!(cpu.run(), Ok(VcpuExit::IoOut(0x10, _)))
+        });
+        assert!(fine);
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_child_of_vfork_leaves_the_parent_its_descriptors() {
+        let (vm, mut vcpu, _) = guest(OUT);
+        // The standard library closes and duplicates descriptors in such a child.
+        assert!(
+            std::process::Command::new("true")
+                .status()
+                .unwrap()
+                .success()
+        );
+        // SAFETY: the child closes and ends.
+        #[allow(deprecated, reason = "what programs do")]
+        unsafe {
+            let pid = libc::vfork();
+            if pid == 0 {
+                libc::close(vcpu.as_raw_fd());
+                libc::close(vm.as_raw_fd());
+                libc::_exit(0);
+            }
+            libc::waitpid(pid, std::ptr::null_mut(), 0);
+        }
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+        assert!(vm.create_vcpu(1).is_ok());
+    }
+
+    fn limit(resource: libc::__rlimit_resource_t, value: u64) {
+        let limit = libc::rlimit {
+            rlim_cur: value,
+            rlim_max: libc::RLIM_INFINITY,
+        };
+        let mut now = limit;
+        // SAFETY: limits on the stack.
+        unsafe {
+            libc::getrlimit(resource, &mut now);
+            now.rlim_cur = value.min(now.rlim_max);
+            assert_eq!(libc::setrlimit(resource, &now), 0);
+        }
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_run_needs_no_free_descriptor() {
+        let (_vm, mut vcpu, memory) = guest(OUT);
+        limit(libc::RLIMIT_NOFILE, 0);
+        // SAFETY: it fails.
+        assert_eq!(unsafe { libc::dup(0) }, -1);
+        for _ in 0..3 {
+            assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+            // SAFETY: our own memory gets other rights and back: the kernel has to be asked again.
+            unsafe {
+                let rights = libc::PROT_READ | libc::PROT_WRITE;
+                libc::mprotect(memory.cast(), MEMORY, libc::PROT_READ);
+                libc::mprotect(memory.cast(), MEMORY, rights);
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_program_may_close_all_descriptors_it_does_not_know() {
+        let (_vm, mut vcpu, memory) = guest(OUT);
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+        // SAFETY: descriptors behind the last that this program has opened, and files that take their numbers.
+        unsafe {
+            let last = libc::dup(vcpu.as_raw_fd());
+            for fd in last..1100 {
+                libc::close(fd);
+            }
+            for _ in last..1000 {
+                libc::open(c"/dev/zero".as_ptr(), libc::O_RDONLY);
+            }
+            libc::mprotect(memory.cast(), MEMORY, libc::PROT_READ);
+            libc::mprotect(memory.cast(), MEMORY, libc::PROT_READ | libc::PROT_WRITE);
+        }
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+    }
+
+    /// Bytes of address space that this process has now.
+    fn address_space() -> u64 {
+        let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let pages: u64 = text.split(' ').next().unwrap().parse().unwrap();
+        pages * 4096
+    }
+
+    /// With ever less memory to be had, each call succeeds or says ENOMEM, and the program goes on.
+    #[test]
+    #[ignore = "runs under the library"]
+    fn memory_that_is_out_is_enomem() {
+        let mut refused = 0;
+        for spare in (0..64).map(|step| step * 64 << 10) {
+            let fine = raw_fork(|| {
+                limit(libc::RLIMIT_AS, address_space() + spare);
+                out_of_memory().is_ok()
+            });
+            assert!(fine, "{} KiB", spare >> 10);
+            refused += 1;
+        }
+        assert_eq!(refused, 64);
+    }
+
+    fn out_of_memory() -> Result<(), i32> {
+        use std::ffi::c_ulong;
+        // SAFETY: plain calls with structs on the stack, on descriptors of this process.
+        unsafe {
+            let ioctl = |fd: i32, request: c_ulong, argument: usize| match libc::ioctl(
+                fd, request, argument,
+            ) {
+                -1 if errno() == libc::ENOMEM => Ok(-1),
+                -1 => Err(errno()),
+                value => Ok(value),
+            };
+            let kvm = libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR);
+            if kvm < 0 {
+                return if errno() == libc::ENOMEM {
+                    Ok(())
+                } else {
+                    Err(errno())
+                };
+            }
+            let vm = ioctl(kvm, 0xae01, 0)?;
+            if vm < 0 {
+                return Ok(());
+            }
+            let rights = libc::PROT_READ | libc::PROT_WRITE;
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let memory = libc::mmap(std::ptr::null_mut(), MEMORY, rights, flags, -1, 0);
+            if memory == libc::MAP_FAILED {
+                return Ok(());
+            }
+            let code = OUT;
+            memory
+                .cast::<u8>()
+                .add(0xff0)
+                .copy_from_nonoverlapping(code.as_ptr(), code.len());
+            // The reset vector is 16 bytes before 4 GiB; and slots whose logs are large.
+            let top = region(0, (1 << 32) - 4096, memory.cast(), 4096);
+            ioctl(vm, 0x4020_ae46, &raw const top as usize)?;
+            for (slot, pages) in [(1, 1u64 << 20), (2, 1 << 30)] {
+                let mut logged = region(slot, 1 << 32 << slot, memory.cast(), 0);
+                logged.memory_size = pages << 12;
+                logged.flags = 1;
+                match ioctl(vm, 0x4020_ae46, &raw const logged as usize) {
+                    Err(libc::EINVAL | libc::EEXIST) | Ok(_) => {}
+                    Err(other) => return Err(other),
+                }
+            }
+            let vcpu = ioctl(vm, 0xae41, 0)?;
+            for fd in [vm, vcpu] {
+                if fd >= 0 {
+                    ioctl(fd, 0xaece, 0)?;
+                }
+            }
+            if vcpu >= 0 {
+                for _ in 0..3 {
+                    ioctl(vcpu, 0xae80, 0)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
