@@ -262,7 +262,7 @@ unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
     sig == kick_signal()
         && unsafe {
             (*info).si_code == libc::SI_QUEUE
-                && (*info).si_value().sival_ptr as usize == &raw const KICK as usize
+                && ptr::eq((*info).si_value().sival_ptr.cast(), &raw const KICK)
         }
 }
 

@@ -188,7 +188,7 @@ fn query(address: usize) -> io::Result<Option<Raw>> {
             answer => answer.map(|()| true),
         }
     })?;
-    Ok(answer.then(|| Raw {
+    Ok(answer.then_some(Raw {
         range: query.vma_start as usize..query.vma_end as usize,
         readable: query.vma_flags & READABLE != 0,
         writable: query.vma_flags & WRITABLE != 0,

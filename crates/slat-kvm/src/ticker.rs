@@ -5,7 +5,7 @@
 //! starts one of its own if it makes VMs.
 
 use crate::process::PerProcess;
-use crate::thread::bits;
+use crate::thread::{Section, bits};
 use slat::{Attention, Shared};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, Weak};
@@ -42,7 +42,7 @@ fn ticker() -> &'static Ticker {
     })
 }
 
-/// Starts a thread that takes none of the client's signals. `without` says what is lost if there is none.
+/// Starts a thread that runs `work`, in a section, and takes none of the client's signals. `without` says what is lost if there is none.
 pub(crate) fn spawn_without_signals(
     name: &str,
     without: &str,
@@ -57,7 +57,10 @@ pub(crate) fn spawn_without_signals(
         let spawned = std::thread::Builder::new()
             .name(name.into())
             .stack_size(64 << 10)
-            .spawn(work);
+            .spawn(|| {
+                let _section = Section::enter();
+                work();
+            });
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
         if let Err(error) = spawned {
             eprintln!("slat: the thread {name} cannot be started ({error}): {without}");

@@ -3,15 +3,17 @@
 use crate::files::interpose;
 use crate::real::call;
 use crate::{fds, files, heap, ioctls, memory, streams};
+use slat_kvm::thread::Section;
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 use std::sync::Once;
 
 /// Says once what a seccomp filter has to let through.
 fn seccomp_comes() {
     static ONCE: Once = Once::new();
-    if slat_kvm::notify::live().is_empty() {
+    if !slat_kvm::notify::is_anyone_listening() {
         return;
     }
+    let _section = Section::enter();
     ONCE.call_once(|| {
         slat_kvm::report::say(format_args!(
             "a seccomp filter is being installed; vCPU threads need futex, rt_sigreturn, rt_sigprocmask, rt_sigpending, rt_tgsigqueueinfo, tgkill, \

@@ -158,7 +158,12 @@ interpose! {
         };
         // SAFETY: the C library's function of that name has this signature.
         let answer = unsafe { std::mem::transmute::<usize, extern "C" fn(usize) -> c_int>(function)(thread) };
-        slat_kvm::interrupt_thread(thread);
+        if table::is_any_ours() {
+            guarded(|| {
+                slat_kvm::interrupt_thread(thread);
+                Ok(0)
+            });
+        }
         answer
     }
 }
