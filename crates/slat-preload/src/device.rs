@@ -86,7 +86,7 @@ pub fn open(special: &Special, flags: c_int) -> Result<isize, i32> {
             if writes && !slat_kvm::parameters::is_writable(name) {
                 return Err(libc::EACCES);
             }
-            let fd = slat_kvm::run_page::memfd("kvm-parameter\0", 0, close_on_exec)
+            let fd = slat_kvm::run_page::unsealed_memfd("kvm-parameter\0", close_on_exec)
                 .map_err(|error| error.errno())?;
             let mut file = std::fs::File::from(fd);
             file.write_all(text.as_bytes())
