@@ -131,6 +131,7 @@ impl RunPage {
             RING_OFFSET + ring
         };
         let fd = memfd(&format!("kvm-vcpu:{vcpu_id}\0"), size, true)?;
+        seal(&fd, libc::F_SEAL_SEAL)?;
         let page = RunPage::map(&fd)?;
         Ok((page, fd))
     }

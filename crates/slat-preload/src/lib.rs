@@ -8,11 +8,14 @@
 //! | `real` | system calls that do not come back here |
 //! | `guarded` | the border between C and Rust: `errno`, panics |
 //! | `table` | which descriptors are KVM's |
+//! | `paths` | what a path leads to, however it is spelled |
 //! | `device` | `/dev/kvm` and KVM's module parameters as files |
-//! | `files` | open, stat, access |
+//! | `looks` | what KVM's files and descriptors look like |
+//! | `files` | open, access |
+//! | `status` | stat, readlink |
 //! | `fds` | close, dup, fcntl |
 //! | `ioctls` | ioctl |
-//! | `streams` | read, write |
+//! | `streams` | read, write, lseek |
 //! | `memory` | mmap and its kin: KVM's MMU notifiers |
 //! | `signals` | sigaction and its kin |
 //! | `indirect` | syscall, prctl |
@@ -34,9 +37,12 @@ mod files;
 mod guarded;
 mod indirect;
 mod ioctls;
+mod looks;
 mod memory;
+mod paths;
 mod real;
 mod signals;
+mod status;
 mod streams;
 mod table;
 

@@ -1,21 +1,10 @@
 //! No thread of the client can cut the files that slat maps, not even while slat makes them.
 
-use std::path::PathBuf;
-use std::process::Command;
+mod runner;
 
 #[test]
 fn files_that_slat_maps_cannot_be_cut_while_they_are_made() {
-    let program = std::env::current_exe().unwrap();
-    let library: PathBuf = program.parent().unwrap().join("libslat_preload.so");
-    let output = Command::new(&program)
-        .args(["--exact", "client", "--ignored", "--nocapture"])
-        .env("LD_PRELOAD", library)
-        .env_remove("SLAT_SET")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{}\n{text}", output.status);
-    assert!(text.contains("1 passed"), "{text}");
+    runner::under_the_library("client");
 }
 
 /// One thread makes statistics descriptors, which slat maps and stores to. Another cuts whatever file gets the number
@@ -27,9 +16,7 @@ fn client() {
     use std::sync::atomic::{AtomicBool, Ordering};
     const KVM_GET_STATS_FD: u64 = 0xaece;
     const ROUNDS: usize = 20_000;
-    // The watchdog.
-    // SAFETY: plain call; the default action ends the program.
-    unsafe { libc::alarm(60) };
+    runner::watch();
     let vm = kvm_ioctls::Kvm::new().unwrap().create_vm().unwrap();
     // SAFETY: plain calls: the lowest free number is what the next descriptor gets.
     let next = unsafe {

@@ -114,6 +114,14 @@ impl StatsObject {
         }
     }
 
+    /// The id of the vCPU whose statistics they are; `None` for a VM's.
+    pub fn vcpu_id(&self) -> Option<u32> {
+        match &self.of {
+            Of::Vm(_) => None,
+            Of::Vcpu(vcpu) => Some(vcpu.id()),
+        }
+    }
+
     /// Names and values as they are now.
     ///
     /// # Errors
