@@ -25,7 +25,7 @@ on_both! {
 }
 
 mod client {
-    use super::runner::{is_native, watch};
+    use super::runner::{demand_slats, is_native, watch};
     use std::ffi::{CStr, CString};
     use std::fs;
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -64,6 +64,7 @@ mod client {
         let mut all: Vec<Descriptor> = Vec::new();
         let mut add = |fd: i32, kind, link| {
             assert!(fd >= 0, "{link}: {}", std::io::Error::last_os_error());
+            demand_slats(fd);
             // SAFETY: a descriptor that was just made.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
             all.push(Descriptor { fd, kind, link });

@@ -28,7 +28,7 @@ fn a_handler_may_open_files_at_any_time() {
 }
 
 mod client {
-    use super::runner::{is_native, watch};
+    use super::runner::{demand_slats, is_native, watch};
     use std::ffi::CString;
     use std::fs;
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -49,6 +49,7 @@ mod client {
         // SAFETY: a descriptor that was just opened, and a request without an argument.
         unsafe {
             let fd = OwnedFd::from_raw_fd(fd);
+            demand_slats(fd.as_raw_fd());
             match libc::ioctl(fd.as_raw_fd(), KVM_GET_API_VERSION, 0) {
                 12 => Ok(()),
                 _ => Err(errno()),
@@ -273,6 +274,7 @@ mod client {
         watch();
         let fd = open_at(libc::AT_FDCWD, "/dev/kvm", libc::O_PATH | libc::O_CLOEXEC);
         assert!(fd >= 0);
+        demand_slats(fd);
         // SAFETY: plain calls.
         unsafe {
             assert_eq!(libc::ioctl(fd, KVM_GET_API_VERSION, 0), -1);
@@ -402,6 +404,7 @@ mod client {
             for mode in [c"r", c"r+", c"w", c"a+", c"we"] {
                 let stream = libc::fopen(path, mode.as_ptr());
                 assert!(!stream.is_null(), "{mode:?}");
+                demand_slats(libc::fileno(stream));
                 assert_eq!(
                     libc::ioctl(libc::fileno(stream), KVM_GET_API_VERSION, 0),
                     12

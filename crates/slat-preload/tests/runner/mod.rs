@@ -35,6 +35,33 @@ pub fn is_native() -> bool {
     std::env::var_os(NATIVE).is_some()
 }
 
+/// Demands that a descriptor is slat's under the library, and the kernel's without it. The kernel itself is asked, by a system call
+/// that the library cannot see: a client that came by the machine's own KVM would demand nothing of slat.
+#[allow(dead_code)]
+pub fn demand_slats(fd: i32) {
+    let path = std::ffi::CString::new(format!("/proc/self/fd/{fd}")).unwrap();
+    let mut link = [0u8; 64];
+    let len: isize;
+    // SAFETY: readlink, with a C string and a live buffer; the kernel clobbers RCX and R11 only.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            inlateout("rax") libc::SYS_readlink as isize => len,
+            in("rdi") path.as_ptr(),
+            in("rsi") link.as_mut_ptr(),
+            in("rdx") link.len(),
+            lateout("rcx") _,
+            lateout("r11") _,
+        );
+    }
+    let link = String::from_utf8_lossy(&link[..len as usize]);
+    assert_eq!(
+        link.starts_with("/memfd:kvm"),
+        !is_native(),
+        "{fd} is {link}"
+    );
+}
+
 /// Ends a client that hangs.
 pub fn watch() {
     // SAFETY: plain call; the signal's default action ends the program.
