@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use slat_bench::{EXPERIMENTS, Experiment, Failure, Report, Size, html, show};
 
 use crate::args::{ALL, Bench};
-use crate::info::say;
+use crate::output::{Pending, complain, print, say};
 
 /// What a terminal shows in a line without breaking it.
 const COLUMNS: u16 = 100;
@@ -19,19 +19,37 @@ pub fn run(options: &Bench) -> ExitCode {
         .filter(|known| [ALL, known.name].contains(&options.experiment.as_str()))
         .collect();
     if options.explain {
-        for experiment in selection {
-            say(&format!(
+        let sections = selection.iter().map(|experiment| {
+            format!(
                 "{}: {}\n\n{}\n\n",
                 experiment.name, experiment.title, experiment.explain
-            ));
-        }
-        return ExitCode::SUCCESS;
+            )
+        });
+        return print(&sections.collect::<String>());
     }
     match measure(&selection, options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("slat: bench: {e}");
+            complain(&format!("bench: {e}"));
             ExitCode::FAILURE
+        }
+    }
+}
+
+/// Where the JSON goes.
+enum Json {
+    Nowhere,
+    /// Standard output: a program reads it. The tables go to standard error.
+    Printed,
+    File(Pending),
+}
+
+impl Json {
+    fn open(path: Option<&Path>) -> Result<Self, String> {
+        match path {
+            None => Ok(Json::Nowhere),
+            Some(path) if path == Path::new("-") => Ok(Json::Printed),
+            Some(path) => Pending::open(path).map(Json::File),
         }
     }
 }
@@ -42,28 +60,27 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     } else {
         Size::Usual
     };
+    // Opened first: minutes of measuring are not to end in a file that cannot be written.
+    let json = Json::open(options.json.as_deref())?;
+    let page = options.html.as_deref().map(Pending::open).transpose()?;
     let report = slat_bench::run(selection, size)?;
+    // The files before the tables: those last, whatever reads standard output.
     let text = tables(selection, &report);
-    match options.json.as_deref() {
-        // Standard output is the JSON's then: somebody reads it by program.
-        Some(path) if path == Path::new("-") => {
-            say(&report.to_json());
-            let _ = io::stderr().write_all(text.as_bytes());
-        }
-        Some(path) => {
-            say(&text);
-            write(path, &report.to_json())?;
-        }
-        None => say(&text),
+    if let Some(page) = page {
+        page.write(&html::page(selection, &report, size))?;
     }
-    if let Some(path) = &options.html {
-        write(path, &html::page(selection, &report, size))?;
+    match json {
+        Json::Nowhere => say(&text)?,
+        Json::Printed => {
+            let _ = io::stderr().write_all(text.as_bytes());
+            say(&report.to_json())?;
+        }
+        Json::File(file) => {
+            file.write(&report.to_json())?;
+            say(&text)?;
+        }
     }
     Ok(())
-}
-
-fn write(path: &Path, text: &str) -> Result<(), Failure> {
-    std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()).into())
 }
 
 fn tables(selection: &[&Experiment], report: &Report) -> String {

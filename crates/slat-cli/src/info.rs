@@ -1,10 +1,12 @@
 //! `slat info`: what this slat supports, and what this host allows.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::process::ExitCode;
 
-/// Prints everything; nothing here can fail, only be unknown.
+use crate::output;
+
+/// Prints everything. What cannot be found out is printed as unknown.
 pub fn print() -> ExitCode {
     let mut text = format!("slat {}\n", env!("CARGO_PKG_VERSION"));
     for (title, lines) in [("Supported", supported()), ("This host", host())] {
@@ -13,13 +15,7 @@ pub fn print() -> ExitCode {
             text += &format!("  {name:<18} {value}\n");
         }
     }
-    say(&text);
-    ExitCode::SUCCESS
-}
-
-/// Prints in one piece. Whoever reads may have read enough (`slat info | grep -q`): that is no error.
-pub fn say(text: &str) {
-    let _ = io::stdout().write_all(text.as_bytes());
+    output::print(&text)
 }
 
 fn supported() -> Vec<(&'static str, String)> {

@@ -9,6 +9,8 @@ mod demo;
 #[cfg(target_arch = "x86_64")]
 mod info;
 #[cfg(target_arch = "x86_64")]
+mod output;
+#[cfg(target_arch = "x86_64")]
 mod preload;
 #[cfg(target_arch = "x86_64")]
 mod program;
@@ -19,7 +21,13 @@ mod run;
 fn main() -> std::process::ExitCode {
     use clap::Parser;
 
-    match args::Args::parse().command {
+    let args = match args::Args::try_parse() {
+        Ok(args) => args,
+        // `exit` prints, too, but says nothing if it cannot.
+        Err(help) if !help.use_stderr() => return output::print(&help.render().to_string()),
+        Err(error) => error.exit(),
+    };
+    match args.command {
         args::Command::Run(options) => run::run(&options),
         args::Command::Bench(options) => bench::run(&options),
         args::Command::Info => info::print(),

@@ -6,6 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
 use crate::args::Run;
+use crate::output::complain;
 use crate::program::Refusal;
 use crate::{demo, preload, program};
 
@@ -43,14 +44,14 @@ pub fn run(options: &Run) -> ExitCode {
     {
         Ok(file) => file,
         Err(Refusal { message, status }) => {
-            eprintln!("slat: {message}");
+            complain(&message);
             return ExitCode::from(status);
         }
     };
     let library = match preload::write_out() {
         Ok(path) => path,
         Err(message) => {
-            eprintln!("slat: {message}");
+            complain(&message);
             return ExitCode::from(126);
         }
     };
@@ -67,6 +68,6 @@ pub fn run(options: &Run) -> ExitCode {
         };
     }
     let error = command.exec();
-    eprintln!("slat: {}: {error}", file.display());
+    complain(&format!("{}: {error}", file.display()));
     ExitCode::from(126)
 }

@@ -54,8 +54,9 @@ impl GuestMemfd {
         let memory = Arc::new(Shared::map(&file, 0, len)?);
         slat_host::mappings::changed(range_of(&memory));
         let path = format!("/proc/self/fd/{}\0", file.as_raw_fd());
+        // As KVM's, it stays open across `exec`.
         // SAFETY: the path is NUL-terminated.
-        let fd = unsafe { libc::open(path.as_ptr().cast(), libc::O_PATH | libc::O_CLOEXEC) };
+        let fd = unsafe { libc::open(path.as_ptr().cast(), libc::O_PATH) };
         if fd < 0 {
             return Err(last());
         }

@@ -67,6 +67,13 @@ fn value(name: &str) -> Option<String> {
     Some(value.to_string())
 }
 
+/// The name of a parameter, if it exists. Takes no lock and allocates nothing.
+pub fn known(name: &[u8]) -> Option<&'static str> {
+    let fixed = FIXED.iter().map(|(name, _)| *name);
+    let mut all = WRITABLE.iter().copied().chain(fixed);
+    all.find(|known| known.as_bytes() == name)
+}
+
 /// The name of a parameter that exists, and its value as the file shows it, without the newline.
 pub fn read(name: &str) -> Option<(&'static str, String)> {
     if let Some((name, value)) = FIXED.iter().find(|(known, _)| *known == name) {

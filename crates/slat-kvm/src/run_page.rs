@@ -131,12 +131,7 @@ impl RunPage {
             RING_OFFSET + ring
         };
         let fd = memfd(&format!("kvm-vcpu:{vcpu_id}\0"), size, true)?;
-        // The client may write to the memory, but not take it away.
-        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-        // SAFETY: plain system call on our own descriptor.
-        if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
-            return Err(last());
-        }
+        seal(&fd, libc::F_SEAL_SEAL)?;
         let page = RunPage::map(&fd)?;
         Ok((page, fd))
     }
@@ -192,11 +187,30 @@ impl RunPage {
     }
 }
 
-/// A memfd with a NUL-terminated name. These stand for KVM's objects, so that a stray system call on one is harmless.
+/// Creates a memfd of `size` bytes that nobody can cut or lengthen, with a NUL-terminated name. Such a descriptor refers to one of
+/// KVM's objects, so that a stray system call on it is harmless.
+///
+/// The client's threads may use the descriptor's number before they are told it. So the memfd is sealed against shrinking while
+/// it is empty, and no page that slat maps is ever taken away: a store there would be a SIGBUS.
+///
+/// # Errors
+/// What the host answers: `EPERM` if another thread has made the file longer than `size` meanwhile.
+pub fn memfd(name: &str, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
+    let fd = unsealed_memfd(name, close_on_exec)?;
+    seal(&fd, libc::F_SEAL_SHRINK)?;
+    // SAFETY: plain system call on our own descriptor.
+    if size != 0 && unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } != 0 {
+        return Err(last());
+    }
+    seal(&fd, libc::F_SEAL_GROW)?;
+    Ok(fd)
+}
+
+/// Creates an empty memfd with a NUL-terminated name, of any size later. Map no such memfd.
 ///
 /// # Errors
 /// What the host answers.
-pub fn memfd(name: &str, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
+pub fn unsealed_memfd(name: &str, close_on_exec: bool) -> Result<OwnedFd> {
     assert!(name.ends_with('\0'));
     let flags = libc::MFD_ALLOW_SEALING | if close_on_exec { libc::MFD_CLOEXEC } else { 0 };
     // SAFETY: the name is NUL-terminated.
@@ -205,12 +219,19 @@ pub fn memfd(name: &str, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
         return Err(last());
     }
     // SAFETY: a descriptor that has just been opened and that nobody else owns.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: plain system call on our own descriptor.
-    if size != 0 && unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } != 0 {
-        return Err(last());
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Adds seals to a memfd: `F_SEAL_…`.
+///
+/// # Errors
+/// What the host answers: `EPERM` once the memfd has `F_SEAL_SEAL`.
+pub(crate) fn seal(memfd: &OwnedFd, seals: i32) -> Result<()> {
+    // SAFETY: plain system call on an open descriptor.
+    match unsafe { libc::fcntl(memfd.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
+        0 => Ok(()),
+        _ => Err(last()),
     }
-    Ok(fd)
 }
 
 #[cfg(test)]
@@ -228,6 +249,18 @@ mod tests {
         let mut data = [0; 3];
         theirs.read_pio(&mut data);
         assert_eq!(data, [1, 2, 3]);
+    }
+
+    #[test]
+    fn nobody_can_change_the_size_of_a_memfd() {
+        for size in [0, PAGE] {
+            let fd = memfd("test\0", size, true).unwrap();
+            for other in [0, 1, 2 * PAGE] {
+                // SAFETY: plain system call on our own descriptor.
+                let cut = unsafe { libc::ftruncate(fd.as_raw_fd(), other as libc::off_t) };
+                assert_eq!(cut == 0, other == size, "from {size} to {other} bytes");
+            }
+        }
     }
 
     #[test]

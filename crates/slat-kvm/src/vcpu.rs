@@ -202,6 +202,11 @@ impl VcpuObject {
         }))
     }
 
+    /// The id that the client gave it.
+    pub fn id(&self) -> u32 {
+        self.common.id
+    }
+
     pub(crate) fn common(&self) -> &Arc<VcpuCommon> {
         &self.common
     }

@@ -2,112 +2,159 @@
 
 use slat_kvm::ioctl::Object;
 use slat_kvm::system::System;
-use std::ffi::{CStr, c_char, c_int};
-use std::io::{Seek, Write};
-use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use std::ffi::{c_int, c_uint};
+use std::io::Write;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 
+use crate::paths::DescriptorPath;
+use crate::real::raw;
 use crate::table;
 
-/// What a path means to slat.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Special {
-    /// `/dev/kvm`.
-    Device,
-    /// A module parameter: its name and its text.
-    Parameter(&'static str, String),
+/// How a file is to be opened: the arguments of open(2), or of openat2(2), which refuses flags that it does not know.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct How {
+    /// `O_…`.
+    pub flags: u64,
+    /// Rights of a file that is created.
+    pub mode: u64,
+    /// openat2's `RESOLVE_…`.
+    pub resolve: u64,
 }
 
-/// What the path means, if anything. The path may be null or end anywhere in bad memory; then the kernel shall say so.
-pub fn special(path: *const c_char) -> Option<Special> {
-    const DEVICE: &[u8] = b"/dev/kvm\0";
-    const PARAMETERS: &[&str] = &[
-        "/sys/module/kvm/parameters/",
-        "/sys/module/kvm_intel/parameters/",
-        "/sys/module/kvm_amd/parameters/",
-    ];
-    const SYS: &[u8] = b"/sys/modu";
-    // Nearly every path is done with after a few bytes. One after the other: it may end before a page that is not there.
-    let (mut device, mut sys) = (true, true);
-    for index in 0..DEVICE.len() {
-        let byte = byte_at(path.cast::<u8>().wrapping_add(index))?;
-        device &= byte == DEVICE[index];
-        sys &= byte == SYS[index];
-        if !device && !sys {
-            return None;
-        }
-    }
-    // From here on the guarded accesses are wanted: whoever asks for KVM gets the handlers.
-    crate::prepare().ok()?;
-    if device {
-        return Some(Special::Device);
-    }
-    // SAFETY: readable so far; a C string by the caller's contract.
-    let path = unsafe { CStr::from_ptr(path) }.to_str().ok()?;
-    let name = PARAMETERS
-        .iter()
-        .find_map(|start| path.strip_prefix(start))?;
-    let (name, value) = slat_kvm::parameters::read(name)?;
-    Some(Special::Parameter(name, value + "\n"))
+/// The call that a file is opened by.
+#[derive(Clone, Copy, Debug)]
+pub enum Opening {
+    /// open(2) and its kin.
+    Open(How),
+    /// openat2(2).
+    Open2(How),
 }
 
-/// One byte of the client's, if it can be read. Guarded where the handlers are in place already; before that, the kernel is
-/// asked: a program that never comes near KVM shall keep its handlers to itself.
-fn byte_at(address: *const u8) -> Option<u8> {
-    if crate::is_prepared() {
-        // SAFETY: a guarded load may be made at any address.
-        return unsafe { slat_guard::load(address) }.ok();
+impl Opening {
+    /// The arguments of open(2).
+    pub fn open(flags: c_int, mode: c_uint) -> Self {
+        Opening::Open(How {
+            flags: u64::from(flags as u32),
+            mode: mode.into(),
+            resolve: 0,
+        })
     }
-    // The kernel copies the signal set in before it looks at the first argument, which is none that exists: EFAULT if the
-    // eight aligned bytes around this one cannot be read, EINVAL if they can (and
-    // success for the null pointer, which is no set).
-    let start = (address as usize) & !7;
-    // SAFETY: a call that changes nothing.
-    let answer =
-        unsafe { crate::real::raw(libc::SYS_rt_sigprocmask, [usize::MAX, start, 0, 8, 0, 0]) };
-    if answer != -(libc::EINVAL as isize) {
-        return None;
-    }
-    // SAFETY: readable a moment ago, and a C string by the contract of the function that was called.
-    Some(unsafe { address.read_volatile() })
-}
 
-/// Opens what a path means. Returns the descriptor.
-pub fn open(special: &Special, flags: c_int) -> Result<isize, i32> {
-    let close_on_exec = flags & libc::O_CLOEXEC != 0;
-    match special {
-        Special::Device => {
-            crate::prepare()?;
-            slat_kvm::policy::current().map_err(|error| error.errno())?;
-            let fd = System::descriptor(close_on_exec).map_err(|error| error.errno())?;
-            adopt(fd, Object::system())
-        }
-        Special::Parameter(name, text) => {
-            let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
-            if writes && !slat_kvm::parameters::is_writable(name) {
-                return Err(libc::EACCES);
+    /// The arguments.
+    pub fn how(self) -> How {
+        let (Opening::Open(how) | Opening::Open2(how)) = self;
+        how
+    }
+
+    fn has(self, flag: c_int) -> bool {
+        self.how().flags & flag as u64 == flag as u64
+    }
+
+    /// Whether what is opened can be written to.
+    fn writes(self) -> bool {
+        self.how().flags & libc::O_ACCMODE as u64 != 0
+    }
+
+    /// Opens the file that `fd` refers to once more, in this way. It is there already, it is no directory, and its content stays: the
+    /// kernel refuses what it would refuse for a device.
+    fn again(self, fd: &OwnedFd) -> Result<OwnedFd, i32> {
+        let how = self.how();
+        // The path to it is a link.
+        let flags = how.flags & !((libc::O_NOFOLLOW | libc::O_TRUNC) as u64);
+        let path = DescriptorPath::new(fd.as_raw_fd());
+        let path = path.as_c_str().as_ptr() as usize;
+        let begin = libc::AT_FDCWD as usize;
+        // SAFETY: a NUL-terminated path and a live struct.
+        let opened = unsafe {
+            match self {
+                Opening::Open(_) => {
+                    let arguments = [begin, path, flags as usize, how.mode as usize, 0, 0];
+                    raw(libc::SYS_openat, arguments)
+                }
+                Opening::Open2(_) => {
+                    let how = How {
+                        flags,
+                        resolve: 0,
+                        ..how
+                    };
+                    let how = &raw const how as usize;
+                    raw(
+                        libc::SYS_openat2,
+                        [begin, path, how, size_of::<How>(), 0, 0],
+                    )
+                }
             }
-            let fd = slat_kvm::run_page::memfd("kvm-parameter\0", 0, close_on_exec)
-                .map_err(|error| error.errno())?;
-            let mut file = std::fs::File::from(fd);
-            file.write_all(text.as_bytes())
-                .and_then(|()| file.rewind())
-                .map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
-            if writes {
-                return adopt(file.into(), Object::Parameter(name));
-            }
-            Ok(file.into_raw_fd() as isize)
+        };
+        if opened < 0 {
+            return Err(-opened as i32);
         }
+        // SAFETY: a descriptor that has just been opened and that nobody else owns.
+        Ok(unsafe { OwnedFd::from_raw_fd(opened as c_int) })
     }
 }
 
-/// A write of `len` bytes to a parameter that was opened for it.
-pub fn write_parameter(name: &str, from: *const u8, len: usize) -> Result<isize, i32> {
-    /// As much as such a file takes.
-    const PAGE: usize = 4096;
-    let mut text = vec![0; len.min(PAGE)];
-    // SAFETY: a guarded copy into a live buffer.
-    unsafe { slat_guard::copy_in(&mut text, from) }.map_err(|_| libc::EFAULT)?;
-    let text = std::str::from_utf8(&text).map_err(|_| libc::EINVAL)?;
+/// Opens `/dev/kvm`. Returns the descriptor.
+///
+/// # Errors
+/// What the kernel says of opening a device in this way; `EINVAL` if the policies of the environment make no sense.
+pub fn open(opening: Opening) -> Result<isize, i32> {
+    crate::prepare()?;
+    slat_kvm::policy::current().map_err(|error| error.errno())?;
+    let fd = System::descriptor(opening.has(libc::O_CLOEXEC)).map_err(|error| error.errno())?;
+    // A memfd is open for reading and writing: nearly always that is what was asked for.
+    let usual = (libc::O_RDWR | libc::O_CLOEXEC) as u64;
+    let fd = match opening {
+        Opening::Open(how) if how.flags & !usual == 0 && how.flags & libc::O_RDWR as u64 != 0 => fd,
+        _ => opening.again(&fd)?,
+    };
+    match opening.has(libc::O_PATH) {
+        true => adopt(fd, Object::DevicePath),
+        false => adopt(fd, Object::system()),
+    }
+}
+
+/// Opens a module parameter.
+///
+/// # Errors
+/// `EACCES` for writing one that is for reading only; what the kernel says of opening a file in this way.
+pub fn open_parameter(name: &'static str, opening: Opening) -> Result<isize, i32> {
+    let writes = opening.writes();
+    if writes && !slat_kvm::parameters::is_writable(name) {
+        return Err(libc::EACCES);
+    }
+    let (name, text) = slat_kvm::parameters::read(name).ok_or(libc::ENOENT)?;
+    let fd = slat_kvm::run_page::unsealed_memfd("kvm-parameter\0", true)
+        .map_err(|error| error.errno())?;
+    let mut file = std::fs::File::from(fd);
+    file.write_all((text + "\n").as_bytes())
+        .map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+    let fd = opening.again(&file.into())?;
+    if writes {
+        return adopt(fd, Object::Parameter(name));
+    }
+    Ok(fd.into_raw_fd() as isize)
+}
+
+/// Opens by a descriptor's link what it refers to. `None`: that is the kernel's to do.
+pub fn open_again(fd: c_int, opening: Opening) -> Option<Result<isize, i32>> {
+    let link = opening.has(libc::O_NOFOLLOW);
+    match table::get(fd)?.object() {
+        Object::System(_) | Object::DevicePath if !link => Some(open(opening)),
+        Object::System(_) | Object::DevicePath | Object::Parameter(_) => None,
+        // KVM's other objects cannot be opened. The kernel finds by itself that they are no directories and cannot be created.
+        _ if link || opening.has(libc::O_PATH) => None,
+        _ if opening.has(libc::O_DIRECTORY) || opening.has(libc::O_CREAT | libc::O_EXCL) => None,
+        _ => Some(Err(libc::ENXIO)),
+    }
+}
+
+/// Writes `text`, as much as the client gave in one call, to a parameter that was opened for it.
+///
+/// # Errors
+/// `EINVAL` for a value that the parameter does not take.
+pub fn write_parameter(name: &str, text: &[u8]) -> Result<isize, i32> {
+    let text = std::str::from_utf8(text).map_err(|_| libc::EINVAL)?;
     slat_kvm::parameters::write(name, text).map_err(|error| error.errno())?;
     Ok(text.len() as isize)
 }
@@ -121,15 +168,4 @@ pub fn adopt(fd: OwnedFd, object: Object) -> Result<isize, i32> {
     // SAFETY: ours, from `into_raw_fd`.
     drop(unsafe { OwnedFd::from_raw_fd(fd) });
     Err(libc::EMFILE)
-}
-
-/// What `stat` says of `/dev/kvm`.
-pub fn stat() -> libc::stat {
-    // SAFETY: all-zero is a valid `stat`.
-    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    stat.st_mode = libc::S_IFCHR | 0o666;
-    stat.st_nlink = 1;
-    stat.st_rdev = libc::makedev(10, 232);
-    stat.st_blksize = 4096;
-    stat
 }

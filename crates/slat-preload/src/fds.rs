@@ -2,10 +2,14 @@
 
 use crate::files::interpose;
 use crate::guarded::guarded;
-use crate::real::call;
+use crate::real::{Next, call, errno, set_errno};
 use crate::{is_borrowed, table};
 use slat_host::procfs;
+use slat_kvm::ioctl::Object;
+use slat_kvm::thread::Section;
 use std::ffi::{c_int, c_uint, c_ulong};
+
+static NEXT_FCLOSE: Next = Next::new(c"fclose");
 
 /// Call before the kernel closes `fd`: it no longer refers to what it refers to.
 pub fn forget(fd: c_int) {
@@ -39,6 +43,27 @@ pub fn follow(old: c_int, new: c_int) {
         }
         Ok(0)
     });
+}
+
+/// Whether a command of fcntl is for memfds only.
+fn is_about_seals(command: c_int) -> bool {
+    matches!(command, libc::F_ADD_SEALS | libc::F_GET_SEALS)
+}
+
+/// The status flags of a descriptor of KVM's, of which the kernel says `flags`: those of the memfd.
+fn flags_shown(fd: c_int, flags: c_int) -> c_int {
+    /// The kernel's: the C library's is 0 on x86-64.
+    const O_LARGEFILE: c_int = 0o100_000;
+    let _section = Section::enter();
+    let Some(handle) = table::get(fd) else {
+        return flags;
+    };
+    match handle.object() {
+        Object::System(_) | Object::DevicePath | Object::Parameter(_) => flags,
+        Object::Vm(_) | Object::Vcpu(_) => flags & !O_LARGEFILE,
+        Object::Stats(_) => flags & !(O_LARGEFILE | libc::O_ACCMODE) | libc::O_RDONLY,
+        Object::GuestMemfd(_) => flags & !libc::O_PATH | O_LARGEFILE | libc::O_RDWR,
+    }
 }
 
 fn is_plain(old: c_int, new: c_int) -> bool {
@@ -105,12 +130,36 @@ interpose! {
         new
     }
 
+    /// fclose(3). It closes the descriptor by a way that does not come through here.
+    fn fclose(stream: *mut libc::FILE) -> c_int {
+        if table::is_any_ours() {
+            // A stream in memory has no descriptor, which `errno` need not tell.
+            let before = errno();
+            // SAFETY: the caller's.
+            forget(unsafe { libc::fileno(stream) });
+            set_errno(before);
+        }
+        let Some(function) = NEXT_FCLOSE.get() else {
+            set_errno(libc::ENOSYS);
+            return libc::EOF;
+        };
+        type Fclose = unsafe extern "C" fn(*mut libc::FILE) -> c_int;
+        // SAFETY: the C library's function of that name has this signature; the argument is the caller's.
+        unsafe { std::mem::transmute::<usize, Fclose>(function)(stream) }
+    }
+
     /// fcntl(2).
     fn fcntl(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+        if is_about_seals(command) && table::is_ours(fd) && !Section::is_entered() {
+            set_errno(libc::EINVAL);
+            return -1;
+        }
         // SAFETY: the caller's.
         let answer = unsafe { call!(libc::SYS_fcntl, fd, command, argument) as c_int };
-        if command == libc::F_DUPFD || command == libc::F_DUPFD_CLOEXEC {
-            follow(fd, answer);
+        match command {
+            libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => follow(fd, answer),
+            libc::F_GETFL if answer >= 0 && table::is_ours(fd) => return flags_shown(fd, answer),
+            _ => {}
         }
         answer
     }

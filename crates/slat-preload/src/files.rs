@@ -1,7 +1,8 @@
-//! Opening and asking about files by path: `/dev/kvm` and KVM's module parameters are answered here.
+//! Opening files by path, and asking whether they open: `/dev/kvm` and KVM's module parameters are answered here.
 
-use crate::device::{self, Special, special};
+use crate::device::{self, How, Opening};
 use crate::guarded::guarded;
+use crate::paths::{Special, special};
 use crate::real::{Next, call, set_errno};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -20,80 +21,101 @@ macro_rules! interpose {
 }
 pub(crate) use interpose;
 
+/// Opens what a path leads to. `None`: that is the kernel's to do.
+fn open_special(directory: c_int, path: *const c_char, opening: Opening) -> Option<c_int> {
+    let answer = match special(directory, path, opening.how().resolve)? {
+        Special::Device => guarded(|| device::open(opening)),
+        Special::Parameter(name) => guarded(|| device::open_parameter(name, opening)),
+        Special::Slash => guarded(|| Err(libc::ENOTDIR)),
+        Special::Descriptor(fd) => {
+            let mut kernels = false;
+            let answer = guarded(|| match device::open_again(fd, opening) {
+                Some(answer) => answer,
+                None => {
+                    kernels = true;
+                    Ok(0)
+                }
+            });
+            if kernels {
+                return None;
+            }
+            answer
+        }
+    };
+    Some(answer as c_int)
+}
+
 /// Opens by path, or hands on.
 ///
 /// # Safety
 /// As for `openat`.
 pub unsafe fn open_at(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-    if let Some(special) = special(path) {
-        return guarded(|| device::open(&special, flags)) as c_int;
+    // Without flags that create a file, the caller need not have passed a mode.
+    let creates = flags & (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) != 0;
+    let opening = Opening::open(flags, if creates { mode } else { 0 });
+    if let Some(answer) = open_special(directory, path, opening) {
+        return answer;
     }
     // SAFETY: the caller's.
     unsafe { call!(libc::SYS_openat, directory, path, flags, mode) as c_int }
 }
 
-/// What `access` answers for a special path.
-fn access_special(special: &Special, mode: c_int) -> c_int {
-    let writable = match special {
-        Special::Device => true,
-        Special::Parameter(name, _) => slat_kvm::parameters::is_writable(name),
-    };
-    if mode & libc::X_OK != 0 || mode & libc::W_OK != 0 && !writable {
-        set_errno(libc::EACCES);
-        return -1;
-    }
-    0
-}
-
-/// The access rights of a parameter's file.
-fn parameter_mode(name: &str) -> u32 {
-    if slat_kvm::parameters::is_writable(name) {
-        0o644
-    } else {
-        0o444
-    }
-}
-
-/// Answers a stat call for a special path.
+/// openat2(2), which has no function in the C library.
 ///
 /// # Safety
-/// `to` points to a `stat`, or the client gets what it deserves: the write is guarded.
-unsafe fn stat_special(special: &Special, to: *mut libc::stat) -> c_int {
-    let mut stat = device::stat();
-    if let Special::Parameter(name, text) = special {
-        stat.st_mode = libc::S_IFREG | parameter_mode(name);
-        stat.st_rdev = 0;
-        stat.st_size = text.len() as libc::off_t;
-    }
-    // SAFETY: plain bytes of a live value.
-    let bytes =
-        unsafe { std::slice::from_raw_parts((&raw const stat).cast::<u8>(), size_of_val(&stat)) };
-    // SAFETY: guarded; the address is the client's.
-    if unsafe { slat_guard::copy_out(to.cast(), bytes) }.is_err() {
-        set_errno(libc::EFAULT);
-        return -1;
-    }
-    0
-}
-
-/// `fstatat` and all that comes down to it.
-unsafe fn stat_at(
+/// As for `openat2`; bad memory is an error, though.
+pub unsafe fn open_at_2(
     directory: c_int,
     path: *const c_char,
-    to: *mut libc::stat,
-    flags: c_int,
-) -> c_int {
-    if let Some(special) = special(path) {
-        // SAFETY: the caller's.
-        return unsafe { stat_special(&special, to) };
+    how: *const How,
+    size: usize,
+) -> isize {
+    // Another size is that of a kernel's whose flags are not known here.
+    if size == size_of::<How>()
+        && let Some(how) = how_at(directory, path, how)
+        && let Some(answer) = open_special(directory, path, Opening::Open2(how))
+    {
+        return answer as isize;
     }
-    // SAFETY: the caller's. The kernel's struct is the C library's on x86-64.
-    unsafe { call!(libc::SYS_newfstatat, directory, path, to, flags) as c_int }
+    // SAFETY: the caller's.
+    unsafe { call!(libc::SYS_openat2, directory, path, how, size) }
 }
 
-unsafe fn access_at(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
-    if let Some(special) = special(path) {
-        return access_special(&special, mode);
+/// The arguments of openat2, for a path that has something special at its end, however it is resolved. `None` also for memory that
+/// cannot be read, and for a way to resolve paths that is not known here.
+fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How> {
+    /// RESOLVE_NO_XDEV to RESOLVE_CACHED.
+    const RESOLVE_KNOWN: u64 = 0x3f;
+    special(directory, path, 0).or_else(|| special(directory, path, libc::RESOLVE_IN_ROOT))?;
+    let mut words = [0; size_of::<How>()];
+    // SAFETY: a guarded copy into a live buffer: `special` has found something, so the handlers are in place.
+    unsafe { slat_guard::copy_in(&mut words, how.cast()) }.ok()?;
+    // SAFETY: three integers, as long as the array.
+    let how: How = unsafe { std::mem::transmute(words) };
+    (how.resolve & !RESOLVE_KNOWN == 0).then_some(how)
+}
+
+/// faccessat and all that comes down to it.
+///
+/// # Safety
+/// As for `faccessat`.
+pub unsafe fn access_at(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
+    const MODES: c_int = libc::R_OK | libc::W_OK | libc::X_OK;
+    let writable = match special(directory, path, 0) {
+        // What is no mode the kernel refuses before it looks at the path.
+        _ if mode & !MODES != 0 => None,
+        Some(Special::Device) => Some(Ok(true)),
+        Some(Special::Parameter(name)) => Some(Ok(slat_kvm::parameters::is_writable(name))),
+        Some(Special::Slash) => Some(Err(libc::ENOTDIR)),
+        Some(Special::Descriptor(_)) | None => None,
+    };
+    if let Some(writable) = writable {
+        return guarded(|| match writable? {
+            writable if mode & libc::X_OK != 0 || mode & libc::W_OK != 0 && !writable => {
+                Err(libc::EACCES)
+            }
+            _ => Ok(0),
+        }) as c_int;
     }
     // SAFETY: the caller's.
     unsafe {
@@ -107,25 +129,40 @@ unsafe fn access_at(directory: c_int, path: *const c_char, mode: c_int, flags: c
 static NEXT_FOPEN: Next = Next::new(c"fopen");
 static NEXT_FOPEN64: Next = Next::new(c"fopen64");
 
+/// What fopen's mode means to open: fopen(3).
+fn flags_of(mode: &[u8]) -> c_int {
+    let has = |letter| mode.contains(&letter);
+    let access = match (has(b'+'), mode.first()) {
+        (true, _) => libc::O_RDWR,
+        (false, Some(b'r')) => libc::O_RDONLY,
+        (false, _) => libc::O_WRONLY,
+    };
+    let create = match mode.first() {
+        Some(b'w') => libc::O_CREAT | libc::O_TRUNC,
+        Some(b'a') => libc::O_CREAT | libc::O_APPEND,
+        _ => 0,
+    };
+    let exclusive = if has(b'x') { libc::O_EXCL } else { 0 };
+    let close_on_exec = if has(b'e') { libc::O_CLOEXEC } else { 0 };
+    access | create | exclusive | close_on_exec
+}
+
 unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> *mut c_void {
-    if let Some(special) = special(path) {
+    if let Some(special) = special(libc::AT_FDCWD, path, 0) {
         // SAFETY: the mode is a C string by the caller's contract.
-        let writes = unsafe { std::ffi::CStr::from_ptr(mode) }
-            .to_bytes()
-            .iter()
-            .any(|byte| b"wa+".contains(byte));
+        let flags = flags_of(unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes());
         // A stream writes by ways that do not come through here.
-        if writes && special != Special::Device {
+        if flags & libc::O_ACCMODE != libc::O_RDONLY && matches!(special, Special::Parameter(_)) {
             set_errno(libc::EACCES);
             return std::ptr::null_mut();
         }
-        let flags = if writes { libc::O_RDWR } else { libc::O_RDONLY };
-        let fd = guarded(|| device::open(&special, flags)) as c_int;
-        if fd < 0 {
-            return std::ptr::null_mut();
+        if let Some(fd) = open_special(libc::AT_FDCWD, path, Opening::open(flags, 0o666)) {
+            if fd < 0 {
+                return std::ptr::null_mut();
+            }
+            // SAFETY: a descriptor of our own, given away.
+            return unsafe { libc::fdopen(fd, mode) }.cast();
         }
-        // SAFETY: a descriptor of our own, given away.
-        return unsafe { libc::fdopen(fd, mode) }.cast();
     }
     let Some(function) = next.get() else {
         set_errno(libc::ENOSYS);
@@ -219,94 +256,6 @@ interpose! {
     fn faccessat(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
         // SAFETY: the caller's.
         unsafe { access_at(directory, path, mode, flags) }
-    }
-
-    /// stat(2).
-    fn stat(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, 0) }
-    }
-
-    /// stat(2) with large files.
-    fn stat64(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's; the structs are the same on x86-64.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, 0) }
-    }
-
-    /// lstat(2).
-    fn lstat(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
-    }
-
-    /// lstat(2) with large files.
-    fn lstat64(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
-    }
-
-    /// fstatat(2).
-    fn fstatat(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
-        unsafe { stat_at(directory, path, to, flags) }
-    }
-
-    /// fstatat(2) with large files.
-    fn fstatat64(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
-        unsafe { stat_at(directory, path, to, flags) }
-    }
-
-    /// stat(2) of programs built against an older C library.
-    fn __xstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, 0) }
-    }
-
-    /// The same with large files.
-    fn __xstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, 0) }
-    }
-
-    /// lstat(2) of programs built against an older C library.
-    fn __lxstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
-    }
-
-    /// The same with large files.
-    fn __lxstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
-        unsafe { stat_at(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
-    }
-
-    /// statx(2).
-    fn statx(directory: c_int, path: *const c_char, flags: c_int, mask: c_uint, to: *mut libc::statx) -> c_int {
-        if let Some(special) = special(path) {
-            // SAFETY: all-zero is a valid `statx`.
-            let mut answer: libc::statx = unsafe { std::mem::zeroed() };
-            let device = special == Special::Device;
-            answer.stx_mask = libc::STATX_TYPE | libc::STATX_MODE | libc::STATX_NLINK | libc::STATX_SIZE;
-            answer.stx_mode = match &special {
-                Special::Device => libc::S_IFCHR | 0o666,
-                Special::Parameter(name, _) => libc::S_IFREG | parameter_mode(name),
-            } as u16;
-            answer.stx_nlink = 1;
-            if device {
-                (answer.stx_rdev_major, answer.stx_rdev_minor) = (10, 232);
-            }
-            // SAFETY: plain bytes of a live value.
-            let bytes = unsafe { std::slice::from_raw_parts((&raw const answer).cast::<u8>(), size_of_val(&answer)) };
-            // SAFETY: guarded; the address is the client's.
-            if unsafe { slat_guard::copy_out(to.cast(), bytes) }.is_err() {
-                set_errno(libc::EFAULT);
-                return -1;
-            }
-            return 0;
-        }
-        // SAFETY: the caller's.
-        unsafe { call!(libc::SYS_statx, directory, path, flags, mask, to) as c_int }
     }
 
     /// fopen(3).

@@ -1,8 +1,9 @@
 //! `syscall`: the same calls by number. And the filters that could take slat's own calls away.
 
+use crate::device::How;
 use crate::files::interpose;
 use crate::real::call;
-use crate::{fds, files, heap, ioctls, memory, streams};
+use crate::{fds, files, heap, ioctls, memory, status, streams, table};
 use slat_kvm::thread::Section;
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 use std::sync::Once;
@@ -38,6 +39,11 @@ fn forks(number: c_long, argument: usize) -> bool {
     flags & libc::CLONE_VM as u64 == 0
 }
 
+/// Whether an argument is a descriptor that is KVM's.
+fn ours(fd: usize) -> bool {
+    table::is_ours(fd as c_int)
+}
+
 interpose! {
     /// syscall(2).
     fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
@@ -62,17 +68,34 @@ interpose! {
                 libc::SYS_mprotect | libc::SYS_pkey_mprotect => memory::protect(number, a, b, c as c_int, d as c_int),
                 libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
                 libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
-                libc::SYS_read | libc::SYS_pread64 | libc::SYS_readv | libc::SYS_preadv | libc::SYS_preadv2 => {
-                    streams::reads(a as c_int);
-                    call!(number, a, b, c, d, e, f)
+                // Only KVM's: the C library's functions for the others are points of cancellation, which `syscall` is none of.
+                libc::SYS_read if ours(a) => streams::read(a as c_int, b as *mut c_void, c),
+                libc::SYS_pread64 if ours(a) => streams::pread(a as c_int, b as *mut c_void, c, d as i64),
+                libc::SYS_readv if ours(a) => streams::readv(a as c_int, b as *const c_void, c as c_int),
+                libc::SYS_preadv if ours(a) => streams::preadv(a as c_int, b as *const c_void, c as c_int, d as i64),
+                libc::SYS_preadv2 if ours(a) => streams::preadv2(a as c_int, b as *const c_void, c as c_int, d as i64, f as c_int),
+                libc::SYS_write if ours(a) => streams::write(a as c_int, b as *const c_void, c),
+                libc::SYS_pwrite64 if ours(a) => streams::pwrite(a as c_int, b as *const c_void, c, d as i64),
+                libc::SYS_writev if ours(a) => streams::writev(a as c_int, b as *const c_void, c as c_int),
+                libc::SYS_pwritev if ours(a) => streams::pwritev(a as c_int, b as *const c_void, c as c_int, d as i64),
+                libc::SYS_pwritev2 if ours(a) => streams::pwritev2(a as c_int, b as *const c_void, c as c_int, d as i64, f as c_int),
+                libc::SYS_lseek => streams::seek(a as c_int, b as i64, c as c_int),
+                libc::SYS_stat => status::stat_at(libc::AT_FDCWD, a as *const c_char, b as *mut libc::stat, 0) as isize,
+                libc::SYS_lstat => status::lstat(a as *const c_char, b as *mut libc::stat) as isize,
+                libc::SYS_fstat => status::stat_descriptor(a as c_int, b as *mut libc::stat) as isize,
+                libc::SYS_newfstatat => status::stat_at(a as c_int, b as *const c_char, c as *mut libc::stat, d as c_int) as isize,
+                libc::SYS_statx => {
+                    status::statx(a as c_int, b as *const c_char, c as c_int, d as c_uint, e as *mut libc::statx) as isize
                 }
-                libc::SYS_write => match streams::write_parameter(a as c_int, b as *const c_void, c) {
-                    Some(answer) => answer,
-                    None => call!(number, a, b, c),
-                },
                 libc::SYS_fork | libc::SYS_clone | libc::SYS_clone3 if forks(number, a) => {
                     heap::while_forking(|| call!(number, a, b, c, d, e, f))
                 }
+                libc::SYS_readlink => status::read_link_at(libc::AT_FDCWD, a as *const c_char, b as *mut c_char, c),
+                libc::SYS_readlinkat => status::read_link_at(a as c_int, b as *const c_char, c as *mut c_char, d),
+                libc::SYS_access => files::access_at(libc::AT_FDCWD, a as *const c_char, b as c_int, 0) as isize,
+                libc::SYS_faccessat => files::access_at(a as c_int, b as *const c_char, c as c_int, 0) as isize,
+                libc::SYS_faccessat2 => files::access_at(a as c_int, b as *const c_char, c as c_int, d as c_int) as isize,
+                libc::SYS_openat2 => files::open_at_2(a as c_int, b as *const c_char, c as *const How, d),
                 libc::SYS_creat => files::creat(a as *const c_char, b as c_uint) as isize,
                 libc::SYS_seccomp => {
                     seccomp_comes();

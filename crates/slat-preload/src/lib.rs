@@ -9,11 +9,14 @@
 //! | `guarded` | the border between C and Rust: `errno`, panics, signal handlers that wait |
 //! | `heap` | memory that is not the program's `malloc`'s |
 //! | `table` | which descriptors are KVM's |
+//! | `paths` | what a path leads to, however it is spelled |
 //! | `device` | `/dev/kvm` and KVM's module parameters as files |
-//! | `files` | open, stat, access |
+//! | `looks` | what KVM's files and descriptors look like |
+//! | `files` | open, access |
+//! | `status` | stat, readlink |
 //! | `fds` | close, dup, fcntl |
 //! | `ioctls` | ioctl |
-//! | `streams` | read, write |
+//! | `streams` | read, write, lseek |
 //! | `memory` | mmap and its kin: KVM's MMU notifiers |
 //! | `signals` | sigaction and its kin |
 //! | `indirect` | syscall, prctl |
@@ -36,9 +39,12 @@ mod guarded;
 mod heap;
 mod indirect;
 mod ioctls;
+mod looks;
 mod memory;
+mod paths;
 mod real;
 mod signals;
+mod status;
 mod streams;
 mod table;
 
@@ -85,18 +91,22 @@ static START: extern "C" fn() = start;
 
 static PREPARED: Once = Once::new();
 
-/// What has to be in place before the first KVM object exists.
+/// What has to be in place before the first KVM object exists. The caller is in a section.
+///
+/// # Errors
+/// `ENOMEM`; then the handlers are in place all the same.
 pub(crate) fn prepare() -> Result<(), i32> {
     slat_guard::install().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
-    if !heap::is_ready() {
-        return Err(libc::ENOMEM);
-    }
     PREPARED.call_once(|| {
         signals::take_over();
         slat_guard::on_deferral(slat_kvm::signal_arrived);
         slat_kvm::watch_signals();
     });
-    Ok(())
+    if heap::is_ready() {
+        Ok(())
+    } else {
+        Err(libc::ENOMEM)
+    }
 }
 
 /// Whether [`prepare`] has done its work: guarded accesses are guarded.

@@ -1,45 +1,182 @@
-//! read(2), write(2) and their kin, for the descriptors that change or mean something when they are read or written: statistics,
-//! and KVM's module parameters.
+//! read(2), write(2), lseek(2) and their kin, for KVM's descriptors. Statistics can be read, module parameters written; the
+//! others refuse, as KVM's do.
 //!
-//! For all others the C library's own functions are called: these are points at which a thread may be cancelled, which unwinds
-//! through here. So there is nothing on the stack that would want to be dropped.
+//! For all other descriptors the C library's own functions are called: these are points at which a thread may be cancelled, which
+//! unwinds through here. So there is nothing on the stack that would want to be dropped.
 
 use crate::device;
+use crate::files::interpose;
 use crate::guarded::guarded;
-use crate::real::{Next, call, set_errno};
+use crate::real::{Next, call, kernel, plain, raw, set_errno};
 use crate::table;
 use slat_kvm::ioctl::Object;
+use slat_kvm::thread::Section;
 use std::ffi::{c_int, c_void};
 
-/// Brings what is about to be read up to date. False: it cannot be read.
-fn before_reading(fd: c_int) -> bool {
-    if let Some(handle) = table::get(fd) {
-        match handle.object() {
-            Object::Stats(stats) => stats.refresh(),
-            Object::GuestMemfd(_) => {
-                set_errno(libc::EINVAL);
-                return false;
-            }
-            _ => {}
+/// Where a call reads or writes.
+#[derive(Clone, Copy)]
+pub enum At {
+    /// At the descriptor's position.
+    Position,
+    /// At an offset of the call's own.
+    Offset(i64),
+}
+
+impl At {
+    /// The offset of preadv2 and pwritev2.
+    pub fn of(offset: i64) -> Self {
+        match offset {
+            -1 => At::Position,
+            offset => At::Offset(offset),
         }
     }
-    true
 }
 
-/// A write to a module parameter; `None` if the descriptor is none.
+/// What the client writes.
+#[derive(Clone, Copy)]
+pub enum Data {
+    /// Bytes from an address on.
+    Bytes(*const c_void, usize),
+    /// So many `iovec` from an address on.
+    Vector(*const c_void, c_int),
+}
+
+/// The most that a module parameter's file takes in one call.
+const PAGE: usize = 4096;
+
+impl Data {
+    /// The bytes, at most a page of them.
+    fn read(self) -> Result<Vec<u8>, i32> {
+        let mut bytes = Vec::new();
+        match self {
+            Data::Bytes(from, len) => append(&mut bytes, from.cast(), len)?,
+            Data::Vector(from, count) => {
+                if !(0..=libc::UIO_MAXIOV).contains(&count) {
+                    return Err(libc::EINVAL);
+                }
+                for index in 0..count as usize {
+                    let part = from.cast::<u64>().wrapping_add(2 * index);
+                    // SAFETY: guarded loads may be made at any address.
+                    let word = |word| unsafe { slat_guard::load(part.wrapping_add(word)) };
+                    let (Ok(start), Ok(len)) = (word(0), word(1)) else {
+                        return Err(libc::EFAULT);
+                    };
+                    append(&mut bytes, start as *const u8, len as usize)?;
+                }
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+/// Appends `len` bytes of the client's, as long as the page is not full.
+fn append(bytes: &mut Vec<u8>, from: *const u8, len: usize) -> Result<(), i32> {
+    let start = bytes.len();
+    bytes.resize(start + len.min(PAGE - start), 0);
+    // SAFETY: a guarded copy into a live buffer.
+    unsafe { slat_guard::copy_in(&mut bytes[start..], from) }.map_err(|_| libc::EFAULT)
+}
+
+/// Whether `fd` was opened with this access mode.
+fn is_opened(fd: c_int, access: c_int) -> bool {
+    // SAFETY: asks for the flags.
+    let flags = unsafe {
+        raw(
+            libc::SYS_fcntl,
+            [fd as usize, libc::F_GETFL as usize, 0, 0, 0, 0],
+        )
+    };
+    flags as c_int & libc::O_ACCMODE == access
+}
+
+/// The errno with which KVM's descriptors refuse to be read or written.
+fn refusal(object: &Object, at: At) -> i32 {
+    match (object, at) {
+        (_, At::Offset(..0)) => libc::EINVAL,
+        // The device has a position, which means nothing. Anonymous inodes have none.
+        (Object::System(_), _) | (_, At::Position) => libc::EINVAL,
+        (_, At::Offset(_)) => libc::ESPIPE,
+    }
+}
+
+/// Whether the kernel is to read from `fd`. Brings statistics up to date. If not, `errno` says why.
+pub fn before_reading(fd: c_int, at: At) -> bool {
+    let _section = Section::enter();
+    let Some(handle) = table::get(fd) else {
+        return true;
+    };
+    let object = handle.object();
+    let errno = match object {
+        Object::Stats(stats) => {
+            stats.refresh();
+            return true;
+        }
+        Object::Parameter(_) | Object::DevicePath => return true,
+        Object::System(_) if is_opened(fd, libc::O_WRONLY) => libc::EBADF,
+        Object::System(_) | Object::Vm(_) | Object::Vcpu(_) | Object::GuestMemfd(_) => {
+            refusal(object, at)
+        }
+    };
+    set_errno(errno);
+    false
+}
+
+/// Writes to what `fd` refers to. `None`: that is the kernel's to do.
+pub fn written(fd: c_int, data: Data, at: At) -> Option<isize> {
+    let _section = Section::enter();
+    let handle = table::get(fd)?;
+    let object = handle.object();
+    let errno = match object {
+        Object::Parameter(name) => {
+            return Some(guarded(|| device::write_parameter(name, &data.read()?)));
+        }
+        Object::DevicePath => return None,
+        Object::System(_) if is_opened(fd, libc::O_RDONLY) => libc::EBADF,
+        Object::Stats(_) if matches!(at, At::Position) => libc::EBADF,
+        Object::System(_)
+        | Object::Vm(_)
+        | Object::Vcpu(_)
+        | Object::GuestMemfd(_)
+        | Object::Stats(_) => refusal(object, at),
+    };
+    set_errno(errno);
+    Some(-1)
+}
+
+/// lseek.
 ///
 /// # Safety
-/// As for `write`; bad memory is an error, though.
-pub unsafe fn write_parameter(fd: c_int, from: *const c_void, len: usize) -> Option<isize> {
-    let handle = table::get(fd)?;
-    let Object::Parameter(name) = handle.object() else {
-        return None;
+/// As for `lseek`.
+pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
+    let kernels = || {
+        // SAFETY: the caller's.
+        unsafe { kernel!(libc::SYS_lseek, fd, offset, whence) }
     };
-    Some(guarded(|| device::write_parameter(name, from.cast(), len)))
+    if !table::is_ours(fd) {
+        return plain(kernels());
+    }
+    guarded(|| {
+        let Some(handle) = table::get(fd) else {
+            return kernels();
+        };
+        match handle.object() {
+            Object::Parameter(_) | Object::DevicePath => kernels(),
+            _ if !(libc::SEEK_SET..=libc::SEEK_HOLE).contains(&whence) => Err(libc::EINVAL),
+            Object::GuestMemfd(_) => Err(libc::ESPIPE),
+            // KVM answers with the position, and does not move it.
+            Object::System(_) | Object::Vm(_) | Object::Vcpu(_) | Object::Stats(_) => {
+                // SAFETY: as for `lseek`.
+                unsafe { kernel!(libc::SYS_lseek, fd, 0, libc::SEEK_CUR) }
+            }
+        }
+    })
 }
 
-macro_rules! reading {
-    ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),*) through $next:ident = $number:expr, ($($given:expr),*);)*) => {
+/// Defines exported functions that read or write a descriptor, each with the system call of the same meaning and what is to be
+/// done first for KVM's descriptors: that returns the answer, or `None`.
+macro_rules! streams {
+    ($($(#[$meta:meta])* fn $name:ident($fd:ident, $($argument:ident: $type:ty),*) through $next:ident = $number:expr,
+        ($($given:expr),*), $first:expr;)*) => {
         $(
             static $next: Next = Next::new(match std::ffi::CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
                 Ok(name) => name,
@@ -51,83 +188,108 @@ macro_rules! reading {
             /// # Safety
             /// As for the C library's function of this name.
             #[cfg_attr(not(test), unsafe(no_mangle))]
-            pub unsafe extern "C-unwind" fn $name(fd: c_int, $($argument: $type),*) -> isize {
-                if table::is_ours(fd) {
-                    if !before_reading(fd) {
-                        return -1;
-                    }
-                    // SAFETY: the caller's. What is ours never blocks.
-                    return unsafe { call!($number, fd, $($given),*) };
+            pub unsafe extern "C-unwind" fn $name($fd: c_int, $($argument: $type),*) -> isize {
+                if table::is_ours($fd) {
+                    return match $first {
+                        Some(answer) => answer,
+                        // SAFETY: the caller's. What is ours never blocks.
+                        None => unsafe { call!($number, $fd, $($given),*) },
+                    };
                 }
                 let Some(function) = $next.get() else {
                     // SAFETY: the caller's.
-                    return unsafe { call!($number, fd, $($given),*) };
+                    return unsafe { call!($number, $fd, $($given),*) };
                 };
                 type Function = unsafe extern "C-unwind" fn(c_int, $($type),*) -> isize;
                 // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
-                unsafe { std::mem::transmute::<usize, Function>(function)(fd, $($argument),*) }
+                unsafe { std::mem::transmute::<usize, Function>(function)($fd, $($argument),*) }
             }
         )*
 
         /// Looks the C library's functions up, before a signal handler could be the first to need one.
         pub fn prepare() {
-            for next in [$(&$next,)* &NEXT_WRITE] {
+            for next in [$(&$next),*] {
                 next.get();
             }
         }
     };
 }
 
-reading! {
+/// What is to be done before `fd` is read, for [`streams`].
+fn reading(fd: c_int, at: At) -> Option<isize> {
+    (!before_reading(fd, at)).then_some(-1)
+}
+
+streams! {
     /// read(2).
-    fn read(to: *mut c_void, len: usize) through NEXT_READ = libc::SYS_read, (to, len);
+    fn read(fd, to: *mut c_void, len: usize) through NEXT_READ
+        = libc::SYS_read, (to, len), reading(fd, At::Position);
     /// What `read` becomes with _FORTIFY_SOURCE.
-    fn __read_chk(to: *mut c_void, len: usize, room: usize) through NEXT_READ_CHK = libc::SYS_read, (to, len.min(room));
+    fn __read_chk(fd, to: *mut c_void, len: usize, room: usize) through NEXT_READ_CHK
+        = libc::SYS_read, (to, len.min(room)), reading(fd, At::Position);
     /// pread(2).
-    fn pread(to: *mut c_void, len: usize, offset: i64) through NEXT_PREAD = libc::SYS_pread64, (to, len, offset);
+    fn pread(fd, to: *mut c_void, len: usize, offset: i64) through NEXT_PREAD
+        = libc::SYS_pread64, (to, len, offset), reading(fd, At::Offset(offset));
     /// pread(2) with large files.
-    fn pread64(to: *mut c_void, len: usize, offset: i64) through NEXT_PREAD64 = libc::SYS_pread64, (to, len, offset);
+    fn pread64(fd, to: *mut c_void, len: usize, offset: i64) through NEXT_PREAD64
+        = libc::SYS_pread64, (to, len, offset), reading(fd, At::Offset(offset));
     /// What `pread` becomes with _FORTIFY_SOURCE.
-    fn __pread_chk(to: *mut c_void, len: usize, offset: i64, room: usize) through NEXT_PREAD_CHK
-        = libc::SYS_pread64, (to, len.min(room), offset);
+    fn __pread_chk(fd, to: *mut c_void, len: usize, offset: i64, room: usize) through NEXT_PREAD_CHK
+        = libc::SYS_pread64, (to, len.min(room), offset), reading(fd, At::Offset(offset));
     /// What `pread64` becomes with _FORTIFY_SOURCE.
-    fn __pread64_chk(to: *mut c_void, len: usize, offset: i64, room: usize) through NEXT_PREAD64_CHK
-        = libc::SYS_pread64, (to, len.min(room), offset);
+    fn __pread64_chk(fd, to: *mut c_void, len: usize, offset: i64, room: usize) through NEXT_PREAD64_CHK
+        = libc::SYS_pread64, (to, len.min(room), offset), reading(fd, At::Offset(offset));
     /// readv(2).
-    fn readv(to: *const c_void, count: c_int) through NEXT_READV = libc::SYS_readv, (to, count);
+    fn readv(fd, to: *const c_void, count: c_int) through NEXT_READV
+        = libc::SYS_readv, (to, count), reading(fd, At::Position);
     /// preadv(2). The kernel takes the offset in two halves.
-    fn preadv(to: *const c_void, count: c_int, offset: i64) through NEXT_PREADV = libc::SYS_preadv, (to, count, offset, 0);
+    fn preadv(fd, to: *const c_void, count: c_int, offset: i64) through NEXT_PREADV
+        = libc::SYS_preadv, (to, count, offset, 0), reading(fd, At::Offset(offset));
     /// preadv(2) with large files.
-    fn preadv64(to: *const c_void, count: c_int, offset: i64) through NEXT_PREADV64 = libc::SYS_preadv, (to, count, offset, 0);
+    fn preadv64(fd, to: *const c_void, count: c_int, offset: i64) through NEXT_PREADV64
+        = libc::SYS_preadv, (to, count, offset, 0), reading(fd, At::Offset(offset));
+    /// preadv2(2).
+    fn preadv2(fd, to: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PREADV2
+        = libc::SYS_preadv2, (to, count, offset, 0, flags), reading(fd, At::of(offset));
+    /// preadv2(2) with large files.
+    fn preadv64v2(fd, to: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PREADV64V2
+        = libc::SYS_preadv2, (to, count, offset, 0, flags), reading(fd, At::of(offset));
+    /// write(2).
+    fn write(fd, from: *const c_void, len: usize) through NEXT_WRITE
+        = libc::SYS_write, (from, len), written(fd, Data::Bytes(from, len), At::Position);
+    /// pwrite(2).
+    fn pwrite(fd, from: *const c_void, len: usize, offset: i64) through NEXT_PWRITE
+        = libc::SYS_pwrite64, (from, len, offset), written(fd, Data::Bytes(from, len), At::Offset(offset));
+    /// pwrite(2) with large files.
+    fn pwrite64(fd, from: *const c_void, len: usize, offset: i64) through NEXT_PWRITE64
+        = libc::SYS_pwrite64, (from, len, offset), written(fd, Data::Bytes(from, len), At::Offset(offset));
+    /// writev(2).
+    fn writev(fd, from: *const c_void, count: c_int) through NEXT_WRITEV
+        = libc::SYS_writev, (from, count), written(fd, Data::Vector(from, count), At::Position);
+    /// pwritev(2).
+    fn pwritev(fd, from: *const c_void, count: c_int, offset: i64) through NEXT_PWRITEV
+        = libc::SYS_pwritev, (from, count, offset, 0), written(fd, Data::Vector(from, count), At::Offset(offset));
+    /// pwritev(2) with large files.
+    fn pwritev64(fd, from: *const c_void, count: c_int, offset: i64) through NEXT_PWRITEV64
+        = libc::SYS_pwritev, (from, count, offset, 0), written(fd, Data::Vector(from, count), At::Offset(offset));
+    /// pwritev2(2).
+    fn pwritev2(fd, from: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PWRITEV2
+        = libc::SYS_pwritev2, (from, count, offset, 0, flags), written(fd, Data::Vector(from, count), At::of(offset));
+    /// pwritev2(2) with large files.
+    fn pwritev64v2(fd, from: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PWRITEV64V2
+        = libc::SYS_pwritev2, (from, count, offset, 0, flags), written(fd, Data::Vector(from, count), At::of(offset));
 }
 
-static NEXT_WRITE: Next = Next::new(c"write");
-
-/// write(2).
-///
-/// # Safety
-/// As for `write`.
-#[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn write(fd: c_int, from: *const c_void, len: usize) -> isize {
-    if table::is_ours(fd)
+interpose! {
+    /// lseek(2).
+    fn lseek(fd: c_int, offset: i64, whence: c_int) -> i64 {
         // SAFETY: the caller's.
-        && let Some(answer) = unsafe { write_parameter(fd, from, len) }
-    {
-        return answer;
+        unsafe { seek(fd, offset, whence) as i64 }
     }
-    let Some(function) = NEXT_WRITE.get() else {
-        // SAFETY: the caller's.
-        return unsafe { call!(libc::SYS_write, fd, from, len) };
-    };
-    type Function = unsafe extern "C-unwind" fn(c_int, *const c_void, usize) -> isize;
-    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
-    unsafe { std::mem::transmute::<usize, Function>(function)(fd, from, len) }
-}
 
-/// read and its kin by number, through `syscall`: brings up to date, and leaves the call to the caller. What cannot be read the
-/// kernel refuses, too.
-pub fn reads(fd: c_int) {
-    if table::is_ours(fd) {
-        before_reading(fd);
+    /// lseek(2) with large files.
+    fn lseek64(fd: c_int, offset: i64, whence: c_int) -> i64 {
+        // SAFETY: the caller's.
+        unsafe { seek(fd, offset, whence) as i64 }
     }
 }

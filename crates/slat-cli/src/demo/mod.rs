@@ -9,18 +9,16 @@ use std::time::{Duration, Instant};
 use slat_bench::Failure;
 use slat_kvm::Kvm;
 
+use crate::output;
 use guest::{CODE_SIZE, DATA_SIZE, PAGE, SPARE_SIZE, VCPUS};
 use machine::Report;
 
 /// Runs the built-in program and prints the account; `format` names the tables in it.
 pub fn run(format: &str) -> ExitCode {
     match account(format) {
-        Ok(text) => {
-            crate::info::say(&text);
-            ExitCode::SUCCESS
-        }
+        Ok(text) => output::print(&text),
         Err(e) => {
-            eprintln!("slat: the built-in KVM program: {e}");
+            output::complain(&format!("the built-in KVM program: {e}"));
             ExitCode::FAILURE
         }
     }

@@ -17,6 +17,7 @@ use crate::user;
 use crate::vcpu::VcpuObject;
 use crate::vm::VmObject;
 use kvm_bindings::{kvm_cpuid_entry2, kvm_msr_entry};
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -35,6 +36,26 @@ pub enum Object {
     GuestMemfd(Arc<GuestMemfd>),
     /// A module parameter, opened for writing.
     Parameter(&'static str),
+    /// `/dev/kvm`, opened with `O_PATH`: the kernel lets nothing be done with it.
+    DevicePath,
+}
+
+/// What a link in `/proc/self/fd` shows: see [`Object::link`].
+#[derive(Clone, Copy, Debug)]
+pub struct LinkName {
+    name: &'static str,
+    /// The id after the name.
+    vcpu: Option<u32>,
+}
+
+impl fmt::Display for LinkName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)?;
+        match self.vcpu {
+            Some(id) => write!(f, "{id}"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// What an ioctl answers when it succeeds.
@@ -55,12 +76,29 @@ impl Object {
     /// Whether this is the object of a parent process: its locks may be held for ever, it must not be dropped.
     pub fn is_foreign(&self) -> bool {
         match self {
-            Object::System(_) | Object::Parameter(_) => false,
+            Object::System(_) | Object::Parameter(_) | Object::DevicePath => false,
             Object::Vm(vm) => vm.is_foreign(),
             Object::Vcpu(vcpu) => vcpu.is_foreign(),
             Object::Stats(stats) => stats.is_foreign(),
             Object::GuestMemfd(guest_memfd) => guest_memfd.is_foreign(),
         }
+    }
+
+    /// What a descriptor's link in `/proc/self/fd` shows for KVM's object. `None`: slat's own file shows what it is. Takes no lock
+    /// and allocates nothing.
+    pub fn link(&self) -> Option<LinkName> {
+        let (name, vcpu) = match self {
+            Object::System(_) | Object::DevicePath => ("/dev/kvm", None),
+            Object::Vm(_) => ("anon_inode:kvm-vm", None),
+            Object::Vcpu(vcpu) => ("anon_inode:kvm-vcpu:", Some(vcpu.id())),
+            Object::Stats(stats) => match stats.vcpu_id() {
+                None => ("anon_inode:kvm-vm-stats", None),
+                id => ("anon_inode:kvm-vcpu-stats:", id),
+            },
+            Object::GuestMemfd(_) => ("anon_inode:[kvm-gmem]", None),
+            Object::Parameter(_) => return None,
+        };
+        Some(LinkName { name, vcpu })
     }
 
     /// `ioctl(fd, request, argument)`.
@@ -74,6 +112,7 @@ impl Object {
             Object::Vm(object) => vm::ioctl(object, request, argument),
             Object::Vcpu(object) => vcpu::ioctl(object, request, argument),
             Object::Stats(_) | Object::GuestMemfd(_) | Object::Parameter(_) => fail(libc::ENOTTY),
+            Object::DevicePath => fail(libc::EBADF),
         };
         if let Err(error) = &answer
             && request != crate::abi::KVM_RUN

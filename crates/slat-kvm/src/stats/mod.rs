@@ -9,13 +9,13 @@ mod list;
 
 pub(crate) use exits::Exits;
 
-use crate::errno::{Result, fail, last};
-use crate::run_page::{Shared, memfd};
+use crate::errno::{Result, fail};
+use crate::run_page::{Shared, memfd, seal};
 use crate::vcpu::VcpuObject;
 use crate::vm::VmObject;
 use kvm_bindings::*;
 use list::Entry;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -75,12 +75,7 @@ impl StatsObject {
         let fd = memfd("kvm-stats\0", size, true)?;
         let file = Shared::map(&fd, 0, size)?;
         // Who has the descriptor may read; the mapping above stays writable.
-        let seals =
-            libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_SEAL;
-        // SAFETY: plain system call on our own descriptor.
-        if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
-            return Err(last());
-        }
+        seal(&fd, libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_SEAL)?;
         let mut bytes = Vec::with_capacity(data);
         let header = [
             0,
@@ -116,6 +111,14 @@ impl StatsObject {
         match &self.of {
             Of::Vm(vm) => vm.is_foreign(),
             Of::Vcpu(vcpu) => vcpu.is_foreign(),
+        }
+    }
+
+    /// The id of the vCPU whose statistics they are; `None` for a VM's.
+    pub fn vcpu_id(&self) -> Option<u32> {
+        match &self.of {
+            Of::Vm(_) => None,
+            Of::Vcpu(vcpu) => Some(vcpu.id()),
         }
     }
 

@@ -1,0 +1,114 @@
+//! Where the commands' output goes: standard output, and files that were opened before the work began.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Prints `text` on standard output, in one piece.
+///
+/// # Errors
+/// A sentence for the user: what the system says, as of a full disk. A reader that has read enough (`slat info | head -1`) is no
+/// error.
+pub fn say(text: &str) -> Result<(), String> {
+    let mut output = io::stdout().lock();
+    match output
+        .write_all(text.as_bytes())
+        .and_then(|()| output.flush())
+    {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(format!("cannot write to standard output: {error}"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Ends a command that has only to print `text`.
+pub fn print(text: &str) -> ExitCode {
+    match say(text) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            complain(&message);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Says on standard error, in one line, why a command failed. If that fails, too, the exit status has to do.
+pub fn complain(message: &str) {
+    let _ = writeln!(io::stderr(), "slat: {message}");
+}
+
+/// A file that will be written when its content is known. What was in it stays until then.
+pub struct Pending {
+    path: PathBuf,
+    file: File,
+    /// Whether the file was not there before, and nothing has been written to it.
+    is_new: bool,
+}
+
+impl Pending {
+    /// Opens `path` for writing, or creates it.
+    ///
+    /// # Errors
+    /// A sentence for the user, which names `path` and what to do.
+    pub fn open(path: &Path) -> Result<Self, String> {
+        let create = OpenOptions::new().write(true).create_new(true).open(path);
+        let (file, is_new) = match create {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                (OpenOptions::new().write(true).open(path), false)
+            }
+            created => (created, true),
+        };
+        match file {
+            Ok(file) => Ok(Pending {
+                path: path.to_owned(),
+                file,
+                is_new,
+            }),
+            Err(error) => Err(format!(
+                "cannot write to {}: {error}; {}",
+                path.display(),
+                remedy(path, error.kind())
+            )),
+        }
+    }
+
+    /// Replaces the file's content with `text`.
+    ///
+    /// # Errors
+    /// A sentence for the user, which names the file.
+    pub fn write(mut self, text: &str) -> Result<(), String> {
+        self.is_new = false;
+        self.replace(text)
+            .map_err(|error| format!("cannot write to {}: {error}", self.path.display()))
+    }
+
+    fn replace(&mut self, text: &str) -> io::Result<()> {
+        // A pipe or a terminal has no old content.
+        if self.file.metadata()?.is_file() {
+            self.file.set_len(0)?;
+        }
+        self.file.write_all(text.as_bytes())
+    }
+}
+
+impl Drop for Pending {
+    /// Removes a file that was created for nothing.
+    fn drop(&mut self) {
+        if self.is_new {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// What the user can do about a `path` that does not open.
+fn remedy(path: &Path, error: ErrorKind) -> String {
+    match (error, path.parent()) {
+        (ErrorKind::NotFound, Some(parent)) if !parent.as_os_str().is_empty() => {
+            format!("create the directory {} first", parent.display())
+        }
+        (ErrorKind::IsADirectory, _) => "give the name of a file, not of a directory".to_owned(),
+        _ => "give another FILE, one that you may write to".to_owned(),
+    }
+}

@@ -1,0 +1,173 @@
+//! What `stat` and `readlink` say of KVM's files and descriptors.
+//!
+//! slat's descriptors refer to memfds. To the client they look as KVM's do: `/dev/kvm` is a character device, most others are
+//! anonymous inodes. What KVM does not decide (device and inode numbers, times) the kernel is asked for, by a file of the same kind.
+
+use crate::paths::Special;
+use crate::real::raw;
+use crate::table;
+use slat_kvm::ioctl::Object;
+use slat_kvm::thread::Section;
+use std::ffi::{CStr, c_int};
+
+/// Major and minor number of `/dev/kvm`.
+const DEVICE: (u32, u32) = (10, 232);
+/// Inode number of files that the host does not have: such a number is given to none by counting.
+const INODE: libc::ino_t = 0x6b76_6d00;
+/// What sysfs shows as the size of every file.
+const SYSFS_SIZE: libc::off_t = 4096;
+
+/// How a file looks.
+#[derive(Clone, Copy, Debug)]
+pub enum Look {
+    /// `/dev/kvm`.
+    Device,
+    /// A VM, a vCPU, statistics.
+    Anonymous,
+    /// The guest_memfd that a descriptor refers to.
+    GuestMemfd(c_int),
+    /// A module parameter.
+    Parameter(&'static str),
+}
+
+impl Look {
+    /// Of what `fd` refers to, if that is KVM's.
+    pub fn of_descriptor(fd: c_int) -> Option<Self> {
+        let _section = Section::enter();
+        Some(match table::get(fd)?.object() {
+            Object::System(_) | Object::DevicePath => Look::Device,
+            Object::Vm(_) | Object::Vcpu(_) | Object::Stats(_) => Look::Anonymous,
+            Object::GuestMemfd(_) => Look::GuestMemfd(fd),
+            Object::Parameter(name) => Look::Parameter(name),
+        })
+    }
+
+    /// Of what a path leads to; `None` if a descriptor in it has been closed since.
+    ///
+    /// # Errors
+    /// `ENOTDIR`.
+    pub fn of_path(special: Special) -> Option<Result<Self, i32>> {
+        match special {
+            Special::Device => Some(Ok(Look::Device)),
+            Special::Parameter(name) => Some(Ok(Look::Parameter(name))),
+            Special::Descriptor(fd) => Self::of_descriptor(fd).map(Ok),
+            Special::Slash => Some(Err(libc::ENOTDIR)),
+        }
+    }
+
+    /// What `stat` says.
+    pub fn stat(self) -> libc::stat {
+        let mut stat = match self {
+            Look::Device => device(),
+            Look::Anonymous => anonymous_inode(),
+            Look::GuestMemfd(fd) => stat_descriptor(fd),
+            Look::Parameter(_) => stat_path(c"/sys").map(unlike),
+        }
+        .unwrap_or(unknown());
+        stat.st_nlink = 1;
+        match self {
+            Look::Device => {
+                stat.st_mode = libc::S_IFCHR | 0o666;
+                stat.st_rdev = libc::makedev(DEVICE.0, DEVICE.1);
+            }
+            Look::Anonymous => stat.st_mode = 0o600,
+            Look::GuestMemfd(_) => stat.st_mode = libc::S_IFREG | 0o600,
+            Look::Parameter(name) => {
+                let writable = slat_kvm::parameters::is_writable(name);
+                stat.st_mode = libc::S_IFREG | if writable { 0o644 } else { 0o444 };
+                stat.st_size = SYSFS_SIZE;
+            }
+        }
+        stat
+    }
+
+    /// What `statx` says: the same.
+    pub fn statx(self) -> libc::statx {
+        let stat = self.stat();
+        // SAFETY: all-zero is a valid `statx`.
+        let mut x: libc::statx = unsafe { std::mem::zeroed() };
+        let time = |seconds, nanoseconds: i64| {
+            // SAFETY: all-zero is a valid time.
+            let mut time: libc::statx_timestamp = unsafe { std::mem::zeroed() };
+            (time.tv_sec, time.tv_nsec) = (seconds, nanoseconds as u32);
+            time
+        };
+        x.stx_mask = libc::STATX_BASIC_STATS;
+        x.stx_blksize = stat.st_blksize as u32;
+        x.stx_nlink = stat.st_nlink as u32;
+        (x.stx_uid, x.stx_gid) = (stat.st_uid, stat.st_gid);
+        x.stx_mode = stat.st_mode as u16;
+        x.stx_ino = stat.st_ino;
+        x.stx_size = stat.st_size as u64;
+        x.stx_blocks = stat.st_blocks as u64;
+        x.stx_atime = time(stat.st_atime, stat.st_atime_nsec);
+        x.stx_mtime = time(stat.st_mtime, stat.st_mtime_nsec);
+        x.stx_ctime = time(stat.st_ctime, stat.st_ctime_nsec);
+        x.stx_rdev_major = libc::major(stat.st_rdev);
+        x.stx_rdev_minor = libc::minor(stat.st_rdev);
+        x.stx_dev_major = libc::major(stat.st_dev);
+        x.stx_dev_minor = libc::minor(stat.st_dev);
+        x
+    }
+}
+
+/// An empty file of one link, where the host does not even have a like one.
+fn unknown() -> libc::stat {
+    // SAFETY: all-zero is a valid `stat`.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    stat.st_nlink = 1;
+    stat.st_blksize = 4096;
+    stat
+}
+
+/// The host's `/dev/kvm`, or another device in its directory.
+fn device() -> Option<libc::stat> {
+    let is_device = |stat: &libc::stat| stat.st_mode & libc::S_IFMT == libc::S_IFCHR;
+    stat_path(c"/dev/kvm")
+        .filter(is_device)
+        .or_else(|| stat_path(c"/dev/null").map(unlike))
+}
+
+/// Tells a file from the one that it is like.
+fn unlike(mut stat: libc::stat) -> libc::stat {
+    stat.st_ino = INODE;
+    stat
+}
+
+/// What the kernel says of an anonymous inode: they all share one.
+fn anonymous_inode() -> Option<libc::stat> {
+    // SAFETY: opens a descriptor.
+    let fd = unsafe {
+        raw(
+            libc::SYS_epoll_create1,
+            [libc::EPOLL_CLOEXEC as usize, 0, 0, 0, 0, 0],
+        )
+    };
+    if fd < 0 {
+        return None;
+    }
+    let stat = stat_descriptor(fd as c_int);
+    // SAFETY: the descriptor that was opened above.
+    unsafe { raw(libc::SYS_close, [fd as usize, 0, 0, 0, 0, 0]) };
+    stat
+}
+
+fn stat_path(path: &CStr) -> Option<libc::stat> {
+    let mut stat = unknown();
+    // SAFETY: a NUL-terminated path and a struct to fill in.
+    let answer = unsafe {
+        let to = &raw mut stat as usize;
+        raw(libc::SYS_stat, [path.as_ptr() as usize, to, 0, 0, 0, 0])
+    };
+    (answer == 0).then_some(stat)
+}
+
+fn stat_descriptor(fd: c_int) -> Option<libc::stat> {
+    let mut stat = unknown();
+    // SAFETY: a struct to fill in.
+    let answer = unsafe {
+        let to = &raw mut stat as usize;
+        raw(libc::SYS_fstat, [fd as usize, to, 0, 0, 0, 0])
+    };
+    (answer == 0).then_some(stat)
+}

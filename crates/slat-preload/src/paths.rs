@@ -1,0 +1,420 @@
+//! What a path leads to, however it is spelled: `/dev/kvm`, `kvm` in a directory that is `/dev`, KVM's module parameters, the
+//! links in `/proc/self/fd`.
+//!
+//! Every call of the program that takes a path comes through here. So the last component is looked at first: nearly always it is
+//! nobody's name, and the directory is not looked for. Nothing in here allocates or takes a lock, but for the first time that the
+//! program asks for KVM: a signal handler may open files.
+//!
+//! A path may be a bad pointer, or end in a page that is not there. Then nothing is found, and the kernel answers `EFAULT`.
+
+use crate::real::raw;
+use crate::table;
+use slat_kvm::thread::Section;
+use std::ffi::{CStr, c_char, c_int};
+use std::io::Write;
+
+/// The longest path that the kernel takes, with its NUL.
+const PATH_MAX: usize = 4096;
+/// More than the longest name of a module parameter.
+const NAME_MAX: usize = 40;
+const WORD: usize = size_of::<u64>();
+const PAGE: usize = 4096;
+
+/// What a path means to slat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Special {
+    /// `/dev/kvm`.
+    Device,
+    /// A module parameter of this name.
+    Parameter(&'static str),
+    /// The link in `/proc/self/fd` of a descriptor that is KVM's.
+    Descriptor(c_int),
+    /// One of the first two, and a slash after it.
+    Slash,
+}
+
+/// The directories in which something special is found.
+#[derive(PartialEq, Eq)]
+enum Place {
+    Devices,
+    Parameters,
+    Descriptors,
+}
+
+/// What `path` means, if anything, to a call that begins at `directory`. `resolve` is openat2's: 0 for all other calls.
+pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Special> {
+    let last = Last::of(path)?;
+    let special = last.meaning()?;
+    // slat's own calls are the kernel's.
+    if Section::is_entered() {
+        return None;
+    }
+    let place = match special {
+        Special::Device | Special::Slash => Place::Devices,
+        Special::Parameter(_) => Place::Parameters,
+        Special::Descriptor(_) => Place::Descriptors,
+    };
+    if leads_to(directory, path, last.start, resolve)? != place {
+        return None;
+    }
+    // From here on guarded accesses are wanted: a program that asks for KVM gets slat's handlers.
+    if !crate::is_prepared() {
+        let _section = Section::enter();
+        // Should it fail for lack of memory, opening the device says so.
+        let _ = crate::prepare();
+    }
+    match (last.slash, special) {
+        (false, special) => Some(special),
+        // The kernel sees by itself that this is no directory.
+        (true, Special::Descriptor(_)) => None,
+        (true, _) => Some(Special::Slash),
+    }
+}
+
+/// Whether `path` is empty, or null: the call is about its descriptor, if its flags say so.
+pub fn is_empty(path: *const c_char) -> bool {
+    let mut empty = true;
+    path.is_null() || (each_byte(path, 1, |_| empty = false).is_some() && empty)
+}
+
+/// The last component of a path.
+struct Last {
+    name: [u8; NAME_MAX],
+    /// Its length, which may be more than `name` holds.
+    len: usize,
+    /// Bytes of the path before it.
+    start: usize,
+    /// Whether slashes follow.
+    slash: bool,
+}
+
+impl Last {
+    fn of(path: *const c_char) -> Option<Self> {
+        let mut last = Last {
+            name: [0; NAME_MAX],
+            len: 0,
+            start: 0,
+            slash: true,
+        };
+        let mut index = 0;
+        each_byte(path, PATH_MAX, |byte| {
+            if byte == b'/' {
+                last.slash = true;
+            } else {
+                if last.slash {
+                    (last.slash, last.start, last.len) = (false, index, 0);
+                }
+                if let Some(next) = last.name.get_mut(last.len) {
+                    *next = byte;
+                }
+                last.len += 1;
+            }
+            index += 1;
+        })?;
+        Some(last)
+    }
+
+    /// What it is if it is found in the right directory.
+    fn meaning(&self) -> Option<Special> {
+        match self.name.get(..self.len)? {
+            b"kvm" => Some(Special::Device),
+            [b'0'..=b'9', ..] => number(&self.name[..self.len])
+                .filter(|fd| table::is_ours(*fd))
+                .map(Special::Descriptor),
+            name => slat_kvm::parameters::known(name).map(Special::Parameter),
+        }
+    }
+}
+
+fn number(digits: &[u8]) -> Option<c_int> {
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}
+
+/// Where the first `len` bytes of `path` lead to. The spelling is enough where it is plain: `/sys/module/kvm` may not exist.
+#[inline(never)]
+fn leads_to(directory: c_int, path: *const c_char, len: usize, resolve: u64) -> Option<Place> {
+    let mut text = [0; PATH_MAX];
+    let mut copied = 0;
+    let mut copy = |byte| {
+        if copied < len {
+            text[copied] = byte;
+            copied += 1;
+        }
+    };
+    each_byte(path, PATH_MAX, &mut copy)?;
+    if copied < len {
+        return None;
+    }
+    if resolve == 0
+        && text[0] == b'/'
+        && let Some(place) = Place::at(&text[..len])
+    {
+        return Some(place);
+    }
+    let mut link = [0; 64];
+    let found = match (len, directory) {
+        (0, libc::AT_FDCWD) => read_link(c"/proc/self/cwd", &mut link),
+        (0, directory) => read_link(DescriptorPath::new(directory).as_c_str(), &mut link),
+        _ => {
+            let directory = open_directory(directory, &text, resolve)?;
+            let found = read_link(DescriptorPath::new(directory).as_c_str(), &mut link);
+            // SAFETY: a descriptor that was opened above.
+            unsafe { raw(libc::SYS_close, [directory as usize, 0, 0, 0, 0, 0]) };
+            found
+        }
+    };
+    Place::at(found?)
+}
+
+/// Opens a directory as the kernel finds it on its way along a path.
+fn open_directory(directory: c_int, path: &[u8; PATH_MAX], resolve: u64) -> Option<c_int> {
+    let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
+    let how = [flags as u64, 0, resolve];
+    let path = path.as_ptr() as usize;
+    // SAFETY: a NUL-terminated path: it is shorter than `path`. And a live `open_how`.
+    let fd = unsafe {
+        match resolve {
+            0 => raw(
+                libc::SYS_openat,
+                [directory as usize, path, flags as usize, 0, 0, 0],
+            ),
+            _ => {
+                let how = (how.as_ptr() as usize, size_of_val(&how));
+                raw(
+                    libc::SYS_openat2,
+                    [directory as usize, path, how.0, how.1, 0, 0],
+                )
+            }
+        }
+    };
+    (fd >= 0).then_some(fd as c_int)
+}
+
+impl Place {
+    /// The place that an absolute path without symbolic links names. What is no such path names none.
+    fn at(path: &[u8]) -> Option<Self> {
+        const DEPTH: usize = 5;
+        let mut parts: [&[u8]; DEPTH] = [b""; DEPTH];
+        let mut count = 0;
+        for part in path.split(|byte| *byte == b'/') {
+            if !matches!(part, b"" | b".") {
+                *parts.get_mut(count)? = part;
+                count += 1;
+            }
+        }
+        match &parts[..count] {
+            [b"dev"] => Some(Place::Devices),
+            [
+                b"sys",
+                b"module",
+                b"kvm" | b"kvm_intel" | b"kvm_amd",
+                b"parameters",
+            ] => Some(Place::Parameters),
+            [b"proc", process, b"fd"] | [b"proc", process, b"task", _, b"fd"]
+                if is_this_process(process) =>
+            {
+                Some(Place::Descriptors)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Whether a directory of `/proc` is that of this process.
+fn is_this_process(name: &[u8]) -> bool {
+    matches!(name, b"self" | b"thread-self") || number(name) == Some(slat_host::process::owner())
+}
+
+/// The path of a descriptor's link in `/proc`.
+pub struct DescriptorPath([u8; 32]);
+
+impl DescriptorPath {
+    /// The link of `fd` in this process.
+    pub fn new(fd: c_int) -> Self {
+        let mut path = [0; 32];
+        write!(&mut path[..31], "/proc/self/fd/{fd}").expect("the longest number fits");
+        DescriptorPath(path)
+    }
+
+    /// NUL-terminated.
+    pub fn as_c_str(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.0).expect("the last byte is 0")
+    }
+}
+
+/// What a symbolic link says. `None`: there is no such link, or it says more than `buffer` holds.
+pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
+    // SAFETY: a NUL-terminated path and a live buffer.
+    let len = unsafe {
+        let to = buffer.as_mut_ptr() as usize;
+        let arguments = [link.as_ptr() as usize, to, buffer.len(), 0, 0, 0];
+        raw(libc::SYS_readlink, arguments)
+    };
+    usize::try_from(len)
+        .ok()
+        .filter(|len| *len < buffer.len())
+        .map(|len| &buffer[..len])
+}
+
+/// Calls `each` with the bytes of a C string, up to the NUL, but at most `max`. `None`: the string cannot be read, or has
+/// `PATH_MAX` bytes and no NUL.
+fn each_byte(text: *const c_char, max: usize, mut each: impl FnMut(u8)) -> Option<()> {
+    let mut address = text as usize;
+    let mut readable = None;
+    let mut count = 0;
+    loop {
+        let bytes = word_at(address & !(WORD - 1), &mut readable)?.to_le_bytes();
+        for &byte in &bytes[address % WORD..] {
+            if byte == 0 || count == max {
+                return (count < PATH_MAX).then_some(());
+            }
+            each(byte);
+            count += 1;
+        }
+        address = (address & !(WORD - 1)).wrapping_add(WORD);
+    }
+}
+
+/// An aligned word of the client's, if it can be read. Guarded where slat's handlers are in place already; before that the kernel
+/// is asked, once for each page: a program that never comes near KVM keeps its handlers to itself. `readable` is the page that
+/// was asked for last.
+fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
+    if crate::is_prepared() {
+        // SAFETY: a guarded load may be made at any address.
+        return unsafe { slat_guard::load(address as *const u64) }.ok();
+    }
+    if *readable != Some(address / PAGE) {
+        // The kernel copies the signal set in before it looks at the first argument, which is none that exists: EFAULT if the
+        // word cannot be read, EINVAL if it can (and success for the null pointer, which is no set).
+        // SAFETY: a call that changes nothing.
+        let answer = unsafe {
+            raw(
+                libc::SYS_rt_sigprocmask,
+                [usize::MAX, address, 0, WORD, 0, 0],
+            )
+        };
+        if answer != -(libc::EINVAL as isize) {
+            return None;
+        }
+        *readable = Some(address / PAGE);
+    }
+    // SAFETY: aligned, in a page that was readable a moment ago. It holds a part of a C string, by the contract of the function
+    // that was called.
+    Some(unsafe { (address as *const u64).read_volatile() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::CString;
+
+    fn at(directory: c_int, path: &str) -> Option<Special> {
+        let path = CString::new(path).unwrap();
+        special(directory, path.as_ptr(), 0)
+    }
+
+    #[test]
+    fn the_device_is_found_by_any_spelling() {
+        for path in [
+            "/dev/kvm",
+            "//dev///kvm",
+            "/dev/./kvm",
+            "/./dev/kvm",
+            "/dev/../dev/kvm",
+            "/proc/self/root/dev/kvm",
+        ] {
+            assert_eq!(at(libc::AT_FDCWD, path), Some(Special::Device), "{path}");
+            // An absolute path begins at no directory.
+            assert_eq!(at(-7, path), Some(Special::Device), "{path}");
+        }
+        assert_eq!(at(libc::AT_FDCWD, "/dev/kvm/"), Some(Special::Slash));
+        for path in [
+            "",
+            "/",
+            "kvm",
+            "/kvm",
+            "/dev/",
+            "/dev/kvm/.",
+            "/dev/kvm/kvm",
+            "/dev/kvm2",
+            "/dev/kv",
+            "/tmp/dev/kvm",
+            "dev/kvm",
+            "/dev/null/kvm",
+            "/no/such/kvm",
+        ] {
+            assert_eq!(at(libc::AT_FDCWD, path), None, "{path}");
+        }
+    }
+
+    #[test]
+    fn the_device_is_found_from_its_directory() {
+        use std::os::fd::AsRawFd;
+        let dev = std::fs::File::open("/dev").unwrap();
+        let root = std::fs::File::open("/").unwrap();
+        let (dev, root) = (dev.as_raw_fd(), root.as_raw_fd());
+        assert_eq!(at(dev, "kvm"), Some(Special::Device));
+        assert_eq!(at(dev, "./kvm"), Some(Special::Device));
+        assert_eq!(at(dev, "../dev//kvm"), Some(Special::Device));
+        assert_eq!(at(root, "dev/kvm"), Some(Special::Device));
+        assert_eq!(at(root, "kvm"), None);
+    }
+
+    #[test]
+    fn parameters_are_found_where_there_is_no_such_directory() {
+        for module in ["kvm", "kvm_intel", "kvm_amd"] {
+            let path = format!("/sys/module//{module}/./parameters/nx_huge_pages");
+            assert_eq!(
+                at(libc::AT_FDCWD, &path),
+                Some(Special::Parameter("nx_huge_pages"))
+            );
+        }
+        for path in [
+            "/sys/module/kvm/parameters/no_such_parameter",
+            "/sys/module/kvm_riscv/parameters/nx_huge_pages",
+            "/sys/module/kvm/parameters/x/nx_huge_pages",
+        ] {
+            assert_eq!(at(libc::AT_FDCWD, path), None, "{path}");
+        }
+    }
+
+    #[test]
+    fn a_path_ends_where_its_memory_ends() {
+        // SAFETY: two pages, the second of which nobody may read.
+        let end = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let rights = libc::PROT_READ | libc::PROT_WRITE;
+            let start = libc::mmap(std::ptr::null_mut(), 2 * PAGE, rights, flags, -1, 0);
+            assert_ne!(start, libc::MAP_FAILED);
+            let end = start.cast::<u8>().add(PAGE);
+            assert_eq!(libc::mprotect(end.cast(), PAGE, libc::PROT_NONE), 0);
+            end
+        };
+        let path = b"/dev/kvm\0";
+        for cut in 0..path.len() {
+            // SAFETY: bytes at the end of the first page.
+            let start = unsafe {
+                let start = end.sub(path.len() - cut);
+                start.copy_from_nonoverlapping(path.as_ptr(), path.len() - cut);
+                start
+            };
+            let found = special(libc::AT_FDCWD, start.cast(), 0);
+            assert_eq!(found, (cut == 0).then_some(Special::Device), "{cut} cut");
+        }
+        for address in [0usize, 1, 8, usize::MAX, usize::MAX - 7, 1 << 63] {
+            assert_eq!(special(libc::AT_FDCWD, address as *const _, 0), None);
+        }
+    }
+
+    #[test]
+    fn a_path_without_an_end_is_the_kernels() {
+        let mut path = vec![b'/'; 2 * PATH_MAX];
+        path.extend(b"dev/kvm\0");
+        assert_eq!(special(libc::AT_FDCWD, path.as_ptr().cast(), 0), None);
+        let short = &path[PATH_MAX + 10..];
+        assert_eq!(
+            special(libc::AT_FDCWD, short.as_ptr().cast(), 0),
+            Some(Special::Device)
+        );
+    }
+}
