@@ -105,9 +105,13 @@ impl VcpuMachine {
                 self.memory_fault = Some(gpa);
                 Unreachable::Fault(Fault::BadAddress)
             }
-            Stop::BadAddress { .. } | Stop::OutOfMemory { .. } => {
+            Stop::BadAddress { .. } => {
                 crate::report::stopped(&stop);
                 Unreachable::Fault(Fault::BadAddress)
+            }
+            Stop::OutOfMemory { .. } => {
+                crate::report::stopped(&stop);
+                Unreachable::Fault(Fault::OutOfMemory)
             }
         }
     }

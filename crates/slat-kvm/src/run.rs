@@ -2,7 +2,7 @@
 
 use crate::errno::{Result, fail};
 use crate::mmu::thread_id;
-use crate::run_page::{PAGE, PIO_OFFSET, field, set_field};
+use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{Running, Section, bits};
 use crate::ticker;
@@ -11,7 +11,7 @@ use crate::{exit, irq, report};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_x86::state::flags;
-use slat_x86::{Exit, Segment, State};
+use slat_x86::{Exit, INPUT_BYTES, Segment, State};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -40,8 +40,9 @@ impl VcpuObject {
     ///
     /// # Errors
     /// `EINTR` for a signal or `immediate_exit`, `EFAULT` when the client's memory behind guest memory is gone or there is no
-    /// private memory for a private page (then with `KVM_EXIT_MEMORY_FAULT`), `EINVAL` for
-    /// bad values in `kvm_run`, `EAGAIN` after waiting for INIT and SIPI, `EIO` in a forked child.
+    /// private memory for a private page (then with `KVM_EXIT_MEMORY_FAULT`), `ENOMEM` when there is no memory for a
+    /// second-level table (the next run goes on where this one ended), `EINVAL` for bad values in `kvm_run`, `EAGAIN` after
+    /// waiting for INIT and SIPI, `EIO` in a forked child.
     pub fn run(&self) -> Result<()> {
         let mut inner = self.lock()?;
         let inner = &mut *inner;
@@ -105,7 +106,7 @@ impl VcpuObject {
             Unfinished::Nothing => {}
             Unfinished::PortOut => inner.cpu.complete_io(&[]),
             Unfinished::PortIn(len) => {
-                let mut data = [0; PAGE];
+                let mut data = [0; INPUT_BYTES];
                 self.page.read_pio(&mut data[..len]);
                 inner.cpu.complete_io(&data[..len]);
             }
@@ -353,7 +354,11 @@ impl VcpuObject {
             Exit::Mmio { .. } => exits.mmio_exits.add(1),
             Exit::Hlt => exits.halt_exits.add(1),
             Exit::Emulation { .. } => exits.insn_emulation_fail.add(1),
-            Exit::Hypercall { .. } | Exit::Shutdown | Exit::BadAddress | Exit::Debug { .. } => {}
+            Exit::Hypercall { .. }
+            | Exit::Shutdown
+            | Exit::BadAddress
+            | Exit::OutOfMemory
+            | Exit::Debug { .. } => {}
         }
     }
 
@@ -448,6 +453,7 @@ impl VcpuObject {
                 }
                 return fail(libc::EFAULT);
             }
+            Exit::OutOfMemory => return fail(libc::ENOMEM),
             Exit::Debug { vector, dr6 } => {
                 page.set_exit_reason(KVM_EXIT_DEBUG);
                 let arch = kvm_debug_exit_arch {

@@ -113,7 +113,7 @@ pub(crate) enum Unfinished {
 
 /// What only one thread at a time touches: KVM's vCPU mutex.
 pub(crate) struct Inner {
-    pub(crate) cpu: Box<Cpu>,
+    pub(crate) cpu: Cpu,
     pub(crate) machine: VcpuMachine,
     pub(crate) unfinished: Unfinished,
     pub(crate) mp_state: u32,
@@ -152,10 +152,9 @@ impl VcpuObject {
         page: RunPage,
         fd: &OwnedFd,
     ) -> Result<Arc<Self>> {
-        let mut engine = vm
-            .engine
-            .create_vcpu()
-            .map_err(|_| Error::new(libc::ENOMEM))?;
+        let no_memory = |_| Error::new(libc::ENOMEM);
+        let cpu = Cpu::try_new().map_err(|_| Error::new(libc::ENOMEM))?;
+        let mut engine = vm.engine.create_vcpu().map_err(no_memory)?;
         let counted = engine.watch_stats();
         let ring = vm.rings.equip(&mut engine, fd)?;
         let attention = engine.attention().clone();
@@ -188,7 +187,7 @@ impl VcpuObject {
             ring,
             counted,
             inner: Mutex::new(Inner {
-                cpu: Box::new(Cpu::new()),
+                cpu,
                 machine,
                 unfinished: Unfinished::Nothing,
                 mp_state: if waiting {

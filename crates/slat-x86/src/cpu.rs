@@ -1,7 +1,10 @@
 //! The CPU: architectural state plus what makes running it fast.
 
-use crate::block::Blocks;
+use crate::blocks::Blocks;
+use crate::decode;
+use crate::fixed::Fixed;
 use crate::flags::Lazy;
+use crate::heap::{self, OutOfMemory};
 use crate::int::Int;
 use crate::machine::{Exit, Machine, Paging};
 use crate::mmio::Devices;
@@ -24,7 +27,7 @@ pub(crate) mod mode {
     pub const USER: u8 = 1 << 5;
 }
 
-/// One software CPU. Cheap to create: translation and block caches come with the first run.
+/// One software CPU. It has all memory that it needs to run from the beginning; see [`Cpu::try_new`].
 pub struct Cpu {
     /// The architectural state; what is here is all there is while the CPU does not run.
     pub state: State,
@@ -34,7 +37,7 @@ pub struct Cpu {
     pub debug_exits: bool,
 
     pub(crate) lazy: Lazy,
-    tlb: Option<Box<Tlb>>,
+    pub(crate) fixed: Box<Fixed>,
     /// Which table of the TLB data accesses use.
     pub(crate) table: usize,
     pub(crate) mode: u8,
@@ -67,14 +70,21 @@ pub struct Cpu {
 unsafe impl Send for Cpu {}
 
 impl Cpu {
-    /// A CPU after RESET.
-    pub fn new() -> Self {
-        Self {
+    /// A CPU after RESET, with all memory that running needs: 190 KiB, most of which the host provides when it is used
+    /// first. The blocks of decoded code come on top, up to [`CODE_BYTES`](crate::CODE_BYTES).
+    ///
+    /// The first CPU of a process also builds the tables of the instruction decoder.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub fn try_new() -> Result<Self, OutOfMemory> {
+        decode::build_tables()?;
+        Ok(Self {
             state: State::reset(),
             interrupt_window: false,
             debug_exits: false,
             lazy: Lazy::done(),
-            tlb: None,
+            fixed: heap::zeroed()?,
             table: SUPERVISOR,
             mode: 0,
             cpl: 0,
@@ -83,7 +93,7 @@ impl Cpu {
             code_page: usize::MAX,
             block_rip: 0,
             generation: 1,
-            blocks: Blocks::default(),
+            blocks: Blocks::try_new()?,
             devices: Devices::default(),
             fault: Exception {
                 vector: 0,
@@ -95,15 +105,13 @@ impl Cpu {
             instructions: 0,
             machine: None,
             seen: [0; 4],
-        }
+        })
     }
 
     /// Forgets all translations: the host pages behind guest memory may be others now.
     pub fn flush_tlb(&mut self) {
         self.generation += 1;
-        if let Some(tlb) = &mut self.tlb {
-            tlb.flush();
-        }
+        self.tlb().flush();
     }
 
     /// Instructions executed so far.
@@ -117,7 +125,7 @@ impl Cpu {
         self.tlb().flush_page(lin);
     }
 
-    /// The CPU's caches and its machine are there while `f` runs.
+    /// The CPU's machine is there while `f` runs.
     pub(crate) fn with_machine<T>(
         &mut self,
         machine: &mut dyn Machine,
@@ -130,7 +138,6 @@ impl Cpu {
                 self.0.machine = None;
             }
         }
-        self.tlb.get_or_insert_with(Tlb::new);
         let pointer = NonNull::from(machine);
         // SAFETY: only the lifetime bound of the trait object changes. The pointer is taken away
         // before `machine`'s borrow ends.
@@ -143,9 +150,7 @@ impl Cpu {
 
     #[inline(always)]
     pub(crate) fn tlb(&mut self) -> &mut Tlb {
-        debug_assert!(self.tlb.is_some());
-        // SAFETY: the TLB is created before anything is executed and never taken away.
-        unsafe { self.tlb.as_mut().unwrap_unchecked() }
+        &mut self.fixed.tlb
     }
 
     /// The machine. Only while running.
@@ -345,11 +350,5 @@ impl Cpu {
                 Ok(())
             }
         }
-    }
-}
-
-impl Default for Cpu {
-    fn default() -> Self {
-        Self::new()
     }
 }

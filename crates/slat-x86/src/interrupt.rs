@@ -4,6 +4,7 @@
 //! off at any memory access and start again. What waits stands in `state.events`; an exception during the
 //! delivery of another makes a double fault or, at the third, ends the run with [`Exit::Shutdown`].
 
+use crate::frame::Frame;
 use crate::machine::Exit;
 use crate::op::Break;
 use crate::segment::Descriptor;
@@ -343,35 +344,29 @@ impl Cpu {
         } else {
             code.dpl()
         };
-        let mut words = vec![];
-        words.extend(error);
-        words.push(return_rip as u32);
-        words.push(u32::from(self.state.cs.selector));
-        words.push(self.flags() as u32);
+        let size = if wide { 4 } else { 2 };
+        let mut frame = Frame::<{ 4 * 6 }>::new();
         let (esp, ss) = if cpl == self.cpl {
             (self.state.gpr[4], self.state.ss)
         } else {
-            words.push(self.state.gpr[4] as u32);
-            words.push(u32::from(self.state.ss.selector));
+            frame.push(self.state.ss.selector.into(), size);
+            frame.push(self.state.gpr[4], size);
             let tss = self.state.tr.base.wrapping_add(4 + 8 * u64::from(cpl));
             let (esp, ss) =
                 self.as_system(|cpu| Ok((cpu.load::<u32>(tss)?, cpu.load::<u16>(tss + 4)?)))?;
             let descriptor = self.descriptor(ss, vector::TS)?;
             (u64::from(esp), descriptor.segment(ss))
         };
-        let bytes: Vec<u8> = words
-            .iter()
-            .flat_map(|w| {
-                if wide {
-                    w.to_le_bytes().to_vec()
-                } else {
-                    (*w as u16).to_le_bytes().to_vec()
-                }
-            })
-            .collect();
+        frame.push(self.flags(), size);
+        frame.push(self.state.cs.selector.into(), size);
+        frame.push(return_rip, size);
+        if let Some(error) = error {
+            frame.push(error.into(), size);
+        }
+        let bytes = frame.bytes();
         let mask = if ss.big() { 0xffff_ffff } else { 0xffff };
         let new = esp.wrapping_sub(bytes.len() as u64) & mask;
-        self.push_frame(ss.base.wrapping_add(new) & 0xffff_ffff, &bytes, cpl)?;
+        self.push_frame(ss.base.wrapping_add(new) & 0xffff_ffff, bytes, cpl)?;
         self.state.gpr[4] = esp & !mask | new;
         self.state.ss = ss;
         self.state.cs = Descriptor(code.0 | 1 << 40).segment(selector & !3 | u16::from(cpl));

@@ -9,13 +9,15 @@
 //! | [`state`] | the architectural registers |
 //! | [`machine`] | what the CPU needs from its machine, and its exits |
 //! | `cpu` | the CPU object; `run`: its outer loop |
-//! | `block` | basic blocks: finding, decoding, verifying against memory |
+//! | `fixed`, `heap` | the memory that a CPU has from the beginning; memory that may run out |
+//! | `block`, `blocks` | a basic block; all of them, found by address |
+//! | `decode` | fetching and decoding code, verifying blocks against memory |
 //! | `op`, `lower/` | the decoded operation; from an instruction to an operation |
 //! | `exec/` | what the operations do, a file per kind |
 //! | `flags` | lazy arithmetic flags |
 //! | `tlb`, `mem` | the software TLB; loads and stores |
 //! | `mmio` | MMIO and port accesses, which the device model answers |
-//! | `segment`, `interrupt` | descriptors; delivery of exceptions and interrupts |
+//! | `segment`, `interrupt`, `frame` | descriptors; delivery of exceptions and interrupts; what they push |
 //! | `simd/`, `x87` | SSE and x87 |
 //!
 //! Promises: an instruction that faults has changed nothing; LOCKed operations are atomic among CPUs on
@@ -27,9 +29,14 @@
 //! Missing: AVX and later, alignment checks (#AC), task switches, virtual-8086 mode, data breakpoints, VMX/SVM.
 
 mod block;
+mod blocks;
 mod cpu;
+mod decode;
 mod exec;
+mod fixed;
 mod flags;
+mod frame;
+mod heap;
 mod int;
 mod interrupt;
 mod lower;
@@ -44,8 +51,11 @@ pub mod state;
 mod tlb;
 mod x87;
 
+pub use blocks::CODE_BYTES;
 pub use cpu::Cpu;
+pub use heap::OutOfMemory;
 pub use machine::{Access, Exit, Fault, HostPage, Machine, Mmu, MsrFault, Paging};
+pub use mmio::INPUT_BYTES;
 pub use state::{Events, Exception, F80, Segment, State, Table};
 
 /// Exception vectors.

@@ -7,8 +7,16 @@ use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form};
 use crate::{simd, vector, x87};
 use iced_x86::{CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
-/// Appends the operations of an instruction; answers whether the block ends with it.
-pub(crate) fn lower(insn: &Instruction, mode: u8, offset: u8, len: u8, ops: &mut Vec<Op>) -> bool {
+/// Appends the operations of an instruction, at most two; answers whether the block ends with it. `code` is the
+/// instruction's own bytes, `offset` and `len` say what it takes of the block.
+pub(crate) fn lower(
+    insn: &Instruction,
+    code: &[u8],
+    mode: u8,
+    offset: u8,
+    len: u8,
+    ops: &mut Vec<Op>,
+) -> bool {
     if insn.is_jcc_short_or_near()
         && let Some(previous) = ops.last_mut()
     {
@@ -21,6 +29,7 @@ pub(crate) fn lower(insn: &Instruction, mode: u8, offset: u8, len: u8, ops: &mut
         offset,
         len,
         count: 1,
+        mnemonic: insn.mnemonic(),
         ..invalid()
     };
     operands(insn, mode, &mut op);
@@ -29,8 +38,7 @@ pub(crate) fn lower(insn: &Instruction, mode: u8, offset: u8, len: u8, ops: &mut
         op.handler = handler;
         ops.push(op);
     } else {
-        op.instruction = Some(Box::new(*insn));
-        op.handler = floating(insn, mode, &mut op).unwrap_or_else(|| missing(insn));
+        op.handler = floating(insn, code, mode, &mut op).unwrap_or_else(|| missing(insn));
         let hidden = matches!(insn.mnemonic(), Mnemonic::Maskmovq | Mnemonic::Maskmovdqu);
         let may_store = op.r[0] == MEM || hidden;
         ops.push(op);
@@ -68,7 +76,7 @@ const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 16] = [
 ];
 
 /// SSE and x87, unless they are switched off.
-fn floating(insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
+fn floating(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
     if insn.encoding() != EncodingKind::Legacy {
         return None;
     }
@@ -81,7 +89,7 @@ fn floating(insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
             _ => handler,
         });
     }
-    let handler = x87::lower(insn, op)?;
+    let handler = x87::lower(insn, code, op)?;
     let off = mode::NO_X87 | mode::TASK_SWITCHED;
     Some(if mode & off != 0 {
         not_available
@@ -169,7 +177,7 @@ pub(crate) fn invalid() -> Op {
         rep: 0,
         fusible: 0,
         count: 1,
-        instruction: None,
+        mnemonic: Mnemonic::INVALID,
     }
 }
 

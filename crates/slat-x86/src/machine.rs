@@ -65,6 +65,8 @@ pub enum Fault {
     Retry,
     /// The host memory is not accessible: the run ends with [`Exit::BadAddress`].
     BadAddress,
+    /// The machine has no memory for the translation: the run ends with [`Exit::OutOfMemory`].
+    OutOfMemory,
 }
 
 /// The machine refuses an MSR: the guest gets #GP(0).
@@ -155,6 +157,8 @@ pub enum Exit {
     Attention,
     /// The host memory behind guest memory is not accessible.
     BadAddress,
+    /// The machine had no memory for a translation. The instruction at RIP has changed nothing: the next run executes it.
+    OutOfMemory,
     /// A debug exception that [`Cpu::debug_exits`](crate::Cpu) claims for the host.
     Debug {
         /// 1 (#DB) or 3 (#BP).

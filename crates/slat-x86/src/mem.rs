@@ -398,6 +398,7 @@ impl Cpu {
             Fault::GeneralProtection => self.raise(vector::GP, Some(0)),
             Fault::Retry => Break::Retry,
             Fault::BadAddress => self.leave(Exit::BadAddress),
+            Fault::OutOfMemory => self.leave(Exit::OutOfMemory),
             Fault::Mmio { .. } => self.unimplemented("a CPU structure or code in MMIO"),
         }
     }
@@ -469,7 +470,7 @@ impl Cpu {
             }
             Place::Mmio(gpa) => {
                 for (i, part) in bytes.chunks(8).enumerate() {
-                    self.mmio_write(gpa + 8 * i as u64, part);
+                    self.mmio_write(gpa + 8 * i as u64, part)?;
                 }
                 Ok(true)
             }

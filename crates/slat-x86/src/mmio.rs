@@ -6,9 +6,14 @@
 //! *Ports* and *hypercalls*: RIP stays at the instruction until the access is completed.
 
 use crate::Cpu;
+use crate::heap::Zeroed;
 use crate::machine::Exit;
 use crate::op::{Break, Op};
-use std::collections::VecDeque;
+
+/// The most bytes that one port exit of a repeated string input asks for; of any exit.
+pub const INPUT_BYTES: usize = 1024;
+/// More MMIO accesses than any instruction makes: XSAVE reads and writes 72 fragments.
+const MOST_FRAGMENTS: usize = 96;
 
 #[derive(Clone, Copy, Debug)]
 struct Fragment {
@@ -17,21 +22,80 @@ struct Fragment {
     data: [u8; 8],
 }
 
-/// What is under way with the device model.
+/// The MMIO reads or writes of one instruction, in order.
+pub(crate) struct Fragments {
+    all: [Fragment; MOST_FRAGMENTS],
+    /// How many are done with.
+    first: usize,
+    /// How many there were.
+    end: usize,
+}
+
+// SAFETY: integers.
+unsafe impl Zeroed for Fragments {}
+
+impl Fragments {
+    fn waiting(&self) -> &[Fragment] {
+        &self.all[self.first..self.end]
+    }
+
+    /// Appends one. False: there are too many.
+    fn push(&mut self, fragment: Fragment) -> bool {
+        let free = self.all.get_mut(self.end);
+        let pushed = free.map(|free| *free = fragment).is_some();
+        self.end += usize::from(pushed);
+        pushed
+    }
+
+    /// The next that waits, which is done with then.
+    fn pop(&mut self) -> Option<Fragment> {
+        let next = *self.waiting().first()?;
+        self.first += 1;
+        if self.first == self.end {
+            self.clear();
+        }
+        Some(next)
+    }
+
+    fn clear(&mut self) {
+        (self.first, self.end) = (0, 0);
+    }
+}
+
+/// What a string input read.
+pub(crate) struct Input {
+    bytes: [u8; INPUT_BYTES],
+    /// How many of them are stored.
+    stored: usize,
+    len: usize,
+}
+
+// SAFETY: integers.
+unsafe impl Zeroed for Input {}
+
+impl Input {
+    fn set(&mut self, data: &[u8]) {
+        self.len = data.len().min(INPUT_BYTES);
+        self.stored = 0;
+        self.bytes[..self.len].copy_from_slice(&data[..self.len]);
+    }
+
+    /// What is not stored yet, in reading order.
+    fn left(&self) -> &[u8] {
+        &self.bytes[self.stored..self.len]
+    }
+}
+
+/// What is under way with the device model. The data is in [`crate::fixed::Fixed`].
 #[derive(Default)]
 pub(crate) struct Devices {
-    /// Answered reads of the instruction at RIP, in the order in which it makes them.
-    answers: Vec<Fragment>,
-    /// How many of them the present execution has taken.
+    /// How many answers the present execution has taken.
     taken: usize,
     /// The read that ended the last run.
     asked: Option<Fragment>,
-    writes: VecDeque<Fragment>,
     pub(crate) port: Option<Port>,
     /// RIP of a hypercall that ended the last run, and behind it.
     hypercall: Option<(u64, u64)>,
-    /// What a string input read and has not stored yet, in reading order.
-    input: VecDeque<u8>,
 }
 
 /// A port access that waits for its completion.
@@ -68,14 +132,14 @@ impl Cpu {
         if let Some(mut read) = self.devices.asked.take() {
             let len = data.len().min(usize::from(read.len));
             read.data[..len].copy_from_slice(&data[..len]);
-            self.devices.answers.push(read);
+            self.fixed.answers.push(read);
             self.slow = true;
         }
     }
 
     /// Whether answers wait for the instruction at RIP.
     pub(crate) fn has_answers(&self) -> bool {
-        !self.devices.answers.is_empty()
+        !self.fixed.answers.waiting().is_empty()
     }
 
     /// The instruction at RIP starts: its reads take the answers from the first one.
@@ -85,13 +149,14 @@ impl Cpu {
 
     /// The instruction is done (or ended in an exception): the answers are used up.
     pub(crate) fn drop_answers(&mut self) {
-        self.devices.answers.clear();
+        self.fixed.answers.clear();
         self.devices.taken = 0;
     }
 
     pub(crate) fn mmio_read(&mut self, gpa: u64, buffer: &mut [u8]) -> Result<(), Break> {
         let len = buffer.len();
-        if let Some(answer) = self.devices.answers.get(self.devices.taken)
+        let answers = &mut self.fixed.answers;
+        if let Some(answer) = answers.waiting().get(self.devices.taken)
             && answer.gpa == gpa
             && usize::from(answer.len) == len
         {
@@ -100,7 +165,10 @@ impl Cpu {
             return Ok(());
         }
         // Whatever follows belongs to another instruction.
-        self.devices.answers.truncate(self.devices.taken);
+        answers.end = self.devices.taken;
+        if answers.end == MOST_FRAGMENTS {
+            return Err(self.unimplemented("an instruction with very many MMIO reads"));
+        }
         let read = Fragment {
             gpa,
             len: len as u8,
@@ -115,21 +183,24 @@ impl Cpu {
         }))
     }
 
-    pub(crate) fn mmio_write(&mut self, gpa: u64, bytes: &[u8]) {
+    pub(crate) fn mmio_write(&mut self, gpa: u64, bytes: &[u8]) -> Result<(), Break> {
         let mut write = Fragment {
             gpa,
             len: bytes.len() as u8,
             data: [0; 8],
         };
         write.data[..bytes.len()].copy_from_slice(bytes);
-        self.devices.writes.push_back(write);
+        if !self.fixed.writes.push(write) {
+            return Err(self.unimplemented("an instruction with very many MMIO writes"));
+        }
         self.stop = true;
         self.slow = true;
+        Ok(())
     }
 
     /// The next queued write, as an exit.
     pub(crate) fn next_mmio_write(&mut self) -> Option<Exit> {
-        let Fragment { gpa, len, data } = self.devices.writes.pop_front()?;
+        let Fragment { gpa, len, data } = self.fixed.writes.pop()?;
         Some(Exit::Mmio {
             gpa,
             len,
@@ -204,7 +275,7 @@ impl Cpu {
             PortKind::Ins { .. } => {
                 port.answered = true;
                 self.devices.port = Some(port);
-                self.devices.input = data.iter().copied().collect();
+                self.fixed.input.set(data);
                 self.slow = true;
                 return;
             }
@@ -223,14 +294,12 @@ impl Cpu {
             return Ok(());
         };
         let size = usize::from(port.size);
-        while self.state.rip == port.rip && self.devices.input.len() >= size {
+        while self.state.rip == port.rip && self.fixed.input.left().len() >= size {
             let mut element = [0; 4];
-            for (to, from) in element[..size].iter_mut().zip(&self.devices.input) {
-                *to = *from;
-            }
+            element[..size].copy_from_slice(&self.fixed.input.left()[..size]);
             let lin = self.string_address(0, 7, address_size, port.size.into())?;
             self.store_bytes(lin, &element[..size])?;
-            self.devices.input.drain(..size);
+            self.fixed.input.stored += size;
             self.advance_string(7, address_size, port.size);
             self.finish_string(&port, address_size, rep);
         }

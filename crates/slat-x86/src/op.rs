@@ -1,7 +1,7 @@
 //! The decoded operation: what the interpreter's inner loop works on.
 
 use crate::Cpu;
-use iced_x86::Instruction;
+use iced_x86::Mnemonic;
 
 /// How an instruction ended other than by going on to the next one.
 ///
@@ -50,7 +50,7 @@ pub const MEM: u8 = 0xfe;
 /// One decoded instruction, or two that were fused.
 ///
 /// `r`, `imm` and the memory operand are filled in before the handler is chosen, alike for all instructions.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Op {
     /// What executes it.
     pub handler: Handler,
@@ -89,15 +89,6 @@ pub struct Op {
     pub(crate) fusible: u8,
     /// Instructions behind this operation: 2 when fused, 0 for a check that the lowering adds.
     pub count: u8,
-    /// The whole instruction, for handlers that are not worth specialising.
-    pub(crate) instruction: Option<Box<Instruction>>,
-}
-
-impl Op {
-    /// The instruction as decoded. Present for every operation that SIMD, x87 and system handlers see.
-    pub fn instruction(&self) -> &Instruction {
-        self.instruction
-            .as_deref()
-            .expect("lowering keeps the instruction for such handlers")
-    }
+    /// Which instruction it is, for what is not worth a handler of its own.
+    pub(crate) mnemonic: Mnemonic,
 }

@@ -56,7 +56,7 @@ impl Cpu {
     /// Executes the operations of a block.
     #[inline(always)]
     fn execute(&mut self, block: &Block) -> Option<Exit> {
-        self.block_rip = block.rip;
+        self.block_rip = block.key.rip;
         self.code_page = block.page();
         self.stop = false;
         self.instructions += block.count;
@@ -220,10 +220,12 @@ impl Cpu {
             };
             return self.take_fault();
         }
-        let block = match self.single_block() {
+        let found = match self.single_block() {
             Ok(block) => block,
             Err(why) => return self.fetch_failed(why),
         };
+        // SAFETY: the block lives as long as the CPU, and only `single_block` changes it.
+        let block = unsafe { found.as_ref() };
         let traps = self.state.rflags & flags::TF != 0;
         // IRET may set RF, for the instruction after it.
         let resumed = self.state.rflags & flags::RF;
@@ -232,9 +234,8 @@ impl Cpu {
         let mov_ss = std::mem::take(&mut events.mov_ss_shadow);
         self.rewind_answers();
         let before = self.instructions;
-        let mut exit = self.execute(&block);
-        let executed = self.instructions != before || self.state.rip != block.rip;
-        self.keep_single(block);
+        let mut exit = self.execute(block);
+        let executed = self.instructions != before || self.state.rip != block.key.rip;
         self.slow = true;
         if !executed {
             // Abandoned: it starts again under the same shadow.

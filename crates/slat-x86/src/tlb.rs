@@ -5,6 +5,7 @@
 //! of its *last* byte is the tag at the index of its first byte, so that one comparison also tells an
 //! access that crosses into the next page.
 
+use crate::heap::Zeroed;
 use std::ptr::NonNull;
 
 /// Entries per table.
@@ -18,9 +19,14 @@ pub(crate) const USER: usize = ENTRIES;
 /// … for supervisor accesses with RFLAGS.AC set.
 pub(crate) const SUPERVISOR_AC: usize = 2 * ENTRIES;
 
-/// A tag that no page has: bit 0 is set.
-const EMPTY: u64 = 1;
-const PAGE: u64 = !0xfff;
+/// A page's tag is the address of its last byte; this is the tag of none. So a TLB of zeroes is empty.
+const EMPTY: u64 = 0;
+
+/// The tag of the page of `lin`.
+#[inline(always)]
+fn tag(lin: u64) -> u64 {
+    lin | 0xfff
+}
 
 #[derive(Clone, Copy)]
 #[repr(C, align(32))]
@@ -44,6 +50,8 @@ pub(crate) struct Tlb {
     /// Entries filled since the last flush, for cheap flushes of a TLB that is hardly used.
     filled: [u16; 64],
     fills: usize,
+    /// Some of `code` was filled since the last flush.
+    code_filled: bool,
 }
 
 const CODE_ENTRIES: usize = 256;
@@ -51,25 +59,10 @@ const CODE_ENTRIES: usize = 256;
 // SAFETY: the host addresses are guest memory, which any thread may access through guarded accesses.
 unsafe impl Send for Tlb {}
 
-impl Tlb {
-    pub(crate) fn new() -> Box<Self> {
-        let empty = Entry {
-            read: EMPTY,
-            write: EMPTY,
-            addend: 0,
-        };
-        let no_code = CodeEntry {
-            tag: EMPTY,
-            host: std::ptr::null_mut(),
-        };
-        Box::new(Self {
-            entries: [empty; TABLES * ENTRIES],
-            code: [no_code; 2 * CODE_ENTRIES],
-            filled: [0; 64],
-            fills: 0,
-        })
-    }
+// SAFETY: integers and pointers.
+unsafe impl Zeroed for Tlb {}
 
+impl Tlb {
     #[inline(always)]
     fn slot(table: usize, lin: u64) -> usize {
         // The mask tells the compiler that the index is in range.
@@ -80,7 +73,7 @@ impl Tlb {
     #[inline(always)]
     pub(crate) fn read(&self, table: usize, lin: u64, size: u64) -> Option<*mut u8> {
         let entry = &self.entries[Self::slot(table, lin)];
-        (entry.read == lin.wrapping_add(size - 1) & PAGE)
+        (entry.read == tag(lin.wrapping_add(size - 1)))
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
@@ -88,7 +81,7 @@ impl Tlb {
     #[inline(always)]
     pub(crate) fn write(&self, table: usize, lin: u64, size: u64) -> Option<*mut u8> {
         let entry = &self.entries[Self::slot(table, lin)];
-        (entry.write == lin.wrapping_add(size - 1) & PAGE)
+        (entry.write == tag(lin.wrapping_add(size - 1)))
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
@@ -102,12 +95,11 @@ impl Tlb {
         write: bool,
     ) {
         let slot = Self::slot(table, lin);
-        let page = lin & PAGE;
-        let tag = |allowed| if allowed { page } else { EMPTY };
-        let addend = (host.as_ptr() as u64).wrapping_sub(page);
+        let tag_if = |allowed| if allowed { tag(lin) } else { EMPTY };
+        let addend = (host.as_ptr() as u64).wrapping_sub(lin & !0xfff);
         self.entries[slot] = Entry {
-            read: tag(read),
-            write: tag(write),
+            read: tag_if(read),
+            write: tag_if(write),
             addend,
         };
         if self.fills < self.filled.len() {
@@ -120,14 +112,15 @@ impl Tlb {
     #[inline(always)]
     pub(crate) fn code(&self, user: bool, lin: u64) -> Option<*mut u8> {
         let entry = &self.code[Self::code_slot(user, lin)];
-        (entry.tag == lin & PAGE).then_some(entry.host)
+        (entry.tag == tag(lin)).then_some(entry.host)
     }
 
     pub(crate) fn fill_code(&mut self, user: bool, lin: u64, host: *mut u8) {
         self.code[Self::code_slot(user, lin)] = CodeEntry {
-            tag: lin & PAGE,
+            tag: tag(lin),
             host,
         };
+        self.code_filled = true;
     }
 
     #[inline(always)]
@@ -162,8 +155,10 @@ impl Tlb {
             }
         }
         self.fills = 0;
-        for entry in &mut self.code {
-            entry.tag = EMPTY;
+        if std::mem::take(&mut self.code_filled) {
+            for entry in &mut self.code {
+                entry.tag = EMPTY;
+            }
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::Cpu;
 use crate::op::{Flow, Handler, MEM, Op};
 use crate::state::{F80, State, control, flags};
 use core::arch::{asm, naked_asm};
-use iced_x86::{Encoder, Instruction, Mnemonic as M};
+use iced_x86::{Instruction, Mnemonic as M};
 
 /// The error summary in the status word: an unmasked exception waits.
 const ERROR: u16 = 1 << 7;
@@ -59,12 +59,12 @@ unsafe extern "C" fn memory_stubs() {
     )
 }
 
-/// The handler of an x87 instruction, or `None` if it is not one that this CPU has.
-pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+/// The handler of the x87 instruction in `code`, or `None` if it is not one that this CPU has.
+pub(crate) fn lower(insn: &Instruction, code: &[u8], op: &mut Op) -> Option<Handler> {
     if insn.mnemonic() == M::Wait {
         return Some(fwait);
     }
-    let (opcode, modrm) = opcode_and_modrm(insn)?;
+    let (opcode, modrm) = opcode_and_modrm(code)?;
     op.aux = 0;
     let in_memory = op.r.contains(&MEM);
     op.r[MODRM] = modrm;
@@ -98,19 +98,11 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     })
 }
 
-/// The first two bytes behind the prefixes, if they are those of an x87 instruction.
-fn opcode_and_modrm(insn: &Instruction) -> Option<(u8, u8)> {
+/// The first two bytes after the prefixes, if they are those of an x87 instruction.
+fn opcode_and_modrm(code: &[u8]) -> Option<(u8, u8)> {
     let is_prefix = |byte: &u8| matches!(byte, 0x26 | 0x2e | 0x36 | 0x3e | 0x64..=0x67 | 0x40..=0x4f | 0xf0 | 0xf2 | 0xf3);
-    let bytes = [64, 32, 16].into_iter().find_map(|bits| {
-        let mut encoder = Encoder::new(bits);
-        encoder.encode(insn, insn.ip()).ok()?;
-        Some(encoder.take_buffer())
-    })?;
-    match *bytes
-        .iter()
-        .position(|byte| !is_prefix(byte))
-        .map(|at| &bytes[at..])?
-    {
+    let at = code.iter().position(|byte| !is_prefix(byte))?;
+    match code[at..] {
         [opcode @ 0xd8..=0xdf, modrm, ..] => Some((opcode, modrm)),
         _ => None,
     }

@@ -282,7 +282,7 @@ fn a_hypercall_that_the_machine_does_not_answer_is_finished_from_outside() {
 fn a_real_mode_cpu_starts_at_the_reset_vector_and_enters_protected_and_long_mode() {
     let memory = Memory::new(MMIO as usize);
     let mut guest = Guest::with_memory(memory, b"");
-    guest.cpu = Cpu::new();
+    guest.cpu = Cpu::try_new().unwrap();
     let state = &mut guest.cpu.state;
     state.cs.base = 0xf0000;
     state.cs.selector = 0xf000;

@@ -2,14 +2,11 @@
 
 use crate::Cpu;
 use crate::machine::Exit;
-use crate::mmio::{Port, PortKind};
+use crate::mmio::{INPUT_BYTES, Port, PortKind};
 use crate::op::{Break, Flow, Handler, NONE, Op};
 use crate::state::flags;
 use crate::vector;
 use iced_x86::{Instruction, Mnemonic, Register};
-
-/// The most that one exit of a repeated string input asks for.
-const INPUT_BYTES: u64 = 1024;
 
 impl Cpu {
     /// IOPL, or else the TSS's permission bitmap.
@@ -96,7 +93,7 @@ fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.string_address(0, 7, address_size, 1 << op.size)?;
     cpu.probe_write(lin, 1 << op.size)?;
     // Upwards, all that goes into the page is read at once, up to KVM's limit.
-    let in_page = (0x1000 - (lin & 0xfff)).min(INPUT_BYTES) >> op.size;
+    let in_page = (0x1000 - (lin & 0xfff)).min(INPUT_BYTES as u64) >> op.size;
     let count = match rep && cpu.state.rflags & flags::DF == 0 {
         true => cpu.string_count(address_size).min(in_page).max(1) as u32,
         false => 1,

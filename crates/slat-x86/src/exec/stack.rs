@@ -1,6 +1,7 @@
 //! PUSH POP, PUSHF POPF, PUSHA POPA, ENTER LEAVE.
 
 use crate::Cpu;
+use crate::frame::Frame;
 use crate::int::Int;
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
 use crate::state::flags;
@@ -218,31 +219,32 @@ fn leave(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
+    /// RBP, the pointers of up to 30 outer frames, and the one to this frame.
+    const WORDS: usize = 32;
     let bytes = 1u64 << op.size;
     let allocate = op.imm & 0xffff;
     let level = u64::from(op.aux & 31);
     let rbp = cpu.state.gpr[5];
-    let mut frame = vec![rbp];
+    let mut frame = Frame::<{ 8 * WORDS }>::new();
+    frame.push(rbp, bytes as usize);
     let pointer = cpu.rsp_plus(bytes.wrapping_neg());
     for i in 1..level {
         let at = rbp.wrapping_sub(i * bytes) & cpu.stack_mask();
         let lin = cpu.stack_address(at, bytes as u32)?;
-        frame.push(match op.size {
+        let outer = match op.size {
             1 => cpu.load::<u16>(lin)?.zx(),
             2 => cpu.load::<u32>(lin)?.zx(),
             _ => cpu.load::<u64>(lin)?,
-        });
+        };
+        frame.push(outer, bytes as usize);
     }
     if level > 0 {
-        frame.push(pointer);
+        frame.push(pointer, bytes as usize);
     }
-    let mut image = Vec::new();
-    for v in frame.iter().rev() {
-        image.extend_from_slice(&v.to_le_bytes()[..bytes as usize]);
-    }
+    let image = frame.bytes();
     let rsp = cpu.rsp_plus((image.len() as u64).wrapping_neg());
     let lin = cpu.stack_address(rsp, image.len() as u32)?;
-    cpu.store_bytes(lin, &image)?;
+    cpu.store_bytes(lin, image)?;
     cpu.set_rsp(rsp.wrapping_sub(allocate));
     match op.size {
         1 => u16::set(cpu, 5, pointer as u16),

@@ -11,6 +11,9 @@ use iced_x86::{Instruction, Mnemonic as M, OpKind};
 pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let mnemonic = insn.mnemonic();
     op.aux = op.imm as u8;
+    if op.r[1] == MEM {
+        op.size = insn.memory_size().size().trailing_zeros() as u8;
+    }
     let from_gpr = insn.op1_register().is_gpr();
     let handler: Handler = match mnemonic {
         M::Emms => emms,
@@ -145,8 +148,8 @@ fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
 fn source(cpu: &mut Cpu, op: &Op) -> Result<u64, Break> {
     if op.r[1] == MEM {
         // Low halves are unpacked from a doubleword; the other operands are quadwords.
-        return match op.instruction().memory_size().size() {
-            4 => cpu.load_mem::<u32>(op).map(u64::from),
+        return match op.size {
+            2 => cpu.load_mem::<u32>(op).map(u64::from),
             _ => cpu.load_mem::<u64>(op),
         };
     }
@@ -212,7 +215,7 @@ fn from_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
     check(cpu)?;
     let src = if op.r[1] != MEM {
         cpu.state.xmm[usize::from(op.r[1])]
-    } else if op.instruction().memory_size().size() == 8 {
+    } else if op.size == 3 {
         cpu.load_mem::<u64>(op)?.into()
     } else {
         let lin = cpu.lin(op, 16)?;

@@ -14,7 +14,7 @@ pub(crate) use host::HostFlags;
 
 use crate::Cpu;
 use crate::op::{Flow, Handler, Op};
-use iced_x86::{CpuidFeature, Instruction};
+use iced_x86::{CpuidFeature, Instruction, Mnemonic};
 
 /// Which instruction sets the host executes, and so the CPU may claim in CPUID, as the bits of leaf 1.
 ///
@@ -63,6 +63,13 @@ fn undefined(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }
 
+/// Whether it has an MMX operand, or a memory operand in the place of one.
+fn is_mmx(insn: &Instruction) -> bool {
+    let or_memory = matches!(insn.mnemonic(), Mnemonic::Cvtpi2ps | Mnemonic::Cvtpi2pd);
+    let is_mm = |k| insn.op_register(k).is_mm();
+    or_memory || insn.mnemonic() == Mnemonic::Emms || (0..insn.op_count()).any(is_mm)
+}
+
 /// The handler of a SIMD instruction, or `None` if it is not one that this CPU has.
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let features = insn.code().cpuid_features();
@@ -72,10 +79,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     if !features.iter().all(|f| offered(*f) == Some(true)) {
         return Some(undefined);
     }
-    use iced_x86::OpCodeOperandKind as Kind;
-    let uses_mmx = |kind: &Kind| matches!(kind, Kind::mm_reg | Kind::mm_rm | Kind::mm_or_mem);
-    if insn.op_code().op_kinds().iter().any(uses_mmx) || insn.mnemonic() == iced_x86::Mnemonic::Emms
-    {
+    if is_mmx(insn) {
         return mmx::lower(insn, op);
     }
     moves::lower(insn, op)

@@ -163,7 +163,7 @@ fn run_unmasked(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     let result = host::float(Entry(op.imm), work, &mut mxcsr);
     let mut raised = mxcsr & FLAGS;
     // A tiny result is an unmasked underflow even when it is exact.
-    if masks & UNDERFLOW == 0 && has_denormal(op.instruction().mnemonic(), work.dst) {
+    if masks & UNDERFLOW == 0 && has_denormal(op.mnemonic, work.dst) {
         raised |= UNDERFLOW;
     }
     if raised & !masks & BEFORE_RESULT != 0 {

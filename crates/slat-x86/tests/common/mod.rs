@@ -93,6 +93,8 @@ pub struct TestMachine {
     pub translations: Vec<(u64, Access)>,
     /// Answer so many translations with `Retry` first.
     pub retries: usize,
+    /// Fetches of a page that fail before one succeeds, and how they fail.
+    pub failing_fetches: HashMap<u64, (usize, Fault)>,
     pub rechecks: usize,
     pub bad_address: bool,
     pub msrs: HashMap<u32, u64>,
@@ -100,6 +102,8 @@ pub struct TestMachine {
     pub tsc: u64,
     /// The linear address is the guest-physical one plus this, for the test of flushes.
     pub shift: u64,
+    /// Pages that are elsewhere: their guest-physical page numbers.
+    pub moved: HashMap<u64, u64>,
 }
 
 impl TestMachine {
@@ -109,12 +113,14 @@ impl TestMachine {
             rights: HashMap::new(),
             translations: vec![],
             retries: 0,
+            failing_fetches: HashMap::new(),
             rechecks: 0,
             bad_address: false,
             msrs: HashMap::new(),
             hypercalls: vec![],
             tsc: 0,
             shift: 0,
+            moved: HashMap::new(),
         }
     }
     pub fn absent(&mut self, gva: u64) {
@@ -144,6 +150,13 @@ impl Mmu for TestMachine {
             self.retries -= 1;
             return Err(Fault::Retry);
         }
+        if access == Access::Execute
+            && let Some((left, fault)) = self.failing_fetches.get_mut(&(gva >> 12))
+            && *left > 0
+        {
+            *left -= 1;
+            return Err(*fault);
+        }
         let all = Rights {
             present: true,
             write: true,
@@ -162,7 +175,10 @@ impl Mmu for TestMachine {
             let error_code = u32::from(rights.present) | write | user | fetch;
             return Err(Fault::Page { error_code });
         }
-        let gpa = gva.wrapping_add(self.shift);
+        let gpa = match self.moved.get(&(gva >> 12)) {
+            Some(page) => page << 12 | gva & 0xfff,
+            None => gva.wrapping_add(self.shift),
+        };
         if gpa >= self.memory.len as u64 {
             return Err(Fault::Mmio { gpa });
         }
@@ -276,7 +292,7 @@ impl Guest {
             Self::gate(&memory, vector as u8, at, 0, 0);
             memory.write(at, &[0xf4]);
         }
-        let mut cpu = Cpu::new();
+        let mut cpu = Cpu::try_new().unwrap();
         long_mode(&mut cpu.state);
         Self {
             cpu,

@@ -116,7 +116,7 @@ impl Guest {
         gdt[8..16].copy_from_slice(&0x00af_9b00_0000_ffffu64.to_le_bytes());
         gdt[16..24].copy_from_slice(&0x00cf_9300_0000_ffffu64.to_le_bytes());
 
-        let mut cpu = Cpu::new();
+        let mut cpu = Cpu::try_new().unwrap();
         let state = &mut cpu.state;
         let segment = |selector, rights| Segment {
             selector,

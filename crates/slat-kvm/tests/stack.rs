@@ -1,0 +1,75 @@
+//! How much of its caller's stack `KVM_RUN` takes.
+
+mod common;
+mod long_mode;
+
+use long_mode::{EXITS, Machine, ROUNDS, answer};
+
+/// The size of the threads that run vCPUs here, with what the C library keeps in it for itself.
+const THREAD: usize = 64 << 10;
+/// What `KVM_RUN` may take of it. Without optimisation, frames are larger.
+const BOUND: usize = if cfg!(debug_assertions) {
+    32 << 10
+} else {
+    16 << 10
+};
+const PAINT: u64 = 0x5a5a_a5a5_5a5a_a5a5;
+
+/// The lowest address of this thread's stack that may be written.
+fn lowest() -> usize {
+    // SAFETY: the thread's own attributes, in memory of ours.
+    unsafe {
+        let mut attributes = std::mem::zeroed();
+        assert_eq!(
+            libc::pthread_getattr_np(libc::pthread_self(), &mut attributes),
+            0
+        );
+        let (mut start, mut len, mut guard) = (std::ptr::null_mut(), 0, 0);
+        libc::pthread_attr_getstack(&attributes, &mut start, &mut len);
+        libc::pthread_attr_getguardsize(&attributes, &mut guard);
+        libc::pthread_attr_destroy(&mut attributes);
+        start as usize + guard
+    }
+}
+
+/// Calls `work`. Returns how many bytes of the stack it took.
+#[inline(never)]
+fn depth(work: impl FnOnce()) -> usize {
+    let here = 0u64;
+    let top = (&raw const here as usize & !7) - 1024;
+    let painted = (lowest()..top).step_by(8);
+    for at in painted.clone() {
+        // SAFETY: below this function's frame and above the guard page; nothing is there while no other function runs.
+        unsafe { (at as *mut u64).write_volatile(PAINT) };
+    }
+    work();
+    // SAFETY: as above.
+    let used = painted
+        .clone()
+        .find(|at| unsafe { (*at as *const u64).read_volatile() } != PAINT);
+    top - used.unwrap_or(top) + 1024
+}
+
+#[test]
+fn kvm_run_takes_little_of_the_stack() {
+    let machine = Machine::new();
+    let mut vcpu = machine.vm.create_vcpu(0).unwrap();
+    machine.start(&vcpu);
+    let run = || {
+        let mut exits = 0;
+        let used = depth(|| {
+            while answer(vcpu.run().unwrap()) {
+                exits += 1;
+            }
+        });
+        (exits, used)
+    };
+    let (exits, used) = std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().stack_size(THREAD);
+        thread.spawn_scoped(scope, run).unwrap().join().unwrap()
+    });
+    println!("{used} bytes of stack, {exits} exits");
+    assert_eq!(exits, ROUNDS * EXITS);
+    machine.check_end(&vcpu);
+    assert!(used <= BOUND, "{used} bytes of stack");
+}

@@ -1,0 +1,241 @@
+//! All blocks of a CPU, found by address and verified against memory.
+//!
+//! A block is keyed by linear address, RIP and decoding mode. Entering one compares its bytes with guest
+//! memory, so stores by anyone are seen; a store of this CPU to the page of the running block ends it
+//! (`Cpu::wrote`). The host page behind a block is looked up again when the TLB was flushed since.
+//!
+//! Code is decoded into a block that the next code reuses: much of what is executed once is not executed
+//! again, and keeping it costs more than decoding it. Code that has run before is copied into a block that
+//! is kept. So whatever can be found is whole: a fetch that fails half-way has touched no kept block.
+//!
+//! Kept blocks never move and are freed only all at once, between blocks: when they are about to take more than
+//! [`CODE_BYTES`]. Where there is no memory to keep one, it runs all the same, and is decoded again the next time.
+
+use crate::Cpu;
+use crate::block::{Block, Key, MAX_OPS};
+use crate::heap::{self, OutOfMemory, Zeroed};
+use crate::op::Break;
+use std::collections::HashMap;
+use std::ptr::NonNull;
+
+/// The most bytes that the kept blocks of one CPU and their index take of the heap.
+pub const CODE_BYTES: usize = 16 << 20;
+/// Entries of the direct-mapped front table.
+const FRONT: usize = 4096;
+/// Bits of [`Seen`].
+const SEEN: usize = 1 << 17;
+
+/// Where code has run lately: a bit for each of a few addresses. One that is set for another address
+/// makes a block be kept that need not be; so no two addresses keep each other from being kept.
+pub(crate) struct Seen {
+    bits: [u64; SEEN / 64],
+    set: usize,
+}
+
+// SAFETY: integers.
+unsafe impl Zeroed for Seen {}
+
+impl Seen {
+    /// Whether `lin` was here before; from now on it was.
+    fn note(&mut self, lin: u64) -> bool {
+        if self.set >= SEEN / 4 {
+            self.bits.fill(0);
+            self.set = 0;
+        }
+        // Neighbouring code, and code at one place of neighbouring pages, goes to different bits.
+        let bit = lin.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SEEN.ilog2());
+        let word = &mut self.bits[bit as usize / 64];
+        let seen = *word >> (bit % 64) & 1 != 0;
+        *word |= 1 << (bit % 64);
+        self.set += usize::from(!seen);
+        seen
+    }
+}
+
+/// Kept blocks by address, direct-mapped.
+pub(crate) struct Front([Option<NonNull<Block>>; FRONT]);
+
+// SAFETY: zeroes are `None`, as Rust promises for an `Option` of a `NonNull`.
+unsafe impl Zeroed for Front {}
+
+impl Front {
+    #[inline(always)]
+    fn at(&mut self, lin: u64) -> &mut Option<NonNull<Block>> {
+        &mut self.0[(lin ^ lin >> 12) as usize & (FRONT - 1)]
+    }
+}
+
+/// All blocks of a CPU.
+pub(crate) struct Blocks {
+    kept: HashMap<Key, NonNull<Block>>,
+    /// What `kept`'s blocks take of the heap.
+    bytes: usize,
+    /// The block that is not kept.
+    once: NonNull<Block>,
+    /// The block of a single-stepped instruction.
+    single: NonNull<Block>,
+}
+
+fn leak(block: Box<Block>) -> NonNull<Block> {
+    NonNull::from(Box::leak(block))
+}
+
+impl Blocks {
+    pub(crate) fn try_new() -> Result<Self, OutOfMemory> {
+        let once = heap::boxed(Block::with_room(MAX_OPS)?)?;
+        let single = heap::boxed(Block::with_room(1)?)?;
+        Ok(Self {
+            kept: HashMap::new(),
+            bytes: 0,
+            once: leak(once),
+            single: leak(single),
+        })
+    }
+
+    /// What the kept blocks and their index take of the heap.
+    fn heap_bytes(&self) -> usize {
+        // Beside each entry, the map has a byte of its own.
+        self.bytes + self.kept.capacity() * (size_of::<(Key, NonNull<Block>)>() + 1)
+    }
+
+    /// Frees the kept blocks. No block is running.
+    fn clear(&mut self, front: &mut Front) {
+        front.0.fill(None);
+        for (_, block) in self.kept.drain() {
+            // SAFETY: made by `leak`, removed from the map and the table here; none is running.
+            drop(unsafe { Box::from_raw(block.as_ptr()) });
+        }
+        self.bytes = 0;
+    }
+
+    /// Keeps a copy of `once`, in the place of an old block with its key. The old one stays as it is on failure.
+    fn keep(&mut self, front: &mut Front) -> Result<NonNull<Block>, OutOfMemory> {
+        // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
+        let once = unsafe { self.once.as_ref() };
+        if self.heap_bytes() + once.heap_bytes() > CODE_BYTES {
+            self.clear(front);
+        }
+        let kept = match self.kept.get(&once.key) {
+            Some(&kept) => {
+                // SAFETY: blocks in the map are alive, and nothing else refers to one while no block is running.
+                let block = unsafe { &mut *kept.as_ptr() };
+                let before = block.heap_bytes();
+                let reserved = block.reserve(once);
+                self.bytes += block.heap_bytes() - before;
+                reserved?;
+                block.copy(once);
+                kept
+            }
+            None => {
+                self.kept.try_reserve(1).map_err(|_| OutOfMemory)?;
+                let mut block = heap::boxed(Block::with_room_for(once)?)?;
+                block.copy(once);
+                self.bytes += block.heap_bytes();
+                let kept = leak(block);
+                self.kept.insert(once.key, kept);
+                kept
+            }
+        };
+        *front.at(once.key.lin) = Some(kept);
+        Ok(kept)
+    }
+}
+
+impl Drop for Blocks {
+    fn drop(&mut self) {
+        let own = [self.once, self.single];
+        for block in self.kept.drain().map(|(_, block)| block).chain(own) {
+            // SAFETY: made by `leak`, and the CPU that might run it is being dropped.
+            drop(unsafe { Box::from_raw(block.as_ptr()) });
+        }
+    }
+}
+
+impl Cpu {
+    /// Bytes of the heap that the blocks of decoded code and their index take: at most [`CODE_BYTES`].
+    pub fn code_bytes(&self) -> usize {
+        self.blocks.heap_bytes()
+    }
+
+    /// The block at RIP, verified. It stays valid until the next call.
+    #[inline(always)]
+    pub(crate) fn find_block(&mut self) -> Result<NonNull<Block>, Break> {
+        let rip = self.state.rip;
+        let key = Key {
+            lin: self.code_address(rip),
+            rip,
+            mode: self.mode,
+        };
+        if let Some(found) = *self.fixed.front.at(key.lin) {
+            // SAFETY: blocks in the table are alive until all are freed, between blocks.
+            let block = unsafe { found.as_ref() };
+            if block.key == key && block.is_fresh(self.generation) {
+                return Ok(found);
+            }
+        }
+        self.find_block_slow(key)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn find_block_slow(&mut self, key: Key) -> Result<NonNull<Block>, Break> {
+        self.check_code_limit(key.rip)?;
+        let seen = self.fixed.seen.note(key.lin);
+        if seen && let Some(&kept) = self.blocks.kept.get(&key) {
+            // SAFETY: blocks in the map are alive; nothing else refers to one while no block is running.
+            if self.verify(unsafe { &mut *kept.as_ptr() })? {
+                *self.fixed.front.at(key.lin) = Some(kept);
+                return Ok(kept);
+            }
+        }
+        let once = self.blocks.once;
+        // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
+        self.make(unsafe { &mut *once.as_ptr() }, key, MAX_OPS)?;
+        match seen {
+            true => Ok(self.blocks.keep(&mut self.fixed.front).unwrap_or(once)),
+            false => Ok(once),
+        }
+    }
+
+    /// The one instruction at RIP as a block of its own. It stays valid until the next call.
+    pub(crate) fn single_block(&mut self) -> Result<NonNull<Block>, Break> {
+        let rip = self.state.rip;
+        self.check_code_limit(rip)?;
+        let key = Key {
+            lin: self.code_address(rip),
+            rip,
+            mode: self.mode,
+        };
+        let single = self.blocks.single;
+        // SAFETY: as for the block that is not kept.
+        self.make(unsafe { &mut *single.as_ptr() }, key, 1)?;
+        Ok(single)
+    }
+
+    /// Makes `block` what `key` stands for: it may be that already, or else is decoded anew.
+    fn make(&mut self, block: &mut Block, key: Key, max_ops: usize) -> Result<(), Break> {
+        if block.key == key && self.verify(block)? {
+            return Ok(());
+        }
+        self.decode(block, key, max_ops)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_is_seen_from_its_second_run_on_until_much_other_code_has_run() {
+        let mut seen = heap::zeroed::<Seen>().unwrap();
+        assert!(!seen.note(0x1000));
+        assert!(seen.note(0x1000) && seen.note(0x1000));
+        let new = (1..SEEN as u64 / 8).filter(|page| !seen.note(0x1000 + (page << 12)));
+        assert!(new.count() > SEEN / 10, "addresses are told apart");
+        assert!(seen.note(0x1000));
+        for page in SEEN as u64 / 8..SEEN as u64 {
+            seen.note(0x1000 + (page << 12));
+        }
+        assert!(seen.set <= SEEN / 4);
+    }
+}

@@ -1,0 +1,33 @@
+//! The memory of fixed size that a CPU gets when it is made: its software TLB, the tables that find blocks, and the
+//! queues between an instruction and the device model.
+//!
+//! All of it begins as zeroes in one large allocation, of which the host provides the pages that are used: a CPU that
+//! hardly runs takes little of it. Nothing that runs the guest allocates more, except the copies of blocks that are kept.
+
+use crate::blocks::{Front, Seen};
+use crate::heap::Zeroed;
+use crate::mmio::{Fragments, Input};
+use crate::tlb::Tlb;
+
+pub(crate) struct Fixed {
+    /// Answered reads of the instruction at RIP, in the order in which it makes them.
+    pub(crate) answers: Fragments,
+    /// Writes that the device model has not seen.
+    pub(crate) writes: Fragments,
+    /// What a string input read.
+    pub(crate) input: Input,
+    pub(crate) seen: Seen,
+    pub(crate) front: Front,
+    pub(crate) tlb: Tlb,
+}
+
+// SAFETY: so it is of every field.
+unsafe impl Zeroed for Fixed
+where
+    Fragments: Zeroed,
+    Input: Zeroed,
+    Seen: Zeroed,
+    Front: Zeroed,
+    Tlb: Zeroed,
+{
+}

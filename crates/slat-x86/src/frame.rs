@@ -1,0 +1,29 @@
+//! Words that an instruction or an event pushes in one piece.
+
+/// Up to `BYTES` bytes of a stack, from the word pushed last to the one pushed first.
+pub(crate) struct Frame<const BYTES: usize> {
+    bytes: [u8; BYTES],
+    /// Where the word pushed last begins.
+    start: usize,
+}
+
+impl<const BYTES: usize> Frame<BYTES> {
+    pub(crate) fn new() -> Self {
+        Self {
+            bytes: [0; BYTES],
+            start: BYTES,
+        }
+    }
+
+    /// Pushes the low `size` bytes of `word`.
+    pub(crate) fn push(&mut self, word: u64, size: usize) {
+        let end = self.start;
+        self.start -= size;
+        self.bytes[self.start..end].copy_from_slice(&word.to_le_bytes()[..size]);
+    }
+
+    /// As they are to be in memory.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.bytes[self.start..]
+    }
+}
