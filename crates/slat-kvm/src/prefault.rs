@@ -1,7 +1,7 @@
 //! `KVM_PRE_FAULT_MEMORY`: guest memory is mapped before the guest asks for it.
 
+use crate::entered::Entered;
 use crate::errno::{Error, Result, fail};
-use crate::mmu::thread_id;
 use crate::thread::{Inside, Running, bits};
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::kvm_pre_fault_memory;
@@ -31,12 +31,11 @@ impl VcpuObject {
         let _inside = Inside::enter();
         let _running = Running::enter(&attention);
         let whole = range.size;
-        inner.machine.engine.enter(thread_id());
+        let mut inner = Entered::enter(&mut *inner);
         let mut result = Ok(());
         while range.size != 0 && result.is_ok() {
             result = self.pre_fault_some(&mut inner, range);
         }
-        inner.machine.engine.leave();
         if range.size == whole { result } else { Ok(()) }
     }
 
@@ -45,6 +44,7 @@ impl VcpuObject {
         if raised & bits::SIGNAL != 0 {
             return fail(libc::EINTR);
         }
+        self.vm.still_alive()?;
         if raised & slat::Attention::FLUSH != 0 {
             give_way(inner);
         }

@@ -1,7 +1,7 @@
 //! `KVM_RUN`: from the client into the guest and back.
 
+use crate::entered::{Entered, outside};
 use crate::errno::{Result, fail};
-use crate::mmu::thread_id;
 use crate::run_page::{PAGE, PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{Inside, Running, bits};
@@ -64,10 +64,7 @@ impl VcpuObject {
                 return fail(libc::EINTR);
             }
             inner.has_run = true;
-            inner.machine.engine.enter(thread_id());
-            let result = self.loop_until_exit(inner, masked.as_ref());
-            inner.machine.engine.leave();
-            result
+            self.loop_until_exit(&mut Entered::enter(inner), masked.as_ref())
         });
         self.common().runner.store(0, Ordering::SeqCst);
         self.publish(inner);
@@ -138,6 +135,7 @@ impl VcpuObject {
                     | bits::RING_FULL
                     | Attention::FLUSH,
             );
+            self.vm.still_alive()?;
             // The flush was for translations that this vCPU must not use later without having acknowledged it.
             inner.cpu.flush_tlb();
             inner.machine.pages.flush();
@@ -188,6 +186,7 @@ impl VcpuObject {
         let raised = attention.take(
             bits::SIGNAL | bits::IRQ | bits::TIMER | bits::POLL | bits::RETRY | bits::RING_FULL,
         );
+        self.vm.still_alive()?;
         // FLUSH is lowered by the acknowledgement.
         if raised & bits::RETRY != 0
             || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0
@@ -285,12 +284,12 @@ impl VcpuObject {
     fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         let exits = &self.common().exits;
         let begin = Instant::now();
-        inner.machine.engine.leave();
         exits.set_blocking(true);
-        let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
+        let interrupted = outside(&mut inner.machine.engine, || {
+            ticker::sleep(&self.common().attention, LONGEST_SLEEP)
+        });
         exits.set_blocking(false);
         exits.waited(begin.elapsed());
-        inner.machine.engine.enter(thread_id());
         if interrupted {
             self.common().attention.raise(bits::SIGNAL);
         }

@@ -1,5 +1,7 @@
 //! One vCPU: what belongs to it, and the calls that read and change its state. Running it is `run`'s.
 
+use crate::call::Call;
+use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail};
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};
 use crate::machine::VcpuMachine;
@@ -13,6 +15,7 @@ use crate::{events, fpu, msr, regs};
 use kvm_bindings::*;
 use slat::{Attention, DirtyRing, Shared, VcpuStats};
 use slat_x86::Cpu;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -122,6 +125,33 @@ pub(crate) struct Inner {
     pub(crate) has_run: bool,
 }
 
+/// A vCPU in the hands of one call.
+pub(crate) struct Locked<'a> {
+    /// Dropped first: who waits for the lock after a panic finds the VM dead.
+    _call: Call<'a>,
+    inner: MutexGuard<'a, Inner>,
+}
+
+impl Deref for Locked<'_> {
+    type Target = Inner;
+
+    fn deref(&self) -> &Inner {
+        &self.inner
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Inner {
+        &mut self.inner
+    }
+}
+
+impl AsMut<EngineVcpu> for Inner {
+    fn as_mut(&mut self) -> &mut EngineVcpu {
+        &mut self.machine.engine
+    }
+}
+
 /// A vCPU. It keeps its VM alive.
 pub struct VcpuObject {
     common: Arc<VcpuCommon>,
@@ -211,13 +241,12 @@ impl VcpuObject {
         self.vm.is_foreign()
     }
 
-    /// The vCPU for this thread alone. Waits while another thread runs it.
-    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, Inner>> {
-        self.vm.same_process()?;
-        Ok(self
-            .inner
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner()))
+    /// Begins a call that has the vCPU for this thread alone. Waits while another thread runs it.
+    pub(crate) fn lock(&self) -> Result<Locked<'_>> {
+        let call = self.vm.begin()?;
+        let inner = (self.inner.lock()).unwrap_or_else(|poisoned| poisoned.into_inner());
+        self.vm.still_alive()?;
+        Ok(Locked { _call: call, inner })
     }
 
     /// `KVM_GET_REGS`.
@@ -533,7 +562,7 @@ impl VcpuObject {
     /// # Errors
     /// `EIO`.
     pub fn nmi(&self) -> Result<()> {
-        self.vm.same_process()?;
+        let _call = self.vm.begin()?;
         self.common
             .signals
             .fetch_or(VcpuCommon::NMI, Ordering::SeqCst);
@@ -546,7 +575,7 @@ impl VcpuObject {
     /// # Errors
     /// `EIO`.
     pub fn tsc_khz(&self) -> Result<u32> {
-        self.vm.same_process()?;
+        let _call = self.vm.begin()?;
         Ok(self.vm.tsc_khz())
     }
 
