@@ -71,14 +71,21 @@ impl VcpuCommon {
         ticker::raise(&self.attention, bits::IRQ);
     }
 
-    /// Takes an interrupt that was sent to this vCPU. False when it does not.
+    /// Takes an interrupt that was sent to this vCPU. Returns whether it does: the end of a level (level-triggered, without
+    /// assert) is no interrupt.
     pub(crate) fn deliver(&self, icr: Icr) -> bool {
+        let level_ends = icr.level() && !icr.assert();
         let taken = match icr.mode() {
+            0 | 1 | 5 if level_ends => false,
             0 | 1 => self
                 .lapic()
                 .is_some_and(|mut lapic| lapic.request(icr.vector(), icr.level())),
             4 => self.signal(Self::NMI),
-            5 => !icr.level() || icr.assert() && self.signal(Self::INIT),
+            5 => {
+                // A SIPI before it is void.
+                self.signals.fetch_and(!Self::SIPI, Ordering::SeqCst);
+                self.signal(Self::INIT)
+            }
             6 => {
                 self.sipi_vector
                     .store(icr.vector().into(), Ordering::SeqCst);
