@@ -68,7 +68,11 @@ fn second_processor_after(commands: &[u16]) -> (VcpuFd, Option<u8>) {
         memory.read(DATA, &mut sent);
         std::thread::yield_now();
     }
-    let byte = result.recv_timeout(Duration::from_millis(if commands.len() > 1 { 3000 } else { 100 }));
+    let byte = result.recv_timeout(Duration::from_millis(if commands.len() > 1 {
+        3000
+    } else {
+        100
+    }));
     slat_kvm::interrupt_thread(thread);
     std::mem::forget(memory);
     let second = loop {

@@ -317,8 +317,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 self.counters().pf_emulate.add(1);
                 return Attempt::Stop(Stop::Mmio { gpa });
             }
-            let ring = slot.log.as_ref().filter(|log| log.is_ring());
-            if ring.is_some() && self.ring().is_none_or(|ring| ring.is_soft_full()) {
+            if self.is_log_full(&slot) {
                 return Attempt::Stop(Stop::DirtyRingFull);
             }
         }
@@ -343,7 +342,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if nx_split && !self.vm().policy.nx_splits_in_place() {
             self.zap_huge(gfn, slept);
         }
-        let leaf = leaf_for(&slot, &host, access);
+        let leaf = leaf_for(&slot, &host, self.logged_access(&slot, access));
         let leaf = Leaf {
             pfn: leaf.pfn.align_down(level),
             execute: leaf.execute && (level == Level::PAGE || !self.vm().policy.huge_is_nx()),
@@ -380,6 +379,23 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             Mapped::Broken => return self.wait_for_mend(gfn, slept),
         }
         Attempt::Done(translation(leaf, level, gfn))
+    }
+
+    /// Whether a write to the slot goes to a ring that has no room for it.
+    fn is_log_full(&self, slot: &SlotFacts) -> bool {
+        let to_ring = slot.log.as_ref().is_some_and(|log| log.is_ring());
+        to_ring && self.ring().is_none_or(|ring| ring.is_soft_full())
+    }
+
+    /// What the leaf is made for. A read that is logged (policy `dirty_log_reads`) maps the page as a
+    /// write does, so that the log names it and the write that follows needs no fault. If the ring is
+    /// full it is mapped for reading, and the write that follows stops.
+    fn logged_access(&self, slot: &SlotFacts, access: Access) -> Access {
+        let logged = slot.log.is_some() && self.vm().policy.logs_reads::<F>();
+        match logged && !self.is_log_full(slot) {
+            true => Access::Write,
+            false => access,
+        }
     }
 
     /// Step 2: the page behind a leaf that lost its right to write to the dirty log only.
@@ -583,7 +599,7 @@ fn is_executable(host: &HostPage) -> bool {
     host.memory == MemoryType::WriteBack
 }
 
-/// The leaf for one page; rights and marks as KVM starts them.
+/// The leaf for one page and an access, or for one that may follow; rights and marks as KVM starts them.
 pub(super) fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
     let allowed = host.writable && !slot.flags.has(SlotFlags::READONLY);
     // Where the log works by write protection, only a write makes a page writable.
@@ -594,7 +610,7 @@ pub(super) fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Lea
         execute: is_executable(host),
         may_write: allowed && !write,
         accessed: true,
-        dirty: access == Access::Write,
+        dirty: write && access == Access::Write,
         memory: host.memory,
     }
 }

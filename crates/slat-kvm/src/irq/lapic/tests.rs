@@ -95,7 +95,10 @@ fn a_restored_timer_goes_on() {
         lapic.write(reg::LVT_TIMER, lvt, 0);
         let mut state = lapic.save(0);
         let mut put = |offset: u32, value: u32| {
-            for (to, from) in state.regs[offset as usize..].iter_mut().zip(value.to_le_bytes()) {
+            for (to, from) in state.regs[offset as usize..]
+                .iter_mut()
+                .zip(value.to_le_bytes())
+            {
                 *to = from as _;
             }
         };
