@@ -345,9 +345,12 @@ impl VcpuObject {
             Exit::Attention => exits.irq_exits.add(1),
             Exit::InterruptWindow => exits.irq_window_exits.add(1),
             Exit::Io { .. } => exits.io_exits.add(1),
-            Exit::Mmio { .. } => exits.mmio_exits.add(1),
+            Exit::Mmio { .. } => exits.insn_emulation.add(1),
             Exit::Hlt => exits.halt_exits.add(1),
-            Exit::Emulation { .. } => exits.insn_emulation_fail.add(1),
+            Exit::Emulation { .. } => {
+                exits.insn_emulation.add(1);
+                exits.insn_emulation_fail.add(1);
+            }
             Exit::Hypercall { .. } | Exit::Shutdown | Exit::BadAddress | Exit::Debug { .. } => {}
         }
     }
@@ -402,6 +405,7 @@ impl VcpuObject {
                 {
                     return Ok(Next::Again);
                 }
+                self.common().exits.mmio_exits.add(1);
                 page.set_exit_reason(KVM_EXIT_MMIO);
                 set_field!(page, gpa, __bindgen_anon_1.mmio.phys_addr);
                 set_field!(page, u32::from(len), __bindgen_anon_1.mmio.len);

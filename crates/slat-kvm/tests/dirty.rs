@@ -54,7 +54,11 @@ fn with_manual_protection_only_clearing_takes_pages_out() {
     run_again(&mut guest);
     let written = |guest: &Guest| guest.vm.get_dirty_log(0, MEMORY).unwrap()[0];
     assert_eq!(written(&guest), FETCHED | WRITTEN);
-    assert_eq!(written(&guest), FETCHED | WRITTEN, "looking changes nothing");
+    assert_eq!(
+        written(&guest),
+        FETCHED | WRITTEN,
+        "looking changes nothing"
+    );
     guest.vm.clear_dirty_log(0, 0, 4, &[1 << 2]).unwrap();
     assert_eq!(written(&guest), FETCHED | WRITTEN, "another page was named");
     guest.vm.clear_dirty_log(0, 0, 4, &[WRITTEN]).unwrap();
@@ -75,7 +79,10 @@ fn a_log_may_begin_with_all_pages() {
     guest.vm.clear_dirty_log(0, 0, 4, &[u64::MAX]).unwrap();
     assert_eq!(guest.vm.get_dirty_log(0, MEMORY).unwrap(), [0]);
     run_again(&mut guest);
-    assert_eq!(guest.vm.get_dirty_log(0, MEMORY).unwrap(), [FETCHED | WRITTEN]);
+    assert_eq!(
+        guest.vm.get_dirty_log(0, MEMORY).unwrap(),
+        [FETCHED | WRITTEN]
+    );
 }
 
 #[test]

@@ -52,6 +52,7 @@ on_every_format! {
     a_cached_mmio_access_looks_up_no_slot,
     an_execution_fault_splits_every_level_in_place,
     recovery_of_nx_huge_pages_brings_the_huge_leaf_back,
+    a_fast_fix_is_a_fix_and_a_prefault_is_no_fault,
 }
 
 /// A VM with one vCPU, over host memory mapped at one level.
@@ -422,4 +423,33 @@ fn recovery_of_nx_huge_pages_brings_the_huge_leaf_back<F: Format>() {
     let stats = world.vm.stats();
     assert_eq!((stats.pages_4k, stats.pages_2m, stats.pages_1g), (0, 0, 1));
     world.vm.audit().unwrap();
+}
+
+/// As KVM counts.
+fn a_fast_fix_is_a_fix_and_a_prefault_is_no_fault<F: Format>() {
+    let mut world = World::<F>::new(2 * MIB2, Level::PAGE);
+    world.policy("prefetch", "off");
+    world.set(0..MIB2, SlotFlags::default());
+    world.touch(1, Write);
+    world.set(0..MIB2, LOGGED);
+    let (_, did) = world.during(|world| world.touch(1, Write));
+    assert_eq!((did.pf_taken, did.pf_fixed, did.pf_fast), (1, 1, 1));
+    assert_eq!((did.pf_spurious, did.pf_emulate), (0, 0));
+    // In a logged slot page by page, in another one table by table, and beyond all of them.
+    for flags in [LOGGED, SlotFlags::default()] {
+        let (_, did) = world.during(|world| {
+            world.set(0..MIB2, flags);
+            world.vcpu.enter(1);
+            world.vcpu.quiesce();
+            let range = |gfns: Range<u64>| Gpa(gfns.start << 12)..Gpa(gfns.end << 12);
+            assert_eq!(world.vcpu.prefault(range(0..MIB2)), Ok(MIB2 << 12));
+            let stop = world.vcpu.prefault(range(MIB2..MIB2 + 1)).unwrap_err();
+            assert!(matches!(stop, Stop::Mmio { .. }));
+            world.vcpu.leave();
+        });
+        let counted = (did.pf_taken, did.pf_fixed, did.pf_spurious, did.pf_emulate);
+        assert_eq!(counted, (0, 0, 0, 0), "{did:?}");
+    }
+    let (_, did) = world.during(|world| world.touch(2, Read));
+    assert_eq!(did.pf_taken, 0);
 }

@@ -73,7 +73,7 @@ impl<F: Format> Runner<F> {
                     panic!("{access:?} at {gpa:#x}: {translation:?}, expected {expected:?}");
                 };
                 // A fault that asked slot and host has used the largest level there is.
-                if did.pf_fixed + did.pf_spurious > 0 && !self.nx {
+                if did.pf_fixed + did.pf_spurious > did.pf_fast && !self.nx {
                     let (_, slot) = model.slot_at(gfn).expect("a page is in a slot");
                     let level = match self.is_on("huge_pages", true) {
                         true => slot.fitting_level(gfn, &host),
