@@ -139,7 +139,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` for a kind that is neither memory nor ports, `ENOSPC` for too many ranges.
     pub fn register_coalesced(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         let zone = taken(zone)?;
         let mut zones = lock(&self.coalesced);
         if zones.len() >= MAX_ZONES {
@@ -155,7 +155,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` for a kind that is neither memory nor ports.
     pub fn unregister_coalesced(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         let zone = taken(zone)?;
         let mut zones = lock(&self.coalesced);
         zones.retain(|registered| !registered.contains(&zone));

@@ -3,6 +3,7 @@
 //! The engine logs; here stand KVM's arguments and errors, and the memory of the rings, which is part of each vCPU's
 //! descriptor (64 pages in), so that the client's own `mmap` reaches it.
 
+use crate::call::Call;
 use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail};
 use crate::run_page::{PAGE, Shared};
@@ -82,11 +83,11 @@ fn refused(error: DirtyLogError) -> Error {
 }
 
 impl VmObject {
-    /// Bitmaps and rings exclude each other.
-    fn logs_to_bitmaps(&self) -> Result<()> {
-        self.same_process()?;
+    /// Begins a call for bitmaps; they and rings exclude each other.
+    fn begin_with_bitmaps(&self) -> Result<Call<'_>> {
+        let call = self.begin()?;
         if self.rings.size() == 0 {
-            Ok(())
+            Ok(call)
         } else {
             fail(libc::ENXIO)
         }
@@ -98,7 +99,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, what `ready` answers.
     pub fn dirty_log(&self, slot: u32, ready: impl Fn(usize) -> Result<()>) -> Result<Vec<u64>> {
-        self.logs_to_bitmaps()?;
+        let _call = self.begin_with_bitmaps()?;
         let (space, id) = space_and_id(slot)?;
         loop {
             let words = self.engine.dirty_log_words(space, id).map_err(refused)?;
@@ -125,7 +126,7 @@ impl VmObject {
         pages: u32,
         bitmap: impl FnOnce(usize) -> Result<B>,
     ) -> Result<()> {
-        self.logs_to_bitmaps()?;
+        let _call = self.begin_with_bitmaps()?;
         let (space, id) = space_and_id(slot)?;
         if !first.is_multiple_of(64) {
             return fail(libc::EINVAL);
@@ -180,7 +181,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` without rings.
     pub fn reset_dirty_rings(&self) -> Result<i32> {
-        self.same_process()?;
+        let _call = self.begin()?;
         if self.rings.size() == 0 {
             return fail(libc::EINVAL);
         }

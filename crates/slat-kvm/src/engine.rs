@@ -153,6 +153,8 @@ delegate! {
         fn set_policy(name: &str, value: &str) -> Result<(), slat::PolicyError>;
         /// See [`slat::Vm::stats`].
         fn stats() -> Stats;
+        /// See [`slat::Vm::visit_attention`].
+        fn visit_attention(visit: &mut dyn FnMut(&Attention)) -> ();
         /// See [`slat::Vm::age`].
         fn age(range: Range<Hva>, clear: bool) -> u64;
         /// See [`slat::Vm::visit_leaves`].

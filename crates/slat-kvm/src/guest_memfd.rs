@@ -206,7 +206,7 @@ impl VmObject {
         &self,
         args: &kvm_create_guest_memfd,
     ) -> Result<(Arc<GuestMemfd>, OwnedFd)> {
-        self.same_process()?;
+        let _call = self.begin()?;
         let len = i64::try_from(args.size).unwrap_or(0);
         if args.flags != 0 || len == 0 || !args.size.is_multiple_of(PAGE) {
             return fail(libc::EINVAL);
@@ -233,7 +233,7 @@ impl VmObject {
     /// `EINVAL` for flags, attributes that this VM does not have, and a range that is empty, not of whole pages, or wraps around;
     /// `ENOMEM`.
     pub fn set_memory_attributes(&self, attributes: &kvm_memory_attributes) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         let kvm_memory_attributes {
             address,
             size,

@@ -12,6 +12,7 @@
 //! | [`dirty`] | dirty logs and rings |
 //! | [`guest_memfd`] | private memory |
 //! | [`system`], [`vm`], [`vcpu`] | the objects |
+//! | `call`, `entered` | what ends with a call, also with one that panics: the VM; the vCPU's time inside the engine |
 //! | `run`, `exit`, [`run_page`] | `KVM_RUN`, what it tells of an exit, and the pages it shares with the client |
 //! | `prefault` | guest memory mapped ahead of its use |
 //! | [`stats`] | statistics, in KVM's binary format |
@@ -27,6 +28,7 @@
 
 pub mod abi;
 pub mod api;
+mod call;
 pub mod caps;
 pub mod clock;
 pub mod coalesced;
@@ -34,6 +36,7 @@ pub mod cpu_features;
 pub mod cpuid;
 pub mod dirty;
 pub mod engine;
+mod entered;
 pub mod errno;
 pub mod events;
 mod exit;

@@ -153,11 +153,11 @@ impl VcpuMachine {
     pub(crate) fn write_clocks(&mut self) {
         if std::mem::take(&mut self.wall_clock_wanted) {
             let address = self.msr(index::KVM_WALL_CLOCK_NEW);
-            // The wall clock at the moment the VM's clock was zero.
+            // The wall clock at the moment the VM's clock was zero. The client may have set that to anything: modulo 2^64.
             let since_epoch = SystemTime::now()
                 .duration_since(SystemTime::UNIX_EPOCH)
                 .unwrap_or_default();
-            let start = since_epoch.as_nanos() as u64 - self.vm.clock.kvmclock();
+            let start = (since_epoch.as_nanos() as u64).wrapping_sub(self.vm.clock.kvmclock());
             let mut page = [0; 12];
             page[0..4].copy_from_slice(&2u32.to_le_bytes());
             page[4..8].copy_from_slice(&((start / 1_000_000_000) as u32).to_le_bytes());
@@ -202,6 +202,8 @@ impl Machine for VcpuMachine {
 
     fn hypercall(&mut self, nr: u64, args: [u64; 4]) -> Option<u64> {
         self.common.exits.hypercalls.add(1);
+        #[cfg(test)]
+        assert_ne!(nr, tests::HYPERCALL_PANICS, "on purpose");
         let map_gpa_range = nr == HYPERCALL_MAP_GPA_RANGE.into()
             && self.vm.is_answered_by_client(HYPERCALL_MAP_GPA_RANGE);
         let [gpa, pages, ..] = args;
@@ -212,5 +214,65 @@ impl Machine for VcpuMachine {
             _ if Gpa(gpa).offset() != 0 || pages == 0 || end.is_none() => Some(HYPERCALL_INVALID),
             _ => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::abi::*;
+    use crate::system::System;
+    use kvm_bindings::kvm_userspace_memory_region;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    /// A hypercall that panics: no instruction of a guest does so otherwise.
+    pub(super) const HYPERCALL_PANICS: u64 = 0x51a7_51a7;
+
+    /// A vCPU whose thread panics inside the guest leaves the engine: who flushes need not wait for it. And its VM is dead.
+    #[test]
+    fn a_panic_inside_the_guest_leaves_nobody_waiting() {
+        let (vm, _fd) = System.create_vm(0).unwrap();
+        let mut memory = vec![0u8; 0x3000];
+        let page = memory.as_ptr().align_offset(4096);
+        // mov eax, HYPERCALL_PANICS; vmcall
+        let code = [0x66, 0xb8, 0xa7, 0x51, 0xa7, 0x51, 0x0f, 0x01, 0xc1];
+        memory[page..page + code.len()].copy_from_slice(&code);
+        let region = kvm_userspace_memory_region {
+            slot: 0,
+            flags: 0,
+            guest_phys_addr: 0,
+            memory_size: 0x2000,
+            userspace_addr: memory.as_ptr() as u64 + page as u64,
+        };
+        vm.set_user_memory_region(&region).unwrap();
+        let (vcpu, _vcpu_fd) = vm.create_vcpu(0).unwrap();
+        let mut sregs = vcpu.get_sregs().unwrap();
+        (sregs.cs.base, sregs.cs.selector) = (0, 0);
+        vcpu.set_sregs(&sregs).unwrap();
+        let mut regs = vcpu.get_regs().unwrap();
+        regs.rip = 0;
+        vcpu.set_regs(&regs).unwrap();
+        assert!(catch_unwind(AssertUnwindSafe(|| vcpu.run())).is_err());
+
+        let (done, results) = mpsc::channel();
+        let object = vm.clone();
+        std::thread::spawn(move || {
+            // The host's memory may change, and slots, as far as anybody waits for this vCPU.
+            let address = region.userspace_addr as usize;
+            crate::notify::around(address..address + 0x2000, || {});
+            let deleted = kvm_userspace_memory_region {
+                memory_size: 0,
+                ..region
+            };
+            done.send(object.set_user_memory_region(&deleted))
+        });
+        let result = results.recv_timeout(Duration::from_secs(20));
+        let error = result.expect("a slot change hangs").unwrap_err();
+        assert_eq!(error.errno(), libc::EIO);
+        assert_eq!(vcpu.run().unwrap_err().errno(), libc::EIO);
+        assert_eq!(vcpu.get_regs().unwrap_err().errno(), libc::EIO);
+        let stats = crate::ioctl::Object::Vm(vm).ioctl(KVM_GET_STATS_FD, 0);
+        assert_eq!(stats.unwrap_err().errno(), libc::EIO);
     }
 }

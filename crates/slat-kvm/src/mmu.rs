@@ -5,6 +5,8 @@
 //! TLB is, answers most.
 
 use crate::cpuid::PHYS_BITS;
+use crate::engine::EngineVcpu;
+use crate::entered::{Entered, outside};
 use crate::machine::VcpuMachine;
 use crate::thread::bits;
 use slat::guest_walk::{GuestPaging, GuestTables, Mode, WalkError, walk};
@@ -55,6 +57,12 @@ pub(crate) enum Unreachable {
     NotMemory,
     /// Anything else.
     Fault(Fault),
+}
+
+impl AsMut<EngineVcpu> for VcpuMachine {
+    fn as_mut(&mut self) -> &mut EngineVcpu {
+        &mut self.engine
+    }
 }
 
 impl VcpuMachine {
@@ -127,9 +135,9 @@ impl VcpuMachine {
     fn forget(&mut self, host: *const u8) {
         if self.common.attention.flag().load(Ordering::SeqCst) == 0 {
             let first = host as u64 & !(PAGE - 1);
-            self.engine.leave();
-            drop(self.vm.engine.invalidate(Hva(first)..Hva(first + PAGE)));
-            self.engine.enter(thread_id());
+            outside(&mut self.engine, || {
+                drop(self.vm.engine.invalidate(Hva(first)..Hva(first + PAGE)));
+            });
         }
         self.come_out();
     }
@@ -184,35 +192,26 @@ impl VcpuMachine {
             user: false,
             ac: true,
         };
-        self.engine.enter(thread_id());
+        if paging.cr0 & control::CR0_PG == 0 {
+            return Some(gva & 0xffff_ffff);
+        }
+        let mut entered = Entered::enter(self);
         // Those from the last run may be void by now. The CPU's own are looked after by the attention word.
-        self.pages.flush();
-        let found = loop {
-            if paging.cr0 & control::CR0_PG == 0 {
-                break Some(gva & 0xffff_ffff);
-            }
-            match walk(self, &guest_paging(&paging), gva, slat::Access::Read) {
-                Ok(page) => break Some(page.gpa.0 | (gva % PAGE)),
+        entered.pages.flush();
+        loop {
+            match walk(
+                &mut *entered,
+                &guest_paging(&paging),
+                gva,
+                slat::Access::Read,
+            ) {
+                Ok(page) => return Some(page.gpa.0 | (gva % PAGE)),
                 Err(WalkError::Memory(Unreachable::Fault(Fault::Retry)))
-                    if self.may_try_again() => {}
-                Err(_) => break None,
+                    if entered.may_try_again() => {}
+                Err(_) => return None,
             }
-        };
-        self.engine.leave();
-        found
+        }
     }
-}
-
-/// The number by which this thread can be kicked.
-pub(crate) fn thread_id() -> usize {
-    thread_local! {
-        static ID: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
-    }
-    if ID.get() == 0 {
-        // SAFETY: plain system call.
-        ID.set(unsafe { libc::syscall(libc::SYS_gettid) } as usize);
-    }
-    ID.get()
 }
 
 fn guest_paging(paging: &Paging) -> GuestPaging {

@@ -26,7 +26,7 @@ const FIXED: &[(&str, &str)] = &[
     ("enable_pmu", "N"),
     ("enable_vmware_backdoor", "N"),
     ("halt_poll_ns", "0"),
-    ("min_timer_period_us", "0"),
+    ("min_timer_period_us", "200"),
 ];
 const NX_HUGE_PAGES: &str = "nx_huge_pages";
 

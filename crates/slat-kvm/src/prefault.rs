@@ -1,7 +1,7 @@
 //! `KVM_PRE_FAULT_MEMORY`: guest memory is mapped before the guest asks for it.
 
+use crate::entered::Entered;
 use crate::errno::{Error, Result, fail};
-use crate::mmu::thread_id;
 use crate::thread::{Running, Section, bits};
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::kvm_pre_fault_memory;
@@ -34,12 +34,11 @@ impl VcpuObject {
             attention.raise(bits::SIGNAL);
         }
         let whole = range.size;
-        inner.machine.engine.enter(thread_id());
+        let mut inner = Entered::enter(&mut *inner);
         let mut result = Ok(());
         while range.size != 0 && result.is_ok() {
             result = self.pre_fault_some(&mut inner, range);
         }
-        inner.machine.engine.leave();
         if range.size == whole { result } else { Ok(()) }
     }
 
@@ -48,6 +47,7 @@ impl VcpuObject {
         if raised & bits::SIGNAL != 0 {
             return fail(libc::EINTR);
         }
+        self.vm.still_alive()?;
         if raised & slat::Attention::FLUSH != 0 {
             give_way(inner);
         }

@@ -98,7 +98,7 @@ fn meaning(counter: &str) -> &'static str {
         "pf_taken" => "faults: no table entry allowed the access",
         "pf_fixed" => "  installed or widened a leaf",
         "pf_spurious" => "  found the leaf there: another vCPU was faster",
-        "pf_fast" => "  fixed in place, without slot and host",
+        "pf_fast" => "  of these two, without slot and host",
         "pf_retried" => "  taken again: memory changed meanwhile",
         "pf_emulate" => "  found no memslot",
         "pf_mmio_spte_created" => "MMIO entries made",

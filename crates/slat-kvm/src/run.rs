@@ -1,7 +1,7 @@
 //! `KVM_RUN`: from the client into the guest and back.
 
+use crate::entered::{Entered, outside};
 use crate::errno::{Result, fail};
-use crate::mmu::thread_id;
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{Running, Section, bits};
@@ -69,10 +69,7 @@ impl VcpuObject {
                 return fail(libc::EINTR);
             }
             inner.has_run = true;
-            inner.machine.engine.enter(thread_id());
-            let result = self.loop_until_exit(inner, masked.as_ref());
-            inner.machine.engine.leave();
-            result
+            self.loop_until_exit(&mut Entered::enter(inner), masked.as_ref())
         });
         self.common().runner.store(0, Ordering::SeqCst);
         self.publish(inner);
@@ -143,6 +140,7 @@ impl VcpuObject {
                     | bits::RING_FULL
                     | Attention::FLUSH,
             );
+            self.vm.still_alive()?;
             // The flush was for translations that this vCPU must not use later without having acknowledged it.
             inner.cpu.flush_tlb();
             inner.machine.pages.flush();
@@ -193,6 +191,7 @@ impl VcpuObject {
         let raised = attention.take(
             bits::SIGNAL | bits::IRQ | bits::TIMER | bits::POLL | bits::RETRY | bits::RING_FULL,
         );
+        self.vm.still_alive()?;
         // FLUSH is lowered by the acknowledgement.
         if raised & bits::RETRY != 0
             || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0
@@ -290,12 +289,12 @@ impl VcpuObject {
     fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         let exits = &self.common().exits;
         let begin = Instant::now();
-        inner.machine.engine.leave();
         exits.set_blocking(true);
-        let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
+        let interrupted = outside(&mut inner.machine.engine, || {
+            ticker::sleep(&self.common().attention, LONGEST_SLEEP)
+        });
         exits.set_blocking(false);
         exits.waited(begin.elapsed());
-        inner.machine.engine.enter(thread_id());
         if interrupted {
             self.common().attention.raise(bits::SIGNAL);
         }
@@ -351,9 +350,12 @@ impl VcpuObject {
             Exit::Attention => exits.irq_exits.add(1),
             Exit::InterruptWindow => exits.irq_window_exits.add(1),
             Exit::Io { .. } => exits.io_exits.add(1),
-            Exit::Mmio { .. } => exits.mmio_exits.add(1),
+            Exit::Mmio { .. } => exits.insn_emulation.add(1),
             Exit::Hlt => exits.halt_exits.add(1),
-            Exit::Emulation { .. } => exits.insn_emulation_fail.add(1),
+            Exit::Emulation { .. } => {
+                exits.insn_emulation.add(1);
+                exits.insn_emulation_fail.add(1);
+            }
             Exit::Hypercall { .. }
             | Exit::Shutdown
             | Exit::BadAddress
@@ -412,6 +414,7 @@ impl VcpuObject {
                 {
                     return Ok(Next::Again);
                 }
+                self.common().exits.mmio_exits.add(1);
                 page.set_exit_reason(KVM_EXIT_MMIO);
                 set_field!(page, gpa, __bindgen_anon_1.mmio.phys_addr);
                 set_field!(page, u32::from(len), __bindgen_anon_1.mmio.len);

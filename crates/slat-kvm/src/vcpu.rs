@@ -1,5 +1,7 @@
 //! One vCPU: what belongs to it, and the calls that read and change its state. Running it is `run`'s.
 
+use crate::call::Call;
+use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail};
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};
 use crate::machine::VcpuMachine;
@@ -13,6 +15,7 @@ use crate::{events, fpu, msr, regs};
 use kvm_bindings::*;
 use slat::{Attention, DirtyRing, Shared, VcpuStats};
 use slat_x86::Cpu;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -68,14 +71,21 @@ impl VcpuCommon {
         ticker::raise(&self.attention, bits::IRQ);
     }
 
-    /// Takes an interrupt that was sent to this vCPU. False when it does not.
+    /// Takes an interrupt that was sent to this vCPU. Returns whether it does: the end of a level (level-triggered, without
+    /// assert) is no interrupt.
     pub(crate) fn deliver(&self, icr: Icr) -> bool {
+        let level_ends = icr.level() && !icr.assert();
         let taken = match icr.mode() {
+            0 | 1 | 5 if level_ends => false,
             0 | 1 => self
                 .lapic()
                 .is_some_and(|mut lapic| lapic.request(icr.vector(), icr.level())),
             4 => self.signal(Self::NMI),
-            5 => !icr.level() || icr.assert() && self.signal(Self::INIT),
+            5 => {
+                // A SIPI before it is void.
+                self.signals.fetch_and(!Self::SIPI, Ordering::SeqCst);
+                self.signal(Self::INIT)
+            }
             6 => {
                 self.sipi_vector
                     .store(icr.vector().into(), Ordering::SeqCst);
@@ -120,6 +130,33 @@ pub(crate) struct Inner {
     /// `KVM_SET_SIGNAL_MASK`.
     pub(crate) signal_mask: Option<u64>,
     pub(crate) has_run: bool,
+}
+
+/// A vCPU in the hands of one call.
+pub(crate) struct Locked<'a> {
+    /// Dropped first: who waits for the lock after a panic finds the VM dead.
+    _call: Call<'a>,
+    inner: MutexGuard<'a, Inner>,
+}
+
+impl Deref for Locked<'_> {
+    type Target = Inner;
+
+    fn deref(&self) -> &Inner {
+        &self.inner
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Inner {
+        &mut self.inner
+    }
+}
+
+impl AsMut<EngineVcpu> for Inner {
+    fn as_mut(&mut self) -> &mut EngineVcpu {
+        &mut self.machine.engine
+    }
 }
 
 /// A vCPU. It keeps its VM alive.
@@ -215,13 +252,12 @@ impl VcpuObject {
         self.vm.is_foreign()
     }
 
-    /// The vCPU for this thread alone. Waits while another thread runs it.
-    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, Inner>> {
-        self.vm.same_process()?;
-        Ok(self
-            .inner
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner()))
+    /// Begins a call that has the vCPU for this thread alone. Waits while another thread runs it.
+    pub(crate) fn lock(&self) -> Result<Locked<'_>> {
+        let call = self.vm.begin()?;
+        let inner = (self.inner.lock()).unwrap_or_else(|poisoned| poisoned.into_inner());
+        self.vm.still_alive()?;
+        Ok(Locked { _call: call, inner })
     }
 
     /// `KVM_GET_REGS`.
@@ -537,7 +573,7 @@ impl VcpuObject {
     /// # Errors
     /// `EIO`.
     pub fn nmi(&self) -> Result<()> {
-        self.vm.same_process()?;
+        let _call = self.vm.begin()?;
         self.common
             .signals
             .fetch_or(VcpuCommon::NMI, Ordering::SeqCst);
@@ -550,7 +586,7 @@ impl VcpuObject {
     /// # Errors
     /// `EIO`.
     pub fn tsc_khz(&self) -> Result<u32> {
-        self.vm.same_process()?;
+        let _call = self.vm.begin()?;
         Ok(self.vm.tsc_khz())
     }
 

@@ -1,12 +1,12 @@
 //! One VM: its memory (the engine's VM), its vCPUs, its interrupt controllers and its clock.
 
+use crate::call::Life;
 use crate::coalesced::Coalesced;
 use crate::dirty::Rings;
 use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail};
 use crate::guest_memfd::PrivateMemory;
 use crate::irq::lapic::Icr;
-use crate::process::Birth;
 use crate::run_page::RunPage;
 use crate::vcpu::{VcpuCommon, VcpuObject};
 use crate::{caps, clock, notify, parameters, policy, recovery, report};
@@ -23,7 +23,7 @@ const MIN_MMU_PAGES: u64 = 64;
 /// A VM. Its vCPUs keep it alive; it outlives its descriptor.
 pub struct VmObject {
     pub(crate) engine: Arc<EngineVm>,
-    birth: Birth,
+    pub(crate) life: Life,
     pub(crate) clock: clock::VmClock,
     vcpus: RwLock<BTreeMap<u32, Arc<VcpuCommon>>>,
     irqchip: AtomicBool,
@@ -62,7 +62,7 @@ impl VmObject {
         recovery::begin();
         Ok(Arc::new(VmObject {
             engine,
-            birth: Birth::here(),
+            life: Life::begin(),
             clock: clock::VmClock::new(),
             vcpus: RwLock::default(),
             irqchip: AtomicBool::new(false),
@@ -74,23 +74,6 @@ impl VmObject {
             private: PrivateMemory::default(),
             hypercall_exits: AtomicU64::new(0),
         }))
-    }
-
-    /// Refuses the calls of a forked child.
-    ///
-    /// # Errors
-    /// `EIO`.
-    pub(crate) fn same_process(&self) -> Result<()> {
-        if self.birth.is_here() {
-            Ok(())
-        } else {
-            fail(libc::EIO)
-        }
-    }
-
-    /// Whether this is a forked child: the object's locks may be held for ever, its threads are gone.
-    pub fn is_foreign(&self) -> bool {
-        !self.birth.is_here()
     }
 
     fn vcpus(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<u32, Arc<VcpuCommon>>> {
@@ -143,7 +126,7 @@ impl VmObject {
     /// cannot be private, with any other flag, for a slot that is there already, for a descriptor that is no guest_memfd of this
     /// VM or whose part another slot has; `EBADF` for none.
     pub fn set_user_memory_region2(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         let mut known = KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY;
         if self.protected {
             known |= KVM_MEM_GUEST_MEMFD;
@@ -194,7 +177,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` for an id or a number beyond the limits, `EEXIST` for an id in use, `ENOMEM`, `EMFILE`.
     pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(Arc<VcpuObject>, OwnedFd)> {
-        self.same_process()?;
+        let _call = self.begin()?;
         let id = u32::try_from(id).map_err(|_| Error::new(libc::EINVAL))?;
         if id >= self.max_vcpu_ids.load(Ordering::Relaxed) {
             return fail(libc::EINVAL);
@@ -221,7 +204,7 @@ impl VmObject {
     /// # Errors
     /// `EEXIST` when there is one already, `EINVAL` when there are vCPUs already.
     pub fn create_irqchip(&self) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         let vcpus = self
             .vcpus
             .write()
@@ -251,7 +234,7 @@ impl VmObject {
     /// # Errors
     /// `EIO` in a forked child.
     pub fn get_clock(&self) -> Result<kvm_clock_data> {
-        self.same_process()?;
+        let _call = self.begin()?;
         Ok(kvm_clock_data {
             clock: self.clock.kvmclock(),
             ..Default::default()
@@ -263,7 +246,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` for flags.
     pub fn set_clock(&self, data: &kvm_clock_data) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         if data.flags != 0 {
             return fail(libc::EINVAL);
         }
@@ -276,7 +259,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` when the pages would not end below 4 GiB.
     pub fn set_tss_addr(&self, address: u64) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         if address > u64::from(u32::MAX) - 3 * 4096 + 1 {
             return fail(libc::EINVAL);
         }
@@ -288,7 +271,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` once there are vCPUs.
     pub fn set_identity_map_addr(&self, _address: u64) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         if self.vcpus().is_empty() {
             Ok(())
         } else {
@@ -301,7 +284,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` for an id beyond the limit, `EBUSY` once there are vCPUs.
     pub fn set_boot_cpu_id(&self, id: u64) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         if id >= u64::from(self.max_vcpu_ids.load(Ordering::Relaxed)) {
             return fail(libc::EINVAL);
         }
@@ -317,7 +300,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` for less than KVM's minimum.
     pub fn set_nr_mmu_pages(&self, pages: u64) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         if pages < MIN_MMU_PAGES {
             fail(libc::EINVAL)
         } else {
@@ -330,7 +313,7 @@ impl VmObject {
     /// # Errors
     /// `EINVAL` for capabilities that cannot be enabled, and for bad arguments.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
-        self.same_process()?;
+        let _call = self.begin()?;
         if cap.flags != 0 {
             return fail(libc::EINVAL);
         }
@@ -392,7 +375,7 @@ impl VmObject {
     /// # Errors
     /// `ENXIO` without interrupt controller, `EINVAL` for flags or an address that is not an interrupt's.
     pub fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
-        self.same_process()?;
+        let _call = self.begin()?;
         if !self.has_irqchip() {
             return fail(libc::ENXIO);
         }

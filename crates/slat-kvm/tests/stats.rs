@@ -74,6 +74,41 @@ fn faults_and_exits_are_counted() {
     assert_eq!(value(&vm, "pages_4k"), 0, "a gauge goes down");
 }
 
+/// KVM's `mmio_exits` are exits to the client; `insn_emulation` counts every access that is emulated.
+#[test]
+fn an_access_that_the_client_does_not_see_is_no_mmio_exit() {
+    // mov es:[0x8000],al; mov es:[0x8100],al; mov eax,[0x30] (the APIC's version); hlt
+    let code = [
+        0x26, 0xa2, 0x00, 0x80, 0x26, 0xa2, 0x00, 0x81, 0x66, 0xa1, 0x30, 0x00, 0xf4,
+    ];
+    let mut guest = Guest::with(&code, |vm| {
+        vm.create_irq_chip().unwrap();
+        let zone = slat_kvm::IoEventAddress::Mmio(0x8000);
+        vm.register_coalesced_mmio(zone, 4).unwrap();
+    });
+    let mut sregs = guest.vcpu.get_sregs().unwrap();
+    sregs.ds.base = 0xfee0_0000;
+    guest.vcpu.set_sregs(&sregs).unwrap();
+    let stats = guest.vcpu.get_stats_fd().unwrap();
+    assert!(matches!(
+        guest.vcpu.run().unwrap(),
+        VcpuExit::MmioWrite(0x8100, _)
+    ));
+    // SAFETY: plain call.
+    let id = unsafe { libc::pthread_self() } as usize;
+    // It halts: a second thread calls it back.
+    let caller = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        slat_kvm::interrupt_thread(id);
+    });
+    assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+    caller.join().unwrap();
+    assert_eq!(guest.vcpu.get_regs().unwrap().rax as u8, 0x14);
+    assert_eq!(value(&stats, "mmio_exits"), 1);
+    assert_eq!(value(&stats, "insn_emulation"), 3);
+    assert_eq!(value(&stats, "insn_emulation_fail"), 0);
+}
+
 #[test]
 fn statistics_of_a_running_vcpu_can_be_read() {
     let mut guest = Guest::new(SPIN);

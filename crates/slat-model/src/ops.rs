@@ -206,7 +206,7 @@ impl Mix {
 /// Writes are what most of the bookkeeping is for.
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
 /// Every policy, with its values; what stands several times is more frequent.
-pub const POLICIES: [(&str, &[&str]); 11] = [
+pub const POLICIES: [(&str, &[&str]); 12] = [
     ("mmio_caching", &["on", "on", "off"]),
     ("huge_pages", &["on", "on", "on", "off"]),
     ("eager_page_split", &["on", "off"]),
@@ -221,6 +221,7 @@ pub const POLICIES: [(&str, &[&str]); 11] = [
         "dirty_log",
         &["write-protect", "write-protect", "dirty-bit"],
     ),
+    ("dirty_log_reads", &["auto", "on", "off"]),
 ];
 
 /// Ids of slots that are used.

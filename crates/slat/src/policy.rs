@@ -4,6 +4,7 @@
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
+use crate::format::Format;
 use crate::table::SplitWalk;
 
 /// What a policy can be set to.
@@ -77,6 +78,9 @@ policies! {
     prefetch: Kind::NumberOr(512, &["adaptive", "off"]), 8;
     /// How writes to logged slots are found out.
     dirty_log: Kind::Choice(&["write-protect", "dirty-bit"]), 0;
+    /// Whether a read or fetch that maps a page of a logged slot is logged, and the page writable at
+    /// once; off: only writes are. `auto`: as KVM does where the walker runs ([`Format::LOGS_READS`]).
+    dirty_log_reads: Kind::Choice(&["auto", "on", "off"]), 0;
 }
 
 /// How far a fault prefetches.
@@ -142,6 +146,13 @@ impl Policy {
 
     pub(crate) fn logs_by_dirty_bit(&self) -> bool {
         self.dirty_log() == 1
+    }
+
+    pub(crate) fn logs_reads<F: Format>(&self) -> bool {
+        match self.dirty_log_reads() {
+            0 => F::LOGS_READS,
+            choice => choice == 1,
+        }
     }
 
     /// The names of all policies, with their values as [`Policy::set`] takes them.

@@ -53,7 +53,8 @@ counters! {
     pf_fixed,
     /// Faults that found the leaf there already: another vCPU was faster.
     pf_spurious,
-    /// Faults fixed in place without slot and host being asked (write protection for the dirty log).
+    /// Of the faults fixed or spurious, those for which neither slot nor host were asked: the leaf had lost
+    /// its right to the dirty log only.
     pf_fast,
     /// Faults abandoned because an invalidation or slot change came in between, and taken again.
     pf_retried,

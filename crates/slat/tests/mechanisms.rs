@@ -45,11 +45,14 @@ on_every_format! {
     what_is_prefetched_was_not_accessed,
     leaves_are_visited_as_they_are,
     nothing_is_prefetched_into_a_log_or_beside_a_huge_leaf,
+    a_read_is_logged_and_maps_for_writing_where_kvm_does_so,
+    reads_are_noted_in_a_ring_as_far_as_it_has_room,
     an_eager_split_visits_no_entry_of_the_last_level,
     clearing_a_log_splits_what_its_begin_left_huge,
     a_cached_mmio_access_looks_up_no_slot,
     an_execution_fault_splits_every_level_in_place,
     recovery_of_nx_huge_pages_brings_the_huge_leaf_back,
+    a_fast_fix_is_a_fix_and_a_prefault_is_no_fault,
 }
 
 /// A VM with one vCPU, over host memory mapped at one level.
@@ -212,6 +215,86 @@ fn nothing_is_prefetched_into_a_log_or_beside_a_huge_leaf<F: Format>() {
 }
 
 /// The walk of a range: one entry of each table above, `leaves` of level 2, and those below.
+/// Whether KVM does, where the walker of `F` runs: on x86.
+fn kvm_logs_reads<F: Format>() -> bool {
+    matches!(F::NAME, "ept" | "npt" | "x86-la57")
+}
+
+/// Policy `dirty_log_reads`. Per page: a read, a fetch, a write after a read, a page that the host cannot write, another page.
+fn a_read_is_logged_and_maps_for_writing_where_kvm_does_so<F: Format>() {
+    for (policy, logs) in [
+        ("auto", kvm_logs_reads::<F>()),
+        ("on", true),
+        ("off", false),
+    ] {
+        for means in ["write-protect", "dirty-bit"] {
+            let mut world = World::<F>::new(64, Level::PAGE);
+            world.policy("dirty_log_reads", policy);
+            world.policy("dirty_log", means);
+            let by_dirty_bit = means == "dirty-bit" && F::SETS_DIRTY;
+            let read_only = HostChange::Remap {
+                level: Level::PAGE,
+                writable: false,
+                device: false,
+            };
+            world.vm.platform().host.change(&(4..5), read_only);
+            world.set(0..64, LOGGED);
+            let (_, did) = world.during(|world| {
+                assert_eq!(world.touch(1, Read).write, logs, "{policy}, {means}");
+                assert_eq!(world.touch(2, Execute).write, logs);
+                world.touch(3, Read);
+                world.touch(3, Write);
+                assert!(!world.touch(4, Read).write);
+            });
+            let fast = u64::from(!logs && !by_dirty_bit);
+            assert_eq!(
+                (did.pf_taken, did.pf_fast),
+                (4 + fast, fast),
+                "{policy}, {means}"
+            );
+            let mut log = [0];
+            world.vm.get_dirty_log(0, 0, &mut log).unwrap();
+            let read = if logs { 1 << 1 | 1 << 2 } else { 0 };
+            assert_eq!(log, [read | 1 << 3], "{policy}, {means}");
+            // A page that is mapped can be read without a trace, whatever the policy.
+            for gfn in 1..4 {
+                world.touch(gfn, Read);
+            }
+            world.vm.get_dirty_log(0, 0, &mut log).unwrap();
+            assert_eq!(log, [0], "{policy}, {means}");
+            world.vm.audit().unwrap();
+        }
+    }
+}
+
+fn reads_are_noted_in_a_ring_as_far_as_it_has_room<F: Format>() {
+    let mut memory: Vec<[u64; 2]> = vec![[0; 2]; 128];
+    let entries = std::ptr::NonNull::from(&mut memory[0]).cast::<slat::DirtyGfn>();
+    let mut world = World::<F>::new(256, Level::PAGE);
+    // SAFETY: the memory has 128 entries of 16 bytes, and outlives the VM.
+    let ring = Arc::new(unsafe { slat::DirtyRing::new(entries, 128) });
+    world.vm.use_dirty_rings();
+    world.vcpu.set_dirty_ring(ring.clone()).unwrap();
+    world.policy("dirty_log_reads", "on");
+    world.set(0..256, LOGGED);
+    let (_, did) = world.during(|world| {
+        for gfn in 0..64 {
+            assert!(world.touch(gfn, Read).write);
+        }
+    });
+    assert_eq!(did.dirty_pages, 64);
+    assert!(ring.is_soft_full());
+    // The guest may go on reading; a write waits for the client.
+    let (_, did) = world.during(|world| {
+        assert!(!world.touch(64, Read).write);
+        assert_eq!(world.access(64, Write), Err(Stop::DirtyRingFull));
+    });
+    assert_eq!(did.dirty_pages, 0);
+    world.vm.audit().unwrap();
+    drop(world);
+    drop(memory);
+}
+
 fn an_eager_split_visits_no_entry_of_the_last_level<F: Format>() {
     const LEAVES: u64 = 4;
     let visited = |walk: &str| {
@@ -340,4 +423,33 @@ fn recovery_of_nx_huge_pages_brings_the_huge_leaf_back<F: Format>() {
     let stats = world.vm.stats();
     assert_eq!((stats.pages_4k, stats.pages_2m, stats.pages_1g), (0, 0, 1));
     world.vm.audit().unwrap();
+}
+
+/// As KVM counts.
+fn a_fast_fix_is_a_fix_and_a_prefault_is_no_fault<F: Format>() {
+    let mut world = World::<F>::new(2 * MIB2, Level::PAGE);
+    world.policy("prefetch", "off");
+    world.set(0..MIB2, SlotFlags::default());
+    world.touch(1, Write);
+    world.set(0..MIB2, LOGGED);
+    let (_, did) = world.during(|world| world.touch(1, Write));
+    assert_eq!((did.pf_taken, did.pf_fixed, did.pf_fast), (1, 1, 1));
+    assert_eq!((did.pf_spurious, did.pf_emulate), (0, 0));
+    // In a logged slot page by page, in another one table by table, and beyond all of them.
+    for flags in [LOGGED, SlotFlags::default()] {
+        let (_, did) = world.during(|world| {
+            world.set(0..MIB2, flags);
+            world.vcpu.enter(1);
+            world.vcpu.quiesce();
+            let range = |gfns: Range<u64>| Gpa(gfns.start << 12)..Gpa(gfns.end << 12);
+            assert_eq!(world.vcpu.prefault(range(0..MIB2)), Ok(MIB2 << 12));
+            let stop = world.vcpu.prefault(range(MIB2..MIB2 + 1)).unwrap_err();
+            assert!(matches!(stop, Stop::Mmio { .. }));
+            world.vcpu.leave();
+        });
+        let counted = (did.pf_taken, did.pf_fixed, did.pf_spurious, did.pf_emulate);
+        assert_eq!(counted, (0, 0, 0, 0), "{did:?}");
+    }
+    let (_, did) = world.during(|world| world.touch(2, Read));
+    assert_eq!(did.pf_taken, 0);
 }

@@ -14,7 +14,7 @@ const SIGSET: u64 = 4;
 const SIGSET_BYTES: u32 = 8;
 
 pub(super) fn ioctl(vcpu: &Arc<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
-    vcpu.vm.same_process()?;
+    let _call = vcpu.vm.begin()?;
     match request {
         KVM_RUN if argument == 0 => vcpu.run()?,
         KVM_RUN => return fail(libc::EINVAL),

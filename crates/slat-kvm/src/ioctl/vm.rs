@@ -9,7 +9,7 @@ use kvm_bindings::*;
 use std::sync::Arc;
 
 pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<Answer> {
-    vm.same_process()?;
+    let _call = vm.begin()?;
     match request {
         KVM_CHECK_EXTENSION => return value(vm.check_extension(argument)),
         KVM_CREATE_VCPU => {

@@ -48,6 +48,8 @@ const LVT_MASKED: u32 = 1 << 16;
 const SVR_ENABLED: u32 = 1 << 8;
 /// Bits that must be 0 in an x2APIC's ICR.
 const X2APIC_ICR_RESERVED: u64 = 0xfff3_2000;
+/// Nanoseconds of the shortest period: KVM's `min_timer_period_us`.
+const MIN_PERIOD: u64 = 200_000;
 /// Version 0x14 with six LVT entries.
 const VERSION: u32 = 0x14 | 5 << 16;
 
@@ -279,9 +281,9 @@ impl Lapic {
                 },
             ),
             reg::LVT_TIMER => {
-                let mode_changed = (self.get(reg::LVT_TIMER) ^ value) & 3 << 17 != 0;
+                let by_tsc = self.tsc_deadline_mode();
                 self.set_lvt(reg::LVT_TIMER, value, 0x7_10ff);
-                if mode_changed {
+                if self.tsc_deadline_mode() != by_tsc {
                     self.set(reg::TIMER_INITIAL, 0);
                     self.deadline = None;
                     self.tsc_deadline = 0;
@@ -477,9 +479,17 @@ impl Lapic {
         1 << shift
     }
 
-    /// Nanoseconds of one full count: the bus runs at 1 GHz.
+    fn is_periodic(&self) -> bool {
+        self.get(reg::LVT_TIMER) >> 17 & 3 == 1
+    }
+
+    /// Nanoseconds of one full count: the bus runs at 1 GHz. A count that begins again and again has KVM's minimum.
     fn period(&self) -> u64 {
-        u64::from(self.get(reg::TIMER_INITIAL)) * self.divisor()
+        match u64::from(self.get(reg::TIMER_INITIAL)) * self.divisor() {
+            0 => 0,
+            period if self.is_periodic() => period.max(MIN_PERIOD),
+            period => period,
+        }
     }
 
     fn timer_current(&self, now: u64) -> u32 {
@@ -525,7 +535,7 @@ impl Lapic {
         };
         let lvt = self.get(reg::LVT_TIMER);
         let period = self.period();
-        let periodic = lvt >> 17 & 3 == 1 && period != 0;
+        let periodic = self.is_periodic() && period != 0;
         self.tsc_deadline = 0;
         // Ticks that were missed are not made up for.
         self.deadline = periodic.then(|| deadline + period * ((now - deadline) / period + 1));
@@ -569,13 +579,13 @@ impl Lapic {
             self.set(reg::ID, self.id_register());
             self.set(reg::LDR, self.x2apic_ldr());
         }
-        let left = if current == 0 {
-            u64::from(self.get(reg::TIMER_INITIAL))
-        } else {
-            current
+        // A periodic timer that was saved at the end of its count begins a new one; another one fires.
+        let period = self.period();
+        let left = match current * self.divisor() {
+            0 if self.is_periodic() => period,
+            left => left.min(period),
         };
-        self.deadline =
-            (left != 0 && !self.tsc_deadline_mode()).then(|| now + left * self.divisor());
+        self.deadline = (period != 0 && !self.tsc_deadline_mode()).then(|| now + left);
     }
 }
 

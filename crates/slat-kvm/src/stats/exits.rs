@@ -35,7 +35,7 @@ exits! {
     exits,
     /// Port accesses.
     io_exits,
-    /// Accesses to addresses without memory.
+    /// Accesses to addresses without memory that the client answers.
     mmio_exits,
     /// `KVM_RUN` ended because of a signal.
     signal_exits,
@@ -47,6 +47,8 @@ exits! {
     irq_exits,
     /// HLT.
     halt_exits,
+    /// Accesses to addresses without memory, whoever answers them, and instructions that the CPU does not have.
+    insn_emulation,
     /// Instructions that the CPU does not have.
     insn_emulation_fail,
     /// VMCALL.

@@ -49,7 +49,7 @@ impl VmObject {
     /// # Errors
     /// `EIO` in a forked child, what the host answers to making the file.
     pub fn stats(self: &Arc<Self>) -> Result<(Arc<StatsObject>, OwnedFd)> {
-        self.same_process()?;
+        let _call = self.begin()?;
         let name = format!("kvm-{}", std::process::id());
         StatsObject::new(Of::Vm(self.clone()), &name, list::of_vm())
     }
@@ -61,7 +61,7 @@ impl VcpuObject {
     /// # Errors
     /// `EIO` in a forked child, what the host answers to making the file.
     pub fn stats(self: &Arc<Self>) -> Result<(Arc<StatsObject>, OwnedFd)> {
-        self.vm.same_process()?;
+        let _call = self.vm.begin()?;
         let name = format!("kvm-{}/vcpu-{}", std::process::id(), self.common().id);
         StatsObject::new(Of::Vcpu(self.clone()), &name, list::of_vcpu())
     }

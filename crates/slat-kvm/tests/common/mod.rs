@@ -53,6 +53,18 @@ impl Memory {
         }
     }
 
+    pub fn read(&self, at: u64, bytes: &mut [u8]) {
+        assert!(at as usize + bytes.len() <= self.len);
+        // SAFETY: inside the mapping.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                self.start.add(at as usize),
+                bytes.as_mut_ptr(),
+                bytes.len(),
+            )
+        }
+    }
+
     /// Takes the page at `at` away, in a way that gives its addresses to nobody else.
     pub fn take_away(&self, at: u64) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;

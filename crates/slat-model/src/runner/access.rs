@@ -64,7 +64,7 @@ impl<F: Format> Runner<F> {
         let answer = self.insist(i, |runner| runner.cpus[i].vcpu.translate(Gpa(gpa), access));
         let did = self.cpus[i].vcpu.stats().since(&before);
         self.cpus[i].vcpu.leave();
-        let pushed = self.note_pushes(i, gfn, access, was_full);
+        let pushed = self.note_pushes(i, gfn..gfn + 1, access, was_full);
         let model = &self.models[space_of(i)];
         let expected = model.expect(&self.platform.host, gfn, access);
         match answer {
@@ -73,7 +73,7 @@ impl<F: Format> Runner<F> {
                     panic!("{access:?} at {gpa:#x}: {translation:?}, expected {expected:?}");
                 };
                 // A fault that asked slot and host has used the largest level there is.
-                if did.pf_fixed + did.pf_spurious > 0 && !self.nx {
+                if did.pf_fixed + did.pf_spurious > did.pf_fast && !self.nx {
                     let (_, slot) = model.slot_at(gfn).expect("a page is in a slot");
                     let level = match self.is_on("huge_pages", true) {
                         true => slot.fitting_level(gfn, &host),
@@ -81,7 +81,7 @@ impl<F: Format> Runner<F> {
                     };
                     assert_eq!(translation.level, level, "{access:?} at {gpa:#x}");
                 }
-                self.note_write(i, gfn, access);
+                self.note_access(i, gfn, access, &did, &translation);
                 self.check_granted(gpa, access, &translation);
                 self.check_translation(i, gfn, &translation, "new");
                 self.cpus[i].remember(gfn, translation);
@@ -173,6 +173,7 @@ impl<F: Format> Runner<F> {
         self.enter(i);
         let was_full = self.is_ring_full(i);
         let cpu = &mut self.cpus[i];
+        let before = cpu.vcpu.stats();
         cpu.vcpu.attention().raise(BUSY);
         let answer = cpu.vcpu.translate(Gpa(gfn << 12), access);
         if answer == Err(Stop::Retry) {
@@ -180,8 +181,9 @@ impl<F: Format> Runner<F> {
             cpu.vcpu.quiesce();
         }
         cpu.vcpu.attention().take(BUSY);
+        let did = cpu.vcpu.stats().since(&before);
         cpu.vcpu.leave();
-        self.note_pushes(i, gfn, access, was_full);
+        self.note_pushes(i, gfn..gfn + 1, access, was_full);
         let model = &self.models[space_of(i)];
         let expected = model.expect(&self.platform.host, gfn, access);
         let page = model
@@ -193,7 +195,7 @@ impl<F: Format> Runner<F> {
                     page.is_some_and(|page| !pages.contains(&page)),
                     "{access:?} at frame {gfn:#x}: {translation:?} while it is invalidated"
                 );
-                self.note_write(i, gfn, access);
+                self.note_access(i, gfn, access, &did, &translation);
                 self.check_granted(gfn << 12, access, &translation);
                 self.check_translation(i, gfn, &translation, "meanwhile");
                 self.cpus[i].remember(gfn, translation);
@@ -207,8 +209,9 @@ impl<F: Format> Runner<F> {
             Err(Stop::Retry) => {
                 self.tally.count("retried meanwhile");
                 // With a flush of its own, the write was carried through before.
-                if page.is_some_and(|page| !pages.contains(&page)) && access == Access::Write {
-                    self.uncertain_write(space_of(i), gfn);
+                let noted = access == Access::Write || self.logs_reads();
+                if page.is_some_and(|page| !pages.contains(&page)) && noted {
+                    self.uncertain_writes(space_of(i), gfn..gfn + 1);
                 }
             }
             Err(Stop::DirtyRingFull) => {
@@ -227,6 +230,7 @@ impl<F: Format> Runner<F> {
         }
         let mut at = gpa;
         self.enter(i);
+        let was_full = self.is_ring_full(i);
         let stop = loop {
             let answer = self.insist(i, |runner| {
                 let range = Gpa(at)..Gpa(end);
@@ -252,6 +256,12 @@ impl<F: Format> Runner<F> {
             true => 0..0,
             false => gpa >> 12..at.div_ceil(4096),
         };
+        // The page it could not map may have been noted before something came in its way.
+        let noted = gpa >> 12..at.div_ceil(4096) + 1;
+        self.note_pushes(i, noted.clone(), Access::Read, was_full);
+        if self.logs_reads() {
+            self.uncertain_writes(space_of(i), noted);
+        }
         let model = &self.models[space_of(i)];
         let expect = |gpa: u64| model.expect(&self.platform.host, gpa >> 12, Access::Read);
         let mut pages = mapped.clone().map(|gfn| (gfn, expect(gfn << 12)));

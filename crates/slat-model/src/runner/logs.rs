@@ -1,41 +1,85 @@
 //! Dirty logs of both kinds, bitmaps and rings, taken and compared.
 
-use slat::{Access, Format};
+use std::ops::Range;
+
+use slat::{Access, Format, Stats, Translation};
 
 use super::{Runner, space_of};
 use crate::rings::{DirtyPage, RingClient};
 
 impl<F: Format> Runner<F> {
-    /// The guest has written, or may write now: a bitmap must tell.
-    pub(super) fn note_write(&mut self, i: usize, gfn: u64, access: Access) {
+    /// Policy `dirty_log_reads`.
+    pub(super) fn logs_reads(&self) -> bool {
+        match self.policies.get("dirty_log_reads") {
+            None | Some(&"auto") => F::LOGS_READS,
+            Some(choice) => *choice == "on",
+        }
+    }
+
+    /// The guest has made an access, or may make it now: if it was a write, or a read that is logged, a bitmap must tell.
+    /// `did`: what the engine counted meanwhile.
+    pub(super) fn note_access(
+        &mut self,
+        i: usize,
+        gfn: u64,
+        access: Access,
+        did: &Stats,
+        translation: &Translation,
+    ) {
+        let reads = self.logs_reads();
         let model = &mut self.models[space_of(i)];
+        let Some((_, slot)) = model.slot_at(gfn).filter(|(_, slot)| slot.logs()) else {
+            return;
+        };
         // A ring tells itself, by its entry.
-        if access == Access::Write && !model.mode.rings {
+        let to_ring = model.mode.rings;
+        let faulted = did.pf_fixed + did.pf_spurious > 0;
+        if access != Access::Write {
+            let installed = did.pages_4k == 1 && did.splits == 0;
+            let host = &self.platform.host;
+            let page = slot.host_page(host, gfn).and_then(|page| host.get(page));
+            let writable = slot.flags & 2 == 0 && page.is_some_and(|page| page.writable);
+            if installed && !to_ring {
+                let wanted = reads && writable;
+                assert_eq!(translation.write, wanted, "{access:?} at frame {gfn:#x}");
+            }
+            if installed && writable && reads {
+                self.tally.count("read logged");
+            }
+        }
+        if !to_ring && (access == Access::Write || faulted && translation.write) {
             model.note_write(gfn);
         }
     }
 
-    /// A write that may have been noted, or not: the log is taken, and the model believes it.
-    pub(super) fn uncertain_write(&mut self, space: usize, gfn: u64) {
+    /// Writes that may have been noted, or not: the logs are taken, and the model believes them.
+    pub(super) fn uncertain_writes(&mut self, space: usize, gfns: Range<u64>) {
         let model = &self.models[space];
-        let Some((id, slot)) = model.slot_at(gfn) else {
-            return;
-        };
-        if !slot.logs() || model.mode.rings {
+        if model.mode.rings {
             return;
         }
-        let page = gfn - slot.base;
-        let (word, bit) = (page as usize / 64, 1 << (page % 64));
-        let mut words = self.engine_log(space, id).expect("it logs");
-        let model = &mut self.models[space];
-        let mut expected = model.dirty_log(id).expect("it logs");
-        if words[word] & bit != 0 && model.mode.manual {
-            // It is in the log still.
-            model.note_write(gfn);
+        let slots = model.slots.iter().filter(|(_, slot)| slot.logs());
+        let slots: Vec<_> = slots.map(|(id, slot)| (*id, *slot)).collect();
+        for (id, slot) in slots {
+            let part = gfns.start.max(slot.base)..gfns.end.min(slot.base + slot.pages);
+            if part.is_empty() {
+                continue;
+            }
+            let mut words = self.engine_log(space, id).expect("it logs");
+            let model = &mut self.models[space];
+            let mut expected = model.dirty_log(id).expect("it logs");
+            for gfn in part {
+                let page = gfn - slot.base;
+                let (word, bit) = (page as usize / 64, 1 << (page % 64));
+                if words[word] & bit != 0 && model.mode.manual {
+                    // It is in the log still.
+                    model.note_write(gfn);
+                }
+                words[word] &= !bit;
+                expected[word] &= !bit;
+            }
+            self.compare_logs(space, id, Ok(words), Ok(expected));
         }
-        words[word] &= !bit;
-        expected[word] &= !bit;
-        self.compare_logs(space, id, Ok(words), Ok(expected));
     }
 
     fn engine_log(&self, space: usize, id: u32) -> Result<Vec<u64>, i32> {
@@ -117,26 +161,27 @@ impl<F: Format> Runner<F> {
         ring.is_some_and(|ring| ring.in_use() >= RingClient::SOFT_LIMIT)
     }
 
-    /// What a vCPU has pushed during an access must be that access. Returns how many entries.
+    /// What a vCPU has pushed during an access to `gfns` must be that access. Returns how many entries.
     pub(super) fn note_pushes(
         &mut self,
         i: usize,
-        gfn: u64,
+        gfns: Range<u64>,
         access: Access,
         was_full: bool,
     ) -> usize {
         let space = space_of(i);
+        let logged = access == Access::Write || self.logs_reads();
         let Some(ring) = self.rings.get_mut(self.cpus[i].ring) else {
             return 0;
         };
         let mut pushed = 0;
         while let Some(entry) = ring.look() {
-            let expected = self.models[space].slot_at(gfn).map(|(slot, s)| DirtyPage {
-                space,
-                slot,
-                page: gfn - s.base,
-            });
-            assert_eq!((Some(entry), access), (expected, Access::Write), "pushed");
+            let slot = self.models[space].slots.get(&entry.slot);
+            let gfn = slot.expect("a pushed page is in a slot").base + entry.page;
+            assert!(
+                entry.space == space && gfns.contains(&gfn) && logged,
+                "{access:?} of {gfns:x?}: {entry:?} was pushed"
+            );
             assert!(!was_full, "{entry:?} was pushed to a full ring");
             self.models[space].note_write(gfn);
             self.tally.count("ring pushed");

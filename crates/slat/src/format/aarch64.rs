@@ -148,6 +148,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
     const ACCESSED: u64 = ACCESSED;
     const DIRTY: u64 = Self::written(true);
     const SETS_DIRTY: bool = HARDWARE_DIRTY;
+    const LOGS_READS: bool = false;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
     const MMIO_PHYSICAL_BITS: u32 = 52;
 

@@ -63,6 +63,7 @@ impl Format for Ept {
     const ACCESSED: u64 = ACCESSED;
     const DIRTY: u64 = DIRTY;
     const SETS_DIRTY: bool = true;
+    const LOGS_READS: bool = true;
     const MMIO_GENERATION_BITS: u32 = 40;
     const MMIO_PHYSICAL_BITS: u32 = 52;
 

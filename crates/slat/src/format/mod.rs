@@ -108,6 +108,10 @@ pub trait Format: Send + Sync + 'static {
     /// A walker can be told to set accessed and dirty itself; without, dirty logging by D bit is not
     /// to be had.
     const SETS_DIRTY: bool;
+    /// Where this walker runs, KVM logs a page that is read before it is written, too: it installs a
+    /// writable leaf, so that no second fault is needed. (Its x86 MMU does; on AArch64 and RISC-V a leaf
+    /// of a logged slot is writable only after a write.) The default of policy `dirty_log_reads`.
+    const LOGS_READS: bool;
     /// Bits of the MMIO generation an entry can hold; 0 where the format caches no MMIO.
     const MMIO_GENERATION_BITS: u32;
     /// MMIO entries work on machines with at most this many physical address bits.

@@ -61,6 +61,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const ACCESSED: u64 = ACCESSED;
     const DIRTY: u64 = DIRTY;
     const SETS_DIRTY: bool = true;
+    const LOGS_READS: bool = false;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
     const MMIO_PHYSICAL_BITS: u32 = 56;
 

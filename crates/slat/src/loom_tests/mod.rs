@@ -82,6 +82,7 @@ macro_rules! small_format {
             const ACCESSED: u64 = <$of>::ACCESSED;
             const DIRTY: u64 = <$of>::DIRTY;
             const SETS_DIRTY: bool = $dirty;
+            const LOGS_READS: bool = <$of>::LOGS_READS;
             const MMIO_GENERATION_BITS: u32 = <$of>::MMIO_GENERATION_BITS;
             const MMIO_PHYSICAL_BITS: u32 = <$of>::MMIO_PHYSICAL_BITS;
 

@@ -1,12 +1,19 @@
 //! The dirty log of a slot.
 //!
 //! # Write protection (the default)
-//! A logged slot is mapped by 4 KiB leaves that start write-protected. The first write to a page
-//! faults; under the lock of its table the leaf becomes writable and *then* the write is noted, in the
+//! A logged slot is mapped by 4 KiB leaves that start write-protected (but see *Reads*). The first write to a
+//! page faults; under the lock of its table the leaf becomes writable and *then* the write is noted, in the
 //! slot's bitmap or in the vCPU's ring. A harvest takes the bits, *then* protects the pages it found,
 //! each under the same lock, then flushes. If the fault's section comes after the harvest's, its bit is
 //! set after the harvest took the word, and stays for the next one; if before, the bit may be taken by
 //! this harvest, and then the protection follows: no write is lost.
+//!
+//! # Reads (policy `dirty_log_reads`)
+//! A read or fetch that finds no leaf installs one. As KVM does on x86, the leaf is writable if the host's page
+//! is, and the page is noted as if it had been written: the write that often follows needs no fault of its
+//! own, but the log names pages that were only read. As KVM does on AArch64 and RISC-V, or with the policy
+//! off, the leaf is write-protected and the log names what was written. Both hold for bitmaps and rings, and for dirty bits,
+//! where the leaf starts dirty.
 //!
 //! # Dirty bits (policy `dirty_log=dirty-bit`, where the walker sets them)
 //! Leaves stay writable, and start clean. A harvest moves the bits from the leaves into the bitmap

@@ -151,10 +151,24 @@ impl SlotFacts {
 
 /// What one attempt came to.
 enum Attempt {
-    Done(Translation),
+    Done(Translation, Outcome),
+    /// This fault has put the pieces of a split leaf in its place. One is what was asked for: the access
+    /// finds it.
+    Mended,
     /// Something changed meanwhile.
     Again,
     Stop(Stop),
+}
+
+/// How a fault ended, as KVM counts it.
+#[derive(Clone, Copy)]
+pub(super) enum Outcome {
+    /// It installed a leaf or widened one; `fast`: neither slot nor host were asked.
+    Fixed { fast: bool },
+    /// The leaf allowed the access already.
+    Spurious { fast: bool },
+    /// The client emulates the access.
+    Emulated,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
@@ -192,11 +206,50 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     #[inline(never)]
     fn translate_slowly(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
         assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
-        let gfn = gpa.gfn();
         if !self.may_walk(gpa) {
-            self.counters().pf_emulate.add(1);
+            self.count_fault(Outcome::Emulated);
             return Err(Stop::Mmio { gpa });
         }
+        if let Some(answer) = self.translate_mapped(gpa, access) {
+            return answer;
+        }
+        self.counters().pf_taken.add(1);
+        let (answer, outcome) = self.fault(gpa, access);
+        outcome.into_iter().for_each(|how| self.count_fault(how));
+        answer
+    }
+
+    /// Maps the page at `gpa` for reading, if it is not mapped. It is no fault of the guest, and not counted
+    /// as one. Errors as [`Vcpu::translate`].
+    pub(super) fn prefault_page(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
+        assert!(self.is_entered(), "Vcpu::prefault outside enter/leave");
+        if !self.may_walk(gpa) {
+            return Err(Stop::Mmio { gpa });
+        }
+        match self.translate_mapped(gpa, Access::Read) {
+            Some(answer) => answer,
+            None => self.fault(gpa, Access::Read).0,
+        }
+    }
+
+    fn count_fault(&self, how: Outcome) {
+        let counters = self.counters();
+        match how {
+            Outcome::Fixed { fast } => {
+                counters.pf_fixed.add(1);
+                counters.pf_fast.add(fast.into());
+            }
+            Outcome::Spurious { fast } => {
+                counters.pf_spurious.add(1);
+                counters.pf_fast.add(fast.into());
+            }
+            Outcome::Emulated => counters.pf_emulate.add(1),
+        }
+    }
+
+    /// What the tables say of an access to `gpa`, as far as they reach. `None`: they do not allow it.
+    fn translate_mapped(&mut self, gpa: Gpa, access: Access) -> Option<Result<Translation, Stop>> {
+        let gfn = gpa.gfn();
         loop {
             let found = self.space().tree.lookup(gfn);
             return match found.entry::<F>() {
@@ -209,13 +262,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                         dirty: leaf.dirty || write,
                         ..leaf
                     };
-                    Ok(translation(leaf, found.level, gfn))
+                    Some(Ok(translation(leaf, found.level, gfn)))
                 }
                 Entry::Mmio { generation } if self.is_current(generation) => {
                     self.counters().mmio_cached.add(1);
-                    Err(Stop::Mmio { gpa })
+                    Some(Err(Stop::Mmio { gpa }))
                 }
-                _ => self.fault(gpa, access),
+                _ => None,
             };
         }
     }
@@ -275,24 +328,26 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.vm().caches_mmio() && self.space().slots.current().generation & mask == generation
     }
 
+    /// Brings the tables to where they allow `access`. Returns also how, if it came to an end.
     #[cold]
-    fn fault(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
+    fn fault(&mut self, gpa: Gpa, access: Access) -> (Result<Translation, Stop>, Option<Outcome>) {
         let mut slept = false;
-        self.counters().pf_taken.add(1);
-        loop {
+        let (answer, outcome) = loop {
             if self.fill_frames().is_err() {
-                return Err(Stop::OutOfMemory { gpa });
+                return (Err(Stop::OutOfMemory { gpa }), None);
             }
-            match self.attempt(gpa, access, &mut slept) {
-                // It slept through a flush: what it returned to its CPU before is void, whatever
-                // the answer is this time.
-                Attempt::Done(_) | Attempt::Stop(_) if slept => return Err(Stop::Retry),
-                Attempt::Stop(stop) => return Err(stop),
-                Attempt::Done(translation) => return Ok(translation),
-                Attempt::Again if slept => return Err(Stop::Retry),
-                Attempt::Again => {}
-            }
-        }
+            break match self.attempt(gpa, access, &mut slept) {
+                Attempt::Again if !slept => continue,
+                Attempt::Again => (Err(Stop::Retry), None),
+                Attempt::Done(translation, how) => (Ok(translation), Some(how)),
+                Attempt::Mended => (Err(Stop::Retry), Some(Outcome::Fixed { fast: false })),
+                Attempt::Stop(stop @ Stop::Mmio { .. }) => (Err(stop), Some(Outcome::Emulated)),
+                Attempt::Stop(stop) => (Err(stop), None),
+            };
+        };
+        // It slept through a flush: what it returned to its CPU before is void, whatever the answer is
+        // this time.
+        (if slept { Err(Stop::Retry) } else { answer }, outcome)
     }
 
     fn attempt(&mut self, gpa: Gpa, access: Access, slept: &mut bool) -> Attempt {
@@ -314,11 +369,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         };
         if access == Access::Write {
             if slot.flags.has(SlotFlags::READONLY) {
-                self.counters().pf_emulate.add(1);
                 return Attempt::Stop(Stop::Mmio { gpa });
             }
-            let ring = slot.log.as_ref().filter(|log| log.is_ring());
-            if ring.is_some() && self.ring().is_none_or(|ring| ring.is_soft_full()) {
+            if self.is_log_full(&slot) {
                 return Attempt::Stop(Stop::DirtyRingFull);
             }
         }
@@ -343,27 +396,26 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if nx_split && !self.vm().policy.nx_splits_in_place() {
             self.zap_huge(gfn, slept);
         }
-        let leaf = leaf_for(&slot, &host, access);
+        let leaf = leaf_for(&slot, &host, self.logged_access(&slot, access));
         let leaf = Leaf {
             pfn: leaf.pfn.align_down(level),
             execute: leaf.execute && (level == Level::PAGE || !self.vm().policy.huge_is_nx()),
             ..leaf
         };
         let (mapped, split) = self.install(gfn, level, leaf, &slot, sequence, nx_split);
-        let counters = self.counters();
-        match mapped {
+        let fast = known.is_some();
+        let how = match mapped {
             Mapped::New => {
-                counters.leaves_added(level);
-                counters.pf_fixed.add(1);
+                self.counters().leaves_added(level);
                 if level == Level::PAGE && slot.log.is_none() {
                     self.prefetch(gfn, &slot, sequence);
                 }
+                Outcome::Fixed { fast: false }
             }
-            Mapped::Widened if known.is_some() => counters.pf_fast.add(1),
-            Mapped::Widened => counters.pf_fixed.add(1),
+            Mapped::Widened => Outcome::Fixed { fast },
             // The split itself has given the right: to execute a small page.
-            Mapped::Spurious if split => counters.pf_fixed.add(1),
-            Mapped::Spurious => counters.pf_spurious.add(1),
+            Mapped::Spurious if split => Outcome::Fixed { fast },
+            Mapped::Spurious => Outcome::Spurious { fast },
             Mapped::Stale => return self.stale(&slot.hvas(gfn, level), slept),
             Mapped::Cleared(zapped) => {
                 self.flush_as_vcpu(gfn.align_down(level), level, zapped, slept);
@@ -378,8 +430,25 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 return self.mended(gfn, access);
             }
             Mapped::Broken => return self.wait_for_mend(gfn, slept),
+        };
+        Attempt::Done(translation(leaf, level, gfn), how)
+    }
+
+    /// Whether a write to the slot goes to a ring that has no room for it.
+    fn is_log_full(&self, slot: &SlotFacts) -> bool {
+        let to_ring = slot.log.as_ref().is_some_and(|log| log.is_ring());
+        to_ring && self.ring().is_none_or(|ring| ring.is_soft_full())
+    }
+
+    /// What the leaf is made for. A read that is logged (policy `dirty_log_reads`) maps the page as a
+    /// write does, so that the log names it and the write that follows needs no fault. If the ring is
+    /// full it is mapped for reading, and the write that follows stops.
+    fn logged_access(&self, slot: &SlotFacts, access: Access) -> Access {
+        let logged = slot.log.is_some() && self.vm().policy.logs_reads::<F>();
+        match logged && !self.is_log_full(slot) {
+            true => Access::Write,
+            false => access,
         }
-        Attempt::Done(translation(leaf, level, gfn))
     }
 
     /// Step 2: the page behind a leaf that lost its right to write to the dirty log only.
@@ -421,7 +490,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// Step 3, when the slot set of `generation` holds nothing there.
     fn no_slot(&mut self, gpa: Gpa, generation: u64) -> Stop {
-        self.counters().pf_emulate.add(1);
         if self.vm().caches_mmio() {
             let made = self.on_tables(|_, tree, path| tree.map_mmio(gpa.gfn(), generation, path));
             self.counters().pf_mmio_spte_created.add(made as u64);
@@ -505,10 +573,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// This fault has put the pieces of a split leaf in its place: they may be what was asked for.
     fn mended(&self, gfn: Gfn, access: Access) -> Attempt {
         match self.space().tree.lookup(gfn).entry::<F>() {
-            Entry::Leaf(leaf) if leaf.allows(access) => {
-                self.counters().pf_fixed.add(1);
-                Attempt::Stop(Stop::Retry)
-            }
+            Entry::Leaf(leaf) if leaf.allows(access) => Attempt::Mended,
             _ => Attempt::Again,
         }
     }
@@ -583,7 +648,7 @@ fn is_executable(host: &HostPage) -> bool {
     host.memory == MemoryType::WriteBack
 }
 
-/// The leaf for one page; rights and marks as KVM starts them.
+/// The leaf for one page and an access, or for one that may follow; rights and marks as KVM starts them.
 pub(super) fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Leaf {
     let allowed = host.writable && !slot.flags.has(SlotFlags::READONLY);
     // Where the log works by write protection, only a write makes a page writable.
@@ -594,7 +659,7 @@ pub(super) fn leaf_for(slot: &SlotFacts, host: &HostPage, access: Access) -> Lea
         execute: is_executable(host),
         may_write: allowed && !write,
         accessed: true,
-        dirty: access == Access::Write,
+        dirty: write && access == Access::Write,
         memory: host.memory,
     }
 }

@@ -6,9 +6,18 @@ use super::Vm;
 use crate::addr::{Gfn, Level};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
+use crate::sync::quiesce::Attention;
 use crate::table::{Next, Show};
 
 impl<P: Platform, F: Format> Vm<P, F> {
+    /// Calls `visit` with the attention word of every CPU of this VM. Takes no lock: it may be called by a
+    /// thread that holds any. Operations that are no CPU have such a word, too; nobody looks at it.
+    pub fn visit_attention(&self, visit: &mut dyn FnMut(&Attention)) {
+        for reader in self.readers.iter() {
+            visit(reader.attention());
+        }
+    }
+
     /// Calls `visit` at every leaf and every MMIO entry that covers a frame of `range`, in the order of
     /// gfn, with the first frame that the entry covers (a huge leaf may begin before `range`), its level,
     /// and what it says. Changes nothing. CPUs may go on: what `visit` sees of one table holds at one

@@ -133,7 +133,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         (unmapped, installed)
     }
 
-    /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. Pages that are not
+    /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. As in KVM, no fault of the guest
+    /// is counted. Pages that are not
     /// resident are brought in. Returns the bytes mapped, from `range.start` on, at least one page.
     /// The vCPU may have been outside meanwhile: the attention word tells whether what it remembers is
     /// still good.
@@ -180,7 +181,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 return Ok(next.gpa());
             }
         }
-        let level = self.translate(gpa, Access::Read)?.level;
+        let level = self.prefault_page(gpa)?.level;
         Ok(gfn.align_down(level).add(level.pages()).gpa())
     }
 }

@@ -43,7 +43,8 @@ fn takes_exact_logs<M: Machine>(
     write_faults: bool,
 ) -> Verdict {
     let faults = |count: u64| if write_faults { count } else { 0 };
-    let mut vm = bench.vm(Level::PAGE, &[("dirty_log", means)])?;
+    let policies = [("dirty_log", means), ("dirty_log_reads", "off")];
+    let mut vm = bench.vm(Level::PAGE, &policies)?;
     vm.set(&bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::LOG_DIRTY_PAGES))?;
 
     bench.run(&mut vm, pages(Op::Read, 0, 128))?;

@@ -43,13 +43,79 @@ fn the_timer_fires_once_or_periodically() {
     assert_eq!(lapic.deadline(), None);
 
     lapic.write(reg::LVT_TIMER, 0x41 | 1 << 17, 0);
-    lapic.write(reg::TIMER_INITIAL, 1000, 5000);
-    lapic.tick(8500);
+    lapic.write(reg::TIMER_INITIAL, 1_000_000, 5_000_000);
+    lapic.tick(8_500_000);
     assert_eq!(
         lapic.deadline(),
-        Some(9000),
+        Some(9_000_000),
         "missed ticks are dropped, the phase is kept"
     );
+}
+
+/// KVM's `min_timer_period_us`: a guest must not keep the host busy with nothing but its timer.
+#[test]
+fn a_period_is_at_least_200_us() {
+    let mut lapic = enabled();
+    lapic.write(reg::TIMER_DIVIDE, 0xb, 0);
+    lapic.write(reg::LVT_TIMER, 0x40 | 1 << 17, 0);
+    lapic.write(reg::TIMER_INITIAL, 1, 1000);
+    assert_eq!(lapic.deadline(), Some(201_000));
+    lapic.tick(201_500);
+    assert_eq!(lapic.deadline(), Some(401_000));
+    // A timer that fires once may fire soon.
+    lapic.write(reg::LVT_TIMER, 0x40, 500_000);
+    lapic.write(reg::TIMER_INITIAL, 1, 500_000);
+    assert_eq!(lapic.deadline(), Some(500_001));
+    // When it becomes periodic, the limit holds.
+    lapic.write(reg::LVT_TIMER, 0x40 | 1 << 17, 500_000);
+    lapic.tick(500_001);
+    assert_eq!(lapic.deadline(), Some(700_001));
+}
+
+#[test]
+fn only_the_tsc_deadline_mode_stops_the_count() {
+    let mut lapic = enabled();
+    lapic.write(reg::TIMER_DIVIDE, 0xb, 0);
+    lapic.write(reg::LVT_TIMER, 0x40, 0);
+    lapic.write(reg::TIMER_INITIAL, 1_000_000, 0);
+    lapic.write(reg::LVT_TIMER, 0x40 | 1 << 17, 10);
+    assert_eq!(lapic.deadline(), Some(1_000_000));
+    assert_eq!(lapic.read(reg::TIMER_INITIAL, 10), 1_000_000);
+    lapic.write(reg::LVT_TIMER, 0x40 | 2 << 17, 20);
+    assert_eq!(lapic.deadline(), None);
+    assert_eq!(lapic.read(reg::TIMER_INITIAL, 20), 0);
+}
+
+/// As KVM restores it: the count that is left, never more than the initial one; a timer without an initial count is off.
+#[test]
+fn a_restored_timer_goes_on() {
+    let restored = |lvt: u32, initial: u32, current: u32| {
+        let mut lapic = enabled();
+        lapic.write(reg::TIMER_DIVIDE, 0xb, 0);
+        lapic.write(reg::LVT_TIMER, lvt, 0);
+        let mut state = lapic.save(0);
+        let mut put = |offset: u32, value: u32| {
+            for (to, from) in state.regs[offset as usize..]
+                .iter_mut()
+                .zip(value.to_le_bytes())
+            {
+                *to = from as _;
+            }
+        };
+        put(reg::TIMER_INITIAL, initial);
+        put(reg::TIMER_CURRENT, current);
+        let mut other = enabled();
+        other.restore(&state, 5000);
+        other.deadline()
+    };
+    const ONCE: u32 = 0x40;
+    const PERIODIC: u32 = 0x40 | 1 << 17;
+    assert_eq!(restored(ONCE, 1000, 400), Some(5400));
+    assert_eq!(restored(ONCE, 1000, 0), Some(5000));
+    assert_eq!(restored(ONCE, 1000, 3000), Some(6000));
+    assert_eq!(restored(ONCE, 0, 3000), None);
+    assert_eq!(restored(PERIODIC, 1_000_000, 0), Some(1_005_000));
+    assert_eq!(restored(PERIODIC, 1_000_000, 700), Some(5700));
 }
 
 #[test]

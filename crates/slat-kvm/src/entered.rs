@@ -1,0 +1,54 @@
+//! A vCPU inside the engine, where flushes and slot changes wait for it: it must come out, also when its thread panics.
+
+use crate::engine::EngineVcpu;
+use std::ops::{Deref, DerefMut};
+
+/// Keeps the engine's vCPU in `T` entered until this is dropped.
+pub(crate) struct Entered<'a, T: AsMut<EngineVcpu>>(&'a mut T);
+
+impl<'a, T: AsMut<EngineVcpu>> Entered<'a, T> {
+    pub(crate) fn enter(holder: &'a mut T) -> Self {
+        holder.as_mut().enter(thread_id());
+        Entered(holder)
+    }
+}
+
+impl<T: AsMut<EngineVcpu>> Drop for Entered<'_, T> {
+    fn drop(&mut self) {
+        self.0.as_mut().leave();
+    }
+}
+
+impl<T: AsMut<EngineVcpu>> Deref for Entered<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.0
+    }
+}
+
+impl<T: AsMut<EngineVcpu>> DerefMut for Entered<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        self.0
+    }
+}
+
+/// Runs `work` outside the engine, for as long as it takes. Call with an entered vCPU; if `work` panics, it stays outside.
+pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
+    vcpu.leave();
+    let result = work();
+    vcpu.enter(thread_id());
+    result
+}
+
+/// The number by which this thread can be kicked.
+fn thread_id() -> usize {
+    thread_local! {
+        static ID: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+    }
+    if ID.get() == 0 {
+        // SAFETY: plain system call.
+        ID.set(unsafe { libc::syscall(libc::SYS_gettid) } as usize);
+    }
+    ID.get()
+}
