@@ -12,7 +12,7 @@
 //! | `device` | `/dev/kvm` and KVM's module parameters as files |
 //! | `looks` | what KVM's files and descriptors look like |
 //! | `files` | open, access |
-//! | `status` | stat, readlink |
+//! | `status` | stat, readlink, realpath |
 //! | `fds` | close, dup, fcntl |
 //! | `ioctls` | ioctl |
 //! | `streams` | read, write, lseek |

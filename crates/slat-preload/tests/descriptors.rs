@@ -22,6 +22,7 @@ on_both! {
     descriptors_are_polled_as_kvms
     what_is_no_device_cannot_be_opened_again
     a_closed_stream_leaves_nothing_behind
+    the_device_stays_the_device_across_exec
 }
 
 mod client {
@@ -602,6 +603,73 @@ mod client {
             assert_eq!(libc::write(ends[1], b"x".as_ptr().cast(), 1), 1);
             let mut byte = 0u8;
             assert_eq!(libc::read(fd, (&raw mut byte).cast(), 1), 1);
+        }
+    }
+
+    const HEIR: &str = "SLAT_TEST_INHERITED";
+
+    #[test]
+    #[ignore = "runs as a client"]
+    fn the_device_stays_the_device_across_exec() {
+        watch();
+        // SAFETY: a C string.
+        let fd = unsafe { OwnedFd::from_raw_fd(libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR)) };
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "client::heir", "--ignored", "--nocapture"])
+            .env(HEIR, fd.as_raw_fd().to_string())
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned()
+            + &String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    #[ignore = "runs as a client's child"]
+    fn heir() {
+        watch();
+        let Ok(fd) = std::env::var(HEIR) else { return };
+        let fd: RawFd = fd.parse().unwrap();
+        demand_slats(fd);
+        // Before KVM is asked for anything, and after.
+        for _ in 0..2 {
+            let link = fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
+            assert_eq!(link.to_str(), Some("/dev/kvm"));
+            let path = fs::metadata("/dev/kvm").unwrap();
+            let (mode, _, _, rdev, dev, inode) = stat_of_descriptor(fd);
+            assert_eq!((mode, rdev), (path.mode(), libc::makedev(10, 232)));
+            assert_eq!((dev, inode), (path.dev(), path.ino()));
+            // SAFETY: KVM_GET_API_VERSION.
+            assert_eq!(unsafe { libc::ioctl(fd, 0xae00, 0) }, 12);
+        }
+    }
+
+    /// What fstat and statx say, which must be the same.
+    fn stat_of_descriptor(fd: RawFd) -> Seen {
+        // SAFETY: structs to fill in.
+        unsafe {
+            let mut stat: libc::stat = std::mem::zeroed();
+            assert_eq!(libc::fstat(fd, &mut stat), 0);
+            let mut x: libc::statx = std::mem::zeroed();
+            let mask = libc::STATX_BASIC_STATS;
+            assert_eq!(
+                libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, mask, &mut x),
+                0
+            );
+            assert_eq!(
+                (u32::from(x.stx_mode), x.stx_ino),
+                (stat.st_mode, stat.st_ino)
+            );
+            let mut at: libc::stat = std::mem::zeroed();
+            assert_eq!(
+                libc::fstatat(fd, c"".as_ptr(), &mut at, libc::AT_EMPTY_PATH),
+                0
+            );
+            assert_eq!(seen(&at), seen(&stat));
+            seen(&stat)
         }
     }
 }
