@@ -272,7 +272,7 @@ mod client {
                 let (mode, nlink, size) = (x.stx_mode.into(), x.stx_nlink.into(), x.stx_size);
                 assert_eq!((mode, nlink, size as i64, rdev, dev, x.stx_ino), first);
             }
-            assert_eq!(libc::fstat(fd, 8 as *mut _), -1);
+            assert_eq!(libc::fstat(fd, 64 as *mut _), -1);
             assert_eq!(errno(), libc::EFAULT);
             first
         }

@@ -364,10 +364,11 @@ mod client {
         // SAFETY: the kernel refuses them.
         unsafe {
             let path = c"/dev/kvm".as_ptr();
+            let bad = 64 as *const libc::c_char;
             let how = [rdwr, 0, 0];
             for (path, how, size, expected) in [
-                (path, 8 as *const u64, 24, libc::EFAULT),
-                (8 as *const _, how.as_ptr(), 24, libc::EFAULT),
+                (path, bad.cast(), 24, libc::EFAULT),
+                (bad, how.as_ptr(), 24, libc::EFAULT),
                 (path, how.as_ptr(), 8, libc::EINVAL),
             ] {
                 let fd = libc::syscall(libc::SYS_openat2, cwd, path, how, size);
@@ -460,7 +461,7 @@ mod client {
                     assert_eq!(errno(), libc::EFAULT);
                 }
                 let path = end.sub(9);
-                path.copy_from_nonoverlapping(b"/dev/kvm\0".as_ptr(), 9);
+                path.copy_from_nonoverlapping(c"/dev/kvm".as_ptr().cast(), 9);
                 assert_eq!(is_kvm(libc::open(path.cast(), libc::O_RDWR)), Ok(()));
                 libc::munmap(start, 8192);
             }
