@@ -18,6 +18,7 @@ use slat_guard::Section;
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::{Cell, UnsafeCell};
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 const PAGE: usize = 4096;
@@ -129,6 +130,7 @@ impl State {
             return block;
         }
         let reserve = std::mem::replace(&mut self.reserve, null_mut());
+        IS_WHOLE.store(false, Ordering::Relaxed);
         // SAFETY: made by `refill` with this size and alignment.
         unsafe { self.small.free(reserve, RESERVE, PAGE) };
         self.allocate(layout, zeroed)
@@ -140,9 +142,14 @@ impl State {
             // SAFETY: neither 0 nor an alignment that is no power of two.
             self.reserve = unsafe { self.small.malloc(RESERVE, PAGE) };
         }
-        !self.reserve.is_null()
+        let is_whole = !self.reserve.is_null();
+        IS_WHOLE.store(is_whole, Ordering::Relaxed);
+        is_whole
     }
 }
+
+/// There is a reserve.
+static IS_WHOLE: AtomicBool = AtomicBool::new(false);
 
 static STATE: Mutex<State> = Mutex::new(State {
     small: Dlmalloc::new_with_allocator(Pages),
@@ -178,9 +185,9 @@ fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
     )
 }
 
-/// Whether the reserve is whole, or could be made whole again: a call may begin.
+/// Whether the reserve is whole, or could be made whole again: a call may begin. One load when it is.
 pub fn is_ready() -> bool {
-    with(State::refill)
+    IS_WHOLE.load(Ordering::Relaxed) || with(State::refill)
 }
 
 /// Call before a fork, on the thread that forks.

@@ -4,14 +4,14 @@ use crate::device::adopt;
 use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::memory::{self, Range};
-use crate::real::{Next, kernel, plain, raw};
+use crate::paths::{DescriptorPath, read_link};
+use crate::real::{Next, kernel, plain};
 use crate::{heap, table};
 use slat_host::mappings;
 use slat_kvm::abi::KVMIO;
 use slat_kvm::ioctl::{Answer, Object};
 use slat_kvm::notify;
 use std::ffi::{c_int, c_ulong};
-use std::io::Write;
 
 /// The type byte of userfaultfd's requests.
 const UFFDIO: u32 = 0xaa;
@@ -25,7 +25,9 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     let number = request as u32;
     // SAFETY: the caller's.
     let call = || unsafe { kernel!(libc::SYS_ioctl, fd, request, argument) };
-    (if table::is_ours(fd) || number >> 8 & 0xff == KVMIO {
+    (if is_any_files(number) {
+        plain(call())
+    } else if table::is_ours(fd) || number >> 8 & 0xff == KVMIO {
         guarded(|| match table::get(fd).or_else(|| inherited(fd)) {
             Some(handle) => kvm(handle.object(), number, argument),
             None => call(),
@@ -39,6 +41,11 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
         }
         plain(call())
     }) as c_int
+}
+
+/// Whether the kernel answers a request for any descriptor, before the file behind it is asked: ioctl(2).
+fn is_any_files(request: u32) -> bool {
+    [libc::FIOCLEX, libc::FIONCLEX, libc::FIONBIO].contains(&c_ulong::from(request))
 }
 
 fn kvm(object: &Object, request: u32, argument: usize) -> Result<isize, i32> {
@@ -55,24 +62,8 @@ fn kvm(object: &Object, request: u32, argument: usize) -> Result<isize, i32> {
 /// A descriptor of `/dev/kvm` that was open across `exec`, or came through a socket: it is told by its name.
 fn inherited(fd: c_int) -> Option<table::Handle> {
     const NAME: &[u8] = b"/memfd:kvm (deleted)";
-    let mut link = [0u8; 32];
-    write!(&mut link[..], "/proc/self/fd/{fd}\0").ok()?;
-    let mut name = [0u8; 64];
-    // SAFETY: a NUL-terminated path and a buffer of the length given.
-    let len = unsafe {
-        raw(
-            libc::SYS_readlink,
-            [
-                link.as_ptr() as usize,
-                name.as_mut_ptr() as usize,
-                name.len(),
-                0,
-                0,
-                0,
-            ],
-        )
-    };
-    if name.get(..usize::try_from(len).ok()?)? != NAME {
+    let mut name = [0; 64];
+    if read_link(DescriptorPath::new(fd).as_c_str(), &mut name)? != NAME {
         return None;
     }
     crate::prepare().ok()?;

@@ -13,7 +13,7 @@
 //! | `device` | `/dev/kvm` and KVM's module parameters as files |
 //! | `looks` | what KVM's files and descriptors look like |
 //! | `files` | open, access |
-//! | `status` | stat, readlink |
+//! | `status` | stat, readlink, realpath |
 //! | `fds` | close, dup, fcntl |
 //! | `ioctls` | ioctl |
 //! | `streams` | read, write, lseek |
@@ -96,12 +96,14 @@ static PREPARED: Once = Once::new();
 /// # Errors
 /// `ENOMEM`; then the handlers are in place all the same.
 pub(crate) fn prepare() -> Result<(), i32> {
-    slat_guard::install().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
-    PREPARED.call_once(|| {
-        signals::take_over();
-        slat_guard::on_deferral(slat_kvm::signal_arrived);
-        slat_kvm::watch_signals();
-    });
+    if !is_prepared() {
+        slat_guard::install().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+        PREPARED.call_once(|| {
+            signals::take_over();
+            slat_guard::on_deferral(slat_kvm::signal_arrived);
+            slat_kvm::watch_signals();
+        });
+    }
     if heap::is_ready() {
         Ok(())
     } else {

@@ -71,7 +71,11 @@ impl Look {
                 stat.st_rdev = libc::makedev(DEVICE.0, DEVICE.1);
             }
             Look::Anonymous => stat.st_mode = 0o600,
-            Look::GuestMemfd(_) => stat.st_mode = libc::S_IFREG | 0o600,
+            Look::GuestMemfd(_) => {
+                stat.st_mode = libc::S_IFREG | 0o600;
+                // A memfd may have larger ones.
+                stat.st_blksize = 4096;
+            }
             Look::Parameter(name) => {
                 let writable = slat_kvm::parameters::is_writable(name);
                 stat.st_mode = libc::S_IFREG | if writable { 0o644 } else { 0o444 };

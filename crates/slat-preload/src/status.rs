@@ -1,12 +1,12 @@
-//! Asking about files: stat, readlink and their kin, by path and by descriptor.
+//! Asking about files: stat, readlink, realpath and their kin, by path and by descriptor.
 
 use crate::files::interpose;
 use crate::looks::Look;
-use crate::paths::{self, Special, special};
-use crate::real::{call, set_errno};
+use crate::paths::{self, DescriptorPath, Special, special};
+use crate::real::{Next, call, set_errno};
 use crate::table;
 use slat_kvm::thread::Section;
-use std::ffi::{c_char, c_int, c_uint};
+use std::ffi::{CString, c_char, c_int, c_uint};
 use std::io::Write;
 
 /// What the client asks about, if that is slat's to answer.
@@ -64,7 +64,36 @@ pub unsafe fn stat_at(
         return unsafe { give(to, look.map(Look::stat)) };
     }
     // SAFETY: the caller's. The kernel's struct is the C library's on x86-64.
-    unsafe { call!(libc::SYS_newfstatat, directory, path, to, flags) as c_int }
+    let answer = unsafe { call!(libc::SYS_newfstatat, directory, path, to, flags) as c_int };
+    if answer == 0 && flags & libc::AT_EMPTY_PATH != 0 {
+        // SAFETY: the kernel has just filled it in.
+        unsafe { correct(directory, to) };
+    }
+    answer
+}
+
+/// What the kernel calls the memfd of `/dev/kvm`.
+const DEVICE_MEMFD: &[u8] = b"/memfd:kvm (deleted)";
+
+/// Whether `fd`, which has `links` links, is `/dev/kvm`, though the table does not know it: it was open across `exec`, or came
+/// through a socket.
+fn is_inherited(fd: c_int, links: u64) -> bool {
+    let mut link = [0; 64];
+    links == 0
+        && paths::read_link(DescriptorPath::new(fd).as_c_str(), &mut link) == Some(DEVICE_MEMFD)
+}
+
+/// Corrects what the kernel says of a descriptor of `/dev/kvm` that the table does not know.
+///
+/// # Safety
+/// `stat` is what the kernel has just filled in.
+unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if is_inherited(fd, (*stat).st_nlink) {
+            *stat = Look::Device.stat();
+        }
+    }
 }
 
 /// What a descriptor's link in `/proc` says, as long as the client's buffer.
@@ -109,7 +138,7 @@ pub unsafe fn read_link_at(
             -1
         }
         // SAFETY: the caller's.
-        None => unsafe { call!(libc::SYS_readlinkat, directory, path, to, len) },
+        None => unsafe { kernels_link(directory, path, to, len) },
     }
 }
 
@@ -126,7 +155,92 @@ pub unsafe fn stat_descriptor(fd: c_int, to: *mut libc::stat) -> c_int {
         return unsafe { give(to, Ok(look.stat())) };
     }
     // SAFETY: the caller's.
-    unsafe { call!(libc::SYS_fstat, fd, to) as c_int }
+    let answer = unsafe { call!(libc::SYS_fstat, fd, to) as c_int };
+    if answer == 0 {
+        // SAFETY: the kernel has just filled it in.
+        unsafe { correct(fd, to) };
+    }
+    answer
+}
+
+/// readlink of what is the kernel's to answer, as it may be a descriptor of `/dev/kvm` that the table does not know.
+///
+/// # Safety
+/// As for `readlinkat`.
+unsafe fn kernels_link(
+    directory: c_int,
+    path: *const c_char,
+    to: *mut c_char,
+    len: usize,
+) -> isize {
+    const NAME: &[u8] = b"/dev/kvm";
+    // SAFETY: the caller's.
+    let written = unsafe { call!(libc::SYS_readlinkat, directory, path, to, len) };
+    if written == DEVICE_MEMFD.len() as isize {
+        // SAFETY: the kernel has just written so many bytes there.
+        let text = unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), written as usize) };
+        if text == DEVICE_MEMFD {
+            text[..NAME.len()].copy_from_slice(NAME);
+            return NAME.len() as isize;
+        }
+    }
+    written
+}
+
+/// The path without symbolic links of what is slat's: realpath(3).
+fn real_path(path: *const c_char) -> Option<CString> {
+    let path = match special(libc::AT_FDCWD, path, 0)? {
+        Special::Device => "/dev/kvm".to_owned(),
+        Special::Parameter(name) => format!("/sys/module/kvm/parameters/{name}"),
+        Special::Descriptor(fd) => {
+            matches!(Look::of_descriptor(fd)?, Look::Device).then(|| "/dev/kvm".to_owned())?
+        }
+        // C libraries differ in what they say.
+        Special::Slash => return None,
+    };
+    CString::new(path).ok()
+}
+
+/// realpath and all that comes down to it. `to` is null for a new string.
+///
+/// # Safety
+/// As for `realpath`.
+unsafe fn real_path_to(
+    path: *const c_char,
+    to: *mut c_char,
+    next: impl FnOnce() -> *mut c_char,
+) -> *mut c_char {
+    let Some(path) = real_path(path) else {
+        return next();
+    };
+    if to.is_null() {
+        // SAFETY: a C string.
+        return unsafe { libc::strdup(path.as_ptr()) };
+    }
+    // SAFETY: guarded; the address is the client's.
+    match unsafe { slat_guard::copy_out(to.cast(), path.as_bytes_with_nul()) } {
+        Ok(()) => to,
+        Err(_) => {
+            set_errno(libc::EFAULT);
+            std::ptr::null_mut()
+        }
+    }
+}
+
+static NEXT_REALPATH: Next = Next::new(c"realpath");
+
+/// The C library's realpath.
+///
+/// # Safety
+/// As for `realpath`.
+unsafe fn next_real_path(path: *const c_char, to: *mut c_char) -> *mut c_char {
+    let Some(function) = NEXT_REALPATH.get() else {
+        set_errno(libc::ENOSYS);
+        return std::ptr::null_mut();
+    };
+    type Realpath = unsafe extern "C" fn(*const c_char, *mut c_char) -> *mut c_char;
+    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+    unsafe { std::mem::transmute::<usize, Realpath>(function)(path, to) }
 }
 
 unsafe extern "C" {
@@ -245,8 +359,17 @@ interpose! {
             // SAFETY: a struct of integers; the address is the caller's.
             return unsafe { give(to, look.map(Look::statx)) };
         }
-        // SAFETY: the caller's.
-        unsafe { call!(libc::SYS_statx, directory, path, flags, mask, to) as c_int }
+        // SAFETY: the caller's. What is corrected the kernel has just filled in.
+        unsafe {
+            let answer = call!(libc::SYS_statx, directory, path, flags, mask, to) as c_int;
+            if answer == 0
+                && flags & libc::AT_EMPTY_PATH != 0
+                && is_inherited(directory, (*to).stx_nlink.into())
+            {
+                *to = Look::Device.statx();
+            }
+            answer
+        }
     }
 
     /// readlink(2).
@@ -273,5 +396,25 @@ interpose! {
         check_room(len, room);
         // SAFETY: the caller's.
         unsafe { read_link_at(directory, path, to, len) }
+    }
+
+    /// realpath(3).
+    fn realpath(path: *const c_char, to: *mut c_char) -> *mut c_char {
+        // SAFETY: the caller's.
+        unsafe { real_path_to(path, to, || next_real_path(path, to)) }
+    }
+
+    /// What `realpath` becomes with _FORTIFY_SOURCE.
+    fn __realpath_chk(path: *const c_char, to: *mut c_char, room: usize) -> *mut c_char {
+        check_room(libc::PATH_MAX as usize, room);
+        // SAFETY: the caller's.
+        unsafe { real_path_to(path, to, || next_real_path(path, to)) }
+    }
+
+    /// canonicalize_file_name(3).
+    fn canonicalize_file_name(path: *const c_char) -> *mut c_char {
+        let to = std::ptr::null_mut();
+        // SAFETY: the caller's.
+        unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 }

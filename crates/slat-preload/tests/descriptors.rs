@@ -1,14 +1,9 @@
 //! KVM's descriptors look and behave as the kernel's do. Every client here runs twice: under the library, and on the machine's own
 //! KVM, where that opens.
 
-mod runner;
+mod common;
 
-macro_rules! on_both {
-    ($($name:ident)*) => {
-        mod under_the_library { $(#[test] fn $name() { super::runner::under_the_library(concat!("client::", stringify!($name))); })* }
-        mod on_the_kernel { $(#[test] fn $name() { super::runner::on_the_kernel(concat!("client::", stringify!($name))); })* }
-    };
-}
+use common::on_both;
 
 on_both! {
     links_have_kvms_names
@@ -22,10 +17,11 @@ on_both! {
     descriptors_are_polled_as_kvms
     what_is_no_device_cannot_be_opened_again
     a_closed_stream_leaves_nothing_behind
+    the_device_stays_the_device_across_exec
 }
 
 mod client {
-    use super::runner::{demand_slats, is_native, watch};
+    use crate::common::{demand_slats, is_native};
     use std::ffi::{CStr, CString};
     use std::fs;
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -60,7 +56,6 @@ mod client {
 
     /// One of each kind; a guest_memfd only where the kernel has such.
     fn all() -> Vec<Descriptor> {
-        watch();
         let mut all: Vec<Descriptor> = Vec::new();
         let mut add = |fd: i32, kind, link| {
             assert!(fd >= 0, "{link}: {}", std::io::Error::last_os_error());
@@ -271,7 +266,7 @@ mod client {
                 let (mode, nlink, size) = (x.stx_mode.into(), x.stx_nlink.into(), x.stx_size);
                 assert_eq!((mode, nlink, size as i64, rdev, dev, x.stx_ino), first);
             }
-            assert_eq!(libc::fstat(fd, 8 as *mut _), -1);
+            assert_eq!(libc::fstat(fd, 64 as *mut _), -1);
             assert_eq!(errno(), libc::EFAULT);
             first
         }
@@ -306,7 +301,6 @@ mod client {
     #[test]
     #[ignore = "runs as a client"]
     fn the_device_is_one_file() {
-        watch();
         let file = |stat: &fs::Metadata| (stat.dev(), stat.ino(), stat.rdev(), stat.mode());
         let path = fs::metadata("/dev/kvm").unwrap();
         assert_eq!(
@@ -586,7 +580,6 @@ mod client {
     #[test]
     #[ignore = "runs as a client"]
     fn a_closed_stream_leaves_nothing_behind() {
-        watch();
         // SAFETY: C strings, a live buffer, descriptors of our own.
         unsafe {
             let stream = libc::fopen(c"/dev/kvm".as_ptr(), c"r+e".as_ptr());
@@ -602,6 +595,71 @@ mod client {
             assert_eq!(libc::write(ends[1], b"x".as_ptr().cast(), 1), 1);
             let mut byte = 0u8;
             assert_eq!(libc::read(fd, (&raw mut byte).cast(), 1), 1);
+        }
+    }
+
+    const HEIR: &str = "SLAT_TEST_INHERITED";
+
+    #[test]
+    #[ignore = "runs as a client"]
+    fn the_device_stays_the_device_across_exec() {
+        // SAFETY: a C string.
+        let fd = unsafe { OwnedFd::from_raw_fd(libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR)) };
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "client::heir", "--ignored", "--nocapture"])
+            .env(HEIR, fd.as_raw_fd().to_string())
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned()
+            + &String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    #[ignore = "runs as a client's child"]
+    fn heir() {
+        let Ok(fd) = std::env::var(HEIR) else { return };
+        let fd: RawFd = fd.parse().unwrap();
+        demand_slats(fd);
+        // Before KVM is asked for anything, and after.
+        for _ in 0..2 {
+            let link = fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
+            assert_eq!(link.to_str(), Some("/dev/kvm"));
+            let path = fs::metadata("/dev/kvm").unwrap();
+            let (mode, _, _, rdev, dev, inode) = stat_of_descriptor(fd);
+            assert_eq!((mode, rdev), (path.mode(), libc::makedev(10, 232)));
+            assert_eq!((dev, inode), (path.dev(), path.ino()));
+            // SAFETY: KVM_GET_API_VERSION.
+            assert_eq!(unsafe { libc::ioctl(fd, 0xae00, 0) }, 12);
+        }
+    }
+
+    /// What fstat and statx say, which must be the same.
+    fn stat_of_descriptor(fd: RawFd) -> Seen {
+        // SAFETY: structs to fill in.
+        unsafe {
+            let mut stat: libc::stat = std::mem::zeroed();
+            assert_eq!(libc::fstat(fd, &mut stat), 0);
+            let mut x: libc::statx = std::mem::zeroed();
+            let mask = libc::STATX_BASIC_STATS;
+            assert_eq!(
+                libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, mask, &mut x),
+                0
+            );
+            assert_eq!(
+                (u32::from(x.stx_mode), x.stx_ino),
+                (stat.st_mode, stat.st_ino)
+            );
+            let mut at: libc::stat = std::mem::zeroed();
+            assert_eq!(
+                libc::fstatat(fd, c"".as_ptr(), &mut at, libc::AT_EMPTY_PATH),
+                0
+            );
+            assert_eq!(seen(&at), seen(&stat));
+            seen(&stat)
         }
     }
 }

@@ -5,12 +5,12 @@
 
 mod common;
 
-use common::under_the_library;
+use common::on_slat;
 use std::alloc::Layout;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-under_the_library! {
+on_slat! {
     a_program_starts
     threads_make_and_drop_vms
     huge_pages_are_seen_that_were_wanted_before_the_vm

@@ -5,9 +5,9 @@
 
 mod common;
 
-use common::under_the_library;
+use common::on_slat;
 
-under_the_library! {
+on_slat! {
     a_guest_runs
     the_device_can_be_asked_about
     module_parameters_can_be_read

@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::under_the_library;
+use common::on_slat;
 
-under_the_library! {
+on_slat! {
     a_number_that_a_forked_child_reuses_is_no_kvm_descriptor
     a_child_of_vfork_leaves_the_parent_its_descriptors
     a_run_needs_no_free_descriptor
@@ -157,7 +157,7 @@ mod client {
     #[ignore = "runs under the library"]
     fn memory_that_is_out_is_enomem() {
         let mut refused = 0;
-        for spare in (0..64).map(|step| step * 64 << 10) {
+        for spare in (0..64).map(|step| step * (64 << 10)) {
             let fine = raw_fork(|| {
                 limit(libc::RLIMIT_AS, address_space() + spare);
                 out_of_memory().is_ok()

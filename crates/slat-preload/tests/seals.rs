@@ -1,50 +1,51 @@
 //! No thread of the client can cut the files that slat maps, not even while slat makes them.
 
-mod runner;
+mod common;
 
 #[test]
 fn files_that_slat_maps_cannot_be_cut_while_they_are_made() {
-    runner::under_the_library("client");
+    common::under_the_library("stores_do_not_fail");
 }
 
-/// One thread makes statistics descriptors, which slat maps and stores to. Another cuts whatever file gets the number
-/// that they will get. A store to a page that was cut away ends this program with SIGBUS.
-#[test]
-#[ignore = "runs under the library"]
-fn client() {
-    use std::os::fd::AsRawFd;
-    use std::sync::atomic::{AtomicBool, Ordering};
-    const KVM_GET_STATS_FD: u64 = 0xaece;
-    const ROUNDS: usize = 20_000;
-    runner::watch();
-    let vm = kvm_ioctls::Kvm::new().unwrap().create_vm().unwrap();
-    // SAFETY: plain calls: the lowest free number is what the next descriptor gets.
-    let next = unsafe {
-        let next = libc::dup(2);
-        libc::close(next);
-        next
-    };
-    let done = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !done.load(Ordering::Relaxed) {
-                // By number, as fast as it goes.
-                // SAFETY: `next` is nobody's descriptor or one of those made below.
-                unsafe { libc::syscall(libc::SYS_ftruncate, next, 0) };
-            }
-        });
-        let mut word = [0u8; 4];
-        for _ in 0..ROUNDS {
-            // SAFETY: plain calls on descriptors of our own, and a live buffer. Making one may fail cleanly.
-            unsafe {
-                let stats = libc::ioctl(vm.as_raw_fd(), KVM_GET_STATS_FD, 0);
-                if stats >= 0 {
-                    assert_eq!(libc::pread(stats, word.as_mut_ptr().cast(), 4, 8), 4);
-                    assert_ne!(u32::from_le_bytes(word), 0, "statistics without entries");
-                    libc::close(stats);
+mod client {
+    /// One thread makes statistics descriptors, which slat maps and stores to. Another cuts whatever file gets the number
+    /// that they will get. A store to a page that was cut away ends this program with SIGBUS.
+    #[test]
+    #[ignore = "runs under the library"]
+    fn stores_do_not_fail() {
+        use std::os::fd::AsRawFd;
+        use std::sync::atomic::{AtomicBool, Ordering};
+        const KVM_GET_STATS_FD: u64 = 0xaece;
+        const ROUNDS: usize = 20_000;
+        let vm = kvm_ioctls::Kvm::new().unwrap().create_vm().unwrap();
+        // SAFETY: plain calls: the lowest free number is what the next descriptor gets.
+        let next = unsafe {
+            let next = libc::dup(2);
+            libc::close(next);
+            next
+        };
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    // By number, as fast as it goes.
+                    // SAFETY: `next` is nobody's descriptor or one of those made below.
+                    unsafe { libc::syscall(libc::SYS_ftruncate, next, 0) };
+                }
+            });
+            let mut word = [0u8; 4];
+            for _ in 0..ROUNDS {
+                // SAFETY: plain calls on descriptors of our own, and a live buffer. Making one may fail cleanly.
+                unsafe {
+                    let stats = libc::ioctl(vm.as_raw_fd(), KVM_GET_STATS_FD, 0);
+                    if stats >= 0 {
+                        assert_eq!(libc::pread(stats, word.as_mut_ptr().cast(), 4, 8), 4);
+                        assert_ne!(u32::from_le_bytes(word), 0, "statistics without entries");
+                        libc::close(stats);
+                    }
                 }
             }
-        }
-        done.store(true, Ordering::Relaxed);
-    });
+            done.store(true, Ordering::Relaxed);
+        });
+    }
 }

@@ -26,6 +26,7 @@ pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answ
             user::write_slice(argument + ENTRIES, &entries)?;
             value(done as i32)
         }
-        _ => fail(libc::ENOTTY),
+        // As KVM's for x86, in contrast to a VM's.
+        _ => fail(libc::EINVAL),
     }
 }

@@ -73,7 +73,8 @@ pub(super) fn ioctl(vcpu: &Arc<VcpuObject>, request: u32, argument: u64) -> Resu
             return Ok(Answer::Created(Object::Stats(stats), fd));
         }
         KVM_KVMCLOCK_CTRL => vcpu.kvmclock_ctrl()?,
-        _ => return fail(libc::ENOTTY),
+        // As KVM's for x86, in contrast to a VM's.
+        _ => return fail(libc::EINVAL),
     }
     DONE
 }

@@ -1,73 +1,142 @@
-//! Runs the ignored tests of a test program again, under the library: those are clients of the kernel's API, which speak to
-//! `/dev/kvm` through kvm-ioctls and plain system calls and know nothing of slat.
+//! Runs clients of the kernel's API: the ignored tests in the module `client` of a test program, each in a process of its own.
+//! They speak to `/dev/kvm` through kvm-ioctls and plain system calls and know nothing of slat.
+//!
+//! Under the library a client meets slat. Without it, it meets the machine's own KVM, where `/dev/kvm` opens: what the client
+//! demands is then what the kernel does.
+#![allow(
+    dead_code,
+    unused_imports,
+    unused_macros,
+    reason = "not every test program uses all of it"
+)]
 
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Time a client has. It is far more than it needs: what takes longer hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn library() -> PathBuf {
-    let program = std::env::current_exe().unwrap();
-    let library = program.parent().unwrap().join("libslat_preload.so");
+/// Runs the client called `name` under the library.
+pub fn under_the_library(name: &str) {
+    let library = std::env::current_exe()
+        .unwrap()
+        .with_file_name("libslat_preload.so");
     assert!(library.exists(), "{} has not been built", library.display());
-    library
+    run(client(name).env("LD_PRELOAD", library), name);
 }
 
-/// Runs the client called `name` under the library; it has to pass, and in time.
-pub fn run_client(name: &str) {
-    let output = std::env::temp_dir().join(format!("slat-client-{}-{name}", std::process::id()));
-    let file = std::fs::File::create(&output).unwrap();
-    let mut client = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            &format!("client::{name}"),
-            "--ignored",
-            "--nocapture",
-            "--test-threads=1",
-        ])
-        .env(
-            "LD_PRELOAD",
-            std::env::var_os("SLAT_TEST_LIBRARY").unwrap_or(library().into()),
-        )
+/// Runs the client called `name` on the machine's own KVM, if that opens.
+pub fn on_the_kernel(name: &str) {
+    let device = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm");
+    match device {
+        Ok(_) => run(client(name).env(NATIVE, "1"), name),
+        Err(error) => eprintln!("skipped: /dev/kvm does not open here: {error}"),
+    }
+}
+
+/// A test for each client of the same name, under the library.
+macro_rules! on_slat {
+    ($($name:ident)*) => {
+        $(#[test] fn $name() { common::under_the_library(stringify!($name)); })*
+    };
+}
+pub(crate) use on_slat;
+
+/// Two tests for each client: under the library, and on the machine's own KVM.
+macro_rules! on_both {
+    ($($name:ident)*) => {
+        mod under_the_library { $(#[test] fn $name() { super::common::under_the_library(stringify!($name)); })* }
+        mod on_the_kernel { $(#[test] fn $name() { super::common::on_the_kernel(stringify!($name)); })* }
+    };
+}
+pub(crate) use on_both;
+
+const NATIVE: &str = "SLAT_TEST_ON_THE_KERNEL";
+
+/// Whether this is a client on the machine's own KVM.
+pub fn is_native() -> bool {
+    std::env::var_os(NATIVE).is_some()
+}
+
+/// Demands that a descriptor is slat's under the library, and the kernel's without it. The kernel itself is asked, by a system call
+/// that the library cannot see: a client that came by the machine's own KVM would demand nothing of slat.
+pub fn demand_slats(fd: i32) {
+    let path = std::ffi::CString::new(format!("/proc/self/fd/{fd}")).unwrap();
+    let mut link = [0u8; 64];
+    let len: isize;
+    // SAFETY: readlink, with a C string and a live buffer; the kernel clobbers RCX and R11 only.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            inlateout("rax") libc::SYS_readlink as isize => len,
+            in("rdi") path.as_ptr(),
+            in("rsi") link.as_mut_ptr(),
+            in("rdx") link.len(),
+            lateout("rcx") _,
+            lateout("r11") _,
+        );
+    }
+    let link = String::from_utf8_lossy(&link[..len as usize]);
+    assert_eq!(
+        link.starts_with("/memfd:kvm"),
+        !is_native(),
+        "{fd} is {link}"
+    );
+}
+
+fn client(name: &str) -> Command {
+    let mut client = Command::new(std::env::current_exe().unwrap());
+    client
+        .args(["--exact", &format!("client::{name}")])
+        .args(["--ignored", "--nocapture", "--test-threads=1"])
+        .env_remove("LD_PRELOAD")
         .env_remove("SLAT_SET")
-        .stdout(file.try_clone().unwrap())
-        .stderr(file)
-        .process_group(0)
-        .spawn()
-        .unwrap();
+        .process_group(0);
+    client
+}
+
+/// Runs a client, which has to pass, and in time.
+fn run(client: &mut Command, name: &str) {
+    let path = format!(
+        "slat-client-{}-{name}-{}",
+        std::process::id(),
+        is_preloaded(client)
+    );
+    let path = std::env::temp_dir().join(path);
+    let file = std::fs::File::create(&path).unwrap();
+    client.stdout(file.try_clone().unwrap()).stderr(file);
+    let mut process = client.spawn().unwrap();
     let begin = Instant::now();
     let status = loop {
-        if let Some(status) = client.try_wait().unwrap() {
+        if let Some(status) = process.try_wait().unwrap() {
             break Some(status);
         }
         if begin.elapsed() > PATIENCE {
             // SAFETY: the group of the client that was started above and not waited for.
-            unsafe { libc::kill(-(client.id() as i32), libc::SIGKILL) };
-            client.wait().unwrap();
+            unsafe { libc::kill(-(process.id() as i32), libc::SIGKILL) };
+            process.wait().unwrap();
             break None;
         }
         std::thread::sleep(Duration::from_millis(5));
     };
-    let text = String::from_utf8_lossy(&std::fs::read(&output).unwrap()).into_owned();
-    let _ = std::fs::remove_file(&output);
+    let text = String::from_utf8_lossy(&std::fs::read(&path).unwrap()).into_owned();
+    let _ = std::fs::remove_file(&path);
     let status = status.unwrap_or_else(|| panic!("{name} hangs:\n{text}"));
     assert!(status.success(), "{name}: {status}\n{text}");
     assert!(text.contains("1 passed"), "{name} did not run:\n{text}");
 }
 
-/// A test for each client of the same name.
-macro_rules! under_the_library {
-    ($($name:ident)*) => {
-        $(#[test] fn $name() { common::run_client(stringify!($name)); })*
-    };
+fn is_preloaded(client: &Command) -> bool {
+    client
+        .get_envs()
+        .any(|(name, value)| name == "LD_PRELOAD" && value.is_some())
 }
-pub(crate) use under_the_library;
 
 /// What clients use.
-#[allow(dead_code, reason = "not every test program uses all of it")]
 pub mod guest {
     use kvm_bindings::kvm_userspace_memory_region;
     use kvm_ioctls::{Kvm, VcpuFd, VmFd};
