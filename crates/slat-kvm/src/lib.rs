@@ -27,6 +27,7 @@
 
 pub mod abi;
 pub mod api;
+mod background;
 pub mod caps;
 pub mod clock;
 pub mod coalesced;
