@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn code_is_seen_from_its_second_run_on_until_much_other_code_has_run() {
-        let mut seen = heap::zeroed::<Seen>().unwrap();
+        let mut seen = heap::Pages::<Seen>::zeroed().unwrap();
         assert!(!seen.note(0x1000));
         assert!(seen.note(0x1000) && seen.note(0x1000));
         let new = (1..SEEN as u64 / 8).filter(|page| !seen.note(0x1000 + (page << 12)));
