@@ -5,7 +5,7 @@
 
 use crate::call::Call;
 use crate::engine::EngineVcpu;
-use crate::errno::{Error, Result, fail};
+use crate::errno::{Error, Result, fail, no_memory};
 use crate::run_page::{PAGE, Shared};
 use crate::vm::VmObject;
 use kvm_bindings::*;
@@ -59,12 +59,10 @@ impl Rings {
         // object is dropped, and then nobody can reach the ring any more (see `memory`).
         let ring =
             Arc::new(unsafe { DirtyRing::new(entries, (size / size_of::<DirtyGfn>()) as u32) });
-        vcpu.set_dirty_ring(ring.clone())
-            .map_err(|_| Error::new(libc::ENOMEM))?;
-        self.memory
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(memory);
+        let mut kept = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.try_reserve(1).map_err(no_memory)?;
+        vcpu.set_dirty_ring(ring.clone()).map_err(no_memory)?;
+        kept.push(memory);
         Ok(Some(ring))
     }
 }

@@ -10,6 +10,11 @@ pub(crate) fn fail<T>(errno: i32) -> Result<T> {
     Err(Error::new(errno))
 }
 
+/// `ENOMEM`, for whatever says that an allocation failed.
+pub(crate) fn no_memory<E>(_: E) -> Error {
+    Error::new(libc::ENOMEM)
+}
+
 /// The errno the last system call of this thread left behind.
 pub(crate) fn last() -> Error {
     Error::last()

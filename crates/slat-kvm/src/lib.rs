@@ -28,6 +28,7 @@
 
 pub mod abi;
 pub mod api;
+mod background;
 mod call;
 pub mod caps;
 pub mod clock;

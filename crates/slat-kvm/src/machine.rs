@@ -3,6 +3,7 @@
 use crate::clock;
 use crate::cpuid;
 use crate::engine::EngineVcpu;
+use crate::errno::{Result, no_memory};
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect};
 use crate::mmu::PageCache;
 use crate::msr::{self, index};
@@ -10,9 +11,8 @@ use crate::thread::bits;
 use crate::vcpu::VcpuCommon;
 use crate::vm::VmObject;
 use kvm_bindings::kvm_cpuid_entry2;
-use slat::Gpa;
+use slat::{Gpa, Shared};
 use slat_x86::{Machine, MsrFault};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -20,10 +20,11 @@ use std::time::SystemTime;
 pub(crate) struct VcpuMachine {
     pub(crate) engine: EngineVcpu,
     pub(crate) vm: Arc<VmObject>,
-    pub(crate) common: Arc<VcpuCommon>,
+    pub(crate) common: Shared<VcpuCommon>,
     pub(crate) pages: PageCache,
     pub(crate) cpuid: Vec<kvm_cpuid_entry2>,
-    msrs: BTreeMap<u32, u64>,
+    /// MSRs that were written, in no order. Its memory is there for all that there are.
+    msrs: Vec<(u32, u64)>,
     tsc_offset: u64,
     /// APIC_BASE when there is no APIC in here.
     base: u64,
@@ -48,16 +49,18 @@ impl VcpuMachine {
     pub(crate) fn new(
         engine: EngineVcpu,
         vm: Arc<VmObject>,
-        common: Arc<VcpuCommon>,
+        common: Shared<VcpuCommon>,
         base: u64,
-    ) -> Self {
-        VcpuMachine {
+    ) -> Result<Self> {
+        let mut msrs = Vec::new();
+        msrs.try_reserve_exact(msr::STORED).map_err(no_memory)?;
+        Ok(VcpuMachine {
             engine,
             vm,
             common,
             pages: PageCache::default(),
             cpuid: Vec::new(),
-            msrs: BTreeMap::new(),
+            msrs,
             tsc_offset: 0,
             base,
             clock_version: 0,
@@ -65,7 +68,7 @@ impl VcpuMachine {
             guest_paused: false,
             wall_clock_wanted: false,
             memory_fault: None,
-        }
+        })
     }
 
     /// The stored value of an MSR, 0 if it was never written.
@@ -74,11 +77,21 @@ impl VcpuMachine {
     }
 
     pub(crate) fn stored(&self, index: u32) -> Option<u64> {
-        self.msrs.get(&index).copied()
+        let found = self.msrs.iter().find(|(known, _)| *known == index);
+        found.map(|(_, value)| *value)
     }
 
     pub(crate) fn store(&mut self, index: u32, value: u64) {
-        self.msrs.insert(index, value);
+        match self.msrs.iter_mut().find(|(known, _)| *known == index) {
+            Some((_, stored)) => *stored = value,
+            None => self.msrs.push((index, value)),
+        }
+    }
+
+    /// How many MSRs there is memory for.
+    #[cfg(test)]
+    pub(crate) fn msr_memory(&self) -> usize {
+        self.msrs.capacity()
     }
 
     pub(crate) fn guest_tsc(&self) -> u64 {
@@ -95,7 +108,11 @@ impl VcpuMachine {
         self.common.lapic().map_or(self.base, |lapic| lapic.base())
     }
 
-    pub(crate) fn set_apic_base(&mut self, base: u64, by_guest: bool) -> Result<(), MsrFault> {
+    pub(crate) fn set_apic_base(
+        &mut self,
+        base: u64,
+        by_guest: bool,
+    ) -> std::result::Result<(), MsrFault> {
         if let Some(mut lapic) = self.common.lapic() {
             return lapic.set_base(base, by_guest).map_err(|_| MsrFault);
         }
@@ -188,11 +205,11 @@ impl Machine for VcpuMachine {
         cpuid::lookup(&self.cpuid, leaf, subleaf)
     }
 
-    fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault> {
+    fn rdmsr(&mut self, msr: u32) -> std::result::Result<u64, MsrFault> {
         msr::read_machine(self, msr)
     }
 
-    fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault> {
+    fn wrmsr(&mut self, msr: u32, value: u64) -> std::result::Result<(), MsrFault> {
         msr::write_machine(self, msr, value, true)
     }
 

@@ -86,6 +86,9 @@ pub const SAVED: &[u32] = &[
     EFER,
 ];
 
+/// The most MSRs that [`VcpuMachine::store`] is called for: those of [`write_machine`].
+pub(crate) const STORED: usize = 40;
+
 /// `KVM_GET_MSR_FEATURE_INDEX_LIST`: what can be asked of the system.
 pub const FEATURES: &[u32] = &[UCODE_REV];
 
@@ -293,4 +296,28 @@ pub(crate) fn write_machine(
         _ => return Err(MsrFault),
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_msr_makes_a_vcpu_take_more_memory() {
+        let vm = crate::vm::VmObject::new(false).unwrap();
+        let (vcpu, _fd) = vm.create_vcpu(0).unwrap();
+        let mut inner = vcpu.lock().unwrap();
+        let memory = inner.machine.msr_memory();
+        let known = [
+            0..0x1000,
+            0x4b56_4d00..0x4b56_4e00,
+            0xc000_0000..0xc001_1000,
+        ];
+        let written = known
+            .into_iter()
+            .flatten()
+            .filter(|index| write(&mut inner, *index, 0).is_ok());
+        assert!(written.count() > 30);
+        assert_eq!(inner.machine.msr_memory(), memory);
+    }
 }

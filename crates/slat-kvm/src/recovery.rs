@@ -1,9 +1,11 @@
 //! NX huge pages come back: a thread that lets every VM take away a share of the tables that execution has split, period by
 //! period. It is started by the first need, and never in a forked child unless that makes VMs of its own.
 
+use crate::background::{self, Background};
+use crate::notify;
 use crate::parameters::number;
 use crate::process::PerProcess;
-use crate::{notify, ticker};
+use std::ffi::CStr;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -33,7 +35,7 @@ fn period() -> Option<Duration> {
 /// A VM was made: somebody has to look after it.
 pub(crate) fn begin() {
     if period().is_some() {
-        RECOVERY.get_or_start(start);
+        RECOVERY.get_or_start(background::start);
     }
 }
 
@@ -46,18 +48,17 @@ pub(crate) fn reconsider() {
     }
 }
 
-fn start(recovery: &'static Recovery) {
-    ticker::spawn_without_signals("slat-nx", "NX huge pages will not come back", || {
-        recovery.run()
-    });
-}
-
 impl Recovery {
     fn lock(&self) -> std::sync::MutexGuard<'_, u64> {
         self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    fn run(&self) {
+impl Background for Recovery {
+    const NAME: &CStr = c"slat-nx";
+    const WITHOUT: &str = "NX huge pages will not come back";
+
+    fn run(&'static self) {
         loop {
             let changes = self.lock();
             let seen = *changes;

@@ -6,6 +6,7 @@
 use crate::dirty::RING_OFFSET;
 use crate::errno::{Result, last};
 use kvm_bindings::*;
+use std::io::Write as _;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 
@@ -130,7 +131,13 @@ impl RunPage {
         } else {
             RING_OFFSET + ring
         };
-        let fd = memfd(&format!("kvm-vcpu:{vcpu_id}\0"), size, true)?;
+        // Without the heap: there is space for ten digits.
+        let mut name = [0u8; 32];
+        let mut rest = &mut name[..];
+        write!(rest, "kvm-vcpu:{vcpu_id}\0").expect("it fits");
+        let len = 32 - rest.len();
+        let name = std::str::from_utf8(&name[..len]).expect("it is ASCII");
+        let fd = memfd(name, size, true)?;
         seal(&fd, libc::F_SEAL_SEAL)?;
         let page = RunPage::map(&fd)?;
         Ok((page, fd))

@@ -4,11 +4,14 @@
 //! cannot announce itself ([`bits::POLL`]). It is started by the first that needs it. A forked child has no such thread and
 //! starts one of its own if it makes VMs.
 
+use crate::background::{self, Background};
+use crate::errno::{Result, no_memory};
 use crate::process::PerProcess;
-use crate::thread::{Section, bits};
+use crate::thread::bits;
 use slat::{Attention, Shared};
+use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, Weak};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// How often polled vCPUs are looked at.
@@ -22,50 +25,32 @@ pub(crate) struct Client {
     /// How many reasons there are to poll it.
     polls: AtomicU32,
     deadline: Mutex<Option<Instant>>,
-    registered: Once,
 }
 
 #[derive(Default)]
 struct Ticker {
-    clients: Mutex<Vec<Weak<Client>>>,
+    clients: Mutex<Vec<Shared<Client>>>,
     changed: Condvar,
     /// The thread sleeps until somebody notifies it.
     parked: AtomicBool,
+    /// There is a thread.
+    started: AtomicBool,
 }
 
 static TICKER: PerProcess<Ticker> = PerProcess::new();
 
-fn ticker() -> &'static Ticker {
-    TICKER.get_or_start(|ticker| {
-        let without = "APIC timers and KVM_SET_SIGNAL_MASK will not work";
-        spawn_without_signals("slat-ticker", without, || ticker.run())
-    })
+/// Makes what all vCPUs of the process share. The thread is started later, by the first that needs it.
+pub(crate) fn prepare() {
+    TICKER.get();
 }
 
-/// Starts a thread that runs `work`, in a section, and takes none of the client's signals. `without` says what is lost if there is none.
-pub(crate) fn spawn_without_signals(
-    name: &str,
-    without: &str,
-    work: impl FnOnce() + Send + 'static,
-) {
-    // SAFETY: signal sets on the stack; the mask of this thread is put back.
-    unsafe {
-        let mut all = std::mem::zeroed();
-        let mut before = std::mem::zeroed();
-        libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
-        let spawned = std::thread::Builder::new()
-            .name(name.into())
-            .stack_size(64 << 10)
-            .spawn(|| {
-                let _section = Section::enter();
-                work();
-            });
-        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
-        if let Err(error) = spawned {
-            eprintln!("slat: the thread {name} cannot be started ({error}): {without}");
-        }
+/// The ticker, running.
+fn ticker() -> &'static Ticker {
+    let ticker = TICKER.get();
+    if !ticker.started.swap(true, Ordering::Relaxed) {
+        background::start(ticker);
     }
+    ticker
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -74,18 +59,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-impl Ticker {
-    fn run(&self) {
+impl Background for Ticker {
+    const NAME: &CStr = c"slat-ticker";
+    const WITHOUT: &str = "APIC timers and KVM_SET_SIGNAL_MASK will not work";
+
+    fn run(&'static self) {
         let mut clients = lock(&self.clients);
         let mut idle = 0;
         loop {
             let now = Instant::now();
             let mut next: Option<Instant> = None;
             let mut polled = false;
-            clients.retain(|client| {
-                let Some(client) = client.upgrade() else {
-                    return false;
-                };
+            for client in &*clients {
                 let mut deadline = lock(&client.deadline);
                 if deadline.is_some_and(|deadline| deadline <= now) {
                     *deadline = None;
@@ -96,8 +81,7 @@ impl Ticker {
                     raise(&client.attention, bits::POLL);
                 }
                 next = [next, *deadline].into_iter().flatten().min();
-                true
-            });
+            }
             idle = if polled { 0 } else { idle + 1 };
             let ticking = idle < IDLE_ROUNDS;
             if ticking {
@@ -125,7 +109,9 @@ impl Ticker {
             }
         }
     }
+}
 
+impl Ticker {
     fn wake(&self) {
         let _clients = lock(&self.clients);
         self.parked.store(false, Ordering::SeqCst);
@@ -134,50 +120,53 @@ impl Ticker {
 }
 
 impl Client {
-    /// A client that raises bits in this word. The ticker knows of it from its first use on.
-    pub(crate) fn new(attention: Shared<Attention>) -> Arc<Self> {
-        Arc::new(Client {
+    /// Registers a client in whose word the ticker may raise bits, until [`leave`](Self::leave).
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn register(attention: Shared<Attention>) -> Result<Shared<Self>> {
+        let client = Shared::try_new(Client {
             attention,
             polls: AtomicU32::new(0),
             deadline: Mutex::new(None),
-            registered: Once::new(),
         })
+        .map_err(no_memory)?;
+        let mut clients = lock(&TICKER.get().clients);
+        clients.try_reserve(1).map_err(no_memory)?;
+        clients.push(client.clone());
+        Ok(client)
     }
 
-    fn ticker(self: &Arc<Self>) -> &'static Ticker {
-        let ticker = ticker();
-        self.registered
-            .call_once(|| lock(&ticker.clients).push(Arc::downgrade(self)));
-        ticker
+    /// The client's vCPU is gone.
+    pub(crate) fn leave(&self) {
+        if let Some(ticker) = TICKER.peek() {
+            lock(&ticker.clients).retain(|client| !std::ptr::eq(&**client, self));
+        }
     }
 
     /// Raises [`bits::TIMER`] at `deadline`; `None` cancels.
-    pub(crate) fn set_deadline(self: &Arc<Self>, deadline: Option<Instant>) {
-        if deadline.is_none() && !self.registered.is_completed() {
-            return;
-        }
-        let ticker = self.ticker();
+    pub(crate) fn set_deadline(&self, deadline: Option<Instant>) {
         *lock(&self.deadline) = deadline;
         if deadline.is_some() {
-            ticker.wake();
+            ticker().wake();
         }
     }
 
     /// Raises [`bits::POLL`] every [`POLL_PERIOD`] until the answer is dropped.
-    pub(crate) fn poll(self: &Arc<Self>) -> Polling {
-        let ticker = self.ticker();
+    pub(crate) fn poll(&self) -> Polling<'_> {
+        let ticker = ticker();
         self.polls.fetch_add(1, Ordering::SeqCst);
         if ticker.parked.load(Ordering::SeqCst) {
             ticker.wake();
         }
-        Polling(self.clone())
+        Polling(self)
     }
 }
 
 /// Keeps a client polled.
-pub(crate) struct Polling(Arc<Client>);
+pub(crate) struct Polling<'a>(&'a Client);
 
-impl Drop for Polling {
+impl Drop for Polling<'_> {
     fn drop(&mut self) {
         self.0.polls.fetch_sub(1, Ordering::SeqCst);
     }
@@ -224,7 +213,7 @@ mod tests {
     #[test]
     fn a_deadline_wakes_a_sleeper() {
         let attention = Shared::try_new(Attention::default()).unwrap();
-        let client = Client::new(attention.clone());
+        let client = Client::register(attention.clone()).unwrap();
         client.set_deadline(Some(Instant::now() + Duration::from_millis(5)));
         while attention.take(bits::TIMER) == 0 {
             sleep(&attention, Duration::from_secs(10));
@@ -234,7 +223,7 @@ mod tests {
     #[test]
     fn polling_stops_when_it_is_dropped() {
         let attention = Shared::try_new(Attention::default()).unwrap();
-        let client = Client::new(attention.clone());
+        let client = Client::register(attention.clone()).unwrap();
         let polling = client.poll();
         while attention.take(bits::POLL) == 0 {
             sleep(&attention, Duration::from_secs(10));

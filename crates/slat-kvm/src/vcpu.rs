@@ -2,7 +2,7 @@
 
 use crate::call::Call;
 use crate::engine::EngineVcpu;
-use crate::errno::{Error, Result, fail};
+use crate::errno::{Error, Result, fail, no_memory};
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};
 use crate::machine::VcpuMachine;
 use crate::process::PerProcess;
@@ -18,13 +18,13 @@ use slat_x86::Cpu;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What other threads may do to a vCPU while it runs.
 pub struct VcpuCommon {
     pub(crate) id: u32,
     pub(crate) attention: Shared<Attention>,
-    pub(crate) client: Arc<Client>,
+    pub(crate) client: Shared<Client>,
     lapic: Option<Mutex<Lapic>>,
     /// NMI, INIT and SIPI that wait: [`VcpuCommon::NMI`] and so on.
     pub(crate) signals: AtomicU32,
@@ -35,7 +35,13 @@ pub struct VcpuCommon {
 }
 
 /// All vCPUs of the process, for [`interrupt_thread`].
-static ALL: PerProcess<Mutex<Vec<Weak<VcpuCommon>>>> = PerProcess::new();
+static ALL: PerProcess<Mutex<Vec<Shared<VcpuCommon>>>> = PerProcess::new();
+
+/// Makes what the vCPUs of a process share.
+pub(crate) fn prepare() {
+    ALL.get();
+    ticker::prepare();
+}
 
 /// Ends the `KVM_RUN` that a thread is in, if it is in one, with `EINTR`: what a signal that no handler of the client sees would
 /// do. The thread is given as a `pthread_t`.
@@ -43,11 +49,16 @@ pub fn interrupt_thread(thread: usize) {
     let Some(all) = ALL.peek() else {
         return;
     };
-    let all = all.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    for vcpu in all.iter().filter_map(Weak::upgrade) {
+    for vcpu in &*all.lock().unwrap_or_else(PoisonError::into_inner) {
         if vcpu.runner.load(Ordering::SeqCst) == thread {
             ticker::raise(&vcpu.attention, bits::SIGNAL);
         }
+    }
+}
+
+impl Drop for VcpuCommon {
+    fn drop(&mut self) {
+        self.client.leave();
     }
 }
 
@@ -161,7 +172,7 @@ impl AsMut<EngineVcpu> for Inner {
 
 /// A vCPU. It keeps its VM alive.
 pub struct VcpuObject {
-    common: Arc<VcpuCommon>,
+    common: Shared<VcpuCommon>,
     pub(crate) vm: Arc<VmObject>,
     pub(crate) page: RunPage,
     /// Where its writes to logged slots go, if the VM has dirty rings.
@@ -179,46 +190,50 @@ impl std::fmt::Debug for VcpuObject {
     }
 }
 
+impl Drop for VcpuObject {
+    fn drop(&mut self) {
+        if let Some(all) = ALL.peek() {
+            let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+            all.retain(|vcpu| !std::ptr::eq(&**vcpu, &*self.common));
+        }
+    }
+}
+
 impl VcpuObject {
     /// A vCPU as after reset. Without an interrupt controller all vCPUs are runnable; with one, all but the bootstrap
     /// processor wait for INIT and SIPI.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
     pub(crate) fn new(
         vm: Arc<VmObject>,
         id: u32,
         bootstrap: bool,
         page: RunPage,
         fd: &OwnedFd,
-    ) -> Result<Arc<Self>> {
-        let no_memory = |_| Error::new(libc::ENOMEM);
-        let cpu = Cpu::try_new().map_err(|_| Error::new(libc::ENOMEM))?;
+    ) -> Result<Shared<Self>> {
+        let cpu = Cpu::try_new().map_err(no_memory)?;
         let mut engine = vm.engine.create_vcpu().map_err(no_memory)?;
         let counted = engine.watch_stats();
         let ring = vm.rings.equip(&mut engine, fd)?;
         let attention = engine.attention().clone();
         let irqchip = vm.has_irqchip();
-        let common = Arc::new(VcpuCommon {
+        let common = Shared::try_new(VcpuCommon {
             id,
-            client: Client::new(attention.clone()),
+            client: Client::register(attention.clone())?,
             attention,
             lapic: irqchip.then(|| Mutex::new(Lapic::new(id, bootstrap, vm.tsc_khz().into()))),
             signals: AtomicU32::new(0),
             sipi_vector: AtomicU32::new(0),
             runner: AtomicUsize::new(0),
             exits: Exits::default(),
-        });
-        {
-            let mut all = ALL
-                .get()
-                .lock()
-                .unwrap_or_else(|poisoned| poisoned.into_inner());
-            all.retain(|vcpu| vcpu.strong_count() != 0);
-            all.push(Arc::downgrade(&common));
-        }
+        })
+        .map_err(no_memory)?;
         let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
-        let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base);
+        let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base)?;
         let waiting = irqchip && !bootstrap;
-        Ok(Arc::new(VcpuObject {
-            common,
+        let vcpu = Shared::try_new(VcpuObject {
+            common: common.clone(),
             vm,
             page,
             ring,
@@ -235,7 +250,12 @@ impl VcpuObject {
                 signal_mask: None,
                 has_run: false,
             }),
-        }))
+        })
+        .map_err(no_memory)?;
+        let mut all = ALL.get().lock().unwrap_or_else(PoisonError::into_inner);
+        all.try_reserve(1).map_err(no_memory)?;
+        all.push(common);
+        Ok(vcpu)
     }
 
     /// The id that the client gave it.
@@ -243,7 +263,7 @@ impl VcpuObject {
         self.common.id
     }
 
-    pub(crate) fn common(&self) -> &Arc<VcpuCommon> {
+    pub(crate) fn common(&self) -> &Shared<VcpuCommon> {
         &self.common
     }
 

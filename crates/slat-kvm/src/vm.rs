@@ -4,15 +4,14 @@ use crate::call::Life;
 use crate::coalesced::Coalesced;
 use crate::dirty::Rings;
 use crate::engine::EngineVm;
-use crate::errno::{Error, Result, fail};
+use crate::errno::{Error, Result, fail, no_memory};
 use crate::guest_memfd::PrivateMemory;
 use crate::irq::lapic::Icr;
 use crate::run_page::RunPage;
 use crate::vcpu::{VcpuCommon, VcpuObject};
-use crate::{caps, clock, notify, parameters, policy, recovery, report};
+use crate::{caps, clock, notify, parameters, policy, recovery, report, vcpu};
 use kvm_bindings::*;
-use slat::{Gpa, Hva, Region, SlotFlags};
-use std::collections::BTreeMap;
+use slat::{Gpa, Hva, Region, Shared, SlotFlags};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
@@ -25,7 +24,8 @@ pub struct VmObject {
     pub(crate) engine: Arc<EngineVm>,
     pub(crate) life: Life,
     pub(crate) clock: clock::VmClock,
-    vcpus: RwLock<BTreeMap<u32, Arc<VcpuCommon>>>,
+    /// By id.
+    vcpus: RwLock<Vec<Shared<VcpuCommon>>>,
     irqchip: AtomicBool,
     boot_cpu: AtomicU32,
     max_vcpu_ids: AtomicU32,
@@ -60,6 +60,7 @@ impl VmObject {
         parameters::apply(&engine)?;
         notify::register(&engine);
         recovery::begin();
+        vcpu::prepare();
         Ok(Arc::new(VmObject {
             engine,
             life: Life::begin(),
@@ -76,7 +77,7 @@ impl VmObject {
         }))
     }
 
-    fn vcpus(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<u32, Arc<VcpuCommon>>> {
+    fn vcpus(&self) -> std::sync::RwLockReadGuard<'_, Vec<Shared<VcpuCommon>>> {
         self.vcpus
             .read()
             .unwrap_or_else(|poisoned| poisoned.into_inner())
@@ -176,7 +177,7 @@ impl VmObject {
     ///
     /// # Errors
     /// `EINVAL` for an id or a number beyond the limits, `EEXIST` for an id in use, `ENOMEM`, `EMFILE`.
-    pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(Arc<VcpuObject>, OwnedFd)> {
+    pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(Shared<VcpuObject>, OwnedFd)> {
         let _call = self.begin()?;
         let id = u32::try_from(id).map_err(|_| Error::new(libc::EINVAL))?;
         if id >= self.max_vcpu_ids.load(Ordering::Relaxed) {
@@ -189,13 +190,14 @@ impl VmObject {
         if vcpus.len() >= caps::MAX_VCPUS as usize {
             return fail(libc::EINVAL);
         }
-        if vcpus.contains_key(&id) {
+        let Err(at) = vcpus.binary_search_by_key(&id, |vcpu| vcpu.id) else {
             return fail(libc::EEXIST);
-        }
+        };
+        vcpus.try_reserve(1).map_err(no_memory)?;
         let (page, fd) = RunPage::create(id, self.rings.size())?;
         let bootstrap = id == self.boot_cpu.load(Ordering::Relaxed);
         let vcpu = VcpuObject::new(self.clone(), id, bootstrap, page, &fd)?;
-        vcpus.insert(id, vcpu.common().clone());
+        vcpus.insert(at, vcpu.common().clone());
         Ok((vcpu, fd))
     }
 
@@ -401,7 +403,7 @@ impl VmObject {
         let vcpus = self.vcpus();
         let logical = icr.low & 1 << 11 != 0;
         let is_self = |vcpu: &VcpuCommon| from.is_some_and(|from| std::ptr::eq(from, vcpu));
-        let mut targets = vcpus.values().filter(|vcpu| match icr.shorthand() {
+        let mut targets = vcpus.iter().filter(|vcpu| match icr.shorthand() {
             1 => is_self(vcpu),
             2 => true,
             3 => !is_self(vcpu),

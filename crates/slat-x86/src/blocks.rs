@@ -94,8 +94,9 @@ impl Blocks {
 
     /// What the kept blocks and their index take of the heap.
     fn heap_bytes(&self) -> usize {
-        // Beside each entry, the map has a byte of its own.
-        self.bytes + self.kept.capacity() * (size_of::<(Key, NonNull<Block>)>() + 1)
+        // The map fills seven eighths of a power of two of entries, and has a byte more for each.
+        let entries = (self.kept.capacity() * 8 / 7).next_power_of_two();
+        self.bytes + entries * (size_of::<(Key, NonNull<Block>)>() + 1)
     }
 
     /// Frees the kept blocks. No block is running.
@@ -112,6 +113,7 @@ impl Blocks {
     fn keep(&mut self, front: &mut Front) -> Result<NonNull<Block>, OutOfMemory> {
         // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
         let once = unsafe { self.once.as_ref() };
+        self.kept.try_reserve(1).map_err(|_| OutOfMemory)?;
         if self.heap_bytes() + once.heap_bytes() > CODE_BYTES {
             self.clear(front);
         }
@@ -127,7 +129,6 @@ impl Blocks {
                 kept
             }
             None => {
-                self.kept.try_reserve(1).map_err(|_| OutOfMemory)?;
                 let mut block = heap::boxed(Block::with_room_for(once)?)?;
                 block.copy(once);
                 self.bytes += block.heap_bytes();
@@ -227,7 +228,7 @@ mod tests {
 
     #[test]
     fn code_is_seen_from_its_second_run_on_until_much_other_code_has_run() {
-        let mut seen = heap::zeroed::<Seen>().unwrap();
+        let mut seen = heap::Pages::<Seen>::zeroed().unwrap();
         assert!(!seen.note(0x1000));
         assert!(seen.note(0x1000) && seen.note(0x1000));
         let new = (1..SEEN as u64 / 8).filter(|page| !seen.note(0x1000 + (page << 12)));

@@ -4,7 +4,7 @@ use crate::blocks::Blocks;
 use crate::decode;
 use crate::fixed::Fixed;
 use crate::flags::Lazy;
-use crate::heap::{self, OutOfMemory};
+use crate::heap::{OutOfMemory, Pages};
 use crate::int::Int;
 use crate::machine::{Exit, Machine, Paging};
 use crate::mmio::Devices;
@@ -37,7 +37,7 @@ pub struct Cpu {
     pub debug_exits: bool,
 
     pub(crate) lazy: Lazy,
-    pub(crate) fixed: Box<Fixed>,
+    pub(crate) fixed: Pages<Fixed>,
     /// Which table of the TLB data accesses use.
     pub(crate) table: usize,
     pub(crate) mode: u8,
@@ -84,7 +84,7 @@ impl Cpu {
             interrupt_window: false,
             debug_exits: false,
             lazy: Lazy::done(),
-            fixed: heap::zeroed()?,
+            fixed: Pages::zeroed()?,
             table: SUPERVISOR,
             mode: 0,
             cpl: 0,

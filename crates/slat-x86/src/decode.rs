@@ -16,7 +16,7 @@ const PREFIX: &[u8] = b"\x0f\x0bkvm";
 /// Bytes of the longest instruction.
 const INSTRUCTION: usize = 15;
 /// More than the decoder's tables take of the heap, once in a process (checked by a test).
-const DECODER_BYTES: usize = 512 << 10;
+pub const DECODER_BYTES: usize = 512 << 10;
 
 /// Has the decoder build its tables, which it does at the first use in a process, and has no way to report that memory
 /// runs out. So this makes sure first that there is enough: other threads may still take it meanwhile.

@@ -1,8 +1,8 @@
 //! The memory of fixed size that a CPU gets when it is made: its software TLB, the tables that find blocks, and the
 //! queues between an instruction and the device model.
 //!
-//! All of it begins as zeroes in one large allocation, of which the host provides the pages that are used: a CPU that
-//! hardly runs takes little of it. Nothing that runs the guest allocates more, except the copies of blocks that are kept.
+//! All of it begins as zeroes, in pages that the host provides when they are used: a CPU that hardly runs takes little
+//! of it. Nothing that runs the guest allocates more, except the copies of blocks that are kept.
 
 use crate::blocks::{Front, Seen};
 use crate::heap::Zeroed;

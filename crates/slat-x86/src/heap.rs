@@ -1,7 +1,9 @@
 //! Heap memory that may run out. `Box::new` and `Vec::push` abort then; these return [`OutOfMemory`].
 
-use std::alloc::{Layout, alloc, alloc_zeroed};
+use std::alloc::{Layout, alloc};
 use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
 
 /// The heap has no memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,16 +38,56 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     }
 }
 
-/// A `T` of zeroes. The host provides the pages of a large one when they are written first.
-pub(crate) fn zeroed<T: Zeroed>() -> Result<Box<T>, OutOfMemory> {
-    const { assert!(size_of::<T>() > 0) };
-    // SAFETY: the layout has a size.
-    let memory = unsafe { alloc_zeroed(Layout::new::<T>()) }.cast::<T>();
-    if memory.is_null() {
-        return Err(OutOfMemory);
+/// A `T` that begins as zeroes, in pages of its own: the host provides each when it is used first. (The heap promises no
+/// such thing: it may give out memory that was used before, and clears it then.)
+pub(crate) struct Pages<T>(NonNull<T>);
+
+// SAFETY: owns its `T`, as a box does.
+unsafe impl<T: Send> Send for Pages<T> {}
+
+impl<T: Zeroed> Pages<T> {
+    pub(crate) fn zeroed() -> Result<Self, OutOfMemory> {
+        const { assert!(size_of::<T>() > 0 && align_of::<T>() <= 4096) };
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let len = size_of::<T>();
+        // SAFETY: a new mapping at an address of the host's choice.
+        let memory = unsafe { libc::mmap(std::ptr::null_mut(), len, rights, flags, -1, 0) };
+        if memory == libc::MAP_FAILED {
+            return Err(OutOfMemory);
+        }
+        // A huge page would hold the memory of several CPUs, used or not. Where there are none, there is none to refuse.
+        // SAFETY: the mapping just made.
+        unsafe { libc::madvise(memory, len, libc::MADV_NOHUGEPAGE) };
+        NonNull::new(memory.cast()).map(Pages).ok_or(OutOfMemory)
     }
-    // SAFETY: allocated just now, with the layout that the box will free; zeroes are a value, as `Zeroed` promises.
-    Ok(unsafe { Box::from_raw(memory) })
+}
+
+impl<T> Deref for Pages<T> {
+    type Target = T;
+    #[inline(always)]
+    fn deref(&self) -> &T {
+        // SAFETY: mapped until `self` is dropped; zeroes are a value, as `Zeroed` promises.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl<T> DerefMut for Pages<T> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: as above, and borrowed for this alone.
+        unsafe { self.0.as_mut() }
+    }
+}
+
+impl<T> Drop for Pages<T> {
+    fn drop(&mut self) {
+        // SAFETY: a value that is not used any more, in our own mapping.
+        unsafe {
+            self.0.drop_in_place();
+            libc::munmap(self.0.as_ptr().cast(), size_of::<T>());
+        }
+    }
 }
 
 /// An empty vector with memory for `capacity` elements.

@@ -53,6 +53,7 @@ mod x87;
 
 pub use blocks::CODE_BYTES;
 pub use cpu::Cpu;
+pub use decode::DECODER_BYTES;
 pub use heap::OutOfMemory;
 pub use machine::{Access, Exit, Fault, HostPage, Machine, Mmu, MsrFault, Paging};
 pub use mmio::INPUT_BYTES;

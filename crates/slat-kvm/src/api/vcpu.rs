@@ -6,20 +6,20 @@ use crate::run_page::{MMAP_SIZE, PAGE, PIO_OFFSET, RunPage};
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 use kvm_ioctls::{HypercallExit, SyncReg, VcpuExit};
+use slat::Shared;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::Arc;
 
 /// A vCPU; in place of `kvm_ioctls::VcpuFd`.
 #[derive(Debug)]
 pub struct VcpuFd {
-    vcpu: Arc<VcpuObject>,
+    vcpu: Shared<VcpuObject>,
     fd: OwnedFd,
     /// The client's own mapping of the shared pages.
     run: RunPage,
 }
 
 impl VcpuFd {
-    pub(super) fn new(vcpu: Arc<VcpuObject>, fd: OwnedFd) -> Result<Self> {
+    pub(super) fn new(vcpu: Shared<VcpuObject>, fd: OwnedFd) -> Result<Self> {
         let run = RunPage::map(&fd)?;
         // SAFETY: the mapping that was just made.
         unsafe { vcpu.show_coalesced(run.address(), MMAP_SIZE, 0)? };
@@ -292,7 +292,7 @@ impl VcpuFd {
     /// # Errors
     /// What the host answers to making a file.
     pub fn get_stats_fd(&self) -> Result<StatsFd> {
-        Ok(StatsFd::new(self.vcpu.stats()?))
+        Ok(StatsFd::new(VcpuObject::stats(&self.vcpu)?))
     }
 
     /// Makes the ring of coalesced I/O readable, which it always is here.

@@ -17,6 +17,7 @@ use crate::user;
 use crate::vcpu::VcpuObject;
 use crate::vm::VmObject;
 use kvm_bindings::{kvm_cpuid_entry2, kvm_msr_entry};
+use slat::Shared;
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -29,7 +30,7 @@ pub enum Object {
     /// What `KVM_CREATE_VM` gave.
     Vm(Arc<VmObject>),
     /// What `KVM_CREATE_VCPU` gave.
-    Vcpu(Arc<VcpuObject>),
+    Vcpu(Shared<VcpuObject>),
     /// What `KVM_GET_STATS_FD` gave.
     Stats(Arc<StatsObject>),
     /// What `KVM_CREATE_GUEST_MEMFD` gave.

@@ -6,14 +6,14 @@ use crate::errno::{Result, fail};
 use crate::user;
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
-use std::sync::Arc;
+use slat::Shared;
 
 /// Where the set stands in `kvm_signal_mask`.
 const SIGSET: u64 = 4;
 /// The size of the kernel's signal set.
 const SIGSET_BYTES: u32 = 8;
 
-pub(super) fn ioctl(vcpu: &Arc<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
+pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
     let _call = vcpu.vm.begin()?;
     match request {
         KVM_RUN if argument == 0 => vcpu.run()?,
@@ -69,7 +69,7 @@ pub(super) fn ioctl(vcpu: &Arc<VcpuObject>, request: u32, argument: u64) -> Resu
             result?;
         }
         KVM_GET_STATS_FD => {
-            let (stats, fd) = vcpu.stats()?;
+            let (stats, fd) = VcpuObject::stats(vcpu)?;
             return Ok(Answer::Created(Object::Stats(stats), fd));
         }
         KVM_KVMCLOCK_CTRL => vcpu.kvmclock_ctrl()?,

@@ -29,7 +29,7 @@ const HEADER: usize = size_of::<kvm_stats_header>();
 #[derive(Debug)]
 enum Of {
     Vm(Arc<VmObject>),
-    Vcpu(Arc<VcpuObject>),
+    Vcpu(slat::Shared<VcpuObject>),
 }
 
 /// The statistics of a VM or a vCPU, as a file. Keeps what it tells of alive.
@@ -60,10 +60,10 @@ impl VcpuObject {
     ///
     /// # Errors
     /// `EIO` in a forked child, what the host answers to making the file.
-    pub fn stats(self: &Arc<Self>) -> Result<(Arc<StatsObject>, OwnedFd)> {
-        let _call = self.vm.begin()?;
-        let name = format!("kvm-{}/vcpu-{}", std::process::id(), self.common().id);
-        StatsObject::new(Of::Vcpu(self.clone()), &name, list::of_vcpu())
+    pub fn stats(vcpu: &slat::Shared<Self>) -> Result<(Arc<StatsObject>, OwnedFd)> {
+        let _call = vcpu.vm.begin()?;
+        let name = format!("kvm-{}/vcpu-{}", std::process::id(), vcpu.common().id);
+        StatsObject::new(Of::Vcpu(vcpu.clone()), &name, list::of_vcpu())
     }
 }
 

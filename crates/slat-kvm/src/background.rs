@@ -1,0 +1,59 @@
+//! Threads of slat's own, which serve all vCPUs of a process. They are started without the heap, also by a `KVM_RUN`.
+
+use crate::thread::Section;
+use std::ffi::{CStr, c_void};
+
+/// What such a thread does.
+pub(crate) trait Background: Sync + 'static {
+    /// The thread's name, of at most 15 bytes.
+    const NAME: &'static CStr;
+    /// What is lost where the thread cannot be started.
+    const WITHOUT: &'static str;
+
+    /// Runs on the thread until the process ends.
+    fn run(&'static self);
+}
+
+/// Bytes of such a thread's stack.
+const STACK: usize = 64 << 10;
+
+/// Starts the thread of `work`, in a section. It takes none of the client's signals.
+pub(crate) fn start<T: Background>(work: &'static T) {
+    extern "C" fn main<T: Background>(work: *mut c_void) -> *mut c_void {
+        let _section = Section::enter();
+        // SAFETY: the `work` of `start`, which lives as long as the process.
+        unsafe { &*work.cast::<T>() }.run();
+        std::ptr::null_mut()
+    }
+    // SAFETY: attributes and signal sets on the stack; the mask of this thread is put back. `work` may be shared with
+    // the new thread, and lives as long as it.
+    let error = unsafe {
+        let mut all = std::mem::zeroed();
+        let mut before = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+        let mut attributes = std::mem::zeroed();
+        let mut thread = 0;
+        let mut error = libc::pthread_attr_init(&mut attributes);
+        if error == 0 {
+            libc::pthread_attr_setstacksize(&mut attributes, STACK);
+            libc::pthread_attr_setdetachstate(&mut attributes, libc::PTHREAD_CREATE_DETACHED);
+            let work = std::ptr::from_ref(work).cast_mut().cast();
+            error = libc::pthread_create(&mut thread, &attributes, main::<T>, work);
+            libc::pthread_attr_destroy(&mut attributes);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+        if error == 0 {
+            libc::pthread_setname_np(thread, T::NAME.as_ptr());
+        }
+        error
+    };
+    if error != 0 {
+        let name = T::NAME.to_str().unwrap_or_default();
+        let error = std::io::Error::from_raw_os_error(error);
+        eprintln!(
+            "slat: the thread {name} cannot be started ({error}): {}",
+            T::WITHOUT
+        );
+    }
+}

@@ -1,0 +1,39 @@
+//! As many vCPUs as a VM can have take little memory as long as they do little.
+
+mod common;
+
+use common::*;
+use slat_kvm::VcpuExit;
+
+/// What a vCPU may take of the host's memory before it runs, and after it has executed an instruction.
+const MADE: usize = 40 << 10;
+const RUN: usize = 96 << 10;
+
+/// Bytes of this process that are in the host's memory.
+fn resident() -> usize {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages = pages.split(' ').nth(1).unwrap();
+    pages.parse::<usize>().unwrap() * 4096
+}
+
+#[test]
+fn a_vcpu_takes_memory_when_it_is_used() {
+    // hlt
+    let mut guest = Guest::new(&[0xf4]);
+    assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+    let count = guest.kvm.get_max_vcpus() - 1;
+    let mut vcpus = Vec::with_capacity(count);
+    let before = resident();
+    for id in 1..=count {
+        vcpus.push(guest.vm.create_vcpu(id as u64).unwrap());
+    }
+    let made = (resident() - before) / count;
+    for vcpu in &mut vcpus {
+        start_at_code(vcpu);
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+    }
+    let run = (resident() - before) / count;
+    println!("{count} vCPUs: {made} bytes each when made, {run} when they have run");
+    assert!(made <= MADE, "{made}");
+    assert!(run <= RUN, "{run}");
+}

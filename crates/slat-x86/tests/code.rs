@@ -1,0 +1,165 @@
+//! Decoded code takes a bounded part of the heap, and nothing depends on how much it is.
+
+mod common;
+use common::*;
+use slat_x86::*;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+/// Counts the bytes that a thread has allocated and not freed.
+struct Counting;
+
+#[derive(Clone, Copy, Default)]
+struct Count {
+    bytes: usize,
+    most: usize,
+    /// All allocations fail.
+    fails: bool,
+}
+
+thread_local! {
+    static COUNT: Cell<Count> = const { Cell::new(Count { bytes: 0, most: 0, fails: false }) };
+}
+
+fn count(add: usize, sub: usize) -> bool {
+    let change = |cell: &Cell<Count>| {
+        let mut count = cell.get();
+        if add > 0 && count.fails {
+            return false;
+        }
+        count.bytes = count.bytes.wrapping_add(add).wrapping_sub(sub);
+        count.most = count.most.max(count.bytes);
+        cell.set(count);
+        true
+    };
+    COUNT.try_with(change).unwrap_or(true)
+}
+
+// SAFETY: all is the system allocator's, apart from refusals, which it may make, too.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if !count(layout.size(), 0) {
+            return std::ptr::null_mut();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(0, layout.size());
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static HEAP: Counting = Counting;
+
+/// Where the guest's blocks begin: each is `BLOCK` bytes.
+const FIRST: u64 = 0x10_0000;
+const BLOCK: u64 = 192;
+/// A part of the code that runs several times before the next does.
+const PART: u64 = 512;
+
+/// A guest of `blocks` blocks, each of which adds its own number in many small steps.
+fn guest_of(blocks: u64) -> Guest {
+    let mut guest = Guest::new(b"\xf4");
+    // What the test's own machine allocates is no part of this.
+    guest.machine.translations.reserve(1 << 20);
+    for n in 0..blocks {
+        // add eax,n; add eax,1 ...; ret
+        let mut code = vec![0x05];
+        code.extend((n as u32).to_le_bytes());
+        for _ in 0..40 {
+            code.extend(b"\x83\xc0\x01");
+        }
+        code.push(0xc3);
+        guest.memory().write(FIRST + n * BLOCK, &code);
+    }
+    guest
+}
+
+/// Calls a block, and returns what RAX is then.
+fn call(guest: &mut Guest, block: u64) -> u64 {
+    guest.cpu.state.gpr[RSP] = STACK;
+    guest.memory().write64(STACK, CODE);
+    guest.cpu.state.rip = FIRST + block * BLOCK;
+    guest.halt();
+    guest.cpu.state.gpr[RAX]
+}
+
+#[test]
+fn decoded_code_is_thrown_away_when_it_takes_more_than_its_part_of_the_heap() {
+    let blocks = 40_000;
+    let mut guest = guest_of(blocks);
+    let before = COUNT.get().bytes;
+    let (mut most, mut thrown_away, mut expected) = (0, 0, 0);
+    for part in 0..blocks / PART {
+        for _ in 0..3 {
+            for block in part * PART..(part + 1) * PART {
+                expected = (expected + block + 40) & 0xffff_ffff;
+                let kept = guest.cpu.code_bytes();
+                assert_eq!(call(&mut guest, block), expected, "block {block}");
+                let now = guest.cpu.code_bytes();
+                let counted = COUNT.get().bytes - before;
+                // The empty index has one entry; an index has some bytes that belong to none.
+                assert!(counted.abs_diff(now) < 64, "{counted} bytes, not {now}");
+                thrown_away += u32::from(now < kept / 2);
+                most = most.max(now);
+            }
+        }
+    }
+    assert!(thrown_away > 1, "{most} bytes at most");
+    assert!(most <= CODE_BYTES && most > CODE_BYTES / 10 * 9, "{most}");
+    println!("{thrown_away} times, {most} bytes at most");
+    drop(guest);
+}
+
+#[test]
+fn code_for_which_there_is_no_memory_runs_all_the_same() {
+    let blocks = 2000;
+    let mut guest = guest_of(blocks);
+    let mut expected = 0;
+    for round in 0..6u64 {
+        for block in 0..blocks {
+            expected = (expected + block + 40) & 0xffff_ffff;
+            let mut now = COUNT.get();
+            now.fails = (round + block / 100) % 2 == 0;
+            COUNT.set(now);
+            let sum = call(&mut guest, block);
+            now = COUNT.get();
+            now.fails = false;
+            COUNT.set(now);
+            assert_eq!(sum, expected, "block {block}");
+        }
+    }
+}
+
+#[test]
+fn the_decoders_tables_fit_into_what_is_probed_for_them() {
+    // In a process of its own, or else another test may have built them.
+    if std::env::var_os("SLAT_TEST_TABLES").is_none() {
+        let test = "the_decoders_tables_fit_into_what_is_probed_for_them";
+        let status = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([test, "--exact", "--nocapture"])
+            .env("SLAT_TEST_TABLES", "1")
+            .status();
+        assert!(status.unwrap().success());
+        return;
+    }
+    let before = COUNT.get().bytes;
+    COUNT.set(Count {
+        most: before,
+        ..COUNT.get()
+    });
+    let first = Cpu::try_new().unwrap();
+    let with_tables = COUNT.get().bytes - before;
+    let most = COUNT.get().most - before;
+    let second = Cpu::try_new().unwrap();
+    let cpu = COUNT.get().bytes - before - with_tables;
+    let tables = with_tables - cpu;
+    println!("tables {tables} bytes, at most {most} with a CPU of {cpu}");
+    assert!(most - cpu <= DECODER_BYTES, "{most}");
+    assert!(tables > DECODER_BYTES / 4, "{tables}: probed for too much");
+    drop((first, second));
+}
