@@ -27,25 +27,35 @@ fn descriptors() -> BTreeSet<String> {
         format!("{} {}", entry.file_name().display(), link.display())
     });
     // The descriptor that reads the directory is not there any more when its link is looked up, or shows the directory.
-    links.filter(|link| !link.contains("/proc/") && !link.ends_with(' ')).collect()
+    links
+        .filter(|link| !link.contains("/proc/") && !link.ends_with(' '))
+        .collect()
 }
 
 /// Bytes of memory that are resident.
 pub fn resident() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("Linux has /proc/self/statm");
-    let pages = statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok());
+    let pages = statm
+        .split(' ')
+        .nth(1)
+        .and_then(|pages| pages.parse::<u64>().ok());
     pages.expect("the second number is the resident pages") * 4096
 }
 
 impl Before {
     /// Looks.
     pub fn a_stream() -> Self {
-        Before { descriptors: descriptors() }
+        Before {
+            descriptors: descriptors(),
+        }
     }
 
     /// Panics if a stream that has ended left something over.
     pub fn check(self) {
-        let left: Vec<_> = descriptors().difference(&self.descriptors).cloned().collect();
+        let left: Vec<_> = descriptors()
+            .difference(&self.descriptors)
+            .cloned()
+            .collect();
         assert!(left.is_empty(), "descriptors are left over: {left:?}");
         check_threads();
         let streams = STREAMS.fetch_add(1, Ordering::Relaxed) + 1;
@@ -53,7 +63,10 @@ impl Before {
             BASELINE.store(resident(), Ordering::Relaxed);
         } else if streams > WARM && streams.is_multiple_of(EVERY) {
             let (now, then) = (resident(), BASELINE.load(Ordering::Relaxed));
-            assert!(now < then + GROWTH, "resident memory grew from {then} to {now} bytes in {streams} streams");
+            assert!(
+                now < then + GROWTH,
+                "resident memory grew from {then} to {now} bytes in {streams} streams"
+            );
         }
     }
 }
@@ -61,9 +74,15 @@ impl Before {
 /// slat's own threads serve the whole process: there is one of each. Those of a stream have been joined.
 fn check_threads() {
     let mut seen = BTreeSet::new();
-    for task in fs::read_dir("/proc/self/task").expect("Linux has /proc/self/task").flatten() {
+    for task in fs::read_dir("/proc/self/task")
+        .expect("Linux has /proc/self/task")
+        .flatten()
+    {
         let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
         let ours = name.starts_with("slat-");
-        assert!(!ours || seen.insert(name.clone()), "there are two threads {name}");
+        assert!(
+            !ours || seen.insert(name.clone()),
+            "there are two threads {name}"
+        );
     }
 }

@@ -19,7 +19,9 @@ pub struct Reserved {
 pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
     // SAFETY: the caller's.
-    unsafe { libc::mmap(range.start as *mut _, range.len(), rights, flags, -1, 0) != libc::MAP_FAILED }
+    unsafe {
+        libc::mmap(range.start as *mut _, range.len(), rights, flags, -1, 0) != libc::MAP_FAILED
+    }
 }
 
 impl Reserved {
@@ -29,7 +31,10 @@ impl Reserved {
         // SAFETY: a new mapping at an address of the host's choice.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, flags, -1, 0) };
         assert_ne!(start, libc::MAP_FAILED, "{len} bytes of address space");
-        Reserved { start: start as usize, len }
+        Reserved {
+            start: start as usize,
+            len,
+        }
     }
 
     /// The first address.
@@ -80,7 +85,9 @@ pub unsafe fn fill(range: Range<usize>) {
 /// `range` is readable memory.
 pub unsafe fn first_touched(range: Range<usize>) -> Option<usize> {
     // SAFETY: the caller's.
-    range.step_by(8).find(|at| unsafe { (*at as *const u64).read_volatile() } != untouched(*at))
+    range
+        .step_by(8)
+        .find(|at| unsafe { (*at as *const u64).read_volatile() } != untouched(*at))
 }
 
 /// Memory of the given size between two guard pages, and beyond those a page each that nobody may write.
@@ -152,7 +159,13 @@ impl Guarded {
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         assert!(offset + bytes.len() <= self.len);
         // SAFETY: inside; whoever made the value opened what it writes to.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), (self.start() + offset) as *mut u8, bytes.len()) };
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                bytes.as_ptr(),
+                (self.start() + offset) as *mut u8,
+                bytes.len(),
+            )
+        };
     }
 
     /// Copies `len` bytes from `offset` on.
@@ -160,7 +173,13 @@ impl Guarded {
         assert!(offset + len <= self.len);
         let mut bytes = vec![0; len];
         // SAFETY: as for writing.
-        unsafe { std::ptr::copy_nonoverlapping((self.start() + offset) as *const u8, bytes.as_mut_ptr(), len) };
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                (self.start() + offset) as *const u8,
+                bytes.as_mut_ptr(),
+                len,
+            )
+        };
         bytes
     }
 }

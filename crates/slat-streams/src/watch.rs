@@ -124,9 +124,10 @@ extern "C" fn on_backtrace(_signal: i32) {
 fn prepare() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        for (signal, handler) in
-            [(kick_signal(), on_kick as extern "C" fn(i32)), (backtrace_signal(), on_backtrace)]
-        {
+        for (signal, handler) in [
+            (kick_signal(), on_kick as extern "C" fn(i32)),
+            (backtrace_signal(), on_backtrace),
+        ] {
             // SAFETY: handlers with the signature of one.
             unsafe { libc::signal(signal, handler as *const () as libc::sighandler_t) };
         }
@@ -147,7 +148,11 @@ pub fn stream(name: &'static str, bytes: &[u8], lanes: usize, body: impl FnOnce(
     prepare();
     let _alone = lock(&ONE_AT_A_TIME);
     let lanes = (0..lanes).map(|_| Lane::default()).collect();
-    let stream = Arc::new(Stream { name, bytes: bytes.to_vec(), lanes });
+    let stream = Arc::new(Stream {
+        name,
+        bytes: bytes.to_vec(),
+        lanes,
+    });
     *lock(&CURRENT) = Some(stream.clone());
     CHANGED.notify_one();
     body(&stream);
@@ -202,7 +207,13 @@ impl Lane {
     ) -> R {
         let cpu = lock(&self.thread).map_or(Duration::ZERO, |thread| thread.cpu());
         let began = Instant::now();
-        *lock(&self.work) = Some(Work { step, began, cpu, slice, kicked: None });
+        *lock(&self.work) = Some(Work {
+            step,
+            began,
+            cpu,
+            slice,
+            kicked: None,
+        });
         let result = work();
         *lock(&self.work) = None;
         let mut done = lock(&self.done);
@@ -252,7 +263,10 @@ fn immediate_exit(page: usize) -> *mut u8 {
 
 impl Thread {
     fn cpu(&self) -> Duration {
-        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut time = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
         // SAFETY: a struct to fill in; the clock is a live thread's.
         unsafe { libc::clock_gettime(self.clock, &mut time) };
         Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
@@ -269,7 +283,13 @@ impl Thread {
         }
     }
 
-    fn check(&self, since: Instant, cpu: Duration, now: Instant, limit: Duration) -> Result<(), String> {
+    fn check(
+        &self,
+        since: Instant,
+        cpu: Duration,
+        now: Instant,
+        limit: Duration,
+    ) -> Result<(), String> {
         let used = self.cpu().saturating_sub(cpu);
         let waited = now.saturating_duration_since(since);
         if used < limit && waited < HANGS {
@@ -277,7 +297,9 @@ impl Thread {
         }
         // SAFETY: the thread is there, since it holds its lane.
         unsafe { libc::pthread_kill(self.id, backtrace_signal()) };
-        Err(format!("does not end: {waited:?}, {used:?} of them on a CPU"))
+        Err(format!(
+            "does not end: {waited:?}, {used:?} of them on a CPU"
+        ))
     }
 }
 
@@ -285,7 +307,9 @@ fn watch() {
     let mut current = lock(&CURRENT);
     loop {
         let Some(stream) = current.clone() else {
-            current = CHANGED.wait(current).unwrap_or_else(PoisonError::into_inner);
+            current = CHANGED
+                .wait(current)
+                .unwrap_or_else(PoisonError::into_inner);
             continue;
         };
         drop(current);
@@ -319,17 +343,24 @@ fn account(what: &str) {
     };
     let path = kept(&stream);
     let written = std::fs::write(&path, &stream.bytes);
-    eprintln!("{}: {what}\ninput: {} ({written:?})", stream.name, path.display());
+    eprintln!(
+        "{}: {what}\ninput: {} ({written:?})",
+        stream.name,
+        path.display()
+    );
     for (index, lane) in stream.lanes.iter().enumerate() {
         eprintln!("lane {index}:");
         let done = lane.done.try_lock();
         for (step, result) in done.iter().flat_map(|done| done.iter()) {
-            eprintln!("  {} {:#x?} = {result}", step.what, step.detail);
+            eprintln!("  {} {:x?} = {result}", step.what, step.detail);
         }
         if let Ok(Some(work)) = lane.work.try_lock().as_deref() {
             let (step, since) = (work.step, work.began.elapsed());
             let kicked = work.kicked.map(|(at, _)| at.elapsed());
-            eprintln!("  now: {} {:#x?} since {since:?}, kicked {kicked:?} ago, {:?}", step.what, step.detail, work.slice);
+            eprintln!(
+                "  now: {} {:x?} since {since:?}, kicked {kicked:?} ago, {:?}",
+                step.what, step.detail, work.slice
+            );
         }
     }
 }

@@ -41,7 +41,8 @@ pub const BOUNDARIES: [u64; 24] = [
 /// The bytes of a struct.
 pub fn bytes_of<T: Plain>(value: &T) -> Vec<u8> {
     // SAFETY: `Plain`: a live value without padding that matters.
-    unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast::<u8>(), size_of::<T>()) }.to_vec()
+    unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast::<u8>(), size_of::<T>()) }
+        .to_vec()
 }
 
 /// Gives a few fields other values. What a field is, nobody says: a run of 1, 2, 4 or 8 bytes, aligned as a rule.
@@ -79,9 +80,13 @@ impl Buffer {
         memory.open((OPEN + 1) * PAGE, READ_ONLY * PAGE);
         let start = memory.start() + (OPEN + 1) * PAGE;
         // SAFETY: pages of the buffer that nothing leads into.
-        let protected = unsafe { libc::mprotect(start as *mut _, READ_ONLY * PAGE, libc::PROT_READ) };
+        let protected =
+            unsafe { libc::mprotect(start as *mut _, READ_ONLY * PAGE, libc::PROT_READ) };
         assert_eq!(protected, 0);
-        Buffer { memory, before: Vec::new() }
+        Buffer {
+            memory,
+            before: Vec::new(),
+        }
     }
 
     fn open(&self) -> Range<usize> {
@@ -102,7 +107,16 @@ impl Buffer {
             6 => open.start + 1 + rng.below((open.len() - bytes.len()) as u64 / 2 + 1) as usize,
             7 => open.end + PAGE,
             8 => {
-                let bad = [0, 8, 0xffff, open.end, 1 << 47, usize::MAX - 3, usize::MAX & !0xfff, 1 << 63];
+                let bad = [
+                    0,
+                    8,
+                    0xffff,
+                    open.end,
+                    1 << 47,
+                    usize::MAX - 3,
+                    usize::MAX & !0xfff,
+                    1 << 63,
+                ];
                 rng.pick(&bad)
             }
             _ => open.start + PAGE - bytes.len().min(PAGE) / 2 / 8 * 8,
@@ -124,7 +138,10 @@ impl Buffer {
             after[*at] != self.before[*at] && !allowed.contains(&((open.start + at) as u64))
         });
         if let Some(at) = stray {
-            panic!("{what} wrote to {:#x}; the argument is at {allowed:#x?}", open.start + at);
+            panic!(
+                "{what} wrote to {:#x}; the argument is at {allowed:#x?}",
+                open.start + at
+            );
         }
     }
 

@@ -32,7 +32,9 @@ const PROGRAMS: [&[u8]; 10] = [
     // jmp $
     &[0xeb, 0xfe],
     // mov cx,0x1000; mov [0x2000],cx; loop
-    &[0xb9, 0x00, 0x10, 0x89, 0x0e, 0x00, 0x20, 0xe2, 0xfa, 0xeb, 0xf5],
+    &[
+        0xb9, 0x00, 0x10, 0x89, 0x0e, 0x00, 0x20, 0xe2, 0xfa, 0xeb, 0xf5,
+    ],
     // inc byte [bx]; add bx,0x100; jmp: writes everywhere
     &[0xfe, 0x07, 0x81, 0xc3, 0x00, 0x01, 0xeb, 0xf8],
     // mov al,[0xf000]; mov [0xf008],al; jmp
@@ -44,7 +46,9 @@ const PROGRAMS: [&[u8]; 10] = [
     // rep outsb; jmp
     &[0xb9, 0x00, 0x10, 0xba, 0x10, 0x00, 0xf3, 0x6e, 0xeb, 0xf6],
     // lock inc byte [0x3000]; inc byte [0x800b]: changes its own displacement
-    &[0xf0, 0xfe, 0x06, 0x00, 0x30, 0xfe, 0x06, 0x0b, 0x80, 0xeb, 0xf5],
+    &[
+        0xf0, 0xfe, 0x06, 0x00, 0x30, 0xfe, 0x06, 0x0b, 0x80, 0xeb, 0xf5,
+    ],
     // mov eax,12; vmcall; jmp
     &[0x66, 0xb8, 12, 0, 0, 0, 0x0f, 0x01, 0xc1, 0xeb, 0xf5],
     // cli; hlt
@@ -76,7 +80,10 @@ pub fn ioctls(bytes: &[u8]) {
         }
         world.ram.check();
         drop(world);
-        assert!(slat_kvm::notify::live().is_empty(), "a VM outlived its descriptors");
+        assert!(
+            slat_kvm::notify::live().is_empty(),
+            "a VM outlived its descriptors"
+        );
         before.check();
     });
 }
@@ -88,21 +95,34 @@ fn begin(world: &World, setup: &[u8]) {
     let system = Object::system();
     let created = system.ioctl(abi::KVM_CREATE_VM, choices & 1);
     world.adopt(created.expect("a VM"));
-    let vm = world.vms.pick(&mut Rng::from_bytes(&[])).expect("it was made just now");
+    let vm = world
+        .vms
+        .pick(&mut Rng::from_bytes(&[]))
+        .expect("it was made just now");
     // Whatever is refused was not to be had together.
     let optional = |request, argument| {
-        let _ = vm.object.ioctl(request, argument).map(|answer| world.adopt(answer));
+        let _ = vm
+            .object
+            .ioctl(request, argument)
+            .map(|answer| world.adopt(answer));
     };
     if choices & 2 != 0 {
         optional(abi::KVM_CREATE_IRQCHIP, 0);
     }
     if choices & 4 != 0 {
-        let mut rings = kvm_enable_cap { cap: KVM_CAP_DIRTY_LOG_RING, ..Default::default() };
+        let mut rings = kvm_enable_cap {
+            cap: KVM_CAP_DIRTY_LOG_RING,
+            ..Default::default()
+        };
         rings.args[0] = 4096;
         optional(abi::KVM_ENABLE_CAP, &raw const rings as u64);
     }
     let pages = world.ram.pages(0, 64);
-    let flags = if choices & 8 != 0 { KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
+    let flags = if choices & 8 != 0 {
+        KVM_MEM_LOG_DIRTY_PAGES
+    } else {
+        0
+    };
     world.ram.give(pages.start as u64..pages.end as u64);
     let region = kvm_userspace_memory_region {
         slot: 0,
@@ -183,7 +203,10 @@ impl<'a> Worker<'a> {
         let mut bitmap = vec![0; self.rng.pick(&[8, 16, 40])];
         mutate(&mut self.rng, &mut bitmap);
         let bitmap = self.bitmaps.place(&mut self.rng, &bitmap);
-        let context = Context { world: self.world, bitmap };
+        let context = Context {
+            world: self.world,
+            bitmap,
+        };
         let bytes = match request.argument {
             Argument::Value(value) => {
                 let argument = value(&mut self.rng);
@@ -196,7 +219,9 @@ impl<'a> Worker<'a> {
             Argument::Back(get, size) => {
                 let mut bytes = vec![0u8; size];
                 let address = bytes.as_mut_ptr() as u64;
-                self.lane.call(step("before", get, address), || object.ioctl(get, address).is_ok());
+                self.lane.call(step("before", get, address), || {
+                    object.ioctl(get, address).is_ok()
+                });
                 mutate(&mut self.rng, &mut bytes);
                 bytes
             }
@@ -214,7 +239,12 @@ impl<'a> Worker<'a> {
         };
         // A list that does not fit says how long it is.
         let len = if read { len.max(4) } else { len };
-        self.issue(object, request, address, address..address.saturating_add(len));
+        self.issue(
+            object,
+            request,
+            address,
+            address..address.saturating_add(len),
+        );
         let to_bitmap = match request.number {
             abi::KVM_GET_DIRTY_LOG => bitmap..u64::MAX,
             _ => 0..0,
@@ -226,7 +256,9 @@ impl<'a> Worker<'a> {
     fn issue(&mut self, object: &Object, request: Request, argument: u64, allowed: Range<u64>) {
         let name = abi::name(request.number).expect("a request of the table");
         let step = step(name, request.number, argument);
-        let answer = self.lane.call(step, || object.ioctl(request.number, argument));
+        let answer = self
+            .lane
+            .call(step, || object.ioctl(request.number, argument));
         match answer {
             Ok(answer) => {
                 self.world.adopt(answer);
@@ -246,14 +278,23 @@ impl<'a> Worker<'a> {
             1 => abi::KVMIO << 8 | self.rng.word() as u32,
             _ => known.number,
         };
-        let is_known = REQUESTS.iter().any(|request| request.number == number && request.on == on);
+        let is_known = REQUESTS
+            .iter()
+            .any(|request| request.number == number && request.on == on);
         if is_known || number == abi::KVM_RUN {
             return;
         }
-        let Some((object, _held)) = self.object(on) else { return };
+        let Some((object, _held)) = self.object(on) else {
+            return;
+        };
         let address = self.buffer.place(&mut self.rng, &[0; 64]);
-        let answer = self.lane.call(step("unknown", number, address), || object.ioctl(number, address));
-        let errno = answer.map(drop).expect_err("an unknown request was answered").errno();
+        let answer = self.lane.call(step("unknown", number, address), || {
+            object.ioctl(number, address)
+        });
+        let errno = answer
+            .map(drop)
+            .expect_err("an unknown request was answered")
+            .errno();
         assert_eq!(errno, libc::ENOTTY, "{on:?} {number:#x}");
         self.buffer.check("an unknown request", 0..0);
     }
@@ -268,16 +309,22 @@ impl<'a> Worker<'a> {
         let mut sregs = kvm_sregs::default();
         let mut regs = kvm_regs::default();
         let program = self.rng.below(PROGRAMS.len() as u64);
-        self.lane.call(step("start", program as u32, 0), || {
-            vcpu.object.ioctl(abi::KVM_GET_SREGS, &raw mut sregs as u64)?;
-            sregs.cs.base = 0;
-            sregs.cs.selector = 0;
-            sregs.cr0 &= !1;
-            let _ = vcpu.object.ioctl(abi::KVM_SET_SREGS, &raw const sregs as u64);
-            (regs.rip, regs.rflags, regs.rsp) = (program * PAGE as u64, 2, 0xe000);
-            vcpu.object.ioctl(abi::KVM_SET_REGS, &raw const regs as u64).map(drop)
-        })
-        .expect("registers can be set");
+        self.lane
+            .call(step("start", program as u32, 0), || {
+                vcpu.object
+                    .ioctl(abi::KVM_GET_SREGS, &raw mut sregs as u64)?;
+                sregs.cs.base = 0;
+                sregs.cs.selector = 0;
+                sregs.cr0 &= !1;
+                let _ = vcpu
+                    .object
+                    .ioctl(abi::KVM_SET_SREGS, &raw const sregs as u64);
+                (regs.rip, regs.rflags, regs.rsp) = (program * PAGE as u64, 2, 0xe000);
+                vcpu.object
+                    .ioctl(abi::KVM_SET_REGS, &raw const regs as u64)
+                    .map(drop)
+            })
+            .expect("registers can be set");
     }
 
     fn run(&mut self) {
@@ -289,9 +336,15 @@ impl<'a> Worker<'a> {
             return;
         }
         let mapped = vcpu.mapped.as_ref().expect("every vCPU is mapped");
-        let slice = Slice { page: mapped.start(), length, kick };
+        let slice = Slice {
+            page: mapped.start(),
+            length,
+            kick,
+        };
         let step = step("KVM_RUN", abi::KVM_RUN, argument);
-        let answer = self.lane.run(step, slice, || vcpu.object.ioctl(abi::KVM_RUN, argument));
+        let answer = self
+            .lane
+            .run(step, slice, || vcpu.object.ioctl(abi::KVM_RUN, argument));
         let errnos = [libc::EINTR, libc::EAGAIN, libc::EINVAL, libc::EFAULT];
         if let Err(error) = answer {
             assert!(errnos.contains(&error.errno()), "KVM_RUN = {error}");
@@ -334,7 +387,10 @@ impl<'a> Worker<'a> {
             _ => mappings::protected(),
         };
         let what = if told { "memory" } else { "memory, untold" };
-        let step = Step { what, detail: [kind, range.start as u64] };
+        let step = Step {
+            what,
+            detail: [kind, range.start as u64],
+        };
         self.lane.call(step, || match told {
             false => change(),
             true => slat_kvm::notify::around(range.clone(), || {
@@ -361,7 +417,10 @@ impl<'a> Worker<'a> {
             4 => offset % 64,
             _ => offset,
         };
-        let kicks = [offset_of!(kvm_run, flags) & !3, offset_of!(kvm_run, immediate_exit) & !3];
+        let kicks = [
+            offset_of!(kvm_run, flags) & !3,
+            offset_of!(kvm_run, immediate_exit) & !3,
+        ];
         if page == 0 && kicks.contains(&offset) {
             return;
         }
@@ -376,7 +435,9 @@ impl<'a> Worker<'a> {
 
     /// Reads statistics, or allocates private memory and gives it back.
     fn use_other(&mut self) {
-        let Some(other) = self.world.others.pick(&mut self.rng) else { return };
+        let Some(other) = self.world.others.pick(&mut self.rng) else {
+            return;
+        };
         let (mode, page, pages) = (self.rng.below(4), self.rng.below(20), self.rng.below(8));
         let [offset, len] = [page, pages].map(|pages| pages as i64 * PAGE as i64);
         let step = step("use", mode as u32, offset as u64);
@@ -391,7 +452,10 @@ impl<'a> Worker<'a> {
             },
             _ => unreachable!("{other:?}"),
         });
-        assert!([0, libc::EOPNOTSUPP, libc::EINVAL, libc::ENOMEM].contains(&errno), "errno {errno}");
+        assert!(
+            [0, libc::EOPNOTSUPP, libc::EINVAL, libc::ENOMEM].contains(&errno),
+            "errno {errno}"
+        );
     }
 
     fn close(&mut self) {
@@ -401,14 +465,27 @@ impl<'a> Worker<'a> {
             _ => &self.world.others,
         };
         let taken = handles.take(&mut self.rng);
-        self.lane.call(Step { what: "close", detail: [0; 2] }, || drop(taken));
+        self.lane.call(
+            Step {
+                what: "close",
+                detail: [0; 2],
+            },
+            || drop(taken),
+        );
     }
 }
 
 fn nothing_as_a_rule(rng: &mut Rng) -> u64 {
-    if rng.one_in(16) { rng.pick(&BOUNDARIES) } else { 0 }
+    if rng.one_in(16) {
+        rng.pick(&BOUNDARIES)
+    } else {
+        0
+    }
 }
 
 fn step(what: &'static str, request: u32, argument: u64) -> Step {
-    Step { what, detail: [request.into(), argument] }
+    Step {
+        what,
+        detail: [request.into(), argument],
+    }
 }

@@ -43,7 +43,11 @@ pub enum Argument {
     /// What another request gives, but for a few changed fields; that many bytes.
     Back(u32, usize),
     /// A count, and behind it `step` bytes for each entry, from `entries` on.
-    Table { make: fn(&mut Rng) -> Vec<u8>, entries: u64, step: u64 },
+    Table {
+        make: fn(&mut Rng) -> Vec<u8>,
+        entries: u64,
+        step: u64,
+    },
 }
 
 /// A request.
@@ -162,11 +166,19 @@ fn number(rng: &mut Rng) -> u64 {
 }
 
 fn vm_type(rng: &mut Rng) -> u64 {
-    if rng.one_in(8) { number(rng) } else { rng.below(2) }
+    if rng.one_in(8) {
+        number(rng)
+    } else {
+        rng.below(2)
+    }
 }
 
 fn vcpu_id(rng: &mut Rng) -> u64 {
-    if rng.one_in(8) { number(rng) } else { rng.below(4) }
+    if rng.one_in(8) {
+        number(rng)
+    } else {
+        rng.below(4)
+    }
 }
 
 /// A page of guest-physical memory. Slots are few and near, so that they meet.
@@ -192,7 +204,15 @@ fn region(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     };
     let value = kvm_userspace_memory_region {
         slot: slot(rng),
-        flags: rng.pick(&[0, 0, KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, 3, 4]),
+        flags: rng.pick(&[
+            0,
+            0,
+            KVM_MEM_LOG_DIRTY_PAGES,
+            KVM_MEM_LOG_DIRTY_PAGES,
+            KVM_MEM_READONLY,
+            3,
+            4,
+        ]),
         guest_phys_addr: gpa(rng),
         memory_size: size,
         userspace_addr: ram.pages(rng.below(PAGES as u64) as usize, 0).start as u64,
@@ -215,7 +235,11 @@ fn give(context: &Context<'_>, region: &mut [u8]) {
 
 fn region2(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     let mut value = kvm_userspace_memory_region2 {
-        guest_memfd: context.world.others.pick(rng).map_or(u32::MAX, |other| other.fd.as_raw_fd() as u32),
+        guest_memfd: context
+            .world
+            .others
+            .pick(rng)
+            .map_or(u32::MAX, |other| other.fd.as_raw_fd() as u32),
         guest_memfd_offset: rng.below(4) * PAGE as u64,
         ..Default::default()
     };
@@ -226,7 +250,11 @@ fn region2(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     if private {
         value.flags = KVM_MEM_GUEST_MEMFD;
     }
-    (value.guest_phys_addr, value.memory_size, value.userspace_addr) = (field(8), field(16), field(24));
+    (
+        value.guest_phys_addr,
+        value.memory_size,
+        value.userspace_addr,
+    ) = (field(8), field(16), field(24));
     bytes = bytes_of(&value);
     mutate(rng, &mut bytes[40..]);
     bytes
@@ -245,13 +273,19 @@ fn attributes(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
 
 fn guest_memfd(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     let size = (1 + rng.below(16)) * PAGE as u64;
-    let mut bytes = bytes_of(&kvm_create_guest_memfd { size, ..Default::default() });
+    let mut bytes = bytes_of(&kvm_create_guest_memfd {
+        size,
+        ..Default::default()
+    });
     mutate(rng, &mut bytes);
     bytes
 }
 
 fn dirty_log(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
-    let mut log = kvm_dirty_log { slot: slot(rng), ..Default::default() };
+    let mut log = kvm_dirty_log {
+        slot: slot(rng),
+        ..Default::default()
+    };
     log.__bindgen_anon_1.padding2 = context.bitmap;
     let mut bytes = bytes_of(&log);
     // Not the pointer: any address would do, and be written to.
@@ -305,7 +339,10 @@ fn msi(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
 fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     const CAPABILITIES: &[(u32, &[u64])] = &[
         (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, &[0, 1, 2, 3]),
-        (KVM_CAP_DIRTY_LOG_RING, &[4096, 8192, 0, 1 << 20, 1 << 21, 1 << 32]),
+        (
+            KVM_CAP_DIRTY_LOG_RING,
+            &[4096, 8192, 0, 1 << 20, 1 << 21, 1 << 32],
+        ),
         (KVM_CAP_DIRTY_LOG_RING_ACQ_REL, &[4096, 4097]),
         (KVM_CAP_MAX_VCPU_ID, &[0, 1, 2, 4096, 4097]),
         (KVM_CAP_VM_DISABLE_NX_HUGE_PAGES, &[0, 1]),
@@ -314,7 +351,10 @@ fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
         (KVM_CAP_NR_VCPUS, &[0]),
     ];
     let (cap, arguments) = rng.pick(CAPABILITIES);
-    let mut value = kvm_enable_cap { cap, ..Default::default() };
+    let mut value = kvm_enable_cap {
+        cap,
+        ..Default::default()
+    };
     value.args[0] = rng.pick(arguments);
     let mut bytes = bytes_of(&value);
     mutate(rng, &mut bytes);
@@ -323,11 +363,18 @@ fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
 
 fn translation(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     let address = number(rng);
-    bytes_of(&kvm_translation { linear_address: address, ..Default::default() })
+    bytes_of(&kvm_translation {
+        linear_address: address,
+        ..Default::default()
+    })
 }
 
 fn interrupt(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
-    let irq = if rng.one_in(8) { number(rng) as u32 } else { rng.below(257) as u32 };
+    let irq = if rng.one_in(8) {
+        number(rng) as u32
+    } else {
+        rng.below(257) as u32
+    };
     bytes_of(&kvm_interrupt { irq })
 }
 
@@ -350,7 +397,11 @@ fn signal_mask(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
 
 /// A count that is right as a rule.
 fn count(rng: &mut Rng, right: usize) -> u32 {
-    if rng.one_in(6) { number(rng) as u32 } else { right as u32 }
+    if rng.one_in(6) {
+        number(rng) as u32
+    } else {
+        right as u32
+    }
 }
 
 fn index_list(rng: &mut Rng) -> Vec<u8> {
@@ -365,7 +416,10 @@ fn cpuid(rng: &mut Rng) -> Vec<u8> {
     let mut bytes = count(rng, entries).to_le_bytes().to_vec();
     bytes.resize(8, 0);
     for index in 0..entries as u32 {
-        bytes.extend(bytes_of(&kvm_cpuid_entry2 { function: index, ..Default::default() }));
+        bytes.extend(bytes_of(&kvm_cpuid_entry2 {
+            function: index,
+            ..Default::default()
+        }));
     }
     mutate(rng, &mut bytes[8..]);
     bytes
@@ -395,7 +449,11 @@ fn msrs(rng: &mut Rng) -> Vec<u8> {
     for index in 0..entries as u64 {
         let index = first + ((rng.below(range) + index) % range) as u32;
         let data = number(rng);
-        bytes.extend(bytes_of(&kvm_msr_entry { index, reserved: 0, data }));
+        bytes.extend(bytes_of(&kvm_msr_entry {
+            index,
+            reserved: 0,
+            data,
+        }));
     }
     mutate(rng, &mut bytes[8..]);
     bytes

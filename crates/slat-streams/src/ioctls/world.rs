@@ -37,7 +37,9 @@ pub struct Mapped {
 
 impl Mapped {
     fn new(object: &Object, fd: &OwnedFd) -> Option<Self> {
-        let Object::Vcpu(vcpu) = object else { return None };
+        let Object::Vcpu(vcpu) = object else {
+            return None;
+        };
         // SAFETY: all-zero is a valid `stat`, and a struct to fill in.
         let len = unsafe {
             let mut stat: libc::stat = std::mem::zeroed();
@@ -45,13 +47,25 @@ impl Mapped {
             stat.st_size as usize
         };
         let rights = libc::PROT_READ | libc::PROT_WRITE;
-        vcpu.check_mapping(0, len, rights, libc::MAP_SHARED).expect("the whole of it can be mapped");
+        vcpu.check_mapping(0, len, rights, libc::MAP_SHARED)
+            .expect("the whole of it can be mapped");
         // SAFETY: a new mapping, of which the coalesced ring's page is then replaced.
         unsafe {
-            let start = libc::mmap(std::ptr::null_mut(), len, rights, libc::MAP_SHARED, fd.as_raw_fd(), 0);
+            let start = libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                rights,
+                libc::MAP_SHARED,
+                fd.as_raw_fd(),
+                0,
+            );
             assert_ne!(start, libc::MAP_FAILED);
-            vcpu.show_coalesced(start as usize, len, 0).expect("room for a mapping");
-            Some(Mapped { start: start as usize, len })
+            vcpu.show_coalesced(start as usize, len, 0)
+                .expect("room for a mapping");
+            Some(Mapped {
+                start: start as usize,
+                len,
+            })
         }
     }
 
@@ -100,7 +114,9 @@ impl Handles {
     pub fn take(&self, rng: &mut Rng) -> Option<Arc<Handle>> {
         let index = rng.below(MOST as u64) as usize;
         let mut handles = self.lock();
-        (!handles.is_empty()).then(|| index % handles.len()).map(|index| handles.remove(index))
+        (!handles.is_empty())
+            .then(|| index % handles.len())
+            .map(|index| handles.remove(index))
     }
 }
 
@@ -120,7 +136,12 @@ pub struct World {
 impl World {
     /// No object yet, and memory that is as [`fill`] leaves it.
     pub fn new() -> Self {
-        World { vms: Handles::default(), vcpus: Handles::default(), others: Handles::default(), ram: Ram::new() }
+        World {
+            vms: Handles::default(),
+            vcpus: Handles::default(),
+            others: Handles::default(),
+            ram: Ram::new(),
+        }
     }
 
     /// Takes over what a request created.
@@ -135,7 +156,12 @@ impl World {
                     Object::Vcpu(_) => &self.vcpus,
                     _ => &self.others,
                 };
-                drop(handles.add(Handle { object, fd, mapped, runs: AtomicBool::new(false) }));
+                drop(handles.add(Handle {
+                    object,
+                    fd,
+                    mapped,
+                    runs: AtomicBool::new(false),
+                }));
                 number
             }
         }
@@ -194,7 +220,9 @@ impl Ram {
 
     /// Call before the guest, or anybody else, may write to `range`.
     pub fn give(&self, range: Range<u64>) {
-        let page = |address: u64| (address.saturating_sub(self.all.start() as u64) as usize / PAGE).min(PAGES);
+        let page = |address: u64| {
+            (address.saturating_sub(self.all.start() as u64) as usize / PAGE).min(PAGES)
+        };
         let last = page(range.end.saturating_add(PAGE as u64 - 1));
         for given in self.given.get(page(range.start)..last).unwrap_or_default() {
             given.store(true, Ordering::Relaxed);

@@ -14,16 +14,25 @@ pub fn soak(name: &str, stream: impl Fn(&[u8])) {
         std::fs::write(&last, bytes).expect("the target directory is writable");
         stream(bytes);
     };
-    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(name);
-    let mut files: Vec<PathBuf> =
-        std::fs::read_dir(corpus).into_iter().flatten().map(|entry| entry.expect("a file").path()).collect();
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("corpus")
+        .join(name);
+    let mut files: Vec<PathBuf> = std::fs::read_dir(corpus)
+        .into_iter()
+        .flatten()
+        .map(|entry| entry.expect("a file").path())
+        .collect();
     files.sort();
     assert!(!files.is_empty(), "the corpus is there");
     for file in &files {
         run(&std::fs::read(file).expect("a file of the corpus"));
     }
-    let seconds = std::env::var("SLAT_STREAMS_SECONDS").ok().and_then(|seconds| seconds.parse().ok());
-    let seed = std::env::var("SLAT_STREAMS_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seconds = std::env::var("SLAT_STREAMS_SECONDS")
+        .ok()
+        .and_then(|seconds| seconds.parse().ok());
+    let seed = std::env::var("SLAT_STREAMS_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok());
     let mut rng = Rng::new(seed.unwrap_or(1));
     let end = Instant::now() + Duration::from_secs(seconds.unwrap_or(12));
     let mut streams = 0;
