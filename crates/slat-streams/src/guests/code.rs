@@ -1,6 +1,7 @@
 //! Instructions: random, but more often of the kinds that are hard.
 
 use super::layout::linear;
+use crate::memory::PAGE;
 use slat_model::Rng;
 
 /// What the system is made of: descriptor tables, control and debug registers, MSRs, fast calls, invalidations. Each may
@@ -168,9 +169,16 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
     operands(rng, code);
 }
 
-/// A stretch of code that ends with a jump to its beginning.
+/// A stretch of code that ends with a jump to its beginning. Sometimes the code begins before the end of a page: then instructions cross it.
 pub fn code(rng: &mut Rng) -> Vec<u8> {
     let mut code = Vec::new();
+    if rng.one_in(4) {
+        // A jump over what lies between; zeroes are instructions as well.
+        let skipped = PAGE - 5 - 1 - rng.below(12) as usize;
+        code.push(0xe9);
+        code.extend(&(skipped as u32).to_le_bytes());
+        code.resize(5 + skipped, 0);
+    }
     for _ in 0..1 + rng.below(20) {
         instruction(rng, &mut code);
     }

@@ -306,12 +306,31 @@ impl Guest {
     }
 }
 
-/// Does something beside the vCPUs that changes nothing that they must notice.
+/// Takes a slot's memory away for a moment. Slat is told when it comes back, or it is not told at all.
+fn hide(slot: &Slot, told: bool) {
+    let start = slot.memory.start() + slot.offset;
+    let range = start..start + slot.place.len();
+    // SAFETY: the guest's memory, which nobody else looks into now.
+    let protect = |rights| unsafe { libc::mprotect(start as *mut _, range.len(), rights) };
+    assert_eq!(protect(libc::PROT_NONE), 0);
+    std::thread::sleep(Duration::from_micros(200));
+    let show = || assert_eq!(protect(libc::PROT_READ | libc::PROT_WRITE), 0);
+    match told {
+        true => slat_kvm::notify::around(range.clone(), || {
+            show();
+            mappings::protected();
+        }),
+        false => show(),
+    }
+}
+
+/// Does something beside the vCPUs that leaves their memory as it is.
 fn disturb(vm: &VmFd, slots: &mut [Slot], irqchip: bool, choice: u64) {
     let index = (choice >> 3) as usize % slots.len();
     let slot = &mut slots[index];
     match choice & 7 {
-        0..=2 => drop(slot.harvest(vm)),
+        0 | 1 => drop(slot.harvest(vm)),
+        2 => hide(slot, choice >> 6 & 1 != 0),
         3 if irqchip => {
             let data = (choice >> 3) as u32 + 0x20;
             let msi = kvm_msi {
@@ -389,6 +408,8 @@ fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>) -> After {
         Ok(VcpuExit::Unsupported(reason)) => panic!("exit reason {reason}"),
         Ok(_) => After::Go,
         Err(error) if error.errno() == libc::EINTR => After::Kicked,
+        // The memory was away: see `hide`.
+        Err(error) if error.errno() == libc::EFAULT => After::Go,
         Err(error) => panic!("KVM_RUN = {error}"),
     }
 }

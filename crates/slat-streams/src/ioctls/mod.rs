@@ -55,6 +55,17 @@ const PROGRAMS: [&[u8]; 10] = [
     &[0xfa, 0xf4],
 ];
 
+/// The page of one more program, with an instruction that crosses into the next page.
+const ACROSS: usize = PROGRAMS.len();
+
+/// Jumps to its last two bytes, the first two of `mov ax, imm16`.
+fn across() -> Vec<u8> {
+    let mut page = vec![0x90; PAGE];
+    page[..3].copy_from_slice(&[0xe9, 0xfb, 0x0f]);
+    page[PAGE - 2..].copy_from_slice(&[0xb8, 0x34]);
+    page
+}
+
 /// Carries out what `bytes` say; see the module.
 pub fn ioctls(bytes: &[u8]) {
     static SIGNALS: Once = Once::new();
@@ -66,6 +77,8 @@ pub fn ioctls(bytes: &[u8]) {
         for (page, code) in PROGRAMS.iter().enumerate() {
             world.ram.write(page, code);
         }
+        world.ram.write(ACROSS, &across());
+        world.ram.write(ACROSS + 1, &[0x12, 0xeb, 0xfb]);
         let (setup, rest) = bytes.split_at(bytes.len().min(4));
         begin(&world, setup);
         let part = rest.len().div_ceil(LANES).max(1);
@@ -308,7 +321,7 @@ impl<'a> Worker<'a> {
         let Some(vcpu) = self.vcpu() else { return };
         let mut sregs = kvm_sregs::default();
         let mut regs = kvm_regs::default();
-        let program = self.rng.below(PROGRAMS.len() as u64);
+        let program = self.rng.below(PROGRAMS.len() as u64 + 1);
         self.lane
             .call(step("start", program as u32, 0), || {
                 vcpu.object
