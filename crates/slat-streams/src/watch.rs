@@ -20,10 +20,12 @@ use std::time::{Duration, Instant};
 
 /// CPU time that a kicked `KVM_RUN` may still take.
 const KICKED_CPU: Duration = Duration::from_millis(100);
+/// CPU time that a `KVM_RUN` may still take if another thread has to find out that it is kicked: that one may not get a CPU.
+const POLLED_CPU: Duration = Duration::from_secs(1);
 /// CPU time that any other call may take.
 const CALL_CPU: Duration = Duration::from_secs(2);
 /// Time after which a call hangs, whatever else the machine does.
-const HANGS: Duration = Duration::from_secs(10);
+const HANGS: Duration = Duration::from_secs(20);
 /// Between two looks of the watchman.
 const TICK: Duration = Duration::from_micros(500);
 /// Steps of a lane that a finding names.
@@ -40,6 +42,16 @@ pub enum Kick {
     ExitAndSignal,
     /// `immediate_exit` alone. Ends a run only if nobody has promised to announce signals.
     Exit,
+}
+
+impl Kick {
+    /// CPU time that the run may take from the kick on.
+    fn limit(self) -> Duration {
+        match self {
+            Kick::Signal | Kick::ExitAndSignal => KICKED_CPU,
+            Kick::Exit => POLLED_CPU,
+        }
+    }
 }
 
 /// Something that a lane does.
@@ -118,7 +130,27 @@ extern "C" fn on_kick(_signal: i32) {
 
 extern "C" fn on_backtrace(_signal: i32) {
     // Not async-signal-safe, and the process is about to end.
-    eprintln!("{}", std::backtrace::Backtrace::force_capture());
+    block_signals();
+    say(&std::backtrace::Backtrace::force_capture().to_string());
+}
+
+/// Kicks would come faster than a backtrace can be written.
+fn block_signals() {
+    // SAFETY: a signal set on the stack; this thread only.
+    unsafe {
+        let mut all = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &all, std::ptr::null_mut());
+    }
+}
+
+/// Writes to standard error without its lock, which a thread that hangs may hold.
+fn say(text: &str) {
+    // SAFETY: plain system calls with live memory.
+    unsafe {
+        libc::write(2, text.as_ptr().cast(), text.len());
+        libc::write(2, c"\n".as_ptr().cast(), 1);
+    }
 }
 
 fn prepare() {
@@ -133,8 +165,9 @@ fn prepare() {
         }
         let report = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
-            eprintln!("{info}\n{}", std::backtrace::Backtrace::force_capture());
+            block_signals();
             account(&info.to_string());
+            say(&std::backtrace::Backtrace::force_capture().to_string());
             report(info);
             std::process::abort();
         }));
@@ -238,7 +271,7 @@ impl Lane {
             return thread.check(work.began, work.cpu, now, CALL_CPU);
         };
         match work.kicked {
-            Some((at, cpu)) => thread.check(at, cpu, now, KICKED_CPU),
+            Some((at, cpu)) => thread.check(at, cpu, now, slice.kick.limit()),
             // SAFETY: the page is mapped as long as the work is there.
             None if unsafe { flags(slice.page).read_volatile() } == NOT_BEGUN => {
                 thread.check(work.began, work.cpu, now, CALL_CPU)
@@ -305,7 +338,13 @@ impl Thread {
 
 fn watch() {
     let mut current = lock(&CURRENT);
+    let mut found = None;
     loop {
+        if FOUND.load(Ordering::SeqCst) && found.get_or_insert_with(Instant::now).elapsed() > HANGS
+        {
+            // The thread that found something cannot finish its account.
+            std::process::abort();
+        }
         let Some(stream) = current.clone() else {
             current = CHANGED
                 .wait(current)
@@ -343,24 +382,25 @@ fn account(what: &str) {
     };
     let path = kept(&stream);
     let written = std::fs::write(&path, &stream.bytes);
-    eprintln!(
-        "{}: {what}\ninput: {} ({written:?})",
+    let mut text = format!(
+        "{}: {what}\ninput: {} ({written:?})\n",
         stream.name,
         path.display()
     );
     for (index, lane) in stream.lanes.iter().enumerate() {
-        eprintln!("lane {index}:");
+        text += &format!("lane {index}:\n");
         let done = lane.done.try_lock();
         for (step, result) in done.iter().flat_map(|done| done.iter()) {
-            eprintln!("  {} {:x?} = {result}", step.what, step.detail);
+            text += &format!("  {} {:x?} = {result}\n", step.what, step.detail);
         }
         if let Ok(Some(work)) = lane.work.try_lock().as_deref() {
             let (step, since) = (work.step, work.began.elapsed());
             let kicked = work.kicked.map(|(at, _)| at.elapsed());
-            eprintln!(
-                "  now: {} {:x?} since {since:?}, kicked {kicked:?} ago, {:?}",
+            text += &format!(
+                "  now: {} {:x?} since {since:?}, kicked {kicked:?} ago, {:?}\n",
                 step.what, step.detail, work.slice
             );
         }
     }
+    say(&text);
 }

@@ -381,10 +381,20 @@ fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Con
             After::Go => {}
             After::Kicked if kicks + 1 < KICKS => kicks += 1,
             After::Kicked => return,
-            After::Broken => state::set(rng, mode, index, vcpu),
+            After::Broken => {
+                let step = Step {
+                    what: "registers",
+                    detail: [index, 0],
+                };
+                lane.call(step, || state::set(rng, mode, index, vcpu));
+            }
         }
         if rng.one_in(8) {
-            event(rng, vcpu);
+            let step = Step {
+                what: "event",
+                detail: [index, 0],
+            };
+            lane.call(step, || event(rng, vcpu));
         }
     }
 }

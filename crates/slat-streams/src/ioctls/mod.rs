@@ -181,14 +181,16 @@ impl<'a> Worker<'a> {
         self.lane.enter();
         while !self.rng.is_exhausted() {
             match self.rng.below(16) {
-                0..=5 => self.request(),
-                6 => self.unknown_request(),
+                0..=6 => self.request(),
                 7..=8 => self.start(),
-                9..=10 => self.run(),
-                11..=12 => self.change_memory(),
-                13 => self.scribble(),
-                14 => self.use_other(),
-                _ => self.close(),
+                9..=11 => self.run(),
+                12..=13 => self.change_memory(),
+                14 => self.scribble(),
+                _ => match self.rng.below(4) {
+                    0 => self.unknown_request(),
+                    1 => self.use_other(),
+                    _ => self.close(),
+                },
             }
         }
         self.lane.leave();

@@ -112,7 +112,7 @@ requests! {
     Vm: KVM_SET_IRQCHIP Out(size_of::<kvm_irqchip>()), [ENXIO EINVAL EFAULT ENOTTY];
     Vm: KVM_SIGNAL_MSI Struct(msi), [EINVAL ENXIO EFAULT];
     Vm: KVM_GET_CLOCK Out(size_of::<kvm_clock_data>()), [EFAULT];
-    Vm: KVM_SET_CLOCK Back(KVM_GET_CLOCK, size_of::<kvm_clock_data>()), [EINVAL EFAULT];
+    Vm: KVM_SET_CLOCK Struct(clock), [EINVAL EFAULT];
     Vm: KVM_GET_TSC_KHZ Value(nothing), [];
     Vm: KVM_SET_TSC_KHZ Value(number), [EINVAL ENOTTY];
     Vm: KVM_ENABLE_CAP Struct(capability), [EINVAL E2BIG EFAULT];
@@ -322,6 +322,18 @@ fn word(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     bytes_of(&number(rng))
 }
 
+fn clock(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let clock = number(rng);
+    let mut bytes = bytes_of(&kvm_clock_data {
+        clock,
+        ..Default::default()
+    });
+    if rng.one_in(4) {
+        mutate(rng, &mut bytes);
+    }
+    bytes
+}
+
 fn irq_level(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     bytes_of(&[rng.below(32) as u32, rng.below(2) as u32])
 }
@@ -426,7 +438,7 @@ fn cpuid(rng: &mut Rng) -> Vec<u8> {
 }
 
 /// Where MSRs are, and a little more.
-const MSRS: [(u32, u64); 12] = [
+const MSRS: [(u32, u64); 15] = [
     (0x10, 3),
     (0x1b, 1),
     (0x3a, 2),
@@ -437,18 +449,21 @@ const MSRS: [(u32, u64); 12] = [
     (0x2ff, 1),
     (0x6e0, 1),
     (0x800, 0x40),
+    (0x11, 2),
+    (0x4b56_4d00, 2),
+    (0x4b56_4d00, 2),
     (0x4b56_4d00, 8),
     (0xc000_0080, 0x84),
 ];
 
 fn msrs(rng: &mut Rng) -> Vec<u8> {
-    let entries = rng.pick(&[1, 1, 2, 4, 0, 255]);
+    let entries = rng.pick(&[1, 1, 1, 1, 1, 2, 3, 0, 255]);
     let mut bytes = count(rng, entries).to_le_bytes().to_vec();
     bytes.resize(8, 0);
     let (first, range) = rng.pick(&MSRS);
+    let (start, data) = (rng.below(range), number(rng));
     for index in 0..entries as u64 {
-        let index = first + ((rng.below(range) + index) % range) as u32;
-        let data = number(rng);
+        let index = first + ((start + index) % range) as u32;
         bytes.extend(bytes_of(&kvm_msr_entry {
             index,
             reserved: 0,

@@ -37,7 +37,7 @@ pub fn soak(name: &str, stream: impl Fn(&[u8])) {
     let end = Instant::now() + Duration::from_secs(seconds.unwrap_or(12));
     let mut streams = 0;
     while Instant::now() < end {
-        let len = 16 << rng.below(8);
+        let len = 64 << rng.below(7);
         let bytes: Vec<u8> = (0..len).map(|_| rng.below(256) as u8).collect();
         run(&bytes);
         streams += 1;
