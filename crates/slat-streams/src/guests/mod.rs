@@ -29,6 +29,8 @@ use tables::Mode;
 const EXITS: usize = 48;
 /// Kicks after which it has.
 const KICKS: usize = 2;
+/// Of the choices of [`disturb`], the one that takes memory away.
+const HIDE: u64 = 2;
 /// Bytes of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
 
@@ -160,6 +162,8 @@ struct Conduct {
     rng: Rng,
     slice: Duration,
     kick: Kick,
+    /// The slots' memory is away at times: see [`hide`].
+    may_fault: bool,
 }
 
 struct Guest {
@@ -264,16 +268,19 @@ impl Guest {
                 rng: Rng::new(seed),
                 slice,
                 kick,
+                may_fault: false,
             },
         )
     }
 
     fn run(mut self, stream: &Stream) {
         let (vm, mode) = (&self.vm, self.mode);
+        let may_fault = self.beside.iter().any(|choice| choice & 7 == HIDE);
         let running = AtomicUsize::new(self.vcpus.len());
         std::thread::scope(|scope| {
             for (index, (vcpu, conduct)) in self.vcpus.iter_mut().enumerate() {
                 let (lane, running) = (stream.lane(index), &running);
+                conduct.may_fault = may_fault;
                 scope.spawn(move || {
                     lane.enter();
                     run(lane, mode, index as u64, vcpu, conduct);
@@ -330,7 +337,7 @@ fn disturb(vm: &VmFd, slots: &mut [Slot], irqchip: bool, choice: u64) {
     let slot = &mut slots[index];
     match choice & 7 {
         0 | 1 => drop(slot.harvest(vm)),
-        2 => hide(slot, choice >> 6 & 1 != 0),
+        HIDE => hide(slot, choice >> 6 & 1 != 0),
         3 if irqchip => {
             let data = (choice >> 3) as u32 + 0x20;
             let msi = kvm_msi {
@@ -376,7 +383,7 @@ fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Con
             what: "KVM_RUN",
             detail: [index, 0],
         };
-        let after = lane.run(step, slice, || answer(rng, vcpu.run()));
+        let after = lane.run(step, slice, || answer(rng, vcpu.run(), conduct.may_fault));
         match after {
             After::Go => {}
             After::Kicked if kicks + 1 < KICKS => kicks += 1,
@@ -408,7 +415,7 @@ enum After {
 }
 
 /// Does a device's part.
-fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>) -> After {
+fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>, may_fault: bool) -> After {
     match exit {
         Ok(VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data)) => {
             data.fill_with(|| rng.below(256) as u8);
@@ -418,8 +425,7 @@ fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>) -> After {
         Ok(VcpuExit::Unsupported(reason)) => panic!("exit reason {reason}"),
         Ok(_) => After::Go,
         Err(error) if error.errno() == libc::EINTR => After::Kicked,
-        // The memory was away: see `hide`.
-        Err(error) if error.errno() == libc::EFAULT => After::Go,
+        Err(error) if error.errno() == libc::EFAULT && may_fault => After::Go,
         Err(error) => panic!("KVM_RUN = {error}"),
     }
 }
