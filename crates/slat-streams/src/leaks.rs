@@ -5,9 +5,11 @@ use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Streams after which the process has what it keeps for good: buffers, stacks, the allocator's pools.
-const WARM: u64 = 512;
-/// Bytes by which resident memory may exceed what it was then.
-const GROWTH: u64 = 128 << 20;
+const WARM: u64 = 128;
+/// Bytes by which resident memory may exceed what it was then, for reasons of its own.
+const SLACK: u64 = 32 << 20;
+/// Bytes that a stream may leave behind on top: libFuzzer keeps some inputs.
+const PER_STREAM: u64 = 16 << 10;
 /// Streams between two looks at resident memory.
 const EVERY: u64 = 64;
 
@@ -63,8 +65,9 @@ impl Before {
             BASELINE.store(resident(), Ordering::Relaxed);
         } else if streams > WARM && streams.is_multiple_of(EVERY) {
             let (now, then) = (resident(), BASELINE.load(Ordering::Relaxed));
+            let allowed = then + SLACK + (streams - WARM) * PER_STREAM;
             assert!(
-                now < then + GROWTH,
+                now < allowed,
                 "resident memory grew from {then} to {now} bytes in {streams} streams"
             );
         }

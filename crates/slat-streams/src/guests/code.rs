@@ -128,7 +128,7 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
     for _ in 0..rng.pick(&[0, 0, 0, 1, 1, 2]) {
         code.push(rng.pick(&PREFIXES));
     }
-    let kind = rng.below(12);
+    let kind = rng.below(13);
     if kind < 8 && rng.one_in(3) {
         code.push(0x40 | byte(rng) & 15);
     }
@@ -153,6 +153,12 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
         9 => {
             code.push(rng.pick(&[0xeb, 0x74, 0x75, 0x72, 0xe2, 0xe3, 0xe0]));
             return code.push(byte(rng));
+        }
+        // mov rbx, address; inc byte [rbx]
+        11 => {
+            code.extend([0x48, 0xbb]);
+            code.extend(&linear(rng).to_le_bytes());
+            return code.extend([0xfe, 0x03]);
         }
         // mov r, address: the next operand is somewhere worth it.
         10 => {
