@@ -115,7 +115,7 @@ pub fn linear(rng: &mut Rng) -> u64 {
         1 => 0xffff_ff80_0000_0000 + (rng.below(8) << 12),
         2 => 1 << 47,
         3 => 0xffff_f000,
-        4 => u64::MAX & !0xfff,
+        4 => !0xfff,
         _ => physical(rng),
     };
     let offset = match rng.below(4) {
