@@ -154,11 +154,16 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
             code.push(rng.pick(&[0xeb, 0x74, 0x75, 0x72, 0xe2, 0xe3, 0xe0]));
             return code.push(byte(rng));
         }
-        // mov rbx, address; inc byte [rbx]
+        // mov rbx, address; inc byte [rbx]; sometimes jmp to the second of the two
         11 => {
             code.extend([0x48, 0xbb]);
             code.extend(&linear(rng).to_le_bytes());
-            return code.extend([0xfe, 0x03]);
+            let loops = rng.one_in(2);
+            return code.extend(if loops {
+                &[0xfe, 0x03, 0xeb, 0xfc][..]
+            } else {
+                &[0xfe, 0x03]
+            });
         }
         // mov r, address: the next operand is somewhere worth it.
         10 => {
