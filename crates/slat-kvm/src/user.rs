@@ -6,6 +6,9 @@
 use crate::errno::{Result, fail};
 use kvm_bindings::*;
 
+/// Bytes that are copied at a time.
+const PAGE: usize = 4096;
+
 /// Data that may be copied byte by byte from and to a client.
 ///
 /// # Safety
@@ -98,17 +101,14 @@ pub fn read_words(address: u64, count: usize) -> Result<Vec<u64>> {
 /// # Errors
 /// `EFAULT` when they cannot.
 pub fn check_writable(address: u64, len: usize) -> Result<()> {
-    const PAGE: u64 = 4096;
     if !in_user_space(address, len) {
         return fail(libc::EFAULT);
     }
     let mut at = address;
     while at < address + len as u64 {
         // SAFETY: guarded, and the write changes nothing, also towards a concurrent writer: it is one locked addition.
-        if unsafe { slat_guard::fetch_add(at as *mut u8, 0) }.is_err() {
-            return fail(libc::EFAULT);
-        }
-        at = (at / PAGE + 1) * PAGE;
+        accessed(|| unsafe { slat_guard::fetch_add(at as *mut u8, 0).map(drop) })?;
+        at = (at / PAGE as u64 + 1) * PAGE as u64;
     }
     Ok(())
 }
@@ -132,11 +132,12 @@ pub fn write_slice<T: Plain>(address: u64, values: &[T]) -> Result<()> {
     if !in_user_space(address, bytes.len()) {
         return fail(libc::EFAULT);
     }
-    // SAFETY: a guarded copy; what stands at the client's address is the client's choice, as with the kernel's copy.
-    match unsafe { slat_guard::copy_out(address as *mut u8, bytes) } {
-        Ok(()) => Ok(()),
-        Err(_) => fail(libc::EFAULT),
+    let to = address as *mut u8;
+    for (index, chunk) in bytes.chunks(PAGE).enumerate() {
+        // SAFETY: a guarded copy; what is at the client's address is the client's choice, as with the kernel's copy.
+        accessed(|| unsafe { slat_guard::copy_out(to.wrapping_add(index * PAGE), chunk) })?;
     }
+    Ok(())
 }
 
 /// Fills `bytes` from `address` on.
@@ -147,10 +148,25 @@ pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
     if !in_user_space(address, bytes.len()) {
         return fail(libc::EFAULT);
     }
-    // SAFETY: a guarded copy into a live slice.
-    match unsafe { slat_guard::copy_in(bytes, address as *const u8) } {
-        Ok(()) => Ok(()),
-        Err(_) => fail(libc::EFAULT),
+    let from = address as *const u8;
+    for (index, chunk) in bytes.chunks_mut(PAGE).enumerate() {
+        // SAFETY: a guarded copy into a live slice.
+        accessed(|| unsafe { slat_guard::copy_in(chunk, from.wrapping_add(index * PAGE)) })?;
+    }
+    Ok(())
+}
+
+/// Makes a guarded access until it is done or its memory is not there. A kick that was meant for the vCPU that this thread ran, or
+/// is about to leave, may come as late as here: it says nothing about the client's memory.
+///
+/// Accesses are short (a page at most), so that each gets done between two kicks.
+fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result<()> {
+    loop {
+        match access() {
+            Ok(()) => return Ok(()),
+            Err(_) if slat_guard::was_kicked() => {}
+            Err(_) => return fail(libc::EFAULT),
+        }
     }
 }
 
@@ -174,6 +190,33 @@ mod tests {
         assert_eq!(read::<u64>(address).unwrap(), 7);
         write(address, &9u64).unwrap();
         assert_eq!(there, 9);
+    }
+
+    #[test]
+    fn a_kick_that_comes_late_is_not_a_bad_pointer() {
+        slat_guard::install().unwrap();
+        // SAFETY: plain system call.
+        let reader = unsafe { libc::syscall(libc::SYS_gettid) } as libc::pid_t;
+        let mut there = vec![0u8; 1 << 20];
+        let address = there.as_mut_ptr() as u64;
+        let done = std::sync::atomic::AtomicBool::new(false);
+        let failed = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    slat_guard::kick(reader);
+                    std::thread::sleep(std::time::Duration::from_micros(100));
+                }
+            });
+            let mut copy = vec![1u8; 1 << 20];
+            let failed = (0..500).find_map(|_| {
+                let read = read_bytes(address, &mut copy).err();
+                read.or(write_slice(address, &copy).err())
+                    .or(check_writable(address, copy.len()).err())
+            });
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            failed
+        });
+        assert_eq!(failed.map(|error| error.errno()), None);
     }
 
     #[test]

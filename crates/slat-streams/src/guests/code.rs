@@ -1,0 +1,200 @@
+//! Instructions: random, but more often of the kinds that are hard.
+
+use super::layout::linear;
+use crate::memory::PAGE;
+use slat_model::Rng;
+
+/// What the system is made of: descriptor tables, control and debug registers, MSRs, fast calls, invalidations. Each may
+/// take a ModRM byte, which the next random byte is.
+const SYSTEM: [&[u8]; 26] = [
+    &[0x0f, 0x00],
+    &[0x0f, 0x01],
+    &[0x0f, 0x01, 0xc1],
+    &[0x0f, 0x01, 0xf8],
+    &[0x0f, 0x02],
+    &[0x0f, 0x03],
+    &[0x0f, 0x05],
+    &[0x0f, 0x06],
+    &[0x0f, 0x07],
+    &[0x0f, 0x08],
+    &[0x0f, 0x09],
+    &[0x0f, 0x20],
+    &[0x0f, 0x21],
+    &[0x0f, 0x22],
+    &[0x0f, 0x23],
+    &[0x0f, 0x30],
+    &[0x0f, 0x31],
+    &[0x0f, 0x32],
+    &[0x0f, 0x34],
+    &[0x0f, 0x35],
+    &[0x0f, 0xa2],
+    &[0x0f, 0xae],
+    &[0x0f, 0xc7],
+    &[0x9b],
+    &[0xf4],
+    &[0x0f, 0x0b],
+];
+const STRINGS: [u8; 14] = [
+    0xa4, 0xa5, 0xa6, 0xa7, 0xaa, 0xab, 0xac, 0xad, 0xae, 0xaf, 0x6c, 0x6d, 0x6e, 0x6f,
+];
+/// Read, change, write.
+const LOCKABLE: [&[u8]; 16] = [
+    &[0x00],
+    &[0x01],
+    &[0x11],
+    &[0x29],
+    &[0x31],
+    &[0x80],
+    &[0x81],
+    &[0x83],
+    &[0x87],
+    &[0xf7],
+    &[0xff],
+    &[0x0f, 0xab],
+    &[0x0f, 0xb1],
+    &[0x0f, 0xba],
+    &[0x0f, 0xc1],
+    &[0x0f, 0xc7],
+];
+/// Far transfers, interrupts, segment registers, stacks, flags.
+const TRANSFERS: [&[u8]; 36] = [
+    &[0x9a],
+    &[0xea],
+    &[0xca],
+    &[0xcb],
+    &[0xcc],
+    &[0xcd],
+    &[0xce],
+    &[0xcf],
+    &[0x48, 0xcf],
+    &[0xf1],
+    &[0xff],
+    &[0x8e],
+    &[0x8c],
+    &[0xc4],
+    &[0xc5],
+    &[0x0f, 0xb2],
+    &[0x0f, 0xb4],
+    &[0x0f, 0xb5],
+    &[0x06],
+    &[0x07],
+    &[0x0f, 0xa1],
+    &[0x0f, 0xa9],
+    &[0x17],
+    &[0x60],
+    &[0x61],
+    &[0x8f],
+    &[0xc8],
+    &[0xc9],
+    &[0x9c],
+    &[0x9d],
+    &[0xfa],
+    &[0xfb],
+    &[0xc2],
+    &[0xc3],
+    &[0xe8],
+    &[0x63],
+];
+const PREFIXES: [u8; 11] = [
+    0x66, 0x67, 0xf2, 0xf3, 0xf0, 0x2e, 0x36, 0x3e, 0x26, 0x64, 0x65,
+];
+
+fn byte(rng: &mut Rng) -> u8 {
+    rng.below(256) as u8
+}
+
+/// ModRM, and what it asks for with 32-bit or 64-bit addresses; then a few bytes that are an immediate, or the next instruction.
+fn operands(rng: &mut Rng, code: &mut Vec<u8>) {
+    let modrm = byte(rng);
+    code.push(modrm);
+    let (kind, rm) = (modrm >> 6, modrm & 7);
+    if kind != 3 && rm == 4 {
+        code.push(byte(rng));
+    }
+    let displacement = linear(rng).to_le_bytes();
+    match kind {
+        1 => code.push(displacement[0]),
+        2 => code.extend(&displacement[..4]),
+        0 if rm == 5 => code.extend(&displacement[..4]),
+        _ => {}
+    }
+    for _ in 0..rng.pick(&[0, 0, 1, 4]) {
+        code.push(byte(rng));
+    }
+}
+
+/// One instruction, or what is none.
+fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
+    for _ in 0..rng.pick(&[0, 0, 0, 1, 1, 2]) {
+        code.push(rng.pick(&PREFIXES));
+    }
+    let kind = rng.below(13);
+    if kind < 8 && rng.one_in(3) {
+        code.push(0x40 | byte(rng) & 15);
+    }
+    match kind {
+        0 => code.extend(rng.pick(&SYSTEM)),
+        1 | 2 => {
+            if rng.one_in(2) {
+                code.push(rng.pick(&[0xf2, 0xf3]));
+            }
+            return code.push(rng.pick(&STRINGS));
+        }
+        3 => {
+            code.push(0xf0);
+            code.extend(rng.pick(&LOCKABLE));
+        }
+        4 => code.extend(rng.pick(&TRANSFERS)),
+        5 => code.push(0xd8 | byte(rng) & 7),
+        6 => code.extend([0x0f, byte(rng)]),
+        7 => code.extend([0x0f, rng.pick(&[0x38, 0x3a]), byte(rng)]),
+        8 => return (0..rng.below(4)).for_each(|_| code.push(byte(rng))),
+        // A near jump or call to anywhere near.
+        9 => {
+            code.push(rng.pick(&[0xeb, 0x74, 0x75, 0x72, 0xe2, 0xe3, 0xe0]));
+            return code.push(byte(rng));
+        }
+        // mov rbx, address; inc byte [rbx]; sometimes jmp to the second of the two
+        11 => {
+            code.extend([0x48, 0xbb]);
+            code.extend(&linear(rng).to_le_bytes());
+            let loops = rng.one_in(2);
+            return code.extend(if loops {
+                &[0xfe, 0x03, 0xeb, 0xfc][..]
+            } else {
+                &[0xfe, 0x03]
+            });
+        }
+        // mov r, address: the next operand is somewhere worth it.
+        10 => {
+            let long = rng.one_in(2);
+            if long {
+                code.push(0x48);
+            }
+            code.push(0xb8 | byte(rng) & 7);
+            let value = linear(rng).to_le_bytes();
+            return code.extend(&value[..if long { 8 } else { 4 }]);
+        }
+        _ => code.push(byte(rng)),
+    }
+    operands(rng, code);
+}
+
+/// A stretch of code that ends with a jump to its beginning. Sometimes the code begins before the end of a page: then instructions cross it.
+pub fn code(rng: &mut Rng) -> Vec<u8> {
+    let mut code = Vec::new();
+    if rng.one_in(4) {
+        // A jump over what lies between; zeroes are instructions as well.
+        let skipped = PAGE - 5 - 1 - rng.below(12) as usize;
+        code.push(0xe9);
+        code.extend(&(skipped as u32).to_le_bytes());
+        code.resize(5 + skipped, 0);
+    }
+    for _ in 0..1 + rng.below(20) {
+        instruction(rng, &mut code);
+    }
+    let back = -(code.len() as i64 + 5);
+    code.push(0xe9);
+    code.extend(&back.to_le_bytes()[..4]);
+    code
+}

@@ -1,0 +1,453 @@
+//! Guests of random code: what the software CPU does with whatever a guest may contain.
+//!
+//! The bytes choose a mode, page tables, descriptors, registers and code for one or two vCPUs on the same memory, and what is done
+//! beside them: harvests of the dirty logs, interrupts, invalidations, slots that go and come. Each run is kicked when its slice of time
+//! is over, and has to end then ([`crate::watch`]).
+//!
+//! Afterwards: nothing was written beside the slots, nor to the read-only one; every page of a logged slot that changed is in
+//! the log; the VM's audit holds.
+
+mod code;
+mod layout;
+mod state;
+mod tables;
+
+use crate::leaks::Before;
+use crate::memory::{Guarded, PAGE, fill};
+use crate::watch::{self, Kick, Lane, Slice, Step, Stream};
+use kvm_bindings::*;
+use layout::*;
+use slat_host::mappings::{self, HugePages};
+use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
+use slat_model::Rng;
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use tables::Mode;
+
+/// Exits after which a vCPU has had enough.
+const EXITS: usize = 48;
+/// Kicks after which it has.
+const KICKS: usize = 2;
+/// Of the choices of [`disturb`], the one that takes memory away.
+const HIDE: u64 = 2;
+/// Bytes of a huge page.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Runs the guest that `bytes` make; see the module.
+pub fn guests(bytes: &[u8]) {
+    watch::stream("guests", bytes, 3, |stream| {
+        let before = Before::a_stream();
+        Guest::new(&mut Rng::from_bytes(bytes)).run(stream);
+        before.check();
+    });
+}
+
+/// A slot and its memory.
+struct Slot {
+    place: Place,
+    flags: u32,
+    memory: Guarded,
+    /// Where the slot's memory begins there.
+    offset: usize,
+    /// What it held before the guest ran; empty if nobody asks.
+    initial: Vec<u8>,
+    /// The pages that the log has named.
+    dirty: BTreeSet<usize>,
+}
+
+impl Slot {
+    fn new(place: Place, flags: u32) -> Self {
+        let memory = Guarded::new(place.len());
+        Slot {
+            place,
+            flags,
+            memory,
+            offset: 0,
+            initial: Vec::new(),
+            dirty: BTreeSet::new(),
+        }
+    }
+
+    /// A slot of one huge page, if the host gives one.
+    fn huge() -> Self {
+        let memory = Guarded::reserve(2 * HUGE_PAGE);
+        let offset = memory.start().next_multiple_of(HUGE_PAGE) - memory.start();
+        memory.open(offset, HUGE_PAGE);
+        let start = memory.start() + offset;
+        mappings::changed(start..start + HUGE_PAGE);
+        // SAFETY: advice about our own memory.
+        unsafe { libc::madvise(start as *mut _, HUGE_PAGE, libc::MADV_HUGEPAGE) };
+        mappings::advised(start..start + HUGE_PAGE, HugePages::Wanted);
+        Slot {
+            place: HUGE,
+            flags: 0,
+            memory,
+            offset,
+            initial: Vec::new(),
+            dirty: BTreeSet::new(),
+        }
+    }
+
+    fn region(&self) -> kvm_userspace_memory_region {
+        kvm_userspace_memory_region {
+            slot: self.place.slot,
+            flags: self.flags,
+            guest_phys_addr: self.place.gpa,
+            memory_size: self.place.len() as u64,
+            userspace_addr: (self.memory.start() + self.offset) as u64,
+        }
+    }
+
+    fn is_logged(&self) -> bool {
+        self.flags & KVM_MEM_LOG_DIRTY_PAGES != 0
+    }
+
+    fn now(&self) -> Vec<u8> {
+        self.memory.read(self.offset, self.place.len())
+    }
+
+    /// Reads the log, and returns what it named.
+    fn harvest(&mut self, vm: &VmFd) -> Vec<u64> {
+        if !self.is_logged() {
+            return Vec::new();
+        }
+        let log = vm
+            .get_dirty_log(self.place.slot, self.place.len())
+            .expect("the slot is logged");
+        let pages = (0..self.place.pages).filter(|page| log[page / 64] >> (page % 64) & 1 != 0);
+        self.dirty.extend(pages);
+        log
+    }
+
+    /// Clears the pages that the log names now.
+    fn clear(&mut self, vm: &VmFd) {
+        let named = self.harvest(vm);
+        if !named.is_empty() {
+            let pages = self.place.pages as u32;
+            vm.clear_dirty_log(self.place.slot, 0, pages, &named)
+                .expect("the whole of a slot");
+        }
+    }
+
+    /// Panics if the guest wrote where it must not, or without the log's knowledge.
+    fn check(&self) {
+        self.memory.check();
+        if self.initial.is_empty() {
+            return;
+        }
+        let now = self.now();
+        for page in 0..self.place.pages {
+            let bytes = page * PAGE..(page + 1) * PAGE;
+            if now[bytes.clone()] == self.initial[bytes] {
+                continue;
+            }
+            assert_eq!(
+                self.flags & KVM_MEM_READONLY,
+                0,
+                "page {page} of the read-only slot was written"
+            );
+            let known = !self.is_logged() || self.dirty.contains(&page);
+            assert!(
+                known,
+                "page {page} of {:?} was written, but is not in its log",
+                self.place
+            );
+        }
+    }
+}
+
+/// What one vCPU does after its exits, and how its runs end.
+struct Conduct {
+    rng: Rng,
+    slice: Duration,
+    kick: Kick,
+    /// The slots' memory is away at times: see [`hide`].
+    may_fault: bool,
+}
+
+struct Guest {
+    vm: VmFd,
+    mode: Mode,
+    slots: Vec<Slot>,
+    vcpus: Vec<(VcpuFd, Conduct)>,
+    /// What is done beside the vCPUs.
+    beside: Vec<u64>,
+    irqchip: bool,
+}
+
+fn set_slot(vm: &VmFd, region: kvm_userspace_memory_region) {
+    // SAFETY: the slots' memory is the guest's; nothing here relies on what it holds.
+    unsafe { vm.set_user_memory_region(region) }.expect("a slot of the layout");
+}
+
+impl Guest {
+    fn new(rng: &mut Rng) -> Self {
+        let mode = rng.pick(&Mode::ALL);
+        let choices = rng.below(256);
+        let chosen = |bit: u64| choices >> bit & 1 != 0;
+        let kvm = Kvm::new().expect("no policy is set");
+        let vm = kvm.create_vm().expect("a VM");
+        let irqchip = chosen(0);
+        if irqchip {
+            vm.create_irq_chip().expect("before the vCPUs");
+        }
+        if chosen(1) {
+            let mut manual = kvm_enable_cap {
+                cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+                ..Default::default()
+            };
+            manual.args[0] = 1;
+            vm.enable_cap(&manual).expect("a capability");
+        }
+        let logged = |logs: bool| if logs { KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
+        let mut slots = vec![
+            Slot::new(MAIN, logged(chosen(2))),
+            Slot::new(ROM, KVM_MEM_READONLY),
+            Slot::new(LOGGED, logged(true)),
+            Slot::new(FAR, logged(true)),
+        ];
+        let main = &slots[0].memory;
+        for slot in &slots[1..] {
+            // SAFETY: new memory.
+            unsafe { fill(slot.memory.range()) };
+        }
+        tables::page_tables(rng, mode, main);
+        tables::descriptors(rng, main);
+        tables::gates(rng, mode, main);
+        let count = 1 + u64::from(chosen(3));
+        for index in 0..count {
+            main.write((CODE + index * 0x1000) as usize, &code::code(rng));
+        }
+        // Code that cannot be changed, and code over the end of a page.
+        slots[1].memory.write(0, &code::code(rng));
+        let last = code::code(rng);
+        let last = &last[..last.len().min(8)];
+        slots[2].memory.write(PAGE - last.len(), last);
+        for slot in &mut slots {
+            slot.initial = slot.now();
+        }
+        if chosen(4) {
+            slots.push(Slot::huge());
+        }
+        for slot in &slots {
+            set_slot(&vm, slot.region());
+        }
+        let vcpus = (0..count)
+            .map(|index| Self::vcpu(rng, &kvm, &vm, mode, index))
+            .collect();
+        let beside = (0..rng.below(8)).map(|_| rng.below(256)).collect();
+        Guest {
+            vm,
+            mode,
+            slots,
+            vcpus,
+            beside,
+            irqchip,
+        }
+    }
+
+    fn vcpu(rng: &mut Rng, kvm: &Kvm, vm: &VmFd, mode: Mode, index: u64) -> (VcpuFd, Conduct) {
+        let vcpu = vm.create_vcpu(index).expect("a vCPU");
+        let cpuid = kvm
+            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+            .expect("the table");
+        vcpu.set_cpuid2(&cpuid).expect("before it runs");
+        // With an interrupt controller the second one would wait for the first.
+        vcpu.set_mp_state(kvm_mp_state {
+            mp_state: KVM_MP_STATE_RUNNABLE,
+        })
+        .expect("runnable");
+        state::set(rng, mode, index, &vcpu);
+        let slice = Duration::from_micros(rng.pick(&[500, 100, 1000, 2000]));
+        let kick = rng.pick(&[Kick::Signal, Kick::Exit, Kick::ExitAndSignal]);
+        let seed = rng.word();
+        (
+            vcpu,
+            Conduct {
+                rng: Rng::new(seed),
+                slice,
+                kick,
+                may_fault: false,
+            },
+        )
+    }
+
+    fn run(mut self, stream: &Stream) {
+        let (vm, mode) = (&self.vm, self.mode);
+        let may_fault = self.beside.iter().any(|choice| choice & 7 == HIDE);
+        let running = AtomicUsize::new(self.vcpus.len());
+        std::thread::scope(|scope| {
+            for (index, (vcpu, conduct)) in self.vcpus.iter_mut().enumerate() {
+                let (lane, running) = (stream.lane(index), &running);
+                conduct.may_fault = may_fault;
+                scope.spawn(move || {
+                    lane.enter();
+                    run(lane, mode, index as u64, vcpu, conduct);
+                    lane.leave();
+                    running.fetch_sub(1, Ordering::Release);
+                });
+            }
+            let lane = stream.lane(2);
+            lane.enter();
+            for choice in &self.beside {
+                if running.load(Ordering::Acquire) == 0 {
+                    break;
+                }
+                std::thread::sleep(Duration::from_micros(100));
+                let step = Step {
+                    what: "beside",
+                    detail: [*choice, 0],
+                };
+                lane.call(step, || disturb(vm, &mut self.slots, self.irqchip, *choice));
+            }
+            lane.leave();
+        });
+        for slot in &mut self.slots {
+            slot.harvest(vm);
+        }
+        vm.engine().audit().expect("a quiet VM");
+        for slot in &self.slots {
+            slot.check();
+        }
+    }
+}
+
+/// Takes a slot's memory away for a moment. Slat is told when it comes back, or it is not told at all.
+fn hide(slot: &Slot, told: bool) {
+    let start = slot.memory.start() + slot.offset;
+    let range = start..start + slot.place.len();
+    // SAFETY: the guest's memory, which nobody else looks into now.
+    let protect = |rights| unsafe { libc::mprotect(start as *mut _, range.len(), rights) };
+    assert_eq!(protect(libc::PROT_NONE), 0);
+    std::thread::sleep(Duration::from_micros(200));
+    let show = || assert_eq!(protect(libc::PROT_READ | libc::PROT_WRITE), 0);
+    match told {
+        true => slat_kvm::notify::around(range.clone(), || {
+            show();
+            mappings::protected();
+        }),
+        false => show(),
+    }
+}
+
+/// Deletes a slot for a moment. The vCPUs do not write to its memory meanwhile.
+fn vanish(vm: &VmFd, slot: &mut Slot) {
+    let region = slot.region();
+    let gone = kvm_userspace_memory_region {
+        memory_size: 0,
+        ..region
+    };
+    set_slot(vm, gone);
+    // Its log went with it.
+    slot.dirty.extend(0..slot.place.pages);
+    let looked_at = slot.place.len().min(16 * PAGE);
+    let before = slot.memory.read(slot.offset, looked_at);
+    std::thread::sleep(Duration::from_micros(300));
+    let after = slot.memory.read(slot.offset, looked_at);
+    assert!(
+        before == after,
+        "{:?} was written when it was no slot",
+        slot.place
+    );
+    set_slot(vm, region);
+}
+
+/// Does something beside the vCPUs that leaves their memory as it is.
+fn disturb(vm: &VmFd, slots: &mut [Slot], irqchip: bool, choice: u64) {
+    let index = (choice >> 3) as usize % slots.len();
+    let slot = &mut slots[index];
+    match choice & 7 {
+        0 | 1 => drop(slot.harvest(vm)),
+        HIDE => hide(slot, choice >> 6 & 1 != 0),
+        3 if irqchip => {
+            let data = (choice >> 3) as u32 + 0x20;
+            let msi = kvm_msi {
+                address_lo: 0xfee0_0000,
+                data,
+                ..Default::default()
+            };
+            vm.signal_msi(msi).expect("a message to a local APIC");
+        }
+        4 => {
+            let start = slot.memory.start() + slot.offset;
+            let range = start..start + slot.place.len();
+            slat_kvm::notify::around(range.clone(), || mappings::changed(range.clone()));
+        }
+        5 => slot.clear(vm),
+        6 | 7 if ![MAIN.slot, LOGGED.slot].contains(&slot.place.slot) => vanish(vm, slot),
+        _ => {}
+    }
+}
+
+/// One vCPU, until it has had enough.
+fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Conduct) {
+    let mut kicks = 0;
+    for _ in 0..EXITS {
+        let page = std::ptr::from_mut(vcpu.get_kvm_run()) as usize;
+        let slice = Slice {
+            page,
+            length: conduct.slice,
+            kick: conduct.kick,
+        };
+        let rng = &mut conduct.rng;
+        let step = Step {
+            what: "KVM_RUN",
+            detail: [index, 0],
+        };
+        let after = lane.run(step, slice, || answer(rng, vcpu.run(), conduct.may_fault));
+        match after {
+            After::Go => {}
+            After::Kicked if kicks + 1 < KICKS => kicks += 1,
+            After::Kicked => return,
+            After::Broken => {
+                let step = Step {
+                    what: "registers",
+                    detail: [index, 0],
+                };
+                lane.call(step, || state::set(rng, mode, index, vcpu));
+            }
+        }
+        if rng.one_in(8) {
+            let step = Step {
+                what: "event",
+                detail: [index, 0],
+            };
+            lane.call(step, || event(rng, vcpu));
+        }
+    }
+}
+
+#[derive(Debug)]
+enum After {
+    Go,
+    Kicked,
+    /// The guest has shut itself down, or cannot go on.
+    Broken,
+}
+
+/// Does a device's part.
+fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>, may_fault: bool) -> After {
+    match exit {
+        Ok(VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data)) => {
+            data.fill_with(|| rng.below(256) as u8);
+            After::Go
+        }
+        Ok(VcpuExit::Shutdown | VcpuExit::InternalError) => After::Broken,
+        Ok(VcpuExit::Unsupported(reason)) => panic!("exit reason {reason}"),
+        Ok(_) => After::Go,
+        Err(error) if error.errno() == libc::EINTR => After::Kicked,
+        Err(error) if error.errno() == libc::EFAULT && may_fault => After::Go,
+        Err(error) => panic!("KVM_RUN = {error}"),
+    }
+}
+
+/// Something that happens between two runs.
+fn event(rng: &mut Rng, vcpu: &VcpuFd) {
+    match rng.below(3) {
+        0 => vcpu.nmi().expect("an NMI"),
+        // Refused with an interrupt controller.
+        1 => drop(vcpu.interrupt(rng.below(256) as u32)),
+        _ => drop(vcpu.translate_gva(linear(rng))),
+    }
+}

@@ -1,0 +1,475 @@
+//! Every request of the API: what its argument is made of, and which errnos it has.
+//!
+//! The errnos are those that `Documentation/virt/kvm/api.rst` names for the call, and those that every call of its kind has:
+//! `EFAULT` for a bad pointer, `ENOMEM`, `ENOTTY` for what an object does not know.
+
+use super::argument::{BOUNDARIES, bytes_of, mutate};
+use super::world::{PAGES, World};
+use crate::memory::PAGE;
+use kvm_bindings::*;
+use libc::*;
+use slat_kvm::abi::*;
+use slat_model::Rng;
+use std::os::fd::AsRawFd;
+
+/// Which object a request is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum On {
+    /// `/dev/kvm`.
+    System,
+    /// A VM.
+    Vm,
+    /// A vCPU.
+    Vcpu,
+}
+
+/// What a maker of arguments looks at.
+pub struct Context<'a> {
+    /// Memory and objects.
+    pub world: &'a World,
+    /// Where a bitmap can be: a pointer inside a struct.
+    pub bitmap: u64,
+}
+
+/// What a request is given.
+#[derive(Clone, Copy)]
+pub enum Argument {
+    /// A number.
+    Value(fn(&mut Rng) -> u64),
+    /// A struct, valid but for a few changed fields.
+    Struct(fn(&mut Rng, &Context<'_>) -> Vec<u8>),
+    /// A struct of that many bytes that the call fills.
+    Out(usize),
+    /// What another request gives, but for a few changed fields; that many bytes.
+    Back(u32, usize),
+    /// A count, and behind it `step` bytes for each entry, from `entries` on.
+    Table {
+        make: fn(&mut Rng) -> Vec<u8>,
+        entries: u64,
+        step: u64,
+    },
+}
+
+/// A request.
+#[derive(Clone, Copy)]
+pub struct Request {
+    /// Its number.
+    pub number: u32,
+    /// Whose it is.
+    pub on: On,
+    /// What it is given.
+    pub argument: Argument,
+    /// The errnos that it has.
+    pub errnos: &'static [i32],
+}
+
+/// Bytes of an XSAVE area.
+const XSAVE: usize = 4096;
+
+macro_rules! requests {
+    ($($on:ident: $number:ident $argument:expr, [$($errno:ident)*];)*) => {
+        /// All of them.
+        pub const REQUESTS: &[Request] = &[$(Request {
+            number: $number,
+            on: On::$on,
+            argument: { use Argument::*; $argument },
+            errnos: &[$($errno),*],
+        },)*];
+    };
+}
+
+requests! {
+    System: KVM_GET_API_VERSION Value(nothing), [EINVAL];
+    System: KVM_CREATE_VM Value(vm_type), [EINVAL ENOMEM];
+    System: KVM_GET_MSR_INDEX_LIST Table { make: index_list, entries: 4, step: 4 }, [E2BIG EFAULT];
+    System: KVM_GET_MSR_FEATURE_INDEX_LIST Table { make: index_list, entries: 4, step: 4 }, [E2BIG EFAULT];
+    System: KVM_CHECK_EXTENSION Value(number), [];
+    System: KVM_GET_VCPU_MMAP_SIZE Value(nothing), [EINVAL];
+    System: KVM_GET_SUPPORTED_CPUID Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EFAULT ENOMEM];
+    System: KVM_GET_EMULATED_CPUID Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EFAULT ENOMEM];
+    System: KVM_GET_MSRS Table { make: msrs, entries: 8, step: 16 }, [E2BIG EFAULT ENOMEM];
+    Vm: KVM_CHECK_EXTENSION Value(number), [];
+    Vm: KVM_CREATE_VCPU Value(vcpu_id), [EINVAL EEXIST ENOMEM];
+    Vm: KVM_SET_USER_MEMORY_REGION Struct(region), [EINVAL EEXIST EFAULT ENOMEM];
+    Vm: KVM_SET_USER_MEMORY_REGION2 Struct(region2), [EINVAL EEXIST EFAULT ENOMEM EBADF];
+    Vm: KVM_SET_MEMORY_ATTRIBUTES Struct(attributes), [EINVAL EFAULT ENOMEM];
+    Vm: KVM_CREATE_GUEST_MEMFD Struct(guest_memfd), [EINVAL EFAULT ENOMEM EFBIG];
+    Vm: KVM_GET_DIRTY_LOG Struct(dirty_log), [EINVAL ENOENT EFAULT ENXIO ENOMEM];
+    Vm: KVM_CLEAR_DIRTY_LOG Struct(clear_dirty_log), [EINVAL ENOENT EFAULT ENXIO ENOMEM];
+    Vm: KVM_RESET_DIRTY_RINGS Value(number), [EINVAL];
+    Vm: KVM_REGISTER_COALESCED_MMIO Struct(zone), [EINVAL ENOSPC EFAULT ENOMEM];
+    Vm: KVM_UNREGISTER_COALESCED_MMIO Struct(zone), [EINVAL EFAULT];
+    Vm: KVM_GET_STATS_FD Value(nothing), [ENOMEM];
+    Vm: KVM_SET_NR_MMU_PAGES Value(number), [EINVAL];
+    Vm: KVM_GET_NR_MMU_PAGES Value(nothing), [ENOTTY];
+    Vm: KVM_SET_TSS_ADDR Value(number), [EINVAL];
+    Vm: KVM_SET_IDENTITY_MAP_ADDR Struct(word), [EINVAL EFAULT];
+    Vm: KVM_SET_BOOT_CPU_ID Value(vcpu_id), [EINVAL EBUSY];
+    Vm: KVM_CREATE_IRQCHIP Value(nothing), [EEXIST EINVAL ENOMEM];
+    Vm: KVM_IRQ_LINE Struct(irq_level), [ENXIO EINVAL EFAULT ENOTTY];
+    Vm: KVM_IRQ_LINE_STATUS Struct(irq_level), [ENXIO EINVAL EFAULT ENOTTY];
+    Vm: KVM_GET_IRQCHIP Out(size_of::<kvm_irqchip>()), [ENXIO EINVAL EFAULT ENOTTY];
+    Vm: KVM_SET_IRQCHIP Out(size_of::<kvm_irqchip>()), [ENXIO EINVAL EFAULT ENOTTY];
+    Vm: KVM_SIGNAL_MSI Struct(msi), [EINVAL ENXIO EFAULT];
+    Vm: KVM_GET_CLOCK Out(size_of::<kvm_clock_data>()), [EFAULT];
+    Vm: KVM_SET_CLOCK Struct(clock), [EINVAL EFAULT];
+    Vm: KVM_GET_TSC_KHZ Value(nothing), [];
+    Vm: KVM_SET_TSC_KHZ Value(number), [EINVAL ENOTTY];
+    Vm: KVM_ENABLE_CAP Struct(capability), [EINVAL E2BIG EFAULT];
+    Vcpu: KVM_GET_REGS Out(size_of::<kvm_regs>()), [EFAULT];
+    Vcpu: KVM_SET_REGS Back(KVM_GET_REGS, size_of::<kvm_regs>()), [EFAULT];
+    Vcpu: KVM_GET_SREGS Out(size_of::<kvm_sregs>()), [EFAULT];
+    Vcpu: KVM_SET_SREGS Back(KVM_GET_SREGS, size_of::<kvm_sregs>()), [EINVAL EFAULT];
+    Vcpu: KVM_GET_SREGS2 Out(size_of::<kvm_sregs2>()), [EFAULT];
+    Vcpu: KVM_SET_SREGS2 Back(KVM_GET_SREGS2, size_of::<kvm_sregs2>()), [EINVAL EFAULT];
+    Vcpu: KVM_TRANSLATE Struct(translation), [EINVAL EFAULT];
+    Vcpu: KVM_INTERRUPT Struct(interrupt), [EINVAL ENXIO EFAULT EEXIST];
+    Vcpu: KVM_NMI Value(nothing), [];
+    Vcpu: KVM_GET_MSRS Table { make: msrs, entries: 8, step: 16 }, [E2BIG EFAULT ENOMEM];
+    Vcpu: KVM_SET_MSRS Table { make: msrs, entries: 8, step: 16 }, [E2BIG EFAULT ENOMEM];
+    Vcpu: KVM_SET_SIGNAL_MASK Struct(signal_mask), [EINVAL EFAULT];
+    Vcpu: KVM_GET_FPU Out(size_of::<kvm_fpu>()), [EFAULT];
+    Vcpu: KVM_SET_FPU Back(KVM_GET_FPU, size_of::<kvm_fpu>()), [EINVAL EFAULT];
+    Vcpu: KVM_GET_LAPIC Out(size_of::<kvm_lapic_state>()), [EINVAL EFAULT];
+    Vcpu: KVM_SET_LAPIC Back(KVM_GET_LAPIC, size_of::<kvm_lapic_state>()), [EINVAL EFAULT];
+    Vcpu: KVM_GET_CPUID2 Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EFAULT];
+    Vcpu: KVM_SET_CPUID2 Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EINVAL EFAULT ENOMEM];
+    Vcpu: KVM_GET_MP_STATE Out(size_of::<kvm_mp_state>()), [EFAULT];
+    Vcpu: KVM_SET_MP_STATE Back(KVM_GET_MP_STATE, size_of::<kvm_mp_state>()), [EINVAL EFAULT];
+    Vcpu: KVM_GET_VCPU_EVENTS Out(size_of::<kvm_vcpu_events>()), [EFAULT];
+    Vcpu: KVM_SET_VCPU_EVENTS Back(KVM_GET_VCPU_EVENTS, size_of::<kvm_vcpu_events>()), [EINVAL EFAULT];
+    Vcpu: KVM_GET_DEBUGREGS Out(size_of::<kvm_debugregs>()), [EFAULT];
+    Vcpu: KVM_SET_DEBUGREGS Back(KVM_GET_DEBUGREGS, size_of::<kvm_debugregs>()), [EINVAL EFAULT];
+    Vcpu: KVM_GET_XSAVE Out(XSAVE), [EFAULT];
+    Vcpu: KVM_GET_XSAVE2 Out(XSAVE), [EFAULT];
+    Vcpu: KVM_SET_XSAVE Back(KVM_GET_XSAVE, XSAVE), [EINVAL EFAULT];
+    Vcpu: KVM_GET_XCRS Out(size_of::<kvm_xcrs>()), [EFAULT];
+    Vcpu: KVM_SET_XCRS Back(KVM_GET_XCRS, size_of::<kvm_xcrs>()), [EINVAL EFAULT];
+    Vcpu: KVM_GET_TSC_KHZ Value(nothing), [EIO];
+    Vcpu: KVM_SET_TSC_KHZ Value(number), [EINVAL];
+    Vcpu: KVM_PRE_FAULT_MEMORY Struct(pre_fault), [EINVAL ENOENT EFAULT EINTR EAGAIN ENOMEM EOPNOTSUPP EIO];
+    Vcpu: KVM_GET_STATS_FD Value(nothing), [ENOMEM];
+    Vcpu: KVM_KVMCLOCK_CTRL Value(nothing), [EINVAL];
+}
+
+/// Mostly 0, which calls without argument want.
+fn nothing(rng: &mut Rng) -> u64 {
+    if rng.one_in(8) { number(rng) } else { 0 }
+}
+
+fn number(rng: &mut Rng) -> u64 {
+    match rng.below(3) {
+        0 => rng.pick(&BOUNDARIES),
+        1 => rng.below(512),
+        _ => rng.word(),
+    }
+}
+
+fn vm_type(rng: &mut Rng) -> u64 {
+    if rng.one_in(8) {
+        number(rng)
+    } else {
+        rng.below(2)
+    }
+}
+
+fn vcpu_id(rng: &mut Rng) -> u64 {
+    if rng.one_in(8) {
+        number(rng)
+    } else {
+        rng.below(4)
+    }
+}
+
+/// A page of guest-physical memory. Slots are few and near, so that they meet.
+fn gpa(rng: &mut Rng) -> u64 {
+    match rng.below(16) {
+        0 => rng.pick(&BOUNDARIES),
+        1 => 1 << 32,
+        2 => 0xfee0_0000,
+        _ => rng.below(PAGES as u64) * PAGE as u64,
+    }
+}
+
+fn slot(rng: &mut Rng) -> u32 {
+    rng.below(4) as u32
+}
+
+fn region(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
+    let ram = &context.world.ram;
+    let size = match rng.below(8) {
+        0 => 0,
+        1 => rng.pick(&[1 << 21, 1 << 30, 1 << 36, 1 << 40]),
+        _ => (1 + rng.below(64)) * PAGE as u64,
+    };
+    let value = kvm_userspace_memory_region {
+        slot: slot(rng),
+        flags: rng.pick(&[
+            0,
+            0,
+            KVM_MEM_LOG_DIRTY_PAGES,
+            KVM_MEM_LOG_DIRTY_PAGES,
+            KVM_MEM_READONLY,
+            3,
+            4,
+        ]),
+        guest_phys_addr: gpa(rng),
+        memory_size: size,
+        userspace_addr: ram.pages(rng.below(PAGES as u64) as usize, 0).start as u64,
+    };
+    let mut bytes = bytes_of(&value);
+    mutate(rng, &mut bytes);
+    give(context, &mut bytes);
+    bytes
+}
+
+/// Keeps a slot from leading into memory that is not the guests'.
+fn give(context: &Context<'_>, region: &mut [u8]) {
+    let field = |at: usize| u64::from_le_bytes(region[at..at + 8].try_into().expect("eight bytes"));
+    let (size, address) = (field(16), field(24));
+    let ram = &context.world.ram;
+    let address = ram.harmless(address, size);
+    ram.give(address..address.saturating_add(size));
+    region[24..32].copy_from_slice(&address.to_le_bytes());
+}
+
+fn region2(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
+    let mut value = kvm_userspace_memory_region2 {
+        guest_memfd: context
+            .world
+            .others
+            .pick(rng)
+            .map_or(u32::MAX, |other| other.fd.as_raw_fd() as u32),
+        guest_memfd_offset: rng.below(4) * PAGE as u64,
+        ..Default::default()
+    };
+    let private = rng.one_in(2);
+    let mut bytes = region(rng, context);
+    let field = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+    (value.slot, value.flags) = (field(0) as u32, (field(0) >> 32) as u32);
+    if private {
+        value.flags = KVM_MEM_GUEST_MEMFD;
+    }
+    (
+        value.guest_phys_addr,
+        value.memory_size,
+        value.userspace_addr,
+    ) = (field(8), field(16), field(24));
+    bytes = bytes_of(&value);
+    mutate(rng, &mut bytes[40..]);
+    bytes
+}
+
+fn attributes(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let mut bytes = bytes_of(&kvm_memory_attributes {
+        address: gpa(rng),
+        size: (1 + rng.below(64)) * PAGE as u64,
+        attributes: rng.pick(&[0, 8]),
+        flags: 0,
+    });
+    mutate(rng, &mut bytes);
+    bytes
+}
+
+fn guest_memfd(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let size = (1 + rng.below(16)) * PAGE as u64;
+    let mut bytes = bytes_of(&kvm_create_guest_memfd {
+        size,
+        ..Default::default()
+    });
+    mutate(rng, &mut bytes);
+    bytes
+}
+
+fn dirty_log(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
+    let mut log = kvm_dirty_log {
+        slot: slot(rng),
+        ..Default::default()
+    };
+    log.__bindgen_anon_1.padding2 = context.bitmap;
+    let mut bytes = bytes_of(&log);
+    // Not the pointer: any address would do, and be written to.
+    mutate(rng, &mut bytes[..8]);
+    bytes
+}
+
+fn clear_dirty_log(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
+    let mut log = kvm_clear_dirty_log {
+        slot: slot(rng),
+        num_pages: 1 + rng.below(64) as u32,
+        first_page: 64 * rng.below(2),
+        ..Default::default()
+    };
+    log.__bindgen_anon_1.padding2 = context.bitmap;
+    let mut bytes = bytes_of(&log);
+    mutate(rng, &mut bytes);
+    bytes
+}
+
+fn zone(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let mut zone = kvm_coalesced_mmio_zone {
+        addr: rng.pick(&[0x10, 0x10_0000, 0x4_0000, 0x8000]),
+        size: rng.pick(&[1, 8, 0x1000]),
+        ..Default::default()
+    };
+    zone.__bindgen_anon_1.pio = rng.below(2) as u32;
+    let mut bytes = bytes_of(&zone);
+    mutate(rng, &mut bytes);
+    bytes
+}
+
+fn word(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    bytes_of(&number(rng))
+}
+
+fn clock(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let clock = number(rng);
+    let mut bytes = bytes_of(&kvm_clock_data {
+        clock,
+        ..Default::default()
+    });
+    if rng.one_in(4) {
+        mutate(rng, &mut bytes);
+    }
+    bytes
+}
+
+fn irq_level(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    bytes_of(&[rng.below(32) as u32, rng.below(2) as u32])
+}
+
+fn msi(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let mut bytes = bytes_of(&kvm_msi {
+        address_lo: 0xfee0_0000 | (rng.below(4) as u32) << 12 | rng.below(16) as u32,
+        data: rng.word() as u32 & 0xc7ff,
+        ..Default::default()
+    });
+    mutate(rng, &mut bytes);
+    bytes
+}
+
+fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    const CAPABILITIES: &[(u32, &[u64])] = &[
+        (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, &[0, 1, 2, 3]),
+        (
+            KVM_CAP_DIRTY_LOG_RING,
+            &[4096, 8192, 0, 1 << 20, 1 << 21, 1 << 32],
+        ),
+        (KVM_CAP_DIRTY_LOG_RING_ACQ_REL, &[4096, 4097]),
+        (KVM_CAP_MAX_VCPU_ID, &[0, 1, 2, 4096, 4097]),
+        (KVM_CAP_VM_DISABLE_NX_HUGE_PAGES, &[0, 1]),
+        (KVM_CAP_EXIT_HYPERCALL, &[0, 1 << 12, 1]),
+        (KVM_CAP_DISABLE_QUIRKS2, &[0, 1, 0xff, u64::MAX]),
+        (KVM_CAP_NR_VCPUS, &[0]),
+    ];
+    let (cap, arguments) = rng.pick(CAPABILITIES);
+    let mut value = kvm_enable_cap {
+        cap,
+        ..Default::default()
+    };
+    value.args[0] = rng.pick(arguments);
+    let mut bytes = bytes_of(&value);
+    mutate(rng, &mut bytes);
+    bytes
+}
+
+fn translation(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let address = number(rng);
+    bytes_of(&kvm_translation {
+        linear_address: address,
+        ..Default::default()
+    })
+}
+
+fn interrupt(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let irq = if rng.one_in(8) {
+        number(rng) as u32
+    } else {
+        rng.below(257) as u32
+    };
+    bytes_of(&kvm_interrupt { irq })
+}
+
+fn pre_fault(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let mut bytes = bytes_of(&kvm_pre_fault_memory {
+        gpa: gpa(rng),
+        size: (1 + rng.below(64)) * PAGE as u64,
+        ..Default::default()
+    });
+    mutate(rng, &mut bytes);
+    bytes
+}
+
+/// Never one that keeps the stream's own kicks out.
+fn signal_mask(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let set = number(rng) & !(1 << (crate::watch::kick_signal() - 1));
+    let len = if rng.one_in(8) { number(rng) as u32 } else { 8 };
+    [&len.to_le_bytes()[..], &set.to_le_bytes()[..]].concat()
+}
+
+/// A count that is right as a rule.
+fn count(rng: &mut Rng, right: usize) -> u32 {
+    if rng.one_in(6) {
+        number(rng) as u32
+    } else {
+        right as u32
+    }
+}
+
+fn index_list(rng: &mut Rng) -> Vec<u8> {
+    let entries = rng.pick(&[0, 1, 24, 25, 64]);
+    let mut bytes = count(rng, entries).to_le_bytes().to_vec();
+    bytes.resize(4 + 4 * entries, 0);
+    bytes
+}
+
+fn cpuid(rng: &mut Rng) -> Vec<u8> {
+    let entries = rng.pick(&[0, 1, 3, 40, 100, 256]);
+    let mut bytes = count(rng, entries).to_le_bytes().to_vec();
+    bytes.resize(8, 0);
+    for index in 0..entries as u32 {
+        bytes.extend(bytes_of(&kvm_cpuid_entry2 {
+            function: index,
+            ..Default::default()
+        }));
+    }
+    mutate(rng, &mut bytes[8..]);
+    bytes
+}
+
+/// Where MSRs are, and a little more.
+const MSRS: [(u32, u64); 15] = [
+    (0x10, 3),
+    (0x1b, 1),
+    (0x3a, 2),
+    (0x174, 8),
+    (0x1a0, 1),
+    (0x1d9, 1),
+    (0x200, 0x80),
+    (0x2ff, 1),
+    (0x6e0, 1),
+    (0x800, 0x40),
+    (0x11, 2),
+    (0x4b56_4d00, 2),
+    (0x4b56_4d00, 2),
+    (0x4b56_4d00, 8),
+    (0xc000_0080, 0x84),
+];
+
+fn msrs(rng: &mut Rng) -> Vec<u8> {
+    let entries = rng.pick(&[1, 1, 1, 1, 1, 2, 3, 0, 255]);
+    let mut bytes = count(rng, entries).to_le_bytes().to_vec();
+    bytes.resize(8, 0);
+    let (first, range) = rng.pick(&MSRS);
+    let (start, data) = (rng.below(range), number(rng));
+    for index in 0..entries as u64 {
+        let index = first + ((start + index) % range) as u32;
+        bytes.extend(bytes_of(&kvm_msr_entry {
+            index,
+            reserved: 0,
+            data,
+        }));
+    }
+    mutate(rng, &mut bytes[8..]);
+    bytes
+}

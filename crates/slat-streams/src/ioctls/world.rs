@@ -1,0 +1,252 @@
+//! What a stream of requests works on: objects behind descriptors, and the memory that guests are given.
+
+use crate::memory::{Guarded, PAGE, Reserved, fill, first_touched};
+use slat_kvm::ioctl::{Answer, Object};
+use slat_model::Rng;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Pages of guest memory.
+pub const PAGES: usize = 256;
+/// Address space behind them: a slot may be far larger than its memory.
+const BEYOND: usize = 1 << 40;
+/// Objects of a kind that live at a time: the oldest is closed for a new one.
+const MOST: usize = 4;
+
+/// An object and its descriptor.
+#[derive(Debug)]
+pub struct Handle {
+    /// The object.
+    pub object: Object,
+    /// Other lanes may be inside with it: it is closed when the last of them has left.
+    pub fd: OwnedFd,
+    /// The client's mapping of a vCPU.
+    pub mapped: Option<Mapped>,
+    /// A lane runs it. (A second one would wait, and not be there for its kick.)
+    pub runs: AtomicBool,
+}
+
+/// A client's mapping of a vCPU's descriptor.
+#[derive(Debug)]
+pub struct Mapped {
+    start: usize,
+    len: usize,
+}
+
+impl Mapped {
+    fn new(object: &Object, fd: &OwnedFd) -> Option<Self> {
+        let Object::Vcpu(vcpu) = object else {
+            return None;
+        };
+        // SAFETY: all-zero is a valid `stat`, and a struct to fill in.
+        let len = unsafe {
+            let mut stat: libc::stat = std::mem::zeroed();
+            assert_eq!(libc::fstat(fd.as_raw_fd(), &mut stat), 0);
+            stat.st_size as usize
+        };
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        vcpu.check_mapping(0, len, rights, libc::MAP_SHARED)
+            .expect("the whole of it can be mapped");
+        // SAFETY: a new mapping, of which the coalesced ring's page is then replaced.
+        unsafe {
+            let start = libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                rights,
+                libc::MAP_SHARED,
+                fd.as_raw_fd(),
+                0,
+            );
+            assert_ne!(start, libc::MAP_FAILED);
+            vcpu.show_coalesced(start as usize, len, 0)
+                .expect("room for a mapping");
+            Some(Mapped {
+                start: start as usize,
+                len,
+            })
+        }
+    }
+
+    /// The address of `kvm_run`.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+
+    /// All of it.
+    pub fn range(&self) -> Range<usize> {
+        self.start..self.start + self.len
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: our mapping.
+        unsafe { libc::munmap(self.start as *mut _, self.len) };
+    }
+}
+
+/// Handles of one kind, as all lanes see them.
+#[derive(Debug, Default)]
+pub struct Handles(Mutex<Vec<Arc<Handle>>>);
+
+impl Handles {
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Handle>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One of them.
+    pub fn pick(&self, rng: &mut Rng) -> Option<Arc<Handle>> {
+        let handles = self.lock();
+        let index = rng.below(MOST as u64) as usize;
+        (!handles.is_empty()).then(|| handles[index % handles.len()].clone())
+    }
+
+    /// Adds one. What is returned is closed when it is dropped.
+    fn add(&self, handle: Handle) -> Option<Arc<Handle>> {
+        let mut handles = self.lock();
+        handles.push(Arc::new(handle));
+        (handles.len() > MOST).then(|| handles.remove(0))
+    }
+
+    /// Takes one out.
+    pub fn take(&self, rng: &mut Rng) -> Option<Arc<Handle>> {
+        let index = rng.below(MOST as u64) as usize;
+        let mut handles = self.lock();
+        (!handles.is_empty())
+            .then(|| index % handles.len())
+            .map(|index| handles.remove(index))
+    }
+}
+
+/// All of it.
+#[derive(Debug)]
+pub struct World {
+    /// VMs.
+    pub vms: Handles,
+    /// Their vCPUs.
+    pub vcpus: Handles,
+    /// Statistics and private memory.
+    pub others: Handles,
+    /// What slots are made of.
+    pub ram: Ram,
+}
+
+impl World {
+    /// No object yet, and memory that is as [`fill`] leaves it.
+    pub fn new() -> Self {
+        World {
+            vms: Handles::default(),
+            vcpus: Handles::default(),
+            others: Handles::default(),
+            ram: Ram::new(),
+        }
+    }
+
+    /// Takes over what a request created.
+    pub fn adopt(&self, answer: Answer) -> i32 {
+        match answer {
+            Answer::Value(value) => value,
+            Answer::Created(object, fd) => {
+                let number = fd.as_raw_fd();
+                let mapped = Mapped::new(&object, &fd);
+                let handles = match object {
+                    Object::Vm(_) => &self.vms,
+                    Object::Vcpu(_) => &self.vcpus,
+                    _ => &self.others,
+                };
+                drop(handles.add(Handle {
+                    object,
+                    fd,
+                    mapped,
+                    runs: AtomicBool::new(false),
+                }));
+                number
+            }
+        }
+    }
+}
+
+impl Default for World {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Guest memory: a little of it, and a lot of address space behind that leads nowhere. Beyond both, canaries.
+#[derive(Debug)]
+pub struct Ram {
+    before: Guarded,
+    all: Reserved,
+    after: Guarded,
+    /// Pages that were given to a guest, or changed by the client.
+    given: [AtomicBool; PAGES],
+}
+
+impl Ram {
+    fn new() -> Self {
+        let ram = Ram {
+            before: Guarded::new(PAGE),
+            all: Reserved::new(PAGES * PAGE + BEYOND),
+            after: Guarded::new(PAGE),
+            given: [const { AtomicBool::new(false) }; PAGES],
+        };
+        ram.all.open(0, PAGES * PAGE);
+        // SAFETY: new memory.
+        unsafe { fill(ram.pages(0, PAGES)) };
+        ram
+    }
+
+    /// The addresses of `count` pages from page `first` on.
+    pub fn pages(&self, first: usize, count: usize) -> Range<usize> {
+        let start = self.all.start() + first * PAGE;
+        start..start + count * PAGE
+    }
+
+    /// The address that a slot gets in place of `address`: one at which a guest can do no harm to this process.
+    pub fn harmless(&self, address: u64, size: u64) -> u64 {
+        let all = self.all.range();
+        let end = address.checked_add(size);
+        let ours = end.is_some_and(|end| address >= all.start as u64 && end <= all.end as u64);
+        // Nothing is ever mapped there.
+        let nowhere = end.is_some_and(|end| end <= 0x1_0000) || address >= 1 << 47;
+        match ours || nowhere || size == 0 {
+            true => address,
+            false if size <= BEYOND as u64 => all.start as u64 + address % (PAGES * PAGE) as u64,
+            false => 1 << 47,
+        }
+    }
+
+    /// Call before the guest, or anybody else, may write to `range`.
+    pub fn give(&self, range: Range<u64>) {
+        let page = |address: u64| {
+            (address.saturating_sub(self.all.start() as u64) as usize / PAGE).min(PAGES)
+        };
+        let last = page(range.end.saturating_add(PAGE as u64 - 1));
+        for given in self.given.get(page(range.start)..last).unwrap_or_default() {
+            given.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Writes to a page.
+    pub fn write(&self, page: usize, bytes: &[u8]) {
+        let range = self.pages(page, 1);
+        self.give(range.start as u64..range.end as u64);
+        // The page may have been taken away.
+        let _ = slat_kvm::user::write_slice(range.start as u64, bytes);
+    }
+
+    /// Panics if anything was written that no guest was given.
+    pub fn check(&self) {
+        self.before.check();
+        self.after.check();
+        for page in (0..PAGES).filter(|page| !self.given[*page].load(Ordering::Relaxed)) {
+            // SAFETY: nobody has touched the page's mapping, since it is marked before.
+            let touched = unsafe { first_touched(self.pages(page, 1)) };
+            if let Some(at) = touched {
+                panic!("{at:#x} in page {page}, which no slot has, was written");
+            }
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! Mappings between guard pages, and patterns that tell of a stray write.
+
+use std::ops::Range;
+
+/// Size of a host page.
+pub const PAGE: usize = 4096;
+
+/// Address space that belongs to this value until it is dropped; nothing in it is accessible at first.
+#[derive(Debug)]
+pub struct Reserved {
+    start: usize,
+    len: usize,
+}
+
+/// Maps `range`, which lies in a [`Reserved`], anew: anonymous memory with these rights.
+///
+/// # Safety
+/// Nothing but guests and guarded accesses uses what is mapped there now.
+pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    // SAFETY: the caller's.
+    unsafe {
+        libc::mmap(range.start as *mut _, range.len(), rights, flags, -1, 0) != libc::MAP_FAILED
+    }
+}
+
+impl Reserved {
+    /// Reserves `len` bytes.
+    pub fn new(len: usize) -> Self {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping at an address of the host's choice.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, flags, -1, 0) };
+        assert_ne!(start, libc::MAP_FAILED, "{len} bytes of address space");
+        Reserved {
+            start: start as usize,
+            len,
+        }
+    }
+
+    /// The first address.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+
+    /// All addresses.
+    pub fn range(&self) -> Range<usize> {
+        self.start..self.start + self.len
+    }
+
+    /// Makes `len` bytes from `offset` on accessible, as zeroes.
+    pub fn open(&self, offset: usize, len: usize) {
+        assert!(offset + len <= self.len);
+        let start = self.start + offset;
+        // SAFETY: our own address space, new to those who are about to use it.
+        assert!(unsafe { remap(start..start + len, libc::PROT_READ | libc::PROT_WRITE) });
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping. What uses it is gone: the streams drop their objects first.
+        unsafe { libc::munmap(self.start as *mut _, self.len) };
+    }
+}
+
+/// What an untouched word at `address` holds. No two words hold the same, and hardly any is a value that a guest writes.
+fn untouched(address: usize) -> u64 {
+    (address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0xc0de_cafe_0000_0000
+}
+
+/// Fills whole words with the pattern.
+///
+/// # Safety
+/// `range` is writable memory that no reference leads into.
+pub unsafe fn fill(range: Range<usize>) {
+    for at in range.step_by(8) {
+        // SAFETY: the caller's.
+        unsafe { (at as *mut u64).write_volatile(untouched(at)) };
+    }
+}
+
+/// The first word of `range` that is not as [`fill`] left it.
+///
+/// # Safety
+/// `range` is readable memory.
+pub unsafe fn first_touched(range: Range<usize>) -> Option<usize> {
+    // SAFETY: the caller's.
+    range
+        .step_by(8)
+        .find(|at| unsafe { (*at as *const u64).read_volatile() } != untouched(*at))
+}
+
+/// Memory of the given size between two guard pages, and beyond those a page each that nobody may write.
+///
+/// ```text
+/// canary | no access | memory | no access | canary
+/// ```
+#[derive(Debug)]
+pub struct Guarded {
+    all: Reserved,
+    len: usize,
+}
+
+impl Guarded {
+    /// `len` bytes, whole pages, in which nothing is accessible yet.
+    pub fn reserve(len: usize) -> Self {
+        assert!(len.is_multiple_of(PAGE));
+        let all = Reserved::new(len + 4 * PAGE);
+        all.open(0, PAGE);
+        all.open(len + 3 * PAGE, PAGE);
+        let guarded = Guarded { all, len };
+        for canary in guarded.canaries() {
+            // SAFETY: just opened.
+            unsafe { fill(canary) };
+        }
+        guarded
+    }
+
+    /// `len` bytes of zeroes.
+    pub fn new(len: usize) -> Self {
+        let guarded = Self::reserve(len);
+        guarded.open(0, len);
+        guarded
+    }
+
+    /// Makes `len` bytes from `offset` on accessible.
+    pub fn open(&self, offset: usize, len: usize) {
+        assert!(offset + len <= self.len);
+        self.all.open(2 * PAGE + offset, len);
+    }
+
+    /// The first address of the memory.
+    pub fn start(&self) -> usize {
+        self.all.start() + 2 * PAGE
+    }
+
+    /// The addresses of the memory.
+    pub fn range(&self) -> Range<usize> {
+        self.start()..self.start() + self.len
+    }
+
+    fn canaries(&self) -> [Range<usize>; 2] {
+        let all = self.all.range();
+        [all.start..all.start + PAGE, all.end - PAGE..all.end]
+    }
+
+    /// Panics if something was written beside the memory.
+    pub fn check(&self) {
+        for canary in self.canaries() {
+            // SAFETY: opened when this was made, and nobody closes it.
+            let touched = unsafe { first_touched(canary) };
+            if let Some(at) = touched {
+                panic!("{at:#x}, beside {:#x?}, was written", self.range());
+            }
+        }
+    }
+
+    /// Writes `bytes` at `offset`.
+    pub fn write(&self, offset: usize, bytes: &[u8]) {
+        assert!(offset + bytes.len() <= self.len);
+        // SAFETY: inside; whoever made the value opened what it writes to.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                bytes.as_ptr(),
+                (self.start() + offset) as *mut u8,
+                bytes.len(),
+            )
+        };
+    }
+
+    /// Copies `len` bytes from `offset` on.
+    pub fn read(&self, offset: usize, len: usize) -> Vec<u8> {
+        assert!(offset + len <= self.len);
+        let mut bytes = vec![0; len];
+        // SAFETY: as for writing.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                (self.start() + offset) as *const u8,
+                bytes.as_mut_ptr(),
+                len,
+            )
+        };
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "was written")]
+    fn a_write_beyond_the_guard_page_is_seen() {
+        let guarded = Guarded::new(PAGE);
+        guarded.check();
+        // SAFETY: the second half of the canary.
+        unsafe { ((guarded.range().end + PAGE + 2048) as *mut u8).write_volatile(1) };
+        guarded.check();
+    }
+}

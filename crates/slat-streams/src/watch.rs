@@ -1,0 +1,406 @@
+//! The threads of a stream under supervision: who is kicked when, how long a call may take, and the account of a finding.
+//!
+//! Each thread of a stream has a [`Lane`] and says there what it is about to do. One more thread, the watchman, looks at all
+//! lanes every half millisecond. It ends each `KVM_RUN` when its slice of time is over, by the means that the stream chose, and
+//! *once*: a kick that gets lost is a finding. It knows that the run has begun, and so can be kicked, by `kvm_run.flags`, which
+//! `KVM_RUN` clears.
+//!
+//! # Time
+//! Limits are in CPU time of the thread itself, because other processes may keep it from running at all; a thread that sleeps
+//! uses none, and has a limit in time that no load explains.
+
+use kvm_bindings::kvm_run;
+use std::collections::VecDeque;
+use std::mem::offset_of;
+use std::panic;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::time::{Duration, Instant};
+
+/// CPU time that a kicked `KVM_RUN` may still take.
+const KICKED_CPU: Duration = Duration::from_millis(100);
+/// CPU time that a `KVM_RUN` may still take if another thread has to find out that it is kicked: that one may not get a CPU.
+const POLLED_CPU: Duration = Duration::from_secs(1);
+/// CPU time that any other call may take.
+const CALL_CPU: Duration = Duration::from_secs(2);
+/// Time after which a call hangs, whatever else the machine does.
+const HANGS: Duration = Duration::from_secs(20);
+/// Between two looks of the watchman.
+const TICK: Duration = Duration::from_micros(500);
+/// Steps of a lane that a finding names.
+const REMEMBERED: usize = 24;
+/// What `kvm_run.flags` is before a run has begun.
+const NOT_BEGUN: u16 = 0xffff;
+
+/// How a `KVM_RUN` is ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kick {
+    /// A signal, whose handler announces itself.
+    Signal,
+    /// `immediate_exit`, and then a signal: what programs do to be sure.
+    ExitAndSignal,
+    /// `immediate_exit` alone. Ends a run only if nobody has promised to announce signals.
+    Exit,
+}
+
+impl Kick {
+    /// CPU time that the run may take from the kick on.
+    fn limit(self) -> Duration {
+        match self {
+            Kick::Signal | Kick::ExitAndSignal => KICKED_CPU,
+            Kick::Exit => POLLED_CPU,
+        }
+    }
+}
+
+/// Something that a lane does.
+#[derive(Clone, Copy, Debug)]
+pub struct Step {
+    /// What it is.
+    pub what: &'static str,
+    /// On what, or with which argument.
+    pub detail: [u64; 2],
+}
+
+/// When and how a run is ended.
+#[derive(Clone, Copy, Debug)]
+pub struct Slice {
+    /// The vCPU's `kvm_run`, mapped until the run has returned.
+    pub page: usize,
+    /// How long the guest may run.
+    pub length: Duration,
+    /// What ends it then.
+    pub kick: Kick,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Work {
+    step: Step,
+    began: Instant,
+    cpu: Duration,
+    slice: Option<Slice>,
+    kicked: Option<(Instant, Duration)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Thread {
+    id: libc::pthread_t,
+    clock: libc::clockid_t,
+}
+
+/// One thread of a stream.
+#[derive(Debug, Default)]
+pub struct Lane {
+    thread: Mutex<Option<Thread>>,
+    work: Mutex<Option<Work>>,
+    done: Mutex<VecDeque<(Step, String)>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A stream that runs.
+#[derive(Debug)]
+pub struct Stream {
+    name: &'static str,
+    bytes: Vec<u8>,
+    lanes: Vec<Lane>,
+}
+
+/// The stream of this process; there is one at a time.
+static CURRENT: Mutex<Option<Arc<Stream>>> = Mutex::new(None);
+static CHANGED: Condvar = Condvar::new();
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+static FOUND: AtomicBool = AtomicBool::new(false);
+
+/// The signal that ends runs.
+pub fn kick_signal() -> i32 {
+    libc::SIGRTMIN() + 7
+}
+
+fn backtrace_signal() -> i32 {
+    libc::SIGRTMIN() + 8
+}
+
+extern "C" fn on_kick(_signal: i32) {
+    slat_kvm::signal_arrived();
+}
+
+extern "C" fn on_backtrace(_signal: i32) {
+    // Not async-signal-safe, and the process is about to end.
+    block_signals();
+    say(&std::backtrace::Backtrace::force_capture().to_string());
+}
+
+/// Kicks would come faster than a backtrace can be written.
+fn block_signals() {
+    // SAFETY: a signal set on the stack; this thread only.
+    unsafe {
+        let mut all = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &all, std::ptr::null_mut());
+    }
+}
+
+/// Writes to standard error without its lock, which a thread that hangs may hold.
+fn say(text: &str) {
+    // SAFETY: plain system calls with live memory.
+    unsafe {
+        libc::write(2, text.as_ptr().cast(), text.len());
+        libc::write(2, c"\n".as_ptr().cast(), 1);
+    }
+}
+
+fn prepare() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for (signal, handler) in [
+            (kick_signal(), on_kick as extern "C" fn(i32)),
+            (backtrace_signal(), on_backtrace),
+        ] {
+            // SAFETY: handlers with the signature of one.
+            unsafe { libc::signal(signal, handler as *const () as libc::sighandler_t) };
+        }
+        let report = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            block_signals();
+            account(&info.to_string());
+            say(&std::backtrace::Backtrace::force_capture().to_string());
+            report(info);
+            std::process::abort();
+        }));
+        let watchman = std::thread::Builder::new().name("watchman".into());
+        watchman.spawn(watch).expect("a thread");
+    });
+}
+
+/// Runs `body` with `lanes` lanes under supervision, no other stream beside it.
+pub fn stream(name: &'static str, bytes: &[u8], lanes: usize, body: impl FnOnce(&Stream)) {
+    prepare();
+    let _alone = lock(&ONE_AT_A_TIME);
+    let lanes = (0..lanes).map(|_| Lane::default()).collect();
+    let stream = Arc::new(Stream {
+        name,
+        bytes: bytes.to_vec(),
+        lanes,
+    });
+    *lock(&CURRENT) = Some(stream.clone());
+    CHANGED.notify_one();
+    body(&stream);
+    *lock(&CURRENT) = None;
+}
+
+impl Stream {
+    /// A lane.
+    pub fn lane(&self, index: usize) -> &Lane {
+        &self.lanes[index]
+    }
+}
+
+impl Lane {
+    /// Makes the calling thread this lane's.
+    pub fn enter(&self) {
+        let mut clock = 0;
+        // SAFETY: plain calls about the thread itself.
+        let id = unsafe {
+            let id = libc::pthread_self();
+            libc::pthread_getcpuclockid(id, &mut clock);
+            id
+        };
+        *lock(&self.thread) = Some(Thread { id, clock });
+    }
+
+    /// Call before the thread ends.
+    pub fn leave(&self) {
+        *lock(&self.thread) = None;
+    }
+
+    /// Does `work`, which has to end within the limits of a call.
+    pub fn call<R: std::fmt::Debug>(&self, step: Step, work: impl FnOnce() -> R) -> R {
+        self.supervised(step, None, work)
+    }
+
+    /// Does `work`, which is one `KVM_RUN`, and ends it after its slice.
+    pub fn run<R: std::fmt::Debug>(&self, step: Step, slice: Slice, work: impl FnOnce() -> R) -> R {
+        // SAFETY: the caller keeps the page mapped.
+        unsafe { flags(slice.page).write_volatile(NOT_BEGUN) };
+        let result = self.supervised(step, Some(slice), work);
+        // SAFETY: as above.
+        unsafe { immediate_exit(slice.page).write_volatile(0) };
+        result
+    }
+
+    fn supervised<R: std::fmt::Debug>(
+        &self,
+        step: Step,
+        slice: Option<Slice>,
+        work: impl FnOnce() -> R,
+    ) -> R {
+        let cpu = lock(&self.thread).map_or(Duration::ZERO, |thread| thread.cpu());
+        let began = Instant::now();
+        *lock(&self.work) = Some(Work {
+            step,
+            began,
+            cpu,
+            slice,
+            kicked: None,
+        });
+        let result = work();
+        *lock(&self.work) = None;
+        let mut done = lock(&self.done);
+        if done.len() == REMEMBERED {
+            done.pop_front();
+        }
+        let mut said = format!("{result:?}");
+        said.truncate(60);
+        done.push_back((step, said));
+        result
+    }
+
+    /// The watchman's look.
+    fn look(&self, now: Instant) -> Result<(), String> {
+        // Held meanwhile: the thread stays, its work does not end, and the page stays mapped.
+        let thread = lock(&self.thread);
+        let mut work = lock(&self.work);
+        let (Some(thread), Some(work)) = (thread.as_ref(), work.as_mut()) else {
+            return Ok(());
+        };
+        let Some(slice) = work.slice else {
+            return thread.check(work.began, work.cpu, now, CALL_CPU);
+        };
+        match work.kicked {
+            Some((at, cpu)) => thread.check(at, cpu, now, slice.kick.limit()),
+            // SAFETY: the page is mapped as long as the work is there.
+            None if unsafe { flags(slice.page).read_volatile() } == NOT_BEGUN => {
+                thread.check(work.began, work.cpu, now, CALL_CPU)
+            }
+            None if now.saturating_duration_since(work.began) >= slice.length => {
+                work.kicked = Some((now, thread.cpu()));
+                thread.kick(slice);
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+fn flags(page: usize) -> *mut u16 {
+    (page + offset_of!(kvm_run, flags)) as *mut u16
+}
+
+fn immediate_exit(page: usize) -> *mut u8 {
+    (page + offset_of!(kvm_run, immediate_exit)) as *mut u8
+}
+
+impl Thread {
+    fn cpu(&self) -> Duration {
+        let mut time = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: a struct to fill in; the clock is a live thread's.
+        unsafe { libc::clock_gettime(self.clock, &mut time) };
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    }
+
+    fn kick(&self, slice: Slice) {
+        if slice.kick != Kick::Signal {
+            // SAFETY: the page is mapped as long as the work is there.
+            unsafe { immediate_exit(slice.page).write_volatile(1) };
+        }
+        if slice.kick != Kick::Exit {
+            // SAFETY: the thread is there, since it holds its lane.
+            unsafe { libc::pthread_kill(self.id, kick_signal()) };
+        }
+    }
+
+    fn check(
+        &self,
+        since: Instant,
+        cpu: Duration,
+        now: Instant,
+        limit: Duration,
+    ) -> Result<(), String> {
+        let used = self.cpu().saturating_sub(cpu);
+        let waited = now.saturating_duration_since(since);
+        if used < limit && waited < HANGS {
+            return Ok(());
+        }
+        // SAFETY: the thread is there, since it holds its lane.
+        unsafe { libc::pthread_kill(self.id, backtrace_signal()) };
+        Err(format!(
+            "does not end: {waited:?}, {used:?} of them on a CPU"
+        ))
+    }
+}
+
+fn watch() {
+    let mut current = lock(&CURRENT);
+    let mut found = None;
+    loop {
+        if FOUND.load(Ordering::SeqCst) && found.get_or_insert_with(Instant::now).elapsed() > HANGS
+        {
+            // The thread that found something cannot finish its account.
+            std::process::abort();
+        }
+        let Some(stream) = current.clone() else {
+            current = CHANGED
+                .wait(current)
+                .unwrap_or_else(PoisonError::into_inner);
+            continue;
+        };
+        drop(current);
+        let now = Instant::now();
+        for (index, lane) in stream.lanes.iter().enumerate() {
+            if let Err(what) = lane.look(now) {
+                // The backtrace of the thread first.
+                std::thread::sleep(Duration::from_secs(2));
+                account(&format!("lane {index} {what}"));
+                std::process::abort();
+            }
+        }
+        std::thread::sleep(TICK);
+        current = lock(&CURRENT);
+    }
+}
+
+/// Where the bytes of a finding are kept.
+fn kept(stream: &Stream) -> PathBuf {
+    std::env::temp_dir().join(format!("slat-{}-{}", stream.name, std::process::id()))
+}
+
+/// Says what was found, and what every lane did. Once: others may be found while the process ends.
+fn account(what: &str) {
+    if FOUND.swap(true, Ordering::SeqCst) {
+        return;
+    }
+    // A thread that panics may hold any lock but these for long.
+    let Some(stream) = lock(&CURRENT).clone() else {
+        return;
+    };
+    let path = kept(&stream);
+    let written = std::fs::write(&path, &stream.bytes);
+    let mut text = format!(
+        "{}: {what}\ninput: {} ({written:?})\n",
+        stream.name,
+        path.display()
+    );
+    for (index, lane) in stream.lanes.iter().enumerate() {
+        text += &format!("lane {index}:\n");
+        let done = lane.done.try_lock();
+        for (step, result) in done.iter().flat_map(|done| done.iter()) {
+            text += &format!("  {} {:x?} = {result}\n", step.what, step.detail);
+        }
+        if let Ok(Some(work)) = lane.work.try_lock().as_deref() {
+            let (step, since) = (work.step, work.began.elapsed());
+            let kicked = work.kicked.map(|(at, _)| at.elapsed());
+            text += &format!(
+                "  now: {} {:x?} since {since:?}, kicked {kicked:?} ago, {:?}\n",
+                step.what, step.detail, work.slice
+            );
+        }
+    }
+    say(&text);
+}

@@ -1,0 +1,8 @@
+//! Streams of requests from the seed corpus, and random ones.
+
+mod common;
+
+#[test]
+fn streams_of_requests_break_nothing() {
+    common::soak("ioctls", slat_streams::ioctls);
+}
