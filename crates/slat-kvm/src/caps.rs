@@ -10,16 +10,6 @@ pub const MAX_VCPUS: u32 = 1024;
 pub const MAX_VCPU_ID: u32 = 4096;
 /// Slots per address space that a client may use.
 pub const NR_MEMSLOTS: u32 = 32764;
-/// The quirks that `KVM_CAP_DISABLE_QUIRKS2` can switch off. Slat has none of them, so switching them off is all it takes.
-pub const DISABLED_QUIRKS: u32 = KVM_X86_QUIRK_LINT0_REENABLED
-    | KVM_X86_QUIRK_CD_NW_CLEARED
-    | KVM_X86_QUIRK_LAPIC_MMIO_HOLE
-    | KVM_X86_QUIRK_OUT_7E_INC_RIP
-    | KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT
-    | KVM_X86_QUIRK_FIX_HYPERCALL_INSN
-    | KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS
-    | KVM_X86_QUIRK_SLOT_ZAP_ALL;
-
 /// The hypercalls that a client can ask to answer itself (`KVM_CAP_EXIT_HYPERCALL`): `KVM_HC_MAP_GPA_RANGE`.
 pub const HYPERCALL_EXITS: u32 = 1 << crate::machine::HYPERCALL_MAP_GPA_RANGE;
 
@@ -71,7 +61,7 @@ pub fn check(cap: u64) -> i32 {
         KVM_CAP_MAX_VCPU_ID => MAX_VCPU_ID,
         KVM_CAP_NR_MEMSLOTS => NR_MEMSLOTS,
         KVM_CAP_SYNC_REGS => KVM_SYNC_X86_VALID_FIELDS,
-        KVM_CAP_DISABLE_QUIRKS2 => DISABLED_QUIRKS,
+        KVM_CAP_DISABLE_QUIRKS2 => crate::quirks::SUPPORTED,
         KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => {
             KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET
         }

@@ -6,7 +6,12 @@
 use crate::cpu_features;
 use kvm_bindings::*;
 use std::arch::x86_64::__cpuid;
+use std::sync::OnceLock;
 
+/// Leaf 1 ECX: SSE3.
+pub(crate) const LEAF1_ECX_SSE3: u32 = 1;
+/// Leaf 1 ECX: MONITOR and MWAIT.
+pub(crate) const LEAF1_ECX_MWAIT: u32 = 1 << 3;
 /// Guest-physical address bits.
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
@@ -67,11 +72,20 @@ fn entry(function: u32, index: Option<u32>, [eax, ebx, ecx, edx]: [u32; 4]) -> k
     }
 }
 
+/// Whether the host's CPU is AMD's or of its kind.
+pub fn host_is_amd() -> bool {
+    static AMD: OnceLock<bool> = OnceLock::new();
+    *AMD.get_or_init(|| {
+        let vendor = __cpuid(0).ebx.to_le_bytes();
+        &vendor == b"Auth" || &vendor == b"Hygo"
+    })
+}
+
 /// All leaves that a guest may be given.
 pub fn supported() -> Vec<kvm_cpuid_entry2> {
     let host = __cpuid(0);
     let host1 = __cpuid(1);
-    let amd = host.ebx == u32::from_le_bytes(*b"Auth") || host.ebx == u32::from_le_bytes(*b"Hygo");
+    let amd = host_is_amd();
     let leaf1_ecx = feature::LEAF1_ECX_X2APIC
         | feature::LEAF1_ECX_TSC_DEADLINE
         | feature::LEAF1_ECX_HYPERVISOR

@@ -24,7 +24,7 @@
 //! | [`thread`], `signals`, [`process`], `ticker` | signals, masks, forks, timers |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`parameters`], `recovery` | module parameters; NX huge pages come back |
-//! | [`policy`], [`report`], [`caps`] | settings, words to people, capabilities |
+//! | [`policy`], [`report`], [`caps`], `quirks` | settings, words to people, capabilities, KVM's oddities |
 
 pub mod abi;
 pub mod api;
@@ -52,6 +52,7 @@ pub mod parameters;
 pub mod policy;
 mod prefault;
 pub mod process;
+mod quirks;
 mod recovery;
 pub mod regs;
 pub mod report;

@@ -9,9 +9,11 @@ use crate::msr::{self, index};
 use crate::thread::bits;
 use crate::vcpu::VcpuCommon;
 use crate::vm::VmObject;
-use kvm_bindings::kvm_cpuid_entry2;
+use kvm_bindings::{
+    KVM_X86_QUIRK_FIX_HYPERCALL_INSN, KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS, kvm_cpuid_entry2,
+};
 use slat::Gpa;
-use slat_x86::{Machine, MsrFault};
+use slat_x86::{HypercallInstruction, Hypercalls, Machine, MsrFault};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -214,6 +216,25 @@ impl Machine for VcpuMachine {
             _ if Gpa(gpa).offset() != 0 || pages == 0 || end.is_none() => Some(HYPERCALL_INVALID),
             _ => None,
         }
+    }
+
+    fn hypercall_instruction(&mut self, which: HypercallInstruction) -> Hypercalls {
+        let native = match cpuid::host_is_amd() {
+            true => HypercallInstruction::Vmmcall,
+            false => HypercallInstruction::Vmcall,
+        };
+        match which == native {
+            true => Hypercalls::Executed,
+            false if self.vm.quirks.has(KVM_X86_QUIRK_FIX_HYPERCALL_INSN) => {
+                Hypercalls::Patched(native)
+            }
+            false => Hypercalls::Undefined,
+        }
+    }
+
+    fn has_monitor(&mut self) -> bool {
+        self.vm.quirks.has(KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS)
+            || cpuid::lookup(&self.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_MWAIT != 0
     }
 }
 

@@ -1,8 +1,11 @@
 //! Model-specific registers: which exist, what a write does. An unknown one is #GP for the guest and ends
 //! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
 
+use crate::cpuid;
+use crate::irq::lapic::Effect;
 use crate::machine::VcpuMachine;
 use crate::vcpu::Inner;
+use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
 use slat_x86::state::control;
 use slat_x86::{MsrFault, State};
 
@@ -100,6 +103,13 @@ const EFER_BITS: u64 =
     control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
 /// Performance monitoring and fast strings are there, MONITOR is not.
 const MISC_ENABLE_RESET: u64 = 1;
+/// There is no branch trace store and no PEBS: the guest cannot change that.
+const MISC_ENABLE_READ_ONLY: u64 = 1 << 11 | 1 << 12;
+const MISC_ENABLE_PERFMON: u64 = 1 << 7;
+const MISC_ENABLE_MWAIT: u64 = 1 << 18;
+const FEATURE_CONTROL_LOCKED: u64 = 1;
+/// What a client may restore: the lock, VMX in and outside SMX, SGX and who launches it, local machine checks.
+const FEATURE_CONTROL_BITS: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18 | 1 << 20;
 /// Eight variable ranges, fixed ranges, write-combining.
 const MTRR_CAP_VALUE: u64 = 8 | 1 << 8 | 1 << 10;
 
@@ -167,6 +177,37 @@ pub(crate) fn write(inner: &mut Inner, index: u32, value: u64) -> Result<(), Msr
     }
 }
 
+/// IA32_MISC_ENABLE: two bits are read-only for a guest, one keeps its value, and one switches MONITOR and MWAIT, unless the
+/// VM has KVM's quirk.
+fn write_misc_enable(
+    machine: &mut VcpuMachine,
+    mut value: u64,
+    by_guest: bool,
+) -> Result<(), MsrFault> {
+    let old = machine.stored(MISC_ENABLE).unwrap_or(MISC_ENABLE_RESET);
+    if by_guest {
+        if (old ^ value) & MISC_ENABLE_READ_ONLY != 0 {
+            return Err(MsrFault);
+        }
+        value = value & !MISC_ENABLE_PERFMON | old & MISC_ENABLE_PERFMON;
+    }
+    let switches = (old ^ value) & MISC_ENABLE_MWAIT != 0;
+    if switches && !machine.vm.quirks.has(KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT) {
+        if cpuid::lookup(&machine.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_SSE3 == 0 {
+            return Err(MsrFault);
+        }
+        for entry in machine.cpuid.iter_mut().filter(|e| e.function == 1) {
+            if value & MISC_ENABLE_MWAIT != 0 {
+                entry.ecx |= cpuid::LEAF1_ECX_MWAIT;
+            } else {
+                entry.ecx &= !cpuid::LEAF1_ECX_MWAIT;
+            }
+        }
+    }
+    machine.store(MISC_ENABLE, value);
+    Ok(())
+}
+
 /// Reads an MSR that the CPU does not hold itself.
 pub(crate) fn read_machine(machine: &mut VcpuMachine, index: u32) -> Result<u64, MsrFault> {
     let now = machine.vm.clock.now();
@@ -174,7 +215,7 @@ pub(crate) fn read_machine(machine: &mut VcpuMachine, index: u32) -> Result<u64,
         TSC => machine.guest_tsc(),
         TSC_ADJUST => machine.msr(TSC_ADJUST),
         APIC_BASE => machine.apic_base(),
-        TSC_DEADLINE => machine.common.lapic().ok_or(MsrFault)?.tsc_deadline(),
+        TSC_DEADLINE => (machine.common.lapic()).map_or(0, |lapic| lapic.tsc_deadline()),
         X2APIC_FIRST..=X2APIC_LAST => machine
             .common
             .lapic()
@@ -232,11 +273,9 @@ pub(crate) fn write_machine(
         APIC_BASE => machine.set_apic_base(value, by_guest)?,
         TSC_DEADLINE => {
             let tsc = machine.guest_tsc();
-            let effect = machine
-                .common
-                .lapic()
-                .ok_or(MsrFault)?
-                .set_tsc_deadline(value, tsc, now);
+            let effect = (machine.common.lapic()).map_or(Effect::None, |mut lapic| {
+                lapic.set_tsc_deadline(value, tsc, now)
+            });
             machine.carry_out(effect);
         }
         X2APIC_FIRST..=X2APIC_LAST => {
@@ -279,9 +318,19 @@ pub(crate) fn write_machine(
             only(0xc07)?;
             machine.store(index, value);
         }
-        MISC_ENABLE => machine.store(index, value),
+        MISC_ENABLE => write_misc_enable(machine, value, by_guest)?,
+        FEATURE_CONTROL => {
+            // A guest may lock it, once. There is nothing else in here that it could switch on.
+            if by_guest && machine.msr(FEATURE_CONTROL) & FEATURE_CONTROL_LOCKED != 0 {
+                return Err(MsrFault);
+            }
+            only(match by_guest {
+                true => FEATURE_CONTROL_LOCKED,
+                false => FEATURE_CONTROL_BITS,
+            })?;
+            machine.store(index, value);
+        }
         // What is not there may be switched off, not on.
-        FEATURE_CONTROL if !by_guest => only(0)?,
         MISC_FEATURES | DEBUGCTL | MCG_STATUS => only(0)?,
         // Three bits that old firmware sets have no effect; two are kept.
         AMD_HWCR => {

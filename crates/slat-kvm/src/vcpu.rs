@@ -201,7 +201,13 @@ impl VcpuObject {
             id,
             client: Client::new(attention.clone()),
             attention,
-            lapic: irqchip.then(|| Mutex::new(Lapic::new(id, bootstrap, vm.tsc_khz().into()))),
+            lapic: irqchip.then(|| {
+                let mut lapic = Lapic::new(id, bootstrap, vm.tsc_khz().into());
+                if bootstrap && vm.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
+                    lapic.accept_external();
+                }
+                Mutex::new(lapic)
+            }),
             signals: AtomicU32::new(0),
             sipi_vector: AtomicU32::new(0),
             runner: AtomicUsize::new(0),

@@ -7,6 +7,7 @@ use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail};
 use crate::guest_memfd::PrivateMemory;
 use crate::irq::lapic::Icr;
+use crate::quirks::Quirks;
 use crate::run_page::RunPage;
 use crate::vcpu::{VcpuCommon, VcpuObject};
 use crate::{caps, clock, notify, parameters, policy, recovery, report};
@@ -34,6 +35,7 @@ pub struct VmObject {
     /// `KVM_X86_SW_PROTECTED_VM`: its memory can be private.
     protected: bool,
     pub(crate) private: PrivateMemory,
+    pub(crate) quirks: Quirks,
     /// The hypercalls that the client answers, a bit each.
     hypercall_exits: AtomicU64,
 }
@@ -72,6 +74,7 @@ impl VmObject {
             coalesced: Coalesced::new()?,
             protected,
             private: PrivateMemory::default(),
+            quirks: Quirks::default(),
             hypercall_exits: AtomicU64::new(0),
         }))
     }
@@ -318,9 +321,7 @@ impl VmObject {
             return fail(libc::EINVAL);
         }
         match cap.cap {
-            KVM_CAP_DISABLE_QUIRKS2 if cap.args[0] & !u64::from(caps::DISABLED_QUIRKS) == 0 => {
-                Ok(())
-            }
+            KVM_CAP_DISABLE_QUIRKS2 => self.quirks.disable(cap.args[0]),
             KVM_CAP_MAX_VCPU_ID => self.limit_vcpu_ids(cap.args[0]),
             KVM_CAP_VM_DISABLE_NX_HUGE_PAGES if cap.args[0] == 0 => {
                 self.before_vcpus(|| parameters::disable_nx(&self.engine))

@@ -45,7 +45,9 @@ mod tlb;
 mod x87;
 
 pub use cpu::Cpu;
-pub use machine::{Access, Exit, Fault, HostPage, Machine, Mmu, MsrFault, Paging};
+pub use machine::{
+    Access, Exit, Fault, HostPage, HypercallInstruction, Hypercalls, Machine, Mmu, MsrFault, Paging,
+};
 pub use state::{Events, Exception, F80, Segment, State, Table};
 
 /// Exception vectors.
