@@ -20,9 +20,12 @@ pub const VIRT_BITS: u32 = 48;
 pub const KVM_FEATURES: u32 =
     1 << KVM_FEATURE_CLOCKSOURCE | 1 << KVM_FEATURE_NOP_IO_DELAY | 1 << KVM_FEATURE_CLOCKSOURCE2;
 
-const KVM_FEATURE_CLOCKSOURCE: u32 = 0;
+/// Where the bits of KVM's paravirtual features are: EAX.
+pub(crate) const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
+pub(crate) const KVM_FEATURE_CLOCKSOURCE: u32 = 0;
 const KVM_FEATURE_NOP_IO_DELAY: u32 = 1;
-const KVM_FEATURE_CLOCKSOURCE2: u32 = 3;
+pub(crate) const KVM_FEATURE_CLOCKSOURCE2: u32 = 3;
+pub(crate) const KVM_FEATURE_PV_SCHED_YIELD: u32 = 13;
 
 /// Feature bits, by register.
 mod feature {

@@ -16,7 +16,6 @@ use slat::Gpa;
 use slat_x86::{HypercallInstruction, Hypercalls, Machine, MsrFault};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 /// What a vCPU has besides its registers.
 pub(crate) struct VcpuMachine {
@@ -31,14 +30,20 @@ pub(crate) struct VcpuMachine {
     base: u64,
     clock_version: u32,
     clock_changed: bool,
+    /// [`clock::VmClock::changes`] when the page was written.
+    clock_set: u64,
     guest_paused: bool,
     wall_clock_wanted: bool,
+    /// The guest has no paravirtual feature but those that its CPUID names (`KVM_CAP_ENFORCE_PV_FEATURE_CPUID`).
+    pub(crate) enforces_pv_features: bool,
     /// The page of the last access that found no private memory.
     pub(crate) memory_fault: Option<Gpa>,
 }
 
 /// VMCALL: KVM_HC_VAPIC_POLL_IRQ, which does nothing.
 const HYPERCALL_POLL: u64 = 1;
+/// KVM_HC_SCHED_YIELD: the guest waits for another vCPU.
+const HYPERCALL_SCHED_YIELD: u64 = 11;
 /// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. The client's business, if it wants to hear of it.
 pub(crate) const HYPERCALL_MAP_GPA_RANGE: u32 = 12;
 /// The answer to a hypercall that does not exist (-KVM_ENOSYS).
@@ -64,8 +69,10 @@ impl VcpuMachine {
             base,
             clock_version: 0,
             clock_changed: false,
+            clock_set: 0,
             guest_paused: false,
             wall_clock_wanted: false,
+            enforces_pv_features: false,
             memory_fault: None,
         }
     }
@@ -81,6 +88,12 @@ impl VcpuMachine {
 
     pub(crate) fn store(&mut self, index: u32, value: u64) {
         self.msrs.insert(index, value);
+    }
+
+    /// Whether the guest may use the paravirtual feature with this bit.
+    pub(crate) fn has_pv_feature(&self, bit: u32) -> bool {
+        let features = || cpuid::lookup(&self.cpuid, cpuid::KVM_FEATURES_LEAF, 0)[0];
+        !self.enforces_pv_features || features() >> bit & 1 != 0
     }
 
     pub(crate) fn guest_tsc(&self) -> u64 {
@@ -155,18 +168,17 @@ impl VcpuMachine {
     pub(crate) fn write_clocks(&mut self) {
         if std::mem::take(&mut self.wall_clock_wanted) {
             let address = self.msr(index::KVM_WALL_CLOCK_NEW);
-            // The wall clock at the moment the VM's clock was zero. The client may have set that to anything: modulo 2^64.
-            let since_epoch = SystemTime::now()
-                .duration_since(SystemTime::UNIX_EPOCH)
-                .unwrap_or_default();
-            let start = (since_epoch.as_nanos() as u64).wrapping_sub(self.vm.clock.kvmclock());
+            // The host's clock at the moment the VM's clock was zero. The client may have set that to anything: modulo 2^64.
+            let start = clock::realtime().wrapping_sub(self.vm.clock.kvmclock());
             let mut page = [0; 12];
             page[0..4].copy_from_slice(&2u32.to_le_bytes());
             page[4..8].copy_from_slice(&((start / 1_000_000_000) as u32).to_le_bytes());
             page[8..12].copy_from_slice(&((start % 1_000_000_000) as u32).to_le_bytes());
             self.write_guest(address, &page);
         }
-        if std::mem::take(&mut self.clock_changed) {
+        let set = self.vm.clock.changes();
+        let was_set = std::mem::replace(&mut self.clock_set, set) != set;
+        if std::mem::take(&mut self.clock_changed) || was_set {
             let address = self.msr(index::KVM_SYSTEM_TIME_NEW);
             if address & 1 != 0 {
                 self.clock_version = self.clock_version.wrapping_add(2) & !1;
@@ -212,6 +224,11 @@ impl Machine for VcpuMachine {
         let end = Gpa(gpa).gfn().0.checked_add(pages);
         match nr {
             HYPERCALL_POLL => Some(0),
+            // Which vCPU is to run is left to the host.
+            HYPERCALL_SCHED_YIELD if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SCHED_YIELD) => {
+                std::thread::yield_now();
+                Some(0)
+            }
             _ if !map_gpa_range => Some(HYPERCALL_UNKNOWN),
             _ if Gpa(gpa).offset() != 0 || pages == 0 || end.is_none() => Some(HYPERCALL_INVALID),
             _ => None,

@@ -177,6 +177,19 @@ pub(crate) fn write(inner: &mut Inner, index: u32, value: u64) -> Result<(), Msr
     }
 }
 
+/// The clock's old and new MSRs are features of their own.
+fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
+    let feature = match index {
+        KVM_WALL_CLOCK | KVM_SYSTEM_TIME => cpuid::KVM_FEATURE_CLOCKSOURCE,
+        KVM_WALL_CLOCK_NEW | KVM_SYSTEM_TIME_NEW => cpuid::KVM_FEATURE_CLOCKSOURCE2,
+        _ => return Ok(()),
+    };
+    match machine.has_pv_feature(feature) {
+        true => Ok(()),
+        false => Err(MsrFault),
+    }
+}
+
 /// IA32_MISC_ENABLE: two bits are read-only for a guest, one keeps its value, and one switches MONITOR and MWAIT, unless the
 /// VM has KVM's quirk.
 fn write_misc_enable(
@@ -211,6 +224,7 @@ fn write_misc_enable(
 /// Reads an MSR that the CPU does not hold itself.
 pub(crate) fn read_machine(machine: &mut VcpuMachine, index: u32) -> Result<u64, MsrFault> {
     let now = machine.vm.clock.now();
+    check_pv_feature(machine, index)?;
     Ok(match index {
         TSC => machine.guest_tsc(),
         TSC_ADJUST => machine.msr(TSC_ADJUST),
@@ -248,6 +262,7 @@ pub(crate) fn write_machine(
     by_guest: bool,
 ) -> Result<(), MsrFault> {
     let now = machine.vm.clock.now();
+    check_pv_feature(machine, index)?;
     let only = |mask: u64| {
         if value & !mask == 0 {
             Ok(())

@@ -619,6 +619,19 @@ impl VcpuObject {
         })
     }
 
+    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`.
+    ///
+    /// # Errors
+    /// `EINVAL` for any other, and for flags.
+    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
+        let mut inner = self.lock()?;
+        if cap.flags != 0 || cap.cap != KVM_CAP_ENFORCE_PV_FEATURE_CPUID {
+            return fail(libc::EINVAL);
+        }
+        inner.machine.enforces_pv_features = cap.args[0] != 0;
+        Ok(())
+    }
+
     /// `KVM_KVMCLOCK_CTRL`: the guest is told that it was paused.
     ///
     /// # Errors

@@ -72,6 +72,7 @@ pub(super) fn ioctl(vcpu: &Arc<VcpuObject>, request: u32, argument: u64) -> Resu
             let (stats, fd) = vcpu.stats()?;
             return Ok(Answer::Created(Object::Stats(stats), fd));
         }
+        KVM_ENABLE_CAP => vcpu.enable_cap(&user::read(argument)?)?,
         KVM_KVMCLOCK_CTRL => vcpu.kvmclock_ctrl()?,
         _ => return fail(libc::ENOTTY),
     }
