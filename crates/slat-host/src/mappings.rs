@@ -59,6 +59,13 @@ thread_local! {
     static RECENT: RefCell<Recent> = RefCell::default();
 }
 
+/// This process's advice, if any was given. Allocates nothing: faults ask.
+fn advice_so_far() -> Option<MutexGuard<'static, BTreeMap<usize, (usize, HugePages)>>> {
+    // SAFETY: once published, a value is never freed.
+    let advice = unsafe { ADVICE.load(Acquire).as_ref()? };
+    Some(advice.lock().unwrap_or_else(|e| e.into_inner()))
+}
+
 /// This process's advice.
 fn advice() -> MutexGuard<'static, BTreeMap<usize, (usize, HugePages)>> {
     static WATCHING: Once = Once::new();
@@ -70,9 +77,8 @@ fn advice() -> MutexGuard<'static, BTreeMap<usize, (usize, HugePages)>> {
         unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
     });
     loop {
-        // SAFETY: once published, a value is never freed.
-        if let Some(advice) = unsafe { ADVICE.load(Acquire).as_ref() } {
-            return advice.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(advice) = advice_so_far() {
+            return advice;
         }
         let new = Box::into_raw(Box::default());
         if (ADVICE.compare_exchange(std::ptr::null_mut(), new, AcqRel, Relaxed)).is_err() {
@@ -137,7 +143,10 @@ pub(crate) fn find(address: usize) -> Option<Mapping> {
         if recent.mappings.len() == REMEMBERED {
             recent.mappings.remove(0);
         }
-        recent.mappings.push(mapping.clone());
+        // Without memory it is asked for again the next time.
+        if recent.mappings.try_reserve(1).is_ok() {
+            recent.mappings.push(mapping.clone());
+        }
         Some(mapping)
     })
 }
@@ -175,19 +184,20 @@ fn ask(address: usize) -> Option<Mapping> {
 /// Applies the system's mode for transparent huge pages and the program's advice. The mapping is
 /// narrowed to the part around `address` for which the answer is the same.
 fn transparent(mapping: &mut Mapping, anonymous: bool, address: usize) {
-    let advice = advice();
     let mut wish = None;
-    if let Some((&start, &(end, found))) = advice.range(..=address).next_back() {
-        if address < end {
-            wish = Some(found);
-            mapping.range.end = mapping.range.end.min(end);
-            mapping.range.start = mapping.range.start.max(start);
-        } else {
-            mapping.range.start = mapping.range.start.max(end);
+    if let Some(advice) = advice_so_far() {
+        if let Some((&start, &(end, found))) = advice.range(..=address).next_back() {
+            if address < end {
+                wish = Some(found);
+                mapping.range.end = mapping.range.end.min(end);
+                mapping.range.start = mapping.range.start.max(start);
+            } else {
+                mapping.range.start = mapping.range.start.max(end);
+            }
         }
-    }
-    if let Some((&start, _)) = advice.range(address + 1..).next() {
-        mapping.range.end = mapping.range.end.min(start);
+        if let Some((&start, _)) = advice.range(address + 1..).next() {
+            mapping.range.end = mapping.range.end.min(start);
+        }
     }
     let eligible = match thp_mode() {
         _ if !anonymous => false,

@@ -4,6 +4,8 @@
 //! compare it with what CPUID tells them directly. Everything else follows from the software CPU.
 
 use crate::cpu_features;
+use crate::errno::Result;
+use crate::heap;
 use kvm_bindings::*;
 use std::arch::x86_64::__cpuid;
 use std::sync::OnceLock;
@@ -84,8 +86,14 @@ pub fn host_is_amd() -> bool {
     })
 }
 
+/// More leaves than there are.
+const MAX_LEAVES: usize = 32;
+
 /// All leaves that a guest may be given.
-pub fn supported() -> Vec<kvm_cpuid_entry2> {
+///
+/// # Errors
+/// `ENOMEM`.
+pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     let host = __cpuid(0);
     let host1 = __cpuid(1);
     let amd = host_is_amd();
@@ -99,7 +107,8 @@ pub fn supported() -> Vec<kvm_cpuid_entry2> {
         } else {
             0
         };
-    let mut entries = vec![
+    let mut entries = heap::with_room(MAX_LEAVES)?;
+    entries.extend([
         entry(0, None, [0xb, host.ebx, host.ecx, host.edx]),
         // CLFLUSH lines of 64 bytes; the APIC id is the client's to fill in.
         entry(1, None, [host1.eax, 8 << 8, leaf1_ecx, feature::LEAF1_EDX]),
@@ -112,7 +121,7 @@ pub fn supported() -> Vec<kvm_cpuid_entry2> {
             [0, cpu_features::leaf7_ebx(), cpu_features::leaf7_ecx(), 0],
         ),
         entry(0xb, Some(0), [0; 4]),
-    ];
+    ]);
     let signature = [
         u32::from_le_bytes(*b"KVMK"),
         u32::from_le_bytes(*b"VMKV"),
@@ -164,7 +173,8 @@ pub fn supported() -> Vec<kvm_cpuid_entry2> {
         entry(0x8000_0007, None, [0, 0, 0, 1 << 8]),
         entry(0x8000_0008, None, [PHYS_BITS | VIRT_BITS << 8, 0, 0, 0]),
     ]);
-    entries
+    debug_assert!(entries.len() <= MAX_LEAVES);
+    Ok(entries)
 }
 
 /// What the guest's CPUID instruction reads: the client's table, with the bits that follow from the CPU's state.
@@ -209,7 +219,7 @@ mod tests {
 
     #[test]
     fn reports_long_mode_and_address_widths() {
-        let table = supported();
+        let table = supported().unwrap();
         assert_ne!(lookup(&table, 0x8000_0001, 0)[3] & 1 << 29, 0);
         assert_eq!(lookup(&table, 0x8000_0008, 0)[0], 48 | 48 << 8);
         assert_eq!(
@@ -220,7 +230,7 @@ mod tests {
 
     #[test]
     fn no_avx_is_promised() {
-        let table = supported();
+        let table = supported().unwrap();
         assert_eq!(lookup(&table, 1, 0)[2] & 1 << 28, 0);
         assert_eq!(lookup(&table, 7, 0)[1] & 1 << 5, 0);
     }

@@ -18,6 +18,7 @@
 //! | [`stats`] | statistics, in KVM's binary format |
 //! | [`coalesced`] | writes to devices that the client may see later |
 //! | `mmu` | the software CPU's address translation, over the engine |
+//! | `heap` | memory that may run out |
 //! | `machine`, `msr`, [`cpuid`], [`clock`] | what the CPU sees of its machine |
 //! | [`regs`], [`fpu`], [`events`] | its state in KVM's structs |
 //! | [`irq`] | local APICs |
@@ -42,6 +43,7 @@ pub mod events;
 mod exit;
 pub mod fpu;
 pub mod guest_memfd;
+mod heap;
 pub mod ioctl;
 pub mod irq;
 mod machine;

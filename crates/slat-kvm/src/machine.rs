@@ -5,7 +5,7 @@ use crate::cpuid;
 use crate::engine::EngineVcpu;
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect};
 use crate::mmu::PageCache;
-use crate::msr::{self, index};
+use crate::msr::{self, Stored, index};
 use crate::thread::bits;
 use crate::vcpu::VcpuCommon;
 use crate::vm::VmObject;
@@ -14,7 +14,6 @@ use kvm_bindings::{
 };
 use slat::Gpa;
 use slat_x86::{HypercallInstruction, Hypercalls, Machine, MsrFault};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// What a vCPU has besides its registers.
@@ -24,7 +23,7 @@ pub(crate) struct VcpuMachine {
     pub(crate) common: Arc<VcpuCommon>,
     pub(crate) pages: PageCache,
     pub(crate) cpuid: Vec<kvm_cpuid_entry2>,
-    msrs: BTreeMap<u32, u64>,
+    msrs: Stored,
     tsc_offset: u64,
     /// APIC_BASE when there is no APIC in here.
     base: u64,
@@ -64,7 +63,7 @@ impl VcpuMachine {
             common,
             pages: PageCache::default(),
             cpuid: Vec::new(),
-            msrs: BTreeMap::new(),
+            msrs: Stored::default(),
             tsc_offset: 0,
             base,
             clock_version: 0,
@@ -83,11 +82,11 @@ impl VcpuMachine {
     }
 
     pub(crate) fn stored(&self, index: u32) -> Option<u64> {
-        self.msrs.get(&index).copied()
+        self.msrs.get(index)
     }
 
     pub(crate) fn store(&mut self, index: u32, value: u64) {
-        self.msrs.insert(index, value);
+        self.msrs.set(index, value);
     }
 
     /// Whether the guest may use the paravirtual feature with this bit.

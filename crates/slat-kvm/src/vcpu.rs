@@ -3,6 +3,7 @@
 use crate::call::Call;
 use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail};
+use crate::heap;
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};
 use crate::machine::VcpuMachine;
 use crate::process::PerProcess;
@@ -399,9 +400,9 @@ impl VcpuObject {
     /// `KVM_GET_CPUID2`.
     ///
     /// # Errors
-    /// `EIO`.
+    /// `EIO`, `ENOMEM`.
     pub fn get_cpuid(&self) -> Result<Vec<kvm_cpuid_entry2>> {
-        Ok(self.lock()?.machine.cpuid.clone())
+        heap::copy_of(&self.lock()?.machine.cpuid)
     }
 
     /// `KVM_SET_CPUID2`.

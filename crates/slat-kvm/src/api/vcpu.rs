@@ -79,7 +79,7 @@ impl VcpuFd {
     /// # Errors
     /// `EINVAL` for a change after the first run.
     pub fn set_cpuid2(&self, cpuid: &CpuId) -> Result<()> {
-        self.vcpu.set_cpuid(cpuid.as_slice().to_vec())
+        self.vcpu.set_cpuid(crate::heap::copy_of(cpuid.as_slice())?)
     }
 
     /// `KVM_GET_CPUID2`.
