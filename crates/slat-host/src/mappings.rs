@@ -73,6 +73,13 @@ thread_local! {
     };
 }
 
+/// This process's advice, if any was given. Allocates nothing: faults ask.
+fn advice_so_far() -> Option<MutexGuard<'static, Advice>> {
+    let advice = ADVICE.peek()?;
+    Some(advice.lock().unwrap_or_else(|e| e.into_inner()))
+}
+
+/// This process's advice.
 fn advice() -> MutexGuard<'static, Advice> {
     ADVICE.get().lock().unwrap_or_else(|e| e.into_inner())
 }
@@ -178,22 +185,23 @@ fn ask(address: usize) -> Option<Mapping> {
 /// Applies the system's mode for transparent huge pages and the program's advice to an anonymous mapping. The mapping is
 /// narrowed to the part around `address` for which the answer is the same.
 fn transparent(mapping: &mut Mapping, address: usize) {
-    let mut advice = advice();
     if INCOMPLETE.swap(false, Relaxed) {
-        *advice = all_advice();
+        *advice() = all_advice();
     }
     let mut wish = None;
-    if let Some((&start, &(end, found))) = advice.range(..=address).next_back() {
-        if address < end {
-            wish = Some(found);
-            mapping.range.end = mapping.range.end.min(end);
-            mapping.range.start = mapping.range.start.max(start);
-        } else {
-            mapping.range.start = mapping.range.start.max(end);
+    if let Some(advice) = advice_so_far() {
+        if let Some((&start, &(end, found))) = advice.range(..=address).next_back() {
+            if address < end {
+                wish = Some(found);
+                mapping.range.end = mapping.range.end.min(end);
+                mapping.range.start = mapping.range.start.max(start);
+            } else {
+                mapping.range.start = mapping.range.start.max(end);
+            }
         }
-    }
-    if let Some((&start, _)) = advice.range(address + 1..).next() {
-        mapping.range.end = mapping.range.end.min(start);
+        if let Some((&start, _)) = advice.range(address + 1..).next() {
+            mapping.range.end = mapping.range.end.min(start);
+        }
     }
     let eligible = match thp_mode() {
         Thp::Always => wish != Some(HugePages::Unwanted),

@@ -1,6 +1,8 @@
 //! Capabilities: what `KVM_CHECK_EXTENSION` answers, and what `KVM_ENABLE_CAP` takes.
 //!
-//! Only what works is claimed: a client that finds a capability relies on it.
+//! Only what works is claimed: a client that finds a capability relies on it. `tests/capabilities.rs` uses each.
+//!
+//! `KVM_CAP_IRQCHIP` stands for IOAPIC and 8259, too, and is not claimed; `KVM_CREATE_IRQCHIP` gives local APICs.
 
 use kvm_bindings::*;
 
@@ -10,15 +12,9 @@ pub const MAX_VCPUS: u32 = 1024;
 pub const MAX_VCPU_ID: u32 = 4096;
 /// Slots per address space that a client may use.
 pub const NR_MEMSLOTS: u32 = 32764;
-/// The quirks that `KVM_CAP_DISABLE_QUIRKS2` can switch off. Slat has none of them, so switching them off is all it takes.
-pub const DISABLED_QUIRKS: u32 = KVM_X86_QUIRK_LINT0_REENABLED
-    | KVM_X86_QUIRK_CD_NW_CLEARED
-    | KVM_X86_QUIRK_LAPIC_MMIO_HOLE
-    | KVM_X86_QUIRK_OUT_7E_INC_RIP
-    | KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT
-    | KVM_X86_QUIRK_FIX_HYPERCALL_INSN
-    | KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS
-    | KVM_X86_QUIRK_SLOT_ZAP_ALL;
+/// What `KVM_GET_CLOCK` tells besides the clock, and `KVM_SET_CLOCK` takes: guests' clocks follow the host's TSC, the same on all
+/// vCPUs.
+pub const CLOCK_FLAGS: u32 = KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
 
 /// The hypercalls that a client can ask to answer itself (`KVM_CAP_EXIT_HYPERCALL`): `KVM_HC_MAP_GPA_RANGE`.
 pub const HYPERCALL_EXITS: u32 = 1 << crate::machine::HYPERCALL_MAP_GPA_RANGE;
@@ -39,7 +35,6 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_SYNC_MMU
         | KVM_CAP_DESTROY_MEMORY_REGION_WORKS
         | KVM_CAP_JOIN_MEMORY_REGIONS_WORKS
-        | KVM_CAP_IRQCHIP
         | KVM_CAP_USER_NMI
         | KVM_CAP_SET_IDENTITY_MAP_ADDR
         | KVM_CAP_VCPU_EVENTS
@@ -56,7 +51,11 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_GET_MSR_FEATURES
         | KVM_CAP_NOP_IO_DELAY
         | KVM_CAP_SET_BOOT_CPU_ID
-        | KVM_CAP_ADJUST_CLOCK
+        | KVM_CAP_KVMCLOCK_CTRL
+        | KVM_CAP_TSC_DEADLINE_TIMER
+        | KVM_CAP_INTERNAL_ERROR_DATA
+        | KVM_CAP_CLOCKSOURCE
+        | KVM_CAP_ENFORCE_PV_FEATURE_CPUID
         | KVM_CAP_COALESCED_PIO
         | KVM_CAP_BINARY_STATS_FD
         | KVM_CAP_VM_DISABLE_NX_HUGE_PAGES
@@ -65,13 +64,14 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_GUEST_MEMFD
         | KVM_CAP_MEMORY_FAULT_INFO
         | KVM_CAP_MMU_SHADOW_CACHE_CONTROL => 1,
+        KVM_CAP_ADJUST_CLOCK => CLOCK_FLAGS,
         KVM_CAP_XSAVE2 => size_of::<kvm_xsave>() as u32,
         KVM_CAP_NR_VCPUS => num_cpus(),
         KVM_CAP_MAX_VCPUS => MAX_VCPUS,
         KVM_CAP_MAX_VCPU_ID => MAX_VCPU_ID,
         KVM_CAP_NR_MEMSLOTS => NR_MEMSLOTS,
         KVM_CAP_SYNC_REGS => KVM_SYNC_X86_VALID_FIELDS,
-        KVM_CAP_DISABLE_QUIRKS2 => DISABLED_QUIRKS,
+        KVM_CAP_DISABLE_QUIRKS2 => crate::quirks::SUPPORTED,
         KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => {
             KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET
         }

@@ -3,7 +3,7 @@
 use std::arch::x86_64::_rdtsc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// A VM's clock.
 #[derive(Debug)]
@@ -11,6 +11,8 @@ pub struct VmClock {
     start: Instant,
     /// What `KVM_SET_CLOCK` added to the nanoseconds since the VM was made.
     offset: AtomicI64,
+    /// How often `KVM_SET_CLOCK` was called: the pages of the clock have to follow.
+    changes: AtomicU64,
     /// The host's TSC when the VM was made: guests start at zero.
     tsc_start: AtomicU64,
 }
@@ -21,6 +23,7 @@ impl VmClock {
         VmClock {
             start: Instant::now(),
             offset: AtomicI64::new(0),
+            changes: AtomicU64::new(0),
             tsc_start: AtomicU64::new(host_tsc()),
         }
     }
@@ -46,6 +49,23 @@ impl VmClock {
     pub fn set_kvmclock(&self, clock: u64) {
         self.offset
             .store(clock.wrapping_sub(self.now()) as i64, Ordering::Relaxed);
+        self.changes.fetch_add(1, Ordering::Release);
+    }
+
+    /// How often it was set.
+    pub fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Acquire)
+    }
+
+    /// The clock, the host's wall clock and the host's TSC at one moment.
+    pub fn read(&self) -> Reading {
+        let host_tsc = host_tsc();
+        let clock = self.kvmclock();
+        Reading {
+            clock,
+            realtime: realtime(),
+            host_tsc,
+        }
     }
 
     /// The guest's TSC before any offset of its vCPU.
@@ -57,6 +77,23 @@ impl VmClock {
     pub fn tsc_khz(&self) -> u32 {
         host_tsc_khz()
     }
+}
+
+/// What [`VmClock::read`] returns.
+#[derive(Clone, Copy, Debug)]
+pub struct Reading {
+    /// Nanoseconds of the VM's clock.
+    pub clock: u64,
+    /// Nanoseconds since 1970, UTC.
+    pub realtime: u64,
+    /// Cycles.
+    pub host_tsc: u64,
+}
+
+/// The host's wall clock: nanoseconds since 1970, UTC.
+pub fn realtime() -> u64 {
+    let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since_epoch.unwrap_or_default().as_nanos() as u64
 }
 
 impl Default for VmClock {

@@ -145,6 +145,7 @@ impl VmObject {
         if zones.len() >= MAX_ZONES {
             return fail(libc::ENOSPC);
         }
+        crate::heap::reserve(&mut zones, 1)?;
         zones.push(zone);
         self.coalesced.wanted.store(true, Ordering::Relaxed);
         Ok(())

@@ -4,9 +4,16 @@
 //! compare it with what CPUID tells them directly. Everything else follows from the software CPU.
 
 use crate::cpu_features;
+use crate::errno::Result;
+use crate::heap;
 use kvm_bindings::*;
 use std::arch::x86_64::__cpuid;
+use std::sync::OnceLock;
 
+/// Leaf 1 ECX: SSE3.
+pub(crate) const LEAF1_ECX_SSE3: u32 = 1;
+/// Leaf 1 ECX: MONITOR and MWAIT.
+pub(crate) const LEAF1_ECX_MWAIT: u32 = 1 << 3;
 /// Guest-physical address bits.
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
@@ -15,9 +22,12 @@ pub const VIRT_BITS: u32 = 48;
 pub const KVM_FEATURES: u32 =
     1 << KVM_FEATURE_CLOCKSOURCE | 1 << KVM_FEATURE_NOP_IO_DELAY | 1 << KVM_FEATURE_CLOCKSOURCE2;
 
-const KVM_FEATURE_CLOCKSOURCE: u32 = 0;
+/// Where the bits of KVM's paravirtual features are: EAX.
+pub(crate) const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
+pub(crate) const KVM_FEATURE_CLOCKSOURCE: u32 = 0;
 const KVM_FEATURE_NOP_IO_DELAY: u32 = 1;
-const KVM_FEATURE_CLOCKSOURCE2: u32 = 3;
+pub(crate) const KVM_FEATURE_CLOCKSOURCE2: u32 = 3;
+pub(crate) const KVM_FEATURE_PV_SCHED_YIELD: u32 = 13;
 
 /// Feature bits, by register.
 mod feature {
@@ -67,11 +77,26 @@ fn entry(function: u32, index: Option<u32>, [eax, ebx, ecx, edx]: [u32; 4]) -> k
     }
 }
 
+/// Whether the host's CPU is AMD's or of its kind.
+pub fn host_is_amd() -> bool {
+    static AMD: OnceLock<bool> = OnceLock::new();
+    *AMD.get_or_init(|| {
+        let vendor = __cpuid(0).ebx.to_le_bytes();
+        &vendor == b"Auth" || &vendor == b"Hygo"
+    })
+}
+
+/// More leaves than there are.
+const MAX_LEAVES: usize = 32;
+
 /// All leaves that a guest may be given.
-pub fn supported() -> Vec<kvm_cpuid_entry2> {
+///
+/// # Errors
+/// `ENOMEM`.
+pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     let host = __cpuid(0);
     let host1 = __cpuid(1);
-    let amd = host.ebx == u32::from_le_bytes(*b"Auth") || host.ebx == u32::from_le_bytes(*b"Hygo");
+    let amd = host_is_amd();
     let leaf1_ecx = feature::LEAF1_ECX_X2APIC
         | feature::LEAF1_ECX_TSC_DEADLINE
         | feature::LEAF1_ECX_HYPERVISOR
@@ -82,7 +107,8 @@ pub fn supported() -> Vec<kvm_cpuid_entry2> {
         } else {
             0
         };
-    let mut entries = vec![
+    let mut entries = heap::with_room(MAX_LEAVES)?;
+    entries.extend([
         entry(0, None, [0xb, host.ebx, host.ecx, host.edx]),
         // CLFLUSH lines of 64 bytes; the APIC id is the client's to fill in.
         entry(1, None, [host1.eax, 8 << 8, leaf1_ecx, feature::LEAF1_EDX]),
@@ -95,7 +121,7 @@ pub fn supported() -> Vec<kvm_cpuid_entry2> {
             [0, cpu_features::leaf7_ebx(), cpu_features::leaf7_ecx(), 0],
         ),
         entry(0xb, Some(0), [0; 4]),
-    ];
+    ]);
     let signature = [
         u32::from_le_bytes(*b"KVMK"),
         u32::from_le_bytes(*b"VMKV"),
@@ -147,7 +173,8 @@ pub fn supported() -> Vec<kvm_cpuid_entry2> {
         entry(0x8000_0007, None, [0, 0, 0, 1 << 8]),
         entry(0x8000_0008, None, [PHYS_BITS | VIRT_BITS << 8, 0, 0, 0]),
     ]);
-    entries
+    debug_assert!(entries.len() <= MAX_LEAVES);
+    Ok(entries)
 }
 
 /// What the guest's CPUID instruction reads: the client's table, with the bits that follow from the CPU's state.
@@ -192,7 +219,7 @@ mod tests {
 
     #[test]
     fn reports_long_mode_and_address_widths() {
-        let table = supported();
+        let table = supported().unwrap();
         assert_ne!(lookup(&table, 0x8000_0001, 0)[3] & 1 << 29, 0);
         assert_eq!(lookup(&table, 0x8000_0008, 0)[0], 48 | 48 << 8);
         assert_eq!(
@@ -203,7 +230,7 @@ mod tests {
 
     #[test]
     fn no_avx_is_promised() {
-        let table = supported();
+        let table = supported().unwrap();
         assert_eq!(lookup(&table, 1, 0)[2] & 1 << 28, 0);
         assert_eq!(lookup(&table, 7, 0)[1] & 1 << 5, 0);
     }

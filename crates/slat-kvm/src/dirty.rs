@@ -6,6 +6,7 @@
 use crate::call::Call;
 use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail, no_memory};
+use crate::heap;
 use crate::run_page::{PAGE, Shared};
 use crate::vm::VmObject;
 use kvm_bindings::*;
@@ -60,7 +61,7 @@ impl Rings {
         let ring =
             Arc::new(unsafe { DirtyRing::new(entries, (size / size_of::<DirtyGfn>()) as u32) });
         let mut kept = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.try_reserve(1).map_err(no_memory)?;
+        heap::reserve(&mut kept, 1)?;
         vcpu.set_dirty_ring(ring.clone()).map_err(no_memory)?;
         kept.push(memory);
         Ok(Some(ring))
@@ -95,14 +96,14 @@ impl VmObject {
     /// again. `ready` is asked, with the size in bytes, before anything is taken.
     ///
     /// # Errors
-    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, what `ready` answers.
+    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, `ENOMEM`, what `ready` answers.
     pub fn dirty_log(&self, slot: u32, ready: impl Fn(usize) -> Result<()>) -> Result<Vec<u64>> {
         let _call = self.begin_with_bitmaps()?;
         let (space, id) = space_and_id(slot)?;
         loop {
             let words = self.engine.dirty_log_words(space, id).map_err(refused)?;
             ready(words * size_of::<u64>())?;
-            let mut bitmap = vec![0; words];
+            let mut bitmap = heap::zeroes(words)?;
             match self.engine.get_dirty_log(space, id, &mut bitmap) {
                 Ok(()) => return Ok(bitmap),
                 // The slot was replaced by a larger one meanwhile.

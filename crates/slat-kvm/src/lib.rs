@@ -18,13 +18,14 @@
 //! | [`stats`] | statistics, in KVM's binary format |
 //! | [`coalesced`] | writes to devices that the client may see later |
 //! | `mmu` | the software CPU's address translation, over the engine |
+//! | `heap` | memory that may run out |
 //! | `machine`, `msr`, [`cpuid`], [`clock`] | what the CPU sees of its machine |
 //! | [`regs`], [`fpu`], [`events`] | its state in KVM's structs |
 //! | [`irq`] | local APICs |
 //! | [`thread`], `signals`, `ticker` | signals, masks, timers |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`parameters`], `recovery` | module parameters; NX huge pages come back |
-//! | [`policy`], [`report`], [`caps`] | settings, words to people, capabilities |
+//! | [`policy`], [`report`], [`caps`], `quirks` | settings, words to people, capabilities, KVM's oddities |
 
 pub mod abi;
 pub mod api;
@@ -43,6 +44,7 @@ pub mod events;
 mod exit;
 pub mod fpu;
 pub mod guest_memfd;
+mod heap;
 pub mod ioctl;
 pub mod irq;
 mod machine;
@@ -52,6 +54,7 @@ pub mod notify;
 pub mod parameters;
 pub mod policy;
 mod prefault;
+mod quirks;
 mod recovery;
 pub mod regs;
 pub mod report;

@@ -3,18 +3,18 @@
 use crate::clock;
 use crate::cpuid;
 use crate::engine::EngineVcpu;
-use crate::errno::{Result, no_memory};
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect};
 use crate::mmu::PageCache;
-use crate::msr::{self, index};
+use crate::msr::{self, Stored, index};
 use crate::thread::bits;
 use crate::vcpu::VcpuCommon;
 use crate::vm::VmObject;
-use kvm_bindings::kvm_cpuid_entry2;
+use kvm_bindings::{
+    KVM_X86_QUIRK_FIX_HYPERCALL_INSN, KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS, kvm_cpuid_entry2,
+};
 use slat::{Gpa, Shared};
-use slat_x86::{Machine, MsrFault};
+use slat_x86::{HypercallInstruction, Hypercalls, Machine, MsrFault};
 use std::sync::Arc;
-use std::time::SystemTime;
 
 /// What a vCPU has besides its registers.
 pub(crate) struct VcpuMachine {
@@ -23,21 +23,26 @@ pub(crate) struct VcpuMachine {
     pub(crate) common: Shared<VcpuCommon>,
     pub(crate) pages: PageCache,
     pub(crate) cpuid: Vec<kvm_cpuid_entry2>,
-    /// MSRs that were written, in no order. Its memory is there for all that there are.
-    msrs: Vec<(u32, u64)>,
+    msrs: Stored,
     tsc_offset: u64,
     /// APIC_BASE when there is no APIC in here.
     base: u64,
     clock_version: u32,
     clock_changed: bool,
+    /// [`clock::VmClock::changes`] when the page was written.
+    clock_set: u64,
     guest_paused: bool,
     wall_clock_wanted: bool,
+    /// The guest has no paravirtual feature but those that its CPUID names (`KVM_CAP_ENFORCE_PV_FEATURE_CPUID`).
+    pub(crate) enforces_pv_features: bool,
     /// The page of the last access that found no private memory.
     pub(crate) memory_fault: Option<Gpa>,
 }
 
 /// VMCALL: KVM_HC_VAPIC_POLL_IRQ, which does nothing.
 const HYPERCALL_POLL: u64 = 1;
+/// KVM_HC_SCHED_YIELD: the guest waits for another vCPU.
+const HYPERCALL_SCHED_YIELD: u64 = 11;
 /// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. The client's business, if it wants to hear of it.
 pub(crate) const HYPERCALL_MAP_GPA_RANGE: u32 = 12;
 /// The answer to a hypercall that does not exist (-KVM_ENOSYS).
@@ -51,24 +56,24 @@ impl VcpuMachine {
         vm: Arc<VmObject>,
         common: Shared<VcpuCommon>,
         base: u64,
-    ) -> Result<Self> {
-        let mut msrs = Vec::new();
-        msrs.try_reserve_exact(msr::STORED).map_err(no_memory)?;
-        Ok(VcpuMachine {
+    ) -> Self {
+        VcpuMachine {
             engine,
             vm,
             common,
             pages: PageCache::default(),
             cpuid: Vec::new(),
-            msrs,
+            msrs: Stored::default(),
             tsc_offset: 0,
             base,
             clock_version: 0,
             clock_changed: false,
+            clock_set: 0,
             guest_paused: false,
             wall_clock_wanted: false,
+            enforces_pv_features: false,
             memory_fault: None,
-        })
+        }
     }
 
     /// The stored value of an MSR, 0 if it was never written.
@@ -77,21 +82,17 @@ impl VcpuMachine {
     }
 
     pub(crate) fn stored(&self, index: u32) -> Option<u64> {
-        let found = self.msrs.iter().find(|(known, _)| *known == index);
-        found.map(|(_, value)| *value)
+        self.msrs.get(index)
     }
 
     pub(crate) fn store(&mut self, index: u32, value: u64) {
-        match self.msrs.iter_mut().find(|(known, _)| *known == index) {
-            Some((_, stored)) => *stored = value,
-            None => self.msrs.push((index, value)),
-        }
+        self.msrs.set(index, value);
     }
 
-    /// How many MSRs there is memory for.
-    #[cfg(test)]
-    pub(crate) fn msr_memory(&self) -> usize {
-        self.msrs.capacity()
+    /// Whether the guest may use the paravirtual feature with this bit.
+    pub(crate) fn has_pv_feature(&self, bit: u32) -> bool {
+        let features = || cpuid::lookup(&self.cpuid, cpuid::KVM_FEATURES_LEAF, 0)[0];
+        !self.enforces_pv_features || features() >> bit & 1 != 0
     }
 
     pub(crate) fn guest_tsc(&self) -> u64 {
@@ -170,18 +171,17 @@ impl VcpuMachine {
     pub(crate) fn write_clocks(&mut self) {
         if std::mem::take(&mut self.wall_clock_wanted) {
             let address = self.msr(index::KVM_WALL_CLOCK_NEW);
-            // The wall clock at the moment the VM's clock was zero. The client may have set that to anything: modulo 2^64.
-            let since_epoch = SystemTime::now()
-                .duration_since(SystemTime::UNIX_EPOCH)
-                .unwrap_or_default();
-            let start = (since_epoch.as_nanos() as u64).wrapping_sub(self.vm.clock.kvmclock());
+            // The host's clock at the moment the VM's clock was zero. The client may have set that to anything: modulo 2^64.
+            let start = clock::realtime().wrapping_sub(self.vm.clock.kvmclock());
             let mut page = [0; 12];
             page[0..4].copy_from_slice(&2u32.to_le_bytes());
             page[4..8].copy_from_slice(&((start / 1_000_000_000) as u32).to_le_bytes());
             page[8..12].copy_from_slice(&((start % 1_000_000_000) as u32).to_le_bytes());
             self.write_guest(address, &page);
         }
-        if std::mem::take(&mut self.clock_changed) {
+        let set = self.vm.clock.changes();
+        let was_set = std::mem::replace(&mut self.clock_set, set) != set;
+        if std::mem::take(&mut self.clock_changed) || was_set {
             let address = self.msr(index::KVM_SYSTEM_TIME_NEW);
             if address & 1 != 0 {
                 self.clock_version = self.clock_version.wrapping_add(2) & !1;
@@ -227,10 +227,34 @@ impl Machine for VcpuMachine {
         let end = Gpa(gpa).gfn().0.checked_add(pages);
         match nr {
             HYPERCALL_POLL => Some(0),
+            // Which vCPU is to run is left to the host.
+            HYPERCALL_SCHED_YIELD if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SCHED_YIELD) => {
+                std::thread::yield_now();
+                Some(0)
+            }
             _ if !map_gpa_range => Some(HYPERCALL_UNKNOWN),
             _ if Gpa(gpa).offset() != 0 || pages == 0 || end.is_none() => Some(HYPERCALL_INVALID),
             _ => None,
         }
+    }
+
+    fn hypercall_instruction(&mut self, which: HypercallInstruction) -> Hypercalls {
+        let native = match cpuid::host_is_amd() {
+            true => HypercallInstruction::Vmmcall,
+            false => HypercallInstruction::Vmcall,
+        };
+        match which == native {
+            true => Hypercalls::Executed,
+            false if self.vm.quirks.has(KVM_X86_QUIRK_FIX_HYPERCALL_INSN) => {
+                Hypercalls::Patched(native)
+            }
+            false => Hypercalls::Undefined,
+        }
+    }
+
+    fn has_monitor(&mut self) -> bool {
+        self.vm.quirks.has(KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS)
+            || cpuid::lookup(&self.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_MWAIT != 0
     }
 }
 

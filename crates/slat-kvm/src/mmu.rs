@@ -193,7 +193,8 @@ impl VcpuMachine {
             ac: true,
         };
         if paging.cr0 & control::CR0_PG == 0 {
-            return Some(gva & 0xffff_ffff);
+            // Not masked, as in KVM; its number for "no address" cannot be one.
+            return Some(gva).filter(|gpa| *gpa != u64::MAX);
         }
         let mut entered = Entered::enter(self);
         // Those from the last run may be void by now. The CPU's own are looked after by the attention word.

@@ -1,8 +1,11 @@
 //! Model-specific registers: which exist, what a write does. An unknown one is #GP for the guest and ends
 //! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
 
+use crate::cpuid;
+use crate::irq::lapic::Effect;
 use crate::machine::VcpuMachine;
 use crate::vcpu::Inner;
+use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
 use slat_x86::state::control;
 use slat_x86::{MsrFault, State};
 
@@ -86,9 +89,6 @@ pub const SAVED: &[u32] = &[
     EFER,
 ];
 
-/// The most MSRs that [`VcpuMachine::store`] is called for: those of [`write_machine`].
-pub(crate) const STORED: usize = 40;
-
 /// `KVM_GET_MSR_FEATURE_INDEX_LIST`: what can be asked of the system.
 pub const FEATURES: &[u32] = &[UCODE_REV];
 
@@ -103,8 +103,77 @@ const EFER_BITS: u64 =
     control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
 /// Performance monitoring and fast strings are there, MONITOR is not.
 const MISC_ENABLE_RESET: u64 = 1;
+/// There is no branch trace store and no PEBS: the guest cannot change that.
+const MISC_ENABLE_READ_ONLY: u64 = 1 << 11 | 1 << 12;
+const MISC_ENABLE_PERFMON: u64 = 1 << 7;
+const MISC_ENABLE_MWAIT: u64 = 1 << 18;
+const FEATURE_CONTROL_LOCKED: u64 = 1;
+/// What a client may restore: the lock, VMX in and outside SMX, SGX and who launches it, local machine checks.
+const FEATURE_CONTROL_BITS: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18 | 1 << 20;
 /// Eight variable ranges, fixed ranges, write-combining.
 const MTRR_CAP_VALUE: u64 = 8 | 1 << 8 | 1 << 10;
+
+/// The values of those MSRs that are nothing but a value.
+#[derive(Clone, Debug)]
+pub(crate) struct Stored([Option<u64>; Stored::LEN]);
+
+impl Stored {
+    const ONE_BY_ONE: [u32; 11] = [
+        FEATURE_CONTROL,
+        TSC_ADJUST,
+        PLATFORM_INFO,
+        MISC_FEATURES,
+        MCG_STATUS,
+        MISC_ENABLE,
+        DEBUGCTL,
+        MTRR_DEF_TYPE,
+        KVM_WALL_CLOCK_NEW,
+        KVM_SYSTEM_TIME_NEW,
+        AMD_HWCR,
+    ];
+    /// Those of the memory type ranges follow each other.
+    const RANGES: [(u32, u32); 4] = [
+        (MTRR_PHYS_FIRST, MTRR_PHYS_LAST),
+        (MTRR_FIX_64K, MTRR_FIX_64K),
+        (MTRR_FIX_16K, MTRR_FIX_16K_LAST),
+        (MTRR_FIX_4K, MTRR_FIX_4K_LAST),
+    ];
+    const LEN: usize = Self::ONE_BY_ONE.len() + 16 + 1 + 2 + 8;
+
+    fn place(index: u32) -> Option<usize> {
+        if let Some(place) = Self::ONE_BY_ONE.iter().position(|known| *known == index) {
+            return Some(place);
+        }
+        let mut place = Self::ONE_BY_ONE.len();
+        for (first, last) in Self::RANGES {
+            if (first..=last).contains(&index) {
+                return Some(place + (index - first) as usize);
+            }
+            place += (last - first) as usize + 1;
+        }
+        None
+    }
+
+    /// What was stored last, if anything was.
+    pub(crate) fn get(&self, index: u32) -> Option<u64> {
+        self.0[Self::place(index)?]
+    }
+
+    /// Stores a value.
+    ///
+    /// # Panics
+    /// If `index` is more than a value.
+    pub(crate) fn set(&mut self, index: u32, value: u64) {
+        let place = Self::place(index).expect("an MSR that is stored has a place");
+        self.0[place] = Some(value);
+    }
+}
+
+impl Default for Stored {
+    fn default() -> Self {
+        Stored([None; Self::LEN])
+    }
+}
 
 fn canonical(value: u64) -> Result<u64, MsrFault> {
     let extended = ((value << 16) as i64 >> 16) as u64;
@@ -170,14 +239,59 @@ pub(crate) fn write(inner: &mut Inner, index: u32, value: u64) -> Result<(), Msr
     }
 }
 
+/// The clock's old and new MSRs are features of their own.
+fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
+    let feature = match index {
+        KVM_WALL_CLOCK | KVM_SYSTEM_TIME => cpuid::KVM_FEATURE_CLOCKSOURCE,
+        KVM_WALL_CLOCK_NEW | KVM_SYSTEM_TIME_NEW => cpuid::KVM_FEATURE_CLOCKSOURCE2,
+        _ => return Ok(()),
+    };
+    match machine.has_pv_feature(feature) {
+        true => Ok(()),
+        false => Err(MsrFault),
+    }
+}
+
+/// IA32_MISC_ENABLE: two bits are read-only for a guest, one keeps its value, and one switches MONITOR and MWAIT, unless the
+/// VM has KVM's quirk.
+fn write_misc_enable(
+    machine: &mut VcpuMachine,
+    mut value: u64,
+    by_guest: bool,
+) -> Result<(), MsrFault> {
+    let old = machine.stored(MISC_ENABLE).unwrap_or(MISC_ENABLE_RESET);
+    if by_guest {
+        if (old ^ value) & MISC_ENABLE_READ_ONLY != 0 {
+            return Err(MsrFault);
+        }
+        value = value & !MISC_ENABLE_PERFMON | old & MISC_ENABLE_PERFMON;
+    }
+    let switches = (old ^ value) & MISC_ENABLE_MWAIT != 0;
+    if switches && !machine.vm.quirks.has(KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT) {
+        if cpuid::lookup(&machine.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_SSE3 == 0 {
+            return Err(MsrFault);
+        }
+        for entry in machine.cpuid.iter_mut().filter(|e| e.function == 1) {
+            if value & MISC_ENABLE_MWAIT != 0 {
+                entry.ecx |= cpuid::LEAF1_ECX_MWAIT;
+            } else {
+                entry.ecx &= !cpuid::LEAF1_ECX_MWAIT;
+            }
+        }
+    }
+    machine.store(MISC_ENABLE, value);
+    Ok(())
+}
+
 /// Reads an MSR that the CPU does not hold itself.
 pub(crate) fn read_machine(machine: &mut VcpuMachine, index: u32) -> Result<u64, MsrFault> {
     let now = machine.vm.clock.now();
+    check_pv_feature(machine, index)?;
     Ok(match index {
         TSC => machine.guest_tsc(),
         TSC_ADJUST => machine.msr(TSC_ADJUST),
         APIC_BASE => machine.apic_base(),
-        TSC_DEADLINE => machine.common.lapic().ok_or(MsrFault)?.tsc_deadline(),
+        TSC_DEADLINE => (machine.common.lapic()).map_or(0, |lapic| lapic.tsc_deadline()),
         X2APIC_FIRST..=X2APIC_LAST => machine
             .common
             .lapic()
@@ -210,6 +324,7 @@ pub(crate) fn write_machine(
     by_guest: bool,
 ) -> Result<(), MsrFault> {
     let now = machine.vm.clock.now();
+    check_pv_feature(machine, index)?;
     let only = |mask: u64| {
         if value & !mask == 0 {
             Ok(())
@@ -235,11 +350,9 @@ pub(crate) fn write_machine(
         APIC_BASE => machine.set_apic_base(value, by_guest)?,
         TSC_DEADLINE => {
             let tsc = machine.guest_tsc();
-            let effect = machine
-                .common
-                .lapic()
-                .ok_or(MsrFault)?
-                .set_tsc_deadline(value, tsc, now);
+            let effect = (machine.common.lapic()).map_or(Effect::None, |mut lapic| {
+                lapic.set_tsc_deadline(value, tsc, now)
+            });
             machine.carry_out(effect);
         }
         X2APIC_FIRST..=X2APIC_LAST => {
@@ -282,9 +395,19 @@ pub(crate) fn write_machine(
             only(0xc07)?;
             machine.store(index, value);
         }
-        MISC_ENABLE => machine.store(index, value),
+        MISC_ENABLE => write_misc_enable(machine, value, by_guest)?,
+        FEATURE_CONTROL => {
+            // A guest may lock it, once. There is nothing else in here that it could switch on.
+            if by_guest && machine.msr(FEATURE_CONTROL) & FEATURE_CONTROL_LOCKED != 0 {
+                return Err(MsrFault);
+            }
+            only(match by_guest {
+                true => FEATURE_CONTROL_LOCKED,
+                false => FEATURE_CONTROL_BITS,
+            })?;
+            machine.store(index, value);
+        }
         // What is not there may be switched off, not on.
-        FEATURE_CONTROL if !by_guest => only(0)?,
         MISC_FEATURES | DEBUGCTL | MCG_STATUS => only(0)?,
         // Three bits that old firmware sets have no effect; two are kept.
         AMD_HWCR => {
@@ -303,11 +426,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_msr_makes_a_vcpu_take_more_memory() {
+    fn every_msr_that_can_be_written_has_its_place() {
         let vm = crate::vm::VmObject::new(false).unwrap();
         let (vcpu, _fd) = vm.create_vcpu(0).unwrap();
         let mut inner = vcpu.lock().unwrap();
-        let memory = inner.machine.msr_memory();
         let known = [
             0..0x1000,
             0x4b56_4d00..0x4b56_4e00,
@@ -318,6 +440,5 @@ mod tests {
             .flatten()
             .filter(|index| write(&mut inner, *index, 0).is_ok());
         assert!(written.count() > 30);
-        assert_eq!(inner.machine.msr_memory(), memory);
     }
 }

@@ -147,6 +147,7 @@ pub(crate) fn disable_nx(vm: &Arc<EngineVm>) -> Result<()> {
     let without = WITHOUT_NX.get();
     let mut without = without.lock().unwrap_or_else(PoisonError::into_inner);
     without.retain(|vm| vm.strong_count() != 0);
+    crate::heap::reserve(&mut without, 1)?;
     without.push(Arc::downgrade(vm));
     let _ = vm.set_policy(NX_HUGE_PAGES, "off");
     Ok(())

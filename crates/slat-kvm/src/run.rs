@@ -327,6 +327,9 @@ impl VcpuObject {
             };
             if let Some(mut lapic) = common.lapic() {
                 lapic.reset();
+                if bootstrap && self.vm.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
+                    lapic.accept_external();
+                }
             }
         }
         if common
@@ -397,10 +400,14 @@ impl VcpuObject {
                 if write {
                     page.write_pio(&data[..len]);
                 }
-                inner.unfinished = if write {
-                    Unfinished::PortOut
-                } else {
+                let quirk = KVM_X86_QUIRK_OUT_7E_INC_RIP;
+                inner.unfinished = if !write {
                     Unfinished::PortIn(len)
+                } else if port == 0x7e && self.vm.quirks.has(quirk) {
+                    inner.cpu.complete_io(&[]);
+                    Unfinished::Nothing
+                } else {
+                    Unfinished::PortOut
                 };
             }
             Exit::Mmio {
@@ -410,6 +417,7 @@ impl VcpuObject {
                 data,
             } => {
                 if self.apic_access(inner, gpa, len, write, data)
+                    || self.apic_hole(inner, gpa, len, write)
                     || write && self.vm.coalesced.take(gpa, false, len, 1, &data)
                 {
                     return Ok(Next::Again);
@@ -515,6 +523,17 @@ impl VcpuObject {
             inner.cpu.complete_mmio_read(&answer[..len.into()]);
         }
         true
+    }
+
+    /// An access to where the APIC's page would be, if it is one and KVM's quirk answers it.
+    fn apic_hole(&self, inner: &mut Inner, gpa: u64, len: u8, write: bool) -> bool {
+        let lapic = self.common().lapic();
+        let hole = lapic.is_some_and(|lapic| lapic.is_hole(gpa))
+            && self.vm.quirks.has(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
+        if hole && !write {
+            inner.cpu.complete_mmio_read(&[0xff; 8][..len.into()]);
+        }
+        hole
     }
 
     /// What the client reads in `kvm_run` after every run, also after a failed one.

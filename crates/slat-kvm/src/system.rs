@@ -37,7 +37,10 @@ impl System {
     }
 
     /// `KVM_GET_SUPPORTED_CPUID`.
-    pub fn supported_cpuid(&self) -> Vec<kvm_cpuid_entry2> {
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn supported_cpuid(&self) -> Result<Vec<kvm_cpuid_entry2>> {
         cpuid::supported()
     }
 

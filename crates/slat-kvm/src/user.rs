@@ -4,6 +4,7 @@
 //! valid, which [`Plain`] promises.
 
 use crate::errno::{Result, fail};
+use crate::heap;
 use kvm_bindings::*;
 
 /// Bytes that are copied at a time.
@@ -74,20 +75,22 @@ pub fn read<T: Plain>(address: u64) -> Result<T> {
 /// Reads `count` values from `address` on.
 ///
 /// # Errors
-/// `EFAULT` when the memory cannot be read.
+/// `EFAULT` when the memory cannot be read, `ENOMEM`.
 pub fn read_vec<T: Plain>(address: u64, count: usize) -> Result<Vec<T>> {
     let step = size_of::<T>() as u64;
-    (0..count as u64)
-        .map(|i| read(address.wrapping_add(i * step)))
-        .collect()
+    let mut values = heap::with_room(count)?;
+    for i in 0..count as u64 {
+        values.push(read(address.wrapping_add(i * step))?);
+    }
+    Ok(values)
 }
 
 /// Reads `count` words from `address` on, in one piece.
 ///
 /// # Errors
-/// `EFAULT` when the memory cannot be read.
+/// `EFAULT` when the memory cannot be read, `ENOMEM`.
 pub fn read_words(address: u64, count: usize) -> Result<Vec<u64>> {
-    let mut words = vec![0u64; count];
+    let mut words = heap::zeroes(count)?;
     // SAFETY: the bytes of a live vector; every bit pattern is a value.
     let bytes = unsafe {
         std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), count * size_of::<u64>())

@@ -3,6 +3,7 @@
 use crate::call::Call;
 use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail, no_memory};
+use crate::heap;
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};
 use crate::machine::VcpuMachine;
 use crate::process::PerProcess;
@@ -222,7 +223,13 @@ impl VcpuObject {
             id,
             client: Client::register(attention.clone())?,
             attention,
-            lapic: irqchip.then(|| Mutex::new(Lapic::new(id, bootstrap, vm.tsc_khz().into()))),
+            lapic: irqchip.then(|| {
+                let mut lapic = Lapic::new(id, bootstrap, vm.tsc_khz().into());
+                if bootstrap && vm.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
+                    lapic.accept_external();
+                }
+                Mutex::new(lapic)
+            }),
             signals: AtomicU32::new(0),
             sipi_vector: AtomicU32::new(0),
             runner: AtomicUsize::new(0),
@@ -230,7 +237,7 @@ impl VcpuObject {
         })
         .map_err(no_memory)?;
         let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
-        let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base)?;
+        let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base);
         let waiting = irqchip && !bootstrap;
         let vcpu = Shared::try_new(VcpuObject {
             common: common.clone(),
@@ -417,9 +424,9 @@ impl VcpuObject {
     /// `KVM_GET_CPUID2`.
     ///
     /// # Errors
-    /// `EIO`.
+    /// `EIO`, `ENOMEM`.
     pub fn get_cpuid(&self) -> Result<Vec<kvm_cpuid_entry2>> {
-        Ok(self.lock()?.machine.cpuid.clone())
+        heap::copy_of(&self.lock()?.machine.cpuid)
     }
 
     /// `KVM_SET_CPUID2`.
@@ -635,6 +642,19 @@ impl VcpuObject {
             usermode: 0,
             pad: [0; 5],
         })
+    }
+
+    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`.
+    ///
+    /// # Errors
+    /// `EINVAL` for any other, and for flags.
+    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
+        let mut inner = self.lock()?;
+        if cap.flags != 0 || cap.cap != KVM_CAP_ENFORCE_PV_FEATURE_CPUID {
+            return fail(libc::EINVAL);
+        }
+        inner.machine.enforces_pv_features = cap.args[0] != 0;
+        Ok(())
     }
 
     /// `KVM_KVMCLOCK_CTRL`: the guest is told that it was paused.

@@ -7,7 +7,9 @@ use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::guest_memfd::PrivateMemory;
 use crate::irq::lapic::Icr;
+use crate::quirks::Quirks;
 use crate::run_page::RunPage;
+use crate::thread::bits;
 use crate::vcpu::{VcpuCommon, VcpuObject};
 use crate::{caps, clock, notify, parameters, policy, recovery, report, vcpu};
 use kvm_bindings::*;
@@ -34,6 +36,7 @@ pub struct VmObject {
     /// `KVM_X86_SW_PROTECTED_VM`: its memory can be private.
     protected: bool,
     pub(crate) private: PrivateMemory,
+    pub(crate) quirks: Quirks,
     /// The hypercalls that the client answers, a bit each.
     hypercall_exits: AtomicU64,
 }
@@ -73,6 +76,7 @@ impl VmObject {
             coalesced: Coalesced::new()?,
             protected,
             private: PrivateMemory::default(),
+            quirks: Quirks::default(),
             hypercall_exits: AtomicU64::new(0),
         }))
     }
@@ -201,7 +205,8 @@ impl VmObject {
         Ok((vcpu, fd))
     }
 
-    /// `KVM_CREATE_IRQCHIP`: a local APIC for every vCPU made from now on.
+    /// `KVM_CREATE_IRQCHIP`: a local APIC for every vCPU made from now on. There is neither IOAPIC nor 8259, so that
+    /// `KVM_CAP_IRQCHIP` is not claimed.
     ///
     /// # Errors
     /// `EEXIST` when there is one already, `EINVAL` when there are vCPUs already.
@@ -237,22 +242,33 @@ impl VmObject {
     /// `EIO` in a forked child.
     pub fn get_clock(&self) -> Result<kvm_clock_data> {
         let _call = self.begin()?;
+        let now = self.clock.read();
         Ok(kvm_clock_data {
-            clock: self.clock.kvmclock(),
+            clock: now.clock,
+            flags: caps::CLOCK_FLAGS,
+            realtime: now.realtime,
+            host_tsc: now.host_tsc,
             ..Default::default()
         })
     }
 
-    /// `KVM_SET_CLOCK`.
+    /// `KVM_SET_CLOCK`. With `KVM_CLOCK_REALTIME`, the clock goes on from `data.realtime`.
     ///
     /// # Errors
-    /// `EINVAL` for flags.
+    /// `EINVAL` for unknown flags.
     pub fn set_clock(&self, data: &kvm_clock_data) -> Result<()> {
         let _call = self.begin()?;
-        if data.flags != 0 {
+        if data.flags & !caps::CLOCK_FLAGS != 0 {
             return fail(libc::EINVAL);
         }
-        self.clock.set_kvmclock(data.clock);
+        let since = match data.flags & KVM_CLOCK_REALTIME {
+            0 => 0,
+            // Never back.
+            _ => clock::realtime().saturating_sub(data.realtime),
+        };
+        self.clock.set_kvmclock(data.clock.wrapping_add(since));
+        self.engine
+            .visit_attention(&mut |attention| attention.raise(bits::RETRY));
         Ok(())
     }
 
@@ -320,9 +336,7 @@ impl VmObject {
             return fail(libc::EINVAL);
         }
         match cap.cap {
-            KVM_CAP_DISABLE_QUIRKS2 if cap.args[0] & !u64::from(caps::DISABLED_QUIRKS) == 0 => {
-                Ok(())
-            }
+            KVM_CAP_DISABLE_QUIRKS2 => self.quirks.disable(cap.args[0]),
             KVM_CAP_MAX_VCPU_ID => self.limit_vcpu_ids(cap.args[0]),
             KVM_CAP_VM_DISABLE_NX_HUGE_PAGES if cap.args[0] == 0 => {
                 self.before_vcpus(|| parameters::disable_nx(&self.engine))

@@ -55,7 +55,9 @@ pub use blocks::CODE_BYTES;
 pub use cpu::Cpu;
 pub use decode::DECODER_BYTES;
 pub use heap::OutOfMemory;
-pub use machine::{Access, Exit, Fault, HostPage, Machine, Mmu, MsrFault, Paging};
+pub use machine::{
+    Access, Exit, Fault, HostPage, HypercallInstruction, Hypercalls, Machine, Mmu, MsrFault, Paging,
+};
 pub use mmio::INPUT_BYTES;
 pub use state::{Events, Exception, F80, Segment, State, Table};
 

@@ -96,6 +96,44 @@ pub trait Machine: Mmu {
     /// VMCALL or VMMCALL at CPL 0: number and four arguments, answers RAX. `None`: the answer comes from outside, the run
     /// ends with [`Exit::Hypercall`].
     fn hypercall(&mut self, nr: u64, args: [u64; 4]) -> Option<u64>;
+    /// What this machine makes of VMCALL or VMMCALL.
+    fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
+        Hypercalls::Executed
+    }
+    /// Whether MONITOR and MWAIT exist: then they do nothing, otherwise they are #UD.
+    fn has_monitor(&mut self) -> bool {
+        true
+    }
+}
+
+/// An instruction that calls the hypervisor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HypercallInstruction {
+    /// Intel's.
+    Vmcall,
+    /// AMD's.
+    Vmmcall,
+}
+
+impl HypercallInstruction {
+    /// Its bytes.
+    pub fn bytes(self) -> [u8; 3] {
+        match self {
+            HypercallInstruction::Vmcall => [0x0f, 0x01, 0xc1],
+            HypercallInstruction::Vmmcall => [0x0f, 0x01, 0xd9],
+        }
+    }
+}
+
+/// What becomes of an instruction that calls the hypervisor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hypercalls {
+    /// It is executed.
+    Executed,
+    /// This one is written over it, and executed.
+    Patched(HypercallInstruction),
+    /// #UD.
+    Undefined,
 }
 
 /// Why a run ended.

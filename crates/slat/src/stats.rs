@@ -28,6 +28,9 @@ macro_rules! counters {
         }
 
         impl Stats {
+            /// The name of every counter, in the order of [`Stats::iter`].
+            pub const NAMES: &[&str] = &[$(stringify!($name),)*];
+
             /// Name and value of every counter, in a fixed order.
             pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($name), self.$name),)*].into_iter()

@@ -2,21 +2,21 @@
 
 use crate::errno::Result;
 use crate::stats::StatsObject;
+use slat::Shared;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 
 /// The statistics of a VM or a vCPU in KVM's binary format (`KVM_GET_STATS_FD`, which kvm-ioctls does not have).
 #[derive(Debug)]
 pub struct StatsFd {
-    stats: Arc<StatsObject>,
+    stats: Shared<StatsObject>,
     file: File,
 }
 
 impl StatsFd {
-    pub(super) fn new((stats, fd): (Arc<StatsObject>, OwnedFd)) -> Self {
+    pub(super) fn new((stats, fd): (Shared<StatsObject>, OwnedFd)) -> Self {
         StatsFd {
             stats,
             file: fd.into(),

@@ -89,7 +89,7 @@ impl Kvm {
     /// # Errors
     /// `ENOMEM` for more than `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when there is not room for all entries.
     pub fn get_supported_cpuid(&self, num_entries: usize) -> Result<CpuId> {
-        cpuid(&self.system.supported_cpuid(), num_entries)
+        cpuid(&self.system.supported_cpuid()?, num_entries)
     }
 
     /// `KVM_GET_MSR_INDEX_LIST`.

@@ -79,7 +79,7 @@ impl VcpuFd {
     /// # Errors
     /// `EINVAL` for a change after the first run.
     pub fn set_cpuid2(&self, cpuid: &CpuId) -> Result<()> {
-        self.vcpu.set_cpuid(cpuid.as_slice().to_vec())
+        self.vcpu.set_cpuid(crate::heap::copy_of(cpuid.as_slice())?)
     }
 
     /// `KVM_GET_CPUID2`.
@@ -97,12 +97,12 @@ impl VcpuFd {
         CpuId::from_entries(&table).map_err(|_| Error::new(libc::ENOMEM))
     }
 
-    /// `KVM_ENABLE_CAP` of a vCPU: there is none.
+    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`.
     ///
     /// # Errors
-    /// `EINVAL`.
-    pub fn enable_cap(&self, _cap: &kvm_enable_cap) -> Result<()> {
-        fail(libc::EINVAL)
+    /// `EINVAL` for any other, and for flags.
+    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
+        self.vcpu.enable_cap(cap)
     }
 
     /// `KVM_GET_LAPIC`.

@@ -110,7 +110,7 @@ impl VmFd {
     /// `KVM_SET_CLOCK`.
     ///
     /// # Errors
-    /// `EINVAL` for flags.
+    /// `EINVAL` for unknown flags.
     pub fn set_clock(&self, clock: &kvm_clock_data) -> Result<()> {
         self.vm.set_clock(clock)
     }

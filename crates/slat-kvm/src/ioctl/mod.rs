@@ -32,7 +32,7 @@ pub enum Object {
     /// What `KVM_CREATE_VCPU` gave.
     Vcpu(Shared<VcpuObject>),
     /// What `KVM_GET_STATS_FD` gave.
-    Stats(Arc<StatsObject>),
+    Stats(slat::Shared<StatsObject>),
     /// What `KVM_CREATE_GUEST_MEMFD` gave.
     GuestMemfd(Arc<GuestMemfd>),
     /// A module parameter, opened for writing.

@@ -72,6 +72,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
             let (stats, fd) = VcpuObject::stats(vcpu)?;
             return Ok(Answer::Created(Object::Stats(stats), fd));
         }
+        KVM_ENABLE_CAP => vcpu.enable_cap(&user::read(argument)?)?,
         KVM_KVMCLOCK_CTRL => vcpu.kvmclock_ctrl()?,
         // As KVM's for x86, in contrast to a VM's.
         _ => return fail(libc::EINVAL),

@@ -45,6 +45,8 @@ pub mod reg {
 }
 
 const LVT_MASKED: u32 = 1 << 16;
+/// Delivery mode ExtINT.
+const LVT_EXTINT: u32 = 7 << 8;
 const SVR_ENABLED: u32 = 1 << 8;
 /// Bits that must be 0 in an x2APIC's ICR.
 const X2APIC_ICR_RESERVED: u64 = 0xfff3_2000;
@@ -154,6 +156,11 @@ impl Lapic {
         self.tsc_deadline = 0;
     }
 
+    /// Opens LINT0 for the interrupts of an 8259, as firmware would. KVM does that after the reset of the bootstrap processor.
+    pub fn accept_external(&mut self) {
+        self.set(reg::LVT_LINT0, LVT_EXTINT);
+    }
+
     fn get(&self, offset: u32) -> u32 {
         self.regs[(offset >> 4) as usize]
     }
@@ -206,6 +213,11 @@ impl Lapic {
             }
         }
         Ok(())
+    }
+
+    /// Whether `gpa` is in the page of the registers, which are no memory now.
+    pub fn is_hole(&self, gpa: u64) -> bool {
+        self.page().is_none() && gpa & !0xfff == self.base & 0x000f_ffff_ffff_f000
     }
 
     /// Whether the registers are MSRs now.

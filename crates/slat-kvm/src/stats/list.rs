@@ -4,6 +4,8 @@
 //! that knows KVM's names finds them and passes over the others.
 
 use super::exits::{BUCKETS, Exits};
+use crate::errno::Result;
+use crate::heap;
 use kvm_bindings::*;
 use slat::Stats;
 
@@ -109,12 +111,11 @@ fn never(&(name, kind): &(&'static str, Kind)) -> Entry {
 
 /// The engine's statistics that `wanted` names.
 fn of_engine(wanted: impl Fn(&str) -> bool) -> impl Iterator<Item = Entry> {
-    let all = Stats::default();
-    let names: Vec<_> = all.iter().map(|(name, _)| name).enumerate().collect();
-    let wanted = names.into_iter().filter(move |(_, name)| wanted(name));
+    let all = Stats::NAMES.iter().enumerate();
+    let wanted = all.filter(move |(_, name)| wanted(name));
     wanted.map(|(index, name)| Entry {
         name,
-        kind: if GAUGES.contains(&name) {
+        kind: if GAUGES.contains(name) {
             Kind::Gauge
         } else {
             Kind::Counter
@@ -123,17 +124,23 @@ fn of_engine(wanted: impl Fn(&str) -> bool) -> impl Iterator<Item = Entry> {
     })
 }
 
-pub(super) fn of_vm() -> Vec<Entry> {
-    let known = of_engine(|name| VM.contains(&name));
-    let more = of_engine(|name| !VM.contains(&name));
-    known
-        .chain(NEVER_VM.iter().map(never))
-        .chain(more)
-        .collect()
+/// The statistics of a VM.
+///
+/// # Errors
+/// `ENOMEM`.
+pub(super) fn of_vm() -> Result<Vec<Entry>> {
+    let mut list = heap::with_room(Stats::NAMES.len() + NEVER_VM.len())?;
+    list.extend(of_engine(|name| VM.contains(&name)));
+    list.extend(NEVER_VM.iter().map(never));
+    list.extend(of_engine(|name| !VM.contains(&name)));
+    Ok(list)
 }
 
-pub(super) fn of_vcpu() -> Vec<Entry> {
-    let known = of_engine(|name| VCPU.contains(&name));
+/// The statistics of a vCPU.
+///
+/// # Errors
+/// `ENOMEM`.
+pub(super) fn of_vcpu() -> Result<Vec<Entry>> {
     let exits = Exits::NAMES.iter().enumerate().map(|(index, name)| Entry {
         name,
         kind: if name.ends_with("_ns") {
@@ -155,14 +162,17 @@ pub(super) fn of_vcpu() -> Vec<Entry> {
             source: Source::Blocking,
         },
     ];
+    let most = Stats::NAMES.len() + Exits::NAMES.len() + halts.len() + NEVER_VCPU.len();
+    let mut list = heap::with_room(most)?;
+    list.extend(of_engine(|name| VCPU.contains(&name)));
+    list.extend(exits);
+    list.extend(halts);
+    list.extend(NEVER_VCPU.iter().map(never));
     // What is the VM's is no vCPU's: of a gauge, one vCPU's share says nothing.
-    let more = of_engine(|name| !VM.contains(&name) && !VCPU.contains(&name));
-    known
-        .chain(exits)
-        .chain(halts)
-        .chain(NEVER_VCPU.iter().map(never))
-        .chain(more)
-        .collect()
+    list.extend(of_engine(|name| {
+        !VM.contains(&name) && !VCPU.contains(&name)
+    }));
+    Ok(list)
 }
 
 impl Entry {
@@ -217,7 +227,7 @@ mod tests {
 
     #[test]
     fn names_are_found_and_found_once() {
-        for (list, wanted) in [(of_vm(), VM), (of_vcpu(), VCPU)] {
+        for (list, wanted) in [(of_vm().unwrap(), VM), (of_vcpu().unwrap(), VCPU)] {
             let names: BTreeSet<_> = list.iter().map(|entry| entry.name).collect();
             assert_eq!(names.len(), list.len());
             for name in wanted {
@@ -229,7 +239,7 @@ mod tests {
     #[test]
     fn an_entry_gives_as_many_values_as_it_says() {
         let exits = Exits::default();
-        for entry in of_vcpu() {
+        for entry in of_vcpu().unwrap() {
             let mut given = 0;
             entry.values(&Stats::default(), Some(&exits), |_| given += 1);
             assert_eq!(given, entry.len(), "{}", entry.name);

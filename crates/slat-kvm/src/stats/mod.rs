@@ -9,12 +9,16 @@ mod list;
 
 pub(crate) use exits::Exits;
 
-use crate::errno::{Result, fail};
+use crate::errno::{Result, fail, no_memory};
+use crate::heap;
 use crate::run_page::{Shared, memfd, seal};
 use crate::vcpu::VcpuObject;
 use crate::vm::VmObject;
 use kvm_bindings::*;
 use list::Entry;
+use slat::Shared as Owner;
+use std::fmt;
+use std::io::Write as _;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -47,11 +51,11 @@ impl VmObject {
     /// `KVM_GET_STATS_FD` of a VM.
     ///
     /// # Errors
-    /// `EIO` in a forked child, what the host answers to making the file.
-    pub fn stats(self: &Arc<Self>) -> Result<(Arc<StatsObject>, OwnedFd)> {
+    /// `EIO` in a forked child, `ENOMEM`, what the host answers to making the file.
+    pub fn stats(self: &Arc<Self>) -> Result<(Owner<StatsObject>, OwnedFd)> {
         let _call = self.begin()?;
-        let name = format!("kvm-{}", std::process::id());
-        StatsObject::new(Of::Vm(self.clone()), &name, list::of_vm())
+        let name = format_args!("kvm-{}", std::process::id());
+        StatsObject::new(Of::Vm(self.clone()), name, list::of_vm()?)
     }
 }
 
@@ -59,16 +63,20 @@ impl VcpuObject {
     /// `KVM_GET_STATS_FD` of a vCPU.
     ///
     /// # Errors
-    /// `EIO` in a forked child, what the host answers to making the file.
-    pub fn stats(vcpu: &slat::Shared<Self>) -> Result<(Arc<StatsObject>, OwnedFd)> {
+    /// `EIO` in a forked child, `ENOMEM`, what the host answers to making the file.
+    pub fn stats(vcpu: &Owner<Self>) -> Result<(Owner<StatsObject>, OwnedFd)> {
         let _call = vcpu.vm.begin()?;
-        let name = format!("kvm-{}/vcpu-{}", std::process::id(), vcpu.common().id);
-        StatsObject::new(Of::Vcpu(vcpu.clone()), &name, list::of_vcpu())
+        let name = format_args!("kvm-{}/vcpu-{}", std::process::id(), vcpu.common().id);
+        StatsObject::new(Of::Vcpu(vcpu.clone()), name, list::of_vcpu()?)
     }
 }
 
 impl StatsObject {
-    fn new(of: Of, name: &str, entries: Vec<Entry>) -> Result<(Arc<Self>, OwnedFd)> {
+    fn new(
+        of: Of,
+        name: fmt::Arguments<'_>,
+        entries: Vec<Entry>,
+    ) -> Result<(Owner<Self>, OwnedFd)> {
         let data = HEADER + NAME_SIZE + entries.len() * DESCRIPTOR;
         let values: usize = entries.iter().map(Entry::len).sum();
         let size = data + values * size_of::<u64>();
@@ -76,7 +84,7 @@ impl StatsObject {
         let file = Shared::map(&fd, 0, size)?;
         // Who has the descriptor may read; the mapping above stays writable.
         seal(&fd, libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_SEAL)?;
-        let mut bytes = Vec::with_capacity(data);
+        let mut bytes = heap::with_room(data)?;
         let header = [
             0,
             NAME_SIZE,
@@ -90,18 +98,19 @@ impl StatsObject {
         let mut offset = 0;
         for entry in &entries {
             entry.describe(&mut bytes, offset as u32);
-            push_name(&mut bytes, entry.name);
+            push_name(&mut bytes, format_args!("{}", entry.name));
             offset += entry.len() * size_of::<u64>();
         }
         assert_eq!(bytes.len(), data, "the layout is what the header says");
         // SAFETY: the mapping is new, and larger than that.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), file.start(), bytes.len()) };
-        let stats = Arc::new(StatsObject {
+        let stats = Owner::try_new(StatsObject {
             of,
             entries,
             file,
             data,
-        });
+        })
+        .map_err(no_memory)?;
         stats.refresh();
         Ok((stats, fd))
     }
@@ -164,10 +173,13 @@ impl StatsObject {
     }
 }
 
-fn push_name(bytes: &mut Vec<u8>, name: &str) {
-    let end = bytes.len() + NAME_SIZE;
-    bytes.extend_from_slice(&name.as_bytes()[..name.len().min(NAME_SIZE - 1)]);
-    bytes.resize(end, 0);
+/// Appends a name, as much of it as there is room for, and zeroes. `bytes` has the room.
+fn push_name(bytes: &mut Vec<u8>, name: fmt::Arguments<'_>) {
+    let start = bytes.len();
+    bytes.resize(start + NAME_SIZE, 0);
+    let mut room = &mut bytes[start..start + NAME_SIZE - 1];
+    // What does not fit is cut off.
+    let _ = room.write_fmt(name);
 }
 
 const _: () = assert!((HEADER + NAME_SIZE).is_multiple_of(8) && DESCRIPTOR.is_multiple_of(8));

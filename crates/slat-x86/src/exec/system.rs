@@ -2,7 +2,7 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::machine::Exit;
+use crate::machine::{Exit, HypercallInstruction, Hypercalls};
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::state::{control::*, flags};
 use iced_x86::{Instruction, Mnemonic, OpKind};
@@ -406,7 +406,11 @@ fn privileged_nop(cpu: &mut Cpu, _: &Op) -> Flow {
     cpu.privileged()
 }
 fn monitor(cpu: &mut Cpu, _: &Op) -> Flow {
-    if cpu.cpl == 0 { Ok(()) } else { Err(cpu.ud()) }
+    if cpu.cpl == 0 && cpu.machine().has_monitor() {
+        Ok(())
+    } else {
+        Err(cpu.ud())
+    }
 }
 /// The line is not flushed, but the access is checked as a load.
 fn touch(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -420,6 +424,23 @@ fn serialize(_: &mut Cpu, _: &Op) -> Flow {
     Err(Break::End)
 }
 
+fn vmcall(cpu: &mut Cpu, op: &Op) -> Flow {
+    hypercall_by(cpu, op, HypercallInstruction::Vmcall)
+}
+fn vmmcall(cpu: &mut Cpu, op: &Op) -> Flow {
+    hypercall_by(cpu, op, HypercallInstruction::Vmmcall)
+}
+fn hypercall_by(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
+    match cpu.machine().hypercall_instruction(which) {
+        Hypercalls::Executed => hypercall(cpu, op),
+        Hypercalls::Undefined => Err(cpu.ud()),
+        Hypercalls::Patched(by) => {
+            let at = cpu.state.cs.base.wrapping_add(cpu.rip_of(op));
+            cpu.store_bytes(at, &by.bytes())?;
+            Err(Break::Retry)
+        }
+    }
+}
 fn hypercall(cpu: &mut Cpu, op: &Op) -> Flow {
     let wide = cpu.is_64();
     let get = |cpu: &Cpu, r: usize| {
@@ -505,7 +526,8 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         Clflush | Clflushopt | Clwb => touch,
         Mfence | Lfence | Sfence => barrier,
         Serialize => serialize,
-        Vmcall | Vmmcall => hypercall,
+        Vmcall => vmcall,
+        Vmmcall => vmmcall,
         Rdrand | Rdseed => by_size!(op.size, random),
         _ => return None,
     })

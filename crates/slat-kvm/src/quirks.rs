@@ -1,0 +1,48 @@
+//! Quirks: what KVM does differently from hardware until the client disables it (`KVM_CAP_DISABLE_QUIRKS2`).
+//!
+//! | quirk | where it is honoured |
+//! |---|---|
+//! | `LINT0_REENABLED` | the bootstrap processor's APIC after reset ([`crate::irq::lapic::Lapic::accept_external`]) |
+//! | `LAPIC_MMIO_HOLE`, `OUT_7E_INC_RIP` | exits (`run`) |
+//! | `MISC_ENABLE_NO_MWAIT` | the MSR (`msr`) |
+//! | `FIX_HYPERCALL_INSN`, `MWAIT_NEVER_UD_FAULTS` | the CPU's machine (`machine`) |
+//! | `CD_NW_CLEARED`, `SLOT_ZAP_ALL` | nowhere: a guest sees no cache, and a slot that goes takes its own leaves only |
+
+use crate::errno::{Result, fail};
+use kvm_bindings::*;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What `KVM_CHECK_EXTENSION` answers.
+pub const SUPPORTED: u32 = KVM_X86_QUIRK_LINT0_REENABLED
+    | KVM_X86_QUIRK_CD_NW_CLEARED
+    | KVM_X86_QUIRK_LAPIC_MMIO_HOLE
+    | KVM_X86_QUIRK_OUT_7E_INC_RIP
+    | KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT
+    | KVM_X86_QUIRK_FIX_HYPERCALL_INSN
+    | KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS
+    | KVM_X86_QUIRK_SLOT_ZAP_ALL;
+
+/// The quirks of a VM.
+#[derive(Debug, Default)]
+pub(crate) struct Quirks {
+    disabled: AtomicU64,
+}
+
+impl Quirks {
+    /// Whether the VM has this quirk.
+    pub(crate) fn has(&self, quirk: u32) -> bool {
+        self.disabled.load(Ordering::Relaxed) & u64::from(quirk) == 0
+    }
+
+    /// Disables quirks, for good.
+    ///
+    /// # Errors
+    /// `EINVAL` for one that does not exist.
+    pub(crate) fn disable(&self, quirks: u64) -> Result<()> {
+        if quirks & !u64::from(SUPPORTED) != 0 {
+            return fail(libc::EINVAL);
+        }
+        self.disabled.fetch_or(quirks, Ordering::Relaxed);
+        Ok(())
+    }
+}
