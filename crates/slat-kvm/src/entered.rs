@@ -1,6 +1,8 @@
 //! A vCPU inside the engine, where flushes and slot changes wait for it: it must come out, also when its thread panics.
 
 use crate::engine::EngineVcpu;
+use crate::process::Birth;
+use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 
 /// Keeps the engine's vCPU in `T` entered until this is dropped.
@@ -41,14 +43,18 @@ pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     result
 }
 
-/// The number by which this thread can be kicked.
+/// The number by which this thread can be kicked. A forked child's thread has another than the one it is a copy of.
 fn thread_id() -> usize {
     thread_local! {
-        static ID: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+        static ID: Cell<Option<(Birth, usize)>> = const { Cell::new(None) };
     }
-    if ID.get() == 0 {
-        // SAFETY: plain system call.
-        ID.set(unsafe { libc::syscall(libc::SYS_gettid) } as usize);
+    match ID.get() {
+        Some((birth, id)) if birth.is_here() => id,
+        _ => {
+            // SAFETY: plain system call.
+            let id = unsafe { libc::syscall(libc::SYS_gettid) } as usize;
+            ID.set(Some((Birth::here(), id)));
+            id
+        }
     }
-    ID.get()
 }

@@ -8,6 +8,11 @@ use slat_kvm::thread::Section;
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 use std::sync::Once;
 
+/// The system calls of a vCPU thread while the guest runs: waiting and kicks, signals, memory for tables and code, what the host
+/// maps where.
+const NEEDED: &str = "futex, sched_yield, clock_nanosleep, rt_sigprocmask, rt_sigpending, rt_sigreturn, rt_tgsigqueueinfo, getpid, \
+                      getuid, gettid, mmap, munmap, mremap, mincore, openat, pread64, fcntl, ioctl (PROCMAP_QUERY), close and write";
+
 /// Says once what a seccomp filter has to let through.
 fn seccomp_comes() {
     static ONCE: Once = Once::new();
@@ -17,9 +22,7 @@ fn seccomp_comes() {
     let _section = Section::enter();
     ONCE.call_once(|| {
         slat_kvm::report::say(format_args!(
-            "a seccomp filter is being installed; vCPU threads need futex, rt_sigreturn, rt_sigprocmask, rt_sigpending, rt_tgsigqueueinfo, tgkill, \
-             getpid, getuid, gettid, mmap, munmap, madvise, openat, read, close, ioctl, sched_yield, clock_nanosleep, clock_gettime, \
-             memfd_create, ftruncate and write"
+            "a seccomp filter is being installed; vCPU threads need {NEEDED}"
         ));
     });
 }

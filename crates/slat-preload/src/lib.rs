@@ -22,9 +22,7 @@
 //! | `indirect` | syscall, prctl |
 //!
 //! # What it needs
-//! A vCPU thread makes these system calls while the guest runs: `futex`, `rt_sigreturn`, `rt_sigprocmask`, `rt_sigpending`,
-//! `rt_tgsigqueueinfo`, `tgkill`, `getpid`, `getuid`, `gettid`, `mmap`, `munmap`, `madvise`, `openat`, `read`, `close`, `ioctl` (PROCMAP_QUERY), `sched_yield`,
-//! `clock_nanosleep`, `clock_gettime`, `memfd_create`, `ftruncate`, `write`. A seccomp filter that lacks one of them ends the
+//! A vCPU thread makes system calls while the guest runs; `indirect` lists them. A seccomp filter that lacks one of them ends the
 //! program or makes a run fail; when a program installs a filter, that is said once on standard error.
 //!
 //! Statically linked programs do not load libraries: they use the crate `slat-kvm`.
