@@ -18,8 +18,9 @@ use crate::op::Break;
 use std::collections::HashMap;
 use std::ptr::NonNull;
 
-/// The most bytes that the kept blocks of one CPU and their index take of the heap.
-pub const CODE_BYTES: usize = 16 << 20;
+/// The most bytes that the kept blocks of one CPU and their index take of the heap: about 40,000 blocks of six instructions,
+/// or 9,000 of the longest.
+pub const CODE_BYTES: usize = 24 << 20;
 /// Entries of the direct-mapped front table.
 const FRONT: usize = 4096;
 /// Bits of [`Seen`].
