@@ -343,35 +343,28 @@ impl Cpu {
         } else {
             code.dpl()
         };
-        let mut words = vec![];
-        words.extend(error);
-        words.push(return_rip as u32);
-        words.push(u32::from(self.state.cs.selector));
-        words.push(self.flags() as u32);
+        let mut frame = Frame::new(wide);
+        if let Some(error) = error {
+            frame.push(error);
+        }
+        frame.push(return_rip as u32);
+        frame.push(self.state.cs.selector.into());
+        frame.push(self.flags() as u32);
         let (esp, ss) = if cpl == self.cpl {
             (self.state.gpr[4], self.state.ss)
         } else {
-            words.push(self.state.gpr[4] as u32);
-            words.push(u32::from(self.state.ss.selector));
+            frame.push(self.state.gpr[4] as u32);
+            frame.push(self.state.ss.selector.into());
             let tss = self.state.tr.base.wrapping_add(4 + 8 * u64::from(cpl));
             let (esp, ss) =
                 self.as_system(|cpu| Ok((cpu.load::<u32>(tss)?, cpu.load::<u16>(tss + 4)?)))?;
             let descriptor = self.descriptor(ss, vector::TS)?;
             (u64::from(esp), descriptor.segment(ss))
         };
-        let bytes: Vec<u8> = words
-            .iter()
-            .flat_map(|w| {
-                if wide {
-                    w.to_le_bytes().to_vec()
-                } else {
-                    (*w as u16).to_le_bytes().to_vec()
-                }
-            })
-            .collect();
+        let bytes = frame.bytes();
         let mask = if ss.big() { 0xffff_ffff } else { 0xffff };
         let new = esp.wrapping_sub(bytes.len() as u64) & mask;
-        self.push_frame(ss.base.wrapping_add(new) & 0xffff_ffff, &bytes, cpl)?;
+        self.push_frame(ss.base.wrapping_add(new) & 0xffff_ffff, bytes, cpl)?;
         self.state.gpr[4] = esp & !mask | new;
         self.state.ss = ss;
         self.state.cs = Descriptor(code.0 | 1 << 40).segment(selector & !3 | u16::from(cpl));
@@ -405,5 +398,33 @@ impl Cpu {
         self.state.rflags &= !(flags::TF | flags::IF | flags::AC | flags::RF);
         self.refresh();
         Ok(())
+    }
+}
+
+/// The stack frame of a 16-bit or 32-bit gate, from the word that is pushed last.
+struct Frame {
+    bytes: [u8; 24],
+    len: usize,
+    word: usize,
+}
+
+impl Frame {
+    fn new(wide: bool) -> Self {
+        Frame {
+            bytes: [0; 24],
+            len: 0,
+            word: if wide { 4 } else { 2 },
+        }
+    }
+
+    /// Adds the word above those so far: a 16-bit gate takes its low half.
+    fn push(&mut self, word: u32) {
+        let end = self.len + self.word;
+        self.bytes[self.len..end].copy_from_slice(&word.to_le_bytes()[..self.word]);
+        self.len = end;
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
     }
 }
