@@ -24,6 +24,25 @@ pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
     }
 }
 
+/// Maps `range`, as [`remap`] does, to the pages of a file that has since been cut off in the middle: SIGBUS from there on.
+///
+/// # Safety
+/// As for [`remap`].
+pub unsafe fn remap_beyond_file(range: Range<usize>) -> bool {
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+    let len = range.len();
+    // SAFETY: system calls on a descriptor of our own; the mapping is the caller's to replace.
+    unsafe {
+        let fd = libc::memfd_create(c"file".as_ptr(), libc::MFD_CLOEXEC);
+        let mapped = libc::ftruncate(fd, len as libc::off_t) == 0
+            && libc::mmap(range.start as *mut _, len, rights, flags, fd, 0) != libc::MAP_FAILED
+            && libc::ftruncate(fd, (len / 2) as libc::off_t) == 0;
+        libc::close(fd);
+        mapped
+    }
+}
+
 impl Reserved {
     /// Reserves `len` bytes.
     pub fn new(len: usize) -> Self {

@@ -93,6 +93,12 @@ impl Buffer {
         self.memory.start()..self.memory.start() + OPEN * PAGE
     }
 
+    /// Whether `len` bytes at `address` can be read and written.
+    pub fn is_open(&self, address: u64, len: usize) -> bool {
+        let (open, at) = (self.open(), address as usize);
+        at >= open.start && at.checked_add(len).is_some_and(|end| end <= open.end)
+    }
+
     /// Puts `bytes` somewhere and returns the address: as a rule where they can be read and written whole.
     pub fn place(&mut self, rng: &mut Rng, bytes: &[u8]) -> u64 {
         assert!(bytes.len() <= OPEN * PAGE);
