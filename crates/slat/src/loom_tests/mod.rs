@@ -82,7 +82,8 @@ macro_rules! small_format {
             const ACCESSED: u64 = <$of>::ACCESSED;
             const DIRTY: u64 = <$of>::DIRTY;
             const SETS_DIRTY: bool = $dirty;
-            const LOGS_READS: bool = <$of>::LOGS_READS;
+            // A read leaves the page of a log protected: the write that follows is what is explored.
+            const LOGS_READS: bool = false;
             const MMIO_GENERATION_BITS: u32 = <$of>::MMIO_GENERATION_BITS;
             const MMIO_PHYSICAL_BITS: u32 = <$of>::MMIO_PHYSICAL_BITS;
 
