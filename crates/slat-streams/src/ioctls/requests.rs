@@ -1,7 +1,7 @@
 //! Every request of the API: what its argument is made of, and which errnos it has.
 //!
 //! The errnos are those that `Documentation/virt/kvm/api.rst` names for the call, and those that every call of its kind has:
-//! `EFAULT` for a bad pointer, `ENOMEM`, `ENOTTY` for what an object does not know.
+//! `EFAULT` for a bad pointer, `ENOMEM`, `ENOTTY` or `EINVAL` for what an object does not know.
 
 use super::argument::{BOUNDARIES, bytes_of, mutate};
 use super::world::{PAGES, World};
