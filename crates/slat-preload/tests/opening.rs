@@ -68,7 +68,7 @@ mod client {
     impl Links {
         fn new(name: &str) -> Self {
             let name = format!("{name}-{}", std::process::id());
-            let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+            let path = std::env::temp_dir().join(format!("slat-{name}"));
             fs::create_dir_all(&path).unwrap();
             symlink("/dev", path.join("devices")).unwrap();
             symlink("/tmp", path.join("elsewhere")).unwrap();
