@@ -1,7 +1,7 @@
 //! What a fuzzer's bytes do to the KVM API and to the software CPU.
 //!
 //! The bytes are the decisions of a generator, as in `slat_model::streams`: which request, with which argument, on which object;
-//! or which instructions, page tables and registers a guest has. The targets in `fuzz/` call [`ioctls`] and [`guests`] and nothing
+//! or which instructions, page tables and registers a guest has. The targets in `fuzz/` call [`ioctls()`] and [`guests()`] and nothing
 //! else; `cargo test -p slat-streams` calls them with the corpus and with pseudo-random bytes.
 //!
 //! Neither function returns an error. What must not happen ends the process, with an account of what every thread did
@@ -13,8 +13,8 @@
 //! | [`watch`] | the threads of a stream: kicks, limits of time, the account of a finding |
 //! | [`memory`] | mappings between guard pages, and patterns that tell of a stray write |
 //! | [`leaks`] | descriptors, threads and memory, before and after |
-//! | [`ioctls`] | streams of requests, from several threads |
-//! | [`guests`] | guests of random code over random page tables |
+//! | [`mod@ioctls`] | streams of requests, from several threads |
+//! | [`mod@guests`] | guests of random code over random page tables |
 
 pub mod guests;
 pub mod ioctls;
