@@ -77,6 +77,16 @@ const RULES: &[Rule] = &[
         },
         rewrite: prefetch_of_a_register,
     },
+    // APM volume 3, section 2.5.7 ("NOP in 64-Bit Mode"): only 90 without REX.B is a NOP; with it, F3 has no meaning.
+    // SDM volume 2, "PAUSE": F3 90, and no word of REX; XED, Intel's decoder, has PAUSE for all of them.
+    Rule {
+        name: "XCHG of R8 with F3",
+        in_sequences: InSequences::Nowhere,
+        applies: |instruction, _| {
+            is_xchg_with_accumulator(instruction.code()) && instruction.has_rep_prefix()
+        },
+        rewrite: xchg_with_f3,
+    },
     // SDM volume 2, "SHA1RNDS4" and the other six: exceptions of type 4, so #GP if the operand is not aligned to 16
     // bytes.
     // AMD's do not check the alignment of these, as they do that of other SSE instructions: measured on family 19h.
@@ -112,8 +122,15 @@ const RULES: &[Rule] = &[
         applies: |instruction, _| is_x87_store(instruction.mnemonic()),
         rewrite: store_with_exception,
     },
-    // MXCSR_MASK: APM volume 1, section 4.2.2: bit 17 (MM) of MXCSR, where CPUID reports MisAlignSse; reserved in SDM
-    // volume 1, section 10.2.3.
+    // APM volume 1, section 4.2.2: bit 17 of MXCSR is MM, if CPUID reports MisAlignSse.
+    // SDM volume 1, section 10.2.3: it is reserved.
+    Rule {
+        name: "LDMXCSR with MM",
+        in_sequences: InSequences::Nowhere,
+        applies: |instruction, _| instruction.mnemonic() == Mnemonic::Ldmxcsr,
+        rewrite: ldmxcsr_with_mm,
+    },
+    // MXCSR_MASK: MM, as for LDMXCSR.
     // FOP, FIP, FDP: APM volume 5, "FXSAVE": saved only if ES is set, otherwise zero or left alone, depending on the
     // model; SDM volume 1, section 8.1.8: saved always.
     Rule {
@@ -145,7 +162,8 @@ pub fn as_amd(case: &Case, host: &Result, ours: &Result) -> Option<(Result, &'st
     if !is_amd() {
         return None;
     }
-    Decoder::with_ip(64, &case.bytes, case.regs.rip, DecoderOptions::AMD)
+    const OPTIONS: u32 = DecoderOptions::AMD | DecoderOptions::NO_PAUSE;
+    Decoder::with_ip(64, &case.bytes, case.regs.rip, OPTIONS)
         .iter()
         .find_map(|instruction| {
             let rule = rule_of(&instruction, &case.regs)?;
@@ -168,6 +186,13 @@ pub fn ends_sequence(instruction: &Instruction, regs: &Regs) -> bool {
 
 fn rule_of(instruction: &Instruction, regs: &Regs) -> Option<&'static Rule> {
     RULES.iter().find(|rule| (rule.applies)(instruction, regs))
+}
+
+fn is_xchg_with_accumulator(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Xchg_r16_AX | Code::Xchg_r32_EAX | Code::Xchg_r64_RAX
+    )
 }
 
 fn is_sha(mnemonic: Mnemonic) -> bool {
@@ -202,6 +227,13 @@ fn checked(case: &Case, intel: &Result, ours: Result) -> Option<Result> {
         .then_some(ours)
 }
 
+/// What a NOP leaves.
+fn nothing_done(case: &Case) -> Result {
+    let mut result = Result::unchanged(case, None);
+    result.regs.rip += case.bytes.len() as u64;
+    result
+}
+
 fn fault(vector: u8, error: u64, cr2: u64) -> Option<Fault> {
     Some(Fault { vector, error, cr2 })
 }
@@ -228,10 +260,25 @@ fn prefetch_of_a_register(
     _: &Result,
     ours: Result,
 ) -> Option<Result> {
-    let mut nop = Result::unchanged(case, None);
-    nop.regs.rip += case.bytes.len() as u64;
-    checked(case, &nop, ours)?;
+    checked(case, &nothing_done(case), ours)?;
     Some(Result::unchanged(case, fault(UD, 0, 0)))
+}
+
+fn xchg_with_f3(
+    instruction: &Instruction,
+    case: &Case,
+    _: &Result,
+    ours: Result,
+) -> Option<Result> {
+    let mut swapped = checked(case, &nothing_done(case), ours)?;
+    let gpr = &mut swapped.regs.gpr;
+    let (a, b) = (gpr[0], gpr[8]);
+    (gpr[0], gpr[8]) = match instruction.op0_register().size() {
+        2 => (a & !0xffff | b & 0xffff, b & !0xffff | a & 0xffff),
+        4 => (b & 0xffff_ffff, a & 0xffff_ffff),
+        _ => (b, a),
+    };
+    Some(swapped)
 }
 
 fn sha_not_aligned(_: &Instruction, case: &Case, host: &Result, ours: Result) -> Option<Result> {
@@ -266,18 +313,39 @@ fn store_with_exception(
     stopped.then(|| Result::unchanged(case, host.fault))
 }
 
+/// The misaligned exception mask of MXCSR.
+const MM: u32 = 1 << 17;
+
+fn has_mm() -> bool {
+    const MISALIGNED_SSE: u32 = 1 << 7;
+    __cpuid(0x8000_0001).ecx & MISALIGNED_SSE != 0
+}
+
+fn ldmxcsr_with_mm(
+    instruction: &Instruction,
+    case: &Case,
+    _: &Result,
+    ours: Result,
+) -> Option<Result> {
+    checked(case, &Result::unchanged(case, fault(GP, 0, 0)), ours)?;
+    let at = in_data(instruction, case);
+    let bytes = case.data.get(at..at + 4)?;
+    let value = u32::from_le_bytes(bytes.try_into().unwrap());
+    let mut loaded = nothing_done(case);
+    loaded.regs.fx[24..28].copy_from_slice(bytes);
+    (has_mm() && value & MM != 0 && value & !MM < 1 << 16).then_some(loaded)
+}
+
 fn fxsave_fields(
     instruction: &Instruction,
     case: &Case,
     host: &Result,
     mut ours: Result,
 ) -> Option<Result> {
-    const MISALIGNED_SSE: u32 = 1 << 7;
-    const MM: u8 = 1 << 1;
     let at = in_data(instruction, case);
     ours.take_data(host, at + 6, at + 24);
-    if __cpuid(0x8000_0001).ecx & MISALIGNED_SSE != 0 {
-        *ours.data.get_mut(at + 28 + 2)? |= MM;
+    if has_mm() {
+        *ours.data.get_mut(at + 28 + 2)? |= (MM >> 16) as u8;
     }
     Some(ours)
 }
