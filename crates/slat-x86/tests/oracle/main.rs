@@ -1,6 +1,8 @@
 //! The oracle: the host CPU executes the same instruction bytes from the same state as the software CPU, and both
 //! must leave the same registers, flags, memory and faults behind.
 //!
+//! The host may be Intel's or AMD's: `vendor.rs` has what AMD's CPUs do otherwise.
+//!
 //! `cargo test` takes a few seconds with fixed seeds. A campaign:
 //! `SLAT_ORACLE_ROUNDS=5000 SLAT_ORACLE_SEED=7 cargo test --release -p slat-x86 --test oracle`;
 //! `SLAT_ORACLE_ONLY=mulss,fld` keeps to some mnemonics, `SLAT_ORACLE_SHOW=20` reports more differences of each form.

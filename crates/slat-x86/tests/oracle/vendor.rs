@@ -61,7 +61,8 @@ const RULES: &[Rule] = &[
         applies: |instruction, _| matches!(instruction.code(), Code::Retnw | Code::Retnw_imm16),
         rewrite: near_return,
     },
-    // APM volume 3, "PREFETCH, PREFETCHW": #UD if the operand is a register.
+    // AMD's 3DNow! Technology Manual (21928), "PREFETCH/PREFETCHW", and APM volume 3, "PREFETCH": #UD if the operand is a
+    // register.
     // SDM volume 2, appendix A, opcode map of 0F 0D (group P): nothing but forms on memory; with a register Intel's CPUs
     // execute a NOP.
     Rule {
