@@ -489,7 +489,7 @@ fn random_regs(base: usize, rng: &mut Rng) -> Regs {
         mxcsr &= !(rng.next() as u32 & 0x1f80);
     }
     fx(24, &mxcsr.to_le_bytes());
-    if crate::judge::is_intel() {
+    if crate::vendor::is_intel() {
         fx(6, &(rng.next() as u16 & 0x7ff).to_le_bytes());
         fx(8, &(rng.next() >> 17).to_le_bytes());
         fx(16, &(rng.next() >> 17).to_le_bytes());

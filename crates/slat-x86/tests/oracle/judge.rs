@@ -1,17 +1,20 @@
 //! Compares what the two CPUs left behind.
 
 use iced_x86::{
-    Decoder, DecoderOptions, FastFormatter, Instruction, Mnemonic, OpCodeOperandKind, RflagsBits,
+    Decoder, DecoderOptions, FastFormatter, Instruction, Mnemonic, OpCodeOperandKind, OpKind,
+    RflagsBits,
 };
 
 use crate::forms::Case;
 use crate::native::{Arena, DATA, DATA_LEN, Fault, Regs, STACK, STACK_LEN};
+use crate::vendor;
 
+#[derive(Clone)]
 pub struct Result {
-    regs: Regs,
-    fault: Option<Fault>,
-    data: Vec<u8>,
-    stack: Vec<u8>,
+    pub regs: Regs,
+    pub fault: Option<Fault>,
+    pub data: Vec<u8>,
+    pub stack: Vec<u8>,
 }
 
 impl Result {
@@ -38,6 +41,24 @@ impl Result {
             }),
             data: arena.bytes(DATA, DATA_LEN).to_vec(),
             stack: arena.bytes(STACK, STACK_LEN).to_vec(),
+        }
+    }
+
+    /// The start of the case, all of it, with `fault`.
+    pub fn unchanged(case: &Case, fault: Option<Fault>) -> Result {
+        Result {
+            regs: case.regs.clone(),
+            fault,
+            data: case.data.clone(),
+            stack: case.stack.clone(),
+        }
+    }
+
+    /// Takes the data from offset `from` up to `to` from `other`, as far as there are such data.
+    pub fn take_data(&mut self, other: &Result, from: usize, to: usize) {
+        if let (Some(mine), Some(theirs)) = (self.data.get_mut(from..to), other.data.get(from..to))
+        {
+            mine.copy_from_slice(theirs);
         }
     }
 }
@@ -107,7 +128,11 @@ pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<Strin
     let half_done = page_fault && uses_mmx(&case.instruction);
     if !half_done {
         // Which instructions set the pointers, and when FXSAVE writes them, is each vendor's own choice.
-        let compared = if is_intel() { FX_FIELDS.len() } else { 3 };
+        let compared = if vendor::is_intel() {
+            FX_FIELDS.len()
+        } else {
+            3
+        };
         for (name, at, len) in FX_FIELDS.into_iter().take(compared) {
             found.bytes(name, &e.fx[at..at + len], &a.fx[at..at + len]);
         }
@@ -126,11 +151,6 @@ pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<Strin
         found.memory("stack", &expected.stack, &actual.stack);
     }
     found.0
-}
-
-pub fn is_intel() -> bool {
-    let vendor = std::arch::x86_64::__cpuid(0);
-    vendor.ebx == u32::from_le_bytes(*b"Genu")
 }
 
 struct Differences(Vec<String>);
@@ -213,13 +233,28 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().rev().map(|b| format!("{b:02x}")).collect()
 }
 
+/// The flags that the instruction leaves undefined, as [`RflagsBits`].
+///
+/// A rotation through CF by a constant leaves OF undefined unless the count is 0 or 1. That is the count before it is
+/// taken modulo 9 or 17, which iced-x86 takes into account: SDM volume 2, "RCL/RCR/ROL/ROR", and APM volume 3, "RCL".
+/// Intel's CPUs leave OF alone if nothing is left of the count, AMD's do not.
+pub fn undefined_flags(instruction: &Instruction) -> u32 {
+    let through_carry = matches!(instruction.mnemonic(), Mnemonic::Rcl | Mnemonic::Rcr)
+        && instruction.op1_kind() == OpKind::Immediate8;
+    let overflow = match through_carry && instruction.immediate8() & 31 > 1 {
+        true => RflagsBits::OF,
+        false => RflagsBits::NONE,
+    };
+    instruction.rflags_undefined() | overflow
+}
+
 /// The arithmetic flags and DF, without those that the instruction leaves undefined. A fault leaves all as they were.
 fn compared_flags(case: &Case, fault: bool) -> u64 {
     const ALL: u64 = 0xcd5;
     if fault {
         return ALL;
     }
-    let undefined = case.instruction.rflags_undefined();
+    let undefined = undefined_flags(&case.instruction);
     let mut ignored = 0;
     for (bit, flag) in [
         (RflagsBits::CF, 1),

@@ -238,7 +238,7 @@ pub fn address(instruction: &Instruction, regs: &Regs) -> u64 {
     } else {
         0
     };
-    if instruction.memory_base() == Register::RIP {
+    if matches!(instruction.memory_base(), Register::RIP | Register::EIP) {
         return instruction.memory_displacement64().wrapping_add(segment);
     }
     let sum = value(instruction.memory_base())

@@ -27,7 +27,9 @@ pub struct Fault {
 struct Frame {
     regs: Regs,
     host_rsp: u64,
-    faulted: u64,
+    /// Native code is between `slat_oracle_enter` and its return: every fault is its.
+    running: bool,
+    faulted: bool,
     trapno: u64,
     error: u64,
     cr2: u64,
@@ -42,7 +44,8 @@ static mut FRAME: Frame = Frame {
         rip: 0,
     },
     host_rsp: 0,
-    faulted: 0,
+    running: false,
+    faulted: false,
     trapno: 0,
     error: 0,
     cr2: 0,
@@ -190,10 +193,12 @@ impl Arena {
         unsafe {
             let frame = &raw mut FRAME;
             (*frame).regs = regs.clone();
-            (*frame).faulted = 0;
+            (*frame).faulted = false;
+            (*frame).running = true;
             slat_oracle_enter();
+            (*frame).running = false;
             let mut after = (*frame).regs.clone();
-            let fault = ((*frame).faulted != 0).then(|| Fault {
+            let fault = (*frame).faulted.then(|| Fault {
                 vector: (*frame).trapno as u8,
                 error: (*frame).error,
                 cr2: (*frame).cr2,
@@ -294,7 +299,8 @@ extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut lib
         let gregs = &mut uc.uc_mcontext.gregs;
         let frame = &raw mut FRAME;
         let rip = gregs[libc::REG_RIP as usize] as u64;
-        if rip & !0xfff != (*frame).regs.rip & !0xfff || (*frame).faulted != 0 {
+        // A branch may have left the code page, so RIP does not tell whose fault this is.
+        if !(*frame).running {
             return chain(signal, info, context);
         }
         const ORDER: [i32; 16] = [
@@ -321,7 +327,8 @@ extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut lib
         (*frame).regs.rip = rip;
         (*frame).regs.rflags = gregs[libc::REG_EFL as usize] as u64;
         (*frame).regs.fx = *uc.uc_mcontext.fpregs.cast::<[u8; 512]>();
-        (*frame).faulted = 1;
+        (*frame).running = false;
+        (*frame).faulted = true;
         (*frame).trapno = gregs[libc::REG_TRAPNO as usize] as u64;
         (*frame).error = gregs[libc::REG_ERR as usize] as u64;
         (*frame).cr2 = gregs[libc::REG_CR2 as usize] as u64;

@@ -4,8 +4,10 @@
 use iced_x86::{Code, CpuidFeature, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
 use crate::forms::{self, Case};
+use crate::judge;
 use crate::native::{AT, BRANCH_TARGET, DATA, DATA_LEN};
 use crate::rng::Rng;
+use crate::vendor;
 
 /// The forms that sequences are made of.
 pub struct Pool {
@@ -63,8 +65,13 @@ impl Pool {
             } else {
                 &self.integer
             };
-            if let Some(instruction) = plain(of[rng.below(of.len())], base, rng) {
+            if let Some(instruction) = plain(of[rng.below(of.len())], base, rng)
+                && vendor::allowed_in_sequences(&instruction, &case.regs)
+            {
                 case.push(&instruction)?;
+                if vendor::ends_sequence(&instruction, &case.regs) {
+                    break;
+                }
             }
             if rng.one_in(length) {
                 break;
@@ -108,7 +115,7 @@ fn plain(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
         instruction.op_kind(n) == OpKind::Register
             && instruction.op_register(n).full_register() == Register::RSP
     });
-    (!rsp && instruction.rflags_undefined() == 0).then_some(instruction)
+    (!rsp && judge::undefined_flags(&instruction) == 0).then_some(instruction)
 }
 
 /// Instructions that want their registers, memory or counts prepared.
