@@ -134,6 +134,24 @@ fn no_write_is_lost_when_logging_begins() {
 }
 
 #[test]
+fn no_write_is_lost_when_logging_begins_while_initially_set_is_switched() {
+    model(2, || {
+        let vm = vm(Level::PAGE, 1, PLAIN);
+        touch(&vm, 0, Write);
+        let mut copy = Copy::default();
+        let client = vm.clone();
+        let switch = spawn(move || client.set_manual_dirty_log(true, true));
+        set_slot(&vm, 0, 1, LOGGED);
+        // Everything is copied once, then what the log names.
+        copy.update(&vm, true);
+        on_cpu(&vm, write_twice);
+        copy.update(&vm, GET(&vm));
+        assert_eq!(copy.0, 2, "a write is in no dirty log");
+        switch.join().unwrap();
+    });
+}
+
+#[test]
 fn a_huge_leaf_is_split_by_a_write_that_meets_a_harvest() {
     no_write_is_lost(
         2,

@@ -43,14 +43,32 @@ pub(crate) struct DirtyLog {
     bits: Vec<AtomicU64>,
     /// The leaves' own dirty bits tell, instead of write protection.
     by_dirty_bit: bool,
+    /// It named every page when it was made.
+    initially_set: bool,
 }
 
 impl DirtyLog {
-    fn new(words: usize, by_dirty_bit: bool, set: bool) -> Result<Self, OutOfMemory> {
+    /// A log of `pages` pages, each named already if `initially_set`.
+    fn bitmap(pages: u64, by_dirty_bit: bool, initially_set: bool) -> Result<Self, OutOfMemory> {
+        let words = pages.div_ceil(64) as usize;
         let mut bits = Vec::new();
         bits.try_reserve_exact(words).map_err(|_| OutOfMemory)?;
-        bits.resize_with(words, || AtomicU64::new(if set { u64::MAX } else { 0 }));
-        Ok(DirtyLog { bits, by_dirty_bit })
+        let word = if initially_set { u64::MAX } else { 0 };
+        bits.resize_with(words, || AtomicU64::new(word));
+        Ok(DirtyLog {
+            bits,
+            by_dirty_bit,
+            initially_set,
+        })
+    }
+
+    /// A log that goes to the vCPUs' rings.
+    fn ring() -> Self {
+        DirtyLog {
+            bits: Vec::new(),
+            by_dirty_bit: false,
+            initially_set: false,
+        }
     }
 
     /// Whether a leaf must not be writable before a write to it was noted.
@@ -276,12 +294,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// The log of a slot that begins to log.
     pub(super) fn new_log(&self, pages: u64) -> Result<DirtyLog, OutOfMemory> {
         if self.log_mode.rings.load(SeqCst) {
-            return DirtyLog::new(0, false, false);
+            return Ok(DirtyLog::ring());
         }
-        let words = pages.div_ceil(64) as usize;
         let by_dirty_bit = F::SETS_DIRTY && self.policy.logs_by_dirty_bit();
-        DirtyLog::new(
-            words,
+        DirtyLog::bitmap(
+            pages,
             by_dirty_bit,
             self.log_mode.initially_set.load(SeqCst),
         )
@@ -289,10 +306,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Begins logging in a slot that was mapped before.
     pub(super) fn begin_logging(&self, space: &Space<P, F>, slot: &Memslot) {
-        // A bitmap names all pages already: `clear_dirty_log` will split and protect, chunk by chunk.
-        // A ring names none.
-        let is_ring = slot.log().is_some_and(|log| log.is_ring());
-        if self.log_mode.initially_set.load(SeqCst) && !is_ring {
+        // It names all pages already: `clear_dirty_log` will split and protect, chunk by chunk. The log
+        // itself tells: how later ones are to begin may have changed since it was made.
+        if slot.log().is_some_and(|log| log.initially_set) {
             return;
         }
         let gfns = slot.gfns();

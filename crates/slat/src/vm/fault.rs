@@ -15,7 +15,7 @@ use crate::sync::atomic::Ordering::Relaxed;
 use core::fmt;
 use core::ops::Range;
 
-use super::{DirtyLog, RangeOp, Sequence};
+use super::{DirtyLog, InProgress, RangeOp, Sequence};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
 use crate::heap::Shared;
@@ -146,6 +146,13 @@ impl SlotFacts {
     /// Whether its leaves must not be writable before a write was noted.
     fn protects(&self) -> bool {
         self.log.as_ref().is_some_and(|log| log.protects())
+    }
+
+    /// Whether a leaf in the way may have a dirty bit that only the zap of a moving slot knows how to note:
+    /// a slot that moves over itself keeps its log, and its old leaves count pages from its old place.
+    fn may_meet_unnoted_dirt(&self, in_progress: &InProgress) -> bool {
+        let by_dirty_bit = self.log.as_ref().is_some_and(|log| !log.protects());
+        by_dirty_bit && in_progress.is_slot_leaving()
     }
 }
 
@@ -389,7 +396,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     });
                 }
                 // The slot may have gone, or its memory come back, or be about to.
-                Err(_) => return self.stale(&slot.hvas(gfn, Level::PAGE), slept),
+                Err(_) => return self.stale(&slot, &slot.hvas(gfn, Level::PAGE), slept),
             },
         };
         let (level, nx_split) = self.level(gfn, &slot, &host, access);
@@ -416,7 +423,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             // The split itself has given the right: to execute a small page.
             Mapped::Spurious if split => Outcome::Fixed { fast },
             Mapped::Spurious => Outcome::Spurious { fast },
-            Mapped::Stale => return self.stale(&slot.hvas(gfn, level), slept),
+            Mapped::Stale => return self.stale(&slot, &slot.hvas(gfn, level), slept),
             Mapped::Cleared(zapped) => {
                 self.flush_as_vcpu(gfn.align_down(level), level, zapped, slept);
                 return Attempt::Again;
@@ -539,7 +546,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         // NX may have made a table there since the level was chosen; a huge leaf would throw away what
         // another vCPU has just been given. Under the lock this is settled.
         let nx_table = || level > Level::PAGE && vm.policy.huge_is_nx() && tree.is_nx_split(gfn);
-        let valid = || vm.in_progress.holds(sequence, &hvas, vm.lock_wait()) && !nx_table();
+        let valid = || {
+            vm.in_progress.holds(sequence, &hvas, vm.lock_wait())
+                && !slot.may_meet_unnoted_dirt(&vm.in_progress)
+                && !nx_table()
+        };
         let note = || {
             let Some(log) = slot.log.as_ref().filter(|log| leaf.write && log.protects()) else {
                 return;
@@ -556,12 +567,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         (mapped, path.splits.iter().any(|n| *n > 0))
     }
 
-    /// What it knew did not hold: waits for an invalidation of its page to end, if that was it.
-    fn stale(&mut self, hvas: &Range<Hva>, slept: &mut bool) -> Attempt {
+    /// What it knew did not hold: waits for an invalidation of its page, or the move of its slot, to end,
+    /// if that was it.
+    fn stale(&mut self, slot: &SlotFacts, hvas: &Range<Hva>, slept: &mut bool) -> Attempt {
         self.counters().pf_retried.add(1);
         self.wait_while(slept, |vcpu| {
             let vm = vcpu.vm();
             vm.in_progress.covers(hvas, vm.lock_wait())
+                || slot.may_meet_unnoted_dirt(&vm.in_progress)
         })
     }
 
@@ -619,7 +632,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let range = base..base.add(found.level.pages());
         self.outside(slept, |vcpu| {
             let mut op = RangeOp::begin(vcpu.vm(), vcpu.space());
-            op.space.tree.zap(range.clone(), &mut op.zapped);
+            // The slot may log by now: then the leaf's dirty bit goes to its log.
+            op.zap_slots(op.space.slots.current(), &range);
             op.finish(Some(range));
         });
     }
