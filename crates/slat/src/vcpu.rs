@@ -197,13 +197,24 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.ring.as_ref()
     }
 
-    /// Gives this CPU the ring to which its writes to logged slots go ([`Vm::use_dirty_rings`]).
+    /// Gives this CPU the ring to which its writes to logged slots go ([`Vm::use_dirty_rings`]), and no
+    /// other CPU pushes. It is the CPU's until it gets another one or is dropped; then the VM resets it no
+    /// more, and protects the pages that it names and that were not reset.
     ///
     /// # Errors
-    /// [`OutOfMemory`].
+    /// [`OutOfMemory`]; it keeps the ring it had.
+    ///
+    /// # Panics
+    /// If the vCPU was entered.
     pub fn set_dirty_ring(&mut self, ring: Arc<DirtyRing>) -> Result<(), OutOfMemory> {
+        assert!(
+            !self.is_entered(),
+            "Vcpu::set_dirty_ring inside enter/leave"
+        );
         self.vm.add_ring(ring.clone())?;
-        self.ring = Some(ring);
+        if let Some(old) = self.ring.replace(ring) {
+            self.vm.remove_ring(&old);
+        }
         Ok(())
     }
 
@@ -336,7 +347,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 }
 
 impl<P: Platform, F: Format> Drop for Vcpu<P, F> {
+    /// With a dirty ring that was not reset to its end, waits as [`Vm::reset_dirty_rings`] does.
     fn drop(&mut self) {
+        self.leave();
+        if let Some(ring) = self.ring.take() {
+            self.vm.remove_ring(&ring);
+        }
         self.frames.release(&*self.vm.platform);
         // SAFETY: as in `reader`; a separate borrow, so that `vm` can be used beside it.
         let reader = unsafe { self.reader.as_ref() };

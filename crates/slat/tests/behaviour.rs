@@ -544,9 +544,7 @@ fn a_log_that_goes_to_rings_hears_of_pages_that_were_writable_before_it_began() 
     vm.set_manual_dirty_log(true, true);
     let mut client = RingClient::new();
     let mut vcpu = vm.create_vcpu().unwrap();
-    // SAFETY: the client is dropped last, after the VM and the vCPU at the end of this test.
-    vcpu.set_dirty_ring(Arc::new(unsafe { client.ring() }))
-        .unwrap();
+    vcpu.set_dirty_ring(client.ring()).unwrap();
     set(&vm, 0, 0..1024, 0, NONE);
     touch(&mut vcpu, 5, Write).unwrap();
     set(&vm, 0, 0..1024, 0, SlotFlags::LOG_DIRTY_PAGES);

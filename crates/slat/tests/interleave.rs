@@ -476,7 +476,7 @@ fn a_write_after_logging_began_is_in_the_log_whatever_is_zapped_meanwhile() {
         |w| w.touch(1, Execute),
         |w| w.touch(1, Write),
         |w| w.vm.zap(0, slat::Gfn(0)..slat::Gfn(512)),
-        |w| drop(w.vm.recover_nx_huge_pages()),
+        |w| _ = w.vm.recover_nx_huge_pages(),
         |w| w.vm.zap(0, slat::Gfn(300)..slat::Gfn(301)),
         REMAP_HUGE,
     ];

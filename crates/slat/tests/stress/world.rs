@@ -53,7 +53,6 @@ pub struct World<F: Format> {
     slot_changes: AtomicU64,
     invalidations: AtomicU64,
     audits: AtomicU64,
-    /// The last field: nothing of the engine is left when they go.
     rings: Mutex<Vec<RingClient>>,
 }
 
@@ -251,10 +250,8 @@ impl<F: Format> World<F> {
         let mut vcpu = self.vm.create_vcpu_in(space).unwrap();
         if self.logs == Logs::Rings {
             let client = RingClient::new();
-            // SAFETY: the client goes into `rings`, which outlives the VM.
-            let ring = Arc::new(unsafe { client.ring() });
+            vcpu.set_dirty_ring(client.ring()).unwrap();
             self.rings.lock().unwrap().push(client);
-            vcpu.set_dirty_ring(ring).unwrap();
         }
         vcpu
     }
@@ -371,14 +368,8 @@ impl<F: Format> World<F> {
         assert_eq!(self.harvests.lost(), None, "a write is in no dirty log");
         self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
         self.platform.check();
-        let World {
-            platform,
-            vm,
-            rings,
-            ..
-        } = self;
+        let World { platform, vm, .. } = self;
         drop(vm);
-        drop(rings);
         platform.check();
         assert_eq!(platform.live_frames(), 0, "table frames were leaked");
     }
