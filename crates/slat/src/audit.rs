@@ -43,7 +43,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let section = self.section();
             let mut error = None;
             let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-            space.tree.walk(everything, Show::default(), &mut |at| {
+            let tree = space.tree.get(section.inside());
+            tree.walk(everything, Show::default(), &mut |at| {
                 let Entry::Leaf(leaf) = at.decode::<F>() else {
                     return Next::Pass;
                 };
@@ -65,7 +66,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 }
             });
             if error.is_none()
-                && let Some((level, counted, leaves)) = space.tree.miscounted()
+                && let Some((level, counted, leaves)) = tree.miscounted()
             {
                 error = Some(alloc::format!(
                     "a table of level {} counts {counted} leaves, there are {leaves}",

@@ -41,6 +41,7 @@ use core::ptr::NonNull;
 use crate::addr::{Gfn, Hva, PAGE_SHIFT};
 use crate::heap;
 use crate::stats::Counter;
+use crate::sync::InSection;
 use crate::sync::atomic::{AtomicPtr, Ordering::*, Watch};
 use crate::sync::lock::{Guard, Lock};
 use crate::sync::quiesce::Readers;
@@ -93,7 +94,7 @@ impl SlotSet {
         }
         match self.few() {
             Some(few) => few.last_not_behind(gfn),
-            // SAFETY: a set reached by `Slots::current` is not changed until the reader section, or
+            // SAFETY: a set reached by `Slots::published` is not changed until the reader section, or
             // the writers' lock, ends.
             None => unsafe { self.by_gfn.last_not_behind(gfn.0) },
         }
@@ -347,14 +348,24 @@ impl Slots {
         self.changes.get()
     }
 
-    /// The set as it is now. The caller is inside a reader section and drops the reference before it
-    /// leaves, or holds the writers' lock.
+    /// The set as it is now.
+    #[inline(always)]
+    pub(crate) fn current<'s>(&'s self, _: InSection<'s>) -> &'s SlotSet {
+        // SAFETY: the reader stays in its section as long as the answer is used.
+        unsafe { self.published() }
+    }
+
+    /// The set as it is now.
+    ///
+    /// # Safety
+    /// - as long as the answer is used, the caller is in a reader section, or holds the writers' lock and
+    ///   does not catch up.
     #[inline]
-    pub(crate) fn current(&self) -> &SlotSet {
+    unsafe fn published(&self) -> &SlotSet {
         // Sequentially consistent, as the reader's word and the swap are: a writer that finds a
         // reader outside knows that it will load the new set when it comes in.
         // SAFETY: the pointer is never null, and a replaced set is changed only when every reader
-        // section that could have loaded it has ended.
+        // section that could have loaded it has ended, by the holder of the writers' lock.
         let set = unsafe { &*self.current.load(SeqCst) };
         set.alive.used();
         set
@@ -382,7 +393,8 @@ impl SlotsChange<'_> {
     }
 
     pub(crate) fn set(&self) -> &SlotSet {
-        self.slots.current()
+        // SAFETY: the writers' lock is held; to catch up borrows `self` mutably.
+        unsafe { self.slots.published() }
     }
 
     /// Pages in all slots together.
@@ -407,7 +419,8 @@ impl SlotsChange<'_> {
         let Some(behind) = writer.behind.take() else {
             return;
         };
-        let current = self.slots.current();
+        // SAFETY: the writers' lock is held, and the set that is changed below is the other one.
+        let current = unsafe { self.slots.published() };
         // SAFETY: it is not published, and everybody who was inside when it was has passed.
         let aside = unsafe { writer.aside.as_mut() };
         aside.alive.owned();
@@ -438,7 +451,8 @@ impl SlotsChange<'_> {
         let place = writer.by_id.place(id).expect("of a slot that is there");
         if let Some(new) = &new {
             // The set aside is like this one.
-            let set = self.slots.current();
+            // SAFETY: the writers' lock is held.
+            let set = unsafe { self.slots.published() };
             set.prepare(place.is_some(), new, &mut writer.stocks)?;
         }
         // From here on nothing fails.

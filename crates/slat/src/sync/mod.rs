@@ -4,5 +4,9 @@
 pub(crate) mod atomic;
 pub(crate) mod lock;
 pub(crate) mod quiesce;
+/// The proof that a reader section lasts. What readers look at without a lock is kept for them until their
+/// section ends, so looking asks for this proof.
+pub(crate) mod section;
 
 pub(crate) use lock::Lock;
+pub(crate) use section::{Guarded, InSection};

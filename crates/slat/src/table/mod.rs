@@ -315,14 +315,24 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// Finds what a walker finds for `gfn`, without a lock. The caller is inside a reader section.
     #[inline]
     pub(crate) fn lookup(&self, gfn: Gfn) -> Found<'_> {
-        let (Ok(found) | Err(found)) = Self::lookup_page(&*self.platform, self.root, gfn);
+        // SAFETY: the root is this tree's, which others have from the caller's section (see `Space`).
+        let found = unsafe { Self::lookup_page(&*self.platform, self.root, gfn) };
+        let (Ok(found) | Err(found)) = found;
         found
     }
 
     /// [`Tree::lookup`], telling the compiler what to expect: `Ok` if the walk ends at level 1. Knows
     /// the tree by its `root`, so that whoever walks often need not go by way of the tree.
+    ///
+    /// # Safety
+    /// - `root` is the root of a tree of this format on `platform`, and the caller is in a reader section, as
+    ///   long as the answer is used.
     #[inline(always)]
-    pub(crate) fn lookup_page(platform: &P, root: Pfn, gfn: Gfn) -> Result<Found<'_>, Found<'_>> {
+    pub(crate) unsafe fn lookup_page(
+        platform: &P,
+        root: Pfn,
+        gfn: Gfn,
+    ) -> Result<Found<'_>, Found<'_>> {
         let find = |frame, level: Level| {
             let slot = Table { platform, frame }.entry(level.index(gfn));
             let bits = slot.load(Acquire);

@@ -30,7 +30,7 @@ use core::fmt;
 use core::mem::replace;
 use core::ops::Range;
 
-use super::{RangeOp, Space, Vm};
+use super::{RangeOp, Space, Vm, Zapping};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
@@ -325,9 +325,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let gfns = slot.gfns();
         let mut op = RangeOp::begin(self, space);
         let collapsible = |gfn, level, _| self.host_level(slot, gfn) >= level;
-        space
-            .tree
-            .zap_tables(gfns.clone(), &mut op.zapped, collapsible);
+        let (_, Zapping { tree, zapped }) = op.zapping();
+        tree.zap_tables(gfns.clone(), zapped, collapsible);
         op.finish(Some(gfns));
     }
 }
@@ -363,7 +362,7 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
     }
 
     fn protect(&mut self, slot: &Memslot, range: Range<Gfn>, is_named: impl Fn(Gfn) -> bool) {
-        let tree = &self.space.tree;
+        let tree = self.tree();
         let named = |gfn, level| level > Level::PAGE || is_named(gfn);
         let changed = match slot.log() {
             Some(log) if !log.protects() => {
@@ -378,25 +377,10 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         self.changed(changed > 0);
     }
 
-    /// Zaps `gfns` of `slot`. If the leaves' dirty bits are its log, they are not lost.
-    pub(super) fn zap(&mut self, slot: &Memslot, gfns: Range<Gfn>) {
-        let tree = &self.space.tree;
-        match slot.log() {
-            Some(log) if log.by_dirty_bit => {
-                let all = slot.gfns();
-                tree.zap_noting(gfns, &mut self.zapped, |gfn, level| {
-                    log.mark_leaf(&all, gfn, level);
-                });
-            }
-            _ => tree.zap(gfns, &mut self.zapped),
-        }
-    }
-
     /// Moves the leaves' dirty bits into the bitmap.
     fn harvest_dirty_bits(&mut self, slot: &Memslot, log: &DirtyLog) {
         let gfns = slot.gfns();
-        let tree = &self.space.tree;
-        let found = tree.clear_dirty(
+        let found = self.tree().clear_dirty(
             gfns.clone(),
             |_, _| true,
             |gfn, level| log.mark_leaf(&gfns, gfn, level),
@@ -413,6 +397,9 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         if !vm.policy.splits_eagerly() {
             return;
         }
+        // SAFETY: `split` is called in this operation's section, and between one that `flush` ends and the
+        // next it has nothing in hand.
+        let tree = unsafe { space.tree.unguarded() };
         let mut frames = FrameCache::default();
         let chunk = vm.policy.split_chunk();
         let mut start = range.start;
@@ -420,7 +407,7 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
             let end = Gfn((start.0 / chunk + 1) * chunk).min(range.end);
             let split = vm.with_path(&mut frames, self.counters(), |path| {
                 let walk = vm.policy.walk_for_split();
-                space.tree.split(
+                tree.split(
                     start..end,
                     walk,
                     |_, _| true,
@@ -435,6 +422,21 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
             start = end;
         }
         frames.release(&*vm.platform);
+    }
+}
+
+impl<P: Platform, F: Format> Zapping<'_, P, F> {
+    /// Zaps `gfns` of `slot`. If the leaves' dirty bits are its log, they are not lost.
+    pub(super) fn zap(&mut self, slot: &Memslot, gfns: Range<Gfn>) {
+        match slot.log() {
+            Some(log) if log.by_dirty_bit => {
+                let all = slot.gfns();
+                self.tree.zap_noting(gfns, self.zapped, |gfn, level| {
+                    log.mark_leaf(&all, gfn, level);
+                });
+            }
+            _ => self.tree.zap(gfns, self.zapped),
+        }
     }
 }
 

@@ -191,8 +191,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn translate(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
         let gfn = gpa.gfn();
         if self.may_walk(gpa) {
+            // SAFETY: the root of this vCPU's tree; whoever may walk is in a section, which only ends by
+            // `&mut self`.
+            let found =
+                unsafe { Tree::<P, F>::lookup_page(&*self.vm().platform, self.root(), gfn) };
             // Twice the same: the compiler knows the level of the first, which is the common one.
-            match Tree::<P, F>::lookup_page(&*self.vm().platform, self.root(), gfn) {
+            match found {
                 Ok(found) => {
                     if let Some(leaf) = found.ready::<F>(access) {
                         return Ok(translation(leaf, Level::PAGE, gfn));
@@ -258,7 +262,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     fn translate_mapped(&mut self, gpa: Gpa, access: Access) -> Option<Result<Translation, Stop>> {
         let gfn = gpa.gfn();
         loop {
-            let found = self.space().tree.lookup(gfn);
+            let found = self.tree().lookup(gfn);
             return match found.entry::<F>() {
                 Entry::Leaf(leaf) if leaf.allows(access) => {
                     let write = access == Access::Write;
@@ -332,7 +336,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Whether an MMIO entry with these generation bits still tells the truth.
     fn is_current(&self, generation: u64) -> bool {
         let mask = (1u64 << F::MMIO_GENERATION_BITS) - 1;
-        self.vm().caches_mmio() && self.space().slots.current().generation & mask == generation
+        self.vm().caches_mmio() && self.slots().generation & mask == generation
     }
 
     /// Brings the tables to where they allow `access`. Returns also how, if it came to an end.
@@ -465,7 +469,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if self.vm().in_progress.is_slot_leaving() {
             return None;
         }
-        let found = self.space().tree.lookup(gfn);
+        let found = self.tree().lookup(gfn);
         match found.entry::<F>() {
             Entry::Leaf(leaf) if access == Access::Write && leaf.may_write => Some(HostPage {
                 pfn: leaf.pfn.add(gfn.0 & (found.level.pages() - 1)),
@@ -487,7 +491,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             .fitting_level(&slot.gfns, gfn, host.pfn, host.level);
         let nx = level > Level::PAGE
             && self.vm().policy.huge_is_nx()
-            && (access == Access::Execute || self.space().tree.is_nx_split(gfn));
+            && (access == Access::Execute || self.tree().is_nx_split(gfn));
         if nx {
             (Level::PAGE, true)
         } else {
@@ -535,8 +539,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         nx_split: bool,
     ) -> (Mapped, bool) {
         let ring = self.ring().cloned();
-        let (vm, space, frames, counters) = self.parts();
-        let tree = &vm.spaces[space].tree;
+        let space = self.space_index();
+        let (vm, tree, frames, counters) = self.parts();
         // As in `Vm::with_path`, whose answer would be copied in every fault.
         let owe = || vm.flushes.owe();
         let mut path = Path::new(frames, &owe);
@@ -585,7 +589,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// This fault has put the pieces of a split leaf in its place: they may be what was asked for.
     fn mended(&self, gfn: Gfn, access: Access) -> Attempt {
-        match self.space().tree.lookup(gfn).entry::<F>() {
+        match self.tree().lookup(gfn).entry::<F>() {
             Entry::Leaf(leaf) if leaf.allows(access) => Attempt::Mended,
             _ => Attempt::Again,
         }
@@ -594,8 +598,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Somebody is replacing a leaf on the way.
     fn wait_for_mend(&mut self, gfn: Gfn, slept: &mut bool) -> Attempt {
         self.wait_while(slept, |vcpu| {
-            let _section = vcpu.vm().section();
-            matches!(vcpu.space().tree.lookup(gfn).entry::<F>(), Entry::Broken(_))
+            let section = vcpu.vm().section();
+            let tree = vcpu.space().tree.get(section.inside());
+            matches!(tree.lookup(gfn).entry::<F>(), Entry::Broken(_))
         })
     }
 
@@ -624,7 +629,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// With `nx_huge_pages_split` off: what stands in the way of an execution fault goes as a whole.
     fn zap_huge(&mut self, gfn: Gfn, slept: &mut bool) {
-        let found = self.space().tree.lookup(gfn);
+        let found = self.tree().lookup(gfn);
         if !matches!(found.entry::<F>(), Entry::Leaf(_)) || found.level == Level::PAGE {
             return;
         }
@@ -633,7 +638,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.outside(slept, |vcpu| {
             let mut op = RangeOp::begin(vcpu.vm(), vcpu.space());
             // The slot may log by now: then the leaf's dirty bit goes to its log.
-            op.zap_slots(op.space.slots.current(), &range);
+            op.zap_slots(&range);
             op.finish(Some(range));
         });
     }

@@ -159,16 +159,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
             && !self.flushes.all_paid()
         {
             // Of a slot that has just left, perhaps. It is not known any more where it was.
-            let section = self.section();
-            section.leave();
             let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-            self.flush(
-                space,
-                everything,
-                None,
-                Zapped::nothing(),
-                section.counters(),
-            );
+            self.section().end(|counters| {
+                self.flush(space, everything, None, Zapped::nothing(), counters);
+            });
         }
         Invalidation {
             vm: self,
@@ -190,7 +184,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         // A fault that asked before this would install one more.
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, space);
-        op.zap_slots(space.slots.current(), &range);
+        op.zap_slots(&range);
         op.finish(Some(range));
     }
 
@@ -198,12 +192,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, used: &mut bool) {
         let mut op = RangeOp::begin(self, space);
         let mut hull: Option<Range<Gfn>> = None;
-        space.slots.current().backed_by(range, |slot, gfns| {
+        let counters = op.counters();
+        let (inside, mut zapping) = op.zapping();
+        space.slots.current(inside).backed_by(range, |slot, gfns| {
             if !core::mem::replace(used, true) {
                 self.in_progress.raise();
-                op.counters().invalidations.add(1);
+                counters.invalidations.add(1);
             }
-            op.zap(slot, gfns.clone());
+            zapping.zap(slot, gfns.clone());
             let hull = hull.get_or_insert(gfns.clone());
             *hull = hull.start.min(gfns.start)..hull.end.max(gfns.end);
             true
@@ -213,13 +209,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Whether a slot uses a page of `range` now.
     fn is_used(&self, range: &Range<Hva>) -> bool {
-        let _section = self.section();
+        let section = self.section();
         let mut used = false;
         for space in &self.spaces {
-            space.slots.current().backed_by(range, |_, _| {
-                used = true;
-                false
-            });
+            space
+                .slots
+                .current(section.inside())
+                .backed_by(range, |_, _| {
+                    used = true;
+                    false
+                });
         }
         used
     }
