@@ -39,7 +39,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut leaves = [0u64; 3];
         for space in &self.spaces {
             // Taken before the section begins: whoever holds the lock may be waiting for sections.
-            let change = space.slots.change(self.lock_wait());
+            let change = space.slots.change(self.turn_wait());
             let section = self.section();
             let mut error = None;
             let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());

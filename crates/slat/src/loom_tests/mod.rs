@@ -14,6 +14,7 @@
 mod dirty;
 mod faults;
 mod flushes;
+mod locks;
 mod slots;
 mod tables;
 

@@ -43,7 +43,7 @@ use crate::heap;
 use crate::stats::Counter;
 use crate::sync::InSection;
 use crate::sync::atomic::{AtomicPtr, Ordering::*, Watch};
-use crate::sync::lock::{Guard, Lock};
+use crate::sync::fair::{FairGuard, FairLock};
 use crate::sync::quiesce::Readers;
 use crate::table::OutOfMemory;
 use few::Few;
@@ -178,7 +178,7 @@ pub(crate) struct Slots {
     current: AtomicPtr<SlotSet>,
     /// Counts [`SlotsChange::replace`]; the writer adds to it.
     changes: Counter,
-    writer: Lock<Writer>,
+    writer: FairLock<Writer>,
 }
 
 struct Writer {
@@ -328,7 +328,7 @@ impl Slots {
         Ok(Slots {
             current: AtomicPtr::new(Box::into_raw(published)),
             changes: Counter::default(),
-            writer: Lock::new(Writer {
+            writer: FairLock::new(Writer {
                 aside: NonNull::from(Box::leak(aside)),
                 behind: None,
                 by_id: Ids::EMPTY,
@@ -371,7 +371,8 @@ impl Slots {
         set
     }
 
-    /// Begins a change: whoever holds the result is the only one who changes these slots.
+    /// Begins a change: whoever holds the result is the only one who changes these slots. Others have their
+    /// turns before, in the order in which they called this.
     pub(crate) fn change(&self, wait: impl FnMut(u32)) -> SlotsChange<'_> {
         SlotsChange {
             slots: self,
@@ -383,7 +384,7 @@ impl Slots {
 /// The right to change the slots of one address space.
 pub(crate) struct SlotsChange<'a> {
     slots: &'a Slots,
-    writer: Guard<'a, Writer>,
+    writer: FairGuard<'a, Writer>,
 }
 
 impl SlotsChange<'_> {

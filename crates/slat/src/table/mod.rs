@@ -32,7 +32,7 @@ use core::marker::PhantomData;
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::{Platform, WaitFor};
-use crate::sync::lock::RawLock;
+use crate::sync::spin::RawSpinLock;
 
 pub(crate) use map::Mapped;
 pub(crate) use ops::{SplitWalk, Zapped};
@@ -55,7 +55,7 @@ impl Default for Entries {
 ///
 /// The platform stores it (see [`Platform::meta`]); only the engine looks inside.
 pub struct TableMeta {
-    lock: RawLock,
+    lock: RawSpinLock,
     /// The table stands where a huge leaf could, were it not for the policy `nx_huge_pages`.
     /// Written under the lock of the table above, or before publication.
     nx_split: AtomicBool,
@@ -71,7 +71,7 @@ impl TableMeta {
         /// For a frame that has just been allocated.
         pub fn new() -> Self {
             TableMeta {
-                lock: RawLock::new(),
+                lock: RawSpinLock::new(),
                 nx_split: AtomicBool::new(false),
                 leaves: AtomicU16::new(0),
                 next: AtomicU64::new(Detached::END),

@@ -48,7 +48,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         changes
             .try_reserve_exact(self.spaces.len())
             .map_err(|_| OutOfMemory)?;
-        changes.extend((self.spaces.iter()).map(|space| space.slots.change(self.lock_wait())));
+        changes.extend((self.spaces.iter()).map(|space| space.slots.change(self.turn_wait())));
         let Some(first) = changes.first() else {
             return Ok(());
         };

@@ -194,7 +194,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ) -> Result<R, DirtyLogError> {
         let not_logged = DirtyLogError::NotLogged(id);
         let space = self.spaces.get(space).ok_or(not_logged)?;
-        let change = space.slots.change(self.lock_wait());
+        let change = space.slots.change(self.turn_wait());
         let slot = change.by_id(id).ok_or(not_logged)?;
         match slot.log() {
             None => Err(not_logged),

@@ -21,6 +21,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::heap::Shared;
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
+use crate::sync::held;
 use crate::table::{Mapped, OutOfMemory, Path, Tree, Zapped};
 use crate::vcpu::Vcpu;
 
@@ -515,7 +516,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         access: Access,
         slept: &mut bool,
     ) -> Result<HostPage, ResolveError> {
-        let host = self.outside(slept, |vcpu| vcpu.vm().platform.resolve(hva, access))?;
+        let host = self.outside(slept, |vcpu| {
+            held::assert_none("to resolve a page");
+            vcpu.vm().platform.resolve(hva, access)
+        })?;
         let allowed = match access {
             Access::Read => true,
             Access::Write => host.writable,
@@ -551,7 +555,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         // another vCPU has just been given. Under the lock this is settled.
         let nx_table = || level > Level::PAGE && vm.policy.huge_is_nx() && tree.is_nx_split(gfn);
         let valid = || {
-            vm.in_progress.holds(sequence, &hvas, vm.lock_wait())
+            vm.in_progress.holds(sequence, &hvas)
                 && !slot.may_meet_unnoted_dirt(&vm.in_progress)
                 && !nx_table()
         };
@@ -577,14 +581,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.counters().pf_retried.add(1);
         self.wait_while(slept, |vcpu| {
             let vm = vcpu.vm();
-            vm.in_progress.covers(hvas, vm.lock_wait())
-                || slot.may_meet_unnoted_dirt(&vm.in_progress)
+            vm.in_progress.covers(hvas) || slot.may_meet_unnoted_dirt(&vm.in_progress)
         })
     }
 
     fn holds(&self, sequence: Sequence, hvas: &Range<Hva>) -> bool {
-        let vm = self.vm();
-        vm.in_progress.holds(sequence, hvas, vm.lock_wait())
+        self.vm().in_progress.holds(sequence, hvas)
     }
 
     /// This fault has put the pieces of a split leaf in its place: they may be what was asked for.
@@ -615,7 +617,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 if vcpu.attention().flag().load(Relaxed) != 0 {
                     return true;
                 }
-                vcpu.vm().platform.wait(round, WaitFor::Invalidation);
+                vcpu.vm().wait(round, WaitFor::Invalidation);
                 round += 1;
             }
             false

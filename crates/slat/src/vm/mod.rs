@@ -4,11 +4,13 @@
 //! [`attributes`], [`prefetch`], [`nx`], [`age`]. What range operations share is [`range_op`].
 //!
 //! # Locks, from the outside in
-//! 1. the slot writers' lock of an address space: held over a whole slot change, flush included. No
-//!    vCPU takes it, so a flush may be awaited under it. A conversion ([`attributes`]) takes those of all
-//!    address spaces, in their order;
-//! 2. the list of invalidations in progress, and each table's lock: short sections in which nothing
-//!    is waited for ([`crate::table`], [`crate::sync::lock`]).
+//! 1. the list of dirty rings: held over a whole reset;
+//! 2. the slot writers' lock of an address space: held over a whole slot change, or a whole harvest, flush
+//!    included. No vCPU takes it inside, so a flush may be awaited under it. A conversion ([`attributes`])
+//!    takes those of all address spaces, in their order. Both are fair ([`crate::sync::fair`]): whoever comes
+//!    first goes first;
+//! 3. one of: the hull of the invalidations in progress, a table's lock. Short sections in which nothing
+//!    is waited for, not even another such lock ([`crate::table`], [`crate::sync::spin`]).
 //!
 //! A thread waits for a flush or an invalidation only from outside every reader section
 //! ([`crate::sync::quiesce`]).
@@ -46,7 +48,7 @@ use crate::policy::Policy;
 use crate::slots::{Memslot, Slots};
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Reader, Readers};
-use crate::sync::{Guarded, InSection, Lock};
+use crate::sync::{FairLock, Guarded, InSection};
 use crate::table::{OutOfMemory, Tree};
 
 /// How a VM is made.
@@ -84,7 +86,7 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) flushes: Flushes,
     log_mode: LogMode,
     /// Every vCPU's, while they are in use. The lock serializes resets.
-    rings: Lock<Vec<Arc<DirtyRing>>>,
+    rings: FairLock<Vec<Arc<DirtyRing>>>,
     /// Where the next recovery of NX huge pages begins.
     nx_cursor: AtomicU64,
     /// The format has MMIO entries that work on this machine.
@@ -159,7 +161,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             in_progress: InProgress::new(),
             flushes: Flushes::default(),
             log_mode: LogMode::default(),
-            rings: Lock::new(Vec::new()),
+            rings: FairLock::new(Vec::new()),
             nx_cursor: AtomicU64::new(0),
             mmio_entries: config.physical_bits <= F::MMIO_PHYSICAL_BITS,
             readers,
@@ -211,7 +213,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             // memory means no more than to wait for the one before.
             match self.readers.borrow() {
                 Ok(reader) => break reader,
-                Err(OutOfMemory) => self.platform.wait(round, WaitFor::Lock),
+                Err(OutOfMemory) => self.wait(round, WaitFor::Turn),
             }
             round += 1;
         };

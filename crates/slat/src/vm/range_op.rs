@@ -19,7 +19,7 @@ use crate::addr::Gfn;
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::stats::Counters;
-use crate::sync::InSection;
+use crate::sync::{InSection, held};
 use crate::table::{FrameCache, Freed, Path, Tree, Zapped};
 
 /// Which flushes are owed.
@@ -212,6 +212,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         } else {
             Gfn(0)..Gfn(Tree::<P, F>::capacity())
         };
+        held::assert_none("to flush");
         self.platform.flush(self.id, range);
         self.flushes.pay(owed);
         counters.remote_tlb_flush.add(1);

@@ -23,7 +23,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .get(space)
             .ok_or(RegionError::NoSuchSpace(space))?
             .slots;
-        let mut change = slots.change(self.lock_wait());
+        let mut change = slots.change(self.turn_wait());
         let id = region.slot;
         let Some(plan) = plan(&change, region, Tree::<P, F>::capacity())? else {
             return Ok(());

@@ -210,7 +210,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Takes all collected entries from all rings, and makes their pages fault on the next write:
     /// KVM_RESET_DIRTY_RINGS. Returns how many there were.
     pub fn reset_dirty_rings(&self) -> u64 {
-        let rings = self.rings.lock(self.lock_wait());
+        let rings = self.rings.lock(self.turn_wait());
         let mut total = 0;
         loop {
             // Entries of both address spaces may take turns in a ring.
@@ -231,7 +231,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Returns how many there were.
     fn protect_again(&self, index: usize, pages: impl Iterator<Item = (u32, u64)>) -> u64 {
         let space = &self.spaces[index];
-        let change = space.slots.change(self.lock_wait());
+        let change = space.slots.change(self.turn_wait());
         let mut op = RangeOp::begin(self, space);
         let mut taken = 0;
         // Pages that lie near each other often come one after the other: one walk protects them.
@@ -256,7 +256,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     pub(crate) fn add_ring(&self, ring: Arc<DirtyRing>) -> Result<(), OutOfMemory> {
-        let mut rings = self.rings.lock(self.lock_wait());
+        let mut rings = self.rings.lock(self.turn_wait());
         rings.try_reserve(1).map_err(|_| OutOfMemory)?;
         rings.push(ring);
         Ok(())
@@ -264,7 +264,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// The vCPU that had `ring` pushes to it no more. Waits, like a reset, if there are pages to protect.
     pub(crate) fn remove_ring(&self, ring: &Arc<DirtyRing>) {
-        let mut rings = self.rings.lock(self.lock_wait());
+        let mut rings = self.rings.lock(self.turn_wait());
         if let Some(i) = rings.iter().position(|other| Arc::ptr_eq(other, ring)) {
             rings.swap_remove(i);
         }

@@ -149,10 +149,6 @@ impl<F: Format> World<F> {
         let mut rng = Rng::new(seed);
         let mut slots: [Option<(Range<u64>, u64, SlotFlags)>; 4] = [const { None }; 4];
         while self.runs() {
-            if rng.one_in(8) {
-                // The lock of the slots is not fair, and `keep_house` wants it, too.
-                thread::sleep(Duration::from_micros(100));
-            }
             let _batch = self.batch.read();
             let quarter = rng.below(4);
             let id = 2 + quarter as u32;
