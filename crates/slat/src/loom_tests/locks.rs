@@ -19,7 +19,9 @@ fn one_at_a_time_has_a_fair_lock_and_sees_what_was_done_before() {
         };
         let threads = [spawn(add(lock.clone())), spawn(add(lock.clone()))];
         *lock.lock(wait) += 1;
-        threads.map(|thread| thread.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
         assert_eq!(*lock.lock(wait), 5);
     });
 }

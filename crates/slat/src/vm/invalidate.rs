@@ -51,12 +51,12 @@ struct Hull {
 }
 
 impl Hull {
-    const NONE: Range<u64> = u64::MAX..0;
+    const NONE: Range<Hva> = Hva(u64::MAX)..Hva(0);
 
     fn new() -> Self {
         Hull {
-            start: AtomicU64::new(Self::NONE.start),
-            end: AtomicU64::new(Self::NONE.end),
+            start: AtomicU64::new(Self::NONE.start.0),
+            end: AtomicU64::new(Self::NONE.end.0),
             writer: SpinLock::new(()),
         }
     }
@@ -76,8 +76,8 @@ impl Hull {
 
     /// Under the lock.
     fn close(&self) {
-        self.start.store(Self::NONE.start, SeqCst);
-        self.end.store(Self::NONE.end, SeqCst);
+        self.start.store(Self::NONE.start.0, SeqCst);
+        self.end.store(Self::NONE.end.0, SeqCst);
     }
 }
 
