@@ -412,13 +412,12 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
                     walk,
                     |_, _| true,
                     path,
-                    || self.flush(start..end),
+                    || self.flush_broken(start..end),
                 )
             });
             let Ok(entries) = split else { break };
             self.counters().split_entries_visited.add(entries);
-            // Lets those pass who wait for this thread.
-            self.flush(start..end);
+            self.pass();
             start = end;
         }
         frames.release(&*vm.platform);

@@ -157,6 +157,21 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
             .outside(|counters| vm.flush(space, range, debt, zapped, counters));
     }
 
+    /// Between two batches of splits: flushes what was broken in `range`, where the format asks for that. A
+    /// split in place needs no flush: then only those pass who wait for this thread.
+    pub(super) fn flush_broken(&mut self, range: Range<Gfn>) {
+        if F::BREAK_BEFORE_MAKE {
+            self.flush(range);
+        } else {
+            self.pass();
+        }
+    }
+
+    /// Lets those pass who wait for this thread. What was taken away stays to be flushed.
+    pub(super) fn pass(&mut self) {
+        self.section.outside(|_| ());
+    }
+
     /// Ends the operation: when this returns, no CPU uses what was taken away from `range` before the
     /// call, by whomever. `None`: nothing there can have been of interest.
     pub(super) fn finish(mut self, range: Option<Range<Gfn>>) {
