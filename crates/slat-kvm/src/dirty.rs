@@ -12,9 +12,8 @@ use crate::vm::VmObject;
 use kvm_bindings::*;
 use slat::{DirtyGfn, DirtyLogError, DirtyRing};
 use std::os::fd::OwnedFd;
-use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// Entries that a ring has at most.
 const MAX_ENTRIES: u32 = 65536;
@@ -30,9 +29,18 @@ const _: () = assert!(size_of::<DirtyGfn>() == size_of::<kvm_dirty_gfn>());
 pub(crate) struct Rings {
     /// Bytes of each; 0: there are none.
     size: AtomicU32,
-    /// The memory of every vCPU's ring. The engine's rings point into it: a vCPU keeps its VM alive, and nobody but vCPUs
-    /// and [`VmObject::reset_dirty_rings`] touches a ring.
-    memory: Mutex<Vec<Shared>>,
+}
+
+/// The memory of one ring, which the client maps, too.
+struct RingMemory(Shared);
+
+impl AsRef<[DirtyGfn]> for RingMemory {
+    fn as_ref(&self) -> &[DirtyGfn] {
+        let entries = self.0.start().cast::<DirtyGfn>();
+        // SAFETY: shared memory of that many entries, mapped as long as `self` lives and aligned to a page; an entry is
+        // atomics only, of which every bit pattern is valid, whatever the client writes.
+        unsafe { std::slice::from_raw_parts(entries, self.0.len() / size_of::<DirtyGfn>()) }
+    }
 }
 
 impl Rings {
@@ -54,16 +62,9 @@ impl Rings {
         if size == 0 {
             return Ok(None);
         }
-        let memory = Shared::map(fd, RING_OFFSET, size)?;
-        let entries = NonNull::new(memory.start().cast()).ok_or(Error::new(libc::ENOMEM))?;
-        // SAFETY: zeroed shared memory of that many entries, of which every bit pattern is valid. It stays mapped until the VM's
-        // object is dropped, and then nobody can reach the ring any more (see `memory`).
-        let ring =
-            Arc::new(unsafe { DirtyRing::new(entries, (size / size_of::<DirtyGfn>()) as u32) });
-        let mut kept = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
-        heap::reserve(&mut kept, 1)?;
+        let memory = RingMemory(Shared::map(fd, RING_OFFSET, size)?);
+        let ring = Arc::new(DirtyRing::new(memory).map_err(no_memory)?);
         vcpu.set_dirty_ring(ring.clone()).map_err(no_memory)?;
-        kept.push(memory);
         Ok(Some(ring))
     }
 }

@@ -39,11 +39,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut leaves = [0u64; 3];
         for space in &self.spaces {
             // Taken before the section begins: whoever holds the lock may be waiting for sections.
-            let change = space.slots.change(self.lock_wait());
+            let change = space.slots.change(self.turn_wait());
             let section = self.section();
             let mut error = None;
             let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-            space.tree.walk(everything, Show::default(), &mut |at| {
+            let tree = space.tree.get(section.inside());
+            tree.walk(everything, Show::default(), &mut |at| {
                 let Entry::Leaf(leaf) = at.decode::<F>() else {
                     return Next::Pass;
                 };
@@ -65,7 +66,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 }
             });
             if error.is_none()
-                && let Some((level, counted, leaves)) = space.tree.miscounted()
+                && let Some((level, counted, leaves)) = tree.miscounted()
             {
                 error = Some(alloc::format!(
                     "a table of level {} counts {counted} leaves, there are {leaves}",

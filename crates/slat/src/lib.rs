@@ -21,7 +21,7 @@
 #![warn(missing_docs)]
 
 extern crate alloc;
-#[cfg(test)]
+#[cfg(any(test, feature = "lock-checks"))]
 extern crate std;
 
 mod addr;

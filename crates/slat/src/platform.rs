@@ -73,8 +73,12 @@ impl fmt::Display for ResolveError {
 /// Who the engine is waiting for, given to [`Platform::wait`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitFor {
-    /// Somebody who holds a table's lock or one of the engine's short internal locks.
+    /// Somebody who holds a spin lock: a table's, or another that is held for a few instructions.
     Lock,
+    /// Operations that came before and hold a lock over all they do, allocations and flushes included: slot
+    /// changes, harvests of dirty logs. First come, first served. `round` counts from 0 again when the caller
+    /// is next.
+    Turn,
     /// An entered reader that has not yet passed a quiescent point; the value is what it gave to
     /// [`crate::Vcpu::enter`] (a thread id in the userspace port, 0 when unknown).
     Reader(usize),
@@ -97,7 +101,7 @@ pub enum WaitFor {
 /// | `resolve` | no | no | for anything | yes, but for this vCPU |
 /// | `resolve_resident` | yes | yes | no | no |
 /// | `flush` | no | no | for CPUs in the guest | no |
-/// | `wait` | yes | yes | shortly, that is its purpose | no |
+/// | `wait` | yes | no | shortly, that is its purpose | no |
 ///
 /// A *reader section* is what [`crate::Vcpu::enter`] begins, and what every operation is in while it walks:
 /// flushes wait until it ends, and so do changes of slots. Whoever waits in one for something that waits
@@ -108,7 +112,8 @@ pub enum WaitFor {
 ///
 /// The global allocator is used where tables are allocated, and obeys the same.
 ///
-/// The engine's own locks are spin locks, held for at most one table's entries. So it is not called from an
+/// Under a table's lock the engine takes spin locks only, held for at most one table's entries. Locks that are held
+/// for longer are waited for with [`WaitFor::Turn`], in the order of arrival. So the engine is not called from an
 /// interrupt handler, or from anything else that may have come in between on the same CPU, unless
 /// whatever calls the engine masks that.
 ///

@@ -3,6 +3,7 @@
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
+use core::mem::replace;
 use core::ptr::NonNull;
 
 use crate::addr::{Gfn, Gpa, PAGE_SHIFT, Pfn};
@@ -11,7 +12,8 @@ use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
-use crate::sync::quiesce::{Attention, Reader};
+use crate::sync::InSection;
+use crate::sync::quiesce::{Attention, Reader, Readers};
 use crate::table::{FrameCache, OutOfMemory, Path, Tree};
 use crate::vm::{DirtyRing, Space, Vm, Window};
 
@@ -22,15 +24,12 @@ use crate::vm::{DirtyRing, Space, Vm, Window};
 /// vCPU is entered while it handles an exit, a software CPU while it runs guest code.
 pub struct Vcpu<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
-    /// Belongs to `vm.readers`, taken by this vCPU alone.
-    reader: NonNull<Reader>,
+    /// Of `vm.readers`.
+    presence: Presence,
     /// Never changes: `root` and `recent` belong to it.
     space: usize,
     /// Of its tables.
     root: Pfn,
-    /// Walks may be begun for addresses below: between `enter` and `leave` all that the tables can
-    /// hold, otherwise none. One comparison asks for both.
-    walkable: Gpa,
     token: usize,
     frames: FrameCache,
     recent: RecentSlots,
@@ -38,6 +37,54 @@ pub struct Vcpu<P: Platform, F: Format> {
     ring: Option<Arc<DirtyRing>>,
     /// The counters of the reader when this vCPU took it over.
     counted_before: Stats,
+}
+
+/// A vCPU's reader, and whether it is in a section.
+struct Presence {
+    /// Belongs to the VM; taken by this vCPU alone.
+    reader: NonNull<Reader>,
+    /// Walks may be begun for addresses below: in a section all that the tables can hold, otherwise none.
+    /// One comparison asks for both.
+    walkable: Gpa,
+}
+
+impl Presence {
+    #[inline(always)]
+    fn reader(&self) -> &Reader {
+        // SAFETY: readers live as long as the VM, which the vCPU keeps alive.
+        unsafe { self.reader.as_ref() }
+    }
+
+    #[inline(always)]
+    fn is_entered(&self) -> bool {
+        self.walkable > Gpa(0)
+    }
+
+    #[inline(always)]
+    fn section(&self) -> InSection<'_> {
+        assert!(self.is_entered(), "a vCPU outside its reader section");
+        // SAFETY: `walkable` says that the reader, which is nobody else's, is in a section; whatever ends that
+        // borrows the vCPU mutably.
+        unsafe { InSection::assume() }
+    }
+
+    /// Begins a section. `true`: what is remembered from before is void.
+    fn enter(&mut self, readers: &Readers, token: usize, walkable: Gpa) -> bool {
+        let missed = self.reader().enter(readers, token);
+        self.walkable = walkable;
+        missed
+    }
+
+    fn quiesce(&mut self, readers: &Readers) {
+        self.reader().quiesce(readers);
+    }
+
+    /// Ends the section; returns how far walks could go in it.
+    fn leave(&mut self) -> Gpa {
+        let walkable = replace(&mut self.walkable, Gpa(0));
+        self.reader().leave();
+        walkable
+    }
 }
 
 /// The slots used lately, by the place of what was accessed: KVM remembers one; this finds its way among
@@ -120,16 +167,18 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// # Panics
     /// If there is no such address space.
     pub fn create_vcpu_in(self: &Arc<Self>, space: usize) -> Result<Vcpu<P, F>, OutOfMemory> {
-        let root = self.spaces[space].tree.root();
+        let root = self.spaces[space].root();
         let recent = RecentSlots::new()?;
         let reader = self.readers.register()?;
         Ok(Vcpu {
-            reader: NonNull::from(reader),
+            presence: Presence {
+                reader: NonNull::from(reader),
+                walkable: Gpa(0),
+            },
             counted_before: reader.counters.snapshot(),
             vm: self.clone(),
             space,
             root,
-            walkable: Gpa(0),
             token: 0,
             frames: FrameCache::default(),
             recent,
@@ -140,13 +189,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    pub(crate) fn reader(&self) -> &Reader {
-        // SAFETY: readers live as long as the VM, which `self.vm` keeps alive.
-        unsafe { self.reader.as_ref() }
-    }
-
     pub(crate) fn counters(&self) -> &Counters {
-        &self.reader().counters
+        &self.presence.reader().counters
     }
 
     /// The VM it belongs to.
@@ -162,20 +206,37 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.root
     }
 
+    pub(crate) fn space_index(&self) -> usize {
+        self.space
+    }
+
+    /// The tables of its address space, until it leaves.
+    #[inline]
+    pub(crate) fn tree(&self) -> &Tree<P, F> {
+        self.space().tree.get(self.presence.section())
+    }
+
+    /// The slots of its address space as they are now, until it leaves.
+    #[inline]
+    pub(crate) fn slots(&self) -> &SlotSet {
+        self.space().slots.current(self.presence.section())
+    }
+
     pub(crate) fn is_entered(&self) -> bool {
-        self.walkable > Gpa(0)
+        self.presence.is_entered()
     }
 
     /// Whether a walk to `gpa` may begin: the vCPU is entered, and the tables reach so far.
     #[inline(always)]
     pub(crate) fn may_walk(&self, gpa: Gpa) -> bool {
-        gpa < self.walkable
+        gpa < self.presence.walkable
     }
 
-    pub(crate) fn parts(&mut self) -> (&Vm<P, F>, usize, &mut FrameCache, &Counters) {
-        // SAFETY: as in `reader`; a separate borrow, so that `frames` can be changed beside it.
-        let counters = unsafe { &self.reader.as_ref().counters };
-        (&self.vm, self.space, &mut self.frames, counters)
+    pub(crate) fn parts(&mut self) -> (&Vm<P, F>, &Tree<P, F>, &mut FrameCache, &Counters) {
+        let tree = &self.vm.spaces[self.space].tree;
+        let counters = &self.presence.reader().counters;
+        let tree = tree.get(self.presence.section());
+        (&self.vm, tree, &mut self.frames, counters)
     }
 
     /// Runs `then` on a way through its tables, with the frames it has allocated ahead.
@@ -184,8 +245,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         &mut self,
         then: impl FnOnce(&Vm<P, F>, &Tree<P, F>, &mut Path<'_>) -> R,
     ) -> R {
-        let (vm, space, frames, counters) = self.parts();
-        let tree = &vm.spaces[space].tree;
+        let (vm, tree, frames, counters) = self.parts();
         vm.with_path(frames, counters, |path| then(vm, tree, path))
     }
 
@@ -197,13 +257,24 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.ring.as_ref()
     }
 
-    /// Gives this CPU the ring to which its writes to logged slots go ([`Vm::use_dirty_rings`]).
+    /// Gives this CPU the ring to which its writes to logged slots go ([`Vm::use_dirty_rings`]), and no
+    /// other CPU pushes. It is the CPU's until it gets another one or is dropped; then the VM resets it no
+    /// more, and protects the pages that it names and that were not reset.
     ///
     /// # Errors
-    /// [`OutOfMemory`].
+    /// [`OutOfMemory`]; it keeps the ring it had.
+    ///
+    /// # Panics
+    /// If the vCPU was entered.
     pub fn set_dirty_ring(&mut self, ring: Arc<DirtyRing>) -> Result<(), OutOfMemory> {
+        assert!(
+            !self.is_entered(),
+            "Vcpu::set_dirty_ring inside enter/leave"
+        );
         self.vm.add_ring(ring.clone())?;
-        self.ring = Some(ring);
+        if let Some(old) = self.ring.replace(ring) {
+            self.vm.remove_ring(&old);
+        }
         Ok(())
     }
 
@@ -226,7 +297,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// The word to look at at every block boundary; anybody may raise bits in it at any time.
     pub fn attention(&self) -> &Shared<Attention> {
-        self.reader().attention()
+        self.presence.reader().attention()
     }
 
     /// Counts an entry of the guest's own tables that was read for this CPU
@@ -244,7 +315,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// The same from any thread, also while this CPU runs.
     pub fn watch_stats(&self) -> VcpuStats {
         VcpuStats {
-            reader: self.reader,
+            reader: self.presence.reader,
             counted_before: self.counted_before,
             _vm: self.vm.clone(),
         }
@@ -254,24 +325,23 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// (a thread id). If translations may have been flushed meanwhile, [`Attention::FLUSH`] is raised.
     pub fn enter(&mut self, token: usize) {
         self.token = token;
-        self.come_in();
-        self.walkable = Gfn(Tree::<P, F>::capacity()).gpa();
+        self.come_in(Gfn(Tree::<P, F>::capacity()).gpa());
     }
 
     /// Goes outside. Translations may be kept if the next [`enter`](Self::enter) is followed by a look
     /// at the attention word before they are used.
     pub fn leave(&mut self) {
-        self.walkable = Gpa(0);
-        self.reader().leave();
+        self.presence.leave();
     }
 
     /// Acknowledges all flushes so far. The caller has dropped every translation it was given.
     pub fn quiesce(&mut self) {
-        self.reader().quiesce(&self.vm.readers);
+        self.presence.quiesce(&self.vm.readers);
     }
 
-    fn come_in(&self) -> bool {
-        let missed = self.reader().enter(&self.vm.readers, self.token);
+    fn come_in(&mut self, walkable: Gpa) -> bool {
+        let (readers, token) = (&self.vm.readers, self.token);
+        let missed = self.presence.enter(readers, token, walkable);
         if missed {
             self.attention().raise(Attention::FLUSH);
         }
@@ -281,9 +351,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Runs `wait` outside, where it may take as long as it likes. `slept` becomes true if a flush
     /// went by meanwhile.
     pub(crate) fn outside<R>(&mut self, slept: &mut bool, wait: impl FnOnce(&Self) -> R) -> R {
-        self.reader().leave();
+        let walkable = self.presence.leave();
         let answer = wait(self);
-        *slept |= self.come_in();
+        *slept |= self.come_in(walkable);
         answer
     }
 
@@ -310,9 +380,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// The slots as they are now, and the one that holds `gfn`; looks at those used lately first.
     #[inline]
     pub(crate) fn find_slot(&mut self, gfn: Gfn) -> (&SlotSet, Option<&Memslot>) {
-        let set = self.vm.spaces[self.space].slots.current();
-        // SAFETY: as in `reader`; a separate borrow, so that `recent` can be changed beside it.
-        let counters = unsafe { &self.reader.as_ref().counters };
+        let slots = &self.vm.spaces[self.space].slots;
+        let set = slots.current(self.presence.section());
+        let counters = &self.presence.reader().counters;
         let recent = self.recent.place(set, gfn);
         if recent.generation == set.generation {
             // SAFETY: the slot was found in the set of this generation, which is the current one;
@@ -336,10 +406,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 }
 
 impl<P: Platform, F: Format> Drop for Vcpu<P, F> {
+    /// With a dirty ring that was not reset to its end, waits as [`Vm::reset_dirty_rings`] does.
     fn drop(&mut self) {
+        self.leave();
+        if let Some(ring) = self.ring.take() {
+            self.vm.remove_ring(&ring);
+        }
         self.frames.release(&*self.vm.platform);
-        // SAFETY: as in `reader`; a separate borrow, so that `vm` can be used beside it.
-        let reader = unsafe { self.reader.as_ref() };
-        self.vm.readers.release(reader);
+        self.vm.readers.release(self.presence.reader());
     }
 }

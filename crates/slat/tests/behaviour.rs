@@ -544,9 +544,7 @@ fn a_log_that_goes_to_rings_hears_of_pages_that_were_writable_before_it_began() 
     vm.set_manual_dirty_log(true, true);
     let mut client = RingClient::new();
     let mut vcpu = vm.create_vcpu().unwrap();
-    // SAFETY: the client is dropped last, after the VM and the vCPU at the end of this test.
-    vcpu.set_dirty_ring(Arc::new(unsafe { client.ring() }))
-        .unwrap();
+    vcpu.set_dirty_ring(client.ring()).unwrap();
     set(&vm, 0, 0..1024, 0, NONE);
     touch(&mut vcpu, 5, Write).unwrap();
     set(&vm, 0, 0..1024, 0, SlotFlags::LOG_DIRTY_PAGES);
@@ -608,4 +606,38 @@ fn a_hardware_fault_installs_the_leaf_and_leaves_the_vcpu_outside() {
     // The flush went by while it was outside: nothing of it is left to be acknowledged.
     assert!(vcpu.hardware_fault(hole, Read).is_err());
     assert_eq!(vcpu.attention().flag().load(SeqCst), 0);
+}
+
+/// KVM asks for one remote flush when logging begins, and for one in each KVM_CLEAR_DIRTY_LOG, however many
+/// chunks it splits.
+#[test]
+fn a_log_with_manual_protection_asks_for_one_flush_to_begin_and_one_for_each_clear() {
+    const PAGES: u64 = 8 * MIB2;
+    let (_, vm) = vm(PAGES, REMAP_2M);
+    vm.set_policy("eager_page_split_chunk", "512").unwrap();
+    vm.set_manual_dirty_log(true, false);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let requests = |act: &mut dyn FnMut()| {
+        let before = vm.stats().remote_tlb_flush_requests;
+        act();
+        vm.stats().remote_tlb_flush_requests - before
+    };
+    set(&vm, 0, 0..PAGES, 0, NONE);
+    for leaf in 0..8 {
+        assert_eq!(level(&mut vcpu, leaf * MIB2, Write), 2);
+    }
+    let begin = requests(&mut || set(&vm, 0, 0..PAGES, 0, SlotFlags::LOG_DIRTY_PAGES));
+    assert_eq!(vm.stats().splits, 8);
+    for page in (0..PAGES).step_by(100) {
+        touch(&mut vcpu, page, Write).unwrap();
+    }
+    let mut log = [0; PAGES as usize / 64];
+    let get = requests(&mut || vm.get_dirty_log(0, 0, &mut log).unwrap());
+    let clear = requests(&mut || vm.clear_dirty_log(0, 0, 0, PAGES, &log).unwrap());
+    assert_eq!((begin, get, clear), (1, 0, 1));
+    // The flush was made, and the pages are noted again.
+    let before = vm.stats().dirty_pages;
+    touch(&mut vcpu, 100, Write).unwrap();
+    assert_eq!(vm.stats().dirty_pages, before + 1);
+    vm.audit().unwrap();
 }

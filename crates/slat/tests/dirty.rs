@@ -1,14 +1,13 @@
 //! Which pages a dirty log protects again: those that are named, however they lie.
 
 use std::collections::BTreeSet;
-use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::*};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use slat::{
     Access, Config, DirtyGfn, DirtyRing, Ept, Gpa, Level, Region, SlotFlags, Stop, Vcpu, Vm,
 };
-use slat_model::{HostChange, HostMemory, SimPlatform};
+use slat_model::{HostChange, HostMemory, RingClient, SimPlatform};
 
 /// No multiple of 64: words of the bitmap lie across words of the tables.
 const BASE: u64 = 37;
@@ -102,31 +101,21 @@ fn a_log_that_was_taken_names_the_next_writes_again() {
 #[test]
 fn a_reset_protects_the_collected_pages_in_whatever_order_they_were_written() {
     const ENTRIES: usize = 1024;
-    let mut memory = vec![[0u64; 2]; ENTRIES];
-    let entries = NonNull::from(&mut memory[0]).cast::<DirtyGfn>();
+    let entries: Arc<[DirtyGfn]> = (0..ENTRIES).map(|_| DirtyGfn::new()).collect();
     let vm = vm();
     vm.use_dirty_rings();
     log(&vm);
     let mut vcpu = vm.create_vcpu().unwrap();
-    // SAFETY: as many zeroed entries, of the same size; they outlive VM and vCPU, which are dropped
-    // first, and are touched as atomics only.
-    let ring = unsafe { DirtyRing::new(entries, ENTRIES as u32) };
+    let ring = DirtyRing::new(entries.clone()).unwrap();
     vcpu.set_dirty_ring(Arc::new(ring)).unwrap();
     let mut next = 0;
     // Takes so many entries; their pages.
     let mut collect = |times: u64| -> BTreeSet<u64> {
         let mut pages = BTreeSet::new();
         for _ in 0..times {
-            // SAFETY: inside the ring; the flags are the first word of an entry, the page its second
-            // half, which the vCPU, being outside, does not change.
-            let (flags, page) = unsafe {
-                let entry = entries.add(next % ENTRIES);
-                let page = entry.cast::<u64>().add(1).read();
-                (entry.cast::<AtomicU32>().as_ref(), page)
-            };
-            assert_eq!(flags.load(Acquire), 1);
+            let (slot, page) = entries[next % ENTRIES].collect().unwrap();
+            assert_eq!(slot, 3);
             pages.insert(page);
-            flags.store(2, Release);
             next += 1;
         }
         pages
@@ -151,6 +140,85 @@ fn a_reset_protects_the_collected_pages_in_whatever_order_they_were_written() {
         collect(PAGES);
         assert_eq!(vm.reset_dirty_rings(), PAGES);
     }
+}
+
+/// The memory of a ring, whose end is seen.
+struct Memory {
+    entries: Vec<DirtyGfn>,
+    freed: Arc<AtomicBool>,
+}
+
+impl AsRef<[DirtyGfn]> for Memory {
+    fn as_ref(&self) -> &[DirtyGfn] {
+        &self.entries
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.freed.store(true, SeqCst);
+    }
+}
+
+fn watched_ring() -> (Arc<DirtyRing>, Arc<AtomicBool>) {
+    let freed = Arc::new(AtomicBool::new(false));
+    let memory = Memory {
+        entries: (0..128).map(|_| DirtyGfn::new()).collect(),
+        freed: freed.clone(),
+    };
+    (Arc::new(DirtyRing::new(memory).unwrap()), freed)
+}
+
+#[test]
+fn a_ring_leaves_with_its_vcpu_and_its_memory_with_it() {
+    let vm = vm();
+    vm.use_dirty_rings();
+    log(&vm);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let (first, first_freed) = watched_ring();
+    vcpu.set_dirty_ring(first).unwrap();
+    write(&mut vcpu, 0..3);
+    // Another ring in its place; the client has no share of the first.
+    let (second, second_freed) = watched_ring();
+    vcpu.set_dirty_ring(second.clone()).unwrap();
+    assert!(first_freed.load(SeqCst));
+    // Its pages are noted again.
+    let before = vm.stats().dirty_pages;
+    write(&mut vcpu, 0..5);
+    assert_eq!(vm.stats().dirty_pages - before, 5);
+    drop(second);
+    assert!(!second_freed.load(SeqCst), "its vCPU has it");
     drop(vcpu);
-    drop(vm);
+    assert!(second_freed.load(SeqCst));
+    assert_eq!(vm.reset_dirty_rings(), 0);
+    vm.audit().unwrap();
+}
+
+#[test]
+fn pages_in_the_ring_of_a_vcpu_that_is_gone_are_noted_by_the_next_that_writes_them() {
+    let vm = vm();
+    vm.use_dirty_rings();
+    log(&vm);
+    let client = RingClient::new();
+    let mut gone = vm.create_vcpu().unwrap();
+    gone.set_dirty_ring(client.ring()).unwrap();
+    write(&mut gone, 0..9);
+    let mut client = client;
+    for page in 0..4 {
+        assert_eq!(client.collect().unwrap().page, page);
+    }
+    drop(gone);
+    // What it has not collected, it still can.
+    for page in 4..9 {
+        assert_eq!(client.collect().unwrap().page, page);
+    }
+    let mut other = RingClient::new();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    vcpu.set_dirty_ring(other.ring()).unwrap();
+    write(&mut vcpu, 0..9);
+    let noted: Vec<u64> = std::iter::from_fn(|| other.collect())
+        .map(|page| page.page)
+        .collect();
+    assert_eq!(noted, (0..9).collect::<Vec<_>>());
+    assert_eq!(vm.reset_dirty_rings(), 9);
 }

@@ -413,12 +413,10 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
             break;
         }
     }
-    let mut entries: Vec<DirtyGfn> = Vec::new();
-    // SAFETY: zero is what an entry begins with.
-    entries.resize_with(128, || unsafe { std::mem::zeroed() });
-    // SAFETY: the entries outlive the VM.
-    let ring = unsafe { DirtyRing::new(NonNull::from(&mut entries[0]), 128) };
-    let ring = Arc::new(ring);
+    let entries: Arc<[DirtyGfn]> = (0..128).map(|_| DirtyGfn::new()).collect();
+    let (refused, failed) = failing(0, false, || DirtyRing::new(entries.clone()));
+    assert!(matches!(refused, Err(OutOfMemory)) && failed);
+    let ring = Arc::new(DirtyRing::new(entries).unwrap());
     let mut vcpu = vcpus.pop().unwrap();
     let refused = failing(0, false, || vcpu.set_dirty_ring(ring.clone()));
     assert_eq!(refused, (Err(OutOfMemory), true));

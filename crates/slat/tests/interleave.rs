@@ -444,6 +444,101 @@ fn the_begin_and_the_end_of_logging_beside_faults_and_invalidations() {
     }
 }
 
+/// `MAPPED` under the policies that decide who may take a huge leaf away, and how writes are told.
+fn mapped_with(policies: &'static [(&'static str, &'static str)]) -> impl Fn() -> Arc<World> {
+    move || {
+        let world = HUGE();
+        for (name, value) in policies {
+            world.vm.set_policy(name, value).unwrap();
+        }
+        world.touch(1, Write);
+        world.touch(700, Write);
+        world
+    }
+}
+
+/// Logging begins while something else takes translations away by what it knew before, and the guest
+/// writes: whatever the policies, the log names the page.
+#[test]
+fn a_write_after_logging_began_is_in_the_log_whatever_is_zapped_meanwhile() {
+    const WHOLE: &[(&str, &str)] = &[("nx_huge_pages", "on"), ("nx_huge_pages_split", "off")];
+    const SPLIT: &[(&str, &str)] = &[("nx_huge_pages", "on"), ("nx_huge_pages_split", "on")];
+    const OFF: &[(&str, &str)] = &[("nx_huge_pages", "off")];
+    const LATE: [&[(&str, &str)]; 2] = [
+        &[("dirty_log", "dirty-bit"), ("eager_page_split", "off")],
+        &[("dirty_log", "write-protect"), ("eager_page_split", "off")],
+    ];
+    let begin_and_write: Act = |w| {
+        w.flags(LOGGED);
+        w.touch(3, Write);
+    };
+    let victims: [Act; 6] = [
+        |w| w.touch(1, Execute),
+        |w| w.touch(1, Write),
+        |w| w.vm.zap(0, slat::Gfn(0)..slat::Gfn(512)),
+        |w| _ = w.vm.recover_nx_huge_pages(),
+        |w| w.vm.zap(0, slat::Gfn(300)..slat::Gfn(301)),
+        REMAP_HUGE,
+    ];
+    let turn_nx_on: Act = |w| w.vm.set_policy("nx_huge_pages", "on").unwrap();
+    for huge in [WHOLE, SPLIT, OFF] {
+        for log in LATE {
+            let policies: &'static [_] = Vec::leak([huge, log].concat());
+            let prepare = mapped_with(policies);
+            for victim in victims {
+                interleave(&prepare, &[], victim, begin_and_write);
+            }
+            if huge == OFF {
+                interleave(&prepare, &[], turn_nx_on, begin_and_write);
+            }
+        }
+    }
+}
+
+/// A client says how logs are to begin while one does.
+#[test]
+fn a_log_that_begins_while_initially_set_is_switched_names_every_write() {
+    let begin_and_write: Act = |w| {
+        w.flags(LOGGED);
+        w.touch(3, Write);
+    };
+    let switch_on: Act = |w| w.vm.set_manual_dirty_log(true, true);
+    let switch_off: Act = |w| w.vm.set_manual_dirty_log(false, false);
+    let initially_set: fn() -> Arc<World> = || {
+        let world = MAPPED();
+        world.vm.set_manual_dirty_log(true, true);
+        world
+    };
+    // The holder makes the change wait between the making of the log and the look at the leaves.
+    interleave(MAPPED, &[(700, Read)], begin_and_write, switch_on);
+    interleave(initially_set, &[(700, Read)], begin_and_write, switch_off);
+}
+
+/// The log of a slot goes with it. What a fault finds at the slot's new place may be a leaf of its old
+/// one, whose dirty bit says that another page was written.
+#[test]
+fn a_slot_that_moves_over_itself_takes_its_dirty_bits_along() {
+    let written: fn() -> Arc<World> = || {
+        let world = World::new(Level::PAGE, NONE);
+        // Its old leaf does not allow what its neighbour's new one does.
+        let device = HostChange::Remap {
+            level: Level::PAGE,
+            writable: true,
+            device: true,
+        };
+        world.vm.platform().host.change(&(2..3), device);
+        world.vm.set_policy("dirty_log", "dirty-bit").unwrap();
+        world.flags(LOGGED);
+        for gfn in 1..9 {
+            world.touch(gfn, Write);
+        }
+        world
+    };
+    for intruder in [READ_1, |w| w.touch(2, Read), |w| w.touch(2, Execute)] {
+        interleave(written, &[], SHIFT, intruder);
+    }
+}
+
 #[test]
 fn two_faults_on_one_page() {
     let huge_where_small_are: fn() -> Arc<World> = || {

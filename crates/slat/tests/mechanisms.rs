@@ -9,7 +9,7 @@ use slat::{
     Access::{self, *},
     Config, Ept, Format, Gfn, Gpa, Level, Region, SlotFlags, Stats, Stop, Translation, Vcpu, Vm,
 };
-use slat_model::{HostChange, HostMemory, SimPlatform};
+use slat_model::{HostChange, HostMemory, RingClient, SimPlatform};
 
 const MIB2: u64 = 512;
 const GIB1: u64 = 1 << 18;
@@ -268,11 +268,8 @@ fn a_read_is_logged_and_maps_for_writing_where_kvm_does_so<F: Format>() {
 }
 
 fn reads_are_noted_in_a_ring_as_far_as_it_has_room<F: Format>() {
-    let mut memory: Vec<[u64; 2]> = vec![[0; 2]; 128];
-    let entries = std::ptr::NonNull::from(&mut memory[0]).cast::<slat::DirtyGfn>();
     let mut world = World::<F>::new(256, Level::PAGE);
-    // SAFETY: the memory has 128 entries of 16 bytes, and outlives the VM.
-    let ring = Arc::new(unsafe { slat::DirtyRing::new(entries, 128) });
+    let ring = RingClient::new().ring();
     world.vm.use_dirty_rings();
     world.vcpu.set_dirty_ring(ring.clone()).unwrap();
     world.policy("dirty_log_reads", "on");
@@ -291,8 +288,6 @@ fn reads_are_noted_in_a_ring_as_far_as_it_has_room<F: Format>() {
     });
     assert_eq!(did.dirty_pages, 0);
     world.vm.audit().unwrap();
-    drop(world);
-    drop(memory);
 }
 
 fn an_eager_split_visits_no_entry_of_the_last_level<F: Format>() {

@@ -203,6 +203,19 @@ impl<F: Format> Runner<F> {
         }
     }
 
+    /// The vCPU that had `ring` is gone: the ring is reset no more, and its pages are noted again when they
+    /// are written next.
+    pub(super) fn ring_left(&mut self, ring: usize) {
+        let Some(client) = self.rings.get_mut(ring) else {
+            return;
+        };
+        for DirtyPage { space, slot, page } in client.left() {
+            self.models[space].reset(slot, page);
+            self.tally.count("ring left with pages");
+        }
+        self.collected.retain(|(other, _)| *other != ring);
+    }
+
     pub(super) fn reset_rings(&mut self) {
         let reset = self.vm.reset_dirty_rings();
         assert_eq!(reset, self.collected.len() as u64, "entries reset");

@@ -55,7 +55,12 @@ impl Tally {
         "one young leaf",
     ];
     /// And what one with rings meets besides; its logs are rings.
-    pub const OF_RINGS: [&'static str; 3] = ["ring pushed", "ring full", "ring reset"];
+    pub const OF_RINGS: [&'static str; 4] = [
+        "ring pushed",
+        "ring full",
+        "ring reset",
+        "ring left with pages",
+    ];
 
     fn count(&mut self, what: &'static str) {
         *self.0.entry(what).or_default() += 1;
@@ -114,7 +119,7 @@ pub struct Runner<F: Format> {
     tally: Tally,
     /// Entries that were collected and not reset, with the ring they were in.
     collected: Vec<(usize, DirtyPage)>,
-    /// All there ever were. The last field: nothing of the engine is left when they go.
+    /// All there ever were.
     rings: Vec<RingClient>,
 }
 
@@ -156,9 +161,7 @@ impl<F: Format> Runner<F> {
         let mut vcpu = vcpu.expect("there is memory");
         if self.models[0].mode.rings {
             let client = RingClient::new();
-            // SAFETY: the client goes into `rings`, which outlives the VM and the vCPU.
-            let ring = Arc::new(unsafe { client.ring() });
-            vcpu.set_dirty_ring(ring).expect("there is memory");
+            vcpu.set_dirty_ring(client.ring()).expect("there is memory");
             self.rings.push(client);
         }
         Cpu {
@@ -241,7 +244,11 @@ impl<F: Format> Runner<F> {
                 cpu.vcpu.quiesce();
                 cpu.vcpu.leave();
             }
-            Op::Replace(i) => self.cpus[*i] = self.new_cpu(*i),
+            Op::Replace(i) => {
+                let ring = self.cpus[*i].ring;
+                self.cpus[*i] = self.new_cpu(*i);
+                self.ring_left(ring);
+            }
             Op::FailAllocation(n) => {
                 self.platform.fail_allocation(*n, false);
                 self.failing = true;

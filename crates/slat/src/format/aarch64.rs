@@ -125,6 +125,11 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
     }
 }
 
+impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> super::sealed::Sealed
+    for Stage2<IPA_BITS, HARDWARE_DIRTY>
+{
+}
+
 impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS, HARDWARE_DIRTY> {
     const NAME: &'static str = "aarch64";
     const TOP: Level = {

@@ -50,6 +50,8 @@ const MISCONFIGURED: u64 = WRITE | EXECUTE;
 const MMIO_GENERATION_SHIFT: u32 = 12;
 const MMIO_GENERATION: u64 = ((1 << Ept::MMIO_GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
 
+impl super::sealed::Sealed for Ept {}
+
 impl Format for Ept {
     const NAME: &'static str = "ept";
     const TOP: Level = Level(4);

@@ -47,9 +47,14 @@ impl<const LEVELS: u8> GStage<LEVELS> {
     }
 }
 
+impl<const LEVELS: u8> super::sealed::Sealed for GStage<LEVELS> {}
+
 impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const NAME: &'static str = "riscv";
-    const TOP: Level = Level(LEVELS);
+    const TOP: Level = {
+        assert!(LEVELS == 3 || LEVELS == 4, "3 or 4 levels");
+        Level(LEVELS)
+    };
     const ROOT_TABLES: usize = 4;
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;

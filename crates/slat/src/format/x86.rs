@@ -43,9 +43,14 @@ const MMIO_GENERATION_SHIFT: u32 = 12;
 const GENERATION_BITS: u32 = 39;
 const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
 
+impl<const LEVELS: u8> super::sealed::Sealed for X86<LEVELS> {}
+
 impl<const LEVELS: u8> Format for X86<LEVELS> {
     const NAME: &'static str = if LEVELS == 5 { "x86-la57" } else { "npt" };
-    const TOP: Level = Level(LEVELS);
+    const TOP: Level = {
+        assert!(LEVELS == 4 || LEVELS == 5, "4 or 5 levels");
+        Level(LEVELS)
+    };
     const ROOT_TABLES: usize = 1;
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;

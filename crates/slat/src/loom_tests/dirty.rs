@@ -1,8 +1,6 @@
 //! Writes against whoever takes the dirty log: a client copies what the log names, after it has the
 //! answer, and in the end its copy is what the guest has written last.
 
-use std::boxed::Box;
-use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::{LOGGED, PLAIN, SmallVcpu, SmallVm, get, model, on_cpu, set_slot, spawn, touch, vm};
@@ -134,6 +132,24 @@ fn no_write_is_lost_when_logging_begins() {
 }
 
 #[test]
+fn no_write_is_lost_when_logging_begins_while_initially_set_is_switched() {
+    model(2, || {
+        let vm = vm(Level::PAGE, 1, PLAIN);
+        touch(&vm, 0, Write);
+        let mut copy = Copy::default();
+        let client = vm.clone();
+        let switch = spawn(move || client.set_manual_dirty_log(true, true));
+        set_slot(&vm, 0, 1, LOGGED);
+        // Everything is copied once, then what the log names.
+        copy.update(&vm, true);
+        on_cpu(&vm, write_twice);
+        copy.update(&vm, GET(&vm));
+        assert_eq!(copy.0, 2, "a write is in no dirty log");
+        switch.join().unwrap();
+    });
+}
+
+#[test]
 fn a_huge_leaf_is_split_by_a_write_that_meets_a_harvest() {
     no_write_is_lost(
         2,
@@ -168,15 +184,14 @@ fn a_huge_leaf_is_split_eagerly_beside_a_write() {
 
 /// A ring with the memory it stands in.
 struct Ring<const LEN: usize> {
-    entries: Box<[DirtyGfn; LEN]>,
+    entries: Arc<[DirtyGfn]>,
     ring: Arc<DirtyRing>,
 }
 
 impl<const LEN: usize> Ring<LEN> {
     fn new() -> Self {
-        let entries: Box<[DirtyGfn; LEN]> = Box::new(std::array::from_fn(|_| DirtyGfn::new()));
-        // SAFETY: the entries live as long as the test uses the ring.
-        let ring = unsafe { DirtyRing::new(NonNull::from(&entries[0]), LEN as u32) };
+        let entries: Arc<[DirtyGfn]> = (0..LEN).map(|_| DirtyGfn::new()).collect();
+        let ring = DirtyRing::new(entries.clone()).unwrap();
         Ring {
             ring: Arc::new(ring),
             entries,
@@ -188,7 +203,7 @@ impl<const LEN: usize> Ring<LEN> {
 fn a_ring_gives_each_entry_whole_and_once() {
     model(3, || {
         const PUSHED: u64 = 3;
-        let mut ring = Ring::<2>::new();
+        let ring = Ring::<2>::new();
         let mine = ring.ring.clone();
         let cpu = spawn(move || {
             for page in 1..=PUSHED {
@@ -211,9 +226,8 @@ fn a_ring_gives_each_entry_whole_and_once() {
         }
         cpu.join().unwrap();
         assert_eq!(ring.ring.pop_reset(0), None);
-        ring.entries
-            .iter_mut()
-            .for_each(|entry| assert!(entry.collect().is_none()));
+        let left = ring.entries.iter().find_map(DirtyGfn::collect);
+        assert_eq!(left, None);
     });
 }
 

@@ -14,6 +14,7 @@
 mod dirty;
 mod faults;
 mod flushes;
+mod locks;
 mod slots;
 mod tables;
 
@@ -68,6 +69,8 @@ struct SmallStage2<const TOP: u8>;
 
 macro_rules! small_format {
     ($name:ident, $of:ty, $breaks:expr, $dirty:expr) => {
+        impl<const TOP: u8> crate::format::sealed::Sealed for $name<TOP> {}
+
         impl<const TOP: u8> Format for $name<TOP> {
             const NAME: &'static str = "small";
             const TOP: Level = Level(TOP);

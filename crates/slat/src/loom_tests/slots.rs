@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::{Machine, PLAIN, hvas, model, on_cpu, set_slot, spawn, vm, wait};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SHIFT};
-use crate::slots::{Change, OwnedSlot, Region, SlotFlags, Slots, plan};
+use crate::slots::{Change, OwnedSlot, Region, SlotFlags, SlotSet, Slots, plan};
+use crate::sync::InSection;
 use crate::sync::quiesce::Readers;
 
 /// Enough slots for a tree of two levels.
@@ -32,6 +33,12 @@ impl World {
             world.set(slot, slot as u64 * 2, 1);
         }
         Arc::new(world)
+    }
+
+    fn current(&self) -> &SlotSet {
+        // SAFETY: the test has entered before it calls this, or has no second thread left; that the section
+        // lasts is what it tests.
+        self.slots.current(unsafe { InSection::assume() })
     }
 
     /// As a slot change of a VM that finds nothing to flush: only the next change waits for readers.
@@ -66,7 +73,7 @@ fn a_look_up_sees_the_old_set_or_the_new_one_whole() {
             let mut before = 0;
             for _ in 0..2 {
                 me.enter(&mine.readers, 0);
-                let set = mine.slots.current();
+                let set = mine.current();
                 let at = |gfn| {
                     set.find(Gfn(gfn))
                         .map(|slot| (slot.id(), slot.gfns().start.0))
@@ -99,7 +106,7 @@ fn a_look_up_sees_a_few_slots_whole_and_as_many_as_take_a_tree() {
             let me = mine.readers.register().unwrap();
             for _ in 0..2 {
                 me.enter(&mine.readers, 0);
-                let set = mine.slots.current();
+                let set = mine.current();
                 let at = |gfn| set.find(Gfn(gfn)).map(|slot| slot.id());
                 let found = [at(0), at(2), at(3), at(6)];
                 match set.generation - u64::from(FEW) {
@@ -127,8 +134,7 @@ fn a_look_up_by_backing_address_sees_a_set_whole() {
             let me = mine.readers.register().unwrap();
             me.enter(&mine.readers, 0);
             let mut seen = 0;
-            mine.slots
-                .current()
+            mine.current()
                 .backed_by(&hvas(0..Machine::PAGES), |slot, _| {
                     assert!(slot.gfns().start.0 == slot.id() as u64 * 2);
                     seen += 1;
@@ -151,7 +157,7 @@ fn two_changes_take_turns() {
         let thread = spawn(move || mine.set(1, 3, 1));
         world.set(4, 0, 0);
         thread.join().unwrap();
-        let set = world.slots.current();
+        let set = world.current();
         assert_eq!(set.generation, SLOTS as u64 + 2);
         assert_eq!(set.find(Gfn(3)).map(|slot| slot.id()), Some(1));
         assert!(set.find(Gfn(8)).is_none() && set.find(Gfn(2)).is_none());

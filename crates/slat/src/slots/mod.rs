@@ -41,8 +41,9 @@ use core::ptr::NonNull;
 use crate::addr::{Gfn, Hva, PAGE_SHIFT};
 use crate::heap;
 use crate::stats::Counter;
+use crate::sync::InSection;
 use crate::sync::atomic::{AtomicPtr, Ordering::*, Watch};
-use crate::sync::lock::{Guard, Lock};
+use crate::sync::fair::{FairGuard, FairLock};
 use crate::sync::quiesce::Readers;
 use crate::table::OutOfMemory;
 use few::Few;
@@ -93,7 +94,7 @@ impl SlotSet {
         }
         match self.few() {
             Some(few) => few.last_not_behind(gfn),
-            // SAFETY: a set reached by `Slots::current` is not changed until the reader section, or
+            // SAFETY: a set reached by `Slots::published` is not changed until the reader section, or
             // the writers' lock, ends.
             None => unsafe { self.by_gfn.last_not_behind(gfn.0) },
         }
@@ -177,7 +178,7 @@ pub(crate) struct Slots {
     current: AtomicPtr<SlotSet>,
     /// Counts [`SlotsChange::replace`]; the writer adds to it.
     changes: Counter,
-    writer: Lock<Writer>,
+    writer: FairLock<Writer>,
 }
 
 struct Writer {
@@ -327,7 +328,7 @@ impl Slots {
         Ok(Slots {
             current: AtomicPtr::new(Box::into_raw(published)),
             changes: Counter::default(),
-            writer: Lock::new(Writer {
+            writer: FairLock::new(Writer {
                 aside: NonNull::from(Box::leak(aside)),
                 behind: None,
                 by_id: Ids::EMPTY,
@@ -347,20 +348,31 @@ impl Slots {
         self.changes.get()
     }
 
-    /// The set as it is now. The caller is inside a reader section and drops the reference before it
-    /// leaves, or holds the writers' lock.
+    /// The set as it is now.
+    #[inline(always)]
+    pub(crate) fn current<'s>(&'s self, _: InSection<'s>) -> &'s SlotSet {
+        // SAFETY: the reader stays in its section as long as the answer is used.
+        unsafe { self.published() }
+    }
+
+    /// The set as it is now.
+    ///
+    /// # Safety
+    /// - as long as the answer is used, the caller is in a reader section, or holds the writers' lock and
+    ///   does not catch up.
     #[inline]
-    pub(crate) fn current(&self) -> &SlotSet {
+    unsafe fn published(&self) -> &SlotSet {
         // Sequentially consistent, as the reader's word and the swap are: a writer that finds a
         // reader outside knows that it will load the new set when it comes in.
         // SAFETY: the pointer is never null, and a replaced set is changed only when every reader
-        // section that could have loaded it has ended.
+        // section that could have loaded it has ended, by the holder of the writers' lock.
         let set = unsafe { &*self.current.load(SeqCst) };
         set.alive.used();
         set
     }
 
-    /// Begins a change: whoever holds the result is the only one who changes these slots.
+    /// Begins a change: whoever holds the result is the only one who changes these slots. Others have their
+    /// turns before, in the order in which they called this.
     pub(crate) fn change(&self, wait: impl FnMut(u32)) -> SlotsChange<'_> {
         SlotsChange {
             slots: self,
@@ -372,7 +384,7 @@ impl Slots {
 /// The right to change the slots of one address space.
 pub(crate) struct SlotsChange<'a> {
     slots: &'a Slots,
-    writer: Guard<'a, Writer>,
+    writer: FairGuard<'a, Writer>,
 }
 
 impl SlotsChange<'_> {
@@ -382,7 +394,8 @@ impl SlotsChange<'_> {
     }
 
     pub(crate) fn set(&self) -> &SlotSet {
-        self.slots.current()
+        // SAFETY: the writers' lock is held; to catch up borrows `self` mutably.
+        unsafe { self.slots.published() }
     }
 
     /// Pages in all slots together.
@@ -407,7 +420,8 @@ impl SlotsChange<'_> {
         let Some(behind) = writer.behind.take() else {
             return;
         };
-        let current = self.slots.current();
+        // SAFETY: the writers' lock is held, and the set that is changed below is the other one.
+        let current = unsafe { self.slots.published() };
         // SAFETY: it is not published, and everybody who was inside when it was has passed.
         let aside = unsafe { writer.aside.as_mut() };
         aside.alive.owned();
@@ -438,7 +452,8 @@ impl SlotsChange<'_> {
         let place = writer.by_id.place(id).expect("of a slot that is there");
         if let Some(new) = &new {
             // The set aside is like this one.
-            let set = self.slots.current();
+            // SAFETY: the writers' lock is held.
+            let set = unsafe { self.slots.published() };
             set.prepare(place.is_some(), new, &mut writer.stocks)?;
         }
         // From here on nothing fails.

@@ -32,7 +32,7 @@ use core::marker::PhantomData;
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::{Platform, WaitFor};
-use crate::sync::lock::RawLock;
+use crate::sync::spin::RawSpinLock;
 
 pub(crate) use map::Mapped;
 pub(crate) use ops::{SplitWalk, Zapped};
@@ -55,7 +55,7 @@ impl Default for Entries {
 ///
 /// The platform stores it (see [`Platform::meta`]); only the engine looks inside.
 pub struct TableMeta {
-    lock: RawLock,
+    lock: RawSpinLock,
     /// The table stands where a huge leaf could, were it not for the policy `nx_huge_pages`.
     /// Written under the lock of the table above, or before publication.
     nx_split: AtomicBool,
@@ -71,7 +71,7 @@ impl TableMeta {
         /// For a frame that has just been allocated.
         pub fn new() -> Self {
             TableMeta {
-                lock: RawLock::new(),
+                lock: RawSpinLock::new(),
                 nx_split: AtomicBool::new(false),
                 leaves: AtomicU16::new(0),
                 next: AtomicU64::new(Detached::END),
@@ -315,14 +315,24 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// Finds what a walker finds for `gfn`, without a lock. The caller is inside a reader section.
     #[inline]
     pub(crate) fn lookup(&self, gfn: Gfn) -> Found<'_> {
-        let (Ok(found) | Err(found)) = Self::lookup_page(&*self.platform, self.root, gfn);
+        // SAFETY: the root is this tree's, which others have from the caller's section (see `Space`).
+        let found = unsafe { Self::lookup_page(&*self.platform, self.root, gfn) };
+        let (Ok(found) | Err(found)) = found;
         found
     }
 
     /// [`Tree::lookup`], telling the compiler what to expect: `Ok` if the walk ends at level 1. Knows
     /// the tree by its `root`, so that whoever walks often need not go by way of the tree.
+    ///
+    /// # Safety
+    /// - `root` is the root of a tree of this format on `platform`, and the caller is in a reader section, as
+    ///   long as the answer is used.
     #[inline(always)]
-    pub(crate) fn lookup_page(platform: &P, root: Pfn, gfn: Gfn) -> Result<Found<'_>, Found<'_>> {
+    pub(crate) unsafe fn lookup_page(
+        platform: &P,
+        root: Pfn,
+        gfn: Gfn,
+    ) -> Result<Found<'_>, Found<'_>> {
         let find = |frame, level: Level| {
             let slot = Table { platform, frame }.entry(level.index(gfn));
             let bits = slot.load(Acquire);

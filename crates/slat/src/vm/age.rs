@@ -15,11 +15,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// CPUs are not flushed for this: a page that a TLB still holds may look unused until the CPU
     /// walks again.
     pub fn age(&self, range: Range<Hva>, clear: bool) -> u64 {
-        let _section = self.section();
+        let section = self.section();
+        let inside = section.inside();
         let mut young = 0;
         for space in &self.spaces {
-            space.slots.current().backed_by(&range, |_, gfns| {
-                young += space.tree.age(gfns, clear);
+            space.slots.current(inside).backed_by(&range, |_, gfns| {
+                young += space.tree.get(inside).age(gfns, clear);
                 true
             });
         }

@@ -48,7 +48,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         changes
             .try_reserve_exact(self.spaces.len())
             .map_err(|_| OutOfMemory)?;
-        changes.extend((self.spaces.iter()).map(|space| space.slots.change(self.lock_wait())));
+        changes.extend((self.spaces.iter()).map(|space| space.slots.change(self.turn_wait())));
         let Some(first) = changes.first() else {
             return Ok(());
         };
@@ -76,12 +76,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
             change.set_private(private.clone(), &self.readers);
         }
         self.in_progress.raise();
-        for (space, change) in self.spaces.iter().zip(&*changes) {
+        for space in &self.spaces {
             let mut op = RangeOp::begin(self, space);
             op.split_over(gfns.start, frames);
             op.split_over(gfns.end, frames);
-            // With all changes of slots locked out, nothing is mapped but what the slots of the set hold.
-            op.zap_slots(change.set(), gfns);
+            // With all changes of slots locked out, nothing is mapped but what the slots hold.
+            op.zap_slots(gfns);
             op.finish(Some(gfns.clone()));
         }
         for (space, change) in self.spaces.iter().zip(&*changes) {
@@ -101,15 +101,18 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         if gfn.0 >= Tree::<P, F>::capacity() {
             return;
         }
-        let found = space.tree.lookup(gfn);
+        let found = self.tree().lookup(gfn);
         let whole =
             gfn.align_down(found.level)..gfn.align_down(found.level).add(found.level.pages());
         if !matches!(found.entry::<F>(), Entry::Leaf(_)) || whole.start == gfn {
             return;
         }
+        // SAFETY: `split` is called in this operation's section, and between one that `flush` ends and the
+        // next it has nothing in hand.
+        let tree = unsafe { space.tree.unguarded() };
         let split = vm.with_path(frames, self.counters(), |path| {
             let reaches_over = |start: Gfn, _| start < gfn;
-            space.tree.split(
+            tree.split(
                 gfn..gfn.add(1),
                 SplitWalk::SkipLastLevel,
                 reaches_over,

@@ -30,7 +30,7 @@ use core::fmt;
 use core::mem::replace;
 use core::ops::Range;
 
-use super::{RangeOp, Space, Vm};
+use super::{RangeOp, Space, Vm, Zapping};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
@@ -43,14 +43,32 @@ pub(crate) struct DirtyLog {
     bits: Vec<AtomicU64>,
     /// The leaves' own dirty bits tell, instead of write protection.
     by_dirty_bit: bool,
+    /// It named every page when it was made.
+    initially_set: bool,
 }
 
 impl DirtyLog {
-    fn new(words: usize, by_dirty_bit: bool, set: bool) -> Result<Self, OutOfMemory> {
+    /// A log of `pages` pages, each named already if `initially_set`.
+    fn bitmap(pages: u64, by_dirty_bit: bool, initially_set: bool) -> Result<Self, OutOfMemory> {
+        let words = pages.div_ceil(64) as usize;
         let mut bits = Vec::new();
         bits.try_reserve_exact(words).map_err(|_| OutOfMemory)?;
-        bits.resize_with(words, || AtomicU64::new(if set { u64::MAX } else { 0 }));
-        Ok(DirtyLog { bits, by_dirty_bit })
+        let word = if initially_set { u64::MAX } else { 0 };
+        bits.resize_with(words, || AtomicU64::new(word));
+        Ok(DirtyLog {
+            bits,
+            by_dirty_bit,
+            initially_set,
+        })
+    }
+
+    /// A log that goes to the vCPUs' rings.
+    fn ring() -> Self {
+        DirtyLog {
+            bits: Vec::new(),
+            by_dirty_bit: false,
+            initially_set: false,
+        }
     }
 
     /// Whether a leaf must not be writable before a write to it was noted.
@@ -176,7 +194,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ) -> Result<R, DirtyLogError> {
         let not_logged = DirtyLogError::NotLogged(id);
         let space = self.spaces.get(space).ok_or(not_logged)?;
-        let change = space.slots.change(self.lock_wait());
+        let change = space.slots.change(self.turn_wait());
         let slot = change.by_id(id).ok_or(not_logged)?;
         match slot.log() {
             None => Err(not_logged),
@@ -276,12 +294,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// The log of a slot that begins to log.
     pub(super) fn new_log(&self, pages: u64) -> Result<DirtyLog, OutOfMemory> {
         if self.log_mode.rings.load(SeqCst) {
-            return DirtyLog::new(0, false, false);
+            return Ok(DirtyLog::ring());
         }
-        let words = pages.div_ceil(64) as usize;
         let by_dirty_bit = F::SETS_DIRTY && self.policy.logs_by_dirty_bit();
-        DirtyLog::new(
-            words,
+        DirtyLog::bitmap(
+            pages,
             by_dirty_bit,
             self.log_mode.initially_set.load(SeqCst),
         )
@@ -289,10 +306,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Begins logging in a slot that was mapped before.
     pub(super) fn begin_logging(&self, space: &Space<P, F>, slot: &Memslot) {
-        // A bitmap names all pages already: `clear_dirty_log` will split and protect, chunk by chunk.
-        // A ring names none.
-        let is_ring = slot.log().is_some_and(|log| log.is_ring());
-        if self.log_mode.initially_set.load(SeqCst) && !is_ring {
+        // It names all pages already: `clear_dirty_log` will split and protect, chunk by chunk. The log
+        // itself tells: how later ones are to begin may have changed since it was made.
+        if slot.log().is_some_and(|log| log.initially_set) {
             return;
         }
         let gfns = slot.gfns();
@@ -309,9 +325,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let gfns = slot.gfns();
         let mut op = RangeOp::begin(self, space);
         let collapsible = |gfn, level, _| self.host_level(slot, gfn) >= level;
-        space
-            .tree
-            .zap_tables(gfns.clone(), &mut op.zapped, collapsible);
+        let (_, Zapping { tree, zapped }) = op.zapping();
+        tree.zap_tables(gfns.clone(), zapped, collapsible);
         op.finish(Some(gfns));
     }
 }
@@ -347,7 +362,7 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
     }
 
     fn protect(&mut self, slot: &Memslot, range: Range<Gfn>, is_named: impl Fn(Gfn) -> bool) {
-        let tree = &self.space.tree;
+        let tree = self.tree();
         let named = |gfn, level| level > Level::PAGE || is_named(gfn);
         let changed = match slot.log() {
             Some(log) if !log.protects() => {
@@ -362,25 +377,10 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         self.changed(changed > 0);
     }
 
-    /// Zaps `gfns` of `slot`. If the leaves' dirty bits are its log, they are not lost.
-    pub(super) fn zap(&mut self, slot: &Memslot, gfns: Range<Gfn>) {
-        let tree = &self.space.tree;
-        match slot.log() {
-            Some(log) if log.by_dirty_bit => {
-                let all = slot.gfns();
-                tree.zap_noting(gfns, &mut self.zapped, |gfn, level| {
-                    log.mark_leaf(&all, gfn, level);
-                });
-            }
-            _ => tree.zap(gfns, &mut self.zapped),
-        }
-    }
-
     /// Moves the leaves' dirty bits into the bitmap.
     fn harvest_dirty_bits(&mut self, slot: &Memslot, log: &DirtyLog) {
         let gfns = slot.gfns();
-        let tree = &self.space.tree;
-        let found = tree.clear_dirty(
+        let found = self.tree().clear_dirty(
             gfns.clone(),
             |_, _| true,
             |gfn, level| log.mark_leaf(&gfns, gfn, level),
@@ -397,6 +397,9 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         if !vm.policy.splits_eagerly() {
             return;
         }
+        // SAFETY: `split` is called in this operation's section, and between one that `flush` ends and the
+        // next it has nothing in hand.
+        let tree = unsafe { space.tree.unguarded() };
         let mut frames = FrameCache::default();
         let chunk = vm.policy.split_chunk();
         let mut start = range.start;
@@ -404,21 +407,35 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
             let end = Gfn((start.0 / chunk + 1) * chunk).min(range.end);
             let split = vm.with_path(&mut frames, self.counters(), |path| {
                 let walk = vm.policy.walk_for_split();
-                space.tree.split(
+                tree.split(
                     start..end,
                     walk,
                     |_, _| true,
                     path,
-                    || self.flush(start..end),
+                    || self.flush_broken(start..end),
                 )
             });
             let Ok(entries) = split else { break };
             self.counters().split_entries_visited.add(entries);
-            // Lets those pass who wait for this thread.
-            self.flush(start..end);
+            self.pass();
             start = end;
         }
         frames.release(&*vm.platform);
+    }
+}
+
+impl<P: Platform, F: Format> Zapping<'_, P, F> {
+    /// Zaps `gfns` of `slot`. If the leaves' dirty bits are its log, they are not lost.
+    pub(super) fn zap(&mut self, slot: &Memslot, gfns: Range<Gfn>) {
+        match slot.log() {
+            Some(log) if log.by_dirty_bit => {
+                let all = slot.gfns();
+                self.tree.zap_noting(gfns, self.zapped, |gfn, level| {
+                    log.mark_leaf(&all, gfn, level);
+                });
+            }
+            _ => self.tree.zap(gfns, self.zapped),
+        }
     }
 }
 

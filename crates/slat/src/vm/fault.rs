@@ -15,12 +15,13 @@ use crate::sync::atomic::Ordering::Relaxed;
 use core::fmt;
 use core::ops::Range;
 
-use super::{DirtyLog, RangeOp, Sequence};
+use super::{DirtyLog, InProgress, RangeOp, Sequence};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
 use crate::heap::Shared;
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
+use crate::sync::held;
 use crate::table::{Mapped, OutOfMemory, Path, Tree, Zapped};
 use crate::vcpu::Vcpu;
 
@@ -147,6 +148,13 @@ impl SlotFacts {
     fn protects(&self) -> bool {
         self.log.as_ref().is_some_and(|log| log.protects())
     }
+
+    /// Whether a leaf in the way may have a dirty bit that only the zap of a moving slot knows how to note:
+    /// a slot that moves over itself keeps its log, and its old leaves count pages from its old place.
+    fn may_meet_unnoted_dirt(&self, in_progress: &InProgress) -> bool {
+        let by_dirty_bit = self.log.as_ref().is_some_and(|log| !log.protects());
+        by_dirty_bit && in_progress.is_slot_leaving()
+    }
 }
 
 /// What one attempt came to.
@@ -184,8 +192,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn translate(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
         let gfn = gpa.gfn();
         if self.may_walk(gpa) {
+            // SAFETY: the root of this vCPU's tree; whoever may walk is in a section, which only ends by
+            // `&mut self`.
+            let found =
+                unsafe { Tree::<P, F>::lookup_page(&*self.vm().platform, self.root(), gfn) };
             // Twice the same: the compiler knows the level of the first, which is the common one.
-            match Tree::<P, F>::lookup_page(&*self.vm().platform, self.root(), gfn) {
+            match found {
                 Ok(found) => {
                     if let Some(leaf) = found.ready::<F>(access) {
                         return Ok(translation(leaf, Level::PAGE, gfn));
@@ -251,7 +263,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     fn translate_mapped(&mut self, gpa: Gpa, access: Access) -> Option<Result<Translation, Stop>> {
         let gfn = gpa.gfn();
         loop {
-            let found = self.space().tree.lookup(gfn);
+            let found = self.tree().lookup(gfn);
             return match found.entry::<F>() {
                 Entry::Leaf(leaf) if leaf.allows(access) => {
                     let write = access == Access::Write;
@@ -325,7 +337,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Whether an MMIO entry with these generation bits still tells the truth.
     fn is_current(&self, generation: u64) -> bool {
         let mask = (1u64 << F::MMIO_GENERATION_BITS) - 1;
-        self.vm().caches_mmio() && self.space().slots.current().generation & mask == generation
+        self.vm().caches_mmio() && self.slots().generation & mask == generation
     }
 
     /// Brings the tables to where they allow `access`. Returns also how, if it came to an end.
@@ -389,7 +401,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     });
                 }
                 // The slot may have gone, or its memory come back, or be about to.
-                Err(_) => return self.stale(&slot.hvas(gfn, Level::PAGE), slept),
+                Err(_) => return self.stale(&slot, &slot.hvas(gfn, Level::PAGE), slept),
             },
         };
         let (level, nx_split) = self.level(gfn, &slot, &host, access);
@@ -416,7 +428,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             // The split itself has given the right: to execute a small page.
             Mapped::Spurious if split => Outcome::Fixed { fast },
             Mapped::Spurious => Outcome::Spurious { fast },
-            Mapped::Stale => return self.stale(&slot.hvas(gfn, level), slept),
+            Mapped::Stale => return self.stale(&slot, &slot.hvas(gfn, level), slept),
             Mapped::Cleared(zapped) => {
                 self.flush_as_vcpu(gfn.align_down(level), level, zapped, slept);
                 return Attempt::Again;
@@ -458,7 +470,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if self.vm().in_progress.is_slot_leaving() {
             return None;
         }
-        let found = self.space().tree.lookup(gfn);
+        let found = self.tree().lookup(gfn);
         match found.entry::<F>() {
             Entry::Leaf(leaf) if access == Access::Write && leaf.may_write => Some(HostPage {
                 pfn: leaf.pfn.add(gfn.0 & (found.level.pages() - 1)),
@@ -480,7 +492,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             .fitting_level(&slot.gfns, gfn, host.pfn, host.level);
         let nx = level > Level::PAGE
             && self.vm().policy.huge_is_nx()
-            && (access == Access::Execute || self.space().tree.is_nx_split(gfn));
+            && (access == Access::Execute || self.tree().is_nx_split(gfn));
         if nx {
             (Level::PAGE, true)
         } else {
@@ -504,7 +516,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         access: Access,
         slept: &mut bool,
     ) -> Result<HostPage, ResolveError> {
-        let host = self.outside(slept, |vcpu| vcpu.vm().platform.resolve(hva, access))?;
+        let host = self.outside(slept, |vcpu| {
+            held::assert_none("to resolve a page");
+            vcpu.vm().platform.resolve(hva, access)
+        })?;
         let allowed = match access {
             Access::Read => true,
             Access::Write => host.writable,
@@ -528,8 +543,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         nx_split: bool,
     ) -> (Mapped, bool) {
         let ring = self.ring().cloned();
-        let (vm, space, frames, counters) = self.parts();
-        let tree = &vm.spaces[space].tree;
+        let space = self.space_index();
+        let (vm, tree, frames, counters) = self.parts();
         // As in `Vm::with_path`, whose answer would be copied in every fault.
         let owe = || vm.flushes.owe();
         let mut path = Path::new(frames, &owe);
@@ -539,7 +554,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         // NX may have made a table there since the level was chosen; a huge leaf would throw away what
         // another vCPU has just been given. Under the lock this is settled.
         let nx_table = || level > Level::PAGE && vm.policy.huge_is_nx() && tree.is_nx_split(gfn);
-        let valid = || vm.in_progress.holds(sequence, &hvas, vm.lock_wait()) && !nx_table();
+        let valid = || {
+            vm.in_progress.holds(sequence, &hvas)
+                && !slot.may_meet_unnoted_dirt(&vm.in_progress)
+                && !nx_table()
+        };
         let note = || {
             let Some(log) = slot.log.as_ref().filter(|log| leaf.write && log.protects()) else {
                 return;
@@ -556,23 +575,23 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         (mapped, path.splits.iter().any(|n| *n > 0))
     }
 
-    /// What it knew did not hold: waits for an invalidation of its page to end, if that was it.
-    fn stale(&mut self, hvas: &Range<Hva>, slept: &mut bool) -> Attempt {
+    /// What it knew did not hold: waits for an invalidation of its page, or the move of its slot, to end,
+    /// if that was it.
+    fn stale(&mut self, slot: &SlotFacts, hvas: &Range<Hva>, slept: &mut bool) -> Attempt {
         self.counters().pf_retried.add(1);
         self.wait_while(slept, |vcpu| {
             let vm = vcpu.vm();
-            vm.in_progress.covers(hvas, vm.lock_wait())
+            vm.in_progress.covers(hvas) || slot.may_meet_unnoted_dirt(&vm.in_progress)
         })
     }
 
     fn holds(&self, sequence: Sequence, hvas: &Range<Hva>) -> bool {
-        let vm = self.vm();
-        vm.in_progress.holds(sequence, hvas, vm.lock_wait())
+        self.vm().in_progress.holds(sequence, hvas)
     }
 
     /// This fault has put the pieces of a split leaf in its place: they may be what was asked for.
     fn mended(&self, gfn: Gfn, access: Access) -> Attempt {
-        match self.space().tree.lookup(gfn).entry::<F>() {
+        match self.tree().lookup(gfn).entry::<F>() {
             Entry::Leaf(leaf) if leaf.allows(access) => Attempt::Mended,
             _ => Attempt::Again,
         }
@@ -581,8 +600,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Somebody is replacing a leaf on the way.
     fn wait_for_mend(&mut self, gfn: Gfn, slept: &mut bool) -> Attempt {
         self.wait_while(slept, |vcpu| {
-            let _section = vcpu.vm().section();
-            matches!(vcpu.space().tree.lookup(gfn).entry::<F>(), Entry::Broken(_))
+            let section = vcpu.vm().section();
+            let tree = vcpu.space().tree.get(section.inside());
+            matches!(tree.lookup(gfn).entry::<F>(), Entry::Broken(_))
         })
     }
 
@@ -597,7 +617,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 if vcpu.attention().flag().load(Relaxed) != 0 {
                     return true;
                 }
-                vcpu.vm().platform.wait(round, WaitFor::Invalidation);
+                vcpu.vm().wait(round, WaitFor::Invalidation);
                 round += 1;
             }
             false
@@ -611,7 +631,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// With `nx_huge_pages_split` off: what stands in the way of an execution fault goes as a whole.
     fn zap_huge(&mut self, gfn: Gfn, slept: &mut bool) {
-        let found = self.space().tree.lookup(gfn);
+        let found = self.tree().lookup(gfn);
         if !matches!(found.entry::<F>(), Entry::Leaf(_)) || found.level == Level::PAGE {
             return;
         }
@@ -619,7 +639,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let range = base..base.add(found.level.pages());
         self.outside(slept, |vcpu| {
             let mut op = RangeOp::begin(vcpu.vm(), vcpu.space());
-            op.space.tree.zap(range.clone(), &mut op.zapped);
+            // The slot may log by now: then the leaf's dirty bit goes to its log.
+            op.zap_slots(&range);
             op.finish(Some(range));
         });
     }

@@ -40,8 +40,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
             mmio: true,
             ..Show::default()
         };
-        let _section = self.section();
-        space.tree.walk(range, show, &mut |at| {
+        let section = self.section();
+        let tree = space.tree.get(section.inside());
+        tree.walk(range, show, &mut |at| {
             visit(at.gfn, at.level, at.decode::<F>());
             Next::Pass
         });

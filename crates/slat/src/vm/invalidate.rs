@@ -26,7 +26,7 @@ use super::{RangeOp, Space, Vm};
 use crate::addr::{Gfn, Hva};
 use crate::format::Format;
 use crate::platform::{Platform, WaitFor};
-use crate::sync::Lock;
+use crate::sync::{SpinLock, held};
 use crate::table::{Tree, Zapped};
 
 /// What a fault knew when it began.
@@ -39,18 +39,55 @@ pub(crate) struct InProgress {
     count: AtomicUsize,
     /// Slots that are in the set no more, but may still be in the tables.
     leaving: AtomicUsize,
-    hull: Lock<Range<Hva>>,
+    hull: Hull,
+}
+
+/// From where to where the ranges in progress reach. It is written under the lock, and read without: faults
+/// ask under the lock of a table, under which nobody waits for another lock.
+struct Hull {
+    start: AtomicU64,
+    end: AtomicU64,
+    writer: SpinLock<()>,
+}
+
+impl Hull {
+    const NONE: Range<Hva> = Hva(u64::MAX)..Hva(0);
+
+    fn new() -> Self {
+        Hull {
+            start: AtomicU64::new(Self::NONE.start.0),
+            end: AtomicU64::new(Self::NONE.end.0),
+            writer: SpinLock::new(()),
+        }
+    }
+
+    /// It grows as long as an invalidation is in progress, so both bounds are at least as far out as when the
+    /// asker found that one is. Or the hull was closed in between: then that invalidation is over.
+    fn overlaps(&self, range: &Range<Hva>) -> bool {
+        self.start.load(SeqCst) < range.end.0 && range.start.0 < self.end.load(SeqCst)
+    }
+
+    /// Under the lock.
+    fn grow(&self, range: &Range<Hva>) {
+        let (start, end) = (self.start.load(Relaxed), self.end.load(Relaxed));
+        self.start.store(start.min(range.start.0), SeqCst);
+        self.end.store(end.max(range.end.0), SeqCst);
+    }
+
+    /// Under the lock.
+    fn close(&self) {
+        self.start.store(Self::NONE.start.0, SeqCst);
+        self.end.store(Self::NONE.end.0, SeqCst);
+    }
 }
 
 impl InProgress {
-    const NONE: Range<Hva> = Hva(u64::MAX)..Hva(0);
-
     pub(crate) fn new() -> Self {
         InProgress {
             sequence: AtomicU64::new(0),
             count: AtomicUsize::new(0),
             leaving: AtomicUsize::new(0),
-            hull: Lock::new(Self::NONE),
+            hull: Hull::new(),
         }
     }
 
@@ -60,28 +97,19 @@ impl InProgress {
     }
 
     /// Whether what was learnt about the backing `range` since `sequence` was taken still holds.
-    /// `wait` passes time for the list's lock.
     #[inline]
-    pub(crate) fn holds(
-        &self,
-        sequence: Sequence,
-        range: &Range<Hva>,
-        wait: impl FnMut(u32),
-    ) -> bool {
+    pub(crate) fn holds(&self, sequence: Sequence, range: &Range<Hva>) -> bool {
         // In this order: an invalidation raises the sequence before it ends, so whoever finds that none
         // is in progress sees what the last one did to the sequence.
-        !self.covers(range, wait) && self.sequence.load(Acquire) == sequence.0
+        !self.covers(range) && self.sequence.load(Acquire) == sequence.0
     }
 
     /// Whether an invalidation is in progress over part of `range`.
     #[inline]
-    pub(crate) fn covers(&self, range: &Range<Hva>, wait: impl FnMut(u32)) -> bool {
+    pub(crate) fn covers(&self, range: &Range<Hva>) -> bool {
         // Sequentially consistent, as the begin and the publication of slots are: a begin that does not
         // find the slot of this fault is seen here.
-        self.count.load(SeqCst) != 0 && {
-            let hull = self.hull.lock(wait);
-            hull.start < range.end && range.start < hull.end
-        }
+        self.count.load(SeqCst) != 0 && self.hull.overlaps(range)
     }
 
     pub(crate) fn raise(&self) {
@@ -110,16 +138,15 @@ impl InProgress {
     }
 
     fn begin(&self, range: &Range<Hva>, wait: impl FnMut(u32)) {
-        let mut hull = self.hull.lock(wait);
-        hull.start = hull.start.min(range.start);
-        hull.end = hull.end.max(range.end);
+        let _writer = self.hull.writer.lock(wait);
+        self.hull.grow(range);
         self.count.fetch_add(1, SeqCst);
     }
 
     fn end(&self, wait: impl FnMut(u32)) {
-        let mut hull = self.hull.lock(wait);
+        let _writer = self.hull.writer.lock(wait);
         if self.count.fetch_sub(1, SeqCst) == 1 {
-            *hull = Self::NONE;
+            self.hull.close();
         }
     }
 }
@@ -154,21 +181,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for space in &self.spaces {
             self.zap_backed_by(space, &range, &mut used);
         }
-        self.in_progress.wait_for_leaving_slots(self.lock_wait());
+        self.in_progress.wait_for_leaving_slots(self.turn_wait());
         if let Some(space) = self.spaces.first()
             && !self.flushes.all_paid()
         {
             // Of a slot that has just left, perhaps. It is not known any more where it was.
-            let section = self.section();
-            section.leave();
             let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-            self.flush(
-                space,
-                everything,
-                None,
-                Zapped::nothing(),
-                section.counters(),
-            );
+            self.section().end(|counters| {
+                self.flush(space, everything, None, Zapped::nothing(), counters);
+            });
         }
         Invalidation {
             vm: self,
@@ -190,7 +211,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         // A fault that asked before this would install one more.
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, space);
-        op.zap_slots(space.slots.current(), &range);
+        op.zap_slots(&range);
         op.finish(Some(range));
     }
 
@@ -198,12 +219,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, used: &mut bool) {
         let mut op = RangeOp::begin(self, space);
         let mut hull: Option<Range<Gfn>> = None;
-        space.slots.current().backed_by(range, |slot, gfns| {
+        let counters = op.counters();
+        let (inside, mut zapping) = op.zapping();
+        space.slots.current(inside).backed_by(range, |slot, gfns| {
             if !core::mem::replace(used, true) {
                 self.in_progress.raise();
-                op.counters().invalidations.add(1);
+                counters.invalidations.add(1);
             }
-            op.zap(slot, gfns.clone());
+            zapping.zap(slot, gfns.clone());
             let hull = hull.get_or_insert(gfns.clone());
             *hull = hull.start.min(gfns.start)..hull.end.max(gfns.end);
             true
@@ -213,23 +236,37 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Whether a slot uses a page of `range` now.
     fn is_used(&self, range: &Range<Hva>) -> bool {
-        let _section = self.section();
+        let section = self.section();
         let mut used = false;
         for space in &self.spaces {
-            space.slots.current().backed_by(range, |_, _| {
-                used = true;
-                false
-            });
+            space
+                .slots
+                .current(section.inside())
+                .backed_by(range, |_, _| {
+                    used = true;
+                    false
+                });
         }
         used
     }
 
+    /// For a spin lock.
     pub(crate) fn lock_wait(&self) -> impl FnMut(u32) + '_ {
-        |round| self.platform.wait(round, WaitFor::Lock)
+        |round| self.wait(round, WaitFor::Lock)
+    }
+
+    /// For a [`crate::sync::FairLock`], or for what its holder does.
+    pub(crate) fn turn_wait(&self) -> impl FnMut(u32) + '_ {
+        |round| self.wait(round, WaitFor::Turn)
     }
 
     pub(super) fn reader_wait(&self) -> impl FnMut(u32, usize) + '_ {
-        |round, token| self.platform.wait(round, WaitFor::Reader(token))
+        |round, token| self.wait(round, WaitFor::Reader(token))
+    }
+
+    pub(crate) fn wait(&self, round: u32, what: WaitFor) {
+        held::assert_none("to wait");
+        self.platform.wait(round, what);
     }
 }
 
@@ -240,7 +277,7 @@ impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
             vm.in_progress.raise();
         } else {
             // A slot may have come and be leaving again: then its change raises the sequence.
-            vm.in_progress.wait_for_leaving_slots(vm.lock_wait());
+            vm.in_progress.wait_for_leaving_slots(vm.turn_wait());
         }
         vm.in_progress.end(vm.lock_wait());
     }
@@ -260,14 +297,14 @@ mod tests {
         let range = Hva(0)..Hva(1 << 12);
         let in_progress = InProgress::new();
         let host = AtomicU64::new(0);
-        let entry = Lock::new(NOTHING);
+        let entry = SpinLock::new(NOTHING);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while host.load(SeqCst) < ROUNDS {
                     let sequence = in_progress.sequence();
                     let page = host.load(SeqCst);
                     let mut entry = entry.lock(wait);
-                    if in_progress.holds(sequence, &range, wait) {
+                    if in_progress.holds(sequence, &range) {
                         *entry = page;
                     }
                 }

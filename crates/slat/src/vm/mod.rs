@@ -4,11 +4,13 @@
 //! [`attributes`], [`prefetch`], [`nx`], [`age`]. What range operations share is [`range_op`].
 //!
 //! # Locks, from the outside in
-//! 1. the slot writers' lock of an address space: held over a whole slot change, flush included. No
-//!    vCPU takes it, so a flush may be awaited under it. A conversion ([`attributes`]) takes those of all
-//!    address spaces, in their order;
-//! 2. the list of invalidations in progress, and each table's lock: short sections in which nothing
-//!    is waited for ([`crate::table`], [`crate::sync::lock`]).
+//! 1. the list of dirty rings: held over a whole reset;
+//! 2. the slot writers' lock of an address space: held over a whole slot change, or a whole harvest, flush
+//!    included. No vCPU takes it inside, so a flush may be awaited under it. A conversion ([`attributes`])
+//!    takes those of all address spaces, in their order. Both are fair ([`crate::sync::fair`]): whoever comes
+//!    first goes first;
+//! 3. one of: the hull of the invalidations in progress, a table's lock. Short sections in which nothing
+//!    is waited for, not even another such lock ([`crate::table`], [`crate::sync::spin`]).
 //!
 //! A thread waits for a flush or an invalidation only from outside every reader section
 //! ([`crate::sync::quiesce`]).
@@ -31,7 +33,7 @@ pub use fault::{Stop, Translation};
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Leaving, Sequence};
 pub(crate) use prefetch::Window;
-pub(crate) use range_op::{Flushes, RangeOp};
+pub(crate) use range_op::{Flushes, RangeOp, Zapping};
 pub use ring::{DirtyGfn, DirtyRing};
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
@@ -45,8 +47,8 @@ use crate::platform::{Platform, VmId, WaitFor};
 use crate::policy::Policy;
 use crate::slots::{Memslot, Slots};
 use crate::stats::{Counters, Stats};
-use crate::sync::Lock;
 use crate::sync::quiesce::{Reader, Readers};
+use crate::sync::{FairLock, Guarded, InSection};
 use crate::table::{OutOfMemory, Tree};
 
 /// How a VM is made.
@@ -84,7 +86,7 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) flushes: Flushes,
     log_mode: LogMode,
     /// Every vCPU's, while they are in use. The lock serializes resets.
-    rings: Lock<Vec<Arc<DirtyRing>>>,
+    rings: FairLock<Vec<Arc<DirtyRing>>>,
     /// Where the next recovery of NX huge pages begins.
     nx_cursor: AtomicU64,
     /// The format has MMIO entries that work on this machine.
@@ -104,7 +106,25 @@ struct LogMode {
 /// One address space: slots and the tables that translate them.
 pub(crate) struct Space<P: Platform, F: Format> {
     pub(crate) slots: Slots,
-    pub(crate) tree: Tree<P, F>,
+    /// All that [`Tree`] does, it does for a caller in a reader section.
+    pub(crate) tree: Guarded<Tree<P, F>>,
+    root: Pfn,
+}
+
+impl<P: Platform, F: Format> Space<P, F> {
+    fn new(platform: Arc<P>) -> Result<Self, OutOfMemory> {
+        let tree = Tree::new(platform)?;
+        Ok(Space {
+            slots: Slots::new()?,
+            root: tree.root(),
+            tree: Guarded::new(tree),
+        })
+    }
+
+    /// The frame of its root table.
+    pub(crate) fn root(&self) -> Pfn {
+        self.root
+    }
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -129,10 +149,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .try_reserve_exact(config.spaces)
             .map_err(|_| OutOfMemory)?;
         for _ in 0..config.spaces {
-            spaces.push(Space {
-                slots: Slots::new()?,
-                tree: Tree::new(platform.clone())?,
-            });
+            spaces.push(Space::new(platform.clone())?);
         }
         let readers = Readers::new();
         readers.put_aside(readers.register()?);
@@ -144,7 +161,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             in_progress: InProgress::new(),
             flushes: Flushes::default(),
             log_mode: LogMode::default(),
-            rings: Lock::new(Vec::new()),
+            rings: FairLock::new(Vec::new()),
             nx_cursor: AtomicU64::new(0),
             mmio_entries: config.physical_bits <= F::MMIO_PHYSICAL_BITS,
             readers,
@@ -170,7 +187,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// [`EPTP`](crate::Ept::eptp), [`VTTBR_EL2`](crate::format::Stage2::vttbr) or
     /// [`hgatp`](crate::format::GStage::hgatp) point to.
     pub fn root(&self, space: usize) -> Option<Pfn> {
-        Some(self.spaces.get(space)?.tree.root())
+        Some(self.spaces.get(space)?.root())
     }
 
     /// The sum of all counters. While CPUs run, counters of one event may be seen apart.
@@ -196,16 +213,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
             // memory means no more than to wait for the one before.
             match self.readers.borrow() {
                 Ok(reader) => break reader,
-                Err(OutOfMemory) => self.platform.wait(round, WaitFor::Lock),
+                Err(OutOfMemory) => self.wait(round, WaitFor::Turn),
             }
             round += 1;
         };
-        let section = Section {
+        reader.enter(&self.readers, 0);
+        Section {
             readers: &self.readers,
             reader,
-        };
-        section.enter();
-        section
+        }
     }
 
     /// The largest level at which the page at `gfn` of `slot` may be mapped, if the host mapping
@@ -247,7 +263,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 }
 
-/// Keeps a reader inside; gives it back when dropped.
+/// A reader that is in a section; given back when dropped.
 pub(crate) struct Section<'a> {
     readers: &'a Readers,
     reader: &'a Reader,
@@ -258,13 +274,25 @@ impl<'a> Section<'a> {
         &self.reader.counters
     }
 
-    pub(crate) fn enter(&self) {
-        self.reader.enter(self.readers, 0);
+    #[inline(always)]
+    pub(crate) fn inside(&self) -> InSection<'_> {
+        // SAFETY: the reader is nobody else's (`Readers::borrow`), is in a section, and leaves it only when
+        // `self` is borrowed mutably or given away.
+        unsafe { InSection::assume() }
     }
 
-    /// Ends the section; the reader, and the right to count, stay.
-    pub(crate) fn leave(&self) {
+    /// Runs `wait` between this section and the next of the same reader.
+    pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&'a Counters) -> R) -> R {
         self.reader.leave();
+        let result = wait(&self.reader.counters);
+        self.reader.enter(self.readers, 0);
+        result
+    }
+
+    /// Ends the section. `then` may still count.
+    pub(crate) fn end<R>(self, then: impl FnOnce(&'a Counters) -> R) -> R {
+        self.reader.leave();
+        then(&self.reader.counters)
     }
 }
 

@@ -10,7 +10,7 @@
 
 use crate::sync::atomic::Ordering::*;
 
-use super::{RangeOp, Vm};
+use super::{RangeOp, Vm, Zapping};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
@@ -53,25 +53,22 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let mut cursor = start;
             // From the cursor to the end, then from the beginning to the cursor.
             for range in [start..capacity, Gfn(0)..start] {
-                space
-                    .tree
-                    .zap_tables(range, &mut op.zapped, |gfn, level, table| {
-                        // In a slot that logs nothing would become huge, and a dirty bit be lost.
-                        let logs = |gfn| {
-                            let slot = space.slots.current().find(gfn);
-                            slot.is_some_and(|slot| slot.log().is_some())
-                        };
-                        let take = left > 0
-                            && level == Level::MEGA
-                            && space.tree.is_nx_table(table)
-                            && !logs(gfn);
-                        if take {
-                            left -= 1;
-                            taken += 1;
-                            cursor = gfn.add(level.pages());
-                        }
-                        take
-                    });
+                let (inside, Zapping { tree, zapped }) = op.zapping();
+                tree.zap_tables(range, zapped, |gfn, level, table| {
+                    // In a slot that logs nothing would become huge, and a dirty bit be lost.
+                    let logs = |gfn| {
+                        let slot = space.slots.current(inside).find(gfn);
+                        slot.is_some_and(|slot| slot.log().is_some())
+                    };
+                    let take =
+                        left > 0 && level == Level::MEGA && tree.is_nx_table(table) && !logs(gfn);
+                    if take {
+                        left -= 1;
+                        taken += 1;
+                        cursor = gfn.add(level.pages());
+                    }
+                    take
+                });
             }
             self.nx_cursor.store(cursor.0, Relaxed);
             op.finish(Some(Gfn(0)..capacity));

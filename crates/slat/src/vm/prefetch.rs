@@ -117,7 +117,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     accessed: false,
                     ..leaf_for(slot, &run.first, Access::Read)
                 };
-                let valid = || vm.in_progress.holds(sequence, &backing, vm.lock_wait());
+                let valid = || vm.in_progress.holds(sequence, &backing);
                 if let Some(new) = tree.map_absent(gfn, run.pages, leaf, path, valid) {
                     installed += new;
                     if gfn == unmapped {

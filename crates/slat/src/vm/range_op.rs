@@ -18,8 +18,8 @@ use super::{Section, Space, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
 use crate::platform::Platform;
-use crate::slots::SlotSet;
 use crate::stats::Counters;
+use crate::sync::{InSection, held};
 use crate::table::{FrameCache, Freed, Path, Tree, Zapped};
 
 /// Which flushes are owed.
@@ -77,8 +77,14 @@ pub(crate) struct RangeOp<'a, P: Platform, F: Format> {
     vm: &'a Vm<P, F>,
     pub(super) space: &'a Space<P, F>,
     section: Section<'a>,
-    pub(super) zapped: Zapped,
+    zapped: Zapped,
     changed: bool,
+}
+
+/// What a zap needs of its operation, while that is in one section.
+pub(crate) struct Zapping<'o, P: Platform, F: Format> {
+    pub(super) tree: &'o Tree<P, F>,
+    pub(super) zapped: &'o mut Zapped,
 }
 
 impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
@@ -101,16 +107,38 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         self.section.counters()
     }
 
+    #[inline(always)]
+    pub(super) fn inside(&self) -> InSection<'_> {
+        self.section.inside()
+    }
+
+    /// The tree of its address space, until the section ends.
+    pub(super) fn tree(&self) -> &Tree<P, F> {
+        self.space.tree.get(self.inside())
+    }
+
+    /// What the operation may zap with, and the proof that it lasts.
+    pub(super) fn zapping(&mut self) -> (InSection<'_>, Zapping<'_, P, F>) {
+        let inside = self.section.inside();
+        let zapping = Zapping {
+            tree: self.space.tree.get(inside),
+            zapped: &mut self.zapped,
+        };
+        (inside, zapping)
+    }
+
     /// Leaves lost a right or a mark that a TLB may hold, if `changed`.
     pub(super) fn changed(&mut self, changed: bool) {
         self.changed |= changed;
     }
 
-    /// Zaps the part of every slot of `set` that lies in `range`.
-    pub(super) fn zap_slots(&mut self, set: &SlotSet, range: &Range<Gfn>) {
-        set.in_gfns(range, |slot| {
+    /// Zaps the part of every slot, as they are now, that lies in `range`.
+    pub(super) fn zap_slots(&mut self, range: &Range<Gfn>) {
+        let slots = &self.space.slots;
+        let (inside, mut zapping) = self.zapping();
+        slots.current(inside).in_gfns(range, |slot| {
             let gfns = slot.gfns();
-            self.zap(slot, gfns.start.max(range.start)..gfns.end.min(range.end));
+            zapping.zap(slot, gfns.start.max(range.start)..gfns.end.min(range.end));
         });
     }
 
@@ -124,10 +152,24 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     /// Flushes `range` if anybody owes it, and goes on. Others who wait for this thread pass.
     pub(super) fn flush(&mut self, range: Range<Gfn>) {
         let (debt, zapped) = self.owe();
-        self.section.leave();
-        self.vm
-            .flush(self.space, range, debt, zapped, self.counters());
-        self.section.enter();
+        let (vm, space) = (self.vm, self.space);
+        self.section
+            .outside(|counters| vm.flush(space, range, debt, zapped, counters));
+    }
+
+    /// Between two batches of splits: flushes what was broken in `range`, where the format asks for that. A
+    /// split in place needs no flush: then only those pass who wait for this thread.
+    pub(super) fn flush_broken(&mut self, range: Range<Gfn>) {
+        if F::BREAK_BEFORE_MAKE {
+            self.flush(range);
+        } else {
+            self.pass();
+        }
+    }
+
+    /// Lets those pass who wait for this thread. What was taken away stays to be flushed.
+    pub(super) fn pass(&mut self) {
+        self.section.outside(|_| ());
     }
 
     /// Ends the operation: when this returns, no CPU uses what was taken away from `range` before the
@@ -135,11 +177,12 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     pub(super) fn finish(mut self, range: Option<Range<Gfn>>) {
         let (debt, zapped) = self.owe();
         self.vm.flushes.zapping.fetch_sub(1, SeqCst);
-        self.section.leave();
-        if let Some(range) = range {
-            self.vm
-                .flush(self.space, range, debt, zapped, self.counters());
-        }
+        let (vm, space) = (self.vm, self.space);
+        self.section.end(|counters| {
+            if let Some(range) = range {
+                vm.flush(space, range, debt, zapped, counters);
+            }
+        });
     }
 }
 
@@ -184,6 +227,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         } else {
             Gfn(0)..Gfn(Tree::<P, F>::capacity())
         };
+        held::assert_none("to flush");
         self.platform.flush(self.id, range);
         self.flushes.pay(owed);
         counters.remote_tlb_flush.add(1);
@@ -191,8 +235,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
             leaves: zapped.leaves,
             nx_splits: 0,
         };
+        // SAFETY: to free tables takes no section.
+        let tree = unsafe { space.tree.unguarded() };
         // SAFETY: all readers have passed since the tables were detached, and hardware is flushed.
-        gone += unsafe { space.tree.free(zapped.detached) };
+        gone += unsafe { tree.free(zapped.detached) };
         counters.gone(&gone);
     }
 }

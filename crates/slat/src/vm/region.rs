@@ -23,7 +23,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .get(space)
             .ok_or(RegionError::NoSuchSpace(space))?
             .slots;
-        let mut change = slots.change(self.lock_wait());
+        let mut change = slots.change(self.turn_wait());
         let id = region.slot;
         let Some(plan) = plan(&change, region, Tree::<P, F>::capacity())? else {
             return Ok(());
@@ -61,8 +61,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// entries can hold it, entries as old as that must not be believed again.
     pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, generation: u64) {
         if generation & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0 {
-            let _section = self.section();
-            space.tree.zap_mmio();
+            let section = self.section();
+            space.tree.get(section.inside()).zap_mmio();
         }
     }
 
@@ -70,7 +70,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, &self.spaces[space]);
         let gfns = change.replaced().map(|old| {
-            op.zap(old, old.gfns());
+            op.zapping().1.zap(old, old.gfns());
             old.gfns()
         });
         // The operation is still counted: who sees that the slot has left sees that a flush is owed.

@@ -8,15 +8,23 @@
 //!
 //! Nothing is lost when the ring is full: the fault that would add an entry stops with
 //! [`crate::Stop::DirtyRingFull`] before it changes anything.
+//!
+//! # Whose memory
+//! A [`DirtyRing`] owns its memory, or a share of it: whoever has the ring, the vCPU or the VM that resets it,
+//! has the memory. A ring leaves the VM with its vCPU. The pages that it names and that were not reset are
+//! protected again then, because no reset will do it: the next write to them, by any vCPU, is noted anew. The
+//! client may still collect them from the memory, if it has a share.
 
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
+use alloc::boxed::Box;
 use alloc::sync::Arc;
+use core::iter;
 use core::mem::replace;
-use core::ptr::NonNull;
 
 use super::{RangeOp, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
+use crate::heap;
 use crate::platform::Platform;
 use crate::slots::Memslot;
 use crate::table::{OutOfMemory, Tree};
@@ -34,9 +42,40 @@ pub struct DirtyGfn {
 const DIRTY: u32 = 1 << 0;
 const RESET: u32 = 1 << 1;
 
+impl DirtyGfn {
+    /// An entry that names no page: all zero.
+    pub fn new() -> Self {
+        DirtyGfn {
+            flags: AtomicU32::new(0),
+            slot: AtomicU32::new(0),
+            offset: AtomicU64::new(0),
+        }
+    }
+
+    /// The page that the entry names, if it names one that was not collected: address space above bit 16 and
+    /// slot id below, and the page's number in the slot. For the client.
+    pub fn page(&self) -> Option<(u32, u64)> {
+        let dirty = self.flags.load(Acquire) == DIRTY;
+        dirty.then(|| (self.slot.load(Relaxed), self.offset.load(Relaxed)))
+    }
+
+    /// [`DirtyGfn::page`], which the client has collected with that: the next reset may take the entry back.
+    pub fn collect(&self) -> Option<(u32, u64)> {
+        let page = self.page()?;
+        self.flags.store(DIRTY | RESET, Release);
+        Some(page)
+    }
+}
+
+impl Default for DirtyGfn {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 /// A ring of [`DirtyGfn`].
 pub struct DirtyRing {
-    entries: NonNull<DirtyGfn>,
+    memory: Box<dyn AsRef<[DirtyGfn]> + Send + Sync>,
     len: u32,
     /// First entry not reset yet; moved by `reset`, whose calls are serialized.
     head: AtomicU32,
@@ -44,35 +83,34 @@ pub struct DirtyRing {
     tail: AtomicU32,
 }
 
-// SAFETY: entries are atomics, the indexes have one writer each (see the module).
-unsafe impl Send for DirtyRing {}
-// SAFETY: as above.
-unsafe impl Sync for DirtyRing {}
-
 impl DirtyRing {
     /// Entries kept free beyond the soft limit (KVM_DIRTY_RING_RSVD_ENTRIES).
     pub const RESERVED: u32 = if cfg!(loom) { 1 } else { 64 };
 
-    /// A ring over `len` entries at `entries`, all zero.
+    /// A ring in `memory`, whose entries are all zero. The ring owns it; a client in the same address space
+    /// keeps a share (`Arc<[DirtyGfn]>`), another one maps the same pages.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
     ///
     /// # Panics
-    /// If `len` is not a power of two above [`DirtyRing::RESERVED`].
-    ///
-    /// # Safety
-    /// - the memory is valid for `len` entries, and for atomic access, as long as the ring lives.
-    pub unsafe fn new(entries: NonNull<DirtyGfn>, len: u32) -> Self {
+    /// If there are not a power of two entries, and more than [`DirtyRing::RESERVED`].
+    pub fn new(
+        memory: impl AsRef<[DirtyGfn]> + Send + Sync + 'static,
+    ) -> Result<Self, OutOfMemory> {
+        let len = memory.as_ref().len() as u32;
         assert!(len.is_power_of_two() && len > Self::RESERVED);
-        DirtyRing {
-            entries,
+        Ok(DirtyRing {
+            memory: heap::boxed(memory)?,
             len,
             head: AtomicU32::new(0),
             tail: AtomicU32::new(0),
-        }
+        })
     }
 
     fn entry(&self, index: u32) -> &DirtyGfn {
-        // SAFETY: masked into the ring (`len` is a power of two); the promise of `new`.
-        unsafe { &*self.entries.as_ptr().add((index & (self.len - 1)) as usize) }
+        let entries: &[DirtyGfn] = (*self.memory).as_ref();
+        &entries[(index & (self.len - 1)) as usize]
     }
 
     /// Whether the client must collect before the vCPU goes on.
@@ -111,6 +149,26 @@ impl DirtyRing {
         entry.flags.store(0, Release);
         self.head.store(head.wrapping_add(1), Release);
         Some(dirty)
+    }
+
+    /// Takes all collected entries from the head, as long as they are of address space `space`.
+    fn reset(&self, space: u32) -> impl Iterator<Item = (u32, u64)> {
+        iter::from_fn(move || self.pop_reset(space))
+    }
+
+    /// The entries of address space `space` that were not reset, whether collected or not. Called when the
+    /// ring's vCPU pushes no more; changes nothing.
+    fn unreset(&self, space: u32) -> impl Iterator<Item = (u32, u64)> {
+        let (head, tail) = (self.head.load(Relaxed), self.tail.load(Relaxed));
+        let entries = (0..tail.wrapping_sub(head)).map(move |i| self.entry(head.wrapping_add(i)));
+        entries.filter_map(move |entry| {
+            let slot = entry.slot.load(Relaxed);
+            (slot >> 16 == space).then(|| (slot & 0xffff, entry.offset.load(Relaxed)))
+        })
+    }
+
+    fn is_empty(&self) -> bool {
+        self.head.load(Relaxed) == self.tail.load(Relaxed)
     }
 }
 
@@ -152,12 +210,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Takes all collected entries from all rings, and makes their pages fault on the next write:
     /// KVM_RESET_DIRTY_RINGS. Returns how many there were.
     pub fn reset_dirty_rings(&self) -> u64 {
-        let rings = self.rings.lock(self.lock_wait());
+        let rings = self.rings.lock(self.turn_wait());
         let mut total = 0;
         loop {
             // Entries of both address spaces may take turns in a ring.
             let taken: u64 = (0..self.spaces.len())
-                .map(|i| self.reset_space(i, &rings))
+                .map(|space| {
+                    let collected = rings.iter().flat_map(|ring| ring.reset(space as u32));
+                    self.protect_again(space, collected)
+                })
                 .sum();
             total += taken;
             if taken == 0 {
@@ -166,23 +227,23 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    fn reset_space(&self, index: usize, rings: &[Arc<DirtyRing>]) -> u64 {
+    /// Makes these pages of the address space `index`, by slot and number in it, fault on the next write.
+    /// Returns how many there were.
+    fn protect_again(&self, index: usize, pages: impl Iterator<Item = (u32, u64)>) -> u64 {
         let space = &self.spaces[index];
-        let change = space.slots.change(self.lock_wait());
+        let change = space.slots.change(self.turn_wait());
         let mut op = RangeOp::begin(self, space);
         let mut taken = 0;
         // Pages that lie near each other often come one after the other: one walk protects them.
         let mut near: Option<Near<'_>> = None;
-        for ring in rings {
-            while let Some((id, offset)) = ring.pop_reset(index as u32) {
-                taken += 1;
-                if near.as_mut().is_some_and(|near| near.take(id, offset)) {
-                    continue;
-                }
-                let slot = change.by_id(id).map(|slot| &**slot);
-                if let Some(before) = replace(&mut near, Near::new(slot, offset)) {
-                    op.protect_pages(before.slot, before.first, before.mask);
-                }
+        for (id, offset) in pages {
+            taken += 1;
+            if near.as_mut().is_some_and(|near| near.take(id, offset)) {
+                continue;
+            }
+            let slot = change.by_id(id).map(|slot| &**slot);
+            if let Some(before) = replace(&mut near, Near::new(slot, offset)) {
+                op.protect_pages(before.slot, before.first, before.mask);
             }
         }
         if let Some(last) = near {
@@ -195,32 +256,23 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     pub(crate) fn add_ring(&self, ring: Arc<DirtyRing>) -> Result<(), OutOfMemory> {
-        let mut rings = self.rings.lock(self.lock_wait());
+        let mut rings = self.rings.lock(self.turn_wait());
         rings.try_reserve(1).map_err(|_| OutOfMemory)?;
         rings.push(ring);
         Ok(())
     }
-}
 
-#[cfg(test)]
-impl DirtyGfn {
-    pub(crate) fn new() -> Self {
-        DirtyGfn {
-            flags: AtomicU32::new(0),
-            slot: AtomicU32::new(0),
-            offset: AtomicU64::new(0),
+    /// The vCPU that had `ring` pushes to it no more. Waits, like a reset, if there are pages to protect.
+    pub(crate) fn remove_ring(&self, ring: &Arc<DirtyRing>) {
+        let mut rings = self.rings.lock(self.turn_wait());
+        if let Some(i) = rings.iter().position(|other| Arc::ptr_eq(other, ring)) {
+            rings.swap_remove(i);
         }
-    }
-
-    /// What the client does with the next entry: slot and page, if there is one.
-    #[cfg(loom)]
-    pub(crate) fn collect(&self) -> Option<(u32, u64)> {
-        if self.flags.load(Acquire) != DIRTY {
-            return None;
+        if !ring.is_empty() {
+            for space in 0..self.spaces.len() {
+                self.protect_again(space, ring.unreset(space as u32));
+            }
         }
-        let dirty = (self.slot.load(Relaxed), self.offset.load(Relaxed));
-        self.flags.store(DIRTY | RESET, Release);
-        Some(dirty)
     }
 }
 
@@ -228,19 +280,14 @@ impl DirtyGfn {
 mod tests {
     use super::*;
 
-    fn ring(entries: &mut [DirtyGfn]) -> DirtyRing {
-        // SAFETY: the entries outlive the ring in each test.
-        unsafe { DirtyRing::new(NonNull::from(&mut entries[0]), entries.len() as u32) }
-    }
-
-    fn entries() -> [DirtyGfn; 128] {
-        core::array::from_fn(|_| DirtyGfn::new())
+    fn ring() -> DirtyRing {
+        let entries: [DirtyGfn; 128] = core::array::from_fn(|_| DirtyGfn::new());
+        DirtyRing::new(entries).unwrap()
     }
 
     #[test]
     fn only_collected_entries_are_reset_and_in_order() {
-        let mut entries = entries();
-        let ring = ring(&mut entries);
+        let ring = ring();
         ring.push(1, 10);
         ring.push(2, 20);
         assert_eq!(ring.pop_reset(0), None);
@@ -255,8 +302,7 @@ mod tests {
 
     #[test]
     fn a_ring_is_soft_full_before_it_is_full() {
-        let mut entries = entries();
-        let ring = ring(&mut entries);
+        let ring = ring();
         for page in 0..64 {
             assert!(!ring.is_soft_full());
             ring.push(0, page);
@@ -265,5 +311,19 @@ mod tests {
         ring.entry(0).flags.store(RESET, Release);
         ring.pop_reset(0).unwrap();
         assert!(!ring.is_soft_full());
+    }
+
+    #[test]
+    fn what_was_not_reset_is_known_whether_it_was_collected_or_not() {
+        let ring = ring();
+        ring.push(1, 10);
+        ring.push(1 << 16 | 2, 20);
+        ring.push(3, 30);
+        assert_eq!(ring.entry(0).collect(), Some((1, 10)));
+        assert_eq!(ring.pop_reset(0), Some((1, 10)));
+        assert_eq!(ring.entry(1).collect(), Some((1 << 16 | 2, 20)));
+        assert!(ring.unreset(0).eq([(3, 30)]));
+        assert!(ring.unreset(1).eq([(2, 20)]));
+        assert_eq!(ring.entry(2).page(), Some((3, 30)));
     }
 }

@@ -27,6 +27,11 @@ fn stress<F: Format>(logs: Logs, vcpus: u64, duration: Duration, pause: Option<D
         scope.spawn(|| world.invalidate(2));
         scope.spawn(|| world.keep_house(3));
         thread::sleep(duration);
+        // The machine may be busy with other things.
+        let watchdog = Instant::now();
+        while !world.has_progressed() && watchdog.elapsed() < Duration::from_secs(10) {
+            thread::sleep(Duration::from_millis(20));
+        }
         world.stop.store(true, SeqCst);
     });
     world.check_progress(vcpus);

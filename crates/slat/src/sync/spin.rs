@@ -1,24 +1,25 @@
-//! A lock for short sections that never wait: a few entries of one table, a list of ranges.
+//! A lock for short sections that never wait: the entries of one table, a range.
 //!
-//! Its holder takes no other [`Lock`] of the same kind, allocates nothing and waits for nobody, so
+//! Its holder takes no other lock, allocates nothing and waits for nobody ([`super::held`] sees to it), so
 //! a waiter needs to do nothing but pass time: there is no cycle to break.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
 
+use super::held;
 use crate::sync::atomic::{AtomicU32, Ordering::*, Watch, const_fn};
 
 /// The bare lock word, without the data it protects.
-pub(crate) struct RawLock {
+pub(crate) struct RawSpinLock {
     word: AtomicU32,
     /// What the lock protects.
     held: Watch,
 }
 
-impl RawLock {
+impl RawSpinLock {
     const_fn! {
         pub(crate) fn new() -> Self {
-            RawLock {
+            RawSpinLock {
                 word: AtomicU32::new(0),
                 held: Watch::new(),
             }
@@ -31,6 +32,7 @@ impl RawLock {
         if !self.try_lock() {
             self.lock_slowly(&mut wait);
         }
+        held::taken();
         self.held.owned();
     }
 
@@ -53,6 +55,7 @@ impl RawLock {
             }
             // Whoever waits can afford the newest value; a model checker would show it old ones for ever.
             if self.word.load(SeqCst) != 0 {
+                held::assert_none("to wait for a spin lock");
                 wait(round);
                 round += 1;
             } else if self.try_lock() {
@@ -68,42 +71,39 @@ impl RawLock {
     /// - the caller holds the lock.
     #[inline]
     pub(crate) unsafe fn unlock(&self) {
+        held::released();
         self.word.store(0, Release);
     }
 }
 
-/// Data behind a [`RawLock`].
-pub(crate) struct Lock<T> {
-    raw: RawLock,
+/// Data behind a [`RawSpinLock`].
+pub(crate) struct SpinLock<T> {
+    raw: RawSpinLock,
     data: UnsafeCell<T>,
 }
 
 // SAFETY: the data is reached only through a guard, and the lock admits one guard at a time.
-unsafe impl<T: Send> Sync for Lock<T> {}
+unsafe impl<T: Send> Sync for SpinLock<T> {}
 
-impl<T> Lock<T> {
+impl<T> SpinLock<T> {
     pub(crate) fn new(data: T) -> Self {
-        Lock {
-            raw: RawLock::new(),
+        SpinLock {
+            raw: RawSpinLock::new(),
             data: UnsafeCell::new(data),
         }
     }
 
-    pub(crate) fn lock(&self, wait: impl FnMut(u32)) -> Guard<'_, T> {
+    pub(crate) fn lock(&self, wait: impl FnMut(u32)) -> SpinGuard<'_, T> {
         self.raw.lock(wait);
-        Guard { lock: self }
-    }
-
-    pub(crate) fn get_mut(&mut self) -> &mut T {
-        self.data.get_mut()
+        SpinGuard { lock: self }
     }
 }
 
-pub(crate) struct Guard<'a, T> {
-    lock: &'a Lock<T>,
+pub(crate) struct SpinGuard<'a, T> {
+    lock: &'a SpinLock<T>,
 }
 
-impl<T> Deref for Guard<'_, T> {
+impl<T> Deref for SpinGuard<'_, T> {
     type Target = T;
     fn deref(&self) -> &T {
         // SAFETY: this guard holds the lock.
@@ -111,14 +111,14 @@ impl<T> Deref for Guard<'_, T> {
     }
 }
 
-impl<T> DerefMut for Guard<'_, T> {
+impl<T> DerefMut for SpinGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: this guard holds the lock, and `&mut self` makes the reference the only one.
         unsafe { &mut *self.lock.data.get() }
     }
 }
 
-impl<T> Drop for Guard<'_, T> {
+impl<T> Drop for SpinGuard<'_, T> {
     fn drop(&mut self) {
         // SAFETY: this guard holds the lock.
         unsafe { self.lock.raw.unlock() }
