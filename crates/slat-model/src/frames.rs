@@ -195,6 +195,13 @@ fn words(frame: Pfn) -> NonNull<[AtomicU64; ENTRIES]> {
     NonNull::new(frame.hpa().0 as *mut _).expect("no frame is at address 0")
 }
 
+/// Entry `index` of a frame that was given away at some time, and whose platform is there.
+pub(crate) fn read(frame: Pfn, index: usize) -> u64 {
+    // SAFETY: frames stay allocated until the platform is dropped; entries are only accessed atomically.
+    let words = unsafe { words(frame).as_ref() };
+    words[index].load(Acquire)
+}
+
 #[inline]
 fn beside(frame: Pfn) -> NonNull<Beside> {
     NonNull::new(frame.add(BLOCK).hpa().0 as *mut _).expect("no frame is at address 0")
