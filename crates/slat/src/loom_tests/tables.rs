@@ -5,16 +5,18 @@ use std::sync::Arc;
 use super::{Machine, Small, SmallStage2, model, spawn, wait};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
+use crate::heap::Shared;
 use crate::platform::MemoryType;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Readers;
-use crate::table::{FrameCache, Mapped, Path, SplitWalk, Tree, Zapped};
+use crate::table::{Flushes, FrameCache, Mapped, Path, SplitWalk, Tree, Zapped};
 
 /// Two levels: four pages, of which each pair can be one leaf.
 struct World<F: Format> {
     machine: Arc<Machine>,
     tree: Tree<Machine, F>,
     readers: Readers,
+    flushes: Shared<Flushes>,
 }
 
 const LEAF: Leaf = Leaf {
@@ -38,8 +40,10 @@ fn page(n: u64) -> Leaf {
 impl<F: Format> World<F> {
     fn new() -> Arc<Self> {
         let machine = Machine::new(Level::PAGE);
+        let flushes = Shared::try_new(Flushes::default()).unwrap();
         Arc::new(World {
-            tree: Tree::new(machine.clone()).unwrap(),
+            tree: Tree::new(machine.clone(), flushes.clone()).unwrap(),
+            flushes,
             readers: Readers::new(),
             machine,
         })
@@ -64,19 +68,32 @@ impl<F: Format> World<F> {
             splits += split;
             match mapped {
                 Mapped::New | Mapped::Widened | Mapped::Spurious => return splits,
-                Mapped::MustMend(gfn, level) => {
-                    splits += self.with_path(|path| self.tree.mend(gfn, level, path)).1;
-                }
+                Mapped::MustMend(gfn, level) => loop {
+                    self.flush();
+                    let (mended, split) = self.with_path(|path| self.tree.mend(gfn, level, path));
+                    splits += split;
+                    if mended {
+                        break;
+                    }
+                },
+                Mapped::Unflushed => self.flush(),
                 Mapped::Broken => loom::thread::yield_now(),
                 Mapped::Cleared(_) | Mapped::Stale => panic!("nobody has asked for that"),
             }
         }
     }
 
+    /// As [`crate::Vm`] flushes; these walkers remember nothing.
+    fn flush(&self) {
+        let (last, _) = self.flushes.account();
+        self.readers.synchronize(|round, _| wait(round));
+        self.flushes.complete(last);
+    }
+
     fn with_path<R>(&self, with: impl FnOnce(&mut Path<'_>) -> R) -> (R, u64) {
         let mut frames = FrameCache::default();
         frames.fill(&*self.machine, 1).unwrap();
-        let mut path = Path::new(&mut frames, &|| ());
+        let mut path = Path::new(&mut frames);
         let result = with(&mut path);
         let splits = path.splits.iter().sum();
         frames.release(&*self.machine);
@@ -234,7 +251,7 @@ fn neighbours_stay_mapped_while_a_range_is_split() {
 
 fn split_all<F: Format>(world: &World<F>) {
     let mut frames = FrameCache::default();
-    let mut path = Path::new(&mut frames, &|| ());
+    let mut path = Path::new(&mut frames);
     let split = world.tree.split(
         Gfn(0)..Gfn(4),
         SplitWalk::SkipWithoutHuge,

@@ -20,6 +20,8 @@
 //!   fault sees that it is stale. The same holds for a table that is filled with leaves before it is
 //!   put in place, with the lock of the table that receives it ([`Tree::map_absent`]).
 
+mod clear;
+mod flushes;
 mod map;
 mod ops;
 mod walk;
@@ -31,9 +33,11 @@ use core::marker::PhantomData;
 
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
+use crate::heap::Shared;
 use crate::platform::{Platform, WaitFor};
 use crate::sync::lock::RawLock;
 
+pub(crate) use flushes::{Flushes, Ticket, Tickets};
 pub(crate) use map::Mapped;
 pub(crate) use ops::{SplitWalk, Zapped};
 pub(crate) use walk::{Next, Show};
@@ -62,6 +66,9 @@ pub struct TableMeta {
     /// Leaves in the table, so that it can be freed, or passed over, without a look at its entries.
     /// Written under the table's lock, or before publication.
     leaves: AtomicU16,
+    /// Number of the flush after which leaves that were broken in the table may be mended; 0: none was.
+    /// As `leaves`.
+    broken: AtomicU64,
     /// While detached: the next frame of the list, or [`Detached::END`].
     next: AtomicU64,
 }
@@ -74,6 +81,7 @@ impl TableMeta {
                 lock: RawLock::new(),
                 nx_split: AtomicBool::new(false),
                 leaves: AtomicU16::new(0),
+                broken: AtomicU64::new(0),
                 next: AtomicU64::new(Detached::END),
             }
         }
@@ -81,6 +89,13 @@ impl TableMeta {
 }
 
 impl TableMeta {
+    /// For a table that is not published yet.
+    fn begin(&self, leaves: u16) {
+        self.leaves.store(leaves, Relaxed);
+        self.nx_split.store(false, Relaxed);
+        self.broken.store(0, Relaxed);
+    }
+
     /// Under the table's lock.
     #[inline]
     fn count_leaves(&self, change: i16) {
@@ -168,15 +183,12 @@ pub(crate) struct Path<'a> {
     pub(crate) splits: LeafCounts,
     /// Level 1 tables made with `nx_split`.
     pub(crate) nx_splits: u64,
-    /// Called under the lock of the table from which a translation was taken away.
-    taken: &'a dyn Fn(),
 }
 
 impl<'a> Path<'a> {
-    pub(crate) fn new(frames: &'a mut FrameCache, taken: &'a dyn Fn()) -> Self {
+    pub(crate) fn new(frames: &'a mut FrameCache) -> Self {
         Path {
             frames,
-            taken,
             nx_split: false,
             splits: LeafCounts::default(),
             nx_splits: 0,
@@ -230,6 +242,8 @@ impl Detached {
 pub(crate) struct Tree<P: Platform, F: Format> {
     platform: Arc<P>,
     root: Pfn,
+    /// The VM's.
+    flushes: Shared<Flushes>,
     format: PhantomData<F>,
 }
 
@@ -269,14 +283,16 @@ impl Found<'_> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    pub(crate) fn new(platform: Arc<P>) -> Result<Self, OutOfMemory> {
+    pub(crate) fn new(platform: Arc<P>, flushes: Shared<Flushes>) -> Result<Self, OutOfMemory> {
         let root = platform.alloc_root(F::ROOT_TABLES).ok_or(OutOfMemory)?;
         let tree = Tree {
             platform,
             root,
+            flushes,
             format: PhantomData,
         };
         for frame in tree.roots() {
+            tree.table(frame).meta().begin(0);
             // SAFETY: nobody knows the new tree.
             unsafe { tree.table(frame).clear() };
         }

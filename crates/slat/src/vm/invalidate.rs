@@ -156,19 +156,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         self.in_progress.wait_for_leaving_slots(self.lock_wait());
         if let Some(space) = self.spaces.first()
-            && !self.flushes.all_paid()
+            && !self.flushes.all_complete()
         {
             // Of a slot that has just left, perhaps. It is not known any more where it was.
             let section = self.section();
             section.leave();
             let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-            self.flush(
-                space,
-                everything,
-                None,
-                Zapped::nothing(),
-                section.counters(),
-            );
+            self.flush(space, everything, Zapped::nothing(), section.counters());
         }
         Invalidation {
             vm: self,

@@ -31,7 +31,7 @@ pub use fault::{Stop, Translation};
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Leaving, Sequence};
 pub(crate) use prefetch::Window;
-pub(crate) use range_op::{Flushes, RangeOp};
+pub(crate) use range_op::RangeOp;
 pub use ring::{DirtyGfn, DirtyRing};
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
@@ -41,13 +41,14 @@ use core::ops::Range;
 
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
+use crate::heap::Shared;
 use crate::platform::{Platform, VmId, WaitFor};
 use crate::policy::Policy;
 use crate::slots::{Memslot, Slots};
 use crate::stats::{Counters, Stats};
 use crate::sync::Lock;
 use crate::sync::quiesce::{Reader, Readers};
-use crate::table::{OutOfMemory, Tree};
+use crate::table::{Flushes, OutOfMemory, Tree};
 
 /// How a VM is made.
 #[derive(Clone, Copy, Debug)]
@@ -81,7 +82,7 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) policy: Policy,
     pub(crate) spaces: Vec<Space<P, F>>,
     pub(crate) in_progress: InProgress,
-    pub(crate) flushes: Flushes,
+    pub(crate) flushes: Shared<Flushes>,
     log_mode: LogMode,
     /// Every vCPU's, while they are in use. The lock serializes resets.
     rings: Lock<Vec<Arc<DirtyRing>>>,
@@ -124,6 +125,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// [`OutOfMemory`] if there is no frame for the root tables, or no heap memory.
     pub fn unshared(platform: Arc<P>, config: Config) -> Result<Self, OutOfMemory> {
         static NEXT_ID: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
+        let flushes = Shared::try_new(Flushes::default())?;
         let mut spaces = Vec::new();
         spaces
             .try_reserve_exact(config.spaces)
@@ -131,7 +133,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for _ in 0..config.spaces {
             spaces.push(Space {
                 slots: Slots::new()?,
-                tree: Tree::new(platform.clone())?,
+                tree: Tree::new(platform.clone(), flushes.clone())?,
             });
         }
         let readers = Readers::new();
@@ -142,7 +144,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             policy: Policy::default(),
             spaces,
             in_progress: InProgress::new(),
-            flushes: Flushes::default(),
+            flushes,
             log_mode: LogMode::default(),
             rings: Lock::new(Vec::new()),
             nx_cursor: AtomicU64::new(0),
