@@ -202,6 +202,14 @@ pub(crate) fn read(frame: Pfn, index: usize) -> u64 {
     words[index].load(Acquire)
 }
 
+/// Changes what [`read`] reads, as an engine does.
+#[cfg(test)]
+pub(crate) fn write(frame: Pfn, index: usize, bits: u64) {
+    // SAFETY: as in `read`.
+    let words = unsafe { words(frame).as_ref() };
+    words[index].store(bits, Release);
+}
+
 #[inline]
 fn beside(frame: Pfn) -> NonNull<Beside> {
     NonNull::new(frame.add(BLOCK).hpa().0 as *mut _).expect("no frame is at address 0")
