@@ -3,6 +3,7 @@
 //! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change
 //!   under the guest, table frames notice when they are misused, and a [hook](SimPlatform::set_hook)
 //!   brings two threads together at the one moment that matters;
+//! * [`Tlb`]: what a hardware walker may have cached, and must not meet in the tables;
 //! * [`GuestModel`]: guest memory as a few maps, with KVM's rules written a second time;
 //! * [`Generator`] and [`Runner`]: random operations, and the comparison of engine and model after each;
 //! * [`Subject`]: whole runs on every format, and what a fuzzer's bytes do ([`streams`]);
@@ -17,6 +18,7 @@ mod rings;
 mod rng;
 mod runner;
 pub mod streams;
+mod tlb;
 mod trial;
 mod witness;
 
@@ -28,5 +30,6 @@ pub use platform::{Event, SimPlatform};
 pub use rings::{DirtyPage, RingClient};
 pub use rng::Rng;
 pub use runner::{Runner, SPACES, Tally, VCPUS, space_of};
+pub use tlb::Tlb;
 pub use trial::{Setup, Subject};
 pub use witness::{Harvests, Witness};

@@ -7,12 +7,13 @@ use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Gfn, HostPage, HostRun, Hva, Pfn, Platform, ResolveError, TableMeta, VmId,
-    WaitFor,
+    Access, Entries, Format, Gfn, HostPage, HostRun, Hva, Pfn, Platform, ResolveError, TableMeta,
+    Vm, VmId, WaitFor,
 };
 
 use crate::frames::Frames;
 use crate::host::HostMemory;
+use crate::tlb::Tlb;
 
 /// Moments at which a test can step in, to bring about an interleaving that chance rarely does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +46,8 @@ struct Gate {
 pub struct SimPlatform {
     /// Its host memory.
     pub host: HostMemory,
+    /// What hardware walkers may have cached; see [`SimPlatform::watch`].
+    pub tlb: Tlb,
     frames: Frames,
     /// Allocations until one fails; negative: none does.
     fail_in: AtomicI64,
@@ -64,6 +67,7 @@ impl SimPlatform {
     pub fn new(pages: u64) -> Arc<Self> {
         Arc::new(SimPlatform {
             host: HostMemory::new(pages),
+            tlb: Tlb::default(),
             frames: Frames::default(),
             fail_in: AtomicI64::new(-1),
             fail_on: AtomicBool::new(false),
@@ -75,6 +79,13 @@ impl SimPlatform {
             hook: RwLock::new(None),
             gate: Gate::default(),
         })
+    }
+
+    /// From now on hardware walkers walk the tables of `vm`, which has `spaces` address spaces.
+    pub fn watch<F: Format>(&self, vm: &Vm<SimPlatform, F>, spaces: usize) {
+        let root = |space| vm.root(space).expect("an address space of the VM");
+        let roots: Vec<_> = (0..spaces).map(root).collect();
+        self.tlb.watch::<F>(vm.id(), &roots);
     }
 
     /// The `n`-th allocation from now on fails (0: the next), and with `stay` all that follow.
@@ -144,6 +155,9 @@ impl SimPlatform {
 
     /// Panics if anything forbidden has happened so far.
     pub fn check(&self) {
+        for finding in self.tlb.findings() {
+            self.note(finding);
+        }
         self.frames.check();
     }
 
@@ -200,7 +214,7 @@ fn continues(run: &HostRun, page: &HostPage) -> bool {
 // SAFETY:
 // - frames and their metadata: see `frames`; the memory of a frame stays until the platform is dropped;
 // - nothing is ever accessed through what `resolve` answers;
-// - no hardware walks these tables, so there is nothing to flush.
+// - no hardware walks these tables; the model of its TLB forgets what is flushed.
 unsafe impl Platform for SimPlatform {
     fn alloc_table(&self) -> Option<Pfn> {
         self.may_allocate()?;
@@ -213,12 +227,16 @@ unsafe impl Platform for SimPlatform {
     }
 
     unsafe fn free_table(&self, frame: Pfn) {
+        if let Err(why) = self.tlb.freed(frame) {
+            self.note(why);
+        }
         self.frames.free(frame);
     }
 
     #[inline]
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         self.event(Event::Entries(frame));
+        self.tlb.reached(frame);
         self.frames.entries(frame)
     }
 
@@ -261,8 +279,9 @@ unsafe impl Platform for SimPlatform {
         run.into_iter().for_each(found);
     }
 
-    fn flush(&self, _vm: VmId, range: Range<Gfn>) {
+    fn flush(&self, vm: VmId, range: Range<Gfn>) {
         self.event(Event::Flush(range.start, range.end));
+        self.tlb.flushed(vm, &range);
         self.flushes.fetch_add(1, Relaxed);
     }
 

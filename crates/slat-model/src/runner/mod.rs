@@ -132,6 +132,7 @@ impl<F: Format> Runner<F> {
             ..Config::default()
         };
         let vm = Vm::new(platform.clone(), config).expect("nothing fails yet");
+        platform.watch(&vm, SPACES);
         let mut model = GuestModel::new(capacity::<F>());
         if rings {
             vm.use_dirty_rings();
@@ -183,6 +184,13 @@ impl<F: Format> Runner<F> {
 
     /// Runs one operation. Panics if engine and model disagree.
     pub fn run(&mut self, op: &Op) {
+        self.apply(op);
+        if let Some(why) = self.platform.tlb.stale() {
+            panic!("after {op:?}: {why}");
+        }
+    }
+
+    fn apply(&mut self, op: &Op) {
         match op {
             Op::SetRegion { space, region } => self.set_region(*space, region),
             Op::FindSlot { vcpu, gpa } => self.find_slot(*vcpu, *gpa),
@@ -195,6 +203,8 @@ impl<F: Format> Runner<F> {
             } => {
                 let vm = self.vm.clone();
                 let guard = vm.invalidate(HostMemory::hvas(pages));
+                let gone = self.platform.tlb.check_backing(pages);
+                gone.unwrap_or_else(|why| panic!("during {op:?}: {why}"));
                 for (gfn, access) in during {
                     self.access_meanwhile(*gfn, *access, pages);
                 }
@@ -380,6 +390,7 @@ impl<F: Format> Runner<F> {
         self.check();
         let platform = self.platform.clone();
         let tally = core::mem::take(&mut self.tally);
+        platform.tlb.forget();
         drop(self);
         platform.check();
         assert_eq!(platform.live_frames(), 0, "table frames were leaked");

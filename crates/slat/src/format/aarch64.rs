@@ -51,7 +51,7 @@ const MAY_WRITE: u64 = 1 << 55;
 /// leaves that are write-protected, in which S2AP[1] would make them writable.
 const DIRTY: u64 = 1 << 56;
 
-/// An invalid descriptor is ignored from bit 1 on. Bits 3:2 tell what it is.
+/// An invalid descriptor is ignored from bit 1 on. Bits 3:2 tell what it is, if neither bit 57 nor 58 does.
 const ANNOTATION: u64 = 0b11 << 2;
 const MMIO: u64 = 0b01 << 2;
 const MMIO_GENERATION_SHIFT: u32 = 12;
@@ -59,6 +59,10 @@ const GENERATION_BITS: u32 = 36;
 const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
 /// A broken leaf keeps all its bits but the valid one, and has this one, which leaves have not.
 const BROKEN: u64 = 1 << 58;
+/// What was taken away leaves this, with the number of a flush.
+const CLEARED: u64 = 1 << 57;
+const FLUSH_SHIFT: u32 = 4;
+const FLUSH: u64 = ((1 << 53) - 1) << FLUSH_SHIFT;
 
 impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_DIRTY> {
     /// Levels at which a lookup starts: the number of tables on the way to a page.
@@ -163,6 +167,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
             return match bits {
                 0 => Entry::Empty,
                 _ if bits & BROKEN != 0 => Entry::Broken(Self::leaf_of(bits)),
+                _ if bits & CLEARED != 0 => Entry::Empty,
                 _ => Entry::Mmio {
                     generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
                 },
@@ -207,6 +212,17 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
     #[inline]
     fn broken(bits: u64) -> u64 {
         bits & !VALID | BROKEN
+    }
+
+    #[inline]
+    fn cleared(flush: u64) -> u64 {
+        flush << FLUSH_SHIFT & FLUSH | CLEARED
+    }
+
+    #[inline]
+    fn cleared_by(bits: u64) -> Option<u64> {
+        let cleared = bits & (VALID | BROKEN | CLEARED) == CLEARED;
+        cleared.then_some((bits & FLUSH) >> FLUSH_SHIFT)
     }
 
     #[inline]
@@ -330,7 +346,13 @@ mod tests {
             Ipa48::decode(Ipa48::mmio(0), Level::PAGE),
             Entry::Mmio { generation: 0 }
         );
+        assert_eq!(Ipa48::cleared(77) & 1, 0);
+        assert_eq!(Ipa48::decode(Ipa48::cleared(77), Level::GIGA), Entry::Empty);
+        assert_eq!(Ipa48::cleared_by(Ipa48::cleared(77)), Some(77));
+        assert_eq!(Ipa48::cleared_by(Ipa48::mmio(u64::MAX)), None);
         let bits = Ipa48::leaf(LEAF, Level::MEGA);
+        assert_eq!(Ipa48::cleared_by(bits), None);
+        assert_eq!(Ipa48::cleared_by(Ipa48::broken(bits)), None);
         assert_eq!(Ipa48::broken(bits) & 1, 0);
         assert_eq!(
             Ipa48::decode(Ipa48::broken(bits), Level::MEGA),

@@ -189,6 +189,18 @@ pub trait Format: sealed::Sealed + Send + Sync + 'static {
     fn broken(bits: u64) -> u64 {
         bits
     }
+    /// What an entry becomes when it is taken away: [`Entry::Empty`]. Where
+    /// [`Format::BREAK_BEFORE_MAKE`], it names the flush after which something else may be put there;
+    /// 0: not known yet.
+    #[inline]
+    fn cleared(_flush: u64) -> u64 {
+        0
+    }
+    /// The flush that `bits` name, if they are what [`Format::cleared`] made.
+    #[inline]
+    fn cleared_by(_bits: u64) -> Option<u64> {
+        None
+    }
     /// Whether `bits` are [`Entry::Empty`] or [`Entry::Mmio`]. Must agree with `decode`; it exists
     /// because range operations ask it for every entry.
     fn is_absent(bits: u64) -> bool;

@@ -111,6 +111,12 @@ macro_rules! small_format {
             fn is_absent(bits: u64) -> bool {
                 <$of>::is_absent(bits)
             }
+            fn cleared(flush: u64) -> u64 {
+                <$of>::cleared(flush)
+            }
+            fn cleared_by(bits: u64) -> Option<u64> {
+                <$of>::cleared_by(bits)
+            }
         }
     };
 }

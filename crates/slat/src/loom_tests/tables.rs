@@ -5,16 +5,18 @@ use std::sync::Arc;
 use super::{Machine, Small, SmallStage2, model, spawn, wait};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
+use crate::heap::Shared;
 use crate::platform::MemoryType;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
-use crate::sync::quiesce::Readers;
-use crate::table::{FrameCache, Mapped, Path, SplitWalk, Tree, Zapped};
+use crate::sync::quiesce::{Attention, Readers};
+use crate::table::{Flushes, FrameCache, Mapped, Path, SplitWalk, Tree, Zapped};
 
 /// Two levels: four pages, of which each pair can be one leaf.
 struct World<F: Format> {
     machine: Arc<Machine>,
     tree: Tree<Machine, F>,
     readers: Readers,
+    flushes: Shared<Flushes>,
 }
 
 const LEAF: Leaf = Leaf {
@@ -38,8 +40,10 @@ fn page(n: u64) -> Leaf {
 impl<F: Format> World<F> {
     fn new() -> Arc<Self> {
         let machine = Machine::new(Level::PAGE);
+        let flushes = Shared::try_new(Flushes::default()).unwrap();
         Arc::new(World {
-            tree: Tree::new(machine.clone()).unwrap(),
+            tree: Tree::new(machine.clone(), flushes.clone()).unwrap(),
+            flushes,
             readers: Readers::new(),
             machine,
         })
@@ -64,19 +68,32 @@ impl<F: Format> World<F> {
             splits += split;
             match mapped {
                 Mapped::New | Mapped::Widened | Mapped::Spurious => return splits,
-                Mapped::MustMend(gfn, level) => {
-                    splits += self.with_path(|path| self.tree.mend(gfn, level, path)).1;
-                }
+                Mapped::MustMend(gfn, level) => loop {
+                    self.flush();
+                    let (mended, split) = self.with_path(|path| self.tree.mend(gfn, level, path));
+                    splits += split;
+                    if mended {
+                        break;
+                    }
+                },
+                Mapped::Unflushed => self.flush(),
                 Mapped::Broken => loom::thread::yield_now(),
                 Mapped::Cleared(_) | Mapped::Stale => panic!("nobody has asked for that"),
             }
         }
     }
 
+    /// As [`crate::Vm`] flushes; these walkers remember nothing.
+    fn flush(&self) {
+        let (last, _) = self.flushes.account();
+        self.readers.synchronize(|round, _| wait(round));
+        self.flushes.complete(last);
+    }
+
     fn with_path<R>(&self, with: impl FnOnce(&mut Path<'_>) -> R) -> (R, u64) {
         let mut frames = FrameCache::default();
         frames.fill(&*self.machine, 1).unwrap();
-        let mut path = Path::new(&mut frames, &|| ());
+        let mut path = Path::new(&mut frames);
         let result = with(&mut path);
         let splits = path.splits.iter().sum();
         frames.release(&*self.machine);
@@ -234,13 +251,13 @@ fn neighbours_stay_mapped_while_a_range_is_split() {
 
 fn split_all<F: Format>(world: &World<F>) {
     let mut frames = FrameCache::default();
-    let mut path = Path::new(&mut frames, &|| ());
+    let mut path = Path::new(&mut frames);
     let split = world.tree.split(
         Gfn(0)..Gfn(4),
         SplitWalk::SkipWithoutHuge,
         |_, _| true,
         &mut path,
-        || (),
+        || world.flush(),
     );
     assert!(split.is_ok());
     frames.release(&*world.machine);
@@ -497,4 +514,104 @@ fn a_walker_finds_a_leaf_before_it_is_broken_and_after_it_is_mended() {
         },
         |world| assert_eq!(world.leaf(1), page(1)),
     );
+}
+
+/// What a hardware walker does that caches what it finds, and forgets it when it is asked to: it never finds
+/// another page, or another size, than what it has cached.
+fn meets_no_conflict(world: &World<SmallStage2<2>>) {
+    let me = world.readers.register().unwrap();
+    me.enter(&world.readers, 0);
+    let mut cached: Option<(Leaf, Level)> = None;
+    for _ in 0..3 {
+        if me.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
+            cached = None;
+            me.quiesce(&world.readers);
+        }
+        let found = world.tree.lookup(Gfn(0));
+        if let Entry::Leaf(leaf) = found.entry::<SmallStage2<2>>() {
+            let now = (leaf, found.level);
+            let same = |was: (Leaf, Level)| was.0.pfn == now.0.pfn && was.1 == now.1;
+            assert!(cached.is_none_or(same), "{now:?} conflicts with {cached:?}");
+            cached = Some(now);
+        }
+    }
+    me.leave();
+}
+
+/// Takes gfn 0 away, then flushes, as an operation does.
+fn zap_and_flush(world: &World<SmallStage2<2>>) {
+    let me = world.readers.register().unwrap();
+    me.enter(&world.readers, 0);
+    let mut zapped = Zapped::nothing();
+    world.tree.zap(Gfn(0)..Gfn(2), &mut zapped);
+    me.leave();
+    world.flush();
+    // SAFETY: everybody has passed since.
+    unsafe { world.tree.free(zapped.detached) };
+    world.readers.release(me);
+}
+
+/// Maps gfn 0 to another page, by a leaf of its own; flushes what it meets.
+fn map_another(world: &World<SmallStage2<2>>) {
+    let other = Leaf {
+        pfn: Pfn(8),
+        ..LEAF
+    };
+    let me = world.readers.register().unwrap();
+    loop {
+        me.enter(&world.readers, 0);
+        let (mapped, _) = world.map(0, Level::PAGE, other);
+        me.leave();
+        match mapped {
+            Mapped::Unflushed => world.flush(),
+            // The zap has not come yet.
+            Mapped::MustMend(gfn, level) => loop {
+                world.flush();
+                me.enter(&world.readers, 0);
+                let (mended, _) = world.with_path(|path| world.tree.mend(gfn, level, path));
+                me.leave();
+                if mended {
+                    break;
+                }
+            },
+            Mapped::Cleared(zapped) => {
+                world.flush();
+                // SAFETY: everybody has passed since.
+                unsafe { world.tree.free(zapped.detached) };
+            }
+            Mapped::Broken => loom::thread::yield_now(),
+            Mapped::New | Mapped::Widened | Mapped::Spurious => break,
+            Mapped::Stale => panic!("nobody has asked for that"),
+        }
+    }
+    world.readers.release(me);
+}
+
+fn nothing_conflicts(prepare: fn() -> Arc<World<SmallStage2<2>>>) {
+    model(2, move || {
+        let world = prepare();
+        let (zapping, mapping) = (world.clone(), world.clone());
+        let threads = [
+            spawn(move || zap_and_flush(&zapping)),
+            spawn(move || map_another(&mapping)),
+        ];
+        meets_no_conflict(&world);
+        for thread in threads {
+            thread.join().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_walker_meets_no_conflict_where_a_huge_leaf_is_zapped_and_a_small_one_mapped() {
+    nothing_conflicts(World::with_huge_leaf);
+}
+
+#[test]
+fn a_walker_meets_no_conflict_where_a_table_is_zapped_and_another_one_made() {
+    nothing_conflicts(|| {
+        let world = World::new();
+        world.fault(0, page(0));
+        world
+    });
 }

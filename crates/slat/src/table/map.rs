@@ -26,6 +26,9 @@ pub(crate) enum Mapped {
     MustMend(Gfn, Level),
     /// Somebody else has broken a leaf in the way and not mended it yet.
     Broken,
+    /// What was there before was taken away and not flushed yet, on a walker that asks for
+    /// break-before-make. After a flush the fault begins again.
+    Unflushed,
     /// What the caller knew does not hold any more. Nothing was installed.
     Stale,
 }
@@ -34,6 +37,7 @@ pub(crate) enum Mapped {
 enum NoPath {
     MustMend(Gfn, Level),
     Broken,
+    Unflushed,
     /// A larger leaf is in the way and was left alone.
     Leaf,
 }
@@ -64,6 +68,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let table = match self.table_for(gfn, level, OnLeaf::Split, path) {
             Ok(table) => table,
             Err(NoPath::MustMend(gfn, level)) => return Mapped::MustMend(gfn, level),
+            Err(NoPath::Unflushed) => return Mapped::Unflushed,
             Err(NoPath::Broken | NoPath::Leaf) => return Mapped::Broken,
         };
         let entry = table.entry(level.index(gfn));
@@ -74,6 +79,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let bits = entry.load(Relaxed);
         let mapped = match F::decode(bits, level) {
             Entry::Empty | Entry::Mmio { .. } => {
+                if !self.may_install(bits) {
+                    return Mapped::Unflushed;
+                }
                 entry.store(F::leaf(leaf, level), Release);
                 guard.count_leaves(1);
                 Mapped::New
@@ -93,18 +101,14 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 }
             }
             Entry::Leaf(_) => {
-                entry.store(0, Release);
+                let mut zapped = self.clear(entry);
                 guard.count_leaves(-1);
-                let mut zapped = Zapped::nothing();
                 zapped.leaves[level.0 as usize - 1] = 1;
-                (path.taken)();
                 return Mapped::Cleared(zapped);
             }
             Entry::Table(lower) => {
-                entry.store(0, Release);
-                let mut zapped = Zapped::nothing();
+                let mut zapped = self.clear(entry);
                 zapped.detached.push(&self.table(lower), level.below());
-                (path.taken)();
                 return Mapped::Cleared(zapped);
             }
             Entry::Broken(_) => return Mapped::Broken,
@@ -151,7 +155,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
         let mut installed = 0;
         for (i, entry) in entries.iter().enumerate() {
-            if F::is_absent(entry.load(Relaxed)) {
+            let bits = entry.load(Relaxed);
+            if F::is_absent(bits) && self.may_install(bits) {
                 // A leaf refers to no memory of ours that a walker would have to see first.
                 entry.store(run.bits(i), Relaxed);
                 installed += 1;
@@ -179,8 +184,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             .ok()?;
         let frame = path.frames.take();
         let mut table = self.table(frame);
-        table.meta().leaves.store(place.len() as u16, Relaxed);
-        table.meta().nx_split.store(false, Relaxed);
+        table.meta().begin(place.len() as u16);
         // SAFETY: the frame is this path's, and not published before the store below.
         unsafe {
             if place.len() < ENTRIES {
@@ -190,7 +194,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
         let entry = above.entry(Level::MEGA.index(gfn));
         let guard = above.lock();
-        let free = F::is_absent(entry.load(Relaxed));
+        let bits = entry.load(Relaxed);
+        let free = F::is_absent(bits) && self.may_install(bits);
         let valid = valid();
         if free && valid {
             entry.store(F::table(frame), Release);
@@ -211,7 +216,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
         };
         let entry = table.entry(Level::PAGE.index(gfn));
         let _guard = table.lock();
-        let free = F::is_absent(entry.load(Relaxed));
+        let bits = entry.load(Relaxed);
+        // An MMIO entry does not name a flush: it must not take the place of one that still does.
+        let free = F::is_absent(bits) && self.may_install(bits);
         if free {
             entry.store(F::mmio(generation), Release);
         }
@@ -235,21 +242,23 @@ impl<P: Platform, F: Format> Tree<P, F> {
 
     /// The second half of break-before-make: puts the pieces of the broken leaf of `level` at `gfn`
     /// in its place. The walkers were flushed since it was broken. If the leaf has been zapped
-    /// meanwhile, nothing happens.
-    pub(crate) fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) {
+    /// meanwhile, nothing happens. `false`: a leaf in the same table was broken since, and may be this one:
+    /// another flush is needed before the next try.
+    #[must_use]
+    pub(crate) fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool {
         let mut frame = self.root_for(gfn);
         let mut at = F::TOP;
         while at > level {
             let bits = self.table(frame).entry(at.index(gfn)).load(Acquire);
             match F::decode(bits, at) {
                 Entry::Table(lower) => frame = lower,
-                _ => return,
+                _ => return true,
             }
             at = at.below();
         }
-        self.put_table(&self.table(frame), level, gfn, path, |now| {
-            matches!(now, Entry::Broken(_))
-        });
+        let is_broken = |now| matches!(now, Entry::Broken(_));
+        let bits = self.put_table(&self.table(frame), level, gfn, path, is_broken);
+        !is_broken(F::decode(bits, level))
     }
 
     /// The table of `level` on the way to `gfn`, made if need be. With [`OnLeaf::GiveUp`] a leaf in
@@ -275,9 +284,10 @@ impl<P: Platform, F: Format> Tree<P, F> {
                     Entry::Broken(_) => return Err(NoPath::Broken),
                     Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return Err(NoPath::Leaf),
                     Entry::Leaf(_) if F::BREAK_BEFORE_MAKE => {
-                        self.break_leaf(&table, at, gfn, path)?;
+                        self.break_leaf(&table, at, gfn)?;
                         bits = table.entry(at.index(gfn)).load(Acquire);
                     }
+                    _ if !self.may_install(bits) => return Err(NoPath::Unflushed),
                     _ => {
                         bits = self.put_table(&table, at, gfn, path, |now| match now {
                             Entry::Broken(_) => false,
@@ -293,22 +303,16 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 
     /// The first half of break-before-make. `Ok`: no leaf stands there any more, look again.
-    fn break_leaf(
-        &self,
-        table: &Table<'_, P>,
-        level: Level,
-        gfn: Gfn,
-        path: &Path<'_>,
-    ) -> Result<(), NoPath> {
+    fn break_leaf(&self, table: &Table<'_, P>, level: Level, gfn: Gfn) -> Result<(), NoPath> {
         let entry = table.entry(level.index(gfn));
-        let _guard = table.lock();
+        let guard = table.lock();
         let broken = entry.fetch_update(Release, Relaxed, |bits| match F::decode(bits, level) {
             Entry::Leaf(_) => Some(F::broken(bits)),
             _ => None,
         });
         match broken {
             Ok(_) => {
-                (path.taken)();
+                self.broke(guard.meta);
                 Err(NoPath::MustMend(gfn.align_down(level), level))
             }
             Err(_) => Ok(()),
@@ -334,7 +338,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let mut bits = entry.load(Acquire);
         loop {
             let now = F::decode(bits, level);
-            if matches!(now, Entry::Table(_)) || !wanted(now) {
+            if matches!(now, Entry::Table(_)) || !wanted(now) || !self.may_install(bits) {
                 path.frames.give_back(frame);
                 return bits;
             }
@@ -344,6 +348,12 @@ impl<P: Platform, F: Format> Tree<P, F> {
             self.table(frame).meta().nx_split.store(nx_split, Relaxed);
             let new = F::table(frame);
             let guard = table.lock();
+            if matches!(now, Entry::Broken(_)) && !self.may_mend(guard.meta) {
+                bits = entry.load(Relaxed);
+                drop(guard);
+                path.frames.give_back(frame);
+                return bits;
+            }
             let put = entry.compare_exchange(bits, new, Release, Acquire);
             let split = matches!(now, Entry::Leaf(_) | Entry::Broken(_));
             if put.is_ok() && split {
@@ -382,8 +392,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 0
             }
         };
-        table.meta().leaves.store(leaves, Relaxed);
-        table.meta().nx_split.store(false, Relaxed);
+        table.meta().begin(leaves);
     }
 }
 

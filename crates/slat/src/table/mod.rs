@@ -19,7 +19,48 @@
 //!   either the fault's section comes first, and the walk sees the leaf, or it comes later, and the
 //!   fault sees that it is stale. The same holds for a table that is filled with leaves before it is
 //!   put in place, with the lock of the table that receives it ([`Tree::map_absent`]).
+//!
+//! # Break-before-make
+//! On formats that ask for it ([`Format::BREAK_BEFORE_MAKE`]), no valid entry may be installed while a TLB
+//! may hold a *conflicting* one for the same addresses: another frame, another size, another memory type.
+//! The same leaf again, or wider rights, conflict with nothing. So every entry that is taken away, for
+//! whatever reason, becomes an invalid entry that *names its flush* ([`Format::cleared`]): the ticket that
+//! was drawn after the change ([`flushes`]). Whoever installs something (a leaf, a table, a run of leaves,
+//! an MMIO entry) looks, under the lock of the table, at what is there: an entry whose ticket is
+//! complete is as good as an empty one, another is not touched. Such an entry is [`Entry::Empty`] to
+//! everybody else: walkers fault, range operations pass over it, nobody cleans it up.
+//!
+//! * *What may be cached below.* Whatever a walker has read in a table that was taken out, it has reached
+//!   through the entry that names the flush. Nothing else can be put in the place of that entry, and so
+//!   nothing conflicting above, at, or below it, before the flush. A late fault that installs into the table
+//!   that was taken out is in a reader section, which the flush waits for before it tells the hardware.
+//! * *Why the ticket is drawn after the change.* A flush completes the tickets that were drawn when it
+//!   began. If the ticket came first, a flush could begin between, and complete it without having covered
+//!   the change. A walk clears many entries under one lock; they get their ticket together, before the lock
+//!   is released ([`clear::Section`]). Until then they name flush 0, which nobody sees who has the lock.
+//! * *Who waits for whom.* Nobody for anybody. A fault that finds an incomplete ticket
+//!   ([`Mapped::Unflushed`]) leaves its reader section, with no lock held, and flushes itself, unless the
+//!   flush that it needs has been completed meanwhile. That flush waits for readers to pass, as every flush
+//!   does, and they do not wait for this one. Then the fault returns [`crate::Stop::Retry`] and is not counted
+//!   as one that fixed something. With its own flush the ticket that it has seen is complete, whatever is
+//!   taken away elsewhere meanwhile: each entry names its own flush, so a fault is held up again only by
+//!   another clear of the same entry. What only adds what is not there (prefetch, MMIO entries) gives up.
+//! * *Failure, and the end.* Nothing is allocated between a clear and its flush, so no flush is forgotten for
+//!   want of memory. If an operation ends without a flush, as one whose caller needs none may, the ticket
+//!   stays open until the next flush of anybody, or of the fault that meets it. A tree that is dropped is
+//!   walked by nobody. Tickets belong to a VM; a frame that another VM had is emptied before it is a table.
+//! * *Splits.* A leaf that is to be split is not taken away: it becomes [`Entry::Broken`], which keeps the
+//!   leaf for invalidations to find, and is mended by the one who broke it, after a flush ([`Tree::mend`]). That
+//!   one may find, instead of its own, a leaf that was zapped, mapped and broken again meanwhile. So the
+//!   table's metadata have the ticket of the last leaf that was broken in it, and nothing in it is mended
+//!   before that is complete: until then the flush is repeated, at most once for each other leaf that is
+//!   broken in the same table. Only here others wait: a fault that meets a broken leaf waits outside until it
+//!   is mended; the mender flushes and never waits for a fault.
+//!
+//! Where a format asks for nothing of this, `cleared` is 0 and names nothing, and all checks are compiled away.
 
+mod clear;
+mod flushes;
 mod map;
 mod ops;
 mod walk;
@@ -31,9 +72,11 @@ use core::marker::PhantomData;
 
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
+use crate::heap::Shared;
 use crate::platform::{Platform, WaitFor};
 use crate::sync::spin::RawSpinLock;
 
+pub(crate) use flushes::{Flushes, Ticket, Tickets};
 pub(crate) use map::Mapped;
 pub(crate) use ops::{SplitWalk, Zapped};
 pub(crate) use walk::{Next, Show};
@@ -62,6 +105,9 @@ pub struct TableMeta {
     /// Leaves in the table, so that it can be freed, or passed over, without a look at its entries.
     /// Written under the table's lock, or before publication.
     leaves: AtomicU16,
+    /// Number of the flush after which leaves that were broken in the table may be mended; 0: none was.
+    /// As `leaves`.
+    broken: AtomicU64,
     /// While detached: the next frame of the list, or [`Detached::END`].
     next: AtomicU64,
 }
@@ -74,6 +120,7 @@ impl TableMeta {
                 lock: RawSpinLock::new(),
                 nx_split: AtomicBool::new(false),
                 leaves: AtomicU16::new(0),
+                broken: AtomicU64::new(0),
                 next: AtomicU64::new(Detached::END),
             }
         }
@@ -81,6 +128,13 @@ impl TableMeta {
 }
 
 impl TableMeta {
+    /// For a table that is not published yet.
+    fn begin(&self, leaves: u16) {
+        self.leaves.store(leaves, Relaxed);
+        self.nx_split.store(false, Relaxed);
+        self.broken.store(0, Relaxed);
+    }
+
     /// Under the table's lock.
     #[inline]
     fn count_leaves(&self, change: i16) {
@@ -168,15 +222,12 @@ pub(crate) struct Path<'a> {
     pub(crate) splits: LeafCounts,
     /// Level 1 tables made with `nx_split`.
     pub(crate) nx_splits: u64,
-    /// Called under the lock of the table from which a translation was taken away.
-    taken: &'a dyn Fn(),
 }
 
 impl<'a> Path<'a> {
-    pub(crate) fn new(frames: &'a mut FrameCache, taken: &'a dyn Fn()) -> Self {
+    pub(crate) fn new(frames: &'a mut FrameCache) -> Self {
         Path {
             frames,
-            taken,
             nx_split: false,
             splits: LeafCounts::default(),
             nx_splits: 0,
@@ -230,6 +281,8 @@ impl Detached {
 pub(crate) struct Tree<P: Platform, F: Format> {
     platform: Arc<P>,
     root: Pfn,
+    /// The VM's.
+    flushes: Shared<Flushes>,
     format: PhantomData<F>,
 }
 
@@ -269,14 +322,16 @@ impl Found<'_> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    pub(crate) fn new(platform: Arc<P>) -> Result<Self, OutOfMemory> {
+    pub(crate) fn new(platform: Arc<P>, flushes: Shared<Flushes>) -> Result<Self, OutOfMemory> {
         let root = platform.alloc_root(F::ROOT_TABLES).ok_or(OutOfMemory)?;
         let tree = Tree {
             platform,
             root,
+            flushes,
             format: PhantomData,
         };
         for frame in tree.roots() {
+            tree.table(frame).meta().begin(0);
             // SAFETY: nobody knows the new tree.
             unsafe { tree.table(frame).clear() };
         }

@@ -7,7 +7,9 @@ use core::ops::Range;
 use alloc::vec::Vec;
 
 use super::walk::{At, RUN, Visit};
-use super::{Detached, FrameCache, Freed, LeafCounts, Next, OutOfMemory, Path, Show, Table, Tree};
+use super::{
+    Detached, FrameCache, Freed, LeafCounts, Next, OutOfMemory, Path, Show, Table, Tickets, Tree,
+};
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
@@ -19,6 +21,8 @@ pub(crate) struct Zapped {
     pub(crate) leaves: LeafCounts,
     /// Tables that lay in the range as a whole.
     pub(crate) detached: Detached,
+    /// Drawn for some of it, or for all.
+    pub(crate) tickets: Tickets,
 }
 
 impl Zapped {
@@ -26,10 +30,11 @@ impl Zapped {
         Zapped {
             leaves: [0; 3],
             detached: Detached::none(),
+            tickets: Tickets::NONE,
         }
     }
 
-    /// Whether a flush is owed.
+    /// Whether nothing was taken away.
     pub(crate) fn is_empty(&self) -> bool {
         self.leaves == LeafCounts::default() && self.detached.is_empty()
     }
@@ -118,7 +123,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             tables: true,
             ..Show::default()
         };
-        self.walk(range.clone(), show, &mut |at| match at.decode::<F>() {
+        let walked = self.walk(range.clone(), show, &mut |at| match at.decode::<F>() {
             Entry::Table(lower) if at.is_inside(&range) => {
                 at.clear::<F>();
                 zapped.detached.push(&self.table(lower), at.level.below());
@@ -131,6 +136,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
             _ => Next::Descend,
         });
+        zapped.tickets.append(walked.tickets);
     }
 
     /// The same where leaves' dirty bits are somebody's log: calls `dirty`, under the lock of its
@@ -142,7 +148,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         zapped: &mut Zapped,
         mut dirty: impl FnMut(Gfn, Level),
     ) {
-        self.walk(range, Show::default(), &mut |at| {
+        let walked = self.walk(range, Show::default(), &mut |at| {
             let bits = at.take::<F>();
             if F::clear_dirty(bits) != bits {
                 dirty(at.gfn, at.level);
@@ -150,6 +156,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             zapped.leaves[at.level.0 as usize - 1] += 1;
             Next::Pass
         });
+        zapped.tickets.append(walked.tickets);
     }
 
     /// Takes away tables of `range` for which `wanted(gfn, level, frame of the table)` says so; the
@@ -165,7 +172,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             skip_last_level: true,
             ..Show::default()
         };
-        self.walk(range.clone(), show, &mut |at| match at.decode::<F>() {
+        let walked = self.walk(range.clone(), show, &mut |at| match at.decode::<F>() {
             Entry::Table(lower)
                 if at.level <= F::MAX_LEAF
                     && at.is_inside(&range)
@@ -177,6 +184,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
             _ => Next::Descend,
         });
+        zapped.tickets.append(walked.tickets);
     }
 
     /// Removes all MMIO entries, which no TLB holds: nothing is owed for them.
@@ -187,7 +195,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         };
         self.walk(Gfn(0)..Gfn(Self::capacity()), show, &mut |at| {
             if let Entry::Mmio { .. } = at.decode::<F>() {
-                at.clear::<F>();
+                at.put(0);
             }
             Next::Descend
         });
@@ -293,7 +301,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 filled?;
             }
             let mut stopped_at = None;
-            entries += self.walk(rest.clone(), walk.show(), &mut |at| {
+            let walked = self.walk(rest.clone(), walk.show(), &mut |at| {
                 let mut bits = at.bits;
                 let Entry::Leaf(_) = F::decode(bits, at.level) else {
                     return Next::Descend;
@@ -307,7 +315,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 }
                 if F::BREAK_BEFORE_MAKE {
                     at.update::<F>(F::broken);
-                    (path.taken)();
+                    self.broke(at.meta);
                     broken.push((at.gfn, at.level));
                     return Next::Pass;
                 }
@@ -323,13 +331,16 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 path.splits[at.level.0 as usize - 1] += 1;
                 Next::Descend
             });
+            entries += walked.entries;
             if stopped_at.is_some() || !broken.is_empty() {
                 flush();
             }
             // What comes out of a broken leaf of 1 GiB is walked again.
             let first_broken = broken.first().map(|(gfn, _)| *gfn);
             for (gfn, level) in broken.drain(..) {
-                self.mend(gfn, level, path);
+                while !self.mend(gfn, level, path) {
+                    flush();
+                }
             }
             match first_broken.or(stopped_at) {
                 Some(gfn) => rest.start = rest.start.max(gfn),

@@ -98,7 +98,13 @@ unsafe impl Platform for Heap {
 type Mapping<'a, F> = &'a Tree<Heap, F>;
 
 fn tree<F: Format>() -> Tree<Heap, F> {
-    Tree::new(Arc::new(Heap::default())).unwrap()
+    let flushes = Shared::try_new(Flushes::default()).unwrap();
+    Tree::new(Arc::new(Heap::default()), flushes).unwrap()
+}
+
+/// Nobody walks these tables: a flush is complete at once.
+fn flush<F: Format>(tree: Mapping<'_, F>) {
+    tree.flushes.complete(tree.flushes.account().0);
 }
 
 const LEAF: Leaf = Leaf {
@@ -119,12 +125,16 @@ fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> M
         pfn: leaf.pfn.add(gfn),
         ..leaf
     };
-    let nothing = || {};
     let mapped = loop {
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
-        let mut path = Path::new(&mut frames, &nothing);
+        let mut path = Path::new(&mut frames);
         match tree.map(Gfn(gfn), level, leaf, &mut path, || true, || {}) {
-            Mapped::MustMend(gfn, level) => tree.mend(gfn, level, &mut path),
+            Mapped::MustMend(gfn, level) => {
+                while !tree.mend(gfn, level, &mut path) {
+                    flush(tree);
+                }
+            }
+            Mapped::Unflushed => flush(tree),
             Mapped::Broken => thread::yield_now(),
             mapped => break mapped,
         }
@@ -211,15 +221,14 @@ mod behaviour {
             let _ = map(&tree, base, Level::MEGA, LEAF);
         }
         let mut frames = FrameCache::default();
-        let nothing = || {};
-        let mut path = Path::new(&mut frames, &nothing);
+        let mut path = Path::new(&mut frames);
         let range = Gfn(512)..Gfn(1536);
         for walk in [
             SplitWalk::SkipWithoutHuge,
             SplitWalk::Full,
             SplitWalk::SkipLastLevel,
         ] {
-            tree.split(range.clone(), walk, |_, _| true, &mut path, || ())
+            tree.split(range.clone(), walk, |_, _| true, &mut path, || flush(&tree))
                 .unwrap();
         }
         assert_eq!(path.splits, [0, 2, 0]);
@@ -251,8 +260,7 @@ mod behaviour {
         let tree = tree::<F>();
         let mut frames = FrameCache::default();
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
-        let nothing = || {};
-        let mut path = Path::new(&mut frames, &nothing);
+        let mut path = Path::new(&mut frames);
         let done = || panic!("nothing was done");
         let mapped = tree.map(Gfn(7), Level::PAGE, LEAF, &mut path, || false, done);
         assert!(matches!(mapped, Mapped::Stale));
@@ -379,15 +387,14 @@ fn a_walker_never_sees_a_page_missing_while_its_leaf_is_split() {
                 (0..8).for_each(|i| drop(map(&tree, GFN + i * 512, Level::PAGE, LEAF)));
             } else {
                 let mut frames = FrameCache::default();
-                let nothing = || {};
-                let mut path = Path::new(&mut frames, &nothing);
+                let mut path = Path::new(&mut frames);
                 let range = Gfn(GFN)..Gfn(GFN + 4096);
                 tree.split(
                     range,
                     SplitWalk::SkipLastLevel,
                     |_, _| true,
                     &mut path,
-                    || (),
+                    || flush(&tree),
                 )
                 .unwrap();
                 frames.release(&*tree.platform);

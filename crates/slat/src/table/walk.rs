@@ -4,9 +4,11 @@
 //! operations that find most entries in one ordinary state and then need no look at each.
 
 use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
+use core::cell::Cell;
 use core::ops::Range;
 
-use super::{ENTRIES, Table, TableMeta, Tree};
+use super::clear::{Cleared, Section};
+use super::{ENTRIES, Table, TableMeta, Tickets, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
@@ -63,7 +65,8 @@ pub(crate) enum Next {
 /// The entry at which a visitor stands. The lock of its table is held.
 pub(crate) struct At<'t> {
     entry: &'t AtomicU64,
-    meta: &'t TableMeta,
+    pub(super) meta: &'t TableMeta,
+    cleared: &'t Cleared,
     /// The entry as it was when the visit began; only accessed and dirty bits can have changed.
     pub(crate) bits: u64,
     /// First frame of the region that the entry covers (not clipped to the range).
@@ -83,15 +86,22 @@ impl At<'_> {
 
     /// Takes away the leaf or table that stands there.
     pub(crate) fn clear<F: Format>(&self) {
-        self.entry.store(0, Release);
-        self.leaf_gone::<F>();
+        self.entry.store(F::cleared(0), Release);
+        self.gone::<F>();
     }
 
     /// Takes away the leaf that stands there, with the bits that hardware has set up to now.
     pub(crate) fn take<F: Format>(&self) -> u64 {
-        let bits = self.entry.swap(0, AcqRel);
-        self.leaf_gone::<F>();
+        let bits = self.entry.swap(F::cleared(0), AcqRel);
+        self.gone::<F>();
         bits
+    }
+
+    fn gone<F: Format>(&self) {
+        if F::BREAK_BEFORE_MAKE {
+            self.cleared.add(self.level.index(self.gfn));
+        }
+        self.leaf_gone::<F>();
     }
 
     /// Notes that the leaf that stood here stands here no more.
@@ -129,20 +139,25 @@ impl At<'_> {
 impl<P: Platform, F: Format> Tree<P, F> {
     /// Calls `visit` at every leaf of `range`, and what `show` adds, in the order of gfn, each under
     /// the lock of its table. The lock of every table on the way is taken, also of tables in which
-    /// nothing is visited. Returns how many entries were looked
-    /// at. The caller is inside a reader section.
+    /// nothing is visited. The caller is inside a reader section.
     pub(crate) fn walk(
         &self,
         range: Range<Gfn>,
         show: Show,
         visit: &mut impl FnMut(&At<'_>) -> Next,
-    ) -> u64 {
+    ) -> Walked {
         self.walk_with(range, show, visit)
     }
 
     /// [`Tree::walk`] with any visitor.
-    pub(super) fn walk_with(&self, range: Range<Gfn>, show: Show, visit: &mut impl Visit) -> u64 {
+    pub(super) fn walk_with(
+        &self,
+        range: Range<Gfn>,
+        show: Show,
+        visit: &mut impl Visit,
+    ) -> Walked {
         let mut entries = 0;
+        let drawn = Cell::new(Tickets::NONE);
         let end = range.end.min(Gfn(Self::capacity()));
         let mut gfn = range.start;
         let root_pages = F::TOP.pages() * ENTRIES as u64;
@@ -152,6 +167,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 tree: self,
                 show,
                 entries: 0,
+                drawn: &drawn,
                 visit: &mut *visit,
             };
             let more = walker.table(self.root_for(gfn), F::TOP, gfn..next);
@@ -161,8 +177,19 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
             gfn = next;
         }
-        entries
+        Walked {
+            entries,
+            tickets: drawn.get(),
+        }
     }
+}
+
+/// What a walk did.
+pub(crate) struct Walked {
+    /// How many entries were looked at.
+    pub(crate) entries: u64,
+    /// Drawn for what was taken away, where that is done table by table.
+    pub(super) tickets: Tickets,
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
@@ -197,6 +224,7 @@ struct Walker<'w, P: Platform, F: Format, V> {
     show: Show,
     /// Looked at so far.
     entries: u64,
+    drawn: &'w Cell<Tickets>,
     visit: &'w mut V,
 }
 
@@ -207,20 +235,26 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         let first = Level::PAGE.index(range.start);
         let entries = &table.entries()[first..first + (range.end.0 - range.start.0) as usize];
         let meta = table.meta();
-        let _guard = table.lock();
+        let section = Section::new(self.tree, &table, self.drawn);
         self.entries += entries.len() as u64;
         let (runs, rest) = entries.as_chunks::<RUN>();
         let mut gfn = range.start;
         for run in runs {
-            if !self.visit.run(run, gfn) && !self.each(run, gfn, meta) {
+            if !self.visit.run(run, gfn) && !self.each(run, gfn, meta, &section.cleared) {
                 return false;
             }
             gfn = gfn.add(RUN as u64);
         }
-        self.each(rest, gfn, meta)
+        self.each(rest, gfn, meta, &section.cleared)
     }
 
-    fn each(&mut self, entries: &[AtomicU64], first: Gfn, meta: &TableMeta) -> bool {
+    fn each(
+        &mut self,
+        entries: &[AtomicU64],
+        first: Gfn,
+        meta: &TableMeta,
+        cleared: &Cleared,
+    ) -> bool {
         entries.iter().zip(first.0..).all(|(entry, gfn)| {
             let bits = entry.load(Relaxed);
             if F::is_absent(bits) && !(self.show.mmio && bits != 0) {
@@ -229,6 +263,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             let at = At {
                 entry,
                 meta,
+                cleared,
                 bits,
                 gfn: Gfn(gfn),
                 level: Level::PAGE,
@@ -244,7 +279,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         }
         let table: Table<'_, P> = self.tree.table(frame);
         let (entries, meta) = (table.entries(), table.meta());
-        let mut guard = table.lock();
+        let mut section = Section::new(self.tree, &table, self.drawn);
         let mut gfn = range.start.align_down(level);
         while gfn < range.end {
             let entry = &entries[level.index(gfn)];
@@ -255,6 +290,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                 let at = At {
                     entry,
                     meta,
+                    cleared: &section.cleared,
                     bits,
                     gfn,
                     level,
@@ -271,17 +307,16 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                 if next == Next::Descend
                     && let Some(lower) = self.enters(entry, level)
                 {
-                    drop(guard);
+                    drop(section);
                     let below = range.start.max(gfn)..range.end.min(next_gfn);
                     if !self.table(lower, level.below(), below) {
                         return false;
                     }
-                    guard = table.lock();
+                    section = Section::new(self.tree, &table, self.drawn);
                 }
             }
             gfn = next_gfn;
         }
-        drop(guard);
         true
     }
 

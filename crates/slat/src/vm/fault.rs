@@ -434,12 +434,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 return Attempt::Again;
             }
             Mapped::MustMend(base, above) => {
-                self.flush_as_vcpu(base, above, Zapped::nothing(), slept);
-                self.on_tables(|_, tree, path| {
-                    path.nx_split = nx_split;
-                    tree.mend(gfn, above, path);
-                });
+                let mut mended = false;
+                while !mended {
+                    self.flush_as_vcpu(base, above, Zapped::nothing(), slept);
+                    mended = self.on_tables(|_, tree, path| {
+                        path.nx_split = nx_split;
+                        tree.mend(gfn, above, path)
+                    });
+                }
                 return self.mended(gfn, access);
+            }
+            Mapped::Unflushed => {
+                self.flush_as_vcpu(gfn.align_down(level), level, Zapped::nothing(), slept);
+                return Attempt::Again;
             }
             Mapped::Broken => return self.wait_for_mend(gfn, slept),
         };
@@ -546,8 +553,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let space = self.space_index();
         let (vm, tree, frames, counters) = self.parts();
         // As in `Vm::with_path`, whose answer would be copied in every fault.
-        let owe = || vm.flushes.owe();
-        let mut path = Path::new(frames, &owe);
+        let mut path = Path::new(frames);
         path.nx_split = nx_split;
         let mut noted = false;
         let hvas = slot.hvas(gfn, level);
@@ -649,7 +655,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.outside(slept, |vcpu| {
             let vm = vcpu.vm();
             let range = gfn..gfn.add(level.pages());
-            vm.flush(vcpu.space(), range, None, zapped, vcpu.counters());
+            vm.flush(vcpu.space(), range, zapped, vcpu.counters());
         });
     }
 }

@@ -183,12 +183,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         self.in_progress.wait_for_leaving_slots(self.turn_wait());
         if let Some(space) = self.spaces.first()
-            && !self.flushes.all_paid()
+            && !self.flushes.all_complete()
         {
             // Of a slot that has just left, perhaps. It is not known any more where it was.
             let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
             self.section().end(|counters| {
-                self.flush(space, everything, None, Zapped::nothing(), counters);
+                self.flush(space, everything, Zapped::nothing(), counters);
             });
         }
         Invalidation {

@@ -33,7 +33,7 @@ pub use fault::{Stop, Translation};
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Leaving, Sequence};
 pub(crate) use prefetch::Window;
-pub(crate) use range_op::{Flushes, RangeOp, Zapping};
+pub(crate) use range_op::{RangeOp, Zapping};
 pub use ring::{DirtyGfn, DirtyRing};
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
@@ -43,13 +43,14 @@ use core::ops::Range;
 
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
+use crate::heap::Shared;
 use crate::platform::{Platform, VmId, WaitFor};
 use crate::policy::Policy;
 use crate::slots::{Memslot, Slots};
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Reader, Readers};
 use crate::sync::{FairLock, Guarded, InSection};
-use crate::table::{OutOfMemory, Tree};
+use crate::table::{Flushes, OutOfMemory, Tree};
 
 /// How a VM is made.
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +84,7 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) policy: Policy,
     pub(crate) spaces: Vec<Space<P, F>>,
     pub(crate) in_progress: InProgress,
-    pub(crate) flushes: Flushes,
+    pub(crate) flushes: Shared<Flushes>,
     log_mode: LogMode,
     /// Every vCPU's, while they are in use. The lock serializes resets.
     rings: FairLock<Vec<Arc<DirtyRing>>>,
@@ -112,8 +113,8 @@ pub(crate) struct Space<P: Platform, F: Format> {
 }
 
 impl<P: Platform, F: Format> Space<P, F> {
-    fn new(platform: Arc<P>) -> Result<Self, OutOfMemory> {
-        let tree = Tree::new(platform)?;
+    fn new(platform: Arc<P>, flushes: Shared<Flushes>) -> Result<Self, OutOfMemory> {
+        let tree = Tree::new(platform, flushes)?;
         Ok(Space {
             slots: Slots::new()?,
             root: tree.root(),
@@ -144,12 +145,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// [`OutOfMemory`] if there is no frame for the root tables, or no heap memory.
     pub fn unshared(platform: Arc<P>, config: Config) -> Result<Self, OutOfMemory> {
         static NEXT_ID: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
+        let flushes = Shared::try_new(Flushes::default())?;
         let mut spaces = Vec::new();
         spaces
             .try_reserve_exact(config.spaces)
             .map_err(|_| OutOfMemory)?;
         for _ in 0..config.spaces {
-            spaces.push(Space::new(platform.clone())?);
+            spaces.push(Space::new(platform.clone(), flushes.clone())?);
         }
         let readers = Readers::new();
         readers.put_aside(readers.register()?);
@@ -159,7 +161,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             policy: Policy::default(),
             spaces,
             in_progress: InProgress::new(),
-            flushes: Flushes::default(),
+            flushes,
             log_mode: LogMode::default(),
             rings: FairLock::new(Vec::new()),
             nx_cursor: AtomicU64::new(0),

@@ -1,16 +1,6 @@
 //! What every operation on a range of tables has in common: a reader section to walk in, the flush it
-//! owes, and the tables to free after that.
-//!
-//! An operation that finds nothing to take away may still owe its caller a flush: that of another
-//! operation which was there first and has not flushed yet. So an operation is counted from before its
-//! first look at an entry until it owes its flush (`zapping`), a flush is owed from the change on
-//! (`flush_owed`), and is paid when it is complete (`flush_paid`). A fault that takes something away
-//! owes its flush under the lock of that table.
-//!
-//! One flush pays all debts so far, whose ranges are not remembered. So it is a flush of its own range
-//! only if no debt but its own is open, and of everything otherwise.
+//! needs ([`Flushes`](crate::table::Flushes)), and the tables to free after that.
 
-use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use core::mem::{replace, take};
 use core::ops::Range;
 
@@ -21,55 +11,6 @@ use crate::platform::Platform;
 use crate::stats::Counters;
 use crate::sync::{InSection, held};
 use crate::table::{FrameCache, Freed, Path, Tree, Zapped};
-
-/// Which flushes are owed.
-#[derive(Default)]
-pub(crate) struct Flushes {
-    /// Range operations that may have taken something away and do not owe its flush yet.
-    zapping: AtomicUsize,
-    owed: AtomicU64,
-    paid: AtomicU64,
-}
-
-impl Flushes {
-    /// A translation was taken away.
-    pub(crate) fn owe(&self) {
-        self.owe_own();
-    }
-
-    /// The same, for whoever pays it, too.
-    fn owe_own(&self) -> Debt {
-        Debt(self.owed.fetch_add(1, SeqCst) + 1)
-    }
-
-    /// Whether nothing that was taken away may still be in use.
-    pub(super) fn all_paid(&self) -> bool {
-        self.account().1
-    }
-
-    /// What is owed, and whether all of it is paid.
-    fn account(&self) -> (Debt, bool) {
-        // In this order: an operation owes first, and is no longer counted after that.
-        let quiet = self.zapping.load(SeqCst) == 0;
-        let owed = self.owed.load(SeqCst);
-        (Debt(owed), quiet && self.paid.load(SeqCst) >= owed)
-    }
-
-    /// Whether of the debts up to `last` none is open but `own`.
-    fn is_only_debt(&self, last: Debt, own: Option<Debt>) -> bool {
-        let paid = self.paid.load(SeqCst);
-        paid >= last.0 || own == Some(last) && paid + 1 == last.0
-    }
-
-    /// All debts up to `last` are paid.
-    fn pay(&self, last: Debt) {
-        self.paid.fetch_max(last.0, SeqCst);
-    }
-}
-
-/// A flush that is owed: how many were owed then.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Debt(u64);
 
 /// One range operation: walk the tree inside it, note what was changed, and [`finish`](Self::finish).
 #[must_use = "a range operation is finished with the flush it owes"]
@@ -89,7 +30,7 @@ pub(crate) struct Zapping<'o, P: Platform, F: Format> {
 
 impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     pub(super) fn begin(vm: &'a Vm<P, F>, space: &'a Space<P, F>) -> Self {
-        vm.flushes.zapping.fetch_add(1, SeqCst);
+        vm.flushes.begin_zapping();
         RangeOp {
             vm,
             space,
@@ -142,19 +83,23 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
     }
 
-    /// Hands over what was taken away since the last time, and owes its flush if it was anything.
-    fn owe(&mut self) -> (Option<Debt>, Zapped) {
-        let zapped = replace(&mut self.zapped, Zapped::nothing());
-        let owes = take(&mut self.changed) || !zapped.is_empty();
-        (owes.then(|| self.vm.flushes.owe_own()), zapped)
+    /// Hands over what was taken away since the last time, with a ticket for its flush if it was
+    /// anything.
+    fn need_flush(&mut self) -> Zapped {
+        let mut zapped = replace(&mut self.zapped, Zapped::nothing());
+        let has_none = !zapped.is_empty() && zapped.tickets.is_empty();
+        if take(&mut self.changed) || has_none {
+            zapped.tickets.add(self.vm.flushes.need());
+        }
+        zapped
     }
 
     /// Flushes `range` if anybody owes it, and goes on. Others who wait for this thread pass.
     pub(super) fn flush(&mut self, range: Range<Gfn>) {
-        let (debt, zapped) = self.owe();
+        let zapped = self.need_flush();
         let (vm, space) = (self.vm, self.space);
         self.section
-            .outside(|counters| vm.flush(space, range, debt, zapped, counters));
+            .outside(|counters| vm.flush(space, range, zapped, counters));
     }
 
     /// Between two batches of splits: flushes what was broken in `range`, where the format asks for that. A
@@ -175,20 +120,20 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     /// Ends the operation: when this returns, no CPU uses what was taken away from `range` before the
     /// call, by whomever. `None`: nothing there can have been of interest.
     pub(super) fn finish(mut self, range: Option<Range<Gfn>>) {
-        let (debt, zapped) = self.owe();
-        self.vm.flushes.zapping.fetch_sub(1, SeqCst);
+        let zapped = self.need_flush();
+        self.vm.flushes.end_zapping();
         let (vm, space) = (self.vm, self.space);
         self.section.end(|counters| {
             if let Some(range) = range {
-                vm.flush(space, range, debt, zapped, counters);
+                vm.flush(space, range, zapped, counters);
             }
         });
     }
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Runs `then` on its way through the tables: it takes new ones from `frames`, owes a flush for what
-    /// it takes away, and `counters` count what it has split.
+    /// Runs `then` on its way through the tables: it takes new ones from `frames`, and
+    /// `counters` count what it has split.
     #[inline]
     pub(crate) fn with_path<R>(
         &self,
@@ -196,40 +141,38 @@ impl<P: Platform, F: Format> Vm<P, F> {
         counters: &Counters,
         then: impl FnOnce(&mut Path<'_>) -> R,
     ) -> R {
-        let owe = || self.flushes.owe();
-        let mut path = Path::new(frames, &owe);
+        let mut path = Path::new(frames);
         let result = then(&mut path);
         counters.path_done(&path);
         result
     }
 
     /// Makes sure that no CPU uses a translation that was taken away before this call, by whomever,
-    /// and frees what `zapped` holds. The caller is outside every reader section; for what it has
-    /// taken away itself, from `range`, it owes the flush already: `debt`, if it knows which it is.
+    /// and frees what `zapped` holds. The caller is outside every reader section, and has drawn a ticket for
+    /// what it has taken away itself, from `range`; `zapped` has those of which it knows.
     pub(crate) fn flush(
         &self,
         space: &Space<P, F>,
         range: Range<Gfn>,
-        debt: Option<Debt>,
         zapped: Zapped,
         counters: &Counters,
     ) {
         counters.remote_tlb_flush_requests.add(1);
-        let (owed, paid) = self.flushes.account();
-        if paid && zapped.is_empty() {
+        let (last, complete) = self.flushes.account();
+        if complete && zapped.is_empty() {
             return;
         }
         // First the software side: after it no late fault can still add a leaf to a detached table.
         // Then the hardware: it forgets what it may have walked there. Then nobody can reach them.
         self.readers.synchronize(self.reader_wait());
-        let range = if self.flushes.is_only_debt(owed, debt) {
+        let range = if self.flushes.is_only(last, zapped.tickets) {
             range
         } else {
             Gfn(0)..Gfn(Tree::<P, F>::capacity())
         };
         held::assert_none("to flush");
         self.platform.flush(self.id, range);
-        self.flushes.pay(owed);
+        self.flushes.complete(last);
         counters.remote_tlb_flush.add(1);
         let mut gone = Freed {
             leaves: zapped.leaves,

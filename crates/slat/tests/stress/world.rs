@@ -111,6 +111,14 @@ impl<F: Format> World<F> {
         world
     }
 
+    /// Like [`World::new`], with hardware walkers. Their model lets one thread at a time reach a table: what
+    /// two threads do at the same moment is for a world without.
+    pub fn with_walkers(logs: Logs) -> Self {
+        let world = Self::new(logs);
+        world.platform.watch(&world.vm, 2);
+        world
+    }
+
     /// Puts a slot at `gfns`, where it was at `from` before.
     pub fn set(&self, slot: u32, gfns: Range<u64>, page: u64, flags: SlotFlags, from: Range<u64>) {
         self.set_in(0, slot, gfns, page, flags, from);
@@ -136,6 +144,7 @@ impl<F: Format> World<F> {
     pub fn delete(&self, slot: u32, gfns: Range<u64>) {
         let region = region(slot, 0..0, 0, SlotFlags::default());
         self.vm.set_memory_region(0, &region).unwrap();
+        self.expect(self.platform.tlb.check_gone(0, &gfns));
         self.witnesses[0].settle(gfns, 0..0);
         self.slot_changes.fetch_add(1, Relaxed);
     }
@@ -187,6 +196,7 @@ impl<F: Format> World<F> {
             match rng.below(6) {
                 0 => {
                     let _alone = self.batch.write();
+                    self.expect(self.platform.tlb.stale().map_or(Ok(()), Err));
                     let audit = self.vm.audit();
                     audit.unwrap_or_else(|error| self.platform.note(error.to_string()));
                     self.audits.fetch_add(1, Relaxed);
@@ -235,6 +245,7 @@ impl<F: Format> World<F> {
             let start = if pages > 5 { start & !511 } else { start };
             let pages = start..start + pages;
             let guard = self.vm.invalidate(HostMemory::hvas(&pages));
+            self.expect(self.platform.tlb.check_backing(&pages));
             let level = rng.pick(&[Level::PAGE, Level::MEGA, Level::MEGA]);
             self.platform.host.change(&pages, remap(level));
             drop(guard);
@@ -258,7 +269,7 @@ impl<F: Format> World<F> {
         let space = usize::from(number.is_multiple_of(4));
         let mut vcpu = self.new_vcpu(space);
         let mut tlb: HashMap<u64, Translation> = HashMap::new();
-        let mut accesses = 0;
+        let mut came_somewhere = false;
         vcpu.enter(number as usize);
         while self.runs() {
             let Ok(_batch) = self.batch.try_read() else {
@@ -284,7 +295,8 @@ impl<F: Format> World<F> {
             }
             let gfn = self.some_frame(&mut rng);
             let access = rng.pick(&[Read, Write, Execute]);
-            accesses += 1;
+            self.accesses.fetch_add(1, Relaxed);
+            came_somewhere = true;
             let answer = if rng.one_in(128) {
                 let range = Gpa(gfn << 12)..Gpa((gfn + 100) << 12);
                 vcpu.prefault(range).map(|_| None)
@@ -318,8 +330,7 @@ impl<F: Format> World<F> {
             }
         }
         vcpu.leave();
-        self.accesses.fetch_add(accesses, Relaxed);
-        if accesses == 0 {
+        if !came_somewhere {
             self.platform.note(format!("vCPU {number} came nowhere"));
         }
     }
@@ -332,45 +343,54 @@ impl<F: Format> World<F> {
 
     pub fn use_page(&self, space: usize, gfn: u64, translation: &Translation, write: bool) {
         let used = self.witnesses[space].check(&self.platform.host, gfn, translation, write);
-        if let Err(why) = used {
-            self.platform.note(why);
-        }
+        self.expect(used);
         if write && space == 0 && LOGGED.contains(&gfn) {
             self.harvests.write(gfn - LOGGED.start);
         }
     }
 
-    /// Whether each of the threads that are no vCPUs has got somewhere.
-    pub fn has_progressed(&self) -> bool {
-        self.slot_changes.load(Relaxed) > 10
-            && self.invalidations.load(Relaxed) > 10
-            && self.audits.load(Relaxed) > 0
+    fn expect(&self, outcome: Result<(), String>) {
+        if let Err(why) = outcome {
+            self.platform.note(why);
+        }
     }
 
-    /// Nobody was kept from doing anything.
-    pub fn check_progress(&self, vcpus: u64) {
+    /// Accesses, slot changes, invalidations, audits.
+    fn counts(&self) -> [u64; 4] {
         let counts = [
             &self.accesses,
             &self.slot_changes,
             &self.invalidations,
             &self.audits,
         ];
-        let [accesses, changes, invalidations, audits] = counts.map(|c| c.load(Relaxed));
+        counts.map(|count| count.load(Relaxed))
+    }
+
+    /// Whether nobody is kept from doing anything.
+    pub fn has_progressed(&self, vcpus: u64) -> bool {
+        let enough = [100 * vcpus.min(20), 10, 10, 0];
+        self.counts().iter().zip(enough).all(|(n, few)| *n > few)
+    }
+
+    /// When all threads have ended: nobody was kept from doing anything.
+    pub fn check_progress(&self, vcpus: u64) {
+        let [accesses, changes, invalidations, audits] = self.counts();
         println!(
             "{}, {:?}, {vcpus} vCPUs: {accesses} accesses, {changes} slot changes, \
              {invalidations} invalidations, {audits} audits",
             F::NAME,
             self.logs
         );
-        assert!(accesses > 100 * vcpus.min(20));
-        assert!(self.has_progressed());
+        assert!(self.has_progressed(vcpus));
     }
 
     pub fn finish(self) {
         self.harvest();
         assert_eq!(self.harvests.lost(), None, "a write is in no dirty log");
         self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(self.platform.tlb.stale(), None);
         self.platform.check();
+        self.platform.tlb.forget();
         let World { platform, vm, .. } = self;
         drop(vm);
         platform.check();

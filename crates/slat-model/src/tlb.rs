@@ -1,0 +1,685 @@
+//! What a hardware page walker may have cached: every valid entry that it could have read since the last
+//! completed flush of its range, leaves and entries that lead to tables alike.
+//!
+//! What is in the tables now may be cached at any time, so it need not be written down. What was in them,
+//! is there no more and was not flushed since is a *ghost*. The model keeps a copy of each table that a
+//! walker can reach, compares it with the table whenever the engine asks the platform for that table, and
+//! before each flush, and makes a ghost of every entry that is gone or has lost a right. A flush ends the
+//! ghosts of its range. A table that was taken out is reached through its ghost and is compared, too.
+//!
+//! * On formats with break-before-make, a new valid entry must not *conflict* with a ghost: lead to
+//!   another frame, have another size or another memory type.
+//! * On all formats, a table that a ghost leads to is not freed ([`Tlb::freed`]), and the caller of an
+//!   operation that has flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`],
+//!   [`Tlb::check_gone`]).
+//!
+//! The model sees a table at certain moments only, so it may miss a ghost; it makes none that a walker
+//! could not have.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+
+use slat::format::Entry;
+use slat::{ENTRIES, Format, Gfn, Level, MemoryType, Pfn, VmId};
+
+use crate::frames::read;
+use crate::host::HostMemory;
+
+/// The model; it knows the tables of one VM, and nothing before [`Tlb::watch`].
+#[derive(Default)]
+pub struct Tlb {
+    watching: AtomicBool,
+    conflicts: AtomicU64,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    walker: Option<Walker>,
+    /// Tables that a walker can reach.
+    tables: HashMap<Pfn, Table>,
+    ghosts: Vec<Ghost>,
+    /// Tables that were asked for since they were compared last in a quiet moment.
+    touched: HashSet<Pfn>,
+    /// There are ghosts that [`Tlb::stale`] has not seen.
+    lost: bool,
+    findings: Vec<String>,
+}
+
+/// What the model knows of a format, and of the VM.
+#[derive(Clone, Copy)]
+struct Walker {
+    vm: VmId,
+    decode: fn(u64, Level) -> Entry,
+    break_before_make: bool,
+    top: Level,
+}
+
+/// Where an entry is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    space: usize,
+    level: Level,
+    /// First frame that it covers.
+    gfn: u64,
+}
+
+impl Place {
+    fn gfns(&self) -> Range<u64> {
+        self.gfn..self.gfn + self.level.pages()
+    }
+}
+
+/// A valid entry, as far as a walker cares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Value {
+    Table(Pfn),
+    Leaf {
+        pfn: Pfn,
+        memory: MemoryType,
+        write: bool,
+        execute: bool,
+        /// A walker that has cached a dirty leaf does not set the bit again.
+        dirty: bool,
+    },
+}
+
+impl Value {
+    /// Whether nothing that `self` allows is missing in `now`, which is at the same place.
+    fn is_kept_by(&self, now: Option<Value>) -> bool {
+        match (*self, now) {
+            (
+                Value::Leaf {
+                    write,
+                    execute,
+                    dirty,
+                    ..
+                },
+                Some(Value::Leaf {
+                    write: now_write,
+                    execute: now_execute,
+                    dirty: now_dirty,
+                    ..
+                }),
+            ) => {
+                let kept = (!write || now_write) && (!execute || now_execute);
+                kept && (!dirty || now_dirty) && now.is_some_and(|now| self.means(&now))
+            }
+            (Value::Table(_), now) => now == Some(*self),
+            _ => false,
+        }
+    }
+
+    /// Whether both lead to the same frame and, if they are leaves, have the same memory type.
+    fn means(&self, other: &Value) -> bool {
+        match (self, other) {
+            (Value::Table(a), Value::Table(b)) => a == b,
+            (
+                Value::Leaf { pfn, memory, .. },
+                Value::Leaf {
+                    pfn: other_pfn,
+                    memory: other_memory,
+                    ..
+                },
+            ) => pfn == other_pfn && memory == other_memory,
+            _ => false,
+        }
+    }
+
+    /// The 4 KiB part at `offset` pages of a leaf.
+    fn at(self, offset: u64) -> Value {
+        match self {
+            Value::Leaf {
+                pfn,
+                memory,
+                write,
+                execute,
+                dirty,
+            } => Value::Leaf {
+                pfn: pfn.add(offset),
+                memory,
+                write,
+                execute,
+                dirty,
+            },
+            table => table,
+        }
+    }
+}
+
+struct Table {
+    /// Of its first entry.
+    place: Place,
+    seen: Box<[u64; ENTRIES]>,
+}
+
+impl Table {
+    fn place(&self, index: usize) -> Place {
+        Place {
+            gfn: self.place.gfn + index as u64 * self.place.level.pages(),
+            ..self.place
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Ghost {
+    place: Place,
+    value: Value,
+}
+
+fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+impl Walker {
+    fn value(&self, bits: u64, level: Level) -> Option<Value> {
+        match (self.decode)(bits, level) {
+            Entry::Table(frame) => Some(Value::Table(frame)),
+            Entry::Leaf(leaf) => Some(Value::Leaf {
+                pfn: leaf.pfn,
+                memory: leaf.memory,
+                write: leaf.write,
+                execute: leaf.execute,
+                dirty: leaf.dirty,
+            }),
+            Entry::Empty | Entry::Mmio { .. } | Entry::Broken(_) => None,
+        }
+    }
+}
+
+impl Tlb {
+    /// From now on walkers of `F` use the tables of `vm`, whose root table (the first of several) in each
+    /// address space is one of `roots`.
+    pub(crate) fn watch<F: Format>(&self, vm: VmId, roots: &[Pfn]) {
+        let mut inner = self.inner.lock().unwrap();
+        *inner = Inner {
+            walker: Some(Walker {
+                vm,
+                decode: F::decode,
+                break_before_make: F::BREAK_BEFORE_MAKE,
+                top: F::TOP,
+            }),
+            ..Inner::default()
+        };
+        for (space, root) in roots.iter().enumerate() {
+            for i in 0..F::ROOT_TABLES as u64 {
+                let gfn = i * F::TOP.pages() * ENTRIES as u64;
+                let level = F::TOP;
+                let place = Place { space, level, gfn };
+                inner.reach(root.add(i), place);
+            }
+        }
+        self.watching.store(true, SeqCst);
+    }
+
+    /// No CPU can walk the tables any more: what is done to them now does not matter.
+    pub fn forget(&self) {
+        self.watching.store(false, SeqCst);
+        let mut inner = self.inner.lock().unwrap();
+        inner.walker = None;
+        inner.tables.clear();
+        inner.ghosts.clear();
+        inner.touched.clear();
+    }
+
+    /// Conflicts seen so far.
+    pub fn conflicts(&self) -> u64 {
+        self.conflicts.load(SeqCst)
+    }
+
+    fn with<R>(&self, then: impl FnOnce(&mut Inner) -> R) -> Option<R> {
+        if !self.watching.load(Relaxed) {
+            return None;
+        }
+        let mut inner = self.inner.lock().unwrap();
+        let before = inner.findings.len();
+        let result = then(&mut inner);
+        let more = inner.findings.len() - before;
+        self.conflicts.fetch_add(more as u64, SeqCst);
+        Some(result)
+    }
+
+    /// Call when the engine reaches the table in `frame`, before it reads or changes it.
+    #[inline]
+    pub(crate) fn reached(&self, frame: Pfn) {
+        if self.watching.load(Relaxed) {
+            self.with(|inner| {
+                inner.compare(frame);
+                if inner.tables.contains_key(&frame) {
+                    inner.touched.insert(frame);
+                }
+            });
+        }
+    }
+
+    /// Call when a flush of `range` is complete.
+    pub(crate) fn flushed(&self, vm: VmId, range: &Range<Gfn>) {
+        self.with(|inner| {
+            if inner.walker.is_some_and(|walker| walker.vm == vm) {
+                inner.compare_touched();
+                inner.flush(&(range.start.0..range.end.0));
+            }
+        });
+    }
+
+    /// Call when a frame is freed. `Err`: a walker can still reach the table in it.
+    pub(crate) fn freed(&self, frame: Pfn) -> Result<(), String> {
+        let known = self.with(|inner| {
+            if inner.tables.contains_key(&frame) {
+                inner.compare_touched();
+            }
+            let known = inner.tables.get(&frame).map(|table| table.place);
+            inner.forget_below(frame);
+            known
+        });
+        match known.flatten() {
+            Some(place) => Err(format!("the table of {place:x?} is freed and not flushed")),
+            None => Ok(()),
+        }
+    }
+
+    /// In a quiet moment, when every operation has returned: a conflict, or a cached entry that allows
+    /// what the tables do not.
+    pub fn stale(&self) -> Option<String> {
+        self.with(|inner| {
+            inner.compare_touched();
+            inner.touched.clear();
+            if let Some(finding) = inner.findings.pop() {
+                return Some(finding);
+            }
+            if !std::mem::take(&mut inner.lost) {
+                return None;
+            }
+            let stale = inner.ghosts.iter().find(|ghost| !inner.is_explained(ghost));
+            stale.map(|ghost| format!("{ghost:x?} is still cached"))
+        })
+        .flatten()
+    }
+
+    /// Conflicts that nobody has asked for yet.
+    pub fn findings(&self) -> Vec<String> {
+        std::mem::take(&mut self.inner.lock().unwrap().findings)
+    }
+
+    /// While an invalidation of `pages` of host memory is in progress: an entry that a walker may have
+    /// cached and that is not in the tables leads to one of them.
+    pub fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
+        let leads = |place: &Place, value: &Value| match value {
+            Value::Leaf { pfn, .. } => {
+                let (page, _) = HostMemory::identify(*pfn);
+                overlap(&(page..page + place.level.pages()), pages)
+            }
+            Value::Table(_) => false,
+        };
+        self.check_ghosts(leads)
+    }
+
+    /// After a slot was deleted: a leaf of `gfns` that a walker may have cached.
+    pub fn check_gone(&self, space: usize, gfns: &Range<u64>) -> Result<(), String> {
+        self.check_ghosts(|place, value| {
+            let leaf = matches!(value, Value::Leaf { .. });
+            leaf && place.space == space && overlap(&place.gfns(), gfns)
+        })
+    }
+
+    fn check_ghosts(&self, is_wrong: impl Fn(&Place, &Value) -> bool) -> Result<(), String> {
+        let wrong = self.with(|inner| {
+            inner.compare_touched();
+            let mut wrong = None;
+            for ghost in &inner.ghosts {
+                inner.each_cached(ghost, &mut |place, value| {
+                    if is_wrong(&place, &value) {
+                        wrong = Some(format!("{value:x?} of {place:x?} is still cached"));
+                    }
+                });
+            }
+            wrong
+        });
+        wrong.flatten().map_or(Ok(()), Err)
+    }
+}
+
+impl Inner {
+    /// A walker can reach the table in `frame` from now on; its entries are at and after `place`.
+    fn reach(&mut self, frame: Pfn, place: Place) {
+        let seen = Box::new([0; ENTRIES]);
+        self.tables.insert(frame, Table { place, seen });
+        self.touched.insert(frame);
+        self.compare(frame);
+    }
+
+    fn compare_touched(&mut self) {
+        let touched: Vec<_> = self.touched.iter().copied().collect();
+        for frame in touched {
+            self.compare(frame);
+        }
+    }
+
+    /// Looks at a table as it is now.
+    fn compare(&mut self, frame: Pfn) {
+        let Some(table) = self.tables.get_mut(&frame) else {
+            return;
+        };
+        let mut changes = Vec::new();
+        for (i, seen) in table.seen.iter_mut().enumerate() {
+            let now = read(frame, i);
+            if now != *seen {
+                changes.push((i, std::mem::replace(seen, now), now));
+            }
+        }
+        for (i, was, now) in changes {
+            if let Some(table) = self.tables.get(&frame) {
+                let place = table.place(i);
+                self.change(place, was, now);
+            }
+        }
+    }
+
+    fn change(&mut self, place: Place, was: u64, now: u64) {
+        let walker = self.walker.expect("tables are known while it watches");
+        let value = |bits| walker.value(bits, place.level);
+        let (was, now) = (value(was), value(now));
+        if let Some(value) = was
+            && !value.is_kept_by(now)
+        {
+            if let Value::Table(below) = value {
+                self.compare_below(below);
+            }
+            self.ghosts.push(Ghost { place, value });
+            self.lost = true;
+        }
+        let Some(value) = now else { return };
+        if walker.break_before_make
+            && let Some(ghost) = self.ghosts.iter().find(|g| g.conflicts(&place, &value))
+        {
+            let finding = format!("{value:x?} of {place:x?} conflicts with {ghost:x?}");
+            self.findings.push(finding);
+        }
+        if let Value::Table(below) = value
+            && was != now
+        {
+            let level = place.level.below();
+            self.reach(below, Place { level, ..place });
+        }
+    }
+
+    fn compare_below(&mut self, frame: Pfn) {
+        self.compare(frame);
+        for below in self.below(frame) {
+            self.compare_below(below);
+        }
+    }
+
+    /// The tables that entries of the one in `frame` lead to.
+    fn below(&self, frame: Pfn) -> Vec<Pfn> {
+        let Some((walker, table)) = self.walker.zip(self.tables.get(&frame)) else {
+            return Vec::new();
+        };
+        let level = table.place.level;
+        if level == Level::PAGE {
+            return Vec::new();
+        }
+        let values = table.seen.iter().map(|bits| walker.value(*bits, level));
+        let tables = values.filter_map(|value| match value {
+            Some(Value::Table(below)) => Some(below),
+            _ => None,
+        });
+        tables.collect()
+    }
+
+    fn forget_below(&mut self, frame: Pfn) {
+        for below in self.below(frame) {
+            self.forget_below(below);
+        }
+        self.tables.remove(&frame);
+        self.touched.remove(&frame);
+    }
+
+    fn flush(&mut self, range: &Range<u64>) {
+        let all = std::mem::take(&mut self.ghosts);
+        let (gone, kept): (Vec<_>, Vec<_>) = all
+            .into_iter()
+            .partition(|g| overlap(&g.place.gfns(), range));
+        let mut left = Vec::new();
+        for ghost in &gone {
+            self.each_cached(ghost, &mut |place, value| {
+                let leaf = matches!(value, Value::Leaf { .. });
+                if leaf && !overlap(&place.gfns(), range) {
+                    left.push(Ghost { place, value });
+                }
+            });
+        }
+        for ghost in gone {
+            if let Value::Table(below) = ghost.value {
+                self.forget_below(below);
+            }
+        }
+        self.ghosts = kept;
+        self.ghosts.append(&mut left);
+    }
+
+    /// Calls `each` for a ghost, and for all that is reached through it.
+    fn each_cached(&self, ghost: &Ghost, each: &mut impl FnMut(Place, Value)) {
+        each(ghost.place, ghost.value);
+        if let Value::Table(frame) = ghost.value {
+            self.each_below(frame, each);
+        }
+    }
+
+    fn each_below(&self, frame: Pfn, each: &mut impl FnMut(Place, Value)) {
+        let Some((walker, table)) = self.walker.zip(self.tables.get(&frame)) else {
+            return;
+        };
+        for (i, bits) in table.seen.iter().enumerate() {
+            let place = table.place(i);
+            if let Some(value) = walker.value(*bits, place.level) {
+                each(place, value);
+                if let Value::Table(below) = value {
+                    self.each_below(below, each);
+                }
+            }
+        }
+    }
+
+    /// The leaf of the tables that translates `gfn`, as it was seen last.
+    fn leaf(&self, space: usize, gfn: u64) -> Option<(Place, Value)> {
+        let walker = self.walker?;
+        let root_pages = walker.top.pages() * ENTRIES as u64;
+        let root_place = Place {
+            space,
+            level: walker.top,
+            gfn: gfn / root_pages * root_pages,
+        };
+        let mut tables = self.tables.values();
+        let mut table = tables.find(|table| table.place == root_place)?;
+        loop {
+            let index = table.place.level.index(Gfn(gfn));
+            let place = table.place(index);
+            match walker.value(table.seen[index], place.level)? {
+                Value::Table(below) => table = self.tables.get(&below)?,
+                leaf => return Some((place, leaf)),
+            }
+        }
+    }
+
+    /// Whether the tables allow all that a ghost allows: a leaf that was split in place.
+    fn is_explained(&self, ghost: &Ghost) -> bool {
+        if let Value::Table(_) = ghost.value {
+            return false;
+        }
+        let gfns = ghost.place.gfns();
+        let mut gfn = gfns.start;
+        while gfn < gfns.end {
+            let Some((place, leaf)) = self.leaf(ghost.place.space, gfn) else {
+                return false;
+            };
+            let was = ghost.value.at(gfn - gfns.start);
+            if !was.is_kept_by(Some(leaf.at(gfn - place.gfn))) {
+                return false;
+            }
+            gfn = place.gfns().end;
+        }
+        true
+    }
+}
+
+impl Ghost {
+    /// Whether a walker may not find `value` at `place` while it may hold this one.
+    fn conflicts(&self, place: &Place, value: &Value) -> bool {
+        if self.place.space != place.space || !overlap(&self.place.gfns(), &place.gfns()) {
+            return false;
+        }
+        if self.place.level == place.level {
+            return !self.value.means(value);
+        }
+        // A leaf that was reached through a table which was taken out is no conflict with another table:
+        // what matters is what is found there. A leaf is one with all that is cached below it, and with
+        // a larger one.
+        match (value, &self.value) {
+            (Value::Leaf { .. }, Value::Leaf { .. }) => true,
+            (Value::Leaf { .. }, Value::Table(_)) => self.place.level < place.level,
+            (Value::Table(_), _) => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frames::{Frames, write};
+    use slat::format::{Leaf, Npt, Stage2};
+
+    /// A root of level 3 with a table of level 2, and what is in that at frame 0.
+    struct World {
+        frames: Frames,
+        tlb: Tlb,
+        table: Pfn,
+    }
+
+    const VM: VmId = VmId(7);
+
+    fn leaf<F: Format>(page: u64) -> u64 {
+        let leaf = Leaf {
+            pfn: Pfn(page),
+            write: true,
+            execute: true,
+            may_write: false,
+            accessed: true,
+            dirty: true,
+            memory: MemoryType::WriteBack,
+        };
+        F::leaf(leaf, Level::MEGA)
+    }
+
+    impl World {
+        fn new<F: Format>(first: u64) -> Self {
+            let frames = Frames::default();
+            let empty = || {
+                let frame = frames.alloc();
+                (0..ENTRIES).for_each(|i| write(frame, i, 0));
+                frame
+            };
+            let mut upper = empty();
+            let tlb = Tlb::default();
+            tlb.watch::<F>(VM, &[upper]);
+            for _ in 2..F::TOP.0 {
+                let lower = empty();
+                write(upper, 0, F::table(lower));
+                tlb.reached(upper);
+                upper = lower;
+            }
+            write(upper, 0, first);
+            tlb.reached(upper);
+            World {
+                frames,
+                tlb,
+                table: upper,
+            }
+        }
+
+        fn put(&self, bits: u64) {
+            self.tlb.reached(self.table);
+            write(self.table, 0, bits);
+            self.tlb.reached(self.table);
+        }
+
+        fn flush(&self, gfns: Range<u64>) {
+            self.tlb.flushed(VM, &(Gfn(gfns.start)..Gfn(gfns.end)));
+        }
+    }
+
+    #[test]
+    fn another_leaf_conflicts_until_the_old_one_was_flushed() {
+        type F = Stage2<48>;
+        let world = World::new::<F>(leaf::<F>(512));
+        world.put(0);
+        world.flush(512..1024);
+        world.put(leaf::<F>(512));
+        assert_eq!(world.tlb.conflicts(), 0, "the same again, or another range");
+        world.put(0);
+        world.put(leaf::<F>(1024));
+        assert_eq!(world.tlb.conflicts(), 1);
+        world.put(0);
+        // One page of it: no huge leaf is left over.
+        world.flush(3..4);
+        world.put(leaf::<F>(2048));
+        assert_eq!(world.tlb.conflicts(), 1);
+    }
+
+    #[test]
+    fn a_table_conflicts_with_a_leaf_and_is_not_freed_before_a_flush() {
+        type F = Stage2<48>;
+        let world = World::new::<F>(leaf::<F>(512));
+        let lower = world.frames.alloc();
+        (0..ENTRIES).for_each(|i| write(lower, i, 0));
+        world.put(F::table(lower));
+        assert_eq!(world.tlb.conflicts(), 1);
+        world.put(0);
+        assert!(world.tlb.freed(lower).is_err());
+        world.put(F::table(lower));
+        world.put(0);
+        world.flush(0..1);
+        assert_eq!(world.tlb.freed(lower), Ok(()));
+    }
+
+    #[test]
+    fn what_was_taken_away_is_stale_until_it_was_flushed() {
+        let world = World::new::<Npt>(leaf::<Npt>(512));
+        assert_eq!(world.tlb.stale(), None);
+        world.put(Npt::write_protect(leaf::<Npt>(512)));
+        assert!(world.tlb.stale().is_some(), "the right to write");
+        world.flush(0..512);
+        world.put(0);
+        assert!(world.tlb.stale().is_some());
+        assert!(world.tlb.check_backing(&(600..601)).is_err());
+        assert!(world.tlb.check_gone(0, &(5..6)).is_err());
+        assert_eq!(world.tlb.check_backing(&(100..200)), Ok(()));
+        world.flush(0..1);
+        assert_eq!((world.tlb.stale(), world.tlb.conflicts()), (None, 0));
+        assert_eq!(world.tlb.check_backing(&(600..601)), Ok(()));
+    }
+
+    #[test]
+    fn a_leaf_that_was_split_in_place_is_not_stale() {
+        let world = World::new::<Npt>(leaf::<Npt>(512));
+        let Entry::Leaf(huge) = Npt::decode(leaf::<Npt>(512), Level::MEGA) else {
+            panic!("no leaf")
+        };
+        let lower = world.frames.alloc();
+        for i in 0..ENTRIES {
+            let piece = huge.piece(Level::MEGA, i);
+            write(lower, i, Npt::leaf(piece, Level::PAGE));
+        }
+        world.put(Npt::table(lower));
+        assert_eq!((world.tlb.stale(), world.tlb.conflicts()), (None, 0));
+        // The huge leaf may still be cached: now it says too much.
+        world.tlb.reached(lower);
+        write(lower, 9, 0);
+        assert!(world.tlb.stale().is_some());
+        world.flush(9..10);
+        assert_eq!(world.tlb.stale(), None);
+    }
+}

@@ -1,0 +1,147 @@
+//! Where something is taken away and something else put there. On formats with break-before-make the new
+//! entry waits for the flush of the old one; the model of a walker's TLB tells
+//! ([`slat_model::Tlb`]). What the engine promises otherwise is checked on all formats.
+
+use slat::{Access::*, Format, Gfn, Gpa, Level, MemoryAttributes, Region};
+use slat_model::HostMemory;
+
+use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World, interleave};
+
+impl<F: Format> World<F> {
+    /// Small leaves where huge ones fit.
+    const SMALL_WHERE_HUGE_FIT: Prepare<F> = || {
+        let world = Self::HUGE();
+        world.vm.policy().set("huge_pages", "off").unwrap();
+        world.touch(1, Write);
+        world.touch(2, Write);
+        world.vm.policy().set("huge_pages", "on").unwrap();
+        world
+    };
+
+    /// Pages 0..512 executed in a VM with NX huge pages: small leaves.
+    const EXECUTED: Prepare<F> = || {
+        let world = Self::HUGE();
+        world.set_policies(&[
+            ("nx_huge_pages", "on"),
+            ("nx_huge_pages_recovery_ratio", "1"),
+        ]);
+        world.touch(1, Execute);
+        world
+    };
+
+    /// Two huge leaves without execution; a fetch zaps the one it meets.
+    const ZAPPED_BY_A_FETCH: Prepare<F> = || {
+        let world = Self::HUGE();
+        world.set_policies(&[("nx_huge_pages", "on"), ("nx_huge_pages_split", "off")]);
+        world.touch(1, Write);
+        world
+    };
+
+    fn set_policies(&self, policies: &[(&str, &str)]) {
+        for (name, value) in policies {
+            self.vm.set_policy(name, value).unwrap();
+        }
+    }
+
+    pub fn the_end_of_logging_and_a_fault() {
+        let logged: Prepare<F> = || {
+            let world = Self::new(Level::MEGA, LOGGED);
+            world.touch(1, Write);
+            world.touch(2, Read);
+            world
+        };
+        let end: Act<F> = |w| w.flags(NONE);
+        interleave(logged, &[], end, |w| w.touch(1, Read));
+        interleave(logged, &[(2, Read)], end, |w| w.touch(300, Write));
+    }
+
+    pub fn nx_recovery_and_a_fault() {
+        let recover: Act<F> = |w| _ = w.vm.recover_nx_huge_pages();
+        interleave(Self::EXECUTED, &[], recover, |w| w.touch(1, Read));
+        interleave(Self::EXECUTED, &[(1, Read)], recover, |w| {
+            w.touch(9, Execute)
+        });
+    }
+
+    pub fn a_zap_and_a_fault_that_maps_a_larger_leaf() {
+        let zap: Act<F> = |w| w.vm.zap(0, Gfn(0)..Gfn(SLOT_PAGES));
+        interleave(Self::SMALL_WHERE_HUGE_FIT, &[], zap, |w| w.touch(1, Read));
+        let zap_one: Act<F> = |w| w.vm.zap(0, Gfn(1)..Gfn(2));
+        interleave(Self::SMALL_WHERE_HUGE_FIT, &[], zap_one, |w| {
+            w.touch(2, Read)
+        });
+    }
+
+    pub fn nx_huge_pages_switched_on_and_an_execution_fault() {
+        let switch: Act<F> = |w| w.set_policies(&[("nx_huge_pages", "on")]);
+        interleave(Self::MAPPED, &[], switch, |w| w.touch(1, Execute));
+        interleave(Self::MAPPED, &[(2, Read)], switch, |w| w.touch(1, Execute));
+    }
+
+    pub fn a_fault_that_clears_a_table_and_another_fault() {
+        let clear: Act<F> = |w| w.touch(9, Read);
+        interleave(Self::SMALL_WHERE_HUGE_FIT, &[], clear, |w| {
+            w.touch(10, Write)
+        });
+        interleave(Self::SMALL_WHERE_HUGE_FIT, &[(2, Write)], clear, clear);
+    }
+
+    pub fn an_execution_fault_that_zaps_a_huge_leaf_and_another() {
+        let fetch: Act<F> = |w| w.touch(1, Execute);
+        interleave(Self::ZAPPED_BY_A_FETCH, &[], fetch, |w| w.touch(2, Execute));
+        interleave(Self::ZAPPED_BY_A_FETCH, &[(3, Read)], fetch, fetch);
+    }
+
+    /// Other frames, behind the same guest frames.
+    pub fn a_conversion_and_a_fault() {
+        let two_backings: Prepare<F> = || {
+            let world = Self::new(Level::MEGA, NONE);
+            world.delete();
+            let region = Region {
+                slot: 0,
+                flags: NONE,
+                gpa: Gpa(0),
+                size: SLOT_PAGES << 12,
+                backing: HostMemory::hva(0),
+                private: Some(HostMemory::hva(SLOT_PAGES)),
+            };
+            world.witness.allow(0..SLOT_PAGES, 0);
+            world.vm.set_memory_region(0, &region).unwrap();
+            world.witness.settle(0..0, 0..SLOT_PAGES);
+            world.touch(1, Write);
+            world
+        };
+        let convert: Act<F> = |w| {
+            w.witness.allow(0..512, SLOT_PAGES);
+            let frames = Gfn(0)..Gfn(512);
+            let private = MemoryAttributes::PRIVATE;
+            w.vm.set_memory_attributes(frames, private).unwrap();
+            w.witness.settle(0..0, 0..512);
+        };
+        interleave(two_backings, &[], convert, |w| w.touch(1, Write));
+    }
+
+    pub fn a_slot_that_moves_over_itself_and_a_fault() {
+        let small: Prepare<F> = || {
+            let world = Self::SMALL();
+            world.touch(1, Write);
+            world.touch(2, Write);
+            world
+        };
+        interleave(small, &[], Self::SHIFT, |w| w.touch(2, Write));
+        interleave(Self::MAPPED, &[], Self::SHIFT, |w| w.touch(2, Write));
+    }
+
+    pub fn an_invalidated_page_of_a_huge_leaf_and_a_fault_on_another() {
+        // Mapped by a huge leaf, and small ones from now on.
+        let small_now: Prepare<F> = || {
+            let world = Self::MAPPED();
+            world.vm.policy().set("huge_pages", "off").unwrap();
+            world
+        };
+        interleave(small_now, &[], Self::REMAP_1, |w| w.touch(300, Read));
+        interleave(small_now, &[(9, Read)], Self::REMAP_1, |w| {
+            w.touch(300, Write)
+        });
+    }
+}

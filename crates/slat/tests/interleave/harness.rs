@@ -1,0 +1,367 @@
+//! The world of these tests, and how two operations are interleaved in it.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering::*};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+
+use slat::{
+    Access::{self, *},
+    Attention, Config, Format, Gpa, Level, Region, SlotFlags, Stop, Vcpu, Vm,
+};
+use slat_model::{Event, Harvests, HostChange, HostMemory, SimPlatform, Witness};
+
+const PAGES: u64 = 2048;
+/// Host pages 0..1024 back the slot at frame `base`.
+pub const SLOT_PAGES: u64 = 1024;
+pub const NONE: SlotFlags = SlotFlags(0);
+pub const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
+
+/// A VM with one slot, and what is known about it.
+pub struct World<F: Format> {
+    pub vm: Arc<Vm<SimPlatform, F>>,
+    pub witness: Witness,
+    /// Writes to pages of the slot, by their number in it.
+    harvests: Harvests,
+    base: Mutex<u64>,
+    flags: Mutex<SlotFlags>,
+    /// Every write must be in the log.
+    logging: AtomicBool,
+}
+
+impl<F: Format> World<F> {
+    pub fn new(level: Level, flags: SlotFlags) -> Arc<Self> {
+        let platform = SimPlatform::new(PAGES);
+        platform.host.change(&(0..PAGES), remap(level));
+        let world = World::<F> {
+            vm: Vm::new(platform.clone(), Config::default()).unwrap(),
+            witness: Witness::new(4096),
+            harvests: Harvests::new(SLOT_PAGES),
+            base: Mutex::new(0),
+            flags: Mutex::new(flags),
+            logging: AtomicBool::new(flags == LOGGED),
+        };
+        platform.watch(&world.vm, 1);
+        world.create(0);
+        Arc::new(world)
+    }
+
+    pub fn gfns(&self) -> Range<u64> {
+        let base = *self.base.lock().unwrap();
+        base..base + SLOT_PAGES
+    }
+
+    pub fn set(&self, gfns: Range<u64>, host_page: u64) {
+        let region = Region {
+            slot: 0,
+            flags: *self.flags.lock().unwrap(),
+            gpa: Gpa(gfns.start << 12),
+            size: (gfns.end - gfns.start) << 12,
+            backing: HostMemory::hva(host_page),
+            private: None,
+        };
+        self.vm.set_memory_region(0, &region).unwrap();
+    }
+
+    pub fn create(&self, host_page: u64) {
+        self.witness.allow(self.gfns(), host_page);
+        self.set(self.gfns(), host_page);
+        self.witness.settle(0..0, self.gfns());
+    }
+
+    pub fn delete(&self) {
+        self.set(0..0, 0);
+        self.witness.settle(self.gfns(), 0..0);
+        let tlb = &self.vm.platform().tlb;
+        self.expect(tlb.check_gone(0, &self.gfns()));
+        self.harvests.forget();
+    }
+
+    pub fn shift(&self, base: u64) {
+        let from = self.gfns();
+        *self.base.lock().unwrap() = base;
+        self.witness.allow(self.gfns(), 0);
+        self.set(self.gfns(), 0);
+        self.witness.settle(from, self.gfns());
+    }
+
+    pub fn flags(&self, flags: SlotFlags) {
+        *self.flags.lock().unwrap() = flags;
+        self.logging.store(false, SeqCst);
+        self.set(self.gfns(), 0);
+        self.logging.store(flags == LOGGED, SeqCst);
+    }
+
+    pub fn invalidate(&self, pages: Range<u64>, change: HostChange) {
+        let guard = self.vm.invalidate(HostMemory::hvas(&pages));
+        self.expect(self.vm.platform().tlb.check_backing(&pages));
+        self.vm.platform().host.change(&pages, change);
+        drop(guard);
+    }
+
+    pub fn harvest(&self) {
+        let mut bitmap = [0; SLOT_PAGES as usize / 64];
+        self.harvests
+            .harvest(&mut bitmap, |b| self.vm.get_dirty_log(0, 0, b).unwrap());
+    }
+
+    /// One access by a vCPU of its own, with one use of what it was given.
+    pub fn touch(&self, gfn: u64, access: Access) {
+        let mut vcpu = self.vm.create_vcpu().unwrap();
+        vcpu.enter(1);
+        vcpu.quiesce();
+        self.access(&mut vcpu, gfn, access);
+        vcpu.leave();
+    }
+
+    /// The same by a vCPU that is inside and remembers nothing.
+    pub fn access(&self, vcpu: &mut Vcpu<SimPlatform, F>, gfn: u64, access: Access) {
+        loop {
+            match vcpu.translate(Gpa(gfn << 12), access) {
+                Ok(translation) => {
+                    self.use_page(gfn, &translation, access);
+                    if access == Write {
+                        self.wrote(gfn);
+                    }
+                    return;
+                }
+                Err(Stop::Retry) => vcpu.quiesce(),
+                Err(Stop::Mmio { .. }) => return,
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+
+    pub fn wrote(&self, gfn: u64) {
+        if self.logging.load(SeqCst) {
+            self.harvests.write(gfn - self.gfns().start);
+        }
+    }
+
+    pub fn use_page(&self, gfn: u64, translation: &slat::Translation, access: Access) {
+        let platform = self.vm.platform();
+        let used = self
+            .witness
+            .check(&platform.host, gfn, translation, access == Write);
+        self.expect(used);
+    }
+
+    pub fn expect(&self, outcome: Result<(), String>) {
+        if let Err(why) = outcome {
+            self.vm.platform().note(why);
+        }
+    }
+
+    /// When all is quiet.
+    pub fn check(&self) {
+        let platform = self.vm.platform();
+        platform.check();
+        self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
+        for gfn in [0, 1, 2, 7, 8, 511, 512, 700, 1023, 1024, 1030] {
+            self.touch(gfn, Read);
+        }
+        if self.logging.load(SeqCst) {
+            self.harvest();
+            assert_eq!(self.harvests.lost(), None, "a write is in no dirty log");
+        }
+        self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(platform.tlb.stale(), None);
+        platform.check();
+    }
+}
+
+impl<F: Format> Drop for World<F> {
+    fn drop(&mut self) {
+        self.vm.platform().tlb.forget();
+    }
+}
+
+pub const fn remap(level: Level) -> HostChange {
+    HostChange::Remap {
+        level,
+        writable: true,
+        device: false,
+    }
+}
+
+#[derive(Default)]
+pub struct Progress {
+    pub steps: usize,
+    pub paused: bool,
+    pub resumed: bool,
+    pub victim_done: bool,
+    /// Both have done what they can without the holder.
+    pub holder_may_quiesce: bool,
+}
+
+pub type Act<F> = fn(&World<F>);
+pub type Prepare<F> = fn() -> Arc<World<F>>;
+
+/// Runs `victim` once for each of its steps, with `intruder` in between. `held`: what the holder uses.
+pub fn interleave<F: Format>(
+    prepare: impl Fn() -> Arc<World<F>>,
+    held: &[(u64, Access)],
+    victim: Act<F>,
+    intruder: Act<F>,
+) {
+    for step in 1.. {
+        let world = prepare();
+        let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
+        world.vm.platform().set_hook({
+            let progress = progress.clone();
+            move |event| on_event(&progress, event, step)
+        });
+        let stop = AtomicBool::new(false);
+        let ready = AtomicBool::new(held.is_empty());
+        let mut steps_left = false;
+        thread::scope(|scope| {
+            if !held.is_empty() {
+                scope.spawn(|| hold(&world, held, &ready, &stop, &progress.0));
+            }
+            while !ready.load(SeqCst) {
+                thread::yield_now();
+            }
+            let start = |name: &str, act: Act<F>| {
+                let (world, progress) = (world.clone(), progress.clone());
+                let done_as_victim = name == "victim";
+                let run = move || {
+                    act(&world);
+                    let mut now = progress.0.lock().unwrap();
+                    now.victim_done |= done_as_victim;
+                    now.resumed |= !done_as_victim;
+                    now.holder_may_quiesce |= now.resumed;
+                    progress.1.notify_all();
+                };
+                let thread = thread::Builder::new().name(name.into());
+                thread.spawn_scoped(scope, run).unwrap()
+            };
+            let victim = start("victim", victim);
+            {
+                let mut now = progress.0.lock().unwrap();
+                while !now.paused && !now.victim_done {
+                    now = progress.1.wait(now).unwrap();
+                }
+                steps_left = now.paused;
+            }
+            let intruder = start("intruder", intruder);
+            intruder.join().unwrap();
+            victim.join().unwrap();
+            stop.store(true, SeqCst);
+        });
+        world.vm.platform().clear_hook();
+        world.check();
+        if !steps_left {
+            assert!(step > 1, "the victim had hardly a step");
+            return;
+        }
+    }
+}
+
+fn on_event(progress: &(Mutex<Progress>, Condvar), event: Event, step: usize) {
+    let thread = thread::current();
+    let waits = matches!(event, Event::Wait(_));
+    match thread.name() {
+        Some("victim") => {
+            let mut now = progress.0.lock().unwrap();
+            now.steps += 1;
+            if now.steps == step {
+                now.paused = true;
+                progress.1.notify_all();
+                while !now.resumed {
+                    now = progress.1.wait(now).unwrap();
+                }
+            }
+            now.holder_may_quiesce |= waits;
+        }
+        Some("intruder") if waits => {
+            let mut now = progress.0.lock().unwrap();
+            now.resumed = true;
+            now.holder_may_quiesce = true;
+            progress.1.notify_all();
+        }
+        _ => {}
+    }
+}
+
+/// Gets translations, and uses them until a flush is asked for and nobody can go on without it.
+fn hold<F: Format>(
+    world: &World<F>,
+    held: &[(u64, Access)],
+    ready: &AtomicBool,
+    stop: &AtomicBool,
+    progress: &Mutex<Progress>,
+) {
+    let mut vcpu = world.vm.create_vcpu().unwrap();
+    vcpu.enter(2);
+    vcpu.quiesce();
+    let mut tlb = Vec::new();
+    let get = |vcpu: &mut Vcpu<SimPlatform, F>, tlb: &mut Vec<_>| {
+        for &(gfn, access) in held {
+            match vcpu.translate(Gpa(gfn << 12), access) {
+                Ok(translation) => tlb.push((gfn, access, translation)),
+                Err(Stop::Retry) => {
+                    tlb.clear();
+                    vcpu.quiesce();
+                }
+                Err(_) => {}
+            }
+        }
+    };
+    while tlb.len() < held.len() {
+        tlb.clear();
+        get(&mut vcpu, &mut tlb);
+    }
+    ready.store(true, SeqCst);
+    while !stop.load(SeqCst) {
+        for (gfn, access, translation) in &tlb {
+            world.use_page(*gfn, translation, *access);
+            if *access == Write {
+                world.wrote(*gfn);
+            }
+        }
+        let asked = vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0;
+        if asked && progress.lock().unwrap().holder_may_quiesce {
+            tlb.clear();
+            vcpu.quiesce();
+            // It goes on at once: what is still in the tables is used again.
+            get(&mut vcpu, &mut tlb);
+        }
+        thread::yield_now();
+    }
+    vcpu.leave();
+}
+
+/// What the tests are made of: worlds, and what is done in them.
+impl<F: Format> World<F> {
+    pub const SMALL: Prepare<F> = || Self::new(Level::PAGE, NONE);
+    pub const HUGE: Prepare<F> = || Self::new(Level::MEGA, NONE);
+
+    /// Every page mapped and writable, by huge leaves.
+    pub const MAPPED: Prepare<F> = || {
+        let world = Self::HUGE();
+        world.touch(1, Write);
+        world.touch(700, Write);
+        world
+    };
+
+    /// Logged, pages 1 and 2 write-protected for the log.
+    pub const LOGGED_WORLD: Prepare<F> = || {
+        let world = Self::new(Level::MEGA, LOGGED);
+        world.touch(1, Read);
+        world.touch(2, Write);
+        world.harvest();
+        world
+    };
+
+    pub const WRITE_1: Act<F> = |w| w.touch(1, Write);
+    pub const READ_1: Act<F> = |w| w.touch(1, Read);
+    pub const REMAP_1: Act<F> = |w| w.invalidate(1..2, remap(Level::PAGE));
+    pub const REMAP_ALL_BUT_ENDS: Act<F> = |w| w.invalidate(1..1023, remap(Level::PAGE));
+    pub const REMAP_HUGE: Act<F> = |w| w.invalidate(0..1024, remap(Level::MEGA));
+    pub const REPLACE: Act<F> = |w| {
+        w.delete();
+        w.create(1024);
+    };
+    pub const SHIFT: Act<F> = |w| w.shift(1);
+    pub const HARVEST: Act<F> = |w| w.harvest();
+}

@@ -1,0 +1,66 @@
+//! Two operations, interleaved at every step of the first: the *victim* is stopped at its n-th step (a
+//! table reached, a page resolved, a frame allocated, a wait), the *intruder* runs until it is done or
+//! must wait, then the victim goes on; for every n. Meanwhile a *holder*, a vCPU that acknowledges
+//! flushes only when it must, uses the translations it was given before, and checks each use.
+
+mod break_before_make;
+mod cases;
+mod harness;
+
+use slat::Ept;
+use slat::format::{Npt, Stage2, Sv39x4, Sv48x4, X86};
+
+macro_rules! tests {
+    ($format:ty: $($test:ident,)*) => {$(
+        #[test]
+        fn $test() {
+            harness::World::<$format>::$test();
+        }
+    )*};
+}
+
+macro_rules! on_formats {
+    ($($name:ident: $format:ty,)*) => {$(
+        mod $name {
+            use super::*;
+            tests! { $format:
+                a_fault_and_an_invalidation_of_its_page,
+                a_fault_and_an_invalidation_of_another_page_of_its_leaf,
+                a_fault_that_begins_during_an_invalidation,
+                a_fault_and_the_replacement_of_its_slot,
+                a_slot_that_leaves_while_its_backing_is_invalidated,
+                a_fault_and_a_slot_that_moves_over_itself,
+                a_write_and_a_harvest_of_its_log,
+                an_invalidation_that_finds_nothing_waits_for_whoever_is_zapping,
+                a_log_taken_while_its_pages_are_zapped_loses_no_write,
+                the_begin_and_the_end_of_logging_beside_faults_and_invalidations,
+                a_write_after_logging_began_is_in_the_log_whatever_is_zapped_meanwhile,
+                a_log_that_begins_while_initially_set_is_switched_names_every_write,
+                a_slot_that_moves_over_itself_takes_its_dirty_bits_along,
+                two_faults_on_one_page,
+                an_mmio_access_and_a_slot_that_appears_there,
+                a_fault_that_sees_old_leaves_of_a_slot_that_moves_over_itself,
+                the_end_of_logging_and_a_fault,
+                nx_recovery_and_a_fault,
+                a_zap_and_a_fault_that_maps_a_larger_leaf,
+                nx_huge_pages_switched_on_and_an_execution_fault,
+                a_fault_that_clears_a_table_and_another_fault,
+                an_execution_fault_that_zaps_a_huge_leaf_and_another,
+                a_conversion_and_a_fault,
+                a_slot_that_moves_over_itself_and_a_fault,
+                an_invalidated_page_of_a_huge_leaf_and_a_fault_on_another,
+            }
+        }
+    )*};
+}
+
+on_formats! {
+    ept: Ept,
+    npt: Npt,
+    x86_with_5_levels: X86<5>,
+    stage_2: Stage2<48>,
+    stage_2_with_a_concatenated_root: Stage2<40>,
+    stage_2_with_hardware_dirty_state: Stage2<48, true>,
+    sv39x4: Sv39x4,
+    sv48x4: Sv48x4,
+}
