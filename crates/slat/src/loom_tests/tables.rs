@@ -7,7 +7,7 @@ use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::heap::Shared;
 use crate::platform::MemoryType;
-use crate::sync::Lock;
+use crate::sync::SpinLock;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::{Attention, Readers};
 use crate::table::{Flushes, FrameCache, Mapped, Path, SplitWalk, Tree, Zapped};
@@ -618,7 +618,7 @@ fn a_walker_meets_no_conflict_where_a_table_is_zapped_and_another_one_made() {
 }
 
 /// A TLB that always holds what it may: after a flush, what the tables say at that moment.
-fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &Lock<u64>) {
+fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) {
     let (last, _) = world.flushes.account();
     // It forgets and walks again at one moment.
     let mut cached = cached.lock(wait);
@@ -637,7 +637,7 @@ fn a_flush_that_begins_before_a_zap_does_not_complete_it() {
     model(4, || {
         let world = World::<SmallStage2<2>>::new();
         world.fault(0, page(0));
-        let cached = Arc::new(Lock::new(page(0).pfn.0));
+        let cached = Arc::new(SpinLock::new(page(0).pfn.0));
         let (zapping, tlb) = (world.clone(), cached.clone());
         let thread = spawn(move || {
             let mut zapped = Zapped::nothing();
