@@ -180,6 +180,7 @@ mod client {
         fn pthread_setcancelstate(state: i32, old: *mut i32) -> i32;
         fn pthread_exit(result: *mut libc::c_void) -> !;
         fn ioctl(fd: i32, request: u64, ...) -> i32;
+        fn munmap(start: *mut libc::c_void, len: usize) -> i32;
     }
 
     const PTHREAD_CANCEL_ENABLE: i32 = 0;
@@ -199,6 +200,14 @@ mod client {
         }
     }
 
+    extern "C-unwind" fn unmap_for_ever(_: *mut libc::c_void) -> *mut libc::c_void {
+        loop {
+            HANDLED.store(1, SeqCst);
+            // SAFETY: nothing is mapped in the first page.
+            unsafe { munmap(4096 as *mut _, 4096) };
+        }
+    }
+
     extern "C-unwind" fn end_the_thread(_: i32) {
         // SAFETY: no frame of the thread has anything to be dropped.
         unsafe { pthread_exit(7 as *mut _) }
@@ -212,13 +221,17 @@ mod client {
         // SAFETY: the thread's function may unwind, as `pthread_create` lets it.
         unsafe {
             libc::signal(libc::SIGUSR1, end_the_thread as *const () as usize);
-            for _ in 0..5 {
+            for round in 0..20 {
                 HANDLED.store(0, SeqCst);
                 let mut thread = 0;
                 let main = std::mem::transmute::<
                     extern "C-unwind" fn(*mut libc::c_void) -> *mut libc::c_void,
                     extern "C" fn(*mut libc::c_void) -> *mut libc::c_void,
-                >(run_for_ever);
+                >(if round % 2 == 0 {
+                    run_for_ever
+                } else {
+                    unmap_for_ever
+                });
                 libc::pthread_create(&mut thread, std::ptr::null(), main, null_mut());
                 while HANDLED.load(SeqCst) == 0 {
                     std::thread::yield_now();
