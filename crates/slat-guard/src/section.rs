@@ -20,6 +20,7 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem;
+use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 thread_local! {
@@ -85,8 +86,31 @@ fn deliver() {
     // A handler may run from the moment when the depth is 0. It empties `WAITING` itself, so that a signal is unblocked also
     // when the handler of another one jumps away.
     let waiting = WAITING.get();
-    change_mask(libc::SIG_UNBLOCK, waiting);
+    // SAFETY: a live set of the kernel's size.
+    unsafe { slat_guard_unblock(libc::SIG_UNBLOCK, &waiting, ptr::null_mut(), SET_BYTES) };
     WAITING.set(0);
+}
+
+// rt_sigprocmask, at which handlers run that may unwind (`pthread_exit`). Inline assembly may not, nor may calls that Rust takes
+// for such as do not unwind; this has a description of its frame and nothing that wants to be dropped.
+std::arch::global_asm!(
+    ".pushsection .text.slat_guard_unblock,\"ax\",@progbits",
+    ".balign 16",
+    ".type slat_guard_unblock, @function",
+    "slat_guard_unblock:",
+    ".cfi_startproc",
+    "mov r10, rcx",
+    "mov eax, {number}",
+    "syscall",
+    "ret",
+    ".cfi_endproc",
+    ".size slat_guard_unblock, . - slat_guard_unblock",
+    ".popsection",
+    number = const libc::SYS_rt_sigprocmask,
+);
+
+unsafe extern "C-unwind" {
+    fn slat_guard_unblock(how: i32, set: *const u64, before: *mut u64, bytes: usize) -> isize;
 }
 
 /// Changes this thread's signal mask by a set of the kernel's. Returns the mask before.
@@ -115,12 +139,14 @@ impl Drop for AllBlocked {
 
 /// Whether the signal was caused by the interrupted instruction itself: it would come again at once.
 fn is_synchronous(signal: i32, code: i32) -> bool {
-    const FAULTS: [i32; 5] = [
+    const FAULTS: [i32; 6] = [
         libc::SIGSEGV,
         libc::SIGBUS,
         libc::SIGILL,
         libc::SIGFPE,
         libc::SIGTRAP,
+        // A seccomp filter's: blocked, it would end the process.
+        libc::SIGSYS,
     ];
     // Codes above 0 are the kernel's; those that a process can send are not.
     code > 0 && FAULTS.contains(&signal)

@@ -266,7 +266,7 @@ unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
         }
 }
 
-extern "C" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let ucontext = context.cast::<libc::ucontext_t>();
     // SAFETY: the kernel gives an SA_SIGINFO handler its own context and information.
     let (ip, kicked, sent) = unsafe {
@@ -337,10 +337,10 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
                     libc::syscall(libc::SYS_rt_sigprocmask, how, &own, 0usize, 8usize);
                 }
                 if has(libc::SA_SIGINFO) {
-                    type Full = extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void);
+                    type Full = extern "C-unwind" fn(i32, *mut libc::siginfo_t, *mut libc::c_void);
                     mem::transmute::<usize, Full>(function)(sig, info, context);
                 } else {
-                    mem::transmute::<usize, extern "C" fn(i32)>(function)(sig);
+                    mem::transmute::<usize, extern "C-unwind" fn(i32)>(function)(sig);
                 }
             }
         }

@@ -56,6 +56,15 @@ pub(crate) fn close() {
     }
 }
 
+/// Whether `fd` is one of the files. Async-signal-safe.
+pub fn holds(fd: i32) -> bool {
+    FILES.peek().is_some_and(|files| {
+        [&files.maps, &files.smaps]
+            .iter()
+            .any(|file| fd != ProcFile::NONE && file.fd.load(Relaxed) == fd)
+    })
+}
+
 /// Call before the program closes the descriptor `fd`, or gives its number to another file. Async-signal-safe.
 pub fn closed(fd: i32) {
     if let Some(files) = FILES.peek() {

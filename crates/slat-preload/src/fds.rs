@@ -16,9 +16,9 @@ pub fn forget(fd: c_int) {
     if !table::is_any_ours() {
         return;
     }
-    procfs::closed(fd);
-    if table::is_ours(fd) && !is_borrowed() {
+    if (procfs::holds(fd) || table::is_ours(fd)) && !is_borrowed() {
         guarded(|| {
+            procfs::closed(fd);
             table::remove(fd);
             Ok(0)
         });
@@ -30,11 +30,11 @@ pub fn follow(old: c_int, new: c_int) {
     if !table::is_any_ours() || new < 0 || new == old {
         return;
     }
-    procfs::closed(new);
-    if is_plain(old, new) || is_borrowed() {
+    if is_plain(old, new) && !procfs::holds(new) || is_borrowed() {
         return;
     }
     guarded(|| {
+        procfs::closed(new);
         match table::get(old) {
             Some(handle) => {
                 table::share(new, handle);
@@ -76,7 +76,8 @@ fn is_plain(old: c_int, new: c_int) -> bool {
 /// As for `close_range`.
 pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     const CLOSE_RANGE_CLOEXEC: c_int = 4;
-    if flags & CLOSE_RANGE_CLOEXEC == 0 && first <= last && table::is_any_ours() {
+    let closes = flags & CLOSE_RANGE_CLOEXEC == 0 && first <= last;
+    if closes && table::is_any_ours() && !is_borrowed() {
         procfs::closed_within(first, last);
         for fd in table::ours_within(first, last) {
             forget(fd);

@@ -7,6 +7,8 @@ use crate::real::{Next, call, set_errno};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// Defines an exported C function. In the unit tests of this crate the C library's own must stay in force.
+///
+/// A handler of the program that was deferred runs at its end, and may unwind by `pthread_exit`.
 macro_rules! interpose {
     ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block)*) => {
         $(
@@ -15,7 +17,7 @@ macro_rules! interpose {
             /// # Safety
             /// As for the C library's function of this name.
             #[cfg_attr(not(test), unsafe(no_mangle))]
-            pub unsafe extern "C" fn $name($($argument: $type),*) -> $result $body
+            pub unsafe extern "C-unwind" fn $name($($argument: $type),*) -> $result $body
         )*
     };
 }

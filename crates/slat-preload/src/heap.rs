@@ -5,7 +5,7 @@
 //! dlmalloc), large ones are mappings of their own, and both take their pages from the kernel without the C library.
 //!
 //! The lock is taken in a [`Section`]: no handler of the program runs on a thread that holds it. A thread that forks holds it
-//! over the fork ([`while_forking`]), so a child never inherits a heap that is half changed.
+//! over the fork ([`before_fork`]), so a child never inherits a heap that is half changed.
 //!
 //! # When memory is out
 //! Rust ends the process when an allocation fails that cannot report it. A reserve answers those: the blocks of one KVM call,
@@ -157,8 +157,8 @@ static STATE: Mutex<State> = Mutex::new(State {
 });
 
 thread_local! {
-    /// This thread forks at this moment and holds the heap.
-    static FORKS: Cell<bool> = const { Cell::new(false) };
+    /// The forks that this thread is in: a signal handler may fork while the thread does. If there are any, it holds the heap.
+    static FORKS: Cell<u32> = const { Cell::new(0) };
 }
 
 /// The heap of the thread that forks.
@@ -171,7 +171,7 @@ static HELD: Held = Held(UnsafeCell::new(None));
 
 fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
     let _section = Section::enter();
-    if FORKS.get() {
+    if FORKS.get() != 0 {
         // SAFETY: this thread holds the lock, and nothing below allocates in turn.
         let held = unsafe { &mut *HELD.0.get() };
         if let Some(state) = held {
@@ -191,30 +191,27 @@ pub fn is_ready() -> bool {
 }
 
 /// Call before a fork, on the thread that forks.
-pub extern "C" fn before_fork() {
+pub fn before_fork() {
     let _section = Section::enter();
+    FORKS.set(FORKS.get() + 1);
+    if FORKS.get() > 1 {
+        return;
+    }
     let held = STATE
         .lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner());
-    // SAFETY: the lock is held, and `FORKS` is not yet raised on any thread.
+    // SAFETY: the lock is held, and only by this thread, which has no handlers run meanwhile.
     unsafe { *HELD.0.get() = Some(held) };
-    FORKS.set(true);
 }
 
 /// Call after a fork in the parent and in the child, on the thread that called [`before_fork`].
-pub extern "C" fn after_fork() {
+pub fn after_fork() {
     let _section = Section::enter();
-    FORKS.set(false);
-    // SAFETY: this thread, or the one it is a copy of, holds the lock.
-    drop(unsafe { (*HELD.0.get()).take() });
-}
-
-/// Forks by a system call of the program's, which the C library does not see.
-pub fn while_forking<T>(fork: impl FnOnce() -> T) -> T {
-    before_fork();
-    let result = fork();
-    after_fork();
-    result
+    FORKS.set(FORKS.get() - 1);
+    if FORKS.get() == 0 {
+        // SAFETY: this thread, or the one it is a copy of, holds the lock.
+        drop(unsafe { (*HELD.0.get()).take() });
+    }
 }
 
 /// The heap as Rust's allocator.
@@ -350,7 +347,7 @@ mod tests {
             for _ in 0..200 {
                 // SAFETY: the child allocates on a heap that no other thread held over the fork, and ends.
                 unsafe {
-                    let child = while_forking(|| libc::syscall(libc::SYS_fork));
+                    let child = crate::forks::around(|| libc::syscall(libc::SYS_fork));
                     if child == 0 {
                         libc::alarm(10);
                         Heap.dealloc(Heap.alloc(layout), layout);
@@ -363,5 +360,28 @@ mod tests {
             }
             stop.store(true, std::sync::atomic::Ordering::Relaxed);
         });
+    }
+
+    /// A signal handler may fork while its thread does.
+    #[test]
+    fn a_fork_inside_a_fork_waits_for_nothing() {
+        let layout = Layout::from_size_align(1000, 8).unwrap();
+        // SAFETY: the child holds the heap twice, allocates on it, and ends.
+        unsafe {
+            let child = crate::forks::around(|| libc::syscall(libc::SYS_fork));
+            if child == 0 {
+                libc::alarm(10);
+                before_fork();
+                before_fork();
+                after_fork();
+                Heap.dealloc(Heap.alloc(layout), layout);
+                after_fork();
+                Heap.dealloc(Heap.alloc(layout), layout);
+                libc::_exit(0);
+            }
+            let mut status = -1;
+            libc::waitpid(child as libc::pid_t, &mut status, 0);
+            assert_eq!(status, 0);
+        }
     }
 }

@@ -3,7 +3,7 @@
 use crate::device::How;
 use crate::files::interpose;
 use crate::real::call;
-use crate::{fds, files, heap, ioctls, memory, status, streams, table};
+use crate::{fds, files, forks, ioctls, memory, status, streams, table};
 use slat_kvm::thread::Section;
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 use std::sync::Once;
@@ -91,7 +91,7 @@ interpose! {
                     status::statx(a as c_int, b as *const c_char, c as c_int, d as c_uint, e as *mut libc::statx) as isize
                 }
                 libc::SYS_fork | libc::SYS_clone | libc::SYS_clone3 if forks(number, a) => {
-                    heap::while_forking(|| call!(number, a, b, c, d, e, f))
+                    forks::around(|| call!(number, a, b, c, d, e, f))
                 }
                 libc::SYS_readlink => status::read_link_at(libc::AT_FDCWD, a as *const c_char, b as *mut c_char, c),
                 libc::SYS_readlinkat => status::read_link_at(a as c_int, b as *const c_char, c as *mut c_char, d),

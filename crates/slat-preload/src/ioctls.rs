@@ -5,12 +5,13 @@ use crate::files::interpose;
 use crate::guarded::guarded;
 use crate::memory::{self, Range};
 use crate::paths::{DescriptorPath, read_link};
-use crate::real::{Next, kernel, plain};
+use crate::real::{Next, errno, kernel, plain, set_errno};
 use crate::{heap, table};
 use slat_host::mappings;
 use slat_kvm::abi::KVMIO;
 use slat_kvm::ioctl::{Answer, Object};
 use slat_kvm::notify;
+use slat_kvm::thread::Section;
 use std::ffi::{c_int, c_ulong};
 
 /// The type byte of userfaultfd's requests.
@@ -115,7 +116,8 @@ static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 /// ioctl(2).
 ///
 /// The kernel's `KVM_RUN` can be left by an asynchronous cancellation; Rust code cannot. So a cancellation waits while slat
-/// works, `pthread_cancel` ends the run, and the thread unwinds from here, where nothing of slat is on its stack.
+/// works, `pthread_cancel` ends the run, and the thread unwinds from here, where nothing of slat is on its stack. Handlers of the
+/// program that were deferred find the cancellation as the program has set it, because they may jump away.
 ///
 /// # Safety
 /// As for `ioctl`. A request without argument leaves it undefined, and does not look at it.
@@ -128,10 +130,14 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, argument: usi
     let (mut kind, mut state) = (0, 0);
     // SAFETY: the caller's, and the thread's own cancellation state.
     unsafe {
+        let section = Section::enter();
         pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &mut kind);
         pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &mut state);
         let answer = ioctl_on(fd, request, argument);
         pthread_setcancelstate(state, std::ptr::null_mut());
+        let after = errno();
+        drop(section);
+        set_errno(after);
         if kind == PTHREAD_CANCEL_ASYNCHRONOUS {
             // Some C libraries forget the thread's result when `setcancelstate` itself cancels.
             pthread_testcancel();

@@ -15,6 +15,7 @@
 //! | `files` | open, access |
 //! | `status` | stat, readlink, realpath |
 //! | `fds` | close, dup, fcntl |
+//! | `forks` | fork: the heap is held over it |
 //! | `ioctls` | ioctl |
 //! | `streams` | read, write, lseek |
 //! | `memory` | mmap and its kin: KVM's MMU notifiers |
@@ -33,6 +34,7 @@
 mod device;
 mod fds;
 mod files;
+mod forks;
 mod guarded;
 mod heap;
 mod indirect;
@@ -69,15 +71,9 @@ extern "C" fn at_exit() {
 extern "C" fn start() {
     // Before the first fork.
     process::owner();
-    // SAFETY: handlers with the right signature; both only fail for lack of memory.
-    unsafe {
-        libc::pthread_atfork(
-            Some(heap::before_fork),
-            Some(heap::after_fork),
-            Some(heap::after_fork),
-        );
-        libc::atexit(at_exit);
-    }
+    forks::watch();
+    // SAFETY: a handler with the right signature. It only fails for lack of memory.
+    unsafe { libc::atexit(at_exit) };
     streams::prepare();
     signals::prepare();
 }

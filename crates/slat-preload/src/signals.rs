@@ -38,7 +38,7 @@ static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 
 static NEXT: Next = Next::new(c"sigaction");
 
-extern "C" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // SAFETY: the kernel's arguments: the trampoline is installed with SA_SIGINFO.
     if unsafe { slat_guard::defer(signal, info, context) } {
         return;
@@ -57,9 +57,8 @@ extern "C" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, context: *mu
         // SAFETY: the program gave this function for this signal. The kernel passes all three arguments in any case, and a
         // handler of one argument does not look at the others.
         unsafe {
-            std::mem::transmute::<usize, extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void)>(
-                function,
-            )(signal, info, context)
+            type Function = extern "C-unwind" fn(c_int, *mut libc::siginfo_t, *mut c_void);
+            std::mem::transmute::<usize, Function>(function)(signal, info, context)
         }
     }
 }
@@ -111,11 +110,30 @@ pub fn take_over() {
     TAKEN_OVER.store(true, Ordering::Release);
 }
 
+/// sigaction in a child of `vfork`: the kernel has its actions apart from the parent's, but what this library keeps is shared.
+/// Such a child runs no vCPU, so its handlers need not wait. It is told the parent's actions.
+unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
+    // SAFETY: the caller's.
+    let result = unsafe { next(signal, new, old) };
+    // SAFETY: the caller's pointer is valid or null.
+    if let (0, Some(old)) = (result, unsafe { old.as_mut() }) {
+        *old = match slat_guard::set_chained(signal, None) {
+            Some(parents) => parents,
+            None => as_set(signal as usize, *old),
+        };
+    }
+    result
+}
+
 /// sigaction.
 ///
 /// # Safety
 /// As for `sigaction`.
 pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
+    if TAKEN_OVER.load(Ordering::Acquire) && crate::is_borrowed() {
+        // SAFETY: the caller's.
+        return unsafe { set_borrowed(signal, new, old) };
+    }
     if TAKEN_OVER.load(Ordering::Acquire) && is_guarded(signal) {
         // SAFETY: the caller's pointers are valid or null.
         let before = slat_guard::set_chained(signal, unsafe { new.as_ref() });
@@ -140,6 +158,8 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     let mut ours = unsafe { new.as_ref() }.copied();
     if let Some(action) = &mut ours
         && is_function(action.sa_sigaction)
+        // A program that asks the kernel itself may have seen it, and puts it back.
+        && action.sa_sigaction != trampoline_address()
     {
         // First, so that the trampoline finds it when the signal comes at once.
         handler.flags.store(action.sa_flags, Ordering::Relaxed);

@@ -13,11 +13,14 @@ on_both! {
     a_signal_before_the_run_ends_it
     a_handler_that_resets_itself_runs_once
     a_fault_signal_that_was_sent_ends_the_run
+    a_handler_may_end_its_thread
+    a_child_of_vfork_leaves_the_parent_its_handlers
 }
 
 // (KVM_CREATE_VM of the kernel may answer EINTR to so many signals.)
 on_slat! {
     handlers_may_do_anything_at_any_moment
+    a_trapped_system_call_is_answered_by_its_handler
 }
 
 mod client {
@@ -173,6 +176,142 @@ mod client {
         fn jump_out(stack: usize) -> !;
     }
 
+    unsafe extern "C-unwind" {
+        fn pthread_setcancelstate(state: i32, old: *mut i32) -> i32;
+        fn pthread_exit(result: *mut libc::c_void) -> !;
+        fn ioctl(fd: i32, request: u64, ...) -> i32;
+        fn munmap(start: *mut libc::c_void, len: usize) -> i32;
+    }
+
+    const PTHREAD_CANCEL_ENABLE: i32 = 0;
+
+    fn cancel_state() -> i32 {
+        let mut state = -1;
+        // SAFETY: nobody cancels this thread.
+        unsafe { pthread_setcancelstate(PTHREAD_CANCEL_ENABLE, &mut state) };
+        state
+    }
+
+    extern "C-unwind" fn run_for_ever(_: *mut libc::c_void) -> *mut libc::c_void {
+        loop {
+            HANDLED.store(1, SeqCst);
+            // SAFETY: a plain call on an open descriptor.
+            unsafe { ioctl(VCPU.load(SeqCst), KVM_RUN, 0) };
+        }
+    }
+
+    extern "C-unwind" fn unmap_for_ever(_: *mut libc::c_void) -> *mut libc::c_void {
+        loop {
+            HANDLED.store(1, SeqCst);
+            // SAFETY: nothing is mapped in the first page.
+            unsafe { munmap(4096 as *mut _, 4096) };
+        }
+    }
+
+    extern "C-unwind" fn end_the_thread(_: i32) {
+        // SAFETY: no frame of the thread has anything to be dropped.
+        unsafe { pthread_exit(7 as *mut _) }
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_handler_may_end_its_thread() {
+        let (_vm, vcpu, _) = guest(SPIN);
+        VCPU.store(vcpu.as_raw_fd(), SeqCst);
+        // SAFETY: the thread's function may unwind, as `pthread_create` lets it.
+        unsafe {
+            libc::signal(libc::SIGUSR1, end_the_thread as *const () as usize);
+            for round in 0..20 {
+                HANDLED.store(0, SeqCst);
+                let mut thread = 0;
+                let main = std::mem::transmute::<
+                    extern "C-unwind" fn(*mut libc::c_void) -> *mut libc::c_void,
+                    extern "C" fn(*mut libc::c_void) -> *mut libc::c_void,
+                >(if round % 2 == 0 {
+                    run_for_ever
+                } else {
+                    unmap_for_ever
+                });
+                libc::pthread_create(&mut thread, std::ptr::null(), main, null_mut());
+                while HANDLED.load(SeqCst) == 0 {
+                    std::thread::yield_now();
+                }
+                libc::usleep(5000);
+                libc::pthread_kill(thread, libc::SIGUSR1);
+                let mut result = null_mut();
+                libc::pthread_join(thread, &mut result);
+                assert_eq!(result as usize, 7);
+            }
+        }
+        // The vCPU is nobody's.
+        assert_eq!(vcpu.get_regs().unwrap().rip, CODE as u64);
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_child_of_vfork_leaves_the_parent_its_handlers() {
+        let (_vm, _vcpu, _) = guest(SPIN);
+        let signals = [libc::SIGSEGV, libc::SIGUSR1];
+        for signal in signals {
+            handle(signal, count, libc::SA_SIGINFO);
+        }
+        // SAFETY: the child sets its actions and ends.
+        #[allow(deprecated, reason = "what programs do")]
+        unsafe {
+            let pid = libc::vfork();
+            if pid == 0 {
+                for signal in signals {
+                    libc::signal(signal, jump as *const () as usize);
+                    libc::signal(signal, libc::SIG_DFL);
+                }
+                libc::_exit(0);
+            }
+            libc::waitpid(pid, null_mut(), 0);
+            for signal in signals {
+                libc::raise(signal);
+            }
+        }
+        assert_eq!(HANDLED.load(SeqCst), signals.len());
+    }
+
+    extern "C" fn say_eperm(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
+        HANDLED.fetch_add(1, SeqCst);
+        // SAFETY: the kernel's context; the call's answer is in RAX.
+        unsafe {
+            let context = &mut *context.cast::<libc::ucontext_t>();
+            context.uc_mcontext.gregs[libc::REG_RAX as usize] = -i64::from(libc::EPERM);
+        }
+    }
+
+    /// A seccomp filter that has a handler answer memfd_create, which slat makes its descriptors by.
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_trapped_system_call_is_answered_by_its_handler() {
+        let kvm = kvm_ioctls::Kvm::new().unwrap();
+        handle(libc::SIGSYS, say_eperm, libc::SA_SIGINFO);
+        let statement = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+        let mut filter = [
+            statement(0x20, 0, 0, 0),
+            statement(0x15, 0, 1, libc::SYS_memfd_create as u32),
+            statement(0x06, 0, 0, libc::SECCOMP_RET_TRAP),
+            statement(0x06, 0, 0, libc::SECCOMP_RET_ALLOW),
+        ];
+        let program = libc::sock_fprog {
+            len: filter.len() as u16,
+            filter: filter.as_mut_ptr(),
+        };
+        // SAFETY: a filter on the stack, for this thread.
+        unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            let set = libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program);
+            assert_eq!(set, 0);
+        }
+        for round in 1..=3 {
+            assert_eq!(kvm.create_vm().unwrap_err().errno(), libc::EPERM);
+            assert_eq!(HANDLED.load(SeqCst), round);
+        }
+    }
+
     static STACK: AtomicUsize = AtomicUsize::new(0);
 
     extern "C" fn jump(signal: i32, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
@@ -203,6 +342,7 @@ mod client {
             let left =
                 unsafe { call_with_a_way_out(run_fd, vcpu.as_raw_fd() as usize, STACK.as_ptr()) };
             assert_eq!((left, HANDLED.load(SeqCst)), (1, round));
+            assert_eq!(cancel_state(), PTHREAD_CANCEL_ENABLE);
             let rip = vcpu.get_regs().unwrap().rip;
             assert_eq!(rip, CODE as u64);
             // SAFETY: a slot is deleted and made again.

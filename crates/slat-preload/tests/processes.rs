@@ -2,20 +2,27 @@
 
 mod common;
 
-use common::on_slat;
+use common::{on_both, on_slat};
 
 on_slat! {
     a_number_that_a_forked_child_reuses_is_no_kvm_descriptor
     a_child_of_vfork_leaves_the_parent_its_descriptors
     a_run_needs_no_free_descriptor
     a_program_may_close_all_descriptors_it_does_not_know
+    a_child_of_vfork_that_closes_all_descriptors_costs_the_parent_none
     memory_that_is_out_is_enomem
+}
+
+on_both! {
+    a_program_forks_while_a_lock_of_its_fork_handlers_is_held_over_madvise
+    a_childs_child_of_vfork_leaves_the_child_its_descriptors
 }
 
 mod client {
     use crate::common::guest::*;
     use kvm_ioctls::{Kvm, VcpuExit};
     use std::os::fd::AsRawFd;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     const KVM_GET_API_VERSION: u64 = 0xae00;
 
@@ -91,6 +98,121 @@ mod client {
         }
         assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
         assert!(vm.create_vcpu(1).is_ok());
+    }
+
+    /// Descriptors of this process, and the one that counts them.
+    fn descriptors() -> usize {
+        std::fs::read_dir("/proc/self/fd").unwrap().count()
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_child_of_vfork_that_closes_all_descriptors_costs_the_parent_none() {
+        let (_vm, mut vcpu, memory) = guest(OUT);
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+        let before = descriptors();
+        for _ in 0..10 {
+            // SAFETY: the child closes and ends. The parent has the kernel asked again what is mapped.
+            #[allow(deprecated, reason = "what programs do")]
+            unsafe {
+                let pid = libc::vfork();
+                if pid == 0 {
+                    libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0);
+                    for fd in 500..520 {
+                        libc::close(fd);
+                        libc::dup2(0, fd);
+                    }
+                    libc::_exit(0);
+                }
+                libc::waitpid(pid, std::ptr::null_mut(), 0);
+                libc::mprotect(memory.cast(), MEMORY, libc::PROT_READ);
+                libc::mprotect(memory.cast(), MEMORY, libc::PROT_READ | libc::PROT_WRITE);
+            }
+            assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
+        }
+        assert_eq!(descriptors(), before);
+    }
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_childs_child_of_vfork_leaves_the_child_its_descriptors() {
+        let (vm, vcpu, _) = guest(OUT);
+        // SAFETY: the child makes system calls and ends; so does its child.
+        #[allow(deprecated, reason = "what programs do")]
+        unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                libc::alarm(20);
+                let pid = libc::vfork();
+                if pid == 0 {
+                    libc::close(vcpu.as_raw_fd());
+                    libc::_exit(0);
+                }
+                libc::waitpid(pid, std::ptr::null_mut(), 0);
+                // The child's own close frees the number for another file.
+                libc::close(vm.as_raw_fd());
+                let file = libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY);
+                let fine = file == vm.as_raw_fd()
+                    && libc::ioctl(file, KVM_GET_API_VERSION, 0) == -1
+                    && errno() == libc::ENOTTY;
+                libc::_exit(i32::from(!fine));
+            }
+            let mut status = -1;
+            libc::waitpid(child, &mut status, 0);
+            assert_eq!(status, 0);
+        }
+    }
+
+    /// A lock of the program's that its fork handlers hold over a fork, as those of a `malloc` do.
+    static LOCK: AtomicBool = AtomicBool::new(false);
+
+    extern "C" fn lock() {
+        while LOCK.swap(true, Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+    }
+
+    extern "C" fn unlock() {
+        LOCK.store(false, Ordering::Release);
+    }
+
+    extern "C" fn register() {
+        // SAFETY: handlers with the right signature.
+        unsafe { libc::pthread_atfork(Some(lock), Some(unlock), Some(unlock)) };
+    }
+
+    // A `malloc` registers its handlers when it is first called: before any library's constructor.
+    #[used]
+    #[unsafe(link_section = ".preinit_array")]
+    static REGISTER: extern "C" fn() = register;
+
+    #[test]
+    #[ignore = "runs under the library"]
+    fn a_program_forks_while_a_lock_of_its_fork_handlers_is_held_over_madvise() {
+        let (_vm, _vcpu, _) = guest(OUT);
+        let page = map(4096) as usize;
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    lock();
+                    // SAFETY: a page of this test's own.
+                    unsafe { libc::madvise(page as *mut _, 4096, libc::MADV_DONTNEED) };
+                    unlock();
+                }
+            });
+            for _ in 0..60 {
+                // SAFETY: the child ends at once.
+                unsafe {
+                    let child = libc::fork();
+                    if child == 0 {
+                        libc::_exit(0);
+                    }
+                    libc::waitpid(child, std::ptr::null_mut(), 0);
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
     }
 
     fn limit(resource: libc::__rlimit_resource_t, value: u64) {

@@ -1,0 +1,95 @@
+//! Forks of the program: by the C library's `fork` and `_Fork`, and by system calls through `syscall`.
+//!
+//! The heap is held over a fork, so that no child inherits one that is half changed. Its lock has to be the last that the forking
+//! thread takes: the program's `malloc` holds its own locks over a fork, too, and another thread may come to slat's heap from
+//! inside that `malloc`, by `mmap` or `madvise`. The C library calls first what was registered last; so slat registers its
+//! handlers before anybody else's, however early that is.
+
+use crate::files::interpose;
+use crate::heap;
+use crate::real::{Next, set_errno};
+use slat_host::process;
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+type Handler = Option<unsafe extern "C" fn()>;
+
+static NEXT_REGISTER: Next = Next::new(c"__register_atfork");
+static NEXT_FORK: Next = Next::new(c"_Fork");
+
+extern "C" fn before() {
+    heap::before_fork();
+}
+
+extern "C" fn after_in_parent() {
+    heap::after_fork();
+}
+
+extern "C" fn after_in_child() {
+    heap::after_fork();
+    // Before a child of the child's `vfork` would be the first to ask, and be taken for it.
+    process::owner();
+}
+
+/// Forks in a way in which the C library calls no handlers. Returns what `fork` does: 0 is the child.
+pub fn around<T: Copy + PartialEq + From<i8>>(fork: impl FnOnce() -> T) -> T {
+    before();
+    let result = fork();
+    match result == T::from(0) {
+        true => after_in_child(),
+        false => after_in_parent(),
+    }
+    result
+}
+
+/// The C library's registration.
+unsafe fn next(prepare: Handler, parent: Handler, child: Handler, library: *mut c_void) -> c_int {
+    let Some(function) = NEXT_REGISTER.get() else {
+        return libc::ENOMEM;
+    };
+    type Register = unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> c_int;
+    // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
+    unsafe { std::mem::transmute::<usize, Register>(function)(prepare, parent, child, library) }
+}
+
+/// Registers slat's handlers if they are not yet.
+pub fn watch() {
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    if !WATCHED.swap(true, Ordering::Relaxed) {
+        // SAFETY: handlers of this library, which is never unloaded. It only fails for lack of memory.
+        unsafe {
+            next(
+                Some(before),
+                Some(after_in_parent),
+                Some(after_in_child),
+                std::ptr::null_mut(),
+            );
+        }
+    }
+}
+
+interpose! {
+    /// pthread_atfork(3), for libraries that were not linked with their own.
+    fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int {
+        // SAFETY: the caller's.
+        unsafe { __register_atfork(prepare, parent, child, std::ptr::null_mut()) }
+    }
+
+    /// What a library's own pthread_atfork(3) comes down to.
+    fn __register_atfork(prepare: Handler, parent: Handler, child: Handler, library: *mut c_void) -> c_int {
+        watch();
+        // SAFETY: the caller's.
+        unsafe { next(prepare, parent, child, library) }
+    }
+
+    /// _Fork(3): fork(2) without the handlers.
+    #[allow(non_snake_case, reason = "the C library's name")]
+    fn _Fork() -> libc::pid_t {
+        let Some(function) = NEXT_FORK.get() else {
+            set_errno(libc::ENOSYS);
+            return -1;
+        };
+        // SAFETY: the C library's function of that name has this signature.
+        around(|| unsafe { std::mem::transmute::<usize, extern "C" fn() -> libc::pid_t>(function)() })
+    }
+}
