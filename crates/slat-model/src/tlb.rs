@@ -27,7 +27,7 @@ use slat::{ENTRIES, Format, Gfn, Level, MemoryType, Pfn, VmId};
 use crate::frames::read;
 use crate::host::HostMemory;
 
-/// The model; it knows the tables of one VM, and nothing before [`Tlb::watch`].
+/// The model; it knows the tables of one VM, and nothing before `Tlb::watch`.
 #[derive(Default)]
 pub struct Tlb {
     watching: AtomicBool,
