@@ -150,6 +150,7 @@ requests! {
     Vcpu: KVM_PRE_FAULT_MEMORY Struct(pre_fault), [EINVAL ENOENT EFAULT EINTR EAGAIN ENOMEM EOPNOTSUPP EIO];
     Vcpu: KVM_GET_STATS_FD Value(nothing), [ENOMEM];
     Vcpu: KVM_KVMCLOCK_CTRL Value(nothing), [EINVAL];
+    Vcpu: KVM_ENABLE_CAP Struct(capability), [EINVAL EFAULT];
 }
 
 /// Mostly 0, which calls without argument want.
