@@ -50,6 +50,8 @@ pub struct World<F: Format> {
     /// Held shared for as long as one thing is done, and alone for an audit: then nothing is.
     batch: RwLock<()>,
     accesses: AtomicU64,
+    /// vCPUs that have made an access.
+    arrived: AtomicU64,
     slot_changes: AtomicU64,
     invalidations: AtomicU64,
     audits: AtomicU64,
@@ -99,6 +101,7 @@ impl<F: Format> World<F> {
             stop: AtomicBool::new(false),
             batch: RwLock::new(()),
             accesses: AtomicU64::new(0),
+            arrived: AtomicU64::new(0),
             slot_changes: AtomicU64::new(0),
             invalidations: AtomicU64::new(0),
             audits: AtomicU64::new(0),
@@ -269,7 +272,7 @@ impl<F: Format> World<F> {
         let space = usize::from(number.is_multiple_of(4));
         let mut vcpu = self.new_vcpu(space);
         let mut tlb: HashMap<u64, Translation> = HashMap::new();
-        let mut came_somewhere = false;
+        let mut arrived = false;
         vcpu.enter(number as usize);
         while self.runs() {
             let Ok(_batch) = self.batch.try_read() else {
@@ -296,7 +299,10 @@ impl<F: Format> World<F> {
             let gfn = self.some_frame(&mut rng);
             let access = rng.pick(&[Read, Write, Execute]);
             self.accesses.fetch_add(1, Relaxed);
-            came_somewhere = true;
+            if !arrived {
+                self.arrived.fetch_add(1, Relaxed);
+                arrived = true;
+            }
             let answer = if rng.one_in(128) {
                 let range = Gpa(gfn << 12)..Gpa((gfn + 100) << 12);
                 vcpu.prefault(range).map(|_| None)
@@ -330,7 +336,7 @@ impl<F: Format> World<F> {
             }
         }
         vcpu.leave();
-        if !came_somewhere {
+        if !arrived {
             self.platform.note(format!("vCPU {number} came nowhere"));
         }
     }
@@ -369,7 +375,8 @@ impl<F: Format> World<F> {
     /// Whether nobody is kept from doing anything.
     pub fn has_progressed(&self, vcpus: u64) -> bool {
         let enough = [100 * vcpus.min(20), 10, 10, 0];
-        self.counts().iter().zip(enough).all(|(n, few)| *n > few)
+        self.arrived.load(Relaxed) == vcpus
+            && self.counts().iter().zip(enough).all(|(n, few)| *n > few)
     }
 
     /// When all threads have ended: nobody was kept from doing anything.
