@@ -185,8 +185,12 @@ fn ask(address: usize) -> Option<Mapping> {
 /// Applies the system's mode for transparent huge pages and the program's advice to an anonymous mapping. The mapping is
 /// narrowed to the part around `address` for which the answer is the same.
 fn transparent(mapping: &mut Mapping, address: usize) {
-    if INCOMPLETE.swap(false, Relaxed) {
-        *advice() = all_advice();
+    if INCOMPLETE.load(Relaxed) {
+        // Under the lock: who comes meanwhile waits for the answer.
+        let mut advice = advice();
+        if INCOMPLETE.swap(false, Relaxed) {
+            *advice = all_advice();
+        }
     }
     let mut wish = None;
     if let Some(advice) = advice_so_far() {
@@ -275,6 +279,30 @@ mod tests {
         let expected = (start + LEN / 2, HugePages::Wanted);
         assert_eq!(found.get(&(start + LEN / 4)), Some(&expected));
         assert!(!found.contains_key(&start) && !found.contains_key(&(start + LEN / 2)));
+    }
+
+    #[test]
+    fn threads_that_ask_together_all_hear_of_the_advice() {
+        const LEN: usize = 4 << 20;
+        // SAFETY: a new mapping, advised as a whole.
+        let start = unsafe {
+            let (prot, flags) = (libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            let start = libc::mmap(std::ptr::null_mut(), LEN, prot, flags, -1, 0);
+            assert_ne!(start, libc::MAP_FAILED);
+            if thp_mode() == Thp::Never || libc::madvise(start, LEN, libc::MADV_HUGEPAGE) != 0 {
+                return;
+            }
+            start as usize
+        };
+        for _ in 0..200 {
+            advice().clear();
+            advice_passed_by();
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| assert_eq!(ask(start).unwrap().level, Level::MEGA));
+                }
+            });
+        }
     }
 
     #[test]
