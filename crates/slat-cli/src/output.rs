@@ -39,7 +39,7 @@ pub fn complain(message: &str) {
     let _ = writeln!(io::stderr(), "slat: {message}");
 }
 
-/// A file that will be written when its content is known. What was in it stays until then.
+/// A file that [`write`](Self::write) fills later. Until then it keeps its old content.
 pub struct Pending {
     path: PathBuf,
     file: File,

@@ -33,7 +33,7 @@ pub use access::{
     Word, compare_exchange, fetch_add, fetch_and, fetch_or, fetch_xor, load, store, swap,
 };
 pub use bulk::{copy_in, copy_out, fill, matches};
-pub use section::{Section, defer, on_deferral};
+pub use section::{Section, change_mask, defer, on_deferral};
 pub use signal::{install, kick, kick_signal, set_chained, was_kicked};
 
 /// The access did not happen: the host memory is not there (SIGSEGV, SIGBUS), or the thread was

@@ -11,7 +11,7 @@
 //! So the order of signals, their masks and their stacks are the kernel's business.
 //!
 //! Several instances of one realtime signal that wait at the same time may change their order: the one that was deferred goes
-//! behind those that were queued already.
+//! after those that were queued already.
 //!
 //! # What a handler may see
 //! The two cells belong to one thread and its handlers. A handler runs as a whole between two of the thread's instructions, and
@@ -113,8 +113,9 @@ unsafe extern "C-unwind" {
     fn slat_guard_unblock(how: i32, set: *const u64, before: *mut u64, bytes: usize) -> isize;
 }
 
-/// Changes this thread's signal mask by a set of the kernel's. Returns the mask before.
-fn change_mask(how: i32, set: u64) -> u64 {
+/// Changes this thread's signal mask by a set of the kernel's: bit 0 is signal 1, `how` is as for `sigprocmask`. Returns the mask
+/// before. Async-signal-safe.
+pub fn change_mask(how: i32, set: u64) -> u64 {
     let mut before = 0u64;
     // SAFETY: two live sets of the size that is given. (The C library's wrapper hides some signals from the caller.)
     unsafe { libc::syscall(libc::SYS_rt_sigprocmask, how, &set, &mut before, SET_BYTES) };

@@ -7,7 +7,7 @@
 //! A signal that is not ours goes to the action that the client has set. If it was sent, in contrast to a fault, it waits for
 //! the thread to leave slat's code first ([`defer`]).
 
-use crate::section::{AllBlocked, defer};
+use crate::section::{AllBlocked, change_mask, defer};
 use crate::table;
 use std::cell::Cell;
 use std::io;
@@ -320,22 +320,13 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
             if has(libc::SA_RESETHAND) {
                 chained.set(&default);
             }
-            // SAFETY: the client's handler runs with its own mask, which the kernel undoes when our
-            // handler returns; the signature follows its flags.
+            // The client's handler runs with its own mask, which the kernel undoes when our handler returns.
+            change_mask(libc::SIG_BLOCK, action.mask);
+            if has(libc::SA_NODEFER) {
+                change_mask(libc::SIG_UNBLOCK, 1 << (sig - 1));
+            }
+            // SAFETY: the signature follows the flags.
             unsafe {
-                let set = &action.mask;
-                libc::syscall(
-                    libc::SYS_rt_sigprocmask,
-                    libc::SIG_BLOCK,
-                    set,
-                    0usize,
-                    8usize,
-                );
-                if has(libc::SA_NODEFER) {
-                    let own = 1u64 << (sig - 1);
-                    let how = libc::SIG_UNBLOCK;
-                    libc::syscall(libc::SYS_rt_sigprocmask, how, &own, 0usize, 8usize);
-                }
                 if has(libc::SA_SIGINFO) {
                     type Full = extern "C-unwind" fn(i32, *mut libc::siginfo_t, *mut libc::c_void);
                     mem::transmute::<usize, Full>(function)(sig, info, context);

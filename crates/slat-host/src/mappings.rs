@@ -261,19 +261,23 @@ fn all_advice() -> Advice {
 mod tests {
     use super::*;
 
+    /// The address of a new mapping of `len` bytes for whose `part` huge pages are wanted. `None` where the kernel has none.
+    fn advised(len: usize, part: Range<usize>) -> Option<usize> {
+        // SAFETY: a new mapping, and advice for a part of it.
+        unsafe {
+            let (prot, flags) = (libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            let start = libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0);
+            assert_ne!(start, libc::MAP_FAILED);
+            let answer = libc::madvise(start.add(part.start), part.len(), libc::MADV_HUGEPAGE);
+            (answer == 0).then_some(start as usize)
+        }
+    }
+
     #[test]
     fn advice_is_found_that_nobody_told() {
         const LEN: usize = 8 << 20;
-        // SAFETY: a new mapping, advised in its middle.
-        let start = unsafe {
-            let (prot, flags) = (libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-            let start = libc::mmap(std::ptr::null_mut(), LEN, prot, flags, -1, 0);
-            assert_ne!(start, libc::MAP_FAILED);
-            let part = start.add(LEN / 4);
-            if libc::madvise(part, LEN / 4, libc::MADV_HUGEPAGE) != 0 {
-                return; // A kernel without transparent huge pages.
-            }
-            start as usize
+        let Some(start) = advised(LEN, LEN / 4..LEN / 2) else {
+            return;
         };
         let found = all_advice();
         let expected = (start + LEN / 2, HugePages::Wanted);
@@ -284,15 +288,11 @@ mod tests {
     #[test]
     fn threads_that_ask_together_all_hear_of_the_advice() {
         const LEN: usize = 4 << 20;
-        // SAFETY: a new mapping, advised as a whole.
-        let start = unsafe {
-            let (prot, flags) = (libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-            let start = libc::mmap(std::ptr::null_mut(), LEN, prot, flags, -1, 0);
-            assert_ne!(start, libc::MAP_FAILED);
-            if thp_mode() == Thp::Never || libc::madvise(start, LEN, libc::MADV_HUGEPAGE) != 0 {
-                return;
-            }
-            start as usize
+        if thp_mode() == Thp::Never {
+            return;
+        }
+        let Some(start) = advised(LEN, 0..LEN) else {
+            return;
         };
         for _ in 0..200 {
             advice().clear();

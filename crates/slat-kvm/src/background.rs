@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_void};
 pub(crate) trait Background: Sync + 'static {
     /// The thread's name, of at most 15 bytes.
     const NAME: &'static CStr;
-    /// What is lost where the thread cannot be started.
+    /// What does not work if the thread cannot be started: a message says it.
     const WITHOUT: &'static str;
 
     /// Runs on the thread until the process ends.

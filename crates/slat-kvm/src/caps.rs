@@ -2,7 +2,8 @@
 //!
 //! Only what works is claimed: a client that finds a capability relies on it. `tests/capabilities.rs` uses each.
 //!
-//! `KVM_CAP_IRQCHIP` stands for IOAPIC and 8259, too, and is not claimed; `KVM_CREATE_IRQCHIP` gives local APICs.
+//! `KVM_CAP_IRQCHIP` is not claimed: it promises an IOAPIC and two 8259, which slat does not have. `KVM_CREATE_IRQCHIP` works, and
+//! makes local APICs only.
 
 use kvm_bindings::*;
 

@@ -154,7 +154,7 @@ impl Stored {
         None
     }
 
-    /// What was stored last, if anything was.
+    /// The value that was stored last; `None` before the first one, and for MSRs that are not kept here.
     pub(crate) fn get(&self, index: u32) -> Option<u64> {
         self.0[Self::place(index)?]
     }

@@ -6,7 +6,7 @@
 //! | `LAPIC_MMIO_HOLE`, `OUT_7E_INC_RIP` | exits (`run`) |
 //! | `MISC_ENABLE_NO_MWAIT` | the MSR (`msr`) |
 //! | `FIX_HYPERCALL_INSN`, `MWAIT_NEVER_UD_FAULTS` | the CPU's machine (`machine`) |
-//! | `CD_NW_CLEARED`, `SLOT_ZAP_ALL` | nowhere: a guest sees no cache, and a slot that goes takes its own leaves only |
+//! | `CD_NW_CLEARED`, `SLOT_ZAP_ALL` | nowhere: guests see no cache, and the deletion of a slot zaps only the leaves of that slot |
 
 use crate::errno::{Result, fail};
 use kvm_bindings::*;

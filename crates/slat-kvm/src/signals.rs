@@ -4,21 +4,12 @@
 //! through ends the run and stays pending. User space cannot do that (letting a signal through runs its handler), so such
 //! signals stay blocked and are looked for. Signals that only the run blocks are blocked.
 
+use slat_guard::change_mask;
 use std::mem::MaybeUninit;
-
-/// The size of the kernel's signal set.
-const SET_BYTES: usize = 8;
 
 fn raw(set: &libc::sigset_t) -> u64 {
     // SAFETY: the first 64 bits of the C library's set are the kernel's.
     unsafe { std::ptr::from_ref(set).cast::<u64>().read() }
-}
-
-fn mask(how: i32, new: u64) -> u64 {
-    let mut old = 0u64;
-    // SAFETY: plain system call with sets of the kernel's size. (The C library's wrapper hides some signals.)
-    unsafe { libc::syscall(libc::SYS_rt_sigprocmask, how, &new, &mut old, SET_BYTES) };
-    old
 }
 
 /// The mask of one run, until it is dropped.
@@ -32,7 +23,7 @@ impl Masked {
     pub(crate) fn enter(wanted: u64) -> Self {
         Masked {
             wanted,
-            before: mask(libc::SIG_BLOCK, wanted & !synchronous()),
+            before: change_mask(libc::SIG_BLOCK, wanted & !synchronous()),
         }
     }
 
@@ -57,6 +48,6 @@ fn synchronous() -> u64 {
 
 impl Drop for Masked {
     fn drop(&mut self) {
-        mask(libc::SIG_SETMASK, self.before);
+        change_mask(libc::SIG_SETMASK, self.before);
     }
 }

@@ -61,18 +61,9 @@ pub fn signal_arrived() {
         attention.raise(bits::SIGNAL);
         // The kick has to come when the client's handler returns, to where the thread was interrupted: blocked now, it is
         // taken when the return gives the thread its mask back. A guarded access that was interrupted then gives up.
-        let kick = 1u64 << (slat_guard::kick_signal() - 1);
-        // SAFETY: plain system calls with a set of the kernel's size.
-        unsafe {
-            libc::syscall(
-                libc::SYS_rt_sigprocmask,
-                libc::SIG_BLOCK,
-                &kick,
-                0usize,
-                size_of::<u64>(),
-            );
-            slat_guard::kick(libc::syscall(libc::SYS_gettid) as libc::pid_t);
-        }
+        slat_guard::change_mask(libc::SIG_BLOCK, 1 << (slat_guard::kick_signal() - 1));
+        // SAFETY: a plain system call.
+        slat_guard::kick(unsafe { libc::syscall(libc::SYS_gettid) } as libc::pid_t);
     }
 }
 

@@ -6,6 +6,7 @@
 
 use crate::background::{self, Background};
 use crate::errno::{Result, no_memory};
+use crate::heap;
 use crate::process::PerProcess;
 use crate::thread::bits;
 use slat::{Attention, Shared};
@@ -132,7 +133,7 @@ impl Client {
         })
         .map_err(no_memory)?;
         let mut clients = lock(&TICKER.get().clients);
-        clients.try_reserve(1).map_err(no_memory)?;
+        heap::reserve(&mut clients, 1)?;
         clients.push(client.clone());
         Ok(client)
     }

@@ -3,7 +3,6 @@
 use crate::call::Call;
 use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail, no_memory};
-use crate::heap;
 use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};
 use crate::machine::VcpuMachine;
 use crate::process::PerProcess;
@@ -12,7 +11,7 @@ use crate::stats::Exits;
 use crate::thread::bits;
 use crate::ticker::{self, Client};
 use crate::vm::VmObject;
-use crate::{events, fpu, msr, regs};
+use crate::{events, fpu, heap, msr, regs};
 use kvm_bindings::*;
 use slat::{Attention, DirtyRing, Shared, VcpuStats};
 use slat_x86::Cpu;
@@ -260,7 +259,7 @@ impl VcpuObject {
         })
         .map_err(no_memory)?;
         let mut all = ALL.get().lock().unwrap_or_else(PoisonError::into_inner);
-        all.try_reserve(1).map_err(no_memory)?;
+        heap::reserve(&mut all, 1)?;
         all.push(common);
         Ok(vcpu)
     }

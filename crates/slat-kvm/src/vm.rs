@@ -11,7 +11,7 @@ use crate::quirks::Quirks;
 use crate::run_page::RunPage;
 use crate::thread::bits;
 use crate::vcpu::{VcpuCommon, VcpuObject};
-use crate::{caps, clock, notify, parameters, policy, recovery, report, vcpu};
+use crate::{caps, clock, heap, notify, parameters, policy, recovery, report, vcpu};
 use kvm_bindings::*;
 use slat::{Gpa, Hva, Region, Shared, SlotFlags};
 use std::os::fd::OwnedFd;
@@ -58,8 +58,8 @@ impl VmObject {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
-        let engine = EngineVm::new(policies.format, platform, slat::Config::default())
-            .map_err(|_| Error::new(libc::ENOMEM))?;
+        let engine =
+            EngineVm::new(policies.format, platform, slat::Config::default()).map_err(no_memory)?;
         parameters::apply(&engine)?;
         notify::register(&engine);
         recovery::begin();
@@ -197,7 +197,7 @@ impl VmObject {
         let Err(at) = vcpus.binary_search_by_key(&id, |vcpu| vcpu.id) else {
             return fail(libc::EEXIST);
         };
-        vcpus.try_reserve(1).map_err(no_memory)?;
+        heap::reserve(&mut vcpus, 1)?;
         let (page, fd) = RunPage::create(id, self.rings.size())?;
         let bootstrap = id == self.boot_cpu.load(Ordering::Relaxed);
         let vcpu = VcpuObject::new(self.clone(), id, bootstrap, page, &fd)?;

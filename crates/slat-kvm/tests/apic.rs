@@ -61,7 +61,7 @@ fn second_processor_after(commands: &[u16]) -> (VcpuFd, Option<u8>) {
         second
     });
     let thread = std::os::unix::thread::JoinHandleExt::as_pthread_t(&runs) as usize;
-    // The first one halts for good when it has sent them: its thread is left behind.
+    // After sending them the first vCPU halts and nobody wakes it, so nobody joins its thread.
     std::thread::spawn(move || first.run().map(|_| ()));
     let mut sent = [0];
     while sent == [0] {

@@ -6,77 +6,10 @@ use common::Memory;
 use kvm_bindings::*;
 use slat_kvm::abi::*;
 use slat_kvm::ioctl::{Answer, Object};
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-
-/// Fails allocations of the thread that wants that.
-struct Failing;
-
-#[derive(Clone, Copy)]
-struct Plan {
-    /// Allocations until one fails.
-    left: u32,
-    /// All that follow fail, too.
-    stay: bool,
-    failed: bool,
-}
-
-thread_local! {
-    static PLAN: Cell<Option<Plan>> = const { Cell::new(None) };
-}
-
-fn fails() -> bool {
-    let decide = |cell: &Cell<Option<Plan>>| {
-        let Some(mut plan) = cell.get() else {
-            return false;
-        };
-        let fails = plan.left == 0 && (plan.stay || !plan.failed);
-        plan.left = plan.left.saturating_sub(1);
-        plan.failed |= fails;
-        cell.set(Some(plan));
-        fails
-    };
-    PLAN.try_with(decide).unwrap_or(false)
-}
-
-// SAFETY: all is the system allocator's, apart from refusals, which it may make, too.
-unsafe impl GlobalAlloc for Failing {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if fails() {
-            return std::ptr::null_mut();
-        }
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        if fails() {
-            return std::ptr::null_mut();
-        }
-        // SAFETY: the caller's promise.
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-}
+use slat_model::FailingHeap;
 
 #[global_allocator]
-static ALLOCATOR: Failing = Failing;
-
-/// Runs `what` with allocations failing from the `n`-th on, or only that. Returns also whether one has failed.
-fn failing<R>(n: u32, stay: bool, what: impl FnOnce() -> R) -> (R, bool) {
-    PLAN.set(Some(Plan {
-        left: n,
-        stay,
-        failed: false,
-    }));
-    let answer = what();
-    let plan = PLAN.take().expect("set above");
-    (answer, plan.failed)
-}
+static HEAP: FailingHeap = FailingHeap;
 
 /// Does a call again and again, with less and less memory missing. Returns how many allocations it makes, at most.
 fn survives(name: &str, call: &mut dyn FnMut() -> Result<(), i32>) -> u32 {
@@ -85,7 +18,7 @@ fn survives(name: &str, call: &mut dyn FnMut() -> Result<(), i32>) -> u32 {
     let mut most = 0;
     for stay in [false, true] {
         for n in 0.. {
-            let (answer, failed) = failing(n, stay, &mut *call);
+            let (answer, failed) = FailingHeap::failing(n, stay, &mut *call);
             if !failed {
                 assert_eq!(answer, Ok(()), "{name} with enough memory");
                 most = most.max(n);

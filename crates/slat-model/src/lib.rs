@@ -7,9 +7,11 @@
 //! * [`GuestModel`]: guest memory as a few maps, with KVM's rules written a second time;
 //! * [`Generator`] and [`Runner`]: random operations, and the comparison of engine and model after each;
 //! * [`Subject`]: whole runs on every format, and what a fuzzer's bytes do ([`streams`]);
+//! * [`FailingHeap`]: a heap whose n-th allocation fails;
 //! * [`Witness`]: what several threads may still use, checked at each use.
 
 mod frames;
+mod heap;
 mod host;
 mod model;
 mod ops;
@@ -23,6 +25,7 @@ mod trial;
 mod witness;
 
 pub use frames::POISON;
+pub use heap::FailingHeap;
 pub use host::{HostChange, HostMemory};
 pub use model::{Expected, GuestModel, LogMode, ModelSlot, capacity};
 pub use ops::{Generator, Mix, Op, POLICIES};

@@ -1,8 +1,6 @@
 //! What changes of slots and attributes take from the heap: how much; and that nothing has changed, and the
 //! operation can be repeated, when the n-th allocation fails, for every n. (`allocation.rs` does that to table frames.)
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -13,87 +11,10 @@ use slat::{
     MAX_SLOTS, MemoryAttributes, OutOfMemory, Pfn, Platform, Region, ResolveError, SlotFlags, Stop,
     TableMeta, Vm, VmId, WaitFor,
 };
-use slat_model::{HostMemory, SimPlatform};
-
-/// Counts the bytes that a thread allocates, and fails allocations of it.
-struct Failing;
-
-#[derive(Clone, Copy)]
-struct Plan {
-    /// Allocations until one fails.
-    left: u32,
-    /// All that follow fail, too.
-    stay: bool,
-    failed: bool,
-}
-
-thread_local! {
-    static PLAN: Cell<Option<Plan>> = const { Cell::new(None) };
-    static ALLOCATED: Cell<usize> = const { Cell::new(0) };
-}
-
-/// Whether this allocation is to fail. Counts it.
-fn fails(bytes: usize) -> bool {
-    let _ = ALLOCATED.try_with(|allocated| allocated.set(allocated.get() + bytes));
-    let decide = |cell: &Cell<Option<Plan>>| {
-        let Some(mut plan) = cell.get() else {
-            return false;
-        };
-        let fails = plan.left == 0 && (plan.stay || !plan.failed);
-        plan.left = plan.left.saturating_sub(1);
-        plan.failed |= fails;
-        cell.set(Some(plan));
-        fails
-    };
-    PLAN.try_with(decide).unwrap_or(false)
-}
-
-// SAFETY: all is the system allocator's, apart from refusals, which it may make, too.
-unsafe impl GlobalAlloc for Failing {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if fails(layout.size()) {
-            return std::ptr::null_mut();
-        }
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        if fails(size) {
-            return std::ptr::null_mut();
-        }
-        // SAFETY: the caller's promise.
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-}
+use slat_model::{FailingHeap, HostMemory, SimPlatform};
 
 #[global_allocator]
-static ALLOCATOR: Failing = Failing;
-
-/// Runs `what` with allocations failing from the `n`-th on, or only that. Whether one has failed.
-fn failing<R>(n: u32, stay: bool, what: impl FnOnce() -> R) -> (R, bool) {
-    PLAN.set(Some(Plan {
-        left: n,
-        stay,
-        failed: false,
-    }));
-    let answer = what();
-    let plan = PLAN.take().expect("set above");
-    (answer, plan.failed)
-}
-
-/// Runs `what` with enough memory.
-fn spared<R>(what: impl FnOnce() -> R) -> R {
-    let plan = PLAN.take();
-    let answer = what();
-    PLAN.set(plan);
-    answer
-}
+static HEAP: FailingHeap = FailingHeap;
 
 /// The simulated machine, which is not under test: its own allocations succeed.
 struct Spared(Arc<SimPlatform>);
@@ -101,29 +22,29 @@ struct Spared(Arc<SimPlatform>);
 // SAFETY: as `SimPlatform`.
 unsafe impl Platform for Spared {
     fn alloc_table(&self) -> Option<Pfn> {
-        spared(|| self.0.alloc_table())
+        FailingHeap::spared(|| self.0.alloc_table())
     }
     fn alloc_root(&self, tables: usize) -> Option<Pfn> {
-        spared(|| self.0.alloc_root(tables))
+        FailingHeap::spared(|| self.0.alloc_root(tables))
     }
     unsafe fn free_table(&self, frame: Pfn) {
         // SAFETY: the caller's promise.
-        spared(|| unsafe { self.0.free_table(frame) });
+        FailingHeap::spared(|| unsafe { self.0.free_table(frame) });
     }
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
-        spared(|| self.0.entries(frame))
+        FailingHeap::spared(|| self.0.entries(frame))
     }
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
-        spared(|| self.0.meta(frame))
+        FailingHeap::spared(|| self.0.meta(frame))
     }
     fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        spared(|| self.0.resolve(backing, access))
+        FailingHeap::spared(|| self.0.resolve(backing, access))
     }
     fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
-        spared(|| self.0.resolve_resident(backing, found));
+        FailingHeap::spared(|| self.0.resolve_resident(backing, found));
     }
     fn flush(&self, vm: VmId, range: Range<Gfn>) {
-        spared(|| self.0.flush(vm, range));
+        FailingHeap::spared(|| self.0.flush(vm, range));
     }
     fn wait(&self, _: u32, what: WaitFor) {
         panic!("one thread waits for {what:?}");
@@ -246,7 +167,7 @@ fn fail_everywhere<F: Format>(what: &str, allocations: u32, change: Change<'_, F
             let platform = host();
             let vm = vm::<F>(&platform);
             let before = see(&vm);
-            let (answer, failed) = failing(n, stay, || change(&vm));
+            let (answer, failed) = FailingHeap::failing(n, stay, || change(&vm));
             if let Err(error) = answer {
                 assert!(failed);
                 assert_eq!(error, ENOMEM);
@@ -355,11 +276,7 @@ fn bytes_per_change(slots: u32) -> [Vec<usize>; 2] {
         set(1, at(i * 9973 % slots, 1));
     }
     [0, 1].map(|space| {
-        let bytes_of = |region| {
-            ALLOCATED.set(0);
-            set(space, region);
-            ALLOCATED.get()
-        };
+        let bytes_of = |region| FailingHeap::allocated(|| set(space, region));
         let changes = (0..slots).step_by(slots as usize / 16);
         let changes = changes.flat_map(|slot| [at(slot, 0), at(slot, 1)]);
         let mut bytes: Vec<usize> = changes.map(bytes_of).collect();
@@ -391,7 +308,8 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
     for n in 0.. {
         let platform = SimPlatform::new(1);
         let shared = Arc::new(Spared(platform.clone()));
-        let (vm, failed) = failing(n, false, || Vm::<_, Ept>::unshared(shared, config));
+        let (vm, failed) =
+            FailingHeap::failing(n, false, || Vm::<_, Ept>::unshared(shared, config));
         if !failed {
             assert!(n > 3 && vm.is_ok());
             break;
@@ -404,7 +322,7 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
     // Readers of CPUs that have gone are used again; these stay.
     let mut vcpus = Vec::with_capacity(8);
     for n in 0.. {
-        let (vcpu, failed) = failing(n, false, || vm.create_vcpu());
+        let (vcpu, failed) = FailingHeap::failing(n, false, || vm.create_vcpu());
         match vcpu {
             Ok(vcpu) => vcpus.push(vcpu),
             Err(OutOfMemory) => assert!(failed),
@@ -414,11 +332,11 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
         }
     }
     let entries: Arc<[DirtyGfn]> = (0..128).map(|_| DirtyGfn::new()).collect();
-    let (refused, failed) = failing(0, false, || DirtyRing::new(entries.clone()));
+    let (refused, failed) = FailingHeap::failing(0, false, || DirtyRing::new(entries.clone()));
     assert!(matches!(refused, Err(OutOfMemory)) && failed);
     let ring = Arc::new(DirtyRing::new(entries).unwrap());
     let mut vcpu = vcpus.pop().unwrap();
-    let refused = failing(0, false, || vcpu.set_dirty_ring(ring.clone()));
+    let refused = FailingHeap::failing(0, false, || vcpu.set_dirty_ring(ring.clone()));
     assert_eq!(refused, (Err(OutOfMemory), true));
     vcpu.set_dirty_ring(ring).unwrap();
     vm.audit().unwrap();

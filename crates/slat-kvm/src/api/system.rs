@@ -1,7 +1,7 @@
 //! [`Kvm`].
 
 use super::VmFd;
-use crate::errno::{Error, Result, fail};
+use crate::errno::{Result, fail, no_memory};
 use crate::system::System;
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, MsrList, Msrs};
 use kvm_ioctls::Cap;
@@ -98,7 +98,7 @@ impl Kvm {
     /// None that can happen.
     pub fn get_msr_index_list(&self) -> Result<MsrList> {
         debug_assert!(self.system.msr_index_list().len() <= KVM_MAX_MSR_ENTRIES);
-        MsrList::from_entries(self.system.msr_index_list()).map_err(|_| Error::new(libc::ENOMEM))
+        MsrList::from_entries(self.system.msr_index_list()).map_err(no_memory)
     }
 
     /// `KVM_GET_MSR_FEATURE_INDEX_LIST`.
@@ -106,8 +106,7 @@ impl Kvm {
     /// # Errors
     /// None that can happen.
     pub fn get_msr_feature_index_list(&self) -> Result<MsrList> {
-        MsrList::from_entries(self.system.msr_feature_index_list())
-            .map_err(|_| Error::new(libc::ENOMEM))
+        MsrList::from_entries(self.system.msr_feature_index_list()).map_err(no_memory)
     }
 
     /// `KVM_GET_MSRS` of the system: feature MSRs. Returns how many were read.
@@ -149,5 +148,5 @@ fn cpuid(table: &[kvm_bindings::kvm_cpuid_entry2], room: usize) -> Result<CpuId>
     if room < table.len() {
         return fail(libc::E2BIG);
     }
-    CpuId::from_entries(table).map_err(|_| Error::new(libc::ENOMEM))
+    CpuId::from_entries(table).map_err(no_memory)
 }

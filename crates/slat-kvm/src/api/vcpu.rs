@@ -1,7 +1,7 @@
 //! [`VcpuFd`].
 
 use super::StatsFd;
-use crate::errno::{Error, Result, fail};
+use crate::errno::{Result, fail, no_memory};
 use crate::run_page::{MMAP_SIZE, PAGE, PIO_OFFSET, RunPage};
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
@@ -94,7 +94,7 @@ impl VcpuFd {
         if num_entries < table.len() {
             return fail(libc::E2BIG);
         }
-        CpuId::from_entries(&table).map_err(|_| Error::new(libc::ENOMEM))
+        CpuId::from_entries(&table).map_err(no_memory)
     }
 
     /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`.

@@ -32,7 +32,7 @@ pub enum Object {
     /// What `KVM_CREATE_VCPU` gave.
     Vcpu(Shared<VcpuObject>),
     /// What `KVM_GET_STATS_FD` gave.
-    Stats(slat::Shared<StatsObject>),
+    Stats(Shared<StatsObject>),
     /// What `KVM_CREATE_GUEST_MEMFD` gave.
     GuestMemfd(Arc<GuestMemfd>),
     /// A module parameter, opened for writing.
@@ -105,7 +105,8 @@ impl Object {
     /// `ioctl(fd, request, argument)`.
     ///
     /// # Errors
-    /// KVM's errno: `ENOTTY` for an unknown request, `EFAULT` for a bad pointer, what the call itself refuses.
+    /// KVM's errno: for an unknown request `EINVAL` (`/dev/kvm`, vCPUs) or `ENOTTY` (the others), `EFAULT` for a bad pointer, what
+    /// the call itself refuses.
     pub fn ioctl(&self, request: u32, argument: u64) -> Result<Answer> {
         let _section = Section::enter();
         let answer = match self {

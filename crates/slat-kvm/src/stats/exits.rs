@@ -47,7 +47,8 @@ exits! {
     irq_exits,
     /// HLT.
     halt_exits,
-    /// Accesses to addresses without memory, whoever answers them, and instructions that the CPU does not have.
+    /// Instructions that real KVM would emulate: those that access addresses without memory (the client answers them, or the local
+    /// APIC does), and those that the CPU does not have.
     insn_emulation,
     /// Instructions that the CPU does not have.
     insn_emulation_fail,

@@ -33,7 +33,7 @@ const HEADER: usize = size_of::<kvm_stats_header>();
 #[derive(Debug)]
 enum Of {
     Vm(Arc<VmObject>),
-    Vcpu(slat::Shared<VcpuObject>),
+    Vcpu(Owner<VcpuObject>),
 }
 
 /// The statistics of a VM or a vCPU, as a file. Keeps what it tells of alive.

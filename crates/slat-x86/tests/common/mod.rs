@@ -21,6 +21,24 @@ pub const KERNEL_STACK: u64 = 0x8_0000;
 /// No memory from here: devices.
 pub const MMIO: u64 = 0x100_0000;
 
+/// Pseudo-random numbers: xorshift64*.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+    pub fn below(&mut self, n: u64) -> u64 {
+        (self.next() >> 16) % n
+    }
+    pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len() as u64) as usize]
+    }
+}
+
 /// Guest memory, shared by CPUs on several threads.
 pub struct Memory {
     base: *mut u8,

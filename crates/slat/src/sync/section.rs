@@ -12,7 +12,10 @@ use core::marker::PhantomData;
 /// # use section::{Guarded, InSection};
 /// # struct Owner;
 /// # impl Owner {
-/// #     fn section(&self) -> InSection<'_> { unsafe { InSection::assume() } }
+/// #     fn section(&self) -> InSection<'_> {
+/// #         // SAFETY: there is no reader, and nothing that it would keep alive.
+/// #         unsafe { InSection::assume() }
+/// #     }
 /// #     fn leave(&mut self) {}
 /// # }
 /// # let (tree, mut owner) = (Guarded::new(7), Owner);
@@ -29,7 +32,10 @@ use core::marker::PhantomData;
 /// # use section::{Guarded, InSection};
 /// # struct Owner;
 /// # impl Owner {
-/// #     fn section(&self) -> InSection<'_> { unsafe { InSection::assume() } }
+/// #     fn section(&self) -> InSection<'_> {
+/// #         // SAFETY: there is no reader, and nothing that it would keep alive.
+/// #         unsafe { InSection::assume() }
+/// #     }
 /// #     fn leave(&mut self) {}
 /// # }
 /// # let (tree, mut owner) = (Guarded::new(7), Owner);

@@ -1,0 +1,112 @@
+//! A heap that runs out when a test wants it to.
+//!
+//! All of it is per thread: the other threads of a test program have all the memory that there is.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::ptr;
+
+#[derive(Clone, Copy)]
+struct Plan {
+    /// Allocations until one fails.
+    left: u32,
+    /// All that follow fail, too.
+    stay: bool,
+    failed: bool,
+}
+
+thread_local! {
+    static PLAN: Cell<Option<Plan>> = const { Cell::new(None) };
+    static ALLOCATED: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The system's heap, for `#[global_allocator]`: it counts what each thread allocates, and refuses what [`failing`](Self::failing)
+/// says.
+#[derive(Debug)]
+pub struct FailingHeap;
+
+impl FailingHeap {
+    /// Runs `what` while the allocation after `n` others of this thread fails, and with `stay` all that follow. Returns also
+    /// whether one has failed.
+    pub fn failing<R>(n: u32, stay: bool, what: impl FnOnce() -> R) -> (R, bool) {
+        PLAN.set(Some(Plan {
+            left: n,
+            stay,
+            failed: false,
+        }));
+        let answer = what();
+        let plan = PLAN.take().expect("set above");
+        (answer, plan.failed)
+    }
+
+    /// From here to the end of [`failing`](Self::failing) there is enough memory.
+    pub fn recover() {
+        PLAN.set(PLAN.get().map(|plan| Plan {
+            left: u32::MAX,
+            ..plan
+        }));
+    }
+
+    /// Runs `what` with enough memory, within [`failing`](Self::failing).
+    pub fn spared<R>(what: impl FnOnce() -> R) -> R {
+        let plan = PLAN.take();
+        let answer = what();
+        PLAN.set(plan);
+        answer
+    }
+
+    /// The bytes that `what` allocates on this thread.
+    pub fn allocated(what: impl FnOnce()) -> usize {
+        ALLOCATED.set(0);
+        what();
+        ALLOCATED.get()
+    }
+}
+
+/// Whether this allocation is to fail. Counts it.
+fn fails(bytes: usize) -> bool {
+    let _ = ALLOCATED.try_with(|allocated| allocated.set(allocated.get() + bytes));
+    let decide = |cell: &Cell<Option<Plan>>| {
+        let Some(mut plan) = cell.get() else {
+            return false;
+        };
+        let fails = plan.left == 0 && (plan.stay || !plan.failed);
+        plan.left = plan.left.saturating_sub(1);
+        plan.failed |= fails;
+        cell.set(Some(plan));
+        fails
+    };
+    PLAN.try_with(decide).unwrap_or(false)
+}
+
+// SAFETY: all is the system allocator's, apart from refusals, which it may make, too.
+unsafe impl GlobalAlloc for FailingHeap {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if fails(layout.size()) {
+            return ptr::null_mut();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if fails(layout.size()) {
+            return ptr::null_mut();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if fails(size) {
+            return ptr::null_mut();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+}
