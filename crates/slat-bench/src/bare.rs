@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use slat::{
     Access, Config, Entries, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, MemoryType, PAGE_SHIFT,
-    Pfn, Platform, Region, ResolveError, SlotFlags, TableMeta, Vm, VmId, WaitFor,
+    Pfn, Platform, Region, ResolveError, SlotFlags, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 use slat_host::frames::{self, Frames};
 
@@ -98,7 +98,7 @@ unsafe impl Platform for Bare {
         });
     }
 
-    fn flush(&self, _vm: VmId, _range: Range<Gfn>) {}
+    fn flush(&self, _vm: VmId, _range: Range<Gfn>, _stale: Stale) {}
 
     fn wait(&self, round: u32, _what: WaitFor) {
         const SPINS: u32 = 128;

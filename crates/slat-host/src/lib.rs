@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use slat::{
     Access, Entries, Gfn, HostPage, HostRun, Hva, Level, MemoryType, PAGE_SHIFT, Pfn, Platform,
-    ResolveError, TableMeta, VmId, WaitFor,
+    ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 
 use frames::Frames;
@@ -172,7 +172,7 @@ unsafe impl Platform for HostPlatform {
         }
     }
 
-    fn flush(&self, _vm: VmId, _range: Range<Gfn>) {}
+    fn flush(&self, _vm: VmId, _range: Range<Gfn>, _stale: Stale) {}
 
     fn wait(&self, round: u32, what: WaitFor) {
         const SPINS: u32 = 128;

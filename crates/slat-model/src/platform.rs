@@ -7,8 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Format, Gfn, HostPage, HostRun, Hva, Pfn, Platform, ResolveError, TableMeta,
-    Vm, VmId, WaitFor,
+    Access, Entries, Format, Gfn, HostPage, HostRun, Hva, Pfn, Platform, ResolveError, Stale,
+    TableMeta, Vm, VmId, WaitFor,
 };
 
 use crate::frames::Frames;
@@ -279,9 +279,9 @@ unsafe impl Platform for SimPlatform {
         run.into_iter().for_each(found);
     }
 
-    fn flush(&self, vm: VmId, range: Range<Gfn>) {
+    fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
         self.event(Event::Flush(range.start, range.end));
-        self.tlb.flushed(vm, &range);
+        self.tlb.flushed(vm, &range, stale);
         self.flushes.fetch_add(1, Relaxed);
     }
 

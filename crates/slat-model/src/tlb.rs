@@ -22,7 +22,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 
 use slat::format::Entry;
-use slat::{ENTRIES, Format, Gfn, Level, MemoryType, Pfn, VmId};
+use slat::{ENTRIES, Format, Gfn, Level, MemoryType, Pfn, Stale, VmId};
 
 use crate::frames::read;
 use crate::host::HostMemory;
@@ -255,12 +255,12 @@ impl Tlb {
         }
     }
 
-    /// Call when a flush of `range` is complete.
-    pub(crate) fn flushed(&self, vm: VmId, range: &Range<Gfn>) {
+    /// Call when a flush of `range` is complete that has voided no more than `stale` says is enough.
+    pub(crate) fn flushed(&self, vm: VmId, range: &Range<Gfn>, stale: Stale) {
         self.with(|inner| {
             if inner.walker.is_some_and(|walker| walker.vm == vm) {
                 inner.compare_touched();
-                inner.flush(&(range.start.0..range.end.0));
+                inner.flush(&(range.start.0..range.end.0), stale);
             }
         });
     }
@@ -438,11 +438,15 @@ impl Inner {
         self.touched.remove(&frame);
     }
 
-    fn flush(&mut self, range: &Range<u64>) {
+    fn flush(&mut self, range: &Range<u64>, stale: Stale) {
+        let is_meant = |ghost: &Ghost| match ghost.value {
+            Value::Leaf { .. } => stale.level.is_none_or(|level| level == ghost.place.level),
+            Value::Table(_) => stale.tables,
+        };
         let all = std::mem::take(&mut self.ghosts);
         let (gone, kept): (Vec<_>, Vec<_>) = all
             .into_iter()
-            .partition(|g| overlap(&g.place.gfns(), range));
+            .partition(|g| overlap(&g.place.gfns(), range) && is_meant(g));
         let mut left = Vec::new();
         for ghost in &gone {
             self.each_cached(ghost, &mut |place, value| {
@@ -607,7 +611,38 @@ mod tests {
         }
 
         fn flush(&self, gfns: Range<u64>) {
-            self.tlb.flushed(VM, &(Gfn(gfns.start)..Gfn(gfns.end)));
+            self.flush_only(gfns, Stale::ANYTHING);
+        }
+
+        fn flush_only(&self, gfns: Range<u64>, stale: Stale) {
+            self.tlb
+                .flushed(VM, &(Gfn(gfns.start)..Gfn(gfns.end)), stale);
+        }
+    }
+
+    #[test]
+    fn a_flush_of_less_than_everything_leaves_the_rest() {
+        type F = Stage2<48>;
+        let level = |level| Stale {
+            level: Some(level),
+            tables: false,
+        };
+        for (stale, conflicts) in [
+            (level(Level::PAGE), 1),
+            (level(Level::MEGA), 0),
+            (
+                Stale {
+                    level: None,
+                    tables: false,
+                },
+                0,
+            ),
+        ] {
+            let world = World::new::<F>(leaf::<F>(512));
+            world.put(0);
+            world.flush_only(0..512, stale);
+            world.put(leaf::<F>(1024));
+            assert_eq!(world.tlb.conflicts(), conflicts, "{stale:?}");
         }
     }
 

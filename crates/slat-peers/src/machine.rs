@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use slat::{
     Access, Config, Entries, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MemoryType, Pfn,
-    Platform, Region, ResolveError, SlotFlags, TableMeta, Vm, VmId, WaitFor,
+    Platform, Region, ResolveError, SlotFlags, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 
 use crate::frames::{self, Arena};
@@ -114,7 +114,7 @@ unsafe impl Platform for Machine {
         });
     }
 
-    fn flush(&self, _vm: VmId, _range: Range<Gfn>) {}
+    fn flush(&self, _vm: VmId, _range: Range<Gfn>, _stale: Stale) {}
 
     fn wait(&self, round: u32, _what: WaitFor) {
         const SPINS: u32 = 100;

@@ -8,9 +8,9 @@ use core::ops::Range;
 use crate::addr::{Gfn, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
-use crate::slots::{Memslot, SlotFlags};
-use crate::table::{Next, Show, Tree};
-use crate::vm::Vm;
+use crate::slots::{Memslot, Place, SlotFlags};
+use crate::table::{At, Next, Show, Tree, Walk};
+use crate::vm::{RangeOp, Vm};
 
 /// A broken invariant.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,11 +40,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for space in &self.spaces {
             // Taken before the section begins: whoever holds the lock may be waiting for sections.
             let change = space.slots.change(self.turn_wait());
-            let section = self.section();
             let mut error = None;
-            let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-            let tree = space.tree.get(section.inside());
-            tree.walk(everything, Show::default(), &mut |at| {
+            let mut audit = |at: &At<'_>| {
                 let Entry::Leaf(leaf) = at.decode::<F>() else {
                     return Next::Pass;
                 };
@@ -61,10 +58,18 @@ impl<P: Platform, F: Format> Vm<P, F> {
                     Err(why) => {
                         let (level, gpa) = (at.level.0, at.gfn.gpa());
                         error = Some(alloc::format!("level {level} leaf at gpa {gpa}: {why}"));
-                        Next::Stop
+                        Next::Pass
                     }
                 }
+            };
+            let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
+            let mut op = RangeOp::begin(self, space);
+            op.walk(&mut Walk::new(everything), |tree, walk, _, _| {
+                tree.walk(walk, Show::default(), &mut audit);
             });
+            drop(op);
+            let section = self.section();
+            let tree = space.tree.get(section.inside());
             if error.is_none()
                 && let Some((level, counted, leaves)) = tree.miscounted()
             {
@@ -157,10 +162,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
             end = slot.gfns().end;
             by_gfn.push(slot.id());
             by_gfn.extend(slot.private().map(|_| slot.id()));
+            true
         });
         let mut by_hva = Vec::new();
         let all = crate::Hva(0)..crate::Hva(u64::MAX);
-        set.backed_by(&all, |slot, _| {
+        set.backed_by(&all, Place::FIRST, |slot, _, _| {
             by_hva.push(slot.id());
             true
         });

@@ -44,7 +44,7 @@ pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pf
 pub use audit::AuditError;
 pub use format::{Ept, Format};
 pub use heap::Shared;
-pub use platform::{HostPage, HostRun, MemoryType, Platform, ResolveError, VmId, WaitFor};
+pub use platform::{HostPage, HostRun, MemoryType, Platform, ResolveError, Stale, VmId, WaitFor};
 pub use policy::{Expected, Policy, PolicyError, PolicyValue};
 pub use slots::{AttributesError, MAX_SLOTS, MemoryAttributes, Region, RegionError, SlotFlags};
 pub use stats::Stats;

@@ -87,6 +87,27 @@ pub enum WaitFor {
     Invalidation,
 }
 
+/// What a flush is about, beside its range: for machines that can do with less than a flush of everything
+/// there ([`Platform::flush`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stale {
+    /// All leaves that were taken away, or have lost a right, are of this level, in the tables and in every TLB
+    /// (AArch64: the TTL of a TLBI). `None`: of several, or not known; always so where leaves are split without a
+    /// flush, because a TLB may still hold the huge one.
+    pub level: Option<Level>,
+    /// Entries that lead to tables were taken away. Otherwise only leaves were: what a walker has cached on the
+    /// way to them is still good (AArch64: TLBI IPAS2LE1 in the place of IPAS2E1).
+    pub tables: bool,
+}
+
+impl Stale {
+    /// Leaves of any level, and tables.
+    pub const ANYTHING: Stale = Stale {
+        level: None,
+        tables: true,
+    };
+}
+
 /// The machine under the engine.
 ///
 /// # In which state its methods are called
@@ -99,7 +120,7 @@ pub enum WaitFor {
 /// | `alloc_table`, `alloc_tables`, `free_table`, `free_tables` | yes | no | for locks of its own | no |
 /// | `entries`, `meta` | yes | yes | no | no |
 /// | `resolve` | no | no | for anything | yes, but for this vCPU |
-/// | `resolve_resident` | yes | yes | no | no |
+/// | `resolve_resident` | yes | no | no | no |
 /// | `flush` | no | no | for CPUs in the guest | no |
 /// | `wait` | yes | no | shortly, that is its purpose | no |
 ///
@@ -181,19 +202,19 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// allocate, never sleeps. Calls `found` for stretches in ascending order; what is not resident,
     /// or not known, is passed over.
     ///
-    /// `found` takes the lock of a table, and this may be called under another one's. So it holds no lock
-    /// while it calls `found`, and waits for none under which [`crate::Vm::invalidate`] is called. Its answer
+    /// `found` takes the lock of a table. So it holds no lock while it calls `found`, and waits for none under which [`crate::Vm::invalidate`] is called. Its answer
     /// may be out of date when it comes: the engine installs it only if no invalidation began meanwhile.
     fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
 
     /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:
     /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.
-    /// A huge leaf that was taken away may reach out of `range`: nothing of it is used either.
+    /// A huge leaf that was taken away may reach out of `range`: nothing of it is used either. `stale` says what
+    /// of it is enough; a platform that does not look at it flushes everything in the range.
     ///
     /// When it returns, for each CPU that may run the guest:
     /// - leaves that its TLB holds are void, whatever their size, also those combined with translations
-    ///   of the guest's own, and so are entries to tables that it has cached on the way: tables that were
-    ///   in the range are freed next, so a flush of last levels is not enough;
+    ///   of the guest's own, and so, if `stale.tables`, are entries to tables that it has cached on the way:
+    ///   tables that were in the range are freed next, so a flush of last levels is not enough;
     /// - accesses that it made by an old translation are done: their data, and the accessed and dirty bits
     ///   that its walker sets for them;
     /// - or it is not in the guest, and will do all this before it executes another instruction of it.
@@ -206,7 +227,7 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// CPUs waits only for those that are in the guest, or answers the others while it waits.
     /// Software CPUs are none of its business: the engine waits for their acknowledgement itself
     /// ([`crate::Vcpu::quiesce`]).
-    fn flush(&self, vm: VmId, range: Range<Gfn>);
+    fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale);
 
     /// Passes time while the engine waits; `round` counts up from 0 for one wait. Spin first, then
     /// give the processor away; for [`WaitFor::Reader`], make a reader that is stuck in a host page

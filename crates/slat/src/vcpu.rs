@@ -14,7 +14,7 @@ use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
 use crate::sync::InSection;
 use crate::sync::quiesce::{Attention, Reader, Readers};
-use crate::table::{FrameCache, OutOfMemory, Path, Tree};
+use crate::table::{Flushed, FrameCache, OutOfMemory, Path, Tree};
 use crate::vm::{DirtyRing, Space, Vm, Window};
 
 /// One CPU of a VM. Owned by one thread at a time.
@@ -32,6 +32,8 @@ pub struct Vcpu<P: Platform, F: Format> {
     root: Pfn,
     token: usize,
     frames: FrameCache,
+    /// The last flush that it has done itself.
+    flushed: Flushed,
     recent: RecentSlots,
     window: Window,
     ring: Option<Arc<DirtyRing>>,
@@ -181,6 +183,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             root,
             token: 0,
             frames: FrameCache::default(),
+            flushed: Flushed::default(),
             recent,
             window: Window::default(),
             ring: None,
@@ -232,21 +235,32 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         gpa < self.presence.walkable
     }
 
-    pub(crate) fn parts(&mut self) -> (&Vm<P, F>, &Tree<P, F>, &mut FrameCache, &Counters) {
+    /// What a fault needs for its way through the tables, with the frames that were allocated ahead.
+    pub(crate) fn parts(&mut self) -> (&Vm<P, F>, &Tree<P, F>, Path<'_>, &Counters) {
         let tree = &self.vm.spaces[self.space].tree;
         let counters = &self.presence.reader().counters;
         let tree = tree.get(self.presence.section());
-        (&self.vm, tree, &mut self.frames, counters)
+        let path = Path {
+            flushed: self.flushed.clone(),
+            ..Path::new(&mut self.frames)
+        };
+        (&self.vm, tree, path, counters)
     }
 
-    /// Runs `then` on a way through its tables, with the frames it has allocated ahead.
+    /// Runs `then` on a way through its tables.
     #[inline]
     pub(crate) fn on_tables<R>(
         &mut self,
         then: impl FnOnce(&Vm<P, F>, &Tree<P, F>, &mut Path<'_>) -> R,
     ) -> R {
-        let (vm, tree, frames, counters) = self.parts();
-        vm.with_path(frames, counters, |path| then(vm, tree, path))
+        let (vm, tree, mut path, counters) = self.parts();
+        let result = then(vm, tree, &mut path);
+        counters.path_done(&path);
+        result
+    }
+
+    pub(crate) fn set_flushed(&mut self, flushed: Flushed) {
+        self.flushed = flushed;
     }
 
     pub(crate) fn window(&mut self) -> &mut Window {

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use slat::format::Stage2;
 use slat::{
     Access, Config, DirtyGfn, DirtyRing, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva,
-    MAX_SLOTS, MemoryAttributes, OutOfMemory, Pfn, Platform, Region, ResolveError, SlotFlags, Stop,
-    TableMeta, Vm, VmId, WaitFor,
+    MAX_SLOTS, MemoryAttributes, OutOfMemory, Pfn, Platform, Region, ResolveError, SlotFlags,
+    Stale, Stop, TableMeta, Vm, VmId, WaitFor,
 };
 use slat_model::{FailingHeap, HostMemory, SimPlatform};
 
@@ -43,8 +43,8 @@ unsafe impl Platform for Spared {
     fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         FailingHeap::spared(|| self.0.resolve_resident(backing, found));
     }
-    fn flush(&self, vm: VmId, range: Range<Gfn>) {
-        FailingHeap::spared(|| self.0.flush(vm, range));
+    fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
+        FailingHeap::spared(|| self.0.flush(vm, range, stale));
     }
     fn wait(&self, _: u32, what: WaitFor) {
         panic!("one thread waits for {what:?}");

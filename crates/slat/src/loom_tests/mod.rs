@@ -27,7 +27,9 @@ use std::vec::Vec;
 use crate::Vcpu;
 use crate::addr::{Access, Gfn, Gpa, Hva, Level, PAGE_SHIFT, Pfn};
 use crate::format::{Entry, Ept, Format, Leaf, Stage2};
-use crate::platform::{HostPage, HostRun, MemoryType, Platform, ResolveError, VmId, WaitFor};
+use crate::platform::{
+    HostPage, HostRun, MemoryType, Platform, ResolveError, Stale, VmId, WaitFor,
+};
 use crate::slots::{Region, SlotFlags};
 use crate::sync::atomic::{AtomicU64, Watch};
 use crate::table::{Entries, TableMeta};
@@ -251,7 +253,7 @@ unsafe impl Platform for Machine {
         }
     }
 
-    fn flush(&self, _: VmId, _: Range<Gfn>) {}
+    fn flush(&self, _: VmId, _: Range<Gfn>, _: Stale) {}
 
     fn wait(&self, round: u32, _: WaitFor) {
         wait(round);

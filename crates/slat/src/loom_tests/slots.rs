@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Machine, PLAIN, hvas, model, on_cpu, set_slot, spawn, vm, wait};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SHIFT};
-use crate::slots::{Change, OwnedSlot, Region, SlotFlags, SlotSet, Slots, plan};
+use crate::slots::{Change, OwnedSlot, Place, Region, SlotFlags, SlotSet, Slots, plan};
 use crate::sync::InSection;
 use crate::sync::quiesce::Readers;
 
@@ -135,7 +135,7 @@ fn a_look_up_by_backing_address_sees_a_set_whole() {
             me.enter(&mine.readers, 0);
             let mut seen = 0;
             mine.current()
-                .backed_by(&hvas(0..Machine::PAGES), |slot, _| {
+                .backed_by(&hvas(0..Machine::PAGES), Place::FIRST, |slot, _, _| {
                     assert!(slot.gfns().start.0 == slot.id() as u64 * 2);
                     seen += 1;
                     true

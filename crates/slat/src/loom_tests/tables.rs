@@ -1,5 +1,6 @@
 //! The tree alone: installs, splits and zaps against each other and against walkers.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Machine, Small, SmallStage2, model, spawn, wait};
@@ -10,7 +11,9 @@ use crate::platform::MemoryType;
 use crate::sync::SpinLock;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::{Attention, Readers};
-use crate::table::{Flushes, FrameCache, Mapped, Path, SplitWalk, Tree, Zapped};
+use crate::table::{
+    Flushed, Flushes, FrameCache, Mapped, Path, SplitWalk, Tree, Walk, Zapped, room_for_broken,
+};
 
 /// Two levels: four pages, of which each pair can be one leaf.
 struct World<F: Format> {
@@ -58,37 +61,72 @@ impl<F: Format> World<F> {
 
     /// One attempt of a fault; the second answer is how many leaves it has split.
     fn map(&self, gfn: u64, level: Level, leaf: Leaf) -> (Mapped, u64) {
-        self.with_path(|path| self.tree.map(Gfn(gfn), level, leaf, path, || true, || ()))
+        self.map_after(&Flushed::default(), gfn, level, leaf)
+    }
+
+    /// The same by somebody who has done the flush `flushed`.
+    fn map_after(&self, flushed: &Flushed, gfn: u64, level: Level, leaf: Leaf) -> (Mapped, u64) {
+        self.with_path(|path| {
+            path.flushed = flushed.clone();
+            self.tree.map(Gfn(gfn), level, leaf, path, || true, || ())
+        })
     }
 
     /// A whole fault.
     fn fault(&self, gfn: u64, leaf: Leaf) -> u64 {
         let mut splits = 0;
+        let mut flushed = Flushed::default();
         loop {
-            let (mapped, split) = self.map(gfn, Level::PAGE, leaf);
+            let (mapped, split) = self.map_after(&flushed, gfn, Level::PAGE, leaf);
             splits += split;
             match mapped {
                 Mapped::New | Mapped::Widened | Mapped::Spurious => return splits,
-                Mapped::MustMend(gfn, level) => loop {
-                    self.flush();
-                    let (mended, split) = self.with_path(|path| self.tree.mend(gfn, level, path));
-                    splits += split;
-                    if mended {
-                        break;
-                    }
-                },
-                Mapped::Unflushed => self.flush(),
+                Mapped::MustMend(level) => splits += self.mend(gfn, level),
+                Mapped::Unflushed(level) => flushed = self.flush(gfn, level),
                 Mapped::Broken => loom::thread::yield_now(),
-                Mapped::Cleared(_) | Mapped::Stale => panic!("nobody has asked for that"),
+                Mapped::InTheWay | Mapped::Stale => panic!("nobody has asked for that"),
+            }
+        }
+    }
+
+    /// Flushes and mends until the leaf of `level` at `gfn` is mended. How many it has split.
+    fn mend(&self, gfn: u64, level: Level) -> u64 {
+        loop {
+            let flushed = self.flush(gfn, level);
+            let (mended, split) = self.with_path(|path| {
+                path.flushed = flushed;
+                self.tree.mend(Gfn(gfn), level, path)
+            });
+            if mended {
+                return split;
             }
         }
     }
 
     /// As [`crate::Vm`] flushes; these walkers remember nothing.
-    fn flush(&self) {
-        let (last, _) = self.flushes.account();
+    fn flush(&self, gfn: u64, level: Level) -> Flushed {
+        let number = self.flushes.begin();
         self.readers.synchronize(|round, _| wait(round));
-        self.flushes.complete(last);
+        let start = Gfn(gfn).align_down(level);
+        Flushes::done(start..start.add(level.pages()), number)
+    }
+
+    /// Takes `gfns` away and flushes, as an operation does in one step.
+    fn zap(&self, gfns: Range<u64>) {
+        let gfns = Gfn(gfns.start)..Gfn(gfns.end);
+        let debt = self.flushes.owe();
+        debt.covers(&gfns);
+        let me = self.readers.register().unwrap();
+        me.enter(&self.readers, 0);
+        let mut zapped = Zapped::nothing();
+        self.tree.zap(&mut Walk::unbroken(gfns), &mut zapped);
+        me.leave();
+        self.flushes.begin();
+        self.readers.synchronize(|round, _| wait(round));
+        drop(debt);
+        // SAFETY: everybody has passed since.
+        unsafe { self.tree.free(zapped.detached) };
+        self.readers.release(me);
     }
 
     fn with_path<R>(&self, with: impl FnOnce(&mut Path<'_>) -> R) -> (R, u64) {
@@ -252,15 +290,17 @@ fn neighbours_stay_mapped_while_a_range_is_split() {
 
 fn split_all<F: Format>(world: &World<F>) {
     let mut frames = FrameCache::default();
-    let mut path = Path::new(&mut frames);
-    let split = world.tree.split(
-        Gfn(0)..Gfn(4),
-        SplitWalk::SkipWithoutHuge,
-        |_, _| true,
-        &mut path,
-        || world.flush(),
-    );
-    assert!(split.is_ok());
+    let mut broken = room_for_broken::<F>().unwrap();
+    let mut walk = Walk::unbroken(Gfn(0)..Gfn(4));
+    while !walk.is_done() {
+        frames.fill(&*world.machine, 2).unwrap();
+        let mut path = Path::new(&mut frames);
+        let how = SplitWalk::SkipWithoutHuge;
+        (world.tree).split(&mut walk, how, |_, _| true, &mut path, &mut broken);
+        for (gfn, level) in broken.drain(..) {
+            world.mend(gfn.0, level);
+        }
+    }
     frames.release(&*world.machine);
 }
 
@@ -330,8 +370,10 @@ fn write_protection_stays(prepare: fn() -> Arc<World<Small<2>>>) {
         let walker = spawn(move || {
             other.tree.lookup(Gfn(1)).mark::<Small<2>>(true);
         });
-        let changed = world.tree.write_protect(Gfn(0)..Gfn(4), |_, _| true);
-        assert!(changed > 0);
+        let mut changed = [0; 3];
+        let mut walk = Walk::unbroken(Gfn(0)..Gfn(4));
+        (world.tree).write_protect(&mut walk, |_, _| true, &mut changed);
+        assert_ne!(changed, [0; 3]);
         walker.join().unwrap();
         for gfn in [0, 1] {
             let leaf = world.leaf(gfn);
@@ -357,7 +399,7 @@ fn write_protection_of_a_run_of_pages_stays_beside_a_mark() {
 
 #[test]
 fn no_dirty_mark_is_lost_by_ageing() {
-    no_mark_is_lost(|world| _ = world.tree.age(Gfn(0)..Gfn(4), true));
+    no_mark_is_lost(|world| _ = world.tree.age(&mut Walk::unbroken(Gfn(0)..Gfn(4)), true));
 }
 
 #[test]
@@ -390,14 +432,7 @@ fn a_zap_beside_a_fault_frees_only_what_nobody_reaches() {
             me.leave();
         },
         |world| {
-            let me = world.readers.register().unwrap();
-            me.enter(&world.readers, 0);
-            let mut zapped = Zapped::nothing();
-            world.tree.zap(Gfn(0)..Gfn(2), &mut zapped);
-            me.leave();
-            world.readers.synchronize(|round, _| wait(round));
-            // SAFETY: everybody has passed since.
-            unsafe { world.tree.free(zapped.detached) };
+            world.zap(0..2);
         },
         |world| {
             assert_eq!(world.find(1), Entry::Empty);
@@ -421,15 +456,8 @@ fn nothing_is_installed_behind_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> 
             me.leave();
         });
         stale.store(1, Relaxed);
-        let me = world.readers.register().unwrap();
-        me.enter(&world.readers, 0);
-        let mut zapped = Zapped::nothing();
         // Not all of the table: it is not taken out as a whole.
-        world.tree.zap(Gfn(0)..Gfn(1), &mut zapped);
-        me.leave();
-        world.readers.synchronize(|round, _| wait(round));
-        // SAFETY: everybody has passed since.
-        unsafe { world.tree.free(zapped.detached) };
+        world.zap(0..1);
         thread.join().unwrap();
         assert_eq!(world.find(0), Entry::Empty);
     });
@@ -539,19 +567,6 @@ fn meets_no_conflict(world: &World<SmallStage2<2>>) {
     me.leave();
 }
 
-/// Takes gfn 0 away, then flushes, as an operation does.
-fn zap_and_flush(world: &World<SmallStage2<2>>) {
-    let me = world.readers.register().unwrap();
-    me.enter(&world.readers, 0);
-    let mut zapped = Zapped::nothing();
-    world.tree.zap(Gfn(0)..Gfn(2), &mut zapped);
-    me.leave();
-    world.flush();
-    // SAFETY: everybody has passed since.
-    unsafe { world.tree.free(zapped.detached) };
-    world.readers.release(me);
-}
-
 /// Maps gfn 0 to another page, by a leaf of its own; flushes what it meets.
 fn map_another(world: &World<SmallStage2<2>>) {
     let other = Leaf {
@@ -559,27 +574,27 @@ fn map_another(world: &World<SmallStage2<2>>) {
         ..LEAF
     };
     let me = world.readers.register().unwrap();
+    let mut flushed = Flushed::default();
     loop {
         me.enter(&world.readers, 0);
-        let (mapped, _) = world.map(0, Level::PAGE, other);
+        let (mapped, _) = world.map_after(&flushed, 0, Level::PAGE, other);
         me.leave();
         match mapped {
-            Mapped::Unflushed => world.flush(),
+            Mapped::Unflushed(level) => flushed = world.flush(0, level),
             // The zap has not come yet.
-            Mapped::MustMend(gfn, level) => loop {
-                world.flush();
+            Mapped::MustMend(level) => loop {
+                let flushed = world.flush(0, level);
                 me.enter(&world.readers, 0);
-                let (mended, _) = world.with_path(|path| world.tree.mend(gfn, level, path));
+                let (mended, _) = world.with_path(|path| {
+                    path.flushed = flushed;
+                    world.tree.mend(Gfn(0), level, path)
+                });
                 me.leave();
                 if mended {
                     break;
                 }
             },
-            Mapped::Cleared(zapped) => {
-                world.flush();
-                // SAFETY: everybody has passed since.
-                unsafe { world.tree.free(zapped.detached) };
-            }
+            Mapped::InTheWay => world.zap(0..1),
             Mapped::Broken => loom::thread::yield_now(),
             Mapped::New | Mapped::Widened | Mapped::Spurious => break,
             Mapped::Stale => panic!("nobody has asked for that"),
@@ -593,7 +608,7 @@ fn nothing_conflicts(prepare: fn() -> Arc<World<SmallStage2<2>>>) {
         let world = prepare();
         let (zapping, mapping) = (world.clone(), world.clone());
         let threads = [
-            spawn(move || zap_and_flush(&zapping)),
+            spawn(move || zapping.zap(0..2)),
             spawn(move || map_another(&mapping)),
         ];
         meets_no_conflict(&world);
@@ -618,8 +633,8 @@ fn a_walker_meets_no_conflict_where_a_table_is_zapped_and_another_one_made() {
 }
 
 /// A TLB that always holds what it may: after a flush, what the tables say at that moment.
-fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) {
-    let (last, _) = world.flushes.account();
+fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) -> Flushed {
+    let number = world.flushes.begin();
     // It forgets and walks again at one moment.
     let mut cached = cached.lock(wait);
     *cached = match world.find(0) {
@@ -627,31 +642,72 @@ fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) {
         _ => 0,
     };
     drop(cached);
-    world.flushes.complete(last);
+    Flushes::done(Gfn(0)..Gfn(1), number)
 }
 
-/// A flush of somebody else may come at any moment of a zap: before its ticket is drawn, it is not that
-/// of the zap.
-#[test]
-fn a_flush_that_begins_before_a_zap_does_not_complete_it() {
-    model(4, || {
+/// Runs `other` beside a zap of gfn 0 with its flush of the TLB, and maps another page there then, knowing of
+/// the flush that `other` has done.
+fn maps_another_beside_a_zap(other: fn(&World<SmallStage2<2>>, &SpinLock<u64>) -> Flushed) {
+    model(4, move || {
         let world = World::<SmallStage2<2>>::new();
         world.fault(0, page(0));
         let cached = Arc::new(SpinLock::new(page(0).pfn.0));
         let (zapping, tlb) = (world.clone(), cached.clone());
         let thread = spawn(move || {
+            let debt = zapping.flushes.owe();
+            debt.covers(&(Gfn(0)..Gfn(1)));
             let mut zapped = Zapped::nothing();
-            zapping.tree.zap(Gfn(0)..Gfn(1), &mut zapped);
+            (zapping.tree).zap(&mut Walk::unbroken(Gfn(0)..Gfn(1)), &mut zapped);
             flush_a_tlb(&zapping, &tlb);
+            drop(debt);
         });
-        flush_a_tlb(&world, &cached);
+        let flushed = other(&world, &cached);
         let other = Leaf {
             pfn: Pfn(8),
             ..LEAF
         };
-        if let Mapped::New = world.map(0, Level::PAGE, other).0 {
+        if let Mapped::New = world.map_after(&flushed, 0, Level::PAGE, other).0 {
             assert_ne!(*cached.lock(wait), page(0).pfn.0, "a conflict");
         }
+        thread.join().unwrap();
+    });
+}
+
+/// A flush of somebody else may come at any moment of a zap: if it begins before the entry was taken away, it
+/// does not allow anything to be put there.
+#[test]
+fn a_flush_that_begins_before_a_zap_does_not_complete_it() {
+    maps_another_beside_a_zap(flush_a_tlb);
+}
+
+/// Who finds the entry taken away finds its debtor, too, until that has flushed.
+#[test]
+fn a_debtor_is_there_from_before_its_zap_until_after_its_flush() {
+    maps_another_beside_a_zap(|_, _| Flushed::default());
+}
+
+/// An operation that finds nothing to take away needs a flush if another one has taken it away and has not flushed
+/// it yet.
+#[test]
+fn who_comes_behind_a_zap_flushes_or_finds_it_flushed() {
+    model(4, || {
+        let world = World::<SmallStage2<2>>::new();
+        world.fault(0, page(0));
+        let cached = Arc::new(SpinLock::new(page(0).pfn.0));
+        let zap = |world: &World<SmallStage2<2>>, cached: &SpinLock<u64>| {
+            let debt = world.flushes.owe();
+            debt.covers(&(Gfn(0)..Gfn(1)));
+            let mut zapped = Zapped::nothing();
+            (world.tree).zap(&mut Walk::unbroken(Gfn(0)..Gfn(1)), &mut zapped);
+            if !zapped.is_empty() || debt.others_owe(Level::MEGA) {
+                flush_a_tlb(world, cached);
+            }
+            drop(debt);
+            assert_eq!(*cached.lock(wait), 0, "it is used after the zap");
+        };
+        let (other, tlb) = (world.clone(), cached.clone());
+        let thread = spawn(move || zap(&other, &tlb));
+        zap(&world, &cached);
         thread.join().unwrap();
     });
 }

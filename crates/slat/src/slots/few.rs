@@ -1,5 +1,8 @@
 //! A few slots, which are searched as quickly as a tree is, and changed sooner.
 
+use core::iter;
+use core::ops::Range;
+
 use super::Memslot;
 use super::node::{ByHva, Order};
 use crate::addr::Gfn;
@@ -46,6 +49,24 @@ impl Few {
     pub(super) fn last_not_behind(&self, gfn: Gfn) -> Option<&Memslot> {
         let rank = self.slots().partition_point(|slot| slot.base() <= gfn);
         self.slots().get(rank.wrapping_sub(1))
+    }
+
+    /// Those that have one of these `pages`, in the order of `O`.
+    pub(super) fn overlapping<O: Order>(
+        &self,
+        pages: &Range<u64>,
+    ) -> impl Iterator<Item = &Memslot> {
+        let (start, end) = (pages.start, pages.end);
+        let overlaps = move |slot: &&Memslot| start < O::end(slot) && O::page(slot) < end;
+        // Each is the lowest above the one before: they are few, and fewer lie in the range.
+        let mut above = None;
+        iter::from_fn(move || {
+            let left = |slot: &&Memslot| above.is_none_or(|above| above < O::key(slot));
+            let all = self.slots().iter().filter(overlaps).filter(left);
+            let next = all.min_by_key(|slot| O::key(slot))?;
+            above = Some(O::key(next));
+            Some(next)
+        })
     }
 
     /// Becomes like another one.

@@ -2,6 +2,7 @@
 
 use core::fmt;
 use core::ops::{Deref, Range};
+use core::ptr;
 
 use super::{Region, SlotFlags};
 use crate::addr::{Gfn, Hva, PAGE_SHIFT, gpa_range};
@@ -119,6 +120,11 @@ impl Memslot {
         self.uncounted_log().map(|log| unsafe { log.get() })
     }
 
+    /// Whether that is its log, or it has none if that is none.
+    pub(crate) fn logs_to(&self, log: Option<&DirtyLog>) -> bool {
+        self.log().map(ptr::from_ref) == log.map(ptr::from_ref)
+    }
+
     /// The log for somebody who will not stay inside.
     pub(crate) fn share_log(&self) -> Option<Shared<DirtyLog>> {
         // SAFETY: as in `log`.
@@ -137,11 +143,6 @@ impl Memslot {
     pub(crate) fn holds(&self, gfn: Gfn) -> bool {
         self.alive.used();
         gfn.0.wrapping_sub(self.base.0) < self.pages()
-    }
-
-    /// Backing address of the page at `gfn`, which lies in the slot.
-    pub(crate) fn hva(&self, gfn: Gfn) -> Hva {
-        self.backing.add_pages(gfn.0 - self.base.0)
     }
 
     /// The part of the slot that `range` stands behind, if its first page is backed by `backing`.

@@ -100,34 +100,25 @@ impl SlotSet {
         }
     }
 
-    /// Calls `visit` for every slot that has one of these `pages`, in the order of `tree`, or of gfns,
-    /// until it answers `false`. Whether all were visited.
-    fn overlapping<O: Order>(
-        &self,
-        tree: &Index<O>,
-        pages: &Range<u64>,
-        mut visit: impl FnMut(&Memslot) -> bool,
-    ) -> bool {
-        let overlaps = |slot: &&Memslot| pages.start < O::end(slot) && O::page(slot) < pages.end;
+    /// Calls `visit` for every slot that has one of these guest `pages`, in ascending order, until it answers
+    /// `false`.
+    fn overlapping(&self, pages: &Range<u64>, mut visit: impl FnMut(&Memslot) -> bool) {
         match self.few() {
-            Some(few) => few.slots().iter().filter(overlaps).all(visit),
+            Some(few) => _ = few.overlapping::<ByGfn>(pages).all(visit),
             // SAFETY: as in `last_not_behind`.
-            None => unsafe { tree.overlapping(pages, &mut visit) },
+            None => _ = unsafe { self.by_gfn.overlapping(pages, &mut visit) },
         }
     }
 
-    /// Calls `visit` for every slot with a page in `range`, in ascending order.
-    pub(crate) fn in_gfns(&self, range: &Range<Gfn>, mut visit: impl FnMut(&Memslot)) {
-        self.overlapping(&self.by_gfn, &(range.start.0..range.end.0), |slot| {
-            visit(slot);
-            true
-        });
+    /// Calls `visit` for every slot with a page in `range`, in ascending order, until it answers `false`.
+    pub(crate) fn in_gfns(&self, range: &Range<Gfn>, visit: impl FnMut(&Memslot) -> bool) {
+        self.overlapping(&(range.start.0..range.end.0), visit);
     }
 
     /// The id of the first slot other than `except` that has a page in `range`.
     fn overlap(&self, range: &Range<Gfn>, except: u32) -> Option<u32> {
         let mut first = None;
-        self.overlapping(&self.by_gfn, &(range.start.0..range.end.0), |slot| {
+        self.overlapping(&(range.start.0..range.end.0), |slot| {
             first = (slot.id() != except).then(|| slot.id());
             first.is_none()
         });
@@ -150,26 +141,64 @@ impl SlotSet {
     }
 
     /// Calls `visit` for every slot that `range` of the backing stands behind, with the frames it
-    /// stands behind, until it answers `false`. A slot that has both its backings there is visited
-    /// for each.
+    /// stands behind and its place, until it answers `false`: in the order of places, from `from` on. A slot that
+    /// has both its backings there is visited for each.
     pub(crate) fn backed_by(
         &self,
         range: &Range<Hva>,
-        mut visit: impl FnMut(&Memslot, Range<Gfn>) -> bool,
+        from: Place,
+        mut visit: impl FnMut(&Memslot, Range<Gfn>, Place) -> bool,
     ) {
         let pages = range.start.0 >> PAGE_SHIFT..range.end.0.div_ceil(1 << PAGE_SHIFT);
-        let more = self.overlapping(&self.by_hva, &pages, |slot| {
-            visit(slot, slot.gfns_backed_by(range, slot.backing()))
-        });
+        let mut visit_shared = |slot: &Memslot| {
+            let place = Place::shared(slot);
+            place < from || visit(slot, slot.gfns_backed_by(range, slot.backing()), place)
+        };
+        let more = match self.few() {
+            Some(few) => few.overlapping::<ByHva>(&pages).all(&mut visit_shared),
+            // SAFETY: as in `last_not_behind`.
+            None => unsafe { self.by_hva.overlapping(&pages, &mut visit_shared) },
+        };
         if !more {
             return;
         }
-        let mut visit_private = |slot: &Memslot| match slot.private() {
-            Some(private) => visit(slot, slot.gfns_backed_by(range, private)),
-            None => true,
+        let mut visit_private = |slot: &Memslot| {
+            let (place, private) = (Place::private(slot), slot.private());
+            place < from
+                || private
+                    .is_none_or(|private| visit(slot, slot.gfns_backed_by(range, private), place))
         };
         // SAFETY: as in `last_not_behind`.
         unsafe { self.by_private.overlapping(&pages, &mut visit_private) };
+    }
+}
+
+/// Where a backing of a slot stands among all backings: the shared ones first, each kind by address and id.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Place {
+    private: bool,
+    key: u64,
+}
+
+impl Place {
+    /// Of none; before all others.
+    pub(crate) const FIRST: Place = Place {
+        private: false,
+        key: 0,
+    };
+
+    fn shared(slot: &Memslot) -> Self {
+        Place {
+            private: false,
+            key: ByHva::key(slot),
+        }
+    }
+
+    fn private(slot: &Memslot) -> Self {
+        Place {
+            private: true,
+            key: ByPrivate::key(slot),
+        }
     }
 }
 

@@ -25,7 +25,7 @@ pub(crate) use const_fn;
 #[cfg(not(loom))]
 mod plain {
     pub use core::sync::atomic::{
-        AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, AtomicUsize,
+        AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, fence,
     };
 
     /// A relaxed store that may meet somebody's read-modify-write. Its own function because loom's
@@ -61,6 +61,8 @@ mod model {
     use alloc::boxed::Box;
     use core::ops::{Deref, DerefMut};
     use core::sync::atomic::Ordering::{self, *};
+
+    pub use loom::sync::atomic::fence;
 
     /// What it means, said so that loom puts it in one order with the others.
     pub fn overwrite(atomic: &AtomicU64, value: u64) {

@@ -3,43 +3,38 @@
 //! The argument is that of the module above, "Break-before-make". On formats that do without, an entry
 //! that was taken away is 0, and nothing here is left of the checks.
 
-use crate::sync::atomic::{AtomicU64, Ordering::*};
+use crate::sync::atomic::Ordering::*;
 use core::cell::Cell;
 
-use super::{ENTRIES, Table, TableGuard, Ticket, Tickets, Tree, Zapped};
+use super::{ENTRIES, Flushed, Table, TableGuard, TableMeta, Tree};
+use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Whether a valid entry may be put where `bits` are.
+    /// Whether a valid entry may be put where `bits` are, in the entry of `level` for `gfn`, by somebody who
+    /// has done the flush `own` himself.
     #[inline]
-    pub(super) fn may_install(&self, bits: u64) -> bool {
+    pub(super) fn may_install(&self, bits: u64, gfn: Gfn, level: Level, own: &Flushed) -> bool {
         // 0 is seen only without the lock: then an exchange for what was seen fails.
-        F::cleared_by(bits).is_none_or(|flush| self.flushes.is_complete(Ticket(flush)))
-    }
-
-    /// Takes `entry` of a table away whose lock is held; needs the flush that it adds to the answer.
-    pub(super) fn clear(&self, entry: &AtomicU64) -> Zapped {
-        let mut zapped = Zapped::nothing();
-        entry.store(F::cleared(0), Release);
-        // Drawn after the change.
-        let ticket = self.flushes.need();
-        if F::BREAK_BEFORE_MAKE {
-            entry.store(F::cleared(ticket.0), Relaxed);
-        }
-        zapped.tickets.add(ticket);
-        zapped
+        F::cleared_by(bits).is_none_or(|number| {
+            let start = gfn.align_down(level);
+            let gfns = start..start.add(level.pages());
+            !self.flushes.is_due(&gfns, number, own)
+        })
     }
 
     /// Call after a leaf in `table`, whose lock is held, was broken.
-    pub(super) fn broke(&self, table: &super::TableMeta) {
-        table.broken.store(self.flushes.need().0, Relaxed);
+    pub(super) fn broke(&self, table: &TableMeta) {
+        table.broken.store(self.flushes.next(), Relaxed);
     }
 
-    /// Whether the leaves that were broken in a table, whose lock is held, may be mended.
-    pub(super) fn may_mend(&self, table: &super::TableMeta) -> bool {
-        let ticket = Ticket(table.broken.load(Relaxed));
-        !F::BREAK_BEFORE_MAKE || self.flushes.is_complete(ticket)
+    /// Whether the leaf of `level` at `gfn`, broken in a table whose lock is held, may be mended by somebody who
+    /// has done the flush `own` since he found it broken.
+    pub(super) fn may_mend(table: &TableMeta, gfn: Gfn, level: Level, own: &Flushed) -> bool {
+        let start = gfn.align_down(level);
+        let gfns = start..start.add(level.pages());
+        !F::BREAK_BEFORE_MAKE || own.covers(&gfns, table.broken.load(Relaxed))
     }
 }
 
@@ -63,18 +58,13 @@ pub(super) struct Section<'w, P: Platform, F: Format> {
     tree: &'w Tree<P, F>,
     table: Table<'w, P>,
     pub(super) cleared: Cleared,
-    drawn: &'w Cell<Tickets>,
     _guard: TableGuard<'w>,
 }
 
 impl<'w, P: Platform, F: Format> Section<'w, P, F> {
-    /// Takes the lock of `table`. The ticket is added to `drawn`.
+    /// Takes the lock of `table`.
     #[inline]
-    pub(super) fn new(
-        tree: &'w Tree<P, F>,
-        table: &Table<'w, P>,
-        drawn: &'w Cell<Tickets>,
-    ) -> Self {
+    pub(super) fn new(tree: &'w Tree<P, F>, table: &Table<'w, P>) -> Self {
         Section {
             tree,
             table: Table { ..*table },
@@ -82,7 +72,6 @@ impl<'w, P: Platform, F: Format> Section<'w, P, F> {
                 first: Cell::new(ENTRIES),
                 end: Cell::new(0),
             },
-            drawn,
             _guard: table.lock(),
         }
     }
@@ -95,14 +84,11 @@ impl<P: Platform, F: Format> Drop for Section<'_, P, F> {
         if !F::BREAK_BEFORE_MAKE || first >= end {
             return;
         }
-        let ticket = self.tree.flushes.need();
+        let number = self.tree.flushes.next();
         for entry in &self.table.entries()[first..end] {
             if entry.load(Relaxed) == F::cleared(0) {
-                entry.store(F::cleared(ticket.0), Relaxed);
+                entry.store(F::cleared(number), Relaxed);
             }
         }
-        let mut drawn = self.drawn.get();
-        drawn.add(ticket);
-        self.drawn.set(drawn);
     }
 }

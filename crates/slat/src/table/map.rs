@@ -4,7 +4,7 @@ use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::marker::PhantomData;
 use core::ops::Range;
 
-use super::{ENTRIES, FrameCache, Path, Table, Tree, Zapped};
+use super::{ENTRIES, FrameCache, Path, Table, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
@@ -18,26 +18,26 @@ pub(crate) enum Mapped {
     Widened,
     /// A leaf that allows as much stood there already: somebody was faster.
     Spurious,
-    /// Something else stood there: a leaf for another page, or a table of smaller leaves. It is
-    /// taken away, nothing stands there now. After the flush the fault begins again.
-    Cleared(Zapped),
-    /// A huge leaf was in the way on a walker that asks for break-before-make. It is broken; after a
-    /// flush [`Tree::mend`] puts its pieces in its place, and the fault begins again.
-    MustMend(Gfn, Level),
+    /// Something else stands there: a leaf for another page, or a table of smaller leaves. Once it is zapped,
+    /// by an operation that notes what its leaves know, the fault begins again.
+    InTheWay,
+    /// A huge leaf of this level was in the way on a walker that asks for break-before-make. It is broken; after
+    /// a flush [`Tree::mend`] puts its pieces in its place, and the fault begins again.
+    MustMend(Level),
     /// Somebody else has broken a leaf in the way and not mended it yet.
     Broken,
-    /// What was there before was taken away and not flushed yet, on a walker that asks for
-    /// break-before-make. After a flush the fault begins again.
-    Unflushed,
+    /// What was there before, in an entry of this level, was taken away and not flushed yet, on a walker
+    /// that asks for break-before-make. After a flush of that entry the fault begins again.
+    Unflushed(Level),
     /// What the caller knew does not hold any more. Nothing was installed.
     Stale,
 }
 
 /// Why there is no way to a table.
 enum NoPath {
-    MustMend(Gfn, Level),
+    MustMend(Level),
     Broken,
-    Unflushed,
+    Unflushed(Level),
     /// A larger leaf is in the way and was left alone.
     Leaf,
 }
@@ -67,8 +67,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     ) -> Mapped {
         let table = match self.table_for(gfn, level, OnLeaf::Split, path) {
             Ok(table) => table,
-            Err(NoPath::MustMend(gfn, level)) => return Mapped::MustMend(gfn, level),
-            Err(NoPath::Unflushed) => return Mapped::Unflushed,
+            Err(NoPath::MustMend(level)) => return Mapped::MustMend(level),
+            Err(NoPath::Unflushed(level)) => return Mapped::Unflushed(level),
             Err(NoPath::Broken | NoPath::Leaf) => return Mapped::Broken,
         };
         let entry = table.entry(level.index(gfn));
@@ -79,8 +79,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let bits = entry.load(Relaxed);
         let mapped = match F::decode(bits, level) {
             Entry::Empty | Entry::Mmio { .. } => {
-                if !self.may_install(bits) {
-                    return Mapped::Unflushed;
+                if !self.may_install(bits, gfn, level, &path.flushed) {
+                    return Mapped::Unflushed(level);
                 }
                 entry.store(F::leaf(leaf, level), Release);
                 guard.count_leaves(1);
@@ -100,17 +100,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                     Mapped::Widened
                 }
             }
-            Entry::Leaf(_) => {
-                let mut zapped = self.clear(entry);
-                guard.count_leaves(-1);
-                zapped.leaves[level.0 as usize - 1] = 1;
-                return Mapped::Cleared(zapped);
-            }
-            Entry::Table(lower) => {
-                let mut zapped = self.clear(entry);
-                zapped.detached.push(&self.table(lower), level.below());
-                return Mapped::Cleared(zapped);
-            }
+            Entry::Leaf(_) | Entry::Table(_) => return Mapped::InTheWay,
             Entry::Broken(_) => return Mapped::Broken,
         };
         done();
@@ -153,10 +143,12 @@ impl<P: Platform, F: Format> Tree<P, F> {
         if !valid() {
             return None;
         }
+        let own = &path.flushed;
+        let free = |bits, gfn| self.may_install(bits, gfn, Level::PAGE, own);
         let mut installed = 0;
         for (i, entry) in entries.iter().enumerate() {
             let bits = entry.load(Relaxed);
-            if F::is_absent(bits) && self.may_install(bits) {
+            if F::is_absent(bits) && free(bits, gfn.add(i as u64)) {
                 // A leaf refers to no memory of ours that a walker would have to see first.
                 entry.store(run.bits(i), Relaxed);
                 installed += 1;
@@ -195,7 +187,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let entry = above.entry(Level::MEGA.index(gfn));
         let guard = above.lock();
         let bits = entry.load(Relaxed);
-        let free = F::is_absent(bits) && self.may_install(bits);
+        let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::MEGA, &path.flushed);
         let valid = valid();
         if free && valid {
             entry.store(F::table(frame), Release);
@@ -218,7 +210,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let _guard = table.lock();
         let bits = entry.load(Relaxed);
         // An MMIO entry does not name a flush: it must not take the place of one that still does.
-        let free = F::is_absent(bits) && self.may_install(bits);
+        let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::PAGE, &path.flushed);
         if free {
             entry.store(F::mmio(generation), Release);
         }
@@ -241,7 +233,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 
     /// The second half of break-before-make: puts the pieces of the broken leaf of `level` at `gfn`
-    /// in its place. The walkers were flushed since it was broken. If the leaf has been zapped
+    /// in its place. The caller has flushed it since it was broken, as the path says. If the leaf has been zapped
     /// meanwhile, nothing happens. `false`: a leaf in the same table was broken since, and may be this one:
     /// another flush is needed before the next try.
     #[must_use]
@@ -287,7 +279,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
                         self.break_leaf(&table, at, gfn)?;
                         bits = table.entry(at.index(gfn)).load(Acquire);
                     }
-                    _ if !self.may_install(bits) => return Err(NoPath::Unflushed),
+                    _ if !self.may_install(bits, gfn, at, &path.flushed) => {
+                        return Err(NoPath::Unflushed(at));
+                    }
                     _ => {
                         bits = self.put_table(&table, at, gfn, path, |now| match now {
                             Entry::Broken(_) => false,
@@ -313,7 +307,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         match broken {
             Ok(_) => {
                 self.broke(guard.meta);
-                Err(NoPath::MustMend(gfn.align_down(level), level))
+                Err(NoPath::MustMend(level))
             }
             Err(_) => Ok(()),
         }
@@ -338,7 +332,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let mut bits = entry.load(Acquire);
         loop {
             let now = F::decode(bits, level);
-            if matches!(now, Entry::Table(_)) || !wanted(now) || !self.may_install(bits) {
+            let may_install = self.may_install(bits, gfn, level, &path.flushed);
+            if matches!(now, Entry::Table(_)) || !wanted(now) || !may_install {
                 path.frames.give_back(frame);
                 return bits;
             }
@@ -348,7 +343,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
             self.table(frame).meta().nx_split.store(nx_split, Relaxed);
             let new = F::table(frame);
             let guard = table.lock();
-            if matches!(now, Entry::Broken(_)) && !self.may_mend(guard.meta) {
+            let is_broken = matches!(now, Entry::Broken(_));
+            if is_broken && !Self::may_mend(guard.meta, gfn, level, &path.flushed) {
                 bits = entry.load(Relaxed);
                 drop(guard);
                 path.frames.give_back(frame);

@@ -76,10 +76,10 @@ use crate::heap::Shared;
 use crate::platform::{Platform, WaitFor};
 use crate::sync::spin::RawSpinLock;
 
-pub(crate) use flushes::{Flushes, Ticket, Tickets};
+pub(crate) use flushes::{Debt, Flushed, Flushes};
 pub(crate) use map::Mapped;
-pub(crate) use ops::{SplitWalk, Zapped};
-pub(crate) use walk::{Next, Show};
+pub(crate) use ops::{SplitWalk, Zapped, room_for_broken};
+pub(crate) use walk::{At, Next, Show, Walk};
 
 /// Entries in one table.
 pub const ENTRIES: usize = 1 << Level::INDEX_BITS;
@@ -105,8 +105,8 @@ pub struct TableMeta {
     /// Leaves in the table, so that it can be freed, or passed over, without a look at its entries.
     /// Written under the table's lock, or before publication.
     leaves: AtomicU16,
-    /// Number of the flush after which leaves that were broken in the table may be mended; 0: none was.
-    /// As `leaves`.
+    /// The number that the flush must have after which leaves that were broken in the table may be mended; 0:
+    /// none was. As `leaves`.
     broken: AtomicU64,
     /// While detached: the next frame of the list, or [`Detached::END`].
     next: AtomicU64,
@@ -186,6 +186,10 @@ impl FrameCache {
         self.keep(platform, 0);
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     pub(crate) fn serves_a_fault(&self) -> bool {
         self.0.len() >= Self::FAULT
     }
@@ -215,6 +219,8 @@ impl core::error::Error for OutOfMemory {}
 pub(crate) struct Path<'a> {
     /// Full when the way begins.
     pub(crate) frames: &'a mut FrameCache,
+    /// The last flush that whoever goes this way has done himself.
+    pub(crate) flushed: Flushed,
     /// The leaf is small because of the policy `nx_huge_pages`: a level 1 table made for it is one
     /// that recovery may take away again.
     pub(crate) nx_split: bool,
@@ -228,6 +234,7 @@ impl<'a> Path<'a> {
     pub(crate) fn new(frames: &'a mut FrameCache) -> Self {
         Path {
             frames,
+            flushed: Flushed::default(),
             nx_split: false,
             splits: LeafCounts::default(),
             nx_splits: 0,

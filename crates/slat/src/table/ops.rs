@@ -2,13 +2,12 @@
 
 use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
 use core::marker::PhantomData;
-use core::ops::Range;
 
 use alloc::vec::Vec;
 
 use super::walk::{At, RUN, Visit};
 use super::{
-    Detached, FrameCache, Freed, LeafCounts, Next, OutOfMemory, Path, Show, Table, Tickets, Tree,
+    Detached, FrameCache, Freed, LeafCounts, Next, OutOfMemory, Path, Show, Table, Tree, Walk,
 };
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
@@ -21,8 +20,6 @@ pub(crate) struct Zapped {
     pub(crate) leaves: LeafCounts,
     /// Tables that lay in the range as a whole.
     pub(crate) detached: Detached,
-    /// Drawn for some of it, or for all.
-    pub(crate) tickets: Tickets,
 }
 
 impl Zapped {
@@ -30,7 +27,6 @@ impl Zapped {
         Zapped {
             leaves: [0; 3],
             detached: Detached::none(),
-            tickets: Tickets::NONE,
         }
     }
 
@@ -58,18 +54,18 @@ impl core::ops::AddAssign for Freed {
 }
 
 /// See [`Tree::write_protect`].
-struct WriteProtect<F, W> {
+struct WriteProtect<'c, F, W> {
     wanted: W,
-    changed: u64,
+    changed: &'c mut LeafCounts,
     format: PhantomData<F>,
 }
 
-impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<F, W> {
+impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<'_, F, W> {
     #[inline]
     fn visit(&mut self, at: &At<'_>) -> Next {
         if F::is_writable(at.bits) && (self.wanted)(at.gfn, at.level) {
             at.put(F::write_protect(at.bits));
-            self.changed += 1;
+            self.changed[at.level.0 as usize - 1] += 1;
         }
         Next::Pass
     }
@@ -89,7 +85,7 @@ impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<F, W> {
         for (entry, bits) in entries.iter().zip(bits) {
             overwrite(entry, F::write_protect(bits));
         }
-        self.changed += RUN as u64;
+        self.changed[0] += RUN as u64;
         true
     }
 }
@@ -115,15 +111,17 @@ impl SplitWalk {
     }
 }
 
+/// Each goes on with a walk ([`Tree::walk`]) as far as it may.
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Takes every translation of `range` away, adding to `zapped`. A huge leaf that reaches out of
+    /// Takes every translation of the range away, adding to `zapped`. A huge leaf that reaches out of
     /// the range goes as a whole: its other pages fault back in.
-    pub(crate) fn zap(&self, range: Range<Gfn>, zapped: &mut Zapped) {
+    pub(crate) fn zap(&self, walk: &mut Walk, zapped: &mut Zapped) {
         let show = Show {
             tables: true,
             ..Show::default()
         };
-        let walked = self.walk(range.clone(), show, &mut |at| match at.decode::<F>() {
+        let range = walk.range();
+        self.walk(walk, show, &mut |at: &At<'_>| match at.decode::<F>() {
             Entry::Table(lower) if at.is_inside(&range) => {
                 at.clear::<F>();
                 zapped.detached.push(&self.table(lower), at.level.below());
@@ -136,7 +134,6 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
             _ => Next::Descend,
         });
-        zapped.tickets.append(walked.tickets);
     }
 
     /// The same where leaves' dirty bits are somebody's log: calls `dirty`, under the lock of its
@@ -144,11 +141,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// could still set a bit there.
     pub(crate) fn zap_noting(
         &self,
-        range: Range<Gfn>,
+        walk: &mut Walk,
         zapped: &mut Zapped,
         mut dirty: impl FnMut(Gfn, Level),
     ) {
-        let walked = self.walk(range, Show::default(), &mut |at| {
+        self.walk(walk, Show::default(), &mut |at: &At<'_>| {
             let bits = at.take::<F>();
             if F::clear_dirty(bits) != bits {
                 dirty(at.gfn, at.level);
@@ -156,44 +153,65 @@ impl<P: Platform, F: Format> Tree<P, F> {
             zapped.leaves[at.level.0 as usize - 1] += 1;
             Next::Pass
         });
-        zapped.tickets.append(walked.tickets);
     }
 
-    /// Takes away tables of `range` for which `wanted(gfn, level, frame of the table)` says so; the
+    /// Shows `visit` the tables in whose place a leaf could stand, each with its place and its frame, as long
+    /// as it says so; the walk goes on with the one for which it did not.
+    pub(crate) fn visit_tables(
+        &self,
+        walk: &mut Walk,
+        mut visit: impl FnMut(Gfn, Level, Pfn) -> bool,
+    ) {
+        let range = walk.range();
+        self.walk(
+            walk,
+            Show::TABLES,
+            &mut |at: &At<'_>| match at.decode::<F>() {
+                Entry::Table(lower) if at.level <= F::MAX_LEAF && at.is_inside(&range) => {
+                    match visit(at.gfn, at.level, lower) {
+                        true => Next::Descend,
+                        false => Next::Stop,
+                    }
+                }
+                _ => Next::Descend,
+            },
+        );
+    }
+
+    /// Takes away tables of the range for which `wanted(gfn, level, frame of the table)` says so; the
     /// next fault puts a huge leaf, or what then fits, in their place.
     pub(crate) fn zap_tables(
         &self,
-        range: Range<Gfn>,
+        walk: &mut Walk,
         zapped: &mut Zapped,
         mut wanted: impl FnMut(Gfn, Level, Pfn) -> bool,
     ) {
-        let show = Show {
-            tables: true,
-            skip_last_level: true,
-            ..Show::default()
-        };
-        let walked = self.walk(range.clone(), show, &mut |at| match at.decode::<F>() {
-            Entry::Table(lower)
-                if at.level <= F::MAX_LEAF
-                    && at.is_inside(&range)
-                    && wanted(at.gfn, at.level, lower) =>
-            {
-                at.clear::<F>();
-                zapped.detached.push(&self.table(lower), at.level.below());
-                Next::Pass
-            }
-            _ => Next::Descend,
-        });
-        zapped.tickets.append(walked.tickets);
+        let range = walk.range();
+        self.walk(
+            walk,
+            Show::TABLES,
+            &mut |at: &At<'_>| match at.decode::<F>() {
+                Entry::Table(lower)
+                    if at.level <= F::MAX_LEAF
+                        && at.is_inside(&range)
+                        && wanted(at.gfn, at.level, lower) =>
+                {
+                    at.clear::<F>();
+                    zapped.detached.push(&self.table(lower), at.level.below());
+                    Next::Pass
+                }
+                _ => Next::Descend,
+            },
+        );
     }
 
     /// Removes all MMIO entries, which no TLB holds: nothing is owed for them.
-    pub(crate) fn zap_mmio(&self) {
+    pub(crate) fn zap_mmio(&self, walk: &mut Walk) {
         let show = Show {
             mmio: true,
             ..Show::default()
         };
-        self.walk(Gfn(0)..Gfn(Self::capacity()), show, &mut |at| {
+        self.walk(walk, show, &mut |at: &At<'_>| {
             if let Entry::Mmio { .. } = at.decode::<F>() {
                 at.put(0);
             }
@@ -206,8 +224,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         self.table(frame).meta().nx_split.load(Relaxed)
     }
 
-    /// Takes the right to write from every leaf of `range` for which `wanted` says so, remembering
-    /// it in `may_write`; returns how many were changed. A flush is owed if any was.
+    /// Takes the right to write from every leaf of the range for which `wanted` says so, remembering
+    /// it in `may_write`; adds those to `changed`. A flush is owed if there are any.
     ///
     /// A huge leaf is protected as a whole if a page of it is in the range: splitting is the
     /// business of the write fault, or of an eager split.
@@ -217,44 +235,43 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// where the log goes by write protection.
     pub(crate) fn write_protect(
         &self,
-        range: Range<Gfn>,
+        walk: &mut Walk,
         wanted: impl FnMut(Gfn, Level) -> bool,
-    ) -> u64 {
+        changed: &mut LeafCounts,
+    ) {
         let mut protect = WriteProtect::<F, _> {
             wanted,
-            changed: 0,
+            changed,
             format: PhantomData,
         };
-        self.walk_with(range, Show::default(), &mut protect);
-        protect.changed
+        self.walk(walk, Show::default(), &mut protect);
     }
 
-    /// Clears the dirty bit of every leaf of `range` that has it and for which `wanted` says so, and
-    /// calls `dirty` for each. Returns how many there were. A flush is owed if any was.
+    /// Clears the dirty bit of every leaf of the range that has it and for which `wanted` says so, calls
+    /// `dirty` for each, and adds those to `changed`. A flush is owed if there are any.
     pub(crate) fn clear_dirty(
         &self,
-        range: Range<Gfn>,
+        walk: &mut Walk,
         mut wanted: impl FnMut(Gfn, Level) -> bool,
         mut dirty: impl FnMut(Gfn, Level),
-    ) -> u64 {
-        let mut changed = 0;
-        self.walk(range, Show::default(), &mut |at| {
+        changed: &mut LeafCounts,
+    ) {
+        self.walk(walk, Show::default(), &mut |at: &At<'_>| {
             if F::clear_dirty(at.bits) != at.bits && wanted(at.gfn, at.level) {
                 at.update::<F>(F::clear_dirty);
                 dirty(at.gfn, at.level);
-                changed += 1;
+                changed[at.level.0 as usize - 1] += 1;
             }
             Next::Pass
         });
-        changed
     }
 
-    /// Counts the leaves of `range` that were used since their accessed bit was last cleared, and
+    /// Counts the leaves of the range that were used since their accessed bit was last cleared, and
     /// clears it if `clear`. No flush is owed: an accessed bit that a TLB holds back only makes a
     /// page look older than it is.
-    pub(crate) fn age(&self, range: Range<Gfn>, clear: bool) -> u64 {
+    pub(crate) fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
         let mut young = 0;
-        self.walk(range, Show::default(), &mut |at| {
+        self.walk(walk, Show::default(), &mut |at: &At<'_>| {
             if F::clear_accessed(at.bits) != at.bits {
                 young += 1;
                 if clear {
@@ -266,86 +283,66 @@ impl<P: Platform, F: Format> Tree<P, F> {
         young
     }
 
-    /// Splits every huge leaf of `range` for which `wanted` says so, and the pieces it says it of, down
+    /// Splits the huge leaves of the range for which `wanted` says so, and the pieces it says it of, down
     /// to 4 KiB at most, in place: each page stays mapped throughout, to the same frame with the same
-    /// rights, so no walker faults and nothing needs a flush. On a
-    /// walker that asks for break-before-make, leaves are broken by the batch, `flush` is called
-    /// once for each batch, and then they are mended.
+    /// rights, so no walker faults and nothing needs a flush. It stops where the path has no frame left.
     ///
-    /// `flush` is called with no lock held; it ends the caller's reader section and begins another.
-    /// It is called also from time to time on a long range, so that nobody waits long for this walk
-    /// to pass a quiescent point. Returns how many entries were looked at.
-    ///
-    /// On failure what was split stays split, and the call can be repeated.
+    /// On a walker that asks for break-before-make it breaks them only, as many as the path has frames for, and
+    /// adds them to `broken`, which has room for so many. Then the caller flushes, and mends each ([`Tree::mend`]).
     pub(crate) fn split(
         &self,
-        range: Range<Gfn>,
-        walk: SplitWalk,
+        walk: &mut Walk,
+        how: SplitWalk,
         wanted: impl Fn(Gfn, Level) -> bool,
         path: &mut Path<'_>,
-        mut flush: impl FnMut(),
-    ) -> Result<u64, OutOfMemory> {
-        let mut broken: Vec<(Gfn, Level)> = Vec::new();
-        if F::BREAK_BEFORE_MAKE {
-            broken
-                .try_reserve_exact(FrameCache::BATCH)
-                .map_err(|_| OutOfMemory)?;
-        }
-        let mut entries = 0;
-        let mut rest = range;
-        loop {
-            // Nothing is allocated under a lock: the walk stops where the frames run out. With less
-            // than a batch it goes as far as it can.
-            let filled = path.frames.fill(&*self.platform, FrameCache::BATCH);
-            if path.frames.0.is_empty() {
-                filled?;
+        broken: &mut Vec<(Gfn, Level)>,
+    ) {
+        self.walk(walk, how.show(), &mut |at: &At<'_>| {
+            let mut bits = at.bits;
+            let Entry::Leaf(_) = F::decode(bits, at.level) else {
+                return Next::Descend;
+            };
+            if at.level == Level::PAGE || !wanted(at.gfn, at.level) {
+                return Next::Pass;
             }
-            let mut stopped_at = None;
-            let walked = self.walk(rest.clone(), walk.show(), &mut |at| {
-                let mut bits = at.bits;
-                let Entry::Leaf(_) = F::decode(bits, at.level) else {
-                    return Next::Descend;
-                };
-                if at.level == Level::PAGE || !wanted(at.gfn, at.level) {
-                    return Next::Pass;
-                }
-                if broken.len() == path.frames.0.len() {
-                    stopped_at = Some(at.gfn);
-                    return Next::Stop;
-                }
-                if F::BREAK_BEFORE_MAKE {
-                    at.update::<F>(F::broken);
-                    self.broke(at.meta);
-                    broken.push((at.gfn, at.level));
-                    return Next::Pass;
-                }
-                let frame = path.frames.take();
-                loop {
-                    // SAFETY: the frame is this path's, and not published before the exchange.
-                    unsafe { self.fill_below(frame, at.level, bits) };
-                    match at.put_table::<F>(bits, F::table(frame)) {
-                        Ok(()) => break,
-                        Err(now) => bits = now,
-                    }
-                }
-                path.splits[at.level.0 as usize - 1] += 1;
-                Next::Descend
-            });
-            entries += walked.entries;
-            if stopped_at.is_some() || !broken.is_empty() {
-                flush();
+            if broken.len() == path.frames.0.len() {
+                return Next::Stop;
             }
-            // What comes out of a broken leaf of 1 GiB is walked again.
-            let first_broken = broken.first().map(|(gfn, _)| *gfn);
-            for (gfn, level) in broken.drain(..) {
-                while !self.mend(gfn, level, path) {
-                    flush();
+            if F::BREAK_BEFORE_MAKE {
+                at.update::<F>(F::broken);
+                self.broke(at.meta);
+                broken.push((at.gfn, at.level));
+                return Next::Pass;
+            }
+            let frame = path.frames.take();
+            loop {
+                // SAFETY: the frame is this path's, and not published before the exchange.
+                unsafe { self.fill_below(frame, at.level, bits) };
+                match at.put_table::<F>(bits, F::table(frame)) {
+                    Ok(()) => break,
+                    Err(now) => bits = now,
                 }
             }
-            match first_broken.or(stopped_at) {
-                Some(gfn) => rest.start = rest.start.max(gfn),
-                None => return Ok(entries),
-            }
+            path.splits[at.level.0 as usize - 1] += 1;
+            Next::Descend
+        });
+        // What comes out of a broken leaf of 1 GiB can be split further.
+        let enters = |(_, level): &&(Gfn, Level)| *level > Level::MEGA || how == SplitWalk::Full;
+        if let Some((gfn, _)) = broken.iter().find(enters) {
+            walk.go_to(*gfn);
         }
     }
+}
+
+/// Room for leaves that a [`Tree::split`] breaks: for as many as a path has frames, where the format asks for it.
+///
+/// # Errors
+/// [`OutOfMemory`].
+pub(crate) fn room_for_broken<F: Format>() -> Result<Vec<(Gfn, Level)>, OutOfMemory> {
+    let mut leaves = Vec::new();
+    if F::BREAK_BEFORE_MAKE {
+        let room = leaves.try_reserve_exact(FrameCache::BATCH);
+        room.map_err(|_| OutOfMemory)?;
+    }
+    Ok(leaves)
 }

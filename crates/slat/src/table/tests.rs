@@ -11,7 +11,7 @@ use core::ptr::NonNull;
 
 use super::*;
 use crate::format::{Ept, Leaf, Npt, Stage2, Sv48x4};
-use crate::platform::{HostPage, HostRun, MemoryType, ResolveError, VmId};
+use crate::platform::{HostPage, HostRun, MemoryType, ResolveError, Stale, VmId};
 use crate::{Access, Hva};
 
 /// Frames from the heap; no host memory at all.
@@ -88,7 +88,7 @@ unsafe impl Platform for Heap {
 
     fn resolve_resident(&self, _: Range<Hva>, _: &mut dyn FnMut(HostRun)) {}
 
-    fn flush(&self, _: VmId, _: Range<Gfn>) {}
+    fn flush(&self, _: VmId, _: Range<Gfn>, _: Stale) {}
 
     fn wait(&self, _: u32, _: WaitFor) {
         thread::yield_now();
@@ -102,9 +102,32 @@ fn tree<F: Format>() -> Tree<Heap, F> {
     Tree::new(Arc::new(Heap::default()), flushes).unwrap()
 }
 
-/// Nobody walks these tables: a flush is complete at once.
-fn flush<F: Format>(tree: Mapping<'_, F>) {
-    tree.flushes.complete(tree.flushes.account().0);
+/// Nobody walks these tables: a flush of the region of `level` around `gfn` ends at once.
+fn flush<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level) -> Flushed {
+    let start = Gfn(gfn).align_down(level);
+    Flushes::done(start..start.add(level.pages()), tree.flushes.begin())
+}
+
+/// Splits the huge leaves of `range`.
+fn split<F: Format>(tree: Mapping<'_, F>, range: Range<u64>, how: SplitWalk) -> LeafCounts {
+    let mut frames = FrameCache::default();
+    let mut splits = LeafCounts::default();
+    let mut broken = room_for_broken::<F>().unwrap();
+    let mut walk = Walk::unbroken(Gfn(range.start)..Gfn(range.end));
+    while !walk.is_done() {
+        frames.fill(&*tree.platform, 3).unwrap();
+        let mut path = Path::new(&mut frames);
+        tree.split(&mut walk, how, |_, _| true, &mut path, &mut broken);
+        while let Some((gfn, level)) = broken.pop() {
+            path.flushed = flush(tree, gfn.0, level);
+            assert!(tree.mend(gfn, level, &mut path));
+        }
+        for (sum, splits) in splits.iter_mut().zip(path.splits) {
+            *sum += splits;
+        }
+    }
+    frames.release(&*tree.platform);
+    splits
 }
 
 const LEAF: Leaf = Leaf {
@@ -125,16 +148,18 @@ fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> M
         pfn: leaf.pfn.add(gfn),
         ..leaf
     };
+    let mut flushed = Flushed::default();
     let mapped = loop {
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
+        path.flushed = flushed.clone();
         match tree.map(Gfn(gfn), level, leaf, &mut path, || true, || {}) {
-            Mapped::MustMend(gfn, level) => {
-                while !tree.mend(gfn, level, &mut path) {
-                    flush(tree);
+            Mapped::MustMend(level) => {
+                while !tree.mend(Gfn(gfn), level, &mut path) {
+                    path.flushed = flush(tree, gfn, level);
                 }
             }
-            Mapped::Unflushed => flush(tree),
+            Mapped::Unflushed(level) => flushed = flush(tree, gfn, level),
             Mapped::Broken => thread::yield_now(),
             mapped => break mapped,
         }
@@ -153,8 +178,20 @@ fn pfn<F: Format>(tree: Mapping<'_, F>, gfn: u64) -> Option<u64> {
 
 fn zap<F: Format>(tree: Mapping<'_, F>, gfns: Range<u64>) -> Zapped {
     let mut zapped = Zapped::nothing();
-    tree.zap(Gfn(gfns.start)..Gfn(gfns.end), &mut zapped);
+    let mut walk = Walk::unbroken(Gfn(gfns.start)..Gfn(gfns.end));
+    tree.zap(&mut walk, &mut zapped);
     zapped
+}
+
+fn write_protect<F: Format>(
+    tree: Mapping<'_, F>,
+    gfns: Range<u64>,
+    wanted: impl Fn(Gfn) -> bool,
+) -> LeafCounts {
+    let mut changed = LeafCounts::default();
+    let mut walk = Walk::unbroken(Gfn(gfns.start)..Gfn(gfns.end));
+    tree.write_protect(&mut walk, |gfn, _| wanted(gfn), &mut changed);
+    changed
 }
 
 fn free<F: Format>(tree: Mapping<'_, F>, zapped: Zapped) -> LeafCounts {
@@ -188,7 +225,9 @@ for_formats! {
     what_does_not_hold_is_not_installed
     a_detached_table_stays_until_it_is_freed
     a_zap_takes_whole_leaves_and_whole_tables
-    another_page_in_the_way_is_cleared_first
+    another_page_in_the_way_is_zapped_first
+    what_was_taken_away_is_replaced_after_a_flush
+    a_walk_goes_on_where_it_stopped
     protection_remembers_what_it_took
 }
 
@@ -220,19 +259,13 @@ mod behaviour {
         for base in [0, 512, 1024, 1536] {
             let _ = map(&tree, base, Level::MEGA, LEAF);
         }
-        let mut frames = FrameCache::default();
-        let mut path = Path::new(&mut frames);
-        let range = Gfn(512)..Gfn(1536);
-        for walk in [
+        let splits = [
             SplitWalk::SkipWithoutHuge,
             SplitWalk::Full,
             SplitWalk::SkipLastLevel,
-        ] {
-            tree.split(range.clone(), walk, |_, _| true, &mut path, || flush(&tree))
-                .unwrap();
-        }
-        assert_eq!(path.splits, [0, 2, 0]);
-        frames.release(&*tree.platform);
+        ]
+        .map(|how| split(&tree, 512..1536, how));
+        assert_eq!(splits, [[0, 2, 0], [0; 3], [0; 3]]);
         let level = |gfn| tree.lookup(Gfn(gfn)).level.0;
         assert_eq!([0, 511, 512, 1535, 1536].map(level), [2, 2, 1, 1, 2]);
         assert!((0..2048).all(|gfn| pfn(&tree, gfn) == Some(gfn)));
@@ -310,24 +343,110 @@ mod behaviour {
         assert_eq!(tree.platform.live(), F::ROOT_TABLES);
     }
 
-    pub fn another_page_in_the_way_is_cleared_first<F: Format>() {
+    pub fn another_page_in_the_way_is_zapped_first<F: Format>() {
         let tree = tree::<F>();
         let other = Leaf {
             pfn: Pfn(1 << 20),
             ..LEAF
         };
         let _ = map(&tree, 7, Level::PAGE, LEAF);
-        let Mapped::Cleared(zapped) = map(&tree, 7, Level::PAGE, other) else {
-            panic!("a page was replaced without a flush in between")
-        };
-        assert_eq!((pfn(&tree, 7), zapped.leaves), (None, [1, 0, 0]));
+        assert!(matches!(
+            map(&tree, 7, Level::PAGE, other),
+            Mapped::InTheWay
+        ));
+        assert_eq!(pfn(&tree, 7), Some(7));
+        let _ = zap(&tree, 7..8);
         assert!(matches!(map(&tree, 7, Level::PAGE, other), Mapped::New));
         // A table of small leaves where a huge one is to stand.
-        let Mapped::Cleared(zapped) = map(&tree, 0, Level::MEGA, LEAF) else {
-            panic!("a table was replaced without a flush in between")
-        };
+        assert!(matches!(map(&tree, 0, Level::MEGA, LEAF), Mapped::InTheWay));
+        let zapped = zap(&tree, 0..512);
         assert_eq!(free(&tree, zapped), [1, 0, 0]);
         assert!(matches!(map(&tree, 0, Level::MEGA, LEAF), Mapped::New));
+    }
+
+    /// As long as somebody owes the flush of what was taken away, only who has flushed it himself puts something
+    /// in its place.
+    pub fn what_was_taken_away_is_replaced_after_a_flush<F: Format>() {
+        let tree = tree::<F>();
+        for gfn in [7, 8, 600] {
+            let _ = map(&tree, gfn, Level::PAGE, LEAF);
+        }
+        let debt = tree.flushes.owe();
+        debt.covers(&(Gfn(7)..Gfn(8)));
+        let _ = zap(&tree, 7..8);
+        let mut frames = FrameCache::default();
+        frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
+        let mut try_to_map = |gfn: u64, flushed: &Flushed| {
+            let mut path = Path::new(&mut frames);
+            path.flushed = flushed.clone();
+            tree.map(Gfn(gfn), Level::PAGE, LEAF, &mut path, || true, || ())
+        };
+        let nothing = Flushed::default();
+        let elsewhere = flush(&tree, 8, Level::PAGE);
+        for flushed in [&nothing, &elsewhere] {
+            let unflushed = matches!(try_to_map(7, flushed), Mapped::Unflushed(Level::PAGE));
+            assert_eq!(unflushed, F::BREAK_BEFORE_MAKE);
+            if !unflushed {
+                let _ = zap(&tree, 7..8);
+            }
+        }
+        assert!(matches!(
+            try_to_map(7, &flush(&tree, 7, Level::PAGE)),
+            Mapped::New
+        ));
+        // What is taken away again names another flush; another operation's frames are not concerned.
+        let mine = flush(&tree, 600, Level::MEGA);
+        let _ = (zap(&tree, 7..8), zap(&tree, 600..601));
+        assert!(matches!(try_to_map(600, &nothing), Mapped::New));
+        let unflushed = matches!(try_to_map(7, &mine), Mapped::Unflushed(Level::PAGE));
+        assert_eq!(unflushed, F::BREAK_BEFORE_MAKE);
+        drop(debt);
+        assert!(matches!(
+            try_to_map(7, &nothing),
+            Mapped::New | Mapped::Spurious
+        ));
+        frames.release(&*tree.platform);
+    }
+
+    /// A walk that may look at few entries at a time does what it does at once.
+    pub fn a_walk_goes_on_where_it_stopped<F: Format>() {
+        for step in [5, 6, 7, 100, 600] {
+            let tree = tree::<F>();
+            for gfn in (0..1200).step_by(3) {
+                let _ = map(&tree, gfn, Level::PAGE, LEAF);
+            }
+            let _ = map(&tree, 2048, Level::MEGA, LEAF);
+            let _ = map(&tree, 1 << 18, Level::GIGA, LEAF);
+            let mut walk = Walk::new(Gfn(30)..Gfn(2 << 18));
+            let mut changed = [0; 3];
+            let mut steps = 0;
+            while !walk.is_done() {
+                let (before, mut left) = (walk.entries, step);
+                walk.with_leave(&mut left, |walk| {
+                    tree.write_protect(walk, |_, _| true, &mut changed);
+                });
+                assert!(walk.entries - before <= u64::from(step));
+                steps += 1;
+            }
+            assert_eq!(changed, [390, 1, 1], "by {step}");
+            assert!(steps > 1200 / u64::from(step));
+            let mut zapped = Zapped::nothing();
+            let mut walk = Walk::new(Gfn(30)..Gfn(2 << 18));
+            while !walk.is_done() {
+                walk.with_leave(&mut { step }, |walk| tree.zap(walk, &mut zapped));
+            }
+            let whole = free(&tree, zapped);
+            assert!(
+                whole[0] >= 176,
+                "tables inside the range go as a whole: {whole:?}"
+            );
+            assert_eq!(pfn(&tree, 27), Some(27));
+            assert!(
+                (30..1200)
+                    .chain([2100, 1 << 18])
+                    .all(|gfn| pfn(&tree, gfn).is_none())
+            );
+        }
     }
 
     pub fn protection_remembers_what_it_took<F: Format>() {
@@ -341,15 +460,15 @@ mod behaviour {
         let _ = map(&tree, 2, Level::PAGE, LEAF);
         let _ = map(&tree, 3, Level::PAGE, LEAF);
         let _ = map(&tree, 512, Level::MEGA, LEAF);
-        let changed = tree.write_protect(Gfn(0)..Gfn(513), |gfn, _| gfn != Gfn(3));
-        assert_eq!(changed, 2);
+        let changed = write_protect(&tree, 0..513, |gfn| gfn != Gfn(3));
+        assert_eq!(changed, [1, 1, 0]);
         let rights = |gfn| match tree.lookup(Gfn(gfn)).entry::<F>() {
             Entry::Leaf(leaf) => (leaf.write, leaf.may_write),
             other => panic!("{other:?}"),
         };
         let expected = [(false, false), (false, true), (true, false), (false, true)];
         assert_eq!([1, 2, 3, 1000].map(rights), expected);
-        assert_eq!(tree.write_protect(Gfn(0)..Gfn(3), |_, _| true), 0);
+        assert_eq!(write_protect(&tree, 0..3, |_| true), [0; 3]);
     }
 }
 
@@ -386,18 +505,7 @@ fn a_walker_never_sees_a_page_missing_while_its_leaf_is_split() {
             if round % 2 == 0 {
                 (0..8).for_each(|i| drop(map(&tree, GFN + i * 512, Level::PAGE, LEAF)));
             } else {
-                let mut frames = FrameCache::default();
-                let mut path = Path::new(&mut frames);
-                let range = Gfn(GFN)..Gfn(GFN + 4096);
-                tree.split(
-                    range,
-                    SplitWalk::SkipLastLevel,
-                    |_, _| true,
-                    &mut path,
-                    || flush(&tree),
-                )
-                .unwrap();
-                frames.release(&*tree.platform);
+                split(&tree, GFN..GFN + 4096, SplitWalk::SkipLastLevel);
             }
             stop.store(true, Relaxed);
         });
@@ -433,11 +541,11 @@ fn no_dirty_bit_that_hardware_sets_is_lost_to_a_protection_or_a_split() {
                 }
             });
             if round % 2 == 0 {
-                tree.write_protect(Gfn(0)..Gfn(8), |_, _| true);
+                write_protect(&tree, 0..8, |_| true);
                 let _ = map(&tree, 600, Level::PAGE, clean);
             } else {
                 let _ = map(&tree, 600, Level::PAGE, clean);
-                tree.write_protect(Gfn(0)..Gfn(8), |_, _| true);
+                write_protect(&tree, 0..8, |_| true);
             }
         });
         for (gfn, was_set) in [7, 600].into_iter().zip(was_set) {

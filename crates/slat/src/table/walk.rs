@@ -1,14 +1,18 @@
 //! The one walker. An operation is what it does at an entry: see [`super::ops`].
 //!
+//! A [`Walk`] goes as far as it is allowed to look, stops between two entries, and goes on from there when it
+//! is called again: the caller's reader section may end in between, so that nobody waits long for it. What
+//! changes in the tables meanwhile, the walk sees as it is when it comes there, and behind it not at all, as
+//! in one section. It comes down from the root again each time.
+//!
 //! In tables of level 1 a walk offers its visitor [`RUN`] entries at a time ([`Visit::run`]), for
 //! operations that find most entries in one ordinary state and then need no look at each.
 
 use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
-use core::cell::Cell;
 use core::ops::Range;
 
 use super::clear::{Cleared, Section};
-use super::{ENTRIES, Table, TableMeta, Tickets, Tree};
+use super::{ENTRIES, Table, TableMeta, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
@@ -49,6 +53,16 @@ pub(crate) struct Show {
     pub(crate) skip_without_huge: bool,
     /// MMIO entries, too.
     pub(crate) mmio: bool,
+}
+
+impl Show {
+    /// Tables, but not what is in those of level 1.
+    pub(crate) const TABLES: Show = Show {
+        tables: true,
+        skip_last_level: true,
+        skip_without_huge: false,
+        mmio: false,
+    };
 }
 
 /// What follows a visit.
@@ -136,60 +150,99 @@ impl At<'_> {
     }
 }
 
-impl<P: Platform, F: Format> Tree<P, F> {
-    /// Calls `visit` at every leaf of `range`, and what `show` adds, in the order of gfn, each under
-    /// the lock of its table. The lock of every table on the way is taken, also of tables in which
-    /// nothing is visited. The caller is inside a reader section.
-    pub(crate) fn walk(
-        &self,
-        range: Range<Gfn>,
-        show: Show,
-        visit: &mut impl FnMut(&At<'_>) -> Next,
-    ) -> Walked {
-        self.walk_with(range, show, visit)
+/// A walk over a range, and how far it has come.
+pub(crate) struct Walk {
+    range: Range<Gfn>,
+    /// Where it goes on; the end of the range when it is done.
+    at: Gfn,
+    /// How many entries it may look at before it stops.
+    left: u32,
+    /// How many it has looked at.
+    pub(crate) entries: u64,
+}
+
+impl Walk {
+    /// Over `range`, with no leave to look at anything yet.
+    pub(crate) fn new(range: Range<Gfn>) -> Self {
+        Walk {
+            at: range.start,
+            range,
+            left: 0,
+            entries: 0,
+        }
     }
 
-    /// [`Tree::walk`] with any visitor.
-    pub(super) fn walk_with(
-        &self,
-        range: Range<Gfn>,
-        show: Show,
-        visit: &mut impl Visit,
-    ) -> Walked {
-        let mut entries = 0;
-        let drawn = Cell::new(Tickets::NONE);
-        let end = range.end.min(Gfn(Self::capacity()));
-        let mut gfn = range.start;
-        let root_pages = F::TOP.pages() * ENTRIES as u64;
-        while gfn < end {
-            let next = Gfn((gfn.0 / root_pages + 1) * root_pages).min(end);
-            let mut walker = Walker {
-                tree: self,
-                show,
-                entries: 0,
-                drawn: &drawn,
-                visit: &mut *visit,
-            };
-            let more = walker.table(self.root_for(gfn), F::TOP, gfn..next);
-            entries += walker.entries;
-            if !more {
-                break;
-            }
-            gfn = next;
+    /// Goes on by `step`, with leave to look at what is `left`, which is what is left of it then.
+    pub(crate) fn with_leave(&mut self, left: &mut u32, step: impl FnOnce(&mut Self)) {
+        self.left = *left;
+        step(self);
+        *left = self.left;
+    }
+
+    /// Over all of `range` at once.
+    #[cfg(test)]
+    pub(crate) fn unbroken(range: Range<Gfn>) -> Self {
+        Walk {
+            left: u32::MAX,
+            ..Walk::new(range)
         }
-        Walked {
-            entries,
-            tickets: drawn.get(),
-        }
+    }
+
+    /// All that it is to walk over, from the beginning.
+    pub(crate) fn range(&self) -> Range<Gfn> {
+        self.range.clone()
+    }
+
+    /// Where it goes on.
+    pub(crate) fn at(&self) -> Gfn {
+        self.at
+    }
+
+    /// It goes on at `gfn`, which it may have passed.
+    pub(crate) fn go_to(&mut self, gfn: Gfn) {
+        self.at = gfn.max(self.range.start);
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.at >= self.range.end
+    }
+
+    fn look(&mut self, entries: u32) {
+        self.left -= entries;
+        self.entries += u64::from(entries);
     }
 }
 
-/// What a walk did.
-pub(crate) struct Walked {
-    /// How many entries were looked at.
-    pub(crate) entries: u64,
-    /// Drawn for what was taken away, where that is done table by table.
-    pub(super) tickets: Tickets,
+impl<P: Platform, F: Format> Tree<P, F> {
+    /// Goes on with `walk`: calls `visit` at every leaf of its range, and what `show` adds, in the order of
+    /// gfn, each under the lock of its table. The lock of every table on the way is taken, also of tables in
+    /// which nothing is visited. Where the visitor says [`Next::Stop`], or the walk has looked at as much as
+    /// it may, it stops, and goes on with the same entry. The caller is inside a reader section.
+    pub(crate) fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
+        let end = walk.range.end.min(Gfn(Self::capacity()));
+        let root_pages = F::TOP.pages() * ENTRIES as u64;
+        while walk.at < end {
+            let start = walk.at;
+            let next = Gfn((start.0 / root_pages + 1) * root_pages).min(end);
+            let mut walker = Walker {
+                tree: self,
+                show,
+                walk: &mut *walk,
+                visit: &mut *visit,
+            };
+            if let Err(stopped) = walker.table(self.root_for(start), F::TOP, start..next) {
+                walk.at = stopped.at;
+                return;
+            }
+            walk.at = next;
+        }
+        walk.at = walk.range.end;
+    }
+}
+
+/// A walk has stopped before the entry at this frame.
+struct Stopped {
+    at: Gfn,
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
@@ -222,30 +275,36 @@ impl<P: Platform, F: Format> Tree<P, F> {
 struct Walker<'w, P: Platform, F: Format, V> {
     tree: &'w Tree<P, F>,
     show: Show,
-    /// Looked at so far.
-    entries: u64,
-    drawn: &'w Cell<Tickets>,
+    walk: &'w mut Walk,
     visit: &'w mut V,
 }
 
 impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
-    /// The entries of a table of level 1. `false`: the visitor said [`Next::Stop`].
-    fn pages(&mut self, frame: Pfn, range: Range<Gfn>) -> bool {
+    /// The entries of a table of level 1.
+    fn pages(&mut self, frame: Pfn, range: Range<Gfn>) -> Result<(), Stopped> {
         let table: Table<'_, P> = self.tree.table(frame);
         let first = Level::PAGE.index(range.start);
-        let entries = &table.entries()[first..first + (range.end.0 - range.start.0) as usize];
+        let wanted = (range.end.0 - range.start.0) as usize;
+        let allowed = wanted.min(self.walk.left as usize);
+        let entries = &table.entries()[first..first + allowed];
         let meta = table.meta();
-        let section = Section::new(self.tree, &table, self.drawn);
-        self.entries += entries.len() as u64;
+        let section = Section::new(self.tree, &table);
+        self.walk.look(allowed as u32);
         let (runs, rest) = entries.as_chunks::<RUN>();
         let mut gfn = range.start;
         for run in runs {
-            if !self.visit.run(run, gfn) && !self.each(run, gfn, meta, &section.cleared) {
-                return false;
+            if !self.visit.run(run, gfn) {
+                self.each(run, gfn, meta, &section.cleared)?;
             }
             gfn = gfn.add(RUN as u64);
         }
-        self.each(rest, gfn, meta, &section.cleared)
+        self.each(rest, gfn, meta, &section.cleared)?;
+        let at = range.start.add(allowed as u64);
+        if allowed == wanted {
+            Ok(())
+        } else {
+            Err(Stopped { at })
+        }
     }
 
     fn each(
@@ -254,11 +313,11 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         first: Gfn,
         meta: &TableMeta,
         cleared: &Cleared,
-    ) -> bool {
-        entries.iter().zip(first.0..).all(|(entry, gfn)| {
+    ) -> Result<(), Stopped> {
+        entries.iter().zip(first.0..).try_for_each(|(entry, gfn)| {
             let bits = entry.load(Relaxed);
             if F::is_absent(bits) && !(self.show.mmio && bits != 0) {
-                return true;
+                return Ok(());
             }
             let at = At {
                 entry,
@@ -268,24 +327,31 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                 gfn: Gfn(gfn),
                 level: Level::PAGE,
             };
-            self.visit.visit(&at) != Next::Stop
+            match self.visit.visit(&at) {
+                Next::Stop => Err(Stopped { at: at.gfn }),
+                Next::Descend | Next::Pass => Ok(()),
+            }
         })
     }
 
-    /// `false`: the visitor said [`Next::Stop`].
-    fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> bool {
+    fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> Result<(), Stopped> {
         if level == Level::PAGE {
             return self.pages(frame, range);
         }
         let table: Table<'_, P> = self.tree.table(frame);
         let (entries, meta) = (table.entries(), table.meta());
-        let mut section = Section::new(self.tree, &table, self.drawn);
+        let mut section = Section::new(self.tree, &table);
         let mut gfn = range.start.align_down(level);
         while gfn < range.end {
+            let next_gfn = gfn.add(level.pages());
+            let below = range.start.max(gfn)..range.end.min(next_gfn);
+            let stopped = Stopped { at: below.start };
+            if self.walk.left == 0 {
+                return Err(stopped);
+            }
+            self.walk.look(1);
             let entry = &entries[level.index(gfn)];
             let bits = entry.load(Acquire);
-            let next_gfn = gfn.add(level.pages());
-            self.entries += 1;
             if !F::is_absent(bits) || self.show.mmio && bits != 0 {
                 let at = At {
                     entry,
@@ -302,22 +368,19 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                     Next::Descend
                 };
                 if next == Next::Stop {
-                    return false;
+                    return Err(stopped);
                 }
                 if next == Next::Descend
                     && let Some(lower) = self.enters(entry, level)
                 {
                     drop(section);
-                    let below = range.start.max(gfn)..range.end.min(next_gfn);
-                    if !self.table(lower, level.below(), below) {
-                        return false;
-                    }
-                    section = Section::new(self.tree, &table, self.drawn);
+                    self.table(lower, level.below(), below)?;
+                    section = Section::new(self.tree, &table);
                 }
             }
             gfn = next_gfn;
         }
-        true
+        Ok(())
     }
 
     /// The table that `entry` leads to now, if it is to be entered.

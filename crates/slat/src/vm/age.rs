@@ -3,7 +3,7 @@
 
 use core::ops::Range;
 
-use super::Vm;
+use super::{RangeOp, Vm};
 use crate::addr::Hva;
 use crate::format::Format;
 use crate::platform::Platform;
@@ -15,14 +15,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// CPUs are not flushed for this: a page that a TLB still holds may look unused until the CPU
     /// walks again.
     pub fn age(&self, range: Range<Hva>, clear: bool) -> u64 {
-        let section = self.section();
-        let inside = section.inside();
         let mut young = 0;
         for space in &self.spaces {
-            space.slots.current(inside).backed_by(&range, |_, gfns| {
-                young += space.tree.get(inside).age(gfns, clear);
-                true
-            });
+            let mut op = RangeOp::begin(self, space);
+            op.walk_backed_by(
+                &range,
+                || (),
+                |tree, _, walk, _| young += tree.age(walk, clear),
+            );
         }
         young
     }

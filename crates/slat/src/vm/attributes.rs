@@ -2,8 +2,9 @@
 //!
 //! A conversion is an invalidation as a slot change is ([`super::region`]): publish the sets in which
 //! the frames have their new attributes, raise the sequence, zap, flush, return. A fault that went by
-//! the old attributes cannot install any more. No slot leaves the set, so an invalidation of either
-//! backing meanwhile finds the frames and zaps them itself; and a leaf that is protected for a dirty log,
+//! the old attributes cannot install any more. The slots stay in the set, so an invalidation of either
+//! backing meanwhile finds the frames and zaps them itself; one that leaves while this zaps is zapped by its
+//! own change. And a leaf that is protected for a dirty log,
 //! whose page the next fault takes for known, is never in a slot with two backings. The new sets have a
 //! new generation, too: what was MMIO to a shared access is none to a private one.
 //!
@@ -17,10 +18,10 @@ use core::ops::Range;
 
 use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Gpa, Level};
-use crate::format::{Entry, Format};
+use crate::format::Format;
 use crate::platform::Platform;
 use crate::slots::{AttributesError, MemoryAttributes, PrivateFrames, SlotsChange};
-use crate::table::{FrameCache, OutOfMemory, SplitWalk, Tree};
+use crate::table::{FrameCache, OutOfMemory, SplitWalk, Tree, Walk, room_for_broken};
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Gives the frames `gfns` these attributes, in every address space, whether there are memslots or
@@ -55,38 +56,45 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let Some(private) = first.set().private.with(&gfns, private)? else {
             return Ok(());
         };
+        let mut broken = room_for_broken::<F>()?;
         let mut frames = FrameCache::default();
         let filled = frames.fill(&*self.platform, changes.len() * FRAMES_TO_SPLIT);
-        let converted = filled.map(|()| self.convert(&mut changes, &private, &gfns, &mut frames));
+        let converted =
+            filled.map(|()| self.convert(changes, &private, &gfns, &mut frames, &mut broken));
         frames.release(&*self.platform);
         Ok(converted?)
     }
 
     fn convert(
         &self,
-        changes: &mut [SlotsChange<'_>],
+        mut changes: Vec<SlotsChange<'_>>,
         private: &PrivateFrames,
         gfns: &Range<Gfn>,
         frames: &mut FrameCache,
+        broken: &mut Vec<(Gfn, Level)>,
     ) {
         for change in &mut *changes {
             change.catch_up(&self.readers, self.reader_wait());
         }
+        let mut wraps = false;
         for change in &mut *changes {
             change.set_private(private.clone(), &self.readers);
+            wraps |= Self::wraps_mmio(change.set().generation);
         }
         self.in_progress.raise();
+        // Slots may change again: whatever faults bring from now on has the new attributes.
+        drop(changes);
         for space in &self.spaces {
-            let mut op = RangeOp::begin(self, space);
-            op.split_over(gfns.start, frames);
-            op.split_over(gfns.end, frames);
-            // With all changes of slots locked out, nothing is mapped but what the slots hold.
+            let mut op = RangeOp::on(self, space, gfns);
+            op.split_over(gfns.start, frames, broken);
+            op.split_over(gfns.end, frames, broken);
             op.zap_slots(gfns);
-            op.finish(Some(gfns.clone()));
+            op.finish();
+            if wraps {
+                self.zap_mmio(space);
+            }
         }
-        for (space, change) in self.spaces.iter().zip(&*changes) {
-            self.forget_old_mmio(space, change.set().generation);
-        }
+        self.flush_leaving_slots();
     }
 }
 
@@ -96,30 +104,21 @@ const FRAMES_TO_SPLIT: usize = 2 * (Level::GIGA.0 as usize - 1);
 impl<P: Platform, F: Format> RangeOp<'_, P, F> {
     /// Splits, in place, the huge leaf that reaches over the boundary before `gfn`, if there is one.
     /// `frames` has the tables for it.
-    fn split_over(&mut self, gfn: Gfn, frames: &mut FrameCache) {
-        let (vm, space) = (self.vm(), self.space);
+    fn split_over(&mut self, gfn: Gfn, frames: &mut FrameCache, broken: &mut Vec<(Gfn, Level)>) {
         if gfn.0 >= Tree::<P, F>::capacity() {
             return;
         }
-        let found = self.tree().lookup(gfn);
-        let whole =
-            gfn.align_down(found.level)..gfn.align_down(found.level).add(found.level.pages());
-        if !matches!(found.entry::<F>(), Entry::Leaf(_)) || whole.start == gfn {
-            return;
-        }
-        // SAFETY: `split` is called in this operation's section, and between one that `flush` ends and the
-        // next it has nothing in hand.
-        let tree = unsafe { space.tree.unguarded() };
-        let split = vm.with_path(frames, self.counters(), |path| {
+        let mut walk = Walk::new(gfn..gfn.add(1));
+        while !walk.is_done() {
             let reaches_over = |start: Gfn, _| start < gfn;
-            tree.split(
-                gfn..gfn.add(1),
+            self.split_some(
+                &mut walk,
                 SplitWalk::SkipLastLevel,
                 reaches_over,
-                path,
-                || self.flush(whole.clone()),
-            )
-        });
-        debug_assert!(split.is_ok(), "the tables were allocated before");
+                frames,
+                broken,
+            );
+            self.pass();
+        }
     }
 }

@@ -30,12 +30,14 @@ use core::fmt;
 use core::mem::replace;
 use core::ops::Range;
 
-use super::{RangeOp, Space, Vm, Zapping};
+use super::slot_op::SlotOp;
+use super::{Space, Vm};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
+use crate::heap::Shared;
 use crate::platform::Platform;
-use crate::slots::Memslot;
-use crate::table::{FrameCache, OutOfMemory};
+use crate::slots::SlotsChange;
+use crate::table::{LeafCounts, OutOfMemory};
 
 /// How a slot logs.
 pub(crate) struct DirtyLog {
@@ -91,17 +93,17 @@ impl DirtyLog {
 
     /// Marks the pages of a leaf of the slot that holds `slot`. A huge leaf that could not be split
     /// stands for all of them.
-    fn mark_leaf(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
-        self.mark_leaf_unless(slot, gfn, level, |_| false);
+    pub(super) fn mark_leaf(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
+        self.mark_leaf_unless(slot, gfn, level, &|_| false);
     }
 
     /// The same without the pages for which `cleared` says so.
-    fn mark_leaf_unless(
+    pub(super) fn mark_leaf_unless(
         &self,
         slot: &Range<Gfn>,
         gfn: Gfn,
         level: Level,
-        cleared: impl Fn(Gfn) -> bool,
+        cleared: &impl Fn(Gfn) -> bool,
     ) {
         let pages = gfn.0.max(slot.start.0)..(gfn.0 + level.pages()).min(slot.end.0);
         for gfn in pages.filter(|gfn| !cleared(Gfn(*gfn))) {
@@ -183,24 +185,20 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// # Errors
     /// [`DirtyLogError::NotLogged`], [`DirtyLogError::Rings`].
     pub fn dirty_log_words(&self, space: usize, slot: u32) -> Result<usize, DirtyLogError> {
-        self.with_log(space, slot, |_, _, log| Ok(log.bits.len()))
+        let space = self
+            .spaces
+            .get(space)
+            .ok_or(DirtyLogError::NotLogged(slot))?;
+        let change = space.slots.change(self.turn_wait());
+        bitmap_of(&change, slot).map(|log| log.bits.len())
     }
 
-    fn with_log<R>(
-        &self,
-        space: usize,
-        id: u32,
-        then: impl FnOnce(&Space<P, F>, &Memslot, &DirtyLog) -> Result<R, DirtyLogError>,
-    ) -> Result<R, DirtyLogError> {
-        let not_logged = DirtyLogError::NotLogged(id);
-        let space = self.spaces.get(space).ok_or(not_logged)?;
+    /// Begins an operation on the log of slot `id`, which has a bitmap.
+    fn on_bitmap(&self, space: usize, id: u32) -> Result<SlotOp<'_, P, F>, DirtyLogError> {
+        let space = self.spaces.get(space).ok_or(DirtyLogError::NotLogged(id))?;
         let change = space.slots.change(self.turn_wait());
-        let slot = change.by_id(id).ok_or(not_logged)?;
-        match slot.log() {
-            None => Err(not_logged),
-            Some(log) if log.is_ring() => Err(DirtyLogError::Rings),
-            Some(log) => then(space, slot, log),
-        }
+        bitmap_of(&change, id)?;
+        Ok(SlotOp::begin(self, space, change, id))
     }
 
     /// Takes the dirty log of `slot` into `bitmap` (bit n is page n) and, unless protection is manual,
@@ -216,36 +214,41 @@ impl<P: Platform, F: Format> Vm<P, F> {
         slot: u32,
         bitmap: &mut [u64],
     ) -> Result<(), DirtyLogError> {
-        self.with_log(space, slot, |space, slot, log| {
-            if bitmap.len() < log.bits.len() {
-                return Err(DirtyLogError::BufferTooSmall(log.bits.len()));
+        let mut op = self.on_bitmap(space, slot)?;
+        let Some((pages, log)) = op.pages_and_log() else {
+            return Err(DirtyLogError::NotLogged(slot));
+        };
+        if bitmap.len() < log.bits.len() {
+            return Err(DirtyLogError::BufferTooSmall(log.bits.len()));
+        }
+        if log.by_dirty_bit {
+            op.harvest_dirty_bits();
+        }
+        let manual = self.log_mode.manual.load(SeqCst);
+        let protects = !manual && log.protects();
+        let mut taken = 0;
+        let mut full = 0..0;
+        for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
+            *out = match word.load(Acquire) {
+                0 => 0,
+                dirty if manual => dirty,
+                _ => word.swap(0, AcqRel),
+            } & valid_bits(pages, i);
+            op.look();
+            if !manual {
+                taken |= *out;
             }
-            let mut op = RangeOp::begin(self, space);
-            if log.by_dirty_bit {
-                op.harvest_dirty_bits(slot, log);
+            if protects {
+                op.protect_word(&mut full, i as u64, *out);
             }
-            let manual = self.log_mode.manual.load(SeqCst);
-            let mut taken = 0;
-            let mut full = 0..0;
-            for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
-                *out = match word.load(Acquire) {
-                    0 => 0,
-                    dirty if manual => dirty,
-                    _ => word.swap(0, AcqRel),
-                } & valid_bits(slot, i);
-                if !manual {
-                    taken |= *out;
-                    if log.protects() {
-                        op.protect_word(slot, &mut full, i as u64, *out);
-                    }
-                }
-            }
-            op.protect_words(slot, full);
-            // A page in the log whose leaf is gone may still be written through a translation that
-            // somebody else took away and has not flushed yet.
-            op.finish((taken != 0).then(|| slot.gfns()));
-            Ok(())
-        })
+        }
+        op.protect_words(full);
+        // A page in the log whose leaf is gone may still be written through a translation that
+        // somebody else took away and has not flushed yet.
+        if taken != 0 {
+            op.finish();
+        }
+        Ok(())
     }
 
     /// Clears the pages that `bitmap` names, bit n for page `first + n`, and makes their next write be
@@ -261,34 +264,35 @@ impl<P: Platform, F: Format> Vm<P, F> {
         pages: u64,
         bitmap: &[u64],
     ) -> Result<(), DirtyLogError> {
-        self.with_log(space, slot, |space, slot, log| {
-            let end = first.checked_add(pages).filter(|end| *end <= slot.pages());
-            let end = end.ok_or(DirtyLogError::BadRange)?;
-            let last = end == slot.pages();
-            if !first.is_multiple_of(64) || !(last || pages.is_multiple_of(64)) {
-                return Err(DirtyLogError::BadRange);
-            }
-            let words = pages.div_ceil(64) as usize;
-            if bitmap.len() < words {
-                return Err(DirtyLogError::BufferTooSmall(words));
-            }
-            let gfns = slot.base().add(first)..slot.base().add(end);
-            let mut op = RangeOp::begin(self, space);
-            op.split_eagerly(gfns.clone());
-            let mut taken = 0;
-            let mut full = 0..0;
-            let named = bitmap[..words].iter().enumerate();
-            for (i, clear) in named.filter(|(_, clear)| **clear != 0) {
-                let word = first as usize / 64 + i;
-                let clear = clear & valid_bits(slot, word);
-                let was = log.bits[word].fetch_and(!clear, AcqRel) & clear;
-                op.protect_word(slot, &mut full, word as u64, was);
-                taken |= was;
-            }
-            op.protect_words(slot, full);
-            op.finish((taken != 0).then_some(gfns));
-            Ok(())
-        })
+        let mut op = self.on_bitmap(space, slot)?;
+        let Some((all, log)) = op.pages_and_log() else {
+            return Err(DirtyLogError::NotLogged(slot));
+        };
+        let end = first.checked_add(pages).filter(|end| *end <= all);
+        let end = end.ok_or(DirtyLogError::BadRange)?;
+        if !first.is_multiple_of(64) || !(end == all || pages.is_multiple_of(64)) {
+            return Err(DirtyLogError::BadRange);
+        }
+        let words = pages.div_ceil(64) as usize;
+        if bitmap.len() < words {
+            return Err(DirtyLogError::BufferTooSmall(words));
+        }
+        op.split_eagerly(first..end);
+        let mut taken = 0;
+        let mut full = 0..0;
+        let named = bitmap[..words].iter().zip(first as usize / 64..);
+        for (clear, i) in named.filter(|(clear, _)| **clear != 0) {
+            let clear = clear & valid_bits(all, i);
+            let was = log.bits[i].fetch_and(!clear, AcqRel) & clear;
+            op.look();
+            op.protect_word(&mut full, i as u64, was);
+            taken |= was;
+        }
+        op.protect_words(full);
+        if taken != 0 {
+            op.finish();
+        }
+        Ok(())
     }
 
     /// The log of a slot that begins to log.
@@ -304,144 +308,94 @@ impl<P: Platform, F: Format> Vm<P, F> {
         )
     }
 
-    /// Begins logging in a slot that was mapped before.
-    pub(super) fn begin_logging(&self, space: &Space<P, F>, slot: &Memslot) {
+    /// Begins logging in slot `id`, which was mapped before.
+    pub(super) fn begin_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
+        let mut op = SlotOp::begin(self, space, change, id);
+        let Some((pages, log)) = op.pages_and_log() else {
+            return;
+        };
         // It names all pages already: `clear_dirty_log` will split and protect, chunk by chunk. The log
         // itself tells: how later ones are to begin may have changed since it was made.
-        if slot.log().is_some_and(|log| log.initially_set) {
+        if log.initially_set {
             return;
         }
-        let gfns = slot.gfns();
-        let mut op = RangeOp::begin(self, space);
         // In this order: a huge leaf is protected once, and the leaves it is split into are as it was.
-        op.protect(slot, gfns.clone(), |_| true);
-        op.split_eagerly(gfns.clone());
-        op.finish(Some(gfns));
+        op.protect(0..pages, |_| true);
+        op.split_eagerly(0..pages);
+        op.finish();
     }
 
-    /// Ends logging: tables in whose place a huge leaf could stand go, and the next fault brings it
+    /// Ends logging in slot `id`: tables in whose place a huge leaf could stand go, and the next fault brings it
     /// back. The small leaves that stay become writable by their next write fault.
-    pub(super) fn end_logging(&self, space: &Space<P, F>, slot: &Memslot) {
-        let gfns = slot.gfns();
-        let mut op = RangeOp::begin(self, space);
-        let collapsible = |gfn, level, _| self.host_level(slot, gfn) >= level;
-        let (_, Zapping { tree, zapped }) = op.zapping();
-        tree.zap_tables(gfns.clone(), zapped, collapsible);
-        op.finish(Some(gfns));
+    pub(super) fn end_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
+        let mut op = SlotOp::begin(self, space, change, id);
+        op.collapse();
+        op.finish();
     }
 }
 
-impl<P: Platform, F: Format> RangeOp<'_, P, F> {
-    /// Makes the next write to the pages that `mask` names, counted from `first` in the slot, be noted.
-    pub(super) fn protect_pages(&mut self, slot: &Memslot, first: u64, mask: u64) {
+/// The log of slot `id`, which is a bitmap.
+fn bitmap_of<'c>(change: &'c SlotsChange<'_>, id: u32) -> Result<&'c DirtyLog, DirtyLogError> {
+    match change.by_id(id).and_then(|slot| slot.log()) {
+        None => Err(DirtyLogError::NotLogged(id)),
+        Some(log) if log.is_ring() => Err(DirtyLogError::Rings),
+        Some(log) => Ok(log),
+    }
+}
+
+impl<P: Platform, F: Format> SlotOp<'_, P, F> {
+    /// How many pages the slot had, and its log, when the operation began.
+    fn pages_and_log(&self) -> Option<(u64, Shared<DirtyLog>)> {
+        Some((self.slot()?.pages(), self.log()?.clone()))
+    }
+
+    /// Makes the next write to the pages that `mask` names in a word of the bitmap be noted. Words that name all
+    /// their pages are gathered in `full` as long as they stand side by side: one walk serves them. To be ended
+    /// by [`Self::protect_words`].
+    fn protect_word(&mut self, full: &mut Range<u64>, word: u64, mask: u64) {
         if mask == 0 {
             return;
         }
-        let first = slot.base().add(first);
-        let range =
-            first.add(mask.trailing_zeros() as u64)..first.add(64 - mask.leading_zeros() as u64);
-        self.protect(slot, range, |gfn| mask >> (gfn.0 - first.0) & 1 != 0);
-    }
-
-    /// The same for a word of the slot's bitmap. Words that name all their pages are gathered in `full`
-    /// as long as they stand side by side: one walk serves them. To be ended by [`Self::protect_words`].
-    fn protect_word(&mut self, slot: &Memslot, full: &mut Range<u64>, word: u64, mask: u64) {
-        if mask != u64::MAX {
-            self.protect_pages(slot, word * 64, mask);
-        } else if full.end == word {
+        if mask == u64::MAX && full.end == word {
             full.end += 1;
+        } else if mask == u64::MAX {
+            self.protect_words(replace(full, word..word + 1));
         } else {
-            self.protect_words(slot, replace(full, word..word + 1));
+            let first = word * 64;
+            let last = first + 64 - u64::from(mask.leading_zeros());
+            let pages = first + u64::from(mask.trailing_zeros())..last;
+            self.protect(pages, |page| mask >> (page - first) & 1 != 0);
         }
     }
 
     /// The same for all pages of these words.
-    fn protect_words(&mut self, slot: &Memslot, words: Range<u64>) {
-        let range = slot.base().add(words.start * 64)..slot.base().add(words.end * 64);
-        self.protect(slot, range, |_| true);
-    }
-
-    fn protect(&mut self, slot: &Memslot, range: Range<Gfn>, is_named: impl Fn(Gfn) -> bool) {
-        let tree = self.tree();
-        let named = |gfn, level| level > Level::PAGE || is_named(gfn);
-        let changed = match slot.log() {
-            Some(log) if !log.protects() => {
-                // The bit of a huge leaf stands for its other pages, too.
-                let cleared = |gfn| range.contains(&gfn) && is_named(gfn);
-                tree.clear_dirty(range.clone(), named, |gfn, level| {
-                    log.mark_leaf_unless(&slot.gfns(), gfn, level, cleared);
-                })
-            }
-            _ => tree.write_protect(range, named),
-        };
-        self.changed(changed > 0);
+    fn protect_words(&mut self, words: Range<u64>) {
+        self.protect(words.start * 64..words.end * 64, |_| true);
     }
 
     /// Moves the leaves' dirty bits into the bitmap.
-    fn harvest_dirty_bits(&mut self, slot: &Memslot, log: &DirtyLog) {
-        let gfns = slot.gfns();
-        let found = self.tree().clear_dirty(
-            gfns.clone(),
-            |_, _| true,
-            |gfn, level| log.mark_leaf(&gfns, gfn, level),
-        );
-        self.counters().dirty_pages.add(found);
-        self.changed(found > 0);
-        self.flush(gfns);
-    }
-
-    /// Splits the huge leaves of `range`, chunk by chunk, as far as there is memory; what stays huge is
-    /// split by the first write to it.
-    fn split_eagerly(&mut self, range: Range<Gfn>) {
-        let (vm, space) = (self.vm(), self.space);
-        if !vm.policy.splits_eagerly() {
+    fn harvest_dirty_bits(&mut self) {
+        let Some((pages, log)) = self.pages_and_log() else {
             return;
-        }
-        // SAFETY: `split` is called in this operation's section, and between one that `flush` ends and the
-        // next it has nothing in hand.
-        let tree = unsafe { space.tree.unguarded() };
-        let mut frames = FrameCache::default();
-        let chunk = vm.policy.split_chunk();
-        let mut start = range.start;
-        while start < range.end {
-            let end = Gfn((start.0 / chunk + 1) * chunk).min(range.end);
-            let split = vm.with_path(&mut frames, self.counters(), |path| {
-                let walk = vm.policy.walk_for_split();
-                tree.split(
-                    start..end,
-                    walk,
-                    |_, _| true,
-                    path,
-                    || self.flush_broken(start..end),
-                )
-            });
-            let Ok(entries) = split else { break };
-            self.counters().split_entries_visited.add(entries);
-            self.pass();
-            start = end;
-        }
-        frames.release(&*vm.platform);
-    }
-}
-
-impl<P: Platform, F: Format> Zapping<'_, P, F> {
-    /// Zaps `gfns` of `slot`. If the leaves' dirty bits are its log, they are not lost.
-    pub(super) fn zap(&mut self, slot: &Memslot, gfns: Range<Gfn>) {
-        match slot.log() {
-            Some(log) if log.by_dirty_bit => {
-                let all = slot.gfns();
-                self.tree.zap_noting(gfns, self.zapped, |gfn, level| {
-                    log.mark_leaf(&all, gfn, level);
-                });
+        };
+        let mut found = LeafCounts::default();
+        self.walk(0..pages, |tree, slot, walk, taken| {
+            let mut changed = LeafCounts::default();
+            let note = |gfn, level| log.mark_leaf(&slot.gfns(), gfn, level);
+            tree.clear_dirty(walk, |_, _| true, note, &mut changed);
+            for (i, changed) in changed.into_iter().enumerate() {
+                taken.changed[i] += changed;
+                found[i] += changed;
             }
-            _ => self.tree.zap(gfns, self.zapped),
-        }
+        });
+        self.counters().dirty_pages.add(found.iter().sum());
+        self.flush();
     }
 }
 
-/// The bits of word `index` of a slot's bitmap that stand for pages.
-fn valid_bits(slot: &Memslot, index: usize) -> u64 {
-    match slot.pages() - index as u64 * 64 {
+/// The bits of word `index` of the bitmap of a slot of `pages` that stand for pages.
+fn valid_bits(pages: u64, index: usize) -> u64 {
+    match pages - index as u64 * 64 {
         left @ ..64 => (1 << left) - 1,
         _ => u64::MAX,
     }

@@ -19,10 +19,10 @@ use super::{DirtyLog, InProgress, RangeOp, Sequence};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
 use crate::heap::Shared;
-use crate::platform::{HostPage, MemoryType, Platform, ResolveError, WaitFor};
+use crate::platform::{HostPage, MemoryType, Platform, ResolveError, Stale, WaitFor};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
 use crate::sync::held;
-use crate::table::{Mapped, OutOfMemory, Path, Tree, Zapped};
+use crate::table::{Mapped, OutOfMemory, Tree};
 use crate::vcpu::Vcpu;
 
 /// A page of guest memory as the second level translates it.
@@ -429,14 +429,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             Mapped::Spurious if split => Outcome::Fixed { fast },
             Mapped::Spurious => Outcome::Spurious { fast },
             Mapped::Stale => return self.stale(&slot, &slot.hvas(gfn, level), slept),
-            Mapped::Cleared(zapped) => {
-                self.flush_as_vcpu(gfn.align_down(level), level, zapped, slept);
+            Mapped::InTheWay => {
+                self.zap_as_vcpu(gfn, level, slept);
                 return Attempt::Again;
             }
-            Mapped::MustMend(base, above) => {
+            Mapped::MustMend(above) => {
                 let mut mended = false;
                 while !mended {
-                    self.flush_as_vcpu(base, above, Zapped::nothing(), slept);
+                    self.flush_as_vcpu(gfn, above, slept);
                     mended = self.on_tables(|_, tree, path| {
                         path.nx_split = nx_split;
                         tree.mend(gfn, above, path)
@@ -444,8 +444,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 }
                 return self.mended(gfn, access);
             }
-            Mapped::Unflushed => {
-                self.flush_as_vcpu(gfn.align_down(level), level, Zapped::nothing(), slept);
+            Mapped::Unflushed(above) => {
+                self.flush_as_vcpu(gfn, above, slept);
                 return Attempt::Again;
             }
             Mapped::Broken => return self.wait_for_mend(gfn, slept),
@@ -551,9 +551,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ) -> (Mapped, bool) {
         let ring = self.ring().cloned();
         let space = self.space_index();
-        let (vm, tree, frames, counters) = self.parts();
-        // As in `Vm::with_path`, whose answer would be copied in every fault.
-        let mut path = Path::new(frames);
+        // Not `on_tables`, whose answer would be copied in every fault.
+        let (vm, tree, mut path, counters) = self.parts();
         path.nx_split = nx_split;
         let mut noted = false;
         let hvas = slot.hvas(gfn, level);
@@ -641,22 +640,31 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if !matches!(found.entry::<F>(), Entry::Leaf(_)) || found.level == Level::PAGE {
             return;
         }
-        let base = gfn.align_down(found.level);
-        let range = base..base.add(found.level.pages());
+        self.zap_as_vcpu(gfn, found.level, slept);
+    }
+
+    /// Zaps the region of `level` around `gfn`, by what is known of its slot then: it may log by now, and the
+    /// leaves' dirty bits go to its log.
+    fn zap_as_vcpu(&mut self, gfn: Gfn, level: Level, slept: &mut bool) {
+        let base = gfn.align_down(level);
+        let range = base..base.add(level.pages());
         self.outside(slept, |vcpu| {
             let mut op = RangeOp::begin(vcpu.vm(), vcpu.space());
-            // The slot may log by now: then the leaf's dirty bit goes to its log.
             op.zap_slots(&range);
-            op.finish(Some(range));
+            op.finish();
         });
     }
 
-    fn flush_as_vcpu(&mut self, gfn: Gfn, level: Level, zapped: Zapped, slept: &mut bool) {
-        self.outside(slept, |vcpu| {
-            let vm = vcpu.vm();
-            let range = gfn..gfn.add(level.pages());
-            vm.flush(vcpu.space(), range, zapped, vcpu.counters());
+    /// Flushes the region of `level` around `gfn`, and remembers that.
+    fn flush_as_vcpu(&mut self, gfn: Gfn, level: Level, slept: &mut bool) {
+        let base = gfn.align_down(level);
+        let range = base..base.add(level.pages());
+        let flushed = self.outside(slept, |vcpu| {
+            let counters = vcpu.counters();
+            counters.remote_tlb_flush_requests.add(1);
+            vcpu.vm().flush(range, Stale::ANYTHING, counters)
         });
+        self.set_flushed(flushed);
     }
 }
 

@@ -2,12 +2,12 @@
 
 use core::ops::Range;
 
-use super::Vm;
+use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Level};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
 use crate::sync::quiesce::Attention;
-use crate::table::{Next, Show};
+use crate::table::{At, Next, Show, Walk};
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Calls `visit` with the attention word of every CPU of this VM. Takes no lock: it may be called by a
@@ -23,8 +23,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// and what it says. Changes nothing. CPUs may go on: what `visit` sees of one table holds at one
     /// time, but not of two.
     ///
-    /// `visit` is called under the lock of a table and must not call the VM. Zapped memory is not
-    /// reclaimed meanwhile, so that ranges of more than some GiB are better visited piece by piece.
+    /// `visit` is called under the lock of a table and must not call the VM.
     ///
     /// An address space that does not exist has no leaves.
     pub fn visit_leaves(
@@ -40,11 +39,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
             mmio: true,
             ..Show::default()
         };
-        let section = self.section();
-        let tree = space.tree.get(section.inside());
-        tree.walk(range, show, &mut |at| {
-            visit(at.gfn, at.level, at.decode::<F>());
-            Next::Pass
+        let mut op = RangeOp::begin(self, space);
+        op.walk(&mut Walk::new(range), |tree, walk, _, _| {
+            tree.walk(walk, show, &mut |at: &At<'_>| {
+                visit(at.gfn, at.level, at.decode::<F>());
+                Next::Pass
+            });
         });
     }
 }

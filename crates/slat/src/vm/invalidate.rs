@@ -25,9 +25,9 @@ use core::ops::Range;
 use super::{RangeOp, Space, Vm};
 use crate::addr::{Gfn, Hva};
 use crate::format::Format;
-use crate::platform::{Platform, WaitFor};
+use crate::platform::{Platform, Stale, WaitFor};
+use crate::slots::Place;
 use crate::sync::{SpinLock, held};
-use crate::table::{Tree, Zapped};
 
 /// What a fault knew when it began.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -181,16 +181,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for space in &self.spaces {
             self.zap_backed_by(space, &range, &mut used);
         }
-        self.in_progress.wait_for_leaving_slots(self.turn_wait());
-        if let Some(space) = self.spaces.first()
-            && !self.flushes.all_complete()
-        {
-            // Of a slot that has just left, perhaps. It is not known any more where it was.
-            let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-            self.section().end(|counters| {
-                self.flush(space, everything, Zapped::nothing(), counters);
-            });
-        }
+        self.flush_leaving_slots();
         Invalidation {
             vm: self,
             range,
@@ -212,26 +203,37 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, space);
         op.zap_slots(&range);
-        op.finish(Some(range));
+        op.finish();
+        self.flush_leaving_slots();
     }
 
     /// Raises the sequence at the first slot that uses a page of `range`, and zaps what is mapped of it.
     fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, used: &mut bool) {
         let mut op = RangeOp::begin(self, space);
-        let mut hull: Option<Range<Gfn>> = None;
         let counters = op.counters();
-        let (inside, mut zapping) = op.zapping();
-        space.slots.current(inside).backed_by(range, |slot, gfns| {
+        let found = || {
             if !core::mem::replace(used, true) {
                 self.in_progress.raise();
                 counters.invalidations.add(1);
             }
-            zapping.zap(slot, gfns.clone());
-            let hull = hull.get_or_insert(gfns.clone());
-            *hull = hull.start.min(gfns.start)..hull.end.max(gfns.end);
-            true
+        };
+        op.walk_backed_by(range, found, |tree, slot, walk, op| {
+            op.zap(tree, slot, walk)
         });
-        op.finish(hull);
+        op.finish();
+    }
+
+    /// Makes sure that no CPU uses what belonged to slots that have left the set by now: who goes by the slots
+    /// there are does not find it any more.
+    pub(super) fn flush_leaving_slots(&self) {
+        self.in_progress.wait_for_leaving_slots(self.turn_wait());
+        // They are zapped. Who has zapped them may not have flushed yet, and is not waited for: it may be
+        // interrupting CPUs, and this be one of them.
+        if let Some(gfns) = self.flushes.due_of_leaving() {
+            self.section().end(|counters| {
+                self.flush(gfns, Stale::ANYTHING, counters);
+            });
+        }
     }
 
     /// Whether a slot uses a page of `range` now.
@@ -239,13 +241,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let section = self.section();
         let mut used = false;
         for space in &self.spaces {
-            space
-                .slots
-                .current(section.inside())
-                .backed_by(range, |_, _| {
-                    used = true;
-                    false
-                });
+            let slots = space.slots.current(section.inside());
+            slots.backed_by(range, Place::FIRST, |_, _, _| {
+                used = true;
+                false
+            });
         }
         used
     }

@@ -26,14 +26,15 @@ mod prefetch;
 mod range_op;
 mod region;
 mod ring;
+mod slot_op;
 
 pub(crate) use dirty::DirtyLog;
 pub use dirty::DirtyLogError;
 pub use fault::{Stop, Translation};
 pub use invalidate::Invalidation;
-pub(crate) use invalidate::{InProgress, Leaving, Sequence};
+pub(crate) use invalidate::{InProgress, Sequence};
 pub(crate) use prefetch::Window;
-pub(crate) use range_op::{RangeOp, Zapping};
+pub(crate) use range_op::RangeOp;
 pub use ring::{DirtyGfn, DirtyRing};
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
@@ -41,15 +42,15 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Range;
 
-use crate::addr::{Gfn, Level, Pfn};
+use crate::addr::{Gfn, Hva, Level, Pfn};
 use crate::format::Format;
 use crate::heap::Shared;
 use crate::platform::{Platform, VmId, WaitFor};
 use crate::policy::Policy;
-use crate::slots::{Memslot, Slots};
+use crate::slots::Slots;
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Reader, Readers};
-use crate::sync::{FairLock, Guarded, InSection};
+use crate::sync::{FairLock, Guarded, InSection, held};
 use crate::table::{Flushes, OutOfMemory, Tree};
 
 /// How a VM is made.
@@ -223,6 +224,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Section {
             readers: &self.readers,
             reader,
+            left: STEP,
         }
     }
 
@@ -253,13 +255,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// The largest level at which `gfn` of `slot` could be mapped as the host is now.
-    fn host_level(&self, slot: &Memslot, gfn: Gfn) -> Level {
-        let hva = slot.hva(gfn);
+    /// The largest level at which `gfn`, backed by `hva`, of the slot at `gfns` could be mapped as the host is
+    /// now.
+    fn host_level(&self, gfns: &Range<Gfn>, gfn: Gfn, hva: Hva) -> Level {
         let mut level = Level::PAGE;
+        held::assert_none("to ask the host");
         self.platform
             .resolve_resident(hva..hva.add_pages(1), &mut |run| {
-                level = self.fitting_level(&slot.gfns(), gfn, run.first.pfn, run.first.level);
+                level = self.fitting_level(gfns, gfn, run.first.pfn, run.first.level);
             });
         level
     }
@@ -269,7 +272,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
 pub(crate) struct Section<'a> {
     readers: &'a Readers,
     reader: &'a Reader,
+    /// How many entries may still be looked at in it.
+    left: u32,
 }
+
+/// Entries that are looked at in one section, so that nobody waits long for its end: some 50 us.
+const STEP: u32 = 4096;
 
 impl<'a> Section<'a> {
     pub(crate) fn counters(&self) -> &'a Counters {
@@ -283,11 +291,18 @@ impl<'a> Section<'a> {
         unsafe { InSection::assume() }
     }
 
+    /// The proof, and how many entries may still be looked at with it.
+    pub(crate) fn inside_with_leave(&mut self) -> (InSection<'_>, &mut u32) {
+        // SAFETY: as in `inside`: both borrow `self` as long as they are used.
+        (unsafe { InSection::assume() }, &mut self.left)
+    }
+
     /// Runs `wait` between this section and the next of the same reader.
     pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&'a Counters) -> R) -> R {
         self.reader.leave();
         let result = wait(&self.reader.counters);
         self.reader.enter(self.readers, 0);
+        self.left = STEP;
         result
     }
 

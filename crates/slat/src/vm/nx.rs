@@ -10,12 +10,12 @@
 
 use crate::sync::atomic::Ordering::*;
 
-use super::{RangeOp, Vm, Zapping};
+use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::platform::Platform;
 use crate::policy::PolicyError;
-use crate::table::Tree;
+use crate::table::{Tree, Walk};
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Sets a policy of a VM that may be running, and does what that asks for: `nx_huge_pages=on` takes
@@ -47,31 +47,32 @@ impl<P: Platform, F: Format> Vm<P, F> {
         };
         let mut taken = 0;
         for space in &self.spaces {
-            let mut op = RangeOp::begin(self, space);
             let capacity = Gfn(Tree::<P, F>::capacity());
             let start = Gfn(self.nx_cursor.load(Relaxed)).min(capacity);
             let mut cursor = start;
+            let mut op = RangeOp::on(self, space, &(Gfn(0)..capacity));
             // From the cursor to the end, then from the beginning to the cursor.
             for range in [start..capacity, Gfn(0)..start] {
-                let (inside, Zapping { tree, zapped }) = op.zapping();
-                tree.zap_tables(range, zapped, |gfn, level, table| {
-                    // In a slot that logs nothing would become huge, and a dirty bit be lost.
-                    let logs = |gfn| {
-                        let slot = space.slots.current(inside).find(gfn);
-                        slot.is_some_and(|slot| slot.log().is_some())
-                    };
-                    let take =
-                        left > 0 && level == Level::MEGA && tree.is_nx_table(table) && !logs(gfn);
-                    if take {
-                        left -= 1;
-                        taken += 1;
-                        cursor = gfn.add(level.pages());
-                    }
-                    take
+                op.walk(&mut Walk::new(range), |tree, walk, op, inside| {
+                    let slots = space.slots.current(inside);
+                    tree.zap_tables(walk, &mut op.zapped, |gfn, level, table| {
+                        // In a slot that logs nothing would become huge, and a dirty bit be lost.
+                        let logs = |gfn| slots.find(gfn).is_some_and(|slot| slot.log().is_some());
+                        let take = left > 0
+                            && level == Level::MEGA
+                            && tree.is_nx_table(table)
+                            && !logs(gfn);
+                        if take {
+                            left -= 1;
+                            taken += 1;
+                            cursor = gfn.add(level.pages());
+                        }
+                        take
+                    });
                 });
             }
             self.nx_cursor.store(cursor.0, Relaxed);
-            op.finish(Some(Gfn(0)..capacity));
+            op.finish();
         }
         taken
     }

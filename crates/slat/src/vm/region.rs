@@ -1,13 +1,13 @@
 //! Slot changes as invalidations: publish the new set, raise the sequence, zap, flush, return. A fault
 //! that looked the old set up cannot install any more.
 
-use super::{Leaving, RangeOp, Space, Vm};
-use crate::addr::PAGE_SHIFT;
+use super::{RangeOp, Space, Vm};
+use crate::addr::{Gfn, PAGE_SHIFT};
 use crate::format::Format;
 use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::{Change, OwnedSlot, Region, RegionError, SlotFlags, SlotsChange, plan};
-use crate::table::Tree;
+use crate::table::{Tree, Walk};
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Creates, deletes, moves a memslot or changes its flags: KVM_SET_USER_MEMORY_REGION, with its
@@ -33,49 +33,55 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Change::Create | Change::Move | Change::Flags => Some(self.slot(region, &change)?),
         };
         change.catch_up(&self.readers, self.reader_wait());
+        let space = &self.spaces[space];
+        let generation = change.set().generation + 1;
         match plan {
             Change::Create => change.replace(id, new, &self.readers)?,
             Change::Delete | Change::Move => {
+                let mut op = RangeOp::begin(self, space);
+                op.of_leaving_slot();
                 let leaving = self.in_progress.slot_leaves();
+                if let Some(old) = change.by_id(id).filter(|_| plan == Change::Move) {
+                    op.zap_noted(old);
+                }
                 change.replace(id, new, &self.readers)?;
-                self.zap_replaced(space, &change, leaving);
+                self.in_progress.raise();
+                if let Some(old) = change.replaced() {
+                    op.zap_unnoted(old);
+                }
+                // The operation still owes its flush: who sees that the slot has left sees that, too.
+                drop(leaving);
+                // Nobody needs to wait for it, or for the tables to be freed, to change slots.
+                drop(change);
+                op.finish();
             }
             Change::Flags => {
                 change.replace(id, new, &self.readers)?;
                 self.in_progress.raise();
-                let space = &self.spaces[space];
-                let logs = |slot: &OwnedSlot| slot.log().is_some();
-                let logged = change.replaced().is_some_and(logs);
-                match change.by_id(id) {
-                    Some(new) if logs(new) && !logged => self.begin_logging(space, new),
-                    Some(new) if logged && !logs(new) => self.end_logging(space, new),
+                let logs = |slot: Option<&OwnedSlot>| slot.is_some_and(|slot| slot.log().is_some());
+                match (logs(change.replaced()), logs(change.by_id(id))) {
+                    (false, true) => self.begin_logging(space, change, id),
+                    (true, false) => self.end_logging(space, change, id),
                     _ => {}
                 }
             }
         }
-        self.forget_old_mmio(&self.spaces[space], change.set().generation);
+        if Self::wraps_mmio(generation) {
+            self.zap_mmio(space);
+        }
         Ok(())
     }
 
-    /// After a set of `generation` was published. Where the generation has wrapped around as far as
-    /// entries can hold it, entries as old as that must not be believed again.
-    pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, generation: u64) {
-        if generation & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0 {
-            let section = self.section();
-            space.tree.get(section.inside()).zap_mmio();
-        }
+    /// Whether the generation has wrapped around as far as entries can hold it: then those as old as that must
+    /// not be believed again.
+    pub(super) fn wraps_mmio(generation: u64) -> bool {
+        generation & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0
     }
 
-    fn zap_replaced(&self, space: usize, change: &SlotsChange<'_>, leaving: Leaving<'_>) {
-        self.in_progress.raise();
-        let mut op = RangeOp::begin(self, &self.spaces[space]);
-        let gfns = change.replaced().map(|old| {
-            op.zapping().1.zap(old, old.gfns());
-            old.gfns()
-        });
-        // The operation is still counted: who sees that the slot has left sees that a flush is owed.
-        drop(leaving);
-        op.finish(gfns);
+    pub(super) fn zap_mmio(&self, space: &Space<P, F>) {
+        let mut walk = Walk::new(Gfn(0)..Gfn(Tree::<P, F>::capacity()));
+        let mut op = RangeOp::begin(self, space);
+        op.walk(&mut walk, |tree, walk, _, _| tree.zap_mmio(walk));
     }
 
     /// The slot that `region` asks for. If it logs, it goes on with the log there is:

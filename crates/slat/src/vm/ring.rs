@@ -19,15 +19,13 @@ use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::iter;
-use core::mem::replace;
 
 use super::{RangeOp, Vm};
 use crate::addr::Gfn;
 use crate::format::Format;
 use crate::heap;
 use crate::platform::Platform;
-use crate::slots::Memslot;
-use crate::table::{OutOfMemory, Tree};
+use crate::table::{OutOfMemory, Tree, Walk};
 
 /// One entry, with the layout of `struct kvm_dirty_gfn`.
 #[repr(C)]
@@ -172,27 +170,18 @@ impl DirtyRing {
     }
 }
 
-/// Pages of a slot that are to be protected, within 64.
-struct Near<'a> {
-    slot: &'a Memslot,
+/// Pages of slot `id` that are to be protected, within 64.
+struct Near {
+    id: u32,
     first: u64,
     mask: u64,
 }
 
-impl<'a> Near<'a> {
-    /// An entry of a slot that has gone, or come again smaller, is nobody's.
-    fn new(slot: Option<&'a Memslot>, offset: u64) -> Option<Self> {
-        slot.filter(|slot| offset < slot.pages()).map(|slot| Near {
-            slot,
-            first: offset,
-            mask: 1,
-        })
-    }
-
+impl Near {
     /// Takes one more, if it is near.
-    fn take(&mut self, id: u32, offset: u64) -> bool {
-        let distance = offset.wrapping_sub(self.first);
-        let near = id == self.slot.id() && distance < 64 && offset < self.slot.pages();
+    fn take(&mut self, id: u32, page: u64) -> bool {
+        let distance = page.wrapping_sub(self.first);
+        let near = id == self.id && distance < 64;
         if near {
             self.mask |= 1 << distance;
         }
@@ -231,28 +220,50 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Returns how many there were.
     fn protect_again(&self, index: usize, pages: impl Iterator<Item = (u32, u64)>) -> u64 {
         let space = &self.spaces[index];
-        let change = space.slots.change(self.turn_wait());
         let mut op = RangeOp::begin(self, space);
         let mut taken = 0;
         // Pages that lie near each other often come one after the other: one walk protects them.
-        let mut near: Option<Near<'_>> = None;
-        for (id, offset) in pages {
+        let mut near: Option<Near> = None;
+        for (id, page) in pages {
             taken += 1;
-            if near.as_mut().is_some_and(|near| near.take(id, offset)) {
+            if near.as_mut().is_some_and(|near| near.take(id, page)) {
                 continue;
             }
-            let slot = change.by_id(id).map(|slot| &**slot);
-            if let Some(before) = replace(&mut near, Near::new(slot, offset)) {
-                op.protect_pages(before.slot, before.first, before.mask);
+            let next = Near {
+                id,
+                first: page,
+                mask: 1,
+            };
+            if let Some(before) = near.replace(next) {
+                self.protect_near(&mut op, &before);
             }
         }
         if let Some(last) = near {
-            op.protect_pages(last.slot, last.first, last.mask);
+            self.protect_near(&mut op, &last);
         }
         // A page whose leaf is gone may still be written through a translation not flushed yet.
-        let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
-        op.finish((taken > 0).then_some(everything));
+        if taken > 0 {
+            op.about(&(Gfn(0)..Gfn(Tree::<P, F>::capacity())));
+            op.finish();
+        }
         taken
+    }
+
+    /// Slot changes wait for one of these. A page of a slot that has gone, or come again smaller, is nobody's.
+    fn protect_near(&self, op: &mut RangeOp<'_, P, F>, near: &Near) {
+        let change = op.outside(|| op.space.slots.change(self.turn_wait()));
+        let Some(slot) = change.by_id(near.id) else {
+            return;
+        };
+        let first = slot.base().add(near.first);
+        let end = first.add(64 - u64::from(near.mask.leading_zeros()));
+        let gfns = first.min(slot.gfns().end)..end.min(slot.gfns().end);
+        op.about(&gfns);
+        op.walk(&mut Walk::new(gfns), |tree, walk, taken, _| {
+            taken.protect(tree, slot, walk, |gfn| {
+                near.mask >> (gfn.0 - first.0) & 1 != 0
+            });
+        });
     }
 
     pub(crate) fn add_ring(&self, ring: Arc<DirtyRing>) -> Result<(), OutOfMemory> {

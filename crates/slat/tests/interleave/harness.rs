@@ -127,6 +127,8 @@ impl<F: Format> World<F> {
                 }
                 Err(Stop::Retry) => vcpu.quiesce(),
                 Err(Stop::Mmio { .. }) => return,
+                // Of a device's memory.
+                Err(Stop::BadAddress { .. }) if access == Access::Execute => return,
                 Err(other) => panic!("{other}"),
             }
         }
