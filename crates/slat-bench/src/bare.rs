@@ -14,18 +14,41 @@ use slat::{
 };
 use slat_host::frames::{self, Frames};
 
-/// Host memory, mapped by the host in pages of 4 KiB, whose physical addresses are its backing
-/// addresses. Nothing is ever accessed there.
-#[derive(Default)]
+/// Host memory whose physical addresses are its backing addresses. Nothing is ever accessed there.
 pub struct Bare {
     frames: Frames,
+    /// The size of the pages by which the host maps it.
+    level: Level,
 }
 
-/// A VM of one address space on such a host, without prefetch: each page is a fault of its own.
+/// A VM of one address space on a host of 4 KiB pages, without prefetch: each page is a fault of its own.
 pub fn vm() -> Arc<Vm<Bare, Ept>> {
-    let vm = Vm::new(Arc::new(Bare::default()), Config::default()).expect("frames for the root");
+    vm_on(Level::PAGE)
+}
+
+/// Like [`vm`], but the host maps its memory by pages of `level`.
+pub fn vm_on(level: Level) -> Arc<Vm<Bare, Ept>> {
+    let host = Bare {
+        frames: Frames::default(),
+        level,
+    };
+    let vm = Vm::new(Arc::new(host), Config::default()).expect("frames for the root");
     vm.policy().set("prefetch", "off").expect("a policy");
     vm
+}
+
+/// Makes `frames` frames for tables resident: a kernel's are, and what the host takes to bring in a page
+/// is not the engine's time.
+pub fn warm_frames(platform: &impl Platform, frames: usize) {
+    let mut warm = Vec::with_capacity(frames);
+    platform.alloc_tables(frames, &mut |frame| warm.push(frame));
+    for frame in &warm {
+        let entries: NonNull<Entries> = platform.entries(*frame);
+        // SAFETY: a frame allocated above, which nobody else knows.
+        unsafe { entries.write(Entries::default()) };
+    }
+    // SAFETY: allocated above, and freed once.
+    unsafe { platform.free_tables(&warm) };
 }
 
 /// The call that makes memslot `slot` hold `pages` pages from `gpa` on.
@@ -40,12 +63,14 @@ pub fn region(slot: u32, gpa: u64, pages: u64, backing: u64) -> Region {
     }
 }
 
-fn page(backing: Hva) -> HostPage {
-    HostPage {
-        pfn: Pfn(backing.0 >> PAGE_SHIFT),
-        level: Level::PAGE,
-        writable: true,
-        memory: MemoryType::WriteBack,
+impl Bare {
+    fn page(&self, backing: Hva) -> HostPage {
+        HostPage {
+            pfn: Pfn(backing.0 >> PAGE_SHIFT),
+            level: self.level,
+            writable: true,
+            memory: MemoryType::WriteBack,
+        }
     }
 }
 
@@ -87,14 +112,14 @@ unsafe impl Platform for Bare {
     }
 
     fn resolve(&self, backing: Hva, _access: Access) -> Result<HostPage, ResolveError> {
-        Ok(page(backing))
+        Ok(self.page(backing))
     }
 
     fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         found(HostRun {
             backing: backing.start,
             pages: (backing.end.0 - backing.start.0) >> PAGE_SHIFT,
-            first: page(backing.start),
+            first: self.page(backing.start),
         });
     }
 

@@ -33,7 +33,7 @@ pub use report::{Report, Row};
 pub use rounds::Size;
 
 use rounds::Bench;
-use show::Line;
+use show::{Line, Rows};
 
 /// One experiment.
 pub struct Experiment {
@@ -47,6 +47,8 @@ pub struct Experiment {
     pub(crate) run: fn(&mut Bench) -> Result<(), Failure>,
     /// What is to be compared with what, and what is asked for.
     pub compare: fn(&Report) -> Vec<Line>,
+    /// What the rows of its table are.
+    pub(crate) rows: Rows,
 }
 
 /// All experiments, in the order in which they run.
@@ -57,6 +59,7 @@ pub const EXPERIMENTS: &[Experiment] = &[
     experiments::execute::EXPERIMENT,
     experiments::split::EXPERIMENT,
     experiments::dirty::EXPERIMENT,
+    experiments::waits::EXPERIMENT,
     experiments::faults::EXPERIMENT,
     experiments::cpu::EXPERIMENT,
 ];

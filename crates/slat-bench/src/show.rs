@@ -185,6 +185,77 @@ impl Line {
     }
 }
 
+/// What the rows of the table of an experiment are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rows {
+    /// A row for each metric, under a heading for each case: variants are compared.
+    Metrics,
+    /// A row for each case, a column for each metric: cases are compared.
+    Cases,
+}
+
+/// The table of [`Rows::Cases`].
+pub(crate) struct Grid<'a> {
+    /// The heads of the columns.
+    pub(crate) head: Vec<&'a str>,
+    /// Cases whose names have the first part in common, under that part.
+    pub(crate) families: Vec<(&'a str, Vec<GridRow<'a>>)>,
+}
+
+/// A row of it: the rest of the case's name, the values, and what was asked for.
+pub(crate) struct GridRow<'a> {
+    pub(crate) cells: Vec<String>,
+    pub(crate) goal: Option<&'a Goal>,
+}
+
+impl<'a> Grid<'a> {
+    pub(crate) fn new(lines: &'a [Line]) -> Self {
+        // Metrics; before each the variant with which it is compared, if there is one.
+        let mut columns: Vec<(&'a str, Option<&'a str>)> = Vec::new();
+        for line in lines {
+            let before = line.before.map(|(variant, _)| (line.metric, Some(variant)));
+            for column in before.into_iter().chain([(line.metric, None)]) {
+                if !columns.contains(&column) {
+                    columns.push(column);
+                }
+            }
+        }
+        // The values have units.
+        let name = |(metric, before): &(&'a str, Option<&'a str>)| {
+            before.unwrap_or_else(|| metric.trim_end_matches("_seconds"))
+        };
+        let head = [""].into_iter().chain(columns.iter().map(name));
+        let head = head.chain(["asked"]).collect();
+        let mut families: Vec<(&str, Vec<GridRow>)> = Vec::new();
+        for case in lines.chunk_by(|a, b| a.case == b.case) {
+            let (family, name) = case[0].case.split_once('/').unwrap_or(("", &case[0].case));
+            let goal = case.iter().find_map(Line::asked);
+            let mut cells = vec![name.to_owned()];
+            cells.extend(columns.iter().map(|column| cell(case, *column)));
+            cells.push(goal.map_or(String::new(), Goal::marked));
+            let row = GridRow { cells, goal };
+            match families.last_mut() {
+                Some((last, rows)) if *last == family => rows.push(row),
+                _ => families.push((family, vec![row])),
+            }
+        }
+        Grid { head, families }
+    }
+}
+
+/// The value of a metric, or of the variant with which it is compared; empty if there is none.
+fn cell(case: &[Line], (metric, before): (&str, Option<&str>)) -> String {
+    let line = case.iter().find(|line| line.metric == metric);
+    let value = line.and_then(|line| {
+        let value = match before {
+            None => line.after.1,
+            Some(before) => line.before.filter(|(name, _)| *name == before)?.1,
+        };
+        Some(shown(value, line.unit))
+    });
+    value.unwrap_or_default()
+}
+
 /// The lines of a table that share a heading, and that heading: the first of the columns.
 pub(crate) fn groups(lines: &[Line]) -> impl Iterator<Item = ([&str; 6], &[Line])> {
     lines.chunk_by(|a, b| a.group() == b.group()).map(|group| {
@@ -214,14 +285,29 @@ pub fn table(experiment: &Experiment, report: &Report, columns: u16) -> String {
     table
         .load_preset(presets::NOTHING)
         .set_content_arrangement(ContentArrangement::Dynamic)
-        .set_width(columns)
-        .set_header(COLUMNS);
-    for (heading, group) in groups(&lines) {
-        table.add_row(heading);
-        for line in group {
-            let mut cells = line.cells();
-            cells[0].insert_str(0, "  ");
-            table.add_row(cells);
+        .set_width(columns);
+    match experiment.rows {
+        Rows::Metrics => {
+            table.set_header(COLUMNS);
+            for (heading, group) in groups(&lines) {
+                table.add_row(heading);
+                for line in group {
+                    let mut cells = line.cells();
+                    cells[0].insert_str(0, "  ");
+                    table.add_row(cells);
+                }
+            }
+        }
+        Rows::Cases => {
+            let grid = Grid::new(&lines);
+            table.set_header(grid.head);
+            for (family, rows) in grid.families {
+                table.add_row([family]);
+                for mut row in rows {
+                    row.cells[0].insert_str(0, "  ");
+                    table.add_row(row.cells);
+                }
+            }
         }
     }
     for (index, column) in table.column_iter_mut().enumerate() {
@@ -371,6 +457,7 @@ mod tests {
                     asked(-0.8),
                 ]
             },
+            rows: Rows::Metrics,
         };
         let text = table(&experiment, &report(), 100);
         for part in [

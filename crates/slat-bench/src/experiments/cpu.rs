@@ -11,7 +11,7 @@ use crate::machine::{
 };
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
-use crate::show::Line;
+use crate::show::{Line, Rows};
 
 const NAME: &str = "cpu";
 
@@ -31,6 +31,7 @@ Instructions are known from the loops, so that a real KVM can be measured the sa
 Nothing was published, nothing is asked for; the limit is the processor itself, the column kvm.",
     run,
     compare,
+    rows: Rows::Metrics,
 };
 
 /// Pages of the data slot: twice what the software TLB holds.

@@ -18,7 +18,7 @@ use crate::machine::{
 };
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
-use crate::show::Line;
+use crate::show::{Line, Rows};
 
 const NAME: &str = "dirty";
 
@@ -38,6 +38,7 @@ A bitmap costs a bit for every page of the slot, a ring an entry for every page 
 are, which is the bitmap's best case.",
     run,
     compare,
+    rows: Rows::Metrics,
 };
 
 const NS_PER_PAGE: &str = "ns_per_page";

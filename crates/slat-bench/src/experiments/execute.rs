@@ -7,7 +7,7 @@ use crate::maps::Maps;
 use crate::published;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
-use crate::show::Line;
+use crate::show::{Line, Rows};
 
 const NAME: &str = "execute";
 
@@ -27,6 +27,7 @@ No prefetch; no kvm, whose NX policy is its host's.
 Asked for: at most 520 faults for each GiB, and at most 1.2 times the time of nx-off.",
     run,
     compare,
+    rows: Rows::Metrics,
 };
 
 /// Variants, and the policies that each is.

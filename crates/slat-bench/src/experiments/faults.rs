@@ -11,7 +11,7 @@ use crate::machine::guest::PAGE;
 use crate::machine::{Failure, thread_time};
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
-use crate::show::Line;
+use crate::show::{Line, Rows};
 
 const NAME: &str = "faults";
 
@@ -31,6 +31,7 @@ taken again otherwise, a number of times.
 limit: what two threads could do at best, twice the rate of one.",
     run,
     compare,
+    rows: Rows::Metrics,
 };
 
 const RATE: &str = "faults_per_s";

@@ -11,7 +11,7 @@ use crate::machine::{Api, Failure, Machine, Memory, Pages, Program, RealKvm, Slo
 use crate::maps::Maps;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, fastest};
-use crate::show::Line;
+use crate::show::{Line, Rows};
 
 const NAME: &str = "mmio";
 
@@ -31,6 +31,7 @@ Asked for: cached makes no look-up at all and takes no longer with 32764 slots t
 no slower; ordinary differs by no more than 1 %. Times are the vCPU's processor time.",
     run,
     compare,
+    rows: Rows::Metrics,
 };
 
 const VARIANTS: &[&str] = &["uncached", "cached"];

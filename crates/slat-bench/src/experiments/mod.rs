@@ -8,3 +8,4 @@ pub mod memslots;
 pub mod mmio;
 pub mod prefetch;
 pub mod split;
+pub mod waits;

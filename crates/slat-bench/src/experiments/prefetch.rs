@@ -7,7 +7,7 @@ use crate::machine::guest::{DATA, PAGE, Random};
 use crate::machine::{Api, Failure, Machine, Memory, Pages, Program, Slot, no_device};
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
-use crate::show::Line;
+use crate::show::{Line, Rows};
 
 const NAME: &str = "prefetch";
 
@@ -27,6 +27,7 @@ Asked for: window-8 takes 1/8 of the faults, adaptive at most 1/64, and at rando
 no more than 5 % of the pages touched. Times are the vCPU's processor time.",
     run,
     compare,
+    rows: Rows::Metrics,
 };
 
 const SEQUENTIAL: &str = "sequential";

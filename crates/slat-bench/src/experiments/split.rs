@@ -1,22 +1,22 @@
 //! Huge leaves split for the dirty log, ahead of the writes.
 
 use std::hint::black_box;
-use std::ptr::NonNull;
 use std::time::Duration;
 
 use kvm_bindings::{
     KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_INITIALLY_SET,
     KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MEM_LOG_DIRTY_PAGES, kvm_enable_cap,
 };
-use slat::{Entries, Platform, Stats};
+use slat::Stats;
 
 use crate::Experiment;
+use crate::bare;
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{Failure, Machine, Memory, Program, Slat, Slot, no_device, thread_time};
 use crate::maps::Maps;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
-use crate::show::Line;
+use crate::show::{Line, Rows};
 
 const NAME: &str = "split";
 
@@ -36,6 +36,7 @@ nothing to do then, as split/4k shows; in enable and clear, it is left to protec
 limit_seconds: the bytes of the new tables, written one after the other. Frames are resident.",
     run,
     compare,
+    rows: Rows::Metrics,
 };
 
 const SECONDS: &str = "seconds";
@@ -216,7 +217,8 @@ fn measure(
         return Err(format!("mapped by {leaves:?} leaves, not {:?}", subject.leaves()).into());
     }
     look("before", &machine);
-    warm_frames(&machine, subject.splits() as usize);
+    let platform = machine.vm().engine().platform();
+    bare::warm_frames(&**platform, subject.splits() as usize);
 
     let before = stats(&machine);
     let log = subject.slot(KVM_MEM_LOG_DIRTY_PAGES);
@@ -295,21 +297,6 @@ fn write_all(machine: &mut Machine<'_, Slat>, subject: &Subject) -> Result<(), F
 fn clear(machine: &Machine<'_, Slat>, subject: &Subject, bitmap: &[u64]) -> Result<(), Failure> {
     let pages = u32::try_from(subject.pages())?;
     Ok(machine.vm().clear_dirty_log(1, 0, pages, bitmap)?)
-}
-
-/// Makes so many frames for tables resident: a kernel's are, and what the host takes to bring in a page
-/// is not the split's.
-fn warm_frames(machine: &Machine<'_, Slat>, frames: usize) {
-    let platform = machine.vm().engine().platform();
-    let mut warm = Vec::with_capacity(frames);
-    platform.alloc_tables(frames, &mut |frame| warm.push(frame));
-    for frame in &warm {
-        let entries: NonNull<Entries> = platform.entries(*frame);
-        // SAFETY: a frame allocated above, which nobody else knows.
-        unsafe { entries.write(Entries::default()) };
-    }
-    // SAFETY: allocated above, and freed once.
-    unsafe { platform.free_tables(&warm) };
 }
 
 fn compare(report: &Report) -> Vec<Line> {

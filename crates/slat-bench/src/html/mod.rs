@@ -132,7 +132,7 @@ fn section(experiment: &Experiment, report: &Report) -> Markup {
                     ul { @for line in missed { li { (line) } } }
                 }
             }
-            (table::table(&lines))
+            (table::table(experiment.rows, &lines))
         }
     }
 }

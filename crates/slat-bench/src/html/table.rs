@@ -2,35 +2,38 @@
 
 use maud::{Markup, html};
 
-use crate::show::{COLUMNS, Line, groups};
+use crate::show::{COLUMNS, Goal, Grid, Line, Rows, groups};
 
 /// A table that is longer is shown when it is asked for.
 const LONG: usize = 40;
 
-/// All lines, under the headings that the terminal gives them.
-pub fn table(lines: &[Line]) -> Markup {
+/// All lines, with the rows that they have on the terminal.
+pub fn table(rows: Rows, lines: &[Line]) -> Markup {
     html! {
         details open[lines.len() <= LONG] {
             summary { "All " (lines.len()) " values" }
             div.scroll {
-                table {
-                    thead {
-                        tr {
-                            @for name in COLUMNS {
-                                th scope="col" { (name) }
-                            }
-                        }
+                @match rows {
+                    Rows::Metrics => (metrics(lines)),
+                    Rows::Cases => (cases(lines)),
+                }
+            }
+        }
+    }
+}
+
+fn metrics(lines: &[Line]) -> Markup {
+    html! {
+        table {
+            (head(&COLUMNS))
+            @for (heading, group) in groups(lines) {
+                tbody {
+                    tr.heading {
+                        @for cell in heading { td { (cell) } }
+                        @for _ in heading.len()..COLUMNS.len() { td {} }
                     }
-                    @for (heading, group) in groups(lines) {
-                        tbody {
-                            tr.heading {
-                                @for cell in heading { td { (cell) } }
-                                @for _ in heading.len()..COLUMNS.len() { td {} }
-                            }
-                            @for line in group {
-                                tr { (cells(line)) }
-                            }
-                        }
+                    @for line in group {
+                        (row(&line.cells(), line.asked()))
                     }
                 }
             }
@@ -38,14 +41,48 @@ pub fn table(lines: &[Line]) -> Markup {
     }
 }
 
-fn cells(line: &Line) -> Markup {
-    let [name, values @ .., goal] = line.cells();
-    let mark = line
-        .asked()
-        .map(|goal| if goal.met { "met" } else { "missed" });
+fn cases(lines: &[Line]) -> Markup {
+    let grid = Grid::new(lines);
     html! {
-        th scope="row" { (name) }
-        @for value in values { td { (value) } }
-        td class=[mark] { (goal) }
+        table {
+            (head(&grid.head))
+            @for (family, rows) in &grid.families {
+                tbody {
+                    tr.heading {
+                        td { (family) }
+                        @for _ in 1..grid.head.len() { td {} }
+                    }
+                    @for case in rows {
+                        (row(&case.cells, case.goal))
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn head(names: &[&str]) -> Markup {
+    html! {
+        thead {
+            tr {
+                @for name in names {
+                    th scope="col" { (name) }
+                }
+            }
+        }
+    }
+}
+
+/// A row: its name, values, and what was asked for.
+fn row(cells: &[String], goal: Option<&Goal>) -> Markup {
+    let mark = goal.map(|goal| if goal.met { "met" } else { "missed" });
+    html! {
+        tr {
+            @if let [name, values @ .., asked] = cells {
+                th scope="row" { (name) }
+                @for value in values { td { (value) } }
+                td class=[mark] { (asked) }
+            }
+        }
     }
 }

@@ -16,7 +16,7 @@ use crate::machine::{Api, Failure, Memory, Pages, RealKvm};
 use crate::published;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
-use crate::show::Line;
+use crate::show::{Line, Rows};
 use inside::{Array, Inside, Slat, Tables};
 use layout::Layout;
 
@@ -38,6 +38,7 @@ wall_seconds_per_op: a KVM program with a running guest, on slat and on a real K
 waits for. In it are madvise and, but for moves and setup, what the guest does.",
     run,
     compare,
+    rows: Rows::Metrics,
 };
 
 /// What memslot_perf_test measures.

@@ -1,0 +1,385 @@
+//! The long operations: what is set up before each, and what it must have done.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use slat::{
+    Access, DirtyGfn, DirtyRing, Ept, Gfn, Gpa, Hva, Level, MemoryAttributes, Region, RegionError,
+    SlotFlags, Stop, Vcpu, Vm,
+};
+
+use super::unrelated;
+use crate::bare::{self, Bare};
+use crate::machine::Failure;
+use crate::machine::guest::PAGE;
+
+/// The large memslot, and where it is backed.
+const SLOT: u32 = 0;
+const BACKING: u64 = 1 << 44;
+
+/// Pages of a leaf of 2 MiB.
+const MEGA: u64 = Level::MEGA.pages();
+/// Of so many pages of the slot one is in a dirty ring, so that each is protected alone.
+const APART: u64 = 64;
+/// vCPUs with a ring, and the entries of each: KVM's most.
+const RINGS: u64 = 8;
+const RING_ENTRIES: u64 = 1 << 16;
+
+/// A long operation on the large slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Operation {
+    /// None: a thread that only computes.
+    Nothing,
+    GetProtect,
+    GetDirtyBit,
+    Clear,
+    Age,
+    Zap,
+    ZapDirtyBit,
+    BeginSmall,
+    BeginEager,
+    BeginLazy,
+    End,
+    Delete,
+    Invalidate,
+    Attributes,
+    NxRecovery,
+    RingReset,
+}
+
+use Operation::*;
+
+impl Operation {
+    pub(super) const ALL: [(Operation, &str); 16] = [
+        (Nothing, "nothing"),
+        (GetProtect, "get-protect"),
+        (GetDirtyBit, "get-dirty-bit"),
+        (Clear, "clear"),
+        (Age, "age"),
+        (Zap, "zap"),
+        (ZapDirtyBit, "zap-dirty-bit"),
+        (BeginSmall, "begin-4k"),
+        (BeginEager, "begin-eager"),
+        (BeginLazy, "begin-lazy"),
+        (End, "end"),
+        (Delete, "delete"),
+        (Invalidate, "invalidate"),
+        (Attributes, "attributes"),
+        (NxRecovery, "nx-recovery"),
+        (RingReset, "ring-reset"),
+    ];
+
+    /// By which pages the host maps the large slot's memory.
+    fn host(self) -> Level {
+        match self {
+            BeginEager | BeginLazy | End | NxRecovery => Level::MEGA,
+            _ => Level::PAGE,
+        }
+    }
+
+    /// The policies that it is about.
+    fn policies(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            GetDirtyBit | ZapDirtyBit => &[("dirty_log", "dirty-bit")],
+            BeginLazy => &[("eager_page_split", "off")],
+            NxRecovery => &[
+                ("nx_huge_pages", "on"),
+                ("nx_huge_pages_recovery_ratio", "1"),
+            ],
+            _ => &[],
+        }
+    }
+}
+
+/// A VM with a large slot, for one operation.
+pub(super) struct Subject {
+    operation: Operation,
+    vm: Arc<Vm<Bare, Ept>>,
+    /// They map and use the slot before the operation, a part each.
+    cpus: Vec<Vcpu<Bare, Ept>>,
+    /// The vCPUs' dirty rings, for the client.
+    rings: Vec<Arc<[DirtyGfn]>>,
+    pages: u64,
+    bitmap: Vec<u64>,
+    /// How long a thread computes for [`Nothing`].
+    nothing: Duration,
+}
+
+impl Subject {
+    /// A VM whose large slot has `pages` pages, a multiple of those of 2 MiB.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub(super) fn new(
+        operation: Operation,
+        pages: u64,
+        nothing: Duration,
+    ) -> Result<Self, Failure> {
+        let vm = bare::vm_on(operation.host());
+        for (name, value) in operation.policies() {
+            vm.set_policy(name, value)?;
+        }
+        let mut rings = Vec::new();
+        let cpus = match operation {
+            RingReset => {
+                vm.use_dirty_rings();
+                RINGS
+            }
+            // What several do at once is set-up; more than these do not make it much shorter.
+            _ => std::thread::available_parallelism().map_or(1, |n| n.get().min(4) as u64),
+        };
+        let cpus = (0..cpus).map(|_| vm.create_vcpu());
+        let mut cpus: Vec<_> = cpus.collect::<Result<_, _>>()?;
+        if operation == RingReset {
+            for cpu in &mut cpus {
+                let memory: Arc<[_]> = (0..RING_ENTRIES).map(|_| DirtyGfn::new()).collect();
+                cpu.set_dirty_ring(Arc::new(DirtyRing::new(memory.clone())?))?;
+                rings.push(memory);
+            }
+        }
+        unrelated::create_slot(&vm)?;
+        // The tables of 4 KiB leaves, and some above them.
+        bare::warm_frames(&**vm.platform(), (pages / MEGA) as usize + 256);
+        Ok(Subject {
+            operation,
+            vm,
+            cpus,
+            rings,
+            pages,
+            bitmap: vec![0; pages.div_ceil(64) as usize],
+            nothing,
+        })
+    }
+
+    pub(super) fn vm(&self) -> &Arc<Vm<Bare, Ept>> {
+        &self.vm
+    }
+
+    /// Brings the slot to where the operation begins, wherever the one before has left it.
+    ///
+    /// # Errors
+    /// The engine's, and if the slot is not mapped as it is to be.
+    pub(super) fn set_up(&mut self) -> Result<(), Failure> {
+        if self.operation == Nothing {
+            return Ok(());
+        }
+        self.vm
+            .set_memory_attributes(self.gfns(), MemoryAttributes::NONE)?;
+        self.vm.set_manual_dirty_log(false, false);
+        self.delete()?;
+        match self.operation {
+            RingReset => self.create(SlotFlags::LOG_DIRTY_PAGES)?,
+            _ => {
+                self.create(SlotFlags(0))?;
+                self.map()?;
+            }
+        }
+        match self.operation {
+            // A log that names every page, of a slot in which every page may be written: so it is when
+            // the guest has written to all of them.
+            GetProtect | Clear => {
+                self.vm.set_manual_dirty_log(true, true);
+                self.create(SlotFlags::LOG_DIRTY_PAGES)?;
+                self.vm.set_manual_dirty_log(self.operation == Clear, false);
+                self.bitmap.fill(u64::MAX);
+            }
+            GetDirtyBit | ZapDirtyBit => {
+                self.create(SlotFlags::LOG_DIRTY_PAGES)?;
+                self.access(Access::Write, 1)?;
+            }
+            Age => self.access(Access::Read, 1)?,
+            End => self.create(SlotFlags::LOG_DIRTY_PAGES)?,
+            NxRecovery => self.access(Access::Execute, MEGA)?,
+            RingReset => {
+                self.access(Access::Write, APART)?;
+                let entries = self.rings.iter().flat_map(|ring| ring.iter());
+                let collected = entries.filter_map(DirtyGfn::collect).count() as u64;
+                expect("pages in the rings", collected, self.pages / APART)?;
+            }
+            _ => {}
+        }
+        self.expect_mapped(self.before())
+    }
+
+    /// Does the operation. Returns what it told: a number of pages, tables or entries.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub(super) fn perform(&mut self) -> Result<u64, Failure> {
+        let (vm, gfns) = (&self.vm, self.gfns());
+        match self.operation {
+            Nothing => {
+                let began = Instant::now();
+                while began.elapsed() < self.nothing {
+                    std::hint::spin_loop();
+                }
+            }
+            GetProtect | GetDirtyBit => vm.get_dirty_log(0, SLOT, &mut self.bitmap)?,
+            Clear => vm.clear_dirty_log(0, SLOT, 0, self.pages, &self.bitmap)?,
+            Age => return Ok(vm.age(self.backing(), true)),
+            Zap | ZapDirtyBit => vm.zap(0, gfns),
+            BeginSmall | BeginEager | BeginLazy => self.create(SlotFlags::LOG_DIRTY_PAGES)?,
+            End => self.create(SlotFlags(0))?,
+            Delete => self.delete()?,
+            Invalidate => drop(vm.invalidate(self.backing())),
+            Attributes => vm.set_memory_attributes(gfns, MemoryAttributes::PRIVATE)?,
+            NxRecovery => return Ok(vm.recover_nx_huge_pages()),
+            RingReset => return Ok(vm.reset_dirty_rings()),
+        }
+        Ok(0)
+    }
+
+    /// Checks what the operation, which told `told`, has done.
+    ///
+    /// # Errors
+    /// If it was not what it is there for.
+    pub(super) fn check(&mut self, told: u64) -> Result<(), Failure> {
+        self.expect_mapped(self.after())?;
+        match self.operation {
+            GetProtect | GetDirtyBit => {
+                expect("pages dirty", self.marked(), self.pages)?;
+                self.expect_noted()
+            }
+            Clear | BeginSmall | BeginEager | BeginLazy => self.expect_noted(),
+            ZapDirtyBit => {
+                self.vm.get_dirty_log(0, SLOT, &mut self.bitmap)?;
+                expect("pages dirty after a zap", self.marked(), self.pages)
+            }
+            Age => expect("pages used", told, self.pages),
+            NxRecovery => expect("tables recovered", told, self.pages / MEGA),
+            RingReset => expect("entries reset", told, self.pages / APART),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that the log names no page but those to which the guest writes from now on.
+    fn expect_noted(&mut self) -> Result<(), Failure> {
+        let cpu = &mut self.cpus[0];
+        cpu.enter(0);
+        let written =
+            [0, self.pages - 1].map(|page| cpu.translate(Gpa(page * PAGE), Access::Write));
+        cpu.leave();
+        for result in written {
+            result?;
+        }
+        self.vm.get_dirty_log(0, SLOT, &mut self.bitmap)?;
+        expect("pages dirty after two writes", self.marked(), 2)
+    }
+
+    /// Leaves of 4 KiB and 2 MiB that map the slot before the operation.
+    fn before(&self) -> [u64; 2] {
+        match self.operation {
+            Nothing => [0, 0],
+            BeginEager | BeginLazy => [0, self.pages / MEGA],
+            RingReset => [self.pages / APART, 0],
+            _ => [self.pages, 0],
+        }
+    }
+
+    /// Those that map it afterwards.
+    fn after(&self) -> [u64; 2] {
+        match self.operation {
+            GetProtect | GetDirtyBit | Clear | Age | BeginSmall | BeginEager => [self.pages, 0],
+            BeginLazy | RingReset => self.before(),
+            Nothing | Zap | ZapDirtyBit | End | Delete | Invalidate | Attributes | NxRecovery => {
+                [0, 0]
+            }
+        }
+    }
+
+    fn expect_mapped(&self, [small, mega]: [u64; 2]) -> Result<(), Failure> {
+        let stats = self.vm.stats();
+        // Of the small slots a page each may be mapped.
+        let others = stats.pages_4k.wrapping_sub(small);
+        if others > 2 || stats.pages_2m != mega {
+            let (is_small, is_mega) = (stats.pages_4k, stats.pages_2m);
+            return Err(format!(
+                "mapped by {is_small} leaves of 4 KiB and {is_mega} of 2 MiB, not {small} and {mega}"
+            )
+            .into());
+        }
+        Ok(())
+    }
+
+    fn gfns(&self) -> Range<Gfn> {
+        Gfn(0)..Gfn(self.pages)
+    }
+
+    fn backing(&self) -> Range<Hva> {
+        Hva(BACKING)..Hva(BACKING + self.pages * PAGE)
+    }
+
+    fn marked(&self) -> u64 {
+        self.bitmap.iter().map(|w| u64::from(w.count_ones())).sum()
+    }
+
+    /// Creates the slot, or changes its flags.
+    fn create(&self, flags: SlotFlags) -> Result<(), Failure> {
+        let region = bare::region(SLOT, 0, self.pages, BACKING);
+        Ok(self.vm.set_memory_region(0, &Region { flags, ..region })?)
+    }
+
+    fn delete(&self) -> Result<(), Failure> {
+        let nothing = bare::region(SLOT, 0, 0, BACKING);
+        match self.vm.set_memory_region(0, &nothing) {
+            Ok(()) | Err(RegionError::NothingToDelete(_)) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Maps all of the slot for reading and writing, by leaves as large as the host allows.
+    fn map(&mut self) -> Result<(), Failure> {
+        self.share(|cpu, pages| {
+            let gpas = Gpa(pages.start * PAGE)..Gpa(pages.end * PAGE);
+            match cpu.prefault(gpas.clone())? == gpas.end.0 - gpas.start.0 {
+                true => Ok(()),
+                false => Err(Stop::Mmio { gpa: gpas.end }),
+            }
+        })
+    }
+
+    /// The guest accesses one of every `apart` pages.
+    fn access(&mut self, access: Access, apart: u64) -> Result<(), Failure> {
+        self.share(|cpu, pages| {
+            for page in pages.step_by(apart as usize) {
+                cpu.translate(Gpa(page * PAGE), access)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Has each vCPU do `work` on a part of the slot.
+    fn share(
+        &mut self,
+        work: impl Fn(&mut Vcpu<Bare, Ept>, Range<u64>) -> Result<(), Stop> + Sync,
+    ) -> Result<(), Failure> {
+        let pages = self.pages;
+        let part = (pages / self.cpus.len() as u64).next_multiple_of(MEGA);
+        let work = &work;
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (self.cpus.iter_mut().zip(0..))
+                .map(|(cpu, index)| {
+                    let pages = (index * part).min(pages)..((index + 1) * part).min(pages);
+                    scope.spawn(move || {
+                        cpu.enter(0);
+                        let result = work(cpu, pages);
+                        cpu.leave();
+                        result
+                    })
+                })
+                .collect();
+            for thread in threads {
+                thread.join().expect("accesses do not panic")?;
+            }
+            Ok(())
+        })
+    }
+}
+
+fn expect(what: &str, is: u64, expected: u64) -> Result<(), Failure> {
+    match is == expected {
+        true => Ok(()),
+        false => Err(format!("{is} {what}, not {expected}").into()),
+    }
+}

@@ -1,0 +1,239 @@
+//! What another thread does beside a long operation, again and again: calls that are about other memory.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use slat::{Access, Ept, Gpa, Hva, Region, Stop, Vcpu, Vm};
+
+use super::histogram::Histogram;
+use crate::bare::{self, Bare};
+use crate::machine::guest::PAGE;
+use crate::machine::{Failure, thread_time};
+
+/// Memslots far from the large one, and from each other: they share no table with it but the root.
+const SMALL: Place = Place::at(1, 1 << 40);
+const COMES_AND_GOES: Place = Place::at(2, 2 << 40);
+const PAGES: u64 = 16;
+
+/// A small memslot.
+struct Place {
+    id: u32,
+    gpa: u64,
+}
+
+impl Place {
+    const fn at(id: u32, gpa: u64) -> Self {
+        Place { id, gpa }
+    }
+
+    fn backing(&self) -> u64 {
+        (1 << 45) + self.gpa
+    }
+
+    fn region(&self, pages: u64) -> Region {
+        bare::region(self.id, self.gpa, pages, self.backing())
+    }
+}
+
+/// A call that is about other memory than the long operation's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unrelated {
+    /// `Vm::invalidate` of one page that is mapped, ended at once.
+    Invalidate,
+    /// A small slot is created, and deleted when a page of it is mapped: two calls.
+    SlotChange,
+}
+
+impl Unrelated {
+    pub(super) const ALL: [(Unrelated, &str); 2] = [
+        (Unrelated::Invalidate, "invalidate"),
+        (Unrelated::SlotChange, "slot"),
+    ];
+}
+
+/// Creates the memslot of which [`Unrelated::Invalidate`] takes a page away.
+pub(super) fn create_slot(vm: &Vm<Bare, Ept>) -> Result<(), Failure> {
+    Ok(vm.set_memory_region(0, &SMALL.region(PAGES))?)
+}
+
+/// How far the operation is.
+const BEFORE: u8 = 0;
+const DURING: u8 = 1;
+const AFTER: u8 = 2;
+
+/// An operation that was done beside calls.
+pub(super) struct Beside<R> {
+    /// The operation's result.
+    pub(super) result: R,
+    /// How long it took.
+    pub(super) time: Duration,
+    /// How long another program had the processor of one of the threads. They do not sleep, so it is what
+    /// was not their processor time.
+    pub(super) lost: Duration,
+}
+
+/// Runs `operation` while another thread makes `calls`. Records the times of those calls in `waits` that
+/// were in progress while the operation was.
+///
+/// # Errors
+/// The calls'.
+pub(super) fn beside<R>(
+    vm: &Arc<Vm<Bare, Ept>>,
+    calls: Unrelated,
+    waits: &mut Histogram,
+    operation: impl FnOnce() -> R,
+) -> Result<Beside<R>, Failure> {
+    let progress = &AtomicU8::new(BEFORE);
+    let began = &AtomicBool::new(false);
+    let mut caller = Caller {
+        cpu: vm.create_vcpu()?,
+        progress,
+        waits,
+    };
+    std::thread::scope(|scope| {
+        // Also if the operation panics: the scope waits for the thread.
+        let end = End(progress);
+        let thread = scope.spawn(move || {
+            let start = Clocks::now();
+            while progress.load(SeqCst) != AFTER {
+                caller.call(calls)?;
+                began.store(true, SeqCst);
+            }
+            Ok::<_, Failure>(start.elapsed())
+        });
+        while !began.load(SeqCst) && !thread.is_finished() {
+            std::thread::yield_now();
+        }
+        progress.store(DURING, SeqCst);
+        let start = Clocks::now();
+        let result = operation();
+        let (time, lost) = start.elapsed();
+        drop(end);
+        let (_, lost_by_caller) = thread.join().expect("the calls do not panic")?;
+        Ok(Beside {
+            result,
+            time,
+            lost: lost + lost_by_caller,
+        })
+    })
+}
+
+/// The time, and the processor time of a thread.
+struct Clocks {
+    wall: Instant,
+    cpu: Duration,
+}
+
+impl Clocks {
+    fn now() -> Self {
+        Clocks {
+            wall: Instant::now(),
+            cpu: thread_time(),
+        }
+    }
+
+    /// The time since then, and how much of it was not the thread's.
+    fn elapsed(&self) -> (Duration, Duration) {
+        let (wall, cpu) = (self.wall.elapsed(), thread_time() - self.cpu);
+        (wall, wall.saturating_sub(cpu))
+    }
+}
+
+struct End<'a>(&'a AtomicU8);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(AFTER, SeqCst);
+    }
+}
+
+/// The thread beside the operation.
+struct Caller<'a> {
+    cpu: Vcpu<Bare, Ept>,
+    progress: &'a AtomicU8,
+    waits: &'a mut Histogram,
+}
+
+impl Caller<'_> {
+    fn call(&mut self, calls: Unrelated) -> Result<(), Failure> {
+        match calls {
+            Unrelated::Invalidate => {
+                self.write_to(&SMALL)?;
+                let page = Hva(SMALL.backing())..Hva(SMALL.backing() + PAGE);
+                self.timed(|vm| {
+                    drop(vm.invalidate(page));
+                    Ok(())
+                })
+            }
+            Unrelated::SlotChange => {
+                let set = |pages| {
+                    let region = COMES_AND_GOES.region(pages);
+                    move |vm: &Vm<Bare, Ept>| Ok(vm.set_memory_region(0, &region)?)
+                };
+                self.timed(set(PAGES))?;
+                self.write_to(&COMES_AND_GOES)?;
+                self.timed(set(0))
+            }
+        }
+    }
+
+    /// So that there is a leaf to zap. It is no call that is measured.
+    fn write_to(&mut self, slot: &Place) -> Result<(), Failure> {
+        loop {
+            self.cpu.enter(0);
+            let result = self.cpu.translate(Gpa(slot.gpa), Access::Write);
+            self.cpu.leave();
+            match result {
+                // It was flushed meanwhile, and has remembered nothing.
+                Err(Stop::Retry) => {}
+                Err(stop) => return Err(stop.into()),
+                Ok(_) => return Ok(()),
+            }
+        }
+    }
+
+    fn timed(
+        &mut self,
+        call: impl FnOnce(&Vm<Bare, Ept>) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let was_over = self.progress.load(SeqCst) == AFTER;
+        let began = Instant::now();
+        call(self.cpu.vm())?;
+        let time = began.elapsed();
+        if !was_over && self.progress.load(SeqCst) != BEFORE {
+            self.waits.record(time);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_calls_in_progress_during_the_operation_count() {
+        for (calls, _) in Unrelated::ALL {
+            let vm = bare::vm();
+            create_slot(&vm).unwrap();
+            let mut waits = Histogram::new();
+            let sleep = || std::thread::sleep(Duration::from_millis(20));
+            let beside = beside(&vm, calls, &mut waits, sleep).unwrap();
+            assert!(beside.time >= Duration::from_millis(20));
+            // A thread that sleeps has no processor, either.
+            assert!(beside.lost >= Duration::from_millis(15));
+            assert!(waits.calls() > 0);
+            assert_eq!(vm.stats().pages_4k, 0, "{calls:?}");
+        }
+    }
+
+    #[test]
+    fn what_goes_wrong_beside_the_operation_is_an_error() {
+        // Nothing is mapped where the slot is not.
+        let vm = bare::vm();
+        let mut waits = Histogram::new();
+        assert!(beside(&vm, Unrelated::Invalidate, &mut waits, || ()).is_err());
+        assert_eq!(waits.calls(), 0);
+    }
+}
