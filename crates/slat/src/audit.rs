@@ -10,7 +10,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
 use crate::slots::{Memslot, Place, SlotFlags};
 use crate::table::{At, Next, Show, Tree, Walk};
-use crate::vm::{RangeOp, Vm};
+use crate::vm::{LogKind, RangeOp, Vm};
 
 /// A broken invariant.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -114,7 +114,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if leaf.write && slot.flags().has(SlotFlags::READONLY) {
             return Err(alloc::format!("it is writable in read-only {slot:?}"));
         }
-        if let Some(log) = slot.log().filter(|log| log.protects() && !log.is_ring()) {
+        if let Some(log) = slot.log().filter(|log| log.kind() == LogKind::Bitmap) {
             let first = gfn.0 - gfns.start.0;
             let unmarked = (first..first + level.pages()).any(|page| !log.is_marked(page));
             if leaf.write && unmarked {

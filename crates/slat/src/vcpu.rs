@@ -13,6 +13,7 @@ use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
 use crate::sync::InSection;
+use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::{Attention, Reader, Readers};
 use crate::table::{Flushed, FrameCache, OutOfMemory, Path, Tree};
 use crate::vm::{DirtyRing, Space, Vm, Window};
@@ -39,6 +40,17 @@ pub struct Vcpu<P: Platform, F: Format> {
     ring: Option<Arc<DirtyRing>>,
     /// The counters of the reader when this vCPU took it over.
     counted_before: Stats,
+}
+
+/// What a vCPU that is inside works with, each for itself.
+pub(crate) struct Parts<'v, P: Platform, F: Format> {
+    pub(crate) vm: &'v Vm<P, F>,
+    pub(crate) tree: &'v Tree<P, F>,
+    pub(crate) slots: &'v SlotSet,
+    pub(crate) ring: Option<&'v DirtyRing>,
+    /// With the frames that were allocated ahead.
+    pub(crate) path: Path<'v>,
+    pub(crate) counters: &'v Counters,
 }
 
 /// A vCPU's reader, and whether it is in a section.
@@ -235,16 +247,22 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         gpa < self.presence.walkable
     }
 
-    /// What a fault needs for its way through the tables, with the frames that were allocated ahead.
-    pub(crate) fn parts(&mut self) -> (&Vm<P, F>, &Tree<P, F>, Path<'_>, &Counters) {
-        let tree = &self.vm.spaces[self.space].tree;
-        let counters = &self.presence.reader().counters;
-        let tree = tree.get(self.presence.section());
-        let path = Path {
-            flushed: self.flushed.clone(),
-            ..Path::new(&mut self.frames)
-        };
-        (&self.vm, tree, path, counters)
+    /// What it works with in a fault.
+    #[inline]
+    pub(crate) fn parts(&mut self) -> Parts<'_, P, F> {
+        let space = &self.vm.spaces[self.space];
+        let inside = self.presence.section();
+        Parts {
+            vm: &self.vm,
+            tree: space.tree.get(inside),
+            slots: space.slots.current(inside),
+            ring: self.ring.as_deref(),
+            path: Path {
+                flushed: self.flushed.clone(),
+                ..Path::new(&mut self.frames)
+            },
+            counters: &self.presence.reader().counters,
+        }
     }
 
     /// Runs `then` on a way through its tables.
@@ -253,9 +271,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         &mut self,
         then: impl FnOnce(&Vm<P, F>, &Tree<P, F>, &mut Path<'_>) -> R,
     ) -> R {
-        let (vm, tree, mut path, counters) = self.parts();
-        let result = then(vm, tree, &mut path);
-        counters.path_done(&path);
+        let mut parts = self.parts();
+        let result = then(parts.vm, parts.tree, &mut parts.path);
+        parts.counters.path_done(&parts.path);
         result
     }
 
@@ -369,6 +387,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let answer = wait(self);
         *slept |= self.come_in(walkable);
         answer
+    }
+
+    /// Lets those pass who have asked for a flush, in the middle of something long. What it remembers may be void
+    /// then: the request stays.
+    pub(crate) fn pass(&mut self) {
+        if self.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
+            self.outside(&mut false, |_| ());
+        }
     }
 
     /// The memslot that holds `gpa`, found as a fault finds it; `None` if no slot does. For clients that

@@ -16,6 +16,7 @@ use super::{ENTRIES, Table, TableMeta, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::platform::Platform;
+use crate::sync::held;
 
 /// Entries of level 1 that a visitor is offered at a time.
 pub(crate) const RUN: usize = if cfg!(loom) { 2 } else { 16 };
@@ -208,6 +209,7 @@ impl Walk {
     }
 
     fn look(&mut self, entries: u32) {
+        held::looked_at(entries);
         self.left -= entries;
         self.entries += u64::from(entries);
     }

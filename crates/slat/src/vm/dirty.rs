@@ -39,47 +39,59 @@ use crate::platform::Platform;
 use crate::slots::SlotsChange;
 use crate::table::{LeafCounts, OutOfMemory};
 
-/// How a slot logs.
+/// By what a slot's log knows of writes, and where they are noted.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LogKind {
+    /// Write protection; a bitmap.
+    Bitmap,
+    /// The leaves' own dirty bits; a bitmap, at a harvest.
+    DirtyBits,
+    /// Write protection; the rings of the vCPUs.
+    Rings,
+}
+
+impl LogKind {
+    /// Whether a leaf must not be writable before a write to it was noted.
+    pub(crate) fn protects(self) -> bool {
+        self != LogKind::DirtyBits
+    }
+}
+
+/// The log of a slot.
 pub(crate) struct DirtyLog {
-    /// One bit per page; none if the log goes to rings.
+    kind: LogKind,
+    /// One bit per page, if the log has a bitmap.
     bits: Vec<AtomicU64>,
-    /// The leaves' own dirty bits tell, instead of write protection.
-    by_dirty_bit: bool,
     /// It named every page when it was made.
     initially_set: bool,
 }
 
 impl DirtyLog {
-    /// A log of `pages` pages, each named already if `initially_set`.
-    fn bitmap(pages: u64, by_dirty_bit: bool, initially_set: bool) -> Result<Self, OutOfMemory> {
+    /// A log of `pages` pages with a bitmap, each named already if `initially_set`.
+    fn bitmap(kind: LogKind, pages: u64, initially_set: bool) -> Result<Self, OutOfMemory> {
         let words = pages.div_ceil(64) as usize;
         let mut bits = Vec::new();
         bits.try_reserve_exact(words).map_err(|_| OutOfMemory)?;
         let word = if initially_set { u64::MAX } else { 0 };
         bits.resize_with(words, || AtomicU64::new(word));
         Ok(DirtyLog {
+            kind,
             bits,
-            by_dirty_bit,
             initially_set,
         })
     }
 
     /// A log that goes to the vCPUs' rings.
-    fn ring() -> Self {
+    fn rings() -> Self {
         DirtyLog {
+            kind: LogKind::Rings,
             bits: Vec::new(),
-            by_dirty_bit: false,
             initially_set: false,
         }
     }
 
-    /// Whether a leaf must not be writable before a write to it was noted.
-    pub(crate) fn protects(&self) -> bool {
-        !self.by_dirty_bit
-    }
-
-    pub(crate) fn is_ring(&self) -> bool {
-        self.bits.is_empty()
+    pub(crate) fn kind(&self) -> LogKind {
+        self.kind
     }
 
     pub(crate) fn mark(&self, page: u64) {
@@ -221,11 +233,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if bitmap.len() < log.bits.len() {
             return Err(DirtyLogError::BufferTooSmall(log.bits.len()));
         }
-        if log.by_dirty_bit {
+        if log.kind == LogKind::DirtyBits {
             op.harvest_dirty_bits();
         }
         let manual = self.log_mode.manual.load(SeqCst);
-        let protects = !manual && log.protects();
+        let protects = !manual && log.kind.protects();
         let mut taken = 0;
         let mut full = 0..0;
         for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
@@ -298,14 +310,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// The log of a slot that begins to log.
     pub(super) fn new_log(&self, pages: u64) -> Result<DirtyLog, OutOfMemory> {
         if self.log_mode.rings.load(SeqCst) {
-            return Ok(DirtyLog::ring());
+            return Ok(DirtyLog::rings());
         }
-        let by_dirty_bit = F::SETS_DIRTY && self.policy.logs_by_dirty_bit();
-        DirtyLog::bitmap(
-            pages,
-            by_dirty_bit,
-            self.log_mode.initially_set.load(SeqCst),
-        )
+        let kind = match F::SETS_DIRTY && self.policy.logs_by_dirty_bit() {
+            true => LogKind::DirtyBits,
+            false => LogKind::Bitmap,
+        };
+        DirtyLog::bitmap(kind, pages, self.log_mode.initially_set.load(SeqCst))
     }
 
     /// Begins logging in slot `id`, which was mapped before.
@@ -338,7 +349,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
 fn bitmap_of<'c>(change: &'c SlotsChange<'_>, id: u32) -> Result<&'c DirtyLog, DirtyLogError> {
     match change.by_id(id).and_then(|slot| slot.log()) {
         None => Err(DirtyLogError::NotLogged(id)),
-        Some(log) if log.is_ring() => Err(DirtyLogError::Rings),
+        Some(log) if log.kind == LogKind::Rings => Err(DirtyLogError::Rings),
         Some(log) => Ok(log),
     }
 }

@@ -14,16 +14,16 @@
 use crate::sync::atomic::Ordering::Relaxed;
 use core::fmt;
 use core::ops::Range;
+use core::ptr;
 
-use super::{DirtyLog, InProgress, RangeOp, Sequence};
+use super::{DirtyLog, InProgress, LogKind, RangeOp, Sequence};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT};
 use crate::format::{Entry, Format, Leaf};
-use crate::heap::Shared;
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, Stale, WaitFor};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
 use crate::sync::held;
 use crate::table::{Mapped, OutOfMemory, Tree};
-use crate::vcpu::Vcpu;
+use crate::vcpu::{Parts, Vcpu};
 
 /// A page of guest memory as the second level translates it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,7 +111,11 @@ pub(super) struct SlotFacts {
     page: u64,
     private: bool,
     flags: SlotFlags,
-    log: Option<Shared<DirtyLog>>,
+    /// How it logs.
+    log: Option<LogKind>,
+    /// Which log that is; it is looked up again for the install. (To hold a share of it would be a count that every
+    /// vCPU writes in every fault.)
+    log_at: Option<*const DirtyLog>,
 }
 
 impl SlotFacts {
@@ -134,7 +138,8 @@ impl SlotFacts {
             page: page(gfn),
             private,
             flags: slot.flags(),
-            log: slot.share_log(),
+            log: slot.log().map(|log| log.kind()),
+            log_at: slot.log().map(ptr::from_ref),
         })
     }
 
@@ -146,14 +151,13 @@ impl SlotFacts {
 
     /// Whether its leaves must not be writable before a write was noted.
     fn protects(&self) -> bool {
-        self.log.as_ref().is_some_and(|log| log.protects())
+        self.log.is_some_and(LogKind::protects)
     }
 
     /// Whether a leaf in the way may have a dirty bit that only the zap of a moving slot knows how to note:
     /// a slot that moves over itself keeps its log, and its old leaves count pages from its old place.
     fn may_meet_unnoted_dirt(&self, in_progress: &InProgress) -> bool {
-        let by_dirty_bit = self.log.as_ref().is_some_and(|log| !log.protects());
-        by_dirty_bit && in_progress.is_slot_leaving()
+        self.log == Some(LogKind::DirtyBits) && in_progress.is_slot_leaving()
     }
 }
 
@@ -455,7 +459,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// Whether a write to the slot goes to a ring that has no room for it.
     fn is_log_full(&self, slot: &SlotFacts) -> bool {
-        let to_ring = slot.log.as_ref().is_some_and(|log| log.is_ring());
+        let to_ring = slot.log == Some(LogKind::Rings);
         to_ring && self.ring().is_none_or(|ring| ring.is_soft_full())
     }
 
@@ -549,11 +553,25 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         sequence: Sequence,
         nx_split: bool,
     ) -> (Mapped, bool) {
-        let ring = self.ring().cloned();
         let space = self.space_index();
         // Not `on_tables`, whose answer would be copied in every fault.
-        let (vm, tree, mut path, counters) = self.parts();
+        let Parts {
+            vm,
+            tree,
+            slots,
+            ring,
+            mut path,
+            counters,
+        } = self.parts();
         path.nx_split = nx_split;
+        // A set that is new since the sequence was taken may have another slot there, or none.
+        let log = match slot.log_at {
+            Some(at) => slots
+                .find(gfn)
+                .and_then(|slot| slot.log())
+                .filter(|log| ptr::eq(*log, at)),
+            None => None,
+        };
         let mut noted = false;
         let hvas = slot.hvas(gfn, level);
         // NX may have made a table there since the level was chosen; a huge leaf would throw away what
@@ -561,15 +579,18 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let nx_table = || level > Level::PAGE && vm.policy.huge_is_nx() && tree.is_nx_split(gfn);
         let valid = || {
             vm.in_progress.holds(sequence, &hvas)
+                && log.is_some() == slot.log.is_some()
                 && !slot.may_meet_unnoted_dirt(&vm.in_progress)
                 && !nx_table()
         };
         let note = || {
-            let Some(log) = slot.log.as_ref().filter(|log| leaf.write && log.protects()) else {
+            let Some(log) = log.filter(|log| leaf.write && log.kind().protects()) else {
                 return;
             };
-            match &ring {
-                Some(ring) if log.is_ring() => ring.push((space as u32) << 16 | slot.id, slot.page),
+            match ring {
+                Some(ring) if log.kind() == LogKind::Rings => {
+                    ring.push((space as u32) << 16 | slot.id, slot.page);
+                }
                 _ => log.mark(slot.page),
             }
             noted = true;

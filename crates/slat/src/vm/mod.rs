@@ -28,8 +28,8 @@ mod region;
 mod ring;
 mod slot_op;
 
-pub(crate) use dirty::DirtyLog;
 pub use dirty::DirtyLogError;
+pub(crate) use dirty::{DirtyLog, LogKind};
 pub use fault::{Stop, Translation};
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
@@ -221,10 +221,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
             round += 1;
         };
         reader.enter(&self.readers, 0);
+        held::section_begins();
         Section {
             readers: &self.readers,
             reader,
-            left: STEP,
+            left: held::MOST_ENTRIES,
         }
     }
 
@@ -276,9 +277,6 @@ pub(crate) struct Section<'a> {
     left: u32,
 }
 
-/// Entries that are looked at in one section, so that nobody waits long for its end: some 50 us.
-const STEP: u32 = 4096;
-
 impl<'a> Section<'a> {
     pub(crate) fn counters(&self) -> &'a Counters {
         &self.reader.counters
@@ -299,22 +297,29 @@ impl<'a> Section<'a> {
 
     /// Runs `wait` between this section and the next of the same reader.
     pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&'a Counters) -> R) -> R {
-        self.reader.leave();
+        self.leave();
         let result = wait(&self.reader.counters);
         self.reader.enter(self.readers, 0);
-        self.left = STEP;
+        held::section_begins();
+        self.left = held::MOST_ENTRIES;
         result
     }
 
     /// Ends the section. `then` may still count.
     pub(crate) fn end<R>(self, then: impl FnOnce(&'a Counters) -> R) -> R {
-        self.reader.leave();
+        self.leave();
         then(&self.reader.counters)
+    }
+
+    fn leave(&self) {
+        held::section_ends();
+        self.reader.leave();
     }
 }
 
 impl Drop for Section<'_> {
     fn drop(&mut self) {
+        held::section_ends();
         self.readers.put_aside(self.reader);
     }
 }

@@ -22,6 +22,7 @@ use crate::format::Format;
 use crate::format::Leaf;
 use crate::platform::{HostPage, HostRun, Platform};
 use crate::policy::Prefetch;
+use crate::sync::held;
 use crate::table::ENTRIES;
 use crate::vcpu::Vcpu;
 
@@ -125,6 +126,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     }
                 }
             };
+            held::assert_none("to ask the host");
             vm.platform.resolve_resident(backing.clone(), &mut map);
         });
         let counters = self.counters();
@@ -152,6 +154,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 Ok(next) => at = next,
                 Err(stop) => result = Err(stop),
             }
+            self.pass();
         }
         self.trim_frames();
         match result {

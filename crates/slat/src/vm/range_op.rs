@@ -51,7 +51,7 @@ impl Taken {
         walk: &mut Walk,
     ) {
         match slot.log() {
-            Some(log) if !log.protects() => {
+            Some(log) if !log.kind().protects() => {
                 let all = slot.gfns();
                 tree.zap_noting(walk, &mut self.zapped, |gfn, level| {
                     log.mark_leaf(&all, gfn, level);
@@ -71,7 +71,7 @@ impl Taken {
     ) {
         let named = |gfn, level| level > Level::PAGE || is_named(gfn);
         match slot.log() {
-            Some(log) if !log.protects() => {
+            Some(log) if !log.kind().protects() => {
                 // The bit of a huge leaf stands for its other pages, too.
                 let note = |gfn, level| {
                     log.mark_leaf_unless(&slot.gfns(), gfn, level, &is_named);
@@ -276,7 +276,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     /// Before `slot` moves: if its leaves' dirty bits are its log, which goes with it, they are noted while it is
     /// known which pages they mean. No fault brings the leaves back meanwhile, because the slot is leaving.
     pub(super) fn zap_noted(&mut self, slot: &Memslot) {
-        if slot.log().is_some_and(|log| !log.protects()) {
+        if slot.log().is_some_and(|log| !log.kind().protects()) {
             self.about(&slot.gfns());
             let mut walk = Walk::new(slot.gfns());
             self.walk(&mut walk, |tree, walk, taken, _| {
