@@ -1,6 +1,6 @@
 //! Heap memory that may run out. `Box::new` and `Arc::new` abort then; these answer [`OutOfMemory`].
 
-use alloc::alloc::{Layout, alloc};
+use alloc::alloc::{Layout, alloc, alloc_zeroed};
 use alloc::boxed::Box;
 use core::fmt;
 use core::mem::MaybeUninit;
@@ -17,6 +17,17 @@ pub(crate) fn room<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     let memory = unsafe { alloc(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
     let memory = NonNull::new(memory).ok_or(OutOfMemory)?;
     // SAFETY: allocated just now with the layout that the box will free; nothing need be in it.
+    Ok(unsafe { Box::from_raw(memory.as_ptr()) })
+}
+
+/// Allocates memory for a `T`, which has a size. All its bytes are zero; an allocator that gets such memory
+/// from its system does not touch it.
+pub(crate) fn zeroed<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
+    const { assert!(size_of::<T>() > 0) };
+    // SAFETY: the layout has a size.
+    let memory = unsafe { alloc_zeroed(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
+    let memory = NonNull::new(memory).ok_or(OutOfMemory)?;
+    // SAFETY: as in `room`.
     Ok(unsafe { Box::from_raw(memory.as_ptr()) })
 }
 

@@ -1,13 +1,16 @@
 //! A CPU as the engine sees it: its reader ([`crate::sync::quiesce`]), the tables it has allocated
-//! ahead, the slots it used lately.
+//! ahead, the slots it used lately, the tables it walked lately ([`paging_structure_cache`]).
+
+mod paging_structure_cache;
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::mem::replace;
 use core::ptr::NonNull;
 
-use crate::addr::{Gfn, Gpa, PAGE_SHIFT, Pfn};
-use crate::format::Format;
+use self::paging_structure_cache::PagingStructureCache;
+use crate::addr::{Access, Gfn, Gpa, PAGE_SHIFT, Pfn};
+use crate::format::{Format, Leaf};
 use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
@@ -15,7 +18,7 @@ use crate::stats::{Counters, Stats};
 use crate::sync::InSection;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::{Attention, Reader, Readers};
-use crate::table::{Flushed, FrameCache, OutOfMemory, Path, Tree};
+use crate::table::{Flushed, Found, FrameCache, OutOfMemory, Path, Tree};
 use crate::vm::{DirtyRing, Space, Vm, Window};
 
 /// One CPU of a VM. Owned by one thread at a time.
@@ -53,13 +56,16 @@ pub(crate) struct Parts<'v, P: Platform, F: Format> {
     pub(crate) counters: &'v Counters,
 }
 
-/// A vCPU's reader, and whether it is in a section.
+/// A vCPU's reader, whether it is in a section, and the tables that it has reached in that section.
 struct Presence {
     /// Belongs to the VM; taken by this vCPU alone.
     reader: NonNull<Reader>,
     /// Walks may be begun for addresses below: in a section all that the tables can hold, otherwise none.
     /// One comparison asks for both.
     walkable: Gpa,
+    /// Level 1 tables below `walkable` that walks have reached in this section since its last quiescent point;
+    /// empty outside.
+    tables: PagingStructureCache,
 }
 
 impl Presence {
@@ -84,17 +90,23 @@ impl Presence {
 
     /// Begins a section. `true`: what is remembered from before is void.
     fn enter(&mut self, readers: &Readers, token: usize, walkable: Gpa) -> bool {
+        if self.is_entered() {
+            // To enter a section in a section is to pass a quiescent point.
+            self.tables.clear();
+        }
         let missed = self.reader().enter(readers, token);
         self.walkable = walkable;
         missed
     }
 
     fn quiesce(&mut self, readers: &Readers) {
+        self.tables.clear();
         self.reader().quiesce(readers);
     }
 
     /// Ends the section; returns how far walks could go in it.
     fn leave(&mut self) -> Gpa {
+        self.tables.clear();
         let walkable = replace(&mut self.walkable, Gpa(0));
         self.reader().leave();
         walkable
@@ -183,11 +195,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
     pub fn create_vcpu_in(self: &Arc<Self>, space: usize) -> Result<Vcpu<P, F>, OutOfMemory> {
         let root = self.spaces[space].root();
         let recent = RecentSlots::new()?;
+        let tables = PagingStructureCache::new()?;
         let reader = self.readers.register()?;
         Ok(Vcpu {
             presence: Presence {
                 reader: NonNull::from(reader),
                 walkable: Gpa(0),
+                tables,
             },
             counted_before: reader.counters.snapshot(),
             vm: self.clone(),
@@ -217,10 +231,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         &self.vm.spaces[self.space]
     }
 
-    pub(crate) fn root(&self) -> Pfn {
-        self.root
-    }
-
     pub(crate) fn space_index(&self) -> usize {
         self.space
     }
@@ -245,6 +255,44 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     #[inline(always)]
     pub(crate) fn may_walk(&self, gpa: Gpa) -> bool {
         gpa < self.presence.walkable
+    }
+
+    /// Returns the leaf at level 1 for `gpa`, if its table is in the paging-structure cache and the leaf is
+    /// ready for `access` ([`Found::ready`]). Outside a section the cache is empty.
+    #[inline(always)]
+    pub(crate) fn cached_leaf(&self, gpa: Gpa, access: Access) -> Option<Leaf> {
+        let table = self.presence.tables.get(gpa)?;
+        // SAFETY: the table was put there by `remember`, which takes what `walk` has found; since then the
+        // reader has been in one section and passed no quiescent point, because that empties the cache
+        // (`Presence`) and needs `&mut self`.
+        let found = unsafe { Tree::<P, F>::lookup_in(&*self.vm.platform, table, gpa.gfn()) };
+        found.ready::<F>(access)
+    }
+
+    /// Walks from the root to `gpa` ([`Tree::lookup_page`]). `None`: no walk may begin.
+    #[inline(always)]
+    pub(crate) fn walk(&self, gpa: Gpa) -> Option<Result<Found<'_>, Found<'_>>> {
+        if !self.may_walk(gpa) {
+            return None;
+        }
+        // SAFETY: the root of this vCPU's tree; whoever may walk is in a section, which only ends by
+        // `&mut self`.
+        Some(unsafe { Tree::<P, F>::lookup_page(&*self.vm.platform, self.root, gpa.gfn()) })
+    }
+
+    /// Puts `table` in the paging-structure cache.
+    ///
+    /// # Safety
+    /// - `table` holds the entry of level 1 for `gpa` that [`Vcpu::walk`] has found, and the vCPU has passed no
+    ///   quiescent point since.
+    #[inline(always)]
+    pub(crate) unsafe fn remember(&mut self, gpa: Gpa, table: Pfn) {
+        self.presence.tables.put(gpa, table);
+    }
+
+    /// Drops the table for `gpa` from the paging-structure cache. Call before a fault at `gpa`.
+    pub(crate) fn forget(&mut self, gpa: Gpa) {
+        self.presence.tables.forget(gpa);
     }
 
     /// What it works with in a fault.

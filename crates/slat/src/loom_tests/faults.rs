@@ -203,6 +203,29 @@ fn tables_of_a_deleted_slot_are_freed_behind_the_last_walker() {
     );
 }
 
+/// The second page is found in the table that the walk to the first has reached.
+#[test]
+fn nothing_is_used_through_a_cached_table_after_its_slot_is_deleted() {
+    beside(
+        3,
+        || {
+            let vm = TWO_PAGES();
+            (0..2).for_each(|gfn| _ = touch(&vm, gfn, Read));
+            vm
+        },
+        |vcpu| {
+            run_guest(vcpu, 0);
+            run_guest(vcpu, 1);
+        },
+        |vm| {
+            set_slot(vm, 0, 0, PLAIN);
+            let pages = &vm.platform().pages;
+            pages[..2].iter().for_each(|page| page.alive.owned());
+        },
+        |vm| assert_eq!(touch(vm, 1, Read), None),
+    );
+}
+
 #[test]
 fn a_slot_that_moves_over_itself_leaves_no_old_page() {
     beside(

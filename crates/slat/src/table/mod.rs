@@ -298,6 +298,8 @@ pub(crate) struct Found<'t> {
     slot: &'t AtomicU64,
     bits: u64,
     pub(crate) level: Level,
+    /// The frame of the table that holds the entry.
+    pub(crate) table: Pfn,
 }
 
 impl Found<'_> {
@@ -395,11 +397,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         root: Pfn,
         gfn: Gfn,
     ) -> Result<Found<'_>, Found<'_>> {
-        let find = |frame, level: Level| {
-            let slot = Table { platform, frame }.entry(level.index(gfn));
-            let bits = slot.load(Acquire);
-            Found { slot, bits, level }
-        };
+        let find = |frame, level| Table { platform, frame }.find(gfn, level);
         let mut frame = Self::root_table(root, gfn);
         // So many steps that the compiler knows their number, and unrolls them.
         for step in 0..F::TOP.0 - 1 {
@@ -411,6 +409,18 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
         }
         Ok(find(frame, Level::PAGE))
+    }
+
+    /// Takes the last step of [`Tree::lookup_page`] alone, in the level 1 table where that ended.
+    ///
+    /// # Safety
+    /// - on `platform`, `lookup_page` has found an entry of `table` for a page of the same 2 MiB, and the
+    ///   caller has been in one reader section since, without a quiescent point, and stays in it as long as the
+    ///   answer is used.
+    #[inline(always)]
+    pub(crate) unsafe fn lookup_in(platform: &P, table: Pfn, gfn: Gfn) -> Found<'_> {
+        let frame = table;
+        Table { platform, frame }.find(gfn, Level::PAGE)
     }
 
     #[inline]
@@ -523,6 +533,18 @@ impl<'a, P: Platform> Table<'a, P> {
     #[inline]
     fn entry(&self, index: usize) -> &'a AtomicU64 {
         &self.entries()[index]
+    }
+
+    /// Loads the entry of this table, which is of `level`, on the way to `gfn`.
+    #[inline(always)]
+    fn find(&self, gfn: Gfn, level: Level) -> Found<'a> {
+        let slot = self.entry(level.index(gfn));
+        Found {
+            slot,
+            bits: slot.load(Acquire),
+            level,
+            table: self.frame,
+        }
     }
 
     #[inline]

@@ -22,7 +22,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, MemoryType, Platform, ResolveError, Stale, WaitFor};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
 use crate::sync::held;
-use crate::table::{Mapped, OutOfMemory, Tree};
+use crate::table::{Mapped, OutOfMemory};
 use crate::vcpu::{Parts, Vcpu};
 
 /// A page of guest memory as the second level translates it.
@@ -195,24 +195,25 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     #[inline(always)]
     pub fn translate(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
         let gfn = gpa.gfn();
-        if self.may_walk(gpa) {
-            // SAFETY: the root of this vCPU's tree; whoever may walk is in a section, which only ends by
-            // `&mut self`.
-            let found =
-                unsafe { Tree::<P, F>::lookup_page(&*self.vm().platform, self.root(), gfn) };
-            // Twice the same: the compiler knows the level of the first, which is the common one.
-            match found {
-                Ok(found) => {
-                    if let Some(leaf) = found.ready::<F>(access) {
-                        return Ok(translation(leaf, Level::PAGE, gfn));
-                    }
-                }
-                Err(found) => {
-                    if let Some(leaf) = found.ready::<F>(access) {
-                        return Ok(translation(leaf, found.level, gfn));
-                    }
+        if let Some(leaf) = self.cached_leaf(gpa, access) {
+            return Ok(translation(leaf, Level::PAGE, gfn));
+        }
+        // Twice the same: the compiler knows the level of the first, which is the common one.
+        match self.walk(gpa) {
+            Some(Ok(found)) => {
+                if let Some(leaf) = found.ready::<F>(access) {
+                    let table = found.table;
+                    // SAFETY: the walk has found the leaf in this table just now.
+                    unsafe { self.remember(gpa, table) };
+                    return Ok(translation(leaf, Level::PAGE, gfn));
                 }
             }
+            Some(Err(found)) => {
+                if let Some(leaf) = found.ready::<F>(access) {
+                    return Ok(translation(leaf, found.level, gfn));
+                }
+            }
+            None => {}
         }
         self.translate_slowly(gpa, access)
     }
@@ -226,6 +227,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             self.count_fault(Outcome::Emulated);
             return Err(Stop::Mmio { gpa });
         }
+        // A fault may install another page elsewhere than in the table that is cached.
+        self.forget(gpa);
         if let Some(answer) = self.translate_mapped(gpa, access) {
             return answer;
         }

@@ -1,0 +1,209 @@
+//! The paging-structure cache of a vCPU: the level 1 tables that its walks have reached lately, so that the
+//! next look-up in one of them begins there and not at the root (Intel SDM 3A, "Paging-Structure Caches").
+//! It holds no leaf: the entry is loaded from the table at every look-up.
+//!
+//! # How long an entry is valid
+//! Until the end of the reader section in which the walk reached the table, or the section's next quiescent
+//! point ([`crate::sync::quiesce`]), whichever comes first: the vCPU then calls
+//! [`PagingStructureCache::clear`]. A table that is detached after the walk is freed only after every reader
+//! has passed a quiescent point, so a table that the cache holds is allocated.
+//!
+//! # Why a detached table may be used
+//! A look-up through the cache is the last step of a walk whose first steps were taken earlier in the same
+//! section. Walkers take no lock and may be slow, so every change of the tables allows for such a walk already.
+//! The cases:
+//!
+//! * *Zaps, invalidations, slot changes, conversions, recovery of NX huge pages, ends of dirty logs, a huge
+//!   leaf that replaces a table.* A table that leaves the tree is detached as a whole and keeps its leaves.
+//!   What a look-up finds in it, the vCPU could have kept in its TLB since before the table was detached. Such
+//!   translations are allowed until the flush, and each of these operations returns, or lets the host page
+//!   be reused, only after a flush that waits for this vCPU's quiescent point.
+//! * *Leaves that a late fault installs in a detached table.* That fault is in a reader section that began
+//!   before the flush. Any invalidation that it did not see waits for the same flush (see
+//!   [`crate::vm::invalidate`]).
+//! * *Changes in place* (write protection, aging, cleared dirty bits, single zapped leaves, widened rights). The
+//!   entry is loaded anew, so the cache hides none of them.
+//! * *Accessed and dirty bits.* A look-up through the cache sets neither: it takes only a leaf that has
+//!   all bits that the access sets. Any other entry means a walk from the root. So nothing that is found here
+//!   sets a dirty bit in a table after `Tree::zap_noting` has read it, or in a detached table.
+//! * *Harvests of a dirty log* do not find the leaves of a detached table. As for a TLB, they flush when they
+//!   have taken a page, because the flush of the detached table is not complete (`Vm::get_dirty_log`); and a
+//!   leaf that may be written without being noted is the leaf of a page that is in the log.
+//! * *Splits and broken leaves* change entries of higher levels, which the cache does not hold. The table of a
+//!   split leaf is new: a walk from the root reaches it first.
+//! * *MMIO entries* are not leaves: they are found by a walk from the root and compared with the
+//!   generation there.
+//!
+//! # Order within one vCPU
+//! Two look-ups of one page must not go back in time: not find the new page first, after a fault that
+//! has installed it, and then the old one, in a detached table. Therefore [`PagingStructureCache::forget`] drops
+//! the table as soon as an entry does not allow an access, before the fault begins, as a processor
+//! drops what it has cached for an address whose access faults. Only a walk from the root that needs no
+//! fault puts a table in.
+
+use alloc::boxed::Box;
+
+use crate::addr::{Gpa, Level, PAGE_SHIFT, Pfn};
+use crate::heap;
+use crate::table::OutOfMemory;
+
+/// Level 1 tables by guest-physical address, direct-mapped.
+pub(super) struct PagingStructureCache {
+    entries: Box<[Entry; ENTRIES]>,
+    /// What the tags of valid entries have in their low bits: from 1 to [`STAMPS`] - 1.
+    stamp: u64,
+}
+
+/// An entry of the cache.
+#[derive(Clone, Copy)]
+struct Entry {
+    /// The address of the region that `table` translates, and the stamp of the time at which it was put here.
+    /// 0: nothing was.
+    tag: u64,
+    /// The frame of the table.
+    table: Pfn,
+}
+
+/// 8 KiB. With all that a level 1 table translates, they cover 1 GiB.
+const ENTRIES: usize = if cfg!(loom) { 2 } else { 512 };
+/// log2 of the bytes that a level 1 table translates.
+const REGION_SHIFT: u32 = PAGE_SHIFT + Level::INDEX_BITS;
+/// As many as fit below the address of a region.
+const STAMPS: u64 = 1 << REGION_SHIFT;
+
+impl PagingStructureCache {
+    /// An empty cache. Its memory is not touched before it is used.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(super) fn new() -> Result<Self, OutOfMemory> {
+        let entries = heap::zeroed::<[Entry; ENTRIES]>()?;
+        Ok(PagingStructureCache {
+            // SAFETY: an entry is two integers, and 0 is one.
+            entries: unsafe { entries.assume_init() },
+            stamp: 1,
+        })
+    }
+
+    /// Returns the table for the region of `gpa` that was put here since the last [`clear`](Self::clear).
+    #[inline(always)]
+    pub(super) fn get(&self, gpa: Gpa) -> Option<Pfn> {
+        let entry = &self.entries[index(gpa)];
+        (entry.tag == self.tag(gpa)).then_some(entry.table)
+    }
+
+    /// Remembers `table` as the one for the region of `gpa`.
+    #[inline(always)]
+    pub(super) fn put(&mut self, gpa: Gpa, table: Pfn) {
+        let tag = self.tag(gpa);
+        self.entries[index(gpa)] = Entry { tag, table };
+    }
+
+    /// Drops the table for the region of `gpa`.
+    pub(super) fn forget(&mut self, gpa: Gpa) {
+        if self.get(gpa).is_some() {
+            self.entries[index(gpa)].tag = 0;
+        }
+    }
+
+    /// Drops all tables.
+    #[inline]
+    pub(super) fn clear(&mut self) {
+        self.stamp += 1;
+        if self.stamp == STAMPS {
+            self.start_over();
+        }
+    }
+
+    /// Begins with the first stamp again: no entry may be left that has it from before.
+    #[cold]
+    fn start_over(&mut self) {
+        self.entries.iter_mut().for_each(|entry| entry.tag = 0);
+        self.stamp = 1;
+    }
+
+    #[inline(always)]
+    fn tag(&self, gpa: Gpa) -> u64 {
+        gpa.0 & !(STAMPS - 1) | self.stamp
+    }
+}
+
+#[inline(always)]
+fn index(gpa: Gpa) -> usize {
+    (gpa.0 >> REGION_SHIFT) as usize % ENTRIES
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    const REGION: u64 = 1 << REGION_SHIFT;
+
+    /// The cache with tables for the first `regions` regions, numbered as they are.
+    fn cache(regions: u64) -> PagingStructureCache {
+        let mut cache = PagingStructureCache::new().unwrap();
+        (0..regions).for_each(|n| cache.put(Gpa(n * REGION), Pfn(n)));
+        cache
+    }
+
+    #[test]
+    fn a_table_is_found_for_every_page_of_its_region_and_for_no_other() {
+        let cache = cache(ENTRIES as u64);
+        for n in 0..ENTRIES as u64 {
+            for offset in [0, 1, 0x1234, REGION - 1] {
+                assert_eq!(cache.get(Gpa(n * REGION + offset)), Some(Pfn(n)));
+            }
+            // Regions that share the entry; the last is beyond what any tree translates.
+            for other in [1, 2, 1 << 16, u64::MAX / REGION / ENTRIES as u64] {
+                let gpa = (n + other * ENTRIES as u64) * REGION;
+                assert_eq!(cache.get(Gpa(gpa)), None, "{gpa:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_new_cache_is_empty() {
+        let cache = cache(0);
+        let any = (0..2 * ENTRIES as u64).any(|n| cache.get(Gpa(n * REGION)).is_some());
+        assert!(!any);
+    }
+
+    #[test]
+    fn the_last_table_put_in_an_entry_is_the_one_it_holds() {
+        let mut cache = cache(1);
+        let other = Gpa(ENTRIES as u64 * REGION);
+        cache.put(other, Pfn(7));
+        assert_eq!((cache.get(Gpa(0)), cache.get(other)), (None, Some(Pfn(7))));
+        // What is forgotten is not there, and what is there stays.
+        cache.forget(Gpa(0));
+        assert_eq!(cache.get(other), Some(Pfn(7)));
+        cache.forget(other);
+        assert_eq!((cache.get(Gpa(0)), cache.get(other)), (None, None));
+    }
+
+    #[test]
+    fn nothing_is_found_after_a_clear() {
+        let mut cache = cache(3);
+        cache.clear();
+        cache.put(Gpa(REGION), Pfn(9));
+        let found = [0, 1, 2].map(|n| cache.get(Gpa(n * REGION)));
+        assert_eq!(found, [None, Some(Pfn(9)), None]);
+    }
+
+    #[test]
+    fn what_was_put_under_a_stamp_is_not_found_when_the_stamp_comes_again() {
+        let mut cache = cache(ENTRIES as u64);
+        let first = cache.stamp;
+        // All but the last few of the clears in one step.
+        cache.stamp = STAMPS - 2;
+        cache.put(Gpa(REGION), Pfn(9));
+        let mut clears = 0;
+        while cache.stamp != first {
+            cache.clear();
+            clears += 1;
+            let any = (0..ENTRIES as u64).any(|n| cache.get(Gpa(n * REGION)).is_some());
+            assert!(!any, "after {clears} clears");
+        }
+        assert_eq!(clears, 2);
+    }
+}

@@ -1,0 +1,271 @@
+//! The paging-structure cache of a vCPU: which look-ups begin in a cached table, after what none does, and that
+//! no page is used through a table that was detached longer than the protocol allows.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::*};
+use std::thread;
+
+use slat::format::{Npt, Stage2, Sv48x4, X86};
+use slat::{
+    Access::{self, *},
+    Config, Ept, Format, Gfn, Gpa, Hpa, Hva, Level, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
+};
+use slat_model::{Event, HostChange, HostMemory, SimPlatform};
+
+macro_rules! on_every_format {
+    ($($test:ident,)*) => {$(
+        mod $test {
+            use super::*;
+            #[test]
+            fn ept() { super::$test::<Ept>() }
+            #[test]
+            fn npt() { super::$test::<Npt>() }
+            #[test]
+            fn x86_with_5_levels() { super::$test::<X86<5>>() }
+            #[test]
+            fn stage_2() { super::$test::<Stage2<48>>() }
+            #[test]
+            fn stage_2_with_a_concatenated_root() { super::$test::<Stage2<40>>() }
+            #[test]
+            fn sv48x4() { super::$test::<Sv48x4>() }
+        }
+    )*};
+}
+
+on_every_format! {
+    a_second_look_up_in_a_table_reads_no_other_table,
+    a_leaf_that_is_not_ready_is_looked_up_from_the_root,
+    the_cache_is_void_after_every_end_of_a_section,
+    no_page_is_used_through_a_detached_table_after_the_quiescent_point,
+    a_page_that_has_moved_is_not_found_in_its_old_table_again,
+}
+
+/// Pages of a level 1 table.
+const TABLE: u64 = 512;
+const PAGES: u64 = 4 * TABLE;
+
+/// A VM with one vCPU, which is inside, and one slot.
+struct World<F: Format> {
+    vm: Arc<Vm<SimPlatform, F>>,
+    vcpu: Vcpu<SimPlatform, F>,
+    /// Tables that the engine has asked the platform for.
+    reads: Arc<AtomicU64>,
+}
+
+fn region(gfn: u64, pages: u64) -> Region {
+    Region {
+        slot: 0,
+        flags: SlotFlags(0),
+        gpa: Gpa(gfn << 12),
+        size: pages << 12,
+        backing: HostMemory::hva(0),
+        private: None,
+    }
+}
+
+fn hvas(pages: Range<u64>) -> Range<Hva> {
+    HostMemory::hva(pages.start)..HostMemory::hva(pages.end)
+}
+
+/// Translates as a guest does that drops what it remembers when it is told to.
+fn touch<F: Format>(
+    vcpu: &mut Vcpu<SimPlatform, F>,
+    gfn: u64,
+    access: Access,
+) -> Result<Translation, Stop> {
+    loop {
+        match vcpu.translate(Gpa(gfn << 12), access) {
+            Err(Stop::Retry) => vcpu.quiesce(),
+            answer => return answer,
+        }
+    }
+}
+
+impl<F: Format> World<F> {
+    fn new() -> Self {
+        let platform = SimPlatform::new(PAGES);
+        let reads = Arc::new(AtomicU64::new(0));
+        let counter = reads.clone();
+        platform.set_hook(move |event| {
+            if matches!(event, Event::Entries(_)) {
+                counter.fetch_add(1, SeqCst);
+            }
+        });
+        let vm = Vm::new(platform, Config::default()).unwrap();
+        vm.set_policy("prefetch", "off").unwrap();
+        vm.set_memory_region(0, &region(0, PAGES)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        vcpu.enter(1);
+        vcpu.quiesce();
+        World { vm, vcpu, reads }
+    }
+
+    /// Translates; returns the host page, the number of tables read, and that of faults.
+    fn try_look_up(&mut self, gfn: u64, access: Access) -> (Option<Hpa>, u64, u64) {
+        let faults = self.vcpu.stats().pf_taken;
+        let before = self.reads.load(SeqCst);
+        let answer = self.vcpu.translate(Gpa(gfn << 12), access);
+        let reads = self.reads.load(SeqCst) - before;
+        let faults = self.vcpu.stats().pf_taken - faults;
+        (answer.ok().map(|page| page.host), reads, faults)
+    }
+
+    /// Translates, which needs no fault; returns the host page and the number of tables read.
+    fn look_up(&mut self, gfn: u64, access: Access) -> (Hpa, u64) {
+        let (host, reads, faults) = self.try_look_up(gfn, access);
+        assert_eq!(faults, 0, "faults at {gfn:#x}");
+        (host.unwrap(), reads)
+    }
+
+    fn reads(&mut self, gfn: u64) -> u64 {
+        self.look_up(gfn, Read).1
+    }
+
+    /// Maps these pages, and has the table of the first cached.
+    fn warm(&mut self, gfns: &[u64]) {
+        for gfn in gfns {
+            touch(&mut self.vcpu, *gfn, Write).unwrap();
+        }
+        self.reads(gfns[0]);
+        assert_eq!(self.reads(gfns[0]), 1);
+    }
+
+    /// Waits until somebody waits for this vCPU's quiescent point.
+    fn wait_for_a_flush(&self) {
+        while self.vcpu.attention().flag().load(SeqCst) == 0 {
+            thread::yield_now();
+        }
+    }
+
+    fn check(self) {
+        drop(self.vcpu);
+        self.vm.audit().unwrap();
+        self.vm.platform().check();
+    }
+}
+
+/// Tables on the way to a level 1 entry.
+fn walk<F: Format>() -> u64 {
+    F::TOP.0.into()
+}
+
+fn a_second_look_up_in_a_table_reads_no_other_table<F: Format>() {
+    let mut world = World::<F>::new();
+    for gfn in [0, 1, TABLE] {
+        touch(&mut world.vcpu, gfn, Write).unwrap();
+    }
+    let reads = [0, 0, 1, TABLE, TABLE, 0].map(|gfn| world.reads(gfn));
+    assert_eq!(reads, [walk::<F>(), 1, 1, walk::<F>(), 1, 1]);
+    world.check();
+}
+
+fn a_leaf_that_is_not_ready_is_looked_up_from_the_root<F: Format>() {
+    let mut world = World::<F>::new();
+    world.warm(&[0, 1]);
+    // Its accessed bit is clear: the next use sets it.
+    assert_eq!(world.vm.age(hvas(1..2), true), 1);
+    assert!(world.reads(1) > walk::<F>());
+    assert_eq!(world.vm.age(hvas(1..2), false), 1);
+    // The table was dropped, and comes back with the next walk.
+    assert_eq!([0, 1, 0].map(|gfn| world.reads(gfn)), [walk::<F>(), 1, 1]);
+    world.check();
+}
+
+fn the_cache_is_void_after_every_end_of_a_section<F: Format>() {
+    let mut world = World::<F>::new();
+    type End<F> = fn(&mut Vcpu<SimPlatform, F>);
+    let ends: [(&str, End<F>); 4] = [
+        ("quiesce", |vcpu| vcpu.quiesce()),
+        ("leave and enter", |vcpu| {
+            vcpu.leave();
+            vcpu.enter(1);
+        }),
+        ("enter in a section", |vcpu| vcpu.enter(1)),
+        ("outside, for the host's page", |vcpu| {
+            let gpa = Gpa(5 << 12);
+            vcpu.revalidate(gpa, HostMemory::hva(5), Read).unwrap();
+        }),
+    ];
+    for (name, end) in ends {
+        world.warm(&[0, 1]);
+        end(&mut world.vcpu);
+        assert_eq!(world.reads(1), walk::<F>(), "{name}");
+    }
+    world.vcpu.leave();
+    world.check();
+}
+
+/// A table with a page of new memory is detached, and a huge leaf takes its place.
+fn no_page_is_used_through_a_detached_table_after_the_quiescent_point<F: Format>() {
+    let mut world = World::<F>::new();
+    world.warm(&[TABLE, TABLE + 1]);
+    let old = world.look_up(TABLE + 1, Read).0;
+    let vm = world.vm.clone();
+    thread::scope(|scope| {
+        let invalidation = scope.spawn(move || {
+            let pages = TABLE..2 * TABLE;
+            let invalidation = vm.invalidate(hvas(pages.clone()));
+            let huge = HostChange::Remap {
+                level: Level::MEGA,
+                writable: true,
+                device: false,
+            };
+            vm.platform().host.change(&pages, huge);
+            drop(invalidation);
+        });
+        world.wait_for_a_flush();
+        // Until the quiescent point the old page may be used, as through a TLB: nobody has it yet.
+        let before = world.try_look_up(TABLE + 1, Read);
+        world.vcpu.quiesce();
+        assert_eq!(before, (Some(old), 1, 0));
+        let new = touch(&mut world.vcpu, TABLE + 1, Read).unwrap();
+        assert_ne!(new.host, old, "the old page after the quiescent point");
+        assert_eq!(new.level, Level::MEGA);
+        invalidation.join().unwrap();
+    });
+    let host = world.vm.platform().host.page(HostMemory::hva(TABLE + 1));
+    let now = world.vm.platform().host.get(host.unwrap()).unwrap();
+    assert_eq!(world.look_up(TABLE + 1, Read).0, now.pfn.hpa());
+    world.check();
+}
+
+/// A slot moves over itself. While its flush waits for one vCPU, another maps the page that has come, for
+/// reading; the first finds that by a write, and after that does not find the page that was there before.
+fn a_page_that_has_moved_is_not_found_in_its_old_table_again<F: Format>() {
+    let mut world = World::<F>::new();
+    world.warm(&[0]);
+    world.vcpu.leave();
+    // With a flush since the slot was made, its move waits for nobody before it is published.
+    world.vm.zap(0, Gfn(0)..Gfn(1));
+    world.vcpu.enter(1);
+    world.vcpu.quiesce();
+    let gfn = TABLE + 1;
+    // Read only: a write needs the dirty bit, which is not set.
+    touch(&mut world.vcpu, gfn, Read).unwrap();
+    world.reads(gfn);
+    let (old, reads) = world.look_up(gfn, Read);
+    assert_eq!(reads, 1);
+    let vm = world.vm.clone();
+    thread::scope(|scope| {
+        let moved = scope.spawn(move || {
+            vm.set_memory_region(0, &region(TABLE, PAGES)).unwrap();
+        });
+        world.wait_for_a_flush();
+        let mut other = world.vm.create_vcpu().unwrap();
+        other.enter(2);
+        // Where break-before-make is asked for, the other one waits for the flush, too.
+        let new = (!F::BREAK_BEFORE_MAKE).then(|| touch(&mut other, gfn, Read));
+        other.leave();
+        let look_ups = [Read, Write, Read].map(|access| world.try_look_up(gfn, access));
+        world.vcpu.leave();
+        moved.join().unwrap();
+        if let Some(new) = new {
+            let new = Some(new.unwrap().host);
+            assert_ne!(new, Some(old));
+            let hosts = look_ups.map(|(host, _, _)| host);
+            assert_eq!(hosts, [Some(old), new, new], "{look_ups:?}");
+        }
+    });
+    world.check();
+}
