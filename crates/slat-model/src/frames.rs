@@ -195,17 +195,10 @@ fn words(frame: Pfn) -> NonNull<[AtomicU64; ENTRIES]> {
     NonNull::new(frame.hpa().0 as *mut _).expect("no frame is at address 0")
 }
 
-/// Entry `index` of a frame that was given away at some time, and whose platform is there.
-pub(crate) fn read(frame: Pfn, index: usize) -> u64 {
-    // SAFETY: frames stay allocated until the platform is dropped; entries are only accessed atomically.
-    let words = unsafe { words(frame).as_ref() };
-    words[index].load(Acquire)
-}
-
-/// Changes what [`read`] reads, as an engine does.
+/// Changes an entry, as an engine does.
 #[cfg(test)]
 pub(crate) fn write(frame: Pfn, index: usize, bits: u64) {
-    // SAFETY: as in `read`.
+    // SAFETY: frames stay allocated until the platform is dropped; entries are only accessed atomically.
     let words = unsafe { words(frame).as_ref() };
     words[index].store(bits, Release);
 }

@@ -9,30 +9,53 @@
 //! * [`Subject`]: whole runs on every format, and what a fuzzer's bytes do ([`streams`]);
 //! * [`FailingHeap`]: a heap whose n-th allocation fails;
 //! * [`Witness`]: what several threads may still use, checked at each use.
+//!
+//! Without the feature `std` there is [`Tlb`] alone: the monitors in `metal` watch their walkers with it.
+#![cfg_attr(not(feature = "std"), no_std)]
 
-mod frames;
-mod heap;
-mod host;
-mod model;
-mod ops;
-mod platform;
-mod rings;
-mod rng;
-mod runner;
-pub mod streams;
+extern crate alloc;
+
+mod lock;
 mod tlb;
+
+pub use tlb::Tlb;
+
+#[cfg(feature = "std")]
+mod frames;
+#[cfg(feature = "std")]
+mod heap;
+#[cfg(feature = "std")]
+mod host;
+#[cfg(feature = "std")]
+mod model;
+#[cfg(feature = "std")]
+mod ops;
+#[cfg(feature = "std")]
+mod platform;
+#[cfg(feature = "std")]
+mod rings;
+#[cfg(feature = "std")]
+mod rng;
+#[cfg(feature = "std")]
+mod runner;
+#[cfg(feature = "std")]
+pub mod streams;
+#[cfg(feature = "std")]
 mod trial;
+#[cfg(feature = "std")]
 mod witness;
 
-pub use frames::POISON;
-pub use heap::FailingHeap;
-pub use host::{HostChange, HostMemory};
-pub use model::{Expected, GuestModel, LogMode, ModelSlot, capacity};
-pub use ops::{Generator, Mix, Op, POLICIES};
-pub use platform::{Event, SimPlatform};
-pub use rings::{DirtyPage, RingClient};
-pub use rng::Rng;
-pub use runner::{Runner, SPACES, Tally, VCPUS, space_of};
-pub use tlb::Tlb;
-pub use trial::{Setup, Subject};
-pub use witness::{Harvests, Witness};
+#[cfg(feature = "std")]
+pub use {
+    frames::POISON,
+    heap::FailingHeap,
+    host::{HostChange, HostMemory},
+    model::{Expected, GuestModel, LogMode, ModelSlot, capacity},
+    ops::{Generator, Mix, Op, POLICIES},
+    platform::{Event, SimPlatform},
+    rings::{DirtyPage, RingClient},
+    rng::Rng,
+    runner::{Runner, SPACES, Tally, VCPUS, space_of},
+    trial::{Setup, Subject},
+    witness::{Harvests, Witness},
+};

@@ -85,7 +85,8 @@ impl SimPlatform {
     pub fn watch<F: Format>(&self, vm: &Vm<SimPlatform, F>, spaces: usize) {
         let root = |space| vm.root(space).expect("an address space of the VM");
         let roots: Vec<_> = (0..spaces).map(root).collect();
-        self.tlb.watch::<F>(vm.id(), &roots);
+        // SAFETY: frames stay memory until the platform is dropped; the engine's accesses are atomic.
+        unsafe { self.tlb.watch::<F>(vm.id(), &roots) };
     }
 
     /// The `n`-th allocation from now on fails (0: the next), and with `stay` all that follow.

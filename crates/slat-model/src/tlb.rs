@@ -14,37 +14,52 @@
 //!   [`Tlb::check_gone`]).
 //!
 //! The model sees a table at certain moments only, so it may miss a ghost; it makes none that a walker
-//! could not have.
+//! could not have. A flush that takes time ends the ghosts that were there when it began
+//! ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
+//!
+//! It needs no OS: the simulated machine of this crate and the monitors in `metal` have one model. Table
+//! frames are read at the addresses that their numbers say.
 
-use std::collections::{HashMap, HashSet};
-use std::ops::Range;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+use alloc::boxed::Box;
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::ops::Range;
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 
 use slat::format::Entry;
 use slat::{ENTRIES, Format, Gfn, Level, MemoryType, Pfn, Stale, VmId};
 
-use crate::frames::read;
+#[cfg(feature = "std")]
 use crate::host::HostMemory;
+use crate::lock::Lock;
+
+/// Conflicts that are kept as text until somebody asks for them.
+const FINDINGS: usize = 20;
 
 /// The model; it knows the tables of one VM, and nothing before `Tlb::watch`.
 #[derive(Default)]
 pub struct Tlb {
     watching: AtomicBool,
     conflicts: AtomicU64,
-    inner: Mutex<Inner>,
+    inner: Lock<Inner>,
 }
 
 #[derive(Default)]
 struct Inner {
     walker: Option<Walker>,
     /// Tables that a walker can reach.
-    tables: HashMap<Pfn, Table>,
+    tables: BTreeMap<Pfn, Table>,
     ghosts: Vec<Ghost>,
+    /// How many there were in all.
+    made: u64,
     /// Tables that were asked for since they were compared last in a quiet moment.
-    touched: HashSet<Pfn>,
+    touched: BTreeSet<Pfn>,
     /// There are ghosts that [`Tlb::stale`] has not seen.
     lost: bool,
+    conflicts: u64,
+    /// What the first of them were.
     findings: Vec<String>,
 }
 
@@ -168,6 +183,16 @@ impl Table {
 struct Ghost {
     place: Place,
     value: Value,
+    /// How many were made before it.
+    number: u64,
+}
+
+/// Entry `index` of the table in `frame`.
+fn read(frame: Pfn, index: usize) -> u64 {
+    let table = frame.hpa().0 as *const [AtomicU64; ENTRIES];
+    // SAFETY: the promise of `Tlb::watch`. A table that was freed or forgotten is not known any more.
+    let entries = unsafe { &*table };
+    entries[index].load(Acquire)
 }
 
 fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
@@ -193,8 +218,12 @@ impl Walker {
 impl Tlb {
     /// From now on walkers of `F` use the tables of `vm`, whose root table (the first of several) in each
     /// address space is one of `roots`.
-    pub(crate) fn watch<F: Format>(&self, vm: VmId, roots: &[Pfn]) {
-        let mut inner = self.inner.lock().unwrap();
+    ///
+    /// # Safety
+    /// - the frame of a table is memory at the address that its number says, and is accessed atomically
+    ///   only, until it is given to [`Tlb::freed`], or [`Tlb::forget`] was called.
+    pub unsafe fn watch<F: Format>(&self, vm: VmId, roots: &[Pfn]) {
+        let mut inner = self.inner.lock();
         *inner = Inner {
             walker: Some(Walker {
                 vm,
@@ -215,10 +244,10 @@ impl Tlb {
         self.watching.store(true, SeqCst);
     }
 
-    /// No CPU can walk the tables any more: what is done to them now does not matter.
+    /// Call when no CPU can walk the tables any more: what is done to them after this does not matter.
     pub fn forget(&self) {
         self.watching.store(false, SeqCst);
-        let mut inner = self.inner.lock().unwrap();
+        let mut inner = self.inner.lock();
         inner.walker = None;
         inner.tables.clear();
         inner.ghosts.clear();
@@ -230,21 +259,25 @@ impl Tlb {
         self.conflicts.load(SeqCst)
     }
 
+    /// Ghosts seen since [`Tlb::watch`]: entries that were taken out or have lost a right.
+    pub fn ghosts(&self) -> u64 {
+        self.inner.lock().made
+    }
+
     fn with<R>(&self, then: impl FnOnce(&mut Inner) -> R) -> Option<R> {
         if !self.watching.load(Relaxed) {
             return None;
         }
-        let mut inner = self.inner.lock().unwrap();
-        let before = inner.findings.len();
+        let mut inner = self.inner.lock();
+        let before = inner.conflicts;
         let result = then(&mut inner);
-        let more = inner.findings.len() - before;
-        self.conflicts.fetch_add(more as u64, SeqCst);
+        self.conflicts.fetch_add(inner.conflicts - before, SeqCst);
         Some(result)
     }
 
     /// Call when the engine reaches the table in `frame`, before it reads or changes it.
     #[inline]
-    pub(crate) fn reached(&self, frame: Pfn) {
+    pub fn reached(&self, frame: Pfn) {
         if self.watching.load(Relaxed) {
             self.with(|inner| {
                 inner.compare(frame);
@@ -255,18 +288,38 @@ impl Tlb {
         }
     }
 
-    /// Call when a flush of `range` is complete that has voided no more than `stale` says is enough.
-    pub(crate) fn flushed(&self, vm: VmId, range: &Range<Gfn>, stale: Stale) {
+    /// Call before a flush begins. Returns the moment, for [`Tlb::flush_ended`]: what is taken out after it
+    /// may be cached after the flush.
+    pub fn flush_begins(&self) -> u64 {
+        let moment = self.with(|inner| {
+            inner.compare_touched();
+            inner.made
+        });
+        moment.unwrap_or(0)
+    }
+
+    /// Call when a flush of `range` that began at `moment` is complete, and has voided no more than `stale` says is
+    /// enough.
+    pub fn flush_ended(&self, vm: VmId, range: &Range<Gfn>, stale: Stale, moment: u64) {
         self.with(|inner| {
             if inner.walker.is_some_and(|walker| walker.vm == vm) {
                 inner.compare_touched();
-                inner.flush(&(range.start.0..range.end.0), stale);
+                inner.flush(&(range.start.0..range.end.0), stale, moment);
             }
         });
     }
 
-    /// Call when a frame is freed. `Err`: a walker can still reach the table in it.
-    pub(crate) fn freed(&self, frame: Pfn) -> Result<(), String> {
+    /// Call at a flush of `range` that takes no time.
+    #[cfg(feature = "std")]
+    pub(crate) fn flushed(&self, vm: VmId, range: &Range<Gfn>, stale: Stale) {
+        self.flush_ended(vm, range, stale, self.flush_begins());
+    }
+
+    /// Call when a frame is freed, before anything is written to it.
+    ///
+    /// # Errors
+    /// A walker can still reach the table in it.
+    pub fn freed(&self, frame: Pfn) -> Result<(), String> {
         let known = self.with(|inner| {
             if inner.tables.contains_key(&frame) {
                 inner.compare_touched();
@@ -290,7 +343,7 @@ impl Tlb {
             if let Some(finding) = inner.findings.pop() {
                 return Some(finding);
             }
-            if !std::mem::take(&mut inner.lost) {
+            if !core::mem::take(&mut inner.lost) {
                 return None;
             }
             let stale = inner.ghosts.iter().find(|ghost| !inner.is_explained(ghost));
@@ -299,22 +352,28 @@ impl Tlb {
         .flatten()
     }
 
-    /// Conflicts that nobody has asked for yet.
+    /// Conflicts that nobody has asked for yet, the first of them if there are many.
     pub fn findings(&self) -> Vec<String> {
-        std::mem::take(&mut self.inner.lock().unwrap().findings)
+        core::mem::take(&mut self.inner.lock().findings)
     }
 
     /// While an invalidation of `pages` of host memory is in progress: an entry that a walker may have
     /// cached and that is not in the tables leads to one of them.
+    #[cfg(feature = "std")]
     pub fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
-        let leads = |place: &Place, value: &Value| match value {
-            Value::Leaf { pfn, .. } => {
-                let (page, _) = HostMemory::identify(*pfn);
-                overlap(&(page..page + place.level.pages()), pages)
-            }
+        self.check_frames(|first, count| {
+            let (page, _) = HostMemory::identify(first);
+            overlap(&(page..page + count), pages)
+        })
+    }
+
+    /// Like [`Tlb::check_backing`], but for frames: `are_wrong` is called with the first frame of a leaf and
+    /// how many there are.
+    pub fn check_frames(&self, are_wrong: impl Fn(Pfn, u64) -> bool) -> Result<(), String> {
+        self.check_ghosts(|place, value| match value {
+            Value::Leaf { pfn, .. } => are_wrong(*pfn, place.level.pages()),
             Value::Table(_) => false,
-        };
-        self.check_ghosts(leads)
+        })
     }
 
     /// After a slot was deleted: a leaf of `gfns` that a walker may have cached.
@@ -367,7 +426,7 @@ impl Inner {
         for (i, seen) in table.seen.iter_mut().enumerate() {
             let now = read(frame, i);
             if now != *seen {
-                changes.push((i, std::mem::replace(seen, now), now));
+                changes.push((i, core::mem::replace(seen, now), now));
             }
         }
         for (i, was, now) in changes {
@@ -388,15 +447,24 @@ impl Inner {
             if let Value::Table(below) = value {
                 self.compare_below(below);
             }
-            self.ghosts.push(Ghost { place, value });
+            let number = self.made;
+            self.made += 1;
+            self.ghosts.push(Ghost {
+                place,
+                value,
+                number,
+            });
             self.lost = true;
         }
         let Some(value) = now else { return };
         if walker.break_before_make
             && let Some(ghost) = self.ghosts.iter().find(|g| g.conflicts(&place, &value))
         {
-            let finding = format!("{value:x?} of {place:x?} conflicts with {ghost:x?}");
-            self.findings.push(finding);
+            self.conflicts += 1;
+            if self.findings.len() < FINDINGS {
+                let finding = format!("{value:x?} of {place:x?} conflicts with {ghost:x?}");
+                self.findings.push(finding);
+            }
         }
         if let Value::Table(below) = value
             && was != now
@@ -438,21 +506,27 @@ impl Inner {
         self.touched.remove(&frame);
     }
 
-    fn flush(&mut self, range: &Range<u64>, stale: Stale) {
+    /// Ends the ghosts of `range` that were made before `moment`, as far as `stale` means them.
+    fn flush(&mut self, range: &Range<u64>, stale: Stale, moment: u64) {
         let is_meant = |ghost: &Ghost| match ghost.value {
             Value::Leaf { .. } => stale.level.is_none_or(|level| level == ghost.place.level),
             Value::Table(_) => stale.tables,
         };
-        let all = std::mem::take(&mut self.ghosts);
+        let all = core::mem::take(&mut self.ghosts);
         let (gone, kept): (Vec<_>, Vec<_>) = all
             .into_iter()
-            .partition(|g| overlap(&g.place.gfns(), range) && is_meant(g));
+            .partition(|g| g.number < moment && overlap(&g.place.gfns(), range) && is_meant(g));
         let mut left = Vec::new();
         for ghost in &gone {
             self.each_cached(ghost, &mut |place, value| {
                 let leaf = matches!(value, Value::Leaf { .. });
                 if leaf && !overlap(&place.gfns(), range) {
-                    left.push(Ghost { place, value });
+                    let number = ghost.number;
+                    left.push(Ghost {
+                        place,
+                        value,
+                        number,
+                    });
                 }
             });
         }
@@ -588,7 +662,8 @@ mod tests {
             };
             let mut upper = empty();
             let tlb = Tlb::default();
-            tlb.watch::<F>(VM, &[upper]);
+            // SAFETY: frames stay memory until `frames` is dropped, and `write` is atomic.
+            unsafe { tlb.watch::<F>(VM, &[upper]) };
             for _ in 2..F::TOP.0 {
                 let lower = empty();
                 write(upper, 0, F::table(lower));
@@ -661,6 +736,26 @@ mod tests {
         // One page of it: no huge leaf is left over.
         world.flush(3..4);
         world.put(leaf::<F>(2048));
+        assert_eq!(world.tlb.conflicts(), 1);
+    }
+
+    #[test]
+    fn a_flush_ends_what_was_taken_out_before_it_began() {
+        type F = Stage2<48>;
+        let world = World::new::<F>(leaf::<F>(512));
+        world.put(0);
+        let moment = world.tlb.flush_begins();
+        world.put(leaf::<F>(512));
+        world.put(0);
+        (world.tlb).flush_ended(VM, &(Gfn(0)..Gfn(512)), Stale::ANYTHING, moment);
+        assert_eq!(world.tlb.ghosts(), 2);
+        assert!(
+            world
+                .tlb
+                .check_frames(|first, _| first == Pfn(512))
+                .is_err()
+        );
+        world.put(leaf::<F>(1024));
         assert_eq!(world.tlb.conflicts(), 1);
     }
 

@@ -24,7 +24,7 @@ use core::panic::PanicInfo;
 
 use metal_core::{Console, Heap, Host, Machine, Memory, Second};
 use slat::format::Stage2;
-use slat::{Format, Gfn, Hpa, Pfn, VmId};
+use slat::{Format, Gfn, Hpa, Pfn, Stale, VmId};
 
 pub use cpu::El2;
 use devices::{console, gic, psci};
@@ -99,10 +99,10 @@ impl<M: Monitor> Machine for Virt<M> {
         console::print(text);
     }
 
-    fn flush_guests(vm: VmId, range: &Range<Gfn>) {
+    fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale) {
         // A TLBI that names no VMID goes by VTTBR_EL2's, in which this CPU's last guest stands.
         if read!(vttbr_el2) >> 48 == cpu::vmid(vm).into() {
-            tlb::flush_range(range);
+            tlb::flush_range(range, stale);
         } else {
             tlb::flush_everything();
         }

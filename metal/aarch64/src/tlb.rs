@@ -8,27 +8,47 @@
 use core::arch::asm;
 use core::ops::Range;
 
-use slat::{Gfn, PAGE_SHIFT};
+use crate::sysreg::read;
+use slat::{Gfn, Level, PAGE_SHIFT, Stale};
 
 /// More pages than this are not worth an instruction each.
 const FEW: u64 = 64;
 
-/// What TLBI IPAS2E1 takes: the IPA in units of 4 KiB.
-fn operand(gfn: Gfn) -> u64 {
+/// What TLBI IPAS2E1 takes: the IPA in units of 4 KiB. Bits above say at which level of 4 KiB tables the leaf
+/// stands, if the CPU looks at them (FEAT_TTL) and all are of one level.
+fn operand(gfn: Gfn, level: Option<Level>) -> u64 {
     const _: () = assert!(PAGE_SHIFT == 12);
-    gfn.0
+    const TTL_SHIFT: u32 = 44;
+    const GRANULE_4K: u64 = 0b01 << 2;
+    // Arm counts levels from the root: pages are at level 3.
+    let hint = level.map_or(0, |level| GRANULE_4K | u64::from(4 - level.0));
+    gfn.0 | hint << TTL_SHIFT
 }
 
-/// Every CPU forgets `range` of the guest whose VMID this CPU's VTTBR_EL2 holds.
-pub(crate) fn flush_range(range: &Range<Gfn>) {
+fn looks_at_levels() -> bool {
+    const TTL: u64 = 0xf << 48;
+    read!(id_aa64mmfr2_el1) & TTL != 0
+}
+
+/// Every CPU forgets `stale` in `range` of the guest whose VMID this CPU's VTTBR_EL2 holds.
+pub(crate) fn flush_range(range: &Range<Gfn>, stale: Stale) {
+    // One instruction for each leaf, wherever in it the address lies.
+    let leaf = stale.level.unwrap_or(Level::PAGE);
+    let gfns = range.start.align_down(leaf).0..range.end.0;
+    let hint = stale.level.filter(|_| looks_at_levels());
     // SAFETY: a TLB may be invalidated at any time.
     unsafe {
         asm!("dsb ishst", options(nostack, preserves_flags));
-        if range.end.0 - range.start.0 > FEW {
+        if (gfns.end - gfns.start) / leaf.pages() > FEW {
             asm!("tlbi vmalls12e1is", options(nostack, preserves_flags));
         } else {
-            for gfn in range.start.0..range.end.0 {
-                asm!("tlbi ipas2e1is, {}", in(reg) operand(Gfn(gfn)), options(nostack, preserves_flags));
+            for gfn in gfns.step_by(leaf.pages() as usize) {
+                let operand = operand(Gfn(gfn), hint);
+                if stale.tables {
+                    asm!("tlbi ipas2e1is, {}", in(reg) operand, options(nostack, preserves_flags));
+                } else {
+                    asm!("tlbi ipas2le1is, {}", in(reg) operand, options(nostack, preserves_flags));
+                }
             }
             asm!(
                 "dsb ish",
@@ -65,7 +85,7 @@ pub(crate) fn forget(gfn: Gfn) {
             "tlbi vmalle1",
             "dsb nsh",
             "isb",
-            in(reg) operand(gfn),
+            in(reg) operand(gfn, None),
             options(nostack, preserves_flags)
         );
     }

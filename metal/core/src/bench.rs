@@ -9,7 +9,7 @@ use core::ptr;
 use core::sync::atomic::Ordering::SeqCst;
 
 use slat::{
-    Config, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags, Stats, Vm,
+    Config, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags, Stale, Stats, Vm,
 };
 
 use crate::guest::{CODE, Guest, GuestVm};
@@ -55,7 +55,8 @@ impl<M: Machine> Bench<'_, M> {
         let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;
         // The tables of the VM before are gone, and their frames may be used again. A CPU that does not
         // tell VMs apart may remember them.
-        M::flush_guests(vm.id(), &(Gfn(0)..Gfn(u64::MAX >> PAGE_SHIFT)));
+        let everything = Gfn(0)..Gfn(u64::MAX >> PAGE_SHIFT);
+        M::flush_guests(vm.id(), &everything, Stale::ANYTHING);
         for (name, value) in policies {
             let refused = |error| format!("{name}={value}: {error}");
             vm.set_policy(name, value).map_err(refused)?;
@@ -154,6 +155,7 @@ impl<M: Machine> TestVm<M> {
     /// Ends the VM. Its tables must be in order, and its frames come back.
     pub(crate) fn end(self, host: &Host<M>) -> Result<(), String> {
         self.vm.audit().map_err(|error| format!("audit: {error}"))?;
+        host.forget();
         drop(self);
         same("table frames in use after the VM", host.frames_used(), 0)
     }

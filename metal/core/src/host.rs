@@ -1,19 +1,22 @@
 //! The engine's platform: what `slat` needs of a machine.
 
+use alloc::string::String;
 use alloc::sync::Arc;
 use core::hint::spin_loop;
 use core::marker::PhantomData;
 use core::ops::Range;
 use core::ptr::{self, NonNull};
-use core::sync::atomic::{AtomicU8, AtomicU64, Ordering::*};
+use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
 use slat::{
     Access, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, MemoryType, PAGE_SIZE, Pfn, Platform,
-    ResolveError, TableMeta, VmId, WaitFor,
+    ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
+use slat_model::Tlb;
 
 use crate::bench::{GIB, MIB};
-use crate::frames::Frames;
+use crate::frames::{Frames, Spin};
+use crate::guest::{GuestVm, Tables};
 use crate::{Heap, Machine, Memory};
 
 /// Frames for tables, and the memory that backs memslots.
@@ -30,6 +33,12 @@ pub struct Host<M> {
     level: AtomicU8,
     replaced: AtomicU64,
     replacement: AtomicU64,
+    /// What the walkers may have cached, for a scenario that asks for it.
+    tlb: Tlb,
+    /// A table that was freed while a walker could reach it.
+    freed_too_early: Spin<Option<String>>,
+    /// How long a flush waits before it flushes.
+    delay: AtomicU32,
     machine: PhantomData<fn() -> M>,
 }
 
@@ -58,6 +67,9 @@ impl<M: Machine> Host<M> {
             level: AtomicU8::new(Level::GIGA.0),
             replaced: AtomicU64::new(0),
             replacement: AtomicU64::new(0),
+            tlb: Tlb::default(),
+            freed_too_early: Spin::new(None),
+            delay: AtomicU32::new(0),
             machine: PhantomData,
         })
     }
@@ -86,10 +98,47 @@ impl<M: Machine> Host<M> {
         self.frames.used()
     }
 
-    /// For a new VM: mappings of the large memory have `level`, and no page stands for another.
+    /// For a new VM: mappings of the large memory have `level`, no page stands for another, and no VM is
+    /// watched.
     pub fn begin(&self, level: Level) {
-        self.level.store(level.0, SeqCst);
+        self.forget();
+        self.map_at(level);
         self.replaced.store(0, SeqCst);
+    }
+
+    /// From now on mappings of the large memory have `level`.
+    pub fn map_at(&self, level: Level) {
+        self.level.store(level.0, SeqCst);
+    }
+
+    /// From now on there is a record of what walkers of `vm`, which no CPU runs yet, may have cached: the
+    /// tables are read whenever the engine reaches them, and before and after each flush. Each flush waits
+    /// for `delay` spins first, so that other CPUs meet what is not flushed yet.
+    pub(crate) fn watch(&self, vm: &GuestVm<M>, delay: u32) {
+        self.delay.store(delay, SeqCst);
+        let root = vm.root(0).expect("a VM has an address space");
+        // SAFETY: frames are memory at their addresses; between `alloc_table` and `free_table`, which tells
+        // the record, only the engine and walkers write to them.
+        unsafe { self.tlb.watch::<Tables<M>>(vm.id(), &[root]) };
+    }
+
+    /// What [`Host::watch`] began.
+    pub(crate) fn tlb(&self) -> &Tlb {
+        &self.tlb
+    }
+
+    /// Ends what [`Host::watch`] began. No CPU runs the VM any more.
+    pub(crate) fn forget(&self) {
+        self.tlb.forget();
+        self.freed_too_early.lock().take();
+        self.delay.store(0, SeqCst);
+    }
+
+    /// While no operation of the watched VM is in progress: whether all that walkers may have cached is in
+    /// the tables, and no table was freed too early.
+    pub(crate) fn nothing_is_stale(&self) -> Result<(), String> {
+        let early = self.freed_too_early.lock().take();
+        early.or_else(|| self.tlb.stale()).map_or(Ok(()), Err)
     }
 
     /// From now on the page at `backing` is the one at `page`: to be called while `backing` is
@@ -134,11 +183,15 @@ unsafe impl<M: Machine> Platform for Host<M> {
     }
 
     unsafe fn free_table(&self, frame: Pfn) {
+        if let Err(why) = self.tlb.freed(frame) {
+            *self.freed_too_early.lock() = Some(why);
+        }
         // SAFETY: the caller's promise.
         unsafe { self.frames.free(frame) }
     }
 
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        self.tlb.reached(frame);
         self.frames.entries(frame)
     }
 
@@ -163,8 +216,11 @@ unsafe impl<M: Machine> Platform for Host<M> {
         }
     }
 
-    fn flush(&self, vm: VmId, range: Range<Gfn>) {
-        M::flush_guests(vm, &range);
+    fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
+        let begun = self.tlb.flush_begins();
+        (0..self.delay.load(Relaxed)).for_each(|_| spin_loop());
+        M::flush_guests(vm, &range, stale);
+        self.tlb.flush_ended(vm, &range, stale, begun);
     }
 
     fn wait(&self, _: u32, _: WaitFor) {

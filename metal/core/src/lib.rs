@@ -25,7 +25,7 @@ mod shootdown;
 
 use core::ops::Range;
 
-use slat::{Access, Format, Gfn, Gpa, Hpa, VmId};
+use slat::{Access, Format, Gfn, Gpa, Hpa, Stale, VmId};
 
 pub use heap::Heap;
 pub use host::Host;
@@ -47,10 +47,10 @@ pub trait Machine: Sized + Send + Sync + 'static {
     fn print(text: &str);
 
     /// When this returns, no CPU uses a second-level translation of `range` of `vm` that was taken out
-    /// of the tables before the call: [`slat::Platform::flush`]. By a broadcast where the machine has
+    /// of the tables before the call, as far as `stale` says: [`slat::Platform::flush`]. By a broadcast where the machine has
     /// one, otherwise by interrupts ([`Shootdown`]). Called with no CPU in the guest waiting for the
     /// caller.
-    fn flush_guests(vm: VmId, range: &Range<Gfn>);
+    fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale);
 
     /// Makes `cpu` leave the guest soon, if it is inside, with [`Exit::Kicked`]; called by another CPU.
     fn kick(cpu: usize);

@@ -24,7 +24,7 @@ use core::sync::atomic::{AtomicU64, Ordering::*};
 
 use metal_core::{Console, Heap, Host, Machine, Memory, Second};
 use slat::format::GStage;
-use slat::{Format, Gfn, Hpa, Pfn, VmId};
+use slat::{Format, Gfn, Hpa, Pfn, Stale, VmId};
 
 pub use cpu::Hart;
 use csr::read;
@@ -100,7 +100,7 @@ impl<M: Monitor> Machine for Virt<M> {
         sbi::print(text);
     }
 
-    fn flush_guests(vm: VmId, range: &Range<Gfn>) {
+    fn flush_guests(vm: VmId, range: &Range<Gfn>, _: Stale) {
         sbi::fence_guest(cpu::vmid(vm), range);
     }
 

@@ -20,7 +20,7 @@ use core::ops::Range;
 use core::panic::PanicInfo;
 
 use metal_core::{Console, Cpu, Machine, Memory, Second, Shootdown};
-use slat::{Format, Gfn, Hpa, VmId};
+use slat::{Format, Gfn, Hpa, Stale, VmId};
 
 /// CPUs of the machine.
 pub const CPUS: usize = 2;
@@ -56,7 +56,7 @@ impl<C: Virtualization> Machine for Pc<C> {
         print(text);
     }
 
-    fn flush_guests(_: VmId, _: &Range<Gfn>) {
+    fn flush_guests(_: VmId, _: &Range<Gfn>, _: Stale) {
         SHOOTDOWN.flush(apic::kick);
     }
 

@@ -331,12 +331,15 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         self.section.inside()
     }
 
-    /// Voids what walkers have of `gfns`, and what they had broken there. What was taken away elsewhere stays to
-    /// be flushed.
+    /// Voids what walkers have of leaves that were broken in `gfns`. What was taken away stays to be flushed.
     fn void(&mut self, gfns: Range<Gfn>) -> Flushed {
         let vm = self.vm;
+        let leaves = Stale {
+            level: None,
+            tables: false,
+        };
         self.section
-            .outside(|counters| vm.flush(gfns, Stale::ANYTHING, counters))
+            .outside(|counters| vm.flush(gfns, leaves, counters))
     }
 
     /// Flushes what it is about if anybody owes that, and goes on. Others who wait for this thread pass.

@@ -2,7 +2,7 @@
 
 use alloc::format;
 
-use slat::{Level, PAGE_SIZE, SlotFlags};
+use slat::{Level, PAGE_SIZE, SlotFlags, Stale};
 
 use super::Verdict;
 use crate::bench::{Bench, DATA, MIB, every, pages, same};
@@ -21,7 +21,7 @@ fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64
     same("leaves used at first", vm.vm.age(all.clone(), true), count)?;
     // A translation that a TLB holds is used without a walk, and marks nothing.
     let gfns = DATA.gfn()..DATA.gfn().add(size / PAGE_SIZE);
-    M::flush_guests(vm.vm.id(), &gfns);
+    M::flush_guests(vm.vm.id(), &gfns, Stale::ANYTHING);
     same("leaves used since", vm.vm.age(all.clone(), false), 0)?;
 
     bench.run(&mut vm, every(Op::Read, 0, AGAIN, 2 * step))?;

@@ -2,6 +2,7 @@
 //! accounts of it: what the CPU reported, what the engine counted, and what came into memory.
 
 mod age;
+mod cached;
 mod cpus;
 mod dirty;
 mod faults;
@@ -23,7 +24,7 @@ type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
 
 /// All of them, in the order in which they run.
 pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<M>)> {
-    let all: [(&'static str, Scenario<M>); 26] = [
+    let all: [(&'static str, Scenario<M>); 27] = [
         ("demand_faults_4k", faults::of_4k),
         ("demand_faults_2m", faults::of_2m),
         ("demand_faults_1g", faults::of_1g),
@@ -65,6 +66,10 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
         ("slot_moved_under_a_running_guest", slots::moved),
         ("stale_translation", stale::on_one_cpu),
         ("stale_translation_on_another_cpu", stale::on_another_cpu),
+        (
+            "what_walkers_may_have_cached",
+            cached::under_a_running_guest,
+        ),
     ];
     all.into_iter()
 }

@@ -27,12 +27,17 @@ fn read_first_page() -> Command {
 
 impl<M: Machine> Bench<'_, M> {
     /// The page that stands for the first of the data slot after [`Bench::move_page`].
-    fn spare(&self) -> Hpa {
+    pub(super) fn spare(&self) -> Hpa {
         Hpa(self.host.small().0 + CODE_PAGES * PAGE_SIZE)
     }
 
     /// Makes `page` back the first page of the data slot. `meanwhile` runs while that is invalidated.
-    fn move_page<R>(&self, vm: &TestVm<M>, page: Hpa, meanwhile: impl FnOnce() -> R) -> R {
+    pub(super) fn move_page<R>(
+        &self,
+        vm: &TestVm<M>,
+        page: Hpa,
+        meanwhile: impl FnOnce() -> R,
+    ) -> R {
         let first = self.backing(0..1);
         let invalidation = vm.vm.invalidate(first.clone());
         self.host.replace(first.start, page);

@@ -1,0 +1,384 @@
+//! What walkers may have cached, while tables change under a guest that writes.
+//!
+//! The host keeps a record of it ([`slat_model::Tlb`]): it reads the tables when the engine reaches them,
+//! and before and after each flush. Where the format asks for break-before-make, a valid entry must not
+//! *conflict* with what was taken out and is not flushed yet. On all formats, nothing may be cached that
+//! the tables do not allow once an operation has returned.
+
+use alloc::format;
+use alloc::string::{String, ToString};
+use core::hint::spin_loop;
+
+use slat::{Format, Gfn, Gpa, Hva, Level, MemoryAttributes, PAGE_SIZE, Region, SlotFlags, Stats};
+
+use super::Verdict;
+use super::nx::plant_functions;
+use crate::bench::{Bench, DATA, GIB, MIB, TestVm, every, holds, pages};
+use crate::guest::{Beside, Tables};
+use crate::{Command, Machine, Op};
+
+/// Pages that the guests use: two huge ones.
+const PAGES: u64 = 1024;
+/// The other CPU's guest writes one page in so many.
+const STEP: u64 = 3;
+/// One page in each huge one that has a function, and that the other CPU does not write.
+const FUNCTIONS: [u64; 2] = [1, 514];
+/// How often each change is made under a running guest before that is stopped.
+const TURNS: u64 = 4;
+/// Spins before each flush.
+const DELAY: u32 = 5_000;
+
+/// How often the guest is stopped; more often where there is more to see. (Bochs needs a second for each
+/// turn.)
+const fn stops<M: Machine>() -> u64 {
+    if Tables::<M>::BREAK_BEFORE_MAKE { 3 } else { 1 }
+}
+
+/// A change of the tables that leaves them, in the end, as they were.
+struct Change<M: Machine> {
+    name: &'static str,
+    /// Of the host's mappings.
+    level: Level,
+    policies: &'static [(&'static str, &'static str)],
+    data: fn(&Bench<'_, M>) -> Region,
+    make: Make<M>,
+    /// What the engine counts if it was made so many times.
+    counts: Counts,
+}
+
+type Make<M> = fn(&mut Turn<'_, '_, M>) -> Result<(), String>;
+type Counts = fn(&Stats, u64) -> bool;
+
+/// One time that a change is made.
+struct Turn<'a, 'b, M: Machine> {
+    bench: &'a mut Bench<'b, M>,
+    vm: &'a mut TestVm<M>,
+    running: &'a Beside<M>,
+    number: u64,
+}
+
+fn slot<M: Machine>(bench: &Bench<'_, M>) -> Region {
+    bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default())
+}
+
+/// The data slot, with private memory in the second half of the host's.
+fn slot_with_private_memory<M: Machine>(bench: &Bench<'_, M>) -> Region {
+    let slot = slot(bench);
+    Region {
+        private: Some(Hva(slot.backing.0 + GIB / 2)),
+        ..slot
+    }
+}
+
+fn slot_of_a_gib<M: Machine>(bench: &Bench<'_, M>) -> Region {
+    bench.data_slot(GIB, SlotFlags::default())
+}
+
+fn data_gfns() -> core::ops::Range<Gfn> {
+    DATA.gfn()..DATA.gfn().add(PAGES)
+}
+
+fn policies<M: Machine>(vm: &TestVm<M>, policies: &[(&str, &str)]) -> Result<(), String> {
+    for (name, value) in policies {
+        (vm.vm.set_policy(name, value)).map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}
+
+impl<M: Machine> Turn<'_, '_, M> {
+    /// Lets the other CPU write: until it has written all of its pages, or only for a moment, so that the
+    /// next change finds it where its translations are missing.
+    fn guest_writes(&self) {
+        if self.number.is_multiple_of(2) {
+            self.running.pass();
+        } else {
+            (0..self.number * 1777 % 20_000).for_each(|_| spin_loop());
+        }
+    }
+
+    /// Executes in both huge pages, when they are mapped.
+    fn execute(&mut self) -> Result<(), String> {
+        for page in FUNCTIONS {
+            self.bench.run(self.vm, pages(Op::Read, page, 1))?;
+            self.bench.run(self.vm, pages(Op::Execute, page, 1))?;
+        }
+        Ok(())
+    }
+
+    fn set(&self, change: impl FnOnce(Region) -> Region) -> Result<(), String> {
+        self.vm.set(&change(slot(self.bench)))
+    }
+
+    /// Huge leaves are split for the log, and come back when it ends.
+    fn end_logging(&mut self) -> Result<(), String> {
+        self.set(|slot| Region {
+            flags: SlotFlags::LOG_DIRTY_PAGES,
+            ..slot
+        })?;
+        self.guest_writes();
+        self.vm.log()?;
+        self.guest_writes();
+        self.set(|slot| slot)
+    }
+
+    fn recover_nx(&mut self) -> Result<(), String> {
+        self.execute()?;
+        self.guest_writes();
+        self.vm.vm.recover_nx_huge_pages();
+        Ok(())
+    }
+
+    fn switch_nx(&mut self) -> Result<(), String> {
+        policies(self.vm, &[("nx_huge_pages", "on")])?;
+        self.execute()?;
+        self.guest_writes();
+        policies(self.vm, &[("nx_huge_pages", "off")])?;
+        self.vm.vm.recover_nx_huge_pages();
+        Ok(())
+    }
+
+    /// A fault after the zap finds a host mapping of another size.
+    fn zap_to_another_level(&mut self) -> Result<(), String> {
+        for level in [Level::PAGE, Level::MEGA] {
+            self.bench.host.map_at(level);
+            self.vm.vm.zap(0, data_gfns());
+            self.guest_writes();
+        }
+        Ok(())
+    }
+
+    fn split_a_gib(&mut self) -> Result<(), String> {
+        self.execute()?;
+        self.guest_writes();
+        self.vm.vm.zap(0, data_gfns());
+        Ok(())
+    }
+
+    /// Part of each huge page, then all of the second, becomes private, and shared again.
+    fn convert(&mut self) -> Result<(), String> {
+        for part in [300..700, 512..1024] {
+            let gfns = DATA.gfn().add(part.start)..DATA.gfn().add(part.end);
+            for attributes in [MemoryAttributes::PRIVATE, MemoryAttributes::NONE] {
+                (self.vm.vm.set_memory_attributes(gfns.clone(), attributes))
+                    .map_err(|error| error.to_string())?;
+                self.guest_writes();
+            }
+        }
+        Ok(())
+    }
+
+    /// By a page, after which no leaf can be huge, or by a huge page.
+    fn move_the_slot(&mut self) -> Result<(), String> {
+        for bytes in [PAGE_SIZE, 2 * MIB] {
+            self.set(|slot| Region {
+                gpa: Gpa(slot.gpa.0 + bytes),
+                ..slot
+            })?;
+            self.guest_writes();
+            self.set(|slot| slot)?;
+            self.guest_writes();
+        }
+        Ok(())
+    }
+
+    fn delete_the_slot(&mut self) -> Result<(), String> {
+        for offset in [2 * MIB, 0] {
+            self.set(|slot| Region { size: 0, ..slot })?;
+            let gfns = data_gfns();
+            (self.bench.host.tlb()).check_gone(0, &(gfns.start.0..gfns.end.0))?;
+            self.guest_writes();
+            self.set(|slot| Region {
+                backing: Hva(slot.backing.0 + offset),
+                ..slot
+            })?;
+            self.guest_writes();
+        }
+        Ok(())
+    }
+
+    /// One page of a huge leaf is invalidated, and faults on other pages of it find a mapping of another
+    /// size.
+    fn invalidate_a_page(&mut self) -> Result<(), String> {
+        for level in [Level::PAGE, Level::MEGA] {
+            let invalidation = self.vm.vm.invalidate(self.bench.backing(78..79));
+            let frame = self.bench.page(78).pfn();
+            (self.bench.host.tlb())
+                .check_frames(|first, count| (first..first.add(count)).contains(&frame))?;
+            self.bench.host.map_at(level);
+            drop(invalidation);
+            self.bench.run(self.vm, pages(Op::Write, 80, 1))?;
+            self.guest_writes();
+        }
+        Ok(())
+    }
+
+    /// The first page is put into another frame, and back.
+    fn move_a_page(&mut self) -> Result<(), String> {
+        let (page, spare) = (self.bench.page(0), self.bench.spare());
+        for (from, to) in [(page, spare), (spare, page)] {
+            let tlb = self.bench.host.tlb();
+            self.bench.move_page(self.vm, to, || {
+                tlb.check_frames(|first, count| (first..first.add(count)).contains(&from.pfn()))
+            })?;
+            self.guest_writes();
+        }
+        Ok(())
+    }
+}
+
+const NX: &[(&str, &str)] = &[
+    ("nx_huge_pages", "on"),
+    ("nx_huge_pages_recovery_ratio", "1"),
+];
+
+/// A change where the host has mappings of 2 MiB.
+fn of_2m<M: Machine>(name: &'static str, make: Make<M>, counts: Counts) -> Change<M> {
+    Change {
+        name,
+        level: Level::MEGA,
+        policies: &[],
+        data: slot,
+        make,
+        counts,
+    }
+}
+
+fn changes<M: Machine>() -> impl Iterator<Item = Change<M>> {
+    let splits_and_zaps: Counts = |stats, times| stats.splits >= times && stats.zapped >= times;
+    let zaps: Counts = |stats, times| stats.zapped >= times;
+    let invalidates: Counts = |stats, times| stats.invalidations >= 2 * times;
+    let all: [Change<M>; 10] = [
+        of_2m(
+            "the end of logging",
+            |turn| turn.end_logging(),
+            splits_and_zaps,
+        ),
+        Change {
+            policies: NX,
+            ..of_2m("recovery", |turn| turn.recover_nx(), splits_and_zaps)
+        },
+        of_2m("nx_huge_pages", |turn| turn.switch_nx(), splits_and_zaps),
+        of_2m("a zap", |turn| turn.zap_to_another_level(), zaps),
+        Change {
+            level: Level::GIGA,
+            policies: NX,
+            data: slot_of_a_gib,
+            ..of_2m(
+                "a split of 1 GiB",
+                |turn| turn.split_a_gib(),
+                splits_and_zaps,
+            )
+        },
+        Change {
+            data: slot_with_private_memory,
+            ..of_2m("a conversion", |turn| turn.convert(), splits_and_zaps)
+        },
+        of_2m("a slot that moves", |turn| turn.move_the_slot(), zaps),
+        of_2m("a slot that goes", |turn| turn.delete_the_slot(), zaps),
+        of_2m(
+            "an invalidation",
+            |turn| turn.invalidate_a_page(),
+            invalidates,
+        ),
+        Change {
+            level: Level::PAGE,
+            ..of_2m("a page that moves", |turn| turn.move_a_page(), invalidates)
+        },
+    ];
+    all.into_iter()
+}
+
+/// What the other CPU's guest does, again and again.
+fn writes() -> Command {
+    every(Op::Write, 0, PAGES / STEP, STEP * PAGE_SIZE)
+}
+
+/// What was seen in all changes.
+#[derive(Default)]
+struct Seen {
+    changes: u64,
+    flushes: u64,
+    /// Entries that were taken out of the tables, or have lost a right.
+    taken_out: u64,
+    first_conflict: Option<String>,
+}
+
+impl Seen {
+    /// Call while no operation is in progress.
+    fn look<M: Machine>(&mut self, bench: &Bench<'_, M>, change: &Change<M>) -> Result<(), String> {
+        let conflict = bench.host.tlb().findings().into_iter().next();
+        self.first_conflict = (self.first_conflict.take())
+            .or_else(|| conflict.map(|conflict| format!("{}: {conflict}", change.name)));
+        bench.host.nothing_is_stale()
+    }
+}
+
+/// Makes `change` under a guest that writes.
+fn make<M: Machine>(
+    bench: &mut Bench<'_, M>,
+    change: &Change<M>,
+    seen: &mut Seen,
+) -> Result<(), String> {
+    let mut vm = bench.vm(change.level, change.policies)?;
+    bench.host.watch(&vm.vm, DELAY);
+    vm.set(&(change.data)(bench))?;
+    for page in FUNCTIONS {
+        plant_functions(bench, page..page + 1);
+    }
+    let mut guest = vm.second_guest()?;
+    for stop in 0..stops::<M>() {
+        let running = Beside::start(guest, writes());
+        running.pass();
+        for turn in 0..TURNS {
+            let mut turn = Turn {
+                bench,
+                vm: &mut vm,
+                running: &running,
+                number: stop * TURNS + turn,
+            };
+            (change.make)(&mut turn)?;
+            turn.guest_writes();
+        }
+        guest = running.stop()?;
+        seen.look(bench, change)?;
+    }
+    drop(guest);
+    let stats = vm.vm.stats();
+    holds(
+        "it was not made",
+        (change.counts)(&stats, TURNS * stops::<M>()),
+    )?;
+    // All is where it was.
+    bench.write(&mut vm, pages(Op::Write, 0, PAGES))?;
+    seen.look(bench, change)?;
+    seen.changes += 1;
+    seen.flushes += stats.remote_tlb_flush;
+    seen.taken_out += bench.host.tlb().ghosts();
+    vm.end(&bench.host)
+}
+
+pub(super) fn under_a_running_guest<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
+    let mut seen = Seen::default();
+    let mut made = Ok(());
+    for change in changes::<M>() {
+        made = made.and(
+            make(bench, &change, &mut seen).map_err(|error| format!("{}: {error}", change.name)),
+        );
+    }
+    let conflicts = bench.host.tlb().conflicts();
+    if let Some(first) = seen.first_conflict {
+        return Err(format!("{conflicts} conflicts, the first after {first}"));
+    }
+    made?;
+    let conflicts = match Tables::<M>::BREAK_BEFORE_MAKE {
+        true => format!("{conflicts} conflicts"),
+        false => "conflicts are allowed".into(),
+    };
+    Ok(format!(
+        "{} changes, {} times each; {} flushes of {} entries: {conflicts}, nothing stale",
+        seen.changes,
+        TURNS * stops::<M>(),
+        seen.flushes,
+        seen.taken_out,
+    ))
+}
