@@ -12,7 +12,8 @@
 //! * A table that is taken out ([`Detached`]) is still walked by those who have reached it. It goes
 //!   back to the platform only after [`crate::sync::quiesce`] says that everybody has passed, and
 //!   after the flush. A leaf that a late fault puts into it can be reached by nobody new, and the
-//!   one who put it there acknowledges the same flush before the table is freed.
+//!   one who put it there acknowledges the same flush before the table is freed. Only range operations take
+//!   anything away: a fault that meets something else in its place has that zapped by one.
 //! * A fault decides *under the lock of the table it installs into* whether what it knows (slot, host
 //!   page) still holds (`valid` in [`Tree::map`]). An invalidation first makes it not hold, then
 //!   walks the range, taking the lock of every table on the way, also of those that look empty. So
@@ -24,38 +25,41 @@
 //! On formats that ask for it ([`Format::BREAK_BEFORE_MAKE`]), no valid entry may be installed while a TLB
 //! may hold a *conflicting* one for the same addresses: another frame, another size, another memory type.
 //! The same leaf again, or wider rights, conflict with nothing. So every entry that is taken away, for
-//! whatever reason, becomes an invalid entry that *names its flush* ([`Format::cleared`]): the ticket that
-//! was drawn after the change ([`flushes`]). Whoever installs something (a leaf, a table, a run of leaves,
-//! an MMIO entry) looks, under the lock of the table, at what is there: an entry whose ticket is
-//! complete is as good as an empty one, another is not touched. Such an entry is [`Entry::Empty`] to
+//! whatever reason, becomes an invalid entry that *names its flush* ([`Format::cleared`]): the number of the
+//! first one that begins after the change ([`flushes`]). Whoever installs something (a leaf, a table, a run of
+//! leaves, an MMIO entry) looks, under the lock of the table, at what is there: an entry whose flush is not due
+//! any more is as good as an empty one, another is not touched. Such an entry is [`Entry::Empty`] to
 //! everybody else: walkers fault, range operations pass over it, nobody cleans it up.
 //!
+//! * *When it is not due any more.* The operation that took the entry away is a debtor from before its first
+//!   change until its flush has been done. So under the lock of the table it is found among the debtors, with the
+//!   frames it is about, or the flush has been done. One that became a debtor later cannot have taken the entry
+//!   away; one that is about other frames has not.
 //! * *What may be cached below.* Whatever a walker has read in a table that was taken out, it has reached
 //!   through the entry that names the flush. Nothing else can be put in the place of that entry, and so
 //!   nothing conflicting above, at, or below it, before the flush. A late fault that installs into the table
 //!   that was taken out is in a reader section, which the flush waits for before it tells the hardware.
-//! * *Why the ticket is drawn after the change.* A flush completes the tickets that were drawn when it
-//!   began. If the ticket came first, a flush could begin between, and complete it without having covered
-//!   the change. A walk clears many entries under one lock; they get their ticket together, before the lock
-//!   is released ([`clear::Section`]). Until then they name flush 0, which nobody sees who has the lock.
-//! * *Who waits for whom.* Nobody for anybody. A fault that finds an incomplete ticket
-//!   ([`Mapped::Unflushed`]) leaves its reader section, with no lock held, and flushes itself, unless the
-//!   flush that it needs has been completed meanwhile. That flush waits for readers to pass, as every flush
+//! * *Why the number is read after the change.* A flush voids what was taken away before it began. If the
+//!   number came first, a flush could begin between, and pass for one that covers the change. A walk clears many
+//!   entries under one lock; they get their number together, before the lock is released
+//!   ([`clear::Section`]). Until then they name flush 0, which nobody sees who has the lock.
+//! * *Who waits for whom.* Nobody for anybody. A fault that finds an entry whose flush is due
+//!   ([`Mapped::Unflushed`]) leaves its reader section, with no lock held, flushes what that entry covers itself,
+//!   and remembers that ([`Flushed`]). The flush waits for readers to pass, as every flush
 //!   does, and they do not wait for this one. Then the fault returns [`crate::Stop::Retry`] and is not counted
-//!   as one that fixed something. With its own flush the ticket that it has seen is complete, whatever is
-//!   taken away elsewhere meanwhile: each entry names its own flush, so a fault is held up again only by
+//!   as one that fixed something. What it found then is not due for it any more, whatever is
+//!   taken away elsewhere meanwhile: a fault is held up again only by
 //!   another clear of the same entry. What only adds what is not there (prefetch, MMIO entries) gives up.
 //! * *Failure, and the end.* Nothing is allocated between a clear and its flush, so no flush is forgotten for
-//!   want of memory. If an operation ends without a flush, as one whose caller needs none may, the ticket
-//!   stays open until the next flush of anybody, or of the fault that meets it. A tree that is dropped is
-//!   walked by nobody. Tickets belong to a VM; a frame that another VM had is emptied before it is a table.
+//!   want of memory. A tree that is dropped is walked by nobody. Numbers belong to a VM; a frame that another
+//!   VM had is emptied before it is a table.
 //! * *Splits.* A leaf that is to be split is not taken away: it becomes [`Entry::Broken`], which keeps the
 //!   leaf for invalidations to find, and is mended by the one who broke it, after a flush ([`Tree::mend`]). That
 //!   one may find, instead of its own, a leaf that was zapped, mapped and broken again meanwhile. So the
-//!   table's metadata have the ticket of the last leaf that was broken in it, and nothing in it is mended
-//!   before that is complete: until then the flush is repeated, at most once for each other leaf that is
-//!   broken in the same table. Only here others wait: a fault that meets a broken leaf waits outside until it
-//!   is mended; the mender flushes and never waits for a fault.
+//!   table's metadata have the number for the last leaf that was broken in it, and nothing in it is mended
+//!   but after a flush of one's own with such a number: until then the flush is repeated, at most once for each
+//!   other leaf that is broken in the same table. Only here others wait: a fault that meets a broken leaf waits
+//!   outside until it is mended; the mender flushes and never waits for a fault.
 //!
 //! Where a format asks for nothing of this, `cleared` is 0 and names nothing, and all checks are compiled away.
 
