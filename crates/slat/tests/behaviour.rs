@@ -413,6 +413,66 @@ fn an_invalidation_flushes_its_own_pages_whoever_owes_a_flush_of_others() {
     assert_eq!(*flushed, [7..8, 9..10, 7..8]);
 }
 
+/// Whatever is done to a whole slot, somebody who comes in the middle of it waits for one step.
+#[test]
+fn nobody_waits_for_the_end_of_a_long_operation() {
+    const PAGES: u64 = 3 * MIB2;
+    let operations: [(&str, fn(&TestVm)); 5] = [
+        ("age", |vm| {
+            assert!(vm.age(HostMemory::hvas(&(0..PAGES)), true) > 0);
+        }),
+        ("begin to log", |vm| {
+            set(vm, 0, 0..PAGES, 0, SlotFlags::LOG_DIRTY_PAGES);
+        }),
+        ("get the log", |vm| {
+            let mut bitmap = vec![0; PAGES as usize / 64];
+            vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
+            assert!(bitmap.iter().all(|word| *word == u64::MAX));
+        }),
+        ("zap", |vm| vm.zap(0, Gfn(0)..Gfn(u64::MAX))),
+        ("invalidate", |vm| {
+            drop(vm.invalidate(HostMemory::hvas(&(0..PAGES))))
+        }),
+    ];
+    let (platform, vm) = vm(PAGES + 8, REMAP_4K);
+    vm.set_policy("dirty_log", "dirty-bit").unwrap();
+    set(&vm, 0, 0..PAGES, 0, NONE);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for (name, operation) in operations {
+        for gfn in 0..PAGES {
+            touch(&mut vcpu, gfn, Write).unwrap();
+        }
+        let begun = AtomicBool::new(false);
+        let done = Arc::new(AtomicBool::new(false));
+        platform.set_hook({
+            let (vm, done) = (vm.clone(), done.clone());
+            let operator = std::thread::current().id();
+            move |event| {
+                if !matches!(event, Event::Entries(_)) || std::thread::current().id() != operator {
+                    return;
+                }
+                if !begun.swap(true, SeqCst) {
+                    let (vm, done) = (vm.clone(), done.clone());
+                    std::thread::spawn(move || {
+                        set(&vm, 7, PAGES..PAGES + 8, PAGES, NONE);
+                        set(&vm, 7, PAGES..PAGES, PAGES, NONE);
+                        done.store(true, SeqCst);
+                    });
+                } else if !done.load(SeqCst) {
+                    // So slow that the other one has the time, if he is let in.
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+        });
+        operation(&vm);
+        platform.clear_hook();
+        assert!(
+            done.load(SeqCst),
+            "who changes a slot waits for the end of: {name}"
+        );
+    }
+}
+
 /// A vCPU executes at every step of a read fault beside it, which has chosen to map 2 MiB or is about to.
 #[test]
 fn a_huge_page_does_not_replace_the_table_that_nx_has_just_made() {

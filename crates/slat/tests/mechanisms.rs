@@ -49,6 +49,7 @@ on_every_format! {
     reads_are_noted_in_a_ring_as_far_as_it_has_room,
     an_eager_split_visits_no_entry_of_the_last_level,
     clearing_a_log_splits_what_its_begin_left_huge,
+    the_begin_of_a_log_is_flushed_wherever_it_has_protected,
     a_cached_mmio_access_looks_up_no_slot,
     an_execution_fault_splits_every_level_in_place,
     recovery_of_nx_huge_pages_brings_the_huge_leaf_back,
@@ -338,6 +339,28 @@ fn clearing_a_log_splits_what_its_begin_left_huge<F: Format>() {
     let (levels, did) = world.during(|world| [5, MIB2].map(|gfn| world.touch(gfn, Read).level));
     assert_eq!((levels, did.pf_taken), ([Level::PAGE, Level::MEGA], 0));
     world.vm.audit().unwrap();
+}
+
+/// Its eager split flushes chunk by chunk where leaves are broken first. That is no flush of all that was
+/// protected before.
+fn the_begin_of_a_log_is_flushed_wherever_it_has_protected<F: Format>() {
+    for eager in ["on", "off"] {
+        let mut world = World::<F>::new(4 * MIB2, Level::MEGA);
+        world.policy("eager_page_split", eager);
+        world.policy("eager_page_split_chunk", "512");
+        world.vm.platform().watch(&world.vm, 1);
+        world.set(0..4 * MIB2, SlotFlags::default());
+        for i in 0..4 {
+            assert_eq!(world.touch(i * MIB2, Write).level, Level::MEGA);
+        }
+        world.set(0..4 * MIB2, LOGGED);
+        assert_eq!(
+            world.vm.platform().tlb.stale(),
+            None,
+            "eager_page_split={eager}"
+        );
+        world.vm.platform().check();
+    }
 }
 
 fn a_cached_mmio_access_looks_up_no_slot<F: Format>() {
