@@ -417,7 +417,8 @@ fn an_invalidation_flushes_its_own_pages_whoever_owes_a_flush_of_others() {
 #[test]
 fn nobody_waits_for_the_end_of_a_long_operation() {
     const PAGES: u64 = 3 * MIB2;
-    let operations: [(&str, fn(&TestVm)); 5] = [
+    type Operation = (&'static str, fn(&TestVm));
+    let operations: [Operation; 5] = [
         ("age", |vm| {
             assert!(vm.age(HostMemory::hvas(&(0..PAGES)), true) > 0);
         }),

@@ -44,9 +44,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 if let Some(old) = change.by_id(id).filter(|_| plan == Change::Move) {
                     op.zap_noted(old);
                 }
-                change.replace(id, new, &self.readers)?;
-                self.in_progress.raise();
-                if let Some(old) = change.replaced() {
+                let replaced = change.replace(id, new, &self.readers);
+                if let (Ok(()), Some(old)) = (&replaced, change.replaced()) {
+                    self.in_progress.raise();
                     op.zap_unnoted(old);
                 }
                 // The operation still owes its flush: who sees that the slot has left sees that, too.
@@ -54,6 +54,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 // Nobody needs to wait for it, or for the tables to be freed, to change slots.
                 drop(change);
                 op.finish();
+                replaced?;
             }
             Change::Flags => {
                 change.replace(id, new, &self.readers)?;
