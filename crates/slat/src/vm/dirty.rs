@@ -215,8 +215,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Takes the dirty log of `slot` into `bitmap` (bit n is page n) and, unless protection is manual,
     /// clears it and protects the pages it names again: KVM_GET_DIRTY_LOG. Every write that came
-    /// before this call is in it, or in a log taken before; every write after it will be in a later
-    /// one.
+    /// before this call is in it, or in a log taken before or meanwhile; every write after it will be in a
+    /// later one. Slots may change meanwhile: if this one goes, or logs no more, the rest of the bitmap is what
+    /// its log held.
     ///
     /// # Errors
     /// [`DirtyLogError`].

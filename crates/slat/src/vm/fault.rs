@@ -154,10 +154,10 @@ impl SlotFacts {
         self.log.is_some_and(LogKind::protects)
     }
 
-    /// Whether a leaf in the way may have a dirty bit that only the zap of a moving slot knows how to note:
-    /// a slot that moves over itself keeps its log, and its old leaves count pages from its old place.
-    fn may_meet_unnoted_dirt(&self, in_progress: &InProgress) -> bool {
-        self.log == Some(LogKind::DirtyBits) && in_progress.is_slot_leaving()
+    /// Whether the slot may be about to move, and its leaves' dirty bits are its log, which it takes along: they
+    /// were noted, or will be, as pages of where it is now, and no leaf may be added to them.
+    fn may_move_with_its_dirt(&self, in_progress: &InProgress) -> bool {
+        self.log == Some(LogKind::DirtyBits) && in_progress.is_slot_moving()
     }
 }
 
@@ -583,7 +583,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let valid = || {
             vm.in_progress.holds(sequence, &hvas)
                 && log.is_some() == slot.log.is_some()
-                && !slot.may_meet_unnoted_dirt(&vm.in_progress)
+                && !slot.may_move_with_its_dirt(&vm.in_progress)
                 && !nx_table()
         };
         let note = || {
@@ -610,7 +610,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.counters().pf_retried.add(1);
         self.wait_while(slept, |vcpu| {
             let vm = vcpu.vm();
-            vm.in_progress.covers(hvas) || slot.may_meet_unnoted_dirt(&vm.in_progress)
+            vm.in_progress.covers(hvas) || slot.may_move_with_its_dirt(&vm.in_progress)
         })
     }
 

@@ -39,6 +39,8 @@ pub(crate) struct InProgress {
     count: AtomicUsize,
     /// Slots that are in the set no more, but may still be in the tables.
     leaving: AtomicUsize,
+    /// Slots whose dirty bits are being noted before they move.
+    moving: AtomicUsize,
     hull: Hull,
 }
 
@@ -87,6 +89,7 @@ impl InProgress {
             sequence: AtomicU64::new(0),
             count: AtomicUsize::new(0),
             leaving: AtomicUsize::new(0),
+            moving: AtomicUsize::new(0),
             hull: Hull::new(),
         }
     }
@@ -118,14 +121,24 @@ impl InProgress {
 
     /// Before a slot is taken out of the published set, or moved. The answer is dropped when nothing
     /// from where it was is in the tables, and its flush is owed.
-    pub(crate) fn slot_leaves(&self) -> Leaving<'_> {
-        self.leaving.fetch_add(1, SeqCst);
-        Leaving(self)
+    pub(crate) fn slot_leaves(&self) -> Counted<'_> {
+        Counted::new(&self.leaving)
     }
 
     /// Whether leaves may stand in the tables that the set as it is now does not explain.
     pub(crate) fn is_slot_leaving(&self) -> bool {
         self.leaving.load(SeqCst) != 0
+    }
+
+    /// Before the dirty bits of a slot that is to move are noted: until the answer is dropped no fault installs
+    /// leaves of a slot that logs by dirty bits. The slot is in the set until it moves, so nobody else waits.
+    pub(crate) fn slot_moves(&self) -> Counted<'_> {
+        Counted::new(&self.moving)
+    }
+
+    /// See [`InProgress::slot_moves`].
+    pub(crate) fn is_slot_moving(&self) -> bool {
+        self.moving.load(SeqCst) != 0
     }
 
     /// Waits until no slot is leaving. The wait is for a walk, not for a flush.
@@ -151,12 +164,19 @@ impl InProgress {
     }
 }
 
-/// See [`InProgress::slot_leaves`].
-pub(crate) struct Leaving<'a>(&'a InProgress);
+/// One that is counted until it is dropped.
+pub(crate) struct Counted<'a>(&'a AtomicUsize);
 
-impl Drop for Leaving<'_> {
+impl<'a> Counted<'a> {
+    fn new(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, SeqCst);
+        Counted(count)
+    }
+}
+
+impl Drop for Counted<'_> {
     fn drop(&mut self) {
-        self.0.leaving.fetch_sub(1, SeqCst);
+        self.0.fetch_sub(1, SeqCst);
     }
 }
 

@@ -274,7 +274,9 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     }
 
     /// Before `slot` moves: if its leaves' dirty bits are its log, which goes with it, they are noted while it is
-    /// known which pages they mean. No fault brings the leaves back meanwhile, because the slot is leaving.
+    /// known which pages they mean. No fault brings the leaves back meanwhile ([`InProgress::slot_moves`]).
+    ///
+    /// [`InProgress::slot_moves`]: super::InProgress::slot_moves
     pub(super) fn zap_noted(&mut self, slot: &Memslot) {
         if slot.log().is_some_and(|log| !log.kind().protects()) {
             self.about(&slot.gfns());
@@ -396,6 +398,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Flushes what `debt` is about, if its operation has `taken` something there or somebody else owes a flush of
     /// it. The caller is outside every reader section.
     fn settle(&self, debt: &Debt<'_>, taken: &Taken, counters: &Counters) {
+        if debt.gfns().is_empty() {
+            return;
+        }
         counters.remote_tlb_flush_requests.add(1);
         let others = debt.others_owe(F::MAX_LEAF);
         if others {

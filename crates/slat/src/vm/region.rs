@@ -40,15 +40,17 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Change::Delete | Change::Move => {
                 let mut op = RangeOp::begin(self, space);
                 op.of_leaving_slot();
-                let leaving = self.in_progress.slot_leaves();
-                if let Some(old) = change.by_id(id).filter(|_| plan == Change::Move) {
+                let moving = (plan == Change::Move).then(|| self.in_progress.slot_moves());
+                if let (Some(_), Some(old)) = (&moving, change.by_id(id)) {
                     op.zap_noted(old);
                 }
+                let leaving = self.in_progress.slot_leaves();
                 let replaced = change.replace(id, new, &self.readers);
                 if let (Ok(()), Some(old)) = (&replaced, change.replaced()) {
                     self.in_progress.raise();
                     op.zap_unnoted(old);
                 }
+                drop(moving);
                 // The operation still owes its flush: who sees that the slot has left sees that, too.
                 drop(leaving);
                 // Nobody needs to wait for it, or for the tables to be freed, to change slots.

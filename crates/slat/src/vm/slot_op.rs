@@ -56,8 +56,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
 
     /// The slot as it is in this step. `None`: the operation is over.
     pub(super) fn slot(&self) -> Option<&Memslot> {
-        let slot: &Memslot = self.change.as_ref()?.by_id(self.id)?;
-        slot.logs_to(self.log.as_deref()).then_some(slot)
+        slot_that_logs(self.change.as_ref()?, self.id, self.log.as_deref())
     }
 
     /// Ends the step and begins the next. In between, `meanwhile` is run with no lock held.
@@ -85,16 +84,11 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
     ) {
         let mut at = pages.start;
         while at < pages.end {
-            let Some(slot) = self
-                .change
-                .as_ref()
-                .and_then(|change| change.by_id(self.id))
-            else {
+            let change = self.change.as_ref();
+            let slot = change.and_then(|c| slot_that_logs(c, self.id, self.log.as_deref()));
+            let Some(slot) = slot else {
                 return;
             };
-            if !slot.logs_to(self.log.as_deref()) {
-                return;
-            }
             let base = slot.base();
             let end = pages.end.min(slot.pages());
             self.op.about(&(base.add(at)..base.add(end)));
@@ -219,4 +213,14 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
     pub(super) fn flush(&mut self) {
         self.op.flush();
     }
+}
+
+/// The slot `id`, if it logs to `log`, or logs not and that is none.
+fn slot_that_logs<'c>(
+    change: &'c SlotsChange<'_>,
+    id: u32,
+    log: Option<&DirtyLog>,
+) -> Option<&'c Memslot> {
+    let slot: &Memslot = change.by_id(id)?;
+    slot.logs_to(log).then_some(slot)
 }
