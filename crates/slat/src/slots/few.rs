@@ -1,6 +1,5 @@
 //! A few slots, which are searched as quickly as a tree is, and changed sooner.
 
-use core::iter;
 use core::ops::Range;
 
 use super::Memslot;
@@ -57,16 +56,27 @@ impl Few {
         pages: &Range<u64>,
     ) -> impl Iterator<Item = &Memslot> {
         let (start, end) = (pages.start, pages.end);
-        let overlaps = move |slot: &&Memslot| start < O::end(slot) && O::page(slot) < end;
-        // Each is the lowest above the one before: they are few, and fewer lie in the range.
-        let mut above = None;
-        iter::from_fn(move || {
-            let left = |slot: &&Memslot| above.is_none_or(|above| above < O::key(slot));
-            let all = self.slots().iter().filter(overlaps).filter(left);
-            let next = all.min_by_key(|slot| O::key(slot))?;
-            above = Some(O::key(next));
-            Some(next)
-        })
+        let overlaps = |slot: &Memslot| start < O::end(slot) && O::page(slot) < end;
+        let mut order = [0; Few::MOST];
+        let mut count = 0;
+        for (i, slot) in self
+            .slots()
+            .iter()
+            .enumerate()
+            .filter(|(_, slot)| overlaps(slot))
+        {
+            // They are few, and fewer lie in the range: inserted where they belong.
+            let key = |at: usize| O::key(&self.slots[order[at] as usize]);
+            let mut at = count;
+            while at > 0 && O::key(slot) < key(at - 1) {
+                at -= 1;
+            }
+            order.copy_within(at..count, at + 1);
+            order[at] = i as u8;
+            count += 1;
+        }
+        let order = order.into_iter().take(count);
+        order.map(|i| &self.slots[i as usize])
     }
 
     /// Becomes like another one.

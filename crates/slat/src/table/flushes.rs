@@ -17,11 +17,15 @@
 //! entry forgets what walkers had read there. *Number, then change.* A debtor has the next number from before
 //! its first change, so none of its entries names a lower one.
 //!
+//! What a debtor says of itself needs no order of its own: it is written before the change, and read by somebody
+//! who has seen the change under the lock of the table.
+//!
 //! There are as many places for debtors as a word has bits. Nobody waits for one: as long as there are more
 //! debtors than that, those without a place count as debtors of everything.
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*, fence};
 use core::cell::Cell;
+use core::iter;
 use core::ops::Range;
 
 use crate::addr::{Gfn, Level};
@@ -53,12 +57,12 @@ struct Place {
 
 impl Place {
     fn set_gfns(&self, (start, end): (u64, u64)) {
-        self.start.store(start, SeqCst);
-        self.end.store(end, SeqCst);
+        self.start.store(start, Relaxed);
+        self.end.store(end, Relaxed);
     }
 
     fn gfns(&self) -> Range<Gfn> {
-        Gfn(self.start.load(SeqCst))..Gfn(self.end.load(SeqCst))
+        Gfn(self.start.load(Relaxed))..Gfn(self.end.load(Relaxed))
     }
 }
 
@@ -102,10 +106,10 @@ impl Flushes {
         match debt.place() {
             Some(place) => {
                 place.set_gfns(Self::NO_GFNS);
-                place.leaving.store(false, SeqCst);
+                place.leaving.store(false, Relaxed);
                 debt.renew();
             }
-            None => _ = self.unplaced.fetch_add(1, SeqCst),
+            None => _ = self.unplaced.fetch_add(1, Relaxed),
         }
         debt
     }
@@ -114,11 +118,12 @@ impl Flushes {
 
     fn take_place(&self) -> Option<usize> {
         loop {
-            let free = (!self.taken.load(SeqCst)).trailing_zeros() as usize;
+            let free = (!self.taken.load(Relaxed)).trailing_zeros() as usize;
             if free >= PLACES {
                 return None;
             }
-            if self.taken.fetch_or(1 << free, SeqCst) & 1 << free == 0 {
+            // Acquire: what is written to the place now comes after what its last owner wrote.
+            if self.taken.fetch_or(1 << free, Acquire) & 1 << free == 0 {
                 return Some(free);
             }
         }
@@ -153,13 +158,19 @@ impl Flushes {
     }
 
     fn has_unplaced(&self) -> bool {
-        self.unplaced.load(SeqCst) != 0
+        self.unplaced.load(Acquire) != 0
     }
 
+    /// Those with a place.
     fn debtors(&self) -> impl Iterator<Item = (usize, &Place)> {
-        let taken = self.taken.load(SeqCst);
-        let places = self.places.iter().enumerate();
-        places.filter(move |(i, _)| taken >> i & 1 != 0)
+        // Acquire: who is not there any more has flushed.
+        let mut taken = self.taken.load(Acquire);
+        iter::from_fn(move || {
+            let index = taken.trailing_zeros() as usize;
+            let place = self.places.get(index)?;
+            taken &= taken - 1;
+            Some((index, place))
+        })
     }
 
     /// The frames that belonged to slots which have left, and are not flushed yet.
@@ -169,7 +180,7 @@ impl Flushes {
         }
         let leaving = self
             .debtors()
-            .filter(|(_, place)| place.leaving.load(SeqCst));
+            .filter(|(_, place)| place.leaving.load(Relaxed));
         leaving
             .map(|(_, place)| place.gfns())
             .reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
@@ -203,14 +214,17 @@ impl Debt<'_> {
     /// What it takes away belongs to no slot any more.
     pub(crate) fn leaves(&self) {
         if let Some(place) = self.place() {
-            place.leaving.store(true, SeqCst);
+            place.leaving.store(true, Relaxed);
         }
     }
 
     /// All that it has taken away up to now was flushed.
     pub(crate) fn renew(&self) {
         if let Some(place) = self.place() {
-            place.since.store(self.flushes.next(), SeqCst);
+            // A number from before is lower: that holds up somebody else for nothing, at worst. Release: who
+            // sees the new one finds the flush done.
+            let next = self.flushes.begun.load(Relaxed) + 1;
+            place.since.store(next, Release);
         }
     }
 
@@ -230,7 +244,7 @@ impl Debt<'_> {
         let end = end.add(largest.pages() - 1).align_down(largest);
         let reach = start.align_down(largest)..end;
         let mut others = (self.flushes.debtors()).filter(|(i, _)| Some(*i) != self.index);
-        let unplaced = self.flushes.unplaced.load(SeqCst) - u64::from(self.index.is_none());
+        let unplaced = self.flushes.unplaced.load(Acquire) - u64::from(self.index.is_none());
         unplaced != 0 || others.any(|(_, place)| overlap(&place.gfns(), &reach))
     }
 }
@@ -238,8 +252,8 @@ impl Debt<'_> {
 impl Drop for Debt<'_> {
     fn drop(&mut self) {
         match self.index {
-            Some(index) => _ = self.flushes.taken.fetch_and(!(1 << index), SeqCst),
-            None => _ = self.flushes.unplaced.fetch_sub(1, SeqCst),
+            Some(index) => _ = self.flushes.taken.fetch_and(!(1 << index), Release),
+            None => _ = self.flushes.unplaced.fetch_sub(1, Release),
         }
     }
 }

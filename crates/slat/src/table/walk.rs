@@ -287,7 +287,12 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         let table: Table<'_, P> = self.tree.table(frame);
         let first = Level::PAGE.index(range.start);
         let wanted = (range.end.0 - range.start.0) as usize;
-        let allowed = wanted.min(self.walk.left as usize);
+        let allowed = match self.walk.left as usize {
+            left if left >= wanted => wanted,
+            // Whole runs, so that the next step begins with one.
+            left @ RUN.. => left - left % RUN,
+            left => left,
+        };
         let entries = &table.entries()[first..first + allowed];
         let meta = table.meta();
         let section = Section::new(self.tree, &table);

@@ -250,9 +250,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         // They are zapped. Who has zapped them may not have flushed yet, and is not waited for: it may be
         // interrupting CPUs, and this be one of them.
         if let Some(gfns) = self.flushes.due_of_leaving() {
-            self.section().end(|counters| {
-                self.flush(gfns, Stale::ANYTHING, counters);
-            });
+            let mut section = self.section();
+            self.flush(gfns, Stale::ANYTHING, section.end());
         }
     }
 

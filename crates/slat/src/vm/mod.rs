@@ -305,10 +305,10 @@ impl<'a> Section<'a> {
         result
     }
 
-    /// Ends the section. `then` may still count.
-    pub(crate) fn end<R>(self, then: impl FnOnce(&'a Counters) -> R) -> R {
+    /// Ends the section. Who had it may still count.
+    pub(crate) fn end(&mut self) -> &'a Counters {
         self.leave();
-        then(&self.reader.counters)
+        &self.reader.counters
     }
 
     fn leave(&self) {

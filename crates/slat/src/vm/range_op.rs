@@ -73,8 +73,10 @@ impl Taken {
         match slot.log() {
             Some(log) if !log.kind().protects() => {
                 // The bit of a huge leaf stands for its other pages, too.
+                let range = walk.range();
                 let note = |gfn, level| {
-                    log.mark_leaf_unless(&slot.gfns(), gfn, level, &is_named);
+                    let cleared = |gfn| range.contains(&gfn) && is_named(gfn);
+                    log.mark_leaf_unless(&slot.gfns(), gfn, level, &cleared);
                 };
                 tree.clear_dirty(walk, named, note, &mut self.changed);
             }
@@ -106,6 +108,7 @@ impl Taken {
 
 impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     /// Begins an operation that does not say yet what it is about. The caller is in no reader section.
+    #[inline]
     pub(crate) fn begin(vm: &'a Vm<P, F>, space: &'a Space<P, F>) -> Self {
         RangeOp {
             vm,
@@ -357,13 +360,11 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
 
     /// Ends the operation: when this returns, no CPU uses what was taken away, before the call and by
     /// whomever, of the frames that it is about.
-    pub(super) fn finish(self) {
-        let (vm, space, debt, taken) = (self.vm, self.space, self.debt, self.taken);
-        self.section.end(|counters| {
-            vm.settle(&debt, &taken, counters);
-            drop(debt);
-            vm.free(space, taken.zapped, counters);
-        });
+    pub(super) fn finish(mut self) {
+        let counters = self.section.end();
+        self.vm.settle(&self.debt, &self.taken, counters);
+        drop(self.debt);
+        self.vm.free(self.space, self.taken.zapped, counters);
     }
 }
 
@@ -385,7 +386,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Makes sure that no CPU uses a translation of `gfns` that was taken away before this call, by whomever.
     /// The caller is outside every reader section.
     pub(crate) fn flush(&self, gfns: Range<Gfn>, stale: Stale, counters: &Counters) -> Flushed {
-        let number = self.flushes.begin();
+        let number = match F::BREAK_BEFORE_MAKE {
+            true => self.flushes.begin(),
+            false => 0,
+        };
         // First the software side: after it no late fault can still add a leaf to a detached table.
         // Then the hardware: it forgets what it may have walked there. Then nobody can reach them.
         self.readers.synchronize(self.reader_wait());
@@ -416,10 +420,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
             leaves: zapped.leaves,
             nx_splits: 0,
         };
-        // SAFETY: to free tables takes no section.
-        let tree = unsafe { space.tree.unguarded() };
-        // SAFETY: all readers have passed since the tables were detached, and hardware is flushed.
-        gone += unsafe { tree.free(zapped.detached) };
+        if !zapped.detached.is_empty() {
+            // SAFETY: to free tables takes no section.
+            let tree = unsafe { space.tree.unguarded() };
+            // SAFETY: all readers have passed since the tables were detached, and hardware is flushed.
+            gone += unsafe { tree.free(zapped.detached) };
+        }
         counters.gone(&gone);
     }
 }

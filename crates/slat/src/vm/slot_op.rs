@@ -106,13 +106,9 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
 
     /// Makes the next write to those of `pages` that `is_named` tells be noted.
     pub(super) fn protect(&mut self, pages: Range<u64>, is_named: impl Fn(u64) -> bool) {
-        let range = pages.clone();
         self.walk(pages, |tree, slot, walk, taken| {
             let base = slot.base();
-            taken.protect(tree, slot, walk, |gfn| {
-                let page = gfn.0.wrapping_sub(base.0);
-                range.contains(&page) && is_named(page)
-            });
+            taken.protect(tree, slot, walk, |gfn| is_named(gfn.0 - base.0));
         });
     }
 
