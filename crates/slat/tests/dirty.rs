@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
 use slat::{
     Access, Config, DirtyGfn, DirtyRing, Ept, Gpa, Level, Region, SlotFlags, Stop, Vcpu, Vm,
@@ -221,4 +221,29 @@ fn pages_in_the_ring_of_a_vcpu_that_is_gone_are_noted_by_the_next_that_writes_th
         .collect();
     assert_eq!(noted, (0..9).collect::<Vec<_>>());
     assert_eq!(vm.reset_dirty_rings(), 9);
+}
+
+/// The client can write to the memory of a ring.
+#[test]
+fn a_ring_entry_that_names_no_page_of_its_slot_is_reset_and_means_nothing() {
+    let entries: Arc<[DirtyGfn]> = (0..128).map(|_| DirtyGfn::new()).collect();
+    let vm = vm();
+    vm.use_dirty_rings();
+    log(&vm);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let ring = DirtyRing::new(entries.clone()).unwrap();
+    vcpu.set_dirty_ring(Arc::new(ring)).unwrap();
+    let wrong = [PAGES, u64::MAX, u64::MAX - 36, u64::MAX - BASE, 1 << 52];
+    for (entry, offset) in entries.iter().zip(wrong) {
+        write(&mut vcpu, [7]);
+        entry.collect().unwrap();
+        // SAFETY: `struct kvm_dirty_gfn` has the offset in its second half, which is an atomic here.
+        let field = unsafe { &*std::ptr::from_ref(entry).cast::<AtomicU64>().add(1) };
+        field.store(offset, SeqCst);
+        let before = vm.stats().remote_tlb_flush;
+        assert_eq!(vm.reset_dirty_rings(), 1);
+        assert_eq!(vm.stats().remote_tlb_flush, before, "nothing was protected");
+        vm.zap(0, slat::Gfn(0)..slat::Gfn(1 << 20));
+    }
+    vm.audit().unwrap();
 }

@@ -25,6 +25,7 @@ use crate::addr::Gfn;
 use crate::format::Format;
 use crate::heap;
 use crate::platform::Platform;
+use crate::slots::OwnedSlot;
 use crate::table::{OutOfMemory, Tree, Walk};
 
 /// One entry, with the layout of `struct kvm_dirty_gfn`.
@@ -252,12 +253,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Slot changes wait for one of these. A page of a slot that has gone, or come again smaller, is nobody's.
     fn protect_near(&self, op: &mut RangeOp<'_, P, F>, near: &Near) {
         let change = op.outside(|| op.space.slots.change(self.turn_wait()));
-        let Some(slot) = change.by_id(near.id) else {
+        // The client can write to the ring: `first` may be any number.
+        let in_slot = |slot: &&OwnedSlot| near.first < slot.pages();
+        let Some(slot) = change.by_id(near.id).filter(in_slot) else {
             return;
         };
         let first = slot.base().add(near.first);
         let end = first.add(64 - u64::from(near.mask.leading_zeros()));
-        let gfns = first.min(slot.gfns().end)..end.min(slot.gfns().end);
+        let gfns = first..end.min(slot.gfns().end);
         op.about(&gfns);
         op.walk(&mut Walk::new(gfns), |tree, walk, taken, _| {
             taken.protect(tree, slot, walk, |gfn| {
