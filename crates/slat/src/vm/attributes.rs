@@ -54,6 +54,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return Ok(());
         };
         let Some(private) = first.set().private.with(&gfns, private)? else {
+            // Whoever converted them may still be zapping.
+            if self.in_progress.is_converting() {
+                drop(changes);
+                for space in &self.spaces {
+                    let mut op = RangeOp::begin(self, space);
+                    op.zap_slots(&gfns);
+                    op.finish();
+                }
+                self.flush_leaving_slots();
+            }
             return Ok(());
         };
         let mut broken = room_for_broken::<F>()?;
@@ -82,6 +92,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             wraps |= Self::wraps_mmio(change.set().generation);
         }
         self.in_progress.raise();
+        // Before the locks are released: a conversion that finds nothing to convert sees that.
+        let _converting = self.in_progress.converts();
         // Slots may change again: whatever faults bring from now on has the new attributes.
         drop(changes);
         for space in &self.spaces {

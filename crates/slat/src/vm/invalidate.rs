@@ -41,6 +41,8 @@ pub(crate) struct InProgress {
     leaving: AtomicUsize,
     /// Slots whose dirty bits are being noted before they move.
     moving: AtomicUsize,
+    /// Conversions that have published their attributes and not flushed yet.
+    converting: AtomicUsize,
     hull: Hull,
 }
 
@@ -90,6 +92,7 @@ impl InProgress {
             count: AtomicUsize::new(0),
             leaving: AtomicUsize::new(0),
             moving: AtomicUsize::new(0),
+            converting: AtomicUsize::new(0),
             hull: Hull::new(),
         }
     }
@@ -123,6 +126,17 @@ impl InProgress {
     /// from where it was is in the tables, and its flush is owed.
     pub(crate) fn slot_leaves(&self) -> Counted<'_> {
         Counted::new(&self.leaving)
+    }
+
+    /// Call when a conversion has published its attributes, before its locks are released. Drop the guard after its
+    /// flush.
+    pub(super) fn converts(&self) -> Counted<'_> {
+        Counted::new(&self.converting)
+    }
+
+    /// Whether CPUs may still use what a published conversion forbids.
+    pub(super) fn is_converting(&self) -> bool {
+        self.converting.load(SeqCst) != 0
     }
 
     /// Whether leaves may stand in the tables that the set as it is now does not explain.
