@@ -342,3 +342,40 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
     vm.audit().unwrap();
     drop((vcpu, vcpus, vm));
 }
+
+/// The dirty bits of its leaves are noted before it is known whether there is memory for its new place.
+fn a_move_that_notes_dirty_bits<F: Format>() {
+    let platform = SimPlatform::new(PAGES);
+    let vm = vm::<F>(&platform);
+    vm.set_policy("dirty_log", "dirty-bit").unwrap();
+    let (slot, home, page) = (450, 3000, 1700);
+    let at = |gfn| region(slot, LOGGED, gfn, 1, page);
+    vm.set_memory_region(0, &at(home)).unwrap();
+    let mut refused = 0;
+    for i in 0..390 {
+        let between = 4096 + 5 + i * 97 % 390 * 2;
+        touch(&vm, home);
+        let (moved, _) = FailingHeap::failing(0, true, || vm.set_memory_region(0, &at(between)));
+        vm.audit().unwrap();
+        // Whether it has moved or not, the write is in its log.
+        let mut words = [0];
+        vm.get_dirty_log(0, slot, &mut words).unwrap();
+        assert_eq!(words, [1]);
+        match moved {
+            Ok(()) => vm.set_memory_region(0, &at(home)).unwrap(),
+            Err(error) => {
+                assert_eq!(error.errno(), ENOMEM);
+                refused += 1;
+            }
+        }
+        let other = region(500 + i as u32, NONE, between, 1, page);
+        vm.set_memory_region(0, &other).unwrap();
+    }
+    assert!(refused > 0, "it always found a place");
+}
+
+#[test]
+fn a_move_without_heap_memory_leaves_nothing_unflushed() {
+    a_move_that_notes_dirty_bits::<Ept>();
+    a_move_that_notes_dirty_bits::<Stage2<48, true>>();
+}

@@ -277,17 +277,27 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     }
 
     /// Before `slot` moves: if its leaves' dirty bits are its log, which goes with it, they are noted while it is
-    /// known which pages they mean. No fault brings the leaves back meanwhile ([`InProgress::slot_moves`]).
+    /// known which pages they mean. No fault brings the leaves back meanwhile ([`InProgress::slot_moves`]). Returns
+    /// whether they are its log.
     ///
     /// [`InProgress::slot_moves`]: super::InProgress::slot_moves
-    pub(super) fn zap_noted(&mut self, slot: &Memslot) {
-        if slot.log().is_some_and(|log| !log.kind().protects()) {
+    pub(super) fn zap_noted(&mut self, slot: &Memslot) -> bool {
+        let noted = slot.log().is_some_and(|log| !log.kind().protects());
+        if noted {
             self.about(&slot.gfns());
             let mut walk = Walk::new(slot.gfns());
             self.walk(&mut walk, |tree, walk, taken, _| {
                 taken.zap(tree, slot, walk)
             });
         }
+        noted
+    }
+
+    /// Waits until no operation, and no vCPU, goes by slots that were replaced before the call.
+    pub(super) fn wait_for_readers(&mut self) {
+        let vm = self.vm;
+        self.section
+            .outside(|_| vm.readers.synchronize(vm.reader_wait()));
     }
 
     /// After `slot` has left the set: its log is not read any more, or was noted.

@@ -1,11 +1,13 @@
 //! Slot changes as invalidations: publish the new set, raise the sequence, zap, flush, return. A fault
 //! that looked the old set up cannot install any more.
 
+use core::ops::Range;
+
 use super::{RangeOp, Space, Vm};
-use crate::addr::{Gfn, PAGE_SHIFT};
+use crate::addr::{Gfn, Gpa, PAGE_SHIFT};
 use crate::format::Format;
 use crate::heap::Shared;
-use crate::platform::Platform;
+use crate::platform::{Platform, Stale};
 use crate::slots::{Change, OwnedSlot, Region, RegionError, SlotFlags, SlotsChange, plan};
 use crate::table::{Tree, Walk};
 
@@ -34,21 +36,29 @@ impl<P: Platform, F: Format> Vm<P, F> {
         };
         change.catch_up(&self.readers, self.reader_wait());
         let space = &self.spaces[space];
+        let gfns = region.gpa.gfn()..Gpa(region.gpa.0 + region.size).gfn();
         let generation = change.set().generation + 1;
         match plan {
-            Change::Create => change.replace(id, new, &self.readers)?,
+            Change::Create => {
+                change.replace(id, new, &self.readers)?;
+                self.flush_where_slots_left(&gfns);
+            }
             Change::Delete | Change::Move => {
                 let mut op = RangeOp::begin(self, space);
                 op.of_leaving_slot();
                 let moving = (plan == Change::Move).then(|| self.in_progress.slot_moves());
-                if let (Some(_), Some(old)) = (&moving, change.by_id(id)) {
-                    op.zap_noted(old);
-                }
+                let moved = change.by_id(id).filter(|_| plan == Change::Move);
+                let noted = moved.is_some_and(|old| op.zap_noted(old));
                 let leaving = self.in_progress.slot_leaves();
                 let replaced = change.replace(id, new, &self.readers);
                 if let (Ok(()), Some(old)) = (&replaced, change.replaced()) {
                     self.in_progress.raise();
                     op.zap_unnoted(old);
+                }
+                if noted {
+                    // Another zap that knows the slot at its old place would take a dirty bit at its new place
+                    // for that of another page. As long as the slot is moving, faults bring no leaf back.
+                    op.wait_for_readers();
                 }
                 drop(moving);
                 // The operation still owes its flush: who sees that the slot has left sees that, too.
@@ -57,6 +67,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 drop(change);
                 op.finish();
                 replaced?;
+                if plan == Change::Move {
+                    self.flush_where_slots_left(&gfns);
+                }
             }
             Change::Flags => {
                 change.replace(id, new, &self.readers)?;
@@ -73,6 +86,20 @@ impl<P: Platform, F: Format> Vm<P, F> {
             self.zap_mmio(space);
         }
         Ok(())
+    }
+
+    /// Call after a slot was published at `gfns`. Another one may have left them, and its owner not have flushed yet: that owner
+    /// waits for nobody, but the caller may rely on the new slot.
+    fn flush_where_slots_left(&self, gfns: &Range<Gfn>) {
+        let overlaps = |due: &Range<Gfn>| due.start < gfns.end && gfns.start < due.end;
+        if self
+            .flushes
+            .due_of_leaving()
+            .is_some_and(|due| overlaps(&due))
+        {
+            let section = self.section();
+            section.end(|counters| self.flush(gfns.clone(), Stale::ANYTHING, counters));
+        }
     }
 
     /// Whether the generation has wrapped around as far as entries can hold it: then those as old as that must
