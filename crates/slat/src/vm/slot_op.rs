@@ -199,9 +199,13 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         }
     }
 
-    /// Ends the operation as a [`RangeOp`]; slot changes need not wait for its flush.
+    /// Ends the operation as a [`RangeOp`]; slot changes need not wait for its flush. The slot may have moved, and
+    /// its old leaves may be zapped, but not flushed: no CPU uses those either when this returns.
     pub(super) fn finish(self) {
         drop(self.change);
+        if let Some(gfns) = self.vm.flushes.due_of_leaving() {
+            self.op.about(&gfns);
+        }
         self.op.finish();
     }
 

@@ -2,6 +2,8 @@
 //! entry waits for the flush of the old one; the model of a walker's TLB tells
 //! ([`slat_model::Tlb`]). What the engine promises otherwise is checked on all formats.
 
+use std::sync::Arc;
+
 use slat::{Access::*, Format, Gfn, Gpa, Level, MemoryAttributes, Region};
 use slat_model::HostMemory;
 
@@ -92,25 +94,27 @@ impl<F: Format> World<F> {
         interleave(Self::ZAPPED_BY_A_FETCH, &[(3, Read)], fetch, fetch);
     }
 
+    /// A slot with shared and private backing, mapped in part.
+    pub fn two_backings() -> Arc<Self> {
+        let world = Self::new(Level::MEGA, NONE);
+        world.delete();
+        let region = Region {
+            slot: 0,
+            flags: NONE,
+            gpa: Gpa(0),
+            size: SLOT_PAGES << 12,
+            backing: HostMemory::hva(0),
+            private: Some(HostMemory::hva(SLOT_PAGES)),
+        };
+        world.witness.allow(0..SLOT_PAGES, 0);
+        world.vm.set_memory_region(0, &region).unwrap();
+        world.witness.settle(0..0, 0..SLOT_PAGES);
+        world.touch(1, Write);
+        world
+    }
+
     /// Other frames, behind the same guest frames.
     pub fn a_conversion_and_a_fault() {
-        let two_backings: Prepare<F> = || {
-            let world = Self::new(Level::MEGA, NONE);
-            world.delete();
-            let region = Region {
-                slot: 0,
-                flags: NONE,
-                gpa: Gpa(0),
-                size: SLOT_PAGES << 12,
-                backing: HostMemory::hva(0),
-                private: Some(HostMemory::hva(SLOT_PAGES)),
-            };
-            world.witness.allow(0..SLOT_PAGES, 0);
-            world.vm.set_memory_region(0, &region).unwrap();
-            world.witness.settle(0..0, 0..SLOT_PAGES);
-            world.touch(1, Write);
-            world
-        };
         let convert: Act<F> = |w| {
             w.witness.allow(0..512, SLOT_PAGES);
             let frames = Gfn(0)..Gfn(512);
@@ -118,7 +122,7 @@ impl<F: Format> World<F> {
             w.vm.set_memory_attributes(frames, private).unwrap();
             w.witness.settle(0..0, 0..512);
         };
-        interleave(two_backings, &[], convert, |w| w.touch(1, Write));
+        interleave(Self::two_backings, &[], convert, |w| w.touch(1, Write));
     }
 
     pub fn a_slot_that_moves_over_itself_and_a_fault() {

@@ -31,11 +31,16 @@ pub struct World<F: Format> {
 
 impl<F: Format> World<F> {
     pub fn new(level: Level, flags: SlotFlags) -> Arc<Self> {
+        Self::with_frames(level, flags, 4096)
+    }
+
+    /// A world whose slot may be moved within `frames` guest frames.
+    pub fn with_frames(level: Level, flags: SlotFlags, frames: u64) -> Arc<Self> {
         let platform = SimPlatform::new(PAGES);
         platform.host.change(&(0..PAGES), remap(level));
         let world = World::<F> {
             vm: Vm::new(platform.clone(), Config::default()).unwrap(),
-            witness: Witness::new(4096),
+            witness: Witness::new(frames),
             harvests: Harvests::new(SLOT_PAGES),
             base: Mutex::new(0),
             flags: Mutex::new(flags),
@@ -121,7 +126,7 @@ impl<F: Format> World<F> {
                 Ok(translation) => {
                     self.use_page(gfn, &translation, access);
                     if access == Write {
-                        self.wrote(gfn);
+                        self.wrote(&translation);
                     }
                     return;
                 }
@@ -134,9 +139,11 @@ impl<F: Format> World<F> {
         }
     }
 
-    pub fn wrote(&self, gfn: u64) {
+    /// Notes a write that was made by `translation`, whose backing tells the page: the slot may be moving.
+    pub fn wrote(&self, translation: &slat::Translation) {
         if self.logging.load(SeqCst) {
-            self.harvests.write(gfn - self.gfns().start);
+            let (page, _) = HostMemory::identify(translation.host.pfn());
+            self.harvests.write(page % SLOT_PAGES);
         }
     }
 
@@ -318,7 +325,7 @@ fn hold<F: Format>(
         for (gfn, access, translation) in &tlb {
             world.use_page(*gfn, translation, *access);
             if *access == Write {
-                world.wrote(*gfn);
+                world.wrote(translation);
             }
         }
         let asked = vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0;

@@ -5,6 +5,7 @@
 
 mod break_before_make;
 mod cases;
+mod changes;
 mod harness;
 
 use slat::Ept;
@@ -49,6 +50,11 @@ macro_rules! on_formats {
                 a_conversion_and_a_fault,
                 a_slot_that_moves_over_itself_and_a_fault,
                 an_invalidated_page_of_a_huge_leaf_and_a_fault_on_another,
+                a_log_taken_while_its_slot_moves_loses_no_write,
+                logging_that_begins_beside_a_move_misses_no_write,
+                a_slot_that_appears_where_another_leaves_is_all_that_is_seen_there,
+                a_conversion_to_what_is_being_converted_to,
+                a_zap_that_knows_the_old_place_of_a_slot_notes_no_other_page,
             }
         }
     )*};

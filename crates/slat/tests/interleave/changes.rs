@@ -1,0 +1,143 @@
+//! Two clients that change slots, logs, or attributes at once: each relies on what it was told, whatever the other
+//! has still to do.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use slat::{Access::*, Format, Gfn, Gpa, Level, MemoryAttributes, Region, SlotFlags, WaitFor};
+use slat_model::{Event, HostMemory};
+
+use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World, interleave};
+
+impl<F: Format> World<F> {
+    /// Room for the slot in another GiB than the first.
+    const FAR: u64 = 1 << 18;
+
+    fn roomy(level: Level, flags: SlotFlags) -> Arc<Self> {
+        Self::with_frames(level, flags, Self::FAR + SLOT_PAGES)
+    }
+
+    /// A leaf of the old place of a slot may still be cached when the slot's log is taken.
+    pub fn a_log_taken_while_its_slot_moves_loses_no_write() {
+        let far: Act<F> = |w| w.shift(Self::FAR);
+        let dirty_bits: Prepare<F> = || {
+            let world = Self::roomy(Level::PAGE, NONE);
+            world.vm.set_policy("dirty_log", "dirty-bit").unwrap();
+            world.flags(LOGGED);
+            world.touch(2, Write);
+            world
+        };
+        let protected: Prepare<F> = || {
+            let world = Self::roomy(Level::PAGE, LOGGED);
+            (0..200).for_each(|gfn| world.touch(gfn, Write));
+            world
+        };
+        for world in [dirty_bits, protected] {
+            let held = [(2, Write), (700, Write)];
+            interleave(world, &held, far, Self::HARVEST);
+            interleave(world, &held, Self::HARVEST, far);
+            interleave(world, &held, Self::SHIFT, Self::HARVEST);
+            interleave(world, &held, Self::HARVEST, Self::SHIFT);
+        }
+    }
+
+    pub fn logging_that_begins_beside_a_move_misses_no_write() {
+        let mapped: Prepare<F> = || {
+            let world = Self::roomy(Level::MEGA, NONE);
+            world.touch(1, Write);
+            world
+        };
+        let far: Act<F> = |w| w.shift(Self::FAR);
+        let begin: Act<F> = |w| {
+            w.flags(LOGGED);
+            w.expect(w.vm.platform().tlb.check_gone(0, &(0..SLOT_PAGES)));
+        };
+        interleave(mapped, &[(1, Write), (700, Write)], far, begin);
+    }
+
+    /// Who has been told that a slot is there may not meet what was there before.
+    pub fn a_slot_that_appears_where_another_leaves_is_all_that_is_seen_there() {
+        let create: Act<F> = |w| {
+            let region = Region {
+                slot: 1,
+                flags: NONE,
+                gpa: Gpa(0),
+                size: SLOT_PAGES << 12,
+                backing: HostMemory::hva(SLOT_PAGES),
+                private: None,
+            };
+            w.witness.allow(0..SLOT_PAGES, SLOT_PAGES);
+            // The other one may still be there.
+            if w.vm.set_memory_region(0, &region).is_ok() {
+                w.expect(w.vm.platform().tlb.check_backing(&(0..SLOT_PAGES)));
+            }
+        };
+        let delete: Act<F> = |w| w.set(0..0, 0);
+        let elsewhere: Act<F> = |w| {
+            w.witness.allow(2048..2048 + SLOT_PAGES, 0);
+            w.set(2048..2048 + SLOT_PAGES, 0);
+        };
+        for leave in [delete, elsewhere] {
+            interleave(Self::MAPPED, &[(1, Write), (700, Read)], leave, create);
+        }
+    }
+
+    /// Who has been told that frames are private may not meet them shared.
+    pub fn a_conversion_to_what_is_being_converted_to() {
+        let convert: Act<F> = |w| {
+            w.witness.allow(0..512, SLOT_PAGES);
+            let private = MemoryAttributes::PRIVATE;
+            w.vm.set_memory_attributes(Gfn(0)..Gfn(512), private)
+                .unwrap();
+            w.expect(w.vm.platform().tlb.check_backing(&(0..512)));
+        };
+        interleave(Self::two_backings, &[(1, Write)], convert, convert);
+    }
+
+    /// A zap has looked the slot up before it moves over itself, and comes to a leaf that was installed after that. Its dirty bit
+    /// belongs to another page than it would have before.
+    pub fn a_zap_that_knows_the_old_place_of_a_slot_notes_no_other_page() {
+        const BUSY: u32 = 1 << 8;
+        let world = Self::new(Level::PAGE, NONE);
+        world.vm.set_policy("dirty_log", "dirty-bit").unwrap();
+        world.flags(LOGGED);
+        // With a flush, so that the move does not begin by waiting for the zap.
+        world.touch(700, Write);
+        world.vm.zap(0, Gfn(700)..Gfn(701));
+        let (moving, mover) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (moving, mover) = (Arc::new(moving), Arc::new(mover));
+        let thread = Arc::new(Mutex::new(None));
+        world.vm.platform().set_hook({
+            let (world, thread, zap) = (world.clone(), thread.clone(), thread::current().id());
+            let moves = mover.clone();
+            move |event| {
+                if matches!(event, Event::Wait(WaitFor::Reader(_))) {
+                    moves.store(true, SeqCst);
+                }
+                // The zap has come to the root of the tables.
+                let walks = matches!(event, Event::Entries(_)) && thread::current().id() == zap;
+                if !walks || moving.swap(true, SeqCst) {
+                    return;
+                }
+                let other = world.clone();
+                *thread.lock().unwrap() = Some(thread::spawn(move || other.shift(1)));
+                while !moves.load(SeqCst) {
+                    thread::yield_now();
+                }
+                // Who has to wait for the move comes out.
+                let mut vcpu = world.vm.create_vcpu().unwrap();
+                vcpu.attention().raise(BUSY);
+                vcpu.enter(1);
+                if let Ok(translation) = vcpu.translate(Gpa(2 << 12), Write) {
+                    world.wrote(&translation);
+                }
+                vcpu.leave();
+            }
+        });
+        world.vm.zap(0, Gfn(2)..Gfn(3));
+        thread.lock().unwrap().take().unwrap().join().unwrap();
+        world.vm.platform().clear_hook();
+        world.check();
+    }
+}
