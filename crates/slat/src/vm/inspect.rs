@@ -42,7 +42,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut op = RangeOp::begin(self, space);
         op.walk(&mut Walk::new(range), |tree, walk, _, _| {
             tree.walk(walk, show, &mut |at: &At<'_>| {
-                visit(at.gfn, at.level, at.decode::<F>());
+                // On formats with break-before-make an empty entry may have bits.
+                match at.decode::<F>() {
+                    Entry::Empty => {}
+                    entry => visit(at.gfn, at.level, entry),
+                }
                 Next::Pass
             });
         });

@@ -88,8 +88,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Call after a slot was published at `gfns`. Another one may have left them, and its owner not have flushed yet: that owner
-    /// waits for nobody, but the caller may rely on the new slot.
+    /// Call after a slot was published at `gfns`. Another one may have left them, and its owner not have flushed
+    /// yet: that owner waits for nobody, but the caller may rely on the new slot.
     fn flush_where_slots_left(&self, gfns: &Range<Gfn>) {
         let overlaps = |due: &Range<Gfn>| due.start < gfns.end && gfns.start < due.end;
         if self
@@ -97,8 +97,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .due_of_leaving()
             .is_some_and(|due| overlaps(&due))
         {
-            let section = self.section();
-            section.end(|counters| self.flush(gfns.clone(), Stale::ANYTHING, counters));
+            let mut section = self.section();
+            self.flush(gfns.clone(), Stale::ANYTHING, section.end());
         }
     }
 
