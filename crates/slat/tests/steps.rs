@@ -1,0 +1,215 @@
+//! Operations that look at more entries than one reader section may: they go on where they stopped, at each entry once.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use slat::{
+    Access::Write, Config, Format, Gfn, Gpa, Level, MemoryAttributes, Region, SlotFlags, Stop, Vm,
+    WaitFor, format::Npt, format::Stage2,
+};
+use slat_model::{Event, HostChange, HostMemory, SimPlatform};
+
+/// No multiple of what a section may look at, nor of a table.
+const PAGES: u64 = 2 * 4096 + 700;
+const BASE: u64 = 300;
+
+fn machine(pages: u64) -> Arc<SimPlatform> {
+    let platform = SimPlatform::new(pages);
+    let change = HostChange::Remap {
+        level: Level::PAGE,
+        writable: true,
+        device: false,
+    };
+    platform.host.change(&(0..pages), change);
+    platform
+}
+
+fn region(slot: u32, base: u64, flags: SlotFlags) -> Region {
+    Region {
+        slot,
+        flags,
+        gpa: Gpa(base << 12),
+        size: PAGES << 12,
+        backing: HostMemory::hva(0),
+        private: None,
+    }
+}
+
+fn write<F: Format>(vm: &Arc<Vm<SimPlatform, F>>, base: u64) {
+    let mut vcpu = vm.create_vcpu().unwrap();
+    vcpu.enter(1);
+    vcpu.quiesce();
+    for gfn in base..base + PAGES {
+        while vcpu.translate(Gpa(gfn << 12), Write) == Err(Stop::Retry) {
+            vcpu.quiesce();
+        }
+    }
+    vcpu.leave();
+}
+
+fn leaves<F: Format>(vm: &Vm<SimPlatform, F>) -> u64 {
+    let mut leaves = 0;
+    vm.visit_leaves(0, Gfn(0)..Gfn(1 << 20), &mut |_, _, _| leaves += 1);
+    leaves
+}
+
+fn in_log<F: Format>(vm: &Vm<SimPlatform, F>, slot: u32) -> u64 {
+    let mut words = vec![0; PAGES.div_ceil(64) as usize];
+    vm.get_dirty_log(0, slot, &mut words).unwrap();
+    words.iter().map(|word| u64::from(word.count_ones())).sum()
+}
+
+fn zaps_and_harvests<F: Format>(log: &str) {
+    let vm = Vm::<_, F>::new(machine(PAGES), Config::default()).unwrap();
+    vm.set_policy("dirty_log", log).unwrap();
+    vm.set_memory_region(0, &region(0, BASE, SlotFlags::LOG_DIRTY_PAGES))
+        .unwrap();
+    for round in 0..2 {
+        write(&vm, BASE);
+        assert_eq!(leaves(&vm), PAGES);
+        assert_eq!(vm.age(HostMemory::hvas(&(0..PAGES)), round == 0), PAGES);
+        assert_eq!(in_log(&vm, 0), PAGES);
+        assert_eq!(in_log(&vm, 0), 0);
+        write(&vm, BASE);
+        vm.zap(0, Gfn(BASE)..Gfn(BASE + PAGES));
+        assert_eq!(leaves(&vm), 0);
+        assert_eq!(in_log(&vm, 0), PAGES, "every write was noted");
+        write(&vm, BASE);
+        drop(vm.invalidate(HostMemory::hvas(&(0..PAGES))));
+        assert_eq!(leaves(&vm), 0);
+        assert_eq!(in_log(&vm, 0), PAGES);
+        // Its log goes with it.
+        write(&vm, BASE);
+        let to = BASE + 1;
+        let logged = SlotFlags::LOG_DIRTY_PAGES;
+        vm.set_memory_region(0, &region(0, to, logged)).unwrap();
+        assert_eq!(leaves(&vm), 0);
+        vm.set_memory_region(0, &region(0, BASE, logged)).unwrap();
+        assert_eq!(in_log(&vm, 0), PAGES);
+        vm.audit().unwrap();
+    }
+}
+
+#[test]
+fn a_slot_of_small_leaves_is_zapped_aged_and_harvested_page_by_page() {
+    zaps_and_harvests::<Npt>("dirty-bit");
+    zaps_and_harvests::<Npt>("write-protect");
+    zaps_and_harvests::<Stage2<48, true>>("dirty-bit");
+    zaps_and_harvests::<Stage2<48>>("write-protect");
+}
+
+/// Slots that share a backing, and one whose private memory that is.
+#[test]
+fn an_operation_on_a_backing_comes_to_every_page_of_every_slot() {
+    let vm = Vm::<_, Npt>::new(machine(2 * PAGES), Config::default()).unwrap();
+    let bases = [7, 10_000, 20_011];
+    for (slot, base) in bases.into_iter().enumerate() {
+        let shared = region(slot as u32, base, SlotFlags(0));
+        vm.set_memory_region(0, &shared).unwrap();
+    }
+    let private = Region {
+        backing: HostMemory::hva(PAGES),
+        private: Some(HostMemory::hva(0)),
+        ..region(3, 30_000, SlotFlags(0))
+    };
+    vm.set_memory_region(0, &private).unwrap();
+    let gfns = Gfn(30_000)..Gfn(30_000 + PAGES);
+    vm.set_memory_attributes(gfns, MemoryAttributes::PRIVATE)
+        .unwrap();
+    bases
+        .into_iter()
+        .chain([30_000])
+        .for_each(|b| write(&vm, b));
+    let (all, part) = (HostMemory::hvas(&(0..PAGES)), HostMemory::hvas(&(9..5000)));
+    assert_eq!(vm.age(part, true), 4 * 4991);
+    assert_eq!(vm.age(all.clone(), true), 4 * (PAGES - 4991));
+    assert_eq!(vm.age(all, true), 0);
+    drop(vm.invalidate(HostMemory::hvas(&(1..PAGES - 1))));
+    assert_eq!(leaves(&vm), 4 * 2);
+    vm.audit().unwrap();
+}
+
+/// A log is taken; after its first step slot 0 becomes `first`, and then there is the slot `second`, which is written to. The
+/// second one's log names all that, whatever the operation on the first one's log does in its other steps.
+fn a_slot_in_place_of_the_one_whose_log_is_taken(first: Region, second: Region) {
+    const QUEUED: u32 = 2;
+    const WRITING: u32 = 3;
+    const WRITTEN: u32 = 4;
+    let platform = machine(PAGES);
+    let vm = Vm::<_, Npt>::new(platform.clone(), Config::default()).unwrap();
+    vm.set_policy("dirty_log", "dirty-bit").unwrap();
+    let logged = SlotFlags::LOG_DIRTY_PAGES;
+    vm.set_memory_region(0, &region(0, BASE, logged)).unwrap();
+    write(&vm, BASE);
+    // How many of the two wait for their turns, and then what the second does.
+    let state = Arc::new(AtomicU32::new(0));
+    let wait_until = |state: &AtomicU32, least: u32| {
+        while state.load(SeqCst) < least {
+            thread::yield_now();
+        }
+    };
+    platform.set_hook({
+        let (vm, state, taker) = (vm.clone(), state.clone(), thread::current().id());
+        let changes = vm.stats().slot_changes;
+        move |event| {
+            if thread::current().id() != taker {
+                let named =
+                    thread::current().name() == Some(["0", "1"][state.load(SeqCst) as usize % 2]);
+                if matches!(event, Event::Wait(WaitFor::Turn))
+                    && named
+                    && state.load(SeqCst) < QUEUED
+                {
+                    state.fetch_add(1, SeqCst);
+                }
+                return;
+            }
+            if !matches!(event, Event::Entries(_)) {
+                return;
+            }
+            if state.load(SeqCst) == 0 {
+                for (i, change) in [first, second].into_iter().enumerate() {
+                    let (vm, told) = (vm.clone(), state.clone());
+                    let run = move || {
+                        vm.set_memory_region(0, &change).unwrap();
+                        if i == 1 {
+                            told.store(WRITING, SeqCst);
+                            write(&vm, change.gpa.0 >> 12);
+                            told.store(WRITTEN, SeqCst);
+                        }
+                    };
+                    thread::Builder::new()
+                        .name(i.to_string())
+                        .spawn(run)
+                        .unwrap();
+                    wait_until(&state, i as u32 + 1);
+                }
+            }
+            // The second may wait for this step to end before it can write.
+            let begin = Instant::now();
+            while vm.stats().slot_changes > changes + 1
+                && state.load(SeqCst) != WRITTEN
+                && (state.load(SeqCst) == WRITING || begin.elapsed() < Duration::from_millis(5))
+            {
+                thread::yield_now();
+            }
+        }
+    });
+    let taken = in_log(&vm, 0);
+    assert!(taken > 0, "in its first step");
+    wait_until(&state, WRITTEN);
+    platform.clear_hook();
+    assert_eq!(in_log(&vm, second.slot), PAGES);
+    vm.audit().unwrap();
+}
+
+#[test]
+fn a_log_that_is_taken_is_not_that_of_another_slot() {
+    let logged = SlotFlags::LOG_DIRTY_PAGES;
+    let again = region(0, BASE, logged);
+    let gone = Region { size: 0, ..again };
+    let far = region(0, 1 << 19, logged);
+    a_slot_in_place_of_the_one_whose_log_is_taken(far, region(1, BASE, logged));
+    a_slot_in_place_of_the_one_whose_log_is_taken(gone, again);
+}
