@@ -213,3 +213,14 @@ fn a_log_that_is_taken_is_not_that_of_another_slot() {
     a_slot_in_place_of_the_one_whose_log_is_taken(far, region(1, BASE, logged));
     a_slot_in_place_of_the_one_whose_log_is_taken(gone, again);
 }
+
+#[test]
+fn the_end_of_a_log_takes_no_table_away_where_the_host_has_small_pages() {
+    let vm = Vm::<_, Npt>::new(machine(PAGES), Config::default()).unwrap();
+    vm.set_memory_region(0, &region(0, BASE, SlotFlags::LOG_DIRTY_PAGES))
+        .unwrap();
+    write(&vm, BASE);
+    vm.set_memory_region(0, &region(0, BASE, SlotFlags(0)))
+        .unwrap();
+    assert_eq!(leaves(&vm), PAGES);
+}

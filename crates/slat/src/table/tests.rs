@@ -557,3 +557,42 @@ fn no_dirty_bit_that_hardware_sets_is_lost_to_a_protection_or_a_split() {
         }
     }
 }
+
+/// Whoever has broken a leaf and flushed it may find another one there, which was broken after that flush.
+#[test]
+fn a_leaf_that_was_broken_again_is_not_mended_after_the_flush_of_the_first() {
+    type Arm = Stage2<48>;
+    let tree = tree::<Arm>();
+    let nothing = Flushed::default();
+    let mut frames = FrameCache::default();
+    let mut break_it = || {
+        frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
+        let mut path = Path::new(&mut frames);
+        let mapped = tree.map(Gfn(7), Level::PAGE, LEAF, &mut path, || true, || {});
+        assert!(matches!(mapped, Mapped::MustMend(Level::MEGA)));
+    };
+    let mut frames_to_mend = FrameCache::default();
+    let mut mend = |own: &Flushed| {
+        frames_to_mend
+            .fill(&*tree.platform, FrameCache::FAULT)
+            .unwrap();
+        let mut path = Path::new(&mut frames_to_mend);
+        path.flushed = own.clone();
+        tree.mend(Gfn(7), Level::MEGA, &mut path)
+    };
+    let _ = map(&tree, 0, Level::MEGA, LEAF);
+    break_it();
+    assert!(!mend(&nothing), "a walker may have it");
+    let first = flush(&tree, 7, Level::MEGA);
+    let _ = zap(&tree, 0..512);
+    assert!(mend(&first), "nothing is there to be mended");
+    let _ = map(&tree, 0, Level::MEGA, LEAF);
+    break_it();
+    assert!(!mend(&first), "a walker may have the second");
+    let beside = flush(&tree, 512, Level::MEGA);
+    assert!(!mend(&beside), "that was of other frames");
+    assert!(mend(&flush(&tree, 7, Level::MEGA)));
+    assert_eq!(pfn(&tree, 9), Some(9));
+    frames.release(&*tree.platform);
+    frames_to_mend.release(&*tree.platform);
+}
