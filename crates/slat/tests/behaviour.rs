@@ -474,6 +474,58 @@ fn nobody_waits_for_the_end_of_a_long_operation() {
     }
 }
 
+/// Who asks for the log, or for what there is already, is not answered before the log has begun everywhere.
+#[test]
+fn a_log_that_others_begin_is_had_when_it_has_begun() {
+    const PAGES: u64 = 3 * MIB2;
+    type Ask = fn(&TestVm);
+    let asks: [Ask; 2] = [
+        |vm| {
+            vm.get_dirty_log(0, 0, &mut vec![0; PAGES as usize / 64])
+                .unwrap()
+        },
+        |vm| set(vm, 0, 0..PAGES, 0, SlotFlags::LOG_DIRTY_PAGES),
+    ];
+    for ask in asks {
+        let (platform, vm) = vm(PAGES, REMAP_4K);
+        set(&vm, 0, 0..PAGES, 0, NONE);
+        let mut vcpu = vm.create_vcpu().unwrap();
+        for gfn in 0..PAGES {
+            touch(&mut vcpu, gfn, Write).unwrap();
+        }
+        let asker = Arc::new(Mutex::new(None));
+        platform.set_hook({
+            let (vm, asker) = (vm.clone(), asker.clone());
+            let beginner = std::thread::current().id();
+            let looks = AtomicU64::new(0);
+            move |event| {
+                if !matches!(event, Event::Entries(_)) || std::thread::current().id() != beginner {
+                    return;
+                }
+                match looks.fetch_add(1, SeqCst) {
+                    // In the middle of the slot.
+                    20 => {
+                        let vm = vm.clone();
+                        *asker.lock().unwrap() = Some(std::thread::spawn(move || {
+                            ask(&vm);
+                            let mut vcpu = vm.create_vcpu().unwrap();
+                            while touch(&mut vcpu, PAGES - 1, Write) == Err(Stop::Retry) {}
+                        }));
+                    }
+                    21..60 => std::thread::sleep(Duration::from_millis(1)),
+                    _ => {}
+                }
+            }
+        });
+        set(&vm, 0, 0..PAGES, 0, SlotFlags::LOG_DIRTY_PAGES);
+        platform.clear_hook();
+        asker.lock().unwrap().take().unwrap().join().unwrap();
+        let mut bitmap = vec![0; PAGES as usize / 64];
+        vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
+        assert_eq!(bitmap.last().unwrap() >> 63, 1, "the write is in no log");
+    }
+}
+
 /// A vCPU executes at every step of a read fault beside it, which has chosen to map 2 MiB or is about to.
 #[test]
 fn a_huge_page_does_not_replace_the_table_that_nx_has_just_made() {

@@ -86,12 +86,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for change in &mut *changes {
             change.catch_up(&self.readers, self.reader_wait());
         }
-        let mut wraps = false;
         for change in &mut *changes {
             change.set_private(private.clone(), &self.readers);
-            wraps |= Self::wraps_mmio(change.set().generation);
         }
         self.in_progress.raise();
+        for (space, change) in self.spaces.iter().zip(&changes) {
+            self.forget_old_mmio(space, change);
+        }
         // Before the locks are released: a conversion that finds nothing to convert sees that.
         let _converting = self.in_progress.converts();
         // Slots may change again: whatever faults bring from now on has the new attributes.
@@ -102,9 +103,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
             op.split_over(gfns.end, frames, broken);
             op.zap_slots(gfns);
             op.finish();
-            if wraps {
-                self.zap_mmio(space);
-            }
         }
         self.flush_leaving_slots();
     }
@@ -121,7 +119,8 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
             return;
         }
         let mut walk = Walk::new(gfn..gfn.add(1));
-        while !walk.is_done() {
+        // What it has no tables for (somebody else has brought it back and back) goes as a whole.
+        while !walk.is_done() && !frames.is_empty() {
             let reaches_over = |start: Gfn, _| start < gfn;
             self.split_some(
                 &mut walk,

@@ -29,6 +29,7 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::mem::replace;
 use core::ops::Range;
+use core::ptr;
 
 use super::slot_op::SlotOp;
 use super::{Space, Vm};
@@ -37,6 +38,7 @@ use crate::format::Format;
 use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::SlotsChange;
+use crate::sync::FairLock;
 use crate::table::{LeafCounts, OutOfMemory};
 
 /// By what a slot's log knows of writes, and where they are noted.
@@ -60,6 +62,8 @@ impl LogKind {
 /// The log of a slot.
 pub(crate) struct DirtyLog {
     kind: LogKind,
+    /// Whose turn it is to begin it, to take it, or to clear it: one after the other.
+    turn: FairLock<()>,
     /// One bit per page, if the log has a bitmap.
     bits: Vec<AtomicU64>,
     /// It named every page when it was made.
@@ -76,6 +80,7 @@ impl DirtyLog {
         bits.resize_with(words, || AtomicU64::new(word));
         Ok(DirtyLog {
             kind,
+            turn: FairLock::new(()),
             bits,
             initially_set,
         })
@@ -85,6 +90,7 @@ impl DirtyLog {
     fn rings() -> Self {
         DirtyLog {
             kind: LogKind::Rings,
+            turn: FairLock::new(()),
             bits: Vec::new(),
             initially_set: false,
         }
@@ -205,19 +211,44 @@ impl<P: Platform, F: Format> Vm<P, F> {
         bitmap_of(&change, slot).map(|log| log.bits.len())
     }
 
-    /// Begins an operation on the log of slot `id`, which has a bitmap.
-    fn on_bitmap(&self, space: usize, id: u32) -> Result<SlotOp<'_, P, F>, DirtyLogError> {
+    /// Runs `then` with an operation on the log of slot `id`, which has a bitmap, and the number of its pages, when it
+    /// is its turn.
+    fn on_bitmap<R>(
+        &self,
+        space: usize,
+        id: u32,
+        then: impl FnOnce(SlotOp<'_, P, F>, &DirtyLog, u64) -> Result<R, DirtyLogError>,
+    ) -> Result<R, DirtyLogError> {
         let space = self.spaces.get(space).ok_or(DirtyLogError::NotLogged(id))?;
-        let change = space.slots.change(self.turn_wait());
-        bitmap_of(&change, id)?;
-        Ok(SlotOp::begin(self, space, change, id))
+        loop {
+            let log = bitmap_of(&space.slots.change(self.turn_wait()), id)?;
+            let _turn = log.turn.lock(self.turn_wait());
+            let change = space.slots.change(self.turn_wait());
+            let op = SlotOp::begin(self, space, change, id);
+            // Otherwise it logs elsewhere by now, or no more.
+            if op
+                .log()
+                .is_some_and(|now| ptr::eq::<DirtyLog>(&**now, &*log))
+                && let Some(pages) = op.slot().map(|slot| slot.pages())
+            {
+                return then(op, &log, pages);
+            }
+        }
+    }
+
+    /// Waits until the log of a slot, if it has one, has begun.
+    pub(super) fn wait_for_begin(&self, change: SlotsChange<'_>, id: u32) {
+        let log = change.by_id(id).and_then(|slot| slot.share_log());
+        drop(change);
+        if let Some(log) = log {
+            drop(log.turn.lock(self.turn_wait()));
+        }
     }
 
     /// Takes the dirty log of `slot` into `bitmap` (bit n is page n) and, unless protection is manual,
     /// clears it and protects the pages it names again: KVM_GET_DIRTY_LOG. Every write that came
-    /// before this call is in it, or in a log taken before or meanwhile; every write after it will be in a
-    /// later one. Slots may change meanwhile: if this one goes, or logs no more, the rest of the bitmap is what
-    /// its log held.
+    /// before this call is in it, or in a log taken before; every write after it will be in a later one. Slots may
+    /// change meanwhile: if this one goes, or logs no more, the rest of the bitmap is what its log held.
     ///
     /// # Errors
     /// [`DirtyLogError`].
@@ -227,41 +258,39 @@ impl<P: Platform, F: Format> Vm<P, F> {
         slot: u32,
         bitmap: &mut [u64],
     ) -> Result<(), DirtyLogError> {
-        let mut op = self.on_bitmap(space, slot)?;
-        let Some((pages, log)) = op.pages_and_log() else {
-            return Err(DirtyLogError::NotLogged(slot));
-        };
-        if bitmap.len() < log.bits.len() {
-            return Err(DirtyLogError::BufferTooSmall(log.bits.len()));
-        }
-        if log.kind == LogKind::DirtyBits {
-            op.harvest_dirty_bits();
-        }
-        let manual = self.log_mode.manual.load(SeqCst);
-        let protects = !manual && log.kind.protects();
-        let mut taken = 0;
-        let mut full = 0..0;
-        for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
-            *out = match word.load(Acquire) {
-                0 => 0,
-                dirty if manual => dirty,
-                _ => word.swap(0, AcqRel),
-            } & valid_bits(pages, i);
-            op.look();
-            if !manual {
-                taken |= *out;
+        self.on_bitmap(space, slot, |mut op, log, pages| {
+            if bitmap.len() < log.bits.len() {
+                return Err(DirtyLogError::BufferTooSmall(log.bits.len()));
             }
-            if protects {
-                op.protect_word(&mut full, i as u64, *out);
+            if log.kind == LogKind::DirtyBits {
+                op.harvest_dirty_bits();
             }
-        }
-        op.protect_words(full);
-        // A page in the log whose leaf is gone may still be written through a translation that
-        // somebody else took away and has not flushed yet.
-        if taken != 0 {
-            op.finish();
-        }
-        Ok(())
+            let manual = self.log_mode.manual.load(SeqCst);
+            let protects = !manual && log.kind.protects();
+            let mut taken = 0;
+            let mut full = 0..0;
+            for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
+                *out = match word.load(Acquire) {
+                    0 => 0,
+                    dirty if manual => dirty,
+                    _ => word.swap(0, AcqRel),
+                } & valid_bits(pages, i);
+                op.look();
+                if !manual {
+                    taken |= *out;
+                }
+                if protects {
+                    op.protect_word(&mut full, i as u64, *out);
+                }
+            }
+            op.protect_words(full);
+            // A page in the log whose leaf is gone may still be written through a translation that
+            // somebody else took away and has not flushed yet.
+            if taken != 0 {
+                op.finish();
+            }
+            Ok(())
+        })
     }
 
     /// Clears the pages that `bitmap` names, bit n for page `first + n`, and makes their next write be
@@ -277,35 +306,33 @@ impl<P: Platform, F: Format> Vm<P, F> {
         pages: u64,
         bitmap: &[u64],
     ) -> Result<(), DirtyLogError> {
-        let mut op = self.on_bitmap(space, slot)?;
-        let Some((all, log)) = op.pages_and_log() else {
-            return Err(DirtyLogError::NotLogged(slot));
-        };
-        let end = first.checked_add(pages).filter(|end| *end <= all);
-        let end = end.ok_or(DirtyLogError::BadRange)?;
-        if !first.is_multiple_of(64) || !(end == all || pages.is_multiple_of(64)) {
-            return Err(DirtyLogError::BadRange);
-        }
-        let words = pages.div_ceil(64) as usize;
-        if bitmap.len() < words {
-            return Err(DirtyLogError::BufferTooSmall(words));
-        }
-        op.split_eagerly(first..end);
-        let mut taken = 0;
-        let mut full = 0..0;
-        let named = bitmap[..words].iter().zip(first as usize / 64..);
-        for (clear, i) in named.filter(|(clear, _)| **clear != 0) {
-            let clear = clear & valid_bits(all, i);
-            let was = log.bits[i].fetch_and(!clear, AcqRel) & clear;
-            op.look();
-            op.protect_word(&mut full, i as u64, was);
-            taken |= was;
-        }
-        op.protect_words(full);
-        if taken != 0 {
-            op.finish();
-        }
-        Ok(())
+        self.on_bitmap(space, slot, |mut op, log, all| {
+            let end = first.checked_add(pages).filter(|end| *end <= all);
+            let end = end.ok_or(DirtyLogError::BadRange)?;
+            if !first.is_multiple_of(64) || !(end == all || pages.is_multiple_of(64)) {
+                return Err(DirtyLogError::BadRange);
+            }
+            let words = pages.div_ceil(64) as usize;
+            if bitmap.len() < words {
+                return Err(DirtyLogError::BufferTooSmall(words));
+            }
+            op.split_eagerly(first..end);
+            let mut taken = 0;
+            let mut full = 0..0;
+            let named = bitmap[..words].iter().zip(first as usize / 64..);
+            for (clear, i) in named.filter(|(clear, _)| **clear != 0) {
+                let clear = clear & valid_bits(all, i);
+                let was = log.bits[i].fetch_and(!clear, AcqRel) & clear;
+                op.look();
+                op.protect_word(&mut full, i as u64, was);
+                taken |= was;
+            }
+            op.protect_words(full);
+            if taken != 0 {
+                op.finish();
+            }
+            Ok(())
+        })
     }
 
     /// The log of a slot that begins to log.
@@ -322,8 +349,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Begins logging in slot `id`, which was mapped before.
     pub(super) fn begin_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
+        let Some(log) = change.by_id(id).and_then(|slot| slot.share_log()) else {
+            return;
+        };
+        // Nobody has found the log before the lock of `change` is released.
+        let _turn = log.turn.lock(self.turn_wait());
         let mut op = SlotOp::begin(self, space, change, id);
-        let Some((pages, log)) = op.pages_and_log() else {
+        let Some(pages) = op.slot().map(|slot| slot.pages()) else {
             return;
         };
         // It names all pages already: `clear_dirty_log` will split and protect, chunk by chunk. The log
@@ -347,8 +379,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 /// The log of slot `id`, which is a bitmap.
-fn bitmap_of<'c>(change: &'c SlotsChange<'_>, id: u32) -> Result<&'c DirtyLog, DirtyLogError> {
-    match change.by_id(id).and_then(|slot| slot.log()) {
+fn bitmap_of(change: &SlotsChange<'_>, id: u32) -> Result<Shared<DirtyLog>, DirtyLogError> {
+    match change.by_id(id).and_then(|slot| slot.share_log()) {
         None => Err(DirtyLogError::NotLogged(id)),
         Some(log) if log.kind == LogKind::Rings => Err(DirtyLogError::Rings),
         Some(log) => Ok(log),
@@ -356,11 +388,6 @@ fn bitmap_of<'c>(change: &'c SlotsChange<'_>, id: u32) -> Result<&'c DirtyLog, D
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
-    /// How many pages the slot had, and its log, when the operation began.
-    fn pages_and_log(&self) -> Option<(u64, Shared<DirtyLog>)> {
-        Some((self.slot()?.pages(), self.log()?.clone()))
-    }
-
     /// Makes the next write to the pages that `mask` names in a word of the bitmap be noted. Words that name all
     /// their pages are gathered in `full` as long as they stand side by side: one walk serves them. To be ended
     /// by [`Self::protect_words`].
@@ -387,9 +414,10 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
 
     /// Moves the leaves' dirty bits into the bitmap.
     fn harvest_dirty_bits(&mut self) {
-        let Some((pages, log)) = self.pages_and_log() else {
+        let (Some(log), Some(slot)) = (self.log().cloned(), self.slot()) else {
             return;
         };
+        let pages = slot.pages();
         let mut found = LeafCounts::default();
         self.walk(0..pages, |tree, slot, walk, taken| {
             let mut changed = LeafCounts::default();

@@ -28,6 +28,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut change = slots.change(self.turn_wait());
         let id = region.slot;
         let Some(plan) = plan(&change, region, Tree::<P, F>::capacity())? else {
+            // Somebody else may have begun the log that is asked for, and not be done.
+            self.wait_for_begin(change, id);
             return Ok(());
         };
         let new = match plan {
@@ -37,10 +39,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         change.catch_up(&self.readers, self.reader_wait());
         let space = &self.spaces[space];
         let gfns = region.gpa.gfn()..Gpa(region.gpa.0 + region.size).gfn();
-        let generation = change.set().generation + 1;
         match plan {
             Change::Create => {
                 change.replace(id, new, &self.readers)?;
+                self.forget_old_mmio(space, &change);
                 self.flush_where_slots_left(&gfns);
             }
             Change::Delete | Change::Move => {
@@ -55,14 +57,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
                     self.in_progress.raise();
                     op.zap_unnoted(old);
                 }
+                self.forget_old_mmio(space, &change);
+                // The operation still owes its flush: who sees that the slot has left sees that, too.
+                drop(leaving);
                 if noted {
                     // Another zap that knows the slot at its old place would take a dirty bit at its new place
                     // for that of another page. As long as the slot is moving, faults bring no leaf back.
                     op.wait_for_readers();
                 }
                 drop(moving);
-                // The operation still owes its flush: who sees that the slot has left sees that, too.
-                drop(leaving);
                 // Nobody needs to wait for it, or for the tables to be freed, to change slots.
                 drop(change);
                 op.finish();
@@ -74,6 +77,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Change::Flags => {
                 change.replace(id, new, &self.readers)?;
                 self.in_progress.raise();
+                self.forget_old_mmio(space, &change);
                 let logs = |slot: Option<&OwnedSlot>| slot.is_some_and(|slot| slot.log().is_some());
                 match (logs(change.replaced()), logs(change.by_id(id))) {
                     (false, true) => self.begin_logging(space, change, id),
@@ -81,9 +85,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
                     _ => {}
                 }
             }
-        }
-        if Self::wraps_mmio(generation) {
-            self.zap_mmio(space);
         }
         Ok(())
     }
@@ -102,16 +103,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Whether the generation has wrapped around as far as entries can hold it: then those as old as that must
-    /// not be believed again.
-    pub(super) fn wraps_mmio(generation: u64) -> bool {
-        generation & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0
-    }
-
-    pub(super) fn zap_mmio(&self, space: &Space<P, F>) {
-        let mut walk = Walk::new(Gfn(0)..Gfn(Tree::<P, F>::capacity()));
-        let mut op = RangeOp::begin(self, space);
-        op.walk(&mut walk, |tree, walk, _, _| tree.zap_mmio(walk));
+    /// After a set was published, before its lock is released. Where the generation has wrapped around as far as
+    /// entries can hold it, entries as old as that must not be believed again.
+    pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, change: &SlotsChange<'_>) {
+        if change.set().generation & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0 {
+            let mut walk = Walk::new(Gfn(0)..Gfn(Tree::<P, F>::capacity()));
+            let mut op = RangeOp::begin(self, space);
+            op.walk(&mut walk, |tree, walk, _, _| tree.zap_mmio(walk));
+        }
     }
 
     /// The slot that `region` asks for. If it logs, it goes on with the log there is:

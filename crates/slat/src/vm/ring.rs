@@ -227,6 +227,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut near: Option<Near> = None;
         for (id, page) in pages {
             taken += 1;
+            if !op.look() {
+                op.pass();
+            }
             if near.as_mut().is_some_and(|near| near.take(id, page)) {
                 continue;
             }
