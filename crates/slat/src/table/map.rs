@@ -219,17 +219,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
 
     /// Whether the level 1 table on the way to `gfn`, if there is one, is there because of NX.
     pub(crate) fn is_nx_split(&self, gfn: Gfn) -> bool {
-        let mut frame = self.root_for(gfn);
-        let mut level = F::TOP;
-        while level > Level::PAGE {
-            let bits = self.table(frame).entry(level.index(gfn)).load(Acquire);
-            match F::decode(bits, level) {
-                Entry::Table(lower) => frame = lower,
-                _ => return false,
-            }
-            level = level.below();
-        }
-        self.table(frame).meta().nx_split.load(Relaxed)
+        let found = self.lookup(gfn);
+        found.level == Level::PAGE && self.table(found.table).meta().nx_split.load(Relaxed)
     }
 
     /// The second half of break-before-make: puts the pieces of the broken leaf of `level` at `gfn`
@@ -238,18 +229,12 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// another flush is needed before the next try.
     #[must_use]
     pub(crate) fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool {
-        let mut frame = self.root_for(gfn);
-        let mut at = F::TOP;
-        while at > level {
-            let bits = self.table(frame).entry(at.index(gfn)).load(Acquire);
-            match F::decode(bits, at) {
-                Entry::Table(lower) => frame = lower,
-                _ => return true,
-            }
-            at = at.below();
+        let found = self.descend(gfn, level);
+        if found.level > level {
+            return true;
         }
         let is_broken = |now| matches!(now, Entry::Broken(_));
-        let bits = self.put_table(&self.table(frame), level, gfn, path, is_broken);
+        let bits = self.put_table(&self.table(found.table), level, gfn, path, is_broken);
         !is_broken(F::decode(bits, level))
     }
 
@@ -262,38 +247,28 @@ impl<P: Platform, F: Format> Tree<P, F> {
         on_leaf: OnLeaf,
         path: &mut Path<'_>,
     ) -> Result<Table<'_, P>, NoPath> {
-        let mut frame = self.root_for(gfn);
-        let mut at = F::TOP;
-        while at > level {
-            let table = self.table(frame);
-            let mut bits = table.entry(at.index(gfn)).load(Acquire);
-            loop {
-                match F::decode(bits, at) {
-                    Entry::Table(lower) => {
-                        frame = lower;
-                        break;
-                    }
-                    Entry::Broken(_) => return Err(NoPath::Broken),
-                    Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return Err(NoPath::Leaf),
-                    Entry::Leaf(_) if F::BREAK_BEFORE_MAKE => {
-                        self.break_leaf(&table, at, gfn)?;
-                        bits = table.entry(at.index(gfn)).load(Acquire);
-                    }
-                    _ if !self.may_install(bits, gfn, at, &path.flushed) => {
-                        return Err(NoPath::Unflushed(at));
-                    }
-                    _ => {
-                        bits = self.put_table(&table, at, gfn, path, |now| match now {
-                            Entry::Broken(_) => false,
-                            Entry::Leaf(_) => on_leaf == OnLeaf::Split && !F::BREAK_BEFORE_MAKE,
-                            _ => true,
-                        });
-                    }
+        loop {
+            let found = self.descend(gfn, level);
+            let (table, at) = (self.table(found.table), found.level);
+            if at == level {
+                return Ok(table);
+            }
+            match F::decode(found.bits, at) {
+                Entry::Broken(_) => return Err(NoPath::Broken),
+                Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return Err(NoPath::Leaf),
+                Entry::Leaf(_) if F::BREAK_BEFORE_MAKE => self.break_leaf(&table, at, gfn)?,
+                _ if !self.may_install(found.bits, gfn, at, &path.flushed) => {
+                    return Err(NoPath::Unflushed(at));
+                }
+                _ => {
+                    self.put_table(&table, at, gfn, path, |now| match now {
+                        Entry::Broken(_) => false,
+                        Entry::Leaf(_) => on_leaf == OnLeaf::Split && !F::BREAK_BEFORE_MAKE,
+                        _ => true,
+                    });
                 }
             }
-            at = at.below();
         }
-        Ok(self.table(frame))
     }
 
     /// The first half of break-before-make. `Ok`: no leaf stands there any more, look again.

@@ -383,13 +383,23 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// Finds what a walker finds for `gfn`, without a lock. The caller is inside a reader section.
     #[inline]
     pub(crate) fn lookup(&self, gfn: Gfn) -> Found<'_> {
-        // SAFETY: the root is this tree's, which others have from the caller's section (see `Space`).
-        let found = unsafe { Self::lookup_page(&*self.platform, self.root, gfn) };
-        let (Ok(found) | Err(found)) = found;
+        self.descend(gfn, Level::PAGE)
+    }
+
+    /// Finds the entry of `level` on the way to `gfn`, or the one above it at which the way ends: every way through
+    /// the tables that is not a [walk](Tree::walk) is this one.
+    #[inline]
+    fn descend(&self, gfn: Gfn, level: Level) -> Found<'_> {
+        let mut found = self.table(self.root_for(gfn)).find(gfn, F::TOP);
+        while found.level > level
+            && let Some(lower) = F::next_table(found.bits, found.level)
+        {
+            found = self.table(lower).find(gfn, found.level.below());
+        }
         found
     }
 
-    /// [`Tree::lookup`], telling the compiler what to expect: `Ok` if the walk ends at level 1. Knows
+    /// [`Tree::lookup`] for a vCPU, telling the compiler what to expect: `Ok` if the walk ends at level 1. Knows
     /// the tree by its `root`, so that whoever walks often need not go by way of the tree.
     ///
     /// # Safety
