@@ -21,7 +21,7 @@
 //! | `heap` | memory that may run out |
 //! | `machine`, `msr`, [`cpuid`], [`clock`] | what the CPU sees of its machine |
 //! | [`regs`], [`fpu`], [`events`] | its state in KVM's structs |
-//! | [`irq`] | local APICs |
+//! | `irq` | interrupts on their way to vCPUs |
 //! | [`thread`], `signals`, `ticker` | signals, masks, timers |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`parameters`], `recovery` | module parameters; NX huge pages come back |
@@ -46,7 +46,7 @@ pub mod fpu;
 pub mod guest_memfd;
 mod heap;
 pub mod ioctl;
-pub mod irq;
+mod irq;
 mod machine;
 mod mmu;
 mod msr;

@@ -3,7 +3,6 @@
 use crate::clock;
 use crate::cpuid;
 use crate::engine::EngineVcpu;
-use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect};
 use crate::mmu::PageCache;
 use crate::msr::{self, Stored, index};
 use crate::thread::bits;
@@ -13,6 +12,7 @@ use kvm_bindings::{
     KVM_X86_QUIRK_FIX_HYPERCALL_INSN, KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS, kvm_cpuid_entry2,
 };
 use slat::{Gpa, Shared};
+use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect};
 use slat_x86::{HypercallInstruction, Hypercalls, Machine, MsrFault};
 use std::sync::Arc;
 
@@ -115,7 +115,13 @@ impl VcpuMachine {
         by_guest: bool,
     ) -> std::result::Result<(), MsrFault> {
         if let Some(mut lapic) = self.common.lapic() {
-            return lapic.set_base(base, by_guest).map_err(|_| MsrFault);
+            let before = lapic.base();
+            lapic.set_base(base, by_guest).map_err(|_| MsrFault)?;
+            drop(lapic);
+            if base != before {
+                self.vm.apic_addresses_changed();
+            }
+            return Ok(());
         }
         if base & !(0x000f_ffff_ffff_f000 | BASE_BSP | BASE_ENABLE | BASE_X2APIC) != 0 {
             return Err(MsrFault);
@@ -128,9 +134,10 @@ impl VcpuMachine {
     pub(crate) fn carry_out(&mut self, effect: Effect) {
         match effect {
             Effect::None => {}
-            Effect::Send(icr) => {
-                self.vm.send_interrupt(Some(&self.common), icr);
+            Effect::Send(message) => {
+                self.vm.send_message(Some(&self.common), &message);
             }
+            Effect::Address => self.vm.apic_addresses_changed(),
             Effect::Timer => self.arm_timer(),
             // The next interrupt may be deliverable now.
             Effect::Eoi(..) => self.common.attention.raise(bits::IRQ),

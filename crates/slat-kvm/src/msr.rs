@@ -2,10 +2,10 @@
 //! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
 
 use crate::cpuid;
-use crate::irq::lapic::Effect;
 use crate::machine::VcpuMachine;
 use crate::vcpu::Inner;
 use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
+use slat_irqchip::lapic::Effect;
 use slat_x86::state::control;
 use slat_x86::{MsrFault, State};
 

@@ -2,7 +2,7 @@
 //!
 //! | quirk | where it is honoured |
 //! |---|---|
-//! | `LINT0_REENABLED` | the bootstrap processor's APIC after reset ([`crate::irq::lapic::Lapic::accept_external`]) |
+//! | `LINT0_REENABLED` | the bootstrap processor's APIC after reset ([`slat_irqchip::lapic::Lapic::accept_external`]) |
 //! | `LAPIC_MMIO_HOLE`, `OUT_7E_INC_RIP` | exits (`run`) |
 //! | `MISC_ENABLE_NO_MWAIT` | the MSR (`msr`) |
 //! | `FIX_HYPERCALL_INSN`, `MWAIT_NEVER_UD_FAULTS` | the CPU's machine (`machine`) |

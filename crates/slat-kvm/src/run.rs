@@ -7,9 +7,10 @@ use crate::signals::Masked;
 use crate::thread::{Running, Section, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuCommon, VcpuObject};
-use crate::{exit, irq, report};
+use crate::{exit, report};
 use kvm_bindings::*;
 use slat::Attention;
+use slat_irqchip::lapic::{BASE_BSP, Effect};
 use slat_x86::state::flags;
 use slat_x86::{Exit, INPUT_BYTES, Segment, State};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -319,7 +320,7 @@ impl VcpuObject {
             inner.cpu.state = state;
             inner.cpu.flush_tlb();
             inner.unfinished = Unfinished::Nothing;
-            let bootstrap = inner.machine.apic_base() & irq::lapic::BASE_BSP != 0;
+            let bootstrap = inner.machine.apic_base() & BASE_BSP != 0;
             inner.mp_state = if bootstrap {
                 KVM_MP_STATE_RUNNABLE
             } else {
@@ -330,6 +331,8 @@ impl VcpuObject {
                 if bootstrap && self.vm.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
                     lapic.accept_external();
                 }
+                drop(lapic);
+                self.vm.apic_addresses_changed();
             }
         }
         if common
@@ -505,7 +508,7 @@ impl VcpuObject {
                 let value = u32::from_le_bytes([data[0], data[1], data[2], data[3]]);
                 lapic.write(offset, value, now)
             } else {
-                irq::lapic::Effect::None
+                Effect::None
             };
             inner.cpu.state.cr8 = lapic.cr8();
             drop(lapic);

@@ -3,7 +3,6 @@
 use crate::call::Call;
 use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail, no_memory};
-use crate::irq::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Icr, Lapic};
 use crate::machine::VcpuMachine;
 use crate::process::PerProcess;
 use crate::run_page::RunPage;
@@ -14,6 +13,8 @@ use crate::vm::VmObject;
 use crate::{events, fpu, heap, msr, regs};
 use kvm_bindings::*;
 use slat::{Attention, DirtyRing, Shared, VcpuStats};
+use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Lapic, REGISTERS, Request};
+use slat_irqchip::message::{DeliveryMode, Message};
 use slat_x86::Cpu;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
@@ -82,38 +83,44 @@ impl VcpuCommon {
         ticker::raise(&self.attention, bits::IRQ);
     }
 
-    /// Takes an interrupt that was sent to this vCPU. Returns whether it does: the end of a level (level-triggered, without
-    /// assert) is no interrupt.
-    pub(crate) fn deliver(&self, icr: Icr) -> bool {
-        let level_ends = icr.level() && !icr.assert();
-        let taken = match icr.mode() {
-            0 | 1 | 5 if level_ends => false,
-            0 | 1 => self
-                .lapic()
-                .is_some_and(|mut lapic| lapic.request(icr.vector(), icr.level())),
-            4 => self.signal(Self::NMI),
-            5 => {
+    /// Takes a message that was sent to this vCPU. The end of a level (level-triggered, without assert) is no interrupt.
+    pub(crate) fn deliver(&self, message: &Message) -> Request {
+        let level_ends = message.level && !message.assert;
+        let taken = match message.mode {
+            DeliveryMode::Fixed | DeliveryMode::LowestPriority | DeliveryMode::Init
+                if level_ends =>
+            {
+                Request::Refused
+            }
+            DeliveryMode::Fixed | DeliveryMode::LowestPriority => match self.lapic() {
+                Some(mut lapic) => lapic.request(message.vector, message.level),
+                None => Request::Refused,
+            },
+            DeliveryMode::Nmi => self.signal(Self::NMI),
+            DeliveryMode::Init => {
                 // A SIPI before it is void.
                 self.signals.fetch_and(!Self::SIPI, Ordering::SeqCst);
                 self.signal(Self::INIT)
             }
-            6 => {
+            DeliveryMode::StartUp => {
                 self.sipi_vector
-                    .store(icr.vector().into(), Ordering::SeqCst);
+                    .store(message.vector.into(), Ordering::SeqCst);
                 self.signal(Self::SIPI)
             }
-            // SMI and ExtINT: there is neither system management mode nor an 8259.
-            _ => false,
+            // There is no system management mode. The 8259's interrupts come by its line, not by messages.
+            DeliveryMode::Smi | DeliveryMode::Reserved | DeliveryMode::ExtInt => Request::Refused,
         };
-        if taken {
+        if taken == Request::Pending {
             self.notice();
         }
         taken
     }
 
-    fn signal(&self, signal: u32) -> bool {
-        self.signals.fetch_or(signal, Ordering::SeqCst);
-        true
+    fn signal(&self, signal: u32) -> Request {
+        match self.signals.fetch_or(signal, Ordering::SeqCst) & signal {
+            0 => Request::Pending,
+            _ => Request::Merged,
+        }
     }
 }
 
@@ -558,7 +565,7 @@ impl VcpuObject {
         let mut inner = self.lock()?;
         inner.sync_cr8_to_lapic();
         match self.common.lapic() {
-            Some(lapic) => Ok(lapic.save(self.vm.clock.now())),
+            Some(lapic) => Ok(lapic_state(&lapic.save(self.vm.clock.now()))),
             None => fail(libc::EINVAL),
         }
     }
@@ -570,9 +577,10 @@ impl VcpuObject {
     pub fn set_lapic(&self, state: &kvm_lapic_state) -> Result<()> {
         let mut inner = self.lock()?;
         match self.common.lapic() {
-            Some(mut lapic) => lapic.restore(state, self.vm.clock.now()),
+            Some(mut lapic) => lapic.restore(&lapic_registers(state), self.vm.clock.now()),
             None => return fail(libc::EINVAL),
         }
+        self.vm.apic_addresses_changed();
         inner.sync_cr8_from_lapic();
         inner.machine.carry_out(Effect::Timer);
         Ok(())
@@ -668,6 +676,25 @@ impl VcpuObject {
             fail(libc::EINVAL)
         }
     }
+}
+
+/// The APIC page as KVM's API has it: bytes.
+fn lapic_state(registers: &[u32; REGISTERS]) -> kvm_lapic_state {
+    let mut state = kvm_lapic_state::default();
+    for (place, value) in state.regs.chunks_exact_mut(16).zip(registers) {
+        for (to, from) in place.iter_mut().zip(value.to_le_bytes()) {
+            *to = from as _;
+        }
+    }
+    state
+}
+
+fn lapic_registers(state: &kvm_lapic_state) -> [u32; REGISTERS] {
+    std::array::from_fn(|index| {
+        u32::from_le_bytes(std::array::from_fn(|byte| {
+            state.regs[index * 16 + byte] as u8
+        }))
+    })
 }
 
 impl Inner {

@@ -6,17 +6,18 @@ use crate::dirty::Rings;
 use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::guest_memfd::PrivateMemory;
-use crate::irq::lapic::Icr;
+use crate::irq::vcpus::Vcpus;
 use crate::quirks::Quirks;
 use crate::run_page::RunPage;
 use crate::thread::bits;
-use crate::vcpu::{VcpuCommon, VcpuObject};
-use crate::{caps, clock, heap, notify, parameters, policy, recovery, report, vcpu};
+use crate::vcpu::VcpuObject;
+use crate::{caps, clock, notify, parameters, policy, recovery, report, vcpu};
 use kvm_bindings::*;
 use slat::{Gpa, Hva, Region, Shared, SlotFlags};
+use slat_irqchip::message::Message;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// KVM's lower limit for shadow pages.
 const MIN_MMU_PAGES: u64 = 64;
@@ -26,8 +27,7 @@ pub struct VmObject {
     pub(crate) engine: Arc<EngineVm>,
     pub(crate) life: Life,
     pub(crate) clock: clock::VmClock,
-    /// By id.
-    vcpus: RwLock<Vec<Shared<VcpuCommon>>>,
+    vcpus: RwLock<Vcpus>,
     irqchip: AtomicBool,
     boot_cpu: AtomicU32,
     max_vcpu_ids: AtomicU32,
@@ -81,10 +81,12 @@ impl VmObject {
         }))
     }
 
-    fn vcpus(&self) -> std::sync::RwLockReadGuard<'_, Vec<Shared<VcpuCommon>>> {
-        self.vcpus
-            .read()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    pub(crate) fn vcpus(&self) -> RwLockReadGuard<'_, Vcpus> {
+        (self.vcpus.read()).unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    pub(crate) fn vcpus_mut(&self) -> RwLockWriteGuard<'_, Vcpus> {
+        (self.vcpus.write()).unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// Whether its memory can be private.
@@ -187,17 +189,14 @@ impl VmObject {
         if id >= self.max_vcpu_ids.load(Ordering::Relaxed) {
             return fail(libc::EINVAL);
         }
-        let mut vcpus = self
-            .vcpus
-            .write()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut vcpus = self.vcpus_mut();
         if vcpus.len() >= caps::MAX_VCPUS as usize {
             return fail(libc::EINVAL);
         }
-        let Err(at) = vcpus.binary_search_by_key(&id, |vcpu| vcpu.id) else {
+        let Err(at) = vcpus.place(id) else {
             return fail(libc::EEXIST);
         };
-        heap::reserve(&mut vcpus, 1)?;
+        vcpus.reserve()?;
         let (page, fd) = RunPage::create(id, self.rings.size())?;
         let bootstrap = id == self.boot_cpu.load(Ordering::Relaxed);
         let vcpu = VcpuObject::new(self.clone(), id, bootstrap, page, &fd)?;
@@ -212,10 +211,7 @@ impl VmObject {
     /// `EEXIST` when there is one already, `EINVAL` when there are vCPUs already.
     pub fn create_irqchip(&self) -> Result<()> {
         let _call = self.begin()?;
-        let vcpus = self
-            .vcpus
-            .write()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let vcpus = self.vcpus_mut();
         if self.irqchip.load(Ordering::Relaxed) {
             return fail(libc::EEXIST);
         }
@@ -355,10 +351,7 @@ impl VmObject {
 
     /// Does what can only be done before there are vCPUs.
     pub(crate) fn before_vcpus(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
-        let vcpus = self
-            .vcpus
-            .write()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let vcpus = self.vcpus_mut();
         if vcpus.is_empty() {
             work()
         } else {
@@ -369,10 +362,7 @@ impl VmObject {
     /// `KVM_CAP_MAX_VCPU_ID`: once, before there are vCPUs, and not below the bootstrap processor's id.
     fn limit_vcpu_ids(&self, limit: u64) -> Result<()> {
         let limit = u32::try_from(limit).map_err(|_| Error::new(libc::EINVAL))?;
-        let vcpus = self
-            .vcpus
-            .write()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let vcpus = self.vcpus_mut();
         let now = self.max_vcpu_ids.load(Ordering::Relaxed);
         if limit == 0
             || limit > caps::MAX_VCPU_ID
@@ -386,7 +376,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_SIGNAL_MSI`. Returns 1 when some vCPU took the interrupt, 0 when none did.
+    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs took the interrupt.
     ///
     /// # Errors
     /// `ENXIO` without interrupt controller, `EINVAL` for flags or an address that is not an interrupt's.
@@ -398,40 +388,9 @@ impl VmObject {
         if msi.flags != 0 || msi.address_lo >> 20 != 0xfee {
             return fail(libc::EINVAL);
         }
-        let low = msi.data & 0x87ff | (msi.address_lo >> 2 & 1) << 11 | 1 << 14;
-        let destination = msi.address_lo >> 12 & 0xff;
-        Ok(i32::from(
-            self.send_interrupt(
-                None,
-                Icr {
-                    low,
-                    destination,
-                    x2apic: false,
-                },
-            ) != 0,
-        ))
-    }
-
-    /// Carries an interrupt from one vCPU (or from outside) to those it is meant for. Returns how many took it.
-    pub(crate) fn send_interrupt(&self, from: Option<&VcpuCommon>, icr: Icr) -> usize {
-        let vcpus = self.vcpus();
-        let logical = icr.low & 1 << 11 != 0;
-        let is_self = |vcpu: &VcpuCommon| from.is_some_and(|from| std::ptr::eq(from, vcpu));
-        let mut targets = vcpus.iter().filter(|vcpu| match icr.shorthand() {
-            1 => is_self(vcpu),
-            2 => true,
-            3 => !is_self(vcpu),
-            _ => vcpu
-                .lapic()
-                .is_some_and(|lapic| lapic.matches(icr.destination, logical, icr.x2apic)),
-        });
-        if icr.mode() == 1 {
-            // Lowest priority: one of them.
-            return targets
-                .next()
-                .map_or(0, |vcpu| usize::from(vcpu.deliver(icr)));
-        }
-        targets.filter(|vcpu| vcpu.deliver(icr)).count()
+        let address = u64::from(msi.address_hi) << 32 | u64::from(msi.address_lo);
+        let message = Message::from_msi(address, msi.data, false);
+        Ok(self.send_message(None, &message).taken as i32)
     }
 }
 

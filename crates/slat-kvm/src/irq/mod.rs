@@ -1,3 +1,7 @@
-//! Interrupt controllers. There is a local APIC per vCPU; IOAPIC and 8259 do not exist, their ioctls are unknown.
+//! Interrupts: who may send them, and how they reach vCPUs. The controllers themselves are `slat-irqchip`'s.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `vcpus` | the vCPUs of a VM, and messages from one to others |
 
-pub mod lapic;
+pub(crate) mod vcpus;

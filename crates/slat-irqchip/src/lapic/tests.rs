@@ -1,6 +1,7 @@
 //! The local APIC, register by register.
 
 use super::*;
+use crate::message::{DeliveryMode, Destination};
 
 fn enabled() -> Lapic {
     let mut lapic = Lapic::new(1, false, 1_000_000);
@@ -11,8 +12,8 @@ fn enabled() -> Lapic {
 #[test]
 fn interrupts_come_by_priority_and_eoi_ends_them() {
     let mut lapic = enabled();
-    assert!(lapic.request(0x31, false));
-    assert!(lapic.request(0x62, false));
+    lapic.request(0x31, false);
+    lapic.request(0x62, false);
     assert_eq!(lapic.pending(), Some(0x62));
     lapic.accept(0x62);
     assert_eq!(lapic.pending(), None, "the lower class waits");
@@ -25,7 +26,7 @@ fn interrupts_come_by_priority_and_eoi_ends_them() {
 #[test]
 fn a_disabled_apic_takes_nothing() {
     let mut lapic = Lapic::new(0, true, 1_000_000);
-    assert!(!lapic.request(0x31, false));
+    assert_eq!(lapic.request(0x31, false), Request::Refused);
     assert_eq!(lapic.pending(), None);
 }
 
@@ -94,16 +95,8 @@ fn a_restored_timer_goes_on() {
         lapic.write(reg::TIMER_DIVIDE, 0xb, 0);
         lapic.write(reg::LVT_TIMER, lvt, 0);
         let mut state = lapic.save(0);
-        let mut put = |offset: u32, value: u32| {
-            for (to, from) in state.regs[offset as usize..]
-                .iter_mut()
-                .zip(value.to_le_bytes())
-            {
-                *to = from as _;
-            }
-        };
-        put(reg::TIMER_INITIAL, initial);
-        put(reg::TIMER_CURRENT, current);
+        state[(reg::TIMER_INITIAL >> 4) as usize] = initial;
+        state[(reg::TIMER_CURRENT >> 4) as usize] = current;
         let mut other = enabled();
         other.restore(&state, 5000);
         other.deadline()
@@ -144,24 +137,57 @@ fn x2apic_registers_are_msrs_only_in_x2apic_mode() {
     );
     assert_eq!(lapic.write_msr(0x80b, 1, 0), Err(Refused));
     assert_eq!(lapic.set_base(base, true), Err(Refused));
-    let Ok(Effect::Send(icr)) = lapic.write_msr(0x830, 0x5_0000_4031, 0) else {
+    let Ok(Effect::Send(message)) = lapic.write_msr(0x830, 0x5_0000_4031, 0) else {
         panic!("no interrupt was sent");
     };
-    assert_eq!((icr.destination, icr.vector(), icr.mode()), (5, 0x31, 0));
+    let expected = Message {
+        vector: 0x31,
+        mode: DeliveryMode::Fixed,
+        level: false,
+        assert: true,
+        destination: Destination::Physical(5),
+    };
+    assert_eq!(message, expected);
 }
 
 #[test]
-fn destinations_match_by_id_and_by_logical_set() {
+fn the_address_follows_the_registers() {
     let mut lapic = enabled();
-    assert!(lapic.matches(1, false, false));
-    assert!(lapic.matches(0xff, false, false));
-    assert!(!lapic.matches(2, false, false));
-    lapic.write(reg::LDR, 0x0400_0000, 0);
-    assert!(lapic.matches(0x06, true, false));
-    assert!(!lapic.matches(0x02, true, false));
-    lapic.write(reg::DFR, 0x0fff_ffff, 0);
-    assert!(lapic.matches(0x04, true, false));
-    assert!(!lapic.matches(0x14, true, false));
+    let address = |lapic: &Lapic| lapic.address().map(|address| (address.id, address.logical));
+    assert_eq!(address(&lapic), Some((1, Logical::Flat(0))));
+    assert_eq!(lapic.write(reg::LDR, 0x0400_0000, 0), Effect::Address);
+    assert_eq!(address(&lapic), Some((1, Logical::Flat(4))));
+    assert_eq!(lapic.write(reg::DFR, 0x0fff_ffff, 0), Effect::Address);
+    assert_eq!(address(&lapic), Some((1, Logical::Cluster(4))));
+    assert_eq!(lapic.write(reg::ID, 0x0900_0000, 0), Effect::Address);
+    assert_eq!(lapic.write(reg::SVR, 0xff, 0), Effect::Address);
+    assert_eq!(address(&lapic), Some((9, Logical::None)));
+    let base = lapic.base();
+    lapic.set_base(base | BASE_X2APIC, true).unwrap();
+    assert_eq!(address(&lapic), Some((1, Logical::X2apic)));
+    lapic.set_base(base & !BASE_ENABLE, true).unwrap();
+    assert_eq!(address(&lapic), None);
+}
+
+#[test]
+fn a_second_request_of_a_pending_vector_merges_with_it() {
+    let mut lapic = enabled();
+    assert_eq!(lapic.request(0x31, false), Request::Pending);
+    assert_eq!(lapic.request(0x31, false), Request::Merged);
+    lapic.accept(0x31);
+    assert_eq!(lapic.request(0x31, false), Request::Pending);
+}
+
+#[test]
+fn the_8259_reaches_the_cpu_through_lint0_only() {
+    let mut lapic = enabled();
+    assert!(!lapic.accepts_external());
+    lapic.write(reg::LVT_LINT0, LVT_EXTINT, 0);
+    assert!(lapic.accepts_external());
+    lapic.write(reg::LVT_LINT0, LVT_EXTINT | LVT_MASKED, 0);
+    assert!(!lapic.accepts_external());
+    lapic.set_base(DEFAULT_BASE, true).unwrap();
+    assert!(lapic.accepts_external(), "without APIC, the line is INTR");
 }
 
 #[test]

@@ -1,11 +1,12 @@
 //! The local APIC of one vCPU: registers, priorities, timer. Knows nothing of other vCPUs: what leaves it comes back as an
 //! [`Effect`], which the VM carries out.
 //!
-//! What there is: xAPIC (memory) and x2APIC (MSR) modes, fixed and NMI and INIT/SIPI interrupts, the LVT timer in all three
-//! modes. What there is not: ExtINT through LINT0, the error status register's error bits, the thermal and performance LVTs
-//! beyond storage.
+//! What there is: xAPIC (memory) and x2APIC (MSR) modes, interrupts of every delivery mode, the LVT timer in all three modes, an
+//! 8259 or an NMI through LINT0. What there is not: the error status register's error bits, the thermal and performance LVTs beyond
+//! storage.
 
-use kvm_bindings::kvm_lapic_state;
+use crate::apic_map::{Address, Logical};
+use crate::message::{DeliveryMode, Message};
 
 /// APIC_BASE: this is the bootstrap processor.
 pub const BASE_BSP: u64 = 1 << 8;
@@ -52,46 +53,10 @@ const SVR_ENABLED: u32 = 1 << 8;
 const X2APIC_ICR_RESERVED: u64 = 0xfff3_2000;
 /// Nanoseconds of the shortest period: KVM's `min_timer_period_us`.
 const MIN_PERIOD: u64 = 200_000;
+/// Registers of the APIC page.
+pub const REGISTERS: usize = 64;
 /// Version 0x14 with six LVT entries.
 const VERSION: u32 = 0x14 | 5 << 16;
-
-/// An interrupt command: what a write of ICR asks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Icr {
-    /// Vector, delivery mode, shorthand: the low word.
-    pub low: u32,
-    /// Destination, as wide as the sender's mode has it.
-    pub destination: u32,
-    /// The sender is in x2APIC mode: destinations have 32 bits.
-    pub x2apic: bool,
-}
-
-impl Icr {
-    /// The interrupt vector.
-    pub fn vector(self) -> u8 {
-        self.low as u8
-    }
-
-    /// The delivery mode: 0 fixed, 1 lowest priority, 4 NMI, 5 INIT, 6 SIPI.
-    pub fn mode(self) -> u32 {
-        self.low >> 8 & 7
-    }
-
-    /// The destination shorthand: 0 none, 1 self, 2 all, 3 all but self.
-    pub fn shorthand(self) -> u32 {
-        self.low >> 18 & 3
-    }
-
-    /// Whether the level bit says assert.
-    pub fn assert(self) -> bool {
-        self.low & 1 << 14 != 0
-    }
-
-    /// Whether the interrupt is level-triggered.
-    pub fn level(self) -> bool {
-        self.low & 1 << 15 != 0
-    }
-}
 
 /// What a register write has to bring about outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,11 +64,24 @@ pub enum Effect {
     /// Nothing.
     None,
     /// Send an interrupt to other vCPUs.
-    Send(Icr),
+    Send(Message),
+    /// [`Lapic::address`] may have changed.
+    Address,
     /// The timer has a new deadline (or none): see [`Lapic::deadline`].
     Timer,
     /// The guest has finished with this vector; true when it was level-triggered.
     Eoi(u8, bool),
+}
+
+/// What became of an interrupt that was sent to an APIC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// The APIC is disabled.
+    Refused,
+    /// The vector was pending already: the guest will see one interrupt for both.
+    Merged,
+    /// The vector is pending now.
+    Pending,
 }
 
 /// Why an MSR access is refused: the guest gets #GP.
@@ -113,7 +91,7 @@ pub struct Refused;
 /// One local APIC.
 #[derive(Clone, Debug)]
 pub struct Lapic {
-    regs: [u32; 64],
+    regs: [u32; REGISTERS],
     base: u64,
     x2apic_id: u32,
     /// When the timer was started and when it ends, in nanoseconds of the VM's clock.
@@ -127,7 +105,7 @@ impl Lapic {
     /// The APIC of the vCPU with this id, as after reset.
     pub fn new(id: u32, bootstrap: bool, tsc_khz: u64) -> Self {
         let mut lapic = Lapic {
-            regs: [0; 64],
+            regs: [0; REGISTERS],
             base: DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 },
             x2apic_id: id,
             started: 0,
@@ -141,7 +119,7 @@ impl Lapic {
 
     /// What INIT does: everything but the base and the id.
     pub fn reset(&mut self) {
-        self.regs = [0; 64];
+        self.regs = [0; REGISTERS];
         self.set(reg::ID, self.id_register());
         self.set(reg::VERSION, VERSION);
         self.set(reg::DFR, u32::MAX);
@@ -154,6 +132,21 @@ impl Lapic {
         }
         self.deadline = None;
         self.tsc_deadline = 0;
+    }
+
+    /// Whether the interrupt line of an 8259 reaches the CPU: through LINT0, or directly while the APIC is disabled.
+    pub fn accepts_external(&self) -> bool {
+        let lint0 = self.get(reg::LVT_LINT0);
+        self.base & BASE_ENABLE == 0
+            || lint0 & LVT_MASKED == 0 && DeliveryMode::of(lint0) == DeliveryMode::ExtInt
+    }
+
+    /// Whether a pulse of LINT0 is an NMI, as a watchdog by PIT sets it up.
+    pub fn lint0_is_nmi(&self) -> bool {
+        let lint0 = self.get(reg::LVT_LINT0);
+        self.base & BASE_ENABLE != 0
+            && lint0 & LVT_MASKED == 0
+            && DeliveryMode::of(lint0) == DeliveryMode::Nmi
     }
 
     /// Opens LINT0 for the interrupts of an 8259, as firmware would. KVM does that after the reset of the bootstrap processor.
@@ -259,11 +252,18 @@ impl Lapic {
     /// Writes a register of the APIC page.
     pub fn write(&mut self, offset: u32, value: u32, now: u64) -> Effect {
         match offset & 0xff0 {
-            reg::ID if !self.x2apic() => self.set(reg::ID, value & 0xff00_0000),
+            offset @ (reg::ID | reg::LDR | reg::DFR) if !self.x2apic() => {
+                self.set(
+                    offset,
+                    match offset {
+                        reg::DFR => value | 0x0fff_ffff,
+                        _ => value & 0xff00_0000,
+                    },
+                );
+                return Effect::Address;
+            }
             reg::TPR => self.set(reg::TPR, value & 0xff),
             reg::EOI => return self.eoi(),
-            reg::LDR if !self.x2apic() => self.set(reg::LDR, value & 0xff00_0000),
-            reg::DFR if !self.x2apic() => self.set(reg::DFR, value | 0x0fff_ffff),
             reg::SVR => {
                 self.set(reg::SVR, value & 0x3ff);
                 if value & SVR_ENABLED == 0 {
@@ -271,6 +271,7 @@ impl Lapic {
                         self.set(lvt, self.get(lvt) | LVT_MASKED);
                     }
                 }
+                return Effect::Address;
             }
             reg::ESR => self.set(reg::ESR, 0),
             reg::ICR => {
@@ -278,11 +279,7 @@ impl Lapic {
                 self.set(reg::ICR, low);
                 let high = self.get(reg::ICR2);
                 let destination = if self.x2apic() { high } else { high >> 24 };
-                return Effect::Send(Icr {
-                    low,
-                    destination,
-                    x2apic: self.x2apic(),
-                });
+                return Effect::Send(Message::from_icr(low, destination, self.x2apic()));
             }
             reg::ICR2 => self.set(
                 reg::ICR2,
@@ -323,11 +320,7 @@ impl Lapic {
             }
             reg::SELF_IPI if self.x2apic() => {
                 let low = value & 0xff | 1 << 18 | 1 << 14;
-                return Effect::Send(Icr {
-                    low,
-                    destination: 0,
-                    x2apic: true,
-                });
+                return Effect::Send(Message::from_icr(low, 0, true));
             }
             _ => {}
         }
@@ -419,19 +412,23 @@ impl Lapic {
         }
     }
 
-    /// Makes an interrupt pending. False when the APIC does not take any.
-    pub fn request(&mut self, vector: u8, level: bool) -> bool {
+    /// Makes an interrupt pending.
+    pub fn request(&mut self, vector: u8, level: bool) -> Request {
         if !self.software_enabled() {
-            return false;
+            return Request::Refused;
         }
         let (offset, bit) = Self::bit(vector);
-        self.set(reg::IRR + offset, self.get(reg::IRR + offset) | bit);
+        let pending = self.get(reg::IRR + offset);
+        self.set(reg::IRR + offset, pending | bit);
         let tmr = self.get(reg::TMR + offset);
         self.set(
             reg::TMR + offset,
             if level { tmr | bit } else { tmr & !bit },
         );
-        true
+        match pending & bit {
+            0 => Request::Pending,
+            _ => Request::Merged,
+        }
     }
 
     /// The interrupt that may be delivered now, by priority.
@@ -459,30 +456,25 @@ impl Lapic {
         Effect::Eoi(vector, self.get(reg::TMR + offset) & bit != 0)
     }
 
-    /// Whether an interrupt with this destination is for this APIC.
-    pub fn matches(&self, destination: u32, logical: bool, from_x2apic: bool) -> bool {
-        let broadcast = if from_x2apic { u32::MAX } else { 0xff };
-        if destination == broadcast {
-            return true;
+    /// How messages find this APIC now. `None` while it is disabled: nothing finds it.
+    pub fn address(&self) -> Option<Address> {
+        if self.base & BASE_ENABLE == 0 {
+            return None;
         }
-        if !logical {
+        let logical = match self.get(reg::DFR) >> 28 {
+            _ if self.x2apic() => Logical::X2apic,
+            // Only APICs that software has enabled can be found by a logical id.
+            _ if !self.software_enabled() => Logical::None,
+            0xf => Logical::Flat((self.get(reg::LDR) >> 24) as u8),
+            0 => Logical::Cluster((self.get(reg::LDR) >> 24) as u8),
+            _ => Logical::None,
+        };
+        let id = match self.x2apic() {
+            true => self.x2apic_id,
             // A guest in xAPIC mode may have given itself another id than its vCPU's.
-            return if self.x2apic() {
-                destination == self.x2apic_id
-            } else {
-                destination == self.get(reg::ID) >> 24
-            };
-        }
-        if self.x2apic() {
-            let ldr = self.get(reg::LDR);
-            return ldr >> 16 == destination >> 16 && ldr & destination & 0xffff != 0;
-        }
-        let ldr = self.get(reg::LDR) >> 24;
-        match self.get(reg::DFR) >> 28 {
-            0xf => ldr & destination != 0,
-            0 => ldr >> 4 == destination >> 4 && ldr & destination & 15 != 0,
-            _ => false,
-        }
+            false => self.get(reg::ID) >> 24,
+        };
+        Some(Address { id, logical })
     }
 
     fn divisor(&self) -> u64 {
@@ -556,35 +548,17 @@ impl Lapic {
         }
     }
 
-    /// `KVM_GET_LAPIC`.
-    pub fn save(&self, now: u64) -> kvm_lapic_state {
-        let mut state = kvm_lapic_state::default();
-        for (index, &value) in self.regs.iter().enumerate() {
-            let offset = index as u32 * 16;
-            let value = match offset {
-                reg::TIMER_CURRENT => self.timer_current(now),
-                reg::PPR => self.ppr(),
-                _ => value,
-            };
-            for (to, from) in state.regs[offset as usize..]
-                .iter_mut()
-                .zip(value.to_le_bytes())
-            {
-                *to = from as _;
-            }
-        }
-        state
+    /// The registers as memory shows them, 16 bytes apart: what [`restore`](Self::restore) takes.
+    pub fn save(&self, now: u64) -> [u32; REGISTERS] {
+        let mut registers = self.regs;
+        registers[(reg::TIMER_CURRENT >> 4) as usize] = self.timer_current(now);
+        registers[(reg::PPR >> 4) as usize] = self.ppr();
+        registers
     }
 
-    /// `KVM_SET_LAPIC`.
-    pub fn restore(&mut self, state: &kvm_lapic_state, now: u64) {
-        for (index, value) in self.regs.iter_mut().enumerate() {
-            let mut bytes = [0; 4];
-            for (to, &from) in bytes.iter_mut().zip(&state.regs[index * 16..]) {
-                *to = from as u8;
-            }
-            *value = u32::from_le_bytes(bytes);
-        }
+    /// Sets all registers. The timer goes on from its current count.
+    pub fn restore(&mut self, registers: &[u32; REGISTERS], now: u64) {
+        self.regs = *registers;
         let current = u64::from(self.get(reg::TIMER_CURRENT));
         self.set(reg::VERSION, VERSION);
         if self.x2apic() {

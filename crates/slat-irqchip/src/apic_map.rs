@@ -1,0 +1,243 @@
+//! Which local APICs a message is for, without asking each of them.
+//!
+//! [`ApicMap`] is a snapshot of the APICs' [`Address`]es. Whoever shares it builds it anew when an address has changed: at most a
+//! few times while a guest boots. A look-up by id is a binary search; a logical id of x2APIC mode names at most 16 physical ids
+//! (SDM volume 3, 12.12.10.2); xAPIC's logical ids are compared one by one, and there are at most 255 of them.
+
+use crate::message::{DeliveryMode, Destination, Message};
+use alloc::collections::TryReserveError;
+use alloc::vec::Vec;
+
+/// How messages find one local APIC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Address {
+    /// The physical id.
+    pub id: u32,
+    /// The logical id.
+    pub logical: Logical,
+}
+
+/// The logical id of a local APIC (SDM volume 3, 12.6.2.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logical {
+    /// None.
+    None,
+    /// Flat model: eight APICs, a bit each.
+    Flat(u8),
+    /// Cluster model: the cluster in the upper half, four APICs of a bit each in the lower.
+    Cluster(u8),
+    /// x2APIC mode: it follows from the physical id.
+    X2apic,
+}
+
+impl Logical {
+    /// Whether the 8-bit logical destination `id` names this APIC.
+    fn matches(self, id: u32) -> bool {
+        match self {
+            Logical::Flat(own) => u32::from(own) & id != 0,
+            Logical::Cluster(own) => {
+                u32::from(own) >> 4 == id >> 4 && u32::from(own) & id & 15 != 0
+            }
+            Logical::None | Logical::X2apic => false,
+        }
+    }
+}
+
+/// One APIC in the map.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    id: u32,
+    logical: Logical,
+    /// The number that the caller knows the APIC by.
+    index: usize,
+}
+
+/// The addresses of all enabled local APICs of a machine.
+#[derive(Debug, Default)]
+pub struct ApicMap {
+    /// By physical id; several APICs may have given themselves the same.
+    by_id: Vec<Entry>,
+    /// Some APIC has a logical id of xAPIC mode.
+    has_xapic_logical: bool,
+}
+
+impl ApicMap {
+    /// Makes room for `apics` APICs, so that [`rebuild`](Self::rebuild) allocates nothing.
+    ///
+    /// # Errors
+    /// There is no memory; the map is as before.
+    pub fn reserve(&mut self, apics: usize) -> Result<(), TryReserveError> {
+        self.by_id
+            .try_reserve(apics.saturating_sub(self.by_id.len()))
+    }
+
+    /// Replaces all addresses. `addresses` gives the number that the caller knows each APIC by.
+    pub fn rebuild(&mut self, addresses: impl Iterator<Item = (usize, Address)>) {
+        self.by_id.clear();
+        self.has_xapic_logical = false;
+        for (index, Address { id, logical }) in addresses {
+            self.has_xapic_logical |= matches!(logical, Logical::Flat(_) | Logical::Cluster(_));
+            self.by_id.push(Entry { id, logical, index });
+        }
+        self.by_id
+            .sort_unstable_by_key(|entry| (entry.id, entry.index));
+    }
+
+    fn with_id(&self, id: u32) -> &[Entry] {
+        let begin = self.by_id.partition_point(|entry| entry.id < id);
+        let len = self.by_id[begin..].partition_point(|entry| entry.id == id);
+        &self.by_id[begin..begin + len]
+    }
+
+    /// Calls `visit` with each APIC that `destination` names. `sender` is the APIC that sent the message, if one did.
+    fn visit(&self, destination: Destination, sender: Option<usize>, mut visit: impl FnMut(usize)) {
+        match destination {
+            Destination::Sender => sender.into_iter().for_each(visit),
+            Destination::All => self.by_id.iter().for_each(|entry| visit(entry.index)),
+            Destination::Others => (self.by_id.iter())
+                .filter(|entry| Some(entry.index) != sender)
+                .for_each(|entry| visit(entry.index)),
+            Destination::Physical(id) => {
+                self.with_id(id).iter().for_each(|entry| visit(entry.index));
+            }
+            Destination::Logical(id) => {
+                for bit in (0..16).filter(|bit| id >> bit & 1 != 0) {
+                    (self.with_id((id >> 16) << 4 | bit).iter())
+                        .filter(|entry| entry.logical == Logical::X2apic)
+                        .for_each(|entry| visit(entry.index));
+                }
+                if self.has_xapic_logical && id <= 0xff {
+                    (self.by_id.iter())
+                        .filter(|entry| entry.logical.matches(id))
+                        .for_each(|entry| visit(entry.index));
+                }
+            }
+        }
+    }
+
+    /// Calls `deliver` with each APIC that `message` is for. One that goes to the lowest priority goes to one of them: as in KVM,
+    /// the vector chooses which, so that the same interrupt stays on one CPU.
+    pub fn route(&self, message: &Message, sender: Option<usize>, mut deliver: impl FnMut(usize)) {
+        let destination = message.destination;
+        if message.mode != DeliveryMode::LowestPriority {
+            return self.visit(destination, sender, deliver);
+        }
+        let mut count = 0;
+        self.visit(destination, sender, |_| count += 1);
+        let mut left = match count {
+            0 => return,
+            count => usize::from(message.vector) % count,
+        };
+        self.visit(destination, sender, |index| {
+            if left == 0 {
+                deliver(index);
+            }
+            left = left.wrapping_sub(1);
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::vec;
+
+    fn map(addresses: &[(u32, Logical)]) -> ApicMap {
+        let mut map = ApicMap::default();
+        map.reserve(addresses.len()).unwrap();
+        map.rebuild(
+            (addresses.iter().enumerate())
+                .map(|(index, &(id, logical))| (index, Address { id, logical })),
+        );
+        map
+    }
+
+    fn routed(
+        map: &ApicMap,
+        mode: DeliveryMode,
+        vector: u8,
+        destination: Destination,
+    ) -> Vec<usize> {
+        let message = Message {
+            vector,
+            mode,
+            level: false,
+            assert: true,
+            destination,
+        };
+        let mut found = vec![];
+        map.route(&message, Some(1), |index| found.push(index));
+        found.sort_unstable();
+        found
+    }
+
+    #[test]
+    fn physical_ids_and_shorthands() {
+        let map = map(&[
+            (7, Logical::X2apic),
+            (0, Logical::X2apic),
+            (300, Logical::X2apic),
+        ]);
+        let fixed = |destination| routed(&map, DeliveryMode::Fixed, 0x30, destination);
+        assert_eq!(fixed(Destination::Physical(300)), [2]);
+        assert_eq!(fixed(Destination::Physical(1)), []);
+        assert_eq!(fixed(Destination::All), [0, 1, 2]);
+        assert_eq!(fixed(Destination::Others), [0, 2]);
+        assert_eq!(fixed(Destination::Sender), [1]);
+    }
+
+    #[test]
+    fn logical_ids_of_every_model() {
+        let flat = map(&[
+            (0, Logical::Flat(1)),
+            (1, Logical::Flat(2)),
+            (2, Logical::Flat(4)),
+        ]);
+        let cluster = map(&[
+            (0, Logical::Cluster(0x11)),
+            (1, Logical::Cluster(0x12)),
+            (2, Logical::Cluster(0x21)),
+        ]);
+        let x2apic = map(&[
+            (0, Logical::X2apic),
+            (17, Logical::X2apic),
+            (19, Logical::X2apic),
+        ]);
+        let fixed =
+            |map: &ApicMap, id| routed(map, DeliveryMode::Fixed, 0x30, Destination::Logical(id));
+        assert_eq!(fixed(&flat, 5), [0, 2]);
+        assert_eq!(fixed(&cluster, 0x13), [0, 1]);
+        assert_eq!(fixed(&cluster, 0x21), [2]);
+        assert_eq!(fixed(&x2apic, 0x1_000a), [1, 2]);
+        assert_eq!(fixed(&x2apic, 1), [0]);
+        assert_eq!(fixed(&x2apic, 0x2_000a), []);
+    }
+
+    #[test]
+    fn the_vector_chooses_one_of_the_destinations() {
+        let map = map(&[
+            (0, Logical::Flat(1)),
+            (1, Logical::Flat(2)),
+            (2, Logical::None),
+        ]);
+        let lowest = |vector| {
+            routed(
+                &map,
+                DeliveryMode::LowestPriority,
+                vector,
+                Destination::Logical(0xff),
+            )
+        };
+        assert_eq!(lowest(0x30), [0]);
+        assert_eq!(lowest(0x31), [1]);
+        assert_eq!(
+            routed(
+                &map,
+                DeliveryMode::LowestPriority,
+                0x31,
+                Destination::Logical(0x40)
+            ),
+            []
+        );
+    }
+}

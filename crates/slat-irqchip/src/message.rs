@@ -1,0 +1,138 @@
+//! Interrupt messages: what an ICR write, an MSI or an entry of an I/O APIC sends to local APICs.
+
+/// How an interrupt is delivered (SDM volume 3, 12.6.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeliveryMode {
+    /// To each destination, under the vector.
+    Fixed,
+    /// To one of the destinations.
+    LowestPriority,
+    /// System management.
+    Smi,
+    /// Reserved: delivered to nobody.
+    Reserved,
+    /// A non-maskable interrupt; there is no vector.
+    Nmi,
+    /// Resets the destinations.
+    Init,
+    /// Starts the destinations at the page that the vector names.
+    StartUp,
+    /// The vector comes from the 8259 pair.
+    ExtInt,
+}
+
+impl DeliveryMode {
+    /// Decodes the three bits that ICR, MSI data, I/O APIC entries and LVT entries all have at bit 8.
+    pub fn of(low: u32) -> Self {
+        match low >> 8 & 7 {
+            0 => DeliveryMode::Fixed,
+            1 => DeliveryMode::LowestPriority,
+            2 => DeliveryMode::Smi,
+            3 => DeliveryMode::Reserved,
+            4 => DeliveryMode::Nmi,
+            5 => DeliveryMode::Init,
+            6 => DeliveryMode::StartUp,
+            _ => DeliveryMode::ExtInt,
+        }
+    }
+}
+
+/// Which local APICs a message is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Destination {
+    /// The sender.
+    Sender,
+    /// Every APIC.
+    All,
+    /// Every APIC but the sender's.
+    Others,
+    /// The APIC with this id.
+    Physical(u32),
+    /// The APICs whose logical id matches this one (SDM volume 3, 12.6.2.2 and 12.12.10).
+    Logical(u32),
+}
+
+impl Destination {
+    /// Decodes a destination field. An id of all ones is a broadcast, and its width is the sender's: 8 bits from xAPIC mode, an
+    /// I/O APIC or an MSI, 32 from x2APIC mode.
+    pub fn new(id: u32, logical: bool, broadcast: u32) -> Self {
+        match logical {
+            _ if id == broadcast => Destination::All,
+            true => Destination::Logical(id),
+            false => Destination::Physical(id),
+        }
+    }
+}
+
+/// An interrupt on its way to local APICs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// The vector; the page number for [`DeliveryMode::StartUp`].
+    pub vector: u8,
+    /// How it is delivered.
+    pub mode: DeliveryMode,
+    /// Level-triggered: the APIC reports its end of interrupt to I/O APICs.
+    pub level: bool,
+    /// False for a level that ends, which is no interrupt.
+    pub assert: bool,
+    /// Whom it is for.
+    pub destination: Destination,
+}
+
+/// Logical destination mode, in the low word of ICR and I/O APIC entries.
+const LOGICAL: u32 = 1 << 11;
+const ASSERT: u32 = 1 << 14;
+const LEVEL: u32 = 1 << 15;
+/// Logical destination mode, in the address of an MSI.
+const MSI_LOGICAL: u32 = 1 << 2;
+/// The redirection hint, in the address of an MSI.
+const REDIRECTION_HINT: u32 = 1 << 3;
+/// The destination of all APICs in eight bits.
+pub const BROADCAST: u32 = 0xff;
+/// The destination of all APICs in x2APIC mode.
+pub const X2APIC_BROADCAST: u32 = u32::MAX;
+
+impl Message {
+    /// Decodes a write of the ICR (SDM volume 3, 12.6.1). `destination` is 8 bits wide in xAPIC mode, 32 in x2APIC mode.
+    pub fn from_icr(low: u32, destination: u32, x2apic: bool) -> Self {
+        let broadcast = if x2apic { X2APIC_BROADCAST } else { BROADCAST };
+        Message {
+            vector: low as u8,
+            mode: DeliveryMode::of(low),
+            level: low & LEVEL != 0,
+            assert: low & ASSERT != 0,
+            destination: match low >> 18 & 3 {
+                0 => Destination::new(destination, low & LOGICAL != 0, broadcast),
+                1 => Destination::Sender,
+                2 => Destination::All,
+                _ => Destination::Others,
+            },
+        }
+    }
+
+    /// Decodes an MSI: a write of `data` to `address` (SDM volume 3, 12.11). As in KVM, one that ends a level counts as an interrupt,
+    /// and one with the redirection hint goes to one of its destinations. With `extended_ids`, bits 40 to 63 of the address
+    /// are bits 8 to 31 of the destination, as `KVM_X2APIC_API_USE_32BIT_IDS` has it.
+    pub fn from_msi(address: u64, data: u32, extended_ids: bool) -> Self {
+        let low = address as u32;
+        let high = match extended_ids {
+            true => (address >> 32) as u32 & !0xff,
+            false => 0,
+        };
+        let mode = match DeliveryMode::of(data) {
+            DeliveryMode::Fixed if low & REDIRECTION_HINT != 0 => DeliveryMode::LowestPriority,
+            mode => mode,
+        };
+        Message {
+            vector: data as u8,
+            mode,
+            level: data & LEVEL != 0,
+            assert: true,
+            destination: Destination::new(
+                low >> 12 & 0xff | high,
+                low & MSI_LOGICAL != 0,
+                BROADCAST,
+            ),
+        }
+    }
+}

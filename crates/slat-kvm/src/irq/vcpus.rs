@@ -1,0 +1,93 @@
+//! The vCPUs of a VM, and how interrupt messages find them.
+
+use crate::errno::{Result, no_memory};
+use crate::heap;
+use crate::vcpu::VcpuCommon;
+use crate::vm::VmObject;
+use slat::Shared;
+use slat_irqchip::apic_map::ApicMap;
+use slat_irqchip::lapic::Request;
+use slat_irqchip::message::Message;
+use std::ops::Deref;
+
+/// The vCPUs of a VM, by id.
+///
+/// Behind one lock with the map of their APICs' addresses, so that a message takes that lock for reading and then only the APICs it is
+/// for.
+#[derive(Default)]
+pub(crate) struct Vcpus {
+    by_id: Vec<Shared<VcpuCommon>>,
+    /// Finds them by their places in `by_id`. Always has memory for all of them.
+    map: ApicMap,
+}
+
+impl Deref for Vcpus {
+    type Target = [Shared<VcpuCommon>];
+
+    fn deref(&self) -> &Self::Target {
+        &self.by_id
+    }
+}
+
+impl Vcpus {
+    /// Makes room for one more: [`insert`](Self::insert) cannot fail then.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn reserve(&mut self) -> Result<()> {
+        heap::reserve(&mut self.by_id, 1)?;
+        self.map.reserve(self.by_id.len() + 1).map_err(no_memory)
+    }
+
+    /// The place of the vCPU with this id, or where it would be.
+    pub(crate) fn place(&self, id: u32) -> std::result::Result<usize, usize> {
+        self.by_id.binary_search_by_key(&id, |vcpu| vcpu.id)
+    }
+
+    pub(crate) fn insert(&mut self, place: usize, vcpu: Shared<VcpuCommon>) {
+        self.by_id.insert(place, vcpu);
+        self.map_again();
+    }
+
+    fn map_again(&mut self) {
+        let addresses = self.by_id.iter().enumerate().filter_map(|(place, vcpu)| {
+            let address = vcpu.lapic()?.address()?;
+            Some((place, address))
+        });
+        self.map.rebuild(addresses);
+    }
+}
+
+/// What became of a message.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Sent {
+    /// vCPUs that took it, those with the same interrupt pending included.
+    pub(crate) taken: usize,
+    /// vCPUs that will see an interrupt they would not have seen without it.
+    pub(crate) new: usize,
+}
+
+impl VmObject {
+    /// Carries a message from a vCPU, or from a device, to the APICs it is for.
+    pub(crate) fn send_message(&self, from: Option<&VcpuCommon>, message: &Message) -> Sent {
+        let vcpus = self.vcpus();
+        let sender = from.and_then(|from| vcpus.place(from.id).ok());
+        let mut sent = Sent::default();
+        vcpus.map.route(message, sender, |place| {
+            match vcpus[place].deliver(message) {
+                Request::Refused => {}
+                Request::Merged => sent.taken += 1,
+                Request::Pending => {
+                    sent.taken += 1;
+                    sent.new += 1;
+                }
+            }
+        });
+        sent
+    }
+
+    /// Call after a change that may give an APIC another address. No APIC may be locked.
+    pub(crate) fn apic_addresses_changed(&self) {
+        self.vcpus_mut().map_again();
+    }
+}
