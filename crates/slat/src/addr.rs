@@ -84,6 +84,12 @@ impl Gfn {
     pub const fn align_down(self, level: Level) -> Gfn {
         Gfn(self.0 & !(level.pages() - 1))
     }
+
+    /// The frames that one entry of `level` covers around this frame.
+    pub const fn block(self, level: Level) -> Range<Gfn> {
+        let start = self.align_down(level);
+        start..start.add(level.pages())
+    }
 }
 
 impl Hpa {
@@ -176,5 +182,12 @@ mod tests {
         assert_eq!(Level::GIGA.pages(), 512 * 512);
         assert_eq!(Level(4).index(Gfn(1 << 27)), 1);
         assert_eq!(Level::PAGE.index(Gfn(0x1ff)), 511);
+    }
+
+    #[test]
+    fn a_block_is_what_one_entry_covers() {
+        assert_eq!(Gfn(0x3ff).block(Level::PAGE), Gfn(0x3ff)..Gfn(0x400));
+        assert_eq!(Gfn(0x3ff).block(Level::MEGA), Gfn(0x200)..Gfn(0x400));
+        assert_eq!(Gfn(0x200).block(Level::MEGA), Gfn(0x200)..Gfn(0x400));
     }
 }

@@ -57,7 +57,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
                     Ok(()) => Next::Pass,
                     Err(why) => {
                         let (level, gpa) = (at.level.0, at.gfn.gpa());
-                        error = Some(alloc::format!("level {level} leaf at gpa {gpa}: {why}"));
+                        error.get_or_insert_with(|| {
+                            alloc::format!("level {level} leaf at gpa {gpa}: {why}")
+                        });
                         Next::Pass
                     }
                 }
@@ -105,10 +107,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         leaf: &Leaf,
     ) -> Result<(), String> {
         let gfns = slot.gfns();
-        if gfn.add(level.pages()) > gfns.end || gfn < gfns.start {
+        let block = gfn.block(level);
+        if block.end > gfns.end || block.start < gfns.start {
             return Err(alloc::format!("it reaches out of {slot:?}"));
         }
-        if gfn.add(level.pages()) > alike.end {
+        if block.end > alike.end {
             return Err("it is private in part".into());
         }
         if leaf.write && slot.flags().has(SlotFlags::READONLY) {
@@ -157,7 +160,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut error = None;
         set.in_gfns(&(Gfn(0)..Gfn(1 << 48)), |slot| {
             if slot.base() < end {
-                error = Some(alloc::format!("{slot:?} overlaps the one before it"));
+                error.get_or_insert_with(|| alloc::format!("{slot:?} overlaps the one before it"));
             }
             end = slot.gfns().end;
             by_gfn.push(slot.id());
@@ -174,7 +177,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         by_hva.sort_unstable();
         let indexes_agree = by_gfn == by_hva;
         by_gfn.dedup();
-        if !indexes_agree || by_gfn.len() != change.len() {
+        if error.is_none() && (!indexes_agree || by_gfn.len() != change.len()) {
             error = Some(alloc::format!(
                 "{} slots by gfn, {} by backing, {} by id",
                 by_gfn.len(),

@@ -107,8 +107,7 @@ impl<F: Format> World<F> {
     fn flush(&self, gfn: u64, level: Level) -> Flushed {
         let number = self.flushes.begin();
         self.readers.synchronize(|round, _| wait(round));
-        let start = Gfn(gfn).align_down(level);
-        Flushes::done(start..start.add(level.pages()), number)
+        Flushes::done(Gfn(gfn).block(level), number)
     }
 
     /// Takes `gfns` away and flushes, as an operation does in one step.

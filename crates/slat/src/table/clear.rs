@@ -17,11 +17,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     #[inline]
     pub(super) fn may_install(&self, bits: u64, gfn: Gfn, level: Level, own: &Flushed) -> bool {
         // 0 is seen only without the lock: then an exchange for what was seen fails.
-        F::cleared_by(bits).is_none_or(|number| {
-            let start = gfn.align_down(level);
-            let gfns = start..start.add(level.pages());
-            !self.flushes.is_due(&gfns, number, own)
-        })
+        F::cleared_by(bits)
+            .is_none_or(|number| !self.flushes.is_due(&gfn.block(level), number, own))
     }
 
     /// Call after a leaf in `table`, whose lock is held, was broken.
@@ -32,9 +29,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// Whether the leaf of `level` at `gfn`, broken in a table whose lock is held, may be mended by somebody who
     /// has done the flush `own` since he found it broken.
     pub(super) fn may_mend(table: &TableMeta, gfn: Gfn, level: Level, own: &Flushed) -> bool {
-        let start = gfn.align_down(level);
-        let gfns = start..start.add(level.pages());
-        !F::BREAK_BEFORE_MAKE || own.covers(&gfns, table.broken.load(Relaxed))
+        !F::BREAK_BEFORE_MAKE || own.covers(&gfn.block(level), table.broken.load(Relaxed))
     }
 }
 

@@ -91,7 +91,8 @@ impl Default for Flushes {
     }
 }
 
-fn overlap(a: &Range<Gfn>, b: &Range<Gfn>) -> bool {
+/// Whether `a` and `b` have a frame in common. Neither is empty.
+pub(crate) fn overlap(a: &Range<Gfn>, b: &Range<Gfn>) -> bool {
     a.start < b.end && b.start < a.end
 }
 

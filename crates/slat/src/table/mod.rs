@@ -80,7 +80,7 @@ use crate::heap::Shared;
 use crate::platform::{Platform, WaitFor};
 use crate::sync::spin::RawSpinLock;
 
-pub(crate) use flushes::{Debt, Flushed, Flushes};
+pub(crate) use flushes::{Debt, Flushed, Flushes, overlap};
 pub(crate) use map::Mapped;
 pub(crate) use ops::{SplitWalk, Zapped, room_for_broken};
 pub(crate) use walk::{At, Next, Show, Walk};

@@ -155,12 +155,12 @@ impl<P: Platform, F: Format> Tree<P, F> {
         });
     }
 
-    /// Shows `visit` the tables in whose place a leaf could stand, each with its place and its frame, as long
-    /// as it says so; the walk goes on with the one for which it did not.
+    /// Shows `visit` the entries of the range that refer to a table and could be a leaf instead, each with the
+    /// table's frame. `visit` returns how the walk goes on.
     pub(crate) fn visit_tables(
         &self,
         walk: &mut Walk,
-        mut visit: impl FnMut(Gfn, Level, Pfn) -> bool,
+        mut visit: impl FnMut(&At<'_>, Pfn) -> Next,
     ) {
         let range = walk.range();
         self.walk(
@@ -168,41 +168,29 @@ impl<P: Platform, F: Format> Tree<P, F> {
             Show::TABLES,
             &mut |at: &At<'_>| match at.decode::<F>() {
                 Entry::Table(lower) if at.level <= F::MAX_LEAF && at.is_inside(&range) => {
-                    match visit(at.gfn, at.level, lower) {
-                        true => Next::Descend,
-                        false => Next::Stop,
-                    }
+                    visit(at, lower)
                 }
                 _ => Next::Descend,
             },
         );
     }
 
-    /// Takes away tables of the range for which `wanted(gfn, level, frame of the table)` says so; the
-    /// next fault puts a huge leaf, or what then fits, in their place.
+    /// Zaps the tables that [`Self::visit_tables`] visits and for which `wanted(gfn, level, frame of the table)`
+    /// is true; the next fault installs a huge leaf, or what then fits, instead.
     pub(crate) fn zap_tables(
         &self,
         walk: &mut Walk,
         zapped: &mut Zapped,
         mut wanted: impl FnMut(Gfn, Level, Pfn) -> bool,
     ) {
-        let range = walk.range();
-        self.walk(
-            walk,
-            Show::TABLES,
-            &mut |at: &At<'_>| match at.decode::<F>() {
-                Entry::Table(lower)
-                    if at.level <= F::MAX_LEAF
-                        && at.is_inside(&range)
-                        && wanted(at.gfn, at.level, lower) =>
-                {
-                    at.clear::<F>();
-                    zapped.detached.push(&self.table(lower), at.level.below());
-                    Next::Pass
-                }
-                _ => Next::Descend,
-            },
-        );
+        self.visit_tables(walk, |at, table| {
+            if !wanted(at.gfn, at.level, table) {
+                return Next::Descend;
+            }
+            at.clear::<F>();
+            zapped.detached.push(&self.table(table), at.level.below());
+            Next::Pass
+        });
     }
 
     /// Removes all MMIO entries, which no TLB holds: nothing is owed for them.

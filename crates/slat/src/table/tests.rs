@@ -104,8 +104,7 @@ fn tree<F: Format>() -> Tree<Heap, F> {
 
 /// Nobody walks these tables: a flush of the region of `level` around `gfn` ends at once.
 fn flush<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level) -> Flushed {
-    let start = Gfn(gfn).align_down(level);
-    Flushes::done(start..start.add(level.pages()), tree.flushes.begin())
+    Flushes::done(Gfn(gfn).block(level), tree.flushes.begin())
 }
 
 /// Splits the huge leaves of `range`.

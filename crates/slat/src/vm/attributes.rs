@@ -57,12 +57,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
             // Whoever converted them may still be zapping.
             if self.in_progress.is_converting() {
                 drop(changes);
-                for space in &self.spaces {
-                    let mut op = RangeOp::begin(self, space);
-                    op.zap_slots(&gfns);
-                    op.finish();
+                for space in 0..self.spaces.len() {
+                    self.zap(space, gfns.clone());
                 }
-                self.flush_leaving_slots();
             }
             return Ok(());
         };

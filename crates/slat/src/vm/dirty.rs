@@ -29,7 +29,6 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::mem::replace;
 use core::ops::Range;
-use core::ptr;
 
 use super::slot_op::SlotOp;
 use super::{Space, Vm};
@@ -39,7 +38,7 @@ use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::SlotsChange;
 use crate::sync::FairLock;
-use crate::table::{LeafCounts, OutOfMemory};
+use crate::table::OutOfMemory;
 
 /// By what a slot's log knows of writes, and where they are noted.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -224,13 +223,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let log = bitmap_of(&space.slots.change(self.turn_wait()), id)?;
             let _turn = log.turn.lock(self.turn_wait());
             let change = space.slots.change(self.turn_wait());
-            let op = SlotOp::begin(self, space, change, id);
-            // Otherwise it logs elsewhere by now, or no more.
-            if op
-                .log()
-                .is_some_and(|now| ptr::eq::<DirtyLog>(&**now, &*log))
-                && let Some(pages) = op.slot().map(|slot| slot.pages())
-            {
+            let op = SlotOp::begin(self, space, change, id, Some(log.clone()));
+            // `None`: while this waited, the slot began another log, or ended logging, or was deleted.
+            if let Some(pages) = op.slot().map(|slot| slot.pages()) {
                 return then(op, &log, pages);
             }
         }
@@ -263,7 +258,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 return Err(DirtyLogError::BufferTooSmall(log.bits.len()));
             }
             if log.kind == LogKind::DirtyBits {
-                op.harvest_dirty_bits();
+                op.harvest_dirty_bits(log, pages);
             }
             let manual = self.log_mode.manual.load(SeqCst);
             let protects = !manual && log.kind.protects();
@@ -354,7 +349,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         };
         // Nobody has found the log before the lock of `change` is released.
         let _turn = log.turn.lock(self.turn_wait());
-        let mut op = SlotOp::begin(self, space, change, id);
+        let mut op = SlotOp::begin(self, space, change, id, Some(log.clone()));
         let Some(pages) = op.slot().map(|slot| slot.pages()) else {
             return;
         };
@@ -372,7 +367,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Ends logging in slot `id`: tables in whose place a huge leaf could stand go, and the next fault brings it
     /// back. The small leaves that stay become writable by their next write fault.
     pub(super) fn end_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
-        let mut op = SlotOp::begin(self, space, change, id);
+        let mut op = SlotOp::begin(self, space, change, id, None);
         op.collapse();
         op.finish();
     }
@@ -412,23 +407,17 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         self.protect(words.start * 64..words.end * 64, |_| true);
     }
 
-    /// Moves the leaves' dirty bits into the bitmap.
-    fn harvest_dirty_bits(&mut self) {
-        let (Some(log), Some(slot)) = (self.log().cloned(), self.slot()) else {
-            return;
-        };
-        let pages = slot.pages();
-        let mut found = LeafCounts::default();
+    /// Moves the dirty bits of the leaves of all `pages` into the bitmap of `log`.
+    fn harvest_dirty_bits(&mut self, log: &DirtyLog, pages: u64) {
+        let mut found = 0;
         self.walk(0..pages, |tree, slot, walk, taken| {
-            let mut changed = LeafCounts::default();
-            let note = |gfn, level| log.mark_leaf(&slot.gfns(), gfn, level);
-            tree.clear_dirty(walk, |_, _| true, note, &mut changed);
-            for (i, changed) in changed.into_iter().enumerate() {
-                taken.changed[i] += changed;
-                found[i] += changed;
-            }
+            let note = |gfn, level| {
+                log.mark_leaf(&slot.gfns(), gfn, level);
+                found += 1;
+            };
+            tree.clear_dirty(walk, |_, _| true, note, &mut taken.changed);
         });
-        self.counters().dirty_pages.add(found.iter().sum());
+        self.counters().dirty_pages.add(found);
         self.flush();
     }
 }

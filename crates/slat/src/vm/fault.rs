@@ -670,23 +670,19 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Zaps the region of `level` around `gfn`, by what is known of its slot then: it may log by now, and the
     /// leaves' dirty bits go to its log.
     fn zap_as_vcpu(&mut self, gfn: Gfn, level: Level, slept: &mut bool) {
-        let base = gfn.align_down(level);
-        let range = base..base.add(level.pages());
         self.outside(slept, |vcpu| {
             let mut op = RangeOp::begin(vcpu.vm(), vcpu.space());
-            op.zap_slots(&range);
+            op.zap_slots(&gfn.block(level));
             op.finish();
         });
     }
 
     /// Flushes the region of `level` around `gfn`, and remembers that.
     fn flush_as_vcpu(&mut self, gfn: Gfn, level: Level, slept: &mut bool) {
-        let base = gfn.align_down(level);
-        let range = base..base.add(level.pages());
         let flushed = self.outside(slept, |vcpu| {
             let counters = vcpu.counters();
             counters.remote_tlb_flush_requests.add(1);
-            vcpu.vm().flush(range, Stale::ANYTHING, counters)
+            vcpu.vm().flush(gfn.block(level), Stale::ANYTHING, counters)
         });
         self.set_flushed(flushed);
     }

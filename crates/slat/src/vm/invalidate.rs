@@ -28,6 +28,7 @@ use crate::format::Format;
 use crate::platform::{Platform, Stale, WaitFor};
 use crate::slots::Place;
 use crate::sync::{SpinLock, held};
+use crate::table::overlap;
 
 /// What a fault knew when it began.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -264,9 +265,23 @@ impl<P: Platform, F: Format> Vm<P, F> {
         // They are zapped. Who has zapped them may not have flushed yet, and is not waited for: it may be
         // interrupting CPUs, and this be one of them.
         if let Some(gfns) = self.flushes.due_of_leaving() {
-            let mut section = self.section();
-            self.flush(gfns, Stale::ANYTHING, section.end());
+            self.flush_zapped_by_others(gfns);
         }
+    }
+
+    /// Call after a slot was published at `gfns`. Another slot may have left them, and the operation that zapped
+    /// it not have flushed yet: that operation waits for nobody, but the caller may rely on the new slot.
+    pub(super) fn flush_slots_that_left(&self, gfns: &Range<Gfn>) {
+        let due = self.flushes.due_of_leaving();
+        if due.is_some_and(|due| overlap(&due, gfns)) {
+            self.flush_zapped_by_others(gfns.clone());
+        }
+    }
+
+    /// Flushes `gfns`. Others have zapped there, and nothing is known of what.
+    fn flush_zapped_by_others(&self, gfns: Range<Gfn>) {
+        let mut section = self.section();
+        self.flush(gfns, Stale::ANYTHING, section.end());
     }
 
     /// Whether a slot uses a page of `range` now.

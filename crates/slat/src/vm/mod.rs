@@ -243,8 +243,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         let mut level = host.min(F::MAX_LEAF);
         while level > Level::PAGE {
-            let base = gfn.align_down(level);
-            let inside = gfns.start <= base && base.add(level.pages()) <= gfns.end;
+            let block = gfn.block(level);
+            let inside = gfns.start <= block.start && block.end <= gfns.end;
             let congruent = (gfn.0 ^ pfn.0) & (level.pages() - 1) == 0;
             if inside && congruent {
                 break;

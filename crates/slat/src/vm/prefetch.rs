@@ -175,7 +175,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             && let Some(slot) = SlotFacts::of(slot, gfn, &set.private)
         {
             let end = end.min(slot.gfns.end);
-            let table_end = gfn.align_down(Level::MEGA).add(Level::MEGA.pages());
+            let table_end = gfn.block(Level::MEGA).end;
             // One table for each 2 MiB that are left, taken from the platform by the batch.
             let tables = (end.0 - gfn.0).div_ceil(Level::MEGA.pages()) as usize;
             self.fill_frames_for(tables);
@@ -185,7 +185,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             }
         }
         let level = self.prefault_page(gpa)?.level;
-        Ok(gfn.align_down(level).add(level.pages()).gpa())
+        Ok(gfn.block(level).end.gpa())
     }
 }
 

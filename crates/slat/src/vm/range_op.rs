@@ -329,7 +329,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
         counters.split_entries_visited.add(walk.entries - before);
         let mut flushed = match (broken.first(), broken.last()) {
-            (Some((first, _)), Some((last, level))) => self.void(*first..last.add(level.pages())),
+            (Some((first, _)), Some((last, level))) => self.void(*first..last.block(*level).end),
             _ => return,
         };
         while let Some((gfn, level)) = broken.pop() {
@@ -337,7 +337,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
                 path.flushed = flushed.clone();
                 space.tree.get(self.inside()).mend(gfn, level, path)
             }) {
-                flushed = self.void(gfn..gfn.add(level.pages()));
+                flushed = self.void(gfn.block(level));
             }
         }
     }

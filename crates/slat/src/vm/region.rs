@@ -1,13 +1,11 @@
 //! Slot changes as invalidations: publish the new set, raise the sequence, zap, flush, return. A fault
 //! that looked the old set up cannot install any more.
 
-use core::ops::Range;
-
 use super::{RangeOp, Space, Vm};
 use crate::addr::{Gfn, Gpa, PAGE_SHIFT};
 use crate::format::Format;
 use crate::heap::Shared;
-use crate::platform::{Platform, Stale};
+use crate::platform::Platform;
 use crate::slots::{Change, OwnedSlot, Region, RegionError, SlotFlags, SlotsChange, plan};
 use crate::table::{Tree, Walk};
 
@@ -43,7 +41,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Change::Create => {
                 change.replace(id, new, &self.readers)?;
                 self.forget_old_mmio(space, &change);
-                self.flush_where_slots_left(&gfns);
+                self.flush_slots_that_left(&gfns);
             }
             Change::Delete | Change::Move => {
                 let mut op = RangeOp::begin(self, space);
@@ -71,7 +69,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 op.finish();
                 replaced?;
                 if plan == Change::Move {
-                    self.flush_where_slots_left(&gfns);
+                    self.flush_slots_that_left(&gfns);
                 }
             }
             Change::Flags => {
@@ -87,20 +85,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
             }
         }
         Ok(())
-    }
-
-    /// Call after a slot was published at `gfns`. Another one may have left them, and its owner not have flushed
-    /// yet: that owner waits for nobody, but the caller may rely on the new slot.
-    fn flush_where_slots_left(&self, gfns: &Range<Gfn>) {
-        let overlaps = |due: &Range<Gfn>| due.start < gfns.end && gfns.start < due.end;
-        if self
-            .flushes
-            .due_of_leaving()
-            .is_some_and(|due| overlaps(&due))
-        {
-            let mut section = self.section();
-            self.flush(gfns.clone(), Stale::ANYTHING, section.end());
-        }
     }
 
     /// After a set was published, before its lock is released. Where the generation has wrapped around as far as

@@ -15,7 +15,7 @@ use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::{Memslot, SlotsChange};
 use crate::stats::Counters;
-use crate::table::{FrameCache, Tree, Walk, room_for_broken};
+use crate::table::{FrameCache, Next, Tree, Walk, room_for_broken};
 
 /// An operation on the slot `id` of an address space, as long as that logs to `log`, or does not log. Pages are
 /// counted from the begin of the slot.
@@ -29,25 +29,22 @@ pub(super) struct SlotOp<'a, P: Platform, F: Format> {
 }
 
 impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
-    /// Begins with the first step. `change` was begun in `space`.
+    /// Begins with the first step, on the slot `id` as long as it logs to `log`, or does not log if that is
+    /// `None`. `change` was begun in `space`.
     pub(super) fn begin(
         vm: &'a Vm<P, F>,
         space: &'a Space<P, F>,
         change: SlotsChange<'a>,
         id: u32,
+        log: Option<Shared<DirtyLog>>,
     ) -> Self {
         SlotOp {
             vm,
             op: RangeOp::begin(vm, space),
             id,
-            log: change.by_id(id).and_then(|slot| slot.share_log()),
+            log,
             change: Some(change),
         }
-    }
-
-    /// The log that it is about.
-    pub(super) fn log(&self) -> Option<&Shared<DirtyLog>> {
-        self.log.as_ref()
     }
 
     pub(super) fn counters(&self) -> &Counters {
@@ -159,13 +156,13 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
             let mut walk = Walk::new(base.add(at)..base.add(pages));
             self.op.about(&walk.range());
             self.op.once(&mut walk, |tree, walk, _, _| {
-                tree.visit_tables(walk, |gfn, level, _| {
-                    let fits = count < SOME;
-                    if fits {
-                        tables[count] = (gfn, level);
-                        count += 1;
-                    }
-                    fits
+                tree.visit_tables(walk, |at, _| {
+                    let Some(table) = tables.get_mut(count) else {
+                        return Next::Stop;
+                    };
+                    *table = (at.gfn, at.level);
+                    count += 1;
+                    Next::Descend
                 });
             });
             let next = walk.at().0 - base.0;
@@ -183,9 +180,9 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
             if let Some((first, _)) = tables.first() {
                 let end = tables
                     .iter()
-                    .map(|(gfn, level)| gfn.0 + level.pages())
+                    .map(|(gfn, level)| gfn.block(*level).end)
                     .max();
-                let hull = first.0 - base.0..end.unwrap_or(first.0) - base.0;
+                let hull = first.0 - base.0..end.unwrap_or(*first).0 - base.0;
                 self.walk(hull, |tree, _, walk, taken| {
                     tree.zap_tables(walk, &mut taken.zapped, |gfn, level, _| {
                         tables.contains(&(gfn, level))
