@@ -10,7 +10,8 @@
 //! * [`FailingHeap`]: a heap whose n-th allocation fails;
 //! * [`Witness`]: what several threads may still use, checked at each use.
 //!
-//! Without the feature `std` there is [`Tlb`] alone: the monitors in `metal` watch their walkers with it.
+//! Without the feature `std` there are only [`Tlb`], with which the monitors in `metal` watch their walkers, and
+//! [`Lock`].
 #![cfg_attr(not(feature = "std"), no_std)]
 
 extern crate alloc;
@@ -18,6 +19,7 @@ extern crate alloc;
 mod lock;
 mod tlb;
 
+pub use lock::Lock;
 pub use tlb::Tlb;
 
 #[cfg(feature = "std")]

@@ -1,19 +1,29 @@
-//! The lock of [`crate::Tlb`]: std's, and where there is no std a spin lock.
+//! A lock that needs no std: std's mutex, or a spin lock without the feature `std`.
 
 #[cfg(feature = "std")]
-pub(crate) use hosted::Lock;
+pub use hosted::Lock;
 #[cfg(not(feature = "std"))]
-pub(crate) use spinning::Lock;
+pub use spinning::Lock;
 
 #[cfg(feature = "std")]
 mod hosted {
     use std::sync::{Mutex, MutexGuard};
 
+    /// Data under a lock: std's mutex.
     #[derive(Default)]
-    pub(crate) struct Lock<T>(Mutex<T>);
+    pub struct Lock<T>(Mutex<T>);
 
     impl<T> Lock<T> {
-        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        /// An open lock.
+        pub const fn new(data: T) -> Self {
+            Lock(Mutex::new(data))
+        }
+
+        /// Waits for the lock, and holds it until the guard is dropped.
+        ///
+        /// # Panics
+        /// If a thread has panicked while it held the lock.
+        pub fn lock(&self) -> MutexGuard<'_, T> {
             self.0.lock().unwrap()
         }
     }
@@ -26,9 +36,10 @@ mod spinning {
     use core::ops::{Deref, DerefMut};
     use core::sync::atomic::{AtomicBool, Ordering::*};
 
-    /// For CPUs that nobody takes away from who holds it.
+    /// Data under a lock: a spin lock, to be held for a few instructions, by CPUs that are never taken from the
+    /// thread that holds it.
     #[derive(Default)]
-    pub(crate) struct Lock<T> {
+    pub struct Lock<T> {
         held: AtomicBool,
         data: UnsafeCell<T>,
     }
@@ -37,7 +48,16 @@ mod spinning {
     unsafe impl<T: Send> Sync for Lock<T> {}
 
     impl<T> Lock<T> {
-        pub(crate) fn lock(&self) -> Guard<'_, T> {
+        /// An open lock.
+        pub const fn new(data: T) -> Self {
+            Lock {
+                held: AtomicBool::new(false),
+                data: UnsafeCell::new(data),
+            }
+        }
+
+        /// Waits for the lock, and holds it until the guard is dropped.
+        pub fn lock(&self) -> Guard<'_, T> {
             while self.held.swap(true, Acquire) {
                 spin_loop();
             }
@@ -45,7 +65,8 @@ mod spinning {
         }
     }
 
-    pub(crate) struct Guard<'a, T>(&'a Lock<T>);
+    /// The right to use the data of a [`Lock`].
+    pub struct Guard<'a, T>(&'a Lock<T>);
 
     impl<T> Deref for Guard<'_, T> {
         type Target = T;

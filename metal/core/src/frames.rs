@@ -1,19 +1,17 @@
 //! Frames for page tables: a stretch of memory whose first pages hold what the engine keeps beside
 //! each frame, so that both are found from a frame's number by arithmetic.
 
-use core::cell::UnsafeCell;
-use core::hint::spin_loop;
-use core::ops::{Deref, DerefMut, Range};
+use core::ops::Range;
 use core::ptr::{self, NonNull};
-use core::sync::atomic::{AtomicBool, Ordering::*};
 
 use slat::{Entries, Hpa, PAGE_SIZE, Pfn, TableMeta};
+use slat_model::Lock;
 
 /// An allocator of table frames.
 pub(crate) struct Frames {
     /// Begins with the array of [`TableMeta`], one for each frame of the range.
     all: Range<Pfn>,
-    free: Spin<Free>,
+    free: Lock<Free>,
 }
 
 struct Free {
@@ -31,7 +29,7 @@ impl Frames {
         let frames = all.end.0 - all.start.0;
         let reserved = (frames * size_of::<TableMeta>() as u64).div_ceil(PAGE_SIZE);
         Frames {
-            free: Spin::new(Free {
+            free: Lock::new(Free {
                 fresh: all.start.0 + reserved..all.end.0,
                 list: 0,
                 used: 0,
@@ -114,53 +112,5 @@ impl Free {
         // SAFETY: the frame is free: its memory is the allocator's.
         unsafe { ptr::write(frame.hpa().0 as *mut u64, self.list) };
         self.list = frame.0;
-    }
-}
-
-/// Data behind a spin lock, for a few instructions at a time.
-pub(crate) struct Spin<T> {
-    held: AtomicBool,
-    data: UnsafeCell<T>,
-}
-
-// SAFETY: the data is reached only through a guard, and there is one guard at a time.
-unsafe impl<T: Send> Sync for Spin<T> {}
-
-impl<T> Spin<T> {
-    pub(crate) const fn new(data: T) -> Self {
-        Spin {
-            held: AtomicBool::new(false),
-            data: UnsafeCell::new(data),
-        }
-    }
-
-    pub(crate) fn lock(&self) -> Guard<'_, T> {
-        while self.held.swap(true, Acquire) {
-            spin_loop();
-        }
-        Guard(self)
-    }
-}
-
-pub(crate) struct Guard<'a, T>(&'a Spin<T>);
-
-impl<T> Deref for Guard<'_, T> {
-    type Target = T;
-    fn deref(&self) -> &T {
-        // SAFETY: this guard holds the lock.
-        unsafe { &*self.0.data.get() }
-    }
-}
-
-impl<T> DerefMut for Guard<'_, T> {
-    fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: this guard holds the lock, and `&mut self` makes the reference the only one.
-        unsafe { &mut *self.0.data.get() }
-    }
-}
-
-impl<T> Drop for Guard<'_, T> {
-    fn drop(&mut self) {
-        self.0.held.store(false, Release);
     }
 }

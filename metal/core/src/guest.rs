@@ -9,8 +9,8 @@ use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::*};
 
 use slat::{Access, Gpa, Hpa, Stop, Vcpu, Vm};
 
-use crate::frames::Spin;
 use crate::{Cause, Command, Cpu, Exit, Host, Machine, Op};
+use slat_model::Lock;
 
 pub(crate) type Tables<M> = <<M as Machine>::Cpu as Cpu>::Format;
 pub(crate) type GuestVm<M> = Arc<Vm<Host<M>, Tables<M>>>;
@@ -116,7 +116,7 @@ struct State<M: Machine> {
     /// Of all results.
     largest: AtomicU32,
     /// When it has ended.
-    outcome: Spin<Option<Result<Guest<M>, String>>>,
+    outcome: Lock<Option<Result<Guest<M>, String>>>,
 }
 
 impl<M: Machine> Beside<M> {
@@ -129,7 +129,7 @@ impl<M: Machine> Beside<M> {
             passes: AtomicU64::new(0),
             result: AtomicU32::new(0),
             largest: AtomicU32::new(0),
-            outcome: Spin::new(None),
+            outcome: Lock::new(None),
         });
         let beside = Beside {
             state: state.clone(),

@@ -6,10 +6,10 @@ use core::ptr;
 
 use slat::Hpa;
 
-use crate::frames::Spin;
+use slat_model::Lock;
 
 /// For `#[global_allocator]`. Empty until [`Heap::give`].
-pub struct Heap(Spin<Blocks>);
+pub struct Heap(Lock<Blocks>);
 
 struct Blocks {
     /// Never used so far.
@@ -21,7 +21,7 @@ struct Blocks {
 impl Heap {
     /// No memory yet.
     pub const fn new() -> Self {
-        Heap(Spin::new(Blocks {
+        Heap(Lock::new(Blocks {
             fresh: 0..0,
             free: [0; usize::BITS as usize],
         }))

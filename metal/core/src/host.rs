@@ -12,10 +12,10 @@ use slat::{
     Access, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, MemoryType, PAGE_SIZE, Pfn, Platform,
     ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
-use slat_model::Tlb;
+use slat_model::{Lock, Tlb};
 
 use crate::bench::{GIB, MIB};
-use crate::frames::{Frames, Spin};
+use crate::frames::Frames;
 use crate::guest::{GuestVm, Tables};
 use crate::{Heap, Machine, Memory};
 
@@ -36,7 +36,7 @@ pub struct Host<M> {
     /// What the walkers may have cached, for a scenario that asks for it.
     tlb: Tlb,
     /// A table that was freed while a walker could reach it.
-    freed_too_early: Spin<Option<String>>,
+    freed_too_early: Lock<Option<String>>,
     /// How long a flush waits before it flushes.
     delay: AtomicU32,
     machine: PhantomData<fn() -> M>,
@@ -68,7 +68,7 @@ impl<M: Machine> Host<M> {
             replaced: AtomicU64::new(0),
             replacement: AtomicU64::new(0),
             tlb: Tlb::default(),
-            freed_too_early: Spin::new(None),
+            freed_too_early: Lock::new(None),
             delay: AtomicU32::new(0),
             machine: PhantomData,
         })

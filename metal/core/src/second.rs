@@ -5,13 +5,13 @@ use core::hint::spin_loop;
 use core::sync::atomic::{AtomicBool, Ordering::*};
 
 use crate::Cpu;
-use crate::frames::Spin;
+use slat_model::Lock;
 
 type Job<C> = Box<dyn FnOnce(&mut C) + Send>;
 
 /// Where one CPU leaves work for another.
 pub struct Second<C> {
-    job: Spin<Option<Job<C>>>,
+    job: Lock<Option<Job<C>>>,
     /// From when a job was left until it is done.
     busy: AtomicBool,
 }
@@ -20,7 +20,7 @@ impl<C: Cpu> Second<C> {
     /// Nothing to do.
     pub const fn new() -> Self {
         Second {
-            job: Spin::new(None),
+            job: Lock::new(None),
             busy: AtomicBool::new(false),
         }
     }
