@@ -1,43 +1,22 @@
 //! What the mechanisms of the memory system are there for, by the counts they promise, one mechanism a
 //! test, each on every format. Take the mechanism away, and its test fails.
 
+#[macro_use]
+mod common;
+
 use std::ops::Range;
 use std::sync::Arc;
 
-use slat::format::{Entry, Npt, Stage2, Sv39x4, Sv48x4, X86};
+use slat::format::Entry;
 use slat::{
     Access::{self, *},
-    Config, Ept, Format, Gfn, Gpa, Level, Region, SlotFlags, Stats, Stop, Translation, Vcpu, Vm,
+    Config, Format, Gfn, Gpa, Level, Region, SlotFlags, Stats, Stop, Translation, Vcpu, Vm,
 };
 use slat_model::{HostChange, HostMemory, RingClient, SimPlatform};
 
 const MIB2: u64 = 512;
 const GIB1: u64 = 1 << 18;
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
-
-macro_rules! on_every_format {
-    ($($test:ident,)*) => {$(
-        mod $test {
-            use super::*;
-            #[test]
-            fn ept() { super::$test::<Ept>() }
-            #[test]
-            fn npt() { super::$test::<Npt>() }
-            #[test]
-            fn x86_with_5_levels() { super::$test::<X86<5>>() }
-            #[test]
-            fn stage_2() { super::$test::<Stage2<48>>() }
-            #[test]
-            fn stage_2_with_a_concatenated_root() { super::$test::<Stage2<40>>() }
-            #[test]
-            fn stage_2_with_hardware_dirty_state() { super::$test::<Stage2<48, true>>() }
-            #[test]
-            fn sv39x4() { super::$test::<Sv39x4>() }
-            #[test]
-            fn sv48x4() { super::$test::<Sv48x4>() }
-        }
-    )*};
-}
 
 on_every_format! {
     a_fault_maps_the_leading_and_the_trailing_pages_of_its_window,

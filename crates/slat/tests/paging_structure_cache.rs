@@ -1,37 +1,19 @@
 //! The paging-structure cache of a vCPU: which look-ups begin in a cached table, after what none does, and that
 //! no page is used through a table that was detached longer than the protocol allows.
 
+#[macro_use]
+mod common;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::thread;
 
-use slat::format::{Npt, Stage2, Sv48x4, X86};
 use slat::{
     Access::{self, *},
-    Config, Ept, Format, Gfn, Gpa, Hpa, Hva, Level, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
+    Config, Format, Gfn, Gpa, Hpa, Hva, Level, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
 };
 use slat_model::{Event, HostChange, HostMemory, SimPlatform};
-
-macro_rules! on_every_format {
-    ($($test:ident,)*) => {$(
-        mod $test {
-            use super::*;
-            #[test]
-            fn ept() { super::$test::<Ept>() }
-            #[test]
-            fn npt() { super::$test::<Npt>() }
-            #[test]
-            fn x86_with_5_levels() { super::$test::<X86<5>>() }
-            #[test]
-            fn stage_2() { super::$test::<Stage2<48>>() }
-            #[test]
-            fn stage_2_with_a_concatenated_root() { super::$test::<Stage2<40>>() }
-            #[test]
-            fn sv48x4() { super::$test::<Sv48x4>() }
-        }
-    )*};
-}
 
 on_every_format! {
     a_second_look_up_in_a_table_reads_no_other_table,
