@@ -8,7 +8,7 @@ use slat_kvm::ioctl::{Answer, Object};
 use slat_kvm::{IoEventAddress, Kvm, SyncReg, VcpuExit, VmFd, abi};
 use std::collections::BTreeMap;
 
-/// What is claimed, and how it is used.
+/// A capability, and a function that uses it, with the value that KVM_CHECK_EXTENSION returns as argument.
 type Use = (u32, fn(i32));
 
 fn enable(vm: &VmFd, cap: u32, arg: u64) -> i32 {

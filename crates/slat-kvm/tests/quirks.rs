@@ -10,7 +10,7 @@ use std::arch::x86_64::__cpuid;
 const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
 const VMMCALL: [u8; 3] = [0x0f, 0x01, 0xd9];
 const MONITOR_MWAIT: [u8; 6] = [0x0f, 0x01, 0xc8, 0x0f, 0x01, 0xc9];
-/// Where the handler of #UD stands, which halts.
+/// Address of the handler of #UD, which halts.
 const UNDEFINED: u64 = 0x1800;
 
 fn disable(vm: &VmFd, quirks: u32) -> Result<(), i32> {

@@ -44,7 +44,8 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     }) as c_int
 }
 
-/// Whether the kernel answers a request for any descriptor, before the file behind it is asked: ioctl(2).
+/// Whether the kernel handles `request` itself, for any descriptor, and does not pass it to the file that the
+/// descriptor refers to: ioctl(2).
 fn is_any_files(request: u32) -> bool {
     [libc::FIOCLEX, libc::FIONCLEX, libc::FIONBIO].contains(&c_ulong::from(request))
 }

@@ -359,7 +359,8 @@ interpose! {
             // SAFETY: a struct of integers; the address is the caller's.
             return unsafe { give(to, look.map(Look::statx)) };
         }
-        // SAFETY: the caller's. What is corrected the kernel has just filled in.
+        // SAFETY: the client's arguments go to the kernel as they are; `*to` is accessed only after the kernel has
+        // filled it in.
         unsafe {
             let answer = call!(libc::SYS_statx, directory, path, flags, mask, to) as c_int;
             if answer == 0

@@ -66,7 +66,7 @@ pub const PT: u64 = 0x8000;
 pub const GDT: u64 = 0x9000;
 /// Gates.
 pub const IDT: u64 = 0xa000;
-/// A task, of which only the stacks matter, and some zeroes behind it.
+/// The task-state segment, of which the guest uses only the stack pointers, and some zeroes after it.
 pub const TSS: u64 = 0xb000;
 /// Where vCPUs begin, a page each.
 pub const CODE: u64 = 0xc000;

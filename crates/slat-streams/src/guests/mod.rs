@@ -171,7 +171,7 @@ struct Guest {
     mode: Mode,
     slots: Vec<Slot>,
     vcpus: Vec<(VcpuFd, Conduct)>,
-    /// What is done beside the vCPUs.
+    /// Numbers that choose what the main thread does while the vCPUs run: see [`disturb`].
     beside: Vec<u64>,
     irqchip: bool,
 }

@@ -63,8 +63,8 @@ impl Histogram {
     /// The time that a call would not exceed at `share` of all moments at which it may come, if the calls
     /// came one right after the other; `None` without a call.
     ///
-    /// A call of a second among a thousand of a millisecond is one in a thousand calls, but half of the
-    /// moments are in it: whoever comes then waits for what is left of it.
+    /// A call of a second among a thousand calls of a millisecond is one call in a thousand, but half of the
+    /// moments lie in that call: a caller who arrives then waits until that call ends.
     pub(super) fn quantile_of_moments(&self, share: f64) -> Option<Duration> {
         let steps: Vec<_> = self.steps().collect();
         let all: f64 = steps.iter().map(|(time, n)| *time as f64 * *n as f64).sum();
