@@ -10,6 +10,8 @@
 //! | [`message`] | an interrupt on its way to local APICs: from an ICR, an MSI, an I/O APIC |
 //! | [`lapic`] | the local APIC of one CPU |
 //! | [`apic_map`] | which local APICs a message is for, without asking each |
+//! | [`mod@line`] | input lines with several sources, and what became of a change |
+//! | [`pic`] | the pair of 8259A |
 
 #![no_std]
 
@@ -19,4 +21,8 @@ extern crate std;
 
 pub mod apic_map;
 pub mod lapic;
+pub mod line;
 pub mod message;
+pub mod pic;
+#[cfg(test)]
+mod random;

@@ -1,0 +1,55 @@
+//! Interrupt lines that several sources share, and what became of a change of one.
+
+/// What a change of an interrupt line brought about at one controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The line is high, but masked, or it is a level that waits for the end of the interrupt before it.
+    Ignored,
+    /// The line is high, and its earlier interrupt is still pending: the two are one.
+    Coalesced,
+    /// The line is high, and this many CPUs have a new interrupt pending. 0: no local APIC accepted the message.
+    Delivered(usize),
+    /// The line is low, which is no interrupt.
+    Lowered,
+}
+
+impl Outcome {
+    /// Returns the number that `KVM_IRQ_LINE_STATUS` has for this outcome. KVM counts a lowered line as 1.
+    pub fn status(self) -> i32 {
+        match self {
+            Outcome::Ignored => -1,
+            Outcome::Coalesced => 0,
+            Outcome::Delivered(cpus) => i32::try_from(cpus).unwrap_or(i32::MAX),
+            Outcome::Lowered => 1,
+        }
+    }
+}
+
+/// The input lines of a controller. A line is high while at least one of its sources holds it high.
+#[derive(Clone, Debug)]
+pub(crate) struct Lines<const N: usize> {
+    /// For each line, the sources that hold it high, by bit.
+    held: [u64; N],
+}
+
+impl<const N: usize> Lines<N> {
+    pub(crate) const fn new() -> Self {
+        Lines { held: [0; N] }
+    }
+
+    /// Lets `source` (modulo 64) hold `line` high, or no longer hold it. Returns the level of the line.
+    pub(crate) fn set(&mut self, line: usize, source: u8, level: bool) -> bool {
+        let bit = 1 << (source & 63);
+        match level {
+            true => self.held[line] |= bit,
+            false => self.held[line] &= !bit,
+        }
+        self.held[line] != 0
+    }
+
+    /// Lets none of `sources` hold `line` any longer. Returns whether the line fell.
+    pub(crate) fn lower(&mut self, line: usize, sources: u64) -> bool {
+        self.held[line] &= !sources;
+        sources != 0 && self.held[line] == 0
+    }
+}

@@ -1,0 +1,214 @@
+//! The pair of 8259A interrupt controllers of a PC, with the edge/level registers of its chipset.
+//!
+//! The slave's output is input 2 of the master. As in KVM, the master latches a request of the slave like an edge: when the
+//! slave withdraws it before the CPU acknowledges, the CPU gets the slave's spurious interrupt, 15.
+//!
+//! The guest ends an interrupt with a command, or tells the controller to end it by itself. Calls that can end interrupts return
+//! their lines, because others wait for that: the resamplefds of `KVM_IRQFD`, the next tick of the 8254.
+//!
+//! What there is not: a single 8259A, and level-triggered mode for all inputs at once (ICW1's SNGL and LTIM). KVM has neither.
+
+mod i8259;
+#[cfg(test)]
+mod tests;
+
+use crate::line::{Lines, Outcome};
+pub use i8259::PicState;
+
+/// Lines of the pair.
+pub const LINES: usize = 16;
+/// The master's input that the slave's output drives.
+const CASCADE: u8 = 2;
+/// The input whose vector the CPU gets when no input has a request.
+const SPURIOUS: u8 = 7;
+/// The lines that the edge/level registers can make level-triggered: all but 0, 1, 2, 8 and 13.
+const ELCR_MASK: [u8; 2] = [0xf8, 0xde];
+
+/// One controller of the pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chip {
+    /// Lines 0 to 7.
+    Master,
+    /// Lines 8 to 15.
+    Slave,
+}
+
+/// What a register of the pair's ports is.
+#[derive(Clone, Copy)]
+enum Register {
+    Command,
+    Data,
+    EdgeLevel,
+}
+
+/// What the CPU gets when it acknowledges the pair's interrupt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Acknowledged {
+    /// The vector.
+    pub vector: u8,
+    /// The lines, by bit, whose interrupt ended at once (automatic end of interrupt).
+    pub ended: u16,
+}
+
+/// What a write of a port changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Change {
+    /// The lines, by bit, whose interrupt ended.
+    pub ended: u16,
+    /// The lines, by bit, that were masked and are not any longer.
+    pub unmasked: u16,
+}
+
+/// The two controllers.
+#[derive(Clone, Debug)]
+pub struct Pics {
+    /// Master and slave.
+    chips: [PicState; 2],
+    lines: Lines<LINES>,
+}
+
+impl Default for Pics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Pics {
+    /// Creates the pair as after reset.
+    pub const fn new() -> Self {
+        Pics {
+            chips: [PicState::new(ELCR_MASK[0]), PicState::new(ELCR_MASK[1])],
+            lines: Lines::new(),
+        }
+    }
+
+    /// Lets `source` (modulo 64) hold line `irq` high, or no longer hold it. A line that is high already has no edge, which is
+    /// [`Outcome::Coalesced`]; `KVM_IRQ_LINE_STATUS` counts it as 1.
+    pub fn set_line(&mut self, irq: usize, source: u8, level: bool) -> Outcome {
+        if irq >= LINES {
+            return Outcome::Ignored;
+        }
+        let level = self.lines.set(irq, source, level);
+        let outcome = self.chips[irq >> 3].set_input(irq as u8 & 7, level);
+        self.cascade();
+        outcome
+    }
+
+    /// Returns whether the pair asks the CPU for an interrupt now: its INTR line. Ask after every other call.
+    pub fn output(&self) -> bool {
+        self.request(Chip::Master).is_some()
+    }
+
+    /// Acknowledges the interrupt that [`output`](Self::output) asks for. The vector is that of a spurious interrupt if there is
+    /// none any longer.
+    pub fn acknowledge(&mut self) -> Acknowledged {
+        let [master, slave] = &mut self.chips;
+        let mut vector = master.irq_base.wrapping_add(SPURIOUS);
+        let mut ended = 0;
+        if let Some(input) = master.request(Some(CASCADE)) {
+            vector = master.irq_base.wrapping_add(input);
+            ended = u16::from(master.acknowledge(input));
+            if input == CASCADE {
+                let input = slave.request(None);
+                vector = slave.irq_base.wrapping_add(input.unwrap_or(SPURIOUS));
+                ended |= input.map_or(0, |input| u16::from(slave.acknowledge(input)) << 8);
+            }
+        }
+        self.cascade();
+        Acknowledged { vector, ended }
+    }
+
+    fn request(&self, chip: Chip) -> Option<u8> {
+        let cascade = (chip == Chip::Master).then_some(CASCADE);
+        self.chips[chip as usize].request(cascade)
+    }
+
+    /// Passes the slave's request on to the master. Call after every change.
+    fn cascade(&mut self) {
+        if self.request(Chip::Slave).is_some() {
+            self.chips[0].latch(CASCADE);
+        }
+    }
+
+    fn register(port: u16) -> Option<(Chip, Register)> {
+        match port {
+            0x20 => Some((Chip::Master, Register::Command)),
+            0x21 => Some((Chip::Master, Register::Data)),
+            0xa0 => Some((Chip::Slave, Register::Command)),
+            0xa1 => Some((Chip::Slave, Register::Data)),
+            0x4d0 => Some((Chip::Master, Register::EdgeLevel)),
+            0x4d1 => Some((Chip::Slave, Register::EdgeLevel)),
+            _ => None,
+        }
+    }
+
+    /// Returns whether `port` is one of the pair's. All of them are 8 bits wide.
+    pub fn answers(port: u16) -> bool {
+        Self::register(port).is_some()
+    }
+
+    /// Reads a port: its value and the lines, by bit, whose interrupt ended. Only a poll ends any, and only with automatic end of
+    /// interrupt: as the data sheet has it, a poll acknowledges. KVM's poll ends the interrupt, too.
+    pub fn read(&mut self, port: u16) -> (u8, u16) {
+        let Some((chip, register)) = Self::register(port) else {
+            return (0xff, 0);
+        };
+        let state = &mut self.chips[chip as usize];
+        let data = match register {
+            Register::Command => false,
+            Register::Data => true,
+            Register::EdgeLevel => return (state.elcr, 0),
+        };
+        let polled_slave = chip == Chip::Slave && state.poll != 0;
+        let cascade = (chip == Chip::Master).then_some(CASCADE);
+        let (value, ended) = state.read(data, cascade);
+        if polled_slave {
+            // The slave's request is served, or there is none: the CPU need not hear of it.
+            self.chips[0].irr &= !(1 << CASCADE);
+        }
+        self.cascade();
+        (value, chip.lines(ended))
+    }
+
+    /// Writes a port.
+    pub fn write(&mut self, port: u16, value: u8) -> Change {
+        let Some((chip, register)) = Self::register(port) else {
+            return Change::default();
+        };
+        let state = &mut self.chips[chip as usize];
+        let masked = state.imr;
+        let mut ended = 0;
+        match register {
+            Register::Command => ended = state.write_command(value),
+            Register::Data => state.write_data(value),
+            Register::EdgeLevel => state.write_elcr(value),
+        }
+        let unmasked = masked & !state.imr;
+        self.cascade();
+        Change {
+            ended: chip.lines(ended),
+            unmasked: chip.lines(unmasked),
+        }
+    }
+
+    /// Returns the registers of one controller: what [`restore`](Self::restore) takes.
+    pub fn save(&self, chip: Chip) -> PicState {
+        self.chips[chip as usize]
+    }
+
+    /// Sets the registers of one controller. The levels of its lines stay.
+    pub fn restore(&mut self, chip: Chip, state: &PicState) {
+        self.chips[chip as usize] = *state;
+        self.cascade();
+    }
+}
+
+impl Chip {
+    /// Returns the lines of this controller's `inputs`, both by bit.
+    fn lines(self, inputs: u8) -> u16 {
+        match self {
+            Chip::Master => u16::from(inputs),
+            Chip::Slave => u16::from(inputs) << 8,
+        }
+    }
+}
