@@ -12,6 +12,7 @@
 //! | [`apic_map`] | which local APICs a message is for, without asking each |
 //! | [`mod@line`] | input lines with several sources, and what became of a change |
 //! | [`pic`] | the pair of 8259A |
+//! | [`ioapic`] | the I/O APIC |
 
 #![no_std]
 
@@ -20,6 +21,7 @@ extern crate alloc;
 extern crate std;
 
 pub mod apic_map;
+pub mod ioapic;
 pub mod lapic;
 pub mod line;
 pub mod message;

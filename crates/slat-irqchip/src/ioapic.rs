@@ -1,0 +1,394 @@
+//! The I/O APIC of a PC: an 82093AA, version 0x11, with 24 pins.
+//!
+//! As in KVM, a line that is high means that a device asks for an interrupt; an entry's polarity bit is storage. An edge at a
+//! masked pin is lost, while a level waits until the pin is unmasked. A level that nobody ends for its device's sake is delivered
+//! again at each end of interrupt; after [`SUCCESSIVE`] times in a row, the caller is asked to let the guest get on for a while.
+//!
+//! Messages go to a closure `deliver`, which returns how many local APICs accepted the message. An entry with delivery mode
+//! ExtINT makes a message like any other: its local APICs decide (KVM's drop it, for the 8259 pair is wired to LINT0).
+//!
+//! What there is not: an EOI register, which comes with version 0x20; and KVM's knowledge of which CPUs have yet to end the
+//! interrupt of pin 8 (the RTC), by which it reports an edge at that pin as coalesced until all have.
+
+#[cfg(test)]
+mod tests;
+
+use crate::line::{Lines, Outcome};
+use crate::message::{BROADCAST, DeliveryMode, Destination, Message};
+
+/// Pins, each with its line and its redirection entry.
+pub const PINS: usize = 24;
+/// The physical address of the registers after reset.
+pub const DEFAULT_BASE: u64 = 0xfec0_0000;
+/// Bytes of the registers' address range.
+pub const WINDOW: u64 = 0x100;
+/// Redeliveries of a level in a row after which [`IoApic::end_of_interrupt`] postpones the next one: KVM's number.
+pub const SUCCESSIVE: u32 = 10_000;
+
+/// Offsets in the registers' address range.
+const IOREGSEL: u64 = 0x00;
+const IOWIN: u64 = 0x10;
+
+/// Registers that IOREGSEL selects.
+const REGISTER_ID: u32 = 0;
+const REGISTER_VERSION: u32 = 1;
+const REGISTER_ARBITRATION: u32 = 2;
+/// The low half of entry 0. The high half follows, then entry 1.
+const REGISTER_ENTRIES: u32 = 0x10;
+
+const VERSION: u32 = 0x11 | (PINS as u32 - 1) << 16;
+const ID_SHIFT: u32 = 24;
+const ID_MASK: u32 = 0xf;
+
+/// Fields of an entry.
+const LOGICAL: u64 = 1 << 11;
+const DELIVERY_STATUS: u64 = 1 << 12;
+const REMOTE_IRR: u64 = 1 << 14;
+const LEVEL: u64 = 1 << 15;
+const MASKED: u64 = 1 << 16;
+const DESTINATION_SHIFT: u32 = 56;
+/// What the guest cannot write.
+const READ_ONLY: u64 = REMOTE_IRR | DELIVERY_STATUS;
+
+/// The registers: the fields of `kvm_ioapic_state`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoApicState {
+    /// The physical address of the registers.
+    pub base_address: u64,
+    /// The selected register.
+    pub ioregsel: u32,
+    /// The APIC id.
+    pub id: u32,
+    /// The pins, by bit, whose line is high. In a saved state without the edges that were delivered: what this leaves is
+    /// delivered when the state is restored.
+    pub irr: u32,
+    /// Padding, which KVM keeps.
+    pub pad: u32,
+    /// The redirection entries.
+    pub redirtbl: [u64; PINS],
+}
+
+/// A redirection entry was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EntryWrite {
+    /// Its pin.
+    pub pin: usize,
+    /// It was masked and is not any longer.
+    pub unmasked: bool,
+}
+
+/// The I/O APIC.
+#[derive(Clone, Debug)]
+pub struct IoApic {
+    state: IoApicState,
+    /// The edges in `state.irr`, by bit, that were delivered.
+    delivered: u32,
+    lines: Lines<PINS>,
+    /// For each pin, how often in a row its level was delivered again at its end of interrupt.
+    successive: [u32; PINS],
+}
+
+impl Default for IoApic {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn is_masked(entry: u64) -> bool {
+    entry & MASKED != 0
+}
+
+fn is_level(entry: u64) -> bool {
+    entry & LEVEL != 0
+}
+
+fn vector_of(entry: u64) -> u8 {
+    entry as u8
+}
+
+fn message(entry: u64) -> Message {
+    Message {
+        vector: vector_of(entry),
+        mode: DeliveryMode::of(entry as u32),
+        level: is_level(entry),
+        assert: true,
+        destination: Destination::new(
+            (entry >> DESTINATION_SHIFT) as u32,
+            entry & LOGICAL != 0,
+            BROADCAST,
+        ),
+    }
+}
+
+impl IoApic {
+    /// Creates an I/O APIC as after reset: every pin is masked.
+    pub const fn new() -> Self {
+        IoApic {
+            state: IoApicState {
+                base_address: DEFAULT_BASE,
+                ioregsel: 0,
+                id: 0,
+                irr: 0,
+                pad: 0,
+                redirtbl: [MASKED; PINS],
+            },
+            delivered: 0,
+            lines: Lines::new(),
+            successive: [0; PINS],
+        }
+    }
+
+    /// Lets `source` (modulo 64) hold the line of `pin` high, or no longer hold it.
+    pub fn set_line(
+        &mut self,
+        pin: usize,
+        source: u8,
+        level: bool,
+        deliver: &mut impl FnMut(Message) -> usize,
+    ) -> Outcome {
+        if pin >= PINS {
+            return Outcome::Ignored;
+        }
+        match self.lines.set(pin, source, level) {
+            true => self.raise(pin, deliver),
+            false => {
+                self.state.irr &= !(1 << pin);
+                Outcome::Lowered
+            }
+        }
+    }
+
+    /// Takes note that the line of `pin` is high, and delivers that.
+    fn raise(&mut self, pin: usize, deliver: &mut impl FnMut(Message) -> usize) -> Outcome {
+        let bit = 1 << pin;
+        let entry = self.state.redirtbl[pin];
+        if !is_level(entry) {
+            // What a restored state would deliver: an edge that was coalesced, too, as in KVM.
+            self.delivered &= !bit;
+            if self.state.irr & bit != 0 {
+                return Outcome::Coalesced;
+            }
+        }
+        self.state.irr |= bit;
+        self.service(pin, deliver)
+    }
+
+    /// Sends the message of `pin`, unless the pin is masked or its level waits for an end of interrupt.
+    fn service(&mut self, pin: usize, deliver: &mut impl FnMut(Message) -> usize) -> Outcome {
+        let entry = self.state.redirtbl[pin];
+        if is_masked(entry) || is_level(entry) && entry & REMOTE_IRR != 0 {
+            return Outcome::Ignored;
+        }
+        let accepted = deliver(message(entry));
+        if !is_level(entry) {
+            self.delivered |= 1 << pin;
+        } else if accepted != 0 {
+            self.state.redirtbl[pin] |= REMOTE_IRR;
+        }
+        Outcome::Delivered(accepted)
+    }
+
+    /// Whether `pin` has a level that could be delivered now.
+    fn is_waiting(&self, pin: usize) -> bool {
+        let entry = self.state.redirtbl[pin];
+        self.state.irr & 1 << pin != 0 && is_level(entry) && entry & (MASKED | REMOTE_IRR) == 0
+    }
+
+    /// Lets none of `sources` hold the line of `pin` any longer.
+    fn lower(&mut self, pin: usize, sources: u64) {
+        if sources != 0 && self.lines.lower(pin, sources) {
+            self.state.irr &= !(1 << pin);
+        }
+    }
+
+    /// Returns the physical address of the registers.
+    pub fn base(&self) -> u64 {
+        self.state.base_address
+    }
+
+    /// Returns whether the registers' address range has `gpa`.
+    pub fn contains(&self, gpa: u64) -> bool {
+        gpa.wrapping_sub(self.state.base_address) < WINDOW
+    }
+
+    /// Returns the entry whose low or high half IOREGSEL selects.
+    fn selected_entry(&self) -> Option<usize> {
+        let half = self.state.ioregsel.checked_sub(REGISTER_ENTRIES)?;
+        let pin = half as usize / 2;
+        (pin < PINS).then_some(pin)
+    }
+
+    fn selects_high_half(&self) -> bool {
+        self.state.ioregsel & 1 != 0
+    }
+
+    fn selected(&self) -> u32 {
+        match (self.state.ioregsel, self.selected_entry()) {
+            (REGISTER_ID | REGISTER_ARBITRATION, _) => (self.state.id & ID_MASK) << ID_SHIFT,
+            (REGISTER_VERSION, _) => VERSION,
+            (_, Some(pin)) if self.selects_high_half() => (self.state.redirtbl[pin] >> 32) as u32,
+            (_, Some(pin)) => self.state.redirtbl[pin] as u32,
+            // As KVM has it.
+            (_, None) => u32::MAX,
+        }
+    }
+
+    /// Reads from `offset` in the registers' address range. Registers are 32 bits wide; what `data` has beyond them is zero.
+    pub fn read(&self, offset: u64, data: &mut [u8]) {
+        let value = match offset {
+            IOREGSEL => self.state.ioregsel,
+            IOWIN => self.selected(),
+            _ => 0,
+        };
+        data.fill(0);
+        for (to, from) in data.iter_mut().zip(value.to_le_bytes()) {
+            *to = from;
+        }
+    }
+
+    /// Writes to `offset` in the registers' address range. Returns the redirection entry that was written; local APICs have to
+    /// look at [`vectors`](Self::vectors) then.
+    ///
+    /// A level that waits at the pin of this entry may be old, when the device was served while the pin was masked. So
+    /// `acknowledged` is called for the pin, as [`end_of_interrupt`](Self::end_of_interrupt) does. What is high still is delivered.
+    pub fn write(
+        &mut self,
+        offset: u64,
+        data: &[u8],
+        acknowledged: &mut impl FnMut(usize) -> u64,
+        deliver: &mut impl FnMut(Message) -> usize,
+    ) -> Option<EntryWrite> {
+        // As in KVM, a narrow write has zeroes above, and eight bytes are a write of the lower four.
+        let value = match *data {
+            [a] => u32::from_le_bytes([a, 0, 0, 0]),
+            [a, b] => u32::from_le_bytes([a, b, 0, 0]),
+            [a, b, c, d] | [a, b, c, d, _, _, _, _] => u32::from_le_bytes([a, b, c, d]),
+            _ => return None,
+        };
+        match (offset, self.state.ioregsel) {
+            (IOREGSEL, _) => self.state.ioregsel = value & 0xff,
+            (IOWIN, REGISTER_ID) => self.state.id = value >> ID_SHIFT & ID_MASK,
+            (IOWIN, _) => {
+                let pin = self.selected_entry()?;
+                let unmasked = self.write_entry(pin, value);
+                if self.is_waiting(pin) {
+                    self.lower(pin, acknowledged(pin));
+                }
+                if self.is_waiting(pin) {
+                    self.service(pin, deliver);
+                }
+                return Some(EntryWrite { pin, unmasked });
+            }
+            _ => {}
+        }
+        None
+    }
+
+    /// Writes the selected half of the entry of `pin`. Returns whether this unmasked it.
+    fn write_entry(&mut self, pin: usize, value: u32) -> bool {
+        let old = self.state.redirtbl[pin];
+        let value = u64::from(value);
+        let new = match self.selects_high_half() {
+            true => old & 0xffff_ffff | value << 32,
+            false => old & !0xffff_ffff | value,
+        };
+        let mut new = new & !READ_ONLY | old & READ_ONLY;
+        // Systems switch a pin to edges and back to end an interrupt where there is no EOI register.
+        if !is_level(new) {
+            new &= !REMOTE_IRR;
+        }
+        // A line that is high has no edge for a pin that takes edges from now on; to one that takes levels, it matters.
+        match (is_level(old), is_level(new)) {
+            (true, false) => self.delivered |= 1 << pin & self.state.irr,
+            (false, true) => self.delivered &= !(1 << pin),
+            _ => {}
+        }
+        self.state.redirtbl[pin] = new;
+        is_masked(old) && !is_masked(new)
+    }
+
+    /// Call after a local APIC ended the interrupt `vector`. `level`: the vector's bit in the APIC's TMR.
+    ///
+    /// `acknowledged` is called with each pin that has the vector. It returns the sources, by bit, that held the line only until
+    /// now (KVM's resample irqfds), or 0. Then, if `level`, a pin whose line still is high is delivered again.
+    ///
+    /// Returns the pins, by bit, that were delivered so [`SUCCESSIVE`] times in a row: nobody serves their device. Their next
+    /// delivery is up to the caller: [`deliver_pending`](Self::deliver_pending), after a while in which the guest gets on (KVM: 10 ms).
+    pub fn end_of_interrupt(
+        &mut self,
+        vector: u8,
+        level: bool,
+        acknowledged: &mut impl FnMut(usize) -> u64,
+        deliver: &mut impl FnMut(Message) -> usize,
+    ) -> u32 {
+        let mut postponed = 0;
+        for pin in 0..PINS {
+            if vector_of(self.state.redirtbl[pin]) != vector {
+                continue;
+            }
+            self.lower(pin, acknowledged(pin));
+            if !level || !is_level(self.state.redirtbl[pin]) {
+                continue;
+            }
+            self.state.redirtbl[pin] &= !REMOTE_IRR;
+            if !self.is_waiting(pin) {
+                self.successive[pin] = 0;
+                continue;
+            }
+            self.successive[pin] += 1;
+            if self.successive[pin] < SUCCESSIVE {
+                self.service(pin, deliver);
+            } else {
+                self.successive[pin] = 0;
+                postponed |= 1 << pin;
+            }
+        }
+        postponed
+    }
+
+    /// Delivers the levels that wait at unmasked pins. Call some time after [`end_of_interrupt`](Self::end_of_interrupt)
+    /// postponed one.
+    pub fn deliver_pending(&mut self, deliver: &mut impl FnMut(Message) -> usize) {
+        for pin in 0..PINS {
+            if self.is_waiting(pin) {
+                self.service(pin, deliver);
+            }
+        }
+    }
+
+    /// Returns whether a pin has this vector, so that the I/O APIC has to know of its end of interrupt.
+    pub fn handles(&self, vector: u8) -> bool {
+        self.state
+            .redirtbl
+            .iter()
+            .any(|&entry| vector_of(entry) == vector)
+    }
+
+    /// Returns the vectors that [`handles`](Self::handles) holds for, by bit: for those who end interrupts without a lock.
+    pub fn vectors(&self) -> [u64; 4] {
+        let mut vectors = [0; 4];
+        for &entry in &self.state.redirtbl {
+            let vector = usize::from(vector_of(entry));
+            vectors[vector / 64] |= 1 << (vector % 64);
+        }
+        vectors
+    }
+
+    /// Returns the registers: what [`restore`](Self::restore) takes.
+    pub fn save(&self) -> IoApicState {
+        IoApicState {
+            irr: self.state.irr & !self.delivered,
+            ..self.state
+        }
+    }
+
+    /// Sets the registers, and delivers what waits in `state.irr`. The lines' sources stay.
+    pub fn restore(&mut self, state: &IoApicState, deliver: &mut impl FnMut(Message) -> usize) {
+        self.state = IoApicState { irr: 0, ..*state };
+        self.delivered = 0;
+        self.successive = [0; PINS];
+        for pin in (0..PINS).filter(|pin| state.irr & 1 << pin != 0) {
+            self.raise(pin, deliver);
+        }
+    }
+}
