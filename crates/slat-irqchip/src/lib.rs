@@ -13,6 +13,7 @@
 //! | [`mod@line`] | input lines with several sources, and what became of a change |
 //! | [`pic`] | the pair of 8259A |
 //! | [`ioapic`] | the I/O APIC |
+//! | [`pit`] | the 8254 timer |
 
 #![no_std]
 
@@ -26,5 +27,6 @@ pub mod lapic;
 pub mod line;
 pub mod message;
 pub mod pic;
+pub mod pit;
 #[cfg(test)]
 mod random;

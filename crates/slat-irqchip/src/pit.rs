@@ -1,0 +1,220 @@
+//! The 8254 timer of a PC: counter 0 drives IRQ 0, counter 2 the speaker. Counter 1 has no effect.
+//!
+//! Each end of a count of counter 0 is a tick, for which IRQ 0 has to be pulsed. When the caller is late, or the guest slow, there
+//! are more ticks than interrupts. With reinjection, which is KVM's default, ticks wait until the guest acknowledged the one
+//! before, so that none is lost: [`Pit::expire`] and [`Pit::acknowledged`] each tell whether it is time for a pulse. Without it,
+//! ticks that one call of `expire` finds are one.
+//!
+//! Counts follow the data sheet in all modes, binary and decimal, except that a new initial count takes effect in the midst of a
+//! period (as in KVM). Where KVM is less exact, guests get what the data sheet has: a control word alone stops the counter, a low
+//! gate stops a count, and OUT of modes 1, 2, 4 and 5 is not inverted.
+
+mod channel;
+mod reinject;
+#[cfg(test)]
+mod tests;
+mod ticks;
+mod time;
+
+use channel::Channel;
+pub use channel::ChannelState;
+use reinject::Reinjection;
+use ticks::Ticks;
+
+/// A flag of [`PitState`]: an HPET has taken over IRQ 0, so that counter 0 has no ticks (`KVM_PIT_FLAGS_HPET_LEGACY`).
+pub const HPET_LEGACY: u32 = 1;
+/// A flag of [`PitState`]: the speaker's bit of port 0x61 is set (`KVM_PIT_FLAGS_SPEAKER_DATA_ON`).
+pub const SPEAKER_DATA_ON: u32 = 2;
+
+/// The ports of the counters are this one and the next two.
+const COUNTERS: u16 = 0x40;
+const CONTROL: u16 = 0x43;
+/// The gate of counter 2, and the speaker.
+const SPEAKER: u16 = 0x61;
+
+/// Control words for one counter: the bytes to read and write. None is the count latch command.
+const CONTROL_BYTES: u8 = 3 << 4;
+/// The counter number that makes a control word a read-back command.
+const READ_BACK: u8 = 3;
+const READ_BACK_NO_COUNT: u8 = 1 << 5;
+const READ_BACK_NO_STATUS: u8 = 1 << 4;
+
+/// Bits of port 0x61.
+const SPEAKER_GATE: u8 = 1;
+const SPEAKER_DATA: u8 = 1 << 1;
+const SPEAKER_REFRESH: u8 = 1 << 4;
+const SPEAKER_OUT: u8 = 1 << 5;
+/// The memory refresh bit changes every 2^14 ns: near a PC's 15 us, and KVM's choice.
+const REFRESH_SHIFT: u32 = 14;
+
+/// The registers: the fields of `kvm_pit_state2`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PitState {
+    /// The counters.
+    pub channels: [ChannelState; 3],
+    /// [`HPET_LEGACY`] and [`SPEAKER_DATA_ON`]; others have no effect.
+    pub flags: u32,
+}
+
+/// The 8254 with the gate of its counter 2.
+#[derive(Clone, Debug)]
+pub struct Pit {
+    channels: [Channel; 3],
+    flags: u32,
+    /// Whether port 0x61 is answered here.
+    speaker: bool,
+    /// The ticks of counter 0 that are counted already.
+    ticks: Ticks,
+    reinjection: Reinjection,
+}
+
+impl Pit {
+    /// Creates an 8254 as after reset. It answers port 0x61 if `speaker` (`KVM_PIT_SPEAKER_DUMMY`). `now` is in nanoseconds, here
+    /// and in all other calls, and never goes back. For clients that read `count_load_time` it has to be `CLOCK_MONOTONIC`.
+    pub fn new(speaker: bool, now: u64) -> Self {
+        Pit {
+            channels: [false, false, true].map(|gated| Channel::new(gated, now)),
+            flags: 0,
+            speaker,
+            ticks: Ticks::default(),
+            reinjection: Reinjection::new(),
+        }
+    }
+
+    /// Returns whether `port` is one of the 8254's. All of them are 8 bits wide.
+    pub fn answers(&self, port: u16) -> bool {
+        matches!(port, COUNTERS..=CONTROL) || port == SPEAKER && self.speaker
+    }
+
+    /// Reads a port.
+    pub fn read(&mut self, port: u16, now: u64) -> u8 {
+        match port {
+            _ if !self.answers(port) => 0xff,
+            COUNTERS..CONTROL => self.channels[usize::from(port - COUNTERS)].read(now),
+            SPEAKER => self.read_speaker(now),
+            // The control word cannot be read.
+            _ => 0,
+        }
+    }
+
+    /// Writes a port. The [next deadline](Self::next_deadline) may be another one afterwards.
+    pub fn write(&mut self, port: u16, value: u8, now: u64) {
+        match port {
+            _ if !self.answers(port) => {}
+            COUNTERS..CONTROL => {
+                let index = usize::from(port - COUNTERS);
+                if self.channels[index].write(value, now) && index == 0 {
+                    self.restart_ticks();
+                }
+            }
+            SPEAKER => {
+                self.channels[2].set_gate(value & SPEAKER_GATE != 0, now);
+                match value & SPEAKER_DATA != 0 {
+                    true => self.flags |= SPEAKER_DATA_ON,
+                    false => self.flags &= !SPEAKER_DATA_ON,
+                }
+            }
+            _ => self.write_control(value, now),
+        }
+    }
+
+    fn write_control(&mut self, control: u8, now: u64) {
+        let counter = control >> 6;
+        if counter == READ_BACK {
+            self.read_back(control, now);
+            return;
+        }
+        let channel = &mut self.channels[usize::from(counter)];
+        if control & CONTROL_BYTES == 0 {
+            channel.latch_count(now);
+            return;
+        }
+        channel.program(control);
+        if counter == 0 {
+            self.restart_ticks();
+        }
+    }
+
+    /// Latches the counts and the status of several counters.
+    fn read_back(&mut self, command: u8, now: u64) {
+        for (index, channel) in self.channels.iter_mut().enumerate() {
+            if command & 2 << index == 0 {
+                continue;
+            }
+            if command & READ_BACK_NO_COUNT == 0 {
+                channel.latch_count(now);
+            }
+            if command & READ_BACK_NO_STATUS == 0 {
+                channel.latch_status(now);
+            }
+        }
+    }
+
+    fn read_speaker(&self, now: u64) -> u8 {
+        let bit = |bit, set| if set { bit } else { 0 };
+        bit(SPEAKER_GATE, self.channels[2].gate())
+            | bit(SPEAKER_DATA, self.flags & SPEAKER_DATA_ON != 0)
+            | bit(SPEAKER_REFRESH, now >> REFRESH_SHIFT & 1 != 0)
+            | bit(SPEAKER_OUT, self.channels[2].out_at(now))
+    }
+
+    /// Counts ticks from the begin of counter 0's count. Call after a change of this count: ticks of the one before are void.
+    fn restart_ticks(&mut self) {
+        let count = match self.flags & HPET_LEGACY {
+            0 => self.channels[0].programmed(),
+            _ => None,
+        };
+        self.ticks = count.map_or_else(Ticks::default, |(mode, run)| Ticks::new(mode, run));
+        self.reinjection.reset();
+    }
+
+    /// Returns when counter 0 ticks next. Call [`expire`](Self::expire) then.
+    pub fn next_deadline(&self) -> Option<u64> {
+        self.ticks.next()
+    }
+
+    /// Takes note of the ticks of counter 0 until `now`. Returns whether IRQ 0 has to be pulsed: raised, and lowered at once.
+    pub fn expire(&mut self, now: u64) -> bool {
+        let due = self.ticks.expire(now);
+        self.reinjection.tick(due)
+    }
+
+    /// Call after the guest acknowledged IRQ 0: an 8259A or an I/O APIC ended its interrupt. Returns whether IRQ 0 has to be pulsed,
+    /// for a tick that waited.
+    pub fn acknowledged(&mut self) -> bool {
+        self.reinjection.acknowledge()
+    }
+
+    /// Drops the ticks that wait, and the wait for an acknowledgement. Call after the guest unmasked IRQ 0, as KVM does: the interrupt
+    /// that the guest would acknowledge may have been lost.
+    pub fn reset_reinjection(&mut self) {
+        self.reinjection.reset();
+    }
+
+    /// Turns reinjection on or off (`KVM_REINJECT_CONTROL`).
+    pub fn set_reinject(&mut self, on: bool) {
+        self.reinjection.set(on);
+    }
+
+    /// Returns whether reinjection is on.
+    pub fn reinject(&self) -> bool {
+        self.reinjection.is_on()
+    }
+
+    /// Returns the registers: what [`restore`](Self::restore) takes.
+    pub fn save(&self) -> PitState {
+        PitState {
+            channels: self.channels.each_ref().map(Channel::save),
+            flags: self.flags,
+        }
+    }
+
+    /// Sets the registers. As in KVM, all counts begin anew, and a count that had ended ends once more.
+    pub fn restore(&mut self, state: &PitState, now: u64) {
+        for (channel, state) in self.channels.iter_mut().zip(&state.channels) {
+            channel.restore(state, now);
+        }
+        self.flags = state.flags;
+        self.restart_ticks();
+    }
+}

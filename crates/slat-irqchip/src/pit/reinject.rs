@@ -1,0 +1,49 @@
+//! Which ticks become interrupts.
+
+/// The ticks that wait for the guest.
+#[derive(Clone, Debug)]
+pub(super) struct Reinjection {
+    on: bool,
+    /// Ticks that the guest has not acknowledged. The first one is on its way to the guest, and the others wait for it.
+    unacknowledged: u64,
+}
+
+impl Reinjection {
+    pub(super) const fn new() -> Self {
+        Reinjection {
+            on: true,
+            unacknowledged: 0,
+        }
+    }
+
+    pub(super) fn is_on(&self) -> bool {
+        self.on
+    }
+
+    pub(super) fn set(&mut self, on: bool) {
+        if self.on != on {
+            self.on = on;
+            self.reset();
+        }
+    }
+
+    pub(super) fn reset(&mut self) {
+        self.unacknowledged = 0;
+    }
+
+    /// Adds `due` ticks. Returns whether there is an interrupt to inject.
+    pub(super) fn tick(&mut self, due: u64) -> bool {
+        if !self.on {
+            return due != 0;
+        }
+        let idle = self.unacknowledged == 0;
+        self.unacknowledged = self.unacknowledged.saturating_add(due);
+        idle && due != 0
+    }
+
+    /// Call after an acknowledgement. Returns whether there is an interrupt to inject.
+    pub(super) fn acknowledge(&mut self) -> bool {
+        self.unacknowledged = self.unacknowledged.saturating_sub(1);
+        self.unacknowledged != 0
+    }
+}

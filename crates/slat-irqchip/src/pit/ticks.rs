@@ -1,0 +1,74 @@
+//! When counter 0 ticks, and how often it has.
+
+use super::channel::{Mode, Run};
+use super::time::{nanoseconds, ticks};
+
+/// Nanoseconds of the shortest period: KVM's `min_timer_period_us`. The count of a shorter one is shown to the guest as it is.
+const MIN_PERIOD: u64 = 200_000;
+
+/// The ticks of one count. The default has none.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Ticks {
+    schedule: Option<Schedule>,
+    /// How many were taken note of.
+    seen: u64,
+}
+
+#[derive(Clone, Debug)]
+enum Schedule {
+    /// One, at this time.
+    Once(u64),
+    /// One at the end of each `count` ticks of the clock. Each is computed from the begin, so that no rounding adds up.
+    Periodic { since: u64, count: u64 },
+    /// The first at this time, and one after each [`MIN_PERIOD`].
+    Limited(u64),
+}
+
+impl Ticks {
+    /// Creates the ticks of a count in `mode`. Modes that need a rising gate have none: that of counter 0 always is high.
+    pub(super) fn new(mode: Mode, run: Run) -> Self {
+        let period = nanoseconds(run.ticks.into());
+        let first = run.since.saturating_add(period);
+        let schedule = match mode {
+            Mode::OneShot | Mode::HardwareStrobe => None,
+            Mode::TerminalCount | Mode::SoftwareStrobe => Some(Schedule::Once(first)),
+            Mode::RateGenerator | Mode::SquareWave if period < MIN_PERIOD => {
+                Some(Schedule::Limited(first))
+            }
+            Mode::RateGenerator | Mode::SquareWave => Some(Schedule::Periodic {
+                since: run.since,
+                count: run.ticks,
+            }),
+        };
+        Ticks { schedule, seen: 0 }
+    }
+
+    /// Returns the time of the first tick that was not taken note of.
+    pub(super) fn next(&self) -> Option<u64> {
+        match *self.schedule.as_ref()? {
+            Schedule::Once(at) => (self.seen == 0).then_some(at),
+            Schedule::Periodic { since, count } => {
+                let ticks = u128::from(count) * (u128::from(self.seen) + 1);
+                Some(since.saturating_add(nanoseconds(ticks)))
+            }
+            Schedule::Limited(first) => {
+                Some(first.saturating_add(self.seen.saturating_mul(MIN_PERIOD)))
+            }
+        }
+    }
+
+    /// Takes note of the ticks until `now`. Returns how many are new.
+    pub(super) fn expire(&mut self, now: u64) -> u64 {
+        let all = match self.schedule {
+            None => 0,
+            Some(Schedule::Once(at)) => u64::from(at <= now),
+            Some(Schedule::Periodic { since, count }) => ticks(now.saturating_sub(since)) / count,
+            Some(Schedule::Limited(first)) => now
+                .checked_sub(first)
+                .map_or(0, |late| late / MIN_PERIOD + 1),
+        };
+        let new = all.saturating_sub(self.seen);
+        self.seen += new;
+        new
+    }
+}
