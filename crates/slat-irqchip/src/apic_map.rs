@@ -4,7 +4,7 @@
 //! few times while a guest boots. A look-up by id is a binary search; a logical id of x2APIC mode names at most 16 physical ids
 //! (SDM volume 3, 12.12.10.2); xAPIC's logical ids are compared one by one, and there are at most 255 of them.
 
-use crate::message::{DeliveryMode, Destination, Message};
+use crate::message::{BROADCAST, DeliveryMode, Destination, Message};
 use alloc::collections::TryReserveError;
 use alloc::vec::Vec;
 
@@ -57,8 +57,8 @@ struct Entry {
 pub struct ApicMap {
     /// By physical id; several APICs may have given themselves the same.
     by_id: Vec<Entry>,
-    /// Some APIC has a logical id of xAPIC mode.
-    has_xapic_logical: bool,
+    /// Some APIC is in xAPIC mode.
+    has_xapic: bool,
 }
 
 impl ApicMap {
@@ -74,9 +74,9 @@ impl ApicMap {
     /// Replaces all addresses. `addresses` gives the number that the caller knows each APIC by.
     pub fn rebuild(&mut self, addresses: impl Iterator<Item = (usize, Address)>) {
         self.by_id.clear();
-        self.has_xapic_logical = false;
+        self.has_xapic = false;
         for (index, Address { id, logical }) in addresses {
-            self.has_xapic_logical |= matches!(logical, Logical::Flat(_) | Logical::Cluster(_));
+            self.has_xapic |= logical != Logical::X2apic;
             self.by_id.push(Entry { id, logical, index });
         }
         self.by_id
@@ -89,6 +89,15 @@ impl ApicMap {
         &self.by_id[begin..begin + len]
     }
 
+    /// Calls `visit` with each APIC in xAPIC mode whose logical id `is_meant`.
+    fn visit_xapic(&self, visit: &mut impl FnMut(usize), is_meant: impl Fn(Logical) -> bool) {
+        if self.has_xapic {
+            (self.by_id.iter())
+                .filter(|entry| entry.logical != Logical::X2apic && is_meant(entry.logical))
+                .for_each(|entry| visit(entry.index));
+        }
+    }
+
     /// Calls `visit` with each APIC that `destination` names. `sender` is the APIC that sent the message, if one did.
     fn visit(&self, destination: Destination, sender: Option<usize>, mut visit: impl FnMut(usize)) {
         match destination {
@@ -98,7 +107,13 @@ impl ApicMap {
                 .filter(|entry| Some(entry.index) != sender)
                 .for_each(|entry| visit(entry.index)),
             Destination::Physical(id) => {
-                self.with_id(id).iter().for_each(|entry| visit(entry.index));
+                // For an APIC in xAPIC mode eight ones are a broadcast, also from a sender that has wider ids.
+                if id == BROADCAST {
+                    self.visit_xapic(&mut visit, |_| true);
+                }
+                (self.with_id(id).iter())
+                    .filter(|entry| id != BROADCAST || entry.logical == Logical::X2apic)
+                    .for_each(|entry| visit(entry.index));
             }
             Destination::Logical(id) => {
                 for bit in (0..16).filter(|bit| id >> bit & 1 != 0) {
@@ -106,10 +121,8 @@ impl ApicMap {
                         .filter(|entry| entry.logical == Logical::X2apic)
                         .for_each(|entry| visit(entry.index));
                 }
-                if self.has_xapic_logical && id <= 0xff {
-                    (self.by_id.iter())
-                        .filter(|entry| entry.logical.matches(id))
-                        .for_each(|entry| visit(entry.index));
+                if id <= BROADCAST {
+                    self.visit_xapic(&mut visit, |logical| id == BROADCAST || logical.matches(id));
                 }
             }
         }
@@ -211,6 +224,8 @@ mod tests {
         assert_eq!(fixed(&x2apic, 0x1_000a), [1, 2]);
         assert_eq!(fixed(&x2apic, 1), [0]);
         assert_eq!(fixed(&x2apic, 0x2_000a), []);
+        assert_eq!(fixed(&cluster, BROADCAST), [0, 1, 2]);
+        assert_eq!(fixed(&x2apic, BROADCAST), [0]);
     }
 
     #[test]
@@ -225,7 +240,7 @@ mod tests {
                 &map,
                 DeliveryMode::LowestPriority,
                 vector,
-                Destination::Logical(0xff),
+                Destination::Logical(3),
             )
         };
         assert_eq!(lowest(0x30), [0]);

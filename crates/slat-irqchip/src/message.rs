@@ -64,6 +64,19 @@ impl Destination {
     }
 }
 
+/// How wide the destinations of MSIs are (`KVM_CAP_X2APIC_API`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MsiIds {
+    /// Eight bits.
+    #[default]
+    Eight,
+    /// Bits 40 to 63 of the address are bits 8 to 31 of the destination.
+    ThirtyTwo {
+        /// The broadcast is 0xffff_ffff, and 0xff only reaches APICs in xAPIC mode with it.
+        wide_broadcast: bool,
+    },
+}
+
 /// An interrupt on its way to local APICs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
@@ -111,13 +124,16 @@ impl Message {
     }
 
     /// Decodes an MSI: a write of `data` to `address` (SDM volume 3, 12.11). As in KVM, one that ends a level counts as an interrupt,
-    /// and one with the redirection hint goes to one of its destinations. With `extended_ids`, bits 40 to 63 of the address
-    /// are bits 8 to 31 of the destination, as `KVM_X2APIC_API_USE_32BIT_IDS` has it.
-    pub fn from_msi(address: u64, data: u32, extended_ids: bool) -> Self {
+    /// and one with the redirection hint goes to one of its destinations.
+    pub fn from_msi(address: u64, data: u32, ids: MsiIds) -> Self {
         let low = address as u32;
-        let high = match extended_ids {
-            true => (address >> 32) as u32 & !0xff,
-            false => 0,
+        let high = match ids {
+            MsiIds::Eight => 0,
+            MsiIds::ThirtyTwo { .. } => (address >> 32) as u32 & !0xff,
+        };
+        let broadcast = match ids {
+            MsiIds::ThirtyTwo { wide_broadcast } if wide_broadcast => X2APIC_BROADCAST,
+            _ => BROADCAST,
         };
         let mode = match DeliveryMode::of(data) {
             DeliveryMode::Fixed if low & REDIRECTION_HINT != 0 => DeliveryMode::LowestPriority,
@@ -131,7 +147,7 @@ impl Message {
             destination: Destination::new(
                 low >> 12 & 0xff | high,
                 low & MSI_LOGICAL != 0,
-                BROADCAST,
+                broadcast,
             ),
         }
     }

@@ -65,6 +65,8 @@ pub struct Pics {
     /// Master and slave.
     chips: [PicState; 2],
     lines: Lines<LINES>,
+    /// The sources, by bit, that hold a line only until the guest ends its interrupt.
+    until_end: u64,
 }
 
 impl Default for Pics {
@@ -76,9 +78,25 @@ impl Default for Pics {
 impl Pics {
     /// Creates the pair as after reset.
     pub const fn new() -> Self {
+        Self::with_sources_until_end(0)
+    }
+
+    /// Like [`new`](Self::new); `sources`, by bit, hold a line only until the guest ends its interrupt. They let go of it before the pair
+    /// looks at its lines again: a slave that asked the master once more for it would leave a spurious interrupt there.
+    pub const fn with_sources_until_end(sources: u64) -> Self {
         Pics {
             chips: [PicState::new(ELCR_MASK[0]), PicState::new(ELCR_MASK[1])],
             lines: Lines::new(),
+            until_end: sources,
+        }
+    }
+
+    /// Call after the interrupts of `ended` have ended, before [`cascade`](Self::cascade).
+    fn release(&mut self, ended: u16) {
+        for irq in (0..LINES).filter(|irq| ended >> irq & 1 != 0) {
+            if self.lines.lower(irq, self.until_end) {
+                self.chips[irq >> 3].set_input(irq as u8 & 7, false);
+            }
         }
     }
 
@@ -114,6 +132,7 @@ impl Pics {
                 ended |= input.map_or(0, |input| u16::from(slave.acknowledge(input)) << 8);
             }
         }
+        self.release(ended);
         self.cascade();
         Acknowledged { vector, ended }
     }
@@ -166,8 +185,10 @@ impl Pics {
             // The slave's request is served, or there is none: the CPU need not hear of it.
             self.chips[0].irr &= !(1 << CASCADE);
         }
+        let ended = chip.lines(ended);
+        self.release(ended);
         self.cascade();
-        (value, chip.lines(ended))
+        (value, ended)
     }
 
     /// Writes a port.
@@ -184,9 +205,11 @@ impl Pics {
             Register::EdgeLevel => state.write_elcr(value),
         }
         let unmasked = masked & !state.imr;
+        let ended = chip.lines(ended);
+        self.release(ended);
         self.cascade();
         Change {
-            ended: chip.lines(ended),
+            ended,
             unmasked: chip.lines(unmasked),
         }
     }

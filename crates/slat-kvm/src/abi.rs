@@ -71,7 +71,17 @@ requests! {
     KVM_IRQ_LINE = iow::<kvm_irq_level>(0x61);
     KVM_GET_IRQCHIP = iowr::<kvm_irqchip>(0x62);
     KVM_SET_IRQCHIP = ior::<kvm_irqchip>(0x63);
+    KVM_CREATE_PIT = io(0x64);
+    KVM_GET_PIT = iowr::<kvm_pit_state>(0x65);
+    KVM_SET_PIT = ior::<kvm_pit_state>(0x66);
     KVM_IRQ_LINE_STATUS = iowr::<kvm_irq_level>(0x67);
+    KVM_SET_GSI_ROUTING = iow::<kvm_irq_routing>(0x6a);
+    KVM_REINJECT_CONTROL = io(0x71);
+    KVM_IRQFD = iow::<kvm_irqfd>(0x76);
+    KVM_CREATE_PIT2 = iow::<kvm_pit_config>(0x77);
+    KVM_IOEVENTFD = iow::<kvm_ioeventfd>(0x79);
+    KVM_GET_PIT2 = ior::<kvm_pit_state2>(0x9f);
+    KVM_SET_PIT2 = iow::<kvm_pit_state2>(0xa0);
     KVM_SET_BOOT_CPU_ID = io(0x78);
     KVM_SET_CLOCK = iow::<kvm_clock_data>(0x7b);
     KVM_GET_CLOCK = ior::<kvm_clock_data>(0x7c);

@@ -1,10 +1,8 @@
 //! Capabilities: what `KVM_CHECK_EXTENSION` answers, and what `KVM_ENABLE_CAP` takes.
 //!
 //! Only what works is claimed: a client that finds a capability relies on it. `tests/capabilities.rs` uses each.
-//!
-//! `KVM_CAP_IRQCHIP` is not claimed: it promises an IOAPIC and two 8259, which slat does not have. `KVM_CREATE_IRQCHIP` works, and
-//! makes local APICs only.
 
+use crate::irq::routing::MAX_ROUTES;
 use kvm_bindings::*;
 
 /// vCPUs one VM can have.
@@ -30,6 +28,18 @@ pub fn check(cap: u64) -> i32 {
         KVM_CAP_USER_MEMORY
         | KVM_CAP_USER_MEMORY2
         | KVM_CAP_HLT
+        | KVM_CAP_IRQCHIP
+        | KVM_CAP_IRQ_INJECT_STATUS
+        | KVM_CAP_IRQFD
+        | KVM_CAP_IRQFD_RESAMPLE
+        | KVM_CAP_IOEVENTFD
+        | KVM_CAP_IOEVENTFD_ANY_LENGTH
+        | KVM_CAP_IOEVENTFD_NO_LENGTH
+        | KVM_CAP_PIT
+        | KVM_CAP_PIT2
+        | KVM_CAP_PIT_STATE2
+        | KVM_CAP_REINJECT_CONTROL
+        | KVM_CAP_SPLIT_IRQCHIP
         | KVM_CAP_SET_TSS_ADDR
         | KVM_CAP_EXT_CPUID
         | KVM_CAP_MP_STATE
@@ -65,6 +75,8 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_GUEST_MEMFD
         | KVM_CAP_MEMORY_FAULT_INFO
         | KVM_CAP_MMU_SHADOW_CACHE_CONTROL => 1,
+        KVM_CAP_IRQ_ROUTING => MAX_ROUTES,
+        KVM_CAP_X2APIC_API => KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK,
         KVM_CAP_ADJUST_CLOCK => CLOCK_FLAGS,
         KVM_CAP_XSAVE2 => size_of::<kvm_xsave>() as u32,
         KVM_CAP_NR_VCPUS => num_cpus(),

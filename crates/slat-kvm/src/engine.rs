@@ -155,6 +155,8 @@ delegate! {
         fn stats() -> Stats;
         /// See [`slat::Vm::visit_attention`].
         fn visit_attention(visit: &mut dyn FnMut(&Attention)) -> ();
+        /// See [`slat::Vm::synchronize`].
+        fn synchronize() -> ();
         /// See [`slat::Vm::age`].
         fn age(range: Range<Hva>, clear: bool) -> u64;
         /// See [`slat::Vm::visit_leaves`].

@@ -22,6 +22,7 @@
 //! | `machine`, `msr`, [`cpuid`], [`clock`] | what the CPU sees of its machine |
 //! | [`regs`], [`fpu`], [`events`] | its state in KVM's structs |
 //! | `irq` | interrupts on their way to vCPUs |
+//! | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
 //! | [`thread`], `signals`, `ticker` | signals, masks, timers |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`parameters`], `recovery` | module parameters; NX huge pages come back |
@@ -40,12 +41,14 @@ pub mod dirty;
 pub mod engine;
 mod entered;
 pub mod errno;
+mod eventfd;
 pub mod events;
 mod exit;
 pub mod fpu;
 pub mod guest_memfd;
 mod heap;
 pub mod ioctl;
+mod ioeventfd;
 mod irq;
 mod machine;
 mod mmu;

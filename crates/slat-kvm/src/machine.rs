@@ -35,6 +35,8 @@ pub(crate) struct VcpuMachine {
     wall_clock_wanted: bool,
     /// The guest has no paravirtual feature but those that its CPUID names (`KVM_CAP_ENFORCE_PV_FEATURE_CPUID`).
     pub(crate) enforces_pv_features: bool,
+    /// The client has to hear of the end of this interrupt (`KVM_EXIT_IOAPIC_EOI`) before the guest goes on.
+    pub(crate) ioapic_eoi: Option<u8>,
     /// The page of the last access that found no private memory.
     pub(crate) memory_fault: Option<Gpa>,
 }
@@ -72,6 +74,7 @@ impl VcpuMachine {
             guest_paused: false,
             wall_clock_wanted: false,
             enforces_pv_features: false,
+            ioapic_eoi: None,
             memory_fault: None,
         }
     }
@@ -139,8 +142,13 @@ impl VcpuMachine {
             }
             Effect::Address => self.vm.apic_addresses_changed(),
             Effect::Timer => self.arm_timer(),
-            // The next interrupt may be deliverable now.
-            Effect::Eoi(..) => self.common.attention.raise(bits::IRQ),
+            Effect::Eoi(vector, level) => {
+                if self.vm.end_of_interrupt(vector, level) {
+                    self.ioapic_eoi = Some(vector);
+                }
+                // The next interrupt may be deliverable now.
+                self.common.attention.raise(bits::IRQ);
+            }
         }
     }
 

@@ -2,6 +2,7 @@
 
 use crate::entered::{Entered, outside};
 use crate::errno::{Result, fail};
+use crate::ioeventfd::Place;
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{Running, Section, bits};
@@ -162,7 +163,10 @@ impl VcpuObject {
             if self.common().attention.flag().load(Ordering::SeqCst) != 0 {
                 self.attend(inner, masked)?;
             }
-            if self.ring_is_full() || !self.deliver_events(inner, masked)? {
+            if self.ring_is_full()
+                || self.has_ended_for_client(inner)
+                || !self.deliver_events(inner, masked)?
+            {
                 return Ok(());
             }
             let exit = {
@@ -175,6 +179,16 @@ impl VcpuObject {
                 return Ok(());
             }
         }
+    }
+
+    /// The client has to hear that the guest has ended an interrupt of its I/O APIC; then the exit says so.
+    fn has_ended_for_client(&self, inner: &mut Inner) -> bool {
+        let ended = inner.machine.ioapic_eoi.take();
+        if let Some(vector) = ended {
+            self.page.set_exit_reason(KVM_EXIT_IOAPIC_EOI);
+            set_field!(self.page, vector, __bindgen_anon_1.eoi.vector);
+        }
+        ended.is_some()
     }
 
     /// The client has to collect from the dirty ring before the guest goes on; then the exit says so.
@@ -245,31 +259,77 @@ impl VcpuObject {
             common.exits.nmi_injections.add(1);
         }
         inner.cpu.interrupt_window = false;
-        if common.lapic().is_some() {
-            inner.sync_cr8_to_lapic();
-            let allowed = inner.cpu.can_take_interrupt();
-            if let Some(mut lapic) = common.lapic()
-                && let Some(vector) = lapic.pending()
-            {
-                if allowed {
-                    lapic.accept(vector);
-                    common.exits.irq_injections.add(1);
-                    inner.cpu.inject_interrupt(vector);
-                    // Another one may wait behind it: come out as soon as it could be taken.
-                    inner.cpu.interrupt_window = lapic.pending().is_some();
-                } else {
-                    inner.cpu.interrupt_window = true;
-                }
-            }
-        } else if field!(self.page, request_interrupt_window) != 0 {
-            if inner.cpu.can_take_interrupt() {
-                common.exits.request_irq_exits.add(1);
-                self.page.set_exit_reason(KVM_EXIT_IRQ_WINDOW_OPEN);
-                return Ok(false);
-            }
+        if common.lapic().is_none() {
+            return Ok(!self.opens_window(inner, inner.cpu.state.events.interrupt.is_none()));
+        }
+        inner.sync_cr8_to_lapic();
+        let has_external = self.has_external(inner);
+        let allowed = inner.cpu.can_take_interrupt();
+        if allowed && let Some(vector) = self.next_interrupt(inner, has_external) {
+            common.exits.irq_injections.add(1);
+            inner.cpu.inject_interrupt(vector);
+            // Another one may wait behind it: come out as soon as it could be taken.
+            inner.cpu.interrupt_window = self.has_interrupt(inner);
+            return Ok(true);
+        }
+        if self.has_interrupt(inner) {
             inner.cpu.interrupt_window = true;
         }
-        Ok(true)
+        let client_may = self.vm.interrupts.is_split() && self.accepts_from_client(inner);
+        Ok(!(client_may && self.opens_window(inner, true)))
+    }
+
+    /// The interrupt that the vCPU takes now: the 8259's before those of its APIC.
+    fn next_interrupt(&self, inner: &mut Inner, has_external: bool) -> Option<u8> {
+        if has_external {
+            let external = match self.vm.interrupts.chips() {
+                Some(chips) => chips.acknowledge(&self.vm),
+                None => inner.external.take(),
+            };
+            if external.is_some() {
+                return external;
+            }
+        }
+        let mut lapic = self.common().lapic()?;
+        let vector = lapic.pending()?;
+        lapic.accept(vector);
+        Some(vector)
+    }
+
+    /// Whether an 8259 has an interrupt that reaches this vCPU.
+    fn has_external(&self, inner: &Inner) -> bool {
+        let waits = match self.vm.interrupts.chips() {
+            Some(chips) => chips.has_external(),
+            None => inner.external.is_some(),
+        };
+        waits && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
+    }
+
+    /// Whether an interrupt waits that the vCPU would take if it could.
+    fn has_interrupt(&self, inner: &Inner) -> bool {
+        self.has_external(inner)
+            || (self.common().lapic()).is_some_and(|lapic| lapic.pending().is_some())
+    }
+
+    /// Whether a client that has the 8259 may give its interrupt now, as far as the local APIC is concerned.
+    fn accepts_from_client(&self, inner: &Inner) -> bool {
+        inner.external.is_none()
+            && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
+    }
+
+    /// Whether the vCPU returns because the client asked for the moment at which it can give an interrupt. `free`: the last one was
+    /// taken.
+    fn opens_window(&self, inner: &mut Inner, free: bool) -> bool {
+        if field!(self.page, request_interrupt_window) == 0 {
+            return false;
+        }
+        if free && inner.cpu.can_take_interrupt() {
+            self.common().exits.request_irq_exits.add(1);
+            self.page.set_exit_reason(KVM_EXIT_IRQ_WINDOW_OPEN);
+            return true;
+        }
+        inner.cpu.interrupt_window = true;
+        false
     }
 
     fn wakes_up(&self, inner: &mut Inner) -> bool {
@@ -279,11 +339,7 @@ impl VcpuObject {
         inner.sync_cr8_to_lapic();
         let state = &inner.cpu.state;
         let enabled = state.rflags & flags::IF != 0;
-        let pending = self
-            .common()
-            .lapic()
-            .is_some_and(|lapic| lapic.pending().is_some());
-        state.events.interrupt.is_some() || enabled && pending
+        state.events.interrupt.is_some() || enabled && self.has_interrupt(inner)
     }
 
     /// Waits, outside the engine, for something to be raised.
@@ -382,6 +438,9 @@ impl VcpuObject {
                 data,
             } => {
                 let len = usize::from(size) * count as usize;
+                if self.port_access(inner, port, size.into(), write.then(|| &data[..len]), len) {
+                    return Ok(Next::Again);
+                }
                 if write && (self.vm.coalesced).take(port.into(), true, size, count, &data[..len]) {
                     inner.cpu.complete_io(&[]);
                     return Ok(Next::Again);
@@ -421,6 +480,7 @@ impl VcpuObject {
             } => {
                 if self.apic_access(inner, gpa, len, write, data)
                     || self.apic_hole(inner, gpa, len, write)
+                    || self.memory_access(inner, gpa, write, &data[..len.into()])
                     || write && self.vm.coalesced.take(gpa, false, len, 1, &data)
                 {
                     return Ok(Next::Again);
@@ -539,6 +599,65 @@ impl VcpuObject {
         hole
     }
 
+    /// A port access that needs no client: to a controller of the VM, or one that signals an eventfd. `written` is what OUT writes; IN reads
+    /// `len` bytes. Units have `size` bytes each.
+    fn port_access(
+        &self,
+        inner: &mut Inner,
+        port: u16,
+        size: usize,
+        written: Option<&[u8]>,
+        len: usize,
+    ) -> bool {
+        let place = Place {
+            port: true,
+            address: port.into(),
+        };
+        let chips = self.vm.interrupts.chips();
+        let Some(written) = written else {
+            let mut read = [0; INPUT_BYTES];
+            let read = &mut read[..len];
+            let is_ours = chips.is_some_and(|chips| {
+                (read.chunks_mut(size)).all(|unit| chips.read_port(&self.vm, port, unit))
+            });
+            if is_ours {
+                inner.cpu.complete_io(read);
+            }
+            return is_ours;
+        };
+        let is_ours = written.chunks(size).all(|unit| {
+            chips.is_some_and(|chips| chips.write_port(&self.vm, port, unit))
+                || inner.known_events.signal(&self.vm.ioevents, place, unit)
+        });
+        if is_ours {
+            inner.cpu.complete_io(&[]);
+        }
+        is_ours
+    }
+
+    /// A memory access that needs no client: to the I/O APIC, or one that signals an eventfd.
+    fn memory_access(&self, inner: &mut Inner, gpa: u64, write: bool, data: &[u8]) -> bool {
+        let ioapic = (self.vm.interrupts.chips()).filter(|chips| chips.ioapic_contains(gpa));
+        match (ioapic, write) {
+            (Some(chips), true) => chips.write_ioapic(&self.vm, gpa, data),
+            (Some(chips), false) => {
+                let mut read = [0; 8];
+                let read = &mut read[..data.len()];
+                chips.read_ioapic(gpa, read);
+                inner.cpu.complete_mmio_read(read);
+            }
+            (None, true) => {
+                let place = Place {
+                    port: false,
+                    address: gpa,
+                };
+                return inner.known_events.signal(&self.vm.ioevents, place, data);
+            }
+            (None, false) => return false,
+        }
+        true
+    }
+
     /// What the client reads in `kvm_run` after every run, also after a failed one.
     fn publish(&self, inner: &mut Inner) {
         let page = &self.page;
@@ -546,8 +665,12 @@ impl VcpuObject {
         set_field!(page, u8::from(state.rflags & flags::IF != 0), if_flag);
         set_field!(page, state.cr8, cr8);
         set_field!(page, inner.machine.apic_base(), apic_base);
-        let ready = self.vm.has_irqchip()
-            || state.events.interrupt.is_none() && inner.cpu.can_take_interrupt();
+        let ready = self.vm.interrupts.chips().is_some()
+            || inner.cpu.can_take_interrupt()
+                && match self.vm.interrupts.is_split() {
+                    true => self.accepts_from_client(inner),
+                    false => state.events.interrupt.is_none(),
+                };
         set_field!(page, u8::from(ready), ready_for_interrupt_injection);
         let wanted = field!(page, kvm_valid_regs);
         if wanted & u64::from(KVM_SYNC_X86_REGS) != 0 {

@@ -9,10 +9,11 @@ use crate::errno::{Result, no_memory};
 use crate::heap;
 use crate::process::PerProcess;
 use crate::thread::bits;
+use crate::vm::VmObject;
 use slat::{Attention, Shared};
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 /// How often polled vCPUs are looked at.
@@ -20,9 +21,17 @@ pub const POLL_PERIOD: Duration = Duration::from_millis(1);
 /// Rounds without anybody to look at after which the thread sleeps until it is called.
 const IDLE_ROUNDS: u32 = 16;
 
-/// One vCPU towards the ticker.
+/// What happens when a client's time has come.
+pub(crate) enum Alarm {
+    /// [`bits::TIMER`] is raised in this word.
+    Vcpu(Shared<Attention>),
+    /// The function is called on the ticker's thread, which holds no lock then. It must not wait.
+    Vm(Weak<VmObject>, fn(&VmObject)),
+}
+
+/// One vCPU, or a part of a VM, towards the ticker.
 pub(crate) struct Client {
-    attention: Shared<Attention>,
+    alarm: Alarm,
     /// How many reasons there are to poll it.
     polls: AtomicU32,
     deadline: Mutex<Option<Instant>>,
@@ -71,17 +80,37 @@ impl Background for Ticker {
             let now = Instant::now();
             let mut next: Option<Instant> = None;
             let mut polled = false;
+            let mut call = None;
             for client in &*clients {
                 let mut deadline = lock(&client.deadline);
-                if deadline.is_some_and(|deadline| deadline <= now) {
-                    *deadline = None;
-                    raise(&client.attention, bits::TIMER);
-                }
-                if client.polls.load(Ordering::SeqCst) != 0 {
-                    polled = true;
-                    raise(&client.attention, bits::POLL);
+                let due = deadline.is_some_and(|deadline| deadline <= now);
+                match &client.alarm {
+                    Alarm::Vcpu(attention) => {
+                        if due {
+                            *deadline = None;
+                            raise(attention, bits::TIMER);
+                        }
+                        if client.polls.load(Ordering::SeqCst) != 0 {
+                            polled = true;
+                            raise(attention, bits::POLL);
+                        }
+                    }
+                    // One at a time: the next round finds the others.
+                    Alarm::Vm(vm, ring) if due && call.is_none() => {
+                        *deadline = None;
+                        call = Some((vm.clone(), *ring));
+                    }
+                    Alarm::Vm(..) => {}
                 }
                 next = [next, *deadline].into_iter().flatten().min();
+            }
+            if let Some((vm, ring)) = call {
+                drop(clients);
+                if let Some(vm) = vm.upgrade() {
+                    ring(&vm);
+                }
+                clients = lock(&self.clients);
+                continue;
             }
             idle = if polled { 0 } else { idle + 1 };
             let ticking = idle < IDLE_ROUNDS;
@@ -121,13 +150,13 @@ impl Ticker {
 }
 
 impl Client {
-    /// Registers a client in whose word the ticker may raise bits, until [`leave`](Self::leave).
+    /// Registers a client, until [`leave`](Self::leave).
     ///
     /// # Errors
     /// `ENOMEM`.
-    pub(crate) fn register(attention: Shared<Attention>) -> Result<Shared<Self>> {
+    pub(crate) fn register(alarm: Alarm) -> Result<Shared<Self>> {
         let client = Shared::try_new(Client {
-            attention,
+            alarm,
             polls: AtomicU32::new(0),
             deadline: Mutex::new(None),
         })
@@ -145,7 +174,7 @@ impl Client {
         }
     }
 
-    /// Raises [`bits::TIMER`] at `deadline`; `None` cancels.
+    /// Rings at `deadline`; `None` cancels.
     pub(crate) fn set_deadline(&self, deadline: Option<Instant>) {
         *lock(&self.deadline) = deadline;
         if deadline.is_some() {
@@ -214,7 +243,7 @@ mod tests {
     #[test]
     fn a_deadline_wakes_a_sleeper() {
         let attention = Shared::try_new(Attention::default()).unwrap();
-        let client = Client::register(attention.clone()).unwrap();
+        let client = Client::register(Alarm::Vcpu(attention.clone())).unwrap();
         client.set_deadline(Some(Instant::now() + Duration::from_millis(5)));
         while attention.take(bits::TIMER) == 0 {
             sleep(&attention, Duration::from_secs(10));
@@ -224,7 +253,7 @@ mod tests {
     #[test]
     fn polling_stops_when_it_is_dropped() {
         let attention = Shared::try_new(Attention::default()).unwrap();
-        let client = Client::register(attention.clone()).unwrap();
+        let client = Client::register(Alarm::Vcpu(attention.clone())).unwrap();
         let polling = client.poll();
         while attention.take(bits::POLL) == 0 {
             sleep(&attention, Duration::from_secs(10));

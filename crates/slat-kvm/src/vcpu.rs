@@ -3,17 +3,20 @@
 use crate::call::Call;
 use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail, no_memory};
+use crate::ioeventfd::KnownEvents;
 use crate::machine::VcpuMachine;
 use crate::process::PerProcess;
 use crate::run_page::RunPage;
 use crate::stats::Exits;
 use crate::thread::bits;
-use crate::ticker::{self, Client};
+use crate::ticker::{self, Alarm, Client};
 use crate::vm::VmObject;
 use crate::{events, fpu, heap, msr, regs};
 use kvm_bindings::*;
 use slat::{Attention, DirtyRing, Shared, VcpuStats};
-use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Lapic, REGISTERS, Request};
+use slat_irqchip::lapic::{
+    BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Lapic, REGISTERS, Request, reg,
+};
 use slat_irqchip::message::{DeliveryMode, Message};
 use slat_x86::Cpu;
 use std::ops::{Deref, DerefMut};
@@ -116,6 +119,12 @@ impl VcpuCommon {
         taken
     }
 
+    /// Sends a non-maskable interrupt.
+    pub(crate) fn non_maskable(&self) {
+        self.signal(Self::NMI);
+        self.notice();
+    }
+
     fn signal(&self, signal: u32) -> Request {
         match self.signals.fetch_or(signal, Ordering::SeqCst) & signal {
             0 => Request::Pending,
@@ -148,6 +157,10 @@ pub(crate) struct Inner {
     /// `KVM_SET_SIGNAL_MASK`.
     pub(crate) signal_mask: Option<u64>,
     pub(crate) has_run: bool,
+    /// An interrupt of the client's 8259, given by `KVM_INTERRUPT`, that the vCPU has not acknowledged. Only where the client has all
+    /// controllers but the local APICs.
+    pub(crate) external: Option<u8>,
+    pub(crate) known_events: KnownEvents,
 }
 
 /// A vCPU in the hands of one call.
@@ -227,7 +240,7 @@ impl VcpuObject {
         let irqchip = vm.has_irqchip();
         let common = Shared::try_new(VcpuCommon {
             id,
-            client: Client::register(attention.clone())?,
+            client: Client::register(Alarm::Vcpu(attention.clone()))?,
             attention,
             lapic: irqchip.then(|| {
                 let mut lapic = Lapic::new(id, bootstrap, vm.tsc_khz().into());
@@ -262,6 +275,8 @@ impl VcpuObject {
                 },
                 signal_mask: None,
                 has_run: false,
+                external: None,
+                known_events: KnownEvents::default(),
             }),
         })
         .map_err(no_memory)?;
@@ -565,7 +580,14 @@ impl VcpuObject {
         let mut inner = self.lock()?;
         inner.sync_cr8_to_lapic();
         match self.common.lapic() {
-            Some(lapic) => Ok(lapic_state(&lapic.save(self.vm.clock.now()))),
+            Some(lapic) => {
+                let mut registers = lapic.save(self.vm.clock.now());
+                if lapic.x2apic() && !self.vm.interrupts.has_wide_ids() {
+                    // Without KVM_X2APIC_API_USE_32BIT_IDS, the id is where xAPIC mode has it.
+                    registers[(reg::ID >> 4) as usize] <<= 24;
+                }
+                Ok(lapic_state(&registers))
+            }
             None => fail(libc::EINVAL),
         }
     }
@@ -589,16 +611,24 @@ impl VcpuObject {
     /// `KVM_INTERRUPT`: an interrupt of the client's own interrupt controller.
     ///
     /// # Errors
-    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an interrupt controller.
+    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an 8259, `EEXIST` when a vCPU with a local APIC has not taken the last
+    /// one.
     pub fn interrupt(&self, vector: u32) -> Result<()> {
         let Ok(vector) = u8::try_from(vector) else {
             return fail(libc::EINVAL);
         };
         let mut inner = self.lock()?;
-        if self.common.lapic.is_some() {
+        if self.common.lapic.is_none() {
+            inner.cpu.state.events.interrupt = Some(vector);
+            return Ok(());
+        }
+        if !self.vm.interrupts.is_split() {
             return fail(libc::ENXIO);
         }
-        inner.cpu.state.events.interrupt = Some(vector);
+        if inner.external.is_some() {
+            return fail(libc::EEXIST);
+        }
+        inner.external = Some(vector);
         Ok(())
     }
 
@@ -608,10 +638,7 @@ impl VcpuObject {
     /// `EIO`.
     pub fn nmi(&self) -> Result<()> {
         let _call = self.vm.begin()?;
-        self.common
-            .signals
-            .fetch_or(VcpuCommon::NMI, Ordering::SeqCst);
-        self.common.notice();
+        self.common.non_maskable();
         Ok(())
     }
 

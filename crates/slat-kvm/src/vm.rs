@@ -6,6 +6,8 @@ use crate::dirty::Rings;
 use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::guest_memfd::PrivateMemory;
+use crate::ioeventfd::IoEvents;
+use crate::irq::Interrupts;
 use crate::irq::vcpus::Vcpus;
 use crate::quirks::Quirks;
 use crate::run_page::RunPage;
@@ -14,9 +16,8 @@ use crate::vcpu::VcpuObject;
 use crate::{caps, clock, notify, parameters, policy, recovery, report, vcpu};
 use kvm_bindings::*;
 use slat::{Gpa, Hva, Region, Shared, SlotFlags};
-use slat_irqchip::message::Message;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// KVM's lower limit for shadow pages.
@@ -28,7 +29,8 @@ pub struct VmObject {
     pub(crate) life: Life,
     pub(crate) clock: clock::VmClock,
     vcpus: RwLock<Vcpus>,
-    irqchip: AtomicBool,
+    pub(crate) interrupts: Interrupts,
+    pub(crate) ioevents: IoEvents,
     boot_cpu: AtomicU32,
     max_vcpu_ids: AtomicU32,
     pub(crate) rings: Rings,
@@ -69,7 +71,8 @@ impl VmObject {
             life: Life::begin(),
             clock: clock::VmClock::new(),
             vcpus: RwLock::default(),
-            irqchip: AtomicBool::new(false),
+            interrupts: Interrupts::default(),
+            ioevents: IoEvents::default(),
             boot_cpu: AtomicU32::new(0),
             max_vcpu_ids: AtomicU32::new(caps::MAX_VCPU_ID),
             rings: Rings::default(),
@@ -204,29 +207,6 @@ impl VmObject {
         Ok((vcpu, fd))
     }
 
-    /// `KVM_CREATE_IRQCHIP`: a local APIC for every vCPU made from now on. There is neither IOAPIC nor 8259, so that
-    /// `KVM_CAP_IRQCHIP` is not claimed.
-    ///
-    /// # Errors
-    /// `EEXIST` when there is one already, `EINVAL` when there are vCPUs already.
-    pub fn create_irqchip(&self) -> Result<()> {
-        let _call = self.begin()?;
-        let vcpus = self.vcpus_mut();
-        if self.irqchip.load(Ordering::Relaxed) {
-            return fail(libc::EEXIST);
-        }
-        if !vcpus.is_empty() {
-            return fail(libc::EINVAL);
-        }
-        self.irqchip.store(true, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// Whether vCPUs have a local APIC.
-    pub fn has_irqchip(&self) -> bool {
-        self.irqchip.load(Ordering::Relaxed)
-    }
-
     /// `KVM_GET_TSC_KHZ`.
     pub fn tsc_khz(&self) -> u32 {
         self.clock.tsc_khz()
@@ -341,6 +321,8 @@ impl VmObject {
             KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => {
                 self.enable_dirty_rings(cap.args[0])
             }
+            KVM_CAP_SPLIT_IRQCHIP => self.split_irqchip(cap.args[0]),
+            KVM_CAP_X2APIC_API => self.enable_x2apic_api(cap.args[0]),
             KVM_CAP_EXIT_HYPERCALL if cap.args[0] & !u64::from(caps::HYPERCALL_EXITS) == 0 => {
                 self.hypercall_exits.store(cap.args[0], Ordering::Relaxed);
                 Ok(())
@@ -374,23 +356,6 @@ impl VmObject {
         }
         self.max_vcpu_ids.store(limit, Ordering::Relaxed);
         Ok(())
-    }
-
-    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs took the interrupt.
-    ///
-    /// # Errors
-    /// `ENXIO` without interrupt controller, `EINVAL` for flags or an address that is not an interrupt's.
-    pub fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
-        let _call = self.begin()?;
-        if !self.has_irqchip() {
-            return fail(libc::ENXIO);
-        }
-        if msi.flags != 0 || msi.address_lo >> 20 != 0xfee {
-            return fail(libc::EINVAL);
-        }
-        let address = u64::from(msi.address_hi) << 32 | u64::from(msi.address_lo);
-        let message = Message::from_msi(address, msi.data, false);
-        Ok(self.send_message(None, &message).taken as i32)
     }
 }
 

@@ -6,9 +6,10 @@
 //!   the handler calls [`crate::signal_arrived`].
 //! - Changes of the host's mappings under guest memory are found when the guest touches the page, or at once if they are
 //!   made inside [`crate::notify::around`].
-//! - Devices, interrupt routing, eventfds and nested state do not exist; their methods are not there.
+//! - Devices and nested state do not exist; their methods are not there.
 
 mod guest_memfd;
+mod interrupts;
 mod stats;
 mod system;
 mod vcpu;

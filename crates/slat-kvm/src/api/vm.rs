@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// A VM; in place of `kvm_ioctls::VmFd`.
 #[derive(Debug)]
 pub struct VmFd {
-    vm: Arc<VmObject>,
+    pub(super) vm: Arc<VmObject>,
     fd: OwnedFd,
     run_size: usize,
 }
@@ -81,22 +81,6 @@ impl VmFd {
     /// `EINVAL` once there are vCPUs.
     pub fn set_identity_map_address(&self, address: u64) -> Result<()> {
         self.vm.set_identity_map_addr(address)
-    }
-
-    /// `KVM_CREATE_IRQCHIP`: local APICs.
-    ///
-    /// # Errors
-    /// `EEXIST` when there is one already, `EINVAL` when there are vCPUs already.
-    pub fn create_irq_chip(&self) -> Result<()> {
-        self.vm.create_irqchip()
-    }
-
-    /// `KVM_SIGNAL_MSI`.
-    ///
-    /// # Errors
-    /// `ENXIO` without interrupt controller, `EINVAL` for a bad message.
-    pub fn signal_msi(&self, msi: kvm_msi) -> Result<std::os::raw::c_int> {
-        self.vm.signal_msi(&msi)
     }
 
     /// `KVM_GET_CLOCK`.

@@ -3,6 +3,7 @@
 use super::{Answer, DONE, Object, give, value};
 use crate::abi::*;
 use crate::errno::{Result, fail};
+use crate::irq::routing::MAX_ROUTES;
 use crate::user;
 use crate::vm::VmObject;
 use kvm_bindings::*;
@@ -50,6 +51,50 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         KVM_SET_IDENTITY_MAP_ADDR => vm.set_identity_map_addr(user::read(argument)?)?,
         KVM_SET_BOOT_CPU_ID => vm.set_boot_cpu_id(argument)?,
         KVM_CREATE_IRQCHIP => vm.create_irqchip()?,
+        KVM_IRQ_LINE => {
+            let line: kvm_irq_level = user::read(argument)?;
+            vm.irq_line(gsi(&line), line.level != 0)?;
+        }
+        KVM_IRQ_LINE_STATUS => {
+            let mut line: kvm_irq_level = user::read(argument)?;
+            line.__bindgen_anon_1.status = vm.irq_line(gsi(&line), line.level != 0)?;
+            return give(argument, &line);
+        }
+        KVM_GET_IRQCHIP => {
+            let mut chip: kvm_irqchip = user::read(argument)?;
+            vm.get_irqchip(&mut chip)?;
+            return give(argument, &chip);
+        }
+        KVM_SET_IRQCHIP => vm.set_irqchip(&user::read(argument)?)?,
+        KVM_SET_GSI_ROUTING => {
+            let [count, flags]: [u32; 2] = user::read(argument)?;
+            if count > MAX_ROUTES {
+                return fail(libc::EINVAL);
+            }
+            let entries = argument + size_of::<[u32; 2]>() as u64;
+            vm.set_gsi_routing(flags, &user::read_vec(entries, count as usize)?)?;
+        }
+        KVM_CREATE_PIT => vm.create_pit(&kvm_pit_config::default())?,
+        KVM_CREATE_PIT2 => vm.create_pit(&user::read(argument)?)?,
+        KVM_GET_PIT2 => return give(argument, &vm.get_pit2()?),
+        KVM_SET_PIT2 => vm.set_pit2(&user::read(argument)?)?,
+        // As KVM had it before there were flags.
+        KVM_GET_PIT => {
+            let channels = vm.get_pit2()?.channels;
+            return give(argument, &kvm_pit_state { channels });
+        }
+        KVM_SET_PIT => {
+            let kvm_pit_state { channels } = user::read(argument)?;
+            let flags = vm.get_pit2()?.flags;
+            vm.set_pit2(&kvm_pit_state2 {
+                channels,
+                flags,
+                ..Default::default()
+            })?;
+        }
+        KVM_REINJECT_CONTROL => vm.reinject_control(&user::read(argument)?)?,
+        KVM_IRQFD => vm.irqfd(&user::read(argument)?)?,
+        KVM_IOEVENTFD => vm.ioeventfd(&user::read(argument)?)?,
         KVM_SIGNAL_MSI => return value(vm.signal_msi(&user::read(argument)?)?),
         KVM_GET_CLOCK => return give(argument, &vm.get_clock()?),
         KVM_SET_CLOCK => vm.set_clock(&user::read(argument)?)?,
@@ -58,4 +103,9 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         _ => return fail(libc::ENOTTY),
     }
     DONE
+}
+
+fn gsi(line: &kvm_irq_level) -> u32 {
+    // SAFETY: both fields of the union are plain integers.
+    unsafe { line.__bindgen_anon_1.irq }
 }

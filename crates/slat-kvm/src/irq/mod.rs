@@ -1,7 +1,109 @@
-//! Interrupts: who may send them, and how they reach vCPUs. The controllers themselves are `slat-irqchip`'s.
+//! Interrupts: who may raise them, and how they reach vCPUs. The controllers themselves are `slat-irqchip`'s.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `vcpus` | the vCPUs of a VM, and messages from one to others |
+//! | [`routing`] | which lines and messages a GSI leads to |
+//! | `lines` | lines and messages on their way to vCPUs, and back: ends of interrupts |
+//! | `chips` | the 8259 pair and the I/O APIC of a VM: ports, registers, locks |
+//! | `timer` | the 8254, and the alarm it rings by |
+//! | [`irqfd`] | eventfds whose signals are interrupts |
+//! | `vcpus` | the vCPUs of a VM, and messages to them |
+//! | `create`, `state` | the calls that make controllers, and those that save and restore them |
+//!
+//! # Locks
+//! A call takes them in this order, and may leave some out: the routes (for reading, while an interrupt is on its way), the 8254, then
+//! the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC. A vCPU that ends an interrupt or writes to a controller
+//! has its own APIC unlocked. Whatever a controller reports while it is locked is carried out after it is unlocked.
 
+mod chips;
+mod create;
+pub(crate) mod irqfd;
+mod lines;
+pub(crate) mod routing;
+mod state;
+mod timer;
 pub(crate) mod vcpus;
+
+use crate::irq::chips::Chips;
+use crate::irq::irqfd::IrqFds;
+use crate::irq::routing::Routes;
+use slat::Shared;
+use slat_irqchip::message::MsiIds;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{OnceLock, RwLock};
+
+/// Who holds a line: the client, by `KVM_IRQ_LINE` or an irqfd.
+pub(crate) const USERSPACE: u8 = 0;
+/// Who holds a line: resampled irqfds.
+pub(crate) const RESAMPLE: u8 = 1;
+/// Who holds a line: the 8254.
+const TIMER: u8 = 2;
+
+/// A set of vectors that is written under some lock and read without.
+#[derive(Debug, Default)]
+pub(crate) struct Vectors([AtomicU64; 4]);
+
+impl Vectors {
+    fn store(&self, vectors: [u64; 4]) {
+        for (word, value) in self.0.iter().zip(vectors) {
+            word.store(value, Ordering::SeqCst);
+        }
+    }
+
+    pub(crate) fn contains(&self, vector: u8) -> bool {
+        let word = &self.0[usize::from(vector >> 6)];
+        word.load(Ordering::SeqCst) >> (vector & 63) & 1 != 0
+    }
+}
+
+/// Which controllers a VM has, besides the local APICs.
+enum Model {
+    /// All of a PC's (`KVM_CREATE_IRQCHIP`).
+    Pc(Shared<Chips>),
+    /// None: the client has them (`KVM_CAP_SPLIT_IRQCHIP`).
+    Split {
+        /// GSIs below this one are pins of the client's I/O APIC.
+        pins: u32,
+        /// The vectors whose end of interrupt the client wants to hear of: those of level-triggered pins.
+        reported: Vectors,
+    },
+}
+
+/// The interrupt controllers of a VM and what leads to them.
+#[derive(Default)]
+pub(crate) struct Interrupts {
+    /// Not set: vCPUs have no local APIC, and the client has all controllers.
+    model: OnceLock<Model>,
+    routes: RwLock<Routes>,
+    msi_ids: OnceLock<MsiIds>,
+    pub(crate) irqfds: IrqFds,
+}
+
+impl Interrupts {
+    /// Whether vCPUs have local APICs.
+    pub(crate) fn exist(&self) -> bool {
+        self.model.get().is_some()
+    }
+
+    /// The 8259 pair and the I/O APIC, if they are not the client's.
+    pub(crate) fn chips(&self) -> Option<&Chips> {
+        match self.model.get() {
+            Some(Model::Pc(chips)) => Some(chips),
+            _ => None,
+        }
+    }
+
+    /// Whether the client has all controllers but the local APICs.
+    pub(crate) fn is_split(&self) -> bool {
+        matches!(self.model.get(), Some(Model::Split { .. }))
+    }
+
+    /// Whether destinations of messages and ids of APICs have 32 bits towards the client.
+    pub(crate) fn has_wide_ids(&self) -> bool {
+        self.msi_ids() != MsiIds::Eight
+    }
+
+    fn msi_ids(&self) -> MsiIds {
+        self.msi_ids.get().copied().unwrap_or_default()
+    }
+}

@@ -18,6 +18,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
+    /// Waits until every CPU has passed a quiescent point ([`Vcpu::quiesce`](crate::Vcpu::quiesce)) or is outside. What a CPU found out
+    /// between two quiescent points, and the caller has since replaced, is used by no CPU afterwards: KVM's `synchronize_srcu`.
+    ///
+    /// The caller is no CPU that is inside, and holds nothing that a CPU waits for there.
+    pub fn synchronize(&self) {
+        self.readers.synchronize(self.reader_wait());
+    }
+
     /// Calls `visit` at every leaf and every MMIO entry that covers a frame of `range`, in the order of
     /// gfn, with the first frame that the entry covers (a huge leaf may begin before `range`), its level,
     /// and what it says. Changes nothing. CPUs may go on: what `visit` sees of one table holds at one

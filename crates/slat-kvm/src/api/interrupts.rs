@@ -1,0 +1,183 @@
+//! [`VmFd`]'s interrupt controllers, interrupts and eventfds.
+
+use super::VmFd;
+use crate::errno::{Result, fail};
+use kvm_bindings::*;
+use kvm_ioctls::IoEventAddress;
+use std::os::fd::AsRawFd;
+use vmm_sys_util::eventfd::EventFd;
+
+impl VmFd {
+    /// `KVM_CREATE_IRQCHIP`: an I/O APIC, an 8259 pair, and a local APIC for every vCPU made from now on.
+    ///
+    /// # Errors
+    /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already.
+    pub fn create_irq_chip(&self) -> Result<()> {
+        self.vm.create_irqchip()
+    }
+
+    /// `KVM_GET_IRQCHIP`: fills in the state of the chip that `irqchip.chip_id` names.
+    ///
+    /// # Errors
+    /// `ENXIO` without these controllers, `EINVAL` for a chip that does not exist.
+    pub fn get_irqchip(&self, irqchip: &mut kvm_irqchip) -> Result<()> {
+        self.vm.get_irqchip(irqchip)
+    }
+
+    /// `KVM_SET_IRQCHIP`.
+    ///
+    /// # Errors
+    /// As for [`get_irqchip`](Self::get_irqchip).
+    pub fn set_irqchip(&self, irqchip: &kvm_irqchip) -> Result<()> {
+        self.vm.set_irqchip(irqchip)
+    }
+
+    /// `KVM_CREATE_PIT2`: an 8254.
+    ///
+    /// # Errors
+    /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair.
+    pub fn create_pit2(&self, pit_config: kvm_pit_config) -> Result<()> {
+        self.vm.create_pit(&pit_config)
+    }
+
+    /// `KVM_GET_PIT2`.
+    ///
+    /// # Errors
+    /// `ENXIO` without 8254.
+    pub fn get_pit2(&self) -> Result<kvm_pit_state2> {
+        self.vm.get_pit2()
+    }
+
+    /// `KVM_SET_PIT2`.
+    ///
+    /// # Errors
+    /// `ENXIO` without 8254.
+    pub fn set_pit2(&self, pitstate: &kvm_pit_state2) -> Result<()> {
+        self.vm.set_pit2(pitstate)
+    }
+
+    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs took the interrupt.
+    ///
+    /// # Errors
+    /// `ENXIO` without interrupt controller, `EINVAL` for a bad message.
+    pub fn signal_msi(&self, msi: kvm_msi) -> Result<std::os::raw::c_int> {
+        self.vm.signal_msi(&msi)
+    }
+
+    /// `KVM_IRQ_LINE`.
+    ///
+    /// # Errors
+    /// `ENXIO` without interrupt controllers.
+    pub fn set_irq_line(&self, irq: u32, active: bool) -> Result<()> {
+        self.vm.irq_line(irq, active).map(drop)
+    }
+
+    /// `KVM_SET_GSI_ROUTING`: replaces all routes.
+    ///
+    /// # Errors
+    /// `EINVAL` for entries that make no sense.
+    pub fn set_gsi_routing(&self, irq_routing: &KvmIrqRouting) -> Result<()> {
+        let table = irq_routing.as_fam_struct_ref();
+        if table.nr as usize > irq_routing.as_slice().len() {
+            return fail(libc::EINVAL);
+        }
+        self.vm.set_gsi_routing(table.flags, irq_routing.as_slice())
+    }
+
+    /// `KVM_IOEVENTFD`: guest writes of the size of `T` to `addr` signal `fd`. With [`NoDatamatch`](crate::NoDatamatch), writes of any size
+    /// do, else those of `datamatch`.
+    ///
+    /// # Errors
+    /// `EEXIST` when a write could match another registration, too; `EINVAL`, `ENOSPC`.
+    pub fn register_ioevent<T: Into<u64>>(
+        &self,
+        fd: &EventFd,
+        addr: &IoEventAddress,
+        datamatch: T,
+    ) -> Result<()> {
+        self.vm.ioeventfd(&ioeventfd(fd, addr, datamatch, 0))
+    }
+
+    /// Ends what [`register_ioevent`](Self::register_ioevent) began: when this returns, no vCPU signals `fd` any more.
+    ///
+    /// # Errors
+    /// `ENOENT` when there is no such registration.
+    pub fn unregister_ioevent<T: Into<u64>>(
+        &self,
+        fd: &EventFd,
+        addr: &IoEventAddress,
+        datamatch: T,
+    ) -> Result<()> {
+        let deassign = 1 << kvm_ioeventfd_flag_nr_deassign;
+        self.vm.ioeventfd(&ioeventfd(fd, addr, datamatch, deassign))
+    }
+
+    /// `KVM_IRQFD`: each signal of `fd` is an interrupt of `gsi`.
+    ///
+    /// # Errors
+    /// `EAGAIN` without interrupt controllers, `EBUSY` when `fd` is an irqfd of this VM already.
+    pub fn register_irqfd(&self, fd: &EventFd, gsi: u32) -> Result<()> {
+        self.vm.irqfd(&irqfd(fd, gsi))
+    }
+
+    /// Like [`register_irqfd`](Self::register_irqfd) for a level: a signal of `fd` raises the line of `gsi`, the guest's end of interrupt lowers
+    /// it and signals `resamplefd`.
+    ///
+    /// # Errors
+    /// As there, and `EINVAL` without I/O APIC.
+    pub fn register_irqfd_with_resample(
+        &self,
+        fd: &EventFd,
+        resamplefd: &EventFd,
+        gsi: u32,
+    ) -> Result<()> {
+        self.vm.irqfd(&kvm_irqfd {
+            resamplefd: resamplefd.as_raw_fd() as u32,
+            flags: KVM_IRQFD_FLAG_RESAMPLE,
+            ..irqfd(fd, gsi)
+        })
+    }
+
+    /// Ends what [`register_irqfd`](Self::register_irqfd) began: when this returns, nothing is injected for `fd` any more.
+    ///
+    /// # Errors
+    /// `EBADF`, `EINVAL` for a descriptor that is no eventfd.
+    pub fn unregister_irqfd(&self, fd: &EventFd, gsi: u32) -> Result<()> {
+        self.vm.irqfd(&kvm_irqfd {
+            flags: KVM_IRQFD_FLAG_DEASSIGN,
+            ..irqfd(fd, gsi)
+        })
+    }
+}
+
+fn irqfd(fd: &EventFd, gsi: u32) -> kvm_irqfd {
+    kvm_irqfd {
+        fd: fd.as_raw_fd() as u32,
+        gsi,
+        ..Default::default()
+    }
+}
+
+fn ioeventfd<T: Into<u64>>(
+    fd: &EventFd,
+    addr: &IoEventAddress,
+    datamatch: T,
+    flags: u32,
+) -> kvm_ioeventfd {
+    let (addr, pio) = match addr {
+        IoEventAddress::Pio(port) => (*port, 1 << kvm_ioeventfd_flag_nr_pio),
+        IoEventAddress::Mmio(gpa) => (*gpa, 0),
+    };
+    let compares = match size_of::<T>() {
+        0 => 0,
+        _ => 1 << kvm_ioeventfd_flag_nr_datamatch,
+    };
+    kvm_ioeventfd {
+        datamatch: datamatch.into(),
+        addr,
+        len: size_of::<T>() as u32,
+        fd: fd.as_raw_fd(),
+        flags: flags | pio | compares,
+        ..Default::default()
+    }
+}

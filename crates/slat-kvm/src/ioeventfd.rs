@@ -1,0 +1,200 @@
+//! `KVM_IOEVENTFD`: guest writes to an address or a port that signal an eventfd, and nothing else.
+//!
+//! # Concurrency
+//! What is registered is an immutable [`Table`] that a change replaces whole. Each vCPU holds the table it last saw and compares one
+//! number to learn whether that is still the current one, so that a write takes no lock. A change publishes the new table, raises
+//! the number and then waits until every vCPU has passed a quiescent point of the engine or is outside
+//! ([`slat::Vm::synchronize`]): a vCPU looks the table up and signals between two of those. So no eventfd is signalled after
+//! the call that took it away has returned, and a client that looks at the eventfd then misses nothing.
+
+use crate::errno::{Result, fail, no_memory};
+use crate::eventfd::EventFd;
+use crate::heap;
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use slat::Shared;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Registrations that a VM can have: as many as KVM's buses have devices.
+const MAX_EVENTS: usize = 1000;
+const DATAMATCH: u32 = 1 << kvm_ioeventfd_flag_nr_datamatch;
+const PIO: u32 = 1 << kvm_ioeventfd_flag_nr_pio;
+const DEASSIGN: u32 = 1 << kvm_ioeventfd_flag_nr_deassign;
+const VIRTIO_CCW: u32 = 1 << kvm_ioeventfd_flag_nr_virtio_ccw_notify;
+
+/// Where a guest writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Place {
+    /// A port, in contrast to a guest-physical address.
+    pub(crate) port: bool,
+    pub(crate) address: u64,
+}
+
+/// One registration.
+#[derive(Clone, Debug)]
+struct Event {
+    place: Place,
+    /// Bytes of the write; 0 for any.
+    len: u32,
+    /// The value that is written; `None` for any.
+    value: Option<u64>,
+    eventfd: Shared<EventFd>,
+}
+
+impl Event {
+    /// Whether one write could match both.
+    fn overlaps(&self, other: &Event) -> bool {
+        self.place == other.place
+            && (self.len == 0 || other.len == 0 || self.len == other.len)
+            && match (self.value, other.value) {
+                (Some(one), Some(another)) => one == another,
+                _ => true,
+            }
+    }
+
+    fn is(&self, other: &Event) -> bool {
+        self.place == other.place
+            && self.len == other.len
+            && self.value == other.value
+            && self.eventfd.is(&other.eventfd)
+    }
+
+    fn matches(&self, data: &[u8]) -> bool {
+        (self.len == 0 || self.len as usize == data.len())
+            && self.value.is_none_or(|value| {
+                let mut written = [0; 8];
+                written[..data.len()].copy_from_slice(data);
+                u64::from_le_bytes(written) == value
+            })
+    }
+}
+
+/// All registrations, by place.
+#[derive(Debug)]
+struct Table(Vec<Event>);
+
+/// The registrations of a VM.
+#[derive(Debug, Default)]
+pub(crate) struct IoEvents {
+    /// `None`: there was never any registration.
+    table: Mutex<Option<Shared<Table>>>,
+    /// How often the table was replaced.
+    changes: AtomicU64,
+}
+
+/// The registrations as one vCPU knows them.
+#[derive(Debug, Default)]
+pub(crate) struct KnownEvents {
+    table: Option<Shared<Table>>,
+    changes: u64,
+}
+
+impl KnownEvents {
+    /// Signals the eventfd that is registered for a write of `data` (1 to 8 bytes). False: there is none. The vCPU is entered, and passes
+    /// no quiescent point meanwhile.
+    pub(crate) fn signal(&mut self, events: &IoEvents, place: Place, data: &[u8]) -> bool {
+        let changes = events.changes.load(Ordering::SeqCst);
+        if self.changes != changes {
+            self.table = lock(&events.table).clone();
+            self.changes = changes;
+        }
+        let Some(Table(table)) = self.table.as_deref() else {
+            return false;
+        };
+        let first = table.partition_point(|event| event.place < place);
+        let found = (table[first..].iter())
+            .take_while(|event| event.place == place)
+            .find(|event| event.matches(data));
+        if let Some(event) = found {
+            event.eventfd.signal();
+        }
+        found.is_some()
+    }
+}
+
+impl VmObject {
+    /// `KVM_IOEVENTFD`.
+    ///
+    /// # Errors
+    /// `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps around, a value to compare without a
+    /// length, and a descriptor that is no eventfd; `EBADF`; `EEXIST` when a write could match another registration, too;
+    /// `ENOENT` when there is nothing to remove; `ENOSPC`, `ENOMEM`.
+    pub fn ioeventfd(&self, asked: &kvm_ioeventfd) -> Result<()> {
+        let _call = self.begin()?;
+        let known = DATAMATCH | PIO | DEASSIGN | VIRTIO_CCW;
+        let compares = asked.flags & DATAMATCH != 0;
+        let wraps = asked.addr.checked_add(asked.len.into()).is_none();
+        if asked.flags & !known != 0
+            || !matches!(asked.len, 0 | 1 | 2 | 4 | 8)
+            || wraps
+            || asked.len == 0 && compares
+        {
+            return fail(libc::EINVAL);
+        }
+        let event = Event {
+            place: Place {
+                port: asked.flags & PIO != 0,
+                address: asked.addr,
+            },
+            len: asked.len,
+            value: compares.then_some(asked.datamatch),
+            eventfd: Shared::try_new(EventFd::take(asked.fd)?).map_err(no_memory)?,
+        };
+        // There is no such bus on x86.
+        if asked.flags & VIRTIO_CCW != 0 {
+            return fail(libc::EINVAL);
+        }
+        match asked.flags & DEASSIGN {
+            0 => self.add_ioeventfd(event),
+            _ => self.remove_ioeventfd(&event),
+        }
+    }
+
+    fn add_ioeventfd(&self, event: Event) -> Result<()> {
+        self.replace_ioeventfds(|old| {
+            if old.iter().any(|other| other.overlaps(&event)) {
+                return fail(libc::EEXIST);
+            }
+            if old.len() >= MAX_EVENTS {
+                return fail(libc::ENOSPC);
+            }
+            let mut new = heap::with_room(old.len() + 1)?;
+            let at = old.partition_point(|other| other.place <= event.place);
+            new.extend_from_slice(&old[..at]);
+            new.push(event);
+            new.extend_from_slice(&old[at..]);
+            Ok(new)
+        })
+    }
+
+    fn remove_ioeventfd(&self, event: &Event) -> Result<()> {
+        self.replace_ioeventfds(|old| {
+            let Some(at) = old.iter().position(|other| other.is(event)) else {
+                return fail(libc::ENOENT);
+            };
+            let mut new = heap::with_room(old.len())?;
+            new.extend_from_slice(&old[..at]);
+            new.extend_from_slice(&old[at + 1..]);
+            Ok(new)
+        })
+    }
+
+    fn replace_ioeventfds(
+        &self,
+        change: impl FnOnce(&[Event]) -> Result<Vec<Event>>,
+    ) -> Result<()> {
+        let mut table = lock(&self.ioevents.table);
+        let old = table.as_ref().map_or(&[][..], |table| &table.0);
+        let new = Table(change(old)?);
+        *table = Some(Shared::try_new(new).map_err(no_memory)?);
+        self.ioevents.changes.fetch_add(1, Ordering::SeqCst);
+        drop(table);
+        self.engine.synchronize();
+        Ok(())
+    }
+}
+
+fn lock<T>(table: &Mutex<T>) -> MutexGuard<'_, T> {
+    table.lock().unwrap_or_else(PoisonError::into_inner)
+}

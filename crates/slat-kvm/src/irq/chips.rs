@@ -1,0 +1,271 @@
+//! The 8259 pair and the I/O APIC of a VM, shared by its vCPUs and by all who raise interrupts.
+
+use crate::errno::Result;
+use crate::irq::lines::Ended;
+use crate::irq::timer::Timer;
+use crate::irq::{RESAMPLE, TIMER, USERSPACE, Vectors};
+use crate::ticker::{Alarm, Client};
+use crate::vm::VmObject;
+use slat::Shared;
+use slat_irqchip::ioapic::{self, IoApic};
+use slat_irqchip::line::Outcome;
+use slat_irqchip::pic::{Chip, PicState, Pics};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The controllers of a PC.
+pub(crate) struct Chips {
+    pics: Mutex<Pics>,
+    ioapic: Mutex<IoApic>,
+    /// The vectors of the I/O APIC's entries. Written under its lock.
+    ioapic_vectors: Vectors,
+    /// What the 8259 pair's INTR line says. Written under its lock.
+    external: AtomicBool,
+    /// The 8254, once the client has made it.
+    pub(crate) timer: OnceLock<Shared<Timer>>,
+    /// Rings when what an interrupt storm has held back is to be delivered.
+    storm: Shared<Client>,
+}
+
+/// How long a pin is silent that a guest has ended again and again while its line was high.
+const STORM_PAUSE: Duration = Duration::from_millis(10);
+
+impl Drop for Chips {
+    fn drop(&mut self) {
+        self.storm.leave();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Chips {
+    /// The controllers as after reset.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn new(vm: &Arc<VmObject>) -> Result<Self> {
+        Ok(Chips {
+            pics: Mutex::new(Pics::with_sources_until_end(1 << RESAMPLE)),
+            ioapic: Mutex::default(),
+            ioapic_vectors: Vectors::default(),
+            external: AtomicBool::new(false),
+            timer: OnceLock::new(),
+            storm: Client::register(Alarm::Vm(Arc::downgrade(vm), VmObject::storm_paused))?,
+        })
+    }
+
+    /// Whether the 8259 pair has an interrupt for a CPU.
+    pub(crate) fn has_external(&self) -> bool {
+        self.external.load(Ordering::SeqCst)
+    }
+
+    /// Whether an entry of the I/O APIC has this vector.
+    pub(crate) fn ioapic_has(&self, vector: u8) -> bool {
+        self.ioapic_vectors.contains(vector)
+    }
+
+    /// Works on the 8259 pair, then has vCPUs look at its INTR line if that rose.
+    fn with_pics<R>(&self, vm: &VmObject, work: impl FnOnce(&mut Pics) -> R) -> R {
+        let mut pics = lock(&self.pics);
+        let result = work(&mut pics);
+        let external = pics.output();
+        let before = self.external.swap(external, Ordering::SeqCst);
+        drop(pics);
+        if external && !before {
+            vm.notice_external();
+        }
+        result
+    }
+
+    /// Works on the I/O APIC, and publishes its vectors if `work` says that it has changed them.
+    fn with_ioapic<R>(&self, work: impl FnOnce(&mut IoApic) -> (R, bool)) -> R {
+        let mut ioapic = lock(&self.ioapic);
+        let (result, changed) = work(&mut ioapic);
+        if changed {
+            self.ioapic_vectors.store(ioapic.vectors());
+        }
+        result
+    }
+
+    /// Sets what `source` does to a line of the 8259 pair.
+    pub(crate) fn set_pic_line(&self, vm: &VmObject, line: u8, source: u8, level: bool) -> Outcome {
+        self.with_pics(vm, |pics| pics.set_line(line.into(), source, level))
+    }
+
+    /// Sets what `source` does to a pin of the I/O APIC. An interrupt that every local APIC merges with a pending one is coalesced.
+    pub(crate) fn set_ioapic_pin(
+        &self,
+        vm: &VmObject,
+        pin: u8,
+        source: u8,
+        level: bool,
+    ) -> Outcome {
+        let mut new = 0;
+        let outcome = self.with_ioapic(|ioapic| {
+            let deliver = &mut |message| {
+                let sent = vm.send_message(None, &message);
+                new += sent.new;
+                sent.taken
+            };
+            (ioapic.set_line(pin.into(), source, level, deliver), false)
+        });
+        match outcome {
+            Outcome::Delivered(_) if new == 0 => Outcome::Coalesced,
+            outcome => outcome,
+        }
+    }
+
+    /// The interrupt that the 8259 pair gives a CPU that acknowledges it; `None` if it has none (any more).
+    pub(crate) fn acknowledge(&self, vm: &VmObject) -> Option<u8> {
+        let acknowledged = self.with_pics(vm, |pics| pics.output().then(|| pics.acknowledge()))?;
+        vm.carry_out_ends(Ended::lines(acknowledged.ended));
+        Some(acknowledged.vector)
+    }
+
+    /// Ends the interrupt with this vector at the I/O APIC. `level`: as the local APIC had it.
+    pub(crate) fn end_of_interrupt(&self, vm: &VmObject, vector: u8, level: bool) {
+        let mut ended = Ended::default();
+        let postponed = self.with_ioapic(|ioapic| {
+            let postponed = ioapic.end_of_interrupt(
+                vector,
+                level,
+                &mut |pin| {
+                    ended.add_pin(pin);
+                    1 << RESAMPLE
+                },
+                &mut |message| vm.send_message(None, &message).taken,
+            );
+            (postponed, false)
+        });
+        vm.carry_out_ends(ended);
+        if postponed != 0 {
+            self.storm.set_deadline(Some(Instant::now() + STORM_PAUSE));
+        }
+    }
+
+    /// Reads `data.len()` bytes from a port. False: it is no port of these chips.
+    pub(crate) fn read_port(&self, vm: &VmObject, port: u16, data: &mut [u8]) -> bool {
+        if Pics::answers(port) {
+            data.fill(0);
+            if let [byte] = data {
+                let (value, ended) = self.with_pics(vm, |pics| pics.read(port));
+                *byte = value;
+                vm.carry_out_ends(Ended::lines(ended));
+            }
+            return true;
+        }
+        match self.timer.get().filter(|timer| timer.answers(port)) {
+            Some(timer) => {
+                data.fill(0);
+                data[0] = timer.read(port);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Writes to a port. False: it is no port of these chips.
+    pub(crate) fn write_port(&self, vm: &VmObject, port: u16, data: &[u8]) -> bool {
+        if Pics::answers(port) {
+            if let &[byte] = data {
+                let change = self.with_pics(vm, |pics| pics.write(port, byte));
+                self.line_unmasked(change.unmasked & 1 != 0);
+                vm.carry_out_ends(Ended::lines(change.ended));
+            }
+            return true;
+        }
+        match self.timer.get().filter(|timer| timer.answers(port)) {
+            Some(timer) => {
+                timer.write(port, data[0]);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Whether the I/O APIC answers at `gpa`.
+    pub(crate) fn ioapic_contains(&self, gpa: u64) -> bool {
+        lock(&self.ioapic).contains(gpa)
+    }
+
+    /// Reads registers of the I/O APIC.
+    pub(crate) fn read_ioapic(&self, gpa: u64, data: &mut [u8]) {
+        let ioapic = lock(&self.ioapic);
+        ioapic.read(gpa - ioapic.base(), data);
+    }
+
+    /// Writes registers of the I/O APIC.
+    pub(crate) fn write_ioapic(&self, vm: &VmObject, gpa: u64, data: &[u8]) {
+        let mut ended = Ended::default();
+        let written = self.with_ioapic(|ioapic| {
+            let written = ioapic.write(
+                gpa - ioapic.base(),
+                data,
+                &mut |pin| {
+                    ended.add_pin(pin);
+                    1 << RESAMPLE
+                },
+                &mut |message| vm.send_message(None, &message).taken,
+            );
+            let changed = written.is_some();
+            (written, changed)
+        });
+        let gsi = |pin: usize| vm.gsi_of_pin(pin);
+        self.line_unmasked(written.is_some_and(|w| w.unmasked && gsi(w.pin) == Some(0)));
+        vm.carry_out_ends(ended);
+    }
+
+    /// Call after the guest has unmasked the 8254's line: what it missed while it was masked is not made up for.
+    fn line_unmasked(&self, is_timers: bool) {
+        if let Some(timer) = self.timer.get().filter(|_| is_timers) {
+            timer.reset_reinjection();
+        }
+    }
+
+    pub(crate) fn save_pic(&self, chip: Chip) -> PicState {
+        lock(&self.pics).save(chip)
+    }
+
+    pub(crate) fn restore_pic(&self, vm: &VmObject, chip: Chip, state: &PicState) {
+        self.with_pics(vm, |pics| pics.restore(chip, state));
+    }
+
+    pub(crate) fn save_ioapic(&self) -> ioapic::IoApicState {
+        lock(&self.ioapic).save()
+    }
+
+    pub(crate) fn restore_ioapic(&self, vm: &VmObject, state: &ioapic::IoApicState) {
+        self.with_ioapic(|ioapic| {
+            ioapic.restore(state, &mut |message| vm.send_message(None, &message).taken);
+            ((), true)
+        });
+    }
+}
+
+impl VmObject {
+    /// Delivers what an interrupt storm has held back. The ticker calls it.
+    fn storm_paused(&self) {
+        if let Some(chips) = self.interrupts.chips() {
+            chips.with_ioapic(|ioapic| {
+                ioapic.deliver_pending(&mut |message| self.send_message(None, &message).taken);
+                ((), false)
+            });
+        }
+    }
+
+    /// Pulses the 8254's line.
+    pub(crate) fn pulse_timer(&self) {
+        self.set_line(0, TIMER, true);
+        self.set_line(0, TIMER, false);
+        self.pulse_lint0();
+    }
+
+    /// Pulses a line as an irqfd does.
+    pub(crate) fn pulse_line(&self, gsi: u32) {
+        self.set_line(gsi, USERSPACE, true);
+        self.set_line(gsi, USERSPACE, false);
+    }
+}

@@ -1,0 +1,101 @@
+//! The calls that make interrupt controllers.
+
+use crate::errno::{Result, fail, no_memory};
+use crate::irq::chips::Chips;
+use crate::irq::routing::{MAX_ROUTES, Routes};
+use crate::irq::timer::Timer;
+use crate::irq::{Model, Vectors, irqfd};
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use slat::Shared;
+use slat_irqchip::message::MsiIds;
+use std::sync::Arc;
+
+impl VmObject {
+    /// `KVM_CREATE_IRQCHIP`: an I/O APIC, the 8259 pair, and a local APIC for every vCPU made from now on.
+    ///
+    /// # Errors
+    /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already, `ENOMEM`.
+    pub fn create_irqchip(self: &Arc<Self>) -> Result<()> {
+        let _call = self.begin()?;
+        let vcpus = self.vcpus_mut();
+        if self.has_irqchip() {
+            return fail(libc::EEXIST);
+        }
+        if !vcpus.is_empty() {
+            return fail(libc::EINVAL);
+        }
+        let routes = Routes::pc()?;
+        let chips = Shared::try_new(Chips::new(self)?).map_err(no_memory)?;
+        self.set_model(Model::Pc(chips), routes)
+    }
+
+    /// `KVM_CAP_SPLIT_IRQCHIP`: local APICs only. The first `pins` GSIs are the pins of the client's I/O APIC.
+    ///
+    /// # Errors
+    /// `EINVAL` for more than 4096 pins, `EEXIST` when there are controllers or vCPUs already.
+    pub(crate) fn split_irqchip(&self, pins: u64) -> Result<()> {
+        let vcpus = self.vcpus_mut();
+        let Some(pins) = u32::try_from(pins).ok().filter(|pins| *pins <= MAX_ROUTES) else {
+            return fail(libc::EINVAL);
+        };
+        if self.has_irqchip() || !vcpus.is_empty() {
+            return fail(libc::EEXIST);
+        }
+        let model = Model::Split {
+            pins,
+            reported: Vectors::default(),
+        };
+        self.set_model(model, Routes::default())
+    }
+
+    /// Call under the lock of the vCPUs.
+    fn set_model(&self, model: Model, routes: Routes) -> Result<()> {
+        irqfd::prepare();
+        self.replace_routes(routes);
+        match self.interrupts.model.set(model) {
+            Ok(()) => Ok(()),
+            Err(_) => fail(libc::EEXIST),
+        }
+    }
+
+    /// `KVM_CREATE_PIT2`, and `KVM_CREATE_PIT` without flags: the 8254.
+    ///
+    /// # Errors
+    /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair, `ENOMEM`.
+    pub fn create_pit(self: &Arc<Self>, config: &kvm_pit_config) -> Result<()> {
+        let _call = self.begin()?;
+        let Some(chips) = self.interrupts.chips() else {
+            return fail(libc::ENOENT);
+        };
+        let timer = Timer::new(self, config.flags & KVM_PIT_SPEAKER_DUMMY != 0)?;
+        match chips.timer.set(timer) {
+            Ok(()) => Ok(()),
+            Err(_) => fail(libc::EEXIST),
+        }
+    }
+
+    /// `KVM_CAP_X2APIC_API`: ids of 32 bits in routes, messages and `KVM_GET_LAPIC`.
+    ///
+    /// # Errors
+    /// `EINVAL` for unknown flags.
+    pub(crate) fn enable_x2apic_api(&self, flags: u64) -> Result<()> {
+        let wide_ids = u64::from(KVM_X2APIC_API_USE_32BIT_IDS);
+        let no_quirk = u64::from(KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK);
+        if flags & !(wide_ids | no_quirk) != 0 {
+            return fail(libc::EINVAL);
+        }
+        if flags & wide_ids != 0 {
+            // A second call can only ask for the same: QEMU's and others' is the first thing they do.
+            let _ = self.interrupts.msi_ids.set(MsiIds::ThirtyTwo {
+                wide_broadcast: flags & no_quirk != 0,
+            });
+        }
+        Ok(())
+    }
+
+    /// Whether vCPUs have a local APIC.
+    pub fn has_irqchip(&self) -> bool {
+        self.interrupts.exist()
+    }
+}

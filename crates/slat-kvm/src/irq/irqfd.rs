@@ -1,0 +1,289 @@
+//! `KVM_IRQFD`: eventfds whose signals are interrupts.
+//!
+//! One thread of the process waits for all of them. An irqfd of an edge or a message is injected for every signal that the thread
+//! finds; a resampled one (`KVM_IRQFD_FLAG_RESAMPLE`) raises its line until the guest's end of interrupt, and then tells the
+//! client by the second eventfd, which signals again if its device still wants the line.
+//!
+//! # Concurrency
+//! The thread finds an irqfd by its number in the process's list, under that list's lock, and injects under the irqfd's own. Taking
+//! an irqfd away removes it from both and then takes its lock once: after `KVM_IRQFD` has returned, nothing is injected any more.
+//! Locks are taken in this order: VM's list, process's list; an irqfd's lock, then those of the controllers. The lock of no list is
+//! held while something is injected.
+
+use crate::background::{self, Background};
+use crate::errno::{Error, Result, fail, last, no_memory};
+use crate::eventfd::EventFd;
+use crate::heap;
+use crate::irq::RESAMPLE;
+use crate::process::PerProcess;
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use slat::Shared;
+use std::ffi::CStr;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// Events that the thread takes at a time.
+const AT_A_TIME: usize = 64;
+
+/// One irqfd.
+#[derive(Debug)]
+struct IrqFd {
+    vm: Weak<VmObject>,
+    gsi: u32,
+    eventfd: EventFd,
+    /// Signalled at the guest's end of interrupt.
+    resample: Option<EventFd>,
+    /// Cleared when it is taken away. Its lock is held while it is injected.
+    live: Mutex<bool>,
+}
+
+impl IrqFd {
+    /// Injects what the eventfd has signalled.
+    fn fire(&self) {
+        let live = lock(&self.live);
+        if !*live || !self.eventfd.drain() {
+            return;
+        }
+        let Some(vm) = self.vm.upgrade() else {
+            return;
+        };
+        match self.resample {
+            Some(_) => {
+                vm.set_line(self.gsi, RESAMPLE, true);
+            }
+            None => vm.pulse_line(self.gsi),
+        }
+    }
+}
+
+/// The irqfds of a VM.
+#[derive(Debug, Default)]
+pub(crate) struct IrqFds {
+    list: Mutex<Vec<Shared<IrqFd>>>,
+    /// Some are resampled: without any, an end of interrupt need not look for them.
+    resampled: AtomicBool,
+}
+
+impl Drop for IrqFds {
+    fn drop(&mut self) {
+        if let Some(service) = SERVICE.peek() {
+            for irqfd in &*lock(&self.list) {
+                service.remove(irqfd);
+            }
+        }
+    }
+}
+
+impl VmObject {
+    /// `KVM_IRQFD`.
+    ///
+    /// # Errors
+    /// `EAGAIN` without interrupt controllers, `EINVAL` for unknown flags, a GSI beyond the limit, a descriptor that is no eventfd, and
+    /// resampling without an I/O APIC; `EBADF`; `EBUSY` when the eventfd is an irqfd of this VM already; `ENOMEM`, `EMFILE`.
+    pub fn irqfd(self: &Arc<Self>, asked: &kvm_irqfd) -> Result<()> {
+        let _call = self.begin()?;
+        if asked.flags & !(KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE) != 0
+            || asked.gsi >= crate::irq::routing::MAX_ROUTES
+        {
+            return fail(libc::EINVAL);
+        }
+        if asked.flags & KVM_IRQFD_FLAG_DEASSIGN != 0 {
+            return self.remove_irqfd(&EventFd::take(asked.fd as i32)?, asked.gsi);
+        }
+        let resampled = asked.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
+        if !self.has_irqchip() {
+            return fail(libc::EAGAIN);
+        }
+        if resampled && self.interrupts.chips().is_none() {
+            return fail(libc::EINVAL);
+        }
+        let irqfd = Shared::try_new(IrqFd {
+            vm: Arc::downgrade(self),
+            gsi: asked.gsi,
+            eventfd: EventFd::take(asked.fd as i32)?,
+            resample: match resampled {
+                true => Some(EventFd::take(asked.resamplefd as i32)?),
+                false => None,
+            },
+            live: Mutex::new(true),
+        })
+        .map_err(no_memory)?;
+        let mut list = lock(&self.interrupts.irqfds.list);
+        if list.iter().any(|other| other.eventfd.is(&irqfd.eventfd)) {
+            return fail(libc::EBUSY);
+        }
+        heap::reserve(&mut list, 1)?;
+        list.push(irqfd.clone());
+        if resampled {
+            (self.interrupts.irqfds.resampled).store(true, Ordering::SeqCst);
+        }
+        let added = Service::get().and_then(|service| service.add(irqfd));
+        if added.is_err() {
+            list.pop();
+        }
+        added
+    }
+
+    /// Ends the irqfds of this eventfd and GSI. As with KVM, that there is none is no error.
+    fn remove_irqfd(&self, eventfd: &EventFd, gsi: u32) -> Result<()> {
+        let mut removed = None;
+        let mut list = lock(&self.interrupts.irqfds.list);
+        list.retain(|irqfd| {
+            let is_it = irqfd.gsi == gsi && irqfd.eventfd.is(eventfd);
+            if is_it {
+                removed = Some(irqfd.clone());
+            }
+            !is_it
+        });
+        let resampled = |irqfd: &Shared<IrqFd>| irqfd.gsi == gsi && irqfd.resample.is_some();
+        let last_of_line = !list.iter().any(resampled);
+        drop(list);
+        if let Some(irqfd) = removed {
+            if let Some(service) = SERVICE.peek() {
+                service.remove(&irqfd);
+            }
+            *lock(&irqfd.live) = false;
+            if irqfd.resample.is_some() && last_of_line {
+                // Nobody is left who would lower it.
+                self.set_line(gsi, RESAMPLE, false);
+            }
+        }
+        Ok(())
+    }
+
+    /// Call after the guest's end of an interrupt of `gsi`, with no controller locked: lowers the line of resampled irqfds, and has their
+    /// clients look whether it is to be raised again.
+    pub(crate) fn resample(&self, gsi: u32) {
+        let irqfds = &self.interrupts.irqfds;
+        if !irqfds.resampled.load(Ordering::SeqCst) {
+            return;
+        }
+        let mut lowered = false;
+        for irqfd in &*lock(&irqfds.list) {
+            if let Some(resample) = irqfd.resample.as_ref().filter(|_| irqfd.gsi == gsi) {
+                if !std::mem::replace(&mut lowered, true) {
+                    self.set_line(gsi, RESAMPLE, false);
+                }
+                resample.signal();
+            }
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The thread that waits for the irqfds of all VMs.
+#[derive(Default)]
+struct Service {
+    epoll: Mutex<Option<Shared<OwnedFd>>>,
+    /// By the number that its events carry: the address of the irqfd, which is kept alive here.
+    irqfds: Mutex<Vec<Shared<IrqFd>>>,
+    started: AtomicBool,
+}
+
+static SERVICE: PerProcess<Service> = PerProcess::new();
+
+/// Makes what the irqfds of a process share.
+pub(crate) fn prepare() {
+    SERVICE.get();
+}
+
+fn number(irqfd: &Shared<IrqFd>) -> u64 {
+    &raw const **irqfd as u64
+}
+
+impl Service {
+    /// The service, running.
+    fn get() -> Result<&'static Self> {
+        let service = SERVICE.get();
+        let mut epoll = lock(&service.epoll);
+        if epoll.is_none() {
+            // SAFETY: a plain call.
+            let fd = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
+            if fd < 0 {
+                return Err(Error::last());
+            }
+            // SAFETY: new, and nobody else's.
+            let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+            *epoll = Some(Shared::try_new(fd).map_err(no_memory)?);
+        }
+        drop(epoll);
+        if !service.started.swap(true, Ordering::SeqCst) {
+            background::start(service);
+        }
+        Ok(service)
+    }
+
+    fn control(&self, operation: i32, irqfd: &Shared<IrqFd>) -> Result<()> {
+        let Some(epoll) = lock(&self.epoll).clone() else {
+            return Ok(());
+        };
+        let mut event = libc::epoll_event {
+            events: libc::EPOLLIN as u32,
+            u64: number(irqfd),
+        };
+        let fd = irqfd.eventfd.as_raw_fd();
+        // SAFETY: a plain call with an event on the stack.
+        match unsafe { libc::epoll_ctl(epoll.as_raw_fd(), operation, fd, &mut event) } {
+            0 => Ok(()),
+            _ => Err(last()),
+        }
+    }
+
+    fn add(&self, irqfd: Shared<IrqFd>) -> Result<()> {
+        let mut irqfds = lock(&self.irqfds);
+        heap::reserve(&mut irqfds, 1)?;
+        self.control(libc::EPOLL_CTL_ADD, &irqfd)?;
+        irqfds.push(irqfd);
+        Ok(())
+    }
+
+    fn remove(&self, irqfd: &Shared<IrqFd>) {
+        let mut irqfds = lock(&self.irqfds);
+        if let Some(at) = irqfds
+            .iter()
+            .position(|other| number(other) == number(irqfd))
+        {
+            irqfds.swap_remove(at);
+            // It fails only when the program has closed slat's descriptor: then the kernel has forgotten it.
+            let _ = self.control(libc::EPOLL_CTL_DEL, irqfd);
+        }
+    }
+}
+
+impl Background for Service {
+    const NAME: &CStr = c"slat-irqfd";
+    const WITHOUT: &str = "irqfds will not work";
+
+    fn run(&'static self) {
+        let Some(epoll) = lock(&self.epoll).clone() else {
+            return;
+        };
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; AT_A_TIME];
+        loop {
+            // SAFETY: the buffer and its length.
+            let count = unsafe {
+                libc::epoll_wait(epoll.as_raw_fd(), events.as_mut_ptr(), AT_A_TIME as i32, -1)
+            };
+            if count < 0 && last().errno() != libc::EINTR {
+                eprintln!(
+                    "slat: waiting for irqfds: {}; they will not work any more",
+                    std::io::Error::last_os_error()
+                );
+                return;
+            }
+            for event in &events[..count.max(0) as usize] {
+                let found = (lock(&self.irqfds).iter())
+                    .find(|irqfd| number(irqfd) == event.u64)
+                    .cloned();
+                if let Some(irqfd) = found {
+                    irqfd.fire();
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Lines and messages on their way to vCPUs, and what comes back: ends of interrupts.
+
+use crate::errno::{Result, fail};
+use crate::irq::routing::{MAX_ROUTES, Routes, Target};
+use crate::irq::{Model, USERSPACE};
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use slat_irqchip::line::Outcome;
+use slat_irqchip::message::Message;
+use std::sync::{PoisonError, RwLockReadGuard};
+
+/// The interrupts that a guest has ended, as lines of the controllers: collected while one is locked.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Ended {
+    /// Of the 8259 pair.
+    lines: u16,
+    /// Of the I/O APIC.
+    pins: u32,
+}
+
+impl Ended {
+    pub(crate) fn lines(lines: u16) -> Self {
+        Ended { lines, pins: 0 }
+    }
+
+    pub(crate) fn add_pin(&mut self, pin: usize) {
+        self.pins |= 1 << pin;
+    }
+}
+
+impl VmObject {
+    fn routes(&self) -> RwLockReadGuard<'_, Routes> {
+        (self.interrupts.routes.read()).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the answer: how many vCPUs took the interrupt, 0 if it was coalesced with one
+    /// that they have not seen yet, -1 if it was ignored (masked).
+    ///
+    /// # Errors
+    /// `ENXIO` without interrupt controllers.
+    pub fn irq_line(&self, gsi: u32, level: bool) -> Result<i32> {
+        let _call = self.begin()?;
+        if !self.has_irqchip() {
+            return fail(libc::ENXIO);
+        }
+        Ok(self.set_line(gsi, USERSPACE, level))
+    }
+
+    /// Sets what `source` does to the line of a GSI. Returns what `KVM_IRQ_LINE_STATUS` says.
+    pub(crate) fn set_line(&self, gsi: u32, source: u8, level: bool) -> i32 {
+        let chips = self.interrupts.chips();
+        let mut status = -1;
+        for target in self.routes().of(gsi) {
+            let one = match (target, chips) {
+                (Target::Pic(line), Some(chips)) => {
+                    chips.set_pic_line(self, line, source, level).status()
+                }
+                (Target::IoApic(pin), Some(chips)) => {
+                    chips.set_ioapic_pin(self, pin, source, level).status()
+                }
+                (Target::Msi { address, data }, _) if level => {
+                    self.send_msi(address, data).status()
+                }
+                // A message has no end; and without chips no route leads to one.
+                _ => -1,
+            };
+            if one >= 0 {
+                status = one + status.max(0);
+            }
+        }
+        status
+    }
+
+    /// Sends what a device would write.
+    fn send_msi(&self, address: u64, data: u32) -> Outcome {
+        let message = Message::from_msi(address, data, self.interrupts.msi_ids());
+        let sent = self.send_message(None, &message);
+        match sent.taken {
+            0 => Outcome::Ignored,
+            _ if sent.new == 0 => Outcome::Coalesced,
+            taken => Outcome::Delivered(taken),
+        }
+    }
+
+    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs took the interrupt; those to which it was pending already count.
+    ///
+    /// # Errors
+    /// `ENXIO` without interrupt controller, `EINVAL` for flags, and for bits of the address that must be 0.
+    pub fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
+        let _call = self.begin()?;
+        if !self.has_irqchip() {
+            return fail(libc::ENXIO);
+        }
+        if msi.flags != 0 || self.interrupts.has_wide_ids() && msi.address_hi & 0xff != 0 {
+            return fail(libc::EINVAL);
+        }
+        let address = u64::from(msi.address_hi) << 32 | u64::from(msi.address_lo);
+        let message = Message::from_msi(address, msi.data, self.interrupts.msi_ids());
+        Ok(self.send_message(None, &message).taken as i32)
+    }
+
+    /// `KVM_SET_GSI_ROUTING`: replaces all routes. When it returns, no interrupt is on its way by an old one.
+    ///
+    /// # Errors
+    /// `EINVAL` without interrupt controllers, for flags, for more than 4096 entries, and for entries that make no sense; `ENOMEM`.
+    pub fn set_gsi_routing(&self, flags: u32, entries: &[kvm_irq_routing_entry]) -> Result<()> {
+        let _call = self.begin()?;
+        if !self.has_irqchip() || flags != 0 || entries.len() > MAX_ROUTES as usize {
+            return fail(libc::EINVAL);
+        }
+        let interrupts = &self.interrupts;
+        let has_chips = interrupts.chips().is_some();
+        let routes = Routes::from_client(entries, has_chips, interrupts.has_wide_ids())?;
+        self.replace_routes(routes);
+        Ok(())
+    }
+
+    pub(crate) fn replace_routes(&self, routes: Routes) {
+        let mut current = (self.interrupts.routes.write()).unwrap_or_else(PoisonError::into_inner);
+        *current = routes;
+        if let Some(Model::Split { pins, reported }) = self.interrupts.model.get() {
+            let mut vectors = [0; 4];
+            for (address, data) in current.messages_below(*pins) {
+                let message = Message::from_msi(address, data, self.interrupts.msi_ids());
+                if message.level {
+                    vectors[usize::from(message.vector >> 6)] |= 1 << (message.vector & 63);
+                }
+            }
+            reported.store(vectors);
+        }
+    }
+
+    /// The GSI that leads to a pin of the I/O APIC.
+    pub(crate) fn gsi_of_pin(&self, pin: usize) -> Option<u32> {
+        self.routes().gsi_of(Target::IoApic(pin as u8))
+    }
+
+    /// Call after a guest's end of interrupt at its local APIC, with that unlocked. True: the client has to hear of it
+    /// (`KVM_EXIT_IOAPIC_EOI`).
+    pub(crate) fn end_of_interrupt(&self, vector: u8, level: bool) -> bool {
+        match self.interrupts.model.get() {
+            Some(Model::Pc(chips)) => {
+                if chips.ioapic_has(vector) {
+                    chips.end_of_interrupt(self, vector, level);
+                }
+                false
+            }
+            Some(Model::Split { reported, .. }) => reported.contains(vector),
+            None => false,
+        }
+    }
+
+    /// Tells those who wait for it that the guest has ended interrupts. No controller is locked.
+    pub(crate) fn carry_out_ends(&self, ended: Ended) {
+        let Ended { lines, pins } = ended;
+        if lines == 0 && pins == 0 {
+            return;
+        }
+        let set = |bits: u32| (0..u32::BITS as u8).filter(move |bit| bits >> bit & 1 != 0);
+        let targets = (set(lines.into()).map(Target::Pic)).chain(set(pins).map(Target::IoApic));
+        for target in targets {
+            let gsi = self.routes().gsi_of(target);
+            if let Some(gsi) = gsi {
+                self.resample(gsi);
+                if gsi == 0 {
+                    self.timer_acknowledged();
+                }
+            }
+        }
+    }
+
+    /// Has the vCPUs look at the 8259 pair's line that are to see it.
+    pub(crate) fn notice_external(&self) {
+        for vcpu in self.vcpus().iter() {
+            if vcpu.lapic().is_some_and(|lapic| lapic.accepts_external()) {
+                vcpu.notice();
+            }
+        }
+    }
+
+    /// Pulses LINT0 where that is an NMI: a watchdog of the guest's by the 8254.
+    pub(crate) fn pulse_lint0(&self) {
+        for vcpu in self.vcpus().iter() {
+            if vcpu.lapic().is_some_and(|lapic| lapic.lint0_is_nmi()) {
+                vcpu.non_maskable();
+            }
+        }
+    }
+}

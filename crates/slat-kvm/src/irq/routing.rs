@@ -1,0 +1,206 @@
+//! Which lines and messages a GSI (a client's number for an interrupt) leads to: `KVM_SET_GSI_ROUTING`.
+
+use crate::errno::{Result, fail};
+use crate::heap;
+use kvm_bindings::*;
+
+/// GSIs a VM can have, and routes: KVM's `KVM_MAX_IRQ_ROUTES`.
+pub(crate) const MAX_ROUTES: u32 = 4096;
+/// Lines of one 8259.
+const PIC_LINES: u32 = 8;
+/// Pins of the I/O APIC.
+pub(crate) const IOAPIC_PINS: u32 = 24;
+
+/// Where a GSI leads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// A line of the 8259 pair, 0 to 15.
+    Pic(u8),
+    /// A pin of the I/O APIC.
+    IoApic(u8),
+    /// A message.
+    Msi {
+        /// Where a device would write it.
+        address: u64,
+        /// What it would write.
+        data: u32,
+    },
+}
+
+impl Target {
+    /// Whether a GSI may have both. As in KVM, it may lead to each chip once, or to one message.
+    fn excludes(self, other: Target) -> bool {
+        match (self, other) {
+            (Target::Pic(one), Target::Pic(another)) => {
+                (u32::from(one) < PIC_LINES) == (u32::from(another) < PIC_LINES)
+            }
+            (Target::Pic(_), Target::IoApic(_)) | (Target::IoApic(_), Target::Pic(_)) => false,
+            _ => true,
+        }
+    }
+}
+
+/// All routes of a VM, by GSI.
+#[derive(Debug, Default)]
+pub(crate) struct Routes(Vec<(u32, Target)>);
+
+impl Routes {
+    /// The routes of a PC: each GSI below 16 leads to the 8259's line and the I/O APIC's pin of the same number, those up to 23 to a
+    /// pin.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn pc() -> Result<Self> {
+        let mut routes = heap::with_room((IOAPIC_PINS + 2 * PIC_LINES) as usize)?;
+        for gsi in 0..IOAPIC_PINS {
+            if gsi < 2 * PIC_LINES {
+                routes.push((gsi, Target::Pic(gsi as u8)));
+            }
+            routes.push((gsi, Target::IoApic(gsi as u8)));
+        }
+        Ok(Routes(routes))
+    }
+
+    /// Checks a client's table. `has_chips`: there are pins to lead to. `extended_ids`: see [`Message::from_msi`].
+    ///
+    /// [`Message::from_msi`]: slat_irqchip::message::Message::from_msi
+    ///
+    /// # Errors
+    /// `EINVAL` for numbers beyond the limits, unknown kinds and flags, and a GSI that leads to one chip twice; `ENOMEM`.
+    pub(crate) fn from_client(
+        entries: &[kvm_irq_routing_entry],
+        has_chips: bool,
+        extended_ids: bool,
+    ) -> Result<Self> {
+        let mut routes = heap::with_room(entries.len())?;
+        for entry in entries {
+            if entry.gsi >= MAX_ROUTES || entry.flags != 0 {
+                return fail(libc::EINVAL);
+            }
+            routes.push((entry.gsi, target(entry, has_chips, extended_ids)?));
+        }
+        // Stable: the order in which a client names the targets of a GSI is kept.
+        routes.sort_by_key(|(gsi, _)| *gsi);
+        let conflict = |group: &[(u32, Target)]| {
+            (1..group.len()).any(|i| group[..i].iter().any(|other| other.1.excludes(group[i].1)))
+        };
+        match routes.chunk_by(|one, next| one.0 == next.0).any(conflict) {
+            true => fail(libc::EINVAL),
+            false => Ok(Routes(routes)),
+        }
+    }
+
+    /// Where `gsi` leads; nowhere if there is no route.
+    pub(crate) fn of(&self, gsi: u32) -> impl Iterator<Item = Target> + '_ {
+        let first = self.0.partition_point(|route| route.0 < gsi);
+        (self.0[first..].iter())
+            .take_while(move |route| route.0 == gsi)
+            .map(|route| route.1)
+    }
+
+    /// The GSI that leads to `target`, as far as there is one.
+    pub(crate) fn gsi_of(&self, target: Target) -> Option<u32> {
+        (self.0.iter().find(|route| route.1 == target)).map(|route| route.0)
+    }
+
+    /// The messages of the GSIs below `end`.
+    pub(crate) fn messages_below(&self, end: u32) -> impl Iterator<Item = (u64, u32)> + '_ {
+        (self.0.iter())
+            .take_while(move |route| route.0 < end)
+            .filter_map(|route| match route.1 {
+                Target::Msi { address, data } => Some((address, data)),
+                _ => None,
+            })
+    }
+}
+
+fn target(entry: &kvm_irq_routing_entry, has_chips: bool, extended_ids: bool) -> Result<Target> {
+    match entry.type_ {
+        KVM_IRQ_ROUTING_IRQCHIP if has_chips => {
+            // SAFETY: plain integers, whatever the kind of the entry.
+            let kvm_irq_routing_irqchip { irqchip, pin } = unsafe { entry.u.irqchip };
+            match irqchip {
+                KVM_IRQCHIP_PIC_MASTER if pin < PIC_LINES => Ok(Target::Pic(pin as u8)),
+                KVM_IRQCHIP_PIC_SLAVE if pin < PIC_LINES => {
+                    Ok(Target::Pic((pin + PIC_LINES) as u8))
+                }
+                KVM_IRQCHIP_IOAPIC if pin < IOAPIC_PINS => Ok(Target::IoApic(pin as u8)),
+                _ => fail(libc::EINVAL),
+            }
+        }
+        KVM_IRQ_ROUTING_MSI => {
+            // SAFETY: as above.
+            let msi = unsafe { entry.u.msi };
+            if extended_ids && msi.address_hi & 0xff != 0 {
+                return fail(libc::EINVAL);
+            }
+            Ok(Target::Msi {
+                address: u64::from(msi.address_hi) << 32 | u64::from(msi.address_lo),
+                data: msi.data,
+            })
+        }
+        _ => fail(libc::EINVAL),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chip(gsi: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
+        let mut entry = kvm_irq_routing_entry {
+            gsi,
+            type_: KVM_IRQ_ROUTING_IRQCHIP,
+            ..Default::default()
+        };
+        entry.u.irqchip = kvm_irq_routing_irqchip { irqchip, pin };
+        entry
+    }
+
+    fn msi(gsi: u32, data: u32) -> kvm_irq_routing_entry {
+        let mut entry = kvm_irq_routing_entry {
+            gsi,
+            type_: KVM_IRQ_ROUTING_MSI,
+            ..Default::default()
+        };
+        entry.u.msi.data = data;
+        entry
+    }
+
+    #[test]
+    fn a_gsi_leads_to_each_chip_once_or_to_one_message() {
+        let check = |entries: &[kvm_irq_routing_entry]| {
+            Routes::from_client(entries, true, false).map_err(|error| error.errno())
+        };
+        let [master, slave, ioapic] = [
+            KVM_IRQCHIP_PIC_MASTER,
+            KVM_IRQCHIP_PIC_SLAVE,
+            KVM_IRQCHIP_IOAPIC,
+        ];
+        let routes = check(&[msi(9, 5), chip(3, master, 3), chip(3, ioapic, 4)]).unwrap();
+        let found: Vec<_> = routes.of(3).collect();
+        assert_eq!(found, [Target::Pic(3), Target::IoApic(4)]);
+        assert_eq!(routes.of(9).count(), 1);
+        assert_eq!(routes.of(4).count(), 0);
+        assert_eq!(routes.gsi_of(Target::IoApic(4)), Some(3));
+        let refused = |entries: &[kvm_irq_routing_entry]| check(entries).err();
+        let invalid = Some(libc::EINVAL);
+        assert_eq!(refused(&[chip(3, master, 3), chip(3, master, 4)]), invalid);
+        assert_eq!(refused(&[chip(3, master, 3), chip(3, slave, 3)]), None);
+        assert_eq!(refused(&[msi(3, 1), chip(3, ioapic, 3)]), invalid);
+        assert_eq!(refused(&[msi(3, 1), msi(3, 2)]), invalid);
+        assert_eq!(refused(&[chip(3, ioapic, 24)]), invalid);
+        assert_eq!(refused(&[chip(3, slave, 8)]), invalid);
+        assert_eq!(refused(&[msi(MAX_ROUTES, 0)]), invalid);
+        let no_chips = Routes::from_client(&[chip(3, ioapic, 3)], false, false);
+        assert_eq!(no_chips.err().map(|error| error.errno()), invalid);
+    }
+
+    #[test]
+    fn a_pc_has_its_lines_and_pins() {
+        let routes = Routes::pc().unwrap();
+        assert_eq!(routes.of(15).count(), 2);
+        assert_eq!(routes.of(16).collect::<Vec<_>>(), [Target::IoApic(16)]);
+        assert_eq!(routes.of(24).count(), 0);
+    }
+}

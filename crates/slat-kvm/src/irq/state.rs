@@ -1,0 +1,196 @@
+//! The controllers' state in KVM's structs.
+
+use crate::errno::{Result, fail};
+use crate::irq::chips::Chips;
+use crate::irq::timer::Timer;
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use slat::Shared;
+use slat_irqchip::ioapic::IoApicState;
+use slat_irqchip::pic::{Chip, PicState};
+use slat_irqchip::pit::{ChannelState, PitState};
+
+/// Converts between two structs with the same fields.
+macro_rules! same_fields {
+    ($ours:ident, $theirs:ident, $to:ident, $from:ident { $($field:ident),* $(,)? }) => {
+        fn $to(ours: &$ours) -> $theirs {
+            $theirs {
+                $($field: ours.$field,)*
+            }
+        }
+
+        fn $from(theirs: &$theirs) -> $ours {
+            $ours {
+                $($field: theirs.$field,)*
+            }
+        }
+    };
+}
+
+same_fields!(
+    PicState,
+    kvm_pic_state,
+    kvm_pic,
+    pic_state {
+        last_irr,
+        irr,
+        imr,
+        isr,
+        priority_add,
+        irq_base,
+        read_reg_select,
+        poll,
+        special_mask,
+        init_state,
+        auto_eoi,
+        rotate_on_auto_eoi,
+        special_fully_nested_mode,
+        init4,
+        elcr,
+        elcr_mask,
+    }
+);
+same_fields!(
+    ChannelState,
+    kvm_pit_channel_state,
+    kvm_channel,
+    channel_state {
+        count,
+        latched_count,
+        count_latched,
+        status_latched,
+        status,
+        read_state,
+        write_state,
+        write_latch,
+        rw_mode,
+        mode,
+        bcd,
+        gate,
+        count_load_time,
+    }
+);
+
+fn kvm_ioapic(ours: &IoApicState) -> kvm_ioapic_state {
+    let mut theirs = kvm_ioapic_state {
+        base_address: ours.base_address,
+        ioregsel: ours.ioregsel,
+        id: ours.id,
+        irr: ours.irr,
+        pad: ours.pad,
+        ..Default::default()
+    };
+    for (to, from) in theirs.redirtbl.iter_mut().zip(ours.redirtbl) {
+        to.bits = from;
+    }
+    theirs
+}
+
+fn ioapic_state(theirs: &kvm_ioapic_state) -> IoApicState {
+    IoApicState {
+        base_address: theirs.base_address,
+        ioregsel: theirs.ioregsel,
+        id: theirs.id,
+        irr: theirs.irr,
+        pad: theirs.pad,
+        // SAFETY: plain integers, whichever part of the union was written.
+        redirtbl: theirs.redirtbl.map(|entry| unsafe { entry.bits }),
+    }
+}
+
+fn pic_chip(id: u32) -> Option<Chip> {
+    match id {
+        KVM_IRQCHIP_PIC_MASTER => Some(Chip::Master),
+        KVM_IRQCHIP_PIC_SLAVE => Some(Chip::Slave),
+        _ => None,
+    }
+}
+
+impl VmObject {
+    fn has_chips(&self) -> Result<&Chips> {
+        match self.interrupts.chips() {
+            Some(chips) => Ok(chips),
+            None => fail(libc::ENXIO),
+        }
+    }
+
+    fn has_timer(&self) -> Result<&Shared<Timer>> {
+        match self.interrupts.chips().and_then(|chips| chips.timer.get()) {
+            Some(timer) => Ok(timer),
+            None => fail(libc::ENXIO),
+        }
+    }
+
+    /// `KVM_GET_IRQCHIP`: fills in the state of the chip that `chip` names.
+    ///
+    /// # Errors
+    /// `ENXIO` without these controllers, `EINVAL` for a chip that does not exist.
+    pub fn get_irqchip(&self, chip: &mut kvm_irqchip) -> Result<()> {
+        let _call = self.begin()?;
+        let chips = self.has_chips()?;
+        match (pic_chip(chip.chip_id), chip.chip_id) {
+            (Some(which), _) => chip.chip.pic = kvm_pic(&chips.save_pic(which)),
+            (None, KVM_IRQCHIP_IOAPIC) => chip.chip.ioapic = kvm_ioapic(&chips.save_ioapic()),
+            _ => return fail(libc::EINVAL),
+        }
+        Ok(())
+    }
+
+    /// `KVM_SET_IRQCHIP`.
+    ///
+    /// # Errors
+    /// As for [`get_irqchip`](Self::get_irqchip).
+    pub fn set_irqchip(&self, chip: &kvm_irqchip) -> Result<()> {
+        let _call = self.begin()?;
+        let chips = self.has_chips()?;
+        match (pic_chip(chip.chip_id), chip.chip_id) {
+            (Some(which), _) => {
+                // SAFETY: plain integers, whichever part of the union was written.
+                chips.restore_pic(self, which, &pic_state(unsafe { &chip.chip.pic }));
+            }
+            (None, KVM_IRQCHIP_IOAPIC) => {
+                // SAFETY: as above.
+                chips.restore_ioapic(self, &ioapic_state(unsafe { &chip.chip.ioapic }));
+            }
+            _ => return fail(libc::EINVAL),
+        }
+        Ok(())
+    }
+
+    /// `KVM_GET_PIT2`.
+    ///
+    /// # Errors
+    /// `ENXIO` without 8254.
+    pub fn get_pit2(&self) -> Result<kvm_pit_state2> {
+        let _call = self.begin()?;
+        let PitState { channels, flags } = self.has_timer()?.save();
+        Ok(kvm_pit_state2 {
+            channels: channels.each_ref().map(kvm_channel),
+            flags,
+            ..Default::default()
+        })
+    }
+
+    /// `KVM_SET_PIT2`: all counts begin anew.
+    ///
+    /// # Errors
+    /// `ENXIO` without 8254.
+    pub fn set_pit2(&self, state: &kvm_pit_state2) -> Result<()> {
+        let _call = self.begin()?;
+        self.has_timer()?.restore(&PitState {
+            channels: state.channels.each_ref().map(channel_state),
+            flags: state.flags,
+        });
+        Ok(())
+    }
+
+    /// `KVM_REINJECT_CONTROL`: whether ticks that the guest was too slow for are made up for.
+    ///
+    /// # Errors
+    /// `ENXIO` without 8254.
+    pub fn reinject_control(&self, control: &kvm_reinject_control) -> Result<()> {
+        let _call = self.begin()?;
+        self.has_timer()?.set_reinject(control.pit_reinject != 0);
+        Ok(())
+    }
+}

@@ -1,0 +1,125 @@
+//! The 8254 of a VM, and the alarm it rings by.
+//!
+//! The process's ticker calls [`Timer::ring`] when the counter's output rises; what is then to be injected goes through the VM's lines
+//! with the 8254 unlocked.
+
+use crate::errno::{Result, no_memory};
+use crate::ticker::{Alarm, Client};
+use crate::vm::VmObject;
+use slat::Shared;
+use slat_irqchip::pit::{Pit, PitState};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The 8254 of a VM.
+pub(crate) struct Timer {
+    pit: Mutex<Pit>,
+    alarm: Shared<Client>,
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        self.alarm.leave();
+    }
+}
+
+/// Nanoseconds of the host's monotonic clock, by which clients know when a count began.
+fn now() -> u64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the time is written to a struct on the stack.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+impl Timer {
+    /// A timer that injects into `vm`. `speaker`: port 0x61 is its, too.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn new(vm: &Arc<VmObject>, speaker: bool) -> Result<Shared<Self>> {
+        Shared::try_new(Timer {
+            pit: Mutex::new(Pit::new(speaker, now())),
+            alarm: Client::register(Alarm::Vm(Arc::downgrade(vm), VmObject::timer_rang))?,
+        })
+        .map_err(no_memory)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Pit> {
+        self.pit.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets the alarm after a change of the counters.
+    fn arm(&self, pit: &Pit) {
+        self.alarm.set_deadline(
+            pit.next_deadline().map(|deadline| {
+                Instant::now() + Duration::from_nanos(deadline.saturating_sub(now()))
+            }),
+        );
+    }
+
+    pub(crate) fn answers(&self, port: u16) -> bool {
+        self.lock().answers(port)
+    }
+
+    pub(crate) fn read(&self, port: u16) -> u8 {
+        self.lock().read(port, now())
+    }
+
+    pub(crate) fn write(&self, port: u16, value: u8) {
+        let mut pit = self.lock();
+        pit.write(port, value, now());
+        self.arm(&pit);
+    }
+
+    /// Counts the edges that are due. Returns whether the line is to be pulsed.
+    fn expire(&self) -> bool {
+        let mut pit = self.lock();
+        let pulse = pit.expire(now());
+        self.arm(&pit);
+        pulse
+    }
+
+    pub(crate) fn reset_reinjection(&self) {
+        self.lock().reset_reinjection();
+    }
+
+    pub(crate) fn set_reinject(&self, on: bool) {
+        self.lock().set_reinject(on);
+    }
+
+    pub(crate) fn save(&self) -> PitState {
+        self.lock().save()
+    }
+
+    pub(crate) fn restore(&self, state: &PitState) {
+        let mut pit = self.lock();
+        pit.restore(state, now());
+        self.arm(&pit);
+    }
+}
+
+impl VmObject {
+    fn timer(&self) -> Option<&Shared<Timer>> {
+        self.interrupts.chips()?.timer.get()
+    }
+
+    /// The alarm has rung: the ticker calls it, with none of its locks held.
+    fn timer_rang(&self) {
+        if self.timer().is_some_and(|timer| timer.expire()) {
+            self.pulse_timer();
+        }
+    }
+
+    /// The guest has ended the 8254's interrupt: a tick that was missed meanwhile comes now.
+    pub(crate) fn timer_acknowledged(&self) {
+        if self
+            .timer()
+            .is_some_and(|timer| timer.lock().acknowledged())
+        {
+            self.pulse_timer();
+        }
+    }
+}
