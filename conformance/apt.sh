@@ -1,0 +1,52 @@
+# shellcheck shell=bash
+# Packages of apt (Debian, Ubuntu) for the scripts in this directory, as far as the user's rights go.
+#
+#   source apt.sh
+#   apt_init DIR                as an ordinary user without sudo, apt's lists and cache are below DIR
+#   apt_install PACKAGE...      installs, with the right to; false without it
+#   apt_newest REGEX            the name with the highest version among the packages whose names match
+#   apt_unpack PACKAGE DIR      downloads the package and unpacks it into DIR, without installing it; needs no rights
+
+say() { printf '%s\n' "$*" >&2; }
+
+apt_options=() as_root=() may_install=yes apt_updated=''
+
+apt_init() {
+    if [ "$(id -u)" = 0 ]; then return; fi
+    if command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+        as_root=(sudo -n)
+    else
+        may_install=''
+        mkdir -p "$1/apt/lists/partial" "$1/apt/cache/archives/partial"
+        apt_options=(-o "Dir::State::lists=$1/apt/lists" -o "Dir::Cache=$1/apt/cache" -o Debug::NoLocking=1)
+    fi
+}
+
+apt_update() {
+    [ -z "$apt_updated" ] || return 0
+    say "apt-get update"
+    "${as_root[@]}" apt-get "${apt_options[@]}" -qq update >&2
+    apt_updated=yes
+}
+
+apt_install() {
+    [ -n "$may_install" ] || return 1
+    apt_update
+    say "apt-get install $*"
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@" >&2
+}
+
+apt_newest() {
+    apt_update
+    apt-cache "${apt_options[@]}" search --names-only "$1" | cut -d' ' -f1 | sort -V | tail -n1
+}
+
+apt_unpack() {
+    local download="$2.download"
+    apt_update
+    say "fetching $1"
+    rm -rf "$download" && mkdir -p "$download" "$2"
+    # apt drops its rights for a download, where the directory lets it: this one is the user's own.
+    (cd "$download" && apt-get "${apt_options[@]}" -o APT::Sandbox::User="$(id -un)" -qq download "$1" >&2) &&
+        dpkg -x "$download"/*.deb "$2" && rm -rf "$download"
+}

@@ -1,0 +1,171 @@
+# shellcheck shell=bash disable=SC2034 # the scripts that source this file use its variables
+# What the conformance tables have in common: reading one, choosing entries, running them, counting.
+#
+#   source table.sh
+#   table_option WORDS...    takes one of the options that all tables have: $taken words; sets on, times, only, list, subset
+#   table_read FILE          one `key = value` per line below each [[test]]; see expected.toml
+#   table_choose             the indices of the entries that the options ask for: chosen
+#   table_list               prints the chosen entries
+#   find_slat ROOT           the slat command to test: $slat
+#   table_run                runs the chosen entries; calls what the script defines:
+#     requires NEED          whether this machine has what an entry needs
+#     prepare INDEX          fills the array `command`; or fills `missing` with the reason why the entry fails
+#   table_count              prints "N passed, N failed, N skipped"; false when an entry failed
+#
+# An entry's `expect` is "pass", "skip" (not run) or "skips" (run: must say that it does not apply, by the exit
+# status $skip_status); both skips need a reason. Lines of an entry that begin with "note: " are shown when it passes.
+
+die() { echo "conformance: $*" >&2; exit 2; }
+
+# The values of --on that this table takes; the first is the default.
+on_values=(slat kvm) on='' times=1 list='' subset=''
+only=()
+table_option() {
+    taken=2
+    case $1 in
+    --on) on=${2:?--on needs one of: ${on_values[*]}} ;;
+    --times) times=${2:?--times needs a number} ;;
+    --only) only+=("${2:?--only needs a text}") ;;
+    --ci) subset=ci taken=1 ;;
+    --list) list=yes taken=1 ;;
+    -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    *) die "unknown option $1 (see --help)" ;;
+    esac
+    [[ -z $on || " ${on_values[*]} " = *" $on "* ]] || die "--on takes one of: ${on_values[*]}; not '$on'"
+    [[ $times =~ ^[1-9][0-9]*$ ]] || die "--times takes a number, not '$times'"
+}
+
+names=() args=() expects=() needs=() timeouts=() reasons=() tries=() subsets=()
+table_read() {
+    local line value line_number=0 file
+    file=$(basename "$1")
+    while IFS= read -r line || [ -n "$line" ]; do
+        line_number=$((line_number + 1))
+        if [[ $line =~ ^[[:space:]]*(#.*)?$ ]]; then
+            continue
+        elif [[ $line = '[[test]]' ]]; then
+            names+=('') args+=('') expects+=(pass) needs+=('') timeouts+=(120) reasons+=('') tries+=(1) subsets+=('')
+        elif [[ ${#names[@]} -gt 0 && $line =~ ^([a-z]+)\ =\ (\"([^\"\\]*)\"|([0-9]+))$ ]]; then
+            value=${BASH_REMATCH[3]}${BASH_REMATCH[4]}
+            case ${BASH_REMATCH[1]} in
+            name) names[-1]=$value ;;
+            args) args[-1]=$value ;;
+            expect) expects[-1]=$value ;;
+            needs) needs[-1]=$value ;;
+            timeout) timeouts[-1]=$value ;;
+            reason) reasons[-1]=$value ;;
+            tries) tries[-1]=$value ;;
+            subset) subsets[-1]=$value ;;
+            *) die "$file:$line_number: unknown key ${BASH_REMATCH[1]}" ;;
+            esac
+        else
+            die "$file:$line_number: not understood: $line"
+        fi
+    done <"$1"
+    local i
+    for i in "${!names[@]}"; do
+        case ${expects[i]} in
+        pass) ;;
+        skip | skips) [ -n "${reasons[i]}" ] || die "${names[i]} ${args[i]}: a skip needs a reason" ;;
+        *) die "${names[i]} ${args[i]}: expect must be pass, or skip or skips with a reason" ;;
+        esac
+    done
+}
+
+chosen=()
+table_choose() {
+    local i text
+    on=${on:-${on_values[0]}}
+    for i in "${!names[@]}"; do
+        if [ -n "$subset" ] && [ "${subsets[i]}" != "$subset" ]; then continue; fi
+        if [ ${#only[@]} = 0 ]; then chosen+=("$i"); fi
+        for text in "${only[@]}"; do
+            if [[ "${names[i]} ${args[i]}" = *"$text"* ]]; then chosen+=("$i"); break; fi
+        done
+    done
+    [ ${#chosen[@]} -gt 0 ] || die "nothing in the table matches${subset:+ --$subset}${only:+ --only ${only[*]}}"
+}
+
+table_list() {
+    local i
+    for i in "${chosen[@]}"; do
+        printf '%-5s  %s%s%s\n' "${expects[i]}" "${names[i]}" "${args[i]:+ ${args[i]}}" "${needs[i]:+  (needs ${needs[i]})}"
+    done
+}
+
+find_slat() { # the repository
+    slat=${SLAT_BIN:-}
+    if [ -z "$slat" ]; then
+        (cd "$1" && cargo build --release -q -p slat-cli)
+        slat=${CARGO_TARGET_DIR:-$1/target}/release/slat
+    fi
+    [ -x "$slat" ] || die "no slat command at $slat"
+    slat=$(realpath "$slat")
+}
+
+passed=0 failed=0 skipped=0 skip_status=4
+verdict() { printf '%-7s %8s  %s\n' "$1" "$2" "$3"; }
+
+# Seconds since `$1`, a value of EPOCHREALTIME.
+seconds_since() {
+    LC_ALL=C awk -v a="$1" -v b="$EPOCHREALTIME" 'BEGIN { sub(",", ".", a); sub(",", ".", b); printf "%.2f s", b - a }'
+}
+
+table_run() { # a directory for the log; what runs each command, for example "timeout --foreground"
+    local log="$1/log" i title begin status seconds why try signal command missing
+    shift
+    for i in "${chosen[@]}"; do
+        title="${names[i]}${args[i]:+ ${args[i]}}"
+        if [ "${expects[i]}" = skip ]; then
+            verdict skipped - "$title: ${reasons[i]}"
+            skipped=$((skipped + 1))
+            continue
+        fi
+        if [ -n "${needs[i]}" ] && ! requires "${needs[i]}"; then
+            verdict skipped - "$title: needs ${needs[i]}, which this user does not have here"
+            skipped=$((skipped + 1))
+            continue
+        fi
+        command=() missing=''
+        prepare "$i"
+        if [ -n "$missing" ]; then
+            verdict FAILED - "$title: $missing"
+            failed=$((failed + 1))
+            continue
+        fi
+        for ((try = 1; ; try++)); do
+            begin=$EPOCHREALTIME
+            status=0
+            # In the foreground: a time-out then ends the program alone, and ^C reaches it.
+            "$@" timeout --foreground --kill-after=5 "${timeouts[i]}" "${command[@]}" >"$log" 2>&1 </dev/null || status=$?
+            seconds=$(seconds_since "$begin")
+            if [ "$status" = 0 ] || [ "$try" -ge "${tries[i]}" ]; then break; fi
+            verdict again "$seconds" "$title: exit status $status; ${reasons[i]}"
+        done
+        case $status:${expects[i]} in
+        0:pass)
+            verdict ok "$seconds" "$title"
+            sed -n 's/^note: /            | /p' "$log"
+            passed=$((passed + 1))
+            continue
+            ;;
+        "$skip_status":skips)
+            verdict skipped "$seconds" "$title: ${reasons[i]}"
+            skipped=$((skipped + 1))
+            continue
+            ;;
+        "$skip_status":pass) why='the program skipped itself' ;;
+        0:skips) why='passes, where a skip is expected' ;;
+        124:* | 137:*) why="ended after ${timeouts[i]} s, or killed" ;;
+        *) if [ "$status" -gt 128 ] && signal=$(kill -l "$status" 2>/dev/null); then why="SIG$signal"; else why="exit status $status"; fi ;;
+        esac
+        verdict FAILED "$seconds" "$title: $why"
+        failed=$((failed + 1))
+        tail -n "${LOG_LINES:-12}" "$log" | sed 's/^/            | /'
+    done
+}
+
+table_count() {
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ "$failed" = 0 ]
+}

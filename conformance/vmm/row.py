@@ -1,0 +1,92 @@
+#!/usr/bin/env -S python3 -B
+"""Runs one row: row.py --on slat|kvm|tcg --slat SLAT --materials DIR NAME WORDS...
+
+Exit status: 0 when the row passes, 1 when it fails, 4 when this machine lacks what it needs. After a failure the end of each
+guest's console and of what each VMM complained about is printed.
+"""
+
+import argparse
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+
+from rows.console import Failure, Skip
+
+ROWS = {
+    "boot": "rows.boot",
+    "devices": "rows.devices",
+    "migrate": "rows.migrate",
+    "firecracker": "rows.firecracker",
+    "cloud-hypervisor": "rows.cloud_hypervisor",
+}
+SKIPPED = 4
+
+
+class Setting:
+    """What a row runs with, and what it has started."""
+
+    def __init__(self, on, slat, materials):
+        self.on = on
+        self.launcher = [slat, "run", "--"] if on == "slat" else []
+        self.scratch = tempfile.mkdtemp(prefix="slat-vmm-")
+        self._materials = materials
+        self.processes = []
+        self.consoles = []
+
+    def material(self, name):
+        """The path of something that all rows share."""
+        return os.path.join(self._materials, name)
+
+    def path(self, name):
+        """A path that only this row has."""
+        return os.path.join(self.scratch, name)
+
+    def explain(self):
+        """Prints the ends of all logs."""
+        for console in self.consoles:
+            print(f"--- console of {console.name}")
+            print("\n".join(console.text.decode(errors="replace").replace("\r", "").splitlines()[-25:]))
+        for process in self.processes:
+            complaints = process.stderr().splitlines()[-20:]
+            if complaints:
+                print(f"--- standard error of {process.name}")
+                print("\n".join(complaints))
+
+    def close(self):
+        """Ends what the row has started and removes its files."""
+        for process in self.processes:
+            process.kill()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--on", required=True, choices=["slat", "kvm", "tcg"])
+    parser.add_argument("--slat", required=True)
+    parser.add_argument("--materials", required=True)
+    parser.add_argument("name", choices=ROWS)
+    parser.add_argument("words", nargs="*")
+    arguments = parser.parse_args()
+    # A time-out ends what this has started, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+    setting = Setting(arguments.on, arguments.slat, arguments.materials)
+    status = 0
+    try:
+        importlib.import_module(ROWS[arguments.name]).run(setting, *arguments.words)
+    except Skip as reason:
+        print(reason)
+        status = SKIPPED
+    except (Failure, SystemExit) as reason:
+        setting.explain()
+        print(f"--- {reason}")
+        status = 1
+    finally:
+        setting.close()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

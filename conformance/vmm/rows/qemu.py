@@ -1,0 +1,65 @@
+"""QEMU: its command line, its monitor, and the guest's console on its standard input and output."""
+
+import socket
+import subprocess
+
+from rows.console import Console, Failure
+from rows.process import Process
+from rows.qmp import Qmp
+
+COMMAND_LINE = "console=ttyS0 earlyprintk=ttyS0 panic=-1 reboot=t"
+MEMORY = 512
+# Seconds until the shell must be there. A boot takes about 25 seconds of CPU time on slat.
+BOOT = 180
+
+
+class Qemu:
+    """A machine that boots the kernel and the initrd of the materials."""
+
+    def __init__(self, setting, machine, irqchip="on", cpus=2, kernel="vmlinux", options=(), name="qemu", cpu=None, accel=""):
+        self.name = name
+        self.cpus = cpus
+        ours, theirs = socket.socketpair()
+        accelerator = "tcg,thread=multi" if setting.on == "tcg" else "kvm" + accel
+        if setting.on != "tcg":
+            machine += f",kernel-irqchip={irqchip}"
+        command = ["qemu-system-x86_64", "-accel", accelerator, "-M", machine, "-smp", str(cpus)]
+        command += ["-cpu", cpu or ("max" if setting.on == "tcg" else "host")]
+        command += ["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"]
+        command += ["-chardev", f"socket,id=qmp,fd={theirs.fileno()}", "-mon", "chardev=qmp,mode=control"]
+        if not any(option == "-m" for option in options):
+            command += ["-m", str(MEMORY)]
+        command += ["-kernel", setting.material(kernel), "-initrd", setting.material("initrd"), "-append", COMMAND_LINE]
+        command += options
+        self.process = Process(
+            setting, name, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        self.console = Console(name, self.process.stdout.fileno(), self.process.stdin.fileno())
+        setting.consoles.append(self.console)
+        self.qmp = Qmp(name, ours)
+
+    def boot(self, seconds=BOOT):
+        """Waits for the shell and checks that all CPUs are online."""
+        self.console.ready(seconds)
+        self.check_cpus()
+
+    def check_cpus(self):
+        """Checks that the guest sees all CPUs, and has work done on each of them."""
+        online = int(self.console.run("nproc"))
+        if online != self.cpus:
+            raise Failure(f"{self.name}: {online} CPUs are online, not {self.cpus}")
+        for cpu in range(self.cpus):
+            self.console.run(f"taskset -c {cpu} true")
+
+    def power_off(self, seconds=60):
+        """Has the guest power off; the machine must say so and QEMU's status must be 0."""
+        self.console.check()
+        self.console.write("poweroff -f\n")
+        reason = self.qmp.event("SHUTDOWN", seconds)["reason"]
+        if reason != "guest-shutdown":
+            raise Failure(f"{self.name}: ended by {reason}")
+        status = self.process.wait(seconds)
+        if status != 0:
+            raise Failure(f"{self.name}: exit status {status}")
+        self.console.check()
