@@ -21,6 +21,8 @@ pub(crate) mod index {
     pub const TSC_ADJUST: u32 = 0x3b;
     pub const UCODE_WRITE: u32 = 0x79;
     pub const UCODE_REV: u32 = 0x8b;
+    pub const P6_PERFCTR0: u32 = 0xc1;
+    pub const P6_PERFCTR1: u32 = 0xc2;
     pub const PLATFORM_INFO: u32 = 0xce;
     pub const MTRR_CAP: u32 = 0xfe;
     pub const MISC_FEATURES: u32 = 0x140;
@@ -29,6 +31,8 @@ pub(crate) mod index {
     pub const SYSENTER_EIP: u32 = 0x176;
     pub const MCG_CAP: u32 = 0x179;
     pub const MCG_STATUS: u32 = 0x17a;
+    pub const P6_EVNTSEL0: u32 = 0x186;
+    pub const P6_EVNTSEL1: u32 = 0x187;
     pub const MISC_ENABLE: u32 = 0x1a0;
     pub const DEBUGCTL: u32 = 0x1d9;
     pub const MTRR_PHYS_FIRST: u32 = 0x200;
@@ -54,6 +58,8 @@ pub(crate) mod index {
     pub const GS_BASE: u32 = 0xc000_0101;
     pub const KERNEL_GS_BASE: u32 = 0xc000_0102;
     pub const TSC_AUX: u32 = 0xc000_0103;
+    pub const K7_EVNTSEL0: u32 = 0xc001_0000;
+    pub const K7_PERFCTR3: u32 = 0xc001_0007;
     pub const AMD_SYSCFG: u32 = 0xc001_0010;
     pub const AMD_HWCR: u32 = 0xc001_0015;
     pub const AMD_NB_CFG: u32 = 0xc001_001f;
@@ -311,6 +317,8 @@ pub(crate) fn read_machine(machine: &mut VcpuMachine, index: u32) -> Result<u64,
         | MTRR_FIX_64K
         | MTRR_FIX_16K..=MTRR_FIX_16K_LAST
         | MTRR_FIX_4K..=MTRR_FIX_4K_LAST => machine.msr(index),
+        // Guests probe these without asking CPUID. There are no counters.
+        P6_PERFCTR0 | P6_PERFCTR1 | P6_EVNTSEL0 | P6_EVNTSEL1 | K7_EVNTSEL0..=K7_PERFCTR3 => 0,
         PLATFORM_ID | EBL_CR_POWERON | MCG_CAP | UCODE_WRITE | AMD_SYSCFG | AMD_NB_CFG => 0,
         _ => return Err(MsrFault),
     })
@@ -416,6 +424,7 @@ pub(crate) fn write_machine(
         }
         PLATFORM_INFO if !by_guest => machine.store(index, value),
         UCODE_WRITE | UCODE_REV => {}
+        P6_PERFCTR0 | P6_PERFCTR1 | P6_EVNTSEL0 | P6_EVNTSEL1 | K7_EVNTSEL0..=K7_PERFCTR3 => {}
         _ => return Err(MsrFault),
     }
     Ok(())

@@ -69,6 +69,7 @@ pub mod vector {
     pub const NMI: u8 = 2;
     pub const BP: u8 = 3;
     pub const OF: u8 = 4;
+    pub const BR: u8 = 5;
     pub const UD: u8 = 6;
     pub const NM: u8 = 7;
     pub const DF: u8 = 8;

@@ -56,7 +56,7 @@ pub(crate) fn lower(
     insn.flow_control() != FlowControl::Next
 }
 
-const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 16] = [
+const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 17] = [
     exec::data::lower,
     exec::alu::lower,
     exec::control::lower,
@@ -73,6 +73,7 @@ const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 16] = [
     exec::io::lower,
     exec::system::lower,
     exec::fpu_state::lower,
+    exec::decimal::lower,
 ];
 
 /// SSE and x87, unless they are switched off.

@@ -261,7 +261,9 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         | Mnemonic::Prefetchit0
         | Mnemonic::Prefetchit1
         | Mnemonic::Reservednop
-        | Mnemonic::Cldemote => nop,
+        | Mnemonic::Cldemote
+        | Mnemonic::Rdsspd
+        | Mnemonic::Rdsspq => nop,
         _ if matches!(insn.mnemonic(), m if is_cmov(m)) => cmov_handler(op, condition(insn)),
         _ if is_setcc(code) => by_condition!(condition(insn), setcc),
         _ => return None,

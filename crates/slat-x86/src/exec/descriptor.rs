@@ -1,5 +1,5 @@
 //! Segment registers and descriptor tables: MOV Sreg, LDS and kin, LGDT LIDT SGDT SIDT, LLDT LTR SLDT STR,
-//! LAR LSL VERR VERW.
+//! LAR LSL VERR VERW ARPL.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
@@ -241,6 +241,28 @@ fn verify(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
+/// Raises the requested privilege level of the destination to that of the source.
+fn arpl(cpu: &mut Cpu, op: &Op) -> Flow {
+    protected_only(cpu)?;
+    let source = u16::get(cpu, op.r[1]) & 3;
+    let adjusted = match op.r[0] {
+        MEM => {
+            let lin = cpu.lin(op, 2)?;
+            let raise = |old: u16| old & !3 | (old & 3).max(source);
+            let (old, new) = cpu.update::<u16>(lin, false, raise)?;
+            old != new
+        }
+        r => {
+            let old = u16::get(cpu, r);
+            let new = old & !3 | (old & 3).max(source);
+            u16::set(cpu, r, new);
+            old != new
+        }
+    };
+    cpu.set_flags(ZF, if adjusted { ZF } else { 0 });
+    cpu.stored()
+}
+
 fn is_segment(insn: &Instruction, k: u32) -> bool {
     insn.op_kind(k) == OpKind::Register && insn.op_register(k).is_segment_register()
 }
@@ -280,6 +302,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
             op.aux = u8::from(mnemonic == Str);
             by_size!(op.size, store_selector)
         }
+        Arpl => arpl,
         Lar => by_size!(op.size, lar),
         Lsl => by_size!(op.size, lsl),
         Verr | Verw => {

@@ -9,6 +9,7 @@ pub(crate) mod bits;
 pub(crate) mod bmi;
 pub(crate) mod control;
 pub(crate) mod data;
+pub(crate) mod decimal;
 pub(crate) mod descriptor;
 pub(crate) mod far;
 pub(crate) mod fpu_state;

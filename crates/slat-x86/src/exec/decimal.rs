@@ -1,0 +1,112 @@
+//! Instructions that 64-bit mode does not have: decimal adjustment (AAA AAS AAM AAD DAA DAS), SALC and BOUND.
+//! SDM volume 2; flags that it leaves undefined are clear.
+
+use crate::Cpu;
+use crate::int::Int;
+use crate::op::{Flow, Handler, Op};
+use crate::state::flags::AF;
+use crate::vector;
+use iced_x86::{Instruction, Mnemonic};
+
+/// AH's number as a byte register.
+const AH: u8 = 16;
+
+fn al_ah(cpu: &Cpu) -> (u8, u8) {
+    (u8::get(cpu, 0), u8::get(cpu, AH))
+}
+fn set_al_ah(cpu: &mut Cpu, al: u8, ah: u8) {
+    u8::set(cpu, 0, al);
+    u8::set(cpu, AH, ah);
+}
+
+/// AAA, and with `SUBTRACT` AAS.
+fn ascii_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
+    let adjust = u8::get(cpu, 0) & 15 > 9 || cpu.flags() & AF != 0;
+    if adjust {
+        let ax = u16::get(cpu, 0);
+        let ax = match SUBTRACT {
+            false => ax.wrapping_add(0x106),
+            true => ax.wrapping_sub(0x106),
+        };
+        u16::set(cpu, 0, ax);
+    }
+    let al = u8::get(cpu, 0) & 15;
+    u8::set(cpu, 0, al);
+    cpu.put_flags(adjust, false, adjust, al);
+    Ok(())
+}
+
+/// DAA, and with `SUBTRACT` DAS.
+fn decimal_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
+    let old = u8::get(cpu, 0);
+    let old_carry = cpu.cf();
+    let low = old & 15 > 9 || cpu.flags() & AF != 0;
+    let high = old > 0x99 || old_carry;
+    let by = if low { 6 } else { 0 } + if high { 0x60 } else { 0 };
+    let al = match SUBTRACT {
+        false => old.wrapping_add(by),
+        true => old.wrapping_sub(by),
+    };
+    u8::set(cpu, 0, al);
+    // Only DAS can borrow in its first step where the second does not apply.
+    let borrowed = SUBTRACT && low && old < 6;
+    cpu.put_flags(high || borrowed, false, low, al);
+    Ok(())
+}
+
+fn aam(cpu: &mut Cpu, op: &Op) -> Flow {
+    let base = op.imm as u8;
+    let al = u8::get(cpu, 0);
+    let (Some(ah), Some(rest)) = (al.checked_div(base), al.checked_rem(base)) else {
+        return Err(cpu.raise(vector::DE, None));
+    };
+    set_al_ah(cpu, rest, ah);
+    cpu.put_flags(false, false, false, rest);
+    Ok(())
+}
+fn aad(cpu: &mut Cpu, op: &Op) -> Flow {
+    let (al, ah) = al_ah(cpu);
+    let al = al.wrapping_add(ah.wrapping_mul(op.imm as u8));
+    set_al_ah(cpu, al, 0);
+    cpu.put_flags(false, false, false, al);
+    Ok(())
+}
+
+fn salc(cpu: &mut Cpu, _: &Op) -> Flow {
+    let al = if cpu.cf() { 0xff } else { 0 };
+    u8::set(cpu, 0, al);
+    Ok(())
+}
+
+fn bound<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = cpu.lin(op, 2 * T::BYTES as u32)?;
+    let lower = cpu.load::<T>(lin)?.sx();
+    let upper = cpu.load::<T>(lin.wrapping_add(T::BYTES))?.sx();
+    let index = T::get(cpu, op.r[0]).sx();
+    if index < lower || index > upper {
+        return Err(cpu.raise(vector::BR, None));
+    }
+    Ok(())
+}
+
+pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    Some(match insn.mnemonic() {
+        Mnemonic::Aaa => ascii_adjust::<false>,
+        Mnemonic::Aas => ascii_adjust::<true>,
+        Mnemonic::Daa => decimal_adjust::<false>,
+        Mnemonic::Das => decimal_adjust::<true>,
+        Mnemonic::Aam | Mnemonic::Aad => {
+            op.imm = insn.immediate8().into();
+            match insn.mnemonic() {
+                Mnemonic::Aam => aam,
+                _ => aad,
+            }
+        }
+        Mnemonic::Salc => salc,
+        Mnemonic::Bound => match op.size {
+            1 => bound::<u16>,
+            _ => bound::<u32>,
+        },
+        _ => return None,
+    })
+}
