@@ -116,6 +116,7 @@ requests! {
     KVM_GET_MP_STATE = ior::<kvm_mp_state>(0x98);
     KVM_SET_MP_STATE = iow::<kvm_mp_state>(0x99);
     KVM_NMI = io(0x9a);
+    KVM_SET_GUEST_DEBUG = iow::<kvm_guest_debug>(0x9b);
     KVM_GET_VCPU_EVENTS = ior::<kvm_vcpu_events>(0x9f);
     KVM_SET_VCPU_EVENTS = iow::<kvm_vcpu_events>(0xa0);
     KVM_GET_DEBUGREGS = ior::<kvm_debugregs>(0xa1);
@@ -145,6 +146,7 @@ mod tests {
         assert_eq!(KVM_SET_MEMORY_ATTRIBUTES, 0x4020_aed2);
         assert_eq!(KVM_CREATE_GUEST_MEMFD, 0xc040_aed4);
         assert_eq!(KVM_GET_SREGS, 0x8138_ae83);
+        assert_eq!(KVM_SET_GUEST_DEBUG, 0x4048_ae9b);
         assert_eq!(KVM_GET_SUPPORTED_CPUID, 0xc008_ae05);
         assert_eq!(KVM_GET_MSRS, 0xc008_ae88);
     }

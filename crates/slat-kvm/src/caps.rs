@@ -50,6 +50,7 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_SET_IDENTITY_MAP_ADDR
         | KVM_CAP_VCPU_EVENTS
         | KVM_CAP_DEBUGREGS
+        | KVM_CAP_SET_GUEST_DEBUG
         | KVM_CAP_XSAVE
         | KVM_CAP_XCRS
         | KVM_CAP_GET_TSC_KHZ
@@ -78,6 +79,7 @@ pub fn check(cap: u64) -> i32 {
         KVM_CAP_IRQ_ROUTING => MAX_ROUTES,
         KVM_CAP_X2APIC_API => KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK,
         KVM_CAP_ADJUST_CLOCK => CLOCK_FLAGS,
+        KVM_CAP_SET_GUEST_DEBUG2 => crate::guest_debug::CONTROLS,
         KVM_CAP_XSAVE2 => size_of::<kvm_xsave>() as u32,
         KVM_CAP_NR_VCPUS => num_cpus(),
         KVM_CAP_MAX_VCPUS => MAX_VCPUS,

@@ -91,9 +91,14 @@ pub(crate) struct KnownEvents {
 }
 
 impl KnownEvents {
-    /// Signals the eventfd that is registered for a write of `data` (1 to 8 bytes). False: there is none. The vCPU is entered, and passes
-    /// no quiescent point meanwhile.
-    pub(crate) fn signal(&mut self, events: &IoEvents, place: Place, data: &[u8]) -> bool {
+    /// Signals the eventfds that are registered for writes of `units` (1 to 8 bytes each) to one place, one after the other. False: there
+    /// is none for some of them, and none was signalled. The vCPU is entered, and passes no quiescent point meanwhile.
+    pub(crate) fn signal<'a>(
+        &mut self,
+        events: &IoEvents,
+        place: Place,
+        units: impl Iterator<Item = &'a [u8]> + Clone,
+    ) -> bool {
         let changes = events.changes.load(Ordering::SeqCst);
         if self.changes != changes {
             self.table = lock(&events.table).clone();
@@ -103,13 +108,14 @@ impl KnownEvents {
             return false;
         };
         let first = table.partition_point(|event| event.place < place);
-        let found = (table[first..].iter())
-            .take_while(|event| event.place == place)
-            .find(|event| event.matches(data));
-        if let Some(event) = found {
-            event.eventfd.signal();
+        let len = table[first..].partition_point(|event| event.place == place);
+        let here = &table[first..first + len];
+        let registered = |unit: &[u8]| here.iter().find(|event| event.matches(unit));
+        let all = !here.is_empty() && units.clone().all(|unit| registered(unit).is_some());
+        if all {
+            (units.filter_map(registered)).for_each(|event| event.eventfd.signal());
         }
-        found.is_some()
+        all
     }
 }
 

@@ -45,6 +45,7 @@ mod eventfd;
 pub mod events;
 mod exit;
 pub mod fpu;
+mod guest_debug;
 pub mod guest_memfd;
 mod heap;
 pub mod ioctl;

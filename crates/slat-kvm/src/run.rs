@@ -8,12 +8,12 @@ use crate::signals::Masked;
 use crate::thread::{Running, Section, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuCommon, VcpuObject};
-use crate::{exit, report};
+use crate::{exit, guest_debug, report};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_irqchip::lapic::{BASE_BSP, Effect};
 use slat_x86::state::flags;
-use slat_x86::{Exit, INPUT_BYTES, Segment, State};
+use slat_x86::{Exit, PORT_BYTES, Segment, State};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -105,7 +105,7 @@ impl VcpuObject {
             Unfinished::Nothing => {}
             Unfinished::PortOut => inner.cpu.complete_io(&[]),
             Unfinished::PortIn(len) => {
-                let mut data = [0; INPUT_BYTES];
+                let mut data = [0; PORT_BYTES];
                 self.page.read_pio(&mut data[..len]);
                 inner.cpu.complete_io(&data[..len]);
             }
@@ -253,12 +253,15 @@ impl VcpuObject {
             self.block(inner, masked)?;
         }
         let common = self.common();
+        inner.cpu.interrupt_window = false;
+        if inner.interrupts_blocked {
+            return Ok(true);
+        }
         if common.signals.load(Ordering::SeqCst) & VcpuCommon::NMI != 0 {
             common.signals.fetch_and(!VcpuCommon::NMI, Ordering::SeqCst);
             inner.cpu.state.events.nmi = true;
             common.exits.nmi_injections.add(1);
         }
-        inner.cpu.interrupt_window = false;
         if common.lapic().is_none() {
             return Ok(!self.opens_window(inner, inner.cpu.state.events.interrupt.is_none()));
         }
@@ -435,13 +438,14 @@ impl VcpuObject {
                 size,
                 write,
                 count,
-                data,
             } => {
                 let len = usize::from(size) * count as usize;
-                if self.port_access(inner, port, size.into(), write.then(|| &data[..len]), len) {
+                if self.port_access(inner, port, size.into(), write, len) {
                     return Ok(Next::Again);
                 }
-                if write && (self.vm.coalesced).take(port.into(), true, size, count, &data[..len]) {
+                if write
+                    && (self.vm.coalesced).take(port.into(), true, size, count, inner.cpu.output())
+                {
                     inner.cpu.complete_io(&[]);
                     return Ok(Next::Again);
                 }
@@ -460,7 +464,7 @@ impl VcpuObject {
                 set_field!(page, count, __bindgen_anon_1.io.count);
                 set_field!(page, PIO_OFFSET as u64, __bindgen_anon_1.io.data_offset);
                 if write {
-                    page.write_pio(&data[..len]);
+                    page.write_pio(inner.cpu.output());
                 }
                 let quirk = KVM_X86_QUIRK_OUT_7E_INC_RIP;
                 inner.unfinished = if !write {
@@ -528,17 +532,7 @@ impl VcpuObject {
                 return fail(libc::EFAULT);
             }
             Exit::OutOfMemory => return fail(libc::ENOMEM),
-            Exit::Debug { vector, dr6 } => {
-                page.set_exit_reason(KVM_EXIT_DEBUG);
-                let arch = kvm_debug_exit_arch {
-                    exception: vector.into(),
-                    pad: 0,
-                    pc: inner.cpu.state.rip,
-                    dr6,
-                    dr7: inner.cpu.state.dr7,
-                };
-                set_field!(page, arch, __bindgen_anon_1.debug.arch);
-            }
+            Exit::Debug { vector, dr6 } => guest_debug::exit(page, &inner.cpu, vector, dr6),
         }
         Ok(Next::Return)
     }
@@ -599,23 +593,19 @@ impl VcpuObject {
         hole
     }
 
-    /// A port access that needs no client: to a controller of the VM, or one that signals an eventfd. `written` is what OUT writes; IN reads
-    /// `len` bytes. Units have `size` bytes each.
+    /// A port access that needs no client: to a controller of the VM, or one that signals an eventfd. Units have `size` bytes each, all
+    /// together `len`.
     fn port_access(
         &self,
         inner: &mut Inner,
         port: u16,
         size: usize,
-        written: Option<&[u8]>,
+        write: bool,
         len: usize,
     ) -> bool {
-        let place = Place {
-            port: true,
-            address: port.into(),
-        };
         let chips = self.vm.interrupts.chips();
-        let Some(written) = written else {
-            let mut read = [0; INPUT_BYTES];
+        if !write {
+            let mut read = [0; PORT_BYTES];
             let read = &mut read[..len];
             let is_ours = chips.is_some_and(|chips| {
                 (read.chunks_mut(size)).all(|unit| chips.read_port(&self.vm, port, unit))
@@ -624,13 +614,21 @@ impl VcpuObject {
                 inner.cpu.complete_io(read);
             }
             return is_ours;
+        }
+        let place = Place {
+            port: true,
+            address: port.into(),
         };
-        let is_ours = written.chunks(size).all(|unit| {
-            chips.is_some_and(|chips| chips.write_port(&self.vm, port, unit))
-                || inner.known_events.signal(&self.vm.ioevents, place, unit)
+        let Inner {
+            cpu, known_events, ..
+        } = inner;
+        let units = cpu.output().chunks(size);
+        let to_chips = chips.is_some_and(|chips| {
+            (units.clone()).all(|unit| chips.write_port(&self.vm, port, unit))
         });
+        let is_ours = to_chips || known_events.signal(&self.vm.ioevents, place, units);
         if is_ours {
-            inner.cpu.complete_io(&[]);
+            cpu.complete_io(&[]);
         }
         is_ours
     }
@@ -651,7 +649,8 @@ impl VcpuObject {
                     port: false,
                     address: gpa,
                 };
-                return inner.known_events.signal(&self.vm.ioevents, place, data);
+                let unit = std::iter::once(data);
+                return (inner.known_events).signal(&self.vm.ioevents, place, unit);
             }
             (None, false) => return false,
         }

@@ -33,6 +33,7 @@ plain!(
     kvm_cpuid_entry2,
     kvm_create_guest_memfd,
     kvm_debugregs,
+    kvm_guest_debug,
     kvm_dirty_log,
     kvm_enable_cap,
     kvm_fpu,

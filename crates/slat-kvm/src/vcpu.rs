@@ -161,6 +161,8 @@ pub(crate) struct Inner {
     /// controllers but the local APICs.
     pub(crate) external: Option<u8>,
     pub(crate) known_events: KnownEvents,
+    /// The debugger outside keeps interrupts and NMIs from the guest (`KVM_GUESTDBG_BLOCKIRQ`).
+    pub(crate) interrupts_blocked: bool,
 }
 
 /// A vCPU in the hands of one call.
@@ -277,6 +279,7 @@ impl VcpuObject {
                 has_run: false,
                 external: None,
                 known_events: KnownEvents::default(),
+                interrupts_blocked: false,
             }),
         })
         .map_err(no_memory)?;

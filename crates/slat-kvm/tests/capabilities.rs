@@ -44,6 +44,17 @@ fn halts(code: &[u8]) -> Guest {
     guest
 }
 
+/// Asks for single steps by these controls, and makes one.
+fn steps(control: u32) {
+    let mut guest = Guest::new(&[0x90, 0xf4]);
+    let debug = kvm_guest_debug {
+        control: KVM_GUESTDBG_ENABLE | control,
+        ..Default::default()
+    };
+    guest.vcpu.set_guest_debug(&debug).unwrap();
+    assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Debug(_)));
+}
+
 /// The MSR write by which a guest asks for its clock's page at DATA: mov ecx, 0x4b564d01; mov eax, DATA | 1; xor edx, edx; wrmsr; hlt
 const USE_CLOCK: &[u8] = &[
     0x66, 0xb9, 0x01, 0x4d, 0x56, 0x4b, 0x66, 0xb8, 0x01, 0x30, 0x00, 0x00, 0x66, 0x31, 0xd2, 0x0f,
@@ -156,6 +167,13 @@ const USES: &[Use] = &[
             ..Default::default()
         };
         assert_eq!(guest.vm.signal_msi(init).unwrap(), 1);
+    }),
+    (KVM_CAP_SET_GUEST_DEBUG, |_| {
+        steps(KVM_GUESTDBG_SINGLESTEP);
+    }),
+    (KVM_CAP_SET_GUEST_DEBUG2, |controls| {
+        assert_ne!(controls as u32 & KVM_GUESTDBG_BLOCKIRQ, 0);
+        steps(controls as u32 & (KVM_GUESTDBG_SINGLESTEP | KVM_GUESTDBG_BLOCKIRQ));
     }),
     (KVM_CAP_HLT, |_| drop(halts(&[0xf4]))),
     (KVM_CAP_USER_MEMORY, |_| drop(halts(WRITE_AND_HALT))),

@@ -188,6 +188,11 @@ impl Block {
         self.bytes.split_at(self.split)
     }
 
+    /// Bytes of code.
+    pub(crate) fn len(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
     /// The host page of the first byte.
     #[inline(always)]
     pub(crate) fn page(&self) -> usize {

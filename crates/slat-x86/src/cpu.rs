@@ -1,6 +1,7 @@
 //! The CPU: architectural state plus what makes running it fast.
 
 use crate::blocks::Blocks;
+use crate::debug::{Debugger, Watch};
 use crate::decode;
 use crate::fixed::Fixed;
 use crate::flags::Lazy;
@@ -33,8 +34,8 @@ pub struct Cpu {
     pub state: State,
     /// End the run with [`Exit::InterruptWindow`] when the guest could take an interrupt.
     pub interrupt_window: bool,
-    /// #DB and #BP end the run with [`Exit::Debug`] in place of going to the guest.
-    pub debug_exits: bool,
+    /// Debug exceptions that end the run with [`Exit::Debug`] in place of going to the guest.
+    pub debugger: Debugger,
 
     pub(crate) lazy: Lazy,
     pub(crate) fixed: Pages<Fixed>,
@@ -54,6 +55,7 @@ pub struct Cpu {
     pub(crate) generation: u64,
     pub(crate) blocks: Blocks,
     pub(crate) devices: Devices,
+    pub(crate) watch: Watch,
     pub(crate) fault: Exception,
     pub(crate) fault_address: u64,
     pub(crate) fault_noncanonical: bool,
@@ -82,7 +84,7 @@ impl Cpu {
         Ok(Self {
             state: State::reset(),
             interrupt_window: false,
-            debug_exits: false,
+            debugger: Debugger::default(),
             lazy: Lazy::done(),
             fixed: Pages::zeroed()?,
             table: SUPERVISOR,
@@ -95,6 +97,7 @@ impl Cpu {
             generation: 1,
             blocks: Blocks::try_new()?,
             devices: Devices::default(),
+            watch: Watch::default(),
             fault: Exception {
                 vector: 0,
                 error: None,
@@ -199,6 +202,7 @@ impl Cpu {
             self.seen = seen;
             self.flush_tlb();
         }
+        self.update_watch();
         self.slow = true;
     }
 

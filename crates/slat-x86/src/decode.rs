@@ -170,6 +170,7 @@ impl Cpu {
         };
         while ops.len() < max_ops && decoded.bytes < MAX_BYTES {
             let start = decoded.bytes;
+            let mut prefix = 0;
             // The prefix that makes KVM emulate the next instruction: there is nothing else here.
             if bytes[start..].starts_with(PREFIX) {
                 if start != 0 {
@@ -179,6 +180,7 @@ impl Cpu {
                 if decoder.set_position(PREFIX.len()).is_err() {
                     break;
                 }
+                prefix = PREFIX.len();
             }
             let insn = decoder.decode();
             decoded.end = decoder.last_error();
@@ -187,9 +189,11 @@ impl Cpu {
                 break;
             }
             decoded.bytes = decoder.position();
-            let code = &bytes[decoded.bytes - insn.len()..decoded.bytes];
-            let len = (decoded.bytes - start) as u8;
-            if lower::lower(&insn, code, key.mode, start as u8, len, ops) {
+            // KVM has moved RIP past its prefix when the instruction faults.
+            let first = start + prefix;
+            let code = &bytes[first..decoded.bytes];
+            let len = insn.len() as u8;
+            if lower::lower(&insn, code, key.mode, first as u8, len, ops) {
                 if insn.mnemonic() == Mnemonic::Ud2 {
                     // What follows decides whether it is a prefix.
                     decoded.bytes = (start + PREFIX.len()).min(bytes.len());

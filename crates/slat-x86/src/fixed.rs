@@ -6,7 +6,7 @@
 
 use crate::blocks::{Front, Seen};
 use crate::heap::Zeroed;
-use crate::mmio::{Fragments, Input};
+use crate::mmio::{Fragments, Input, Output};
 use crate::tlb::Tlb;
 
 pub(crate) struct Fixed {
@@ -16,6 +16,8 @@ pub(crate) struct Fixed {
     pub(crate) writes: Fragments,
     /// What a string input read.
     pub(crate) input: Input,
+    /// What an output writes.
+    pub(crate) output: Output,
     pub(crate) seen: Seen,
     pub(crate) front: Front,
     pub(crate) tlb: Tlb,
@@ -26,6 +28,7 @@ unsafe impl Zeroed for Fixed
 where
     Fragments: Zeroed,
     Input: Zeroed,
+    Output: Zeroed,
     Seen: Zeroed,
     Front: Zeroed,
     Tlb: Zeroed,

@@ -15,10 +15,21 @@ use crate::{Cpu, vector};
 /// Where an event comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// An interrupt or a hardware exception.
+    /// An interrupt, or an exception that is a trap or an abort.
     External,
+    /// An exception that is a fault: RF is set in the flags that are pushed (SDM volume 3, "Instruction-Breakpoint
+    /// Exception Condition").
+    Fault,
     /// INT n, INT3, INTO: the gate's DPL counts.
     Software,
+}
+
+/// Where an exception that is not of INT n comes from.
+fn source(vector: u8) -> Source {
+    match vector {
+        vector::DB | vector::BP | vector::OF | vector::DF | vector::MC => Source::External,
+        _ => Source::Fault,
+    }
 }
 
 fn contributory(vector: u8) -> bool {
@@ -54,11 +65,13 @@ impl Cpu {
             interrupt,
             sti_shadow,
             mov_ss_shadow,
+            debug,
             ..
         } = self.state.events;
         self.state.rflags & flags::IF != 0
             && exception.is_none()
             && interrupt.is_none()
+            && debug == 0
             && !sti_shadow
             && !mov_ss_shadow
     }
@@ -75,7 +88,12 @@ impl Cpu {
         let rip = self.state.rip;
         if let Some(exception) = events.exception {
             let Exception { vector, error } = exception;
-            match self.deliver(vector, error, Source::External, rip) {
+            // A #BP that the debugger gives back to the guest is a trap again.
+            let rip = match self.watch.int3 {
+                Some((start, end)) if vector == vector::BP && start == rip => end,
+                _ => rip,
+            };
+            match self.deliver(vector, error, source(vector), rip) {
                 Ok(()) => {
                     self.state.events.exception = None;
                     self.end_shadow();
@@ -83,7 +101,7 @@ impl Cpu {
                 Err(Break::Exception) => return self.exception_in_delivery(exception),
                 Err(why) => return self.delivery_broke(why),
             }
-        } else if events.nmi && !events.nmi_blocked {
+        } else if events.nmi && !events.nmi_blocked && !events.mov_ss_shadow {
             match self.deliver(vector::NMI, None, Source::External, rip) {
                 Ok(()) => {
                     self.state.events.nmi = false;
@@ -156,13 +174,30 @@ impl Cpu {
         return_rip: u64,
     ) -> Result<(), Break> {
         self.slow = true;
-        if self.long_mode() {
-            self.deliver_long(vector, error, source, return_rip)
-        } else if self.protected() {
-            self.deliver_protected(vector, error, source, return_rip)
-        } else {
-            self.deliver_real(vector, return_rip)
+        // The flags that are pushed keep TF; there is no single step of an event.
+        self.watch.steps = false;
+        let (delivered, hits) = self.collect_hits(|cpu| {
+            if cpu.long_mode() {
+                cpu.deliver_long(vector, error, source, return_rip)
+            } else if cpu.protected() {
+                cpu.deliver_protected(vector, error, source, return_rip)
+            } else {
+                cpu.deliver_real(vector, return_rip)
+            }
+        });
+        if delivered.is_ok() {
+            self.trap(hits);
         }
+        delivered
+    }
+
+    /// RFLAGS as an event from `source` pushes it.
+    fn pushed_flags(&mut self, source: Source) -> u64 {
+        self.flags()
+            | match source {
+                Source::Fault => flags::RF,
+                Source::External | Source::Software => 0,
+            }
     }
 
     fn deliver_long(
@@ -172,7 +207,7 @@ impl Cpu {
         source: Source,
         return_rip: u64,
     ) -> Result<(), Break> {
-        let external = u32::from(source == Source::External);
+        let external = u32::from(source != Source::Software);
         let gate_error = Some(u32::from(vector) << 3 | 2 | external);
         let offset = u64::from(vector) * 16;
         if offset + 15 > u64::from(self.state.idtr.limit) {
@@ -222,7 +257,7 @@ impl Cpu {
             0 => self.tss_stack(4 + 8 * u64::from(cpl))?,
             _ => self.tss_stack(36 + 8 * (ist - 1))?,
         } & !15;
-        let rflags = self.flags();
+        let rflags = self.pushed_flags(source);
         let frame = [
             return_rip,
             u64::from(self.state.cs.selector),
@@ -303,7 +338,7 @@ impl Cpu {
         source: Source,
         return_rip: u64,
     ) -> Result<(), Break> {
-        let external = u32::from(source == Source::External);
+        let external = u32::from(source != Source::Software);
         let gate_error = Some(u32::from(vector) << 3 | 2 | external);
         let offset = u64::from(vector) * 8;
         if offset + 7 > u64::from(self.state.idtr.limit) {
@@ -357,7 +392,7 @@ impl Cpu {
             let descriptor = self.descriptor(ss, vector::TS)?;
             (u64::from(esp), descriptor.segment(ss))
         };
-        frame.push(self.flags(), size);
+        frame.push(self.pushed_flags(source), size);
         frame.push(self.state.cs.selector.into(), size);
         frame.push(return_rip, size);
         if let Some(error) = error {

@@ -11,6 +11,7 @@
 //! | `cpu` | the CPU object; `run`: its outer loop |
 //! | `fixed`, `heap` | the memory that a CPU has from the beginning; memory that may run out |
 //! | `block`, `blocks` | a basic block; all of them, found by address |
+//! | `debug` | breakpoints, watchpoints, single steps |
 //! | `decode` | fetching and decoding code, verifying blocks against memory |
 //! | `op`, `lower/` | the decoded operation; from an instruction to an operation |
 //! | `exec/` | what the operations do, a file per kind |
@@ -26,11 +27,12 @@
 //!
 //! Whoever runs a CPU has called `slat_guard::install` before.
 //!
-//! Missing: AVX and later, alignment checks (#AC), task switches, virtual-8086 mode, data breakpoints, VMX/SVM.
+//! Missing: AVX and later, alignment checks (#AC), task switches, virtual-8086 mode, VMX/SVM.
 
 mod block;
 mod blocks;
 mod cpu;
+mod debug;
 mod decode;
 mod exec;
 mod fixed;
@@ -53,12 +55,13 @@ mod x87;
 
 pub use blocks::CODE_BYTES;
 pub use cpu::Cpu;
+pub use debug::{Breakpoints, Debugger};
 pub use decode::DECODER_BYTES;
 pub use heap::OutOfMemory;
 pub use machine::{
     Access, Exit, Fault, HostPage, HypercallInstruction, Hypercalls, Machine, Mmu, MsrFault, Paging,
 };
-pub use mmio::INPUT_BYTES;
+pub use mmio::PORT_BYTES;
 pub use state::{Events, Exception, F80, Segment, State, Table};
 
 /// Exception vectors.
@@ -79,5 +82,6 @@ pub mod vector {
     pub const GP: u8 = 13;
     pub const PF: u8 = 14;
     pub const MF: u8 = 16;
+    pub const MC: u8 = 18;
     pub const XM: u8 = 19;
 }

@@ -148,10 +148,9 @@ pub enum Exit {
         size: u8,
         /// OUT, in contrast to IN.
         write: bool,
-        /// Number of accesses: more than 1 only for repeated INS, which reads what goes into the page.
+        /// Units: more than 1 only for repeated INS and OUTS, which move what is in the page. What is written is
+        /// [`Cpu::output`](crate::Cpu::output).
         count: u32,
-        /// What OUT writes.
-        data: [u8; 4],
     },
     /// A memory access where no memory is. A read is answered by
     /// [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) before the next run; a write needs no answer.
@@ -197,7 +196,7 @@ pub enum Exit {
     BadAddress,
     /// The machine had no memory for a translation. The instruction at RIP has changed nothing: the next run executes it.
     OutOfMemory,
-    /// A debug exception that [`Cpu::debug_exits`](crate::Cpu) claims for the host.
+    /// A debug exception that the [`Debugger`](crate::Debugger) claims.
     Debug {
         /// 1 (#DB) or 3 (#BP).
         vector: u8,

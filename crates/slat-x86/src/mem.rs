@@ -340,6 +340,9 @@ impl Cpu {
         let in_first = 0x1000 - (lin & 0xfff) as usize;
         let first = self.place(lin, access)?;
         if len <= in_first {
+            if self.watch.data {
+                self.watch(lin, len, access)?;
+            }
             return Ok(Places {
                 first,
                 second: None,
@@ -353,6 +356,9 @@ impl Cpu {
             next & 0xffff_ffff
         };
         let second = self.place(next, access)?;
+        if self.watch.data {
+            self.watch(lin, len, access)?;
+        }
         Ok(Places {
             first,
             second: Some(second),
@@ -377,8 +383,10 @@ impl Cpu {
         let paging = self.paging();
         match self.machine().translate(lin, access, &paging) {
             Ok(page) => {
-                self.tlb()
-                    .fill(table, lin, page.base, page.read, page.write);
+                if !self.is_watched_page(lin) {
+                    self.tlb()
+                        .fill(table, lin, page.base, page.read, page.write);
+                }
                 let at = (lin & 0xfff) as usize;
                 Ok(Place::Host(page.base.as_ptr().wrapping_add(at)))
             }

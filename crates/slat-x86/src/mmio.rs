@@ -9,9 +9,10 @@ use crate::Cpu;
 use crate::heap::Zeroed;
 use crate::machine::Exit;
 use crate::op::{Break, Op};
+use crate::state::flags;
 
-/// The most bytes that one port exit of a repeated string input asks for; of any exit.
-pub const INPUT_BYTES: usize = 1024;
+/// The most bytes that one port exit moves: repeated string accesses move whole runs of units.
+pub const PORT_BYTES: usize = 4096;
 /// More MMIO accesses than any instruction makes: XSAVE reads and writes 72 fragments.
 const MOST_FRAGMENTS: usize = 96;
 
@@ -64,7 +65,7 @@ impl Fragments {
 
 /// What a string input read.
 pub(crate) struct Input {
-    bytes: [u8; INPUT_BYTES],
+    bytes: [u8; PORT_BYTES],
     /// How many of them are stored.
     stored: usize,
     len: usize,
@@ -75,7 +76,7 @@ unsafe impl Zeroed for Input {}
 
 impl Input {
     fn set(&mut self, data: &[u8]) {
-        self.len = data.len().min(INPUT_BYTES);
+        self.len = data.len().min(PORT_BYTES);
         self.stored = 0;
         self.bytes[..self.len].copy_from_slice(&data[..self.len]);
     }
@@ -83,6 +84,23 @@ impl Input {
     /// What is not stored yet, in reading order.
     fn left(&self) -> &[u8] {
         &self.bytes[self.stored..self.len]
+    }
+}
+
+/// What an output writes.
+pub(crate) struct Output {
+    bytes: [u8; PORT_BYTES],
+    len: usize,
+}
+
+// SAFETY: integers.
+unsafe impl Zeroed for Output {}
+
+impl Output {
+    /// Memory for the next `len` bytes of output.
+    pub(crate) fn start(&mut self, len: usize) -> &mut [u8] {
+        self.len = len;
+        &mut self.bytes[..len]
     }
 }
 
@@ -105,7 +123,11 @@ pub(crate) struct Port {
     pub(crate) rip: u64,
     pub(crate) next: u64,
     pub(crate) size: u8,
+    /// Units that the exit moves.
+    pub(crate) count: u32,
     pub(crate) kind: PortKind,
+    /// DR6 bits of the debug traps that follow the access.
+    pub(crate) traps: u64,
     /// The answer of a string input is there, and is stored when the CPU runs again.
     pub(crate) answered: bool,
 }
@@ -243,6 +265,12 @@ impl Cpu {
         self.end_shadow();
     }
 
+    /// What the output that ended the last run writes: all units of [`Exit::Io`].
+    pub fn output(&self) -> &[u8] {
+        let output = &self.fixed.output;
+        &output.bytes[..output.len]
+    }
+
     /// Finishes the port access that ended the last run: `data` is what IN read.
     ///
     /// RIP moves on unless somebody changed it meanwhile, as in KVM.
@@ -269,8 +297,10 @@ impl Cpu {
             }
             PortKind::Out => self.state.rip = port.next,
             PortKind::Outs { address_size, rep } => {
-                self.advance_string(6, address_size, port.size);
-                self.finish_string(&port, address_size, rep);
+                for _ in 0..port.count {
+                    self.advance_string(6, address_size, port.size);
+                }
+                self.finish_string(&port, address_size, rep, port.count);
             }
             PortKind::Ins { .. } => {
                 port.answered = true;
@@ -280,14 +310,23 @@ impl Cpu {
                 return;
             }
         }
+        self.port_done(&port);
+    }
+
+    /// The port access, or this part of a repeated one, is done.
+    fn port_done(&mut self, port: &Port) {
         self.end_shadow();
+        if self.state.rip == port.next {
+            self.state.rflags &= !flags::RF;
+        }
+        self.trap(port.traps);
     }
 
     /// Stores what a string input read. The address was translated for writing before the exit. If the
     /// count was made smaller meanwhile, the rest of the answer is dropped; if it was made larger, the
     /// instruction is executed again for what is missing.
     pub(crate) fn finish_ins(&mut self) -> Result<(), Break> {
-        let Some(port @ Port { answered: true, .. }) = self.devices.port else {
+        let Some(mut port @ Port { answered: true, .. }) = self.devices.port else {
             return Ok(());
         };
         let PortKind::Ins { address_size, rep } = port.kind else {
@@ -298,21 +337,26 @@ impl Cpu {
             let mut element = [0; 4];
             element[..size].copy_from_slice(&self.fixed.input.left()[..size]);
             let lin = self.string_address(0, 7, address_size, port.size.into())?;
-            self.store_bytes(lin, &element[..size])?;
+            let (stored, hits) = self.collect_hits(|cpu| cpu.store_bytes(lin, &element[..size]));
+            stored?;
+            port.traps |= hits;
             self.fixed.input.stored += size;
             self.advance_string(7, address_size, port.size);
-            self.finish_string(&port, address_size, rep);
+            self.finish_string(&port, address_size, rep, 1);
         }
         self.devices.port = None;
-        self.end_shadow();
+        self.port_done(&port);
         Ok(())
     }
 
-    fn finish_string(&mut self, port: &Port, address_size: u8, rep: bool) {
+    /// Counts `done` units of a string access. RIP moves on after the last one.
+    fn finish_string(&mut self, port: &Port, address_size: u8, rep: bool, done: u32) {
         if rep {
-            let left = self.string_count(address_size).wrapping_sub(1);
+            let left = self.string_count(address_size).saturating_sub(done.into());
             self.set_string_register(1, address_size, left);
-            if self.string_count(address_size) != 0 {
+            if left != 0 {
+                self.state.rflags |= flags::RF;
+                self.slow = true;
                 return;
             }
         }

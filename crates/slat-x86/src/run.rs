@@ -4,7 +4,7 @@ use crate::block::Block;
 use crate::machine::{Exit, Machine};
 use crate::op::{Break, Op};
 use crate::simd::HostFlags;
-use crate::state::{Exception, flags};
+use crate::state::flags;
 use crate::{Cpu, vector};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -55,7 +55,7 @@ impl Cpu {
 
     /// Executes the operations of a block.
     #[inline(always)]
-    fn execute(&mut self, block: &Block) -> Option<Exit> {
+    pub(crate) fn execute(&mut self, block: &Block) -> Option<Exit> {
         self.block_rip = block.key.rip;
         self.code_page = block.page();
         self.stop = false;
@@ -128,11 +128,19 @@ impl Cpu {
     fn take_fault(&mut self) -> Option<Exit> {
         self.drop_answers();
         let fault = self.fault;
-        if self.debug_exits && matches!(fault.vector, vector::DB | vector::BP) {
-            return Some(Exit::Debug {
-                vector: fault.vector,
-                dr6: self.state.dr6,
-            });
+        match fault.vector {
+            vector::DB => {
+                let hits = std::mem::take(&mut self.watch.hits);
+                return self.take_debug(hits);
+            }
+            // Of the guest's code only INT3 raises it, for the debugger.
+            vector::BP => {
+                return Some(Exit::Debug {
+                    vector: vector::BP,
+                    dr6: self.state.dr6,
+                });
+            }
+            _ => {}
         }
         if fault.vector == vector::PF {
             self.state.cr2 = self.fault_address;
@@ -144,7 +152,7 @@ impl Cpu {
     }
 
     /// No block at RIP: an exception of the fetch, or an end of the run.
-    fn fetch_failed(&mut self, why: Break) -> Option<Exit> {
+    pub(crate) fn fetch_failed(&mut self, why: Break) -> Option<Exit> {
         match why {
             Break::Exception => self.take_fault(),
             Break::Exit => self.take_exit(&[]),
@@ -182,6 +190,9 @@ impl Cpu {
             if attention.load(Ordering::Relaxed) != 0 {
                 return Some(Exit::Attention);
             }
+            if let Some(exit) = self.take_traps() {
+                return Some(exit);
+            }
             if let Some(exit) = self.deliver_events() {
                 return Some(exit);
             }
@@ -196,84 +207,21 @@ impl Cpu {
         }
         let events = &self.state.events;
         let shadow = events.sti_shadow || events.mov_ss_shadow;
-        let stepping = self.state.rflags & (flags::TF | flags::RF) != 0;
-        let breakpoints = self.state.dr7 & 0xff != 0;
-        if events.exception.is_none() && (shadow || stepping || breakpoints) {
+        let stepping = self.state.rflags & (flags::TF | flags::RF) != 0
+            || self.debugger.single_step
+            || self.watch.alone;
+        if shadow || stepping {
             return self.single_step();
+        }
+        if self.watch.code {
+            return self.execute_between_breakpoints();
         }
         // What opens an interrupt window sets `slow` itself.
         let events = &self.state.events;
-        self.slow = events.exception.is_some()
-            || events.interrupt.is_some()
+        self.slow = events.interrupt.is_some()
             || events.nmi && !events.nmi_blocked
             || self.has_answers()
             || self.devices.port.is_some();
         None
-    }
-
-    /// Executes one instruction, with what TF, RF, shadows, breakpoints and MMIO answers ask for.
-    fn single_step(&mut self) -> Option<Exit> {
-        if self.state.rflags & flags::RF == 0 && self.at_breakpoint() {
-            self.fault = Exception {
-                vector: vector::DB,
-                error: None,
-            };
-            return self.take_fault();
-        }
-        let found = match self.single_block() {
-            Ok(block) => block,
-            Err(why) => return self.fetch_failed(why),
-        };
-        // SAFETY: the block lives as long as the CPU, and only `single_block` changes it.
-        let block = unsafe { found.as_ref() };
-        let traps = self.state.rflags & flags::TF != 0;
-        // IRET may set RF, for the instruction after it.
-        let resumed = self.state.rflags & flags::RF;
-        let events = &mut self.state.events;
-        let shadow = std::mem::take(&mut events.sti_shadow);
-        let mov_ss = std::mem::take(&mut events.mov_ss_shadow);
-        self.rewind_answers();
-        let before = self.instructions;
-        let mut exit = self.execute(block);
-        let executed = self.instructions != before || self.state.rip != block.key.rip;
-        self.slow = true;
-        if !executed {
-            // Abandoned: it starts again under the same shadow.
-            self.state.events.sti_shadow |= shadow;
-            self.state.events.mov_ss_shadow |= mov_ss;
-            return exit;
-        }
-        self.drop_answers();
-        self.state.rflags &= !resumed;
-        if traps && self.state.events.exception.is_none() {
-            self.state.dr6 |= 1 << 14;
-            self.fault = Exception {
-                vector: vector::DB,
-                error: None,
-            };
-            exit = exit.or(self.take_fault());
-        }
-        exit
-    }
-
-    /// Whether an instruction breakpoint of DR7 stands at RIP; DR6 then says which.
-    fn at_breakpoint(&mut self) -> bool {
-        let lin = match self.is_64() {
-            true => self.state.rip,
-            false => self.state.cs.base.wrapping_add(self.state.rip) & 0xffff_ffff,
-        };
-        let dr7 = self.state.dr7;
-        let mut hit = 0;
-        for i in 0..4 {
-            let enabled = dr7 >> (2 * i) & 3 != 0;
-            let execute = dr7 >> (16 + 4 * i) & 3 == 0;
-            if enabled && execute && self.state.dr[i] == lin {
-                hit |= 1 << i;
-            }
-        }
-        if hit != 0 {
-            self.state.dr6 = self.state.dr6 & !15 | hit;
-        }
-        hit != 0
     }
 }

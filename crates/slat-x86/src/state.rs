@@ -149,6 +149,8 @@ pub struct Events {
     pub sti_shadow: bool,
     /// MOV SS or POP SS was executed just now.
     pub mov_ss_shadow: bool,
+    /// DR6 bits of debug traps (breakpoints hit, single step) of the last instruction, taken before the next one.
+    pub debug: u64,
 }
 
 /// All that a program could read or a client may set. While the CPU does not run, this is all there is.

@@ -26,7 +26,11 @@ fn an_exception_switches_to_its_ist_stack_with_an_aligned_frame() {
     guest.halt();
     assert_eq!(guest.cpu.state.gpr[RSP], IST_STACK - 40);
     let frame: Vec<u64> = (0..5).map(|n| guest.stack(n)).collect();
-    assert_eq!(frame, [CODE, 8, 0x202, STACK - 3, 16]);
+    assert_eq!(
+        frame,
+        [CODE, 8, 0x1_0202, STACK - 3, 16],
+        "a fault: with RF"
+    );
     assert_eq!(
         guest.cpu.state.rflags & 0x200,
         0,
@@ -113,7 +117,7 @@ fn an_interrupt_from_user_code_switches_stacks_and_iret_goes_back() {
     assert_eq!(guest.cpu.state.cs.selector, 8);
     assert_eq!(guest.cpu.state.gpr[RSP], KERNEL_STACK - 48);
     let frame: Vec<u64> = (0..6).map(|n| guest.stack(n)).collect();
-    assert_eq!(frame, [0, CODE + 2, 0x23, 2, STACK, 0x1b]);
+    assert_eq!(frame, [0, CODE + 2, 0x23, 0x1_0002, STACK, 0x1b]);
 }
 
 #[test]

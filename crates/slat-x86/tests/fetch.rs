@@ -171,6 +171,8 @@ struct Crossing {
     bits: u32,
     /// Where its code, which ends with HLT, begins.
     start: u64,
+    /// The address after the HLT.
+    end: u64,
     /// Pages of the code.
     pages: std::ops::RangeInclusive<u64>,
     /// What is left of the exceptions to come.
@@ -206,6 +208,7 @@ impl Crossing {
             guest,
             bits,
             start,
+            end: start + code.len() as u64,
             pages,
             faults: 0,
             traps: 0,
@@ -261,6 +264,10 @@ impl Crossing {
             }
             guest.cpu.state.rip = rip;
             guest.cpu.state.gpr[RSP] = before[RSP];
+            if rip == self.end {
+                // The trap after HLT, which it ended.
+                return;
+            }
             guest.cpu.state.rflags = guest.cpu.state.rflags & !0x100 | u64::from(trap) << 8;
         }
     }

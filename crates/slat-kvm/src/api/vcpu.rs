@@ -381,6 +381,14 @@ impl VcpuFd {
         })
     }
 
+    /// `KVM_SET_GUEST_DEBUG`.
+    ///
+    /// # Errors
+    /// `EBUSY` when an exception is to be injected and another one waits.
+    pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
+        self.vcpu.set_guest_debug(debug)
+    }
+
     /// The `kvm_run` struct.
     pub fn get_kvm_run(&mut self) -> &mut kvm_run {
         // SAFETY: our own mapping of shared memory, plain data. The library changes it during calls that take `&mut self`;

@@ -51,6 +51,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_SET_MP_STATE => vcpu.set_mp_state(user::read(argument)?)?,
         KVM_GET_VCPU_EVENTS => return give(argument, &vcpu.get_vcpu_events()?),
         KVM_SET_VCPU_EVENTS => vcpu.set_vcpu_events(&user::read(argument)?)?,
+        KVM_SET_GUEST_DEBUG => vcpu.set_guest_debug(&user::read(argument)?)?,
         KVM_GET_DEBUGREGS => return give(argument, &vcpu.get_debugregs()?),
         KVM_SET_DEBUGREGS => vcpu.set_debugregs(&user::read(argument)?)?,
         KVM_GET_XSAVE | KVM_GET_XSAVE2 => return give(argument, &vcpu.get_xsave()?),

@@ -243,12 +243,19 @@ fn iret_real(cpu: &mut Cpu, op: &Op) -> Flow {
 
 /// INT n, INT3, INTO (`aux` is the vector): the delivery is the instruction.
 fn int(cpu: &mut Cpu, op: &Op) -> Flow {
-    if op.aux == vector::BP && cpu.debug_exits {
-        return Err(cpu.raise(vector::BP, None));
-    }
     let next = cpu.next_rip(op);
     cpu.deliver(op.aux, None, Source::Software, next)?;
+    // The guest's single step ends here, a debugger's does not.
+    cpu.watch.steps = cpu.debugger.single_step;
     Err(Break::Jump)
+}
+/// INT3, a breakpoint of the debugger or of the guest.
+fn int3(cpu: &mut Cpu, op: &Op) -> Flow {
+    if cpu.debugger.software_breakpoints {
+        cpu.watch.int3 = Some((cpu.rip_of(op), cpu.next_rip(op)));
+        return Err(cpu.raise(vector::BP, None));
+    }
+    int(cpu, op)
 }
 fn into(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.flags() & flags::OF == 0 {
@@ -257,10 +264,14 @@ fn into(cpu: &mut Cpu, op: &Op) -> Flow {
         int(cpu, op)
     }
 }
-/// INT1: a #DB that no gate's DPL holds back.
+/// INT1: a #DB that no gate's DPL holds back, and that DR6 does not tell from none.
 fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
+    if cpu.debugger.claims_debug() {
+        return Err(cpu.raise_debug(0));
+    }
     let next = cpu.next_rip(op);
     cpu.deliver(vector::DB, None, Source::External, next)?;
+    cpu.debug_delivered(0);
     Err(Break::Jump)
 }
 
@@ -333,7 +344,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         }
         Mnemonic::Int3 => {
             op.aux = vector::BP;
-            int
+            int3
         }
         Mnemonic::Into => {
             op.aux = vector::OF;

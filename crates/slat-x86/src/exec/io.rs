@@ -1,8 +1,8 @@
 //! Port access: IN OUT INS OUTS.
 
 use crate::Cpu;
-use crate::machine::Exit;
-use crate::mmio::{INPUT_BYTES, Port, PortKind};
+use crate::machine::{Access, Exit};
+use crate::mmio::{PORT_BYTES, Port, PortKind};
 use crate::op::{Break, Flow, Handler, NONE, Op};
 use crate::state::flags;
 use crate::vector;
@@ -35,15 +35,18 @@ impl Cpu {
         }
     }
 
-    fn port_exit(&mut self, op: &Op, port: u16, kind: PortKind, count: u32, data: u32) -> Break {
+    fn port_exit(&mut self, op: &Op, port: u16, kind: PortKind, count: u32) -> Break {
         let size = 1 << op.size;
         let write = matches!(kind, PortKind::Out | PortKind::Outs { .. });
         let (rip, next) = (self.rip_of(op), self.next_rip(op));
+        let traps = self.port_hits(port, size) | self.traps_of_instruction();
         self.devices.port = Some(Port {
             rip,
             next,
             size,
+            count,
             kind,
+            traps,
             answered: false,
         });
         self.leave(Exit::Io {
@@ -51,8 +54,25 @@ impl Cpu {
             size,
             write,
             count,
-            data: data.to_le_bytes(),
         })
+    }
+
+    /// Units of a string access from `lin` on that one exit moves: upwards and unobserved, all that are in the page and do not
+    /// wrap around in the address size.
+    fn units(&mut self, op: &Op, port: u16, lin: u64, offset: u64) -> u32 {
+        let observed =
+            self.watch.steps || self.watch.data || self.port_hits(port, 1 << op.size) != 0;
+        if op.rep == 0 || self.state.rflags & flags::DF != 0 || observed {
+            return 1;
+        }
+        let in_page = 0x1000 - (lin & 0xfff);
+        let before_wrap = Self::string_mask(op.address_size) - offset;
+        let bytes = in_page
+            .min(PORT_BYTES as u64)
+            .min(before_wrap.saturating_add(1));
+        self.string_count(op.address_size)
+            .min(bytes >> op.size)
+            .max(1) as u32
     }
 }
 
@@ -68,19 +88,16 @@ fn port(cpu: &Cpu, op: &Op) -> u16 {
 fn input(cpu: &mut Cpu, op: &Op) -> Flow {
     let port = port(cpu, op);
     cpu.port_allowed(port, 1 << op.size)?;
-    Err(cpu.port_exit(op, port, PortKind::In, 1, 0))
+    Err(cpu.port_exit(op, port, PortKind::In, 1))
 }
 
 fn output(cpu: &mut Cpu, op: &Op) -> Flow {
     let port = port(cpu, op);
     cpu.port_allowed(port, 1 << op.size)?;
-    let rax = cpu.state.gpr[0] as u32;
-    let data = if op.size == 2 {
-        rax
-    } else {
-        rax & ((1 << (8 << op.size)) - 1)
-    };
-    Err(cpu.port_exit(op, port, PortKind::Out, 1, data))
+    let rax = cpu.state.gpr[0].to_le_bytes();
+    let bytes = 1 << op.size;
+    cpu.fixed.output.start(bytes).copy_from_slice(&rax[..bytes]);
+    Err(cpu.port_exit(op, port, PortKind::Out, 1))
 }
 
 fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -92,13 +109,9 @@ fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.port_allowed(port, 1 << op.size)?;
     let lin = cpu.string_address(0, 7, address_size, 1 << op.size)?;
     cpu.probe_write(lin, 1 << op.size)?;
-    // Upwards, all that goes into the page is read at once, up to KVM's limit.
-    let in_page = (0x1000 - (lin & 0xfff)).min(INPUT_BYTES as u64) >> op.size;
-    let count = match rep && cpu.state.rflags & flags::DF == 0 {
-        true => cpu.string_count(address_size).min(in_page).max(1) as u32,
-        false => 1,
-    };
-    Err(cpu.port_exit(op, port, PortKind::Ins { address_size, rep }, count, 0))
+    let offset = cpu.string_register(7, address_size);
+    let count = cpu.units(op, port, lin, offset);
+    Err(cpu.port_exit(op, port, PortKind::Ins { address_size, rep }, count))
 }
 
 fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -109,10 +122,38 @@ fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
     let port = cpu.state.gpr[2] as u16;
     cpu.port_allowed(port, 1 << op.size)?;
     let lin = cpu.string_address(op.seg, 6, address_size, 1 << op.size)?;
-    let mut bytes = [0; 4];
-    cpu.load_bytes(lin, &mut bytes[..1 << op.size])?;
-    let data = u32::from_le_bytes(bytes);
-    Err(cpu.port_exit(op, port, PortKind::Outs { address_size, rep }, 1, data))
+    let offset = cpu.string_register(6, address_size);
+    let kind = PortKind::Outs { address_size, rep };
+    let count = cpu.units(op, port, lin, offset);
+    if count > 1 && output_run(cpu, op, offset, count)? {
+        return Err(cpu.port_exit(op, port, kind, count));
+    }
+    let mut unit = [0; 4];
+    let bytes = 1 << op.size;
+    cpu.load_bytes(lin, &mut unit[..bytes])?;
+    cpu.fixed
+        .output
+        .start(bytes)
+        .copy_from_slice(&unit[..bytes]);
+    Err(cpu.port_exit(op, port, kind, 1))
+}
+
+/// Takes `count` units, which lie in one page, at once. False if they are not memory, or beyond the segment's limit: what is
+/// before it is to be written one by one.
+fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, Break> {
+    let bytes = (count as usize) << op.size;
+    let Ok(lin) = cpu.segmented(op.seg, offset, bytes as u32) else {
+        return Ok(false);
+    };
+    let Some(host) = cpu.read_place(lin, bytes)? else {
+        return Ok(false);
+    };
+    // SAFETY: a translation of guest memory, to which every access is guarded.
+    if unsafe { slat_guard::copy_in(cpu.fixed.output.start(bytes), host) }.is_err() {
+        cpu.gone(lin, host, Access::Read)?;
+        return Err(Break::Retry);
+    }
+    Ok(true)
 }
 
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {

@@ -8,7 +8,7 @@ use crate::Cpu;
 use crate::flags;
 use crate::int::{Int, by_size};
 use crate::op::{Break, Flow, Handler, Op};
-use crate::state::flags::DF;
+use crate::state::flags::{DF, RF};
 use iced_x86::{Instruction, Mnemonic};
 
 /// Iterations before attention is looked at.
@@ -17,7 +17,7 @@ const BATCH: u64 = 4096;
 const BULK: usize = 4096;
 
 impl Cpu {
-    fn string_mask(address_size: u8) -> u64 {
+    pub(crate) fn string_mask(address_size: u8) -> u64 {
         match address_size {
             2 => 0xffff,
             4 => 0xffff_ffff,
@@ -72,6 +72,15 @@ impl Cpu {
         self.set_string_register(register, address_size, v);
     }
 
+    /// Leaves a repeated instruction before its last iteration. RF keeps an instruction breakpoint from hitting again (SDM
+    /// volume 3, "Instruction-Breakpoint Exception Condition").
+    fn iterate_later(&mut self, op: &Op) -> Flow {
+        self.state.rflags |= RF;
+        self.slow = true;
+        let rip = self.rip_of(op);
+        self.jump(rip)
+    }
+
     /// Elements of `bytes` from `lin` up to the end of its page.
     fn elements_in_page(lin: u64, bytes: u64) -> u64 {
         (0x1000 - (lin & 0xfff)) / bytes
@@ -95,7 +104,8 @@ fn repeat<T: Int>(
         if left == 0 {
             return cpu.stored();
         }
-        if done > 0 && (done == BATCH || cpu.stop || cpu.has_answers()) {
+        let ends = done == BATCH || cpu.stop || cpu.has_answers() || cpu.traps_after_iteration();
+        if done > 0 && ends {
             break;
         }
         match once(cpu) {
@@ -110,8 +120,7 @@ fn repeat<T: Int>(
             Err(why) => return Err(why),
         }
     }
-    let rip = cpu.rip_of(op);
-    cpu.jump(rip)
+    cpu.iterate_later(op)
 }
 
 fn movs<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -133,10 +142,10 @@ fn movs<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 
 /// Forward copies of whole stretches within a page on both sides. `None`: do it one by one.
 fn movs_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
-    if cpu.state.rflags & DF != 0 || !cpu.is_64() || op.address_size != 8 {
+    let alone = cpu.watch.steps || cpu.watch.data;
+    if cpu.state.rflags & DF != 0 || !cpu.is_64() || op.address_size != 8 || alone {
         return Ok(None);
     }
-    let rip = cpu.rip_of(op);
     let mut copied = 0;
     loop {
         let left = cpu.state.gpr[1];
@@ -155,7 +164,7 @@ fn movs_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
             if copied == 0 {
                 return Ok(None);
             }
-            return Ok(Some(cpu.jump(rip)));
+            return Ok(Some(cpu.iterate_later(op)));
         }
         let step = |cpu: &mut Cpu| -> Result<bool, Break> {
             let Some(from) = cpu.read_place(source, bytes)? else {
@@ -188,12 +197,12 @@ fn movs_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
                 cpu.state.gpr[1] = left - n;
                 copied += bytes;
                 if cpu.stop && cpu.state.gpr[1] != 0 {
-                    return Ok(Some(cpu.jump(rip)));
+                    return Ok(Some(cpu.iterate_later(op)));
                 }
             }
             Ok(false) if copied == 0 => return Ok(None),
-            Ok(false) => return Ok(Some(cpu.jump(rip))),
-            Err(_) if copied > 0 => return Ok(Some(cpu.jump(rip))),
+            Ok(false) => return Ok(Some(cpu.iterate_later(op))),
+            Err(_) if copied > 0 => return Ok(Some(cpu.iterate_later(op))),
             Err(why) => return Err(why),
         }
     }
@@ -216,10 +225,10 @@ fn stos<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 
 /// Forward fills of whole stretches within a page. `None`: do it one by one.
 fn stos_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
-    if cpu.state.rflags & DF != 0 || !cpu.is_64() || op.address_size != 8 {
+    let alone = cpu.watch.steps || cpu.watch.data;
+    if cpu.state.rflags & DF != 0 || !cpu.is_64() || op.address_size != 8 || alone {
         return Ok(None);
     }
-    let rip = cpu.rip_of(op);
     let value = T::get(cpu, 0).zx().to_le_bytes();
     let mut pattern = [0; BULK];
     for part in pattern.chunks_exact_mut(T::BYTES as usize) {
@@ -238,7 +247,7 @@ fn stos_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
             if filled == 0 {
                 return Ok(None);
             }
-            return Ok(Some(cpu.jump(rip)));
+            return Ok(Some(cpu.iterate_later(op)));
         }
         match cpu.write_place(destination, bytes) {
             Ok(Some(to)) => {
@@ -247,19 +256,19 @@ fn stos_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
                 if unsafe { slat_guard::copy_out(to, &pattern[..bytes]) }.is_err() {
                     match cpu.gone(destination, to, crate::Access::Write) {
                         Err(why) if filled == 0 => return Err(why),
-                        _ => return Ok(Some(cpu.jump(rip))),
+                        _ => return Ok(Some(cpu.iterate_later(op))),
                     }
                 }
                 cpu.state.gpr[7] = cpu.state.gpr[7].wrapping_add(bytes as u64);
                 cpu.state.gpr[1] = left - n;
                 filled += bytes;
                 if cpu.stop && cpu.state.gpr[1] != 0 {
-                    return Ok(Some(cpu.jump(rip)));
+                    return Ok(Some(cpu.iterate_later(op)));
                 }
             }
             Ok(None) if filled == 0 => return Ok(None),
             Err(why) if filled == 0 => return Err(why),
-            _ => return Ok(Some(cpu.jump(rip))),
+            _ => return Ok(Some(cpu.iterate_later(op))),
         }
     }
 }

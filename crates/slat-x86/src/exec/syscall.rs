@@ -1,10 +1,19 @@
 //! SYSCALL SYSRET SYSENTER SYSEXIT, SWAPGS, and the FS/GS base instructions.
 
 use crate::Cpu;
+use crate::debug::DR6_BS;
 use crate::int::Int;
 use crate::op::{Break, Flow, Handler, Op};
 use crate::state::{control, flags};
 use iced_x86::{Code, Instruction, Mnemonic};
+
+/// SYSCALL and SYSRET trap when TF is set at their end, whatever it was before.
+fn step_if_traced(cpu: &mut Cpu) {
+    cpu.watch.steps = cpu.debugger.single_step;
+    if cpu.state.rflags & flags::TF != 0 {
+        cpu.trap(DR6_BS);
+    }
+}
 
 fn syscall(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.state.efer & control::EFER_SCE == 0 || !cpu.long_mode() {
@@ -21,6 +30,7 @@ fn syscall(cpu: &mut Cpu, op: &Op) -> Flow {
     };
     let selector = (cpu.state.star >> 32) as u16;
     cpu.state.rflags = rflags & !(cpu.state.sfmask | flags::RF) | flags::ALWAYS;
+    step_if_traced(cpu);
     cpu.state.cs = Cpu::flat_code(selector & !3, 0, true);
     cpu.state.ss = Cpu::flat_stack((selector & !3).wrapping_add(8), 0);
     cpu.state.rip = target;
@@ -54,6 +64,7 @@ fn sysret(cpu: &mut Cpu, op: &Op) -> Flow {
         | flags::ID;
     let saved = cpu.state.gpr[11];
     cpu.set_flags(mask | flags::RF | flags::VM, saved & mask);
+    step_if_traced(cpu);
     let selector = (cpu.state.star >> 48) as u16;
     let cs = if to_64 {
         selector.wrapping_add(16)

@@ -1,6 +1,7 @@
 //! System instructions: control and debug registers, MSRs, CPUID, time, HLT, flags, TLB and cache control.
 
 use crate::Cpu;
+use crate::debug::DR6_ONES;
 use crate::int::{Int, by_size};
 use crate::machine::{Exit, HypercallInstruction, Hypercalls};
 use crate::op::{Break, Flow, Handler, MEM, Op};
@@ -205,7 +206,9 @@ fn debug_register(cpu: &mut Cpu, number: u8) -> Result<u8, Break> {
     }
 }
 fn read_debug(cpu: &mut Cpu, op: &Op) -> Flow {
-    let v = match debug_register(cpu, op.r[1])? {
+    let number = debug_register(cpu, op.r[1])?;
+    cpu.general_detect()?;
+    let v = match number {
         6 => cpu.state.dr6,
         7 => cpu.state.dr7,
         n => cpu.state.dr[usize::from(n)],
@@ -219,15 +222,17 @@ fn read_debug(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 fn write_debug(cpu: &mut Cpu, op: &Op) -> Flow {
     let n = debug_register(cpu, op.r[0])?;
+    cpu.general_detect()?;
     let v = u64::get(cpu, op.r[1]);
     if n >= 6 && v >> 32 != 0 && cpu.is_64() {
         return Err(cpu.gp());
     }
     match n {
-        6 => cpu.state.dr6 = v & 0xe00f | 0xffff_0ff0,
+        6 => cpu.state.dr6 = v & 0xe00f | DR6_ONES,
         7 => cpu.state.dr7 = low_half(v) & !0xd800 | 0x400,
         n => cpu.state.dr[usize::from(n)] = v,
     }
+    cpu.update_watch();
     cpu.slow = true;
     Err(Break::End)
 }

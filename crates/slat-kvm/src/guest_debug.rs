@@ -1,0 +1,72 @@
+//! `KVM_SET_GUEST_DEBUG` and `KVM_EXIT_DEBUG`: a debugger outside the guest.
+
+use crate::errno::{Result, fail};
+use crate::run_page::{RunPage, set_field};
+use crate::vcpu::VcpuObject;
+use kvm_bindings::*;
+use slat_x86::{Breakpoints, Cpu, Debugger, vector};
+
+/// What a client can ask for: the value of `KVM_CAP_SET_GUEST_DEBUG2`.
+pub(crate) const CONTROLS: u32 = KVM_GUESTDBG_ENABLE
+    | KVM_GUESTDBG_SINGLESTEP
+    | KVM_GUESTDBG_USE_SW_BP
+    | KVM_GUESTDBG_USE_HW_BP
+    | KVM_GUESTDBG_INJECT_DB
+    | KVM_GUESTDBG_INJECT_BP
+    | KVM_GUESTDBG_BLOCKIRQ;
+
+/// The CPU's part of a request. Without `KVM_GUESTDBG_ENABLE` nothing is asked for.
+fn debugger(debug: &kvm_guest_debug) -> Debugger {
+    let has = |bit| {
+        let bits = KVM_GUESTDBG_ENABLE | bit;
+        debug.control & bits == bits
+    };
+    let [a, b, c, d, .., control] = debug.arch.debugreg;
+    Debugger {
+        single_step: has(KVM_GUESTDBG_SINGLESTEP),
+        software_breakpoints: has(KVM_GUESTDBG_USE_SW_BP),
+        breakpoints: has(KVM_GUESTDBG_USE_HW_BP).then_some(Breakpoints {
+            addresses: [a, b, c, d],
+            control,
+        }),
+    }
+}
+
+impl VcpuObject {
+    /// `KVM_SET_GUEST_DEBUG`.
+    ///
+    /// # Errors
+    /// `EBUSY` when #DB or #BP is to be injected and an exception waits.
+    pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
+        let mut inner = self.lock()?;
+        let injected = match debug.control {
+            control if control & KVM_GUESTDBG_INJECT_DB != 0 => Some(vector::DB),
+            control if control & KVM_GUESTDBG_INJECT_BP != 0 => Some(vector::BP),
+            _ => None,
+        };
+        if let Some(vector) = injected {
+            if inner.cpu.state.events.exception.is_some() {
+                return fail(libc::EBUSY);
+            }
+            inner.cpu.inject_exception(vector, None);
+        }
+        inner.cpu.debugger = debugger(debug);
+        let blocking = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_BLOCKIRQ;
+        inner.interrupts_blocked = debug.control & blocking == blocking;
+        Ok(())
+    }
+}
+
+/// `KVM_EXIT_DEBUG`.
+pub(crate) fn exit(page: &RunPage, cpu: &Cpu, vector: u8, dr6: u64) {
+    page.set_exit_reason(KVM_EXIT_DEBUG);
+    let control = (cpu.debugger.breakpoints).map_or(cpu.state.dr7, |own| own.control);
+    let arch = kvm_debug_exit_arch {
+        exception: vector.into(),
+        pad: 0,
+        pc: cpu.linear_rip(),
+        dr6,
+        dr7: control,
+    };
+    set_field!(page, arch, __bindgen_anon_1.debug.arch);
+}

@@ -1,0 +1,345 @@
+//! Debug exceptions: breakpoints, watchpoints and single steps, for the guest (DR0–DR7, TF) and for a debugger outside
+//! (SDM volume 3, "Debug Registers" and "Debug Exceptions").
+//!
+//! Nothing here costs a guest that is not debugged: a page with a data watchpoint is never entered into the software TLB, so
+//! its accesses come to [`Cpu::watch`] by way of the miss; everything else sets [`Cpu::slow`] and is found between blocks.
+//! An instruction that touches watched bytes is abandoned and executed again alone, so that its trap follows it at once.
+//!
+//! Faults (instruction breakpoints, general detect) are raised like any other. Traps are collected in
+//! [`Events::debug`](crate::Events::debug) as DR6 bits and taken before the next instruction, after the shadow of MOV SS.
+
+use crate::machine::{Access, Exit};
+use crate::op::Break;
+use crate::state::{Exception, State, control, flags};
+use crate::{Cpu, vector};
+
+/// DR6: bits that always read as one.
+pub(crate) const DR6_ONES: u64 = 0xffff_0ff0;
+/// DR6: which of the four breakpoints were hit.
+const DR6_HITS: u64 = 15;
+/// DR6: a debug register was accessed while DR7.GD was set.
+pub(crate) const DR6_BD: u64 = 1 << 13;
+/// DR6: a single step.
+pub(crate) const DR6_BS: u64 = 1 << 14;
+/// DR7: general detect.
+pub(crate) const DR7_GD: u64 = 1 << 13;
+
+/// What a debugger outside the guest wants.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Debugger {
+    /// Every instruction ends the run, as a trap.
+    pub single_step: bool,
+    /// INT3 ends the run, as a fault.
+    pub software_breakpoints: bool,
+    /// Breakpoints that are used in place of the guest's own.
+    pub breakpoints: Option<Breakpoints>,
+}
+
+impl Debugger {
+    /// Whether #DB ends the run: also one that the guest caused.
+    pub(crate) fn claims_debug(&self) -> bool {
+        self.single_step || self.breakpoints.is_some()
+    }
+}
+
+/// DR0–DR3 and DR7.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Breakpoints {
+    /// DR0–DR3.
+    pub addresses: [u64; 4],
+    /// DR7.
+    pub control: u64,
+}
+
+/// What a breakpoint watches: its R/W field.
+mod kind {
+    pub const EXECUTE: u64 = 0;
+    pub const WRITE: u64 = 1;
+    /// With CR4.DE; without, the field is undefined.
+    pub const PORT: u64 = 2;
+    pub const READ_WRITE: u64 = 3;
+}
+
+impl Breakpoints {
+    /// Enabled breakpoints: index, R/W field, first address, bytes.
+    fn enabled(&self) -> impl Iterator<Item = (usize, u64, u64, u64)> + '_ {
+        (0..4).filter_map(|i| {
+            let field = self.control >> (16 + 4 * i);
+            let bytes = [1, 2, 8, 4][(field >> 2 & 3) as usize];
+            let first = self.addresses[i] & !(bytes - 1);
+            (self.control >> (2 * i) & 3 != 0).then_some((i, field & 3, first, bytes))
+        })
+    }
+
+    fn any(&self, kinds: &[u64]) -> bool {
+        self.enabled().any(|(_, kind, ..)| kinds.contains(&kind))
+    }
+
+    /// DR6 bits of the breakpoints of `kinds` that share a byte with `len` bytes at `at`.
+    fn hits(&self, kinds: &[u64], at: u64, len: u64) -> u64 {
+        self.enabled()
+            .filter(|(_, kind, first, bytes)| {
+                let overlaps = at.wrapping_sub(*first) < *bytes || first.wrapping_sub(at) < len;
+                kinds.contains(kind) && overlaps
+            })
+            .fold(0, |hits, (i, ..)| hits | 1 << i)
+    }
+}
+
+/// The breakpoints that count now, and which kinds there are among them.
+#[derive(Default)]
+pub(crate) struct Watch {
+    breakpoints: Breakpoints,
+    pub(crate) code: bool,
+    pub(crate) data: bool,
+    pub(crate) ports: bool,
+    /// The instruction at RIP touches watched bytes: it is executed alone.
+    pub(crate) alone: bool,
+    /// An instruction is executed alone: what it hits is collected in `hits`.
+    pub(crate) collects: bool,
+    /// DR6 bits of the watchpoints that the instruction has hit.
+    pub(crate) hits: u64,
+    /// The instruction traps at its end: TF was set at its beginning, or a debugger steps.
+    pub(crate) steps: bool,
+    /// Where the INT3 of the debugger's last software breakpoint begins and ends.
+    pub(crate) int3: Option<(u64, u64)>,
+}
+
+impl Cpu {
+    /// The breakpoints that count: the debugger's, or else the guest's.
+    fn breakpoints(&self) -> Breakpoints {
+        let State { dr, dr7, .. } = self.state;
+        self.debugger.breakpoints.unwrap_or(Breakpoints {
+            addresses: dr,
+            control: dr7,
+        })
+    }
+
+    /// Call after a change of debug registers, CR4.DE or the debugger's wishes.
+    pub(crate) fn update_watch(&mut self) {
+        let breakpoints = self.breakpoints();
+        let ports = self.state.cr4 & control::CR4_DE != 0 && breakpoints.any(&[kind::PORT]);
+        let watch = &mut self.watch;
+        watch.ports = ports;
+        if watch.breakpoints == breakpoints {
+            return;
+        }
+        let watched_data = watch.data;
+        watch.code = breakpoints.any(&[kind::EXECUTE]);
+        watch.data = breakpoints.any(&[kind::WRITE, kind::READ_WRITE]);
+        watch.breakpoints = breakpoints;
+        if watched_data || self.watch.data {
+            // Pages that are watched now may be in the TLB.
+            self.flush_tlb();
+        }
+    }
+
+    /// Whether the page of `lin` has watched bytes, and must not be entered into the TLB.
+    pub(crate) fn is_watched_page(&self, lin: u64) -> bool {
+        const DATA: [u64; 2] = [kind::WRITE, kind::READ_WRITE];
+        self.watch.data && self.watch.breakpoints.hits(&DATA, lin & !0xfff, 0x1000) != 0
+    }
+
+    /// Looks whether an access that is about to be made hits a watchpoint. An instruction that is not executed alone is
+    /// abandoned, to be executed alone.
+    #[cold]
+    pub(crate) fn watch(&mut self, lin: u64, len: usize, access: Access) -> Result<(), Break> {
+        let kinds: &[u64] = match access {
+            Access::Write => &[kind::WRITE, kind::READ_WRITE],
+            Access::Read | Access::Execute => &[kind::READ_WRITE],
+        };
+        let hits = self.watch.breakpoints.hits(kinds, lin, len as u64);
+        if hits == 0 {
+            return Ok(());
+        }
+        if !self.watch.collects {
+            self.watch.alone = true;
+            self.slow = true;
+            return Err(Break::Retry);
+        }
+        self.watch.hits |= hits;
+        Ok(())
+    }
+
+    /// Whether repeated string instructions stop after the present iteration.
+    pub(crate) fn traps_after_iteration(&self) -> bool {
+        self.watch.steps || self.watch.hits != 0
+    }
+
+    /// DR6 bits of breakpoints on `bytes` ports from `port`.
+    pub(crate) fn port_hits(&self, port: u16, bytes: u8) -> u64 {
+        match self.watch.ports {
+            true => (self.watch.breakpoints).hits(&[kind::PORT], port.into(), bytes.into()),
+            false => 0,
+        }
+    }
+
+    /// DR6 bits of the instruction breakpoints at RIP. RF holds them back, and so does the shadow of MOV SS.
+    fn code_hits(&self) -> u64 {
+        let held_back = self.state.rflags & flags::RF != 0 || self.state.events.mov_ss_shadow;
+        if !self.watch.code || held_back {
+            return 0;
+        }
+        let lin = self.code_address(self.state.rip);
+        (self.watch.breakpoints.enabled())
+            .filter(|(i, kind, ..)| {
+                *kind == kind::EXECUTE && self.watch.breakpoints.addresses[*i] == lin
+            })
+            .fold(0, |hits, (i, ..)| hits | 1 << i)
+    }
+
+    /// The linear address of the next instruction.
+    pub fn linear_rip(&self) -> u64 {
+        let State { efer, cs, rip, .. } = &self.state;
+        match efer & control::EFER_LMA != 0 && cs.long() {
+            true => *rip,
+            false => cs.base.wrapping_add(*rip) & 0xffff_ffff,
+        }
+    }
+
+    /// Whether an instruction breakpoint is within `len` bytes from `lin`.
+    fn has_code_breakpoint(&self, lin: u64, len: u64) -> bool {
+        (self.watch.breakpoints.enabled()).any(|(i, kind, ..)| {
+            let at = self.watch.breakpoints.addresses[i];
+            kind == kind::EXECUTE && at.wrapping_sub(lin) < len
+        })
+    }
+
+    /// Runs `f` with the watchpoints that it hits collected: returns them as DR6 bits.
+    pub(crate) fn collect_hits<T>(&mut self, f: impl FnOnce(&mut Self) -> T) -> (T, u64) {
+        let collected = std::mem::replace(&mut self.watch.collects, true);
+        let before = std::mem::take(&mut self.watch.hits);
+        let result = f(self);
+        self.watch.collects = collected;
+        let hits = std::mem::replace(&mut self.watch.hits, before);
+        (result, hits)
+    }
+
+    /// DR6 bits of what the present instruction has hit, and of its single step, for a trap that follows later.
+    pub(crate) fn traps_of_instruction(&self) -> u64 {
+        self.watch.hits | if self.watch.steps { DR6_BS } else { 0 }
+    }
+
+    /// The instruction is done: what it hit, and its single step, wait for the next boundary.
+    pub(crate) fn trap(&mut self, hits: u64) {
+        if hits != 0 {
+            self.state.events.debug |= hits;
+            self.slow = true;
+        }
+    }
+
+    /// DR7.GD: an access to a debug register is #DB.
+    pub(crate) fn general_detect(&mut self) -> Result<(), Break> {
+        match self.breakpoints().control & DR7_GD != 0 {
+            true => Err(self.raise_debug(DR6_BD)),
+            false => Ok(()),
+        }
+    }
+
+    /// Notes a #DB that is a fault.
+    #[cold]
+    pub(crate) fn raise_debug(&mut self, hits: u64) -> Break {
+        self.watch.hits = hits;
+        self.raise(vector::DB, None)
+    }
+
+    /// What a #DB of the guest does to the debug registers.
+    pub(crate) fn debug_delivered(&mut self, hits: u64) {
+        // The breakpoints that were hit are the present ones; other bits stay until software clears them.
+        self.state.dr6 = self.state.dr6 & !DR6_HITS | hits;
+        self.state.dr7 &= !DR7_GD;
+        self.update_watch();
+    }
+
+    /// A #DB with these DR6 bits: the debugger's, which ends the run, or the guest's, which becomes an event.
+    pub(crate) fn take_debug(&mut self, hits: u64) -> Option<Exit> {
+        if self.debugger.claims_debug() {
+            return Some(Exit::Debug {
+                vector: vector::DB,
+                dr6: DR6_ONES | hits,
+            });
+        }
+        self.debug_delivered(hits);
+        self.state.events.exception = Some(Exception {
+            vector: vector::DB,
+            error: None,
+        });
+        self.slow = true;
+        None
+    }
+
+    /// Takes the debug traps that wait, unless an exception goes first or the shadow of MOV SS holds them back.
+    pub(crate) fn take_traps(&mut self) -> Option<Exit> {
+        let events = &mut self.state.events;
+        if events.debug == 0 || events.exception.is_some() || events.mov_ss_shadow {
+            return None;
+        }
+        let hits = std::mem::take(&mut events.debug);
+        self.take_debug(hits)
+    }
+
+    /// Executes the block at RIP, or an instruction alone if there is a breakpoint in the block.
+    pub(crate) fn execute_between_breakpoints(&mut self) -> Option<Exit> {
+        match self.find_block() {
+            Ok(found) => {
+                // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing changes it
+                // while it runs.
+                let block = unsafe { found.as_ref() };
+                match self.has_code_breakpoint(block.key.lin, block.len()) {
+                    true => self.single_step(),
+                    false => self.execute(block),
+                }
+            }
+            // The breakpoint at RIP goes before a fault of the fetch.
+            Err(_) => self.single_step(),
+        }
+    }
+
+    /// Executes one instruction, with what TF, RF, shadows, breakpoints and MMIO answers ask for.
+    pub(crate) fn single_step(&mut self) -> Option<Exit> {
+        let hits = self.code_hits();
+        if hits != 0 {
+            return self.take_debug(hits);
+        }
+        let found = match self.single_block() {
+            Ok(block) => block,
+            Err(why) => return self.fetch_failed(why),
+        };
+        // SAFETY: the block lives as long as the CPU, and only `single_block` changes it.
+        let block = unsafe { found.as_ref() };
+        let resumed = self.state.rflags & flags::RF;
+        // The instruction may set it for the next one: IRET, and a string instruction that is not done.
+        self.state.rflags &= !flags::RF;
+        let steps = self.state.rflags & flags::TF != 0 || self.debugger.single_step;
+        let events = &mut self.state.events;
+        let shadow = std::mem::take(&mut events.sti_shadow);
+        let mov_ss = std::mem::take(&mut events.mov_ss_shadow);
+        self.rewind_answers();
+        (self.watch.steps, self.watch.collects, self.watch.hits) = (steps, true, 0);
+        self.watch.alone = false;
+        let before = self.instructions;
+        let exit = self.execute(block);
+        let start = block.ops.first().map(|op| self.rip_of(op));
+        let executed = self.instructions != before || Some(self.state.rip) != start;
+        let steps = std::mem::take(&mut self.watch.steps);
+        let hits = std::mem::take(&mut self.watch.hits);
+        self.watch.collects = false;
+        self.slow = true;
+        if !executed {
+            // Abandoned: it starts again under the same shadow.
+            self.state.rflags |= resumed;
+            self.state.events.sti_shadow |= shadow;
+            self.state.events.mov_ss_shadow |= mov_ss;
+            return exit;
+        }
+        self.drop_answers();
+        self.trap(hits);
+        // MOV SS loses its single step.
+        if steps && !self.state.events.mov_ss_shadow {
+            self.trap(DR6_BS);
+            // A trap ends a halt before it begins.
+            return exit.filter(|exit| *exit != Exit::Hlt);
+        }
+        exit
+    }
+}
