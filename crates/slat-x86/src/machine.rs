@@ -69,9 +69,16 @@ pub enum Fault {
     OutOfMemory,
 }
 
-/// The machine refuses an MSR: the guest gets #GP(0).
+/// Why RDMSR or WRMSR is refused: by the machine, or by the CPU for an MSR that it holds itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MsrFault;
+pub enum MsrFault {
+    /// The MSR does not exist.
+    Unknown,
+    /// The MSR exists, but it cannot be read, or cannot hold the value.
+    Invalid,
+    /// [`Machine::allows_msr`] forbids the access.
+    Forbidden,
+}
 
 /// How the CPU translates.
 pub trait Mmu {
@@ -87,15 +94,28 @@ pub trait Mmu {
 pub trait Machine: Mmu {
     /// CPUID: EAX, EBX, ECX, EDX.
     fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4];
+    /// Whether CPUID is #GP(0) outside CPL 0 (CPUID faulting, Intel SDM volume 3).
+    fn cpuid_faults(&mut self) -> bool {
+        false
+    }
     /// RDMSR of an MSR that the CPU does not hold itself.
     fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault>;
     /// WRMSR of an MSR that the CPU does not hold itself.
     fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault>;
+    /// Whether the guest may read MSR `msr`, or with `write` write it. The CPU asks before every access, also to an MSR that it
+    /// holds itself.
+    fn allows_msr(&mut self, _msr: u32, _write: bool) -> bool {
+        true
+    }
+    /// Whether a refused access is answered from outside: then the run ends with [`Exit::Msr`], otherwise it is #GP(0).
+    fn answers_msr_outside(&mut self, _why: MsrFault) -> bool {
+        false
+    }
     /// The time-stamp counter as the guest sees it.
     fn tsc(&mut self) -> u64;
-    /// VMCALL or VMMCALL at CPL 0: number and four arguments, answers RAX. `None`: the answer comes from outside, the run
-    /// ends with [`Exit::Hypercall`].
-    fn hypercall(&mut self, nr: u64, args: [u64; 4]) -> Option<u64>;
+    /// VMCALL or VMMCALL at CPL 0: number and four arguments, of 64 bits in `long_mode` and of 32 otherwise; answers RAX. `None`:
+    /// the answer comes from outside, the run ends with [`Exit::Hypercall`].
+    fn hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64>;
     /// What this machine makes of VMCALL or VMMCALL.
     fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
         Hypercalls::Executed
@@ -173,6 +193,16 @@ pub enum Exit {
         args: [u64; 4],
         /// All 64 bits of the registers count.
         long_mode: bool,
+    },
+    /// An access to an MSR that was refused, and that the machine wants answered from outside. RIP still points at the
+    /// instruction; [`Cpu::complete_msr`](crate::Cpu::complete_msr) finishes it before the next run.
+    Msr {
+        /// The MSR.
+        index: u32,
+        /// What WRMSR writes; `None`: RDMSR.
+        value: Option<u64>,
+        /// Why it was refused.
+        why: MsrFault,
     },
     /// HLT; RIP is behind it.
     Hlt,

@@ -1,15 +1,16 @@
-//! Accesses that the device model answers: MMIO and ports. And hypercalls that it answers.
+//! Accesses that the device model answers: MMIO and ports. And hypercalls and MSRs that it answers.
 //!
 //! *MMIO reads*: the instruction is abandoned with nothing changed, the run ends, the data is handed in,
 //! and the instruction is executed again from its start: its reads then take the answers in order.
 //! *MMIO writes*: queued by the instruction, which completes; each fragment of the queue ends a run.
-//! *Ports* and *hypercalls*: RIP stays at the instruction until the access is completed.
+//! *Ports*, *hypercalls* and *MSRs*: RIP stays at the instruction until the access is completed.
 
 use crate::Cpu;
 use crate::heap::Zeroed;
-use crate::machine::Exit;
+use crate::machine::{Exit, MsrFault};
 use crate::op::{Break, Op};
-use crate::state::flags;
+use crate::state::{Exception, flags};
+use crate::vector;
 
 /// The most bytes that one port exit moves: repeated string accesses move whole runs of units.
 pub const PORT_BYTES: usize = 4096;
@@ -112,8 +113,28 @@ pub(crate) struct Devices {
     /// The read that ended the last run.
     asked: Option<Fragment>,
     pub(crate) port: Option<Port>,
-    /// RIP of a hypercall that ended the last run, and behind it.
-    hypercall: Option<(u64, u64)>,
+    /// The instruction that ended the last run and waits for an answer from outside.
+    question: Option<Question>,
+}
+
+/// An instruction that is answered in registers, from outside.
+#[derive(Clone, Copy, Debug)]
+struct Question {
+    /// RIP of the instruction, and of the next one.
+    rip: u64,
+    next: u64,
+    kind: QuestionKind,
+}
+
+/// Where the answer goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum QuestionKind {
+    /// RAX.
+    Hypercall,
+    /// EDX:EAX.
+    Rdmsr,
+    /// Nowhere.
+    Wrmsr,
 }
 
 /// A port access that waits for its completion.
@@ -238,30 +259,85 @@ impl Cpu {
 
     /// The hypercall `op` ends the run.
     pub(crate) fn ask_hypercall(&mut self, op: &Op, nr: u64, args: [u64; 4]) -> Break {
-        self.devices.hypercall = Some((self.rip_of(op), self.next_rip(op)));
         let long_mode = self.is_64();
-        self.leave(Exit::Hypercall {
+        let exit = Exit::Hypercall {
             nr,
             args,
             long_mode,
-        })
+        };
+        self.ask(op, QuestionKind::Hypercall, exit)
+    }
+
+    /// RDMSR or, with a `value`, WRMSR is refused: #GP(0), or the end of the run if the machine wants it answered from outside.
+    pub(crate) fn refuse_msr(
+        &mut self,
+        op: &Op,
+        index: u32,
+        value: Option<u64>,
+        why: MsrFault,
+    ) -> Break {
+        if !self.machine().answers_msr_outside(why) {
+            return self.gp();
+        }
+        let kind = match value {
+            None => QuestionKind::Rdmsr,
+            Some(_) => QuestionKind::Wrmsr,
+        };
+        self.ask(op, kind, Exit::Msr { index, value, why })
+    }
+
+    /// Ends the run with `exit`; the answer finishes `op`.
+    fn ask(&mut self, op: &Op, kind: QuestionKind, exit: Exit) -> Break {
+        self.devices.question = Some(Question {
+            rip: self.rip_of(op),
+            next: self.next_rip(op),
+            kind,
+        });
+        self.leave(exit)
+    }
+
+    /// The instruction that ended the last run, if it waits for an answer of one of these kinds, and RIP is still there.
+    fn take_question(&mut self, kinds: &[QuestionKind]) -> Option<Question> {
+        let question = self.devices.question.take()?;
+        (question.rip == self.state.rip && kinds.contains(&question.kind)).then_some(question)
     }
 
     /// Finishes the hypercall that ended the last run: `answer` is for RAX.
     ///
     /// RIP moves on unless somebody changed it meanwhile.
     pub fn complete_hypercall(&mut self, answer: u64) {
-        let Some((rip, next)) = self.devices.hypercall.take() else {
+        let Some(question) = self.take_question(&[QuestionKind::Hypercall]) else {
             return;
         };
-        if self.state.rip != rip {
-            return;
-        }
         self.state.gpr[0] = match self.is_64() {
             true => answer,
             false => answer & 0xffff_ffff,
         };
-        self.state.rip = next;
+        self.state.rip = question.next;
+        self.end_shadow();
+    }
+
+    /// Finishes the MSR access that ended the last run: `answer` is what RDMSR reads, and anything for WRMSR. `None`: #GP(0).
+    ///
+    /// RIP moves on unless somebody changed it meanwhile.
+    pub fn complete_msr(&mut self, answer: Option<u64>) {
+        let kinds = [QuestionKind::Rdmsr, QuestionKind::Wrmsr];
+        let Some(question) = self.take_question(&kinds) else {
+            return;
+        };
+        let Some(value) = answer else {
+            self.state.events.exception = Some(Exception {
+                vector: vector::GP,
+                error: Some(0),
+            });
+            self.slow = true;
+            return;
+        };
+        if question.kind == QuestionKind::Rdmsr {
+            self.state.gpr[0] = value & 0xffff_ffff;
+            self.state.gpr[2] = value >> 32;
+        }
+        self.state.rip = question.next;
         self.end_shadow();
     }
 

@@ -52,6 +52,7 @@ pub mod control {
     pub const CR4_OSXSAVE: u64 = 1 << 18;
     pub const CR4_SMEP: u64 = 1 << 20;
     pub const CR4_SMAP: u64 = 1 << 21;
+    pub const CR4_PKE: u64 = 1 << 22;
     pub const EFER_SCE: u64 = 1;
     pub const EFER_LME: u64 = 1 << 8;
     pub const EFER_LMA: u64 = 1 << 10;

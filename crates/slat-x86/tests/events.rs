@@ -254,7 +254,7 @@ fn hypercalls_and_msrs_reach_the_machine() {
         state.gpr[RSI],
     ) = (1, 2, 3, 4, 5);
     guest.halt_in_handler(vector::GP);
-    assert_eq!(guest.machine.hypercalls, [(1, [2, 3, 4, 5])]);
+    assert_eq!(guest.machine.hypercalls, [(1, [2, 3, 4, 5], true)]);
     assert_eq!((guest.cpu.state.gpr[RBX], guest.stack(1)), (7, CODE + 10));
 }
 
@@ -280,6 +280,70 @@ fn a_hypercall_that_the_machine_does_not_answer_is_finished_from_outside() {
     guest.halt();
     assert_eq!(guest.cpu.state.gpr[RBX], 9);
     assert_eq!(guest.machine.hypercalls.len(), 1);
+}
+
+/// RDMSR of an unknown MSR, of one that the CPU holds, and WRMSR of that with a value it refuses: all answered from outside.
+#[test]
+fn refused_msrs_are_finished_from_outside() {
+    const FS_BASE: u32 = 0xc000_0100;
+    // mov ecx,0x10; rdmsr; mov ebx,eax; mov ecx,FS_BASE; rdmsr; mov esi,edx; mov edx,0x12345678; wrmsr
+    let code = b"\xb9\x10\0\0\0\x0f\x32\x89\xc3\xb9\x00\x01\x00\xc0\x0f\x32\x89\xd6\xba\x78\x56\x34\x12\x0f\x30";
+    let mut guest = Guest::new(code);
+    guest.machine.forbidden_msrs = vec![(FS_BASE, false)];
+    guest.machine.outside_msrs = vec![MsrFault::Unknown, MsrFault::Forbidden, MsrFault::Invalid];
+    guest.cpu.state.fs.base = 0x1234;
+    let msr = |index, value, why| Exit::Msr { index, value, why };
+
+    assert_eq!(guest.run(), msr(0x10, None, MsrFault::Unknown));
+    assert_eq!(guest.run(), msr(0x10, None, MsrFault::Unknown), "again");
+    assert_eq!(guest.cpu.state.rip, CODE + 5);
+    guest.cpu.complete_msr(Some(7));
+    assert_eq!(guest.run(), msr(FS_BASE, None, MsrFault::Forbidden));
+    guest.cpu.complete_msr(Some(5 << 32 | 6));
+    let written = Some(0x1234_5678 << 32 | 6);
+    assert_eq!(guest.run(), msr(FS_BASE, written, MsrFault::Invalid));
+    let state = &guest.cpu.state;
+    assert_eq!(
+        (state.gpr[RBX], state.gpr[RSI], state.fs.base),
+        (7, 5, 0x1234)
+    );
+    guest.cpu.complete_msr(None);
+    guest.halt_in_handler(vector::GP);
+    assert_eq!(guest.stack(1), CODE + 23);
+}
+
+/// CPUID faulting: #GP(0) outside CPL 0 only.
+#[test]
+fn cpuid_can_fault_in_user_mode() {
+    for (faults, user) in [(false, false), (true, false), (false, true), (true, true)] {
+        // cpuid; hlt, which is #GP in user mode
+        let mut guest = Guest::new(b"\x0f\xa2\xf4");
+        guest.machine.cpuid_faults = faults;
+        if user {
+            as_user(&mut guest);
+        }
+        match user {
+            true => guest.halt_in_handler(vector::GP),
+            false => guest.halt(),
+        }
+        if user {
+            let expected = CODE + if faults { 0 } else { 2 };
+            assert_eq!(guest.stack(1), expected, "{faults}");
+        }
+    }
+}
+
+#[test]
+fn a_machine_can_forbid_an_msr() {
+    // mov ecx,FS_BASE; wrmsr; rdmsr
+    let mut guest = Guest::new(b"\xb9\x00\x01\x00\xc0\x0f\x30\x0f\x32");
+    guest.machine.forbidden_msrs = vec![(0xc000_0100, false)];
+    (guest.cpu.state.gpr[RAX], guest.cpu.state.gpr[RDX]) = (0x5000, 0);
+    guest.halt_in_handler(vector::GP);
+    assert_eq!(
+        (guest.stack(1), guest.cpu.state.fs.base),
+        (CODE + 7, 0x5000)
+    );
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use crate::Cpu;
 use crate::debug::DR6_ONES;
 use crate::int::{Int, by_size};
-use crate::machine::{Exit, HypercallInstruction, Hypercalls};
+use crate::machine::{Exit, HypercallInstruction, Hypercalls, MsrFault};
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::state::{control::*, flags};
 use iced_x86::{Instruction, Mnemonic, OpKind};
@@ -84,7 +84,10 @@ impl Cpu {
         Ok(())
     }
 
-    fn read_msr(&mut self, msr: u32) -> Result<u64, Break> {
+    fn read_msr(&mut self, msr: u32) -> Result<u64, MsrFault> {
+        if !self.machine().allows_msr(msr, false) {
+            return Err(MsrFault::Forbidden);
+        }
         let state = &self.state;
         Ok(match msr {
             0x174 => state.sysenter_cs,
@@ -100,20 +103,20 @@ impl Cpu {
             0xc000_0101 => state.gs.base,
             0xc000_0102 => state.kernel_gs_base,
             0xc000_0103 => state.tsc_aux,
-            _ => match self.machine().rdmsr(msr) {
-                Ok(v) => v,
-                Err(_) => return Err(self.gp()),
-            },
+            _ => self.machine().rdmsr(msr)?,
         })
     }
 
-    fn write_msr(&mut self, msr: u32, v: u64) -> Result<(), Break> {
+    fn write_msr(&mut self, msr: u32, v: u64) -> Result<(), MsrFault> {
+        if !self.machine().allows_msr(msr, true) {
+            return Err(MsrFault::Forbidden);
+        }
         let needs_canonical = matches!(
             msr,
             0x175 | 0x176 | 0xc000_0082 | 0xc000_0083 | 0xc000_0100..=0xc000_0102
         );
         if needs_canonical && !self.canonical(v) {
-            return Err(self.gp());
+            return Err(MsrFault::Invalid);
         }
         match msr {
             0x174 => self.state.sysenter_cs = low_half(v),
@@ -121,7 +124,7 @@ impl Cpu {
             0x176 => self.state.sysenter_eip = v,
             0x277 => {
                 if v.to_le_bytes().iter().any(|t| !matches!(t, 0 | 1 | 4..=7)) {
-                    return Err(self.gp());
+                    return Err(MsrFault::Invalid);
                 }
                 self.state.pat = v;
             }
@@ -129,7 +132,7 @@ impl Cpu {
                 let known = EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE;
                 let paging = self.state.cr0 & CR0_PG != 0;
                 if v & !known != 0 || paging && (v ^ self.state.efer) & EFER_LME != 0 {
-                    return Err(self.gp());
+                    return Err(MsrFault::Invalid);
                 }
                 self.state.efer = v & !EFER_LMA | self.state.efer & EFER_LMA;
             }
@@ -141,11 +144,7 @@ impl Cpu {
             0xc000_0101 => self.state.gs.base = v,
             0xc000_0102 => self.state.kernel_gs_base = v,
             0xc000_0103 => self.state.tsc_aux = low_half(v),
-            _ => {
-                if self.machine().wrmsr(msr, v).is_err() {
-                    return Err(self.gp());
-                }
-            }
+            _ => self.machine().wrmsr(msr, v)?,
         }
         Ok(())
     }
@@ -265,27 +264,40 @@ fn clts(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(Break::End)
 }
 
-fn rdmsr(cpu: &mut Cpu, _: &Op) -> Flow {
+fn rdmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
-    let v = cpu.read_msr(cpu.state.gpr[1] as u32)?;
-    set_edx_eax(cpu, v);
+    let msr = cpu.state.gpr[1] as u32;
+    match cpu.read_msr(msr) {
+        Ok(v) => set_edx_eax(cpu, v),
+        Err(why) => return Err(cpu.refuse_msr(op, msr, None, why)),
+    }
     Ok(())
 }
-fn wrmsr(cpu: &mut Cpu, _: &Op) -> Flow {
+fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
-    let v = edx_eax(cpu);
-    cpu.write_msr(cpu.state.gpr[1] as u32, v)?;
+    let (msr, v) = (cpu.state.gpr[1] as u32, edx_eax(cpu));
+    if let Err(why) = cpu.write_msr(msr, v) {
+        return Err(cpu.refuse_msr(op, msr, Some(v), why));
+    }
     cpu.refresh();
     Err(Break::End)
 }
 
 fn cpuid(cpu: &mut Cpu, _: &Op) -> Flow {
+    if cpu.cpl != 0 && cpu.machine().cpuid_faults() {
+        return Err(cpu.gp());
+    }
     let (leaf, subleaf) = (cpu.state.gpr[0] as u32, cpu.state.gpr[1] as u32);
     let mut out = cpu.machine().cpuid(leaf, subleaf);
     if leaf == 1 {
         // OSXSAVE mirrors CR4.
         let on = out[2] & 1 << 26 != 0 && cpu.state.cr4 & CR4_OSXSAVE != 0;
         out[2] = out[2] & !(1 << 27) | u32::from(on) << 27;
+    }
+    if (leaf, subleaf) == (7, 0) {
+        // OSPKE, too.
+        let on = out[2] & 1 << 3 != 0 && cpu.state.cr4 & CR4_PKE != 0;
+        out[2] = out[2] & !(1 << 4) | u32::from(on) << 4;
     }
     for (register, v) in [0, 3, 1, 2].into_iter().zip(out) {
         cpu.state.gpr[register] = v.into();
@@ -458,7 +470,7 @@ fn hypercall(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = if cpu.cpl == 0 {
         let args = [3, 1, 2, 6].map(|r| get(cpu, r));
         let nr = get(cpu, 0);
-        match cpu.machine().hypercall(nr, args) {
+        match cpu.machine().hypercall(nr, args, wide) {
             Some(answer) => answer,
             None => return Err(cpu.ask_hypercall(op, nr, args)),
         }

@@ -116,7 +116,12 @@ pub struct TestMachine {
     pub rechecks: usize,
     pub bad_address: bool,
     pub msrs: HashMap<u32, u64>,
-    pub hypercalls: Vec<(u64, [u64; 4])>,
+    pub hypercalls: Vec<(u64, [u64; 4], bool)>,
+    pub cpuid_faults: bool,
+    /// MSRs that may not be read, or written.
+    pub forbidden_msrs: Vec<(u32, bool)>,
+    /// The refusals that end the run.
+    pub outside_msrs: Vec<MsrFault>,
     pub tsc: u64,
     /// The linear address is the guest-physical one plus this, for the test of flushes.
     pub shift: u64,
@@ -136,6 +141,9 @@ impl TestMachine {
             bad_address: false,
             msrs: HashMap::new(),
             hypercalls: vec![],
+            cpuid_faults: false,
+            forbidden_msrs: vec![],
+            outside_msrs: vec![],
             tsc: 0,
             shift: 0,
             moved: HashMap::new(),
@@ -222,19 +230,28 @@ impl Machine for TestMachine {
     fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
         [leaf, subleaf, 0x1234, 0x5678]
     }
+    fn cpuid_faults(&mut self) -> bool {
+        self.cpuid_faults
+    }
     fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault> {
-        self.msrs.get(&msr).copied().ok_or(MsrFault)
+        self.msrs.get(&msr).copied().ok_or(MsrFault::Unknown)
     }
     fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault> {
-        *self.msrs.get_mut(&msr).ok_or(MsrFault)? = value;
+        *self.msrs.get_mut(&msr).ok_or(MsrFault::Unknown)? = value;
         Ok(())
+    }
+    fn allows_msr(&mut self, msr: u32, write: bool) -> bool {
+        !self.forbidden_msrs.contains(&(msr, write))
+    }
+    fn answers_msr_outside(&mut self, why: MsrFault) -> bool {
+        self.outside_msrs.contains(&why)
     }
     fn tsc(&mut self) -> u64 {
         self.tsc += 1;
         self.tsc
     }
-    fn hypercall(&mut self, nr: u64, args: [u64; 4]) -> Option<u64> {
-        self.hypercalls.push((nr, args));
+    fn hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64> {
+        self.hypercalls.push((nr, args, long_mode));
         (nr < 100).then_some(7)
     }
 }

@@ -67,15 +67,15 @@ impl Machine for Flat {
         [0; 4]
     }
     fn rdmsr(&mut self, _: u32) -> Result<u64, MsrFault> {
-        Err(MsrFault)
+        Err(MsrFault::Unknown)
     }
     fn wrmsr(&mut self, _: u32, _: u64) -> Result<(), MsrFault> {
-        Err(MsrFault)
+        Err(MsrFault::Unknown)
     }
     fn tsc(&mut self) -> u64 {
         0
     }
-    fn hypercall(&mut self, _: u64, _: [u64; 4]) -> Option<u64> {
+    fn hypercall(&mut self, _: u64, _: [u64; 4], _: bool) -> Option<u64> {
         Some(0)
     }
 }
