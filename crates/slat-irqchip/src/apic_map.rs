@@ -99,7 +99,12 @@ impl ApicMap {
     }
 
     /// Calls `visit` with each APIC that `destination` names. `sender` is the APIC that sent the message, if one did.
-    fn visit(&self, destination: Destination, sender: Option<usize>, mut visit: impl FnMut(usize)) {
+    pub fn visit(
+        &self,
+        destination: Destination,
+        sender: Option<usize>,
+        mut visit: impl FnMut(usize),
+    ) {
         match destination {
             Destination::Sender => sender.into_iter().for_each(visit),
             Destination::All => self.by_id.iter().for_each(|entry| visit(entry.index)),

@@ -447,6 +447,20 @@ impl Lapic {
         self.set(reg::ISR + offset, self.get(reg::ISR + offset) | bit);
     }
 
+    /// Whether the end of the interrupt in service concerns the guest only: none is pending after it, and no I/O APIC waits for it.
+    pub fn may_end_silently(&self) -> bool {
+        let edge = |vector| {
+            let (offset, bit) = Self::bit(vector);
+            self.get(reg::TMR + offset) & bit == 0
+        };
+        self.highest(reg::IRR).is_none() && self.highest(reg::ISR).is_some_and(edge)
+    }
+
+    /// Tells the frequency of the guest's TSC, for deadlines set from now on.
+    pub fn set_tsc_khz(&mut self, khz: u64) {
+        self.tsc_khz = khz;
+    }
+
     fn eoi(&mut self) -> Effect {
         let Some(vector) = self.highest(reg::ISR) else {
             return Effect::None;

@@ -58,6 +58,10 @@ requests! {
     KVM_GET_SUPPORTED_CPUID = iowr::<kvm_cpuid2>(0x05);
     KVM_GET_EMULATED_CPUID = iowr::<kvm_cpuid2>(0x09);
     KVM_GET_MSR_FEATURE_INDEX_LIST = iowr::<kvm_msr_list>(0x0a);
+    KVM_X86_GET_MCE_CAP_SUPPORTED = ior::<u64>(0x9d);
+    KVM_SET_DEVICE_ATTR = iow::<kvm_device_attr>(0xe1);
+    KVM_GET_DEVICE_ATTR = iow::<kvm_device_attr>(0xe2);
+    KVM_HAS_DEVICE_ATTR = iow::<kvm_device_attr>(0xe3);
     // VM
     KVM_CREATE_VCPU = io(0x41);
     KVM_GET_DIRTY_LOG = iow::<kvm_dirty_log>(0x42);
@@ -91,6 +95,7 @@ requests! {
     KVM_REGISTER_COALESCED_MMIO = iow::<kvm_coalesced_mmio_zone>(0x67);
     KVM_UNREGISTER_COALESCED_MMIO = iow::<kvm_coalesced_mmio_zone>(0x68);
     KVM_SIGNAL_MSI = iow::<kvm_msi>(0xa5);
+    KVM_X86_SET_MSR_FILTER = iow::<kvm_msr_filter>(0xc6);
     KVM_CLEAR_DIRTY_LOG = iowr::<kvm_clear_dirty_log>(0xc0);
     KVM_RESET_DIRTY_RINGS = io(0xc7);
     KVM_GET_STATS_FD = io(0xce);
@@ -106,6 +111,7 @@ requests! {
     KVM_INTERRUPT = iow::<kvm_interrupt>(0x86);
     KVM_GET_MSRS = iowr::<kvm_msrs>(0x88);
     KVM_SET_MSRS = iow::<kvm_msrs>(0x89);
+    KVM_SET_CPUID = iow::<kvm_cpuid>(0x8a);
     KVM_SET_SIGNAL_MASK = iow::<kvm_signal_mask>(0x8b);
     KVM_GET_FPU = ior::<kvm_fpu>(0x8c);
     KVM_SET_FPU = iow::<kvm_fpu>(0x8d);
@@ -113,10 +119,14 @@ requests! {
     KVM_SET_LAPIC = iow::<kvm_lapic_state>(0x8f);
     KVM_SET_CPUID2 = iow::<kvm_cpuid2>(0x90);
     KVM_GET_CPUID2 = iowr::<kvm_cpuid2>(0x91);
+    KVM_TPR_ACCESS_REPORTING = iowr::<kvm_tpr_access_ctl>(0x92);
+    KVM_SET_VAPIC_ADDR = iow::<kvm_vapic_addr>(0x93);
     KVM_GET_MP_STATE = ior::<kvm_mp_state>(0x98);
     KVM_SET_MP_STATE = iow::<kvm_mp_state>(0x99);
     KVM_NMI = io(0x9a);
     KVM_SET_GUEST_DEBUG = iow::<kvm_guest_debug>(0x9b);
+    KVM_X86_SETUP_MCE = iow::<u64>(0x9c);
+    KVM_X86_SET_MCE = iow::<kvm_x86_mce>(0x9e);
     KVM_GET_VCPU_EVENTS = ior::<kvm_vcpu_events>(0x9f);
     KVM_SET_VCPU_EVENTS = iow::<kvm_vcpu_events>(0xa0);
     KVM_GET_DEBUGREGS = ior::<kvm_debugregs>(0xa1);
@@ -126,6 +136,9 @@ requests! {
     KVM_GET_XCRS = ior::<kvm_xcrs>(0xa6);
     KVM_SET_XCRS = iow::<kvm_xcrs>(0xa7);
     KVM_KVMCLOCK_CTRL = io(0xad);
+    KVM_SMI = io(0xb7);
+    KVM_GET_NESTED_STATE = iowr::<kvm_nested_state>(0xbe);
+    KVM_SET_NESTED_STATE = iow::<kvm_nested_state>(0xbf);
     KVM_PRE_FAULT_MEMORY = iowr::<kvm_pre_fault_memory>(0xd5);
     KVM_GET_SREGS2 = ior::<kvm_sregs2>(0xcc);
     KVM_SET_SREGS2 = iow::<kvm_sregs2>(0xcd);

@@ -16,7 +16,7 @@ pub const NR_MEMSLOTS: u32 = 32764;
 pub const CLOCK_FLAGS: u32 = KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
 
 /// The hypercalls that a client can ask to answer itself (`KVM_CAP_EXIT_HYPERCALL`): `KVM_HC_MAP_GPA_RANGE`.
-pub const HYPERCALL_EXITS: u32 = 1 << crate::machine::HYPERCALL_MAP_GPA_RANGE;
+pub const HYPERCALL_EXITS: u32 = 1 << crate::hypercall::MAP_GPA_RANGE;
 
 /// The value of a capability: 0 when there is none. What a VM of one type has and another has not, the VM knows
 /// ([`crate::vm::VmObject::check_extension`]); here it is there.
@@ -75,7 +75,21 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_SREGS2
         | KVM_CAP_GUEST_MEMFD
         | KVM_CAP_MEMORY_FAULT_INFO
-        | KVM_CAP_MMU_SHADOW_CACHE_CONTROL => 1,
+        | KVM_CAP_MMU_SHADOW_CACHE_CONTROL
+        | KVM_CAP_EXCEPTION_PAYLOAD
+        | KVM_CAP_X86_TRIPLE_FAULT_EVENT
+        | KVM_CAP_EXIT_ON_EMULATION_FAILURE
+        | KVM_CAP_MSR_PLATFORM_INFO
+        | KVM_CAP_X86_USER_SPACE_MSR
+        | KVM_CAP_X86_MSR_FILTER
+        | KVM_CAP_DISABLE_QUIRKS
+        | KVM_CAP_TSC_CONTROL
+        | KVM_CAP_VM_TSC_CONTROL
+        | KVM_CAP_VAPIC
+        | KVM_CAP_SYS_ATTRIBUTES
+        | KVM_CAP_VCPU_ATTRIBUTES => 1,
+        KVM_CAP_NESTED_STATE => crate::nested::SIZE,
+        KVM_CAP_MCE => crate::msr::mce::MAX_BANKS,
         KVM_CAP_IRQ_ROUTING => MAX_ROUTES,
         KVM_CAP_X2APIC_API => KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK,
         KVM_CAP_ADJUST_CLOCK => CLOCK_FLAGS,

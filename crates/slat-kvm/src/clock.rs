@@ -1,8 +1,9 @@
 //! Time in a VM: the TSC, nanoseconds for the APIC timers, and the paravirtual clock's page.
 
+use crate::errno::{Result, fail};
 use std::arch::x86_64::_rdtsc;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 /// A VM's clock.
@@ -13,8 +14,10 @@ pub struct VmClock {
     offset: AtomicI64,
     /// How often `KVM_SET_CLOCK` was called: the pages of the clock have to follow.
     changes: AtomicU64,
-    /// The host's TSC when the VM was made: guests start at zero.
-    tsc_start: AtomicU64,
+    /// The last TSC that was set.
+    last_tsc: Mutex<Option<LastTsc>>,
+    /// The frequency that new vCPUs get.
+    tsc_khz: AtomicU32,
 }
 
 impl VmClock {
@@ -24,7 +27,8 @@ impl VmClock {
             start: Instant::now(),
             offset: AtomicI64::new(0),
             changes: AtomicU64::new(0),
-            tsc_start: AtomicU64::new(host_tsc()),
+            last_tsc: Mutex::default(),
+            tsc_khz: AtomicU32::new(host_tsc_khz()),
         }
     }
 
@@ -68,14 +72,138 @@ impl VmClock {
         }
     }
 
-    /// The guest's TSC before any offset of its vCPU.
-    pub fn tsc(&self) -> u64 {
-        host_tsc().wrapping_sub(self.tsc_start.load(Ordering::Relaxed))
+    /// The TSC of a new vCPU: it begins at zero, or with the VM's other vCPUs.
+    pub(crate) fn new_tsc(&self) -> Tsc {
+        let khz = self.tsc_khz();
+        let mut tsc = Tsc {
+            khz,
+            ratio: ratio(khz),
+            offset: 0,
+        };
+        self.set_tsc(&mut tsc, 0, false);
+        tsc
     }
 
-    /// The TSC's frequency.
+    /// Sets a vCPU's TSC for the client, or for a new vCPU. A value within a second of where the VM's last one would be now, or zero,
+    /// means that one: as with KVM, a client that sets its vCPUs one after the other gets the same TSC on all.
+    pub(crate) fn set_tsc(&self, tsc: &mut Tsc, value: u64, by_client: bool) {
+        let host = host_tsc();
+        let mut last = (self.last_tsc.lock()).unwrap_or_else(PoisonError::into_inner);
+        let same = last.filter(|last| {
+            let second = 1000 * u64::from(tsc.khz);
+            let expected = last.tsc.at(host);
+            let close = expected.wrapping_sub(value).wrapping_add(second) < 2 * second;
+            last.tsc.khz == tsc.khz && (value == 0 || last.by_client && close)
+        });
+        match same {
+            Some(same) => tsc.offset = same.tsc.offset,
+            None => tsc.shift(value.wrapping_sub(tsc.at(host))),
+        }
+        *last = Some(LastTsc {
+            tsc: *tsc,
+            by_client: by_client || last.is_some_and(|last| last.by_client),
+        });
+    }
+
+    /// Sets the offset of a vCPU's TSC for the client.
+    pub(crate) fn set_tsc_offset(&self, tsc: &mut Tsc, offset: u64) {
+        tsc.offset = offset;
+        let mut last = (self.last_tsc.lock()).unwrap_or_else(PoisonError::into_inner);
+        *last = Some(LastTsc {
+            tsc: *tsc,
+            by_client: true,
+        });
+    }
+
+    /// The TSC's frequency of new vCPUs.
     pub fn tsc_khz(&self) -> u32 {
-        host_tsc_khz()
+        self.tsc_khz.load(Ordering::Relaxed)
+    }
+
+    /// Sets it.
+    pub(crate) fn set_tsc_khz(&self, khz: u32) {
+        self.tsc_khz.store(khz, Ordering::Relaxed);
+    }
+}
+
+/// The TSC of a vCPU: the host's, scaled and moved.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tsc {
+    khz: u32,
+    /// Cycles per cycle of the host, in units of 2^-32.
+    ratio: u64,
+    /// What is added to the scaled cycles of the host.
+    offset: u64,
+}
+
+/// The TSC that was set last, of a VM's vCPUs.
+#[derive(Clone, Copy, Debug)]
+struct LastTsc {
+    tsc: Tsc,
+    /// The client has set some vCPU's.
+    by_client: bool,
+}
+
+/// One cycle per cycle of the host.
+const SAME: u64 = 1 << 32;
+/// A frequency that differs from the host's by less than this many millionths is the host's, as in KVM: it is the same
+/// machine, measured again.
+const TOLERANCE_PPM: u64 = 250;
+/// Frequencies from here on are refused.
+const TOO_MANY_KHZ: u32 = 1 << 31;
+
+/// The frequency that a client's `KVM_SET_TSC_KHZ` asks for: 0 is the host's.
+///
+/// # Errors
+/// `EINVAL` for one that is too high.
+pub(crate) fn frequency(khz: u32) -> Result<u32> {
+    match khz {
+        0 => Ok(host_tsc_khz()),
+        TOO_MANY_KHZ.. => fail(libc::EINVAL),
+        khz => Ok(khz),
+    }
+}
+
+/// Cycles of `khz` per cycle of the host, in units of 2^-32.
+fn ratio(khz: u32) -> u64 {
+    let (khz, host) = (u64::from(khz), u64::from(host_tsc_khz()));
+    match khz.abs_diff(host) * 1_000_000 <= host * TOLERANCE_PPM {
+        true => SAME,
+        false => (khz << 32) / host,
+    }
+}
+
+impl Tsc {
+    /// The guest's TSC when the host's is `host`.
+    fn at(&self, host: u64) -> u64 {
+        let scaled = u128::from(host) * u128::from(self.ratio) >> 32;
+        (scaled as u64).wrapping_add(self.offset)
+    }
+
+    pub(crate) fn now(&self) -> u64 {
+        self.at(host_tsc())
+    }
+
+    /// Moves it by `change`.
+    pub(crate) fn shift(&mut self, change: u64) {
+        self.offset = self.offset.wrapping_add(change);
+    }
+
+    pub(crate) fn khz(&self) -> u32 {
+        self.khz
+    }
+
+    /// Changes the frequency; the TSC goes on from where it is.
+    pub(crate) fn set_khz(&mut self, khz: u32) {
+        let host = host_tsc();
+        let before = self.at(host);
+        (self.khz, self.ratio) = (khz, ratio(khz));
+        self.shift(before.wrapping_sub(self.at(host)));
+    }
+
+    /// `KVM_VCPU_TSC_OFFSET`: the difference to the scaled TSC of the host.
+    pub(crate) fn offset(&self) -> u64 {
+        self.offset
     }
 }
 
@@ -160,6 +288,40 @@ pub fn system_time(version: u32, tsc: u64, nanoseconds: u64, tsc_khz: u32) -> [u
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_tsc_of_another_frequency_is_scaled() {
+        let clock = VmClock::new();
+        let host = host_tsc_khz();
+        clock.set_tsc_khz(host / 2);
+        let mut tsc = clock.new_tsc();
+        let second = 1000 * u64::from(host);
+        let steps = |tsc: &Tsc| tsc.at(second * 101).wrapping_sub(tsc.at(second * 100));
+        assert!(steps(&tsc).abs_diff(second / 2) < 1000);
+        assert!(tsc.now() < second);
+        let before = tsc.now();
+        tsc.set_khz(3 * (host / 4));
+        assert!(tsc.now() >= before && tsc.now() - before < second);
+        assert!(steps(&tsc).abs_diff(3 * (second / 4)) < 10_000);
+        // The host's own, measured again.
+        tsc.set_khz(host + host / 5000);
+        assert_eq!(steps(&tsc), second);
+        assert_eq!(tsc.khz(), host + host / 5000);
+    }
+
+    #[test]
+    fn vcpus_that_are_set_one_after_the_other_have_the_same_tsc() {
+        let clock = VmClock::new();
+        let (mut first, mut second) = (clock.new_tsc(), clock.new_tsc());
+        assert_eq!(first.offset, second.offset);
+        clock.set_tsc(&mut first, 1 << 40, true);
+        std::thread::sleep(Duration::from_millis(2));
+        clock.set_tsc(&mut second, 1 << 40, true);
+        assert_eq!(first.offset, second.offset);
+        assert_eq!(clock.new_tsc().offset, first.offset, "of a new vCPU");
+        clock.set_tsc(&mut second, 1 << 41, true);
+        assert_ne!(first.offset, second.offset);
+    }
 
     #[test]
     fn the_clock_can_be_set() {

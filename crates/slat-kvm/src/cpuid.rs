@@ -7,31 +7,48 @@ use crate::cpu_features;
 use crate::errno::Result;
 use crate::heap;
 use kvm_bindings::*;
-use std::arch::x86_64::__cpuid;
+use std::arch::x86_64::{__cpuid, __cpuid_count, CpuidResult};
 use std::sync::OnceLock;
 
 /// Leaf 1 ECX: SSE3.
 pub(crate) const LEAF1_ECX_SSE3: u32 = 1;
+/// Leaf 1 EDX: the local APIC.
+pub(crate) const LEAF1_EDX_APIC: u32 = 1 << 9;
 /// Leaf 1 ECX: MONITOR and MWAIT.
 pub(crate) const LEAF1_ECX_MWAIT: u32 = 1 << 3;
 /// Guest-physical address bits.
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
 pub const VIRT_BITS: u32 = 48;
-/// The MSRs of the paravirtual clock exist.
-pub const KVM_FEATURES: u32 =
-    1 << KVM_FEATURE_CLOCKSOURCE | 1 << KVM_FEATURE_NOP_IO_DELAY | 1 << KVM_FEATURE_CLOCKSOURCE2;
+/// KVM's paravirtual features: its clock, which is stable; IPIs, halts and ends of interrupts by hypercall or memory; steal time,
+/// where the host counts it.
+fn kvm_features() -> u32 {
+    let steal_time = u32::from(crate::steal_time::is_available());
+    1 << KVM_FEATURE_CLOCKSOURCE
+        | 1 << KVM_FEATURE_NOP_IO_DELAY
+        | 1 << KVM_FEATURE_CLOCKSOURCE2
+        | steal_time << KVM_FEATURE_STEAL_TIME
+        | 1 << KVM_FEATURE_PV_EOI
+        | 1 << KVM_FEATURE_PV_UNHALT
+        | 1 << KVM_FEATURE_PV_SEND_IPI
+        | 1 << KVM_FEATURE_CLOCKSOURCE_STABLE
+}
 
 /// Where the bits of KVM's paravirtual features are: EAX.
 pub(crate) const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
 pub(crate) const KVM_FEATURE_CLOCKSOURCE: u32 = 0;
 const KVM_FEATURE_NOP_IO_DELAY: u32 = 1;
 pub(crate) const KVM_FEATURE_CLOCKSOURCE2: u32 = 3;
+pub(crate) const KVM_FEATURE_STEAL_TIME: u32 = 5;
+pub(crate) const KVM_FEATURE_PV_EOI: u32 = 6;
+pub(crate) const KVM_FEATURE_PV_UNHALT: u32 = 7;
+pub(crate) const KVM_FEATURE_PV_SEND_IPI: u32 = 11;
 pub(crate) const KVM_FEATURE_PV_SCHED_YIELD: u32 = 13;
+const KVM_FEATURE_CLOCKSOURCE_STABLE: u32 = 24;
 
 /// Feature bits, by register.
 mod feature {
-    /// FPU DE PSE TSC MSR PAE CX8 APIC MTRR PGE CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2. (No MCE, no SEP in leaf 1's sense of
+    /// FPU DE PSE TSC MSR PAE MCE CX8 APIC MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2. (No SEP in leaf 1's sense of
     /// compatibility mode; SYSENTER works in long mode.)
     pub const LEAF1_EDX: u32 = 1
         | 1 << 2
@@ -39,10 +56,12 @@ mod feature {
         | 1 << 4
         | 1 << 5
         | 1 << 6
+        | 1 << 7
         | 1 << 8
         | 1 << 9
         | 1 << 12
         | 1 << 13
+        | 1 << 14
         | 1 << 15
         | 1 << 16
         | 1 << 17
@@ -86,8 +105,47 @@ pub fn host_is_amd() -> bool {
     })
 }
 
+/// The most caches that leaf 4 describes.
+const MAX_CACHES: u32 = 6;
+
+/// Leaf 4: the caches, which are the host's. AMD's CPUs do not have the leaf.
+fn push_caches(entries: &mut Vec<kvm_cpuid_entry2>) {
+    let has_leaf = !host_is_amd() && __cpuid(0).eax >= 4;
+    for index in 0..MAX_CACHES {
+        let cache = match has_leaf && index + 1 < MAX_CACHES {
+            true => __cpuid_count(4, index),
+            false => CpuidResult {
+                eax: 0,
+                ebx: 0,
+                ecx: 0,
+                edx: 0,
+            },
+        };
+        let values = [cache.eax, cache.ebx, cache.ecx, cache.edx];
+        entries.push(entry(4, Some(index), values));
+        // No type: the last one.
+        if cache.eax & 31 == 0 {
+            break;
+        }
+    }
+}
+
+/// Leaves 0x8000_0005 and 0x8000_0006: the host's caches, without its TLBs, which the software CPU does not use.
+fn host_caches(leaf: u32) -> kvm_cpuid_entry2 {
+    let host = match __cpuid(0x8000_0000).eax >= leaf {
+        true => __cpuid(leaf),
+        false => CpuidResult {
+            eax: 0,
+            ebx: 0,
+            ecx: 0,
+            edx: 0,
+        },
+    };
+    entry(leaf, None, [0, 0, host.ecx, host.edx])
+}
+
 /// More leaves than there are.
-const MAX_LEAVES: usize = 32;
+const MAX_LEAVES: usize = 40;
 
 /// All leaves that a guest may be given.
 ///
@@ -113,13 +171,17 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
         // CLFLUSH lines of 64 bytes; the APIC id is the client's to fill in.
         entry(1, None, [host1.eax, 8 << 8, leaf1_ecx, feature::LEAF1_EDX]),
         entry(2, None, [1, 0, 0, 0]),
-        entry(4, Some(0), [0; 4]),
+    ]);
+    push_caches(&mut entries);
+    entries.extend([
         entry(6, None, [4, 0, 0, 0]),
         entry(
             7,
             Some(0),
             [0, cpu_features::leaf7_ebx(), cpu_features::leaf7_ecx(), 0],
         ),
+        // No performance monitor.
+        entry(0xa, None, [0; 4]),
         entry(0xb, Some(0), [0; 4]),
     ]);
     let signature = [
@@ -133,7 +195,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             None,
             [0x4000_0001, signature[0], signature[1], signature[2]],
         ),
-        entry(0x4000_0001, None, [KVM_FEATURES, 0, 0, 0]),
+        entry(0x4000_0001, None, [kvm_features(), 0, 0, 0]),
         entry(
             0x8000_0000,
             None,
@@ -169,6 +231,8 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
         ));
     }
     entries.extend([
+        host_caches(0x8000_0005),
+        host_caches(0x8000_0006),
         // The TSC is invariant.
         entry(0x8000_0007, None, [0, 0, 0, 1 << 8]),
         entry(0x8000_0008, None, [PHYS_BITS | VIRT_BITS << 8, 0, 0, 0]),

@@ -44,7 +44,7 @@ pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
 }
 
 /// The number by which this thread can be kicked. A forked child's thread has another than the one it is a copy of.
-fn thread_id() -> usize {
+pub(crate) fn thread_id() -> usize {
     thread_local! {
         static ID: Cell<Option<(Birth, usize)>> = const { Cell::new(None) };
     }

@@ -1,8 +1,9 @@
 //! `KVM_GET_VCPU_EVENTS` and `KVM_SET_VCPU_EVENTS`: what is about to be delivered to the guest.
 
 use crate::errno::{Result, fail};
+use crate::options::Options;
 use kvm_bindings::*;
-use slat_x86::{Exception, State};
+use slat_x86::{Exception, State, vector};
 
 const FLAGS: u32 = KVM_VCPUEVENT_VALID_NMI_PENDING
     | KVM_VCPUEVENT_VALID_SIPI_VECTOR
@@ -15,6 +16,105 @@ const FLAGS: u32 = KVM_VCPUEVENT_VALID_NMI_PENDING
 const SHADOW_STI: u8 = 2;
 /// The shadow of MOV SS.
 const SHADOW_MOV_SS: u8 = 1;
+
+/// What the client wants to happen when the vCPU runs next.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Requested {
+    /// An exception that is pending (`KVM_CAP_EXCEPTION_PAYLOAD`): nothing of it has happened yet.
+    pub(crate) exception: Option<Pending>,
+    /// A triple fault.
+    pub(crate) triple_fault: bool,
+}
+
+/// A pending exception.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pending {
+    exception: Exception,
+    /// What a page fault leaves in CR2, and a debug exception in DR6.
+    payload: Option<u64>,
+}
+
+impl Requested {
+    /// Adds what is requested to the `events` of a vCPU.
+    pub(crate) fn show(&self, events: &mut kvm_vcpu_events, options: &Options) {
+        if let Some(pending) = self.exception {
+            let exception = pending.exception;
+            events.exception.pending = 1;
+            // As KVM, which tells clients of this kind no difference.
+            events.exception.injected = u8::from(!options.exception_payload());
+            events.exception.nr = exception.vector;
+            events.exception.has_error_code = u8::from(exception.error.is_some());
+            events.exception.error_code = exception.error.unwrap_or(0);
+            events.exception_has_payload = u8::from(pending.payload.is_some());
+            events.exception_payload = pending.payload.unwrap_or(0);
+        }
+        if options.exception_payload() {
+            events.flags |= KVM_VCPUEVENT_VALID_PAYLOAD;
+        }
+        if options.triple_fault_event() {
+            events.flags |= KVM_VCPUEVENT_VALID_TRIPLE_FAULT;
+            events.triple_fault.pending = u8::from(self.triple_fault);
+        }
+    }
+
+    /// What is requested when a client has set `events`.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags of capabilities that the client has not enabled.
+    pub(crate) fn changed_by(&self, events: &kvm_vcpu_events, options: &Options) -> Result<Self> {
+        let with_payload = events.flags & KVM_VCPUEVENT_VALID_PAYLOAD != 0;
+        let with_triple_fault = events.flags & KVM_VCPUEVENT_VALID_TRIPLE_FAULT != 0;
+        if with_payload && !options.exception_payload()
+            || with_triple_fault && !options.triple_fault_event()
+        {
+            return fail(libc::EINVAL);
+        }
+        let pending = with_payload && events.exception.pending != 0;
+        let has_payload = events.exception_has_payload != 0;
+        Ok(Requested {
+            exception: pending.then(|| Pending {
+                exception: exception(events),
+                payload: has_payload.then_some(events.exception_payload),
+            }),
+            triple_fault: match with_triple_fault {
+                true => events.triple_fault.pending != 0,
+                false => self.triple_fault,
+            },
+        })
+    }
+
+    /// Begins to deliver the pending exception: what it leaves in registers is there, and it goes through the guest's IDT next.
+    pub(crate) fn begin_exception(&mut self, state: &mut State) {
+        let Some(Pending { exception, payload }) = self.exception.take() else {
+            return;
+        };
+        match (exception.vector, payload) {
+            (vector::PF, Some(address)) => state.cr2 = address,
+            // The payload has the bits of DR6 that are 0 when they say something inverted (SDM volume 3, 19.2.3).
+            (vector::DB, Some(conditions)) => {
+                let fixed = state.dr6 & !DR6_TRAPS | DR6_ACTIVE_LOW;
+                state.dr6 = (fixed | conditions) ^ conditions & DR6_ACTIVE_LOW;
+                state.dr6 &= !DR6_RESERVED_ZERO;
+            }
+            _ => {}
+        }
+        state.events.exception = Some(exception);
+    }
+}
+
+/// The bits of DR6 that say which breakpoint was hit.
+const DR6_TRAPS: u64 = 15;
+/// The bits of DR6 that are 1 when nothing happened.
+const DR6_ACTIVE_LOW: u64 = 0xffff_0ff0;
+/// The bit of DR6 that is always 0.
+const DR6_RESERVED_ZERO: u64 = 1 << 12;
+
+fn exception(events: &kvm_vcpu_events) -> Exception {
+    Exception {
+        vector: events.exception.nr,
+        error: (events.exception.has_error_code != 0).then_some(events.exception.error_code),
+    }
+}
 
 /// What does not stand in the CPU's state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,14 +157,11 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
     if events.flags & !FLAGS != 0 {
         return fail(libc::EINVAL);
     }
-    // Payloads and triple faults are reported by nobody here, and their capabilities are not claimed.
-    if events.flags & (KVM_VCPUEVENT_VALID_PAYLOAD | KVM_VCPUEVENT_VALID_TRIPLE_FAULT) != 0 {
-        return fail(libc::EINVAL);
-    }
     const NMI_VECTOR: u8 = 2;
-    if (events.exception.injected | events.exception.pending) != 0
-        && (events.exception.nr > 31 || events.exception.nr == NMI_VECTOR)
-    {
+    // Only a client that knows of pending exceptions can make one.
+    let pending = events.flags & KVM_VCPUEVENT_VALID_PAYLOAD != 0 && events.exception.pending != 0;
+    let injected = events.exception.injected != 0 && !pending;
+    if (injected || pending) && (events.exception.nr > 31 || events.exception.nr == NMI_VECTOR) {
         return fail(libc::EINVAL);
     }
     let smm = &events.smi;
@@ -74,10 +171,7 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
         return fail(libc::EINVAL);
     }
     let held = &mut state.events;
-    held.exception = (events.exception.injected != 0).then(|| Exception {
-        vector: events.exception.nr,
-        error: (events.exception.has_error_code != 0).then_some(events.exception.error_code),
-    });
+    held.exception = injected.then(|| exception(events));
     held.interrupt = (events.interrupt.injected != 0).then_some(events.interrupt.nr);
     if events.flags & KVM_VCPUEVENT_VALID_SHADOW != 0 {
         held.sti_shadow = events.interrupt.shadow & SHADOW_STI != 0;

@@ -19,6 +19,19 @@ pub(crate) fn hypercall(page: &RunPage, nr: u64, [a, b, c, _]: [u64; 4], long_mo
     );
 }
 
+/// `KVM_EXIT_X86_RDMSR`, or with a value `KVM_EXIT_X86_WRMSR`: the client answers in `error` and `data`.
+pub(crate) fn msr(page: &RunPage, index: u32, value: Option<u64>, reason: u32) {
+    page.set_exit_reason(match value {
+        None => KVM_EXIT_X86_RDMSR,
+        Some(_) => KVM_EXIT_X86_WRMSR,
+    });
+    set_field!(page, 0, __bindgen_anon_1.msr.error);
+    set_field!(page, [0; 7], __bindgen_anon_1.msr.pad);
+    set_field!(page, reason, __bindgen_anon_1.msr.reason);
+    set_field!(page, index, __bindgen_anon_1.msr.index);
+    set_field!(page, value.unwrap_or(0), __bindgen_anon_1.msr.data);
+}
+
 /// `KVM_EXIT_MEMORY_FAULT` for a private page, which `KVM_RUN` returns with `EFAULT`.
 pub(crate) fn memory_fault(page: &RunPage, gpa: Gpa) {
     page.set_exit_reason(KVM_EXIT_MEMORY_FAULT);

@@ -1,10 +1,13 @@
-//! The machine around one software CPU: CPUID, MSRs, time, hypercalls. Its memory is [`crate::mmu`]'s.
+//! The machine around one software CPU: CPUID, MSRs, time. Its memory is [`crate::mmu`]'s.
 
-use crate::clock;
+use crate::clock::{self, Tsc};
 use crate::cpuid;
 use crate::engine::EngineVcpu;
+use crate::entered::thread_id;
 use crate::mmu::PageCache;
+use crate::msr::mce::MachineCheck;
 use crate::msr::{self, Stored, index};
+use crate::steal_time::StealTime;
 use crate::thread::bits;
 use crate::vcpu::VcpuCommon;
 use crate::vm::VmObject;
@@ -24,7 +27,13 @@ pub(crate) struct VcpuMachine {
     pub(crate) pages: PageCache,
     pub(crate) cpuid: Vec<kvm_cpuid_entry2>,
     msrs: Stored,
-    tsc_offset: u64,
+    pub(crate) mce: MachineCheck,
+    pub(crate) steal: StealTime,
+    /// Where the guest has its task priority in memory (`KVM_SET_VAPIC_ADDR`).
+    pub(crate) vapic: Option<u64>,
+    /// The guest may end the interrupt in service in its memory.
+    pub(crate) pv_eoi_offered: bool,
+    pub(crate) tsc: Tsc,
     /// APIC_BASE when there is no APIC in here.
     base: u64,
     clock_version: u32,
@@ -41,17 +50,6 @@ pub(crate) struct VcpuMachine {
     pub(crate) memory_fault: Option<Gpa>,
 }
 
-/// VMCALL: KVM_HC_VAPIC_POLL_IRQ, which does nothing.
-const HYPERCALL_POLL: u64 = 1;
-/// KVM_HC_SCHED_YIELD: the guest waits for another vCPU.
-const HYPERCALL_SCHED_YIELD: u64 = 11;
-/// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. The client's business, if it wants to hear of it.
-pub(crate) const HYPERCALL_MAP_GPA_RANGE: u32 = 12;
-/// The answer to a hypercall that does not exist (-KVM_ENOSYS).
-const HYPERCALL_UNKNOWN: u64 = 1000u64.wrapping_neg();
-/// The answer to bad arguments (-KVM_EINVAL).
-const HYPERCALL_INVALID: u64 = 22u64.wrapping_neg();
-
 impl VcpuMachine {
     pub(crate) fn new(
         engine: EngineVcpu,
@@ -59,6 +57,7 @@ impl VcpuMachine {
         common: Shared<VcpuCommon>,
         base: u64,
     ) -> Self {
+        let tsc = vm.clock.new_tsc();
         VcpuMachine {
             engine,
             vm,
@@ -66,7 +65,11 @@ impl VcpuMachine {
             pages: PageCache::default(),
             cpuid: Vec::new(),
             msrs: Stored::default(),
-            tsc_offset: 0,
+            mce: MachineCheck::default(),
+            steal: StealTime::default(),
+            vapic: None,
+            pv_eoi_offered: false,
+            tsc,
             base,
             clock_version: 0,
             clock_changed: false,
@@ -77,6 +80,14 @@ impl VcpuMachine {
             ioapic_eoi: None,
             memory_fault: None,
         }
+    }
+
+    /// Runs `work` outside the engine, for as long as it takes. Call with an entered vCPU.
+    pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
+        self.engine.leave();
+        let result = work(self);
+        self.engine.enter(thread_id());
+        result
     }
 
     /// The stored value of an MSR, 0 if it was never written.
@@ -99,11 +110,20 @@ impl VcpuMachine {
     }
 
     pub(crate) fn guest_tsc(&self) -> u64 {
-        self.vm.clock.tsc().wrapping_add(self.tsc_offset)
+        self.tsc.now()
     }
 
     pub(crate) fn move_tsc(&mut self, change: u64) {
-        self.tsc_offset = self.tsc_offset.wrapping_add(change);
+        self.tsc.shift(change);
+        self.clock_page_changed();
+    }
+
+    /// Gives the guest's TSC another frequency.
+    pub(crate) fn set_tsc_khz(&mut self, khz: u32) {
+        self.tsc.set_khz(khz);
+        if let Some(mut lapic) = self.common.lapic() {
+            lapic.set_tsc_khz(khz.into());
+        }
         self.clock_page_changed();
     }
 
@@ -119,7 +139,9 @@ impl VcpuMachine {
     ) -> std::result::Result<(), MsrFault> {
         if let Some(mut lapic) = self.common.lapic() {
             let before = lapic.base();
-            lapic.set_base(base, by_guest).map_err(|_| MsrFault)?;
+            lapic
+                .set_base(base, by_guest)
+                .map_err(|_| MsrFault::Invalid)?;
             drop(lapic);
             if base != before {
                 self.vm.apic_addresses_changed();
@@ -127,7 +149,7 @@ impl VcpuMachine {
             return Ok(());
         }
         if base & !(0x000f_ffff_ffff_f000 | BASE_BSP | BASE_ENABLE | BASE_X2APIC) != 0 {
-            return Err(MsrFault);
+            return Err(MsrFault::Invalid);
         }
         self.base = base;
         Ok(())
@@ -201,7 +223,7 @@ impl VcpuMachine {
             if address & 1 != 0 {
                 self.clock_version = self.clock_version.wrapping_add(2) & !1;
                 let (tsc, now) = (self.guest_tsc(), self.vm.clock.kvmclock());
-                let mut page = clock::system_time(self.clock_version, tsc, now, self.vm.tsc_khz());
+                let mut page = clock::system_time(self.clock_version, tsc, now, self.tsc.khz());
                 page[29] |= u8::from(std::mem::take(&mut self.guest_paused)) << 1;
                 let odd = (self.clock_version | 1).to_le_bytes();
                 // The version is odd while the rest changes, for readers on other vCPUs.
@@ -217,11 +239,27 @@ impl VcpuMachine {
 
 impl Machine for VcpuMachine {
     fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
-        cpuid::lookup(&self.cpuid, leaf, subleaf)
+        let mut values = cpuid::lookup(&self.cpuid, leaf, subleaf);
+        if leaf == 1 && self.apic_base() & BASE_ENABLE == 0 {
+            values[3] &= !cpuid::LEAF1_EDX_APIC;
+        }
+        values
+    }
+
+    fn cpuid_faults(&mut self) -> bool {
+        msr::cpuid_faults(self)
+    }
+
+    fn allows_msr(&mut self, msr: u32, write: bool) -> bool {
+        self.vm.options.allows_msr(msr, write)
+    }
+
+    fn answers_msr_outside(&mut self, why: MsrFault) -> bool {
+        self.vm.options.answers_msrs(msr::exit_reason(why))
     }
 
     fn rdmsr(&mut self, msr: u32) -> std::result::Result<u64, MsrFault> {
-        msr::read_machine(self, msr)
+        msr::read_machine(self, msr, true)
     }
 
     fn wrmsr(&mut self, msr: u32, value: u64) -> std::result::Result<(), MsrFault> {
@@ -232,25 +270,11 @@ impl Machine for VcpuMachine {
         self.guest_tsc()
     }
 
-    fn hypercall(&mut self, nr: u64, args: [u64; 4]) -> Option<u64> {
+    fn hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64> {
         self.common.exits.hypercalls.add(1);
         #[cfg(test)]
         assert_ne!(nr, tests::HYPERCALL_PANICS, "on purpose");
-        let map_gpa_range = nr == HYPERCALL_MAP_GPA_RANGE.into()
-            && self.vm.is_answered_by_client(HYPERCALL_MAP_GPA_RANGE);
-        let [gpa, pages, ..] = args;
-        let end = Gpa(gpa).gfn().0.checked_add(pages);
-        match nr {
-            HYPERCALL_POLL => Some(0),
-            // Which vCPU is to run is left to the host.
-            HYPERCALL_SCHED_YIELD if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SCHED_YIELD) => {
-                std::thread::yield_now();
-                Some(0)
-            }
-            _ if !map_gpa_range => Some(HYPERCALL_UNKNOWN),
-            _ if Gpa(gpa).offset() != 0 || pages == 0 || end.is_none() => Some(HYPERCALL_INVALID),
-            _ => None,
-        }
+        self.answer_hypercall(nr, args, long_mode)
     }
 
     fn hypercall_instruction(&mut self, which: HypercallInstruction) -> Hypercalls {

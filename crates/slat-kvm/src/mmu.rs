@@ -174,6 +174,18 @@ impl VcpuMachine {
         true
     }
 
+    /// Reads an aligned word of guest-physical memory for a device of the vCPU, which is entered. `None` when it is not memory, or not
+    /// accessible.
+    pub(crate) fn read_guest_word(&mut self, gpa: u64) -> Option<u64> {
+        loop {
+            match self.read(Gpa(gpa), size_of::<u64>()) {
+                Ok(word) => return Some(word),
+                Err(Unreachable::Fault(Fault::Retry)) if self.may_try_again() => {}
+                Err(_) => return None,
+            }
+        }
+    }
+
     /// Outside the CPU's loop: acknowledges what the engine asks for. The CPU drops its translations before it uses one.
     /// False when the thread is wanted elsewhere.
     fn may_try_again(&mut self) -> bool {

@@ -299,6 +299,9 @@ pub fn set_debugregs(state: &mut State, regs: &kvm_debugregs) -> Result<()> {
     Ok(())
 }
 
+/// The state components that XCR0 can hold: x87 and SSE.
+pub const SUPPORTED_XCR0: u64 = 3;
+
 /// `KVM_GET_XCRS`.
 pub fn get_xcrs(state: &State) -> kvm_xcrs {
     let mut xcrs = kvm_xcrs {
@@ -319,7 +322,7 @@ pub fn set_xcrs(state: &mut State, xcrs: &kvm_xcrs) -> Result<()> {
     }
     for xcr in &xcrs.xcrs[..xcrs.nr_xcrs as usize] {
         if xcr.xcr == 0 {
-            if xcr.value & !3 != 0 || xcr.value & 1 == 0 {
+            if xcr.value & !SUPPORTED_XCR0 != 0 || xcr.value & 1 == 0 {
                 return fail(libc::EINVAL);
             }
             state.xcr0 = xcr.value;

@@ -1,6 +1,6 @@
 //! `KVM_RUN`: from the client into the guest and back.
 
-use crate::entered::{Entered, outside};
+use crate::entered::Entered;
 use crate::errno::{Result, fail};
 use crate::ioeventfd::Place;
 use crate::run_page::{PIO_OFFSET, field, set_field};
@@ -8,12 +8,12 @@ use crate::signals::Masked;
 use crate::thread::{Running, Section, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuCommon, VcpuObject};
-use crate::{exit, guest_debug, report};
+use crate::{exit, guest_debug, msr, report};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_irqchip::lapic::{BASE_BSP, Effect};
 use slat_x86::state::flags;
-use slat_x86::{Exit, PORT_BYTES, Segment, State};
+use slat_x86::{Exception, Exit, PORT_BYTES, Segment, State, vector};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -71,7 +71,11 @@ impl VcpuObject {
                 return fail(libc::EINTR);
             }
             inner.has_run = true;
-            self.loop_until_exit(&mut Entered::enter(inner), masked.as_ref())
+            inner.machine.begin_to_run();
+            let mut entered = Entered::enter(inner);
+            let result = self.loop_until_exit(&mut entered, masked.as_ref());
+            entered.machine.stop_running();
+            result
         });
         self.common().runner.store(0, Ordering::SeqCst);
         self.publish(inner);
@@ -112,6 +116,11 @@ impl VcpuObject {
             Unfinished::Hypercall => {
                 let answer = field!(self.page, __bindgen_anon_1.hypercall.ret);
                 inner.cpu.complete_hypercall(answer);
+            }
+            Unfinished::Msr => {
+                let error = field!(self.page, __bindgen_anon_1.msr.error);
+                let data = field!(self.page, __bindgen_anon_1.msr.data);
+                inner.cpu.complete_msr((error == 0).then_some(data));
             }
             Unfinished::MmioRead(len) => {
                 let data = field!(self.page, __bindgen_anon_1.mmio.data);
@@ -159,9 +168,15 @@ impl VcpuObject {
     fn loop_until_exit(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         self.page.set_exit_reason(KVM_EXIT_UNKNOWN);
         inner.machine.write_clocks();
+        inner.requested.begin_exception(&mut inner.cpu.state);
         loop {
             if self.common().attention.flag().load(Ordering::SeqCst) != 0 {
                 self.attend(inner, masked)?;
+            }
+            inner.machine.write_steal_time();
+            if std::mem::take(&mut inner.requested.triple_fault) {
+                self.page.set_exit_reason(KVM_EXIT_SHUTDOWN);
+                return Ok(());
             }
             if self.ring_is_full()
                 || self.has_ended_for_client(inner)
@@ -169,11 +184,14 @@ impl VcpuObject {
             {
                 return Ok(());
             }
+            inner.vapic_to_guest();
             let exit = {
                 let Inner { cpu, machine, .. } = &mut *inner;
                 machine.memory_fault = None;
                 cpu.run(machine, self.common().attention.flag())
             };
+            inner.vapic_from_guest();
+            inner.machine.collect_pv_eoi();
             self.count(&exit);
             if let Next::Return = self.handle(inner, exit)? {
                 return Ok(());
@@ -247,6 +265,7 @@ impl VcpuObject {
             }
             if inner.mp_state == KVM_MP_STATE_HALTED && self.wakes_up(inner) {
                 inner.mp_state = KVM_MP_STATE_RUNNABLE;
+                (self.common().signals).fetch_and(!VcpuCommon::UNHALT, Ordering::SeqCst);
                 self.common().exits.halt_wakeup.add(1);
                 break;
             }
@@ -271,6 +290,7 @@ impl VcpuObject {
         if allowed && let Some(vector) = self.next_interrupt(inner, has_external) {
             common.exits.irq_injections.add(1);
             inner.cpu.inject_interrupt(vector);
+            inner.machine.offer_pv_eoi();
             // Another one may wait behind it: come out as soon as it could be taken.
             inner.cpu.interrupt_window = self.has_interrupt(inner);
             return Ok(true);
@@ -350,8 +370,11 @@ impl VcpuObject {
         let exits = &self.common().exits;
         let begin = Instant::now();
         exits.set_blocking(true);
-        let interrupted = outside(&mut inner.machine.engine, || {
-            ticker::sleep(&self.common().attention, LONGEST_SLEEP)
+        inner.machine.stop_running();
+        let interrupted = inner.machine.outside(|machine| {
+            let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
+            machine.begin_to_run();
+            interrupted
         });
         exits.set_blocking(false);
         exits.waited(begin.elapsed());
@@ -379,6 +402,7 @@ impl VcpuObject {
             inner.cpu.state = state;
             inner.cpu.flush_tlb();
             inner.unfinished = Unfinished::Nothing;
+            inner.requested.exception = None;
             let bootstrap = inner.machine.apic_base() & BASE_BSP != 0;
             inner.mp_state = if bootstrap {
                 KVM_MP_STATE_RUNNABLE
@@ -422,6 +446,7 @@ impl VcpuObject {
                 exits.insn_emulation_fail.add(1);
             }
             Exit::Hypercall { .. }
+            | Exit::Msr { .. }
             | Exit::Shutdown
             | Exit::BadAddress
             | Exit::OutOfMemory
@@ -515,7 +540,19 @@ impl VcpuObject {
                     &bytes[..len.into()],
                     reason,
                 );
+                if inner.cpu.cpl() != 0 && !self.vm.options.exit_on_emulation_failure() {
+                    // What a user program executes is the guest's business.
+                    inner.cpu.state.events.exception = Some(Exception {
+                        vector: vector::UD,
+                        error: None,
+                    });
+                    return Ok(Next::Again);
+                }
                 exit::emulation_failure(page, bytes, len);
+            }
+            Exit::Msr { index, value, why } => {
+                exit::msr(page, index, value, msr::exit_reason(why));
+                inner.unfinished = Unfinished::Msr;
             }
             Exit::Hypercall {
                 nr,

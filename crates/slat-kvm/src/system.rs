@@ -59,6 +59,11 @@ impl System {
         msr::FEATURES
     }
 
+    /// `KVM_X86_GET_MCE_CAP_SUPPORTED`.
+    pub fn mce_capabilities(&self) -> u64 {
+        msr::mce::SUPPORTED
+    }
+
     /// `KVM_GET_MSRS` of the system: feature MSRs, in order, up to the first that is none. Returns how many were read.
     pub fn feature_msrs(&self, entries: &mut [kvm_msr_entry]) -> usize {
         let known = entries.iter_mut().map_while(|entry| {

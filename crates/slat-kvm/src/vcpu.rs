@@ -5,20 +5,22 @@ use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::ioeventfd::KnownEvents;
 use crate::machine::VcpuMachine;
+use crate::msr::mce::Reported;
 use crate::process::PerProcess;
 use crate::run_page::RunPage;
 use crate::stats::Exits;
 use crate::thread::bits;
 use crate::ticker::{self, Alarm, Client};
 use crate::vm::VmObject;
-use crate::{events, fpu, heap, msr, regs};
+use crate::{clock, events, fpu, heap, msr, regs, steal_time};
 use kvm_bindings::*;
 use slat::{Attention, DirtyRing, Shared, VcpuStats};
 use slat_irqchip::lapic::{
     BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Lapic, REGISTERS, Request, reg,
 };
 use slat_irqchip::message::{DeliveryMode, Message};
-use slat_x86::Cpu;
+use slat_x86::state::control;
+use slat_x86::{Cpu, Exception, vector};
 use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -30,7 +32,7 @@ pub struct VcpuCommon {
     pub(crate) attention: Shared<Attention>,
     pub(crate) client: Shared<Client>,
     lapic: Option<Mutex<Lapic>>,
-    /// NMI, INIT and SIPI that wait: [`VcpuCommon::NMI`] and so on.
+    /// What waits: [`VcpuCommon::NMI`] and so on.
     pub(crate) signals: AtomicU32,
     pub(crate) sipi_vector: AtomicU32,
     /// The thread (`pthread_t`) that is inside `KVM_RUN`, or 0.
@@ -45,6 +47,7 @@ static ALL: PerProcess<Mutex<Vec<Shared<VcpuCommon>>>> = PerProcess::new();
 pub(crate) fn prepare() {
     ALL.get();
     ticker::prepare();
+    steal_time::prepare();
 }
 
 /// Ends the `KVM_RUN` that a thread is in, if it is in one, with `EINTR`: what a signal that no handler of the client sees would
@@ -70,6 +73,8 @@ impl VcpuCommon {
     pub(crate) const NMI: u32 = 1;
     pub(crate) const INIT: u32 = 2;
     pub(crate) const SIPI: u32 = 4;
+    /// Another vCPU ended a halt ([`end_halt`](Self::end_halt)).
+    pub(crate) const UNHALT: u32 = 8;
 
     /// The local APIC, when the VM has an interrupt controller.
     pub(crate) fn lapic(&self) -> Option<MutexGuard<'_, Lapic>> {
@@ -125,6 +130,13 @@ impl VcpuCommon {
         self.notice();
     }
 
+    /// Wakes the vCPU from a halt, or from its next one (`KVM_HC_KICK_CPU`).
+    pub(crate) fn end_halt(&self) {
+        if self.signal(Self::UNHALT) == Request::Pending {
+            self.notice();
+        }
+    }
+
     fn signal(&self, signal: u32) -> Request {
         match self.signals.fetch_or(signal, Ordering::SeqCst) & signal {
             0 => Request::Pending,
@@ -144,6 +156,8 @@ pub(crate) enum Unfinished {
     PortOut,
     /// A hypercall takes its answer from `kvm_run`.
     Hypercall,
+    /// RDMSR or WRMSR takes its answer from `kvm_run`.
+    Msr,
     /// An MMIO read takes this many bytes from `kvm_run`.
     MmioRead(usize),
 }
@@ -154,6 +168,8 @@ pub(crate) struct Inner {
     pub(crate) machine: VcpuMachine,
     pub(crate) unfinished: Unfinished,
     pub(crate) mp_state: u32,
+    /// What the client wants to happen next.
+    pub(crate) requested: events::Requested,
     /// `KVM_SET_SIGNAL_MASK`.
     pub(crate) signal_mask: Option<u64>,
     pub(crate) has_run: bool,
@@ -275,6 +291,7 @@ impl VcpuObject {
                 } else {
                     KVM_MP_STATE_RUNNABLE
                 },
+                requested: events::Requested::default(),
                 signal_mask: None,
                 has_run: false,
                 external: None,
@@ -503,9 +520,12 @@ impl VcpuObject {
     pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
         let mut inner = self.lock()?;
         self.accept_init_sipi(&mut inner);
-        Ok(kvm_mp_state {
-            mp_state: inner.mp_state,
-        })
+        let kicked = self.common.signals.load(Ordering::SeqCst) & VcpuCommon::UNHALT != 0;
+        let mp_state = match inner.mp_state {
+            KVM_MP_STATE_HALTED if kicked => KVM_MP_STATE_RUNNABLE,
+            state => state,
+        };
+        Ok(kvm_mp_state { mp_state })
     }
 
     /// `KVM_SET_MP_STATE`.
@@ -541,11 +561,13 @@ impl VcpuObject {
 
     pub(crate) fn events(&self, inner: &mut Inner) -> kvm_vcpu_events {
         let nmi = self.common.signals.load(Ordering::SeqCst) & VcpuCommon::NMI != 0;
-        events::get(
+        let mut events = events::get(
             &inner.cpu.state,
             nmi,
             self.common.sipi_vector.load(Ordering::SeqCst),
-        )
+        );
+        inner.requested.show(&mut events, &self.vm.options);
+        events
     }
 
     /// `KVM_SET_VCPU_EVENTS`.
@@ -557,7 +579,9 @@ impl VcpuObject {
     }
 
     pub(crate) fn put_events(&self, inner: &mut Inner, given: &kvm_vcpu_events) -> Result<()> {
+        let requested = inner.requested.changed_by(given, &self.vm.options)?;
         let more = events::set(&mut inner.cpu.state, given)?;
+        inner.requested = requested;
         if let Some(pending) = more.nmi_pending {
             if pending {
                 self.common
@@ -571,6 +595,34 @@ impl VcpuObject {
         }
         if let Some(vector) = more.sipi_vector.filter(|_| self.common.lapic.is_some()) {
             self.common.sipi_vector.store(vector, Ordering::SeqCst);
+        }
+        Ok(())
+    }
+
+    /// `KVM_X86_SETUP_MCE`.
+    ///
+    /// # Errors
+    /// `EINVAL` for capabilities that are not supported.
+    pub fn setup_mce(&self, capabilities: u64) -> Result<()> {
+        self.lock()?.machine.mce.set_up(capabilities)
+    }
+
+    /// `KVM_X86_SET_MCE`: reports an error of the machine to the guest.
+    ///
+    /// # Errors
+    /// `EINVAL` for a bank that does not exist, and for an error that is not valid.
+    pub fn set_mce(&self, error: &kvm_x86_mce) -> Result<()> {
+        let mut inner = self.lock()?;
+        let enabled = inner.cpu.state.cr4 & control::CR4_MCE != 0;
+        match inner.machine.mce.report(error, enabled)? {
+            Reported::Logged => {}
+            Reported::Exception => {
+                inner.cpu.state.events.exception = Some(Exception {
+                    vector: vector::MC,
+                    error: None,
+                });
+            }
+            Reported::Shutdown => inner.requested.triple_fault = true,
         }
         Ok(())
     }
@@ -650,8 +702,17 @@ impl VcpuObject {
     /// # Errors
     /// `EIO`.
     pub fn tsc_khz(&self) -> Result<u32> {
-        let _call = self.vm.begin()?;
-        Ok(self.vm.tsc_khz())
+        Ok(self.lock()?.machine.tsc.khz())
+    }
+
+    /// `KVM_SET_TSC_KHZ`; 0 is the host's frequency.
+    ///
+    /// # Errors
+    /// `EINVAL` for a frequency beyond KVM's own limits.
+    pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
+        let khz = clock::frequency(khz)?;
+        self.lock()?.machine.set_tsc_khz(khz);
+        Ok(())
     }
 
     /// `KVM_SET_SIGNAL_MASK`: signals blocked during `KVM_RUN`, as a bit set; `None` goes back to the thread's own mask.

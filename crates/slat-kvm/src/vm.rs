@@ -9,6 +9,8 @@ use crate::guest_memfd::PrivateMemory;
 use crate::ioeventfd::IoEvents;
 use crate::irq::Interrupts;
 use crate::irq::vcpus::Vcpus;
+use crate::msr_filter::MsrFilter;
+use crate::options::Options;
 use crate::quirks::Quirks;
 use crate::run_page::RunPage;
 use crate::thread::bits;
@@ -39,6 +41,7 @@ pub struct VmObject {
     protected: bool,
     pub(crate) private: PrivateMemory,
     pub(crate) quirks: Quirks,
+    pub(crate) options: Options,
     /// The hypercalls that the client answers, a bit each.
     hypercall_exits: AtomicU64,
 }
@@ -80,6 +83,7 @@ impl VmObject {
             protected,
             private: PrivateMemory::default(),
             quirks: Quirks::default(),
+            options: Options::default(),
             hypercall_exits: AtomicU64::new(0),
         }))
     }
@@ -207,6 +211,16 @@ impl VmObject {
         Ok((vcpu, fd))
     }
 
+    /// `KVM_SET_TSC_KHZ`: the frequency of vCPUs made from now on; 0 is the host's.
+    ///
+    /// # Errors
+    /// `EINVAL` for a frequency beyond KVM's own limits.
+    pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
+        let _call = self.begin()?;
+        self.clock.set_tsc_khz(clock::frequency(khz)?);
+        Ok(())
+    }
+
     /// `KVM_GET_TSC_KHZ`.
     pub fn tsc_khz(&self) -> u32 {
         self.clock.tsc_khz()
@@ -311,7 +325,14 @@ impl VmObject {
         if cap.flags != 0 {
             return fail(libc::EINVAL);
         }
+        if let Some(result) = self.options.enable(cap.cap, cap.args[0]) {
+            return result;
+        }
         match cap.cap {
+            // The older one takes anything.
+            KVM_CAP_DISABLE_QUIRKS => self
+                .quirks
+                .disable(cap.args[0] & u64::from(crate::quirks::SUPPORTED)),
             KVM_CAP_DISABLE_QUIRKS2 => self.quirks.disable(cap.args[0]),
             KVM_CAP_MAX_VCPU_ID => self.limit_vcpu_ids(cap.args[0]),
             KVM_CAP_VM_DISABLE_NX_HUGE_PAGES if cap.args[0] == 0 => {
@@ -329,6 +350,17 @@ impl VmObject {
             }
             _ => fail(libc::EINVAL),
         }
+    }
+
+    /// `KVM_X86_SET_MSR_FILTER`.
+    ///
+    /// # Errors
+    /// `EINVAL` for a filter that makes no sense, `EFAULT` for a bitmap that cannot be read, `ENOMEM`.
+    pub fn set_msr_filter(&self, filter: &kvm_msr_filter) -> Result<()> {
+        let _call = self.begin()?;
+        let filter = MsrFilter::new(filter, crate::user::read_words)?;
+        self.options.set_msr_filter(filter);
+        Ok(())
     }
 
     /// Does what can only be done before there are vCPUs.

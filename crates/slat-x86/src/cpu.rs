@@ -271,6 +271,11 @@ impl Cpu {
         self.raise(crate::vector::GP, Some(0))
     }
 
+    /// The privilege level, as of the last run.
+    pub fn cpl(&self) -> u8 {
+        self.cpl
+    }
+
     /// #UD.
     #[cold]
     pub(crate) fn ud(&mut self) -> Break {

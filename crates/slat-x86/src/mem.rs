@@ -268,6 +268,28 @@ impl Cpu {
         }
     }
 
+    /// Like [`Self::load_bytes`], for an instruction that does not read MMIO: such a read is an emulation failure for `reason`.
+    pub(crate) fn load_memory(
+        &mut self,
+        lin: u64,
+        buffer: &mut [u8],
+        reason: &'static str,
+    ) -> Result<(), Break> {
+        loop {
+            let places = self.places(lin, buffer.len(), Access::Read)?;
+            let parts = [Some(places.first), places.second];
+            if parts
+                .iter()
+                .any(|part| matches!(part, Some(Place::Mmio(_))))
+            {
+                return Err(self.unimplemented(reason));
+            }
+            if self.read_places(lin, &places, buffer)? {
+                return Ok(());
+            }
+        }
+    }
+
     /// Writes up to a page of bytes.
     pub(crate) fn store_bytes(&mut self, lin: u64, bytes: &[u8]) -> Result<(), Break> {
         loop {

@@ -43,6 +43,7 @@ pub mod control {
     pub const CR4_TSD: u64 = 1 << 2;
     pub const CR4_DE: u64 = 1 << 3;
     pub const CR4_PAE: u64 = 1 << 5;
+    pub const CR4_MCE: u64 = 1 << 6;
     pub const CR4_OSFXSR: u64 = 1 << 9;
     pub const CR4_OSXMMEXCPT: u64 = 1 << 10;
     pub const CR4_UMIP: u64 = 1 << 11;

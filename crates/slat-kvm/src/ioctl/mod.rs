@@ -9,6 +9,7 @@ mod vm;
 
 use crate::errno::{Result, fail};
 use crate::guest_memfd::GuestMemfd;
+use crate::heap;
 use crate::report;
 use crate::stats::StatsObject;
 use crate::system::System;
@@ -16,7 +17,7 @@ use crate::thread::Section;
 use crate::user;
 use crate::vcpu::VcpuObject;
 use crate::vm::VmObject;
-use kvm_bindings::{kvm_cpuid_entry2, kvm_msr_entry};
+use kvm_bindings::{kvm_cpuid_entry, kvm_cpuid_entry2, kvm_msr_entry};
 use slat::Shared;
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -164,6 +165,25 @@ fn take_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
         return fail(libc::E2BIG);
     }
     user::read_vec(address + ENTRIES, count as usize)
+}
+
+/// Takes a table without subleaves (`KVM_SET_CPUID`).
+fn take_old_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
+    let count = user::read::<u32>(address)?;
+    if count > MAX_CPUID_ENTRIES {
+        return fail(libc::E2BIG);
+    }
+    let old = user::read_vec::<kvm_cpuid_entry>(address + ENTRIES, count as usize)?;
+    let mut entries = heap::with_room(old.len())?;
+    entries.extend(old.iter().map(|entry| kvm_cpuid_entry2 {
+        function: entry.function,
+        eax: entry.eax,
+        ebx: entry.ebx,
+        ecx: entry.ecx,
+        edx: entry.edx,
+        ..Default::default()
+    }));
+    Ok(entries)
 }
 
 /// Gives a list of MSR numbers: the count in any case, so that the client can come back with enough room.

@@ -1,10 +1,11 @@
 //! Requests to `/dev/kvm`.
 
-use super::{Answer, ENTRIES, Object, give_cpuid, give_msr_list, take_msrs, value};
+use super::{Answer, ENTRIES, Object, give, give_cpuid, give_msr_list, take_msrs, value};
 use crate::abi::*;
 use crate::errno::{Result, fail};
 use crate::system::System;
 use crate::user;
+use kvm_bindings::kvm_device_attr;
 
 pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answer> {
     match request {
@@ -20,6 +21,15 @@ pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answ
         KVM_GET_EMULATED_CPUID => give_cpuid(argument, &system.emulated_cpuid()),
         KVM_GET_MSR_INDEX_LIST => give_msr_list(argument, system.msr_index_list()),
         KVM_GET_MSR_FEATURE_INDEX_LIST => give_msr_list(argument, system.msr_feature_index_list()),
+        KVM_HAS_DEVICE_ATTR => {
+            system.device_attribute(&user::read(argument)?)?;
+            value(0)
+        }
+        KVM_GET_DEVICE_ATTR => {
+            let attribute: kvm_device_attr = user::read(argument)?;
+            give(attribute.addr, &system.device_attribute(&attribute)?)
+        }
+        KVM_X86_GET_MCE_CAP_SUPPORTED => give(argument, &system.mce_capabilities()),
         KVM_GET_MSRS => {
             let mut entries = take_msrs(argument)?;
             let done = system.feature_msrs(&mut entries);

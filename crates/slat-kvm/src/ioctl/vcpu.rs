@@ -1,8 +1,11 @@
 //! Requests to a vCPU.
 
-use super::{Answer, DONE, ENTRIES, Object, give, give_cpuid, take_cpuid, take_msrs, value};
+use super::{
+    Answer, DONE, ENTRIES, Object, give, give_cpuid, take_cpuid, take_msrs, take_old_cpuid, value,
+};
 use crate::abi::*;
 use crate::errno::{Result, fail};
+use crate::nested::{self, NestedState};
 use crate::user;
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
@@ -47,6 +50,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_SET_LAPIC => vcpu.set_lapic(&user::read(argument)?)?,
         KVM_GET_CPUID2 => return give_cpuid(argument, &vcpu.get_cpuid()?),
         KVM_SET_CPUID2 => vcpu.set_cpuid(take_cpuid(argument)?)?,
+        KVM_SET_CPUID => vcpu.set_cpuid(take_old_cpuid(argument)?)?,
         KVM_GET_MP_STATE => return give(argument, &vcpu.get_mp_state()?),
         KVM_SET_MP_STATE => vcpu.set_mp_state(user::read(argument)?)?,
         KVM_GET_VCPU_EVENTS => return give(argument, &vcpu.get_vcpu_events()?),
@@ -59,9 +63,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_GET_XCRS => return give(argument, &vcpu.get_xcrs()?),
         KVM_SET_XCRS => vcpu.set_xcrs(&user::read(argument)?)?,
         KVM_GET_TSC_KHZ => return value(vcpu.tsc_khz()? as i32),
-        // Guest time follows the host's counter: no other frequency can be had.
-        KVM_SET_TSC_KHZ if argument == 0 || argument == u64::from(vcpu.tsc_khz()?) => {}
-        KVM_SET_TSC_KHZ => return fail(libc::EINVAL),
+        KVM_SET_TSC_KHZ => vcpu.set_tsc_khz(argument as u32)?,
         KVM_PRE_FAULT_MEMORY => {
             let mut range: kvm_pre_fault_memory = user::read(argument)?;
             let result = vcpu.pre_fault(&mut range);
@@ -73,12 +75,49 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
             let (stats, fd) = VcpuObject::stats(vcpu)?;
             return Ok(Answer::Created(Object::Stats(stats), fd));
         }
+        KVM_HAS_DEVICE_ATTR => vcpu.has_device_attribute(&user::read(argument)?)?,
+        KVM_GET_DEVICE_ATTR => {
+            let attribute: kvm_device_attr = user::read(argument)?;
+            return give(attribute.addr, &vcpu.device_attribute(&attribute)?);
+        }
+        KVM_SET_DEVICE_ATTR => {
+            vcpu.set_device_attribute(&user::read(argument)?, user::read::<u64>)?;
+        }
+        KVM_GET_NESTED_STATE => return give_nested_state(argument, &vcpu.nested_state()?),
+        KVM_SET_NESTED_STATE => {
+            // A header that says it is cut short is not read to its end.
+            let first: u64 = user::read(argument)?;
+            if (first >> 32) < u64::from(nested::SIZE) {
+                return fail(libc::EINVAL);
+            }
+            vcpu.set_nested_state(&user::read(argument)?)?;
+        }
+        KVM_SET_VAPIC_ADDR => vcpu.set_vapic_address(&user::read(argument)?)?,
+        KVM_TPR_ACCESS_REPORTING => {
+            let control: kvm_tpr_access_ctl = user::read(argument)?;
+            vcpu.set_tpr_access_reporting(&control)?;
+            return give(argument, &control);
+        }
+        // As KVM's without CONFIG_KVM_SMM.
+        KVM_SMI => return fail(libc::ENOTTY),
+        KVM_X86_SETUP_MCE => vcpu.setup_mce(user::read(argument)?)?,
+        KVM_X86_SET_MCE => vcpu.set_mce(&user::read(argument)?)?,
         KVM_ENABLE_CAP => vcpu.enable_cap(&user::read(argument)?)?,
         KVM_KVMCLOCK_CTRL => vcpu.kvmclock_ctrl()?,
         // As KVM's for x86, in contrast to a VM's.
         _ => return fail(libc::EINVAL),
     }
     DONE
+}
+
+/// Gives the nested state to a client that said how much room it has.
+fn give_nested_state(address: u64, state: &NestedState) -> Result<Answer> {
+    const SIZE_OFFSET: u64 = 4;
+    if user::read::<u32>(address + SIZE_OFFSET)? < nested::SIZE {
+        user::write(address + SIZE_OFFSET, &nested::SIZE)?;
+        return fail(libc::E2BIG);
+    }
+    give(address, state.words())
 }
 
 fn take_signal_mask(argument: u64) -> Result<Option<u64>> {

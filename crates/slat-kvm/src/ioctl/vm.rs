@@ -98,7 +98,9 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         KVM_SIGNAL_MSI => return value(vm.signal_msi(&user::read(argument)?)?),
         KVM_GET_CLOCK => return give(argument, &vm.get_clock()?),
         KVM_SET_CLOCK => vm.set_clock(&user::read(argument)?)?,
+        KVM_SET_TSC_KHZ => vm.set_tsc_khz(argument as u32)?,
         KVM_GET_TSC_KHZ => return value(vm.tsc_khz() as i32),
+        KVM_X86_SET_MSR_FILTER => vm.set_msr_filter(&user::read(argument)?)?,
         KVM_ENABLE_CAP => vm.enable_cap(&user::read(argument)?)?,
         _ => return fail(libc::ENOTTY),
     }

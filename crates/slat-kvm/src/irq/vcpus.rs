@@ -7,7 +7,7 @@ use crate::vm::VmObject;
 use slat::Shared;
 use slat_irqchip::apic_map::ApicMap;
 use slat_irqchip::lapic::Request;
-use slat_irqchip::message::Message;
+use slat_irqchip::message::{Destination, Message};
 use std::ops::Deref;
 
 /// The vCPUs of a VM, by id.
@@ -84,6 +84,14 @@ impl VmObject {
             }
         });
         sent
+    }
+
+    /// Wakes the vCPU with this APIC id from a halt, or from its next one.
+    pub(crate) fn end_halt(&self, apic_id: u32) {
+        let vcpus = self.vcpus();
+        (vcpus.map).visit(Destination::Physical(apic_id), None, |place| {
+            vcpus[place].end_halt();
+        });
     }
 
     /// Call after a change that may give an APIC another address. No APIC may be locked.

@@ -4,66 +4,21 @@
 use crate::cpuid;
 use crate::machine::VcpuMachine;
 use crate::vcpu::Inner;
-use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
+use kvm_bindings::{
+    KVM_MSR_EXIT_REASON_FILTER, KVM_MSR_EXIT_REASON_INVAL, KVM_MSR_EXIT_REASON_UNKNOWN,
+    KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT,
+};
 use slat_irqchip::lapic::Effect;
 use slat_x86::state::control;
 use slat_x86::{MsrFault, State};
 
-#[allow(missing_docs)]
-pub(crate) mod index {
-    pub const TSC: u32 = 0x10;
-    pub const KVM_WALL_CLOCK: u32 = 0x11;
-    pub const KVM_SYSTEM_TIME: u32 = 0x12;
-    pub const PLATFORM_ID: u32 = 0x17;
-    pub const APIC_BASE: u32 = 0x1b;
-    pub const EBL_CR_POWERON: u32 = 0x2a;
-    pub const FEATURE_CONTROL: u32 = 0x3a;
-    pub const TSC_ADJUST: u32 = 0x3b;
-    pub const UCODE_WRITE: u32 = 0x79;
-    pub const UCODE_REV: u32 = 0x8b;
-    pub const P6_PERFCTR0: u32 = 0xc1;
-    pub const P6_PERFCTR1: u32 = 0xc2;
-    pub const PLATFORM_INFO: u32 = 0xce;
-    pub const MTRR_CAP: u32 = 0xfe;
-    pub const MISC_FEATURES: u32 = 0x140;
-    pub const SYSENTER_CS: u32 = 0x174;
-    pub const SYSENTER_ESP: u32 = 0x175;
-    pub const SYSENTER_EIP: u32 = 0x176;
-    pub const MCG_CAP: u32 = 0x179;
-    pub const MCG_STATUS: u32 = 0x17a;
-    pub const P6_EVNTSEL0: u32 = 0x186;
-    pub const P6_EVNTSEL1: u32 = 0x187;
-    pub const MISC_ENABLE: u32 = 0x1a0;
-    pub const DEBUGCTL: u32 = 0x1d9;
-    pub const MTRR_PHYS_FIRST: u32 = 0x200;
-    pub const MTRR_PHYS_LAST: u32 = 0x20f;
-    pub const MTRR_FIX_64K: u32 = 0x250;
-    pub const MTRR_FIX_16K: u32 = 0x258;
-    pub const MTRR_FIX_16K_LAST: u32 = 0x259;
-    pub const MTRR_FIX_4K: u32 = 0x268;
-    pub const MTRR_FIX_4K_LAST: u32 = 0x26f;
-    pub const PAT: u32 = 0x277;
-    pub const MTRR_DEF_TYPE: u32 = 0x2ff;
-    pub const TSC_DEADLINE: u32 = 0x6e0;
-    pub const X2APIC_FIRST: u32 = 0x800;
-    pub const X2APIC_LAST: u32 = 0x8ff;
-    pub const KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
-    pub const KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
-    pub const EFER: u32 = 0xc000_0080;
-    pub const STAR: u32 = 0xc000_0081;
-    pub const LSTAR: u32 = 0xc000_0082;
-    pub const CSTAR: u32 = 0xc000_0083;
-    pub const SFMASK: u32 = 0xc000_0084;
-    pub const FS_BASE: u32 = 0xc000_0100;
-    pub const GS_BASE: u32 = 0xc000_0101;
-    pub const KERNEL_GS_BASE: u32 = 0xc000_0102;
-    pub const TSC_AUX: u32 = 0xc000_0103;
-    pub const K7_EVNTSEL0: u32 = 0xc001_0000;
-    pub const K7_PERFCTR3: u32 = 0xc001_0007;
-    pub const AMD_SYSCFG: u32 = 0xc001_0010;
-    pub const AMD_HWCR: u32 = 0xc001_0015;
-    pub const AMD_NB_CFG: u32 = 0xc001_001f;
-}
+mod fixed;
+pub(crate) mod index;
+pub(crate) mod mce;
+mod stored;
+
+pub(crate) use stored::Stored;
+
 use index::*;
 
 /// `KVM_GET_MSR_INDEX_LIST`: what a client saves and restores.
@@ -86,25 +41,72 @@ pub const SAVED: &[u32] = &[
     KVM_SYSTEM_TIME_NEW,
     TSC_ADJUST,
     TSC_DEADLINE,
+    KVM_STEAL_TIME,
+    KVM_PV_EOI,
     MISC_ENABLE,
     MCG_STATUS,
+    MCG_CTL,
     MISC_FEATURES,
     PLATFORM_INFO,
+    POWER_CTL,
+    SMI_COUNT,
+    UCODE_REV,
+    DEBUGCTL,
+    AMD_HWCR,
+    MTRR_PHYS_FIRST,
+    MTRR_PHYS_FIRST + 1,
+    MTRR_PHYS_FIRST + 2,
+    MTRR_PHYS_FIRST + 3,
+    MTRR_PHYS_FIRST + 4,
+    MTRR_PHYS_FIRST + 5,
+    MTRR_PHYS_FIRST + 6,
+    MTRR_PHYS_FIRST + 7,
+    MTRR_PHYS_FIRST + 8,
+    MTRR_PHYS_FIRST + 9,
+    MTRR_PHYS_FIRST + 10,
+    MTRR_PHYS_FIRST + 11,
+    MTRR_PHYS_FIRST + 12,
+    MTRR_PHYS_FIRST + 13,
+    MTRR_PHYS_FIRST + 14,
+    MTRR_PHYS_LAST,
+    MTRR_FIX_64K,
+    MTRR_FIX_16K,
+    MTRR_FIX_16K_LAST,
+    MTRR_FIX_4K,
+    MTRR_FIX_4K + 1,
+    MTRR_FIX_4K + 2,
+    MTRR_FIX_4K + 3,
+    MTRR_FIX_4K + 4,
+    MTRR_FIX_4K + 5,
+    MTRR_FIX_4K + 6,
+    MTRR_FIX_4K_LAST,
     MTRR_DEF_TYPE,
     APIC_BASE,
     EFER,
 ];
 
 /// `KVM_GET_MSR_FEATURE_INDEX_LIST`: what can be asked of the system.
-pub const FEATURES: &[u32] = &[UCODE_REV];
+pub const FEATURES: &[u32] = &[UCODE_REV, PLATFORM_INFO];
 
 /// A feature MSR as a new vCPU has it.
 pub fn feature(index: u32) -> Option<u64> {
-    (index == UCODE_REV).then_some(UCODE_REV_VALUE)
+    match index {
+        UCODE_REV => Some(UCODE_REV_RESET),
+        PLATFORM_INFO => Some(PLATFORM_INFO_CPUID_FAULT),
+        _ => None,
+    }
 }
 
 /// A microcode revision that no erratum list knows.
-const UCODE_REV_VALUE: u64 = 1 << 32;
+const UCODE_REV_RESET: u64 = 1 << 32;
+/// CPUID can be made to fault outside CPL 0 ([`cpuid_faults`]).
+const PLATFORM_INFO_CPUID_FAULT: u64 = 1 << 31;
+const MISC_FEATURES_CPUID_FAULT: u64 = 1;
+/// A guest may write more than 0 to the status of a machine-check bank.
+const HWCR_MC_STATUS_WRITABLE: u64 = 1 << 18;
+const HWCR_TSC_FREQUENCY: u64 = 1 << 24;
+/// A paravirtual feature is in use: the rest of its MSR is an address.
+pub(crate) const KVM_ENABLED: u64 = 1;
 const EFER_BITS: u64 =
     control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
 /// Performance monitoring and fast strings are there, MONITOR is not.
@@ -119,74 +121,12 @@ const FEATURE_CONTROL_BITS: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18 | 1 <<
 /// Eight variable ranges, fixed ranges, write-combining.
 const MTRR_CAP_VALUE: u64 = 8 | 1 << 8 | 1 << 10;
 
-/// The values of those MSRs that are nothing but a value.
-#[derive(Clone, Debug)]
-pub(crate) struct Stored([Option<u64>; Stored::LEN]);
-
-impl Stored {
-    const ONE_BY_ONE: [u32; 11] = [
-        FEATURE_CONTROL,
-        TSC_ADJUST,
-        PLATFORM_INFO,
-        MISC_FEATURES,
-        MCG_STATUS,
-        MISC_ENABLE,
-        DEBUGCTL,
-        MTRR_DEF_TYPE,
-        KVM_WALL_CLOCK_NEW,
-        KVM_SYSTEM_TIME_NEW,
-        AMD_HWCR,
-    ];
-    /// Those of the memory type ranges follow each other.
-    const RANGES: [(u32, u32); 4] = [
-        (MTRR_PHYS_FIRST, MTRR_PHYS_LAST),
-        (MTRR_FIX_64K, MTRR_FIX_64K),
-        (MTRR_FIX_16K, MTRR_FIX_16K_LAST),
-        (MTRR_FIX_4K, MTRR_FIX_4K_LAST),
-    ];
-    const LEN: usize = Self::ONE_BY_ONE.len() + 16 + 1 + 2 + 8;
-
-    fn place(index: u32) -> Option<usize> {
-        if let Some(place) = Self::ONE_BY_ONE.iter().position(|known| *known == index) {
-            return Some(place);
-        }
-        let mut place = Self::ONE_BY_ONE.len();
-        for (first, last) in Self::RANGES {
-            if (first..=last).contains(&index) {
-                return Some(place + (index - first) as usize);
-            }
-            place += (last - first) as usize + 1;
-        }
-        None
-    }
-
-    /// The value that was stored last; `None` before the first one, and for MSRs that are not kept here.
-    pub(crate) fn get(&self, index: u32) -> Option<u64> {
-        self.0[Self::place(index)?]
-    }
-
-    /// Stores a value.
-    ///
-    /// # Panics
-    /// If `index` is more than a value.
-    pub(crate) fn set(&mut self, index: u32, value: u64) {
-        let place = Self::place(index).expect("an MSR that is stored has a place");
-        self.0[place] = Some(value);
-    }
-}
-
-impl Default for Stored {
-    fn default() -> Self {
-        Stored([None; Self::LEN])
-    }
-}
-
 fn canonical(value: u64) -> Result<u64, MsrFault> {
     let extended = ((value << 16) as i64 >> 16) as u64;
     if extended == value {
         Ok(value)
     } else {
-        Err(MsrFault)
+        Err(MsrFault::Invalid)
     }
 }
 
@@ -217,23 +157,32 @@ fn cpu_register(state: &mut State, index: u32) -> Option<&mut u64> {
     })
 }
 
+/// How `kvm_run` names a refusal.
+pub(crate) fn exit_reason(why: MsrFault) -> u32 {
+    match why {
+        MsrFault::Unknown => KVM_MSR_EXIT_REASON_UNKNOWN,
+        MsrFault::Invalid => KVM_MSR_EXIT_REASON_INVAL,
+        MsrFault::Forbidden => KVM_MSR_EXIT_REASON_FILTER,
+    }
+}
+
 /// A client reads an MSR.
 pub(crate) fn read(inner: &mut Inner, index: u32) -> Result<u64, MsrFault> {
     match cpu_register(&mut inner.cpu.state, index) {
         Some(register) => Ok(*register),
-        None => read_machine(&mut inner.machine, index),
+        None => read_machine(&mut inner.machine, index, false),
     }
 }
 
 /// A client writes an MSR.
 pub(crate) fn write(inner: &mut Inner, index: u32, value: u64) -> Result<(), MsrFault> {
     let value = match index {
-        EFER if value & !EFER_BITS != 0 => return Err(MsrFault),
+        EFER if value & !EFER_BITS != 0 => return Err(MsrFault::Invalid),
         LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE | SYSENTER_ESP | SYSENTER_EIP => {
             canonical(value)?
         }
         SFMASK | TSC_AUX => value & 0xffff_ffff,
-        PAT if !valid_pat(value) => return Err(MsrFault),
+        PAT if !valid_pat(value) => return Err(MsrFault::Invalid),
         _ => value,
     };
     match cpu_register(&mut inner.cpu.state, index) {
@@ -245,16 +194,18 @@ pub(crate) fn write(inner: &mut Inner, index: u32, value: u64) -> Result<(), Msr
     }
 }
 
-/// The clock's old and new MSRs are features of their own.
+/// The paravirtual MSRs are features of their own.
 fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
     let feature = match index {
         KVM_WALL_CLOCK | KVM_SYSTEM_TIME => cpuid::KVM_FEATURE_CLOCKSOURCE,
         KVM_WALL_CLOCK_NEW | KVM_SYSTEM_TIME_NEW => cpuid::KVM_FEATURE_CLOCKSOURCE2,
+        KVM_STEAL_TIME => cpuid::KVM_FEATURE_STEAL_TIME,
+        KVM_PV_EOI => cpuid::KVM_FEATURE_PV_EOI,
         _ => return Ok(()),
     };
     match machine.has_pv_feature(feature) {
         true => Ok(()),
-        false => Err(MsrFault),
+        false => Err(MsrFault::Unknown),
     }
 }
 
@@ -268,14 +219,14 @@ fn write_misc_enable(
     let old = machine.stored(MISC_ENABLE).unwrap_or(MISC_ENABLE_RESET);
     if by_guest {
         if (old ^ value) & MISC_ENABLE_READ_ONLY != 0 {
-            return Err(MsrFault);
+            return Err(MsrFault::Invalid);
         }
         value = value & !MISC_ENABLE_PERFMON | old & MISC_ENABLE_PERFMON;
     }
     let switches = (old ^ value) & MISC_ENABLE_MWAIT != 0;
     if switches && !machine.vm.quirks.has(KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT) {
         if cpuid::lookup(&machine.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_SSE3 == 0 {
-            return Err(MsrFault);
+            return Err(MsrFault::Invalid);
         }
         for entry in machine.cpuid.iter_mut().filter(|e| e.function == 1) {
             if value & MISC_ENABLE_MWAIT != 0 {
@@ -289,38 +240,55 @@ fn write_misc_enable(
     Ok(())
 }
 
+fn platform_info(machine: &VcpuMachine) -> u64 {
+    (machine.stored(PLATFORM_INFO)).unwrap_or(PLATFORM_INFO_CPUID_FAULT)
+}
+
+/// Whether the guest has made CPUID fault outside CPL 0.
+pub(crate) fn cpuid_faults(machine: &VcpuMachine) -> bool {
+    machine.msr(MISC_FEATURES) & MISC_FEATURES_CPUID_FAULT != 0
+}
+
 /// Reads an MSR that the CPU does not hold itself.
-pub(crate) fn read_machine(machine: &mut VcpuMachine, index: u32) -> Result<u64, MsrFault> {
+pub(crate) fn read_machine(
+    machine: &mut VcpuMachine,
+    index: u32,
+    by_guest: bool,
+) -> Result<u64, MsrFault> {
     let now = machine.vm.clock.now();
     check_pv_feature(machine, index)?;
+    if let Some(result) = machine.mce.read(index, by_guest) {
+        return result;
+    }
     Ok(match index {
         TSC => machine.guest_tsc(),
         TSC_ADJUST => machine.msr(TSC_ADJUST),
         APIC_BASE => machine.apic_base(),
         TSC_DEADLINE => (machine.common.lapic()).map_or(0, |lapic| lapic.tsc_deadline()),
-        X2APIC_FIRST..=X2APIC_LAST => machine
-            .common
-            .lapic()
-            .ok_or(MsrFault)?
-            .read_msr(index, now)
-            .map_err(|_| MsrFault)?,
+        X2APIC_FIRST..=X2APIC_LAST => {
+            machine.collect_pv_eoi();
+            let lapic = machine.common.lapic().ok_or(MsrFault::Invalid)?;
+            (lapic.read_msr(index, now)).map_err(|_| MsrFault::Invalid)?
+        }
         MTRR_CAP => MTRR_CAP_VALUE,
-        UCODE_REV => UCODE_REV_VALUE,
+        UCODE_REV => machine.stored(UCODE_REV).unwrap_or(UCODE_REV_RESET),
         MISC_ENABLE => machine.stored(MISC_ENABLE).unwrap_or(MISC_ENABLE_RESET),
-        PLATFORM_INFO => machine.stored(PLATFORM_INFO).unwrap_or(1 << 31),
+        PLATFORM_INFO if by_guest && !machine.vm.options.guest_reads_platform_info() => {
+            return Err(MsrFault::Invalid);
+        }
+        PLATFORM_INFO => platform_info(machine),
+        // A guest reads it if it has a performance monitor; a client may always.
+        PERF_CAPABILITIES if !by_guest => 0,
+        PERF_CAPABILITIES | SMBASE => return Err(MsrFault::Invalid),
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => machine.msr(KVM_SYSTEM_TIME_NEW),
         KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => machine.msr(KVM_WALL_CLOCK_NEW),
-        FEATURE_CONTROL | MISC_FEATURES | DEBUGCTL | MCG_STATUS | MTRR_DEF_TYPE | AMD_HWCR => {
-            machine.msr(index)
-        }
+        FEATURE_CONTROL | MISC_FEATURES | DEBUGCTL | MTRR_DEF_TYPE | AMD_HWCR | POWER_CTL
+        | SMI_COUNT | KVM_STEAL_TIME | KVM_PV_EOI => machine.msr(index),
         MTRR_PHYS_FIRST..=MTRR_PHYS_LAST
         | MTRR_FIX_64K
         | MTRR_FIX_16K..=MTRR_FIX_16K_LAST
         | MTRR_FIX_4K..=MTRR_FIX_4K_LAST => machine.msr(index),
-        // Guests probe these without asking CPUID. There are no counters.
-        P6_PERFCTR0 | P6_PERFCTR1 | P6_EVNTSEL0 | P6_EVNTSEL1 | K7_EVNTSEL0..=K7_PERFCTR3 => 0,
-        PLATFORM_ID | EBL_CR_POWERON | MCG_CAP | UCODE_WRITE | AMD_SYSCFG | AMD_NB_CFG => 0,
-        _ => return Err(MsrFault),
+        _ => return fixed::read(index).ok_or(MsrFault::Unknown),
     })
 }
 
@@ -333,21 +301,27 @@ pub(crate) fn write_machine(
 ) -> Result<(), MsrFault> {
     let now = machine.vm.clock.now();
     check_pv_feature(machine, index)?;
+    let sets_status = machine.msr(AMD_HWCR) & HWCR_MC_STATUS_WRITABLE != 0 && cpuid::host_is_amd();
+    if let Some(result) = machine.mce.write(index, value, by_guest, sets_status) {
+        return result;
+    }
     let only = |mask: u64| {
         if value & !mask == 0 {
             Ok(())
         } else {
-            Err(MsrFault)
+            Err(MsrFault::Invalid)
         }
     };
     match index {
+        TSC if !by_guest => {
+            machine.vm.clock.set_tsc(&mut machine.tsc, value, true);
+            machine.clock_page_changed();
+        }
         TSC => {
             let change = value.wrapping_sub(machine.guest_tsc());
             machine.move_tsc(change);
-            if by_guest {
-                let adjust = machine.msr(TSC_ADJUST).wrapping_add(change);
-                machine.store(TSC_ADJUST, adjust);
-            }
+            let adjust = machine.msr(TSC_ADJUST).wrapping_add(change);
+            machine.store(TSC_ADJUST, adjust);
         }
         TSC_ADJUST => {
             if by_guest {
@@ -364,12 +338,13 @@ pub(crate) fn write_machine(
             machine.carry_out(effect);
         }
         X2APIC_FIRST..=X2APIC_LAST => {
+            machine.collect_pv_eoi();
             let effect = machine
                 .common
                 .lapic()
-                .ok_or(MsrFault)?
+                .ok_or(MsrFault::Invalid)?
                 .write_msr(index, value, now)
-                .map_err(|_| MsrFault)?;
+                .map_err(|_| MsrFault::Invalid)?;
             machine.carry_out(effect);
         }
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => {
@@ -395,7 +370,7 @@ pub(crate) fn write_machine(
                 .iter()
                 .any(|kind| !matches!(kind, 0 | 1 | 4 | 5 | 6))
             {
-                return Err(MsrFault);
+                return Err(MsrFault::Invalid);
             }
             machine.store(index, value);
         }
@@ -407,7 +382,7 @@ pub(crate) fn write_machine(
         FEATURE_CONTROL => {
             // A guest may lock it, once. There is nothing else in here that it could switch on.
             if by_guest && machine.msr(FEATURE_CONTROL) & FEATURE_CONTROL_LOCKED != 0 {
-                return Err(MsrFault);
+                return Err(MsrFault::Invalid);
             }
             only(match by_guest {
                 true => FEATURE_CONTROL_LOCKED,
@@ -416,16 +391,38 @@ pub(crate) fn write_machine(
             machine.store(index, value);
         }
         // What is not there may be switched off, not on.
-        MISC_FEATURES | DEBUGCTL | MCG_STATUS => only(0)?,
+        DEBUGCTL => only(0)?,
+        MISC_FEATURES => {
+            only(match platform_info(machine) & PLATFORM_INFO_CPUID_FAULT {
+                0 => 0,
+                _ => MISC_FEATURES_CPUID_FAULT,
+            })?;
+            machine.store(index, value);
+        }
         // Three bits that old firmware sets have no effect; two are kept.
         AMD_HWCR => {
-            only(1 << 18 | 1 << 24 | 1 << 3 | 1 << 6 | 1 << 8)?;
-            machine.store(index, value & (1 << 18 | 1 << 24));
+            let kept = HWCR_MC_STATUS_WRITABLE | HWCR_TSC_FREQUENCY;
+            only(kept | 1 << 3 | 1 << 6 | 1 << 8)?;
+            machine.store(index, value & kept);
         }
-        PLATFORM_INFO if !by_guest => machine.store(index, value),
-        UCODE_WRITE | UCODE_REV => {}
-        P6_PERFCTR0 | P6_PERFCTR1 | P6_EVNTSEL0 | P6_EVNTSEL1 | K7_EVNTSEL0..=K7_PERFCTR3 => {}
-        _ => return Err(MsrFault),
+        PLATFORM_INFO => {
+            let takes_away = value & PLATFORM_INFO_CPUID_FAULT == 0 && cpuid_faults(machine);
+            if by_guest || takes_away {
+                return Err(MsrFault::Invalid);
+            }
+            machine.store(index, value);
+        }
+        POWER_CTL => machine.store(index, value),
+        // Nothing of the following is the guest's to change.
+        SMI_COUNT | SMBASE | PERF_CAPABILITIES if by_guest => return Err(MsrFault::Invalid),
+        SMI_COUNT => machine.store(index, value),
+        SMBASE => return Err(MsrFault::Invalid),
+        PERF_CAPABILITIES => only(0)?,
+        UCODE_REV if by_guest => {}
+        UCODE_REV => machine.store(index, value),
+        KVM_STEAL_TIME => machine.set_steal_time(value)?,
+        KVM_PV_EOI => machine.set_pv_eoi(value)?,
+        _ => return fixed::write(index, value),
     }
     Ok(())
 }

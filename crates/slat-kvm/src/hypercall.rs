@@ -1,0 +1,93 @@
+//! Hypercalls: what a guest asks for by VMCALL or VMMCALL (KVM's `Documentation/virt/kvm/x86/hypercalls.rst`).
+
+use crate::cpuid;
+use crate::machine::VcpuMachine;
+use slat::Gpa;
+use slat_irqchip::message::{DeliveryMode, Destination, Message};
+
+/// KVM_HC_VAPIC_POLL_IRQ, which does nothing.
+const POLL: u64 = 1;
+/// KVM_HC_KICK_CPU: wakes a vCPU that waits for a lock in a halt.
+const KICK_CPU: u64 = 5;
+/// KVM_HC_SEND_IPI: an interrupt to up to 128 vCPUs.
+const SEND_IPI: u64 = 10;
+/// KVM_HC_SCHED_YIELD: the guest waits for another vCPU.
+const SCHED_YIELD: u64 = 11;
+/// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. The client's business, if it wants to hear of it.
+pub(crate) const MAP_GPA_RANGE: u32 = 12;
+
+/// The answer to a hypercall that does not exist (-KVM_ENOSYS).
+const UNKNOWN: u64 = 1000u64.wrapping_neg();
+/// The answer to bad arguments (-KVM_EINVAL).
+const INVALID: u64 = 22u64.wrapping_neg();
+/// The answer where there is no interrupt controller (-KVM_EOPNOTSUPP).
+const NOT_SUPPORTED: u64 = 95u64.wrapping_neg();
+
+/// Logical destinations and shorthands, which KVM_HC_SEND_IPI does not have.
+const ICR_DESTINATION: u64 = 1 << 11 | 3 << 18;
+const ICR_ASSERT: u64 = 1 << 14;
+const ICR_LEVEL: u64 = 1 << 15;
+
+impl VcpuMachine {
+    /// Answers a hypercall. `None`: the client does.
+    pub(crate) fn answer_hypercall(
+        &mut self,
+        nr: u64,
+        args: [u64; 4],
+        long_mode: bool,
+    ) -> Option<u64> {
+        let map_gpa_range =
+            nr == MAP_GPA_RANGE.into() && self.vm.is_answered_by_client(MAP_GPA_RANGE);
+        match nr {
+            POLL => Some(0),
+            KICK_CPU if self.has_pv_feature(cpuid::KVM_FEATURE_PV_UNHALT) => {
+                self.vm.end_halt(args[1] as u32);
+                Some(0)
+            }
+            SEND_IPI if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SEND_IPI) => {
+                Some(self.send_ipi(args, long_mode))
+            }
+            // Which vCPU is to run is left to the host.
+            SCHED_YIELD if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SCHED_YIELD) => {
+                std::thread::yield_now();
+                Some(0)
+            }
+            _ if map_gpa_range => check_range(args),
+            _ => Some(UNKNOWN),
+        }
+    }
+
+    /// KVM_HC_SEND_IPI: a bit for each APIC id from `first` on, in two words. Returns how many vCPUs took the interrupt.
+    fn send_ipi(&self, [low, high, first, icr]: [u64; 4], long_mode: bool) -> u64 {
+        if icr & ICR_DESTINATION != 0 {
+            return INVALID;
+        }
+        if !self.vm.has_irqchip() {
+            return NOT_SUPPORTED;
+        }
+        let word = if long_mode { 64 } else { 32 };
+        let mut taken = 0;
+        for (bits, first) in [(low, first), (high, first.wrapping_add(word))] {
+            for bit in (0..word).filter(|bit| bits >> bit & 1 != 0) {
+                let Ok(id) = u32::try_from(first.wrapping_add(bit)) else {
+                    continue;
+                };
+                let message = Message {
+                    vector: icr as u8,
+                    mode: DeliveryMode::of(icr as u32),
+                    level: icr & ICR_LEVEL != 0,
+                    assert: icr & ICR_ASSERT != 0,
+                    destination: Destination::Physical(id),
+                };
+                taken += self.vm.send_message(None, &message).taken as u64;
+            }
+        }
+        taken
+    }
+}
+
+/// Whether the client is to be asked for a range: `None`, or the answer to bad arguments.
+fn check_range([gpa, pages, ..]: [u64; 4]) -> Option<u64> {
+    let end = Gpa(gpa).gfn().0.checked_add(pages);
+    (Gpa(gpa).offset() != 0 || pages == 0 || end.is_none()).then_some(INVALID)
+}

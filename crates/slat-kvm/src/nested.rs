@@ -1,0 +1,65 @@
+//! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE`: no guest has VMX or SVM, so there is only a header that says so.
+
+use crate::cpuid::host_is_amd;
+use crate::errno::{Result, fail};
+use crate::vcpu::VcpuObject;
+use kvm_bindings::*;
+
+/// Bytes of the header, which is all there is: what `KVM_CHECK_EXTENSION` answers.
+pub(crate) const SIZE: u32 = 128;
+/// Its words. The first one: flags and format of 16 bits, and the size.
+const WORDS: usize = (SIZE / 8) as usize;
+/// No address: there is no VMXON region and no current VMCS.
+const NO_ADDRESS: u64 = u64::MAX;
+
+/// A vCPU's nested state: format and flags, then what the format's header holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NestedState([u64; WORDS]);
+
+impl NestedState {
+    /// Its words, as a client sees them.
+    pub fn words(&self) -> &[u64; WORDS] {
+        &self.0
+    }
+}
+
+/// The state of a vCPU that has VMX, or on AMD's processors SVM, switched off.
+fn off() -> NestedState {
+    let mut words = [0; WORDS];
+    let (flags, format) = match host_is_amd() {
+        true => (KVM_STATE_NESTED_GIF_SET, KVM_STATE_NESTED_FORMAT_SVM),
+        false => (0, KVM_STATE_NESTED_FORMAT_VMX),
+    };
+    words[0] = u64::from(flags | format << 16) | u64::from(SIZE) << 32;
+    if !host_is_amd() {
+        (words[1], words[2]) = (NO_ADDRESS, NO_ADDRESS);
+    }
+    NestedState(words)
+}
+
+impl VcpuObject {
+    /// `KVM_GET_NESTED_STATE`.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child.
+    pub fn nested_state(&self) -> Result<NestedState> {
+        let _call = self.vm.begin()?;
+        Ok(off())
+    }
+
+    /// `KVM_SET_NESTED_STATE`: accepts the state of a vCPU without nested guest.
+    ///
+    /// # Errors
+    /// `EINVAL` for any other state, and for another vendor's.
+    pub fn set_nested_state(&self, header: &[u64; WORDS]) -> Result<()> {
+        let _call = self.vm.begin()?;
+        let NestedState(off) = off();
+        // The size may count pages of a nested guest's state, which then are not used.
+        let fits = header[0] >> 32 >= u64::from(SIZE) && header[0] as u32 == off[0] as u32;
+        let no_region = host_is_amd() || header[1..4] == off[1..4];
+        match fits && no_region {
+            true => Ok(()),
+            false => fail(libc::EINVAL),
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! What a client chooses for a VM (`KVM_ENABLE_CAP`), beyond what has a file of its own.
+
+use crate::errno::{Result, fail};
+use crate::msr_filter::MsrFilter;
+use kvm_bindings::*;
+use std::sync::RwLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+/// The choices of a VM.
+#[derive(Debug)]
+pub(crate) struct Options {
+    /// `KVM_CAP_EXCEPTION_PAYLOAD`: a client distinguishes exceptions that are pending from those being delivered.
+    exception_payload: AtomicBool,
+    /// `KVM_CAP_X86_TRIPLE_FAULT_EVENT`: triple faults are events.
+    triple_fault_event: AtomicBool,
+    /// `KVM_CAP_EXIT_ON_EMULATION_FAILURE`: an instruction that slat does not have ends `KVM_RUN` in user mode, too.
+    exit_on_emulation_failure: AtomicBool,
+    /// `KVM_CAP_MSR_PLATFORM_INFO`.
+    guest_reads_platform_info: AtomicBool,
+    /// `KVM_CAP_X86_USER_SPACE_MSR`: the refusals, a bit each, that the client answers.
+    user_space_msrs: AtomicU32,
+    /// `KVM_X86_SET_MSR_FILTER`. The flag spares those without a filter the lock.
+    has_msr_filter: AtomicBool,
+    msr_filter: RwLock<MsrFilter>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            exception_payload: AtomicBool::default(),
+            triple_fault_event: AtomicBool::default(),
+            exit_on_emulation_failure: AtomicBool::default(),
+            guest_reads_platform_info: AtomicBool::new(true),
+            user_space_msrs: AtomicU32::default(),
+            has_msr_filter: AtomicBool::default(),
+            msr_filter: RwLock::default(),
+        }
+    }
+}
+
+impl Options {
+    /// Takes one choice. `None`: the capability is none of these.
+    pub(crate) fn enable(&self, cap: u32, argument: u64) -> Option<Result<()>> {
+        let switch = match cap {
+            KVM_CAP_EXCEPTION_PAYLOAD => &self.exception_payload,
+            KVM_CAP_X86_TRIPLE_FAULT_EVENT => &self.triple_fault_event,
+            KVM_CAP_MSR_PLATFORM_INFO => &self.guest_reads_platform_info,
+            KVM_CAP_EXIT_ON_EMULATION_FAILURE if argument & !1 != 0 => {
+                return Some(fail(libc::EINVAL));
+            }
+            KVM_CAP_EXIT_ON_EMULATION_FAILURE => &self.exit_on_emulation_failure,
+            KVM_CAP_X86_USER_SPACE_MSR => {
+                if argument & !u64::from(KVM_MSR_EXIT_REASON_VALID_MASK) != 0 {
+                    return Some(fail(libc::EINVAL));
+                }
+                self.user_space_msrs
+                    .store(argument as u32, Ordering::Relaxed);
+                return Some(Ok(()));
+            }
+            _ => return None,
+        };
+        switch.store(argument != 0, Ordering::Relaxed);
+        Some(Ok(()))
+    }
+
+    pub(crate) fn exception_payload(&self) -> bool {
+        self.exception_payload.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn triple_fault_event(&self) -> bool {
+        self.triple_fault_event.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn exit_on_emulation_failure(&self) -> bool {
+        self.exit_on_emulation_failure.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn guest_reads_platform_info(&self) -> bool {
+        self.guest_reads_platform_info.load(Ordering::Relaxed)
+    }
+
+    /// Whether the client answers MSR accesses that are refused for `reason`, one of `KVM_MSR_EXIT_REASON_*`.
+    pub(crate) fn answers_msrs(&self, reason: u32) -> bool {
+        self.user_space_msrs.load(Ordering::Relaxed) & reason != 0
+    }
+
+    /// Whether the guest may access an MSR.
+    pub(crate) fn allows_msr(&self, msr: u32, write: bool) -> bool {
+        if !self.has_msr_filter.load(Ordering::Acquire) {
+            return true;
+        }
+        let filter = self.msr_filter.read();
+        filter
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+            .allows(msr, write)
+    }
+
+    /// Replaces the filter.
+    pub(crate) fn set_msr_filter(&self, filter: MsrFilter) {
+        let mut held = (self.msr_filter.write()).unwrap_or_else(|poisoned| poisoned.into_inner());
+        self.has_msr_filter
+            .store(!filter.allows_all(), Ordering::Release);
+        *held = filter;
+    }
+}

@@ -1,0 +1,413 @@
+//! Steal time (`KVM_FEATURE_STEAL_TIME`): how long a vCPU was ready to run while the host ran something else.
+//!
+//! As in KVM, that is what the host's scheduler counts for the thread that runs the vCPU: the second number of its `schedstat`.
+//! Clients may forbid that thread to read files (seccomp), so one thread of slat's own, the observer, reads them for all: every
+//! [`PERIOD`] while a vCPU is in `KVM_RUN`, and at once for a vCPU that comes back after a pause. It has a descriptor table of its
+//! own, so that the client never meets its descriptors.
+
+use crate::background::{self, Background};
+use crate::entered::thread_id;
+use crate::errno::{Result, no_memory};
+use crate::heap;
+use crate::machine::VcpuMachine;
+use crate::msr::{KVM_ENABLED, index};
+use crate::process::PerProcess;
+use crate::thread::bits;
+use slat::Shared;
+use slat_x86::MsrFault;
+use std::ffi::CStr;
+use std::io::Write as _;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How often the threads of running vCPUs are looked at.
+const PERIOD: Duration = Duration::from_millis(10);
+/// A vCPU that was out of `KVM_RUN` for longer waits for a new number.
+const PAUSE: Duration = Duration::from_micros(500);
+/// The longest such wait.
+const PATIENCE: Duration = Duration::from_millis(5);
+/// Rounds without a running vCPU after which the observer sleeps until it is called.
+const IDLE_ROUNDS: u32 = 16;
+
+/// The low bits of the MSR that have to be clear: the structure is aligned to 64 bytes.
+const RESERVED: u64 = 0x3e;
+/// Where the fields of the guest's structure are.
+const VERSION: u64 = 8;
+const PREEMPTED: u64 = 16;
+/// The vCPU does not run: `KVM_VCPU_PREEMPTED`.
+const PREEMPTED_NOW: u8 = 1;
+
+/// A thread that runs a vCPU, towards the observer.
+#[derive(Debug)]
+struct Thread {
+    id: usize,
+    /// It is in `KVM_RUN`, and not asleep in a halt.
+    runs: AtomicBool,
+    /// It wants a new number now.
+    asks: AtomicBool,
+    /// It runs the vCPU no more.
+    gone: AtomicBool,
+    /// Nanoseconds that it waited for a CPU, at the observer's last look.
+    waited: AtomicU64,
+}
+
+/// One entry of the observer's list.
+struct Observed {
+    thread: Shared<Thread>,
+    schedstat: Option<OwnedFd>,
+}
+
+#[derive(Default)]
+struct Observer {
+    threads: Mutex<Vec<Observed>>,
+    /// Somebody asks, or runs again while the observer sleeps.
+    called: Condvar,
+    /// The observer has answered everybody who asked.
+    answered: Condvar,
+    /// The observer sleeps until it is called.
+    parked: AtomicBool,
+    /// It cannot observe: there is no feature.
+    failed: AtomicBool,
+}
+
+static OBSERVER: PerProcess<Observer> = PerProcess::new();
+
+/// Starts the observer, before a client's filter for system calls could forbid it.
+pub(crate) fn prepare() {
+    if is_available() {
+        OBSERVER.get_or_start(background::start);
+    }
+}
+
+/// Whether the host counts what a thread waits.
+pub(crate) fn is_available() -> bool {
+    static COUNTS: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    let counts = *COUNTS.get_or_init(|| {
+        let file = open(c"/proc/thread-self/schedstat");
+        file.is_some_and(|file| numbers(&file).is_some_and(|[ran, _]| ran != 0))
+    });
+    let failed = || (OBSERVER.peek()).is_some_and(|it| it.failed.load(Ordering::Relaxed));
+    counts && !failed()
+}
+
+fn open(path: &CStr) -> Option<OwnedFd> {
+    let flags = libc::O_RDONLY | libc::O_CLOEXEC;
+    // SAFETY: a plain system call with a NUL-terminated path.
+    let fd = unsafe { libc::open(path.as_ptr(), flags) };
+    // SAFETY: a descriptor that has just been opened and that nobody else owns.
+    (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The first two numbers of a `schedstat` file: nanoseconds that the thread ran, and that it waited for a CPU.
+fn numbers(schedstat: &OwnedFd) -> Option<[u64; 2]> {
+    let mut text = [0u8; 64];
+    // SAFETY: the buffer and its length.
+    let len = unsafe {
+        libc::pread(
+            schedstat.as_raw_fd(),
+            text.as_mut_ptr().cast(),
+            text.len(),
+            0,
+        )
+    };
+    let text = std::str::from_utf8(text.get(..usize::try_from(len).ok()?)?).ok()?;
+    let mut numbers = text.split_ascii_whitespace().map(str::parse);
+    Some([numbers.next()?.ok()?, numbers.next()?.ok()?])
+}
+
+impl Observed {
+    /// Looks at the thread. One that has ended keeps its last number.
+    fn look(&mut self) {
+        if self.schedstat.is_none() {
+            // Without the heap: there is space for both numbers.
+            let mut path = [0u8; 64];
+            let (process, thread) = (std::process::id(), self.thread.id);
+            let mut rest = &mut path[..];
+            write!(rest, "/proc/{process}/task/{thread}/schedstat\0").expect("it fits");
+            let path = CStr::from_bytes_until_nul(&path).expect("it ends with NUL");
+            self.schedstat = open(path);
+        }
+        if let Some([_, waited]) = self.schedstat.as_ref().and_then(numbers) {
+            self.thread.waited.store(waited, Ordering::Relaxed);
+        }
+        self.thread.asks.store(false, Ordering::Release);
+    }
+}
+
+impl Observer {
+    fn lock(&self) -> MutexGuard<'_, Vec<Observed>> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Gives this thread a descriptor table of its own, without any descriptor. Returns whether it has one.
+fn leave_descriptors() -> bool {
+    const CLOSE_RANGE_UNSHARE: u32 = 2;
+    // SAFETY: a plain system call. It closes nothing in the table that other threads use.
+    unsafe { libc::syscall(libc::SYS_close_range, 0u32, u32::MAX, CLOSE_RANGE_UNSHARE) == 0 }
+}
+
+impl Background for Observer {
+    const NAME: &CStr = c"slat-steal";
+    const WITHOUT: &str = "guests' steal time will not advance";
+
+    fn run(&'static self) {
+        if !leave_descriptors() {
+            self.failed.store(true, Ordering::Relaxed);
+            return;
+        }
+        let mut threads = self.lock();
+        let mut idle = 0;
+        loop {
+            threads.retain(|observed| !observed.thread.gone.load(Ordering::Relaxed));
+            let mut busy = false;
+            for observed in &mut *threads {
+                let thread = &observed.thread;
+                let runs = thread.runs.load(Ordering::SeqCst);
+                busy |= runs;
+                if runs || thread.asks.load(Ordering::Acquire) {
+                    observed.look();
+                }
+            }
+            self.answered.notify_all();
+            idle = if busy { 0 } else { idle + 1 };
+            if idle < IDLE_ROUNDS {
+                let waited = self.called.wait_timeout(threads, PERIOD);
+                threads = waited.unwrap_or_else(PoisonError::into_inner).0;
+            } else if !self.parked.swap(true, Ordering::SeqCst) {
+                // Look once more: a vCPU may have begun to run before it could see that nobody looks.
+                continue;
+            } else {
+                let called = self.called.wait(threads);
+                threads = called.unwrap_or_else(PoisonError::into_inner);
+                idle = 0;
+            }
+        }
+    }
+}
+
+/// The steal time of a vCPU.
+#[derive(Debug, Default)]
+pub(crate) struct StealTime {
+    thread: Option<Shared<Thread>>,
+    /// What the guest has been told of `thread`; `None` before the first look at it.
+    told: Option<u64>,
+    /// The guest's structure has to be written though nothing was stolen.
+    changed: bool,
+    /// The guest's structure says that the vCPU does not run.
+    preempted: bool,
+    /// When the vCPU stopped running.
+    left: Option<Instant>,
+}
+
+impl StealTime {
+    /// Watches the calling thread, which is about to run the vCPU.
+    fn watch(&mut self, observer: &'static Observer) -> Result<Shared<Thread>> {
+        let id = thread_id();
+        if let Some(thread) = self.thread.as_ref().filter(|thread| thread.id == id) {
+            return Ok(thread.clone());
+        }
+        self.forget();
+        let thread = Shared::try_new(Thread {
+            id,
+            runs: AtomicBool::new(false),
+            asks: AtomicBool::new(true),
+            gone: AtomicBool::new(false),
+            waited: AtomicU64::new(0),
+        })
+        .map_err(no_memory)?;
+        let mut threads = observer.lock();
+        heap::reserve(&mut threads, 1)?;
+        threads.push(Observed {
+            thread: thread.clone(),
+            schedstat: None,
+        });
+        self.thread = Some(thread.clone());
+        Ok(thread)
+    }
+
+    /// The thread runs this vCPU no more. The observer closes what it has of it.
+    fn forget(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            thread.runs.store(false, Ordering::SeqCst);
+            thread.gone.store(true, Ordering::Relaxed);
+        }
+        (self.told, self.left) = (None, None);
+    }
+
+    /// The vCPU runs from now on, on this thread. Without memory to watch it, nothing is counted.
+    fn begin(&mut self) {
+        let Some(observer) = OBSERVER.peek() else {
+            return;
+        };
+        let Ok(thread) = self.watch(observer) else {
+            return;
+        };
+        thread.runs.store(true, Ordering::SeqCst);
+        let paused = self.left.is_none_or(|left| left.elapsed() >= PAUSE);
+        if !paused && !observer.parked.load(Ordering::SeqCst) {
+            return;
+        }
+        let mut threads = observer.lock();
+        thread.asks.store(paused, Ordering::Release);
+        observer.parked.store(false, Ordering::SeqCst);
+        observer.called.notify_one();
+        let until = Instant::now() + PATIENCE;
+        while thread.asks.load(Ordering::Acquire) && !observer.failed.load(Ordering::Relaxed) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let waited = observer.answered.wait_timeout(threads, left);
+            threads = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn end(&mut self) {
+        if let Some(thread) = &self.thread {
+            thread.runs.store(false, Ordering::SeqCst);
+            self.left = Some(Instant::now());
+        }
+    }
+
+    /// What was stolen since the guest was told last, and what it will have been told then.
+    fn stolen(&mut self) -> Option<(u64, u64)> {
+        let thread = self.thread.as_ref()?;
+        if self.told.is_none() && thread.asks.load(Ordering::Acquire) {
+            return None;
+        }
+        let waited = thread.waited.load(Ordering::Relaxed);
+        let told = *self.told.get_or_insert(waited);
+        Some((waited.saturating_sub(told), waited))
+    }
+}
+
+impl Drop for StealTime {
+    fn drop(&mut self) {
+        self.forget();
+    }
+}
+
+impl VcpuMachine {
+    /// The guest-physical address of the guest's structure, if it wants one.
+    fn steal_time_address(&self) -> Option<u64> {
+        let value = self.msr(index::KVM_STEAL_TIME);
+        (value & KVM_ENABLED != 0).then_some(value & !(RESERVED | KVM_ENABLED))
+    }
+
+    /// Writes the MSR.
+    pub(crate) fn set_steal_time(&mut self, value: u64) -> std::result::Result<(), MsrFault> {
+        if value & RESERVED != 0 || !is_available() {
+            return Err(MsrFault::Invalid);
+        }
+        self.store(index::KVM_STEAL_TIME, value);
+        self.steal.changed = value & KVM_ENABLED != 0;
+        self.common.attention.raise(bits::RETRY);
+        Ok(())
+    }
+
+    /// Call before the vCPU runs: in `KVM_RUN`, and after a halt. The vCPU is not entered.
+    pub(crate) fn begin_to_run(&mut self) {
+        if self.steal_time_address().is_some() {
+            self.steal.begin();
+        }
+    }
+
+    /// Call when the vCPU, which is entered, stops running: before a halt, and before `KVM_RUN` returns.
+    pub(crate) fn stop_running(&mut self) {
+        if let Some(address) = self.steal_time_address() {
+            self.steal.end();
+            // As with KVM, the version says how often the vCPU has begun to run.
+            self.steal.changed = true;
+            self.steal.preempted = self.write_guest(address + PREEMPTED, &[PREEMPTED_NOW]);
+        }
+    }
+
+    /// Tells the guest what was stolen since it was told last. The vCPU is entered. A structure that is not memory is skipped.
+    pub(crate) fn write_steal_time(&mut self) {
+        let Some(address) = self.steal_time_address() else {
+            return;
+        };
+        if self.steal.thread.is_none() {
+            // The guest has just asked for it.
+            self.outside(|machine| machine.steal.begin());
+        }
+        if std::mem::take(&mut self.steal.preempted) {
+            self.write_guest(address + PREEMPTED, &[0]);
+        }
+        let Some((stolen, waited)) = self.steal.stolen() else {
+            return;
+        };
+        if !std::mem::take(&mut self.steal.changed) && stolen == 0 {
+            return;
+        }
+        let words = (
+            self.read_guest_word(address),
+            self.read_guest_word(address + VERSION),
+        );
+        let (Some(before), Some(version)) = words else {
+            return;
+        };
+        // The version is odd while the rest changes.
+        let odd = (version as u32).wrapping_add(1) | 1;
+        if self.write_guest(address + VERSION, &odd.to_le_bytes())
+            && self.write_guest(address, &before.wrapping_add(stolen).to_le_bytes())
+            && self.write_guest(address + VERSION, &odd.wrapping_add(1).to_le_bytes())
+        {
+            self.steal.told = Some(waited);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two threads on one CPU: each waits while the other one runs.
+    #[test]
+    fn the_observer_sees_a_thread_wait() {
+        prepare();
+        if !is_available() {
+            return;
+        }
+        // SAFETY: sets of CPUs on the stack.
+        let pin = || unsafe {
+            let mut set = std::mem::zeroed();
+            libc::sched_getaffinity(0, size_of_val(&set), &mut set);
+            let first = (0..libc::CPU_SETSIZE as usize).find(|cpu| libc::CPU_ISSET(*cpu, &set));
+            let mut one = std::mem::zeroed();
+            libc::CPU_SET(first.unwrap(), &mut one);
+            libc::sched_setaffinity(0, size_of_val(&one), &one);
+        };
+        let spins = |time| {
+            let begin = Instant::now();
+            while begin.elapsed() < time {
+                std::hint::spin_loop();
+            }
+        };
+        let test = move || {
+            pin();
+            let mut steal = StealTime::default();
+            steal.begin();
+            let begin = Instant::now();
+            let (mut stolen, other) = (
+                0,
+                std::thread::spawn(move || {
+                    pin();
+                    spins(Duration::from_millis(100));
+                }),
+            );
+            while stolen < 10_000_000 && begin.elapsed() < Duration::from_secs(60) {
+                spins(Duration::from_millis(1));
+                stolen = steal.stolen().map_or(0, |(stolen, _)| stolen);
+            }
+            other.join().unwrap();
+            (stolen, begin.elapsed())
+        };
+        let (stolen, wall) = std::thread::spawn(test).join().unwrap();
+        assert!(stolen >= 10_000_000, "{stolen} ns in {wall:?}");
+        assert!(u128::from(stolen) <= wall.as_nanos());
+    }
+}

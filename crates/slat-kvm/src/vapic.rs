@@ -1,0 +1,98 @@
+//! The task priority in guest memory (`KVM_SET_VAPIC_ADDR`): what a client patches into guests that write the APIC's register very
+//! often. The guest reads and writes a word; KVM, and slat, copy it from and to the APIC around every stretch of guest code.
+
+use crate::entered::Entered;
+use crate::errno::{Result, fail};
+use crate::machine::VcpuMachine;
+use crate::vcpu::{Inner, VcpuObject};
+use kvm_bindings::*;
+use slat_irqchip::lapic::{Lapic, reg};
+
+/// The highest vector in one of the APIC's bit arrays, or 0.
+fn highest(lapic: &Lapic, array: u32, now: u64) -> u32 {
+    let words = (0..8).rev().map(|n| (n, lapic.read(array + 16 * n, now)));
+    let found = words.into_iter().find(|(_, word)| *word != 0);
+    found.map_or(0, |(n, word)| 32 * n + word.ilog2())
+}
+
+impl VcpuMachine {
+    /// Writes the word: the task priority, the class of the vector in service, and the highest pending vector. The vCPU is entered.
+    fn write_vapic(&mut self, address: u64) {
+        let now = self.vm.clock.now();
+        let Some(word) = self.common.lapic().map(|lapic| {
+            let in_service = highest(&lapic, reg::ISR, now) & 0xf0;
+            lapic.read(reg::TPR, now) & 0xff
+                | in_service << 8
+                | highest(&lapic, reg::IRR, now) << 24
+        }) else {
+            return;
+        };
+        self.write_guest(address, &word.to_le_bytes());
+    }
+}
+
+impl Inner {
+    /// Call before guest code runs.
+    pub(crate) fn vapic_to_guest(&mut self) {
+        if let Some(address) = self.machine.vapic {
+            self.sync_cr8_to_lapic();
+            self.machine.write_vapic(address);
+        }
+    }
+
+    /// Call after guest code has run: the guest may have another task priority.
+    pub(crate) fn vapic_from_guest(&mut self) {
+        let Some(address) = self.machine.vapic else {
+            return;
+        };
+        let Some(word) = self.machine.read_guest_word(address & !7) else {
+            return;
+        };
+        // The guest may have used CR8 instead.
+        self.sync_cr8_to_lapic();
+        let (now, priority) = (
+            self.machine.vm.clock.now(),
+            (word >> (8 * (address % 8))) as u8,
+        );
+        if let Some(mut lapic) = self.machine.common.lapic() {
+            lapic.write(reg::TPR, priority.into(), now);
+        }
+        self.sync_cr8_from_lapic();
+    }
+}
+
+impl VcpuObject {
+    /// `KVM_SET_VAPIC_ADDR`: where the guest's word is; 0 for none.
+    ///
+    /// # Errors
+    /// `EINVAL` without interrupt controller, and for an address that is not memory.
+    pub fn set_vapic_address(&self, vapic: &kvm_vapic_addr) -> Result<()> {
+        let mut inner = self.lock()?;
+        let address = vapic.vapic_addr;
+        if self.common().lapic().is_none() {
+            return fail(libc::EINVAL);
+        }
+        if address != 0 {
+            let mut inner = Entered::enter(&mut *inner);
+            // The word has to be in one page, and in one of the words that are read.
+            if address % 8 > 4 || inner.machine.read_guest_word(address & !7).is_none() {
+                return fail(libc::EINVAL);
+            }
+        }
+        inner.machine.vapic = (address != 0).then_some(address);
+        Ok(())
+    }
+
+    /// `KVM_TPR_ACCESS_REPORTING`: accepted. Accesses to the task priority leave `KVM_RUN` as little as with a KVM whose processor
+    /// has a virtual APIC.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags.
+    pub fn set_tpr_access_reporting(&self, control: &kvm_tpr_access_ctl) -> Result<()> {
+        let _call = self.vm.begin()?;
+        match control.flags {
+            0 => Ok(()),
+            _ => fail(libc::EINVAL),
+        }
+    }
+}
