@@ -290,7 +290,6 @@ impl VcpuObject {
         if allowed && let Some(vector) = self.next_interrupt(inner, has_external) {
             common.exits.irq_injections.add(1);
             inner.cpu.inject_interrupt(vector);
-            inner.machine.offer_pv_eoi();
             // Another one may wait behind it: come out as soon as it could be taken.
             inner.cpu.interrupt_window = self.has_interrupt(inner);
             return Ok(true);
@@ -316,6 +315,10 @@ impl VcpuObject {
         let mut lapic = self.common().lapic()?;
         let vector = lapic.pending()?;
         lapic.accept(vector);
+        drop(lapic);
+        if !self.vm.waits_for_end(vector) {
+            inner.machine.offer_pv_eoi();
+        }
         Some(vector)
     }
 

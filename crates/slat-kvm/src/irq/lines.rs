@@ -135,19 +135,26 @@ impl VmObject {
         self.routes().gsi_of(Target::IoApic(pin as u8))
     }
 
-    /// Call after a guest's end of interrupt at its local APIC, with that unlocked. True: the client has to hear of it
-    /// (`KVM_EXIT_IOAPIC_EOI`).
-    pub(crate) fn end_of_interrupt(&self, vector: u8, level: bool) -> bool {
+    /// Whether an I/O APIC, or a client that has it, waits for the end of interrupts with this vector.
+    pub(crate) fn waits_for_end(&self, vector: u8) -> bool {
         match self.interrupts.model.get() {
-            Some(Model::Pc(chips)) => {
-                if chips.ioapic_has(vector) {
-                    chips.end_of_interrupt(self, vector, level);
-                }
-                false
-            }
+            Some(Model::Pc(chips)) => chips.ioapic_has(vector),
             Some(Model::Split { reported, .. }) => reported.contains(vector),
             None => false,
         }
+    }
+
+    /// Call after a guest's end of interrupt at its local APIC, with that unlocked. True: the client has to hear of it
+    /// (`KVM_EXIT_IOAPIC_EOI`).
+    pub(crate) fn end_of_interrupt(&self, vector: u8, level: bool) -> bool {
+        if !self.waits_for_end(vector) {
+            return false;
+        }
+        let chips = self.interrupts.chips();
+        if let Some(chips) = chips {
+            chips.end_of_interrupt(self, vector, level);
+        }
+        chips.is_none()
     }
 
     /// Tells those who wait for it that the guest has ended interrupts. No controller is locked.
