@@ -88,6 +88,7 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_VAPIC
         | KVM_CAP_SYS_ATTRIBUTES
         | KVM_CAP_VCPU_ATTRIBUTES => 1,
+        KVM_CAP_X86_DISABLE_EXITS => crate::options::DISABLED_EXITS,
         KVM_CAP_NESTED_STATE => crate::nested::SIZE,
         KVM_CAP_MCE => crate::msr::mce::MAX_BANKS,
         KVM_CAP_IRQ_ROUTING => MAX_ROUTES,

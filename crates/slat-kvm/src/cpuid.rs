@@ -241,6 +241,16 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     Ok(entries)
 }
 
+/// Removes one of KVM's paravirtual features from a client's table.
+pub(crate) fn remove_kvm_feature(table: &mut [kvm_cpuid_entry2], bit: u32) {
+    for entry in table
+        .iter_mut()
+        .filter(|entry| entry.function == KVM_FEATURES_LEAF)
+    {
+        entry.eax &= !(1 << bit);
+    }
+}
+
 /// What the guest's CPUID instruction reads: the client's table, with the bits that follow from the CPU's state.
 pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
     let matches = |entry: &&kvm_cpuid_entry2, leaf: u32| {

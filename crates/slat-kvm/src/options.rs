@@ -6,6 +6,12 @@ use kvm_bindings::*;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+/// What `KVM_CHECK_EXTENSION` answers for `KVM_CAP_X86_DISABLE_EXITS`. PAUSE never ends `KVM_RUN`.
+pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISABLE_EXITS_PAUSE;
+/// The exits that a client may name.
+const KNOWN_EXITS: u64 =
+    (DISABLED_EXITS | KVM_X86_DISABLE_EXITS_MWAIT | KVM_X86_DISABLE_EXITS_CSTATE) as u64;
+
 /// The choices of a VM.
 #[derive(Debug)]
 pub(crate) struct Options {
@@ -15,6 +21,8 @@ pub(crate) struct Options {
     triple_fault_event: AtomicBool,
     /// `KVM_CAP_EXIT_ON_EMULATION_FAILURE`: an instruction that slat does not have ends `KVM_RUN` in user mode, too.
     exit_on_emulation_failure: AtomicBool,
+    /// `KVM_CAP_X86_DISABLE_EXITS` with `KVM_X86_DISABLE_EXITS_HLT`: halts do not end `KVM_RUN`.
+    halts_inside: AtomicBool,
     /// `KVM_CAP_MSR_PLATFORM_INFO`.
     guest_reads_platform_info: AtomicBool,
     /// `KVM_CAP_X86_USER_SPACE_MSR`: the refusals, a bit each, that the client answers.
@@ -30,6 +38,7 @@ impl Default for Options {
             exception_payload: AtomicBool::default(),
             triple_fault_event: AtomicBool::default(),
             exit_on_emulation_failure: AtomicBool::default(),
+            halts_inside: AtomicBool::default(),
             guest_reads_platform_info: AtomicBool::new(true),
             user_space_msrs: AtomicU32::default(),
             has_msr_filter: AtomicBool::default(),
@@ -49,6 +58,16 @@ impl Options {
                 return Some(fail(libc::EINVAL));
             }
             KVM_CAP_EXIT_ON_EMULATION_FAILURE => &self.exit_on_emulation_failure,
+            KVM_CAP_X86_DISABLE_EXITS if argument & !KNOWN_EXITS != 0 => {
+                return Some(fail(libc::EINVAL));
+            }
+            KVM_CAP_X86_DISABLE_EXITS => {
+                // For good, as in KVM; what the CPU does not offer is ignored.
+                if argument & u64::from(KVM_X86_DISABLE_EXITS_HLT) != 0 {
+                    self.halts_inside.store(true, Ordering::Relaxed);
+                }
+                return Some(Ok(()));
+            }
             KVM_CAP_X86_USER_SPACE_MSR => {
                 if argument & !u64::from(KVM_MSR_EXIT_REASON_VALID_MASK) != 0 {
                     return Some(fail(libc::EINVAL));
@@ -73,6 +92,10 @@ impl Options {
 
     pub(crate) fn exit_on_emulation_failure(&self) -> bool {
         self.exit_on_emulation_failure.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn halts_inside(&self) -> bool {
+        self.halts_inside.load(Ordering::Relaxed)
     }
 
     pub(crate) fn guest_reads_platform_info(&self) -> bool {

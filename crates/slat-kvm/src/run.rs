@@ -269,6 +269,9 @@ impl VcpuObject {
                 self.common().exits.halt_wakeup.add(1);
                 break;
             }
+            if self.common().lapic().is_none() && self.opens_window(inner, true) {
+                return Ok(false);
+            }
             self.block(inner, masked)?;
         }
         let common = self.common();
@@ -529,7 +532,7 @@ impl VcpuObject {
                 }
             }
             Exit::Hlt => {
-                if self.vm.has_irqchip() {
+                if self.vm.has_irqchip() || self.vm.options.halts_inside() {
                     inner.mp_state = KVM_MP_STATE_HALTED;
                     return Ok(Next::Again);
                 }

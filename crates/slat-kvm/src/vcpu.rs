@@ -12,7 +12,7 @@ use crate::stats::Exits;
 use crate::thread::bits;
 use crate::ticker::{self, Alarm, Client};
 use crate::vm::VmObject;
-use crate::{clock, events, fpu, heap, msr, regs, steal_time};
+use crate::{clock, cpuid, events, fpu, heap, msr, regs, steal_time};
 use kvm_bindings::*;
 use slat::{Attention, DirtyRing, Shared, VcpuStats};
 use slat_irqchip::lapic::{
@@ -474,7 +474,11 @@ impl VcpuObject {
     ///
     /// # Errors
     /// `EINVAL` when the vCPU has run and the table is another one.
-    pub fn set_cpuid(&self, table: Vec<kvm_cpuid_entry2>) -> Result<()> {
+    pub fn set_cpuid(&self, mut table: Vec<kvm_cpuid_entry2>) -> Result<()> {
+        if self.vm.options.halts_inside() {
+            // Another vCPU cannot end a halt that nobody sees.
+            cpuid::remove_kvm_feature(&mut table, cpuid::KVM_FEATURE_PV_UNHALT);
+        }
         let mut inner = self.lock()?;
         if inner.has_run && inner.machine.cpuid != table {
             return fail(libc::EINVAL);
@@ -522,7 +526,8 @@ impl VcpuObject {
         self.accept_init_sipi(&mut inner);
         let kicked = self.common.signals.load(Ordering::SeqCst) & VcpuCommon::UNHALT != 0;
         let mp_state = match inner.mp_state {
-            KVM_MP_STATE_HALTED if kicked => KVM_MP_STATE_RUNNABLE,
+            // Without local APIC there is no other state for clients.
+            KVM_MP_STATE_HALTED if kicked || self.common.lapic.is_none() => KVM_MP_STATE_RUNNABLE,
             state => state,
         };
         Ok(kvm_mp_state { mp_state })

@@ -544,6 +544,206 @@ const USES: &[Use] = &[
             Kvm::new().unwrap().create_vm_with_type(vm_type).unwrap();
         }
     }),
+    (KVM_CAP_MCE, |banks| {
+        let (_, vcpu) = objects();
+        let mut supported = 0u64;
+        let address = &raw mut supported as u64;
+        let system = Object::system();
+        (system.ioctl(abi::KVM_X86_GET_MCE_CAP_SUPPORTED, address)).unwrap();
+        let mut capabilities = supported | banks as u64;
+        let address = &raw mut capabilities as u64;
+        vcpu.ioctl(abi::KVM_X86_SETUP_MCE, address).unwrap();
+        let error = kvm_x86_mce {
+            bank: banks as u8 - 1,
+            status: 1 << 63 | 1,
+            ..Default::default()
+        };
+        let address = &raw const error as u64;
+        vcpu.ioctl(abi::KVM_X86_SET_MCE, address).unwrap();
+        capabilities += 1;
+        let address = &raw mut capabilities as u64;
+        let refused = vcpu.ioctl(abi::KVM_X86_SETUP_MCE, address);
+        assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
+    }),
+    (KVM_CAP_VAPIC, |_| {
+        let guest = Guest::with(SPIN, |vm| vm.create_irq_chip().unwrap());
+        let (_, without_apic) = objects();
+        let vapic = kvm_vapic_addr { vapic_addr: DATA };
+        let address = &raw const vapic as u64;
+        let refused = without_apic.ioctl(abi::KVM_SET_VAPIC_ADDR, address);
+        assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
+        drop(guest);
+    }),
+    (KVM_CAP_TSC_CONTROL, |_| {
+        let (_, vcpu) = objects();
+        vcpu.ioctl(abi::KVM_SET_TSC_KHZ, 1_000_000).unwrap();
+        let khz = vcpu.ioctl(abi::KVM_GET_TSC_KHZ, 0);
+        assert!(matches!(khz, Ok(Answer::Value(1_000_000))));
+    }),
+    (KVM_CAP_VM_TSC_CONTROL, |_| {
+        let (vm, _) = objects();
+        vm.ioctl(abi::KVM_SET_TSC_KHZ, 1_000_000).unwrap();
+        let Ok(Answer::Created(vcpu, _)) = vm.ioctl(abi::KVM_CREATE_VCPU, 1) else {
+            panic!()
+        };
+        let khz = vcpu.ioctl(abi::KVM_GET_TSC_KHZ, 0);
+        assert!(matches!(khz, Ok(Answer::Value(1_000_000))));
+    }),
+    (KVM_CAP_DISABLE_QUIRKS, |_| {
+        assert_eq!(enable(&vm(), KVM_CAP_DISABLE_QUIRKS, u64::MAX), 0);
+    }),
+    (KVM_CAP_VCPU_ATTRIBUTES, |_| {
+        let (_, vcpu) = objects();
+        let mut offset = 0u64;
+        let mut attribute = kvm_device_attr {
+            group: KVM_VCPU_TSC_CTRL,
+            attr: KVM_VCPU_TSC_OFFSET.into(),
+            addr: &raw mut offset as u64,
+            ..Default::default()
+        };
+        let address = &raw mut attribute as u64;
+        for request in [
+            abi::KVM_HAS_DEVICE_ATTR,
+            abi::KVM_GET_DEVICE_ATTR,
+            abi::KVM_SET_DEVICE_ATTR,
+        ] {
+            vcpu.ioctl(request, address).unwrap();
+        }
+        assert_ne!(offset, 0);
+    }),
+    (KVM_CAP_SYS_ATTRIBUTES, |_| {
+        let mut components = 0u64;
+        let mut attribute = kvm_device_attr {
+            attr: KVM_X86_XCOMP_GUEST_SUPP.into(),
+            addr: &raw mut components as u64,
+            ..Default::default()
+        };
+        let address = &raw mut attribute as u64;
+        let system = Object::system();
+        system.ioctl(abi::KVM_HAS_DEVICE_ATTR, address).unwrap();
+        system.ioctl(abi::KVM_GET_DEVICE_ATTR, address).unwrap();
+        assert_eq!(components & 3, 3);
+        attribute.attr += 1;
+        let address = &raw mut attribute as u64;
+        let refused = system.ioctl(abi::KVM_HAS_DEVICE_ATTR, address);
+        assert_eq!(refused.unwrap_err().errno(), libc::ENXIO);
+    }),
+    (KVM_CAP_NESTED_STATE, |size| {
+        let (_, vcpu) = objects();
+        let mut state = vec![0u64; size as usize / 8];
+        state[0] = (size as u64 - 1) << 32;
+        let address = state.as_mut_ptr() as u64;
+        let refused = vcpu.ioctl(abi::KVM_GET_NESTED_STATE, address);
+        assert_eq!(refused.unwrap_err().errno(), libc::E2BIG);
+        // Now it says how much room it needs.
+        vcpu.ioctl(abi::KVM_GET_NESTED_STATE, address).unwrap();
+        vcpu.ioctl(abi::KVM_SET_NESTED_STATE, address).unwrap();
+        state[0] |= u64::from(KVM_STATE_NESTED_GUEST_MODE);
+        let refused = vcpu.ioctl(abi::KVM_SET_NESTED_STATE, address);
+        assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
+    }),
+    (KVM_CAP_MSR_PLATFORM_INFO, |_| {
+        // mov ecx, 0xce; rdmsr; hlt
+        let code = [0x66, 0xb9, 0xce, 0, 0, 0, 0x0f, 0x32, 0xf4];
+        let mut guest = halts(&code);
+        assert_eq!(guest.vcpu.get_regs().unwrap().rax, 1 << 31);
+        assert_eq!(enable(&guest.vm, KVM_CAP_MSR_PLATFORM_INFO, 0), 0);
+        guest.memory.write(13 * 4, &[0x00, 0x20, 0, 0]);
+        guest.memory.write(0x2000, &[0xf4]);
+        start_at_code(&guest.vcpu);
+        assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+        assert_eq!(guest.vcpu.get_regs().unwrap().rip, 0x2001);
+    }),
+    (KVM_CAP_EXCEPTION_PAYLOAD, |_| {
+        // The handler of #PF, which halts.
+        let mut guest = Guest::new(SPIN);
+        guest.memory.write(14 * 4, &[0x00, 0x20, 0, 0]);
+        guest.memory.write(0x2000, &[0xf4]);
+        let mut events = guest.vcpu.get_vcpu_events().unwrap();
+        events.flags |= KVM_VCPUEVENT_VALID_PAYLOAD;
+        (events.exception.pending, events.exception.nr) = (1, 14);
+        (events.exception_has_payload, events.exception_payload) = (1, 0x1234);
+        let refused = guest.vcpu.set_vcpu_events(&events);
+        assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
+        assert_eq!(enable(&guest.vm, KVM_CAP_EXCEPTION_PAYLOAD, 1), 0);
+        guest.vcpu.set_vcpu_events(&events).unwrap();
+        assert_eq!(guest.vcpu.get_vcpu_events().unwrap(), events);
+        assert_eq!(guest.vcpu.get_sregs().unwrap().cr2, 0);
+        assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+        assert_eq!(guest.vcpu.get_regs().unwrap().rip, 0x2001);
+        assert_eq!(guest.vcpu.get_sregs().unwrap().cr2, 0x1234);
+    }),
+    (KVM_CAP_X86_TRIPLE_FAULT_EVENT, |_| {
+        let mut guest = Guest::new(&[0xf4]);
+        let mut events = guest.vcpu.get_vcpu_events().unwrap();
+        events.flags |= KVM_VCPUEVENT_VALID_TRIPLE_FAULT;
+        events.triple_fault.pending = 1;
+        let refused = guest.vcpu.set_vcpu_events(&events);
+        assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
+        assert_eq!(enable(&guest.vm, KVM_CAP_X86_TRIPLE_FAULT_EVENT, 1), 0);
+        guest.vcpu.set_vcpu_events(&events).unwrap();
+        guest.vcpu.set_kvm_immediate_exit(1);
+        assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+        guest.vcpu.set_kvm_immediate_exit(0);
+        assert_eq!(guest.vcpu.get_vcpu_events().unwrap(), events);
+        assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Shutdown));
+        let after = guest.vcpu.get_vcpu_events().unwrap();
+        assert_eq!(after.triple_fault.pending, 0);
+        assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+    }),
+    (KVM_CAP_EXIT_ON_EMULATION_FAILURE, |_| {
+        let vm = vm();
+        let errno = enable(&vm, KVM_CAP_EXIT_ON_EMULATION_FAILURE, 2);
+        assert_eq!(errno, libc::EINVAL);
+        assert_eq!(enable(&vm, KVM_CAP_EXIT_ON_EMULATION_FAILURE, 1), 0);
+    }),
+    (KVM_CAP_X86_DISABLE_EXITS, |exits| {
+        // sti; hlt: the halt lasts until the interrupt, whose handler puts a byte out.
+        let mut guest = Guest::new(&[0xfb, 0xf4]);
+        let refused = enable(&guest.vm, KVM_CAP_X86_DISABLE_EXITS, 1 << 8);
+        assert_eq!(refused, libc::EINVAL);
+        let allowed = enable(&guest.vm, KVM_CAP_X86_DISABLE_EXITS, exits as u64);
+        assert_eq!(allowed, 0);
+        guest.memory.write(0x20 * 4, &[0x00, 0x20, 0, 0]);
+        guest.memory.write(0x2000, &[0xe6, 0x10]);
+        guest.vcpu.get_kvm_run().request_interrupt_window = 1;
+        let exit = guest.vcpu.run().unwrap();
+        assert!(matches!(exit, VcpuExit::IrqWindowOpen), "{exit:?}");
+        assert_eq!(guest.vcpu.get_regs().unwrap().rip, CODE + 2);
+        guest.vcpu.get_kvm_run().request_interrupt_window = 0;
+        guest.vcpu.interrupt(0x20).unwrap();
+        let exit = guest.vcpu.run().unwrap();
+        assert!(matches!(exit, VcpuExit::IoOut(0x10, _)), "{exit:?}");
+    }),
+    (KVM_CAP_X86_USER_SPACE_MSR, |_| {
+        // mov ecx, 0x12345678; rdmsr; hlt
+        let code = [0x66, 0xb9, 0x78, 0x56, 0x34, 0x12, 0x0f, 0x32, 0xf4];
+        let mut guest = Guest::new(&code);
+        let reasons = KVM_MSR_EXIT_REASON_UNKNOWN;
+        assert_eq!(
+            enable(&guest.vm, KVM_CAP_X86_USER_SPACE_MSR, reasons.into()),
+            0
+        );
+        match guest.vcpu.run().unwrap() {
+            VcpuExit::X86Rdmsr(read) => {
+                assert_eq!((read.index, *read.error), (0x1234_5678, 0));
+                assert_eq!(read.reason.bits(), reasons);
+                *read.data = 7 << 32 | 8;
+            }
+            other => panic!("{other:?}"),
+        }
+        assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+        let regs = guest.vcpu.get_regs().unwrap();
+        assert_eq!((regs.rdx, regs.rax), (7, 8));
+        let errno = enable(&guest.vm, KVM_CAP_X86_USER_SPACE_MSR, 8);
+        assert_eq!(errno, libc::EINVAL);
+    }),
+    (KVM_CAP_X86_MSR_FILTER, |_| {
+        let (vm, _) = objects();
+        let filter = kvm_msr_filter::default();
+        let address = &raw const filter as u64;
+        vm.ioctl(abi::KVM_X86_SET_MSR_FILTER, address).unwrap();
+    }),
     (KVM_CAP_PRE_FAULT_MEMORY, |_| {
         let guest = Guest::new(SPIN);
         let mut range = kvm_pre_fault_memory {

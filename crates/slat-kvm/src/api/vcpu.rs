@@ -5,7 +5,7 @@ use crate::errno::{Result, fail, no_memory};
 use crate::run_page::{MMAP_SIZE, PAGE, PIO_OFFSET, RunPage};
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
-use kvm_ioctls::{HypercallExit, SyncReg, VcpuExit};
+use kvm_ioctls::{HypercallExit, MsrExitReason, ReadMsrExit, SyncReg, VcpuExit, WriteMsrExit};
 use slat::Shared;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
@@ -369,6 +369,26 @@ impl VcpuFd {
                     // SAFETY: both fields of the union are plain.
                     longmode: unsafe { hypercall.__bindgen_anon_1.longmode },
                 })
+            }
+            reason @ (KVM_EXIT_X86_RDMSR | KVM_EXIT_X86_WRMSR) => {
+                // SAFETY: the field that this exit reason fills in.
+                let msr = unsafe { &mut run.__bindgen_anon_1.msr };
+                let (index, error, data) = (msr.index, &mut msr.error, &mut msr.data);
+                let why = MsrExitReason::from_bits_truncate(msr.reason);
+                match reason {
+                    KVM_EXIT_X86_RDMSR => VcpuExit::X86Rdmsr(ReadMsrExit {
+                        error,
+                        reason: why,
+                        index,
+                        data,
+                    }),
+                    _ => VcpuExit::X86Wrmsr(WriteMsrExit {
+                        error,
+                        reason: why,
+                        index,
+                        data: *data,
+                    }),
+                }
             }
             // SAFETY: the field that this exit reason fills in.
             KVM_EXIT_DEBUG => VcpuExit::Debug(unsafe { run.__bindgen_anon_1.debug }.arch),
