@@ -176,7 +176,7 @@ fn ratio(khz: u32) -> u64 {
 impl Tsc {
     /// The guest's TSC when the host's is `host`.
     fn at(&self, host: u64) -> u64 {
-        let scaled = u128::from(host) * u128::from(self.ratio) >> 32;
+        let scaled = (u128::from(host) * u128::from(self.ratio)) >> 32;
         (scaled as u64).wrapping_add(self.offset)
     }
 
