@@ -11,11 +11,16 @@ fn bits(features: &[(bool, u32)]) -> u32 {
         .fold(0, |bits, (_, bit)| bits | 1 << bit)
 }
 
-/// Leaf 1 ECX: SSE3 to SSE4.2, PCLMULQDQ, AES as on the host; CMPXCHG16B PCID MOVBE POPCNT RDRAND.
-///
-/// XSAVE is implemented but not claimed: programs take it for a sign of AVX.
+/// Leaf 1 ECX: SSE3 to SSE4.2, PCLMULQDQ, AES as on the host; CMPXCHG16B PCID MOVBE POPCNT XSAVE RDRAND.
 pub fn leaf1_ecx() -> u32 {
-    let integer = bits(&[(true, 13), (true, 17), (true, 22), (true, 23), (true, 30)]);
+    let integer = bits(&[
+        (true, 13),
+        (true, 17),
+        (true, 22),
+        (true, 23),
+        (true, 26),
+        (true, 30),
+    ]);
     integer | features().leaf1_ecx
 }
 
@@ -38,10 +43,51 @@ pub fn leaf7_ebx() -> u32 {
     integer | features().leaf7_ebx
 }
 
-/// Leaf 7 ECX: UMIP RDPID.
+/// Leaf 7 ECX: UMIP PKU RDPID CLDEMOTE.
 pub fn leaf7_ecx() -> u32 {
-    bits(&[(true, 2), (true, 22)])
+    bits(&[(true, 2), (true, 3), (true, 22), (true, 25)])
 }
+
+/// Leaf 7 EDX: FSRM SERIALIZE ARCH_CAPABILITIES.
+pub fn leaf7_edx() -> u32 {
+    bits(&[(true, 4), (true, 14), (true, 29)])
+}
+
+/// Leaf 7.1 EAX: FZRM FSRS.
+pub fn leaf7_1_eax() -> u32 {
+    bits(&[(true, 10), (true, 11)])
+}
+
+/// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC, XGETBV of XINUSE.
+pub fn leaf_d1_eax() -> u32 {
+    bits(&[(true, 0), (true, 1), (true, 2)])
+}
+
+/// Leaf 0x8000_0008 EBX: WBNOINVD, and the absence of speculative store bypass and branch type confusion: nothing is speculated on.
+pub fn ext8_ebx() -> u32 {
+    bits(&[(true, 9), (true, 26), (true, 29)])
+}
+
+/// Leaf 0x8000_0021 EAX: LFENCE serializes; the absence of speculative return stack overflow.
+pub fn ext21_eax() -> u32 {
+    bits(&[(true, 2), (true, 29)])
+}
+
+/// IA32_ARCH_CAPABILITIES (SDM volume 4): what the CPU is not affected by, because nothing is speculated on.
+/// RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP BHI PBRSB GDS RFDS.
+pub const ARCH_CAPABILITIES: u64 = 1
+    | 1 << 3
+    | 1 << 4
+    | 1 << 5
+    | 1 << 6
+    | 1 << 8
+    | 1 << 13
+    | 1 << 14
+    | 1 << 15
+    | 1 << 20
+    | 1 << 24
+    | 1 << 26
+    | 1 << 27;
 
 /// Leaf 0x8000_0001 ECX: LAHF LZCNT PREFETCHW.
 pub fn ext1_ecx() -> u32 {

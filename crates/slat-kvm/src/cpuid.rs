@@ -7,6 +7,8 @@ use crate::cpu_features;
 use crate::errno::Result;
 use crate::heap;
 use kvm_bindings::*;
+use slat_x86::PKRU_OFFSET;
+use slat_x86::state::xcr0;
 use std::arch::x86_64::{__cpuid, __cpuid_count, CpuidResult};
 use std::sync::OnceLock;
 
@@ -16,6 +18,8 @@ pub(crate) const LEAF1_ECX_SSE3: u32 = 1;
 pub(crate) const LEAF1_EDX_APIC: u32 = 1 << 9;
 /// Leaf 1 ECX: MONITOR and MWAIT.
 pub(crate) const LEAF1_ECX_MWAIT: u32 = 1 << 3;
+/// Leaf 7 EDX: IA32_ARCH_CAPABILITIES exists.
+pub(crate) const LEAF7_EDX_ARCH_CAPABILITIES: u32 = 1 << 29;
 /// Guest-physical address bits.
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
@@ -48,8 +52,7 @@ const KVM_FEATURE_CLOCKSOURCE_STABLE: u32 = 24;
 
 /// Feature bits, by register.
 mod feature {
-    /// FPU DE PSE TSC MSR PAE MCE CX8 APIC MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2. (No SEP in leaf 1's sense of
-    /// compatibility mode; SYSENTER works in long mode.)
+    /// FPU DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
     pub const LEAF1_EDX: u32 = 1
         | 1 << 2
         | 1 << 3
@@ -59,6 +62,7 @@ mod feature {
         | 1 << 7
         | 1 << 8
         | 1 << 9
+        | 1 << 11
         | 1 << 12
         | 1 << 13
         | 1 << 14
@@ -71,7 +75,6 @@ mod feature {
         | 1 << 25
         | 1 << 26;
     pub const LEAF1_ECX_X2APIC: u32 = 1 << 21;
-    pub const LEAF1_ECX_TSC_DEADLINE: u32 = 1 << 24;
     pub const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
     /// SYSCALL NX PDPE1GB RDTSCP LM.
     pub const EXT1_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
@@ -144,6 +147,26 @@ fn host_caches(leaf: u32) -> kvm_cpuid_entry2 {
     entry(leaf, None, [0, 0, host.ecx, host.edx])
 }
 
+/// Bytes of an XSAVE area with x87 and SSE: the legacy region and the header.
+const XSAVE_LEGACY_BYTES: u32 = 576;
+/// Bytes of PKRU in an XSAVE area.
+const PKRU_BYTES: u32 = 8;
+
+/// Where PKRU is in the standard format of an XSAVE area: where the host has it, because clients look there.
+pub fn pkru_offset() -> usize {
+    static OFFSET: OnceLock<usize> = OnceLock::new();
+    *OFFSET.get_or_init(|| {
+        let host = match __cpuid(0).eax >= 0xd {
+            true => __cpuid_count(0xd, xcr0::PKRU.trailing_zeros()),
+            false => return PKRU_OFFSET,
+        };
+        match (host.eax, host.ebx as usize) {
+            (PKRU_BYTES, at @ 576..=4088) if at.is_multiple_of(8) => at,
+            _ => PKRU_OFFSET,
+        }
+    })
+}
+
 /// More leaves than there are.
 const MAX_LEAVES: usize = 40;
 
@@ -155,8 +178,8 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     let host = __cpuid(0);
     let host1 = __cpuid(1);
     let amd = host_is_amd();
+    // Not the TSC deadline of local APICs: a client that has its own APICs has it or not. KVM_CAP_TSC_DEADLINE_TIMER tells of slat's.
     let leaf1_ecx = feature::LEAF1_ECX_X2APIC
-        | feature::LEAF1_ECX_TSC_DEADLINE
         | feature::LEAF1_ECX_HYPERVISOR
         | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
@@ -167,7 +190,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
         };
     let mut entries = heap::with_room(MAX_LEAVES)?;
     entries.extend([
-        entry(0, None, [0xb, host.ebx, host.ecx, host.edx]),
+        entry(0, None, [0xd, host.ebx, host.ecx, host.edx]),
         // CLFLUSH lines of 64 bytes; the APIC id is the client's to fill in.
         entry(1, None, [host1.eax, 8 << 8, leaf1_ecx, feature::LEAF1_EDX]),
         entry(2, None, [1, 0, 0, 0]),
@@ -178,11 +201,37 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
         entry(
             7,
             Some(0),
-            [0, cpu_features::leaf7_ebx(), cpu_features::leaf7_ecx(), 0],
+            [
+                1,
+                cpu_features::leaf7_ebx(),
+                cpu_features::leaf7_ecx(),
+                cpu_features::leaf7_edx(),
+            ],
         ),
         // No performance monitor.
         entry(0xa, None, [0; 4]),
+        entry(7, Some(1), [cpu_features::leaf7_1_eax(), 0, 0, 0]),
         entry(0xb, Some(0), [0; 4]),
+        entry(
+            0xd,
+            Some(0),
+            [
+                xcr0::ALL as u32,
+                XSAVE_LEGACY_BYTES,
+                pkru_offset() as u32 + PKRU_BYTES,
+                0,
+            ],
+        ),
+        entry(
+            0xd,
+            Some(1),
+            [cpu_features::leaf_d1_eax(), XSAVE_LEGACY_BYTES, 0, 0],
+        ),
+        entry(
+            0xd,
+            Some(xcr0::PKRU.trailing_zeros()),
+            [PKRU_BYTES, pkru_offset() as u32, 0, 0],
+        ),
     ]);
     let signature = [
         u32::from_le_bytes(*b"KVMK"),
@@ -200,7 +249,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             0x8000_0000,
             None,
             [
-                0x8000_0008,
+                if amd { 0x8000_0021 } else { 0x8000_0008 },
                 if amd { host.ebx } else { 0 },
                 if amd { host.ecx } else { 0 },
                 if amd { host.edx } else { 0 },
@@ -235,8 +284,19 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
         host_caches(0x8000_0006),
         // The TSC is invariant.
         entry(0x8000_0007, None, [0, 0, 0, 1 << 8]),
-        entry(0x8000_0008, None, [PHYS_BITS | VIRT_BITS << 8, 0, 0, 0]),
+        entry(
+            0x8000_0008,
+            None,
+            [PHYS_BITS | VIRT_BITS << 8, cpu_features::ext8_ebx(), 0, 0],
+        ),
     ]);
+    if amd {
+        entries.push(entry(
+            0x8000_0021,
+            None,
+            [cpu_features::ext21_eax(), 0, 0, 0],
+        ));
+    }
     debug_assert!(entries.len() <= MAX_LEAVES);
     Ok(entries)
 }
@@ -300,6 +360,17 @@ mod tests {
             lookup(&table, 0x4000_0000, 0)[1],
             u32::from_le_bytes(*b"KVMK")
         );
+    }
+
+    #[test]
+    fn the_cpu_has_what_is_promised() {
+        let table = supported().unwrap();
+        let features = slat_x86::Features::from_cpuid(|leaf, sub| lookup(&table, leaf, sub));
+        assert_eq!(features.physical_bits(), PHYS_BITS);
+        let [components, _, size, _] = lookup(&table, 0xd, 0);
+        let [bytes, offset, ..] = lookup(&table, 0xd, 9);
+        assert_eq!((components, size), (0x203, offset + bytes));
+        assert_eq!(lookup(&table, 7, 0)[2] & 1 << 4, 0, "OSPKE is the guest's");
     }
 
     #[test]

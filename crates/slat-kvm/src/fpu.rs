@@ -1,13 +1,13 @@
-//! The x87 and SSE state in KVM's structs: `kvm_fpu` and the XSAVE area.
+//! The x87, SSE and PKRU state in KVM's structs: `kvm_fpu` and the XSAVE area.
 
+use crate::cpuid::pkru_offset;
 use crate::errno::{Result, fail};
 use kvm_bindings::*;
 use slat_x86::State;
+use slat_x86::state::xcr0;
 
 /// Where XSTATE_BV stands in an XSAVE area.
 const XSTATE_BV: usize = 512;
-/// x87 and SSE.
-const COMPONENTS: u64 = 3;
 
 /// `KVM_GET_FPU`.
 pub fn get_fpu(state: &State) -> kvm_fpu {
@@ -54,7 +54,8 @@ pub fn set_fpu(state: &mut State, fpu: &kvm_fpu) {
 pub fn get_xsave(state: &State) -> [u8; 4096] {
     let mut area = [0; 4096];
     area[..512].copy_from_slice(&state.to_fxsave());
-    area[XSTATE_BV..][..8].copy_from_slice(&COMPONENTS.to_le_bytes());
+    area[XSTATE_BV..][..8].copy_from_slice(&xcr0::ALL.to_le_bytes());
+    area[pkru_offset()..][..4].copy_from_slice(&state.pkru.to_le_bytes());
     area
 }
 
@@ -65,7 +66,7 @@ pub fn get_xsave(state: &State) -> [u8; 4096] {
 pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     let word = |at: usize| u64::from_le_bytes(area[at..at + 8].try_into().expect("8 bytes"));
     let present = word(XSTATE_BV);
-    if present & !COMPONENTS != 0 || word(XSTATE_BV + 8) != 0 {
+    if present & !xcr0::ALL != 0 || word(XSTATE_BV + 8) != 0 {
         return fail(libc::EINVAL);
     }
     let mut image = State::reset().to_fxsave();
@@ -86,6 +87,11 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     }
     image[24..28].copy_from_slice(&area[24..28]);
     state.set_fxsave(&image);
+    let pkru = &area[pkru_offset()..][..4];
+    state.pkru = match present & xcr0::PKRU != 0 {
+        true => u32::from_le_bytes(pkru.try_into().expect("4 bytes")),
+        false => 0,
+    };
     Ok(())
 }
 

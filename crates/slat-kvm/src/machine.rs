@@ -26,6 +26,8 @@ pub(crate) struct VcpuMachine {
     pub(crate) common: Shared<VcpuCommon>,
     pub(crate) pages: PageCache,
     pub(crate) cpuid: Vec<kvm_cpuid_entry2>,
+    /// Width of guest-physical addresses, as the guest's CPUID tells.
+    pub(crate) physical_bits: u32,
     msrs: Stored,
     pub(crate) mce: MachineCheck,
     pub(crate) steal: StealTime,
@@ -64,6 +66,7 @@ impl VcpuMachine {
             common,
             pages: PageCache::default(),
             cpuid: Vec::new(),
+            physical_bits: cpuid::PHYS_BITS,
             msrs: Stored::default(),
             mce: MachineCheck::default(),
             steal: StealTime::default(),

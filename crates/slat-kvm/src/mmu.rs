@@ -4,7 +4,6 @@
 //! of the guest's tables needs a second-level translation per table; a small cache of them, flushed whenever the software
 //! TLB is, answers most.
 
-use crate::cpuid::PHYS_BITS;
 use crate::engine::EngineVcpu;
 use crate::entered::{Entered, outside};
 use crate::machine::VcpuMachine;
@@ -194,13 +193,33 @@ impl VcpuMachine {
         self.common.attention.flag().load(Ordering::SeqCst) & (bits::SIGNAL | bits::RING_FULL) == 0
     }
 
+    /// Reads the page-directory-pointer entries at `cr3`, as a load of CR3 does. `None` if they cannot be read.
+    pub(crate) fn read_pdptes(&mut self, cr3: u64) -> Option<[u64; 4]> {
+        let mut entered = Entered::enter(self);
+        entered.pages.flush();
+        let mut pdptes = [0; 4];
+        for (i, pdpte) in pdptes.iter_mut().enumerate() {
+            let gpa = Gpa((cr3 & 0xffff_ffe0) + 8 * i as u64);
+            *pdpte = loop {
+                match entered.read(gpa, 8) {
+                    Ok(entry) => break entry,
+                    Err(Unreachable::Fault(Fault::Retry)) if entered.may_try_again() => {}
+                    Err(_) => return None,
+                }
+            };
+        }
+        Some(pdptes)
+    }
+
     /// `KVM_TRANSLATE`: walks the guest's tables as a supervisor's read would.
     pub(crate) fn translate_for_client(&mut self, state: &State, gva: u64) -> Option<u64> {
         let paging = Paging {
             cr0: state.cr0,
             cr3: state.cr3,
+            pdptes: state.pdptes,
             cr4: state.cr4,
             efer: state.efer,
+            pkru: state.pkru,
             user: false,
             ac: true,
         };
@@ -208,13 +227,14 @@ impl VcpuMachine {
             // Not masked, as in KVM; its number for "no address" cannot be one.
             return Some(gva).filter(|gpa| *gpa != u64::MAX);
         }
+        let bits = self.physical_bits;
         let mut entered = Entered::enter(self);
         // Those from the last run may be void by now. The CPU's own are looked after by the attention word.
         entered.pages.flush();
         loop {
             match walk(
                 &mut *entered,
-                &guest_paging(&paging),
+                &guest_paging(&paging, bits),
                 gva,
                 slat::Access::Read,
             ) {
@@ -227,9 +247,15 @@ impl VcpuMachine {
     }
 }
 
-fn guest_paging(paging: &Paging) -> GuestPaging {
+/// Whether PAE paging is in use, whose page-directory-pointer entries the CPU holds.
+pub(crate) fn uses_pae_paging(state: &State) -> bool {
+    state.cr0 & control::CR0_PG != 0
+        && state.cr4 & control::CR4_PAE != 0
+        && state.efer & control::EFER_LMA == 0
+}
+
+fn guest_paging(paging: &Paging, physical_bits: u32) -> GuestPaging {
     let cr4 = |bit: u64| paging.cr4 & bit != 0;
-    const CR4_PSE: u64 = 1 << 4;
     let mode = if paging.efer & control::EFER_LMA != 0 {
         if cr4(control::CR4_LA57) {
             Mode::Level5
@@ -239,7 +265,9 @@ fn guest_paging(paging: &Paging) -> GuestPaging {
     } else if cr4(control::CR4_PAE) {
         Mode::Pae
     } else {
-        Mode::Bits32 { pse: cr4(CR4_PSE) }
+        Mode::Bits32 {
+            pse: cr4(control::CR4_PSE),
+        }
     };
     GuestPaging {
         cr3: paging.cr3,
@@ -249,7 +277,12 @@ fn guest_paging(paging: &Paging) -> GuestPaging {
         no_execute: paging.efer & control::EFER_NXE != 0,
         smep: cr4(control::CR4_SMEP),
         smap: cr4(control::CR4_SMAP) && !paging.ac,
-        physical_bits: PHYS_BITS,
+        pkru: match cr4(control::CR4_PKE) {
+            true => paging.pkru,
+            false => 0,
+        },
+        pdptes: Some(paging.pdptes),
+        physical_bits,
     }
 }
 
@@ -318,7 +351,7 @@ impl Mmu for VcpuMachine {
         let (gpa, read, write, execute) = if paging.cr0 & control::CR0_PG == 0 {
             (gva & 0xffff_f000, true, true, true)
         } else {
-            match walk(self, &guest_paging(paging), gva, access) {
+            match walk(self, &guest_paging(paging, self.physical_bits), gva, access) {
                 Ok(page) => (page.gpa.0, page.read, page.write, page.execute),
                 Err(WalkError::PageFault { code }) => return Err(Fault::Page { error_code: code }),
                 Err(WalkError::Memory(Unreachable::Fault(fault))) => return Err(fault),

@@ -2,8 +2,9 @@
 
 use crate::cpuid::PHYS_BITS;
 use crate::errno::{Result, fail};
+use crate::mmu::uses_pae_paging;
 use kvm_bindings::*;
-use slat_x86::state::{control, flags};
+use slat_x86::state::{control, flags, xcr0};
 use slat_x86::{Segment, State, Table};
 
 /// `KVM_GET_REGS`.
@@ -149,8 +150,10 @@ const CR4_BITS: u64 = 0x7ff
     | control::CR4_UMIP
     | control::CR4_FSGSBASE
     | control::CR4_PCIDE
+    | control::CR4_OSXSAVE
     | control::CR4_SMEP
-    | control::CR4_SMAP;
+    | control::CR4_SMAP
+    | control::CR4_PKE;
 
 /// The checks that KVM makes before it takes special registers.
 fn check_sregs(sregs: &kvm_sregs) -> Result<()> {
@@ -215,10 +218,10 @@ pub fn set_sregs(state: &mut State, sregs: &kvm_sregs) -> Result<()> {
     Ok(())
 }
 
-/// `KVM_GET_SREGS2`: as [`get_sregs`], with PDPTEs in place of the interrupt bitmap. PDPTEs are read from memory when they are
-/// used, so none are given.
+/// `KVM_GET_SREGS2`: as [`get_sregs`], with PDPTEs in place of the interrupt bitmap if PAE paging is in use.
 pub fn get_sregs2(state: &State, apic_base: u64) -> kvm_sregs2 {
     let s = get_sregs(state, apic_base);
+    let pae = uses_pae_paging(state);
     kvm_sregs2 {
         cs: s.cs,
         ds: s.ds,
@@ -237,20 +240,28 @@ pub fn get_sregs2(state: &State, apic_base: u64) -> kvm_sregs2 {
         cr8: s.cr8,
         efer: s.efer,
         apic_base: s.apic_base,
-        flags: 0,
-        pdptrs: [0; 4],
+        flags: if pae {
+            KVM_SREGS2_FLAGS_PDPTRS_VALID.into()
+        } else {
+            0
+        },
+        pdptrs: if pae { state.pdptes } else { [0; 4] },
     }
 }
 
-/// The part of `kvm_sregs2` that [`set_sregs`] takes.
+/// The part of `kvm_sregs2` that [`set_sregs`] takes, and the PDPTEs if they are given.
 ///
 /// # Errors
-/// `EINVAL` for unknown flags.
-pub fn from_sregs2(s: &kvm_sregs2) -> Result<kvm_sregs> {
-    if s.flags & !u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID) != 0 {
+/// `EINVAL` for unknown flags, and for PDPTEs without PAE paging.
+pub fn from_sregs2(s: &kvm_sregs2) -> Result<(kvm_sregs, Option<[u64; 4]>)> {
+    let valid = s.flags & u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID) != 0;
+    let pae = s.cr0 & control::CR0_PG != 0
+        && s.cr4 & control::CR4_PAE != 0
+        && s.efer & control::EFER_LMA == 0;
+    if s.flags & !u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID) != 0 || valid && !pae {
         return fail(libc::EINVAL);
     }
-    Ok(kvm_sregs {
+    let sregs = kvm_sregs {
         cs: s.cs,
         ds: s.ds,
         es: s.es,
@@ -269,7 +280,8 @@ pub fn from_sregs2(s: &kvm_sregs2) -> Result<kvm_sregs> {
         efer: s.efer,
         apic_base: s.apic_base,
         interrupt_bitmap: [0; 4],
-    })
+    };
+    Ok((sregs, valid.then_some(s.pdptrs)))
 }
 
 /// `KVM_SREGS2_FLAGS_PDPTRS_VALID`.
@@ -322,7 +334,7 @@ pub fn set_xcrs(state: &mut State, xcrs: &kvm_xcrs) -> Result<()> {
     }
     for xcr in &xcrs.xcrs[..xcrs.nr_xcrs as usize] {
         if xcr.xcr == 0 {
-            if xcr.value & !SUPPORTED_XCR0 != 0 || xcr.value & 1 == 0 {
+            if xcr.value & !xcr0::ALL != 0 || xcr.value & xcr0::X87 == 0 {
                 return fail(libc::EINVAL);
             }
             state.xcr0 = xcr.value;

@@ -737,7 +737,7 @@ impl VcpuObject {
             crate::regs::set_regs(&mut inner.cpu.state, &field!(self.page, s.regs.regs));
         }
         if dirty & u64::from(KVM_SYNC_X86_SREGS) != 0 {
-            self.put_sregs(inner, &field!(self.page, s.regs.sregs))?;
+            self.put_sregs(inner, &field!(self.page, s.regs.sregs), None)?;
         }
         if dirty & u64::from(KVM_SYNC_X86_EVENTS) != 0 {
             self.put_events(inner, &field!(self.page, s.regs.events))?;

@@ -5,6 +5,7 @@ use crate::engine::EngineVcpu;
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::ioeventfd::KnownEvents;
 use crate::machine::VcpuMachine;
+use crate::mmu::uses_pae_paging;
 use crate::msr::mce::Reported;
 use crate::process::PerProcess;
 use crate::run_page::RunPage;
@@ -20,7 +21,7 @@ use slat_irqchip::lapic::{
 };
 use slat_irqchip::message::{DeliveryMode, Message};
 use slat_x86::state::control;
-use slat_x86::{Cpu, Exception, vector};
+use slat_x86::{Cpu, Exception, Features, vector};
 use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -361,10 +362,17 @@ impl VcpuObject {
     /// `EINVAL` for impossible combinations.
     pub fn set_sregs(&self, sregs: &kvm_sregs) -> Result<()> {
         let mut inner = self.lock()?;
-        self.put_sregs(&mut inner, sregs)
+        self.put_sregs(&mut inner, sregs, None)
     }
 
-    pub(crate) fn put_sregs(&self, inner: &mut Inner, sregs: &kvm_sregs) -> Result<()> {
+    /// Takes the registers. PDPTEs that are not given are read from memory, if PAE paging is in use; those that cannot be read
+    /// stay as they are, as in KVM.
+    pub(crate) fn put_sregs(
+        &self,
+        inner: &mut Inner,
+        sregs: &kvm_sregs,
+        pdptes: Option<[u64; 4]>,
+    ) -> Result<()> {
         let mut state = inner.cpu.state.clone();
         regs::set_sregs(&mut state, sregs)?;
         inner
@@ -372,6 +380,11 @@ impl VcpuObject {
             .set_apic_base(sregs.apic_base, false)
             .map_err(|_| Error::new(libc::EINVAL))?;
         inner.cpu.state = state;
+        if uses_pae_paging(&inner.cpu.state)
+            && let Some(pdptes) = pdptes.or_else(|| inner.machine.read_pdptes(sregs.cr3))
+        {
+            inner.cpu.state.pdptes = pdptes;
+        }
         inner.sync_cr8_to_lapic();
         inner.cpu.flush_tlb();
         Ok(())
@@ -394,7 +407,9 @@ impl VcpuObject {
     /// # Errors
     /// `EINVAL` for impossible combinations and unknown flags.
     pub fn set_sregs2(&self, sregs: &kvm_sregs2) -> Result<()> {
-        self.set_sregs(&regs::from_sregs2(sregs)?)
+        let (sregs, pdptes) = regs::from_sregs2(sregs)?;
+        let mut inner = self.lock()?;
+        self.put_sregs(&mut inner, &sregs, pdptes)
     }
 
     /// `KVM_GET_FPU`.
@@ -483,6 +498,9 @@ impl VcpuObject {
         if inner.has_run && inner.machine.cpuid != table {
             return fail(libc::EINVAL);
         }
+        let features = Features::from_cpuid(|leaf, subleaf| cpuid::lookup(&table, leaf, subleaf));
+        inner.machine.physical_bits = features.physical_bits();
+        inner.cpu.set_features(features);
         inner.machine.cpuid = table;
         Ok(())
     }

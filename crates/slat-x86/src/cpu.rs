@@ -3,6 +3,7 @@
 use crate::blocks::Blocks;
 use crate::debug::{Debugger, Watch};
 use crate::decode;
+use crate::features::Features;
 use crate::fixed::Fixed;
 use crate::flags::Lazy;
 use crate::heap::{OutOfMemory, Pages};
@@ -37,6 +38,7 @@ pub struct Cpu {
     /// Debug exceptions that end the run with [`Exit::Debug`] in place of going to the guest.
     pub debugger: Debugger,
 
+    pub(crate) features: Features,
     pub(crate) lazy: Lazy,
     pub(crate) fixed: Pages<Fixed>,
     /// Which table of the TLB data accesses use.
@@ -85,6 +87,7 @@ impl Cpu {
             state: State::reset(),
             interrupt_window: false,
             debugger: Debugger::default(),
+            features: Features::all(),
             lazy: Lazy::done(),
             fixed: Pages::zeroed()?,
             table: SUPERVISOR,
@@ -109,6 +112,11 @@ impl Cpu {
             machine: None,
             seen: [0; 4],
         })
+    }
+
+    /// Restricts the CPU to what its CPUID tells. It has all features before.
+    pub fn set_features(&mut self, features: Features) {
+        self.features = features;
     }
 
     /// Forgets all translations: the host pages behind guest memory may be others now.
@@ -243,16 +251,20 @@ impl Cpu {
         let State {
             cr0,
             cr3,
+            pdptes,
             cr4,
             efer,
+            pkru,
             ..
         } = self.state;
         let (user, ac) = (self.table == USER, self.table == SUPERVISOR_AC);
         Paging {
             cr0,
             cr3,
+            pdptes,
             cr4,
             efer,
+            pkru,
             user,
             ac,
         }

@@ -145,6 +145,9 @@ impl Cpu {
             // bytes may be what makes it none, so all are watched.
             let mut op = lower::invalid();
             op.aux = u8::from(too_long(&buffer[..len]));
+            if buffer.starts_with(PREFIX) {
+                op.offset = PREFIX.len() as u8;
+            }
             block.ops.push(op);
             decoded.bytes = len.min(INSTRUCTION);
         }

@@ -9,6 +9,7 @@
 //! | [`state`] | the architectural registers |
 //! | [`machine`] | what the CPU needs from its machine, and its exits |
 //! | `cpu` | the CPU object; `run`: its outer loop |
+//! | `features` | what the guest's CPUID tells |
 //! | `fixed`, `heap` | the memory that a CPU has from the beginning; memory that may run out |
 //! | `block`, `blocks` | a basic block; all of them, found by address |
 //! | `debug` | breakpoints, watchpoints, single steps |
@@ -35,6 +36,7 @@ mod cpu;
 mod debug;
 mod decode;
 mod exec;
+mod features;
 mod fixed;
 mod flags;
 mod frame;
@@ -57,6 +59,7 @@ pub use blocks::CODE_BYTES;
 pub use cpu::Cpu;
 pub use debug::{Breakpoints, Debugger};
 pub use decode::DECODER_BYTES;
+pub use features::{Features, PKRU_OFFSET};
 pub use heap::OutOfMemory;
 pub use machine::{
     Access, Exit, Fault, HostPage, HypercallInstruction, Hypercalls, Machine, Mmu, MsrFault, Paging,

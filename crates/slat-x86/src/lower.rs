@@ -56,7 +56,7 @@ pub(crate) fn lower(
     insn.flow_control() != FlowControl::Next
 }
 
-const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 17] = [
+const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 18] = [
     exec::data::lower,
     exec::alu::lower,
     exec::control::lower,
@@ -74,6 +74,7 @@ const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 17] = [
     exec::system::lower,
     exec::fpu_state::lower,
     exec::decimal::lower,
+    exec::xsave::lower,
 ];
 
 /// SSE and x87, unless they are switched off.

@@ -20,10 +20,14 @@ pub struct Paging {
     pub cr0: u64,
     /// CR3: the guest's top-level table.
     pub cr3: u64,
-    /// CR4: PAE, PSE, PGE, LA57, SMEP, SMAP matter.
+    /// The page-directory-pointer entries of PAE paging.
+    pub pdptes: [u64; 4],
+    /// CR4: PAE, PSE, PGE, LA57, SMEP, SMAP, PKE matter.
     pub cr4: u64,
     /// EFER: LMA and NXE matter.
     pub efer: u64,
+    /// PKRU: counts if CR4.PKE is set.
+    pub pkru: u32,
     /// The access counts as a user's (CPL 3, and none of the CPU's own table accesses).
     pub user: bool,
     /// RFLAGS.AC of an explicit supervisor access: SMAP does not apply.

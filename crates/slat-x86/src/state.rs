@@ -42,8 +42,10 @@ pub mod control {
     pub const CR0_PG: u64 = 1 << 31;
     pub const CR4_TSD: u64 = 1 << 2;
     pub const CR4_DE: u64 = 1 << 3;
+    pub const CR4_PSE: u64 = 1 << 4;
     pub const CR4_PAE: u64 = 1 << 5;
     pub const CR4_MCE: u64 = 1 << 6;
+    pub const CR4_PGE: u64 = 1 << 7;
     pub const CR4_OSFXSR: u64 = 1 << 9;
     pub const CR4_OSXMMEXCPT: u64 = 1 << 10;
     pub const CR4_UMIP: u64 = 1 << 11;
@@ -58,6 +60,18 @@ pub mod control {
     pub const EFER_LME: u64 = 1 << 8;
     pub const EFER_LMA: u64 = 1 << 10;
     pub const EFER_NXE: u64 = 1 << 11;
+}
+
+/// State components of the XSAVE feature set: bits of XCR0.
+pub mod xcr0 {
+    /// The x87 registers, always set.
+    pub const X87: u64 = 1;
+    /// The XMM registers and MXCSR.
+    pub const SSE: u64 = 1 << 1;
+    /// PKRU.
+    pub const PKRU: u64 = 1 << 9;
+    /// All that this CPU has.
+    pub const ALL: u64 = X87 | SSE | PKRU;
 }
 
 /// A segment register with its hidden part.
@@ -176,10 +190,13 @@ pub struct State {
     pub cr0: u64,
     pub cr2: u64,
     pub cr3: u64,
+    /// The page-directory-pointer entries of PAE paging, as the last load of CR3 (or of paging bits in CR0 and CR4) found them.
+    pub pdptes: [u64; 4],
     pub cr4: u64,
     pub cr8: u64,
     pub efer: u64,
     pub xcr0: u64,
+    pub pkru: u32,
     pub dr: [u64; 4],
     pub dr6: u64,
     pub dr7: u64,
@@ -207,6 +224,8 @@ pub struct State {
     pub events: Events,
 }
 
+/// MXCSR in its initial state.
+pub const MXCSR_INIT: u32 = 0x1f80;
 /// MXCSR bits that exist.
 pub const MXCSR_MASK: u32 = 0xffff;
 
@@ -249,10 +268,12 @@ impl State {
             cr0: 0x6000_0010,
             cr2: 0,
             cr3: 0,
+            pdptes: [0; 4],
             cr4: 0,
             cr8: 0,
             efer: 0,
             xcr0: 1,
+            pkru: 0,
             dr: [0; 4],
             dr6: 0xffff_0ff0,
             dr7: 0x400,
@@ -328,6 +349,21 @@ impl State {
             self.st[at].mantissa = u64::from_le_bytes(bytes(image, 32 + 16 * i));
             self.st[at].exponent = u16::from_le_bytes(bytes(image, 40 + 16 * i));
         }
+    }
+
+    /// FNINIT, with the registers cleared: the initial state of the x87 component.
+    pub fn initialize_x87(&mut self) {
+        self.st = [F80::default(); 8];
+        (self.fcw, self.fsw, self.ftw, self.fop) = (0x37f, 0, 0, 0);
+        (self.fip, self.fdp) = (0, 0);
+    }
+
+    /// Whether the x87 component is in its initial state.
+    pub fn x87_is_initial(&self) -> bool {
+        self.fcw == 0x37f
+            && (self.fsw, self.ftw, self.fop) == (0, 0, 0)
+            && (self.fip, self.fdp) == (0, 0)
+            && self.st == [F80::default(); 8]
     }
 
     fn physical(&self, i: usize) -> usize {

@@ -142,6 +142,16 @@ impl Tlb {
 
     /// Forgets everything.
     pub(crate) fn flush(&mut self) {
+        self.flush_data();
+        if std::mem::take(&mut self.code_filled) {
+            for entry in &mut self.code {
+                entry.tag = EMPTY;
+            }
+        }
+    }
+
+    /// Forgets what data accesses use.
+    pub(crate) fn flush_data(&mut self) {
         if self.fills <= self.filled.len() {
             for &slot in &self.filled[..self.fills] {
                 let entry = &mut self.entries[usize::from(slot)];
@@ -155,10 +165,5 @@ impl Tlb {
             }
         }
         self.fills = 0;
-        if std::mem::take(&mut self.code_filled) {
-            for entry in &mut self.code {
-                entry.tag = EMPTY;
-            }
-        }
     }
 }

@@ -42,6 +42,10 @@ pub struct GuestPaging {
     pub smep: bool,
     /// CR4.SMAP, and EFLAGS.AC does not lift it.
     pub smap: bool,
+    /// PKRU if CR4.PKE is set, else 0: what each protection key forbids in user pages.
+    pub pkru: u32,
+    /// The page-directory-pointer entries of [`Mode::Pae`] if the CPU holds them in registers; `None` reads them from memory.
+    pub pdptes: Option<[u64; 4]>,
     /// Width of guest-physical addresses (MAXPHYADDR).
     pub physical_bits: u32,
 }
@@ -112,6 +116,8 @@ pub mod error_code {
     pub const RESERVED: u32 = 1 << 3;
     /// An instruction fetch.
     pub const FETCH: u32 = 1 << 4;
+    /// The page's protection key forbids the access.
+    pub const PROTECTION_KEY: u32 = 1 << 5;
 }
 
 const PRESENT: u64 = 1 << 0;
@@ -226,9 +232,10 @@ fn attempt<T: GuestTables>(
             index
         };
         let gpa = Gpa(table + index * shape.entry_size as u64);
-        let entry = tables
-            .read(gpa, shape.entry_size)
-            .map_err(WalkError::Memory)?;
+        let entry = match paging.pdptes {
+            Some(pdptes) if shape.is_pointer(paging.mode, level) => pdptes[index as usize],
+            _ => (tables.read(gpa, shape.entry_size)).map_err(WalkError::Memory)?,
+        };
         if entry & PRESENT == 0 {
             return fault(0);
         }
@@ -257,7 +264,7 @@ fn attempt<T: GuestTables>(
 
     let rights = Rights::of(paging, &path);
     if !rights.allow(access) {
-        return fault(error_code::PRESENT);
+        return fault(error_code::PRESENT | rights.key_code(access));
     }
     let write = access == Access::Write;
     for (i, &(gpa, entry)) in path.entries[..path.len].iter().enumerate() {
@@ -340,25 +347,70 @@ struct Rights {
     read: bool,
     write: bool,
     execute: bool,
+    /// What the page's protection key forbids.
+    key: KeyRights,
+}
+
+/// What a protection key forbids.
+#[derive(Clone, Copy, Default)]
+struct KeyRights {
+    read: bool,
+    write: bool,
+}
+
+impl KeyRights {
+    /// SDM 3A, "Protection Keys": data accesses to pages that users can reach, by whomever; a supervisor's writes only with
+    /// CR0.WP.
+    fn of(paging: &GuestPaging, path: &Path) -> KeyRights {
+        let has_keys = matches!(paging.mode, Mode::Level4 | Mode::Level5);
+        if paging.pkru == 0 || !has_keys || !path.user {
+            return KeyRights::default();
+        }
+        let leaf = path.entries[path.len - 1].1;
+        let rights = paging.pkru >> (2 * (leaf >> 59 & 15));
+        let read = rights & 1 != 0;
+        let write = rights & 2 != 0 && (paging.user || paging.write_protect);
+        KeyRights {
+            read,
+            write: read || write,
+        }
+    }
 }
 
 impl Rights {
     /// SDM 3A, "Determination of Access Rights".
     fn of(paging: &GuestPaging, path: &Path) -> Rights {
         let executable = path.executable || !paging.no_execute;
+        let key = KeyRights::of(paging, path);
         if paging.user {
             Rights {
-                read: path.user,
-                write: path.user && path.writable,
+                read: path.user && !key.read,
+                write: path.user && path.writable && !key.write,
                 execute: path.user && executable,
+                key,
             }
         } else {
             let data = !(path.user && paging.smap);
             Rights {
-                read: data,
-                write: data && (path.writable || !paging.write_protect),
+                read: data && !key.read,
+                write: data && (path.writable || !paging.write_protect) && !key.write,
                 execute: executable && !(path.user && paging.smep),
+                key,
             }
+        }
+    }
+
+    /// The bit of the error code that tells a protection key's violation, also besides another one.
+    fn key_code(&self, access: Access) -> u32 {
+        let forbidden = match access {
+            Access::Read => self.key.read,
+            Access::Write => self.key.write,
+            Access::Execute => false,
+        };
+        if forbidden {
+            error_code::PROTECTION_KEY
+        } else {
+            0
         }
     }
 

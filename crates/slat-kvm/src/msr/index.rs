@@ -22,6 +22,7 @@ pub const P6_PERFCTR_LAST: u32 = 0xc2;
 pub const FSB_FREQ: u32 = 0xcd;
 pub const PLATFORM_INFO: u32 = 0xce;
 pub const MTRR_CAP: u32 = 0xfe;
+pub const ARCH_CAPABILITIES: u32 = 0x10a;
 pub const BBL_CR_CTL3: u32 = 0x11e;
 pub const MISC_FEATURES: u32 = 0x140;
 pub const SYSENTER_CS: u32 = 0x174;

@@ -1,9 +1,9 @@
 //! Model-specific registers: which exist, what a write does. An unknown one is #GP for the guest and ends
 //! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
 
-use crate::cpuid;
 use crate::machine::VcpuMachine;
 use crate::vcpu::Inner;
+use crate::{cpu_features, cpuid};
 use kvm_bindings::{
     KVM_MSR_EXIT_REASON_FILTER, KVM_MSR_EXIT_REASON_INVAL, KVM_MSR_EXIT_REASON_UNKNOWN,
     KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT,
@@ -48,6 +48,7 @@ pub const SAVED: &[u32] = &[
     MCG_CTL,
     MISC_FEATURES,
     PLATFORM_INFO,
+    ARCH_CAPABILITIES,
     POWER_CTL,
     SMI_COUNT,
     UCODE_REV,
@@ -86,13 +87,14 @@ pub const SAVED: &[u32] = &[
 ];
 
 /// `KVM_GET_MSR_FEATURE_INDEX_LIST`: what can be asked of the system.
-pub const FEATURES: &[u32] = &[UCODE_REV, PLATFORM_INFO];
+pub const FEATURES: &[u32] = &[UCODE_REV, PLATFORM_INFO, ARCH_CAPABILITIES];
 
 /// A feature MSR as a new vCPU has it.
 pub fn feature(index: u32) -> Option<u64> {
     match index {
         UCODE_REV => Some(UCODE_REV_RESET),
         PLATFORM_INFO => Some(PLATFORM_INFO_CPUID_FAULT),
+        ARCH_CAPABILITIES => Some(cpu_features::ARCH_CAPABILITIES),
         _ => None,
     }
 }
@@ -249,6 +251,10 @@ pub(crate) fn cpuid_faults(machine: &VcpuMachine) -> bool {
     machine.msr(MISC_FEATURES) & MISC_FEATURES_CPUID_FAULT != 0
 }
 
+fn tells_arch_capabilities(machine: &VcpuMachine) -> bool {
+    cpuid::lookup(&machine.cpuid, 7, 0)[3] & cpuid::LEAF7_EDX_ARCH_CAPABILITIES != 0
+}
+
 /// Reads an MSR that the CPU does not hold itself.
 pub(crate) fn read_machine(
     machine: &mut VcpuMachine,
@@ -262,6 +268,12 @@ pub(crate) fn read_machine(
     }
     Ok(match index {
         TSC => machine.guest_tsc(),
+        ARCH_CAPABILITIES if by_guest && !tells_arch_capabilities(machine) => {
+            return Err(MsrFault::Unknown);
+        }
+        ARCH_CAPABILITIES => {
+            (machine.stored(ARCH_CAPABILITIES)).unwrap_or(cpu_features::ARCH_CAPABILITIES)
+        }
         TSC_ADJUST => machine.msr(TSC_ADJUST),
         APIC_BASE => machine.apic_base(),
         TSC_DEADLINE => (machine.common.lapic()).map_or(0, |lapic| lapic.tsc_deadline()),
@@ -405,6 +417,7 @@ pub(crate) fn write_machine(
             only(kept | 1 << 3 | 1 << 6 | 1 << 8)?;
             machine.store(index, value & kept);
         }
+        ARCH_CAPABILITIES if !by_guest => machine.store(index, value),
         PLATFORM_INFO => {
             let takes_away = value & PLATFORM_INFO_CPUID_FAULT == 0 && cpuid_faults(machine);
             if by_guest || takes_away {

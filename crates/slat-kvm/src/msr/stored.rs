@@ -7,8 +7,9 @@ use super::index::*;
 pub(crate) struct Stored([Option<u64>; Stored::LEN]);
 
 impl Stored {
-    const ONE_BY_ONE: [u32; 15] = [
+    const ONE_BY_ONE: [u32; 16] = [
         FEATURE_CONTROL,
+        ARCH_CAPABILITIES,
         TSC_ADJUST,
         PLATFORM_INFO,
         MISC_FEATURES,

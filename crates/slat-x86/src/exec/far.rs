@@ -271,7 +271,9 @@ fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     let next = cpu.next_rip(op);
     cpu.deliver(vector::DB, None, Source::External, next)?;
-    cpu.debug_delivered(0);
+    // It takes what the shadow of MOV SS has held back along.
+    let hits = std::mem::take(&mut cpu.state.events.debug);
+    cpu.debug_delivered(hits);
     Err(Break::Jump)
 }
 

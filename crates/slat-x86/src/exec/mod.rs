@@ -20,6 +20,7 @@ pub(crate) mod stack;
 pub(crate) mod string;
 pub(crate) mod syscall;
 pub(crate) mod system;
+pub(crate) mod xsave;
 
 use crate::Cpu;
 use crate::op::{Break, Op, form};

@@ -16,7 +16,8 @@ fn step_if_traced(cpu: &mut Cpu) {
 }
 
 fn syscall(cpu: &mut Cpu, op: &Op) -> Flow {
-    if cpu.state.efer & control::EFER_SCE == 0 || !cpu.long_mode() {
+    let wide = cpu.is_64() || cpu.long_mode() && !cpu.features.syscall_is_64_bit;
+    if cpu.state.efer & control::EFER_SCE == 0 || !wide {
         return Err(cpu.ud());
     }
     let next = cpu.next_rip(op);

@@ -3,7 +3,7 @@
 use crate::Cpu;
 use crate::debug::DR6_ONES;
 use crate::int::{Int, by_size};
-use crate::machine::{Exit, HypercallInstruction, Hypercalls, MsrFault};
+use crate::machine::{Access, Exit, Fault, HypercallInstruction, Hypercalls, MsrFault, Paging};
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::state::{control::*, flags};
 use iced_x86::{Instruction, Mnemonic, OpKind};
@@ -20,8 +20,9 @@ const CR0_KNOWN: u64 = CR0_PE
     | CR0_NW
     | CR0_CD
     | CR0_PG;
-/// Bits 0–14, 16–18, 20–23: up to PKS without VMX's.
-const CR4_KNOWN: u64 = 0x00f7_5fff;
+/// Changes of these load the page-directory-pointer entries of PAE paging again (SDM volume 3, "PDPTE Registers").
+const CR0_LOADS_PDPTES: u64 = CR0_PG | CR0_CD | CR0_NW;
+const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
 
 fn low_half(v: u64) -> u64 {
     v & 0xffff_ffff
@@ -43,41 +44,92 @@ impl Cpu {
         if bad {
             return Err(self.gp());
         }
-        let state = &mut self.state;
+        let state = &self.state;
         let (was, is) = (state.cr0 & CR0_PG != 0, v & CR0_PG != 0);
+        let mut efer = state.efer;
         if !was && is && state.efer & EFER_LME != 0 {
             if state.cr4 & CR4_PAE == 0 || state.cs.long() {
                 return Err(self.gp());
             }
-            state.efer |= EFER_LMA;
+            efer |= EFER_LMA;
         } else if was && !is {
-            if self.is_64() || self.state.cr4 & CR4_PCIDE != 0 {
+            if self.is_64() || state.cr4 & CR4_PCIDE != 0 {
                 return Err(self.gp());
             }
-            self.state.efer &= !EFER_LMA;
+            efer &= !EFER_LMA;
         }
+        let changes = (v ^ state.cr0) & CR0_LOADS_PDPTES != 0;
+        if changes && is && efer & EFER_LMA == 0 && state.cr4 & CR4_PAE != 0 {
+            self.state.pdptes = self.load_pdptes(self.state.cr3)?;
+        }
+        self.state.efer = efer;
         self.state.cr0 = v & CR0_KNOWN;
         Ok(())
     }
 
     fn write_cr4(&mut self, v: u64) -> Result<(), Break> {
         let changed = v ^ self.state.cr4;
-        let bad = v & !CR4_KNOWN != 0
+        let bad = v & !self.features.cr4 != 0
             || self.long_mode() && (v & CR4_PAE == 0 || changed & CR4_LA57 != 0)
             || changed & v & CR4_PCIDE != 0 && (!self.long_mode() || self.state.cr3 & 0xfff != 0);
         if bad {
             return Err(self.gp());
         }
+        let pae = v & CR4_PAE != 0 && self.state.cr0 & CR0_PG != 0 && !self.long_mode();
+        if pae && changed & CR4_LOADS_PDPTES != 0 {
+            self.state.pdptes = self.load_pdptes(self.state.cr3)?;
+        }
         self.state.cr4 = v;
         Ok(())
+    }
+
+    /// Whether PAE paging is in use.
+    fn pae_paging(&self) -> bool {
+        let state = &self.state;
+        state.cr0 & CR0_PG != 0 && state.cr4 & CR4_PAE != 0 && !self.long_mode()
+    }
+
+    /// Reads the page-directory-pointer entries at CR3. #GP(0) if one that is present has a reserved bit, or if there is no
+    /// memory.
+    fn load_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
+        // Without paging linear addresses are physical.
+        let paging = Paging {
+            cr0: 0,
+            ..self.paging()
+        };
+        let gpa = cr3 & 0xffff_ffe0;
+        let page = match self.machine().translate(gpa, Access::Read, &paging) {
+            Ok(page) => page,
+            Err(Fault::Mmio { .. }) => return Err(self.gp()),
+            Err(fault) => return Err(self.fault(gpa, fault)),
+        };
+        let mut bytes = [0; 32];
+        let host = page.base.as_ptr().wrapping_add((gpa & 0xfff) as usize);
+        // SAFETY: a translation of guest memory, to which every access is guarded.
+        if unsafe { slat_guard::copy_in(&mut bytes, host) }.is_err() {
+            self.gone(gpa, host, Access::Read)?;
+            return Err(Break::Retry);
+        }
+        let mut pdptes = [0; 4];
+        for (pdpte, bytes) in pdptes.iter_mut().zip(bytes.as_chunks().0) {
+            *pdpte = u64::from_le_bytes(*bytes);
+        }
+        let reserved = self.features.beyond_physical() | 0x1e6;
+        match pdptes.iter().any(|p| p & 1 != 0 && p & reserved != 0) {
+            true => Err(self.gp()),
+            false => Ok(pdptes),
+        }
     }
 
     fn write_cr3(&mut self, mut v: u64) -> Result<(), Break> {
         if self.state.cr4 & CR4_PCIDE != 0 {
             v &= !(1 << 63);
         }
-        if self.long_mode() && v >> 52 != 0 {
+        if self.long_mode() && v & self.features.beyond_physical() != 0 {
             return Err(self.gp());
+        }
+        if self.pae_paging() {
+            self.state.pdptes = self.load_pdptes(v)?;
         }
         self.state.cr3 = v;
         self.flush_tlb();
@@ -129,7 +181,7 @@ impl Cpu {
                 self.state.pat = v;
             }
             0xc000_0080 => {
-                let known = EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE;
+                let known = self.features.efer;
                 let paging = self.state.cr0 & CR0_PG != 0;
                 if v & !known != 0 || paging && (v ^ self.state.efer) & EFER_LME != 0 {
                     return Err(MsrFault::Invalid);
@@ -295,14 +347,27 @@ fn cpuid(cpu: &mut Cpu, _: &Op) -> Flow {
         out[2] = out[2] & !(1 << 27) | u32::from(on) << 27;
     }
     if (leaf, subleaf) == (7, 0) {
-        // OSPKE, too.
+        // OSPKE mirrors CR4.
         let on = out[2] & 1 << 3 != 0 && cpu.state.cr4 & CR4_PKE != 0;
         out[2] = out[2] & !(1 << 4) | u32::from(on) << 4;
+    }
+    match (leaf, subleaf) {
+        (0xd, 0) if out[0] != 0 => out[1] = cpu.xsave_bytes() as u32,
+        (0xd, 1) if cpu.features.xsavec => out[1] = cpu.compacted_bytes() as u32,
+        _ => {}
     }
     for (register, v) in [0, 3, 1, 2].into_iter().zip(out) {
         cpu.state.gpr[register] = v.into();
     }
     Ok(())
+}
+
+/// #UD without a feature.
+fn has(cpu: &mut Cpu, feature: bool) -> Result<(), Break> {
+    match feature {
+        true => Ok(()),
+        false => Err(cpu.ud()),
+    }
 }
 
 fn time_allowed(cpu: &mut Cpu) -> Result<(), Break> {
@@ -319,11 +384,13 @@ fn rdtsc(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 fn rdtscp(cpu: &mut Cpu, op: &Op) -> Flow {
+    has(cpu, cpu.features.rdtscp)?;
     rdtsc(cpu, op)?;
     cpu.state.gpr[1] = low_half(cpu.state.tsc_aux);
     Ok(())
 }
 fn rdpid(cpu: &mut Cpu, op: &Op) -> Flow {
+    has(cpu, cpu.features.rdpid)?;
     let v = low_half(cpu.state.tsc_aux);
     u64::set(cpu, op.r[0], v);
     Ok(())
@@ -404,6 +471,7 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
+    has(cpu, cpu.features.invpcid)?;
     cpu.privileged()?;
     let kind = if cpu.is_64() {
         u64::get(cpu, op.r[0])
@@ -413,7 +481,12 @@ fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
     let descriptor = cpu.load_mem::<u128>(op)?;
     let pcid = descriptor as u64;
     let address = (descriptor >> 64) as u64;
-    if kind > 3 || kind < 2 && pcid >> 12 != 0 || kind == 0 && !cpu.canonical(address) {
+    let pcids = if cpu.state.cr4 & CR4_PCIDE != 0 {
+        12
+    } else {
+        0
+    };
+    if kind > 3 || kind < 2 && pcid >> pcids != 0 || kind == 0 && !cpu.canonical(address) {
         return Err(cpu.gp());
     }
     cpu.flush_tlb();
@@ -482,7 +555,12 @@ fn hypercall(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
+/// RDRAND (`aux` 0) and RDSEED.
 fn random<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    has(
+        cpu,
+        [cpu.features.rdrand, cpu.features.rdseed][usize::from(op.aux & 1)],
+    )?;
     let mut bytes = [0u8; 8];
     // SAFETY: the kernel writes at most the eight bytes given.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), 8, 0) };
@@ -545,7 +623,10 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         Serialize => serialize,
         Vmcall => vmcall,
         Vmmcall => vmmcall,
-        Rdrand | Rdseed => by_size!(op.size, random),
+        Rdrand | Rdseed => {
+            op.aux = u8::from(insn.mnemonic() == Rdseed);
+            by_size!(op.size, random)
+        }
         _ => return None,
     })
 }

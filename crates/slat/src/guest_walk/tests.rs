@@ -64,6 +64,8 @@ fn paging(mode: Mode) -> GuestPaging {
         no_execute: true,
         smep: false,
         smap: false,
+        pkru: 0,
+        pdptes: None,
         physical_bits: 46,
     }
 }
@@ -477,4 +479,90 @@ fn tables_that_cannot_be_reached_end_the_walk_with_their_error() {
         Access::Read,
     );
     assert_eq!(answer, Err(WalkError::Memory(at[1])));
+}
+
+#[test]
+fn a_protection_key_forbids_data_accesses_to_user_pages() {
+    let key = 5u64;
+    let (no_access, no_write) = (1u32 << (2 * key), 2u32 << (2 * key));
+    let ask = |leaf: u64, pkru, user, wp, access| {
+        let (mut memory, _) = build(Mode::Level4, 1, 0x5000 | leaf | key << 59, ALL);
+        let paging = GuestPaging {
+            user,
+            write_protect: wp,
+            pkru,
+            ..paging(Mode::Level4)
+        };
+        walk(&mut memory, &paging, gva(Mode::Level4), access)
+    };
+    let key_code = code::PRESENT | code::PROTECTION_KEY;
+    let by_user = key_code | code::USER;
+    // Access disabled: neither reads nor writes, but fetches; for a supervisor, too, whatever CR0.WP is.
+    assert_eq!(
+        ask(ALL, no_access, true, true, Access::Read),
+        fault(by_user)
+    );
+    assert_eq!(
+        ask(ALL, no_access, true, true, Access::Write),
+        fault(by_user | code::WRITE)
+    );
+    assert!(ask(ALL, no_access, true, true, Access::Execute).is_ok());
+    assert_eq!(
+        ask(ALL, no_access, false, false, Access::Read),
+        fault(key_code)
+    );
+    // Writes disabled: a supervisor's only with CR0.WP. What is read may not be written without another look.
+    assert!(
+        !ask(ALL | D, no_write, true, true, Access::Read)
+            .unwrap()
+            .write
+    );
+    assert_eq!(
+        ask(ALL, no_write, true, true, Access::Write),
+        fault(by_user | code::WRITE)
+    );
+    assert_eq!(
+        ask(ALL, no_write, false, true, Access::Write),
+        fault(key_code | code::WRITE)
+    );
+    assert!(
+        ask(ALL, no_write, false, false, Access::Write)
+            .unwrap()
+            .write
+    );
+    // Supervisor pages and other keys are not its business.
+    assert!(ask(P | W, no_access, false, true, Access::Write).is_ok());
+    assert!(ask(ALL, !(no_access | no_write), true, true, Access::Write).is_ok());
+    // The bit is set also besides another violation, but not for a page that is not there.
+    assert_eq!(
+        ask(P | U, no_access, true, true, Access::Write),
+        fault(by_user | code::WRITE)
+    );
+    assert_eq!(
+        ask(0, no_access, true, true, Access::Read),
+        fault(code::USER)
+    );
+}
+
+#[test]
+fn latched_pointer_entries_are_not_read_from_memory() {
+    let (mut memory, at) = build(Mode::Pae, 1, 0x5000 | ALL, ALL);
+    let index = (gva(Mode::Pae) >> 30) as usize;
+    let mut pdptes = [0; 4];
+    pdptes[index] = memory.entries.remove(&at[2]).unwrap();
+    let latched = GuestPaging {
+        pdptes: Some(pdptes),
+        ..paging(Mode::Pae)
+    };
+    let answer = walk(&mut memory, &latched, gva(Mode::Pae), Access::Read);
+    assert_eq!(answer.unwrap().gpa, Gpa(0x5000));
+    assert_eq!(memory.reads.len(), 2);
+    let none = GuestPaging {
+        pdptes: Some([0; 4]),
+        ..latched
+    };
+    assert_eq!(
+        walk(&mut memory, &none, gva(Mode::Pae), Access::Read),
+        fault(0)
+    );
 }

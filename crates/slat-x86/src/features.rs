@@ -1,0 +1,152 @@
+//! What the guest's CPU has beyond the baseline: what its CPUID tells, as far as this CPU can do it.
+//!
+//! Without a feature its control bits are reserved and its instructions are #UD, where hardware behind KVM behaves so.
+
+use crate::state::{control, xcr0};
+
+/// The features of a CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// Bits of CR4 that can be set.
+    pub(crate) cr4: u64,
+    /// Bits of EFER that can be set.
+    pub(crate) efer: u64,
+    /// Bits of XCR0 that can be set.
+    pub(crate) xcr0: u64,
+    /// Where PKRU is in the standard format of an XSAVE area.
+    pub(crate) pkru_offset: usize,
+    pub(crate) invpcid: bool,
+    pub(crate) rdtscp: bool,
+    pub(crate) rdpid: bool,
+    pub(crate) rdrand: bool,
+    pub(crate) rdseed: bool,
+    pub(crate) xsaveopt: bool,
+    pub(crate) xsavec: bool,
+    /// SYSCALL is #UD outside 64-bit mode, as on Intel's CPUs.
+    pub(crate) syscall_is_64_bit: bool,
+    /// Bits of a guest-physical address.
+    pub(crate) physical_bits: u32,
+}
+
+/// Where PKRU is unless CPUID tells: as on Intel's CPUs.
+pub const PKRU_OFFSET: usize = 0xa80;
+/// Bits of a guest-physical address at most.
+pub const PHYSICAL_BITS: u32 = 52;
+/// Bits of a guest-physical address where CPUID does not tell (SDM volume 2, CPUID leaf 0x8000_0008).
+const PHYSICAL_BITS_UNTOLD: u32 = 36;
+
+/// CR4: VME PVI TSD DE PSE PAE MCE PGE PCE OSFXSR OSXMMEXCPT.
+const CR4_BASELINE: u64 = 0x7ff;
+/// CR4 bits that are features, and where CPUID tells them: leaf, register, bit.
+const CR4_FEATURES: [(u64, u32, usize, u32); 8] = [
+    (control::CR4_UMIP, 7, ECX, 2),
+    (control::CR4_LA57, 7, ECX, 16),
+    (control::CR4_FSGSBASE, 7, EBX, 0),
+    (control::CR4_PCIDE, 1, ECX, 17),
+    (control::CR4_OSXSAVE, 1, ECX, 26),
+    (control::CR4_SMEP, 7, EBX, 7),
+    (control::CR4_SMAP, 7, EBX, 20),
+    (control::CR4_PKE, 7, ECX, 3),
+];
+/// EFER bits that are features, in leaf 0x8000_0001's EDX.
+const EFER_FEATURES: [(u64, u32); 3] = [
+    (control::EFER_SCE, 11),
+    (control::EFER_NXE, 20),
+    (control::EFER_LME | control::EFER_LMA, 29),
+];
+
+const EAX: usize = 0;
+const EBX: usize = 1;
+const ECX: usize = 2;
+const EDX: usize = 3;
+
+impl Features {
+    /// All that this CPU can do.
+    pub fn all() -> Self {
+        let cr4 = (CR4_FEATURES.iter()).fold(CR4_BASELINE, |all, (bit, ..)| all | bit);
+        let efer = EFER_FEATURES.iter().fold(0, |all, (bit, _)| all | bit);
+        Features {
+            cr4,
+            efer,
+            xcr0: xcr0::ALL,
+            pkru_offset: PKRU_OFFSET,
+            invpcid: true,
+            rdtscp: true,
+            rdpid: true,
+            rdrand: true,
+            rdseed: true,
+            xsaveopt: true,
+            xsavec: true,
+            syscall_is_64_bit: false,
+            physical_bits: 48,
+        }
+    }
+
+    /// What of it a guest finds in its CPUID, of which `cpuid` returns EAX, EBX, ECX and EDX of a leaf and a subleaf.
+    pub fn from_cpuid(cpuid: impl Fn(u32, u32) -> [u32; 4]) -> Self {
+        let has = |leaf, register: usize, bit| cpuid(leaf, 0)[register] >> bit & 1 != 0;
+        let cr4 = (CR4_FEATURES.iter())
+            .filter(|(_, leaf, register, bit)| has(*leaf, *register, *bit))
+            .fold(CR4_BASELINE, |all, (bit, ..)| all | bit);
+        let efer = (EFER_FEATURES.iter())
+            .filter(|(_, bit)| has(0x8000_0001, EDX, *bit))
+            .fold(0, |all, (bits, _)| all | bits);
+        let [xcr0_low, _, _, xcr0_high] = cpuid(0xd, 0);
+        let components = u64::from(xcr0_low) | u64::from(xcr0_high) << 32;
+        let pkru_offset = cpuid(0xd, xcr0::PKRU.trailing_zeros())[EBX] as usize;
+        let vendor = cpuid(0, 0)[EBX].to_le_bytes();
+        let physical_bits = match cpuid(0x8000_0000, 0)[EAX] >= 0x8000_0008 {
+            true => cpuid(0x8000_0008, 0)[EAX] & 0xff,
+            false => PHYSICAL_BITS_UNTOLD,
+        };
+        Features {
+            cr4,
+            efer,
+            xcr0: components & xcr0::ALL | xcr0::X87,
+            // After the header, aligned, and not beyond what any CPU has.
+            pkru_offset: match pkru_offset.is_multiple_of(8) && (576..8192).contains(&pkru_offset) {
+                true => pkru_offset,
+                false => PKRU_OFFSET,
+            },
+            invpcid: has(7, EBX, 10),
+            rdtscp: has(0x8000_0001, EDX, 27),
+            rdpid: has(7, ECX, 22),
+            rdrand: has(1, ECX, 30),
+            rdseed: has(7, EBX, 18),
+            xsaveopt: cpuid(0xd, 1)[EAX] & 1 != 0,
+            xsavec: cpuid(0xd, 1)[EAX] & 2 != 0,
+            syscall_is_64_bit: &vendor == b"Genu",
+            physical_bits: physical_bits.clamp(32, PHYSICAL_BITS),
+        }
+    }
+
+    /// Bits of a guest-physical address.
+    pub fn physical_bits(&self) -> u32 {
+        self.physical_bits
+    }
+
+    /// Bits that a physical address cannot have.
+    pub(crate) fn beyond_physical(&self) -> u64 {
+        !((1 << self.physical_bits) - 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_feature_that_cpuid_does_not_tell_has_no_control_bits() {
+        let none = Features::from_cpuid(|_, _| [0; 4]);
+        assert_eq!((none.cr4, none.efer, none.xcr0), (CR4_BASELINE, 0, 1));
+        assert_eq!((none.physical_bits, none.pkru_offset), (36, PKRU_OFFSET));
+        let all = Features::from_cpuid(|leaf, subleaf| match (leaf, subleaf) {
+            (0, _) => [0xd, u32::from_le_bytes(*b"Auth"), 0, 0],
+            (0x8000_0000, _) => [0x8000_0008, 0, 0, 0],
+            (0x8000_0008, _) => [0x3030, 0, 0, 0],
+            (0xd, 9) => [8, PKRU_OFFSET as u32, 0, 0],
+            _ => [!0; 4],
+        });
+        assert_eq!(all, Features::all());
+    }
+}
