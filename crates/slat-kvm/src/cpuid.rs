@@ -179,9 +179,8 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     let host1 = __cpuid(1);
     let amd = host_is_amd();
     // Not the TSC deadline of local APICs: a client that has its own APICs has it or not. KVM_CAP_TSC_DEADLINE_TIMER tells of slat's.
-    let leaf1_ecx = feature::LEAF1_ECX_X2APIC
-        | feature::LEAF1_ECX_HYPERVISOR
-        | cpu_features::leaf1_ecx();
+    let leaf1_ecx =
+        feature::LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
         | if amd {
             feature::LEAF1_EDX & feature::EXT1_EDX_AMD_COPY

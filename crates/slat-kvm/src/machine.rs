@@ -15,9 +15,9 @@ use kvm_bindings::{
     KVM_X86_QUIRK_FIX_HYPERCALL_INSN, KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS, kvm_cpuid_entry2,
 };
 use slat::{Gpa, Shared};
-use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect};
+use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect, Lapic};
 use slat_x86::{HypercallInstruction, Hypercalls, Machine, MsrFault};
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 
 /// What a vCPU has besides its registers.
 pub(crate) struct VcpuMachine {
@@ -177,6 +177,14 @@ impl VcpuMachine {
         }
     }
 
+    /// Has the run loop look whether an interrupt can be delivered, if one can be.
+    pub(crate) fn task_priority_changed(&self) {
+        let pending = |lapic: MutexGuard<'_, Lapic>| lapic.pending().is_some();
+        if self.common.lapic().is_some_and(pending) {
+            self.common.attention.raise(bits::IRQ);
+        }
+    }
+
     /// Tells the ticker when the APIC timer has to be looked at next.
     pub(crate) fn arm_timer(&self) {
         let deadline = self.common.lapic().and_then(|lapic| lapic.deadline());
@@ -271,6 +279,13 @@ impl Machine for VcpuMachine {
 
     fn tsc(&mut self) -> u64 {
         self.guest_tsc()
+    }
+
+    fn set_task_priority(&mut self, cr8: u64) {
+        if let Some(mut lapic) = self.common.lapic() {
+            lapic.set_cr8(cr8);
+        }
+        self.task_priority_changed();
     }
 
     fn hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64> {

@@ -120,6 +120,8 @@ pub trait Machine: Mmu {
     /// VMCALL or VMMCALL at CPL 0: number and four arguments, of 64 bits in `long_mode` and of 32 otherwise; answers RAX. `None`:
     /// the answer comes from outside, the run ends with [`Exit::Hypercall`].
     fn hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64>;
+    /// The guest has written CR8, its local APIC's task priority. (A write of the APIC's register by WRMSR changes CR8.)
+    fn set_task_priority(&mut self, _cr8: u64) {}
     /// What this machine makes of VMCALL or VMMCALL.
     fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
         Hypercalls::Executed

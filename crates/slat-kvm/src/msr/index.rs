@@ -61,6 +61,7 @@ pub const PP0_ENERGY_STATUS: u32 = 0x639;
 pub const PP1_ENERGY_STATUS: u32 = 0x641;
 pub const TSC_DEADLINE: u32 = 0x6e0;
 pub const X2APIC_FIRST: u32 = 0x800;
+pub const X2APIC_TPR: u32 = 0x808;
 pub const X2APIC_LAST: u32 = 0x8ff;
 pub const KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
 pub const KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;

@@ -358,6 +358,9 @@ pub(crate) fn write_machine(
                 .write_msr(index, value, now)
                 .map_err(|_| MsrFault::Invalid)?;
             machine.carry_out(effect);
+            if index == X2APIC_TPR {
+                machine.task_priority_changed();
+            }
         }
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => {
             machine.store(KVM_SYSTEM_TIME_NEW, value);

@@ -108,9 +108,13 @@ fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
     let port = cpu.state.gpr[2] as u16;
     cpu.port_allowed(port, 1 << op.size)?;
     let lin = cpu.string_address(0, 7, address_size, 1 << op.size)?;
-    cpu.probe_write(lin, 1 << op.size)?;
+    let is_memory = cpu.write_place(lin, 1 << op.size)?.is_some();
     let offset = cpu.string_register(7, address_size);
-    let count = cpu.units(op, port, lin, offset);
+    // Each unit that goes to a device is an exit of its own.
+    let count = match is_memory {
+        true => cpu.units(op, port, lin, offset),
+        false => 1,
+    };
     Err(cpu.port_exit(op, port, PortKind::Ins { address_size, rep }, count))
 }
 

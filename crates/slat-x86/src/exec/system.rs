@@ -24,6 +24,9 @@ const CR0_KNOWN: u64 = CR0_PE
 const CR0_LOADS_PDPTES: u64 = CR0_PG | CR0_CD | CR0_NW;
 const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
 
+/// The task priority of a local APIC in x2APIC mode.
+const X2APIC_TPR: u32 = 0x808;
+
 fn low_half(v: u64) -> u64 {
     v & 0xffff_ffff
 }
@@ -196,7 +199,12 @@ impl Cpu {
             0xc000_0101 => self.state.gs.base = v,
             0xc000_0102 => self.state.kernel_gs_base = v,
             0xc000_0103 => self.state.tsc_aux = low_half(v),
-            _ => self.machine().wrmsr(msr, v)?,
+            _ => {
+                self.machine().wrmsr(msr, v)?;
+                if msr == X2APIC_TPR {
+                    self.state.cr8 = v >> 4 & 15;
+                }
+            }
         }
         Ok(())
     }
@@ -239,7 +247,10 @@ fn write_control(cpu: &mut Cpu, op: &Op) -> Flow {
         3 => cpu.write_cr3(v)?,
         4 => cpu.write_cr4(v)?,
         8 if v > 15 => return Err(cpu.gp()),
-        8 => cpu.state.cr8 = v,
+        8 => {
+            cpu.state.cr8 = v;
+            cpu.machine().set_task_priority(v);
+        }
         _ => return Err(cpu.ud()),
     }
     cpu.refresh();
