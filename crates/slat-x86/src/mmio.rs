@@ -124,6 +124,8 @@ struct Question {
     rip: u64,
     next: u64,
     kind: QuestionKind,
+    /// DR6 bits of the debug traps that follow the instruction.
+    traps: u64,
 }
 
 /// Where the answer goes.
@@ -292,6 +294,7 @@ impl Cpu {
             rip: self.rip_of(op),
             next: self.next_rip(op),
             kind,
+            traps: self.traps_of_instruction(),
         });
         self.leave(exit)
     }
@@ -313,8 +316,15 @@ impl Cpu {
             true => answer,
             false => answer & 0xffff_ffff,
         };
+        self.question_done(&question);
+    }
+
+    /// The instruction that was answered from outside is done.
+    fn question_done(&mut self, question: &Question) {
         self.state.rip = question.next;
+        self.state.rflags &= !flags::RF;
         self.end_shadow();
+        self.trap(question.traps);
     }
 
     /// Finishes the MSR access that ended the last run: `answer` is what RDMSR reads, and anything for WRMSR. `None`: #GP(0).
@@ -337,8 +347,7 @@ impl Cpu {
             self.state.gpr[0] = value & 0xffff_ffff;
             self.state.gpr[2] = value >> 32;
         }
-        self.state.rip = question.next;
-        self.end_shadow();
+        self.question_done(&question);
     }
 
     /// What the output that ended the last run writes: all units of [`Exit::Io`].

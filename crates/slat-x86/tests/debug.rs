@@ -217,6 +217,19 @@ fn a_port_access_is_stepped_and_watched() {
 }
 
 #[test]
+fn a_hypercall_that_is_answered_from_outside_is_stepped() {
+    // vmcall; popfq; hlt
+    let mut guest = traced(b"\x0f\x01\xc1\x9d\xf4");
+    guest.memory().write64(STACK, 2);
+    guest.cpu.state.gpr[RAX] = 100;
+    guest.cpu.state.rflags |= TF;
+    assert!(matches!(guest.run(), Exit::Hypercall { .. }));
+    guest.cpu.complete_hypercall(0);
+    guest.halt();
+    assert_eq!(log(&guest), [(3, NONE | BS, false), (4, NONE | BS, false)]);
+}
+
+#[test]
 fn an_instruction_breakpoint_inside_a_block_hits_and_the_rest_runs_in_blocks() {
     // l: inc eax; inc ebx; dec ecx; jnz l; hlt
     let mut guest = traced(b"\xff\xc0\xff\xc3\xff\xc9\x75\xf8\xf4");
