@@ -1,4 +1,6 @@
-/* Rewrites a pattern over its memory until SIGUSR1 arrives, then verifies all of it: pattern MEBIBYTES
+/* Rewrites a pattern over its memory until SIGUSR1 arrives, or a number of times, then verifies all of it:
+ *
+ *     pattern MEBIBYTES [TIMES]
  *
  * Every word tells which page, which place in it and which generation it is of. Pages are rewritten in their order, so at any
  * time those before the current one are of the newest generation and the others of the one before. A page that a migration
@@ -47,11 +49,12 @@ static void rewrite(volatile uint64_t *memory, uint64_t page, uint64_t generatio
 
 int main(int argc, char **argv)
 {
-    uint64_t pages = argc == 2 ? strtoull(argv[1], NULL, 10) * 256 : 0;
-    uint64_t generation = 0, next = 0, wrong = 0;
+    uint64_t pages = argc > 1 ? strtoull(argv[1], NULL, 10) * 256 : 0;
+    uint64_t times = argc > 2 ? strtoull(argv[2], NULL, 10) : UINT64_MAX;
+    uint64_t generation = 0, next = pages, wrong = 0;
 
     if (pages == 0) {
-        fprintf(stderr, "usage: pattern MEBIBYTES\n");
+        fprintf(stderr, "usage: pattern MEBIBYTES [TIMES]\n");
         return 2;
     }
     volatile uint64_t *memory = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -64,7 +67,7 @@ int main(int argc, char **argv)
         rewrite(memory, page, generation);
     printf("pattern: written\n");
     fflush(stdout);
-    while (!stop && wrong == 0) {
+    while (!stop && wrong == 0 && generation < times) {
         generation++;
         for (next = 0; next < pages && !stop && wrong == 0; next++) {
             wrong += wrong_words(memory, next, generation - 1);

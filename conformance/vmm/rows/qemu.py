@@ -25,7 +25,7 @@ class Qemu:
             machine += f",kernel-irqchip={irqchip}"
         command = ["qemu-system-x86_64", "-accel", accelerator, "-M", machine, "-smp", str(cpus)]
         command += ["-cpu", cpu or ("max" if setting.on == "tcg" else "host")]
-        command += ["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"]
+        command += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
         command += ["-chardev", f"socket,id=qmp,fd={theirs.fileno()}", "-mon", "chardev=qmp,mode=control"]
         if not any(option == "-m" for option in options):
             command += ["-m", str(MEMORY)]

@@ -1,0 +1,268 @@
+"""devices MACHINE FEATURE...: one guest with 2 CPUs uses the devices and services that the words name.
+
+    disk      reads 64 MiB of a virtio disk, writes some; the host has the same bytes
+    net       fetches a file from a server on this machine by virtio-net in user mode
+    memfd     guest memory is a shared memfd: the host finds there what the guest writes
+    balloon   gives memory back and takes it again
+    hotplug   gets a memory module while it runs, and uses it
+    snapshot  is saved to a qcow2 disk, goes on, and is restored
+    reboot    starts again
+"""
+
+import hashlib
+import http.server
+import mmap
+import os
+import re
+import subprocess
+import threading
+import time
+
+from rows.console import Failure
+from rows.qemu import BOOT, MEMORY, Qemu
+
+MIB = 1 << 20
+
+
+def _equal(what, found, expected):
+    if found != expected:
+        raise Failure(f"{what}: {found}, not {expected}")
+
+
+def _interrupts(guest, device):
+    """Returns how often the message-signalled interrupts of a virtio device came."""
+    count = 0
+    for line in guest.console.run("cat /proc/interrupts").splitlines():
+        fields = line.split()
+        if any(field.startswith(device) for field in fields) and "MSI" in line:
+            count += sum(int(field) for field in fields[1 : 1 + guest.cpus])
+    return count
+
+
+class Disk:
+    """A virtio disk with random bytes. MSI-X by irqfd, kicks by ioeventfd."""
+
+    SIZE = 64 * MIB
+    WRITTEN = 8 * MIB
+
+    def __init__(self, setting):
+        self.file = setting.path("disk")
+        self.data = os.urandom(self.SIZE)
+        with open(self.file, "wb") as file:
+            file.write(self.data)
+        drive = f"if=none,id=disk,format=raw,cache=writeback,file={self.file}"
+        self.options = ["-drive", drive, "-device", "virtio-blk-pci,drive=disk,serial=random,ioeventfd=on"]
+
+    def check(self, guest):
+        run = guest.console.run
+        device = run("grep -l random /sys/block/vd*/serial").split("/")[3]
+        _equal("the guest's sum of the disk", run(f"sha256sum </dev/{device}", 180).split()[0], hashlib.sha256(self.data).hexdigest())
+        mebibytes = self.WRITTEN // MIB
+        run(f"dd if=/dev/urandom of=/tmp/new bs=1M count={mebibytes}", 180)
+        run(f"dd if=/tmp/new of=/dev/{device} bs=1M seek=16 conv=fsync", 180)
+        self.data = None
+        written = run("sha256sum </tmp/new; rm /tmp/new", 180).split()[0]
+        with open(self.file, "rb") as file:
+            file.seek(16 * MIB)
+            _equal("the host's sum of what was written", hashlib.sha256(file.read(self.WRITTEN)).hexdigest(), written)
+        if _interrupts(guest, "virtio") == 0:
+            raise Failure("the disk did not interrupt by messages")
+
+
+class Net:
+    """virtio-net, QEMU's user-mode network, and a server on this machine that the guest reaches as 10.0.2.2."""
+
+    SIZE = 16 * MIB
+
+    def __init__(self, setting):
+        data = os.urandom(self.SIZE)
+        self.sum = hashlib.sha256(data).hexdigest()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.port = server.server_address[1]
+        self.options = ["-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile="]
+
+    def check(self, guest):
+        run = guest.console.run
+        run("ip address add 10.0.2.15/24 dev eth0 && ip link set eth0 up")
+        fetched = run(f"wget -q -O - http://10.0.2.2:{self.port}/ | sha256sum", 240).split()[0]
+        _equal("the sum of the file", fetched, self.sum)
+        if _interrupts(guest, "virtio") == 0:
+            raise Failure("the network did not interrupt by messages")
+
+
+class Memfd:
+    """Guest memory that other processes can map."""
+
+    def __init__(self, setting):
+        memory = f"memory-backend-memfd,id=memory,size={MEMORY}M,share=on"
+        self.options = ["-object", memory, "-machine", "memory-backend=memory"]
+
+    def check(self, guest):
+        # The halves are only put together in the guest, so that the word is not there by having been typed.
+        first, second = os.urandom(12).hex(), os.urandom(12).hex()
+        guest.console.run(f"echo {first}-{second} | sed s/-/+/ >/tmp/word && sync")
+        word = f"{first}+{second}".encode()
+        directory = f"/proc/{guest.process.pid}/fd"
+        for descriptor in os.listdir(directory):
+            path = os.path.join(directory, descriptor)
+            if "memfd:" not in os.readlink(path):
+                continue
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size == MEMORY * MIB:
+                    with mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as memory:
+                        if memory.find(word) >= 0:
+                            return
+        raise Failure("what the guest wrote is not in its memory file")
+
+
+class Balloon:
+    """The balloon takes 192 MiB from the guest, and gives them back."""
+
+    SMALL = MEMORY - 192
+
+    def __init__(self, setting):
+        self.options = ["-device", "virtio-balloon-pci"]
+
+    def check(self, guest):
+        run = guest.console.run
+        before = _memory_free(guest)
+        guest.qmp.call("balloon", value=self.SMALL * MIB)
+        guest.qmp.poll("query-balloon", lambda result: result["actual"] == self.SMALL * MIB, 120)
+        small = _memory_free(guest)
+        if small > before - 150:
+            raise Failure(f"the guest has {small} MiB free with the balloon, {before} MiB without")
+        guest.qmp.call("balloon", value=MEMORY * MIB)
+        guest.qmp.poll("query-balloon", lambda result: result["actual"] == MEMORY * MIB, 120)
+        _use_memory(run, before * 3 // 4)
+
+
+class Hotplug:
+    """A memory module of 256 MiB, which Linux brings online."""
+
+    SIZE = 256
+
+    def __init__(self, setting):
+        self.options = ["-m", f"{MEMORY},slots=2,maxmem=2G"]
+
+    def check(self, guest):
+        run = guest.console.run
+        before = _memory_total(guest)
+        guest.qmp.call("object-add", qom_type="memory-backend-ram", id="module", size=self.SIZE * MIB)
+        guest.qmp.call("device_add", driver="pc-dimm", id="dimm", memdev="module")
+        end = time.monotonic() + 60
+        while _memory_total(guest) != before + self.SIZE:
+            run("cd /sys/devices/system/memory; for m in memory*; do grep -q online $m/state || echo online >$m/state; done; true")
+            if time.monotonic() > end:
+                raise Failure(f"the guest has {_memory_total(guest)} MiB, not {before + self.SIZE}")
+            time.sleep(0.2)
+        _use_memory(run, _memory_free(guest) * 3 // 4)
+
+
+class Snapshot:
+    """The machine's state in a qcow2 disk."""
+
+    def __init__(self, setting):
+        self.file = setting.path("snapshots")
+        subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", self.file, "64M"], check=True)
+        block = f"driver=qcow2,node-name=snapshots,file.driver=file,file.filename={self.file}"
+        self.options = ["-blockdev", block, "-device", "virtio-blk-pci,drive=snapshots,serial=snapshots"]
+
+    def check(self, guest):
+        run = guest.console.run
+        disk = "/dev/" + run("grep -l snapshots /sys/block/vd*/serial").split("/")[3]
+        run(f"word=old; echo old >/tmp/state; echo old | dd of={disk} conv=fsync")
+        state = {"tag": "row", "vmstate": "snapshots", "devices": ["snapshots"]}
+        self._job(guest, "snapshot-save", state)
+        run(f"word=new; echo new >/tmp/state; echo new | dd of={disk} conv=fsync")
+        _equal("after the save", run(f"echo $word; cat /tmp/state; head -c 3 {disk}"), "new\nnew\nnew")
+        # Restored while it runs: QEMU stops it for that, and must be told to go on.
+        guest.qmp.call("stop")
+        self._job(guest, "snapshot-load", state)
+        guest.qmp.call("cont")
+        _equal("after the load", run(f"echo $word; cat /tmp/state; head -c 3 {disk}"), "old\nold\nold")
+        guest.check_cpus()
+
+    @staticmethod
+    def _job(guest, command, state):
+        name = f"job-{command}"
+        guest.qmp.call(command, job_id=name, **state)
+
+        def concluded(jobs):
+            return all(job["status"] == "concluded" for job in jobs if job["id"] == name)
+
+        for job in guest.qmp.poll("query-jobs", concluded, 120):
+            if job["id"] == name and "error" in job:
+                raise Failure(f"{command}: {job['error']}")
+        guest.qmp.call("job-dismiss", id=name)
+
+
+class Reboot:
+    """The guest starts again, in the same QEMU."""
+
+    def __init__(self, setting):
+        self.options = []
+
+    def check(self, guest):
+        first = guest.console.run("cat /proc/sys/kernel/random/boot_id")
+        guest.qmp.call("set-action", reboot="reset")
+        guest.console.write("reboot -f\n")
+        if not guest.qmp.event("RESET", 60)["guest"]:
+            raise Failure("the machine was reset, but not by the guest")
+        guest.boot(BOOT)
+        if guest.console.run("cat /proc/sys/kernel/random/boot_id") == first:
+            raise Failure("the guest did not start again")
+
+
+def _memory(guest, line):
+    text = guest.console.run("cat /proc/meminfo")
+    return int(re.search(rf"{line}: *(\d+) kB", text)[1]) // 1024
+
+
+def _memory_free(guest):
+    return _memory(guest, "MemFree")
+
+
+def _memory_total(guest):
+    return _memory(guest, "MemTotal")
+
+
+def _use_memory(run, mebibytes):
+    """Has the guest write a pattern to as much memory and read it again."""
+    run(f"pattern {mebibytes} 0", 240)
+
+
+FEATURES = {
+    "disk": Disk,
+    "net": Net,
+    "memfd": Memfd,
+    "balloon": Balloon,
+    "hotplug": Hotplug,
+    "snapshot": Snapshot,
+    "reboot": Reboot,
+}
+
+
+def run(setting, machine, *words):
+    features = [(word, FEATURES[word](setting)) for word in words]
+    options = [option for _, feature in features for option in feature.options]
+    guest = Qemu(setting, machine, options=options)
+    guest.boot()
+    for word, feature in features:
+        begin = time.monotonic()
+        feature.check(guest)
+        guest.console.check()
+        print(f"note: {word}: {time.monotonic() - begin:.1f} s")
+    guest.power_off()

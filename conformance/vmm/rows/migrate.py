@@ -1,0 +1,83 @@
+"""migrate MACHINE bitmap|ring|postcopy: a guest moves to another QEMU while it rewrites a pattern over 256 MiB.
+
+    bitmap    dirty pages by the bitmap, each chunk cleared by KVM_CLEAR_DIRTY_LOG just before it is sent (manual protect)
+    ring      dirty pages by rings of 4096 entries
+    postcopy  after the first round the guest runs at the target; what is not there yet comes by userfaultfd
+
+The pattern tells of every page that was lost or is of another time. Prints downtime, rounds and bytes.
+"""
+
+import re
+
+from rows.console import Failure
+from rows.qemu import Qemu
+
+MIB = 1 << 20
+PATTERN = 256
+ROUNDS = 3
+# Slow enough for a round to last a while, fast enough to end: bytes a second, and milliseconds.
+BANDWIDTH = 128 * MIB
+DOWNTIME = 300
+LIMIT = 300
+
+
+def _query(source):
+    return source.qmp.call("query-migrate")
+
+
+def _wait(source, done, seconds=LIMIT):
+    """Waits until `done` says so of query-migrate's result; fails when the migration does."""
+
+    def ended(result):
+        if result.get("status") in ("failed", "cancelled"):
+            raise Failure(f"migration {result['status']}: {result.get('error-desc', '')}")
+        return done(result)
+
+    return source.qmp.poll("query-migrate", ended, seconds)
+
+
+def run(setting, machine, mode):
+    accel = ",dirty-ring-size=4096" if mode == "ring" and setting.on != "tcg" else ""
+    source = Qemu(setting, machine, name="source", accel=accel)
+    source.boot()
+    pid = source.console.run(f"pattern {PATTERN} >/tmp/pattern 2>&1 & echo $!")
+    source.console.run("until grep -q written /tmp/pattern; do usleep 100000; done", LIMIT)
+
+    path = setting.path("migration")
+    target = Qemu(setting, machine, name="target", accel=accel, options=["-incoming", "defer"])
+    capabilities = [{"capability": "auto-converge", "state": True}]
+    if mode == "postcopy":
+        capabilities = [{"capability": "postcopy-ram", "state": True}]
+    for qemu in (source, target):
+        qemu.qmp.call("migrate-set-capabilities", capabilities=capabilities)
+    limits = {"max_bandwidth": BANDWIDTH, "downtime_limit": DOWNTIME}
+    source.qmp.call("migrate-set-parameters", cpu_throttle_initial=40, cpu_throttle_increment=20, **limits)
+    target.qmp.call("migrate-incoming", uri=f"unix:{path}")
+    source.qmp.call("migrate", uri=f"unix:{path}")
+    if mode == "postcopy":
+        _wait(source, lambda result: result.get("ram", {}).get("dirty-sync-count", 0) >= 2)
+        source.qmp.call("migrate-start-postcopy")
+    result = _wait(source, lambda result: result.get("status") == "completed")
+    target.qmp.poll("query-status", lambda status: status["status"] == "running", 60)
+
+    # What the source had to say of the pattern went with it: the guest's memory is the target's.
+    check = f"kill -USR1 {pid}; while kill -0 {pid} 2>/dev/null; do usleep 100000; done; cat /tmp/pattern"
+    pattern = target.console.run(check, LIMIT).splitlines()[-1]
+    found = re.fullmatch(r"pattern: (\d+) pages, (\d+) generations, 0 wrong words", pattern)
+    if not found or int(found[1]) != PATTERN * 256:
+        raise Failure(f"the pattern after the migration: {pattern}")
+    ram = result["ram"]
+    rounds = ram["dirty-sync-count"]
+    if mode != "postcopy" and rounds < ROUNDS:
+        raise Failure(f"only {rounds} rounds")
+    if mode == "postcopy" and ram["postcopy-requests"] == 0:
+        raise Failure("no page was asked for after the switch")
+    print(
+        f"note: downtime {result['downtime']} ms, {rounds} rounds, {ram['transferred']} bytes in {result['total-time']} ms, "
+        f"{ram['postcopy-requests']} pages asked for; {pattern}"
+    )
+    source.qmp.call("quit")
+    if source.process.wait(60) != 0:
+        raise Failure("the source does not end well")
+    target.check_cpus()
+    target.power_off()
