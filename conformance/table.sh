@@ -10,10 +10,11 @@
 #   table_run                runs the chosen entries; calls what the script defines:
 #     requires NEED          whether this machine has what an entry needs
 #     prepare INDEX          fills the array `command`; or fills `missing` with the reason why the entry fails
+#     confirm LOG            optional: prints why an exit status that says pass is not to be believed
 #   table_count              prints "N passed, N failed, N skipped"; false when an entry failed
 #
-# An entry's `expect` is "pass", "skip" (not run) or "skips" (run: must say that it does not apply, by the exit
-# status $skip_status); both skips need a reason. Lines of an entry that begin with "note: " are shown when it passes.
+# An entry's `expect` is "pass" (exit status $pass_status), "skip" (not run) or "skips" (run: must say that it does not apply,
+# by the exit status $skip_status); both skips need a reason. Of one that passes the lines that begin with "note: " are shown.
 
 die() { echo "conformance: $*" >&2; exit 2; }
 
@@ -103,7 +104,8 @@ find_slat() { # the repository
     slat=$(realpath "$slat")
 }
 
-passed=0 failed=0 skipped=0 skip_status=4
+passed=0 failed=0 skipped=0 pass_status=0 skip_status=4
+confirm() { :; }
 verdict() { printf '%-7s %8s  %s\n' "$1" "$2" "$3"; }
 
 # Seconds since `$1`, a value of EPOCHREALTIME.
@@ -112,7 +114,7 @@ seconds_since() {
 }
 
 table_run() { # a directory for the log; what runs each command, for example "timeout --foreground"
-    local log="$1/log" i title begin status seconds why try signal command missing
+    local log="$1/log" i title begin status seconds why try signal command missing # hooks fill the last two
     shift
     for i in "${chosen[@]}"; do
         title="${names[i]}${args[i]:+ ${args[i]}}"
@@ -139,24 +141,29 @@ table_run() { # a directory for the log; what runs each command, for example "ti
             # In the foreground: a time-out then ends the program alone, and ^C reaches it.
             "$@" timeout --foreground --kill-after=5 "${timeouts[i]}" "${command[@]}" >"$log" 2>&1 </dev/null || status=$?
             seconds=$(seconds_since "$begin")
-            if [ "$status" = 0 ] || [ "$try" -ge "${tries[i]}" ]; then break; fi
+            if [ "$status" = "$pass_status" ] || [ "$try" -ge "${tries[i]}" ]; then break; fi
             verdict again "$seconds" "$title: exit status $status; ${reasons[i]}"
         done
-        case $status:${expects[i]} in
-        0:pass)
-            verdict ok "$seconds" "$title"
-            sed -n 's/^note: /            | /p' "$log"
-            passed=$((passed + 1))
-            continue
+        why=''
+        case $status in
+        "$pass_status")
+            if [ "${expects[i]}" = skips ]; then why='passes, where a skip is expected'; else why=$(confirm "$log"); fi
+            if [ -z "$why" ]; then
+                verdict ok "$seconds" "$title"
+                sed -n 's/^note: /            | /p' "$log"
+                passed=$((passed + 1))
+                continue
+            fi
             ;;
-        "$skip_status":skips)
-            verdict skipped "$seconds" "$title: ${reasons[i]}"
-            skipped=$((skipped + 1))
-            continue
+        "$skip_status")
+            if [ "${expects[i]}" = skips ]; then
+                verdict skipped "$seconds" "$title: ${reasons[i]}"
+                skipped=$((skipped + 1))
+                continue
+            fi
+            why='the program skipped itself'
             ;;
-        "$skip_status":pass) why='the program skipped itself' ;;
-        0:skips) why='passes, where a skip is expected' ;;
-        124:* | 137:*) why="ended after ${timeouts[i]} s, or killed" ;;
+        124 | 137) why="ended after ${timeouts[i]} s, or killed" ;;
         *) if [ "$status" -gt 128 ] && signal=$(kill -l "$status" 2>/dev/null); then why="SIG$signal"; else why="exit status $status"; fi ;;
         esac
         verdict FAILED "$seconds" "$title: $why"

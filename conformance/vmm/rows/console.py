@@ -90,6 +90,8 @@ class Console:
 
     def check(self):
         """Fails when the kernel has complained."""
-        match = TROUBLE.search(self.text)
+        text = self.text
+        match = TROUBLE.search(text)
         if match:
-            raise Failure(f"{self.name}: the guest's kernel says: {match[0].decode()}")
+            context = text[max(0, match.start() - 600) : match.end() + 1200].decode(errors="replace").replace("\r", "")
+            raise Failure(f"{self.name}: the guest's kernel complains: {match[0].decode()}\n{context}")
