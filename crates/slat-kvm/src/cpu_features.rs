@@ -43,9 +43,9 @@ pub fn leaf7_ebx() -> u32 {
     integer | features().leaf7_ebx
 }
 
-/// Leaf 7 ECX: UMIP PKU RDPID CLDEMOTE.
-pub fn leaf7_ecx() -> u32 {
-    bits(&[(true, 2), (true, 3), (true, 22), (true, 25)])
+/// Leaf 7 ECX: UMIP RDPID CLDEMOTE, and PKU if there are protection keys.
+pub fn leaf7_ecx(protection_keys: bool) -> u32 {
+    bits(&[(true, 2), (protection_keys, 3), (true, 22), (true, 25)])
 }
 
 /// Leaf 7 EDX: FSRM SERIALIZE ARCH_CAPABILITIES.

@@ -152,19 +152,33 @@ const XSAVE_LEGACY_BYTES: u32 = 576;
 /// Bytes of PKRU in an XSAVE area.
 const PKRU_BYTES: u32 = 8;
 
-/// Where PKRU is in the standard format of an XSAVE area: where the host has it, because clients look there.
-pub fn pkru_offset() -> usize {
-    static OFFSET: OnceLock<usize> = OnceLock::new();
+/// Where PKRU is in the standard format of an XSAVE area on the host; `None` if the host has no protection keys. Clients take the place
+/// from the host's CPUID, so the guest has protection keys only where the host has them.
+fn host_pkru_offset() -> Option<usize> {
+    static OFFSET: OnceLock<Option<usize>> = OnceLock::new();
     *OFFSET.get_or_init(|| {
         let host = match __cpuid(0).eax >= 0xd {
             true => __cpuid_count(0xd, xcr0::PKRU.trailing_zeros()),
-            false => return PKRU_OFFSET,
+            false => return None,
         };
         match (host.eax, host.ebx as usize) {
-            (PKRU_BYTES, at @ 576..=4088) if at.is_multiple_of(8) => at,
-            _ => PKRU_OFFSET,
+            (PKRU_BYTES, at @ 576..=4088) if at.is_multiple_of(8) => Some(at),
+            _ => None,
         }
     })
+}
+
+/// Where PKRU is in the XSAVE area that clients see.
+pub fn pkru_offset() -> usize {
+    host_pkru_offset().unwrap_or(PKRU_OFFSET)
+}
+
+/// The state components that a guest's XCR0 can hold.
+pub fn supported_xcr0() -> u64 {
+    match host_pkru_offset() {
+        Some(_) => xcr0::ALL,
+        None => xcr0::ALL & !xcr0::PKRU,
+    }
 }
 
 /// More leaves than there are.
@@ -203,7 +217,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             [
                 1,
                 cpu_features::leaf7_ebx(),
-                cpu_features::leaf7_ecx(),
+                cpu_features::leaf7_ecx(host_pkru_offset().is_some()),
                 cpu_features::leaf7_edx(),
             ],
         ),
@@ -215,9 +229,9 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             0xd,
             Some(0),
             [
-                xcr0::ALL as u32,
+                supported_xcr0() as u32,
                 XSAVE_LEGACY_BYTES,
-                pkru_offset() as u32 + PKRU_BYTES,
+                host_pkru_offset().map_or(XSAVE_LEGACY_BYTES, |at| at as u32 + PKRU_BYTES),
                 0,
             ],
         ),
@@ -226,12 +240,15 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             Some(1),
             [cpu_features::leaf_d1_eax(), XSAVE_LEGACY_BYTES, 0, 0],
         ),
-        entry(
-            0xd,
-            Some(xcr0::PKRU.trailing_zeros()),
-            [PKRU_BYTES, pkru_offset() as u32, 0, 0],
-        ),
     ]);
+    if let Some(offset) = host_pkru_offset() {
+        let component = xcr0::PKRU.trailing_zeros();
+        entries.push(entry(
+            0xd,
+            Some(component),
+            [PKRU_BYTES, offset as u32, 0, 0],
+        ));
+    }
     let signature = [
         u32::from_le_bytes(*b"KVMK"),
         u32::from_le_bytes(*b"VMKV"),

@@ -5,8 +5,8 @@
 //! | `/dev/kvm` | 0 | `KVM_X86_XCOMP_GUEST_SUPP`: what a guest's XCR0 can hold |
 //! | vCPU | `KVM_VCPU_TSC_CTRL` | `KVM_VCPU_TSC_OFFSET`: guest TSC less the host's |
 
+use crate::cpuid;
 use crate::errno::{Result, fail};
-use crate::regs;
 use crate::system::System;
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
@@ -18,7 +18,7 @@ impl System {
     /// `ENXIO` for one that does not exist.
     pub fn device_attribute(&self, attribute: &kvm_device_attr) -> Result<u64> {
         match (attribute.group, u32::try_from(attribute.attr)) {
-            (0, Ok(KVM_X86_XCOMP_GUEST_SUPP)) => Ok(regs::SUPPORTED_XCR0),
+            (0, Ok(KVM_X86_XCOMP_GUEST_SUPP)) => Ok(cpuid::supported_xcr0()),
             _ => fail(libc::ENXIO),
         }
     }

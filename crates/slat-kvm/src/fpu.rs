@@ -1,6 +1,6 @@
 //! The x87, SSE and PKRU state in KVM's structs: `kvm_fpu` and the XSAVE area.
 
-use crate::cpuid::pkru_offset;
+use crate::cpuid::{pkru_offset, supported_xcr0};
 use crate::errno::{Result, fail};
 use kvm_bindings::*;
 use slat_x86::State;
@@ -54,7 +54,7 @@ pub fn set_fpu(state: &mut State, fpu: &kvm_fpu) {
 pub fn get_xsave(state: &State) -> [u8; 4096] {
     let mut area = [0; 4096];
     area[..512].copy_from_slice(&state.to_fxsave());
-    area[XSTATE_BV..][..8].copy_from_slice(&xcr0::ALL.to_le_bytes());
+    area[XSTATE_BV..][..8].copy_from_slice(&supported_xcr0().to_le_bytes());
     area[pkru_offset()..][..4].copy_from_slice(&state.pkru.to_le_bytes());
     area
 }
@@ -66,7 +66,7 @@ pub fn get_xsave(state: &State) -> [u8; 4096] {
 pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     let word = |at: usize| u64::from_le_bytes(area[at..at + 8].try_into().expect("8 bytes"));
     let present = word(XSTATE_BV);
-    if present & !xcr0::ALL != 0 || word(XSTATE_BV + 8) != 0 {
+    if present & !supported_xcr0() != 0 || word(XSTATE_BV + 8) != 0 {
         return fail(libc::EINVAL);
     }
     let mut image = State::reset().to_fxsave();

@@ -1,6 +1,6 @@
 //! The CPU's registers in KVM's structs, and back.
 
-use crate::cpuid::PHYS_BITS;
+use crate::cpuid::{PHYS_BITS, supported_xcr0};
 use crate::errno::{Result, fail};
 use crate::mmu::uses_pae_paging;
 use kvm_bindings::*;
@@ -311,9 +311,6 @@ pub fn set_debugregs(state: &mut State, regs: &kvm_debugregs) -> Result<()> {
     Ok(())
 }
 
-/// The state components that XCR0 can hold: x87 and SSE.
-pub const SUPPORTED_XCR0: u64 = 3;
-
 /// `KVM_GET_XCRS`.
 pub fn get_xcrs(state: &State) -> kvm_xcrs {
     let mut xcrs = kvm_xcrs {
@@ -334,7 +331,7 @@ pub fn set_xcrs(state: &mut State, xcrs: &kvm_xcrs) -> Result<()> {
     }
     for xcr in &xcrs.xcrs[..xcrs.nr_xcrs as usize] {
         if xcr.xcr == 0 {
-            if xcr.value & !xcr0::ALL != 0 || xcr.value & xcr0::X87 == 0 {
+            if xcr.value & !supported_xcr0() != 0 || xcr.value & xcr0::X87 == 0 {
                 return fail(libc::EINVAL);
             }
             state.xcr0 = xcr.value;

@@ -10,7 +10,7 @@ use slat::Shared;
 use slat_irqchip::ioapic::{self, IoApic};
 use slat_irqchip::line::Outcome;
 use slat_irqchip::pic::{Chip, PicState, Pics};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 pub(crate) struct Chips {
     pics: Mutex<Pics>,
     ioapic: Mutex<IoApic>,
+    /// Where the I/O APIC's registers are. Written under its lock.
+    ioapic_base: AtomicU64,
     /// The vectors of the I/O APIC's entries. Written under its lock.
     ioapic_vectors: Vectors,
     /// What the 8259 pair's INTR line says. Written under its lock.
@@ -50,6 +52,7 @@ impl Chips {
         Ok(Chips {
             pics: Mutex::new(Pics::with_sources_until_end(1 << RESAMPLE)),
             ioapic: Mutex::default(),
+            ioapic_base: AtomicU64::new(ioapic::DEFAULT_BASE),
             ioapic_vectors: Vectors::default(),
             external: AtomicBool::new(false),
             timer: OnceLock::new(),
@@ -80,12 +83,13 @@ impl Chips {
         result
     }
 
-    /// Works on the I/O APIC, and publishes its vectors if `work` says that it has changed them.
+    /// Works on the I/O APIC, and publishes its vectors and its place if `work` says that it has changed them.
     fn with_ioapic<R>(&self, work: impl FnOnce(&mut IoApic) -> (R, bool)) -> R {
         let mut ioapic = lock(&self.ioapic);
         let (result, changed) = work(&mut ioapic);
         if changed {
             self.ioapic_vectors.store(ioapic.vectors());
+            self.ioapic_base.store(ioapic.base(), Ordering::SeqCst);
         }
         result
     }
@@ -188,13 +192,14 @@ impl Chips {
 
     /// Whether the I/O APIC answers at `gpa`.
     pub(crate) fn ioapic_contains(&self, gpa: u64) -> bool {
-        lock(&self.ioapic).contains(gpa)
+        let base = self.ioapic_base.load(Ordering::SeqCst);
+        gpa.wrapping_sub(base) < ioapic::WINDOW
     }
 
     /// Reads registers of the I/O APIC.
     pub(crate) fn read_ioapic(&self, gpa: u64, data: &mut [u8]) {
         let ioapic = lock(&self.ioapic);
-        ioapic.read(gpa - ioapic.base(), data);
+        ioapic.read(gpa.wrapping_sub(ioapic.base()), data);
     }
 
     /// Writes registers of the I/O APIC.
@@ -202,7 +207,7 @@ impl Chips {
         let mut ended = Ended::default();
         let written = self.with_ioapic(|ioapic| {
             let written = ioapic.write(
-                gpa - ioapic.base(),
+                gpa.wrapping_sub(ioapic.base()),
                 data,
                 &mut |pin| {
                     ended.add_pin(pin);

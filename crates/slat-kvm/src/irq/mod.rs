@@ -11,7 +11,7 @@
 //! | `create`, `state` | the calls that make controllers, and those that save and restore them |
 //!
 //! # Locks
-//! A call takes them in this order, and may leave some out: the routes (for reading, while an interrupt is on its way), the 8254, then
+//! A call takes them in this order, and may leave some out: the irqfds of the VM, the routes (for reading, while an interrupt is on its way), the 8254, then
 //! the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC. A vCPU that ends an interrupt or writes to a controller
 //! has its own APIC unlocked. Whatever a controller reports while it is locked is carried out after it is unlocked.
 

@@ -60,8 +60,10 @@ impl Timer {
         );
     }
 
+    /// Whether `port` is one of the 8254's.
     pub(crate) fn answers(&self, port: u16) -> bool {
-        self.lock().answers(port)
+        // Most ports need not lock it for the answer.
+        (0x40..=0x61).contains(&port) && self.lock().answers(port)
     }
 
     pub(crate) fn read(&self, port: u16) -> u8 {
