@@ -1,7 +1,7 @@
 //! Time in a VM: the TSC, nanoseconds for the APIC timers, and the paravirtual clock's page.
 
 use crate::errno::{Result, fail};
-use std::arch::x86_64::_rdtsc;
+use std::arch::x86_64::{_mm_lfence, _rdtsc};
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -180,7 +180,11 @@ impl Tsc {
         (scaled as u64).wrapping_add(self.offset)
     }
 
+    /// The guest's TSC. The host's is read after all loads before this call: a guest that has seen another vCPU's TSC must not read
+    /// an older one.
     pub(crate) fn now(&self) -> u64 {
+        // SAFETY: SSE2 is part of x86-64.
+        unsafe { _mm_lfence() };
         self.at(host_tsc())
     }
 

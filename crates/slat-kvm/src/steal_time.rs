@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 /// How often the threads of running vCPUs are looked at.
 const PERIOD: Duration = Duration::from_millis(10);
 /// A vCPU that was out of `KVM_RUN` for longer waits for a new number.
-const PAUSE: Duration = Duration::from_micros(500);
+const PAUSE: Duration = Duration::from_micros(100);
 /// The longest such wait.
 const PATIENCE: Duration = Duration::from_millis(5);
 /// Rounds without a running vCPU after which the observer sleeps until it is called.
