@@ -97,3 +97,108 @@ fn an_address_is_translated_whole() {
     let found = guest.vcpu.translate_gva(u64::MAX).unwrap();
     assert_eq!((found.valid, found.physical_address), (0, u64::MAX));
 }
+
+/// Firmware and old guests access these without asking CPUID. Reads and writes are KVM's.
+#[test]
+fn msrs_that_guests_take_for_granted_are_there() {
+    let mut guest = Guest::new(&[]);
+    for (index, value) in [
+        (0x17, 0),
+        (0xc1, 0),
+        (0xcd, 3),
+        (0x198, 4 << 40 | 1000),
+        (0x1db, 0),
+        (0x606, 0),
+        (0xc001_0000, 0),
+        (0xc001_001b, 0x2000_0000),
+    ] {
+        assert_eq!(read(&guest, index), Some(value), "{index:#x}");
+    }
+    for index in [0x79, 0x186, 0x1fc, 0xc001_0004, 0xc001_001f, 0xc001_0020] {
+        assert!(!guest_write_faults(&mut guest, index, 1), "{index:#x}");
+    }
+    for index in [0x34, 0x9e, 0x345, 0xc001_0058, 0x1234_5678] {
+        assert!(guest_write_faults(&mut guest, index, 1), "{index:#x}");
+    }
+    assert_eq!(read(&guest, 0x1fc), Some(1));
+}
+
+/// CPUID faulting (PLATFORM_INFO bit 31, MISC_FEATURES_ENABLES bit 0).
+#[test]
+fn cpuid_faulting_is_there_as_long_as_the_client_offers_it() {
+    const PLATFORM_INFO: u32 = 0xce;
+    const MISC_FEATURES: u32 = 0x140;
+    let mut guest = Guest::new(&[]);
+    assert!(!guest_write_faults(&mut guest, MISC_FEATURES, 1));
+    assert!(!write(&guest, PLATFORM_INFO, 0), "in use");
+    assert!(!guest_write_faults(&mut guest, MISC_FEATURES, 0));
+    assert!(write(&guest, PLATFORM_INFO, 0));
+    assert!(guest_write_faults(&mut guest, MISC_FEATURES, 1));
+}
+
+/// An error of the machine is #MC for a guest that has enabled it, and the end of one that has not.
+#[test]
+fn a_machine_check_reaches_the_guest() {
+    use slat_kvm::abi;
+    use slat_kvm::ioctl::{Answer, Object};
+    const CR4_MCE: u64 = 1 << 6;
+    for enabled in [true, false] {
+        let created = |answer| match answer {
+            Ok(Answer::Created(object, _)) => object,
+            other => panic!("{other:?}"),
+        };
+        let vm = created(Object::system().ioctl(abi::KVM_CREATE_VM, 0));
+        let memory = common::Memory::new(common::MEMORY);
+        // The handler of #MC writes to a port, instead of the HLT that it interrupts.
+        memory.write(CODE, &[0xf4]);
+        memory.write(18 * 4, &DATA.to_le_bytes()[..4]);
+        memory.write(DATA, &[0xe6, 0x10]);
+        let region = kvm_userspace_memory_region {
+            memory_size: common::MEMORY as u64,
+            userspace_addr: memory.start as u64,
+            ..Default::default()
+        };
+        let address = &raw const region as u64;
+        vm.ioctl(abi::KVM_SET_USER_MEMORY_REGION, address).unwrap();
+        let object = created(vm.ioctl(abi::KVM_CREATE_VCPU, 0));
+        let Object::Vcpu(vcpu) = &object else {
+            panic!()
+        };
+        let mut sregs = vcpu.get_sregs().unwrap();
+        (sregs.cs.base, sregs.cs.selector) = (0, 0);
+        sregs.cr4 |= if enabled { CR4_MCE } else { 0 };
+        vcpu.set_sregs(&sregs).unwrap();
+        let mut regs = vcpu.get_regs().unwrap();
+        (regs.rip, regs.rsp) = (CODE, 0x2000);
+        vcpu.set_regs(&regs).unwrap();
+
+        vcpu.setup_mce(1 << 24 | 1 << 8 | 10).unwrap();
+        let error = kvm_x86_mce {
+            bank: 9,
+            // Valid, uncorrected, enabled, signaled: what QEMU injects.
+            status: 1 << 63 | 1 << 61 | 1 << 60 | 1 << 56 | 0x134,
+            addr: 0x1000,
+            misc: 0x8c,
+            mcg_status: 5,
+            ..Default::default()
+        };
+        vcpu.set_mce(&error).unwrap();
+        vcpu.run().unwrap();
+        let mut msrs = [0x17a, 0x400 + 37].map(|index| kvm_msr_entry {
+            index,
+            ..Default::default()
+        });
+        assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 2);
+        let logged = msrs.map(|msr| msr.data);
+        match enabled {
+            true => {
+                assert_eq!(vcpu.get_regs().unwrap().rip, DATA);
+                assert_eq!(logged, [5, error.status]);
+            }
+            false => {
+                assert_eq!(vcpu.get_regs().unwrap().rip, CODE, "shut down");
+                assert_eq!(logged, [0, 0]);
+            }
+        }
+    }
+}

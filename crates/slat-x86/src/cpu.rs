@@ -236,14 +236,19 @@ impl Cpu {
         self.state.cr0 & control::CR0_PE != 0
     }
 
-    /// Whether a linear address is canonical.
+    /// Whether a linear address is canonical. Outside long mode every one is.
     pub(crate) fn canonical(&self, lin: u64) -> bool {
+        !self.long_mode() || self.canonical_value(lin)
+    }
+
+    /// Whether a value is canonical, which some MSRs want in every mode.
+    pub(crate) fn canonical_value(&self, lin: u64) -> bool {
         let shift = if self.state.cr4 & control::CR4_LA57 != 0 {
             7
         } else {
             16
         };
-        !self.long_mode() || ((lin << shift) as i64 >> shift) as u64 == lin
+        ((lin << shift) as i64 >> shift) as u64 == lin
     }
 
     /// The paging state for an access through the present TLB table.

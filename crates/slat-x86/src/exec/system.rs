@@ -170,7 +170,7 @@ impl Cpu {
             msr,
             0x175 | 0x176 | 0xc000_0082 | 0xc000_0083 | 0xc000_0100..=0xc000_0102
         );
-        if needs_canonical && !self.canonical(v) {
+        if needs_canonical && !self.canonical_value(v) {
             return Err(MsrFault::Invalid);
         }
         match msr {

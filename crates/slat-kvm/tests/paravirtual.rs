@@ -1,0 +1,286 @@
+//! What a guest has from KVM beyond a processor: steal time, ends of interrupts in memory, hypercalls.
+
+mod common;
+
+use common::{CODE, DATA, Guest, Memory, start_at_code};
+use kvm_bindings::*;
+use slat_kvm::{VcpuExit, VcpuFd};
+use std::time::{Duration, Instant};
+
+const APIC_BASE: u32 = 0x1b;
+const SPURIOUS: u32 = 0x80f;
+const EOI: u32 = 0x80b;
+const IN_SERVICE: u32 = 0x810;
+const ICR: u32 = 0x830;
+const STEAL_TIME: u32 = 0x4b56_4d03;
+const PV_EOI: u32 = 0x4b56_4d04;
+const VECTOR: u8 = 0x20;
+/// Where the handler of [`VECTOR`] is.
+const HANDLER: u64 = 0x2000;
+
+fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
+    let entry = kvm_msr_entry {
+        index,
+        data,
+        ..Default::default()
+    };
+    let msrs = Msrs::from_entries(&[entry]).unwrap();
+    vcpu.set_msrs(&msrs).unwrap() == 1
+}
+
+fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
+    let entry = kvm_msr_entry {
+        index,
+        ..Default::default()
+    };
+    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
+    assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1);
+    msrs.as_slice()[0].data
+}
+
+/// An x2APIC that software has enabled.
+fn enable_apic(vcpu: &VcpuFd) {
+    let base = msr(vcpu, APIC_BASE);
+    assert!(set_msr(vcpu, APIC_BASE, base | 1 << 10));
+    assert!(set_msr(vcpu, SPURIOUS, 0x1ff));
+}
+
+fn byte(memory: &Memory, at: u64) -> u8 {
+    let mut byte = [0];
+    memory.read(at, &mut byte);
+    byte[0]
+}
+
+fn word(memory: &Memory, at: u64) -> u64 {
+    let mut bytes = [0; 8];
+    memory.read(at, &mut bytes);
+    u64::from_le_bytes(bytes)
+}
+
+/// A guest that waits for [`VECTOR`], which is pending, and whose handler is `handler`.
+fn interrupted(handler: &[u8]) -> Guest {
+    // sti; nop; hlt
+    let guest = Guest::with(&[0xfb, 0x90, 0xf4], |vm| vm.create_irq_chip().unwrap());
+    let vector = u64::from(VECTOR) * 4;
+    guest.memory.write(vector, &HANDLER.to_le_bytes()[..4]);
+    guest.memory.write(HANDLER, handler);
+    enable_apic(&guest.vcpu);
+    // To itself.
+    assert!(set_msr(&guest.vcpu, ICR, 1 << 18 | u64::from(VECTOR)));
+    guest
+}
+
+fn in_service(vcpu: &VcpuFd) -> bool {
+    msr(vcpu, IN_SERVICE + u32::from(VECTOR) / 32) >> (VECTOR % 32) & 1 != 0
+}
+
+#[test]
+fn a_guest_ends_an_interrupt_in_its_memory() {
+    // btr word [DATA], 0; setc al; out 0x10, al
+    let handler = [
+        0x0f, 0xba, 0x36, 0x00, 0x30, 0, 0x0f, 0x92, 0xc0, 0xe6, 0x10,
+    ];
+    let mut guest = interrupted(&handler);
+    assert!(!set_msr(&guest.vcpu, PV_EOI, DATA | 2 | 1), "not aligned");
+    assert!(set_msr(&guest.vcpu, PV_EOI, DATA | 1));
+    match guest.vcpu.run().unwrap() {
+        VcpuExit::IoOut(0x10, data) => assert_eq!(data, [1], "the bit was set"),
+        other => panic!("{other:?}"),
+    }
+    assert!(!in_service(&guest.vcpu), "the interrupt has ended");
+    assert_eq!(byte(&guest.memory, DATA), 0);
+}
+
+#[test]
+fn an_end_in_memory_that_is_not_taken_is_an_end_at_the_apic() {
+    // out 0x10, al; btr word [DATA], 0; setc al; out 0x11, al
+    let handler = [
+        0xe6, 0x10, 0x0f, 0xba, 0x36, 0x00, 0x30, 0, 0x0f, 0x92, 0xc0, 0xe6, 0x11,
+    ];
+    let mut guest = interrupted(&handler);
+    assert!(set_msr(&guest.vcpu, PV_EOI, DATA | 1));
+    let exit = guest.vcpu.run().unwrap();
+    assert!(matches!(exit, VcpuExit::IoOut(0x10, _)), "{exit:?}");
+    assert!(in_service(&guest.vcpu));
+    match guest.vcpu.run().unwrap() {
+        VcpuExit::IoOut(0x11, data) => assert_eq!(data, [0], "the offer was taken back"),
+        other => panic!("{other:?}"),
+    }
+    assert!(in_service(&guest.vcpu));
+    assert!(set_msr(&guest.vcpu, EOI, 0));
+    assert!(!in_service(&guest.vcpu));
+}
+
+#[test]
+fn steal_time_is_written_to_the_dirty_log() {
+    let mut guest = Guest::new(&[0xf4]);
+    if !is_offered(&guest, 5) {
+        return;
+    }
+    assert!(
+        !set_msr(&guest.vcpu, STEAL_TIME, DATA | 2 | 1),
+        "not aligned"
+    );
+    let region = kvm_userspace_memory_region {
+        flags: KVM_MEM_LOG_DIRTY_PAGES,
+        memory_size: common::MEMORY as u64,
+        userspace_addr: guest.memory.start as u64,
+        ..Default::default()
+    };
+    // SAFETY: the memory is the guest's.
+    unsafe { guest.vm.set_user_memory_region(region).unwrap() };
+    assert!(set_msr(&guest.vcpu, STEAL_TIME, DATA | 1));
+    let mut versions = Vec::new();
+    for _ in 0..3 {
+        start_at_code(&guest.vcpu);
+        assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+        versions.push(word(&guest.memory, DATA + 8) as u32);
+        assert_eq!(byte(&guest.memory, DATA + 16), 1, "the vCPU does not run");
+        let log = guest.vm.get_dirty_log(0, common::MEMORY).unwrap();
+        assert_eq!(log[0] & 1 << (DATA / 4096), 1 << (DATA / 4096));
+    }
+    assert!(
+        versions.is_sorted_by(|a, b| a < b && b % 2 == 0),
+        "{versions:?}"
+    );
+}
+
+/// Whether KVM's features have this one.
+fn is_offered(guest: &Guest, bit: u32) -> bool {
+    let table = guest
+        .kvm
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .unwrap();
+    let features = table
+        .as_slice()
+        .iter()
+        .find(|it| it.function == 0x4000_0001);
+    features.unwrap().eax >> bit & 1 != 0
+}
+
+#[test]
+fn what_a_guest_may_use_is_offered() {
+    let guest = Guest::new(&[]);
+    // Both clocks, which are stable; ends of interrupts in memory; ends of halts; IPIs. No asynchronous page faults.
+    for (bit, offered) in [
+        (0, true),
+        (3, true),
+        (24, true),
+        (6, true),
+        (7, true),
+        (11, true),
+        (4, false),
+    ] {
+        assert_eq!(is_offered(&guest, bit), offered, "{bit}");
+    }
+}
+
+/// A guest of two vCPUs, the first of which makes a hypercall and halts; what the call answers.
+fn hypercall(first: &mut VcpuFd, memory: &Memory, args: [u32; 5]) -> u32 {
+    // mov eax, nr; mov ebx, …; mov ecx, …; mov edx, …; mov esi, …; vmcall; out 0x10, al
+    let mut code = Vec::new();
+    for (register, value) in [0xb8, 0xbb, 0xb9, 0xba, 0xbe].into_iter().zip(args) {
+        code.extend([0x66, register]);
+        code.extend(value.to_le_bytes());
+    }
+    code.extend([0x0f, 0x01, 0xc1, 0xe6, 0x10]);
+    memory.write(CODE, &code);
+    start_at_code(first);
+    let exit = first.run().unwrap();
+    assert!(matches!(exit, VcpuExit::IoOut(0x10, _)), "{exit:?}");
+    first.get_regs().unwrap().rax as u32
+}
+
+#[test]
+fn an_ipi_by_hypercall_reaches_every_vcpu_that_it_names() {
+    const SEND_IPI: u32 = 10;
+    let mut guest = Guest::with(&[], |vm| vm.create_irq_chip().unwrap());
+    let others = [1, 3, 40].map(|id| guest.vm.create_vcpu(id).unwrap());
+    for vcpu in &others {
+        enable_apic(vcpu);
+    }
+    let pending = |vcpu: &VcpuFd| msr(vcpu, 0x820 + 1) & 1 != 0;
+    // From id 1 on: bits 0 and 2 of the first 32, bit 7 of the second: ids 1, 3 and 40. There is no vCPU 2.
+    let call = [SEND_IPI, 0b111, 1 << 7, 1, VECTOR.into()];
+    assert_eq!(hypercall(&mut guest.vcpu, &guest.memory, call), 3);
+    assert!(others.iter().all(pending));
+    // A logical destination.
+    let call = [SEND_IPI, 1, 0, 1, 1 << 11];
+    let answer = hypercall(&mut guest.vcpu, &guest.memory, call);
+    assert_eq!(answer, 22u32.wrapping_neg());
+}
+
+#[test]
+fn a_kicked_vcpu_wakes_from_its_halt() {
+    const KICK_CPU: u32 = 5;
+    let mut guest = Guest::with(&[], |vm| vm.create_irq_chip().unwrap());
+    let mut second = guest.vm.create_vcpu(1).unwrap();
+    let runnable = kvm_mp_state {
+        mp_state: KVM_MP_STATE_RUNNABLE,
+    };
+    second.set_mp_state(runnable).unwrap();
+    // hlt, with interrupts off; mov byte [DATA], 1; out 0x11, al
+    let waits = [0xf4, 0xc6, 0x06, 0x00, 0x30, 1, 0xe6, 0x11];
+    guest.memory.write(HANDLER, &waits);
+    start_at_code(&second);
+    let mut regs = second.get_regs().unwrap();
+    regs.rip = HANDLER;
+    second.set_regs(&regs).unwrap();
+    std::thread::scope(|scope| {
+        let woken = scope.spawn(move || {
+            let exit = second.run().unwrap();
+            assert!(matches!(exit, VcpuExit::IoOut(0x11, _)), "{exit:?}");
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(byte(&guest.memory, DATA), 0, "it halts");
+        let call = [KICK_CPU, 0, 1, 0, 0];
+        assert_eq!(hypercall(&mut guest.vcpu, &guest.memory, call), 0);
+        let begin = Instant::now();
+        while byte(&guest.memory, DATA) == 0 && begin.elapsed() < Duration::from_secs(20) {
+            std::thread::yield_now();
+        }
+        assert_eq!(byte(&guest.memory, DATA), 1);
+        woken.join().unwrap();
+    });
+}
+
+/// The task priority in memory: what the guest writes there is the APIC's, and what is pending is shown.
+#[test]
+fn a_guest_has_its_task_priority_in_memory() {
+    use slat_kvm::abi;
+    use slat_kvm::ioctl::{Answer, Object};
+    let created = |answer| match answer {
+        Ok(Answer::Created(object, _)) => object,
+        other => panic!("{other:?}"),
+    };
+    let vm = created(Object::system().ioctl(abi::KVM_CREATE_VM, 0));
+    vm.ioctl(abi::KVM_CREATE_IRQCHIP, 0).unwrap();
+    let memory = Memory::new(common::MEMORY);
+    // mov byte [DATA + 4], 0x50; out 0x10, al
+    memory.write(CODE, &[0xc6, 0x06, 0x04, 0x30, 0x50, 0xe6, 0x10]);
+    let region = kvm_userspace_memory_region {
+        memory_size: common::MEMORY as u64,
+        userspace_addr: memory.start as u64,
+        ..Default::default()
+    };
+    let address = &raw const region as u64;
+    vm.ioctl(abi::KVM_SET_USER_MEMORY_REGION, address).unwrap();
+    let object = created(vm.ioctl(abi::KVM_CREATE_VCPU, 0));
+    let Object::Vcpu(vcpu) = &object else {
+        panic!()
+    };
+    let set = |vapic_addr| vcpu.set_vapic_address(&kvm_vapic_addr { vapic_addr });
+    assert_eq!(set(1 << 30).unwrap_err().errno(), libc::EINVAL, "no memory");
+    set(DATA + 4).unwrap();
+    let mut sregs = vcpu.get_sregs().unwrap();
+    (sregs.cs.base, sregs.cs.selector, sregs.cr8) = (0, 0, 3);
+    vcpu.set_sregs(&sregs).unwrap();
+    let mut regs = vcpu.get_regs().unwrap();
+    regs.rip = CODE;
+    vcpu.set_regs(&regs).unwrap();
+    vcpu.run().unwrap();
+    assert_eq!(vcpu.get_sregs().unwrap().cr8, 5);
+    set(0).unwrap();
+    vcpu.run().unwrap();
+    assert_eq!(vcpu.get_sregs().unwrap().cr8, 5);
+}
