@@ -25,6 +25,9 @@ const FIXED: &[(&str, &str)] = &[
     ("report_ignored_msrs", "Y"),
     ("enable_pmu", "N"),
     ("enable_vmware_backdoor", "N"),
+    // The interrupt controllers of the processor itself: AMD's and Intel's.
+    ("avic", "N"),
+    ("enable_apicv", "N"),
     ("halt_poll_ns", "0"),
     ("min_timer_period_us", "200"),
 ];

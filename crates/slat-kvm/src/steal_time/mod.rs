@@ -3,7 +3,9 @@
 //! As in KVM, that is what the host's scheduler counts for the thread that runs the vCPU: the second number of its `schedstat`.
 //! Clients may forbid that thread to read files (seccomp), so one thread of slat's own, the observer, reads them for all: every
 //! [`PERIOD`] while a vCPU is in `KVM_RUN`, and at once for a vCPU that comes back after a pause. It has a descriptor table of its
-//! own, so that the client never meets its descriptors.
+//! own ([`schedstat`]), so that the client never meets its descriptors.
+
+mod schedstat;
 
 use crate::background::{self, Background};
 use crate::entered::thread_id;
@@ -13,11 +15,10 @@ use crate::machine::VcpuMachine;
 use crate::msr::{KVM_ENABLED, index};
 use crate::process::PerProcess;
 use crate::thread::bits;
+use schedstat::Schedstat;
 use slat::Shared;
 use slat_x86::MsrFault;
 use std::ffi::CStr;
-use std::io::Write as _;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -56,7 +57,7 @@ struct Thread {
 /// One entry of the observer's list.
 struct Observed {
     thread: Shared<Thread>,
-    schedstat: Option<OwnedFd>,
+    schedstat: Option<Schedstat>,
 }
 
 #[derive(Default)]
@@ -84,52 +85,18 @@ pub(crate) fn prepare() {
 /// Whether the host counts what a thread waits.
 pub(crate) fn is_available() -> bool {
     static COUNTS: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
-    let counts = *COUNTS.get_or_init(|| {
-        let file = open(c"/proc/thread-self/schedstat");
-        file.is_some_and(|file| numbers(&file).is_some_and(|[ran, _]| ran != 0))
-    });
+    let counts = *COUNTS.get_or_init(schedstat::exists);
     let failed = || (OBSERVER.peek()).is_some_and(|it| it.failed.load(Ordering::Relaxed));
     counts && !failed()
-}
-
-fn open(path: &CStr) -> Option<OwnedFd> {
-    let flags = libc::O_RDONLY | libc::O_CLOEXEC;
-    // SAFETY: a plain system call with a NUL-terminated path.
-    let fd = unsafe { libc::open(path.as_ptr(), flags) };
-    // SAFETY: a descriptor that has just been opened and that nobody else owns.
-    (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// The first two numbers of a `schedstat` file: nanoseconds that the thread ran, and that it waited for a CPU.
-fn numbers(schedstat: &OwnedFd) -> Option<[u64; 2]> {
-    let mut text = [0u8; 64];
-    // SAFETY: the buffer and its length.
-    let len = unsafe {
-        libc::pread(
-            schedstat.as_raw_fd(),
-            text.as_mut_ptr().cast(),
-            text.len(),
-            0,
-        )
-    };
-    let text = std::str::from_utf8(text.get(..usize::try_from(len).ok()?)?).ok()?;
-    let mut numbers = text.split_ascii_whitespace().map(str::parse);
-    Some([numbers.next()?.ok()?, numbers.next()?.ok()?])
 }
 
 impl Observed {
     /// Looks at the thread. One that has ended keeps its last number.
     fn look(&mut self) {
         if self.schedstat.is_none() {
-            // Without the heap: there is space for both numbers.
-            let mut path = [0u8; 64];
-            let (process, thread) = (std::process::id(), self.thread.id);
-            let mut rest = &mut path[..];
-            write!(rest, "/proc/{process}/task/{thread}/schedstat\0").expect("it fits");
-            let path = CStr::from_bytes_until_nul(&path).expect("it ends with NUL");
-            self.schedstat = open(path);
+            self.schedstat = Schedstat::open(self.thread.id);
         }
-        if let Some([_, waited]) = self.schedstat.as_ref().and_then(numbers) {
+        if let Some(waited) = self.schedstat.as_ref().and_then(Schedstat::waited) {
             self.thread.waited.store(waited, Ordering::Relaxed);
         }
         self.thread.asks.store(false, Ordering::Release);
@@ -142,19 +109,12 @@ impl Observer {
     }
 }
 
-/// Gives this thread a descriptor table of its own, without any descriptor. Returns whether it has one.
-fn leave_descriptors() -> bool {
-    const CLOSE_RANGE_UNSHARE: u32 = 2;
-    // SAFETY: a plain system call. It closes nothing in the table that other threads use.
-    unsafe { libc::syscall(libc::SYS_close_range, 0u32, u32::MAX, CLOSE_RANGE_UNSHARE) == 0 }
-}
-
 impl Background for Observer {
     const NAME: &CStr = c"slat-steal";
     const WITHOUT: &str = "guests' steal time will not advance";
 
     fn run(&'static self) {
-        if !leave_descriptors() {
+        if !schedstat::leave_descriptors() {
             self.failed.store(true, Ordering::Relaxed);
             return;
         }

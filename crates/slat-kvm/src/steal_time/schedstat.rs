@@ -1,0 +1,107 @@
+//! The `schedstat` files of threads, and a descriptor table that nobody else uses.
+//!
+//! Only plain system calls: the preload library takes the C library's functions for calls of the program, whose descriptors may
+//! have the same numbers as those of this table.
+
+use std::arch::asm;
+use std::ffi::CStr;
+use std::io::Write as _;
+
+/// A system call. Returns what the kernel does: errors are negative.
+///
+/// # Safety
+/// That of the call.
+unsafe fn system_call(number: libc::c_long, arguments: [usize; 4]) -> isize {
+    let result;
+    // SAFETY: the kernel changes RAX, RCX and R11 only, and memory as the caller allows.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") number as isize => result,
+            in("rdi") arguments[0],
+            in("rsi") arguments[1],
+            in("rdx") arguments[2],
+            in("r10") arguments[3],
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    result
+}
+
+/// Whether the host counts what a thread waits. Needs no descriptor.
+pub(super) fn exists() -> bool {
+    let (at, path) = (
+        libc::AT_FDCWD as usize,
+        c"/proc/thread-self/schedstat".as_ptr() as usize,
+    );
+    // SAFETY: a path that ends with NUL.
+    unsafe { system_call(libc::SYS_faccessat, [at, path, libc::R_OK as usize, 0]) == 0 }
+}
+
+/// Gives this thread a descriptor table of its own, without any descriptor. Returns whether it has one.
+pub(super) fn leave_descriptors() -> bool {
+    const CLOSE_RANGE_UNSHARE: usize = 2;
+    let arguments = [0, u32::MAX as usize, CLOSE_RANGE_UNSHARE, 0];
+    // SAFETY: it closes nothing in the table that other threads use.
+    unsafe { system_call(libc::SYS_close_range, arguments) == 0 }
+}
+
+/// The open file of a thread, for the thread that called [`leave_descriptors`].
+#[derive(Debug)]
+pub(super) struct Schedstat(usize);
+
+impl Schedstat {
+    /// Opens that of a thread of this process. `None`: the thread has ended.
+    pub(super) fn open(thread: usize) -> Option<Self> {
+        // Without the heap: there is space for both numbers.
+        let mut path = [0u8; 64];
+        let mut rest = &mut path[..];
+        let process = std::process::id();
+        write!(rest, "/proc/{process}/task/{thread}/schedstat\0").expect("it fits");
+        let path = CStr::from_bytes_until_nul(&path).expect("it ends with NUL");
+        let flags = (libc::O_RDONLY | libc::O_CLOEXEC) as usize;
+        let arguments = [libc::AT_FDCWD as usize, path.as_ptr() as usize, flags, 0];
+        // SAFETY: a path that ends with NUL.
+        let fd = unsafe { system_call(libc::SYS_openat, arguments) };
+        Some(Schedstat(usize::try_from(fd).ok()?))
+    }
+
+    /// Nanoseconds that the thread was ready to run and did not. `None`: it has ended.
+    pub(super) fn waited(&self) -> Option<u64> {
+        let mut text = [0u8; 64];
+        let arguments = [self.0, text.as_mut_ptr() as usize, text.len(), 0];
+        // SAFETY: the buffer and its length.
+        let len = unsafe { system_call(libc::SYS_pread64, arguments) };
+        let text = std::str::from_utf8(text.get(..usize::try_from(len).ok()?)?).ok()?;
+        // The first number is what it ran.
+        text.split_ascii_whitespace().nth(1)?.parse().ok()
+    }
+}
+
+impl Drop for Schedstat {
+    fn drop(&mut self) {
+        // SAFETY: the descriptor is this table's, and used by nobody else.
+        unsafe { system_call(libc::SYS_close, [self.0, 0, 0, 0]) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_a_threads_own() {
+        // SAFETY: a plain call on the standard input's number.
+        let is_open = || unsafe { libc::fcntl(2, libc::F_GETFD) >= 0 };
+        let left = std::thread::spawn(move || {
+            assert!(leave_descriptors());
+            let file = Schedstat::open(crate::entered::thread_id()).unwrap();
+            assert!(exists() && file.waited().is_some());
+            !is_open()
+        });
+        assert!(left.join().unwrap());
+        assert!(is_open());
+    }
+}
