@@ -174,13 +174,13 @@ impl Cpu {
         }
     }
 
-    /// DR6 bits of the instruction breakpoints at RIP. RF holds them back, and so does the shadow of MOV SS.
-    fn code_hits(&self) -> u64 {
-        let held_back = self.state.rflags & flags::RF != 0 || self.state.events.mov_ss_shadow;
-        if !self.watch.code || held_back {
+    /// DR6 bits of the instruction breakpoints at `rip`. RF holds them back, and with Intel the shadow of MOV SS.
+    fn code_hits(&self, rip: u64) -> u64 {
+        let shadow = self.state.events.mov_ss_shadow && self.features.is_intel;
+        if !self.watch.code || self.state.rflags & flags::RF != 0 || shadow {
             return 0;
         }
-        let lin = self.code_address(self.state.rip);
+        let lin = self.code_address(rip);
         (self.watch.breakpoints.enabled())
             .filter(|(i, kind, ..)| {
                 *kind == kind::EXECUTE && self.watch.breakpoints.addresses[*i] == lin
@@ -297,7 +297,7 @@ impl Cpu {
 
     /// Executes one instruction, with what TF, RF, shadows, breakpoints and MMIO answers ask for.
     pub(crate) fn single_step(&mut self) -> Option<Exit> {
-        let hits = self.code_hits();
+        let hits = self.code_hits(self.state.rip);
         if hits != 0 {
             return self.take_debug(hits);
         }
@@ -307,6 +307,18 @@ impl Cpu {
         };
         // SAFETY: the block lives as long as the CPU, and only `single_block` changes it.
         let block = unsafe { found.as_ref() };
+        let prefix = block.ops.first().map_or(0, |op| u64::from(op.offset));
+        let start = block.key.rip.wrapping_add(prefix);
+        // The instruction that follows KVM's prefix has an address of its own.
+        let hits = if prefix == 0 {
+            0
+        } else {
+            self.code_hits(start)
+        };
+        if hits != 0 {
+            self.state.rip = start;
+            return self.take_debug(hits);
+        }
         let resumed = self.state.rflags & flags::RF;
         // The instruction may set it for the next one: IRET, and a string instruction that is not done.
         self.state.rflags &= !flags::RF;
@@ -319,8 +331,7 @@ impl Cpu {
         self.watch.alone = false;
         let before = self.instructions;
         let exit = self.execute(block);
-        let start = block.ops.first().map(|op| self.rip_of(op));
-        let executed = self.instructions != before || Some(self.state.rip) != start;
+        let executed = self.instructions != before || self.state.rip != start;
         let steps = std::mem::take(&mut self.watch.steps);
         let hits = std::mem::take(&mut self.watch.hits);
         self.watch.collects = false;

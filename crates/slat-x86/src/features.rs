@@ -22,8 +22,8 @@ pub struct Features {
     pub(crate) rdseed: bool,
     pub(crate) xsaveopt: bool,
     pub(crate) xsavec: bool,
-    /// SYSCALL is #UD outside 64-bit mode, as on Intel's CPUs.
-    pub(crate) syscall_is_64_bit: bool,
+    /// Intel's CPUs have SYSCALL in 64-bit mode only, and no instruction breakpoints in the shadow of MOV SS.
+    pub(crate) is_intel: bool,
     /// Bits of a guest-physical address.
     pub(crate) physical_bits: u32,
 }
@@ -77,7 +77,7 @@ impl Features {
             rdseed: true,
             xsaveopt: true,
             xsavec: true,
-            syscall_is_64_bit: false,
+            is_intel: false,
             physical_bits: 48,
         }
     }
@@ -115,7 +115,7 @@ impl Features {
             rdseed: has(7, EBX, 18),
             xsaveopt: cpuid(0xd, 1)[EAX] & 1 != 0,
             xsavec: cpuid(0xd, 1)[EAX] & 2 != 0,
-            syscall_is_64_bit: &vendor == b"Genu",
+            is_intel: &vendor == b"Genu",
             physical_bits: physical_bits.clamp(32, PHYSICAL_BITS),
         }
     }

@@ -6,7 +6,8 @@
 
 use crate::Cpu;
 use crate::op::{Flow, Handler, MEM, Op};
-use crate::state::{F80, State, control, flags};
+use crate::state::{F80, State, flags};
+use crate::vector;
 use core::arch::{asm, naked_asm};
 use iced_x86::{Instruction, Mnemonic as M};
 
@@ -108,16 +109,13 @@ fn opcode_and_modrm(code: &[u8]) -> Option<(u8, u8)> {
     }
 }
 
-/// An x87 exception that waits is taken by the next x87 or MMX instruction.
+/// An x87 exception that waits is taken by the next x87 or MMX instruction: as #MF also where CR0.NE is clear, because KVM runs
+/// guests with it set and there is no FERR# pin.
 pub(crate) fn check_pending(cpu: &mut Cpu) -> Flow {
     if cpu.state.fsw & ERROR == 0 {
         return Ok(());
     }
-    if cpu.state.cr0 & control::CR0_NE == 0 {
-        return Err(cpu
-            .unimplemented("x87 exception reported through an external interrupt (CR0.NE clear)"));
-    }
-    Err(cpu.raise(16, None))
+    Err(cpu.raise(vector::MF, None))
 }
 
 fn fwait(cpu: &mut Cpu, _op: &Op) -> Flow {

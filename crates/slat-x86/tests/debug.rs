@@ -154,6 +154,49 @@ fn the_shadow_of_mov_ss_swallows_a_step_and_delays_a_watchpoint() {
 }
 
 #[test]
+fn intel_has_no_instruction_breakpoint_in_the_shadow_of_mov_ss() {
+    for (vendor, hits) in [(b"Genu", vec![]), (b"Auth", vec![(2, NONE | 1, true)])] {
+        // mov ss,edx; inc eax; hlt
+        let mut guest = traced(b"\x8e\xd2\xff\xc0\xf4");
+        // bts qword [rsp+16],16
+        let handler = guest.memory().read::<37>(HANDLER);
+        guest
+            .memory()
+            .write(HANDLER, b"\x48\x0f\xba\x6c\x24\x10\x10");
+        guest.memory().write(HANDLER + 7, &handler);
+        guest
+            .cpu
+            .set_features(Features::from_cpuid(|leaf, _| match leaf {
+                0 => [0xd, u32::from_le_bytes(*vendor), 0, 0],
+                _ => [0; 4],
+            }));
+        guest.cpu.state.gpr[RDX] = 16;
+        guest.cpu.state.dr[0] = CODE + 2;
+        guest.cpu.state.dr7 = enable(0, 0, 0);
+        guest.halt();
+        assert_eq!(guest.cpu.state.gpr[RAX], 1);
+        assert_eq!(log(&guest), hits);
+    }
+}
+
+#[test]
+fn an_instruction_with_kvms_prefix_begins_after_it() {
+    // ud2; "kvm"; inc eax; hlt, with a breakpoint after the prefix
+    let mut guest = traced(b"\x0f\x0bkvm\xff\xc0\xf4");
+    guest.cpu.state.dr[0] = CODE + 5;
+    guest.cpu.state.dr7 = enable(0, 0, 0);
+    guest.memory().write(HANDLER, b"\xf4");
+    guest.halt();
+    assert_eq!(guest.stack(0), CODE + 5);
+    // A fault, of an instruction or of none: lock nop; lea eax,eax.
+    for code in [&b"\x0f\x0bkvm\xf0\x90"[..], b"\x0f\x0bkvm\x8d\xc0"] {
+        let mut guest = Guest::new(code);
+        guest.halt_in_handler(vector::UD);
+        assert_eq!(guest.stack(0), CODE + 5);
+    }
+}
+
+#[test]
 fn an_nmi_waits_for_the_instruction_after_mov_ss() {
     let mut guest = Guest::new(b"\x90\xf4");
     guest.cpu.state.events.mov_ss_shadow = true;
