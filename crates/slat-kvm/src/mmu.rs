@@ -348,11 +348,11 @@ impl GuestTables for VcpuMachine {
 impl Mmu for VcpuMachine {
     fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault> {
         let access = slat_access(access);
-        let (gpa, read, write, execute) = if paging.cr0 & control::CR0_PG == 0 {
-            (gva & 0xffff_f000, true, true, true)
+        let (gpa, bits, read, write, execute) = if paging.cr0 & control::CR0_PG == 0 {
+            (gva & 0xffff_f000, PAGE.trailing_zeros(), true, true, true)
         } else {
             match walk(self, &guest_paging(paging, self.physical_bits), gva, access) {
-                Ok(page) => (page.gpa.0, page.read, page.write, page.execute),
+                Ok(page) => (page.gpa.0, page.bits, page.read, page.write, page.execute),
                 Err(WalkError::PageFault { code }) => return Err(Fault::Page { error_code: code }),
                 Err(WalkError::Memory(Unreachable::Fault(fault))) => return Err(fault),
                 // A table that is not in memory: as if nothing were mapped.
@@ -371,6 +371,7 @@ impl Mmu for VcpuMachine {
                 write: write && page.write,
                 execute,
                 gpa,
+                bits,
             }),
             Err(Unreachable::NotMemory) => Err(Fault::Mmio {
                 gpa: gpa | (gva % PAGE),

@@ -183,6 +183,11 @@ impl Block {
         put_checks(&mut self.checks, &bytes[..split], at);
     }
 
+    /// Whether no instruction crosses into a second page.
+    pub(crate) fn is_in_one_page(&self) -> bool {
+        self.split == self.bytes.len()
+    }
+
     /// The bytes in the first page, and those in the second.
     pub(crate) fn parts(&self) -> (&[u8], &[u8]) {
         self.bytes.split_at(self.split)

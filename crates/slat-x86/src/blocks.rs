@@ -13,6 +13,7 @@
 
 use crate::Cpu;
 use crate::block::{Block, Key, MAX_OPS};
+use crate::hash::Seeded;
 use crate::heap::{self, OutOfMemory, Zeroed};
 use crate::op::Break;
 use std::collections::HashMap;
@@ -68,7 +69,7 @@ impl Front {
 
 /// All blocks of a CPU.
 pub(crate) struct Blocks {
-    kept: HashMap<Key, NonNull<Block>>,
+    kept: HashMap<Key, NonNull<Block>, Seeded>,
     /// What `kept`'s blocks take of the heap.
     bytes: usize,
     /// The block that is not kept.
@@ -86,7 +87,7 @@ impl Blocks {
         let once = heap::boxed(Block::with_room(MAX_OPS)?)?;
         let single = heap::boxed(Block::with_room(1)?)?;
         Ok(Self {
-            kept: HashMap::new(),
+            kept: HashMap::with_hasher(Seeded::new()),
             bytes: 0,
             once: leak(once),
             single: leak(single),
@@ -182,8 +183,23 @@ impl Cpu {
     #[inline(never)]
     fn find_block_slow(&mut self, key: Key) -> Result<NonNull<Block>, Break> {
         self.check_code_limit(key.rip)?;
+        let mut known = None;
+        if let Some(found) = *self.fixed.front.at(key.lin) {
+            // SAFETY: blocks in the table are alive; nothing else refers to one while no block is running.
+            let block = unsafe { &mut *found.as_ptr() };
+            if block.key == key {
+                // After a flush of the TLB only its translation has to be looked up again.
+                if self.verify(block)? {
+                    return Ok(found);
+                }
+                known = Some(found);
+            }
+        }
         let seen = self.fixed.seen.note(key.lin);
-        if seen && let Some(&kept) = self.blocks.kept.get(&key) {
+        if seen
+            && known.is_none()
+            && let Some(&kept) = self.blocks.kept.get(&key)
+        {
             // SAFETY: blocks in the map are alive; nothing else refers to one while no block is running.
             if self.verify(unsafe { &mut *kept.as_ptr() })? {
                 *self.fixed.front.at(key.lin) = Some(kept);

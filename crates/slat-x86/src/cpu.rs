@@ -130,9 +130,15 @@ impl Cpu {
         self.instructions
     }
 
-    /// Forgets the translation of one page.
+    /// Forgets the translation of one page, all of it if it is large. Blocks stay translated unless it has had code.
     pub(crate) fn flush_page(&mut self, lin: u64) {
-        self.generation += 1;
+        if self.tlb().may_be_large(lin) {
+            self.flush_tlb();
+            return;
+        }
+        if self.tlb().may_have_code(lin) {
+            self.generation += 1;
+        }
         self.tlb().flush_page(lin);
     }
 

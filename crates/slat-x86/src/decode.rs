@@ -74,6 +74,16 @@ impl Cpu {
             return Ok(false);
         }
         let lin = block.key.lin;
+        if block.is_in_one_page() {
+            block.hosts = Hosts {
+                generation: self.generation,
+                first: self.code_host(lin)?,
+                second: ptr::null_mut(),
+            };
+            if block.is_fresh(self.generation) {
+                return Ok(true);
+            }
+        }
         let (first, second) = block.parts();
         let hosts = loop {
             let current = block.hosts.generation == self.generation;
@@ -234,6 +244,7 @@ impl Cpu {
         match self.machine().translate(lin, Access::Execute, &paging) {
             Ok(page) => {
                 self.tlb().fill_code(user, lin, page.base.as_ptr());
+                self.tlb().note_size(lin, page.bits);
                 Ok(page.base.as_ptr().wrapping_add(at))
             }
             Err(Fault::Mmio { .. }) => Err(self.unimplemented("an instruction fetch from MMIO")),

@@ -11,7 +11,7 @@
 //! | `cpu` | the CPU object; `run`: its outer loop |
 //! | `features` | what the guest's CPUID tells |
 //! | `fixed`, `heap` | the memory that a CPU has from the beginning; memory that may run out |
-//! | `block`, `blocks` | a basic block; all of them, found by address |
+//! | `block`, `blocks`, `hash` | a basic block; all of them, found by address |
 //! | `debug` | breakpoints, watchpoints, single steps |
 //! | `decode` | fetching and decoding code, verifying blocks against memory |
 //! | `op`, `lower/` | the decoded operation; from an instruction to an operation |
@@ -40,6 +40,7 @@ mod features;
 mod fixed;
 mod flags;
 mod frame;
+mod hash;
 mod heap;
 mod int;
 mod interrupt;

@@ -47,6 +47,8 @@ pub struct HostPage {
     pub execute: bool,
     /// The guest-physical address of the page.
     pub gpa: u64,
+    /// The guest's page that this one is part of has 2^`bits` bytes: INVLPG forgets all of it.
+    pub bits: u32,
 }
 
 /// Why there is no translation.

@@ -408,6 +408,7 @@ impl Cpu {
                 if !self.is_watched_page(lin) {
                     self.tlb()
                         .fill(table, lin, page.base, page.read, page.write);
+                    self.tlb().note_size(lin, page.bits);
                 }
                 let at = (lin & 0xfff) as usize;
                 Ok(Place::Host(page.base.as_ptr().wrapping_add(at)))

@@ -44,14 +44,52 @@ struct CodeEntry {
     host: *mut u8,
 }
 
+/// Numbers of pages or regions that were entered since the last flush, by hash: what is not in here was not entered.
+struct Filter([u64; Filter::BITS / 64]);
+
+impl Filter {
+    const BITS: usize = 4096;
+
+    fn place(number: u64) -> (usize, u64) {
+        let bit = (number ^ number >> 12) as usize % Self::BITS;
+        (bit / 64, 1 << (bit % 64))
+    }
+
+    fn add(&mut self, number: u64) {
+        let (word, bit) = Self::place(number);
+        self.0[word] |= bit;
+    }
+
+    fn may_have(&self, number: u64) -> bool {
+        let (word, bit) = Self::place(number);
+        self.0[word] & bit != 0
+    }
+
+    fn clear(&mut self) {
+        self.0.fill(0);
+    }
+}
+
+/// Address bits within the smallest large page: 2 MiB. (Those of 4 MiB are two of them.)
+const LARGE_BITS: u32 = 21;
+/// Address bits within a page of 1 GiB.
+const HUGE_BITS: u32 = 30;
+
 pub(crate) struct Tlb {
     entries: [Entry; TABLES * ENTRIES],
     code: [CodeEntry; 2 * CODE_ENTRIES],
-    /// Entries filled since the last flush, for cheap flushes of a TLB that is hardly used.
-    filled: [u16; 64],
+    /// Entries filled since the last flush, for flushes that cost what was filled.
+    filled: [u16; 1024],
     fills: usize,
     /// Some of `code` was filled since the last flush.
     code_filled: bool,
+    /// Pages that `code` has had.
+    code_pages: Filter,
+    /// Some page entered is part of a larger one of the guest's.
+    large_filled: bool,
+    /// Regions of 2 MiB, and of 1 GiB, some page of which is part of a larger one.
+    large: Filter,
+    huge: Filter,
 }
 
 const CODE_ENTRIES: usize = 256;
@@ -108,6 +146,39 @@ impl Tlb {
         self.fills += 1;
     }
 
+    /// Notes that the page of `lin`, which was entered, is part of a page of the guest's with 2^`bits` bytes.
+    #[inline]
+    pub(crate) fn note_size(&mut self, lin: u64, bits: u32) {
+        if bits >= LARGE_BITS {
+            self.note_large(lin, bits);
+        }
+    }
+
+    #[cold]
+    fn note_large(&mut self, lin: u64, bits: u32) {
+        self.large_filled = true;
+        match bits {
+            LARGE_BITS => self.large.add(lin >> LARGE_BITS),
+            HUGE_BITS.. => self.huge.add(lin >> HUGE_BITS),
+            // 4 MiB.
+            _ => {
+                self.large.add(lin >> LARGE_BITS & !1);
+                self.large.add(lin >> LARGE_BITS | 1);
+            }
+        }
+    }
+
+    /// Whether the page of `lin` may be part of a larger one: then its other parts have to be forgotten with it.
+    pub(crate) fn may_be_large(&self, lin: u64) -> bool {
+        self.large_filled
+            && (self.large.may_have(lin >> LARGE_BITS) || self.huge.may_have(lin >> HUGE_BITS))
+    }
+
+    /// Whether code may have been fetched from the page of `lin` since the last flush.
+    pub(crate) fn may_have_code(&self, lin: u64) -> bool {
+        self.code_filled && self.code_pages.may_have(lin >> 12)
+    }
+
     /// The host page from which the code at `lin` may be fetched.
     #[inline(always)]
     pub(crate) fn code(&self, user: bool, lin: u64) -> Option<*mut u8> {
@@ -121,6 +192,7 @@ impl Tlb {
             host,
         };
         self.code_filled = true;
+        self.code_pages.add(lin >> 12);
     }
 
     #[inline(always)]
@@ -147,6 +219,11 @@ impl Tlb {
             for entry in &mut self.code {
                 entry.tag = EMPTY;
             }
+            self.code_pages.clear();
+        }
+        if std::mem::take(&mut self.large_filled) {
+            self.large.clear();
+            self.huge.clear();
         }
     }
 
@@ -165,5 +242,40 @@ impl Tlb {
             }
         }
         self.fills = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::heap::Pages;
+
+    #[test]
+    fn parts_of_large_pages_are_known_until_the_next_flush() {
+        let mut tlb = Pages::<Tlb>::zeroed().unwrap();
+        tlb.note_size(0x1000, 12);
+        assert!(!tlb.may_be_large(0x1000));
+        tlb.note_size(0x20_3000, 21);
+        assert!(tlb.may_be_large(0x3f_ffff) && !tlb.may_be_large(0x40_0000));
+        tlb.note_size(0xc0_3000, 22);
+        assert!(tlb.may_be_large(0xc0_0000) && tlb.may_be_large(0xff_ffff));
+        tlb.note_size(0x8000_0000, 30);
+        assert!(tlb.may_be_large(0xbfff_f000) && !tlb.may_be_large(0xc000_0000));
+        tlb.flush();
+        assert!(!tlb.may_be_large(0x20_3000) && !tlb.may_be_large(0x8000_0000));
+    }
+
+    #[test]
+    fn a_flush_forgets_however_much_was_entered() {
+        let host = NonNull::dangling();
+        for pages in [1, 1000, 5000u64] {
+            let mut tlb = Pages::<Tlb>::zeroed().unwrap();
+            for page in 0..pages {
+                tlb.fill(USER, page << 12, host, true, true);
+            }
+            assert!(tlb.read(USER, (pages - 1) << 12, 8).is_some());
+            tlb.flush();
+            assert!((0..pages).all(|page| tlb.read(USER, page << 12, 8).is_none()));
+        }
     }
 }

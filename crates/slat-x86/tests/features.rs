@@ -281,3 +281,20 @@ fn sysenter_enters_32_bit_code_from_legacy_and_64_bit_code_from_long_mode() {
         assert_eq!((state.cs.selector, state.ss.selector), (8, 16));
     }
 }
+
+#[test]
+fn invlpg_forgets_all_of_a_large_page_and_leaves_code_alone() {
+    // mov eax,[rsi]; mov ebx,[rdi]; invlpg [rsi]; mov eax,[rsi]; mov ebx,[rdi]; hlt
+    let code = b"\x8b\x06\x8b\x1f\x0f\x01\x3e\x8b\x06\x8b\x1f\xf4";
+    for (bits, asked) in [(12, vec![DATA]), (21, vec![CODE, DATA, DATA + 0x1000])] {
+        let mut guest = Guest::new(code);
+        guest.machine.page_bits = bits;
+        (guest.cpu.state.gpr[RSI], guest.cpu.state.gpr[RDI]) = (DATA, DATA + 0x1000);
+        guest.halt();
+        let all: Vec<u64> = (guest.machine.translations.iter())
+            .map(|(gva, _)| gva & !0xfff)
+            .collect();
+        assert_eq!(all[..3], [CODE, DATA, DATA + 0x1000]);
+        assert_eq!(all[3..], asked, "pages of 2^{bits} bytes");
+    }
+}

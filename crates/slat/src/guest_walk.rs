@@ -84,6 +84,8 @@ pub trait GuestTables {
 pub struct GuestPage {
     /// The guest-physical page.
     pub gpa: Gpa,
+    /// The guest's page that it is part of has 2^`bits` bytes.
+    pub bits: u32,
     /// Data may be read.
     pub read: bool,
     /// Data may be written, with no dirty flag left to set.
@@ -280,6 +282,7 @@ fn attempt<T: GuestTables>(
     }
     let offset = (1u64 << shape.shift(level)) - 1;
     Ok(Some(GuestPage {
+        bits: shape.shift(level),
         gpa: Gpa((frame(paging, leaf, level) & !offset | gva & offset) & !0xfff),
         read: rights.read,
         write: rights.write && (write || leaf & DIRTY != 0),

@@ -127,6 +127,8 @@ pub struct TestMachine {
     pub shift: u64,
     /// Pages that are elsewhere: their guest-physical page numbers.
     pub moved: HashMap<u64, u64>,
+    /// The guest's pages have 2^`page_bits` bytes.
+    pub page_bits: u32,
 }
 
 impl TestMachine {
@@ -147,6 +149,7 @@ impl TestMachine {
             tsc: 0,
             shift: 0,
             moved: HashMap::new(),
+            page_bits: 12,
         }
     }
     pub fn absent(&mut self, gva: u64) {
@@ -214,6 +217,7 @@ impl Mmu for TestMachine {
             write: rights.write,
             execute: rights.execute,
             gpa: gpa & !0xfff,
+            bits: self.page_bits,
         })
     }
     fn recheck(&mut self, _: *mut u8, _: Access) -> Result<(), Fault> {

@@ -53,6 +53,7 @@ impl Mmu for Flat {
             read: true,
             write: true,
             execute: true,
+            bits: 12,
             gpa: page,
         })
     }

@@ -121,8 +121,9 @@ fn build(mode: Mode, leaf_level: usize, leaf: u64, tables: u64) -> (Memory, Vec<
     (memory, addresses)
 }
 
-fn page(gpa: u64) -> GuestPage {
+fn page(gpa: u64, bits: u32) -> GuestPage {
     GuestPage {
+        bits,
         gpa: Gpa(gpa),
         read: true,
         write: true,
@@ -153,7 +154,10 @@ fn every_mode_and_size_leads_to_the_right_page() {
         let frame = 0xc000_0000 & !offset;
         let size_bit = if level > 1 { PS } else { 0 };
         let (mut memory, _) = build(mode, level, frame | ALL | size_bit, ALL);
-        let expected = page((frame | gva(mode) & offset) & !0xfff);
+        let expected = page(
+            (frame | gva(mode) & offset) & !0xfff,
+            shifts(mode)[level - 1],
+        );
         let answer = walk(&mut memory, &paging(mode), gva(mode), Access::Write);
         assert_eq!(answer, Ok(expected), "{mode:?} level {level}");
         assert_eq!(memory.reads.len(), shifts(mode).len() - level + 1);
