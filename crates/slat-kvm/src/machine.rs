@@ -217,8 +217,9 @@ impl VcpuMachine {
     /// Writes the pages of the paravirtual clock that have to be written. The vCPU is entered. A page that is not memory is
     /// skipped: what it asked for cannot be done.
     pub(crate) fn write_clocks(&mut self) {
-        if std::mem::take(&mut self.wall_clock_wanted) {
-            let address = self.msr(index::KVM_WALL_CLOCK_NEW);
+        let address = self.msr(index::KVM_WALL_CLOCK_NEW);
+        // A client that resets the MSR asks for nothing.
+        if std::mem::take(&mut self.wall_clock_wanted) && address != 0 {
             // The host's clock at the moment the VM's clock was zero. The client may have set that to anything: modulo 2^64.
             let start = clock::realtime().wrapping_sub(self.vm.clock.kvmclock());
             let mut page = [0; 12];

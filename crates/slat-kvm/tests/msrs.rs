@@ -202,3 +202,25 @@ fn a_machine_check_reaches_the_guest() {
         }
     }
 }
+
+/// A client that resets the MSR of the wall clock asks for no page: the guest's memory at address 0 stays as it is.
+#[test]
+fn a_wall_clock_at_no_address_is_written_nowhere() {
+    const WALL_CLOCK: u32 = 0x4b56_4d00;
+    let mut guest = Guest::new(&[0xf4]);
+    guest.memory.write(0, &[0xaa; 16]);
+    let at_zero = |guest: &Guest| {
+        let mut bytes = [0; 16];
+        guest.memory.read(0, &mut bytes);
+        bytes
+    };
+    assert!(write(&guest, WALL_CLOCK, 0));
+    assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+    assert_eq!(at_zero(&guest), [0xaa; 16]);
+    assert!(write(&guest, WALL_CLOCK, DATA));
+    start_at_code(&guest.vcpu);
+    assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+    let mut version = [0; 4];
+    guest.memory.read(DATA, &mut version);
+    assert_eq!(version, 2u32.to_le_bytes());
+}
