@@ -43,7 +43,7 @@ pub fn leaf7_ebx() -> u32 {
     integer | features().leaf7_ebx
 }
 
-/// Leaf 7 ECX: UMIP RDPID CLDEMOTE, and PKU if there are protection keys.
+/// Leaf 7 ECX: UMIP RDPID CLDEMOTE, PKU if asked for.
 pub fn leaf7_ecx(protection_keys: bool) -> u32 {
     bits(&[(true, 2), (protection_keys, 3), (true, 22), (true, 25)])
 }

@@ -7,7 +7,6 @@ use crate::cpu_features;
 use crate::errno::Result;
 use crate::heap;
 use kvm_bindings::*;
-use slat_x86::PKRU_OFFSET;
 use slat_x86::state::xcr0;
 use std::arch::x86_64::{__cpuid, __cpuid_count, CpuidResult};
 use std::sync::OnceLock;
@@ -18,6 +17,8 @@ pub(crate) const LEAF1_ECX_SSE3: u32 = 1;
 pub(crate) const LEAF1_EDX_APIC: u32 = 1 << 9;
 /// Leaf 1 ECX: MONITOR and MWAIT.
 pub(crate) const LEAF1_ECX_MWAIT: u32 = 1 << 3;
+/// Leaf 7 ECX: protection keys.
+const LEAF7_ECX_PKU: u32 = 1 << 3;
 /// Leaf 7 EDX: IA32_ARCH_CAPABILITIES exists.
 pub(crate) const LEAF7_EDX_ARCH_CAPABILITIES: u32 = 1 << 29;
 /// Guest-physical address bits.
@@ -152,30 +153,22 @@ const XSAVE_LEGACY_BYTES: u32 = 576;
 /// Bytes of PKRU in an XSAVE area.
 const PKRU_BYTES: u32 = 8;
 
-/// Where PKRU is in the standard format of an XSAVE area on the host; `None` if the host has no protection keys. Clients take the place
-/// from the host's CPUID, so the guest has protection keys only where the host has them.
-fn host_pkru_offset() -> Option<usize> {
+/// Where PKRU is in the standard format of an XSAVE area, if the host has protection keys. The software CPU could do them on any
+/// host, but QEMU takes the place from the host's CPUID, and gives its guest one at 0 where that has none.
+pub fn pkru_offset() -> Option<usize> {
     static OFFSET: OnceLock<Option<usize>> = OnceLock::new();
     *OFFSET.get_or_init(|| {
-        let host = match __cpuid(0).eax >= 0xd {
-            true => __cpuid_count(0xd, xcr0::PKRU.trailing_zeros()),
-            false => return None,
-        };
-        match (host.eax, host.ebx as usize) {
-            (PKRU_BYTES, at @ 576..=4088) if at.is_multiple_of(8) => Some(at),
-            _ => None,
-        }
+        let has_keys = __cpuid(0).eax >= 0xd && __cpuid_count(7, 0).ecx & LEAF7_ECX_PKU != 0;
+        let host = has_keys.then(|| __cpuid_count(0xd, xcr0::PKRU.trailing_zeros()))?;
+        let at = host.ebx as usize;
+        let fits = (576..=4088).contains(&at) && at.is_multiple_of(8);
+        (host.eax == PKRU_BYTES && fits).then_some(at)
     })
 }
 
-/// Where PKRU is in the XSAVE area that clients see.
-pub fn pkru_offset() -> usize {
-    host_pkru_offset().unwrap_or(PKRU_OFFSET)
-}
-
-/// The state components that a guest's XCR0 can hold.
+/// The state components that a guest can be given: bits of XCR0.
 pub fn supported_xcr0() -> u64 {
-    match host_pkru_offset() {
+    match pkru_offset() {
         Some(_) => xcr0::ALL,
         None => xcr0::ALL & !xcr0::PKRU,
     }
@@ -217,7 +210,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             [
                 1,
                 cpu_features::leaf7_ebx(),
-                cpu_features::leaf7_ecx(host_pkru_offset().is_some()),
+                cpu_features::leaf7_ecx(pkru_offset().is_some()),
                 cpu_features::leaf7_edx(),
             ],
         ),
@@ -231,7 +224,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             [
                 supported_xcr0() as u32,
                 XSAVE_LEGACY_BYTES,
-                host_pkru_offset().map_or(XSAVE_LEGACY_BYTES, |at| at as u32 + PKRU_BYTES),
+                pkru_offset().map_or(XSAVE_LEGACY_BYTES, |at| at as u32 + PKRU_BYTES),
                 0,
             ],
         ),
@@ -241,12 +234,11 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             [cpu_features::leaf_d1_eax(), XSAVE_LEGACY_BYTES, 0, 0],
         ),
     ]);
-    if let Some(offset) = host_pkru_offset() {
-        let component = xcr0::PKRU.trailing_zeros();
+    if let Some(at) = pkru_offset() {
         entries.push(entry(
             0xd,
-            Some(component),
-            [PKRU_BYTES, offset as u32, 0, 0],
+            Some(xcr0::PKRU.trailing_zeros()),
+            [PKRU_BYTES, at as u32, 0, 0],
         ));
     }
     let signature = [
@@ -385,7 +377,12 @@ mod tests {
         assert_eq!(features.physical_bits(), PHYS_BITS);
         let [components, _, size, _] = lookup(&table, 0xd, 0);
         let [bytes, offset, ..] = lookup(&table, 0xd, 9);
-        assert_eq!((components, size), (0x203, offset + bytes));
+        let keys = lookup(&table, 7, 0)[2] & LEAF7_ECX_PKU != 0;
+        let expected = match keys {
+            true => (0x203, offset + bytes),
+            false => (3, XSAVE_LEGACY_BYTES),
+        };
+        assert_eq!((components, size), expected);
         assert_eq!(lookup(&table, 7, 0)[2] & 1 << 4, 0, "OSPKE is the guest's");
     }
 

@@ -55,7 +55,9 @@ pub fn get_xsave(state: &State) -> [u8; 4096] {
     let mut area = [0; 4096];
     area[..512].copy_from_slice(&state.to_fxsave());
     area[XSTATE_BV..][..8].copy_from_slice(&supported_xcr0().to_le_bytes());
-    area[pkru_offset()..][..4].copy_from_slice(&state.pkru.to_le_bytes());
+    if let Some(at) = pkru_offset() {
+        area[at..][..4].copy_from_slice(&state.pkru.to_le_bytes());
+    }
     area
 }
 
@@ -87,10 +89,11 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     }
     image[24..28].copy_from_slice(&area[24..28]);
     state.set_fxsave(&image);
-    let pkru = &area[pkru_offset()..][..4];
-    state.pkru = match present & xcr0::PKRU != 0 {
-        true => u32::from_le_bytes(pkru.try_into().expect("4 bytes")),
-        false => 0,
+    state.pkru = match pkru_offset() {
+        Some(at) if present & xcr0::PKRU != 0 => {
+            u32::from_le_bytes(area[at..][..4].try_into().expect("4 bytes"))
+        }
+        _ => 0,
     };
     Ok(())
 }

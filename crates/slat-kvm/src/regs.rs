@@ -1,6 +1,6 @@
 //! The CPU's registers in KVM's structs, and back.
 
-use crate::cpuid::{PHYS_BITS, supported_xcr0};
+use crate::cpuid::{PHYS_BITS, pkru_offset, supported_xcr0};
 use crate::errno::{Result, fail};
 use crate::mmu::uses_pae_paging;
 use kvm_bindings::*;
@@ -146,14 +146,19 @@ pub fn get_sregs(state: &State, apic_base: u64) -> kvm_sregs {
 }
 
 /// CR4 bits that a guest can be given, as CPUID has them.
-const CR4_BITS: u64 = 0x7ff
-    | control::CR4_UMIP
-    | control::CR4_FSGSBASE
-    | control::CR4_PCIDE
-    | control::CR4_OSXSAVE
-    | control::CR4_SMEP
-    | control::CR4_SMAP
-    | control::CR4_PKE;
+fn cr4_bits() -> u64 {
+    let keys = match pkru_offset() {
+        Some(_) => control::CR4_PKE,
+        None => 0,
+    };
+    keys | 0x7ff
+        | control::CR4_UMIP
+        | control::CR4_FSGSBASE
+        | control::CR4_PCIDE
+        | control::CR4_OSXSAVE
+        | control::CR4_SMEP
+        | control::CR4_SMAP
+}
 
 /// The checks that KVM makes before it takes special registers.
 fn check_sregs(sregs: &kvm_sregs) -> Result<()> {
@@ -169,7 +174,7 @@ fn check_sregs(sregs: &kvm_sregs) -> Result<()> {
     } else if sregs.efer & control::EFER_LMA != 0 || sregs.cs.l != 0 {
         return fail(libc::EINVAL);
     }
-    if sregs.cr4 & !CR4_BITS != 0 {
+    if sregs.cr4 & !cr4_bits() != 0 {
         return fail(libc::EINVAL);
     }
     if sregs.cr0 >> 32 != 0
