@@ -58,6 +58,7 @@ pub fn set_regs(state: &mut State, regs: &kvm_regs) {
     state.rip = regs.rip;
     state.rflags = regs.rflags & 0x003f_7fd5 | flags::ALWAYS;
     state.events.exception = None;
+    state.events.debug = 0;
 }
 
 fn segment(segment: &Segment) -> kvm_segment {
