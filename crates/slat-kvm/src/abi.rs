@@ -99,6 +99,7 @@ requests! {
     KVM_CLEAR_DIRTY_LOG = iowr::<kvm_clear_dirty_log>(0xc0);
     KVM_RESET_DIRTY_RINGS = io(0xc7);
     KVM_GET_STATS_FD = io(0xce);
+    KVM_CREATE_DEVICE = iowr::<kvm_create_device>(0xe0);
     KVM_SET_MEMORY_ATTRIBUTES = iow::<kvm_memory_attributes>(0xd2);
     KVM_CREATE_GUEST_MEMFD = iowr::<kvm_create_guest_memfd>(0xd4);
     // vCPU

@@ -55,6 +55,7 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_XCRS
         | KVM_CAP_GET_TSC_KHZ
         | KVM_CAP_SIGNAL_MSI
+        | KVM_CAP_DEVICE_CTRL
         | KVM_CAP_READONLY_MEM
         | KVM_CAP_CHECK_EXTENSION_VM
         | KVM_CAP_ENABLE_CAP_VM

@@ -7,6 +7,7 @@
 //! descriptor is closed the memory goes, and the range leads nowhere: private accesses fail from then on.
 
 use crate::errno::{Error, Result, fail, last};
+use crate::file_id::FileId;
 use crate::notify;
 use crate::process::Birth;
 use crate::run_page::{Shared, memfd};
@@ -20,23 +21,6 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 const PAGE: u64 = 4096;
-
-/// What tells one file from another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct FileId(libc::dev_t, libc::ino_t);
-
-impl FileId {
-    /// The file behind a descriptor.
-    fn of(fd: RawFd) -> Result<Self> {
-        // SAFETY: all-zero is a valid `stat`.
-        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-        // SAFETY: a struct to fill in.
-        if unsafe { libc::fstat(fd, &mut stat) } != 0 {
-            return Err(last());
-        }
-        Ok(FileId(stat.st_dev, stat.st_ino))
-    }
-}
 
 /// Private memory of one VM, as its descriptors stand for it. It goes with the last of them.
 #[derive(Debug)]

@@ -11,6 +11,7 @@
 //! | [`ioctl`], [`abi`], [`user`] | the system-call interface: dispatch, request numbers, the client's memory |
 //! | [`dirty`] | dirty logs and rings |
 //! | [`guest_memfd`] | private memory |
+//! | [`device`], `file_id` | devices, and the files they know |
 //! | [`system`], [`vm`], [`vcpu`] | the objects |
 //! | `call`, `entered` | what ends with a call, also with one that panics: the VM; the vCPU's time inside the engine |
 //! | `run`, `exit`, [`run_page`] | `KVM_RUN`, what it tells of an exit, and the pages it shares with the client |
@@ -37,6 +38,7 @@ pub mod clock;
 pub mod coalesced;
 pub mod cpu_features;
 pub mod cpuid;
+pub mod device;
 pub mod device_attr;
 pub mod dirty;
 pub mod engine;
@@ -45,6 +47,7 @@ pub mod errno;
 mod eventfd;
 pub mod events;
 mod exit;
+mod file_id;
 pub mod fpu;
 mod guest_debug;
 pub mod guest_memfd;
@@ -81,12 +84,13 @@ mod vapic;
 pub mod vcpu;
 pub mod vm;
 
-pub use api::{GuestMemfdFd, Kvm, VcpuFd, VmFd};
+pub use api::{DeviceFd, GuestMemfdFd, Kvm, VcpuFd, VmFd};
 pub use errno::{Error, Result};
 /// The types that kvm-ioctls and this crate share.
 pub use kvm_ioctls::{
-    Cap, HypercallExit, IoEventAddress, MsrExitReason, NoDatamatch, ReadMsrExit, SyncReg, VcpuExit,
-    WriteMsrExit,
+    Cap, HypercallExit, IoEventAddress, KvmNestedStateBuffer, KvmRunWrapper, MsrExitReason,
+    MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, NoDatamatch, ReadMsrExit, SyncReg,
+    VcpuExit, WriteMsrExit, reg_size,
 };
 pub use run::watch_signals;
 pub use slat_host::process;

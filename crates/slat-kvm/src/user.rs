@@ -32,6 +32,7 @@ plain!(
     kvm_coalesced_mmio_zone,
     kvm_cpuid_entry,
     kvm_cpuid_entry2,
+    kvm_create_device,
     kvm_create_guest_memfd,
     kvm_debugregs,
     kvm_device_attr,

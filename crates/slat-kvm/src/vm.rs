@@ -2,6 +2,7 @@
 
 use crate::call::Life;
 use crate::coalesced::Coalesced;
+use crate::device::Devices;
 use crate::dirty::Rings;
 use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail, no_memory};
@@ -40,6 +41,7 @@ pub struct VmObject {
     /// `KVM_X86_SW_PROTECTED_VM`: its memory can be private.
     protected: bool,
     pub(crate) private: PrivateMemory,
+    pub(crate) devices: Devices,
     pub(crate) quirks: Quirks,
     pub(crate) options: Options,
     /// The hypercalls that the client answers, a bit each.
@@ -82,6 +84,7 @@ impl VmObject {
             coalesced: Coalesced::new()?,
             protected,
             private: PrivateMemory::default(),
+            devices: Devices::default(),
             quirks: Quirks::default(),
             options: Options::default(),
             hypercall_exits: AtomicU64::new(0),

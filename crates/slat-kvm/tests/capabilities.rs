@@ -168,6 +168,19 @@ const USES: &[Use] = &[
         };
         assert_eq!(guest.vm.signal_msi(init).unwrap(), 1);
     }),
+    (KVM_CAP_DEVICE_CTRL, |_| {
+        let mut device = kvm_create_device {
+            type_: kvm_device_type_KVM_DEV_TYPE_VFIO,
+            ..Default::default()
+        };
+        let attribute = kvm_device_attr {
+            group: KVM_DEV_VFIO_FILE,
+            attr: KVM_DEV_VFIO_FILE_ADD.into(),
+            ..Default::default()
+        };
+        let device = vm().create_device(&mut device).unwrap();
+        device.has_device_attr(&attribute).unwrap();
+    }),
     (KVM_CAP_SET_GUEST_DEBUG, |_| {
         steps(KVM_GUESTDBG_SINGLESTEP);
     }),

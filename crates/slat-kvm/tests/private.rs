@@ -35,7 +35,9 @@ fn create(vm: &VmFd, size: u64) -> Result<GuestMemfdFd, i32> {
         size,
         ..Default::default()
     };
-    vm.create_guest_memfd(args).map_err(|error| error.errno())
+    let fd = vm.create_guest_memfd(args).map_err(|error| error.errno())?;
+    // SAFETY: the descriptor was made for this call.
+    Ok(unsafe { GuestMemfdFd::from_raw(fd) }.unwrap())
 }
 
 /// A slot at [`DEVICE`] with shared and private memory.

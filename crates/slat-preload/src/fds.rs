@@ -60,7 +60,7 @@ fn flags_shown(fd: c_int, flags: c_int) -> c_int {
     };
     match handle.object() {
         Object::System(_) | Object::DevicePath | Object::Parameter(_) => flags,
-        Object::Vm(_) | Object::Vcpu(_) => flags & !O_LARGEFILE,
+        Object::Vm(_) | Object::Vcpu(_) | Object::Device(_) => flags & !O_LARGEFILE,
         Object::Stats(_) => flags & !(O_LARGEFILE | libc::O_ACCMODE) | libc::O_RDONLY,
         Object::GuestMemfd(_) => flags & !libc::O_PATH | O_LARGEFILE | libc::O_RDWR,
     }

@@ -57,6 +57,7 @@ fn kvm(object: &Object, request: u32, argument: usize) -> Result<isize, i32> {
     match object.ioctl(request, argument as u64) {
         Ok(Answer::Value(value)) => Ok(value as isize),
         Ok(Answer::Created(object, fd)) => adopt(fd, object),
+        Ok(Answer::Stored(object, fd)) => adopt(fd, object).map(|_| 0),
         Err(error) => Err(error.errno()),
     }
 }

@@ -22,7 +22,7 @@ const SYSFS_SIZE: libc::off_t = 4096;
 pub enum Look {
     /// `/dev/kvm`.
     Device,
-    /// A VM, a vCPU, statistics.
+    /// A VM, a vCPU, statistics, a device.
     Anonymous,
     /// The guest_memfd that a descriptor refers to.
     GuestMemfd(c_int),
@@ -36,7 +36,9 @@ impl Look {
         let _section = Section::enter();
         Some(match table::get(fd)?.object() {
             Object::System(_) | Object::DevicePath => Look::Device,
-            Object::Vm(_) | Object::Vcpu(_) | Object::Stats(_) => Look::Anonymous,
+            Object::Vm(_) | Object::Vcpu(_) | Object::Stats(_) | Object::Device(_) => {
+                Look::Anonymous
+            }
             Object::GuestMemfd(_) => Look::GuestMemfd(fd),
             Object::Parameter(name) => Look::Parameter(name),
         })

@@ -113,9 +113,11 @@ pub fn before_reading(fd: c_int, at: At) -> bool {
         }
         Object::Parameter(_) | Object::DevicePath => return true,
         Object::System(_) if is_opened(fd, libc::O_WRONLY) => libc::EBADF,
-        Object::System(_) | Object::Vm(_) | Object::Vcpu(_) | Object::GuestMemfd(_) => {
-            refusal(object, at)
-        }
+        Object::System(_)
+        | Object::Vm(_)
+        | Object::Vcpu(_)
+        | Object::GuestMemfd(_)
+        | Object::Device(_) => refusal(object, at),
     };
     set_errno(errno);
     false
@@ -137,6 +139,7 @@ pub fn written(fd: c_int, data: Data, at: At) -> Option<isize> {
         | Object::Vm(_)
         | Object::Vcpu(_)
         | Object::GuestMemfd(_)
+        | Object::Device(_)
         | Object::Stats(_) => refusal(object, at),
     };
     set_errno(errno);
@@ -164,7 +167,11 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
             _ if !(libc::SEEK_SET..=libc::SEEK_HOLE).contains(&whence) => Err(libc::EINVAL),
             Object::GuestMemfd(_) => Err(libc::ESPIPE),
             // KVM answers with the position, and does not move it.
-            Object::System(_) | Object::Vm(_) | Object::Vcpu(_) | Object::Stats(_) => {
+            Object::System(_)
+            | Object::Vm(_)
+            | Object::Vcpu(_)
+            | Object::Stats(_)
+            | Object::Device(_) => {
                 // SAFETY: as for `lseek`.
                 unsafe { kernel!(libc::SYS_lseek, fd, 0, libc::SEEK_CUR) }
             }

@@ -1,21 +1,50 @@
 //! [`GuestMemfdFd`].
 
+use super::VmFd;
+use super::descriptors::{self, Descriptor};
 use crate::errno::Result;
 use crate::guest_memfd::GuestMemfd;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use crate::ioctl::Object;
+use kvm_bindings::kvm_create_guest_memfd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-/// Private memory of a VM. kvm-ioctls gives the bare descriptor, on which the kernel's `fallocate` works; here it is a method.
-/// The memory goes when this is dropped.
+/// Private memory of a VM. kvm-ioctls has only the bare descriptor, on which the kernel's `fallocate` works; here it is a method. The
+/// memory is released when this is dropped.
 #[derive(Debug)]
 pub struct GuestMemfdFd {
     guest_memfd: Arc<GuestMemfd>,
-    fd: OwnedFd,
+    fd: Descriptor,
+}
+
+impl VmFd {
+    /// `KVM_CREATE_GUEST_MEMFD`. Returns a descriptor that the caller closes. The memory lives as long as the VM, also when the
+    /// descriptor is closed, unless the caller makes a [`GuestMemfdFd`] of it.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host answers to making a file.
+    pub fn create_guest_memfd(&self, gmem: kvm_create_guest_memfd) -> Result<RawFd> {
+        let (memory, fd) = self.vm.create_guest_memfd(&gmem)?;
+        descriptors::give_away(fd, memory, &self.vm)
+    }
 }
 
 impl GuestMemfdFd {
-    pub(super) fn new((guest_memfd, fd): (Arc<GuestMemfd>, OwnedFd)) -> Self {
-        GuestMemfdFd { guest_memfd, fd }
+    /// Takes over what [`VmFd::create_guest_memfd`] returned.
+    ///
+    /// # Errors
+    /// `EBADF`, `ENOTTY` for any other descriptor.
+    ///
+    /// # Safety
+    /// Nothing else owns `fd`.
+    pub unsafe fn from_raw(fd: RawFd) -> Result<Self> {
+        let memory = |object: &Object| match object {
+            Object::GuestMemfd(memory) => Some(memory.clone()),
+            _ => None,
+        };
+        // SAFETY: the caller's.
+        let (guest_memfd, fd) = unsafe { Descriptor::adopt(fd, memory)? };
+        Ok(GuestMemfdFd { guest_memfd, fd })
     }
 
     /// `fallocate` on the descriptor: allocates the pages of a range, or, with `FALLOC_FL_PUNCH_HOLE`, gives them back.

@@ -6,15 +6,24 @@
 //!   the handler calls [`crate::signal_arrived`].
 //! - Changes of the host's mappings under guest memory are found when the guest touches the page, or at once if they are
 //!   made inside [`crate::notify::around`].
-//! - Devices and nested state do not exist; their methods are not there.
+//! - A duplicate of a descriptor keeps no object alive: make a `VmFd`, `VcpuFd` or `DeviceFd` of it while there is another one.
+//! - Descriptors are for these types. The kernel knows them only as memory to map: `ioctl` on them is refused, and so is `fallocate` on
+//!   private memory, for which there is [`GuestMemfdFd`].
 
+mod descriptors;
+mod device;
+mod encryption;
+mod exits;
 mod guest_memfd;
 mod interrupts;
+mod msr_filter;
+mod registers;
 mod stats;
 mod system;
 mod vcpu;
 mod vm;
 
+pub use device::DeviceFd;
 pub use guest_memfd::GuestMemfdFd;
 pub use stats::StatsFd;
 pub use system::Kvm;

@@ -1,11 +1,14 @@
 //! [`Kvm`].
 
 use super::VmFd;
-use crate::errno::{Result, fail, no_memory};
+use super::descriptors::Descriptor;
+use crate::errno::{Error, Result, fail, last, no_memory};
+use crate::ioctl::Object;
 use crate::system::System;
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, MsrList, Msrs};
 use kvm_ioctls::Cap;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::ffi::CStr;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 /// The KVM subsystem; in place of `kvm_ioctls::Kvm`.
@@ -22,10 +25,47 @@ impl Kvm {
     /// What the host answers to opening a descriptor; `EINVAL` when the policies of the environment make no sense.
     pub fn new() -> Result<Self> {
         crate::policy::current()?;
-        Ok(Kvm {
+        Ok(Kvm::of(System::descriptor(true)?))
+    }
+
+    /// Like [`new`](Self::new). `kvm_path` must lead to KVM's device, but `/dev/kvm` need not exist.
+    ///
+    /// # Errors
+    /// What the host returns for the path; `ENOTTY` for a path to any other file; as for [`new`](Self::new).
+    pub fn new_with_path<P>(kvm_path: P) -> Result<Self>
+    where
+        P: AsRef<CStr>,
+    {
+        check_path(kvm_path.as_ref())?;
+        Kvm::new()
+    }
+
+    /// Returns a descriptor, of which [`from_raw_fd`](FromRawFd::from_raw_fd) makes a `Kvm`, also in a program that inherits it.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub fn open_with_cloexec(close_on_exec: bool) -> Result<RawFd> {
+        crate::policy::current()?;
+        Ok(System::descriptor(close_on_exec)?.into_raw_fd())
+    }
+
+    /// [`open_with_cloexec`](Self::open_with_cloexec) and [`new_with_path`](Self::new_with_path) in one.
+    ///
+    /// # Errors
+    /// As for these.
+    pub fn open_with_cloexec_at<P>(path: P, close_on_exec: bool) -> Result<RawFd>
+    where
+        P: AsRef<CStr>,
+    {
+        check_path(path.as_ref())?;
+        Kvm::open_with_cloexec(close_on_exec)
+    }
+
+    fn of(fd: OwnedFd) -> Self {
+        Kvm {
             system: Arc::new(System),
-            fd: System::descriptor(true)?,
-        })
+            fd,
+        }
     }
 
     /// `KVM_GET_API_VERSION`.
@@ -131,6 +171,24 @@ impl Kvm {
     /// `EINVAL` for any type but the default and `KVM_X86_SW_PROTECTED_VM`, and as for [`create_vm`](Self::create_vm).
     pub fn create_vm_with_type(&self, vm_type: u64) -> Result<VmFd> {
         let (vm, fd) = self.system.create_vm(vm_type)?;
+        let fd = Descriptor::new(fd, Object::Vm(vm.clone()))?;
+        Ok(VmFd::new(vm, fd, self.system.vcpu_mmap_size()))
+    }
+
+    /// Makes a `VmFd` of a duplicate of a VM's descriptor, while there is another `VmFd` of it.
+    ///
+    /// # Errors
+    /// `EBADF`, `ENOTTY` for any other descriptor; it then stays open.
+    ///
+    /// # Safety
+    /// Nothing else owns `fd`.
+    pub unsafe fn create_vmfd_from_rawfd(&self, fd: RawFd) -> Result<VmFd> {
+        let vm = |object: &Object| match object {
+            Object::Vm(vm) => Some(vm.clone()),
+            _ => None,
+        };
+        // SAFETY: the caller's.
+        let (vm, fd) = unsafe { Descriptor::adopt(fd, vm)? };
         Ok(VmFd::new(vm, fd, self.system.vcpu_mmap_size()))
     }
 }
@@ -138,6 +196,32 @@ impl Kvm {
 impl AsRawFd for Kvm {
     fn as_raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
+    }
+}
+
+impl FromRawFd for Kvm {
+    unsafe fn from_raw_fd(fd: RawFd) -> Self {
+        // SAFETY: the caller's.
+        Kvm::of(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+}
+
+/// Checks that a path is `/dev/kvm`, or leads to the host's own.
+fn check_path(path: &CStr) -> Result<()> {
+    /// KVM's device: Linux' list of devices, `misc` with minor 232.
+    const DEVICE: libc::dev_t = libc::makedev(10, 232);
+    if path == c"/dev/kvm" {
+        return Ok(());
+    }
+    // SAFETY: all-zero is a valid `stat`.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: a NUL-terminated path and a struct to fill in.
+    if unsafe { libc::stat(path.as_ptr(), &mut stat) } != 0 {
+        return Err(last());
+    }
+    match stat.st_mode & libc::S_IFMT == libc::S_IFCHR && stat.st_rdev == DEVICE {
+        true => Ok(()),
+        false => Err(Error::new(libc::ENOTTY)),
     }
 }
 

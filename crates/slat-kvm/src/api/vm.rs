@@ -1,24 +1,26 @@
 //! [`VmFd`].
 
-use super::{GuestMemfdFd, StatsFd, VcpuFd};
+use super::descriptors::Descriptor;
+use super::{StatsFd, VcpuFd};
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail};
+use crate::ioctl::Object;
 use crate::vm::VmObject;
 use kvm_bindings::*;
 use kvm_ioctls::{Cap, IoEventAddress};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
 /// A VM; in place of `kvm_ioctls::VmFd`.
 #[derive(Debug)]
 pub struct VmFd {
     pub(super) vm: Arc<VmObject>,
-    fd: OwnedFd,
+    fd: Descriptor,
     run_size: usize,
 }
 
 impl VmFd {
-    pub(super) fn new(vm: Arc<VmObject>, fd: OwnedFd, run_size: usize) -> Self {
+    pub(super) fn new(vm: Arc<VmObject>, fd: Descriptor, run_size: usize) -> Self {
         VmFd { vm, fd, run_size }
     }
 
@@ -49,14 +51,6 @@ impl VmFd {
         user_memory_region2: kvm_userspace_memory_region2,
     ) -> Result<()> {
         self.vm.set_user_memory_region2(&user_memory_region2)
-    }
-
-    /// `KVM_CREATE_GUEST_MEMFD`.
-    ///
-    /// # Errors
-    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host answers to making a file.
-    pub fn create_guest_memfd(&self, gmem: kvm_create_guest_memfd) -> Result<GuestMemfdFd> {
-        Ok(GuestMemfdFd::new(self.vm.create_guest_memfd(&gmem)?))
     }
 
     /// `KVM_SET_MEMORY_ATTRIBUTES`: memory becomes private, or shared again.
@@ -162,6 +156,24 @@ impl VmFd {
     /// `EINVAL` beyond the limits, `EEXIST` for an id in use, `ENOMEM`, what the host answers to opening a descriptor.
     pub fn create_vcpu(&self, id: u64) -> Result<VcpuFd> {
         let (vcpu, fd) = self.vm.create_vcpu(id)?;
+        let fd = Descriptor::new(fd, Object::Vcpu(vcpu.clone()))?;
+        VcpuFd::new(vcpu, fd)
+    }
+
+    /// Makes a `VcpuFd` of a duplicate of a vCPU's descriptor, while there is another `VcpuFd` of it.
+    ///
+    /// # Errors
+    /// `EBADF`, `ENOTTY` for any other descriptor; it then stays open.
+    ///
+    /// # Safety
+    /// Nothing else owns `fd`.
+    pub unsafe fn create_vcpu_from_rawfd(&self, fd: RawFd) -> Result<VcpuFd> {
+        let vcpu = |object: &Object| match object {
+            Object::Vcpu(vcpu) => Some(vcpu.clone()),
+            _ => None,
+        };
+        // SAFETY: the caller's.
+        let (vcpu, fd) = unsafe { Descriptor::adopt(fd, vcpu)? };
         VcpuFd::new(vcpu, fd)
     }
 

@@ -3,10 +3,12 @@
 //! The preload library calls this for descriptors that are KVM's. The Rust API does not: both stand on the same objects
 //! ([`System`], [`VmObject`], [`VcpuObject`]), and nothing is written twice.
 
+mod device;
 mod system;
 mod vcpu;
 mod vm;
 
+use crate::device::VfioDevice;
 use crate::errno::{Result, fail};
 use crate::guest_memfd::GuestMemfd;
 use crate::heap;
@@ -36,6 +38,8 @@ pub enum Object {
     Stats(Shared<StatsObject>),
     /// What `KVM_CREATE_GUEST_MEMFD` gave.
     GuestMemfd(Arc<GuestMemfd>),
+    /// What `KVM_CREATE_DEVICE` gave.
+    Device(Arc<VfioDevice>),
     /// A module parameter, opened for writing.
     Parameter(&'static str),
     /// `/dev/kvm`, opened with `O_PATH`: the kernel lets nothing be done with it.
@@ -67,6 +71,8 @@ pub enum Answer {
     Value(i32),
     /// A new object and the descriptor that stands for it: the caller puts the two together.
     Created(Object, OwnedFd),
+    /// Like `Created`, but the client finds the descriptor in its own struct, and the return value is 0.
+    Stored(Object, OwnedFd),
 }
 
 impl Object {
@@ -83,6 +89,7 @@ impl Object {
             Object::Vcpu(vcpu) => vcpu.is_foreign(),
             Object::Stats(stats) => stats.is_foreign(),
             Object::GuestMemfd(guest_memfd) => guest_memfd.is_foreign(),
+            Object::Device(device) => device.is_foreign(),
         }
     }
 
@@ -98,6 +105,7 @@ impl Object {
                 id => ("anon_inode:kvm-vcpu-stats:", id),
             },
             Object::GuestMemfd(_) => ("anon_inode:[kvm-gmem]", None),
+            Object::Device(_) => ("anon_inode:kvm-vfio", None),
             Object::Parameter(_) => return None,
         };
         Some(LinkName { name, vcpu })
@@ -114,6 +122,7 @@ impl Object {
             Object::System(object) => system::ioctl(object, request, argument),
             Object::Vm(object) => vm::ioctl(object, request, argument),
             Object::Vcpu(object) => vcpu::ioctl(object, request, argument),
+            Object::Device(object) => device::ioctl(object, request, argument),
             Object::Stats(_) | Object::GuestMemfd(_) | Object::Parameter(_) => fail(libc::ENOTTY),
             Object::DevicePath => fail(libc::EBADF),
         };

@@ -7,6 +7,7 @@ use crate::irq::routing::MAX_ROUTES;
 use crate::user;
 use crate::vm::VmObject;
 use kvm_bindings::*;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<Answer> {
@@ -23,6 +24,19 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         KVM_CREATE_GUEST_MEMFD => {
             let (guest_memfd, fd) = vm.create_guest_memfd(&user::read(argument)?)?;
             return Ok(Answer::Created(Object::GuestMemfd(guest_memfd), fd));
+        }
+        KVM_CREATE_DEVICE => {
+            let mut device: kvm_create_device = user::read(argument)?;
+            if device.flags & KVM_CREATE_DEVICE_TEST != 0 {
+                vm.test_device(&device)?;
+                return DONE;
+            }
+            // A descriptor that cannot be given away is not made.
+            user::check_writable(argument, size_of_val(&device))?;
+            let (object, fd) = vm.create_device(&device)?;
+            device.fd = fd.as_raw_fd() as u32;
+            user::write(argument, &device)?;
+            return Ok(Answer::Stored(Object::Device(object), fd));
         }
         KVM_GET_DIRTY_LOG => {
             let log: kvm_dirty_log = user::read(argument)?;

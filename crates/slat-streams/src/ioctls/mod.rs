@@ -475,7 +475,7 @@ impl<'a> Worker<'a> {
         unsafe { ((range.start + page * PAGE + offset) as *mut u32).write_volatile(value) };
     }
 
-    /// Reads statistics, or allocates private memory and gives it back.
+    /// Reads statistics, allocates private memory and gives it back, or asks a device for an attribute.
     fn use_other(&mut self) {
         let Some(other) = self.world.others.pick(&mut self.rng) else {
             return;
@@ -492,10 +492,21 @@ impl<'a> Worker<'a> {
                 Ok(()) => 0,
                 Err(error) => error.errno(),
             },
+            Object::Device(device) => {
+                let attribute = kvm_device_attr {
+                    group: mode as u32,
+                    attr: page,
+                    ..Default::default()
+                };
+                match device.has_attribute(&attribute) {
+                    Ok(()) => 0,
+                    Err(error) => error.errno(),
+                }
+            }
             _ => unreachable!("{other:?}"),
         });
         assert!(
-            [0, libc::EOPNOTSUPP, libc::EINVAL, libc::ENOMEM].contains(&errno),
+            [0, libc::EOPNOTSUPP, libc::EINVAL, libc::ENOMEM, libc::ENXIO].contains(&errno),
             "errno {errno}"
         );
     }

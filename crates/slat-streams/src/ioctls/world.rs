@@ -127,7 +127,7 @@ pub struct World {
     pub vms: Handles,
     /// Their vCPUs.
     pub vcpus: Handles,
-    /// Statistics and private memory.
+    /// Statistics, private memory, devices.
     pub others: Handles,
     /// What slots are made of.
     pub ram: Ram,
@@ -148,7 +148,7 @@ impl World {
     pub fn adopt(&self, answer: Answer) -> i32 {
         match answer {
             Answer::Value(value) => value,
-            Answer::Created(object, fd) => {
+            Answer::Created(object, fd) | Answer::Stored(object, fd) => {
                 let number = fd.as_raw_fd();
                 let mapped = Mapped::new(&object, &fd);
                 let handles = match object {

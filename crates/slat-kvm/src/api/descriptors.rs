@@ -1,0 +1,163 @@
+//! Raw descriptors: which object a descriptor of this crate refers to.
+//!
+//! kvm-ioctls makes an object of any descriptor, because the kernel knows what it refers to. Here the objects that clients hold
+//! are listed by their files, so that a duplicate of a descriptor leads to the same object. The list keeps an object
+//! as long as the client holds it by a [`Descriptor`]: a raw descriptor alone does not, but for private memory, which the client gets
+//! no other way.
+
+use crate::errno::{Result, fail};
+use crate::file_id::FileId;
+use crate::guest_memfd::GuestMemfd;
+use crate::heap;
+use crate::ioctl::Object;
+use crate::process::PerProcess;
+use crate::vm::VmObject;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// An object that clients hold.
+#[derive(Debug)]
+struct Entry {
+    file: FileId,
+    object: Object,
+    /// How many [`Descriptor`]s refer to it.
+    descriptors: usize,
+    /// The VM that it lives as long as, also without [`Descriptor`].
+    vm: Weak<VmObject>,
+}
+
+/// The objects of this process, in the order of their files.
+static ENTRIES: PerProcess<Mutex<Vec<Entry>>> = PerProcess::new();
+
+fn entries() -> MutexGuard<'static, Vec<Entry>> {
+    (ENTRIES.get().lock()).unwrap_or_else(PoisonError::into_inner)
+}
+
+fn find(entries: &[Entry], file: FileId) -> std::result::Result<usize, usize> {
+    entries.binary_search_by_key(&file, |entry| entry.file)
+}
+
+fn insert(entry: Entry) -> Result<()> {
+    let mut entries = entries();
+    heap::reserve(&mut entries, 1)?;
+    // A file that is in the list is still open: another cannot have its number.
+    let (Ok(index) | Err(index)) = find(&entries, entry.file);
+    entries.insert(index, entry);
+    Ok(())
+}
+
+/// A descriptor that is closed when this is dropped, and that keeps the object it refers to in the list.
+#[derive(Debug)]
+pub(super) struct Descriptor {
+    fd: OwnedFd,
+    file: FileId,
+}
+
+impl Descriptor {
+    /// Puts a new object and its descriptor into the list.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(super) fn new(fd: OwnedFd, object: Object) -> Result<Self> {
+        let file = FileId::of(fd.as_raw_fd())?;
+        insert(Entry {
+            file,
+            object,
+            descriptors: 1,
+            vm: Weak::new(),
+        })?;
+        Ok(Descriptor { fd, file })
+    }
+
+    /// Takes over a client's descriptor, with the object that it refers to: the one that `is` finds. After an error the descriptor is
+    /// still the client's.
+    ///
+    /// # Errors
+    /// `EBADF` for no descriptor, `ENOTTY` for one of anything else, as the kernel refuses a request to it.
+    ///
+    /// # Safety
+    /// Nothing else owns the descriptor.
+    pub(super) unsafe fn adopt<T>(
+        fd: RawFd,
+        is: impl FnOnce(&Object) -> Option<T>,
+    ) -> Result<(T, Descriptor)> {
+        let file = FileId::of(fd)?;
+        let mut entries = entries();
+        let entry = find(&entries, file).map(|index| &mut entries[index]);
+        let Some((entry, object)) = entry.ok().and_then(|entry| {
+            let object = is(&entry.object)?;
+            Some((entry, object))
+        }) else {
+            return fail(libc::ENOTTY);
+        };
+        entry.descriptors += 1;
+        // SAFETY: it is open, as `fstat` says, and the caller gives it.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok((object, Descriptor { fd, file }))
+    }
+
+    pub(super) fn fd(&self) -> &OwnedFd {
+        &self.fd
+    }
+}
+
+/// Gives a descriptor of private memory away. The memory lives as long as its VM, or until the client drops what it made of
+/// the descriptor.
+///
+/// # Errors
+/// `ENOMEM`.
+pub(super) fn give_away(fd: OwnedFd, memory: Arc<GuestMemfd>, vm: &Arc<VmObject>) -> Result<RawFd> {
+    insert(Entry {
+        file: FileId::of(fd.as_raw_fd())?,
+        object: Object::GuestMemfd(memory),
+        descriptors: 0,
+        vm: Arc::downgrade(vm),
+    })?;
+    Ok(fd.into_raw_fd())
+}
+
+impl AsRawFd for Descriptor {
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+impl Drop for Descriptor {
+    fn drop(&mut self) {
+        // A forked child's list is another, which does not have it.
+        if ENTRIES.peek().is_none() {
+            return;
+        }
+        let released = {
+            let mut entries = entries();
+            let Ok(index) = find(&entries, self.file) else {
+                return;
+            };
+            entries[index].descriptors -= 1;
+            (entries[index].descriptors == 0).then(|| entries.remove(index))
+        };
+        if let Some(released) = released {
+            // The list is not locked: what an object does when it is dropped is its own affair.
+            drop(released);
+            release_memory();
+        }
+    }
+}
+
+/// Releases the private memory of VMs that are gone.
+fn release_memory() {
+    let is_released = |entry: &Entry| {
+        let private = matches!(entry.object, Object::GuestMemfd(_));
+        private && entry.descriptors == 0 && entry.vm.strong_count() == 0
+    };
+    loop {
+        let released = {
+            let mut entries = entries();
+            let index = entries.iter().position(is_released);
+            index.map(|index| entries.remove(index))
+        };
+        if released.is_none() {
+            return;
+        }
+    }
+}

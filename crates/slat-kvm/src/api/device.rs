@@ -1,0 +1,112 @@
+//! [`DeviceFd`].
+
+use super::VmFd;
+use super::descriptors::Descriptor;
+use crate::abi;
+use crate::device::VfioDevice;
+use crate::errno::{Result, last};
+use crate::ioctl::Object;
+use crate::run_page::memfd;
+use kvm_bindings::*;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+/// A device of a VM; in place of `kvm_ioctls::DeviceFd`.
+#[derive(Debug)]
+pub struct DeviceFd(Device);
+
+#[derive(Debug)]
+enum Device {
+    Vfio(Arc<VfioDevice>, Descriptor),
+    /// A descriptor of something else: the kernel's to refuse.
+    Other(OwnedFd),
+}
+
+impl DeviceFd {
+    /// `KVM_HAS_DEVICE_ATTR`.
+    ///
+    /// # Errors
+    /// `ENXIO` for an attribute that the device does not have.
+    pub fn has_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
+        match &self.0 {
+            Device::Vfio(device, _) => device.has_attribute(device_attr),
+            Device::Other(fd) => refusal(fd, abi::KVM_HAS_DEVICE_ATTR, device_attr),
+        }
+    }
+
+    /// `KVM_SET_DEVICE_ATTR`.
+    ///
+    /// # Errors
+    /// As for [`VfioDevice::set_attribute`].
+    pub fn set_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
+        match &self.0 {
+            Device::Vfio(device, _) => device.set_attribute(device_attr),
+            Device::Other(fd) => refusal(fd, abi::KVM_SET_DEVICE_ATTR, device_attr),
+        }
+    }
+
+    /// `KVM_GET_DEVICE_ATTR`.
+    ///
+    /// # Errors
+    /// `EPERM`: no attribute can be read.
+    ///
+    /// # Safety
+    /// None is needed: nothing is written. The method is unsafe because kvm-ioctls' is.
+    pub unsafe fn get_device_attr(&self, device_attr: &mut kvm_device_attr) -> Result<()> {
+        match &self.0 {
+            Device::Vfio(device, _) => device.attribute(),
+            Device::Other(fd) => refusal(fd, abi::KVM_GET_DEVICE_ATTR, device_attr),
+        }
+    }
+}
+
+/// Has the kernel refuse a request to a descriptor that is no device of this crate.
+fn refusal(fd: &OwnedFd, request: u32, attribute: &kvm_device_attr) -> Result<()> {
+    let attribute: *const kvm_device_attr = attribute;
+    // SAFETY: the struct lives, and the kernel only reads it.
+    match unsafe { libc::ioctl(fd.as_raw_fd(), request.into(), attribute) } {
+        0 => Ok(()),
+        _ => Err(last()),
+    }
+}
+
+impl VmFd {
+    /// `KVM_CREATE_DEVICE`. With `KVM_CREATE_DEVICE_TEST` no device is made: what is returned refuses everything.
+    ///
+    /// # Errors
+    /// `ENODEV` for a type that x86 does not have, `EBUSY` when the VM has such a device.
+    pub fn create_device(&self, device: &mut kvm_create_device) -> Result<DeviceFd> {
+        if device.flags & KVM_CREATE_DEVICE_TEST != 0 {
+            self.vm.test_device(device)?;
+            return Ok(DeviceFd(Device::Other(memfd("kvm-device\0", 0, true)?)));
+        }
+        let (object, fd) = self.vm.create_device(device)?;
+        device.fd = fd.as_raw_fd() as u32;
+        let descriptor = Descriptor::new(fd, Object::Device(object.clone()))?;
+        Ok(DeviceFd(Device::Vfio(object, descriptor)))
+    }
+}
+
+impl AsRawFd for DeviceFd {
+    fn as_raw_fd(&self) -> RawFd {
+        match &self.0 {
+            Device::Vfio(_, descriptor) => descriptor.as_raw_fd(),
+            Device::Other(fd) => fd.as_raw_fd(),
+        }
+    }
+}
+
+impl FromRawFd for DeviceFd {
+    unsafe fn from_raw_fd(fd: RawFd) -> Self {
+        let device = |object: &Object| match object {
+            Object::Device(device) => Some(device.clone()),
+            _ => None,
+        };
+        // SAFETY: the caller's.
+        DeviceFd(match unsafe { Descriptor::adopt(fd, device) } {
+            Ok((device, descriptor)) => Device::Vfio(device, descriptor),
+            // SAFETY: the caller's, and nobody has taken it over.
+            Err(_) => Device::Other(unsafe { OwnedFd::from_raw_fd(fd) }),
+        })
+    }
+}

@@ -1,0 +1,51 @@
+//! [`VmFd`]'s calls for encrypted guests: refused, as by a KVM without SEV.
+
+use super::VmFd;
+use crate::errno::{Result, fail};
+use kvm_bindings::{kvm_enc_region, kvm_sev_cmd};
+
+impl VmFd {
+    /// `KVM_MEMORY_ENCRYPT_OP`.
+    ///
+    /// # Errors
+    /// `ENOTTY`: there is no encryption.
+    ///
+    /// # Safety
+    /// None is needed: `op` is not looked at. The method is unsafe because kvm-ioctls' is.
+    pub unsafe fn encrypt_op<T>(&self, op: *mut T) -> Result<()> {
+        let _ = op;
+        self.refuse_encryption()
+    }
+
+    /// `KVM_MEMORY_ENCRYPT_OP` with a command of SEV.
+    ///
+    /// # Errors
+    /// As for [`encrypt_op`](Self::encrypt_op).
+    pub fn encrypt_op_sev(&self, op: &mut kvm_sev_cmd) -> Result<()> {
+        // SAFETY: a live struct.
+        unsafe { self.encrypt_op(op) }
+    }
+
+    /// `KVM_MEMORY_ENCRYPT_REG_REGION`.
+    ///
+    /// # Errors
+    /// As for [`encrypt_op`](Self::encrypt_op).
+    pub fn register_enc_memory_region(&self, memory_region: &kvm_enc_region) -> Result<()> {
+        let _ = memory_region;
+        self.refuse_encryption()
+    }
+
+    /// `KVM_MEMORY_ENCRYPT_UNREG_REGION`.
+    ///
+    /// # Errors
+    /// As for [`encrypt_op`](Self::encrypt_op).
+    pub fn unregister_enc_memory_region(&self, memory_region: &kvm_enc_region) -> Result<()> {
+        let _ = memory_region;
+        self.refuse_encryption()
+    }
+
+    fn refuse_encryption(&self) -> Result<()> {
+        let _call = self.vm.begin()?;
+        fail(libc::ENOTTY)
+    }
+}

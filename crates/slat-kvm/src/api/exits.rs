@@ -1,0 +1,117 @@
+//! [`VcpuExit`]: what a `KVM_RUN` has left in `kvm_run`.
+
+use crate::errno::{Error, Result};
+use crate::run_page::{PAGE, PIO_OFFSET, RunPage};
+use kvm_bindings::*;
+use kvm_ioctls::{HypercallExit, MsrExitReason, ReadMsrExit, VcpuExit, WriteMsrExit};
+
+/// Reads one field of the exit that the reason is for.
+macro_rules! exit {
+    ($run:ident.$field:ident) => {
+        // SAFETY: the field that this exit reason fills in; every field of the union is plain data.
+        unsafe { $run.__bindgen_anon_1.$field }
+    };
+    (&mut $run:ident.$field:ident) => {
+        // SAFETY: as above.
+        unsafe { &mut $run.__bindgen_anon_1.$field }
+    };
+}
+
+/// Returns the exit that the pages describe. `page` is mapped by the vCPU that the caller borrows for `'a`.
+pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
+    let start: *mut u8 = page.ptr().cast();
+    let run = run(page);
+    match run.exit_reason {
+        KVM_EXIT_UNKNOWN => VcpuExit::Unknown,
+        KVM_EXIT_EXCEPTION => VcpuExit::Exception,
+        KVM_EXIT_IO => {
+            let io = exit!(run.io);
+            let len = usize::from(io.size) * io.count as usize;
+            assert!(len <= PAGE);
+            // SAFETY: the port-data page is part of the mapping, which lives as long as the borrow of `page`, and `run` is not used
+            // any more.
+            let data = unsafe { std::slice::from_raw_parts_mut(start.add(PIO_OFFSET), len) };
+            if u32::from(io.direction) == KVM_EXIT_IO_IN {
+                VcpuExit::IoIn(io.port, data)
+            } else {
+                VcpuExit::IoOut(io.port, data)
+            }
+        }
+        KVM_EXIT_MMIO => {
+            let mmio = exit!(&mut run.mmio);
+            let data = &mut mmio.data[..mmio.len as usize];
+            if mmio.is_write != 0 {
+                VcpuExit::MmioWrite(mmio.phys_addr, data)
+            } else {
+                VcpuExit::MmioRead(mmio.phys_addr, data)
+            }
+        }
+        KVM_EXIT_HYPERCALL => {
+            let hypercall = exit!(&mut run.hypercall);
+            VcpuExit::Hypercall(HypercallExit {
+                nr: hypercall.nr,
+                args: hypercall.args,
+                ret: &mut hypercall.ret,
+                // SAFETY: both fields of the union are plain.
+                longmode: unsafe { hypercall.__bindgen_anon_1.longmode },
+            })
+        }
+        KVM_EXIT_X86_RDMSR => {
+            let msr = exit!(&mut run.msr);
+            VcpuExit::X86Rdmsr(ReadMsrExit {
+                error: &mut msr.error,
+                reason: MsrExitReason::from_bits_truncate(msr.reason),
+                index: msr.index,
+                data: &mut msr.data,
+            })
+        }
+        KVM_EXIT_X86_WRMSR => {
+            let msr = exit!(&mut run.msr);
+            VcpuExit::X86Wrmsr(WriteMsrExit {
+                error: &mut msr.error,
+                reason: MsrExitReason::from_bits_truncate(msr.reason),
+                index: msr.index,
+                data: msr.data,
+            })
+        }
+        KVM_EXIT_DEBUG => VcpuExit::Debug(exit!(run.debug).arch),
+        KVM_EXIT_HLT => VcpuExit::Hlt,
+        KVM_EXIT_IRQ_WINDOW_OPEN => VcpuExit::IrqWindowOpen,
+        KVM_EXIT_SHUTDOWN => VcpuExit::Shutdown,
+        KVM_EXIT_FAIL_ENTRY => {
+            let failure = exit!(run.fail_entry);
+            VcpuExit::FailEntry(failure.hardware_entry_failure_reason, failure.cpu)
+        }
+        KVM_EXIT_INTR => VcpuExit::Intr,
+        KVM_EXIT_SET_TPR => VcpuExit::SetTpr,
+        KVM_EXIT_TPR_ACCESS => VcpuExit::TprAccess,
+        KVM_EXIT_NMI => VcpuExit::Nmi,
+        KVM_EXIT_INTERNAL_ERROR => VcpuExit::InternalError,
+        KVM_EXIT_IOAPIC_EOI => VcpuExit::IoapicEoi(exit!(run.eoi).vector),
+        KVM_EXIT_HYPERV => VcpuExit::Hyperv,
+        // Other architectures' exits, and what kvm-ioctls has no name for.
+        reason => VcpuExit::Unsupported(reason),
+    }
+}
+
+/// Returns the one exit that comes with an error, `KVM_EXIT_MEMORY_FAULT`; else the error.
+pub(super) fn exit_with(error: Error, page: &mut RunPage) -> Result<VcpuExit<'_>> {
+    let run = run(page);
+    let faulted = [libc::EFAULT, libc::EHWPOISON].contains(&error.errno());
+    if !faulted || run.exit_reason != KVM_EXIT_MEMORY_FAULT {
+        return Err(error);
+    }
+    let fault = exit!(run.memory_fault);
+    Ok(VcpuExit::MemoryFault {
+        flags: fault.flags,
+        gpa: fault.gpa,
+        size: fault.size,
+    })
+}
+
+/// The `kvm_run` struct of the client's own mapping.
+pub(super) fn run(page: &mut RunPage) -> &mut kvm_run {
+    // SAFETY: a mapping of shared memory that lives as long as the borrow, plain data. The library changes it during calls that borrow
+    // the vCPU exclusively; as with the kernel's, nothing else here does.
+    unsafe { &mut *page.ptr() }
+}

@@ -1,0 +1,58 @@
+//! [`VmFd`]'s MSR filter.
+
+use super::VmFd;
+use crate::errno::{Result, fail};
+use crate::heap;
+use kvm_bindings::{KVM_MSR_FILTER_MAX_RANGES, kvm_msr_filter};
+use kvm_ioctls::{MsrFilterDefaultAction, MsrFilterRange};
+
+impl VmFd {
+    /// `KVM_X86_SET_MSR_FILTER`: chooses the MSRs that the guest may access. Those in no range have the default action.
+    ///
+    /// # Errors
+    /// `EINVAL` for more ranges than a filter has, a bitmap that has no bit for each MSR of its range, and a filter that makes no sense;
+    /// `ENOMEM`.
+    pub fn set_msr_filter(
+        &self,
+        default_action: MsrFilterDefaultAction,
+        ranges: &[MsrFilterRange<'_>],
+    ) -> Result<()> {
+        if ranges.len() > KVM_MSR_FILTER_MAX_RANGES as usize {
+            return fail(libc::EINVAL);
+        }
+        let mut filter = kvm_msr_filter {
+            flags: default_action as u32,
+            ..Default::default()
+        };
+        // A bitmap is read in words, a client's may end within one.
+        let mut bitmaps = heap::with_room(ranges.len())?;
+        for (to, range) in filter.ranges.iter_mut().zip(ranges) {
+            let Some(bytes) = range.bitmap.get(..range.msr_count.div_ceil(8) as usize) else {
+                return fail(libc::EINVAL);
+            };
+            let mut words = heap::zeroes(bytes.len().div_ceil(8))?;
+            for (word, bytes) in words.iter_mut().zip(bytes.chunks(8)) {
+                let mut whole = [0; 8];
+                whole[..bytes.len()].copy_from_slice(bytes);
+                *word = u64::from_le_bytes(whole);
+            }
+            to.flags = range.flags.bits();
+            to.base = range.base;
+            to.nmsrs = range.msr_count;
+            to.bitmap = words.as_mut_ptr().cast();
+            bitmaps.push(words);
+        }
+        self.vm.set_msr_filter(&filter)
+    }
+
+    /// Like [`set_msr_filter`](Self::set_msr_filter), with KVM's own struct.
+    ///
+    /// # Errors
+    /// As there, and `EFAULT` for a bitmap that is not mapped.
+    ///
+    /// # Safety
+    /// The bitmaps have a bit for each MSR of their ranges, in whole words.
+    pub unsafe fn set_msr_filter_unchecked(&self, filter: &kvm_msr_filter) -> Result<()> {
+        self.vm.set_msr_filter(filter)
+    }
+}

@@ -1,0 +1,294 @@
+//! [`VcpuFd`]'s registers and other state.
+
+use super::VcpuFd;
+use crate::errno::{Result, fail, no_memory};
+use crate::nested;
+use kvm_bindings::*;
+use kvm_ioctls::KvmNestedStateBuffer;
+use std::num::NonZeroUsize;
+
+/// The header that nested state begins with, in words.
+type NestedHeader = [u64; nested::SIZE as usize / 8];
+
+impl VcpuFd {
+    /// `KVM_GET_REGS`.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child, as for every call here.
+    pub fn get_regs(&self) -> Result<kvm_regs> {
+        self.vcpu.get_regs()
+    }
+
+    /// `KVM_SET_REGS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_regs(&self, regs: &kvm_regs) -> Result<()> {
+        self.vcpu.set_regs(regs)
+    }
+
+    /// `KVM_GET_SREGS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_sregs(&self) -> Result<kvm_sregs> {
+        self.vcpu.get_sregs()
+    }
+
+    /// `KVM_SET_SREGS`.
+    ///
+    /// # Errors
+    /// `EINVAL` for combinations that no CPU can be in.
+    pub fn set_sregs(&self, sregs: &kvm_sregs) -> Result<()> {
+        self.vcpu.set_sregs(sregs)
+    }
+
+    /// `KVM_GET_FPU`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_fpu(&self) -> Result<kvm_fpu> {
+        self.vcpu.get_fpu()
+    }
+
+    /// `KVM_SET_FPU`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_fpu(&self, fpu: &kvm_fpu) -> Result<()> {
+        self.vcpu.set_fpu(fpu)
+    }
+
+    /// `KVM_SET_CPUID2`.
+    ///
+    /// # Errors
+    /// `EINVAL` for a change after the first run.
+    pub fn set_cpuid2(&self, cpuid: &CpuId) -> Result<()> {
+        self.vcpu.set_cpuid(crate::heap::copy_of(cpuid.as_slice())?)
+    }
+
+    /// `KVM_GET_CPUID2`.
+    ///
+    /// # Errors
+    /// `E2BIG` when there is not room for all entries, `ENOMEM` for more room than there can be.
+    pub fn get_cpuid2(&self, num_entries: usize) -> Result<CpuId> {
+        if num_entries > KVM_MAX_CPUID_ENTRIES {
+            return fail(libc::ENOMEM);
+        }
+        let table = self.vcpu.get_cpuid()?;
+        if num_entries < table.len() {
+            return fail(libc::E2BIG);
+        }
+        CpuId::from_entries(&table).map_err(no_memory)
+    }
+
+    /// `KVM_GET_LAPIC`.
+    ///
+    /// # Errors
+    /// `EINVAL` without interrupt controller.
+    pub fn get_lapic(&self) -> Result<kvm_lapic_state> {
+        self.vcpu.get_lapic()
+    }
+
+    /// `KVM_SET_LAPIC`.
+    ///
+    /// # Errors
+    /// `EINVAL` without interrupt controller.
+    pub fn set_lapic(&self, klapic: &kvm_lapic_state) -> Result<()> {
+        self.vcpu.set_lapic(klapic)
+    }
+
+    /// `KVM_GET_MSRS`; returns how many were read.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_msrs(&self, msrs: &mut Msrs) -> Result<usize> {
+        self.vcpu.get_msrs(msrs.as_mut_slice())
+    }
+
+    /// `KVM_SET_MSRS`; returns how many were written.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_msrs(&self, msrs: &Msrs) -> Result<usize> {
+        self.vcpu.set_msrs(msrs.as_slice())
+    }
+
+    /// `KVM_GET_MP_STATE`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
+        self.vcpu.get_mp_state()
+    }
+
+    /// `KVM_SET_MP_STATE`.
+    ///
+    /// # Errors
+    /// `EINVAL`.
+    pub fn set_mp_state(&self, mp_state: kvm_mp_state) -> Result<()> {
+        self.vcpu.set_mp_state(mp_state)
+    }
+
+    /// `KVM_GET_XSAVE`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_xsave(&self) -> Result<kvm_xsave> {
+        let mut xsave = kvm_xsave::default();
+        self.fill(&mut xsave)?;
+        Ok(xsave)
+    }
+
+    /// `KVM_GET_XSAVE2`. Every area has the size of `kvm_xsave` here, as `KVM_CAP_XSAVE2` says: what follows in `xsave` stays as it is.
+    ///
+    /// # Errors
+    /// `EIO`.
+    ///
+    /// # Safety
+    /// None is needed: the area is of fixed size here. The method is unsafe because kvm-ioctls' is.
+    pub unsafe fn get_xsave2(&self, xsave: &mut Xsave) -> Result<()> {
+        // SAFETY: the length of what follows is not changed.
+        self.fill(unsafe { &mut xsave.as_mut_fam_struct().xsave })
+    }
+
+    fn fill(&self, xsave: &mut kvm_xsave) -> Result<()> {
+        let area = self.vcpu.get_xsave()?;
+        for (word, bytes) in xsave.region.iter_mut().zip(area.chunks_exact(4)) {
+            *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        }
+        Ok(())
+    }
+
+    /// `KVM_SET_XSAVE`.
+    ///
+    /// # Errors
+    /// `EINVAL` for state components that the CPU does not have.
+    ///
+    /// # Safety
+    /// None is needed: the area is of fixed size here. The method is unsafe because kvm-ioctls' is.
+    pub unsafe fn set_xsave(&self, xsave: &kvm_xsave) -> Result<()> {
+        let mut area = [0; 4096];
+        for (bytes, word) in area.chunks_exact_mut(4).zip(&xsave.region) {
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+        self.vcpu.set_xsave(&area)
+    }
+
+    /// Like [`set_xsave`](Self::set_xsave), from what [`get_xsave2`](Self::get_xsave2) takes.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn set_xsave2(&self, xsave: &Xsave) -> Result<()> {
+        // SAFETY: as there.
+        unsafe { self.set_xsave(&xsave.as_fam_struct_ref().xsave) }
+    }
+
+    /// `KVM_GET_XCRS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_xcrs(&self) -> Result<kvm_xcrs> {
+        self.vcpu.get_xcrs()
+    }
+
+    /// `KVM_SET_XCRS`.
+    ///
+    /// # Errors
+    /// `EINVAL`.
+    pub fn set_xcrs(&self, xcrs: &kvm_xcrs) -> Result<()> {
+        self.vcpu.set_xcrs(xcrs)
+    }
+
+    /// `KVM_GET_DEBUGREGS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_debug_regs(&self) -> Result<kvm_debugregs> {
+        self.vcpu.get_debugregs()
+    }
+
+    /// `KVM_SET_DEBUGREGS`.
+    ///
+    /// # Errors
+    /// `EINVAL` for reserved bits.
+    pub fn set_debug_regs(&self, debug_regs: &kvm_debugregs) -> Result<()> {
+        self.vcpu.set_debugregs(debug_regs)
+    }
+
+    /// `KVM_GET_VCPU_EVENTS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_vcpu_events(&self) -> Result<kvm_vcpu_events> {
+        self.vcpu.get_vcpu_events()
+    }
+
+    /// `KVM_SET_VCPU_EVENTS`.
+    ///
+    /// # Errors
+    /// `EINVAL` for unknown flags and impossible events.
+    pub fn set_vcpu_events(&self, vcpu_events: &kvm_vcpu_events) -> Result<()> {
+        self.vcpu.set_vcpu_events(vcpu_events)
+    }
+
+    /// `KVM_GET_NESTED_STATE`: a header that says there is none. Returns the size of a nested guest's state, which no guest has.
+    ///
+    /// # Errors
+    /// `E2BIG` when `buffer.size` is less than the header.
+    pub fn nested_state(&self, buffer: &mut KvmNestedStateBuffer) -> Result<Option<NonZeroUsize>> {
+        let state = self.vcpu.nested_state()?;
+        if buffer.size < nested::SIZE {
+            buffer.size = nested::SIZE;
+            return fail(libc::E2BIG);
+        }
+        let header: *mut KvmNestedStateBuffer = buffer;
+        // SAFETY: the buffer begins with the header, in which all bit patterns are valid.
+        unsafe {
+            header
+                .cast::<NestedHeader>()
+                .write_unaligned(*state.words())
+        };
+        Ok(None)
+    }
+
+    /// `KVM_SET_NESTED_STATE`.
+    ///
+    /// # Errors
+    /// `EINVAL` for any state but the one that [`nested_state`](Self::nested_state) gives.
+    pub fn set_nested_state(&self, state: &KvmNestedStateBuffer) -> Result<()> {
+        if state.size < nested::SIZE {
+            return fail(libc::EINVAL);
+        }
+        let header: *const KvmNestedStateBuffer = state;
+        // SAFETY: the buffer begins with the header, which is plain data without padding.
+        let words = unsafe { header.cast::<NestedHeader>().read_unaligned() };
+        self.vcpu.set_nested_state(&words)
+    }
+
+    /// `KVM_GET_ONE_REG`.
+    ///
+    /// # Errors
+    /// `EINVAL`: x86 has no such registers before Linux 6.18.
+    pub fn get_one_reg(&self, reg_id: u64, data: &mut [u8]) -> Result<usize> {
+        let _ = (reg_id, data);
+        self.refuse_one_reg()
+    }
+
+    /// `KVM_SET_ONE_REG`.
+    ///
+    /// # Errors
+    /// As for [`get_one_reg`](Self::get_one_reg).
+    pub fn set_one_reg(&self, reg_id: u64, data: &[u8]) -> Result<usize> {
+        let _ = (reg_id, data);
+        self.refuse_one_reg()
+    }
+
+    fn refuse_one_reg(&self) -> Result<usize> {
+        let _call = self.vcpu.vm.begin()?;
+        fail(libc::EINVAL)
+    }
+}

@@ -1,0 +1,33 @@
+//! What tells one open file from another.
+
+use crate::errno::{Result, last};
+use std::os::fd::RawFd;
+
+/// A file's device and inode number: the same for all descriptors of one file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct FileId(libc::dev_t, libc::ino_t);
+
+impl FileId {
+    /// Returns the file that a descriptor refers to.
+    ///
+    /// # Errors
+    /// `EBADF`.
+    pub(crate) fn of(fd: RawFd) -> Result<Self> {
+        let stat = stat(fd)?;
+        Ok(FileId(stat.st_dev, stat.st_ino))
+    }
+}
+
+/// Returns what the host tells of the file that a descriptor refers to.
+///
+/// # Errors
+/// `EBADF`.
+pub(crate) fn stat(fd: RawFd) -> Result<libc::stat> {
+    // SAFETY: all-zero is a valid `stat`.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: a struct to fill in.
+    match unsafe { libc::fstat(fd, &mut stat) } {
+        0 => Ok(stat),
+        _ => Err(last()),
+    }
+}
