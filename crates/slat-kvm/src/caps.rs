@@ -42,6 +42,7 @@ pub fn check(cap: u64) -> i32 {
         | KVM_CAP_SPLIT_IRQCHIP
         | KVM_CAP_SET_TSS_ADDR
         | KVM_CAP_EXT_CPUID
+        | KVM_CAP_EXT_EMUL_CPUID
         | KVM_CAP_MP_STATE
         | KVM_CAP_SYNC_MMU
         | KVM_CAP_DESTROY_MEMORY_REGION_WORKS

@@ -174,6 +174,17 @@ pub fn supported_xcr0() -> u64 {
     }
 }
 
+/// The features that KVM's emulator can have where the host's CPU does not: MOVBE and RDPID. Software has both.
+pub fn emulated() -> [kvm_cpuid_entry2; 3] {
+    const MOVBE: u32 = 1 << 22;
+    const RDPID: u32 = 1 << 22;
+    [
+        entry(0, None, [7, 0, 0, 0]),
+        entry(1, None, [0, 0, cpu_features::leaf1_ecx() & MOVBE, 0]),
+        entry(7, Some(0), [0, 0, cpu_features::leaf7_ecx(false) & RDPID, 0]),
+    ]
+}
+
 /// More leaves than there are.
 const MAX_LEAVES: usize = 40;
 

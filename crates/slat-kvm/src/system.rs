@@ -44,9 +44,9 @@ impl System {
         cpuid::supported()
     }
 
-    /// `KVM_GET_EMULATED_CPUID`: features that only KVM's emulator has. There is no such difference here.
-    pub fn emulated_cpuid(&self) -> Vec<kvm_cpuid_entry2> {
-        Vec::new()
+    /// `KVM_GET_EMULATED_CPUID`: features that do not depend on the host's CPU, as far as KVM names them.
+    pub fn emulated_cpuid(&self) -> [kvm_cpuid_entry2; 3] {
+        cpuid::emulated()
     }
 
     /// `KVM_GET_MSR_INDEX_LIST`.

@@ -203,6 +203,21 @@ const USES: &[Use] = &[
         let found = guest.vcpu.get_cpuid2(KVM_MAX_CPUID_ENTRIES).unwrap();
         assert_eq!(found.as_slice(), cpuid.as_slice());
     }),
+    (KVM_CAP_EXT_EMUL_CPUID, |_| {
+        let kvm = Kvm::new().unwrap();
+        let emulated = kvm.get_emulated_cpuid(3).unwrap();
+        let too_few = kvm.get_emulated_cpuid(2).unwrap_err();
+        assert_eq!(too_few.errno(), libc::E2BIG);
+        let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+        for leaf in &emulated.as_slice()[1..] {
+            let same = |other: &&kvm_cpuid_entry2| {
+                (other.function, other.index) == (leaf.function, leaf.index)
+            };
+            let supported = supported.as_slice().iter().find(same).unwrap();
+            assert_ne!(leaf.ecx, 0);
+            assert_eq!(leaf.ecx & !supported.ecx, 0);
+        }
+    }),
     (KVM_CAP_CLOCKSOURCE, |_| {
         let guest = halts(USE_CLOCK);
         let mut page = [0; 32];
@@ -796,6 +811,7 @@ fn coalesces(address: IoEventAddress) {
         _ => Some(()),
     });
     assert_eq!(exits.count(), 1, "the other access");
+    guest.vcpu.map_coalesced_mmio_ring().unwrap();
     assert!(guest.vcpu.coalesced_mmio_read().unwrap().is_some());
 }
 

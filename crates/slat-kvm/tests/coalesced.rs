@@ -52,6 +52,7 @@ fn all_vcpus_have_the_same_ring() {
     // SAFETY: inside the vCPU's mapping of three pages.
     let last = unsafe { run.cast::<u8>().add(2 * 4096 + 4).cast::<u32>().read() };
     assert_eq!(last, 1);
+    other.map_coalesced_mmio_ring().unwrap();
     assert!(other.coalesced_mmio_read().unwrap().is_some());
 }
 

@@ -87,7 +87,12 @@ pub const SAVED: &[u32] = &[
 ];
 
 /// `KVM_GET_MSR_FEATURE_INDEX_LIST`: what can be asked of the system.
-pub const FEATURES: &[u32] = &[UCODE_REV, PLATFORM_INFO, ARCH_CAPABILITIES];
+pub const FEATURES: &[u32] = &[
+    UCODE_REV,
+    PLATFORM_INFO,
+    ARCH_CAPABILITIES,
+    PERF_CAPABILITIES,
+];
 
 /// A feature MSR as a new vCPU has it.
 pub fn feature(index: u32) -> Option<u64> {
@@ -95,6 +100,8 @@ pub fn feature(index: u32) -> Option<u64> {
         UCODE_REV => Some(UCODE_REV_RESET),
         PLATFORM_INFO => Some(PLATFORM_INFO_CPUID_FAULT),
         ARCH_CAPABILITIES => Some(cpu_features::ARCH_CAPABILITIES),
+        // No performance monitoring.
+        PERF_CAPABILITIES => Some(0),
         _ => None,
     }
 }
