@@ -9,6 +9,8 @@
 
 use crate::section::{AllBlocked, change_mask, defer};
 use crate::table;
+use slat_process::calls::{self, Call};
+use slat_process::forks;
 use std::cell::Cell;
 use std::io;
 use std::mem;
@@ -236,21 +238,39 @@ const _: () = assert!(size_of::<Queued>() == size_of::<libc::siginfo_t>());
 /// Sends the kick signal to a thread of this process. If it is inside a guarded access, also asleep
 /// in the kernel's page fault handler, the access returns [`Gone`](crate::Gone).
 pub fn kick(tid: libc::pid_t) {
-    // SAFETY: plain system calls. A thread that is gone gives ESRCH, which is fine.
-    unsafe {
-        let pid = libc::getpid();
-        let info = Queued {
-            signo: kick_signal(),
-            errno: 0,
-            code: libc::SI_QUEUE,
-            _align: 0,
-            pid,
-            uid: libc::getuid(),
-            value: &raw const KICK as usize,
-            _rest: [0; 12],
-        };
-        libc::syscall(libc::SYS_rt_tgsigqueueinfo, pid, tid, kick_signal(), &info);
-    }
+    let info = Queued {
+        signo: kick_signal(),
+        errno: 0,
+        code: libc::SI_QUEUE,
+        _align: 0,
+        pid: forks::owner(),
+        uid: 0,
+        value: &raw const KICK as usize,
+        _rest: [0; 12],
+    };
+    // SAFETY: as long as a `siginfo_t`, as is asserted above. A thread that is gone gives ESRCH, which is fine.
+    let _ = unsafe { queue((info.pid, tid), kick_signal(), (&raw const info).cast()) };
+}
+
+/// Queues a signal for a thread, given with its process: an errno if the kernel refuses. Async-signal-safe.
+///
+/// # Safety
+/// - `info` is a whole `siginfo_t`.
+pub(crate) unsafe fn queue(
+    (process, thread): (libc::pid_t, libc::pid_t),
+    signal: i32,
+    info: *const libc::siginfo_t,
+) -> Result<isize, i32> {
+    let arguments = [
+        process as usize,
+        thread as usize,
+        signal as usize,
+        info as usize,
+        0,
+        0,
+    ];
+    // SAFETY: the caller's.
+    unsafe { calls::make(Call::QueueSignal, arguments) }
 }
 
 /// Whether a signal is a kick of this copy of the crate.

@@ -7,11 +7,11 @@
 //! Memory is mapped and unmapped by direct system calls: in a process whose `mmap` and `munmap` are
 //! watched (the preload library), the tables' own memory is nobody's guest memory.
 
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard};
 
-use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use slat::{Entries, PAGE_SIZE, Pfn, TableMeta};
+use slat_process::calls::{self, Call};
 
 const CHUNK: usize = 2 << 20;
 const FRAME: usize = PAGE_SIZE as usize;
@@ -112,7 +112,7 @@ impl Drop for Frames {
         for chunk in inner.chunks.drain(..) {
             // SAFETY: mapped by `map_aligned` with this size; the engine has given all frames back or
             // is gone with its VM, so nobody refers to the chunk.
-            let _ = unsafe { munmap(chunk.as_ptr().cast(), CHUNK) };
+            unsafe { unmap(chunk.as_ptr() as usize, CHUNK) };
         }
     }
 }
@@ -136,18 +136,27 @@ pub fn meta(frame: Pfn) -> NonNull<TableMeta> {
     unsafe { NonNull::new_unchecked(meta.add(index)) }
 }
 
+/// Unmaps `len` bytes from `start` on.
+///
+/// # Safety
+/// - they were mapped by [`map_aligned`], and nobody uses them.
+unsafe fn unmap(start: usize, len: usize) {
+    // SAFETY: the caller's. It cannot fail: a part of one mapping, or all of it.
+    let _ = unsafe { calls::make(Call::Unmap, [start, len, 0, 0, 0, 0]) };
+}
+
 /// Maps one chunk at a multiple of its size.
 fn map_aligned() -> Option<NonNull<u8>> {
-    let prot = ProtFlags::READ | ProtFlags::WRITE;
-    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let arguments = [0, 2 * CHUNK, rights as usize, flags as usize, usize::MAX, 0];
     // SAFETY: a fresh anonymous mapping at an address of the kernel's choice.
-    let base = unsafe { mmap_anonymous(ptr::null_mut(), 2 * CHUNK, prot, flags) }.ok()?;
-    let start = base as usize;
+    let start = unsafe { calls::make(Call::MapTables, arguments) }.ok()? as usize;
     let chunk = start.next_multiple_of(CHUNK);
     let trim = |from: usize, to: usize| {
         if to > from {
             // SAFETY: part of the mapping made above that nobody has seen.
-            let _ = unsafe { munmap(from as *mut _, to - from) };
+            unsafe { unmap(from, to - from) };
         }
     };
     trim(start, chunk);

@@ -8,9 +8,10 @@
 
 pub mod frames;
 pub mod mappings;
-pub mod process;
 pub mod procfs;
 mod resident;
+
+pub use slat_process::forks as process;
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -24,6 +25,7 @@ use slat::{
 };
 
 use frames::Frames;
+use slat_process::wait;
 
 /// Linux userspace as a [`Platform`].
 #[derive(Default)]
@@ -65,6 +67,24 @@ impl HostPlatform {
             level = Level(level.0 - 1);
         }
         level
+    }
+
+    /// Touches the page at `backing` in the mapping that is said to be there.
+    fn try_page(
+        &self,
+        mapping: &mappings::Mapping,
+        backing: Hva,
+        access: Access,
+    ) -> Result<HostPage, ResolveError> {
+        let allowed = match access {
+            Access::Write => mapping.writable,
+            Access::Read | Access::Execute => mapping.readable,
+        };
+        if !allowed {
+            return Err(ResolveError::BadAddress);
+        }
+        touch(backing.0 as usize, access)?;
+        Ok(self.page(mapping, backing))
     }
 
     fn page(&self, mapping: &mappings::Mapping, backing: Hva) -> HostPage {
@@ -138,22 +158,20 @@ unsafe impl Platform for HostPlatform {
 
     fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
         let address = backing.0 as usize;
-        let mapping = mappings::find(address).ok_or(ResolveError::BadAddress)?;
-        let allowed = match access {
-            Access::Write => mapping.writable,
-            Access::Read | Access::Execute => mapping.readable,
-        };
-        if !allowed {
-            return Err(ResolveError::BadAddress);
+        loop {
+            let found = mappings::find(address).ok_or(ResolveError::BadAddress)?;
+            match self.try_page(&found.mapping, backing, access) {
+                // The mapping may have changed without anybody saying so.
+                Err(ResolveError::BadAddress) if !found.fresh => mappings::forget(address),
+                page => return page,
+            }
         }
-        touch(address, access)?;
-        Ok(self.page(&mapping, backing))
     }
 
     fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         let (mut at, end) = (backing.start.0 as usize, backing.end.0 as usize);
         while at < end {
-            let Some(mapping) = mappings::find(at) else {
+            let Some(mappings::Found { mapping, .. }) = mappings::find(at) else {
                 // A window seldom reaches beyond one mapping; what is behind the gap can wait.
                 return;
             };
@@ -191,7 +209,7 @@ unsafe impl Platform for HostPlatform {
             {
                 slat_guard::kick(thread as libc::pid_t);
             }
-            std::thread::sleep(Duration::from_micros(50));
+            wait::pause(Duration::from_micros(50));
         }
     }
 }

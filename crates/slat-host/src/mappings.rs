@@ -1,20 +1,25 @@
 //! What the host maps where: rights, and how large a page KVM would see there.
 //!
 //! The kernel is asked once per mapping (PROCMAP_QUERY where it exists, `/proc/self/smaps`
-//! elsewhere), and whoever changes mappings says so ([`changed`], [`advised`]): the preload library
-//! for an unmodified program, the VMM itself when it uses the crate. That call comes *inside* the
-//! invalidation of the range ([`slat::Vm::invalidate`]), after the change: a fault that used the old
-//! answer is stale then, and one that comes later asks again.
+//! elsewhere), as a rule when it begins to back a memslot ([`learn`]), and whoever changes mappings says so ([`changed`],
+//! [`protected`], [`advised`]): the preload library for an unmodified program, the VMM itself when it uses the crate. That call
+//! comes *inside* the invalidation of the range ([`slat::Vm::invalidate`]), after the change: a fault that used the old
+//! answer is stale then, and one that comes later asks again. A change forgets the mappings that it overlaps or touches, and no
+//! others: what a program maps and unmaps beside its guests' memory costs them nothing.
+//!
+//! A change that nobody has told (the C library's own `mmap`) is found by the access that fails: [`forget`].
 //!
 //! While the process has no VM, nobody needs to say anything, except that there was advice at all ([`advice_passed_by`]): then
 //! the first VM reads all advice from the kernel ([`begin`]).
 //!
-//! A look-up on the fault path takes no lock: each thread remembers the mappings it used last, valid
-//! as long as the global epoch stays the same.
+//! # Concurrency
+//! A look-up on the fault path takes no lock: each thread remembers the mappings it used last, valid as long as the global epoch
+//! stays the same. All that any thread remembers is in the process's [`Table`], and the epoch is raised, under the table's lock,
+//! when something is removed from it. An answer of the kernel enters the table only if no change was told since the question
+//! that could make it wrong; else it serves one fault, which is stale then and comes again.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::fs;
 use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use std::sync::{Mutex, MutexGuard, OnceLock};
@@ -43,14 +48,88 @@ pub(crate) struct Mapping {
     pub(crate) level: Level,
 }
 
-/// Raised whenever an answer may have become wrong.
+/// Raised whenever a mapping is forgotten.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
+/// There may be advice that is not in the table, or there that is no longer true: the kernel has to be asked.
+static INCOMPLETE: AtomicBool = AtomicBool::new(false);
+
 /// Start to end and advice. Non-overlapping.
 type Advice = BTreeMap<usize, (usize, HugePages)>;
-/// The advice for this process's memory.
-static ADVICE: PerProcess<Mutex<Advice>> = PerProcess::new();
-/// There may be advice that is not in [`ADVICE`], or there that is no longer true: the kernel has to be asked.
-static INCOMPLETE: AtomicBool = AtomicBool::new(false);
+
+/// Changes whose ranges are remembered: as many as can be told while one question is asked.
+const CHANGES: usize = 16;
+
+/// What is known of this process's memory.
+#[derive(Debug, Default)]
+struct Table {
+    advice: Advice,
+    /// By their starts. Non-overlapping.
+    known: BTreeMap<usize, Mapping>,
+    /// How many changes were told, and where the last were: the one of number `n` at index `n % CHANGES`.
+    changes: usize,
+    last_changes: [Range<usize>; CHANGES],
+}
+
+static TABLE: PerProcess<Mutex<Table>> = PerProcess::new();
+
+fn table() -> MutexGuard<'static, Table> {
+    TABLE.get().lock().unwrap_or_else(|e| e.into_inner())
+}
+
+fn touches(one: &Range<usize>, other: &Range<usize>) -> bool {
+    one.start <= other.end && other.start <= one.end
+}
+
+impl Table {
+    /// The known mapping around `address`.
+    fn at(&self, address: usize) -> Option<&Mapping> {
+        let (_, mapping) = self.known.range(..=address).next_back()?;
+        mapping.range.contains(&address).then_some(mapping)
+    }
+
+    /// Takes note of a change in `range`: what it may have made wrong is forgotten.
+    fn change(&mut self, range: &Range<usize>) {
+        self.last_changes[self.changes % CHANGES] = range.clone();
+        self.changes += 1;
+        let mut forgotten = false;
+        // Few: they do not overlap, so those that touch it lie next to each other.
+        while let Some((&start, _)) = (self.known.range(..=range.end).next_back())
+            .filter(|(_, mapping)| touches(&mapping.range, range))
+        {
+            self.known.remove(&start);
+            forgotten = true;
+        }
+        if forgotten {
+            EPOCH.fetch_add(1, SeqCst);
+        }
+    }
+
+    /// Takes in an answer to a question that was asked when `changes` changes had been told. False: it may be wrong by now.
+    fn insert(&mut self, mapping: &Mapping, changes: usize) -> bool {
+        let since = changes..self.changes;
+        if since.len() > CHANGES
+            || since
+                .into_iter()
+                .any(|n| touches(&self.last_changes[n % CHANGES], &mapping.range))
+        {
+            return false;
+        }
+        // Parts of it may be known already, and as right.
+        let (start, end) = (mapping.range.start, mapping.range.end);
+        while let Some((&part, _)) =
+            (self.known.range(..end).next_back()).filter(|(_, other)| other.range.end > start)
+        {
+            self.known.remove(&part);
+        }
+        self.known.insert(start, mapping.clone());
+        true
+    }
+
+    /// Removes the advice for `range`, keeping what sticks out of it.
+    fn carve(&mut self, range: &Range<usize>) {
+        carve(&mut self.advice, range);
+    }
+}
 
 /// Mappings a thread remembers: a VM's memory is a handful of them.
 const REMEMBERED: usize = 4;
@@ -73,26 +152,17 @@ thread_local! {
     };
 }
 
-/// This process's advice, if any was given. Allocates nothing: faults ask.
-fn advice_so_far() -> Option<MutexGuard<'static, Advice>> {
-    let advice = ADVICE.peek()?;
-    Some(advice.lock().unwrap_or_else(|e| e.into_inner()))
-}
-
-/// This process's advice.
-fn advice() -> MutexGuard<'static, Advice> {
-    ADVICE.get().lock().unwrap_or_else(|e| e.into_inner())
-}
-
 /// Call when the process gets its first VM, or its first again, before it has memory: what changed meanwhile was not told.
 pub fn begin() {
-    let mut advice = advice();
-    if !advice.is_empty() {
-        advice.clear();
+    let mut table = table();
+    if !table.advice.is_empty() {
+        table.advice.clear();
         INCOMPLETE.store(true, Relaxed);
     }
-    EPOCH.fetch_add(1, SeqCst);
+    table.change(&(0..usize::MAX));
+    drop(table);
     procfs::open();
+    thp_mode();
 }
 
 /// Call when the process's last VM is gone.
@@ -108,21 +178,47 @@ pub fn advice_passed_by() {
 
 /// Call after mappings in `range` were made, removed or replaced.
 pub fn changed(range: Range<usize>) {
-    carve(&mut advice(), &range);
-    EPOCH.fetch_add(1, SeqCst);
+    let mut table = table();
+    table.carve(&range);
+    table.change(&range);
 }
 
-/// Call after a change of rights, which changes no advice.
-pub fn protected() {
-    EPOCH.fetch_add(1, SeqCst);
+/// Call after a change of rights in `range`, which changes no advice.
+pub fn protected(range: Range<usize>) {
+    table().change(&range);
 }
 
 /// Call after the program has given advice about huge pages in `range`.
 pub fn advised(range: Range<usize>, wish: HugePages) {
-    let mut advice = advice();
-    carve(&mut advice, &range);
-    advice.insert(range.start, (range.end, wish));
+    let mut table = table();
+    table.carve(&range);
+    table.advice.insert(range.start, (range.end, wish));
+    table.change(&range);
+}
+
+/// Call when an access to `address` has failed although a mapping that was found allows it: its change was not told.
+pub(crate) fn forget(address: usize) {
+    let mut table = table();
+    table.change(&(address..address + 1));
+    // A thread may remember what a later answer has replaced in the table.
     EPOCH.fetch_add(1, SeqCst);
+}
+
+/// Call when `range` begins to back a memslot: asks for its mappings now, so that a vCPU need not.
+pub fn learn(range: Range<usize>) {
+    /// More are asked for when they are needed.
+    const MOST: usize = 64;
+    let mut at = range.start;
+    for _ in 0..MOST {
+        let known = table().at(at).map(|mapping| mapping.range.end);
+        let Some(end) = known.or_else(|| ask(at).map(|(mapping, _)| mapping.range.end)) else {
+            return;
+        };
+        if end >= range.end {
+            return;
+        }
+        at = end;
+    }
 }
 
 /// Removes `range` from the map, keeping what sticks out of it.
@@ -144,27 +240,46 @@ fn carve(advice: &mut Advice, range: &Range<usize>) {
     }
 }
 
+/// What [`find`] returns.
+pub(crate) struct Found {
+    pub(crate) mapping: Mapping,
+    /// The kernel was asked just now.
+    pub(crate) fresh: bool,
+}
+
 /// The mapping around `address`; `None` if there is none.
-pub(crate) fn find(address: usize) -> Option<Mapping> {
+pub(crate) fn find(address: usize) -> Option<Found> {
     let epoch = EPOCH.load(SeqCst);
     RECENT.with_borrow_mut(|recent| {
         if recent.epoch != epoch {
             recent.mappings = [const { None }; REMEMBERED];
             recent.epoch = epoch;
         }
-        let mut known = recent.mappings.iter().flatten();
-        if let Some(hit) = known.find(|mapping| mapping.range.contains(&address)) {
-            return Some(hit.clone());
+        let mut last = recent.mappings.iter().flatten();
+        if let Some(hit) = last.find(|mapping| mapping.range.contains(&address)) {
+            return Some(Found {
+                mapping: hit.clone(),
+                fresh: false,
+            });
         }
-        // Asked before the epoch was raised, forgotten at the next look.
-        let mapping = ask(address)?;
-        recent.mappings[recent.next] = Some(mapping.clone());
-        recent.next = (recent.next + 1) % REMEMBERED;
-        Some(mapping)
+        let known = table().at(address).cloned();
+        let fresh = known.is_none();
+        let (mapping, stays) = match known {
+            Some(mapping) => (mapping, true),
+            None => ask(address)?,
+        };
+        // With the epoch from before: what was forgotten meanwhile is forgotten at the next look.
+        if stays {
+            recent.mappings[recent.next] = Some(mapping.clone());
+            recent.next = (recent.next + 1) % REMEMBERED;
+        }
+        Some(Found { mapping, fresh })
     })
 }
 
-fn ask(address: usize) -> Option<Mapping> {
+/// Asks the kernel. Returns the mapping around `address`, and whether it is in the table now.
+fn ask(address: usize) -> Option<(Mapping, bool)> {
+    let changes = table().changes;
     let raw = procfs::mapping_at(address)?;
     let mut mapping = Mapping {
         range: raw.range,
@@ -176,36 +291,33 @@ fn ask(address: usize) -> Option<Mapping> {
             _ => Level::PAGE,
         },
     };
+    let mut table = table();
     if mapping.level == Level::PAGE && raw.anonymous && thp_mode() != Thp::Never {
-        transparent(&mut mapping, address);
+        transparent(&mut table, &mut mapping, address);
     }
-    Some(mapping)
+    let stays = table.insert(&mapping, changes);
+    Some((mapping, stays))
 }
 
 /// Applies the system's mode for transparent huge pages and the program's advice to an anonymous mapping. The mapping is
 /// narrowed to the part around `address` for which the answer is the same.
-fn transparent(mapping: &mut Mapping, address: usize) {
-    if INCOMPLETE.load(Relaxed) {
-        // Under the lock: who comes meanwhile waits for the answer.
-        let mut advice = advice();
-        if INCOMPLETE.swap(false, Relaxed) {
-            *advice = all_advice();
-        }
+fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
+    // Under the lock: who comes meanwhile waits for the answer.
+    if INCOMPLETE.swap(false, Relaxed) {
+        table.advice = all_advice();
     }
     let mut wish = None;
-    if let Some(advice) = advice_so_far() {
-        if let Some((&start, &(end, found))) = advice.range(..=address).next_back() {
-            if address < end {
-                wish = Some(found);
-                mapping.range.end = mapping.range.end.min(end);
-                mapping.range.start = mapping.range.start.max(start);
-            } else {
-                mapping.range.start = mapping.range.start.max(end);
-            }
+    if let Some((&start, &(end, found))) = table.advice.range(..=address).next_back() {
+        if address < end {
+            wish = Some(found);
+            mapping.range.end = mapping.range.end.min(end);
+            mapping.range.start = mapping.range.start.max(start);
+        } else {
+            mapping.range.start = mapping.range.start.max(end);
         }
-        if let Some((&start, _)) = advice.range(address + 1..).next() {
-            mapping.range.end = mapping.range.end.min(start);
-        }
+    }
+    if let Some((&start, _)) = table.advice.range(address + 1..).next() {
+        mapping.range.end = mapping.range.end.min(start);
     }
     let eligible = match thp_mode() {
         Thp::Always => wish != Some(HugePages::Unwanted),
@@ -233,8 +345,8 @@ pub enum Thp {
 pub fn thp_mode() -> Thp {
     static MODE: OnceLock<Thp> = OnceLock::new();
     *MODE.get_or_init(|| {
-        let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
-        match text.unwrap_or_default() {
+        let mut text = [0; 64];
+        match procfs::read_small(c"/sys/kernel/mm/transparent_hugepage/enabled", &mut text) {
             text if text.contains("[always]") => Thp::Always,
             text if text.contains("[madvise]") => Thp::Madvise,
             _ => Thp::Never,
@@ -295,14 +407,68 @@ mod tests {
             return;
         };
         for _ in 0..200 {
-            advice().clear();
+            table().advice.clear();
             advice_passed_by();
             std::thread::scope(|scope| {
                 for _ in 0..4 {
-                    scope.spawn(|| assert_eq!(ask(start).unwrap().level, Level::MEGA));
+                    scope.spawn(|| assert_eq!(ask(start).unwrap().0.level, Level::MEGA));
                 }
             });
         }
+    }
+
+    fn mapping(range: Range<usize>) -> Mapping {
+        Mapping {
+            range,
+            readable: true,
+            writable: true,
+            level: Level::PAGE,
+        }
+    }
+
+    #[test]
+    fn a_change_forgets_what_it_overlaps_or_touches() {
+        let mut table = Table::default();
+        for start in [10, 20, 30, 50] {
+            assert!(table.insert(&mapping(start..start + 10), table.changes));
+        }
+        let left = |table: &Table| table.known.keys().copied().collect::<Vec<_>>();
+        table.change(&(61..70));
+        assert_eq!(left(&table), [10, 20, 30, 50]);
+        table.change(&(25..30));
+        assert_eq!(left(&table), [10, 50]);
+        table.change(&(0..usize::MAX));
+        assert!(left(&table).is_empty());
+    }
+
+    #[test]
+    fn an_answer_that_a_change_overtook_is_not_kept() {
+        let mut table = Table::default();
+        let asked = table.changes;
+        table.change(&(100..200));
+        assert!(!table.insert(&mapping(150..300), asked));
+        assert!(table.insert(&mapping(300..400), asked));
+        assert!(table.insert(&mapping(150..300), table.changes));
+        for _ in 0..CHANGES {
+            table.change(&(1000..2000));
+        }
+        assert!(table.insert(&mapping(400..500), asked + 1));
+        assert!(!table.insert(&mapping(500..600), asked));
+    }
+
+    #[test]
+    fn a_larger_answer_takes_in_what_is_known() {
+        let mut table = Table::default();
+        for range in [0..10, 10..20, 40..50] {
+            assert!(table.insert(&mapping(range), 0));
+        }
+        assert!(table.insert(&mapping(5..30), 0));
+        assert_eq!(
+            table.at(7).map(|mapping| mapping.range.clone()),
+            Some(5..30)
+        );
+        assert_eq!(table.at(35), None);
+        assert!(table.at(45).is_some());
     }
 
     #[test]

@@ -8,12 +8,9 @@
 use std::ffi::CStr;
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::{ControlFlow, Range};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicI32, Ordering::*};
 
-use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
-use rustix::ioctl::{Updater, ioctl, opcode};
+use slat_process::calls::{self, Call, PROCMAP_QUERY};
 
 use crate::process::PerProcess;
 
@@ -36,6 +33,39 @@ pub(crate) fn mapping_at(address: usize) -> Option<Raw> {
     }
 }
 
+/// Closes a descriptor that was opened here. (One that the program has closed would have been forgotten.)
+fn close_own(fd: i32) {
+    // SAFETY: a plain call on a descriptor of our own.
+    let _ = unsafe { calls::make(Call::Close, [fd as usize, 0, 0, 0, 0, 0]) };
+}
+
+/// Opens a file for reading.
+fn open_file(path: &CStr) -> Result<i32, i32> {
+    let begin = libc::AT_FDCWD as usize;
+    let flags = (libc::O_RDONLY | libc::O_CLOEXEC) as usize;
+    let arguments = [begin, path.as_ptr() as usize, flags, 0, 0, 0];
+    // SAFETY: a path that ends with 0.
+    unsafe { calls::make(Call::Open, arguments) }.map(|fd| fd as i32)
+}
+
+/// Reads from `offset` on. Returns how many bytes were read.
+fn read_at(fd: i32, buffer: &mut [u8], offset: u64) -> Result<usize, i32> {
+    let (start, len) = (buffer.as_mut_ptr() as usize, buffer.len());
+    let arguments = [fd as usize, start, len, offset as usize, 0, 0];
+    // SAFETY: the buffer and its length.
+    unsafe { calls::make(Call::Read, arguments) }.map(|read| read as usize)
+}
+
+/// The beginning of a small file, as much as fits into `text`; nothing if it cannot be read.
+pub fn read_small<'a>(path: &CStr, text: &'a mut [u8]) -> &'a str {
+    let mut len = 0;
+    if let Ok(fd) = open_file(path) {
+        len = read_at(fd, text, 0).unwrap_or(0);
+        close_own(fd);
+    }
+    std::str::from_utf8(&text[..len]).unwrap_or_default()
+}
+
 /// Opens what [`mapping_at`] needs, as far as there are descriptors.
 pub(crate) fn open() {
     if query(&raw const FILES as usize).is_err() {
@@ -49,8 +79,7 @@ pub(crate) fn close() {
         for file in [&files.maps, &files.smaps] {
             let fd = file.fd.swap(ProcFile::NONE, AcqRel);
             if fd != ProcFile::NONE {
-                // SAFETY: opened here, and not closed by the program: it would have been forgotten.
-                drop(unsafe { OwnedFd::from_raw_fd(fd) });
+                close_own(fd);
             }
         }
     }
@@ -123,22 +152,31 @@ impl ProcFile {
         }
     }
 
-    /// The file's descriptor. Another thread may close it at any time: then a call on it fails, or reads another file.
-    fn descriptor(&self) -> io::Result<BorrowedFd<'static>> {
-        let mut fd = self.fd.load(Acquire);
-        if fd == Self::NONE {
-            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-            let low = rustix::fs::open(self.path, flags, Mode::empty())?;
-            let file = rustix::io::fcntl_dupfd_cloexec(&low, Self::LOWEST).unwrap_or(low);
-            let set = (self.fd).compare_exchange(Self::NONE, file.as_raw_fd(), AcqRel, Acquire);
-            fd = match set {
-                Ok(_) => file.into_raw_fd(),
-                Err(faster) => faster,
-            };
+    /// The file's descriptor: it is ours as long as the program does not close what it did not open. If it does, at any time, a
+    /// call on it fails or reads another file; what is done here (a query that no other file knows, and reading at an offset)
+    /// changes nothing.
+    fn descriptor(&self) -> Result<i32, i32> {
+        let known = self.fd.load(Acquire);
+        if known != Self::NONE {
+            return Ok(known);
         }
-        // SAFETY: not -1. The descriptor is ours as long as the program does not close what it did not open; if it does, the
-        // calls made here (one that no other file knows, and reading at an offset) change nothing.
-        Ok(unsafe { BorrowedFd::borrow_raw(fd) })
+        let low = open_file(self.path)?;
+        let command = libc::F_DUPFD_CLOEXEC as usize;
+        let arguments = [low as usize, command, Self::LOWEST as usize, 0, 0, 0];
+        // SAFETY: a plain call on a descriptor of our own.
+        let high = unsafe { calls::make(Call::Duplicate, arguments) };
+        let own = high.map_or(low, |high| high as i32);
+        if own != low {
+            close_own(low);
+        }
+        let set = (self.fd).compare_exchange(Self::NONE, own, AcqRel, Acquire);
+        Ok(set.map_or_else(
+            |faster| {
+                close_own(own);
+                faster
+            },
+            |_| own,
+        ))
     }
 
     /// Forgets the descriptor if it is `fd`.
@@ -147,13 +185,13 @@ impl ProcFile {
     }
 
     /// Calls `use_it` with the descriptor, and once more with a new one if it was closed.
-    fn with<T>(&self, mut use_it: impl FnMut(BorrowedFd<'_>) -> Result<T, Errno>) -> io::Result<T> {
+    fn with<T>(&self, mut use_it: impl FnMut(i32) -> Result<T, i32>) -> Result<T, i32> {
         let fd = self.descriptor()?;
         match use_it(fd) {
-            Err(Errno::BADF) => self.forget(fd.as_raw_fd()),
-            result => return Ok(result?),
+            Err(libc::EBADF) => self.forget(fd),
+            result => return result,
         }
-        Ok(use_it(self.descriptor()?)?)
+        use_it(self.descriptor()?)
     }
 }
 
@@ -177,10 +215,11 @@ struct Query {
     build_id_addr: u64,
 }
 
-const PROCMAP_QUERY: rustix::ioctl::Opcode = opcode::read_write::<Query>(b'f', 17);
+// The request's number holds the size.
+const _: () = assert!(PROCMAP_QUERY >> 16 & 0x3fff == size_of::<Query>());
 
 /// PROCMAP_QUERY. `Ok(None)`: nothing is mapped there. `Err`: the kernel cannot tell.
-fn query(address: usize) -> io::Result<Option<Raw>> {
+fn query(address: usize) -> Result<Option<Raw>, i32> {
     const READABLE: u64 = 1;
     const WRITABLE: u64 = 2;
     const SHARED: u64 = 8;
@@ -190,11 +229,13 @@ fn query(address: usize) -> io::Result<Option<Raw>> {
         ..Query::default()
     };
     let answer = FILES.get().maps.with(|maps| {
-        // SAFETY: the opcode takes a pointer to exactly this structure and writes nothing else, as
-        // no name and no build id are asked for.
-        match unsafe { ioctl(maps, Updater::<PROCMAP_QUERY, Query>::new(&mut query)) } {
-            Err(Errno::NOENT) => Ok(false),
-            answer => answer.map(|()| true),
+        let query = &raw mut query as usize;
+        let arguments = [maps as usize, PROCMAP_QUERY, query, 0, 0, 0];
+        // SAFETY: the request takes a pointer to exactly this structure and writes nothing else, as no name and no build id
+        // are asked for.
+        match unsafe { calls::make(Call::QueryMapping, arguments) } {
+            Err(libc::ENOENT) => Ok(false),
+            answer => answer.map(|_| true),
         }
     })?;
     Ok(answer.then_some(Raw {
@@ -273,7 +314,9 @@ struct Text<'a> {
 impl Read for Text<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let offset = self.offset;
-        let len = (self.file).with(|file| rustix::io::pread(file, &mut *buffer, offset))?;
+        let len = (self.file)
+            .with(|file| read_at(file, buffer, offset))
+            .map_err(io::Error::from_raw_os_error)?;
         self.offset += len as u64;
         Ok(len)
     }
@@ -336,7 +379,7 @@ mod tests {
     fn a_closed_descriptor_is_opened_again() {
         let address = &raw const FILES as usize;
         for file in [&FILES.get().maps, &FILES.get().smaps] {
-            let fd = file.descriptor().unwrap().as_raw_fd();
+            let fd = file.descriptor().unwrap();
             // SAFETY: what a program does that closes all descriptors.
             assert_eq!(unsafe { libc::close(fd) }, 0);
             assert!(mapping_at(address).is_some() && from_smaps(address).is_some());

@@ -1,5 +1,7 @@
-//! Which pages are in memory now: mincore(2).
+//! Which pages are in memory now: mincore(2). Nothing is known where a filter forbids that: it is asked at faults, which are too
+//! many for the helper.
 
+use slat_process::calls::{self, Call};
 use std::ops::Range;
 
 const PAGE: usize = 4096;
@@ -8,6 +10,9 @@ const CHUNK: usize = 512;
 
 /// Calls `found` for every stretch of resident pages of `range` (whole pages), in ascending order.
 pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)) {
+    if !calls::is_allowed(Call::Resident) {
+        return;
+    }
     let mut resident = [0u8; CHUNK];
     let mut at = range.start;
     while at < range.end {

@@ -1,8 +1,6 @@
 //! A vCPU inside the engine, where flushes and slot changes wait for it: it must come out, also when its thread panics.
 
 use crate::engine::EngineVcpu;
-use crate::process::Birth;
-use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 
 /// Keeps the engine's vCPU in `T` entered until this is dropped.
@@ -43,18 +41,7 @@ pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     result
 }
 
-/// The number by which this thread can be kicked. A forked child's thread has another than the one it is a copy of.
+/// The number by which this thread can be kicked.
 pub(crate) fn thread_id() -> usize {
-    thread_local! {
-        static ID: Cell<Option<(Birth, usize)>> = const { Cell::new(None) };
-    }
-    match ID.get() {
-        Some((birth, id)) if birth.is_here() => id,
-        _ => {
-            // SAFETY: plain system call.
-            let id = unsafe { libc::syscall(libc::SYS_gettid) } as usize;
-            ID.set(Some((Birth::here(), id)));
-            id
-        }
-    }
+    slat_process::thread_id() as usize
 }

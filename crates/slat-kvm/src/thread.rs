@@ -62,8 +62,7 @@ pub fn signal_arrived() {
         // The kick has to come when the client's handler returns, to where the thread was interrupted: blocked now, it is
         // taken when the return gives the thread its mask back. A guarded access that was interrupted then gives up.
         slat_guard::change_mask(libc::SIG_BLOCK, 1 << (slat_guard::kick_signal() - 1));
-        // SAFETY: a plain system call.
-        slat_guard::kick(unsafe { libc::syscall(libc::SYS_gettid) } as libc::pid_t);
+        slat_guard::kick(slat_process::thread_id());
     }
 }
 

@@ -12,9 +12,9 @@
 //! other than those of the client's size, fit into it many times. A call that finds the reserve used up and cannot restore it is
 //! refused with `ENOMEM` before it begins ([`is_ready`]).
 
-use crate::real::raw;
 use dlmalloc::{Allocator, Dlmalloc};
 use slat_guard::Section;
+use slat_process::calls::{self, Call};
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::{Cell, UnsafeCell};
 use std::ptr::null_mut;
@@ -34,12 +34,8 @@ fn map(len: usize) -> *mut u8 {
     let rights = (libc::PROT_READ | libc::PROT_WRITE) as usize;
     let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as usize;
     // SAFETY: a new mapping at an address of the kernel's choice.
-    let start = unsafe { raw(libc::SYS_mmap, [0, len, rights, flags, usize::MAX, 0]) };
-    if start < 0 {
-        null_mut()
-    } else {
-        start as *mut u8
-    }
+    let start = unsafe { calls::make(Call::Map, [0, len, rights, flags, usize::MAX, 0]) };
+    start.map_or(null_mut(), |start| start as *mut u8)
 }
 
 /// Unmaps `len` bytes. Returns whether they are unmapped.
@@ -48,7 +44,7 @@ fn map(len: usize) -> *mut u8 {
 /// - the bytes come from [`map`] and are not used any more.
 unsafe fn unmap(start: *mut u8, len: usize) -> bool {
     // SAFETY: the caller's.
-    unsafe { raw(libc::SYS_munmap, [start as usize, len, 0, 0, 0, 0]) == 0 }
+    unsafe { calls::make(Call::Unmap, [start as usize, len, 0, 0, 0, 0]).is_ok() }
 }
 
 /// Changes the length of a mapping; null if that is not possible.
@@ -62,12 +58,8 @@ unsafe fn remap(start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut 
         0
     };
     // SAFETY: the caller's.
-    let moved = unsafe { raw(libc::SYS_mremap, [start as usize, old, new, flags, 0, 0]) };
-    if moved < 0 {
-        null_mut()
-    } else {
-        moved as *mut u8
-    }
+    let moved = unsafe { calls::make(Call::Remap, [start as usize, old, new, flags, 0, 0]) };
+    moved.map_or(null_mut(), |moved| moved as *mut u8)
 }
 
 // SAFETY: `alloc` gives new mappings of the size it says, zeroed; the others keep or end them as they say.

@@ -23,8 +23,8 @@
 //! | `indirect` | syscall, prctl |
 //!
 //! # What it needs
-//! A vCPU thread makes system calls while the guest runs; `indirect` lists them. A seccomp filter that lacks one of them ends the
-//! program or makes a run fail; when a program installs a filter, that is said once on standard error.
+//! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp filter for a
+//! vCPU's thread that lacks one of them, that is said on standard error.
 //!
 //! Statically linked programs do not load libraries: they use the crate `slat-kvm`.
 
@@ -57,8 +57,7 @@ static HEAP: heap::Heap = heap::Heap;
 
 /// Whether this is a child of `vfork`: it shares the table's memory with its parent, but not the descriptors.
 pub(crate) fn is_borrowed() -> bool {
-    // SAFETY: plain system call.
-    process::owner() != unsafe { real::raw(libc::SYS_getpid, [0; 6]) as i32 }
+    process::owner() != slat_process::myself().0
 }
 
 extern "C" fn at_exit() {

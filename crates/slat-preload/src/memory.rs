@@ -227,9 +227,8 @@ pub unsafe fn protect(
 ) -> isize {
     // SAFETY: the caller's.
     let change = || unsafe { kernel!(number, address, len, protection, key) };
-    around_then(&[Range::at(address, len)], change, |_| {
-        mappings::protected()
-    })
+    let range = Range::at(address, len);
+    around_then(&[range], change, |_| mappings::protected(range.std()))
 }
 
 /// A change of a file: whatever maps it changes with it.

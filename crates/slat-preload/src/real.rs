@@ -2,44 +2,9 @@
 //!
 //! The C library's functions of the same names are what this library replaces; calling them by name would call ourselves.
 
-use std::arch::asm;
 use std::ffi::c_int;
 
-/// A system call with up to six arguments: what the kernel answers, errors as negative errno.
-///
-/// # Safety
-/// As for the call itself.
-#[inline]
-pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
-    let [a, b, c, d, e, f] = arguments;
-    let answer: isize;
-    // SAFETY: the caller's; the kernel clobbers RCX and R11 only.
-    unsafe {
-        asm!(
-            "syscall",
-            inlateout("rax") number as isize => answer,
-            in("rdi") a,
-            in("rsi") b,
-            in("rdx") c,
-            in("r10") d,
-            in("r8") e,
-            in("r9") f,
-            lateout("rcx") _,
-            lateout("r11") _,
-            options(nostack),
-        );
-    }
-    answer
-}
-
-/// Turns the kernel's answer into a value or an errno.
-pub fn result(answer: isize) -> Result<isize, i32> {
-    const LOWEST: isize = -4095;
-    match answer {
-        LOWEST..0 => Err(-answer as i32),
-        value => Ok(value),
-    }
-}
+pub use slat_process::calls::{raw, result};
 
 /// Sets this thread's `errno`.
 pub fn set_errno(errno: c_int) {

@@ -7,6 +7,7 @@ use crate::machine::{Access, Exit, Fault, HypercallInstruction, Hypercalls, MsrF
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::state::{control::*, flags};
 use iced_x86::{Instruction, Mnemonic, OpKind};
+use slat_process::calls::{self, Call};
 use std::sync::atomic::{Ordering, fence};
 
 const CR0_KNOWN: u64 = CR0_PE
@@ -572,11 +573,12 @@ fn random<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu,
         [cpu.features.rdrand, cpu.features.rdseed][usize::from(op.aux & 1)],
     )?;
-    let mut bytes = [0u8; 8];
+    let mut value = 0u64;
+    let (start, len) = (&raw mut value as usize, size_of_val(&value));
     // SAFETY: the kernel writes at most the eight bytes given.
-    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), 8, 0) };
-    let ok = got == 8;
-    T::set(cpu, op.r[0], T::of(u64::from_le_bytes(bytes)));
+    let got = unsafe { calls::make(Call::Random, [start, len, 0, 0, 0, 0]) };
+    let ok = got == Ok(8);
+    T::set(cpu, op.r[0], T::of(value));
     cpu.set_flags(flags::ARITHMETIC, if ok { flags::CF } else { 0 });
     Ok(())
 }

@@ -83,6 +83,10 @@ impl Birth {
         Birth(set.map_or_else(|faster| faster, |_| new))
     }
 
+    pub(crate) fn number(self) -> u64 {
+        self.0
+    }
+
     /// Whether this is still the process it was made in.
     pub fn is_here(self) -> bool {
         self.0 == WIPED.generation.load(Ordering::Relaxed)

@@ -1,0 +1,239 @@
+//! The system calls that slat makes on the program's threads while it answers the KVM API, `KVM_RUN` above all.
+//!
+//! With a real KVM these threads need `ioctl` alone, and VMMs install seccomp filters accordingly. So each call has its place in
+//! a list, which says who makes it where a filter forbids it: the helper thread, which shares memory and descriptors with all
+//! the others; or nobody, and what is lost then; or the thread itself, because nobody else can: those are the calls that a
+//! filter has to allow. `docs/seccomp.md` has the list for people.
+//!
+//! Whether a call is allowed is one bit for the whole process: what the filter of any thread forbids, the helper does for all.
+
+use crate::{filter, helper};
+use std::arch::asm;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A system call with up to six arguments: what the kernel returns, errors as negative errno. Async-signal-safe.
+///
+/// # Safety
+/// As for the call itself.
+#[inline]
+pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
+    let [a, b, c, d, e, f] = arguments;
+    let answer: isize;
+    // SAFETY: the caller's; the kernel clobbers RCX and R11 only.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") number as isize => answer,
+            in("rdi") a,
+            in("rsi") b,
+            in("rdx") c,
+            in("r10") d,
+            in("r8") e,
+            in("r9") f,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    answer
+}
+
+/// Turns what [`raw`] returns into a value or an errno.
+pub fn result(answer: isize) -> Result<isize, i32> {
+    const LOWEST: isize = -4095;
+    match answer {
+        LOWEST..0 => Err(-answer as i32),
+        value => Ok(value),
+    }
+}
+
+/// Who makes a call that a filter forbids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Instead {
+    /// The thread all the same: the filter's answer is the program's problem.
+    Nobody,
+    /// The helper thread.
+    Helper,
+    /// No one: slat does without.
+    Omitted,
+}
+
+/// A call, as a filter sees it.
+#[derive(Debug)]
+pub struct Entry {
+    /// Its name, with what matters of its arguments.
+    pub name: &'static str,
+    /// Its number.
+    pub number: i64,
+    /// Arguments that are always the same: index and value.
+    pub arguments: &'static [(usize, usize)],
+    /// Who makes it where it is forbidden.
+    pub instead: Instead,
+}
+
+macro_rules! calls {
+    ($($(#[$doc:meta])* $id:ident: $instead:ident $name:literal, $number:ident $([$($index:literal = $value:expr),*])?;)*) => {
+        /// A system call in slat's list.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(u8)]
+        pub enum Call { $($(#[$doc])* $id),* }
+
+        impl Call {
+            /// All of them.
+            pub const ALL: &[Call] = &[$(Call::$id),*];
+
+            /// What is known of the call.
+            pub const fn entry(self) -> &'static Entry {
+                match self {
+                    $(Call::$id => &Entry {
+                        name: $name,
+                        number: libc::$number,
+                        arguments: &[$($(($index, $value as usize)),*)?],
+                        instead: Instead::$instead,
+                    }),*
+                }
+            }
+        }
+    };
+}
+
+const KEPT_FD: i32 = libc::F_DUPFD_CLOEXEC;
+const LOCK_WAIT: i32 = libc::FUTEX_WAIT_BITSET | libc::FUTEX_PRIVATE_FLAG;
+const WAIT: i32 = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+const WAKE: i32 = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
+const OWN_MEMORY: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+const TABLE_MEMORY: i32 = OWN_MEMORY | libc::MAP_NORESERVE;
+const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
+/// PROCMAP_QUERY of `include/uapi/linux/fs.h`.
+pub const PROCMAP_QUERY: usize = 0xc068_6611;
+
+calls! {
+    /// Waiting for an interrupt, a lock or the helper.
+    Wait: Nobody "futex (FUTEX_WAIT_PRIVATE)", SYS_futex [1 = WAIT];
+    /// Waiting for a lock of the standard library.
+    WaitForLock: Nobody "futex (FUTEX_WAIT_BITSET_PRIVATE)", SYS_futex [1 = LOCK_WAIT];
+    /// Waking other threads.
+    Wake: Nobody "futex (FUTEX_WAKE_PRIVATE)", SYS_futex [1 = WAKE];
+    /// Waiting for a moment.
+    Yield: Nobody "sched_yield", SYS_sched_yield;
+    /// The thread's number, once.
+    ThreadId: Nobody "gettid", SYS_gettid;
+    /// Signals that wait for the end of slat's own code, and signals that only `KVM_RUN` blocks.
+    SignalMask: Nobody "rt_sigprocmask", SYS_rt_sigprocmask;
+    /// The end of a signal handler.
+    SignalReturn: Nobody "rt_sigreturn", SYS_rt_sigreturn;
+    /// A signal for a thread: a kick, or one that comes again later.
+    QueueSignal: Helper "rt_tgsigqueueinfo", SYS_rt_tgsigqueueinfo;
+    /// Memory of slat's own.
+    Map: Helper "mmap", SYS_mmap [2 = READ_WRITE, 3 = OWN_MEMORY];
+    /// Memory for page tables.
+    MapTables: Helper "mmap (MAP_NORESERVE)", SYS_mmap [2 = READ_WRITE, 3 = TABLE_MEMORY];
+    /// The end of memory of slat's own.
+    Unmap: Helper "munmap", SYS_munmap;
+    /// Memory of slat's own that grows.
+    Remap: Helper "mremap", SYS_mremap;
+    /// Files below `/proc/self` and `/sys/kernel/mm`.
+    Open: Helper "openat", SYS_openat;
+    /// Their text.
+    Read: Helper "pread64", SYS_pread64;
+    /// The end of slat's own descriptors.
+    Close: Helper "close", SYS_close;
+    /// A descriptor of slat's own for the client's eventfd.
+    Duplicate: Helper "fcntl (F_DUPFD_CLOEXEC)", SYS_fcntl [1 = KEPT_FD];
+    /// Whether an eventfd is one that never blocks.
+    Flags: Helper "fcntl (F_GETFL)", SYS_fcntl [1 = libc::F_GETFL];
+    /// What is mapped at an address.
+    QueryMapping: Helper "ioctl (PROCMAP_QUERY)", SYS_ioctl [1 = PROCMAP_QUERY];
+    /// Whether an eventfd that blocks has room.
+    Poll: Helper "poll", SYS_poll;
+    /// Signalling an eventfd, and words for people.
+    Write: Helper "write", SYS_write;
+    /// Irqfds that come and go.
+    Watch: Helper "epoll_ctl", SYS_epoll_ctl;
+    /// The guest's RDRAND and RDSEED.
+    Random: Helper "getrandom", SYS_getrandom;
+    /// Which pages are in memory. Without it nothing is prefetched.
+    Resident: Omitted "mincore", SYS_mincore;
+    /// Going on with a wait that has a time limit. Without it there is no limit.
+    RestartSyscall: Omitted "restart_syscall", SYS_restart_syscall;
+    /// Whether the thread is in a child of `vfork`. Without it, it is not.
+    ProcessId: Omitted "getpid", SYS_getpid;
+}
+
+const _: () = assert!(Call::ALL.len() <= 64);
+
+/// The calls that some filter forbids: a bit each.
+static FORBIDDEN: AtomicU64 = AtomicU64::new(0);
+
+impl Call {
+    const fn bit(self) -> u64 {
+        1 << self as u8
+    }
+}
+
+/// Whether no filter forbids `call`, as far as filters were announced. One load. Async-signal-safe.
+#[inline]
+pub fn is_allowed(call: Call) -> bool {
+    FORBIDDEN.load(Ordering::Relaxed) & call.bit() == 0
+}
+
+/// Whether a filter forbids any call in the list.
+pub fn is_any_forbidden() -> bool {
+    FORBIDDEN.load(Ordering::Relaxed) != 0
+}
+
+/// Makes a call, or has the helper make it. Returns its value or an errno; it must not block, and must not concern the
+/// calling thread alone. Async-signal-safe.
+///
+/// # Safety
+/// As for the call itself, on whatever thread of the process.
+#[inline]
+pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
+    let entry = call.entry();
+    debug_assert!((entry.arguments.iter()).all(|(index, value)| arguments[*index] == *value));
+    if !is_allowed(call)
+        && let Some(answer) = helper::ask(entry.number, arguments)
+    {
+        return result(answer);
+    }
+    // SAFETY: the caller's.
+    result(unsafe { raw(entry.number, arguments) })
+}
+
+/// Takes note of a filter. Returns the calls that it forbids and nobody else can make, if it is one for vCPU threads.
+pub(crate) fn forbid(program: &[libc::sock_filter]) -> Vec<&'static Entry> {
+    const KVM_RUN: usize = 0xae80;
+    let allows = |number, arguments: &[_]| filter::allows(program, number, arguments);
+    let mut needed = Vec::new();
+    for call in Call::ALL {
+        let entry = call.entry();
+        if !allows(entry.number, entry.arguments) {
+            FORBIDDEN.fetch_or(call.bit(), Ordering::SeqCst);
+            if entry.instead == Instead::Nobody {
+                needed.push(entry);
+            }
+        }
+    }
+    if !allows(libc::SYS_ioctl, &[(1, KVM_RUN)]) {
+        needed.clear();
+    }
+    needed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_and_values_are_told_apart() {
+        // SAFETY: a plain call, and one on no descriptor.
+        unsafe {
+            let here = make(Call::ProcessId, [0; 6]);
+            assert_eq!(here, Ok(std::process::id() as isize));
+            assert_eq!(
+                make(Call::Close, [usize::MAX, 0, 0, 0, 0, 0]),
+                Err(libc::EBADF)
+            );
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! What a seccomp filter decides: the kernel's filter machine, as `Documentation/userspace-api/seccomp_filter.rst` and
+//! `Documentation/networking/filter.rst` describe it, over the data of one system call.
+
+use crate::calls::{self, Entry};
+use libc::sock_filter;
+
+/// What a filter is asked about: the kernel's `struct seccomp_data` as its 16 words.
+type Data = [u32; 16];
+
+/// The machine's scratch memory, in words.
+const MEMORY: usize = libc::BPF_MEMWORDS as usize;
+
+/// Call before a thread of this process installs a filter, or when it has. From then on, slat makes what `program` forbids by
+/// the helper thread, on all threads. Returns the calls without which `KVM_RUN` cannot work, if `program` allows `KVM_RUN`.
+pub fn announce(program: &[sock_filter]) -> Vec<&'static Entry> {
+    calls::forbid(program)
+}
+
+/// Whether `program` allows a system call with these arguments; others are 0. What a tracer or a supervisor decides
+/// counts as forbidden.
+pub(crate) fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) -> bool {
+    /// AUDIT_ARCH_X86_64.
+    const ARCHITECTURE: u32 = 0xc000_003e;
+    let mut data: Data = [0; 16];
+    (data[0], data[1]) = (number as u32, ARCHITECTURE);
+    for (index, value) in arguments {
+        data[4 + 2 * index] = *value as u32;
+        data[5 + 2 * index] = (value >> 32) as u32;
+    }
+    // One that the kernel refuses forbids nothing.
+    run(program, &data).is_none_or(|decision| {
+        let action = decision & libc::SECCOMP_RET_ACTION_FULL;
+        [libc::SECCOMP_RET_ALLOW, libc::SECCOMP_RET_LOG].contains(&action)
+    })
+}
+
+/// Runs `program`. Returns its decision; `None` if the kernel would not have taken it.
+fn run(program: &[sock_filter], data: &Data) -> Option<u32> {
+    let (mut a, mut x) = (0u32, 0u32);
+    let mut memory = [0u32; MEMORY];
+    let mut next = 0usize;
+    loop {
+        // Jumps go forward only, so this ends.
+        let instruction = program.get(next)?;
+        next += 1;
+        let (code, k) = (u32::from(instruction.code), instruction.k);
+        let source = match code & 0x08 {
+            libc::BPF_X => x,
+            _ => k,
+        };
+        match code & 0x07 {
+            libc::BPF_LD => a = load(code, k, data, &memory)?,
+            libc::BPF_LDX => x = load(code, k, data, &memory)?,
+            libc::BPF_ST => *memory.get_mut(k as usize)? = a,
+            libc::BPF_STX => *memory.get_mut(k as usize)? = x,
+            libc::BPF_ALU => a = arithmetic(code & 0xf0, a, source)?,
+            libc::BPF_JMP => {
+                let skip = match code & 0xf0 {
+                    libc::BPF_JA => k,
+                    condition => u32::from(match holds(condition, a, source)? {
+                        true => instruction.jt,
+                        false => instruction.jf,
+                    }),
+                };
+                next = next.checked_add(skip as usize)?;
+            }
+            libc::BPF_RET => {
+                return match code & 0x18 {
+                    libc::BPF_A => Some(a),
+                    libc::BPF_K => Some(k),
+                    _ => None,
+                };
+            }
+            // What is left is BPF_MISC: TAX and TXA.
+            _ => match code & 0xf8 {
+                0x00 => x = a,
+                0x80 => a = x,
+                _ => return None,
+            },
+        }
+    }
+}
+
+fn load(code: u32, k: u32, data: &Data, memory: &[u32; MEMORY]) -> Option<u32> {
+    match code & 0xe0 {
+        libc::BPF_ABS if k.is_multiple_of(4) => data.get(k as usize / 4).copied(),
+        libc::BPF_IMM => Some(k),
+        libc::BPF_MEM => memory.get(k as usize).copied(),
+        libc::BPF_LEN => Some(size_of::<Data>() as u32),
+        _ => None,
+    }
+}
+
+fn arithmetic(operation: u32, a: u32, b: u32) -> Option<u32> {
+    Some(match operation {
+        libc::BPF_ADD => a.wrapping_add(b),
+        libc::BPF_SUB => a.wrapping_sub(b),
+        libc::BPF_MUL => a.wrapping_mul(b),
+        // By 0 the kernel ends the program with 0, which kills.
+        libc::BPF_DIV => a.checked_div(b).unwrap_or(0),
+        libc::BPF_AND => a & b,
+        libc::BPF_OR => a | b,
+        libc::BPF_XOR => a ^ b,
+        libc::BPF_LSH => a.wrapping_shl(b),
+        libc::BPF_RSH => a.wrapping_shr(b),
+        libc::BPF_NEG => a.wrapping_neg(),
+        _ => return None,
+    })
+}
+
+fn holds(condition: u32, a: u32, b: u32) -> Option<bool> {
+    Some(match condition {
+        libc::BPF_JEQ => a == b,
+        libc::BPF_JGT => a > b,
+        libc::BPF_JGE => a >= b,
+        libc::BPF_JSET => a & b != 0,
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn instruction(code: u32, jt: u8, jf: u8, k: u32) -> sock_filter {
+        sock_filter {
+            code: code as u16,
+            jt,
+            jf,
+            k,
+        }
+    }
+
+    /// Allows `futex` with operation 128, and `ioctl` unless bit 4 of its second argument is set.
+    fn example() -> Vec<sock_filter> {
+        use libc::*;
+        let load = BPF_LD | BPF_W | BPF_ABS;
+        vec![
+            instruction(load, 0, 0, 4),
+            instruction(BPF_JMP | BPF_JEQ, 1, 0, 0xc000_003e),
+            instruction(BPF_RET, 0, 0, SECCOMP_RET_KILL_PROCESS),
+            instruction(load, 0, 0, 0),
+            instruction(BPF_JMP | BPF_JEQ, 0, 2, SYS_futex as u32),
+            instruction(load, 0, 0, 24),
+            instruction(BPF_JMP | BPF_JEQ, 4, 3, 128),
+            instruction(BPF_JMP | BPF_JEQ, 0, 2, SYS_ioctl as u32),
+            instruction(load, 0, 0, 24),
+            instruction(BPF_JMP | BPF_JSET, 0, 1, 16),
+            instruction(BPF_RET, 0, 0, SECCOMP_RET_TRAP),
+            instruction(BPF_RET, 0, 0, SECCOMP_RET_ALLOW),
+        ]
+    }
+
+    #[test]
+    fn a_filter_is_asked_by_number_and_arguments() {
+        let program = example();
+        assert!(allows(&program, libc::SYS_futex, &[(1, 128)]));
+        assert!(!allows(&program, libc::SYS_futex, &[(1, 129)]));
+        assert!(allows(&program, libc::SYS_ioctl, &[(1, 15)]));
+        assert!(!allows(&program, libc::SYS_ioctl, &[(1, 16)]));
+        assert!(!allows(&program, libc::SYS_openat, &[]));
+    }
+
+    /// Runs a program of arithmetic on 7 and 5 in A and X.
+    fn calculate(codes: &[(u32, u32)]) -> Option<u32> {
+        use libc::*;
+        let mut program = vec![
+            instruction(BPF_LD | BPF_IMM, 0, 0, 5),
+            instruction(BPF_MISC, 0, 0, 0),
+            instruction(BPF_LD | BPF_IMM, 0, 0, 7),
+        ];
+        program.extend(codes.iter().map(|(code, k)| instruction(*code, 0, 0, *k)));
+        program.push(instruction(BPF_RET | BPF_A, 0, 0, 0));
+        run(&program, &[0; 16])
+    }
+
+    #[test]
+    fn the_machine_calculates() {
+        use libc::*;
+        assert_eq!(calculate(&[(BPF_ALU | BPF_SUB | BPF_X, 0)]), Some(2));
+        assert_eq!(calculate(&[(BPF_ALU | BPF_MUL | BPF_K, 3)]), Some(21));
+        assert_eq!(calculate(&[(BPF_ALU | BPF_DIV | BPF_K, 0)]), Some(0));
+        let swapped = [(BPF_ST, 3), (BPF_MISC | 0x80, 0), (BPF_STX, 4)];
+        assert_eq!(calculate(&swapped), Some(5));
+        let kept = [(BPF_ST, 3), (BPF_LD | BPF_IMM, 0), (BPF_LD | BPF_MEM, 3)];
+        assert_eq!(calculate(&kept), Some(7));
+    }
+
+    #[test]
+    fn what_the_kernel_refuses_is_no_filter() {
+        use libc::*;
+        assert_eq!(run(&[], &[0; 16]), None);
+        assert_eq!(calculate(&[(BPF_ST, 16)]), None);
+        assert_eq!(calculate(&[(BPF_LD | BPF_ABS, 64)]), None);
+        let nowhere = [instruction(BPF_JMP | BPF_JA, 0, 0, u32::MAX)];
+        assert_eq!(run(&nowhere, &[0; 16]), None);
+    }
+}

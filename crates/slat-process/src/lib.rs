@@ -1,0 +1,54 @@
+//! The process that slat lives in, and that belongs to somebody else: a program that forks, and that takes system calls away
+//! from its own threads.
+//!
+//! | file | idea |
+//! |---|---|
+//! | [`forks`] | what belongs to one process and not to its forked children |
+//! | [`calls`] | the system calls that slat makes on the program's threads, and who makes those that a filter forbids |
+//! | [`filter`] | what a seccomp filter does to them |
+//! | `helper` | a thread without a filter that makes system calls for others |
+//! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
+#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
+
+pub mod calls;
+pub mod filter;
+pub mod forks;
+pub mod helper;
+pub mod wait;
+
+use std::cell::Cell;
+use std::sync::atomic::{Ordering, compiler_fence};
+
+/// The process that this thread runs in, by the kernel's number, and the thread's own. In contrast to [`forks::owner`] and
+/// [`thread_id`] it is right in a child of `vfork`, too, where no filter forbids to ask. Async-signal-safe.
+pub fn myself() -> (libc::pid_t, libc::pid_t) {
+    if !calls::is_allowed(calls::Call::ProcessId) {
+        return (forks::owner(), thread_id());
+    }
+    // SAFETY: no arguments.
+    unsafe {
+        let ask = |number| calls::raw(number, [0; 6]) as libc::pid_t;
+        (ask(libc::SYS_getpid), ask(libc::SYS_gettid))
+    }
+}
+
+/// The kernel's number of this thread. Async-signal-safe.
+///
+/// One system call a thread: a forked child's thread has another number than the one it is a copy of, and asks again.
+pub fn thread_id() -> libc::pid_t {
+    thread_local! {
+        // Without an initialiser or a destructor: handlers read them.
+        static ID: Cell<libc::pid_t> = const { Cell::new(0) };
+        /// The process in which `ID` is right; 0 is none.
+        static PROCESS: Cell<u64> = const { Cell::new(0) };
+    }
+    let here = forks::Birth::here().number();
+    if PROCESS.get() != here {
+        // SAFETY: no arguments.
+        ID.set(unsafe { calls::raw(libc::SYS_gettid, [0; 6]) } as libc::pid_t);
+        // A handler in between asks once more.
+        compiler_fence(Ordering::SeqCst);
+        PROCESS.set(here);
+    }
+    ID.get()
+}

@@ -1,0 +1,53 @@
+//! Sleeping and waking, by the operations of `futex` that the standard library's locks use, too.
+
+use crate::calls::{self, Call};
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+
+/// Sleeps while `word` is `value`, at most for `longest` if that is given. Returns whether a signal handler has run meanwhile.
+/// Async-signal-safe.
+///
+/// With a time limit the kernel may go on by `restart_syscall` after the thread was stopped (SIGSTOP, a debugger, the freezer).
+pub fn sleep(word: &AtomicU32, value: u32, longest: Option<Duration>) -> bool {
+    let limit = longest.map(|longest| libc::timespec {
+        tv_sec: longest.as_secs() as libc::time_t,
+        tv_nsec: longest.subsec_nanos().into(),
+    });
+    let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    let operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+    let arguments = [
+        word.as_ptr() as usize,
+        operation as usize,
+        value as usize,
+        limit as usize,
+        0,
+        0,
+    ];
+    // SAFETY: a live, aligned word, and a time limit on the stack or none.
+    let slept = unsafe { calls::raw(libc::SYS_futex, arguments) };
+    slept == -(libc::EINTR as isize)
+}
+
+/// Wakes every thread that sleeps on `word`. Async-signal-safe.
+pub fn wake(word: &AtomicU32) {
+    let operation = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
+    let everybody = i32::MAX as usize;
+    let arguments = [
+        word.as_ptr() as usize,
+        operation as usize,
+        everybody,
+        0,
+        0,
+        0,
+    ];
+    // SAFETY: a live, aligned word; that nobody sleeps on it is fine.
+    unsafe { calls::raw(libc::SYS_futex, arguments) };
+}
+
+/// Sleeps for about `duration`; only yields where a filter forbids what a time limit may need.
+pub fn pause(duration: Duration) {
+    match calls::is_allowed(Call::RestartSyscall) {
+        true => drop(sleep(&AtomicU32::new(0), 0, Some(duration))),
+        false => std::thread::yield_now(),
+    }
+}
