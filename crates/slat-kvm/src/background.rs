@@ -1,4 +1,5 @@
-//! Threads of slat's own, which serve all vCPUs of a process. They are started without the heap, also by a `KVM_RUN`.
+//! Threads of slat's own, which serve all vCPUs of a process. They are started without the heap, also by a `KVM_RUN`; but before
+//! the client installs a seccomp filter ([`crate::filters`]).
 
 use crate::thread::Section;
 use std::ffi::{CStr, c_void};
@@ -17,8 +18,9 @@ pub(crate) trait Background: Sync + 'static {
 /// Bytes of such a thread's stack.
 const STACK: usize = 64 << 10;
 
-/// Starts the thread of `work`, in a section. It takes none of the client's signals.
-pub(crate) fn start<T: Background>(work: &'static T) {
+/// Starts the thread of `work`, in a section. It takes none of the client's signals. False, and words for people: it cannot be
+/// started.
+pub(crate) fn start<T: Background>(work: &'static T) -> bool {
     extern "C" fn main<T: Background>(work: *mut c_void) -> *mut c_void {
         let _section = Section::enter();
         // SAFETY: the `work` of `start`, which lives as long as the process.
@@ -56,4 +58,5 @@ pub(crate) fn start<T: Background>(work: &'static T) {
             T::WITHOUT
         );
     }
+    error == 0
 }

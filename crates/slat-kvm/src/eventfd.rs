@@ -3,16 +3,31 @@
 //! slat keeps a descriptor of its own for each, as KVM keeps a reference: the client may close its number. Two numbers are the same
 //! eventfd if the kernel says the same id for both (`/proc/self/fdinfo`), so that a client can name it by another number later.
 
-use crate::errno::{Error, Result, fail, last};
+use crate::errno::{Error, Result, fail};
+use slat_host::procfs;
+use slat_process::calls::{self, Call};
 use std::ffi::CStr;
 use std::io::Write;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 
 /// One eventfd.
 #[derive(Debug)]
 pub(crate) struct EventFd {
-    fd: OwnedFd,
+    fd: Own,
     id: u64,
+    /// A write to it never waits: the client has made it so.
+    never_blocks: bool,
+}
+
+/// A descriptor of slat's own.
+#[derive(Debug)]
+struct Own(RawFd);
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses the descriptor any more.
+        let _ = unsafe { calls::make(Call::Close, [self.0 as usize, 0, 0, 0, 0, 0]) };
+    }
 }
 
 /// The first number for slat's own descriptors: out of the way of programs that use theirs by number.
@@ -25,10 +40,17 @@ impl EventFd {
     /// `EBADF` when `fd` is not open, `EINVAL` when it refers to something else, `EMFILE`.
     pub(crate) fn take(fd: i32) -> Result<Self> {
         let own = duplicate(fd)?;
-        match id(own.as_raw_fd()) {
-            Some(id) => Ok(EventFd { fd: own, id }),
-            None => fail(libc::EINVAL),
-        }
+        let Some(id) = id(own.0) else {
+            return fail(libc::EINVAL);
+        };
+        let arguments = [own.0 as usize, libc::F_GETFL as usize, 0, 0, 0, 0];
+        // SAFETY: a plain call.
+        let flags = unsafe { calls::make(Call::Flags, arguments) };
+        Ok(EventFd {
+            fd: own,
+            id,
+            never_blocks: flags.is_ok_and(|flags| flags as i32 & libc::O_NONBLOCK != 0),
+        })
     }
 
     /// Whether both are the same eventfd.
@@ -38,19 +60,26 @@ impl EventFd {
 
     /// Adds 1 to the counter. One that is full stays as it is: whoever polls it is woken anyway.
     pub(crate) fn signal(&self) {
-        let one = 1u64.to_ne_bytes();
+        // A counter that is full makes a blocking descriptor wait for a reader, so it is asked first; only its last unit can be
+        // lost to a race, and KVM's own signal never waits either.
+        if self.never_blocks || self.has_room() {
+            let one = 1u64.to_ne_bytes();
+            let (start, len) = (one.as_ptr() as usize, one.len());
+            // SAFETY: a buffer and its length.
+            let _ = unsafe { calls::make(Call::Write, [self.fd.0 as usize, start, len, 0, 0, 0]) };
+        }
+    }
+
+    /// Whether the counter is not full.
+    fn has_room(&self) -> bool {
         let mut room = libc::pollfd {
-            fd: self.fd.as_raw_fd(),
+            fd: self.fd.0,
             events: libc::POLLOUT,
             revents: 0,
         };
-        // SAFETY: plain calls on buffers of the sizes given. A counter that is full would make a blocking descriptor wait for a
-        // reader, so it is asked first; only its last unit can be lost to a race, and KVM's own signal never waits either.
-        unsafe {
-            if libc::poll(&mut room, 1, 0) == 1 && room.revents & libc::POLLOUT != 0 {
-                libc::write(self.fd.as_raw_fd(), one.as_ptr().cast(), one.len());
-            }
-        }
+        // SAFETY: one struct; it does not wait.
+        let polled = unsafe { calls::make(Call::Poll, [&raw mut room as usize, 1, 0, 0, 0, 0]) };
+        polled == Ok(1) && room.revents & libc::POLLOUT != 0
     }
 
     /// Takes the whole counter. Returns whether it was not zero. Never waits.
@@ -61,32 +90,30 @@ impl EventFd {
             iov_len: size_of_val(&count),
         };
         // SAFETY: a read of 8 bytes into `count`.
-        let read = unsafe { libc::preadv2(self.fd.as_raw_fd(), &into, 1, -1, libc::RWF_NOWAIT) };
+        let read = unsafe { libc::preadv2(self.fd.0, &into, 1, -1, libc::RWF_NOWAIT) };
         read == size_of_val(&count) as isize && count != 0
     }
 }
 
 impl AsRawFd for EventFd {
     fn as_raw_fd(&self) -> RawFd {
-        self.fd.as_raw_fd()
+        self.fd.0
     }
 }
 
-fn duplicate(fd: i32) -> Result<OwnedFd> {
-    let mut own = -1;
-    for first in [FIRST_OWN, 0] {
+fn duplicate(fd: i32) -> Result<Own> {
+    let command = libc::F_DUPFD_CLOEXEC as usize;
+    let above = |first: i32| {
+        let arguments = [fd as usize, command, first as usize, 0, 0, 0];
         // SAFETY: a plain call; the answer is a new descriptor or an error.
-        own = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, first) };
-        // A limit below the first number is EINVAL.
-        if own >= 0 || last().errno() == libc::EBADF {
-            break;
-        }
-    }
-    if own < 0 {
-        return Err(Error::last());
-    }
-    // SAFETY: new, and nobody else's.
-    Ok(unsafe { OwnedFd::from_raw_fd(own) })
+        unsafe { calls::make(Call::Duplicate, arguments) }
+    };
+    let own = match above(FIRST_OWN) {
+        // A limit below the first number, or no number left above.
+        Err(libc::EINVAL | libc::EMFILE) => above(0),
+        own => own,
+    };
+    own.map(|own| Own(own as RawFd)).map_err(Error::new)
 }
 
 /// The number that the kernel knows the eventfd by. `None` when it is none.
@@ -94,16 +121,8 @@ fn id(fd: RawFd) -> Option<u64> {
     // Without the heap, which may be empty.
     let mut path = [0; 40];
     write!(&mut path[..], "/proc/self/fdinfo/{fd}").ok()?;
-    let path = CStr::from_bytes_until_nul(&path).ok()?;
-    // SAFETY: a path that ends with 0; the answer is a new descriptor or an error.
-    let file = unsafe {
-        let file = libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC);
-        (file >= 0).then(|| OwnedFd::from_raw_fd(file))?
-    };
     let mut text = [0; 512];
-    // SAFETY: the buffer and its length.
-    let read = unsafe { libc::read(file.as_raw_fd(), text.as_mut_ptr().cast(), text.len()) };
-    let text = std::str::from_utf8(text.get(..usize::try_from(read).ok()?)?).ok()?;
+    let text = procfs::read_small(CStr::from_bytes_until_nul(&path).ok()?, &mut text);
     (text
         .lines()
         .find_map(|line| line.strip_prefix("eventfd-id:")))?
@@ -115,6 +134,7 @@ fn id(fd: RawFd) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::{FromRawFd, OwnedFd};
 
     fn eventfd(flags: i32) -> OwnedFd {
         // SAFETY: a plain call.
@@ -129,7 +149,7 @@ mod tests {
         let (one, other) = (eventfd(0), eventfd(0));
         let again = duplicate(one.as_raw_fd()).unwrap();
         let taken = EventFd::take(one.as_raw_fd()).unwrap();
-        assert!(taken.is(&EventFd::take(again.as_raw_fd()).unwrap()));
+        assert!(taken.is(&EventFd::take(again.0).unwrap()));
         assert!(!taken.is(&EventFd::take(other.as_raw_fd()).unwrap()));
     }
 

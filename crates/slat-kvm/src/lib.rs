@@ -25,6 +25,7 @@
 //! | `irq` | interrupts on their way to vCPUs |
 //! | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
 //! | [`thread`], `signals`, `ticker` | signals, masks, timers |
+//! | [`filters`] | seccomp filters of the client |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
 //! | [`parameters`], `recovery` | module parameters; NX huge pages come back |
 //! | [`policy`], [`report`], [`caps`], `quirks` | settings, words to people, capabilities, KVM's oddities |
@@ -48,6 +49,7 @@ mod eventfd;
 pub mod events;
 mod exit;
 mod file_id;
+pub mod filters;
 pub mod fpu;
 mod guest_debug;
 pub mod guest_memfd;

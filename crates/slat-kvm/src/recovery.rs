@@ -32,10 +32,17 @@ fn period() -> Option<Duration> {
     })
 }
 
+/// Starts the thread if there is none.
+pub(crate) fn start() {
+    RECOVERY.get_or_start(|recovery| {
+        background::start(recovery);
+    });
+}
+
 /// A VM was made: somebody has to look after it.
 pub(crate) fn begin() {
     if period().is_some() {
-        RECOVERY.get_or_start(background::start);
+        start();
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::errno::{Result, fail};
 use crate::run_page::{MMAP_SIZE, memfd};
 use crate::vm::VmObject;
-use crate::{caps, cpuid, msr};
+use crate::{caps, cpuid, filters, msr};
 use kvm_bindings::*;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,6 +18,7 @@ impl System {
     /// # Errors
     /// What the host answers.
     pub fn descriptor(close_on_exec: bool) -> Result<OwnedFd> {
+        filters::kvm_is_used();
         memfd("kvm\0", 0, close_on_exec)
     }
 
@@ -83,6 +84,7 @@ impl System {
             Ok(KVM_X86_SW_PROTECTED_VM) => true,
             _ => return fail(libc::EINVAL),
         };
+        filters::kvm_is_used();
         let fd = memfd("kvm-vm\0", 0, true)?;
         Ok((VmObject::new(protected)?, fd))
     }

@@ -11,6 +11,8 @@ use crate::process::PerProcess;
 use crate::thread::bits;
 use crate::vm::VmObject;
 use slat::{Attention, Shared};
+use slat_process::calls::{self, Call};
+use slat_process::wait;
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Weak};
@@ -52,6 +54,11 @@ static TICKER: PerProcess<Ticker> = PerProcess::new();
 /// Makes what all vCPUs of the process share. The thread is started later, by the first that needs it.
 pub(crate) fn prepare() {
     TICKER.get();
+}
+
+/// Starts the thread if there is none.
+pub(crate) fn start() {
+    ticker();
 }
 
 /// The ticker, running.
@@ -205,35 +212,16 @@ impl Drop for Polling<'_> {
 /// Raises bits and wakes a vCPU that sleeps on the word.
 pub(crate) fn raise(attention: &Attention, bits: u32) {
     attention.raise(bits);
-    // SAFETY: a futex call on a live, aligned word; waking nobody is fine.
-    unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            attention.flag().as_ptr(),
-            libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
-            i32::MAX,
-        );
-    }
+    wait::wake(attention.flag());
 }
 
 /// Sleeps until a bit is raised, a signal handler has run, or the time is over. Returns whether it was a signal.
+///
+/// With a time limit, the wait is not restarted after a signal handler, whatever the handler's flags say. It has none where a
+/// filter forbids what that may need: then handlers have to raise a bit ([`crate::watch_signals`]).
 pub(crate) fn sleep(attention: &Attention, longest: Duration) -> bool {
-    let timeout = libc::timespec {
-        tv_sec: longest.as_secs() as libc::time_t,
-        tv_nsec: longest.subsec_nanos().into(),
-    };
-    // SAFETY: a futex call on a live, aligned word with a timeout on the stack. With a timeout, the call is not restarted
-    // after a signal handler, whatever the handler's flags say.
-    let slept = unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            attention.flag().as_ptr(),
-            libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
-            0,
-            &timeout,
-        )
-    };
-    slept < 0 && crate::errno::last().errno() == libc::EINTR
+    let longest = calls::is_allowed(Call::RestartSyscall).then_some(longest);
+    wait::sleep(attention.flag(), 0, longest)
 }
 
 #[cfg(test)]

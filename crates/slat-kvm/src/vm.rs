@@ -169,6 +169,9 @@ impl VmObject {
         let bindings =
             (private.is_some() || self.protected && size == 0).then(|| self.private.bindings());
         let (memory, private) = private.unzip();
+        // Now, because the filter of a vCPU's thread may forbid to ask.
+        let start = region.userspace_addr as usize;
+        slat_host::mappings::learn(start..start + len);
         let engine_region = Region {
             slot: region.slot & 0xffff,
             flags: SlotFlags(flags),

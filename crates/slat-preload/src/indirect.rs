@@ -1,30 +1,49 @@
-//! `syscall`: the same calls by number. And the filters that could take slat's own calls away.
+//! `syscall`: the same calls by number. And the seccomp filters, by `syscall` or `prctl`, that take system calls away.
 
 use crate::device::How;
 use crate::files::interpose;
+use crate::guarded::guarded;
 use crate::real::call;
 use crate::{fds, files, forks, ioctls, memory, status, streams, table};
-use slat_kvm::thread::Section;
+use slat_kvm::{filters, user};
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
-use std::sync::Once;
 
-/// The system calls of a vCPU thread while the guest runs: waiting and kicks, signals, memory for tables and code, what the host
-/// maps where.
-const NEEDED: &str = "futex, sched_yield, clock_nanosleep, rt_sigprocmask, rt_sigpending, rt_sigreturn, rt_tgsigqueueinfo, getpid, \
-                      getuid, gettid, mmap, munmap, mremap, mincore, openat, pread64, fcntl, ioctl (PROCMAP_QUERY), close and write";
-
-/// Says once what a seccomp filter has to let through.
-fn seccomp_comes() {
-    static ONCE: Once = Once::new();
-    if !slat_kvm::notify::is_anyone_listening() {
-        return;
+/// Installs a seccomp filter, a `sock_fprog` at `program`, by `install`. slat's threads exist before and are not bound by it.
+fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
+    // A child of `vfork` calls no slat, and must not leave threads in its parent's memory.
+    if crate::is_borrowed() {
+        return install();
     }
-    let _section = Section::enter();
-    ONCE.call_once(|| {
-        slat_kvm::report::say(format_args!(
-            "a seccomp filter is being installed; vCPU threads need {NEEDED}"
-        ));
+    let announce = || {
+        if let Ok(program) = read_filter(program as u64) {
+            filters::announce(&program);
+        }
+        Ok(0)
+    };
+    // As long as nothing of slat runs, accesses are not guarded: only what the kernel has taken can be read.
+    let first = crate::is_prepared();
+    guarded(|| {
+        filters::prepare();
+        if first { announce() } else { Ok(0) }
     });
+    let answer = install();
+    if !first && answer >= 0 {
+        guarded(announce);
+    }
+    answer
+}
+
+/// The instructions of a `sock_fprog`, 8 bytes each.
+fn read_filter(program: u64) -> slat_kvm::Result<Vec<libc::sock_filter>> {
+    let [len, start] = user::read::<[u64; 2]>(program)?;
+    let instructions = user::read_vec::<u64>(start, usize::from(len as u16))?;
+    let decoded = instructions.iter().map(|bits| libc::sock_filter {
+        code: *bits as u16,
+        jt: (bits >> 16) as u8,
+        jf: (bits >> 24) as u8,
+        k: (bits >> 32) as u32,
+    });
+    Ok(decoded.collect())
 }
 
 /// Whether a system call makes a process with memory of its own.
@@ -100,10 +119,10 @@ interpose! {
                 libc::SYS_faccessat2 => files::access_at(a as c_int, b as *const c_char, c as c_int, d as c_int) as isize,
                 libc::SYS_openat2 => files::open_at_2(a as c_int, b as *const c_char, c as *const How, d),
                 libc::SYS_creat => files::creat(a as *const c_char, b as c_uint) as isize,
-                libc::SYS_seccomp => {
-                    seccomp_comes();
-                    call!(number, a, b, c)
+                libc::SYS_seccomp if a as c_uint == libc::SECCOMP_SET_MODE_FILTER => {
+                    filtering(c, || call!(number, a, b, c))
                 }
+                libc::SYS_prctl => prctl(a as c_int, b as c_ulong, c as c_ulong, d as c_ulong, e as c_ulong) as isize,
                 _ => call!(number, a, b, c, d, e, f),
             }) as c_long
         }
@@ -111,10 +130,14 @@ interpose! {
 
     /// prctl(2).
     fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
-        if option == libc::PR_SET_SECCOMP {
-            seccomp_comes();
-        }
         // SAFETY: the caller's.
-        unsafe { call!(libc::SYS_prctl, option, a, b, c, d) as c_int }
+        unsafe {
+            let call = || call!(libc::SYS_prctl, option, a, b, c, d);
+            let filters = option == libc::PR_SET_SECCOMP && a == c_ulong::from(libc::SECCOMP_MODE_FILTER);
+            (match filters {
+                true => filtering(b as usize, call),
+                false => call(),
+            }) as c_int
+        }
     }
 }

@@ -19,6 +19,7 @@ use crate::process::PerProcess;
 use crate::vm::VmObject;
 use kvm_bindings::*;
 use slat::Shared;
+use slat_process::calls::{self, Call};
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -192,6 +193,12 @@ pub(crate) fn prepare() {
     SERVICE.get();
 }
 
+/// Starts the thread if there is none.
+pub(crate) fn start() {
+    // What fails now fails again when there is an irqfd, which is told the reason.
+    let _ = Service::get();
+}
+
 fn number(irqfd: &Shared<IrqFd>) -> u64 {
     &raw const **irqfd as u64
 }
@@ -226,12 +233,18 @@ impl Service {
             events: libc::EPOLLIN as u32,
             u64: number(irqfd),
         };
-        let fd = irqfd.eventfd.as_raw_fd();
+        let (fd, event) = (irqfd.eventfd.as_raw_fd() as usize, &raw mut event as usize);
+        let arguments = [
+            epoll.as_raw_fd() as usize,
+            operation as usize,
+            fd,
+            event,
+            0,
+            0,
+        ];
         // SAFETY: a plain call with an event on the stack.
-        match unsafe { libc::epoll_ctl(epoll.as_raw_fd(), operation, fd, &mut event) } {
-            0 => Ok(()),
-            _ => Err(last()),
-        }
+        let controlled = unsafe { calls::make(Call::Watch, arguments) };
+        controlled.map(drop).map_err(Error::new)
     }
 
     fn add(&self, irqfd: Shared<IrqFd>) -> Result<()> {
