@@ -1,0 +1,129 @@
+//! The guest: 32-bit code without paging, that uses everything for which a vCPU thread might need its host.
+
+use std::arch::global_asm;
+
+/// Where the code is in guest memory.
+pub const CODE: u64 = 0x1000;
+/// Where the interrupt descriptor table is.
+pub const IDT: u64 = 0x2000;
+/// Counts the client's interrupts.
+pub const CLIENTS: u64 = 0x800;
+/// The memory that the guest writes.
+pub const DATA: std::ops::Range<u64> = 0x10_0000..0x90_0000;
+/// Writes here signal an eventfd.
+pub const DOORBELL: u64 = 0xd000_1000;
+/// Writes to this port signal an eventfd.
+pub const DOORBELL_PORT: u64 = 0x510;
+/// The vector of the client's interrupts.
+pub const VECTOR: u32 = 0x30;
+
+/// What the guest says at port 0x10 when it is so far.
+pub mod phase {
+    /// Devices and the timer work. The guest waits for five interrupts.
+    pub const WAITS: u8 = 2;
+    /// All pages have been written once more. It reads the port: 0 to do so again.
+    pub const ROUND: u8 = 3;
+    /// It is done, and halts.
+    pub const HALTS: u8 = 4;
+}
+
+global_asm!(
+    ".pushsection .rodata.seccomp_guest",
+    ".code32",
+    "seccomp_guest:",
+    "mov esp, 0xf000",
+    // Every page, by faults.
+    "mov esi, 0x100000",
+    "2: mov dword ptr [esi], esi",
+    "add esi, 0x1000",
+    "cmp esi, 0x900000",
+    "jb 2b",
+    // Exits by port and by memory.
+    "mov al, 1",
+    "out 0x10, al",
+    "in al, 0x10",
+    "mov dword ptr ds:[0xd0000000], 0x11223344",
+    "mov eax, dword ptr ds:[0xd0000004]",
+    // Two eventfds.
+    "mov dword ptr ds:[0xd0001000], 7",
+    "mov dx, 0x510",
+    "out dx, al",
+    // Random numbers.
+    "mov esi, 200",
+    "3: .byte 0x0f, 0xc7, 0xf0", // rdrand eax
+    "dec esi",
+    "jnz 3b",
+    // The local APIC's timer, periodically: five times out of HLT.
+    "mov dword ptr ds:[0xfee000f0], 0x1ff",
+    "mov dword ptr ds:[0xfee003e0], 0xb",
+    "mov dword ptr ds:[0xfee00320], 0x20031",
+    "mov dword ptr ds:[0xfee00380], 1000000",
+    "sti",
+    "5: hlt",
+    "cmp dword ptr ds:[0x804], 5",
+    "jb 5b",
+    "mov dword ptr ds:[0xfee00320], 0x10031",
+    // The client's interrupts.
+    "mov al, 2",
+    "out 0x10, al",
+    "6: cli",
+    "cmp dword ptr ds:[0x800], 5",
+    "jae 7f",
+    "sti",
+    "hlt",
+    "jmp 6b",
+    "7: sti",
+    // All pages again, until the client has had enough.
+    "8: mov esi, 0x100000",
+    "9: add dword ptr [esi + 8], 1",
+    "add esi, 0x1000",
+    "cmp esi, 0x900000",
+    "jb 9b",
+    "mov al, 3",
+    "out 0x10, al",
+    "in al, 0x10",
+    "test al, al",
+    "jz 8b",
+    "mov al, 4",
+    "out 0x10, al",
+    "20: hlt",
+    "jmp 20b",
+    "seccomp_guest_client:",
+    "lock inc dword ptr ds:[0x800]",
+    "mov dword ptr ds:[0xfee000b0], 0",
+    "iretd",
+    "seccomp_guest_timer:",
+    "lock inc dword ptr ds:[0x804]",
+    "mov dword ptr ds:[0xfee000b0], 0",
+    "iretd",
+    "seccomp_guest_end:",
+    ".code64",
+    ".popsection",
+);
+
+unsafe extern "C" {
+    static seccomp_guest: u8;
+    static seccomp_guest_client: u8;
+    static seccomp_guest_timer: u8;
+    static seccomp_guest_end: u8;
+}
+
+/// Writes the guest's code and its interrupt descriptors to memory that begins at guest address 0.
+pub fn load(memory: &mut [u8]) {
+    let start = &raw const seccomp_guest;
+    let offset = |label: *const u8| label as usize - start as usize;
+    // SAFETY: the bytes between two labels of one section.
+    let code = unsafe { std::slice::from_raw_parts(start, offset(&raw const seccomp_guest_end)) };
+    memory[CODE as usize..][..code.len()].copy_from_slice(code);
+    let handlers = [
+        &raw const seccomp_guest_client,
+        &raw const seccomp_guest_timer,
+    ];
+    for (index, handler) in handlers.into_iter().enumerate() {
+        // An interrupt gate of 32 bits into segment 8: Intel SDM, volume 3, section 7.11.
+        let address = CODE + offset(handler) as u64;
+        let gate = address & 0xffff | 8 << 16 | 0x8e00 << 32 | address >> 16 << 48;
+        let at = IDT as usize + 8 * (VECTOR as usize + index);
+        memory[at..at + 8].copy_from_slice(&gate.to_le_bytes());
+    }
+}
