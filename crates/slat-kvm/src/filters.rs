@@ -7,7 +7,7 @@
 use crate::background;
 use crate::irq::irqfd;
 use crate::process::PerProcess;
-use crate::{recovery, report, ticker};
+use crate::{recovery, report, steal_time, ticker};
 use slat_process::calls::is_any_forbidden;
 use slat_process::{filter, helper};
 
@@ -53,6 +53,7 @@ fn start_threads() {
     ticker::start();
     irqfd::start();
     recovery::start();
+    steal_time::prepare();
 }
 
 impl background::Background for helper::Helper {

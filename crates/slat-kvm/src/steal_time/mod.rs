@@ -78,7 +78,9 @@ static OBSERVER: PerProcess<Observer> = PerProcess::new();
 /// Starts the observer, before a client's filter for system calls could forbid it.
 pub(crate) fn prepare() {
     if is_available() {
-        OBSERVER.get_or_start(background::start);
+        OBSERVER.get_or_start(|observer| {
+            background::start(observer);
+        });
     }
 }
 

@@ -3,31 +3,16 @@
 //! Only plain system calls: the preload library takes the C library's functions for calls of the program, whose descriptors may
 //! have the same numbers as those of this table.
 
-use std::arch::asm;
 use std::ffi::CStr;
 use std::io::Write as _;
 
-/// A system call. Returns what the kernel does: errors are negative.
+/// Makes a system call. Returns what the kernel does: errors are negative.
 ///
 /// # Safety
 /// That of the call.
-unsafe fn system_call(number: libc::c_long, arguments: [usize; 4]) -> isize {
-    let result;
-    // SAFETY: the kernel changes RAX, RCX and R11 only, and memory as the caller allows.
-    unsafe {
-        asm!(
-            "syscall",
-            inlateout("rax") number as isize => result,
-            in("rdi") arguments[0],
-            in("rsi") arguments[1],
-            in("rdx") arguments[2],
-            in("r10") arguments[3],
-            lateout("rcx") _,
-            lateout("r11") _,
-            options(nostack),
-        );
-    }
-    result
+unsafe fn system_call(number: i64, [a, b, c, d]: [usize; 4]) -> isize {
+    // SAFETY: the caller's.
+    unsafe { slat_process::calls::raw(number, [a, b, c, d, 0, 0]) }
 }
 
 /// Whether the host counts what a thread waits. Needs no descriptor.
