@@ -9,24 +9,15 @@
     reboot    starts again
 """
 
-import hashlib
-import http.server
 import mmap
 import os
 import re
 import subprocess
-import threading
 import time
 
 from rows.console import Failure
+from rows.content import MIB, DiskFile, Server, equal
 from rows.qemu import BOOT, MEMORY, Qemu
-
-MIB = 1 << 20
-
-
-def _equal(what, found, expected):
-    if found != expected:
-        raise Failure(f"{what}: {found}, not {expected}")
 
 
 def _interrupts(guest, device):
@@ -40,64 +31,28 @@ def _interrupts(guest, device):
 
 
 class Disk:
-    """A virtio disk with random bytes. MSI-X by irqfd, kicks by ioeventfd."""
-
-    SIZE = 64 * MIB
-    WRITTEN = 8 * MIB
+    """A virtio disk. Its interrupts are MSI-X by irqfd, its kicks go by ioeventfd."""
 
     def __init__(self, setting):
-        self.file = setting.path("disk")
-        self.data = os.urandom(self.SIZE)
-        with open(self.file, "wb") as file:
-            file.write(self.data)
-        drive = f"if=none,id=disk,format=raw,cache=writeback,file={self.file}"
-        self.options = ["-drive", drive, "-device", "virtio-blk-pci,drive=disk,serial=random,ioeventfd=on"]
+        self.disk = DiskFile(setting)
+        drive = f"if=none,id=disk,format=raw,cache=writeback,file={self.disk.path}"
+        self.options = ["-drive", drive, "-device", "virtio-blk-pci,drive=disk,serial=content,ioeventfd=on"]
 
     def check(self, guest):
-        run = guest.console.run
-        device = run("grep -l random /sys/block/vd*/serial").split("/")[3]
-        _equal("the guest's sum of the disk", run(f"sha256sum </dev/{device}", 180).split()[0], hashlib.sha256(self.data).hexdigest())
-        mebibytes = self.WRITTEN // MIB
-        run(f"dd if=/dev/urandom of=/tmp/new bs=1M count={mebibytes}", 180)
-        run(f"dd if=/tmp/new of=/dev/{device} bs=1M seek=16 conv=fsync", 180)
-        self.data = None
-        written = run("sha256sum </tmp/new; rm /tmp/new", 180).split()[0]
-        with open(self.file, "rb") as file:
-            file.seek(16 * MIB)
-            _equal("the host's sum of what was written", hashlib.sha256(file.read(self.WRITTEN)).hexdigest(), written)
+        self.disk.check(guest.console.run, _disk(guest, "content"))
         if _interrupts(guest, "virtio") == 0:
             raise Failure("the disk did not interrupt by messages")
 
 
 class Net:
-    """virtio-net, QEMU's user-mode network, and a server on this machine that the guest reaches as 10.0.2.2."""
-
-    SIZE = 16 * MIB
+    """virtio-net and QEMU's user-mode network, whose guest reaches this machine as 10.0.2.2."""
 
     def __init__(self, setting):
-        data = os.urandom(self.SIZE)
-        self.sum = hashlib.sha256(data).hexdigest()
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_):
-                pass
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self.port = server.server_address[1]
+        self.server = Server()
         self.options = ["-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile="]
 
     def check(self, guest):
-        run = guest.console.run
-        run("ip address add 10.0.2.15/24 dev eth0 && ip link set eth0 up")
-        fetched = run(f"wget -q -O - http://10.0.2.2:{self.port}/ | sha256sum", 240).split()[0]
-        _equal("the sum of the file", fetched, self.sum)
+        self.server.check(guest.console.run, "10.0.2.15", "10.0.2.2")
         if _interrupts(guest, "virtio") == 0:
             raise Failure("the network did not interrupt by messages")
 
@@ -182,17 +137,17 @@ class Snapshot:
 
     def check(self, guest):
         run = guest.console.run
-        disk = "/dev/" + run("grep -l snapshots /sys/block/vd*/serial").split("/")[3]
+        disk = _disk(guest, "snapshots")
         run(f"word=old; echo old >/tmp/state; echo old | dd of={disk} conv=fsync")
         state = {"tag": "row", "vmstate": "snapshots", "devices": ["snapshots"]}
         self._job(guest, "snapshot-save", state)
         run(f"word=new; echo new >/tmp/state; echo new | dd of={disk} conv=fsync")
-        _equal("after the save", run(f"echo $word; cat /tmp/state; head -c 3 {disk}"), "new\nnew\nnew")
+        equal("after the save", run(f"echo $word; cat /tmp/state; head -c 3 {disk}"), "new\nnew\nnew")
         # Restored while it runs: QEMU stops it for that, and must be told to go on.
         guest.qmp.call("stop")
         self._job(guest, "snapshot-load", state)
         guest.qmp.call("cont")
-        _equal("after the load", run(f"echo $word; cat /tmp/state; head -c 3 {disk}"), "old\nold\nold")
+        equal("after the load", run(f"echo $word; cat /tmp/state; head -c 3 {disk}"), "old\nold\nold")
         guest.check_cpus()
 
     @staticmethod
@@ -224,6 +179,10 @@ class Reboot:
         guest.boot(BOOT)
         if guest.console.run("cat /proc/sys/kernel/random/boot_id") == first:
             raise Failure("the guest did not start again")
+
+
+def _disk(guest, serial):
+    return "/dev/" + guest.console.run(f"grep -l {serial} /sys/block/vd*/serial").split("/")[3]
 
 
 def _memory(guest, line):

@@ -56,8 +56,12 @@ class Process:
         except subprocess.TimeoutExpired:
             raise Failure(f"{self.name} does not end within {seconds} s") from None
 
+    def has_ended(self):
+        """Whether the program has ended."""
+        return self._child.poll() is not None
+
     def kill(self):
         """Ends the program, if it is there still."""
-        if self._child.poll() is None:
+        if not self.has_ended():
             self._child.kill()
             self._child.wait()

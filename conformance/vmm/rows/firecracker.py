@@ -1,0 +1,76 @@
+"""firecracker CPUS [FEATURE...]: Firecracker boots Linux to a shell with all CPUs, and ends when the guest reboots.
+
+    mmio       its devices are virtio-mmio, not PCI
+    disk       reads 64 MiB of a virtio disk, writes some; the host has the same bytes
+    net        fetches a file from a server on this machine
+    snapshot   is saved, and goes on in a new process
+    no-filter  without the VMM's own seccomp filters
+
+A guest of Firecracker cannot power off: that it reboots ends the VMM, with status 0. FIRECRACKER_BIN names the program.
+"""
+
+import os
+
+from rows.content import DiskFile, Server
+from rows.microvm import GUEST_ADDRESS, HOST_ADDRESS, TAP, MicroVm, network
+from rows.qemu import BOOT, MEMORY
+
+COMMAND_LINE = "console=ttyS0 earlyprintk=ttyS0 reboot=k panic=-1"
+
+
+def _start(setting, name, words):
+    path = setting.path(f"{name}.socket")
+    command = [os.environ["FIRECRACKER_BIN"], "--api-sock", path, "--id", name]
+    if "mmio" not in words:
+        command.append("--enable-pci")
+    if "no-filter" in words:
+        command.append("--no-seccomp")
+    vmm = MicroVm(setting, name, command, path)
+    vmm.wait_for_socket()
+    return vmm
+
+
+def run(setting, cpus, *words):
+    cpus = int(cpus)
+    if "net" in words:
+        network()
+    vmm = _start(setting, "firecracker", words)
+    boot = {
+        "kernel_image_path": setting.material("vmlinux"),
+        "initrd_path": setting.material("initrd"),
+        "boot_args": COMMAND_LINE,
+    }
+    vmm.call("PUT", "/boot-source", boot)
+    vmm.call("PUT", "/machine-config", {"vcpu_count": cpus, "mem_size_mib": MEMORY})
+    if "disk" in words:
+        disk = DiskFile(setting)
+        drive = {"drive_id": "disk", "path_on_host": disk.path, "is_root_device": False, "is_read_only": False}
+        vmm.call("PUT", "/drives/disk", drive)
+    if "net" in words:
+        server = Server(HOST_ADDRESS)
+        vmm.call("PUT", "/network-interfaces/net", {"iface_id": "net", "host_dev_name": TAP})
+    vmm.call("PUT", "/actions", {"action_type": "InstanceStart"})
+    vmm.console.ready(BOOT)
+    vmm.check_cpus(cpus)
+    if "snapshot" in words:
+        vmm = _move(setting, vmm, words)
+        vmm.check_cpus(cpus)
+    if "disk" in words:
+        disk.check(vmm.console.run, "/dev/vda")
+    if "net" in words:
+        server.check(vmm.console.run, GUEST_ADDRESS, HOST_ADDRESS)
+    vmm.end("reboot -f")
+
+
+def _move(setting, vmm, words):
+    """Saves the guest, ends its VMM, and has another one go on with it."""
+    vmm.console.run("word=saved; echo saved >/tmp/state")
+    state, memory = setting.path("state"), setting.path("memory")
+    vmm.call("PATCH", "/vm", {"state": "Paused"})
+    vmm.call("PUT", "/snapshot/create", {"snapshot_type": "Full", "snapshot_path": state, "mem_file_path": memory})
+    vmm.process.kill()
+    restored = _start(setting, "restored", words)
+    backend = {"backend_path": memory, "backend_type": "File"}
+    restored.call("PUT", "/snapshot/load", {"snapshot_path": state, "mem_backend": backend, "resume_vm": True})
+    restored.console.run('test "$word" = saved && grep -q saved /tmp/state')
+    return restored

@@ -1,0 +1,103 @@
+"""What Firecracker and cloud-hypervisor have in common: a terminal, an HTTP interface on a socket, a tap device."""
+
+import ctypes
+import http.client
+import json
+import os
+import socket
+import subprocess
+import time
+import tty
+
+from rows.console import Console, Failure, Skip
+from rows.process import Process
+
+HOST_ADDRESS = "192.0.2.1"
+GUEST_ADDRESS = "192.0.2.2"
+TAP = "slat-tap"
+
+CLONE_NEWNET = 0x4000_0000
+_unshare = ctypes.CDLL(None, use_errno=True).unshare
+
+
+def network():
+    """Puts the row into a network of its own, with one tap device. Call before any thread is started."""
+    if _unshare(CLONE_NEWNET) != 0:
+        raise Skip(f"no network of its own: {os.strerror(ctypes.get_errno())}")
+    for command in (
+        f"tuntap add {TAP} mode tap",
+        f"address add {HOST_ADDRESS}/24 dev {TAP}",
+        f"link set {TAP} up",
+    ):
+        subprocess.run(["ip", *command.split()], check=True)
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, path):
+        super().__init__("localhost", timeout=120)
+        self._path = path
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class MicroVm:
+    """A VMM with the guest's console on a terminal and an HTTP interface on a socket."""
+
+    def __init__(self, setting, name, command, socket_path):
+        self.name = name
+        self._socket_path = socket_path
+        ours, theirs = os.openpty()
+        tty.setraw(theirs)
+        self.process = Process(setting, name, command, stdin=theirs, stdout=theirs)
+        os.close(theirs)
+        self.console = Console(name, ours, ours)
+        setting.consoles.append(self.console)
+
+    def wait_for_socket(self, seconds=60):
+        """Waits until the VMM answers."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                with socket.socket(socket.AF_UNIX) as attempt:
+                    attempt.connect(self._socket_path)
+                return
+            except OSError as error:
+                if time.monotonic() > end or self.process.has_ended():
+                    raise Failure(f"{self.name}: no answer on its socket: {error}") from None
+                time.sleep(0.05)
+
+    def call(self, method, path, body=None):
+        """Makes a request and returns what is answered; fails when it is refused."""
+        connection = _Connection(self._socket_path)
+        try:
+            text = None if body is None else json.dumps(body)
+            connection.request(method, path, text, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            content = answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise Failure(f"{self.name}: {method} {path}: {error}") from None
+        finally:
+            connection.close()
+        if answer.status >= 300:
+            raise Failure(f"{self.name}: {method} {path}: status {answer.status}: {content}")
+        return content
+
+    def check_cpus(self, cpus):
+        """Checks that the guest sees all CPUs, and has work done on each of them."""
+        online = int(self.console.run("nproc"))
+        if online != cpus:
+            raise Failure(f"{self.name}: {online} CPUs are online, not {cpus}")
+        for cpu in range(cpus):
+            self.console.run(f"taskset -c {cpu} true")
+
+    def end(self, command, seconds=60):
+        """Has the guest run its last command; the VMM must end with status 0."""
+        self.console.check()
+        self.console.write(command + "\n")
+        status = self.process.wait(seconds)
+        if status != 0:
+            raise Failure(f"{self.name}: exit status {status}")
+        self.console.check()
