@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 
 from rows.console import Failure, Skip
 
@@ -82,6 +83,10 @@ def main():
     except (Failure, SystemExit) as reason:
         setting.explain()
         print(f"--- {reason}")
+        status = 1
+    except Exception:
+        setting.explain()
+        traceback.print_exc(file=sys.stdout)
         status = 1
     finally:
         setting.close()
