@@ -87,7 +87,7 @@ class MicroVm:
 
     def check_cpus(self, cpus):
         """Checks that the guest sees all CPUs, and has work done on each of them."""
-        online = int(self.console.run("nproc"))
+        online = int(self.console.run("nproc").splitlines()[0])
         if online != cpus:
             raise Failure(f"{self.name}: {online} CPUs are online, not {cpus}")
         for cpu in range(cpus):

@@ -46,7 +46,7 @@ class Qemu:
 
     def check_cpus(self):
         """Checks that the guest sees all CPUs, and has work done on each of them."""
-        online = int(self.console.run("nproc"))
+        online = int(self.console.run("nproc").splitlines()[0])
         if online != self.cpus:
             raise Failure(f"{self.name}: {online} CPUs are online, not {self.cpus}")
         for cpu in range(self.cpus):
