@@ -181,7 +181,11 @@ pub fn emulated() -> [kvm_cpuid_entry2; 3] {
     [
         entry(0, None, [7, 0, 0, 0]),
         entry(1, None, [0, 0, cpu_features::leaf1_ecx() & MOVBE, 0]),
-        entry(7, Some(0), [0, 0, cpu_features::leaf7_ecx(false) & RDPID, 0]),
+        entry(
+            7,
+            Some(0),
+            [0, 0, cpu_features::leaf7_ecx(false) & RDPID, 0],
+        ),
     ]
 }
 

@@ -325,7 +325,7 @@ fn hide(slot: &Slot, told: bool) {
     match told {
         true => slat_kvm::notify::around(range.clone(), || {
             show();
-            mappings::protected();
+            mappings::protected(range.clone());
         }),
         false => show(),
     }

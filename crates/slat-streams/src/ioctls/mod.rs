@@ -426,7 +426,7 @@ impl<'a> Worker<'a> {
             3 => {}
             4 => mappings::advised(range.clone(), HugePages::Wanted),
             5 => mappings::advised(range.clone(), HugePages::Unwanted),
-            _ => mappings::protected(),
+            _ => mappings::protected(range.clone()),
         };
         let what = if told { "memory" } else { "memory, untold" };
         let step = Step {
