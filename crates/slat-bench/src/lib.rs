@@ -32,6 +32,8 @@ pub use machine::Failure;
 pub use report::{Report, Row};
 pub use rounds::Size;
 
+use std::path::PathBuf;
+
 use rounds::Bench;
 use show::{Line, Rows};
 
@@ -62,14 +64,37 @@ pub const EXPERIMENTS: &[Experiment] = &[
     experiments::waits::EXPERIMENT,
     experiments::faults::EXPERIMENT,
     experiments::cpu::EXPERIMENT,
+    experiments::vmm::EXPERIMENT,
 ];
 
-/// Runs experiments.
+/// What it takes to boot Linux under QEMU on slat.
+#[derive(Clone, Debug)]
+pub struct Linux {
+    /// The `slat` command.
+    pub slat: PathBuf,
+    /// Where `conformance/vmm/materials` has put a kernel and an initrd.
+    pub materials: PathBuf,
+}
+
+/// Runs experiments, without those parts that need other programs.
 ///
 /// # Errors
 /// If a guest did not do what it was to do, or something could not be set up.
 pub fn run(selection: &[&Experiment], size: Size) -> Result<Report, Failure> {
+    run_with(selection, size, None)
+}
+
+/// Like [`run`], but boots `linux`, too. Where that is not there, a note of the report says so.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_with(
+    selection: &[&Experiment],
+    size: Size,
+    linux: Option<Linux>,
+) -> Result<Report, Failure> {
     let mut bench = Bench::new(size)?;
+    bench.linux = linux;
     for experiment in selection {
         bench.begin(experiment.name);
         (experiment.run)(&mut bench)?;

@@ -22,6 +22,9 @@ pub enum Unit {
     /// Millions of guest instructions in each second.
     #[serde(rename = "MIPS")]
     Mips,
+    /// A part of something, 1 for all of it.
+    #[serde(rename = "share")]
+    Share,
 }
 
 /// One value of one metric.

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::Linux;
 use crate::machine::{Api, Failure, RealKvm, Slat};
 use crate::maps::Maps;
 use crate::report::{Report, Sample};
@@ -39,6 +40,8 @@ pub struct Bench {
     pub slat: Slat,
     /// A real KVM, where it opens; never at [`Size::Tiny`], whose counts are slat's.
     pub kvm: Option<RealKvm>,
+    /// What it takes to boot Linux, if that is to be measured.
+    pub linux: Option<Linux>,
     experiment: &'static str,
     report: Report,
     progress: ProgressBar,
@@ -66,6 +69,7 @@ impl Bench {
                 Size::Tiny => None,
                 Size::Usual | Size::Full => RealKvm::open().ok(),
             },
+            linux: None,
             experiment: "",
             report: Report::default(),
             progress,

@@ -128,6 +128,13 @@ impl Line {
         self.goal(text, met)
     }
 
+    /// Asks for a value that is no less than this.
+    pub fn at_least(self, least: f64) -> Self {
+        let text = format!("\u{2265} {}", shown(least, self.unit));
+        let met = self.after.1 >= least;
+        self.goal(text, met)
+    }
+
     /// Asks for a value that is no greater than so many times the limit.
     pub fn at_most_of_limit(self, factor: f64) -> Self {
         let (name, limit) = self.limit.unwrap_or(("limit", f64::NAN));
@@ -364,6 +371,7 @@ pub fn shown(value: f64, unit: Unit) -> String {
             value => format!("{value:.1} /s"),
         },
         Unit::Mips => format!("{} MIPS", digits(value)),
+        Unit::Share => format!("{} %", digits(value * 100.0)),
     }
 }
 
@@ -424,6 +432,8 @@ mod tests {
         assert!(!met(line(&report).change_within(0.8)));
         assert!(met(line(&report).at_most(64.0)));
         assert!(!met(line(&report).at_most(63.0)));
+        assert!(met(line(&report).at_least(64.0)));
+        assert!(!met(line(&report).at_least(65.0)));
         let limited = line(&report).with_limit("pages", Some(60.0));
         assert!(met(limited.clone().at_most_of_limit(1.1)));
         assert!(!met(limited.at_most_of_limit(1.05)));
@@ -482,5 +492,6 @@ mod tests {
         assert_eq!(shown(2_500_000.0, Unit::PerSecond), "2.50 M/s");
         assert_eq!(shown(343.4, Unit::Mips), "343 MIPS");
         assert_eq!(shown(0.42, Unit::Mips), "0.42 MIPS");
+        assert_eq!(shown(0.0123, Unit::Share), "1.23 %");
     }
 }

@@ -75,6 +75,10 @@ pub struct Bench {
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
 
+    /// Where conformance/vmm/materials has put the kernel and the initrd of `vmm`
+    #[arg(long, value_name = "DIR", default_value = "target/conformance/vmm")]
+    pub materials: PathBuf,
+
     /// Say what is measured and why, and measure nothing
     #[arg(long, conflicts_with_all = ["full", "json", "html"])]
     pub explain: bool,

@@ -1,10 +1,11 @@
 //! `slat bench`: measures, and prints what came out beside what was published.
 
+use std::env;
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use slat_bench::{EXPERIMENTS, Experiment, Failure, Report, Size, html, show};
+use slat_bench::{EXPERIMENTS, Experiment, Failure, Linux, Report, Size, html, show};
 
 use crate::args::{ALL, Bench};
 use crate::output::{Pending, complain, print, say};
@@ -63,7 +64,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     // Opened first: minutes of measuring are not to end in a file that cannot be written.
     let json = Json::open(options.json.as_deref())?;
     let page = options.html.as_deref().map(Pending::open).transpose()?;
-    let report = slat_bench::run(selection, size)?;
+    let report = slat_bench::run_with(selection, size, linux(selection, options)?)?;
     // The files before the tables: those last, whatever reads standard output.
     let text = tables(selection, &report);
     if let Some(page) = page {
@@ -81,6 +82,17 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// What boots Linux, if that is to be measured. It takes minutes: not as one of all.
+fn linux(selection: &[&Experiment], options: &Bench) -> io::Result<Option<Linux>> {
+    let [_] = selection else {
+        return Ok(None);
+    };
+    Ok(Some(Linux {
+        slat: env::current_exe()?,
+        materials: options.materials.clone(),
+    }))
 }
 
 fn tables(selection: &[&Experiment], report: &Report) -> String {

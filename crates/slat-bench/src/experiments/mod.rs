@@ -8,4 +8,5 @@ pub mod memslots;
 pub mod mmio;
 pub mod prefetch;
 pub mod split;
+pub mod vmm;
 pub mod waits;

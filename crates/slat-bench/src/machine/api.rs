@@ -2,9 +2,13 @@
 //!
 //! slat-kvm has kvm-ioctls' names, so one macro writes both implementations.
 
-use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_sregs, kvm_userspace_memory_region};
-use kvm_ioctls::VcpuExit;
+use kvm_bindings::{
+    KVM_MAX_CPUID_ENTRIES, KvmIrqRouting, kvm_irq_routing_entry, kvm_regs, kvm_sregs,
+    kvm_userspace_memory_region,
+};
+use kvm_ioctls::{IoEventAddress, NoDatamatch, VcpuExit};
 use slat_kvm::engine::EngineVm;
+use vmm_sys_util::eventfd::EventFd;
 
 /// An error, with what was being done.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -50,6 +54,24 @@ pub trait VmApi: Send + Sync {
     /// concurrent write would break.
     unsafe fn set_region(&self, region: kvm_userspace_memory_region) -> Result<(), Failure>;
 
+    /// `KVM_CREATE_IRQCHIP`.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn create_irqchip(&self) -> Result<(), Failure>;
+
+    /// `KVM_SET_GSI_ROUTING` to one route, and `KVM_IRQFD`: each signal of `event` is an interrupt of it.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn route_irqfd(&self, event: &EventFd, route: kvm_irq_routing_entry) -> Result<(), Failure>;
+
+    /// `KVM_IOEVENTFD`: each write to `gpa` signals `event`.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn set_ioeventfd(&self, event: &EventFd, gpa: u64) -> Result<(), Failure>;
+
     /// What slat's engine lets be seen and set; a real KVM has none.
     fn engine(&self) -> Option<&EngineVm>;
 }
@@ -79,6 +101,12 @@ pub trait VcpuApi: Send {
     /// # Errors
     /// KVM's.
     fn set_regs(&self, regs: &kvm_regs) -> Result<(), Failure>;
+
+    /// `KVM_GET_TSC_KHZ`.
+    ///
+    /// # Errors
+    /// KVM's.
+    fn tsc_khz(&self) -> Result<u32, Failure>;
 
     /// `KVM_RUN`.
     ///
@@ -125,6 +153,24 @@ macro_rules! api {
                 Ok(())
             }
 
+            fn create_irqchip(&self) -> Result<(), Failure> {
+                Ok(self.create_irq_chip()?)
+            }
+
+            fn route_irqfd(
+                &self,
+                event: &EventFd,
+                route: kvm_irq_routing_entry,
+            ) -> Result<(), Failure> {
+                self.set_gsi_routing(&KvmIrqRouting::from_entries(&[route])?)?;
+                Ok(self.register_irqfd(event, route.gsi)?)
+            }
+
+            fn set_ioeventfd(&self, event: &EventFd, gpa: u64) -> Result<(), Failure> {
+                let address = IoEventAddress::Mmio(gpa);
+                Ok(self.register_ioevent(event, &address, NoDatamatch)?)
+            }
+
             fn engine(&self) -> Option<&EngineVm> {
                 let $vm = self;
                 $engine
@@ -146,6 +192,10 @@ macro_rules! api {
 
             fn set_regs(&self, regs: &kvm_regs) -> Result<(), Failure> {
                 Ok($backend::VcpuFd::set_regs(self, regs)?)
+            }
+
+            fn tsc_khz(&self) -> Result<u32, Failure> {
+                Ok(self.get_tsc_khz()?)
             }
 
             fn run(&mut self) -> Result<VcpuExit<'_>, Failure> {

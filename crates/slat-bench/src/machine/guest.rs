@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
 
-use super::Failure;
+use super::{Failure, interrupts};
 
 /// A guest page, the smallest unit that a program counts in.
 pub const PAGE: u64 = 4096;
@@ -21,13 +21,18 @@ pub const SYSTEM_SIZE: usize = 4 << 20;
 pub const MAX_VCPUS: usize = 512;
 /// A device register: no slot may hold it.
 pub const DEVICE: u64 = 0xd000_0000;
+/// A program that cannot halt, because its VM has interrupt controllers, ends with a write to this port.
+pub const END: u16 = 0xf4;
 /// The first address that is free for data; below it, and above [`SYSTEM_SIZE`], there is room for
 /// small slots.
 pub const DATA: u64 = 4 << 30;
 
 const PML4: u64 = 0x1000;
 const PDPT: u64 = 0x2000;
+/// The descriptor tables ([`super::interrupts`]).
+pub(super) const GDT: u64 = 0x3000;
 const PROGRAM: u64 = 0x4000;
+pub(super) const IDT: u64 = 0xf000;
 const STACKS: u64 = 0x1_0000; // a page for each vCPU, growing down to it
 const PAGE_DIRECTORIES: u64 = STACKS + (MAX_VCPUS as u64 + 1) * PAGE;
 const MAX_GIB: u64 = (SYSTEM_SIZE as u64 - PAGE_DIRECTORIES) / PAGE;
@@ -236,6 +241,43 @@ programs! {
         "add rax, rbx",
         "pop rbx",
         "ret",
+    ]
+    /// Takes interrupts, as [`super::interrupts`] has prepared: enables the local APIC and writes the time-stamp
+    /// counter to the word at r9, again and again, until the word at r10 is not zero. r8: as for `handle`.
+    interruptible = "slat_bench_interruptible" [
+        "mov ecx, 0x80f", // spurious-interrupt vector register: enabled
+        "mov eax, 0x1ff",
+        "xor edx, edx",
+        "wrmsr",
+        "sti",
+        "2:",
+        "rdtsc",
+        "shl rdx, 32",
+        "or rax, rdx",
+        "mov [r9], rax",
+        "cmp qword ptr [r10], 0",
+        "je 2b",
+        "cli",
+        "out 0xf4, al", // END: with interrupt controllers KVM itself waits in HLT
+    ]
+    /// The interrupt handler: writes the time-stamp counter to the word at r8 and counts in the next one.
+    handle = "slat_bench_handle" [
+        "push rax",
+        "push rcx",
+        "push rdx",
+        "rdtsc",
+        "shl rdx, 32",
+        "or rax, rdx",
+        "mov [r8], rax",
+        "inc qword ptr [r8 + 8]",
+        "mov ecx, 0x80b", // end of interrupt
+        "xor eax, eax",
+        "xor edx, edx",
+        "wrmsr",
+        "pop rdx",
+        "pop rcx",
+        "pop rax",
+        "iretq",
     ]
     /// Writes to each page, again and again; rsi first page, rdx pages, rcx times.
     rounds = "slat_bench_rounds" [
@@ -462,6 +504,18 @@ impl Program {
         (Self::new(Loop::rounds, registers), instructions)
     }
 
+    /// Takes interrupts until the word at `stop` is not zero. Writes the time-stamp counter to the word at `clock` meanwhile;
+    /// the handler writes it to the word at `stamp` and counts in the next one.
+    pub fn interruptible(stamp: u64, clock: u64, stop: u64) -> Self {
+        let registers = kvm_regs {
+            r8: stamp,
+            r9: clock,
+            r10: stop,
+            ..Default::default()
+        };
+        Self::new(Loop::interruptible, registers)
+    }
+
     /// The registers of vCPU number `index` when it begins.
     pub fn registers(&self, index: usize) -> kvm_regs {
         kvm_regs {
@@ -517,7 +571,9 @@ pub fn load(system: &mut [u8], end: u64) {
     let gib = end.div_ceil(1 << 30);
     assert!(gib <= MAX_GIB, "guest tables for {gib} GiB");
     identity_map(system, PML4, PDPT, PAGE_DIRECTORIES, gib);
+    assert!(code().len() as u64 <= IDT - PROGRAM);
     system[PROGRAM as usize..][..code().len()].copy_from_slice(code());
+    interrupts::load(system, Loop::handle.address());
 }
 
 /// Writes tables of 4 levels that map the first `gib` GiB one to one, in pages of 2 MiB, into memory

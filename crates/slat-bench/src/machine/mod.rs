@@ -5,6 +5,7 @@
 
 pub mod api;
 pub mod guest;
+mod interrupts;
 pub mod memory;
 
 use std::sync::Barrier;
@@ -17,6 +18,7 @@ use slat_kvm::engine::EngineVm;
 
 pub use api::{Api, Failure, RealKvm, Slat, VcpuApi, VmApi};
 pub use guest::Program;
+pub use interrupts::message;
 pub use memory::{Memory, Pages};
 
 /// A VM whose slot 0 holds the guest's tables, code and stacks.
@@ -148,6 +150,18 @@ impl<'m, A: Api> Machine<'m, A> {
     /// If there are not so many.
     pub fn vcpu(&self, index: usize) -> &<A::Vm as VmApi>::Vcpu {
         &self.vcpus[index]
+    }
+
+    /// Lets a vCPU take the interrupts that [`Program::interruptible`] handles. The VM has interrupt controllers.
+    ///
+    /// # Errors
+    /// KVM's.
+    ///
+    /// # Panics
+    /// If there is no vCPU `index`.
+    pub fn take_interrupts(&self, index: usize) -> Result<(), Failure> {
+        let vcpu = self.vcpu(index);
+        vcpu.set_sregs(&interrupts::special_registers(vcpu.sregs()?))
     }
 
     /// What slat's engine counts and lets be set; `None` on a real KVM.
@@ -300,7 +314,7 @@ fn run_vcpu<V: VcpuApi>(
     let (began, cpu) = (Instant::now(), thread_time());
     loop {
         match vcpu.run()? {
-            VcpuExit::Hlt => break,
+            VcpuExit::Hlt | VcpuExit::IoOut(guest::END, _) => break,
             exit => device(index, exit)?,
         }
     }

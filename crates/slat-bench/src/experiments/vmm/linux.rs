@@ -1,0 +1,110 @@
+//! Linux under an unmodified QEMU.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::qemu::{self, Qemu};
+use crate::Linux;
+use crate::machine::{Api, Failure, Slat};
+use crate::report::{Sample, Unit};
+use crate::rounds::Bench;
+
+pub const CASE: &str = "linux";
+pub const BOOT: &str = "boot_cpu_seconds";
+pub const IDLE: &str = "idle_share_of_core";
+pub const READ: &str = "read_bytes_per_s";
+/// QEMU's own software CPU.
+pub const TCG: &str = "tcg";
+
+/// What a guest that has booted still does of its own accord.
+const SETTLING: Duration = Duration::from_secs(5);
+
+pub fn run(bench: &mut Bench) -> Result<(), Failure> {
+    let Some(linux) = bench.linux.clone() else {
+        return Ok(());
+    };
+    if let Err(why) = look_for(&linux) {
+        bench.note(format!("vmm: Linux was not measured: {why}."));
+        return Ok(());
+    }
+    let (rounds, idle) = (bench.size.pick(1, 3, 5), bench.size.pick(1, 10, 30));
+    let disk = Disk::new(bench.size.pick(1, 512, 2048))?;
+    bench.in_turns(CASE, rounds, &[TCG, Slat::NAME], |_, variant| {
+        let mut qemu = Qemu::start(&linux, variant == Slat::NAME, &disk.path)?;
+        qemu.boot()?;
+        let booted = qemu.cpu_time()?;
+        thread::sleep(SETTLING);
+        let share = idle_share(&qemu, Duration::from_secs(idle))?;
+        let read = qemu.run("dd if=/dev/vda of=/dev/null bs=1M iflag=direct status=none")?;
+        Ok(vec![
+            Sample::seconds(BOOT, booted),
+            Sample::new(IDLE, Unit::Share, share),
+            Sample::new(
+                READ,
+                Unit::PerSecond,
+                disk.bytes as f64 / read.as_secs_f64(),
+            ),
+        ])
+    })
+}
+
+/// Says what is missing, and what to do about it.
+fn look_for(linux: &Linux) -> Result<(), String> {
+    let directory = linux.materials.display();
+    let remedy = format!("`conformance/vmm/materials {directory}` (in slat's sources) prepares it");
+    if !qemu::is_installed() {
+        return Err(format!("there is no QEMU here; {remedy}"));
+    }
+    for name in ["vmlinux", "initrd"] {
+        if !linux.materials.join(name).is_file() {
+            return Err(format!(
+                "{directory} has no {name}; {remedy}, and --materials names another directory"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn idle_share(qemu: &Qemu, time: Duration) -> Result<f64, Failure> {
+    let (began, before) = (Instant::now(), qemu.cpu_time()?);
+    thread::sleep(time);
+    let used = qemu.cpu_time()? - before;
+    Ok(used.as_secs_f64() / began.elapsed().as_secs_f64())
+}
+
+/// A file of the host's, in its page cache.
+struct Disk {
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl Disk {
+    fn new(mebibytes: u64) -> Result<Self, Failure> {
+        let path = std::env::temp_dir().join(format!("slat-bench-{}.disk", std::process::id()));
+        let disk = Disk {
+            path,
+            bytes: mebibytes << 20,
+        };
+        write(&disk.path, mebibytes).map_err(|e| format!("{}: {e}", disk.path.display()))?;
+        Ok(disk)
+    }
+}
+
+fn write(path: &Path, mebibytes: u64) -> std::io::Result<()> {
+    let mut file = File::create_new(path)?;
+    // No holes, and no zeroes, which QEMU may treat as such.
+    let block: Vec<u8> = (0..1 << 20)
+        .map(|index: u32| (index >> 4) as u8 | 1)
+        .collect();
+    (0..mebibytes).try_for_each(|_| file.write_all(&block))
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        // Nobody can do anything about it.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}

@@ -1,0 +1,96 @@
+//! What a VMM pays: its devices' signals, and Linux under QEMU.
+
+mod irqfd;
+mod kick;
+mod linux;
+mod qemu;
+
+use crate::Experiment;
+use crate::machine::{Api, Failure, Slat};
+use crate::report::Report;
+use crate::rounds::Bench;
+use crate::show::{Line, Rows};
+
+const NAME: &str = "vmm";
+
+pub const EXPERIMENT: Experiment = Experiment {
+    name: NAME,
+    title: "what a VMM pays: signals of its devices, and Linux under QEMU",
+    explain: "\
+kick: a guest's write that signals an eventfd, from one to the next; the vCPU's processor time. exit:
+the program gets an exit and signals it. ioeventfd: KVM signals it, without an exit. unread: nobody
+waits for the eventfd; read: a thread polls and reads it, as a device's does, and is woken.
+irqfd/running: from the signal of an eventfd on one thread until the interrupt handler of a guest that
+runs has written; by the time-stamp counter. A processor must be free for whoever brings it there.
+linux: Debian's kernel under QEMU (pc, 1 CPU, 512 MiB), on slat and on QEMU's own software CPU: tcg.
+boot: QEMU's processor time until a shell is there. idle: its share of a processor when the guest
+does nothing. read: a virtio disk, sequentially, 1 MiB at a time, past the guest's page cache.
+Only `slat bench vmm` boots Linux; conformance/vmm/materials prepares what that needs. Asked for:
+kick <= 1 us, irqfd <= 20 us (median), boot <= 30 s, idle <= 2 %, read >= 200 MB/s.",
+    run,
+    compare,
+    rows: Rows::Metrics,
+};
+
+fn run(bench: &mut Bench) -> Result<(), Failure> {
+    kick::run(bench)?;
+    irqfd::run(bench)?;
+    linux::run(bench)
+}
+
+fn compare(report: &Report) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for (case, _) in kick::CASES {
+        let (before, after) = (kick::EXIT, kick::IOEVENTFD);
+        let line = Line::compare(report, NAME, case, kick::NS_PER_KICK, before, after);
+        let limit = report.value(NAME, case, kick::WRITE, kick::NS_PER_KICK);
+        lines.extend(line.map(|line| {
+            line.with_limit(kick::WRITE, limit)
+                .at_most(1e3)
+                .or_else("most of it is what the limit takes".to_owned())
+        }));
+    }
+    let irqfd = |metric| {
+        let limit = report.value(NAME, irqfd::CASE, irqfd::THREAD, metric);
+        let line = Line::of(report, NAME, irqfd::CASE, metric, Slat::NAME)?;
+        Some(line.with_limit(irqfd::THREAD, limit))
+    };
+    lines.extend(irqfd(irqfd::NS_MEDIAN).map(|line| line.at_most(20e3)));
+    lines.extend(irqfd(irqfd::NS_P99));
+    let linux = |metric| Line::compare(report, NAME, linux::CASE, metric, linux::TCG, Slat::NAME);
+    lines.extend(linux(linux::BOOT).map(|line| line.at_most(30.0)));
+    lines.extend(linux(linux::IDLE).map(|line| line.at_most(0.02)));
+    lines.extend(linux(linux::READ).map(|line| line.at_least(200e6)));
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Linux, Size};
+
+    #[test]
+    fn every_kick_and_every_interrupt_is_heard_at_a_tiny_size() {
+        // The run itself counts them.
+        let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
+        assert_eq!(
+            report.cases(NAME),
+            ["kick/unread", "kick/read", irqfd::CASE]
+        );
+        assert_eq!(compare(&report).len(), 4);
+    }
+
+    #[test]
+    fn without_a_kernel_a_sentence_says_what_to_do() {
+        let linux = Linux {
+            slat: "slat".into(),
+            materials: "/nonexistent".into(),
+        };
+        let report = crate::run_with(&[&EXPERIMENT], Size::Tiny, Some(linux)).unwrap();
+        let note = &report.notes()[0];
+        assert!(
+            note.contains("conformance/vmm/materials /nonexistent"),
+            "{note}"
+        );
+    }
+}

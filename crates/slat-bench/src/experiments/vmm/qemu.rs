@@ -1,0 +1,216 @@
+//! QEMU with a Linux guest: how it is started, and a conversation with the guest's shell.
+
+use std::io::{self, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::Linux;
+use crate::machine::Failure;
+
+const PROGRAM: &str = "qemu-system-x86_64";
+/// What the guest's first program says when its shell is there (conformance/vmm/guest/init).
+const READY: &str = "slat: guest ready";
+/// Longer than any step takes on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Whether QEMU is installed.
+pub fn is_installed() -> bool {
+    let version = Command::new(PROGRAM).arg("--version").output();
+    version.is_ok_and(|output| output.status.success())
+}
+
+/// A QEMU that runs; it ends when this is dropped.
+pub struct Qemu {
+    child: Child,
+    console: Stream,
+    complaints: Stream,
+    input: ChildStdin,
+    /// Bytes of the console that were looked at.
+    position: usize,
+}
+
+impl Qemu {
+    /// Starts a PC with one CPU and `disk`, on slat, or on QEMU's own software CPU. The kernel is entered where Xen's PVH
+    /// enters it, so that nothing has to be unpacked.
+    pub fn start(linux: &Linux, on_slat: bool, disk: &Path) -> Result<Self, Failure> {
+        let material = |name| linux.materials.join(name);
+        let mut command = match on_slat {
+            true => {
+                let mut command = Command::new(&linux.slat);
+                command.args(["run", "--", PROGRAM, "-accel", "kvm", "-cpu", "host"]);
+                command
+            }
+            false => {
+                let mut command = Command::new(PROGRAM);
+                command.args(["-accel", "tcg", "-cpu", "max"]);
+                command
+            }
+        };
+        let machine = "-M pc -smp 1 -m 512 -nodefaults -no-user-config -display none -no-reboot -serial stdio -monitor none";
+        command.args(machine.split(' '));
+        command.arg("-kernel").arg(material("vmlinux"));
+        command.arg("-initrd").arg(material("initrd"));
+        command.args(["-append", "console=ttyS0 panic=-1 reboot=t"]);
+        // By blockdev, whose options are JSON: a path may hold any character.
+        let node = serde_json::json!({"driver": "raw", "node-name": "disk", "read-only": true,
+            "file": {"driver": "file", "filename": disk}});
+        command.args(["-blockdev", &node.to_string()]);
+        command.args(["-device", "virtio-blk-pci,drive=disk,ioeventfd=on"]);
+        command.stdin(Stdio::piped());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        // SAFETY: between fork and exec, a plain call: what is measured does not outlive us, however we end.
+        unsafe {
+            command.pre_exec(
+                || match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+                    0 => Ok(()),
+                    _ => Err(io::Error::last_os_error()),
+                },
+            );
+        }
+        let mut child = command.spawn()?;
+        let (Some(input), Some(output), Some(errors)) =
+            (child.stdin.take(), child.stdout.take(), child.stderr.take())
+        else {
+            unreachable!("all three are pipes");
+        };
+        Ok(Qemu {
+            child,
+            console: Stream::read(output),
+            complaints: Stream::read(errors),
+            input,
+            position: 0,
+        })
+    }
+
+    /// Waits for the guest's shell.
+    pub fn boot(&mut self) -> Result<(), Failure> {
+        self.expect(READY).map(drop)
+    }
+
+    /// Has the guest's shell run `command`, which must succeed; returns how long it took.
+    pub fn run(&mut self, command: &str) -> Result<Duration, Failure> {
+        const BEGIN: &str = "<begins>";
+        const END: &str = "<ends:";
+        // In two parts, in case the terminal echoes.
+        let line = format!("echo '<be''gins>'; {command}; echo '<en''ds:'$?'>'\n");
+        self.input.write_all(line.as_bytes())?;
+        self.expect(BEGIN)?;
+        let began = Instant::now();
+        let output = self.expect(END)?;
+        let time = began.elapsed();
+        let status = self.expect(">")?;
+        match status.as_str() {
+            "0" => Ok(time),
+            _ => Err(format!("the guest: {command}: status {status}: {}", output.trim()).into()),
+        }
+    }
+
+    /// Processor time that the process has taken.
+    pub fn cpu_time(&self) -> Result<Duration, Failure> {
+        let mut clock = 0;
+        let mut time = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: locals to write to. The process was not waited for: its id is its own.
+        let failed = unsafe {
+            libc::clock_getcpuclockid(self.child.id() as libc::pid_t, &mut clock) != 0
+                || libc::clock_gettime(clock, &mut time) != 0
+        };
+        if failed {
+            return Err("the processor time of QEMU cannot be read".into());
+        }
+        Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
+    }
+
+    /// Waits until the console shows `text` after what was expected last; returns what stands between.
+    fn expect(&mut self, text: &str) -> Result<String, Failure> {
+        match self.console.wait_for(text, self.position) {
+            Some(at) => {
+                let between = self.console.text(self.position..at);
+                self.position = at + text.len();
+                Ok(between)
+            }
+            None => {
+                let last = |stream: &Stream| {
+                    let all = stream.text(0..usize::MAX);
+                    let lines: Vec<_> = all.lines().collect();
+                    lines[lines.len().saturating_sub(5)..].join("\n")
+                };
+                let (console, complaints) = (last(&self.console), last(&self.complaints));
+                Err(format!("QEMU's guest does not say {text:?}:\n{console}\n{complaints}").into())
+            }
+        }
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a program prints, read by a thread so that the program never waits for us.
+struct Stream(Arc<(Mutex<Printed>, Condvar)>);
+
+#[derive(Default)]
+struct Printed {
+    bytes: Vec<u8>,
+    is_closed: bool,
+}
+
+impl Stream {
+    fn read(mut pipe: impl Read + Send + 'static) -> Self {
+        let stream = Stream(Arc::default());
+        let shared = stream.0.clone();
+        thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            loop {
+                let count = pipe.read(&mut buffer).unwrap_or(0);
+                let mut printed = lock(&shared.0);
+                printed.bytes.extend_from_slice(&buffer[..count]);
+                printed.is_closed = count == 0;
+                shared.1.notify_all();
+                if count == 0 {
+                    return;
+                }
+            }
+        });
+        stream
+    }
+
+    /// Waits for `text` at `from` or after it; returns where it is. `None`: the program has ended, or it takes too long.
+    fn wait_for(&self, text: &str, from: usize) -> Option<usize> {
+        let end = Instant::now() + PATIENCE;
+        let (printed, changed) = &*self.0;
+        let mut printed = lock(printed);
+        loop {
+            let mut parts = printed.bytes[from..].windows(text.len());
+            if let Some(at) = parts.position(|part| part == text.as_bytes()) {
+                return Some(from + at);
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            if printed.is_closed || left.is_zero() {
+                return None;
+            }
+            let waited = changed.wait_timeout(printed, left);
+            printed = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn text(&self, range: std::ops::Range<usize>) -> String {
+        let printed = lock(&self.0.0);
+        let end = range.end.min(printed.bytes.len());
+        String::from_utf8_lossy(&printed.bytes[range.start..end]).into_owned()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,60 @@
+//! What a guest needs to take an interrupt: a GDT, whose segments the handler runs in and returns to, an IDT, and a local APIC in
+//! x2APIC mode, so that its registers are MSRs.
+
+use kvm_bindings::{kvm_dtable, kvm_irq_routing_entry, kvm_irq_routing_msi, kvm_sregs};
+
+use super::guest::{GDT, IDT};
+
+/// The vector that [`load`] prepares; all others are not present.
+const VECTOR: u64 = 0x40;
+/// Null, code at selector 8, data at selector 0x10: as in [`super::guest::long_mode`].
+const SEGMENTS: [u64; 3] = [0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
+
+/// Writes the descriptor tables into the memory of the system slot. `handler` is where [`VECTOR`]'s begins.
+pub(super) fn load(system: &mut [u8], handler: u64) {
+    const CODE: u64 = 8 << 16;
+    const PRESENT_INTERRUPT_GATE: u64 = 0x8e << 40;
+    let mut put = |at: u64, value: u64| {
+        system[at as usize..][..8].copy_from_slice(&value.to_le_bytes());
+    };
+    for (index, segment) in (0..).zip(SEGMENTS) {
+        put(GDT + index * 8, segment);
+    }
+    // Intel SDM vol. 3, 6.14.1: the offset lies in three parts.
+    let gate = IDT + VECTOR * 16;
+    let low = handler & 0xffff | (handler >> 16 & 0xffff) << 48;
+    put(gate, low | CODE | PRESENT_INTERRUPT_GATE);
+    put(gate + 8, handler >> 32);
+}
+
+/// `sregs` with those tables, and the local APIC in x2APIC mode.
+pub(super) fn special_registers(sregs: kvm_sregs) -> kvm_sregs {
+    const ENABLED: u64 = 1 << 11;
+    const X2APIC: u64 = 1 << 10;
+    let table = |base, size| kvm_dtable {
+        base,
+        limit: size - 1,
+        ..Default::default()
+    };
+    kvm_sregs {
+        gdt: table(GDT, size_of_val(&SEGMENTS) as u16),
+        idt: table(IDT, 0x1000),
+        apic_base: sregs.apic_base | ENABLED | X2APIC,
+        ..sregs
+    }
+}
+
+/// A route of `gsi` to that vector of vCPU 0, as a message.
+pub fn message(gsi: u32) -> kvm_irq_routing_entry {
+    let mut route = kvm_irq_routing_entry {
+        gsi,
+        type_: kvm_bindings::KVM_IRQ_ROUTING_MSI,
+        ..Default::default()
+    };
+    route.u.msi = kvm_irq_routing_msi {
+        address_lo: 0xfee0_0000,
+        data: VECTOR as u32,
+        ..Default::default()
+    };
+    route
+}
