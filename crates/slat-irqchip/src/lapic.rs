@@ -380,6 +380,8 @@ impl Lapic {
                 Ok(self.write(reg::ICR, value as u32, now))
             }
             reg::EOI | reg::ESR if value != 0 => Err(Refused),
+            // Only the vector (SDM volume 3, 12.12.11).
+            reg::SELF_IPI if value & !0xff != 0 => Err(Refused),
             reg::TPR
             | reg::EOI
             | reg::SVR

@@ -15,6 +15,8 @@ use std::sync::OnceLock;
 pub(crate) const LEAF1_ECX_SSE3: u32 = 1;
 /// Leaf 1 EDX: the local APIC.
 pub(crate) const LEAF1_EDX_APIC: u32 = 1 << 9;
+/// Leaf 1 ECX: x2APIC mode.
+pub(crate) const LEAF1_ECX_X2APIC: u32 = 1 << 21;
 /// Leaf 1 ECX: MONITOR and MWAIT.
 pub(crate) const LEAF1_ECX_MWAIT: u32 = 1 << 3;
 /// Leaf 7 ECX: protection keys.
@@ -75,7 +77,6 @@ mod feature {
         | 1 << 24
         | 1 << 25
         | 1 << 26;
-    pub const LEAF1_ECX_X2APIC: u32 = 1 << 21;
     pub const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
     /// SYSCALL NX PDPE1GB RDTSCP LM.
     pub const EXT1_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
@@ -201,8 +202,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     let host1 = __cpuid(1);
     let amd = host_is_amd();
     // Not the TSC deadline of local APICs: a client that has its own APICs has it or not. KVM_CAP_TSC_DEADLINE_TIMER tells of slat's.
-    let leaf1_ecx =
-        feature::LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
+    let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
         | if amd {
             feature::LEAF1_EDX & feature::EXT1_EDX_AMD_COPY

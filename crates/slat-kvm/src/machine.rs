@@ -140,6 +140,11 @@ impl VcpuMachine {
         base: u64,
         by_guest: bool,
     ) -> std::result::Result<(), MsrFault> {
+        let beyond = base >> self.physical_bits != 0;
+        let has_x2apic = || cpuid::lookup(&self.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_X2APIC != 0;
+        if by_guest && (beyond || base & BASE_X2APIC != 0 && !has_x2apic()) {
+            return Err(MsrFault::Invalid);
+        }
         if let Some(mut lapic) = self.common.lapic() {
             let before = lapic.base();
             lapic

@@ -136,6 +136,7 @@ fn x2apic_registers_are_msrs_only_in_x2apic_mode() {
         "the logical id follows from the id"
     );
     assert_eq!(lapic.write_msr(0x80b, 1, 0), Err(Refused));
+    assert_eq!(lapic.write_msr(0x83f, 0x131, 0), Err(Refused));
     assert_eq!(lapic.set_base(base, true), Err(Refused));
     let Ok(Effect::Send(message)) = lapic.write_msr(0x830, 0x5_0000_4031, 0) else {
         panic!("no interrupt was sent");
