@@ -139,7 +139,7 @@ impl Qemu {
                 let last = |stream: &Stream| {
                     let all = stream.text(0..usize::MAX);
                     let lines: Vec<_> = all.lines().collect();
-                    lines[lines.len().saturating_sub(5)..].join("\n")
+                    lines[lines.len().saturating_sub(20)..].join("\n")
                 };
                 let (console, complaints) = (last(&self.console), last(&self.complaints));
                 Err(format!("QEMU's guest does not say {text:?}:\n{console}\n{complaints}").into())
