@@ -37,20 +37,23 @@ impl EventFd {
     /// The eventfd that the client's descriptor `fd` refers to.
     ///
     /// # Errors
-    /// `EBADF` when `fd` is not open, `EINVAL` when it refers to something else, `EMFILE`.
+    /// `EBADF` when `fd` is not open, or only as a path; `EINVAL` when it refers to something else; `EMFILE`.
     pub(crate) fn take(fd: i32) -> Result<Self> {
         let own = duplicate(fd)?;
-        let Some(id) = id(own.0) else {
-            return fail(libc::EINVAL);
-        };
         let arguments = [own.0 as usize, libc::F_GETFL as usize, 0, 0, 0, 0];
         // SAFETY: a plain call.
         let flags = unsafe { calls::make(Call::Flags, arguments) };
-        Ok(EventFd {
-            fd: own,
-            id,
-            never_blocks: flags.is_ok_and(|flags| flags as i32 & libc::O_NONBLOCK != 0),
-        })
+        let has = |flag: i32| flags.is_ok_and(|flags| flags as i32 & flag != 0);
+        match id(own.0) {
+            Some(id) => Ok(EventFd {
+                fd: own,
+                id,
+                never_blocks: has(libc::O_NONBLOCK),
+            }),
+            // It only names a file: the kernel's own calls do not find one behind it.
+            None if has(libc::O_PATH) => fail(libc::EBADF),
+            None => fail(libc::EINVAL),
+        }
     }
 
     /// Whether both are the same eventfd.
@@ -135,6 +138,7 @@ fn id(fd: RawFd) -> Option<u64> {
 mod tests {
     use super::*;
     use std::os::fd::{FromRawFd, OwnedFd};
+    use std::os::unix::fs::OpenOptionsExt;
 
     fn eventfd(flags: i32) -> OwnedFd {
         // SAFETY: a plain call.
@@ -159,6 +163,13 @@ mod tests {
         let file = std::fs::File::open("/dev/null").unwrap();
         let error = EventFd::take(file.as_raw_fd()).unwrap_err();
         assert_eq!(error.errno(), libc::EINVAL);
+        let path = std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_PATH)
+            .open("/dev/null")
+            .unwrap();
+        let error = EventFd::take(path.as_raw_fd()).unwrap_err();
+        assert_eq!(error.errno(), libc::EBADF);
     }
 
     #[test]

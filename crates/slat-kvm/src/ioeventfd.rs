@@ -16,18 +16,27 @@ use slat::Shared;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Registrations that a VM can have: as many as KVM's buses have devices.
-const MAX_EVENTS: usize = 1000;
 const DATAMATCH: u32 = 1 << kvm_ioeventfd_flag_nr_datamatch;
 const PIO: u32 = 1 << kvm_ioeventfd_flag_nr_pio;
 const DEASSIGN: u32 = 1 << kvm_ioeventfd_flag_nr_deassign;
 const VIRTIO_CCW: u32 = 1 << kvm_ioeventfd_flag_nr_virtio_ccw_notify;
+/// KVM's own, which clients may set: it has no effect.
+const FAST_MMIO: u32 = 1 << kvm_ioeventfd_flag_nr_fast_mmio;
+
+/// What a guest writes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Bus {
+    /// Guest-physical addresses.
+    Memory,
+    Ports,
+    /// Another architecture's: an x86 guest cannot write there, but KVM takes registrations.
+    VirtioCcw,
+}
 
 /// Where a guest writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Place {
-    /// A port, in contrast to a guest-physical address.
-    pub(crate) port: bool,
+    pub(crate) bus: Bus,
     pub(crate) address: u64,
 }
 
@@ -123,47 +132,50 @@ impl VmObject {
     /// `KVM_IOEVENTFD`.
     ///
     /// # Errors
-    /// `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps around, a value to compare without a
-    /// length, and a descriptor that is no eventfd; `EBADF`; `EEXIST` when a write could match another registration, too;
-    /// `ENOENT` when there is nothing to remove; `ENOSPC`, `ENOMEM`.
+    /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps around, and a value
+    /// to compare without a length; `EEXIST` when a write could match another registration, too. To remove one, `ENOENT` when there is
+    /// none. For both, `EBADF`, `EINVAL` for a descriptor that is no eventfd, `ENOMEM`, `EMFILE`.
     pub fn ioeventfd(&self, asked: &kvm_ioeventfd) -> Result<()> {
         let _call = self.begin()?;
-        let known = DATAMATCH | PIO | DEASSIGN | VIRTIO_CCW;
+        let known = DATAMATCH | PIO | DEASSIGN | VIRTIO_CCW | FAST_MMIO;
         let compares = asked.flags & DATAMATCH != 0;
+        let removes = asked.flags & DEASSIGN != 0;
         let wraps = asked.addr.checked_add(asked.len.into()).is_none();
-        if asked.flags & !known != 0
-            || !matches!(asked.len, 0 | 1 | 2 | 4 | 8)
-            || wraps
-            || asked.len == 0 && compares
-        {
+        let valid = asked.flags & !known == 0
+            && matches!(asked.len, 0 | 1 | 2 | 4 | 8)
+            && !wraps
+            && (asked.len != 0 || !compares);
+        // As in KVM, what cannot have been registered is not found.
+        if !valid && !removes {
             return fail(libc::EINVAL);
         }
         let event = Event {
             place: Place {
-                port: asked.flags & PIO != 0,
+                bus: match asked.flags {
+                    flags if flags & PIO != 0 => Bus::Ports,
+                    flags if flags & VIRTIO_CCW != 0 => Bus::VirtioCcw,
+                    _ => Bus::Memory,
+                },
                 address: asked.addr,
             },
             len: asked.len,
             value: compares.then_some(asked.datamatch),
             eventfd: Shared::try_new(EventFd::take(asked.fd)?).map_err(no_memory)?,
         };
-        // There is no such bus on x86.
-        if asked.flags & VIRTIO_CCW != 0 {
-            return fail(libc::EINVAL);
-        }
-        match asked.flags & DEASSIGN {
-            0 => self.add_ioeventfd(event),
-            _ => self.remove_ioeventfd(&event),
+        match removes {
+            false => self.add_ioeventfd(event),
+            true => self.remove_ioeventfd(&event),
         }
     }
 
-    fn add_ioeventfd(&self, event: Event) -> Result<()> {
+    fn add_ioeventfd(&self, mut event: Event) -> Result<()> {
         self.replace_ioeventfds(|old| {
             if old.iter().any(|other| other.overlaps(&event)) {
                 return fail(libc::EEXIST);
             }
-            if old.len() >= MAX_EVENTS {
-                return fail(libc::ENOSPC);
+            // One descriptor for all registrations of an eventfd: clients may have thousands.
+            if let Some(other) = old.iter().find(|other| other.eventfd.is(&event.eventfd)) {
+                event.eventfd = other.eventfd.clone();
             }
             let mut new = heap::with_room(old.len() + 1)?;
             let at = old.partition_point(|other| other.place <= event.place);

@@ -2,7 +2,7 @@
 
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
-use crate::ioeventfd::Place;
+use crate::ioeventfd::{Bus, Place};
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{Running, Section, bits};
@@ -659,7 +659,7 @@ impl VcpuObject {
             return is_ours;
         }
         let place = Place {
-            port: true,
+            bus: Bus::Ports,
             address: port.into(),
         };
         let Inner {
@@ -689,7 +689,7 @@ impl VcpuObject {
             }
             (None, true) => {
                 let place = Place {
-                    port: false,
+                    bus: Bus::Memory,
                     address: gpa,
                 };
                 let unit = std::iter::once(data);

@@ -116,8 +116,10 @@ impl VcpuCommon {
                     .store(message.vector.into(), Ordering::SeqCst);
                 self.signal(Self::SIPI)
             }
+            // KVM has made this one its own: it ends a halt.
+            DeliveryMode::Reserved => self.signal(Self::UNHALT),
             // There is no system management mode. The 8259's interrupts come by its line, not by messages.
-            DeliveryMode::Smi | DeliveryMode::Reserved | DeliveryMode::ExtInt => Request::Refused,
+            DeliveryMode::Smi | DeliveryMode::ExtInt => Request::Refused,
         };
         if taken == Request::Pending {
             self.notice();

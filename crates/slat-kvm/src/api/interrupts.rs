@@ -59,7 +59,7 @@ impl VmFd {
     /// `KVM_SIGNAL_MSI`. Returns how many vCPUs took the interrupt.
     ///
     /// # Errors
-    /// `ENXIO` without interrupt controller, `EINVAL` for a bad message.
+    /// `EINVAL` without interrupt controller, and for a bad message.
     pub fn signal_msi(&self, msi: kvm_msi) -> Result<std::os::raw::c_int> {
         self.vm.signal_msi(&msi)
     }
@@ -88,7 +88,7 @@ impl VmFd {
     /// do, else those of `datamatch`.
     ///
     /// # Errors
-    /// `EEXIST` when a write could match another registration, too; `EINVAL`, `ENOSPC`.
+    /// `EEXIST` when a write could match another registration, too; `EINVAL`.
     pub fn register_ioevent<T: Into<u64>>(
         &self,
         fd: &EventFd,
@@ -115,7 +115,7 @@ impl VmFd {
     /// `KVM_IRQFD`: each signal of `fd` is an interrupt of `gsi`.
     ///
     /// # Errors
-    /// `EAGAIN` without interrupt controllers, `EBUSY` when `fd` is an irqfd of this VM already.
+    /// `EINVAL` without interrupt controllers, `EBUSY` when `fd` is an irqfd of this VM already.
     pub fn register_irqfd(&self, fd: &EventFd, gsi: u32) -> Result<()> {
         self.vm.irqfd(&irqfd(fd, gsi))
     }

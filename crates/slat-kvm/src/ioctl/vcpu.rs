@@ -47,6 +47,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_GET_FPU => return give(argument, &vcpu.get_fpu()?),
         KVM_SET_FPU => vcpu.set_fpu(&user::read(argument)?)?,
         KVM_GET_LAPIC => return give(argument, &vcpu.get_lapic()?),
+        KVM_SET_LAPIC if !vcpu.vm.has_irqchip() => return fail(libc::EINVAL),
         KVM_SET_LAPIC => vcpu.set_lapic(&user::read(argument)?)?,
         KVM_GET_CPUID2 => return give_cpuid(argument, &vcpu.get_cpuid()?),
         KVM_SET_CPUID2 => vcpu.set_cpuid(take_cpuid(argument)?)?,

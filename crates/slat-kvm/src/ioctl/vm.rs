@@ -82,7 +82,7 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         KVM_SET_IRQCHIP => vm.set_irqchip(&user::read(argument)?)?,
         KVM_SET_GSI_ROUTING => {
             let [count, flags]: [u32; 2] = user::read(argument)?;
-            if count > MAX_ROUTES {
+            if !vm.has_irqchip() || flags != 0 || count > MAX_ROUTES {
                 return fail(libc::EINVAL);
             }
             let entries = argument + size_of::<[u32; 2]>() as u64;

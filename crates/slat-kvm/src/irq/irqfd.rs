@@ -81,23 +81,18 @@ impl VmObject {
     /// `KVM_IRQFD`.
     ///
     /// # Errors
-    /// `EAGAIN` without interrupt controllers, `EINVAL` for unknown flags, a GSI beyond the limit, a descriptor that is no eventfd, and
-    /// resampling without an I/O APIC; `EBADF`; `EBUSY` when the eventfd is an irqfd of this VM already; `ENOMEM`, `EMFILE`.
+    /// `EINVAL` without interrupt controllers, for unknown flags, a descriptor that is no eventfd, and resampling without an I/O APIC;
+    /// `EBADF`; `EBUSY` when the eventfd is an irqfd of this VM already; `ENOMEM`, `EMFILE`.
     pub fn irqfd(self: &Arc<Self>, asked: &kvm_irqfd) -> Result<()> {
         let _call = self.begin()?;
-        if asked.flags & !(KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE) != 0
-            || asked.gsi >= crate::irq::routing::MAX_ROUTES
-        {
+        if asked.flags & !(KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE) != 0 {
             return fail(libc::EINVAL);
         }
         if asked.flags & KVM_IRQFD_FLAG_DEASSIGN != 0 {
             return self.remove_irqfd(&EventFd::take(asked.fd as i32)?, asked.gsi);
         }
         let resampled = asked.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
-        if !self.has_irqchip() {
-            return fail(libc::EAGAIN);
-        }
-        if resampled && self.interrupts.chips().is_none() {
+        if !self.has_irqchip() || resampled && self.interrupts.chips().is_none() {
             return fail(libc::EINVAL);
         }
         let irqfd = Shared::try_new(IrqFd {

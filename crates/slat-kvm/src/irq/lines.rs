@@ -85,13 +85,14 @@ impl VmObject {
     /// `KVM_SIGNAL_MSI`. Returns how many vCPUs took the interrupt; those to which it was pending already count.
     ///
     /// # Errors
-    /// `ENXIO` without interrupt controller, `EINVAL` for flags, and for bits of the address that must be 0.
+    /// `EINVAL` without interrupt controller, for flags (a device's id, which other architectures use, has no effect), and for bits of
+    /// the address that must be 0.
     pub fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
         let _call = self.begin()?;
-        if !self.has_irqchip() {
-            return fail(libc::ENXIO);
-        }
-        if msi.flags != 0 || self.interrupts.has_wide_ids() && msi.address_hi & 0xff != 0 {
+        if !self.has_irqchip()
+            || msi.flags & !KVM_MSI_VALID_DEVID != 0
+            || self.interrupts.has_wide_ids() && msi.address_hi & 0xff != 0
+        {
             return fail(libc::EINVAL);
         }
         let address = u64::from(msi.address_hi) << 32 | u64::from(msi.address_lo);

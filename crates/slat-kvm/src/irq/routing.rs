@@ -74,7 +74,12 @@ impl Routes {
     ) -> Result<Self> {
         let mut routes = heap::with_room(entries.len())?;
         for entry in entries {
-            if entry.gsi >= MAX_ROUTES || entry.flags != 0 {
+            let known = match entry.type_ {
+                // The id of the device, which other architectures use.
+                KVM_IRQ_ROUTING_MSI => KVM_MSI_VALID_DEVID,
+                _ => 0,
+            };
+            if entry.gsi >= MAX_ROUTES || entry.flags & !known != 0 {
                 return fail(libc::EINVAL);
             }
             routes.push((entry.gsi, target(entry, has_chips, extended_ids)?));
