@@ -15,6 +15,8 @@ pub struct Address {
     pub id: u32,
     /// The logical id.
     pub logical: Logical,
+    /// Software has enabled it: it takes interrupts.
+    pub enabled: bool,
 }
 
 /// The logical id of a local APIC (SDM volume 3, 12.6.2.2).
@@ -48,6 +50,7 @@ impl Logical {
 struct Entry {
     id: u32,
     logical: Logical,
+    enabled: bool,
     /// The number that the caller knows the APIC by.
     index: usize,
 }
@@ -75,9 +78,19 @@ impl ApicMap {
     pub fn rebuild(&mut self, addresses: impl Iterator<Item = (usize, Address)>) {
         self.by_id.clear();
         self.has_xapic = false;
-        for (index, Address { id, logical }) in addresses {
+        for (index, address) in addresses {
+            let Address {
+                id,
+                logical,
+                enabled,
+            } = address;
             self.has_xapic |= logical != Logical::X2apic;
-            self.by_id.push(Entry { id, logical, index });
+            self.by_id.push(Entry {
+                id,
+                logical,
+                enabled,
+                index,
+            });
         }
         self.by_id
             .sort_unstable_by_key(|entry| (entry.id, entry.index));
@@ -90,11 +103,11 @@ impl ApicMap {
     }
 
     /// Calls `visit` with each APIC in xAPIC mode whose logical id `is_meant`.
-    fn visit_xapic(&self, visit: &mut impl FnMut(usize), is_meant: impl Fn(Logical) -> bool) {
+    fn visit_xapic(&self, visit: &mut impl FnMut(&Entry), is_meant: impl Fn(Logical) -> bool) {
         if self.has_xapic {
             (self.by_id.iter())
                 .filter(|entry| entry.logical != Logical::X2apic && is_meant(entry.logical))
-                .for_each(|entry| visit(entry.index));
+                .for_each(visit);
         }
     }
 
@@ -105,12 +118,23 @@ impl ApicMap {
         sender: Option<usize>,
         mut visit: impl FnMut(usize),
     ) {
+        self.visit_entries(destination, sender, |entry| visit(entry.index));
+    }
+
+    fn visit_entries(
+        &self,
+        destination: Destination,
+        sender: Option<usize>,
+        mut visit: impl FnMut(&Entry),
+    ) {
         match destination {
-            Destination::Sender => sender.into_iter().for_each(visit),
-            Destination::All => self.by_id.iter().for_each(|entry| visit(entry.index)),
+            Destination::Sender => (self.by_id.iter())
+                .filter(|entry| Some(entry.index) == sender)
+                .for_each(visit),
+            Destination::All => self.by_id.iter().for_each(visit),
             Destination::Others => (self.by_id.iter())
                 .filter(|entry| Some(entry.index) != sender)
-                .for_each(|entry| visit(entry.index)),
+                .for_each(visit),
             Destination::Physical(id) => {
                 // For an APIC in xAPIC mode eight ones are a broadcast, also from a sender that has wider ids.
                 if id == BROADCAST {
@@ -118,13 +142,13 @@ impl ApicMap {
                 }
                 (self.with_id(id).iter())
                     .filter(|entry| id != BROADCAST || entry.logical == Logical::X2apic)
-                    .for_each(|entry| visit(entry.index));
+                    .for_each(visit);
             }
             Destination::Logical(id) => {
                 for bit in (0..16).filter(|bit| id >> bit & 1 != 0) {
                     (self.with_id((id >> 16) << 4 | bit).iter())
                         .filter(|entry| entry.logical == Logical::X2apic)
-                        .for_each(|entry| visit(entry.index));
+                        .for_each(&mut visit);
                 }
                 if id <= BROADCAST {
                     self.visit_xapic(&mut visit, |logical| id == BROADCAST || logical.matches(id));
@@ -133,22 +157,27 @@ impl ApicMap {
         }
     }
 
-    /// Calls `deliver` with each APIC that `message` is for. One that goes to the lowest priority goes to one of them: as in KVM,
-    /// the vector chooses which, so that the same interrupt stays on one CPU.
+    /// Calls `deliver` with each APIC that `message` is for. One that goes to the lowest priority goes to one of those that take
+    /// interrupts: as in KVM, the vector chooses which, so that the same interrupt stays on one CPU.
     pub fn route(&self, message: &Message, sender: Option<usize>, mut deliver: impl FnMut(usize)) {
         let destination = message.destination;
         if message.mode != DeliveryMode::LowestPriority {
             return self.visit(destination, sender, deliver);
         }
         let mut count = 0;
-        self.visit(destination, sender, |_| count += 1);
+        self.visit_entries(destination, sender, |entry| {
+            count += usize::from(entry.enabled);
+        });
         let mut left = match count {
             0 => return,
             count => usize::from(message.vector) % count,
         };
-        self.visit(destination, sender, |index| {
+        self.visit_entries(destination, sender, |entry| {
+            if !entry.enabled {
+                return;
+            }
             if left == 0 {
-                deliver(index);
+                deliver(entry.index);
             }
             left = left.wrapping_sub(1);
         });
@@ -161,11 +190,23 @@ mod tests {
     use std::vec;
 
     fn map(addresses: &[(u32, Logical)]) -> ApicMap {
+        map_without(&[], addresses)
+    }
+
+    /// Software has enabled all APICs but those at the places `disabled`.
+    fn map_without(disabled: &[usize], addresses: &[(u32, Logical)]) -> ApicMap {
         let mut map = ApicMap::default();
         map.reserve(addresses.len()).unwrap();
         map.rebuild(
-            (addresses.iter().enumerate())
-                .map(|(index, &(id, logical))| (index, Address { id, logical })),
+            (addresses.iter().enumerate()).map(|(index, &(id, logical))| {
+                let enabled = !disabled.contains(&index);
+                let address = Address {
+                    id,
+                    logical,
+                    enabled,
+                };
+                (index, address)
+            }),
         );
         map
     }
@@ -259,5 +300,31 @@ mod tests {
             ),
             []
         );
+    }
+
+    #[test]
+    fn the_lowest_priority_is_that_of_an_apic_that_takes_interrupts() {
+        let flat = [
+            (0, Logical::Flat(1)),
+            (1, Logical::None),
+            (2, Logical::Flat(4)),
+        ];
+        let x2apic = [0, 1, 2].map(|id| (id, Logical::X2apic));
+        for (addresses, destination) in [
+            (flat, Destination::All),
+            (x2apic, Destination::All),
+            (x2apic, Destination::Logical(7)),
+        ] {
+            let map = map_without(&[1], &addresses);
+            for vector in 0x30..0x38 {
+                let found = routed(&map, DeliveryMode::LowestPriority, vector, destination);
+                assert_eq!(found, [if vector & 1 == 0 { 0 } else { 2 }]);
+            }
+            // An INIT finds all.
+            assert_eq!(routed(&map, DeliveryMode::Init, 0, destination), [0, 1, 2]);
+        }
+        let none = map_without(&[0, 1, 2], &x2apic);
+        let found = routed(&none, DeliveryMode::LowestPriority, 0x30, Destination::All);
+        assert_eq!(found, []);
     }
 }

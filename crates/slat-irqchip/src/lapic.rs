@@ -490,7 +490,11 @@ impl Lapic {
             // A guest in xAPIC mode may have given itself another id than its vCPU's.
             false => self.get(reg::ID) >> 24,
         };
-        Some(Address { id, logical })
+        Some(Address {
+            id,
+            logical,
+            enabled: self.software_enabled(),
+        })
     }
 
     fn divisor(&self) -> u64 {
