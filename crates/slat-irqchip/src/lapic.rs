@@ -67,7 +67,7 @@ pub enum Effect {
     Send(Message),
     /// [`Lapic::address`] may have changed.
     Address,
-    /// The timer has a new deadline (or none): see [`Lapic::deadline`].
+    /// The timer has a new deadline (or none): see [`Lapic::deadline`]. The one before may have been over, and is an interrupt then.
     Timer,
     /// The guest has finished with this vector; true when it was level-triggered.
     Eoi(u8, bool),
@@ -290,6 +290,7 @@ impl Lapic {
                 },
             ),
             reg::LVT_TIMER => {
+                self.tick(now);
                 let by_tsc = self.tsc_deadline_mode();
                 self.set_lvt(reg::LVT_TIMER, value, 0x7_10ff);
                 if self.tsc_deadline_mode() != by_tsc {
@@ -303,12 +304,15 @@ impl Lapic {
             offset @ (reg::LVT_LINT0 | reg::LVT_LINT1) => self.set_lvt(offset, value, 0x1_f7ff),
             reg::LVT_ERROR => self.set_lvt(reg::LVT_ERROR, value, 0x1_10ff),
             reg::TIMER_INITIAL if !self.tsc_deadline_mode() => {
+                // A count that has ended by now is an interrupt, whoever looks at it when.
+                self.tick(now);
                 self.set(reg::TIMER_INITIAL, value);
                 self.started = now;
                 self.deadline = (value != 0).then(|| now + self.period());
                 return Effect::Timer;
             }
             reg::TIMER_DIVIDE => {
+                self.tick(now);
                 let count = self.timer_current(now);
                 self.set(reg::TIMER_DIVIDE, value & 0xb);
                 if self.deadline.is_some() {
@@ -539,11 +543,14 @@ impl Lapic {
         if !self.tsc_deadline_mode() {
             return Effect::None;
         }
+        self.tick(now);
         self.tsc_deadline = value;
         self.deadline = (value != 0).then(|| {
             let cycles = u128::from(value.saturating_sub(tsc));
             now.saturating_add((cycles * 1_000_000 / u128::from(self.tsc_khz.max(1))) as u64)
         });
+        // One that is over already.
+        self.tick(now);
         Effect::Timer
     }
 

@@ -171,7 +171,10 @@ impl VcpuMachine {
                 self.vm.send_message(Some(&self.common), &message);
             }
             Effect::Address => self.vm.apic_addresses_changed(),
-            Effect::Timer => self.arm_timer(),
+            Effect::Timer => {
+                self.arm_timer();
+                self.task_priority_changed();
+            }
             Effect::Eoi(vector, level) => {
                 if self.vm.end_of_interrupt(vector, level) {
                     self.ioapic_eoi = Some(vector);
@@ -182,7 +185,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Has the run loop look whether an interrupt can be delivered, if one can be.
+    /// Has the run loop look at the APIC if it has an interrupt that can be delivered.
     pub(crate) fn task_priority_changed(&self) {
         let pending = |lapic: MutexGuard<'_, Lapic>| lapic.pending().is_some();
         if self.common.lapic().is_some_and(pending) {

@@ -200,3 +200,51 @@ fn saving_and_restoring_keeps_the_registers() {
     other.restore(&state, 0);
     assert_eq!(other.pending(), Some(0x55));
 }
+
+/// Whoever looks at the clock, and when: a guest that begins a new count as soon as the last one has ended gets an interrupt for each.
+#[test]
+fn a_count_that_has_ended_is_an_interrupt_also_when_a_new_one_begins() {
+    let ended = |again: fn(&mut Lapic)| {
+        let mut lapic = enabled();
+        lapic.write(reg::TIMER_DIVIDE, 0xb, 0);
+        lapic.write(reg::LVT_TIMER, 0x40, 0);
+        lapic.write(reg::TIMER_INITIAL, 100, 0);
+        again(&mut lapic);
+        lapic.pending()
+    };
+    assert_eq!(
+        ended(|apic| _ = apic.write(reg::TIMER_INITIAL, 7, 99)),
+        None
+    );
+    let over = Some(0x40);
+    assert_eq!(
+        ended(|apic| _ = apic.write(reg::TIMER_INITIAL, 7, 100)),
+        over
+    );
+    assert_eq!(
+        ended(|apic| _ = apic.write(reg::TIMER_INITIAL, 0, 100)),
+        over
+    );
+    assert_eq!(
+        ended(|apic| _ = apic.write(reg::TIMER_DIVIDE, 0, 100)),
+        over
+    );
+    assert_eq!(
+        ended(|apic| _ = apic.write(reg::LVT_TIMER, 0x1_0041, 100)),
+        over
+    );
+    let mut lapic = enabled();
+    lapic.write(reg::LVT_TIMER, 0x40 | 2 << 17, 0);
+    lapic.set_tsc_deadline(3000, 1000, 50);
+    lapic.set_tsc_deadline(9000, 3050, 2100);
+    assert_eq!(lapic.pending(), over);
+    lapic.accept(0x40);
+    lapic.write(reg::EOI, 0, 0);
+    assert_eq!(lapic.set_tsc_deadline(1, 3050, 2100), Effect::Timer);
+    assert_eq!(
+        lapic.pending(),
+        over,
+        "a deadline in the past is over at once"
+    );
+    assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (None, 0));
+}
