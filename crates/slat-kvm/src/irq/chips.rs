@@ -3,12 +3,14 @@
 use crate::errno::Result;
 use crate::irq::lines::Ended;
 use crate::irq::timer::Timer;
-use crate::irq::{RESAMPLE, TIMER, USERSPACE, Vectors};
+use crate::irq::vcpus::Sent;
+use crate::irq::{RESAMPLE, TIMER, Vectors};
 use crate::ticker::{Alarm, Client};
 use crate::vm::VmObject;
 use slat::Shared;
 use slat_irqchip::ioapic::{self, IoApic};
 use slat_irqchip::line::Outcome;
+use slat_irqchip::message::Message;
 use slat_irqchip::pic::{Chip, PicState, Pics};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -94,9 +96,36 @@ impl Chips {
         result
     }
 
+    /// Sends a message of the I/O APIC, which is locked. Its vector may be new: a vCPU that ends the interrupt at once finds it
+    /// published.
+    fn send(&self, vm: &VmObject, message: &Message) -> Sent {
+        self.ioapic_vectors.insert(message.vector);
+        vm.send_message(None, message)
+    }
+
     /// Sets what `source` does to a line of the 8259 pair.
     pub(crate) fn set_pic_line(&self, vm: &VmObject, line: u8, source: u8, level: bool) -> Outcome {
         self.with_pics(vm, |pics| pics.set_line(line.into(), source, level))
+    }
+
+    /// Lets `source` raise a line of the 8259 pair and lower it again.
+    pub(crate) fn pulse_pic_line(&self, vm: &VmObject, line: u8, source: u8) {
+        self.with_pics(vm, |pics| {
+            for level in [true, false] {
+                pics.set_line(line.into(), source, level);
+            }
+        });
+    }
+
+    /// Lets `source` raise a pin of the I/O APIC and lower it again.
+    pub(crate) fn pulse_ioapic_pin(&self, vm: &VmObject, pin: u8, source: u8) {
+        self.with_ioapic(|ioapic| {
+            for level in [true, false] {
+                let deliver = &mut |message| self.send(vm, &message).taken;
+                ioapic.set_line(pin.into(), source, level, deliver);
+            }
+            ((), false)
+        });
     }
 
     /// Sets what `source` does to a pin of the I/O APIC. An interrupt that every local APIC merges with a pending one is coalesced.
@@ -110,7 +139,7 @@ impl Chips {
         let mut new = 0;
         let outcome = self.with_ioapic(|ioapic| {
             let deliver = &mut |message| {
-                let sent = vm.send_message(None, &message);
+                let sent = self.send(vm, &message);
                 new += sent.new;
                 sent.taken
             };
@@ -140,7 +169,7 @@ impl Chips {
                     ended.add_pin(pin);
                     1 << RESAMPLE
                 },
-                &mut |message| vm.send_message(None, &message).taken,
+                &mut |message| self.send(vm, &message).taken,
             );
             (postponed, false)
         });
@@ -213,7 +242,7 @@ impl Chips {
                     ended.add_pin(pin);
                     1 << RESAMPLE
                 },
-                &mut |message| vm.send_message(None, &message).taken,
+                &mut |message| self.send(vm, &message).taken,
             );
             let changed = written.is_some();
             (written, changed)
@@ -244,7 +273,7 @@ impl Chips {
 
     pub(crate) fn restore_ioapic(&self, vm: &VmObject, state: &ioapic::IoApicState) {
         self.with_ioapic(|ioapic| {
-            ioapic.restore(state, &mut |message| vm.send_message(None, &message).taken);
+            ioapic.restore(state, &mut |message| self.send(vm, &message).taken);
             ((), true)
         });
     }
@@ -255,7 +284,7 @@ impl VmObject {
     fn storm_paused(&self) {
         if let Some(chips) = self.interrupts.chips() {
             chips.with_ioapic(|ioapic| {
-                ioapic.deliver_pending(&mut |message| self.send_message(None, &message).taken);
+                ioapic.deliver_pending(&mut |message| chips.send(self, &message).taken);
                 ((), false)
             });
         }
@@ -263,14 +292,7 @@ impl VmObject {
 
     /// Pulses the 8254's line.
     pub(crate) fn pulse_timer(&self) {
-        self.set_line(0, TIMER, true);
-        self.set_line(0, TIMER, false);
+        self.pulse_line(0, TIMER);
         self.pulse_lint0();
-    }
-
-    /// Pulses a line as an irqfd does.
-    pub(crate) fn pulse_line(&self, gsi: u32) {
-        self.set_line(gsi, USERSPACE, true);
-        self.set_line(gsi, USERSPACE, false);
     }
 }

@@ -14,7 +14,7 @@ use crate::background::{self, Background};
 use crate::errno::{Error, Result, fail, last, no_memory};
 use crate::eventfd::EventFd;
 use crate::heap;
-use crate::irq::RESAMPLE;
+use crate::irq::{RESAMPLE, USERSPACE};
 use crate::process::PerProcess;
 use crate::vm::VmObject;
 use kvm_bindings::*;
@@ -54,7 +54,7 @@ impl IrqFd {
             Some(_) => {
                 vm.set_line(self.gsi, RESAMPLE, true);
             }
-            None => vm.pulse_line(self.gsi),
+            None => vm.pulse_line(self.gsi, USERSPACE),
         }
     }
 }

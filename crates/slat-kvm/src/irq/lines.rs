@@ -71,6 +71,22 @@ impl VmObject {
         status
     }
 
+    /// Raises the line of a GSI for a moment. Nobody finds it high: routes that change do not leave it so, and a guest that ends the
+    /// interrupt at once can have the next one.
+    pub(crate) fn pulse_line(&self, gsi: u32, source: u8) {
+        let chips = self.interrupts.chips();
+        for target in self.routes().of(gsi) {
+            match (target, chips) {
+                (Target::Pic(line), Some(chips)) => chips.pulse_pic_line(self, line, source),
+                (Target::IoApic(pin), Some(chips)) => chips.pulse_ioapic_pin(self, pin, source),
+                (Target::Msi { address, data }, _) => {
+                    self.send_msi(address, data);
+                }
+                (Target::Pic(_) | Target::IoApic(_), None) => {}
+            }
+        }
+    }
+
     /// Sends what a device would write.
     fn send_msi(&self, address: u64, data: u32) -> Outcome {
         let message = Message::from_msi(address, data, self.interrupts.msi_ids());

@@ -50,6 +50,13 @@ impl Vectors {
         }
     }
 
+    fn insert(&self, vector: u8) {
+        if !self.contains(vector) {
+            let word = &self.0[usize::from(vector >> 6)];
+            word.fetch_or(1 << (vector & 63), Ordering::SeqCst);
+        }
+    }
+
     pub(crate) fn contains(&self, vector: u8) -> bool {
         let word = &self.0[usize::from(vector >> 6)];
         word.load(Ordering::SeqCst) >> (vector & 63) & 1 != 0
