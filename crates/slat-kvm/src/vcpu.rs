@@ -659,6 +659,7 @@ impl VcpuObject {
     pub fn get_lapic(&self) -> Result<kvm_lapic_state> {
         let mut inner = self.lock()?;
         inner.sync_cr8_to_lapic();
+        self.vm.inject_signalled();
         match self.common.lapic() {
             Some(lapic) => {
                 let mut registers = lapic.save(self.vm.clock.now());

@@ -6,7 +6,8 @@
 //!
 //! # Concurrency
 //! The thread finds an irqfd by its number in the process's list, under that list's lock, and injects under the irqfd's own. Taking
-//! an irqfd away removes it from both and then takes its lock once: after `KVM_IRQFD` has returned, nothing is injected any more.
+//! an irqfd away removes it from both, injects what was signalled before, and ends it under its lock: after `KVM_IRQFD` has returned,
+//! nothing is injected any more.
 //! Locks are taken in this order: VM's list, process's list; an irqfd's lock, then those of the controllers. The lock of no list is
 //! held while something is injected.
 
@@ -41,10 +42,24 @@ struct IrqFd {
 }
 
 impl IrqFd {
-    /// Injects what the eventfd has signalled.
+    /// Injects what the eventfd has signalled, unless the irqfd was taken away.
     fn fire(&self) {
         let live = lock(&self.live);
-        if !*live || !self.eventfd.drain() {
+        if *live {
+            self.inject();
+        }
+    }
+
+    /// Injects what was signalled until now, and nothing any more.
+    fn end(&self) {
+        let mut live = lock(&self.live);
+        self.inject();
+        *live = false;
+    }
+
+    /// Call with `live` locked.
+    fn inject(&self) {
+        if !self.eventfd.drain() {
             return;
         }
         let Some(vm) = self.vm.upgrade() else {
@@ -140,13 +155,19 @@ impl VmObject {
             if let Some(service) = SERVICE.peek() {
                 service.remove(&irqfd);
             }
-            *lock(&irqfd.live) = false;
+            irqfd.end();
             if irqfd.resample.is_some() && last_of_line {
                 // Nobody is left who would lower it.
                 self.set_line(gsi, RESAMPLE, false);
             }
         }
         Ok(())
+    }
+
+    /// Injects what eventfds have signalled until now. Call before the state of controllers is saved: KVM's irqfds inject at once.
+    pub(crate) fn inject_signalled(&self) {
+        let irqfd = |at: usize| lock(&self.interrupts.irqfds.list).get(at).cloned();
+        (0..).map_while(irqfd).for_each(|irqfd| irqfd.fire());
     }
 
     /// Call after the guest's end of an interrupt of `gsi`, with no controller locked: lowers the line of resampled irqfds, and has their

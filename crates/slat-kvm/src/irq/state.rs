@@ -128,6 +128,7 @@ impl VmObject {
     pub fn get_irqchip(&self, chip: &mut kvm_irqchip) -> Result<()> {
         let _call = self.begin()?;
         let chips = self.has_chips()?;
+        self.inject_signalled();
         match (pic_chip(chip.chip_id), chip.chip_id) {
             (Some(which), _) => chip.chip.pic = kvm_pic(&chips.save_pic(which)),
             (None, KVM_IRQCHIP_IOAPIC) => chip.chip.ioapic = kvm_ioapic(&chips.save_ioapic()),
