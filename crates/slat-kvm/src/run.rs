@@ -393,15 +393,13 @@ impl VcpuObject {
     /// Carries out INIT and SIPI.
     pub(crate) fn accept_init_sipi(&self, inner: &mut Inner) {
         let common = self.common();
-        if common.signals.load(Ordering::SeqCst) & (VcpuCommon::INIT | VcpuCommon::SIPI) == 0 {
+        let both = VcpuCommon::INIT | VcpuCommon::SIPI;
+        if common.signals.load(Ordering::SeqCst) & both == 0 {
             return;
         }
-        if common
-            .signals
-            .fetch_and(!VcpuCommon::INIT, Ordering::SeqCst)
-            & VcpuCommon::INIT
-            != 0
-        {
+        // Both at once: a SIPI that is found after this may belong to an INIT that is not carried out yet.
+        let sent = common.signals.fetch_and(!both, Ordering::SeqCst);
+        if sent & VcpuCommon::INIT != 0 {
             let mut state = State::reset();
             state.cr2 = inner.cpu.state.cr2;
             state.gpr[2] = inner.cpu.state.gpr[2];
@@ -424,13 +422,7 @@ impl VcpuObject {
                 self.vm.apic_addresses_changed();
             }
         }
-        if common
-            .signals
-            .fetch_and(!VcpuCommon::SIPI, Ordering::SeqCst)
-            & VcpuCommon::SIPI
-            != 0
-            && inner.mp_state == KVM_MP_STATE_INIT_RECEIVED
-        {
+        if sent & VcpuCommon::SIPI != 0 && inner.mp_state == KVM_MP_STATE_INIT_RECEIVED {
             let vector = common.sipi_vector.load(Ordering::SeqCst) & 0xff;
             inner.cpu.state.cs = Segment::real((vector << 8) as u16, inner.cpu.state.cs.rights);
             inner.cpu.state.rip = 0;
