@@ -269,7 +269,8 @@ impl VcpuObject {
                 self.common().exits.halt_wakeup.add(1);
                 break;
             }
-            if self.common().lapic().is_none() && self.opens_window(inner, true) {
+            // A halted vCPU takes interrupts: nothing else would tell the client.
+            if self.asks_client(inner) && self.opens_window(inner, true) {
                 return Ok(false);
             }
             self.block(inner, masked)?;
@@ -300,8 +301,7 @@ impl VcpuObject {
         if self.has_interrupt(inner) {
             inner.cpu.interrupt_window = true;
         }
-        let client_may = self.vm.interrupts.is_split() && self.accepts_from_client(inner);
-        Ok(!(client_may && self.opens_window(inner, true)))
+        Ok(!(self.asks_client(inner) && self.opens_window(inner, true)))
     }
 
     /// The interrupt that the vCPU takes now: the 8259's before those of its APIC.
@@ -338,6 +338,14 @@ impl VcpuObject {
     fn has_interrupt(&self, inner: &Inner) -> bool {
         self.has_external(inner)
             || (self.common().lapic()).is_some_and(|lapic| lapic.pending().is_some())
+    }
+
+    /// Whether the client has the 8259, and may give its interrupt now, as far as the local APIC, if there is one, is concerned.
+    fn asks_client(&self, inner: &Inner) -> bool {
+        match self.vm.has_irqchip() {
+            true => self.vm.interrupts.is_split() && self.accepts_from_client(inner),
+            false => true,
+        }
     }
 
     /// Whether a client that has the 8259 may give its interrupt now, as far as the local APIC is concerned.
