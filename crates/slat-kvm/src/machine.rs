@@ -153,6 +153,7 @@ impl VcpuMachine {
             drop(lapic);
             if base != before {
                 self.vm.apic_addresses_changed();
+                self.look_for_interrupts();
             }
             return Ok(());
         }
@@ -191,6 +192,11 @@ impl VcpuMachine {
         if self.common.lapic().is_some_and(pending) {
             self.common.attention.raise(bits::IRQ);
         }
+    }
+
+    /// Has the run loop look for interrupts: one that waits at the APIC, or at an 8259, may reach the CPU now.
+    pub(crate) fn look_for_interrupts(&self) {
+        self.common.attention.raise(bits::IRQ);
     }
 
     /// Tells the ticker when the APIC timer has to be looked at next.

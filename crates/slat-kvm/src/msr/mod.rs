@@ -365,8 +365,10 @@ pub(crate) fn write_machine(
                 .write_msr(index, value, now)
                 .map_err(|_| MsrFault::Invalid)?;
             machine.carry_out(effect);
-            if index == X2APIC_TPR {
-                machine.task_priority_changed();
+            match index {
+                X2APIC_TPR => machine.task_priority_changed(),
+                X2APIC_SVR | X2APIC_LINT0 => machine.look_for_interrupts(),
+                _ => {}
             }
         }
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => {
