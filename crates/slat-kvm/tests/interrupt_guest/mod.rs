@@ -1,0 +1,570 @@
+//! Guests that count interrupts in memory, for tests of where interrupts go. Real mode and x2APIC mode: an end of interrupt is an MSR
+//! write, and nothing the handlers do leaves the guest, unless they are told to.
+//!
+//! The requests are raw, as `slat run` makes them, because `KVM_IRQ_LINE_STATUS` has no method.
+#![allow(dead_code)]
+
+use crate::common::Memory;
+use kvm_bindings::*;
+use slat_kvm::abi::*;
+use slat_kvm::ioctl::{Answer, Object};
+use slat_model::Rng;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::thread::JoinHandleExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use vmm_sys_util::eventfd::EventFd;
+
+/// How long a test waits for what has to happen: much longer than it takes on a machine that does other things, too.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// For each vector, how often its handler has run.
+const COUNTS: u64 = 0x400;
+/// For each vector, a number that the test writes before it injects.
+const SENT: u64 = 0x800;
+/// For each vector, the number that its handler saw last.
+const SEEN: u64 = 0xc00;
+/// For each vCPU, how often its main loop went around.
+const ROUNDS: u64 = 0x1000;
+/// Programs of vCPUs, 0x100 bytes each.
+const PROGRAMS: u64 = 0x2000;
+/// Handlers, [`HANDLER`] bytes each.
+const HANDLERS: u64 = 0x4000;
+const HANDLER: u64 = 64;
+/// Stacks of vCPUs, downwards.
+const STACKS: u64 = 0x8000;
+const STACK: u64 = 0x400;
+const MEMORY: u64 = 0x1_0000;
+/// The port by which a handler tells the test that it runs, before it ends its interrupt.
+pub const PORT: u16 = 0x10;
+
+/// mov ecx, msr; mov eax, low; mov edx, high; wrmsr
+pub fn wrmsr(msr: u32, low: u32, high: u32) -> Vec<u8> {
+    let mut code = vec![0x66, 0xb9];
+    code.extend(msr.to_le_bytes());
+    code.extend([0x66, 0xb8]);
+    code.extend(low.to_le_bytes());
+    code.extend([0x66, 0xba]);
+    code.extend(high.to_le_bytes());
+    code.extend([0x0f, 0x30]);
+    code
+}
+
+/// Switches the APIC on by software, and interrupts.
+pub fn open() -> Vec<u8> {
+    [wrmsr(0x80f, 0x1ff, 0), vec![0xfb]].concat()
+}
+
+/// `body` again and again, counted in [`ROUNDS`].
+pub fn forever(body: &[u8]) -> Vec<u8> {
+    // inc dword [si]
+    let mut code = vec![0x66, 0xff, 0x04];
+    code.extend(body);
+    // jmp near, to the beginning
+    let back = -(code.len() as i16 + 3);
+    code.push(0xe9);
+    code.extend(back.to_le_bytes());
+    code
+}
+
+/// Waits for interrupts in halts.
+pub fn halting() -> Vec<u8> {
+    [open(), forever(&[0xf4])].concat()
+}
+
+/// Waits for interrupts busily.
+pub fn busy() -> Vec<u8> {
+    [open(), forever(&[0xf3, 0x90])].concat()
+}
+
+/// Sends an IPI again and again: the words of the ICR.
+pub fn sending(low: u32, high: u32) -> Vec<u8> {
+    [open(), forever(&wrmsr(0x830, low, high))].concat()
+}
+
+/// The end of an interrupt.
+pub fn end() -> Vec<u8> {
+    wrmsr(0x80b, 0, 0)
+}
+
+/// Writes the vector to [`PORT`].
+pub fn tell(vector: u8) -> Vec<u8> {
+    // mov al, vector; out PORT, al
+    vec![0xb0, vector, 0xe6, PORT as u8]
+}
+
+/// A handler that counts its runs, and then executes `body`.
+fn handler(vector: u8, body: &[u8]) -> Vec<u8> {
+    let of = |array: u64| ((array + 4 * u64::from(vector)) as u16).to_le_bytes();
+    // push eax, ecx, edx
+    let mut code = vec![0x66, 0x50, 0x66, 0x51, 0x66, 0x52];
+    // mov eax, [SENT]; mov [SEEN], eax; lock inc dword [COUNTS]
+    code.extend([0x66, 0xa1]);
+    code.extend(of(SENT));
+    code.extend([0x66, 0xa3]);
+    code.extend(of(SEEN));
+    code.extend([0xf0, 0x66, 0xff, 0x06]);
+    code.extend(of(COUNTS));
+    code.extend(body);
+    // pop edx, ecx, eax; iret
+    code.extend([0x66, 0x5a, 0x66, 0x59, 0x66, 0x58, 0xcf]);
+    assert!(code.len() as u64 <= HANDLER);
+    code
+}
+
+/// Which controllers a machine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chips {
+    /// The client has all. Handlers end nothing.
+    None,
+    Pc,
+    /// The client has all but the local APICs.
+    Split,
+}
+
+fn handler_at(vector: u8) -> u64 {
+    HANDLERS + HANDLER * u64::from(vector)
+}
+
+fn errno(error: slat_kvm::Error) -> i32 {
+    error.errno()
+}
+
+/// An ioctl with a struct.
+pub fn call<T>(object: &Object, request: u32, argument: &mut T) -> Result<i32, i32> {
+    match object.ioctl(request, std::ptr::from_mut(argument) as u64) {
+        Ok(Answer::Value(value)) => Ok(value),
+        Ok(other) => panic!("{other:?}"),
+        Err(error) => Err(errno(error)),
+    }
+}
+
+fn create(object: &Object, request: u32, argument: u64) -> (Object, OwnedFd) {
+    match object.ioctl(request, argument) {
+        Ok(Answer::Created(object, fd)) => (object, fd),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The `kvm_run` of a vCPU.
+pub struct RunPage(*mut kvm_run);
+
+// SAFETY: shared memory, used by volatile and atomic accesses.
+unsafe impl Send for RunPage {}
+// SAFETY: as above.
+unsafe impl Sync for RunPage {}
+
+impl RunPage {
+    fn map(fd: &OwnedFd) -> Self {
+        // SAFETY: a new mapping.
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                slat_kvm::run_page::MMAP_SIZE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                fd.as_raw_fd(),
+                0,
+            )
+        };
+        assert_ne!(start, libc::MAP_FAILED);
+        RunPage(start.cast())
+    }
+
+    /// The reason of the last exit.
+    pub fn exit_reason(&self) -> u32 {
+        // SAFETY: inside the mapping.
+        unsafe { (&raw const (*self.0).exit_reason).read_volatile() }
+    }
+
+    /// The vector of `KVM_EXIT_IOAPIC_EOI`.
+    pub fn ended(&self) -> u8 {
+        // SAFETY: inside the mapping; any bits are a vector.
+        unsafe { (&raw const (*self.0).__bindgen_anon_1.eoi.vector).read_volatile() }
+    }
+
+    /// Asks for `KVM_EXIT_IRQ_WINDOW_OPEN`, or no longer.
+    pub fn request_window(&self, on: bool) {
+        // SAFETY: inside the mapping.
+        unsafe {
+            (&raw mut (*self.0).request_interrupt_window).write_volatile(on.into());
+        }
+    }
+
+    /// Whether the vCPU takes a `KVM_INTERRUPT` now.
+    pub fn ready(&self) -> bool {
+        // SAFETY: inside the mapping.
+        unsafe { (&raw const (*self.0).ready_for_interrupt_injection).read_volatile() != 0 }
+    }
+
+    /// The port and the first byte of an access to a port.
+    pub fn port(&self) -> (u16, u8) {
+        // SAFETY: inside the mapping, which has the data at the offset that the exit names.
+        unsafe {
+            let io = (&raw const (*self.0).__bindgen_anon_1.io).read_volatile();
+            let data = self.0.cast::<u8>().add(io.data_offset as usize);
+            (io.port, data.read_volatile())
+        }
+    }
+}
+
+impl Drop for RunPage {
+    fn drop(&mut self) {
+        // SAFETY: our mapping.
+        unsafe { libc::munmap(self.0.cast(), slat_kvm::run_page::MMAP_SIZE) };
+    }
+}
+
+/// One vCPU, not running.
+pub struct Vcpu {
+    pub object: Object,
+    pub page: RunPage,
+    _fd: OwnedFd,
+}
+
+impl Vcpu {
+    /// Runs until an exit. Returns its reason, or the errno.
+    pub fn run(&self) -> Result<u32, i32> {
+        (self.object.ioctl(KVM_RUN, 0))
+            .map(|_| self.page.exit_reason())
+            .map_err(errno)
+    }
+}
+
+/// A machine with its vCPUs about to run their programs.
+pub struct Machine {
+    pub vm: Object,
+    _fd: OwnedFd,
+    pub memory: Arc<Memory>,
+    vcpus: Vec<Vcpu>,
+}
+
+impl Machine {
+    /// One vCPU for each program. APIC ids are the vCPUs' places. `tells`: vectors whose handlers write to [`PORT`].
+    pub fn new(chips: Chips, programs: &[Vec<u8>], tells: &[u8]) -> Self {
+        // No vCPU comes out to be looked at: what forgets to call it hangs.
+        slat_kvm::watch_signals();
+        let (vm, fd) = create(&Object::system(), KVM_CREATE_VM, 0);
+        match chips {
+            Chips::None => {}
+            Chips::Pc => assert!(vm.ioctl(KVM_CREATE_IRQCHIP, 0).is_ok()),
+            Chips::Split => {
+                let mut split = kvm_enable_cap {
+                    cap: KVM_CAP_SPLIT_IRQCHIP,
+                    ..Default::default()
+                };
+                split.args[0] = 24;
+                assert_eq!(call(&vm, KVM_ENABLE_CAP, &mut split), Ok(0));
+            }
+        }
+        let memory = Arc::new(Memory::new(MEMORY as usize));
+        let mut region = kvm_userspace_memory_region {
+            memory_size: MEMORY,
+            userspace_addr: memory.start as u64,
+            ..Default::default()
+        };
+        assert_eq!(call(&vm, KVM_SET_USER_MEMORY_REGION, &mut region), Ok(0));
+        for vector in 0..=255u8 {
+            // Through a segment: the offset is always 0.
+            let pointer = (handler_at(vector) as u32 >> 4) << 16;
+            memory.write(4 * u64::from(vector), &pointer.to_le_bytes());
+        }
+        let vcpus = (programs.iter().enumerate())
+            .map(|(id, program)| Self::vcpu(&vm, chips, &memory, id as u64, program))
+            .collect();
+        let machine = Machine {
+            vm,
+            _fd: fd,
+            memory,
+            vcpus,
+        };
+        for vector in 0..=255 {
+            let mut body = Vec::new();
+            if tells.contains(&vector) {
+                body.extend(tell(vector));
+            }
+            if chips != Chips::None {
+                body.extend(end());
+            }
+            machine.set_handler(vector, &body);
+        }
+        machine
+    }
+
+    /// Replaces what the handler of `vector` does after it has counted.
+    pub fn set_handler(&self, vector: u8, body: &[u8]) {
+        (self.memory).write(handler_at(vector), &handler(vector, body));
+    }
+
+    fn vcpu(vm: &Object, chips: Chips, memory: &Memory, id: u64, program: &[u8]) -> Vcpu {
+        assert!(program.len() <= 0x100);
+        memory.write(PROGRAMS + 0x100 * id, program);
+        let (object, fd) = create(vm, KVM_CREATE_VCPU, id);
+        let mut sregs = kvm_sregs::default();
+        assert_eq!(call(&object, KVM_GET_SREGS, &mut sregs), Ok(0));
+        for segment in [&mut sregs.cs, &mut sregs.ds, &mut sregs.es, &mut sregs.ss] {
+            (segment.base, segment.selector) = (0, 0);
+        }
+        if chips != Chips::None {
+            // x2APIC mode.
+            sregs.apic_base |= 0xc00;
+        }
+        assert_eq!(call(&object, KVM_SET_SREGS, &mut sregs), Ok(0));
+        let mut regs = kvm_regs {
+            rip: PROGRAMS + 0x100 * id,
+            rsp: STACKS + STACK * (id + 1),
+            rsi: ROUNDS + 4 * id,
+            rflags: 2,
+            ..Default::default()
+        };
+        assert_eq!(call(&object, KVM_SET_REGS, &mut regs), Ok(0));
+        let mut state = kvm_mp_state {
+            mp_state: KVM_MP_STATE_RUNNABLE,
+        };
+        assert_eq!(call(&object, KVM_SET_MP_STATE, &mut state), Ok(0));
+        Vcpu {
+            object,
+            page: RunPage::map(&fd),
+            _fd: fd,
+        }
+    }
+
+    /// Takes a vCPU that the test runs itself. Those after it move up.
+    pub fn take(&mut self, place: usize) -> Vcpu {
+        self.vcpus.remove(place)
+    }
+
+    /// Starts all vCPUs. `exit` answers their exits: it gets the place of the vCPU.
+    pub fn start(self, exit: impl Fn(usize, &Vcpu, u32) + Send + Sync + 'static) -> RunningMachine {
+        let stop = Arc::new(AtomicBool::new(false));
+        let exit = Arc::new(exit);
+        let threads = (self.vcpus.into_iter().enumerate())
+            .map(|(place, vcpu)| {
+                let (stop, exit) = (stop.clone(), exit.clone());
+                std::thread::spawn(move || {
+                    while !stop.load(Ordering::SeqCst) {
+                        match vcpu.run() {
+                            Ok(reason) => exit(place, &vcpu, reason),
+                            Err(libc::EINTR | libc::EAGAIN) => {}
+                            Err(error) => panic!("vCPU {place}: {error}"),
+                        }
+                    }
+                })
+            })
+            .collect();
+        RunningMachine {
+            vm: self.vm,
+            memory: self.memory,
+            _fd: self._fd,
+            stop,
+            threads,
+        }
+    }
+}
+
+/// Answers no exit.
+pub fn no_exit(place: usize, _: &Vcpu, reason: u32) {
+    panic!("vCPU {place} exits for {reason}");
+}
+
+/// A machine whose vCPUs run. It stops when it is dropped.
+pub struct RunningMachine {
+    pub vm: Object,
+    pub memory: Arc<Memory>,
+    _fd: OwnedFd,
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl RunningMachine {
+    fn word(&self, at: u64) -> &AtomicU32 {
+        assert!(at + 4 <= MEMORY && at % 4 == 0);
+        // SAFETY: inside the mapping; the guest's accesses are atomic, too.
+        unsafe { AtomicU32::from_ptr(self.memory.start.add(at as usize).cast()) }
+    }
+
+    /// How often the handler of `vector` has run.
+    pub fn count(&self, vector: u8) -> u32 {
+        self.word(COUNTS + 4 * u64::from(vector))
+            .load(Ordering::SeqCst)
+    }
+
+    /// How often the main loop of a vCPU went around.
+    pub fn rounds(&self, vcpu: u64) -> u32 {
+        self.word(ROUNDS + 4 * vcpu).load(Ordering::SeqCst)
+    }
+
+    /// Leaves a number for the handler of `vector`. Write it before the interrupt is injected.
+    pub fn send(&self, vector: u8, number: u32) {
+        self.word(SENT + 4 * u64::from(vector))
+            .store(number, Ordering::SeqCst);
+    }
+
+    /// The number that the handler of `vector` saw last.
+    pub fn seen(&self, vector: u8) -> u32 {
+        self.word(SEEN + 4 * u64::from(vector))
+            .load(Ordering::SeqCst)
+    }
+
+    /// Sets a line. Returns what `KVM_IRQ_LINE_STATUS` says.
+    pub fn line(&self, gsi: u32, level: bool) -> i32 {
+        let mut line = kvm_irq_level {
+            level: level.into(),
+            ..Default::default()
+        };
+        line.__bindgen_anon_1.irq = gsi;
+        assert_eq!(call(&self.vm, KVM_IRQ_LINE_STATUS, &mut line), Ok(0));
+        // SAFETY: the call has written it.
+        unsafe { line.__bindgen_anon_1.status }
+    }
+
+    /// `KVM_SIGNAL_MSI`, fixed mode.
+    pub fn message(&self, apic: u32, vector: u8) -> i32 {
+        let mut message = kvm_msi {
+            address_lo: 0xfee0_0000 | apic << 12,
+            data: vector.into(),
+            ..Default::default()
+        };
+        call(&self.vm, KVM_SIGNAL_MSI, &mut message).expect("a message")
+    }
+
+    /// Replaces all routes.
+    pub fn route(&self, entries: &[kvm_irq_routing_entry]) {
+        route(&self.vm, entries);
+    }
+
+    /// `KVM_IRQFD`.
+    pub fn irqfd(&self, event: &EventFd, gsi: u32, flags: u32, resample: Option<&EventFd>) {
+        let mut irqfd = kvm_irqfd {
+            fd: event.as_raw_fd() as u32,
+            gsi,
+            flags,
+            resamplefd: resample.map_or(0, |fd| fd.as_raw_fd() as u32),
+            ..Default::default()
+        };
+        assert_eq!(call(&self.vm, KVM_IRQFD, &mut irqfd), Ok(0));
+    }
+
+    /// Writes entries of the I/O APIC: pins, and what they are to be.
+    pub fn set_pins(&self, pins: &[(usize, u64)]) {
+        set_pins(&self.vm, pins);
+    }
+
+    /// Waits until `condition` holds.
+    pub fn wait(&self, what: &str, condition: impl Fn() -> bool) {
+        wait(what, condition);
+    }
+
+    /// Waits until handlers have been quiet for a while.
+    pub fn settle(&self) {
+        let all = || {
+            (0..=255)
+                .map(|vector| self.count(vector))
+                .collect::<Vec<_>>()
+        };
+        let mut before = all();
+        loop {
+            std::thread::sleep(Duration::from_millis(300));
+            let now = all();
+            if now == before {
+                return;
+            }
+            before = now;
+        }
+    }
+}
+
+impl Drop for RunningMachine {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        for thread in self.threads.drain(..) {
+            while !thread.is_finished() {
+                slat_kvm::interrupt_thread(thread.as_pthread_t() as usize);
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            let result = thread.join();
+            if !std::thread::panicking() {
+                result.expect("a vCPU's thread");
+            }
+        }
+    }
+}
+
+/// Waits until `condition` holds.
+pub fn wait(what: &str, condition: impl Fn() -> bool) {
+    let begin = Instant::now();
+    while !condition() {
+        assert!(begin.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+/// Writes entries of the I/O APIC of a VM.
+pub fn set_pins(vm: &Object, pins: &[(usize, u64)]) {
+    let mut chip = kvm_irqchip {
+        chip_id: KVM_IRQCHIP_IOAPIC,
+        ..Default::default()
+    };
+    assert_eq!(call(vm, KVM_GET_IRQCHIP, &mut chip), Ok(0));
+    for &(pin, entry) in pins {
+        // SAFETY: the chip is the I/O APIC.
+        unsafe { chip.chip.ioapic.redirtbl[pin].bits = entry };
+    }
+    assert_eq!(call(vm, KVM_SET_IRQCHIP, &mut chip), Ok(0));
+}
+
+/// Replaces all routes of a VM.
+pub fn route(vm: &Object, entries: &[kvm_irq_routing_entry]) {
+    let mut table = KvmIrqRouting::from_entries(entries).expect("memory");
+    // SAFETY: the table is only read.
+    let at = unsafe { std::ptr::from_mut(table.as_mut_fam_struct()) } as u64;
+    let answer = vm.ioctl(KVM_SET_GSI_ROUTING, at);
+    assert!(matches!(answer, Ok(Answer::Value(0))), "{answer:?}");
+}
+
+/// A route to a pin of the I/O APIC.
+pub fn to_pin(gsi: u32, pin: u32) -> kvm_irq_routing_entry {
+    let mut entry = kvm_irq_routing_entry {
+        gsi,
+        type_: KVM_IRQ_ROUTING_IRQCHIP,
+        ..Default::default()
+    };
+    entry.u.irqchip = kvm_irq_routing_irqchip {
+        irqchip: KVM_IRQCHIP_IOAPIC,
+        pin,
+    };
+    entry
+}
+
+/// A route to a message.
+pub fn to_message(gsi: u32, apic: u32, data: u32) -> kvm_irq_routing_entry {
+    let mut entry = kvm_irq_routing_entry {
+        gsi,
+        type_: KVM_IRQ_ROUTING_MSI,
+        ..Default::default()
+    };
+    entry.u.msi.address_lo = 0xfee0_0000 | apic << 12;
+    entry.u.msi.data = data;
+    entry
+}
+
+/// Waits for a random time: often for none, sometimes for longer than an interrupt takes.
+pub fn pause(rng: &mut Rng) {
+    match rng.below(8) {
+        0..4 => {}
+        4..7 => (0..rng.below(2000)).for_each(|_| std::hint::spin_loop()),
+        _ => std::thread::sleep(Duration::from_micros(rng.below(300))),
+    }
+}
+
+/// Open descriptors of this process.
+pub fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Threads of this process.
+pub fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").unwrap().count()
+}
