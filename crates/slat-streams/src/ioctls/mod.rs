@@ -22,8 +22,11 @@ use std::mem::offset_of;
 use std::ops::Range;
 use std::sync::Once;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use world::{Handle, PAGES, World};
+
+/// How long what has ended may be in the hands of slat's own threads.
+pub(crate) const SOON: Duration = Duration::from_secs(10);
 
 /// Threads of a stream.
 const LANES: usize = 3;
@@ -70,7 +73,10 @@ fn across() -> Vec<u8> {
 pub fn ioctls(bytes: &[u8]) {
     static SIGNALS: Once = Once::new();
     // As the preload library does.
-    SIGNALS.call_once(slat_kvm::watch_signals);
+    SIGNALS.call_once(|| {
+        slat_kvm::watch_signals();
+        begin_irqfds();
+    });
     watch::stream("ioctls", bytes, LANES, |stream| {
         let before = Before::a_stream();
         let world = World::new();
@@ -93,12 +99,31 @@ pub fn ioctls(bytes: &[u8]) {
         }
         world.ram.check();
         drop(world);
-        assert!(
-            slat_kvm::notify::live().is_empty(),
-            "a VM outlived its descriptors"
-        );
+        // slat's own threads may have one in hand.
+        let begin = Instant::now();
+        while !slat_kvm::notify::live().is_empty() {
+            assert!(begin.elapsed() < SOON, "a VM outlived its descriptors");
+            std::thread::yield_now();
+        }
         before.check();
     });
+}
+
+/// Has slat make what irqfds of all VMs need, and keep.
+fn begin_irqfds() {
+    let world = World::new();
+    let system = Object::system();
+    let vm = system.ioctl(abi::KVM_CREATE_VM, 0).expect("a VM");
+    world.adopt(vm);
+    let mut rng = Rng::from_bytes(&[]);
+    let vm = world.vms.pick(&mut rng).expect("it was made just now");
+    let call = |request, argument| vm.object.ioctl(request, argument).map(drop);
+    call(abi::KVM_CREATE_IRQCHIP, 0).expect("controllers");
+    let irqfd = kvm_irqfd {
+        fd: world.event(&mut rng) as u32,
+        ..Default::default()
+    };
+    call(abi::KVM_IRQFD, &raw const irqfd as u64).expect("an irqfd");
 }
 
 /// The first VM: a slot with the programs, and a vCPU.
@@ -121,6 +146,16 @@ fn begin(world: &World, setup: &[u8]) {
     };
     if choices & 2 != 0 {
         optional(abi::KVM_CREATE_IRQCHIP, 0);
+    } else if choices & 0x40 != 0 {
+        let mut split = kvm_enable_cap {
+            cap: KVM_CAP_SPLIT_IRQCHIP,
+            ..Default::default()
+        };
+        split.args[0] = 24;
+        optional(abi::KVM_ENABLE_CAP, &raw const split as u64);
+    }
+    if choices & 0x20 != 0 {
+        optional(abi::KVM_CREATE_PIT, 0);
     }
     if choices & 4 != 0 {
         let mut rings = kvm_enable_cap {
@@ -185,7 +220,10 @@ impl<'a> Worker<'a> {
                 7..=8 => self.start(),
                 9..=11 => self.run(),
                 12..=13 => self.change_memory(),
-                14 => self.scribble(),
+                14 => match self.rng.below(2) {
+                    0 => self.scribble(),
+                    _ => self.world.signal(&mut self.rng),
+                },
                 _ => match self.rng.below(4) {
                     0 => self.unknown_request(),
                     1 => self.use_other(),

@@ -108,14 +108,24 @@ requests! {
     Vm: KVM_CREATE_IRQCHIP Value(nothing), [EEXIST EINVAL ENOMEM];
     Vm: KVM_IRQ_LINE Struct(irq_level), [ENXIO EINVAL EFAULT ENOTTY];
     Vm: KVM_IRQ_LINE_STATUS Struct(irq_level), [ENXIO EINVAL EFAULT ENOTTY];
-    Vm: KVM_GET_IRQCHIP Out(size_of::<kvm_irqchip>()), [ENXIO EINVAL EFAULT ENOTTY];
-    Vm: KVM_SET_IRQCHIP Out(size_of::<kvm_irqchip>()), [ENXIO EINVAL EFAULT ENOTTY];
-    Vm: KVM_SIGNAL_MSI Struct(msi), [EINVAL ENXIO EFAULT];
+    Vm: KVM_GET_IRQCHIP Struct(irqchip), [ENXIO EINVAL EFAULT ENOTTY];
+    Vm: KVM_SET_IRQCHIP Struct(irqchip), [ENXIO EINVAL EFAULT ENOTTY];
+    Vm: KVM_SET_GSI_ROUTING Table { make: routing, entries: 8, step: 48 }, [EINVAL EFAULT ENOMEM];
+    Vm: KVM_SIGNAL_MSI Struct(msi), [EINVAL EFAULT];
+    Vm: KVM_IRQFD Struct(irqfd), [EINVAL EBADF EBUSY EFAULT ENOMEM];
+    Vm: KVM_IOEVENTFD Struct(ioeventfd), [EINVAL EBADF EEXIST ENOENT EFAULT ENOMEM];
+    Vm: KVM_CREATE_PIT Value(nothing), [EEXIST ENOENT ENOMEM];
+    Vm: KVM_CREATE_PIT2 Struct(pit_config), [EEXIST ENOENT EFAULT ENOMEM];
+    Vm: KVM_GET_PIT Out(size_of::<kvm_pit_state>()), [ENXIO EFAULT];
+    Vm: KVM_SET_PIT Back(KVM_GET_PIT, size_of::<kvm_pit_state>()), [ENXIO EFAULT];
+    Vm: KVM_GET_PIT2 Out(size_of::<kvm_pit_state2>()), [ENXIO EFAULT];
+    Vm: KVM_SET_PIT2 Back(KVM_GET_PIT2, size_of::<kvm_pit_state2>()), [ENXIO EFAULT];
+    Vm: KVM_REINJECT_CONTROL Struct(reinjection), [ENXIO EFAULT];
     Vm: KVM_GET_CLOCK Out(size_of::<kvm_clock_data>()), [EFAULT];
     Vm: KVM_SET_CLOCK Struct(clock), [EINVAL EFAULT];
     Vm: KVM_GET_TSC_KHZ Value(nothing), [];
     Vm: KVM_SET_TSC_KHZ Value(number), [EINVAL ENOTTY];
-    Vm: KVM_ENABLE_CAP Struct(capability), [EINVAL E2BIG EFAULT];
+    Vm: KVM_ENABLE_CAP Struct(capability), [EINVAL E2BIG EEXIST EFAULT];
     Vcpu: KVM_GET_REGS Out(size_of::<kvm_regs>()), [EFAULT];
     Vcpu: KVM_SET_REGS Back(KVM_GET_REGS, size_of::<kvm_regs>()), [EFAULT];
     Vcpu: KVM_GET_SREGS Out(size_of::<kvm_sregs>()), [EFAULT];
@@ -349,6 +359,99 @@ fn msi(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
+/// A chip's state: that of nobody, so that every field has any value.
+fn irqchip(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    let mut bytes = bytes_of(&kvm_irqchip {
+        chip_id: rng.below(3) as u32,
+        ..Default::default()
+    });
+    for _ in 0..rng.below(64) {
+        mutate(rng, &mut bytes[8..]);
+    }
+    if rng.one_in(2) {
+        // The I/O APIC is where guests find it.
+        bytes[8..16].copy_from_slice(&0xfec0_0000u64.to_le_bytes());
+    }
+    mutate(rng, &mut bytes[..8]);
+    bytes
+}
+
+/// A GSI, of few.
+fn gsi(rng: &mut Rng) -> u32 {
+    match rng.below(16) {
+        0 => rng.below(4097) as u32,
+        _ => rng.below(32) as u32,
+    }
+}
+
+fn routing(rng: &mut Rng) -> Vec<u8> {
+    let entries = rng.pick(&[1, 2, 4, 24, 0, 200]);
+    let mut bytes = count(rng, entries).to_le_bytes().to_vec();
+    bytes.resize(8, 0);
+    for _ in 0..entries {
+        let mut entry = kvm_irq_routing_entry {
+            gsi: gsi(rng),
+            type_: KVM_IRQ_ROUTING_IRQCHIP,
+            ..Default::default()
+        };
+        if rng.one_in(2) {
+            entry.u.irqchip = kvm_irq_routing_irqchip {
+                irqchip: rng.below(3) as u32,
+                pin: rng.below(8) as u32,
+            };
+        } else {
+            entry.type_ = KVM_IRQ_ROUTING_MSI;
+            entry.u.msi.address_lo = 0xfee0_0000 | (rng.below(4) as u32) << 12;
+            entry.u.msi.data = rng.word() as u32 & 0xc7ff;
+        }
+        bytes.extend(bytes_of(&entry));
+    }
+    if rng.one_in(4) {
+        mutate(rng, &mut bytes[4..]);
+    }
+    bytes
+}
+
+fn irqfd(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
+    let mut bytes = bytes_of(&kvm_irqfd {
+        fd: context.world.event(rng) as u32,
+        gsi: gsi(rng),
+        flags: rng.pick(&[0, 0, 0, KVM_IRQFD_FLAG_DEASSIGN, KVM_IRQFD_FLAG_RESAMPLE, 3]),
+        resamplefd: context.world.event(rng) as u32,
+        ..Default::default()
+    });
+    mutate(rng, &mut bytes);
+    bytes
+}
+
+fn ioeventfd(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
+    let mut bytes = bytes_of(&kvm_ioeventfd {
+        // Where the programs write.
+        addr: rng.pick(&[0x10, 0x10, 0xf008, 0xf008, 0x8_0000]),
+        len: rng.pick(&[0, 1, 1, 2, 4, 8]),
+        fd: context.world.event(rng),
+        flags: rng.pick(&[0, 1, 2, 2, 3, 4, 5, 6, 7, 8]),
+        datamatch: rng.below(2),
+        ..Default::default()
+    });
+    mutate(rng, &mut bytes);
+    bytes
+}
+
+fn pit_config(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    bytes_of(&kvm_pit_config {
+        flags: rng.below(2) as u32,
+        ..Default::default()
+    })
+}
+
+fn reinjection(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
+    bytes_of(&kvm_reinject_control {
+        pit_reinject: rng.below(2) as u8,
+        ..Default::default()
+    })
+}
+
 fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     const CAPABILITIES: &[(u32, &[u64])] = &[
         (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, &[0, 1, 2, 3]),
@@ -361,6 +464,8 @@ fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
         (KVM_CAP_VM_DISABLE_NX_HUGE_PAGES, &[0, 1]),
         (KVM_CAP_EXIT_HYPERCALL, &[0, 1 << 12, 1]),
         (KVM_CAP_DISABLE_QUIRKS2, &[0, 1, 0xff, u64::MAX]),
+        (KVM_CAP_SPLIT_IRQCHIP, &[24, 24, 0, 4096, 4097]),
+        (KVM_CAP_X2APIC_API, &[0, 1, 2, 3, 4]),
         (KVM_CAP_NR_VCPUS, &[0]),
     ];
     let (cap, arguments) = rng.pick(CAPABILITIES);

@@ -4,7 +4,7 @@ use crate::memory::{Guarded, PAGE, Reserved, fill, first_touched};
 use slat_kvm::ioctl::{Answer, Object};
 use slat_model::Rng;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -129,17 +129,54 @@ pub struct World {
     pub vcpus: Handles,
     /// Statistics, private memory, devices.
     pub others: Handles,
+    /// Eventfds, the last of which is full.
+    events: Vec<OwnedFd>,
     /// What slots are made of.
     pub ram: Ram,
 }
 
+/// Eventfds of a world.
+const EVENTS: usize = 4;
+
+fn eventfd(full: bool) -> OwnedFd {
+    // SAFETY: a plain call; the descriptor is new.
+    let event = unsafe {
+        let fd = libc::eventfd(0, libc::EFD_CLOEXEC);
+        assert!(fd >= 0, "eventfd");
+        OwnedFd::from_raw_fd(fd)
+    };
+    if full {
+        let most = (u64::MAX - 1).to_ne_bytes();
+        // SAFETY: 8 bytes of a live array.
+        let written = unsafe { libc::write(event.as_raw_fd(), most.as_ptr().cast(), most.len()) };
+        assert_eq!(written, 8);
+    }
+    event
+}
+
 impl World {
+    /// The number of an eventfd.
+    pub fn event(&self, rng: &mut Rng) -> i32 {
+        self.events[rng.below(EVENTS as u64) as usize].as_raw_fd()
+    }
+
+    /// Signals an eventfd that is not full.
+    pub fn signal(&self, rng: &mut Rng) {
+        let one = 1u64.to_ne_bytes();
+        let fd = self.events[rng.below(EVENTS as u64 - 1) as usize].as_raw_fd();
+        // SAFETY: 8 bytes of a live array.
+        unsafe { libc::write(fd, one.as_ptr().cast(), one.len()) };
+    }
+
     /// No object yet, and memory that is as [`fill`] leaves it.
     pub fn new() -> Self {
         World {
             vms: Handles::default(),
             vcpus: Handles::default(),
             others: Handles::default(),
+            events: (1..=EVENTS)
+                .map(|number| eventfd(number == EVENTS))
+                .collect(),
             ram: Ram::new(),
         }
     }
