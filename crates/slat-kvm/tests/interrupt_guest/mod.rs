@@ -380,7 +380,7 @@ pub struct RunningMachine {
 
 impl RunningMachine {
     fn word(&self, at: u64) -> &AtomicU32 {
-        assert!(at + 4 <= MEMORY && at % 4 == 0);
+        assert!(at + 4 <= MEMORY && at.is_multiple_of(4));
         // SAFETY: inside the mapping; the guest's accesses are atomic, too.
         unsafe { AtomicU32::from_ptr(self.memory.start.add(at as usize).cast()) }
     }

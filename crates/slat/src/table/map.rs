@@ -29,7 +29,8 @@ pub(crate) enum Mapped {
     /// What was there before, in an entry of this level, was taken away and not flushed yet, on a walker
     /// that asks for break-before-make. After a flush of that entry the fault begins again.
     Unflushed(Level),
-    /// What the caller knew does not hold any more. Nothing was installed.
+    /// What the caller knew does not hold any more, or others have zapped the tables that it added so often that the
+    /// frames allocated ahead are used up. No leaf was installed.
     Stale,
 }
 
@@ -40,6 +41,8 @@ enum NoPath {
     Unflushed(Level),
     /// A larger leaf is in the way and was left alone.
     Leaf,
+    /// The frames allocated ahead are used up: others have zapped tables that were added meanwhile.
+    NoFrames,
 }
 
 /// What to do about a larger leaf in the way.
@@ -70,6 +73,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             Err(NoPath::MustMend(level)) => return Mapped::MustMend(level),
             Err(NoPath::Unflushed(level)) => return Mapped::Unflushed(level),
             Err(NoPath::Broken | NoPath::Leaf) => return Mapped::Broken,
+            Err(NoPath::NoFrames) => return Mapped::Stale,
         };
         let entry = table.entry(level.index(gfn));
         let guard = table.lock();
@@ -173,7 +177,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     ) -> Option<bool> {
         let above = self
             .table_for(gfn, Level::MEGA, OnLeaf::GiveUp, path)
-            .ok()?;
+            .ok()
+            .filter(|_| !path.frames.is_empty())?;
         let frame = path.frames.take();
         let mut table = self.table(frame);
         table.meta().begin(place.len() as u16);
@@ -260,6 +265,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 _ if !self.may_install(found.bits, gfn, at, &path.flushed) => {
                     return Err(NoPath::Unflushed(at));
                 }
+                _ if path.frames.is_empty() => return Err(NoPath::NoFrames),
                 _ => {
                     self.put_table(&table, at, gfn, path, |now| match now {
                         Entry::Broken(_) => false,
