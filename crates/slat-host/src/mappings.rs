@@ -63,8 +63,8 @@ const CHANGES: usize = 16;
 #[derive(Debug, Default)]
 struct Table {
     advice: Advice,
-    /// By their starts. Non-overlapping.
-    known: BTreeMap<usize, Mapping>,
+    /// In the order of their addresses, non-overlapping. Faults add to it: its memory may run out.
+    known: Vec<Mapping>,
     /// How many changes were told, and where the last were: the one of number `n` at index `n % CHANGES`.
     changes: usize,
     last_changes: [Range<usize>; CHANGES],
@@ -83,7 +83,8 @@ fn touches(one: &Range<usize>, other: &Range<usize>) -> bool {
 impl Table {
     /// The known mapping around `address`.
     fn at(&self, address: usize) -> Option<&Mapping> {
-        let (_, mapping) = self.known.range(..=address).next_back()?;
+        let at = (self.known).partition_point(|mapping| mapping.range.end <= address);
+        let mapping = self.known.get(at)?;
         mapping.range.contains(&address).then_some(mapping)
     }
 
@@ -91,37 +92,30 @@ impl Table {
     fn change(&mut self, range: &Range<usize>) {
         self.last_changes[self.changes % CHANGES] = range.clone();
         self.changes += 1;
-        let mut forgotten = false;
-        // Few: they do not overlap, so those that touch it lie next to each other.
-        while let Some((&start, _)) = (self.known.range(..=range.end).next_back())
-            .filter(|(_, mapping)| touches(&mapping.range, range))
-        {
-            self.known.remove(&start);
-            forgotten = true;
-        }
-        if forgotten {
+        let first = (self.known).partition_point(|mapping| mapping.range.end < range.start);
+        let touched = self.known[first..].partition_point(|mapping| touches(&mapping.range, range));
+        if touched != 0 {
+            self.known.drain(first..first + touched);
             EPOCH.fetch_add(1, SeqCst);
         }
     }
 
-    /// Takes in an answer to a question that was asked when `changes` changes had been told. False: it may be wrong by now.
+    /// Takes in an answer to a question that was asked when `changes` changes had been told. False: it may be wrong by now, or there
+    /// is no memory to keep it.
     fn insert(&mut self, mapping: &Mapping, changes: usize) -> bool {
         let since = changes..self.changes;
         if since.len() > CHANGES
-            || since
-                .into_iter()
-                .any(|n| touches(&self.last_changes[n % CHANGES], &mapping.range))
+            || (since.into_iter()).any(|n| touches(&self.last_changes[n % CHANGES], &mapping.range))
+            || self.known.try_reserve(1).is_err()
         {
             return false;
         }
         // Parts of it may be known already, and as right.
         let (start, end) = (mapping.range.start, mapping.range.end);
-        while let Some((&part, _)) =
-            (self.known.range(..end).next_back()).filter(|(_, other)| other.range.end > start)
-        {
-            self.known.remove(&part);
-        }
-        self.known.insert(start, mapping.clone());
+        let first = (self.known).partition_point(|other| other.range.end <= start);
+        let parts = self.known[first..].partition_point(|other| other.range.start < end);
+        self.known.drain(first..first + parts);
+        self.known.insert(first, mapping.clone());
         true
     }
 
@@ -432,7 +426,10 @@ mod tests {
         for start in [10, 20, 30, 50] {
             assert!(table.insert(&mapping(start..start + 10), table.changes));
         }
-        let left = |table: &Table| table.known.keys().copied().collect::<Vec<_>>();
+        let left = |table: &Table| {
+            let starts = table.known.iter().map(|mapping| mapping.range.start);
+            starts.collect::<Vec<_>>()
+        };
         table.change(&(61..70));
         assert_eq!(left(&table), [10, 20, 30, 50]);
         table.change(&(25..30));
