@@ -7,14 +7,14 @@
 //! answer is stale then, and one that comes later asks again. A change forgets the mappings that it overlaps or touches, and no
 //! others: what a program maps and unmaps beside its guests' memory costs them nothing.
 //!
-//! A change that nobody has told (the C library's own `mmap`) is found by the access that fails: [`forget`].
+//! A change that nobody has told (the C library's own `mmap`) is found by the access that fails: `forget`.
 //!
 //! While the process has no VM, nobody needs to say anything, except that there was advice at all ([`advice_passed_by`]): then
 //! the first VM reads all advice from the kernel ([`begin`]).
 //!
 //! # Concurrency
 //! A look-up on the fault path takes no lock: each thread remembers the mappings it used last, valid as long as the global epoch
-//! stays the same. All that any thread remembers is in the process's [`Table`], and the epoch is raised, under the table's lock,
+//! stays the same. All that any thread remembers is in the process's `Table`, and the epoch is raised, under the table's lock,
 //! when something is removed from it. An answer of the kernel enters the table only if no change was told since the question
 //! that could make it wrong; else it serves one fault, which is stale then and comes again.
 
