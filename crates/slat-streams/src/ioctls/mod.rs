@@ -195,9 +195,13 @@ struct Worker<'a> {
     bitmaps: Buffer,
 }
 
-/// The size in a request's number.
+/// The size of the structure that a request points to, in bytes.
 fn size_of_argument(request: u32) -> u64 {
-    u64::from(request >> 16 & 0x3fff)
+    match request {
+        // The only one with a structure whose number does not say how large that is.
+        abi::KVM_REINJECT_CONTROL => size_of::<kvm_reinject_control>() as u64,
+        _ => u64::from(request >> 16 & 0x3fff),
+    }
 }
 
 impl<'a> Worker<'a> {
