@@ -23,6 +23,8 @@ def run(setting, machine, irqchip, cpus, *words):
             flash = "if=pflash,format=raw"
             options += ["-drive", f"{flash},unit=0,readonly=on,file={setting.material('OVMF_CODE.fd')}"]
             options += ["-drive", f"{flash},unit=1,file={variables}"]
+            # This OVMF maps all physical addresses of the CPU by pages of 2 MiB: 48 bits need 1 GiB of tables, more than there is.
+            cpu = ("max" if setting.on == "tcg" else "host") + ",host-phys-bits-limit=40"
         elif word == "qemu64":
             cpu = word
         else:
