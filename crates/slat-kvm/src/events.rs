@@ -3,6 +3,7 @@
 use crate::errno::{Result, fail};
 use crate::options::Options;
 use kvm_bindings::*;
+use slat_x86::state::MAX_NMIS;
 use slat_x86::{Exception, State, vector};
 
 const FLAGS: u32 = KVM_VCPUEVENT_VALID_NMI_PENDING
@@ -119,14 +120,14 @@ fn exception(events: &kvm_vcpu_events) -> Exception {
 /// What does not stand in the CPU's state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Elsewhere {
-    /// Whether an NMI waits, if the client says so.
-    pub nmi_pending: Option<bool>,
+    /// How many NMIs wait, if the client says so.
+    pub nmis_pending: Option<u8>,
     /// The vector of the last SIPI, if the client says so.
     pub sipi_vector: Option<u32>,
 }
 
-/// The events of a vCPU.
-pub fn get(state: &State, nmi_pending: bool, sipi_vector: u32) -> kvm_vcpu_events {
+/// The events of a vCPU. `nmis`: those that its CPU does not know of yet.
+pub fn get(state: &State, nmis: u8, sipi_vector: u32) -> kvm_vcpu_events {
     let held = &state.events;
     let mut events = kvm_vcpu_events::default();
     if let Some(exception) = held.exception {
@@ -141,7 +142,7 @@ pub fn get(state: &State, nmi_pending: bool, sipi_vector: u32) -> kvm_vcpu_event
     }
     events.interrupt.shadow = if held.sti_shadow { SHADOW_STI } else { 0 }
         | if held.mov_ss_shadow { SHADOW_MOV_SS } else { 0 };
-    events.nmi.pending = u8::from(held.nmi || nmi_pending);
+    events.nmi.pending = held.nmis.saturating_add(nmis).min(MAX_NMIS);
     events.nmi.masked = u8::from(held.nmi_blocked);
     events.sipi_vector = sipi_vector;
     events.flags =
@@ -177,11 +178,11 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
         held.sti_shadow = events.interrupt.shadow & SHADOW_STI != 0;
         held.mov_ss_shadow = events.interrupt.shadow & SHADOW_MOV_SS != 0;
     }
-    held.nmi = events.nmi.injected != 0;
+    held.nmis = (events.nmi.injected != 0).into();
     held.nmi_blocked = events.nmi.masked != 0;
     Ok(Elsewhere {
-        nmi_pending: (events.flags & KVM_VCPUEVENT_VALID_NMI_PENDING != 0)
-            .then_some(events.nmi.pending != 0),
+        nmis_pending: (events.flags & KVM_VCPUEVENT_VALID_NMI_PENDING != 0)
+            .then_some(events.nmi.pending),
         sipi_vector: (events.flags & KVM_VCPUEVENT_VALID_SIPI_VECTOR != 0)
             .then_some(events.sipi_vector),
     })
@@ -194,7 +195,7 @@ mod tests {
     #[test]
     fn events_come_back_as_they_were_set() {
         let mut state = State::reset();
-        let mut events = get(&state, false, 0);
+        let mut events = get(&state, 0, 0);
         events.exception.injected = 1;
         events.exception.nr = 13;
         events.exception.has_error_code = 1;
@@ -202,7 +203,7 @@ mod tests {
         events.interrupt.shadow = SHADOW_STI;
         events.nmi.masked = 1;
         set(&mut state, &events).unwrap();
-        assert_eq!(get(&state, false, 0), events);
+        assert_eq!(get(&state, 0, 0), events);
     }
 
     #[test]

@@ -280,10 +280,10 @@ impl VcpuObject {
         if inner.interrupts_blocked {
             return Ok(true);
         }
-        if common.signals.load(Ordering::SeqCst) & VcpuCommon::NMI != 0 {
-            common.signals.fetch_and(!VcpuCommon::NMI, Ordering::SeqCst);
-            inner.cpu.state.events.nmi = true;
-            common.exits.nmi_injections.add(1);
+        let nmis = common.take_nmis();
+        if nmis != 0 {
+            inner.cpu.inject_nmis(nmis);
+            common.exits.nmi_injections.add(nmis.into());
         }
         if common.lapic().is_none() {
             return Ok(!self.opens_window(inner, inner.cpu.state.events.interrupt.is_none()));
@@ -370,7 +370,7 @@ impl VcpuObject {
     }
 
     fn wakes_up(&self, inner: &mut Inner) -> bool {
-        if self.common().signals.load(Ordering::SeqCst) != 0 || inner.cpu.state.events.nmi {
+        if self.common().signals.load(Ordering::SeqCst) != 0 || inner.cpu.state.events.takes_nmi() {
             return true;
         }
         inner.sync_cr8_to_lapic();

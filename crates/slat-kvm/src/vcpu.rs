@@ -20,7 +20,7 @@ use slat_irqchip::lapic::{
     BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Effect, Lapic, REGISTERS, Request, reg,
 };
 use slat_irqchip::message::{DeliveryMode, Message};
-use slat_x86::state::control;
+use slat_x86::state::{MAX_NMIS, control};
 use slat_x86::{Cpu, Exception, Features, vector};
 use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
@@ -71,7 +71,9 @@ impl Drop for VcpuCommon {
 }
 
 impl VcpuCommon {
-    pub(crate) const NMI: u32 = 1;
+    /// An NMI, and another one: two bits that mean the same, because a second one is not lost.
+    const NMIS: [u32; MAX_NMIS as usize] = [1, 1 << 4];
+    const ALL_NMIS: u32 = Self::NMIS[0] | Self::NMIS[1];
     pub(crate) const INIT: u32 = 2;
     pub(crate) const SIPI: u32 = 4;
     /// Another vCPU ended a halt ([`end_halt`](Self::end_halt)).
@@ -105,7 +107,7 @@ impl VcpuCommon {
                 Some(mut lapic) => lapic.request(message.vector, message.level),
                 None => Request::Refused,
             },
-            DeliveryMode::Nmi => self.signal(Self::NMI),
+            DeliveryMode::Nmi => self.signal_nmi(),
             DeliveryMode::Init => {
                 // A SIPI before it is void.
                 self.signals.fetch_and(!Self::SIPI, Ordering::SeqCst);
@@ -129,7 +131,7 @@ impl VcpuCommon {
 
     /// Sends a non-maskable interrupt.
     pub(crate) fn non_maskable(&self) {
-        self.signal(Self::NMI);
+        self.signal_nmi();
         self.notice();
     }
 
@@ -138,6 +140,30 @@ impl VcpuCommon {
         if self.signal(Self::UNHALT) == Request::Pending {
             self.notice();
         }
+    }
+
+    /// Leaves an NMI for the vCPU: one of at most [`MAX_NMIS`].
+    fn signal_nmi(&self) -> Request {
+        let mut bits = Self::NMIS.into_iter();
+        match bits.any(|bit| self.signal(bit) == Request::Pending) {
+            true => Request::Pending,
+            false => Request::Merged,
+        }
+    }
+
+    /// How many NMIs are left for the vCPU.
+    fn nmis(&self) -> u8 {
+        (self.signals.load(Ordering::SeqCst) & Self::ALL_NMIS).count_ones() as u8
+    }
+
+    /// Takes the NMIs that are left for the vCPU. Returns how many.
+    pub(crate) fn take_nmis(&self) -> u8 {
+        // As a rule there is none, and this is on the way of every entry.
+        if self.nmis() == 0 {
+            return 0;
+        }
+        let signals = self.signals.fetch_and(!Self::ALL_NMIS, Ordering::SeqCst);
+        (signals & Self::ALL_NMIS).count_ones() as u8
     }
 
     fn signal(&self, signal: u32) -> Request {
@@ -585,10 +611,9 @@ impl VcpuObject {
     }
 
     pub(crate) fn events(&self, inner: &mut Inner) -> kvm_vcpu_events {
-        let nmi = self.common.signals.load(Ordering::SeqCst) & VcpuCommon::NMI != 0;
         let mut events = events::get(
             &inner.cpu.state,
-            nmi,
+            self.common.nmis(),
             self.common.sipi_vector.load(Ordering::SeqCst),
         );
         inner.requested.show(&mut events, &self.vm.options);
@@ -607,15 +632,10 @@ impl VcpuObject {
         let requested = inner.requested.changed_by(given, &self.vm.options)?;
         let more = events::set(&mut inner.cpu.state, given)?;
         inner.requested = requested;
-        if let Some(pending) = more.nmi_pending {
-            if pending {
-                self.common
-                    .signals
-                    .fetch_or(VcpuCommon::NMI, Ordering::SeqCst);
-            } else {
-                self.common
-                    .signals
-                    .fetch_and(!VcpuCommon::NMI, Ordering::SeqCst);
+        if let Some(pending) = more.nmis_pending {
+            self.common.take_nmis();
+            for _ in 0..pending.min(MAX_NMIS) {
+                self.common.signal_nmi();
             }
         }
         if let Some(vector) = more.sipi_vector.filter(|_| self.common.lapic.is_some()) {

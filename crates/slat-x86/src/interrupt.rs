@@ -8,7 +8,7 @@ use crate::frame::Frame;
 use crate::machine::Exit;
 use crate::op::Break;
 use crate::segment::Descriptor;
-use crate::state::{Events, Exception, Segment, flags};
+use crate::state::{Events, Exception, MAX_NMIS, Segment, flags};
 use crate::tlb::{SUPERVISOR, USER};
 use crate::{Cpu, vector};
 
@@ -46,9 +46,11 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// An NMI will be delivered as soon as NMIs are not blocked.
-    pub fn inject_nmi(&mut self) {
-        self.state.events.nmi = true;
+    /// `count` more NMIs will be delivered as soon as NMIs are not blocked: no more than [`MAX_NMIS`], and one while they are blocked.
+    pub fn inject_nmis(&mut self, count: u8) {
+        let events = &mut self.state.events;
+        let limit = if events.nmi_blocked { 1 } else { MAX_NMIS };
+        events.nmis = events.nmis.saturating_add(count).min(limit);
         self.slow = true;
     }
 
@@ -101,15 +103,15 @@ impl Cpu {
                 Err(Break::Exception) => return self.exception_in_delivery(exception),
                 Err(why) => return self.delivery_broke(why),
             }
-        } else if events.nmi && !events.nmi_blocked && !events.mov_ss_shadow {
+        } else if events.takes_nmi() {
             match self.deliver(vector::NMI, None, Source::External, rip) {
                 Ok(()) => {
-                    self.state.events.nmi = false;
+                    self.state.events.nmis -= 1;
                     self.state.events.nmi_blocked = true;
                     self.end_shadow();
                 }
                 Err(Break::Exception) => {
-                    self.state.events.nmi = false;
+                    self.state.events.nmis -= 1;
                     self.note_fault();
                 }
                 Err(why) => return self.delivery_broke(why),

@@ -219,7 +219,7 @@ impl Cpu {
         // What opens an interrupt window sets `slow` itself.
         let events = &self.state.events;
         self.slow = events.interrupt.is_some()
-            || events.nmi && !events.nmi_blocked
+            || events.nmis != 0 && !events.nmi_blocked
             || self.has_answers()
             || self.devices.port.is_some();
         None

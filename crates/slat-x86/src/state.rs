@@ -150,6 +150,9 @@ pub struct Exception {
     pub error: Option<u32>,
 }
 
+/// How many NMIs wait at most: one that is about to be delivered, and one behind it. As in KVM, more are lost.
+pub const MAX_NMIS: u8 = 2;
+
 /// Events that are to be delivered, and what holds them back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Events {
@@ -157,8 +160,8 @@ pub struct Events {
     pub exception: Option<Exception>,
     /// An external interrupt to deliver before the next instruction; injected regardless of IF.
     pub interrupt: Option<u8>,
-    /// An NMI to deliver as soon as NMIs are not blocked.
-    pub nmi: bool,
+    /// NMIs to deliver as soon as NMIs are not blocked: [`MAX_NMIS`] at most.
+    pub nmis: u8,
     /// Between an NMI's delivery and the next IRET.
     pub nmi_blocked: bool,
     /// STI was executed just now: no interrupt before the end of the next instruction.
@@ -167,6 +170,14 @@ pub struct Events {
     pub mov_ss_shadow: bool,
     /// DR6 bits of debug traps (breakpoints hit, single step) of the last instruction, taken before the next one.
     pub debug: u64,
+}
+
+impl Events {
+    /// Whether an NMI is delivered before the next instruction. None comes in the shadow of STI, so that `sti; hlt` is not torn:
+    /// the manual leaves it open (SDM volume 3, 7.8.3), and KVM's guests rely on it.
+    pub fn takes_nmi(&self) -> bool {
+        self.nmis != 0 && !self.nmi_blocked && !self.mov_ss_shadow && !self.sti_shadow
+    }
 }
 
 /// All that a program could read or a client may set. While the CPU does not run, this is all there is.

@@ -200,7 +200,7 @@ fn an_instruction_with_kvms_prefix_begins_after_it() {
 fn an_nmi_waits_for_the_instruction_after_mov_ss() {
     let mut guest = Guest::new(b"\x90\xf4");
     guest.cpu.state.events.mov_ss_shadow = true;
-    guest.cpu.inject_nmi();
+    guest.cpu.inject_nmis(1);
     guest.halt_in_handler(vector::NMI);
     assert_eq!(guest.stack(0), CODE + 1);
 }

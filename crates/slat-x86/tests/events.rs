@@ -93,9 +93,9 @@ fn an_nmi_is_held_back_until_iret() {
     // In the handler: hlt; iretq.
     let mut guest = Guest::new(b"\x90\xf4");
     guest.memory().write(HANDLERS + 16 * 2, b"\xf4\x48\xcf");
-    guest.cpu.inject_nmi();
+    guest.cpu.inject_nmis(1);
     guest.halt_in_handler(vector::NMI);
-    guest.cpu.inject_nmi();
+    guest.cpu.inject_nmis(1);
     guest.halt_in_handler(vector::NMI);
     assert_eq!(
         guest.stack(0),
@@ -104,6 +104,39 @@ fn an_nmi_is_held_back_until_iret() {
     );
     guest.halt();
     assert_eq!(guest.cpu.state.rip, CODE + 2);
+}
+
+/// One is delivered and one waits behind it; what comes more is lost.
+#[test]
+fn two_nmis_wait_at_most() {
+    // inc eax; jmp $+0; hlt. In the handler: inc ecx; iretq.
+    for (sent, came) in [(1, 1), (2, 2), (3, 2), (255, 2)] {
+        let mut guest = Guest::new(b"\xff\xc0\xeb\x00\xf4");
+        guest.memory().write(HANDLERS + 16 * 2, b"\xff\xc1\x48\xcf");
+        guest.cpu.inject_nmis(sent);
+        guest.halt();
+        assert_eq!(guest.cpu.state.gpr[RCX], came, "{sent} sent");
+    }
+    // One waits behind the one that is being handled.
+    let mut guest = Guest::new(b"\xf4");
+    guest
+        .memory()
+        .write(HANDLERS + 16 * 2, b"\xf4\xff\xc1\x48\xcf");
+    guest.cpu.inject_nmis(1);
+    guest.halt_in_handler(vector::NMI);
+    guest.cpu.inject_nmis(2);
+    guest.halt_in_handler(vector::NMI);
+    guest.halt();
+    assert_eq!(guest.cpu.state.gpr[RCX], 2);
+}
+
+#[test]
+fn an_nmi_waits_for_the_instruction_after_sti() {
+    let mut guest = Guest::new(b"\x90\xf4");
+    guest.cpu.state.events.sti_shadow = true;
+    guest.cpu.inject_nmis(1);
+    guest.halt_in_handler(vector::NMI);
+    assert_eq!(guest.stack(0), CODE + 1);
 }
 
 #[test]
