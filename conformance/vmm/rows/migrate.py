@@ -1,8 +1,9 @@
-"""migrate MACHINE bitmap|ring|postcopy: a guest moves to another QEMU while it rewrites a pattern over 256 MiB.
+"""migrate MACHINE bitmap|ring|postcopy [killed]: a guest moves to another QEMU while it rewrites a pattern over 256 MiB.
 
     bitmap    dirty pages by the bitmap, each chunk cleared by KVM_CLEAR_DIRTY_LOG just before it is sent (manual protect)
     ring      dirty pages by rings of 4096 entries
     postcopy  after the first round the guest runs at the target; what is not there yet comes by userfaultfd
+    killed    the target is killed in the middle of it; the guest goes on where it is, and moves to another target
 
 The pattern tells of every page that was lost or is of another time. Prints downtime, rounds and bytes.
 """
@@ -36,15 +37,10 @@ def _wait(source, done, seconds=LIMIT):
     return source.qmp.poll("query-migrate", ended, seconds)
 
 
-def run(setting, machine, mode):
-    accel = ",dirty-ring-size=4096" if mode == "ring" and setting.on != "tcg" else ""
-    source = Qemu(setting, machine, name="source", accel=accel)
-    source.boot()
-    pid = source.console.run(f"pattern {PATTERN} >/tmp/pattern 2>&1 & echo $!")
-    source.console.run("until grep -q written /tmp/pattern; do usleep 100000; done", LIMIT)
-
-    path = setting.path("migration")
-    target = Qemu(setting, machine, name="target", accel=accel, options=["-incoming", "defer"])
+def _move(setting, source, name, mode, accel):
+    """Begins a migration of `source` to a new QEMU, which is returned; the source is in its second round."""
+    path = setting.path(name)
+    target = Qemu(setting, source.machine, name=name, accel=accel, options=["-incoming", "defer"])
     capabilities = [{"capability": "auto-converge", "state": True}]
     if mode == "postcopy":
         capabilities = [{"capability": "postcopy-ram", "state": True}]
@@ -54,8 +50,23 @@ def run(setting, machine, mode):
     source.qmp.call("migrate-set-parameters", cpu_throttle_initial=40, cpu_throttle_increment=20, **limits)
     target.qmp.call("migrate-incoming", uri=f"unix:{path}")
     source.qmp.call("migrate", uri=f"unix:{path}")
+    _wait(source, lambda result: result.get("ram", {}).get("dirty-sync-count", 0) >= 2)
+    return target
+
+
+def run(setting, machine, mode, *words):
+    accel = ",dirty-ring-size=4096" if mode == "ring" and setting.on != "tcg" else ""
+    source = Qemu(setting, machine, name="source", accel=accel)
+    source.boot()
+    pid = source.console.run(f"pattern {PATTERN} >/tmp/pattern 2>&1 & echo $!")
+    source.console.run("until grep -q written /tmp/pattern; do usleep 100000; done", LIMIT)
+
+    if "killed" in words:
+        _move(setting, source, "killed", mode, accel).process.kill()
+        source.qmp.poll("query-migrate", lambda result: result.get("status") == "failed", 60)
+        source.check_cpus()
+    target = _move(setting, source, "target", mode, accel)
     if mode == "postcopy":
-        _wait(source, lambda result: result.get("ram", {}).get("dirty-sync-count", 0) >= 2)
         source.qmp.call("migrate-start-postcopy")
     result = _wait(source, lambda result: result.get("status") == "completed")
     target.qmp.poll("query-status", lambda status: status["status"] == "running", 60)

@@ -18,6 +18,7 @@ class Qemu:
 
     def __init__(self, setting, machine, irqchip="on", cpus=2, kernel="vmlinux", options=(), name="qemu", cpu=None, accel=""):
         self.name = name
+        self.machine = machine
         self.cpus = cpus
         ours, theirs = socket.socketpair()
         accelerator = "tcg,thread=multi" if setting.on == "tcg" else "kvm" + accel
