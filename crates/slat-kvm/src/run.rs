@@ -280,11 +280,7 @@ impl VcpuObject {
         if inner.interrupts_blocked {
             return Ok(true);
         }
-        let nmis = common.take_nmis();
-        if nmis != 0 {
-            inner.cpu.inject_nmis(nmis);
-            common.exits.nmi_injections.add(nmis.into());
-        }
+        self.accept_nmis(inner);
         if common.lapic().is_none() {
             return Ok(!self.opens_window(inner, inner.cpu.state.events.interrupt.is_none()));
         }
@@ -369,7 +365,19 @@ impl VcpuObject {
         false
     }
 
+    fn accept_nmis(&self, inner: &mut Inner) {
+        let nmis = self.common().take_nmis();
+        if nmis != 0 {
+            inner.cpu.inject_nmis(nmis);
+            self.common().exits.nmi_injections.add(nmis.into());
+        }
+    }
+
     fn wakes_up(&self, inner: &mut Inner) -> bool {
+        // One that comes while NMIs are blocked ends no halt.
+        if !inner.interrupts_blocked {
+            self.accept_nmis(inner);
+        }
         if self.common().signals.load(Ordering::SeqCst) != 0 || inner.cpu.state.events.takes_nmi() {
             return true;
         }

@@ -122,6 +122,46 @@ fn a_halted_vcpu_with_an_apic_sleeps_until_an_nmi() {
 }
 
 #[test]
+fn an_nmi_that_is_blocked_ends_no_halt() {
+    // hlt; out 0x10,al, and the handler of the NMI: iret
+    let mut guest = Guest::with(&[0xf4, 0xe6, 0x10], |vm| vm.create_irq_chip().unwrap());
+    guest.memory.write(2 * 4, &[0x00, 0x20, 0, 0]);
+    guest.memory.write(0x2000, &[0xcf]);
+    let mut regs = guest.vcpu.get_regs().unwrap();
+    regs.rsp = 0x2800;
+    guest.vcpu.set_regs(&regs).unwrap();
+    let mut events = guest.vcpu.get_vcpu_events().unwrap();
+    events.nmi.masked = 1;
+    guest.vcpu.set_vcpu_events(&events).unwrap();
+    // SAFETY: a plain call.
+    let this = unsafe { libc::pthread_self() } as usize;
+    std::thread::scope(|scope| {
+        let vm = &guest.vm;
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            let nmi = kvm_bindings::kvm_msi {
+                address_lo: 0xfee0_0000,
+                data: 4 << 8,
+                ..Default::default()
+            };
+            assert_eq!(vm.signal_msi(nmi).unwrap(), 1);
+            std::thread::sleep(Duration::from_millis(50));
+            slat_kvm::interrupt_thread(this);
+        });
+        let stopped = guest.vcpu.run().map(|exit| format!("{exit:?}"));
+        assert_eq!(stopped.unwrap_err().errno(), libc::EINTR);
+    });
+    let mut events = guest.vcpu.get_vcpu_events().unwrap();
+    assert_eq!(events.nmi.pending, 1);
+    events.nmi.masked = 0;
+    guest.vcpu.set_vcpu_events(&events).unwrap();
+    assert!(matches!(
+        guest.vcpu.run().unwrap(),
+        VcpuExit::IoOut(0x10, _)
+    ));
+}
+
+#[test]
 fn memory_taken_away_under_a_running_guest_is_efault() {
     for announced in [true, false] {
         let Guest {
