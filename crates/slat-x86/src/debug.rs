@@ -21,6 +21,8 @@ const DR6_HITS: u64 = 15;
 pub(crate) const DR6_BD: u64 = 1 << 13;
 /// DR6: a single step.
 pub(crate) const DR6_BS: u64 = 1 << 14;
+/// DR6: a switch to a task whose TSS asks for a trap.
+pub(crate) const DR6_BT: u64 = 1 << 15;
 /// DR7: general detect.
 pub(crate) const DR7_GD: u64 = 1 << 13;
 

@@ -9,6 +9,7 @@ use crate::machine::Exit;
 use crate::op::Break;
 use crate::segment::Descriptor;
 use crate::state::{Events, Exception, MAX_NMIS, Segment, flags};
+use crate::task::Initiator;
 use crate::tlb::{SUPERVISOR, USER};
 use crate::{Cpu, vector};
 
@@ -22,6 +23,13 @@ pub(crate) enum Source {
     Fault,
     /// INT n, INT3, INTO: the gate's DPL counts.
     Software,
+}
+
+impl Source {
+    /// The EXT bit of the error codes of a fault in the delivery.
+    pub(crate) fn external(self) -> u32 {
+        u32::from(self != Source::Software)
+    }
 }
 
 /// Where an exception that is not of INT n comes from.
@@ -100,7 +108,9 @@ impl Cpu {
                     self.state.events.exception = None;
                     self.end_shadow();
                 }
-                Err(Break::Exception) => return self.exception_in_delivery(exception),
+                Err(Break::Exception | Break::TaskFault) => {
+                    return self.exception_in_delivery(exception);
+                }
                 Err(why) => return self.delivery_broke(why),
             }
         } else if events.takes_nmi() {
@@ -110,7 +120,7 @@ impl Cpu {
                     self.state.events.nmi_blocked = true;
                     self.end_shadow();
                 }
-                Err(Break::Exception) => {
+                Err(Break::Exception | Break::TaskFault) => {
                     self.state.events.nmis -= 1;
                     self.note_fault();
                 }
@@ -122,7 +132,7 @@ impl Cpu {
                     self.state.events.interrupt = None;
                     self.end_shadow();
                 }
-                Err(Break::Exception) => {
+                Err(Break::Exception | Break::TaskFault) => {
                     self.state.events.interrupt = None;
                     self.note_fault();
                 }
@@ -209,7 +219,7 @@ impl Cpu {
         source: Source,
         return_rip: u64,
     ) -> Result<(), Break> {
-        let external = u32::from(source != Source::Software);
+        let external = source.external();
         let gate_error = Some(u32::from(vector) << 3 | 2 | external);
         let offset = u64::from(vector) * 16;
         if offset + 15 > u64::from(self.state.idtr.limit) {
@@ -231,7 +241,7 @@ impl Cpu {
             return Err(self.raise(vector::NP, gate_error));
         }
         let target = low & 0xffff | (low >> 48) << 16 | high << 32;
-        let selector = (low >> 16) as u16;
+        let selector = gate.gate_selector();
         if selector & !3 == 0 {
             return Err(self.raise(vector::GP, Some(external)));
         }
@@ -332,7 +342,7 @@ impl Cpu {
         Ok(rsp)
     }
 
-    /// 32-bit protected mode: interrupt and trap gates.
+    /// Protected mode outside long mode: interrupt, trap and task gates.
     fn deliver_protected(
         &mut self,
         vector: u8,
@@ -340,7 +350,7 @@ impl Cpu {
         source: Source,
         return_rip: u64,
     ) -> Result<(), Break> {
-        let external = u32::from(source != Source::Software);
+        let external = source.external();
         let gate_error = Some(u32::from(vector) << 3 | 2 | external);
         let offset = u64::from(vector) * 8;
         if offset + 7 > u64::from(self.state.idtr.limit) {
@@ -349,24 +359,25 @@ impl Cpu {
         let at = self.state.idtr.base.wrapping_add(offset);
         let low = self.as_system(|cpu| cpu.load::<u64>(at))?;
         let gate = Descriptor(low);
-        let (wide, is_interrupt) = match gate.kind() {
-            0x0e => (true, true),
-            0x0f => (true, false),
-            0x06 => (false, true),
-            0x07 => (false, false),
-            0x05 => return Err(self.unimplemented("a task gate")),
-            _ => return Err(self.raise(vector::GP, gate_error)),
-        };
+        if !matches!(gate.kind(), 5 | 6 | 7 | 0xe | 0xf) {
+            return Err(self.raise(vector::GP, gate_error));
+        }
+        let (wide, is_interrupt) = (gate.kind() & 8 != 0, gate.kind() & 1 == 0);
         if source == Source::Software && gate.dpl() < self.cpl {
             return Err(self.raise(vector::GP, gate_error));
         }
         if !gate.present() {
             return Err(self.raise(vector::NP, gate_error));
         }
+        if gate.kind() == 5 {
+            let flags = self.pushed_flags(source);
+            let initiator = Initiator::Event { source, error };
+            return self.switch_task(gate.gate_selector(), initiator, return_rip, flags);
+        }
         if self.state.rflags & flags::VM != 0 {
             return Err(self.unimplemented("an interrupt in virtual-8086 mode"));
         }
-        let selector = (low >> 16) as u16;
+        let selector = gate.gate_selector();
         let target = low & 0xffff | if wide { (low >> 48) << 16 } else { 0 };
         let selector_error = Some(u32::from(selector & !3) | external);
         let code = match self.try_descriptor(selector)? {

@@ -20,6 +20,7 @@
 //! | `tlb`, `mem` | the software TLB; loads and stores |
 //! | `mmio` | MMIO and port accesses, which the device model answers |
 //! | `segment`, `interrupt`, `frame` | descriptors; delivery of exceptions and interrupts; what they push |
+//! | `task`, `tss` | task switches; the task-state segment |
 //! | `simd/`, `x87` | SSE and x87 |
 //!
 //! Promises: an instruction that faults has changed nothing; LOCKed operations are atomic among CPUs on
@@ -28,7 +29,7 @@
 //!
 //! Whoever runs a CPU has called `slat_guard::install` before.
 //!
-//! Missing: AVX and later, alignment checks (#AC), task switches, virtual-8086 mode, VMX/SVM.
+//! Missing: AVX and later, alignment checks (#AC), virtual-8086 mode, VMX/SVM.
 
 mod block;
 mod blocks;
@@ -53,7 +54,9 @@ mod run;
 mod segment;
 pub mod simd;
 pub mod state;
+mod task;
 mod tlb;
+mod tss;
 mod x87;
 
 pub use blocks::CODE_BYTES;

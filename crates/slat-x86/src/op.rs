@@ -16,6 +16,8 @@ pub enum Break {
     End,
     /// A fault that [`Cpu::raise`] noted. The instruction has changed nothing.
     Exception,
+    /// A fault that [`Cpu::raise`] noted, after a task switch: it is the new task's, whose registers are in `state`.
+    TaskFault,
     /// Start again at the block boundary. The instruction has changed nothing.
     Retry,
     /// The run ends with the noted exit; the instruction has changed nothing.

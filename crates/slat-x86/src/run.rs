@@ -78,7 +78,7 @@ impl Cpu {
     fn broke(&mut self, block: &Block, op: &Op, why: Break) -> Option<Exit> {
         // Only what was executed counts.
         let rest = u64::from(op.offset)
-            + if why == Break::End {
+            + if matches!(why, Break::End | Break::TaskFault) {
                 u64::from(op.len)
             } else {
                 0
@@ -101,6 +101,7 @@ impl Cpu {
                 }
                 return self.take_fault();
             }
+            Break::TaskFault => return self.take_fault(),
             Break::Exit => {
                 self.state.rip = self.rip_of(op);
                 return self.take_exit(block.op_bytes(op));

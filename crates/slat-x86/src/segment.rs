@@ -45,6 +45,10 @@ impl Descriptor {
     pub(crate) fn is_code(self) -> bool {
         self.kind() & 0x18 == 0x18
     }
+    /// The selector in a gate.
+    pub(crate) fn gate_selector(self) -> u16 {
+        (self.0 >> 16) as u16
+    }
     pub(crate) fn conforming(self) -> bool {
         self.kind() & 0x1c == 0x1c
     }
@@ -103,14 +107,32 @@ impl Cpu {
         let Some(address) = self.descriptor_address(selector, 8) else {
             return Ok(());
         };
-        self.as_system(|cpu| {
-            let byte = cpu.load::<u8>(address + 5)?;
-            if byte & bits == bits {
-                return Ok(());
-            }
-            cpu.update::<u8>(address + 5, true, |old| old | bits)
-                .map(|_| ())
-        })
+        let byte = self.as_system(|cpu| cpu.load::<u8>(address + 5))?;
+        if byte & bits != bits {
+            self.change_descriptor(selector, |old| old | bits)?;
+        }
+        Ok(())
+    }
+
+    /// Changes the access byte of a descriptor with a locked access, and answers the old one. `None` beyond the table.
+    pub(crate) fn change_descriptor(
+        &mut self,
+        selector: u16,
+        change: impl FnMut(u8) -> u8,
+    ) -> Result<Option<u8>, Break> {
+        let Some(address) = self.descriptor_address(selector, 8) else {
+            return Ok(None);
+        };
+        let (old, _) = self.as_system(|cpu| cpu.update::<u8>(address + 5, true, change))?;
+        Ok(Some(old))
+    }
+
+    /// Makes sure that [`change_descriptor`](Self::change_descriptor) can write.
+    pub(crate) fn probe_descriptor(&mut self, selector: u16) -> Result<(), Break> {
+        match self.descriptor_address(selector, 8) {
+            Some(address) => self.as_system(|cpu| cpu.probe_write(address + 5, 1)),
+            None => Ok(()),
+        }
     }
 
     /// Checks and loads DS, ES, FS, GS or SS. The register changes last.

@@ -105,7 +105,7 @@ fn store_table(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 /// A system segment: LDT (`kind` 2) or available TSS (9, or 1 for 16 bits).
-fn system_segment(cpu: &mut Cpu, selector: u16, kind: u8) -> Result<Segment, Break> {
+pub(crate) fn system_segment(cpu: &mut Cpu, selector: u16, kind: u8) -> Result<Segment, Break> {
     let error = Some(u32::from(selector & !3));
     if selector & 4 != 0 {
         return Err(cpu.raise(vector::GP, error));

@@ -5,6 +5,7 @@ use crate::interrupt::Source;
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::segment::Descriptor;
 use crate::state::{Segment, flags};
+use crate::task::Initiator;
 use crate::vector;
 use iced_x86::{Code, Instruction, Mnemonic};
 
@@ -23,8 +24,8 @@ fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
     Ok((cpu.load::<u16>(lin.wrapping_add(bytes))?, offset))
 }
 
-/// The code segment that a far jump or call goes to.
-fn far_code(cpu: &mut Cpu, selector: u16) -> Result<Segment, Break> {
+/// The code segment that a far jump or call goes to. One to another task is made here.
+fn far_code(cpu: &mut Cpu, op: &Op, selector: u16, initiator: Initiator) -> Result<Segment, Break> {
     if !cpu.protected() {
         let mut cs = cpu.state.cs;
         cs.selector = selector;
@@ -37,8 +38,11 @@ fn far_code(cpu: &mut Cpu, selector: u16) -> Result<Segment, Break> {
     let descriptor = cpu.descriptor(selector, vector::GP)?;
     if descriptor.kind() & 16 == 0 {
         return Err(match descriptor.kind() {
-            4 | 5 | 12 => cpu.unimplemented("a far transfer through a call gate"),
-            1 | 9 | 3 | 11 => cpu.unimplemented("a task switch"),
+            4 | 12 => cpu.unimplemented("a far transfer through a call gate"),
+            1 | 3 | 5 | 9 | 11 if !cpu.long_mode() => {
+                let next = cpu.next_rip(op);
+                cpu.far_to_task(descriptor, selector, initiator, next)
+            }
             _ => cpu.raise(vector::GP, Some(u32::from(selector & !3))),
         });
     }
@@ -48,7 +52,7 @@ fn far_code(cpu: &mut Cpu, selector: u16) -> Result<Segment, Break> {
 
 fn far_jump(cpu: &mut Cpu, op: &Op) -> Flow {
     let (selector, offset) = far_target(cpu, op)?;
-    let cs = far_code(cpu, selector)?;
+    let cs = far_code(cpu, op, selector, Initiator::Jump)?;
     cpu.state.cs = cs;
     cpu.state.rip = offset;
     cpu.refresh();
@@ -57,7 +61,7 @@ fn far_jump(cpu: &mut Cpu, op: &Op) -> Flow {
 
 fn far_call(cpu: &mut Cpu, op: &Op) -> Flow {
     let (selector, offset) = far_target(cpu, op)?;
-    let cs = far_code(cpu, selector)?;
+    let cs = far_code(cpu, op, selector, Initiator::Call)?;
     let bytes = 1usize << op.size;
     let mut frame = [0; 16];
     let next = cpu.next_rip(op).to_le_bytes();
@@ -164,14 +168,15 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
         return iret_real(cpu, op);
     }
     let old = cpu.flags();
-    if old & flags::NT != 0 {
-        return Err(match cpu.long_mode() {
-            true => cpu.gp(),
-            false => cpu.unimplemented("a task switch"),
-        });
-    }
     if old & flags::VM != 0 {
         return Err(cpu.unimplemented("virtual-8086 mode"));
+    }
+    if old & flags::NT != 0 {
+        let next = cpu.next_rip(op);
+        return Err(match cpu.long_mode() {
+            true => cpu.gp(),
+            false => cpu.return_to_task(next),
+        });
     }
     let bytes = 1u64 << op.size;
     let rip = cpu.peek_sized(op.size, 0)?;

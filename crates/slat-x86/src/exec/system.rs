@@ -88,14 +88,14 @@ impl Cpu {
     }
 
     /// Whether PAE paging is in use.
-    fn pae_paging(&self) -> bool {
+    pub(crate) fn pae_paging(&self) -> bool {
         let state = &self.state;
         state.cr0 & CR0_PG != 0 && state.cr4 & CR4_PAE != 0 && !self.long_mode()
     }
 
     /// Reads the page-directory-pointer entries at CR3. #GP(0) if one that is present has a reserved bit, or if there is no
     /// memory.
-    fn load_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
+    pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
         // Without paging linear addresses are physical.
         let paging = Paging {
             cr0: 0,

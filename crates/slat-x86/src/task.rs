@@ -1,0 +1,390 @@
+//! Hardware task switches (SDM volume 3, "Task Management").
+//!
+//! A switch has a commit point. A fault before it belongs to the old task, which has changed nothing; a fault behind it belongs
+//! to the new task, which begins with that fault: [`Break::TaskFault`]. A switch that breaks off for another reason (a retry, an
+//! exit) starts again from the beginning. Therefore all that can break off comes first:
+//!
+//! 1. in the old task's address space, the checks of both TSSs, and whether what is written later can be written;
+//! 2. in the new task's, the segment registers and the push of the error code, on a state that is not the CPU's yet;
+//! 3. in the old task's again, the writes to the TSSs and their descriptors, which may all be made twice, the busy flag of the
+//!    new task being the last;
+//! 4. the CPU takes over the new state.
+
+use crate::debug::DR6_BT;
+use crate::exec::descriptor::system_segment;
+use crate::interrupt::Source;
+use crate::op::{Break, Flow};
+use crate::segment::Descriptor;
+use crate::state::{Exception, Segment, State, control, flags};
+use crate::tss::{Format, Image, Registers};
+use crate::{Cpu, vector};
+
+/// The flags that a TSS may set.
+const LOADED_FLAGS: u64 = flags::ARITHMETIC
+    | flags::TF
+    | flags::IF
+    | flags::DF
+    | flags::IOPL
+    | flags::NT
+    | flags::RF
+    | flags::VM
+    | flags::AC
+    | flags::VIF
+    | flags::VIP
+    | flags::ID;
+/// DR7: L0–L3 and LE, which every switch clears.
+const DR7_LOCAL: u64 = 0x155;
+/// The busy flag in the access byte of a TSS descriptor.
+const BUSY: u8 = 2;
+
+/// What switches tasks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Initiator {
+    /// JMP.
+    Jump,
+    /// CALL.
+    Call,
+    /// IRET with NT set.
+    Return,
+    /// An exception, an interrupt or INT n.
+    Event {
+        /// Where it comes from.
+        source: Source,
+        /// The error code that the new task finds on its stack.
+        error: Option<u32>,
+    },
+}
+
+impl Initiator {
+    /// Whether the new task is linked to the old one, which stays busy.
+    fn nests(self) -> bool {
+        matches!(self, Initiator::Call | Initiator::Event { .. })
+    }
+
+    /// The EXT bit of error codes.
+    fn external(self) -> u32 {
+        match self {
+            Initiator::Event { source, .. } => source.external(),
+            _ => 0,
+        }
+    }
+}
+
+/// The task that a switch enters.
+struct Task {
+    /// What TR becomes.
+    segment: Segment,
+    format: Format,
+    image: Image,
+    /// The page-directory-pointer entries at its CR3, if PAE paging is to load them.
+    pdptes: Option<[u64; 4]>,
+}
+
+impl Cpu {
+    /// A far JMP or CALL to a TSS or a task gate. On success the answer is [`Break::Jump`].
+    pub(crate) fn far_to_task(
+        &mut self,
+        descriptor: Descriptor,
+        selector: u16,
+        initiator: Initiator,
+        next_rip: u64,
+    ) -> Break {
+        let error = Some(u32::from(selector & !3));
+        if descriptor.dpl() < self.cpl.max((selector & 3) as u8) {
+            return self.raise(vector::GP, error);
+        }
+        let tss = match Format::of_kind(descriptor.kind()) {
+            Some(_) => selector,
+            None if !descriptor.present() => return self.raise(vector::NP, error),
+            None => descriptor.gate_selector(),
+        };
+        self.switch_by_instruction(tss, initiator, next_rip)
+    }
+
+    /// IRET with NT set: back to the task that the link of the current TSS names. On success the answer is [`Break::Jump`].
+    pub(crate) fn return_to_task(&mut self, next_rip: u64) -> Break {
+        let link = self.state.tr.base;
+        match self.as_system(|cpu| cpu.load::<u16>(link)) {
+            Ok(tss) => self.switch_by_instruction(tss, Initiator::Return, next_rip),
+            Err(why) => why,
+        }
+    }
+
+    fn switch_by_instruction(&mut self, tss: u16, initiator: Initiator, next_rip: u64) -> Break {
+        let flags = self.flags();
+        match self.switch_task(tss, initiator, next_rip, flags) {
+            Ok(()) => {
+                // The old task's single step waits in its TSS with TF; a debugger's does not.
+                self.watch.steps = self.debugger.single_step;
+                Break::Jump
+            }
+            Err(why) => why,
+        }
+    }
+
+    /// Switches to the task of a TSS selector. The old task goes on at `return_rip` with `flags`.
+    pub(crate) fn switch_task(
+        &mut self,
+        tss: u16,
+        initiator: Initiator,
+        return_rip: u64,
+        flags: u64,
+    ) -> Flow {
+        let task = self.find_task(tss, initiator)?;
+        let saved = self.registers(return_rip, flags, initiator);
+        self.check_writes(&task, initiator)?;
+
+        let old = self.state.clone();
+        let entered = match self.enter(&task, initiator) {
+            Ok(()) => Ok(()),
+            Err(Break::Exception) => Err(Break::TaskFault),
+            Err(why) => {
+                self.state = old;
+                self.refresh();
+                return Err(why);
+            }
+        };
+        let new = std::mem::replace(&mut self.state, old);
+        self.refresh();
+        self.write_tasks(&task, &saved, initiator)?;
+        self.state = new;
+        self.refresh();
+        if entered.is_ok() && task.image.trap {
+            self.trap(DR6_BT);
+        }
+        entered
+    }
+
+    /// Finds and reads the TSS of the task that is to be entered.
+    fn find_task(&mut self, tss: u16, initiator: Initiator) -> Result<Task, Break> {
+        let error = Some(u32::from(tss & !3) | initiator.external());
+        let returns = initiator == Initiator::Return;
+        let invalid = if returns { vector::TS } else { vector::GP };
+        let in_gdt = tss & 4 == 0;
+        let descriptor = match self.try_descriptor(tss)? {
+            Some(descriptor) if in_gdt => descriptor,
+            _ => return Err(self.raise(invalid, error)),
+        };
+        let format = match Format::of_kind(descriptor.kind()) {
+            Some((format, busy)) if busy == returns => format,
+            _ => return Err(self.raise(invalid, error)),
+        };
+        if !descriptor.present() {
+            return Err(self.raise(vector::NP, error));
+        }
+        let mut segment = descriptor.segment(tss);
+        segment.rights |= u32::from(BUSY);
+        if (segment.limit as usize) < format.bytes() - 1 {
+            return Err(self.raise(vector::TS, error));
+        }
+        let mut bytes = [0; 104];
+        let bytes = &mut bytes[..format.bytes()];
+        self.as_system(|cpu| cpu.load_memory(segment.base, bytes, "a TSS in MMIO"))?;
+        let mut image = Image::decode(bytes, format);
+        if self.state.cr0 & control::CR0_PG == 0 {
+            image.cr3 = None;
+        }
+        // SDM volume 3, "PDPTE Registers": a switch that changes CR3 loads them.
+        let pdptes = match image.cr3.map(u64::from) {
+            Some(cr3) if self.pae_paging() && cr3 != self.state.cr3 => Some(self.load_pdptes(cr3)?),
+            _ => None,
+        };
+        Ok(Task {
+            segment,
+            format,
+            image,
+            pdptes,
+        })
+    }
+
+    /// The registers that the old task's TSS gets.
+    fn registers(&self, return_rip: u64, flags: u64, initiator: Initiator) -> Registers {
+        let State {
+            gpr,
+            es,
+            cs,
+            ss,
+            ds,
+            fs,
+            gs,
+            ..
+        } = &self.state;
+        let flags = match initiator {
+            Initiator::Return => flags & !flags::NT,
+            _ => flags,
+        };
+        Registers {
+            eip: return_rip as u32,
+            eflags: flags as u32,
+            general: std::array::from_fn(|n| gpr[n] as u32),
+            selectors: [es, cs, ss, ds, fs, gs].map(|segment| segment.selector),
+        }
+    }
+
+    /// The format of the TSS in TR, and the linear address of the registers in it.
+    fn current_tss(&self) -> (Format, u64) {
+        let tr = &self.state.tr;
+        let format = match tr.kind() & 8 {
+            0 => Format::Bits16,
+            _ => Format::Bits32,
+        };
+        let at = tr.base.wrapping_add(format.registers() as u64);
+        (format, at & 0xffff_ffff)
+    }
+
+    /// Faults before the commit point if something that [`write_tasks`](Self::write_tasks) writes cannot be written.
+    fn check_writes(&mut self, task: &Task, initiator: Initiator) -> Flow {
+        let tr = self.state.tr;
+        let (format, registers) = self.current_tss();
+        let len = format.register_bytes();
+        if (tr.limit as usize) < format.registers() + len - 1 {
+            let error = u32::from(tr.selector & !3) | initiator.external();
+            return Err(self.raise(vector::TS, Some(error)));
+        }
+        self.as_system(|cpu| {
+            cpu.probe_write(registers, len)?;
+            if initiator.nests() {
+                cpu.probe_write(task.segment.base, 2)?;
+            }
+            Ok(())
+        })?;
+        if !initiator.nests() {
+            self.probe_descriptor(tr.selector)?;
+        }
+        if initiator != Initiator::Return {
+            self.probe_descriptor(task.segment.selector)?;
+        }
+        Ok(())
+    }
+
+    /// Saves the old task, links the new one to it, and changes the busy flags.
+    fn write_tasks(&mut self, task: &Task, saved: &Registers, initiator: Initiator) -> Flow {
+        let old = self.state.tr.selector;
+        let (format, registers) = self.current_tss();
+        self.as_system(|cpu| {
+            let bytes = saved.encode(format);
+            cpu.store_bytes(registers, &bytes[..format.register_bytes()])?;
+            if initiator.nests() {
+                cpu.store::<u16>(task.segment.base, old)?;
+            }
+            Ok(())
+        })?;
+        if !initiator.nests() {
+            self.change_descriptor(old, |access| access & !BUSY)?;
+        }
+        if initiator == Initiator::Return {
+            return Ok(());
+        }
+        let new = task.segment.selector;
+        match self.change_descriptor(new, |access| access | BUSY)? {
+            // Another CPU has entered the task since it was found available.
+            Some(access) if access & BUSY != 0 => {
+                let error = u32::from(new & !3) | initiator.external();
+                Err(self.raise(vector::GP, Some(error)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Puts the new task into `state`. After a fault it is there, with the segments unusable that were not loaded.
+    fn enter(&mut self, task: &Task, initiator: Initiator) -> Flow {
+        let Image { registers, ldt, .. } = task.image;
+        let nested = if initiator.nests() { flags::NT } else { 0 };
+        let rflags = u64::from(registers.eflags) & LOADED_FLAGS | flags::ALWAYS | nested;
+        let virtual_8086 = rflags & flags::VM != 0;
+        let state = &mut self.state;
+        if let Some(cr3) = task.image.cr3 {
+            state.cr3 = cr3.into();
+        }
+        state.pdptes = task.pdptes.unwrap_or(state.pdptes);
+        state.cr0 |= control::CR0_TS;
+        state.dr7 &= !DR7_LOCAL;
+        state.tr = task.segment;
+        state.rip = registers.eip.into();
+        state.rflags = rflags;
+        for (to, from) in state.gpr.iter_mut().zip(registers.general) {
+            *to = from.into();
+        }
+        if initiator == Initiator::Return {
+            state.events.nmi_blocked = false;
+        }
+        let cpl = u32::from(registers.selectors[1] & 3);
+        state.ldtr = unusable(ldt, 0);
+        for (number, selector) in (0..).zip(registers.selectors) {
+            *self.segment(number) = match virtual_8086 {
+                true => Segment::real(selector, 0xf3),
+                false => unusable(selector, cpl),
+            };
+        }
+        self.refresh();
+
+        let external = initiator.external();
+        let loaded = self.load_ldt(ldt);
+        self.as_task_fault(loaded, external)?;
+        if !virtual_8086 {
+            let loaded = self.load_segments(registers.selectors);
+            self.as_task_fault(loaded, external)?;
+        }
+        if let Initiator::Event {
+            error: Some(error), ..
+        } = initiator
+        {
+            let pushed = match task.format {
+                Format::Bits16 => self.push(error as u16),
+                Format::Bits32 => self.push(error),
+            };
+            self.as_task_fault(pushed, external)?;
+        }
+        match self.state.rip > u64::from(self.state.cs.limit) {
+            true => Err(self.raise(vector::GP, Some(external))),
+            false => Ok(()),
+        }
+    }
+
+    fn load_ldt(&mut self, selector: u16) -> Flow {
+        if selector & !3 != 0 {
+            let loaded = system_segment(self, selector, 2);
+            // In a switch also an LDT that is not present is invalid.
+            if loaded == Err(Break::Exception) && self.fault.vector == vector::NP {
+                self.fault.vector = vector::TS;
+            }
+            self.state.ldtr = loaded?;
+        }
+        Ok(())
+    }
+
+    /// Loads CS, SS, DS, ES, FS and GS. CPL is the RPL of CS.
+    fn load_segments(&mut self, selectors: [u16; 6]) -> Flow {
+        let cs = self.code_descriptor(selectors[1], self.cpl, true)?;
+        self.state.cs = cs;
+        for number in [2, 3, 0, 4, 5] {
+            self.load_segment(number, selectors[usize::from(number)])?;
+        }
+        self.refresh();
+        Ok(())
+    }
+
+    /// What a check outside a switch raises, as it is in one: #GP for a segment is #TS, and error codes have the EXT bit.
+    fn as_task_fault(&mut self, checked: Flow, external: u32) -> Flow {
+        let Exception { vector, error } = &mut self.fault;
+        if checked == Err(Break::Exception) {
+            if *vector == vector::GP {
+                *vector = vector::TS;
+            }
+            if *vector != vector::PF {
+                *error = error.map(|error| error | external);
+            }
+        }
+        checked
+    }
+}
+
+/// A segment register that has a selector but is not loaded.
+fn unusable(selector: u16, dpl: u32) -> Segment {
+    Segment {
+        selector,
+        base: 0,
+        limit: 0,
+        rights: Segment::UNUSABLE | dpl << 5,
+    }
+}
