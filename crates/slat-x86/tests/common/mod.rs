@@ -111,6 +111,8 @@ pub struct TestMachine {
     pub translations: Vec<(u64, Access)>,
     /// Answer so many translations with `Retry` first.
     pub retries: usize,
+    /// The translation, counted from the first, that is answered with `Retry`.
+    pub retry_at: Option<usize>,
     /// Fetches of a page that fail before one succeeds, and how they fail.
     pub failing_fetches: HashMap<u64, (usize, Fault)>,
     pub rechecks: usize,
@@ -127,6 +129,8 @@ pub struct TestMachine {
     pub shift: u64,
     /// Pages that are elsewhere: their guest-physical page numbers.
     pub moved: HashMap<u64, u64>,
+    /// Pages that are elsewhere under a value of CR3 while there is paging: CR3 and page number, page number.
+    pub spaces: HashMap<(u64, u64), u64>,
     /// The guest's pages have 2^`page_bits` bytes.
     pub page_bits: u32,
 }
@@ -138,6 +142,7 @@ impl TestMachine {
             rights: HashMap::new(),
             translations: vec![],
             retries: 0,
+            retry_at: None,
             failing_fetches: HashMap::new(),
             rechecks: 0,
             bad_address: false,
@@ -149,6 +154,7 @@ impl TestMachine {
             tsc: 0,
             shift: 0,
             moved: HashMap::new(),
+            spaces: HashMap::new(),
             page_bits: 12,
         }
     }
@@ -179,6 +185,9 @@ impl Mmu for TestMachine {
             self.retries -= 1;
             return Err(Fault::Retry);
         }
+        if self.retry_at == Some(self.translations.len() - 1) {
+            return Err(Fault::Retry);
+        }
         if access == Access::Execute
             && let Some((left, fault)) = self.failing_fetches.get_mut(&(gva >> 12))
             && *left > 0
@@ -204,7 +213,9 @@ impl Mmu for TestMachine {
             let error_code = u32::from(rights.present) | write | user | fetch;
             return Err(Fault::Page { error_code });
         }
-        let gpa = match self.moved.get(&(gva >> 12)) {
+        let space = (paging.cr0 >> 31 != 0).then_some((paging.cr3, gva >> 12));
+        let space = space.and_then(|page| self.spaces.get(&page));
+        let gpa = match space.or(self.moved.get(&(gva >> 12))) {
             Some(page) => page << 12 | gva & 0xfff,
             None => gva.wrapping_add(self.shift),
         };
