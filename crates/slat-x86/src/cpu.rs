@@ -242,6 +242,24 @@ impl Cpu {
         self.state.cr0 & control::CR0_PE != 0
     }
 
+    /// A task of virtual-8086 mode runs.
+    pub(crate) fn virtual_8086(&self) -> bool {
+        self.protected() && self.state.rflags & flags::VM != 0
+    }
+
+    /// Whether a selector is a paragraph number: in real mode and in virtual-8086 mode.
+    pub(crate) fn has_paragraphs(&self) -> bool {
+        !self.protected() || self.virtual_8086()
+    }
+
+    /// #GP(0) in virtual-8086 mode unless IOPL is 3 (SDM volume 3, "Sensitive Instructions").
+    pub(crate) fn sensitive(&mut self) -> Result<(), Break> {
+        match self.virtual_8086() && self.state.rflags & flags::IOPL != flags::IOPL {
+            true => Err(self.gp()),
+            false => Ok(()),
+        }
+    }
+
     /// Whether a linear address is canonical. Outside long mode every one is.
     pub(crate) fn canonical(&self, lin: u64) -> bool {
         !self.long_mode() || self.canonical_value(lin)

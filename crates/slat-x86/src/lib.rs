@@ -29,7 +29,8 @@
 //!
 //! Whoever runs a CPU has called `slat_guard::install` before.
 //!
-//! Missing: AVX and later, alignment checks (#AC), virtual-8086 mode, VMX/SVM.
+//! Missing: AVX and later, alignment checks (#AC), interrupt and trap gates out of virtual-8086 mode and IRET
+//! into it (task switches do both), VMX/SVM.
 
 mod block;
 mod blocks;

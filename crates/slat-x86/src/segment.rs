@@ -137,7 +137,7 @@ impl Cpu {
 
     /// Checks and loads DS, ES, FS, GS or SS. The register changes last.
     pub(crate) fn load_segment(&mut self, number: u8, selector: u16) -> Result<(), Break> {
-        if !self.protected() {
+        if self.has_paragraphs() {
             let segment = self.segment(number);
             segment.selector = selector;
             segment.base = u64::from(selector) << 4;

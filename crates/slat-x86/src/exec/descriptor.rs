@@ -176,7 +176,7 @@ fn store_selector<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn protected_only(cpu: &mut Cpu) -> Result<(), Break> {
-    if cpu.protected() {
+    if !cpu.has_paragraphs() {
         Ok(())
     } else {
         Err(cpu.ud())

@@ -26,7 +26,7 @@ fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
 
 /// The code segment that a far jump or call goes to. One to another task is made here.
 fn far_code(cpu: &mut Cpu, op: &Op, selector: u16, initiator: Initiator) -> Result<Segment, Break> {
-    if !cpu.protected() {
+    if cpu.has_paragraphs() {
         let mut cs = cpu.state.cs;
         cs.selector = selector;
         cs.base = u64::from(selector) << 4;
@@ -123,7 +123,7 @@ fn retf(cpu: &mut Cpu, op: &Op) -> Flow {
     let bytes = 1u64 << op.size;
     let rip = cpu.peek_sized(op.size, 0)?;
     let selector = cpu.peek_sized(op.size, bytes)? as u16;
-    if !cpu.protected() {
+    if cpu.has_paragraphs() {
         let rsp = cpu.rsp_plus(2 * bytes + op.imm);
         cpu.set_rsp(rsp);
         cpu.state.cs.selector = selector;
@@ -169,6 +169,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     let old = cpu.flags();
     if old & flags::VM != 0 {
+        cpu.sensitive()?;
         return Err(cpu.unimplemented("virtual-8086 mode"));
     }
     if old & flags::NT != 0 {
@@ -246,7 +247,12 @@ fn iret_real(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::Jump)
 }
 
-/// INT n, INT3, INTO (`aux` is the vector): the delivery is the instruction.
+/// INT n (`aux` is the vector).
+fn int_n(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.sensitive()?;
+    int(cpu, op)
+}
+/// INT n, INT3, INTO: the delivery is the instruction.
 fn int(cpu: &mut Cpu, op: &Op) -> Flow {
     let next = cpu.next_rip(op);
     cpu.deliver(op.aux, None, Source::Software, next)?;
@@ -347,7 +353,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         }
         Mnemonic::Int => {
             op.aux = op.imm as u8;
-            int
+            int_n
         }
         Mnemonic::Int3 => {
             op.aux = vector::BP;

@@ -138,11 +138,13 @@ fn pop_segment(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn pushf(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.sensitive()?;
     let v = cpu.flags() & !(flags::RF | flags::VM);
     cpu.push_sized(op.size, v)?;
     cpu.stored()
 }
 fn popf(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.sensitive()?;
     let v = cpu.peek_sized(op.size, 0)?;
     let new = cpu.rsp_plus(1 << op.size);
     cpu.set_rsp(new);
