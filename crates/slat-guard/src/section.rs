@@ -19,6 +19,7 @@
 
 use crate::signal::queue;
 use slat_process::calls::{self, Call};
+use slat_process::{errno, set_errno};
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem;
@@ -224,14 +225,4 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     *mask |= bit;
     WAITING.set(WAITING.get() | bit);
     true
-}
-
-fn errno() -> i32 {
-    // SAFETY: the thread's own cell.
-    unsafe { *libc::__errno_location() }
-}
-
-fn set_errno(errno: i32) {
-    // SAFETY: the thread's own cell.
-    unsafe { *libc::__errno_location() = errno };
 }

@@ -2,21 +2,8 @@
 //!
 //! The C library's functions of the same names are what this library replaces; calling them by name would call ourselves.
 
-use std::ffi::c_int;
-
 pub use slat_process::calls::{raw, result};
-
-/// Sets this thread's `errno`.
-pub fn set_errno(errno: c_int) {
-    // SAFETY: the thread's own cell.
-    unsafe { *libc::__errno_location() = errno };
-}
-
-/// Reads this thread's `errno`.
-pub fn errno() -> c_int {
-    // SAFETY: the thread's own cell.
-    unsafe { *libc::__errno_location() }
-}
+pub use slat_process::{errno, set_errno};
 
 /// The C library's answer: -1 and `errno`. A success leaves `errno` alone.
 pub fn plain(result: Result<isize, i32>) -> isize {

@@ -32,6 +32,18 @@ pub fn myself() -> (libc::pid_t, libc::pid_t) {
     }
 }
 
+/// Reads this thread's `errno`. Async-signal-safe.
+pub fn errno() -> i32 {
+    // SAFETY: the thread's own cell.
+    unsafe { *libc::__errno_location() }
+}
+
+/// Sets this thread's `errno`. Async-signal-safe: a handler restores what it found.
+pub fn set_errno(errno: i32) {
+    // SAFETY: the thread's own cell.
+    unsafe { *libc::__errno_location() = errno };
+}
+
 /// The kernel's number of this thread. Async-signal-safe.
 ///
 /// One system call a thread: a forked child's thread has another number than the one it is a copy of, and asks again.

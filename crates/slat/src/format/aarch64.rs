@@ -11,7 +11,7 @@
 //! DBM says that the guest may write, and S2AP\[1\], which is then set by the first write, that it
 //! did ("Hardware management of the dirty state").
 
-use super::{Entry, Format, Leaf};
+use super::{Entry, Format, Leaf, bit};
 use crate::addr::{Access, Level, Pfn};
 use crate::platform::MemoryType;
 
@@ -187,7 +187,6 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
 
     #[inline]
     fn leaf(leaf: Leaf, level: Level) -> u64 {
-        let bit = |set: bool, bit: u64| if set { bit } else { 0 };
         let memory = match leaf.memory {
             MemoryType::WriteBack => WRITE_BACK | INNER_SHAREABLE,
             MemoryType::Device => DEVICE,

@@ -4,7 +4,7 @@
 //! Paging-Structure Entry that Maps a 1-GByte/2-MByte/4-KByte Page" and "... that References ...".
 //! Accessed and dirty flags are enabled (EPTP bit 6), mode-based execute control is not.
 
-use super::{Entry, Format, Leaf};
+use super::{Entry, Format, Leaf, bit};
 use crate::addr::{Access, Level, Pfn};
 use crate::platform::MemoryType;
 
@@ -100,7 +100,6 @@ impl Format for Ept {
 
     #[inline]
     fn leaf(leaf: Leaf, level: Level) -> u64 {
-        let bit = |set: bool, bit: u64| if set { bit } else { 0 };
         leaf.pfn.0 << 12
             | READ
             | bit(leaf.write, WRITE)

@@ -54,6 +54,12 @@ pub struct Leaf {
     pub memory: MemoryType,
 }
 
+/// `bit` if `set`, else no bit: for entries that are put together.
+#[inline]
+const fn bit(set: bool, bit: u64) -> u64 {
+    if set { bit } else { 0 }
+}
+
 impl Leaf {
     /// Whether it has the right to `access`.
     #[inline]

@@ -4,7 +4,7 @@
 //! Sv48 with a root of four tables (16 KiB, aligned); G-stage accesses are made as if in U-mode, so
 //! every leaf has U set. Entry bits from "Sv39", memory types from "Svpbmt".
 
-use super::{Entry, Format, Leaf};
+use super::{Entry, Format, Leaf, bit};
 use crate::addr::{Access, Level, Pfn};
 use crate::platform::MemoryType;
 
@@ -103,7 +103,6 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
 
     #[inline]
     fn leaf(leaf: Leaf, _level: Level) -> u64 {
-        let bit = |set: bool, bit: u64| if set { bit } else { 0 };
         leaf.pfn.0 << FRAME_SHIFT
             | VALID
             | READ

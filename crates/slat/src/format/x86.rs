@@ -4,7 +4,7 @@
 //! volume 3A, "4-Level Paging and 5-Level Paging". PAT, PCD and PWT select the memory type: index 0
 //! is write-back and index 3 uncached, as after reset.
 
-use super::{Entry, Format, Leaf};
+use super::{Entry, Format, Leaf, bit};
 use crate::addr::{Access, Level, Pfn};
 use crate::platform::MemoryType;
 
@@ -132,7 +132,6 @@ fn decode_leaf(bits: u64) -> Leaf {
 
 #[inline]
 fn encode(leaf: Leaf, level: Level) -> u64 {
-    let bit = |set: bool, bit: u64| if set { bit } else { 0 };
     leaf.pfn.0 << 12
         | PRESENT
         | USER
