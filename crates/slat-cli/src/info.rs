@@ -1,11 +1,11 @@
 //! `slat info`: what this slat supports, and what this host allows.
 
-use std::arch::x86_64::__cpuid;
 use std::fs;
 use std::io;
 use std::process::ExitCode;
 
 use crate::output;
+use slat_kvm::cpuid::host_leaf;
 
 /// Prints everything. What cannot be found out is printed as unknown.
 pub fn print() -> ExitCode {
@@ -88,8 +88,8 @@ fn thp_mode() -> String {
 /// What the processor itself says of virtualization. slat cannot change the answer for a program that asks it by CPUID.
 fn virtualization() -> String {
     // Intel SDM, volume 2, CPUID: leaf 1, ECX bit 5. AMD APM, volume 3, appendix E: leaf 8000_0001h, ECX bit 2.
-    let vmx = __cpuid(1).ecx & 1 << 5 != 0;
-    let svm = __cpuid(0x8000_0000).eax > 0x8000_0000 && __cpuid(0x8000_0001).ecx & 1 << 2 != 0;
+    let vmx = host_leaf(1, 0).ecx & 1 << 5 != 0;
+    let svm = host_leaf(0x8000_0001, 0).ecx & 1 << 2 != 0;
     match vmx || svm {
         true => "yes (slat does not need it)".to_owned(),
         false => "no (slat does not need it; a program that asks the processor for it by CPUID, as kvmtool does, may refuse to run)".to_owned(),

@@ -1,5 +1,6 @@
 //! Time in a VM: the TSC, nanoseconds for the APIC timers, and the paravirtual clock's page.
 
+use crate::cpuid::host_leaf;
 use crate::errno::{Result, fail};
 use std::arch::x86_64::{_mm_lfence, _rdtsc};
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
@@ -244,11 +245,8 @@ pub fn host_tsc_khz() -> u32 {
     static KHZ: OnceLock<u32> = OnceLock::new();
     *KHZ.get_or_init(|| {
         // The hypervisor's timing leaf is exact; CPUs without one are measured.
-        let hypervisor = std::arch::x86_64::__cpuid(0x4000_0000);
-        if std::arch::x86_64::__cpuid(1).ecx & 1 << 31 != 0
-            && (0x4000_0010..0x4000_0100).contains(&hypervisor.eax)
-        {
-            let khz = std::arch::x86_64::__cpuid(0x4000_0010).eax;
+        if host_leaf(1, 0).ecx & 1 << 31 != 0 {
+            let khz = host_leaf(0x4000_0010, 0).eax;
             if khz != 0 {
                 return khz;
             }

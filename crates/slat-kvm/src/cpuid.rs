@@ -8,7 +8,7 @@ use crate::errno::Result;
 use crate::heap;
 use kvm_bindings::*;
 use slat_x86::state::xcr0;
-use std::arch::x86_64::{__cpuid, __cpuid_count, CpuidResult};
+use std::arch::x86_64::{__cpuid_count, CpuidResult};
 use std::sync::OnceLock;
 
 /// Leaf 1 ECX: SSE3.
@@ -101,11 +101,29 @@ fn entry(function: u32, index: Option<u32>, [eax, ebx, ecx, edx]: [u32; 4]) -> k
     }
 }
 
+/// A leaf of the host's own CPUID; zeros where the host has no such leaf.
+pub fn host_leaf(leaf: u32, index: u32) -> CpuidResult {
+    // It was an unsafe function until Rust 1.93.
+    #[allow(unused_unsafe)]
+    // SAFETY: every x86-64 CPU has the instruction.
+    let read = |leaf, index| unsafe { __cpuid_count(leaf, index) };
+    // Each range of leaves begins with its last one's number.
+    if read(leaf & 0xf000_0000, 0).eax < leaf {
+        return CpuidResult {
+            eax: 0,
+            ebx: 0,
+            ecx: 0,
+            edx: 0,
+        };
+    }
+    read(leaf, index)
+}
+
 /// Whether the host's CPU is AMD's or of its kind.
 pub fn host_is_amd() -> bool {
     static AMD: OnceLock<bool> = OnceLock::new();
     *AMD.get_or_init(|| {
-        let vendor = __cpuid(0).ebx.to_le_bytes();
+        let vendor = host_leaf(0, 0).ebx.to_le_bytes();
         &vendor == b"Auth" || &vendor == b"Hygo"
     })
 }
@@ -115,21 +133,18 @@ const MAX_CACHES: u32 = 6;
 
 /// Leaf 4: the caches, which are the host's. AMD's CPUs do not have the leaf.
 fn push_caches(entries: &mut Vec<kvm_cpuid_entry2>) {
-    let has_leaf = !host_is_amd() && __cpuid(0).eax >= 4;
+    let caches = if host_is_amd() { 0 } else { MAX_CACHES - 1 };
     for index in 0..MAX_CACHES {
-        let cache = match has_leaf && index + 1 < MAX_CACHES {
-            true => __cpuid_count(4, index),
-            false => CpuidResult {
-                eax: 0,
-                ebx: 0,
-                ecx: 0,
-                edx: 0,
-            },
+        let values = match index < caches {
+            true => {
+                let cache = host_leaf(4, index);
+                [cache.eax, cache.ebx, cache.ecx, cache.edx]
+            }
+            false => [0; 4],
         };
-        let values = [cache.eax, cache.ebx, cache.ecx, cache.edx];
         entries.push(entry(4, Some(index), values));
         // No type: the last one.
-        if cache.eax & 31 == 0 {
+        if values[0] & 31 == 0 {
             break;
         }
     }
@@ -137,15 +152,7 @@ fn push_caches(entries: &mut Vec<kvm_cpuid_entry2>) {
 
 /// Leaves 0x8000_0005 and 0x8000_0006: the host's caches, without its TLBs, which the software CPU does not use.
 fn host_caches(leaf: u32) -> kvm_cpuid_entry2 {
-    let host = match __cpuid(0x8000_0000).eax >= leaf {
-        true => __cpuid(leaf),
-        false => CpuidResult {
-            eax: 0,
-            ebx: 0,
-            ecx: 0,
-            edx: 0,
-        },
-    };
+    let host = host_leaf(leaf, 0);
     entry(leaf, None, [0, 0, host.ecx, host.edx])
 }
 
@@ -159,8 +166,8 @@ const PKRU_BYTES: u32 = 8;
 pub fn pkru_offset() -> Option<usize> {
     static OFFSET: OnceLock<Option<usize>> = OnceLock::new();
     *OFFSET.get_or_init(|| {
-        let has_keys = __cpuid(0).eax >= 0xd && __cpuid_count(7, 0).ecx & LEAF7_ECX_PKU != 0;
-        let host = has_keys.then(|| __cpuid_count(0xd, xcr0::PKRU.trailing_zeros()))?;
+        let has_keys = host_leaf(7, 0).ecx & LEAF7_ECX_PKU != 0;
+        let host = has_keys.then(|| host_leaf(0xd, xcr0::PKRU.trailing_zeros()))?;
         let at = host.ebx as usize;
         let fits = (576..=4088).contains(&at) && at.is_multiple_of(8);
         (host.eax == PKRU_BYTES && fits).then_some(at)
@@ -198,8 +205,8 @@ const MAX_LEAVES: usize = 40;
 /// # Errors
 /// `ENOMEM`.
 pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
-    let host = __cpuid(0);
-    let host1 = __cpuid(1);
+    let host = host_leaf(0, 0);
+    let host1 = host_leaf(1, 0);
     let amd = host_is_amd();
     // Not the TSC deadline of local APICs: a client that has its own APICs has it or not. KVM_CAP_TSC_DEADLINE_TIMER tells of slat's.
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();

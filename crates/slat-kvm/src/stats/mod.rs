@@ -54,8 +54,9 @@ impl VmObject {
     /// `EIO` in a forked child, `ENOMEM`, what the host answers to making the file.
     pub fn stats(self: &Arc<Self>) -> Result<(Owner<StatsObject>, OwnedFd)> {
         let _call = self.begin()?;
-        let name = format_args!("kvm-{}", std::process::id());
-        StatsObject::new(Of::Vm(self.clone()), name, list::of_vm()?)
+        let entries = list::of_vm()?;
+        let process = std::process::id();
+        StatsObject::new(Of::Vm(self.clone()), format_args!("kvm-{process}"), entries)
     }
 }
 
@@ -66,8 +67,13 @@ impl VcpuObject {
     /// `EIO` in a forked child, `ENOMEM`, what the host answers to making the file.
     pub fn stats(vcpu: &Owner<Self>) -> Result<(Owner<StatsObject>, OwnedFd)> {
         let _call = vcpu.vm.begin()?;
-        let name = format_args!("kvm-{}/vcpu-{}", std::process::id(), vcpu.common().id);
-        StatsObject::new(Of::Vcpu(vcpu.clone()), name, list::of_vcpu()?)
+        let entries = list::of_vcpu()?;
+        let (process, id) = (std::process::id(), vcpu.common().id);
+        StatsObject::new(
+            Of::Vcpu(vcpu.clone()),
+            format_args!("kvm-{process}/vcpu-{id}"),
+            entries,
+        )
     }
 }
 
