@@ -68,7 +68,8 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Whether the guest accepts an external interrupt now.
+    /// Whether the guest accepts an external interrupt now. An NMI that is delivered next comes first: its handler runs with
+    /// interrupts off.
     pub fn can_take_interrupt(&self) -> bool {
         let Events {
             exception,
@@ -84,6 +85,7 @@ impl Cpu {
             && debug == 0
             && !sti_shadow
             && !mov_ss_shadow
+            && !self.state.events.takes_nmi()
     }
 
     /// The instruction in the shadow of STI or MOV SS is done.
@@ -92,7 +94,8 @@ impl Cpu {
         self.state.events.mov_ss_shadow = false;
     }
 
-    /// Delivers what waits. At most one event per call.
+    /// Delivers what waits. At most one event per call. An interrupt that the CPU has acknowledged already comes before an NMI, whose
+    /// handler it would interrupt.
     pub(crate) fn deliver_events(&mut self) -> Option<Exit> {
         let events = self.state.events;
         let rip = self.state.rip;
@@ -113,6 +116,18 @@ impl Cpu {
                 }
                 Err(why) => return self.delivery_broke(why),
             }
+        } else if let Some(vector) = events.interrupt {
+            match self.deliver(vector, None, Source::External, rip) {
+                Ok(()) => {
+                    self.state.events.interrupt = None;
+                    self.end_shadow();
+                }
+                Err(Break::Exception | Break::TaskFault) => {
+                    self.state.events.interrupt = None;
+                    self.note_fault();
+                }
+                Err(why) => return self.delivery_broke(why),
+            }
         } else if events.takes_nmi() {
             match self.deliver(vector::NMI, None, Source::External, rip) {
                 Ok(()) => {
@@ -122,18 +137,6 @@ impl Cpu {
                 }
                 Err(Break::Exception | Break::TaskFault) => {
                     self.state.events.nmis -= 1;
-                    self.note_fault();
-                }
-                Err(why) => return self.delivery_broke(why),
-            }
-        } else if let Some(vector) = events.interrupt {
-            match self.deliver(vector, None, Source::External, rip) {
-                Ok(()) => {
-                    self.state.events.interrupt = None;
-                    self.end_shadow();
-                }
-                Err(Break::Exception | Break::TaskFault) => {
-                    self.state.events.interrupt = None;
                     self.note_fault();
                 }
                 Err(why) => return self.delivery_broke(why),

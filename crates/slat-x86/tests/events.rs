@@ -139,6 +139,24 @@ fn an_nmi_waits_for_the_instruction_after_sti() {
     assert_eq!(guest.stack(0), CODE + 1);
 }
 
+/// An interrupt that is acknowledged is delivered whatever IF says, so it has to come before an NMI, not into its handler.
+#[test]
+fn an_nmi_comes_after_an_acknowledged_interrupt_and_holds_back_another() {
+    let mut guest = Guest::new(b"\x90\xf4");
+    guest.cpu.state.rflags |= 0x200;
+    guest.cpu.inject_interrupt(0x80);
+    guest.cpu.inject_nmis(1);
+    guest.halt_in_handler(vector::NMI);
+    assert_eq!(guest.stack(0), HANDLERS + 16 * 0x80);
+    assert_eq!(guest.stack(2) & 0x200, 0, "in the interrupt's handler");
+
+    let mut guest = Guest::new(b"\x90\xf4");
+    guest.cpu.state.rflags |= 0x200;
+    assert!(guest.cpu.can_take_interrupt());
+    guest.cpu.inject_nmis(1);
+    assert!(!guest.cpu.can_take_interrupt());
+}
+
 #[test]
 fn an_interrupt_from_user_code_switches_stacks_and_iret_goes_back() {
     // int 0x80; hlt in user code is #GP.
