@@ -315,7 +315,7 @@ impl Lapic {
                 self.tick(now);
                 let count = self.timer_current(now);
                 self.set(reg::TIMER_DIVIDE, value & 0xb);
-                if self.deadline.is_some() {
+                if self.deadline.is_some() && !self.tsc_deadline_mode() {
                     // The count goes on from where it is, at the new speed.
                     let left = u64::from(count) * self.divisor();
                     self.deadline = Some(now + left);
@@ -547,7 +547,8 @@ impl Lapic {
         self.tsc_deadline = value;
         self.deadline = (value != 0).then(|| {
             let cycles = u128::from(value.saturating_sub(tsc));
-            now.saturating_add((cycles * 1_000_000 / u128::from(self.tsc_khz.max(1))) as u64)
+            let wait = cycles * 1_000_000 / u128::from(self.tsc_khz.max(1));
+            now.saturating_add(u64::try_from(wait).unwrap_or(u64::MAX))
         });
         // One that is over already.
         self.tick(now);
@@ -583,8 +584,10 @@ impl Lapic {
         registers
     }
 
-    /// Sets all registers. The timer goes on from its current count.
+    /// Sets all registers. The timer goes on from its current count. A deadline of the TSC is none of them: as in KVM, it stays as
+    /// long as its mode does.
     pub fn restore(&mut self, registers: &[u32; REGISTERS], now: u64) {
+        let by_tsc = self.tsc_deadline_mode();
         self.regs = *registers;
         let current = u64::from(self.get(reg::TIMER_CURRENT));
         self.set(reg::VERSION, VERSION);
@@ -592,6 +595,10 @@ impl Lapic {
             self.set(reg::ID, self.id_register());
             self.set(reg::LDR, self.x2apic_ldr());
         }
+        if by_tsc && self.tsc_deadline_mode() {
+            return;
+        }
+        self.tsc_deadline = 0;
         // A periodic timer that was saved at the end of its count begins a new one; another one fires.
         let period = self.period();
         let left = match current * self.divisor() {

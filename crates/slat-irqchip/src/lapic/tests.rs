@@ -248,3 +248,34 @@ fn a_count_that_has_ended_is_an_interrupt_also_when_a_new_one_begins() {
     );
     assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (None, 0));
 }
+
+/// The divide register counts for the other modes only, and a restored APIC keeps its deadline, which is no register of the page.
+#[test]
+fn a_tsc_deadline_stays_until_another_one_or_another_mode() {
+    let armed = || {
+        let mut lapic = enabled();
+        lapic.write(reg::LVT_TIMER, 0x40 | 2 << 17, 0);
+        lapic.set_tsc_deadline(3000, 1000, 50);
+        lapic
+    };
+    let mut lapic = armed();
+    lapic.write(reg::TIMER_DIVIDE, 0xb, 60);
+    assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (Some(2050), 3000));
+    lapic.restore(&lapic.save(70), 80);
+    assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (Some(2050), 3000));
+    lapic.restore(&enabled().save(70), 80);
+    assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (None, 0));
+    // One that is set before the mode is restored does not count.
+    let mut other = enabled();
+    other.restore(&armed().save(70), 80);
+    assert_eq!((other.deadline(), other.tsc_deadline()), (None, 0));
+}
+
+#[test]
+fn a_deadline_beyond_all_time_does_not_come() {
+    let mut lapic = Lapic::new(0, true, 1000);
+    lapic.write(reg::SVR, 0x1ff, 0);
+    lapic.write(reg::LVT_TIMER, 0x40 | 2 << 17, 0);
+    lapic.set_tsc_deadline(u64::MAX / 1000 + 2, 0, 50);
+    assert_eq!(lapic.deadline(), Some(u64::MAX));
+}
