@@ -196,7 +196,7 @@ impl IoApic {
 
     /// Lets none of `sources` hold the line of `pin` any longer.
     fn lower(&mut self, pin: usize, sources: u64) {
-        if sources != 0 && self.lines.lower(pin, sources) {
+        if self.lines.lower(pin, sources) {
             self.state.irr &= !(1 << pin);
         }
     }

@@ -398,6 +398,26 @@ fn a_restored_state_delivers_what_waited() {
     assert_eq!((sent, other.ioapic.save().irr), (1, 0));
 }
 
+/// Who holds the line of a restored level is not known. It is no irqfd as long as none has raised it: the level stays until its line
+/// is lowered.
+#[test]
+fn a_restored_level_does_not_end_with_its_interrupt() {
+    let mut machine = Machine {
+        resampled: 1 << RESAMPLE,
+        ..Machine::default()
+    };
+    let mut state = machine.ioapic.save();
+    (state.irr, state.redirtbl[4]) = (1 << 4, LEVEL | REMOTE_IRR | 0x34);
+    machine.ioapic.restore(&state, &mut |_| unreachable!());
+    for _ in 0..2 {
+        machine.eoi(0x34, true);
+        assert_eq!(machine.vectors(), [0x34]);
+    }
+    machine.set(4, 0, false);
+    machine.eoi(0x34, true);
+    assert_eq!(machine.vectors(), []);
+}
+
 #[test]
 fn any_state_is_survived_and_kept() {
     let mut random = Random(1);

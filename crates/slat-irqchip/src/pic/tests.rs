@@ -485,3 +485,25 @@ fn every_level_is_served() {
     assert_eq!(held, [0; LINES]);
     assert_eq!(raised, served);
 }
+
+/// Who holds the line of a restored level is not known: it stays until its line is lowered.
+#[test]
+fn a_restored_level_does_not_end_with_its_interrupt() {
+    let mut pics = Pics::with_sources_until_end(1 << 1);
+    let saved = pics.save(Chip::Master);
+    let (irr, last_irr) = (1 << 5, 1 << 5 | 1 << 3);
+    let state = PicState {
+        irr,
+        last_irr,
+        isr: 1 << 5 | 1 << 3,
+        elcr: 1 << 5,
+        ..saved
+    };
+    pics.restore(Chip::Master, &state);
+    assert_eq!(pics.write(0x20, 0x60 | 5).ended, 1 << 5);
+    assert_eq!(pics.write(0x20, 0x60 | 3).ended, 1 << 3);
+    let saved = pics.save(Chip::Master);
+    assert_eq!((saved.irr, saved.last_irr), (irr, last_irr));
+    pics.set_line(5, 0, false);
+    assert!(!pics.output());
+}
