@@ -113,14 +113,16 @@ impl Lapic {
             tsc_deadline: 0,
             tsc_khz,
         };
+        lapic.set(reg::ID, lapic.id_register());
         lapic.reset();
         lapic
     }
 
     /// What INIT does: everything but the base and the id.
     pub fn reset(&mut self) {
+        let id = self.get(reg::ID);
         self.regs = [0; REGISTERS];
-        self.set(reg::ID, self.id_register());
+        self.set(reg::ID, id);
         self.set(reg::VERSION, VERSION);
         self.set(reg::DFR, u32::MAX);
         self.set(reg::SVR, 0xff);

@@ -164,6 +164,14 @@ impl VcpuMachine {
         Ok(())
     }
 
+    /// INIT: what the guest has shared with the host in its memory is memory again.
+    pub(crate) fn init(&mut self) {
+        self.end_steal_time();
+        self.store(index::KVM_SYSTEM_TIME_NEW, 0);
+        self.store(index::KVM_PV_EOI, 0);
+        self.pv_eoi_offered = false;
+    }
+
     /// Does what a write to an APIC register asks for. No APIC may be locked.
     pub(crate) fn carry_out(&mut self, effect: Effect) {
         match effect {

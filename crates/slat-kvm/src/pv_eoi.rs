@@ -14,11 +14,12 @@ const RESERVED: u64 = 2;
 const OFFERED: u8 = 1;
 
 impl VcpuMachine {
-    /// Writes the MSR.
+    /// Writes the MSR. What the guest has done at the old address counts.
     pub(crate) fn set_pv_eoi(&mut self, value: u64) -> Result<(), MsrFault> {
         if value & RESERVED != 0 {
             return Err(MsrFault::Invalid);
         }
+        self.collect_pv_eoi();
         self.store(index::KVM_PV_EOI, value);
         Ok(())
     }

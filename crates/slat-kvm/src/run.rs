@@ -8,12 +8,12 @@ use crate::signals::Masked;
 use crate::thread::{Running, Section, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuCommon, VcpuObject};
-use crate::{exit, guest_debug, msr, report};
+use crate::{cpuid, exit, guest_debug, msr, report};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_irqchip::lapic::{BASE_BSP, Effect};
 use slat_x86::state::flags;
-use slat_x86::{Exception, Exit, PORT_BYTES, Segment, State, vector};
+use slat_x86::{Exception, Exit, PORT_BYTES, Segment, vector};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -416,11 +416,11 @@ impl VcpuObject {
         // Both at once: a SIPI that is found after this may belong to an INIT that is not carried out yet.
         let sent = common.signals.fetch_and(!both, Ordering::SeqCst);
         if sent & VcpuCommon::INIT != 0 {
-            let mut state = State::reset();
-            state.cr2 = inner.cpu.state.cr2;
-            state.gpr[2] = inner.cpu.state.gpr[2];
-            inner.cpu.state = state;
+            let [signature, ..] = cpuid::lookup(&inner.machine.cpuid, 1, 0);
+            inner.cpu.state.init((signature != 0).then_some(signature));
             inner.cpu.flush_tlb();
+            inner.machine.init();
+            common.take_nmis();
             inner.unfinished = Unfinished::Nothing;
             inner.requested.exception = None;
             let bootstrap = inner.machine.apic_base() & BASE_BSP != 0;

@@ -2,9 +2,11 @@
 
 mod common;
 
-use common::{Guest, start_at_code};
+use common::{DEVICE, Guest, start_at_code};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VcpuFd};
+use std::sync::mpsc;
+use std::time::Duration;
 
 const VECTOR: u8 = 0x20;
 /// Where the handler of [`VECTOR`] is.
@@ -60,4 +62,119 @@ fn an_interrupt_waits_for_the_handler_of_an_nmi() {
     set_msr(&guest.vcpu, 0x830, 1 << 18 | u64::from(VECTOR));
     assert_eq!(port_and_stack(&mut guest.vcpu), (0x10, stack - 6));
     assert_eq!(port_and_stack(&mut guest.vcpu), (0x11, stack - 6));
+}
+
+/// An INIT to itself.
+fn init(guest: &Guest) {
+    set_msr(&guest.vcpu, 0x830, 1 << 18 | 0x500);
+    guest.vcpu.get_mp_state().unwrap();
+}
+
+/// SDM volume 3, table 11-1: what software has left in EDX does not count, and EDX says which processor it is.
+#[test]
+fn after_init_edx_tells_the_processor() {
+    let guest = guest();
+    let signature = |guest: &Guest| {
+        let mut regs = guest.vcpu.get_regs().unwrap();
+        (regs.rdx, regs.rax) = (0x1234, 0x1234);
+        guest.vcpu.set_regs(&regs).unwrap();
+        init(guest);
+        guest.vcpu.get_regs().unwrap().rdx
+    };
+    assert_eq!(signature(&guest), 0x600);
+    let leaf = kvm_cpuid_entry2 {
+        function: 1,
+        eax: 0x806f8,
+        ..Default::default()
+    };
+    let table = CpuId::from_entries(&[leaf]).unwrap();
+    guest.vcpu.set_cpuid2(&table).unwrap();
+    assert_eq!(signature(&guest), 0x806f8);
+}
+
+/// SDM volume 3, table 11-1.
+#[test]
+fn an_init_leaves_registers_of_the_fpu_and_of_system_calls() {
+    const STAR: u32 = 0xc000_0081;
+    let guest = guest();
+    let mut fpu = guest.vcpu.get_fpu().unwrap();
+    (fpu.xmm[3], fpu.fcw) = ([7; 16], 0x37f);
+    guest.vcpu.set_fpu(&fpu).unwrap();
+    set_msr(&guest.vcpu, STAR, 0x1234);
+    init(&guest);
+    let after = guest.vcpu.get_fpu().unwrap();
+    assert_eq!((after.xmm[3], after.fcw), ([7; 16], 0x37f));
+    let entry = kvm_msr_entry {
+        index: STAR,
+        ..Default::default()
+    };
+    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
+    guest.vcpu.get_msrs(&mut msrs).unwrap();
+    assert_eq!(msrs.as_slice()[0].data, 0x1234);
+}
+
+#[test]
+fn an_init_forgets_nmis_that_wait() {
+    let mut guest = guest();
+    guest.vcpu.nmi().unwrap();
+    init(&guest);
+    assert_eq!(guest.vcpu.get_vcpu_events().unwrap().nmi.pending, 0);
+    start_at_code(&guest.vcpu);
+    let mut regs = guest.vcpu.get_regs().unwrap();
+    regs.rflags |= 1 << 9;
+    guest.vcpu.set_regs(&regs).unwrap();
+    set_msr(&guest.vcpu, 0x80f, 0x1ff);
+    set_msr(&guest.vcpu, 0x830, 1 << 18 | u64::from(VECTOR));
+    assert_eq!(port_and_stack(&mut guest.vcpu).0, 0x11, "no NMI");
+}
+
+/// What waits is delivered, whatever it is.
+#[test]
+fn an_exception_wakes_a_halted_vcpu() {
+    let mut guest = guest();
+    let halted = kvm_mp_state {
+        mp_state: KVM_MP_STATE_HALTED,
+    };
+    guest.vcpu.set_mp_state(halted).unwrap();
+    // #DB
+    guest.memory.write(4, &HANDLER.to_le_bytes()[..4]);
+    let debug = kvm_guest_debug {
+        control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_INJECT_DB,
+        ..Default::default()
+    };
+    guest.vcpu.set_guest_debug(&debug).unwrap();
+    // SAFETY: plain call.
+    let me = unsafe { libc::pthread_self() } as usize;
+    let (awake, woken) = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            if woken.recv_timeout(Duration::from_secs(5)).is_err() {
+                slat_kvm::interrupt_thread(me);
+            }
+        });
+        let port = guest.vcpu.run().map(|exit| match exit {
+            VcpuExit::IoOut(port, _) => port,
+            other => panic!("{other:?}"),
+        });
+        awake.send(()).ok();
+        assert_eq!(port.map_err(|error| error.errno()), Ok(0x11));
+    });
+}
+
+/// The low half of the task priority is storage, which CR8 does not have.
+#[test]
+fn the_task_priority_keeps_its_low_half() {
+    // mov dword [0x8080], 0x3f; mov eax, [0x8080]; out 0x10, al
+    let code = [
+        0x66, 0xc7, 0x06, 0x80, 0x80, 0x3f, 0, 0, 0, 0x66, 0xa1, 0x80, 0x80, 0xe6, 0x10,
+    ];
+    let mut guest = Guest::with(&code, |vm| vm.create_irq_chip().unwrap());
+    let mut sregs = guest.vcpu.get_sregs().unwrap();
+    sregs.apic_base = sregs.apic_base & 0xfff | DEVICE;
+    guest.vcpu.set_sregs(&sregs).unwrap();
+    match guest.vcpu.run().unwrap() {
+        VcpuExit::IoOut(0x10, data) => assert_eq!(data, [0x3f]),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(guest.vcpu.get_sregs().unwrap().cr8, 3);
 }

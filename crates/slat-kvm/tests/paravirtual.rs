@@ -14,6 +14,7 @@ const IN_SERVICE: u32 = 0x810;
 const ICR: u32 = 0x830;
 const STEAL_TIME: u32 = 0x4b56_4d03;
 const PV_EOI: u32 = 0x4b56_4d04;
+const SYSTEM_TIME: u32 = 0x4b56_4d01;
 const VECTOR: u8 = 0x20;
 /// Where the handler of [`VECTOR`] is.
 const HANDLER: u64 = 0x2000;
@@ -109,6 +110,46 @@ fn an_end_in_memory_that_is_not_taken_is_an_end_at_the_apic() {
     assert!(in_service(&guest.vcpu));
     assert!(set_msr(&guest.vcpu, EOI, 0));
     assert!(!in_service(&guest.vcpu));
+}
+
+/// A guest that ends an interrupt in its memory and at once takes that away, as a CPU does that goes offline.
+#[test]
+fn an_end_in_memory_counts_also_when_it_is_the_last() {
+    // btr word [DATA], 0; mov ecx, PV_EOI; xor eax, eax; xor edx, edx; wrmsr; out 0x10, al
+    let [a, b, c, d] = PV_EOI.to_le_bytes();
+    let handler = [
+        0x0f, 0xba, 0x36, 0x00, 0x30, 0, 0x66, 0xb9, a, b, c, d, 0x66, 0x31, 0xc0, 0x66, 0x31,
+        0xd2, 0x0f, 0x30, 0xe6, 0x10,
+    ];
+    for first_byte in [0, 1] {
+        let mut guest = interrupted(&handler);
+        guest.memory.write(0, &[first_byte]);
+        assert!(set_msr(&guest.vcpu, PV_EOI, DATA | 1));
+        let exit = guest.vcpu.run().unwrap();
+        assert!(matches!(exit, VcpuExit::IoOut(0x10, _)), "{exit:?}");
+        assert!(!in_service(&guest.vcpu), "the interrupt has ended");
+        assert_eq!(byte(&guest.memory, 0), first_byte, "not the guest's bit");
+    }
+}
+
+/// Nothing writes to the memory of a guest that has been reset.
+#[test]
+fn an_init_ends_what_is_shared_in_memory() {
+    let mut guest = interrupted(&[0xe6, 0x10]);
+    let mut shared = vec![PV_EOI, SYSTEM_TIME];
+    if is_offered(&guest, 5) {
+        shared.push(STEAL_TIME);
+    }
+    for index in &shared {
+        assert!(set_msr(&guest.vcpu, *index, DATA | 1));
+    }
+    let exit = guest.vcpu.run().unwrap();
+    assert!(matches!(exit, VcpuExit::IoOut(0x10, _)), "{exit:?}");
+    assert!(set_msr(&guest.vcpu, ICR, 1 << 18 | 0x500));
+    guest.vcpu.get_mp_state().unwrap();
+    for index in shared {
+        assert_eq!(msr(&guest.vcpu, index), 0, "MSR {index:#x}");
+    }
 }
 
 #[test]

@@ -311,6 +311,40 @@ impl State {
         }
     }
 
+    /// Does what INIT does (SDM volume 3, table 11-1, and KVM where the manual leaves it open): the state after RESET, but x87, SSE
+    /// and extended state, XCR0, the cache bits of CR0 and most MSRs stay. `signature` is the processor's in CPUID leaf 1.
+    pub fn init(&mut self, signature: Option<u32>) {
+        const CACHES: u64 = control::CR0_CD | control::CR0_NW;
+        let reset = State::reset();
+        let mut gpr = reset.gpr;
+        if let Some(signature) = signature {
+            gpr[2] = signature.into();
+        }
+        *self = State {
+            gpr,
+            cr0: reset.cr0 & !CACHES | self.cr0 & CACHES,
+            xcr0: self.xcr0,
+            pkru: self.pkru,
+            xmm: self.xmm,
+            mxcsr: self.mxcsr,
+            st: self.st,
+            fcw: self.fcw,
+            fsw: self.fsw,
+            ftw: self.ftw,
+            fop: self.fop,
+            fip: self.fip,
+            fdp: self.fdp,
+            star: self.star,
+            lstar: self.lstar,
+            cstar: self.cstar,
+            sfmask: self.sfmask,
+            kernel_gs_base: self.kernel_gs_base,
+            tsc_aux: self.tsc_aux,
+            pat: self.pat,
+            ..reset
+        };
+    }
+
     /// The x87 and SSE state as FXSAVE64 writes it.
     pub fn to_fxsave(&self) -> [u8; 512] {
         let mut image = [0; 512];

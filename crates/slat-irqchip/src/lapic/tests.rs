@@ -279,3 +279,12 @@ fn a_deadline_beyond_all_time_does_not_come() {
     lapic.set_tsc_deadline(u64::MAX / 1000 + 2, 0, 50);
     assert_eq!(lapic.deadline(), Some(u64::MAX));
 }
+
+/// SDM volume 3, 12.4.7.3: a guest in xAPIC mode may have given itself another id, and INIT leaves it.
+#[test]
+fn an_init_keeps_the_id() {
+    let mut lapic = enabled();
+    lapic.write(reg::ID, 0x0900_0000, 0);
+    lapic.reset();
+    assert_eq!(lapic.address().map(|address| address.id), Some(9));
+}

@@ -264,10 +264,20 @@ impl VcpuMachine {
         if value & RESERVED != 0 || !is_available() {
             return Err(MsrFault::Invalid);
         }
+        if value & KVM_ENABLED == 0 {
+            self.end_steal_time();
+        }
         self.store(index::KVM_STEAL_TIME, value);
         self.steal.changed = value & KVM_ENABLED != 0;
         self.common.attention.raise(bits::RETRY);
         Ok(())
+    }
+
+    /// The guest has no structure any more: nobody has to watch for it.
+    pub(crate) fn end_steal_time(&mut self) {
+        self.store(index::KVM_STEAL_TIME, 0);
+        self.steal.forget();
+        (self.steal.changed, self.steal.preempted) = (false, false);
     }
 
     /// Call before the vCPU runs: in `KVM_RUN`, and after a halt. The vCPU is not entered.
