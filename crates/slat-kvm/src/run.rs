@@ -384,7 +384,9 @@ impl VcpuObject {
         inner.sync_cr8_to_lapic();
         let state = &inner.cpu.state;
         let enabled = state.rflags & flags::IF != 0;
-        state.events.interrupt.is_some() || enabled && self.has_interrupt(inner)
+        state.events.exception.is_some()
+            || state.events.interrupt.is_some()
+            || enabled && self.has_interrupt(inner)
     }
 
     /// Waits, outside the engine, for something to be raised.
@@ -597,6 +599,7 @@ impl VcpuObject {
         write: bool,
         data: [u8; 8],
     ) -> bool {
+        inner.sync_cr8_to_lapic();
         let Some(mut lapic) = self
             .common()
             .lapic()
@@ -604,7 +607,6 @@ impl VcpuObject {
         else {
             return false;
         };
-        lapic.set_cr8(inner.cpu.state.cr8);
         let now = self.vm.clock.now();
         let offset = (gpa & 0xfff) as u32;
         if write {
