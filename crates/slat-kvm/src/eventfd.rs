@@ -87,14 +87,29 @@ impl EventFd {
 
     /// Takes the whole counter. Returns whether it was not zero. Never waits.
     pub(crate) fn drain(&self) -> bool {
+        // SAFETY: a read into what `take_with` has on its stack.
+        self.take_with(|arguments| unsafe { calls::make(Call::ReadNow, arguments) })
+    }
+
+    /// [`drain`](Self::drain) on one of slat's own threads, which no filter binds: it need not ask the helper.
+    pub(crate) fn drain_unbound(&self) -> bool {
+        let number = Call::ReadNow.entry().number;
+        // SAFETY: as above.
+        self.take_with(|arguments| calls::result(unsafe { calls::raw(number, arguments) }))
+    }
+
+    /// Takes the whole counter by `read`, which makes a preadv2 with these arguments.
+    fn take_with(&self, read: impl FnOnce([usize; 6]) -> std::result::Result<isize, i32>) -> bool {
         let mut count = 0u64;
-        let into = libc::iovec {
+        let mut into = libc::iovec {
             iov_base: (&raw mut count).cast(),
             iov_len: size_of_val(&count),
         };
-        // SAFETY: a read of 8 bytes into `count`.
-        let read = unsafe { libc::preadv2(self.fd.0, &into, 1, -1, libc::RWF_NOWAIT) };
-        read == size_of_val(&count) as isize && count != 0
+        // The offset -1 is that of a plain read.
+        let (offset, now) = ([usize::MAX, 0], libc::RWF_NOWAIT as usize);
+        let into = &raw mut into as usize;
+        let result = read([self.fd.0 as usize, into, 1, offset[0], offset[1], now]);
+        result == Ok(size_of_val(&count) as isize) && count != 0
     }
 }
 

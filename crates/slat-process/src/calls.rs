@@ -146,6 +146,8 @@ calls! {
     QueryMapping: Helper "ioctl (PROCMAP_QUERY)", SYS_ioctl [1 = PROCMAP_QUERY];
     /// Whether an eventfd that blocks has room.
     Poll: Helper "poll", SYS_poll;
+    /// What an eventfd has counted.
+    ReadNow: Helper "preadv2 (RWF_NOWAIT)", SYS_preadv2 [5 = libc::RWF_NOWAIT];
     /// Signalling an eventfd, and words for people.
     Write: Helper "write", SYS_write;
     /// Irqfds that come and go.

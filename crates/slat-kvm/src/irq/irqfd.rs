@@ -42,24 +42,24 @@ struct IrqFd {
 }
 
 impl IrqFd {
-    /// Injects what the eventfd has signalled, unless the irqfd was taken away.
-    fn fire(&self) {
+    /// Injects what the eventfd has signalled, as `drain` finds it, unless the irqfd was taken away.
+    fn fire(&self, drain: fn(&EventFd) -> bool) {
         let live = lock(&self.live);
         if *live {
-            self.inject();
+            self.inject(drain);
         }
     }
 
     /// Injects what was signalled until now, and nothing any more.
     fn end(&self) {
         let mut live = lock(&self.live);
-        self.inject();
+        self.inject(EventFd::drain);
         *live = false;
     }
 
     /// Call with `live` locked.
-    fn inject(&self) {
-        if !self.eventfd.drain() {
+    fn inject(&self, drain: fn(&EventFd) -> bool) {
+        if !drain(&self.eventfd) {
             return;
         }
         let Some(vm) = self.vm.upgrade() else {
@@ -167,7 +167,9 @@ impl VmObject {
     /// Injects what eventfds have signalled until now. Call before the state of controllers is saved: KVM's irqfds inject at once.
     pub(crate) fn inject_signalled(&self) {
         let irqfd = |at: usize| lock(&self.interrupts.irqfds.list).get(at).cloned();
-        (0..).map_while(irqfd).for_each(|irqfd| irqfd.fire());
+        (0..)
+            .map_while(irqfd)
+            .for_each(|irqfd| irqfd.fire(EventFd::drain));
     }
 
     /// Call after the guest's end of an interrupt of `gsi`, with no controller locked: lowers the line of resampled irqfds, and has their
@@ -310,7 +312,7 @@ impl Background for Service {
                     .find(|irqfd| number(irqfd) == event.u64)
                     .cloned();
                 if let Some(irqfd) = found {
-                    irqfd.fire();
+                    irqfd.fire(EventFd::drain_unbound);
                 }
             }
         }

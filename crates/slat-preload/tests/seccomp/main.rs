@@ -151,8 +151,9 @@ mod client {
                     if phase == phase::WAITS {
                         route_and_register(vm, irqfd);
                     }
-                    if phase == phase::ROUND {
-                        ROUNDS.fetch_add(1, SeqCst);
+                    // The guest disables the interrupt.
+                    if phase == phase::ROUND && ROUNDS.fetch_add(1, SeqCst) == 0 {
+                        vm.unregister_irqfd(irqfd, GSI).unwrap();
                     }
                     PHASE.store(phase, SeqCst);
                 }
