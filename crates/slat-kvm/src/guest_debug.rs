@@ -45,7 +45,7 @@ impl VcpuObject {
             _ => None,
         };
         if let Some(vector) = injected {
-            if inner.cpu.state.events.exception.is_some() {
+            if inner.cpu.state.events.exception.is_some() || inner.requested.exception.is_some() {
                 return fail(libc::EBUSY);
             }
             inner.cpu.inject_exception(vector, None);

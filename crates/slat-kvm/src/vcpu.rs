@@ -696,11 +696,19 @@ impl VcpuObject {
     /// `KVM_SET_LAPIC`.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controller.
+    /// `EINVAL` without interrupt controller, and for another id than an x2APIC has, if the client sees all of it.
     pub fn set_lapic(&self, state: &kvm_lapic_state) -> Result<()> {
         let mut inner = self.lock()?;
+        let registers = lapic_registers(state);
         match self.common.lapic() {
-            Some(mut lapic) => lapic.restore(&lapic_registers(state), self.vm.clock.now()),
+            Some(lapic)
+                if lapic.x2apic()
+                    && self.vm.interrupts.has_wide_ids()
+                    && registers[(reg::ID >> 4) as usize] != self.common.id =>
+            {
+                return fail(libc::EINVAL);
+            }
+            Some(mut lapic) => lapic.restore(&registers, self.vm.clock.now()),
             None => return fail(libc::EINVAL),
         }
         self.vm.apic_addresses_changed();

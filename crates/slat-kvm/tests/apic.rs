@@ -120,3 +120,30 @@ fn a_message_is_taken_or_not() {
     // An APIC that software has not enabled takes no vector.
     assert_eq!(guest.vm.signal_msi(message(0x40)).unwrap(), 0);
 }
+
+/// An x2APIC's id is its vCPU's. A client that sees all of it has to give the same back.
+#[test]
+fn a_state_with_another_id_is_refused() {
+    let api = kvm_bindings::kvm_enable_cap {
+        cap: kvm_bindings::KVM_CAP_X2APIC_API,
+        args: [kvm_bindings::KVM_X2APIC_API_USE_32BIT_IDS.into(), 0, 0, 0],
+        ..Default::default()
+    };
+    for wide_ids in [false, true] {
+        let guest = Guest::with(&[0xf4], |vm| {
+            vm.create_irq_chip().unwrap();
+            if wide_ids {
+                vm.enable_cap(&api).unwrap();
+            }
+        });
+        let mut sregs = guest.vcpu.get_sregs().unwrap();
+        sregs.apic_base |= X2APIC;
+        guest.vcpu.set_sregs(&sregs).unwrap();
+        let mut state = guest.vcpu.get_lapic().unwrap();
+        guest.vcpu.set_lapic(&state).unwrap();
+        state.regs[0x20] = 5;
+        let error = guest.vcpu.set_lapic(&state).map_err(|error| error.errno());
+        assert_eq!(error, if wide_ids { Err(libc::EINVAL) } else { Ok(()) });
+        assert_eq!(guest.vcpu.get_lapic().unwrap().regs[0x20], 0);
+    }
+}

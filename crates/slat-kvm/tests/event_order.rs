@@ -178,3 +178,25 @@ fn the_task_priority_keeps_its_low_half() {
     }
     assert_eq!(guest.vcpu.get_sregs().unwrap().cr8, 3);
 }
+
+/// A debugger's exception does not take the place of one that waits.
+#[test]
+fn an_injected_exception_does_not_replace_a_pending_one() {
+    let payload = kvm_enable_cap {
+        cap: KVM_CAP_EXCEPTION_PAYLOAD,
+        args: [1, 0, 0, 0],
+        ..Default::default()
+    };
+    let guest = Guest::with(&[0xf4], |vm| vm.enable_cap(&payload).unwrap());
+    let mut events = guest.vcpu.get_vcpu_events().unwrap();
+    events.flags |= KVM_VCPUEVENT_VALID_PAYLOAD;
+    (events.exception.pending, events.exception.nr) = (1, 6);
+    guest.vcpu.set_vcpu_events(&events).unwrap();
+    let debug = kvm_guest_debug {
+        control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_INJECT_DB,
+        ..Default::default()
+    };
+    let error = guest.vcpu.set_guest_debug(&debug).unwrap_err();
+    assert_eq!(error.errno(), libc::EBUSY);
+    assert_eq!(guest.vcpu.get_vcpu_events().unwrap().exception.nr, 6);
+}
