@@ -555,12 +555,13 @@ impl VcpuObject {
     /// `EIO`.
     pub fn set_msrs(&self, entries: &[kvm_msr_entry]) -> Result<usize> {
         let mut inner = self.lock()?;
-        for (done, entry) in entries.iter().enumerate() {
-            if msr::write(&mut inner, entry.index, entry.data).is_err() {
-                return Ok(done);
-            }
-        }
-        Ok(entries.len())
+        inner.sync_cr8_to_lapic();
+        let refused =
+            |entry: &kvm_msr_entry| msr::write(&mut inner, entry.index, entry.data).is_err();
+        let done = entries.iter().position(refused);
+        // The task priority of an x2APIC is one of them.
+        inner.sync_cr8_from_lapic();
+        Ok(done.unwrap_or(entries.len()))
     }
 
     /// `KVM_GET_MP_STATE`.

@@ -200,3 +200,28 @@ fn an_injected_exception_does_not_replace_a_pending_one() {
     assert_eq!(error.errno(), libc::EBUSY);
     assert_eq!(guest.vcpu.get_vcpu_events().unwrap().exception.nr, 6);
 }
+
+/// One register with three names: a client's write by MSR is CR8's, too.
+#[test]
+fn a_client_sets_the_task_priority_by_its_msr() {
+    let mut guest = guest();
+    set_msr(&guest.vcpu, 0x808, 0x52);
+    let entry = kvm_msr_entry {
+        index: 0x808,
+        ..Default::default()
+    };
+    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
+    guest.vcpu.get_msrs(&mut msrs).unwrap();
+    assert_eq!(msrs.as_slice()[0].data, 0x52);
+    assert_eq!(guest.vcpu.get_sregs().unwrap().cr8, 5);
+    set_msr(&guest.vcpu, 0x830, 1 << 18 | u64::from(VECTOR));
+    guest.vcpu.nmi().unwrap();
+    assert_eq!(port_and_stack(&mut guest.vcpu).0, 0x10);
+    let pending = kvm_msr_entry {
+        index: 0x820 + u32::from(VECTOR) / 32,
+        ..Default::default()
+    };
+    let mut msrs = Msrs::from_entries(&[pending]).unwrap();
+    guest.vcpu.get_msrs(&mut msrs).unwrap();
+    assert_eq!(msrs.as_slice()[0].data, 1, "it is held back");
+}
