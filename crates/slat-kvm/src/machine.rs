@@ -248,7 +248,7 @@ impl VcpuMachine {
             page[0..4].copy_from_slice(&2u32.to_le_bytes());
             page[4..8].copy_from_slice(&((start / 1_000_000_000) as u32).to_le_bytes());
             page[8..12].copy_from_slice(&((start % 1_000_000_000) as u32).to_le_bytes());
-            self.write_guest(address, &page);
+            self.wall_clock_wanted = !self.write_guest(address, &page) && self.is_called_out();
         }
         let set = self.vm.clock.changes();
         let was_set = std::mem::replace(&mut self.clock_set, set) != set;
@@ -258,14 +258,15 @@ impl VcpuMachine {
                 self.clock_version = self.clock_version.wrapping_add(2) & !1;
                 let (tsc, now) = (self.guest_tsc(), self.vm.clock.kvmclock());
                 let mut page = clock::system_time(self.clock_version, tsc, now, self.tsc.khz());
-                page[29] |= u8::from(std::mem::take(&mut self.guest_paused)) << 1;
+                page[29] |= u8::from(self.guest_paused) << 1;
                 let odd = (self.clock_version | 1).to_le_bytes();
                 // The version is odd while the rest changes, for readers on other vCPUs.
-                if self.write_guest(address & !1, &odd)
+                let written = self.write_guest(address & !1, &odd)
                     && self.write_guest((address & !1) + 4, &page[4..])
-                {
-                    self.write_guest(address & !1, &page[..4]);
-                }
+                    && self.write_guest(address & !1, &page[..4]);
+                // A signal may have come while the guest's memory was waited for: a page that is not written stops the guest's clock.
+                self.clock_changed = !written && self.is_called_out();
+                self.guest_paused &= self.clock_changed;
             }
         }
     }

@@ -190,7 +190,12 @@ impl VcpuMachine {
     fn may_try_again(&mut self) -> bool {
         self.come_out();
         self.engine.quiesce();
-        self.common.attention.flag().load(Ordering::SeqCst) & (bits::SIGNAL | bits::RING_FULL) == 0
+        !self.is_called_out()
+    }
+
+    /// Whether the thread is wanted elsewhere: an access that has failed may succeed when it comes back.
+    pub(crate) fn is_called_out(&self) -> bool {
+        self.common.attention.flag().load(Ordering::SeqCst) & (bits::SIGNAL | bits::RING_FULL) != 0
     }
 
     /// Reads the page-directory-pointer entries at `cr3`, as a load of CR3 does. `None` if they cannot be read.

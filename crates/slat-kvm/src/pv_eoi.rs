@@ -20,6 +20,7 @@ impl VcpuMachine {
             return Err(MsrFault::Invalid);
         }
         self.collect_pv_eoi();
+        self.pv_eoi_offered = false;
         self.store(index::KVM_PV_EOI, value);
         Ok(())
     }
@@ -27,7 +28,8 @@ impl VcpuMachine {
     /// Call after the vCPU, which is entered, has accepted an interrupt of its APIC.
     pub(crate) fn offer_pv_eoi(&mut self) {
         let value = self.msr(index::KVM_PV_EOI);
-        if value & KVM_ENABLED == 0 {
+        // What became of an earlier offer may not be known yet.
+        if value & KVM_ENABLED == 0 || self.pv_eoi_offered {
             return;
         }
         let silent = (self.common.lapic()).is_some_and(|lapic| lapic.may_end_silently());
@@ -35,18 +37,25 @@ impl VcpuMachine {
     }
 
     /// Call before looking at the APIC of the vCPU, which is entered: ends the interrupt if the guest has, and otherwise takes the
-    /// offer back.
+    /// offer back. Both wait for the next call if the thread is wanted elsewhere and cannot wait for the guest's memory. Where that
+    /// cannot be read, the interrupt ends, as in KVM.
     pub(crate) fn collect_pv_eoi(&mut self) {
-        if !std::mem::take(&mut self.pv_eoi_offered) {
+        if !self.pv_eoi_offered {
             return;
         }
         let address = self.msr(index::KVM_PV_EOI) & !KVM_ENABLED;
-        let shift = 8 * (address % 8);
-        let Some(word) = self.read_guest_word(address & !7) else {
-            return;
+        let word = self.read_guest_word(address & !7);
+        let is_offered =
+            word.is_some_and(|word| (word >> (8 * (address % 8))) as u8 & OFFERED != 0);
+        let is_done = match word {
+            Some(_) if is_offered => self.write_guest(address, &[0]),
+            word => word.is_some(),
         };
-        if (word >> shift) as u8 & OFFERED != 0 {
-            self.write_guest(address, &[0]);
+        if !is_done && self.is_called_out() {
+            return;
+        }
+        self.pv_eoi_offered = false;
+        if is_offered {
             return;
         }
         let now = self.vm.clock.now();

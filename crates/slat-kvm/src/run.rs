@@ -174,6 +174,7 @@ impl VcpuObject {
                 self.attend(inner, masked)?;
             }
             inner.machine.write_steal_time();
+            inner.machine.collect_pv_eoi();
             if std::mem::take(&mut inner.requested.triple_fault) {
                 self.page.set_exit_reason(KVM_EXIT_SHUTDOWN);
                 return Ok(());

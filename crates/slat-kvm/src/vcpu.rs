@@ -2,6 +2,7 @@
 
 use crate::call::Call;
 use crate::engine::EngineVcpu;
+use crate::entered::Entered;
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::ioeventfd::KnownEvents;
 use crate::machine::VcpuMachine;
@@ -680,6 +681,9 @@ impl VcpuObject {
     pub fn get_lapic(&self) -> Result<kvm_lapic_state> {
         let mut inner = self.lock()?;
         inner.sync_cr8_to_lapic();
+        if inner.machine.pv_eoi_offered {
+            Entered::enter(&mut *inner).machine.collect_pv_eoi();
+        }
         self.vm.inject_signalled();
         match self.common.lapic() {
             Some(lapic) => {

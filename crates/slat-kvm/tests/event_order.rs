@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{DEVICE, Guest, start_at_code};
+use common::{DATA, DEVICE, Guest, resolve, start_at_code, userfault};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VcpuFd};
 use std::sync::mpsc;
@@ -224,4 +224,134 @@ fn a_client_sets_the_task_priority_by_its_msr() {
     let mut msrs = Msrs::from_entries(&[pending]).unwrap();
     guest.vcpu.get_msrs(&mut msrs).unwrap();
     assert_eq!(msrs.as_slice()[0].data, 1, "it is held back");
+}
+
+extern "C" fn announce(_signal: libc::c_int) {
+    slat_kvm::signal_arrived();
+}
+
+fn announce_signals() {
+    // SAFETY: a handler that only raises.
+    unsafe { libc::signal(libc::SIGUSR2, announce as *const () as libc::sighandler_t) };
+}
+
+/// Sends SIGUSR2 to `thread` until the other end says that it has come out.
+fn call_out(thread: usize, has_left: &mpsc::Receiver<()>) {
+    for _ in 0..20 {
+        // SAFETY: the thread lives as long as it can be told of.
+        unsafe { libc::pthread_kill(thread as libc::pthread_t, libc::SIGUSR2) };
+        if has_left.recv_timeout(Duration::from_millis(100)).is_ok() {
+            break;
+        }
+    }
+}
+
+/// A guest ends an interrupt in its memory (PV EOI), which then is not there, and a signal comes before it is: the end counts.
+#[test]
+fn an_end_of_interrupt_in_memory_survives_a_signal() {
+    const REACHED: u64 = 0x800;
+    const IN_SERVICE: u32 = 0x811;
+    announce_signals();
+    // Nothing takes the vCPU out of the guest now and then.
+    slat_kvm::watch_signals();
+    // sti; nop; hlt
+    let guest = Guest::with(&[0xfb, 0x90, 0xf4], |vm| vm.create_irq_chip().unwrap());
+    let Guest {
+        mut vcpu,
+        vm: _vm,
+        memory,
+        ..
+    } = guest;
+    let entry = |index, data| kvm_msr_entry {
+        index,
+        data,
+        ..Default::default()
+    };
+    // btr word [DATA], 0; mov byte [REACHED], 1; 1: cmp byte [REACHED], 2; jne 1b; out 0x10, al
+    let handler = [
+        0x0f, 0xba, 0x36, 0x00, 0x30, 0, 0xc6, 0x06, 0x00, 0x08, 1, 0x80, 0x3e, 0x00, 0x08, 2,
+        0x75, 0xf9, 0xe6, 0x10,
+    ];
+    memory.write(HANDLER, &handler);
+    memory.write(0x20 * 4, &HANDLER.to_le_bytes()[..4]);
+    memory.write(DATA, &[0]);
+    let mut sregs = vcpu.get_sregs().unwrap();
+    sregs.apic_base |= 1 << 10;
+    vcpu.set_sregs(&sregs).unwrap();
+    // PV EOI, an APIC that is on, and an interrupt to itself.
+    let msrs = [
+        entry(0x4b56_4d04, DATA | 1),
+        entry(0x80f, 0x1ff),
+        entry(0x830, 1 << 18 | 0x20),
+    ];
+    let msrs = Msrs::from_entries(&msrs).unwrap();
+    assert_eq!(vcpu.set_msrs(&msrs).unwrap(), 3);
+    let page = memory.range(DATA);
+    let Some(fd) = userfault(page.clone()) else {
+        eprintln!("skipped: this host does not permit userfaultfd");
+        return;
+    };
+    // SAFETY: plain call.
+    let me = unsafe { libc::pthread_self() } as usize;
+    let memory = &memory;
+    std::thread::scope(|scope| {
+        let (left, has_left) = mpsc::channel();
+        scope.spawn(move || {
+            let mut reached = [0];
+            while reached == [0] {
+                memory.read(REACHED, &mut reached);
+            }
+            // Nobody says so: as when another process gives up memory that is shared with it.
+            // SAFETY: a page of the test's own memory.
+            unsafe { libc::madvise(page.start as *mut _, 4096, libc::MADV_DONTNEED) };
+            // The first one takes the vCPU out of the guest, and the next one finds it waiting for the page.
+            call_out(me, &has_left);
+            resolve(fd, page.start, 0);
+            memory.write(REACHED, &[2]);
+        });
+        assert_eq!(vcpu.run().unwrap_err().errno(), libc::EINTR);
+        left.send(()).unwrap();
+        let exit = loop {
+            match vcpu.run() {
+                Err(error) if error.errno() == libc::EINTR => {}
+                exit => break format!("{:?}", exit.unwrap()),
+            }
+        };
+        assert!(exit.starts_with("IoOut(16"), "{exit}");
+    });
+    let mut msrs = Msrs::from_entries(&[entry(IN_SERVICE, 0)]).unwrap();
+    vcpu.get_msrs(&mut msrs).unwrap();
+    assert_eq!(msrs.as_slice()[0].data, 0, "the interrupt has ended");
+    // SAFETY: our descriptor.
+    unsafe { libc::close(fd) };
+}
+
+/// A signal comes while the page of the guest's clock is waited for: it is written by the next run.
+#[test]
+fn the_page_of_the_clock_is_written_after_a_signal() {
+    announce_signals();
+    let mut guest = Guest::new(&[0xf4]);
+    let page = guest.memory.range(DATA);
+    let Some(fd) = userfault(page.clone()) else {
+        eprintln!("skipped: this host does not permit userfaultfd");
+        return;
+    };
+    set_msr(&guest.vcpu, 0x4b56_4d01, DATA | 1);
+    // SAFETY: plain call.
+    let me = unsafe { libc::pthread_self() } as usize;
+    std::thread::scope(|scope| {
+        let (left, has_left) = mpsc::channel();
+        scope.spawn(move || {
+            call_out(me, &has_left);
+            resolve(fd, page.start, 0);
+        });
+        assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+        left.send(()).unwrap();
+    });
+    while guest.vcpu.run().is_err() {}
+    let mut version = [0; 4];
+    guest.memory.read(DATA, &mut version);
+    assert_ne!(u32::from_le_bytes(version), 0, "it was written");
+    // SAFETY: our descriptor.
+    unsafe { libc::close(fd) };
 }

@@ -157,3 +157,67 @@ pub fn start_at_code(vcpu: &VcpuFd) {
 pub const SPIN: &[u8] = &[0xeb, 0xfe];
 /// `mov al, [0x3000]; jmp -5`
 pub const READ_DATA_FOREVER: &[u8] = &[0xa0, 0x00, 0x30, 0xeb, 0xfb];
+
+/// A userfaultfd for missing pages of a range; `None` where the host does not permit it.
+pub fn userfault(range: std::ops::Range<usize>) -> Option<i32> {
+    #[repr(C)]
+    struct Api {
+        api: u64,
+        features: u64,
+        ioctls: u64,
+    }
+    #[repr(C)]
+    struct Register {
+        start: u64,
+        len: u64,
+        mode: u64,
+        ioctls: u64,
+    }
+    const UFFDIO_API: u64 = 0xc018_aa3f;
+    const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+    // SAFETY: system calls with structs of the sizes in their numbers.
+    unsafe {
+        let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) as i32;
+        if fd < 0 {
+            return None;
+        }
+        let mut api = Api {
+            api: 0xaa,
+            features: 0,
+            ioctls: 0,
+        };
+        assert_eq!(libc::ioctl(fd, UFFDIO_API, &mut api), 0);
+        let len = (range.end - range.start) as u64;
+        let mut register = Register {
+            start: range.start as u64,
+            len,
+            mode: 1,
+            ioctls: 0,
+        };
+        assert_eq!(libc::ioctl(fd, UFFDIO_REGISTER, &mut register), 0);
+        Some(fd)
+    }
+}
+
+/// Gives the page a content, so that the blocked vCPU goes on.
+pub fn resolve(fd: i32, page: usize, byte: u8) {
+    #[repr(C)]
+    struct Copy {
+        dst: u64,
+        src: u64,
+        len: u64,
+        mode: u64,
+        copy: i64,
+    }
+    const UFFDIO_COPY: u64 = 0xc028_aa03;
+    let source = vec![byte; 4096];
+    let mut copy = Copy {
+        dst: page as u64,
+        src: source.as_ptr() as u64,
+        len: 4096,
+        mode: 0,
+        copy: 0,
+    };
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::ioctl(fd, UFFDIO_COPY, &mut copy) }, 0);
+}
