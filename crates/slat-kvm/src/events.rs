@@ -178,7 +178,12 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
         held.sti_shadow = events.interrupt.shadow & SHADOW_STI != 0;
         held.mov_ss_shadow = events.interrupt.shadow & SHADOW_MOV_SS != 0;
     }
-    held.nmis = (events.nmi.injected != 0).into();
+    // One that the CPU holds waits, for the client: without the flag it stays.
+    let waiting = match events.flags & KVM_VCPUEVENT_VALID_NMI_PENDING {
+        0 => held.nmis,
+        _ => 0,
+    };
+    held.nmis = waiting.max((events.nmi.injected != 0).into());
     held.nmi_blocked = events.nmi.masked != 0;
     Ok(Elsewhere {
         nmis_pending: (events.flags & KVM_VCPUEVENT_VALID_NMI_PENDING != 0)
@@ -204,6 +209,20 @@ mod tests {
         events.nmi.masked = 1;
         set(&mut state, &events).unwrap();
         assert_eq!(get(&state, 0, 0), events);
+    }
+
+    #[test]
+    fn an_nmi_that_waits_stays_unless_the_client_says_otherwise() {
+        let mut state = State::reset();
+        state.events.nmis = 1;
+        let mut events = get(&state, 0, 0);
+        assert_eq!(events.nmi.pending, 1);
+        events.flags = 0;
+        set(&mut state, &events).unwrap();
+        assert_eq!(state.events.nmis, 1);
+        events.flags = KVM_VCPUEVENT_VALID_NMI_PENDING;
+        assert_eq!(set(&mut state, &events).unwrap().nmis_pending, Some(1));
+        assert_eq!(state.events.nmis, 0);
     }
 
     #[test]
