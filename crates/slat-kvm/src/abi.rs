@@ -20,12 +20,12 @@ const fn io(number: u32) -> u32 {
     ioc(NONE, number, 0)
 }
 
-/// The client passes a `T` in.
+/// Encodes a request to which the client passes a `T`.
 const fn iow<T>(number: u32) -> u32 {
     ioc(WRITE, number, size_of::<T>())
 }
 
-/// The client gets a `T` out.
+/// Encodes a request that returns a `T` to the client.
 const fn ior<T>(number: u32) -> u32 {
     ioc(READ, number, size_of::<T>())
 }
@@ -38,7 +38,7 @@ macro_rules! requests {
     ($($name:ident = $value:expr;)*) => {
         $(#[allow(missing_docs)] pub const $name: u32 = $value;)*
 
-        /// The name of a request, for messages.
+        /// Returns the name of a request, for messages. `None`: the request is unknown.
         pub fn name(request: u32) -> Option<&'static str> {
             match request {
                 $(_ if request == $name => Some(stringify!($name)),)*
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn requests_have_the_numbers_of_the_kernel() {
-        // From the public header, as any program that uses KVM has them compiled in.
+        // The values of the public header, which programs that use KVM contain.
         assert_eq!(KVM_GET_API_VERSION, 0xae00);
         assert_eq!(KVM_RUN, 0xae80);
         assert_eq!(KVM_SET_USER_MEMORY_REGION, 0x4020_ae46);

@@ -1,25 +1,25 @@
-//! Threads of slat's own, which serve all vCPUs of a process. They are started without the heap, also by a `KVM_RUN`; but before
-//! the client installs a seccomp filter ([`crate::filters`]).
+//! Threads of slat's own, which serve all vCPUs of a process. Starting one does not use the heap, because `KVM_RUN` may start one;
+//! they are started before the client installs a seccomp filter ([`crate::filters`]).
 
 use crate::thread::Section;
 use std::ffi::{CStr, c_void};
 
-/// What such a thread does.
+/// The work of a background thread.
 pub(crate) trait Background: Sync + 'static {
     /// The thread's name, of at most 15 bytes.
     const NAME: &'static CStr;
-    /// What does not work if the thread cannot be started: a message says it.
+    /// The end of the message to the user if the thread cannot be started: what does not work then.
     const WITHOUT: &'static str;
 
     /// Runs on the thread until the process ends.
     fn run(&'static self);
 }
 
-/// Bytes of such a thread's stack.
+/// Bytes of a background thread's stack.
 const STACK: usize = 64 << 10;
 
-/// Starts the thread of `work`, in a section. It takes none of the client's signals. False, and words for people: it cannot be
-/// started.
+/// Starts the thread of `work`, which runs in a [`Section`] and blocks all signals. Returns `false`, and prints a message, if the
+/// thread cannot be started.
 pub(crate) fn start<T: Background>(work: &'static T) -> bool {
     extern "C" fn main<T: Background>(work: *mut c_void) -> *mut c_void {
         let _section = Section::enter();

@@ -1,8 +1,8 @@
 //! Calls to a VM and its vCPUs: refused in a forked child, and after a call that panicked.
 //!
-//! A call that panics has left the VM in a state that nobody has thought of. So the VM is dead from then on, as one is in which
-//! KVM finds a bug of its own (`vm_bugged`): all its calls, those of its vCPUs included, answer `EIO` at once, and vCPUs that run
-//! come out with it. The objects can be dropped as ever.
+//! A call that panics leaves the VM in an unknown state. So the VM is dead from then on, like a VM in which KVM finds a bug of
+//! its own (`vm_bugged`): all its calls, those of its vCPUs included, return `EIO` at once, and so does a `KVM_RUN` in progress.
+//! The objects can still be dropped.
 
 use crate::errno::{Result, fail};
 use crate::process::Birth;
@@ -15,12 +15,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[derive(Debug)]
 pub(crate) struct Life {
     birth: Birth,
-    /// A call has panicked.
+    /// Whether a call has panicked.
     dead: AtomicBool,
 }
 
 impl Life {
-    /// A VM made by this process, now.
+    /// Begins the life of a VM that this process creates.
     pub(crate) fn begin() -> Self {
         Life {
             birth: Birth::here(),
@@ -29,19 +29,19 @@ impl Life {
     }
 }
 
-/// A call in progress. If it is dropped by a panic that began meanwhile, the VM is dead.
+/// A call in progress. If a panic that began during the call drops this, the VM is dead.
 #[must_use = "the call ends when this is dropped"]
 pub(crate) struct Call<'a> {
     vm: &'a VmObject,
-    /// The client calls while a panic of its own unwinds.
+    /// Whether the client called while a panic of its own unwinds.
     was_panicking: bool,
 }
 
 impl VmObject {
-    /// Begins a call. Every public method of the VM and its vCPUs does.
+    /// Begins a call. Call in every public method of the VM and its vCPUs.
     ///
     /// # Errors
-    /// `EIO`, as [`still_alive`](Self::still_alive).
+    /// As for [`still_alive`](Self::still_alive).
     pub(crate) fn begin(&self) -> Result<Call<'_>> {
         self.still_alive()?;
         Ok(Call {
@@ -61,7 +61,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// Whether this is a forked child: the object's locks may be held for ever, its threads are gone.
+    /// Whether this is a forked child: here the VM's locks may be held for ever, and its threads do not exist.
     pub fn is_foreign(&self) -> bool {
         !self.life.birth.is_here()
     }
@@ -73,7 +73,7 @@ impl Drop for Call<'_> {
             return;
         }
         self.vm.life.dead.store(true, Ordering::SeqCst);
-        // No lock: this thread may hold any. A vCPU that runs or sleeps attends to the bit, and finds the VM dead.
+        // Takes no lock: this thread may hold any. A vCPU that runs or sleeps sees the bit, and finds the VM dead.
         (self.vm.engine).visit_attention(&mut |attention| ticker::raise(attention, bits::RETRY));
     }
 }

@@ -1,25 +1,25 @@
-//! Capabilities: what `KVM_CHECK_EXTENSION` answers, and what `KVM_ENABLE_CAP` takes.
+//! Capabilities: the values that `KVM_CHECK_EXTENSION` returns.
 //!
-//! Only what works is claimed: a client that finds a capability relies on it. `tests/capabilities.rs` uses each.
+//! slat claims only capabilities that work: a client that finds one relies on it. `tests/capabilities.rs` uses each.
 
 use crate::irq::routing::MAX_ROUTES;
 use kvm_bindings::*;
 
-/// vCPUs one VM can have.
+/// The number of vCPUs that one VM can have.
 pub const MAX_VCPUS: u32 = 1024;
 /// One more than the largest vCPU id.
 pub const MAX_VCPU_ID: u32 = 4096;
-/// Slots per address space that a client may use.
+/// The number of memslots per address space that a client may use.
 pub const NR_MEMSLOTS: u32 = 32764;
-/// What `KVM_GET_CLOCK` tells besides the clock, and `KVM_SET_CLOCK` takes: guests' clocks follow the host's TSC, the same on all
+/// The flags that `KVM_GET_CLOCK` returns and `KVM_SET_CLOCK` accepts: guests' clocks follow the host's TSC, which is the same on all
 /// vCPUs.
 pub const CLOCK_FLAGS: u32 = KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
 
-/// The hypercalls that a client can ask to answer itself (`KVM_CAP_EXIT_HYPERCALL`): `KVM_HC_MAP_GPA_RANGE`.
+/// The hypercalls that a client can complete itself (`KVM_CAP_EXIT_HYPERCALL`): `KVM_HC_MAP_GPA_RANGE`.
 pub const HYPERCALL_EXITS: u32 = 1 << crate::hypercall::MAP_GPA_RANGE;
 
-/// The value of a capability: 0 when there is none. What a VM of one type has and another has not, the VM knows
-/// ([`crate::vm::VmObject::check_extension`]); here it is there.
+/// Returns the value of a capability; 0 if slat does not have it. Includes capabilities that only VMs of one type have; for a VM,
+/// call [`crate::vm::VmObject::check_extension`].
 pub fn check(cap: u64) -> i32 {
     let Ok(cap) = u32::try_from(cap) else {
         return 0;
@@ -117,7 +117,7 @@ pub fn check(cap: u64) -> i32 {
     value as i32
 }
 
-/// The processors of the host: how many vCPUs KVM would recommend.
+/// Returns the number of the host's processors, which is the number of vCPUs that KVM recommends.
 fn num_cpus() -> u32 {
     std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
 }

@@ -11,18 +11,18 @@ use std::time::{Duration, Instant, SystemTime};
 #[derive(Debug)]
 pub struct VmClock {
     start: Instant,
-    /// What `KVM_SET_CLOCK` added to the nanoseconds since the VM was made.
+    /// What `KVM_SET_CLOCK` added to the nanoseconds since the VM was created.
     offset: AtomicI64,
-    /// How often `KVM_SET_CLOCK` was called: the pages of the clock have to follow.
+    /// How often `KVM_SET_CLOCK` was called: after each change the pages of the clock are rewritten.
     changes: AtomicU64,
     /// The last TSC that was set.
     last_tsc: Mutex<Option<LastTsc>>,
-    /// The frequency that new vCPUs get.
+    /// The TSC's frequency of new vCPUs.
     tsc_khz: AtomicU32,
 }
 
 impl VmClock {
-    /// A clock that starts at zero now.
+    /// Creates a clock that starts at zero now.
     pub fn new() -> Self {
         VmClock {
             start: Instant::now(),
@@ -33,12 +33,12 @@ impl VmClock {
         }
     }
 
-    /// Nanoseconds since the VM was made; never goes back.
+    /// Nanoseconds since the VM was created; never decreases.
     pub fn now(&self) -> u64 {
         self.start.elapsed().as_nanos() as u64
     }
 
-    /// The moment at which [`now`](Self::now) is `nanoseconds`.
+    /// The moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now.
     pub fn instant(&self, nanoseconds: u64) -> Instant {
         let far = Duration::from_secs(365 * 24 * 3600);
         self.start + Duration::from_nanos(nanoseconds).min(self.start.elapsed() + far)
@@ -50,19 +50,19 @@ impl VmClock {
             .wrapping_add_signed(self.offset.load(Ordering::Relaxed))
     }
 
-    /// Sets it.
+    /// Sets the clock that `KVM_GET_CLOCK` shows.
     pub fn set_kvmclock(&self, clock: u64) {
         self.offset
             .store(clock.wrapping_sub(self.now()) as i64, Ordering::Relaxed);
         self.changes.fetch_add(1, Ordering::Release);
     }
 
-    /// How often it was set.
+    /// How often [`set_kvmclock`](Self::set_kvmclock) was called.
     pub fn changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }
 
-    /// The clock, the host's wall clock and the host's TSC at one moment.
+    /// Reads the clock, the host's wall clock and the host's TSC at one moment.
     pub fn read(&self) -> Reading {
         let host_tsc = host_tsc();
         let clock = self.kvmclock();
@@ -73,7 +73,7 @@ impl VmClock {
         }
     }
 
-    /// The TSC of a new vCPU: it begins at zero, or with the VM's other vCPUs.
+    /// Returns the TSC of a new vCPU: zero for the first one of a VM, else the TSC that was set last.
     pub(crate) fn new_tsc(&self) -> Tsc {
         let khz = self.tsc_khz();
         let mut tsc = Tsc {
@@ -85,8 +85,9 @@ impl VmClock {
         tsc
     }
 
-    /// Sets a vCPU's TSC for the client, or for a new vCPU. A value within a second of where the VM's last one would be now, or zero,
-    /// means that one: as with KVM, a client that sets its vCPUs one after the other gets the same TSC on all.
+    /// Sets a vCPU's TSC to `value`, for the client or for a new vCPU. Zero, or a value within a second of what the TSC that the
+    /// client set last would be now, synchronizes with the last TSC of the same frequency: as with KVM, a client that sets its vCPUs
+    /// one after the other gets the same TSC on all.
     pub(crate) fn set_tsc(&self, tsc: &mut Tsc, value: u64, by_client: bool) {
         let host = host_tsc();
         let mut last = (self.last_tsc.lock()).unwrap_or_else(PoisonError::into_inner);
@@ -121,42 +122,42 @@ impl VmClock {
         self.tsc_khz.load(Ordering::Relaxed)
     }
 
-    /// Sets it.
+    /// Sets the TSC's frequency of new vCPUs.
     pub(crate) fn set_tsc_khz(&self, khz: u32) {
         self.tsc_khz.store(khz, Ordering::Relaxed);
     }
 }
 
-/// The TSC of a vCPU: the host's, scaled and moved.
+/// The TSC of a vCPU: the host's, scaled, plus an offset.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tsc {
     khz: u32,
     /// Cycles per cycle of the host, in units of 2^-32.
     ratio: u64,
-    /// What is added to the scaled cycles of the host.
+    /// Added to the scaled cycles of the host.
     offset: u64,
 }
 
-/// The TSC that was set last, of a VM's vCPUs.
+/// The TSC that was set last on a vCPU of the VM.
 #[derive(Clone, Copy, Debug)]
 struct LastTsc {
     tsc: Tsc,
-    /// The client has set some vCPU's.
+    /// Whether the client has set the TSC of any vCPU.
     by_client: bool,
 }
 
 /// One cycle per cycle of the host.
 const SAME: u64 = 1 << 32;
-/// A frequency that differs from the host's by less than this many millionths is the host's, as in KVM: it is the same
-/// machine, measured again.
+/// A frequency that differs from the host's by at most this many millionths is not scaled, as in KVM: the same machine was
+/// measured again.
 const TOLERANCE_PPM: u64 = 250;
-/// Frequencies from here on are refused.
+/// The lowest frequency that is refused.
 const TOO_MANY_KHZ: u32 = 1 << 31;
 
-/// The frequency that a client's `KVM_SET_TSC_KHZ` asks for: 0 is the host's.
+/// Returns the frequency that a client's `KVM_SET_TSC_KHZ` asks for: 0 is the host's.
 ///
 /// # Errors
-/// `EINVAL` for one that is too high.
+/// `EINVAL` for a frequency of 2^31 kHz or more.
 pub(crate) fn frequency(khz: u32) -> Result<u32> {
     match khz {
         0 => Ok(host_tsc_khz()),
@@ -181,15 +182,15 @@ impl Tsc {
         (scaled as u64).wrapping_add(self.offset)
     }
 
-    /// The guest's TSC. The host's is read after all loads before this call: a guest that has seen another vCPU's TSC must not read
-    /// an older one.
+    /// The guest's TSC now. The host's TSC is read after all loads before this call: a guest that has seen another vCPU's TSC must
+    /// not read an older one.
     pub(crate) fn now(&self) -> u64 {
         // SAFETY: SSE2 is part of x86-64.
         unsafe { _mm_lfence() };
         self.at(host_tsc())
     }
 
-    /// Moves it by `change`.
+    /// Adds `change` to the TSC.
     pub(crate) fn shift(&mut self, change: u64) {
         self.offset = self.offset.wrapping_add(change);
     }
@@ -198,7 +199,7 @@ impl Tsc {
         self.khz
     }
 
-    /// Changes the frequency; the TSC goes on from where it is.
+    /// Changes the frequency; the TSC continues from its present value.
     pub(crate) fn set_khz(&mut self, khz: u32) {
         let host = host_tsc();
         let before = self.at(host);
@@ -240,11 +241,11 @@ fn host_tsc() -> u64 {
     unsafe { _rdtsc() }
 }
 
-/// The frequency of the host's TSC: what CPUID says, or else a measurement of a few milliseconds.
+/// Returns the frequency of the host's TSC from CPUID, or else from a measurement of 5 ms.
 pub fn host_tsc_khz() -> u32 {
     static KHZ: OnceLock<u32> = OnceLock::new();
     *KHZ.get_or_init(|| {
-        // The hypervisor's timing leaf is exact; CPUs without one are measured.
+        // The hypervisor's timing leaf is exact; without it the frequency is measured.
         if host_leaf(1, 0).ecx & 1 << 31 != 0 {
             let khz = host_leaf(0x4000_0010, 0).eax;
             if khz != 0 {
@@ -260,7 +261,7 @@ pub fn host_tsc_khz() -> u32 {
     })
 }
 
-/// What the paravirtual clock's page holds: how to get nanoseconds from the TSC.
+/// Returns the contents of the paravirtual clock's page: the parameters by which a guest gets nanoseconds from the TSC.
 ///
 /// `version` is odd while the page changes; a guest reads until it sees the same even value twice.
 pub fn system_time(version: u32, tsc: u64, nanoseconds: u64, tsc_khz: u32) -> [u8; 32] {
@@ -305,7 +306,7 @@ mod tests {
         tsc.set_khz(3 * (host / 4));
         assert!(tsc.now() >= before && tsc.now() - before < second);
         assert!(steps(&tsc).abs_diff(3 * (second / 4)) < 10_000);
-        // The host's own, measured again.
+        // The host's own frequency, measured again.
         tsc.set_khz(host + host / 5000);
         assert_eq!(steps(&tsc), second);
         assert_eq!(tsc.khz(), host + host / 5000);

@@ -1,7 +1,7 @@
-//! Coalesced I/O: writes to device registers of which the client need not hear at once.
+//! Coalesced I/O: writes to device registers that the client may see later.
 //!
 //! The client names ranges of addresses or ports. A write there goes into a ring of one page, which all vCPUs of a VM share
-//! and which stands in each one's mapping behind the port data; only when the ring is full does the vCPU come out.
+//! and which is mapped after the port-data page of each vCPU; `KVM_RUN` returns only when the ring is full.
 
 use crate::errno::{Result, fail};
 use crate::run_page::{PAGE, Shared};
@@ -12,9 +12,9 @@ use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Where the ring stands in a vCPU's mapping.
+/// Offset of the ring in a vCPU's mapping.
 pub const OFFSET: usize = KVM_COALESCED_MMIO_PAGE_OFFSET as usize * PAGE;
-/// Entries of the ring, one of which stays free.
+/// Number of ring entries, one of which stays free.
 const ENTRIES: u32 =
     ((PAGE - size_of::<kvm_coalesced_mmio_ring>()) / size_of::<kvm_coalesced_mmio>()) as u32;
 /// Ranges that a VM can have: as many as KVM's buses have devices.
@@ -36,13 +36,13 @@ impl Zone {
     }
 }
 
-/// The ring of a VM, and what goes there.
+/// The ring of a VM, and the ranges whose writes go there.
 #[derive(Debug)]
 pub(crate) struct Coalesced {
     ring: Shared,
-    /// Also keeps the vCPUs' entries apart.
+    /// The lock also protects the ring from concurrent writes of vCPUs.
     zones: Mutex<Vec<Zone>>,
-    /// There are zones: without any, an exit costs one load more.
+    /// Whether there are zones; if not, exits skip the lock.
     wanted: AtomicBool,
 }
 
@@ -55,10 +55,10 @@ impl Coalesced {
         })
     }
 
-    /// `first` (moved by the client) and `last` (moved here).
+    /// Returns `first` (which the client advances) and `last` (which slat advances).
     fn indices(&self) -> (&AtomicU32, &AtomicU32) {
         let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
-        // SAFETY: inside the page, aligned, and atomics may be shared with the client.
+        // SAFETY: within the page, aligned, and atomics may be shared with the client.
         unsafe {
             (
                 AtomicU32::from_ptr(&raw mut (*ring).first),
@@ -67,7 +67,8 @@ impl Coalesced {
         }
     }
 
-    /// Takes the write of `count` items of `size` bytes at one address or port. False: the client has to see it now.
+    /// Puts the write of `count` items of `size` bytes at one address or port into the ring. Returns `false` if the client has to see
+    /// it now.
     pub(crate) fn take(&self, start: u64, port: bool, size: u8, count: u32, data: &[u8]) -> bool {
         if !self.wanted.load(Ordering::Relaxed) {
             return false;
@@ -84,7 +85,7 @@ impl Coalesced {
         let (first, last) = self.indices();
         let mut index = last.load(Ordering::Relaxed);
         let taken_from = first.load(Ordering::Acquire);
-        // Both are the client's to spoil.
+        // The client can write nonsense to both.
         if index >= ENTRIES || taken_from >= ENTRIES {
             return false;
         }
@@ -101,8 +102,8 @@ impl Coalesced {
             entry.__bindgen_anon_1.pio = port.into();
             entry.data[..item.len()].copy_from_slice(item);
             let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
-            // SAFETY: the entry lies behind the indices in the page, since `index` is below `ENTRIES`; plain data, written by
-            // whoever holds the lock, and read by the client only after `last` has moved.
+            // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`; plain data, written
+            // under the lock, and read by the client only after `last` has advanced.
             unsafe {
                 let entries = (&raw mut (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
                 entries.add(index as usize).write_volatile(entry);
@@ -115,7 +116,7 @@ impl Coalesced {
 }
 
 impl Coalesced {
-    /// The client's side: takes the oldest entry.
+    /// Removes the oldest ring entry, as a client does. `None`: the ring is empty.
     pub(crate) fn next(&self) -> Option<kvm_coalesced_mmio> {
         let (first, last) = self.indices();
         let index = first.load(Ordering::Relaxed);
@@ -123,7 +124,7 @@ impl Coalesced {
             return None;
         }
         let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
-        // SAFETY: the entry lies behind the indices in the page, since `index` is below `ENTRIES`; plain data.
+        // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`; plain data.
         let entry = unsafe {
             let entries = (&raw const (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
             entries.add(index as usize).read_volatile()
@@ -151,7 +152,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_UNREGISTER_COALESCED_MMIO`: ends it for every registered range that the given one lies in.
+    /// `KVM_UNREGISTER_COALESCED_MMIO`: removes every registered range that contains the given one.
     ///
     /// # Errors
     /// `EINVAL` for a kind that is neither memory nor ports.
@@ -187,7 +188,7 @@ fn taken(zone: &kvm_coalesced_mmio_zone) -> Result<Zone> {
 }
 
 impl VcpuObject {
-    /// Whether the client may map this part of the vCPU's descriptor so.
+    /// Checks whether the client may map this part of the vCPU's descriptor with this protection and these flags.
     ///
     /// # Errors
     /// `EINVAL` for a dirty ring that would be private or executable.
@@ -210,17 +211,18 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// The client has mapped a part of the vCPU's descriptor: where the ring of coalesced I/O belongs, the VM's is shown.
+    /// Maps the VM's ring of coalesced I/O into the client's mapping, if it includes the ring's page. Call after the client has mapped
+    /// a part of the vCPU's descriptor.
     ///
     /// # Errors
-    /// What the host answers.
+    /// What the host returns for the mapping.
     ///
     /// # Safety
     /// `address` and `len` are a new mapping of the vCPU's descriptor, from `offset` on.
     pub unsafe fn show_coalesced(&self, address: usize, len: usize, offset: u64) -> Result<()> {
         let page = OFFSET as u64;
         if (offset..offset.saturating_add(len as u64)).contains(&page) {
-            // SAFETY: a page of the mapping that the caller speaks of.
+            // SAFETY: a page of the mapping that the caller names.
             unsafe {
                 self.vm
                     .coalesced

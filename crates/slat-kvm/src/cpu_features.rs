@@ -1,6 +1,6 @@
 //! Instruction-set extensions that the software CPU has beyond the x86-64 baseline, as CPUID bits.
 //!
-//! The CPU executes SIMD instructions by the host's own, so those are there only where the host has them.
+//! The CPU executes SIMD instructions by the host's own, so guests have only those that the host has.
 
 use slat_x86::simd::features;
 
@@ -43,7 +43,7 @@ pub fn leaf7_ebx() -> u32 {
     integer | features().leaf7_ebx
 }
 
-/// Leaf 7 ECX: UMIP RDPID CLDEMOTE, PKU if asked for.
+/// Leaf 7 ECX: UMIP RDPID CLDEMOTE, and PKU if `protection_keys`.
 pub fn leaf7_ecx(protection_keys: bool) -> u32 {
     bits(&[(true, 2), (protection_keys, 3), (true, 22), (true, 25)])
 }
@@ -63,17 +63,17 @@ pub fn leaf_d1_eax() -> u32 {
     bits(&[(true, 0), (true, 1), (true, 2)])
 }
 
-/// Leaf 0x8000_0008 EBX: WBNOINVD, and the absence of speculative store bypass and branch type confusion: nothing is speculated on.
+/// Leaf 0x8000_0008 EBX: WBNOINVD, and no speculative store bypass and branch type confusion, because the CPU does not speculate.
 pub fn ext8_ebx() -> u32 {
     bits(&[(true, 9), (true, 26), (true, 29)])
 }
 
-/// Leaf 0x8000_0021 EAX: LFENCE serializes; the absence of speculative return stack overflow.
+/// Leaf 0x8000_0021 EAX: LFENCE serializes; no speculative return stack overflow.
 pub fn ext21_eax() -> u32 {
     bits(&[(true, 2), (true, 29)])
 }
 
-/// IA32_ARCH_CAPABILITIES (SDM volume 4): what the CPU is not affected by, because nothing is speculated on.
+/// IA32_ARCH_CAPABILITIES (SDM volume 4): the vulnerabilities that the CPU does not have, because it does not speculate:
 /// RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP BHI PBRSB GDS RFDS.
 pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 3

@@ -1,7 +1,7 @@
 //! `KVM_GET_SUPPORTED_CPUID`: what the software CPU really implements.
 //!
 //! The vendor is the host's, because guests choose between VMCALL and VMMCALL, SYSENTER and SYSCALL quirks by it and clients
-//! compare it with what CPUID tells them directly. Everything else follows from the software CPU.
+//! compare it with their own CPUID instruction's. Features are the software CPU's.
 
 use crate::cpu_features;
 use crate::errno::Result;
@@ -27,8 +27,8 @@ pub(crate) const LEAF7_EDX_ARCH_CAPABILITIES: u32 = 1 << 29;
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
 pub const VIRT_BITS: u32 = 48;
-/// KVM's paravirtual features: its clock, which is stable; IPIs, halts and ends of interrupts by hypercall or memory; steal time,
-/// where the host counts it.
+/// Returns the bits of KVM's paravirtual features: its clock, which is stable; IPIs, halts and ends of interrupts by hypercall or
+/// memory; steal time, where the host counts it.
 fn kvm_features() -> u32 {
     let steal_time = u32::from(crate::steal_time::is_available());
     1 << KVM_FEATURE_CLOCKSOURCE
@@ -41,7 +41,7 @@ fn kvm_features() -> u32 {
         | 1 << KVM_FEATURE_CLOCKSOURCE_STABLE
 }
 
-/// Where the bits of KVM's paravirtual features are: EAX.
+/// The leaf whose EAX holds the bits of KVM's paravirtual features.
 pub(crate) const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
 pub(crate) const KVM_FEATURE_CLOCKSOURCE: u32 = 0;
 const KVM_FEATURE_NOP_IO_DELAY: u32 = 1;
@@ -101,13 +101,13 @@ fn entry(function: u32, index: Option<u32>, [eax, ebx, ecx, edx]: [u32; 4]) -> k
     }
 }
 
-/// A leaf of the host's own CPUID; zeros where the host has no such leaf.
+/// Reads a leaf of the host's own CPUID; zeros where the host has no such leaf.
 pub fn host_leaf(leaf: u32, index: u32) -> CpuidResult {
-    // It was an unsafe function until Rust 1.93.
+    // `__cpuid_count` was an unsafe function until Rust 1.93.
     #[allow(unused_unsafe)]
     // SAFETY: every x86-64 CPU has the instruction.
     let read = |leaf, index| unsafe { __cpuid_count(leaf, index) };
-    // Each range of leaves begins with its last one's number.
+    // The first leaf of each range holds the number of its last leaf.
     if read(leaf & 0xf000_0000, 0).eax < leaf {
         return CpuidResult {
             eax: 0,
@@ -119,7 +119,7 @@ pub fn host_leaf(leaf: u32, index: u32) -> CpuidResult {
     read(leaf, index)
 }
 
-/// Whether the host's CPU is AMD's or of its kind.
+/// Whether the host's CPU is AMD's or Hygon's.
 pub fn host_is_amd() -> bool {
     static AMD: OnceLock<bool> = OnceLock::new();
     *AMD.get_or_init(|| {
@@ -131,7 +131,7 @@ pub fn host_is_amd() -> bool {
 /// The most caches that leaf 4 describes.
 const MAX_CACHES: u32 = 6;
 
-/// Leaf 4: the caches, which are the host's. AMD's CPUs do not have the leaf.
+/// Appends leaf 4: the host's caches. AMD's CPUs do not have the leaf.
 fn push_caches(entries: &mut Vec<kvm_cpuid_entry2>) {
     let caches = if host_is_amd() { 0 } else { MAX_CACHES - 1 };
     for index in 0..MAX_CACHES {
@@ -143,14 +143,14 @@ fn push_caches(entries: &mut Vec<kvm_cpuid_entry2>) {
             false => [0; 4],
         };
         entries.push(entry(4, Some(index), values));
-        // No type: the last one.
+        // A cache without type ends the list.
         if values[0] & 31 == 0 {
             break;
         }
     }
 }
 
-/// Leaves 0x8000_0005 and 0x8000_0006: the host's caches, without its TLBs, which the software CPU does not use.
+/// Returns leaf 0x8000_0005 or 0x8000_0006: the host's caches, without its TLBs, which the software CPU does not use.
 fn host_caches(leaf: u32) -> kvm_cpuid_entry2 {
     let host = host_leaf(leaf, 0);
     entry(leaf, None, [0, 0, host.ecx, host.edx])
@@ -161,8 +161,8 @@ const XSAVE_LEGACY_BYTES: u32 = 576;
 /// Bytes of PKRU in an XSAVE area.
 const PKRU_BYTES: u32 = 8;
 
-/// Where PKRU is in the standard format of an XSAVE area, if the host has protection keys. The software CPU could do them on any
-/// host, but QEMU takes the place from the host's CPUID, and gives its guest one at 0 where that has none.
+/// The offset of PKRU in the standard format of an XSAVE area, if the host has protection keys. The software CPU could offer them on
+/// any host, but QEMU takes the offset from the host's CPUID, and gives its guest offset 0 where the host has no keys.
 pub fn pkru_offset() -> Option<usize> {
     static OFFSET: OnceLock<Option<usize>> = OnceLock::new();
     *OFFSET.get_or_init(|| {
@@ -174,7 +174,7 @@ pub fn pkru_offset() -> Option<usize> {
     })
 }
 
-/// The state components that a guest can be given: bits of XCR0.
+/// The state components that a guest can use: bits of XCR0.
 pub fn supported_xcr0() -> u64 {
     match pkru_offset() {
         Some(_) => xcr0::ALL,
@@ -182,7 +182,8 @@ pub fn supported_xcr0() -> u64 {
     }
 }
 
-/// The features that KVM's emulator can have where the host's CPU does not: MOVBE and RDPID. Software has both.
+/// Returns `KVM_GET_EMULATED_CPUID`'s leaves: the features that KVM emulates where the host's CPU does not have them, MOVBE and
+/// RDPID. The software CPU has both.
 pub fn emulated() -> [kvm_cpuid_entry2; 3] {
     const MOVBE: u32 = 1 << 22;
     const RDPID: u32 = 1 << 22;
@@ -197,10 +198,10 @@ pub fn emulated() -> [kvm_cpuid_entry2; 3] {
     ]
 }
 
-/// More leaves than there are.
+/// At least the number of leaves in [`supported`].
 const MAX_LEAVES: usize = 40;
 
-/// All leaves that a guest may be given.
+/// Returns all leaves that a client may give its guest.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -208,7 +209,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     let host = host_leaf(0, 0);
     let host1 = host_leaf(1, 0);
     let amd = host_is_amd();
-    // Not the TSC deadline of local APICs: a client that has its own APICs has it or not. KVM_CAP_TSC_DEADLINE_TIMER tells of slat's.
+    // Without the TSC-deadline bit: it depends on who emulates the local APIC. KVM_CAP_TSC_DEADLINE_TIMER reports slat's.
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
         | if amd {
@@ -341,7 +342,8 @@ pub(crate) fn remove_kvm_feature(table: &mut [kvm_cpuid_entry2], bit: u32) {
     }
 }
 
-/// What the guest's CPUID instruction reads: the client's table, with the bits that follow from the CPU's state.
+/// Returns what the guest's CPUID instruction reads from the client's table, with Intel's rule for leaves beyond the last one. The
+/// CPU adds the bits that follow from its state.
 pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
     let matches = |entry: &&kvm_cpuid_entry2, leaf: u32| {
         entry.function == leaf
@@ -351,7 +353,9 @@ pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
     if let Some(entry) = table.iter().find(|entry| matches(entry, leaf)) {
         return values(entry);
     }
-    // Beyond the last basic leaf an Intel CPU repeats that leaf; an AMD one, like an unknown leaf in range, answers zero.
+    // Beyond the last leaf of a range an Intel CPU repeats the last basic leaf. An AMD CPU returns zero, as both do for an unknown
+    // leaf within the range.
+
     let limit = |class: u32| {
         table
             .iter()

@@ -1,8 +1,8 @@
 //! Devices of `KVM_CREATE_DEVICE` (api.rst 4.79): on x86 there is one type, `KVM_DEV_TYPE_VFIO`.
 //!
-//! By it a VMM tells KVM which VFIO files the VM uses. KVM learns whether their DMA is coherent with the guest's caches, and
-//! gives mediated devices its own address. Software has no caches that could be incoherent, and mediated devices get no VM but the
-//! kernel's: here the device checks the files and remembers them.
+//! Through it a VMM tells KVM which VFIO files the VM uses. KVM asks whether their DMA is coherent with the guest's caches, and
+//! gives mediated devices a pointer to its VM. Software has no incoherent caches, and mediated devices can use no VM but the
+//! kernel's: here the device only checks the files and stores their identity.
 
 use crate::errno::{Error, Result, fail};
 use crate::file_id::{self, FileId};
@@ -95,11 +95,12 @@ impl VfioDevice {
         FileRequest::of(attribute).map(drop)
     }
 
-    /// `KVM_SET_DEVICE_ATTR`: the VM uses the VFIO file whose descriptor is stored at `attribute.addr`, or uses it no more.
+    /// `KVM_SET_DEVICE_ATTR`: adds the VFIO file whose descriptor is stored at `attribute.addr` to those that the VM uses, or removes
+    /// it.
     ///
     /// # Errors
-    /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for adding one
-    /// twice, `ENOENT` for one that is not there.
+    /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for adding a file
+    /// twice, `ENOENT` for deleting a file that was not added, `ENOMEM`.
     pub fn set_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
         let _call = self.vm.begin()?;
         let request = FileRequest::of(attribute)?;

@@ -1,9 +1,9 @@
-//! Device attributes: `KVM_HAS_DEVICE_ATTR` and its kin on `/dev/kvm` and on vCPUs.
+//! Device attributes of `/dev/kvm` and of vCPUs: `KVM_HAS_DEVICE_ATTR`, `KVM_GET_DEVICE_ATTR`, `KVM_SET_DEVICE_ATTR`.
 //!
 //! | object | group | attribute |
 //! |---|---|---|
-//! | `/dev/kvm` | 0 | `KVM_X86_XCOMP_GUEST_SUPP`: what a guest's XCR0 can hold |
-//! | vCPU | `KVM_VCPU_TSC_CTRL` | `KVM_VCPU_TSC_OFFSET`: guest TSC less the host's |
+//! | `/dev/kvm` | 0 | `KVM_X86_XCOMP_GUEST_SUPP`: the bits that a guest's XCR0 can have |
+//! | vCPU | `KVM_VCPU_TSC_CTRL` | `KVM_VCPU_TSC_OFFSET`: guest's TSC minus the scaled TSC of the host |
 
 use crate::cpuid;
 use crate::errno::{Result, fail};
@@ -15,7 +15,7 @@ impl System {
     /// Reads an attribute of `/dev/kvm`.
     ///
     /// # Errors
-    /// `ENXIO` for one that does not exist.
+    /// `ENXIO` for an attribute that does not exist.
     pub fn device_attribute(&self, attribute: &kvm_device_attr) -> Result<u64> {
         match (attribute.group, u32::try_from(attribute.attr)) {
             (0, Ok(KVM_X86_XCOMP_GUEST_SUPP)) => Ok(cpuid::supported_xcr0()),
@@ -24,10 +24,10 @@ impl System {
     }
 }
 
-/// Whether a vCPU has an attribute.
+/// Checks that vCPUs have the attribute.
 ///
 /// # Errors
-/// `ENXIO` if not.
+/// `ENXIO` for an attribute that does not exist.
 fn check(attribute: &kvm_device_attr) -> Result<()> {
     match (attribute.group, u32::try_from(attribute.attr)) {
         (KVM_VCPU_TSC_CTRL, Ok(KVM_VCPU_TSC_OFFSET)) => Ok(()),
@@ -45,7 +45,7 @@ impl VcpuObject {
         check(attribute)
     }
 
-    /// `KVM_GET_DEVICE_ATTR`: the value.
+    /// `KVM_GET_DEVICE_ATTR`. Returns the value.
     ///
     /// # Errors
     /// `ENXIO` for an attribute that does not exist.
@@ -54,10 +54,10 @@ impl VcpuObject {
         Ok(self.lock()?.machine.tsc.offset())
     }
 
-    /// `KVM_SET_DEVICE_ATTR`, to the value that `read` finds at an address in the client's memory.
+    /// `KVM_SET_DEVICE_ATTR`: sets the value that `read` returns for an address in the client's memory.
     ///
     /// # Errors
-    /// `ENXIO` for an attribute that does not exist, and what `read` answers.
+    /// `ENXIO` for an attribute that does not exist, and the errors of `read`.
     pub fn set_device_attribute(
         &self,
         attribute: &kvm_device_attr,

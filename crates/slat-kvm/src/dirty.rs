@@ -1,7 +1,7 @@
-//! Dirty logs as the client sees them: bitmaps, manual protection, and the rings.
+//! The client's interface to dirty logs: bitmaps, manual protection, and the rings.
 //!
-//! The engine logs; here stand KVM's arguments and errors, and the memory of the rings, which is part of each vCPU's
-//! descriptor (64 pages in), so that the client's own `mmap` reaches it.
+//! The engine logs; this module checks KVM's arguments, returns its errors, and allocates the memory of the rings, which is part of
+//! each vCPU's file (from page 64 on), so that the client's own `mmap` maps it.
 
 use crate::call::Call;
 use crate::engine::EngineVcpu;
@@ -15,11 +15,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Entries that a ring has at most.
+/// The most ring entries that a ring can have.
 const MAX_ENTRIES: u32 = 65536;
-/// Bytes that a ring has at most: what `KVM_CHECK_EXTENSION` answers.
+/// The most bytes that a ring can have: what `KVM_CHECK_EXTENSION` returns.
 pub const MAX_RING_SIZE: u32 = MAX_ENTRIES * size_of::<kvm_dirty_gfn>() as u32;
-/// Where the ring stands in a vCPU's descriptor.
+/// Offset of the ring in the file of a vCPU's descriptor.
 pub const RING_OFFSET: usize = KVM_DIRTY_LOG_PAGE_OFFSET as usize * PAGE;
 
 const _: () = assert!(size_of::<DirtyGfn>() == size_of::<kvm_dirty_gfn>());
@@ -27,7 +27,7 @@ const _: () = assert!(size_of::<DirtyGfn>() == size_of::<kvm_dirty_gfn>());
 /// The rings of a VM.
 #[derive(Debug, Default)]
 pub(crate) struct Rings {
-    /// Bytes of each; 0: there are none.
+    /// Bytes of each ring; 0: there are no rings.
     size: AtomicU32,
 }
 
@@ -37,8 +37,8 @@ struct RingMemory(Shared);
 impl AsRef<[DirtyGfn]> for RingMemory {
     fn as_ref(&self) -> &[DirtyGfn] {
         let entries = self.0.start().cast::<DirtyGfn>();
-        // SAFETY: shared memory of that many entries, mapped as long as `self` lives and aligned to a page; an entry is
-        // atomics only, of which every bit pattern is valid, whatever the client writes.
+        // SAFETY: shared memory of that many ring entries, mapped as long as `self` lives and aligned to a page; a ring entry
+        // holds only atomics, of which every bit pattern is valid, whatever the client writes.
         unsafe { std::slice::from_raw_parts(entries, self.0.len() / size_of::<DirtyGfn>()) }
     }
 }
@@ -49,10 +49,10 @@ impl Rings {
         self.size.load(Ordering::Acquire) as usize
     }
 
-    /// Gives a new vCPU its ring, in the memory behind its descriptor. `None` when there are no rings.
+    /// Gives a new vCPU its ring, in the memory that its descriptor refers to. `None`: the VM has no rings.
     ///
     /// # Errors
-    /// `ENOMEM`, or what the host answers to mapping the ring.
+    /// `ENOMEM`, or what the host returns for mapping the ring.
     pub(crate) fn equip(
         &self,
         vcpu: &mut EngineVcpu,
@@ -69,7 +69,7 @@ impl Rings {
     }
 }
 
-/// Address space and id of a slot as the client names it.
+/// Splits a client's slot number into address space and id.
 fn space_and_id(slot: u32) -> Result<(usize, u32)> {
     let (space, id) = ((slot >> 16) as usize, slot & 0xffff);
     if space != 0 || id >= slat::MAX_SLOTS {
@@ -83,7 +83,7 @@ fn refused(error: DirtyLogError) -> Error {
 }
 
 impl VmObject {
-    /// Begins a call for bitmaps; they and rings exclude each other.
+    /// Begins a call for bitmaps. Fails with `ENXIO` in a VM with rings.
     fn begin_with_bitmaps(&self) -> Result<Call<'_>> {
         let call = self.begin()?;
         if self.rings.size() == 0 {
@@ -93,11 +93,11 @@ impl VmObject {
         }
     }
 
-    /// `KVM_GET_DIRTY_LOG`: the pages written since the last call, a bit each. Without manual protection they are protected
-    /// again. `ready` is asked, with the size in bytes, before anything is taken.
+    /// `KVM_GET_DIRTY_LOG`. Returns the pages written since the last call, a bit each; without manual protection, write-protects
+    /// them again. Calls `ready` with the size in bytes before it harvests anything.
     ///
     /// # Errors
-    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, `ENOMEM`, what `ready` answers.
+    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, `ENOMEM`, the errors of `ready`.
     pub fn dirty_log(&self, slot: u32, ready: impl Fn(usize) -> Result<()>) -> Result<Vec<u64>> {
         let _call = self.begin_with_bitmaps()?;
         let (space, id) = space_and_id(slot)?;
@@ -114,11 +114,11 @@ impl VmObject {
         }
     }
 
-    /// `KVM_CLEAR_DIRTY_LOG`: clears the pages that a bitmap names, and makes their next write be noted. `bitmap` gives that
-    /// many words.
+    /// `KVM_CLEAR_DIRTY_LOG`: clears the pages that are set in a bitmap; their next write is logged again. `bitmap` returns the
+    /// bitmap, of as many words as its argument says.
     ///
     /// # Errors
-    /// `EINVAL` for a bad slot or range, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, what `bitmap` answers.
+    /// `EINVAL` for a bad slot or range, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, the errors of `bitmap`.
     pub fn clear_dirty_log<B: AsRef<[u64]>>(
         &self,
         slot: u32,
@@ -142,7 +142,7 @@ impl VmObject {
             .map_err(refused)
     }
 
-    /// `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
+    /// Carries out `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
     pub(crate) fn set_manual_dirty_log(&self, options: u64) -> Result<()> {
         let manual = options & u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE) != 0;
         let set = options & u64::from(KVM_DIRTY_LOG_INITIALLY_SET) != 0;
@@ -154,8 +154,8 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_CAP_DIRTY_LOG_RING` and `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`: once, and before there are vCPUs. (On x86 loads and stores
-    /// have the order that the second one promises.)
+    /// Carries out `KVM_CAP_DIRTY_LOG_RING` and `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`: allowed once, before there are vCPUs. (On x86 loads
+    /// and stores have the order that the second one promises.)
     pub(crate) fn enable_dirty_rings(&self, size: u64) -> Result<()> {
         let least = PAGE as u64;
         // KVM looks at the low half only.
@@ -176,7 +176,7 @@ impl VmObject {
         })
     }
 
-    /// `KVM_RESET_DIRTY_RINGS`: takes back the entries that the client has collected, and returns how many there were.
+    /// `KVM_RESET_DIRTY_RINGS`: resets the ring entries that the client has collected. Returns how many there were.
     ///
     /// # Errors
     /// `EINVAL` without rings.

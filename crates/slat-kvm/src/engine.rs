@@ -1,5 +1,5 @@
-//! The engine over the table format that was chosen when the process began: the one place that names the platform and
-//! the formats. The same x86 guest runs over any of them; what differs is what the tables hold.
+//! The engine with the table format that was chosen when the process began: the only module that names the platform and
+//! the formats. The same x86 guest runs with any of them; only the entries of the tables differ.
 
 use slat::format::{Entry, Npt, Stage2, Sv48x4};
 use slat::{
@@ -24,17 +24,17 @@ macro_rules! formats {
         }
 
         impl TableFormat {
-            /// The names `slat run --format` takes.
+            /// The names that `slat run --format` accepts.
             pub const NAMES: &[&str] = &[$($name,)*];
 
-            /// Its name there.
+            /// The name of this format for `slat run --format`.
             pub fn name(self) -> &'static str {
                 match self {
                     $(TableFormat::$variant => $name,)*
                 }
             }
 
-            /// The format called `name`.
+            /// The format called `name`. `None`: there is none.
             pub fn by_name(name: &str) -> Option<Self> {
                 match name {
                     $($name => Some(TableFormat::$variant),)*
@@ -53,14 +53,14 @@ macro_rules! formats {
             $($(#[$doc])* $variant(Vcpu<$format>),)*
         }
 
-        /// An invalidation in progress; it ends when this is dropped.
+        /// An invalidation in progress. Dropping this ends it.
         #[must_use]
         pub enum EngineInvalidation<'a> {
             $($(#[$doc])* $variant(Invalidation<'a, $format>),)*
         }
 
         impl EngineVm {
-            /// A VM without memory.
+            /// Creates a VM without memory.
             ///
             /// # Errors
             /// [`OutOfMemory`].
@@ -74,7 +74,7 @@ macro_rules! formats {
                 }))
             }
 
-            /// A CPU of this VM.
+            /// Creates a vCPU of this VM.
             ///
             /// # Errors
             /// [`OutOfMemory`].
@@ -92,7 +92,7 @@ macro_rules! formats {
             }
         }
 
-        /// Evaluates an expression over what is inside, whatever its format.
+        /// Evaluates an expression with the format's own object, whatever the format.
         macro_rules! each {
             ($of:ident, $on:expr, $inner:ident => $then:expr) => {
                 match $on {
@@ -124,8 +124,7 @@ impl Default for TableFormat {
     }
 }
 
-/// Methods that are the same for every format and pass their arguments on; those of a `mut` list change what they are called
-/// on.
+/// Defines methods that pass their arguments to the format's own object. Those of a `mut` list take `&mut self`.
 macro_rules! delegate {
     ($of:ident { $($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) $(-> $out:ty)?;)* }) => {
         impl $of {

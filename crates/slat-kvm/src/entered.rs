@@ -1,4 +1,4 @@
-//! A vCPU inside the engine, where flushes and slot changes wait for it: it must come out, also when its thread panics.
+//! A vCPU that has entered the engine: flushes and slot changes wait for it, so it must leave, also when its thread panics.
 
 use crate::engine::EngineVcpu;
 use std::ops::{Deref, DerefMut};
@@ -33,7 +33,8 @@ impl<T: AsMut<EngineVcpu>> DerefMut for Entered<'_, T> {
     }
 }
 
-/// Runs `work` outside the engine, for as long as it takes. Call with an entered vCPU; if `work` panics, it stays outside.
+/// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU; if `work` panics, the vCPU is not
+/// entered again.
 pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     vcpu.leave();
     let result = work();
@@ -41,7 +42,7 @@ pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     result
 }
 
-/// The number by which this thread can be kicked.
+/// The thread id by which this thread can be kicked.
 pub(crate) fn thread_id() -> usize {
     slat_process::thread_id() as usize
 }

@@ -2,20 +2,21 @@
 
 pub use vmm_sys_util::errno::Error;
 
-/// What every call of this crate answers.
+/// The result of every call of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// `Err` with the given (positive) errno.
+/// Returns `Err` with the given (positive) errno.
 pub(crate) fn fail<T>(errno: i32) -> Result<T> {
     Err(Error::new(errno))
 }
 
-/// `ENOMEM`, for whatever says that an allocation failed.
+/// Returns `ENOMEM` for any error of a failed allocation.
 pub(crate) fn no_memory<E>(_: E) -> Error {
     Error::new(libc::ENOMEM)
 }
 
-/// The errno the last system call of this thread left behind.
+/// Returns the errno of this thread's last system call that failed.
+
 pub(crate) fn last() -> Error {
     Error::last()
 }

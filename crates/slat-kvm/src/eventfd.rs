@@ -1,7 +1,7 @@
 //! The client's eventfds, as irqfds and ioeventfds use them.
 //!
-//! slat keeps a descriptor of its own for each, as KVM keeps a reference: the client may close its number. Two numbers are the same
-//! eventfd if the kernel says the same id for both (`/proc/self/fdinfo`), so that a client can name it by another number later.
+//! slat keeps a descriptor of its own for each, as KVM keeps a reference: the client may close its descriptor. Two descriptors refer
+//! to one eventfd if the kernel shows the same id for both (`/proc/self/fdinfo`), so that a client can use another one later.
 
 use crate::errno::{Error, Result, fail};
 use slat_host::procfs;
@@ -15,7 +15,7 @@ use std::os::fd::{AsRawFd, RawFd};
 pub(crate) struct EventFd {
     fd: Own,
     id: u64,
-    /// A write to it never waits: the client has made it so.
+    /// Whether a write never waits, because the client has set `O_NONBLOCK`.
     never_blocks: bool,
 }
 
@@ -25,19 +25,19 @@ struct Own(RawFd);
 
 impl Drop for Own {
     fn drop(&mut self) {
-        // SAFETY: nobody uses the descriptor any more.
+        // SAFETY: nothing uses the descriptor any more.
         let _ = unsafe { calls::make(Call::Close, [self.0 as usize, 0, 0, 0, 0, 0]) };
     }
 }
 
-/// The first number for slat's own descriptors: out of the way of programs that use theirs by number.
+/// The lowest number for slat's own descriptors: above those that programs choose for theirs.
 const FIRST_OWN: i32 = 512;
 
 impl EventFd {
-    /// The eventfd that the client's descriptor `fd` refers to.
+    /// Opens the eventfd that the client's descriptor `fd` refers to.
     ///
     /// # Errors
-    /// `EBADF` when `fd` is not open, or only as a path; `EINVAL` when it refers to something else; `EMFILE`.
+    /// `EBADF` when `fd` is closed, or opened with `O_PATH`; `EINVAL` when `fd` refers to something else; `EMFILE`.
     pub(crate) fn take(fd: i32) -> Result<Self> {
         let own = duplicate(fd)?;
         let arguments = [own.0 as usize, libc::F_GETFL as usize, 0, 0, 0, 0];
@@ -50,21 +50,21 @@ impl EventFd {
                 id,
                 never_blocks: has(libc::O_NONBLOCK),
             }),
-            // It only names a file: the kernel's own calls do not find one behind it.
+            // Such a descriptor only names a file: the kernel's own calls return EBADF for it.
             None if has(libc::O_PATH) => fail(libc::EBADF),
             None => fail(libc::EINVAL),
         }
     }
 
-    /// Whether both are the same eventfd.
+    /// Whether both refer to the same eventfd.
     pub(crate) fn is(&self, other: &EventFd) -> bool {
         self.id == other.id
     }
 
-    /// Adds 1 to the counter. One that is full stays as it is: whoever polls it is woken anyway.
+    /// Adds 1 to the counter. A full counter stays as it is: threads that poll it are woken anyway.
     pub(crate) fn signal(&self) {
-        // A counter that is full makes a blocking descriptor wait for a reader, so it is asked first; only its last unit can be
-        // lost to a race, and KVM's own signal never waits either.
+        // A write to a full counter of a blocking descriptor would wait for a reader, and KVM's own signal never waits. So the
+        // counter is checked first; only a race for its last unit remains.
         if self.never_blocks || self.has_room() {
             let one = 1u64.to_ne_bytes();
             let (start, len) = (one.as_ptr() as usize, one.len());
@@ -80,25 +80,25 @@ impl EventFd {
             events: libc::POLLOUT,
             revents: 0,
         };
-        // SAFETY: one struct; it does not wait.
+        // SAFETY: one struct; the call does not wait.
         let polled = unsafe { calls::make(Call::Poll, [&raw mut room as usize, 1, 0, 0, 0, 0]) };
         polled == Ok(1) && room.revents & libc::POLLOUT != 0
     }
 
-    /// Takes the whole counter. Returns whether it was not zero. Never waits.
+    /// Resets the counter to zero. Returns whether it was not zero. Never waits.
     pub(crate) fn drain(&self) -> bool {
-        // SAFETY: a read into what `take_with` has on its stack.
+        // SAFETY: a read into a buffer on the stack of `take_with`.
         self.take_with(|arguments| unsafe { calls::make(Call::ReadNow, arguments) })
     }
 
-    /// [`drain`](Self::drain) on one of slat's own threads, which no filter binds: it need not ask the helper.
+    /// Like [`drain`](Self::drain), but without the helper. Call on slat's own threads only: no filter binds them.
     pub(crate) fn drain_unbound(&self) -> bool {
         let number = Call::ReadNow.entry().number;
         // SAFETY: as above.
         self.take_with(|arguments| calls::result(unsafe { calls::raw(number, arguments) }))
     }
 
-    /// Takes the whole counter by `read`, which makes a preadv2 with these arguments.
+    /// Resets the counter to zero by `read`, which makes a preadv2 with its arguments. Returns whether the counter was not zero.
     fn take_with(&self, read: impl FnOnce([usize; 6]) -> std::result::Result<isize, i32>) -> bool {
         let mut count = 0u64;
         let mut into = libc::iovec {
@@ -123,20 +123,20 @@ fn duplicate(fd: i32) -> Result<Own> {
     let command = libc::F_DUPFD_CLOEXEC as usize;
     let above = |first: i32| {
         let arguments = [fd as usize, command, first as usize, 0, 0, 0];
-        // SAFETY: a plain call; the answer is a new descriptor or an error.
+        // SAFETY: a plain call that returns a new descriptor or an error.
         unsafe { calls::make(Call::Duplicate, arguments) }
     };
     let own = match above(FIRST_OWN) {
-        // A limit below the first number, or no number left above.
+        // The limit is below FIRST_OWN, or no number above is free.
         Err(libc::EINVAL | libc::EMFILE) => above(0),
         own => own,
     };
     own.map(|own| Own(own as RawFd)).map_err(Error::new)
 }
 
-/// The number that the kernel knows the eventfd by. `None` when it is none.
+/// Returns the kernel's id of the eventfd that `fd` refers to. `None`: `fd` refers to no eventfd.
 fn id(fd: RawFd) -> Option<u64> {
-    // Without the heap, which may be empty.
+    // Allocates nothing: the heap may be exhausted.
     let mut path = [0; 40];
     write!(&mut path[..], "/proc/self/fdinfo/{fd}").ok()?;
     let mut text = [0; 512];

@@ -1,4 +1,4 @@
-//! `KVM_GET_VCPU_EVENTS` and `KVM_SET_VCPU_EVENTS`: what is about to be delivered to the guest.
+//! `KVM_GET_VCPU_EVENTS` and `KVM_SET_VCPU_EVENTS`: events that are about to be delivered to the guest.
 
 use crate::errno::{Result, fail};
 use crate::options::Options;
@@ -18,10 +18,10 @@ const SHADOW_STI: u8 = 2;
 /// The shadow of MOV SS.
 const SHADOW_MOV_SS: u8 = 1;
 
-/// What the client wants to happen when the vCPU runs next.
+/// Events that the client requests and the next run of the vCPU delivers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Requested {
-    /// An exception that is pending (`KVM_CAP_EXCEPTION_PAYLOAD`): nothing of it has happened yet.
+    /// An exception that is pending (`KVM_CAP_EXCEPTION_PAYLOAD`): CR2 and DR6 have not changed yet.
     pub(crate) exception: Option<Pending>,
     /// A triple fault.
     pub(crate) triple_fault: bool,
@@ -31,17 +31,17 @@ pub struct Requested {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pending {
     exception: Exception,
-    /// What a page fault leaves in CR2, and a debug exception in DR6.
+    /// The address that a page fault stores in CR2, or the bits that a debug exception sets in DR6.
     payload: Option<u64>,
 }
 
 impl Requested {
-    /// Adds what is requested to the `events` of a vCPU.
+    /// Adds the requested events to the `events` of a vCPU.
     pub(crate) fn show(&self, events: &mut kvm_vcpu_events, options: &Options) {
         if let Some(pending) = self.exception {
             let exception = pending.exception;
             events.exception.pending = 1;
-            // As KVM, which tells clients of this kind no difference.
+            // Like KVM: without the capability, clients see pending exceptions as injected, too.
             events.exception.injected = u8::from(!options.exception_payload());
             events.exception.nr = exception.vector;
             events.exception.has_error_code = u8::from(exception.error.is_some());
@@ -58,7 +58,7 @@ impl Requested {
         }
     }
 
-    /// What is requested when a client has set `events`.
+    /// Returns the requested events after a client has set `events`.
     ///
     /// # Errors
     /// `EINVAL` for flags of capabilities that the client has not enabled.
@@ -84,14 +84,15 @@ impl Requested {
         })
     }
 
-    /// Begins to deliver the pending exception: what it leaves in registers is there, and it goes through the guest's IDT next.
+    /// Begins to deliver the pending exception: stores its payload in CR2 or DR6, and has the CPU deliver it through the guest's IDT
+    /// next.
     pub(crate) fn begin_exception(&mut self, state: &mut State) {
         let Some(Pending { exception, payload }) = self.exception.take() else {
             return;
         };
         match (exception.vector, payload) {
             (vector::PF, Some(address)) => state.cr2 = address,
-            // The payload has the bits of DR6 that are 0 when they say something inverted (SDM volume 3, 19.2.3).
+            // The payload has DR6's active-low bits inverted (SDM volume 3, 19.2.3).
             (vector::DB, Some(conditions)) => {
                 let fixed = state.dr6 & !DR6_TRAPS | DR6_ACTIVE_LOW;
                 state.dr6 = (fixed | conditions) ^ conditions & DR6_ACTIVE_LOW;
@@ -105,7 +106,7 @@ impl Requested {
 
 /// The bits of DR6 that say which breakpoint was hit.
 const DR6_TRAPS: u64 = 15;
-/// The bits of DR6 that are 1 when nothing happened.
+/// The active-low bits of DR6, and those that are always 1.
 const DR6_ACTIVE_LOW: u64 = 0xffff_0ff0;
 /// The bit of DR6 that is always 0.
 const DR6_RESERVED_ZERO: u64 = 1 << 12;
@@ -117,16 +118,16 @@ fn exception(events: &kvm_vcpu_events) -> Exception {
     }
 }
 
-/// What does not stand in the CPU's state.
+/// The events that are not part of the CPU's state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Elsewhere {
-    /// How many NMIs wait, if the client says so.
+    /// The number of pending NMIs, if the client sets it.
     pub nmis_pending: Option<u8>,
-    /// The vector of the last SIPI, if the client says so.
+    /// The vector of the last SIPI, if the client sets it.
     pub sipi_vector: Option<u32>,
 }
 
-/// The events of a vCPU. `nmis`: those that its CPU does not know of yet.
+/// Returns the events of a vCPU. `nmis`: the number of pending NMIs that are not in `state` yet.
 pub fn get(state: &State, nmis: u8, sipi_vector: u32) -> kvm_vcpu_events {
     let held = &state.events;
     let mut events = kvm_vcpu_events::default();
@@ -150,7 +151,7 @@ pub fn get(state: &State, nmis: u8, sipi_vector: u32) -> kvm_vcpu_events {
     events
 }
 
-/// Takes the events into the CPU's state.
+/// Sets the events of the CPU's state. Returns those that are not part of it.
 ///
 /// # Errors
 /// `EINVAL` for unknown flags, exceptions that do not exist, and system management mode, which the CPU does not have.
@@ -159,7 +160,7 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
         return fail(libc::EINVAL);
     }
     const NMI_VECTOR: u8 = 2;
-    // Only a client that knows of pending exceptions can make one.
+    // Only a client with KVM_CAP_EXCEPTION_PAYLOAD can set a pending exception.
     let pending = events.flags & KVM_VCPUEVENT_VALID_PAYLOAD != 0 && events.exception.pending != 0;
     let injected = events.exception.injected != 0 && !pending;
     if (injected || pending) && (events.exception.nr > 31 || events.exception.nr == NMI_VECTOR) {
@@ -178,7 +179,7 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
         held.sti_shadow = events.interrupt.shadow & SHADOW_STI != 0;
         held.mov_ss_shadow = events.interrupt.shadow & SHADOW_MOV_SS != 0;
     }
-    // One that the CPU holds waits, for the client: without the flag it stays.
+    // Clients see an NMI in the CPU's state as pending: without the flag it stays.
     let waiting = match events.flags & KVM_VCPUEVENT_VALID_NMI_PENDING {
         0 => held.nmis,
         _ => 0,

@@ -1,10 +1,10 @@
-//! What `kvm_run` says of an exit that is more than a field or two.
+//! Stores those exits in `kvm_run` that have more than a field or two.
 
 use crate::run_page::{PAGE, RunPage, set_field};
 use kvm_bindings::*;
 use slat::Gpa;
 
-/// `KVM_EXIT_HYPERCALL`: the client answers in `ret`.
+/// Stores `KVM_EXIT_HYPERCALL`; the client returns the result in `ret`.
 pub(crate) fn hypercall(page: &RunPage, nr: u64, [a, b, c, _]: [u64; 4], long_mode: bool) {
     page.set_exit_reason(KVM_EXIT_HYPERCALL);
     set_field!(page, nr, __bindgen_anon_1.hypercall.nr);
@@ -19,7 +19,7 @@ pub(crate) fn hypercall(page: &RunPage, nr: u64, [a, b, c, _]: [u64; 4], long_mo
     );
 }
 
-/// `KVM_EXIT_X86_RDMSR`, or with a value `KVM_EXIT_X86_WRMSR`: the client answers in `error` and `data`.
+/// Stores `KVM_EXIT_X86_RDMSR`, or with a value `KVM_EXIT_X86_WRMSR`; the client returns the result in `error` and `data`.
 pub(crate) fn msr(page: &RunPage, index: u32, value: Option<u64>, reason: u32) {
     page.set_exit_reason(match value {
         None => KVM_EXIT_X86_RDMSR,
@@ -32,7 +32,7 @@ pub(crate) fn msr(page: &RunPage, index: u32, value: Option<u64>, reason: u32) {
     set_field!(page, value.unwrap_or(0), __bindgen_anon_1.msr.data);
 }
 
-/// `KVM_EXIT_MEMORY_FAULT` for a private page, which `KVM_RUN` returns with `EFAULT`.
+/// Stores `KVM_EXIT_MEMORY_FAULT` for a private page, which `KVM_RUN` returns with `EFAULT`.
 pub(crate) fn memory_fault(page: &RunPage, gpa: Gpa) {
     page.set_exit_reason(KVM_EXIT_MEMORY_FAULT);
     let flags = KVM_MEMORY_EXIT_FLAG_PRIVATE.into();
@@ -42,7 +42,7 @@ pub(crate) fn memory_fault(page: &RunPage, gpa: Gpa) {
     set_field!(page, PAGE as u64, __bindgen_anon_1.memory_fault.size);
 }
 
-/// `KVM_INTERNAL_ERROR_EMULATION` with the instruction's bytes, as KVM lays them out.
+/// Stores `KVM_INTERNAL_ERROR_EMULATION` with the instruction's bytes, in KVM's layout.
 pub(crate) fn emulation_failure(page: &RunPage, bytes: [u8; 15], len: u8) {
     /// Flags and bytes (three words), then exit reason and information (five).
     const WORDS: u32 = 8;
@@ -59,7 +59,7 @@ pub(crate) fn emulation_failure(page: &RunPage, bytes: [u8; 15], len: u8) {
         if len == 0 { 0 } else { with_bytes },
         __bindgen_anon_1.emulation_failure.flags
     );
-    // What is not known is filled with NOPs.
+    // Unknown bytes are NOPs, as in KVM.
     let mut shown = [0x90; 15];
     shown[..len.into()].copy_from_slice(&bytes[..len.into()]);
     set_field!(

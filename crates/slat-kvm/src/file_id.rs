@@ -1,4 +1,4 @@
-//! What tells one open file from another.
+//! The identity of open files.
 
 use crate::errno::{Result, last};
 use std::os::fd::RawFd;
@@ -18,7 +18,7 @@ impl FileId {
     }
 }
 
-/// Returns what the host tells of the file that a descriptor refers to.
+/// Returns the host's `stat` of the file that a descriptor refers to.
 ///
 /// # Errors
 /// `EBADF`.

@@ -1,7 +1,7 @@
-//! Seccomp filters of the client: what has to be there before one is installed.
+//! Seccomp filters of the client: slat's preparations before one is installed.
 //!
-//! slat's threads are started by the first need, unless the client installs a filter: then all of them are started before, so
-//! that they are not bound by it, and one of them makes the system calls that the filter forbids
+//! slat starts its threads when they are needed first, unless the client installs a filter: then slat starts all of them before, so
+//! that the filter does not bind them, and one of them makes the system calls that the filter forbids
 //! ([`slat_process::calls`]). `docs/seccomp.md` says what a filter for a vCPU's thread has to allow.
 
 use crate::background;
@@ -11,34 +11,34 @@ use crate::{recovery, report, steal_time, ticker};
 use slat_process::calls::is_any_forbidden;
 use slat_process::{filter, helper};
 
-/// Made by a process that uses KVM.
+/// Exists in a process that has used KVM.
 #[derive(Debug, Default)]
 struct Used;
 
 static USED: PerProcess<Used> = PerProcess::new();
 
-/// Call before a thread of this process installs a seccomp filter. If the process uses KVM, slat's threads are started.
+/// Starts slat's threads if the process uses KVM. Call before a thread of this process installs a seccomp filter.
 pub fn prepare() {
     if USED.peek().is_some() {
         start_threads();
     }
 }
 
-/// Call with the filter before it is installed, after [`prepare`]; or afterwards, before the thread calls slat. A thread whose
-/// filter was not announced makes all of slat's system calls itself.
+/// Learns which system calls a filter forbids. Call before the filter is installed, after [`prepare`]; or afterwards, before the
+/// thread calls slat. A thread whose filter was not announced makes all of slat's system calls itself.
 ///
-/// Says what is missing on standard error, if the filter is one for vCPU threads.
+/// If the filter is one for vCPU threads, prints the calls that it should allow and does not.
 pub fn announce(program: &[libc::sock_filter]) {
     let missing = filter::announce(program);
     for call in missing {
         report::say(format_args!(
-            "a seccomp filter allows KVM_RUN and forbids {}, which a vCPU's thread needs in it: see docs/seccomp.md",
+            "a seccomp filter allows KVM_RUN and forbids {}, which KVM_RUN needs: see docs/seccomp.md",
             call.name
         ));
     }
 }
 
-/// Call when the process opens `/dev/kvm`, or makes a VM.
+/// Notes that this process uses KVM. Call when it opens `/dev/kvm`, or creates a VM.
 pub(crate) fn kvm_is_used() {
     if USED.peek().is_none() {
         USED.get();

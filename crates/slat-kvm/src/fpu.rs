@@ -6,7 +6,7 @@ use kvm_bindings::*;
 use slat_x86::State;
 use slat_x86::state::xcr0;
 
-/// Where XSTATE_BV stands in an XSAVE area.
+/// Offset of XSTATE_BV in an XSAVE area.
 const XSTATE_BV: usize = 512;
 
 /// `KVM_GET_FPU`.
@@ -50,7 +50,7 @@ pub fn set_fpu(state: &mut State, fpu: &kvm_fpu) {
     state.set_fxsave(&image);
 }
 
-/// `KVM_GET_XSAVE`: 4096 bytes in the standard format.
+/// `KVM_GET_XSAVE`. Returns 4096 bytes in the standard format.
 pub fn get_xsave(state: &State) -> [u8; 4096] {
     let mut area = [0; 4096];
     area[..512].copy_from_slice(&state.to_fxsave());
@@ -72,7 +72,7 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
         return fail(libc::EINVAL);
     }
     let mut image = State::reset().to_fxsave();
-    // A component that is not there is in its initial state. FCW's is 0x37f, the reset value is not.
+    // A component that is not present is in its initial state. FCW's initial value is 0x37f, unlike its reset value.
     image[0..2].copy_from_slice(&0x37fu16.to_le_bytes());
     image[4] = 0;
     if present & 1 != 0 {
@@ -82,7 +82,7 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     if present & 2 != 0 {
         image[160..416].copy_from_slice(&area[160..416]);
     }
-    // MXCSR is taken in any case, as the XRSTOR instruction does when SSE is asked for.
+    // MXCSR is loaded also without the SSE component, as XRSTOR does when SSE is requested.
     let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));
     if mxcsr & !0xffff != 0 {
         return fail(libc::EINVAL);

@@ -1,4 +1,4 @@
-//! `KVM_SET_GUEST_DEBUG` and `KVM_EXIT_DEBUG`: a debugger outside the guest.
+//! `KVM_SET_GUEST_DEBUG` and `KVM_EXIT_DEBUG`: the client's debugger of the guest.
 
 use crate::errno::{Result, fail};
 use crate::run_page::{RunPage, set_field};
@@ -6,7 +6,7 @@ use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 use slat_x86::{Breakpoints, Cpu, Debugger, vector};
 
-/// What a client can ask for: the value of `KVM_CAP_SET_GUEST_DEBUG2`.
+/// The controls that a client can set: the value of `KVM_CAP_SET_GUEST_DEBUG2`.
 pub(crate) const CONTROLS: u32 = KVM_GUESTDBG_ENABLE
     | KVM_GUESTDBG_SINGLESTEP
     | KVM_GUESTDBG_USE_SW_BP
@@ -15,7 +15,7 @@ pub(crate) const CONTROLS: u32 = KVM_GUESTDBG_ENABLE
     | KVM_GUESTDBG_INJECT_BP
     | KVM_GUESTDBG_BLOCKIRQ;
 
-/// The CPU's part of a request. Without `KVM_GUESTDBG_ENABLE` nothing is asked for.
+/// Returns the CPU's settings for a request. Without `KVM_GUESTDBG_ENABLE` all of them are off.
 fn debugger(debug: &kvm_guest_debug) -> Debugger {
     let has = |bit| {
         let bits = KVM_GUESTDBG_ENABLE | bit;
@@ -36,7 +36,7 @@ impl VcpuObject {
     /// `KVM_SET_GUEST_DEBUG`.
     ///
     /// # Errors
-    /// `EBUSY` when #DB or #BP is to be injected and an exception waits.
+    /// `EBUSY` when #DB or #BP is to be injected and an exception is pending.
     pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
         let mut inner = self.lock()?;
         let injected = match debug.control {
@@ -57,7 +57,7 @@ impl VcpuObject {
     }
 }
 
-/// `KVM_EXIT_DEBUG`.
+/// Stores `KVM_EXIT_DEBUG` in `kvm_run`.
 pub(crate) fn exit(page: &RunPage, cpu: &Cpu, vector: u8, dr6: u64) {
     page.set_exit_reason(KVM_EXIT_DEBUG);
     let control = (cpu.debugger.breakpoints).map_or(cpu.state.dr7, |own| own.control);

@@ -1,10 +1,10 @@
 //! Private guest memory: `KVM_CREATE_GUEST_MEMFD` and `KVM_SET_MEMORY_ATTRIBUTES` (api.rst 4.141, 4.142).
 //!
-//! A guest_memfd is a memfd that slat maps for itself; where, nobody is told. The client gets a descriptor that knows the file
-//! and cannot open it (`O_PATH`): the kernel itself refuses to read, write or map it.
+//! A guest_memfd is a memfd that slat maps for itself, at an address that the client is not told. The client gets a descriptor with
+//! `O_PATH`, through which the kernel refuses to read, write or map the file.
 //!
-//! What a slot is bound to is the *address range* of that mapping, and stays its own as long as the slot lives. When the last
-//! descriptor is closed the memory goes, and the range leads nowhere: private accesses fail from then on.
+//! A slot is bound to the *address range* of that mapping, which is reserved as long as the slot lives. When the last descriptor
+//! is closed the memory is released, and nothing is mapped in the range: private accesses fail from then on.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::file_id::FileId;
@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 const PAGE: u64 = 4096;
 
-/// Private memory of one VM, as its descriptors stand for it. It goes with the last of them.
+/// Private memory of one VM, which its descriptors refer to. Closing the last of them drops this and releases the memory.
 #[derive(Debug)]
 pub struct GuestMemfd {
     file: FileId,
@@ -31,20 +31,20 @@ pub struct GuestMemfd {
 }
 
 impl GuestMemfd {
-    /// New memory and the descriptor that stands for it.
+    /// Creates private memory and the descriptor that refers to it.
     fn create(size: u64) -> Result<(Self, OwnedFd)> {
         let len = usize::try_from(size).map_err(|_| Error::new(libc::EINVAL))?;
         let file = memfd("kvm-gmem\0", len, true)?;
         let memory = Arc::new(Shared::map(&file, 0, len)?);
         slat_host::mappings::changed(range_of(&memory));
         let path = format!("/proc/self/fd/{}\0", file.as_raw_fd());
-        // As KVM's, it stays open across `exec`.
+        // Like KVM's, the descriptor stays open across `exec`.
         // SAFETY: the path is NUL-terminated.
         let fd = unsafe { libc::open(path.as_ptr().cast(), libc::O_PATH) };
         if fd < 0 {
             return Err(last());
         }
-        // SAFETY: a descriptor that has just been opened and that nobody else owns.
+        // SAFETY: a descriptor that has just been opened and that nothing else owns.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         let guest_memfd = GuestMemfd {
             file: FileId::of(fd.as_raw_fd())?,
@@ -63,12 +63,13 @@ impl GuestMemfd {
         !self.birth.is_here()
     }
 
-    /// `fallocate`: allocates the pages of a range, or gives them back, which is an invalidation and leaves zeroes.
+    /// Allocates the pages of a range, or frees them, as `fallocate` does. Freeing is an invalidation, after which the pages read as
+    /// zeroes.
     ///
     /// # Errors
     /// `EOPNOTSUPP` for a mode without `FALLOC_FL_KEEP_SIZE` or with anything but `FALLOC_FL_PUNCH_HOLE` besides, `EINVAL` for a
     /// range that is empty, not of whole pages, or (but for a hole) reaches beyond the end, `EIO` in a forked child, and what the
-    /// host answers to allocating.
+    /// host returns for allocating.
     pub fn fallocate(&self, mode: i32, offset: i64, len: i64) -> Result<()> {
         if self.is_foreign() {
             return fail(libc::EIO);
@@ -111,7 +112,7 @@ impl GuestMemfd {
 impl Drop for GuestMemfd {
     fn drop(&mut self) {
         if self.is_foreign() {
-            // The parent's mapping is this process's, too, but whoever else holds it is not here.
+            // A fork inherits the parent's mapping, but not the parent's threads, which may hold locks that are needed here.
             return;
         }
         let _section = Section::enter();
@@ -132,16 +133,16 @@ fn range_of(memory: &Shared) -> Range<usize> {
 #[derive(Debug, Default)]
 pub(crate) struct PrivateMemory {
     files: Mutex<Vec<Weak<GuestMemfd>>>,
-    /// What the slots are bound to, by the client's number (address space included). Held over the change of a slot that is,
-    /// or may have been, bound.
+    /// The memory that slots are bound to, by the client's slot number (address space included). Locked while a slot is changed
+    /// that is, or may have been, bound.
     bound: Mutex<BTreeMap<u32, Arc<Shared>>>,
 }
 
-/// The slots of a VM that are bound to private memory, while one of them is changed.
+/// The locked bindings of a VM's slots to private memory, held while one of these slots is changed.
 pub(crate) struct Bindings<'a>(MutexGuard<'a, BTreeMap<u32, Arc<Shared>>>);
 
 impl Bindings<'_> {
-    /// The slot was created with this memory, or is there no more.
+    /// Binds `slot` to `memory`; `None` removes the binding.
     pub(crate) fn set(&mut self, slot: u32, memory: Option<Arc<Shared>>) {
         match memory {
             Some(memory) => self.0.insert(slot, memory),
@@ -159,10 +160,10 @@ impl PrivateMemory {
         (self.files.lock()).unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// The memory for a slot of `size` bytes from `offset` on in the guest_memfd behind a descriptor, and its address.
+    /// Returns the memory of the guest_memfd that `fd` refers to, and the address for a slot of `size` bytes from `offset` on.
     ///
     /// # Errors
-    /// `EBADF` for no descriptor; `EINVAL` for one that is no guest_memfd of this VM, and for a part that is not of whole pages
+    /// `EBADF` for a closed descriptor; `EINVAL` for one that is no guest_memfd of this VM, and for a part that is not of whole pages
     /// or reaches beyond the end.
     pub(crate) fn part(&self, fd: u32, offset: u64, size: u64) -> Result<(Arc<Shared>, Hva)> {
         let file = FileId::of(fd as RawFd)?;
@@ -182,10 +183,10 @@ impl PrivateMemory {
 }
 
 impl VmObject {
-    /// `KVM_CREATE_GUEST_MEMFD`: private memory, and the descriptor that stands for it.
+    /// `KVM_CREATE_GUEST_MEMFD`. Returns private memory, and the descriptor that refers to it.
     ///
     /// # Errors
-    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host answers to making a file.
+    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host returns for making a file.
     pub fn create_guest_memfd(
         &self,
         args: &kvm_create_guest_memfd,

@@ -1,8 +1,8 @@
-//! Vectors for which there may be no memory: `ENOMEM`, where the standard library would end the process.
+//! Vectors that return `ENOMEM` when there is no memory, where the standard library would end the process.
 
 use crate::errno::{Result, no_memory};
 
-/// An empty vector with room for `len` elements.
+/// Returns an empty vector with memory for `len` elements.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -12,7 +12,7 @@ pub(crate) fn with_room<T>(len: usize) -> Result<Vec<T>> {
     Ok(vec)
 }
 
-/// Makes room for `more` elements: to push as many allocates nothing.
+/// Allocates memory for `more` elements: pushing them allocates nothing.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -20,7 +20,7 @@ pub(crate) fn reserve<T>(vec: &mut Vec<T>, more: usize) -> Result<()> {
     vec.try_reserve(more).map_err(no_memory)
 }
 
-/// `len` words of 0.
+/// Returns `len` words of 0.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -30,7 +30,7 @@ pub(crate) fn zeroes(len: usize) -> Result<Vec<u64>> {
     Ok(words)
 }
 
-/// The elements of `slice`.
+/// Copies the elements of `slice` to a new vector.
 ///
 /// # Errors
 /// `ENOMEM`.

@@ -1,26 +1,26 @@
-//! Hypercalls: what a guest asks for by VMCALL or VMMCALL (KVM's `Documentation/virt/kvm/x86/hypercalls.rst`).
+//! Hypercalls: requests of the guest by VMCALL or VMMCALL (KVM's `Documentation/virt/kvm/x86/hypercalls.rst`).
 
 use crate::cpuid;
 use crate::machine::VcpuMachine;
 use slat::Gpa;
 use slat_irqchip::message::{DeliveryMode, Destination, Message};
 
-/// KVM_HC_VAPIC_POLL_IRQ, which does nothing.
+/// KVM_HC_VAPIC_POLL_IRQ: does nothing.
 const POLL: u64 = 1;
 /// KVM_HC_KICK_CPU: wakes a vCPU that waits for a lock in a halt.
 const KICK_CPU: u64 = 5;
-/// KVM_HC_SEND_IPI: an interrupt to up to 128 vCPUs.
+/// KVM_HC_SEND_IPI: sends an interrupt to up to 128 vCPUs.
 const SEND_IPI: u64 = 10;
 /// KVM_HC_SCHED_YIELD: the guest waits for another vCPU.
 const SCHED_YIELD: u64 = 11;
-/// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. The client's business, if it wants to hear of it.
+/// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. Exits to the client, if that has enabled the exit.
 pub(crate) const MAP_GPA_RANGE: u32 = 12;
 
-/// The answer to a hypercall that does not exist (-KVM_ENOSYS).
+/// The result of a hypercall that does not exist (-KVM_ENOSYS).
 const UNKNOWN: u64 = 1000u64.wrapping_neg();
-/// The answer to bad arguments (-KVM_EINVAL).
+/// The result for bad arguments (-KVM_EINVAL).
 const INVALID: u64 = 22u64.wrapping_neg();
-/// The answer where there is no interrupt controller (-KVM_EOPNOTSUPP).
+/// The result without an interrupt controller (-KVM_EOPNOTSUPP).
 const NOT_SUPPORTED: u64 = 95u64.wrapping_neg();
 
 /// Logical destinations and shorthands, which KVM_HC_SEND_IPI does not have.
@@ -29,7 +29,7 @@ const ICR_ASSERT: u64 = 1 << 14;
 const ICR_LEVEL: u64 = 1 << 15;
 
 impl VcpuMachine {
-    /// Answers a hypercall. `None`: the client does.
+    /// Carries out a hypercall. Returns its result; `None`: the client completes it.
     pub(crate) fn answer_hypercall(
         &mut self,
         nr: u64,
@@ -57,7 +57,8 @@ impl VcpuMachine {
         }
     }
 
-    /// KVM_HC_SEND_IPI: a bit for each APIC id from `first` on, in two words. Returns how many vCPUs took the interrupt.
+    /// Carries out KVM_HC_SEND_IPI: `low` and `high` have a bit for each APIC id from `first` on. Returns how many vCPUs accepted the
+    /// interrupt.
     fn send_ipi(&self, [low, high, first, icr]: [u64; 4], long_mode: bool) -> u64 {
         if icr & ICR_DESTINATION != 0 {
             return INVALID;
@@ -86,7 +87,7 @@ impl VcpuMachine {
     }
 }
 
-/// Whether the client is to be asked for a range: `None`, or the answer to bad arguments.
+/// Checks the range of KVM_HC_MAP_GPA_RANGE. `None`: the client completes the hypercall. `Some`: the result for bad arguments.
 fn check_range([gpa, pages, ..]: [u64; 4]) -> Option<u64> {
     let end = Gpa(gpa).gfn().0.checked_add(pages);
     (Gpa(gpa).offset() != 0 || pages == 0 || end.is_none()).then_some(INVALID)

@@ -1,11 +1,11 @@
-//! `KVM_IOEVENTFD`: guest writes to an address or a port that signal an eventfd, and nothing else.
+//! `KVM_IOEVENTFD`: guest writes to an address or a port that only signal an eventfd.
 //!
 //! # Concurrency
-//! What is registered is an immutable [`Table`] that a change replaces whole. Each vCPU holds the table it last saw and compares one
-//! number to learn whether that is still the current one, so that a write takes no lock. A change publishes the new table, raises
-//! the number and then waits until every vCPU has passed a quiescent point of the engine or is outside
-//! ([`slat::Vm::synchronize`]): a vCPU looks the table up and signals between two of those. So no eventfd is signalled after
-//! the call that took it away has returned, and a client that looks at the eventfd then misses nothing.
+//! The registrations are an immutable [`Table`] that a change replaces whole. Each vCPU holds the table that it last saw and compares
+//! one number to learn whether that table is still current, so that a write takes no lock. A change publishes the new table,
+//! increments the number and then waits until every vCPU has passed a quiescent point of the engine or has left it
+//! ([`slat::Vm::synchronize`]): a vCPU looks up the table and signals between two quiescent points. So no eventfd is signalled after
+//! the call that removed it has returned, and a client that reads the eventfd then misses nothing.
 
 use crate::errno::{Result, fail, no_memory};
 use crate::eventfd::EventFd;
@@ -20,20 +20,20 @@ const DATAMATCH: u32 = 1 << kvm_ioeventfd_flag_nr_datamatch;
 const PIO: u32 = 1 << kvm_ioeventfd_flag_nr_pio;
 const DEASSIGN: u32 = 1 << kvm_ioeventfd_flag_nr_deassign;
 const VIRTIO_CCW: u32 = 1 << kvm_ioeventfd_flag_nr_virtio_ccw_notify;
-/// KVM's own, which clients may set: it has no effect.
+/// KVM's internal flag, which clients may set without effect.
 const FAST_MMIO: u32 = 1 << kvm_ioeventfd_flag_nr_fast_mmio;
 
-/// What a guest writes to.
+/// The kind of address that a guest writes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Bus {
     /// Guest-physical addresses.
     Memory,
     Ports,
-    /// Another architecture's: an x86 guest cannot write there, but KVM takes registrations.
+    /// Another architecture's: an x86 guest cannot write there, but KVM accepts registrations.
     VirtioCcw,
 }
 
-/// Where a guest writes.
+/// The address or port that a guest writes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Place {
     pub(crate) bus: Bus,
@@ -52,7 +52,7 @@ struct Event {
 }
 
 impl Event {
-    /// Whether one write could match both.
+    /// Whether one write could match both registrations.
     fn overlaps(&self, other: &Event) -> bool {
         self.place == other.place
             && (self.len == 0 || other.len == 0 || self.len == other.len)
@@ -79,7 +79,7 @@ impl Event {
     }
 }
 
-/// All registrations, by place.
+/// All registrations, sorted by place.
 #[derive(Debug)]
 struct Table(Vec<Event>);
 
@@ -92,7 +92,7 @@ pub(crate) struct IoEvents {
     changes: AtomicU64,
 }
 
-/// The registrations as one vCPU knows them.
+/// The table that one vCPU saw last.
 #[derive(Debug, Default)]
 pub(crate) struct KnownEvents {
     table: Option<Shared<Table>>,
@@ -100,8 +100,8 @@ pub(crate) struct KnownEvents {
 }
 
 impl KnownEvents {
-    /// Signals the eventfds that are registered for writes of `units` (1 to 8 bytes each) to one place, one after the other. False: there
-    /// is none for some of them, and none was signalled. The vCPU is entered, and passes no quiescent point meanwhile.
+    /// Signals the eventfds that are registered for writes of `units` (1 to 8 bytes each) to one place, one after the other. Returns
+    /// `false`, and signals nothing, if a unit has no registration. The vCPU is entered, and passes no quiescent point meanwhile.
     pub(crate) fn signal<'a>(
         &mut self,
         events: &IoEvents,
@@ -133,8 +133,8 @@ impl VmObject {
     ///
     /// # Errors
     /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps around, and a value
-    /// to compare without a length; `EEXIST` when a write could match another registration, too. To remove one, `ENOENT` when there is
-    /// none. For both, `EBADF`, `EINVAL` for a descriptor that is no eventfd, `ENOMEM`, `EMFILE`.
+    /// to compare without a length; `EEXIST` when a write could match another registration, too. For a removal, `ENOENT` when there is
+    /// no such registration. For both, `EBADF`, `EINVAL` for a descriptor that is no eventfd, `ENOMEM`, `EMFILE`.
     pub fn ioeventfd(&self, asked: &kvm_ioeventfd) -> Result<()> {
         let _call = self.begin()?;
         let known = DATAMATCH | PIO | DEASSIGN | VIRTIO_CCW | FAST_MMIO;
@@ -145,7 +145,7 @@ impl VmObject {
             && matches!(asked.len, 0 | 1 | 2 | 4 | 8)
             && !wraps
             && (asked.len != 0 || !compares);
-        // As in KVM, what cannot have been registered is not found.
+        // As in KVM, a removal with invalid arguments fails with ENOENT: no registration has them.
         if !valid && !removes {
             return fail(libc::EINVAL);
         }

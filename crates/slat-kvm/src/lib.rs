@@ -1,9 +1,9 @@
 //! The KVM API in userspace.
 //!
-//! Two ways in, over one set of objects:
+//! Two interfaces to one set of objects:
 //!
-//! - [`Kvm`], [`VmFd`], [`VcpuFd`]: the shape of kvm-ioctls, for Rust programs.
-//! - [`ioctl::Object`]: requests and pointers as the kernel takes them, for the preload library.
+//! - [`Kvm`], [`VmFd`], [`VcpuFd`]: the types and methods of kvm-ioctls, for Rust programs.
+//! - [`ioctl::Object`]: requests and pointers as `ioctl` passes them, for the preload library.
 //!
 //! | file | idea |
 //! |---|---|
@@ -11,24 +11,24 @@
 //! | [`ioctl`], [`abi`], [`user`] | the system-call interface: dispatch, request numbers, the client's memory |
 //! | [`dirty`] | dirty logs and rings |
 //! | [`guest_memfd`] | private memory |
-//! | [`device`], `file_id` | devices, and the files they know |
+//! | [`device`], `file_id` | devices, and the identity of open files |
 //! | [`system`], [`vm`], [`vcpu`] | the objects |
-//! | `call`, `entered` | what ends with a call, also with one that panics: the VM; the vCPU's time inside the engine |
-//! | `run`, `exit`, [`run_page`] | `KVM_RUN`, what it tells of an exit, and the pages it shares with the client |
-//! | `prefault` | guest memory mapped ahead of its use |
+//! | `call`, `entered` | guards of a call: one that panics makes the VM dead, and its vCPU still leaves the engine |
+//! | `run`, `exit`, [`run_page`] | `KVM_RUN`, how it describes an exit, and the pages it shares with the client |
+//! | `prefault` | guest memory mapped before its use |
 //! | [`stats`] | statistics, in KVM's binary format |
 //! | [`coalesced`] | writes to devices that the client may see later |
-//! | `mmu` | the software CPU's address translation, over the engine |
-//! | `heap` | memory that may run out |
+//! | `mmu` | the software CPU's address translation, by the engine |
+//! | `heap` | vectors that report `ENOMEM` instead of ending the process |
 //! | `machine`, `msr`, [`cpuid`], [`clock`] | what the CPU sees of its machine |
-//! | [`regs`], [`fpu`], [`events`] | its state in KVM's structs |
-//! | `irq` | interrupts on their way to vCPUs |
+//! | [`regs`], [`fpu`], [`events`] | the CPU's state in KVM's structs |
+//! | `irq` | delivery of interrupts to vCPUs |
 //! | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
 //! | [`thread`], `signals`, `ticker` | signals, masks, timers |
 //! | [`filters`] | seccomp filters of the client |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
-//! | [`parameters`], `recovery` | module parameters; NX huge pages come back |
-//! | [`policy`], [`report`], [`caps`], `quirks` | settings, words to people, capabilities, KVM's oddities |
+//! | [`parameters`], `recovery` | module parameters; recovery of NX huge pages |
+//! | [`policy`], [`report`], [`caps`], `quirks` | settings, messages to the user, capabilities, KVM's quirks |
 
 pub mod abi;
 pub mod api;

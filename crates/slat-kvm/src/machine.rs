@@ -1,4 +1,4 @@
-//! The machine around one software CPU: CPUID, MSRs, time. Its memory is [`crate::mmu`]'s.
+//! The machine around one software CPU: CPUID, MSRs, time. Module [`crate::mmu`] has its memory.
 
 use crate::clock::{self, Tsc};
 use crate::cpuid;
@@ -19,34 +19,34 @@ use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect, Lapic};
 use slat_x86::{HypercallInstruction, Hypercalls, Machine, MsrFault};
 use std::sync::{Arc, MutexGuard};
 
-/// What a vCPU has besides its registers.
+/// The parts of a vCPU besides its registers.
 pub(crate) struct VcpuMachine {
     pub(crate) engine: EngineVcpu,
     pub(crate) vm: Arc<VmObject>,
     pub(crate) common: Shared<VcpuCommon>,
     pub(crate) pages: PageCache,
     pub(crate) cpuid: Vec<kvm_cpuid_entry2>,
-    /// Width of guest-physical addresses, as the guest's CPUID tells.
+    /// Width of guest-physical addresses, as the guest's CPUID says.
     pub(crate) physical_bits: u32,
     msrs: Stored,
     pub(crate) mce: MachineCheck,
     pub(crate) steal: StealTime,
-    /// Where the guest has its task priority in memory (`KVM_SET_VAPIC_ADDR`).
+    /// The guest-physical address of the guest's task priority (`KVM_SET_VAPIC_ADDR`).
     pub(crate) vapic: Option<u64>,
-    /// The guest may end the interrupt in service in its memory.
+    /// Whether the guest may end the interrupt in service by clearing a bit in its memory.
     pub(crate) pv_eoi_offered: bool,
     pub(crate) tsc: Tsc,
-    /// APIC_BASE when there is no APIC in here.
+    /// APIC_BASE of a vCPU without local APIC.
     base: u64,
     clock_version: u32,
     clock_changed: bool,
-    /// [`clock::VmClock::changes`] when the page was written.
+    /// [`clock::VmClock::changes`] when the clock's page was written.
     clock_set: u64,
     guest_paused: bool,
     wall_clock_wanted: bool,
-    /// The guest has no paravirtual feature but those that its CPUID names (`KVM_CAP_ENFORCE_PV_FEATURE_CPUID`).
+    /// Whether the guest has only the paravirtual features that its CPUID names (`KVM_CAP_ENFORCE_PV_FEATURE_CPUID`).
     pub(crate) enforces_pv_features: bool,
-    /// The client has to hear of the end of this interrupt (`KVM_EXIT_IOAPIC_EOI`) before the guest goes on.
+    /// The vector whose end of interrupt exits to the client (`KVM_EXIT_IOAPIC_EOI`) before the guest continues.
     pub(crate) ioapic_eoi: Option<u8>,
     /// The page of the last access that found no private memory.
     pub(crate) memory_fault: Option<Gpa>,
@@ -85,7 +85,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Runs `work` outside the engine, for as long as it takes. Call with an entered vCPU.
+    /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
     pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
         self.engine.leave();
         let result = work(self);
@@ -121,7 +121,7 @@ impl VcpuMachine {
         self.clock_page_changed();
     }
 
-    /// Gives the guest's TSC another frequency.
+    /// Sets the frequency of the guest's TSC.
     pub(crate) fn set_tsc_khz(&mut self, khz: u32) {
         self.tsc.set_khz(khz);
         if let Some(mut lapic) = self.common.lapic() {
@@ -164,7 +164,7 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// INIT: what the guest has shared with the host in its memory is memory again.
+    /// Carries out INIT: the guest's steal time, clock and PV EOI structures become plain memory again.
     pub(crate) fn init(&mut self) {
         self.end_steal_time();
         self.store(index::KVM_SYSTEM_TIME_NEW, 0);
@@ -172,7 +172,7 @@ impl VcpuMachine {
         self.pv_eoi_offered = false;
     }
 
-    /// Does what a write to an APIC register asks for. No APIC may be locked.
+    /// Carries out the effect of a write to an APIC register. No APIC may be locked.
     pub(crate) fn carry_out(&mut self, effect: Effect) {
         match effect {
             Effect::None => {}
@@ -194,7 +194,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Has the run loop look at the APIC if it has an interrupt that can be delivered.
+    /// Makes the run loop look for interrupts if the APIC has one that can be delivered.
     pub(crate) fn task_priority_changed(&self) {
         let pending = |lapic: MutexGuard<'_, Lapic>| lapic.pending().is_some();
         if self.common.lapic().is_some_and(pending) {
@@ -202,12 +202,12 @@ impl VcpuMachine {
         }
     }
 
-    /// Has the run loop look for interrupts: one that waits at the APIC, or at an 8259, may reach the CPU now.
+    /// Makes the run loop look for interrupts. Call when one that is pending at the APIC or an 8259 may be deliverable now.
     pub(crate) fn look_for_interrupts(&self) {
         self.common.attention.raise(bits::IRQ);
     }
 
-    /// Tells the ticker when the APIC timer has to be looked at next.
+    /// Sets the ticker's deadline to that of the APIC timer.
     pub(crate) fn arm_timer(&self) {
         let deadline = self.common.lapic().and_then(|lapic| lapic.deadline());
         self.common
@@ -215,7 +215,7 @@ impl VcpuMachine {
             .set_deadline(deadline.map(|at| self.vm.clock.instant(at)));
     }
 
-    /// The clock page has to be written again before the guest goes on.
+    /// Makes the run loop write the clock's page again before the guest continues.
     pub(crate) fn clock_page_changed(&mut self) {
         self.clock_changed = true;
         self.common.attention.raise(bits::RETRY);
@@ -226,7 +226,7 @@ impl VcpuMachine {
         self.common.attention.raise(bits::RETRY);
     }
 
-    /// `KVM_KVMCLOCK_CTRL`. False when the guest does not use the clock.
+    /// Carries out `KVM_KVMCLOCK_CTRL`. Returns `false` if the guest does not use the clock.
     pub(crate) fn mark_guest_paused(&mut self) -> bool {
         let uses = self.msr(index::KVM_SYSTEM_TIME_NEW) & 1 != 0;
         if uses {
@@ -236,13 +236,12 @@ impl VcpuMachine {
         uses
     }
 
-    /// Writes the pages of the paravirtual clock that have to be written. The vCPU is entered. A page that is not memory is
-    /// skipped: what it asked for cannot be done.
+    /// Writes the pages of the paravirtual clock that have changed. The vCPU is entered. Skips a page that is not memory.
     pub(crate) fn write_clocks(&mut self) {
         let address = self.msr(index::KVM_WALL_CLOCK_NEW);
-        // A client that resets the MSR asks for nothing.
+        // A client that resets the MSR to 0 wants no page.
         if std::mem::take(&mut self.wall_clock_wanted) && address != 0 {
-            // The host's clock at the moment the VM's clock was zero. The client may have set that to anything: modulo 2^64.
+            // The host's clock when the VM's clock was zero. The client may have set the VM's clock to any value: modulo 2^64.
             let start = clock::realtime().wrapping_sub(self.vm.clock.kvmclock());
             let mut page = [0; 12];
             page[0..4].copy_from_slice(&2u32.to_le_bytes());
@@ -264,7 +263,7 @@ impl VcpuMachine {
                 let written = self.write_guest(address & !1, &odd)
                     && self.write_guest((address & !1) + 4, &page[4..])
                     && self.write_guest(address & !1, &page[..4]);
-                // A signal may have come while the guest's memory was waited for: a page that is not written stops the guest's clock.
+                // A signal may have interrupted the wait for guest memory: retry later, or the guest's clock stops.
                 self.clock_changed = !written && self.is_called_out();
                 self.guest_paused &= self.clock_changed;
             }
@@ -348,10 +347,10 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    /// A hypercall that panics: no instruction of a guest does so otherwise.
+    /// A hypercall that panics: no other instruction of a guest does.
     pub(super) const HYPERCALL_PANICS: u64 = 0x51a7_51a7;
 
-    /// A vCPU whose thread panics inside the guest leaves the engine: who flushes need not wait for it. And its VM is dead.
+    /// A vCPU whose thread panics while the guest runs leaves the engine, so flushes do not wait for it. And its VM is dead.
     #[test]
     fn a_panic_inside_the_guest_leaves_nobody_waiting() {
         let (vm, _fd) = System.create_vm(0).unwrap();
@@ -380,7 +379,7 @@ mod tests {
         let (done, results) = mpsc::channel();
         let object = vm.clone();
         std::thread::spawn(move || {
-            // The host's memory may change, and slots, as far as anybody waits for this vCPU.
+            // Neither a change of the host's memory nor a slot change waits for this vCPU.
             let address = region.userspace_addr as usize;
             crate::notify::around(address..address + 0x2000, || {});
             let deleted = kvm_userspace_memory_region {

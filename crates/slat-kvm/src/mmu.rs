@@ -1,8 +1,8 @@
-//! From guest-virtual addresses to host pages: the software CPU's misses.
+//! Translation of guest-virtual addresses to host pages, for misses of the software CPU's TLB.
 //!
 //! Two translations one after the other: the guest's tables ([`slat::guest_walk`]), then the engine's second level. The walk
-//! of the guest's tables needs a second-level translation per table; a small cache of them, flushed whenever the software
-//! TLB is, answers most.
+//! of the guest's tables needs a second-level translation per table; a small cache, flushed whenever the software TLB is, holds
+//! most of these.
 
 use crate::engine::EngineVcpu;
 use crate::entered::{Entered, outside};
@@ -25,10 +25,10 @@ struct Page {
     write: bool,
 }
 
-// SAFETY: the pointer leads into guest memory, which belongs to no thread and is reached through guarded accesses only.
+// SAFETY: the pointer points into guest memory, which belongs to no thread and is accessed by guarded accesses only.
 unsafe impl Send for Page {}
 
-/// The last second-level translations of this vCPU, by page number.
+/// The last second-level translations of this vCPU, indexed by page number.
 pub(crate) struct PageCache([Option<Page>; PageCache::SIZE]);
 
 impl Default for PageCache {
@@ -49,12 +49,13 @@ impl PageCache {
     }
 }
 
-/// Why guest-physical memory cannot be reached.
+/// Why guest-physical memory cannot be accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unreachable {
-    /// There is no memory.
+    /// MMIO: no memslot has the address, or, for a write, a read-only one.
     NotMemory,
-    /// Anything else.
+
+    /// Any other reason.
     Fault(Fault),
 }
 
@@ -65,7 +66,7 @@ impl AsMut<EngineVcpu> for VcpuMachine {
 }
 
 impl VcpuMachine {
-    /// The host page of a guest-physical page.
+    /// Translates a guest-physical page to its host page.
     fn page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
         let gpa = gpa & !(PAGE - 1);
         let write = access == slat::Access::Write;
@@ -97,7 +98,7 @@ impl VcpuMachine {
             Stop::Mmio { .. } => Unreachable::NotMemory,
             Stop::DirtyRingFull => {
                 self.common.attention.raise(bits::RING_FULL);
-                self.come_out();
+                self.request_retry();
                 Unreachable::Fault(Fault::Retry)
             }
             Stop::Retry
@@ -105,7 +106,7 @@ impl VcpuMachine {
                 error: ResolveError::Interrupted,
                 ..
             } => {
-                self.come_out();
+                self.request_retry();
                 Unreachable::Fault(Fault::Retry)
             }
             Stop::MemoryFault { gpa, .. } => {
@@ -123,14 +124,14 @@ impl VcpuMachine {
         }
     }
 
-    /// All translations are void; the run loop has to see to it before anything else is executed.
-    fn come_out(&mut self) {
+    /// Drops cached translations; the run loop quiesces before the guest executes again.
+    fn request_retry(&mut self) {
         self.pages.flush();
         self.common.attention.raise(bits::RETRY);
     }
 
-    /// The client's memory under a guarded access was gone. Either somebody wants this vCPU to come out, or the mapping
-    /// changed without anybody saying so: then the engine forgets the page and asks the host anew.
+    /// Call after a guarded access at `host` failed. Either another thread raised an attention bit, or the client changed the mapping
+    /// without an invalidation: then the engine drops the page and asks the host again.
     fn forget(&mut self, host: *const u8) {
         if self.common.attention.flag().load(Ordering::SeqCst) == 0 {
             let first = host as u64 & !(PAGE - 1);
@@ -138,11 +139,11 @@ impl VcpuMachine {
                 drop(self.vm.engine.invalidate(Hva(first)..Hva(first + PAGE)));
             });
         }
-        self.come_out();
+        self.request_retry();
     }
 
-    /// Writes guest-physical memory for a device of the vCPU; the dirty log sees it. The vCPU is entered. False when it is
-    /// not memory, or not accessible.
+    /// Writes guest-physical memory for a device of the vCPU, which is entered; marks the pages in the dirty log. Returns `false` if
+    /// the address is not memory, or not accessible.
     pub(crate) fn write_guest(&mut self, gpa: u64, bytes: &[u8]) -> bool {
         let mut done = 0;
         while done < bytes.len() {
@@ -173,7 +174,7 @@ impl VcpuMachine {
         true
     }
 
-    /// Reads an aligned word of guest-physical memory for a device of the vCPU, which is entered. `None` when it is not memory, or not
+    /// Reads an aligned word of guest-physical memory for a device of the vCPU, which is entered. `None`: `gpa` is not memory, or not
     /// accessible.
     pub(crate) fn read_guest_word(&mut self, gpa: u64) -> Option<u64> {
         loop {
@@ -185,15 +186,15 @@ impl VcpuMachine {
         }
     }
 
-    /// Outside the CPU's loop: acknowledges what the engine asks for. The CPU drops its translations before it uses one.
-    /// False when the thread is wanted elsewhere.
+    /// Acknowledges the engine's flushes outside the CPU's loop; the CPU drops its translations before it uses one. Returns `false`
+    /// if a signal or a full dirty ring ends the run.
     fn may_try_again(&mut self) -> bool {
-        self.come_out();
+        self.request_retry();
         self.engine.quiesce();
         !self.is_called_out()
     }
 
-    /// Whether the thread is wanted elsewhere: an access that has failed may succeed when it comes back.
+    /// Whether a signal or a full dirty ring ends the run: an access that has failed may succeed in the next one.
     pub(crate) fn is_called_out(&self) -> bool {
         self.common.attention.flag().load(Ordering::SeqCst) & (bits::SIGNAL | bits::RING_FULL) != 0
     }
@@ -229,12 +230,12 @@ impl VcpuMachine {
             ac: true,
         };
         if paging.cr0 & control::CR0_PG == 0 {
-            // Not masked, as in KVM; its number for "no address" cannot be one.
+            // Not masked, as in KVM; u64::MAX is KVM's value for "no address".
             return Some(gva).filter(|gpa| *gpa != u64::MAX);
         }
         let bits = self.physical_bits;
         let mut entered = Entered::enter(self);
-        // Those from the last run may be void by now. The CPU's own are looked after by the attention word.
+        // Pages cached in the last run may be stale. The attention word makes the CPU flush its own TLB.
         entered.pages.flush();
         loop {
             match walk(
@@ -305,7 +306,7 @@ impl GuestTables for VcpuMachine {
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Unreachable> {
         let page = self.page(gpa.0, slat::Access::Read)?;
         self.engine.count_guest_pte_read();
-        // SAFETY: inside a translated page of guest memory; aligned, as the walk promises; guarded.
+        // SAFETY: within a translated page of guest memory; aligned, as the walk promises; guarded.
         let value = unsafe {
             let entry = page.host.as_ptr().add((gpa.0 % PAGE) as usize);
             if size == 4 {
@@ -328,7 +329,7 @@ impl GuestTables for VcpuMachine {
         new: u64,
     ) -> Result<bool, Unreachable> {
         let page = match self.page(gpa.0, slat::Access::Write) {
-            // Tables in read-only memory keep the flags they have.
+            // The flags of tables in read-only memory do not change.
             Err(Unreachable::NotMemory) => return Ok(true),
             page => page?,
         };
@@ -360,7 +361,7 @@ impl Mmu for VcpuMachine {
                 Ok(page) => (page.gpa.0, page.bits, page.read, page.write, page.execute),
                 Err(WalkError::PageFault { code }) => return Err(Fault::Page { error_code: code }),
                 Err(WalkError::Memory(Unreachable::Fault(fault))) => return Err(fault),
-                // A table that is not in memory: as if nothing were mapped.
+                // A table that is not in memory maps nothing.
                 Err(WalkError::Memory(Unreachable::NotMemory)) => {
                     let write = u32::from(access == slat::Access::Write) << 1;
                     return Err(Fault::Page {

@@ -1,13 +1,13 @@
-//! `KVM_X86_SET_MSR_FILTER`: which MSRs a guest may access.
+//! `KVM_X86_SET_MSR_FILTER`: the MSRs that a guest may access.
 
 use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
 
-/// Some MSRs in a row, with a bit each: 1 allows.
+/// Consecutive MSRs, with a bit each: 1 allows the access.
 #[derive(Debug)]
 struct Range {
-    /// `KVM_MSR_FILTER_READ` and `KVM_MSR_FILTER_WRITE`.
+    /// The accesses that the range decides: `KVM_MSR_FILTER_READ`, `KVM_MSR_FILTER_WRITE`.
     accesses: u32,
     base: u32,
     count: u32,
@@ -23,15 +23,15 @@ pub(crate) struct MsrFilter {
 
 /// Words of the largest bitmap.
 const MOST_WORDS: u32 = KVM_MSR_FILTER_MAX_BITMAP_SIZE / 8;
-/// The MSRs of the x2APIC, which no filter hides.
+/// The MSRs of the x2APIC, which no filter denies.
 const X2APIC: std::ops::RangeInclusive<u32> = 0x800..=0x8ff;
 
 impl MsrFilter {
-    /// Takes a client's filter; `read` copies words from the client's memory.
+    /// Checks and copies a client's filter; `read` copies words from the client's memory.
     ///
     /// # Errors
-    /// `EINVAL` for unknown flags, a range without flags or of too many MSRs, and a filter that denies everything; what `read`
-    /// answers; `ENOMEM`.
+    /// `EINVAL` for unknown flags, a range without flags or of too many MSRs, and a filter that denies by default and has no range;
+    /// the errors of `read`; `ENOMEM`.
     pub(crate) fn new(
         given: &kvm_msr_filter,
         read: impl Fn(u64, usize) -> Result<Vec<u64>>,
@@ -61,12 +61,12 @@ impl MsrFilter {
         })
     }
 
-    /// Whether there is nothing that this filter denies.
+    /// Whether this filter has no range and allows by default.
     pub(crate) fn allows_all(&self) -> bool {
         !self.denies_others && self.ranges.is_empty()
     }
 
-    /// Whether the guest may access `msr`. The first range decides that has it for this access.
+    /// Whether the guest may access `msr`. The first range decides that has `msr` and this kind of access.
     pub(crate) fn allows(&self, msr: u32, write: bool) -> bool {
         if X2APIC.contains(&msr) {
             return true;

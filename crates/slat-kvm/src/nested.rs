@@ -1,29 +1,29 @@
-//! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE`: no guest has VMX or SVM, so there is only a header that says so.
+//! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE`: no guest has VMX or SVM, so the state is only a header that says so.
 
 use crate::cpuid::host_is_amd;
 use crate::errno::{Result, fail};
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 
-/// Bytes of the header, which is all there is: what `KVM_CHECK_EXTENSION` answers.
+/// Bytes of the state, which is only a header: what `KVM_CHECK_EXTENSION` returns.
 pub(crate) const SIZE: u32 = 128;
-/// Its words. The first one: flags and format of 16 bits, and the size.
+/// Words of the header. The first one holds flags and format, of 16 bits each, and the size.
 const WORDS: usize = (SIZE / 8) as usize;
-/// No address: there is no VMXON region and no current VMCS.
+/// The address of VMXON region and current VMCS when there are none.
 const NO_ADDRESS: u64 = u64::MAX;
 
-/// A vCPU's nested state: format and flags, then what the format's header holds.
+/// A vCPU's nested state: flags, format and size, then the format's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NestedState([u64; WORDS]);
 
 impl NestedState {
-    /// Its words, as a client sees them.
+    /// The words of the state, in the client's format.
     pub fn words(&self) -> &[u64; WORDS] {
         &self.0
     }
 }
 
-/// The state of a vCPU that has VMX, or on AMD's processors SVM, switched off.
+/// Returns the state of a vCPU with VMX, or on AMD's processors SVM, disabled.
 fn off() -> NestedState {
     let mut words = [0; WORDS];
     let (flags, format) = match host_is_amd() {
@@ -54,7 +54,7 @@ impl VcpuObject {
     pub fn set_nested_state(&self, header: &[u64; WORDS]) -> Result<()> {
         let _call = self.vm.begin()?;
         let NestedState(off) = off();
-        // The size may count pages of a nested guest's state, which then are not used.
+        // The size may include a nested guest's state, which is ignored.
         let fits = header[0] >> 32 >= u64::from(SIZE) && header[0] as u32 == off[0] as u32;
         let no_region = host_is_amd() || header[1..4] == off[1..4];
         match fits && no_region {

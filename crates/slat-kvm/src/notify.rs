@@ -1,7 +1,7 @@
 //! All live VMs of the process, as listeners to changes of the host's mappings: KVM's MMU notifiers.
 //!
-//! Whoever changes mappings runs the change inside [`around`]: the VMs drop their translations of the range before, and
-//! take new ones only after it.
+//! A thread that changes mappings makes the change in [`around`]: the VMs drop their translations of the range before the change, and
+//! create new ones only after it.
 
 use crate::engine::EngineVm;
 use crate::process::{PerProcess, live_vms};
@@ -12,7 +12,7 @@ use std::sync::{Arc, RwLock, Weak};
 
 type Registry = RwLock<Vec<Weak<EngineVm>>>;
 
-/// The listeners of a process. A forked child begins with none: no VM of the parent is one there.
+/// The listeners of a process. A forked child begins with none: the parent's VMs are not live there.
 static VMS: PerProcess<Registry> = PerProcess::new();
 
 fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {
@@ -21,7 +21,7 @@ fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {
     live_vms().store(vms.len(), Ordering::SeqCst);
 }
 
-/// Whether a VM lives in this process. One load: this is asked at every change of the program's memory.
+/// Whether a VM is live in this process. Costs one load: every change of the program's memory asks.
 #[inline]
 pub fn is_anyone_listening() -> bool {
     live_vms().load(Ordering::Relaxed) != 0
@@ -37,7 +37,7 @@ pub(crate) fn register(vm: &Arc<EngineVm>) {
     });
 }
 
-/// Ends it.
+/// Removes a VM from the listeners.
 pub(crate) fn unregister(vm: &Arc<EngineVm>) {
     change(|vms| {
         vms.retain(|other| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(vm)));
@@ -47,7 +47,7 @@ pub(crate) fn unregister(vm: &Arc<EngineVm>) {
     });
 }
 
-/// The VMs that live now.
+/// Returns the live VMs.
 pub fn live() -> Vec<Arc<EngineVm>> {
     match VMS.peek() {
         Some(registry) if is_anyone_listening() => {
@@ -60,15 +60,15 @@ pub fn live() -> Vec<Arc<EngineVm>> {
     }
 }
 
-/// Runs `change`, which changes the host's mappings in `range`: every VM drops its translations of the range before, and no
-/// vCPU uses an old one after this has returned.
+/// Runs `change`, which changes the host's mappings in `range`. Every VM drops its translations of the range before the change, and
+/// no vCPU uses an old one after this has returned.
 ///
-/// Waits for vCPUs that are running to pass a block boundary, so the caller must not hold what they need.
+/// Waits for running vCPUs to pass a block boundary, so the caller must not hold a lock that they need.
 pub fn around<R>(range: Range<usize>, change: impl FnOnce() -> R) -> R {
     around_all(&[range], change)
 }
 
-/// [`around`] for several ranges at once.
+/// Like [`around`], but for several ranges at once.
 pub fn around_all<R>(ranges: &[Range<usize>], change: impl FnOnce() -> R) -> R {
     let vms = live();
     if vms.is_empty() {

@@ -1,4 +1,4 @@
-//! What a client chooses for a VM (`KVM_ENABLE_CAP`), beyond what has a file of its own.
+//! The options that a client sets for a VM by `KVM_ENABLE_CAP`, except those that have a module of their own.
 
 use crate::errno::{Result, fail};
 use crate::msr_filter::MsrFilter;
@@ -6,13 +6,13 @@ use kvm_bindings::*;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-/// What `KVM_CHECK_EXTENSION` answers for `KVM_CAP_X86_DISABLE_EXITS`. PAUSE never ends `KVM_RUN`.
+/// What `KVM_CHECK_EXTENSION` returns for `KVM_CAP_X86_DISABLE_EXITS`. PAUSE never ends `KVM_RUN`.
 pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISABLE_EXITS_PAUSE;
 /// The exits that a client may name.
 const KNOWN_EXITS: u64 =
     (DISABLED_EXITS | KVM_X86_DISABLE_EXITS_MWAIT | KVM_X86_DISABLE_EXITS_CSTATE) as u64;
 
-/// The choices of a VM.
+/// The options of a VM.
 #[derive(Debug)]
 pub(crate) struct Options {
     /// `KVM_CAP_EXCEPTION_PAYLOAD`: a client distinguishes exceptions that are pending from those being delivered.
@@ -25,9 +25,9 @@ pub(crate) struct Options {
     halts_inside: AtomicBool,
     /// `KVM_CAP_MSR_PLATFORM_INFO`.
     guest_reads_platform_info: AtomicBool,
-    /// `KVM_CAP_X86_USER_SPACE_MSR`: the refusals, a bit each, that the client answers.
+    /// `KVM_CAP_X86_USER_SPACE_MSR`: the reasons, a bit each, for which a refused access exits to the client.
     user_space_msrs: AtomicU32,
-    /// `KVM_X86_SET_MSR_FILTER`. The flag spares those without a filter the lock.
+    /// Whether `KVM_X86_SET_MSR_FILTER` has set a filter; if not, MSR accesses skip the lock.
     has_msr_filter: AtomicBool,
     msr_filter: RwLock<MsrFilter>,
 }
@@ -48,7 +48,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Takes one choice. `None`: the capability is none of these.
+    /// Sets the option of a capability. `None`: no option here belongs to `cap`.
     pub(crate) fn enable(&self, cap: u32, argument: u64) -> Option<Result<()>> {
         let switch = match cap {
             KVM_CAP_EXCEPTION_PAYLOAD => &self.exception_payload,
@@ -62,7 +62,7 @@ impl Options {
                 return Some(fail(libc::EINVAL));
             }
             KVM_CAP_X86_DISABLE_EXITS => {
-                // For good, as in KVM; what the CPU does not offer is ignored.
+                // As in KVM, no later call undoes this; exits that the CPU does not offer are ignored.
                 if argument & u64::from(KVM_X86_DISABLE_EXITS_HLT) != 0 {
                     self.halts_inside.store(true, Ordering::Relaxed);
                 }
@@ -102,7 +102,7 @@ impl Options {
         self.guest_reads_platform_info.load(Ordering::Relaxed)
     }
 
-    /// Whether the client answers MSR accesses that are refused for `reason`, one of `KVM_MSR_EXIT_REASON_*`.
+    /// Whether MSR accesses that are refused for `reason`, one of `KVM_MSR_EXIT_REASON_*`, exit to the client.
     pub(crate) fn answers_msrs(&self, reason: u32) -> bool {
         self.user_space_msrs.load(Ordering::Relaxed) & reason != 0
     }
@@ -118,7 +118,8 @@ impl Options {
             .allows(msr, write)
     }
 
-    /// Replaces the filter.
+    /// Replaces the MSR filter.
+
     pub(crate) fn set_msr_filter(&self, filter: MsrFilter) {
         let mut held = (self.msr_filter.write()).unwrap_or_else(|poisoned| poisoned.into_inner());
         self.has_msr_filter

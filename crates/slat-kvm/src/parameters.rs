@@ -1,6 +1,6 @@
-//! KVM's module parameters: what `/sys/module/kvm/parameters` shows, and what writing there does.
+//! KVM's module parameters: the values in `/sys/module/kvm/parameters`, and the effect of writing there.
 //!
-//! They are this process's own. A write goes to all its live VMs, and VMs made later begin with it.
+//! Each process has its own parameters. A write changes all live VMs of the process, and VMs created later.
 
 use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail};
@@ -9,7 +9,7 @@ use crate::{notify, policy, recovery};
 use slat::{Hva, Policy};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-/// Those that are the engine's policies; they may be written.
+/// The parameters that are policies of the engine; they can be written.
 const WRITABLE: &[&str] = &[
     "mmio_caching",
     NX_HUGE_PAGES,
@@ -17,7 +17,7 @@ const WRITABLE: &[&str] = &[
     "nx_huge_pages_recovery_period_ms",
     "eager_page_split",
 ];
-/// Those that are what they are.
+/// The parameters that cannot be written, and their values.
 const FIXED: &[(&str, &str)] = &[
     ("force_emulation_prefix", "0"),
     ("tdp_mmu", "Y"),
@@ -36,7 +36,7 @@ const NX_HUGE_PAGES: &str = "nx_huge_pages";
 /// VMs that have `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`.
 static WITHOUT_NX: PerProcess<Mutex<Vec<Weak<EngineVm>>>> = PerProcess::new();
 
-/// The policies that a VM begins with. No lock: a forked child has them, too.
+/// The policies of new VMs. Needs no lock, so a forked child can use them, too.
 pub(crate) fn policies() -> Result<&'static Policy> {
     static POLICIES: OnceLock<Policy> = OnceLock::new();
     let given = policy::current()?;
@@ -50,13 +50,13 @@ pub(crate) fn policies() -> Result<&'static Policy> {
 /// Sets the policies of a new VM.
 pub(crate) fn apply(vm: &EngineVm) -> Result<()> {
     for (name, value) in policies()?.iter() {
-        // It takes back what it shows.
+        // Cannot fail: `set_policy` accepts the names and values that `iter` returns.
         let _ = vm.set_policy(name, &value.to_string());
     }
     Ok(())
 }
 
-/// A policy's number, or 0.
+/// Returns the number of a policy: 1 for "on", 0 for "off" or no such policy.
 pub(crate) fn number(name: &str) -> u64 {
     value(name).map_or(0, |value| match value.as_str() {
         "on" => 1,
@@ -70,14 +70,14 @@ fn value(name: &str) -> Option<String> {
     Some(value.to_string())
 }
 
-/// The name of a parameter, if it exists. Takes no lock and allocates nothing.
+/// Returns the static name of a parameter; `None` if it does not exist. Takes no lock and allocates nothing.
 pub fn known(name: &[u8]) -> Option<&'static str> {
     let fixed = FIXED.iter().map(|(name, _)| *name);
     let mut all = WRITABLE.iter().copied().chain(fixed);
     all.find(|known| known.as_bytes() == name)
 }
 
-/// The name of a parameter that exists, and its value as the file shows it, without the newline.
+/// Returns the name of a parameter, and its value as the file shows it, without the newline. `None`: it does not exist.
 pub fn read(name: &str) -> Option<(&'static str, String)> {
     if let Some((name, value)) = FIXED.iter().find(|(known, _)| *known == name) {
         return Some((name, (*value).to_owned()));
@@ -93,7 +93,7 @@ pub fn read(name: &str) -> Option<(&'static str, String)> {
     ))
 }
 
-/// Whether a parameter can be written.
+/// Whether the parameter `name` can be written.
 pub fn is_writable(name: &str) -> bool {
     WRITABLE.contains(&name)
 }
@@ -101,14 +101,14 @@ pub fn is_writable(name: &str) -> bool {
 /// Writes a parameter.
 ///
 /// # Errors
-/// `EACCES` for one that cannot be written, `EINVAL` for a value it does not take.
+/// `EACCES` for a parameter that cannot be written, `EINVAL` for an invalid value.
 pub fn write(name: &str, text: &str) -> Result<()> {
     if !is_writable(name) {
         return fail(libc::EACCES);
     }
     let value = match text.trim_end_matches('\n') {
         "force" if name == NX_HUGE_PAGES => "on",
-        // No processor here brings its machine down.
+        // The software CPU does not have the erratum that needs the mitigation.
         "auto" | "never" if name == NX_HUGE_PAGES => "off",
         value => value,
     };
@@ -122,8 +122,8 @@ pub fn write(name: &str, text: &str) -> Result<()> {
         }
         let _ = vm.set_policy(name, value);
         if name == NX_HUGE_PAGES && number(name) == 0 {
-            // What execution has split faults back in whole. (Switched on, the engine itself takes away
-            // what must not be executed any more.)
+            // Unmaps everything, so that pages that execution has split are mapped huge again. (When the policy is set to "on",
+            // the engine itself zaps the leaves that must not be executed any more.)
             drop(vm.invalidate(Hva(0)..Hva(1 << 47)));
         }
     }
@@ -139,10 +139,10 @@ fn is_without_nx(vm: &Arc<EngineVm>) -> bool {
         .any(|other| other.as_ptr() == Arc::as_ptr(vm))
 }
 
-/// `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`, for a VM that has run nothing yet.
+/// Carries out `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`, for a VM that has no vCPUs yet.
 ///
 /// # Errors
-/// `EPERM` for who may not restart the machine: KVM's rule, because there a guest may bring it down then.
+/// `EPERM` for a thread without CAP_SYS_BOOT: KVM's rule, because on affected processors a guest could then crash the host.
 pub(crate) fn disable_nx(vm: &Arc<EngineVm>) -> Result<()> {
     if !may_reboot() {
         return fail(libc::EPERM);
@@ -162,9 +162,9 @@ fn may_reboot() -> bool {
     /// _LINUX_CAPABILITY_VERSION_3: two words of each set.
     const VERSION: u32 = 0x2008_0522;
     let mut header = [VERSION, 0];
-    // Effective, permitted, inheritable; twice.
+    // Effective, permitted, inheritable; two words each.
     let mut sets = [0u32; 6];
-    // SAFETY: a header and room for the sets of the version it names.
+    // SAFETY: a header and memory for the sets of the version that it names.
     let asked = unsafe { libc::syscall(libc::SYS_capget, header.as_mut_ptr(), sets.as_mut_ptr()) };
     asked == 0 && sets[0] >> CAP_SYS_BOOT & 1 != 0
 }

@@ -1,15 +1,15 @@
-//! Policies of this process, as `slat run` passes them on: `SLAT_MMU`, `SLAT_FORMAT`, `SLAT_SET`, `SLAT_STATS`.
+//! Policies of this process, which `slat run` passes in `SLAT_MMU`, `SLAT_FORMAT`, `SLAT_SET` and `SLAT_STATS`.
 //!
-//! Only what works is accepted; anything else is refused with a sentence, before any VM exists.
+//! Invalid policies are refused with a message before any VM exists.
 
 use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
 use slat::PolicyError;
 use std::sync::OnceLock;
 
-/// How the guest's memory is translated.
+/// The values of `SLAT_MMU`: how guest memory is translated.
 pub const MMUS: &[&str] = &["tdp"];
-/// The formats of second-level tables.
+/// The values of `SLAT_FORMAT`: the formats of second-level tables.
 pub const FORMATS: &[&str] = TableFormat::NAMES;
 
 /// The policies of every VM of this process.
@@ -23,10 +23,10 @@ pub struct Policies {
 }
 
 impl Policies {
-    /// Reads the policies from variables, given by a look-up.
+    /// Reads the policies from variables: `variable` returns the value of a name.
     ///
     /// # Errors
-    /// A sentence that says which variable holds what, and what it may hold.
+    /// A message that names the variable, its value, and the values that it can have.
     pub fn parse(variable: impl Fn(&str) -> Option<String>) -> std::result::Result<Self, String> {
         let one_of = |name: &str, known: &[&str]| match variable(name) {
             Some(value) if !value.is_empty() && !known.contains(&value.as_str()) => Err(format!(
@@ -66,10 +66,10 @@ impl Policies {
         })
     }
 
-    /// Sets them.
+    /// Sets these policies in `policy`.
     pub(crate) fn apply(&self, policy: &slat::Policy) {
         for (name, value) in &self.settings {
-            // Checked when it was parsed.
+            // Cannot fail: `parse` has checked the setting.
             let _ = policy.set(name, value);
         }
     }
@@ -78,7 +78,7 @@ impl Policies {
 /// The policies of this process, from its environment.
 ///
 /// # Errors
-/// `EINVAL`; what is wrong was said on standard error.
+/// `EINVAL` for invalid policies; the first call prints a message on standard error.
 pub fn current() -> Result<&'static Policies> {
     static CURRENT: OnceLock<std::result::Result<Policies, String>> = OnceLock::new();
     let parsed = CURRENT.get_or_init(|| {

@@ -1,4 +1,4 @@
-//! `KVM_PRE_FAULT_MEMORY`: guest memory is mapped before the guest asks for it.
+//! `KVM_PRE_FAULT_MEMORY`: maps guest memory before the guest uses it.
 
 use crate::entered::Entered;
 use crate::errno::{Error, Result, fail};
@@ -9,16 +9,16 @@ use slat::{Gpa, ResolveError, Stop};
 use std::sync::atomic::Ordering;
 
 const PAGE: u64 = 4096;
-/// Bytes after which signals are looked at: a table's worth.
+/// Bytes after which a call checks for signals: those that one table of 4 KiB leaves maps.
 const STRETCH: u64 = 2 << 20;
 
 impl VcpuObject {
-    /// `KVM_PRE_FAULT_MEMORY`. `range` becomes what is left.
+    /// `KVM_PRE_FAULT_MEMORY`. `range` becomes the part that is not mapped yet.
     ///
     /// # Errors
     /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT` without
-    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory behind the slot is gone or there is no private memory for a private
-    /// page, `ENOMEM`.
+    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory that backs the slot is unmapped or there is no private memory for a
+    /// private page, `ENOMEM`.
     pub fn pre_fault(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         let end = range.gpa.checked_add(range.size);
         let pages = range.gpa.is_multiple_of(PAGE) && range.size.is_multiple_of(PAGE);
@@ -67,7 +67,7 @@ impl VcpuObject {
     }
 }
 
-/// Drops all translations and lets those pass who wait for that.
+/// Drops all translations and acknowledges flushes, for which other threads wait.
 fn give_way(inner: &mut Inner) {
     inner.cpu.flush_tlb();
     inner.machine.pages.flush();
@@ -83,7 +83,7 @@ fn errno(stop: &Stop) -> i32 {
             ..
         } => libc::EINTR,
         Stop::BadAddress { .. } | Stop::MemoryFault { .. } => libc::EFAULT,
-        // Neither comes from reading.
+        // The caller handles `Retry`, and only writes stop for a full dirty ring.
         Stop::Retry | Stop::DirtyRingFull => libc::EAGAIN,
     }
 }

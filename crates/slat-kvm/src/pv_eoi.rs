@@ -1,20 +1,21 @@
-//! PV EOI (`KVM_FEATURE_PV_EOI`): a guest ends an interrupt by clearing a bit in its own memory, without a way out to the APIC.
+//! PV EOI (`KVM_FEATURE_PV_EOI`): a guest ends an interrupt by clearing a bit in its own memory, without access to the APIC.
 //!
-//! slat sets the bit when it delivers an interrupt whose end nobody waits for. A guest that finds it set, and clears it, is done;
-//! before slat looks at the APIC again it sees to the end of the interrupt, or takes the offer back.
+//! slat sets the bit when it delivers an interrupt whose end no I/O APIC waits for: it offers a PV EOI. A guest that finds the bit
+//! set, and clears it, need not write the EOI register. Before slat uses the APIC again, it ends the interrupt if the bit is clear,
+//! and else withdraws the offer.
 
 use crate::machine::VcpuMachine;
 use crate::msr::{KVM_ENABLED, index};
 use slat_irqchip::lapic::reg;
 use slat_x86::MsrFault;
 
-/// The address has to be a multiple of 4.
+/// The low bit of the address, which has to be a multiple of 4.
 const RESERVED: u64 = 2;
 /// The bit in the guest's memory: the interrupt needs no write of the APIC's EOI register.
 const OFFERED: u8 = 1;
 
 impl VcpuMachine {
-    /// Writes the MSR. What the guest has done at the old address counts.
+    /// Writes `MSR_KVM_PV_EOI`, after ending an interrupt that the guest has ended at the old address.
     pub(crate) fn set_pv_eoi(&mut self, value: u64) -> Result<(), MsrFault> {
         if value & RESERVED != 0 {
             return Err(MsrFault::Invalid);
@@ -25,10 +26,10 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Call after the vCPU, which is entered, has accepted an interrupt of its APIC.
+    /// Offers a PV EOI. Call after the vCPU, which is entered, has accepted an interrupt of its APIC.
     pub(crate) fn offer_pv_eoi(&mut self) {
         let value = self.msr(index::KVM_PV_EOI);
-        // What became of an earlier offer may not be known yet.
+        // An earlier offer may not be collected yet.
         if value & KVM_ENABLED == 0 || self.pv_eoi_offered {
             return;
         }
@@ -36,9 +37,9 @@ impl VcpuMachine {
         self.pv_eoi_offered = silent && self.write_guest(value & !KVM_ENABLED, &[OFFERED]);
     }
 
-    /// Call before looking at the APIC of the vCPU, which is entered: ends the interrupt if the guest has, and otherwise takes the
-    /// offer back. Both wait for the next call if the thread is wanted elsewhere and cannot wait for the guest's memory. Where that
-    /// cannot be read, the interrupt ends, as in KVM.
+    /// Ends the interrupt if the guest has cleared the bit, and otherwise withdraws the offer. Leaves both to the next call if a
+    /// signal or a full dirty ring interrupts the access to guest memory. If that memory cannot be read, ends the interrupt, as KVM
+    /// does. Call before using the APIC of the vCPU, which is entered.
     pub(crate) fn collect_pv_eoi(&mut self) {
         if !self.pv_eoi_offered {
             return;

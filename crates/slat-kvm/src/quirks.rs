@@ -1,6 +1,6 @@
 //! Quirks: what KVM does differently from hardware until the client disables it (`KVM_CAP_DISABLE_QUIRKS2`).
 //!
-//! | quirk | where it is honoured |
+//! | quirk | implemented in |
 //! |---|---|
 //! | `LINT0_REENABLED` | the bootstrap processor's APIC after reset ([`slat_irqchip::lapic::Lapic::accept_external`]) |
 //! | `LAPIC_MMIO_HOLE`, `OUT_7E_INC_RIP` | exits (`run`) |
@@ -12,7 +12,7 @@ use crate::errno::{Result, fail};
 use kvm_bindings::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What `KVM_CHECK_EXTENSION` answers.
+/// The quirks that can be disabled: what `KVM_CHECK_EXTENSION` returns for `KVM_CAP_DISABLE_QUIRKS2`.
 pub const SUPPORTED: u32 = KVM_X86_QUIRK_LINT0_REENABLED
     | KVM_X86_QUIRK_CD_NW_CLEARED
     | KVM_X86_QUIRK_LAPIC_MMIO_HOLE
@@ -22,7 +22,7 @@ pub const SUPPORTED: u32 = KVM_X86_QUIRK_LINT0_REENABLED
     | KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS
     | KVM_X86_QUIRK_SLOT_ZAP_ALL;
 
-/// The quirks of a VM.
+/// The quirks that the client of a VM has disabled.
 #[derive(Debug, Default)]
 pub(crate) struct Quirks {
     disabled: AtomicU64,
@@ -34,7 +34,7 @@ impl Quirks {
         self.disabled.load(Ordering::Relaxed) & u64::from(quirk) == 0
     }
 
-    /// Disables quirks, for good.
+    /// Disables quirks. No call enables them again.
     ///
     /// # Errors
     /// `EINVAL` for one that does not exist.

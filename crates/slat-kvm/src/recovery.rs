@@ -1,5 +1,5 @@
-//! NX huge pages come back: a thread that lets every VM take away a share of the tables that execution has split, period by
-//! period. It is started by the first need, and never in a forked child unless that makes VMs of its own.
+//! Recovery of NX huge pages: a thread that in every period has each VM zap a share of the tables that execution has split. slat
+//! starts the thread when it is needed first, and in a forked child only if that creates VMs.
 
 use crate::background::{self, Background};
 use crate::notify;
@@ -11,15 +11,15 @@ use std::time::Duration;
 
 #[derive(Default)]
 struct Recovery {
-    /// Raised when a parameter changes: the period begins again.
+    /// Counts changes of parameters: each restarts the period.
     changes: Mutex<u64>,
     changed: Condvar,
 }
 
 static RECOVERY: PerProcess<Recovery> = PerProcess::new();
 
-/// The time between two recoveries, if there are any. With a period of 0 the ratio decides: everything within an hour, as
-/// with KVM.
+/// Returns the time between two recoveries; `None` if there are none. With a period of 0 the ratio decides: everything within an
+/// hour, as in KVM.
 fn period() -> Option<Duration> {
     let ratio = number("nx_huge_pages_recovery_ratio");
     if number("nx_huge_pages") == 0 || ratio == 0 {
@@ -39,14 +39,14 @@ pub(crate) fn start() {
     });
 }
 
-/// A VM was made: somebody has to look after it.
+/// Starts the thread if the parameters enable recovery. Call when a VM is created.
 pub(crate) fn begin() {
     if period().is_some() {
         start();
     }
 }
 
-/// A parameter has changed.
+/// Restarts the period, and starts the thread if recovery is enabled now. Call after a parameter has changed.
 pub(crate) fn reconsider() {
     begin();
     if let Some(recovery) = RECOVERY.peek() {
@@ -63,7 +63,7 @@ impl Recovery {
 
 impl Background for Recovery {
     const NAME: &CStr = c"slat-nx";
-    const WITHOUT: &str = "NX huge pages will not come back";
+    const WITHOUT: &str = "NX huge pages will not be recovered";
 
     fn run(&'static self) {
         loop {

@@ -1,4 +1,4 @@
-//! The CPU's registers in KVM's structs, and back.
+//! Conversion of the CPU's registers to KVM's structs, and back.
 
 use crate::cpuid::{PHYS_BITS, pkru_offset, supported_xcr0};
 use crate::errno::{Result, fail};
@@ -49,7 +49,7 @@ pub fn get_regs(state: &State) -> kvm_regs {
     }
 }
 
-/// `KVM_SET_REGS`. Takes everything, as KVM does; a pending exception is dropped.
+/// `KVM_SET_REGS`. Accepts all values, as KVM does, and drops a pending exception.
 pub fn set_regs(state: &mut State, regs: &kvm_regs) {
     state.gpr = [
         regs.rax, regs.rcx, regs.rdx, regs.rbx, regs.rsp, regs.rbp, regs.rsi, regs.rdi, regs.r8,
@@ -118,7 +118,7 @@ fn from_table(table: &kvm_dtable) -> Table {
     }
 }
 
-/// `KVM_GET_SREGS`. `apic_base` and the queued interrupt come from elsewhere.
+/// `KVM_GET_SREGS`. `apic_base` is not part of `state`.
 pub fn get_sregs(state: &State, apic_base: u64) -> kvm_sregs {
     let mut sregs = kvm_sregs {
         cs: segment(&state.cs),
@@ -146,7 +146,7 @@ pub fn get_sregs(state: &State, apic_base: u64) -> kvm_sregs {
     sregs
 }
 
-/// CR4 bits that a guest can be given, as CPUID has them.
+/// Returns the CR4 bits that a guest can set, as CPUID says.
 fn cr4_bits() -> u64 {
     let keys = match pkru_offset() {
         Some(_) => control::CR4_PKE,
@@ -161,7 +161,7 @@ fn cr4_bits() -> u64 {
         | control::CR4_SMAP
 }
 
-/// The checks that KVM makes before it takes special registers.
+/// Checks special registers as KVM does before it sets them.
 fn check_sregs(sregs: &kvm_sregs) -> Result<()> {
     let long = sregs.efer & control::EFER_LME != 0 && sregs.cr0 & control::CR0_PG != 0;
     if long {
@@ -224,7 +224,7 @@ pub fn set_sregs(state: &mut State, sregs: &kvm_sregs) -> Result<()> {
     Ok(())
 }
 
-/// `KVM_GET_SREGS2`: as [`get_sregs`], with PDPTEs in place of the interrupt bitmap if PAE paging is in use.
+/// `KVM_GET_SREGS2`: like [`get_sregs`], with PDPTEs, if PAE paging is in use, in place of the interrupt bitmap.
 pub fn get_sregs2(state: &State, apic_base: u64) -> kvm_sregs2 {
     let s = get_sregs(state, apic_base);
     let pae = uses_pae_paging(state);
@@ -255,7 +255,7 @@ pub fn get_sregs2(state: &State, apic_base: u64) -> kvm_sregs2 {
     }
 }
 
-/// The part of `kvm_sregs2` that [`set_sregs`] takes, and the PDPTEs if they are given.
+/// Splits `kvm_sregs2` into the arguments of [`set_sregs`] and the PDPTEs, if it has them.
 ///
 /// # Errors
 /// `EINVAL` for unknown flags, and for PDPTEs without PAE paging.

@@ -1,7 +1,7 @@
-//! What slat says, on standard error and only there: what a guest stumbled over, and the statistics at the end.
+//! slat's messages, on standard error only: why calls or guests failed, and the statistics at the end.
 //!
-//! KVM answers a bad call with an errno and a broken guest with an exit; the reason is lost. Here it can be had: with
-//! `SLAT_LOG=1` refused calls are explained. Instructions that the CPU lacks are always named, once each.
+//! KVM returns an errno for a bad call and an exit for a broken guest, without a reason. With `SLAT_LOG=1`, slat explains refused
+//! calls. It always names instructions that the CPU lacks, once each.
 
 use crate::engine::EngineVm;
 use crate::policy;
@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// Whether refused calls are explained.
+/// Whether slat explains refused calls (`SLAT_LOG`).
 fn explains() -> bool {
     static EXPLAINS: OnceLock<bool> = OnceLock::new();
     *EXPLAINS.get_or_init(|| {
@@ -19,11 +19,11 @@ fn explains() -> bool {
     })
 }
 
-/// One line, not mixed with those of other threads.
+/// Prints one line on standard error by one write, so that lines of other threads do not mix with it.
 pub fn say(line: std::fmt::Arguments<'_>) {
     use std::io::Write as _;
     let text = format!("slat: {line}\n");
-    // Nobody can be told when standard error is closed.
+    // A failure, of a closed standard error, cannot be reported.
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
@@ -39,7 +39,7 @@ pub(crate) fn stopped(stop: &Stop) {
     }
 }
 
-/// A request that is not known, or refused.
+/// Explains an ioctl that is unknown or failed.
 pub(crate) fn refused_ioctl(request: u32, errno: i32) {
     if explains() {
         match crate::abi::name(request) {
@@ -52,7 +52,7 @@ pub(crate) fn refused_ioctl(request: u32, errno: i32) {
     }
 }
 
-/// The CPU cannot execute an instruction. Said once for the same bytes.
+/// Reports an instruction that the CPU cannot execute, once for the same bytes and at most 64 times.
 pub(crate) fn cannot_execute(vcpu: u32, rip: u64, bytes: &[u8], reason: &str) {
     static SAID: PerProcess<Mutex<BTreeSet<Vec<u8>>>> = PerProcess::new();
     let mut said = SAID.get().lock().unwrap_or_else(PoisonError::into_inner);
@@ -68,7 +68,7 @@ pub(crate) fn cannot_execute(vcpu: u32, rip: u64, bytes: &[u8], reason: &str) {
     ));
 }
 
-/// Statistics of VMs that have ended.
+/// Number and statistics of VMs that have ended.
 static ENDED: PerProcess<Mutex<(u64, Option<Stats>)>> = PerProcess::new();
 
 pub(crate) fn vm_ends(vm: &EngineVm) {
@@ -80,7 +80,7 @@ pub(crate) fn vm_ends(vm: &EngineVm) {
     ended.1.get_or_insert_default().add(&vm.stats());
 }
 
-/// The sum over all VMs of the process, live and ended, and how many there were.
+/// Returns the number of VMs of the process, live and ended, and the sum of their statistics.
 pub fn totals() -> (u64, Stats) {
     let ended = ENDED.get().lock().unwrap_or_else(PoisonError::into_inner);
     let (mut vms, mut sum) = (ended.0, ended.1.unwrap_or_default());
@@ -92,16 +92,16 @@ pub fn totals() -> (u64, Stats) {
     (vms, sum)
 }
 
-/// What a counter counts, for who does not know KVM's names by heart.
+/// Explains a counter to users who do not know KVM's names.
 fn meaning(counter: &str) -> &'static str {
     match counter {
         "pf_taken" => "faults: no table entry allowed the access",
         "pf_fixed" => "  installed or widened a leaf",
         "pf_spurious" => "  found the leaf there: another vCPU was faster",
-        "pf_fast" => "  of these two, without slot and host",
-        "pf_retried" => "  taken again: memory changed meanwhile",
+        "pf_fast" => "  of these two, without memslot and host look-up",
+        "pf_retried" => "  repeated: memory changed meanwhile",
         "pf_emulate" => "  found no memslot",
-        "pf_mmio_spte_created" => "MMIO entries made",
+        "pf_mmio_spte_created" => "MMIO SPTEs created",
         "mmio_cached" => "MMIO accesses answered by an entry, no look-up",
         "slot_lookups" => "memslot look-ups",
         "slot_lookups_saved" => "  saved, by a slot found before",
@@ -110,8 +110,8 @@ fn meaning(counter: &str) -> &'static str {
         "pages_2m" => "leaves of 2 MiB, now",
         "pages_1g" => "leaves of 1 GiB, now",
         "splits" => "huge leaves split in place",
-        "nx_lpage_splits" => "tables that only NX keeps small, now",
-        "split_entries_visited" => "entries that eager splits looked at",
+        "nx_lpage_splits" => "tables of small leaves only because of NX, now",
+        "split_entries_visited" => "table entries that eager splits visited",
         "prefetched" => "pages mapped ahead of their use",
         "zapped" => "leaves zapped",
         "remote_tlb_flush" => "flushes of all vCPUs",
@@ -123,7 +123,7 @@ fn meaning(counter: &str) -> &'static str {
     }
 }
 
-/// Statistics as a table for people.
+/// Formats the statistics as a table for the user.
 pub fn render(vms: u64, stats: &Stats) -> String {
     let mut text = format!(
         "slat: memory system of {vms} VM{}\n",
@@ -139,8 +139,8 @@ pub fn render(vms: u64, stats: &Stats) -> String {
     text
 }
 
-/// Prints the statistics if the environment asks for them and there were any VMs: a shell that only starts the KVM program says
-/// nothing. For the end of the process.
+/// Prints the statistics if the environment asks for them and the process created VMs: a shell that only starts the KVM program
+/// prints nothing. Call at the end of the process.
 pub fn at_exit() {
     if !policy::current().is_ok_and(|policies| policies.stats) {
         return;
@@ -152,7 +152,7 @@ pub fn at_exit() {
     }
 }
 
-/// A number with its digits in groups of three, as `1,234,567`.
+/// Formats a number with its digits in groups of three: `1,234,567`.
 pub fn grouped(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::new();

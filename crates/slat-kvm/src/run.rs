@@ -1,4 +1,4 @@
-//! `KVM_RUN`: from the client into the guest and back.
+//! `KVM_RUN`: runs the guest until an exit, and stores the exit for the client.
 
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
@@ -17,8 +17,8 @@ use slat_x86::{Exception, Exit, PORT_BYTES, Segment, vector};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Somebody calls [`crate::signal_arrived`] for every signal that the client handles. Without it, `KVM_RUN` looks at
-/// `immediate_exit` every now and then, because the handler that sets it cannot announce itself.
+/// Whether every signal handler of the client calls [`crate::signal_arrived`]. If not, `KVM_RUN` polls `immediate_exit`, because a
+/// handler that sets it wakes no vCPU.
 static SIGNALS_ARE_WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// Promises that [`crate::signal_arrived`] is called by every signal handler of this process.
@@ -26,12 +26,12 @@ pub fn watch_signals() {
     SIGNALS_ARE_WATCHED.store(true, Ordering::Relaxed);
 }
 
-/// A wait without any bound would be restarted after a signal; this one is not, and is long enough.
+/// The time limit of sleeps: without one, the kernel restarts a wait after a signal handler.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
-/// How a pass through the guest ended.
+/// What the run loop does after an exit of the CPU.
 enum Next {
-    /// Go on.
+    /// Run the guest again.
     Again,
     /// Return to the client: the exit is in `kvm_run`.
     Return,
@@ -41,10 +41,10 @@ impl VcpuObject {
     /// `KVM_RUN`.
     ///
     /// # Errors
-    /// `EINTR` for a signal or `immediate_exit`, `EFAULT` when the client's memory behind guest memory is gone or there is no
+    /// `EINTR` for a signal or `immediate_exit`, `EFAULT` when the client's memory that backs guest memory is unmapped or there is no
     /// private memory for a private page (then with `KVM_EXIT_MEMORY_FAULT`), `ENOMEM` when there is no memory for a
-    /// second-level table (the next run goes on where this one ended), `EINVAL` for bad values in `kvm_run`, `EAGAIN` after
-    /// waiting for INIT and SIPI, `EIO` in a forked child.
+    /// second-level table (the next run continues where this one ended), `EINVAL` for bad values in `kvm_run`, `EAGAIN` after
+    /// waiting for INIT and SIPI, `EIO` in a forked child and after a call that panicked.
     pub fn run(&self) -> Result<()> {
         let mut inner = self.lock()?;
         let inner = &mut *inner;
@@ -53,7 +53,7 @@ impl VcpuObject {
         let _section = Section::enter();
         let _running = Running::enter(&attention);
         if Section::delays_a_signal() {
-            // It came between the client's call and this moment.
+            // The signal arrived between the client's call and this moment.
             attention.raise(bits::SIGNAL);
         }
         // SAFETY: plain call.
@@ -82,7 +82,8 @@ impl VcpuObject {
         result
     }
 
-    /// Takes over what the client left in `kvm_run` and finishes the access it answered. False: return at once, with success.
+    /// Reads the client's input in `kvm_run` and finishes the access that the client completed. Returns `false` if `KVM_RUN` is to
+    /// return at once, with success.
     fn prepare(&self, inner: &mut Inner) -> Result<bool> {
         self.accept_init_sipi(inner);
         if inner.mp_state == KVM_MP_STATE_UNINITIALIZED
@@ -130,7 +131,7 @@ impl VcpuObject {
         Ok(true)
     }
 
-    /// A processor that has not been started: `KVM_RUN` waits for its SIPI and then says `EAGAIN`.
+    /// Waits for the SIPI that starts this processor; then fails with `EAGAIN`, as KVM does.
     fn wait_for_sipi(&self, inner: &mut Inner) -> Result<bool> {
         if self.page.immediate_exit() {
             return fail(libc::EINTR);
@@ -152,7 +153,7 @@ impl VcpuObject {
                     | Attention::FLUSH,
             );
             self.vm.still_alive()?;
-            // The flush was for translations that this vCPU must not use later without having acknowledged it.
+            // A flush request is dropped here, so the translations that it is for must be dropped, too.
             inner.cpu.flush_tlb();
             inner.machine.pages.flush();
             if interrupted
@@ -200,7 +201,7 @@ impl VcpuObject {
         }
     }
 
-    /// The client has to hear that the guest has ended an interrupt of its I/O APIC; then the exit says so.
+    /// Whether the guest has ended an interrupt of the client's I/O APIC; if so, sets the exit `KVM_EXIT_IOAPIC_EOI`.
     fn has_ended_for_client(&self, inner: &mut Inner) -> bool {
         let ended = inner.machine.ioapic_eoi.take();
         if let Some(vector) = ended {
@@ -210,7 +211,8 @@ impl VcpuObject {
         ended.is_some()
     }
 
-    /// The client has to collect from the dirty ring before the guest goes on; then the exit says so.
+    /// Whether the client has to collect from the dirty ring before the guest continues; if so, sets the exit
+    /// `KVM_EXIT_DIRTY_RING_FULL`.
     fn ring_is_full(&self) -> bool {
         let full = self.ring.as_ref().is_some_and(|ring| ring.is_soft_full());
         if full {
@@ -219,14 +221,14 @@ impl VcpuObject {
         full
     }
 
-    /// Looks at everything that was raised. An error ends the run.
+    /// Handles all raised attention bits. An error ends the run.
     fn attend(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         let attention = &self.common().attention;
         let raised = attention.take(
             bits::SIGNAL | bits::IRQ | bits::TIMER | bits::POLL | bits::RETRY | bits::RING_FULL,
         );
         self.vm.still_alive()?;
-        // FLUSH is lowered by the acknowledgement.
+        // The acknowledgement (`quiesce`) clears FLUSH.
         if raised & bits::RETRY != 0
             || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0
         {
@@ -252,12 +254,12 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// What only polling can find.
+    /// Whether only polling can find that the run has to end: `immediate_exit`, set by a handler that calls nothing.
     fn must_leave(&self, _inner: &Inner) -> bool {
         !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed) && self.page.immediate_exit()
     }
 
-    /// INIT, SIPI, NMI and interrupts, and the wait of a halted vCPU for them. False: return to the client.
+    /// Delivers INIT, SIPI, NMIs and interrupts; a halted vCPU waits for them. Returns `false` if the run returns to the client.
     fn deliver_events(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
         loop {
             self.accept_init_sipi(inner);
@@ -270,7 +272,7 @@ impl VcpuObject {
                 self.common().exits.halt_wakeup.add(1);
                 break;
             }
-            // A halted vCPU takes interrupts: nothing else would tell the client.
+            // A halted vCPU can take the client's interrupt; no later exit would tell the client.
             if self.asks_client(inner) && self.opens_window(inner, true) {
                 return Ok(false);
             }
@@ -291,7 +293,7 @@ impl VcpuObject {
         if allowed && let Some(vector) = self.next_interrupt(inner, has_external) {
             common.exits.irq_injections.add(1);
             inner.cpu.inject_interrupt(vector);
-            // Another one may wait behind it: come out as soon as it could be taken.
+            // If another interrupt is pending, exit as soon as the CPU could take it.
             inner.cpu.interrupt_window = self.has_interrupt(inner);
             return Ok(true);
         }
@@ -301,7 +303,7 @@ impl VcpuObject {
         Ok(!(self.asks_client(inner) && self.opens_window(inner, true)))
     }
 
-    /// The interrupt that the vCPU takes now: the 8259's before those of its APIC.
+    /// Acknowledges the interrupt that the vCPU takes now: the 8259's before those of its APIC. `None`: there is none any more.
     fn next_interrupt(&self, inner: &mut Inner, has_external: bool) -> Option<u8> {
         if has_external {
             let external = match self.vm.interrupts.chips() {
@@ -331,13 +333,13 @@ impl VcpuObject {
         waits && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
     }
 
-    /// Whether an interrupt waits that the vCPU would take if it could.
+    /// Whether an interrupt is pending that the vCPU would take if it could.
     fn has_interrupt(&self, inner: &Inner) -> bool {
         self.has_external(inner)
             || (self.common().lapic()).is_some_and(|lapic| lapic.pending().is_some())
     }
 
-    /// Whether the client has the 8259, and may give its interrupt now, as far as the local APIC, if there is one, is concerned.
+    /// Whether the client emulates the 8259, and the local APIC, if there is one, lets it inject an interrupt now.
     fn asks_client(&self, inner: &Inner) -> bool {
         match self.vm.has_irqchip() {
             true => self.vm.interrupts.is_split() && self.accepts_from_client(inner),
@@ -345,14 +347,14 @@ impl VcpuObject {
         }
     }
 
-    /// Whether a client that has the 8259 may give its interrupt now, as far as the local APIC is concerned.
+    /// Whether the last interrupt of a client that emulates the 8259 was taken, and the local APIC lets it inject another one now.
     fn accepts_from_client(&self, inner: &Inner) -> bool {
         inner.external.is_none()
             && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
     }
 
-    /// Whether the vCPU returns because the client asked for the moment at which it can give an interrupt. `free`: the last one was
-    /// taken.
+    /// Whether the run returns because the client asked for an interrupt window and it is open (then sets the exit). `free`: the
+    /// client's last interrupt was taken.
     fn opens_window(&self, inner: &mut Inner, free: bool) -> bool {
         if field!(self.page, request_interrupt_window) == 0 {
             return false;
@@ -375,7 +377,7 @@ impl VcpuObject {
     }
 
     fn wakes_up(&self, inner: &mut Inner) -> bool {
-        // One that comes while NMIs are blocked ends no halt.
+        // Accepts NMIs first: `takes_nmi` knows that one that arrives while the CPU blocks NMIs ends no halt.
         if !inner.interrupts_blocked {
             self.accept_nmis(inner);
         }
@@ -390,7 +392,7 @@ impl VcpuObject {
             || enabled && self.has_interrupt(inner)
     }
 
-    /// Waits, outside the engine, for something to be raised.
+    /// Leaves the engine, waits until an attention bit is raised, enters again, and handles the bits.
     fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         let exits = &self.common().exits;
         let begin = Instant::now();
@@ -416,7 +418,7 @@ impl VcpuObject {
         if common.signals.load(Ordering::SeqCst) & both == 0 {
             return;
         }
-        // Both at once: a SIPI that is found after this may belong to an INIT that is not carried out yet.
+        // Clears both at once: a SIPI that arrives after this may belong to an INIT that is not carried out yet.
         let sent = common.signals.fetch_and(!both, Ordering::SeqCst);
         if sent & VcpuCommon::INIT != 0 {
             let [signature, ..] = cpuid::lookup(&inner.machine.cpuid, 1, 0);
@@ -558,7 +560,7 @@ impl VcpuObject {
                     reason,
                 );
                 if inner.cpu.cpl() != 0 && !self.vm.options.exit_on_emulation_failure() {
-                    // What a user program executes is the guest's business.
+                    // The guest handles what its user programs execute.
                     inner.cpu.state.events.exception = Some(Exception {
                         vector: vector::UD,
                         error: None,
@@ -591,7 +593,7 @@ impl VcpuObject {
         Ok(Next::Return)
     }
 
-    /// An access to the APIC's page, if it is one.
+    /// Carries out an access to the APIC's page. Returns `false`, and does nothing, for any other address.
     fn apic_access(
         &self,
         inner: &mut Inner,
@@ -636,7 +638,8 @@ impl VcpuObject {
         true
     }
 
-    /// An access to where the APIC's page would be, if it is one and KVM's quirk answers it.
+    /// Carries out an access to the address of the disabled APIC's page, where KVM's quirk reads all ones. Returns `false`, and does
+    /// nothing, for any other address or without the quirk.
     fn apic_hole(&self, inner: &mut Inner, gpa: u64, len: u8, write: bool) -> bool {
         let lapic = self.common().lapic();
         let hole = lapic.is_some_and(|lapic| lapic.is_hole(gpa))
@@ -647,8 +650,8 @@ impl VcpuObject {
         hole
     }
 
-    /// A port access that needs no client: to a controller of the VM, or one that signals an eventfd. Units have `size` bytes each, all
-    /// together `len`.
+    /// Carries out a port access that needs no client: to a controller of the VM, or to a port with an eventfd. Units have `size`
+    /// bytes each, `len` together. Returns `false` if the client has to see it.
     fn port_access(
         &self,
         inner: &mut Inner,
@@ -687,7 +690,8 @@ impl VcpuObject {
         is_ours
     }
 
-    /// A memory access that needs no client: to the I/O APIC, or one that signals an eventfd.
+    /// Carries out a memory access that needs no client: to the I/O APIC, or to an address with an eventfd. Returns `false` if the
+    /// client has to see it.
     fn memory_access(&self, inner: &mut Inner, gpa: u64, write: bool, data: &[u8]) -> bool {
         let ioapic = (self.vm.interrupts.chips()).filter(|chips| chips.ioapic_contains(gpa));
         match (ioapic, write) {
@@ -711,7 +715,7 @@ impl VcpuObject {
         true
     }
 
-    /// What the client reads in `kvm_run` after every run, also after a failed one.
+    /// Stores what the client reads in `kvm_run` after every run, also after a failed one.
     fn publish(&self, inner: &mut Inner) {
         let page = &self.page;
         let state = &inner.cpu.state;
@@ -742,7 +746,7 @@ impl VcpuObject {
         }
     }
 
-    /// Takes the registers that the client changed in `kvm_run`.
+    /// Sets the registers that the client changed in `kvm_run`.
     fn take_synced(&self, inner: &mut Inner, dirty: u64) -> Result<()> {
         if dirty & u64::from(KVM_SYNC_X86_REGS) != 0 {
             crate::regs::set_regs(&mut inner.cpu.state, &field!(self.page, s.regs.regs));

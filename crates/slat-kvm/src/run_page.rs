@@ -12,15 +12,15 @@ use std::ptr::NonNull;
 
 /// Size of a host page.
 pub const PAGE: usize = 4096;
-/// What `KVM_GET_VCPU_MMAP_SIZE` answers.
+/// What `KVM_GET_VCPU_MMAP_SIZE` returns.
 pub const MMAP_SIZE: usize = 3 * PAGE;
-/// Where the data of port accesses stands.
+/// Offset of the port-data page.
 pub const PIO_OFFSET: usize = PAGE;
 
 /// Reads or writes one field of `kvm_run`.
 macro_rules! field {
     ($run:expr, $($path:tt)+) => {
-        // SAFETY: inside the mapping, which lives as long as the `RunPage`; plain data.
+        // SAFETY: within the mapping, which lives as long as the `RunPage`; plain data.
         unsafe { std::ptr::read_volatile(&raw const (*$run.ptr()).$($path)+) }
     };
 }
@@ -45,18 +45,18 @@ unsafe impl Send for Shared {}
 unsafe impl Sync for Shared {}
 
 impl Shared {
-    /// Maps a part of a descriptor.
+    /// Maps `len` bytes from `offset` on of the file that `fd` refers to.
     ///
     /// # Errors
-    /// What the host answers.
+    /// What the host returns for the mapping.
     pub(crate) fn map(fd: &OwnedFd, offset: usize, len: usize) -> Result<Self> {
         Self::map_with(libc::MAP_SHARED, fd.as_raw_fd(), offset, len)
     }
 
-    /// New memory that no descriptor stands for.
+    /// Maps new memory that no descriptor refers to.
     ///
     /// # Errors
-    /// What the host answers.
+    /// What the host returns for the mapping.
     pub(crate) fn new(len: usize) -> Result<Self> {
         Self::map_with(libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0, len)
     }
@@ -81,25 +81,25 @@ impl Shared {
         self.len
     }
 
-    /// Lets the memory go; the addresses stay taken, and lead nowhere. Whoever accesses it does so guarded.
+    /// Unmaps the memory but reserves its addresses (`PROT_NONE`). Accesses must be guarded.
     pub(crate) fn forget(&self) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        // SAFETY: replaces our own mapping, which no reference leads into. Should the host have no room for another mapping,
-        // the old one stays until it is dropped.
+        // SAFETY: replaces our own mapping, into which no reference points. Should the host have no memory for another mapping,
+        // the old one stays until this is dropped.
         unsafe { libc::mmap(self.start().cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
     }
 
-    /// Makes the page at `address` another view of this memory's first page.
+    /// Maps this memory's first page at `address`, too.
     ///
     /// # Errors
-    /// What the host answers.
+    /// What the host returns for the mapping.
     ///
     /// # Safety
     /// The page belongs to a mapping that the caller may replace.
     pub(crate) unsafe fn show_at(&self, address: usize) -> Result<()> {
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        // SAFETY: of no length, this leaves the old mapping of shared memory as it is and adds a second one; the place is the
-        // caller's to give.
+        // SAFETY: with an old length of 0, `mremap` leaves the old mapping of shared memory as it is and adds a second one; the
+        // caller may replace the page at `address`.
         let shown = unsafe { libc::mremap(self.start().cast(), 0, PAGE, flags, address) };
         if shown == libc::MAP_FAILED {
             return Err(last());
@@ -110,7 +110,7 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, and nobody has a pointer into it any more.
+        // SAFETY: our own mapping, into which no pointer is used any more.
         unsafe { libc::munmap(self.start().cast(), self.len) };
     }
 }
@@ -120,11 +120,11 @@ impl Drop for Shared {
 pub struct RunPage(Shared);
 
 impl RunPage {
-    /// New shared pages, and the descriptor that stands for the vCPU. The mapping does not need the descriptor any more. There
-    /// is room for a dirty ring of `ring` bytes behind the pages.
+    /// Creates the shared pages and the descriptor of the vCPU `vcpu_id`. The mapping outlives the descriptor. If `ring` is not 0,
+    /// the file has space for a dirty ring of `ring` bytes at [`RING_OFFSET`].
     ///
     /// # Errors
-    /// What the host answers to creating or mapping the memory.
+    /// What the host returns for creating or mapping the memory.
     pub fn create(vcpu_id: u32, ring: usize) -> Result<(RunPage, OwnedFd)> {
         let size = if ring == 0 {
             MMAP_SIZE
@@ -146,7 +146,7 @@ impl RunPage {
     /// Maps the pages of a vCPU's descriptor.
     ///
     /// # Errors
-    /// What the host answers to mapping the memory.
+    /// What the host returns for mapping the memory.
     pub fn map(fd: &OwnedFd) -> Result<RunPage> {
         Ok(RunPage(Shared::map(fd, 0, MMAP_SIZE)?))
     }
@@ -174,7 +174,7 @@ impl RunPage {
     /// Copies from the port-data page. `data` is at most one page.
     pub fn read_pio(&self, data: &mut [u8]) {
         assert!(data.len() <= PAGE);
-        // SAFETY: inside the mapping; the client may change the bytes meanwhile, each is a valid u8 all the same.
+        // SAFETY: within the mapping; the client may change the bytes meanwhile, each is a valid u8 all the same.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 self.0.start().add(PIO_OFFSET),
@@ -187,21 +187,21 @@ impl RunPage {
     /// Copies to the port-data page. `data` is at most one page.
     pub fn write_pio(&self, data: &[u8]) {
         assert!(data.len() <= PAGE);
-        // SAFETY: inside the mapping.
+        // SAFETY: within the mapping.
         unsafe {
             std::ptr::copy_nonoverlapping(data.as_ptr(), self.0.start().add(PIO_OFFSET), data.len())
         }
     }
 }
 
-/// Creates a memfd of `size` bytes that nobody can cut or lengthen, with a NUL-terminated name. Such a descriptor refers to one of
-/// KVM's objects, so that a stray system call on it is harmless.
+/// Creates a memfd of fixed size, `size` bytes, with a NUL-terminated name. Descriptors of KVM's objects are such memfds, so that a
+/// stray system call on one is harmless.
 ///
 /// The client's threads may use the descriptor's number before they are told it. So the memfd is sealed against shrinking while
-/// it is empty, and no page that slat maps is ever taken away: a store there would be a SIGBUS.
+/// it is empty, and no page that slat maps is ever removed: a store there would be a SIGBUS.
 ///
 /// # Errors
-/// What the host answers: `EPERM` if another thread has made the file longer than `size` meanwhile.
+/// What the host returns: `EPERM` if another thread has made the file longer than `size` meanwhile.
 pub fn memfd(name: &str, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     let fd = unsealed_memfd(name, close_on_exec)?;
     seal(&fd, libc::F_SEAL_SHRINK)?;
@@ -213,10 +213,10 @@ pub fn memfd(name: &str, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Creates an empty memfd with a NUL-terminated name, of any size later. Map no such memfd.
+/// Creates an empty memfd with a NUL-terminated name, whose size can change. Map no such memfd.
 ///
 /// # Errors
-/// What the host answers.
+/// What the host returns for creating the file.
 pub fn unsealed_memfd(name: &str, close_on_exec: bool) -> Result<OwnedFd> {
     assert!(name.ends_with('\0'));
     let flags = libc::MFD_ALLOW_SEALING | if close_on_exec { libc::MFD_CLOEXEC } else { 0 };
@@ -225,14 +225,14 @@ pub fn unsealed_memfd(name: &str, close_on_exec: bool) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(last());
     }
-    // SAFETY: a descriptor that has just been opened and that nobody else owns.
+    // SAFETY: a descriptor that has just been opened and that nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Adds seals to a memfd: `F_SEAL_…`.
 ///
 /// # Errors
-/// What the host answers: `EPERM` once the memfd has `F_SEAL_SEAL`.
+/// What the host returns: `EPERM` once the memfd has `F_SEAL_SEAL`.
 pub(crate) fn seal(memfd: &OwnedFd, seals: i32) -> Result<()> {
     // SAFETY: plain system call on an open descriptor.
     match unsafe { libc::fcntl(memfd.as_raw_fd(), libc::F_ADD_SEALS, seals) } {

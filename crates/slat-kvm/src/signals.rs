@@ -1,8 +1,8 @@
-//! `KVM_SET_SIGNAL_MASK`: which signals are blocked during `KVM_RUN`.
+//! `KVM_SET_SIGNAL_MASK`: the signals that are blocked during `KVM_RUN`.
 //!
-//! KVM swaps the thread's mask for the run, and swaps back before any handler could run: a signal that only the run lets
-//! through ends the run and stays pending. User space cannot do that (letting a signal through runs its handler), so such
-//! signals stay blocked and are looked for. Signals that only the run blocks are blocked.
+//! KVM swaps the thread's mask for the run, and swaps back before any handler could run: a signal that only the run
+//! unblocks ends the run and stays pending. User space cannot do that (unblocking a signal runs its handler), so slat leaves such
+//! signals blocked and polls for them. It blocks the signals that only the run blocks.
 
 use slat_guard::change_mask;
 use std::mem::MaybeUninit;
@@ -12,14 +12,14 @@ fn raw(set: &libc::sigset_t) -> u64 {
     unsafe { std::ptr::from_ref(set).cast::<u64>().read() }
 }
 
-/// The mask of one run, until it is dropped.
+/// The mask of one run. Dropping this restores the thread's own mask.
 pub(crate) struct Masked {
     wanted: u64,
     before: u64,
 }
 
 impl Masked {
-    /// Blocks what `wanted` blocks in addition to what is blocked already.
+    /// Blocks the signals in `wanted`, in addition to those that are blocked already.
     pub(crate) fn enter(wanted: u64) -> Self {
         Masked {
             wanted,
@@ -27,7 +27,7 @@ impl Masked {
         }
     }
 
-    /// Whether a signal is pending that the run would let through.
+    /// Whether a signal is pending that KVM would unblock for the run.
     pub(crate) fn signal_waits(&self) -> bool {
         let mut pending = MaybeUninit::<libc::sigset_t>::zeroed();
         // SAFETY: a set to fill in.
@@ -39,7 +39,7 @@ impl Masked {
     }
 }
 
-/// Signals that guarded accesses and kicks need.
+/// Returns the signals that guarded accesses and kicks need.
 fn synchronous() -> u64 {
     [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()]
         .iter()

@@ -1,4 +1,4 @@
-//! `/dev/kvm` itself: versions, capabilities, and the making of VMs.
+//! `/dev/kvm` itself: version, capabilities, and creation of VMs.
 
 use crate::errno::{Result, fail};
 use crate::run_page::{MMAP_SIZE, memfd};
@@ -8,15 +8,15 @@ use kvm_bindings::*;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// What `/dev/kvm` stands for. It has no state.
+/// The object that a descriptor of `/dev/kvm` refers to. It has no state.
 #[derive(Debug, Default)]
 pub struct System;
 
 impl System {
-    /// The descriptor that stands for `/dev/kvm`.
+    /// Creates a descriptor for `/dev/kvm`.
     ///
     /// # Errors
-    /// What the host answers.
+    /// What the host returns for making a file.
     pub fn descriptor(close_on_exec: bool) -> Result<OwnedFd> {
         filters::kvm_is_used();
         memfd("kvm\0", 0, close_on_exec)
@@ -45,7 +45,7 @@ impl System {
         cpuid::supported()
     }
 
-    /// `KVM_GET_EMULATED_CPUID`: features that do not depend on the host's CPU, as far as KVM names them.
+    /// `KVM_GET_EMULATED_CPUID`: those features that KVM emulates.
     pub fn emulated_cpuid(&self) -> [kvm_cpuid_entry2; 3] {
         cpuid::emulated()
     }
@@ -65,7 +65,7 @@ impl System {
         msr::mce::SUPPORTED
     }
 
-    /// `KVM_GET_MSRS` of the system: feature MSRs, in order, up to the first that is none. Returns how many were read.
+    /// `KVM_GET_MSRS` of the system: reads feature MSRs in order, up to the first MSR that is none. Returns how many were read.
     pub fn feature_msrs(&self, entries: &mut [kvm_msr_entry]) -> usize {
         let known = entries.iter_mut().map_while(|entry| {
             entry.data = msr::feature(entry.index)?;
@@ -77,7 +77,8 @@ impl System {
     /// `KVM_CREATE_VM`.
     ///
     /// # Errors
-    /// `EINVAL` for a type that is not supported, `ENOMEM` when there is no memory.
+    /// `EINVAL` for a type that is not supported and for invalid policies in the environment, `ENOMEM`, what the host returns for
+    /// making a file.
     pub fn create_vm(&self, vm_type: u64) -> Result<(Arc<VmObject>, OwnedFd)> {
         let protected = match u32::try_from(vm_type) {
             Ok(KVM_X86_DEFAULT_VM) => false,

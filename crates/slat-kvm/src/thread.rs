@@ -1,7 +1,7 @@
-//! What this thread is doing for KVM right now.
+//! The vCPU that this thread runs.
 //!
-//! A signal handler asks "is this thread inside `KVM_RUN`, and whose?". The answer is kept in thread-local cells that need
-//! no initialisation and no destructor, so that they may be read in a signal handler.
+//! A signal handler asks "is this thread in `KVM_RUN`, and of which vCPU?". The answer is in a thread-local cell that needs
+//! no initialisation and no destructor, so that a signal handler may read it.
 
 use slat::Attention;
 use std::cell::Cell;
@@ -13,22 +13,22 @@ pub mod bits {
     pub const SIGNAL: u32 = 1 << 8;
     /// There may be an interrupt to deliver.
     pub const IRQ: u32 = 1 << 9;
-    /// The timer's deadline has come.
+    /// The deadline of the APIC timer has passed.
     pub const TIMER: u32 = 1 << 10;
-    /// Look at what cannot announce itself: `immediate_exit`, pending signals under a signal mask.
+    /// The vCPU has to check what raises no bit: `immediate_exit`, pending signals under a signal mask.
     pub const POLL: u32 = 1 << 11;
-    /// The translation asked for a quiescent point.
+    /// The vCPU has to pass a quiescent point and to write pages that it shares with the guest, if they have changed.
     pub const RETRY: u32 = 1 << 12;
     /// A write found the dirty ring full: the client has to collect.
     pub const RING_FULL: u32 = 1 << 13;
 }
 
 thread_local! {
-    /// The attention word of the vCPU this thread runs, or null.
+    /// The attention word of the vCPU that this thread runs, or null.
     static RUNNING: Cell<*const Attention> = const { Cell::new(null()) };
 }
 
-/// Marks this thread as running a vCPU until it is dropped.
+/// Marks this thread as running a vCPU until this is dropped.
 pub(crate) struct Running<'a> {
     before: *const Attention,
     _attention: std::marker::PhantomData<&'a Attention>,
@@ -49,18 +49,18 @@ impl Drop for Running<'_> {
     }
 }
 
-/// Call in a signal handler of the client, before its own work: a vCPU that this thread runs ends its `KVM_RUN` with `EINTR`, also
-/// when it waits for host memory. Async-signal-safe.
+/// Ends with `EINTR` the `KVM_RUN` that this thread is in, also when it waits for host memory. Call in a signal handler of the
+/// client, before its own work. Async-signal-safe.
 ///
-/// The client's handler must not use slat itself: the thread may be in the middle of it. Handlers that call [`slat_guard::defer`]
-/// first may.
+/// The client's handler must not use slat itself: the signal may have interrupted slat's code. Handlers that call
+/// [`slat_guard::defer`] first may.
 pub fn signal_arrived() {
     let attention = RUNNING.get();
-    // SAFETY: `Running` keeps the attention borrowed while its address stands here, on this very thread.
+    // SAFETY: `Running` keeps the attention borrowed while its address is stored in this thread's cell.
     if let Some(attention) = unsafe { attention.as_ref() } {
         attention.raise(bits::SIGNAL);
-        // The kick has to come when the client's handler returns, to where the thread was interrupted: blocked now, it is
-        // taken when the return gives the thread its mask back. A guarded access that was interrupted then gives up.
+        // The kick has to arrive when the client's handler returns, in the interrupted code: it is blocked now, and delivered when
+        // the return restores the thread's mask. A guarded access that the signal interrupted then fails.
         slat_guard::change_mask(libc::SIG_BLOCK, 1 << (slat_guard::kick_signal() - 1));
         slat_guard::kick(slat_process::thread_id());
     }
@@ -71,7 +71,7 @@ pub fn is_running() -> bool {
     !RUNNING.get().is_null()
 }
 
-/// Marks this thread as being in slat's code: host calls made meanwhile are slat's own, and the program's signal handlers wait.
+/// Marks this thread as being in slat's code: host calls made meanwhile are slat's own, and the program's signal handlers are delayed.
 pub use slat_guard::Section;
 
 #[cfg(test)]

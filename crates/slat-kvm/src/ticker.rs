@@ -1,8 +1,8 @@
-//! The process's clock for vCPUs: one thread that raises attention bits when a time has come.
+//! The ticker: one thread of the process that raises attention bits, or calls a function, at deadlines.
 //!
-//! It serves APIC timers (a deadline each) and vCPUs that have to be looked at again and again because what they wait for
-//! cannot announce itself ([`bits::POLL`]). It is started by the first that needs it. A forked child has no such thread and
-//! starts one of its own if it makes VMs.
+//! The thread serves timers of APICs and VMs (a deadline each) and vCPUs that have to poll, because what they wait for raises no
+//! bit ([`bits::POLL`]). The first timer or poll starts the thread. A forked child has no such thread and starts its own if it
+//! creates VMs.
 
 use crate::background::{self, Background};
 use crate::errno::{Result, no_memory};
@@ -18,23 +18,23 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-/// How often polled vCPUs are looked at.
+/// How often [`bits::POLL`] is raised for a polled vCPU.
 pub const POLL_PERIOD: Duration = Duration::from_millis(1);
-/// Rounds without anybody to look at after which the thread sleeps until it is called.
+/// Rounds without a polled vCPU after which the thread sleeps until the next deadline or call.
 const IDLE_ROUNDS: u32 = 16;
 
-/// What happens when a client's time has come.
+/// What the ticker does at a client's deadline.
 pub(crate) enum Alarm {
-    /// [`bits::TIMER`] is raised in this word.
+    /// Raises [`bits::TIMER`] in this word.
     Vcpu(Shared<Attention>),
-    /// The function is called on the ticker's thread, which holds no lock then. It must not wait.
+    /// Calls the function on the ticker's thread, without a lock. The function must not wait.
     Vm(Weak<VmObject>, fn(&VmObject)),
 }
 
-/// One vCPU, or a part of a VM, towards the ticker.
+/// A vCPU, or a timer of a VM, that the ticker serves.
 pub(crate) struct Client {
     alarm: Alarm,
-    /// How many reasons there are to poll it.
+    /// The number of [`Polling`]s of the vCPU.
     polls: AtomicU32,
     deadline: Mutex<Option<Instant>>,
 }
@@ -43,15 +43,15 @@ pub(crate) struct Client {
 struct Ticker {
     clients: Mutex<Vec<Shared<Client>>>,
     changed: Condvar,
-    /// The thread sleeps until somebody notifies it.
+    /// Whether the thread has stopped ticking: a new [`Polling`] has to wake it.
     parked: AtomicBool,
-    /// There is a thread.
+    /// Whether the thread was started.
     started: AtomicBool,
 }
 
 static TICKER: PerProcess<Ticker> = PerProcess::new();
 
-/// Makes what all vCPUs of the process share. The thread is started later, by the first that needs it.
+/// Creates what all vCPUs of the process share. The first timer or poll starts the thread, later.
 pub(crate) fn prepare() {
     TICKER.get();
 }
@@ -61,7 +61,7 @@ pub(crate) fn start() {
     ticker();
 }
 
-/// The ticker, running.
+/// Returns the ticker; starts its thread if there is none.
 fn ticker() -> &'static Ticker {
     let ticker = TICKER.get();
     if !ticker.started.swap(true, Ordering::Relaxed) {
@@ -102,7 +102,7 @@ impl Background for Ticker {
                             raise(attention, bits::POLL);
                         }
                     }
-                    // One at a time: the next round finds the others.
+                    // One call at a time: the next round finds the others.
                     Alarm::Vm(vm, ring) if due && call.is_none() => {
                         *deadline = None;
                         call = Some((vm.clone(), *ring));
@@ -125,7 +125,7 @@ impl Background for Ticker {
                 let tick = now + POLL_PERIOD;
                 next = Some(next.map_or(tick, |next| next.min(tick)));
             } else if !self.parked.swap(true, Ordering::SeqCst) {
-                // Look once more: a client may have begun polling before it could see that nobody ticks.
+                // Look once more: a client may have begun polling before `parked` was set.
                 continue;
             }
             clients = match next {
@@ -157,7 +157,7 @@ impl Ticker {
 }
 
 impl Client {
-    /// Registers a client, until [`leave`](Self::leave).
+    /// Registers a client until it calls [`leave`](Self::leave).
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -174,14 +174,14 @@ impl Client {
         Ok(client)
     }
 
-    /// The client's vCPU is gone.
+    /// Removes the client from the ticker's list. Call when its owner is dropped.
     pub(crate) fn leave(&self) {
         if let Some(ticker) = TICKER.peek() {
             lock(&ticker.clients).retain(|client| !std::ptr::eq(&**client, self));
         }
     }
 
-    /// Rings at `deadline`; `None` cancels.
+    /// Sets the deadline of the alarm; `None` cancels it.
     pub(crate) fn set_deadline(&self, deadline: Option<Instant>) {
         *lock(&self.deadline) = deadline;
         if deadline.is_some() {
@@ -189,7 +189,7 @@ impl Client {
         }
     }
 
-    /// Raises [`bits::POLL`] every [`POLL_PERIOD`] until the answer is dropped.
+    /// Raises [`bits::POLL`] every [`POLL_PERIOD`] until the guard is dropped.
     pub(crate) fn poll(&self) -> Polling<'_> {
         let ticker = ticker();
         self.polls.fetch_add(1, Ordering::SeqCst);
@@ -215,10 +215,11 @@ pub(crate) fn raise(attention: &Attention, bits: u32) {
     wait::wake(attention.flag());
 }
 
-/// Sleeps until a bit is raised, a signal handler has run, or the time is over. Returns whether it was a signal.
+/// Sleeps until a bit is raised, a signal handler has run, or `longest` is over. Returns whether a signal ended the sleep.
 ///
-/// With a time limit, the wait is not restarted after a signal handler, whatever the handler's flags say. It has none where a
-/// filter forbids what that may need: then handlers have to raise a bit ([`crate::watch_signals`]).
+/// With a time limit, the kernel does not restart the wait after a signal handler, whatever the handler's flags say. The wait has
+/// no limit where a filter forbids `restart_syscall`, which a limit may need: then handlers have to raise a bit
+/// ([`crate::watch_signals`]).
 pub(crate) fn sleep(attention: &Attention, longest: Duration) -> bool {
     let longest = calls::is_allowed(Call::RestartSyscall).then_some(longest);
     wait::sleep(attention.flag(), 0, longest)

@@ -7,7 +7,7 @@ use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
 
-/// Bytes that are copied at a time.
+/// The most bytes that are copied at a time.
 const PAGE: usize = 4096;
 
 /// Data that may be copied byte by byte from and to a client.
@@ -100,7 +100,7 @@ pub fn read_vec<T: Plain>(address: u64, count: usize) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// Reads `count` words from `address` on, in one piece.
+/// Reads `count` words from `address` on. Unlike [`read_vec`], copies a page at a time.
 ///
 /// # Errors
 /// `EFAULT` when the memory cannot be read, `ENOMEM`.
@@ -114,17 +114,17 @@ pub fn read_words(address: u64, count: usize) -> Result<Vec<u64>> {
     Ok(words)
 }
 
-/// Whether `len` bytes from `address` on can be written; they keep what they hold.
+/// Checks that `len` bytes from `address` on can be written, without changing them.
 ///
 /// # Errors
-/// `EFAULT` when they cannot.
+/// `EFAULT` when they cannot be written.
 pub fn check_writable(address: u64, len: usize) -> Result<()> {
     if !in_user_space(address, len) {
         return fail(libc::EFAULT);
     }
     let mut at = address;
     while at < address + len as u64 {
-        // SAFETY: guarded, and the write changes nothing, also towards a concurrent writer: it is one locked addition.
+        // SAFETY: guarded, and one locked addition of 0: it changes nothing, also when another thread writes at the same time.
         accessed(|| unsafe { slat_guard::fetch_add(at as *mut u8, 0).map(drop) })?;
         at = (at / PAGE as u64 + 1) * PAGE as u64;
     }
@@ -144,7 +144,7 @@ pub fn write<T: Plain>(address: u64, value: &T) -> Result<()> {
 /// # Errors
 /// `EFAULT` when the memory cannot be written.
 pub fn write_slice<T: Plain>(address: u64, values: &[T]) -> Result<()> {
-    // SAFETY: the bytes of a live slice; `Plain` data has no padding a client must not see (the C structs name theirs).
+    // SAFETY: the bytes of a live slice; `Plain` data has no unnamed padding (the C structs name theirs).
     let bytes =
         unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
     if !in_user_space(address, bytes.len()) {
@@ -152,7 +152,7 @@ pub fn write_slice<T: Plain>(address: u64, values: &[T]) -> Result<()> {
     }
     let to = address as *mut u8;
     for (index, chunk) in bytes.chunks(PAGE).enumerate() {
-        // SAFETY: a guarded copy; what is at the client's address is the client's choice, as with the kernel's copy.
+        // SAFETY: a guarded copy; the client chooses what it overwrites, as with the kernel's copy.
         accessed(|| unsafe { slat_guard::copy_out(to.wrapping_add(index * PAGE), chunk) })?;
     }
     Ok(())
@@ -174,10 +174,10 @@ pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Makes a guarded access until it is done or its memory is not there. A kick that was meant for the vCPU that this thread ran, or
-/// is about to leave, may come as late as here: it says nothing about the client's memory.
+/// Repeats a guarded access until it succeeds, or fails for another reason than a kick: then its memory is not mapped. A kick for
+/// the vCPU that this thread ran, or is about to leave, may arrive this late, and says nothing about the client's memory.
 ///
-/// Accesses are short (a page at most), so that each gets done between two kicks.
+/// Accesses are short (a page at most), so that each succeeds between two kicks.
 fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result<()> {
     loop {
         match access() {
@@ -188,8 +188,8 @@ fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result
     }
 }
 
-/// Whether the range ends below the first address user space can never have. (A non-canonical address faults in a way
-/// that says nothing about where, so it is sorted out beforehand.)
+/// Whether the range ends at or below the first address that user space can never have. (The fault of a non-canonical address
+/// does not report the address, so such addresses are refused before the access.)
 pub fn in_user_space(address: u64, len: usize) -> bool {
     const END: u64 = (1 << 47) - 4096;
     address

@@ -1,5 +1,5 @@
-//! The task priority in guest memory (`KVM_SET_VAPIC_ADDR`): what a client patches into guests that write the APIC's register very
-//! often. The guest reads and writes a word; KVM, and slat, copy it from and to the APIC around every stretch of guest code.
+//! The task priority in guest memory (`KVM_SET_VAPIC_ADDR`), for guests that write the APIC's register very often: a client patches
+//! them to use a word in memory. KVM, and slat, copy the word to and from the APIC whenever guest code starts and stops running.
 
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
@@ -8,7 +8,7 @@ use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
 use slat_irqchip::lapic::{Lapic, reg};
 
-/// The highest vector in one of the APIC's bit arrays, or 0.
+/// Returns the highest vector in one of the APIC's bit arrays, or 0.
 fn highest(lapic: &Lapic, array: u32, now: u64) -> u32 {
     let words = (0..8).rev().map(|n| (n, lapic.read(array + 16 * n, now)));
     let found = words.into_iter().find(|(_, word)| *word != 0);
@@ -16,7 +16,7 @@ fn highest(lapic: &Lapic, array: u32, now: u64) -> u32 {
 }
 
 impl VcpuMachine {
-    /// Writes the word: the task priority, the class of the vector in service, and the highest pending vector. The vCPU is entered.
+    /// Writes the guest's word: task priority, class of the vector in service, and highest pending vector. The vCPU is entered.
     fn write_vapic(&mut self, address: u64) {
         let now = self.vm.clock.now();
         let Some(word) = self.common.lapic().map(|lapic| {
@@ -32,7 +32,7 @@ impl VcpuMachine {
 }
 
 impl Inner {
-    /// Call before guest code runs.
+    /// Copies the APIC's task priority to the guest's word. Call before guest code runs.
     pub(crate) fn vapic_to_guest(&mut self) {
         if let Some(address) = self.machine.vapic {
             self.sync_cr8_to_lapic();
@@ -40,7 +40,7 @@ impl Inner {
         }
     }
 
-    /// Call after guest code has run: the guest may have another task priority.
+    /// Copies the task priority in the guest's word to the APIC. Call after guest code has run.
     pub(crate) fn vapic_from_guest(&mut self) {
         let Some(address) = self.machine.vapic else {
             return;
@@ -62,7 +62,7 @@ impl Inner {
 }
 
 impl VcpuObject {
-    /// `KVM_SET_VAPIC_ADDR`: where the guest's word is; 0 for none.
+    /// `KVM_SET_VAPIC_ADDR`: sets the address of the guest's word; 0 for none.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller, and for an address that is not memory.
@@ -83,8 +83,8 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_TPR_ACCESS_REPORTING`: accepted. Accesses to the task priority leave `KVM_RUN` as little as with a KVM whose processor
-    /// has a virtual APIC.
+    /// `KVM_TPR_ACCESS_REPORTING`: checks the flags; has no effect. Accesses to the task priority do not end `KVM_RUN`, as on a
+    /// processor with a virtual APIC.
     ///
     /// # Errors
     /// `EINVAL` for flags.

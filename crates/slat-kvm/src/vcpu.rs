@@ -1,4 +1,4 @@
-//! One vCPU: what belongs to it, and the calls that read and change its state. Running it is `run`'s.
+//! One vCPU: its parts, and the calls that read and change its state. Module `run` executes it.
 
 use crate::call::Call;
 use crate::engine::EngineVcpu;
@@ -28,13 +28,13 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What other threads may do to a vCPU while it runs.
+/// The part of a vCPU that other threads use while it runs.
 pub struct VcpuCommon {
     pub(crate) id: u32,
     pub(crate) attention: Shared<Attention>,
     pub(crate) client: Shared<Client>,
     lapic: Option<Mutex<Lapic>>,
-    /// What waits: [`VcpuCommon::NMI`] and so on.
+    /// The pending events, as bits: [`NMIS`](Self::NMIS), [`INIT`](Self::INIT), [`SIPI`](Self::SIPI), [`UNHALT`](Self::UNHALT).
     pub(crate) signals: AtomicU32,
     pub(crate) sipi_vector: AtomicU32,
     /// The thread (`pthread_t`) that is inside `KVM_RUN`, or 0.
@@ -45,15 +45,15 @@ pub struct VcpuCommon {
 /// All vCPUs of the process, for [`interrupt_thread`].
 static ALL: PerProcess<Mutex<Vec<Shared<VcpuCommon>>>> = PerProcess::new();
 
-/// Makes what the vCPUs of a process share.
+/// Creates what the vCPUs of a process share.
 pub(crate) fn prepare() {
     ALL.get();
     ticker::prepare();
     steal_time::prepare();
 }
 
-/// Ends the `KVM_RUN` that a thread is in, if it is in one, with `EINTR`: what a signal that no handler of the client sees would
-/// do. The thread is given as a `pthread_t`.
+/// Ends with `EINTR` the `KVM_RUN` that `thread`, a `pthread_t`, is in, if it is in one. Call for a signal that ends system calls
+/// and that no handler of the client sees.
 pub fn interrupt_thread(thread: usize) {
     let Some(all) = ALL.peek() else {
         return;
@@ -72,12 +72,12 @@ impl Drop for VcpuCommon {
 }
 
 impl VcpuCommon {
-    /// An NMI, and another one: two bits that mean the same, because a second one is not lost.
+    /// Pending NMIs, a bit each: one waits while another one is delivered.
     const NMIS: [u32; MAX_NMIS as usize] = [1, 1 << 4];
     const ALL_NMIS: u32 = Self::NMIS[0] | Self::NMIS[1];
     pub(crate) const INIT: u32 = 2;
     pub(crate) const SIPI: u32 = 4;
-    /// Another vCPU ended a halt ([`end_halt`](Self::end_halt)).
+    /// Another vCPU ended this vCPU's halt ([`end_halt`](Self::end_halt)).
     pub(crate) const UNHALT: u32 = 8;
 
     /// The local APIC, when the VM has an interrupt controller.
@@ -90,12 +90,12 @@ impl VcpuCommon {
         )
     }
 
-    /// Makes the vCPU look for interrupts, also when it sleeps or waits in a halt.
+    /// Makes the vCPU look for interrupts; wakes it from a halt or another wait.
     pub(crate) fn notice(&self) {
         ticker::raise(&self.attention, bits::IRQ);
     }
 
-    /// Takes a message that was sent to this vCPU. The end of a level (level-triggered, without assert) is no interrupt.
+    /// Delivers a message to this vCPU. The end of a level (level-triggered, without assert) is no interrupt.
     pub(crate) fn deliver(&self, message: &Message) -> Request {
         let level_ends = message.level && !message.assert;
         let taken = match message.mode {
@@ -110,7 +110,7 @@ impl VcpuCommon {
             },
             DeliveryMode::Nmi => self.signal_nmi(),
             DeliveryMode::Init => {
-                // A SIPI before it is void.
+                // INIT cancels an earlier SIPI.
                 self.signals.fetch_and(!Self::SIPI, Ordering::SeqCst);
                 self.signal(Self::INIT)
             }
@@ -119,9 +119,9 @@ impl VcpuCommon {
                     .store(message.vector.into(), Ordering::SeqCst);
                 self.signal(Self::SIPI)
             }
-            // KVM has made this one its own: it ends a halt.
+            // KVM uses the reserved mode to end a halt.
             DeliveryMode::Reserved => self.signal(Self::UNHALT),
-            // There is no system management mode. The 8259's interrupts come by its line, not by messages.
+            // There is no system management mode. The 8259 interrupts by its line, not by messages.
             DeliveryMode::Smi | DeliveryMode::ExtInt => Request::Refused,
         };
         if taken == Request::Pending {
@@ -136,14 +136,14 @@ impl VcpuCommon {
         self.notice();
     }
 
-    /// Wakes the vCPU from a halt, or from its next one (`KVM_HC_KICK_CPU`).
+    /// Wakes the vCPU from its halt, or else from its next one (`KVM_HC_KICK_CPU`).
     pub(crate) fn end_halt(&self) {
         if self.signal(Self::UNHALT) == Request::Pending {
             self.notice();
         }
     }
 
-    /// Leaves an NMI for the vCPU: one of at most [`MAX_NMIS`].
+    /// Makes an NMI pending; at most [`MAX_NMIS`] are.
     fn signal_nmi(&self) -> Request {
         let mut bits = Self::NMIS.into_iter();
         match bits.any(|bit| self.signal(bit) == Request::Pending) {
@@ -152,14 +152,14 @@ impl VcpuCommon {
         }
     }
 
-    /// How many NMIs are left for the vCPU.
+    /// The number of pending NMIs.
     fn nmis(&self) -> u8 {
         (self.signals.load(Ordering::SeqCst) & Self::ALL_NMIS).count_ones() as u8
     }
 
-    /// Takes the NMIs that are left for the vCPU. Returns how many.
+    /// Clears the pending NMIs. Returns how many there were.
     pub(crate) fn take_nmis(&self) -> u8 {
-        // As a rule there is none, and this is on the way of every entry.
+        // Every entry into the guest calls this, and usually no NMI is pending.
         if self.nmis() == 0 {
             return 0;
         }
@@ -175,30 +175,30 @@ impl VcpuCommon {
     }
 }
 
-/// What a `KVM_RUN` has left for the next one.
+/// The access that one `KVM_RUN` began and the next one completes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Unfinished {
     #[default]
     Nothing,
-    /// A port access: IN takes this many bytes from the data page.
+    /// IN reads this many bytes from the port-data page.
     PortIn(usize),
-    /// OUT: only to be counted as done.
+    /// OUT reads nothing; its instruction has to be finished.
     PortOut,
-    /// A hypercall takes its answer from `kvm_run`.
+    /// A hypercall reads its result from `kvm_run`.
     Hypercall,
-    /// RDMSR or WRMSR takes its answer from `kvm_run`.
+    /// RDMSR or WRMSR reads its result from `kvm_run`.
     Msr,
-    /// An MMIO read takes this many bytes from `kvm_run`.
+    /// An MMIO read reads this many bytes from `kvm_run`.
     MmioRead(usize),
 }
 
-/// What only one thread at a time touches: KVM's vCPU mutex.
+/// The state that only one thread at a time uses: what KVM's vCPU mutex protects.
 pub(crate) struct Inner {
     pub(crate) cpu: Cpu,
     pub(crate) machine: VcpuMachine,
     pub(crate) unfinished: Unfinished,
     pub(crate) mp_state: u32,
-    /// What the client wants to happen next.
+    /// The events that the client requested by `KVM_SET_VCPU_EVENTS` and the next run delivers.
     pub(crate) requested: events::Requested,
     /// `KVM_SET_SIGNAL_MASK`.
     pub(crate) signal_mask: Option<u64>,
@@ -207,13 +207,13 @@ pub(crate) struct Inner {
     /// controllers but the local APICs.
     pub(crate) external: Option<u8>,
     pub(crate) known_events: KnownEvents,
-    /// The debugger outside keeps interrupts and NMIs from the guest (`KVM_GUESTDBG_BLOCKIRQ`).
+    /// The client's debugger keeps interrupts and NMIs from the guest (`KVM_GUESTDBG_BLOCKIRQ`).
     pub(crate) interrupts_blocked: bool,
 }
 
-/// A vCPU in the hands of one call.
+/// A vCPU that one call has locked.
 pub(crate) struct Locked<'a> {
-    /// Dropped first: who waits for the lock after a panic finds the VM dead.
+    /// Dropped first: a thread that gets the lock after a panic finds the VM dead.
     _call: Call<'a>,
     inner: MutexGuard<'a, Inner>,
 }
@@ -243,9 +243,9 @@ pub struct VcpuObject {
     common: Shared<VcpuCommon>,
     pub(crate) vm: Arc<VmObject>,
     pub(crate) page: RunPage,
-    /// Where its writes to logged slots go, if the VM has dirty rings.
+    /// The dirty ring, if the VM has dirty rings.
     pub(crate) ring: Option<Arc<DirtyRing>>,
-    /// What the engine counts for it.
+    /// The engine's counters for this vCPU.
     pub(crate) counted: VcpuStats,
     inner: Mutex<Inner>,
 }
@@ -268,7 +268,7 @@ impl Drop for VcpuObject {
 }
 
 impl VcpuObject {
-    /// A vCPU as after reset. Without an interrupt controller all vCPUs are runnable; with one, all but the bootstrap
+    /// Creates a vCPU in its reset state. Without an interrupt controller all vCPUs are runnable; with one, all but the bootstrap
     /// processor wait for INIT and SIPI.
     ///
     /// # Errors
@@ -336,7 +336,7 @@ impl VcpuObject {
         Ok(vcpu)
     }
 
-    /// The id that the client gave it.
+    /// The id that the client gave this vCPU.
     pub fn id(&self) -> u32 {
         self.common.id
     }
@@ -350,7 +350,7 @@ impl VcpuObject {
         self.vm.is_foreign()
     }
 
-    /// Begins a call that has the vCPU for this thread alone. Waits while another thread runs it.
+    /// Begins a call that locks the vCPU. Waits while another thread runs it.
     pub(crate) fn lock(&self) -> Result<Locked<'_>> {
         let call = self.vm.begin()?;
         let inner = (self.inner.lock()).unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -394,7 +394,7 @@ impl VcpuObject {
         self.put_sregs(&mut inner, sregs, None)
     }
 
-    /// Takes the registers. PDPTEs that are not given are read from memory, if PAE paging is in use; those that cannot be read
+    /// Sets the registers. With PAE paging and without `pdptes`, reads the PDPTEs from guest memory; those that cannot be read
     /// stay as they are, as in KVM.
     pub(crate) fn put_sregs(
         &self,
@@ -517,10 +517,10 @@ impl VcpuObject {
     /// `KVM_SET_CPUID2`.
     ///
     /// # Errors
-    /// `EINVAL` when the vCPU has run and the table is another one.
+    /// `EINVAL` when the vCPU has run and `table` differs from its table.
     pub fn set_cpuid(&self, mut table: Vec<kvm_cpuid_entry2>) -> Result<()> {
         if self.vm.options.halts_inside() {
-            // Another vCPU cannot end a halt that nobody sees.
+            // As in KVM: where HLT does not exit, other vCPUs cannot end a halt.
             cpuid::remove_kvm_feature(&mut table, cpuid::KVM_FEATURE_PV_UNHALT);
         }
         let mut inner = self.lock()?;
@@ -560,7 +560,7 @@ impl VcpuObject {
         let refused =
             |entry: &kvm_msr_entry| msr::write(&mut inner, entry.index, entry.data).is_err();
         let done = entries.iter().position(refused);
-        // The task priority of an x2APIC is one of them.
+        // One of these MSRs is the task priority of an x2APIC.
         inner.sync_cr8_from_lapic();
         Ok(done.unwrap_or(entries.len()))
     }
@@ -584,7 +584,7 @@ impl VcpuObject {
     /// `KVM_SET_MP_STATE`.
     ///
     /// # Errors
-    /// `EINVAL` for states that x86 does not have, and for any but runnable without a local APIC.
+    /// `EINVAL` for states that x86 does not have, and, without a local APIC, for any but runnable.
     pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
         let mut inner = self.lock()?;
         match state.mp_state {
@@ -701,7 +701,7 @@ impl VcpuObject {
     /// `KVM_SET_LAPIC`.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controller, and for another id than an x2APIC has, if the client sees all of it.
+    /// `EINVAL` without interrupt controller, and for another id than the x2APIC has, where the client uses 32-bit ids.
     pub fn set_lapic(&self, state: &kvm_lapic_state) -> Result<()> {
         let mut inner = self.lock()?;
         let registers = lapic_registers(state);
@@ -725,8 +725,8 @@ impl VcpuObject {
     /// `KVM_INTERRUPT`: an interrupt of the client's own interrupt controller.
     ///
     /// # Errors
-    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an 8259, `EEXIST` when a vCPU with a local APIC has not taken the last
-    /// one.
+    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an 8259, `EEXIST` when a vCPU with a local APIC has not taken the
+    /// last interrupt.
     pub fn interrupt(&self, vector: u32) -> Result<()> {
         let Ok(vector) = u8::try_from(vector) else {
             return fail(libc::EINVAL);
@@ -774,7 +774,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_SET_SIGNAL_MASK`: signals blocked during `KVM_RUN`, as a bit set; `None` goes back to the thread's own mask.
+    /// `KVM_SET_SIGNAL_MASK`: sets the signals blocked during `KVM_RUN`, a bit each; `None`: those of the thread's own mask.
     ///
     /// # Errors
     /// `EIO`.
@@ -804,7 +804,7 @@ impl VcpuObject {
     /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`.
     ///
     /// # Errors
-    /// `EINVAL` for any other, and for flags.
+    /// `EINVAL` for any other capability, and for flags.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
         let mut inner = self.lock()?;
         if cap.flags != 0 || cap.cap != KVM_CAP_ENFORCE_PV_FEATURE_CPUID {
@@ -814,7 +814,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_KVMCLOCK_CTRL`: the guest is told that it was paused.
+    /// `KVM_KVMCLOCK_CTRL`: tells the guest that it was paused.
     ///
     /// # Errors
     /// `EINVAL` when the guest does not use the clock.
@@ -828,7 +828,7 @@ impl VcpuObject {
     }
 }
 
-/// The APIC page as KVM's API has it: bytes.
+/// Returns the APIC page as bytes, the form of KVM's API.
 fn lapic_state(registers: &[u32; REGISTERS]) -> kvm_lapic_state {
     let mut state = kvm_lapic_state::default();
     for (place, value) in state.regs.chunks_exact_mut(16).zip(registers) {
@@ -848,7 +848,7 @@ fn lapic_registers(state: &kvm_lapic_state) -> [u32; REGISTERS] {
 }
 
 impl Inner {
-    /// CR8 and the APIC's task priority are one register. The CPU has it while it runs.
+    /// Copies CR8 to the APIC's task priority. On a processor both are one register; while the vCPU runs, the CPU's copy is current.
     pub(crate) fn sync_cr8_to_lapic(&mut self) {
         if let Some(mut lapic) = self.machine.common.lapic()
             && lapic.cr8() != self.cpu.state.cr8
@@ -857,7 +857,8 @@ impl Inner {
         }
     }
 
-    /// The other direction, after the APIC's register was written.
+    /// Copies the APIC's task priority to CR8. Call after that register was written.
+
     pub(crate) fn sync_cr8_from_lapic(&mut self) {
         if let Some(lapic) = self.machine.common.lapic() {
             self.cpu.state.cr8 = lapic.cr8();

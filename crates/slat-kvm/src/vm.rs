@@ -23,7 +23,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// KVM's lower limit for shadow pages.
+/// KVM's lower limit for `KVM_SET_NR_MMU_PAGES`.
 const MIN_MMU_PAGES: u64 = 64;
 
 /// A VM. Its vCPUs keep it alive; it outlives its descriptor.
@@ -38,13 +38,13 @@ pub struct VmObject {
     max_vcpu_ids: AtomicU32,
     pub(crate) rings: Rings,
     pub(crate) coalesced: Coalesced,
-    /// `KVM_X86_SW_PROTECTED_VM`: its memory can be private.
+    /// Whether the VM is of the type `KVM_X86_SW_PROTECTED_VM`: its memory can be private.
     protected: bool,
     pub(crate) private: PrivateMemory,
     pub(crate) devices: Devices,
     pub(crate) quirks: Quirks,
     pub(crate) options: Options,
-    /// The hypercalls that the client answers, a bit each.
+    /// The hypercalls that the client completes, a bit each.
     hypercall_exits: AtomicU64,
 }
 
@@ -57,10 +57,10 @@ impl std::fmt::Debug for VmObject {
 }
 
 impl VmObject {
-    /// A VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`.
+    /// Creates a VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`.
     ///
     /// # Errors
-    /// `ENOMEM`, or `EINVAL` when the policies of the environment make no sense.
+    /// `ENOMEM`; `EINVAL` for invalid policies in the environment; what the host returns for setting up its platform.
     pub(crate) fn new(protected: bool) -> Result<Arc<Self>> {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
@@ -99,12 +99,12 @@ impl VmObject {
         (self.vcpus.write()).unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Whether its memory can be private.
+    /// Whether memory of this VM can be private.
     pub(crate) fn is_protected(&self) -> bool {
         self.protected
     }
 
-    /// Whether the client answers the hypercall `nr`.
+    /// Whether the client completes the hypercall `nr`.
     pub(crate) fn is_answered_by_client(&self, nr: u32) -> bool {
         self.hypercall_exits.load(Ordering::Relaxed) >> nr & 1 != 0
     }
@@ -140,8 +140,8 @@ impl VmObject {
     ///
     /// # Errors
     /// As for [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` in a VM whose memory
-    /// cannot be private, with any other flag, for a slot that is there already, for a descriptor that is no guest_memfd of this
-    /// VM or whose part another slot has; `EBADF` for none.
+    /// cannot be private, with any other flag, for a slot that exists already, for a descriptor that is no guest_memfd of this
+    /// VM, and for a part of a guest_memfd that another slot uses; `EBADF` for a closed descriptor.
     pub fn set_user_memory_region2(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
         let _call = self.begin()?;
         let mut known = KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY;
@@ -165,11 +165,11 @@ impl VmObject {
             }
             false => None,
         };
-        // Only a slot that comes or goes changes what is bound.
+        // Only creating or deleting a slot changes bindings.
         let bindings =
             (private.is_some() || self.protected && size == 0).then(|| self.private.bindings());
         let (memory, private) = private.unzip();
-        // Now, because the filter of a vCPU's thread may forbid to ask.
+        // Now, because the seccomp filter of a vCPU's thread may forbid the system call later.
         let start = region.userspace_addr as usize;
         slat_host::mappings::learn(start..start + len);
         let engine_region = Region {
@@ -192,7 +192,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_CREATE_VCPU`: the vCPU and the descriptor that maps its `kvm_run`.
+    /// `KVM_CREATE_VCPU`. Returns the vCPU and the descriptor that maps its `kvm_run`.
     ///
     /// # Errors
     /// `EINVAL` for an id or a number beyond the limits, `EEXIST` for an id in use, `ENOMEM`, `EMFILE`.
@@ -217,7 +217,7 @@ impl VmObject {
         Ok((vcpu, fd))
     }
 
-    /// `KVM_SET_TSC_KHZ`: the frequency of vCPUs made from now on; 0 is the host's.
+    /// `KVM_SET_TSC_KHZ`: sets the frequency of vCPUs created from now on; 0 is the host's.
     ///
     /// # Errors
     /// `EINVAL` for a frequency beyond KVM's own limits.
@@ -248,7 +248,7 @@ impl VmObject {
         })
     }
 
-    /// `KVM_SET_CLOCK`. With `KVM_CLOCK_REALTIME`, the clock goes on from `data.realtime`.
+    /// `KVM_SET_CLOCK`. With `KVM_CLOCK_REALTIME`, adds the time that has passed since `data.realtime`.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags.
@@ -259,7 +259,7 @@ impl VmObject {
         }
         let since = match data.flags & KVM_CLOCK_REALTIME {
             0 => 0,
-            // Never back.
+            // A `data.realtime` in the future does not set the clock back.
             _ => clock::realtime().saturating_sub(data.realtime),
         };
         self.clock.set_kvmclock(data.clock.wrapping_add(since));
@@ -268,7 +268,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_SET_TSS_ADDR`: where three pages would be that only VMX without unrestricted guest needs. Checked and accepted.
+    /// `KVM_SET_TSS_ADDR`: the address of three pages that only VMX without unrestricted guest needs. Checks it; has no effect.
     ///
     /// # Errors
     /// `EINVAL` when the pages would not end below 4 GiB.
@@ -280,7 +280,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_SET_IDENTITY_MAP_ADDR`: as [`set_tss_addr`](Self::set_tss_addr).
+    /// `KVM_SET_IDENTITY_MAP_ADDR`: has no effect, like [`set_tss_addr`](Self::set_tss_addr).
     ///
     /// # Errors
     /// `EINVAL` once there are vCPUs.
@@ -309,7 +309,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_SET_NR_MMU_PAGES`: a limit of KVM's shadow pages, which has no counterpart here. Checked and accepted.
+    /// `KVM_SET_NR_MMU_PAGES`: a limit of KVM's shadow pages, which slat does not have. Checks it; has no effect.
     ///
     /// # Errors
     /// `EINVAL` for less than KVM's minimum.
@@ -335,7 +335,7 @@ impl VmObject {
             return result;
         }
         match cap.cap {
-            // The older one takes anything.
+            // The older capability ignores unknown quirks.
             KVM_CAP_DISABLE_QUIRKS => self
                 .quirks
                 .disable(cap.args[0] & u64::from(crate::quirks::SUPPORTED)),
@@ -361,7 +361,7 @@ impl VmObject {
     /// `KVM_X86_SET_MSR_FILTER`.
     ///
     /// # Errors
-    /// `EINVAL` for a filter that makes no sense, `EFAULT` for a bitmap that cannot be read, `ENOMEM`.
+    /// `EINVAL` for an invalid filter, `EFAULT` for a bitmap that cannot be read, `ENOMEM`.
     pub fn set_msr_filter(&self, filter: &kvm_msr_filter) -> Result<()> {
         let _call = self.begin()?;
         let filter = MsrFilter::new(filter, crate::user::read_words)?;
@@ -369,7 +369,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// Does what can only be done before there are vCPUs.
+    /// Runs `work` if the VM has no vCPUs, and keeps them from being created meanwhile; else fails with `EINVAL`.
     pub(crate) fn before_vcpus(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
         let vcpus = self.vcpus_mut();
         if vcpus.is_empty() {
@@ -379,7 +379,7 @@ impl VmObject {
         }
     }
 
-    /// `KVM_CAP_MAX_VCPU_ID`: once, before there are vCPUs, and not below the bootstrap processor's id.
+    /// Carries out `KVM_CAP_MAX_VCPU_ID`: allowed once, before there are vCPUs, and not below the bootstrap processor's id.
     fn limit_vcpu_ids(&self, limit: u64) -> Result<()> {
         let limit = u32::try_from(limit).map_err(|_| Error::new(libc::EINVAL))?;
         let vcpus = self.vcpus_mut();

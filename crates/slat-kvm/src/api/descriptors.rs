@@ -1,9 +1,9 @@
 //! Raw descriptors: which object a descriptor of this crate refers to.
 //!
-//! kvm-ioctls makes an object of any descriptor, because the kernel knows what it refers to. Here the objects that clients hold
-//! are listed by their files, so that a duplicate of a descriptor leads to the same object. The list keeps an object
-//! as long as the client holds it by a [`Descriptor`]: a raw descriptor alone does not, but for private memory, which the client gets
-//! no other way.
+//! kvm-ioctls makes an object of any descriptor, because the kernel knows which object it refers to. This crate lists the objects
+//! that clients hold by their files, so that a duplicate of a descriptor refers to the same object. The list keeps an object
+//! as long as the client holds a [`Descriptor`] of it. A raw descriptor alone keeps only private memory, because the client gets
+//! nothing else for it.
 
 use crate::errno::{Result, fail};
 use crate::file_id::FileId;
@@ -22,7 +22,7 @@ struct Entry {
     object: Object,
     /// How many [`Descriptor`]s refer to it.
     descriptors: usize,
-    /// The VM that it lives as long as, also without [`Descriptor`].
+    /// The VM whose life keeps the object in the list, also without a [`Descriptor`].
     vm: Weak<VmObject>,
 }
 
@@ -46,7 +46,7 @@ fn insert(entry: Entry) -> Result<()> {
     Ok(())
 }
 
-/// A descriptor that is closed when this is dropped, and that keeps the object it refers to in the list.
+/// Owns a descriptor, and keeps the object that the descriptor refers to in the list. Dropping it closes the descriptor.
 #[derive(Debug)]
 pub(super) struct Descriptor {
     fd: OwnedFd,
@@ -69,11 +69,11 @@ impl Descriptor {
         Ok(Descriptor { fd, file })
     }
 
-    /// Takes over a client's descriptor, with the object that it refers to: the one that `is` finds. After an error the descriptor is
-    /// still the client's.
+    /// Takes ownership of a client's descriptor. Returns the object that the descriptor refers to, as `is` unpacks it. After an
+    /// error the client still owns the descriptor.
     ///
     /// # Errors
-    /// `EBADF` for no descriptor, `ENOTTY` for one of anything else, as the kernel refuses a request to it.
+    /// `EBADF` for a closed descriptor; `ENOTTY`, as from an `ioctl` of the kernel, where `is` returns `None`, or for no object.
     ///
     /// # Safety
     /// Nothing else owns the descriptor.
@@ -91,7 +91,7 @@ impl Descriptor {
             return fail(libc::ENOTTY);
         };
         entry.descriptors += 1;
-        // SAFETY: it is open, as `fstat` says, and the caller gives it.
+        // SAFETY: the descriptor is open, as `fstat` says, and the caller gives it away.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok((object, Descriptor { fd, file }))
     }
@@ -101,8 +101,8 @@ impl Descriptor {
     }
 }
 
-/// Gives a descriptor of private memory away. The memory lives as long as its VM, or until the client drops what it made of
-/// the descriptor.
+/// Gives the client a raw descriptor of private memory. The list keeps the memory as long as its VM lives, or until the client
+/// drops the [`Descriptor`] that it made of the raw one.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -124,7 +124,7 @@ impl AsRawFd for Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // A forked child's list is another, which does not have it.
+        // A forked child has another list, which does not hold this object.
         if ENTRIES.peek().is_none() {
             return;
         }
@@ -137,14 +137,14 @@ impl Drop for Descriptor {
             (entries[index].descriptors == 0).then(|| entries.remove(index))
         };
         if let Some(released) = released {
-            // The list is not locked: what an object does when it is dropped is its own affair.
+            // Not under the list's lock: an object that is dropped may lock the list again.
             drop(released);
             release_memory();
         }
     }
 }
 
-/// Releases the private memory of VMs that are gone.
+/// Releases private memory whose VM was dropped and that no [`Descriptor`] keeps.
 fn release_memory() {
     let is_released = |entry: &Entry| {
         let private = matches!(entry.object, Object::GuestMemfd(_));

@@ -11,14 +11,14 @@ use kvm_bindings::*;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
-/// A device of a VM; in place of `kvm_ioctls::DeviceFd`.
+/// A device of a VM; replaces `kvm_ioctls::DeviceFd`.
 #[derive(Debug)]
 pub struct DeviceFd(Device);
 
 #[derive(Debug)]
 enum Device {
     Vfio(Arc<VfioDevice>, Descriptor),
-    /// A descriptor of something else: the kernel's to refuse.
+    /// A descriptor of another file, whose requests the kernel refuses.
     Other(OwnedFd),
 }
 
@@ -60,7 +60,7 @@ impl DeviceFd {
     }
 }
 
-/// Has the kernel refuse a request to a descriptor that is no device of this crate.
+/// Passes a request for a descriptor that is no device of this crate to the kernel, which refuses it.
 fn refusal(fd: &OwnedFd, request: u32, attribute: &kvm_device_attr) -> Result<()> {
     let attribute: *const kvm_device_attr = attribute;
     // SAFETY: the struct lives, and the kernel only reads it.
@@ -71,7 +71,7 @@ fn refusal(fd: &OwnedFd, request: u32, attribute: &kvm_device_attr) -> Result<()
 }
 
 impl VmFd {
-    /// `KVM_CREATE_DEVICE`. With `KVM_CREATE_DEVICE_TEST` no device is made: what is returned refuses everything.
+    /// `KVM_CREATE_DEVICE`. With `KVM_CREATE_DEVICE_TEST`, creates no device and returns a `DeviceFd` that refuses all requests.
     ///
     /// # Errors
     /// `ENODEV` for a type that x86 does not have, `EBUSY` when the VM has such a device.
@@ -105,7 +105,7 @@ impl FromRawFd for DeviceFd {
         // SAFETY: the caller's.
         DeviceFd(match unsafe { Descriptor::adopt(fd, device) } {
             Ok((device, descriptor)) => Device::Vfio(device, descriptor),
-            // SAFETY: the caller's, and nobody has taken it over.
+            // SAFETY: the caller's, and `adopt` has not taken `fd`.
             Err(_) => Device::Other(unsafe { OwnedFd::from_raw_fd(fd) }),
         })
     }

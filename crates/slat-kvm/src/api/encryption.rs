@@ -1,4 +1,4 @@
-//! [`VmFd`]'s calls for encrypted guests: refused, as by a KVM without SEV.
+//! Calls of a [`VmFd`] for encrypted guests: refused, as by a KVM without SEV.
 
 use super::VmFd;
 use crate::errno::{Result, fail};
@@ -17,7 +17,7 @@ impl VmFd {
         self.refuse_encryption()
     }
 
-    /// `KVM_MEMORY_ENCRYPT_OP` with a command of SEV.
+    /// `KVM_MEMORY_ENCRYPT_OP` with an SEV command.
     ///
     /// # Errors
     /// As for [`encrypt_op`](Self::encrypt_op).

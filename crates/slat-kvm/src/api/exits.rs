@@ -1,11 +1,11 @@
-//! [`VcpuExit`]: what a `KVM_RUN` has left in `kvm_run`.
+//! [`VcpuExit`]: the exit that `KVM_RUN` has stored in `kvm_run`.
 
 use crate::errno::{Error, Result};
 use crate::run_page::{PAGE, PIO_OFFSET, RunPage};
 use kvm_bindings::*;
 use kvm_ioctls::{HypercallExit, MsrExitReason, ReadMsrExit, VcpuExit, WriteMsrExit};
 
-/// Reads one field of the exit that the reason is for.
+/// Reads the field of `kvm_run`'s union that belongs to the exit reason.
 macro_rules! exit {
     ($run:ident.$field:ident) => {
         // SAFETY: the field that this exit reason fills in; every field of the union is plain data.
@@ -89,12 +89,12 @@ pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
         KVM_EXIT_INTERNAL_ERROR => VcpuExit::InternalError,
         KVM_EXIT_IOAPIC_EOI => VcpuExit::IoapicEoi(exit!(run.eoi).vector),
         KVM_EXIT_HYPERV => VcpuExit::Hyperv,
-        // Other architectures' exits, and what kvm-ioctls has no name for.
+        // Exits of other architectures, and those that kvm-ioctls has no name for.
         reason => VcpuExit::Unsupported(reason),
     }
 }
 
-/// Returns the one exit that comes with an error, `KVM_EXIT_MEMORY_FAULT`; else the error.
+/// Returns `KVM_EXIT_MEMORY_FAULT`, the one exit that `KVM_RUN` returns with an error; else the error.
 pub(super) fn exit_with(error: Error, page: &mut RunPage) -> Result<VcpuExit<'_>> {
     let run = run(page);
     let faulted = [libc::EFAULT, libc::EHWPOISON].contains(&error.errno());

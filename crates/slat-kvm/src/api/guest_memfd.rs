@@ -9,8 +9,8 @@ use kvm_bindings::kvm_create_guest_memfd;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-/// Private memory of a VM. kvm-ioctls has only the bare descriptor, on which the kernel's `fallocate` works; here it is a method. The
-/// memory is released when this is dropped.
+/// Private memory of a VM (a guest_memfd). kvm-ioctls has only the raw descriptor, on which the kernel's `fallocate` works; here
+/// [`fallocate`](Self::fallocate) is a method. Dropping this releases the memory.
 #[derive(Debug)]
 pub struct GuestMemfdFd {
     guest_memfd: Arc<GuestMemfd>,
@@ -22,7 +22,7 @@ impl VmFd {
     /// descriptor is closed, unless the caller makes a [`GuestMemfdFd`] of it.
     ///
     /// # Errors
-    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host answers to making a file.
+    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host returns for making a file.
     pub fn create_guest_memfd(&self, gmem: kvm_create_guest_memfd) -> Result<RawFd> {
         let (memory, fd) = self.vm.create_guest_memfd(&gmem)?;
         descriptors::give_away(fd, memory, &self.vm)
@@ -30,7 +30,7 @@ impl VmFd {
 }
 
 impl GuestMemfdFd {
-    /// Takes over what [`VmFd::create_guest_memfd`] returned.
+    /// Takes ownership of a descriptor that [`VmFd::create_guest_memfd`] returned.
     ///
     /// # Errors
     /// `EBADF`, `ENOTTY` for any other descriptor.
@@ -47,7 +47,7 @@ impl GuestMemfdFd {
         Ok(GuestMemfdFd { guest_memfd, fd })
     }
 
-    /// `fallocate` on the descriptor: allocates the pages of a range, or, with `FALLOC_FL_PUNCH_HOLE`, gives them back.
+    /// Allocates the pages of a range, or, with `FALLOC_FL_PUNCH_HOLE`, frees them, as `fallocate` does on KVM's descriptor.
     ///
     /// # Errors
     /// As for [`GuestMemfd::fallocate`].

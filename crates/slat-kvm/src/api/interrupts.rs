@@ -1,4 +1,4 @@
-//! [`VmFd`]'s interrupt controllers, interrupts and eventfds.
+//! Interrupt controllers, interrupts and eventfds of a [`VmFd`].
 
 use super::VmFd;
 use crate::errno::{Result, fail};
@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 use vmm_sys_util::eventfd::EventFd;
 
 impl VmFd {
-    /// `KVM_CREATE_IRQCHIP`: an I/O APIC, an 8259 pair, and a local APIC for every vCPU made from now on.
+    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and an 8259 pair, and gives every vCPU created from now on a local APIC.
     ///
     /// # Errors
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already.
@@ -32,7 +32,7 @@ impl VmFd {
         self.vm.set_irqchip(irqchip)
     }
 
-    /// `KVM_CREATE_PIT2`: an 8254.
+    /// `KVM_CREATE_PIT2`: creates an 8254.
     ///
     /// # Errors
     /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair.
@@ -56,7 +56,7 @@ impl VmFd {
         self.vm.set_pit2(pitstate)
     }
 
-    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs took the interrupt.
+    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs accepted the interrupt.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller, and for a bad message.
@@ -75,7 +75,7 @@ impl VmFd {
     /// `KVM_SET_GSI_ROUTING`: replaces all routes.
     ///
     /// # Errors
-    /// `EINVAL` for entries that make no sense.
+    /// `EINVAL` for invalid routes.
     pub fn set_gsi_routing(&self, irq_routing: &KvmIrqRouting) -> Result<()> {
         let table = irq_routing.as_fam_struct_ref();
         if table.nr as usize > irq_routing.as_slice().len() {
@@ -84,8 +84,8 @@ impl VmFd {
         self.vm.set_gsi_routing(table.flags, irq_routing.as_slice())
     }
 
-    /// `KVM_IOEVENTFD`: guest writes of the size of `T` to `addr` signal `fd`. With [`NoDatamatch`](crate::NoDatamatch), writes of any size
-    /// do, else those of `datamatch`.
+    /// `KVM_IOEVENTFD`: makes guest writes to `addr` signal `fd`. With [`NoDatamatch`](crate::NoDatamatch), writes of any size and value
+    /// do, else those of the value `datamatch` and the size of `T`.
     ///
     /// # Errors
     /// `EEXIST` when a write could match another registration, too; `EINVAL`.
@@ -98,7 +98,7 @@ impl VmFd {
         self.vm.ioeventfd(&ioeventfd(fd, addr, datamatch, 0))
     }
 
-    /// Ends what [`register_ioevent`](Self::register_ioevent) began: when this returns, no vCPU signals `fd` any more.
+    /// Removes the registration that [`register_ioevent`](Self::register_ioevent) made. When this returns, no vCPU signals `fd` for it.
     ///
     /// # Errors
     /// `ENOENT` when there is no such registration.
@@ -112,7 +112,7 @@ impl VmFd {
         self.vm.ioeventfd(&ioeventfd(fd, addr, datamatch, deassign))
     }
 
-    /// `KVM_IRQFD`: each signal of `fd` is an interrupt of `gsi`.
+    /// `KVM_IRQFD`: makes each signal of `fd` an interrupt of `gsi`.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controllers, `EBUSY` when `fd` is an irqfd of this VM already.
@@ -120,11 +120,11 @@ impl VmFd {
         self.vm.irqfd(&irqfd(fd, gsi))
     }
 
-    /// Like [`register_irqfd`](Self::register_irqfd) for a level: a signal of `fd` raises the line of `gsi`, the guest's end of interrupt lowers
-    /// it and signals `resamplefd`.
+    /// Like [`register_irqfd`](Self::register_irqfd), but level-triggered: a signal of `fd` raises the line of `gsi`, the guest's end of
+    /// interrupt lowers the line and signals `resamplefd`.
     ///
     /// # Errors
-    /// As there, and `EINVAL` without I/O APIC.
+    /// As for [`register_irqfd`](Self::register_irqfd), and `EINVAL` without I/O APIC.
     pub fn register_irqfd_with_resample(
         &self,
         fd: &EventFd,
@@ -138,7 +138,7 @@ impl VmFd {
         })
     }
 
-    /// Ends what [`register_irqfd`](Self::register_irqfd) began: when this returns, nothing is injected for `fd` any more.
+    /// Removes the irqfd that [`register_irqfd`](Self::register_irqfd) made. When this returns, `fd` injects nothing for `gsi` any more.
     ///
     /// # Errors
     /// `EBADF`, `EINVAL` for a descriptor that is no eventfd.

@@ -1,4 +1,4 @@
-//! [`VmFd`]'s MSR filter.
+//! MSR filter of a [`VmFd`].
 
 use super::VmFd;
 use crate::errno::{Result, fail};
@@ -10,8 +10,7 @@ impl VmFd {
     /// `KVM_X86_SET_MSR_FILTER`: chooses the MSRs that the guest may access. Those in no range have the default action.
     ///
     /// # Errors
-    /// `EINVAL` for more ranges than a filter has, a bitmap that has no bit for each MSR of its range, and a filter that makes no sense;
-    /// `ENOMEM`.
+    /// `EINVAL` for more ranges than a filter can have, a bitmap that is too short for its range, and an invalid filter; `ENOMEM`.
     pub fn set_msr_filter(
         &self,
         default_action: MsrFilterDefaultAction,
@@ -24,7 +23,7 @@ impl VmFd {
             flags: default_action as u32,
             ..Default::default()
         };
-        // A bitmap is read in words, a client's may end within one.
+        // KVM reads bitmaps in words; the client's may end within a word.
         let mut bitmaps = heap::with_room(ranges.len())?;
         for (to, range) in filter.ranges.iter_mut().zip(ranges) {
             let Some(bytes) = range.bitmap.get(..range.msr_count.div_ceil(8) as usize) else {
@@ -48,7 +47,7 @@ impl VmFd {
     /// Like [`set_msr_filter`](Self::set_msr_filter), with KVM's own struct.
     ///
     /// # Errors
-    /// As there, and `EFAULT` for a bitmap that is not mapped.
+    /// As for [`set_msr_filter`](Self::set_msr_filter), and `EFAULT` for a bitmap that is not mapped.
     ///
     /// # Safety
     /// The bitmaps have a bit for each MSR of their ranges, in whole words.

@@ -1,4 +1,4 @@
-//! [`VcpuFd`]'s registers and other state.
+//! Registers and other state of a [`VcpuFd`].
 
 use super::VcpuFd;
 use crate::errno::{Result, fail, no_memory};
@@ -70,7 +70,7 @@ impl VcpuFd {
     /// `KVM_GET_CPUID2`.
     ///
     /// # Errors
-    /// `E2BIG` when there is not room for all entries, `ENOMEM` for more room than there can be.
+    /// `E2BIG` when the table has more than `num_entries` entries, `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`.
     pub fn get_cpuid2(&self, num_entries: usize) -> Result<CpuId> {
         if num_entries > KVM_MAX_CPUID_ENTRIES {
             return fail(libc::ENOMEM);
@@ -93,7 +93,7 @@ impl VcpuFd {
     /// `KVM_SET_LAPIC`.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controller.
+    /// `EINVAL` without interrupt controller, and for another id than the x2APIC has, where the client uses 32-bit ids.
     pub fn set_lapic(&self, klapic: &kvm_lapic_state) -> Result<()> {
         self.vcpu.set_lapic(klapic)
     }
@@ -140,7 +140,7 @@ impl VcpuFd {
         Ok(xsave)
     }
 
-    /// `KVM_GET_XSAVE2`. Every area has the size of `kvm_xsave` here, as `KVM_CAP_XSAVE2` says: what follows in `xsave` stays as it is.
+    /// `KVM_GET_XSAVE2`. Every area has the size of `kvm_xsave`, which `KVM_CAP_XSAVE2` returns, so the rest of `xsave` is unchanged.
     ///
     /// # Errors
     /// `EIO`.
@@ -148,7 +148,7 @@ impl VcpuFd {
     /// # Safety
     /// None is needed: the area is of fixed size here. The method is unsafe because kvm-ioctls' is.
     pub unsafe fn get_xsave2(&self, xsave: &mut Xsave) -> Result<()> {
-        // SAFETY: the length of what follows is not changed.
+        // SAFETY: the length of the flexible array is not changed.
         self.fill(unsafe { &mut xsave.as_mut_fam_struct().xsave })
     }
 
@@ -175,15 +175,15 @@ impl VcpuFd {
         self.vcpu.set_xsave(&area)
     }
 
-    /// Like [`set_xsave`](Self::set_xsave), from what [`get_xsave2`](Self::get_xsave2) takes.
+    /// Like [`set_xsave`](Self::set_xsave), from the type that [`get_xsave2`](Self::get_xsave2) fills.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`set_xsave`](Self::set_xsave).
     ///
     /// # Safety
-    /// As there.
+    /// As for [`set_xsave`](Self::set_xsave).
     pub unsafe fn set_xsave2(&self, xsave: &Xsave) -> Result<()> {
-        // SAFETY: as there.
+        // SAFETY: the caller's.
         unsafe { self.set_xsave(&xsave.as_fam_struct_ref().xsave) }
     }
 
@@ -235,7 +235,7 @@ impl VcpuFd {
         self.vcpu.set_vcpu_events(vcpu_events)
     }
 
-    /// `KVM_GET_NESTED_STATE`: a header that says there is none. Returns the size of a nested guest's state, which no guest has.
+    /// `KVM_GET_NESTED_STATE`: writes a header that says the guest runs no nested guest. Returns `None`: no state follows it.
     ///
     /// # Errors
     /// `E2BIG` when `buffer.size` is less than the header.
@@ -258,7 +258,7 @@ impl VcpuFd {
     /// `KVM_SET_NESTED_STATE`.
     ///
     /// # Errors
-    /// `EINVAL` for any state but the one that [`nested_state`](Self::nested_state) gives.
+    /// `EINVAL` for any state but the one that [`nested_state`](Self::nested_state) returns.
     pub fn set_nested_state(&self, state: &KvmNestedStateBuffer) -> Result<()> {
         if state.size < nested::SIZE {
             return fail(libc::EINVAL);
@@ -272,7 +272,7 @@ impl VcpuFd {
     /// `KVM_GET_ONE_REG`.
     ///
     /// # Errors
-    /// `EINVAL`: x86 has no such registers before Linux 6.18.
+    /// `EINVAL`: on x86, KVM has no such registers before Linux 6.18.
     pub fn get_one_reg(&self, reg_id: u64, data: &mut [u8]) -> Result<usize> {
         let _ = (reg_id, data);
         self.refuse_one_reg()

@@ -11,7 +11,7 @@ use std::ffi::CStr;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
-/// The KVM subsystem; in place of `kvm_ioctls::Kvm`.
+/// The KVM subsystem; replaces `kvm_ioctls::Kvm`.
 #[derive(Debug)]
 pub struct Kvm {
     system: Arc<System>,
@@ -19,10 +19,10 @@ pub struct Kvm {
 }
 
 impl Kvm {
-    /// Opens it. Needs neither `/dev/kvm` nor any privilege.
+    /// Opens the KVM subsystem. Needs neither `/dev/kvm` nor any privilege.
     ///
     /// # Errors
-    /// What the host answers to opening a descriptor; `EINVAL` when the policies of the environment make no sense.
+    /// What the host returns for opening a descriptor; `EINVAL` for invalid policies in the environment.
     pub fn new() -> Result<Self> {
         crate::policy::current()?;
         Ok(Kvm::of(System::descriptor(true)?))
@@ -31,7 +31,7 @@ impl Kvm {
     /// Like [`new`](Self::new). `kvm_path` must lead to KVM's device, but `/dev/kvm` need not exist.
     ///
     /// # Errors
-    /// What the host returns for the path; `ENOTTY` for a path to any other file; as for [`new`](Self::new).
+    /// What the host returns for the path; `ENOTTY` for a path to any other file; the errors of [`new`](Self::new).
     pub fn new_with_path<P>(kvm_path: P) -> Result<Self>
     where
         P: AsRef<CStr>,
@@ -49,10 +49,10 @@ impl Kvm {
         Ok(System::descriptor(close_on_exec)?.into_raw_fd())
     }
 
-    /// [`open_with_cloexec`](Self::open_with_cloexec) and [`new_with_path`](Self::new_with_path) in one.
+    /// Like [`open_with_cloexec`](Self::open_with_cloexec), but checks `path` first, as [`new_with_path`](Self::new_with_path) does.
     ///
     /// # Errors
-    /// As for these.
+    /// As for [`new_with_path`](Self::new_with_path).
     pub fn open_with_cloexec_at<P>(path: P, close_on_exec: bool) -> Result<RawFd>
     where
         P: AsRef<CStr>,
@@ -83,7 +83,7 @@ impl Kvm {
         self.check_extension_raw(c as std::os::raw::c_ulong)
     }
 
-    /// Whether there is a capability.
+    /// Whether there is the capability `c`.
     pub fn check_extension(&self, c: Cap) -> bool {
         self.check_extension_int(c) > 0
     }
@@ -101,7 +101,7 @@ impl Kvm {
         self.check_extension_int(Cap::NrVcpus) as usize
     }
 
-    /// The number of memory slots.
+    /// The number of memory slots that one VM can have.
     pub fn get_nr_memslots(&self) -> usize {
         self.check_extension_int(Cap::NrMemslots) as usize
     }
@@ -119,7 +119,7 @@ impl Kvm {
     /// `KVM_GET_EMULATED_CPUID`.
     ///
     /// # Errors
-    /// `ENOMEM` when there is not room for all entries.
+    /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than `num_entries` entries.
     pub fn get_emulated_cpuid(&self, num_entries: usize) -> Result<CpuId> {
         cpuid(&self.system.emulated_cpuid(), num_entries)
     }
@@ -127,7 +127,7 @@ impl Kvm {
     /// `KVM_GET_SUPPORTED_CPUID`.
     ///
     /// # Errors
-    /// `ENOMEM` for more than `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when there is not room for all entries.
+    /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than `num_entries` entries.
     pub fn get_supported_cpuid(&self, num_entries: usize) -> Result<CpuId> {
         cpuid(&self.system.supported_cpuid()?, num_entries)
     }
@@ -160,7 +160,7 @@ impl Kvm {
     /// `KVM_CREATE_VM`.
     ///
     /// # Errors
-    /// `ENOMEM`, or what the host answers to opening a descriptor.
+    /// `ENOMEM`, or what the host returns for opening a descriptor.
     pub fn create_vm(&self) -> Result<VmFd> {
         self.create_vm_with_type(0)
     }
@@ -175,10 +175,10 @@ impl Kvm {
         Ok(VmFd::new(vm, fd, self.system.vcpu_mmap_size()))
     }
 
-    /// Makes a `VmFd` of a duplicate of a VM's descriptor, while there is another `VmFd` of it.
+    /// Makes a `VmFd` of a duplicate of a VM's descriptor, while the VM has another `VmFd`.
     ///
     /// # Errors
-    /// `EBADF`, `ENOTTY` for any other descriptor; it then stays open.
+    /// `EBADF`, `ENOTTY` for any other descriptor; `fd` then stays open.
     ///
     /// # Safety
     /// Nothing else owns `fd`.
@@ -206,9 +206,9 @@ impl FromRawFd for Kvm {
     }
 }
 
-/// Checks that a path is `/dev/kvm`, or leads to the host's own.
+/// Checks that a path is `/dev/kvm`, or names the host's KVM device.
 fn check_path(path: &CStr) -> Result<()> {
-    /// KVM's device: Linux' list of devices, `misc` with minor 232.
+    /// KVM's device number: major 10 (`misc`), minor 232 (Linux' devices.txt).
     const DEVICE: libc::dev_t = libc::makedev(10, 232);
     if path == c"/dev/kvm" {
         return Ok(());

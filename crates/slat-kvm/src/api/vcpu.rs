@@ -10,14 +10,14 @@ use kvm_ioctls::{SyncReg, VcpuExit};
 use slat::Shared;
 use std::os::fd::{AsRawFd, RawFd};
 
-/// A vCPU; in place of `kvm_ioctls::VcpuFd`.
+/// A vCPU; replaces `kvm_ioctls::VcpuFd`.
 #[derive(Debug)]
 pub struct VcpuFd {
     pub(super) vcpu: Shared<VcpuObject>,
     fd: Descriptor,
     /// The client's own mapping of the shared pages.
     run: RunPage,
-    /// The client may read the ring of coalesced I/O.
+    /// Whether the client may read the ring of coalesced I/O.
     reads_coalesced: bool,
 }
 
@@ -37,7 +37,7 @@ impl VcpuFd {
     /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`.
     ///
     /// # Errors
-    /// `EINVAL` for any other, and for flags.
+    /// `EINVAL` for any other capability, and for flags.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
         self.vcpu.enable_cap(cap)
     }
@@ -61,7 +61,7 @@ impl VcpuFd {
     /// `KVM_SET_TSC_KHZ`.
     ///
     /// # Errors
-    /// `EINVAL` for a frequency that the guest's counter cannot have.
+    /// `EINVAL` for a frequency that the guest's TSC cannot have.
     pub fn set_tsc_khz(&self, freq: u32) -> Result<()> {
         self.vcpu.set_tsc_khz(freq)
     }
@@ -85,7 +85,7 @@ impl VcpuFd {
     /// `KVM_SMI`.
     ///
     /// # Errors
-    /// `ENOTTY`, as of a KVM without system management mode.
+    /// `ENOTTY`, as from a KVM without system management mode.
     pub fn smi(&self) -> Result<()> {
         let _call = self.vcpu.vm.begin()?;
         fail(libc::ENOTTY)
@@ -94,7 +94,8 @@ impl VcpuFd {
     /// `KVM_INTERRUPT`, which kvm-ioctls does not have.
     ///
     /// # Errors
-    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an interrupt controller.
+    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an 8259, `EEXIST` when a vCPU with a local APIC has not taken the
+    /// last interrupt.
     pub fn interrupt(&self, vector: u32) -> Result<()> {
         self.vcpu.interrupt(vector)
     }
@@ -108,11 +109,13 @@ impl VcpuFd {
     }
 
     /// `KVM_PRE_FAULT_MEMORY`, which kvm-ioctls does not have: maps a range of guest memory before the guest uses it. `range`
-    /// becomes what is left.
+    /// becomes the part that is not mapped yet.
     ///
     /// # Errors
     /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT` without
-    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory behind the slot is gone, `ENOMEM`.
+    /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory that backs the slot is unmapped or a private page has no private
+    /// memory, `ENOMEM`.
+
     pub fn pre_fault_memory(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         self.vcpu.pre_fault(range)
     }
@@ -120,7 +123,7 @@ impl VcpuFd {
     /// `KVM_GET_STATS_FD` of the vCPU, which kvm-ioctls does not have.
     ///
     /// # Errors
-    /// What the host answers to making a file.
+    /// What the host returns for making a file.
     pub fn get_stats_fd(&self) -> Result<StatsFd> {
         Ok(StatsFd::new(VcpuObject::stats(&self.vcpu)?))
     }
@@ -134,7 +137,7 @@ impl VcpuFd {
         Ok(())
     }
 
-    /// Takes the oldest write out of the ring of coalesced I/O, which the vCPUs of a VM share.
+    /// Removes the oldest write from the ring of coalesced I/O, which the vCPUs of a VM share. `None`: the ring is empty.
     ///
     /// # Errors
     /// `EIO` before [`map_coalesced_mmio_ring`](Self::map_coalesced_mmio_ring).
@@ -148,7 +151,7 @@ impl VcpuFd {
     /// `KVM_RUN`.
     ///
     /// # Errors
-    /// `EINTR` for `immediate_exit` or a signal, `EFAULT` when the memory behind guest memory is gone, `EINVAL` for bad
+    /// `EINTR` for `immediate_exit` or a signal, `EFAULT` when the memory that backs guest memory is unmapped, `EINVAL` for bad
     /// values in `kvm_run`, `EAGAIN` after waiting for INIT and SIPI.
     pub fn run(&mut self) -> Result<VcpuExit<'_>> {
         match self.vcpu.run() {
@@ -160,7 +163,7 @@ impl VcpuFd {
     /// `KVM_SET_GUEST_DEBUG`.
     ///
     /// # Errors
-    /// `EBUSY` when an exception is to be injected and another one waits.
+    /// `EBUSY` when an exception is to be injected and another one is pending.
     pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
         self.vcpu.set_guest_debug(debug)
     }
@@ -180,17 +183,17 @@ impl VcpuFd {
         self.get_kvm_run().kvm_valid_regs |= reg as u64;
     }
 
-    /// Has registers taken from `kvm_run` by the next run.
+    /// Makes the next run load registers from `kvm_run`.
     pub fn set_sync_dirty_reg(&mut self, reg: SyncReg) {
         self.get_kvm_run().kvm_dirty_regs |= reg as u64;
     }
 
-    /// Takes [`set_sync_valid_reg`](Self::set_sync_valid_reg) back.
+    /// Undoes [`set_sync_valid_reg`](Self::set_sync_valid_reg).
     pub fn clear_sync_valid_reg(&mut self, reg: SyncReg) {
         self.get_kvm_run().kvm_valid_regs &= !(reg as u64);
     }
 
-    /// Takes [`set_sync_dirty_reg`](Self::set_sync_dirty_reg) back.
+    /// Undoes [`set_sync_dirty_reg`](Self::set_sync_dirty_reg).
     pub fn clear_sync_dirty_reg(&mut self, reg: SyncReg) {
         self.get_kvm_run().kvm_dirty_regs &= !(reg as u64);
     }

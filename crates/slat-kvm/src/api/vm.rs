@@ -11,7 +11,7 @@ use kvm_ioctls::{Cap, IoEventAddress};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-/// A VM; in place of `kvm_ioctls::VmFd`.
+/// A VM; replaces `kvm_ioctls::VmFd`.
 #[derive(Debug)]
 pub struct VmFd {
     pub(super) vm: Arc<VmObject>,
@@ -39,7 +39,8 @@ impl VmFd {
         self.vm.set_user_memory_region(&user_memory_region)
     }
 
-    /// The same with the larger struct, which can name private memory ([`create_guest_memfd`](Self::create_guest_memfd)).
+    /// Like [`set_user_memory_region`](Self::set_user_memory_region), but the larger struct can name private memory
+    /// ([`create_guest_memfd`](Self::create_guest_memfd)).
     ///
     /// # Errors
     /// As for [`set_user_memory_region`](Self::set_user_memory_region).
@@ -53,7 +54,7 @@ impl VmFd {
         self.vm.set_user_memory_region2(&user_memory_region2)
     }
 
-    /// `KVM_SET_MEMORY_ATTRIBUTES`: memory becomes private, or shared again.
+    /// `KVM_SET_MEMORY_ATTRIBUTES`: makes memory private, or shared again.
     ///
     /// # Errors
     /// `EINVAL` for flags, attributes that a VM of this type does not have, and a bad range; `ENOMEM`.
@@ -101,8 +102,8 @@ impl VmFd {
         self.vm.dirty_log(slot, |_| Ok(()))
     }
 
-    /// `KVM_CLEAR_DIRTY_LOG`, which kvm-ioctls does not have: clears `pages` pages from `first` on as far as `bitmap` names them,
-    /// its bit 0 being page `first`, and makes their next write be noted.
+    /// `KVM_CLEAR_DIRTY_LOG`, which kvm-ioctls does not have. Of the `pages` pages from `first` on, clears those that are set in
+    /// `bitmap`, whose bit 0 is page `first`; their next write is logged again.
     ///
     /// # Errors
     /// `EINVAL` for a bad slot, a range that is not in multiples of 64 pages, or a bitmap that is too short; `ENOENT` for a slot that
@@ -113,7 +114,7 @@ impl VmFd {
         })
     }
 
-    /// `KVM_RESET_DIRTY_RINGS`, which kvm-ioctls does not have. Returns how many entries were taken back.
+    /// `KVM_RESET_DIRTY_RINGS`, which kvm-ioctls does not have. Returns how many ring entries were reset.
     ///
     /// # Errors
     /// `EINVAL` without rings.
@@ -140,12 +141,12 @@ impl VmFd {
     /// `KVM_GET_STATS_FD` of the VM, which kvm-ioctls does not have.
     ///
     /// # Errors
-    /// What the host answers to making a file.
+    /// What the host returns for making a file.
     pub fn get_stats_fd(&self) -> Result<StatsFd> {
         Ok(StatsFd::new(self.vm.stats()?))
     }
 
-    /// The engine's VM: its policies, its counters, its audit. What KVM keeps to itself.
+    /// The engine's VM: its policies, its counters, its audit. KVM shows clients no such thing.
     pub fn engine(&self) -> &Arc<EngineVm> {
         &self.vm.engine
     }
@@ -153,17 +154,17 @@ impl VmFd {
     /// `KVM_CREATE_VCPU`.
     ///
     /// # Errors
-    /// `EINVAL` beyond the limits, `EEXIST` for an id in use, `ENOMEM`, what the host answers to opening a descriptor.
+    /// `EINVAL` beyond the limits, `EEXIST` for an id in use, `ENOMEM`, what the host returns for opening a descriptor.
     pub fn create_vcpu(&self, id: u64) -> Result<VcpuFd> {
         let (vcpu, fd) = self.vm.create_vcpu(id)?;
         let fd = Descriptor::new(fd, Object::Vcpu(vcpu.clone()))?;
         VcpuFd::new(vcpu, fd)
     }
 
-    /// Makes a `VcpuFd` of a duplicate of a vCPU's descriptor, while there is another `VcpuFd` of it.
+    /// Makes a `VcpuFd` of a duplicate of a vCPU's descriptor, while the vCPU has another `VcpuFd`.
     ///
     /// # Errors
-    /// `EBADF`, `ENOTTY` for any other descriptor; it then stays open.
+    /// `EBADF`, `ENOTTY` for any other descriptor; `fd` then stays open.
     ///
     /// # Safety
     /// Nothing else owns `fd`.
@@ -180,7 +181,7 @@ impl VmFd {
     /// `KVM_ENABLE_CAP`.
     ///
     /// # Errors
-    /// `EINVAL` for what cannot be enabled.
+    /// `EINVAL` for capabilities that cannot be enabled, and for bad arguments.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
         self.vm.enable_cap(cap)
     }
@@ -208,7 +209,7 @@ impl VmFd {
         self.check_extension_raw(c as std::os::raw::c_ulong)
     }
 
-    /// Whether there is a capability.
+    /// Whether the VM has the capability `c`.
     pub fn check_extension(&self, c: Cap) -> bool {
         self.check_extension_int(c) > 0
     }

@@ -1,7 +1,7 @@
-//! KVM's system-call interface: a request and an address, answered as the kernel would.
+//! KVM's system-call interface: carries out a request with its argument, as the kernel would.
 //!
-//! The preload library calls this for descriptors that are KVM's. The Rust API does not: both stand on the same objects
-//! ([`System`], [`VmObject`], [`VcpuObject`]), and nothing is written twice.
+//! The preload library calls this for descriptors that are KVM's. The Rust API does not: both call the same objects
+//! ([`System`], [`VmObject`], [`VcpuObject`]), so that nothing is written twice.
 
 mod device;
 mod system;
@@ -25,32 +25,32 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// What stands behind a KVM descriptor.
+/// The object that a KVM descriptor refers to.
 #[derive(Clone, Debug)]
 pub enum Object {
     /// `/dev/kvm`.
     System(Arc<System>),
-    /// What `KVM_CREATE_VM` gave.
+    /// Created by `KVM_CREATE_VM`.
     Vm(Arc<VmObject>),
-    /// What `KVM_CREATE_VCPU` gave.
+    /// Created by `KVM_CREATE_VCPU`.
     Vcpu(Shared<VcpuObject>),
-    /// What `KVM_GET_STATS_FD` gave.
+    /// Created by `KVM_GET_STATS_FD`.
     Stats(Shared<StatsObject>),
-    /// What `KVM_CREATE_GUEST_MEMFD` gave.
+    /// Created by `KVM_CREATE_GUEST_MEMFD`.
     GuestMemfd(Arc<GuestMemfd>),
-    /// What `KVM_CREATE_DEVICE` gave.
+    /// Created by `KVM_CREATE_DEVICE`.
     Device(Arc<VfioDevice>),
     /// A module parameter, opened for writing.
     Parameter(&'static str),
-    /// `/dev/kvm`, opened with `O_PATH`: the kernel lets nothing be done with it.
+    /// `/dev/kvm`, opened with `O_PATH`: all its requests fail with `EBADF`.
     DevicePath,
 }
 
-/// What a link in `/proc/self/fd` shows: see [`Object::link`].
+/// The name that a link in `/proc/self/fd` shows: see [`Object::link`].
 #[derive(Clone, Copy, Debug)]
 pub struct LinkName {
     name: &'static str,
-    /// The id after the name.
+    /// The vCPU's id, which follows the name.
     vcpu: Option<u32>,
 }
 
@@ -64,14 +64,14 @@ impl fmt::Display for LinkName {
     }
 }
 
-/// What an ioctl answers when it succeeds.
+/// The result of an ioctl that succeeds.
 #[derive(Debug)]
 pub enum Answer {
     /// The return value.
     Value(i32),
-    /// A new object and the descriptor that stands for it: the caller puts the two together.
+    /// A new object and its descriptor, which `ioctl` returns. The caller remembers that the descriptor refers to the object.
     Created(Object, OwnedFd),
-    /// Like `Created`, but the client finds the descriptor in its own struct, and the return value is 0.
+    /// Like `Created`, but the client's own struct holds the descriptor, and `ioctl` returns 0.
     Stored(Object, OwnedFd),
 }
 
@@ -81,7 +81,7 @@ impl Object {
         Object::System(Arc::new(System))
     }
 
-    /// Whether this is the object of a parent process: its locks may be held for ever, it must not be dropped.
+    /// Whether a parent process created this object: its locks may be held for ever, and it must not be dropped.
     pub fn is_foreign(&self) -> bool {
         match self {
             Object::System(_) | Object::Parameter(_) | Object::DevicePath => false,
@@ -93,8 +93,8 @@ impl Object {
         }
     }
 
-    /// What a descriptor's link in `/proc/self/fd` shows for KVM's object. `None`: slat's own file shows what it is. Takes no lock
-    /// and allocates nothing.
+    /// Returns what the link in `/proc/self/fd` shows for a descriptor of KVM's object. `None`: the link of slat's own file needs no
+    /// change. Takes no lock and allocates nothing.
     pub fn link(&self) -> Option<LinkName> {
         let (name, vcpu) = match self {
             Object::System(_) | Object::DevicePath => ("/dev/kvm", None),
@@ -111,11 +111,11 @@ impl Object {
         Some(LinkName { name, vcpu })
     }
 
-    /// `ioctl(fd, request, argument)`.
+    /// Carries out `ioctl(fd, request, argument)` for a descriptor that refers to this object.
     ///
     /// # Errors
-    /// KVM's errno: for an unknown request `EINVAL` (`/dev/kvm`, vCPUs) or `ENOTTY` (the others), `EFAULT` for a bad pointer, what
-    /// the call itself refuses.
+    /// KVM's errno: for an unknown request `EINVAL` (`/dev/kvm`, vCPUs), `EBADF` (`O_PATH`) or `ENOTTY` (the others), `EFAULT` for a
+    /// bad pointer, and the errors of the call itself.
     pub fn ioctl(&self, request: u32, argument: u64) -> Result<Answer> {
         let _section = Section::enter();
         let answer = match self {
@@ -142,7 +142,7 @@ fn value(value: i32) -> Result<Answer> {
     Ok(Answer::Value(value))
 }
 
-/// Writes what the client asked for to where it asked for it.
+/// Writes `value` to the client's memory at `address`, and returns success.
 fn give<T: user::Plain>(address: u64, value: &T) -> Result<Answer> {
     user::write(address, value)?;
     DONE
@@ -150,14 +150,14 @@ fn give<T: user::Plain>(address: u64, value: &T) -> Result<Answer> {
 
 /// KVM's limit for CPUID tables.
 const MAX_CPUID_ENTRIES: u32 = 256;
-/// KVM's limit for one `KVM_GET_MSRS`.
+/// KVM's limit for one `KVM_GET_MSRS`: this many MSRs are refused.
 const MAX_MSRS: u32 = 256;
-/// Where the entries stand in `kvm_cpuid2` and `kvm_msrs`: behind the count and a padding word.
+/// Offset of the entries in `kvm_cpuid2` and `kvm_msrs`: after the count and a padding word.
 const ENTRIES: u64 = 8;
-/// Where the indices stand in `kvm_msr_list`.
+/// Offset of the indices in `kvm_msr_list`.
 const INDICES: u64 = 4;
 
-/// Gives a CPUID table to a client that said how much room it has.
+/// Writes a CPUID table to the client's `kvm_cpuid2` at `address`, whose count says how many entries it has memory for.
 fn give_cpuid(address: u64, table: &[kvm_cpuid_entry2]) -> Result<Answer> {
     let room = user::read::<u32>(address)?;
     let count = table.len() as u32;
@@ -176,7 +176,7 @@ fn take_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
     user::read_vec(address + ENTRIES, count as usize)
 }
 
-/// Takes a table without subleaves (`KVM_SET_CPUID`).
+/// Reads a CPUID table without subleaves (`KVM_SET_CPUID`).
 fn take_old_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
     let count = user::read::<u32>(address)?;
     if count > MAX_CPUID_ENTRIES {
@@ -195,7 +195,8 @@ fn take_old_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
     Ok(entries)
 }
 
-/// Gives a list of MSR numbers: the count in any case, so that the client can come back with enough room.
+/// Writes a list of MSR numbers to the client's `kvm_msr_list`. Writes the count also when it fails with `E2BIG`, so that the client
+/// can call again with enough memory.
 fn give_msr_list(address: u64, list: &[u32]) -> Result<Answer> {
     let room = user::read::<u32>(address)?;
     user::write(address, &(list.len() as u32))?;

@@ -36,7 +36,7 @@ pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answ
             user::write_slice(argument + ENTRIES, &entries)?;
             value(done as i32)
         }
-        // As KVM's for x86, in contrast to a VM's.
+        // KVM returns this errno on x86; for a VM's unknown requests it returns ENOTTY.
         _ => fail(libc::EINVAL),
     }
 }

@@ -11,7 +11,7 @@ use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 use slat::Shared;
 
-/// Where the set stands in `kvm_signal_mask`.
+/// Offset of the set in `kvm_signal_mask`.
 const SIGSET: u64 = 4;
 /// The size of the kernel's signal set.
 const SIGSET_BYTES: u32 = 8;
@@ -68,7 +68,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_PRE_FAULT_MEMORY => {
             let mut range: kvm_pre_fault_memory = user::read(argument)?;
             let result = vcpu.pre_fault(&mut range);
-            // Also after an error: what was done by then counts.
+            // Also after an error: the range tells the client what is mapped.
             user::write(argument, &range)?;
             result?;
         }
@@ -86,7 +86,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         }
         KVM_GET_NESTED_STATE => return give_nested_state(argument, &vcpu.nested_state()?),
         KVM_SET_NESTED_STATE => {
-            // A header that says it is cut short is not read to its end.
+            // A header whose size is too small is not read to its end.
             let first: u64 = user::read(argument)?;
             if (first >> 32) < u64::from(nested::SIZE) {
                 return fail(libc::EINVAL);
@@ -99,19 +99,19 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
             vcpu.set_tpr_access_reporting(&control)?;
             return give(argument, &control);
         }
-        // As KVM's without CONFIG_KVM_SMM.
+        // As in a KVM without CONFIG_KVM_SMM.
         KVM_SMI => return fail(libc::ENOTTY),
         KVM_X86_SETUP_MCE => vcpu.setup_mce(user::read(argument)?)?,
         KVM_X86_SET_MCE => vcpu.set_mce(&user::read(argument)?)?,
         KVM_ENABLE_CAP => vcpu.enable_cap(&user::read(argument)?)?,
         KVM_KVMCLOCK_CTRL => vcpu.kvmclock_ctrl()?,
-        // As KVM's for x86, in contrast to a VM's.
+        // KVM returns this errno on x86; for a VM's unknown requests it returns ENOTTY.
         _ => return fail(libc::EINVAL),
     }
     DONE
 }
 
-/// Gives the nested state to a client that said how much room it has.
+/// Writes the nested state to the client's `kvm_nested_state`, whose `size` says how much memory it has.
 fn give_nested_state(address: u64, state: &NestedState) -> Result<Answer> {
     const SIZE_OFFSET: u64 = 4;
     if user::read::<u32>(address + SIZE_OFFSET)? < nested::SIZE {

@@ -31,7 +31,7 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
                 vm.test_device(&device)?;
                 return DONE;
             }
-            // A descriptor that cannot be given away is not made.
+            // Checked before the device is created: the client could not learn its descriptor.
             user::check_writable(argument, size_of_val(&device))?;
             let (object, fd) = vm.create_device(&device)?;
             device.fd = fd.as_raw_fd() as u32;
@@ -42,7 +42,7 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
             let log: kvm_dirty_log = user::read(argument)?;
             // SAFETY: both fields of the union are plain and of the same size.
             let to = unsafe { log.__bindgen_anon_1.padding2 };
-            // A log that cannot be given away is not taken.
+            // Checked before the log is harvested: its pages would be lost.
             let bitmap = vm.dirty_log(log.slot, |bytes| user::check_writable(to, bytes))?;
             user::write_slice(to, &bitmap)?;
         }
@@ -92,7 +92,7 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         KVM_CREATE_PIT2 => vm.create_pit(&user::read(argument)?)?,
         KVM_GET_PIT2 => return give(argument, &vm.get_pit2()?),
         KVM_SET_PIT2 => vm.set_pit2(&user::read(argument)?)?,
-        // As KVM had it before there were flags.
+        // KVM's older struct, which has no flags.
         KVM_GET_PIT => {
             let channels = vm.get_pit2()?.channels;
             return give(argument, &kvm_pit_state { channels });

@@ -1,4 +1,4 @@
-//! The 8259 pair and the I/O APIC of a VM, shared by its vCPUs and by all who raise interrupts.
+//! The 8259 pair and the I/O APIC of a VM, shared by its vCPUs and by all threads that raise interrupts.
 
 use crate::errno::Result;
 use crate::irq::lines::Ended;
@@ -20,19 +20,19 @@ use std::time::{Duration, Instant};
 pub(crate) struct Chips {
     pics: Mutex<Pics>,
     ioapic: Mutex<IoApic>,
-    /// Where the I/O APIC's registers are. Written under its lock.
+    /// The guest-physical address of the I/O APIC's registers. Written under the I/O APIC's lock.
     ioapic_base: AtomicU64,
-    /// The vectors of the I/O APIC's entries. Written under its lock.
+    /// The vectors of the I/O APIC's redirection entries. Written under the I/O APIC's lock.
     ioapic_vectors: Vectors,
-    /// What the 8259 pair's INTR line says. Written under its lock.
+    /// The level of the 8259 pair's INTR line. Written under the 8259 pair's lock.
     external: AtomicBool,
-    /// The 8254, once the client has made it.
+    /// The 8254, once the client has created it.
     pub(crate) timer: OnceLock<Shared<Timer>>,
-    /// Rings when what an interrupt storm has held back is to be delivered.
+    /// Alarm at which interrupts are delivered that an interrupt storm has postponed.
     storm: Shared<Client>,
 }
 
-/// How long a pin is silent that a guest has ended again and again while its line was high.
+/// How long the interrupt of a pin is postponed that the guest has ended again and again while its line was high.
 const STORM_PAUSE: Duration = Duration::from_millis(10);
 
 impl Drop for Chips {
@@ -46,7 +46,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Chips {
-    /// The controllers as after reset.
+    /// Creates the controllers in their reset state.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -62,17 +62,17 @@ impl Chips {
         })
     }
 
-    /// Whether the 8259 pair has an interrupt for a CPU.
+    /// Whether the 8259 pair requests an interrupt.
     pub(crate) fn has_external(&self) -> bool {
         self.external.load(Ordering::SeqCst)
     }
 
-    /// Whether an entry of the I/O APIC has this vector.
+    /// Whether a redirection entry of the I/O APIC has this vector.
     pub(crate) fn ioapic_has(&self, vector: u8) -> bool {
         self.ioapic_vectors.contains(vector)
     }
 
-    /// Works on the 8259 pair, then has vCPUs look at its INTR line if that rose.
+    /// Locks the 8259 pair and runs `work` on it; then notifies vCPUs if its INTR line rose.
     fn with_pics<R>(&self, vm: &VmObject, work: impl FnOnce(&mut Pics) -> R) -> R {
         let mut pics = lock(&self.pics);
         let result = work(&mut pics);
@@ -85,7 +85,7 @@ impl Chips {
         result
     }
 
-    /// Works on the I/O APIC, and publishes its vectors and its place if `work` says that it has changed them.
+    /// Locks the I/O APIC and runs `work` on it, whose `bool` tells that vectors or base address may have changed; then publishes them.
     fn with_ioapic<R>(&self, work: impl FnOnce(&mut IoApic) -> (R, bool)) -> R {
         let mut ioapic = lock(&self.ioapic);
         let (result, changed) = work(&mut ioapic);
@@ -96,14 +96,13 @@ impl Chips {
         result
     }
 
-    /// Sends a message of the I/O APIC, which is locked. Its vector may be new: a vCPU that ends the interrupt at once finds it
-    /// published.
+    /// Sends a message of the I/O APIC, which is locked. Publishes its vector first, for a vCPU that ends the interrupt at once.
     fn send(&self, vm: &VmObject, message: &Message) -> Sent {
         self.ioapic_vectors.insert(message.vector);
         vm.send_message(None, message)
     }
 
-    /// Sets what `source` does to a line of the 8259 pair.
+    /// Sets the level that `source` gives a line of the 8259 pair.
     pub(crate) fn set_pic_line(&self, vm: &VmObject, line: u8, source: u8, level: bool) -> Outcome {
         self.with_pics(vm, |pics| pics.set_line(line.into(), source, level))
     }
@@ -128,7 +127,8 @@ impl Chips {
         });
     }
 
-    /// Sets what `source` does to a pin of the I/O APIC. An interrupt that every local APIC merges with a pending one is coalesced.
+    /// Sets the level that `source` gives a pin of the I/O APIC. An interrupt that every local APIC merges with a pending one counts
+    /// as coalesced.
     pub(crate) fn set_ioapic_pin(
         &self,
         vm: &VmObject,
@@ -151,14 +151,14 @@ impl Chips {
         }
     }
 
-    /// The interrupt that the 8259 pair gives a CPU that acknowledges it; `None` if it has none (any more).
+    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt (any more).
     pub(crate) fn acknowledge(&self, vm: &VmObject) -> Option<u8> {
         let acknowledged = self.with_pics(vm, |pics| pics.output().then(|| pics.acknowledge()))?;
         vm.carry_out_ends(Ended::lines(acknowledged.ended));
         Some(acknowledged.vector)
     }
 
-    /// Ends the interrupt with this vector at the I/O APIC. `level`: as the local APIC had it.
+    /// Ends the interrupt with this vector at the I/O APIC. `level`: whether it was level-triggered at the local APIC.
     pub(crate) fn end_of_interrupt(&self, vm: &VmObject, vector: u8, level: bool) {
         let mut ended = Ended::default();
         let postponed = self.with_ioapic(|ioapic| {
@@ -179,7 +179,7 @@ impl Chips {
         }
     }
 
-    /// Reads `data.len()` bytes from a port. False: it is no port of these chips.
+    /// Reads `data.len()` bytes from a port. Returns `false` if these chips do not have the port.
     pub(crate) fn read_port(&self, vm: &VmObject, port: u16, data: &mut [u8]) -> bool {
         if Pics::answers(port) {
             data.fill(0);
@@ -200,7 +200,7 @@ impl Chips {
         }
     }
 
-    /// Writes to a port. False: it is no port of these chips.
+    /// Writes to a port. Returns `false` if these chips do not have the port.
     pub(crate) fn write_port(&self, vm: &VmObject, port: u16, data: &[u8]) -> bool {
         if Pics::answers(port) {
             if let &[byte] = data {
@@ -219,7 +219,7 @@ impl Chips {
         }
     }
 
-    /// Whether the I/O APIC answers at `gpa`.
+    /// Whether `gpa` is an address of the I/O APIC's registers.
     pub(crate) fn ioapic_contains(&self, gpa: u64) -> bool {
         let base = self.ioapic_base.load(Ordering::SeqCst);
         gpa.wrapping_sub(base) < ioapic::WINDOW
@@ -252,7 +252,8 @@ impl Chips {
         vm.carry_out_ends(ended);
     }
 
-    /// Call after the guest has unmasked the 8254's line: what it missed while it was masked is not made up for.
+    /// Discards the ticks that the guest missed while the 8254's line was masked. Call after the guest has unmasked a line;
+    /// `is_timers`: it is the 8254's.
     fn line_unmasked(&self, is_timers: bool) {
         if let Some(timer) = self.timer.get().filter(|_| is_timers) {
             timer.reset_reinjection();
@@ -280,7 +281,7 @@ impl Chips {
 }
 
 impl VmObject {
-    /// Delivers what an interrupt storm has held back. The ticker calls it.
+    /// Delivers the interrupts that an interrupt storm has postponed. The ticker calls this.
     fn storm_paused(&self) {
         if let Some(chips) = self.interrupts.chips() {
             chips.with_ioapic(|ioapic| {

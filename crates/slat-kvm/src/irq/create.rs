@@ -1,4 +1,4 @@
-//! The calls that make interrupt controllers.
+//! The calls that create interrupt controllers.
 
 use crate::errno::{Result, fail, no_memory};
 use crate::irq::chips::Chips;
@@ -12,7 +12,7 @@ use slat_irqchip::message::MsiIds;
 use std::sync::Arc;
 
 impl VmObject {
-    /// `KVM_CREATE_IRQCHIP`: an I/O APIC, the 8259 pair, and a local APIC for every vCPU made from now on.
+    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and the 8259 pair, and gives every vCPU created from now on a local APIC.
     ///
     /// # Errors
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already, `ENOMEM`.
@@ -30,7 +30,7 @@ impl VmObject {
         self.set_model(Model::Pc(chips), routes)
     }
 
-    /// `KVM_CAP_SPLIT_IRQCHIP`: local APICs only. The first `pins` GSIs are the pins of the client's I/O APIC.
+    /// Carries out `KVM_CAP_SPLIT_IRQCHIP`: creates local APICs only. The first `pins` GSIs are the pins of the client's I/O APIC.
     ///
     /// # Errors
     /// `EINVAL` for more than 4096 pins, `EEXIST` when there are controllers or vCPUs already.
@@ -49,7 +49,7 @@ impl VmObject {
         self.set_model(model, Routes::default())
     }
 
-    /// Call under the lock of the vCPUs.
+    /// Sets which controllers the VM has. Call under the lock of the vCPUs.
     fn set_model(&self, model: Model, routes: Routes) -> Result<()> {
         irqfd::prepare();
         self.replace_routes(routes);
@@ -59,7 +59,7 @@ impl VmObject {
         }
     }
 
-    /// `KVM_CREATE_PIT2`, and `KVM_CREATE_PIT` without flags: the 8254.
+    /// `KVM_CREATE_PIT2`, and `KVM_CREATE_PIT` without flags: creates the 8254.
     ///
     /// # Errors
     /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair, `ENOMEM`.
@@ -75,7 +75,7 @@ impl VmObject {
         }
     }
 
-    /// `KVM_CAP_X2APIC_API`: ids of 32 bits in routes, messages and `KVM_GET_LAPIC`.
+    /// Carries out `KVM_CAP_X2APIC_API`: ids have 32 bits in routes, messages and `KVM_GET_LAPIC`.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags.
@@ -86,7 +86,7 @@ impl VmObject {
             return fail(libc::EINVAL);
         }
         if flags & wide_ids != 0 {
-            // A second call can only ask for the same: QEMU's and others' is the first thing they do.
+            // A second call changes nothing: QEMU and other clients call once, before they create vCPUs.
             let _ = self.interrupts.msi_ids.set(MsiIds::ThirtyTwo {
                 wide_broadcast: flags & no_quirk != 0,
             });

@@ -1,15 +1,15 @@
 //! `KVM_IRQFD`: eventfds whose signals are interrupts.
 //!
-//! One thread of the process waits for all of them. An irqfd of an edge or a message is injected for every signal that the thread
-//! finds; a resampled one (`KVM_IRQFD_FLAG_RESAMPLE`) raises its line until the guest's end of interrupt, and then tells the
-//! client by the second eventfd, which signals again if its device still wants the line.
+//! One thread of the process waits for all irqfds. For every signal that it finds, it injects an edge or a message; for a resampled
+//! irqfd (`KVM_IRQFD_FLAG_RESAMPLE`) it raises the line. The guest's end of interrupt lowers that line and signals the second
+//! eventfd to the client, which signals the first one again if its device still wants the line.
 //!
 //! # Concurrency
-//! The thread finds an irqfd by its number in the process's list, under that list's lock, and injects under the irqfd's own. Taking
-//! an irqfd away removes it from both, injects what was signalled before, and ends it under its lock: after `KVM_IRQFD` has returned,
-//! nothing is injected any more.
-//! Locks are taken in this order: VM's list, process's list; an irqfd's lock, then those of the controllers. The lock of no list is
-//! held while something is injected.
+//! The thread finds an irqfd by its number in the process's list, under that list's lock, and injects under the irqfd's own. Removing
+//! an irqfd removes it from the VM's and the process's list, injects what was signalled before, and ends it under its lock: after
+//! `KVM_IRQFD` has returned, nothing is injected any more.
+//! Locks are acquired in this order: VM's list, process's list; an irqfd's lock, then those of the controllers. The thread holds
+//! no list's lock while it injects.
 
 use crate::background::{self, Background};
 use crate::errno::{Error, Result, fail, last, no_memory};
@@ -26,7 +26,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// Events that the thread takes at a time.
+/// The most events that one `epoll_wait` returns.
 const AT_A_TIME: usize = 64;
 
 /// One irqfd.
@@ -37,12 +37,12 @@ struct IrqFd {
     eventfd: EventFd,
     /// Signalled at the guest's end of interrupt.
     resample: Option<EventFd>,
-    /// Cleared when it is taken away. Its lock is held while it is injected.
+    /// Cleared when the irqfd is removed. Locked while its interrupt is injected.
     live: Mutex<bool>,
 }
 
 impl IrqFd {
-    /// Injects what the eventfd has signalled, as `drain` finds it, unless the irqfd was taken away.
+    /// Injects an interrupt if `drain` finds the eventfd signalled, unless the irqfd was removed.
     fn fire(&self, drain: fn(&EventFd) -> bool) {
         let live = lock(&self.live);
         if *live {
@@ -50,14 +50,14 @@ impl IrqFd {
         }
     }
 
-    /// Injects what was signalled until now, and nothing any more.
+    /// Injects what was signalled until now, then ends the irqfd: later signals inject nothing.
     fn end(&self) {
         let mut live = lock(&self.live);
         self.inject(EventFd::drain);
         *live = false;
     }
 
-    /// Call with `live` locked.
+    /// Injects an interrupt if `drain` finds the eventfd signalled. Call with `live` locked.
     fn inject(&self, drain: fn(&EventFd) -> bool) {
         if !drain(&self.eventfd) {
             return;
@@ -78,7 +78,7 @@ impl IrqFd {
 #[derive(Debug, Default)]
 pub(crate) struct IrqFds {
     list: Mutex<Vec<Shared<IrqFd>>>,
-    /// Some are resampled: without any, an end of interrupt need not look for them.
+    /// Whether there were resampled irqfds; if not, ends of interrupts skip the list.
     resampled: AtomicBool,
 }
 
@@ -137,7 +137,7 @@ impl VmObject {
         added
     }
 
-    /// Ends the irqfds of this eventfd and GSI. As with KVM, that there is none is no error.
+    /// Removes the irqfd of this eventfd and GSI. As in KVM, it is no error if there is none.
     fn remove_irqfd(&self, eventfd: &EventFd, gsi: u32) -> Result<()> {
         let mut removed = None;
         let mut list = lock(&self.interrupts.irqfds.list);
@@ -157,14 +157,14 @@ impl VmObject {
             }
             irqfd.end();
             if irqfd.resample.is_some() && last_of_line {
-                // Nobody is left who would lower it.
+                // No irqfd is left that would lower the line.
                 self.set_line(gsi, RESAMPLE, false);
             }
         }
         Ok(())
     }
 
-    /// Injects what eventfds have signalled until now. Call before the state of controllers is saved: KVM's irqfds inject at once.
+    /// Injects what eventfds have signalled until now. Call before saving the state of controllers: KVM's irqfds inject at once.
     pub(crate) fn inject_signalled(&self) {
         let irqfd = |at: usize| lock(&self.interrupts.irqfds.list).get(at).cloned();
         (0..)
@@ -172,8 +172,8 @@ impl VmObject {
             .for_each(|irqfd| irqfd.fire(EventFd::drain));
     }
 
-    /// Call after the guest's end of an interrupt of `gsi`, with no controller locked: lowers the line of resampled irqfds, and has their
-    /// clients look whether it is to be raised again.
+    /// Lowers the line of resampled irqfds of `gsi`, and signals the client, which may raise it again. Call after the guest's end of
+    /// an interrupt of `gsi`, with no controller locked.
     pub(crate) fn resample(&self, gsi: u32) {
         let irqfds = &self.interrupts.irqfds;
         if !irqfds.resampled.load(Ordering::SeqCst) {
@@ -199,21 +199,21 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Default)]
 struct Service {
     epoll: Mutex<Option<Shared<OwnedFd>>>,
-    /// By the number that its events carry: the address of the irqfd, which is kept alive here.
+    /// The irqfds, found by the number in their events, which is the irqfd's address. The list keeps them alive.
     irqfds: Mutex<Vec<Shared<IrqFd>>>,
     started: AtomicBool,
 }
 
 static SERVICE: PerProcess<Service> = PerProcess::new();
 
-/// Makes what the irqfds of a process share.
+/// Creates what the irqfds of a process share.
 pub(crate) fn prepare() {
     SERVICE.get();
 }
 
 /// Starts the thread if there is none.
 pub(crate) fn start() {
-    // What fails now fails again when there is an irqfd, which is told the reason.
+    // A failure repeats at the first `KVM_IRQFD`, which returns its reason.
     let _ = Service::get();
 }
 
@@ -222,7 +222,7 @@ fn number(irqfd: &Shared<IrqFd>) -> u64 {
 }
 
 impl Service {
-    /// The service, running.
+    /// Returns the service; starts its thread if there is none.
     fn get() -> Result<&'static Self> {
         let service = SERVICE.get();
         let mut epoll = lock(&service.epoll);
@@ -232,7 +232,7 @@ impl Service {
             if fd < 0 {
                 return Err(Error::last());
             }
-            // SAFETY: new, and nobody else's.
+            // SAFETY: the descriptor is new, and nothing else owns it.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
             *epoll = Some(Shared::try_new(fd).map_err(no_memory)?);
         }
@@ -280,7 +280,7 @@ impl Service {
             .position(|other| number(other) == number(irqfd))
         {
             irqfds.swap_remove(at);
-            // It fails only when the program has closed slat's descriptor: then the kernel has forgotten it.
+            // Fails only if the program has closed slat's descriptor: then the kernel has removed the irqfd already.
             let _ = self.control(libc::EPOLL_CTL_DEL, irqfd);
         }
     }
@@ -302,7 +302,7 @@ impl Background for Service {
             };
             if count < 0 && last().errno() != libc::EINTR {
                 eprintln!(
-                    "slat: waiting for irqfds: {}; they will not work any more",
+                    "slat: waiting for irqfds failed ({}); irqfds will not work any more",
                     std::io::Error::last_os_error()
                 );
                 return;

@@ -1,4 +1,4 @@
-//! Lines and messages on their way to vCPUs, and what comes back: ends of interrupts.
+//! Delivery of lines and messages to vCPUs, and of ends of interrupts to controllers and clients.
 
 use crate::errno::{Result, fail};
 use crate::irq::routing::{MAX_ROUTES, Routes, Target};
@@ -9,12 +9,12 @@ use slat_irqchip::line::Outcome;
 use slat_irqchip::message::Message;
 use std::sync::{PoisonError, RwLockReadGuard};
 
-/// The interrupts that a guest has ended, as lines of the controllers: collected while one is locked.
+/// The interrupts that a guest has ended, as lines of the controllers: collected while a controller is locked.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Ended {
-    /// Of the 8259 pair.
+    /// Lines of the 8259 pair, a bit each.
     lines: u16,
-    /// Of the I/O APIC.
+    /// Pins of the I/O APIC, a bit each.
     pins: u32,
 }
 
@@ -33,8 +33,8 @@ impl VmObject {
         (self.interrupts.routes.read()).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the answer: how many vCPUs took the interrupt, 0 if it was coalesced with one
-    /// that they have not seen yet, -1 if it was ignored (masked).
+    /// `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the result. Returns how many vCPUs accepted the interrupt, 0 if it was
+    /// coalesced with a pending one, -1 if it was ignored (masked).
     ///
     /// # Errors
     /// `ENXIO` without interrupt controllers.
@@ -46,7 +46,7 @@ impl VmObject {
         Ok(self.set_line(gsi, USERSPACE, level))
     }
 
-    /// Sets what `source` does to the line of a GSI. Returns what `KVM_IRQ_LINE_STATUS` says.
+    /// Sets the level that `source` gives the line of a GSI. Returns the status of `KVM_IRQ_LINE_STATUS`.
     pub(crate) fn set_line(&self, gsi: u32, source: u8, level: bool) -> i32 {
         let chips = self.interrupts.chips();
         let mut status = -1;
@@ -61,7 +61,7 @@ impl VmObject {
                 (Target::Msi { address, data }, _) if level => {
                     self.send_msi(address, data).status()
                 }
-                // A message has no end; and without chips no route leads to one.
+                // Lowering sends no message; and without chips there are no routes to them.
                 _ => -1,
             };
             if one >= 0 {
@@ -71,8 +71,8 @@ impl VmObject {
         status
     }
 
-    /// Raises the line of a GSI for a moment. Nobody finds it high: routes that change do not leave it so, and a guest that ends the
-    /// interrupt at once can have the next one.
+    /// Raises and lowers the line of a GSI, at each chip under one lock. So no other thread finds the line high: a change of routes
+    /// cannot leave it high, and a guest that ends the interrupt at once can get the next one.
     pub(crate) fn pulse_line(&self, gsi: u32, source: u8) {
         let chips = self.interrupts.chips();
         for target in self.routes().of(gsi) {
@@ -87,7 +87,7 @@ impl VmObject {
         }
     }
 
-    /// Sends what a device would write.
+    /// Sends the message of a device that writes `data` to `address`.
     fn send_msi(&self, address: u64, data: u32) -> Outcome {
         let message = Message::from_msi(address, data, self.interrupts.msi_ids());
         let sent = self.send_message(None, &message);
@@ -98,7 +98,7 @@ impl VmObject {
         }
     }
 
-    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs took the interrupt; those to which it was pending already count.
+    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs accepted the interrupt, those for which it was pending already included.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller, for flags (a device's id, which other architectures use, has no effect), and for bits of
@@ -116,10 +116,10 @@ impl VmObject {
         Ok(self.send_message(None, &message).taken as i32)
     }
 
-    /// `KVM_SET_GSI_ROUTING`: replaces all routes. When it returns, no interrupt is on its way by an old one.
+    /// `KVM_SET_GSI_ROUTING`: replaces all routes. When it returns, no interrupt is delivered by an old route any more.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controllers, for flags, for more than 4096 entries, and for entries that make no sense; `ENOMEM`.
+    /// `EINVAL` without interrupt controllers, for flags, for more than 4096 routes, and for invalid routes; `ENOMEM`.
     pub fn set_gsi_routing(&self, flags: u32, entries: &[kvm_irq_routing_entry]) -> Result<()> {
         let _call = self.begin()?;
         if !self.has_irqchip() || flags != 0 || entries.len() > MAX_ROUTES as usize {
@@ -147,12 +147,12 @@ impl VmObject {
         }
     }
 
-    /// The GSI that leads to a pin of the I/O APIC.
+    /// The GSI that is routed to a pin of the I/O APIC. `None`: no GSI is.
     pub(crate) fn gsi_of_pin(&self, pin: usize) -> Option<u32> {
         self.routes().gsi_of(Target::IoApic(pin as u8))
     }
 
-    /// Whether an I/O APIC, or a client that has it, waits for the end of interrupts with this vector.
+    /// Whether the I/O APIC, slat's or the client's, has to learn of the end of interrupts with this vector.
     pub(crate) fn waits_for_end(&self, vector: u8) -> bool {
         match self.interrupts.model.get() {
             Some(Model::Pc(chips)) => chips.ioapic_has(vector),
@@ -161,8 +161,8 @@ impl VmObject {
         }
     }
 
-    /// Call after a guest's end of interrupt at its local APIC, with that unlocked. True: the client has to hear of it
-    /// (`KVM_EXIT_IOAPIC_EOI`).
+    /// Call after a guest's end of interrupt at its local APIC, with that APIC unlocked. Returns whether the vCPU has to exit to the
+    /// client with `KVM_EXIT_IOAPIC_EOI`.
     pub(crate) fn end_of_interrupt(&self, vector: u8, level: bool) -> bool {
         if !self.waits_for_end(vector) {
             return false;
@@ -174,7 +174,8 @@ impl VmObject {
         chips.is_none()
     }
 
-    /// Tells those who wait for it that the guest has ended interrupts. No controller is locked.
+    /// Signals resampled irqfds and reinjects the 8254's missed ticks, for interrupts that the guest has ended. Call with no
+    /// controller locked.
     pub(crate) fn carry_out_ends(&self, ended: Ended) {
         let Ended { lines, pins } = ended;
         if lines == 0 && pins == 0 {
@@ -193,7 +194,7 @@ impl VmObject {
         }
     }
 
-    /// Has the vCPUs look at the 8259 pair's line that are to see it.
+    /// Notifies the vCPUs whose local APIC accepts interrupts of the 8259 pair.
     pub(crate) fn notice_external(&self) {
         for vcpu in self.vcpus().iter() {
             if vcpu.lapic().is_some_and(|lapic| lapic.accepts_external()) {
@@ -202,7 +203,7 @@ impl VmObject {
         }
     }
 
-    /// Pulses LINT0 where that is an NMI: a watchdog of the guest's by the 8254.
+    /// Sends an NMI to the vCPUs whose LINT0 delivers NMIs: guests use the 8254 as a watchdog this way.
     pub(crate) fn pulse_lint0(&self) {
         for vcpu in self.vcpus().iter() {
             if vcpu.lapic().is_some_and(|lapic| lapic.lint0_is_nmi()) {

@@ -1,19 +1,19 @@
-//! Interrupts: who may raise them, and how they reach vCPUs. The controllers themselves are `slat-irqchip`'s.
+//! Interrupts: their sources, and how they reach vCPUs. The controllers themselves are in `slat-irqchip`.
 //!
 //! | file | idea |
 //! |---|---|
-//! | [`routing`] | which lines and messages a GSI leads to |
-//! | `lines` | lines and messages on their way to vCPUs, and back: ends of interrupts |
+//! | [`routing`] | the lines and messages that a GSI is routed to |
+//! | `lines` | delivery of lines and messages to vCPUs, and ends of interrupts |
 //! | `chips` | the 8259 pair and the I/O APIC of a VM: ports, registers, locks |
-//! | `timer` | the 8254, and the alarm it rings by |
+//! | `timer` | the 8254, and its alarm |
 //! | [`irqfd`] | eventfds whose signals are interrupts |
 //! | `vcpus` | the vCPUs of a VM, and messages to them |
-//! | `create`, `state` | the calls that make controllers, and those that save and restore them |
+//! | `create`, `state` | the calls that create controllers, and those that save and restore them |
 //!
 //! # Locks
-//! A call takes them in this order, and may leave some out: the irqfds of the VM, the routes (for reading, while an interrupt is on its way), the 8254, then
-//! the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC. A vCPU that ends an interrupt or writes to a controller
-//! has its own APIC unlocked. Whatever a controller reports while it is locked is carried out after it is unlocked.
+//! A call acquires them in this order, and may skip some: the irqfds of the VM, the routes (for reading, while it delivers an
+//! interrupt), the 8254, then the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC. A vCPU that ends an interrupt
+//! or writes to a controller has its own APIC unlocked. What a locked controller reports is carried out after it is unlocked.
 
 mod chips;
 mod create;
@@ -32,14 +32,14 @@ use slat_irqchip::message::MsiIds;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{OnceLock, RwLock};
 
-/// Who holds a line: the client, by `KVM_IRQ_LINE` or an irqfd.
+/// Source of a line's level: the client, by `KVM_IRQ_LINE` or an irqfd.
 pub(crate) const USERSPACE: u8 = 0;
-/// Who holds a line: resampled irqfds.
+/// Source of a line's level: resampled irqfds.
 pub(crate) const RESAMPLE: u8 = 1;
-/// Who holds a line: the 8254.
+/// Source of a line's level: the 8254.
 const TIMER: u8 = 2;
 
-/// A set of vectors that is written under some lock and read without.
+/// A set of vectors, which its owner writes under a lock and others read without.
 #[derive(Debug, Default)]
 pub(crate) struct Vectors([AtomicU64; 4]);
 
@@ -71,12 +71,12 @@ enum Model {
     Split {
         /// GSIs below this one are pins of the client's I/O APIC.
         pins: u32,
-        /// The vectors whose end of interrupt the client wants to hear of: those of level-triggered pins.
+        /// The vectors whose end of interrupt exits to the client: those of level-triggered pins.
         reported: Vectors,
     },
 }
 
-/// The interrupt controllers of a VM and what leads to them.
+/// The interrupt controllers of a VM, its routes and its irqfds.
 #[derive(Default)]
 pub(crate) struct Interrupts {
     /// Not set: vCPUs have no local APIC, and the client has all controllers.
@@ -92,7 +92,7 @@ impl Interrupts {
         self.model.get().is_some()
     }
 
-    /// The 8259 pair and the I/O APIC, if they are not the client's.
+    /// The 8259 pair and the I/O APIC, if slat emulates them.
     pub(crate) fn chips(&self) -> Option<&Chips> {
         match self.model.get() {
             Some(Model::Pc(chips)) => Some(chips),
@@ -105,7 +105,7 @@ impl Interrupts {
         matches!(self.model.get(), Some(Model::Split { .. }))
     }
 
-    /// Whether destinations of messages and ids of APICs have 32 bits towards the client.
+    /// Whether destinations of messages and ids of APICs have 32 bits in the client's structs.
     pub(crate) fn has_wide_ids(&self) -> bool {
         self.msi_ids() != MsiIds::Eight
     }

@@ -1,17 +1,17 @@
-//! Which lines and messages a GSI (a client's number for an interrupt) leads to: `KVM_SET_GSI_ROUTING`.
+//! The lines and messages that a GSI (a client's number for an interrupt) is routed to: `KVM_SET_GSI_ROUTING`.
 
 use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
 
-/// GSIs a VM can have, and routes: KVM's `KVM_MAX_IRQ_ROUTES`.
+/// The number of GSIs, and of routes, that a VM can have: KVM's `KVM_MAX_IRQ_ROUTES`.
 pub(crate) const MAX_ROUTES: u32 = 4096;
 /// Lines of one 8259.
 const PIC_LINES: u32 = 8;
 /// Pins of the I/O APIC.
 pub(crate) const IOAPIC_PINS: u32 = 24;
 
-/// Where a GSI leads.
+/// A line or a message that a GSI is routed to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Target {
     /// A line of the 8259 pair, 0 to 15.
@@ -20,15 +20,15 @@ pub(crate) enum Target {
     IoApic(u8),
     /// A message.
     Msi {
-        /// Where a device would write it.
+        /// The address that a device would write to.
         address: u64,
-        /// What it would write.
+        /// The word that a device would write.
         data: u32,
     },
 }
 
 impl Target {
-    /// Whether a GSI may have both. As in KVM, it may lead to each chip once, or to one message.
+    /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to each chip at most once, or to one message.
     fn excludes(self, other: Target) -> bool {
         match (self, other) {
             (Target::Pic(one), Target::Pic(another)) => {
@@ -45,8 +45,8 @@ impl Target {
 pub(crate) struct Routes(Vec<(u32, Target)>);
 
 impl Routes {
-    /// The routes of a PC: each GSI below 16 leads to the 8259's line and the I/O APIC's pin of the same number, those up to 23 to a
-    /// pin.
+    /// Creates the routes of a PC: each GSI below 16 is routed to the 8259's line and the I/O APIC's pin of the same number, those up
+    /// to 23 to a pin.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -61,12 +61,12 @@ impl Routes {
         Ok(Routes(routes))
     }
 
-    /// Checks a client's table. `has_chips`: there are pins to lead to. `extended_ids`: see [`Message::from_msi`].
+    /// Checks a client's table. `has_chips`: routes may name lines and pins. `extended_ids`: see [`Message::from_msi`].
     ///
     /// [`Message::from_msi`]: slat_irqchip::message::Message::from_msi
     ///
     /// # Errors
-    /// `EINVAL` for numbers beyond the limits, unknown kinds and flags, and a GSI that leads to one chip twice; `ENOMEM`.
+    /// `EINVAL` for numbers beyond the limits, unknown kinds and flags, and a GSI with two targets that exclude each other; `ENOMEM`.
     pub(crate) fn from_client(
         entries: &[kvm_irq_routing_entry],
         has_chips: bool,
@@ -84,7 +84,7 @@ impl Routes {
             }
             routes.push((entry.gsi, target(entry, has_chips, extended_ids)?));
         }
-        // Stable: the order in which a client names the targets of a GSI is kept.
+        // A stable sort: it keeps the order in which a client names the targets of a GSI.
         routes.sort_by_key(|(gsi, _)| *gsi);
         let conflict = |group: &[(u32, Target)]| {
             (1..group.len()).any(|i| group[..i].iter().any(|other| other.1.excludes(group[i].1)))
@@ -95,7 +95,7 @@ impl Routes {
         }
     }
 
-    /// Where `gsi` leads; nowhere if there is no route.
+    /// The targets of `gsi`; none if there is no route.
     pub(crate) fn of(&self, gsi: u32) -> impl Iterator<Item = Target> + '_ {
         let first = self.0.partition_point(|route| route.0 < gsi);
         (self.0[first..].iter())
@@ -103,7 +103,7 @@ impl Routes {
             .map(|route| route.1)
     }
 
-    /// The GSI that leads to `target`, as far as there is one.
+    /// The first GSI that is routed to `target`. `None`: no GSI is.
     pub(crate) fn gsi_of(&self, target: Target) -> Option<u32> {
         (self.0.iter().find(|route| route.1 == target)).map(|route| route.0)
     }

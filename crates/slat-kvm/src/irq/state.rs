@@ -172,7 +172,7 @@ impl VmObject {
         })
     }
 
-    /// `KVM_SET_PIT2`: all counts begin anew.
+    /// `KVM_SET_PIT2`: restarts all counts.
     ///
     /// # Errors
     /// `ENXIO` without 8254.
@@ -185,7 +185,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_REINJECT_CONTROL`: whether ticks that the guest was too slow for are made up for.
+    /// `KVM_REINJECT_CONTROL`: sets whether ticks that a slow guest missed are injected later.
     ///
     /// # Errors
     /// `ENXIO` without 8254.

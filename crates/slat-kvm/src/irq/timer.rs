@@ -1,7 +1,7 @@
-//! The 8254 of a VM, and the alarm it rings by.
+//! The 8254 of a VM, and its alarm.
 //!
-//! The process's ticker calls [`Timer::ring`] when the counter's output rises; what is then to be injected goes through the VM's lines
-//! with the 8254 unlocked.
+//! The process's ticker calls `VmObject::timer_rang` when the counter's output rises, which pulses the VM's line with the 8254
+//! unlocked.
 
 use crate::errno::{Result, no_memory};
 use crate::ticker::{Alarm, Client};
@@ -23,7 +23,7 @@ impl Drop for Timer {
     }
 }
 
-/// Nanoseconds of the host's monotonic clock, by which clients know when a count began.
+/// Returns the nanoseconds of the host's monotonic clock, in which `KVM_GET_PIT2` says when a count began.
 fn now() -> u64 {
     let mut time = libc::timespec {
         tv_sec: 0,
@@ -35,7 +35,7 @@ fn now() -> u64 {
 }
 
 impl Timer {
-    /// A timer that injects into `vm`. `speaker`: port 0x61 is its, too.
+    /// Creates a timer that injects into `vm`. `speaker`: it has port 0x61, too.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -62,7 +62,7 @@ impl Timer {
 
     /// Whether `port` is one of the 8254's.
     pub(crate) fn answers(&self, port: u16) -> bool {
-        // Most ports need not lock it for the answer.
+        // Most ports are decided without the lock.
         (0x40..=0x61).contains(&port) && self.lock().answers(port)
     }
 
@@ -108,14 +108,14 @@ impl VmObject {
         self.interrupts.chips()?.timer.get()
     }
 
-    /// The alarm has rung: the ticker calls it, with none of its locks held.
+    /// Counts the edges that are due, and pulses the line if it has to. The ticker calls this, with none of its locks held.
     fn timer_rang(&self) {
         if self.timer().is_some_and(|timer| timer.expire()) {
             self.pulse_timer();
         }
     }
 
-    /// The guest has ended the 8254's interrupt: a tick that was missed meanwhile comes now.
+    /// Injects a tick that was missed meanwhile. Call after the guest has ended the 8254's interrupt.
     pub(crate) fn timer_acknowledged(&self) {
         if self
             .timer()

@@ -12,12 +12,12 @@ use std::ops::Deref;
 
 /// The vCPUs of a VM, by id.
 ///
-/// Behind one lock with the map of their APICs' addresses, so that a message takes that lock for reading and then only the APICs it is
-/// for.
+/// One lock protects them and the map of their APICs' addresses: a message acquires that lock for reading, and then only the locks of
+/// the APICs that it addresses.
 #[derive(Default)]
 pub(crate) struct Vcpus {
     by_id: Vec<Shared<VcpuCommon>>,
-    /// Finds them by their places in `by_id`. Always has memory for all of them.
+    /// Maps APIC addresses to indices in `by_id`. Always has memory for all vCPUs.
     map: ApicMap,
 }
 
@@ -30,7 +30,7 @@ impl Deref for Vcpus {
 }
 
 impl Vcpus {
-    /// Makes room for one more: [`insert`](Self::insert) cannot fail then.
+    /// Allocates memory for one more vCPU: [`insert`](Self::insert) cannot fail then.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -39,7 +39,7 @@ impl Vcpus {
         self.map.reserve(self.by_id.len() + 1).map_err(no_memory)
     }
 
-    /// The place of the vCPU with this id, or where it would be.
+    /// `Ok`: the index of the vCPU with this id. `Err`: the index at which to insert it.
     pub(crate) fn place(&self, id: u32) -> std::result::Result<usize, usize> {
         self.by_id.binary_search_by_key(&id, |vcpu| vcpu.id)
     }
@@ -58,17 +58,17 @@ impl Vcpus {
     }
 }
 
-/// What became of a message.
+/// The number of vCPUs that a message reached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Sent {
-    /// vCPUs that took it, those with the same interrupt pending included.
+    /// vCPUs that accepted the message, those with the same interrupt pending included.
     pub(crate) taken: usize,
-    /// vCPUs that will see an interrupt they would not have seen without it.
+    /// vCPUs for which the interrupt was not pending yet.
     pub(crate) new: usize,
 }
 
 impl VmObject {
-    /// Carries a message from a vCPU, or from a device, to the APICs it is for.
+    /// Delivers a message from a vCPU, or from a device (`None`), to the APICs that it addresses.
     pub(crate) fn send_message(&self, from: Option<&VcpuCommon>, message: &Message) -> Sent {
         let vcpus = self.vcpus();
         let sender = from.and_then(|from| vcpus.place(from.id).ok());
@@ -86,7 +86,7 @@ impl VmObject {
         sent
     }
 
-    /// Wakes the vCPU with this APIC id from a halt, or from its next one.
+    /// Wakes the vCPU with this APIC id from its halt, or else from its next one.
     pub(crate) fn end_halt(&self, apic_id: u32) {
         let vcpus = self.vcpus();
         (vcpus.map).visit(Destination::Physical(apic_id), None, |place| {

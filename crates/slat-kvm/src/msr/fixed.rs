@@ -1,9 +1,9 @@
-//! MSRs that old guests and firmware access without asking CPUID: reads answer what KVM's do, writes have no effect.
+//! MSRs that old guests and firmware access without asking CPUID: reads return what KVM's do, writes have no effect.
 
 use super::index::*;
 use slat_x86::MsrFault;
 
-/// What an MSR of fixed value reads.
+/// Returns the value of an MSR of fixed value. `None`: `index` is no such MSR.
 pub(super) fn read(index: u32) -> Option<u64> {
     Some(match index {
         PLATFORM_ID | EBL_CR_POWERON | UCODE_WRITE | PERF_CTL => 0,
@@ -19,11 +19,11 @@ pub(super) fn read(index: u32) -> Option<u64> {
         | PP1_ENERGY_STATUS => 0,
         AMD_SYSCFG | AMD_NB_CFG | AMD_INT_PENDING | AMD_MMIO_CONF_BASE | AMD_TSEG_ADDR
         | AMD_TSEG_MASK | AMD_VM_HSAVE_PA | AMD_DC_CFG | AMD_TW_CFG | AMD_BU_CFG2 | AMD_EX_CFG => 0,
-        // Guests divide by these: a bus of 100 MHz, ratio 1.
+        // Guests divide by these values: a bus of 100 MHz, ratio 1.
         FSB_FREQ => 3,
         EBC_FREQUENCY_ID => 1 << 24,
         PERF_STATUS => 4 << 40 | 1000,
-        // A level-2 cache of 256 KiB that is switched on.
+        // An enabled level-2 cache of 256 KiB.
         BBL_CR_CTL3 => 0xbe70_2111,
         K7_CLK_CTL => 0x2000_0000,
         _ => return None,
@@ -33,7 +33,7 @@ pub(super) fn read(index: u32) -> Option<u64> {
 /// Writes an MSR whose writes have no effect.
 ///
 /// # Errors
-/// `Unknown` for others, `Invalid` for a value that would have one.
+/// `Unknown` for other MSRs, `Invalid` for a value that would have an effect.
 pub(super) fn write(index: u32, value: u64) -> Result<(), MsrFault> {
     match index {
         UCODE_WRITE | BBL_CR_CTL3 | K7_CLK_CTL => Ok(()),

@@ -5,22 +5,22 @@ use crate::errno::{self, fail};
 use kvm_bindings::kvm_x86_mce;
 use slat_x86::MsrFault;
 
-/// IA32_MCG_CTL exists.
+/// MCG_CTL_P: IA32_MCG_CTL exists.
 const CAP_CONTROL: u64 = 1 << 8;
-/// Software error recovery.
+/// MCG_SER_P: software error recovery.
 const CAP_RECOVERY: u64 = 1 << 24;
-/// How many banks there are.
+/// The number of banks.
 const CAP_BANKS: u64 = 0xff;
-/// Where KVM lets a client set any bits, which mean nothing without others: the number of extended state registers.
+/// The number of extended state registers. KVM lets a client set any value; none has a meaning without MCG_EXT_P.
 const CAP_EXTENDED: u64 = 0x00ff_0000;
 
-/// The most banks that a vCPU can have, and what `KVM_CHECK_EXTENSION` answers.
+/// The most banks that a vCPU can have: what `KVM_CHECK_EXTENSION` returns.
 pub(crate) const MAX_BANKS: u32 = 32;
 
-/// What `KVM_X86_GET_MCE_CAP_SUPPORTED` answers. There are no corrected-error interrupts.
+/// What `KVM_X86_GET_MCE_CAP_SUPPORTED` returns. There are no corrected-error interrupts.
 pub(crate) const SUPPORTED: u64 = CAP_CONTROL | CAP_RECOVERY;
 
-/// A machine check is in progress.
+/// MCIP: a machine check is in progress.
 const MCG_STATUS_IN_PROGRESS: u64 = 1 << 2;
 const STATUS_ACTION_REQUIRED: u64 = 1 << 55;
 const STATUS_SIGNALED: u64 = 1 << 56;
@@ -52,7 +52,7 @@ impl Bank {
         self.status & STATUS_VALID != 0
     }
 
-    /// Logs an error in place of the last one.
+    /// Overwrites the bank with `error`.
     fn log(&mut self, error: &kvm_x86_mce) {
         self.status = error.status;
         self.address = error.addr;
@@ -60,10 +60,10 @@ impl Bank {
     }
 }
 
-/// What an error does to the vCPU.
+/// The effect of an error on the vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reported {
-    /// Nothing more than what the registers show.
+    /// Only the registers changed, if those.
     Logged,
     /// #MC.
     Exception,
@@ -101,7 +101,7 @@ impl MachineCheck {
         self.capabilities & CAP_CONTROL != 0
     }
 
-    /// `KVM_X86_SETUP_MCE`: chooses the capabilities, and enables all errors.
+    /// `KVM_X86_SETUP_MCE`: sets the capabilities, and enables all errors.
     ///
     /// # Errors
     /// `EINVAL` for no banks, too many, and capabilities that are not supported.
@@ -123,7 +123,7 @@ impl MachineCheck {
         Ok(())
     }
 
-    /// `KVM_X86_SET_MCE`: an error of the machine. `enabled`: CR4.MCE is set.
+    /// `KVM_X86_SET_MCE`: reports an error of the machine. `enabled`: CR4.MCE is set.
     ///
     /// # Errors
     /// `EINVAL` for a bank that does not exist, and for an error that is not valid.
@@ -160,7 +160,7 @@ impl MachineCheck {
             return Ok(Reported::Exception);
         }
         if bank.is_valid() && bank.status & STATUS_UNCORRECTED != 0 {
-            // The worse error stays.
+            // A corrected error does not overwrite an uncorrected one.
             bank.status |= STATUS_OVERFLOW;
         } else {
             if bank.is_valid() {

@@ -1,4 +1,4 @@
-//! Model-specific registers: which exist, what a write does. An unknown one is #GP for the guest and ends
+//! Model-specific registers: which exist, and what writes do. Access to an unknown MSR is #GP for the guest and ends
 //! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
 
 use crate::machine::VcpuMachine;
@@ -21,7 +21,7 @@ pub(crate) use stored::Stored;
 
 use index::*;
 
-/// `KVM_GET_MSR_INDEX_LIST`: what a client saves and restores.
+/// `KVM_GET_MSR_INDEX_LIST`: the MSRs that a client saves and restores.
 pub const SAVED: &[u32] = &[
     TSC,
     SYSENTER_CS,
@@ -86,7 +86,7 @@ pub const SAVED: &[u32] = &[
     EFER,
 ];
 
-/// `KVM_GET_MSR_FEATURE_INDEX_LIST`: what can be asked of the system.
+/// `KVM_GET_MSR_FEATURE_INDEX_LIST`: the MSRs that `KVM_GET_MSRS` on `/dev/kvm` reads.
 pub const FEATURES: &[u32] = &[
     UCODE_REV,
     PLATFORM_INFO,
@@ -94,7 +94,7 @@ pub const FEATURES: &[u32] = &[
     PERF_CAPABILITIES,
 ];
 
-/// A feature MSR as a new vCPU has it.
+/// Returns the value of a feature MSR in a new vCPU. `None`: `index` is no feature MSR.
 pub fn feature(index: u32) -> Option<u64> {
     match index {
         UCODE_REV => Some(UCODE_REV_RESET),
@@ -106,7 +106,7 @@ pub fn feature(index: u32) -> Option<u64> {
     }
 }
 
-/// A microcode revision that no erratum list knows.
+/// A microcode revision that is in no list of errata.
 const UCODE_REV_RESET: u64 = 1 << 32;
 /// CPUID can be made to fault outside CPL 0 ([`cpuid_faults`]).
 const PLATFORM_INFO_CPUID_FAULT: u64 = 1 << 31;
@@ -114,18 +114,18 @@ const MISC_FEATURES_CPUID_FAULT: u64 = 1;
 /// A guest may write more than 0 to the status of a machine-check bank.
 const HWCR_MC_STATUS_WRITABLE: u64 = 1 << 18;
 const HWCR_TSC_FREQUENCY: u64 = 1 << 24;
-/// A paravirtual feature is in use: the rest of its MSR is an address.
+/// Bit of a paravirtual feature's MSR: the feature is in use, and the rest of the MSR is an address.
 pub(crate) const KVM_ENABLED: u64 = 1;
 const EFER_BITS: u64 =
     control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
-/// Performance monitoring and fast strings are there, MONITOR is not.
+/// Fast strings are enabled; performance monitoring and MONITOR are not available.
 const MISC_ENABLE_RESET: u64 = 1;
-/// There is no branch trace store and no PEBS: the guest cannot change that.
+/// The bits for "no branch trace store" and "no PEBS", which a guest cannot change.
 const MISC_ENABLE_READ_ONLY: u64 = 1 << 11 | 1 << 12;
 const MISC_ENABLE_PERFMON: u64 = 1 << 7;
 const MISC_ENABLE_MWAIT: u64 = 1 << 18;
 const FEATURE_CONTROL_LOCKED: u64 = 1;
-/// What a client may restore: the lock, VMX in and outside SMX, SGX and who launches it, local machine checks.
+/// The bits that a client may restore: the lock, VMX in and outside SMX, SGX and its launch control, local machine checks.
 const FEATURE_CONTROL_BITS: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18 | 1 << 20;
 /// Eight variable ranges, fixed ranges, write-combining.
 const MTRR_CAP_VALUE: u64 = 8 | 1 << 8 | 1 << 10;
@@ -146,7 +146,7 @@ fn valid_pat(value: u64) -> bool {
         .all(|kind| matches!(kind, 0 | 1 | 4 | 5 | 6 | 7))
 }
 
-/// A register that stands in the CPU's state.
+/// Returns the register of the CPU's state that is this MSR. `None`: the CPU's state does not have the MSR.
 fn cpu_register(state: &mut State, index: u32) -> Option<&mut u64> {
     Some(match index {
         EFER => &mut state.efer,
@@ -166,7 +166,7 @@ fn cpu_register(state: &mut State, index: u32) -> Option<&mut u64> {
     })
 }
 
-/// How `kvm_run` names a refusal.
+/// Returns the reason of a refusal as `kvm_run` names it: `KVM_MSR_EXIT_REASON_*`.
 pub(crate) fn exit_reason(why: MsrFault) -> u32 {
     match why {
         MsrFault::Unknown => KVM_MSR_EXIT_REASON_UNKNOWN,
@@ -175,7 +175,7 @@ pub(crate) fn exit_reason(why: MsrFault) -> u32 {
     }
 }
 
-/// A client reads an MSR.
+/// Reads an MSR for a client.
 pub(crate) fn read(inner: &mut Inner, index: u32) -> Result<u64, MsrFault> {
     match cpu_register(&mut inner.cpu.state, index) {
         Some(register) => Ok(*register),
@@ -183,7 +183,7 @@ pub(crate) fn read(inner: &mut Inner, index: u32) -> Result<u64, MsrFault> {
     }
 }
 
-/// A client writes an MSR.
+/// Writes an MSR for a client.
 pub(crate) fn write(inner: &mut Inner, index: u32, value: u64) -> Result<(), MsrFault> {
     let value = match index {
         EFER if value & !EFER_BITS != 0 => return Err(MsrFault::Invalid),
@@ -203,7 +203,7 @@ pub(crate) fn write(inner: &mut Inner, index: u32, value: u64) -> Result<(), Msr
     }
 }
 
-/// The paravirtual MSRs are features of their own.
+/// Refuses a paravirtual MSR whose feature the guest does not have.
 fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
     let feature = match index {
         KVM_WALL_CLOCK | KVM_SYSTEM_TIME => cpuid::KVM_FEATURE_CLOCKSOURCE,
@@ -218,8 +218,8 @@ fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
     }
 }
 
-/// IA32_MISC_ENABLE: two bits are read-only for a guest, one keeps its value, and one switches MONITOR and MWAIT, unless the
-/// VM has KVM's quirk.
+/// Writes IA32_MISC_ENABLE: two bits are read-only for a guest, one keeps its value, and one enables MONITOR and MWAIT in CPUID,
+/// unless the VM has KVM's quirk.
 fn write_misc_enable(
     machine: &mut VcpuMachine,
     mut value: u64,
@@ -253,7 +253,7 @@ fn platform_info(machine: &VcpuMachine) -> u64 {
     (machine.stored(PLATFORM_INFO)).unwrap_or(PLATFORM_INFO_CPUID_FAULT)
 }
 
-/// Whether the guest has made CPUID fault outside CPL 0.
+/// Whether CPUID faults outside CPL 0, which the guest has enabled.
 pub(crate) fn cpuid_faults(machine: &VcpuMachine) -> bool {
     machine.msr(MISC_FEATURES) & MISC_FEATURES_CPUID_FAULT != 0
 }
@@ -296,7 +296,7 @@ pub(crate) fn read_machine(
             return Err(MsrFault::Invalid);
         }
         PLATFORM_INFO => platform_info(machine),
-        // A guest reads it if it has a performance monitor; a client may always.
+        // A guest can read it only with a performance monitor, which none has; a client always can.
         PERF_CAPABILITIES if !by_guest => 0,
         PERF_CAPABILITIES | SMBASE => return Err(MsrFault::Invalid),
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => machine.msr(KVM_SYSTEM_TIME_NEW),
@@ -404,7 +404,7 @@ pub(crate) fn write_machine(
         }
         MISC_ENABLE => write_misc_enable(machine, value, by_guest)?,
         FEATURE_CONTROL => {
-            // A guest may lock it, once. There is nothing else in here that it could switch on.
+            // A guest may lock the MSR, once. It has no other feature of this MSR to enable.
             if by_guest && machine.msr(FEATURE_CONTROL) & FEATURE_CONTROL_LOCKED != 0 {
                 return Err(MsrFault::Invalid);
             }
@@ -414,7 +414,7 @@ pub(crate) fn write_machine(
             })?;
             machine.store(index, value);
         }
-        // What is not there may be switched off, not on.
+        // Features that do not exist may be disabled, not enabled.
         DEBUGCTL => only(0)?,
         MISC_FEATURES => {
             only(match platform_info(machine) & PLATFORM_INFO_CPUID_FAULT {
@@ -438,7 +438,7 @@ pub(crate) fn write_machine(
             machine.store(index, value);
         }
         POWER_CTL => machine.store(index, value),
-        // Nothing of the following is the guest's to change.
+        // The guest cannot change the following MSRs.
         SMI_COUNT | SMBASE | PERF_CAPABILITIES if by_guest => return Err(MsrFault::Invalid),
         SMI_COUNT => machine.store(index, value),
         SMBASE => return Err(MsrFault::Invalid),

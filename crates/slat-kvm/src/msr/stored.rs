@@ -1,8 +1,8 @@
-//! The MSRs that are nothing but a value.
+//! The MSRs that only store a value.
 
 use super::index::*;
 
-/// The values of those MSRs that are nothing but a value.
+/// The values of the MSRs that only store a value.
 #[derive(Clone, Debug)]
 pub(crate) struct Stored([Option<u64>; Stored::LEN]);
 
@@ -25,7 +25,7 @@ impl Stored {
         KVM_STEAL_TIME,
         KVM_PV_EOI,
     ];
-    /// Those of the memory type ranges follow each other.
+    /// Consecutive MSRs: those of the memory type ranges.
     const RANGES: [(u32, u32); 4] = [
         (MTRR_PHYS_FIRST, MTRR_PHYS_LAST),
         (MTRR_FIX_64K, MTRR_FIX_64K),
@@ -48,7 +48,7 @@ impl Stored {
         None
     }
 
-    /// The value that was stored last; `None` before the first one, and for MSRs that are not kept here.
+    /// The value that was stored last; `None` before the first one, and for MSRs that are not stored here.
     pub(crate) fn get(&self, index: u32) -> Option<u64> {
         self.0[Self::place(index)?]
     }
@@ -56,7 +56,7 @@ impl Stored {
     /// Stores a value.
     ///
     /// # Panics
-    /// If `index` is more than a value.
+    /// If the MSR `index` is not stored here.
     pub(crate) fn set(&mut self, index: u32, value: u64) {
         let place = Self::place(index).expect("an MSR that is stored has a place");
         self.0[place] = Some(value);

@@ -1,4 +1,5 @@
-//! What a vCPU counts besides its memory: exits, injections, halts. Written by the thread that runs it, read by anybody.
+//! The counters of a vCPU besides the engine's: exits, injections, halts. Only the thread that runs the vCPU writes them; any
+//! thread may read.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -8,13 +9,13 @@ pub(super) const BUCKETS: usize = 32;
 
 macro_rules! exits {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// The counters of one vCPU, with the names of KVM's.
+        /// The counters of one vCPU, under KVM's names.
         #[derive(Debug, Default)]
         pub(crate) struct Exits {
             $($(#[$doc])* pub(crate) $name: Count,)*
-            /// How long the halts lasted, by the position of the highest bit of the nanoseconds.
+            /// Counts of waits in halts, by the position of the highest set bit of their nanoseconds.
             pub(super) halt_wait_hist: [Count; BUCKETS],
-            /// It waits in a halt now.
+            /// Whether the vCPU waits in a halt now.
             blocking: AtomicBool,
         }
 
@@ -22,7 +23,7 @@ macro_rules! exits {
             /// The names of the plain counters.
             pub(super) const NAMES: &[&str] = &[$(stringify!($name),)*];
 
-            /// The counter of that place in [`Self::NAMES`].
+            /// The value of the counter with this index in [`Self::NAMES`].
             pub(super) fn value(&self, index: usize) -> u64 {
                 [$(&self.$name,)*][index].0.load(Relaxed)
             }
@@ -31,34 +32,34 @@ macro_rules! exits {
 }
 
 exits! {
-    /// The CPU stopped, for whatever reason.
+    /// Exits of the CPU, for any reason.
     exits,
     /// Port accesses.
     io_exits,
-    /// Accesses to addresses without memory that the client answers.
+    /// Accesses to addresses without memory that exit to the client.
     mmio_exits,
     /// `KVM_RUN` ended because of a signal.
     signal_exits,
-    /// An interrupt could be delivered that had waited for it.
+    /// Exits because a pending interrupt could be delivered.
     irq_window_exits,
-    /// The client's interrupt could be delivered.
+    /// Exits because the client could inject an interrupt.
     request_irq_exits,
-    /// Somebody wanted the vCPU to look: the counterpart of a host interrupt.
+    /// Exits for a raised attention bit: the counterpart of a host interrupt.
     irq_exits,
     /// HLT.
     halt_exits,
-    /// Instructions that real KVM would emulate: those that access addresses without memory (the client answers them, or the local
-    /// APIC does), and those that the CPU does not have.
+    /// Instructions that real KVM would emulate: those that access addresses without memory (which the client, an interrupt
+    /// controller or an eventfd handles), and those that the CPU does not have.
     insn_emulation,
     /// Instructions that the CPU does not have.
     insn_emulation_fail,
     /// VMCALL.
     hypercalls,
-    /// Interrupts of the local APIC that were delivered.
+    /// Interrupts of the local APIC or the 8259 that were delivered.
     irq_injections,
     /// NMIs that were delivered.
     nmi_injections,
-    /// All translations were dropped.
+    /// Times that the vCPU dropped all translations.
     tlb_flush,
     /// Halts that ended.
     halt_wakeup,
@@ -82,7 +83,7 @@ impl Count {
 }
 
 impl Exits {
-    /// A halt begins, or ends.
+    /// Call when a halt begins (`true`) or ends.
     pub(crate) fn set_blocking(&self, blocking: bool) {
         self.blocking.store(blocking, Relaxed);
     }
@@ -91,7 +92,7 @@ impl Exits {
         self.blocking.load(Relaxed)
     }
 
-    /// A halt, or a part of one, is over.
+    /// Counts the time of a halt, or of a part of one. Call after it.
     pub(crate) fn waited(&self, time: Duration) {
         let ns = time.as_nanos() as u64;
         self.halt_wait_ns.add(ns);

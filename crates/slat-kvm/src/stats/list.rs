@@ -1,7 +1,7 @@
-//! Which statistics there are, under which names.
+//! The statistics and their names.
 //!
 //! KVM's come first. What the engine counts beyond them follows under its own name: the file describes itself, so a reader
-//! that knows KVM's names finds them and passes over the others.
+//! that knows KVM's names finds them and skips the others.
 
 use super::exits::{BUCKETS, Exits};
 use crate::errno::Result;
@@ -9,33 +9,33 @@ use crate::heap;
 use kvm_bindings::*;
 use slat::Stats;
 
-/// What a value is.
+/// The kind of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     /// Only grows.
     Counter,
-    /// As it is now.
+    /// The current value.
     Gauge,
-    /// The largest so far.
+    /// The largest value so far.
     Peak,
-    /// As it is now: yes or no.
+    /// The current state: yes or no.
     Flag,
     /// Nanoseconds; only grows.
     Time,
-    /// Numbers of times, in buckets of doubling width.
+    /// Counts of durations, in buckets of doubling width.
     TimeHistogram,
 }
 
-/// Where a value comes from.
+/// The source of a value.
 #[derive(Clone, Copy, Debug)]
 enum Source {
-    /// The engine's counter of that place.
+    /// The engine's counter of this index.
     Engine(usize),
-    /// The vCPU's counter of that place.
+    /// The vCPU's counter of this index.
     Exits(usize),
     HaltHistogram,
     Blocking,
-    /// It cannot be anything else: see [`NEVER_VM`] and [`NEVER_VCPU`].
+    /// Always 0: see [`NEVER_VM`] and [`NEVER_VCPU`].
     Never,
 }
 
@@ -67,7 +67,7 @@ const VCPU: &[&str] = &[
     "pf_fast",
     "pf_mmio_spte_created",
 ];
-/// Of shadow pages, which there are none of: guest memory is translated by second-level tables alone.
+/// Statistics of shadow pages, always 0: slat has none, because second-level tables alone translate guest memory.
 const NEVER_VM: &[(&str, Kind)] = &[
     ("mmu_shadow_zapped", Kind::Counter),
     ("mmu_pte_write", Kind::Counter),
@@ -79,8 +79,8 @@ const NEVER_VM: &[(&str, Kind)] = &[
     ("max_mmu_rmap_size", Kind::Peak),
     ("max_mmu_page_hash_collisions", Kind::Peak),
 ];
-/// What a vCPU here never does: poll before it halts; exit for INVLPG or the guest's own page faults; flush the host's caches,
-/// reload the host's registers; run nested guests; yield to another vCPU.
+/// Statistics of what a slat vCPU never does, always 0: poll before it halts; exit for INVLPG or the guest's own page faults; flush
+/// the host's caches, reload the host's registers; run nested guests; yield to another vCPU.
 const NEVER_VCPU: &[(&str, Kind)] = &[
     ("halt_successful_poll", Kind::Counter),
     ("halt_attempted_poll", Kind::Counter),
@@ -109,7 +109,7 @@ fn never(&(name, kind): &(&'static str, Kind)) -> Entry {
     Entry { name, kind, source }
 }
 
-/// The engine's statistics that `wanted` names.
+/// Returns the engine's statistics whose names `wanted` accepts.
 fn of_engine(wanted: impl Fn(&str) -> bool) -> impl Iterator<Item = Entry> {
     let all = Stats::NAMES.iter().enumerate();
     let wanted = all.filter(move |(_, name)| wanted(name));
@@ -124,7 +124,7 @@ fn of_engine(wanted: impl Fn(&str) -> bool) -> impl Iterator<Item = Entry> {
     })
 }
 
-/// The statistics of a VM.
+/// Returns the list of a VM's statistics.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -136,7 +136,7 @@ pub(super) fn of_vm() -> Result<Vec<Entry>> {
     Ok(list)
 }
 
-/// The statistics of a vCPU.
+/// Returns the list of a vCPU's statistics.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -168,7 +168,7 @@ pub(super) fn of_vcpu() -> Result<Vec<Entry>> {
     list.extend(exits);
     list.extend(halts);
     list.extend(NEVER_VCPU.iter().map(never));
-    // What is the VM's is no vCPU's: of a gauge, one vCPU's share says nothing.
+    // Without the VM's own statistics: one vCPU's share of a gauge means nothing.
     list.extend(of_engine(|name| {
         !VM.contains(&name) && !VCPU.contains(&name)
     }));
@@ -176,7 +176,7 @@ pub(super) fn of_vcpu() -> Result<Vec<Entry>> {
 }
 
 impl Entry {
-    /// How many values it has.
+    /// The number of values.
     pub(super) fn len(&self) -> usize {
         match self.kind {
             Kind::TimeHistogram => BUCKETS,
@@ -184,7 +184,7 @@ impl Entry {
         }
     }
 
-    /// Its `kvm_stats_desc`, without the name.
+    /// Appends the `kvm_stats_desc` of this statistic, without the name. `offset`: of its values.
     pub(super) fn describe(&self, bytes: &mut Vec<u8>, offset: u32) {
         let (kind, unit, exponent) = match self.kind {
             Kind::Counter => (KVM_STATS_TYPE_CUMULATIVE, KVM_STATS_UNIT_NONE, 0),
@@ -203,7 +203,7 @@ impl Entry {
         bytes.extend(bucket_size.to_le_bytes());
     }
 
-    /// Gives its values, as many as [`Self::len`] says.
+    /// Calls `give` with each value, [`Self::len`] times.
     pub(super) fn values(&self, engine: &Stats, exits: Option<&Exits>, mut give: impl FnMut(u64)) {
         match (self.source, exits) {
             (Source::Engine(index), _) => {

@@ -1,8 +1,7 @@
-//! Statistics as KVM gives them: `KVM_GET_STATS_FD`, a file that describes itself.
+//! Statistics in KVM's format: `KVM_GET_STATS_FD`, a file that describes itself.
 //!
-//! The descriptor is a memfd in KVM's layout: header, name, descriptors, values. The values are written anew, through a mapping
-//! of ours, by whoever is about to read ([`StatsObject::refresh`]: the preload library does that); the reading itself, offsets and
-//! all, is then the host's.
+//! The descriptor is a memfd in KVM's layout: header, name, descriptors, values. Before a client reads, the preload library has the
+//! values written anew through a mapping of ours ([`StatsObject::refresh`]); the host then carries out the read, offsets included.
 
 mod exits;
 mod list;
@@ -23,27 +22,27 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Room for a name, its NUL included.
+/// Bytes for a name, its NUL included.
 const NAME_SIZE: usize = 48;
-/// Bytes of a descriptor: the struct ends with a name of no length.
+/// Bytes of a descriptor: `kvm_stats_desc` ends with a flexible array for the name.
 const DESCRIPTOR: usize = size_of::<kvm_stats_desc>() + NAME_SIZE;
 const HEADER: usize = size_of::<kvm_stats_header>();
 
-/// Whose statistics they are.
+/// The VM or vCPU that statistics describe.
 #[derive(Debug)]
 enum Of {
     Vm(Arc<VmObject>),
     Vcpu(Owner<VcpuObject>),
 }
 
-/// The statistics of a VM or a vCPU, as a file. Keeps what it tells of alive.
+/// The statistics of a VM or a vCPU, as a file. Keeps the VM or vCPU alive.
 #[derive(Debug)]
 pub struct StatsObject {
     of: Of,
     entries: Vec<Entry>,
     /// The whole file.
     file: Shared,
-    /// Where the values begin.
+    /// Offset of the values.
     data: usize,
 }
 
@@ -51,7 +50,7 @@ impl VmObject {
     /// `KVM_GET_STATS_FD` of a VM.
     ///
     /// # Errors
-    /// `EIO` in a forked child, `ENOMEM`, what the host answers to making the file.
+    /// `EIO` in a forked child, `ENOMEM`, what the host returns for making the file.
     pub fn stats(self: &Arc<Self>) -> Result<(Owner<StatsObject>, OwnedFd)> {
         let _call = self.begin()?;
         let entries = list::of_vm()?;
@@ -64,7 +63,7 @@ impl VcpuObject {
     /// `KVM_GET_STATS_FD` of a vCPU.
     ///
     /// # Errors
-    /// `EIO` in a forked child, `ENOMEM`, what the host answers to making the file.
+    /// `EIO` in a forked child, `ENOMEM`, what the host returns for making the file.
     pub fn stats(vcpu: &Owner<Self>) -> Result<(Owner<StatsObject>, OwnedFd)> {
         let _call = vcpu.vm.begin()?;
         let entries = list::of_vcpu()?;
@@ -88,7 +87,7 @@ impl StatsObject {
         let size = data + values * size_of::<u64>();
         let fd = memfd("kvm-stats\0", size, true)?;
         let file = Shared::map(&fd, 0, size)?;
-        // Who has the descriptor may read; the mapping above stays writable.
+        // The descriptor is read-only from now on; the mapping above stays writable.
         seal(&fd, libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_SEAL)?;
         let mut bytes = heap::with_room(data)?;
         let header = [
@@ -108,7 +107,7 @@ impl StatsObject {
             offset += entry.len() * size_of::<u64>();
         }
         assert_eq!(bytes.len(), data, "the layout is what the header says");
-        // SAFETY: the mapping is new, and larger than that.
+        // SAFETY: the mapping is new, and at least `bytes.len()` long.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), file.start(), bytes.len()) };
         let stats = Owner::try_new(StatsObject {
             of,
@@ -129,7 +128,7 @@ impl StatsObject {
         }
     }
 
-    /// The id of the vCPU whose statistics they are; `None` for a VM's.
+    /// The id of the vCPU that the statistics describe; `None` for a VM's.
     pub fn vcpu_id(&self) -> Option<u32> {
         match &self.of {
             Of::Vm(_) => None,
@@ -137,7 +136,7 @@ impl StatsObject {
         }
     }
 
-    /// Names and values as they are now.
+    /// Returns names and current values.
     ///
     /// # Errors
     /// `EIO` in a forked child.
@@ -152,22 +151,22 @@ impl StatsObject {
         Ok(named)
     }
 
-    /// Brings the values in the file up to date. Takes no lock: a vCPU may run meanwhile.
+    /// Updates the values in the file. Takes no lock: a vCPU may run meanwhile.
     pub fn refresh(&self) {
         if self.is_foreign() {
             return;
         }
         let mut at = self.data;
         self.sample(|_, value| {
-            // SAFETY: inside the mapping, which has room for all values; aligned, since all that stands before is a multiple of
-            // eight bytes; others read or store atomically.
+            // SAFETY: within the mapping, which holds all values; aligned, since header, name and descriptors are multiples of
+            // eight bytes; other threads read or store atomically.
             let place = unsafe { AtomicU64::from_ptr(self.file.start().add(at).cast()) };
             place.store(value, Ordering::Relaxed);
             at += size_of::<u64>();
         });
     }
 
-    /// Gives all values, in the order of the entries, each with the place of its entry.
+    /// Calls `give` with all values, in the order of the entries, each with the index of its entry.
     fn sample(&self, mut give: impl FnMut(usize, u64)) {
         let (engine, exits) = match &self.of {
             Of::Vm(vm) => (vm.engine.stats(), None),
@@ -179,7 +178,7 @@ impl StatsObject {
     }
 }
 
-/// Appends a name, as much of it as there is room for, and zeroes. `bytes` has the room.
+/// Appends a name, cut to `NAME_SIZE - 1` bytes, and zeroes up to `NAME_SIZE`. Allocates nothing: `bytes` has the memory.
 fn push_name(bytes: &mut Vec<u8>, name: fmt::Arguments<'_>) {
     let start = bytes.len();
     bytes.resize(start + NAME_SIZE, 0);

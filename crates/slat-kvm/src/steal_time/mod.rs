@@ -1,9 +1,9 @@
 //! Steal time (`KVM_FEATURE_STEAL_TIME`): how long a vCPU was ready to run while the host ran something else.
 //!
-//! As in KVM, that is what the host's scheduler counts for the thread that runs the vCPU: the second number of its `schedstat`.
-//! Clients may forbid that thread to read files (seccomp), so one thread of slat's own, the observer, reads them for all: every
-//! [`PERIOD`] while a vCPU is in `KVM_RUN`, and at once for a vCPU that comes back after a pause. It has a descriptor table of its
-//! own ([`schedstat`]), so that the client never meets its descriptors.
+//! As in KVM, steal time is what the host's scheduler counts for the thread that runs the vCPU: the second number of its
+//! `schedstat`. Clients may forbid that thread to read files (seccomp), so one thread of slat's own, the observer, reads them for
+//! all: every [`PERIOD`] while a vCPU is in `KVM_RUN`, and at once for a vCPU that runs again after a pause. The observer has a
+//! descriptor table of its own ([`schedstat`]), so that its descriptors are not among the client's.
 
 mod schedstat;
 
@@ -23,34 +23,34 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How often the threads of running vCPUs are looked at.
+/// How often the observer reads the `schedstat` of threads that run vCPUs.
 const PERIOD: Duration = Duration::from_millis(10);
-/// A vCPU that was out of `KVM_RUN` for longer waits for a new number.
+/// A vCPU that did not run for this long waits for a new reading before it runs again.
 const PAUSE: Duration = Duration::from_micros(100);
-/// The longest such wait.
+/// The longest wait for a new reading.
 const PATIENCE: Duration = Duration::from_millis(5);
 /// Rounds without a running vCPU after which the observer sleeps until it is called.
 const IDLE_ROUNDS: u32 = 16;
 
 /// The low bits of the MSR that have to be clear: the structure is aligned to 64 bytes.
 const RESERVED: u64 = 0x3e;
-/// Where the fields of the guest's structure are.
+/// Offsets of fields in the guest's structure (`struct kvm_steal_time`).
 const VERSION: u64 = 8;
 const PREEMPTED: u64 = 16;
-/// The vCPU does not run: `KVM_VCPU_PREEMPTED`.
+/// Value of the field `preempted` while the vCPU does not run: `KVM_VCPU_PREEMPTED`.
 const PREEMPTED_NOW: u8 = 1;
 
-/// A thread that runs a vCPU, towards the observer.
+/// What a thread that runs a vCPU and the observer share.
 #[derive(Debug)]
 struct Thread {
     id: usize,
-    /// It is in `KVM_RUN`, and not asleep in a halt.
+    /// Whether the thread is in `KVM_RUN`, and not asleep in a halt.
     runs: AtomicBool,
-    /// It wants a new number now.
+    /// Whether the thread asks for a new reading now.
     asks: AtomicBool,
-    /// It runs the vCPU no more.
+    /// Whether the thread runs the vCPU no more.
     gone: AtomicBool,
-    /// Nanoseconds that it waited for a CPU, at the observer's last look.
+    /// Nanoseconds that the thread waited for a CPU, at the observer's last reading.
     waited: AtomicU64,
 }
 
@@ -63,19 +63,19 @@ struct Observed {
 #[derive(Default)]
 struct Observer {
     threads: Mutex<Vec<Observed>>,
-    /// Somebody asks, or runs again while the observer sleeps.
+    /// Signalled by a thread that asks for a reading, or runs a vCPU again while the observer sleeps.
     called: Condvar,
-    /// The observer has answered everybody who asked.
+    /// Signalled by the observer after it has read for all threads that asked.
     answered: Condvar,
-    /// The observer sleeps until it is called.
+    /// Whether the observer sleeps until it is called.
     parked: AtomicBool,
-    /// It cannot observe: there is no feature.
+    /// Whether the observer cannot read: the guest does not get the feature.
     failed: AtomicBool,
 }
 
 static OBSERVER: PerProcess<Observer> = PerProcess::new();
 
-/// Starts the observer, before a client's filter for system calls could forbid it.
+/// Starts the observer. Call before the client installs a seccomp filter, which could forbid a new thread.
 pub(crate) fn prepare() {
     if is_available() {
         OBSERVER.get_or_start(|observer| {
@@ -84,7 +84,7 @@ pub(crate) fn prepare() {
     }
 }
 
-/// Whether the host counts what a thread waits.
+/// Whether the host counts how long a thread waits for a CPU, and the observer, if started, can read it.
 pub(crate) fn is_available() -> bool {
     static COUNTS: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
     let counts = *COUNTS.get_or_init(schedstat::exists);
@@ -93,7 +93,7 @@ pub(crate) fn is_available() -> bool {
 }
 
 impl Observed {
-    /// Looks at the thread. One that has ended keeps its last number.
+    /// Reads the thread's `schedstat`. A thread that has ended keeps its last reading.
     fn look(&mut self) {
         if self.schedstat.is_none() {
             self.schedstat = Schedstat::open(self.thread.id);
@@ -139,7 +139,7 @@ impl Background for Observer {
                 let waited = self.called.wait_timeout(threads, PERIOD);
                 threads = waited.unwrap_or_else(PoisonError::into_inner).0;
             } else if !self.parked.swap(true, Ordering::SeqCst) {
-                // Look once more: a vCPU may have begun to run before it could see that nobody looks.
+                // Read once more: a vCPU may have begun to run before `parked` was set.
                 continue;
             } else {
                 let called = self.called.wait(threads);
@@ -154,18 +154,18 @@ impl Background for Observer {
 #[derive(Debug, Default)]
 pub(crate) struct StealTime {
     thread: Option<Shared<Thread>>,
-    /// What the guest has been told of `thread`; `None` before the first look at it.
+    /// The reading of `thread` up to which the guest was told; `None` before the first reading.
     told: Option<u64>,
-    /// The guest's structure has to be written though nothing was stolen.
+    /// Whether the guest's structure has to be written though nothing was stolen.
     changed: bool,
-    /// The guest's structure says that the vCPU does not run.
+    /// Whether the guest's structure says that the vCPU does not run.
     preempted: bool,
     /// When the vCPU stopped running.
     left: Option<Instant>,
 }
 
 impl StealTime {
-    /// Watches the calling thread, which is about to run the vCPU.
+    /// Puts the calling thread, which is about to run the vCPU, on the observer's list.
     fn watch(&mut self, observer: &'static Observer) -> Result<Shared<Thread>> {
         let id = thread_id();
         if let Some(thread) = self.thread.as_ref().filter(|thread| thread.id == id) {
@@ -190,7 +190,7 @@ impl StealTime {
         Ok(thread)
     }
 
-    /// The thread runs this vCPU no more. The observer closes what it has of it.
+    /// Stops watching the thread; the observer then closes its `schedstat`. Call when the thread runs this vCPU no more.
     fn forget(&mut self) {
         if let Some(thread) = self.thread.take() {
             thread.runs.store(false, Ordering::SeqCst);
@@ -199,7 +199,8 @@ impl StealTime {
         (self.told, self.left) = (None, None);
     }
 
-    /// The vCPU runs from now on, on this thread. Without memory to watch it, nothing is counted.
+    /// Starts counting for the calling thread; may wait up to [`PATIENCE`]. Call before the vCPU runs. Without memory to watch the
+    /// thread, counts nothing.
     fn begin(&mut self) {
         let Some(observer) = OBSERVER.peek() else {
             return;
@@ -234,7 +235,7 @@ impl StealTime {
         }
     }
 
-    /// What was stolen since the guest was told last, and what it will have been told then.
+    /// Returns what was stolen since the guest was told last, and the new value of `told`. `None` without a reading.
     fn stolen(&mut self) -> Option<(u64, u64)> {
         let thread = self.thread.as_ref()?;
         if self.told.is_none() && thread.asks.load(Ordering::Acquire) {
@@ -259,7 +260,7 @@ impl VcpuMachine {
         (value & KVM_ENABLED != 0).then_some(value & !(RESERVED | KVM_ENABLED))
     }
 
-    /// Writes the MSR.
+    /// Writes `MSR_KVM_STEAL_TIME`.
     pub(crate) fn set_steal_time(&mut self, value: u64) -> std::result::Result<(), MsrFault> {
         if value & RESERVED != 0 || !is_available() {
             return Err(MsrFault::Invalid);
@@ -273,7 +274,7 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// The guest has no structure any more: nobody has to watch for it.
+    /// Clears `MSR_KVM_STEAL_TIME` and stops watching the thread.
     pub(crate) fn end_steal_time(&mut self) {
         self.store(index::KVM_STEAL_TIME, 0);
         self.steal.forget();
@@ -303,7 +304,7 @@ impl VcpuMachine {
             return;
         };
         if self.steal.thread.is_none() {
-            // The guest has just asked for it.
+            // The guest has just enabled steal time.
             self.outside(|machine| machine.steal.begin());
         }
         if std::mem::take(&mut self.steal.preempted) {

@@ -1,12 +1,12 @@
-//! The `schedstat` files of threads, and a descriptor table that nobody else uses.
+//! The `schedstat` files of threads, and a descriptor table that no other thread uses.
 //!
-//! Only plain system calls: the preload library takes the C library's functions for calls of the program, whose descriptors may
-//! have the same numbers as those of this table.
+//! Makes system calls directly, not through the C library: the preload library treats calls of the C library's functions as the
+//! program's, whose descriptors may have the same numbers as those of this table.
 
 use std::ffi::CStr;
 use std::io::Write as _;
 
-/// Makes a system call. Returns what the kernel does: errors are negative.
+/// Makes a system call. Returns the kernel's result; errors are negative.
 ///
 /// # Safety
 /// That of the call.
@@ -15,7 +15,7 @@ unsafe fn system_call(number: i64, [a, b, c, d]: [usize; 4]) -> isize {
     unsafe { slat_process::calls::raw(number, [a, b, c, d, 0, 0]) }
 }
 
-/// Whether the host counts what a thread waits. Needs no descriptor.
+/// Whether the host counts how long a thread waits for a CPU. Needs no descriptor.
 pub(super) fn exists() -> bool {
     let (at, path) = (
         libc::AT_FDCWD as usize,
@@ -25,20 +25,20 @@ pub(super) fn exists() -> bool {
     unsafe { system_call(libc::SYS_faccessat, [at, path, libc::R_OK as usize, 0]) == 0 }
 }
 
-/// Gives this thread a descriptor table of its own, without any descriptor. Returns whether it has one.
+/// Gives this thread an empty descriptor table of its own. Returns whether that succeeded.
 pub(super) fn leave_descriptors() -> bool {
     const CLOSE_RANGE_UNSHARE: usize = 2;
     let arguments = [0, u32::MAX as usize, CLOSE_RANGE_UNSHARE, 0];
-    // SAFETY: it closes nothing in the table that other threads use.
+    // SAFETY: the call unshares the table first, so it closes nothing in the table that other threads use.
     unsafe { system_call(libc::SYS_close_range, arguments) == 0 }
 }
 
-/// The open file of a thread, for the thread that called [`leave_descriptors`].
+/// The open `schedstat` of a thread. Only the thread that called [`leave_descriptors`] uses it.
 #[derive(Debug)]
 pub(super) struct Schedstat(usize);
 
 impl Schedstat {
-    /// Opens that of a thread of this process. `None`: the thread has ended.
+    /// Opens the `schedstat` of a thread of this process. `None`: the thread has ended.
     pub(super) fn open(thread: usize) -> Option<Self> {
         // Without the heap: there is space for both numbers.
         let mut path = [0u8; 64];
@@ -53,21 +53,21 @@ impl Schedstat {
         Some(Schedstat(usize::try_from(fd).ok()?))
     }
 
-    /// Nanoseconds that the thread was ready to run and did not. `None`: it has ended.
+    /// Reads the nanoseconds that the thread was ready to run and did not run. `None`: the thread has ended.
     pub(super) fn waited(&self) -> Option<u64> {
         let mut text = [0u8; 64];
         let arguments = [self.0, text.as_mut_ptr() as usize, text.len(), 0];
         // SAFETY: the buffer and its length.
         let len = unsafe { system_call(libc::SYS_pread64, arguments) };
         let text = std::str::from_utf8(text.get(..usize::try_from(len).ok()?)?).ok()?;
-        // The first number is what it ran.
+        // The first number is the time that the thread ran.
         text.split_ascii_whitespace().nth(1)?.parse().ok()
     }
 }
 
 impl Drop for Schedstat {
     fn drop(&mut self) {
-        // SAFETY: the descriptor is this table's, and used by nobody else.
+        // SAFETY: the descriptor is of this thread's own table, and only this `Schedstat` uses it.
         unsafe { system_call(libc::SYS_close, [self.0, 0, 0, 0]) };
     }
 }
@@ -78,7 +78,8 @@ mod tests {
 
     #[test]
     fn the_table_is_a_threads_own() {
-        // SAFETY: a plain call on the standard input's number.
+        // SAFETY: a plain call on standard error's number.
+
         let is_open = || unsafe { libc::fcntl(2, libc::F_GETFD) >= 0 };
         let left = std::thread::spawn(move || {
             assert!(leave_descriptors());
