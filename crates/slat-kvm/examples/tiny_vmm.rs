@@ -3,15 +3,15 @@
 //! The same source serves both: the macro below is expanded once with kvm-ioctls' types and once with slat-kvm's. A program that
 //! uses one of the two only has `use kvm_ioctls::…` or `use slat_kvm::…` instead.
 //!
-//! The guest is real-mode code: it reads a byte from port 0x10, adds what it finds in a device register, prints the sum to port
-//! 0x11, tells the device, and halts.
+//! The guest is real-mode code: it reads a byte from port 0x10, adds the value of a device register, writes the sum to port 0x11
+//! and to the device register, and halts.
 
 use std::process::ExitCode;
 
 /// ```text
 /// mov dx, 0x10
 /// in al, dx
-/// mov bx, 0x8000        ; no memory there: a device
+/// mov bx, 0x8000        ; the address of a device: no memory
 /// add al, [bx]
 /// inc dx
 /// out dx, al
@@ -42,7 +42,7 @@ macro_rules! vmm {
                 memory_size: crate::MEMORY as u64,
                 userspace_addr: memory.address(),
             };
-            // SAFETY: the memory lives until the VM is gone, and is looked at only while the guest does not run.
+            // SAFETY: the memory outlives the VM, and is read only while the guest does not run.
             unsafe { vm.set_user_memory_region(region)? };
 
             let mut vcpu = vm.create_vcpu(0)?;
@@ -133,7 +133,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: our mapping. No guest runs: vCPUs are made later than the memory and are gone before it.
+        // SAFETY: our mapping. No guest runs: vCPUs are created after the memory and dropped before it.
         unsafe { libc::munmap(self.start.cast(), self.len) };
     }
 }

@@ -1,4 +1,4 @@
-//! Where memory runs out: the n-th allocation of a vCPU's creation and of its runs fails, for every n.
+//! Allocations that fail: the n-th allocation of a vCPU's creation and of its runs fails, for every n.
 
 mod common;
 mod long_mode;

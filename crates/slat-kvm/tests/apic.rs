@@ -8,14 +8,14 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 const X2APIC: u64 = 1 << 10;
-/// Where the second processor starts: the vector of its SIPI is 2.
+/// The address at which the second processor starts: the vector of its SIPI is 2.
 const START: u64 = 0x2000;
 const INIT: u16 = 0x500;
 const LEVEL: u16 = 1 << 15;
 const ASSERT: u16 = 1 << 14;
 const SIPI: u16 = 0x602;
 
-/// Code that sends these interrupt commands to the APIC with id 1, and halts.
+/// Returns code that sends these interrupt commands to the APIC with id 1, and halts.
 fn send(commands: &[u16]) -> Vec<u8> {
     // mov edx, 1; mov ecx, 0x830
     let mut code = vec![0x66, 0xba, 1, 0, 0, 0, 0x66, 0xb9, 0x30, 0x08, 0, 0];
@@ -29,7 +29,7 @@ fn send(commands: &[u16]) -> Vec<u8> {
     code
 }
 
-/// What the second processor does after the first has sent these commands: the byte it puts out, or nothing.
+/// Has the first processor send these commands. Returns the second vCPU, and the byte that it writes to a port, if it does.
 fn second_processor_after(commands: &[u16]) -> (VcpuFd, Option<u8>) {
     let guest = Guest::with(&send(commands), |vm| vm.create_irq_chip().unwrap());
     let Guest {
@@ -61,7 +61,7 @@ fn second_processor_after(commands: &[u16]) -> (VcpuFd, Option<u8>) {
         second
     });
     let thread = std::os::unix::thread::JoinHandleExt::as_pthread_t(&runs) as usize;
-    // After sending them the first vCPU halts and nobody wakes it, so nobody joins its thread.
+    // After sending the commands the first vCPU halts for ever, so its thread is not joined.
     std::thread::spawn(move || first.run().map(|_| ()));
     let mut sent = [0];
     while sent == [0] {
@@ -101,12 +101,12 @@ fn the_deassertion_of_init_is_ignored() {
     assert_eq!(byte, None);
     let state = second.get_mp_state().unwrap().mp_state;
     assert_eq!(state, kvm_bindings::KVM_MP_STATE_UNINITIALIZED);
-    // Nor does it keep a real one from having its effect.
+    // Nor does the end of a level cancel a real INIT.
     let (_, byte) = second_processor_after(&[INIT, INIT | LEVEL, SIPI]);
     assert_eq!(byte, Some(42));
 }
 
-/// KVM_SIGNAL_MSI tells whether a vCPU has taken the message.
+/// KVM_SIGNAL_MSI returns how many vCPUs have accepted the message.
 #[test]
 fn a_message_is_taken_or_not() {
     let guest = Guest::with(&[0xf4], |vm| vm.create_irq_chip().unwrap());
@@ -117,11 +117,11 @@ fn a_message_is_taken_or_not() {
         ..Default::default()
     };
     assert_eq!(guest.vm.signal_msi(message(INIT)).unwrap(), 1);
-    // An APIC that software has not enabled takes no vector.
+    // An APIC that software has not enabled accepts no vector.
     assert_eq!(guest.vm.signal_msi(message(0x40)).unwrap(), 0);
 }
 
-/// An x2APIC's id is its vCPU's. A client that sees all of it has to give the same back.
+/// An x2APIC's id is its vCPU's. A client that uses 32-bit ids has to restore that id.
 #[test]
 fn a_state_with_another_id_is_refused() {
     let api = kvm_bindings::kvm_enable_cap {

@@ -1,4 +1,4 @@
-//! Every capability that is claimed, and a call that uses it. One without an entry here fails the test.
+//! Every capability that slat claims, and a call that uses it. A capability without an entry here fails the test.
 
 mod common;
 
@@ -26,7 +26,7 @@ fn vm() -> VmFd {
     Kvm::new().unwrap().create_vm().unwrap()
 }
 
-/// A VM and a vCPU as the preload library sees them.
+/// Creates a VM and a vCPU, as the preload library uses them.
 fn objects() -> (Object, Object) {
     let created = |answer| match answer {
         Ok(Answer::Created(object, _)) => object,
@@ -37,14 +37,14 @@ fn objects() -> (Object, Object) {
     (vm, vcpu)
 }
 
-/// Runs code, which ends with HLT.
+/// Runs code that ends with HLT.
 fn halts(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
     guest
 }
 
-/// Asks for single steps by these controls, and makes one.
+/// Requests single steps by these controls, and executes one.
 fn steps(control: u32) {
     let mut guest = Guest::new(&[0x90, 0xf4]);
     let debug = kvm_guest_debug {
@@ -55,13 +55,13 @@ fn steps(control: u32) {
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Debug(_)));
 }
 
-/// The MSR write by which a guest asks for its clock's page at DATA: mov ecx, 0x4b564d01; mov eax, DATA | 1; xor edx, edx; wrmsr; hlt
+/// Code that enables the guest's clock page at DATA: mov ecx, 0x4b564d01; mov eax, DATA | 1; xor edx, edx; wrmsr; hlt
 const USE_CLOCK: &[u8] = &[
     0x66, 0xb9, 0x01, 0x4d, 0x56, 0x4b, 0x66, 0xb8, 0x01, 0x30, 0x00, 0x00, 0x66, 0x31, 0xd2, 0x0f,
     0x30, 0xf4,
 ];
 
-/// A VM with the controllers of a PC and an 8254.
+/// Creates a VM with the controllers of a PC and an 8254.
 fn pc() -> VmFd {
     let vm = vm();
     vm.create_irq_chip().unwrap();
@@ -76,7 +76,7 @@ fn eventfd() -> EventFd {
 /// Writes 1 to port 0x30, and halts.
 const OUT: &[u8] = &[0xb0, 1, 0xe6, 0x30, 0xf4];
 
-/// A guest's write signals an eventfd that was registered for this value.
+/// Checks that a guest's write signals an eventfd that is registered for this value.
 fn signals<T: Into<u64>>(value: T) {
     let mut guest = Guest::new(OUT);
     let event = eventfd();
@@ -262,7 +262,7 @@ const USES: &[Use] = &[
         coalesces(IoEventAddress::Mmio(DEVICE))
     }),
     (KVM_CAP_SYNC_MMU, |_| {
-        // The guest reads a page that is replaced under it.
+        // The guest reads a page whose mapping the client replaces.
         let mut guest = halts(&[0xa0, 0x00, 0x30, 0xf4]);
         let range = guest.memory.range(DATA);
         slat_kvm::notify::around(range, || guest.memory.take_away(DATA));
@@ -531,7 +531,7 @@ const USES: &[Use] = &[
         assert!(!vm().get_stats_fd().unwrap().values().unwrap().is_empty());
     }),
     (KVM_CAP_VM_DISABLE_NX_HUGE_PAGES, |_| {
-        // KVM allows it to who may restart the machine.
+        // KVM allows this to threads with CAP_SYS_BOOT.
         let answer = enable(&vm(), KVM_CAP_VM_DISABLE_NX_HUGE_PAGES, 0);
         assert!([0, libc::EPERM].contains(&answer), "{answer}");
     }),
@@ -663,7 +663,7 @@ const USES: &[Use] = &[
         let address = state.as_mut_ptr() as u64;
         let refused = vcpu.ioctl(abi::KVM_GET_NESTED_STATE, address);
         assert_eq!(refused.unwrap_err().errno(), libc::E2BIG);
-        // Now it says how much room it needs.
+        // The first call has stored the size that the state needs.
         vcpu.ioctl(abi::KVM_GET_NESTED_STATE, address).unwrap();
         vcpu.ioctl(abi::KVM_SET_NESTED_STATE, address).unwrap();
         state[0] |= u64::from(KVM_STATE_NESTED_GUEST_MODE);
@@ -726,7 +726,7 @@ const USES: &[Use] = &[
         assert_eq!(enable(&vm, KVM_CAP_EXIT_ON_EMULATION_FAILURE, 1), 0);
     }),
     (KVM_CAP_X86_DISABLE_EXITS, |exits| {
-        // sti; hlt: the halt lasts until the interrupt, whose handler puts a byte out.
+        // sti; hlt: the halt lasts until the interrupt, whose handler writes a byte to a port.
         let mut guest = Guest::new(&[0xfb, 0xf4]);
         let refused = enable(&guest.vm, KVM_CAP_X86_DISABLE_EXITS, 1 << 8);
         assert_eq!(refused, libc::EINVAL);
@@ -851,7 +851,7 @@ fn what_is_claimed_works_and_what_works_is_claimed() {
     );
 }
 
-/// KVM_CLOCK_REALTIME: the time that has passed since then is added, and never taken away.
+/// KVM_CLOCK_REALTIME adds the time that has passed since then, and never subtracts.
 #[test]
 fn a_clock_goes_on_from_a_moment_of_the_wall_clock() {
     const SECOND: u64 = 1_000_000_000;

@@ -1,4 +1,4 @@
-//! Coalesced I/O, and memory mapped ahead of its use.
+//! Coalesced I/O, and memory that is mapped before its use.
 
 mod common;
 
@@ -19,7 +19,7 @@ fn writes_to_a_zone_wait_in_the_ring() {
     guest.vm.register_coalesced_mmio(mmio, 4).unwrap();
     guest.vm.register_coalesced_mmio(pio, 1).unwrap();
     guest.vcpu.map_coalesced_mmio_ring().unwrap();
-    // 170 entries, one of which stays free: 85 turns of two, less one.
+    // 170 ring entries, one of which stays free: 85 rounds of two writes, minus one write.
     let exit = guest.vcpu.run().unwrap();
     assert!(matches!(exit, VcpuExit::IoOut(0x10, [84])), "{exit:?}");
     for turn in 0..169u64 {
@@ -47,9 +47,9 @@ fn all_vcpus_have_the_same_ring() {
     let zone = IoEventAddress::Mmio(DEVICE);
     guest.vm.register_coalesced_mmio(zone, 1).unwrap();
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
-    // As a client sees it: the third page of the mapping, its index behind the last entry at 4.
+    // A client reads the ring in the third page of its mapping: `last` is at offset 4.
     let run: *const kvm_run = other.get_kvm_run();
-    // SAFETY: inside the vCPU's mapping of three pages.
+    // SAFETY: within the vCPU's mapping of three pages.
     let last = unsafe { run.cast::<u8>().add(2 * 4096 + 4).cast::<u32>().read() };
     assert_eq!(last, 1);
     other.map_coalesced_mmio_ring().unwrap();
@@ -94,7 +94,7 @@ fn memory_may_be_mapped_ahead_of_its_use() {
     assert_eq!(ask(0, 0x10, 0).0, Err(libc::EINVAL));
     assert_eq!(ask(u64::MAX - 0xfff, 0x1000, 0).0, Err(libc::EINVAL));
     assert_eq!(ask(0x1000, 0x2000, 0), (Ok(()), 0x3000, 0));
-    // What can be done is done; asked for the rest, the answer is the error.
+    // The call maps the part that it can; the next call, for the rest, fails.
     assert_eq!(ask(0x3000, 0x3000, 0), (Ok(()), 0x4000, 0x2000));
     assert_eq!(ask(0x4000, 0x2000, 0), (Err(libc::ENOENT), 0x4000, 0x2000));
     let beyond = 1 << 52;

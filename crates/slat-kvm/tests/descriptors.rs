@@ -59,7 +59,7 @@ fn descriptors_of_other_things_are_refused_and_stay_open() {
     let vm = kvm.create_vm().unwrap();
     let vcpu = vm.create_vcpu(0).unwrap();
     let null = File::open("/dev/null").unwrap();
-    // SAFETY: descriptors that nothing else uses are taken over, or refused.
+    // SAFETY: nothing else uses the descriptors; the calls take ownership, or refuse.
     unsafe {
         for fd in [&vcpu as &dyn AsRawFd, &null].map(|other| other.as_raw_fd()) {
             assert_eq!(errno(kvm.create_vmfd_from_rawfd(fd)), libc::ENOTTY);

@@ -9,7 +9,7 @@ use slat_kvm::ioctl::{Answer, Object};
 use slat_kvm::{Kvm, VcpuExit, VmFd};
 use std::os::fd::AsRawFd;
 
-/// An entry of a ring that was written, and one that the client has collected.
+/// Flags of a ring entry: written by slat, and collected by the client.
 const DIRTY: u32 = 1;
 /// The page of the code: its first fetch maps it, and is logged as KVM logs it (policy `dirty_log_reads`).
 const FETCHED: u64 = 1 << 1;

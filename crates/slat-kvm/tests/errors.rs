@@ -157,7 +157,7 @@ fn written_pages_are_in_the_dirty_log_once() {
     // SAFETY: the tests' memory may be written by the guest.
     unsafe { guest.vm.set_user_memory_region(region).unwrap() };
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
-    // The page of the code was mapped by a fetch, which KVM logs, too.
+    // A fetch mapped the page of the code, which KVM logs, too.
     assert_eq!(
         guest.vm.get_dirty_log(0, MEMORY).unwrap(),
         [1 << 3 | 1 << 1]
@@ -186,7 +186,7 @@ fn objects_live_as_long_as_they_are_needed() {
 #[test]
 fn a_forked_child_gets_eio() {
     let mut guest = Guest::new(&[0xf4]);
-    // SAFETY: the child only makes calls that answer at once, and exits.
+    // SAFETY: the child only makes calls that return at once, and exits.
     let status = unsafe {
         let child = libc::fork();
         if child == 0 {

@@ -1,4 +1,4 @@
-//! Events that come at the same time, and events that a state of the vCPU must not swallow.
+//! Events that arrive at the same time, and events that must not be lost in some state of the vCPU.
 
 mod common;
 
@@ -9,9 +9,9 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 const VECTOR: u8 = 0x20;
-/// Where the handler of [`VECTOR`] is.
+/// The address of the handler of [`VECTOR`].
 const HANDLER: u64 = 0x2000;
-/// Where the handler of NMIs is.
+/// The address of the handler of NMIs.
 const NMI_HANDLER: u64 = 0x2100;
 
 fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) {
@@ -24,7 +24,7 @@ fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) {
     assert_eq!(vcpu.set_msrs(&msrs).unwrap(), 1, "MSR {index:#x}");
 }
 
-/// A guest with interrupts on, whose handlers write to port 0x11, and of NMIs to port 0x10.
+/// Creates a guest with interrupts enabled, whose handlers write to port 0x11, and that of NMIs to port 0x10.
 fn guest() -> Guest {
     // 1: nop; jmp 1b
     let guest = Guest::with(&[0x90, 0xeb, 0xfd], |vm| vm.create_irq_chip().unwrap());
@@ -52,25 +52,25 @@ fn port_and_stack(vcpu: &mut VcpuFd) -> (u16, u64) {
     (port, vcpu.get_regs().unwrap().rsp)
 }
 
-/// The handler of an NMI runs with interrupts off: one that waits does not come before its end.
+/// The handler of an NMI runs with interrupts disabled: a pending one is delivered only after the handler has ended.
 #[test]
 fn an_interrupt_waits_for_the_handler_of_an_nmi() {
     let mut guest = guest();
     let stack = guest.vcpu.get_regs().unwrap().rsp;
     guest.vcpu.nmi().unwrap();
-    // To itself.
+    // An IPI to itself.
     set_msr(&guest.vcpu, 0x830, 1 << 18 | u64::from(VECTOR));
     assert_eq!(port_and_stack(&mut guest.vcpu), (0x10, stack - 6));
     assert_eq!(port_and_stack(&mut guest.vcpu), (0x11, stack - 6));
 }
 
-/// An INIT to itself.
+/// Sends an INIT to the vCPU itself.
 fn init(guest: &Guest) {
     set_msr(&guest.vcpu, 0x830, 1 << 18 | 0x500);
     guest.vcpu.get_mp_state().unwrap();
 }
 
-/// SDM volume 3, table 11-1: what software has left in EDX does not count, and EDX says which processor it is.
+/// SDM volume 3, table 11-1: INIT sets EDX to the processor's signature, whatever software stored there.
 #[test]
 fn after_init_edx_tells_the_processor() {
     let guest = guest();
@@ -128,7 +128,7 @@ fn an_init_forgets_nmis_that_wait() {
     assert_eq!(port_and_stack(&mut guest.vcpu).0, 0x11, "no NMI");
 }
 
-/// What waits is delivered, whatever it is.
+/// A halted vCPU wakes up for a pending exception, too.
 #[test]
 fn an_exception_wakes_a_halted_vcpu() {
     let mut guest = guest();
@@ -161,7 +161,7 @@ fn an_exception_wakes_a_halted_vcpu() {
     });
 }
 
-/// The low half of the task priority is storage, which CR8 does not have.
+/// The low half of the task priority only stores its bits, and CR8 does not have it.
 #[test]
 fn the_task_priority_keeps_its_low_half() {
     // mov dword [0x8080], 0x3f; mov eax, [0x8080]; out 0x10, al
@@ -179,7 +179,7 @@ fn the_task_priority_keeps_its_low_half() {
     assert_eq!(guest.vcpu.get_sregs().unwrap().cr8, 3);
 }
 
-/// A debugger's exception does not take the place of one that waits.
+/// A debugger's exception does not replace a pending one.
 #[test]
 fn an_injected_exception_does_not_replace_a_pending_one() {
     let payload = kvm_enable_cap {
@@ -201,7 +201,7 @@ fn an_injected_exception_does_not_replace_a_pending_one() {
     assert_eq!(guest.vcpu.get_vcpu_events().unwrap().exception.nr, 6);
 }
 
-/// One register with three names: a client's write by MSR is CR8's, too.
+/// The task priority is one register with three names: a client's write to the MSR changes CR8, too.
 #[test]
 fn a_client_sets_the_task_priority_by_its_msr() {
     let mut guest = guest();
@@ -235,10 +235,10 @@ fn announce_signals() {
     unsafe { libc::signal(libc::SIGUSR2, announce as *const () as libc::sighandler_t) };
 }
 
-/// Sends SIGUSR2 to `thread` until the other end says that it has come out.
+/// Sends SIGUSR2 to `thread` until `has_left` says that the thread has left `KVM_RUN`.
 fn call_out(thread: usize, has_left: &mpsc::Receiver<()>) {
     for _ in 0..20 {
-        // SAFETY: the thread lives as long as it can be told of.
+        // SAFETY: the thread lives until it has reported that it left.
         unsafe { libc::pthread_kill(thread as libc::pthread_t, libc::SIGUSR2) };
         if has_left.recv_timeout(Duration::from_millis(100)).is_ok() {
             break;
@@ -246,13 +246,13 @@ fn call_out(thread: usize, has_left: &mpsc::Receiver<()>) {
     }
 }
 
-/// A guest ends an interrupt in its memory (PV EOI), which then is not there, and a signal comes before it is: the end counts.
+/// A guest ends an interrupt in its memory (PV EOI), and a signal arrives while slat waits for that memory: the end is not lost.
 #[test]
 fn an_end_of_interrupt_in_memory_survives_a_signal() {
     const REACHED: u64 = 0x800;
     const IN_SERVICE: u32 = 0x811;
     announce_signals();
-    // Nothing takes the vCPU out of the guest now and then.
+    // The vCPU does not poll, so only signals end its run.
     slat_kvm::watch_signals();
     // sti; nop; hlt
     let guest = Guest::with(&[0xfb, 0x90, 0xf4], |vm| vm.create_irq_chip().unwrap());
@@ -278,7 +278,7 @@ fn an_end_of_interrupt_in_memory_survives_a_signal() {
     let mut sregs = vcpu.get_sregs().unwrap();
     sregs.apic_base |= 1 << 10;
     vcpu.set_sregs(&sregs).unwrap();
-    // PV EOI, an APIC that is on, and an interrupt to itself.
+    // PV EOI, an enabled APIC, and an IPI to itself.
     let msrs = [
         entry(0x4b56_4d04, DATA | 1),
         entry(0x80f, 0x1ff),
@@ -301,10 +301,10 @@ fn an_end_of_interrupt_in_memory_survives_a_signal() {
             while reached == [0] {
                 memory.read(REACHED, &mut reached);
             }
-            // Nobody says so: as when another process gives up memory that is shared with it.
+            // Without an invalidation, as when another process discards memory that it shares.
             // SAFETY: a page of the test's own memory.
             unsafe { libc::madvise(page.start as *mut _, 4096, libc::MADV_DONTNEED) };
-            // The first one takes the vCPU out of the guest, and the next one finds it waiting for the page.
+            // The first signal ends the guest's run, and the next one finds slat waiting for the page.
             call_out(me, &has_left);
             resolve(fd, page.start, 0);
             memory.write(REACHED, &[2]);
@@ -326,7 +326,7 @@ fn an_end_of_interrupt_in_memory_survives_a_signal() {
     unsafe { libc::close(fd) };
 }
 
-/// A signal comes while the page of the guest's clock is waited for: it is written by the next run.
+/// A signal arrives while slat waits for the page of the guest's clock: the next run writes the page.
 #[test]
 fn the_page_of_the_clock_is_written_after_a_signal() {
     announce_signals();

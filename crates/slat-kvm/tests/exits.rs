@@ -1,4 +1,4 @@
-//! What ends a run, through the Rust API.
+//! Exits, through the Rust API.
 
 mod common;
 
@@ -42,7 +42,7 @@ fn a_port_access_shows_the_instruction_until_it_is_completed() {
     };
     data[0] = 5;
     assert_eq!(guest.vcpu.get_regs().unwrap().rip, CODE);
-    // Entering with immediate_exit completes the access and comes back.
+    // A run with immediate_exit completes the access and returns.
     guest.vcpu.set_kvm_immediate_exit(1);
     assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
     let regs = guest.vcpu.get_regs().unwrap();
@@ -102,7 +102,7 @@ fn a_halted_vcpu_with_an_apic_sleeps_until_an_nmi() {
     let mut regs = guest.vcpu.get_regs().unwrap();
     regs.rsp = 0x2800;
     guest.vcpu.set_regs(&regs).unwrap();
-    // SIPI's opposite number: an MSI that is an NMI, from another thread.
+    // An MSI that is an NMI, from another thread.
     std::thread::scope(|scope| {
         let vm = &guest.vm;
         scope.spawn(move || {
@@ -208,8 +208,8 @@ fn a_slot_taken_away_under_a_running_guest_makes_its_reads_mmio() {
             set_slot(&vm, &memory, 0, 0);
             set_slot(&vm, &memory, 1, 0x3000);
         });
-        // Between the two calls there is no code either; that would be an internal error, so it is left out of this test by
-        // answering every read until the device is the data page.
+        // Between the two calls the code has no memory either, which would be an internal error. The test avoids that: it completes
+        // every read until the device is the data page.
         loop {
             match vcpu.run() {
                 Ok(VcpuExit::MmioRead(DATA, _)) => break,

@@ -1,4 +1,4 @@
-//! The program on kvm-ioctls' front page, as it stands there but for the crate's name.
+//! The program on kvm-ioctls' front page, unchanged but for the crate's name.
 
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region};
 use slat_kvm::{Kvm, VcpuExit};
@@ -41,7 +41,7 @@ fn the_front_page_of_kvm_ioctls_runs() {
     };
     // SAFETY: the mapping is the guest's alone from now on.
     unsafe { vm.set_user_memory_region(mem_region).unwrap() };
-    // SAFETY: inside the mapping.
+    // SAFETY: within the mapping.
     unsafe { std::ptr::copy_nonoverlapping(asm_code.as_ptr(), load_addr, asm_code.len()) };
 
     let mut vcpu_fd = vm.create_vcpu(0).unwrap();

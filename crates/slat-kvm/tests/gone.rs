@@ -1,5 +1,5 @@
-//! Host memory that is taken away without a word, under every kind of access: `KVM_RUN` says `EFAULT`, as KVM does, and does not try for
-//! ever.
+//! Host memory that the client unmaps without an invalidation, for every kind of access: `KVM_RUN` returns `EFAULT`, as KVM does, and
+//! does not retry for ever.
 
 mod common;
 
@@ -7,18 +7,18 @@ use common::*;
 use slat_kvm::VcpuExit;
 use std::time::Duration;
 
-/// `out PORT, al`
+/// Returns the code of `out PORT, al`.
 const fn out(port: u8) -> [u8; 2] {
     [0xe6, port]
 }
 
-/// What the page at [`DATA`] holds: a far pointer to it, and code that returns.
+/// The first bytes of the page at [`DATA`]: a far pointer into the page, and code that returns.
 const PAGE: [u8; 8] = [0xc3, 0xc3, 0x00, 0x00, 0xc3, 0xc3, 0xc3, 0xc3];
 
-/// The byte before it: of an instruction that goes on in the page.
+/// The byte before the page: the first byte of an instruction that continues in the page.
 const LAST: [u8; 1] = [0xb0];
 
-/// An access and its bytes in real mode; SI, DI and SP lead into the page, BX to the byte before it.
+/// Accesses and their code in real mode; SI, DI and SP point into the page, BX to the byte before the page.
 const ACCESSES: &[(&str, &[u8])] = &[
     ("a load", &[0xa0, 0x00, 0x30]),
     ("a store", &[0xa2, 0x00, 0x30]),
@@ -82,7 +82,7 @@ const ACCESSES: &[(&str, &[u8])] = &[
     ),
 ];
 
-/// Runs until an exit. A guest that is not out after three seconds is fetched.
+/// Runs until an exit. Ends the run of a guest that does not exit within three seconds.
 fn run(vcpu: &mut slat_kvm::VcpuFd) -> Result<String, i32> {
     let flag = &raw mut vcpu.get_kvm_run().immediate_exit as usize;
     let (ended, wait) = std::sync::mpsc::channel::<()>();
@@ -110,7 +110,7 @@ fn memory_that_is_gone_ends_the_run_whatever_the_access() {
         let setup = [
             0xdb, 0xe3, 0xbe, 0x00, 0x30, 0x89, 0xf7, 0xbb, 0xff, 0x2f, 0xbc, 0x40, 0x30,
         ];
-        // Several times before: code is kept from its second run on.
+        // Several accesses before: code is cached from its second run on.
         let code = [&setup[..], access, access, access, &out(1), access, &out(2)].concat();
         let pages: &[u64] = if name.ends_with("across") {
             &[DATA, DATA - 0x1000]

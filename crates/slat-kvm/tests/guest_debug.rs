@@ -61,7 +61,7 @@ fn breakpoints_and_watchpoints_report_linear_addresses() {
     regs.rip = 0;
     vcpu.set_regs(&regs).unwrap();
     let control = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_USE_SW_BP | KVM_GUESTDBG_USE_HW_BP;
-    // An instruction, and a byte that is written.
+    // Breakpoints: an instruction, and a write to a byte.
     let dr7 = 0x400 | 2 | 1 << 20 | 8;
     set(vcpu, control, [CODE + 1, DATA, 0, 0, 0, 0, 0, dr7]);
     let exit = debug_exit(vcpu);

@@ -1,4 +1,4 @@
-//! Dirty logs taken while the guest writes: each write is in one log, and nothing is in a log that was not written.
+//! Dirty logs harvested while the guest writes: each write is in one log, and no log has a page that was not written.
 
 mod common;
 
@@ -12,8 +12,8 @@ const PAGES: usize = 240;
 const ITERATION: u64 = 0x3000;
 const STOP: u64 = 0x3004;
 
-/// Writes the number at [`ITERATION`] to every page from [`FIRST`] on, again and again; says so between two rounds when
-/// [`STOP`] asks.
+/// Code that repeatedly writes the number at [`ITERATION`] to every page from [`FIRST`] on; exits between two rounds while
+/// [`STOP`] is set.
 #[rustfmt::skip]
 const WRITE_FOREVER: &[u8] = &[
     0xb8, 0x00, 0x10,             // 0: mov ax,0x1000
@@ -43,7 +43,7 @@ fn a_log_has_what_was_written_since_the_one_before() {
     unsafe { guest.vm.set_user_memory_region(region).unwrap() };
     let mut must_come = [false; PAGES];
     for iteration in 1..=300u16 {
-        // The vCPU stands still: no write with the old number is under way.
+        // The vCPU does not run, so no write with the old number is in progress.
         guest.memory.write(ITERATION, &iteration.to_le_bytes());
         guest.memory.write(STOP, &[0]);
         let log = std::thread::scope(|scope| {
@@ -59,7 +59,7 @@ fn a_log_has_what_was_written_since_the_one_before() {
             log
         });
         for (page, must_come) in must_come.iter_mut().enumerate() {
-            // SAFETY: inside the memory; no vCPU runs.
+            // SAFETY: within the memory; no vCPU runs.
             let value = unsafe { logged.start.add(page * 4096).cast::<u16>().read() };
             let found = log[page / 64] >> (page % 64) & 1 != 0;
             assert!(found || !*must_come, "{page} is missing in {iteration}");

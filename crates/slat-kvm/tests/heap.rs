@@ -1,4 +1,4 @@
-//! Heap memory that runs out at every point of a call: it answers ENOMEM or succeeds, never ends the process, and can be repeated.
+//! Heap memory that runs out at every point of a call: the call returns ENOMEM or succeeds, never ends the process, and can be repeated.
 
 mod common;
 
@@ -11,9 +11,11 @@ use slat_model::FailingHeap;
 #[global_allocator]
 static HEAP: FailingHeap = FailingHeap;
 
-/// Does a call again and again, with less and less memory missing. Returns how many allocations it makes, at most.
+/// Repeats a call whose n-th allocation fails, alone or with all later ones, until none fails. Returns how many allocations it makes,
+/// at most.
+
 fn survives(name: &str, call: &mut dyn FnMut() -> Result<(), i32>) -> u32 {
-    // Should the process end, this was the last word.
+    // If the process ends, this is the last line.
     println!("{name}");
     let mut most = 0;
     for stay in [false, true] {
@@ -41,7 +43,7 @@ fn created(answer: Result<Answer, slat_kvm::Error>) -> Object {
     }
 }
 
-/// The address of a struct, for an ioctl.
+/// Returns the address of a struct, for an ioctl.
 fn at<T>(value: &mut T) -> u64 {
     &raw mut *value as u64
 }
@@ -67,7 +69,7 @@ fn every_call_survives_that_there_is_no_memory() {
         memory_size: size,
         userspace_addr: memory.start as u64,
     };
-    // A slot comes, logs, and goes again: each step as long as it takes.
+    // A slot is created, logs, and is deleted; each step is repeated until it succeeds.
     let mut steps = 0;
     for (size, flags) in [(memory.len, 0), (memory.len, KVM_MEM_LOG_DIRTY_PAGES)] {
         let mut region = slot(size as u64, flags);

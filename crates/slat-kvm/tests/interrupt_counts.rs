@@ -26,7 +26,7 @@ const MESSAGE: u32 = 30;
 const IRQFD: u32 = 31;
 const PIN: u32 = 7;
 
-/// A pin's entry: to the APIC `apic`.
+/// Returns a pin's redirection entry that sends `vector` to the APIC `apic`.
 fn entry(vector: u8, apic: u64) -> u64 {
     u64::from(vector) | apic << 56
 }
@@ -44,7 +44,7 @@ fn routes() -> Vec<kvm_irq_routing_entry> {
 /// A device with a level-triggered line: high while it has requests that the guest has not served.
 struct Device {
     vm: Object,
-    /// Requests, and those that were served.
+    /// The number of requests, and of those that the guest has served.
     requests: Mutex<(u32, u32)>,
 }
 
@@ -56,18 +56,18 @@ impl Device {
         };
         line.__bindgen_anon_1.irq = LEVEL_GSI;
         assert_eq!(call(&self.vm, KVM_IRQ_LINE_STATUS, &mut line), Ok(0));
-        // SAFETY: the call has written it.
+        // SAFETY: the call has written this part of the union.
         unsafe { line.__bindgen_anon_1.status }
     }
 
-    /// One more request. Returns the status of its line, and the number of the request.
+    /// Makes one more request. Returns the status of its line, and the number of the request.
     fn request(&self) -> (i32, u32) {
         let mut requests = self.requests.lock().unwrap();
         requests.0 += 1;
         (self.set_line(1), requests.0)
     }
 
-    /// The guest serves all.
+    /// Marks all requests as served by the guest.
     fn serve(&self) {
         let mut requests = self.requests.lock().unwrap();
         requests.1 = requests.0;
@@ -79,7 +79,7 @@ impl Device {
     }
 }
 
-/// Four vCPUs, each of which has its source, and the level's device.
+/// Starts four vCPUs, each of which has its own source. Returns them and the level's device.
 fn machine() -> (RunningMachine, Arc<Device>) {
     let machine = Machine::new(
         Chips::Pc,
@@ -108,7 +108,7 @@ fn machine() -> (RunningMachine, Arc<Device>) {
     (running, device)
 }
 
-/// What a storm of one source was.
+/// The result of a storm of one source.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Storm {
     injected: u32,
@@ -182,7 +182,7 @@ fn what_is_not_reported_as_coalesced_is_delivered() {
         assert_eq!(storm.injected, storm.delivered + storm.coalesced);
         assert_eq!(machine.count(vector), storm.delivered, "{storm:?}");
     }
-    // An eventfd counts: signals that meet are one.
+    // An eventfd counts: several signals may be one interrupt.
     let irqfds = machine.count(IRQFD_VECTOR);
     assert!((1..=rounds).contains(&irqfds), "{irqfds}");
 }
@@ -207,7 +207,7 @@ fn with_an_acknowledgement_between_them_each_is_delivered() {
         scope.spawn(move || each(EDGE_VECTOR, &|| assert_eq!(pulse(machine, EDGE), 1)));
         scope.spawn(move || {
             for number in 1..=rounds {
-                // The end of the interrupt before may still be on the way: then it is ignored for now.
+                // The end of the interrupt before may still be in progress: then this one is ignored for now.
                 assert!(matches!(device.request(), (-1 | 1, n) if n == number));
                 machine.wait("a level is served", || device.served() == number);
             }
@@ -232,7 +232,7 @@ fn with_an_acknowledgement_between_them_each_is_delivered() {
     }
 }
 
-/// A device that asks again and again: the last request is served, and a line that stays high is one interrupt.
+/// A device makes many requests: the last one is served, and a line that stays high is one interrupt.
 #[test]
 fn a_level_is_delivered_until_it_is_low() {
     let (machine, device) = machine();
@@ -245,24 +245,24 @@ fn a_level_is_delivered_until_it_is_low() {
     machine.wait("the last request is served", || device.served() == rounds);
     machine.settle();
     let count = machine.count(LEVEL_VECTOR);
-    // Besides what was taken at once, what was high at an end of interrupt.
+    // Interrupts that were delivered at once, and lines that were high at an end of interrupt.
     assert!(
         (delivered..=rounds).contains(&count),
         "{count}, {delivered}"
     );
-    // And the pin is as before.
+    // The pin works as before.
     assert_eq!(device.request().0, 1);
     machine.wait("one more", || device.served() > rounds);
     machine.settle();
     assert_eq!(machine.count(LEVEL_VECTOR), count + 1);
 }
 
-/// Two resampled irqfds share a line. Whoever's device still asks at the end of an interrupt signals again.
+/// Two resampled irqfds share a line. At an end of interrupt, a device that still has requests signals again.
 #[test]
 fn resampled_irqfds_that_share_a_line_are_all_served() {
     let machine = Machine::new(Chips::Pc, &[halting(), busy()], &[LEVEL_VECTOR]);
     route(&machine.vm, &routes());
-    // What the two devices still ask for. Their handler serves one request.
+    // The open requests of the two devices. Their handler serves one request.
     let wanted: Arc<[AtomicU32; 2]> = Arc::default();
     let served = wanted.clone();
     let machine = machine.start(move |_, _, reason| {
@@ -292,7 +292,7 @@ fn resampled_irqfds_that_share_a_line_are_all_served() {
                     event.write(1).unwrap();
                     pause(&mut rng);
                 }
-                // Resampling: a device that is not served yet asks again.
+                // Resampling: a device with open requests signals again.
                 while wanted[device].load(Ordering::SeqCst) != 0 {
                     ended.read().unwrap();
                     if wanted[device].load(Ordering::SeqCst) != 0 {
@@ -300,7 +300,7 @@ fn resampled_irqfds_that_share_a_line_are_all_served() {
                     }
                 }
                 *left.lock().unwrap() -= 1;
-                // The other one waits for an end of interrupt, which this one's requests may have been the reason for.
+                // The other device waits for an end of interrupt, which this device's requests may have caused.
                 while *left.lock().unwrap() != 0 {
                     event.write(1).unwrap();
                     std::thread::sleep(std::time::Duration::from_millis(1));
@@ -318,7 +318,7 @@ fn resampled_irqfds_that_share_a_line_are_all_served() {
     assert!(count >= 2 * rounds, "{count}");
 }
 
-/// Lines, messages and irqfds, while all routes are replaced again and again: nothing gets stuck, and no last interrupt is lost.
+/// Lines, messages and irqfds, while all routes are replaced repeatedly: nothing gets stuck, and no last interrupt is lost.
 #[test]
 fn routes_change_while_interrupts_flow() {
     let (machine, device) = machine();
@@ -330,7 +330,7 @@ fn routes_change_while_interrupts_flow() {
         let taken: Vec<_> = entries.iter().map(|entry| entry.gsi).collect();
         let free = (0..4096).filter(|gsi| !taken.contains(gsi));
         entries.extend(free.map(|gsi| to_message(gsi, others, 0x30)));
-        // The pin's GSI leads to another pin now and then.
+        // The pin's GSI is routed to another pin now and then.
         if others == 1 {
             let at = entries.iter().position(|entry| entry.gsi == PIN).unwrap();
             entries[at] = to_pin(PIN, 9);
@@ -391,7 +391,7 @@ fn routes_change_while_interrupts_flow() {
             assert_eq!(machine.count(vector), storm.delivered, "{storm:?}");
         }
     });
-    // Afterwards every source is as at first.
+    // Afterwards every source works as at first.
     for number in 1..=20 {
         for (vector, inject) in [
             (EDGE_VECTOR, &(|| _ = pulse(&machine, EDGE)) as &dyn Fn()),
@@ -409,7 +409,7 @@ fn routes_change_while_interrupts_flow() {
     }
 }
 
-/// The line that an irqfd's signal raises for a moment is low afterwards, wherever the GSI leads by then.
+/// The line that an irqfd's signal raises for a moment is low afterwards, also when the GSI is routed elsewhere meanwhile.
 #[test]
 fn a_pulse_ends_where_it_began() {
     let (machine, _device) = machine();
@@ -438,7 +438,7 @@ fn a_pulse_ends_where_it_began() {
     }
 }
 
-/// A signal before the irqfd is taken away is an interrupt, a later one is none.
+/// A signal before the irqfd is removed is an interrupt, a later one is none.
 #[test]
 fn an_irqfd_is_taken_away_between_two_signals() {
     let (machine, _device) = machine();
@@ -458,7 +458,7 @@ fn an_irqfd_is_taken_away_between_two_signals() {
     assert_eq!(machine.count(IRQFD_VECTOR), 500);
 }
 
-/// A client that saves a machine finds in the APIC's registers what was signalled before.
+/// A client that saves a machine finds interrupts in the APIC's registers that were signalled before.
 #[test]
 fn what_was_signalled_is_in_the_state_that_is_saved() {
     let mut machine = Machine::new(Chips::Pc, &[halting()], &[]);
@@ -467,7 +467,7 @@ fn what_was_signalled_is_in_the_state_that_is_saved() {
     let vm = machine.vm.clone();
     let mut lapic = kvm_lapic_state::default();
     assert_eq!(call(&vcpu.object, KVM_GET_LAPIC, &mut lapic), Ok(0));
-    // Software has it enabled.
+    // Software has enabled the APIC.
     (lapic.regs[0xf0], lapic.regs[0xf1]) = (-1, 1);
     let event = EventFd::new(0).unwrap();
     let mut irqfd = kvm_irqfd {

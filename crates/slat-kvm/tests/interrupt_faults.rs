@@ -1,4 +1,4 @@
-//! Storms, eventfds that nobody reads, and controllers that are taken away while they are used: nothing hangs, and nothing is left over.
+//! Storms, eventfds that no thread reads, and controllers that are dropped while in use: nothing hangs, and nothing leaks.
 
 mod common;
 mod interrupt_guest;
@@ -17,7 +17,7 @@ use vmm_sys_util::eventfd::EventFd;
 const LEVEL: u64 = 1 << 15;
 const VECTOR: u8 = 0x61;
 
-/// Tests that count descriptors and threads of the process do so alone.
+/// Lock for tests that count descriptors and threads of the process, so that no other test runs meanwhile.
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn alone() -> impl Drop {
@@ -26,14 +26,14 @@ fn alone() -> impl Drop {
         .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// All vCPUs take interrupts.
+/// Waits until all vCPUs accept interrupts.
 fn all_have_begun(machine: &RunningMachine, vcpus: u64) {
     machine.wait("all vCPUs begin", || {
         (0..vcpus).all(|vcpu| machine.rounds(vcpu) != 0)
     });
 }
 
-/// All vCPUs get on.
+/// Checks that all vCPUs make progress.
 fn all_get_on(machine: &RunningMachine, vcpus: u64) {
     let before: Vec<_> = (0..vcpus).map(|vcpu| machine.rounds(vcpu)).collect();
     machine.wait("all vCPUs get on", || {
@@ -48,7 +48,7 @@ fn gets_on(machine: &RunningMachine, vector: u8) {
     });
 }
 
-/// `KVM_IOEVENTFD` for a byte at a port.
+/// Calls `KVM_IOEVENTFD` for a byte at a port.
 fn ioeventfd(machine: &RunningMachine, event: &EventFd, port: u16, flags: u32) {
     let mut asked = kvm_ioeventfd {
         addr: port.into(),
@@ -62,7 +62,7 @@ fn ioeventfd(machine: &RunningMachine, event: &EventFd, port: u16, flags: u32) {
 
 const DEASSIGN: u32 = 1 << kvm_ioeventfd_flag_nr_deassign;
 
-/// out 0x30, al, again and again
+/// Returns code that repeats `out 0x30, al`.
 fn kicking() -> Vec<u8> {
     forever(&[0xe6, 0x30])
 }
@@ -89,7 +89,7 @@ fn an_eventfd_is_signalled_until_it_is_taken_away_and_not_after() {
     }
 }
 
-/// Nobody reads, the counter is full, and a write to the descriptor would wait: neither a vCPU nor an end of interrupt does.
+/// An eventfd's counter is full, so that a write to the descriptor would wait: neither a vCPU nor an end of interrupt waits.
 #[test]
 fn an_eventfd_that_nobody_reads_makes_nobody_wait() {
     let _alone = alone();
@@ -109,14 +109,14 @@ fn an_eventfd_that_nobody_reads_makes_nobody_wait() {
         event.write(1).unwrap();
         machine.wait("a level", || machine.count(VECTOR) == number);
     }
-    // One that is an irqfd, too, is emptied.
+    // The irqfds' thread drains a full eventfd that is an irqfd, too.
     let at_once = full.try_clone().unwrap();
     machine.route(&[to_pin(6, 6), to_message(40, 1, 0x77)]);
     machine.irqfd(&at_once, 40, 0, None);
     gets_on(&machine, 0x77);
 }
 
-/// The client closes its number without a word: the irqfd lives on, and goes with its VM.
+/// The client closes its descriptor without removing the irqfd: the irqfd works on, and is dropped with its VM.
 #[test]
 fn a_closed_eventfd_and_a_closed_vm_leave_nothing_behind() {
     let _alone = alone();
@@ -149,7 +149,7 @@ fn a_closed_eventfd_and_a_closed_vm_leave_nothing_behind() {
                 });
             }
             gets_on(&machine, VECTOR);
-            // The VM goes while signals flow.
+            // The VM is dropped while signals arrive.
             drop(machine);
             stop.store(true, Ordering::SeqCst);
         });
@@ -163,7 +163,7 @@ fn a_closed_eventfd_and_a_closed_vm_leave_nothing_behind() {
     wait("descriptors and threads are given back", || now() <= before);
 }
 
-/// A device that never lowers its line, and a guest that ends the interrupt again and again: it gets on, and so do the others.
+/// A device never lowers its line, and the guest ends the interrupt repeatedly: that vCPU makes progress, and so do the others.
 #[test]
 fn a_line_that_stays_high_starves_nobody() {
     let _alone = alone();
@@ -215,11 +215,11 @@ fn sixteen_vcpus_send_to_each_other() {
     for vector in [0x41, 0x42, 0x43, 0x44, 0x45, 0x46, 0x48] {
         gets_on(&machine, vector);
     }
-    // 255 is an id like another in x2APIC mode, and nobody's.
+    // In x2APIC mode 255 is a plain id, and no vCPU has it.
     assert_eq!(machine.count(0x47), 0);
 }
 
-/// mov bp, rounds; 1: body; dec bp; jnz 1b
+/// Returns code that repeats `body`: mov bp, rounds; 1: body; dec bp; jnz 1b
 fn times(rounds: u16, body: &[u8]) -> Vec<u8> {
     let mut code = vec![0xbd];
     code.extend(rounds.to_le_bytes());
@@ -230,11 +230,11 @@ fn times(rounds: u16, body: &[u8]) -> Vec<u8> {
     code
 }
 
-/// A vCPU is reset and started again and again, while others send to it: at the end it runs, and takes interrupts.
+/// A vCPU is reset and started repeatedly, while others send to it: at the end it runs, and accepts interrupts.
 #[test]
 fn a_vcpu_is_reset_while_interrupts_come() {
     let _alone = alone();
-    /// Where the vCPU starts: a page number.
+    /// The page number at which the vCPU starts.
     const START: u32 = 0xd;
     let resets = [wrmsr(0x830, 0x4500, 1), wrmsr(0x830, 0x4600 | START, 1)].concat();
     let programs = [
@@ -244,7 +244,7 @@ fn a_vcpu_is_reset_while_interrupts_come() {
         sending(0x4900 | 0x42, 2),
     ];
     let machine = Machine::new(Chips::Pc, &programs, &[]);
-    // mov si, ROUNDS + 4; mov sp, ...; then as any other
+    // mov si, ROUNDS + 4; mov sp, ...; then the program of the other vCPUs
     let mut again = vec![0xbe, 0x04, 0x10, 0xbc, 0x00, 0x88];
     again.extend(halting());
     machine.memory.write(u64::from(START) << 12, &again);
@@ -260,7 +260,7 @@ fn a_vcpu_is_reset_while_interrupts_come() {
 fn an_apic_changes_its_mode_while_interrupts_come() {
     let _alone = alone();
     let base = 0xfee0_0000;
-    // It takes interrupts in x2APIC mode only: the handlers end them by an MSR.
+    // The vCPU accepts interrupts in x2APIC mode only: the handlers end them by an MSR.
     let modes = [
         vec![0xfa],
         wrmsr(0x1b, base, 0),
@@ -284,11 +284,11 @@ fn an_apic_changes_its_mode_while_interrupts_come() {
     }
 }
 
-/// One of the vCPUs that take interrupts gets one that is for the lowest priority.
+/// A lowest-priority interrupt goes to one of the vCPUs that accept interrupts.
 #[test]
 fn the_lowest_priority_is_never_that_of_an_apic_that_is_off() {
     let _alone = alone();
-    // The second and the fourth never switch theirs on.
+    // The second and the fourth vCPU never enable their APICs.
     let off = forever(&[0xf3, 0x90]);
     let programs = [halting(), off.clone(), halting(), off];
     let machine = Machine::new(Chips::Pc, &programs, &[]).start(no_exit);
@@ -323,11 +323,11 @@ fn the_fastest_timers_starve_nobody() {
     let programs = [
         // Periodic, one tick.
         [timer(0x2_0041), wrmsr(0x838, 1, 0), forever(&[0xf3, 0x90])].concat(),
-        // One shot, again and again.
+        // One shot, set repeatedly.
         [timer(0x42), forever(&wrmsr(0x838, 1, 0))].concat(),
-        // A deadline that is over.
+        // A deadline in the past.
         [timer(0x4_0043), forever(&wrmsr(0x6e0, 1, 0))].concat(),
-        // Periodic, and stopped and started all the time.
+        // Periodic, stopped and started repeatedly.
         [
             timer(0x2_0044),
             forever(&[wrmsr(0x838, 0, 0), wrmsr(0x838, 3, 0), vec![0xf4]].concat()),
@@ -359,7 +359,7 @@ fn the_fastest_timers_starve_nobody() {
     machine.wait("a message between ticks", || machine.count(VECTOR) == 1);
 }
 
-/// A client with all controllers of its own: each interrupt that it gives in an open window is taken once.
+/// A client that emulates the 8259: each interrupt that it injects in an open window is delivered once.
 #[test]
 fn a_client_gives_interrupts_through_windows() {
     let _alone = alone();
@@ -371,7 +371,7 @@ fn a_client_gives_interrupts_through_windows() {
             Chips::None,
             [vec![0xfb], forever(&[0xfa, 0x90, 0xfb, 0x90])].concat(),
         ),
-        // LINT0 leads to the client's 8259.
+        // LINT0 accepts interrupts of the client's 8259.
         (
             Chips::Split,
             [open(), lint0.clone(), forever(&[0x90])].concat(),
@@ -405,7 +405,7 @@ fn a_client_gives_interrupts_through_windows() {
     }
 }
 
-/// A client with an I/O APIC of its own hears of the end of each level, also of two that end in one go.
+/// A client that emulates the I/O APIC gets an exit for the end of each level, also for two that end at the same time.
 #[test]
 fn the_client_hears_of_each_end_of_a_level() {
     let _alone = alone();
@@ -424,7 +424,7 @@ fn the_client_hears_of_each_end_of_a_level() {
             to_message(4, 0, asserted | 0x42),
             to_message(5, 0, asserted | 0x52),
             to_message(6, 0, asserted | u32::from(VECTOR)),
-            // Above the pins, and an edge: nobody wants to hear of them.
+            // Above the pins, and an edge: their ends do not exit.
             to_message(24, 0, asserted | 0x71),
             to_message(7, 0, 0x72),
         ],
@@ -461,14 +461,14 @@ fn the_client_hears_of_each_end_of_a_level() {
     assert_eq!([0x71, 0x72].map(count), [0, 0]);
 }
 
-/// An 8259's interrupt that waits already reaches a vCPU that opens LINT0, or switches its APIC off, without any other reason to look.
+/// A pending interrupt of the 8259 reaches a vCPU that unmasks LINT0, or disables its APIC, without any other event.
 #[test]
 fn an_interrupt_that_waits_is_seen_when_its_way_opens() {
     let _alone = alone();
     let spin = vec![0xeb, 0xfe];
     let closed = [wrmsr(0x835, 0x1_0000, 0), open()].concat();
     for opens in [wrmsr(0x835, 0x700, 0), wrmsr(0x1b, 0xfee0_0100, 0)] {
-        // Time for the vCPU to have looked in vain: it runs in between.
+        // The vCPU runs for a while in between, and has time to find that it cannot take the interrupt.
         let program = [closed.clone(), times(20_000, &[0x90]), opens, spin.clone()].concat();
         let machine = Machine::new(Chips::Pc, &[program], &[]);
         machine.set_handler(0x24, &[0xf4]);
@@ -490,7 +490,7 @@ fn an_interrupt_that_waits_is_seen_when_its_way_opens() {
     }
 }
 
-/// A child's copies of irqfds are none; the parent's work as before.
+/// A forked child's copies of irqfds do nothing; the parent's work as before.
 #[test]
 fn a_client_with_irqfds_forks() {
     let _alone = alone();

@@ -1,4 +1,4 @@
-//! What takes a vCPU out of the guest, or must not be held up by it.
+//! Events that end a vCPU's run, or must not wait for a running vCPU.
 
 mod common;
 
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 static IMMEDIATE_EXIT: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
 
 extern "C" fn set_immediate_exit(_signal: libc::c_int) {
-    // SAFETY: the test keeps the vCPU while the signal may come.
+    // SAFETY: the test keeps the vCPU while the signal may arrive.
     unsafe { IMMEDIATE_EXIT.load(Ordering::SeqCst).write_volatile(1) };
 }
 
@@ -24,7 +24,7 @@ fn handle(signal: libc::c_int, handler: extern "C" fn(libc::c_int)) {
     unsafe { libc::signal(signal, handler as *const () as libc::sighandler_t) };
 }
 
-/// Sends `signal` to this thread in a moment.
+/// Sends `signal` to the calling thread after a short time.
 fn signal_soon<'scope>(scope: &'scope std::thread::Scope<'scope, '_>, signal: libc::c_int) {
     // SAFETY: plain call.
     let me = unsafe { libc::pthread_self() } as usize;
@@ -151,7 +151,7 @@ fn a_vcpu_that_waits_for_host_memory_holds_up_nobody() {
                 memory_size: 0x1000,
                 userspace_addr: other.start as u64,
             };
-            // SAFETY: the guest does not touch it.
+            // SAFETY: the guest does not use the page.
             unsafe {
                 vm.set_user_memory_region(region).unwrap();
                 vm.set_user_memory_region(kvm_bindings::kvm_userspace_memory_region {

@@ -9,14 +9,14 @@ use std::sync::mpsc;
 use std::time::Duration;
 use vmm_sys_util::eventfd::EventFd;
 
-/// Where interrupts 0 to 15 go: the guest's 8259s have not been given other vectors.
+/// The address of the handler of interrupts 0 to 15: the guest has not changed the vectors of its 8259s.
 const HANDLER: u64 = 0x1100;
 /// The port that tells the test of an interrupt.
 const HANDLED: u16 = 0x10;
 /// sti; 1: hlt; jmp 1b
 const WAIT: &[u8] = &[0xfb, 0xf4, 0xeb, 0xfd];
 
-/// A guest with the controllers of a PC that waits for interrupts. Its handler ends them at the 8259 and writes to [`HANDLED`].
+/// Creates a guest with the controllers of a PC that waits for interrupts. Its handler ends them at the 8259 and writes to [`HANDLED`].
 fn waiting() -> Guest {
     let guest = Guest::with(WAIT, |vm| vm.create_irq_chip().unwrap());
     for vector in 0..16 {
@@ -53,13 +53,13 @@ fn handled(guest: Guest, act: impl FnOnce(&VmFd, &mpsc::Receiver<()>) + Send + '
     std::thread::scope(|scope| {
         scope.spawn(move || {
             act(&vm, &heard);
-            // Interrupts that nobody waited for.
+            // Interrupts that `act` did not wait for.
             let mut more = 0;
             while heard.recv_timeout(Duration::from_millis(300)).is_ok() {
                 more += 1;
             }
             done.send(more).unwrap();
-            // The last one ends the guest's thread, whatever it is waiting for.
+            // The last interrupt ends the guest's thread, whatever state the guest is in.
             vm.set_irq_line(15, false).unwrap();
             drop(heard);
             vm.set_irq_line(15, true).unwrap();
@@ -105,7 +105,7 @@ fn every_signal_of_an_irqfd_is_an_interrupt_until_it_is_taken_away() {
             event.write(1).unwrap();
             heard.recv_timeout(SOON).unwrap();
         }
-        // Another line of the same eventfd is not this irqfd.
+        // Another line with this eventfd is another irqfd.
         vm.unregister_irqfd(&event, 6).unwrap();
         event.write(1).unwrap();
         heard.recv_timeout(SOON).unwrap();

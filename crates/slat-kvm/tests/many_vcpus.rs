@@ -1,15 +1,15 @@
-//! As many vCPUs as a VM can have take little memory as long as they do little.
+//! A VM with the largest number of vCPUs needs little memory as long as they do little.
 
 mod common;
 
 use common::*;
 use slat_kvm::VcpuExit;
 
-/// What a vCPU may take of the host's memory before it runs, and after it has executed an instruction.
+/// The most host memory that a vCPU may use before it runs, and after it has executed an instruction.
 const MADE: usize = 40 << 10;
 const RUN: usize = 96 << 10;
 
-/// Bytes of this process that are in the host's memory.
+/// Returns the resident bytes of this process.
 fn resident() -> usize {
     let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages = pages.split(' ').nth(1).unwrap();

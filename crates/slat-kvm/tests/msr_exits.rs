@@ -1,4 +1,4 @@
-//! MSR accesses that a client forbids, or answers: `KVM_X86_SET_MSR_FILTER` and `KVM_CAP_X86_USER_SPACE_MSR`.
+//! MSR accesses that a client forbids, or completes: `KVM_X86_SET_MSR_FILTER` and `KVM_CAP_X86_USER_SPACE_MSR`.
 
 mod common;
 
@@ -17,7 +17,7 @@ const HANDLER: u64 = 0x2000;
 const RDMSR: [u8; 2] = [0x0f, 0x32];
 const WRMSR: [u8; 2] = [0x0f, 0x30];
 
-/// A guest whose client makes system calls.
+/// A guest, and a client that uses ioctls.
 struct Client {
     vm: Object,
     vcpu: Object,
@@ -32,7 +32,7 @@ enum Ended {
     Done,
     /// The access was #GP.
     Refused,
-    /// The client is asked: exit reason, why, which MSR and the value.
+    /// The access exited to the client: exit reason, why, which MSR and the value.
     Asked(u32, u32, u32, u64),
 }
 
@@ -87,7 +87,7 @@ impl Client {
         self.vm.ioctl(abi::KVM_X86_SET_MSR_FILTER, address).unwrap();
     }
 
-    /// The guest reads or writes an MSR and halts.
+    /// Has the guest read or write an MSR and halt.
     fn accesses(&self, msr: u32, value: u64, access: [u8; 2]) -> Ended {
         self.memory.write(CODE, &[access[0], access[1], 0xf4]);
         let mut sregs = [0u8; size_of::<kvm_sregs>()];
@@ -135,7 +135,7 @@ impl Client {
         }
     }
 
-    /// Answers and goes on.
+    /// Completes the access with `error` and `data`, and runs the guest again.
     fn answered(&self, error: u8, data: u64) -> Ended {
         // SAFETY: our mapping of the shared page; the guest does not run.
         let run = unsafe { &mut *self.run.ptr() };
@@ -172,7 +172,7 @@ fn a_client_answers_what_it_asked_for() {
         Ended::Asked(write, unknown, UNKNOWN, 0)
     );
     assert_eq!(client.answered(1, 0), Ended::Refused);
-    // A type of memory that does not exist.
+    // A memory type that does not exist.
     assert_eq!(client.accesses(PAT, 2, WRMSR), Ended::Refused);
     client.answers(invalid);
     assert_eq!(client.accesses(UNKNOWN, 0, RDMSR), Ended::Refused);
@@ -194,7 +194,7 @@ fn a_client_answers_what_it_asked_for() {
     assert_eq!(client.answered(0, 3 << 32 | 4), Ended::Done);
     let regs = client.regs();
     assert_eq!((regs.rdx, regs.rax), (3, 4));
-    // A filter is for the guest.
+    // A filter binds only the guest.
     let mut list = [0u64; 3];
     list[0] = 1;
     list[1] = FS_BASE.into();

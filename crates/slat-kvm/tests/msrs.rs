@@ -1,4 +1,4 @@
-//! Model-specific registers, as a client and as a guest sees them; and KVM_TRANSLATE.
+//! Model-specific registers, accessed by clients and by guests; and KVM_TRANSLATE.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn write(guest: &Guest, index: u32, value: u64) -> bool {
     guest.vcpu.set_msrs(&entry(index, value)).unwrap() == 1
 }
 
-/// A client saves and restores what the list names: all of it can be read, and written back.
+/// A client can read all MSRs of the list, and write their values back.
 #[test]
 fn what_is_saved_can_be_read_and_written_back() {
     for irqchip in [false, true] {
@@ -48,7 +48,7 @@ fn what_is_saved_can_be_read_and_written_back() {
     }
 }
 
-/// Whether a guest's write is refused.
+/// Whether a guest's write to an MSR is #GP.
 fn guest_write_faults(guest: &mut Guest, index: u32, value: u32) -> bool {
     let [i, v] = [index, value].map(u32::to_le_bytes);
     // mov ecx, index; mov eax, value; xor edx, edx; wrmsr; hlt
@@ -98,7 +98,7 @@ fn an_address_is_translated_whole() {
     assert_eq!((found.valid, found.physical_address), (0, u64::MAX));
 }
 
-/// Firmware and old guests access these without asking CPUID. Reads and writes are KVM's.
+/// Firmware and old guests access these MSRs without asking CPUID. Reads and writes do what KVM's do.
 #[test]
 fn msrs_that_guests_take_for_granted_are_there() {
     let mut guest = Guest::new(&[]);
@@ -136,7 +136,7 @@ fn cpuid_faulting_is_there_as_long_as_the_client_offers_it() {
     assert!(guest_write_faults(&mut guest, MISC_FEATURES, 1));
 }
 
-/// An error of the machine is #MC for a guest that has enabled it, and the end of one that has not.
+/// An error of the machine is #MC for a guest that has enabled #MC, and a shutdown for one that has not.
 #[test]
 fn a_machine_check_reaches_the_guest() {
     use slat_kvm::abi;
@@ -149,7 +149,7 @@ fn a_machine_check_reaches_the_guest() {
         };
         let vm = created(Object::system().ioctl(abi::KVM_CREATE_VM, 0));
         let memory = common::Memory::new(common::MEMORY);
-        // The handler of #MC writes to a port, instead of the HLT that it interrupts.
+        // The handler of #MC writes to a port; the interrupted code would halt.
         memory.write(CODE, &[0xf4]);
         memory.write(18 * 4, &DATA.to_le_bytes()[..4]);
         memory.write(DATA, &[0xe6, 0x10]);
@@ -203,7 +203,7 @@ fn a_machine_check_reaches_the_guest() {
     }
 }
 
-/// A client that resets the MSR of the wall clock asks for no page: the guest's memory at address 0 stays as it is.
+/// A client that resets the MSR of the wall clock wants no page: the guest's memory at address 0 does not change.
 #[test]
 fn a_wall_clock_at_no_address_is_written_nowhere() {
     const WALL_CLOCK: u32 = 0x4b56_4d00;

@@ -1,4 +1,4 @@
-//! NX huge pages, through a module parameter and with their recovery. (A program of its own: parameters are the process's.)
+//! NX huge pages, through a module parameter and with their recovery. (A test program of its own: parameters belong to the process.)
 
 mod common;
 
@@ -15,7 +15,7 @@ fn value(stats: &StatsFd, name: &str) -> u64 {
     values.iter().find(|(known, _)| *known == name).unwrap().1[0]
 }
 
-/// Two MiB that the host would give a huge page. `None` where it never does.
+/// Returns 2 MiB that the host backs with a huge page. `None`: the host never does.
 fn huge_memory(memory: &Memory) -> Option<*mut u8> {
     let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
     if mode.contains("[never]") {
@@ -71,7 +71,7 @@ fn execution_splits_a_huge_page_and_recovery_brings_it_back() {
         let stats = vm.get_stats_fd().unwrap();
         let counts = || (value(&stats, "pages_2m"), value(&stats, "nx_lpage_splits"));
         let mut execute = |code: &[u8]| {
-            // SAFETY: inside the memory; no vCPU runs.
+            // SAFETY: within the memory; no vCPU runs.
             unsafe {
                 let to = start.add(CODE as usize);
                 std::ptr::copy_nonoverlapping(code.as_ptr(), to, code.len());
@@ -82,13 +82,13 @@ fn execution_splits_a_huge_page_and_recovery_brings_it_back() {
         execute(&[0xf4]);
         if without_nx {
             assert_eq!(counts(), (1, 0));
-            // A write to the parameter leaves this VM as it is.
+            // A write to the parameter does not change this VM.
             set("nx_huge_pages", "1");
             execute(&[0xf4]);
             assert_eq!(counts(), (1, 0));
             continue;
         }
-        // Recovery may have been quick.
+        // Recovery may already be done.
         let deadline = Instant::now() + Duration::from_secs(10);
         while counts() != (0, 0) {
             assert!(Instant::now() < deadline, "{:?}", counts());
@@ -97,7 +97,7 @@ fn execution_splits_a_huge_page_and_recovery_brings_it_back() {
         set("nx_huge_pages_recovery_period_ms", "3600000");
         execute(&[0xf4]);
         assert_eq!(counts(), (0, 1));
-        // Switched off, execution maps the page whole.
+        // With the policy off, execution maps the huge page.
         set("nx_huge_pages", "off");
         execute(&[0xf4]);
         assert_eq!(counts(), (1, 0));

@@ -1,4 +1,4 @@
-//! A call that panics: its VM is dead, and nobody hangs.
+//! A call that panics: its VM is dead, and no thread hangs.
 
 mod common;
 
@@ -17,13 +17,13 @@ fn in_time<R: Send + 'static>(what: &str, work: impl FnOnce() -> R + Send + 'sta
     (result.recv_timeout(Duration::from_secs(20))).unwrap_or_else(|_| panic!("{what}: no answer"))
 }
 
-/// `mov ecx, 0x4b564d00; mov eax, DATA; xor edx, edx; wrmsr; hlt`: the guest asks for the wall clock.
+/// Code that requests the wall clock: `mov ecx, 0x4b564d00; mov eax, DATA; xor edx, edx; wrmsr; hlt`.
 const ASK_FOR_WALL_CLOCK: &[u8] = &[
     0x66, 0xb9, 0x00, 0x4d, 0x56, 0x4b, 0x66, 0xb8, 0x00, 0x30, 0x00, 0x00, 0x66, 0x31, 0xd2, 0x0f,
     0x30, 0xf4,
 ];
 
-/// KVM_SET_CLOCK takes any number, and the wall clock at which it was zero is counted modulo 2^64.
+/// KVM_SET_CLOCK accepts any number; the wall clock when the VM's clock was zero is computed modulo 2^64.
 #[test]
 fn any_clock_can_be_set() {
     for clock in [i64::MAX as u64, u64::MAX, 1 << 63, 0] {
@@ -45,7 +45,7 @@ fn any_clock_can_be_set() {
         let begin = (since_epoch.as_nanos() as u64).wrapping_sub(clock);
         let late = begin.wrapping_sub(word(4) * 1_000_000_000 + word(8));
         let bits32 = 1_000_000_000u64 << 32;
-        // The page holds 32 bits of seconds; the VM's clock has gone on a little since it was set.
+        // The page holds 32 bits of seconds; the VM's clock has advanced a little since it was set.
         let off = (late % bits32).min(bits32 - late % bits32);
         assert!(off < 30_000_000_000, "{clock:#x}: {off}");
         in_time("a slot change", move || {
@@ -54,7 +54,7 @@ fn any_clock_can_be_set() {
     }
 }
 
-/// A VM, and what its descriptor stands for.
+/// Creates a VM. Returns its object and its descriptor.
 fn vm() -> (Object, std::os::fd::OwnedFd) {
     match Object::system().ioctl(abi::KVM_CREATE_VM, 0) {
         Ok(Answer::Created(vm, fd)) => (vm, fd),
@@ -82,7 +82,7 @@ fn after_a_panic_every_call_of_the_vm_answers_eio() {
     };
     let Object::Vm(inner) = &vm else { panic!() };
     inner.set_user_memory_region(&region).unwrap();
-    // The client's own closure panics, below the call.
+    // The client's own closure panics during the call.
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         inner.dirty_log(0, |_| panic!("on purpose"))
     }));
@@ -121,10 +121,10 @@ fn after_a_panic_every_call_of_the_vm_answers_eio() {
         );
     }
     assert_eq!(errno(&vcpu, abi::KVM_RUN, 0), Some(libc::EIO));
-    // The Rust API, too: it is the same objects.
+    // The Rust API, too: it uses the same objects.
     assert_eq!(inner.get_clock().unwrap_err().errno(), libc::EIO);
     drop((vcpu, vm));
-    // Another VM has nothing to do with it.
+    // Another VM still works.
     Kvm::new()
         .unwrap()
         .create_vm()
@@ -133,7 +133,7 @@ fn after_a_panic_every_call_of_the_vm_answers_eio() {
         .unwrap();
 }
 
-/// Running vCPUs, and those that wait in a halt or for their SIPI, come out.
+/// Running vCPUs, and those that wait in a halt or for their SIPI, return from `KVM_RUN`.
 #[test]
 fn a_panic_ends_the_runs_of_other_vcpus() {
     let (vm, _fd) = vm();

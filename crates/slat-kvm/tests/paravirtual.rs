@@ -1,4 +1,4 @@
-//! What a guest has from KVM beyond a processor: steal time, ends of interrupts in memory, hypercalls.
+//! KVM's paravirtual features: steal time, ends of interrupts in memory, hypercalls.
 
 mod common;
 
@@ -16,7 +16,7 @@ const STEAL_TIME: u32 = 0x4b56_4d03;
 const PV_EOI: u32 = 0x4b56_4d04;
 const SYSTEM_TIME: u32 = 0x4b56_4d01;
 const VECTOR: u8 = 0x20;
-/// Where the handler of [`VECTOR`] is.
+/// The address of the handler of [`VECTOR`].
 const HANDLER: u64 = 0x2000;
 
 fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
@@ -39,7 +39,7 @@ fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
     msrs.as_slice()[0].data
 }
 
-/// An x2APIC that software has enabled.
+/// Switches the vCPU's APIC to x2APIC mode, and enables it by software.
 fn enable_apic(vcpu: &VcpuFd) {
     let base = msr(vcpu, APIC_BASE);
     assert!(set_msr(vcpu, APIC_BASE, base | 1 << 10));
@@ -58,7 +58,7 @@ fn word(memory: &Memory, at: u64) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// A guest that waits for [`VECTOR`], which is pending, and whose handler is `handler`.
+/// Creates a guest that waits for [`VECTOR`], which is pending and has the handler `handler`.
 fn interrupted(handler: &[u8]) -> Guest {
     // sti; nop; hlt
     let guest = Guest::with(&[0xfb, 0x90, 0xf4], |vm| vm.create_irq_chip().unwrap());
@@ -66,7 +66,7 @@ fn interrupted(handler: &[u8]) -> Guest {
     guest.memory.write(vector, &HANDLER.to_le_bytes()[..4]);
     guest.memory.write(HANDLER, handler);
     enable_apic(&guest.vcpu);
-    // To itself.
+    // An IPI to itself.
     assert!(set_msr(&guest.vcpu, ICR, 1 << 18 | u64::from(VECTOR)));
     guest
 }
@@ -112,7 +112,7 @@ fn an_end_in_memory_that_is_not_taken_is_an_end_at_the_apic() {
     assert!(!in_service(&guest.vcpu));
 }
 
-/// A guest that ends an interrupt in its memory and at once takes that away, as a CPU does that goes offline.
+/// A guest ends an interrupt in its memory and at once disables PV EOI, as a CPU does that goes offline.
 #[test]
 fn an_end_in_memory_counts_also_when_it_is_the_last() {
     // btr word [DATA], 0; mov ecx, PV_EOI; xor eax, eax; xor edx, edx; wrmsr; out 0x10, al
@@ -132,7 +132,7 @@ fn an_end_in_memory_counts_also_when_it_is_the_last() {
     }
 }
 
-/// Nothing writes to the memory of a guest that has been reset.
+/// slat does not write to the shared structures of a guest that has been reset.
 #[test]
 fn an_init_ends_what_is_shared_in_memory() {
     let mut guest = interrupted(&[0xe6, 0x10]);
@@ -186,7 +186,7 @@ fn steal_time_is_written_to_the_dirty_log() {
     );
 }
 
-/// Whether KVM's features have this one.
+/// Whether the guest's CPUID has this paravirtual feature.
 fn is_offered(guest: &Guest, bit: u32) -> bool {
     let table = guest
         .kvm
@@ -216,7 +216,7 @@ fn what_a_guest_may_use_is_offered() {
     }
 }
 
-/// A guest of two vCPUs, the first of which makes a hypercall and halts; what the call answers.
+/// Has `first` make a hypercall. Returns its result.
 fn hypercall(first: &mut VcpuFd, memory: &Memory, args: [u32; 5]) -> u32 {
     // mov eax, nr; mov ebx, …; mov ecx, …; mov edx, …; mov esi, …; vmcall; out 0x10, al
     let mut code = Vec::new();
@@ -260,7 +260,7 @@ fn a_kicked_vcpu_wakes_from_its_halt() {
         mp_state: KVM_MP_STATE_RUNNABLE,
     };
     second.set_mp_state(runnable).unwrap();
-    // hlt, with interrupts off; mov byte [DATA], 1; out 0x11, al
+    // hlt, with interrupts disabled; mov byte [DATA], 1; out 0x11, al
     let waits = [0xf4, 0xc6, 0x06, 0x00, 0x30, 1, 0xe6, 0x11];
     guest.memory.write(HANDLER, &waits);
     start_at_code(&second);
@@ -285,7 +285,7 @@ fn a_kicked_vcpu_wakes_from_its_halt() {
     });
 }
 
-/// The task priority in memory: what the guest writes there is the APIC's, and what is pending is shown.
+/// The task priority in memory: the guest's write changes the APIC's task priority, and the word shows the pending vector.
 #[test]
 fn a_guest_has_its_task_priority_in_memory() {
     use slat_kvm::abi;

@@ -1,4 +1,4 @@
-//! kvm-ioctls' methods, each with its signature, of both crates: this file compiles when a program for kvm-ioctls does.
+//! The methods of kvm-ioctls with their signatures, checked for both crates: this file compiles if programs for kvm-ioctls do.
 
 use kvm_bindings::*;
 use std::ffi::{CStr, CString, c_int, c_ulong};
@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Checks the type of each method, for both crates. A method with parameters of its own is given them.
+/// Checks the type of each method, for both crates. Generic methods are listed with their type arguments.
 macro_rules! signatures {
     ($($receiver:ident { $($method:ident $(::<$($parameter:ty),*>)?: $signature:ty,)* })*) => {
         fn of_kvm_ioctls() {
@@ -157,7 +157,7 @@ signatures! {
     }
 }
 
-/// What programs do with the types: share them between threads, print them.
+/// Checks the traits that programs need: to share the types between threads, and to print them.
 fn traits<T: Send + Sync + Debug>() {}
 
 #[test]

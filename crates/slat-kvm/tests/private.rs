@@ -40,7 +40,7 @@ fn create(vm: &VmFd, size: u64) -> Result<GuestMemfdFd, i32> {
     Ok(unsafe { GuestMemfdFd::from_raw(fd) }.unwrap())
 }
 
-/// A slot at [`DEVICE`] with shared and private memory.
+/// Returns a slot at [`DEVICE`] with shared and private memory.
 fn private_region(memory: &Memory, fd: i32) -> kvm_userspace_memory_region2 {
     kvm_userspace_memory_region2 {
         slot: 1,
@@ -58,12 +58,12 @@ fn set(vm: &VmFd, region: kvm_userspace_memory_region2) -> Result<(), i32> {
     unsafe { vm.set_user_memory_region2(region) }.map_err(|error| error.errno())
 }
 
-/// Asks for a byte; stores it at DEVICE unless it is 0; tells what stands there; again.
+/// Code that repeatedly reads a byte from a port, stores it at DEVICE unless it is 0, and writes the byte at DEVICE to a port.
 const STORE_AND_TELL: &[u8] = &[
     0xe4, 0x10, 0x84, 0xc0, 0x74, 0x03, 0xa2, 0x00, 0x80, 0xa0, 0x00, 0x80, 0xe6, 0x11, 0xeb, 0xf0,
 ];
 
-/// One round of it. `Err`: the address of a memory fault.
+/// Runs one round of [`STORE_AND_TELL`]. Returns the byte at DEVICE. `Err`: the address of a memory fault.
 fn round(guest: &mut Guest, store: u8) -> Result<u8, u64> {
     loop {
         match guest.vcpu.run().unwrap() {
@@ -84,7 +84,7 @@ fn private_memory_is_the_guests_alone_until_it_is_given_back() {
     let shared = Memory::new((PAGES * 4096) as usize);
     let private = create(&guest.vm, PAGES * 4096).unwrap();
     set(&guest.vm, private_region(&shared, private.as_raw_fd())).unwrap();
-    // SAFETY: inside the mapping.
+    // SAFETY: within the mapping.
     let host_sees = || unsafe { shared.start.read_volatile() };
     assert_eq!(round(&mut guest, 5), Ok(5));
     assert_eq!(host_sees(), 5);
@@ -96,13 +96,13 @@ fn private_memory_is_the_guests_alone_until_it_is_given_back() {
     assert_eq!(round(&mut guest, 0), Ok(5));
     convert(&guest.vm, DEVICE, true).unwrap();
     assert_eq!(round(&mut guest, 0), Ok(6));
-    // A hole beside it leaves it alone, one over it leaves zeroes.
+    // A hole beside the page does not change it; a hole in the page leaves zeroes.
     private.fallocate(PUNCH_HOLE, 4096, 4096).unwrap();
     assert_eq!(round(&mut guest, 0), Ok(6));
     private.fallocate(PUNCH_HOLE, 0, 8192).unwrap();
     assert_eq!(round(&mut guest, 0), Ok(0));
     assert_eq!(round(&mut guest, 7), Ok(7));
-    // Its memory goes with the last descriptor, not with the mapping of anybody else that comes there.
+    // Dropping the last descriptor releases the memory. No later mapping gets its addresses.
     drop(private);
     let _others: Vec<_> = (0..8)
         .map(|_| Memory::new((PAGES * 4096) as usize))
@@ -165,7 +165,7 @@ fn what_a_guest_memfd_is_not_for_is_refused() {
     assert_eq!(fallocate(0, 0, 4096), Err(libc::EOPNOTSUPP));
     let zero = KEEP_SIZE | libc::FALLOC_FL_ZERO_RANGE;
     assert_eq!(fallocate(zero, 0, 4096), Err(libc::EOPNOTSUPP));
-    // The kernel itself lets nobody in.
+    // The kernel itself refuses access through the descriptor.
     let fd = private.as_raw_fd();
     let mut byte = [0u8];
     // SAFETY: plain system calls with a live buffer; a mapping of the host's choice.
@@ -204,7 +204,7 @@ fn what_a_guest_memfd_is_not_for_is_refused() {
         libc::EINVAL,
     );
     set(vm, region).unwrap();
-    // Another slot cannot have the same part, and the slot cannot be changed.
+    // Another slot cannot use the same part, and the slot cannot be changed.
     refused(
         &|r| (r.slot, r.guest_phys_addr) = (2, 0x10_0000),
         libc::EINVAL,
@@ -300,7 +300,7 @@ fn the_guest_asks_for_a_conversion_by_a_hypercall_that_the_client_answers() {
     *hypercall.ret = 77;
     assert_eq!(guest.vcpu.get_regs().unwrap().rip, CODE + 6);
     assert_eq!(answered(&mut guest), 77);
-    // A client that moves RIP has finished the call itself.
+    // A client that changes RIP has finished the hypercall itself.
     ask(&mut guest, 1);
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hypercall(_)));
     let mut regs = guest.vcpu.get_regs().unwrap();

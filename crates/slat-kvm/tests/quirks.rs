@@ -1,4 +1,4 @@
-//! What KVM does only until a client disables it (`KVM_CAP_DISABLE_QUIRKS2`).
+//! KVM's quirks, until a client disables them (`KVM_CAP_DISABLE_QUIRKS2`).
 
 mod common;
 
@@ -97,7 +97,7 @@ fn mwait_that_does_not_exist_is_a_nop_or_undefined() {
     }
 }
 
-/// IA32_MISC_ENABLE says whether there is MWAIT, once the quirk is disabled.
+/// Once the quirk is disabled, IA32_MISC_ENABLE decides whether the guest has MWAIT.
 #[test]
 fn misc_enable_switches_mwait() {
     const MISC_ENABLE: u32 = 0x1a0;

@@ -1,13 +1,13 @@
-//! How much of its caller's stack `KVM_RUN` takes.
+//! How much of its caller's stack `KVM_RUN` uses.
 
 mod common;
 mod long_mode;
 
 use long_mode::{EXITS, Machine, ROUNDS, answer};
 
-/// The size of the threads that run vCPUs here, with what the C library keeps in it for itself.
+/// The stack size of the threads that run vCPUs here, including what the C library uses of it.
 const THREAD: usize = 64 << 10;
-/// What `KVM_RUN` may take of it. Without optimisation, frames are larger.
+/// The most bytes of the stack that `KVM_RUN` may use. Without optimisation, frames are larger.
 const BOUND: usize = if cfg!(debug_assertions) {
     32 << 10
 } else {
@@ -15,7 +15,7 @@ const BOUND: usize = if cfg!(debug_assertions) {
 };
 const PAINT: u64 = 0x5a5a_a5a5_5a5a_a5a5;
 
-/// The lowest address of this thread's stack that may be written.
+/// Returns the lowest address of this thread's stack that may be written.
 fn lowest() -> usize {
     // SAFETY: the thread's own attributes, in memory of ours.
     unsafe {
@@ -32,14 +32,14 @@ fn lowest() -> usize {
     }
 }
 
-/// Calls `work`. Returns how many bytes of the stack it took.
+/// Calls `work`. Returns how many bytes of the stack it used.
 #[inline(never)]
 fn depth(work: impl FnOnce()) -> usize {
     let here = 0u64;
     let top = (&raw const here as usize & !7) - 1024;
     let painted = (lowest()..top).step_by(8);
     for at in painted.clone() {
-        // SAFETY: below this function's frame and above the guard page; nothing is there while no other function runs.
+        // SAFETY: below this function's frame and above the guard page; unused while this function calls no other.
         unsafe { (at as *mut u64).write_volatile(PAINT) };
     }
     work();

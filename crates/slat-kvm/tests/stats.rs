@@ -8,7 +8,7 @@ use slat_kvm::api::StatsFd;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Reads a file of statistics as a client does that knows nothing but the format.
+/// Reads a file of statistics like a client that knows only the format.
 fn parse(stats: &StatsFd) -> (String, BTreeMap<String, Vec<u64>>) {
     let at = |offset: usize, len: usize| {
         let mut bytes = vec![0; len];
@@ -36,7 +36,7 @@ fn parse(stats: &StatsFd) -> (String, BTreeMap<String, Vec<u64>>) {
     (text(id), values.collect())
 }
 
-/// Of a statistic with one value.
+/// Returns the value of a statistic that has one value.
 fn value(stats: &StatsFd, name: &str) -> u64 {
     let (_, values) = parse(stats);
     assert_eq!(values[name].len(), 1, "{name}");
@@ -64,7 +64,7 @@ fn faults_and_exits_are_counted() {
         assert_eq!(value(&vcpu, name), expected, "{name}");
     }
     assert!(value(&vcpu, "exits") >= 3);
-    // The prefetch may have brought the second page with the first.
+    // The prefetch may have mapped the second page with the first.
     assert!((1..=2).contains(&value(&vcpu, "pf_fixed")));
     assert!(value(&vm, "pages_4k") >= 2);
     assert_eq!(parse(&vcpu).1["halt_wait_hist"].len(), 32);
@@ -96,7 +96,8 @@ fn an_access_that_the_client_does_not_see_is_no_mmio_exit() {
     ));
     // SAFETY: plain call.
     let id = unsafe { libc::pthread_self() } as usize;
-    // It halts: a second thread calls it back.
+    // The vCPU halts: a second thread ends its run.
+
     let caller = std::thread::spawn(move || {
         std::thread::sleep(std::time::Duration::from_millis(50));
         slat_kvm::interrupt_thread(id);

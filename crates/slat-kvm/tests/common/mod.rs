@@ -4,16 +4,16 @@
 use kvm_bindings::kvm_userspace_memory_region;
 use slat_kvm::{Kvm, VcpuFd, VmFd};
 
-/// Where the code stands.
+/// The address of the code.
 pub const CODE: u64 = 0x1000;
-/// A page that belongs to the test.
+/// A page that the test uses for data.
 pub const DATA: u64 = 0x3000;
 /// Bytes of guest memory, from address 0.
 pub const MEMORY: usize = 0x4000;
-/// Where there is no memory, within reach of 16 bits.
+/// An address without memory that 16 bits can hold.
 pub const DEVICE: u64 = 0x8000;
 
-/// Anonymous memory that stays mapped until it is dropped.
+/// Anonymous memory, mapped until this is dropped.
 pub struct Memory {
     pub start: *mut u8,
     pub len: usize,
@@ -47,7 +47,7 @@ impl Memory {
 
     pub fn write(&self, at: u64, bytes: &[u8]) {
         assert!(at as usize + bytes.len() <= self.len);
-        // SAFETY: inside the mapping.
+        // SAFETY: within the mapping.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at as usize), bytes.len())
         }
@@ -55,7 +55,7 @@ impl Memory {
 
     pub fn read(&self, at: u64, bytes: &mut [u8]) {
         assert!(at as usize + bytes.len() <= self.len);
-        // SAFETY: inside the mapping.
+        // SAFETY: within the mapping.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 self.start.add(at as usize),
@@ -65,7 +65,7 @@ impl Memory {
         }
     }
 
-    /// Takes the page at `at` away, in a way that gives its addresses to nobody else.
+    /// Unmaps the page at `at`, but reserves its addresses.
     pub fn take_away(&self, at: u64) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         // SAFETY: replaces a page of our own mapping.
@@ -90,7 +90,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: our mapping; the guests that used it are gone.
+        // SAFETY: our mapping; the guests that used it are dropped.
         unsafe { libc::munmap(self.start.cast(), self.len) };
     }
 }
@@ -158,7 +158,7 @@ pub const SPIN: &[u8] = &[0xeb, 0xfe];
 /// `mov al, [0x3000]; jmp -5`
 pub const READ_DATA_FOREVER: &[u8] = &[0xa0, 0x00, 0x30, 0xeb, 0xfb];
 
-/// A userfaultfd for missing pages of a range; `None` where the host does not permit it.
+/// Opens a userfaultfd for missing pages of a range. `None`: the host does not permit it.
 pub fn userfault(range: std::ops::Range<usize>) -> Option<i32> {
     #[repr(C)]
     struct Api {
@@ -199,7 +199,7 @@ pub fn userfault(range: std::ops::Range<usize>) -> Option<i32> {
     }
 }
 
-/// Gives the page a content, so that the blocked vCPU goes on.
+/// Fills the page with `byte`, so that the blocked vCPU continues.
 pub fn resolve(fd: i32, page: usize, byte: u8) {
     #[repr(C)]
     struct Copy {

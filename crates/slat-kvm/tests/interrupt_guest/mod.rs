@@ -1,5 +1,5 @@
-//! Guests that count interrupts in memory, for tests of where interrupts go. Real mode and x2APIC mode: an end of interrupt is an MSR
-//! write, and nothing the handlers do leaves the guest, unless they are told to.
+//! Guests that count interrupts in memory, for tests of interrupt delivery. Real mode and x2APIC mode: an end of interrupt is an MSR
+//! write, and handlers do not exit to the client, unless a test asks for that.
 //!
 //! The requests are raw, as `slat run` makes them, because `KVM_IRQ_LINE_STATUS` has no method.
 #![allow(dead_code)]
@@ -17,7 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::EventFd;
 
-/// How long a test waits for what has to happen: much longer than it takes on a machine that does other things, too.
+/// How long a test waits for an expected event: much longer than the event takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// For each vector, how often its handler has run.
@@ -26,14 +26,14 @@ const COUNTS: u64 = 0x400;
 const SENT: u64 = 0x800;
 /// For each vector, the number that its handler saw last.
 const SEEN: u64 = 0xc00;
-/// For each vCPU, how often its main loop went around.
+/// For each vCPU, the number of rounds of its main loop.
 const ROUNDS: u64 = 0x1000;
 /// Programs of vCPUs, 0x100 bytes each.
 const PROGRAMS: u64 = 0x2000;
-/// Handlers, [`HANDLER`] bytes each.
+/// Handlers of interrupts, [`HANDLER`] bytes each.
 const HANDLERS: u64 = 0x4000;
 const HANDLER: u64 = 64;
-/// Stacks of vCPUs, downwards.
+/// Stacks of vCPUs, [`STACK`] bytes each, which grow downwards.
 const STACKS: u64 = 0x8000;
 const STACK: u64 = 0x400;
 const MEMORY: u64 = 0x1_0000;
@@ -52,12 +52,12 @@ pub fn wrmsr(msr: u32, low: u32, high: u32) -> Vec<u8> {
     code
 }
 
-/// Switches the APIC on by software, and interrupts.
+/// Code that enables the APIC by software, and interrupts.
 pub fn open() -> Vec<u8> {
     [wrmsr(0x80f, 0x1ff, 0), vec![0xfb]].concat()
 }
 
-/// `body` again and again, counted in [`ROUNDS`].
+/// Code that repeats `body`, counted in [`ROUNDS`].
 pub fn forever(body: &[u8]) -> Vec<u8> {
     // inc dword [si]
     let mut code = vec![0x66, 0xff, 0x04];
@@ -69,33 +69,33 @@ pub fn forever(body: &[u8]) -> Vec<u8> {
     code
 }
 
-/// Waits for interrupts in halts.
+/// Code that waits for interrupts in halts.
 pub fn halting() -> Vec<u8> {
     [open(), forever(&[0xf4])].concat()
 }
 
-/// Waits for interrupts busily.
+/// Code that waits for interrupts in a busy loop.
 pub fn busy() -> Vec<u8> {
     [open(), forever(&[0xf3, 0x90])].concat()
 }
 
-/// Sends an IPI again and again: the words of the ICR.
+/// Code that repeatedly sends an IPI: `low` and `high` are the words of the ICR.
 pub fn sending(low: u32, high: u32) -> Vec<u8> {
     [open(), forever(&wrmsr(0x830, low, high))].concat()
 }
 
-/// The end of an interrupt.
+/// Code that ends an interrupt.
 pub fn end() -> Vec<u8> {
     wrmsr(0x80b, 0, 0)
 }
 
-/// Writes the vector to [`PORT`].
+/// Code that writes the vector to [`PORT`].
 pub fn tell(vector: u8) -> Vec<u8> {
     // mov al, vector; out PORT, al
     vec![0xb0, vector, 0xe6, PORT as u8]
 }
 
-/// A handler that counts its runs, and then executes `body`.
+/// Code of a handler that counts its runs, and then executes `body`.
 fn handler(vector: u8, body: &[u8]) -> Vec<u8> {
     let of = |array: u64| ((array + 4 * u64::from(vector)) as u16).to_le_bytes();
     // push eax, ecx, edx
@@ -114,13 +114,13 @@ fn handler(vector: u8, body: &[u8]) -> Vec<u8> {
     code
 }
 
-/// Which controllers a machine has.
+/// The interrupt controllers that slat emulates for a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chips {
-    /// The client has all. Handlers end nothing.
+    /// None: the client emulates all. Handlers end no interrupt.
     None,
     Pc,
-    /// The client has all but the local APICs.
+    /// Local APICs only: the client emulates the others.
     Split,
 }
 
@@ -132,7 +132,7 @@ fn errno(error: slat_kvm::Error) -> i32 {
     error.errno()
 }
 
-/// An ioctl with a struct.
+/// Makes an ioctl whose argument is the address of a struct.
 pub fn call<T>(object: &Object, request: u32, argument: &mut T) -> Result<i32, i32> {
     match object.ioctl(request, std::ptr::from_mut(argument) as u64) {
         Ok(Answer::Value(value)) => Ok(value),
@@ -175,33 +175,33 @@ impl RunPage {
 
     /// The reason of the last exit.
     pub fn exit_reason(&self) -> u32 {
-        // SAFETY: inside the mapping.
+        // SAFETY: within the mapping.
         unsafe { (&raw const (*self.0).exit_reason).read_volatile() }
     }
 
     /// The vector of `KVM_EXIT_IOAPIC_EOI`.
     pub fn ended(&self) -> u8 {
-        // SAFETY: inside the mapping; any bits are a vector.
+        // SAFETY: within the mapping; any bits are a vector.
         unsafe { (&raw const (*self.0).__bindgen_anon_1.eoi.vector).read_volatile() }
     }
 
-    /// Asks for `KVM_EXIT_IRQ_WINDOW_OPEN`, or no longer.
+    /// Sets whether the client asks for `KVM_EXIT_IRQ_WINDOW_OPEN`.
     pub fn request_window(&self, on: bool) {
-        // SAFETY: inside the mapping.
+        // SAFETY: within the mapping.
         unsafe {
             (&raw mut (*self.0).request_interrupt_window).write_volatile(on.into());
         }
     }
 
-    /// Whether the vCPU takes a `KVM_INTERRUPT` now.
+    /// Whether the vCPU accepts a `KVM_INTERRUPT` now.
     pub fn ready(&self) -> bool {
-        // SAFETY: inside the mapping.
+        // SAFETY: within the mapping.
         unsafe { (&raw const (*self.0).ready_for_interrupt_injection).read_volatile() != 0 }
     }
 
     /// The port and the first byte of an access to a port.
     pub fn port(&self) -> (u16, u8) {
-        // SAFETY: inside the mapping, which has the data at the offset that the exit names.
+        // SAFETY: within the mapping, which has the data at the offset that the exit names.
         unsafe {
             let io = (&raw const (*self.0).__bindgen_anon_1.io).read_volatile();
             let data = self.0.cast::<u8>().add(io.data_offset as usize);
@@ -217,7 +217,7 @@ impl Drop for RunPage {
     }
 }
 
-/// One vCPU, not running.
+/// One vCPU that does not run yet.
 pub struct Vcpu {
     pub object: Object,
     pub page: RunPage,
@@ -233,7 +233,7 @@ impl Vcpu {
     }
 }
 
-/// A machine with its vCPUs about to run their programs.
+/// A machine whose vCPUs do not run yet, and will begin with their programs.
 pub struct Machine {
     pub vm: Object,
     _fd: OwnedFd,
@@ -242,9 +242,10 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// One vCPU for each program. APIC ids are the vCPUs' places. `tells`: vectors whose handlers write to [`PORT`].
+    /// Creates a machine with one vCPU for each program. The APIC id of a vCPU is its index. `tells`: vectors whose handlers write to
+    /// [`PORT`].
     pub fn new(chips: Chips, programs: &[Vec<u8>], tells: &[u8]) -> Self {
-        // No vCPU comes out to be looked at: what forgets to call it hangs.
+        // No vCPU polls: a test hangs if slat forgets to notify a vCPU.
         slat_kvm::watch_signals();
         let (vm, fd) = create(&Object::system(), KVM_CREATE_VM, 0);
         match chips {
@@ -267,7 +268,7 @@ impl Machine {
         };
         assert_eq!(call(&vm, KVM_SET_USER_MEMORY_REGION, &mut region), Ok(0));
         for vector in 0..=255u8 {
-            // Through a segment: the offset is always 0.
+            // The segment holds the address: the offset is always 0.
             let pointer = (handler_at(vector) as u32 >> 4) << 16;
             memory.write(4 * u64::from(vector), &pointer.to_le_bytes());
         }
@@ -282,7 +283,7 @@ impl Machine {
         };
         for vector in 0..=255 {
             let mut body = Vec::new();
-            // A general-protection fault is the end: it would come again and again.
+            // A general-protection fault exits, and so ends the test: its handler would return to the fault for ever.
             if tells.contains(&vector) || vector == 13 {
                 body.extend(tell(vector));
             }
@@ -294,7 +295,7 @@ impl Machine {
         machine
     }
 
-    /// Replaces what the handler of `vector` does after it has counted.
+    /// Replaces the code that the handler of `vector` executes after it has counted.
     pub fn set_handler(&self, vector: u8, body: &[u8]) {
         (self.memory).write(handler_at(vector), &handler(vector, body));
     }
@@ -305,7 +306,7 @@ impl Machine {
         let (object, fd) = create(vm, KVM_CREATE_VCPU, id);
         // Without x2APIC in its CPUID, a guest may not switch to that mode.
         let mut cpuid = CpuId::new(KVM_MAX_CPUID_ENTRIES).expect("memory");
-        // SAFETY: the length stays.
+        // SAFETY: the length does not change.
         let list = unsafe { cpuid.as_mut_fam_struct() };
         assert_eq!(
             call(&Object::system(), KVM_GET_SUPPORTED_CPUID, list),
@@ -341,12 +342,12 @@ impl Machine {
         }
     }
 
-    /// Takes a vCPU that the test runs itself. Those after it move up.
+    /// Removes and returns a vCPU that the test runs itself. The indices of later vCPUs decrease by one.
     pub fn take(&mut self, place: usize) -> Vcpu {
         self.vcpus.remove(place)
     }
 
-    /// Starts all vCPUs. `exit` answers their exits: it gets the place of the vCPU.
+    /// Starts all vCPUs. `exit` handles their exits; its first argument is the vCPU's index.
     pub fn start(self, exit: impl Fn(usize, &Vcpu, u32) + Send + Sync + 'static) -> RunningMachine {
         let stop = Arc::new(AtomicBool::new(false));
         let exit = Arc::new(exit);
@@ -374,12 +375,12 @@ impl Machine {
     }
 }
 
-/// Answers no exit.
+/// Handler for vCPUs that must not exit: panics.
 pub fn no_exit(place: usize, _: &Vcpu, reason: u32) {
     panic!("vCPU {place} exits for {reason}");
 }
 
-/// A machine whose vCPUs run. It stops when it is dropped.
+/// A machine whose vCPUs run. Dropping this stops them.
 pub struct RunningMachine {
     pub vm: Object,
     pub memory: Arc<Memory>,
@@ -391,7 +392,7 @@ pub struct RunningMachine {
 impl RunningMachine {
     fn word(&self, at: u64) -> &AtomicU32 {
         assert!(at + 4 <= MEMORY && at.is_multiple_of(4));
-        // SAFETY: inside the mapping; the guest's accesses are atomic, too.
+        // SAFETY: within the mapping; the guest's accesses are atomic, too.
         unsafe { AtomicU32::from_ptr(self.memory.start.add(at as usize).cast()) }
     }
 
@@ -401,12 +402,12 @@ impl RunningMachine {
             .load(Ordering::SeqCst)
     }
 
-    /// How often the main loop of a vCPU went around.
+    /// The number of rounds of a vCPU's main loop.
     pub fn rounds(&self, vcpu: u64) -> u32 {
         self.word(ROUNDS + 4 * vcpu).load(Ordering::SeqCst)
     }
 
-    /// Leaves a number for the handler of `vector`. Write it before the interrupt is injected.
+    /// Stores a number for the handler of `vector`. Call before injecting the interrupt.
     pub fn send(&self, vector: u8, number: u32) {
         self.word(SENT + 4 * u64::from(vector))
             .store(number, Ordering::SeqCst);
@@ -418,7 +419,7 @@ impl RunningMachine {
             .load(Ordering::SeqCst)
     }
 
-    /// Sets a line. Returns what `KVM_IRQ_LINE_STATUS` says.
+    /// Sets a line. Returns the status of `KVM_IRQ_LINE_STATUS`.
     pub fn line(&self, gsi: u32, level: bool) -> i32 {
         let mut line = kvm_irq_level {
             level: level.into(),
@@ -426,11 +427,11 @@ impl RunningMachine {
         };
         line.__bindgen_anon_1.irq = gsi;
         assert_eq!(call(&self.vm, KVM_IRQ_LINE_STATUS, &mut line), Ok(0));
-        // SAFETY: the call has written it.
+        // SAFETY: the call has written this part of the union.
         unsafe { line.__bindgen_anon_1.status }
     }
 
-    /// `KVM_SIGNAL_MSI`, fixed mode.
+    /// Sends a message in fixed mode by `KVM_SIGNAL_MSI`.
     pub fn message(&self, apic: u32, vector: u8) -> i32 {
         let mut message = kvm_msi {
             address_lo: 0xfee0_0000 | apic << 12,
@@ -445,7 +446,7 @@ impl RunningMachine {
         route(&self.vm, entries);
     }
 
-    /// `KVM_IRQFD`.
+    /// Calls `KVM_IRQFD`.
     pub fn irqfd(&self, event: &EventFd, gsi: u32, flags: u32, resample: Option<&EventFd>) {
         let mut irqfd = kvm_irqfd {
             fd: event.as_raw_fd() as u32,
@@ -457,7 +458,7 @@ impl RunningMachine {
         assert_eq!(call(&self.vm, KVM_IRQFD, &mut irqfd), Ok(0));
     }
 
-    /// Writes entries of the I/O APIC: pins, and what they are to be.
+    /// Writes redirection entries of the I/O APIC: pairs of pin and entry.
     pub fn set_pins(&self, pins: &[(usize, u64)]) {
         set_pins(&self.vm, pins);
     }
@@ -467,7 +468,7 @@ impl RunningMachine {
         wait(what, condition);
     }
 
-    /// Waits until handlers have been quiet for a while.
+    /// Waits until no handler has run for a while.
     pub fn settle(&self) {
         let all = || {
             (0..=255)
@@ -511,7 +512,7 @@ pub fn wait(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// Writes entries of the I/O APIC of a VM.
+/// Writes redirection entries of the I/O APIC of a VM: pairs of pin and entry.
 pub fn set_pins(vm: &Object, pins: &[(usize, u64)]) {
     let mut chip = kvm_irqchip {
         chip_id: KVM_IRQCHIP_IOAPIC,
@@ -534,7 +535,7 @@ pub fn route(vm: &Object, entries: &[kvm_irq_routing_entry]) {
     assert!(matches!(answer, Ok(Answer::Value(0))), "{answer:?}");
 }
 
-/// A route to a pin of the I/O APIC.
+/// Returns a route from `gsi` to a pin of the I/O APIC.
 pub fn to_pin(gsi: u32, pin: u32) -> kvm_irq_routing_entry {
     let mut entry = kvm_irq_routing_entry {
         gsi,
@@ -548,7 +549,7 @@ pub fn to_pin(gsi: u32, pin: u32) -> kvm_irq_routing_entry {
     entry
 }
 
-/// A route to a message.
+/// Returns a route from `gsi` to a message.
 pub fn to_message(gsi: u32, apic: u32, data: u32) -> kvm_irq_routing_entry {
     let mut entry = kvm_irq_routing_entry {
         gsi,
@@ -560,7 +561,7 @@ pub fn to_message(gsi: u32, apic: u32, data: u32) -> kvm_irq_routing_entry {
     entry
 }
 
-/// Waits for a random time: often for none, sometimes for longer than an interrupt takes.
+/// Waits for a random time: often not at all, sometimes longer than an interrupt takes.
 pub fn pause(rng: &mut Rng) {
     match rng.below(8) {
         0..4 => {}
@@ -569,12 +570,12 @@ pub fn pause(rng: &mut Rng) {
     }
 }
 
-/// Open descriptors of this process.
+/// Counts the open descriptors of this process.
 pub fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Threads of this process.
+/// Counts the threads of this process.
 pub fn threads() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }

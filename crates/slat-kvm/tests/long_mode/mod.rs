@@ -1,12 +1,11 @@
-//! A guest in 64-bit mode that does a little of everything: what its vCPU needs of the stack and of the heap is what any
-//! needs.
+//! A guest in 64-bit mode that does a little of everything: its vCPU needs as much stack and heap as any other vCPU.
 #![allow(dead_code)]
 
 use crate::common::{Memory, set_slot};
 use kvm_bindings::*;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 
-/// Bytes of guest memory, from address 0. From here on the guest's addresses lead to devices, and then nowhere.
+/// Bytes of guest memory, from address 0. The guest's addresses from here on are mapped to devices, later ones are not mapped.
 pub const MEMORY: u64 = 0x40_0000;
 const CODE: u64 = 0x1000;
 const IDT: u64 = 0x2000;
@@ -16,9 +15,9 @@ const HANDLERS: u64 = 0x7000;
 const DATA: u64 = 0x10_0000;
 const STACK: u64 = 0x1f_0000;
 
-/// Rounds of the guest: code runs for the first time, is kept, and is found again.
+/// Rounds of the guest: code runs for the first time, is cached, and runs from the cache.
 pub const ROUNDS: u64 = 4;
-/// What a round asks of the client: IN and OUT, an MMIO read and write, INSB, OUTSB, and the writes of FXSAVE.
+/// Exits of one round: IN and OUT, an MMIO read and write, INSB, OUTSB, and the writes of FXSAVE.
 pub const EXITS: u64 = 2 + 2 + 1 + 1 + 52;
 
 /// One round, up to its jump back.
@@ -59,7 +58,7 @@ const ROUND: &[&[u8]] = &[
     b"\xbc\0\0\x1f\0\x49\xff\xcf",
 ];
 
-/// The VM, and its memory with the guest in it.
+/// The VM, and its memory, which holds the guest.
 pub struct Machine {
     pub vm: VmFd,
     pub kvm: Kvm,
@@ -82,7 +81,7 @@ impl Machine {
         let put = |at: u64, word: u64| memory.write(at, &word.to_le_bytes());
         put(GDT + 8, 0x00af_9b00_0000_ffff);
         put(GDT + 16, 0x00cf_9300_0000_ffff);
-        // Pages of 2 MiB: memory, then devices, then nothing.
+        // Pages of 2 MiB: memory, then devices; later entries are not present.
         put(TABLES, (TABLES + 0x1000) | 3);
         put(TABLES + 0x1000, (TABLES + 0x2000) | 3);
         for page in 0..3 {
@@ -102,7 +101,7 @@ impl Machine {
         Machine { vm, kvm, memory }
     }
 
-    /// Lets `vcpu` begin with the first round.
+    /// Sets the registers of `vcpu` to begin with the first round.
     pub fn start(&self, vcpu: &VcpuFd) {
         let mut sregs = vcpu.get_sregs().unwrap();
         let code = kvm_segment {
@@ -146,11 +145,11 @@ impl Machine {
         .unwrap();
     }
 
-    /// The guest has done all its rounds.
+    /// Checks that the guest has executed all its rounds.
     pub fn check_end(&self, vcpu: &VcpuFd) {
         let regs = vcpu.get_regs().unwrap();
         assert_eq!((regs.r15, regs.rsp), (0, STACK));
-        // XADD of 0x42, and of what the port gave first.
+        // XADD of 0x42, and of the first byte from the port.
         let exchanged = (regs.rax as u8, self.byte(DATA));
         assert_eq!(exchanged, (input(0), input(0) + 0x42));
         for at in [0u64, 0x200, 599] {
@@ -160,17 +159,17 @@ impl Machine {
 
     fn byte(&self, at: u64) -> u8 {
         assert!(at < MEMORY);
-        // SAFETY: inside the mapping; the guest does not run.
+        // SAFETY: within the mapping; the guest does not run.
         unsafe { self.memory.start.add(at as usize).read_volatile() }
     }
 }
 
-/// What the port gives for each byte of a string input.
+/// Returns the byte at `at` of a string input from the port.
 fn input(at: u64) -> u8 {
     (at * 7 + 3) as u8
 }
 
-/// Answers an exit. `false` when the guest has ended.
+/// Handles an exit. Returns `false` when the guest has ended.
 pub fn answer(exit: VcpuExit<'_>) -> bool {
     match exit {
         VcpuExit::IoIn(_, data) => {
