@@ -58,7 +58,7 @@ fn start_threads() {
 
 impl background::Background for helper::Helper {
     const NAME: &std::ffi::CStr = c"slat-helper";
-    const WITHOUT: &str = "seccomp filters have to allow all that slat does";
+    const WITHOUT: &str = "seccomp filters have to allow all of slat's system calls";
 
     fn run(&'static self) {
         self.serve()

@@ -112,7 +112,7 @@ impl GuestMemfd {
 impl Drop for GuestMemfd {
     fn drop(&mut self) {
         if self.is_foreign() {
-            // A fork inherits the parent's mapping, but not the parent's threads, which may hold locks that are needed here.
+            // A forked child has the parent's mapping, too, but none of the VMs that use it.
             return;
         }
         let _section = Section::enter();

@@ -47,7 +47,7 @@ impl VcpuMachine {
             SEND_IPI if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SEND_IPI) => {
                 Some(self.send_ipi(args, long_mode))
             }
-            // Which vCPU is to run is left to the host.
+            // The host decides which vCPU runs next.
             SCHED_YIELD if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SCHED_YIELD) => {
                 std::thread::yield_now();
                 Some(0)

@@ -272,7 +272,7 @@ impl VcpuObject {
                 self.common().exits.halt_wakeup.add(1);
                 break;
             }
-            // A halted vCPU can take the client's interrupt; no later exit would tell the client.
+            // A halted vCPU can take the client's interrupt, and no later exit would tell the client so.
             if self.asks_client(inner) && self.opens_window(inner, true) {
                 return Ok(false);
             }

@@ -78,7 +78,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Background for Ticker {
     const NAME: &CStr = c"slat-ticker";
-    const WITHOUT: &str = "APIC timers and KVM_SET_SIGNAL_MASK will not work";
+    const WITHOUT: &str = "guests' timers and KVM_SET_SIGNAL_MASK will not work";
 
     fn run(&'static self) {
         let mut clients = lock(&self.clients);

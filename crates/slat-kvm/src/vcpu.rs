@@ -37,7 +37,7 @@ pub struct VcpuCommon {
     /// The pending events, as bits: [`NMIS`](Self::NMIS), [`INIT`](Self::INIT), [`SIPI`](Self::SIPI), [`UNHALT`](Self::UNHALT).
     pub(crate) signals: AtomicU32,
     pub(crate) sipi_vector: AtomicU32,
-    /// The thread (`pthread_t`) that is inside `KVM_RUN`, or 0.
+    /// The thread (`pthread_t`) that is in `KVM_RUN`, or 0.
     pub(crate) runner: AtomicUsize,
     pub(crate) exits: Exits,
 }
@@ -203,8 +203,8 @@ pub(crate) struct Inner {
     /// `KVM_SET_SIGNAL_MASK`.
     pub(crate) signal_mask: Option<u64>,
     pub(crate) has_run: bool,
-    /// An interrupt of the client's 8259, given by `KVM_INTERRUPT`, that the vCPU has not acknowledged. Only where the client has all
-    /// controllers but the local APICs.
+    /// An interrupt of the client's 8259, injected by `KVM_INTERRUPT`, that the vCPU has not acknowledged. Only where the client
+    /// emulates all controllers but the local APICs.
     pub(crate) external: Option<u8>,
     pub(crate) known_events: KnownEvents,
     /// The client's debugger keeps interrupts and NMIs from the guest (`KVM_GUESTDBG_BLOCKIRQ`).

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 struct Entry {
     file: FileId,
     object: Object,
-    /// How many [`Descriptor`]s refer to it.
+    /// How many [`Descriptor`]s refer to the object.
     descriptors: usize,
     /// The VM whose life keeps the object in the list, also without a [`Descriptor`].
     vm: Weak<VmObject>,

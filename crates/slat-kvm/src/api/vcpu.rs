@@ -24,7 +24,7 @@ pub struct VcpuFd {
 impl VcpuFd {
     pub(super) fn new(vcpu: Shared<VcpuObject>, fd: Descriptor) -> Result<Self> {
         let run = RunPage::map(fd.fd())?;
-        // SAFETY: the mapping that was just made.
+        // SAFETY: the mapping that `map` has just created.
         unsafe { vcpu.show_coalesced(run.address(), MMAP_SIZE, 0)? };
         Ok(VcpuFd {
             vcpu,

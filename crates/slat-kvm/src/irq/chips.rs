@@ -32,7 +32,7 @@ pub(crate) struct Chips {
     storm: Shared<Client>,
 }
 
-/// How long the interrupt of a pin is postponed that the guest has ended again and again while its line was high.
+/// How long the interrupt of a pin is postponed that the guest has ended repeatedly while its line was high.
 const STORM_PAUSE: Duration = Duration::from_millis(10);
 
 impl Drop for Chips {

@@ -67,7 +67,7 @@ impl Vectors {
 enum Model {
     /// All of a PC's (`KVM_CREATE_IRQCHIP`).
     Pc(Shared<Chips>),
-    /// None: the client has them (`KVM_CAP_SPLIT_IRQCHIP`).
+    /// None: the client emulates them (`KVM_CAP_SPLIT_IRQCHIP`).
     Split {
         /// GSIs below this one are pins of the client's I/O APIC.
         pins: u32,
@@ -79,7 +79,7 @@ enum Model {
 /// The interrupt controllers of a VM, its routes and its irqfds.
 #[derive(Default)]
 pub(crate) struct Interrupts {
-    /// Not set: vCPUs have no local APIC, and the client has all controllers.
+    /// Not set: vCPUs have no local APIC, and the client emulates all controllers.
     model: OnceLock<Model>,
     routes: RwLock<Routes>,
     msi_ids: OnceLock<MsiIds>,
@@ -100,7 +100,7 @@ impl Interrupts {
         }
     }
 
-    /// Whether the client has all controllers but the local APICs.
+    /// Whether the client emulates all controllers but the local APICs.
     pub(crate) fn is_split(&self) -> bool {
         matches!(self.model.get(), Some(Model::Split { .. }))
     }

@@ -183,7 +183,7 @@ fn push_name(bytes: &mut Vec<u8>, name: fmt::Arguments<'_>) {
     let start = bytes.len();
     bytes.resize(start + NAME_SIZE, 0);
     let mut room = &mut bytes[start..start + NAME_SIZE - 1];
-    // What does not fit is cut off.
+    // Cuts off a name that does not fit.
     let _ = room.write_fmt(name);
 }
 

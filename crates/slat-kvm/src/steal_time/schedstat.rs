@@ -9,7 +9,7 @@ use std::io::Write as _;
 /// Makes a system call. Returns the kernel's result; errors are negative.
 ///
 /// # Safety
-/// That of the call.
+/// The caller meets the system call's conditions.
 unsafe fn system_call(number: i64, [a, b, c, d]: [usize; 4]) -> isize {
     // SAFETY: the caller's.
     unsafe { slat_process::calls::raw(number, [a, b, c, d, 0, 0]) }
