@@ -4,8 +4,8 @@
 //! [`TableMeta`] of all its frames, so that both are found from a frame's address by arithmetic, as
 //! with Linux's `struct page` array. The physical address of a frame is its address in this process.
 //!
-//! Memory is mapped and unmapped by direct system calls: in a process whose `mmap` and `munmap` are
-//! watched (the preload library), the tables' own memory is nobody's guest memory.
+//! Memory is mapped and unmapped by direct system calls: the preload library watches the program's `mmap` and `munmap`, and
+//! would take the tables' own memory for guest memory.
 
 use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard};
@@ -31,18 +31,18 @@ struct Inner {
     free: Vec<Pfn>,
 }
 
-// SAFETY: the chunks belong to this allocator; they are only touched through frames it gave away.
+// SAFETY: the chunks belong to this allocator; they are only touched through frames it handed out.
 unsafe impl Send for Inner {}
 
 impl Frames {
-    /// A frame of unspecified contents, with fresh metadata.
+    /// Allocates a frame of unspecified contents, with fresh metadata. `None` when memory is out.
     pub fn alloc(&self) -> Option<Pfn> {
         let mut frame = None;
         self.alloc_many(1, &mut |one| frame = Some(one));
         frame
     }
 
-    /// Up to `count` frames, each given to `take`; fewer when memory is out.
+    /// Allocates up to `count` frames and gives each to `take`; fewer when memory is out.
     pub fn alloc_many(&self, count: usize, take: &mut dyn FnMut(Pfn)) {
         let mut inner = self.lock();
         for _ in 0..count {
@@ -58,13 +58,13 @@ impl Frames {
         }
     }
 
-    /// `count` frames (a power of two) next to each other, the first aligned to them all.
+    /// Allocates `count` contiguous frames (a power of two), the first aligned to `count` frames.
     pub fn alloc_run(&self, count: usize) -> Option<Pfn> {
         if count == 1 {
             return self.alloc();
         }
         let mut inner = self.lock();
-        // Roots are rare: each comes from a fresh chunk, whose free frames are all next to each other.
+        // Roots are rare: each is cut from a fresh chunk, whose free frames are all contiguous.
         inner.grow()?;
         let chunk = inner.chunks.last()?.as_ptr() as u64 / PAGE_SIZE;
         let first = chunk + RESERVED.next_multiple_of(count) as u64;
@@ -77,10 +77,10 @@ impl Frames {
         Some(Pfn(first))
     }
 
-    /// Takes frames back.
+    /// Frees frames.
     ///
     /// # Safety
-    /// - each came from this allocator, is freed once, and is not used any more.
+    /// - each was allocated by this allocator, is freed once, and is not used any more.
     pub unsafe fn free(&self, frames: &[Pfn]) {
         self.lock().free.extend_from_slice(frames);
     }
@@ -93,7 +93,7 @@ impl Frames {
 impl Inner {
     fn grow(&mut self) -> Option<()> {
         self.chunks.try_reserve(1).ok()?;
-        // Room for every frame, so that `free` never allocates.
+        // Reserve an entry for every frame, so that `free` never allocates.
         self.free
             .try_reserve((self.chunks.len() + 1) * FRAMES)
             .ok()?;
@@ -110,14 +110,14 @@ impl Drop for Frames {
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         for chunk in inner.chunks.drain(..) {
-            // SAFETY: mapped by `map_aligned` with this size; the engine has given all frames back or
-            // is gone with its VM, so nobody refers to the chunk.
+            // SAFETY: mapped by `map_aligned` with this size; the engine has freed all frames or is dropped with its VM, so
+            // nothing refers to the chunk.
             unsafe { unmap(chunk.as_ptr() as usize, CHUNK) };
         }
     }
 }
 
-/// The entries in a frame.
+/// Returns the page-table entries in a frame.
 #[inline]
 pub fn entries(frame: Pfn) -> NonNull<Entries> {
     debug_assert!(frame.0 != 0);
@@ -125,23 +125,23 @@ pub fn entries(frame: Pfn) -> NonNull<Entries> {
     unsafe { NonNull::new_unchecked(frame.hpa().0 as *mut Entries) }
 }
 
-/// The metadata of a frame.
+/// Returns the metadata of a frame.
 #[inline]
 pub fn meta(frame: Pfn) -> NonNull<TableMeta> {
     let address = frame.hpa().0 as usize;
     let chunk = address & !(CHUNK - 1);
     let index = address % CHUNK / FRAME;
     let meta = chunk as *mut TableMeta;
-    // SAFETY: the metadata array begins at the chunk and has an element for each of its frames.
+    // SAFETY: the metadata array starts at the chunk's start and has an element for each of its frames.
     unsafe { NonNull::new_unchecked(meta.add(index)) }
 }
 
-/// Unmaps `len` bytes from `start` on.
+/// Unmaps `len` bytes at `start`.
 ///
 /// # Safety
-/// - they were mapped by [`map_aligned`], and nobody uses them.
+/// - the bytes were mapped by [`map_aligned`], and nobody uses them.
 unsafe fn unmap(start: usize, len: usize) {
-    // SAFETY: the caller's. It cannot fail: a part of one mapping, or all of it.
+    // SAFETY: the caller's promise. The call cannot fail: the range is a part of one mapping, or all of it.
     let _ = unsafe { calls::make(Call::Unmap, [start, len, 0, 0, 0, 0]) };
 }
 
@@ -155,7 +155,7 @@ fn map_aligned() -> Option<NonNull<u8>> {
     let chunk = start.next_multiple_of(CHUNK);
     let trim = |from: usize, to: usize| {
         if to > from {
-            // SAFETY: part of the mapping made above that nobody has seen.
+            // SAFETY: an unused part of the mapping made above, which no other code has seen.
             unsafe { unmap(from, to - from) };
         }
     };

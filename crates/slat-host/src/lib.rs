@@ -1,9 +1,8 @@
 //! slat's platform on Linux userspace.
 //!
-//! The physical address of this port **is** the host-virtual address: a leaf for the page at hva
-//! holds `hva >> 12`, whatever frame the kernel has behind it. So the host may swap, migrate or share
-//! pages as it likes; what matters is only where mappings end, and that the program's calls tell
-//! ([`mappings`]).
+//! The physical address of this port **is** the host-virtual address: a leaf for the page at hva holds `hva >> 12`, whatever
+//! frame of the kernel's backs the page. So the host may swap, migrate or share pages as it likes; only the bounds of mappings
+//! matter, and the program reports its changes of them ([`mappings`]).
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
 pub mod frames;
@@ -35,7 +34,7 @@ pub struct HostPlatform {
 }
 
 impl HostPlatform {
-    /// A platform with no frame yet. Installs the guard's signal handlers.
+    /// Creates a platform without frames. Installs the guard's signal handlers.
     ///
     /// # Errors
     /// If a handler cannot be installed.
@@ -44,14 +43,13 @@ impl HostPlatform {
         Ok(Arc::default())
     }
 
-    /// Policy `host_level=contiguous`: pretend that every aligned stretch of one mapping is a huge
-    /// page of the host. Right in this port, where physical addresses are virtual ones. Affects
-    /// leaves installed from now on.
+    /// Sets policy `host_level=contiguous`: pretends that every aligned stretch of one mapping is a huge page of the host. This
+    /// is right in this port, where physical addresses are virtual ones. Affects leaves installed from now on.
     pub fn set_contiguous(&self, on: bool) {
         self.contiguous.store(on, Relaxed);
     }
 
-    /// The largest level whose aligned region around `address` lies in the mapping.
+    /// Returns the largest level whose aligned region around `address` lies in the mapping.
     fn level(&self, mapping: &mappings::Mapping, address: usize) -> Level {
         let mut level = if self.contiguous.load(Relaxed) {
             Level::GIGA
@@ -69,7 +67,7 @@ impl HostPlatform {
         level
     }
 
-    /// Touches the page at `backing` in the mapping that is said to be there.
+    /// Touches the page at `backing`, which `mapping` should contain.
     fn try_page(
         &self,
         mapping: &mappings::Mapping,
@@ -97,14 +95,12 @@ impl HostPlatform {
     }
 }
 
-/// Touches the page at `address` as the guest is about to; a page that is not there is brought in,
-/// however long it takes.
+/// Touches the page at `address` as the guest is about to; the kernel brings a missing page in, however long that takes.
 fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
     let pointer = address as *mut u8;
-    // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one
-    // locked instruction, so it takes nothing from a concurrent writer. (An addition, because the
-    // other operations load first: the kernel would map its page of zeroes, and then have to flush
-    // it from all CPUs to make place for the real one.)
+    // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one locked instruction, so no
+    // concurrent write is lost. (An addition, because the other operations load first: the kernel would map its page of zeroes,
+    // and then have to flush it from all CPUs to replace it with the real one.)
     let touched = unsafe {
         match access {
             Access::Write => slat_guard::fetch_add(pointer, 0).map(drop),
@@ -112,7 +108,7 @@ fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
         }
     };
     touched.map_err(|_| match slat_guard::was_kicked() {
-        // Somebody wants the vCPU: a signal that its thread takes, or a flush that came too late.
+        // The vCPU has to stop: its thread got a signal, or a flush took too long.
         true => ResolveError::Interrupted,
         false => ResolveError::BadAddress,
     })
@@ -120,8 +116,8 @@ fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
 
 // SAFETY:
 // - frames and their metadata: see `frames`; a chunk lives as long as the platform;
-// - `resolve` answers with addresses of live mappings with the rights it found; their end is announced
-//   by whoever ends them (the contract of `mappings`), and guest accesses are guarded besides;
+// - `resolve` returns addresses of live mappings with the rights it found; a caller that ends a mapping announces it (the
+//   contract of `mappings`), and guest accesses are guarded besides;
 // - no hardware walks these tables, so there is nothing to flush.
 unsafe impl Platform for HostPlatform {
     fn alloc_table(&self) -> Option<Pfn> {
@@ -161,7 +157,7 @@ unsafe impl Platform for HostPlatform {
         loop {
             let found = mappings::find(address).ok_or(ResolveError::BadAddress)?;
             match self.try_page(&found.mapping, backing, access) {
-                // The mapping may have changed without anybody saying so.
+                // The mapping may have changed without a report.
                 Err(ResolveError::BadAddress) if !found.fresh => mappings::forget(address),
                 page => return page,
             }
@@ -172,7 +168,7 @@ unsafe impl Platform for HostPlatform {
         let (mut at, end) = (backing.start.0 as usize, backing.end.0 as usize);
         while at < end {
             let Some(mappings::Found { mapping, .. }) = mappings::find(at) else {
-                // A window seldom reaches beyond one mapping; what is behind the gap can wait.
+                // A window seldom reaches beyond one mapping; pages after the gap can wait.
                 return;
             };
             let stop = mapping.range.end.min(end);

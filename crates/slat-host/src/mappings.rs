@@ -1,22 +1,22 @@
 //! What the host maps where: rights, and how large a page KVM would see there.
 //!
-//! The kernel is asked once per mapping (PROCMAP_QUERY where it exists, `/proc/self/smaps`
-//! elsewhere), as a rule when it begins to back a memslot ([`learn`]), and whoever changes mappings says so ([`changed`],
-//! [`protected`], [`advised`]): the preload library for an unmodified program, the VMM itself when it uses the crate. That call
-//! comes *inside* the invalidation of the range ([`slat::Vm::invalidate`]), after the change: a fault that used the old
-//! answer is stale then, and one that comes later asks again. A change forgets the mappings that it overlaps or touches, and no
-//! others: what a program maps and unmaps beside its guests' memory costs them nothing.
+//! The kernel is asked once per mapping (PROCMAP_QUERY where it exists, `/proc/self/smaps` elsewhere), as a rule when the
+//! mapping begins to back a memslot ([`learn`]). The caller that changes mappings reports that ([`changed`], [`protected`],
+//! [`advised`]): the preload library for an unmodified program, the VMM itself when it uses the crate. It reports *inside* the
+//! invalidation of the range ([`slat::Vm::invalidate`]), after the change: a fault that used the old mapping is stale then, and
+//! a later fault asks the kernel again. A change forgets the mappings that it overlaps or touches, and no others: what a
+//! program maps and unmaps beside its guests' memory costs them nothing.
 //!
-//! A change that nobody has told (the C library's own `mmap`) is found by the access that fails: `forget`.
+//! A change that is not reported (the C library's own `mmap`) is found by the access that fails: `forget`.
 //!
-//! While the process has no VM, nobody needs to say anything, except that there was advice at all ([`advice_passed_by`]): then
-//! the first VM reads all advice from the kernel ([`begin`]).
+//! While the process has no VM, no report is needed, except that there was advice at all ([`advice_passed_by`]): then the first
+//! VM reads all advice from the kernel ([`begin`]).
 //!
 //! # Concurrency
-//! A look-up on the fault path takes no lock: each thread remembers the mappings it used last, valid as long as the global epoch
-//! stays the same. All that any thread remembers is in the process's `Table`, and the epoch is raised, under the table's lock,
-//! when something is removed from it. An answer of the kernel enters the table only if no change was told since the question
-//! that could make it wrong; else it serves one fault, which is stale then and comes again.
+//! A look-up on the fault path takes no lock: each thread remembers the mappings it used last, valid as long as the global
+//! epoch stays unchanged. Every mapping that a thread remembers is in the process's `Table`, and removing one from the table
+//! raises the epoch, under the table's lock. The kernel's result enters the table only if no change that could make it wrong
+//! was reported since the query; else it serves one fault, which is stale then and retried.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -29,12 +29,12 @@ use slat::Level;
 use crate::process::PerProcess;
 use crate::procfs;
 
-/// What the program has asked of the kernel for a range (madvise).
+/// The program's advice to the kernel about huge pages in a range (madvise).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HugePages {
     /// MADV_HUGEPAGE.
     Wanted,
-    /// MADV_NOHUGEPAGE, or userfaultfd is registered there: pages arrive one by one.
+    /// MADV_NOHUGEPAGE, or userfaultfd is registered for the range: pages arrive one by one.
     Unwanted,
 }
 
@@ -44,28 +44,28 @@ pub(crate) struct Mapping {
     pub(crate) range: Range<usize>,
     pub(crate) readable: bool,
     pub(crate) writable: bool,
-    /// Largest naturally aligned host page there can be: hugetlb or transparent.
+    /// Largest naturally aligned host page the mapping can have: hugetlb or transparent.
     pub(crate) level: Level,
 }
 
 /// Raised whenever a mapping is forgotten.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
-/// There may be advice that is not in the table, or there that is no longer true: the kernel has to be asked.
+/// The kernel may have advice that the table lacks, or the table advice that no longer holds: the kernel has to be asked.
 static INCOMPLETE: AtomicBool = AtomicBool::new(false);
 
 /// Start to end and advice. Non-overlapping.
 type Advice = BTreeMap<usize, (usize, HugePages)>;
 
-/// Changes whose ranges are remembered: as many as can be told while one question is asked.
+/// Number of changes whose ranges are remembered: as many as can be reported during one query.
 const CHANGES: usize = 16;
 
-/// What is known of this process's memory.
+/// The known mappings and advice of this process.
 #[derive(Debug, Default)]
 struct Table {
     advice: Advice,
-    /// In the order of their addresses, non-overlapping. Faults add to it: its memory may run out.
+    /// Sorted by address, non-overlapping. Faults add to it, so allocating for it may fail.
     known: Vec<Mapping>,
-    /// How many changes were told, and where the last were: the one of number `n` at index `n % CHANGES`.
+    /// Number of changes reported, and the ranges of the last: change number `n` at index `n % CHANGES`.
     changes: usize,
     last_changes: [Range<usize>; CHANGES],
 }
@@ -81,14 +81,14 @@ fn touches(one: &Range<usize>, other: &Range<usize>) -> bool {
 }
 
 impl Table {
-    /// The known mapping around `address`.
+    /// Returns the known mapping around `address`.
     fn at(&self, address: usize) -> Option<&Mapping> {
         let at = (self.known).partition_point(|mapping| mapping.range.end <= address);
         let mapping = self.known.get(at)?;
         mapping.range.contains(&address).then_some(mapping)
     }
 
-    /// Takes note of a change in `range`: what it may have made wrong is forgotten.
+    /// Records a change in `range`: forgets the mappings it may have made wrong.
     fn change(&mut self, range: &Range<usize>) {
         self.last_changes[self.changes % CHANGES] = range.clone();
         self.changes += 1;
@@ -100,8 +100,8 @@ impl Table {
         }
     }
 
-    /// Takes in an answer to a question that was asked when `changes` changes had been told. False: it may be wrong by now, or there
-    /// is no memory to keep it.
+    /// Inserts the result of a query that began when `changes` changes had been reported. False: the result may be wrong by
+    /// now, or there is no memory to keep it.
     fn insert(&mut self, mapping: &Mapping, changes: usize) -> bool {
         let since = changes..self.changes;
         if since.len() > CHANGES
@@ -110,7 +110,7 @@ impl Table {
         {
             return false;
         }
-        // Parts of it may be known already, and as right.
+        // Parts of the mapping may be known already, and as right.
         let (start, end) = (mapping.range.start, mapping.range.end);
         let first = (self.known).partition_point(|other| other.range.end <= start);
         let parts = self.known[first..].partition_point(|other| other.range.start < end);
@@ -119,18 +119,18 @@ impl Table {
         true
     }
 
-    /// Removes the advice for `range`, keeping what sticks out of it.
+    /// Removes the advice for `range`, keeping the parts outside.
     fn carve(&mut self, range: &Range<usize>) {
         carve(&mut self.advice, range);
     }
 }
 
-/// Mappings a thread remembers: a VM's memory is a handful of them.
+/// Mappings a thread remembers: a VM's memory has few.
 const REMEMBERED: usize = 4;
 
 struct Recent {
     epoch: u64,
-    /// The index that the next mapping takes.
+    /// Index that the next mapping is stored at.
     next: usize,
     mappings: [Option<Mapping>; REMEMBERED],
 }
@@ -146,7 +146,8 @@ thread_local! {
     };
 }
 
-/// Call when the process gets its first VM, or its first again, before it has memory: what changed meanwhile was not told.
+/// Call when the process gets its first VM, or its first again, before the VM has memory: changes without a VM were not
+/// reported.
 pub fn begin() {
     let mut table = table();
     if !table.advice.is_empty() {
@@ -159,25 +160,25 @@ pub fn begin() {
     thp_mode();
 }
 
-/// Call when the process's last VM is gone.
+/// Call after deleting the process's last VM.
 pub fn end() {
     procfs::close();
 }
 
-/// Call after advice about huge pages that was given while the process had no VM. One store: this may come from the program's
-/// `malloc`, or from a signal handler.
+/// Call after advice about huge pages that the program gave while the process had no VM. One store: the caller may be in the
+/// program's `malloc`, or in a signal handler.
 pub fn advice_passed_by() {
     INCOMPLETE.store(true, Relaxed);
 }
 
-/// Call after mappings in `range` were made, removed or replaced.
+/// Call after making, removing or replacing mappings in `range`.
 pub fn changed(range: Range<usize>) {
     let mut table = table();
     table.carve(&range);
     table.change(&range);
 }
 
-/// Call after a change of rights in `range`, which changes no advice.
+/// Call after changing rights in `range`, which changes no advice.
 pub fn protected(range: Range<usize>) {
     table().change(&range);
 }
@@ -190,17 +191,17 @@ pub fn advised(range: Range<usize>, wish: HugePages) {
     table.change(&range);
 }
 
-/// Call when an access to `address` has failed although a mapping that was found allows it: its change was not told.
+/// Call when an access to `address` has failed although its known mapping allows it: a change was not reported.
 pub(crate) fn forget(address: usize) {
     let mut table = table();
     table.change(&(address..address + 1));
-    // A thread may remember what a later answer has replaced in the table.
+    // A thread may remember a mapping that a later query has replaced in the table.
     EPOCH.fetch_add(1, SeqCst);
 }
 
-/// Call when `range` begins to back a memslot: asks for its mappings now, so that a vCPU need not.
+/// Call when `range` begins to back a memslot: asks the kernel for its mappings now, so that a vCPU need not.
 pub fn learn(range: Range<usize>) {
-    /// More are asked for when they are needed.
+    /// Mappings beyond this number are asked for when they are needed.
     const MOST: usize = 64;
     let mut at = range.start;
     for _ in 0..MOST {
@@ -215,7 +216,7 @@ pub fn learn(range: Range<usize>) {
     }
 }
 
-/// Removes `range` from the map, keeping what sticks out of it.
+/// Removes `range` from the map, keeping the parts outside.
 fn carve(advice: &mut Advice, range: &Range<usize>) {
     let touched: Vec<_> = advice
         .range(..range.end)
@@ -237,11 +238,11 @@ fn carve(advice: &mut Advice, range: &Range<usize>) {
 /// What [`find`] returns.
 pub(crate) struct Found {
     pub(crate) mapping: Mapping,
-    /// The kernel was asked just now.
+    /// The kernel was asked during this look-up.
     pub(crate) fresh: bool,
 }
 
-/// The mapping around `address`; `None` if there is none.
+/// Returns the mapping around `address`; `None` if there is none.
 pub(crate) fn find(address: usize) -> Option<Found> {
     let epoch = EPOCH.load(SeqCst);
     RECENT.with_borrow_mut(|recent| {
@@ -262,7 +263,7 @@ pub(crate) fn find(address: usize) -> Option<Found> {
             Some(mapping) => (mapping, true),
             None => ask(address)?,
         };
-        // With the epoch from before: what was forgotten meanwhile is forgotten at the next look.
+        // With the epoch read before: if a mapping was forgotten meanwhile, the next look-up drops this one.
         if stays {
             recent.mappings[recent.next] = Some(mapping.clone());
             recent.next = (recent.next + 1) % REMEMBERED;
@@ -271,7 +272,7 @@ pub(crate) fn find(address: usize) -> Option<Found> {
     })
 }
 
-/// Asks the kernel. Returns the mapping around `address`, and whether it is in the table now.
+/// Asks the kernel. Returns the mapping around `address`, and whether the table has it now.
 fn ask(address: usize) -> Option<(Mapping, bool)> {
     let changes = table().changes;
     let raw = procfs::mapping_at(address)?;
@@ -293,10 +294,10 @@ fn ask(address: usize) -> Option<(Mapping, bool)> {
     Some((mapping, stays))
 }
 
-/// Applies the system's mode for transparent huge pages and the program's advice to an anonymous mapping. The mapping is
-/// narrowed to the part around `address` for which the answer is the same.
+/// Applies the system's mode for transparent huge pages and the program's advice to an anonymous mapping. Narrows the mapping
+/// to the part around `address` with one result.
 fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
-    // Under the lock: who comes meanwhile waits for the answer.
+    // Under the lock: other threads wait for the result.
     if INCOMPLETE.swap(false, Relaxed) {
         table.advice = all_advice();
     }
@@ -334,8 +335,8 @@ pub enum Thp {
     Never,
 }
 
-/// The mode in `/sys/kernel/mm/transparent_hugepage/enabled` when it was first asked for;
-/// [`Thp::Never`] where there is none.
+/// Returns the mode in `/sys/kernel/mm/transparent_hugepage/enabled` when it was first asked for; [`Thp::Never`] without that
+/// file.
 pub fn thp_mode() -> Thp {
     static MODE: OnceLock<Thp> = OnceLock::new();
     *MODE.get_or_init(|| {
@@ -348,7 +349,7 @@ pub fn thp_mode() -> Thp {
     })
 }
 
-/// The advice that the kernel keeps: the flags `hg`, `nh` and those of userfaultfd in `/proc/self/smaps`.
+/// Returns the advice that the kernel keeps: the flags `hg`, `nh` and those of userfaultfd in `/proc/self/smaps`.
 fn all_advice() -> Advice {
     let mut advice = Advice::new();
     procfs::each_mapping(&mut |raw, flags| {
@@ -367,7 +368,7 @@ fn all_advice() -> Advice {
 mod tests {
     use super::*;
 
-    /// The address of a new mapping of `len` bytes for whose `part` huge pages are wanted. `None` where the kernel has none.
+    /// Maps `len` bytes with MADV_HUGEPAGE for `part`. Returns the address; `None` if the kernel has no huge pages.
     fn advised(len: usize, part: Range<usize>) -> Option<usize> {
         // SAFETY: a new mapping, and advice for a part of it.
         unsafe {

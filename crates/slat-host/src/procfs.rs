@@ -1,9 +1,9 @@
-//! What the kernel says of this process's mappings: PROCMAP_QUERY on `/proc/self/maps` (since Linux 6.11,
+//! The kernel's view of this process's mappings: PROCMAP_QUERY on `/proc/self/maps` (since Linux 6.11,
 //! `include/uapi/linux/fs.h`), or the text of `/proc/self/smaps`.
 //!
 //! The files stay open while there are VMs: `KVM_RUN` needs no free descriptor on a real KVM, so it must need none here. Their
-//! numbers are high, out of the program's way. A program that closes all its descriptors closes these, too ([`closed`]); they
-//! are opened again when they are needed.
+//! numbers are high, above the program's own. A program that closes all its descriptors closes these, too ([`closed`]); slat
+//! opens them again when it needs them.
 
 use std::ffi::CStr;
 use std::io::{self, BufRead, BufReader, Read};
@@ -14,18 +14,18 @@ use slat_process::calls::{self, Call, PROCMAP_QUERY};
 
 use crate::process::PerProcess;
 
-/// What the kernel says of one mapping.
+/// One mapping as the kernel describes it.
 #[derive(Debug)]
 pub(crate) struct Raw {
     pub(crate) range: Range<usize>,
     pub(crate) readable: bool,
     pub(crate) writable: bool,
     pub(crate) anonymous: bool,
-    /// Bytes of the pages that back it: more than 4096 for hugetlb only.
+    /// Bytes of each page that backs the mapping: more than 4096 for hugetlb only.
     pub(crate) page_size: u64,
 }
 
-/// The mapping around `address`; `None` if nothing is mapped there, or the kernel does not tell.
+/// Returns the mapping around `address`; `None` if nothing is mapped there, or the kernel does not tell.
 pub(crate) fn mapping_at(address: usize) -> Option<Raw> {
     match query(address) {
         Ok(found) => found,
@@ -33,7 +33,7 @@ pub(crate) fn mapping_at(address: usize) -> Option<Raw> {
     }
 }
 
-/// Closes a descriptor that was opened here. (One that the program has closed would have been forgotten.)
+/// Closes a descriptor that slat opened. (A descriptor that the program has closed would have been forgotten.)
 fn close_own(fd: i32) {
     // SAFETY: a plain call on a descriptor of our own.
     let _ = unsafe { calls::make(Call::Close, [fd as usize, 0, 0, 0, 0, 0]) };
@@ -48,7 +48,7 @@ fn open_file(path: &CStr) -> Result<i32, i32> {
     unsafe { calls::make(Call::Open, arguments) }.map(|fd| fd as i32)
 }
 
-/// Reads from `offset` on. Returns how many bytes were read.
+/// Reads at `offset`. Returns the number of bytes read.
 fn read_at(fd: i32, buffer: &mut [u8], offset: u64) -> Result<usize, i32> {
     let (start, len) = (buffer.as_mut_ptr() as usize, buffer.len());
     let arguments = [fd as usize, start, len, offset as usize, 0, 0];
@@ -56,7 +56,7 @@ fn read_at(fd: i32, buffer: &mut [u8], offset: u64) -> Result<usize, i32> {
     unsafe { calls::make(Call::Read, arguments) }.map(|read| read as usize)
 }
 
-/// The beginning of a small file, as much as fits into `text`; nothing if it cannot be read.
+/// Returns the beginning of a small file, as much as fits into `text`; nothing if it cannot be read.
 pub fn read_small<'a>(path: &CStr, text: &'a mut [u8]) -> &'a str {
     let mut len = 0;
     if let Ok(fd) = open_file(path) {
@@ -66,14 +66,14 @@ pub fn read_small<'a>(path: &CStr, text: &'a mut [u8]) -> &'a str {
     std::str::from_utf8(&text[..len]).unwrap_or_default()
 }
 
-/// Opens what [`mapping_at`] needs, as far as there are descriptors.
+/// Opens the files that [`mapping_at`] needs, as far as there are descriptors.
 pub(crate) fn open() {
     if query(&raw const FILES as usize).is_err() {
         let _ = FILES.get().smaps.descriptor();
     }
 }
 
-/// Closes the files. Nobody looks anything up meanwhile.
+/// Closes the files. Call while no thread looks a mapping up.
 pub(crate) fn close() {
     if let Some(files) = FILES.peek() {
         for file in [&files.maps, &files.smaps] {
@@ -114,7 +114,7 @@ pub fn closed_within(first: u32, last: u32) {
     }
 }
 
-/// A file of `/proc/self` tells of the process that opened it, so a forked child opens its own.
+/// A file of `/proc/self` shows the process that opened it, so a forked child opens its own.
 static FILES: PerProcess<Files> = PerProcess::new();
 
 #[derive(Debug)]
@@ -142,7 +142,7 @@ struct ProcFile {
 impl ProcFile {
     /// No descriptor.
     const NONE: i32 = -1;
-    /// The lowest number that the file takes, if the process may have so many.
+    /// The lowest number that the file gets, if the process's limit allows it.
     const LOWEST: i32 = 512;
 
     const fn new(path: &'static CStr) -> Self {
@@ -152,9 +152,9 @@ impl ProcFile {
         }
     }
 
-    /// The file's descriptor: it is ours as long as the program does not close what it did not open. If it does, at any time, a
-    /// call on it fails or reads another file; what is done here (a query that no other file knows, and reading at an offset)
-    /// changes nothing.
+    /// Returns the file's descriptor, opened if need be. It is ours as long as the program does not close descriptors that it
+    /// did not open. If the program does, at any time, a call on it fails or reads another file; slat's calls on it (a query
+    /// that no other file knows, and reading at an offset) change nothing.
     fn descriptor(&self) -> Result<i32, i32> {
         let known = self.fd.load(Acquire);
         if known != Self::NONE {
@@ -184,7 +184,7 @@ impl ProcFile {
         let _ = (self.fd).compare_exchange(fd, Self::NONE, AcqRel, Relaxed);
     }
 
-    /// Calls `use_it` with the descriptor, and once more with a new one if it was closed.
+    /// Calls `use_it` with the descriptor, and again with a new one if the descriptor was closed.
     fn with<T>(&self, mut use_it: impl FnMut(i32) -> Result<T, i32>) -> Result<T, i32> {
         let fd = self.descriptor()?;
         match use_it(fd) {
@@ -218,7 +218,7 @@ struct Query {
 // The request's number holds the size.
 const _: () = assert!(PROCMAP_QUERY >> 16 & 0x3fff == size_of::<Query>());
 
-/// PROCMAP_QUERY. `Ok(None)`: nothing is mapped there. `Err`: the kernel cannot tell.
+/// Asks the kernel by PROCMAP_QUERY. `Ok(None)`: nothing is mapped there. `Err`: the kernel cannot tell.
 fn query(address: usize) -> Result<Option<Raw>, i32> {
     const READABLE: u64 = 1;
     const WRITABLE: u64 = 2;
@@ -231,8 +231,7 @@ fn query(address: usize) -> Result<Option<Raw>, i32> {
     let answer = FILES.get().maps.with(|maps| {
         let query = &raw mut query as usize;
         let arguments = [maps as usize, PROCMAP_QUERY, query, 0, 0, 0];
-        // SAFETY: the request takes a pointer to exactly this structure and writes nothing else, as no name and no build id
-        // are asked for.
+        // SAFETY: the request reads and writes exactly this structure, as it asks for no name and no build id.
         match unsafe { calls::make(Call::QueryMapping, arguments) } {
             Err(libc::ENOENT) => Ok(false),
             answer => answer.map(|_| true),
@@ -305,7 +304,7 @@ fn each_line(file: &ProcFile, visit: &mut dyn FnMut(&str) -> ControlFlow<()>) {
     }
 }
 
-/// A file from an offset on.
+/// Reads a file from an offset on.
 struct Text<'a> {
     file: &'a ProcFile,
     offset: u64,
@@ -322,10 +321,10 @@ impl Read for Text<'_> {
     }
 }
 
-/// The first line of a mapping: `start-end rwxp offset major:minor inode name`.
+/// The first line of a mapping in the file: `start-end rwxp offset major:minor inode name`.
 struct Header {
     range: Range<usize>,
-    /// `rwxp`, a dash for each that is not so.
+    /// `rwxp`, with a dash for each right that the mapping lacks.
     rights: [u8; 4],
     device: (u32, u32),
     inode: u64,
@@ -380,7 +379,7 @@ mod tests {
         let address = &raw const FILES as usize;
         for file in [&FILES.get().maps, &FILES.get().smaps] {
             let fd = file.descriptor().unwrap();
-            // SAFETY: what a program does that closes all descriptors.
+            // SAFETY: closes slat's descriptor, as a program does that closes all descriptors.
             assert_eq!(unsafe { libc::close(fd) }, 0);
             assert!(mapping_at(address).is_some() && from_smaps(address).is_some());
         }

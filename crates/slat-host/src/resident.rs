@@ -1,11 +1,11 @@
-//! Which pages are in memory now: mincore(2). Nothing is known where a filter forbids that: it is asked at faults, which are too
-//! many for the helper.
+//! Which pages are in memory now: mincore(2). Where a seccomp filter forbids mincore, nothing is known: faults ask, and they
+//! are too many for the helper.
 
 use slat_process::calls::{self, Call};
 use std::ops::Range;
 
 const PAGE: usize = 4096;
-/// Pages asked for at a time.
+/// Pages per call of mincore.
 const CHUNK: usize = 512;
 
 /// Calls `found` for every stretch of resident pages of `range` (whole pages), in ascending order.
@@ -18,8 +18,8 @@ pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)
     while at < range.end {
         let end = range.end.min(at + CHUNK * PAGE);
         let pages = (end - at) / PAGE;
-        // SAFETY: `resident` has a byte for each page asked for; the call writes nothing else, and
-        // answers ENOMEM if the range is not mapped.
+        // SAFETY: `resident` has a byte for each page of the range; the call writes nothing else, and fails with ENOMEM if the
+        // range is not mapped.
         let answer = unsafe { libc::mincore(at as *mut _, end - at, resident.as_mut_ptr()) };
         if answer != 0 {
             return;
@@ -33,7 +33,7 @@ pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)
             if run > 0 {
                 found(at + page * PAGE..at + (page + run) * PAGE);
             }
-            // One further: the page that ended the run is not resident.
+            // One more: the page that ended the run is not resident.
             page += run + 1;
         }
         at = end;
