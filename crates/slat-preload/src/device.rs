@@ -10,29 +10,29 @@ use crate::paths::DescriptorPath;
 use crate::real::raw;
 use crate::table;
 
-/// How a file is to be opened: the arguments of open(2), or of openat2(2), which refuses flags that it does not know.
+/// How a client opens a file: the arguments of open(2), or of openat2(2), which refuses flags that it does not know.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct How {
     /// `O_…`.
     pub flags: u64,
-    /// Rights of a file that is created.
+    /// Rights of a file that the call creates.
     pub mode: u64,
     /// openat2's `RESOLVE_…`.
     pub resolve: u64,
 }
 
-/// The call that a file is opened by.
+/// The call with which a client opens a file.
 #[derive(Clone, Copy, Debug)]
 pub enum Opening {
-    /// open(2) and its kin.
+    /// open(2) and the functions like it.
     Open(How),
     /// openat2(2).
     Open2(How),
 }
 
 impl Opening {
-    /// The arguments of open(2).
+    /// Makes the arguments of open(2).
     pub fn open(flags: c_int, mode: c_uint) -> Self {
         Opening::Open(How {
             flags: u64::from(flags as u32),
@@ -41,7 +41,7 @@ impl Opening {
         })
     }
 
-    /// The arguments.
+    /// Returns the arguments.
     pub fn how(self) -> How {
         let (Opening::Open(how) | Opening::Open2(how)) = self;
         how
@@ -51,16 +51,16 @@ impl Opening {
         self.how().flags & flag as u64 == flag as u64
     }
 
-    /// Whether what is opened can be written to.
+    /// Whether the opened file can be written to.
     fn writes(self) -> bool {
         self.how().flags & libc::O_ACCMODE as u64 != 0
     }
 
-    /// Opens the file that `fd` refers to once more, in this way. It is there already, it is no directory, and its content stays: the
-    /// kernel refuses what it would refuse for a device.
+    /// Opens the file that `fd` refers to once more, with these arguments. The file exists, is no directory, and keeps its
+    /// content: the kernel refuses what it would refuse for a device.
     fn again(self, fd: &OwnedFd) -> Result<OwnedFd, i32> {
         let how = self.how();
-        // The path to it is a link.
+        // The path is that of a link.
         let flags = how.flags & !((libc::O_NOFOLLOW | libc::O_TRUNC) as u64);
         let path = DescriptorPath::new(fd.as_raw_fd());
         let path = path.as_c_str().as_ptr() as usize;
@@ -89,7 +89,7 @@ impl Opening {
         if opened < 0 {
             return Err(-opened as i32);
         }
-        // SAFETY: a descriptor that has just been opened and that nobody else owns.
+        // SAFETY: a descriptor that the call above opened and that no other code owns.
         Ok(unsafe { OwnedFd::from_raw_fd(opened as c_int) })
     }
 }
@@ -97,12 +97,12 @@ impl Opening {
 /// Opens `/dev/kvm`. Returns the descriptor.
 ///
 /// # Errors
-/// What the kernel says of opening a device in this way; `EINVAL` if the policies of the environment make no sense.
+/// The kernel's errno for opening a device with these arguments; `EINVAL` if the policies in the environment make no sense.
 pub fn open(opening: Opening) -> Result<isize, i32> {
     crate::prepare()?;
     slat_kvm::policy::current().map_err(|error| error.errno())?;
     let fd = System::descriptor(opening.has(libc::O_CLOEXEC)).map_err(|error| error.errno())?;
-    // A memfd is open for reading and writing: nearly always that is what was asked for.
+    // A memfd is open for reading and writing: nearly always that is what the client asked for.
     let usual = (libc::O_RDWR | libc::O_CLOEXEC) as u64;
     let fd = match opening {
         Opening::Open(how) if how.flags & !usual == 0 && how.flags & libc::O_RDWR as u64 != 0 => fd,
@@ -117,7 +117,7 @@ pub fn open(opening: Opening) -> Result<isize, i32> {
 /// Opens a module parameter.
 ///
 /// # Errors
-/// `EACCES` for writing one that is for reading only; what the kernel says of opening a file in this way.
+/// `EACCES` for writing a read-only parameter; else the kernel's errno for opening a file with these arguments.
 pub fn open_parameter(name: &'static str, opening: Opening) -> Result<isize, i32> {
     let writes = opening.writes();
     if writes && !slat_kvm::parameters::is_writable(name) {
@@ -136,20 +136,20 @@ pub fn open_parameter(name: &'static str, opening: Opening) -> Result<isize, i32
     Ok(fd.into_raw_fd() as isize)
 }
 
-/// Opens by a descriptor's link what it refers to. `None`: that is the kernel's to do.
+/// Opens the file that a descriptor's link in `/proc` refers to. `None`: the kernel has to do it.
 pub fn open_again(fd: c_int, opening: Opening) -> Option<Result<isize, i32>> {
     let link = opening.has(libc::O_NOFOLLOW);
     match table::get(fd)?.object() {
         Object::System(_) | Object::DevicePath if !link => Some(open(opening)),
         Object::System(_) | Object::DevicePath | Object::Parameter(_) => None,
-        // KVM's other objects cannot be opened. The kernel finds by itself that they are no directories and cannot be created.
+        // KVM's other objects cannot be opened. The kernel finds out that they are no directories and cannot be created.
         _ if link || opening.has(libc::O_PATH) => None,
         _ if opening.has(libc::O_DIRECTORY) || opening.has(libc::O_CREAT | libc::O_EXCL) => None,
         _ => Some(Err(libc::ENXIO)),
     }
 }
 
-/// Writes `text`, as much as the client gave in one call, to a parameter that was opened for it.
+/// Writes `text`, which the client gave in one call, to the open parameter `name`.
 ///
 /// # Errors
 /// `EINVAL` for a value that the parameter does not take.
@@ -159,13 +159,13 @@ pub fn write_parameter(name: &str, text: &[u8]) -> Result<isize, i32> {
     Ok(text.len() as isize)
 }
 
-/// Puts an object and its descriptor together.
+/// Enters an object and its descriptor in the table.
 pub fn adopt(fd: OwnedFd, object: Object) -> Result<isize, i32> {
     let fd = fd.into_raw_fd();
     if table::insert(fd, object) {
         return Ok(fd as isize);
     }
-    // SAFETY: ours, from `into_raw_fd`.
+    // SAFETY: our own descriptor, from `into_raw_fd`.
     drop(unsafe { OwnedFd::from_raw_fd(fd) });
     Err(libc::EMFILE)
 }

@@ -1,4 +1,4 @@
-//! Descriptors come and go: close, dup and fcntl keep the table in step with the kernel.
+//! Opening and closing descriptors: close, dup and fcntl keep the table in step with the kernel.
 
 use crate::files::interpose;
 use crate::guarded::guarded;
@@ -11,7 +11,7 @@ use std::ffi::{c_int, c_uint, c_ulong};
 
 static NEXT_FCLOSE: Next = Next::new(c"fclose");
 
-/// Call before the kernel closes `fd`: it no longer refers to what it refers to.
+/// Call before the kernel closes `fd`: removes its table entry.
 pub fn forget(fd: c_int) {
     if !table::is_any_ours() {
         return;
@@ -25,7 +25,7 @@ pub fn forget(fd: c_int) {
     }
 }
 
-/// Call after `new` was made a duplicate of `old`: it refers to the same object. `new` may be an error.
+/// Call after duplicating `old` as `new`, which may be an error: `new` refers to the object of `old`.
 pub fn follow(old: c_int, new: c_int) {
     if !table::is_any_ours() || new < 0 || new == old {
         return;
@@ -50,9 +50,9 @@ fn is_about_seals(command: c_int) -> bool {
     matches!(command, libc::F_ADD_SEALS | libc::F_GET_SEALS)
 }
 
-/// The status flags of a descriptor of KVM's, of which the kernel says `flags`: those of the memfd.
+/// Returns the status flags to show for a descriptor of KVM's for which the kernel returned `flags`: those of the memfd.
 fn flags_shown(fd: c_int, flags: c_int) -> c_int {
-    /// The kernel's: the C library's is 0 on x86-64.
+    /// The kernel's value: the C library's is 0 on x86-64.
     const O_LARGEFILE: c_int = 0o100_000;
     let _section = Section::enter();
     let Some(handle) = table::get(fd) else {
@@ -70,7 +70,7 @@ fn is_plain(old: c_int, new: c_int) -> bool {
     !table::is_ours(old) && !table::is_ours(new)
 }
 
-/// Closes a range, or only marks it.
+/// Closes a range of descriptors, or only marks it.
 ///
 /// # Safety
 /// As for `close_range`.
@@ -83,7 +83,7 @@ pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
             forget(fd);
         }
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     unsafe { call!(libc::SYS_close_range, first, last, flags) as c_int }
 }
 
@@ -131,10 +131,10 @@ interpose! {
         new
     }
 
-    /// fclose(3). It closes the descriptor by a way that does not come through here.
+    /// fclose(3). It closes the descriptor without calling `close` here.
     fn fclose(stream: *mut libc::FILE) -> c_int {
         if table::is_any_ours() {
-            // A stream in memory has no descriptor, which `errno` need not tell.
+            // A stream in memory has no descriptor, which must not change `errno`.
             let before = errno();
             // SAFETY: the caller's.
             forget(unsafe { libc::fileno(stream) });

@@ -1,4 +1,4 @@
-//! Opening files by path, and asking whether they open: `/dev/kvm` and KVM's module parameters are answered here.
+//! Opening files by path, and asking whether they open: slat serves `/dev/kvm` and KVM's module parameters itself.
 
 use crate::device::{self, How, Opening};
 use crate::guarded::guarded;
@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// Defines an exported C function. In the unit tests of this crate the C library's own must stay in force.
 ///
-/// A handler of the program that was deferred runs at its end, and may unwind by `pthread_exit`.
+/// A handler of the program that was deferred runs at the end of such a function, and may unwind by `pthread_exit`.
 macro_rules! interpose {
     ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block)*) => {
         $(
@@ -23,7 +23,7 @@ macro_rules! interpose {
 }
 pub(crate) use interpose;
 
-/// Opens what a path leads to. `None`: that is the kernel's to do.
+/// Opens the special file that a path leads to. `None`: the kernel has to open it.
 fn open_special(directory: c_int, path: *const c_char, opening: Opening) -> Option<c_int> {
     let answer = match special(directory, path, opening.how().resolve)? {
         Special::Device => guarded(|| device::open(opening)),
@@ -47,7 +47,7 @@ fn open_special(directory: c_int, path: *const c_char, opening: Opening) -> Opti
     Some(answer as c_int)
 }
 
-/// Opens by path, or hands on.
+/// Opens a path, or passes the call to the kernel.
 ///
 /// # Safety
 /// As for `openat`.
@@ -72,7 +72,7 @@ pub unsafe fn open_at_2(
     how: *const How,
     size: usize,
 ) -> isize {
-    // Another size is that of a kernel's whose flags are not known here.
+    // Another size is that of a kernel whose flags slat does not know.
     if size == size_of::<How>()
         && let Some(how) = how_at(directory, path, how)
         && let Some(answer) = open_special(directory, path, Opening::Open2(how))
@@ -83,28 +83,28 @@ pub unsafe fn open_at_2(
     unsafe { call!(libc::SYS_openat2, directory, path, how, size) }
 }
 
-/// The arguments of openat2, for a path that has something special at its end, however it is resolved. `None` also for memory that
-/// cannot be read, and for a way to resolve paths that is not known here.
+/// Returns the arguments of openat2, for a path whose last component is special however it is resolved. `None` also for memory
+/// that cannot be read, and for an unknown `RESOLVE_` flag.
 fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How> {
     /// RESOLVE_NO_XDEV to RESOLVE_CACHED.
     const RESOLVE_KNOWN: u64 = 0x3f;
     special(directory, path, 0).or_else(|| special(directory, path, libc::RESOLVE_IN_ROOT))?;
     let mut words = [0; size_of::<How>()];
-    // SAFETY: a guarded copy into a live buffer: `special` has found something, so the handlers are in place.
+    // SAFETY: a guarded copy into a live buffer: `special` has found something, so the handlers are installed.
     unsafe { slat_guard::copy_in(&mut words, how.cast()) }.ok()?;
     // SAFETY: three integers, as long as the array.
     let how: How = unsafe { std::mem::transmute(words) };
     (how.resolve & !RESOLVE_KNOWN == 0).then_some(how)
 }
 
-/// faccessat and all that comes down to it.
+/// Does faccessat, and all calls that amount to it.
 ///
 /// # Safety
 /// As for `faccessat`.
 pub unsafe fn access_at(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
     const MODES: c_int = libc::R_OK | libc::W_OK | libc::X_OK;
     let writable = match special(directory, path, 0) {
-        // What is no mode the kernel refuses before it looks at the path.
+        // The kernel refuses an invalid mode before it looks at the path.
         _ if mode & !MODES != 0 => None,
         Some(Special::Device) => Some(Ok(true)),
         Some(Special::Parameter(name)) => Some(Ok(slat_kvm::parameters::is_writable(name))),
@@ -131,7 +131,7 @@ pub unsafe fn access_at(directory: c_int, path: *const c_char, mode: c_int, flag
 static NEXT_FOPEN: Next = Next::new(c"fopen");
 static NEXT_FOPEN64: Next = Next::new(c"fopen64");
 
-/// What fopen's mode means to open: fopen(3).
+/// Converts fopen's mode to flags of open(2): fopen(3).
 fn flags_of(mode: &[u8]) -> c_int {
     let has = |letter| mode.contains(&letter);
     let access = match (has(b'+'), mode.first()) {
@@ -153,7 +153,7 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
     if let Some(special) = special(libc::AT_FDCWD, path, 0) {
         // SAFETY: the mode is a C string by the caller's contract.
         let flags = flags_of(unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes());
-        // A stream writes by ways that do not come through here.
+        // A stream writes without calling slat's `write`.
         if flags & libc::O_ACCMODE != libc::O_RDONLY && matches!(special, Special::Parameter(_)) {
             set_errno(libc::EACCES);
             return std::ptr::null_mut();
@@ -162,7 +162,7 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
             if fd < 0 {
                 return std::ptr::null_mut();
             }
-            // SAFETY: a descriptor of our own, given away.
+            // SAFETY: a descriptor of our own, whose ownership passes to the stream.
             return unsafe { libc::fdopen(fd, mode) }.cast();
         }
     }
@@ -194,7 +194,7 @@ interpose! {
         unsafe { open_at(libc::AT_FDCWD, path, libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC, mode) }
     }
 
-    /// open(2) with large files, which is the same here.
+    /// open(2) with large files: no difference on x86-64.
     fn open64(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: as for `open`.
         unsafe { open_at(libc::AT_FDCWD, path, flags, mode) }
@@ -212,25 +212,25 @@ interpose! {
         unsafe { open_at(directory, path, flags, mode) }
     }
 
-    /// What `open` becomes with _FORTIFY_SOURCE.
+    /// open(2), as _FORTIFY_SOURCE calls it.
     fn __open_2(path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: as for `open`.
         unsafe { open_at(libc::AT_FDCWD, path, flags, 0) }
     }
 
-    /// What `open64` becomes with _FORTIFY_SOURCE.
+    /// open(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __open64_2(path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: as for `open`.
         unsafe { open_at(libc::AT_FDCWD, path, flags, 0) }
     }
 
-    /// What `openat` becomes with _FORTIFY_SOURCE.
+    /// openat(2), as _FORTIFY_SOURCE calls it.
     fn __openat_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: as for `open`.
         unsafe { open_at(directory, path, flags, 0) }
     }
 
-    /// What `openat64` becomes with _FORTIFY_SOURCE.
+    /// openat(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __openat64_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: as for `open`.
         unsafe { open_at(directory, path, flags, 0) }

@@ -1,9 +1,9 @@
 //! Forks of the program: by the C library's `fork` and `_Fork`, and by system calls through `syscall`.
 //!
-//! The heap is held over a fork, so that no child inherits one that is half changed. Its lock has to be the last that the forking
-//! thread takes: the program's `malloc` holds its own locks over a fork, too, and another thread may come to slat's heap from
-//! inside that `malloc`, by `mmap` or `madvise`. The C library calls first what was registered last; so slat registers its
-//! handlers before anybody else's, however early that is.
+//! The heap's lock is held over a fork, so that no child inherits a heap that is half changed. It has to be the last lock that
+//! the forking thread takes: the program's `malloc` holds its own locks over a fork, too, and another thread may enter slat's
+//! heap from inside that `malloc`, by `mmap` or `madvise`. The C library calls first what was registered last; so slat
+//! registers its handlers before all others, however early those are.
 
 use crate::files::interpose;
 use crate::heap;
@@ -27,11 +27,11 @@ extern "C" fn after_in_parent() {
 
 extern "C" fn after_in_child() {
     heap::after_fork();
-    // Before a child of the child's `vfork` would be the first to ask, and be taken for it.
+    // Else a child of the child's `vfork` could ask first, and be taken for the owner.
     process::owner();
 }
 
-/// Forks in a way in which the C library calls no handlers. Returns what `fork` does: 0 is the child.
+/// Forks by a call for which the C library runs no handlers. Returns what `fork` does: 0 is the child.
 pub fn around<T: Copy + PartialEq + From<i8>>(fork: impl FnOnce() -> T) -> T {
     before();
     let result = fork();
@@ -42,7 +42,7 @@ pub fn around<T: Copy + PartialEq + From<i8>>(fork: impl FnOnce() -> T) -> T {
     result
 }
 
-/// The C library's registration.
+/// Calls the C library's registration.
 unsafe fn next(prepare: Handler, parent: Handler, child: Handler, library: *mut c_void) -> c_int {
     let Some(function) = NEXT_REGISTER.get() else {
         return libc::ENOMEM;
@@ -56,7 +56,7 @@ unsafe fn next(prepare: Handler, parent: Handler, child: Handler, library: *mut 
 pub fn watch() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Ordering::Relaxed) {
-        // SAFETY: handlers of this library, which is never unloaded. It only fails for lack of memory.
+        // SAFETY: handlers of this library, which is never unloaded. The call only fails for lack of memory.
         unsafe {
             next(
                 Some(before),
@@ -75,7 +75,7 @@ interpose! {
         unsafe { __register_atfork(prepare, parent, child, std::ptr::null_mut()) }
     }
 
-    /// What a library's own pthread_atfork(3) comes down to.
+    /// `__register_atfork`, which a library's own pthread_atfork(3) calls.
     fn __register_atfork(prepare: Handler, parent: Handler, child: Handler, library: *mut c_void) -> c_int {
         watch();
         // SAFETY: the caller's.

@@ -1,16 +1,16 @@
 //! slat's own heap, apart from the program's.
 //!
-//! The program's `malloc` may be anybody's. While it holds its locks it calls `mmap`, and so slat; if slat then called `malloc`,
-//! both would wait for each other. So nothing of slat allocates there: small blocks come from a heap of our own (the crate
-//! dlmalloc), large ones are mappings of their own, and both take their pages from the kernel without the C library.
+//! The program's `malloc` may be any allocator. While it holds its locks it calls `mmap`, and so slat; if slat then called
+//! `malloc`, both would wait for each other. So slat never allocates there: small blocks are allocated from a heap of our own
+//! (the crate dlmalloc), large ones are mappings of their own, and both get their pages from the kernel without the C library.
 //!
 //! The lock is taken in a [`Section`]: no handler of the program runs on a thread that holds it. A thread that forks holds it
 //! over the fork ([`before_fork`]), so a child never inherits a heap that is half changed.
 //!
 //! # When memory is out
-//! Rust ends the process when an allocation fails that cannot report it. A reserve answers those: the blocks of one KVM call,
-//! other than those of the client's size, fit into it many times. A call that finds the reserve used up and cannot restore it is
-//! refused with `ENOMEM` before it begins ([`is_ready`]).
+//! Rust ends the process when an allocation fails that cannot report it. A reserve serves such allocations: the blocks of one
+//! KVM call, other than those of the client's size, fit into it many times. A call that finds the reserve used up and cannot
+//! restore it is refused with `ENOMEM` before it begins ([`is_ready`]).
 
 use dlmalloc::{Allocator, Dlmalloc};
 use slat_guard::Section;
@@ -27,7 +27,7 @@ const LARGE: usize = 128 << 10;
 /// Bytes of the reserve.
 const RESERVE: usize = 96 << 10;
 
-/// Pages from the kernel.
+/// Gets pages from the kernel.
 struct Pages;
 
 fn map(len: usize) -> *mut u8 {
@@ -41,9 +41,9 @@ fn map(len: usize) -> *mut u8 {
 /// Unmaps `len` bytes. Returns whether they are unmapped.
 ///
 /// # Safety
-/// - the bytes come from [`map`] and are not used any more.
+/// - the bytes were mapped by [`map`] and are not used any more.
 unsafe fn unmap(start: *mut u8, len: usize) -> bool {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     unsafe { calls::make(Call::Unmap, [start as usize, len, 0, 0, 0, 0]).is_ok() }
 }
 
@@ -62,7 +62,7 @@ unsafe fn remap(start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut 
     moved.map_or(null_mut(), |moved| moved as *mut u8)
 }
 
-// SAFETY: `alloc` gives new mappings of the size it says, zeroed; the others keep or end them as they say.
+// SAFETY: `alloc` returns new mappings of the size it reports, zeroed; the other methods keep or unmap them as they report.
 unsafe impl Allocator for Pages {
     fn alloc(&self, size: usize) -> (*mut u8, usize, u32) {
         (map(size), size, 0)
@@ -98,11 +98,11 @@ unsafe impl Allocator for Pages {
 
 struct State {
     small: Dlmalloc<Pages>,
-    /// Null when it is used up, or was never made.
+    /// Null when the reserve is used up, or was never made.
     reserve: *mut u8,
 }
 
-// SAFETY: the reserve is a block of the heap beside it.
+// SAFETY: the reserve is a block of the heap in `small`.
 unsafe impl Send for State {}
 
 impl State {
@@ -140,7 +140,7 @@ impl State {
     }
 }
 
-/// There is a reserve.
+/// Whether there is a reserve.
 static IS_WHOLE: AtomicBool = AtomicBool::new(false);
 
 static STATE: Mutex<State> = Mutex::new(State {
@@ -149,14 +149,15 @@ static STATE: Mutex<State> = Mutex::new(State {
 });
 
 thread_local! {
-    /// The forks that this thread is in: a signal handler may fork while the thread does. If there are any, it holds the heap.
+    /// Number of forks that this thread is in: a signal handler may fork while its thread does. Above zero, the thread holds
+    /// the heap's lock.
     static FORKS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// The heap of the thread that forks.
+/// The heap's lock, held by the thread that forks.
 struct Held(UnsafeCell<Option<MutexGuard<'static, State>>>);
 
-// SAFETY: only the thread touches it that holds the lock and has raised `FORKS`, and its copy in the child.
+// SAFETY: only the thread that holds the lock and has raised `FORKS` accesses the cell, and that thread's copy in the child.
 unsafe impl Sync for Held {}
 
 static HELD: Held = Held(UnsafeCell::new(None));
@@ -177,7 +178,7 @@ fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
     )
 }
 
-/// Whether the reserve is whole, or could be made whole again: a call may begin. One load when it is.
+/// Whether the reserve is whole, or could be made whole again, so that a call may begin. One load when it is whole.
 pub fn is_ready() -> bool {
     IS_WHOLE.load(Ordering::Relaxed) || with(State::refill)
 }
@@ -192,7 +193,7 @@ pub fn before_fork() {
     let held = STATE
         .lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner());
-    // SAFETY: the lock is held, and only by this thread, which has no handlers run meanwhile.
+    // SAFETY: this thread alone holds the lock, and runs no handlers meanwhile.
     unsafe { *HELD.0.get() = Some(held) };
 }
 
@@ -206,7 +207,7 @@ pub fn after_fork() {
     }
 }
 
-/// The heap as Rust's allocator.
+/// The heap as Rust's global allocator.
 pub struct Heap;
 
 fn is_large(layout: Layout) -> bool {
@@ -217,8 +218,8 @@ fn pages(len: usize) -> usize {
     len.next_multiple_of(PAGE)
 }
 
-// SAFETY: blocks are mappings of their own or come from the crate's heap, which is locked; which of them a block is follows from
-// its layout alone. A length does not overflow when it is rounded: a layout's is at most `isize::MAX`.
+// SAFETY: blocks are mappings of their own or are allocated from the crate's heap, which is locked; a block's layout alone
+// decides which. A length does not overflow when it is rounded: a layout's is at most `isize::MAX`.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if is_large(layout) {
@@ -268,7 +269,7 @@ unsafe impl GlobalAlloc for Heap {
 mod tests {
     use super::*;
 
-    /// Fills blocks of many sizes and alignments, grows and shrinks them, and looks whether they keep what they hold.
+    /// Fills blocks of many sizes and alignments, grows and shrinks them, and checks that they keep their contents.
     #[test]
     fn blocks_keep_their_contents() {
         let mut blocks: Vec<(*mut u8, Layout, u8)> = Vec::new();
@@ -332,7 +333,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                    // SAFETY: freed with the layout it was made with.
+                    // SAFETY: freed with the layout it was allocated with.
                     unsafe { Heap.dealloc(Heap.alloc(layout), layout) };
                 }
             });

@@ -1,4 +1,5 @@
-//! `syscall`: the same calls by number. And the seccomp filters, by `syscall` or `prctl`, that take system calls away.
+//! `syscall`: the intercepted calls by number. And seccomp filters, installed by `syscall` or `prctl`, which forbid system
+//! calls.
 
 use crate::device::How;
 use crate::files::interpose;
@@ -8,9 +9,10 @@ use crate::{fds, files, forks, ioctls, memory, status, streams, table};
 use slat_kvm::{filters, user};
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
-/// Installs a seccomp filter, a `sock_fprog` at `program`, by `install`. slat's threads exist before and are not bound by it.
+/// Installs a seccomp filter, a `sock_fprog` at `program`, by `install`. slat starts its threads before, so the filter does not
+/// bind them.
 fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
-    // A child of `vfork` calls no slat, and must not leave threads in its parent's memory.
+    // A child of `vfork` does not call slat, and must not leave threads in its parent's memory.
     if crate::is_borrowed() {
         return install();
     }
@@ -20,7 +22,7 @@ fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
         }
         Ok(0)
     };
-    // As long as nothing of slat runs, accesses are not guarded: only what the kernel has taken can be read.
+    // As long as slat is not in use, accesses are not guarded: only memory that the kernel has read can be read.
     let first = crate::is_prepared();
     guarded(|| {
         filters::prepare();
@@ -33,7 +35,7 @@ fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
     answer
 }
 
-/// The instructions of a `sock_fprog`, 8 bytes each.
+/// Reads the instructions of a `sock_fprog`, 8 bytes each.
 fn read_filter(program: u64) -> slat_kvm::Result<Vec<libc::sock_filter>> {
     let [len, start] = user::read::<[u64; 2]>(program)?;
     let instructions = user::read_vec::<u64>(start, usize::from(len as u16))?;
@@ -52,8 +54,8 @@ fn forks(number: c_long, argument: usize) -> bool {
         libc::SYS_clone => argument as u64,
         // The first word of `clone_args`; it has to be readable for the call to do anything.
         libc::SYS_clone3 => {
-            // SAFETY: a guarded load may be made at any address; without the handlers there is no VM, and the program's own
-            // argument is as good as the kernel wants it.
+            // SAFETY: a guarded load may be made at any address; without the handlers there is no VM, and the argument is the
+            // program's own, which the kernel is about to read.
             unsafe { slat_guard::load(argument as *const u64) }.unwrap_or(libc::CLONE_VM as u64)
         }
         _ => 0,
@@ -61,7 +63,7 @@ fn forks(number: c_long, argument: usize) -> bool {
     flags & libc::CLONE_VM as u64 == 0
 }
 
-/// Whether an argument is a descriptor that is KVM's.
+/// Whether an argument is a descriptor of KVM's.
 fn ours(fd: usize) -> bool {
     table::is_ours(fd as c_int)
 }
@@ -69,7 +71,7 @@ fn ours(fd: usize) -> bool {
 interpose! {
     /// syscall(2).
     fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-        // SAFETY: the caller's, call by call. Arguments that a call does not have are undefined and not looked at.
+        // SAFETY: the caller's promise, call by call. Arguments that a call does not have are undefined and not read.
         unsafe {
             (match number {
                 libc::SYS_open => files::open_at(libc::AT_FDCWD, a as *const c_char, b as c_int, c as c_uint) as isize,
@@ -90,7 +92,8 @@ interpose! {
                 libc::SYS_mprotect | libc::SYS_pkey_mprotect => memory::protect(number, a, b, c as c_int, d as c_int),
                 libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
                 libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
-                // Only KVM's: the C library's functions for the others are points of cancellation, which `syscall` is none of.
+                // Only for KVM's descriptors: the C library's functions for others are cancellation points, which `syscall` is
+                // not.
                 libc::SYS_read if ours(a) => streams::read(a as c_int, b as *mut c_void, c),
                 libc::SYS_pread64 if ours(a) => streams::pread(a as c_int, b as *mut c_void, c, d as i64),
                 libc::SYS_readv if ours(a) => streams::readv(a as c_int, b as *const c_void, c as c_int),

@@ -1,4 +1,4 @@
-//! ioctl: KVM's requests are answered here, userfaultfd's are watched.
+//! ioctl: slat serves KVM's requests, and watches userfaultfd's.
 
 use crate::device::adopt;
 use crate::files::interpose;
@@ -17,7 +17,7 @@ use std::ffi::{c_int, c_ulong};
 /// The type byte of userfaultfd's requests.
 const UFFDIO: u32 = 0xaa;
 
-/// ioctl, by name or through `syscall`.
+/// Does ioctl, called by name or through `syscall`.
 ///
 /// # Safety
 /// As for `ioctl`.
@@ -62,7 +62,7 @@ fn kvm(object: &Object, request: u32, argument: usize) -> Result<isize, i32> {
     }
 }
 
-/// A descriptor of `/dev/kvm` that was open across `exec`, or came through a socket: it is told by its name.
+/// Finds a descriptor of `/dev/kvm` that stayed open across `exec`, or was received through a socket, by its memfd's name.
 fn inherited(fd: c_int) -> Option<table::Handle> {
     const NAME: &[u8] = b"/memfd:kvm (deleted)";
     let mut name = [0; 64];
@@ -74,7 +74,7 @@ fn inherited(fd: c_int) -> Option<table::Handle> {
     table::get(fd)
 }
 
-/// userfaultfd: what takes pages or rights away is a change of the mappings.
+/// Passes on a request of userfaultfd's: one that unmaps pages or removes rights changes mappings.
 unsafe fn userfault(
     request: u32,
     argument: usize,
@@ -87,7 +87,7 @@ unsafe fn userfault(
     let range_at = |words: [usize; 2]| {
         let mut values = [0u64; 2];
         for (value, word) in values.iter_mut().zip(words) {
-            // SAFETY: guarded, as there is a VM; the address is the client's. If it is bad the kernel will say so.
+            // SAFETY: guarded, as there is a VM; the address is the client's. The kernel will refuse a bad one.
             *value = unsafe { slat_guard::load((argument as *const u64).wrapping_add(word)) }
                 .unwrap_or(0);
         }
@@ -103,7 +103,7 @@ unsafe fn userfault(
 }
 
 unsafe extern "C-unwind" {
-    /// The C library's; with a cancellation pending it may unwind.
+    /// The C library's function; with a cancellation pending it may unwind.
     fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
     fn pthread_setcanceltype(kind: c_int, old: *mut c_int) -> c_int;
     fn pthread_testcancel();
@@ -117,12 +117,12 @@ static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 
 /// ioctl(2).
 ///
-/// The kernel's `KVM_RUN` can be left by an asynchronous cancellation; Rust code cannot. So a cancellation waits while slat
-/// works, `pthread_cancel` ends the run, and the thread unwinds from here, where nothing of slat is on its stack. Handlers of the
-/// program that were deferred find the cancellation as the program has set it, because they may jump away.
+/// An asynchronous cancellation can end the kernel's `KVM_RUN`, but not Rust code. So a cancellation waits while slat works,
+/// `pthread_cancel` ends the run, and the thread unwinds from here, where slat has no other frame on its stack. Handlers of the
+/// program that were deferred find the cancellation state as the program has set it, because they may jump away.
 ///
 /// # Safety
-/// As for `ioctl`. A request without argument leaves it undefined, and does not look at it.
+/// As for `ioctl`. A request without argument leaves it undefined, and does not read it.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     if !table::is_ours(fd) {

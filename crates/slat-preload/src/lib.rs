@@ -1,13 +1,13 @@
 //! The KVM API for unmodified programs: a library to preload.
 //!
 //! It replaces the C library's functions through which a program reaches `/dev/kvm`, and those by which it changes its memory
-//! mappings and signal handlers. Calls that are none of slat's business go on to the kernel.
+//! mappings and signal handlers. Calls that do not concern slat are passed on to the kernel.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `real` | system calls that do not come back here |
+//! | `real` | system calls that bypass this library's own functions |
 //! | `guarded` | the border between C and Rust: `errno`, panics, signal handlers that wait |
-//! | `heap` | memory that is not the program's `malloc`'s |
+//! | `heap` | memory that is not allocated by the program's `malloc` |
 //! | `table` | which descriptors are KVM's |
 //! | `paths` | what a path leads to, however it is spelled |
 //! | `device` | `/dev/kvm` and KVM's module parameters as files |
@@ -23,12 +23,12 @@
 //! | `indirect` | syscall, prctl |
 //!
 //! # What it needs
-//! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp filter for a
-//! vCPU's thread that lacks one of them, that is said on standard error.
+//! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp filter
+//! that forbids one of them on a vCPU's thread, slat says so on standard error.
 //!
 //! Statically linked programs do not load libraries: they use the crate `slat-kvm`.
 
-// The unit tests' own program does not export the symbols, and then nobody calls what stands behind them.
+// The unit tests' own program does not export the symbols, so nothing calls the functions that implement them.
 #![cfg_attr(test, allow(dead_code))]
 
 mod device;
@@ -71,7 +71,7 @@ extern "C" fn start() {
     // Before the first fork.
     process::owner();
     forks::watch();
-    // SAFETY: a handler with the right signature. It only fails for lack of memory.
+    // SAFETY: a handler with the right signature. The call only fails for lack of memory.
     unsafe { libc::atexit(at_exit) };
     streams::prepare();
     signals::prepare();
@@ -84,10 +84,10 @@ static START: extern "C" fn() = start;
 
 static PREPARED: Once = Once::new();
 
-/// What has to be in place before the first KVM object exists. The caller is in a section.
+/// Installs what the first KVM object needs. The caller is in a section.
 ///
 /// # Errors
-/// `ENOMEM`; then the handlers are in place all the same.
+/// `ENOMEM`; the handlers are installed all the same.
 pub(crate) fn prepare() -> Result<(), i32> {
     if !is_prepared() {
         slat_guard::install().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;

@@ -1,7 +1,8 @@
-//! What `stat` and `readlink` say of KVM's files and descriptors.
+//! What `stat` and `readlink` return for KVM's files and descriptors.
 //!
 //! slat's descriptors refer to memfds. To the client they look as KVM's do: `/dev/kvm` is a character device, most others are
-//! anonymous inodes. What KVM does not decide (device and inode numbers, times) the kernel is asked for, by a file of the same kind.
+//! anonymous inodes. For what KVM does not decide (device and inode numbers, times) slat asks the kernel about a file of the
+//! same kind.
 
 use crate::paths::Special;
 use crate::real::raw;
@@ -12,7 +13,7 @@ use std::ffi::{CStr, c_int};
 
 /// Major and minor number of `/dev/kvm`.
 const DEVICE: (u32, u32) = (10, 232);
-/// Inode number of files that the host does not have: such a number is given to none by counting.
+/// Inode number of files that the host lacks: too large to be allocated by counting.
 const INODE: libc::ino_t = 0x6b76_6d00;
 /// What sysfs shows as the size of every file.
 const SYSFS_SIZE: libc::off_t = 4096;
@@ -31,7 +32,7 @@ pub enum Look {
 }
 
 impl Look {
-    /// Of what `fd` refers to, if that is KVM's.
+    /// Returns the look of `fd`; `None` if it is not KVM's.
     pub fn of_descriptor(fd: c_int) -> Option<Self> {
         let _section = Section::enter();
         Some(match table::get(fd)?.object() {
@@ -44,7 +45,7 @@ impl Look {
         })
     }
 
-    /// Of what a path leads to; `None` if a descriptor in it has been closed since.
+    /// Returns the look of a special path; `None` if a descriptor in the path has been closed since.
     ///
     /// # Errors
     /// `ENOTDIR`.
@@ -57,7 +58,7 @@ impl Look {
         }
     }
 
-    /// What `stat` says.
+    /// Returns what `stat` does.
     pub fn stat(self) -> libc::stat {
         let mut stat = match self {
             Look::Device => device(),
@@ -75,7 +76,7 @@ impl Look {
             Look::Anonymous => stat.st_mode = 0o600,
             Look::GuestMemfd(_) => {
                 stat.st_mode = libc::S_IFREG | 0o600;
-                // A memfd may have larger ones.
+                // A memfd may have a larger one.
                 stat.st_blksize = 4096;
             }
             Look::Parameter(name) => {
@@ -87,7 +88,7 @@ impl Look {
         stat
     }
 
-    /// What `statx` says: the same.
+    /// Returns what `statx` does: like [`Look::stat`].
     pub fn statx(self) -> libc::statx {
         let stat = self.stat();
         // SAFETY: all-zero is a valid `statx`.
@@ -117,7 +118,7 @@ impl Look {
     }
 }
 
-/// An empty file of one link, where the host does not even have a like one.
+/// Describes an empty file with one link, for a host without even a similar file.
 fn unknown() -> libc::stat {
     // SAFETY: all-zero is a valid `stat`.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -126,7 +127,7 @@ fn unknown() -> libc::stat {
     stat
 }
 
-/// The host's `/dev/kvm`, or another device in its directory.
+/// Asks the host for its `/dev/kvm`, or another device in that directory.
 fn device() -> Option<libc::stat> {
     let is_device = |stat: &libc::stat| stat.st_mode & libc::S_IFMT == libc::S_IFCHR;
     stat_path(c"/dev/kvm")
@@ -134,13 +135,13 @@ fn device() -> Option<libc::stat> {
         .or_else(|| stat_path(c"/dev/null").map(unlike))
 }
 
-/// Tells a file from the one that it is like.
+/// Gives a file an inode number that differs from the similar file's.
 fn unlike(mut stat: libc::stat) -> libc::stat {
     stat.st_ino = INODE;
     stat
 }
 
-/// What the kernel says of an anonymous inode: they all share one.
+/// Asks the kernel for an anonymous inode: all of them share one.
 fn anonymous_inode() -> Option<libc::stat> {
     // SAFETY: opens a descriptor.
     let fd = unsafe {

@@ -1,8 +1,8 @@
 //! Changes of the program's memory mappings: KVM's MMU notifiers.
 //!
-//! Each call runs inside an invalidation of its range in every VM, and afterwards, still inside, the port is told that the
-//! kernel has to be asked anew. What slat itself maps is none of the guests' memory and passes by. So does everything while no
-//! VM lives: then a call is one load and the system call, whoever makes it and whatever it holds.
+//! Each call runs inside an invalidation of its range in every VM. After the change, and still inside, slat tells its port to
+//! ask the kernel anew. slat's own mappings are no guest memory: calls for them go straight to the kernel. So do all calls
+//! while no VM lives: then a call is one load and the system call, whatever its caller holds.
 
 use crate::files::interpose;
 use crate::guarded::guarded;
@@ -24,7 +24,7 @@ pub struct Range {
 impl Range {
     const PAGE: usize = 4096;
 
-    /// `len` bytes from `start` on. A range that wraps around is empty: the kernel refuses it.
+    /// Makes a range of `len` bytes at `start`. One that wraps around is empty: the kernel refuses it.
     pub fn at(start: usize, len: usize) -> Self {
         let end = start
             .checked_add(len)
@@ -44,12 +44,12 @@ impl Range {
     }
 }
 
-/// Whether a change of memory concerns the kernel alone: no VM lives, or slat itself makes it.
+/// Whether a change of memory concerns the kernel alone: no VM lives, or slat itself makes the change.
 fn passes_by() -> bool {
     !notify::is_anyone_listening() || Section::is_entered()
 }
 
-/// What the kernel answers: a value or an errno.
+/// What a system call returns: a value or an errno.
 type Answer = Result<isize, i32>;
 
 /// Runs `change` inside an invalidation of all the ranges.
@@ -69,7 +69,7 @@ fn around_then(
     guarded(|| invalidating(ranges, change, told))
 }
 
-/// [`around_then`] without the border: the caller is in a section.
+/// Like [`around_then`], but for a caller that is already in a section.
 fn invalidating(
     ranges: &[Range],
     change: impl FnOnce() -> Answer,
@@ -86,7 +86,7 @@ fn invalidating(
     })
 }
 
-/// Call for a change that makes pages of `range` arrive one by one: userfaultfd has been registered.
+/// Runs `change`, which registers `range` with userfaultfd: its pages arrive one by one from then on.
 pub fn fault_handled(range: Range, change: impl FnOnce() -> Answer) -> isize {
     advise_huge_pages(range, mappings::HugePages::Unwanted, change)
 }
@@ -104,7 +104,7 @@ fn advise_huge_pages(
     around_then(&[range], change, |_| mappings::advised(range.std(), wish))
 }
 
-/// mmap of a descriptor that is KVM's: vCPUs have pages to map, nothing else does.
+/// Maps a descriptor of KVM's: vCPUs have pages to map, other objects have none.
 unsafe fn map_object(
     fd: c_int,
     range: Range,
@@ -127,13 +127,12 @@ unsafe fn map_object(
         .map_err(|error| error.errno())?;
     invalidating(&[range], change, |address| {
         mappings::changed(Range::at(address as usize, len).std());
-        // SAFETY: this is the mapping that was just made. Should the host have no room for another mapping, the client sees
-        // an empty ring.
+        // SAFETY: the mapping made above. If the host cannot make another mapping, the client sees an empty ring.
         let _ = unsafe { vcpu.show_coalesced(address as usize, len, offset as u64) };
     })
 }
 
-/// mmap, by name or through `syscall`.
+/// Does mmap, called by name or through `syscall`.
 ///
 /// # Safety
 /// As for `mmap`.
@@ -160,7 +159,7 @@ pub unsafe fn map(
     })
 }
 
-/// munmap.
+/// Does munmap.
 ///
 /// # Safety
 /// As for `munmap`.
@@ -171,7 +170,7 @@ pub unsafe fn unmap(address: usize, len: usize) -> isize {
     around_then(&[range], change, |_| mappings::changed(range.std()))
 }
 
-/// mremap.
+/// Does mremap.
 ///
 /// # Safety
 /// As for `mremap`.
@@ -193,7 +192,7 @@ pub unsafe fn remap(address: usize, old_len: usize, len: usize, flags: c_int, to
     })
 }
 
-/// madvise.
+/// Does madvise.
 ///
 /// # Safety
 /// As for `madvise`.
@@ -214,7 +213,7 @@ pub unsafe fn advise(address: usize, len: usize, advice: c_int) -> isize {
     }
 }
 
-/// mprotect and pkey_mprotect.
+/// Does mprotect and pkey_mprotect.
 ///
 /// # Safety
 /// As for `mprotect`.
@@ -231,7 +230,7 @@ pub unsafe fn protect(
     around_then(&[range], change, |_| mappings::protected(range.std()))
 }
 
-/// A change of a file: whatever maps it changes with it.
+/// Runs `change` of a file inside an invalidation of all its mappings.
 fn around_file(fd: c_int, change: impl FnOnce() -> Answer) -> isize {
     if passes_by() {
         return plain(change());
@@ -239,7 +238,7 @@ fn around_file(fd: c_int, change: impl FnOnce() -> Answer) -> isize {
     guarded(|| invalidating(&mapped_from(fd), change, |_| {}))
 }
 
-/// Where the file that `fd` refers to is mapped in this process.
+/// Returns where the file that `fd` refers to is mapped in this process.
 fn mapped_from(fd: c_int) -> Vec<Range> {
     // SAFETY: all-zero is a valid `stat`.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -256,7 +255,8 @@ fn mapped_from(fd: c_int) -> Vec<Range> {
     found
 }
 
-/// The whole of a System V segment that is attached at an address: what `shmdt` takes away. Empty if nothing is.
+/// Returns the range of the whole System V segment that is attached at an address, which `shmdt` unmaps. Empty if there is
+/// none.
 fn attached_at(address: usize) -> Range {
     let mut whole = Range::at(address, 0);
     let mut segment = None;
@@ -271,7 +271,7 @@ fn attached_at(address: usize) -> Range {
     whole
 }
 
-/// shmdt.
+/// Does shmdt.
 ///
 /// # Safety
 /// As for `shmdt`.
@@ -287,7 +287,7 @@ pub unsafe fn detach(address: usize) -> isize {
     })
 }
 
-/// shmat. What SHM_REMAP replaces is told afterwards only: how much it is the kernel alone knows before.
+/// Does shmat. Reports the range that SHM_REMAP replaces only after the call: before it, the kernel alone knows its size.
 ///
 /// # Safety
 /// As for `shmat`.
@@ -308,7 +308,7 @@ pub unsafe fn attach(id: c_int, address: usize, flags: c_int) -> isize {
     })
 }
 
-/// fallocate.
+/// Does fallocate.
 ///
 /// # Safety
 /// As for `fallocate`.
@@ -335,7 +335,7 @@ pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
     }
 }
 
-/// ftruncate.
+/// Does ftruncate.
 ///
 /// # Safety
 /// As for `ftruncate`.
@@ -442,7 +442,7 @@ mod tests {
 
     #[test]
     fn an_attached_segment_is_found_whole() {
-        // SAFETY: a segment of our own, which goes when it is detached; half of it gets other rights.
+        // SAFETY: a segment of our own, removed when it is detached; half of it gets other rights.
         unsafe {
             let id = libc::shmget(libc::IPC_PRIVATE, 16384, 0o600);
             assert!(id >= 0);

@@ -1,11 +1,11 @@
 //! What a path leads to, however it is spelled: `/dev/kvm`, `kvm` in a directory that is `/dev`, KVM's module parameters, the
 //! links in `/proc/self/fd`.
 //!
-//! Every call of the program that takes a path comes through here. So the last component is looked at first: nearly always it is
-//! nobody's name, and the directory is not looked for. Nothing in here allocates or takes a lock, but for the first time that the
-//! program asks for KVM: a signal handler may open files.
+//! Every call of the program with a path runs this code. So it looks at the last component first: nearly always that name is
+//! not special, and the directory is not looked up. Nothing here allocates or takes a lock, except at the program's first use
+//! of KVM: a signal handler may open files.
 //!
-//! A path may be a bad pointer, or end in a page that is not there. Then nothing is found, and the kernel answers `EFAULT`.
+//! A path may be a bad pointer, or end in an unmapped page. Then the path is not special, and the kernel returns `EFAULT`.
 
 use crate::real::raw;
 use crate::table;
@@ -13,7 +13,7 @@ use slat_kvm::thread::Section;
 use std::ffi::{CStr, c_char, c_int};
 use std::io::Write;
 
-/// The longest path that the kernel takes, with its NUL.
+/// The longest path that the kernel accepts, with its NUL.
 const PATH_MAX: usize = 4096;
 /// More than the longest name of a module parameter.
 const NAME_MAX: usize = 40;
@@ -27,13 +27,13 @@ pub enum Special {
     Device,
     /// A module parameter of this name.
     Parameter(&'static str),
-    /// The link in `/proc/self/fd` of a descriptor that is KVM's.
+    /// The link in `/proc/self/fd` of a descriptor of KVM's.
     Descriptor(c_int),
-    /// One of the first two, and a slash after it.
+    /// One of the first two, followed by a slash.
     Slash,
 }
 
-/// The directories in which something special is found.
+/// The directories that contain special files.
 #[derive(PartialEq, Eq)]
 enum Place {
     Devices,
@@ -41,11 +41,12 @@ enum Place {
     Descriptors,
 }
 
-/// What `path` means, if anything, to a call that begins at `directory`. `resolve` is openat2's: 0 for all other calls.
+/// Returns what `path` means to a call that resolves it from `directory`; `None` if it is not special. `resolve` is openat2's:
+/// 0 for all other calls.
 pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Special> {
     let last = Last::of(path)?;
     let special = last.meaning()?;
-    // slat's own calls are the kernel's.
+    // slat's own calls are the kernel's to serve.
     if Section::is_entered() {
         return None;
     }
@@ -57,21 +58,21 @@ pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Sp
     if leads_to(directory, path, last.start, resolve)? != place {
         return None;
     }
-    // From here on guarded accesses are wanted: a program that asks for KVM gets slat's handlers.
+    // Guarded accesses are needed from here on: a program that asks for KVM gets slat's handlers.
     if !crate::is_prepared() {
         let _section = Section::enter();
-        // Should it fail for lack of memory, opening the device says so.
+        // If this fails for lack of memory, opening the device returns the error.
         let _ = crate::prepare();
     }
     match (last.slash, special) {
         (false, special) => Some(special),
-        // The kernel sees by itself that this is no directory.
+        // The kernel finds out that this is no directory.
         (true, Special::Descriptor(_)) => None,
         (true, _) => Some(Special::Slash),
     }
 }
 
-/// Whether `path` is empty, or null: the call is about its descriptor, if its flags say so.
+/// Whether `path` is empty, or null: the call is about its descriptor, if its flags allow that.
 pub fn is_empty(path: *const c_char) -> bool {
     let mut empty = true;
     path.is_null() || (each_byte(path, 1, |_| empty = false).is_some() && empty)
@@ -80,11 +81,11 @@ pub fn is_empty(path: *const c_char) -> bool {
 /// The last component of a path.
 struct Last {
     name: [u8; NAME_MAX],
-    /// Its length, which may be more than `name` holds.
+    /// The name's length, which may be more than `name` holds.
     len: usize,
-    /// Bytes of the path before it.
+    /// Bytes of the path before the name.
     start: usize,
-    /// Whether slashes follow.
+    /// Whether slashes follow the name.
     slash: bool,
 }
 
@@ -114,7 +115,7 @@ impl Last {
         Some(last)
     }
 
-    /// What it is if it is found in the right directory.
+    /// Returns what the name means in its directory.
     fn meaning(&self) -> Option<Special> {
         match self.name.get(..self.len)? {
             b"kvm" => Some(Special::Device),
@@ -130,7 +131,8 @@ fn number(digits: &[u8]) -> Option<c_int> {
     std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
-/// Where the first `len` bytes of `path` lead to. The spelling is enough where it is plain: `/sys/module/kvm` may not exist.
+/// Returns the directory that the first `len` bytes of `path` lead to. A plain spelling is enough: `/sys/module/kvm` may not
+/// exist.
 #[inline(never)]
 fn leads_to(directory: c_int, path: *const c_char, len: usize, resolve: u64) -> Option<Place> {
     let mut text = [0; PATH_MAX];
@@ -166,7 +168,7 @@ fn leads_to(directory: c_int, path: *const c_char, len: usize, resolve: u64) -> 
     Place::at(found?)
 }
 
-/// Opens a directory as the kernel finds it on its way along a path.
+/// Opens a directory as the kernel does when it resolves a path.
 fn open_directory(directory: c_int, path: &[u8; PATH_MAX], resolve: u64) -> Option<c_int> {
     let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
     let how = [flags as u64, 0, resolve];
@@ -191,7 +193,7 @@ fn open_directory(directory: c_int, path: &[u8; PATH_MAX], resolve: u64) -> Opti
 }
 
 impl Place {
-    /// The place that an absolute path without symbolic links names. What is no such path names none.
+    /// Returns the directory that an absolute path without symbolic links names. `None` for other paths.
     fn at(path: &[u8]) -> Option<Self> {
         const DEPTH: usize = 5;
         let mut parts: [&[u8]; DEPTH] = [b""; DEPTH];
@@ -229,20 +231,20 @@ fn is_this_process(name: &[u8]) -> bool {
 pub struct DescriptorPath([u8; 32]);
 
 impl DescriptorPath {
-    /// The link of `fd` in this process.
+    /// Makes the path of the link of `fd` in this process.
     pub fn new(fd: c_int) -> Self {
         let mut path = [0; 32];
         write!(&mut path[..31], "/proc/self/fd/{fd}").expect("the longest number fits");
         DescriptorPath(path)
     }
 
-    /// NUL-terminated.
+    /// Returns the path, NUL-terminated.
     pub fn as_c_str(&self) -> &CStr {
         CStr::from_bytes_until_nul(&self.0).expect("the last byte is 0")
     }
 }
 
-/// What a symbolic link says. `None`: there is no such link, or it says more than `buffer` holds.
+/// Reads a symbolic link. `None`: there is no such link, or its text is longer than `buffer`.
 pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
     // SAFETY: a NUL-terminated path and a live buffer.
     let len = unsafe {
@@ -275,17 +277,17 @@ fn each_byte(text: *const c_char, max: usize, mut each: impl FnMut(u8)) -> Optio
     }
 }
 
-/// An aligned word of the client's, if it can be read. Guarded where slat's handlers are in place already; before that the kernel
-/// is asked, once for each page: a program that never comes near KVM keeps its handlers to itself. `readable` is the page that
-/// was asked for last.
+/// Reads an aligned word of the client's. `None` if it cannot be read. The load is guarded if slat's handlers are installed;
+/// before that the kernel is asked, once for each page, so that a program that never uses KVM keeps its handlers. `readable` is
+/// the page that was asked for last.
 fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
     if crate::is_prepared() {
         // SAFETY: a guarded load may be made at any address.
         return unsafe { slat_guard::load(address as *const u64) }.ok();
     }
     if *readable != Some(address / PAGE) {
-        // The kernel copies the signal set in before it looks at the first argument, which is none that exists: EFAULT if the
-        // word cannot be read, EINVAL if it can (and success for the null pointer, which is no set).
+        // The kernel copies the signal set in before it looks at the first argument, which is invalid: EFAULT if the word
+        // cannot be read, EINVAL if it can (and success for the null pointer, which is no set).
         // SAFETY: a call that changes nothing.
         let answer = unsafe {
             raw(
@@ -324,7 +326,7 @@ mod tests {
             "/proc/self/root/dev/kvm",
         ] {
             assert_eq!(at(libc::AT_FDCWD, path), Some(Special::Device), "{path}");
-            // An absolute path begins at no directory.
+            // An absolute path does not depend on the directory.
             assert_eq!(at(-7, path), Some(Special::Device), "{path}");
         }
         assert_eq!(at(libc::AT_FDCWD, "/dev/kvm/"), Some(Special::Slash));
@@ -380,7 +382,7 @@ mod tests {
 
     #[test]
     fn a_path_ends_where_its_memory_ends() {
-        // SAFETY: two pages, the second of which nobody may read.
+        // SAFETY: two pages, the second of which is not readable.
         let end = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
             let rights = libc::PROT_READ | libc::PROT_WRITE;

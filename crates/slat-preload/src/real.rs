@@ -1,11 +1,11 @@
-//! System calls that cannot come back to our own symbols.
+//! System calls that do not call this library's own symbols.
 //!
 //! The C library's functions of the same names are what this library replaces; calling them by name would call ourselves.
 
 pub use slat_process::calls::{raw, result};
 pub use slat_process::{errno, set_errno};
 
-/// The C library's answer: -1 and `errno`. A success leaves `errno` alone.
+/// Returns as the C library does: -1 and `errno`. A success leaves `errno` alone.
 pub fn plain(result: Result<isize, i32>) -> isize {
     result.unwrap_or_else(|errno| {
         set_errno(errno);
@@ -13,7 +13,7 @@ pub fn plain(result: Result<isize, i32>) -> isize {
     })
 }
 
-/// [`raw`] with fewer arguments, and a value or an errno.
+/// Calls [`raw`] with fewer arguments; returns a value or an errno.
 macro_rules! kernel {
     ($number:expr $(, $argument:expr)* $(,)?) => {{
         let given = [$($argument as usize),*];
@@ -22,7 +22,7 @@ macro_rules! kernel {
         $crate::real::result($crate::real::raw($number, arguments))
     }};
 }
-/// [`raw`] with fewer arguments and the C library's answer.
+/// Calls [`raw`] with fewer arguments; returns as the C library does.
 macro_rules! call {
     ($($given:tt)*) => {
         $crate::real::plain($crate::real::kernel!($($given)*))
@@ -30,7 +30,7 @@ macro_rules! call {
 }
 pub(crate) use {call, kernel};
 
-/// The C library's function of a name, for what cannot be done by a system call.
+/// The C library's function of a name, for work that no system call does.
 #[derive(Debug)]
 pub struct Next {
     name: &'static std::ffi::CStr,
@@ -38,7 +38,7 @@ pub struct Next {
 }
 
 impl Next {
-    /// To be looked up at the first use.
+    /// Names a function, which the first use looks up.
     pub const fn new(name: &'static std::ffi::CStr) -> Self {
         Next {
             name,
@@ -46,7 +46,7 @@ impl Next {
         }
     }
 
-    /// Its address, if the C library has it.
+    /// Returns the function's address, if the C library has it.
     pub fn get(&self) -> Option<usize> {
         use std::sync::atomic::Ordering::Relaxed;
         let mut address = self.found.load(Relaxed);

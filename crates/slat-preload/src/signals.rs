@@ -1,12 +1,12 @@
-//! Signal handlers of the program: each is called through [`trampoline`], which lets the handler wait until the thread has left
-//! slat's code ([`slat_guard::defer`]), and ends a `KVM_RUN` so that this is soon.
+//! Signal handlers of the program: the kernel calls each through [`trampoline`], which makes the handler wait until the thread
+//! has left slat's code ([`slat_guard::defer`]), and ends a `KVM_RUN` so that this is soon.
 //!
-//! The kernel knows only the trampoline; the program's own handler and flags are kept in a table here, and are what the program
-//! gets to see when it asks. The mask is the program's: the kernel does with it what it always does. Two flags differ: the
-//! trampoline always asks for the signal's information, and resets the handler itself (`SA_RESETHAND`), when it really runs.
+//! The kernel knows only the trampoline; a table here keeps the program's own handler and flags, and `sigaction` returns those.
+//! The mask is the program's: the kernel applies it as always. Two flags differ: the trampoline always asks for the signal's
+//! information, and resets the handler itself (`SA_RESETHAND`) when the handler really runs.
 //!
-//! SIGSEGV, SIGBUS and slat's kick signal have a handler of slat's in front from the first `/dev/kvm` on; what the program
-//! sets for them is handed to it ([`slat_guard::set_chained`]).
+//! From the first `/dev/kvm` on, slat handles SIGSEGV, SIGBUS and its kick signal first, and hands the others to the action
+//! that the program has set ([`slat_guard::set_chained`]).
 
 use crate::files::interpose;
 use crate::real::{Next, set_errno};
@@ -16,11 +16,11 @@ use std::mem::zeroed;
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 
-/// Signals are numbered from 1 to 64.
+/// Size of a table by signal: signals are numbered from 1 to 64.
 const SIGNALS: usize = 65;
 
-/// What the program has set for a signal: a function and flags, where the kernel has the trampoline. Threads that set the same
-/// signal at the same time may leave the function of one and the flags of the other.
+/// The program's action for a signal: a function and flags, where the kernel has the trampoline. Threads that set one signal's
+/// action concurrently may leave the function of one and the flags of the other.
 struct Handler {
     function: AtomicUsize,
     flags: AtomicI32,
@@ -33,7 +33,7 @@ static HANDLERS: [Handler; SIGNALS] = [const {
     }
 }; SIGNALS];
 
-/// The handlers of slat are in front.
+/// Whether slat's handlers for the three signals are installed.
 static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 
 static NEXT: Next = Next::new(c"sigaction");
@@ -46,7 +46,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     let handler = &HANDLERS[signal as usize];
     let function = handler.function.load(Ordering::Acquire);
     if handler.flags.load(Ordering::Relaxed) & libc::SA_RESETHAND != 0 {
-        // SAFETY: the default action, and nothing to be told.
+        // SAFETY: the default action, and no output of the old one.
         unsafe {
             let mut default: Action = zeroed();
             default.sa_sigaction = libc::SIG_DFL;
@@ -75,7 +75,7 @@ fn is_guarded(signal: c_int) -> bool {
     [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()].contains(&signal)
 }
 
-/// The C library's `sigaction`.
+/// Calls the C library's `sigaction`.
 unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     let Some(function) = NEXT.get() else {
         set_errno(libc::ENOSYS);
@@ -86,12 +86,12 @@ unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     unsafe { std::mem::transmute::<usize, Sigaction>(function)(signal, new, old) }
 }
 
-/// Looks the C library's function up, before a signal handler could be the first to need it.
+/// Looks up the C library's function, before a signal handler could need it first.
 pub fn prepare() {
     NEXT.get();
 }
 
-/// What the program has set, where the kernel says the trampoline.
+/// Converts the kernel's action for a signal to the one that the program has set: it may be the trampoline.
 fn as_set(signal: usize, mut action: Action) -> Action {
     if action.sa_sigaction == trampoline_address() {
         action.sa_sigaction = HANDLERS[signal].function.load(Ordering::Acquire);
@@ -100,7 +100,7 @@ fn as_set(signal: usize, mut action: Action) -> Action {
     action
 }
 
-/// slat's handlers have just been put in front: the actions they hand on to are the program's, not the trampoline.
+/// Call after installing slat's handlers: the actions they hand signals on to are the program's, not the trampoline.
 pub fn take_over() {
     for signal in [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()] {
         if let Some(action) = slat_guard::set_chained(signal, None) {
@@ -110,8 +110,8 @@ pub fn take_over() {
     TAKEN_OVER.store(true, Ordering::Release);
 }
 
-/// sigaction in a child of `vfork`: the kernel has its actions apart from the parent's, but what this library keeps is shared.
-/// Such a child runs no vCPU, so its handlers need not wait. It is told the parent's actions.
+/// Does sigaction in a child of `vfork`: the kernel keeps the child's actions apart from the parent's, but this library's table
+/// is shared. Such a child runs no vCPU, so its handlers need not wait. It is shown the parent's actions.
 unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     // SAFETY: the caller's.
     let result = unsafe { next(signal, new, old) };
@@ -125,7 +125,7 @@ unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c
     result
 }
 
-/// sigaction.
+/// Does sigaction.
 ///
 /// # Safety
 /// As for `sigaction`.
@@ -158,10 +158,10 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     let mut ours = unsafe { new.as_ref() }.copied();
     if let Some(action) = &mut ours
         && is_function(action.sa_sigaction)
-        // A program that asks the kernel itself may have seen it, and puts it back.
+        // A program that asks the kernel itself may have seen the trampoline, and sets it again.
         && action.sa_sigaction != trampoline_address()
     {
-        // First, so that the trampoline finds it when the signal comes at once.
+        // Before the kernel's action, so that the trampoline finds the handler if the signal arrives at once.
         handler.flags.store(action.sa_flags, Ordering::Relaxed);
         (handler.function).store(action.sa_sigaction, Ordering::Release);
         action.sa_sigaction = trampoline_address();
@@ -192,7 +192,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     result
 }
 
-/// What `signal` and its older forms come down to.
+/// Does `signal` and its older forms.
 unsafe fn set_handler(signal: c_int, handler: sighandler_t, flags: c_int) -> sighandler_t {
     // SAFETY: all-zero is a valid action; both are live.
     unsafe {

@@ -1,4 +1,4 @@
-//! Asking about files: stat, readlink, realpath and their kin, by path and by descriptor.
+//! Asking about files: stat, readlink, realpath and their variants, by path and by descriptor.
 
 use crate::files::interpose;
 use crate::looks::Look;
@@ -9,7 +9,7 @@ use slat_kvm::thread::Section;
 use std::ffi::{CString, c_char, c_int, c_uint};
 use std::io::Write;
 
-/// What the client asks about, if that is slat's to answer.
+/// Returns the file of KVM's that the client asks about; `None` if the kernel has to serve the call.
 fn asked(directory: c_int, path: *const c_char, flags: c_int) -> Option<Result<Look, i32>> {
     const KNOWN: c_int = libc::AT_EMPTY_PATH
         | libc::AT_SYMLINK_NOFOLLOW
@@ -22,13 +22,13 @@ fn asked(directory: c_int, path: *const c_char, flags: c_int) -> Option<Result<L
         return Look::of_descriptor(directory).map(Ok);
     }
     match special(directory, path, 0)? {
-        // The link itself is as the kernel shows it.
+        // The link itself looks as the kernel shows it.
         Special::Descriptor(_) if flags & libc::AT_SYMLINK_NOFOLLOW != 0 => None,
         special => Look::of_path(special),
     }
 }
 
-/// Ends a call that answers with a struct: 0, or -1 and `errno`.
+/// Ends a call that returns a struct in the client's memory: 0, or -1 and `errno`.
 ///
 /// # Safety
 /// `T` is plain bytes without padding that matters. `to` is the client's: the write is guarded.
@@ -49,7 +49,7 @@ unsafe fn give<T>(to: *mut T, answer: Result<T, i32>) -> c_int {
     }
 }
 
-/// fstatat and all that comes down to it.
+/// Does fstatat, and all calls that amount to it.
 ///
 /// # Safety
 /// As for `fstatat`.
@@ -72,21 +72,21 @@ pub unsafe fn stat_at(
     answer
 }
 
-/// What the kernel calls the memfd of `/dev/kvm`.
+/// The link text of the memfd of `/dev/kvm`.
 const DEVICE_MEMFD: &[u8] = b"/memfd:kvm (deleted)";
 
-/// Whether `fd`, which has `links` links, is `/dev/kvm`, though the table does not know it: it was open across `exec`, or came
-/// through a socket.
+/// Whether `fd`, which has `links` links, is `/dev/kvm`, though the table does not know it: it stayed open across `exec`, or
+/// was received through a socket.
 fn is_inherited(fd: c_int, links: u64) -> bool {
     let mut link = [0; 64];
     links == 0
         && paths::read_link(DescriptorPath::new(fd).as_c_str(), &mut link) == Some(DEVICE_MEMFD)
 }
 
-/// Corrects what the kernel says of a descriptor of `/dev/kvm` that the table does not know.
+/// Corrects the kernel's `stat` of a descriptor of `/dev/kvm` that the table does not know.
 ///
 /// # Safety
-/// `stat` is what the kernel has just filled in.
+/// `stat` was filled in by the kernel.
 unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
     // SAFETY: the caller's promise.
     unsafe {
@@ -96,13 +96,13 @@ unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
     }
 }
 
-/// What a descriptor's link in `/proc` says, as long as the client's buffer.
+/// Writes the text of a descriptor's link in `/proc` to the client's buffer. Returns the bytes written.
 fn link_of(fd: c_int, to: *mut u8, len: usize) -> Option<Result<usize, i32>> {
     /// More than the longest name.
     const MAX: usize = 96;
     let _section = Section::enter();
     let handle = table::get(fd)?;
-    // A parameter's file shows as what it is.
+    // A parameter's link has the file's path.
     let name = handle.object().link()?;
     if len as isize <= 0 || len > i32::MAX as usize {
         return Some(Err(libc::EINVAL));
@@ -116,7 +116,7 @@ fn link_of(fd: c_int, to: *mut u8, len: usize) -> Option<Result<usize, i32>> {
     Some(copied.map(|()| written).map_err(|_| libc::EFAULT))
 }
 
-/// readlinkat and all that comes down to it.
+/// Does readlinkat, and all calls that amount to it.
 ///
 /// # Safety
 /// As for `readlinkat`.
@@ -142,7 +142,7 @@ pub unsafe fn read_link_at(
     }
 }
 
-/// fstat and all that comes down to it.
+/// Does fstat, and all calls that amount to it.
 ///
 /// # Safety
 /// As for `fstat`.
@@ -163,7 +163,7 @@ pub unsafe fn stat_descriptor(fd: c_int, to: *mut libc::stat) -> c_int {
     answer
 }
 
-/// readlink of what is the kernel's to answer, as it may be a descriptor of `/dev/kvm` that the table does not know.
+/// Has the kernel do a readlink, whose link may be that of a descriptor of `/dev/kvm` that the table does not know.
 ///
 /// # Safety
 /// As for `readlinkat`.
@@ -177,7 +177,7 @@ unsafe fn kernels_link(
     // SAFETY: the caller's.
     let written = unsafe { call!(libc::SYS_readlinkat, directory, path, to, len) };
     if written == DEVICE_MEMFD.len() as isize {
-        // SAFETY: the kernel has just written so many bytes there.
+        // SAFETY: the kernel has just written `written` bytes to `to`.
         let text = unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), written as usize) };
         if text == DEVICE_MEMFD {
             text[..NAME.len()].copy_from_slice(NAME);
@@ -187,7 +187,7 @@ unsafe fn kernels_link(
     written
 }
 
-/// The path without symbolic links of what is slat's: realpath(3).
+/// Returns the path without symbolic links of a special file: realpath(3).
 fn real_path(path: *const c_char) -> Option<CString> {
     let path = match special(libc::AT_FDCWD, path, 0)? {
         Special::Device => "/dev/kvm".to_owned(),
@@ -195,13 +195,13 @@ fn real_path(path: *const c_char) -> Option<CString> {
         Special::Descriptor(fd) => {
             matches!(Look::of_descriptor(fd)?, Look::Device).then(|| "/dev/kvm".to_owned())?
         }
-        // C libraries differ in what they say.
+        // C libraries differ in this case.
         Special::Slash => return None,
     };
     CString::new(path).ok()
 }
 
-/// realpath and all that comes down to it. `to` is null for a new string.
+/// Does realpath, and all calls that amount to it. `to` is null for a new string.
 ///
 /// # Safety
 /// As for `realpath`.
@@ -229,7 +229,7 @@ unsafe fn real_path_to(
 
 static NEXT_REALPATH: Next = Next::new(c"realpath");
 
-/// The C library's realpath.
+/// Calls the C library's realpath.
 ///
 /// # Safety
 /// As for `realpath`.
@@ -244,7 +244,7 @@ unsafe fn next_real_path(path: *const c_char, to: *mut c_char) -> *mut c_char {
 }
 
 unsafe extern "C" {
-    /// The C library's: reports the overflow and ends the program.
+    /// The C library's function: reports the overflow and ends the program.
     fn __chk_fail() -> !;
 }
 
@@ -385,14 +385,14 @@ interpose! {
         unsafe { read_link_at(directory, path, to, len) }
     }
 
-    /// What `readlink` becomes with _FORTIFY_SOURCE.
+    /// readlink(2), as _FORTIFY_SOURCE calls it.
     fn __readlink_chk(path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
         // SAFETY: the caller's.
         unsafe { read_link_at(libc::AT_FDCWD, path, to, len) }
     }
 
-    /// What `readlinkat` becomes with _FORTIFY_SOURCE.
+    /// readlinkat(2), as _FORTIFY_SOURCE calls it.
     fn __readlinkat_chk(directory: c_int, path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
         // SAFETY: the caller's.
@@ -405,7 +405,7 @@ interpose! {
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 
-    /// What `realpath` becomes with _FORTIFY_SOURCE.
+    /// realpath(3), as _FORTIFY_SOURCE calls it.
     fn __realpath_chk(path: *const c_char, to: *mut c_char, room: usize) -> *mut c_char {
         check_room(libc::PATH_MAX as usize, room);
         // SAFETY: the caller's.

@@ -1,8 +1,8 @@
-//! read(2), write(2), lseek(2) and their kin, for KVM's descriptors. Statistics can be read, module parameters written; the
-//! others refuse, as KVM's do.
+//! read(2), write(2), lseek(2) and their variants, for KVM's descriptors. Statistics can be read, module parameters written;
+//! the other descriptors refuse, as KVM's do.
 //!
-//! For all other descriptors the C library's own functions are called: these are points at which a thread may be cancelled, which
-//! unwinds through here. So there is nothing on the stack that would want to be dropped.
+//! For all other descriptors the C library's own functions are called: these are cancellation points, and a cancelled thread
+//! unwinds through here. So no value on the stack has a destructor.
 
 use crate::device;
 use crate::files::interpose;
@@ -13,17 +13,17 @@ use slat_kvm::ioctl::Object;
 use slat_kvm::thread::Section;
 use std::ffi::{c_int, c_void};
 
-/// Where a call reads or writes.
+/// The offset at which a call reads or writes.
 #[derive(Clone, Copy)]
 pub enum At {
     /// At the descriptor's position.
     Position,
-    /// At an offset of the call's own.
+    /// At an offset that the call passes.
     Offset(i64),
 }
 
 impl At {
-    /// The offset of preadv2 and pwritev2.
+    /// Returns the offset of preadv2 and pwritev2.
     pub fn of(offset: i64) -> Self {
         match offset {
             -1 => At::Position,
@@ -32,12 +32,12 @@ impl At {
     }
 }
 
-/// What the client writes.
+/// The data that the client writes.
 #[derive(Clone, Copy)]
 pub enum Data {
-    /// Bytes from an address on.
+    /// An address and a number of bytes.
     Bytes(*const c_void, usize),
-    /// So many `iovec` from an address on.
+    /// An address and a number of `iovec`.
     Vector(*const c_void, c_int),
 }
 
@@ -45,7 +45,7 @@ pub enum Data {
 const PAGE: usize = 4096;
 
 impl Data {
-    /// The bytes, at most a page of them.
+    /// Reads the bytes, at most a page of them.
     fn read(self) -> Result<Vec<u8>, i32> {
         let mut bytes = Vec::new();
         match self {
@@ -69,7 +69,7 @@ impl Data {
     }
 }
 
-/// Appends `len` bytes of the client's, as long as the page is not full.
+/// Appends `len` bytes of the client's, until the page is full.
 fn append(bytes: &mut Vec<u8>, from: *const u8, len: usize) -> Result<(), i32> {
     let start = bytes.len();
     bytes.resize(start + len.min(PAGE - start), 0);
@@ -79,7 +79,7 @@ fn append(bytes: &mut Vec<u8>, from: *const u8, len: usize) -> Result<(), i32> {
 
 /// Whether `fd` was opened with this access mode.
 fn is_opened(fd: c_int, access: c_int) -> bool {
-    // SAFETY: asks for the flags.
+    // SAFETY: reads the descriptor's flags.
     let flags = unsafe {
         raw(
             libc::SYS_fcntl,
@@ -89,17 +89,17 @@ fn is_opened(fd: c_int, access: c_int) -> bool {
     flags as c_int & libc::O_ACCMODE == access
 }
 
-/// The errno with which KVM's descriptors refuse to be read or written.
+/// Returns the errno with which KVM's descriptors refuse to be read or written.
 fn refusal(object: &Object, at: At) -> i32 {
     match (object, at) {
         (_, At::Offset(..0)) => libc::EINVAL,
-        // The device has a position, which means nothing. Anonymous inodes have none.
+        // The device has a position, which has no effect. Anonymous inodes have none.
         (Object::System(_), _) | (_, At::Position) => libc::EINVAL,
         (_, At::Offset(_)) => libc::ESPIPE,
     }
 }
 
-/// Whether the kernel is to read from `fd`. Brings statistics up to date. If not, `errno` says why.
+/// Whether the kernel has to read from `fd`; if so, brings statistics up to date, if not, sets `errno`.
 pub fn before_reading(fd: c_int, at: At) -> bool {
     let _section = Section::enter();
     let Some(handle) = table::get(fd) else {
@@ -123,7 +123,7 @@ pub fn before_reading(fd: c_int, at: At) -> bool {
     false
 }
 
-/// Writes to what `fd` refers to. `None`: that is the kernel's to do.
+/// Writes to the object that `fd` refers to. `None`: the kernel has to do it.
 pub fn written(fd: c_int, data: Data, at: At) -> Option<isize> {
     let _section = Section::enter();
     let handle = table::get(fd)?;
@@ -146,7 +146,7 @@ pub fn written(fd: c_int, data: Data, at: At) -> Option<isize> {
     Some(-1)
 }
 
-/// lseek.
+/// Does lseek.
 ///
 /// # Safety
 /// As for `lseek`.
@@ -166,7 +166,7 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
             Object::Parameter(_) | Object::DevicePath => kernels(),
             _ if !(libc::SEEK_SET..=libc::SEEK_HOLE).contains(&whence) => Err(libc::EINVAL),
             Object::GuestMemfd(_) => Err(libc::ESPIPE),
-            // KVM answers with the position, and does not move it.
+            // KVM returns the position, and does not move it.
             Object::System(_)
             | Object::Vm(_)
             | Object::Vcpu(_)
@@ -179,8 +179,8 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
     })
 }
 
-/// Defines exported functions that read or write a descriptor, each with the system call of the same meaning and what is to be
-/// done first for KVM's descriptors: that returns the answer, or `None`.
+/// Defines exported functions that read or write a descriptor. Each names its system call and an expression that runs first for
+/// KVM's descriptors: its value is the result, or `None` to make the system call.
 macro_rules! streams {
     ($($(#[$meta:meta])* fn $name:ident($fd:ident, $($argument:ident: $type:ty),*) through $next:ident = $number:expr,
         ($($given:expr),*), $first:expr;)*) => {
@@ -199,7 +199,7 @@ macro_rules! streams {
                 if table::is_ours($fd) {
                     return match $first {
                         Some(answer) => answer,
-                        // SAFETY: the caller's. What is ours never blocks.
+                        // SAFETY: the caller's. A call on KVM's descriptors never blocks.
                         None => unsafe { call!($number, $fd, $($given),*) },
                     };
                 }
@@ -213,7 +213,7 @@ macro_rules! streams {
             }
         )*
 
-        /// Looks the C library's functions up, before a signal handler could be the first to need one.
+        /// Looks up the C library's functions, before a signal handler could need one first.
         pub fn prepare() {
             for next in [$(&$next),*] {
                 next.get();
@@ -222,7 +222,7 @@ macro_rules! streams {
     };
 }
 
-/// What is to be done before `fd` is read, for [`streams`].
+/// Prepares reading `fd`, for [`streams`].
 fn reading(fd: c_int, at: At) -> Option<isize> {
     (!before_reading(fd, at)).then_some(-1)
 }
@@ -231,7 +231,7 @@ streams! {
     /// read(2).
     fn read(fd, to: *mut c_void, len: usize) through NEXT_READ
         = libc::SYS_read, (to, len), reading(fd, At::Position);
-    /// What `read` becomes with _FORTIFY_SOURCE.
+    /// read(2), as _FORTIFY_SOURCE calls it.
     fn __read_chk(fd, to: *mut c_void, len: usize, room: usize) through NEXT_READ_CHK
         = libc::SYS_read, (to, len.min(room)), reading(fd, At::Position);
     /// pread(2).
@@ -240,10 +240,10 @@ streams! {
     /// pread(2) with large files.
     fn pread64(fd, to: *mut c_void, len: usize, offset: i64) through NEXT_PREAD64
         = libc::SYS_pread64, (to, len, offset), reading(fd, At::Offset(offset));
-    /// What `pread` becomes with _FORTIFY_SOURCE.
+    /// pread(2), as _FORTIFY_SOURCE calls it.
     fn __pread_chk(fd, to: *mut c_void, len: usize, offset: i64, room: usize) through NEXT_PREAD_CHK
         = libc::SYS_pread64, (to, len.min(room), offset), reading(fd, At::Offset(offset));
-    /// What `pread64` becomes with _FORTIFY_SOURCE.
+    /// pread(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __pread64_chk(fd, to: *mut c_void, len: usize, offset: i64, room: usize) through NEXT_PREAD64_CHK
         = libc::SYS_pread64, (to, len.min(room), offset), reading(fd, At::Offset(offset));
     /// readv(2).

@@ -31,7 +31,7 @@ mod client {
     const KVM_CREATE_VCPU: u64 = 0xae41;
     const KVM_GET_STATS_FD: u64 = 0xaece;
     const KVM_CREATE_GUEST_MEMFD: u64 = 0xc040_aed4;
-    /// The kernel's: the C library's is 0.
+    /// The kernel's value: the C library's is 0.
     const O_LARGEFILE: i32 = 0o100_000;
 
     #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,7 +54,7 @@ mod client {
         }
     }
 
-    /// One of each kind; a guest_memfd only where the kernel has such.
+    /// Makes a descriptor of each kind; a guest_memfd only where the kernel supports it.
     fn all() -> Vec<Descriptor> {
         let mut all: Vec<Descriptor> = Vec::new();
         let mut add = |fd: i32, kind, link| {
@@ -89,7 +89,7 @@ mod client {
         std::io::Error::last_os_error().raw_os_error().unwrap()
     }
 
-    /// What a call returned, or its errno, negative.
+    /// Converts a call's result to a value, or to its errno, negative.
     fn outcome(answer: impl TryInto<i64>) -> i64 {
         match answer.try_into().ok().unwrap() {
             -1 => -i64::from(errno()),
@@ -120,7 +120,7 @@ mod client {
             let link = fs::symlink_metadata(format!("/proc/self/fd/{fd}")).unwrap();
             assert!(link.file_type().is_symlink());
         }
-        // A link of another process, or of a descriptor that is not KVM's, is the kernel's.
+        // A link of another process, or of a descriptor that is not KVM's, is the kernel's to read.
         assert!(fs::read_link("/proc/self/fd/99999").is_err());
         let null = fs::File::open("/dev/null").unwrap();
         let link = fs::read_link(format!("/proc/self/fd/{}", null.as_raw_fd())).unwrap();
@@ -224,7 +224,7 @@ mod client {
         ) -> i32;
     }
 
-    /// What all functions that know of descriptors say, which must be the same.
+    /// Returns the result of all functions that take a descriptor, which must agree.
     fn stat_of(fd: RawFd) -> Seen {
         // SAFETY: structs to fill in, C strings.
         unsafe {
@@ -451,7 +451,7 @@ mod client {
                 }
             }
         }
-        // The access mode is looked at first.
+        // The access mode is checked first.
         // SAFETY: plain calls and a live buffer.
         unsafe {
             for (mode, read, write) in [
@@ -515,7 +515,7 @@ mod client {
         unsafe {
             let epoll = OwnedFd::from_raw_fd(libc::epoll_create1(0));
             for descriptor in all() {
-                // slat's is a descriptor that the kernel lets nothing be done with (`O_PATH`): POLLNVAL.
+                // slat's is a descriptor on which the kernel allows no operation (`O_PATH`): POLLNVAL.
                 if descriptor.kind == Kind::GuestMemfd && !is_native() {
                     continue;
                 }
@@ -588,7 +588,7 @@ mod client {
             assert_eq!(libc::fcntl(fd, libc::F_GETFD), libc::FD_CLOEXEC);
             assert_eq!(libc::ioctl(fd, 0xae00, 0), 12);
             assert_eq!(libc::fclose(stream), 0);
-            // The number is another file's now.
+            // The number refers to another file now.
             let mut ends = [0; 2];
             assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
             assert_eq!(ends[0], fd);
@@ -624,7 +624,7 @@ mod client {
         let Ok(fd) = std::env::var(HEIR) else { return };
         let fd: RawFd = fd.parse().unwrap();
         demand_slats(fd);
-        // Before KVM is asked for anything, and after.
+        // Before and after the first use of KVM.
         for _ in 0..2 {
             let link = fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
             assert_eq!(link.to_str(), Some("/dev/kvm"));
@@ -637,7 +637,7 @@ mod client {
         }
     }
 
-    /// What fstat and statx say, which must be the same.
+    /// Returns the result of fstat and statx, which must agree.
     fn stat_of_descriptor(fd: RawFd) -> Seen {
         // SAFETY: structs to fill in.
         unsafe {

@@ -1,5 +1,5 @@
 //! Signal handlers of a program under the library: on a real KVM an ioctl is over before a handler runs, whatever the handler
-//! does and wherever it goes.
+//! does and wherever it jumps.
 
 mod common;
 
@@ -17,7 +17,7 @@ on_both! {
     a_child_of_vfork_leaves_the_parent_its_handlers
 }
 
-// (KVM_CREATE_VM of the kernel may answer EINTR to so many signals.)
+// (The kernel's KVM_CREATE_VM may return EINTR under that many signals.)
 on_slat! {
     handlers_may_do_anything_at_any_moment
     a_trapped_system_call_is_answered_by_its_handler
@@ -61,7 +61,7 @@ mod client {
     struct Alarm(libc::timer_t);
 
     impl Alarm {
-        /// After `first`, and then every `next` unless that is zero.
+        /// Starts a timer that fires after `first`, and then every `next` unless that is zero.
         fn new(first: Duration, next: Duration) -> Self {
             let timespec = |time: Duration| libc::timespec {
                 tv_sec: time.as_secs() as i64,
@@ -136,7 +136,7 @@ mod client {
         }
     }
 
-    // A way out of nested calls, as `sigsetjmp` and `siglongjmp` are (which return twice, and that Rust cannot express).
+    // Leaves nested calls, as `sigsetjmp` and `siglongjmp` do (which return twice, and that Rust cannot express).
     std::arch::global_asm!(
         // extern "C" fn(function, argument, *mut stack) -> whether it was left by `jump_out`
         "call_with_a_way_out:",
@@ -243,7 +243,7 @@ mod client {
                 assert_eq!(result as usize, 7);
             }
         }
-        // The vCPU is nobody's.
+        // No thread runs the vCPU.
         assert_eq!(vcpu.get_regs().unwrap().rip, CODE as u64);
     }
 
@@ -276,14 +276,14 @@ mod client {
 
     extern "C" fn say_eperm(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
         HANDLED.fetch_add(1, SeqCst);
-        // SAFETY: the kernel's context; the call's answer is in RAX.
+        // SAFETY: the kernel's context; the call's result is in RAX.
         unsafe {
             let context = &mut *context.cast::<libc::ucontext_t>();
             context.uc_mcontext.gregs[libc::REG_RAX as usize] = -i64::from(libc::EPERM);
         }
     }
 
-    /// A seccomp filter that has a handler answer memfd_create, which slat makes its descriptors by.
+    /// Installs a seccomp filter that traps memfd_create, by which slat makes its descriptors, to a handler.
     #[test]
     #[ignore = "runs under the library"]
     fn a_trapped_system_call_is_answered_by_its_handler() {
@@ -316,7 +316,7 @@ mod client {
 
     extern "C" fn jump(signal: i32, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
         HANDLED.fetch_add(1, SeqCst);
-        // SAFETY: the signal's own set, unblocked as `siglongjmp` would; the frames that are left hold nothing.
+        // SAFETY: the signal's own set, unblocked as `siglongjmp` would; the skipped frames hold no value to drop.
         unsafe {
             let mut set = zeroed();
             libc::sigemptyset(&mut set);
@@ -345,7 +345,7 @@ mod client {
             assert_eq!(cancel_state(), PTHREAD_CANCEL_ENABLE);
             let rip = vcpu.get_regs().unwrap().rip;
             assert_eq!(rip, CODE as u64);
-            // SAFETY: a slot is deleted and made again.
+            // SAFETY: deletes a memslot and creates it again.
             unsafe {
                 vm.set_user_memory_region(region(0, 0, memory, 0)).unwrap();
                 vm.set_user_memory_region(region(0, 0, memory, MEMORY))
@@ -355,7 +355,7 @@ mod client {
         handle(libc::SIGALRM, count, libc::SA_SIGINFO);
         let _alarm = Alarm::once(Duration::from_millis(2));
         assert_eq!(run(&vcpu), Err(libc::EINTR));
-        // The VM is dropped with its descriptors: nothing was lost on the way out.
+        // Closing the descriptors drops the VM: the jump leaked nothing.
         drop((vm, vcpu));
         assert!(std::fs::read_dir("/proc/self/fd").unwrap().count() < 20);
     }

@@ -36,7 +36,7 @@ mod client {
         std::io::Error::last_os_error().raw_os_error().unwrap()
     }
 
-    /// Whether a descriptor answers as KVM; its errno, if it does not. Closes it.
+    /// Whether a descriptor is KVM's, or its errno. Closes it.
     fn is_kvm(fd: i32) -> Result<(), i32> {
         if fd < 0 {
             return Err(errno());
@@ -86,7 +86,7 @@ mod client {
         }
     }
 
-    /// Paths of the device; and of what is none, with the errno of opening that.
+    /// Returns paths of the device, and other paths with the errno of opening each.
     fn spellings(links: &Links) -> (Vec<String>, Vec<(String, i32)>) {
         let device = [
             "/dev/kvm",
@@ -171,7 +171,7 @@ mod client {
         for (path, errno) in none {
             let refused = fs::metadata(&path).unwrap_err().raw_os_error();
             assert_eq!(refused, Some(errno), "{path}");
-            // The C library goes from directory to directory itself: it minds no slash after the device, and no length.
+            // The C library walks the directories itself: it accepts a slash after the device, and any length.
             if errno == libc::ENOENT {
                 let refused = fs::canonicalize(&path).unwrap_err().raw_os_error();
                 assert_eq!(refused, Some(errno), "{path}");
@@ -288,7 +288,7 @@ mod client {
         let link = format!("/proc/self/fd/{fd}");
         assert_eq!(fs::read_link(&link).unwrap().to_str(), Some("/dev/kvm"));
         assert!(fs::metadata(&link).unwrap().file_type().is_char_device());
-        // The way from such a descriptor to one that works.
+        // Such a descriptor's link opens one that works.
         assert_eq!(open(&link, libc::O_RDWR), Ok(()));
         // SAFETY: our own descriptor.
         drop(unsafe { OwnedFd::from_raw_fd(fd) });
@@ -331,7 +331,7 @@ mod client {
             open(cwd, "/dev/kvm", exclusive, 0o600, 0),
             Err(libc::EEXIST)
         );
-        // Ways to resolve.
+        // `RESOLVE_` flags.
         let (xdev, beneath) = (libc::RESOLVE_NO_XDEV, libc::RESOLVE_BENEATH);
         let (links_off, in_root) = (libc::RESOLVE_NO_SYMLINKS, libc::RESOLVE_IN_ROOT);
         assert_eq!(
@@ -415,7 +415,7 @@ mod client {
     #[test]
     #[ignore = "runs as a client"]
     fn bad_pointers_are_the_kernels_to_refuse() {
-        // Before this process asks for KVM, and after.
+        // Before and after this process's first use of KVM.
         for _ in 0..2 {
             for address in [0usize, 1, 8, 0x1000, usize::MAX, usize::MAX - 15, 1 << 63] {
                 let path = address as *const i8;
@@ -434,7 +434,7 @@ mod client {
                 }
             }
             // A path of which a part cannot be read.
-            // SAFETY: two pages, the second of which nobody may read.
+            // SAFETY: two pages, the second of which is not readable.
             unsafe {
                 let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
                 let rights = libc::PROT_READ | libc::PROT_WRITE;
@@ -494,8 +494,8 @@ mod client {
         }
     }
 
-    /// A handler opens files and asks about them, while the thread it interrupts does the same, and allocates: whatever took
-    /// a lock or allocated in between would wait for itself.
+    /// A handler opens files and asks about them, while its thread does that, too, and allocates: code that took a lock or
+    /// allocated would wait for itself.
     #[test]
     #[ignore = "runs as a client"]
     fn a_handler_opens_files() {

@@ -1,7 +1,7 @@
-//! A program with its own `malloc`, which takes its memory with `mmap` while it holds its lock: as jemalloc, tcmalloc and mimalloc
-//! do. slat must not come back to it from there.
+//! A program with its own `malloc`, which gets its memory by `mmap` while it holds its lock: as jemalloc, tcmalloc and mimalloc
+//! do. slat must not call `malloc` from that `mmap`.
 //!
-//! This program's `malloc` is defined below; it serves the C library and the preloaded library, too.
+//! This program's `malloc` is defined below; the C library and the preloaded library use it, too.
 
 mod common;
 
@@ -31,14 +31,14 @@ impl Lock {
 }
 
 static LOCK: Lock = Lock(AtomicBool::new(false));
-/// The rest of the present chunk.
+/// The rest of the current chunk.
 static FREE: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
 
 const CHUNK: usize = 1 << 20;
 /// Blocks from this size on are mapped and unmapped alone.
 const LARGE: usize = 64 << 10;
-/// In front of each block: its mapping's length, or 0, and its size.
+/// Bytes before each block: its mapping's length, or 0, and its size.
 const HEADER: usize = 32;
 
 fn map(len: usize) -> usize {
@@ -81,7 +81,7 @@ fn block(align: usize, size: usize) -> *mut c_void {
     })
 }
 
-/// The C library's allocation functions, in this program's own way.
+/// The C library's allocation functions, as this program implements them.
 ///
 /// # Safety
 /// As for the C library's.
@@ -115,7 +115,7 @@ mod malloc {
     #[unsafe(no_mangle)]
     extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
         let new = block(16, count * size);
-        // SAFETY: as large as that.
+        // SAFETY: the block has `count * size` bytes.
         unsafe { new.cast::<u8>().write_bytes(0, count * size) };
         new
     }
@@ -157,7 +157,7 @@ mod client {
     use crate::common::guest::*;
     use kvm_ioctls::VcpuExit;
 
-    /// The program's allocator is the one above.
+    /// Checks that the program's allocator is the one above.
     fn uses_malloc_of_its_own() {
         let block = Box::new(1u8);
         let address = &raw const *block as usize;

@@ -99,7 +99,7 @@ mod client {
         assert_eq!(std::fs::read_to_string(path).unwrap(), "7\n");
         let refused = std::fs::write(path, "many").unwrap_err();
         assert_eq!(refused.raw_os_error(), Some(libc::EINVAL));
-        // By number, and through a descriptor that was given to another.
+        // By number, and through a descriptor that replaced another.
         // SAFETY: plain system calls on descriptors of our own.
         unsafe {
             let path = CString::new(path).unwrap();
@@ -232,9 +232,9 @@ mod client {
             assert_eq!(libc::ioctl(other, KVM_RUN, 0), -1);
             assert_eq!(errno(), libc::EBADF);
             libc::close(third);
-            // No memory: the run ends with an internal error, but it runs.
+            // No memory: the run ends with an internal error, which shows that it ran.
             assert_eq!(libc::ioctl(300, KVM_RUN, 0), 0);
-            // A descriptor that is given to something else is KVM's no more.
+            // A descriptor number that is reused for another file is no longer KVM's.
             let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR);
             assert_eq!(libc::dup2(null, 300), 300);
             assert_eq!(libc::ioctl(300, KVM_CHECK_EXTENSION, 0), -1);
@@ -419,7 +419,7 @@ mod client {
                 libc::close(vcpu.as_raw_fd());
                 let page = map(4096);
                 libc::munmap(page.cast(), 4096);
-                // And it can have a VM of its own.
+                // The child can have a VM of its own.
                 let (own, mut cpu, _) = guest(&[0xf4]);
                 let third = matches!(cpu.run(), Ok(VcpuExit::Hlt));
                 drop(own);

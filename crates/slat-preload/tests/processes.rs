@@ -26,7 +26,7 @@ mod client {
 
     const KVM_GET_API_VERSION: u64 = 0xae00;
 
-    /// Forks by the system call; `child` makes system calls only. True when it said so.
+    /// Forks by the system call; `child` makes system calls only. Returns what `child` returned.
     fn raw_fork(child: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child ends below, whatever happens.
         unsafe {
@@ -112,7 +112,7 @@ mod client {
         assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
         let before = descriptors();
         for _ in 0..10 {
-            // SAFETY: the child closes and ends. The parent has the kernel asked again what is mapped.
+            // SAFETY: the child closes and ends. The parent asks the kernel again what is mapped.
             #[allow(deprecated, reason = "what programs do")]
             unsafe {
                 let pid = libc::vfork();
@@ -252,7 +252,7 @@ mod client {
     fn a_program_may_close_all_descriptors_it_does_not_know() {
         let (_vm, mut vcpu, memory) = guest(OUT);
         assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
-        // SAFETY: descriptors behind the last that this program has opened, and files that take their numbers.
+        // SAFETY: descriptors above the last that this program has opened, and files that get their numbers.
         unsafe {
             let last = libc::dup(vcpu.as_raw_fd());
             for fd in last..1100 {
@@ -274,7 +274,7 @@ mod client {
         pages * 4096
     }
 
-    /// With ever less memory to be had, each call succeeds or says ENOMEM, and the program goes on.
+    /// With ever less free memory, each call succeeds or returns ENOMEM, and the program goes on.
     #[test]
     #[ignore = "runs under the library"]
     fn memory_that_is_out_is_enomem() {
@@ -324,7 +324,7 @@ mod client {
                 .cast::<u8>()
                 .add(0xff0)
                 .copy_from_nonoverlapping(code.as_ptr(), code.len());
-            // The reset vector is 16 bytes before 4 GiB; and slots whose logs are large.
+            // The reset vector is 16 bytes before 4 GiB; and memslots whose dirty logs are large.
             let top = region(0, (1 << 32) - 4096, memory.cast(), 4096);
             ioctl(vm, 0x4020_ae46, &raw const top as usize)?;
             for (slot, pages) in [(1, 1u64 << 20), (2, 1 << 30)] {

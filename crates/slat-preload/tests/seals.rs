@@ -1,4 +1,4 @@
-//! No thread of the client can cut the files that slat maps, not even while slat makes them.
+//! No thread of the client can truncate the files that slat maps, not even while slat makes them.
 
 mod common;
 
@@ -8,8 +8,8 @@ fn files_that_slat_maps_cannot_be_cut_while_they_are_made() {
 }
 
 mod client {
-    /// One thread makes statistics descriptors, which slat maps and stores to. Another cuts whatever file gets the number
-    /// that they will get. A store to a page that was cut away ends this program with SIGBUS.
+    /// One thread makes statistics descriptors, which slat maps and stores to. Another truncates whatever file gets the number
+    /// that the next one will get. A store to a page beyond the end would end this program with SIGBUS.
     #[test]
     #[ignore = "runs under the library"]
     fn stores_do_not_fail() {
@@ -28,8 +28,8 @@ mod client {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !done.load(Ordering::Relaxed) {
-                    // By number, as fast as it goes.
-                    // SAFETY: `next` is nobody's descriptor or one of those made below.
+                    // By number, as fast as possible.
+                    // SAFETY: `next` is an unused descriptor or one of those made below.
                     unsafe { libc::syscall(libc::SYS_ftruncate, next, 0) };
                 }
             });

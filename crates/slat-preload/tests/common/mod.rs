@@ -1,8 +1,8 @@
 //! Runs clients of the kernel's API: the ignored tests in the module `client` of a test program, each in a process of its own.
-//! They speak to `/dev/kvm` through kvm-ioctls and plain system calls and know nothing of slat.
+//! They use `/dev/kvm` through kvm-ioctls and plain system calls and know nothing of slat.
 //!
-//! Under the library a client meets slat. Without it, it meets the machine's own KVM, where `/dev/kvm` opens: what the client
-//! demands is then what the kernel does.
+//! Under the library a client uses slat. Without it, the client uses the machine's own KVM, where `/dev/kvm` opens: that checks
+//! that the kernel does what the client asserts.
 #![allow(
     dead_code,
     unused_imports,
@@ -14,7 +14,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Time a client has. It is far more than it needs: what takes longer hangs.
+/// A client's time limit. It is far more than a client needs: one that takes longer hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs the client called `name` under the library.
@@ -38,7 +38,7 @@ pub fn on_the_kernel(name: &str) {
     }
 }
 
-/// A test for each client of the same name, under the library.
+/// Defines a test for each client, of the client's name, under the library.
 macro_rules! on_slat {
     ($($name:ident)*) => {
         $(#[test] fn $name() { common::under_the_library(stringify!($name)); })*
@@ -46,7 +46,7 @@ macro_rules! on_slat {
 }
 pub(crate) use on_slat;
 
-/// Two tests for each client: under the library, and on the machine's own KVM.
+/// Defines two tests for each client: under the library, and on the machine's own KVM.
 macro_rules! on_both {
     ($($name:ident)*) => {
         mod under_the_library { $(#[test] fn $name() { super::common::under_the_library(stringify!($name)); })* }
@@ -57,13 +57,13 @@ pub(crate) use on_both;
 
 const NATIVE: &str = "SLAT_TEST_ON_THE_KERNEL";
 
-/// Whether this is a client on the machine's own KVM.
+/// Whether this client runs on the machine's own KVM.
 pub fn is_native() -> bool {
     std::env::var_os(NATIVE).is_some()
 }
 
-/// Demands that a descriptor is slat's under the library, and the kernel's without it. The kernel itself is asked, by a system call
-/// that the library cannot see: a client that came by the machine's own KVM would demand nothing of slat.
+/// Asserts that a descriptor is slat's under the library, and the kernel's without it. Asks the kernel by a system call that
+/// the library cannot see: a client that reached the machine's own KVM would not test slat.
 pub fn demand_slats(fd: i32) {
     let path = std::ffi::CString::new(format!("/proc/self/fd/{fd}")).unwrap();
     let mut link = [0u8; 64];
@@ -99,7 +99,7 @@ fn client(name: &str) -> Command {
     client
 }
 
-/// Runs a client, which has to pass, and in time.
+/// Runs a client, which has to pass within the time limit.
 fn run(client: &mut Command, name: &str) {
     let path = format!(
         "slat-client-{}-{name}-{}",
@@ -136,7 +136,7 @@ fn is_preloaded(client: &Command) -> bool {
         .any(|(name, value)| name == "LD_PRELOAD" && value.is_some())
 }
 
-/// What clients use.
+/// Guests and helpers that clients use.
 pub mod guest {
     use kvm_bindings::kvm_userspace_memory_region;
     use kvm_ioctls::{Kvm, VcpuFd, VmFd};
@@ -150,7 +150,7 @@ pub mod guest {
     /// `out 0x10,al; jmp -4`
     pub const OUT: &[u8] = &[0xe6, 0x10, 0xeb, 0xfc];
 
-    /// New anonymous memory of `len` bytes.
+    /// Maps new anonymous memory of `len` bytes.
     pub fn map(len: usize) -> *mut u8 {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let rights = libc::PROT_READ | libc::PROT_WRITE;
@@ -170,7 +170,7 @@ pub mod guest {
         }
     }
 
-    /// A VM with four pages of memory from address 0 on and `code` in the second, and a vCPU in real mode at the code.
+    /// Creates a VM with four pages of memory at address 0 and `code` in the second, and a vCPU in real mode at the code.
     pub fn guest(code: &[u8]) -> (VmFd, VcpuFd, *mut u8) {
         let memory = map(MEMORY);
         let (vm, vcpu) = guest_in(memory, MEMORY, code);
@@ -191,7 +191,7 @@ pub mod guest {
         (vm, vcpu)
     }
 
-    /// Lets the vCPU begin at `rip`, in real mode.
+    /// Sets the vCPU to start at `rip`, in real mode.
     pub fn start(vcpu: &VcpuFd, rip: u64) {
         let mut sregs = vcpu.get_sregs().unwrap();
         (sregs.cs.base, sregs.cs.selector) = (0, 0);
@@ -201,7 +201,7 @@ pub mod guest {
         vcpu.set_regs(&regs).unwrap();
     }
 
-    /// A statistic of a VM or vCPU, by its name: KVM_GET_STATS_FD, and the layout of KVM's API document.
+    /// Returns a statistic of a VM or vCPU by its name: KVM_GET_STATS_FD, and the layout of KVM's API document.
     pub fn statistic(object: &impl AsRawFd, name: &str) -> u64 {
         const KVM_GET_STATS_FD: u64 = 0xaece;
         // SAFETY: a plain system call; the new descriptor is nobody else's.
@@ -225,7 +225,7 @@ pub mod guest {
         u64::from_le_bytes(all[at..at + 8].try_into().unwrap())
     }
 
-    /// The last call's errno.
+    /// Returns the last call's errno.
     pub fn errno() -> i32 {
         std::io::Error::last_os_error().raw_os_error().unwrap()
     }

@@ -7,7 +7,7 @@ use std::mem::zeroed;
 #[derive(Clone)]
 pub struct Allowed {
     number: i64,
-    /// Arguments, each by its number, a mask, and what is left under the mask. All have to match.
+    /// Conditions on arguments: number, mask, and the value under the mask. All have to match.
     arguments: Vec<(u32, u32, u32)>,
 }
 
@@ -27,11 +27,11 @@ pub fn with(number: i64, arguments: &[(u32, u32, u32)]) -> Allowed {
 /// All bits of an argument.
 pub const ALL: u32 = u32::MAX;
 
-/// `ioctl` with a request.
+/// Allows `ioctl` with a request.
 macro_rules! requests {
     ($($request:expr),* $(,)?) => { [$(crate::filter::with(libc::SYS_ioctl, &[(1, crate::filter::ALL, $request)])),*] };
 }
-/// Calls without a condition.
+/// Allows calls without a condition.
 macro_rules! calls {
     ($($number:ident),* $(,)?) => { [$(crate::filter::any(libc::$number)),*] };
 }
@@ -46,7 +46,7 @@ fn statement(code: u32, value: u32) -> libc::sock_filter {
     }
 }
 
-/// Goes on if the accumulator is `value`; else skips `skip` instructions.
+/// Makes an instruction that goes on if the accumulator is `value`, else skips `skip` instructions.
 fn unless(value: u32, skip: usize) -> libc::sock_filter {
     libc::sock_filter {
         jf: u8::try_from(skip).unwrap(),
@@ -54,7 +54,7 @@ fn unless(value: u32, skip: usize) -> libc::sock_filter {
     }
 }
 
-/// The program that traps what `allowed` does not name.
+/// Makes the program that traps every call that `allowed` does not name.
 fn program(allowed: &[Allowed]) -> Vec<libc::sock_filter> {
     let load = |offset| statement(BPF_LD | BPF_W | BPF_ABS, offset);
     let mut program = Vec::new();
@@ -73,7 +73,7 @@ fn program(allowed: &[Allowed]) -> Vec<libc::sock_filter> {
     program
 }
 
-/// Installs a filter on this thread that allows what `allowed` names. Anything else ends the process, which says what it was.
+/// Installs a filter on this thread that allows what `allowed` names. Any other call ends the process, which prints the call.
 pub fn install(allowed: &[Allowed]) {
     extern "C" fn trapped(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
         // SAFETY: the kernel's information: the number is in the sixth word after the header and the address.

@@ -1,12 +1,12 @@
-//! The guest: 32-bit code without paging, that uses everything for which a vCPU thread might need its host.
+//! The guest: 32-bit code without paging, which uses everything for which a vCPU thread might need its host.
 
 use std::arch::global_asm;
 
-/// Where the code is in guest memory.
+/// Address of the code in guest memory.
 pub const CODE: u64 = 0x1000;
-/// Where the interrupt descriptor table is.
+/// Address of the interrupt descriptor table.
 pub const IDT: u64 = 0x2000;
-/// Counts the client's interrupts.
+/// Address of the count of the client's interrupts.
 pub const CLIENTS: u64 = 0x800;
 /// The memory that the guest writes.
 pub const DATA: std::ops::Range<u64> = 0x10_0000..0x90_0000;
@@ -17,13 +17,13 @@ pub const DOORBELL_PORT: u64 = 0x510;
 /// The vector of the client's interrupts.
 pub const VECTOR: u32 = 0x30;
 
-/// What the guest says at port 0x10 when it is so far.
+/// What the guest writes to port 0x10 when it reaches a phase.
 pub mod phase {
     /// Devices and the timer work. The guest waits for five interrupts.
     pub const WAITS: u8 = 2;
-    /// All pages have been written once more. It reads the port: 0 to do so again.
+    /// All pages have been written once more. The guest reads the port: 0 to do so again.
     pub const ROUND: u8 = 3;
-    /// It is done, and halts.
+    /// The guest is done, and halts.
     pub const HALTS: u8 = 4;
 }
 
@@ -32,7 +32,7 @@ global_asm!(
     ".code32",
     "seccomp_guest:",
     "mov esp, 0xf000",
-    // Every page, by faults.
+    // Writes every page, by faults.
     "mov esi, 0x100000",
     "2: mov dword ptr [esi], esi",
     "add esi, 0x1000",
@@ -73,7 +73,7 @@ global_asm!(
     "hlt",
     "jmp 6b",
     "7: sti",
-    // All pages again, until the client has had enough.
+    // Writes all pages again, until the client ends it.
     "8: mov esi, 0x100000",
     "9: add dword ptr [esi + 8], 1",
     "add esi, 0x1000",

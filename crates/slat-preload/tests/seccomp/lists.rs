@@ -63,7 +63,7 @@ pub fn firecracker() -> Vec<Allowed> {
         with(SYS_timerfd_settime, &[(1, ALL, 0)]),
         with(SYS_tkill, &[(1, ALL, SIGABRT as u32)]),
     ]);
-    // Those that read the state of a vCPU for a snapshot are left out: this client makes none.
+    // The requests that read a vCPU's state for a snapshot are left out: this client makes none.
     list.extend(requests![
         KVM_RUN,
         KVM_SET_GSI_ROUTING,

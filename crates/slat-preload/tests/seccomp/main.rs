@@ -1,4 +1,4 @@
-//! vCPU threads under seccomp filters: those of VMMs, and the list in the documentation.
+//! vCPU threads under seccomp filters: VMMs' filters, and the list in the documentation.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -120,7 +120,7 @@ mod client {
         vcpu.set_regs(&regs).unwrap();
     }
 
-    /// What a VMM does when a guest enables a message-signalled interrupt: often on the vCPU's thread.
+    /// Does what a VMM does when a guest enables a message-signalled interrupt: often on the vCPU's thread.
     fn route_and_register(vm: &VmFd, irqfd: &EventFd) {
         let mut routing = KvmIrqRouting::new(1).unwrap();
         let entry = &mut routing.as_mut_slice()[0];
@@ -132,14 +132,14 @@ mod client {
         vm.register_irqfd(irqfd, GSI).unwrap();
     }
 
-    /// Ends the process, also under a filter that does not allow to: then by the filter.
+    /// Ends the process; under a filter that forbids that, the filter does.
     fn give_up(why: &str) -> ! {
         eprintln!("{why}");
         // SAFETY: ends the process.
         unsafe { libc::_exit(1) }
     }
 
-    /// The vCPU's thread, as long as the process lives.
+    /// Runs the vCPU's thread, as long as the process lives.
     fn run(vm: &VmFd, mut vcpu: VcpuFd, irqfd: &EventFd, allowed: &[Allowed]) -> ! {
         // SAFETY: a plain call.
         THREAD.store(unsafe { libc::gettid() }, SeqCst);
@@ -184,7 +184,7 @@ mod client {
         };
         assert_eq!(sent, 0);
         until("the handler runs", || HANDLED.load(SeqCst) == handled + 1);
-        // (It may come between two runs.)
+        // (The signal may arrive between two runs.)
         let begin = Instant::now();
         while INTERRUPTED.load(SeqCst) == interrupted && begin.elapsed() < Duration::from_millis(5)
         {
@@ -249,7 +249,7 @@ mod client {
         }
         until("a round", || ROUNDS.load(SeqCst) > 2);
 
-        // Host memory changes and is looked at while the guest writes it.
+        // Host memory changes and is read while the guest writes it.
         for turn in 0..40 {
             let at = data.wrapping_add(turn * 20 * PAGE).cast();
             // SAFETY: inside the mapping, which only the guest uses.
@@ -299,10 +299,10 @@ mod client {
         guest_runs_under(lists::needed());
     }
 
-    /// What a thread writes to standard error while it installs a filter.
+    /// Returns what a thread writes to standard error while it installs a filter.
     fn words_about(allowed: Vec<Allowed>) -> String {
         let mut file = tempfile();
-        // SAFETY: descriptors of this process; the test's own words come back afterwards.
+        // SAFETY: descriptors of this process; the test's own output is restored afterwards.
         let before = unsafe {
             let before = libc::dup(2);
             libc::dup2(file.as_raw_fd(), 2);
@@ -344,7 +344,7 @@ mod client {
             let needed = call.instead == Instead::Nobody;
             assert_eq!(words.contains(call.name), needed, "{}: {words}", call.name);
         }
-        // One that is not for a vCPU's thread.
+        // A filter that is not for a vCPU's thread.
         assert_eq!(words_about(and_pause(Vec::new())), "");
     }
 }
