@@ -1,17 +1,18 @@
-//! The system calls that slat makes on the program's threads while it answers the KVM API, `KVM_RUN` above all.
+//! The system calls that slat makes on the program's threads while it serves the KVM API, `KVM_RUN` above all.
 //!
-//! With a real KVM these threads need `ioctl` alone, and VMMs install seccomp filters accordingly. So each call has its place in
-//! a list, which says who makes it where a filter forbids it: the helper thread, which shares memory and descriptors with all
-//! the others; or nobody, and what is lost then; or the thread itself, because nobody else can: those are the calls that a
-//! filter has to allow. `docs/seccomp.md` has the list for people.
+//! With a real KVM these threads need `ioctl` alone, and VMMs install seccomp filters accordingly. So a list names each call,
+//! and who makes it where a filter forbids it: the helper thread, which shares memory and descriptors with all the others; or
+//! no thread, and then what is lost; or the thread itself, because no other thread can: those are the calls that a filter has
+//! to allow. `docs/seccomp.md` has the list for people.
 //!
-//! Whether a call is allowed is one bit for the whole process: what the filter of any thread forbids, the helper does for all.
+//! Whether a call is allowed is one bit for the whole process: if the filter of any thread forbids a call, the helper makes it
+//! for all threads.
 
 use crate::{filter, helper};
 use std::arch::asm;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A system call with up to six arguments: what the kernel returns, errors as negative errno. Async-signal-safe.
+/// Makes a system call with up to six arguments. Returns what the kernel returns, errors as negative errno. Async-signal-safe.
 ///
 /// # Safety
 /// As for the call itself.
@@ -50,24 +51,24 @@ pub fn result(answer: isize) -> Result<isize, i32> {
 /// Who makes a call that a filter forbids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Instead {
-    /// The thread all the same: the filter's answer is the program's problem.
+    /// The thread itself, all the same: the filter's decision is the program's problem.
     Nobody,
     /// The helper thread.
     Helper,
-    /// No one: slat does without.
+    /// No thread: slat does without.
     Omitted,
 }
 
-/// A call, as a filter sees it.
+/// A system call as a filter sees it.
 #[derive(Debug)]
 pub struct Entry {
-    /// Its name, with what matters of its arguments.
+    /// Its name, with the arguments that matter.
     pub name: &'static str,
     /// Its number.
     pub number: i64,
-    /// Arguments that are always the same: index and value.
+    /// Arguments that never change: index and value.
     pub arguments: &'static [(usize, usize)],
-    /// Who makes it where it is forbidden.
+    /// Who makes the call where it is forbidden.
     pub instead: Instead,
 }
 
@@ -79,10 +80,10 @@ macro_rules! calls {
         pub enum Call { $($(#[$doc])* $id),* }
 
         impl Call {
-            /// All of them.
+            /// All calls in the list.
             pub const ALL: &[Call] = &[$(Call::$id),*];
 
-            /// What is known of the call.
+            /// Returns the list's entry for the call.
             pub const fn entry(self) -> &'static Entry {
                 match self {
                     $(Call::$id => &Entry {
@@ -108,63 +109,63 @@ const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 pub const PROCMAP_QUERY: usize = 0xc068_6611;
 
 calls! {
-    /// Waiting for an interrupt, a lock or the helper.
+    /// Waits for an interrupt, a lock or the helper.
     Wait: Nobody "futex (FUTEX_WAIT_PRIVATE)", SYS_futex [1 = WAIT];
-    /// Waiting for a lock of the standard library.
+    /// Waits for a lock of the standard library.
     WaitForLock: Nobody "futex (FUTEX_WAIT_BITSET_PRIVATE)", SYS_futex [1 = LOCK_WAIT];
-    /// Waking other threads.
+    /// Wakes other threads.
     Wake: Nobody "futex (FUTEX_WAKE_PRIVATE)", SYS_futex [1 = WAKE];
-    /// Waiting for a moment.
+    /// Waits for a moment.
     Yield: Nobody "sched_yield", SYS_sched_yield;
-    /// The thread's number, once.
+    /// Asks for the thread's number, once.
     ThreadId: Nobody "gettid", SYS_gettid;
-    /// Signals that wait for the end of slat's own code, and signals that only `KVM_RUN` blocks.
+    /// Blocks and unblocks signals that wait for the end of slat's own code, and signals that only `KVM_RUN` blocks.
     SignalMask: Nobody "rt_sigprocmask", SYS_rt_sigprocmask;
-    /// The end of a signal handler.
+    /// Ends a signal handler.
     SignalReturn: Nobody "rt_sigreturn", SYS_rt_sigreturn;
-    /// A signal for a thread: a kick, or one that comes again later.
+    /// Sends a signal to a thread: a kick, or a deferred signal for later.
     QueueSignal: Helper "rt_tgsigqueueinfo", SYS_rt_tgsigqueueinfo;
-    /// Memory of slat's own.
+    /// Maps memory of slat's own.
     Map: Helper "mmap", SYS_mmap [2 = READ_WRITE, 3 = OWN_MEMORY];
-    /// Memory for page tables.
+    /// Maps memory for page tables.
     MapTables: Helper "mmap (MAP_NORESERVE)", SYS_mmap [2 = READ_WRITE, 3 = TABLE_MEMORY];
-    /// The end of memory of slat's own.
+    /// Unmaps memory of slat's own.
     Unmap: Helper "munmap", SYS_munmap;
-    /// Memory of slat's own that grows.
+    /// Grows memory of slat's own.
     Remap: Helper "mremap", SYS_mremap;
-    /// Files below `/proc/self` and `/sys/kernel/mm`.
+    /// Opens files below `/proc/self` and `/sys/kernel/mm`.
     Open: Helper "openat", SYS_openat;
-    /// Their text.
+    /// Reads those files.
     Read: Helper "pread64", SYS_pread64;
-    /// The end of slat's own descriptors.
+    /// Closes slat's own descriptors.
     Close: Helper "close", SYS_close;
-    /// A descriptor of slat's own for the client's eventfd.
+    /// Makes a descriptor of slat's own for the client's eventfd.
     Duplicate: Helper "fcntl (F_DUPFD_CLOEXEC)", SYS_fcntl [1 = KEPT_FD];
-    /// Whether an eventfd is one that never blocks.
+    /// Asks whether an eventfd is one that never blocks.
     Flags: Helper "fcntl (F_GETFL)", SYS_fcntl [1 = libc::F_GETFL];
-    /// What is mapped at an address.
+    /// Asks what is mapped at an address.
     QueryMapping: Helper "ioctl (PROCMAP_QUERY)", SYS_ioctl [1 = PROCMAP_QUERY];
-    /// Whether an eventfd that blocks has room.
+    /// Asks whether an eventfd that blocks can count further.
     Poll: Helper "poll", SYS_poll;
-    /// What an eventfd has counted.
+    /// Reads an eventfd's count.
     ReadNow: Helper "preadv2 (RWF_NOWAIT)", SYS_preadv2 [5 = libc::RWF_NOWAIT];
-    /// Signalling an eventfd, and words for people.
+    /// Signals an eventfd, and writes messages for people.
     Write: Helper "write", SYS_write;
-    /// Irqfds that come and go.
+    /// Adds and removes irqfds.
     Watch: Helper "epoll_ctl", SYS_epoll_ctl;
-    /// The guest's RDRAND and RDSEED.
+    /// Serves the guest's RDRAND and RDSEED.
     Random: Helper "getrandom", SYS_getrandom;
-    /// Which pages are in memory. Without it nothing is prefetched.
+    /// Asks which pages are in memory. Without it nothing is prefetched.
     Resident: Omitted "mincore", SYS_mincore;
-    /// Going on with a wait that has a time limit. Without it there is no limit.
+    /// Continues a wait that has a time limit. Without it there is no limit.
     RestartSyscall: Omitted "restart_syscall", SYS_restart_syscall;
-    /// Whether the thread is in a child of `vfork`. Without it, it is not.
+    /// Asks whether the thread is in a child of `vfork`. Without it, the thread counts as not in one.
     ProcessId: Omitted "getpid", SYS_getpid;
 }
 
 const _: () = assert!(Call::ALL.len() <= 64);
 
-/// The calls that some filter forbids: a bit each.
+/// The calls that any filter forbids: a bit each.
 static FORBIDDEN: AtomicU64 = AtomicU64::new(0);
 
 impl Call {
@@ -173,7 +174,7 @@ impl Call {
     }
 }
 
-/// Whether no filter forbids `call`, as far as filters were announced. One load. Async-signal-safe.
+/// Whether no announced filter forbids `call`. One load. Async-signal-safe.
 #[inline]
 pub fn is_allowed(call: Call) -> bool {
     FORBIDDEN.load(Ordering::Relaxed) & call.bit() == 0
@@ -184,11 +185,11 @@ pub fn is_any_forbidden() -> bool {
     FORBIDDEN.load(Ordering::Relaxed) != 0
 }
 
-/// Makes a call, or has the helper make it. Returns its value or an errno; it must not block, and must not concern the
+/// Makes a call, or has the helper make it. Returns the value or an errno. The call must not block, and must not concern the
 /// calling thread alone. Async-signal-safe.
 ///
 /// # Safety
-/// As for the call itself, on whatever thread of the process.
+/// As for the call itself, on any thread of the process.
 #[inline]
 pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     let entry = call.entry();
@@ -202,7 +203,7 @@ pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     result(unsafe { raw(entry.number, arguments) })
 }
 
-/// Takes note of a filter. Returns the calls that it forbids and nobody else can make, if it is one for vCPU threads.
+/// Records a filter. Returns the calls that it forbids and no other thread can make, if the filter is one for vCPU threads.
 pub(crate) fn forbid(program: &[libc::sock_filter]) -> Vec<&'static Entry> {
     const KVM_RUN: usize = 0xae80;
     let allows = |number, arguments: &[_]| filter::allows(program, number, arguments);

@@ -4,20 +4,20 @@
 use crate::calls::{self, Entry};
 use libc::sock_filter;
 
-/// What a filter is asked about: the kernel's `struct seccomp_data` as its 16 words.
+/// A filter's input: the kernel's `struct seccomp_data` as its 16 words.
 type Data = [u32; 16];
 
 /// The machine's scratch memory, in words.
 const MEMORY: usize = libc::BPF_MEMWORDS as usize;
 
-/// Call before a thread of this process installs a filter, or when it has. From then on, slat makes what `program` forbids by
-/// the helper thread, on all threads. Returns the calls without which `KVM_RUN` cannot work, if `program` allows `KVM_RUN`.
+/// Call before a thread of this process installs a filter, or after. From then on, the helper thread makes the calls that
+/// `program` forbids, for all threads. Returns the calls without which `KVM_RUN` cannot work, if `program` allows `KVM_RUN`.
 pub fn announce(program: &[sock_filter]) -> Vec<&'static Entry> {
     calls::forbid(program)
 }
 
-/// Whether `program` allows a system call with these arguments; others are 0. What a tracer or a supervisor decides
-/// counts as forbidden.
+/// Whether `program` allows a system call with these arguments; the others are 0. Calls that a tracer or a supervisor decides
+/// about count as forbidden.
 pub(crate) fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) -> bool {
     /// AUDIT_ARCH_X86_64.
     const ARCHITECTURE: u32 = 0xc000_003e;
@@ -27,20 +27,20 @@ pub(crate) fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, 
         data[4 + 2 * index] = *value as u32;
         data[5 + 2 * index] = (value >> 32) as u32;
     }
-    // One that the kernel refuses forbids nothing.
+    // A program that the kernel refuses forbids nothing.
     run(program, &data).is_none_or(|decision| {
         let action = decision & libc::SECCOMP_RET_ACTION_FULL;
         [libc::SECCOMP_RET_ALLOW, libc::SECCOMP_RET_LOG].contains(&action)
     })
 }
 
-/// Runs `program`. Returns its decision; `None` if the kernel would not have taken it.
+/// Runs `program`. Returns its decision; `None` if the kernel would have refused it.
 fn run(program: &[sock_filter], data: &Data) -> Option<u32> {
     let (mut a, mut x) = (0u32, 0u32);
     let mut memory = [0u32; MEMORY];
     let mut next = 0usize;
     loop {
-        // Jumps go forward only, so this ends.
+        // Jumps go forward only, so the loop ends.
         let instruction = program.get(next)?;
         next += 1;
         let (code, k) = (u32::from(instruction.code), instruction.k);
@@ -71,7 +71,7 @@ fn run(program: &[sock_filter], data: &Data) -> Option<u32> {
                     _ => None,
                 };
             }
-            // What is left is BPF_MISC: TAX and TXA.
+            // The remaining class is BPF_MISC: TAX and TXA.
             _ => match code & 0xf8 {
                 0x00 => x = a,
                 0x80 => a = x,
@@ -96,7 +96,7 @@ fn arithmetic(operation: u32, a: u32, b: u32) -> Option<u32> {
         libc::BPF_ADD => a.wrapping_add(b),
         libc::BPF_SUB => a.wrapping_sub(b),
         libc::BPF_MUL => a.wrapping_mul(b),
-        // By 0 the kernel ends the program with 0, which kills.
+        // For a division by 0 the kernel ends the program with 0, which kills.
         libc::BPF_DIV => a.checked_div(b).unwrap_or(0),
         libc::BPF_AND => a & b,
         libc::BPF_OR => a | b,
@@ -131,7 +131,7 @@ mod tests {
         }
     }
 
-    /// Allows `futex` with operation 128, and `ioctl` unless bit 4 of its second argument is set.
+    /// Makes a filter that allows `futex` with operation 128, and `ioctl` unless bit 4 of its second argument is set.
     fn example() -> Vec<sock_filter> {
         use libc::*;
         let load = BPF_LD | BPF_W | BPF_ABS;

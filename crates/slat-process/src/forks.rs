@@ -1,21 +1,21 @@
-//! What belongs to this process and not to its forked children.
+//! State that belongs to this process and not to its forked children.
 //!
-//! KVM answers `EIO` to a process that uses a VM of another address space. A forked child has the objects' memory, but the
-//! threads that may hold their locks are gone: it must not touch any of them. A few words that the kernel clears in the child of
-//! every fork (`MADV_WIPEONFORK`) tell the two apart without a system call, also when the program forks without the C library. A
-//! child of `vfork` shares them with its parent, as it shares all memory.
+//! KVM returns `EIO` to a process that uses a VM of another address space. A forked child has the objects' memory, but not the
+//! threads that may hold their locks: it must not touch any of them. A few words that the kernel clears in the child of every
+//! fork (`MADV_WIPEONFORK`) tell parent and child apart without a system call, also when the program forks without the C
+//! library. A child of `vfork` shares the words with its parent, as it shares all memory.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
-/// A page that is zero in a forked child. Anonymous memory in a page of its own, as `MADV_WIPEONFORK` asks.
+/// Words that are zero in a forked child, in a page of anonymous memory of their own, as `MADV_WIPEONFORK` requires.
 #[repr(C, align(4096))]
 struct Wiped {
-    /// The number of this process among its ancestors that used slat; 0 until it is asked for.
+    /// The number of this process among its ancestors that used slat; 0 until it is first asked for.
     generation: AtomicU64,
-    /// The process id; 0 until it is asked for.
+    /// The process id; 0 until it is first asked for.
     pid: AtomicI32,
-    /// VMs that live in this process.
+    /// Number of VMs that live in this process.
     live_vms: AtomicUsize,
 }
 
@@ -25,10 +25,10 @@ static WIPED: Wiped = Wiped {
     live_vms: AtomicUsize::new(0),
 };
 
-/// The highest generation so far. A forked child goes on from its parent's.
+/// The highest generation so far. A forked child continues its parent's count.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 
-/// Begins to watch for forks. Nothing is known of forks before the first call.
+/// Begins to watch for forks. Forks before the first call are not noticed.
 fn watch() {
     static WATCHING: Once = Once::new();
     extern "C" fn in_child() {
@@ -41,19 +41,19 @@ fn watch() {
         // SAFETY: a page of our own, which holds nothing but `WIPED`; its contents stay.
         let wiped = unsafe { libc::madvise(start, size_of::<Wiped>(), libc::MADV_WIPEONFORK) };
         if wiped != 0 {
-            // Then at least the forks of the C library are seen.
+            // Then at least the forks of the C library are noticed.
             // SAFETY: the handler is async-signal-safe: it stores to atomics.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         }
     });
 }
 
-/// The VMs that live in this process: in a forked child none. One load.
+/// Returns the number of VMs that live in this process: 0 in a forked child. One load.
 pub fn live_vms() -> &'static AtomicUsize {
     &WIPED.live_vms
 }
 
-/// The id of the process whose memory this is: a child of `vfork` gets its parent's.
+/// Returns the id of the process that owns this memory: a child of `vfork` gets its parent's.
 pub fn owner() -> i32 {
     watch();
     match WIPED.pid.load(Ordering::Relaxed) {
@@ -66,12 +66,12 @@ pub fn owner() -> i32 {
     }
 }
 
-/// The process that something was made in.
+/// The process in which an object was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Birth(u64);
 
 impl Birth {
-    /// This process.
+    /// Returns this process.
     pub fn here() -> Self {
         watch();
         let known = WIPED.generation.load(Ordering::Acquire);
@@ -87,14 +87,14 @@ impl Birth {
         self.0
     }
 
-    /// Whether this is still the process it was made in.
+    /// Whether this is still the process in which the object was made.
     pub fn is_here(self) -> bool {
         self.0 == WIPED.generation.load(Ordering::Relaxed)
     }
 }
 
-/// A global that every process has for itself. What a forked child inherits it does not touch: locks in it may be held by
-/// threads that the child does not have. It begins with a new one.
+/// A global of which every process has its own value. A forked child does not touch the inherited value, because threads that
+/// the child does not have may hold locks in it. It begins with a new value.
 #[derive(Debug)]
 pub struct PerProcess<T: 'static> {
     current: AtomicPtr<Held<T>>,
@@ -107,26 +107,26 @@ struct Held<T> {
 }
 
 impl<T: Default + Sync + 'static> PerProcess<T> {
-    /// Empty until the first use.
+    /// Makes a global that is empty until the first use.
     pub const fn new() -> Self {
         PerProcess {
             current: AtomicPtr::new(std::ptr::null_mut()),
         }
     }
 
-    /// This process's value, if it was used already.
+    /// Returns this process's value; `None` before the first use.
     pub fn peek(&'static self) -> Option<&'static T> {
         // SAFETY: once published, a value is never freed.
         let held = unsafe { self.current.load(Ordering::Acquire).as_ref()? };
         held.birth.is_here().then_some(&held.value)
     }
 
-    /// This process's value.
+    /// Returns this process's value, made at the first use.
     pub fn get(&'static self) -> &'static T {
         self.get_or_start(|_| {})
     }
 
-    /// The same; `start` is called with a value that has just been made, by the thread that made it.
+    /// Like [`get`](Self::get), but calls `start` with a value that has just been made, on the thread that made it.
     pub fn get_or_start(&'static self, start: impl FnOnce(&'static T)) -> &'static T {
         if let Some(value) = self.peek() {
             return value;
@@ -170,7 +170,7 @@ mod tests {
     fn a_forked_child_is_another_process() {
         let birth = Birth::here();
         assert!(birth.is_here());
-        // SAFETY: the child only looks at an atomic and exits.
+        // SAFETY: the child only reads an atomic and exits.
         let status = unsafe {
             let child = libc::fork();
             if child == 0 {
@@ -187,7 +187,7 @@ mod tests {
     #[test]
     fn a_child_forked_without_the_c_library_is_another_process() {
         let (birth, parent) = (Birth::here(), owner());
-        // SAFETY: as above; the child makes no use of the C library's state.
+        // SAFETY: as above; the child does not use the C library's state.
         let status = unsafe {
             let child = libc::syscall(libc::SYS_fork) as libc::pid_t;
             if child == 0 {

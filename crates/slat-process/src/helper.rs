@@ -1,13 +1,13 @@
 //! A thread that makes system calls for others.
 //!
-//! It is started before the program installs a seccomp filter, so that none holds for it. All threads of a process share memory
-//! and descriptors: it does not matter which of them maps memory, opens a file or queues a signal. Whoever asks needs `futex`
+//! It is started before the program installs a seccomp filter, so no filter binds it. All threads of a process share memory and
+//! descriptors: it does not matter which of them maps memory, opens a file or queues a signal. An asking thread needs `futex`
 //! alone.
 //!
 //! # Concurrency
-//! A request is a row of words with a state: free, claimed by an asking thread, posted, done. Asking takes no lock and allocates
-//! nothing, so that a signal handler may ask, also one that has interrupted a thread that waits here. The helper holds nothing
-//! while it makes a call, and makes only calls that do not block.
+//! A request is a row of words with a state: free, claimed by an asking thread, posted, done. Asking takes no lock and
+//! allocates nothing, so a signal handler may ask, even if it has interrupted a thread that waits here. The helper holds
+//! nothing while it makes a call, and makes only calls that do not block.
 
 use crate::calls::raw;
 use crate::forks::PerProcess;
@@ -20,7 +20,7 @@ const CLAIMED: u32 = 1;
 const POSTED: u32 = 2;
 const DONE: u32 = 3;
 
-/// Requests that can be open at the same time.
+/// Requests that can be open at a time.
 const REQUESTS: usize = 64;
 
 #[derive(Default)]
@@ -30,17 +30,17 @@ struct Request {
     answer: UnsafeCell<isize>,
 }
 
-// SAFETY: the thread that has claimed the request owns both cells, but while it is posted: then the helper does.
+// SAFETY: the thread that has claimed the request owns both cells, except while the request is posted: then the helper does.
 unsafe impl Sync for Request {}
 
-/// The thread's work.
+/// The helper thread's requests and state.
 pub struct Helper {
     requests: [Request; REQUESTS],
     /// Raised with every request that is posted.
     posts: AtomicU32,
-    /// The helper sleeps, or is about to: it has to be woken.
+    /// Whether the helper sleeps, or is about to: then it has to be woken.
     sleeps: AtomicBool,
-    /// The thread runs.
+    /// Whether the helper thread runs.
     serves: AtomicBool,
 }
 
@@ -57,8 +57,8 @@ impl Default for Helper {
 
 static HELPER: PerProcess<Helper> = PerProcess::new();
 
-/// Starts the process's helper if there is none. `start` starts a thread that runs [`Helper::serve`]; it returns whether it could.
-/// Returns when the helper serves.
+/// Starts the process's helper if there is none. `start` starts a thread that runs [`Helper::serve`], and returns whether it
+/// could. Returns when the helper serves.
 pub fn start(start: impl FnOnce(&'static Helper) -> bool) {
     let mut started = true;
     let helper = HELPER.get_or_start(|helper| started = start(helper));
@@ -84,7 +84,7 @@ pub(crate) fn ask(number: i64, arguments: [usize; 6]) -> Option<isize> {
     while request.state.load(Ordering::Acquire) != DONE {
         wait::sleep(&request.state, POSTED, None);
     }
-    // SAFETY: done, so that it is this thread's again.
+    // SAFETY: the request is done, so the cells are this thread's again.
     let answer = unsafe { *request.answer.get() };
     request.state.store(FREE, Ordering::Release);
     Some(answer)
@@ -109,14 +109,15 @@ impl Helper {
         }
     }
 
-    /// Makes the calls of others, for ever.
+    /// Makes other threads' calls, for ever.
     pub fn serve(&self) -> ! {
         self.serves.store(true, Ordering::Release);
         loop {
             let posts = self.posts.load(Ordering::SeqCst);
             for request in &self.requests {
                 if request.state.load(Ordering::Acquire) == POSTED {
-                    // SAFETY: posted, so that the cells are the helper's. The call's promises are those of who asks.
+                    // SAFETY: the request is posted, so the cells are the helper's. The asking thread upholds the call's
+                    // promises.
                     unsafe {
                         let (number, arguments) = *request.call.get();
                         *request.answer.get() = raw(number, arguments);

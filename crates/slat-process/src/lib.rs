@@ -1,11 +1,10 @@
-//! The process that slat lives in, and that belongs to somebody else: a program that forks, and that takes system calls away
-//! from its own threads.
+//! The process that slat runs in, which belongs to the program: the program forks, and forbids system calls to its own threads.
 //!
 //! | file | idea |
 //! |---|---|
 //! | [`forks`] | what belongs to one process and not to its forked children |
 //! | [`calls`] | the system calls that slat makes on the program's threads, and who makes those that a filter forbids |
-//! | [`filter`] | what a seccomp filter does to them |
+//! | [`filter`] | what a seccomp filter decides about them |
 //! | `helper` | a thread without a filter that makes system calls for others |
 //! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
@@ -19,8 +18,8 @@ pub mod wait;
 use std::cell::Cell;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-/// The process that this thread runs in, by the kernel's number, and the thread's own. In contrast to [`forks::owner`] and
-/// [`thread_id`] it is right in a child of `vfork`, too, where no filter forbids to ask. Async-signal-safe.
+/// Returns the kernel's numbers of the process that this thread runs in, and of the thread. In contrast to [`forks::owner`] and
+/// [`thread_id`] they are right in a child of `vfork`, too, where no filter forbids to ask. Async-signal-safe.
 pub fn myself() -> (libc::pid_t, libc::pid_t) {
     if !calls::is_allowed(calls::Call::ProcessId) {
         return (forks::owner(), thread_id());
@@ -38,15 +37,15 @@ pub fn errno() -> i32 {
     unsafe { *libc::__errno_location() }
 }
 
-/// Sets this thread's `errno`. Async-signal-safe: a handler restores what it found.
+/// Sets this thread's `errno`. Async-signal-safe: a handler restores the value it found.
 pub fn set_errno(errno: i32) {
     // SAFETY: the thread's own cell.
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// The kernel's number of this thread. Async-signal-safe.
+/// Returns the kernel's number of this thread. Async-signal-safe.
 ///
-/// One system call a thread: a forked child's thread has another number than the one it is a copy of, and asks again.
+/// One system call per thread: a forked child's thread has another number than the thread it is a copy of, and asks again.
 pub fn thread_id() -> libc::pid_t {
     thread_local! {
         // Without an initialiser or a destructor: handlers read them.
@@ -58,7 +57,7 @@ pub fn thread_id() -> libc::pid_t {
     if PROCESS.get() != here {
         // SAFETY: no arguments.
         ID.set(unsafe { calls::raw(libc::SYS_gettid, [0; 6]) } as libc::pid_t);
-        // A handler in between asks once more.
+        // A handler that runs in between asks once more.
         compiler_fence(Ordering::SeqCst);
         PROCESS.set(here);
     }

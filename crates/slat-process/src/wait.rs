@@ -4,10 +4,11 @@ use crate::calls::{self, Call};
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// Sleeps while `word` is `value`, at most for `longest` if that is given. Returns whether a signal handler has run meanwhile.
+/// Sleeps while `word` is `value`, for at most `longest` if that is given. Returns whether a signal handler has run meanwhile.
 /// Async-signal-safe.
 ///
-/// With a time limit the kernel may go on by `restart_syscall` after the thread was stopped (SIGSTOP, a debugger, the freezer).
+/// With a time limit the kernel may continue by `restart_syscall` after the thread was stopped (SIGSTOP, a debugger, the
+/// freezer).
 pub fn sleep(word: &AtomicU32, value: u32, longest: Option<Duration>) -> bool {
     let limit = longest.map(|longest| libc::timespec {
         tv_sec: longest.as_secs() as libc::time_t,
@@ -40,11 +41,11 @@ pub fn wake(word: &AtomicU32) {
         0,
         0,
     ];
-    // SAFETY: a live, aligned word; that nobody sleeps on it is fine.
+    // SAFETY: a live, aligned word; it may have no sleepers.
     unsafe { calls::raw(libc::SYS_futex, arguments) };
 }
 
-/// Sleeps for about `duration`; only yields where a filter forbids what a time limit may need.
+/// Sleeps for about `duration`; only yields where a filter forbids a call that a time limit may need.
 pub fn pause(duration: Duration) {
     match calls::is_allowed(Call::RestartSyscall) {
         true => drop(sleep(&AtomicU32::new(0), 0, Some(duration))),
