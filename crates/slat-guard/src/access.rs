@@ -1,21 +1,20 @@
 //! Single accesses: loads, stores and locked read-modify-writes of 1 to 16 bytes.
 //!
-//! Each is one guarded machine instruction, so it happens as a whole or not at all. Loads and
-//! stores of up to 8 bytes that do not cross a cache line are single-copy atomic as the processor
-//! promises; 16-byte loads and stores are not promised to be.
+//! Each is one guarded machine instruction, so it happens as a whole or not at all. Loads and stores of up to 8 bytes that do
+//! not cross a cache line are single-copy atomic, as the processor guarantees; for 16-byte loads and stores it does not.
 
 use crate::Gone;
 use std::arch::asm;
 use std::arch::x86_64::__m128i;
 
-/// One entry of the exception table: the instruction at label 2, going on at label 4.
+/// Adds an entry to the exception table: the instruction at label 2, continuing at label 4.
 macro_rules! guarded {
     () => {
         ".pushsection slat_guard_table,\"aR\",@progbits\n.long 2b - .\n.long 4f - .\n.popsection"
     };
 }
 
-/// The fix-up of accesses that report through a register: sets `gone` and goes on after the access.
+/// Defines the fix-up of accesses that report through a register: sets `gone` and continues after the access.
 macro_rules! report {
     () => {
         ".pushsection .text.slat_guard_fixup,\"ax\",@progbits\n4: mov {gone:e}, 1\njmp 3b\n.popsection"
@@ -40,7 +39,7 @@ mod sealed {
 }
 pub(crate) use sealed::Sealed;
 
-/// What a guarded access moves: `u8`, `u16`, `u32`, `u64` or `u128`.
+/// A word that a guarded access moves: `u8`, `u16`, `u32`, `u64` or `u128`.
 pub trait Word: Sealed {}
 
 macro_rules! word {
@@ -51,8 +50,8 @@ macro_rules! word {
             unsafe fn load(p: *const Self) -> Result<Self, Gone> {
                 let gone: u32;
                 let v: u64;
-                // SAFETY: one instruction that reads memory; if it cannot, the exception table
-                // takes the thread to the fix-up. The caller answers for the bytes.
+                // SAFETY: one instruction that reads memory; if it cannot, the exception table sends the thread to the fix-up.
+                // The caller answers for the bytes.
                 unsafe {
                     asm!(
                         "xor {gone:e}, {gone:e}",
@@ -71,8 +70,8 @@ macro_rules! word {
 
             #[inline(always)]
             unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
-                // SAFETY: one instruction that writes memory; if it cannot, the exception table
-                // takes the thread to the label. The caller answers for the bytes.
+                // SAFETY: one instruction that writes memory; if it cannot, the exception table sends the thread to the label.
+                // The caller answers for the bytes.
                 unsafe {
                     asm!(
                         concat!("2: mov ", $ptr, " ptr [{p}], ", $v),
@@ -227,7 +226,7 @@ impl Sealed for u128 {
         Ok(())
     }
 
-    /// `p` must be 16-byte aligned, as `cmpxchg16b` demands; otherwise the access is [`Gone`].
+    /// Like the narrower words', but `p` must be 16-byte aligned, as `cmpxchg16b` demands; otherwise the access is [`Gone`].
     #[inline(always)]
     unsafe fn compare_exchange(
         p: *mut Self,
@@ -236,8 +235,8 @@ impl Sealed for u128 {
     ) -> Result<Result<Self, Self>, Gone> {
         let gone: u32;
         let (lo, hi): (u64, u64);
-        // SAFETY: as for the narrower words. RBX cannot be named as an operand, so it is swapped
-        // in and out around the instruction; `p` and `gone` are kept out of it by naming registers.
+        // SAFETY: as for the narrower words. RBX cannot be named as an operand, so it is swapped in and out around the
+        // instruction; naming the registers of `p` and `gone` keeps them out of RBX.
         unsafe {
             asm!(
                 "xchg rbx, rsi",
@@ -284,8 +283,8 @@ impl Sealed for u128 {
 /// Reads a word; unaligned is allowed.
 ///
 /// # Safety
-/// * `p` may be any address: unmapped memory gives [`Gone`].
-/// * Whoever else uses the memory must expect reads at any time.
+/// * `p` may be any address: unmapped memory returns [`Gone`].
+/// * Other users of the memory must expect reads at any time.
 /// * [`install`](crate::install) must have been called, or a fault ends the process.
 #[inline(always)]
 pub unsafe fn load<T: Word>(p: *const T) -> Result<T, Gone> {
@@ -304,8 +303,8 @@ pub unsafe fn store<T: Word>(p: *mut T, v: T) -> Result<(), Gone> {
     unsafe { T::store(p, v) }
 }
 
-/// LOCK CMPXCHG: `Ok(Ok(old))` when the word was `old` and is now `new`, `Ok(Err(seen))` otherwise.
-/// A `u128` must be aligned.
+/// Compares and exchanges by LOCK CMPXCHG: `Ok(Ok(old))` if the word was `old` and is now `new`, `Ok(Err(seen))` otherwise. A
+/// `u128` must be aligned.
 ///
 /// # Safety
 /// As for [`store`].
@@ -315,7 +314,7 @@ pub unsafe fn compare_exchange<T: Word>(p: *mut T, old: T, new: T) -> Result<Res
     unsafe { T::compare_exchange(p, old, new) }
 }
 
-/// XCHG: writes `v`, returns what was there.
+/// Exchanges by XCHG: writes `v`, returns the old value.
 ///
 /// # Safety
 /// As for [`store`].
@@ -325,7 +324,7 @@ pub unsafe fn swap<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     unsafe { T::swap(p, v) }
 }
 
-/// LOCK XADD: adds `v` (wrapping), returns what was there.
+/// Adds `v` (wrapping) by LOCK XADD, returns the old value.
 ///
 /// # Safety
 /// As for [`store`].
@@ -335,7 +334,7 @@ pub unsafe fn fetch_add<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     unsafe { T::fetch_add(p, v) }
 }
 
-/// LOCK AND, returns what was there.
+/// Does LOCK AND, returns the old value.
 ///
 /// # Safety
 /// As for [`store`].
@@ -345,7 +344,7 @@ pub unsafe fn fetch_and<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     unsafe { update(p, |old| old.and(v)) }
 }
 
-/// LOCK OR, returns what was there.
+/// Does LOCK OR, returns the old value.
 ///
 /// # Safety
 /// As for [`store`].
@@ -355,7 +354,7 @@ pub unsafe fn fetch_or<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     unsafe { update(p, |old| old.or(v)) }
 }
 
-/// LOCK XOR, returns what was there.
+/// Does LOCK XOR, returns the old value.
 ///
 /// # Safety
 /// As for [`store`].
@@ -365,7 +364,7 @@ pub unsafe fn fetch_xor<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     unsafe { update(p, |old| old.xor(v)) }
 }
 
-/// The compare-and-exchange loop behind the operations that no single instruction returns a value of.
+/// Runs the compare-and-exchange loop of operations for which no single instruction returns a value.
 #[inline(always)]
 unsafe fn update<T: Word>(p: *mut T, f: impl Fn(T) -> T) -> Result<T, Gone> {
     // SAFETY: the caller's promise.

@@ -3,11 +3,11 @@
 use crate::{Gone, load};
 use std::arch::asm;
 
-/// Copies `len` bytes; answers how many bytes were left when the copy stopped.
+/// Copies `len` bytes; returns how many bytes were left when the copy stopped.
 unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> usize {
     let left: usize;
     // SAFETY: the caller answers for both ranges. `rep movsb` can be interrupted between bytes with
-    // RCX counting what is left; the exception table makes the interruption the end of the copy.
+    // RCX counting the rest; the exception table turns the interruption into the end of the copy.
     unsafe {
         asm!(
             "2: rep movsb",
@@ -29,7 +29,7 @@ fn done(len: usize, left: usize) -> Result<(), usize> {
     if left == 0 { Ok(()) } else { Err(len - left) }
 }
 
-/// Reads `dst.len()` bytes. `Err` says how many were read before the memory was gone.
+/// Reads `dst.len()` bytes. `Err` holds how many were read before the memory was gone.
 ///
 /// # Safety
 /// As for [`load`], for every byte.
@@ -39,7 +39,7 @@ pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
     done(dst.len(), left)
 }
 
-/// Writes `src`. `Err` says how many bytes were written before the memory was gone.
+/// Writes `src`. `Err` holds how many bytes were written before the memory was gone.
 ///
 /// # Safety
 /// As for [`store`](crate::store), for every byte.
@@ -49,7 +49,7 @@ pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
     done(src.len(), left)
 }
 
-/// Fills `len` bytes with `byte`. `Err` says how many were written before the memory was gone.
+/// Fills `len` bytes with `byte`. `Err` holds how many were written before the memory was gone.
 ///
 /// # Safety
 /// As for [`store`](crate::store), for every byte.
@@ -101,7 +101,7 @@ pub unsafe fn matches(p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
         differ |= unsafe { load(p.wrapping_add(at).cast::<u64>())? } ^ word(at);
         at += 8;
     }
-    // The tail overlaps what was compared already.
+    // The tail overlaps bytes that were compared already.
     // SAFETY: within the range that the caller promises.
     differ |= unsafe { load(p.wrapping_add(len - 8).cast::<u64>())? } ^ word(len - 8);
     Ok(differ == 0)

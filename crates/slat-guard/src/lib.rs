@@ -1,24 +1,24 @@
 //! Memory accesses that survive SIGSEGV, SIGBUS and a kick.
 //!
-//! Guest memory belongs to somebody else: the program that gave it may unmap it, protect it,
-//! truncate the file behind it or leave its pages to a userfaultfd handler, at any moment and on
-//! any thread. Nothing that is checked beforehand still holds when the access happens, so the
-//! access itself has to be able to fail.
+//! Guest memory belongs to the program that provides it: the program may unmap it, protect it,
+//! truncate the file that backs it or leave its pages to a userfaultfd handler, at any moment and
+//! on any thread. No check made before an access still holds when the access happens, so the access
+//! itself has to be able to fail.
 //!
-//! Every function here is a few machine instructions (`access`) whose addresses stand in an
-//! exception table (`table`) next to the address at which the thread goes on when the
-//! instruction cannot be executed. The signal handlers (`signal`) look the interrupted
-//! instruction pointer up in that table; found, they change the instruction pointer and nothing
-//! else, and the access returns [`Gone`]. Not found, the signal belongs to someone else and goes
-//! to the action that was there before ([`set_chained`]).
+//! Every access here is a few machine instructions (`access`) whose addresses are stored in an
+//! exception table (`table`) next to the address at which the thread continues when the instruction
+//! cannot be executed. The signal handlers (`signal`) look the interrupted instruction pointer up
+//! in that table. If they find it, they change the instruction pointer and nothing else, and the
+//! access returns [`Gone`]. If not, the signal is not slat's and is handed to the action that was
+//! set before ([`set_chained`]).
 //!
 //! The program's own handlers do not run while a thread is in slat's code (`section`).
 //!
 //! A *kick* ([`kick`]) is a signal to one thread. It interrupts a thread that sleeps in the
 //! kernel's page fault handler inside one of these accesses; elsewhere it does nothing.
 //!
-//! Several copies of this crate in one process (an executable and a preloaded library) have a
-//! table each and chain to one another.
+//! Several copies of this crate in one process (an executable and a preloaded library) have a table
+//! each and chain to one another.
 
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
 compile_error!("slat-guard works on x86-64 Linux only");
@@ -36,8 +36,8 @@ pub use bulk::{copy_in, copy_out, fill, matches};
 pub use section::{Section, change_mask, defer, on_deferral};
 pub use signal::{install, kick, kick_signal, set_chained, was_kicked};
 
-/// The access did not happen: the host memory is not there (SIGSEGV, SIGBUS), or the thread was
-/// kicked. Nothing was changed; try again or give up.
+/// The access did not happen: the host memory is not accessible (SIGSEGV, SIGBUS), or the thread
+/// was kicked. Nothing was changed; try again or give up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 

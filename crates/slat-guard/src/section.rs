@@ -1,17 +1,17 @@
 //! Sections of code in which the program's signal handlers wait.
 //!
 //! slat's code holds locks, and a handler of the program may call slat again on the very thread that holds one: it opens
-//! `/dev/kvm`, maps memory, asks for the registers of the vCPU it has interrupted. It may also leave by `siglongjmp` and never
-//! return. The kernel has neither problem, because a handler runs when the system call is over. A [`Section`] gives slat's calls
-//! the same property.
+//! `/dev/kvm`, maps memory, reads the registers of the vCPU it has interrupted. It may also leave by `siglongjmp` and never
+//! return. The kernel has neither problem, because a handler runs when the system call is over. A [`Section`] gives slat's
+//! calls the same property.
 //!
-//! Whoever installs handlers for the program calls [`defer`] first in each. Inside a section it queues the signal again, for
-//! this thread and with its information, and blocks it in the mask that the thread gets back; the handler does not run. The end
-//! of the outermost section unblocks what was deferred, and the kernel delivers it there, where nothing of slat is on the stack.
-//! So the order of signals, their masks and their stacks are the kernel's business.
+//! Every handler that is installed for the program calls [`defer`] first. Inside a section it queues the signal again, for this
+//! thread and with its information, and blocks it in the mask that the thread returns to; the program's handler does not run.
+//! The end of the outermost section unblocks the deferred signals, and the kernel delivers them there, where slat has no other
+//! frame on the stack. So the order of signals, their masks and their stacks are the kernel's business.
 //!
-//! Several instances of one realtime signal that wait at the same time may change their order: the one that was deferred goes
-//! after those that were queued already.
+//! Several pending instances of one realtime signal may change their order: a deferred one is queued after those that were
+//! queued already.
 //!
 //! # What a handler may see
 //! The two cells belong to one thread and its handlers. A handler runs as a whole between two of the thread's instructions, and
@@ -27,18 +27,18 @@ use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 thread_local! {
-    // Neither has an initialiser or a destructor: handlers read them.
-    /// How many sections this thread has entered and not left.
+    // Neither cell has an initialiser or a destructor: handlers read them.
+    /// Number of sections that this thread has entered and not left.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
-    /// The signals that were deferred and are blocked until the outermost section ends: bit 0 is signal 1.
+    /// Signals that are deferred and blocked until the outermost section ends: bit 0 is signal 1.
     static WAITING: Cell<u64> = const { Cell::new(0) };
 }
 
-/// What [`on_deferral`] was given, or 0.
+/// The function given to [`on_deferral`], or 0.
 static ON_DEFERRAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Has `call` called, in the signal handler, for every signal that arrives in a section: what the thread does there must not
-/// take long any more. `call` is async-signal-safe.
+/// Sets the function that the signal handler calls for every signal that arrives in a section: the thread's work there should
+/// end soon. `call` is async-signal-safe.
 pub fn on_deferral(call: fn()) {
     ON_DEFERRAL.store(call as usize, Ordering::Release);
 }
@@ -65,7 +65,7 @@ impl Section {
         DEPTH.get() != 0
     }
 
-    /// Whether a handler of the program waits for this thread to leave its sections.
+    /// Whether a handler of the program waits until this thread leaves its sections.
     #[inline]
     pub fn delays_a_signal() -> bool {
         WAITING.get() != 0
@@ -83,7 +83,7 @@ impl Drop for Section {
     }
 }
 
-/// Lets the deferred signals come. Their handlers run in here.
+/// Unblocks the deferred signals. Their handlers run during this call.
 #[cold]
 fn deliver() {
     // A handler may run from the moment when the depth is 0. It empties `WAITING` itself, so that a signal is unblocked also
@@ -94,8 +94,8 @@ fn deliver() {
     WAITING.set(0);
 }
 
-// rt_sigprocmask, at which handlers run that may unwind (`pthread_exit`). Inline assembly may not, nor may calls that Rust takes
-// for such as do not unwind; this has a description of its frame and nothing that wants to be dropped.
+// rt_sigprocmask, at which handlers run that may unwind (`pthread_exit`). Neither inline assembly nor a call that Rust assumes
+// not to unwind may unwind; this function describes its frame and has nothing to drop.
 std::arch::global_asm!(
     ".pushsection .text.slat_guard_unblock,\"ax\",@progbits",
     ".balign 16",
@@ -116,8 +116,8 @@ unsafe extern "C-unwind" {
     fn slat_guard_unblock(how: i32, set: *const u64, before: *mut u64, bytes: usize) -> isize;
 }
 
-/// Changes this thread's signal mask by a set of the kernel's: bit 0 is signal 1, `how` is as for `sigprocmask`. Returns the mask
-/// before. Async-signal-safe.
+/// Changes this thread's signal mask by one of the kernel's sets: bit 0 is signal 1, `how` is as for `sigprocmask`. Returns the
+/// old mask. Async-signal-safe.
 pub fn change_mask(how: i32, set: u64) -> u64 {
     let mut before = 0u64;
     // SAFETY: two live sets of the size that is given. (The C library's wrapper hides some signals from the caller.)
@@ -125,7 +125,7 @@ pub fn change_mask(how: i32, set: u64) -> u64 {
     before
 }
 
-/// All signals are blocked on this thread until it is dropped: for what a handler of the same thread must not find half done.
+/// Blocks all signals on this thread until it is dropped: for changes that a handler on the same thread must not see half done.
 #[derive(Debug)]
 pub(crate) struct AllBlocked(u64);
 
@@ -141,7 +141,7 @@ impl Drop for AllBlocked {
     }
 }
 
-/// Whether the signal was caused by the interrupted instruction itself: it would come again at once.
+/// Whether the interrupted instruction itself caused the signal, so that it would occur again at once.
 fn is_synchronous(signal: i32, code: i32) -> bool {
     const FAULTS: [i32; 6] = [
         libc::SIGSEGV,
@@ -149,18 +149,18 @@ fn is_synchronous(signal: i32, code: i32) -> bool {
         libc::SIGILL,
         libc::SIGFPE,
         libc::SIGTRAP,
-        // A seccomp filter's: blocked, it would end the process.
+        // Sent by a seccomp filter: if it were blocked, it would end the process.
         libc::SIGSYS,
     ];
-    // Codes above 0 are the kernel's; those that a process can send are not.
+    // Codes above 0 are the kernel's; a process cannot send them.
     code > 0 && FAULTS.contains(&signal)
 }
 
-/// What `si_errno` holds beside the code of a disguised signal. The kernel's own signals have 0 there.
+/// `si_errno` of a disguised signal, beside its code. The kernel's own signals have 0 there.
 const DISGUISED: i32 = 0x51a7 << 16;
 
-/// Prepares a signal to be queued again by the helper. The kernel lets no other thread send what comes from the kernel or from
-/// `tgkill` (rt_tgsigqueueinfo(2)): so it goes as a queued one, and keeps its code where nobody looks.
+/// Prepares a signal for the helper to queue again. The kernel allows no other thread to send a signal whose code is the
+/// kernel's or `tgkill`'s (rt_tgsigqueueinfo(2)): so it is sent as a queued one, and its code is kept in `si_errno`.
 fn disguise(info: &mut libc::siginfo_t) {
     if info.si_code >= 0 || info.si_code == libc::SI_TKILL {
         info.si_errno = DISGUISED | info.si_code & 0xffff;
@@ -177,10 +177,11 @@ fn reveal(info: &mut libc::siginfo_t) {
 }
 
 /// Call first in a signal handler, before the program's handler runs. Returns true when the handler must not run now: the
-/// thread is in a [`Section`], and the signal comes again when the thread leaves it. Async-signal-safe.
+/// thread is in a [`Section`], and the signal is delivered when the thread leaves it. Async-signal-safe.
 ///
 /// Faults of the interrupted instruction are never deferred. Neither is a signal that the kernel refuses to queue again
-/// (`rt_tgsigqueueinfo` fails for a realtime signal beyond RLIMIT_SIGPENDING): its handler runs at once, because a late handler is better than none, and one at the wrong moment, too.
+/// (`rt_tgsigqueueinfo` fails for a realtime signal beyond RLIMIT_SIGPENDING): its handler runs at once, because a handler at
+/// the wrong moment is better than none.
 ///
 /// # Safety
 /// `info` and `context` are what the kernel gave a handler that was installed with `SA_SIGINFO`.
@@ -191,7 +192,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     // SAFETY: the kernel's context; the C library's larger set begins with the kernel's.
     let mask = unsafe { &mut *(&raw mut (*context).uc_sigmask).cast::<u64>() };
     if !Section::is_entered() {
-        // Nonzero when the thread has just left and not yet unblocked them.
+        // Nonzero if the thread has just left its sections and not yet unblocked the signals.
         *mask &= !WAITING.replace(0);
         return false;
     }
@@ -206,7 +207,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
         unsafe { mem::transmute::<usize, fn()>(call)() };
     }
     let bit = 1u64 << (signal - 1);
-    // With SA_NODEFER it is not blocked here, and would come at once.
+    // With SA_NODEFER the signal is not blocked here, and would be delivered at once.
     let blocked = change_mask(libc::SIG_BLOCK, bit);
     // SAFETY: the kernel's information, which is this handler's to change.
     let queued = unsafe {

@@ -1,11 +1,10 @@
-//! The signal handlers, and what they hand on.
+//! The signal handlers, and the signals they hand on.
 //!
-//! Three signals are ours: SIGSEGV, SIGBUS and the kick signal. The handlers are installed by the
-//! system call itself, not by the C library's `sigaction`: inside a preloaded library that name is
-//! the library's own wrapper, which must see the client's calls only.
+//! Three signals are ours: SIGSEGV, SIGBUS and the kick signal. The handlers are installed by the system call itself, not by
+//! the C library's `sigaction`: a preloaded library wraps that name, and the wrapper must see only the client's calls.
 //!
-//! A signal that is not ours goes to the action that the client has set. If it was sent, in contrast to a fault, it waits for
-//! the thread to leave slat's code first ([`defer`]).
+//! A signal that is not ours is handed to the action that the client has set. If it was sent, in contrast to a fault, it waits
+//! until the thread leaves slat's code ([`defer`]).
 
 use crate::section::{AllBlocked, change_mask, defer};
 use crate::table;
@@ -30,7 +29,7 @@ struct KernelAction {
 
 const SA_RESTORER: u64 = 0x0400_0000;
 
-// The kernel returns from a handler through this; debuggers recognise the two instructions.
+// A handler returns to the kernel through this; debuggers recognise the two instructions.
 std::arch::global_asm!(
     ".pushsection .text.slat_guard_restorer,\"ax\",@progbits",
     ".balign 16",
@@ -49,7 +48,7 @@ unsafe extern "C" {
 static CHAINED: [Chained; 3] = [const { Chained::new() }; 3];
 static INSTALLED: Mutex<bool> = Mutex::new(false);
 
-/// An action that handlers read while any thread changes it: a sequence lock. Nothing is allocated, because a handler of the
+/// An action that handlers read while any thread changes it: a sequence lock. It allocates nothing, because a handler of the
 /// client may call `sigaction`, and so may its `malloc`.
 struct Chained {
     /// 0 before the first change, odd during a change.
@@ -69,7 +68,8 @@ impl Chained {
         }
     }
 
-    /// The action, if one was ever set. Async-signal-safe: the thread that changes it takes no signal meanwhile.
+    /// Returns the action, if one was ever set. Async-signal-safe: the thread that changes it has all signals blocked
+    /// meanwhile.
     fn get(&self) -> Option<KernelAction> {
         loop {
             let version = self.version.load(Ordering::Acquire);
@@ -87,7 +87,7 @@ impl Chained {
         }
     }
 
-    /// Replaces the action; returns the one so far, if one was ever set. Async-signal-safe.
+    /// Replaces the action. Returns the old one, if one was ever set. Async-signal-safe.
     fn set(&self, action: &KernelAction) -> Option<KernelAction> {
         let _blocked = AllBlocked::enter();
         let even = loop {
@@ -114,18 +114,17 @@ impl Chained {
 }
 
 thread_local! {
-    /// What ended the last guarded access of this thread that did not happen. No initialisation and no
-    /// destructor: the handler may write it.
+    /// Whether a kick ended the last guarded access of this thread that failed. No initialiser and no destructor: the handler
+    /// may write it.
     static KICKED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether the last access of this thread that came back as [`Gone`](crate::Gone) was kicked, in contrast to
-/// memory that is not there.
+/// Whether a kick ended the last access of this thread that returned [`Gone`](crate::Gone), in contrast to inaccessible memory.
 pub fn was_kicked() -> bool {
     KICKED.get()
 }
 
-/// The signal that [`kick`] sends: a realtime signal that programs rarely use.
+/// Returns the signal that [`kick`] sends: a realtime signal that programs rarely use.
 pub fn kick_signal() -> i32 {
     libc::SIGRTMAX() - 3
 }
@@ -166,15 +165,15 @@ fn to_libc(action: &KernelAction) -> libc::sigaction {
     // SAFETY: all-zero is a valid `sigaction`.
     let mut out: libc::sigaction = unsafe { mem::zeroed() };
     out.sa_sigaction = action.handler;
-    // The restorer is the kernel's business; what is left fits into an int.
+    // The restorer is the kernel's business; the other flags fit into an int.
     out.sa_flags = (action.flags & !SA_RESTORER) as i32;
     // SAFETY: the kernel's 64-bit mask is the beginning of the C library's larger one.
     unsafe { ptr::write((&raw mut out.sa_mask).cast::<u64>(), action.mask) };
     out
 }
 
-/// Installs the handlers for SIGSEGV, SIGBUS and the kick signal, and remembers the actions that
-/// were there. Calling it again does nothing.
+/// Installs the handlers for SIGSEGV, SIGBUS and the kick signal, and remembers the actions that were set before. Calling it
+/// again does nothing.
 pub fn install() -> io::Result<()> {
     let mut installed = INSTALLED.lock().unwrap_or_else(|e| e.into_inner());
     if *installed {
@@ -205,9 +204,8 @@ pub fn install() -> io::Result<()> {
     Ok(())
 }
 
-/// Replaces the action to which signals are handed that are not ours, as if by `sigaction`; `None`
-/// only asks. Returns the action so far; `None` if `sig` is none of our three signals or no action
-/// is known yet. Async-signal-safe.
+/// Replaces the action to which signals are handed that are not ours, as if by `sigaction`; `None` only asks. Returns the old
+/// action; `None` if `sig` is none of our three signals or no action is known yet. Async-signal-safe.
 pub fn set_chained(sig: i32, action: Option<&libc::sigaction>) -> Option<libc::sigaction> {
     let chained = chained(sig)?;
     let old = match action {
@@ -217,10 +215,11 @@ pub fn set_chained(sig: i32, action: Option<&libc::sigaction>) -> Option<libc::s
     old.as_ref().map(to_libc)
 }
 
-/// What a kick carries: its address, which tells it from signals of the client, and from kicks of another copy of this crate.
+/// A kick's value is the address of this: it tells the kick from signals of the client, and from kicks of another copy of this
+/// crate.
 static KICK: u8 = 0;
 
-/// The part of the kernel's `siginfo_t` that a queued signal fills in.
+/// The part of the kernel's `siginfo_t` that is filled in for a queued signal.
 #[repr(C)]
 struct Queued {
     signo: i32,
@@ -235,8 +234,8 @@ struct Queued {
 
 const _: () = assert!(size_of::<Queued>() == size_of::<libc::siginfo_t>());
 
-/// Sends the kick signal to a thread of this process. If it is inside a guarded access, also asleep
-/// in the kernel's page fault handler, the access returns [`Gone`](crate::Gone).
+/// Sends the kick signal to a thread of this process. If the thread is in a guarded access, or asleep there in the kernel's
+/// page fault handler, the access returns [`Gone`](crate::Gone).
 pub fn kick(tid: libc::pid_t) {
     let info = Queued {
         signo: kick_signal(),
@@ -248,11 +247,11 @@ pub fn kick(tid: libc::pid_t) {
         value: &raw const KICK as usize,
         _rest: [0; 12],
     };
-    // SAFETY: as long as a `siginfo_t`, as is asserted above. A thread that is gone gives ESRCH, which is fine.
+    // SAFETY: as long as a `siginfo_t`, as is asserted above. A thread that has ended returns ESRCH, which is fine.
     let _ = unsafe { queue((info.pid, tid), kick_signal(), (&raw const info).cast()) };
 }
 
-/// Queues a signal for a thread, given with its process: an errno if the kernel refuses. Async-signal-safe.
+/// Queues a signal for a thread, given with its process. Returns an errno if the kernel refuses. Async-signal-safe.
 ///
 /// # Safety
 /// - `info` is a whole `siginfo_t`.
@@ -269,7 +268,7 @@ pub(crate) unsafe fn queue(
         0,
         0,
     ];
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     unsafe { calls::make(Call::QueueSignal, arguments) }
 }
 
@@ -278,7 +277,7 @@ pub(crate) unsafe fn queue(
 /// # Safety
 /// `info` is what the kernel gave the handler.
 unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
-    // SAFETY: the kernel fills in the fields that go with the code; of a process, only we know the address.
+    // SAFETY: the kernel fills in the fields that belong to the code; in this process, only we know the address.
     sig == kick_signal()
         && unsafe {
             (*info).si_code == libc::SI_QUEUE
@@ -291,7 +290,7 @@ extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut
     // SAFETY: the kernel gives an SA_SIGINFO handler its own context and information.
     let (ip, kicked, sent) = unsafe {
         let ip = &mut (*ucontext).uc_mcontext.gregs[libc::REG_RIP as usize];
-        // Sent by someone (kill, tgkill, sigqueue), in contrast to a fault that would come again.
+        // Sent by a process (kill, tgkill, sigqueue), in contrast to a fault that would occur again.
         (ip, is_kick(sig, info), (*info).si_code <= 0)
     };
     if (kicked || !sent)
@@ -308,7 +307,7 @@ extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut
     }
 }
 
-/// Does what the kernel would have done, had the chained action been installed.
+/// Does what the kernel would have done if the chained action had been installed.
 unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let Some(chained) = chained(sig) else { return };
     let Some(action) = chained.get() else { return };
@@ -321,8 +320,8 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
     match action.handler {
         libc::SIG_IGN if sent => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: the default action; the fault comes again when the handler returns, a signal
-            // that was sent has to be sent again. It stays blocked until then.
+            // SAFETY: the default action; a fault occurs again when the handler returns, a signal that was sent has to be sent
+            // again. It stays blocked until then.
             unsafe {
                 let _ = rt_sigaction(sig, &default, ptr::null_mut());
                 if sent {

@@ -1,4 +1,4 @@
-//! The exception table: which instructions may fail, and where to go on when they do.
+//! The exception table: which instructions may fail, and where to continue when they do.
 //!
 //! Each guarded instruction adds one entry of two 32-bit offsets to the section
 //! `slat_guard_table`. Offsets are relative to the entry's own fields, so the table needs no
@@ -12,7 +12,7 @@ use std::arch::global_asm;
 struct Entry {
     /// The guarded instruction, relative to the address of this field.
     at: i32,
-    /// Where to go on, relative to the address of this field.
+    /// Where to continue, relative to the address of this field.
     fixup: i32,
 }
 
@@ -33,7 +33,7 @@ unsafe extern "C" {
     static STOP: Entry;
 }
 
-/// Where a thread whose instruction at `ip` failed has to go on, if that instruction is guarded.
+/// Returns where a thread whose instruction at `ip` failed has to continue, if that instruction is guarded.
 ///
 /// Async-signal-safe. A linear look-up: the table has some hundreds of entries and signals are rare.
 pub(crate) fn fixup(ip: usize) -> Option<usize> {

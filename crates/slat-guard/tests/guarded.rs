@@ -1,4 +1,4 @@
-//! Accesses to memory that is not there, and signals that are not ours.
+//! Accesses to inaccessible memory, and signals that are not ours.
 
 use slat_guard::{Gone, *};
 use std::ptr;
@@ -139,7 +139,7 @@ fn a_file_that_shrank_is_gone() {
     }
 }
 
-/// Runs `f` in a child process and answers how it ended.
+/// Runs `f` in a child process and returns how it ended.
 fn in_child(f: impl FnOnce()) -> i32 {
     // SAFETY: the child runs `f`, which only makes system calls and accesses, and ends.
     unsafe {
@@ -154,7 +154,7 @@ fn in_child(f: impl FnOnce()) -> i32 {
     }
 }
 
-/// A handler of the client's; `None` is the default action.
+/// Makes an action of the client's; `None` is the default action.
 fn client_action(handler: Option<extern "C" fn(i32)>, flags: i32) -> libc::sigaction {
     // SAFETY: all-zero is a valid action.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
@@ -174,7 +174,7 @@ fn a_foreign_fault_reaches_the_chained_handler() {
     let p = map(1, libc::PROT_NONE);
     let status = in_child(|| {
         set_chained(libc::SIGSEGV, Some(&client_action(Some(exit_42), 0)));
-        // SAFETY: the fault is the point: an access that nobody guards.
+        // SAFETY: the fault is intended: an unguarded access.
         unsafe { p.write_volatile(1) };
     });
     assert!(
@@ -215,7 +215,7 @@ fn the_default_action_still_kills() {
     for sent in [false, true] {
         let status = in_child(|| {
             set_chained(libc::SIGSEGV, Some(&client_action(None, 0)));
-            // SAFETY: the fault, or the signal, is the point.
+            // SAFETY: the fault, or the signal, is intended.
             unsafe {
                 if sent {
                     libc::raise(libc::SIGSEGV);
@@ -285,8 +285,8 @@ fn kicks_among_accesses_lose_nothing() {
     assert_eq!(unsafe { load(p as *const u64) }, Ok(added));
 }
 
-/// A thread asleep in a userfaultfd page comes back when kicked. Where the system gives ordinary
-/// users no userfaultfd there is nothing to test.
+/// A kick ends the access of a thread asleep in a userfaultfd page. Where the system allows
+/// ordinary users no userfaultfd the test checks nothing.
 #[test]
 fn a_kick_wakes_a_thread_blocked_in_a_page_fault() {
     const UFFD_USER_MODE_ONLY: i32 = 1;
