@@ -1,4 +1,4 @@
-//! One basic block: decoded operations, and the bytes they were decoded from, to be compared with memory.
+//! One basic block: decoded operations, and the bytes they were decoded from, which are compared with memory.
 
 use crate::heap::{self, OutOfMemory};
 use crate::op::Op;
@@ -8,12 +8,12 @@ use std::ptr;
 pub(crate) const MAX_OPS: usize = 48;
 /// Bytes per block after which no other instruction is added: offsets fit into a byte.
 pub(crate) const MAX_BYTES: usize = 200;
-/// Bytes of the longest block: its last instruction begins before [`MAX_BYTES`].
+/// Bytes of the longest block: its last instruction starts before [`MAX_BYTES`].
 pub(crate) const LONGEST: usize = MAX_BYTES + 16;
-/// Operations of one instruction: itself and a check.
+/// Operations of one instruction: its own and a check.
 const PER_INSTRUCTION: usize = 2;
 
-/// What a block is found by, and what its operations depend on besides its bytes.
+/// A block's look-up key: what its operations depend on besides its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Key {
     /// The linear address.
@@ -26,18 +26,18 @@ pub(crate) struct Key {
 /// One comparison of a block's bytes with memory.
 #[derive(Clone, Copy)]
 struct Check {
-    /// Relative to the block's first byte; eight bytes from there lie in its page.
+    /// Relative to the block's first byte; the eight bytes from there lie in one page.
     offset: i64,
     expected: u64,
     mask: u64,
 }
 
-/// Puts the comparisons for `bytes`, which stand at `at` in their page, in the place of what `checks` holds.
+/// Replaces `checks` by the comparisons for `bytes`, which start at offset `at` in their page.
 fn put_checks(checks: &mut Vec<Check>, bytes: &[u8], at: usize) {
     let len = bytes.len();
     checks.clear();
     if len >= 8 {
-        // The last one overlaps the one before.
+        // The last word overlaps the one before.
         let starts = (0..len - 8).step_by(8).chain([len - 8]);
         let word = |start: usize| {
             let mut word = [0; 8];
@@ -62,7 +62,7 @@ fn put_checks(checks: &mut Vec<Check>, bytes: &[u8], at: usize) {
             mask,
         }
     } else {
-        // At the end of the page: with the bytes before it.
+        // At the end of the page the word includes the bytes before.
         let shift = 64 - 8 * len;
         Check {
             offset: len as i64 - 8,
@@ -72,14 +72,14 @@ fn put_checks(checks: &mut Vec<Check>, bytes: &[u8], at: usize) {
     });
 }
 
-/// Where a block's code is in host memory, as looked up in one generation of translations.
+/// Host addresses of a block's code, as looked up in one generation of translations.
 #[derive(Clone, Copy)]
 pub(crate) struct Hosts {
-    /// [`crate::Cpu::generation`] then.
+    /// [`crate::Cpu::generation`] at the look-up.
     pub generation: u64,
     /// Host address of the first byte.
     pub first: *mut u8,
-    /// Host address of the second page's bytes, for an instruction that crosses; else null.
+    /// Host address of the second page's bytes, for an instruction that crosses into a second page; else null.
     pub second: *mut u8,
 }
 
@@ -90,9 +90,9 @@ pub(crate) struct Block {
     /// Bytes in the first page.
     split: usize,
     bytes: Vec<u8>,
-    /// Of a block in one page.
+    /// Comparisons of a block in one page.
     checks: Vec<Check>,
-    /// None in a block that holds nothing (yet).
+    /// Empty in a block that holds nothing (yet).
     pub(crate) ops: Vec<Op>,
     /// Instructions in `ops`.
     pub(crate) count: u64,
@@ -119,7 +119,7 @@ impl Block {
         }
     }
 
-    /// An empty block into which `max_ops` operations can be decoded without allocating.
+    /// Makes an empty block into which `max_ops` operations can be decoded without allocating.
     pub(crate) fn with_room(max_ops: usize) -> Result<Self, OutOfMemory> {
         let longest = LONGEST.min(16 * max_ops);
         let mut block = Self::empty();
@@ -130,21 +130,21 @@ impl Block {
         Ok(block)
     }
 
-    /// A block in exactly the memory that a copy of `block` needs.
+    /// Makes an empty block with exactly the memory that a copy of `block` needs.
     pub(crate) fn with_room_for(block: &Block) -> Result<Self, OutOfMemory> {
         let mut new = Self::empty();
         new.reserve(block)?;
         Ok(new)
     }
 
-    /// Makes sure that [`copy`](Self::copy) of `from` does not allocate. This block stays as it is.
+    /// Makes sure that [`copy`](Self::copy) of `from` does not allocate. Leaves this block as it is.
     pub(crate) fn reserve(&mut self, from: &Block) -> Result<(), OutOfMemory> {
         heap::reserve(&mut self.ops, from.ops.len())?;
         heap::reserve(&mut self.bytes, from.bytes.len())?;
         heap::reserve(&mut self.checks, from.checks.len())
     }
 
-    /// Becomes a copy of `from`, for which memory was [reserved](Self::reserve).
+    /// Copies `from`, for which memory was [reserved](Self::reserve).
     pub(crate) fn copy(&mut self, from: &Block) {
         fn replace<T: Copy>(vec: &mut Vec<T>, with: &[T]) {
             vec.clear();
@@ -157,7 +157,7 @@ impl Block {
         (self.split, self.count) = (from.split, from.count);
     }
 
-    /// Bytes of the heap that a block takes of which `self.ops` and so on are as large as they can get.
+    /// Returns the heap bytes of a block whose vectors are at their largest.
     pub(crate) fn heap_bytes(&self) -> usize {
         size_of::<Block>()
             + self.ops.capacity() * size_of::<Op>()
@@ -165,14 +165,14 @@ impl Block {
             + self.checks.capacity() * size_of::<Check>()
     }
 
-    /// Holds nothing from now on, until [`fill`](Self::fill). Its `ops` can be appended to.
+    /// Empties the block, until [`fill`](Self::fill). Its `ops` can be appended to.
     pub(crate) fn clear(&mut self, key: Key) {
         self.key = key;
         self.ops.clear();
         self.bytes.clear();
     }
 
-    /// Takes in what `ops` were decoded from: `bytes`, found at `hosts`, the first `split` of them in the first page.
+    /// Stores the bytes that `ops` were decoded from: `bytes`, found at `hosts`, the first `split` of them in the first page.
     pub(crate) fn fill(&mut self, bytes: &[u8], split: usize, hosts: Hosts) {
         self.hosts = hosts;
         self.split = split;
@@ -183,22 +183,22 @@ impl Block {
         put_checks(&mut self.checks, &bytes[..split], at);
     }
 
-    /// Whether no instruction crosses into a second page.
+    /// Whether the block has no bytes in a second page.
     pub(crate) fn is_in_one_page(&self) -> bool {
         self.split == self.bytes.len()
     }
 
-    /// The bytes in the first page, and those in the second.
+    /// Returns the bytes in the first page, and those in the second.
     pub(crate) fn parts(&self) -> (&[u8], &[u8]) {
         self.bytes.split_at(self.split)
     }
 
-    /// Bytes of code.
+    /// Returns the number of code bytes.
     pub(crate) fn len(&self) -> u64 {
         self.bytes.len() as u64
     }
 
-    /// The host page of the first byte.
+    /// Returns the host page of the first byte.
     #[inline(always)]
     pub(crate) fn page(&self) -> usize {
         self.hosts.first as usize & !0xfff
@@ -213,7 +213,7 @@ impl Block {
         let mut differ = 0;
         for check in &self.checks {
             let at = self.hosts.first.wrapping_offset(check.offset as isize);
-            // SAFETY: within the page of `first`, a translation that no flush has made void; the access is guarded.
+            // SAFETY: within the page of `first`, a translation of the current generation; the access is guarded.
             match unsafe { slat_guard::load(at.cast::<u64>()) } {
                 Ok(word) => differ |= (word ^ check.expected) & check.mask,
                 Err(_) => return false,
@@ -222,7 +222,7 @@ impl Block {
         differ == 0
     }
 
-    /// The bytes of `op`.
+    /// Returns the bytes of `op`.
     pub(crate) fn op_bytes(&self, op: &Op) -> &[u8] {
         let at = usize::from(op.offset);
         self.bytes.get(at..at + usize::from(op.len)).unwrap_or(&[])

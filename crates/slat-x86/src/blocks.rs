@@ -1,15 +1,15 @@
 //! All blocks of a CPU, found by address and verified against memory.
 //!
-//! A block is keyed by linear address, RIP and decoding mode. Entering one compares its bytes with guest
-//! memory, so stores by anyone are seen; a store of this CPU to the page of the running block ends it
-//! (`Cpu::wrote`). The host page behind a block is looked up again when the TLB was flushed since.
+//! A block is keyed by linear address, RIP and decoding mode. Entering a block compares its bytes with guest memory, so stores
+//! by any CPU or the host are noticed; a store of this CPU to the page of the running block ends it (`Cpu::wrote`). If the TLB
+//! was flushed since, the host page that backs the block is looked up again.
 //!
-//! Code is decoded into a block that the next code reuses: much of what is executed once is not executed
-//! again, and keeping it costs more than decoding it. Code that has run before is copied into a block that
-//! is kept. So whatever can be found is whole: a fetch that fails half-way has touched no kept block.
+//! Code is decoded into a block that is reused for the next code: much code is executed only once, and keeping it costs more
+//! than decoding it. Code that has run before is copied into a block that is kept. So every block that can be found is
+//! complete: a fetch that fails half-way has changed no kept block.
 //!
-//! Kept blocks never move and are freed only all at once, between blocks: when they are about to take more than
-//! [`CODE_BYTES`]. Where there is no memory to keep one, it runs all the same, and is decoded again the next time.
+//! Kept blocks never move and are freed only all at once, between blocks: when they are about to exceed [`CODE_BYTES`]. If
+//! there is no memory to keep a block, it runs all the same, and is decoded again the next time.
 
 use crate::Cpu;
 use crate::block::{Block, Key, MAX_OPS};
@@ -19,16 +19,15 @@ use crate::op::Break;
 use std::collections::HashMap;
 use std::ptr::NonNull;
 
-/// The most bytes that the kept blocks of one CPU and their index take of the heap: about 40,000 blocks of six instructions,
-/// or 9,000 of the longest.
+/// The most heap bytes that the kept blocks of one CPU and their index may use: about 40,000 blocks of six instructions, or
+/// 9,000 of the longest.
 pub const CODE_BYTES: usize = 24 << 20;
 /// Entries of the direct-mapped front table.
 const FRONT: usize = 4096;
 /// Bits of [`Seen`].
 const SEEN: usize = 1 << 17;
 
-/// Where code has run lately: a bit for each of a few addresses. One that is set for another address
-/// makes a block be kept that need not be; so no two addresses keep each other from being kept.
+/// One-hash Bloom filter of addresses that ran lately. A collision keeps a block needlessly; it evicts none.
 pub(crate) struct Seen {
     bits: [u64; SEEN / 64],
     set: usize,
@@ -38,13 +37,13 @@ pub(crate) struct Seen {
 unsafe impl Zeroed for Seen {}
 
 impl Seen {
-    /// Whether `lin` was here before; from now on it was.
+    /// Adds `lin`. Returns whether it may have been added before.
     fn note(&mut self, lin: u64) -> bool {
         if self.set >= SEEN / 4 {
             self.bits.fill(0);
             self.set = 0;
         }
-        // Neighbouring code, and code at one place of neighbouring pages, goes to different bits.
+        // Neighbouring code, and code at one offset of neighbouring pages, is hashed to different bits.
         let bit = lin.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SEEN.ilog2());
         let word = &mut self.bits[bit as usize / 64];
         let seen = *word >> (bit % 64) & 1 != 0;
@@ -70,9 +69,9 @@ impl Front {
 /// All blocks of a CPU.
 pub(crate) struct Blocks {
     kept: HashMap<Key, NonNull<Block>, Seeded>,
-    /// What `kept`'s blocks take of the heap.
+    /// Heap bytes of the blocks in `kept`.
     bytes: usize,
-    /// The block that is not kept.
+    /// The reused block, which is not kept.
     once: NonNull<Block>,
     /// The block of a single-stepped instruction.
     single: NonNull<Block>,
@@ -94,14 +93,14 @@ impl Blocks {
         })
     }
 
-    /// What the kept blocks and their index take of the heap.
+    /// Returns the heap bytes of the kept blocks and their index.
     fn heap_bytes(&self) -> usize {
-        // The map fills seven eighths of a power of two of entries, and has a byte more for each.
+        // The map fills at most seven eighths of a power of two of entries, and has a byte more for each.
         let entries = (self.kept.capacity() * 8 / 7).next_power_of_two();
         self.bytes + entries * (size_of::<(Key, NonNull<Block>)>() + 1)
     }
 
-    /// Frees the kept blocks. No block is running.
+    /// Frees the kept blocks. Call while no block is running.
     fn clear(&mut self, front: &mut Front) {
         front.0.fill(None);
         for (_, block) in self.kept.drain() {
@@ -111,7 +110,7 @@ impl Blocks {
         self.bytes = 0;
     }
 
-    /// Keeps a copy of `once`, in the place of an old block with its key. The old one stays as it is on failure.
+    /// Keeps a copy of `once`, which replaces an old block with its key. On failure the old block is unchanged.
     fn keep(&mut self, front: &mut Front) -> Result<NonNull<Block>, OutOfMemory> {
         // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
         let once = unsafe { self.once.as_ref() };
@@ -155,12 +154,12 @@ impl Drop for Blocks {
 }
 
 impl Cpu {
-    /// Bytes of the heap that the blocks of decoded code and their index take: at most [`CODE_BYTES`].
+    /// Returns the heap bytes of the blocks of decoded code and their index: at most [`CODE_BYTES`].
     pub fn code_bytes(&self) -> usize {
         self.blocks.heap_bytes()
     }
 
-    /// The block at RIP, verified. It stays valid until the next call.
+    /// Returns the block at RIP, verified. It stays valid until the next call.
     #[inline(always)]
     pub(crate) fn find_block(&mut self) -> Result<NonNull<Block>, Break> {
         let rip = self.state.rip;
@@ -188,7 +187,7 @@ impl Cpu {
             // SAFETY: blocks in the table are alive; nothing else refers to one while no block is running.
             let block = unsafe { &mut *found.as_ptr() };
             if block.key == key {
-                // After a flush of the TLB only its translation has to be looked up again.
+                // After a flush of the TLB only the block's translation has to be looked up again.
                 if self.verify(block)? {
                     return Ok(found);
                 }
@@ -215,7 +214,7 @@ impl Cpu {
         }
     }
 
-    /// The one instruction at RIP as a block of its own. It stays valid until the next call.
+    /// Returns the one instruction at RIP as a block of its own. It stays valid until the next call.
     pub(crate) fn single_block(&mut self) -> Result<NonNull<Block>, Break> {
         let rip = self.state.rip;
         self.check_code_limit(rip)?;
@@ -230,7 +229,7 @@ impl Cpu {
         Ok(single)
     }
 
-    /// Makes `block` what `key` stands for: it may be that already, or else is decoded anew.
+    /// Makes `block` hold the code of `key`: keeps it if it still does, else decodes the code.
     fn make(&mut self, block: &mut Block, key: Key, max_ops: usize) -> Result<(), Break> {
         if block.key == key && self.verify(block)? {
             return Ok(());

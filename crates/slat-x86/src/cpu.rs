@@ -15,7 +15,7 @@ use crate::state::{Exception, Segment, State, control, flags};
 use crate::tlb::{SUPERVISOR, SUPERVISOR_AC, Tlb, USER};
 use std::ptr::NonNull;
 
-/// What decoding depends on besides the bytes.
+/// The CPU state that decoding depends on besides the bytes, as bits of a block's key.
 pub(crate) mod mode {
     /// Default operand and address size: 0, 1, 2 for 16, 32, 64 bits.
     pub const BITS: u8 = 3;
@@ -25,35 +25,35 @@ pub(crate) mod mode {
     pub const NO_X87: u8 = 1 << 3;
     /// x87 and SSE instructions are #NM (CR0.TS).
     pub const TASK_SWITCHED: u8 = 1 << 4;
-    /// CPL 3: what a supervisor may execute is found under another key.
+    /// CPL 3: a supervisor's code has another key.
     pub const USER: u8 = 1 << 5;
 }
 
-/// One software CPU. It has all memory that it needs to run from the beginning; see [`Cpu::try_new`].
+/// One software CPU. It has all memory that it needs to run from its creation; see [`Cpu::try_new`].
 pub struct Cpu {
-    /// The architectural state; what is here is all there is while the CPU does not run.
+    /// The architectural state, complete while the CPU does not run.
     pub state: State,
     /// End the run with [`Exit::InterruptWindow`] when the guest could take an interrupt.
     pub interrupt_window: bool,
-    /// Debug exceptions that end the run with [`Exit::Debug`] in place of going to the guest.
+    /// Debug exceptions that end the run with [`Exit::Debug`] instead of being delivered to the guest.
     pub debugger: Debugger,
 
     pub(crate) features: Features,
     pub(crate) lazy: Lazy,
     pub(crate) fixed: Pages<Fixed>,
-    /// Which table of the TLB data accesses use.
+    /// The table of the TLB that data accesses use.
     pub(crate) table: usize,
     pub(crate) mode: u8,
     pub(crate) cpl: u8,
     /// Leave the block after this instruction.
     pub(crate) stop: bool,
-    /// Something waits to be looked at at the block boundary.
+    /// Work is pending for the block boundary.
     pub(crate) slow: bool,
     /// The host page of the running block.
     pub(crate) code_page: usize,
     /// RIP at the start of the running block.
     pub(crate) block_rip: u64,
-    /// Counts flushes: a block whose number is another has to translate its page again.
+    /// Number of flushes: a block of another generation has to translate its page again.
     pub(crate) generation: u64,
     pub(crate) blocks: Blocks,
     pub(crate) devices: Devices,
@@ -65,22 +65,22 @@ pub struct Cpu {
     /// Instructions executed, for the tests and the benchmark.
     pub(crate) instructions: u64,
     machine: Option<NonNull<dyn Machine>>,
-    /// What the TLB's content depends on, as of the last look.
+    /// The registers that the TLB's content depends on, as last seen.
     seen: [u64; 4],
 }
 
-// SAFETY: the machine pointer is set during `run` only, and the blocks and the TLB belong to this CPU
-// alone; their host addresses are guest memory, reached through guarded accesses from any thread.
+// SAFETY: the machine pointer is set during `run` only, and the blocks and the TLB belong to this CPU alone; their host
+// addresses are guest memory, which any thread may access through guarded accesses.
 unsafe impl Send for Cpu {}
 
 impl Cpu {
-    /// A CPU after RESET, with all memory that running needs: 190 KiB, most of which the host provides when it is used
-    /// first. The blocks of decoded code come on top, up to [`CODE_BYTES`](crate::CODE_BYTES).
+    /// Makes a CPU after RESET, with all memory that running needs: 190 KiB, most of which the host provides at first use. The
+    /// blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
     /// The first CPU of a process also builds the tables of the instruction decoder.
     ///
     /// # Errors
-    /// [`OutOfMemory`].
+    /// [`OutOfMemory`] if the host has no memory.
     pub fn try_new() -> Result<Self, OutOfMemory> {
         decode::build_tables()?;
         Ok(Self {
@@ -114,23 +114,23 @@ impl Cpu {
         })
     }
 
-    /// Restricts the CPU to what its CPUID tells. It has all features before.
+    /// Restricts the CPU to the features of its CPUID. Before, it has all features.
     pub fn set_features(&mut self, features: Features) {
         self.features = features;
     }
 
-    /// Forgets all translations: the host pages behind guest memory may be others now.
+    /// Drops all translations: other host pages may back guest memory now.
     pub fn flush_tlb(&mut self) {
         self.generation += 1;
         self.tlb().flush();
     }
 
-    /// Instructions executed so far.
+    /// Returns the number of instructions executed so far.
     pub fn instructions(&self) -> u64 {
         self.instructions
     }
 
-    /// Forgets the translation of one page, all of it if it is large. Blocks stay translated unless it has had code.
+    /// Drops the translation of one page, or of all of a large page. Blocks stay translated unless the page has had code.
     pub(crate) fn flush_page(&mut self, lin: u64) {
         if self.tlb().may_be_large(lin) {
             self.flush_tlb();
@@ -142,13 +142,13 @@ impl Cpu {
         self.tlb().flush_page(lin);
     }
 
-    /// The CPU's machine is there while `f` runs.
+    /// Runs `f` with `machine` as the CPU's machine.
     pub(crate) fn with_machine<T>(
         &mut self,
         machine: &mut dyn Machine,
         f: impl FnOnce(&mut Self) -> T,
     ) -> T {
-        /// Takes the pointer away also when `f` panics.
+        /// Clears the pointer also when `f` panics.
         struct Reset<'a>(&'a mut Cpu);
         impl Drop for Reset<'_> {
             fn drop(&mut self) {
@@ -156,8 +156,7 @@ impl Cpu {
             }
         }
         let pointer = NonNull::from(machine);
-        // SAFETY: only the lifetime bound of the trait object changes. The pointer is taken away
-        // before `machine`'s borrow ends.
+        // SAFETY: only the lifetime bound of the trait object changes. The pointer is cleared before `machine`'s borrow ends.
         self.machine = Some(unsafe {
             std::mem::transmute::<NonNull<dyn Machine + '_>, NonNull<dyn Machine>>(pointer)
         });
@@ -170,7 +169,7 @@ impl Cpu {
         &mut self.fixed.tlb
     }
 
-    /// The machine. Only while running.
+    /// Returns the machine. Call only while running.
     pub(crate) fn machine(&mut self) -> &mut dyn Machine {
         let mut pointer = self.machine.expect("a CPU executes within run");
         // SAFETY: set by `with_machine` for the duration of its borrow; the result borrows `self`, so
@@ -178,8 +177,8 @@ impl Cpu {
         unsafe { pointer.as_mut() }
     }
 
-    /// Takes over the state as the client left it, or as an instruction changed it: derives mode, CPL
-    /// and TLB table, and flushes translations that hang on changed registers.
+    /// Call after the client or an instruction has changed the state: derives mode, CPL and TLB table, and flushes translations
+    /// that depend on changed registers.
     pub(crate) fn refresh(&mut self) {
         let state = &self.state;
         let long = state.efer & control::EFER_LMA != 0;
@@ -242,7 +241,7 @@ impl Cpu {
         self.state.cr0 & control::CR0_PE != 0
     }
 
-    /// A task of virtual-8086 mode runs.
+    /// Whether the CPU is in virtual-8086 mode.
     pub(crate) fn virtual_8086(&self) -> bool {
         self.protected() && self.state.rflags & flags::VM != 0
     }
@@ -252,7 +251,7 @@ impl Cpu {
         !self.protected() || self.virtual_8086()
     }
 
-    /// #GP(0) in virtual-8086 mode unless IOPL is 3 (SDM volume 3, "Sensitive Instructions").
+    /// Raises #GP(0) in virtual-8086 mode unless IOPL is 3 (SDM volume 3, "Sensitive Instructions").
     pub(crate) fn sensitive(&mut self) -> Result<(), Break> {
         match self.virtual_8086() && self.state.rflags & flags::IOPL != flags::IOPL {
             true => Err(self.gp()),
@@ -260,12 +259,12 @@ impl Cpu {
         }
     }
 
-    /// Whether a linear address is canonical. Outside long mode every one is.
+    /// Whether a linear address is canonical. Outside long mode all are.
     pub(crate) fn canonical(&self, lin: u64) -> bool {
         !self.long_mode() || self.canonical_value(lin)
     }
 
-    /// Whether a value is canonical, which some MSRs want in every mode.
+    /// Whether a value is canonical, which some MSRs demand in every mode.
     pub(crate) fn canonical_value(&self, lin: u64) -> bool {
         let shift = if self.state.cr4 & control::CR4_LA57 != 0 {
             7
@@ -275,7 +274,7 @@ impl Cpu {
         ((lin << shift) as i64 >> shift) as u64 == lin
     }
 
-    /// The paging state for an access through the present TLB table.
+    /// Returns the paging state for an access through the current TLB table.
     pub(crate) fn paging(&self) -> Paging {
         let State {
             cr0,
@@ -299,31 +298,31 @@ impl Cpu {
         }
     }
 
-    /// Notes an exception: `return Err(cpu.raise(…))`.
+    /// Records an exception: `return Err(cpu.raise(…))`.
     #[cold]
     pub(crate) fn raise(&mut self, vector: u8, error: Option<u32>) -> Break {
         self.fault = Exception { vector, error };
         Break::Exception
     }
 
-    /// #GP(0).
+    /// Raises #GP(0).
     #[cold]
     pub(crate) fn gp(&mut self) -> Break {
         self.raise(crate::vector::GP, Some(0))
     }
 
-    /// The privilege level, as of the last run.
+    /// Returns the privilege level, as of the last run.
     pub fn cpl(&self) -> u8 {
         self.cpl
     }
 
-    /// #UD.
+    /// Raises #UD.
     #[cold]
     pub(crate) fn ud(&mut self) -> Break {
         self.raise(crate::vector::UD, None)
     }
 
-    /// #GP(0) unless CPL is 0.
+    /// Raises #GP(0) unless CPL is 0.
     pub(crate) fn privileged(&mut self) -> Result<(), Break> {
         if self.cpl == 0 {
             Ok(())
@@ -332,14 +331,14 @@ impl Cpu {
         }
     }
 
-    /// Notes an exit that abandons the instruction.
+    /// Records an exit that abandons the instruction.
     #[cold]
     pub(crate) fn leave(&mut self, exit: Exit) -> Break {
         self.exit = Some(exit);
         Break::Exit
     }
 
-    /// Notes an exit for something that this CPU does not do. The bytes are filled in on the way out.
+    /// Records an exit for something that this CPU does not implement. The end of the run fills in the bytes.
     #[cold]
     pub(crate) fn unimplemented(&mut self, reason: &'static str) -> Break {
         self.leave(Exit::Emulation {
@@ -349,7 +348,7 @@ impl Cpu {
         })
     }
 
-    /// RIP behind `op`.
+    /// Returns RIP after `op`.
     #[inline(always)]
     pub(crate) fn next_rip(&self, op: &Op) -> u64 {
         let next = self
@@ -363,12 +362,12 @@ impl Cpu {
         }
     }
 
-    /// RIP of `op`.
+    /// Returns RIP of `op`.
     pub(crate) fn rip_of(&self, op: &Op) -> u64 {
         self.block_rip.wrapping_add(u64::from(op.offset))
     }
 
-    /// Segment register by number: ES CS SS DS FS GS.
+    /// Returns a segment register by number: ES CS SS DS FS GS.
     pub(crate) fn segment(&mut self, number: u8) -> &mut Segment {
         let state = &mut self.state;
         match number {
@@ -381,7 +380,7 @@ impl Cpu {
         }
     }
 
-    /// Operand 0, 1, … as register or memory.
+    /// Reads operand `k`, a register or memory.
     #[inline(always)]
     pub(crate) fn operand<T: Int>(&mut self, op: &Op, k: usize) -> Result<T, Break> {
         match op.r[k] {
@@ -390,7 +389,7 @@ impl Cpu {
         }
     }
 
-    /// Writes operand `k`. The last thing an instruction does that can fail.
+    /// Writes operand `k`. Call last among all steps of an instruction that can fail.
     #[inline(always)]
     pub(crate) fn set_operand<T: Int>(&mut self, op: &Op, k: usize, v: T) -> Result<(), Break> {
         match op.r[k] {

@@ -1,9 +1,9 @@
-//! Debug exceptions: breakpoints, watchpoints and single steps, for the guest (DR0–DR7, TF) and for a debugger outside
-//! (SDM volume 3, "Debug Registers" and "Debug Exceptions").
+//! Debug exceptions: breakpoints, watchpoints and single steps, for the guest (DR0–DR7, TF) and for a debugger outside the
+//! guest (SDM volume 3, "Debug Registers" and "Debug Exceptions").
 //!
-//! Nothing here costs a guest that is not debugged: a page with a data watchpoint is never entered into the software TLB, so
-//! its accesses come to [`Cpu::watch`] by way of the miss; everything else sets [`Cpu::slow`] and is found between blocks.
-//! An instruction that touches watched bytes is abandoned and executed again alone, so that its trap follows it at once.
+//! A guest that is not debugged pays nothing: a page with a data watchpoint is never entered into the software TLB, so its
+//! accesses miss and reach [`Cpu::watch`]; everything else sets [`Cpu::slow`] and is handled between blocks. An instruction
+//! that touches watched bytes is abandoned and executed again alone, so that its trap is taken right after it.
 //!
 //! Faults (instruction breakpoints, general detect) are raised like any other. Traps are collected in
 //! [`Events::debug`](crate::Events::debug) as DR6 bits and taken before the next instruction, after the shadow of MOV SS.
@@ -26,19 +26,19 @@ pub(crate) const DR6_BT: u64 = 1 << 15;
 /// DR7: general detect.
 pub(crate) const DR7_GD: u64 = 1 << 13;
 
-/// What a debugger outside the guest wants.
+/// The requests of a debugger outside the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Debugger {
     /// Every instruction ends the run, as a trap.
     pub single_step: bool,
     /// INT3 ends the run, as a fault.
     pub software_breakpoints: bool,
-    /// Breakpoints that are used in place of the guest's own.
+    /// Breakpoints that replace the guest's own.
     pub breakpoints: Option<Breakpoints>,
 }
 
 impl Debugger {
-    /// Whether #DB ends the run: also one that the guest caused.
+    /// Whether #DB ends the run, also one that the guest caused.
     pub(crate) fn claims_debug(&self) -> bool {
         self.single_step || self.breakpoints.is_some()
     }
@@ -63,7 +63,7 @@ mod kind {
 }
 
 impl Breakpoints {
-    /// Enabled breakpoints: index, R/W field, first address, bytes.
+    /// Returns the enabled breakpoints: index, R/W field, first address, bytes.
     fn enabled(&self) -> impl Iterator<Item = (usize, u64, u64, u64)> + '_ {
         (0..4).filter_map(|i| {
             let field = self.control >> (16 + 4 * i);
@@ -77,7 +77,7 @@ impl Breakpoints {
         self.enabled().any(|(_, kind, ..)| kinds.contains(&kind))
     }
 
-    /// DR6 bits of the breakpoints of `kinds` that share a byte with `len` bytes at `at`.
+    /// Returns the DR6 bits of the breakpoints of `kinds` that share a byte with the `len` bytes at `at`.
     fn hits(&self, kinds: &[u64], at: u64, len: u64) -> u64 {
         self.enabled()
             .filter(|(_, kind, first, bytes)| {
@@ -88,27 +88,27 @@ impl Breakpoints {
     }
 }
 
-/// The breakpoints that count now, and which kinds there are among them.
+/// The breakpoints in effect, and which kinds there are among them.
 #[derive(Default)]
 pub(crate) struct Watch {
     breakpoints: Breakpoints,
     pub(crate) code: bool,
     pub(crate) data: bool,
     pub(crate) ports: bool,
-    /// The instruction at RIP touches watched bytes: it is executed alone.
+    /// The instruction at RIP touches watched bytes: it has to be executed alone.
     pub(crate) alone: bool,
-    /// An instruction is executed alone: what it hits is collected in `hits`.
+    /// An instruction is executed alone: `hits` collects the watchpoints it hits.
     pub(crate) collects: bool,
     /// DR6 bits of the watchpoints that the instruction has hit.
     pub(crate) hits: u64,
-    /// The instruction traps at its end: TF was set at its beginning, or a debugger steps.
+    /// The instruction traps at its end: TF was set at its start, or a debugger single-steps.
     pub(crate) steps: bool,
-    /// Where the INT3 of the debugger's last software breakpoint begins and ends.
+    /// Addresses at which the INT3 of the debugger's last software breakpoint begins and ends.
     pub(crate) int3: Option<(u64, u64)>,
 }
 
 impl Cpu {
-    /// The breakpoints that count: the debugger's, or else the guest's.
+    /// Returns the breakpoints in effect: the debugger's, or else the guest's.
     fn breakpoints(&self) -> Breakpoints {
         let State { dr, dr7, .. } = self.state;
         self.debugger.breakpoints.unwrap_or(Breakpoints {
@@ -117,7 +117,7 @@ impl Cpu {
         })
     }
 
-    /// Call after a change of debug registers, CR4.DE or the debugger's wishes.
+    /// Call after a change of debug registers, CR4.DE or the debugger's requests.
     pub(crate) fn update_watch(&mut self) {
         let breakpoints = self.breakpoints();
         let ports = self.state.cr4 & control::CR4_DE != 0 && breakpoints.any(&[kind::PORT]);
@@ -131,7 +131,7 @@ impl Cpu {
         watch.data = breakpoints.any(&[kind::WRITE, kind::READ_WRITE]);
         watch.breakpoints = breakpoints;
         if watched_data || self.watch.data {
-            // Pages that are watched now may be in the TLB.
+            // The TLB may have pages that are watched now.
             self.flush_tlb();
         }
     }
@@ -142,7 +142,7 @@ impl Cpu {
         self.watch.data && self.watch.breakpoints.hits(&DATA, lin & !0xfff, 0x1000) != 0
     }
 
-    /// Looks whether an access that is about to be made hits a watchpoint. An instruction that is not executed alone is
+    /// Checks whether an access that is about to be made hits a watchpoint. An instruction that is not yet executed alone is
     /// abandoned, to be executed alone.
     #[cold]
     pub(crate) fn watch(&mut self, lin: u64, len: usize, access: Access) -> Result<(), Break> {
@@ -163,12 +163,12 @@ impl Cpu {
         Ok(())
     }
 
-    /// Whether repeated string instructions stop after the present iteration.
+    /// Whether repeated string instructions stop after the current iteration.
     pub(crate) fn traps_after_iteration(&self) -> bool {
         self.watch.steps || self.watch.hits != 0
     }
 
-    /// DR6 bits of breakpoints on `bytes` ports from `port`.
+    /// Returns the DR6 bits of breakpoints on `bytes` ports at `port`.
     pub(crate) fn port_hits(&self, port: u16, bytes: u8) -> u64 {
         match self.watch.ports {
             true => (self.watch.breakpoints).hits(&[kind::PORT], port.into(), bytes.into()),
@@ -176,7 +176,7 @@ impl Cpu {
         }
     }
 
-    /// DR6 bits of the instruction breakpoints at `rip`. RF holds them back, and with Intel the shadow of MOV SS.
+    /// Returns the DR6 bits of the instruction breakpoints at `rip`. RF suppresses them, and on Intel the shadow of MOV SS.
     fn code_hits(&self, rip: u64) -> u64 {
         let shadow = self.state.events.mov_ss_shadow && self.features.is_intel;
         if !self.watch.code || self.state.rflags & flags::RF != 0 || shadow {
@@ -190,7 +190,7 @@ impl Cpu {
             .fold(0, |hits, (i, ..)| hits | 1 << i)
     }
 
-    /// The linear address of the next instruction.
+    /// Returns the linear address of the next instruction.
     pub fn linear_rip(&self) -> u64 {
         let State { efer, cs, rip, .. } = &self.state;
         match efer & control::EFER_LMA != 0 && cs.long() {
@@ -207,7 +207,7 @@ impl Cpu {
         })
     }
 
-    /// Runs `f` with the watchpoints that it hits collected: returns them as DR6 bits.
+    /// Runs `f` and returns, besides its result, the watchpoints that it hits as DR6 bits.
     pub(crate) fn collect_hits<T>(&mut self, f: impl FnOnce(&mut Self) -> T) -> (T, u64) {
         let collected = std::mem::replace(&mut self.watch.collects, true);
         let before = std::mem::take(&mut self.watch.hits);
@@ -217,12 +217,12 @@ impl Cpu {
         (result, hits)
     }
 
-    /// DR6 bits of what the present instruction has hit, and of its single step, for a trap that follows later.
+    /// Returns the DR6 bits of the current instruction's hits and of its single step, for a later trap.
     pub(crate) fn traps_of_instruction(&self) -> u64 {
         self.watch.hits | if self.watch.steps { DR6_BS } else { 0 }
     }
 
-    /// The instruction is done: what it hit, and its single step, wait for the next boundary.
+    /// Call at the end of an instruction: keeps its hits, and its single step, for the next boundary.
     pub(crate) fn trap(&mut self, hits: u64) {
         if hits != 0 {
             self.state.events.debug |= hits;
@@ -230,7 +230,7 @@ impl Cpu {
         }
     }
 
-    /// DR7.GD: an access to a debug register is #DB.
+    /// Raises #DB for an access to a debug register if DR7.GD is set.
     pub(crate) fn general_detect(&mut self) -> Result<(), Break> {
         match self.breakpoints().control & DR7_GD != 0 {
             true => Err(self.raise_debug(DR6_BD)),
@@ -238,22 +238,22 @@ impl Cpu {
         }
     }
 
-    /// Notes a #DB that is a fault.
+    /// Records a #DB that is a fault.
     #[cold]
     pub(crate) fn raise_debug(&mut self, hits: u64) -> Break {
         self.watch.hits = hits;
         self.raise(vector::DB, None)
     }
 
-    /// What a #DB of the guest does to the debug registers.
+    /// Changes the debug registers as a #DB of the guest does.
     pub(crate) fn debug_delivered(&mut self, hits: u64) {
-        // The breakpoints that were hit are the present ones; other bits stay until software clears them.
+        // The hits of earlier exceptions are replaced; other bits stay until software clears them.
         self.state.dr6 = self.state.dr6 & !DR6_HITS | hits;
         self.state.dr7 &= !DR7_GD;
         self.update_watch();
     }
 
-    /// A #DB with these DR6 bits: the debugger's, which ends the run, or the guest's, which becomes an event.
+    /// Handles a #DB with DR6 bits `hits`: the debugger's ends the run, the guest's becomes an event.
     pub(crate) fn take_debug(&mut self, hits: u64) -> Option<Exit> {
         if self.debugger.claims_debug() {
             return Some(Exit::Debug {
@@ -270,7 +270,7 @@ impl Cpu {
         None
     }
 
-    /// Takes the debug traps that wait, unless an exception goes first or the shadow of MOV SS holds them back.
+    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them.
     pub(crate) fn take_traps(&mut self) -> Option<Exit> {
         let events = &mut self.state.events;
         if events.debug == 0 || events.exception.is_some() || events.mov_ss_shadow {
@@ -292,12 +292,12 @@ impl Cpu {
                     false => self.execute(block),
                 }
             }
-            // The breakpoint at RIP goes before a fault of the fetch.
+            // The breakpoint at RIP is taken before a fault of the fetch.
             Err(_) => self.single_step(),
         }
     }
 
-    /// Executes one instruction, with what TF, RF, shadows, breakpoints and MMIO answers ask for.
+    /// Executes one instruction, with the effects of TF, RF, shadows, breakpoints and MMIO data.
     pub(crate) fn single_step(&mut self) -> Option<Exit> {
         let hits = self.code_hits(self.state.rip);
         if hits != 0 {
@@ -311,7 +311,7 @@ impl Cpu {
         let block = unsafe { found.as_ref() };
         let prefix = block.ops.first().map_or(0, |op| u64::from(op.offset));
         let start = block.key.rip.wrapping_add(prefix);
-        // The instruction that follows KVM's prefix has an address of its own.
+        // The instruction after KVM's prefix has an address of its own.
         let hits = if prefix == 0 {
             0
         } else {
@@ -322,7 +322,7 @@ impl Cpu {
             return self.take_debug(hits);
         }
         let resumed = self.state.rflags & flags::RF;
-        // The instruction may set it for the next one: IRET, and a string instruction that is not done.
+        // The instruction may set RF for the next one: IRET, and a string instruction that is not done.
         self.state.rflags &= !flags::RF;
         let steps = self.state.rflags & flags::TF != 0 || self.debugger.single_step;
         let events = &mut self.state.events;
@@ -339,7 +339,7 @@ impl Cpu {
         self.watch.collects = false;
         self.slow = true;
         if !executed {
-            // Abandoned: it starts again under the same shadow.
+            // Abandoned: the instruction starts again under the old shadow.
             self.state.rflags |= resumed;
             self.state.events.sti_shadow |= shadow;
             self.state.events.mov_ss_shadow |= mov_ss;
@@ -347,7 +347,7 @@ impl Cpu {
         }
         self.drop_answers();
         self.trap(hits);
-        // MOV SS loses its single step.
+        // MOV SS discards its single step.
         if steps && !self.state.events.mov_ss_shadow {
             self.trap(DR6_BS);
             // A trap ends a halt before it begins.

@@ -1,6 +1,6 @@
-//! Fetching code, decoding it, and comparing it with what was decoded before.
+//! Fetching code, decoding it, and comparing it with a decoded block.
 //!
-//! A second page is fetched only when the decoder wants more bytes than the first has: a fault of that fetch is the guest's.
+//! A second page is fetched only when the decoder needs more bytes than the first has: a fault of that fetch is the guest's.
 
 use crate::block::{Block, Hosts, Key, LONGEST, MAX_BYTES};
 use crate::heap::{self, OutOfMemory};
@@ -11,15 +11,15 @@ use iced_x86::{Decoder, DecoderError, DecoderOptions, Mnemonic};
 use std::ptr;
 use std::sync::Once;
 
-/// UD2 and "kvm": makes KVM emulate the instruction that follows.
+/// UD2 and "kvm": makes KVM emulate the next instruction.
 const PREFIX: &[u8] = b"\x0f\x0bkvm";
 /// Bytes of the longest instruction.
 const INSTRUCTION: usize = 15;
-/// More than the decoder's tables take of the heap, once in a process (checked by a test).
+/// More heap bytes than the decoder's tables use, once per process (checked by a test).
 pub const DECODER_BYTES: usize = 512 << 10;
 
-/// Has the decoder build its tables, which it does at the first use in a process, and has no way to report that memory
-/// runs out. So this makes sure first that there is enough: other threads may still take it meanwhile.
+/// Has the decoder build its tables. It builds them at the first use in a process, and cannot report a failed allocation. So
+/// this checks first that there is enough memory: other threads may still use it up meanwhile.
 pub(crate) fn build_tables() -> Result<(), OutOfMemory> {
     static BUILT: Once = Once::new();
     if !BUILT.is_completed() {
@@ -31,14 +31,14 @@ pub(crate) fn build_tables() -> Result<(), OutOfMemory> {
     Ok(())
 }
 
-/// What was decoded: how many bytes, and why there is no more.
+/// The result of decoding: the number of bytes, and why decoding stopped.
 struct Decoded {
     bytes: usize,
     end: DecoderError,
 }
 
 impl Cpu {
-    /// The linear address of `rip` in the code segment.
+    /// Returns the linear address of `rip` in the code segment.
     #[inline(always)]
     pub(crate) fn code_address(&self, rip: u64) -> u64 {
         if self.is_64() {
@@ -48,7 +48,7 @@ impl Cpu {
         }
     }
 
-    /// The first address of the page after that of `lin`.
+    /// Returns the first address of the page after that of `lin`.
     fn next_code_page(&self, lin: u64) -> u64 {
         let next = (lin | 0xfff).wrapping_add(1);
         if self.is_64() {
@@ -67,8 +67,8 @@ impl Cpu {
         if inside { Ok(()) } else { Err(self.gp()) }
     }
 
-    /// Whether memory holds the bytes that `block` was decoded from; then its translations are of this generation. `false` for
-    /// a block that holds nothing.
+    /// Whether memory holds the bytes that `block` was decoded from; if so, updates its translations to this generation.
+    /// `false` for a block that holds nothing.
     pub(crate) fn verify(&mut self, block: &mut Block) -> Result<bool, Break> {
         if block.ops.is_empty() {
             return Ok(false);
@@ -100,7 +100,7 @@ impl Cpu {
                 Some(false) => return Ok(false),
                 None => continue,
             }
-            // Only now is it known that the instruction still crosses.
+            // Only now is it certain that the instruction still crosses into the second page.
             if !second.is_empty() {
                 let next = self.next_code_page(lin);
                 hosts.second = match current {
@@ -119,7 +119,7 @@ impl Cpu {
         Ok(true)
     }
 
-    /// Whether the code at `lin`, which is at `host`, is `bytes`. `None`: the memory is gone, translate again.
+    /// Whether the code at `lin`, which is at `host`, is `bytes`. `None`: the memory is not accessible, translate again.
     fn compare(&mut self, lin: u64, host: *mut u8, bytes: &[u8]) -> Result<Option<bool>, Break> {
         // SAFETY: a translation looked up in this generation; the access is guarded.
         match unsafe { slat_guard::matches(host, bytes) } {
@@ -128,7 +128,7 @@ impl Cpu {
         }
     }
 
-    /// Decodes the code at `key` into `block`, which has room for `max_ops` operations. On failure it holds nothing.
+    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations. On failure the block holds nothing.
     pub(crate) fn decode(
         &mut self,
         block: &mut Block,
@@ -151,8 +151,8 @@ impl Cpu {
             decoded = self.decode_ops(key, &buffer[..len], 1, &mut block.ops);
         }
         if block.ops.is_empty() {
-            // Not an instruction: #UD, unless it is longer than 15 bytes, which is #GP. Any of the
-            // bytes may be what makes it none, so all are watched.
+            // Not an instruction: #UD, or #GP if it is longer than 15 bytes. Each of the bytes may be the invalid one, so all
+            // of them are compared.
             let mut op = lower::invalid();
             op.aux = u8::from(too_long(&buffer[..len]));
             if buffer.starts_with(PREFIX) {
@@ -184,7 +184,7 @@ impl Cpu {
         while ops.len() < max_ops && decoded.bytes < MAX_BYTES {
             let start = decoded.bytes;
             let mut prefix = 0;
-            // The prefix that makes KVM emulate the next instruction: there is nothing else here.
+            // The prefix that makes KVM emulate the next instruction: it starts a block of its own.
             if bytes[start..].starts_with(PREFIX) {
                 if start != 0 {
                     break;
@@ -198,7 +198,7 @@ impl Cpu {
             let insn = decoder.decode();
             decoded.end = decoder.last_error();
             if decoded.end != DecoderError::None {
-                // The end of the page or a bad instruction; the next block starts here and will see.
+                // The end of the page or a bad instruction; the next block starts here and handles it.
                 break;
             }
             decoded.bytes = decoder.position();
@@ -208,7 +208,7 @@ impl Cpu {
             let len = insn.len() as u8;
             if lower::lower(&insn, code, key.mode, first as u8, len, ops) {
                 if insn.mnemonic() == Mnemonic::Ud2 {
-                    // What follows decides whether it is a prefix.
+                    // The next bytes decide whether this is a prefix.
                     decoded.bytes = (start + PREFIX.len()).min(bytes.len());
                 }
                 break;
@@ -229,7 +229,7 @@ impl Cpu {
         }
     }
 
-    /// The host address from which the code at `lin` is fetched.
+    /// Returns the host address from which the code at `lin` is fetched.
     fn code_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
         let user = self.cpl == 3;
         let at = (lin & 0xfff) as usize;
@@ -258,7 +258,7 @@ impl Cpu {
     }
 }
 
-/// Whether all of the first 15 bytes are consumed without an end of the instruction.
+/// Whether the decoder consumes all of the first 15 bytes without reaching the end of the instruction.
 fn too_long(bytes: &[u8]) -> bool {
     let prefix = |b: &u8| {
         matches!(

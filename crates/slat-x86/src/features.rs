@@ -1,6 +1,6 @@
-//! What the guest's CPU has beyond the baseline: what its CPUID tells, as far as this CPU can do it.
+//! The features of the guest's CPU beyond the baseline: those of its CPUID that this CPU implements.
 //!
-//! Without a feature its control bits are reserved and its instructions are #UD, where hardware behind KVM behaves so.
+//! Without a feature its control bits are reserved and its instructions are #UD, as far as hardware under KVM behaves so.
 
 use crate::state::{control, xcr0};
 
@@ -13,7 +13,7 @@ pub struct Features {
     pub(crate) efer: u64,
     /// Bits of XCR0 that can be set.
     pub(crate) xcr0: u64,
-    /// Where PKRU is in the standard format of an XSAVE area.
+    /// Offset of PKRU in the standard format of an XSAVE area.
     pub(crate) pkru_offset: usize,
     pub(crate) invpcid: bool,
     pub(crate) rdtscp: bool,
@@ -28,16 +28,16 @@ pub struct Features {
     pub(crate) physical_bits: u32,
 }
 
-/// Where PKRU is unless CPUID tells: as on Intel's CPUs.
+/// Offset of PKRU unless CPUID says otherwise: that of Intel's CPUs.
 pub const PKRU_OFFSET: usize = 0xa80;
-/// Bits of a guest-physical address at most.
+/// The most bits of a guest-physical address.
 pub const PHYSICAL_BITS: u32 = 52;
-/// Bits of a guest-physical address where CPUID does not tell (SDM volume 2, CPUID leaf 0x8000_0008).
+/// Bits of a guest-physical address if CPUID does not say (SDM volume 2, CPUID leaf 0x8000_0008).
 const PHYSICAL_BITS_UNTOLD: u32 = 36;
 
 /// CR4: VME PVI TSD DE PSE PAE MCE PGE PCE OSFXSR OSXMMEXCPT.
 const CR4_BASELINE: u64 = 0x7ff;
-/// CR4 bits that are features, and where CPUID tells them: leaf, register, bit.
+/// CR4 bits that are features, and where CPUID reports them: leaf, register, bit.
 const CR4_FEATURES: [(u64, u32, usize, u32); 8] = [
     (control::CR4_UMIP, 7, ECX, 2),
     (control::CR4_LA57, 7, ECX, 16),
@@ -61,7 +61,7 @@ const ECX: usize = 2;
 const EDX: usize = 3;
 
 impl Features {
-    /// All that this CPU can do.
+    /// Returns all features that this CPU implements.
     pub fn all() -> Self {
         let cr4 = (CR4_FEATURES.iter()).fold(CR4_BASELINE, |all, (bit, ..)| all | bit);
         let efer = EFER_FEATURES.iter().fold(0, |all, (bit, _)| all | bit);
@@ -82,7 +82,7 @@ impl Features {
         }
     }
 
-    /// What of it a guest finds in its CPUID, of which `cpuid` returns EAX, EBX, ECX and EDX of a leaf and a subleaf.
+    /// Returns the features that a guest finds in its CPUID: `cpuid` returns EAX, EBX, ECX and EDX of a leaf and a subleaf.
     pub fn from_cpuid(cpuid: impl Fn(u32, u32) -> [u32; 4]) -> Self {
         let has = |leaf, register: usize, bit| cpuid(leaf, 0)[register] >> bit & 1 != 0;
         let cr4 = (CR4_FEATURES.iter())
@@ -103,7 +103,7 @@ impl Features {
             cr4,
             efer,
             xcr0: components & xcr0::ALL | xcr0::X87,
-            // After the header, aligned, and not beyond what any CPU has.
+            // After the header, aligned, and not farther than in any CPU.
             pkru_offset: match pkru_offset.is_multiple_of(8) && (576..8192).contains(&pkru_offset) {
                 true => pkru_offset,
                 false => PKRU_OFFSET,
@@ -120,12 +120,12 @@ impl Features {
         }
     }
 
-    /// Bits of a guest-physical address.
+    /// Returns the number of bits of a guest-physical address.
     pub fn physical_bits(&self) -> u32 {
         self.physical_bits
     }
 
-    /// Bits that a physical address cannot have.
+    /// Returns the bits that a physical address cannot have.
     pub(crate) fn beyond_physical(&self) -> u64 {
         !((1 << self.physical_bits) - 1)
     }

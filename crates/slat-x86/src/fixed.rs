@@ -1,8 +1,8 @@
-//! The memory of fixed size that a CPU gets when it is made: its software TLB, the tables that find blocks, and the
-//! queues between an instruction and the device model.
+//! The memory of fixed size that a CPU allocates when it is made: its software TLB, the tables that find blocks, and the queues
+//! between an instruction and the device model.
 //!
-//! All of it begins as zeroes, in pages that the host provides when they are used: a CPU that hardly runs takes little
-//! of it. Nothing that runs the guest allocates more, except the copies of blocks that are kept.
+//! All of it begins as zeroes, in pages that the host provides at first use: a CPU that hardly runs uses little of it. Running
+//! the guest allocates no more, except for the copies of blocks that are kept.
 
 use crate::blocks::{Front, Seen};
 use crate::heap::Zeroed;
@@ -10,20 +10,20 @@ use crate::mmio::{Fragments, Input, Output};
 use crate::tlb::Tlb;
 
 pub(crate) struct Fixed {
-    /// Answered reads of the instruction at RIP, in the order in which it makes them.
+    /// Data of the reads of the instruction at RIP, in the order in which it reads.
     pub(crate) answers: Fragments,
-    /// Writes that the device model has not seen.
+    /// Writes that have not been passed to the device model.
     pub(crate) writes: Fragments,
-    /// What a string input read.
+    /// The data that a string input read.
     pub(crate) input: Input,
-    /// What an output writes.
+    /// The data that an output writes.
     pub(crate) output: Output,
     pub(crate) seen: Seen,
     pub(crate) front: Front,
     pub(crate) tlb: Tlb,
 }
 
-// SAFETY: so it is of every field.
+// SAFETY: zeroes are a value of every field, as `Zeroed` promises.
 unsafe impl Zeroed for Fixed
 where
     Fragments: Zeroed,

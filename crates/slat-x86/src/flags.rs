@@ -1,15 +1,14 @@
 //! Lazy arithmetic flags.
 //!
-//! Most flags are overwritten before anything reads them, so the common operations only note what they
-//! did: which operation, its operands and its result. Who needs a flag computes it from the note. Rare
-//! operations compute their flags at once. While the note stands, the arithmetic bits of `state.rflags`
-//! are stale.
+//! Most flags are overwritten before anything reads them, so the common operations only record what they did: the operation,
+//! its operands and its result. A reader computes the flag it needs from the record. Rare operations compute their flags at
+//! once. While there is a record, the arithmetic bits of `state.rflags` are stale.
 
 use crate::Cpu;
 use crate::int::Int;
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 
-/// What the last flag-setting operation was. The low two bits of a kind are the operand size.
+/// The last flag-setting operation. The low two bits of a kind are the operand size.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lazy {
     kind: u8,
@@ -26,9 +25,9 @@ pub(crate) const ADD: u8 = 4;
 pub(crate) const SUB: u8 = 8;
 /// CF and OF are clear.
 pub(crate) const LOGIC: u8 = 12;
-/// `b` is the carry flag, which stays.
+/// `a + 1`: `b` is the carry flag, which stays.
 pub(crate) const INC: u8 = 16;
-/// `b` is the carry flag, which stays.
+/// `a - 1`: `b` is the carry flag, which stays.
 pub(crate) const DEC: u8 = 20;
 /// `a` holds CF, OF and AF in bits 0 to 2; the others follow from the result.
 const GIVEN: u8 = 24;
@@ -48,7 +47,7 @@ impl Lazy {
 }
 
 impl Cpu {
-    /// Notes an operation of one of the lazy kinds.
+    /// Records an operation of one of the lazy kinds.
     #[inline(always)]
     pub(crate) fn note<T: Int>(&mut self, kind: u8, a: T, b: T, result: T) {
         self.lazy = Lazy {
@@ -59,7 +58,7 @@ impl Cpu {
         };
     }
 
-    /// Sets all arithmetic flags at once, those of the result being computed from it.
+    /// Sets all arithmetic flags at once: the given ones, and the others computed from the result.
     #[inline(always)]
     pub(crate) fn put_flags<T: Int>(&mut self, carry: bool, overflow: bool, aux: bool, result: T) {
         let given = u64::from(carry) | u64::from(overflow) << 1 | u64::from(aux) << 2;
@@ -80,7 +79,7 @@ impl Cpu {
         self.state.rflags = all & !mask | value & mask;
     }
 
-    /// RFLAGS with the arithmetic flags computed.
+    /// Returns RFLAGS with the arithmetic flags computed.
     pub(crate) fn flags(&mut self) -> u64 {
         if self.lazy.kind >= ADD {
             let mut value = result_flags(self.lazy.result, self.lazy.top());
@@ -168,7 +167,7 @@ impl Cpu {
     }
 }
 
-/// ZF, SF and PF of a result whose sign bit is bit `top`.
+/// Returns ZF, SF and PF of a result whose sign bit is bit `top`.
 fn result_flags(result: u64, top: u32) -> u64 {
     let mut value = 0;
     if result == 0 {

@@ -3,7 +3,7 @@
 /// Up to `BYTES` bytes of a stack, from the word pushed last to the one pushed first.
 pub(crate) struct Frame<const BYTES: usize> {
     bytes: [u8; BYTES],
-    /// Where the word pushed last begins.
+    /// Index of the first byte of the word pushed last.
     start: usize,
 }
 
@@ -22,7 +22,7 @@ impl<const BYTES: usize> Frame<BYTES> {
         self.bytes[self.start..end].copy_from_slice(&word.to_le_bytes()[..size]);
     }
 
-    /// As they are to be in memory.
+    /// Returns the bytes in memory order.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes[self.start..]
     }

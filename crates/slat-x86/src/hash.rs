@@ -1,4 +1,4 @@
-//! Hashes of block keys: a multiplication for each word, folded, from a start that the guest does not know. So a guest cannot
+//! Hashes of block keys: a multiplication for each word, folded, with a seed that the guest does not know. So a guest cannot
 //! choose addresses that make the look-up of its code slow.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -57,7 +57,7 @@ mod tests {
             .collect();
         let low: HashSet<u64> = hashes.iter().map(|hash| hash & 0xffff).collect();
         let high: HashSet<u64> = hashes.iter().map(|hash| hash >> 57).collect();
-        // Of 4096 in 65536, 3969 different ones are to be expected.
+        // With 4096 random values out of 65536, 3969 different ones are expected.
         assert!(
             low.len() > 3800 && high.len() == 128,
             "{} {}",

@@ -1,4 +1,4 @@
-//! Heap memory that may run out. `Box::new` and `Vec::push` abort then; these return [`OutOfMemory`].
+//! Heap allocations that may fail. `Box::new` and `Vec::push` abort then; these return [`OutOfMemory`].
 
 use std::alloc::{Layout, alloc};
 use std::fmt;
@@ -17,13 +17,13 @@ impl fmt::Display for OutOfMemory {
 
 impl std::error::Error for OutOfMemory {}
 
-/// A type that bytes of zero are a value of.
+/// A type of which all-zero bytes are a valid value.
 ///
 /// # Safety
 /// - memory of the type's size and alignment that is all zero holds a valid value.
 pub(crate) unsafe trait Zeroed {}
 
-/// `Box::new`.
+/// Boxes `value`, like `Box::new`.
 pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     const { assert!(size_of::<T>() > 0) };
     // SAFETY: the layout has a size.
@@ -38,8 +38,8 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     }
 }
 
-/// A `T` that begins as zeroes, in pages of its own: the host provides each when it is used first. (The heap promises no
-/// such thing: it may give out memory that was used before, and clears it then.)
+/// A `T` that begins as zeroes, in pages of its own, which the host provides at first use. (The heap does not promise that: it
+/// may return memory that was used before, and clear it.)
 pub(crate) struct Pages<T>(NonNull<T>);
 
 // SAFETY: owns its `T`, as a box does.
@@ -56,7 +56,7 @@ impl<T: Zeroed> Pages<T> {
         if memory == libc::MAP_FAILED {
             return Err(OutOfMemory);
         }
-        // A huge page would hold the memory of several CPUs, used or not. Where there are none, there is none to refuse.
+        // A huge page would hold the memory of several CPUs, used or not. Without huge pages the call fails, which is fine.
         // SAFETY: the mapping just made.
         unsafe { libc::madvise(memory, len, libc::MADV_NOHUGEPAGE) };
         NonNull::new(memory.cast()).map(Pages).ok_or(OutOfMemory)
@@ -75,7 +75,7 @@ impl<T> Deref for Pages<T> {
 impl<T> DerefMut for Pages<T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: as above, and borrowed for this alone.
+        // SAFETY: as above, and exclusively borrowed.
         unsafe { self.0.as_mut() }
     }
 }
@@ -90,7 +90,7 @@ impl<T> Drop for Pages<T> {
     }
 }
 
-/// An empty vector with memory for `capacity` elements.
+/// Returns an empty vector with memory for `capacity` elements.
 pub(crate) fn vec<T>(capacity: usize) -> Result<Vec<T>, OutOfMemory> {
     let mut vec = Vec::new();
     vec.try_reserve_exact(capacity).map_err(|_| OutOfMemory)?;
@@ -103,7 +103,7 @@ pub(crate) fn reserve<T>(vec: &mut Vec<T>, len: usize) -> Result<(), OutOfMemory
         .map_err(|_| OutOfMemory)
 }
 
-/// Whether the heap has `bytes` bytes in one piece now.
+/// Whether the heap has `bytes` contiguous bytes now.
 pub(crate) fn probe(bytes: usize) -> Result<(), OutOfMemory> {
     vec::<u8>(bytes).map(drop)
 }

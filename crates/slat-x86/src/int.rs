@@ -13,13 +13,13 @@ pub(crate) trait Int: Word + Copy + Eq + std::fmt::Debug + 'static {
     const SIZE: u8;
     fn zx(self) -> u64;
     fn sx(self) -> i64;
-    /// The low bits of `v`.
+    /// Returns the low bits of `v`.
     fn of(v: u64) -> Self;
-    /// Register `r`; for bytes, 16–19 are AH CH DH BH.
+    /// Reads register `r`; for bytes, 16–19 are AH CH DH BH.
     fn get(cpu: &Cpu, r: u8) -> Self;
     /// Writes register `r`: a doubleword clears the upper half, smaller sizes leave the rest.
     fn set(cpu: &mut Cpu, r: u8, v: Self);
-    /// The sign bit.
+    /// Returns the sign bit.
     #[inline(always)]
     fn top(self) -> bool {
         self.zx() >> (Self::BITS - 1) & 1 != 0

@@ -1,8 +1,8 @@
 //! Delivery of exceptions and interrupts.
 //!
-//! A delivery first reads all it needs and writes the stack frame, then changes registers: it can break
-//! off at any memory access and start again. What waits stands in `state.events`; an exception during the
-//! delivery of another makes a double fault or, at the third, ends the run with [`Exit::Shutdown`].
+//! A delivery first reads all it needs and writes the stack frame, then changes registers: it can be abandoned at any memory
+//! access and start again. Pending events are in `state.events`; an exception during the delivery of another makes a double
+//! fault or, at the third, ends the run with [`Exit::Shutdown`].
 
 use crate::frame::Frame;
 use crate::machine::Exit;
@@ -13,7 +13,7 @@ use crate::task::Initiator;
 use crate::tlb::{SUPERVISOR, USER};
 use crate::{Cpu, vector};
 
-/// Where an event comes from.
+/// The origin of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
     /// An interrupt, or an exception that is a trap or an abort.
@@ -21,18 +21,18 @@ pub(crate) enum Source {
     /// An exception that is a fault: RF is set in the flags that are pushed (SDM volume 3, "Instruction-Breakpoint
     /// Exception Condition").
     Fault,
-    /// INT n, INT3, INTO: the gate's DPL counts.
+    /// INT n, INT3, INTO: the gate's DPL is checked.
     Software,
 }
 
 impl Source {
-    /// The EXT bit of the error codes of a fault in the delivery.
+    /// Returns the EXT bit of the error codes of a fault in the delivery.
     pub(crate) fn external(self) -> u32 {
         u32::from(self != Source::Software)
     }
 }
 
-/// Where an exception that is not of INT n comes from.
+/// Returns the source of an exception that INT n did not cause.
 fn source(vector: u8) -> Source {
     match vector {
         vector::DB | vector::BP | vector::OF | vector::DF | vector::MC => Source::External,
@@ -48,13 +48,14 @@ fn contributory(vector: u8) -> bool {
 }
 
 impl Cpu {
-    /// An external interrupt will be delivered before the next instruction, whatever RFLAGS.IF says.
+    /// Has an external interrupt delivered before the next instruction, whatever RFLAGS.IF is.
     pub fn inject_interrupt(&mut self, vector: u8) {
         self.state.events.interrupt = Some(vector);
         self.slow = true;
     }
 
-    /// `count` more NMIs will be delivered as soon as NMIs are not blocked: no more than [`MAX_NMIS`], and one while they are blocked.
+    /// Has `count` more NMIs delivered as soon as NMIs are not blocked: no more than [`MAX_NMIS`], and one while they are
+    /// blocked.
     pub fn inject_nmis(&mut self, count: u8) {
         let events = &mut self.state.events;
         let limit = if events.nmi_blocked { 1 } else { MAX_NMIS };
@@ -62,14 +63,14 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// An exception will be delivered before the next instruction. CR2 is the caller's to set.
+    /// Has an exception delivered before the next instruction. The caller has set CR2.
     pub fn inject_exception(&mut self, vector: u8, error: Option<u32>) {
         self.state.events.exception = Some(Exception { vector, error });
         self.slow = true;
     }
 
-    /// Whether the guest accepts an external interrupt now. An NMI that is delivered next comes first: its handler runs with
-    /// interrupts off.
+    /// Whether the guest accepts an external interrupt now. It does not if an NMI is delivered next: the NMI's handler runs
+    /// with interrupts off.
     pub fn can_take_interrupt(&self) -> bool {
         let Events {
             exception,
@@ -88,20 +89,20 @@ impl Cpu {
             && !self.state.events.takes_nmi()
     }
 
-    /// The instruction in the shadow of STI or MOV SS is done.
+    /// Call after the instruction in the shadow of STI or MOV SS.
     pub(crate) fn end_shadow(&mut self) {
         self.state.events.sti_shadow = false;
         self.state.events.mov_ss_shadow = false;
     }
 
-    /// Delivers what waits. At most one event per call. An interrupt that the CPU has acknowledged already comes before an NMI, whose
-    /// handler it would interrupt.
+    /// Delivers pending events, at most one per call. An interrupt that the CPU has acknowledged already is delivered before an
+    /// NMI, whose handler it would interrupt.
     pub(crate) fn deliver_events(&mut self) -> Option<Exit> {
         let events = self.state.events;
         let rip = self.state.rip;
         if let Some(exception) = events.exception {
             let Exception { vector, error } = exception;
-            // A #BP that the debugger gives back to the guest is a trap again.
+            // A #BP that the debugger passes on to the guest is a trap again.
             let rip = match self.watch.int3 {
                 Some((start, end)) if vector == vector::BP && start == rip => end,
                 _ => rip,
@@ -189,7 +190,7 @@ impl Cpu {
         return_rip: u64,
     ) -> Result<(), Break> {
         self.slow = true;
-        // The flags that are pushed keep TF; there is no single step of an event.
+        // The pushed flags keep TF; an event has no single step.
         self.watch.steps = false;
         let (delivered, hits) = self.collect_hits(|cpu| {
             if cpu.long_mode() {
@@ -206,7 +207,7 @@ impl Cpu {
         delivered
     }
 
-    /// RFLAGS as an event from `source` pushes it.
+    /// Returns RFLAGS as an event from `source` pushes it.
     fn pushed_flags(&mut self, source: Source) -> u64 {
         self.flags()
             | match source {
@@ -315,7 +316,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Writes a stack frame with the rights of the privilege level that it is for.
+    /// Writes a stack frame with the rights of privilege level `cpl`.
     fn push_frame(&mut self, rsp: u64, bytes: &[u8], cpl: u8) -> Result<(), Break> {
         let table = self.table;
         self.table = match cpl {
@@ -332,7 +333,7 @@ impl Cpu {
         result
     }
 
-    /// A stack pointer out of the 64-bit TSS.
+    /// Reads a stack pointer from the 64-bit TSS.
     fn tss_stack(&mut self, offset: u64) -> Result<u64, Break> {
         let tr = self.state.tr;
         if offset + 7 > u64::from(tr.limit) {
@@ -345,7 +346,7 @@ impl Cpu {
         Ok(rsp)
     }
 
-    /// Protected mode outside long mode: interrupt, trap and task gates.
+    /// Delivers an event in protected mode outside long mode: interrupt, trap and task gates.
     fn deliver_protected(
         &mut self,
         vector: u8,
@@ -430,7 +431,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Real mode: the interrupt vector table.
+    /// Delivers an event in real mode: the interrupt vector table.
     fn deliver_real(&mut self, vector: u8, return_rip: u64) -> Result<(), Break> {
         let offset = u64::from(vector) * 4;
         if offset + 3 > u64::from(self.state.idtr.limit) {

@@ -1,24 +1,24 @@
 //! A software x86-64 CPU.
 //!
-//! An interpreter of decoded basic blocks. [`Cpu`] holds the architectural [`State`] and runs it against a
-//! [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`]) and answers CPUID, MSRs
-//! and the like. [`Cpu::run`] goes on until something needs the outside and says what: [`Exit`].
+//! An interpreter of decoded basic blocks. [`Cpu`] holds the architectural [`State`] and runs it against a [`Machine`], which
+//! translates guest-virtual addresses to host pages ([`Mmu`]) and serves CPUID, MSRs and the like. [`Cpu::run`] runs until it
+//! needs its caller and returns the reason: [`Exit`].
 //!
 //! | file | idea |
 //! |---|---|
 //! | [`state`] | the architectural registers |
 //! | [`machine`] | what the CPU needs from its machine, and its exits |
 //! | `cpu` | the CPU object; `run`: its outer loop |
-//! | `features` | what the guest's CPUID tells |
-//! | `fixed`, `heap` | the memory that a CPU has from the beginning; memory that may run out |
+//! | `features` | the features in the guest's CPUID |
+//! | `fixed`, `heap` | the memory that a CPU has from its creation; allocations that may fail |
 //! | `block`, `blocks`, `hash` | a basic block; all of them, found by address |
 //! | `debug` | breakpoints, watchpoints, single steps |
 //! | `decode` | fetching and decoding code, verifying blocks against memory |
 //! | `op`, `lower/` | the decoded operation; from an instruction to an operation |
-//! | `exec/` | what the operations do, a file per kind |
+//! | `exec/` | the handlers of operations, a file per kind |
 //! | `flags` | lazy arithmetic flags |
 //! | `tlb`, `mem` | the software TLB; loads and stores |
-//! | `mmio` | MMIO and port accesses, which the device model answers |
+//! | `mmio` | MMIO and port accesses, whose data the device model provides |
 //! | `segment`, `interrupt`, `frame` | descriptors; delivery of exceptions and interrupts; what they push |
 //! | `task`, `tss` | task switches; the task-state segment |
 //! | `simd/`, `x87` | SSE and x87 |
@@ -27,7 +27,7 @@
 //! several threads; code that was overwritten (by this CPU, by another, by the host) is not executed from
 //! the block cache, because a block is compared with memory when it is entered.
 //!
-//! Whoever runs a CPU has called `slat_guard::install` before.
+//! The caller has called `slat_guard::install` before it runs a CPU.
 //!
 //! Missing: AVX and later, alignment checks (#AC), interrupt and trap gates out of virtual-8086 mode and IRET
 //! into it (task switches do both), VMX/SVM.

@@ -7,8 +7,8 @@ use crate::op::{Break, Flow, Handler, MEM, NONE, Op, form};
 use crate::{simd, vector, x87};
 use iced_x86::{CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
-/// Appends the operations of an instruction, at most two; answers whether the block ends with it. `code` is the
-/// instruction's own bytes, `offset` and `len` say what it takes of the block.
+/// Appends the operations of an instruction, at most two. Returns whether the block ends with it. `code` is the instruction's
+/// own bytes, `offset` and `len` its position in the block.
 pub(crate) fn lower(
     insn: &Instruction,
     code: &[u8],
@@ -77,7 +77,7 @@ const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 18] = [
     exec::xsave::lower,
 ];
 
-/// SSE and x87, unless they are switched off.
+/// Chooses the handler of an SSE or x87 instruction: one that raises #UD or #NM if they are switched off.
 fn floating(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
     if insn.encoding() != EncodingKind::Legacy {
         return None;
@@ -108,7 +108,7 @@ fn is_sse(feature: CpuidFeature) -> bool {
     )
 }
 
-/// Instructions that a CPU with our CPUID features has, but this one does not.
+/// Returns the handler of an instruction that CPUs with our CPUID features have, but this one does not.
 fn missing(insn: &Instruction) -> Handler {
     use CpuidFeature::*;
     let known = |f: &CpuidFeature| {
@@ -148,17 +148,18 @@ fn unimplemented(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.unimplemented("an instruction that this CPU does not implement"))
 }
 
-/// Follows an instruction that may have stored and does not look itself.
+/// Ends the block if an instruction's store requires that. Follows an instruction that may have stored and does not check
+/// itself.
 fn check(cpu: &mut Cpu, _: &Op) -> Flow {
     if cpu.stop { Err(Break::End) } else { Ok(()) }
 }
 
-/// Bytes that are no instruction; with `aux` set there were too many of them.
+/// Raises #UD for bytes that are no instruction, or, if `aux` is set, #GP for too many of them.
 fn bad(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(if op.aux != 0 { cpu.gp() } else { cpu.ud() })
 }
 
-/// The operation of bytes that are no instruction.
+/// Returns the operation for bytes that are no instruction.
 pub(crate) fn invalid() -> Op {
     Op {
         handler: bad,
@@ -183,7 +184,7 @@ pub(crate) fn invalid() -> Op {
     }
 }
 
-/// Fills in what all instructions have alike.
+/// Fills in the fields that all instructions have.
 fn operands(insn: &Instruction, mode: u8, op: &mut Op) {
     op.lock = insn.has_lock_prefix();
     op.rep = if insn.has_repe_prefix() {
@@ -243,7 +244,7 @@ fn string_operand(insn: &Instruction, address_size: u8, op: &mut Op) {
     op.seg = segment(insn.memory_segment());
 }
 
-/// The number of a register in its file; 16–19 for AH CH DH BH.
+/// Returns the number of a register in its file; 16–19 for AH CH DH BH.
 fn register(r: Register) -> u8 {
     let n = r.number() as u8;
     if r.is_gpr8() {
@@ -277,7 +278,7 @@ fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
     op.disp = insn.memory_displacement64();
     op.seg = match insn.segment_prefix() {
         Register::ES | Register::CS | Register::SS | Register::DS if mode & mode::BITS == 2 => {
-            // Without effect; whether a bad address is #SS or #GP hangs on the base register.
+            // No prefix applies; the base register decides whether a bad address is #SS or #GP.
             let stack = matches!(
                 base,
                 Register::RSP | Register::RBP | Register::ESP | Register::EBP

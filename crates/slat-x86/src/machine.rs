@@ -1,4 +1,4 @@
-//! What a CPU needs from its machine, and what it answers when it stops.
+//! What a CPU needs from its machine, and why it stops.
 
 use std::ptr::NonNull;
 
@@ -28,7 +28,7 @@ pub struct Paging {
     pub efer: u64,
     /// PKRU: counts if CR4.PKE is set.
     pub pkru: u32,
-    /// The access counts as a user's (CPL 3, and none of the CPU's own table accesses).
+    /// The access is a user's (CPL 3, except the CPU's own accesses to its tables).
     pub user: bool,
     /// RFLAGS.AC of an explicit supervisor access: SMAP does not apply.
     pub ac: bool,
@@ -39,15 +39,15 @@ pub struct Paging {
 pub struct HostPage {
     /// The first byte of the page in this process.
     pub base: NonNull<u8>,
-    /// Reads may go on without coming back, at this privilege.
+    /// Further reads at this privilege need no new translation.
     pub read: bool,
-    /// Writes may go on without coming back, at this privilege.
+    /// Further writes at this privilege need no new translation.
     pub write: bool,
-    /// Instruction fetches may go on without coming back, at this privilege.
+    /// Further instruction fetches at this privilege need no new translation.
     pub execute: bool,
     /// The guest-physical address of the page.
     pub gpa: u64,
-    /// The guest's page that this one is part of has 2^`bits` bytes: INVLPG forgets all of it.
+    /// This page is part of a page of the guest's of 2^`bits` bytes: INVLPG drops all of it.
     pub bits: u32,
 }
 
@@ -59,15 +59,15 @@ pub enum Fault {
         /// The error code that the guest sees.
         error_code: u32,
     },
-    /// No memory there: the access is the device model's.
+    /// No memory is mapped at the address: the access is the device model's.
     Mmio {
         /// The guest-physical address of the byte at the faulting address.
         gpa: u64,
     },
-    /// #GP(0): for addresses that the machine refuses. The CPU checks canonical form itself.
+    /// #GP(0), for addresses that the machine refuses. The CPU checks itself whether they are canonical.
     GeneralProtection,
-    /// Abandon the instruction with nothing changed, look at `attention`, execute it again. All
-    /// translations are void.
+    /// The CPU abandons the instruction with nothing changed, checks `attention`, and executes it again. All translations are
+    /// void.
     Retry,
     /// The host memory is not accessible: the run ends with [`Exit::BadAddress`].
     BadAddress,
@@ -75,7 +75,7 @@ pub enum Fault {
     OutOfMemory,
 }
 
-/// Why RDMSR or WRMSR is refused: by the machine, or by the CPU for an MSR that it holds itself.
+/// Why RDMSR or WRMSR is refused: by the machine, or by the CPU for an MSR that the CPU holds itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrFault {
     /// The MSR does not exist.
@@ -88,43 +88,44 @@ pub enum MsrFault {
 
 /// How the CPU translates.
 pub trait Mmu {
-    /// The host page behind the page of `gva`: walks the guest's tables (setting accessed and dirty
-    /// bits), then the second level. Called on misses of the software TLB only.
+    /// Returns the host page that backs the page of `gva`: walks the guest's tables (setting accessed and dirty bits), then the
+    /// second level. Called on misses of the software TLB only.
     fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault>;
 
-    /// A guarded access through a translation came back as gone. `Ok`: translate again and retry.
+    /// Call after a guarded access through a translation returned [`Gone`](slat_guard::Gone). `Ok`: translate again and retry.
     fn recheck(&mut self, host: *mut u8, access: Access) -> Result<(), Fault>;
 }
 
-/// What else a CPU needs from its machine.
+/// The other services that a CPU needs from its machine.
 pub trait Machine: Mmu {
-    /// CPUID: EAX, EBX, ECX, EDX.
+    /// Returns EAX, EBX, ECX, EDX of CPUID.
     fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4];
     /// Whether CPUID is #GP(0) outside CPL 0 (CPUID faulting, Intel SDM volume 3).
     fn cpuid_faults(&mut self) -> bool {
         false
     }
-    /// RDMSR of an MSR that the CPU does not hold itself.
+    /// Reads an MSR that the CPU does not hold itself.
     fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault>;
-    /// WRMSR of an MSR that the CPU does not hold itself.
+    /// Writes an MSR that the CPU does not hold itself.
     fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault>;
-    /// Whether the guest may read MSR `msr`, or with `write` write it. The CPU asks before every access, also to an MSR that it
-    /// holds itself.
+    /// Whether the guest may read MSR `msr`, or with `write` write it. The CPU asks before every access, also to an MSR that
+    /// the CPU holds itself.
     fn allows_msr(&mut self, _msr: u32, _write: bool) -> bool {
         true
     }
-    /// Whether a refused access is answered from outside: then the run ends with [`Exit::Msr`], otherwise it is #GP(0).
+    /// Whether the caller of the run handles a refused access: then the run ends with [`Exit::Msr`], otherwise it is #GP(0).
     fn answers_msr_outside(&mut self, _why: MsrFault) -> bool {
         false
     }
-    /// The time-stamp counter as the guest sees it.
+    /// Returns the guest's time-stamp counter.
     fn tsc(&mut self) -> u64;
-    /// VMCALL or VMMCALL at CPL 0: number and four arguments, of 64 bits in `long_mode` and of 32 otherwise; answers RAX. `None`:
-    /// the answer comes from outside, the run ends with [`Exit::Hypercall`].
+    /// Executes VMCALL or VMMCALL at CPL 0: number and four arguments, of 64 bits in `long_mode` and of 32 otherwise. Returns
+    /// RAX. `None`: the caller of the run executes it, the run ends with [`Exit::Hypercall`].
     fn hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64>;
-    /// The guest has written CR8, its local APIC's task priority. (A write of the APIC's register by WRMSR changes CR8.)
+    /// Call after the guest has written CR8, its local APIC's task priority. (A write of the APIC's register by WRMSR changes
+    /// CR8.)
     fn set_task_priority(&mut self, _cr8: u64) {}
-    /// What this machine makes of VMCALL or VMMCALL.
+    /// Returns what VMCALL or VMMCALL does in this machine.
     fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
         Hypercalls::Executed
     }
@@ -144,7 +145,7 @@ pub enum HypercallInstruction {
 }
 
 impl HypercallInstruction {
-    /// Its bytes.
+    /// Returns the instruction's bytes.
     pub fn bytes(self) -> [u8; 3] {
         match self {
             HypercallInstruction::Vmcall => [0x0f, 0x01, 0xc1],
@@ -153,12 +154,12 @@ impl HypercallInstruction {
     }
 }
 
-/// What becomes of an instruction that calls the hypervisor.
+/// What an instruction that calls the hypervisor does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hypercalls {
     /// It is executed.
     Executed,
-    /// This one is written over it, and executed.
+    /// It is overwritten by this instruction, which is executed.
     Patched(HypercallInstruction),
     /// #UD.
     Undefined,
@@ -167,21 +168,21 @@ pub enum Hypercalls {
 /// Why a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// A port access. RIP still points at the instruction; [`Cpu::complete_io`](crate::Cpu::complete_io)
-    /// finishes it, and must be called before the next run, also for a write (with no data).
+    /// A port access. RIP still points at the instruction; [`Cpu::complete_io`](crate::Cpu::complete_io) finishes it, and must
+    /// be called before the next run, also for a write (with no data).
     Io {
         /// The port.
         port: u16,
         /// Bytes per access: 1, 2 or 4.
         size: u8,
-        /// OUT, in contrast to IN.
+        /// An OUT, in contrast to IN.
         write: bool,
-        /// Units: more than 1 only for repeated INS and OUTS, which move what is in the page. What is written is
-        /// [`Cpu::output`](crate::Cpu::output).
+        /// Units: more than 1 only for repeated INS and OUTS, which move the units that lie in the page.
+        /// [`Cpu::output`](crate::Cpu::output) holds the data of a write.
         count: u32,
     },
-    /// A memory access where no memory is. A read is answered by
-    /// [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) before the next run; a write needs no answer.
+    /// An access to an address without memory. [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) provides the data of
+    /// a read before the next run; a write needs nothing.
     Mmio {
         /// The guest-physical address.
         gpa: u64,
@@ -189,10 +190,10 @@ pub enum Exit {
         len: u8,
         /// A write, in contrast to a read.
         write: bool,
-        /// What is written.
+        /// The data of a write.
         data: [u8; 8],
     },
-    /// A hypercall that the machine does not answer. RIP still points at the instruction;
+    /// A hypercall that the machine does not execute. RIP still points at the instruction;
     /// [`Cpu::complete_hypercall`](crate::Cpu::complete_hypercall) finishes it before the next run.
     Hypercall {
         /// Its number.
@@ -202,17 +203,17 @@ pub enum Exit {
         /// All 64 bits of the registers count.
         long_mode: bool,
     },
-    /// An access to an MSR that was refused, and that the machine wants answered from outside. RIP still points at the
-    /// instruction; [`Cpu::complete_msr`](crate::Cpu::complete_msr) finishes it before the next run.
+    /// A refused access to an MSR, which the machine wants its caller to handle. RIP still points at the instruction;
+    /// [`Cpu::complete_msr`](crate::Cpu::complete_msr) finishes it before the next run.
     Msr {
         /// The MSR.
         index: u32,
-        /// What WRMSR writes; `None`: RDMSR.
+        /// The value that WRMSR writes; `None` for RDMSR.
         value: Option<u64>,
-        /// Why it was refused.
+        /// Why the access was refused.
         why: MsrFault,
     },
-    /// HLT; RIP is behind it.
+    /// HLT; RIP points after it.
     Hlt,
     /// Triple fault.
     Shutdown,
@@ -221,16 +222,16 @@ pub enum Exit {
     Emulation {
         /// The instruction's bytes.
         bytes: [u8; 15],
-        /// How many of them are known.
+        /// Number of known bytes.
         len: u8,
         /// What is missing, for the log.
         reason: &'static str,
     },
-    /// The guest can take an interrupt now, and [`Cpu::interrupt_window`](crate::Cpu) asked for it.
+    /// The guest can take an interrupt now, which [`Cpu::interrupt_window`](crate::Cpu) asked for.
     InterruptWindow,
     /// `attention` is not zero.
     Attention,
-    /// The host memory behind guest memory is not accessible.
+    /// The host memory that backs guest memory is not accessible.
     BadAddress,
     /// The machine had no memory for a translation. The instruction at RIP has changed nothing: the next run executes it.
     OutOfMemory,

@@ -1,9 +1,8 @@
 //! Guest-virtual loads and stores.
 //!
-//! The fast paths are a look-up in the software TLB and one guarded access. Everything else is in the
-//! slow paths: misses, pages that are not there, accesses that cross into another page, MMIO, host memory
-//! that went away. All of them are precise: a load or store that breaks has changed nothing, and an
-//! access that crosses a page has translated both pages before it touches either.
+//! The fast paths are a look-up in the software TLB and one guarded access. Everything else takes the slow paths: misses, pages
+//! without memory, accesses that cross into another page, MMIO, inaccessible host memory. All paths are precise: a load or
+//! store that fails has changed nothing, and an access that crosses a page has translated both pages before it touches either.
 
 use crate::int::Int;
 use crate::machine::{Access, Exit, Fault};
@@ -12,14 +11,14 @@ use crate::tlb::SUPERVISOR;
 use crate::{Cpu, vector};
 use slat_guard::Word;
 
-/// Where the bytes of one page are.
+/// Where the bytes of one page are stored.
 #[derive(Clone, Copy)]
 enum Place {
     Host(*mut u8),
     Mmio(u64),
 }
 
-/// A place for each page of an access, with the number of bytes in the first one.
+/// A [`Place`] for each page of an access, with the number of bytes in the first one.
 #[derive(Clone, Copy)]
 pub(crate) struct Places {
     first: Place,
@@ -28,8 +27,8 @@ pub(crate) struct Places {
 }
 
 impl Cpu {
-    /// [`load`](Self::load) if nothing is in the way. Handlers that leave the rest to another function
-    /// need no stack frame for it.
+    /// Does [`load`](Self::load) if the fast path can. Handlers that leave the rest to another function need no stack frame for
+    /// the call.
     #[inline(always)]
     pub(crate) fn try_load<T: Word>(&mut self, lin: u64) -> Option<T> {
         let table = self.table;
@@ -38,7 +37,7 @@ impl Cpu {
         unsafe { slat_guard::load(host.cast::<T>()) }.ok()
     }
 
-    /// [`store`](Self::store) if nothing is in the way.
+    /// Does [`store`](Self::store) if the fast path can.
     #[inline(always)]
     pub(crate) fn try_store<T: Word>(&mut self, lin: u64, v: T) -> bool {
         let table = self.table;
@@ -50,7 +49,7 @@ impl Cpu {
         unsafe { slat_guard::store(host.cast::<T>(), v) }.is_ok()
     }
 
-    /// Reads a word at a linear address, of 1 to 16 bytes.
+    /// Reads a word of 1 to 16 bytes at a linear address.
     #[inline(always)]
     pub(crate) fn load<T: Word>(&mut self, lin: u64) -> Result<T, Break> {
         match self.try_load(lin) {
@@ -59,7 +58,7 @@ impl Cpu {
         }
     }
 
-    /// Writes a word at a linear address, of 1 to 16 bytes.
+    /// Writes a word of 1 to 16 bytes at a linear address.
     #[inline(always)]
     pub(crate) fn store<T: Word>(&mut self, lin: u64, v: T) -> Result<(), Break> {
         if self.try_store(lin, v) {
@@ -68,7 +67,7 @@ impl Cpu {
         self.store_slow(lin, v)
     }
 
-    /// Notes a write to `host`: the running block ends if its own page is written.
+    /// Call after a write to `host`: ends the running block if its own page was written.
     #[inline(always)]
     pub(crate) fn wrote(&mut self, host: *mut u8) {
         if host as usize & !0xfff == self.code_page {
@@ -76,14 +75,13 @@ impl Cpu {
         }
     }
 
-    /// What a handler that has stored answers: the block may have to end here.
+    /// Returns the result of a handler that has stored: the block may have to end after it.
     #[inline(always)]
     pub(crate) fn stored(&mut self) -> Result<(), Break> {
         if self.stop { Err(Break::End) } else { Ok(()) }
     }
 
-    /// Reads, changes and writes a word; answers the old and the new value. Atomic with `lock` if the
-    /// word lies in one page.
+    /// Reads, changes and writes a word. Returns the old and the new value. Atomic with `lock` if the word lies in one page.
     #[inline(always)]
     pub(crate) fn update<T: Int>(
         &mut self,
@@ -98,7 +96,7 @@ impl Cpu {
                 None => match self.write_place(lin, T::BYTES as usize)? {
                     Some(host) => host,
                     None => {
-                        // Across pages or MMIO: not atomic, as bus locks go nowhere here.
+                        // Across pages or to MMIO: not atomic, as slat has no bus locks.
                         let old = self.load::<T>(lin)?;
                         let new = f(old);
                         self.store(lin, new)?;
@@ -130,7 +128,7 @@ impl Cpu {
         }
     }
 
-    /// The host address of `len` bytes that may be written, if they are memory and in one page.
+    /// Returns the host address of `len` bytes that may be written, if they are memory and in one page.
     pub(crate) fn write_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         let places = self.places(lin, len, Access::Write)?;
         Ok(match places {
@@ -143,7 +141,7 @@ impl Cpu {
         })
     }
 
-    /// The host address of `len` bytes that may be read, if they are memory and in one page.
+    /// Returns the host address of `len` bytes that may be read, if they are memory and in one page.
     pub(crate) fn read_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         let places = self.places(lin, len, Access::Read)?;
         Ok(match places {
@@ -156,7 +154,7 @@ impl Cpu {
         })
     }
 
-    /// The linear address of the memory operand of `bytes` bytes.
+    /// Returns the linear address of the memory operand of `bytes` bytes.
     #[inline(always)]
     pub(crate) fn lin(&mut self, op: &Op, bytes: u32) -> Result<u64, Break> {
         match op.form {
@@ -167,7 +165,7 @@ impl Cpu {
         }
     }
 
-    /// The address of an operand in one of the 64-bit forms.
+    /// Returns the address of an operand in one of the 64-bit forms.
     #[inline(always)]
     pub(crate) fn ea<const FORM: u8>(&self, op: &Op) -> u64 {
         let reg = |r: u8| self.state.gpr[usize::from(r & 15)];
@@ -180,7 +178,7 @@ impl Cpu {
         }
     }
 
-    /// The offset of an operand in its segment, in any form.
+    /// Returns the offset of an operand in its segment, in any form.
     pub(crate) fn offset(&self, op: &Op) -> u64 {
         let reg = |r: u8| {
             if r < 16 {
@@ -205,7 +203,7 @@ impl Cpu {
         self.segmented(op.seg, offset, bytes)
     }
 
-    /// The linear address of `offset` in a segment, with the checks that its mode asks for.
+    /// Returns the linear address of `offset` in a segment, after the checks of the current mode.
     pub(crate) fn segmented(&mut self, seg: u8, offset: u64, bytes: u32) -> Result<u64, Break> {
         let segment = *self.segment(seg);
         if self.is_64() {
@@ -243,7 +241,7 @@ impl Cpu {
         self.store(lin, v)
     }
 
-    /// #GP(0) unless the address is aligned to 16 bytes.
+    /// Raises #GP(0) unless the address is aligned to 16 bytes.
     #[inline(always)]
     pub(crate) fn aligned16(&mut self, lin: u64) -> Result<(), Break> {
         if lin & 15 == 0 {
@@ -418,7 +416,7 @@ impl Cpu {
         }
     }
 
-    /// What a machine's fault means for the instruction.
+    /// Converts a machine's fault to the instruction's exception or exit.
     #[cold]
     pub(crate) fn fault(&mut self, lin: u64, fault: Fault) -> Break {
         match fault {
@@ -434,7 +432,7 @@ impl Cpu {
         }
     }
 
-    /// A guarded access did not happen: asks the machine whether to go on, and forgets the translation.
+    /// Call after a guarded access failed: asks the machine whether to continue, and drops the translation.
     #[cold]
     #[inline(never)]
     pub(crate) fn gone(&mut self, lin: u64, host: *mut u8, access: Access) -> Result<(), Break> {
@@ -445,7 +443,7 @@ impl Cpu {
         }
     }
 
-    /// Reads what was translated; false if the host page of a part was gone: translate again.
+    /// Reads the translated bytes. False if a part's host page is not accessible: translate again.
     fn read_places(&mut self, lin: u64, places: &Places, buffer: &mut [u8]) -> Result<bool, Break> {
         let (head, tail) = buffer.split_at_mut(places.split);
         Ok(self.read_at(lin, places.first, head)?
@@ -457,7 +455,7 @@ impl Cpu {
             })
     }
 
-    /// Writes to what was translated; false as in [`Self::read_places`].
+    /// Writes the translated bytes. False as in [`Self::read_places`].
     fn write_places(&mut self, lin: u64, places: &Places, bytes: &[u8]) -> Result<bool, Break> {
         let (head, tail) = bytes.split_at(places.split);
         Ok(self.write_at(lin, places.first, head)?
@@ -508,7 +506,7 @@ impl Cpu {
         }
     }
 
-    /// Runs `f` with the accesses of the CPU itself to its tables: as supervisor, SMAP applying.
+    /// Runs `f` with the accesses that the CPU itself makes to its tables: as supervisor, with SMAP applying.
     pub(crate) fn as_system<T>(
         &mut self,
         f: impl FnOnce(&mut Self) -> Result<T, Break>,

@@ -1,4 +1,4 @@
-//! Accesses that the device model answers: MMIO and ports. And hypercalls and MSRs that it answers.
+//! MMIO and port accesses, whose data the device model provides. And hypercalls and MSRs that it handles.
 //!
 //! *MMIO reads*: the instruction is abandoned with nothing changed, the run ends, the data is handed in,
 //! and the instruction is executed again from its start: its reads then take the answers in order.
@@ -12,7 +12,7 @@ use crate::op::{Break, Op};
 use crate::state::{Exception, flags};
 use crate::vector;
 
-/// The most bytes that one port exit moves: repeated string accesses move whole runs of units.
+/// The most bytes that one port exit moves: repeated string accesses move many units.
 pub const PORT_BYTES: usize = 4096;
 /// More MMIO accesses than any instruction makes: XSAVE reads and writes 72 fragments.
 const MOST_FRAGMENTS: usize = 96;
@@ -27,9 +27,9 @@ struct Fragment {
 /// The MMIO reads or writes of one instruction, in order.
 pub(crate) struct Fragments {
     all: [Fragment; MOST_FRAGMENTS],
-    /// How many are done with.
+    /// Number of fragments that are done.
     first: usize,
-    /// How many there were.
+    /// Number of all fragments.
     end: usize,
 }
 
@@ -41,7 +41,7 @@ impl Fragments {
         &self.all[self.first..self.end]
     }
 
-    /// Appends one. False: there are too many.
+    /// Appends a fragment. False: there are too many.
     fn push(&mut self, fragment: Fragment) -> bool {
         let free = self.all.get_mut(self.end);
         let pushed = free.map(|free| *free = fragment).is_some();
@@ -49,7 +49,7 @@ impl Fragments {
         pushed
     }
 
-    /// The next that waits, which is done with then.
+    /// Removes and returns the next fragment.
     fn pop(&mut self) -> Option<Fragment> {
         let next = *self.waiting().first()?;
         self.first += 1;
@@ -64,10 +64,10 @@ impl Fragments {
     }
 }
 
-/// What a string input read.
+/// The data that a string input read.
 pub(crate) struct Input {
     bytes: [u8; PORT_BYTES],
-    /// How many of them are stored.
+    /// Number of bytes that are stored.
     stored: usize,
     len: usize,
 }
@@ -82,13 +82,13 @@ impl Input {
         self.bytes[..self.len].copy_from_slice(&data[..self.len]);
     }
 
-    /// What is not stored yet, in reading order.
+    /// Returns the bytes that are not stored yet, in reading order.
     fn left(&self) -> &[u8] {
         &self.bytes[self.stored..self.len]
     }
 }
 
-/// What an output writes.
+/// The data that an output writes.
 pub(crate) struct Output {
     bytes: [u8; PORT_BYTES],
     len: usize,
@@ -98,26 +98,26 @@ pub(crate) struct Output {
 unsafe impl Zeroed for Output {}
 
 impl Output {
-    /// Memory for the next `len` bytes of output.
+    /// Returns memory for the next `len` bytes of output.
     pub(crate) fn start(&mut self, len: usize) -> &mut [u8] {
         self.len = len;
         &mut self.bytes[..len]
     }
 }
 
-/// What is under way with the device model. The data is in [`crate::fixed::Fixed`].
+/// The accesses in progress. Their data is in [`crate::fixed::Fixed`].
 #[derive(Default)]
 pub(crate) struct Devices {
-    /// How many answers the present execution has taken.
+    /// Number of reads for which the current execution has used data.
     taken: usize,
     /// The read that ended the last run.
     asked: Option<Fragment>,
     pub(crate) port: Option<Port>,
-    /// The instruction that ended the last run and waits for an answer from outside.
+    /// The instruction that ended the last run and needs a result from the caller.
     question: Option<Question>,
 }
 
-/// An instruction that is answered in registers, from outside.
+/// An instruction whose result the caller puts into registers.
 #[derive(Clone, Copy, Debug)]
 struct Question {
     /// RIP of the instruction, and of the next one.
@@ -128,21 +128,21 @@ struct Question {
     traps: u64,
 }
 
-/// Where the answer goes.
+/// Destination of the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QuestionKind {
     /// RAX.
     Hypercall,
     /// EDX:EAX.
     Rdmsr,
-    /// Nowhere.
+    /// No register.
     Wrmsr,
 }
 
-/// A port access that waits for its completion.
+/// A port access that has to be completed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Port {
-    /// RIP of the instruction, and behind it.
+    /// RIP of the instruction, and of the next one.
     pub(crate) rip: u64,
     pub(crate) next: u64,
     pub(crate) size: u8,
@@ -151,16 +151,16 @@ pub(crate) struct Port {
     pub(crate) kind: PortKind,
     /// DR6 bits of the debug traps that follow the access.
     pub(crate) traps: u64,
-    /// The answer of a string input is there, and is stored when the CPU runs again.
+    /// The data of a string input was provided, and is stored when the CPU runs again.
     pub(crate) answered: bool,
 }
 
-/// What completes a port access.
+/// How a port access is completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PortKind {
     In,
     Out,
-    /// INS or OUTS: the address size in bytes, and whether it repeats.
+    /// INS or OUTS: the address size in bytes, and whether the instruction repeats.
     Ins {
         address_size: u8,
         rep: bool,
@@ -172,7 +172,7 @@ pub(crate) enum PortKind {
 }
 
 impl Cpu {
-    /// Hands in the data of the MMIO read that ended the last run.
+    /// Provides the data of the MMIO read that ended the last run.
     pub fn complete_mmio_read(&mut self, data: &[u8]) {
         if let Some(mut read) = self.devices.asked.take() {
             let len = data.len().min(usize::from(read.len));
@@ -182,17 +182,17 @@ impl Cpu {
         }
     }
 
-    /// Whether answers wait for the instruction at RIP.
+    /// Whether there is data for reads of the instruction at RIP.
     pub(crate) fn has_answers(&self) -> bool {
         !self.fixed.answers.waiting().is_empty()
     }
 
-    /// The instruction at RIP starts: its reads take the answers from the first one.
+    /// Call when the instruction at RIP starts: its reads use the data from the first one.
     pub(crate) fn rewind_answers(&mut self) {
         self.devices.taken = 0;
     }
 
-    /// The instruction is done (or ended in an exception): the answers are used up.
+    /// Call when the instruction is done (or ended in an exception): drops the data.
     pub(crate) fn drop_answers(&mut self) {
         self.fixed.answers.clear();
         self.devices.taken = 0;
@@ -209,7 +209,7 @@ impl Cpu {
             self.devices.taken += 1;
             return Ok(());
         }
-        // Whatever follows belongs to another instruction.
+        // Later data belongs to another instruction.
         answers.end = self.devices.taken;
         if answers.end == MOST_FRAGMENTS {
             return Err(self.unimplemented("an instruction with very many MMIO reads"));
@@ -243,7 +243,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// The next queued write, as an exit.
+    /// Removes the next queued write. Returns it as an exit.
     pub(crate) fn next_mmio_write(&mut self) -> Option<Exit> {
         let Fragment { gpa, len, data } = self.fixed.writes.pop()?;
         Some(Exit::Mmio {
@@ -254,12 +254,12 @@ impl Cpu {
         })
     }
 
-    /// A read was asked for in an earlier run and not answered: it is asked again.
+    /// Drops an unanswered read of an earlier run; its instruction asks again.
     pub(crate) fn forget_question(&mut self) {
         self.devices.asked = None;
     }
 
-    /// The hypercall `op` ends the run.
+    /// Ends the run with the hypercall `op`.
     pub(crate) fn ask_hypercall(&mut self, op: &Op, nr: u64, args: [u64; 4]) -> Break {
         let long_mode = self.is_64();
         let exit = Exit::Hypercall {
@@ -270,7 +270,7 @@ impl Cpu {
         self.ask(op, QuestionKind::Hypercall, exit)
     }
 
-    /// RDMSR or, with a `value`, WRMSR is refused: #GP(0), or the end of the run if the machine wants it answered from outside.
+    /// Refuses RDMSR or, with a `value`, WRMSR: #GP(0), or the end of the run if the machine wants its caller to handle it.
     pub(crate) fn refuse_msr(
         &mut self,
         op: &Op,
@@ -288,7 +288,7 @@ impl Cpu {
         self.ask(op, kind, Exit::Msr { index, value, why })
     }
 
-    /// Ends the run with `exit`; the answer finishes `op`.
+    /// Ends the run with `exit`; the caller's result finishes `op`.
     fn ask(&mut self, op: &Op, kind: QuestionKind, exit: Exit) -> Break {
         self.devices.question = Some(Question {
             rip: self.rip_of(op),
@@ -299,15 +299,16 @@ impl Cpu {
         self.leave(exit)
     }
 
-    /// The instruction that ended the last run, if it waits for an answer of one of these kinds, and RIP is still there.
+    /// Removes and returns the instruction that ended the last run, if it needs a result of one of these kinds, and RIP still
+    /// points at it.
     fn take_question(&mut self, kinds: &[QuestionKind]) -> Option<Question> {
         let question = self.devices.question.take()?;
         (question.rip == self.state.rip && kinds.contains(&question.kind)).then_some(question)
     }
 
-    /// Finishes the hypercall that ended the last run: `answer` is for RAX.
+    /// Finishes the hypercall that ended the last run: `answer` is stored in RAX.
     ///
-    /// RIP moves on unless somebody changed it meanwhile.
+    /// RIP moves to the next instruction unless it was changed meanwhile.
     pub fn complete_hypercall(&mut self, answer: u64) {
         let Some(question) = self.take_question(&[QuestionKind::Hypercall]) else {
             return;
@@ -319,7 +320,7 @@ impl Cpu {
         self.question_done(&question);
     }
 
-    /// The instruction that was answered from outside is done.
+    /// Call when the caller's result is stored: finishes the instruction.
     fn question_done(&mut self, question: &Question) {
         self.state.rip = question.next;
         self.state.rflags &= !flags::RF;
@@ -327,9 +328,10 @@ impl Cpu {
         self.trap(question.traps);
     }
 
-    /// Finishes the MSR access that ended the last run: `answer` is what RDMSR reads, and anything for WRMSR. `None`: #GP(0).
+    /// Finishes the MSR access that ended the last run: `answer` is the value that RDMSR reads, and ignored for WRMSR. `None`:
+    /// #GP(0).
     ///
-    /// RIP moves on unless somebody changed it meanwhile.
+    /// RIP moves to the next instruction unless it was changed meanwhile.
     pub fn complete_msr(&mut self, answer: Option<u64>) {
         let kinds = [QuestionKind::Rdmsr, QuestionKind::Wrmsr];
         let Some(question) = self.take_question(&kinds) else {
@@ -350,7 +352,7 @@ impl Cpu {
         self.question_done(&question);
     }
 
-    /// What the output that ended the last run writes: all units of [`Exit::Io`].
+    /// Returns the data of the output that ended the last run: all units of [`Exit::Io`].
     pub fn output(&self) -> &[u8] {
         let output = &self.fixed.output;
         &output.bytes[..output.len]
@@ -358,7 +360,7 @@ impl Cpu {
 
     /// Finishes the port access that ended the last run: `data` is what IN read.
     ///
-    /// RIP moves on unless somebody changed it meanwhile, as in KVM.
+    /// RIP moves to the next instruction unless it was changed meanwhile, as in KVM.
     pub fn complete_io(&mut self, data: &[u8]) {
         let Some(mut port) = self.devices.port.take() else {
             return;
@@ -398,7 +400,7 @@ impl Cpu {
         self.port_done(&port);
     }
 
-    /// The port access, or this part of a repeated one, is done.
+    /// Call when the port access, or this part of a repeated one, is done.
     fn port_done(&mut self, port: &Port) {
         self.end_shadow();
         if self.state.rip == port.next {
@@ -407,9 +409,9 @@ impl Cpu {
         self.trap(port.traps);
     }
 
-    /// Stores what a string input read. The address was translated for writing before the exit. If the
-    /// count was made smaller meanwhile, the rest of the answer is dropped; if it was made larger, the
-    /// instruction is executed again for what is missing.
+    /// Stores the data that a string input read. The address was translated for writing before the exit. If the count became
+    /// smaller meanwhile, the rest of the data is dropped; if it became larger, the instruction is executed again for the
+    /// missing units.
     pub(crate) fn finish_ins(&mut self) -> Result<(), Break> {
         let Some(mut port @ Port { answered: true, .. }) = self.devices.port else {
             return Ok(());
@@ -434,7 +436,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Counts `done` units of a string access. RIP moves on after the last one.
+    /// Counts `done` units of a string access. Moves RIP after the last one.
     fn finish_string(&mut self, port: &Port, address_size: u8, rep: bool, done: u32) {
         if rep {
             let left = self.string_count(address_size).saturating_sub(done.into());

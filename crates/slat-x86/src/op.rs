@@ -3,30 +3,30 @@
 use crate::Cpu;
 use iced_x86::Mnemonic;
 
-/// How an instruction ended other than by going on to the next one.
+/// How an instruction ended, other than by continuing with the next one.
 ///
-/// A handler that answers [`Exception`](Break::Exception), [`Retry`](Break::Retry) or
-/// [`Exit`](Break::Exit) has changed nothing.
+/// A handler that returns [`Exception`](Break::Exception), [`Retry`](Break::Retry) or [`Exit`](Break::Exit) has changed
+/// nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Break {
-    /// Done, and `state.rip` has been set.
+    /// The instruction is done, and has set `state.rip`.
     Jump,
-    /// Done; leave the block before the next instruction: something changed that blocks depend on.
+    /// The instruction is done; leave the block before the next one, because something changed that blocks depend on.
     End,
-    /// A fault that [`Cpu::raise`] noted. The instruction has changed nothing.
+    /// A fault that [`Cpu::raise`] recorded. The instruction has changed nothing.
     Exception,
-    /// A fault that [`Cpu::raise`] noted, after a task switch: it is the new task's, whose registers are in `state`.
+    /// A fault that [`Cpu::raise`] recorded, after a task switch: it is the new task's, whose registers are in `state`.
     TaskFault,
     /// Start again at the block boundary. The instruction has changed nothing.
     Retry,
-    /// The run ends with the noted exit; the instruction has changed nothing.
+    /// The run ends with the recorded exit; the instruction has changed nothing.
     Exit,
-    /// The run ends with the noted exit after this instruction.
+    /// The run ends with the recorded exit after this instruction.
     ExitAfter,
 }
 
-/// What a handler answers: `Ok` goes on with the next operation of the block.
+/// A handler's result: `Ok` continues with the next operation of the block.
 pub type Flow = Result<(), Break>;
 
 /// Executes one operation.
@@ -44,17 +44,17 @@ pub(crate) mod form {
     pub const FULL: u8 = 3;
 }
 
-/// "No register" in [`Op::base`] and [`Op::index`].
+/// No register, in [`Op::base`] and [`Op::index`].
 pub const NONE: u8 = 0xff;
-/// [`Op::r`] of an operand that is in memory.
+/// A memory operand, in [`Op::r`].
 pub const MEM: u8 = 0xfe;
 
 /// One decoded instruction, or two that were fused.
 ///
-/// `r`, `imm` and the memory operand are filled in before the handler is chosen, alike for all instructions.
+/// All instructions fill in `r`, `imm` and the memory operand before the handler is chosen.
 #[derive(Clone, Copy, Debug)]
 pub struct Op {
-    /// What executes it.
+    /// The function that executes it.
     pub handler: Handler,
     /// The immediate operand, sign-extended; the target of a near branch.
     pub imm: u64,
@@ -81,16 +81,16 @@ pub struct Op {
     pub len: u8,
     /// Offset of the instruction in its block.
     pub offset: u8,
-    /// A second small value that a handler may want: condition, sub-operation.
+    /// A second small value for the handler: condition, sub-operation.
     pub aux: u8,
     /// LOCK prefix.
     pub lock: bool,
     /// 0 none, 1 REP/REPE, 2 REPNE.
     pub rep: u8,
-    /// Nonzero if a following Jcc can be fused with it; the file that chose the handler knows what it means.
+    /// Nonzero if a following Jcc can be fused with it; the file that chose the handler knows the value's meaning.
     pub(crate) fusible: u8,
-    /// Instructions behind this operation: 2 when fused, 0 for a check that the lowering adds.
+    /// Instructions this operation executes: 2 if fused, 0 for a check added by lowering.
     pub count: u8,
-    /// Which instruction it is, for what is not worth a handler of its own.
+    /// The instruction, for uses that do not deserve a handler of their own.
     pub(crate) mnemonic: Mnemonic,
 }

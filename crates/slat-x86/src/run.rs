@@ -9,10 +9,10 @@ use crate::{Cpu, vector};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 impl Cpu {
-    /// Runs the guest until something needs the outside.
+    /// Runs the guest until it needs the caller.
     ///
-    /// `attention` is looked at at every block boundary: non-zero ends the run with [`Exit::Attention`].
-    /// A port or MMIO access that was completed takes effect before that.
+    /// Reads `attention` at every block boundary: non-zero ends the run with [`Exit::Attention`]. A port or MMIO access that
+    /// was completed takes effect before that.
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
         let _host = HostFlags::keep();
         self.with_machine(machine, |cpu| {
@@ -29,7 +29,7 @@ impl Cpu {
             if self.slow {
                 match self.boundary(attention) {
                     Some(exit) => return exit,
-                    // Another look: what has just been done may have left something to do.
+                    // Check again: the work just done may have left more to do.
                     None if self.slow => continue,
                     None => {}
                 }
@@ -72,11 +72,11 @@ impl Cpu {
         None
     }
 
-    /// An operation ended its block before the end.
+    /// Call when an operation ended its block before the end.
     #[cold]
     #[inline(never)]
     fn broke(&mut self, block: &Block, op: &Op, why: Break) -> Option<Exit> {
-        // Only what was executed counts.
+        // Only executed operations count.
         let rest = u64::from(op.offset)
             + if matches!(why, Break::End | Break::TaskFault) {
                 u64::from(op.len)
@@ -125,7 +125,7 @@ impl Cpu {
         exit
     }
 
-    /// The exception in `fault` becomes an event, with CR2 and DR6 as it leaves them.
+    /// Turns the exception in `fault` into an event, and sets CR2 and DR6.
     fn take_fault(&mut self) -> Option<Exit> {
         self.drop_answers();
         let fault = self.fault;
@@ -134,7 +134,7 @@ impl Cpu {
                 let hits = std::mem::take(&mut self.watch.hits);
                 return self.take_debug(hits);
             }
-            // Of the guest's code only INT3 raises it, for the debugger.
+            // Among the guest's instructions only INT3 raises it, for the debugger.
             vector::BP => {
                 return Some(Exit::Debug {
                     vector: vector::BP,
@@ -152,7 +152,7 @@ impl Cpu {
         None
     }
 
-    /// No block at RIP: an exception of the fetch, or an end of the run.
+    /// Handles a failed look-up of the block at RIP: an exception of the fetch, or an end of the run.
     pub(crate) fn fetch_failed(&mut self, why: Break) -> Option<Exit> {
         match why {
             Break::Exception => self.take_fault(),
@@ -161,7 +161,7 @@ impl Cpu {
         }
     }
 
-    /// All that is not the next block: completions, events, single steps.
+    /// Does all work other than executing the next block: completions, events, single steps.
     #[cold]
     #[inline(never)]
     fn boundary(&mut self, attention: &AtomicU32) -> Option<Exit> {
@@ -176,7 +176,7 @@ impl Cpu {
                     return Some(exit);
                 }
             }
-            // Nobody completed it: the instruction is executed again.
+            // The caller did not complete it: the instruction is executed again.
             _ => self.devices.port = None,
         }
         if self.has_answers()
@@ -197,8 +197,8 @@ impl Cpu {
             if let Some(exit) = self.deliver_events() {
                 return Some(exit);
             }
-            // An exception that could not be delivered has become another one, or waits for a retry.
-            // Nothing is fetched before it is out: a fault of the fetch would take its place.
+            // An exception that could not be delivered has become another one, or is pending for a retry. Nothing is fetched
+            // before its delivery: a fault of the fetch would replace it.
             if self.state.events.exception.is_none() {
                 break;
             }
@@ -217,7 +217,7 @@ impl Cpu {
         if self.watch.code {
             return self.execute_between_breakpoints();
         }
-        // What opens an interrupt window sets `slow` itself.
+        // Code that opens an interrupt window sets `slow` itself.
         let events = &self.state.events;
         self.slow = events.interrupt.is_some()
             || events.nmis != 0 && !events.nmi_blocked

@@ -4,7 +4,7 @@ use crate::op::Break;
 use crate::state::Segment;
 use crate::{Cpu, vector};
 
-/// A code, data or system descriptor as it stands in a table.
+/// A code, data or system descriptor as a table stores it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Descriptor(pub(crate) u64);
 
@@ -20,7 +20,7 @@ impl Descriptor {
             raw
         }
     }
-    /// In the form of [`Segment::rights`].
+    /// Returns the access rights in the form of [`Segment::rights`].
     pub(crate) fn rights(self) -> u32 {
         (self.0 >> 40) as u32 & 0xf0ff
     }
@@ -38,14 +38,14 @@ impl Descriptor {
     pub(crate) fn present(self) -> bool {
         self.0 & 1 << 47 != 0
     }
-    /// Type and S bit: 5 bits, S being the highest.
+    /// Returns type and S bit: 5 bits, S being the highest.
     pub(crate) fn kind(self) -> u8 {
         (self.0 >> 40 & 31) as u8
     }
     pub(crate) fn is_code(self) -> bool {
         self.kind() & 0x18 == 0x18
     }
-    /// The selector in a gate.
+    /// Returns the selector in a gate.
     pub(crate) fn gate_selector(self) -> u16 {
         (self.0 >> 16) as u16
     }
@@ -61,7 +61,7 @@ impl Descriptor {
 }
 
 impl Cpu {
-    /// Reads the descriptor of a selector. Beyond the table: exception `vector` with the selector.
+    /// Reads the descriptor of a selector. For one beyond the table, raises `vector` with the selector.
     pub(crate) fn descriptor(&mut self, selector: u16, vector: u8) -> Result<Descriptor, Break> {
         match self.try_descriptor(selector)? {
             Some(descriptor) => Ok(descriptor),
@@ -94,7 +94,7 @@ impl Cpu {
         }
     }
 
-    /// The upper half of a 16-byte system descriptor.
+    /// Reads the upper half of a 16-byte system descriptor.
     pub(crate) fn descriptor_high(&mut self, selector: u16) -> Result<u64, Break> {
         match self.descriptor_address(selector, 16) {
             Some(address) => self.as_system(|cpu| cpu.load::<u64>(address + 8)),
@@ -114,7 +114,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Changes the access byte of a descriptor with a locked access, and answers the old one. `None` beyond the table.
+    /// Changes the access byte of a descriptor with a locked access. Returns the old one; `None` beyond the table.
     pub(crate) fn change_descriptor(
         &mut self,
         selector: u16,
@@ -182,7 +182,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// The descriptor of a code segment for a far jump, call or return within or to CPL `cpl`.
+    /// Reads and checks the descriptor of a code segment for a far jump, call or return within or to CPL `cpl`.
     pub(crate) fn code_descriptor(
         &mut self,
         selector: u16,
@@ -196,7 +196,7 @@ impl Cpu {
         self.check_code(descriptor, selector, cpl, is_return)
     }
 
-    /// The rest of [`code_descriptor`](Self::code_descriptor), for a descriptor at hand.
+    /// Checks a descriptor as [`code_descriptor`](Self::code_descriptor) does.
     pub(crate) fn check_code(
         &mut self,
         descriptor: Descriptor,
@@ -225,7 +225,7 @@ impl Cpu {
         Ok(Descriptor(descriptor.0 | 1 << 40).segment(selector))
     }
 
-    /// The flat code segment that SYSCALL and friends load.
+    /// Returns the flat code segment that SYSCALL and the like load.
     pub(crate) fn flat_code(selector: u16, dpl: u8, long: bool) -> Segment {
         let size = if long { 1 << 13 } else { 1 << 14 };
         let rights = 0x809b | u32::from(dpl) << 5 | size;
@@ -237,7 +237,7 @@ impl Cpu {
         }
     }
 
-    /// The flat stack segment that SYSCALL and friends load.
+    /// Returns the flat stack segment that SYSCALL and the like load.
     pub(crate) fn flat_stack(selector: u16, dpl: u8) -> Segment {
         let rights = 0xc093 | u32::from(dpl) << 5;
         Segment {

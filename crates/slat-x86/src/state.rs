@@ -70,7 +70,7 @@ pub mod xcr0 {
     pub const SSE: u64 = 1 << 1;
     /// PKRU.
     pub const PKRU: u64 = 1 << 9;
-    /// All that this CPU has.
+    /// All components that this CPU has.
     pub const ALL: u64 = X87 | SSE | PKRU;
 }
 
@@ -83,8 +83,8 @@ pub struct Segment {
     pub base: u64,
     /// The limit in bytes (granularity already applied).
     pub limit: u32,
-    /// Access rights as the high half of a descriptor has them, shifted right by 8: type in bits 0–3, S 4,
-    /// DPL 5–6, P 7, AVL 12, L 13, D/B 14, G 15; and bit 16 for "unusable".
+    /// Access rights as in the high half of a descriptor, shifted right by 8: type in bits 0–3, S 4, DPL 5–6, P 7, AVL 12, L
+    /// 13, D/B 14, G 15; and bit 16 for "unusable".
     pub rights: u32,
 }
 
@@ -92,7 +92,7 @@ impl Segment {
     /// The unusable bit of `rights`.
     pub const UNUSABLE: u32 = 1 << 16;
 
-    /// A segment of a real-mode CPU.
+    /// Makes a segment of a real-mode CPU.
     pub const fn real(selector: u16, rights: u32) -> Self {
         Self {
             selector,
@@ -101,23 +101,23 @@ impl Segment {
             rights,
         }
     }
-    /// The type field (4 bits).
+    /// Returns the type field (4 bits).
     pub const fn kind(&self) -> u32 {
         self.rights & 15
     }
-    /// The descriptor privilege level.
+    /// Returns the descriptor privilege level.
     pub const fn dpl(&self) -> u8 {
         (self.rights >> 5 & 3) as u8
     }
-    /// The L bit: 64-bit code.
+    /// Returns the L bit: 64-bit code.
     pub const fn long(&self) -> bool {
         self.rights & 1 << 13 != 0
     }
-    /// The D/B bit: 32-bit default size.
+    /// Returns the D/B bit: 32-bit default size.
     pub const fn big(&self) -> bool {
         self.rights & 1 << 14 != 0
     }
-    /// Usable and present.
+    /// Whether the segment is usable and present.
     pub const fn usable(&self) -> bool {
         self.rights & (Self::UNUSABLE | 1 << 7) == 1 << 7
     }
@@ -128,20 +128,20 @@ impl Segment {
 pub struct Table {
     /// The linear address of the table.
     pub base: u64,
-    /// Its last byte.
+    /// Offset of the table's last byte.
     pub limit: u16,
 }
 
-/// An 80-bit floating-point register as it stands in memory.
+/// An 80-bit floating-point register as memory stores it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct F80 {
-    /// The 64-bit significand with explicit integer bit. MMX registers live here.
+    /// The 64-bit significand with explicit integer bit. An MMX register is this part.
     pub mantissa: u64,
     /// Sign (bit 15) and exponent.
     pub exponent: u16,
 }
 
-/// An exception with what goes with it.
+/// An exception with its error code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exception {
     /// The vector.
@@ -150,10 +150,10 @@ pub struct Exception {
     pub error: Option<u32>,
 }
 
-/// How many NMIs wait at most: one that is about to be delivered, and one behind it. As in KVM, more are lost.
+/// The most NMIs that can be pending: one that is about to be delivered, and one after it. As in KVM, more are lost.
 pub const MAX_NMIS: u8 = 2;
 
-/// Events that are to be delivered, and what holds them back.
+/// Events that are pending, and what delays them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Events {
     /// An exception to deliver before the next instruction.
@@ -162,25 +162,25 @@ pub struct Events {
     pub interrupt: Option<u8>,
     /// NMIs to deliver as soon as NMIs are not blocked: [`MAX_NMIS`] at most.
     pub nmis: u8,
-    /// Between an NMI's delivery and the next IRET.
+    /// Whether an NMI was delivered and no IRET has followed.
     pub nmi_blocked: bool,
-    /// STI was executed just now: no interrupt before the end of the next instruction.
+    /// The last instruction was STI: no interrupt before the end of the next instruction.
     pub sti_shadow: bool,
-    /// MOV SS or POP SS was executed just now.
+    /// The last instruction was MOV SS or POP SS.
     pub mov_ss_shadow: bool,
     /// DR6 bits of debug traps (breakpoints hit, single step) of the last instruction, taken before the next one.
     pub debug: u64,
 }
 
 impl Events {
-    /// Whether an NMI is delivered before the next instruction. None comes in the shadow of STI, so that `sti; hlt` is not torn:
-    /// the manual leaves it open (SDM volume 3, 7.8.3), and KVM's guests rely on it.
+    /// Whether an NMI is delivered before the next instruction. None is delivered in the shadow of STI, so that `sti; hlt` is
+    /// not torn: the manual allows both (SDM volume 3, 7.8.3), and KVM's guests rely on it.
     pub fn takes_nmi(&self) -> bool {
         self.nmis != 0 && !self.nmi_blocked && !self.mov_ss_shadow && !self.sti_shadow
     }
 }
 
-/// All that a program could read or a client may set. While the CPU does not run, this is all there is.
+/// All state that a program could read or a client may set, complete while the CPU does not run.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub struct State {
@@ -201,7 +201,7 @@ pub struct State {
     pub cr0: u64,
     pub cr2: u64,
     pub cr3: u64,
-    /// The page-directory-pointer entries of PAE paging, as the last load of CR3 (or of paging bits in CR0 and CR4) found them.
+    /// The page-directory-pointer entries of PAE paging, as read by the last load of CR3 (or of paging bits in CR0 and CR4).
     pub pdptes: [u64; 4],
     pub cr4: u64,
     pub cr8: u64,
@@ -241,7 +241,7 @@ pub const MXCSR_INIT: u32 = 0x1f80;
 pub const MXCSR_MASK: u32 = 0xffff;
 
 impl State {
-    /// The state after RESET.
+    /// Returns the state after RESET.
     pub fn reset() -> Self {
         let data = |selector| Segment::real(selector, 0x93);
         let mut cs = Segment::real(0xf000, 0x9b);
@@ -345,7 +345,7 @@ impl State {
         };
     }
 
-    /// The x87 and SSE state as FXSAVE64 writes it.
+    /// Returns the x87 and SSE state as FXSAVE64 writes it.
     pub fn to_fxsave(&self) -> [u8; 512] {
         let mut image = [0; 512];
         let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
@@ -368,7 +368,7 @@ impl State {
         image
     }
 
-    /// Takes the x87 and SSE state from an image as FXSAVE64 writes it. Reserved MXCSR bits are dropped.
+    /// Loads the x87 and SSE state from an image as FXSAVE64 writes it. Reserved MXCSR bits are dropped.
     pub fn set_fxsave(&mut self, image: &[u8; 512]) {
         self.set_fxsave_x87(image);
         self.mxcsr = u32::from_le_bytes(bytes(image, 24)) & MXCSR_MASK;
@@ -377,10 +377,10 @@ impl State {
         }
     }
 
-    /// Takes the x87 part only.
+    /// Loads the x87 part of an FXSAVE64 image only.
     pub fn set_fxsave_x87(&mut self, image: &[u8; 512]) {
         self.fcw = u16::from_le_bytes(bytes(image, 0)) & 0x1f3f | 0x40;
-        // Error summary and busy are not loaded: they say whether an exception is set and not masked.
+        // Error summary and busy are not loaded: they follow from the exceptions that are set and not masked.
         self.fsw = u16::from_le_bytes(bytes(image, 2)) & !0x8080;
         if self.fsw & !self.fcw & 0x3f != 0 {
             self.fsw |= 0x8080;
@@ -396,7 +396,7 @@ impl State {
         }
     }
 
-    /// FNINIT, with the registers cleared: the initial state of the x87 component.
+    /// Does FNINIT and clears the registers: the initial state of the x87 component.
     pub fn initialize_x87(&mut self) {
         self.st = [F80::default(); 8];
         (self.fcw, self.fsw, self.ftw, self.fop) = (0x37f, 0, 0, 0);

@@ -1,8 +1,8 @@
 //! Hardware task switches (SDM volume 3, "Task Management").
 //!
-//! A switch has a commit point. A fault before it belongs to the old task, which has changed nothing; a fault behind it belongs
-//! to the new task, which begins with that fault: [`Break::TaskFault`]. A switch that breaks off for another reason (a retry, an
-//! exit) starts again from the beginning. Therefore all that can break off comes first:
+//! A switch has a commit point. A fault before it is raised in the old task, and has changed nothing; a fault after it is
+//! raised in the new task, before its first instruction: [`Break::TaskFault`]. A switch that is abandoned for another reason (a
+//! retry, an exit) starts again from the beginning. Therefore all steps that can be abandoned are first:
 //!
 //! 1. in the old task's address space, the checks of both TSSs, and whether what is written later can be written;
 //! 2. in the new task's, the segment registers and the push of the error code, on a state that is not the CPU's yet;
@@ -37,7 +37,7 @@ const DR7_LOCAL: u64 = 0x155;
 /// The busy flag in the access byte of a TSS descriptor.
 const BUSY: u8 = 2;
 
-/// What switches tasks.
+/// How a task switch was initiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Initiator {
     /// JMP.
@@ -50,7 +50,7 @@ pub(crate) enum Initiator {
     Event {
         /// Where it comes from.
         source: Source,
-        /// The error code that the new task finds on its stack.
+        /// The error code that is pushed on the new task's stack.
         error: Option<u32>,
     },
 }
@@ -61,7 +61,7 @@ impl Initiator {
         matches!(self, Initiator::Call | Initiator::Event { .. })
     }
 
-    /// The EXT bit of error codes.
+    /// Returns the EXT bit of error codes.
     fn external(self) -> u32 {
         match self {
             Initiator::Event { source, .. } => source.external(),
@@ -72,7 +72,7 @@ impl Initiator {
 
 /// The task that a switch enters.
 struct Task {
-    /// What TR becomes.
+    /// The segment that TR becomes.
     segment: Segment,
     format: Format,
     image: Image,
@@ -81,7 +81,7 @@ struct Task {
 }
 
 impl Cpu {
-    /// A far JMP or CALL to a TSS or a task gate. On success the answer is [`Break::Jump`].
+    /// Does a far JMP or CALL to a TSS or a task gate. Returns [`Break::Jump`] on success.
     pub(crate) fn far_to_task(
         &mut self,
         descriptor: Descriptor,
@@ -101,7 +101,7 @@ impl Cpu {
         self.switch_by_instruction(tss, initiator, next_rip)
     }
 
-    /// IRET with NT set: back to the task that the link of the current TSS names. On success the answer is [`Break::Jump`].
+    /// Does IRET with NT set: returns to the task that the link of the current TSS names. Returns [`Break::Jump`] on success.
     pub(crate) fn return_to_task(&mut self, next_rip: u64) -> Break {
         let link = self.state.tr.base;
         match self.as_system(|cpu| cpu.load::<u16>(link)) {
@@ -114,7 +114,7 @@ impl Cpu {
         let flags = self.flags();
         match self.switch_task(tss, initiator, next_rip, flags) {
             Ok(()) => {
-                // The old task's single step waits in its TSS with TF; a debugger's does not.
+                // The old task's single step is kept in its TSS by TF; a debugger's is not.
                 self.watch.steps = self.debugger.single_step;
                 Break::Jump
             }
@@ -122,7 +122,7 @@ impl Cpu {
         }
     }
 
-    /// Switches to the task of a TSS selector. The old task goes on at `return_rip` with `flags`.
+    /// Switches to the task of a TSS selector. The old task will continue at `return_rip` with `flags`.
     pub(crate) fn switch_task(
         &mut self,
         tss: u16,
@@ -155,7 +155,7 @@ impl Cpu {
         entered
     }
 
-    /// Finds and reads the TSS of the task that is to be entered.
+    /// Finds and reads the TSS of the task to enter.
     fn find_task(&mut self, tss: u16, initiator: Initiator) -> Result<Task, Break> {
         let error = Some(u32::from(tss & !3) | initiator.external());
         let returns = initiator == Initiator::Return;
@@ -197,7 +197,7 @@ impl Cpu {
         })
     }
 
-    /// The registers that the old task's TSS gets.
+    /// Returns the registers to save in the old task's TSS.
     fn registers(&self, return_rip: u64, flags: u64, initiator: Initiator) -> Registers {
         let State {
             gpr,
@@ -221,7 +221,7 @@ impl Cpu {
         }
     }
 
-    /// The format of the TSS in TR, and the linear address of the registers in it.
+    /// Returns the format of the TSS in TR, and the linear address of the registers in it.
     fn current_tss(&self) -> (Format, u64) {
         let tr = &self.state.tr;
         let format = match tr.kind() & 8 {
@@ -232,7 +232,7 @@ impl Cpu {
         (format, at & 0xffff_ffff)
     }
 
-    /// Faults before the commit point if something that [`write_tasks`](Self::write_tasks) writes cannot be written.
+    /// Raises a fault before the commit point if a write of [`write_tasks`](Self::write_tasks) would fail.
     fn check_writes(&mut self, task: &Task, initiator: Initiator) -> Flow {
         let tr = self.state.tr;
         let (format, registers) = self.current_tss();
@@ -277,7 +277,7 @@ impl Cpu {
         }
         let new = task.segment.selector;
         match self.change_descriptor(new, |access| access | BUSY)? {
-            // Another CPU has entered the task since it was found available.
+            // Another CPU has entered the task since this one found it available.
             Some(access) if access & BUSY != 0 => {
                 let error = u32::from(new & !3) | initiator.external();
                 Err(self.raise(vector::GP, Some(error)))
@@ -286,7 +286,7 @@ impl Cpu {
         }
     }
 
-    /// Puts the new task into `state`. After a fault it is there, with the segments unusable that were not loaded.
+    /// Puts the new task into `state`, also if it faults; then segments that were not loaded are unusable.
     fn enter(&mut self, task: &Task, initiator: Initiator) -> Flow {
         let Image { registers, ldt, .. } = task.image;
         let nested = if initiator.nests() { flags::NT } else { 0 };
@@ -344,7 +344,7 @@ impl Cpu {
     fn load_ldt(&mut self, selector: u16) -> Flow {
         if selector & !3 != 0 {
             let loaded = system_segment(self, selector, 2);
-            // In a switch also an LDT that is not present is invalid.
+            // In a switch an LDT that is not present is invalid, too.
             if loaded == Err(Break::Exception) && self.fault.vector == vector::NP {
                 self.fault.vector = vector::TS;
             }
@@ -364,7 +364,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// What a check outside a switch raises, as it is in one: #GP for a segment is #TS, and error codes have the EXT bit.
+    /// Converts the exception of a check outside a switch to a switch's: #GP for a segment is #TS, and error codes have the EXT
+    /// bit.
     fn as_task_fault(&mut self, checked: Flow, external: u32) -> Flow {
         let Exception { vector, error } = &mut self.fault;
         if checked == Err(Break::Exception) {
@@ -379,7 +380,7 @@ impl Cpu {
     }
 }
 
-/// A segment register that has a selector but is not loaded.
+/// Returns a segment register that has a selector but is not loaded.
 fn unusable(selector: u16, dpl: u32) -> Segment {
     Segment {
         selector,

@@ -1,9 +1,8 @@
 //! The software TLB: host addresses of guest pages, direct-mapped.
 //!
-//! One table per way in which a data access can be made: as supervisor, as user, as supervisor with
-//! RFLAGS.AC set (SMAP). Each entry has a tag for reads and one for writes; an access hits when the page
-//! of its *last* byte is the tag at the index of its first byte, so that one comparison also tells an
-//! access that crosses into the next page.
+//! One table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC set (SMAP). Each entry has a tag for
+//! reads and one for writes; an access hits if the tag at the index of its first byte's page is that of its *last* byte's page,
+//! so that one comparison also finds an access that crosses into the next page.
 
 use crate::heap::Zeroed;
 use std::ptr::NonNull;
@@ -14,15 +13,15 @@ const TABLES: usize = 4;
 
 /// Index of the first entry of the table for supervisor accesses.
 pub(crate) const SUPERVISOR: usize = 0;
-/// … for user accesses.
+/// Index of the first entry of the table for user accesses.
 pub(crate) const USER: usize = ENTRIES;
-/// … for supervisor accesses with RFLAGS.AC set.
+/// Index of the first entry of the table for supervisor accesses with RFLAGS.AC set.
 pub(crate) const SUPERVISOR_AC: usize = 2 * ENTRIES;
 
-/// A page's tag is the address of its last byte; this is the tag of none. So a TLB of zeroes is empty.
+/// The tag of no page: a page's tag is the address of its last byte. So a TLB of zeroes is empty.
 const EMPTY: u64 = 0;
 
-/// The tag of the page of `lin`.
+/// Returns the tag of the page of `lin`.
 #[inline(always)]
 fn tag(lin: u64) -> u64 {
     lin | 0xfff
@@ -37,14 +36,14 @@ pub(crate) struct Entry {
     addend: u64,
 }
 
-/// An entry of the instruction side, which is looked at once per block and page.
+/// A translation for instruction fetches, which is looked up once per block and page.
 #[derive(Clone, Copy)]
 struct CodeEntry {
     tag: u64,
     host: *mut u8,
 }
 
-/// Numbers of pages or regions that were entered since the last flush, by hash: what is not in here was not entered.
+/// One-hash Bloom filter of page or region numbers that were entered since the last flush.
 struct Filter([u64; Filter::BITS / 64]);
 
 impl Filter {
@@ -70,7 +69,7 @@ impl Filter {
     }
 }
 
-/// Address bits within the smallest large page: 2 MiB. (Those of 4 MiB are two of them.)
+/// Address bits within the smallest large page: 2 MiB. (A page of 4 MiB counts as two.)
 const LARGE_BITS: u32 = 21;
 /// Address bits within a page of 1 GiB.
 const HUGE_BITS: u32 = 30;
@@ -78,16 +77,16 @@ const HUGE_BITS: u32 = 30;
 pub(crate) struct Tlb {
     entries: [Entry; TABLES * ENTRIES],
     code: [CodeEntry; 2 * CODE_ENTRIES],
-    /// Entries filled since the last flush, for flushes that cost what was filled.
+    /// Indices of entries filled since the last flush, so that a flush costs no more than the fills.
     filled: [u16; 1024],
     fills: usize,
-    /// Some of `code` was filled since the last flush.
+    /// Whether any entry of `code` was filled since the last flush.
     code_filled: bool,
-    /// Pages that `code` has had.
+    /// Pages entered into `code`.
     code_pages: Filter,
-    /// Some page entered is part of a larger one of the guest's.
+    /// Whether any entered page is part of a larger page of the guest's.
     large_filled: bool,
-    /// Regions of 2 MiB, and of 1 GiB, some page of which is part of a larger one.
+    /// Regions of 2 MiB, and of 1 GiB, with an entered page that is part of a larger one.
     large: Filter,
     huge: Filter,
 }
@@ -102,28 +101,28 @@ unsafe impl Zeroed for Tlb {}
 
 impl Tlb {
     #[inline(always)]
-    fn slot(table: usize, lin: u64) -> usize {
+    fn index(table: usize, lin: u64) -> usize {
         // The mask tells the compiler that the index is in range.
         (table | (lin >> 12) as usize & (ENTRIES - 1)) & (TABLES * ENTRIES - 1)
     }
 
-    /// The host address of `size` bytes at `lin` if they may be read and lie in one page.
+    /// Returns the host address of `size` bytes at `lin` if they may be read and lie in one page.
     #[inline(always)]
     pub(crate) fn read(&self, table: usize, lin: u64, size: u64) -> Option<*mut u8> {
-        let entry = &self.entries[Self::slot(table, lin)];
+        let entry = &self.entries[Self::index(table, lin)];
         (entry.read == tag(lin.wrapping_add(size - 1)))
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// The host address of `size` bytes at `lin` if they may be written and lie in one page.
+    /// Returns the host address of `size` bytes at `lin` if they may be written and lie in one page.
     #[inline(always)]
     pub(crate) fn write(&self, table: usize, lin: u64, size: u64) -> Option<*mut u8> {
-        let entry = &self.entries[Self::slot(table, lin)];
+        let entry = &self.entries[Self::index(table, lin)];
         (entry.write == tag(lin.wrapping_add(size - 1)))
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Takes in a translation of the page of `lin`.
+    /// Enters a translation of the page of `lin`.
     pub(crate) fn fill(
         &mut self,
         table: usize,
@@ -132,21 +131,21 @@ impl Tlb {
         read: bool,
         write: bool,
     ) {
-        let slot = Self::slot(table, lin);
+        let index = Self::index(table, lin);
         let tag_if = |allowed| if allowed { tag(lin) } else { EMPTY };
         let addend = (host.as_ptr() as u64).wrapping_sub(lin & !0xfff);
-        self.entries[slot] = Entry {
+        self.entries[index] = Entry {
             read: tag_if(read),
             write: tag_if(write),
             addend,
         };
         if self.fills < self.filled.len() {
-            self.filled[self.fills] = slot as u16;
+            self.filled[self.fills] = index as u16;
         }
         self.fills += 1;
     }
 
-    /// Notes that the page of `lin`, which was entered, is part of a page of the guest's with 2^`bits` bytes.
+    /// Records that the page of `lin`, which was entered, is part of a page of the guest's with 2^`bits` bytes.
     #[inline]
     pub(crate) fn note_size(&mut self, lin: u64, bits: u32) {
         if bits >= LARGE_BITS {
@@ -168,7 +167,7 @@ impl Tlb {
         }
     }
 
-    /// Whether the page of `lin` may be part of a larger one: then its other parts have to be forgotten with it.
+    /// Whether the page of `lin` may be part of a larger one: then the other parts have to be dropped with it.
     pub(crate) fn may_be_large(&self, lin: u64) -> bool {
         self.large_filled
             && (self.large.may_have(lin >> LARGE_BITS) || self.huge.may_have(lin >> HUGE_BITS))
@@ -179,15 +178,15 @@ impl Tlb {
         self.code_filled && self.code_pages.may_have(lin >> 12)
     }
 
-    /// The host page from which the code at `lin` may be fetched.
+    /// Returns the host page from which the code at `lin` may be fetched.
     #[inline(always)]
     pub(crate) fn code(&self, user: bool, lin: u64) -> Option<*mut u8> {
-        let entry = &self.code[Self::code_slot(user, lin)];
+        let entry = &self.code[Self::code_index(user, lin)];
         (entry.tag == tag(lin)).then_some(entry.host)
     }
 
     pub(crate) fn fill_code(&mut self, user: bool, lin: u64, host: *mut u8) {
-        self.code[Self::code_slot(user, lin)] = CodeEntry {
+        self.code[Self::code_index(user, lin)] = CodeEntry {
             tag: tag(lin),
             host,
         };
@@ -196,23 +195,23 @@ impl Tlb {
     }
 
     #[inline(always)]
-    fn code_slot(user: bool, lin: u64) -> usize {
+    fn code_index(user: bool, lin: u64) -> usize {
         usize::from(user) * CODE_ENTRIES + ((lin >> 12) as usize & (CODE_ENTRIES - 1))
     }
 
-    /// Forgets one page.
+    /// Drops one page.
     pub(crate) fn flush_page(&mut self, lin: u64) {
         for table in [SUPERVISOR, USER, SUPERVISOR_AC] {
-            let entry = &mut self.entries[Self::slot(table, lin)];
+            let entry = &mut self.entries[Self::index(table, lin)];
             entry.read = EMPTY;
             entry.write = EMPTY;
         }
         for user in [false, true] {
-            self.code[Self::code_slot(user, lin)].tag = EMPTY;
+            self.code[Self::code_index(user, lin)].tag = EMPTY;
         }
     }
 
-    /// Forgets everything.
+    /// Drops everything.
     pub(crate) fn flush(&mut self) {
         self.flush_data();
         if std::mem::take(&mut self.code_filled) {
@@ -227,11 +226,11 @@ impl Tlb {
         }
     }
 
-    /// Forgets what data accesses use.
+    /// Drops the entries for data accesses.
     pub(crate) fn flush_data(&mut self) {
         if self.fills <= self.filled.len() {
-            for &slot in &self.filled[..self.fills] {
-                let entry = &mut self.entries[usize::from(slot)];
+            for &index in &self.filled[..self.fills] {
+                let entry = &mut self.entries[usize::from(index)];
                 entry.read = EMPTY;
                 entry.write = EMPTY;
             }

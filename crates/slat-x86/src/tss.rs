@@ -10,14 +10,14 @@ pub(crate) enum Format {
     Bits32,
 }
 
-/// Where CR3 and the debug trap flag stand in a 32-bit TSS.
+/// Offsets of CR3 and the debug trap flag in a 32-bit TSS.
 const CR3: usize = 0x1c;
 const TRAP: usize = 0x64;
 /// EIP, EFLAGS, the eight general registers and the segment selectors.
 const WORDS: usize = 16;
 
 impl Format {
-    /// The format and the busy flag that the type of a TSS descriptor gives.
+    /// Returns the format and the busy flag that the type of a TSS descriptor implies.
     pub(crate) fn of_kind(kind: u8) -> Option<(Self, bool)> {
         match kind {
             1 => Some((Format::Bits16, false)),
@@ -28,7 +28,7 @@ impl Format {
         }
     }
 
-    /// Bytes of what the processor defines: a TSS of fewer is invalid.
+    /// Returns the bytes that the processor defines: a TSS of fewer is invalid.
     pub(crate) fn bytes(self) -> usize {
         match self {
             Format::Bits16 => 44,
@@ -36,7 +36,7 @@ impl Format {
         }
     }
 
-    /// Bytes per register.
+    /// Returns the bytes per register.
     pub(crate) fn word(self) -> usize {
         match self {
             Format::Bits16 => 2,
@@ -44,7 +44,7 @@ impl Format {
         }
     }
 
-    /// How many selectors there are: ES CS SS DS, and with 32 bits FS GS.
+    /// Returns the number of selectors: ES CS SS DS, and with 32 bits FS GS.
     fn selectors(self) -> usize {
         match self {
             Format::Bits16 => 4,
@@ -52,7 +52,7 @@ impl Format {
         }
     }
 
-    /// Where the registers begin that a switch away from the task saves: EIP is the first.
+    /// Returns the offset of the registers that a switch away from the task saves: EIP is the first.
     pub(crate) fn registers(self) -> usize {
         match self {
             Format::Bits16 => 0x0e,
@@ -60,7 +60,7 @@ impl Format {
         }
     }
 
-    /// Bytes of the registers that a switch away from the task saves.
+    /// Returns the bytes of the registers that a switch away from the task saves.
     pub(crate) fn register_bytes(self) -> usize {
         (10 + self.selectors()) * self.word()
     }
@@ -78,7 +78,8 @@ pub(crate) struct Registers {
 }
 
 impl Registers {
-    /// As they stand in a TSS, from [`Format::registers`] on: [`Format::register_bytes`] of what it answers.
+    /// Encodes the registers as a TSS stores them at [`Format::registers`]. The first [`Format::register_bytes`] of the result
+    /// count.
     pub(crate) fn encode(&self, format: Format) -> [u8; 4 * WORDS] {
         let words = [self.eip, self.eflags].into_iter().chain(self.general);
         let words = words.chain(self.selectors.map(u32::from));
@@ -91,20 +92,20 @@ impl Registers {
     }
 }
 
-/// What a switch loads out of the TSS of the task it enters.
+/// The registers that a switch loads from the TSS of the task it enters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Image {
-    /// A 16-bit TSS has none.
+    /// `None` in a 16-bit TSS.
     pub(crate) cr3: Option<u32>,
     pub(crate) registers: Registers,
     pub(crate) ldt: u16,
-    /// The task asks for a debug trap when it is entered.
+    /// Whether the task asks for a debug trap when it is entered.
     pub(crate) trap: bool,
 }
 
 impl Image {
-    /// Takes an image out of the first [`Format::bytes`] of `tss`. What a 16-bit TSS does not have is zero: the upper halves of
-    /// the registers, FS and GS.
+    /// Decodes an image from the first [`Format::bytes`] of `tss`. Fields that a 16-bit TSS does not have are zero: the upper
+    /// halves of the registers, FS and GS.
     pub(crate) fn decode(tss: &[u8], format: Format) -> Self {
         let field = |at: usize, size: usize| {
             let mut bytes = [0; 4];

@@ -1,8 +1,8 @@
 //! x87 instructions.
 //!
-//! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So stack faults,
-//! condition codes, rounding and every odd encoding are the hardware's. An unmasked exception does no harm on the way:
-//! the hardware takes it with the *next* instruction that waits for it, and there is none before FNSAVE.
+//! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So stack faults, condition
+//! codes, rounding and every odd encoding are the hardware's. An unmasked exception does no harm meanwhile: the hardware takes
+//! it with the *next* instruction that waits for it, and there is none before FNSAVE.
 
 use crate::Cpu;
 use crate::op::{Flow, Handler, MEM, Op};
@@ -11,13 +11,13 @@ use crate::vector;
 use core::arch::{asm, naked_asm};
 use iced_x86::{Instruction, Mnemonic as M};
 
-/// The error summary in the status word: an unmasked exception waits.
+/// The error summary in the status word: an unmasked exception is pending.
 const ERROR: u16 = 1 << 7;
 
-/// The place in `op.r` where x87 operations keep their ModR/M byte (they have no fourth operand).
+/// Index in `op.r` of the ModR/M byte of x87 operations (they have no fourth operand).
 const MODRM: usize = 3;
 
-/// What FNSAVE writes in 64-bit mode.
+/// The image that FNSAVE writes in 64-bit mode.
 #[repr(C)]
 struct Image {
     fcw: u32,
@@ -60,7 +60,7 @@ unsafe extern "C" fn memory_stubs() {
     )
 }
 
-/// The handler of the x87 instruction in `code`, or `None` if it is not one that this CPU has.
+/// Chooses the handler of the x87 instruction in `code`; `None` if this CPU does not have it.
 pub(crate) fn lower(insn: &Instruction, code: &[u8], op: &mut Op) -> Option<Handler> {
     if insn.mnemonic() == M::Wait {
         return Some(fwait);
@@ -99,7 +99,7 @@ pub(crate) fn lower(insn: &Instruction, code: &[u8], op: &mut Op) -> Option<Hand
     })
 }
 
-/// The first two bytes after the prefixes, if they are those of an x87 instruction.
+/// Returns the first two bytes after the prefixes, if they are those of an x87 instruction.
 fn opcode_and_modrm(code: &[u8]) -> Option<(u8, u8)> {
     let is_prefix = |byte: &u8| matches!(byte, 0x26 | 0x2e | 0x36 | 0x3e | 0x64..=0x67 | 0x40..=0x4f | 0xf0 | 0xf2 | 0xf3);
     let at = code.iter().position(|byte| !is_prefix(byte))?;
@@ -109,7 +109,7 @@ fn opcode_and_modrm(code: &[u8]) -> Option<(u8, u8)> {
     }
 }
 
-/// An x87 exception that waits is taken by the next x87 or MMX instruction: as #MF also where CR0.NE is clear, because KVM runs
+/// Raises a pending x87 exception, as the next x87 or MMX instruction does: as #MF also if CR0.NE is clear, because KVM runs
 /// guests with it set and there is no FERR# pin.
 pub(crate) fn check_pending(cpu: &mut Cpu) -> Flow {
     if cpu.state.fsw & ERROR == 0 {
@@ -151,8 +151,8 @@ fn status_to_ax(cpu: &mut Cpu, _op: &Op) -> Flow {
     Ok(())
 }
 
-/// Why a load ends the run. No device has floating-point registers; KVM's emulator has no such load either, and its clients count
-/// on that.
+/// Why a load ends the run. No device has floating-point registers; KVM's emulator has no such load either, and its clients
+/// rely on that.
 const MMIO: &str = "an x87 load from MMIO";
 
 fn load(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -172,7 +172,7 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut run = Run::new(cpu);
     run.call(op);
     let status = run.image.fsw as u16;
-    // Nothing is stored when an unmasked exception stops it; a lost bit of precision does not.
+    // Nothing is stored if an unmasked exception stops the instruction; an unmasked precision exception does not stop it.
     let unmasked = status & !(run.image.fcw as u16) & 0x3f;
     if status & ERROR == 0 || unmasked & !PRECISION == 0 {
         cpu.store_bytes(lin, &run.memory[..usize::from(op.aux)])?;
@@ -181,7 +181,7 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// FLDENV and FRSTOR: also the pointers come from memory.
+/// FLDENV and FRSTOR: they load the pointers, too.
 fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let lin = cpu.lin(op, op.aux.into())?;
@@ -192,7 +192,7 @@ fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// The stores that do not wait for an exception.
+/// Executes the stores that do not wait for an exception.
 fn store_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, op.aux.into())?;
     let mut run = Run::with_pointers(cpu);
@@ -202,7 +202,7 @@ fn store_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// One instruction on its way through the host.
+/// One instruction and the x87 state, to run on the host.
 struct Run {
     image: Image,
     /// The memory operand; the largest is FNSAVE's.
@@ -210,18 +210,18 @@ struct Run {
     flags: u64,
 }
 
-/// Stands for the guest's opcode while an instruction runs that may set it: no stub's opcode is this.
+/// Replaces the guest's opcode while an instruction runs that may set it: no stub has this opcode.
 const NO_OPCODE: u32 = 0x7ff << 16;
 
 impl Run {
-    /// Pointers of zero go in, to see whether the instruction is one that sets them.
+    /// Loads pointers of zero, to find out whether the instruction sets them.
     fn new(cpu: &mut Cpu) -> Run {
         let mut run = Run::with_pointers(cpu);
         (run.image.ip, run.image.cs_and_opcode, run.image.dp) = (0, NO_OPCODE, 0);
         run
     }
 
-    /// The guest's pointers go in, for those instructions that store, load or clear them.
+    /// Loads the guest's pointers, for instructions that store, load or clear them.
     fn with_pointers(cpu: &mut Cpu) -> Run {
         let flags = cpu.flags() & flags::ARITHMETIC | flags::ALWAYS;
         let state = &cpu.state;
@@ -282,7 +282,8 @@ impl Run {
         }
     }
 
-    /// Takes over everything but the pointers; those are the guest's own when the instruction has set any.
+    /// Stores everything but the pointers in the guest's state; if the instruction has set any pointers, they become the
+    /// guest's own.
     fn commit(&self, cpu: &mut Cpu, op: &Op) {
         let (rip, operand) = (cpu.rip_of(op), cpu.offset(op));
         let state = &mut cpu.state;
@@ -299,7 +300,7 @@ impl Run {
         }
     }
 
-    /// Takes over everything.
+    /// Stores everything in the guest's state.
     fn commit_all(&self, state: &mut State) {
         self.commit_registers(state);
         // A pointer that has not changed keeps its upper half.

@@ -9,9 +9,9 @@ use iced_x86::{Instruction, Mnemonic};
 
 /// One of the two-operand operations.
 trait Binary: 'static {
-    /// The result is stored (in contrast to CMP and TEST).
+    /// Whether the result is stored (not for CMP and TEST).
     const WRITES: bool = true;
-    /// The carry flag is an input.
+    /// Whether the carry flag is an input.
     const CARRY: bool = false;
     fn apply<T: Int>(a: T, b: T, carry: bool) -> T;
     fn note<T: Int>(cpu: &mut Cpu, a: T, b: T, carry: bool, result: T);
@@ -74,7 +74,7 @@ impl Binary for Sbb {
     }
 }
 
-/// Register destination; `b` is at hand.
+/// Operates on a register destination and the value `b`.
 #[inline(always)]
 fn to_register<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     let a = T::get(cpu, op.r[0]);
@@ -87,7 +87,7 @@ fn to_register<T: Int, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     Ok(())
 }
 
-/// Memory destination; `b` is at hand.
+/// Operates on a memory destination and the value `b`.
 #[inline(always)]
 fn to_memory<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     if F::FLAT && !A::WRITES {
@@ -224,7 +224,7 @@ fn unary<U: Unary>(op: &Op) -> Handler {
     }
 }
 
-/// What of an operation's flags a following Jcc can take over: [`Op::fusible`].
+/// The flags of an operation that a fused Jcc can use: [`Op::fusible`].
 mod fusible {
     pub const CMP: u8 = 1;
     pub const TEST: u8 = 2;
@@ -232,7 +232,7 @@ mod fusible {
     pub const DEC: u8 = 4;
 }
 
-/// A register operation and the Jcc behind it. The target is in `disp`.
+/// Executes a register operation and the Jcc after it. The target is in `disp`.
 fn rr_jcc<T: Int, A: Binary, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     rr::<T, A>(cpu, op)?;
     branch::<CC>(cpu, op)
@@ -265,7 +265,8 @@ fn fused_binary<A: Binary>(op: &Op, cc: u8) -> Handler {
     }
 }
 
-/// Makes `op` do the work of the Jcc that follows it as well, if it is of a kind that can.
+/// Makes `op` execute the next instruction, a Jcc, too. Returns false if `op` is of a kind that
+/// cannot.
 pub(crate) fn fuse(op: &mut Op, cc: u8, target: u64, len: u8) -> bool {
     op.handler = match op.fusible {
         fusible::CMP => fused_binary::<Cmp>(op, cc),

@@ -50,7 +50,7 @@ fn cmpxchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let new = T::get(cpu, op.r[1]);
     let old = if op.r[0] == MEM {
         let lin = cpu.lin(op, T::BYTES as u32)?;
-        // As in hardware there is a write cycle in either case.
+        // As in hardware there is a write cycle whether they compare equal or not.
         cpu.update::<T>(lin, op.lock, |old| if old == expected { new } else { old })?
             .0
     } else {
@@ -99,7 +99,7 @@ fn cmpxchg16b(cpu: &mut Cpu, op: &Op) -> Flow {
         let Some(host) = cpu.write_place(lin, 16)? else {
             return Err::<(), Break>(cpu.unimplemented("CMPXCHG16B on MMIO"));
         };
-        // SAFETY: a translation of guest memory, to which every access is guarded. Guest and host
+        // SAFETY: a translation of guest memory, which is accessed guarded only. Guest and host
         // addresses agree in their low 12 bits, so it is aligned.
         match unsafe { slat_guard::compare_exchange(host.cast::<u128>(), expected, new) } {
             Ok(seen) => {

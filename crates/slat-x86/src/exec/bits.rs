@@ -36,7 +36,8 @@ impl BitOp for Btc {
     }
 }
 
-/// The address of the word that holds the bit: a register as bit offset reaches beyond the operand.
+/// Returns the address of the word that holds the bit: a register as bit offset can select a bit
+/// beyond the operand.
 fn bit_address<T: Int>(cpu: &mut Cpu, op: &Op, bit: i64) -> Result<u64, Break> {
     if op.r[1] == NONE {
         return cpu.lin(op, T::BYTES as u32);
@@ -97,7 +98,7 @@ fn bsr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// The flags of TZCNT and LZCNT.
+/// Sets the flags of TZCNT and LZCNT.
 fn count_flags(cpu: &mut Cpu, source: u64, result: u64) {
     let carry = if source == 0 { CF } else { 0 };
     let zero = if result == 0 { ZF } else { 0 };
@@ -124,7 +125,7 @@ fn popcnt<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// CRC-32C of a source of `T` into a doubleword.
+/// Adds a source of `T` to a CRC-32C in a doubleword.
 fn crc32<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut data = cpu.operand::<T>(op, 1)?.zx();
     let mut crc = cpu.state.gpr[usize::from(op.r[0] & 15)] as u32;

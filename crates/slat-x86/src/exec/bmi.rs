@@ -6,7 +6,7 @@ use crate::op::{Flow, Handler, Op};
 use crate::state::flags::{ARITHMETIC, CF, OF, SF, ZF};
 use iced_x86::{Instruction, Mnemonic};
 
-/// SF and ZF of a result, and CF; OF is cleared.
+/// Sets SF and ZF of a result, and CF; clears OF.
 fn logic<T: Int>(cpu: &mut Cpu, result: T, carry: bool) {
     let mut value = if carry { CF } else { 0 };
     value |= if result.zx() == 0 { ZF } else { 0 };
@@ -93,7 +93,7 @@ fn pext<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 fn mulx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let a = cpu.operand::<T>(op, 2)?.zx();
     let product = u128::from(a) * u128::from(T::get(cpu, 2).zx());
-    // The low half first: when both destinations are the same the high half stays.
+    // The low half first: if both destinations are one register it keeps the high half.
     T::set(cpu, op.r[1], T::of(product as u64));
     T::set(cpu, op.r[0], T::of((product >> T::BITS) as u64));
     Ok(())
@@ -124,7 +124,7 @@ fn sarx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// ADCX and ADOX: an addition whose carry goes through one flag only.
+/// ADCX and ADOX: an addition with one flag as carry in and out.
 fn add_with<T: Int, const FLAG: u64>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = cpu.operand::<T>(op, 1)?.zx();
     let a = T::get(cpu, op.r[0]).zx();
@@ -141,7 +141,7 @@ fn adox<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     add_with::<T, OF>(cpu, op)
 }
 
-/// These exist for doublewords and quadwords only.
+/// Chooses a handler of an instruction that exists for doublewords and quadwords only.
 macro_rules! wide {
     ($op:expr, $f:ident) => {
         if $op.size == 2 { $f::<u32> } else { $f::<u64> }

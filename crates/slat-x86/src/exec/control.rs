@@ -5,7 +5,7 @@ use crate::flags::by_condition;
 use crate::op::{Break, Flow, Handler, NONE, Op};
 use iced_x86::{Code, ConditionCode, Instruction, Mnemonic};
 
-/// A condition's number: the low four bits of its opcodes.
+/// Returns a condition's number: the low four bits of its opcodes.
 pub(crate) fn condition_number(cc: ConditionCode) -> u8 {
     match cc {
         ConditionCode::o | ConditionCode::None => 0,
@@ -28,7 +28,7 @@ pub(crate) fn condition_number(cc: ConditionCode) -> u8 {
 }
 
 impl Cpu {
-    /// A computed near branch target: #GP(0) when it is not canonical.
+    /// Raises #GP(0) if a computed near branch target is not canonical.
     #[inline(always)]
     fn check_target(&mut self, target: u64) -> Result<(), Break> {
         if target >> 47 == 0 || !self.is_64() || self.canonical(target) {
@@ -100,7 +100,7 @@ fn ret(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.jump(target)
 }
 
-/// RCX in the width of the address size.
+/// Returns the mask of RCX for the address size.
 fn count_mask(op: &Op) -> u64 {
     match op.address_size {
         2 => 0xffff,
@@ -115,7 +115,7 @@ fn jrcxz(cpu: &mut Cpu, op: &Op) -> Flow {
         Ok(())
     }
 }
-/// `aux`: 0 LOOPNE, 1 LOOPE, 2 LOOP.
+/// LOOPNE (`aux` 0), LOOPE (1) and LOOP (2).
 fn looping(cpu: &mut Cpu, op: &Op) -> Flow {
     let mask = count_mask(op);
     let rcx = &mut cpu.state.gpr[1];

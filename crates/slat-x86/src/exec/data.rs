@@ -137,7 +137,7 @@ fn lea(op: &Op) -> Handler {
 }
 
 fn cmov<T: Int, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
-    // The source is read in either case, and a doubleword destination is always extended.
+    // The source is read whether the condition holds or not, and a doubleword destination is always extended.
     let source = cpu.operand::<T>(op, 1)?;
     let v = if cpu.condition::<CC>() {
         source
@@ -155,7 +155,7 @@ fn setcc<const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
 
 fn bswap<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = T::get(cpu, op.r[0]).zx().swap_bytes() >> (64 - T::BITS);
-    // A 16-bit BSWAP is undefined; processors give zero.
+    // A 16-bit BSWAP is undefined; processors return zero.
     T::set(
         cpu,
         op.r[0],
@@ -199,7 +199,7 @@ fn nop(_: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// The number of a condition in the low bits of the opcode, from iced's enumeration of them.
+/// Returns a condition's number in the low bits of the opcode, from iced's enumeration.
 fn condition(insn: &Instruction) -> u8 {
     super::control::condition_number(insn.condition_code())
 }

@@ -1,5 +1,5 @@
-//! Instructions that 64-bit mode does not have: decimal adjustment (AAA AAS AAM AAD DAA DAS), SALC and BOUND.
-//! SDM volume 2; flags that it leaves undefined are clear.
+//! Instructions that 64-bit mode does not have: decimal adjustment (AAA AAS AAM AAD DAA DAS), SALC and BOUND. SDM volume 2;
+//! undefined flags are cleared.
 
 use crate::Cpu;
 use crate::int::Int;
@@ -48,7 +48,7 @@ fn decimal_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
         true => old.wrapping_sub(by),
     };
     u8::set(cpu, 0, al);
-    // Only DAS can borrow in its first step where the second does not apply.
+    // Only DAS can borrow in its first step when its second step does not apply.
     let borrowed = SUBTRACT && low && old < 6;
     cpu.put_flags(high || borrowed, false, low, al);
     Ok(())

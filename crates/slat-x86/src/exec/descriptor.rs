@@ -1,5 +1,5 @@
-//! Segment registers and descriptor tables: MOV Sreg, LDS and kin, LGDT LIDT SGDT SIDT, LLDT LTR SLDT STR,
-//! LAR LSL VERR VERW ARPL.
+//! Segment registers and descriptor tables: MOV Sreg, LDS and its variants, LGDT LIDT SGDT SIDT, LLDT LTR SLDT STR, LAR LSL
+//! VERR VERW ARPL.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
@@ -33,7 +33,7 @@ fn mov_to_segment(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// LDS LES LFS LGS LSS: `aux` is the segment.
+/// LDS LES LFS LGS LSS: `aux` is the segment's number.
 fn load_far(cpu: &mut Cpu, op: &Op) -> Flow {
     let bytes = 1u64 << op.size;
     let lin = cpu.lin(op, bytes as u32 + 2)?;
@@ -53,7 +53,7 @@ fn load_far(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// CR4.UMIP keeps these from user code.
+/// Raises #GP(0) outside CPL 0 if CR4.UMIP is set.
 fn umip(cpu: &mut Cpu) -> Result<(), Break> {
     if cpu.state.cr4 & control::CR4_UMIP != 0 {
         cpu.privileged()
@@ -62,7 +62,7 @@ fn umip(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 
-/// `aux`: 0 GDT, 1 IDT.
+/// LGDT (`aux` 0) and LIDT (1).
 fn load_table(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     let wide = cpu.is_64();
@@ -104,7 +104,7 @@ fn store_table(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-/// A system segment: LDT (`kind` 2) or available TSS (9, or 1 for 16 bits).
+/// Reads the descriptor of a system segment: LDT (`kind` 2) or available TSS (9, or 1 for 16 bits).
 pub(crate) fn system_segment(cpu: &mut Cpu, selector: u16, kind: u8) -> Result<Segment, Break> {
     let error = Some(u32::from(selector & !3));
     if selector & 4 != 0 {
@@ -183,7 +183,7 @@ fn protected_only(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 
-/// The descriptor that LAR, LSL, VERR and VERW may look at.
+/// Returns the descriptor that LAR, LSL, VERR and VERW may use.
 fn visible(cpu: &mut Cpu, selector: u16, system: &[u8]) -> Result<Option<Descriptor>, Break> {
     if selector & !3 == 0 {
         return Ok(None);
@@ -241,7 +241,7 @@ fn verify(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Raises the requested privilege level of the destination to that of the source.
+/// ARPL: raises the requested privilege level of the destination to that of the source.
 fn arpl(cpu: &mut Cpu, op: &Op) -> Flow {
     protected_only(cpu)?;
     let source = u16::get(cpu, op.r[1]) & 3;

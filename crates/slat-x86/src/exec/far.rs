@@ -9,7 +9,7 @@ use crate::task::Initiator;
 use crate::vector;
 use iced_x86::{Code, Instruction, Mnemonic};
 
-/// Selector and offset of a far target.
+/// Reads selector and offset of a far target.
 fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
     if op.r[0] != MEM {
         return Ok((op.imm as u16, op.disp));
@@ -24,7 +24,7 @@ fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
     Ok((cpu.load::<u16>(lin.wrapping_add(bytes))?, offset))
 }
 
-/// The code segment that a far jump or call goes to. One to another task is made here.
+/// Returns the code segment of a far jump or call. A transfer to another task is executed here.
 fn far_code(cpu: &mut Cpu, op: &Op, selector: u16, initiator: Initiator) -> Result<Segment, Break> {
     if cpu.has_paragraphs() {
         let mut cs = cpu.state.cs;
@@ -77,7 +77,7 @@ fn far_call(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::Jump)
 }
 
-/// The stack segment that a return to `cpl` loads.
+/// Returns the stack segment that a return to `cpl` loads.
 fn return_stack(cpu: &mut Cpu, selector: u16, cpl: u8, to_64: bool) -> Result<Segment, Break> {
     if selector & !3 == 0 {
         if to_64 && cpl != 3 && (selector & 3) as u8 == cpl {
@@ -104,7 +104,7 @@ fn return_stack(cpu: &mut Cpu, selector: u16, cpl: u8, to_64: bool) -> Result<Se
     Ok(Descriptor(descriptor.0 | 1 << 40).segment(selector))
 }
 
-/// After a return to an outer ring: data segments that it may not keep become null.
+/// Call after a return to an outer ring: nulls the data segments that the ring may not keep.
 fn drop_inner_segments(cpu: &mut Cpu, cpl: u8) {
     for number in [0, 3, 4, 5] {
         let segment = cpu.segment(number);
@@ -197,7 +197,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
         let ss = cpu.peek_sized(op.size, 4 * bytes)? as u16;
         let ss = return_stack(cpu, ss, rpl, cs.long())?;
         cpu.state.ss = ss;
-        // A 16- or 32-bit return leaves the rest of the register; 64-bit code takes all of it.
+        // A 16- or 32-bit return leaves the rest of the register; 64-bit code writes all of it.
         cpu.state.gpr[4] = rsp;
         if rpl != cpu.cpl {
             drop_inner_segments(cpu, rpl);
@@ -252,11 +252,11 @@ fn int_n(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.sensitive()?;
     int(cpu, op)
 }
-/// INT n, INT3, INTO: the delivery is the instruction.
+/// INT n, INT3, INTO: delivers the event.
 fn int(cpu: &mut Cpu, op: &Op) -> Flow {
     let next = cpu.next_rip(op);
     cpu.deliver(op.aux, None, Source::Software, next)?;
-    // The guest's single step ends here, a debugger's does not.
+    // The guest's single step ends with the delivery, a debugger's does not.
     cpu.watch.steps = cpu.debugger.single_step;
     Err(Break::Jump)
 }
@@ -275,14 +275,14 @@ fn into(cpu: &mut Cpu, op: &Op) -> Flow {
         int(cpu, op)
     }
 }
-/// INT1: a #DB that no gate's DPL holds back, and that DR6 does not tell from none.
+/// INT1: a #DB that no gate's DPL forbids, and that sets no bit in DR6.
 fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.debugger.claims_debug() {
         return Err(cpu.raise_debug(0));
     }
     let next = cpu.next_rip(op);
     cpu.deliver(vector::DB, None, Source::External, next)?;
-    // It takes what the shadow of MOV SS has held back along.
+    // INT1 includes the traps that the shadow of MOV SS has delayed.
     let hits = std::mem::take(&mut cpu.state.events.debug);
     cpu.debug_delivered(hits);
     Err(Break::Jump)

@@ -14,7 +14,7 @@ pub(crate) fn not_task_switched(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 
-/// `aux` of FXSAVE and FXRSTOR without REX.W: the x87 pointers have 32 bits, and selectors that are not kept any more.
+/// `aux` of FXSAVE and FXRSTOR without REX.W: the x87 pointers have 32 bits, and selectors that are no longer kept.
 const POINTERS_32: u8 = 1;
 
 fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -32,7 +32,7 @@ fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
         image[12..16].fill(0);
         image[20..24].fill(0);
     }
-    // The rest is reserved or the software's: it has to be writable, and is left as it is.
+    // The rest is reserved or for software: it has to be writable, and is left as it is.
     cpu.probe_write(lin, 512)?;
     cpu.store_bytes(lin, &image[..416])?;
     cpu.stored()

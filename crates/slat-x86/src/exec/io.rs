@@ -9,7 +9,7 @@ use crate::vector;
 use iced_x86::{Instruction, Mnemonic, Register};
 
 impl Cpu {
-    /// IOPL, or else the TSS's permission bitmap.
+    /// Raises #GP(0) unless IOPL or the TSS's permission bitmap allows the ports.
     fn port_allowed(&mut self, port: u16, bytes: u8) -> Result<(), Break> {
         let iopl = (self.state.rflags & flags::IOPL) >> 12;
         if !self.protected() || u64::from(self.cpl) <= iopl && self.state.rflags & flags::VM == 0 {
@@ -57,8 +57,8 @@ impl Cpu {
         })
     }
 
-    /// Units of a string access from `lin` on that one exit moves: upwards and unobserved, all that are in the page and do not
-    /// wrap around in the address size.
+    /// Returns the units of a string access at `lin` that one exit moves: upwards and without watchpoints, all that lie in the
+    /// page and do not wrap around in the address size.
     fn units(&mut self, op: &Op, port: u16, lin: u64, offset: u64) -> u32 {
         let observed =
             self.watch.steps || self.watch.data || self.port_hits(port, 1 << op.size) != 0;
@@ -76,7 +76,7 @@ impl Cpu {
     }
 }
 
-/// The port: an immediate, or DX.
+/// Returns the port: an immediate, or DX.
 fn port(cpu: &Cpu, op: &Op) -> u16 {
     if op.aux == 0 {
         op.imm as u16 & 0xff
@@ -110,7 +110,7 @@ fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.string_address(0, 7, address_size, 1 << op.size)?;
     let is_memory = cpu.write_place(lin, 1 << op.size)?.is_some();
     let offset = cpu.string_register(7, address_size);
-    // Each unit that goes to a device is an exit of its own.
+    // Each unit that a device model reads or writes is an exit of its own.
     let count = match is_memory {
         true => cpu.units(op, port, lin, offset),
         false => 1,
@@ -142,8 +142,8 @@ fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(cpu.port_exit(op, port, kind, 1))
 }
 
-/// Takes `count` units, which lie in one page, at once. False if they are not memory, or beyond the segment's limit: what is
-/// before it is to be written one by one.
+/// Outputs `count` units, which lie in one page, at once. False if they are not memory, or beyond the segment's limit: the
+/// caller then writes the units one by one.
 fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, Break> {
     let bytes = (count as usize) << op.size;
     let Ok(lin) = cpu.segmented(op.seg, offset, bytes as u32) else {
@@ -152,7 +152,7 @@ fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, B
     let Some(host) = cpu.read_place(lin, bytes)? else {
         return Ok(false);
     };
-    // SAFETY: a translation of guest memory, to which every access is guarded.
+    // SAFETY: a translation of guest memory, which is accessed guarded only.
     if unsafe { slat_guard::copy_in(cpu.fixed.output.start(bytes), host) }.is_err() {
         cpu.gone(lin, host, Access::Read)?;
         return Err(Break::Retry);

@@ -1,5 +1,4 @@
-//! What the operations do. Each file owns a kind of instruction: its handlers, and the `lower` that
-//! chooses among them.
+//! The handlers of operations. Each file owns a kind of instruction: its handlers, and the `lower` that chooses among them.
 //!
 //! Handlers first do all that can fail (loads, checks, the one store), then change registers and flags.
 
@@ -25,13 +24,13 @@ pub(crate) mod xsave;
 use crate::Cpu;
 use crate::op::{Break, Op, form};
 
-/// The form of a memory operand, as a type: how a specialised handler gets its address.
+/// The form of a memory operand, as a type: how a specialised handler computes its address.
 pub(crate) trait Form: 'static {
     /// The address is computed without checks.
     const FLAT: bool;
-    /// The address, for the flat forms.
+    /// Returns the address, for the flat forms.
     fn flat(cpu: &Cpu, op: &Op) -> u64;
-    /// The linear address of an operand of `bytes` bytes.
+    /// Returns the linear address of an operand of `bytes` bytes.
     fn lin(cpu: &mut Cpu, op: &Op, bytes: u32) -> Result<u64, Break>;
 }
 

@@ -36,7 +36,7 @@ fn imul1<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// The two- and three-operand forms.
+/// IMUL with two or three operands.
 #[inline(always)]
 fn imul<T: Int>(cpu: &mut Cpu, op: &Op, a: T, b: T) -> Flow {
     let (low, wide) = if T::BITS == 64 {
@@ -61,7 +61,7 @@ fn imul3<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     imul(cpu, op, a, T::of(op.imm))
 }
 
-/// The dividend's halves.
+/// Returns the dividend's halves.
 fn dividend<T: Int>(cpu: &Cpu) -> (u64, u64) {
     if T::BITS == 8 {
         let ax = u16::get(cpu, 0).zx();
@@ -74,7 +74,7 @@ fn dividend<T: Int>(cpu: &Cpu) -> (u64, u64) {
 fn div<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let divisor = cpu.operand::<T>(op, 0)?.zx();
     let (low, high) = dividend::<T>(cpu);
-    // The quotient fits exactly when the high half is below the divisor.
+    // The quotient fits if and only if the high half is below the divisor.
     if divisor <= high {
         return Err(cpu.raise(vector::DE, None));
     }

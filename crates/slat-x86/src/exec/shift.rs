@@ -12,7 +12,7 @@ type Shifted<T> = (T, bool, bool);
 trait Shift: 'static {
     /// Rotates leave SF, ZF, AF and PF alone.
     const ROTATE: bool;
-    /// Rotates through the carry flag: after BITS + 1 steps all is as before, flags included.
+    /// Whether it rotates through the carry flag: BITS + 1 steps restore the operand and the flags.
     const THROUGH_CARRY: bool = false;
     fn apply<T: Int>(a: T, count: u32, carry: bool) -> Shifted<T>;
 }
@@ -159,8 +159,8 @@ fn lower_shift<S: Shift>(op: &Op) -> Handler {
     }
 }
 
-/// SHLD and SHRD. A count above the width of a word operand is undefined; here, as on much hardware, the operand
-/// itself follows behind the bits shifted in.
+/// SHLD and SHRD. A count above the width of a word operand is undefined; here, as on much hardware, the operand itself follows
+/// the bits shifted in.
 fn double<T: Int, const LEFT: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let count = if op.r[2] == NONE {
         op.imm

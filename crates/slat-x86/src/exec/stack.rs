@@ -8,7 +8,7 @@ use crate::state::flags;
 use iced_x86::{Instruction, Mnemonic, OpKind};
 
 impl Cpu {
-    /// The stack pointer's width in the present mode.
+    /// Returns the mask of the stack pointer's width in the current mode.
     pub(crate) fn stack_mask(&self) -> u64 {
         if self.is_64() {
             u64::MAX
@@ -19,7 +19,7 @@ impl Cpu {
         }
     }
 
-    /// The linear address of `bytes` bytes at a stack offset.
+    /// Returns the linear address of `bytes` bytes at a stack offset.
     #[inline(always)]
     pub(crate) fn stack_address(&mut self, offset: u64, bytes: u32) -> Result<u64, Break> {
         if self.is_64() {
@@ -40,7 +40,7 @@ impl Cpu {
         }
     }
 
-    /// The stack pointer in its width, moved by `by`.
+    /// Returns the stack pointer in its width, moved by `by`.
     #[inline(always)]
     pub(crate) fn rsp_plus(&self, by: u64) -> u64 {
         let rsp = self.state.gpr[4].wrapping_add(by);
@@ -60,7 +60,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// The word at the top of the stack; the stack pointer stays.
+    /// Reads the word at the stack pointer plus `at`; the stack pointer stays.
     #[inline(always)]
     pub(crate) fn peek<T: Int>(&mut self, at: u64) -> Result<T, Break> {
         let rsp = self.rsp_plus(at);
@@ -77,7 +77,7 @@ impl Cpu {
         }
     }
 
-    /// Peeks at a word of the operation's stack size.
+    /// Reads a word of the operation's stack size; the stack pointer stays.
     pub(crate) fn peek_sized(&mut self, size: u8, at: u64) -> Result<u64, Break> {
         match size {
             1 => self.peek::<u16>(at).map(Int::zx),
@@ -112,7 +112,7 @@ fn pop<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let old = cpu.state.gpr[4];
     let new = cpu.rsp_plus(T::BYTES);
     cpu.set_rsp(new);
-    // A memory operand that is based on RSP sees the moved stack pointer.
+    // A memory operand that is based on RSP uses the moved stack pointer.
     if let Err(why) = cpu.set_operand(op, 0, v) {
         cpu.state.gpr[4] = old;
         return Err(why);
@@ -221,7 +221,8 @@ fn leave(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
-    /// RBP, the pointers of up to 30 outer frames, and the one to this frame.
+    /// Most words that ENTER pushes: RBP, the pointers of up to 30 outer frames, and the one to
+    /// this frame.
     const WORDS: usize = 32;
     let bytes = 1u64 << op.size;
     let allocate = op.imm & 0xffff;
@@ -260,7 +261,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let memory = op.r[0] == MEM && op.seg != NONE;
     let handler = choose(insn, op)?;
     if !memory {
-        // No other memory operand: what may be non-canonical is the stack.
+        // Without a memory operand only the address on the stack can be non-canonical.
         op.seg = 2;
     }
     Some(handler)

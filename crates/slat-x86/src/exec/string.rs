@@ -1,8 +1,8 @@
 //! String instructions: MOVS STOS LODS SCAS CMPS, with REP.
 //!
-//! Between two iterations an instruction can be interrupted: registers always describe what is left. A
-//! repeated instruction therefore leaves after a bounded number of iterations and starts again at its own
-//! RIP; so do iterations that touch MMIO, each of which is a whole instruction to the device model.
+//! An instruction can be interrupted between two iterations: registers always describe the rest. A repeated instruction
+//! therefore stops after a bounded number of iterations and starts again at its own RIP; so do iterations that access MMIO,
+//! each of which is a whole instruction to the device model.
 
 use crate::Cpu;
 use crate::flags;
@@ -11,9 +11,9 @@ use crate::op::{Break, Flow, Handler, Op};
 use crate::state::flags::{DF, RF};
 use iced_x86::{Instruction, Mnemonic};
 
-/// Iterations before attention is looked at.
+/// Iterations between checks of `attention`.
 const BATCH: u64 = 4096;
-/// How much a bulk step buffers.
+/// Bytes that a bulk step buffers.
 const BULK: usize = 4096;
 
 impl Cpu {
@@ -25,7 +25,7 @@ impl Cpu {
         }
     }
 
-    /// RSI (6) or RDI (7) or RCX (1) in the width of the address size.
+    /// Returns RSI (6), RDI (7) or RCX (1) in the width of the address size.
     pub(crate) fn string_register(&self, register: usize, address_size: u8) -> u64 {
         self.state.gpr[register] & Self::string_mask(address_size)
     }
@@ -43,7 +43,7 @@ impl Cpu {
         self.string_register(1, address_size)
     }
 
-    /// The linear address that `register` points to in segment `seg`.
+    /// Returns the linear address that `register` points to in segment `seg`.
     pub(crate) fn string_address(
         &mut self,
         seg: u8,
@@ -72,7 +72,7 @@ impl Cpu {
         self.set_string_register(register, address_size, v);
     }
 
-    /// Leaves a repeated instruction before its last iteration. RF keeps an instruction breakpoint from hitting again (SDM
+    /// Leaves a repeated instruction before its last iteration. RF keeps an instruction breakpoint from being hit again (SDM
     /// volume 3, "Instruction-Breakpoint Exception Condition").
     fn iterate_later(&mut self, op: &Op) -> Flow {
         self.state.rflags |= RF;
@@ -81,13 +81,13 @@ impl Cpu {
         self.jump(rip)
     }
 
-    /// Elements of `bytes` from `lin` up to the end of its page.
+    /// Returns the number of elements of `bytes` between `lin` and the end of its page.
     fn elements_in_page(lin: u64, bytes: u64) -> u64 {
         (0x1000 - (lin & 0xfff)) / bytes
     }
 }
 
-/// Runs `once` as often as the prefix says, or until it asks to stop by `false`.
+/// Runs `once` as often as the prefix says, or until `once` returns `false`.
 #[inline(always)]
 fn repeat<T: Int>(
     cpu: &mut Cpu,
@@ -115,7 +115,7 @@ fn repeat<T: Int>(
                     return cpu.stored();
                 }
             }
-            // What is done is done; the rest starts as an instruction of its own and meets its end there.
+            // Finished iterations count; the rest starts as an instruction of its own and fails there.
             Err(_) if done > 0 => break,
             Err(why) => return Err(why),
         }
@@ -140,7 +140,7 @@ fn movs<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     })
 }
 
-/// Forward copies of whole stretches within a page on both sides. `None`: do it one by one.
+/// Copies whole stretches forward within a page on both sides. `None`: copy one by one.
 fn movs_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
     let alone = cpu.watch.steps || cpu.watch.data;
     if cpu.state.rflags & DF != 0 || !cpu.is_64() || op.address_size != 8 || alone {
@@ -158,7 +158,7 @@ fn movs_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
             .min(Cpu::elements_in_page(source, T::BYTES))
             .min(Cpu::elements_in_page(destination, T::BYTES));
         let bytes = (n * T::BYTES) as usize;
-        // A copy onto itself a little further repeats a pattern: only element by element is right.
+        // A copy to overlapping higher addresses repeats a pattern: only element by element is right.
         let overlaps = destination.wrapping_sub(source) < bytes as u64;
         if n < 2 || overlaps || copied >= 16 * BULK {
             if copied == 0 {
@@ -175,8 +175,8 @@ fn movs_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
             };
             let mut buffer = [0; BULK];
             let buffer = &mut buffer[..bytes];
-            // SAFETY: both are translations of guest memory, to which every access is guarded. What
-            // was copied before the memory was gone is copied again.
+            // SAFETY: both are translations of guest memory, which is accessed guarded only. Bytes copied before the memory was
+            // gone are copied again.
             unsafe {
                 if slat_guard::copy_in(buffer, from).is_err() {
                     cpu.gone(source, from, crate::Access::Read)?;
@@ -223,7 +223,7 @@ fn stos<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     })
 }
 
-/// Forward fills of whole stretches within a page. `None`: do it one by one.
+/// Fills whole stretches forward within a page. `None`: fill one by one.
 fn stos_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
     let alone = cpu.watch.steps || cpu.watch.data;
     if cpu.state.rflags & DF != 0 || !cpu.is_64() || op.address_size != 8 || alone {
@@ -252,7 +252,7 @@ fn stos_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
         match cpu.write_place(destination, bytes) {
             Ok(Some(to)) => {
                 cpu.wrote(to);
-                // SAFETY: a translation of guest memory, to which every access is guarded.
+                // SAFETY: a translation of guest memory, which is accessed guarded only.
                 if unsafe { slat_guard::copy_out(to, &pattern[..bytes]) }.is_err() {
                     match cpu.gone(destination, to, crate::Access::Write) {
                         Err(why) if filled == 0 => return Err(why),
@@ -283,7 +283,7 @@ fn lods<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     })
 }
 
-/// Whether REPE or REPNE goes on after a comparison.
+/// Whether REPE or REPNE continues after a comparison.
 fn goes_on(cpu: &Cpu, op: &Op) -> bool {
     cpu.zf() == (op.rep == 1)
 }

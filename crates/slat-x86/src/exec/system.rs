@@ -21,7 +21,7 @@ const CR0_KNOWN: u64 = CR0_PE
     | CR0_NW
     | CR0_CD
     | CR0_PG;
-/// Changes of these load the page-directory-pointer entries of PAE paging again (SDM volume 3, "PDPTE Registers").
+/// Bits of CR0 whose change loads the page-directory-pointer entries of PAE paging again (SDM volume 3, "PDPTE Registers").
 const CR0_LOADS_PDPTES: u64 = CR0_PG | CR0_CD | CR0_NW;
 const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
 
@@ -93,8 +93,7 @@ impl Cpu {
         state.cr0 & CR0_PG != 0 && state.cr4 & CR4_PAE != 0 && !self.long_mode()
     }
 
-    /// Reads the page-directory-pointer entries at CR3. #GP(0) if one that is present has a reserved bit, or if there is no
-    /// memory.
+    /// Reads the page-directory-pointer entries at CR3. #GP(0) if a present one has a reserved bit, or if there is no memory.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<[u64; 4], Break> {
         // Without paging linear addresses are physical.
         let paging = Paging {
@@ -109,7 +108,7 @@ impl Cpu {
         };
         let mut bytes = [0; 32];
         let host = page.base.as_ptr().wrapping_add((gpa & 0xfff) as usize);
-        // SAFETY: a translation of guest memory, to which every access is guarded.
+        // SAFETY: a translation of guest memory, which is accessed guarded only.
         if unsafe { slat_guard::copy_in(&mut bytes, host) }.is_err() {
             self.gone(gpa, host, Access::Read)?;
             return Err(Break::Retry);
@@ -210,7 +209,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// STI, CLI and such: whether the privilege level may.
+    /// Raises #GP(0) unless the privilege level may execute CLI or STI.
     fn io_privilege(&mut self) -> Result<(), Break> {
         let iopl = (self.state.rflags & flags::IOPL) >> 12;
         if u64::from(self.cpl) <= iopl {
@@ -258,7 +257,7 @@ fn write_control(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// DR4 and DR5 are other names of DR6 and DR7 unless CR4.DE forbids them.
+/// Returns the number of a debug register: DR4 and DR5 are other names of DR6 and DR7 unless CR4.DE forbids them.
 fn debug_register(cpu: &mut Cpu, number: u8) -> Result<u8, Break> {
     cpu.privileged()?;
     match number {
@@ -374,7 +373,7 @@ fn cpuid(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// #UD without a feature.
+/// Raises #UD without a feature.
 fn has(cpu: &mut Cpu, feature: bool) -> Result<(), Break> {
     match feature {
         true => Ok(()),
@@ -514,7 +513,7 @@ fn monitor(cpu: &mut Cpu, _: &Op) -> Flow {
         Err(cpu.ud())
     }
 }
-/// The line is not flushed, but the access is checked as a load.
+/// Checks the access as a load; the line is not flushed.
 fn touch(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.load_mem::<u8>(op).map(|_| ())
 }

@@ -1,6 +1,6 @@
 //! XSAVE XSAVEOPT XSAVEC XRSTOR, XGETBV XSETBV, RDPKRU WRPKRU (SDM volume 1, "Managing State Using the XSAVE Feature Set").
 //!
-//! The state components are x87, SSE and PKRU. Which of them are in their initial state is computed when it is asked for.
+//! The state components are x87, SSE and PKRU. Whether one is in its initial state is computed when an instruction needs it.
 
 use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;
@@ -8,13 +8,13 @@ use crate::op::{Break, Flow, Handler, Op};
 use crate::state::{MXCSR_INIT, MXCSR_MASK, control, xcr0};
 use iced_x86::{Instruction, Mnemonic};
 
-/// The legacy region and the header.
+/// Offset of the header, after the legacy region.
 const HEADER: usize = 512;
 const HEADER_END: usize = 576;
 /// XCOMP_BV: the area is in the compacted format.
 const COMPACTED: u64 = 1 << 63;
 
-/// Which instruction saves: `aux`.
+/// `aux`: the instruction that saves.
 const XSAVE: u8 = 0;
 const XSAVEOPT: u8 = 1;
 const XSAVEC: u8 = 2;
@@ -26,13 +26,13 @@ fn enabled(cpu: &mut Cpu) -> Result<(), Break> {
     not_task_switched(cpu)
 }
 
-/// The components that the instruction asks for (EDX:EAX) and XCR0 has: RFBM.
+/// Returns RFBM: the components that the instruction asks for (EDX:EAX) and XCR0 has.
 fn requested(cpu: &Cpu) -> u64 {
     let mask = cpu.state.gpr[0] & 0xffff_ffff | cpu.state.gpr[2] << 32;
     mask & cpu.state.xcr0
 }
 
-/// The components that are not in their initial state: XINUSE.
+/// Returns XINUSE: the components that are not in their initial state.
 fn in_use(cpu: &Cpu) -> u64 {
     let state = &cpu.state;
     let sse = state.mxcsr != MXCSR_INIT || state.xmm != [0; 16];
@@ -47,7 +47,7 @@ fn in_use(cpu: &Cpu) -> u64 {
     components
 }
 
-/// The bytes of the XMM registers that the mode has.
+/// Returns the end of the XMM registers that the mode has.
 fn xmm_end(cpu: &Cpu) -> usize {
     if cpu.is_64() { 416 } else { 288 }
 }
@@ -72,7 +72,7 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     let requested = requested(cpu);
     let in_use = in_use(cpu) & requested;
-    // XSAVE writes what is initial, too.
+    // XSAVE writes initial components, too.
     let written = if op.aux == XSAVE { requested } else { in_use };
     let pkru_at = match op.aux {
         XSAVEC => HEADER_END,
@@ -85,7 +85,7 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = area(cpu, op, end)?;
     let image = cpu.state.to_fxsave();
     let header = cpu.load::<u64>(lin.wrapping_add(HEADER as u64))?;
-    // Nothing is written before all can be.
+    // Nothing is written before everything can be written.
     cpu.probe_write(lin, HEADER_END)?;
     cpu.probe_write(lin.wrapping_add(end as u64 - 8), 8)?;
     let put = |cpu: &mut Cpu, at: usize, bytes: &[u8]| {
@@ -136,7 +136,7 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
         && image[reserved].iter().all(|byte| *byte == 0);
     let requested = requested(cpu);
     let mxcsr = word(24) as u32;
-    // The standard format holds MXCSR also where the SSE state is initial.
+    // The standard format holds MXCSR also when the SSE state is initial.
     let takes_mxcsr = requested & xcr0::SSE != 0 && (!compacted || present & xcr0::SSE != 0);
     if !fine || takes_mxcsr && mxcsr & !MXCSR_MASK != 0 {
         return Err(cpu.gp());
@@ -176,7 +176,7 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 impl Cpu {
-    /// Writes PKRU. Rights that the TLB has noted may be others now.
+    /// Writes PKRU. Flushes the TLB, whose entries hold rights of the old PKRU.
     pub(crate) fn set_pkru(&mut self, pkru: u32) {
         let changed = self.state.pkru != pkru;
         self.state.pkru = pkru;
@@ -185,7 +185,7 @@ impl Cpu {
         }
     }
 
-    /// Bytes of an XSAVE area in the standard format with the components of XCR0.
+    /// Returns the bytes of an XSAVE area in the standard format with the components of XCR0.
     pub(crate) fn xsave_bytes(&self) -> usize {
         match self.state.xcr0 & xcr0::PKRU != 0 {
             true => self.features.pkru_offset + 8,

@@ -111,7 +111,7 @@ fn signs(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// The position of the element of type `T` that the immediate selects, in bits.
+/// Returns the position, in bits, of the element of type `T` that the immediate selects.
 fn element<T: Int>(op: &Op) -> u32 {
     (op.imm as u32 & (128 / T::BITS - 1)) * T::BITS
 }

@@ -1,22 +1,22 @@
 //! Executes one SIMD instruction on the host CPU.
 //!
-//! Every supported mnemonic is a *stub*: the host's own instruction on fixed registers and a `ret`. The functions here
-//! put the guest's operands where stubs expect them and call. So a result is never an imitation: NaN payloads, rounding
-//! and exception flags are the hardware's.
+//! Every supported mnemonic is a *stub*: the host's own instruction on fixed registers and a `ret`. The functions here load the
+//! guest's operands into the registers of the stub and call it. So a result is never an imitation: NaN payloads, rounding and
+//! exception flags are the hardware's.
 
 use core::arch::asm;
 use core::arch::x86_64::__m128i;
 
-/// Code with this convention: destination (in and out) in xmm0, source in xmm1, the guest's XMM0 in xmm2 where an
-/// instruction names it implicitly, an immediate in rcx, a general register operand (in and out) in rax. r8 and xmm3
-/// are free. MMX operands are in mm0 and mm1.
+/// Code with this convention: destination (in and out) in xmm0, source in xmm1, the guest's XMM0 in xmm2 if an instruction
+/// names it implicitly, an immediate in rcx, a general register operand (in and out) in rax. r8 and xmm3 are free. MMX operands
+/// are in mm0 and mm1.
 pub(crate) type Stub = unsafe extern "C" fn();
 
-/// The address of a [`Stub`], as an operation carries it.
+/// The address of a [`Stub`], as an operation stores it.
 #[derive(Clone, Copy)]
 pub(crate) struct Entry(pub u64);
 
-/// The operands of a stub, and what it left.
+/// The operands of a stub, and its results.
 pub(crate) struct Work {
     pub dst: u128,
     pub src: u128,
@@ -34,7 +34,7 @@ fn from_host(v: __m128i) -> u128 {
     unsafe { core::mem::transmute::<__m128i, u128>(v) }
 }
 
-/// An integer instruction on XMM registers.
+/// Runs an integer instruction on XMM registers.
 #[inline(always)]
 pub(crate) fn int(stub: Entry, dst: u128, src: u128, imm: u8) -> u128 {
     let mut d = to_host(dst);
@@ -46,7 +46,7 @@ pub(crate) fn int(stub: Entry, dst: u128, src: u128, imm: u8) -> u128 {
     from_host(d)
 }
 
-/// An integer instruction that also reads or writes a general register.
+/// Runs an integer instruction that also reads or writes a general register.
 #[inline(always)]
 pub(crate) fn int_gpr(stub: Entry, work: &mut Work) {
     let mut d = to_host(work.dst);
@@ -58,7 +58,7 @@ pub(crate) fn int_gpr(stub: Entry, work: &mut Work) {
     work.dst = from_host(d);
 }
 
-/// An instruction that reads XMM0 implicitly.
+/// Runs an instruction that reads XMM0 implicitly.
 pub(crate) fn implicit_xmm0(stub: Entry, dst: u128, src: u128, xmm0: u128) -> u128 {
     let mut d = to_host(dst);
     // SAFETY: as for `int`.
@@ -69,7 +69,7 @@ pub(crate) fn implicit_xmm0(stub: Entry, dst: u128, src: u128, xmm0: u128) -> u1
     from_host(d)
 }
 
-/// An integer instruction that only sets flags.
+/// Runs an integer instruction that only sets flags.
 pub(crate) fn int_flags(stub: Entry, dst: u128, src: u128) -> u64 {
     let flags: u64;
     // SAFETY: as for `int`; the stack is balanced.
@@ -80,7 +80,7 @@ pub(crate) fn int_flags(stub: Entry, dst: u128, src: u128) -> u64 {
     flags
 }
 
-/// PCMPxSTRx: lengths in rax and rdx, index out in ecx, mask out in xmm0, flags.
+/// Operands and results of PCMPxSTRx: lengths in rax and rdx, index out in ecx, mask out in xmm0, flags.
 pub(crate) struct Strings {
     pub mask: u128,
     pub index: u32,
@@ -104,8 +104,8 @@ pub(crate) fn strings(stub: Entry, a: u128, b: u128, lengths: (u64, u64), imm: u
     }
 }
 
-/// An instruction on MMX registers (XMM operands too, for the conversions between the two files). `mmx` is the
-/// destination and the source; the MMX state of the host is left empty, as Rust code expects it.
+/// Runs an instruction on MMX registers (XMM operands too, for the conversions between the two files). `mmx` is the destination
+/// and the source; the MMX state of the host is left empty, as Rust code expects it.
 pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u32) {
     let mut d = to_host(work.dst);
     let host = 0u32;
@@ -128,10 +128,10 @@ pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u
 
 /// Sticky exception flags of MXCSR.
 pub(crate) const FLAGS: u32 = 0x3f;
-/// Their masks: an exception is taken when its flag comes up while its mask is clear.
+/// Masks of the exception flags: an exception is taken when its flag is set while its mask is clear.
 pub(crate) const MASKS: u32 = 0x1f80;
 
-/// Puts the exception flags of the host's MXCSR back when it goes: they are the caller's, whatever the guest computes.
+/// Restores the exception flags of the host's MXCSR when dropped: they are the caller's, whatever the guest computes.
 pub(crate) struct HostFlags {
     mxcsr: u32,
 }
@@ -147,17 +147,17 @@ impl HostFlags {
 
 impl Drop for HostFlags {
     fn drop(&mut self) {
-        // SAFETY: loads what was there before; the control bits have not changed in between.
+        // SAFETY: loads the old value; the control bits have not changed in between.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const self.mxcsr, options(nostack)) };
     }
 }
 
-/// A floating-point instruction under the guest's MXCSR. All exceptions must be masked in `mxcsr`: the caller looks at
-/// the flags. Leaves the arithmetic flags the instruction set (comparisons).
+/// Runs a floating-point instruction under the guest's MXCSR. All exceptions must be masked in `mxcsr`: the caller checks the
+/// flags. Returns the arithmetic flags that the instruction set (comparisons).
 ///
-/// Loading MXCSR costs more than most of these instructions. It is skipped when the host's register already equals the
-/// guest's; to make that the usual case, the guest's sticky flags stay behind in the host's register (Rust lets
-/// exception flags be whatever they are; control bits are put back).
+/// Loading MXCSR costs more than most of these instructions. It is skipped when the host's register already equals the guest's;
+/// to make that the usual case, the guest's sticky flags are left in the host's register (Rust allows any exception flags;
+/// control bits are restored).
 #[inline(always)]
 pub(crate) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
     debug_assert_eq!(*mxcsr & MASKS, MASKS);

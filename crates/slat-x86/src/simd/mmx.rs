@@ -1,4 +1,4 @@
-//! MMX: the instructions whose operands lie in the x87 registers' significands.
+//! MMX: the instructions whose operands are the x87 registers' significands.
 
 use super::host::{self, Entry, FLAGS, MASKS, Work};
 use super::{moves, table};
@@ -49,7 +49,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(handler)
 }
 
-/// An x87 exception waits to be taken; MMX instructions take it too.
+/// Takes a pending x87 exception; MMX instructions take it too.
 fn check(cpu: &mut Cpu) -> Flow {
     crate::x87::check_pending(cpu)
 }
@@ -65,7 +65,7 @@ fn set_mm(cpu: &mut Cpu, r: u8, value: u64) {
     };
 }
 
-/// What every MMX instruction does to the x87 state; even one that then ends in #XM.
+/// Changes the x87 state as every MMX instruction does, even one that then ends in #XM.
 fn enter(cpu: &mut Cpu) {
     const TOP: u16 = 7 << 11;
     cpu.state.fsw &= !TOP;
@@ -144,10 +144,10 @@ fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// The source operand from an MMX register or memory.
+/// Reads the source operand from an MMX register or memory.
 fn source(cpu: &mut Cpu, op: &Op) -> Result<u64, Break> {
     if op.r[1] == MEM {
-        // Low halves are unpacked from a doubleword; the other operands are quadwords.
+        // Unpacking low halves reads a doubleword; the other operands are quadwords.
         return match op.size {
             2 => cpu.load_mem::<u32>(op).map(u64::from),
             _ => cpu.load_mem::<u64>(op),
@@ -192,7 +192,7 @@ fn signs(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn to_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
-    // From memory it touches no MMX register, and is no MMX instruction in any respect.
+    // With a memory source it uses no MMX register, and is no MMX instruction in any respect.
     if op.r[1] != MEM {
         check(cpu)?;
     }
@@ -239,8 +239,8 @@ fn from_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Runs the stub with every exception masked, and raises those that the guest has not masked (only the conversions
-/// can have any).
+/// Runs the stub with every exception masked, and raises the exceptions that the guest has not masked (only the conversions can
+/// have any).
 fn run(cpu: &mut Cpu, op: &Op, mms: &mut [u64; 2], work: &mut Work) -> Flow {
     let guest = cpu.state.mxcsr;
     let mut mxcsr = (guest | MASKS) & !FLAGS;

@@ -1,7 +1,7 @@
 //! SSE to SSE4.2, AES, PCLMULQDQ, SHA and MMX.
 //!
-//! The host CPU does the work: `table` has a stub of the same instruction for each mnemonic, `host` calls it, and
-//! the handlers here only fetch operands and put results back. Plain moves are done without.
+//! The host CPU does the work: `table` has a stub of the equal instruction for each mnemonic, `host` calls it, and the handlers
+//! here only fetch operands and store results. Plain moves need no stub.
 
 mod gpr;
 mod host;
@@ -16,7 +16,7 @@ use crate::Cpu;
 use crate::op::{Flow, Handler, Op};
 use iced_x86::{CpuidFeature, Instruction, Mnemonic};
 
-/// Which instruction sets the host executes, and so the CPU may claim in CPUID, as the bits of leaf 1.
+/// Instruction sets that the host executes, and that the CPU may therefore report in CPUID, as the bits of leaf 1.
 ///
 /// FPU, MMX, FXSR, SSE and SSE2 are part of every x86-64 host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub struct Features {
     pub leaf7_ebx: u32,
 }
 
-/// What [`Features`] are there on this host.
+/// Returns the [`Features`] of this host.
 pub fn features() -> Features {
     let bit = |there: bool, n: u32| u32::from(there) << n;
     Features {
@@ -44,7 +44,7 @@ pub fn features() -> Features {
     }
 }
 
-/// Whether this is an instruction set of ours; if so, whether the host has it.
+/// Whether the host has the instruction set; `None` if this CPU does not implement it.
 fn offered(feature: CpuidFeature) -> Option<bool> {
     Some(match feature {
         CpuidFeature::MMX | CpuidFeature::SSE | CpuidFeature::SSE2 => true,
@@ -63,14 +63,14 @@ fn undefined(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }
 
-/// Whether it has an MMX operand, or a memory operand in the place of one.
+/// Whether the instruction has an MMX operand, or a memory operand instead of one.
 fn is_mmx(insn: &Instruction) -> bool {
     let or_memory = matches!(insn.mnemonic(), Mnemonic::Cvtpi2ps | Mnemonic::Cvtpi2pd);
     let is_mm = |k| insn.op_register(k).is_mm();
     or_memory || insn.mnemonic() == Mnemonic::Emms || (0..insn.op_count()).any(is_mm)
 }
 
-/// The handler of a SIMD instruction, or `None` if it is not one that this CPU has.
+/// Chooses the handler of a SIMD instruction; `None` if this CPU does not have it.
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let features = insn.code().cpuid_features();
     if !features.iter().all(|f| offered(*f).is_some()) {

@@ -8,7 +8,7 @@ use iced_x86::{Code, Instruction, Mnemonic as M};
 pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     let to_memory = op.r[0] == MEM;
     let from_memory = op.r[1] == MEM;
-    // One of: register to register, load, store.
+    // Chooses one of: register to register, load, store.
     let one_of = |registers: Handler, load: Handler, store: Handler| {
         Some(match (to_memory, from_memory) {
             (true, _) => store,
@@ -78,7 +78,7 @@ fn store16<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.store::<u128>(lin, cpu.state.xmm[usize::from(op.r[1])])
 }
 
-/// The low element only; the rest of the destination stays.
+/// Moves the low element only; the rest of the destination stays.
 fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let ones = u128::from(u64::MAX >> (64 - T::BITS));
     let src = cpu.state.xmm[usize::from(op.r[1])];
@@ -87,7 +87,7 @@ fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// The low element, zero-extended.
+/// Moves the low element, zero-extended.
 fn low<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.xmm[usize::from(op.r[0])] = T::of(cpu.state.xmm[usize::from(op.r[1])] as u64)
         .zx()
@@ -137,7 +137,7 @@ fn store_high(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.store_mem::<u64>(op, value)
 }
 
-/// The memory operand that masked stores do not name: DS:RDI, or another segment.
+/// Fills in the memory operand that masked stores do not name: DS:RDI, or another segment.
 pub(super) fn address_in_di(op: &mut Op) {
     const DI: u8 = 7;
     op.base = DI;
@@ -146,7 +146,7 @@ pub(super) fn address_in_di(op: &mut Op) {
     op.form = form::FULL;
 }
 
-/// MASKMOVDQU: the bytes whose mask bytes have their sign bit set.
+/// MASKMOVDQU: stores the bytes whose mask bytes have their sign bit set.
 fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
     let data = cpu.state.xmm[usize::from(op.r[1])].to_le_bytes();
     let mask = cpu.state.xmm[usize::from(op.r[2])].to_le_bytes();
@@ -154,8 +154,8 @@ fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
     store_bytes_by_mask(cpu, lin, &data, &mask)
 }
 
-/// Stores the selected bytes, after all of them have been found writable. The others are not touched: another CPU may
-/// own them.
+/// Stores the selected bytes, after all of them have been found writable. The others are not touched: another CPU may be
+/// writing them.
 pub(super) fn store_bytes_by_mask(cpu: &mut Cpu, lin: u64, data: &[u8], mask: &[u8]) -> Flow {
     let selected = || {
         (0..data.len())

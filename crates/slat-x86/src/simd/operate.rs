@@ -1,4 +1,4 @@
-//! Instructions from XMM and memory to XMM or flags: fetch, call the stub, put back.
+//! Instructions from XMM and memory to XMM or flags: fetch, call the stub, store.
 
 use super::host::{self, Entry, FLAGS, MASKS, Work};
 use super::table::{self, Kind};
@@ -36,7 +36,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         0
     };
     if mnemonic == Mnemonic::Insertps && from != 0 {
-        // The element comes from memory; the selector of a source element has no effect.
+        // The element is read from memory; the selector of a source element has no effect.
         op.aux &= 0x3f;
     }
     macro_rules! by_source {
@@ -64,7 +64,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
 /// `FROM` of a 16-byte memory operand at any address.
 const UNALIGNED: u8 = 17;
 
-/// The second operand: a register (`FROM` is 0) or so many bytes of memory, zero-extended.
+/// Reads the second operand: a register (`FROM` is 0) or `FROM` bytes of memory, zero-extended.
 #[inline(always)]
 pub(super) fn source<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Result<u128, Break> {
     Ok(match FROM {
@@ -134,8 +134,8 @@ fn float_flags<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Runs a floating-point stub under the guest's MXCSR; the exceptions that are not masked become #XM (#UD when the
-/// guest's system does not support it), with nothing but the flags changed.
+/// Runs a floating-point stub under the guest's MXCSR. Exceptions that are not masked become #XM (#UD when the guest's system
+/// does not support it), with nothing but the flags changed.
 #[inline(always)]
 pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     if cpu.state.mxcsr & MASKS == MASKS {
@@ -144,14 +144,14 @@ pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, 
     run_unmasked(cpu, op, work)
 }
 
-/// Invalid, denormal and divide-by-zero are found before a result is computed; then the others cannot come up.
+/// Invalid, denormal and divide-by-zero are found before a result is computed; then the others cannot occur.
 const BEFORE_RESULT: u32 = 7;
 const UNDERFLOW: u32 = 1 << 4;
 const FLUSH_TO_ZERO: u32 = 1 << 15;
 
-/// The stub still runs with everything masked, lest this process gets a signal; what would be different is made up for.
-/// One thing is not: beside an unmasked overflow or underflow, the hardware sets the precision flag only if the result
-/// is inexact with an unbounded exponent, too.
+/// Runs a stub of which the guest has unmasked exceptions. The stub still runs with everything masked, lest this process gets a
+/// signal; the differences are corrected, except for one: beside an unmasked overflow or underflow, the hardware sets the
+/// precision flag only if the result is inexact with an unbounded exponent, too.
 #[cold]
 fn run_unmasked(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     let guest = cpu.state.mxcsr;
@@ -181,7 +181,7 @@ fn run_unmasked(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     Err(cpu.raise(vector, None))
 }
 
-/// The result of an instruction that can underflow has a denormal element.
+/// Whether the result of an instruction that can underflow has a denormal element.
 fn has_denormal(mnemonic: Mnemonic, result: u128) -> bool {
     use Mnemonic as M;
     let single = |n: u32| {
@@ -216,7 +216,7 @@ fn has_denormal(mnemonic: Mnemonic, result: u128) -> bool {
     }
 }
 
-/// PCMPESTRI and its like; `INDEX` tells those that answer in ECX from those that answer in XMM0.
+/// PCMPESTRI and its variants; `INDEX` tells those that return ECX from those that return XMM0.
 fn strings<const FROM: u8, const INDEX: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = source::<FROM>(cpu, op)?;
     let a = cpu.state.xmm[usize::from(op.r[0])];

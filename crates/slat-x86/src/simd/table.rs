@@ -1,4 +1,4 @@
-//! Which mnemonic is which host instruction: one line per mnemonic.
+//! Which host instruction executes each mnemonic: one line per mnemonic.
 
 use core::arch::naked_asm;
 
@@ -9,13 +9,13 @@ use super::host::Stub;
 /// How a stub is to be called.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
-    /// Bits in, bits out; MXCSR plays no part.
+    /// Bits in, bits out; MXCSR has no effect.
     Int,
     /// Rounds or raises floating-point exceptions.
     Float,
     /// Sets ZF, PF, CF and changes no register (PTEST).
     IntFlags,
-    /// The same under MXCSR (COMISS and its like).
+    /// Sets ZF, PF, CF under MXCSR and changes no register (COMISS and its variants).
     FloatFlags,
     /// Reads XMM0 besides its operands.
     ImplicitXmm0,
@@ -31,8 +31,8 @@ macro_rules! stub {
     }};
 }
 
-/// An immediate is part of the instruction, so there are 256 of them, eight bytes apart. AT&T syntax, in which a
-/// counting symbol can be an immediate.
+/// Defines a stub with an immediate. The immediate is part of the instruction, so there are 256 stubs, eight bytes apart. AT&T
+/// syntax, in which a counting symbol can be an immediate.
 macro_rules! imm_stub {
     ($op:expr) => {{
         #[unsafe(naked)]
@@ -59,7 +59,7 @@ macro_rules! imm_stub {
 
 macro_rules! table {
     ($($kind:ident $form:ident { $($mnemonic:ident $text:literal),+ $(,)? })+) => {
-        /// Instructions whose operands are all in XMM registers or memory.
+        /// Returns the stub of an instruction whose operands are all in XMM registers or memory.
         pub(super) fn xmm(mnemonic: M) -> Option<(Kind, Stub)> {
             Some(match mnemonic {
                 $($(M::$mnemonic => (Kind::$kind, table!(@$form $text)),)+)+
@@ -155,7 +155,7 @@ table! {
 
 macro_rules! shifts {
     ($($mnemonic:ident $text:literal),+ $(,)?) => {
-        /// Shifts of one register by a constant.
+        /// Returns the stub of a shift of one register by a constant.
         pub(super) fn shift(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
                 $(M::$mnemonic => imm_stub!(concat!($text, " $slat_imm, %xmm0")),)+
@@ -172,7 +172,7 @@ shifts! {
 
 macro_rules! strings {
     ($($mnemonic:ident $text:literal),+ $(,)?) => {
-        /// String comparisons, which have several results.
+        /// Returns the stub of a string comparison, which has several results.
         pub(super) fn string(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
                 $(M::$mnemonic => imm_stub!($text),)+
@@ -185,7 +185,7 @@ macro_rules! strings {
 strings! {
     Pcmpestri "pcmpestri $slat_imm, %xmm1, %xmm0", Pcmpestrm "pcmpestrm $slat_imm, %xmm1, %xmm0",
     Pcmpistri "pcmpistri $slat_imm, %xmm1, %xmm0", Pcmpistrm "pcmpistrm $slat_imm, %xmm1, %xmm0",
-    // The same with 64-bit lengths (REX.W), for which the assembler has no name.
+    // Instructions with 64-bit lengths (REX.W), for which the assembler has no name.
     Pcmpestri64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x61, 0xc1, slat_imm",
     Pcmpestrm64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x60, 0xc1, slat_imm",
 }
@@ -203,12 +203,12 @@ macro_rules! gprs {
 }
 
 gprs! {
-    /// Conversions of a general register of so many bytes.
+    /// Conversions of a general register of the given bytes.
     from_gpr {
         Cvtsi2ss 4 "cvtsi2ss xmm0, eax", Cvtsi2ss 8 "cvtsi2ss xmm0, rax",
         Cvtsi2sd 4 "cvtsi2sd xmm0, eax", Cvtsi2sd 8 "cvtsi2sd xmm0, rax",
     }
-    /// Conversions to a general register of so many bytes.
+    /// Conversions to a general register of the given bytes.
     to_gpr {
         Cvtss2si 4 "cvtss2si eax, xmm1", Cvtss2si 8 "cvtss2si rax, xmm1",
         Cvttss2si 4 "cvttss2si eax, xmm1", Cvttss2si 8 "cvttss2si rax, xmm1",
@@ -223,7 +223,7 @@ gprs! {
 
 macro_rules! mmx {
     ($($form:ident { $($mnemonic:ident $text:literal),+ $(,)? })+) => {
-        /// Instructions with an MMX operand: the same names on the older registers.
+        /// Returns the stub of an instruction with an MMX operand: the names of the XMM instructions, on the older registers.
         pub(super) fn mmx(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
                 $($(M::$mnemonic => mmx!(@$form $text),)+)+
@@ -272,7 +272,7 @@ mmx! {
 
 macro_rules! mmx_shifts {
     ($($mnemonic:ident $text:literal),+ $(,)?) => {
-        /// Shifts of an MMX register by a constant.
+        /// Returns the stub of a shift of an MMX register by a constant.
         pub(super) fn mmx_shift(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
                 $(M::$mnemonic => imm_stub!(concat!($text, " $slat_imm, %mm0")),)+
