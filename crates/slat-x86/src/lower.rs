@@ -278,7 +278,7 @@ fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
     op.disp = insn.memory_displacement64();
     op.seg = match insn.segment_prefix() {
         Register::ES | Register::CS | Register::SS | Register::DS if mode & mode::BITS == 2 => {
-            // No prefix applies; the base register decides whether a bad address is #SS or #GP.
+            // The prefix has no effect; the base register decides whether a bad address is #SS or #GP.
             let stack = matches!(
                 base,
                 Register::RSP | Register::RBP | Register::ESP | Register::EBP
