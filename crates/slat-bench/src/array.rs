@@ -1,31 +1,28 @@
-//! The rival of the memslots experiment: a memory system that keeps its slots in one array, as KVM did
-//! up to Linux 5.16.
+//! The rival of the memslots experiment: a memory system that keeps its memslots in one array, as KVM did up to Linux 5.16.
 //!
-//! The array is sorted by guest frame and copied whole on every change, because readers use the old
-//! one meanwhile. By guest frame it is searched by halves, after a look at the slot found last; by
-//! backing address it is scanned from end to end; by id there is an index.
+//! The array is sorted by guest frame and copied whole on every change, because readers use the old one meanwhile. By guest
+//! frame it is searched by bisection, after a check of the memslot found last; by backing address it is scanned from end to
+//! end; by id there is an index.
 //!
 //! # Why this is a fair race
-//! Everything but the slots is slat's own, the very same code: tables, walks, flushes, the install of
-//! a leaf. The rival's engine has one slot that covers all, so that slots of its own are in nobody's
-//! way, and takes translations away by [`slat::Vm::zap`]. So the two sides do the same operations on
-//! the same tables, and differ by nothing but how a slot is found and changed:
+//! Everything but the memslots is slat's own code: tables, walks, flushes, the installation of a leaf. The rival's engine has
+//! one memslot that covers all guest memory, so that the engine's own memslots cost nothing, and zaps translations by
+//! [`slat::Vm::zap`]. So the two sides do the same operations on the same tables, and differ only in how a memslot is found and
+//! changed:
 //!
-//! * a *fault* costs the rival its search and then slat's fault. In that slat looks up the covering
-//!   slot, which it remembers; to be even, slat's side asks for the slot it remembers once more after
-//!   each fault ([`crate::experiments::memslots`]);
-//! * an *invalidation* costs the rival one scan at its begin (KVM made another at its end), the same
-//!   account of what is in progress that the engine keeps, and the same zap and flush;
-//! * a *change* costs the rival the same checks, one copy, and for a slot that leaves its place the
-//!   same zap and flush.
+//! * a *fault* costs the rival its search and then slat's fault. That fault looks up the covering memslot, which slat
+//!   remembers; to be even, slat's side looks up the remembered memslot once more after each fault
+//!   ([`crate::experiments::memslots`]);
+//! * an *invalidation* costs the rival one scan at its begin (KVM made another at its end), the count of invalidations in
+//!   progress that the engine keeps, too, and the same zap and flush;
+//! * a *change* costs the rival the same checks, one copy, and for a memslot that is deleted or moved the same zap and flush.
 //!
-//! Where there was a choice, it is the rival's good: a slot is 32 bytes (KVM's were larger); a change
-//! makes one copy (KVM made two of a slot that moves); the copy goes into the array of the change
-//! before, so that it costs no page faults; the index by id is not copied; invalidations pay one
-//! uncontended lock for the right to read, faults nothing; no change waits for readers.
+//! Every choice favours the rival: a memslot is 32 bytes (KVM's were larger); a change makes one copy (KVM made two of a
+//! memslot that moves); the copy reuses the array of the change before, so that it costs no page faults; the index by id is not
+//! copied; invalidations pay one uncontended lock for the right to read, faults nothing; no change waits for readers.
 //!
-//! One thread drives it at a time: what would keep faults and invalidations of several threads apart
-//! is the engine's business, and costs the rival nothing.
+//! One thread drives it at a time: the engine alone keeps faults and invalidations of several threads apart, which costs the
+//! rival nothing.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -47,7 +44,7 @@ struct Slot {
     flags: SlotFlags,
 }
 
-// The bound that the published comparison sets for an array that is worth racing against.
+// The published comparison's bound for an array that is worth racing against.
 const _: () = assert!(size_of::<Slot>() <= 64);
 
 impl Slot {
@@ -59,7 +56,7 @@ impl Slot {
         self.base + self.pages
     }
 
-    /// The frames behind which `range` of the backing stands.
+    /// Returns the frames that `range` of the backing backs.
     fn gfns_backed_by(&self, range: &Range<Hva>) -> Option<Range<Gfn>> {
         let end = self.backing + (self.pages << PAGE_SHIFT);
         if range.end.0 <= self.backing || end <= range.start.0 {
@@ -71,7 +68,7 @@ impl Slot {
     }
 }
 
-/// The slots at one moment.
+/// The memslots at one moment.
 #[derive(Clone, Default)]
 struct Set {
     /// Ascending by `base`, without overlap.
@@ -80,19 +77,19 @@ struct Set {
 }
 
 impl Set {
-    /// Where a slot that begins at `base` stands, or would.
+    /// Index of the first slot at or after `base`.
     fn place(&self, base: u64) -> usize {
         self.slots.partition_point(|slot| slot.base < base)
     }
 
-    /// The place of the slot that holds `gfn`.
+    /// Returns the index of the slot that holds `gfn`.
     fn find(&self, gfn: u64) -> Option<usize> {
         let place = self.slots.partition_point(|slot| slot.base <= gfn);
         let place = place.checked_sub(1)?;
         self.slots[place].holds(gfn).then_some(place)
     }
 
-    /// A slot other than `except` with a page in `gfns`.
+    /// Returns a slot other than `except` with a page in `gfns`.
     fn overlap(&self, gfns: &Range<u64>, except: u32) -> Option<&Slot> {
         let first = self.slots.partition_point(|slot| slot.end() <= gfns.start);
         self.slots[first..]
@@ -101,18 +98,18 @@ impl Set {
             .find(|slot| slot.id != except)
     }
 
-    /// The frames of every slot that `range` of the backing stands behind.
+    /// Returns the frames of every slot that `range` of the backing backs.
     fn backed_by(&self, range: &Range<Hva>) -> impl Iterator<Item = Range<Gfn>> {
         self.slots
             .iter()
             .filter_map(move |slot| slot.gfns_backed_by(range))
     }
 
-    /// Becomes a copy of `old` without the slot at `leaves`, and with `comes`.
+    /// Copies `old` without the slot at index `leaves`, and with `comes`.
     fn copy_with(&mut self, old: &Set, leaves: Option<usize>, comes: Option<Slot>) {
         self.slots.clear();
         self.slots.reserve(old.slots.len() + 1);
-        // The copy is made in one go, from one hole to the other.
+        // The elements between the two indices are moved in one go.
         let gap = leaves.unwrap_or(old.slots.len());
         let after = leaves.map_or(old.slots.len(), |leaves| leaves + 1);
         let (before, after) = (&old.slots[..gap], &old.slots[after..]);
@@ -140,12 +137,12 @@ impl Set {
     }
 }
 
-/// What only a change uses.
+/// State that only changes use.
 #[derive(Default)]
 struct Writer {
-    /// By id: where the slot begins, or [`NOWHERE`].
+    /// By id: the slot's first frame, or [`NOWHERE`].
     base: Vec<u64>,
-    /// The array of the change before.
+    /// The array before the last change, to be reused.
     spare: Option<Arc<Set>>,
 }
 
@@ -161,7 +158,7 @@ impl Writer {
     }
 }
 
-/// The invalidations in progress, as one hull.
+/// The invalidations in progress, as one range that covers all of them.
 struct InProgress {
     count: AtomicU32,
     hull: Mutex<Range<Hva>>,
@@ -188,7 +185,7 @@ impl InProgress {
     }
 }
 
-/// A VM with its slots in an array.
+/// A VM with its memslots in an array.
 pub struct ArrayVm {
     engine: Arc<Vm<Bare, Ept>>,
     current: RwLock<Arc<Set>>,
@@ -196,22 +193,21 @@ pub struct ArrayVm {
     generation: AtomicU64,
     writer: Mutex<Writer>,
     in_progress: InProgress,
-    /// Raised at the end of an invalidation, as the engine's is. One thread drives the rival, so no
-    /// fault is under way then: it is there for its cost.
+    /// Raised at the end of an invalidation, like the engine's. One thread drives the rival, so no fault is in progress then:
+    /// the counter exists for its cost.
     sequence: AtomicU64,
 }
 
-/// No code that holds one of these locks panics but by a bug of its own.
+/// Code that holds one of these locks panics only by a bug of its own.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ArrayVm {
-    /// Frames behind which a covering slot stands; no array slot may reach further.
+    /// Frames that the covering memslot has; no array slot may reach beyond them.
     const COVERED: u64 = 1 << 30;
 
-    /// A VM without slots, in which guest address `gpa` is backed by `gpa + displacement` wherever a
-    /// slot says so.
+    /// Creates a VM without memslots, in which `gpa + displacement` backs guest address `gpa` wherever a memslot says so.
     pub fn new(displacement: u64) -> Arc<Self> {
         Arc::new(Self::empty(displacement))
     }
@@ -235,10 +231,10 @@ impl ArrayVm {
         }
     }
 
-    /// The same with slots from the beginning: what a change for each of them comes to, in one.
+    /// Like [`ArrayVm::new`], but with memslots from the beginning: equivalent to a change for each, in one.
     ///
     /// # Errors
-    /// As [`ArrayVm::set_memory_region`]; here it is an error, too, if `regions` do not ascend.
+    /// Those of [`ArrayVm::set_memory_region`]; it is an error, too, if `regions` do not ascend.
     pub fn with_slots(displacement: u64, regions: &[Region]) -> Result<Arc<Self>, RegionError> {
         let vm = Self::empty(displacement);
         let mut set = Set::default();
@@ -265,13 +261,12 @@ impl ArrayVm {
         self.current.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What its engine has counted.
+    /// Returns the counts of the VM's engine.
     pub fn stats(&self) -> Stats {
         self.engine.stats()
     }
 
-    /// Creates, deletes or moves a slot, or changes its flags, by the rules of
-    /// [`slat::Vm::set_memory_region`].
+    /// Creates, deletes or moves a memslot, or changes its flags, by the rules of [`slat::Vm::set_memory_region`].
     ///
     /// # Errors
     /// [`RegionError`]; nothing was changed.
@@ -290,7 +285,7 @@ impl ArrayVm {
         match Arc::get_mut(&mut copy) {
             Some(set) => set.copy_with(&now, old, new),
             None => {
-                // Somebody is still reading it.
+                // A reader still uses it.
                 let mut set = Set::default();
                 set.copy_with(&now, old, new);
                 copy = Arc::new(set);
@@ -310,7 +305,7 @@ impl ArrayVm {
         Ok(())
     }
 
-    /// Begins an invalidation of `range` of the backing; it ends when the answer is dropped.
+    /// Begins an invalidation of `range` of the backing, which ends when the returned guard is dropped.
     pub fn invalidate(&self, range: Range<Hva>) -> ArrayInvalidation<'_> {
         self.in_progress.begin(&range);
         let set = self.current();
@@ -327,7 +322,7 @@ impl ArrayVm {
         }
     }
 
-    /// A CPU of this VM, outside.
+    /// Creates a CPU of this VM, outside a reader section.
     pub fn create_vcpu(self: &Arc<Self>) -> ArrayVcpu {
         ArrayVcpu {
             vm: self.clone(),
@@ -343,7 +338,7 @@ impl ArrayVm {
 pub struct ArrayInvalidation<'a> {
     vm: &'a ArrayVm,
     range: Range<Hva>,
-    /// A slot used the range at the begin: the end need not look.
+    /// A slot used the range at the begin; if not, the end does nothing.
     used: bool,
 }
 
@@ -360,24 +355,24 @@ impl Drop for ArrayInvalidation<'_> {
 pub struct ArrayVcpu {
     vm: Arc<ArrayVm>,
     engine: Vcpu<Bare, Ept>,
-    /// The slots as they were at the last look.
+    /// The slots as of the last look-up.
     set: Arc<Set>,
-    /// Place of the slot found last.
+    /// Index of the slot found last.
     recent: usize,
 }
 
 impl ArrayVcpu {
-    /// As [`slat::Vcpu::enter`].
+    /// Enters, like [`slat::Vcpu::enter`].
     pub fn enter(&mut self) {
         self.engine.enter(0);
     }
 
-    /// As [`slat::Vcpu::leave`].
+    /// Leaves, like [`slat::Vcpu::leave`].
     pub fn leave(&mut self) {
         self.engine.leave();
     }
 
-    /// Translates where no leaf allows the access: looks the slot up and lets the engine fault.
+    /// Translates `gpa` where no leaf allows the access: looks the slot up and lets the engine fault.
     ///
     /// # Errors
     /// [`Stop`].
@@ -399,7 +394,7 @@ impl ArrayVcpu {
         self.engine.translate(gpa, access)
     }
 
-    /// Translates where a leaf stands, which takes no slot.
+    /// Translates `gpa` where a leaf is mapped, which needs no slot.
     ///
     /// # Errors
     /// [`Stop`].
@@ -409,7 +404,7 @@ impl ArrayVcpu {
     }
 }
 
-/// What stands in the place of `old` after `region`, if that is allowed.
+/// Returns what replaces `old` after `region`, if the change is allowed.
 fn check(set: &Set, region: &Region, old: Option<&Slot>) -> Result<Option<Slot>, RegionError> {
     let known = (SlotFlags::LOG_DIRTY_PAGES | SlotFlags::READONLY).0;
     if region.flags.0 & !known != 0 {

@@ -1,8 +1,7 @@
-//! The engine alone: a platform whose host memory is always there.
+//! The engine alone: a platform whose host memory is always resident.
 //!
-//! What is measured over it is the memory system's own time: no page of the host is brought in, zeroed
-//! or taken away, no guest instruction is interpreted. Tables lie in the frames that slat-host cuts
-//! from chunks, as those of a VM in userspace do.
+//! Measurements on it are the memory system's own time: no page of the host is brought in, zeroed or unmapped, no guest
+//! instruction is interpreted. Tables are in the frames that slat-host cuts from chunks, as those of a VM in userspace are.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -14,19 +13,19 @@ use slat::{
 };
 use slat_host::frames::{self, Frames};
 
-/// Host memory whose physical addresses are its backing addresses. Nothing is ever accessed there.
+/// Host memory whose physical addresses are its backing addresses. It is never accessed.
 pub struct Bare {
     frames: Frames,
-    /// The size of the pages by which the host maps it.
+    /// Size of the pages by which the host maps the memory.
     level: Level,
 }
 
-/// A VM of one address space on a host of 4 KiB pages, without prefetch: each page is a fault of its own.
+/// Creates a VM of one address space on a host of 4 KiB pages, without prefetch: each page is a fault of its own.
 pub fn vm() -> Arc<Vm<Bare, Ept>> {
     vm_on(Level::PAGE)
 }
 
-/// Like [`vm`], but the host maps its memory by pages of `level`.
+/// Creates a VM like [`vm`]'s, but whose host maps its memory by pages of `level`.
 pub fn vm_on(level: Level) -> Arc<Vm<Bare, Ept>> {
     let host = Bare {
         frames: Frames::default(),
@@ -37,21 +36,21 @@ pub fn vm_on(level: Level) -> Arc<Vm<Bare, Ept>> {
     vm
 }
 
-/// Makes `frames` frames for tables resident: a kernel's are, and what the host takes to bring in a page
-/// is not the engine's time.
+/// Makes `frames` frames for tables resident: a kernel's are resident, and the host's time to bring in a page is not the
+/// engine's.
 pub fn warm_frames(platform: &impl Platform, frames: usize) {
     let mut warm = Vec::with_capacity(frames);
     platform.alloc_tables(frames, &mut |frame| warm.push(frame));
     for frame in &warm {
         let entries: NonNull<Entries> = platform.entries(*frame);
-        // SAFETY: a frame allocated above, which nobody else knows.
+        // SAFETY: a frame allocated above, which no other code uses.
         unsafe { entries.write(Entries::default()) };
     }
     // SAFETY: allocated above, and freed once.
     unsafe { platform.free_tables(&warm) };
 }
 
-/// The call that makes memslot `slot` hold `pages` pages from `gpa` on.
+/// Makes the region that sets memslot `slot` to `pages` pages at `gpa`.
 pub fn region(slot: u32, gpa: u64, pages: u64, backing: u64) -> Region {
     Region {
         slot,
@@ -75,8 +74,8 @@ impl Bare {
 }
 
 // SAFETY:
-// - frames and their metadata come from `Frames`, whose chunks live as long as it does;
-// - nothing is ever accessed through what `resolve` answers;
+// - frames and their metadata are allocated from `Frames`, whose chunks live as long as it does;
+// - no code accesses memory at the addresses that `resolve` returns;
 // - no hardware walks these tables, so there is nothing to flush.
 unsafe impl Platform for Bare {
     fn alloc_table(&self) -> Option<Pfn> {

@@ -1,21 +1,21 @@
-//! What each mechanism of KVM's guest-memory system is worth, measured: every one on and off within
-//! one run, with a real guest on slat's software CPU (and on a real `/dev/kvm`, where it opens), the
-//! published numbers beside ours, and how far the limit is.
+//! What each mechanism of KVM's guest-memory system is worth, measured: every one on and off within one run, with a real guest
+//! on slat's software CPU (and on a real `/dev/kvm`, where it opens), the published numbers beside ours, and the distance to
+//! the limit.
 //!
 //! | file | idea |
 //! |---|---|
 //! | [`machine`] | a KVM program with a guest of a few loops, over either KVM |
 //! | [`rounds`] | variants of a case measured in turns |
 //! | [`report`] | samples, medians, paired ratios, JSON |
-//! | [`maps`] | by what guest memory is mapped, between the phases |
+//! | [`maps`] | how guest memory is mapped, between the phases |
 //! | [`published`] | the references' numbers |
-//! | [`show`] | tables for people, with what is asked for |
-//! | [`html`] | the same as a page with charts |
+//! | [`show`] | tables for people, with the goals |
+//! | [`html`] | the tables as a page with charts |
 //! | [`bare`], [`mod@array`] | the engine alone, and the rival whose memslots are an array |
-//! | `experiments` | one file each: what is set up, what is timed, which rows |
+//! | `experiments` | one file each: its set-up, what is timed, its rows |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
-// The rival speaks of the experiment that it runs in, which is private.
+// The rival's documentation refers to the experiment that uses it, which is private.
 #[allow(rustdoc::private_intra_doc_links)]
 pub mod array;
 pub mod bare;
@@ -39,17 +39,17 @@ use show::{Line, Rows};
 
 /// One experiment.
 pub struct Experiment {
-    /// Its name on the command line and in the report.
+    /// The name on the command line and in the report.
     pub name: &'static str,
-    /// What it is about, in one line.
+    /// The subject, in one line.
     pub title: &'static str,
     /// What is measured and why, in ten lines.
     pub explain: &'static str,
-    /// Measures.
+    /// Measures the experiment.
     pub(crate) run: fn(&mut Bench) -> Result<(), Failure>,
-    /// What is to be compared with what, and what is asked for.
+    /// Returns the comparisons and their goals.
     pub compare: fn(&Report) -> Vec<Line>,
-    /// What the rows of its table are.
+    /// What the rows of the table are.
     pub(crate) rows: Rows,
 }
 
@@ -67,27 +67,27 @@ pub const EXPERIMENTS: &[Experiment] = &[
     experiments::vmm::EXPERIMENT,
 ];
 
-/// What it takes to boot Linux under QEMU on slat.
+/// The files that booting Linux under QEMU on slat needs.
 #[derive(Clone, Debug)]
 pub struct Linux {
     /// The `slat` command.
     pub slat: PathBuf,
-    /// Where `conformance/vmm/materials` has put a kernel and an initrd.
+    /// Directory of the kernel and initrd made by `conformance/vmm/materials`.
     pub materials: PathBuf,
 }
 
-/// Runs experiments, without those parts that need other programs.
+/// Runs experiments, without the parts that need other programs.
 ///
 /// # Errors
-/// If a guest did not do what it was to do, or something could not be set up.
+/// If a guest did not do its work, or the set-up failed.
 pub fn run(selection: &[&Experiment], size: Size) -> Result<Report, Failure> {
     run_with(selection, size, None)
 }
 
-/// Like [`run`], but boots `linux`, too. Where that is not there, a note of the report says so.
+/// Like [`run`], but boots `linux`, too. Where its files are missing, a note of the report says so.
 ///
 /// # Errors
-/// As [`run`].
+/// Those of [`run`].
 pub fn run_with(
     selection: &[&Experiment],
     size: Size,

@@ -1,4 +1,4 @@
-//! By what a guest's memory is mapped, as it stood between two phases of an experiment.
+//! How a guest's memory was mapped between two phases of an experiment.
 
 use std::ops::Range;
 
@@ -8,42 +8,42 @@ use slat_kvm::engine::EngineVm;
 
 /// 4 KiB pages of a [`Cell`]: it covers 2 MiB.
 pub const CELL: u64 = 512;
-/// A map shows no more than so many cells: 1 GiB.
+/// The most cells of a map: 1 GiB.
 const CELLS: u64 = 512;
 
-/// How many pages of 2 MiB of guest memory are mapped how.
+/// How the pages of 2 MiB of guest memory are mapped: a number of pages for each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cell {
-    /// By leaves of 4 KiB, 2 MiB, 1 GiB (or larger).
+    /// Mapped by leaves of 4 KiB, 2 MiB, 1 GiB (or larger).
     pub by_level: [u64; 3],
-    /// By an entry that says: no memslot.
+    /// Pages with an MMIO entry.
     pub mmio: u64,
-    /// Not executable.
+    /// Pages that are not executable.
     pub nx: u64,
-    /// Not writable for the dirty log's sake.
+    /// Pages that are not writable for the dirty log's sake.
     pub protected: u64,
-    /// By a leaf whose dirty bit is set.
+    /// Mapped by a leaf whose dirty bit is set.
     pub dirty: u64,
 }
 
-/// A picture of the tables.
+/// A map of guest memory, read from the tables.
 #[derive(Clone, Debug)]
 pub struct PageMap {
-    /// As in [`crate::Row`].
+    /// The experiment's name, as in [`crate::Row`].
     pub experiment: &'static str,
-    /// As there.
+    /// The case, as in [`crate::Row`].
     pub case: String,
-    /// As there.
+    /// The variant, as in [`crate::Row`].
     pub variant: &'static str,
-    /// Before or after what.
+    /// Before or after which step.
     pub phase: &'static str,
     /// Guest physical addresses shown, in bytes.
     pub gpas: Range<u64>,
-    /// One for each 2 MiB of it.
+    /// One cell for each 2 MiB of it.
     pub cells: Vec<Cell>,
 }
 
-/// The maps of an experiment. Rounds are all alike: of each phase the first one is kept.
+/// The maps of an experiment. Rounds repeat each other: of each phase the first map is kept.
 pub(crate) struct Maps {
     experiment: &'static str,
     pub(crate) taken: Vec<PageMap>,
@@ -57,8 +57,8 @@ impl Maps {
         }
     }
 
-    /// Looks at the guest memory at `gpas`, or the first GiB of it. A real KVM does not let
-    /// its tables be seen.
+    /// Reads the tables of the guest memory at `gpas`, or of the first GiB of it. A real KVM does
+    /// not show its tables.
     pub(crate) fn take(
         &mut self,
         case: &str,
@@ -102,7 +102,7 @@ fn cells(engine: &EngineVm, gpas: &Range<u64>) -> Vec<Cell> {
 }
 
 impl Cell {
-    /// So many pages are covered by `entry`.
+    /// Adds `pages` pages that are mapped by `entry`.
     fn add(&mut self, pages: u64, level: Level, entry: &Entry) {
         match entry {
             Entry::Leaf(leaf) | Entry::Broken(leaf) => {

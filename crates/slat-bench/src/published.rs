@@ -1,17 +1,17 @@
-//! The numbers that the references close with, as data.
+//! The results of the references, as data.
 
 /// A published result of one case.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Published {
-    /// As in [`crate::report::Row`].
+    /// The experiment, as in [`crate::report::Row`].
     pub experiment: &'static str,
-    /// As there.
+    /// The case, as in [`crate::report::Row`].
     pub case: &'static str,
-    /// As there.
+    /// The metric, as in [`crate::report::Row`].
     pub metric: &'static str,
-    /// In the metric's unit; `None` where only the change was published.
+    /// Value without the mechanism, in the metric's unit; `None` if only the change was published.
     pub before: Option<f64>,
-    /// The same.
+    /// Value with the mechanism, in the metric's unit; `None` if only the change was published.
     pub after: Option<f64>,
     /// The relative change: −0.73 is 73 % less.
     pub change: f64,
@@ -50,14 +50,14 @@ const fn change(
     }
 }
 
-/// Everything that was published about what is measured here.
+/// All published results about the metrics that are measured here.
 pub const PUBLISHED: &[Published] = &[
     // "KVM: x86/mmu: Complete prefetch for trailing SPTEs for direct, legacy MMU" (2021): the first byte
     // of every page in 6 GiB of preallocated memory.
     numbers("prefetch", "sequential", "pf_fixed", 1.75e6, 0.27e6),
     // "KVM: optimize for MMIO handled" (2011), netperf TCP_RR, the mean of three; EPT and shadow paging.
     numbers("mmio", "rr", "transactions_per_s", 709.48, 727.52),
-    // The same, a kernel build in seconds: the mean of three.
+    // "KVM: optimize for MMIO handled" (2011), a kernel build in seconds: the mean of three.
     numbers("mmio", "ordinary", "seconds", 154.648, 153.428),
     // "KVM: x86/mmu: Split huge pages mapped by the TDP MMU on fault" (2022): execute_perf_test -s
     // anonymous_hugetlb_1gb -v96.
@@ -224,7 +224,7 @@ pub const PUBLISHED: &[Published] = &[
     numbers("memslots", "setup/32764", "seconds_per_op", 16.1, 0.59),
 ];
 
-/// What was published about a case, if anything.
+/// Returns what was published about a case, if anything.
 pub fn find(experiment: &str, case: &str, metric: &str) -> Option<&'static Published> {
     PUBLISHED.iter().find(|published| {
         published.experiment == experiment && published.case == case && published.metric == metric

@@ -1,4 +1,4 @@
-//! What was measured: series of samples, the rows of the JSON contract, and comparisons of variants.
+//! The results: series of samples, the rows of the JSON contract, and comparisons of variants.
 
 use serde::Serialize;
 
@@ -39,7 +39,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// A value of `metric`.
+    /// Makes a value of `metric`.
     pub fn new(metric: &'static str, unit: Unit, value: f64) -> Self {
         Sample {
             metric,
@@ -48,12 +48,12 @@ impl Sample {
         }
     }
 
-    /// A number of things.
+    /// Makes a number of things.
     pub fn count(metric: &'static str, value: u64) -> Self {
         Self::new(metric, Unit::Count, value as f64)
     }
 
-    /// A time in seconds.
+    /// Makes a time in seconds.
     pub fn seconds(metric: &'static str, time: std::time::Duration) -> Self {
         Self::new(metric, Unit::Seconds, time.as_secs_f64())
     }
@@ -62,13 +62,13 @@ impl Sample {
 /// A row of the report: the median of all samples of one metric.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Row {
-    /// `prefetch`, …
+    /// The experiment's name: `prefetch`, …
     pub experiment: &'static str,
-    /// What was done; parts are separated by `/`.
+    /// The case; parts are separated by `/`.
     pub case: String,
-    /// How: a policy, an implementation, `kvm`.
+    /// The variant: a policy, an implementation, `kvm`.
     pub variant: &'static str,
-    /// What is measured.
+    /// The metric's name.
     pub metric: &'static str,
     /// The median.
     pub value: f64,
@@ -87,7 +87,7 @@ struct Series {
     values: Vec<f64>,
 }
 
-/// Everything that was measured in one run.
+/// All measurements of one run.
 #[derive(Debug, Default)]
 pub struct Report {
     series: Vec<Series>,
@@ -104,7 +104,7 @@ impl Report {
     /// Adds a sample.
     ///
     /// # Panics
-    /// If it is not finite, or has another unit than earlier samples of its metric.
+    /// If the value is not finite, or has another unit than earlier samples of its metric.
     pub fn add(
         &mut self,
         experiment: &'static str,
@@ -141,30 +141,30 @@ impl Report {
         }
     }
 
-    /// Adds a sentence that belongs under the tables.
+    /// Adds a sentence to print under the tables.
     pub fn note(&mut self, sentence: String) {
         if !self.notes.contains(&sentence) {
             self.notes.push(sentence);
         }
     }
 
-    /// Those sentences.
+    /// Returns those sentences.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Adds pictures of the tables.
+    /// Adds maps of guest memory.
     pub(crate) fn add_maps(&mut self, maps: Vec<PageMap>) {
         self.maps.extend(maps);
     }
 
-    /// Those of an experiment.
+    /// Returns the maps of an experiment.
     pub fn maps(&self, experiment: &str) -> impl Iterator<Item = &PageMap> {
         let maps = self.maps.iter();
         maps.filter(move |map| map.experiment == experiment)
     }
 
-    /// The rows, in the order in which they were measured.
+    /// Returns the rows, in the order in which they were measured.
     pub fn rows(&self) -> Vec<Row> {
         self.series
             .iter()
@@ -179,14 +179,14 @@ impl Report {
             .collect()
     }
 
-    /// `{"rows":[…]}`, one row a line.
+    /// Formats the rows as `{"rows":[…]}`, one row a line.
     pub fn to_json(&self) -> String {
         let document = Document { rows: self.rows() };
         let text = serde_json::to_string(&document).expect("rows are plain data");
         text.replace("},{", "},\n{") + "\n"
     }
 
-    /// The cases of an experiment, in the order in which they were measured.
+    /// Returns the cases of an experiment, in the order in which they were measured.
     pub fn cases(&self, experiment: &str) -> Vec<&str> {
         let mut cases = Vec::new();
         for series in &self.series {
@@ -197,13 +197,13 @@ impl Report {
         cases
     }
 
-    /// The median of a metric, if it was measured.
+    /// Returns the median of a metric, if it was measured.
     pub fn value(&self, experiment: &str, case: &str, variant: &str, metric: &str) -> Option<f64> {
         let series = self.find(experiment, case, variant, metric)?;
         Some(median(&series.values))
     }
 
-    /// Its unit.
+    /// Returns the metric's unit.
     pub(crate) fn unit(
         &self,
         experiment: &str,
@@ -214,8 +214,8 @@ impl Report {
         Some(self.find(experiment, case, variant, metric)?.unit)
     }
 
-    /// By which factor `after` differs from `before`: the median of the rounds' ratios, so that what
-    /// disturbed one round disturbs both sides of it.
+    /// Returns the factor by which `after` differs from `before`: the median of the rounds' ratios, so that a disturbance of
+    /// one round affects both sides of it.
     pub fn ratio(
         &self,
         experiment: &str,
@@ -227,7 +227,7 @@ impl Report {
         self.ratio_between(experiment, metric, (case, before), (case, after))
     }
 
-    /// The same between two cases and variants whose rounds took turns.
+    /// Like [`Report::ratio`], but between two cases and variants whose rounds took turns.
     pub fn ratio_between(
         &self,
         experiment: &str,
@@ -261,10 +261,10 @@ impl Series {
     }
 }
 
-/// The middle value, or the mean of the two in the middle.
+/// Returns the middle value, or the mean of the two in the middle.
 ///
 /// # Panics
-/// If there is none.
+/// If `values` is empty.
 pub fn median(values: &[f64]) -> f64 {
     assert!(!values.is_empty(), "the median of nothing");
     let mut sorted = values.to_vec();
@@ -320,7 +320,7 @@ mod tests {
         let ratio =
             |report: &Report| report.ratio("mmio", "ordinary", "seconds", "uncached", "cached");
         assert_eq!(ratio(&report), Some(0.5));
-        // Without partners the medians must do.
+        // Without partners in the round the ratio of the medians is used.
         add(&mut report, "cached", 4.0);
         assert_eq!(ratio(&report), Some(4.0));
         assert_eq!(

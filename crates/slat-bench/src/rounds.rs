@@ -1,4 +1,4 @@
-//! How variants of a case are measured: in turns, so that what changes on the machine changes for all.
+//! Variants of a case are measured in turns, so that changes of the machine affect all of them.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub enum Size {
 }
 
 impl Size {
-    /// What an experiment takes at each size.
+    /// Returns the value of this size.
     pub fn pick<T>(self, tiny: T, usual: T, full: T) -> T {
         match self {
             Size::Tiny => tiny,
@@ -32,15 +32,15 @@ impl Size {
     }
 }
 
-/// What an experiment runs with.
+/// The state of a run of experiments.
 pub struct Bench {
     /// How much is measured.
     pub size: Size,
-    /// slat.
+    /// slat's KVM API.
     pub slat: Slat,
     /// A real KVM, where it opens; never at [`Size::Tiny`], whose counts are slat's.
     pub kvm: Option<RealKvm>,
-    /// What it takes to boot Linux, if that is to be measured.
+    /// The files to boot Linux with, if that is to be measured.
     pub linux: Option<Linux>,
     experiment: &'static str,
     report: Report,
@@ -48,11 +48,11 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Rounds in which a real KVM is measured. It is there for orientation; one that is software itself
-    /// takes a hundred times as long as slat.
+    /// Rounds in which a real KVM is measured, which is for orientation only. One that is software itself is a hundred times as
+    /// slow as slat.
     pub const KVM_ROUNDS: usize = 2;
 
-    /// Nothing measured yet.
+    /// Makes a bench without measurements.
     ///
     /// # Errors
     /// If slat does not open.
@@ -76,7 +76,7 @@ impl Bench {
         })
     }
 
-    /// What was measured from here on belongs to `experiment`.
+    /// Call before an experiment: measurements from here on belong to `experiment`.
     pub(crate) fn begin(&mut self, experiment: &'static str) {
         self.experiment = experiment;
         // Not 0, which would look like the end while memory is prepared.
@@ -86,15 +86,14 @@ impl Bench {
         self.progress.enable_steady_tick(Duration::from_millis(200));
     }
 
-    /// The report of all experiments.
+    /// Returns the report of all experiments.
     pub(crate) fn finish(self) -> Report {
         self.progress.finish_and_clear();
         self.report
     }
 
-    /// Measures all `variants` of `case` in each of `rounds` rounds: there and back, so that no variant
-    /// is always the one that comes after another. `measure` is called with the variant. A real KVM is
-    /// measured in the first rounds only.
+    /// Measures all `variants` of `case` in each of `rounds` rounds: there and back, so that no variant always follows the same
+    /// other one. Calls `measure` with the variant. A real KVM is measured in the first rounds only.
     ///
     /// # Errors
     /// `measure`'s.
@@ -127,17 +126,17 @@ impl Bench {
         Ok(())
     }
 
-    /// Says something that a reader of the tables has to know.
+    /// Adds a sentence that a reader of the tables has to know.
     pub fn note(&mut self, sentence: String) {
         self.report.note(sentence);
     }
 
-    /// Keeps what the tables looked like.
+    /// Adds the maps of an experiment to the report.
     pub(crate) fn keep(&mut self, maps: Maps) {
         self.report.add_maps(maps.taken);
     }
 
-    /// `variants`, and [`RealKvm::NAME`] where it opened.
+    /// Returns `variants`, and [`RealKvm::NAME`] if it opened.
     pub fn with_kvm(&self, variants: &[&'static str]) -> Vec<&'static str> {
         let mut variants = variants.to_vec();
         if self.kvm.is_some() {
@@ -147,7 +146,7 @@ impl Bench {
     }
 }
 
-/// The shortest of several short runs: what disturbs a run of milliseconds only makes it longer.
+/// Returns the shortest of several short runs: a disturbance of a run of milliseconds only makes it longer.
 ///
 /// # Errors
 /// `run`'s.

@@ -1,5 +1,5 @@
-//! The tables on the terminal: per experiment what was compared, how much it changed, how much the
-//! published change was, and how far the limit is.
+//! The tables on the terminal: the comparisons of each experiment, the change, the published
+//! change, and the distance to the limit.
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use slat_kvm::report::grouped;
@@ -15,7 +15,7 @@ pub struct Line {
     pub(crate) case: String,
     pub(crate) metric: &'static str,
     pub(crate) unit: Unit,
-    /// Variant and value; `None` where there is nothing to compare with.
+    /// Variant and value; `None` if there is nothing to compare with.
     pub(crate) before: Option<(&'static str, f64)>,
     pub(crate) after: (&'static str, f64),
     pub(crate) change: Option<f64>,
@@ -29,16 +29,16 @@ pub struct Line {
 /// An acceptance number.
 #[derive(Clone, Debug)]
 pub struct Goal {
-    /// What is asked for, in a few characters.
+    /// The goal in a few characters.
     pub text: String,
     /// Whether it was reached.
     pub met: bool,
-    /// What dominates, if it was not.
+    /// What dominates the value, if the goal was not reached.
     why: Option<String>,
 }
 
 impl Goal {
-    /// What is asked for, behind a mark that tells whether it was reached.
+    /// Returns the goal after a mark that shows whether it was reached.
     pub fn marked(&self) -> String {
         let mark = if self.met { '\u{2713}' } else { '\u{2717}' };
         format!("{mark} {}", self.text)
@@ -46,7 +46,7 @@ impl Goal {
 }
 
 impl Line {
-    /// What `variant` alone came to; `None` if it was not measured.
+    /// Makes a line of `variant` alone; `None` if it was not measured.
     pub fn of(
         report: &Report,
         experiment: &str,
@@ -69,7 +69,7 @@ impl Line {
         })
     }
 
-    /// `after` beside `before`; `None` if one of them was not measured.
+    /// Makes a line of `after` beside `before`; `None` if one of them was not measured.
     pub fn compare(
         report: &Report,
         experiment: &str,
@@ -87,7 +87,7 @@ impl Line {
         })
     }
 
-    /// What can be reached at best.
+    /// Adds the best value that can be reached.
     pub fn with_limit(self, name: &'static str, value: Option<f64>) -> Self {
         Line {
             limit: value.map(|value| (name, value)),
@@ -95,7 +95,7 @@ impl Line {
         }
     }
 
-    /// Another published change than that of its case and metric, or none.
+    /// Replaces the published change, which is otherwise that of the case and metric.
     pub fn with_published(self, change: Option<f64>) -> Self {
         Line {
             published: change,
@@ -103,46 +103,46 @@ impl Line {
         }
     }
 
-    /// Asks for a change (−0.73: 73 % less) that is no greater than this.
+    /// Sets the goal: a change (−0.73: 73 % less) no greater than `most`.
     pub fn change_at_most(self, most: f64) -> Self {
         let met = self.change.is_some_and(|change| change <= most);
         self.goal(format!("\u{2264} {}", percent(most)), met)
     }
 
-    /// Asks for a change that is no less than this.
+    /// Sets the goal: a change no less than `least`.
     pub fn change_at_least(self, least: f64) -> Self {
         let met = self.change.is_some_and(|change| change >= least);
         self.goal(format!("\u{2265} {}", percent(least)), met)
     }
 
-    /// Asks for no more than so much change, up or down.
+    /// Sets the goal: a change of at most `most`, up or down.
     pub fn change_within(self, most: f64) -> Self {
         let met = self.change.is_some_and(|change| change.abs() <= most);
         self.goal(format!("\u{b1} {:.1} %", most * 100.0), met)
     }
 
-    /// Asks for a value that is no greater than this.
+    /// Sets the goal: a value no greater than `most`.
     pub fn at_most(self, most: f64) -> Self {
         let text = format!("\u{2264} {}", shown(most, self.unit));
         let met = self.after.1 <= most;
         self.goal(text, met)
     }
 
-    /// Asks for a value that is no less than this.
+    /// Sets the goal: a value no less than `least`.
     pub fn at_least(self, least: f64) -> Self {
         let text = format!("\u{2265} {}", shown(least, self.unit));
         let met = self.after.1 >= least;
         self.goal(text, met)
     }
 
-    /// Asks for a value that is no greater than so many times the limit.
+    /// Sets the goal: a value no greater than `factor` times the limit.
     pub fn at_most_of_limit(self, factor: f64) -> Self {
         let (name, limit) = self.limit.unwrap_or(("limit", f64::NAN));
         let met = self.after.1 <= factor * limit;
         self.goal(format!("\u{2264} {factor}\u{d7} {name}"), met)
     }
 
-    /// Asks for something else.
+    /// Sets another goal.
     pub fn goal(self, text: String, met: bool) -> Self {
         let why = None;
         Line {
@@ -151,7 +151,7 @@ impl Line {
         }
     }
 
-    /// What dominates, for those who see that it was missed.
+    /// Sets the text for a missed goal: what dominates the value.
     pub fn or_else(mut self, why: String) -> Self {
         if let Some(goal) = &mut self.goal {
             goal.why = Some(why);
@@ -159,23 +159,23 @@ impl Line {
         self
     }
 
-    /// What is asked for, and whether it was reached.
+    /// Returns the goal and whether it was reached.
     pub fn asked(&self) -> Option<&Goal> {
         self.goal.as_ref()
     }
 
-    /// Case and metric, for people.
+    /// Returns case and metric, for people.
     pub fn name(&self) -> String {
         format!("{} {}", self.case, self.metric)
     }
 
-    /// What is compared: lines of one group share a heading.
+    /// Returns what is compared: lines of one group share a heading.
     fn group(&self) -> (&str, Option<&str>, &str) {
         let before = self.before.map(|(variant, _)| variant);
         (&self.case, before, self.after.0)
     }
 
-    /// What stands in the table's columns.
+    /// Returns the text of the table's columns.
     pub(crate) fn cells(&self) -> [String; COLUMNS.len()] {
         let value = |value: Option<f64>| value.map_or(String::new(), |v| shown(v, self.unit));
         let percent = |change: Option<f64>| change.map_or(String::new(), percent);
@@ -192,7 +192,7 @@ impl Line {
     }
 }
 
-/// What the rows of the table of an experiment are.
+/// The rows of an experiment's table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rows {
     /// A row for each metric, under a heading for each case: variants are compared.
@@ -209,7 +209,7 @@ pub(crate) struct Grid<'a> {
     pub(crate) families: Vec<(&'a str, Vec<GridRow<'a>>)>,
 }
 
-/// A row of it: the rest of the case's name, the values, and what was asked for.
+/// A row of a [`Grid`]: the rest of the case's name, the values, and the goal.
 pub(crate) struct GridRow<'a> {
     pub(crate) cells: Vec<String>,
     pub(crate) goal: Option<&'a Goal>,
@@ -250,7 +250,8 @@ impl<'a> Grid<'a> {
     }
 }
 
-/// The value of a metric, or of the variant with which it is compared; empty if there is none.
+/// Returns the value of a metric, or of the variant with which it is compared; empty if there is
+/// none.
 fn cell(case: &[Line], (metric, before): (&str, Option<&str>)) -> String {
     let line = case.iter().find(|line| line.metric == metric);
     let value = line.and_then(|line| {
@@ -263,7 +264,7 @@ fn cell(case: &[Line], (metric, before): (&str, Option<&str>)) -> String {
     value.unwrap_or_default()
 }
 
-/// The lines of a table that share a heading, and that heading: the first of the columns.
+/// Returns the lines of a table that share a heading, and that heading: the first of the columns.
 pub(crate) fn groups(lines: &[Line]) -> impl Iterator<Item = ([&str; 6], &[Line])> {
     lines.chunk_by(|a, b| a.group() == b.group()).map(|group| {
         let (case, before, after) = group[0].group();
@@ -285,7 +286,7 @@ pub(crate) const COLUMNS: [&str; 8] = [
     "asked",
 ];
 
-/// The table of an experiment, at most `columns` wide.
+/// Formats the table of an experiment, at most `columns` wide.
 pub fn table(experiment: &Experiment, report: &Report, columns: u16) -> String {
     let lines = (experiment.compare)(report);
     let mut table = Table::new();
@@ -335,7 +336,7 @@ pub fn table(experiment: &Experiment, report: &Report, columns: u16) -> String {
     )
 }
 
-/// What was missed, a line each; empty if nothing was.
+/// Returns the missed goals, a line each; empty if there are none.
 pub fn missed(experiment: &Experiment, report: &Report) -> Vec<String> {
     (experiment.compare)(report)
         .iter()
@@ -353,13 +354,13 @@ pub fn missed(experiment: &Experiment, report: &Report) -> Vec<String> {
         .collect()
 }
 
-/// A relative change.
+/// Formats a relative change.
 pub(crate) fn percent(change: f64) -> String {
     let digits = if change.abs() >= 10.0 { 0 } else { 1 };
     format!("{:+.digits$} %", change * 100.0)
 }
 
-/// A value with its unit, in about three digits.
+/// Formats a value with its unit, in about three digits.
 pub fn shown(value: f64, unit: Unit) -> String {
     match unit {
         Unit::Count => grouped(value.round() as u64),
@@ -385,7 +386,7 @@ fn time(seconds: f64) -> String {
     format!("{} {unit}", digits(value))
 }
 
-/// Three of them, or more.
+/// Formats a value with three digits, or more.
 fn digits(value: f64) -> String {
     let behind = match value {
         value if value >= 100.0 => 0,
@@ -437,7 +438,7 @@ mod tests {
         let limited = line(&report).with_limit("pages", Some(60.0));
         assert!(met(limited.clone().at_most_of_limit(1.1)));
         assert!(!met(limited.at_most_of_limit(1.05)));
-        // What was not measured does not meet anything.
+        // A value that was not measured meets no goal.
         assert!(!met(line(&report)
             .with_limit("pages", None)
             .at_most_of_limit(9.0)));

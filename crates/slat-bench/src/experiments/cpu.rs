@@ -34,10 +34,10 @@ Nothing was published, nothing is asked for; the limit is the processor itself, 
     rows: Rows::Metrics,
 };
 
-/// Pages of the data slot: twice what the software TLB holds.
+/// Pages of the data slot: twice as many as the software TLB holds.
 const PAGES: u64 = 2048;
 
-/// What a guest runs in a case, and how to tell that it did.
+/// The program of a case, and a check that the guest executed it.
 struct Work {
     case: &'static str,
     program: Program,
@@ -45,10 +45,10 @@ struct Work {
     is_right: Check,
 }
 
-/// Looks at the registers at the end, and at data.
+/// Checks the registers at the end, and data.
 type Check = Box<dyn Fn(&kvm_regs, &Memory) -> bool>;
 
-/// The cases; a real KVM that interprets, too, gets a fraction of the work.
+/// Returns the cases; for a real KVM that interprets, with a fraction of the work.
 fn works(size: Size, for_kvm: bool) -> [Work; 5] {
     let share = if for_kvm { 200 } else { 1 };
     let times = |usual: u64| size.pick(100, usual, 4 * usual) / share;
@@ -131,7 +131,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A machine on which nothing faults any more.
+/// Makes a machine on which nothing faults any more.
 fn prepare<'m, A: Api>(api: &A, data: &'m Memory) -> Result<Machine<'m, A>, Failure> {
     let mut machine = Machine::new(api, 1, DATA + data.size() as u64)?;
     machine.set_slot(&Slot::whole(1, DATA, data))?;
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn every_case_computes_what_it_should_at_a_tiny_size() {
-        // `measure` looks at the results.
+        // `measure` checks the results.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(report.cases(NAME), ["alu", "ldst", "call", "fib", "miss"]);
         assert_eq!(compare(&report).len(), 5);

@@ -58,7 +58,7 @@ const CASES: [(Case, &str); 3] = [
     (Case::Redirty, "redirty"),
 ];
 
-/// Entries of the ring: the most there can be. All pages fit, so the guest never stops at a full one.
+/// Entries of the ring: KVM's maximum. All pages fit, so the guest never stops at a full ring.
 const ENTRIES: usize = 1 << 16;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -90,13 +90,13 @@ fn logged(memory: &Memory) -> Slot<'_> {
     }
 }
 
-/// The guest writes to every page; the time it takes.
+/// Runs the guest, which writes to every page. Returns the time it needs.
 fn write(machine: &mut Machine<'_, Slat>, memory: &Memory) -> Result<Duration, Failure> {
     let program = Program::write(DATA, pages(memory), 1);
     Ok(machine.run(&[program], &no_device)?.cpu)
 }
 
-/// An error unless every page was told once: `told` is how many, and the sum of their numbers.
+/// Checks that every page was reported once: `told` is the number of reports, and the sum of their page numbers.
 fn expect_all(memory: &Memory, told: (u64, u64)) -> Result<(), Failure> {
     let pages = pages(memory);
     match told == (pages, pages * (pages - 1) / 2) {
@@ -188,15 +188,15 @@ fn ring(slat: &Slat, memory: &Memory, case: Case) -> Result<Duration, Failure> {
     })
 }
 
-/// Flags of an entry that the guest has made, and of one that the client has taken
-/// (Documentation/virt/kvm/api.rst, 8.29).
+/// Flags of a ring entry that the guest has made, and of one that the client has harvested (Documentation/virt/kvm/api.rst,
+/// 8.29).
 const KVM_DIRTY_GFN_F_DIRTY: u32 = 1 << 0;
 const KVM_DIRTY_GFN_F_RESET: u32 = 1 << 1;
 
-/// A vCPU's ring as its client sees it: `struct kvm_dirty_gfn`, again and again.
+/// A vCPU's ring as its client sees it: an array of `struct kvm_dirty_gfn`.
 struct Ring {
     entries: NonNull<Entry>,
-    /// The next one to take; counts on beyond the end.
+    /// The next entry to harvest; counts on beyond the end.
     next: usize,
 }
 
@@ -211,7 +211,7 @@ const _: () = assert!(size_of::<Entry>() == size_of::<kvm_dirty_gfn>());
 
 impl Ring {
     fn map(vcpu: &impl AsRawFd) -> io::Result<Self> {
-        // SAFETY: a new mapping of the vCPU's ring, at a place the kernel chooses.
+        // SAFETY: a new mapping of the vCPU's ring, at an address of the kernel's choice.
         let memory = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -231,10 +231,10 @@ impl Ring {
         })
     }
 
-    /// Takes all entries that there are: how many, and the sum of their page numbers.
+    /// Harvests all entries. Returns their number, and the sum of their page numbers.
     fn collect(&mut self) -> (u64, u64) {
-        // SAFETY: mapped by `map` with this length; the vCPU and the kernel's side change entries as
-        // atomics, too, for which every bit pattern is good.
+        // SAFETY: mapped by `map` with this length; the vCPU and the kernel's side change ring entries as atomics, too, for
+        // which every bit pattern is valid.
         let entries = unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), ENTRIES) };
         let mut told = (0, 0);
         loop {
@@ -252,7 +252,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map` with this length; nobody holds a reference into it.
+        // SAFETY: mapped by `map` with this length; no reference into it is left.
         unsafe { libc::munmap(self.entries.as_ptr().cast(), ENTRIES * size_of::<Entry>()) };
     }
 }

@@ -1,4 +1,4 @@
-//! Executing from huge pages that must not be executable.
+//! Executing from huge pages that must not be mapped executable.
 
 use crate::Experiment;
 use crate::machine::guest::{COUNTED_RETURN, DATA, PAGE};
@@ -30,7 +30,7 @@ Asked for: at most 520 faults for each GiB, and at most 1.2 times the time of nx
     rows: Rows::Metrics,
 };
 
-/// Variants, and the policies that each is.
+/// Variants, and the policies of each.
 const VARIANTS: &[(&str, &str, &str)] = &[
     ("zap", "on", "off"),
     ("split", "on", "on"),
@@ -41,7 +41,7 @@ const PUBLISHED_CASE: &str = "anonymous_hugetlb_1gb/v96";
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let (vcpus, rounds) = (bench.size.pick(2, 4, 96), bench.size.pick(1, 3, 3));
-    // At the tiny size the huge leaves are of 2 MiB.
+    // At the tiny size the huge leaves are 2 MiB.
     let region = bench.size.pick(4 << 20, 1 << 30, 1 << 30);
     let memory = Memory::new(region, region, Pages::Huge)?;
     memory.populate()?;

@@ -38,7 +38,7 @@ const RATE: &str = "faults_per_s";
 const SLAT: &str = "slat";
 const GLOBAL_LOCK: &str = "global-lock";
 
-/// Threads and whether they fault in the same tables.
+/// Number of threads, and whether they fault in the same tables.
 const CASES: [(&str, u64, bool); 3] = [
     ("1", 1, false),
     ("2/disjoint", 2, false),
@@ -75,7 +75,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The rate of all threads together, and whether nobody disturbed them.
+/// Measures the rate of all threads together. Returns also whether no other program disturbed them.
 fn faults(
     threads: u64,
     same_table: bool,
@@ -115,7 +115,7 @@ fn faults(
     let began = ran.iter().map(|ran| ran.began).min();
     let ended = ran.iter().map(|ran| ran.began + ran.wall).max();
     let wall = ended.zip(began).map_or(Duration::ZERO, |(e, b)| e - b);
-    // Nobody sleeps here, so wall time beyond processor time is somebody else's.
+    // The vCPU threads never sleep, so wall time beyond processor time belongs to other programs.
     let undisturbed = |ran: &Ran| ran.wall <= ran.cpu.mul_f64(1.05);
     let together = ran.iter().all(|ran| wall <= ran.wall.mul_f64(1.05));
     let rate = pages as f64 / wall.as_secs_f64();

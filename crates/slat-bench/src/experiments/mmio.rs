@@ -1,4 +1,4 @@
-//! Devices: what it costs to find out that there is no memory.
+//! Devices: the cost of finding out that an address has no memslot.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -36,11 +36,11 @@ no slower; ordinary differs by no more than 1 %. Times are the vCPU's processor 
 
 const VARIANTS: &[&str] = &["uncached", "cached"];
 const SLOTS: &[u32] = &[32, 509, 32764];
-/// Runs of which the shortest counts; what is counted is counted over all.
+/// Runs of which the shortest counts; counters are summed over all.
 const RUNS: usize = 10;
-/// Where the small slots begin; they lie next to each other.
+/// Address of the small memslots, which are contiguous.
 const SMALL_SLOTS: u64 = 1 << 30;
-/// What a map shows, from the device on.
+/// Bytes that a map shows, from the device on.
 const SHOWN: u64 = 64 << 20;
 /// The status register's value.
 const READY: u32 = 1;
@@ -51,7 +51,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     ordinary(bench)
 }
 
-/// A machine with so many slots: the system's, `data` at [`DATA`], and pages of `small`.
+/// Makes a machine with `slots` memslots: the system's, `data` at [`DATA`], and pages of `small`.
 fn prepare<'m, A: Api>(
     api: &A,
     slots: u32,
@@ -102,7 +102,7 @@ fn exits(bench: &mut Bench) -> Result<(), Failure> {
         };
         machines.push((format!("exit/tdp/{slots}"), slat, kvm));
     }
-    // All numbers of slots in each round: they are compared with each other, too.
+    // All numbers of memslots in each round: they are compared with each other, too.
     for round in 0..rounds {
         let variants = match round {
             0 => bench.with_kvm(VARIANTS),
@@ -140,7 +140,7 @@ fn ring<A: Api>(
         exit => no_device(0, exit),
     };
     set_caching(machine, variant)?;
-    // The first exit makes the entry.
+    // The first exit makes the MMIO entry.
     machine.run(&[Program::doorbell(1)], &device)?;
     let before = machine.engine().map(|engine| engine.stats());
     let time = fastest(RUNS, || {
@@ -233,7 +233,7 @@ fn ordinary(bench: &mut Bench) -> Result<(), Failure> {
     bench.in_turns("ordinary", rounds, VARIANTS, |_, variant| {
         set_caching(&machine, variant)?;
         let time = fastest(RUNS, || {
-            // A slot that was just made: all of it faults in.
+            // A memslot that was just created: every page of it faults.
             let slot = Slot::whole(1, DATA, &data);
             machine.set_slot(&Slot { size: 0, ..slot })?;
             machine.set_slot(&slot)?;
@@ -257,7 +257,7 @@ fn compare(report: &Report) -> Vec<Line> {
                 if case == first {
                     return line;
                 }
-                // One twentieth is noise.
+                // A difference of one twentieth is noise.
                 let (few, many) = ((&*first, "cached"), (case, "cached"));
                 let ratio = report.ratio_between(NAME, "ns_per_exit", few, many);
                 line.with_limit("32 slots", with_few_slots).goal(

@@ -1,4 +1,4 @@
-//! One file each.
+//! The experiments, one file each.
 
 pub mod cpu;
 pub mod dirty;

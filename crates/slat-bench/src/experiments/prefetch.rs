@@ -33,7 +33,7 @@ no more than 5 % of the pages touched. Times are the vCPU's processor time.",
 const SEQUENTIAL: &str = "sequential";
 const RANDOM: &str = "random";
 
-/// Variants and the policy that each is.
+/// Variants and the policy of each.
 const VARIANTS: &[(&str, &str)] = &[("off", "off"), ("window-8", "8"), ("adaptive", "adaptive")];
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -62,7 +62,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     })
 }
 
-/// Runs `program`, which uses `distinct` pages of `memory`, on the KVM that `variant` names.
+/// Runs `program`, which uses `distinct` pages of `memory`, on the KVM of `variant`.
 fn measure(
     bench: &Bench,
     variant: &str,
@@ -105,7 +105,7 @@ fn touch<A: Api>(
         samples.extend([
             Sample::count("pf_fixed", counted.pf_fixed),
             Sample::count("prefetched", counted.prefetched),
-            // A gauge: the leaves that have come, all of them of this slot.
+            // A gauge: the leaves that were installed, all of them in this memslot.
             Sample::count("prefetched_unused", counted.pages_4k - used),
         ]);
     }
@@ -123,7 +123,7 @@ fn compare(report: &Report) -> Vec<Line> {
         Some(line.change_at_most(share - 1.0))
     };
     [
-        // An eighth, and one hundredth of that for windows that reach out of the slot.
+        // An eighth, and one hundredth of that for windows that reach beyond the memslot.
         faults("window-8", 1.01 / 8.0),
         faults("adaptive", 1.0 / 64.0).map(|line| line.with_published(None)),
         line(SEQUENTIAL, "seconds", "window-8"),

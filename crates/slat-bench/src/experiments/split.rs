@@ -1,4 +1,4 @@
-//! Huge leaves split for the dirty log, ahead of the writes.
+//! Huge leaves that are split for the dirty log, before the guest writes.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -48,7 +48,7 @@ const FULL_WALK: &str = "full-walk";
 const SKIP: &str = "skip-last-level";
 const DEFAULT: &str = "default";
 
-/// What is done to the slot.
+/// The call that is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Call {
     Enable,
@@ -56,7 +56,7 @@ enum Call {
     Split,
 }
 
-/// How the slot is mapped before.
+/// How the memslot is mapped before the call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mapped {
     Small,
@@ -78,7 +78,7 @@ const STATES: [(Mapped, &str); 3] = [
 const MEGA: u64 = 2 << 20;
 const GIGA: u64 = 1 << 30;
 
-/// A slot to be split, and what it is backed with.
+/// A memslot to be split, and its backing.
 struct Subject {
     mapped: Mapped,
     size: u64,
@@ -87,8 +87,7 @@ struct Subject {
 
 impl Subject {
     fn new(mapped: Mapped, size: u64) -> Result<Self, Failure> {
-        // One GiB again and again. It takes a backing that lies 2 MiB beside the guest's GiB to make the
-        // largest leaf 2 MiB.
+        // One GiB, repeated. Its backing has to be misaligned with the guest's GiB by 2 MiB to make the largest leaf 2 MiB.
         let piece = size.min(GIGA) as usize;
         let spare = if mapped == Mapped::Mega { piece } else { 0 };
         Ok(Subject {
@@ -113,12 +112,12 @@ impl Subject {
         self.size / PAGE
     }
 
-    /// A bitmap that names none of them.
+    /// Returns a bitmap without any page.
     fn no_page(&self) -> Vec<u64> {
         vec![0; self.pages().div_ceil(64) as usize]
     }
 
-    /// Leaves of 4 KiB, 2 MiB, 1 GiB, before.
+    /// Returns the number of leaves of 4 KiB, 2 MiB, 1 GiB before the call.
     fn leaves(&self) -> [u64; 3] {
         match self.mapped {
             Mapped::Small => [self.pages(), 0, 0],
@@ -127,7 +126,7 @@ impl Subject {
         }
     }
 
-    /// Leaves that a split takes, and tables that it makes: one for each.
+    /// Returns the number of leaves that a split replaces, and of tables that it makes: one for each.
     fn splits(&self) -> u64 {
         match self.mapped {
             Mapped::Small => 0,
@@ -145,8 +144,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
                 Mapped::Giga => GIGA,
                 _ => 8 * MEGA,
             };
-            // To clear takes a fault for each page before; what is split already is no more than walked,
-            // so that its tables are to be more than a cache holds.
+            // Clearing needs a fault for each page before; split memory is only walked, so its tables have to exceed a cache.
             let (usual, rounds, full_rounds) = match (call, mapped) {
                 (Call::Clear, Mapped::Small) => (3 * GIGA, 3, 3),
                 (Call::Clear, _) => (GIGA, 7, 3),
@@ -154,11 +152,11 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             };
             let rounds = bench.size.pick(1, rounds, full_rounds);
             let subject = Subject::new(mapped, bench.size.pick(tiny, usual, 64 * GIGA))?;
-            // What its tables come to; resident from now on.
+            // As large as the memslot's tables; resident from here on.
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
             bench.in_turns(&case, rounds, &[FULL_WALK, SKIP, DEFAULT], |bench, walk| {
-                // Ways to walk differ in what they look at, not in what they leave.
+                // The walks differ in the entries they read, not in the result.
                 let mut look = |phase, machine: &Machine<'_, Slat>| {
                     if walk == DEFAULT {
                         let gpas = DATA..DATA + subject.size;
@@ -177,7 +175,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Writes what tables of leaves hold: a number that counts up.
+/// Writes words as tables of leaves hold them: a number that counts up.
 fn stream(words: &mut [u64]) -> Duration {
     let began = thread_time();
     let mut entry = 0x37;
@@ -202,7 +200,7 @@ fn measure(
     machine.vm().engine().platform().set_contiguous(true);
     machine.set_slot(&subject.slot(0))?;
     let before = stats(&machine);
-    // As far as the tables can tell, a page of each huge leaf is all of it.
+    // The tables do not show which pages were written: one page populates a whole huge leaf.
     let populate = Program::write_every(DATA, MEGA, subject.size / MEGA, 1);
     machine.run(&[populate], &no_device)?;
     protect_manually(&machine, true)?;
@@ -258,7 +256,7 @@ fn measure(
     ])
 }
 
-/// With manual protection a log begins with all pages dirty and none protected.
+/// Switches manual protection: with it a log begins with all pages dirty and none protected.
 fn protect_manually(machine: &Machine<'_, Slat>, manual: bool) -> Result<(), Failure> {
     let options = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
     let options = if manual { options } else { 0 };
@@ -269,8 +267,8 @@ fn protect_manually(machine: &Machine<'_, Slat>, manual: bool) -> Result<(), Fai
     })?)
 }
 
-/// Logs for long enough to split all of it, protects nothing, and forbids what is split to grow together
-/// again when the log ends.
+/// Logs for long enough to split the whole memslot, protects nothing, and prevents split leaves from being merged when the log
+/// ends.
 fn split_and_stay<'m>(machine: &Machine<'m, Slat>, subject: &'m Subject) -> Result<(), Failure> {
     machine.set_slot(&subject.slot(KVM_MEM_LOG_DIRTY_PAGES))?;
     clear(machine, subject, &subject.no_page())?;
@@ -293,7 +291,7 @@ fn write_all(machine: &mut Machine<'_, Slat>, subject: &Subject) -> Result<(), F
     Ok(())
 }
 
-/// `KVM_CLEAR_DIRTY_LOG` on the whole slot.
+/// Does `KVM_CLEAR_DIRTY_LOG` on the whole memslot.
 fn clear(machine: &Machine<'_, Slat>, subject: &Subject, bitmap: &[u64]) -> Result<(), Failure> {
     let pages = u32::try_from(subject.pages())?;
     Ok(machine.vm().clear_dirty_log(1, 0, pages, bitmap)?)
@@ -318,7 +316,7 @@ fn compare(report: &Report) -> Vec<Line> {
             lines.extend(default.map(|line| match (mapped, call, published) {
                 (Mapped::Small, Call::Split, _) => line.change_at_most(-0.95),
                 (_, Call::Split, _) => line.at_most_of_limit(3.0),
-                // To protect so many pages takes longer than a twentieth of it all, however it is done.
+                // Protecting that many pages takes more than a twentieth of the time in any case.
                 (Mapped::Small, _, Some(change)) => line.change_at_most(change),
                 _ => line,
             }));

@@ -1,16 +1,16 @@
-//! Where a value lies between the ends of a chart.
+//! The axis of a chart: positions of values between its ends.
 
-/// Beyond this ratio of the largest to the smallest value small bars could not be seen any more.
+/// Beyond this ratio of the largest to the smallest value, small bars could not be seen.
 const LINEAR: f64 = 30.0;
 
-/// From what to what a chart goes, and how.
+/// The ends of a chart, and its scale.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Axis {
-    /// From 0.
+    /// Begins at 0.
     Linear {
-        /// To this.
+        /// The right end.
         to: f64,
-        /// Between two marks.
+        /// Distance of two marks.
         step: f64,
     },
     /// Powers of ten.
@@ -23,8 +23,8 @@ pub enum Axis {
 }
 
 impl Axis {
-    /// An axis for `values`; logarithmic if they span so much that a linear one would hide some. Zero
-    /// lies at the left end of both.
+    /// Makes an axis for `values`; logarithmic if their span is so large that a linear one would hide some. Zero is the left
+    /// end of both.
     pub fn over(values: &[f64]) -> Self {
         let most = values.iter().copied().fold(0.0, f64::max);
         let least = values
@@ -55,7 +55,7 @@ impl Axis {
         }
     }
 
-    /// 0 is the left end, 1 the right one.
+    /// Returns the position of a value: 0 is the left end, 1 the right one.
     pub fn place(&self, value: f64) -> f64 {
         let place = match *self {
             Axis::Linear { to, .. } => value / to,
@@ -67,7 +67,7 @@ impl Axis {
         place.clamp(0.0, 1.0)
     }
 
-    /// Values to be marked.
+    /// Returns the values to mark.
     pub fn marks(&self) -> Vec<f64> {
         match *self {
             Axis::Linear { to, step } => {

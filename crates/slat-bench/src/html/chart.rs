@@ -1,4 +1,4 @@
-//! What stands in a chart: the lines of the table, seen as bars.
+//! The contents of a chart: the lines of the table, as bars.
 
 use crate::machine::{Api, RealKvm};
 use crate::report::Unit;
@@ -7,14 +7,14 @@ use crate::show::{Goal, Line};
 /// More cases than these in one picture are divided by the first part of their names.
 const CASES: usize = 6;
 
-/// What a bar stands for; decides how it is drawn.
+/// The meaning of a bar, which decides how it is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// What the others are compared with.
+    /// The variant that the others are compared with.
     Before,
-    /// The n-th of those that are compared with it.
+    /// The n-th variant that is compared with it.
     After(usize),
-    /// What `before` would have come to with the published change.
+    /// The value that `before` would reach with the published change.
     Published,
     /// A real KVM.
     Kvm,
@@ -23,43 +23,43 @@ pub enum Role {
 /// One bar.
 #[derive(Debug)]
 pub struct Bar<'a> {
-    /// What it stands for.
+    /// Its meaning.
     pub role: Role,
     /// The variant.
     pub name: &'a str,
-    /// In the chart's unit.
+    /// The value in the chart's unit.
     pub value: f64,
-    /// Against `before`.
+    /// The change against `before`.
     pub change: Option<f64>,
-    /// What can be reached at best, and what that is.
+    /// Name and value of the best that can be reached.
     pub limit: Option<(&'a str, f64)>,
-    /// What was asked for.
+    /// The goal of the value.
     pub goal: Option<&'a Goal>,
 }
 
 /// The bars of one case.
 #[derive(Debug)]
 pub struct Case<'a> {
-    /// As in the report.
+    /// The case's name in the report.
     pub name: &'a str,
-    /// `before` first.
+    /// The bars, `before` first.
     pub bars: Vec<Bar<'a>>,
 }
 
 /// One metric of the cases that belong together.
 #[derive(Debug)]
 pub struct Chart<'a> {
-    /// The first part of the cases' names, if it is not all cases of the metric.
+    /// The first part of the cases' names, if the chart does not have all cases of the metric.
     pub family: Option<&'a str>,
-    /// What is measured.
+    /// The metric's name.
     pub metric: &'a str,
     /// Its unit.
     pub unit: Unit,
-    /// In the order of the table.
+    /// The cases in the order of the table.
     pub cases: Vec<Case<'a>>,
 }
 
-/// The charts of an experiment.
+/// Makes the charts of an experiment.
 pub fn charts(lines: &[Line]) -> Vec<Chart<'_>> {
     let mut charts: Vec<Chart> = Vec::new();
     for line in lines {
@@ -81,13 +81,13 @@ pub fn charts(lines: &[Line]) -> Vec<Chart<'_>> {
     let mut variants = Vec::new();
     for case in charts.iter_mut().flat_map(|chart| &mut chart.cases) {
         case.tell_variants_apart(&mut variants);
-        // For orientation only, unless it is what the others are compared with.
+        // For orientation only, unless the others are compared with it.
         case.bars[1..].sort_by_key(|bar| bar.role == Role::Kvm);
     }
     charts
 }
 
-/// To which chart of its metric a line belongs.
+/// Returns the chart of its metric to which a line belongs.
 fn family<'a>(lines: &[Line], line: &'a Line) -> Option<&'a str> {
     let mut cases: Vec<_> = lines
         .iter()
@@ -144,14 +144,14 @@ impl<'a> Chart<'a> {
         }
     }
 
-    /// All bars.
+    /// Returns all bars.
     pub fn bars(&self) -> impl Iterator<Item = &Bar<'a>> {
         self.cases.iter().flat_map(|case| &case.bars)
     }
 }
 
 impl<'a> Case<'a> {
-    /// Numbers the compared variants, so that one looks the same in all charts of an experiment.
+    /// Numbers the compared variants, so that each looks alike in all charts of an experiment.
     fn tell_variants_apart(&mut self, known: &mut Vec<&'a str>) {
         for bar in &mut self.bars {
             if let Role::After(number) = &mut bar.role {
@@ -166,7 +166,8 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// A variant with which several others are compared has one bar.
+    /// Adds a bar, unless it is that of a variant with which several others are compared and is
+    /// there already.
     fn add_once(&mut self, bar: Bar<'a>) {
         if !self.bars.iter().any(|known| known.name == bar.name) {
             self.bars.push(bar);

@@ -1,11 +1,11 @@
-//! On what the measurements were made.
+//! The machine on which the measurements were made.
 
 use std::fs;
 
 use crate::machine::{Api, RealKvm};
 use crate::rounds::Size;
 
-/// What a reader has to know of the machine and the run: a name and a value each.
+/// Returns the facts about machine and run that a reader has to know: a name and a value each.
 pub fn facts(size: Size) -> Vec<(&'static str, String)> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let unknown = || "unknown".to_owned();
@@ -43,7 +43,7 @@ pub fn facts(size: Size) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The value of the first line `name : value` of a file of /proc.
+/// Returns the value of the first line `name : value` of a file of /proc.
 fn field(path: &str, name: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let (_, value) = text

@@ -11,20 +11,22 @@ const COLUMNS: usize = 32;
 const WIDE: f64 = 14.0;
 const HIGH: f64 = 11.0;
 const GAP: f64 = 1.0;
-/// Height of what lies on an edge.
+/// Height of a mark on an edge.
 const EDGE: f64 = 2.5;
 
-/// How a share of a square's pages is mapped: class, name, and how many pages of a cell.
+/// A way to map a share of a square's pages: class, name, and how many pages of a cell are mapped
+/// so.
 type Kind = (&'static str, &'static str, fn(&Cell) -> u64);
 
-/// What fills a square from the bottom.
+/// The kinds that fill a square from the bottom.
 const FILLS: [Kind; 4] = [
     ("giga", "in 1 GiB leaves", |cell| cell.by_level[2]),
     ("mega", "in 2 MiB leaves", |cell| cell.by_level[1]),
     ("small", "in 4 KiB leaves", |cell| cell.by_level[0]),
     ("mmio", "MMIO", |cell| cell.mmio),
 ];
-/// What lies over that: all over it, on its upper and on its lower edge.
+/// The kinds that are drawn over the fills: over the whole square, on its upper and on its lower
+/// edge.
 const NX: Kind = ("nx", "not executable", |cell| cell.nx);
 const PROTECTED: Kind = ("protected", "write-protected for the log", |cell| {
     cell.protected
@@ -32,7 +34,8 @@ const PROTECTED: Kind = ("protected", "write-protected for the log", |cell| {
 const DIRTY: Kind = ("dirty", "dirty", |cell| cell.dirty);
 const OVER: [Kind; 3] = [NX, PROTECTED, DIRTY];
 
-/// The maps of an experiment, those of one case and variant together; nothing if there are none.
+/// Draws the maps of an experiment, those of one case and variant together; nothing if there are
+/// none.
 pub fn maps(maps: &[&PageMap]) -> Markup {
     html! {
         @if !maps.is_empty() {
@@ -51,7 +54,7 @@ pub fn maps(maps: &[&PageMap]) -> Markup {
     }
 }
 
-/// Rounds take phases in turns: brings those of a case and variant together.
+/// Groups the maps by case and variant: rounds measure phases in turns.
 fn subjects<'a>(maps: &[&'a PageMap]) -> Vec<Vec<&'a PageMap>> {
     let mut subjects: Vec<Vec<&PageMap>> = Vec::new();
     for map in maps {
@@ -81,7 +84,7 @@ fn draw(map: &PageMap) -> Markup {
             title { (map.phase) ": " (account) }
             @for (row, cells) in map.cells.chunks(COLUMNS).enumerate() {
                 @let mut column = 0;
-                // Squares that are alike are one rectangle, cut apart by the lines below.
+                // Equal adjacent squares are one rectangle, cut apart by the lines below.
                 @for run in cells.chunk_by(|a, b| a == b) {
                     (draw_run(&run[0], column, run.len(), row as f64 * HIGH))
                     @let () = column += run.len();
@@ -95,7 +98,7 @@ fn draw(map: &PageMap) -> Markup {
     }
 }
 
-/// What is seen, in numbers of pages of 4 KiB.
+/// Counts the pages of 4 KiB of each kind.
 fn account(map: &PageMap) -> String {
     let mut parts = Vec::new();
     for kind in FILLS.into_iter().chain(OVER) {
@@ -113,7 +116,7 @@ fn account(map: &PageMap) -> String {
 fn draw_run(cell: &Cell, column: usize, cells: usize, top: f64) -> Markup {
     let (x, width) = (column as f64 * WIDE, cells as f64 * WIDE - GAP);
     let full = HIGH - 2.0 * GAP;
-    // What is there is to be seen, be it one page.
+    // Every kind in a square is to be seen, be it one page.
     let share = |pages: u64, full: f64| match pages {
         0 => 0.0,
         pages => (pages as f64 / CELL as f64 * full).max(1.0),

@@ -1,14 +1,14 @@
-//! The report as one page that needs nothing else: no network, no script, no other file. It follows the
-//! reader's choice of light or dark.
+//! The report as one page that needs nothing else: no network, no script, no other file. It follows the reader's choice of
+//! light or dark.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `chart` | what stands in a chart: the table's lines as bars |
-//! | `axis` | where a value lies, linear or logarithmic |
+//! | `chart` | the contents of a chart: the table's lines as bars |
+//! | `axis` | positions of values, linear or logarithmic |
 //! | `picture` | the chart as inline SVG |
 //! | `map` | what maps the guest's memory |
 //! | `table` | the terminal's table |
-//! | `facts` | on what was measured |
+//! | `facts` | the machine on which the measurements were made |
 
 mod axis;
 mod chart;
@@ -26,7 +26,7 @@ use crate::show::{Line, missed};
 
 const STYLE: &str = include_str!("style.css");
 
-/// The page of what was measured of `selection`, on this machine.
+/// Makes the page of the measurements of `selection`, on this machine.
 pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
     html! {
         (DOCTYPE)
@@ -68,7 +68,7 @@ pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
     .into_string()
 }
 
-/// How bars of published values are filled, and what must not be executed, for all pictures.
+/// Defines the patterns of bars of published values, and of pages that must not be executable, for all pictures.
 fn patterns() -> Markup {
     html! {
         svg.definitions width="0" height="0" aria-hidden="true" {
@@ -83,7 +83,7 @@ fn patterns() -> Markup {
     }
 }
 
-/// What was asked for and what was reached, experiment by experiment.
+/// Lists the goals and the results, experiment by experiment.
 fn overview(selection: &[&Experiment], report: &Report) -> Markup {
     html! {
         nav aria-label="experiments" {
@@ -137,7 +137,7 @@ fn section(experiment: &Experiment, report: &Report) -> Markup {
     }
 }
 
-/// The lines of an explanation as paragraphs: one ends where a sentence ends with its line.
+/// Splits an explanation into paragraphs: one ends where a sentence ends with its line.
 fn explained(text: &str) -> Markup {
     html! {
         div.explain {

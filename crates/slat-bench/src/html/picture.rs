@@ -9,7 +9,7 @@ use crate::report::Unit;
 use crate::show::{percent, shown};
 
 const WIDTH: f64 = 650.0;
-/// Where the bars begin and end; numbers stand behind.
+/// Left and right end of the bars; numbers are to the right of them.
 const LEFT: f64 = 100.0;
 const RIGHT: f64 = 360.0;
 const VALUE: f64 = 438.0;
@@ -21,7 +21,7 @@ const HEADING: f64 = 24.0;
 const BAR: f64 = 18.0;
 const THICK: f64 = 12.0;
 
-/// The chart with its legend.
+/// Draws the chart with its legend.
 pub fn picture(chart: &Chart) -> Markup {
     let limits = chart.bars().filter_map(|bar| bar.limit);
     let values: Vec<_> = chart
@@ -64,12 +64,12 @@ fn x(axis: &Axis, value: f64) -> f64 {
     LEFT + axis.place(value) * (RIGHT - LEFT)
 }
 
-/// About a tenth of a unit of the picture is what can be seen.
+/// Formats a coordinate: about a tenth of a unit of the picture can be seen.
 fn number(value: f64) -> String {
     format!("{value:.1}")
 }
 
-/// A value of the axis, in as few characters as it takes.
+/// Formats a value of the axis, in as few characters as possible.
 fn round(value: f64, unit: Unit) -> String {
     match (unit, value) {
         (_, 0.0) => "0".to_owned(),
@@ -138,7 +138,7 @@ fn draw_bar(chart: &Chart, axis: &Axis, case: &Case, bar: &Bar, top: f64) -> Mar
     }
 }
 
-/// What bars of a role look like.
+/// Returns the CSS class of bars of a role.
 fn class(role: Role) -> &'static str {
     match role {
         Role::Before => "before",

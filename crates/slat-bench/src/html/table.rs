@@ -4,10 +4,10 @@ use maud::{Markup, html};
 
 use crate::show::{COLUMNS, Goal, Grid, Line, Rows, groups};
 
-/// A table that is longer is shown when it is asked for.
+/// A longer table is shown only on request.
 const LONG: usize = 40;
 
-/// All lines, with the rows that they have on the terminal.
+/// Makes a table of all lines, with the rows that they have on the terminal.
 pub fn table(rows: Rows, lines: &[Line]) -> Markup {
     html! {
         details open[lines.len() <= LONG] {
@@ -73,7 +73,7 @@ fn head(names: &[&str]) -> Markup {
     }
 }
 
-/// A row: its name, values, and what was asked for.
+/// Makes a row: its name, values, and goal.
 fn row(cells: &[String], goal: Option<&Goal>) -> Markup {
     let mark = goal.map(|goal| if goal.met { "met" } else { "missed" });
     html! {

@@ -40,7 +40,7 @@ fn the_page_needs_nothing_else() {
     for outside in ["http://", "https://", "<script", "<link", "src=", "@import"] {
         assert!(!page.contains(outside), "{outside}");
     }
-    // The one reference is to the page itself.
+    // The only references are to the page itself.
     assert_eq!(page.matches("url(").count(), page.matches("url(#").count());
 }
 
@@ -52,7 +52,7 @@ fn what_the_table_shows_stands_in_chart_and_table() {
     ] {
         assert!(page.matches(&format!(">{value}<")).count() >= 2, "{value}");
     }
-    // The published change, and what it makes of 262,144.
+    // The published change, and 262,144 changed by it.
     assert!(page.contains(">-84.6 %<"));
     assert!(page.contains(">40,445<"));
 }

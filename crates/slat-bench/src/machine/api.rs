@@ -1,6 +1,6 @@
 //! The KVM API as the experiments use it, over slat in this process and over a real `/dev/kvm`.
 //!
-//! slat-kvm has kvm-ioctls' names, so one macro writes both implementations.
+//! slat-kvm has kvm-ioctls' names, so one macro implements both.
 
 use kvm_bindings::{
     KVM_MAX_CPUID_ENTRIES, KvmIrqRouting, kvm_irq_routing_entry, kvm_regs, kvm_sregs,
@@ -10,7 +10,7 @@ use kvm_ioctls::{IoEventAddress, NoDatamatch, VcpuExit};
 use slat_kvm::engine::EngineVm;
 use vmm_sys_util::eventfd::EventFd;
 
-/// An error, with what was being done.
+/// An error, with the step that failed.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// A KVM.
@@ -20,19 +20,19 @@ pub trait Api: Sized {
     /// Its VMs.
     type Vm: VmApi;
 
-    /// Opens it.
+    /// Opens the KVM.
     ///
     /// # Errors
-    /// As `open("/dev/kvm")`.
+    /// Those of `open("/dev/kvm")`.
     fn open() -> Result<Self, Failure>;
 
-    /// A VM without memory.
+    /// Creates a VM without memory.
     ///
     /// # Errors
     /// KVM's.
     fn create_vm(&self) -> Result<Self::Vm, Failure>;
 
-    /// A vCPU that says in CPUID what this KVM supports.
+    /// Creates a vCPU whose CPUID has all that this KVM supports.
     ///
     /// # Errors
     /// KVM's.
@@ -44,71 +44,71 @@ pub trait VmApi: Send + Sync {
     /// Its vCPUs.
     type Vcpu: VcpuApi;
 
-    /// `KVM_SET_USER_MEMORY_REGION`.
+    /// Does `KVM_SET_USER_MEMORY_REGION`.
     ///
     /// # Errors
     /// KVM's.
     ///
     /// # Safety
-    /// The memory behind the slot outlives it, and this process relies on nothing in it that a
-    /// concurrent write would break.
+    /// The memory that backs the memslot outlives it, and this process relies on nothing in it that a concurrent write would
+    /// break.
     unsafe fn set_region(&self, region: kvm_userspace_memory_region) -> Result<(), Failure>;
 
-    /// `KVM_CREATE_IRQCHIP`.
+    /// Does `KVM_CREATE_IRQCHIP`.
     ///
     /// # Errors
     /// KVM's.
     fn create_irqchip(&self) -> Result<(), Failure>;
 
-    /// `KVM_SET_GSI_ROUTING` to one route, and `KVM_IRQFD`: each signal of `event` is an interrupt of it.
+    /// Does `KVM_SET_GSI_ROUTING` with one route, and `KVM_IRQFD`: each signal of `event` is an interrupt of that route.
     ///
     /// # Errors
     /// KVM's.
     fn route_irqfd(&self, event: &EventFd, route: kvm_irq_routing_entry) -> Result<(), Failure>;
 
-    /// `KVM_IOEVENTFD`: each write to `gpa` signals `event`.
+    /// Does `KVM_IOEVENTFD`: each write to `gpa` signals `event`.
     ///
     /// # Errors
     /// KVM's.
     fn set_ioeventfd(&self, event: &EventFd, gpa: u64) -> Result<(), Failure>;
 
-    /// What slat's engine lets be seen and set; a real KVM has none.
+    /// Returns slat's engine with its counts and policies; `None` for a real KVM.
     fn engine(&self) -> Option<&EngineVm>;
 }
 
 /// A vCPU.
 pub trait VcpuApi: Send {
-    /// `KVM_GET_SREGS`.
+    /// Does `KVM_GET_SREGS`.
     ///
     /// # Errors
     /// KVM's.
     fn sregs(&self) -> Result<kvm_sregs, Failure>;
 
-    /// `KVM_SET_SREGS`.
+    /// Does `KVM_SET_SREGS`.
     ///
     /// # Errors
     /// KVM's.
     fn set_sregs(&self, sregs: &kvm_sregs) -> Result<(), Failure>;
 
-    /// `KVM_GET_REGS`.
+    /// Does `KVM_GET_REGS`.
     ///
     /// # Errors
     /// KVM's.
     fn regs(&self) -> Result<kvm_regs, Failure>;
 
-    /// `KVM_SET_REGS`.
+    /// Does `KVM_SET_REGS`.
     ///
     /// # Errors
     /// KVM's.
     fn set_regs(&self, regs: &kvm_regs) -> Result<(), Failure>;
 
-    /// `KVM_GET_TSC_KHZ`.
+    /// Does `KVM_GET_TSC_KHZ`.
     ///
     /// # Errors
     /// KVM's.
     fn tsc_khz(&self) -> Result<u32, Failure>;
 
-    /// `KVM_RUN`.
+    /// Does `KVM_RUN`.
     ///
     /// # Errors
     /// KVM's.
@@ -207,7 +207,7 @@ macro_rules! api {
 
 api!(
     Slat, slat_kvm, "slat",
-    // The experiments install no handler: nobody has to look for signals every now and then.
+    // The experiments install no handler, so no thread has to check for signals.
     open { slat_kvm::watch_signals(); },
     engine(vm) Some(vm.engine())
 );

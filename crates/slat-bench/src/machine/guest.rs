@@ -1,7 +1,7 @@
-//! The guest: loops of a few 64-bit instructions, the page tables they run on, and how a vCPU begins.
+//! The guest: loops of a few 64-bit instructions, the page tables they run on, and a vCPU's first registers.
 //!
-//! Guest-virtual is guest-physical, in guest pages of 2 MiB, so that the guest's own tables are few. A
-//! program knows only what is in its registers and ends with HLT.
+//! Guest-virtual is guest-physical, in guest pages of 2 MiB, so that the guest's own tables are few. A program's only input is
+//! its registers, and it ends with HLT.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -10,21 +10,20 @@ use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
 
 use super::{Failure, interrupts};
 
-/// A guest page, the smallest unit that a program counts in.
+/// A guest page, the smallest unit of a program.
 pub const PAGE: u64 = 4096;
 
-/// Where the page tables, the code and the stacks are.
+/// Address of the page tables, the code and the stacks.
 pub const SYSTEM: u64 = 0;
-/// Their size in bytes: room for the tables of 492 GiB.
+/// Their size in bytes: enough for the tables of 492 GiB.
 pub const SYSTEM_SIZE: usize = 4 << 20;
 /// The most vCPUs that have a stack.
 pub const MAX_VCPUS: usize = 512;
-/// A device register: no slot may hold it.
+/// A device register: no memslot may contain it.
 pub const DEVICE: u64 = 0xd000_0000;
 /// A program that cannot halt, because its VM has interrupt controllers, ends with a write to this port.
 pub const END: u16 = 0xf4;
-/// The first address that is free for data; below it, and above [`SYSTEM_SIZE`], there is room for
-/// small slots.
+/// The first address that is free for data; below it, and above [`SYSTEM_SIZE`], there is space for small slots.
 pub const DATA: u64 = 4 << 30;
 
 const PML4: u64 = 0x1000;
@@ -43,7 +42,7 @@ macro_rules! programs {
         std::arch::global_asm!(
             ".pushsection .rodata.slat_bench_guest, \"a\", @progbits",
             ".balign 16",
-            // Global, because Rust code may be compiled into another object file than this is.
+            // Global, because Rust code may be compiled into another object file than this code.
             ".globl slat_bench_guest, slat_bench_guest_end",
             "slat_bench_guest:",
             $(concat!(".globl ", $symbol), concat!($symbol, ":"), $($line,)* "hlt",)*
@@ -69,7 +68,7 @@ macro_rules! programs {
                 let label = match self {
                     $(Loop::$name => &raw const $name,)*
                 };
-                // SAFETY: both labels stand in the same section.
+                // SAFETY: both labels are in the same section.
                 PROGRAM + unsafe { label.offset_from(&raw const slat_bench_guest) } as u64
             }
         }
@@ -86,7 +85,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// rax goes to the beginning of each page; rbx first page, rcx pages.
+    /// Writes rax to the beginning of each page; rbx first page, rcx pages.
     write = "slat_bench_write" [
         "2:",
         "mov [rbx], eax",
@@ -94,7 +93,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// The same every rdx bytes; rcx times.
+    /// Writes every rdx bytes; rcx times.
     write_every = "slat_bench_write_every" [
         "2:",
         "mov [rbx], eax",
@@ -102,8 +101,8 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Writes eax to r9 pages from rbx on, counts that in rsi, waits for its turn and goes on with those
-    /// from r8 on; and again, until it is told to stop. The words at r10: stop, turn ([`Turns`]).
+    /// Writes eax to r9 pages from rbx on, counts that in rsi, waits for its turn and continues with r9 pages from r8 on; and
+    /// again, until it is told to stop. The words at r10: stop, turn ([`Turns`]).
     turns = "slat_bench_turns" [
         "2:",
         "mov rdi, rbx",
@@ -146,8 +145,8 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// rsi += the first byte of pages taken at random ([`Random`]); rbx first page, rcx times, rax
-    /// state, r8 and r9 multiplier and increment, r10 64 minus the bits of a page number.
+    /// rsi += the first byte of random pages ([`Random`]); rbx first page, rcx times, rax state, r8 and r9 multiplier and
+    /// increment, r10 64 minus the bits of a page number.
     scatter = "slat_bench_scatter" [
         "2:",
         "imul rax, r8",
@@ -169,9 +168,9 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// A request to a device, and its response: rings the doorbell at rbx with the number in ecx, finds
-    /// the response (the number's complement) in memory at rdx, counts the right ones in rsi, and
-    /// reads the device's status at rbx + 4 into rdi's sum.
+    /// Sends a request to a device and reads the response: rings the doorbell at rbx with the number in ecx, finds the response
+    /// (the number's complement) in memory at rdx, counts the right ones in rsi, and adds the device's status at rbx + 4 to
+    /// rdi.
     request = "slat_bench_request" [
         "2:",
         "mov [rbx], ecx",
@@ -297,8 +296,8 @@ programs! {
 fn code() -> &'static [u8] {
     let begin = &raw const slat_bench_guest;
     let end = &raw const slat_bench_guest_end;
-    // SAFETY: both labels stand in the same section, the second behind the first, with nothing but
-    // initialised constants between them.
+    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised constants between
+    // them.
     unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
 }
 
@@ -309,7 +308,7 @@ pub struct Turns<'m> {
 }
 
 impl<'m> Turns<'m> {
-    /// In the first words of some memory.
+    /// Makes the host's side from the first two words of `words`.
     pub fn new(words: &'m [AtomicU64]) -> Self {
         let (stop, turn) = (&words[0], &words[1]);
         stop.store(0, SeqCst);
@@ -317,10 +316,10 @@ impl<'m> Turns<'m> {
         Turns { stop, turn }
     }
 
-    /// Waits until the guest has done its part, and lets it go on with the next one.
+    /// Waits until the guest has done its part, and lets it continue with the next one.
     ///
     /// # Errors
-    /// If it takes the guest unbearably long: it has come to its end.
+    /// If the guest takes unbearably long: it has ended.
     pub fn pass(&self) -> Result<(), Failure> {
         self.turn.store(1, SeqCst);
         wait_until(|| self.turn.load(SeqCst) == 0)
@@ -332,10 +331,10 @@ impl<'m> Turns<'m> {
     }
 }
 
-/// Waits for something that a guest does.
+/// Waits until `done`, for an action of a guest's.
 ///
 /// # Errors
-/// If it does not do it.
+/// If the guest does not act in time.
 pub fn wait_until(done: impl Fn() -> bool) -> Result<(), Failure> {
     const PATIENCE: Duration = Duration::from_secs(60);
     let began = Instant::now();
@@ -354,7 +353,7 @@ pub fn wait_until(done: impl Fn() -> bool) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What a vCPU is to run.
+/// A vCPU's program: its first registers.
 #[derive(Clone, Copy, Debug)]
 pub struct Program(kvm_regs);
 
@@ -378,7 +377,7 @@ impl Program {
         )
     }
 
-    /// Reads the first byte of each page; their sum ends up in rsi.
+    /// Reads the first byte of each page; rsi ends as their sum.
     pub fn read(first: u64, pages: u64) -> Self {
         Self::pages(Loop::read, first, pages)
     }
@@ -427,13 +426,12 @@ impl Program {
         Self::new(Loop::hammer, registers)
     }
 
-    /// Calls the beginning of each page. Where [`COUNTED_RETURN`] stands, rsi counts the calls.
+    /// Calls the beginning of each page. If [`COUNTED_RETURN`] is stored there, rsi counts the calls.
     pub fn call(first: u64, pages: u64) -> Self {
         Self::pages(Loop::call, first, pages)
     }
 
-    /// Reads the first byte of `times` pages, taken at random from the `1 << bits` at `first`; the sum
-    /// ends up in rsi.
+    /// Reads the first byte of `times` random pages of the `1 << bits` at `first`; rsi ends as the sum.
     pub fn scatter(first: u64, bits: u32, times: u64) -> Self {
         let Program(registers) = Self::pages(Loop::scatter, first, times);
         Program(kvm_regs {
@@ -445,13 +443,13 @@ impl Program {
         })
     }
 
-    /// Writes to [`DEVICE`] so many times: the numbers from `times` down to 1.
+    /// Writes to [`DEVICE`] `times` times: the numbers from `times` down to 1.
     pub fn doorbell(times: u64) -> Self {
         Self::pages(Loop::doorbell, DEVICE, times)
     }
 
-    /// So many requests to the device at [`DEVICE`], which answers in memory at `response`. rsi counts
-    /// the right answers, rdi sums up what the status register (at `DEVICE + 4`) said.
+    /// Sends `times` requests to the device at [`DEVICE`], which responds in memory at `response`. rsi counts the right
+    /// responses, rdi sums the values of the status register (at `DEVICE + 4`).
     pub fn requests(times: u64, response: u64) -> Self {
         let Program(registers) = Self::pages(Loop::request, DEVICE, times);
         Program(kvm_regs {
@@ -460,26 +458,26 @@ impl Program {
         })
     }
 
-    /// Arithmetic, and the instructions it takes. rax ends up as the sum of the numbers up to `times`.
+    /// Does arithmetic. Returns also the number of instructions. rax ends as the sum of the numbers up to `times`.
     pub fn arithmetic(times: u64) -> (Self, u64) {
         (Self::pages(Loop::alu, 0, times), 6 * times + 1)
     }
 
-    /// Loads and stores at `data`, and the instructions they take. The word at `data + 16` counts them.
+    /// Loads and stores at `data`. Returns also the number of instructions. The word at `data + 16` counts them.
     pub fn loads_and_stores(times: u64, data: u64) -> (Self, u64) {
         let Program(registers) = Self::pages(Loop::ldst, 0, times);
         let rsi = data;
         (Program(kvm_regs { rsi, ..registers }), 6 * times + 1)
     }
 
-    /// Calls of a small function, and the instructions they take. rax ends up as 1.
+    /// Calls a small function. Returns also the number of instructions. rax ends as 1.
     pub fn calls(times: u64) -> (Self, u64) {
         (Self::pages(Loop::frame, 0, times), 8 * times + 1)
     }
 
-    /// The `n`th Fibonacci number by recursion, to rax, and the instructions that takes.
+    /// Computes the `n`th Fibonacci number by recursion, to rax. Returns also the number of instructions.
     pub fn fibonacci(n: u64) -> (Self, u64) {
-        // A leaf takes 4 instructions, an inner call 13 and what its two calls take.
+        // A call without further calls is 4 instructions, one with two is 13 and those of the two.
         let (mut now, mut next) = (4, 4);
         for _ in 0..n {
             (now, next) = (next, 13 + now + next);
@@ -491,8 +489,8 @@ impl Program {
         (Self::new(Loop::fib, registers), now + 2)
     }
 
-    /// Writes to each of `pages` pages, `times` over, and the instructions that takes. The first word of
-    /// each ends up as 1.
+    /// Writes to each of `pages` pages, `times` times. Returns also the number of instructions. The first word of each page
+    /// ends as 1.
     pub fn rounds(first: u64, pages: u64, times: u64) -> (Self, u64) {
         let registers = kvm_regs {
             rsi: first,
@@ -505,7 +503,7 @@ impl Program {
     }
 
     /// Takes interrupts until the word at `stop` is not zero. Writes the time-stamp counter to the word at `clock` meanwhile;
-    /// the handler writes it to the word at `stamp` and counts in the next one.
+    /// the handler writes it to the word at `stamp` and counts in the next word.
     pub fn interruptible(stamp: u64, clock: u64, stop: u64) -> Self {
         let registers = kvm_regs {
             r8: stamp,
@@ -516,7 +514,7 @@ impl Program {
         Self::new(Loop::interruptible, registers)
     }
 
-    /// The registers of vCPU number `index` when it begins.
+    /// Returns the first registers of vCPU number `index`.
     pub fn registers(&self, index: usize) -> kvm_regs {
         kvm_regs {
             rsp: STACKS + (index as u64 + 1) * PAGE,
@@ -529,7 +527,7 @@ impl Program {
 /// [called](Program::call).
 pub const COUNTED_RETURN: u32 = u32::from_le_bytes([0xff, 0xc6, 0xc3, 0xcc]);
 
-/// The page numbers that [`Program::scatter`] takes: the upper bits of a linear congruential sequence.
+/// The page numbers that [`Program::scatter`] reads: the upper bits of a linear congruential sequence.
 #[derive(Debug)]
 pub struct Random {
     state: u64,
@@ -542,7 +540,7 @@ impl Random {
     const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
     const INCREMENT: u64 = 1_442_695_040_888_963_407;
 
-    /// The sequence of `1 << bits` pages.
+    /// Makes the sequence of `1 << bits` pages.
     pub fn pages(bits: u32) -> Self {
         Random {
             state: Self::SEED,
@@ -566,7 +564,7 @@ impl Iterator for Random {
 /// Writes tables that map `0..end` one to one, and the programs, into the memory of the system slot.
 ///
 /// # Panics
-/// If there is no room for so many tables.
+/// If the tables do not fit.
 pub fn load(system: &mut [u8], end: u64) {
     let gib = end.div_ceil(1 << 30);
     assert!(gib <= MAX_GIB, "guest tables for {gib} GiB");
@@ -576,8 +574,8 @@ pub fn load(system: &mut [u8], end: u64) {
     interrupts::load(system, Loop::handle.address());
 }
 
-/// Writes tables of 4 levels that map the first `gib` GiB one to one, in pages of 2 MiB, into memory
-/// at guest-physical 0. There are `gib` page directories.
+/// Writes tables of 4 levels that map the first `gib` GiB one to one, in pages of 2 MiB, into memory at guest-physical 0. There
+/// are `gib` page directories.
 pub fn identity_map(memory: &mut [u8], pml4: u64, pdpt: u64, page_directories: u64, gib: u64) {
     const PRESENT_WRITABLE: u64 = 0b11;
     const HUGE: u64 = 1 << 7;
@@ -594,12 +592,12 @@ pub fn identity_map(memory: &mut [u8], pml4: u64, pdpt: u64, page_directories: u
     }
 }
 
-/// Long mode with paging on, at privilege level 0, on the tables of [`load`].
+/// Returns the registers of long mode with paging on, at privilege level 0, on the tables of [`load`].
 pub fn special_registers(from_reset: kvm_sregs) -> kvm_sregs {
     long_mode(from_reset, PML4)
 }
 
-/// Long mode with paging on, at privilege level 0, on the tables at `cr3`.
+/// Returns the registers of long mode with paging on, at privilege level 0, on the tables at `cr3`.
 pub fn long_mode(from_reset: kvm_sregs, cr3: u64) -> kvm_sregs {
     const CR0_PE_ET_NE_WP_PG: u64 = 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 31;
     const CR4_PAE: u64 = 1 << 5;

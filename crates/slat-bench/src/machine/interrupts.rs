@@ -10,7 +10,7 @@ const VECTOR: u64 = 0x40;
 /// Null, code at selector 8, data at selector 0x10: as in [`super::guest::long_mode`].
 const SEGMENTS: [u64; 3] = [0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
 
-/// Writes the descriptor tables into the memory of the system slot. `handler` is where [`VECTOR`]'s begins.
+/// Writes the descriptor tables into the memory of the system slot. `handler` is the address of [`VECTOR`]'s handler.
 pub(super) fn load(system: &mut [u8], handler: u64) {
     const CODE: u64 = 8 << 16;
     const PRESENT_INTERRUPT_GATE: u64 = 0x8e << 40;
@@ -20,14 +20,14 @@ pub(super) fn load(system: &mut [u8], handler: u64) {
     for (index, segment) in (0..).zip(SEGMENTS) {
         put(GDT + index * 8, segment);
     }
-    // Intel SDM vol. 3, 6.14.1: the offset lies in three parts.
+    // Intel SDM vol. 3, 6.14.1: the offset is stored in three parts.
     let gate = IDT + VECTOR * 16;
     let low = handler & 0xffff | (handler >> 16 & 0xffff) << 48;
     put(gate, low | CODE | PRESENT_INTERRUPT_GATE);
     put(gate + 8, handler >> 32);
 }
 
-/// `sregs` with those tables, and the local APIC in x2APIC mode.
+/// Returns `sregs` with those tables, and the local APIC in x2APIC mode.
 pub(super) fn special_registers(sregs: kvm_sregs) -> kvm_sregs {
     const ENABLED: u64 = 1 << 11;
     const X2APIC: u64 = 1 << 10;
@@ -44,7 +44,7 @@ pub(super) fn special_registers(sregs: kvm_sregs) -> kvm_sregs {
     }
 }
 
-/// A route of `gsi` to that vector of vCPU 0, as a message.
+/// Returns a route of `gsi` to the vector of this file on vCPU 0, as a message.
 pub fn message(gsi: u32) -> kvm_irq_routing_entry {
     let mut route = kvm_irq_routing_entry {
         gsi,

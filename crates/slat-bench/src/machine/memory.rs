@@ -1,4 +1,4 @@
-//! Host memory behind memslots.
+//! Host memory that backs memslots.
 
 use std::fs::File;
 use std::io;
@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicU64;
 use slat_host::mappings::{self, HugePages};
 use slat_kvm::notify;
 
-/// A stretch of this process's memory.
+/// A range of this process's memory.
 pub struct Memory {
     mapping: NonNull<u8>,
     mapped: usize,
@@ -18,12 +18,12 @@ pub struct Memory {
     size: usize,
 }
 
-// SAFETY: a `Memory` owns its mapping, and gives it out to several threads as atomics only.
+// SAFETY: a `Memory` owns its mapping, and hands it to several threads as atomics only.
 unsafe impl Sync for Memory {}
 // SAFETY: no thread has a special relation to the mapping.
 unsafe impl Send for Memory {}
 
-/// What the host is asked to back a [`Memory`] with.
+/// The pages that the host is asked to back a [`Memory`] with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pages {
     /// 4 KiB pages: MADV_NOHUGEPAGE.
@@ -33,10 +33,10 @@ pub enum Pages {
 }
 
 impl Memory {
-    /// `size` bytes of zeroes that begin at a multiple of `alignment`. Nothing is resident yet.
+    /// Maps `size` bytes of zeroes at a multiple of `alignment`. Nothing is resident yet.
     ///
     /// # Errors
-    /// What mmap answers.
+    /// Those of mmap.
     ///
     /// # Panics
     /// If `alignment` is not a power of two, or less than a page.
@@ -46,8 +46,8 @@ impl Memory {
             Pages::Small => (libc::MADV_NOHUGEPAGE, HugePages::Unwanted),
             Pages::Huge => (libc::MADV_HUGEPAGE, HugePages::Wanted),
         };
-        // A host without huge pages refuses the advice, and needs none. The kernel has no cheap way
-        // to ask for advice given: slat is told, as a VMM on the crates does.
+        // A host without huge pages refuses the advice, and needs none. The kernel cannot be asked cheaply for advice given:
+        // slat is told, as a VMM that uses the crates does.
         if memory.advise(advice).is_ok() {
             let Range { start, end } = memory.addresses();
             mappings::advised(start as usize..end as usize, wish);
@@ -55,17 +55,17 @@ impl Memory {
         Ok(memory)
     }
 
-    /// `size` bytes that begin at a multiple of `alignment` and show the same `piece` bytes of memory
-    /// again and again: more guest memory than the host has.
+    /// Maps `size` bytes at a multiple of `alignment` that repeat the same `piece` bytes of memory: more guest memory than the
+    /// host has.
     ///
     /// # Errors
-    /// What the host answers to making a file in memory, and to mapping it.
+    /// The host's for making a file in memory, and for mapping it.
     ///
     /// # Panics
     /// If `size` is no multiple of `piece`, or as [`Memory::new`].
     pub fn aliased(size: usize, piece: usize, alignment: usize) -> io::Result<Self> {
         assert!(size.is_multiple_of(piece));
-        // SAFETY: a name; the answer is checked.
+        // SAFETY: a name; the result is checked.
         let file = unsafe { libc::memfd_create(c"slat-bench".as_ptr(), libc::MFD_CLOEXEC) };
         if file < 0 {
             return Err(io::Error::last_os_error());
@@ -76,7 +76,7 @@ impl Memory {
         file.set_len(piece as u64)?;
         let memory = Self::reserve(size, alignment)?;
         for at in memory.addresses().step_by(piece) {
-            // SAFETY: replaces a part of the mapping made just now, which nobody has used.
+            // SAFETY: replaces a part of the mapping made just now, which no code has used.
             let mapped = unsafe {
                 libc::mmap(
                     at as *mut libc::c_void,
@@ -94,11 +94,11 @@ impl Memory {
         Ok(memory)
     }
 
-    /// An anonymous private mapping.
+    /// Makes an anonymous private mapping.
     fn reserve(size: usize, alignment: usize) -> io::Result<Self> {
         assert!(alignment.is_power_of_two() && alignment >= 4096);
         let mapped = size + alignment;
-        // SAFETY: a new anonymous mapping at a place the kernel chooses.
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice.
         let mapping = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -133,10 +133,10 @@ impl Memory {
         }
     }
 
-    /// Makes all of it resident and writable, as `MAP_POPULATE` would.
+    /// Makes all of the memory resident and writable, as `MAP_POPULATE` would.
     ///
     /// # Errors
-    /// What the host answers; `ENOMEM` when there is not so much memory.
+    /// The host's; `ENOMEM` when it has too little memory.
     pub fn populate(&self) -> io::Result<()> {
         match self.advise(libc::MADV_POPULATE_WRITE) {
             // Linux before 5.14.
@@ -150,19 +150,19 @@ impl Memory {
         }
     }
 
-    /// Gives the pages of a range, which is counted in bytes, back to the host: zeroes come in their
-    /// place. VMs of slat's are told, as a VMM on the crates does; a real KVM knows.
+    /// Discards the pages of a range, which is in bytes: zeroes replace them. Reports that to VMs of slat's, as a VMM that uses
+    /// the crates does; a real KVM knows.
     ///
     /// # Errors
-    /// What madvise answers.
+    /// Those of madvise.
     ///
     /// # Panics
-    /// If the range reaches out of the memory.
+    /// If the range exceeds the memory.
     pub fn discard(&self, range: Range<u64>) -> io::Result<()> {
         assert!(range.end <= self.size as u64);
         let addresses = self.address() + range.start..self.address() + range.end;
         let answer = notify::around(addresses.start as usize..addresses.end as usize, || {
-            // SAFETY: inside the mapping, whose contents are shown as atomics only while it is shared.
+            // SAFETY: inside the mapping, whose contents are accessed as atomics only while it is shared.
             unsafe {
                 libc::madvise(
                     addresses.start as *mut libc::c_void,
@@ -177,31 +177,31 @@ impl Memory {
         }
     }
 
-    /// Where it begins in this process.
+    /// Returns the memory's address in this process.
     pub fn address(&self) -> u64 {
         self.start.as_ptr() as u64
     }
 
-    /// Its addresses in this process.
+    /// Returns the memory's addresses in this process.
     pub fn addresses(&self) -> Range<u64> {
         self.address()..self.address() + self.size as u64
     }
 
-    /// Its size in bytes.
+    /// Returns the size in bytes.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// The bytes, while no guest runs on them: exclusive access to `self` stands for that.
+    /// Returns the bytes. Exclusive access to `self` proves that no guest runs on them.
     pub fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: the mapping is `size` bytes long, initialised (zero), and borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.size) }
     }
 
-    /// The words, shared with running guests.
+    /// Returns the words, which running guests share.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: page aligned, `size` bytes long, initialised, and all threads that hold this see
-        // it as atomics, as the guest's own aligned stores are.
+        // SAFETY: page aligned, `size` bytes long, initialised, and all threads that hold this access it as atomics, as the
+        // guest's own aligned stores do.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.size / 8) }
     }
 }
@@ -209,9 +209,9 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let start = self.mapping.as_ptr() as usize;
-        // SAFETY: the mapping made in `reserve`; whoever borrowed from it is gone.
+        // SAFETY: the mapping made in `reserve`; no borrow of it is left.
         unsafe { libc::munmap(self.mapping.as_ptr().cast(), self.mapped) };
-        // The next mapping there is another one, with advice of its own.
+        // A later mapping at these addresses is another one, with advice of its own.
         mappings::changed(start..start + self.mapped);
     }
 }

@@ -1,7 +1,6 @@
 //! A KVM program: guest memory, memslots, vCPU threads, and a guest that is a few loops.
 //!
-//! The same program runs on slat and on a real KVM ([`api`]). The guest really runs: what it computes is
-//! looked at after each run.
+//! One program runs on slat and on a real KVM ([`api`]). The guest really runs: each run checks its results.
 
 pub mod api;
 pub mod guest;
@@ -23,35 +22,34 @@ pub use memory::{Memory, Pages};
 
 /// A VM whose slot 0 holds the guest's tables, code and stacks.
 ///
-/// It borrows the memory of its other slots, which therefore outlives it and may serve several VMs,
-/// one after the other.
+/// It borrows the memory of its other slots, which therefore outlives it and may serve several VMs, one after the other.
 pub struct Machine<'m, A: Api> {
-    // Before the memory: a guest's memory outlives it.
+    // Before the memory, which outlives the VM.
     vcpus: Vec<<A::Vm as VmApi>::Vcpu>,
     vm: A::Vm,
     system: Memory,
     borrowed: std::marker::PhantomData<&'m Memory>,
 }
 
-/// A memslot: `size` bytes of `memory` from `offset` on, to be seen by the guest at `gpa`.
+/// A memslot: `size` bytes of `memory` at `offset`, at guest address `gpa`.
 #[derive(Clone, Copy)]
 pub struct Slot<'m> {
     /// Its number; 0 is the machine's own.
     pub id: u32,
     /// `KVM_MEM_*`.
     pub flags: u32,
-    /// Where the guest sees it.
+    /// Its guest address.
     pub gpa: u64,
-    /// What backs it.
+    /// The memory that backs it.
     pub memory: &'m Memory,
-    /// Where in `memory` it begins, in bytes.
+    /// Its offset in `memory`, in bytes.
     pub offset: u64,
-    /// Bytes; 0 deletes it.
+    /// Its bytes; 0 deletes it.
     pub size: u64,
 }
 
 impl<'m> Slot<'m> {
-    /// All of `memory`, at `gpa`.
+    /// Makes a slot of all of `memory`, at `gpa`.
     pub fn whole(id: u32, gpa: u64, memory: &'m Memory) -> Self {
         Slot {
             id,
@@ -64,19 +62,19 @@ impl<'m> Slot<'m> {
     }
 }
 
-/// How a run went.
+/// The result of a run.
 pub struct Ran {
     /// From the moment all vCPUs were ready to the last one's HLT.
     pub wall: Duration,
-    /// Processor time of all vCPU threads together, without that of other load on the machine.
+    /// Processor time of all vCPU threads together, without that of other programs.
     pub cpu: Duration,
     /// The registers that each vCPU ended with.
     pub registers: Vec<kvm_regs>,
 }
 
 impl Ran {
-    /// How long the run takes on a machine with nothing else to do: the vCPUs' processor time, spread over
-    /// the processors that they can use at a time.
+    /// Returns how long the run would take on an otherwise idle machine: the vCPUs' processor time, divided by the processors
+    /// that they can use at a time.
     pub fn spread(&self) -> Duration {
         let processors = thread::available_parallelism().map_or(1, |n| n.get());
         self.cpu / processors.min(self.registers.len()) as u32
@@ -84,7 +82,7 @@ impl Ran {
 }
 
 impl<'m, A: Api> Machine<'m, A> {
-    /// A VM with `vcpus` vCPUs whose guest sees the addresses up to `end`.
+    /// Makes a VM with `vcpus` vCPUs, whose guest can use the addresses up to `end`.
     ///
     /// # Errors
     /// The host's and KVM's.
@@ -95,13 +93,13 @@ impl<'m, A: Api> Machine<'m, A> {
         Self::prepared(api, vcpus, end, |_| Ok(()))
     }
 
-    /// The same, with `prepare` done to the VM before it has memory and vCPUs.
+    /// Like [`Machine::new`], but calls `prepare` on the VM before it has memory and vCPUs.
     ///
     /// # Errors
     /// Also `prepare`'s.
     ///
     /// # Panics
-    /// As [`Machine::new`].
+    /// Those of [`Machine::new`].
     pub fn prepared(
         api: &A,
         vcpus: usize,
@@ -134,25 +132,25 @@ impl<'m, A: Api> Machine<'m, A> {
     /// KVM's.
     ///
     /// # Panics
-    /// If the slot reaches out of its memory.
+    /// If the slot exceeds its memory.
     pub fn set_slot(&self, slot: &Slot<'m>) -> Result<(), Failure> {
         put_slot(&self.vm, slot)
     }
 
-    /// The VM.
+    /// Returns the VM.
     pub fn vm(&self) -> &A::Vm {
         &self.vm
     }
 
-    /// A vCPU.
+    /// Returns a vCPU.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If there is no vCPU `index`.
     pub fn vcpu(&self, index: usize) -> &<A::Vm as VmApi>::Vcpu {
         &self.vcpus[index]
     }
 
-    /// Lets a vCPU take the interrupts that [`Program::interruptible`] handles. The VM has interrupt controllers.
+    /// Prepares a vCPU to take the interrupts that [`Program::interruptible`] handles. The VM has interrupt controllers.
     ///
     /// # Errors
     /// KVM's.
@@ -164,15 +162,15 @@ impl<'m, A: Api> Machine<'m, A> {
         vcpu.set_sregs(&interrupts::special_registers(vcpu.sregs()?))
     }
 
-    /// What slat's engine counts and lets be set; `None` on a real KVM.
+    /// Returns slat's engine with its counts and policies; `None` on a real KVM.
     pub fn engine(&self) -> Option<&EngineVm> {
         self.vm.engine()
     }
 
-    /// Sets a policy of slat's; a real KVM's are its host's affair.
+    /// Sets a policy of slat's; does nothing on a real KVM, whose policies belong to its host.
     ///
     /// # Errors
-    /// If there is no such policy, or it has no such value.
+    /// If there is no such policy, or it does not have the value.
     pub fn set_policy(&self, name: &str, value: &str) -> Result<(), Failure> {
         match self.engine() {
             Some(engine) => Ok(engine.set_policy(name, value)?),
@@ -180,18 +178,17 @@ impl<'m, A: Api> Machine<'m, A> {
         }
     }
 
-    /// Lets the first vCPU read every page of the system slot, so that what follows takes no fault there.
+    /// Has the first vCPU read every page of the system slot, so that later programs do not fault there.
     ///
     /// # Errors
-    /// As [`Machine::run`].
+    /// Those of [`Machine::run`].
     pub fn touch_system(&mut self) -> Result<(), Failure> {
         let pages = guest::SYSTEM_SIZE as u64 / guest::PAGE;
         self.run(&[Program::read(guest::SYSTEM, pages)], &no_device)?;
         Ok(())
     }
 
-    /// Runs a program on each of the first vCPUs, all at once, until each has halted. `device` answers
-    /// the exits.
+    /// Runs a program on each of the first vCPUs, all at once, until each has halted. `device` handles the exits.
     ///
     /// # Errors
     /// KVM's, or `device`'s.
@@ -202,14 +199,14 @@ impl<'m, A: Api> Machine<'m, A> {
         Ok(self.run_beside(programs, device, |_| Ok(()))?.0)
     }
 
-    /// The same, and does `host` meanwhile, which may change slots. A program that does not halt by
-    /// itself is told to by `host`, whatever comes of it.
+    /// Like [`Machine::run`], but runs `host` meanwhile, which may change slots. `host` must stop a program that does not halt
+    /// by itself, even if it fails.
     ///
     /// # Errors
     /// Also `host`'s.
     ///
     /// # Panics
-    /// As [`Machine::run`].
+    /// Those of [`Machine::run`].
     pub fn run_beside<R>(
         &mut self,
         programs: &[Program],
@@ -263,20 +260,20 @@ fn put_slot(vm: &impl VmApi, slot: &Slot<'_>) -> Result<(), Failure> {
         memory_size: slot.size,
         userspace_addr: slot.memory.address() + slot.offset,
     };
-    // SAFETY: the memory outlives the VM (the system's by the order of a machine's fields, that of
-    // others by its `'m`), and a shared `Memory` shows itself as atomics only.
+    // SAFETY: the memory outlives the VM (the system's by the order of a machine's fields, that of others by its `'m`), and a
+    // shared `Memory` is accessed as atomics only.
     unsafe { vm.set_region(region) }
 }
 
-/// The slots of a machine that runs.
+/// Changes the slots of a running machine.
 pub struct Slots<'a, 'm, A: Api> {
     vm: &'a A::Vm,
-    /// As the machine's: invariant.
+    /// Invariant in `'m`, like the machine.
     borrowed: std::marker::PhantomData<std::cell::Cell<&'m Memory>>,
 }
 
 impl<'m, A: Api> Slots<'_, 'm, A> {
-    /// As [`Machine::set_slot`].
+    /// Changes a slot, like [`Machine::set_slot`].
     ///
     /// # Errors
     /// KVM's.
@@ -285,10 +282,10 @@ impl<'m, A: Api> Slots<'_, 'm, A> {
     }
 }
 
-/// What answers a vCPU's exits, with the vCPU's number.
+/// Handles a vCPU's exits; the first argument is the vCPU's number.
 pub type Device<'a> = dyn Fn(usize, VcpuExit<'_>) -> Result<(), Failure> + Sync + 'a;
 
-/// For guests that use memory only: every exit is an error.
+/// Handles the exits of guests that use memory only: every exit is an error.
 pub fn no_device(index: usize, exit: VcpuExit<'_>) -> Result<(), Failure> {
     Err(format!("vCPU {index}: unexpected exit {exit:?}").into())
 }
@@ -326,7 +323,7 @@ fn run_vcpu<V: VcpuApi>(
     })
 }
 
-/// Processor time of this thread.
+/// Returns the processor time of this thread.
 pub fn thread_time() -> Duration {
     let mut time = libc::timespec {
         tv_sec: 0,

@@ -1,10 +1,9 @@
-//! The time inside the memory system: the operations of each case, one after the other, on the engine
-//! alone ([`crate::bare`]). What the guest does is a fault where it would fault; what the host does to
-//! memory is the invalidation without the change of the host's own mapping. So neither the guest's
-//! instructions nor the host's madvise, refault and zeroing are in it.
+//! The time inside the memory system: the operations of each case, one after the other, on the engine alone ([`crate::bare`]).
+//! A guest access is a fault where it would fault; a change of the host's memory is the invalidation without the change of the
+//! host's own mapping. So the times include neither the guest's instructions nor the host's madvise, refault and zeroing.
 //!
-//! Three systems do them: slat; the array ([`crate::array`]); and *tables*, which has one slot for all
-//! and never looks for another: the work that the two share, and the least that they can take.
+//! Three systems do them: slat; the array ([`crate::array`]); and *tables*, which has one memslot for all memory and never
+//! looks one up: the work that the two share, and a lower bound of their time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,29 +18,29 @@ use crate::bare::{self, Bare};
 use crate::machine::guest::PAGE;
 use crate::machine::{Failure, thread_time};
 
-/// What is between a guest address and its backing address: nothing is really there.
+/// Distance from a guest address to its backing address, which is never accessed.
 const DISPLACEMENT: u64 = 1 << 44;
 
 /// A memory system.
 pub(super) trait System: Sized {
     type Cpu: SystemCpu;
     fn new() -> Self;
-    /// A system that has these slots already, ascending.
+    /// Makes a system with these memslots, which ascend.
     fn with(regions: &[Region]) -> Result<Self, Failure>;
     fn set(&self, region: &Region) -> Result<(), Failure>;
-    /// An invalidation from its begin to its end.
+    /// Does an invalidation from its begin to its end.
     fn invalidate(&self, backing: Range<Hva>);
     fn cpu(&self) -> Self::Cpu;
     fn stats(&self) -> Stats;
 }
 
-/// A CPU, outside.
+/// A CPU, outside a reader section.
 pub(super) trait SystemCpu {
-    /// Comes in for `accesses`, and goes out again.
+    /// Enters the reader section for `accesses`, and leaves it again.
     fn inside<R>(&mut self, accesses: impl FnOnce(&mut Self) -> R) -> R;
-    /// An access where no leaf stands that allows it.
+    /// Makes an access that no leaf allows.
     fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
-    /// An access where one stands.
+    /// Makes an access that a leaf allows.
     fn walk(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
 }
 
@@ -91,7 +90,7 @@ impl SystemCpu for SlatCpu {
     #[inline]
     fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
         let translation = self.0.translate(gpa, Access::Write)?;
-        // The array's engine has looked up its covering slot beside the array: to be even.
+        // The array's engine has looked up its covering memslot, too: to be even.
         std::hint::black_box(self.0.slot_at(gpa).is_some());
         Ok(translation)
     }
@@ -102,7 +101,7 @@ impl SystemCpu for SlatCpu {
     }
 }
 
-/// Slots in an array.
+/// Memslots in an array.
 pub(super) struct Array(Arc<ArrayVm>);
 
 impl System for Array {
@@ -169,7 +168,7 @@ impl System for Tables {
         Ok(Self::new())
     }
 
-    /// What a slot that is changed had mapped goes, from the place that its backing tells.
+    /// Zaps the translations of a memslot that is changed, at the address that its backing implies.
     fn set(&self, region: &Region) -> Result<(), Failure> {
         let first = Hva(region.backing.0 - DISPLACEMENT).0 / PAGE;
         self.0.zap(0, Gfn(first)..Gfn(first + region.size / PAGE));
@@ -204,7 +203,7 @@ fn regions(layout: &Layout) -> Vec<Region> {
     (0..layout.slots()).map(|i| region(layout, i)).collect()
 }
 
-/// A system whose slots are laid out, and a CPU.
+/// A system with its memslots, and a CPU.
 pub(super) struct Inside<S: System> {
     system: S,
     cpu: S::Cpu,
@@ -221,10 +220,10 @@ impl<S: System> Inside<S> {
         })
     }
 
-    /// The time that an operation of `case` takes, the mean of `times`.
+    /// Measures an operation of `case`: the mean time of `times`.
     ///
     /// # Errors
-    /// If it did not do what it was to do.
+    /// If the operation did not do its work.
     pub(super) fn measure(&mut self, case: Case, times: u32) -> Result<Duration, Failure> {
         let before = self.system.stats().pf_fixed;
         let (time, expected) = match case {
@@ -243,7 +242,7 @@ impl<S: System> Inside<S> {
         Ok(time / times)
     }
 
-    /// Does `operation` so many times. It answers, as all the others here do, how many faults it took.
+    /// Runs `operation` `times` times. Returns the time and the number of faults.
     fn timed(
         &mut self,
         times: u32,
@@ -257,7 +256,7 @@ impl<S: System> Inside<S> {
         Ok((thread_time() - began, faults))
     }
 
-    /// The guest writes to pages that are not mapped.
+    /// Writes to pages that are not mapped, as the guest. Like the following functions, returns the number of faults.
     fn write(&mut self, pages: impl Iterator<Item = u64>) -> Result<u64, Failure> {
         self.cpu.inside(|cpu| {
             let mut written = 0;
@@ -270,20 +269,20 @@ impl<S: System> Inside<S> {
         })
     }
 
-    /// The host takes a range away, `chunk` pages at a time, and slot by slot, because slots lie apart
-    /// in the host.
+    /// Invalidates a range as the host would unmap it, `chunk` pages at a time, and slot by slot, because slots are not
+    /// contiguous in the host.
     fn discard(&self, range: Range<u64>, chunk: u64) {
         for piece in self.layout.pieces(range, chunk) {
             self.system.invalidate(hva(piece.start)..hva(piece.end));
         }
     }
 
-    /// All of it at once.
+    /// Invalidates all of the memory at once.
     fn discard_all(&self) {
         self.system.invalidate(hva(0)..hva(self.layout.pages()));
     }
 
-    /// The guest writes to every page of a half, and the host takes the half away.
+    /// Writes to every page of a half, and invalidates the half.
     fn map(&mut self) -> Result<u64, Failure> {
         let mut faults = 0;
         for half in self.layout.halves() {
@@ -293,7 +292,7 @@ impl<S: System> Inside<S> {
         Ok(faults)
     }
 
-    /// The guest writes to a page of a half, and the host takes the half away, `chunk` pages at a time.
+    /// Writes to a page of a half, and invalidates the half, `chunk` pages at a time.
     fn unmap(&mut self, chunk: u64) -> Result<u64, Failure> {
         let mut faults = 0;
         for half in self.layout.halves() {
@@ -303,8 +302,7 @@ impl<S: System> Inside<S> {
         Ok(faults)
     }
 
-    /// The last slot moves behind all others, and back. That alone is timed, not the guest's faults in
-    /// between.
+    /// Moves the last slot after all others, and back. Times the moves alone, not the guest's faults in between.
     fn moved(&mut self, times: u32, active: bool) -> Result<(Duration, u64), Failure> {
         let moved = self.layout.moved();
         let home = region(&self.layout, moved);
@@ -330,7 +328,7 @@ impl<S: System> Inside<S> {
         Ok((time, faults))
     }
 
-    /// The guest writes to every page, and to every page once more.
+    /// Writes to every page, and to every page once more.
     fn read_write(&mut self, times: u32) -> Result<(Duration, u64), Failure> {
         let mut faults = 0;
         let mut time = Duration::ZERO;
@@ -350,7 +348,7 @@ impl<S: System> Inside<S> {
         Ok((time, faults))
     }
 
-    /// All slots are created, in a system that has none.
+    /// Creates all slots, in a system that has none.
     fn setup(&mut self, times: u32) -> Result<(Duration, u64), Failure> {
         let regions = regions(&self.layout);
         let mut time = Duration::ZERO;
@@ -361,7 +359,7 @@ impl<S: System> Inside<S> {
                 system.set(region)?;
             }
             time += thread_time() - began;
-            // They are there: the last page of all can be had.
+            // The slots exist: the last page of all can be translated.
             let last = self.layout.pages() - 1;
             let there = system.cpu().inside(|cpu| cpu.fault(Gpa(gpa(last))))?;
             if there.host.0 != hva(last).0 {

@@ -1,27 +1,27 @@
-//! The guest memory of memslot_perf_test: how much of it there is in each case, cut into how many
-//! slots, and which part is used.
+//! The guest memory of memslot_perf_test: its size in each case, the number of memslots it is cut into, and the part that is
+//! used.
 
 use std::ops::Range;
 
 use super::Case;
 use crate::machine::guest::{DATA, PAGE};
 
-/// Pages at the beginning that are in slots, but belong to no case.
+/// Pages at the beginning that are in memslots, but that no case uses.
 const EXTRA: u64 = (64 << 10) / PAGE;
 /// Pages that are written while a slot moves.
 const MOVED: u64 = (192 << 10) / PAGE;
 const MIB: u64 = (1 << 20) / PAGE;
 
-/// Guest memory in slots, from [`DATA`] on; counted in pages from there.
+/// Guest memory in memslots, at [`DATA`]; pages are counted from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// Slots, beside slot 0 that every VM has for itself.
+    /// Number of memslots, beside slot 0 that every VM has for itself.
     slots: u64,
     pages: u64,
 }
 
 impl Layout {
-    /// What `case` needs with `slots` slots in use; `None` if it has not so many pages.
+    /// Makes the layout of `case` with `slots` memslots; `None` if the case has fewer pages.
     pub(super) fn new(case: Case, slots: u64) -> Option<Self> {
         let mib = match case {
             Case::Map => 32,
@@ -35,7 +35,7 @@ impl Layout {
         (layout.slots <= layout.pages).then_some(layout)
     }
 
-    /// The pages of slot number `index` (its id is one more). The last one takes what is left over.
+    /// Returns the pages of memslot number `index` (its id is one more). The last one has the remainder, too.
     pub(super) fn slot(&self, index: u64) -> Range<u64> {
         let each = self.pages / self.slots;
         let end = if index + 1 == self.slots {
@@ -46,30 +46,30 @@ impl Layout {
         index * each..end
     }
 
-    /// How many slots there are.
+    /// Returns the number of memslots.
     pub(super) fn slots(&self) -> u64 {
         self.slots
     }
 
-    /// All pages.
+    /// Returns the number of all pages.
     pub(super) fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// The pages that the cases use.
+    /// Returns the pages that the cases use.
     pub(super) fn area(&self) -> Range<u64> {
         EXTRA..self.pages
     }
 
-    /// Halves of the area.
+    /// Returns the halves of the area.
     pub(super) fn halves(&self) -> [Range<u64>; 2] {
         let Range { start, end } = self.area();
         let middle = u64::midpoint(start, end);
         [start..middle, middle..end]
     }
 
-    /// `range` piece by piece, `chunk` pages at most, each within one slot: what one call for host memory
-    /// can be about, when slots lie apart in the host.
+    /// Cuts `range` into pieces of at most `chunk` pages, each within one memslot: the range of one call for host memory, as
+    /// memslots are not contiguous in the host.
     pub(super) fn pieces(
         &self,
         range: Range<u64>,
@@ -90,13 +90,13 @@ impl Layout {
         })
     }
 
-    /// The slot that moves: the last one.
+    /// Returns the memslot that moves: the last one.
     pub(super) fn moved(&self) -> u64 {
         self.slots - 1
     }
 
-    /// The pages that are written while it moves: half of them in the slot (all of it, if it is
-    /// smaller), if it is to be in use.
+    /// Returns the pages that are written while the slot moves: if it is `active`, half of them are in the slot (all of it, if
+    /// it is smaller).
     pub(super) fn written(&self, active: bool) -> Range<u64> {
         let slot = self.slot(self.moved());
         let inside = match active {
@@ -106,13 +106,13 @@ impl Layout {
         slot.start + inside - MOVED..slot.start + inside
     }
 
-    /// Where it moves to: behind everything.
+    /// Returns the first page to which the slot moves: after all memory.
     pub(super) fn destination(&self) -> u64 {
         self.pages
     }
 }
 
-/// The guest address of a page.
+/// Returns the guest address of a page.
 pub(super) fn gpa(page: u64) -> u64 {
     DATA + page * PAGE
 }

@@ -1,8 +1,7 @@
-//! Memslots: found, and changed.
+//! Memslots: looking them up, and changing them.
 //!
-//! Two measurements of each case of memslot_perf_test: the time *inside* the memory system, where an
-//! array runs beside slat ([`inside`]), and what a KVM program waits for, where a real KVM does
-//! ([`program`]).
+//! Each case of memslot_perf_test is measured twice: the time *inside* the memory system, beside an array ([`inside`]), and the
+//! time that a KVM program waits, beside a real KVM ([`program`]).
 
 mod inside;
 mod layout;
@@ -41,7 +40,7 @@ waits for. In it are madvise and, but for moves and setup, what the guest does."
     rows: Rows::Metrics,
 };
 
-/// What memslot_perf_test measures.
+/// A case of memslot_perf_test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Case {
     Map,
@@ -76,7 +75,7 @@ impl Case {
         }
     }
 
-    /// What slat's time consists of, beside that of the tables alone.
+    /// Says what slat's time consists of, beside that of the tables alone.
     fn dominated(self, time: f64, tables: Option<f64>) -> String {
         let slots = match self {
             Case::Map | Case::Unmap | Case::Unmap2m => "faults and invalidations that find slots",
@@ -92,7 +91,7 @@ impl Case {
         format!("{}/{slots}", self.name())
     }
 
-    /// The change that is asked for with 32764 slots (the map case ends at 8194).
+    /// Returns the greatest change that is accepted with 32764 memslots (the map case ends at 8194).
     fn asked_at_most(self) -> Option<f64> {
         match self {
             Case::Map => Some(-0.73),
@@ -111,7 +110,7 @@ const ARRAY: &str = "array";
 const SLAT: &str = "slat";
 const TABLES: &str = "tables";
 
-/// Processor time that a sample inside is to take at least.
+/// Least processor time of a sample inside.
 const SAMPLE: f64 = 2e-3;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -136,20 +135,19 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
 
 fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(), Failure> {
     let (placements, rounds) = match slots {
-        // An array takes long there, and nothing is close.
+        // An array is slow there, and no result is close.
         1000.. => (1, bench.size.pick(1, 2, 5)),
-        // Here something is asked for.
+        // These numbers of memslots have a goal.
         10 | 509 => bench.size.pick((1, 1), (5, 3), (8, 4)),
         _ => bench.size.pick((1, 1), (3, 2), (8, 4)),
     };
     let variants = match case {
-        // Slots that come take nothing from the tables.
+        // Creating memslots zaps nothing, so there is no variant of tables alone.
         Case::Setup => &[ARRAY, SLAT][..],
         _ => &[ARRAY, SLAT, TABLES],
     };
-    // Where a system's memory comes to lie, and whose cache lines are in whose way then, is luck that lasts
-    // as long as the system: each has several, which are there at the same time, so that no two lie in
-    // one place.
+    // The addresses of a system's memory, and which cache lines conflict then, are luck that lasts as long as the system: each
+    // has several instances at the same time, so that no two are at one address.
     let mut placed = Vec::new();
     for _ in 0..placements {
         let mut slat = Inside::<Slat>::new(layout)?;
@@ -162,14 +160,14 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         };
         let once = measure(SLAT, 1)?.as_secs_f64();
         if placements > 1 {
-            // As warm as slat's.
+            // As warm as slat's caches.
             for &other in variants.iter().filter(|variant| **variant != SLAT) {
                 measure(other, 1)?;
             }
         }
         let times = match bench.size {
             Size::Tiny => 1,
-            // Most of the time goes by between, for a system without slots.
+            // Most of the time is spent between the samples, on a system without memslots.
             _ if case == Case::Setup => (SAMPLE / once).clamp(1.0, 200.0) as u32,
             _ => (SAMPLE / once).clamp(1.0, 1000.0) as u32,
         };
@@ -190,7 +188,7 @@ fn program(
 ) -> Result<(), Failure> {
     let budget = Duration::from_millis(bench.size.pick(1, 30, 200));
     let rounds = bench.size.pick(1, 3, 5);
-    // A KVM that interprets takes seconds for each pass through 512 MiB.
+    // A KVM that interprets needs seconds for each pass through 512 MiB.
     let variants = match case {
         Case::Rw if bench.size != Size::Full => vec![SLAT],
         _ => bench.with_kvm(&[SLAT]),
@@ -215,7 +213,7 @@ fn compare(report: &Report) -> Vec<Line> {
             let inside = Line::compare(report, NAME, &name, SECONDS, ARRAY, SLAT)
                 .map(|line| line.with_limit(TABLES, limit));
             let inside = inside.map(|line| match (slots, case.asked_at_most()) {
-                // Nothing is to be lost where there is nothing to win.
+                // With few memslots slat may not be slower.
                 (10, _) => line.change_at_most(0.05),
                 (509, Some(_)) => match published::find(NAME, &name, SECONDS) {
                     Some(published) => line.change_at_most(published.change),
@@ -252,7 +250,7 @@ mod tests {
 
     #[test]
     fn array_and_slat_and_the_program_take_the_same_faults() {
-        // The run itself counts them, and looks at what the guest wrote.
+        // The run itself counts the faults, and checks what the guest wrote.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         for case in Case::ALL {
             let name = case.with(100);

@@ -1,5 +1,5 @@
-//! The same cases as a KVM program: a guest that runs meanwhile, calls for slots, and madvise on the
-//! guest's memory. What is timed is what the program waits for, on slat and on a real KVM.
+//! The cases of [`inside`](super::inside) as a KVM program: a guest that runs meanwhile, calls for memslots, and madvise on the
+//! guest's memory. Measures the time that the program waits, on slat and on a real KVM.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -13,7 +13,7 @@ use crate::machine::guest::{DATA, PAGE, Turns, wait_until};
 use crate::machine::{Api, Failure, Machine, Memory, Program, Slot, Slots};
 use crate::report::median;
 
-/// What the guest writes.
+/// The value that the guest writes.
 const VALUE: u32 = 0x51a7;
 const WORDS: usize = PAGE as usize / 8;
 
@@ -29,8 +29,8 @@ fn slot(layout: Layout, memory: &Memory, index: u64) -> Slot<'_> {
     }
 }
 
-/// The pages that are looked at. Of slots that are just there, the last 16 MiB will do: the guest of a KVM
-/// that interprets takes seconds for all.
+/// Returns the pages that are checked. Of memslots that were just created, the last 16 MiB suffice: the guest of a KVM that
+/// interprets needs seconds for all.
 fn checked(case: Case, layout: &Layout) -> Range<u64> {
     let area = layout.area();
     match case {
@@ -39,10 +39,10 @@ fn checked(case: Case, layout: &Layout) -> Range<u64> {
     }
 }
 
-/// The seconds that an operation of `case` takes, the median of as many as `budget` allows.
+/// Measures the seconds of an operation of `case`, the median of as many as `budget` allows.
 ///
 /// # Errors
-/// KVM's, and if the guest did not do what it was to do.
+/// KVM's, or that the guest did not do its work.
 pub(super) fn measure<A: Api>(
     api: &A,
     case: Case,
@@ -50,7 +50,7 @@ pub(super) fn measure<A: Api>(
     memory: &Memory,
     budget: Duration,
 ) -> Result<f64, Failure> {
-    // Behind the slots there is room for the one that moves.
+    // After the memslots there is space for the one that moves.
     let mut machine = Machine::new(api, 1, DATA + 2 * layout.pages() * PAGE)?;
     machine.touch_system()?;
     let began = Instant::now();
@@ -77,7 +77,7 @@ pub(super) fn measure<A: Api>(
                 words,
             )
         }
-        // Once through what is checked.
+        // Once through the pages that are checked.
         Case::Setup => turns(gpa(area.start), gpa(area.start), all),
     };
     let host = Host {
@@ -86,7 +86,7 @@ pub(super) fn measure<A: Api>(
         memory,
         turns: Turns::new(memory.words()),
     };
-    // While the slot is away, the guest's writes to it go nowhere.
+    // While the memslot is deleted, the guest's writes to it have no effect.
     let gone = slot(layout, memory, layout.moved());
     let gone = gone.gpa..gone.gpa + gone.size;
     let device = |_, exit: VcpuExit<'_>| match exit {
@@ -105,7 +105,7 @@ pub(super) fn measure<A: Api>(
     }
     Ok(match case {
         Case::Setup => setup.as_secs_f64(),
-        // Guest and host wait for each other: one that has lost its processor says nothing.
+        // Guest and host wait for each other, so a run in which one has lost its processor says nothing.
         _ => median(&times),
     })
 }
@@ -118,7 +118,7 @@ struct Host<'m> {
 }
 
 impl<'m> Host<'m> {
-    /// How often the guest goes through its pages in one operation, at least.
+    /// Returns the least number of times that the guest writes its pages in one operation.
     fn passes(&self) -> u64 {
         match self.case {
             Case::MoveActive | Case::MoveInactive | Case::Setup => 0,
@@ -189,7 +189,7 @@ impl<'m> Host<'m> {
         }
     }
 
-    /// Looks whether the guest has written to every page that is checked, at `word`, and takes it away again.
+    /// Checks that the guest has written to every checked page, at `word`, and clears the word again.
     fn check(&self, word: usize) -> Result<(), Failure> {
         let words = self.memory.words();
         for page in checked(self.case, &self.layout) {

@@ -19,12 +19,12 @@ use crate::rounds::Bench;
 pub const CASE: &str = "irqfd/running";
 pub const NS_MEDIAN: &str = "ns_median";
 pub const NS_P99: &str = "ns_p99";
-/// A thread that waits for the eventfd, beside one that computes as a vCPU does: what the kernel takes to wake one.
+/// A thread that waits for the eventfd, beside one that computes as a vCPU does: the kernel's time to wake a thread.
 pub const THREAD: &str = "thread";
 
-/// Beyond the pins of the I/O APIC.
+/// Above the pins of the I/O APIC.
 const GSI: u32 = 24;
-/// Between two signals: long enough for all threads to sleep.
+/// Time between two signals: long enough for all threads to sleep.
 const PAUSE: Duration = Duration::from_micros(100);
 /// Longer than any interrupt takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -33,7 +33,7 @@ const COMPARISON: Duration = Duration::from_millis(20);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     let (rounds, times) = (bench.size.pick(1, 7, 21), bench.size.pick(10, 500, 2_000));
-    // Each has its own: whoever is told of a signal takes it.
+    // Each KVM has an eventfd of its own: the reader of a signal clears it.
     let (event, kvm_event) = (EventFd::new(EFD_NONBLOCK)?, EventFd::new(EFD_NONBLOCK)?);
     let data = Memory::new(PAGE as usize, PAGE as usize, Pages::Small)?;
     let mut slat = prepare(&bench.slat, &event, &data)?;
@@ -66,7 +66,7 @@ fn prepare<'m, A: Api>(
     Ok(machine)
 }
 
-/// What the guest writes, each in a cache line of its own.
+/// The words that the guest writes, each in a cache line of its own.
 struct Words<'m> {
     stop: &'m AtomicU64,
     clock: &'m AtomicU64,
@@ -97,7 +97,7 @@ impl<'m> Words<'m> {
     }
 }
 
-/// Times from a signal to the handler's write.
+/// Measures the times from a signal to the handler's write.
 fn interrupt<A: Api>(
     machine: &mut Machine<'_, A>,
     event: &EventFd,
@@ -119,7 +119,7 @@ fn interrupt<A: Api>(
     Ok(samples(ticks, khz))
 }
 
-/// Times from a signal to what a waiting thread does next.
+/// Measures the times from a signal to the next action of a waiting thread.
 fn wake(khz: u32, times: u64) -> Result<Vec<Sample>, Failure> {
     let event = EventFd::new(0)?;
     let (count, stamp) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -131,7 +131,7 @@ fn wake(khz: u32, times: u64) -> Result<Vec<Sample>, Failure> {
             }
         });
         let waiter = scope.spawn(|| {
-            // The last signal ends it, whatever came of the others.
+            // The last signal ends it, whether the others arrived or not.
             while count.load(SeqCst) <= times {
                 event.read()?;
                 stamp.store(host_clock(), SeqCst);
@@ -163,9 +163,9 @@ fn samples(mut ticks: Vec<f64>, khz: u32) -> Vec<Sample> {
     ]
 }
 
-/// Signals `times` times and returns how long each took until `stamp` was taken, in ticks of the time-stamp counter; the
-/// one who takes it is `ahead` of the host's, and counts afterwards. Sleeps where it waits: the processor is free for whoever
-/// brings the signal there.
+/// Signals `times` times and returns the ticks of the time-stamp counter from each signal to the value of `stamp`. The clock
+/// that `stamp` is read from is `ahead` of the host's; the count rises after the stamp. Sleeps while it waits: the processor is
+/// free for the threads that deliver the signal.
 fn signal(
     event: &EventFd,
     count: &AtomicU64,
@@ -191,9 +191,9 @@ fn signal(
         .collect()
 }
 
-/// How many ticks the guest's time-stamp counter is ahead of the host's. The guest's is read from memory, to which the
-/// guest writes it all the time: of many comparisons, the one with the youngest value counts. It may be too little by the age of
-/// that value; latencies are then too long by as much, some dozen nanoseconds.
+/// Measures how many ticks the guest's time-stamp counter is ahead of the host's. Reads the guest's from memory, to which the
+/// guest writes it all the time: of many comparisons, the one with the youngest value counts. The result may be too small by
+/// the age of that value; latencies are then too long by as much, some dozen nanoseconds.
 fn compare_clocks(words: &Words<'_>) -> Result<u64, Failure> {
     wait_until(|| words.clock.load(SeqCst) != 0)?;
     let first = words.clock.load(SeqCst).wrapping_sub(host_clock());

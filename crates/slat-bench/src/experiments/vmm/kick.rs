@@ -1,4 +1,4 @@
-//! Guest writes that signal an eventfd: a driver tells its device that there is work.
+//! Guest writes that signal an eventfd, as a driver tells its device that there is work.
 
 use std::os::fd::AsRawFd;
 use std::thread;
@@ -15,9 +15,9 @@ use crate::report::{Sample, Unit};
 use crate::rounds::{Bench, fastest};
 
 pub const NS_PER_KICK: &str = "ns_per_kick";
-/// The program gets the exit and signals the eventfd itself.
+/// The program receives the exit and signals the eventfd itself.
 pub const EXIT: &str = "exit";
-/// KVM does.
+/// KVM signals the eventfd.
 pub const IOEVENTFD: &str = "ioeventfd";
 /// No guest: a thread signals the eventfd, again and again.
 pub const WRITE: &str = "write";
@@ -70,7 +70,7 @@ fn registered<'m, A: Api>(api: &A, event: &EventFd) -> Result<Machine<'m, A>, Fa
     Ok(machine)
 }
 
-/// Processor time of a guest that writes `times` times.
+/// Returns the processor time of a guest that writes `times` times.
 fn ring<A: Api>(
     machine: &mut Machine<'_, A>,
     times: u64,
@@ -87,7 +87,7 @@ fn write(event: &EventFd, times: u64) -> Result<Duration, Failure> {
     Ok(thread_time() - began)
 }
 
-/// Has `signal` signal `event`, and returns what it took each time. Every signal must be heard.
+/// Has `signal` signal `event`, and returns the time of each signal. Every signal must be counted.
 fn kick(
     event: &EventFd,
     is_read: bool,
@@ -97,7 +97,7 @@ fn kick(
     let stop = EventFd::new(0)?;
     let (time, heard) = thread::scope(|scope| {
         let reader = is_read.then(|| scope.spawn(|| read_until(event, &stop)));
-        // The first finds out what is where.
+        // The first signal translates addresses.
         let time = signal(1).and_then(|_| fastest(RUNS, || signal(times)));
         stop.write(1)?;
         let heard = match reader {
@@ -118,7 +118,7 @@ fn kick(
     )])
 }
 
-/// Waits for `event`, as a device's thread does, and reads it, until `stop` is signalled. Returns how often it was signalled.
+/// Waits for `event`, as a device's thread does, and reads it, until `stop` is signalled. Returns the number of signals.
 fn read_until(event: &EventFd, stop: &EventFd) -> Result<u64, Failure> {
     let wait = |fd: &EventFd| libc::pollfd {
         fd: fd.as_raw_fd(),
@@ -137,7 +137,7 @@ fn read_until(event: &EventFd, stop: &EventFd) -> Result<u64, Failure> {
     Ok(heard)
 }
 
-/// Reads how often `event` was signalled since it was read last.
+/// Reads the number of signals of `event` since the last read.
 fn drain(event: &EventFd) -> Result<u64, Failure> {
     match event.read() {
         Ok(count) => Ok(count),

@@ -19,7 +19,7 @@ pub const READ: &str = "read_bytes_per_s";
 /// QEMU's own software CPU.
 pub const TCG: &str = "tcg";
 
-/// What a guest that has booted still does of its own accord.
+/// Time in which a guest that has booted still works of its own accord.
 const SETTLING: Duration = Duration::from_secs(5);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -51,7 +51,7 @@ pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     })
 }
 
-/// Says what is missing, and what to do about it.
+/// Returns which file is missing, and how to get it.
 fn look_for(linux: &Linux) -> Result<(), String> {
     let directory = linux.materials.display();
     let remedy = format!("`conformance/vmm/materials {directory}` (in slat's sources) prepares it");
@@ -95,7 +95,7 @@ impl Disk {
 
 fn write(path: &Path, mebibytes: u64) -> std::io::Result<()> {
     let mut file = File::create_new(path)?;
-    // No holes, and no zeroes, which QEMU may treat as such.
+    // Without holes and zeroes, which QEMU may treat specially.
     let block: Vec<u8> = (0..1 << 20)
         .map(|index: u32| (index >> 4) as u8 | 1)
         .collect();
@@ -104,7 +104,7 @@ fn write(path: &Path, mebibytes: u64) -> std::io::Result<()> {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        // Nobody can do anything about it.
+        // A failure cannot be helped.
         let _ = std::fs::remove_file(&self.path);
     }
 }

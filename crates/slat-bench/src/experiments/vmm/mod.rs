@@ -1,4 +1,4 @@
-//! What a VMM pays: its devices' signals, and Linux under QEMU.
+//! The costs of a VMM: its devices' signals, and Linux under QEMU.
 
 mod irqfd;
 mod kick;

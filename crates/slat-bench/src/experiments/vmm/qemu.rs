@@ -1,4 +1,4 @@
-//! QEMU with a Linux guest: how it is started, and a conversation with the guest's shell.
+//! QEMU with a Linux guest: its start, and commands for the guest's shell.
 
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -12,7 +12,7 @@ use crate::Linux;
 use crate::machine::Failure;
 
 const PROGRAM: &str = "qemu-system-x86_64";
-/// What the guest's first program says when its shell is there (conformance/vmm/guest/init).
+/// What the guest's first program prints when its shell is ready (conformance/vmm/guest/init).
 const READY: &str = "slat: guest ready";
 /// Longer than any step takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -23,19 +23,19 @@ pub fn is_installed() -> bool {
     version.is_ok_and(|output| output.status.success())
 }
 
-/// A QEMU that runs; it ends when this is dropped.
+/// A running QEMU, which ends when this is dropped.
 pub struct Qemu {
     child: Child,
     console: Stream,
     complaints: Stream,
     input: ChildStdin,
-    /// Bytes of the console that were looked at.
+    /// Bytes of the console that were searched.
     position: usize,
 }
 
 impl Qemu {
-    /// Starts a PC with one CPU and `disk`, on slat, or on QEMU's own software CPU. The kernel is entered where Xen's PVH
-    /// enters it, so that nothing has to be unpacked.
+    /// Starts a PC with one CPU and `disk`, on slat, or on QEMU's own software CPU. The kernel is entered at Xen's PVH entry
+    /// point, so that nothing has to be unpacked.
     pub fn start(linux: &Linux, on_slat: bool, disk: &Path) -> Result<Self, Failure> {
         let material = |name| linux.materials.join(name);
         let mut command = match on_slat {
@@ -62,7 +62,7 @@ impl Qemu {
         command.args(["-device", "virtio-blk-pci,drive=disk,ioeventfd=on"]);
         command.stdin(Stdio::piped());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        // SAFETY: between fork and exec, a plain call: what is measured does not outlive us, however we end.
+        // SAFETY: between fork and exec, a plain call: the measured process ends with this one, however this one ends.
         unsafe {
             command.pre_exec(
                 || match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
@@ -91,7 +91,7 @@ impl Qemu {
         self.expect(READY).map(drop)
     }
 
-    /// Has the guest's shell run `command`, which must succeed; returns how long it took.
+    /// Has the guest's shell run `command`, which must succeed. Returns the time it took.
     pub fn run(&mut self, command: &str) -> Result<Duration, Failure> {
         const BEGIN: &str = "<begins>";
         const END: &str = "<ends:";
@@ -109,14 +109,14 @@ impl Qemu {
         }
     }
 
-    /// Processor time that the process has taken.
+    /// Returns the processor time that the process has used.
     pub fn cpu_time(&self) -> Result<Duration, Failure> {
         let mut clock = 0;
         let mut time = libc::timespec {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: locals to write to. The process was not waited for: its id is its own.
+        // SAFETY: locals to write to. The process was not waited for: its id is not reused.
         let failed = unsafe {
             libc::clock_getcpuclockid(self.child.id() as libc::pid_t, &mut clock) != 0
                 || libc::clock_gettime(clock, &mut time) != 0
@@ -127,7 +127,7 @@ impl Qemu {
         Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
     }
 
-    /// Waits until the console shows `text` after what was expected last; returns what stands between.
+    /// Waits until the console shows `text` after the text expected last. Returns the text in between.
     fn expect(&mut self, text: &str) -> Result<String, Failure> {
         match self.console.wait_for(text, self.position) {
             Some(at) => {
@@ -150,13 +150,13 @@ impl Qemu {
 
 impl Drop for Qemu {
     fn drop(&mut self) {
-        // It may have ended already.
+        // QEMU may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// What a program prints, read by a thread so that the program never waits for us.
+/// The output of a program, read by a thread so that the program never waits for us.
 struct Stream(Arc<(Mutex<Printed>, Condvar)>);
 
 #[derive(Default)]
@@ -185,7 +185,7 @@ impl Stream {
         stream
     }
 
-    /// Waits for `text` at `from` or after it; returns where it is. `None`: the program has ended, or it takes too long.
+    /// Waits for `text` at `from` or after it. Returns its position. `None`: the program has ended, or it takes too long.
     fn wait_for(&self, text: &str, from: usize) -> Option<usize> {
         let end = Instant::now() + PATIENCE;
         let (printed, changed) = &*self.0;

@@ -1,14 +1,14 @@
-//! How long calls took, by size.
+//! Durations of calls, as a histogram.
 
 use std::time::Duration;
 
-/// Steps to each doubling: a quantile is at most a 32nd too long.
+/// Steps for each doubling: a quantile is at most a 32nd too long.
 const STEPS: u64 = 32;
 const STEP_BITS: u32 = STEPS.ilog2();
-/// Times shorter than `STEPS` ns have a step each; then come the doublings up to 2^64 ns.
+/// Times shorter than `STEPS` ns have a step each; the doublings up to 2^64 ns follow.
 const LEN: usize = ((u64::BITS - STEP_BITS + 1) as u64 * STEPS) as usize;
 
-/// Times of calls, in memory that does not grow: to record one costs a few instructions.
+/// Times of calls, in memory that does not grow: recording one costs a few instructions.
 pub(super) struct Histogram {
     counts: Box<[u64]>,
     calls: u64,
@@ -31,7 +31,7 @@ impl Histogram {
         self.max = self.max.max(time);
     }
 
-    /// Adds the calls of another one.
+    /// Adds the calls of another histogram.
     pub(super) fn add(&mut self, other: &Histogram) {
         for (count, more) in self.counts.iter_mut().zip(&other.counts) {
             *count += more;
@@ -40,17 +40,17 @@ impl Histogram {
         self.max = self.max.max(other.max);
     }
 
-    /// The number of calls.
+    /// Returns the number of calls.
     pub(super) fn calls(&self) -> u64 {
         self.calls
     }
 
-    /// The longest time; `None` without a call.
+    /// Returns the longest time; `None` without a call.
     pub(super) fn max(&self) -> Option<Duration> {
         (self.calls > 0).then(|| Duration::from_nanos(self.max))
     }
 
-    /// The time that `share` of the calls did not exceed; `None` without a call.
+    /// Returns the time that `share` of the calls did not exceed; `None` without a call.
     pub(super) fn quantile(&self, share: f64) -> Option<Duration> {
         let rank = ((share * self.calls as f64).ceil() as u64).clamp(1, self.calls.max(1));
         let mut seen = 0;
@@ -60,17 +60,17 @@ impl Histogram {
         })
     }
 
-    /// The time that a call would not exceed at `share` of all moments at which it may come, if the calls
-    /// came one right after the other; `None` without a call.
+    /// Returns the time that a call would not exceed at `share` of all moments at which it may begin, if the calls followed
+    /// each other without a gap; `None` without a call.
     ///
-    /// A call of a second among a thousand calls of a millisecond is one call in a thousand, but half of the
-    /// moments lie in that call: a caller who arrives then waits until that call ends.
+    /// A call of a second among a thousand calls of a millisecond is one call in a thousand, but half of the moments are in
+    /// that call: a caller who arrives then waits until it ends.
     pub(super) fn quantile_of_moments(&self, share: f64) -> Option<Duration> {
         let steps: Vec<_> = self.steps().collect();
         let all: f64 = steps.iter().map(|(time, n)| *time as f64 * *n as f64).sum();
         let exceeding = (1.0 - share) * all;
-        // The calls longer than `wait` have so many moments from which on a caller waits longer: the sum of
-        // their times, less `wait` for each. From the longest on, until that is `exceeding`.
+        // The moments from which a caller waits longer than `wait` are all in calls longer than that: the sum of their times,
+        // less `wait` for each. From the longest call on, until that is `exceeding`.
         let (mut calls, mut sum) = (0.0, 0.0);
         let mut shorter = steps.iter().rev().skip(1);
         for (time, count) in steps.iter().rev() {
@@ -84,7 +84,7 @@ impl Histogram {
         None
     }
 
-    /// The steps with calls, ascending: the longest time that belongs to each, and the number of calls.
+    /// Returns the steps with calls, ascending: the longest time of each, and the number of calls.
     fn steps(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let counts = self.counts.iter().enumerate();
         let counts = counts.filter(|(_, count)| **count > 0);
@@ -92,13 +92,13 @@ impl Histogram {
     }
 }
 
-/// The index of the step of a time in nanoseconds.
+/// Returns the index of the step of a time in nanoseconds.
 fn step(time: u64) -> usize {
     let doubling = time.checked_ilog2().unwrap_or(0).saturating_sub(STEP_BITS);
     (u64::from(doubling) * STEPS + (time >> doubling)) as usize
 }
 
-/// The longest time of a step, in nanoseconds.
+/// Returns the longest time of a step, in nanoseconds.
 fn longest(index: usize) -> u64 {
     let index = index as u64;
     let doubling = (index / STEPS).saturating_sub(1);
@@ -175,7 +175,7 @@ mod tests {
         about(histogram.quantile_of_moments(0.999), 998_000_000);
         // For the last half of the long call, and for all others.
         about(histogram.quantile_of_moments(0.75), 500_000_000);
-        // Calls of one length: the end of one is nearer than its length.
+        // Calls of one length: at most moments the end of a call is nearer than its length.
         about(of([(1_000_000, 10)]).quantile_of_moments(0.5), 500_000);
     }
 

@@ -1,4 +1,4 @@
-//! What others wait while one thread works on a large memslot.
+//! How long other threads wait while one thread works on a large memslot.
 
 mod histogram;
 mod operation;
@@ -47,13 +47,13 @@ const P999: &str = "p99.9_seconds";
 const ANYTIME: &str = "anytime_seconds";
 const MAX: &str = "max_seconds";
 
-/// No quantile is told of fewer calls than has one beyond it.
+/// A quantile is reported only with enough calls that one exceeds it.
 const QUANTILES: [(f64, &str, u64); 3] = [(0.5, P50, 10), (0.99, P99, 100), (0.999, P999, 1000)];
 
-/// In a run in which the threads lost their processors for longer than this, other programs ran.
+/// If the threads lost their processors for longer than this in a run, other programs ran.
 const LOST: Duration = Duration::from_micros(500);
 
-/// The longest wait that is asked for, in seconds.
+/// The longest wait that is accepted, in seconds.
 const ASKED: f64 = 2e-3;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -70,7 +70,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         let mut subject = Subject::new(operation, pages, nothing)?;
         for (calls, calls_name) in Unrelated::ALL {
             let case = format!("{calls_name}/{name}");
-            // Once: a quantile is that of all calls.
+            // One round: a quantile is that of all calls.
             bench.in_turns(&case, 1, &[ALONE, SLAT], |_, variant| match variant {
                 ALONE => alone(&mut subject, plan),
                 _ => {
@@ -98,11 +98,11 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
 /// How much is measured.
 #[derive(Clone, Copy)]
 struct Plan {
-    /// How often the operation is done: without calls, and at least with them.
+    /// Number of operations: without calls, and at least with them.
     times: usize,
-    /// So many calls are enough.
+    /// Number of calls that is enough.
     calls: u64,
-    /// The operation, set-up included, is not begun again after this time.
+    /// Time after which no further operation, set-up included, is begun.
     limit: Duration,
 }
 
@@ -124,8 +124,8 @@ struct Runs {
     waits: Histogram,
 }
 
-/// Returns also whether other programs ran on the processors in every run. Those in which none did count
-/// alone, if there are any.
+/// Returns also whether other programs ran on the processors in every run. If there are runs without other programs, those
+/// alone count.
 fn beside(
     subject: &mut Subject,
     calls: Unrelated,
@@ -174,8 +174,8 @@ fn compare(report: &Report) -> Vec<Line> {
             lines.extend(Line::compare(report, NAME, &case, OPERATION, ALONE, SLAT));
             lines.extend([CALLS, P50, P99].into_iter().filter_map(metric));
             let (p999, max) = (metric(P999), metric(MAX));
-            // Calls that pass while the operation does not run would make its waits rare among all calls, but
-            // not among all moments.
+            // Calls that end while the operation does not run would make its waits rare among all calls, but not among all
+            // moments.
             let within = |line: &Line| line.after.1 <= ASKED;
             let asked = |line: Line| match operation {
                 Operation::Nothing => line,
@@ -192,8 +192,8 @@ fn compare(report: &Report) -> Vec<Line> {
     lines
 }
 
-/// What the longest wait can be compared with: a call that had to wait for all of the operation took as long
-/// as that, and one that the machine held up may do so beside nothing.
+/// Compares the longest wait: a call that had to wait for the whole operation took as long as the operation, and one that the
+/// machine held up may do so without an operation, too.
 fn longest(report: &Report, calls: &str, case: &str) -> String {
     let value = |case: &str, metric| report.value(NAME, case, SLAT, metric);
     let time = |case: &str, metric| {
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn beside_every_operation_calls_are_counted_and_longer_quantiles_are_longer() {
-        // The run itself checks what the operations do.
+        // The run itself checks the operations' results.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(report.cases(NAME).len(), 2 * Operation::ALL.len());
         for case in report.cases(NAME) {
@@ -257,7 +257,7 @@ mod tests {
         ] {
             let lines = compare(&report(p999, anytime));
             let asked: Vec<_> = lines.iter().filter_map(Line::asked).collect();
-            // Nothing is asked for beside nothing.
+            // The case without an operation has no goal.
             assert_eq!(asked.len(), 1);
             assert_eq!(asked[0].met, met, "{p999:?} {anytime}");
         }

@@ -1,4 +1,4 @@
-//! The long operations: what is set up before each, and what it must have done.
+//! The long operations: the set-up before each, and the check of its result.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,19 +14,19 @@ use crate::bare::{self, Bare};
 use crate::machine::Failure;
 use crate::machine::guest::PAGE;
 
-/// The large memslot, and where it is backed.
+/// The large memslot, and its backing address.
 const SLOT: u32 = 0;
 const BACKING: u64 = 1 << 44;
 
 /// Pages of a leaf of 2 MiB.
 const MEGA: u64 = Level::MEGA.pages();
-/// Of so many pages of the slot one is in a dirty ring, so that each is protected alone.
+/// One of this many pages of the slot is in a dirty ring, so that each is protected alone.
 const APART: u64 = 64;
-/// vCPUs with a ring, and the entries of each: KVM's most.
+/// Number of vCPUs with a ring, and ring entries of each: KVM's maximum.
 const RINGS: u64 = 8;
 const RING_ENTRIES: u64 = 1 << 16;
 
-/// A long operation on the large slot.
+/// A long operation on the large memslot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
     /// None: a thread that only computes.
@@ -70,7 +70,7 @@ impl Operation {
         (RingReset, "ring-reset"),
     ];
 
-    /// By which pages the host maps the large slot's memory.
+    /// Returns the pages by which the host maps the large slot's memory.
     fn host(self) -> Level {
         match self {
             BeginEager | BeginLazy | End | NxRecovery => Level::MEGA,
@@ -78,7 +78,7 @@ impl Operation {
         }
     }
 
-    /// The policies that it is about.
+    /// Returns the policies that the operation needs.
     fn policies(self) -> &'static [(&'static str, &'static str)] {
         match self {
             GetDirtyBit | ZapDirtyBit => &[("dirty_log", "dirty-bit")],
@@ -92,22 +92,22 @@ impl Operation {
     }
 }
 
-/// A VM with a large slot, for one operation.
+/// A VM with a large memslot, for one operation.
 pub(super) struct Subject {
     operation: Operation,
     vm: Arc<Vm<Bare, Ept>>,
-    /// They map and use the slot before the operation, a part each.
+    /// CPUs that map and use the slot before the operation, a part each.
     cpus: Vec<Vcpu<Bare, Ept>>,
     /// The vCPUs' dirty rings, for the client.
     rings: Vec<Arc<[DirtyGfn]>>,
     pages: u64,
     bitmap: Vec<u64>,
-    /// How long a thread computes for [`Nothing`].
+    /// Time that a thread computes for [`Nothing`].
     nothing: Duration,
 }
 
 impl Subject {
-    /// A VM whose large slot has `pages` pages, a multiple of those of 2 MiB.
+    /// Creates a VM whose large slot has `pages` pages, a multiple of those of 2 MiB.
     ///
     /// # Errors
     /// The engine's.
@@ -126,7 +126,7 @@ impl Subject {
                 vm.use_dirty_rings();
                 RINGS
             }
-            // What several do at once is set-up; more than these do not make it much shorter.
+            // The set-up uses several CPUs; more than these do not make it much shorter.
             _ => std::thread::available_parallelism().map_or(1, |n| n.get().min(4) as u64),
         };
         let cpus = (0..cpus).map(|_| vm.create_vcpu());
@@ -156,10 +156,10 @@ impl Subject {
         &self.vm
     }
 
-    /// Brings the slot to where the operation begins, wherever the one before has left it.
+    /// Sets the slot up for the operation, in whatever state the one before has left it.
     ///
     /// # Errors
-    /// The engine's, and if the slot is not mapped as it is to be.
+    /// The engine's, or that the slot is not mapped as it should be.
     pub(super) fn set_up(&mut self) -> Result<(), Failure> {
         if self.operation == Nothing {
             return Ok(());
@@ -176,8 +176,7 @@ impl Subject {
             }
         }
         match self.operation {
-            // A log that names every page, of a slot in which every page may be written: so it is when
-            // the guest has written to all of them.
+            // The guest writes to all pages: then the log names every page, and each may be written.
             GetProtect | Clear => {
                 self.vm.set_manual_dirty_log(true, true);
                 self.create(SlotFlags::LOG_DIRTY_PAGES)?;
@@ -202,7 +201,7 @@ impl Subject {
         self.expect_mapped(self.before())
     }
 
-    /// Does the operation. Returns what it told: a number of pages, tables or entries.
+    /// Does the operation. Returns the number of pages, tables or ring entries that it reported.
     ///
     /// # Errors
     /// The engine's.
@@ -230,10 +229,10 @@ impl Subject {
         Ok(0)
     }
 
-    /// Checks what the operation, which told `told`, has done.
+    /// Checks the result of the operation, which reported `told`.
     ///
     /// # Errors
-    /// If it was not what it is there for.
+    /// If the operation did not do its work.
     pub(super) fn check(&mut self, told: u64) -> Result<(), Failure> {
         self.expect_mapped(self.after())?;
         match self.operation {
@@ -253,7 +252,7 @@ impl Subject {
         }
     }
 
-    /// Checks that the log names no page but those to which the guest writes from now on.
+    /// Checks that the log names only the pages to which the guest writes from now on.
     fn expect_noted(&mut self) -> Result<(), Failure> {
         let cpu = &mut self.cpus[0];
         cpu.enter(0);
@@ -267,7 +266,7 @@ impl Subject {
         expect("pages dirty after two writes", self.marked(), 2)
     }
 
-    /// Leaves of 4 KiB and 2 MiB that map the slot before the operation.
+    /// Returns the leaves of 4 KiB and 2 MiB that map the slot before the operation.
     fn before(&self) -> [u64; 2] {
         match self.operation {
             Nothing => [0, 0],
@@ -277,7 +276,7 @@ impl Subject {
         }
     }
 
-    /// Those that map it afterwards.
+    /// Returns the leaves of 4 KiB and 2 MiB that map the slot after the operation.
     fn after(&self) -> [u64; 2] {
         match self.operation {
             GetProtect | GetDirtyBit | Clear | Age | BeginSmall | BeginEager => [self.pages, 0],
@@ -290,7 +289,7 @@ impl Subject {
 
     fn expect_mapped(&self, [small, mega]: [u64; 2]) -> Result<(), Failure> {
         let stats = self.vm.stats();
-        // Of the small slots a page each may be mapped.
+        // Each small slot may have a mapped page.
         let others = stats.pages_4k.wrapping_sub(small);
         if others > 2 || stats.pages_2m != mega {
             let (is_small, is_mega) = (stats.pages_4k, stats.pages_2m);
@@ -339,7 +338,7 @@ impl Subject {
         })
     }
 
-    /// The guest accesses one of every `apart` pages.
+    /// Accesses one of every `apart` pages.
     fn access(&mut self, access: Access, apart: u64) -> Result<(), Failure> {
         self.share(|cpu, pages| {
             for page in pages.step_by(apart as usize) {

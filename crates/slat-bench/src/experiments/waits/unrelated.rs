@@ -1,4 +1,4 @@
-//! What another thread does beside a long operation, again and again: calls that are about other memory.
+//! The calls that another thread makes beside a long operation, again and again: on other memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
@@ -36,12 +36,12 @@ impl Place {
     }
 }
 
-/// A call that is about other memory than the long operation's.
+/// A call on other memory than the long operation's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unrelated {
-    /// `Vm::invalidate` of one page that is mapped, ended at once.
+    /// Begins `Vm::invalidate` of one mapped page, and ends it at once.
     Invalidate,
-    /// A small slot is created, and deleted when a page of it is mapped: two calls.
+    /// Creates a small slot, and deletes it when a page of it is mapped: two calls.
     SlotChange,
 }
 
@@ -52,29 +52,29 @@ impl Unrelated {
     ];
 }
 
-/// Creates the memslot of which [`Unrelated::Invalidate`] takes a page away.
+/// Creates the memslot of which [`Unrelated::Invalidate`] invalidates a page.
 pub(super) fn create_slot(vm: &Vm<Bare, Ept>) -> Result<(), Failure> {
     Ok(vm.set_memory_region(0, &SMALL.region(PAGES))?)
 }
 
-/// How far the operation is.
+/// State of the operation.
 const BEFORE: u8 = 0;
 const DURING: u8 = 1;
 const AFTER: u8 = 2;
 
-/// An operation that was done beside calls.
+/// The result of an operation beside calls.
 pub(super) struct Beside<R> {
     /// The operation's result.
     pub(super) result: R,
     /// How long it took.
     pub(super) time: Duration,
-    /// How long another program had the processor of one of the threads. They do not sleep, so it is what
-    /// was not their processor time.
+    /// Time in which other programs had the processor of one of the threads. The threads do not sleep, so it is the time beyond
+    /// their processor time.
     pub(super) lost: Duration,
 }
 
-/// Runs `operation` while another thread makes `calls`. Records the times of those calls in `waits` that
-/// were in progress while the operation was.
+/// Runs `operation` while another thread makes `calls`. Records in `waits` the times of the calls that were in progress while
+/// the operation was.
 ///
 /// # Errors
 /// The calls'.
@@ -119,7 +119,7 @@ pub(super) fn beside<R>(
     })
 }
 
-/// The time, and the processor time of a thread.
+/// The wall time and a thread's processor time.
 struct Clocks {
     wall: Instant,
     cpu: Duration,
@@ -133,7 +133,7 @@ impl Clocks {
         }
     }
 
-    /// The time since then, and how much of it was not the thread's.
+    /// Returns the time since then, and the part that was not the thread's.
     fn elapsed(&self) -> (Duration, Duration) {
         let (wall, cpu) = (self.wall.elapsed(), thread_time() - self.cpu);
         (wall, wall.saturating_sub(cpu))
@@ -178,14 +178,14 @@ impl Caller<'_> {
         }
     }
 
-    /// So that there is a leaf to zap. It is no call that is measured.
+    /// Maps a leaf, so that there is one to zap. This call is not measured.
     fn write_to(&mut self, slot: &Place) -> Result<(), Failure> {
         loop {
             self.cpu.enter(0);
             let result = self.cpu.translate(Gpa(slot.gpa), Access::Write);
             self.cpu.leave();
             match result {
-                // It was flushed meanwhile, and has remembered nothing.
+                // The vCPU was flushed meanwhile, and remembers no translation.
                 Err(Stop::Retry) => {}
                 Err(stop) => return Err(stop.into()),
                 Ok(_) => return Ok(()),
@@ -230,7 +230,7 @@ mod tests {
 
     #[test]
     fn what_goes_wrong_beside_the_operation_is_an_error() {
-        // Nothing is mapped where the slot is not.
+        // Nothing is mapped outside the slot.
         let vm = bare::vm();
         let mut waits = Histogram::new();
         assert!(beside(&vm, Unrelated::Invalidate, &mut waits, || ()).is_err());
