@@ -1,7 +1,7 @@
-//! Tells the compiler where cargo puts the preload library, which `src/preload.rs` embeds.
+//! Tells the compiler where cargo writes the preload library, which `src/preload.rs` embeds.
 //!
 //! slat-preload is an ordinary dependency of this package, so cargo has built its `cdylib` by the
-//! time the `slat` binary is compiled; this script itself may run earlier. The library lies in the
+//! time the `slat` binary is compiled; this script itself may run earlier. The library is in the
 //! `deps` directory of the profile, three levels above `OUT_DIR`
 //! (`<profile>/build/slat-cli-<hash>/out`), under its plain name.
 
@@ -20,9 +20,9 @@ fn main() {
     fs::create_dir_all(&deps).expect("the profile's directory can be written");
     let library = deps.join("libslat_preload.so");
 
-    // `cargo check` and clippy make no libraries, yet look at `include_bytes!`: an empty file is
-    // enough for them. A build replaces it before it compiles the binary. `create_new`: never
-    // touch a library that is there or is just being linked.
+    // `cargo check` and clippy make no libraries, but `include_bytes!` reads the file: an empty one
+    // is enough for them. A build replaces it before it compiles the binary. `create_new`: never
+    // touch a library that exists or is just being linked.
     match OpenOptions::new()
         .write(true)
         .create_new(true)

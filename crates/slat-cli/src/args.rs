@@ -1,4 +1,4 @@
-//! The command line. Only what works is accepted; what is planned is named in the refusal.
+//! The command line. Only options that work are accepted; the refusal names planned ones.
 
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! `slat bench`: measures, and prints what came out beside what was published.
+//! `slat bench`: measures, and prints the results beside the published ones.
 
 use std::env;
 use std::io::{self, Write};
@@ -10,10 +10,10 @@ use slat_bench::{EXPERIMENTS, Experiment, Failure, Linux, Report, Size, html, sh
 use crate::args::{ALL, Bench};
 use crate::output::{Pending, complain, print, say};
 
-/// What a terminal shows in a line without breaking it.
+/// Characters that a terminal shows in a line without breaking it.
 const COLUMNS: u16 = 100;
 
-/// Measures, or explains.
+/// Measures, or prints the explanations.
 pub fn run(options: &Bench) -> ExitCode {
     let selection: Vec<_> = EXPERIMENTS
         .iter()
@@ -37,7 +37,7 @@ pub fn run(options: &Bench) -> ExitCode {
     }
 }
 
-/// Where the JSON goes.
+/// Destination of the JSON.
 enum Json {
     Nowhere,
     /// Standard output: a program reads it. The tables go to standard error.
@@ -61,11 +61,12 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     } else {
         Size::Usual
     };
-    // Opened first: minutes of measuring are not to end in a file that cannot be written.
+    // Opened first: minutes of measuring must not end in a file that cannot be written.
     let json = Json::open(options.json.as_deref())?;
     let page = options.html.as_deref().map(Pending::open).transpose()?;
     let report = slat_bench::run_with(selection, size, linux(selection, options)?)?;
-    // The files before the tables: those last, whatever reads standard output.
+    // The files before the tables: the files are kept whether or not anything reads standard
+    // output.
     let text = tables(selection, &report);
     if let Some(page) = page {
         page.write(&html::page(selection, &report, size))?;
@@ -84,7 +85,8 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What boots Linux, if that is to be measured. It takes minutes: not as one of all.
+/// Returns the files that boot Linux, if that is to be measured. It takes minutes, so `all` leaves
+/// it out.
 fn linux(selection: &[&Experiment], options: &Bench) -> io::Result<Option<Linux>> {
     let [_] = selection else {
         return Ok(None);
@@ -107,7 +109,7 @@ fn tables(selection: &[&Experiment], report: &Report) -> String {
         text += &format!("{note}\n");
     }
     if missed.is_empty() {
-        text += "Everything that was asked for was reached.\n";
+        text += "All goals were reached.\n";
     } else {
         text += "Missed:\n";
         for line in missed {

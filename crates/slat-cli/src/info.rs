@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use crate::output;
 use slat_kvm::cpuid::host_leaf;
 
-/// Prints everything. What cannot be found out is printed as unknown.
+/// Prints everything. Facts that cannot be found out are printed as unknown.
 pub fn print() -> ExitCode {
     let mut text = format!("slat {}\n", env!("CARGO_PKG_VERSION"));
     for (title, lines) in [("Supported", supported()), ("This host", host())] {
@@ -45,7 +45,7 @@ fn host() -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Only told for comparison: slat answers for /dev/kvm itself.
+/// Describes the host's `/dev/kvm`, for comparison only: slat serves /dev/kvm itself.
 fn dev_kvm() -> String {
     let opened = fs::OpenOptions::new()
         .read(true)
@@ -54,30 +54,30 @@ fn dev_kvm() -> String {
     match opened {
         Ok(_) => "usable (slat does not need it)".to_owned(),
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            "not there (slat does not need it)".to_owned()
+            "missing (slat does not need it)".to_owned()
         }
         Err(e) => format!("not usable: {e} (slat does not need it)"),
     }
 }
 
-/// Programs that fill guest memory on demand need the system call, for faults of the kernel, too.
+/// Describes userfaultfd. Programs that fill guest memory on demand need the system call, for faults of the kernel, too.
 fn userfaultfd() -> String {
     // SAFETY: opens a new descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
     if fd < 0 {
         return format!("no: {}", io::Error::last_os_error());
     }
-    // SAFETY: the descriptor opened above, which nobody else knows.
+    // SAFETY: the descriptor opened above, which no other code knows.
     unsafe { libc::close(fd as libc::c_int) };
     "yes".to_owned()
 }
 
-/// "always", "madvise" or "never": decides whether guest memory gets 2 MiB leaves.
+/// Returns "always", "madvise" or "never", which decides whether guest memory gets 2 MiB leaves.
 fn thp_mode() -> String {
     let Ok(modes) = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled") else {
         return "not supported by this kernel".to_owned();
     };
-    // The mode in force stands in brackets.
+    // The active mode is in brackets.
     modes
         .split_once('[')
         .and_then(|(_, rest)| rest.split_once(']'))
@@ -85,7 +85,7 @@ fn thp_mode() -> String {
         .to_owned()
 }
 
-/// What the processor itself says of virtualization. slat cannot change the answer for a program that asks it by CPUID.
+/// Returns what the processor itself reports about virtualization. slat cannot change that for a program that asks by CPUID.
 fn virtualization() -> String {
     // Intel SDM, volume 2, CPUID: leaf 1, ECX bit 5. AMD APM, volume 3, appendix E: leaf 8000_0001h, ECX bit 2.
     let vmx = host_leaf(1, 0).ecx & 1 << 5 != 0;

@@ -23,7 +23,7 @@ fn main() -> std::process::ExitCode {
 
     let args = match args::Args::try_parse() {
         Ok(args) => args,
-        // `exit` prints, too, but says nothing if it cannot.
+        // `exit` prints, too, but reports no failure.
         Err(help) if !help.use_stderr() => return output::print(&help.render().to_string()),
         Err(error) => error.exit(),
     };

@@ -1,14 +1,14 @@
-//! Where the commands' output goes: standard output, and files that were opened before the work began.
+//! The commands' output: standard output, and files that are opened before the work begins.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Prints `text` on standard output, in one piece.
+/// Prints `text` on standard output, in one write.
 ///
 /// # Errors
-/// A sentence for the user: what the system says, as of a full disk. A reader that has read enough (`slat info | head -1`) is no
+/// A sentence for the user: the system's error, as for a full disk. A reader that has read enough (`slat info | head -1`) is no
 /// error.
 pub fn say(text: &str) -> Result<(), String> {
     let mut output = io::stdout().lock();
@@ -34,7 +34,7 @@ pub fn print(text: &str) -> ExitCode {
     }
 }
 
-/// Says on standard error, in one line, why a command failed. If that fails, too, the exit status has to do.
+/// Prints on standard error, in one line, why a command failed. If that fails, too, only the exit status tells.
 pub fn complain(message: &str) {
     let _ = writeln!(io::stderr(), "slat: {message}");
 }
@@ -43,7 +43,7 @@ pub fn complain(message: &str) {
 pub struct Pending {
     path: PathBuf,
     file: File,
-    /// Whether the file was not there before, and nothing has been written to it.
+    /// Whether this created the file, and has written nothing to it.
     is_new: bool,
 }
 
@@ -94,7 +94,7 @@ impl Pending {
 }
 
 impl Drop for Pending {
-    /// Removes a file that was created for nothing.
+    /// Removes a file that was created and never written.
     fn drop(&mut self) {
         if self.is_new {
             let _ = fs::remove_file(&self.path);
@@ -102,7 +102,7 @@ impl Drop for Pending {
     }
 }
 
-/// What the user can do about a `path` that does not open.
+/// Returns what the user can do about a `path` that does not open.
 fn remedy(path: &Path, error: ErrorKind) -> String {
     match (error, path.parent()) {
         (ErrorKind::NotFound, Some(parent)) if !parent.as_os_str().is_empty() => {

@@ -1,8 +1,8 @@
-//! The preload library travels inside this binary and is written out before a program starts.
+//! The preload library is embedded in this binary and written out before a program starts.
 //!
-//! It must lie in a real file: a program may close every descriptor it inherited, and its children
-//! load the library by the same path again. And nobody else may be able to put another file in its
-//! place, so it lies in a directory that belongs to us alone.
+//! It must be a real file: a program may close every descriptor it inherited, and its children load
+//! the library by the same path again. And no other user may be able to replace the file, so it is
+//! in a directory that only we may write to.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -15,15 +15,16 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use std::{env, ptr};
 
-/// The library, as cargo built it beside this binary. (Empty under `cargo check`; see build.rs.)
+/// The library, as cargo built it together with this binary. (Empty under `cargo check`; see
+/// build.rs.)
 static LIBRARY: &[u8] = include_bytes!(env!("SLAT_PRELOAD_LIBRARY"));
 
 const PREFIX: &str = "libslat_preload-";
 
-/// A library of an older slat that nobody started for this long is removed.
+/// A library of an older slat that has not been used for this long is removed.
 const UNUSED: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Writes the library out, where it is not yet, and gives its path.
+/// Writes the library out, unless it exists, and returns its path.
 pub fn write_out() -> Result<PathBuf, String> {
     let mut refused = String::new();
     for directory in candidates() {
@@ -37,7 +38,7 @@ pub fn write_out() -> Result<PathBuf, String> {
     ))
 }
 
-/// Places to try, the most lasting one first.
+/// Returns the directories to try, the most lasting one first.
 fn candidates() -> Vec<PathBuf> {
     // SAFETY: only returns a number.
     let uid = unsafe { libc::geteuid() };
@@ -46,7 +47,7 @@ fn candidates() -> Vec<PathBuf> {
             .map(PathBuf::from)
             .filter(|p| p.is_absolute())
     };
-    // The system's temporary directories are shared: the name there tells whose it is.
+    // The system's temporary directories are shared: the name tells whose the directory is.
     let own = format!("slat-{uid}");
     [
         from("XDG_CACHE_HOME")
@@ -83,13 +84,13 @@ fn write_to(directory: &Path) -> io::Result<PathBuf> {
     }
     allows_execution(&path)?;
     let file = File::open(&path)?;
-    // Only keeps an old library from looking unused; the file is good without.
+    // Only keeps an old library from counting as unused; the file is usable without.
     let _ = file.set_modified(SystemTime::now());
     remove_unused(directory, OsStr::new(&name));
     Ok(path)
 }
 
-/// Makes `directory` where it is missing; refuses one that somebody else could write to.
+/// Creates `directory` if it is missing; refuses one that another user could write to.
 fn private_directory(directory: &Path) -> io::Result<()> {
     let parent = directory
         .parent()
@@ -105,7 +106,7 @@ fn private_directory(directory: &Path) -> io::Result<()> {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
         _ => {}
     }
-    // No symbolic link is followed: in /tmp it could be anybody's.
+    // No symbolic link is followed: in /tmp any user could have made it.
     let opened = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
@@ -115,11 +116,11 @@ fn private_directory(directory: &Path) -> io::Result<()> {
     if meta.uid() != unsafe { libc::geteuid() } {
         return Err(io::Error::other("belongs to another user"));
     }
-    // Whoever could write to it may still hold a file in it open for writing.
+    // A user who could write to it may still hold a file in it open for writing.
     if meta.permissions().mode() & 0o022 != 0 {
         return Err(io::Error::other("others may write to it"));
     }
-    // Whoever may write to the parent may rename our directory away, unless the sticky bit is set.
+    // A user who may write to the parent may rename our directory, unless the sticky bit is set.
     let parent = fs::metadata(parent)?.permissions().mode();
     if parent & 0o002 != 0 && parent & libc::S_ISVTX == 0 {
         return Err(io::Error::other("everybody may write to its parent"));
@@ -127,8 +128,8 @@ fn private_directory(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The name tells which library it is, so that two versions of slat do not fight over one file.
-/// What protects against others is the directory, not this hash.
+/// Returns a hash that names the library, so that two versions of slat do not replace each other's
+/// file. The directory protects against other users, not this hash.
 fn content_hash() -> u64 {
     let mut hasher = DefaultHasher::new();
     hasher.write(LIBRARY);
@@ -148,10 +149,11 @@ fn is_our_library(path: &Path) -> io::Result<bool> {
     Ok(content == LIBRARY)
 }
 
-/// Writes the library under a name of this process and renames it: nobody ever sees half of it.
+/// Writes the library under a name of this process and renames it, so that no process ever sees
+/// half of it.
 fn place(directory: &Path, path: &Path) -> io::Result<()> {
     let temporary = directory.join(format!(".{PREFIX}{}", std::process::id()));
-    // Left by a process of the same id that died here.
+    // A process with this id may have left it when it died here.
     let _ = fs::remove_file(&temporary);
     let written = OpenOptions::new()
         .write(true)
@@ -166,11 +168,12 @@ fn place(directory: &Path, path: &Path) -> io::Result<()> {
     written
 }
 
-/// A file system mounted noexec refuses executable mappings, and the dynamic linker with it.
+/// Checks that the file system is not mounted noexec: the dynamic linker could not map the library
+/// as executable.
 fn allows_execution(path: &Path) -> io::Result<()> {
     const LENGTH: usize = 4096;
     let file = File::open(path)?;
-    // SAFETY: a new private mapping at a place the kernel chooses, of a file that is open.
+    // SAFETY: a new private mapping at an address of the kernel's choice, of a file that is open.
     let mapped = unsafe {
         libc::mmap(
             ptr::null_mut(),
@@ -184,7 +187,7 @@ fn allows_execution(path: &Path) -> io::Result<()> {
     if mapped == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the mapping made above, which nothing points into.
+    // SAFETY: the mapping made above, to which no pointer is left.
     unsafe { libc::munmap(mapped, LENGTH) };
     Ok(())
 }
@@ -198,14 +201,14 @@ fn remove_unused(directory: &Path, current: &OsStr) {
             Some(modified.elapsed().ok()? > UNUSED)
         };
         if is_library && name != current && unused() == Some(true) {
-            // Another slat may have been faster.
+            // Another slat may have removed it.
             let _ = fs::remove_file(entry.path());
         }
     }
 }
 
-/// The value of LD_PRELOAD with `library` in front. Entries of the user stay; a slat library that
-/// is there already (a `slat run` inside another) gives way to this one.
+/// Returns the value of LD_PRELOAD with `library` first. The user's entries stay; a slat library
+/// that is present already (a `slat run` inside another) is replaced by this one.
 pub fn ld_preload(library: &Path, present: Option<OsString>) -> OsString {
     let mut value = library.as_os_str().to_owned();
     let present = present.unwrap_or_default();

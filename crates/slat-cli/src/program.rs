@@ -1,4 +1,4 @@
-//! Finds PROGRAM as a shell would, and tells before it starts whether preloading can reach it.
+//! Finds PROGRAM as a shell would, and checks before it starts whether preloading can reach it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -13,7 +13,7 @@ use object::read::elf::{FileHeader, ProgramHeader};
 /// Why PROGRAM cannot run on slat: one line for the user, and the exit status a shell would give.
 #[derive(Debug)]
 pub struct Refusal {
-    /// What is wrong and, where there is one, the way out.
+    /// The problem and, where there is one, its solution.
     pub message: String,
     /// 127: not found. 126: found, but cannot be run.
     pub status: u8,
@@ -35,14 +35,14 @@ impl Refusal {
     }
 }
 
-/// How many `#!` interpreters may stand one behind the other; Linux allows about as many.
+/// The most `#!` interpreters in a row; Linux allows about as many.
 const MAX_INTERPRETERS: usize = 5;
 
-/// Enough of a program's beginning for the `#!` line.
+/// Bytes of a program's beginning, enough for the `#!` line.
 const SCRIPT_LINE: usize = 256;
 
-/// The file that `program` names: itself when it holds a `/`, else the first executable of that
-/// name in `path`.
+/// Returns the file that `program` names: itself when it contains a `/`, else the first executable
+/// of that name in `path`.
 pub fn find(program: &OsStr, path: Option<&OsStr>) -> Result<PathBuf, Refusal> {
     let shown = program.display();
     if program.is_empty() {
@@ -93,7 +93,7 @@ fn executable(file: &Path) -> Result<(), NotExecutable> {
     }
 }
 
-/// Whether the dynamic linker will load slat's library into `file` when it is executed.
+/// Checks that the dynamic linker will load slat's library into `file` when it is executed.
 pub fn check(file: &Path) -> Result<(), Refusal> {
     let mut file = file.to_owned();
     for _ in 0..MAX_INTERPRETERS {
@@ -113,7 +113,7 @@ pub fn check(file: &Path) -> Result<(), Refusal> {
         }
     }
     Err(Refusal::cannot_run(format!(
-        "{}: too many script interpreters, one behind the other",
+        "{}: too many nested script interpreters",
         file.display()
     )))
 }
@@ -146,7 +146,7 @@ fn check_elf(file: &Path) -> Result<(), Refusal> {
     let shown = file.display();
     let refuse = |why: &str| Err(Refusal::cannot_run(format!("{shown}: {why}")));
 
-    // The headers lie at the beginning, but nothing says how far they reach: take the whole file.
+    // The headers are at the beginning, but their end is not known: read the whole file.
     let data = fs::read(file).map_err(|e| unreadable(file, &e))?;
     if !data.starts_with(&elf::ELFMAG) {
         return refuse("is neither an ELF program nor a script with #!");
@@ -200,7 +200,8 @@ fn check_elf(file: &Path) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Executing `file` would change the user or the group: the dynamic linker is in its secure mode.
+/// Whether executing `file` would change the user or the group: then the dynamic linker is in its
+/// secure mode.
 fn gains_rights(file: &Path) -> bool {
     let Ok(meta) = fs::metadata(file) else {
         return false;

@@ -10,12 +10,12 @@ use crate::output::complain;
 use crate::program::Refusal;
 use crate::{demo, preload, program};
 
-/// What the library, or the built-in program, finds in its environment.
+/// Returns the environment of the library, or of the built-in program.
 fn settings(options: &Run) -> [(&'static str, Option<OsString>); 4] {
     [
         ("SLAT_MMU", Some(options.mmu.clone().into())),
         ("SLAT_FORMAT", Some(options.format.clone().into())),
-        // Removed where not asked for: a `slat run` inside another one inherits nothing.
+        // Removed if not asked for: a `slat run` inside another one inherits nothing.
         ("SLAT_STATS", options.stats.then(|| "1".into())),
         (
             "SLAT_SET",
@@ -24,8 +24,8 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 4] {
     ]
 }
 
-/// Starts PROGRAM in place of this process, so that its exit status, its signals and its process id
-/// are its own. Comes back only when that did not work.
+/// Replaces this process by PROGRAM, so that its exit status, its signals and its process id are
+/// its own. Returns only if that failed.
 pub fn run(options: &Run) -> ExitCode {
     let Some((name, arguments)) = options.program.split_first() else {
         for (name, value) in settings(options) {

@@ -1,11 +1,11 @@
-//! Where the output of `slat` goes, and what happens when it cannot go there.
+//! The output of `slat`, and what happens when it cannot be written.
 #![cfg(target_arch = "x86_64")]
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-/// All that `slat` prints, but for tables of measurements.
+/// All commands that print, but for measurements.
 const PRINTING: &[&[&str]] = &[
     &["info"],
     &["--help"],
@@ -28,7 +28,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// An empty directory for one test.
+/// Creates an empty directory for one test.
 fn scratch(name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = fs::remove_dir_all(&path);
@@ -36,7 +36,7 @@ fn scratch(name: &str) -> PathBuf {
     path
 }
 
-/// Checks that the command failed with one line on standard error, which it returns.
+/// Checks that the command failed with one line on standard error. Returns that line.
 fn failed_in_one_line(output: &Output, what: &str) -> String {
     let message = text(&output.stderr);
     assert!(!output.status.success(), "{what} succeeded: {message}");

@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 
 use object::{Object, ObjectSymbol};
 
-/// A directory of one test, removed at its end; the preload library is written out there, too.
+/// A directory of one test, removed at its end; the preload library is written to it, too.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -40,7 +40,7 @@ impl Scratch {
         command
     }
 
-    /// `slat run -- program`, which must be refused in one line.
+    /// Runs `slat run -- program`, which must be refused in one line.
     fn refused(&self, program: &Path) -> (i32, String) {
         let output = self.slat(&["run", "--", program.to_str().unwrap()]);
         let message = text(&output.stderr);
@@ -60,7 +60,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// The header and one loadable segment of an ELF program that needs no dynamic linker.
+/// Makes the header and one loadable segment of an ELF program that needs no dynamic linker.
 fn static_program() -> Vec<u8> {
     const CODE: [u8; 9] = [0x31, 0xff, 0xb8, 60, 0, 0, 0, 0x0f, 0x05]; // exit(0)
     const BASE: u64 = 0x40_0000;
@@ -140,7 +140,7 @@ fn a_program_for_another_machine_or_libc_is_refused() {
     arm[18] = 183;
     let mut narrow = static_program();
     narrow[4] = 1;
-    // /bin/true, but its interpreter is called as musl's.
+    // /bin/true, but with the interpreter name of musl's.
     let mut musl = fs::read("/bin/true").unwrap();
     let interpreter = b"/lib64/ld-linux-x86-64.so.2\0";
     let at = musl

@@ -1,39 +1,38 @@
 //! The guest of the built-in program: a few lines of 64-bit code, and the tables it starts with.
 //!
-//! Everything is mapped one to one for the first 4 GiB, with 2 MiB guest pages. The code knows only
-//! what is in its registers ([`registers`]); it ends each of its phases with the phase's number on
-//! [`PORT`], and never uses a stack other than its own page.
+//! The first 4 GiB are mapped one to one, with 2 MiB guest pages. The code's only input is its registers ([`registers`]); it
+//! ends each of its phases by writing the phase's number to [`PORT`], and never uses a stack other than its own page.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvm_bindings::{kvm_regs, kvm_sregs};
 use slat_bench::machine::guest::{identity_map, long_mode};
 
-/// The guest says on this port that a phase has ended, or with [`WRONG`] that memory lied.
+/// The guest writes to this port at the end of a phase, or [`WRONG`] if it read a wrong value.
 pub const PORT: u16 = 0x51;
-/// What goes to [`PORT`] when the guest read something that it had not written.
+/// The value written to [`PORT`] when the guest read something that it had not written.
 pub const WRONG: u8 = 0xff;
-/// A device register, in no memslot. A read of it must give [`DEVICE_VALUE`].
+/// A device register, in no memslot. A read of it must return [`DEVICE_VALUE`].
 pub const DEVICE: u64 = 0xd000_0000;
-/// What the device register reads.
+/// The device register's value.
 pub const DEVICE_VALUE: u32 = 0x51a7;
 
-/// Page tables, code and stacks.
+/// Address of page tables, code and stacks.
 pub const SYSTEM: u64 = 0;
 pub const SYSTEM_SIZE: usize = 64 << 10;
-/// Memory that is written and read; large enough for huge pages.
+/// Address of memory that is written and read; large enough for huge pages.
 pub const DATA: u64 = 1 << 30;
 pub const DATA_SIZE: usize = 64 << 20;
-/// Memory in which the guest writes functions and calls them; without huge pages.
+/// Address of memory in which the guest writes functions and calls them; without huge pages.
 pub const CODE: u64 = 2 << 30;
 pub const CODE_SIZE: usize = 8 << 20;
-/// Memory that is taken away and given back while the guest uses it.
+/// Address of the memslot that is deleted and created again while the guest uses it.
 pub const SPARE: u64 = 3 << 30;
 pub const SPARE_SIZE: usize = 2 << 20;
 
 pub const PAGE: usize = 4096;
 pub const VCPUS: usize = 2;
-/// How often each vCPU reads and writes the device register.
+/// Number of times that each vCPU reads and writes the device register.
 pub const DEVICE_ACCESSES: u64 = 2000;
 
 const PML4: u64 = 0x1000;
@@ -41,7 +40,7 @@ const PDPT: u64 = 0x2000;
 const PAGE_DIRECTORIES: u64 = 0x3000; // four of them: 4 GiB
 const PROGRAM: u64 = 0x8000;
 const STACKS: u64 = 0xa000; // one page per vCPU, growing down to it
-/// Not zero: the guest leaves its last phase.
+/// Address of a word: if it is not zero, the guest leaves its last phase.
 const STOP: u64 = 0xf000;
 
 // The guest's instructions, kept as bytes among the constants and never executed by this process.
@@ -127,8 +126,8 @@ unsafe extern "C" {
 fn program() -> &'static [u8] {
     let begin = &raw const slat_demo_guest;
     let end = &raw const slat_demo_guest_end;
-    // SAFETY: both labels stand in the same section, the second behind the first, with nothing but
-    // initialised constants between them.
+    // SAFETY: both labels are in the same section, the second after the first, with nothing but initialised constants between
+    // them.
     unsafe { std::slice::from_raw_parts(begin, end.offset_from(begin) as usize) }
 }
 
@@ -143,12 +142,12 @@ pub fn stop(system: &[AtomicU64]) {
     system[STOP as usize / 8].store(1, Ordering::SeqCst);
 }
 
-/// Long mode on these tables.
+/// Returns the registers of long mode on these tables.
 pub fn special_registers(from_reset: kvm_sregs) -> kvm_sregs {
     long_mode(from_reset, PML4)
 }
 
-/// What vCPU number `index` starts with: its share of each kind of memory.
+/// Returns the first registers of vCPU number `index`: its share of each kind of memory.
 pub fn registers(index: usize) -> kvm_regs {
     let share = |base: u64, size: usize| base + (index * size / VCPUS) as u64;
     kvm_regs {

@@ -12,23 +12,23 @@ use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 
 use super::guest::{self, VCPUS};
 
-/// The phases of the guest that the account gives a time for.
+/// The phases of the guest whose times are printed.
 pub const PHASES: usize = 4;
 
-/// Nothing in this program takes a tenth of that; who waits longer reports it.
+/// No wait in this program takes a tenth of that; a longer one is reported.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What happened, as far as the program itself can see.
+/// What happened, as far as the program itself can observe.
 pub struct Report {
-    /// How long the vCPUs, together, took for each of the first phases.
+    /// Time of each of the first phases, of all vCPUs together.
     pub phases: [Duration; PHASES],
-    /// Accesses to the device register that came out.
+    /// Accesses to the device register that exited to the program.
     pub device_exits: u64,
-    /// Writes to the spare slot's addresses that came out while the slot was away.
+    /// Writes to the spare slot's addresses that exited to the program while the slot was deleted.
     pub exits_while_away: u64,
-    /// How long taking the slot away took, with both vCPUs writing to it.
+    /// Time to delete the slot, with both vCPUs writing to it.
     pub taking_away: Duration,
-    /// How long giving it back took.
+    /// Time to create it again.
     pub giving_back: Duration,
 }
 
@@ -39,7 +39,7 @@ const DATA_SLOT: u32 = 1;
 const CODE_SLOT: u32 = 2;
 const SPARE_SLOT: u32 = 3;
 
-/// Runs the program on `kvm`; `at_end` is called while the VM still stands.
+/// Runs the program on `kvm`; calls `at_end` while the VM still exists.
 pub fn run<T>(kvm: &Kvm, at_end: impl FnOnce() -> T) -> Result<(Report, T), Failure> {
     // Before the VM: a guest's memory must outlive it.
     let memory = |size, pages| Memory::new(size, HUGE_PAGE, pages);
@@ -79,7 +79,7 @@ pub fn run<T>(kvm: &Kvm, at_end: impl FnOnce() -> T) -> Result<(Report, T), Fail
             }));
         }
         let times = move_slot(&vm, &spare, &shared);
-        // However that ended: let the guests end.
+        // End the guests, however that ended.
         guest::stop(system.words());
         // A vCPU's own error says more than the main thread's, which only saw the consequences.
         for thread in threads {
@@ -108,19 +108,19 @@ fn set_slot(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, size: usize) -> Res
         memory_size: size as u64,
         userspace_addr: memory.address(),
     };
-    // SAFETY: `memory` is mapped for as long as the VM exists, and this process looks at it only
-    // as atomics while a guest runs.
+    // SAFETY: `memory` is mapped for as long as the VM exists, and this process accesses it as
+    // atomics only while a guest runs.
     unsafe { vm.set_user_memory_region(region) }.map_err(|e| format!("memslot {slot}: {e}"))?;
     Ok(())
 }
 
-/// What the threads of the vCPUs and the main thread tell each other.
+/// State that the threads of the vCPUs and the main thread share.
 struct Shared {
     /// All vCPUs begin together, so that the phases run side by side.
     start: Barrier,
     phase_times: Mutex<[Duration; PHASES]>,
     device_exits: AtomicU64,
-    /// Per vCPU: writes that found the spare slot away.
+    /// Per vCPU: writes while the spare slot was deleted.
     away: [AtomicU64; VCPUS],
     failed: AtomicBool,
 }
@@ -164,7 +164,7 @@ fn run_vcpu(vcpu: &mut VcpuFd, index: usize, shared: &Shared) -> Result<(), Fail
     }
 }
 
-/// Takes the spare slot away from under the running vCPUs, and gives it back: how long each took.
+/// Deletes the spare slot while the vCPUs run, and creates it again. Returns the time of each.
 fn move_slot(vm: &VmFd, spare: &Memory, shared: &Shared) -> Result<(Duration, Duration), Failure> {
     let counters = || {
         let words = spare.words();
@@ -179,7 +179,7 @@ fn move_slot(vm: &VmFd, spare: &Memory, shared: &Shared) -> Result<(Duration, Du
     let began = Instant::now();
     set_slot(vm, SPARE_SLOT, guest::SPARE, spare, 0)?;
     let taking_away = began.elapsed();
-    // Deleted means: from here on no vCPU writes there.
+    // Deleted means that from here on no vCPU writes to its memory.
     let at_deletion = counters();
     wait(shared, "writes to the missing slot to come out", || {
         shared.away.iter().all(|n| n.load(Ordering::SeqCst) > 0)

@@ -13,7 +13,7 @@ use crate::output;
 use guest::{CODE_SIZE, DATA_SIZE, PAGE, SPARE_SIZE, VCPUS};
 use machine::Report;
 
-/// Runs the built-in program and prints the account; `format` names the tables in it.
+/// Runs the built-in program and prints the account, in which `format` names the tables.
 pub fn run(format: &str) -> ExitCode {
     match account(format) {
         Ok(text) => output::print(&text),
