@@ -1,4 +1,4 @@
-//! Table frames that notice misuse: freed twice, used after they were freed, written after that.
+//! Table frames that detect misuse: freed twice, used after they were freed, written after that.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{HashSet, VecDeque};
@@ -8,20 +8,20 @@ use std::sync::atomic::{AtomicU64, Ordering::*};
 
 use slat::{ENTRIES, Entries, PAGE_SHIFT, PAGE_SIZE, Pfn, TableMeta};
 
-/// What fills a frame that is not in use. For EPT it decodes to a leaf of any level to a frame that no
-/// host page has: a walker that still reads it gives itself away by its answer.
+/// The content of a frame that is not in use. For EPT it decodes to a leaf of any level that maps a frame that no host page
+/// has: a walker that still reads it returns a recognizable translation.
 pub const POISON: u64 = 0x000d_eadd_eadd_e0b7;
 
 const LIVE: u64 = 0x11fe_11fe;
 const FREED: u64 = 0xf4ee_f4ee;
 
-/// Freed frames are kept this long before they are used again.
+/// Number of frames freed later before a freed frame is used again.
 const QUARANTINE: usize = 4096;
 
 /// Frames that are allocated together: as many as a root has at most.
 const BLOCK: u64 = 16;
 
-/// Stands [`BLOCK`] pages behind the entries.
+/// State of a frame, stored [`BLOCK`] pages after its entries.
 #[repr(C)]
 struct Beside {
     meta: TableMeta,
@@ -45,18 +45,18 @@ pub struct Frames {
 
 #[derive(Default)]
 struct Inner {
-    /// First frames of the blocks.
+    /// First frame of each block.
     blocks: Vec<u64>,
-    /// Frames that were given away at least once.
+    /// Frames that were handed out at least once.
     all: HashSet<u64>,
-    /// Frames that never were.
+    /// Frames that were never handed out.
     fresh: Vec<Pfn>,
     quarantine: VecDeque<Pfn>,
     live: usize,
 }
 
 impl Frames {
-    /// A frame full of [`POISON`], with fresh metadata.
+    /// Allocates a frame full of [`POISON`], with fresh metadata.
     pub fn alloc(&self) -> Pfn {
         let mut inner = self.inner.lock().unwrap();
         let frame = if inner.quarantine.len() > QUARANTINE {
@@ -74,7 +74,7 @@ impl Frames {
         frame
     }
 
-    /// `count` frames next to each other, the first aligned to them all.
+    /// Allocates `count` contiguous frames, the first aligned to `count` frames.
     pub fn alloc_run(&self, count: u64) -> Pfn {
         assert!(count <= BLOCK && count.is_power_of_two());
         let mut inner = self.inner.lock().unwrap();
@@ -84,7 +84,7 @@ impl Frames {
         block
     }
 
-    /// Takes a frame back; what is wrong with that is noted.
+    /// Frees a frame; misuse is recorded.
     pub fn free(&self, frame: Pfn) {
         let mut inner = self.inner.lock().unwrap();
         if !inner.all.contains(&frame.0) {
@@ -100,23 +100,23 @@ impl Frames {
         inner.quarantine.push_back(frame);
     }
 
-    /// Frames that were allocated and not freed.
+    /// Returns the number of frames that were allocated and not freed.
     pub fn live(&self) -> usize {
         self.inner.lock().unwrap().live
     }
 
-    /// The entries of a frame.
+    /// Returns the entries of a frame.
     #[inline]
     pub fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         self.check_live(frame);
         words(frame).cast()
     }
 
-    /// The metadata of a frame.
+    /// Returns the metadata of a frame.
     #[inline]
     pub fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
         self.check_live(frame);
-        // `Beside` begins with it.
+        // The metadata is the first field of `Beside`.
         beside(frame).cast()
     }
 
@@ -137,7 +137,7 @@ impl Frames {
         }
     }
 
-    /// Notes something that must not happen. (A panic here would leave other threads waiting for locks.)
+    /// Records a violation. (A panic here would leave other threads waiting for locks.)
     pub fn note(&self, violation: String) {
         let mut violations = self.violations.lock().unwrap();
         if violations.len() < 20 {
@@ -145,7 +145,7 @@ impl Frames {
         }
     }
 
-    /// Panics if anything forbidden has happened so far.
+    /// Panics if any violation was recorded.
     pub fn check(&self) {
         for frame in &self.inner.lock().unwrap().quarantine {
             self.check_poison(*frame);
@@ -169,8 +169,7 @@ impl Inner {
     fn give(&mut self, frame: Pfn) {
         self.live += 1;
         self.all.insert(frame.0);
-        // SAFETY: the frame is nobody's but ours, and the page behind its block has room for a
-        // `Beside`.
+        // SAFETY: the frame is not in use, and the page after its block has space for a `Beside`.
         unsafe {
             beside(frame).write(Beside {
                 meta: TableMeta::new(),
@@ -184,7 +183,7 @@ impl Drop for Frames {
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         for frame in inner.blocks.drain(..) {
-            // SAFETY: allocated in `new_block` with this layout; the engine is gone.
+            // SAFETY: allocated in `new_block` with this layout; the engine is dropped.
             unsafe { dealloc((frame << PAGE_SHIFT) as *mut u8, LAYOUT) };
         }
     }
@@ -210,8 +209,8 @@ fn beside(frame: Pfn) -> NonNull<Beside> {
 
 #[inline]
 fn state<'a>(frame: Pfn) -> &'a AtomicU64 {
-    // SAFETY: the engine only asks about frames it got from `alloc`, or did; their memory stays until
-    // the platform is dropped. `state` itself is only accessed through references.
+    // SAFETY: the engine only passes frames that `alloc` returned to it, now or earlier; their memory stays until the platform
+    // is dropped. `state` itself is only accessed through references.
     unsafe { &(*beside(frame).as_ptr()).state }
 }
 

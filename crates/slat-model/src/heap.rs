@@ -1,6 +1,6 @@
-//! A heap that runs out when a test wants it to.
+//! A heap whose allocations fail when a test asks for it.
 //!
-//! All of it is per thread: the other threads of a test program have all the memory that there is.
+//! All of it is per thread: allocations of a test program's other threads succeed.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -10,7 +10,7 @@ use std::ptr;
 struct Plan {
     /// Allocations until one fails.
     left: u32,
-    /// All that follow fail, too.
+    /// Whether all later ones fail, too.
     stay: bool,
     failed: bool,
 }
@@ -20,13 +20,13 @@ thread_local! {
     static ALLOCATED: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The system's heap, for `#[global_allocator]`: it counts what each thread allocates, and refuses what [`failing`](Self::failing)
-/// says.
+/// The system's heap, for `#[global_allocator]`: it counts each thread's allocations, and refuses those that
+/// [`failing`](Self::failing) names.
 #[derive(Debug)]
 pub struct FailingHeap;
 
 impl FailingHeap {
-    /// Runs `what` while the allocation after `n` others of this thread fails, and with `stay` all that follow. Returns also
+    /// Runs `what` while the allocation after `n` others of this thread fails, and with `stay` all later ones. Returns also
     /// whether one has failed.
     pub fn failing<R>(n: u32, stay: bool, what: impl FnOnce() -> R) -> (R, bool) {
         PLAN.set(Some(Plan {
@@ -39,7 +39,7 @@ impl FailingHeap {
         (answer, plan.failed)
     }
 
-    /// From here to the end of [`failing`](Self::failing) there is enough memory.
+    /// Lets all allocations from here to the end of [`failing`](Self::failing) succeed.
     pub fn recover() {
         PLAN.set(PLAN.get().map(|plan| Plan {
             left: u32::MAX,
@@ -47,7 +47,7 @@ impl FailingHeap {
         }));
     }
 
-    /// Runs `what` with enough memory, within [`failing`](Self::failing).
+    /// Runs `what` with succeeding allocations, within [`failing`](Self::failing).
     pub fn spared<R>(what: impl FnOnce() -> R) -> R {
         let plan = PLAN.take();
         let answer = what();
@@ -55,7 +55,7 @@ impl FailingHeap {
         answer
     }
 
-    /// The bytes that `what` allocates on this thread.
+    /// Returns the bytes that `what` allocates on this thread.
     pub fn allocated(what: impl FnOnce()) -> usize {
         ALLOCATED.set(0);
         what();
@@ -63,7 +63,7 @@ impl FailingHeap {
     }
 }
 
-/// Whether this allocation is to fail. Counts it.
+/// Counts an allocation. Returns whether it is to fail.
 fn fails(bytes: usize) -> bool {
     let _ = ALLOCATED.try_with(|allocated| allocated.set(allocated.get() + bytes));
     let decide = |cell: &Cell<Option<Plan>>| {
@@ -79,7 +79,7 @@ fn fails(bytes: usize) -> bool {
     PLAN.try_with(decide).unwrap_or(false)
 }
 
-// SAFETY: all is the system allocator's, apart from refusals, which it may make, too.
+// SAFETY: every call is passed to the system's allocator, except for refusals, which an allocator may make, too.
 unsafe impl GlobalAlloc for FailingHeap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if fails(layout.size()) {

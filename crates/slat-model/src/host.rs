@@ -1,8 +1,7 @@
-//! The host memory behind memslots, as a table with one word per 4 KiB page.
+//! The host memory that backs memslots, as a table with one word per 4 KiB page.
 //!
-//! Every remapping gives its pages a new *version*, and a page's frame number is made of its page
-//! number and its version: from a frame number one reads which page it was meant to be, and whether
-//! the translation is of today or left over from before a remapping.
+//! Every remapping gives its pages a new *version*, and a page's frame number is made of its page number and its version: a
+//! frame number shows which page it maps, and whether the translation is current or left over from before a remapping.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::*};
@@ -18,43 +17,43 @@ const VERSION_SHIFT: u32 = 16;
 
 /// Page numbers below the version in a frame number: at most 8 GiB of host memory.
 const PAGE_BITS: u32 = 21;
-/// What is left of a frame number where physical addresses have 48 bits.
+/// Number of versions: the other bits of a frame number if physical addresses have 48 bits.
 const VERSIONS: u64 = 1 << (36 - PAGE_BITS);
 
-/// What a change of the host mapping leaves behind.
+/// The result of a change of the host mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostChange {
-    /// Everything as it was.
+    /// No change.
     Nothing,
     /// New memory, mapped at this level (as far as the range is aligned to it).
     Remap {
-        /// Level of the new mapping.
+        /// The level of the new mapping.
         level: Level,
         /// Whether it can be written.
         writable: bool,
-        /// Device registers instead of memory.
+        /// Whether device registers replace the memory.
         device: bool,
     },
-    /// Nothing mapped.
+    /// Nothing is mapped.
     Punch,
-    /// The same memory with other rights.
+    /// The memory stays, with other rights.
     Protect {
         /// Whether it can be written from now on.
         writable: bool,
     },
 }
 
-/// Host memory from [`HostMemory::BASE`] on.
+/// Host memory at [`HostMemory::BASE`].
 pub struct HostMemory {
     pages: Box<[AtomicU64]>,
     next_version: AtomicU64,
 }
 
 impl HostMemory {
-    /// Where it begins: far from 0, and a multiple of every page size.
+    /// Its first address: far from 0, and a multiple of every page size.
     pub const BASE: Hva = Hva(1 << 40);
 
-    /// `pages` pages of memory, present, writable, mapped by 4 KiB pages.
+    /// Makes `pages` pages of memory, present, writable, mapped by 4 KiB pages.
     pub fn new(pages: u64) -> Self {
         assert!(pages <= 1 << PAGE_BITS);
         let word = PRESENT | WRITABLE | 1 << LEVEL_SHIFT;
@@ -64,7 +63,7 @@ impl HostMemory {
         }
     }
 
-    /// How many pages there are.
+    /// Returns the number of pages.
     pub fn len(&self) -> u64 {
         self.pages.len() as u64
     }
@@ -74,23 +73,23 @@ impl HostMemory {
         self.pages.is_empty()
     }
 
-    /// Address of a page.
+    /// Returns the address of a page.
     pub fn hva(page: u64) -> Hva {
         Self::BASE.add_pages(page)
     }
 
-    /// Addresses of pages.
+    /// Returns the addresses of pages.
     pub fn hvas(pages: &Range<u64>) -> Range<Hva> {
         Self::hva(pages.start)..Self::hva(pages.end)
     }
 
-    /// The page at an address, if there is one.
+    /// Returns the page at an address, if there is one.
     pub fn page(&self, hva: Hva) -> Option<u64> {
         let page = hva.0.checked_sub(Self::BASE.0)? >> PAGE_SHIFT;
         (page < self.len()).then_some(page)
     }
 
-    /// The page that a frame number was made for, and the version of its mapping.
+    /// Returns the page that a frame number was made for, and the version of its mapping.
     pub fn identify(pfn: Pfn) -> (u64, u64) {
         (pfn.0 & ((1 << PAGE_BITS) - 1), pfn.0 >> PAGE_BITS)
     }
@@ -99,7 +98,7 @@ impl HostMemory {
         &self.pages[page as usize]
     }
 
-    /// What stands at `page`; `None` is a hole.
+    /// Returns the mapping of `page`; `None` for a hole.
     pub fn get(&self, page: u64) -> Option<HostPage> {
         let word = self.word(page).load(SeqCst);
         (word & PRESENT != 0).then_some(HostPage {
@@ -114,8 +113,8 @@ impl HostMemory {
         })
     }
 
-    /// Changes the mapping of `pages`. Huge mappings that reach out of the range are split, so a page
-    /// outside it keeps its memory, but perhaps not its level.
+    /// Changes the mapping of `pages`. Huge mappings that reach beyond the range are split, so a page outside it keeps its
+    /// memory, but perhaps not its level.
     pub fn change(&self, pages: &Range<u64>, change: HostChange) {
         if change == HostChange::Nothing {
             return;
@@ -168,7 +167,7 @@ impl HostMemory {
     }
 }
 
-/// The largest level up to `level` whose aligned region around `page` lies in `pages`.
+/// Returns the largest level up to `level` whose aligned region around `page` lies in `pages`.
 fn fitting(pages: &Range<u64>, page: u64, mut level: Level) -> Level {
     while level > Level::PAGE {
         let start = page & !(level.pages() - 1);

@@ -1,17 +1,15 @@
-//! What slat's engine is tested with, by its own tests and by whoever embeds it:
+//! The test tools for slat's engine, for its own tests and for those of programs that embed it:
 //!
-//! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change
-//!   under the guest, table frames notice when they are misused, and a [hook](SimPlatform::set_hook)
-//!   brings two threads together at the one moment that matters;
-//! * [`Tlb`]: what a hardware walker may have cached, and must not meet in the tables;
+//! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change under the guest, table
+//!   frames detect misuse, and a [hook](SimPlatform::set_hook) makes two threads meet at the one moment that matters;
+//! * [`Tlb`]: the entries that a hardware walker may have cached, and must not conflict with the tables;
 //! * [`GuestModel`]: guest memory as a few maps, with KVM's rules written a second time;
 //! * [`Generator`] and [`Runner`]: random operations, and the comparison of engine and model after each;
-//! * [`Subject`]: whole runs on every format, and what a fuzzer's bytes do ([`streams`]);
+//! * [`Subject`]: whole runs on every format, and the operations of a fuzzer's bytes ([`streams`]);
 //! * [`FailingHeap`]: a heap whose n-th allocation fails;
-//! * [`Witness`]: what several threads may still use, checked at each use.
+//! * [`Witness`]: the translations that several threads may still use, checked at each use.
 //!
-//! Without the feature `std` there are only [`Tlb`], with which the monitors in `metal` watch their walkers, and
-//! [`Lock`].
+//! Without the feature `std` there are only [`Tlb`], with which the monitors in `metal` watch their walkers, and [`Lock`].
 #![cfg_attr(not(feature = "std"), no_std)]
 
 extern crate alloc;

@@ -14,7 +14,7 @@ mod hosted {
     pub struct Lock<T>(Mutex<T>);
 
     impl<T> Lock<T> {
-        /// An open lock.
+        /// Makes an open lock.
         pub const fn new(data: T) -> Self {
             Lock(Mutex::new(data))
         }
@@ -36,19 +36,18 @@ mod spinning {
     use core::ops::{Deref, DerefMut};
     use core::sync::atomic::{AtomicBool, Ordering::*};
 
-    /// Data under a lock: a spin lock, to be held for a few instructions, by CPUs that are never taken from the
-    /// thread that holds it.
+    /// Data under a lock: a spin lock, held for a few instructions only, by CPUs that are never preempted while they hold it.
     #[derive(Default)]
     pub struct Lock<T> {
         held: AtomicBool,
         data: UnsafeCell<T>,
     }
 
-    // SAFETY: the data is reached only through a guard, and there is one guard at a time.
+    // SAFETY: the data is accessed only through a guard, and there is one guard at a time.
     unsafe impl<T: Send> Sync for Lock<T> {}
 
     impl<T> Lock<T> {
-        /// An open lock.
+        /// Makes an open lock.
         pub const fn new(data: T) -> Self {
             Lock {
                 held: AtomicBool::new(false),

@@ -1,6 +1,5 @@
-//! What guest memory should be: memslots in a `BTreeMap`, dirty pages in bitmaps, and KVM's rules
-//! written down a second time, in the order in which KVM's API document gives them and with no look at
-//! the engine.
+//! What guest memory should be: memslots in a `BTreeMap`, dirty pages in bitmaps, and KVM's rules written down a second time,
+//! in the order of KVM's API document and independently of the engine.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +7,7 @@ use slat::{Access, Format, HostPage, Level, MAX_SLOTS, MemoryType, Region};
 
 use crate::host::HostMemory;
 
-/// Guest frames that the tables of a format can hold.
+/// Returns the number of guest frames that the tables of a format can map.
 pub const fn capacity<F: Format>() -> u64 {
     (F::ROOT_TABLES as u64) << (9 * F::TOP.0)
 }
@@ -39,22 +38,22 @@ impl ModelSlot {
         self.base + self.pages
     }
 
-    /// Whether it holds `gfn`.
+    /// Whether the slot contains `gfn`.
     pub fn contains(&self, gfn: u64) -> bool {
         (self.base..self.end()).contains(&gfn)
     }
 
-    /// Whether it records dirty pages.
+    /// Whether the slot records dirty pages.
     pub fn logs(&self) -> bool {
         self.flags & LOG != 0
     }
 
-    /// Number, in host memory, of the page behind `gfn`.
+    /// Returns the number, in host memory, of the page that backs `gfn`.
     pub fn host_page(&self, host: &HostMemory, gfn: u64) -> Option<u64> {
         host.page(slat::Hva(self.backing + ((gfn - self.base) << 12)))
     }
 
-    /// The largest level at which `gfn` may be mapped.
+    /// Returns the largest level at which `gfn` may be mapped.
     pub fn fitting_level(&self, gfn: u64, host: &HostPage) -> Level {
         if self.logs() {
             return Level::PAGE;
@@ -62,7 +61,8 @@ impl ModelSlot {
         self.bounded_level(gfn, host)
     }
 
-    /// The same, whether or not it logs: what a write-protected leaf from before the log may have.
+    /// Like [`Self::fitting_level`], but whether or not the slot logs: the level that a write-protected leaf from before the
+    /// log may have.
     pub fn bounded_level(&self, gfn: u64, host: &HostPage) -> Level {
         let mut fits = Level::PAGE;
         for level in [Level::MEGA, Level::GIGA] {
@@ -77,37 +77,37 @@ impl ModelSlot {
     }
 }
 
-/// How an access must end.
+/// The correct result of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
     /// The client emulates it.
     Mmio,
-    /// KVM_RUN answers EFAULT.
+    /// KVM_RUN fails with EFAULT.
     BadAddress,
-    /// It reaches this page.
+    /// The access reaches this page.
     Page(HostPage),
 }
 
-/// How slots that begin to log do it.
+/// The way in which slots that begin to log do so.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogMode {
     /// To rings, with no bitmap.
     pub rings: bool,
-    /// Taking a log changes nothing, clearing it does.
+    /// Getting a log changes nothing, clearing it does.
     pub manual: bool,
     /// A new log names every page.
     pub initially_set: bool,
-    /// New logs go by the dirty bits of leaves, and may name neighbours of a page, too.
+    /// New logs use the dirty bits of leaves, and may name neighbours of a page, too.
     pub by_dirty_bit: bool,
 }
 
 /// The log of a slot.
 #[derive(Clone, Debug)]
 struct Log {
-    /// A bit per page: written since it was last cleared, counted from the slot's start. With rings: an
-    /// entry that has not been reset names it.
+    /// A bit per page, counted from the slot's start: written since it was last cleared. With rings: named by a ring entry that
+    /// has not been reset.
     noted: Vec<u64>,
-    /// It may name more than was written.
+    /// Whether the log may name more than was written.
     loose: bool,
 }
 
@@ -134,19 +134,19 @@ impl Log {
 /// The memory of a guest, in one address space.
 #[derive(Clone, Debug)]
 pub struct GuestModel {
-    /// Guest frames there can be.
+    /// Number of guest frames that the tables can map.
     pub capacity: u64,
     /// Memslots by id.
     pub slots: BTreeMap<u32, ModelSlot>,
-    /// What `KVM_ENABLE_CAP` has set.
+    /// The settings of `KVM_ENABLE_CAP`.
     pub mode: LogMode,
     logs: BTreeMap<u32, Log>,
-    /// Id of the slot that begins at a frame.
+    /// Id of each slot by its first frame.
     by_base: BTreeMap<u64, u32>,
 }
 
 impl GuestModel {
-    /// No memory yet, in tables that hold `capacity` frames.
+    /// Makes a guest without memory, in tables that map `capacity` frames.
     pub fn new(capacity: u64) -> Self {
         GuestModel {
             capacity,
@@ -157,7 +157,7 @@ impl GuestModel {
         }
     }
 
-    /// KVM_SET_USER_MEMORY_REGION; the error is an errno.
+    /// Does KVM_SET_USER_MEMORY_REGION; the error is an errno.
     pub fn set_region(&mut self, region: &Region) -> Result<(), i32> {
         let (id, flags) = (region.slot, region.flags.0);
         let (gpa, size, backing) = (region.gpa.0, region.size, region.backing.0);
@@ -204,7 +204,7 @@ impl GuestModel {
         if new.end() > self.capacity {
             return Err(EINVAL);
         }
-        // KVM keeps the bitmap of a slot as long as the slot goes on logging, also when it moves.
+        // KVM keeps the bitmap of a slot while the slot continues to log, also when it moves.
         let log = self.remove(id);
         if new.logs() {
             let log = log.unwrap_or_else(|| Log::new(new.pages, self.mode));
@@ -215,7 +215,7 @@ impl GuestModel {
         Ok(())
     }
 
-    /// Takes a slot away; returns its log.
+    /// Removes a slot; returns its log.
     fn remove(&mut self, id: u32) -> Option<Log> {
         if let Some(slot) = self.slots.remove(&id) {
             self.by_base.remove(&slot.base);
@@ -223,14 +223,14 @@ impl GuestModel {
         self.logs.remove(&id)
     }
 
-    /// The slot that holds `gfn`.
+    /// Returns the slot that contains `gfn`.
     pub fn slot_at(&self, gfn: u64) -> Option<(u32, &ModelSlot)> {
         let (_, &id) = self.by_base.range(..=gfn).next_back()?;
         let slot = &self.slots[&id];
         slot.contains(gfn).then_some((id, slot))
     }
 
-    /// How an access to `gfn` must end.
+    /// Returns the correct result of an access to `gfn`.
     pub fn expect(&self, host: &HostMemory, gfn: u64, access: Access) -> Expected {
         let Some((_, slot)) = self.slot_at(gfn) else {
             return Expected::Mmio;
@@ -248,7 +248,7 @@ impl GuestModel {
         }
     }
 
-    /// Whether a write to `gfn` may go through without another fault.
+    /// Whether a write to `gfn` may succeed without another fault.
     pub fn may_write(&self, host: &HostMemory, gfn: u64) -> bool {
         match (self.expect(host, gfn, Access::Write), self.slot_at(gfn)) {
             (Expected::Page(_), Some((id, slot))) => match self.logs.get(&id) {
@@ -264,7 +264,7 @@ impl GuestModel {
         self.logs.get(&id).is_some_and(|log| log.loose)
     }
 
-    /// The guest was given the right to write to `gfn`.
+    /// Call when the guest was given the right to write to `gfn`.
     pub fn note_write(&mut self, gfn: u64) {
         if let Some((id, slot)) = self.slot_at(gfn) {
             let page = gfn - slot.base;
@@ -274,7 +274,7 @@ impl GuestModel {
         }
     }
 
-    /// An entry of a ring was reset: the next write to its page is noted again.
+    /// Call when a ring entry was reset: the next write to its page is recorded again.
     pub fn reset(&mut self, id: u32, page: u64) {
         if let Some(log) = self.logs.get_mut(&id)
             && let Some(word) = log.noted.get_mut(page as usize / 64)
@@ -291,7 +291,7 @@ impl GuestModel {
         Ok(&mut log.noted)
     }
 
-    /// KVM_GET_DIRTY_LOG; the error is an errno.
+    /// Does KVM_GET_DIRTY_LOG; the error is an errno.
     pub fn dirty_log(&mut self, id: u32) -> Result<Vec<u64>, i32> {
         let manual = self.mode.manual;
         let noted = self.bitmap(id)?;
@@ -302,7 +302,7 @@ impl GuestModel {
         Ok(answer)
     }
 
-    /// KVM_CLEAR_DIRTY_LOG: bit n of `bitmap` is page `first + n`; the error is an errno.
+    /// Does KVM_CLEAR_DIRTY_LOG: bit n of `bitmap` is page `first + n`; the error is an errno.
     pub fn clear_dirty_log(
         &mut self,
         id: u32,

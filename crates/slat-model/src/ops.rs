@@ -1,5 +1,5 @@
-//! Random operations: mostly sensible, some wrong, all of them crowded into few places, so that slots
-//! collide, share backing, and lie across the borders of tables.
+//! Random operations: mostly sensible, some wrong, all of them crowded into few addresses, so that slots collide, share
+//! backing, and cross the borders of tables.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,17 +12,17 @@ use crate::rng::Rng;
 use crate::runner::{SPACES, VCPUS, space_of};
 use crate::trial::Setup;
 
-/// One operation on a VM. Each can be run in any state, so a sequence can be shortened anywhere.
+/// One operation on a VM. Each can be run in any state, so any operation of a sequence can be left out.
 #[derive(Clone, Debug)]
 pub enum Op {
     /// KVM_SET_USER_MEMORY_REGION, valid or not.
     SetRegion {
-        /// Address space; there may be none of this number.
+        /// Address space; its number may be invalid.
         space: usize,
-        /// What is asked for.
+        /// The arguments.
         region: Region,
     },
-    /// A vCPU asks which slot holds an address.
+    /// A vCPU looks up the slot that contains an address.
     FindSlot {
         /// Which vCPU.
         vcpu: usize,
@@ -31,7 +31,7 @@ pub enum Op {
     },
     /// An access by a vCPU.
     Translate {
-        /// Which one.
+        /// The vCPU.
         vcpu: usize,
         /// Address.
         gpa: u64,
@@ -51,9 +51,9 @@ pub enum Op {
     Invalidate {
         /// Pages of host memory.
         pages: Range<u64>,
-        /// What becomes of them.
+        /// Their new mapping.
         change: HostChange,
-        /// Accesses by a vCPU meanwhile, to these frames, before and after the change.
+        /// Accesses by a vCPU to these frames meanwhile, before and after the change.
         during: Vec<(u64, Access)>,
     },
     /// KVM_GET_DIRTY_LOG.
@@ -71,32 +71,32 @@ pub enum Op {
         id: u32,
         /// First page.
         first: u64,
-        /// How many.
+        /// Number of pages.
         pages: u64,
-        /// What the bitmap repeats, in every word.
+        /// The value of every word of the bitmap.
         pattern: u64,
     },
     /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
     ManualLog {
-        /// Taking a log changes nothing.
+        /// Getting a log changes nothing.
         manual: bool,
         /// New logs name every page.
         initially_set: bool,
     },
-    /// The client collects that many entries of a vCPU's dirty ring.
+    /// The client collects entries of a vCPU's dirty ring.
     Collect {
-        /// Whose.
+        /// The vCPU.
         vcpu: usize,
-        /// At most so many.
+        /// The most entries.
         entries: u32,
     },
     /// KVM_RESET_DIRTY_RINGS.
     ResetRings,
-    /// A policy is set.
+    /// Sets a policy.
     Policy(&'static str, &'static str),
-    /// Some of the tables that NX has split are taken away.
+    /// Zaps some of the tables that NX has split.
     RecoverNx,
-    /// All accessed bits are cleared; then a vCPU accesses one page.
+    /// Clears all accessed bits; then a vCPU accesses one page.
     Age {
         /// Which vCPU.
         vcpu: usize,
@@ -105,11 +105,11 @@ pub enum Op {
         /// Kind.
         access: Access,
     },
-    /// A vCPU forgets its translations and says so.
+    /// A vCPU drops its translations and reports that.
     Quiesce(usize),
-    /// A vCPU goes away, another one comes.
+    /// Deletes a vCPU and creates another one.
     Replace(usize),
-    /// The allocation that many ahead fails.
+    /// The allocation after this many others fails.
     FailAllocation(u64),
 }
 
@@ -134,7 +134,7 @@ enum Kind {
     Fail,
 }
 
-/// How often each kind of operation comes, relative to the others.
+/// Frequency of each kind of operation, relative to the others.
 #[derive(Clone, Copy)]
 pub struct Mix(&'static str, &'static [(Kind, u64)]);
 
@@ -145,7 +145,7 @@ impl fmt::Debug for Mix {
 }
 
 impl Mix {
-    /// Everything there is.
+    /// All kinds.
     pub const ALL: Mix = Mix(
         "all",
         &[
@@ -167,12 +167,12 @@ impl Mix {
             (Kind::Fail, 10),
         ],
     );
-    /// Slot changes, and what is then found where.
+    /// Slot changes, and look-ups.
     pub const SLOTS: Mix = Mix(
         "slots",
         &[(Kind::Region, 4), (Kind::FindSlot, 3), (Kind::Translate, 1)],
     );
-    /// Writes, and logs taken and cleared all the time.
+    /// Writes, and logs that are got and cleared all the time.
     pub const LOGS: Mix = Mix(
         "logs",
         &[
@@ -203,9 +203,9 @@ impl Mix {
     }
 }
 
-/// Writes are what most of the bookkeeping is for.
+/// Most of the bookkeeping is for writes.
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
-/// Every policy, with its values; what stands several times is more frequent.
+/// Every policy, with its values; repeated values are more frequent.
 pub const POLICIES: [(&str, &[&str]); 12] = [
     ("mmio_caching", &["on", "on", "off"]),
     ("huge_pages", &["on", "on", "on", "off"]),
@@ -224,9 +224,9 @@ pub const POLICIES: [(&str, &[&str]); 12] = [
     ("dirty_log_reads", &["auto", "on", "off"]),
 ];
 
-/// Ids of slots that are used.
+/// Number of slot ids that are used.
 const IDS: u64 = 16;
-/// The same where there are many, and how many there are to be.
+/// Number of slot ids in runs with many slots, and how many of those slots there should be.
 const MANY_IDS: u64 = 200;
 const MANY: usize = 50;
 const SIZES: [u64; 10] = [1, 2, 7, 64, 511, 512, 513, 1024, 1500, 2048];
@@ -238,16 +238,15 @@ pub struct Generator {
     capacity: u64,
     /// Ids below this are used.
     ids: u64,
-    /// Guest frames around which everything happens: the begin, the first 2 MiB and 1 GiB borders, the
-    /// borders of tables of levels 3 and 4 (which are those between the tables of a concatenated root,
-    /// too), the end.
+    /// Guest frames around which everything happens: the begin, the first 2 MiB and 1 GiB borders, the borders of tables of
+    /// levels 3 and 4 (which are those between the tables of a concatenated root, too), the end.
     places: Vec<u64>,
-    /// Where the last accesses were: the next ones are likely to be near.
+    /// Frames of the last accesses: the next ones are likely to be near.
     recent: Vec<u64>,
 }
 
 impl Generator {
-    /// For tables that hold `capacity` frames.
+    /// Makes a generator for tables that map `capacity` frames.
     pub fn new(rng: Rng, setup: Setup, capacity: u64) -> Self {
         let places = [
             0,
@@ -268,12 +267,12 @@ impl Generator {
         }
     }
 
-    /// Whether the bytes it takes its decisions from have run out.
+    /// Whether the bytes that decide the operations have run out.
     pub fn is_exhausted(&self) -> bool {
         self.rng.is_exhausted()
     }
 
-    /// The next operation, chosen with a look at what there is in each address space.
+    /// Returns the next operation, which depends on the slots in each address space.
     pub fn next_op(&mut self, models: &[GuestModel]) -> Op {
         let vcpu = self.rng.below(VCPUS as u64) as usize;
         let space = self.rng.pick(&[0, 0, 0, 1, 1]);
@@ -281,7 +280,7 @@ impl Generator {
         match self.setup.mix.pick(&mut self.rng) {
             Kind::Region => {
                 let region = self.region(&models[space]);
-                // One in many asks for an address space that is not there.
+                // One in many has an address space that does not exist.
                 let space = if self.rng.one_in(64) { SPACES } else { space };
                 Op::SetRegion { space, region }
             }
@@ -337,7 +336,7 @@ impl Generator {
         self.gfn(model) << 12 | self.rng.below(4096)
     }
 
-    /// A frame worth an access: often near an earlier one, mostly in a slot or just beside one.
+    /// Returns a frame to access: often near an earlier one, mostly in a slot or just beside one.
     fn gfn(&mut self, model: &GuestModel) -> u64 {
         let gfn = if self.rng.one_in(3) {
             let near = self.recent[self.rng.below(self.recent.len() as u64) as usize];
@@ -367,7 +366,7 @@ impl Generator {
         model.slots.keys().nth(skip as usize).copied()
     }
 
-    /// A slot whose log is asked for: one that is there, mostly.
+    /// Returns a slot whose log to get: mostly one that exists.
     fn log(&mut self, model: &GuestModel) -> u32 {
         match self.some_slot(model) {
             Some(id) if !self.rng.one_in(8) => id,
@@ -450,7 +449,7 @@ impl Generator {
         let pages = if giant {
             (1 << 18) + self.rng.pick(&[0, 0, 512, 3])
         } else if self.setup.many_slots {
-            // There is room for many.
+            // Many of this size fit.
             self.rng.pick(&SIZES[..4])
         } else {
             self.rng.pick(&SIZES)
@@ -494,7 +493,7 @@ impl Generator {
 
     fn invalidate(&mut self, models: &[GuestModel]) -> Op {
         let model = self.rng.pick(&[&models[0], &models[0], &models[1]]);
-        // Where something is mapped, if possible.
+        // At mapped memory, if possible.
         let anchor = match self.some_slot(model) {
             Some(id) => {
                 let slot = &model.slots[&id];

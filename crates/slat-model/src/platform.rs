@@ -1,4 +1,4 @@
-//! The simulated machine: a [`Platform`] whose every answer a test can choose.
+//! The simulated machine: a [`Platform`] whose every result a test can choose.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -15,7 +15,7 @@ use crate::frames::Frames;
 use crate::host::HostMemory;
 use crate::tlb::Tlb;
 
-/// Moments at which a test can step in, to bring about an interleaving that chance rarely does.
+/// A moment at which a test can step in, to cause an interleaving that chance rarely does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A table frame is asked for.
@@ -24,17 +24,17 @@ pub enum Event {
     Entries(Pfn),
     /// A backing page is about to be resolved.
     Resolve(Hva),
-    /// It was resolved; the engine does not have the answer yet.
+    /// A backing page was resolved; the engine does not have the result yet.
     Resolved(Hva),
     /// The engine waits.
     Wait(WaitFor),
-    /// The engine flushes hardware: these frames, the second not included.
+    /// The engine flushes hardware: frames from the first to before the second.
     Flush(Gfn, Gfn),
 }
 
 type Hook = Arc<dyn Fn(Event) + Send + Sync>;
 
-/// Lets nobody resolve a page of `closed` until it is opened again.
+/// Blocks every thread that resolves a page of `closed` until the gate is opened.
 #[derive(Default)]
 struct Gate {
     closed: Mutex<Option<Range<Hva>>>,
@@ -46,10 +46,10 @@ struct Gate {
 pub struct SimPlatform {
     /// Its host memory.
     pub host: HostMemory,
-    /// What hardware walkers may have cached; see [`SimPlatform::watch`].
+    /// The entries that hardware walkers may have cached; see [`SimPlatform::watch`].
     pub tlb: Tlb,
     frames: Frames,
-    /// Allocations until one fails; negative: none does.
+    /// Allocations until one fails; negative: none fails.
     fail_in: AtomicI64,
     /// Whether every later one fails, too.
     fail_on: AtomicBool,
@@ -63,7 +63,7 @@ pub struct SimPlatform {
 }
 
 impl SimPlatform {
-    /// A machine with `pages` pages of host memory.
+    /// Makes a machine with `pages` pages of host memory.
     pub fn new(pages: u64) -> Arc<Self> {
         Arc::new(SimPlatform {
             host: HostMemory::new(pages),
@@ -81,7 +81,7 @@ impl SimPlatform {
         })
     }
 
-    /// From now on hardware walkers walk the tables of `vm`, which has `spaces` address spaces.
+    /// Has hardware walkers walk the tables of `vm`, which has `spaces` address spaces, from now on.
     pub fn watch<F: Format>(&self, vm: &Vm<SimPlatform, F>, spaces: usize) {
         let root = |space| vm.root(space).expect("an address space of the VM");
         let roots: Vec<_> = (0..spaces).map(root).collect();
@@ -89,72 +89,73 @@ impl SimPlatform {
         unsafe { self.tlb.watch::<F>(vm.id(), &roots) };
     }
 
-    /// The `n`-th allocation from now on fails (0: the next), and with `stay` all that follow.
+    /// Makes the `n`-th allocation from now on fail (0: the next), and with `stay` all later ones.
     pub fn fail_allocation(&self, n: u64, stay: bool) {
         self.fail_on.store(stay, SeqCst);
         self.fail_in.store(n as i64, SeqCst);
     }
 
-    /// Allocations succeed again. Returns whether one has failed since the last call of this.
+    /// Lets allocations succeed again. Returns whether one has failed since the last call of this.
     pub fn stop_failing(&self) -> bool {
         self.fail_in.store(-1, SeqCst);
         self.failed.swap(0, SeqCst) != 0
     }
 
-    /// Frames allocated so far.
+    /// Returns the number of frames allocated so far.
     pub fn allocated(&self) -> u64 {
         self.allocated.load(SeqCst)
     }
 
-    /// Frames that are allocated now.
+    /// Returns the number of frames that are allocated now.
     pub fn live_frames(&self) -> usize {
         self.frames.live()
     }
 
-    /// Hardware flushes so far.
+    /// Returns the number of hardware flushes so far.
     pub fn flushes(&self) -> u64 {
         self.flushes.load(SeqCst)
     }
 
-    /// Backing pages resolved so far.
+    /// Returns the number of backing pages resolved so far.
     pub fn resolves(&self) -> u64 {
         self.resolves.load(SeqCst)
     }
 
-    /// Calls `hook` at every [`Event`], on the thread on which it happens.
+    /// Calls `hook` at every [`Event`], on the thread that causes it.
     pub fn set_hook(&self, hook: impl Fn(Event) + Send + Sync + 'static) {
         *self.hook.write().unwrap() = Some(Arc::new(hook));
         self.hooked.store(true, SeqCst);
     }
 
-    /// Ends what [`set_hook`](Self::set_hook) began.
+    /// Removes the hook of [`set_hook`](Self::set_hook).
     pub fn clear_hook(&self) {
         self.hooked.store(false, SeqCst);
         *self.hook.write().unwrap() = None;
     }
 
-    /// From now on whoever resolves a page of `range` sleeps, as on a page that userfaultfd owes.
+    /// Makes threads that resolve a page of `range` sleep from now on, as on a page that a userfaultfd handler has not filled
+    /// yet.
     pub fn close_gate(&self, range: Range<Hva>) {
         *self.gate.closed.lock().unwrap() = Some(range);
     }
 
-    /// Wakes everybody who sleeps at the gate.
+    /// Wakes all threads that sleep at the gate.
     pub fn open_gate(&self) {
         *self.gate.closed.lock().unwrap() = None;
         self.gate.opened.notify_all();
     }
 
-    /// How many sleep at the gate.
+    /// Returns the number of threads that sleep at the gate.
     pub fn waiting_at_gate(&self) -> usize {
         self.gate.waiting.load(SeqCst)
     }
 
-    /// Notes something that must not happen; [`check`](Self::check) tells.
+    /// Records a violation, for [`check`](Self::check).
     pub fn note(&self, violation: String) {
         self.frames.note(violation);
     }
 
-    /// Panics if anything forbidden has happened so far.
+    /// Panics if any violation was recorded.
     pub fn check(&self) {
         for finding in self.tlb.findings() {
             self.note(finding);
@@ -172,7 +173,7 @@ impl SimPlatform {
         }
     }
 
-    /// `None`: this allocation is to fail.
+    /// Counts an allocation. `None`: it is to fail.
     fn may_allocate(&self) -> Option<()> {
         self.event(Event::Alloc);
         if self.fail_in.load(Relaxed) >= 0 {
@@ -203,7 +204,7 @@ impl SimPlatform {
     }
 }
 
-/// Whether `page` is the next of the run, and like it.
+/// Whether `page` is the next page of the run, with the same attributes.
 fn continues(run: &HostRun, page: &HostPage) -> bool {
     let next = HostPage {
         pfn: run.first.pfn.add(run.pages),
@@ -214,8 +215,8 @@ fn continues(run: &HostRun, page: &HostPage) -> bool {
 
 // SAFETY:
 // - frames and their metadata: see `frames`; the memory of a frame stays until the platform is dropped;
-// - nothing is ever accessed through what `resolve` answers;
-// - no hardware walks these tables; the model of its TLB forgets what is flushed.
+// - no code accesses memory at the addresses that `resolve` returns;
+// - no hardware walks these tables; the model of its TLB drops what is flushed.
 unsafe impl Platform for SimPlatform {
     fn alloc_table(&self) -> Option<Pfn> {
         self.may_allocate()?;

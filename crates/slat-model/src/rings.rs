@@ -26,24 +26,24 @@ impl DirtyPage {
     }
 }
 
-/// A share of the memory of one ring, and how far the client is in it.
+/// A share of the memory of one ring, and the client's position in it.
 pub struct RingClient {
     entries: Arc<[DirtyGfn]>,
-    /// Pages that were looked at and not reset, oldest first.
+    /// Pages that were seen and not reset, oldest first.
     in_use: VecDeque<DirtyPage>,
-    /// After the last entry that was looked at.
+    /// Index after the last ring entry that was seen.
     seen: u32,
-    /// After the last entry that was collected.
+    /// Index after the last ring entry that was collected.
     collected: u32,
 }
 
 impl RingClient {
     /// Entries in a ring.
     pub const LEN: u32 = 128;
-    /// So many entries in use stop the vCPU.
+    /// Number of ring entries in use that stops the vCPU.
     pub const SOFT_LIMIT: u32 = Self::LEN - DirtyRing::RESERVED;
 
-    /// An empty ring.
+    /// Makes an empty ring.
     pub fn new() -> Self {
         RingClient {
             entries: (0..Self::LEN).map(|_| DirtyGfn::new()).collect(),
@@ -53,7 +53,7 @@ impl RingClient {
         }
     }
 
-    /// The engine's side of it.
+    /// Returns the engine's side of the ring.
     pub fn ring(&self) -> Arc<DirtyRing> {
         Arc::new(DirtyRing::new(self.entries.clone()).expect("there is memory"))
     }
@@ -62,7 +62,7 @@ impl RingClient {
         &self.entries[(index % Self::LEN) as usize]
     }
 
-    /// The next entry that was not looked at yet. It stays to be collected.
+    /// Returns the next ring entry that was not seen yet. It still has to be collected.
     pub fn look(&mut self) -> Option<DirtyPage> {
         let page = DirtyPage::new(self.entry(self.seen).page()?);
         self.in_use.push_back(page);
@@ -70,7 +70,7 @@ impl RingClient {
         Some(page)
     }
 
-    /// Takes the next entry: the engine may reset it from now on.
+    /// Collects the next ring entry: the engine may reset it from now on.
     pub fn collect(&mut self) -> Option<DirtyPage> {
         if self.seen == self.collected {
             self.look()?;
@@ -80,17 +80,17 @@ impl RingClient {
         Some(DirtyPage::new(page))
     }
 
-    /// The engine has reset one more entry.
+    /// Call when the engine has reset one more ring entry.
     pub fn note_reset(&mut self) {
         self.in_use.pop_front();
     }
 
-    /// Entries that were looked at and not reset.
+    /// Returns the number of ring entries that were seen and not reset.
     pub fn in_use(&self) -> u32 {
         self.in_use.len() as u32
     }
 
-    /// The engine has let go of the ring; the pages that it has not reset before.
+    /// Call when the engine has released the ring. Returns the pages that it has not reset before.
     pub fn left(&mut self) -> impl Iterator<Item = DirtyPage> {
         self.in_use.drain(..)
     }

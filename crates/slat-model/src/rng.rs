@@ -1,6 +1,6 @@
-//! Where the decisions of a generator come from: a small seeded generator of pseudo-random numbers
-//! (SplitMix64), so that a failing run can be repeated from its seed and no dependency is needed; or the
-//! bytes of a fuzzer, as few for each decision as it needs, so that a changed byte changes one decision.
+//! The source of a generator's decisions: a small seeded generator of pseudo-random numbers (SplitMix64), so that a failing run
+//! can be repeated from its seed and no dependency is needed; or the bytes of a fuzzer, as few for each decision as it needs,
+//! so that a changed byte changes one decision.
 
 /// Pseudo-random numbers from a seed, or numbers from a fuzzer.
 #[derive(Clone, Debug)]
@@ -9,32 +9,32 @@ pub struct Rng(Source);
 #[derive(Clone, Debug)]
 enum Source {
     Seed(u64),
-    /// The last byte comes first, so that taking one is a `pop`.
+    /// In reverse order, so that reading the next one is a `pop`.
     Bytes(Vec<u8>),
 }
 
 impl Rng {
-    /// A generator; equal seeds give equal sequences.
+    /// Makes a generator; equal seeds give equal sequences.
     pub fn new(seed: u64) -> Self {
         Rng(Source::Seed(seed))
     }
 
-    /// Takes its numbers from `bytes`; when they have run out, all are 0.
+    /// Makes a generator that reads its numbers from `bytes`; when they have run out, all are 0.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         Rng(Source::Bytes(bytes.iter().rev().copied().collect()))
     }
 
-    /// Whether the bytes it was made from have run out.
+    /// Whether the generator's bytes have run out.
     pub fn is_exhausted(&self) -> bool {
         matches!(&self.0, Source::Bytes(bytes) if bytes.is_empty())
     }
 
-    /// The next number, all 64 bits of it.
+    /// Returns the next number, all 64 bits of it.
     pub fn word(&mut self) -> u64 {
         self.number(u64::MAX)
     }
 
-    /// A number, as a rule above `max`, with enough bits for all numbers up to there.
+    /// Returns a number with enough bits for all numbers up to `max`; as a rule it is larger than `max`.
     fn number(&mut self, max: u64) -> u64 {
         match &mut self.0 {
             Source::Seed(state) => {
@@ -53,18 +53,18 @@ impl Rng {
         }
     }
 
-    /// A number below `end`, which is not 0.
+    /// Returns a number below `end`, which is not 0.
     pub fn below(&mut self, end: u64) -> u64 {
-        // The bias is without interest at these sizes.
+        // The bias does not matter at these sizes.
         self.number(end - 1) % end
     }
 
-    /// True once in `n` times.
+    /// Returns true once in `n` times.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// One of `choices`, which are not empty.
+    /// Returns one of `choices`, which are not empty.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len() as u64) as usize]
     }

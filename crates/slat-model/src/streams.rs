@@ -1,14 +1,14 @@
-//! What a fuzzer's bytes do. The targets in `fuzz/` call these and nothing else, and the engine's tests
+//! The operations of a fuzzer's bytes. The targets in `fuzz/` call these functions and nothing else, and the engine's tests
 //! call them with pseudo-random bytes.
 
 use crate::ops::Mix;
 use crate::rng::Rng;
 use crate::trial::{Setup, Subject};
 
-/// More than a fuzzer's input has operations for.
+/// More operations than a fuzzer's input has.
 const STEPS: usize = 1 << 16;
 
-/// The first byte chooses a format and a setup, the others what is done with it.
+/// Runs operations: the first byte chooses a format and a setup, the others the operations.
 fn run(mix: Mix, bytes: &[u8]) {
     let Some((first, rest)) = bytes.split_first() else {
         return;
@@ -27,13 +27,13 @@ fn run(mix: Mix, bytes: &[u8]) {
     subject.run(setup, Rng::from_bytes(rest), STEPS);
 }
 
-/// Memslots are created, moved, deleted and given other flags, in both address spaces, rightly and
-/// wrongly; each answer, and what is then found where, is compared with the model.
+/// Creates, moves, deletes memslots and changes their flags, in both address spaces, with valid and invalid arguments; compares
+/// each result, and the look-ups after it, with the model.
 pub fn slot_operations(bytes: &[u8]) {
     run(Mix::SLOTS, bytes);
 }
 
-/// Everything that can be done to a VM, compared with the model, with an audit.
+/// Does any operation on a VM, compared with the model, with an audit.
 pub fn operation_streams(bytes: &[u8]) {
     run(Mix::ALL, bytes);
 }

@@ -1,24 +1,22 @@
-//! What a hardware page walker may have cached: every valid entry that it could have read since the last
-//! completed flush of its range, leaves and entries that lead to tables alike.
+//! What a hardware page walker may have cached: every valid entry that it could have read since the last completed flush of its
+//! range, leaves and entries that point to tables alike.
 //!
-//! What is in the tables now may be cached at any time, so it need not be written down. What was in them,
-//! is there no more and was not flushed since is a *ghost*. The model keeps a copy of each table that a
-//! walker can reach, compares it with the table whenever the engine asks the platform for that table, and
-//! before each flush, and makes a ghost of every entry that is gone or has lost a right. A flush ends the
-//! ghosts of its range. A table that was taken out is reached through its ghost and is compared, too.
+//! Entries in the tables may be cached at any time, so they need not be recorded. An entry that was removed from the tables and
+//! not flushed since is a *ghost*. The model keeps a copy of each table that a walker can reach, compares it with the table
+//! whenever the engine asks the platform for that table, and before each flush, and makes a ghost of every entry that was
+//! removed or has lost a right. A flush ends the ghosts of its range. A removed table is reached through its ghost and is
+//! compared, too.
 //!
-//! * On formats with break-before-make, a new valid entry must not *conflict* with a ghost: lead to
-//!   another frame, have another size or another memory type.
-//! * On all formats, a table that a ghost leads to is not freed ([`Tlb::freed`]), and the caller of an
-//!   operation that has flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`],
-//!   [`Tlb::check_gone`]).
+//! * On formats with break-before-make, a new valid entry must not *conflict* with a ghost: map another frame, have another
+//!   size or another memory type.
+//! * On all formats, a table that a ghost points to is not freed ([`Tlb::freed`]), and the caller of an operation that has
+//!   flushed finds no ghost ([`Tlb::stale`], [`Tlb::check_backing`], [`Tlb::check_gone`]).
 //!
-//! The model sees a table at certain moments only, so it may miss a ghost; it makes none that a walker
-//! could not have. A flush that takes time ends the ghosts that were there when it began
-//! ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
+//! The model reads a table at certain moments only, so it may miss a ghost; it makes none that a walker could not have. A flush
+//! that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
 //!
-//! It needs no OS: the simulated machine of this crate and the monitors in `metal` have one model. Table
-//! frames are read at the addresses that their numbers say.
+//! It needs no OS: the simulated machine of this crate and the monitors in `metal` share this model. Table frames are read at
+//! the addresses that their numbers say.
 
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -35,7 +33,7 @@ use slat::{ENTRIES, Format, Gfn, Level, MemoryType, Pfn, Stale, VmId};
 use crate::host::HostMemory;
 use crate::lock::Lock;
 
-/// Conflicts that are kept as text until somebody asks for them.
+/// Conflicts that are kept as text until a caller asks for them.
 const FINDINGS: usize = 20;
 
 /// The model; it knows the tables of one VM, and nothing before `Tlb::watch`.
@@ -52,18 +50,18 @@ struct Inner {
     /// Tables that a walker can reach.
     tables: BTreeMap<Pfn, Table>,
     ghosts: Vec<Ghost>,
-    /// How many there were in all.
+    /// Number of all tables so far.
     made: u64,
-    /// Tables that were asked for since they were compared last in a quiet moment.
+    /// Tables that the engine asked for since they were last compared in a quiet moment.
     touched: BTreeSet<Pfn>,
-    /// There are ghosts that [`Tlb::stale`] has not seen.
+    /// Whether there are ghosts that [`Tlb::stale`] has not seen.
     lost: bool,
     conflicts: u64,
-    /// What the first of them were.
+    /// Texts of the first conflicts.
     findings: Vec<String>,
 }
 
-/// What the model knows of a format, and of the VM.
+/// The model's knowledge of a format, and of the VM.
 #[derive(Clone, Copy)]
 struct Walker {
     vm: VmId,
@@ -72,12 +70,12 @@ struct Walker {
     top: Level,
 }
 
-/// Where an entry is.
+/// Position of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
     space: usize,
     level: Level,
-    /// First frame that it covers.
+    /// First frame that the entry covers.
     gfn: u64,
 }
 
@@ -102,7 +100,7 @@ enum Value {
 }
 
 impl Value {
-    /// Whether nothing that `self` allows is missing in `now`, which is at the same place.
+    /// Whether `now`, which is at the same position, allows all that `self` does.
     fn is_kept_by(&self, now: Option<Value>) -> bool {
         match (*self, now) {
             (
@@ -127,7 +125,7 @@ impl Value {
         }
     }
 
-    /// Whether both lead to the same frame and, if they are leaves, have the same memory type.
+    /// Whether both point to the same frame and, if they are leaves, have the same memory type.
     fn means(&self, other: &Value) -> bool {
         match (self, other) {
             (Value::Table(a), Value::Table(b)) => a == b,
@@ -143,7 +141,7 @@ impl Value {
         }
     }
 
-    /// The 4 KiB part at `offset` pages of a leaf.
+    /// Returns the 4 KiB part at `offset` pages of a leaf.
     fn at(self, offset: u64) -> Value {
         match self {
             Value::Leaf {
@@ -165,7 +163,7 @@ impl Value {
 }
 
 struct Table {
-    /// Of its first entry.
+    /// Position of the table's first entry.
     place: Place,
     seen: Box<[u64; ENTRIES]>,
 }
@@ -183,14 +181,14 @@ impl Table {
 struct Ghost {
     place: Place,
     value: Value,
-    /// How many were made before it.
+    /// Number of ghosts made before it.
     number: u64,
 }
 
-/// Entry `index` of the table in `frame`.
+/// Reads entry `index` of the table in `frame`.
 fn read(frame: Pfn, index: usize) -> u64 {
     let table = frame.hpa().0 as *const [AtomicU64; ENTRIES];
-    // SAFETY: the promise of `Tlb::watch`. A table that was freed or forgotten is not known any more.
+    // SAFETY: the promise of `Tlb::watch`. The model drops tables that were freed or forgotten.
     let entries = unsafe { &*table };
     entries[index].load(Acquire)
 }
@@ -216,8 +214,8 @@ impl Walker {
 }
 
 impl Tlb {
-    /// From now on walkers of `F` use the tables of `vm`, whose root table (the first of several) in each
-    /// address space is one of `roots`.
+    /// Makes walkers of `F` use the tables of `vm` from now on, whose root table (the first of several) in each address space
+    /// is one of `roots`.
     ///
     /// # Safety
     /// - the frame of a table is memory at the address that its number says, and is accessed atomically
@@ -244,7 +242,7 @@ impl Tlb {
         self.watching.store(true, SeqCst);
     }
 
-    /// Call when no CPU can walk the tables any more: what is done to them after this does not matter.
+    /// Call when no CPU can walk the tables any more: later changes of the tables do not matter.
     pub fn forget(&self) {
         self.watching.store(false, SeqCst);
         let mut inner = self.inner.lock();
@@ -254,12 +252,12 @@ impl Tlb {
         inner.touched.clear();
     }
 
-    /// Conflicts seen so far.
+    /// Returns the number of conflicts so far.
     pub fn conflicts(&self) -> u64 {
         self.conflicts.load(SeqCst)
     }
 
-    /// Ghosts seen since [`Tlb::watch`]: entries that were taken out or have lost a right.
+    /// Returns the number of ghosts since [`Tlb::watch`]: entries that were removed or have lost a right.
     pub fn ghosts(&self) -> u64 {
         self.inner.lock().made
     }
@@ -288,8 +286,8 @@ impl Tlb {
         }
     }
 
-    /// Call before a flush begins. Returns the moment, for [`Tlb::flush_ended`]: what is taken out after it
-    /// may be cached after the flush.
+    /// Call before a flush begins. Returns the moment, for [`Tlb::flush_ended`]: entries removed after it may be cached after
+    /// the flush.
     pub fn flush_begins(&self) -> u64 {
         let moment = self.with(|inner| {
             inner.compare_touched();
@@ -298,8 +296,8 @@ impl Tlb {
         moment.unwrap_or(0)
     }
 
-    /// Call when a flush of `range` that began at `moment` is complete, and has voided no more than `stale` says is
-    /// enough.
+    /// Call when a flush of `range` that began at `moment` is complete, and is only known to have dropped the entries in
+    /// `stale`.
     pub fn flush_ended(&self, vm: VmId, range: &Range<Gfn>, stale: Stale, moment: u64) {
         self.with(|inner| {
             if inner.walker.is_some_and(|walker| walker.vm == vm) {
@@ -318,7 +316,7 @@ impl Tlb {
     /// Call when a frame is freed, before anything is written to it.
     ///
     /// # Errors
-    /// A walker can still reach the table in it.
+    /// That a walker can still reach the table in the frame.
     pub fn freed(&self, frame: Pfn) -> Result<(), String> {
         let known = self.with(|inner| {
             if inner.tables.contains_key(&frame) {
@@ -334,8 +332,8 @@ impl Tlb {
         }
     }
 
-    /// In a quiet moment, when every operation has returned: a conflict, or a cached entry that allows
-    /// what the tables do not.
+    /// Call in a quiet moment, when every operation has returned. Returns a conflict, or a cached entry that allows what the
+    /// tables do not.
     pub fn stale(&self) -> Option<String> {
         self.with(|inner| {
             inner.compare_touched();
@@ -352,13 +350,13 @@ impl Tlb {
         .flatten()
     }
 
-    /// Conflicts that nobody has asked for yet, the first of them if there are many.
+    /// Returns the conflicts since the last call, only the first if there are many.
     pub fn findings(&self) -> Vec<String> {
         core::mem::take(&mut self.inner.lock().findings)
     }
 
-    /// While an invalidation of `pages` of host memory is in progress: an entry that a walker may have
-    /// cached and that is not in the tables leads to one of them.
+    /// Call while an invalidation of `pages` of host memory is in progress. The error is an entry that a walker may have
+    /// cached, that is not in the tables, and that maps one of the pages.
     #[cfg(feature = "std")]
     pub fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
         self.check_frames(|first, count| {
@@ -367,8 +365,7 @@ impl Tlb {
         })
     }
 
-    /// Like [`Tlb::check_backing`], but for frames: `are_wrong` is called with the first frame of a leaf and
-    /// how many there are.
+    /// Like [`Tlb::check_backing`], but for frames: calls `are_wrong` with the first frame of a leaf and the number of frames.
     pub fn check_frames(&self, are_wrong: impl Fn(Pfn, u64) -> bool) -> Result<(), String> {
         self.check_ghosts(|place, value| match value {
             Value::Leaf { pfn, .. } => are_wrong(*pfn, place.level.pages()),
@@ -376,7 +373,7 @@ impl Tlb {
         })
     }
 
-    /// After a slot was deleted: a leaf of `gfns` that a walker may have cached.
+    /// Call after a slot was deleted. The error is a leaf of `gfns` that a walker may have cached.
     pub fn check_gone(&self, space: usize, gfns: &Range<u64>) -> Result<(), String> {
         self.check_ghosts(|place, value| {
             let leaf = matches!(value, Value::Leaf { .. });
@@ -402,7 +399,7 @@ impl Tlb {
 }
 
 impl Inner {
-    /// A walker can reach the table in `frame` from now on; its entries are at and after `place`.
+    /// Adds the table in `frame`, which a walker can reach from now on; its entries are at and after `place`.
     fn reach(&mut self, frame: Pfn, place: Place) {
         let seen = Box::new([0; ENTRIES]);
         self.tables.insert(frame, Table { place, seen });
@@ -417,7 +414,7 @@ impl Inner {
         }
     }
 
-    /// Looks at a table as it is now.
+    /// Compares a table with its copy.
     fn compare(&mut self, frame: Pfn) {
         let Some(table) = self.tables.get_mut(&frame) else {
             return;
@@ -481,7 +478,7 @@ impl Inner {
         }
     }
 
-    /// The tables that entries of the one in `frame` lead to.
+    /// Returns the tables that entries of the table in `frame` point to.
     fn below(&self, frame: Pfn) -> Vec<Pfn> {
         let Some((walker, table)) = self.walker.zip(self.tables.get(&frame)) else {
             return Vec::new();
@@ -506,7 +503,7 @@ impl Inner {
         self.touched.remove(&frame);
     }
 
-    /// Ends the ghosts of `range` that were made before `moment`, as far as `stale` means them.
+    /// Ends the ghosts of `range` that were made before `moment`, as far as `stale` includes them.
     fn flush(&mut self, range: &Range<u64>, stale: Stale, moment: u64) {
         let is_meant = |ghost: &Ghost| match ghost.value {
             Value::Leaf { .. } => stale.level.is_none_or(|level| level == ghost.place.level),
@@ -562,7 +559,7 @@ impl Inner {
         }
     }
 
-    /// The leaf of the tables that translates `gfn`, as it was seen last.
+    /// Returns the leaf of the tables that translates `gfn`, as of the last comparison.
     fn leaf(&self, space: usize, gfn: u64) -> Option<(Place, Value)> {
         let walker = self.walker?;
         let root_pages = walker.top.pages() * ENTRIES as u64;
@@ -583,7 +580,7 @@ impl Inner {
         }
     }
 
-    /// Whether the tables allow all that a ghost allows: a leaf that was split in place.
+    /// Whether the tables allow all that a ghost allows, as after a split in place.
     fn is_explained(&self, ghost: &Ghost) -> bool {
         if let Value::Table(_) = ghost.value {
             return false;
@@ -605,7 +602,7 @@ impl Inner {
 }
 
 impl Ghost {
-    /// Whether a walker may not find `value` at `place` while it may hold this one.
+    /// Whether a walker that may hold this ghost must not find `value` at `place`.
     fn conflicts(&self, place: &Place, value: &Value) -> bool {
         if self.place.space != place.space || !overlap(&self.place.gfns(), &place.gfns()) {
             return false;
@@ -613,9 +610,8 @@ impl Ghost {
         if self.place.level == place.level {
             return !self.value.means(value);
         }
-        // A leaf that was reached through a table which was taken out is no conflict with another table:
-        // what matters is what is found there. A leaf is one with all that is cached below it, and with
-        // a larger one.
+        // A leaf that was reached through a removed table does not conflict with another table: only the entries in that table
+        // matter. A leaf conflicts with all that is cached below it, and with a larger leaf.
         match (value, &self.value) {
             (Value::Leaf { .. }, Value::Leaf { .. }) => true,
             (Value::Leaf { .. }, Value::Table(_)) => self.place.level < place.level,

@@ -1,5 +1,4 @@
-//! Whole runs: random operations on one format, from a seed or from a fuzzer's bytes; and what is left of
-//! a run that failed when everything that does not matter is left out.
+//! Whole runs: random operations on one format, from a seed or from a fuzzer's bytes; and the shortening of a run that failed.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::time::{Duration, Instant};
@@ -12,23 +11,23 @@ use crate::ops::{Generator, Mix, Op};
 use crate::rng::Rng;
 use crate::runner::{Runner, Tally};
 
-/// What a run is made of.
+/// The parameters of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
     /// Pages of host memory.
     pub host_pages: u64,
-    /// Logs go to rings.
+    /// Whether dirty logs are rings.
     pub rings: bool,
-    /// Allocations fail at times.
+    /// Whether allocations fail at times.
     pub failures: bool,
-    /// There are so many slots that the engine keeps them in trees, all of them small.
+    /// Whether there are enough slots, all of them small, that the engine keeps them in trees.
     pub many_slots: bool,
-    /// What is done.
+    /// The kinds of operations.
     pub mix: Mix,
 }
 
 impl Setup {
-    /// 64 MiB of host memory: everything is shared with something.
+    /// 64 MiB of host memory: all slots share memory with others.
     pub const SMALL: Setup = Setup {
         host_pages: 1 << 14,
         rings: false,
@@ -42,7 +41,7 @@ impl Setup {
         ..Setup::SMALL
     };
 
-    /// The setups among which the runs of a campaign take turns.
+    /// Returns a setup of a campaign, whose runs take the setups in turns.
     pub fn of_seed(seed: u64) -> Setup {
         let host = if seed % 5 == 4 {
             Setup::LARGE
@@ -80,7 +79,7 @@ impl Subject {
         }
     }
 
-    /// Every format, those with a size in two sizes.
+    /// Every format; those with a size twice.
     pub const ALL: [Subject; 8] = [
         Subject::of::<Ept>("EPT"),
         Subject::of::<Npt>("NPT"),
@@ -100,11 +99,11 @@ impl Subject {
         (self.run)(setup, rng, steps)
     }
 
-    /// [`Subject::run`] from a seed. If it fails, prints what repeats it: seed and setup, and the
-    /// operations that are left when all others are left out.
+    /// Like [`Subject::run`], but from a seed. If the run fails, prints how to repeat it: seed and setup, and the operations
+    /// without which it does not fail.
     ///
     /// # Panics
-    /// As [`Subject::run`].
+    /// Those of [`Subject::run`].
     pub fn run_seed(&self, seed: u64, setup: Setup, steps: usize) -> Tally {
         let run = || self.run(setup, Rng::new(seed), steps);
         panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|why| {
@@ -116,7 +115,7 @@ impl Subject {
         })
     }
 
-    /// What is left of a failing run. Nothing else may panic meanwhile: it would not be heard.
+    /// Shortens the run to operations that still fail. Hides all panic messages meanwhile.
     fn shrink(&self, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
         let hook = panic::take_hook();
         panic::set_hook(Box::new(|_| {}));
@@ -146,10 +145,10 @@ impl Subject {
 
 /// Steps between two audits.
 const BATCH: usize = 500;
-/// What is not left out by then stays.
+/// Time limit: operations that are not left out by then stay.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Generates and runs; `each` hears of every operation before it is run.
+/// Generates and runs operations; calls `each` with every operation before it is run.
 fn generate<F: Format>(setup: Setup, rng: Rng, steps: usize, mut each: impl FnMut(&Op)) -> Tally {
     let mut runner = Runner::<F>::new(setup.host_pages, setup.rings);
     let mut generator = Generator::new(rng, setup, capacity::<F>());
@@ -171,7 +170,7 @@ fn run<F: Format>(setup: Setup, rng: Rng, steps: usize) -> Tally {
     generate::<F>(setup, rng, steps, |_| ())
 }
 
-/// The operations of a run up to where it fails.
+/// Returns the operations of a run up to the one that fails.
 fn record<F: Format>(setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
     let mut ops = Vec::new();
     let run = || generate::<F>(setup, rng, steps, |op| ops.push(op.clone()));

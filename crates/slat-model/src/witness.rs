@@ -1,10 +1,9 @@
-//! What several threads may still use.
+//! The translations that several threads may still use.
 //!
-//! A vCPU may use a translation from the moment it gets it until it quiesces, and whoever takes the
-//! page away (a slot change, an invalidation) returns only after that. So one can check *each use*,
-//! with no tolerance: what a slot change is about to allow is written down before the call, what it
-//! has forbidden is struck out after the call has returned, and host pages change their version inside
-//! the invalidation.
+//! A vCPU may use a translation from the moment it gets it until it quiesces, and a call that unmaps the page (a slot change,
+//! an invalidation) returns only after that. So *each use* can be checked exactly: a page that a slot change is about to map is
+//! recorded before the call, a page that it has unmapped is removed after the call has returned, and host pages change their
+//! version inside the invalidation.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::*};
@@ -15,15 +14,14 @@ use crate::host::HostMemory;
 
 const NONE: u64 = u64::MAX;
 
-/// For each guest frame of a window from 0 on, which host page may stand behind it now. There are two
-/// answers while a slot is moved.
+/// For each guest frame of a window at 0, the host page that may back it now. While a slot is moved there are two.
 pub struct Witness {
     now: Box<[AtomicU64]>,
     soon: Box<[AtomicU64]>,
 }
 
 impl Witness {
-    /// Nothing is allowed in any of the `frames` guest frames.
+    /// Makes a witness that allows nothing in any of the `frames` guest frames.
     pub fn new(frames: u64) -> Self {
         let nothing = || (0..frames).map(|_| AtomicU64::new(NONE)).collect();
         Witness {
@@ -32,14 +30,14 @@ impl Witness {
         }
     }
 
-    /// Before the call that puts the host pages from `host_page` on behind `gfns`.
+    /// Call before the slot change that maps the host pages from `host_page` on at `gfns`.
     pub fn allow(&self, gfns: Range<u64>, host_page: u64) {
         for (i, gfn) in gfns.enumerate() {
             self.soon[gfn as usize].store(host_page + i as u64, SeqCst);
         }
     }
 
-    /// After the call that took away `gone` and put something behind `gfns`, has returned.
+    /// Call after the slot change that unmapped `gone` and mapped `gfns`.
     pub fn settle(&self, gone: Range<u64>, gfns: Range<u64>) {
         for gfn in gone {
             self.now[gfn as usize].store(NONE, SeqCst);
@@ -51,8 +49,8 @@ impl Witness {
         }
     }
 
-    /// Whether a vCPU that has not quiesced may use `translation` of `gfn` this moment; otherwise what
-    /// is wrong. `write`: it writes.
+    /// Checks whether a vCPU that has not quiesced may use `translation` of `gfn` at this moment; the error says what is wrong.
+    /// `write`: it writes.
     pub fn check(
         &self,
         host: &HostMemory,
@@ -62,7 +60,7 @@ impl Witness {
     ) -> Result<(), String> {
         let Hpa(address) = translation.host;
         let (page, _) = HostMemory::identify(slat::Pfn(address >> 12));
-        // In this order: an answer stands in `now` before it leaves `soon`.
+        // In this order: a page is stored in `now` before it is removed from `soon`.
         let soon = self.soon[gfn as usize].load(SeqCst);
         let now = self.now[gfn as usize].load(SeqCst);
         if page != soon && page != now {
@@ -84,17 +82,17 @@ impl Witness {
     }
 }
 
-/// Whether every write turns up in a dirty log taken after it.
+/// Checks that every write is in a dirty log got after it.
 pub struct Harvests {
     taken: AtomicU64,
-    /// By page: one more than the number of logs that were complete when it was last written.
+    /// By page: one more than the number of logs that were complete at its last write.
     written: Box<[AtomicU64]>,
     /// By page: the number of the last log that named it.
     named: Box<[AtomicU64]>,
 }
 
 impl Harvests {
-    /// For a slot of `pages` pages.
+    /// Makes the state of a slot of `pages` pages.
     pub fn new(pages: u64) -> Self {
         let zeros = || (0..pages).map(|_| AtomicU64::new(0)).collect();
         Harvests {
@@ -104,13 +102,13 @@ impl Harvests {
         }
     }
 
-    /// A vCPU that holds the right to write to `page` writes.
+    /// Call when a vCPU that holds the right to write to `page` writes.
     pub fn write(&self, page: u64) {
         let next = self.taken.load(SeqCst) + 1;
         self.written[page as usize].fetch_max(next, SeqCst);
     }
 
-    /// Takes a log with `take`, one thread at a time.
+    /// Gets a log with `take`, one thread at a time.
     pub fn harvest(&self, bitmap: &mut [u64], take: impl FnOnce(&mut [u64])) {
         take(bitmap);
         let number = self.taken.load(SeqCst) + 1;
@@ -122,14 +120,14 @@ impl Harvests {
         self.taken.store(number, SeqCst);
     }
 
-    /// The log has gone with its slot, and what was written with it.
+    /// Call when the log was deleted with its slot: forgets all writes.
     pub fn forget(&self) {
         for written in &self.written {
             written.store(0, SeqCst);
         }
     }
 
-    /// After the last log, with no writer left: a page that was written and in no log since.
+    /// Call after the last log, when no thread writes. Returns a page that was written and is in no later log.
     pub fn lost(&self) -> Option<u64> {
         let pages = self.written.iter().zip(&self.named);
         let mut lost = pages.map(|(w, n)| n.load(SeqCst) < w.load(SeqCst));

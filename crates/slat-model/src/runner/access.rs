@@ -1,4 +1,4 @@
-//! Accesses by vCPUs, and what they may do with the answers.
+//! Accesses by vCPUs, and what their results allow them to do.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
@@ -11,15 +11,15 @@ use crate::model::Expected;
 /// A bit of the attention word that the engine leaves to its client.
 const BUSY: u32 = 1 << 8;
 
-/// Flushes of its own that one fault can need: a table to clear, and on a walker that asks for
-/// break-before-make two leaves to break.
+/// Most flushes of its own that one fault can need: a table to clear, and on a walker that needs break-before-make two leaves
+/// to break.
 const MOST_RETRIES: usize = 3;
 
-/// Pages of a slot that are looked at before and after a change of it.
+/// Number of a slot's pages that are compared before and after a change of it.
 const SAMPLES: usize = 4;
 
 impl<F: Format> Runner<F> {
-    /// Lets a vCPU in. What it remembers after that must be true.
+    /// Enters a vCPU. The translations that it still remembers must be right.
     pub(super) fn enter(&mut self, i: usize) {
         let cpu = &mut self.cpus[i];
         cpu.vcpu.enter(i + 1);
@@ -32,7 +32,7 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// Lets a vCPU that is inside try again as long as its own flushes go by. Nobody else is there.
+    /// Lets a vCPU in its reader section retry while only its own flushes interrupt it. No other vCPU runs.
     fn insist<R>(
         &mut self,
         i: usize,
@@ -50,7 +50,7 @@ impl<F: Format> Runner<F> {
         answer
     }
 
-    /// An access from outside.
+    /// Enters a vCPU for one access.
     pub(super) fn access(
         &mut self,
         i: usize,
@@ -72,7 +72,7 @@ impl<F: Format> Runner<F> {
                 let Expected::Page(host) = expected else {
                     panic!("{access:?} at {gpa:#x}: {translation:?}, expected {expected:?}");
                 };
-                // A fault that asked slot and host has used the largest level there is.
+                // A fault that looked up slot and host has used the largest possible level.
                 if did.pf_fixed + did.pf_spurious > did.pf_fast && !self.nx {
                     let (_, slot) = model.slot_at(gfn).expect("a page is in a slot");
                     let level = match self.is_on("huge_pages", true) {
@@ -145,7 +145,8 @@ impl<F: Format> Runner<F> {
         assert!(granted, "{access:?} at {gpa:#x}: {translation:?}");
     }
 
-    /// An access to where no slot is leaves an entry, which answers the next one with no look-up.
+    /// Repeats an access to an address without a slot: the first leaves an MMIO entry, which serves the second without a
+    /// look-up.
     fn repeat_mmio(&mut self, i: usize, gpa: u64, access: Access) {
         let model = &self.models[space_of(i)];
         let nowhere = model.slot_at(gpa >> 12).is_none() && gpa >> 12 < model.capacity;
@@ -167,7 +168,7 @@ impl<F: Format> Runner<F> {
         self.tally.count("MMIO from an entry");
     }
 
-    /// An access while an invalidation of `pages` is in progress, by a vCPU that will not wait.
+    /// Makes an access while an invalidation of `pages` is in progress, by a vCPU that must not wait.
     pub(super) fn access_meanwhile(&mut self, gfn: u64, access: Access, pages: &Range<u64>) {
         let i = 0;
         self.enter(i);
@@ -208,7 +209,7 @@ impl<F: Format> Runner<F> {
             }
             Err(Stop::Retry) => {
                 self.tally.count("retried meanwhile");
-                // With a flush of its own, the write was carried through before.
+                // If only its own flush interrupted it, the write was completed before.
                 let noted = access == Access::Write || self.logs_reads();
                 if page.is_some_and(|page| !pages.contains(&page)) && noted {
                     self.uncertain_writes(space_of(i), gfn..gfn + 1);
@@ -222,7 +223,7 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// KVM_PRE_FAULT_MEMORY, called again with the rest as a client does.
+    /// Does KVM_PRE_FAULT_MEMORY, called again with the rest as a client does.
     pub(super) fn prefault(&mut self, i: usize, gpa: u64, bytes: u64) {
         let end = gpa.saturating_add(bytes);
         if end == gpa {
@@ -251,12 +252,12 @@ impl<F: Format> Runner<F> {
             }
         };
         self.cpus[i].vcpu.leave();
-        // It got as far as guest memory can be read, and says what the next page is.
+        // It mapped memory as far as guest memory can be read, and returns the next page.
         let mapped = match at == gpa {
             true => 0..0,
             false => gpa >> 12..at.div_ceil(4096),
         };
-        // The page it could not map may have been noted before something came in its way.
+        // The page that it could not map may have been recorded before it was interrupted.
         let noted = gpa >> 12..at.div_ceil(4096) + 1;
         self.note_pushes(i, noted.clone(), Access::Read, was_full);
         if self.logs_reads() {
@@ -285,12 +286,12 @@ impl<F: Format> Runner<F> {
         self.check_still_mapped(&sample, false);
     }
 
-    /// Some pages of `gfns` that vCPUs use.
+    /// Returns some pages of `gfns` that vCPUs use.
     pub(super) fn mapped(&mut self, space: usize, gfns: Range<u64>) -> Vec<(usize, u64)> {
         assert!(space < SPACES);
         let mut found = Vec::new();
         for i in (0..VCPUS).filter(|i| space_of(*i) == space) {
-            // What it is told to forget goes.
+            // Entering drops the translations that were flushed.
             self.enter(i);
             self.cpus[i].vcpu.leave();
             let known = self.cpus[i].tlb.range(gfns.clone());
@@ -299,7 +300,7 @@ impl<F: Format> Runner<F> {
         found
     }
 
-    /// These pages can be read with no fault; if `split`, huge leaves were to be split there, too.
+    /// Checks that these pages can be read without a fault; if `split`, that huge leaves were split there, too.
     pub(super) fn check_still_mapped(&mut self, pages: &[(usize, u64)], split: bool) {
         for (i, gfn) in pages {
             let before = self.cpus[*i].vcpu.stats().pf_taken;
@@ -310,7 +311,7 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// After an eager split of `gfns` no huge leaf is left there.
+    /// Checks, after an eager split of `gfns`, that no huge leaf is left there.
     pub(super) fn check_split(&mut self, space: usize, gfns: Range<u64>) {
         let i = (0..VCPUS).find(|i| space_of(*i) == space);
         let i = i.expect("every space has a vCPU");
@@ -325,7 +326,7 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// If `split`, huge leaves were to be split at this frame.
+    /// Checks, if `split`, that no huge leaf maps this frame.
     fn check_level(&mut self, gfn: u64, page: &Translation, split: bool) {
         if split && self.is_on("eager_page_split", true) && !self.failing {
             assert_eq!(page.level, Level::PAGE, "frame {gfn:#x} stayed huge");
@@ -333,7 +334,7 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// A translation that a vCPU may use now must lead where the model says, with no right too many.
+    /// Checks a translation that a vCPU may use now: it must map the page that the model has, with no right too many.
     fn check_translation(&self, i: usize, gfn: u64, translation: &Translation, when: &str) {
         let host = &self.platform.host;
         let model = &self.models[space_of(i)];

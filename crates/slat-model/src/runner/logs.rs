@@ -1,4 +1,4 @@
-//! Dirty logs of both kinds, bitmaps and rings, taken and compared.
+//! Dirty logs of both kinds, bitmaps and rings, got and compared.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use super::{Runner, space_of};
 use crate::rings::{DirtyPage, RingClient};
 
 impl<F: Format> Runner<F> {
-    /// Policy `dirty_log_reads`.
+    /// Whether policy `dirty_log_reads` is on.
     pub(super) fn logs_reads(&self) -> bool {
         match self.policies.get("dirty_log_reads") {
             None | Some(&"auto") => F::LOGS_READS,
@@ -16,8 +16,8 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// The guest has made an access, or may make it now: if it was a write, or a read that is logged, a bitmap must tell.
-    /// `did`: what the engine counted meanwhile.
+    /// Call when the guest has made an access, or may make it now: if it was a write, or a read that is logged, a bitmap must
+    /// name it. `did`: the engine's counts meanwhile.
     pub(super) fn note_access(
         &mut self,
         i: usize,
@@ -31,7 +31,7 @@ impl<F: Format> Runner<F> {
         let Some((_, slot)) = model.slot_at(gfn).filter(|(_, slot)| slot.logs()) else {
             return;
         };
-        // A ring tells itself, by its entry.
+        // A ring names the page itself, by its entry.
         let to_ring = model.mode.rings;
         let faulted = did.pf_fixed + did.pf_spurious > 0;
         if access != Access::Write {
@@ -52,7 +52,7 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// Writes that may have been noted, or not: the logs are taken, and the model believes them.
+    /// Resolves writes that may have been recorded, or not: gets the logs, and the model adopts them.
     pub(super) fn uncertain_writes(&mut self, space: usize, gfns: Range<u64>) {
         let model = &self.models[space];
         if model.mode.rings {
@@ -72,7 +72,7 @@ impl<F: Format> Runner<F> {
                 let page = gfn - slot.base;
                 let (word, bit) = (page as usize / 64, 1 << (page % 64));
                 if words[word] & bit != 0 && model.mode.manual {
-                    // It is in the log still.
+                    // The page stays in the log.
                     model.note_write(gfn);
                 }
                 words[word] &= !bit;
@@ -155,13 +155,13 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// Whether the vCPU must not push any more.
+    /// Whether the vCPU must not push any more ring entries.
     pub(super) fn is_ring_full(&self, i: usize) -> bool {
         let ring = self.rings.get(self.cpus[i].ring);
         ring.is_some_and(|ring| ring.in_use() >= RingClient::SOFT_LIMIT)
     }
 
-    /// What a vCPU has pushed during an access to `gfns` must be that access. Returns how many entries.
+    /// Checks that the ring entries that a vCPU has pushed during an access to `gfns` name that access. Returns their number.
     pub(super) fn note_pushes(
         &mut self,
         i: usize,
@@ -203,8 +203,8 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// The vCPU that had `ring` is gone: the ring is reset no more, and its pages are noted again when they
-    /// are written next.
+    /// Call when the vCPU of `ring` was deleted: the ring is reset no more, and its pages are recorded again when they are
+    /// written next.
     pub(super) fn ring_left(&mut self, ring: usize) {
         let Some(client) = self.rings.get_mut(ring) else {
             return;

@@ -1,4 +1,4 @@
-//! Runs operations on an engine and a model side by side, and compares every answer.
+//! Runs operations on an engine and a model side by side, and compares every result.
 
 mod access;
 mod logs;
@@ -14,22 +14,22 @@ use crate::ops::Op;
 use crate::platform::SimPlatform;
 use crate::rings::{DirtyPage, RingClient};
 
-/// Address spaces of the VM.
+/// Number of address spaces of the VM.
 pub const SPACES: usize = 2;
-/// Its vCPUs.
+/// Number of its vCPUs.
 pub const VCPUS: usize = 3;
 
-/// The address space that a vCPU uses.
+/// Returns the address space that a vCPU uses.
 pub const fn space_of(vcpu: usize) -> usize {
     vcpu / 2
 }
 
-/// How often things happened, by name: a check that was never reached is seen here.
+/// Number of occurrences by name, which shows checks that were never reached.
 #[derive(Clone, Debug, Default)]
 pub struct Tally(BTreeMap<&'static str, u64>);
 
 impl Tally {
-    /// What a long run must have met, whatever the format.
+    /// Names that a long run must have counted, whatever the format.
     pub const USUAL: [&'static str; 22] = [
         "slot set",
         "slot refused",
@@ -54,7 +54,7 @@ impl Tally {
         "NX tables recovered",
         "one young leaf",
     ];
-    /// And what one with rings meets besides; its logs are rings.
+    /// Further names that a run with rings must have counted.
     pub const OF_RINGS: [&'static str; 4] = [
         "ring pushed",
         "ring full",
@@ -66,7 +66,7 @@ impl Tally {
         *self.0.entry(what).or_default() += 1;
     }
 
-    /// How often it happened.
+    /// Returns the number of occurrences of `what`.
     pub fn of(&self, what: &str) -> u64 {
         self.0.get(what).copied().unwrap_or(0)
     }
@@ -78,7 +78,7 @@ impl Tally {
         }
     }
 
-    /// Everything that happened, with how often.
+    /// Returns all names, with their number of occurrences.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.0.iter().map(|(what, n)| (*what, *n))
     }
@@ -88,7 +88,7 @@ impl Tally {
 struct Cpu<F: Format> {
     vcpu: Vcpu<SimPlatform, F>,
     tlb: BTreeMap<u64, Translation>,
-    /// Which of the runner's rings it has.
+    /// Index of its ring among the runner's.
     ring: usize,
 }
 
@@ -96,7 +96,7 @@ impl<F: Format> Cpu<F> {
     fn remember(&mut self, gfn: u64, translation: Translation) {
         const MOST: usize = 64;
         if self.tlb.len() == MOST {
-            // Whose place it takes is all the same, as long as it can be any.
+            // Any victim will do, as long as each can be chosen.
             let victim = self.tlb.range(gfn..).next().or(self.tlb.first_key_value());
             let victim = *victim.expect("it is full").0;
             self.tlb.remove(&victim);
@@ -105,26 +105,27 @@ impl<F: Format> Cpu<F> {
     }
 }
 
-/// An engine and its model. All on one thread: one vCPU is inside at a time.
+/// An engine and its model, on one thread: one vCPU at a time is in a reader section.
 pub struct Runner<F: Format> {
     platform: Arc<SimPlatform>,
     vm: Arc<Vm<SimPlatform, F>>,
-    /// What the memory of each address space should be.
+    /// The model of each address space.
     models: Vec<GuestModel>,
     cpus: Vec<Cpu<F>>,
     policies: BTreeMap<&'static str, &'static str>,
-    /// NX huge pages were on at some time: leaves may be smaller, and huge ones not executable.
+    /// Whether NX huge pages were ever on: leaves may be smaller, and huge ones not executable.
     nx: bool,
     failing: bool,
     tally: Tally,
-    /// Entries that were collected and not reset, with the ring they were in.
+    /// Ring entries that were collected and not reset, with their ring.
     collected: Vec<(usize, DirtyPage)>,
-    /// All there ever were.
+    /// All rings so far.
     rings: Vec<RingClient>,
 }
 
 impl<F: Format> Runner<F> {
-    /// A VM without memory on a host of `host_pages` pages; with `rings` that is where its logs go.
+    /// Makes a VM without memory on a host of `host_pages` pages; with `rings` its dirty logs are
+    /// rings.
     pub fn new(host_pages: u64, rings: bool) -> Self {
         let platform = SimPlatform::new(host_pages);
         let config = Config {
@@ -172,12 +173,12 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// What the memory should be, by address space.
+    /// Returns the models, by address space.
     pub fn models(&self) -> &[GuestModel] {
         &self.models
     }
 
-    /// What has happened so far.
+    /// Returns the counts so far.
     pub fn tally(&self) -> &Tally {
         &self.tally
     }
@@ -362,7 +363,8 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// The engine says that memory is out: then the platform has said so before.
+    /// Call when the engine returned that memory is out: then the platform must have refused an
+    /// allocation.
     fn allocation_failed(&mut self) {
         assert!(
             self.failing && self.platform.stop_failing(),
@@ -372,7 +374,7 @@ impl<F: Format> Runner<F> {
         self.tally.count("out of memory");
     }
 
-    /// Audits the engine and the machine, and compares the engine's dirty logs, all of them.
+    /// Audits the engine and the machine, and compares all of the engine's dirty logs.
     pub fn check(&mut self) {
         self.platform.stop_failing();
         self.failing = false;
@@ -385,7 +387,7 @@ impl<F: Format> Runner<F> {
         self.tally.count("audit");
     }
 
-    /// Ends the VM; every table frame must come back.
+    /// Ends the VM; every table frame must have been freed.
     pub fn finish(mut self) -> Tally {
         self.check();
         let platform = self.platform.clone();

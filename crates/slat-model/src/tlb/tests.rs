@@ -1,10 +1,10 @@
-//! The record against tables written by hand.
+//! The model of a TLB against tables written by hand.
 
 use super::*;
 use crate::frames::{Frames, write};
 use slat::format::{Leaf, Npt, Stage2};
 
-/// A root of level 3 with a table of level 2, and what is in that at frame 0.
+/// A root of level 3 with a table of level 2, whose entries start at frame 0.
 struct World {
     frames: Frames,
     tlb: Tlb,
@@ -107,7 +107,7 @@ fn another_leaf_conflicts_until_the_old_one_was_flushed() {
     world.put(leaf::<F>(1024));
     assert_eq!(world.tlb.conflicts(), 1);
     world.put(0);
-    // One page of it: no huge leaf is left over.
+    // A flush of one page of it: no huge leaf is left over.
     world.flush(3..4);
     world.put(leaf::<F>(2048));
     assert_eq!(world.tlb.conflicts(), 1);
@@ -179,7 +179,7 @@ fn a_leaf_that_was_split_in_place_is_not_stale() {
     }
     world.put(Npt::table(lower));
     assert_eq!((world.tlb.stale(), world.tlb.conflicts()), (None, 0));
-    // The huge leaf may still be cached: now it says too much.
+    // The huge leaf may still be cached: now it allows too much.
     world.tlb.reached(lower);
     write(lower, 9, 0);
     assert!(world.tlb.stale().is_some());
