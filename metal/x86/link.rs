@@ -1,4 +1,4 @@
-//! How a monitor is linked: the build script of those for x86.
+//! The link arguments of the x86 monitors, for their build scripts.
 
 fn main() {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../x86/link.ld");

@@ -1,4 +1,4 @@
-//! From the first instruction to Rust (`boot.S`), and what it needs: the monitor's own page table.
+//! From the first instruction to Rust (`boot.S`), and the page table of the monitor itself.
 
 use core::arch::global_asm;
 
@@ -29,7 +29,7 @@ const SCTLR: u64 = {
 #[repr(C, align(4096))]
 struct Table([u64; 512]);
 
-/// Addresses mean themselves: devices in the first GiB, memory in the next three.
+/// Identity-mapped addresses: devices in the first GiB, memory in the next three.
 static IDENTITY: Table = {
     const BLOCK: u64 = 0b01;
     const ACCESSED: u64 = 1 << 10;

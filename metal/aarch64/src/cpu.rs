@@ -1,4 +1,4 @@
-//! A CPU that runs the guest at EL1, and says why it left.
+//! A CPU that runs the guest at EL1, and reports why it left the guest.
 
 use core::arch::{asm, global_asm};
 use core::marker::PhantomData;
@@ -13,7 +13,7 @@ use crate::{Tables, tlb};
 global_asm!(include_str!("world.S"));
 global_asm!(include_str!("guest.S"));
 
-/// The guest's registers while it is not running. `world.S` knows the offsets.
+/// The guest's registers while it is not running, at offsets that `world.S` uses.
 #[repr(C)]
 struct Context {
     x: [u64; 31],
@@ -24,7 +24,7 @@ unsafe extern "C" {
     fn enter_guest(context: &mut Context) -> u64;
 }
 
-/// The vectors by which the guest is left, in the order of the vector table.
+/// The vectors through which a CPU leaves the guest, in the order of the vector table.
 const SYNCHRONOUS: u64 = 8;
 const IRQ: u64 = 9;
 
@@ -32,7 +32,7 @@ const IRQ: u64 = 9;
 pub struct El2<F> {
     guest: Context,
     vtcr: u64,
-    /// What did not allow the last access was a leaf, and this CPU's TLB may hold it as it was.
+    /// The page of the last access if a leaf refused it, and this CPU's TLB may hold that leaf.
     refused: Option<Gpa>,
     format: PhantomData<F>,
 }
@@ -42,8 +42,8 @@ const HCR: u64 = {
     const VM: u64 = 1 << 0;
     /// Physical FIQs, IRQs and SErrors are the monitor's.
     const FMO_IMO_AMO: u64 = 0b111 << 3;
-    /// The guest's stage 1 is off. Without DC its accesses would be to Device memory, uncached beside
-    /// the monitor's cached ones; with it stage 2 alone decides.
+    /// The guest's stage 1 is off. Without DC its accesses would be to Device memory, uncached beside the monitor's cached
+    /// ones; with it stage 2 alone decides the memory type.
     const DC: u64 = 1 << 12;
     /// EL1 is AArch64.
     const RW: u64 = 1 << 31;
@@ -51,14 +51,14 @@ const HCR: u64 = {
 };
 
 impl<F: Tables> El2<F> {
-    /// The CPU this runs on.
+    /// Sets up the calling CPU.
     pub(crate) fn new() -> Self {
         let vtcr = F::vtcr(read!(id_aa64mmfr0_el1) & 0xf);
-        // SAFETY: these say how guests run; the monitor does not go by them.
+        // SAFETY: these registers control how guests run; the monitor itself does not depend on them.
         unsafe {
             write!(vtcr_el2, vtcr);
             write!(hcr_el2, HCR);
-            // MMU off; the bits that are one without features that would change their meaning.
+            // MMU off; the other bits are RES1 without the features that define them.
             write!(sctlr_el1, 0x30d0_0800u64);
             asm!("isb", options(nostack, preserves_flags));
         }
@@ -77,7 +77,7 @@ impl<F: Tables> El2<F> {
         (told(21) && hafdbs >= 1, told(22) && hafdbs >= 2)
     }
 
-    /// Arm ARM, "ESR_EL2": why a synchronous exception was taken.
+    /// Returns why a synchronous exception was taken: Arm ARM, "ESR_EL2".
     fn decode(&mut self) -> Exit {
         const HVC: u64 = 0x16;
         const INSTRUCTION_ABORT: u64 = 0x20;
@@ -100,8 +100,8 @@ impl<F: Tables> El2<F> {
         let (gpa, cause) = match esr & 0x3f {
             0b00_0100..=0b00_0111 => (faulting_ipa(far), Cause::NotPresent),
             0b00_1000..=0b00_1011 => (faulting_ipa(far), Cause::Protection),
-            // HPFAR_EL2 is unknown here. The guest's stage 1 is off: an address is its IPA. (Others
-            // ask AT S1E1R.)
+            // HPFAR_EL2 is unknown here. The guest's stage 1 is off: an address is its IPA. (With stage 1 on, AT S1E1R finds
+            // the IPA.)
             0b00_1100..=0b00_1111 => (Gpa(far), Cause::Protection),
             _ => return self.other(esr),
         };
@@ -119,12 +119,12 @@ impl<F: Tables> El2<F> {
     }
 }
 
-/// The page from HPFAR_EL2, the offset in it from FAR_EL2.
+/// Returns the faulting IPA: the page from HPFAR_EL2, the offset in it from FAR_EL2.
 fn faulting_ipa(far: u64) -> Gpa {
     Gpa((read!(hpfar_el2) >> 4) << 12 | far & 0xfff)
 }
 
-/// Distinct for each of 255 VMs in turn: none of a monitor's scenarios comes near that.
+/// Returns a VMID, distinct for each of 255 VMs in a row: none of a monitor's scenarios has nearly as many.
 pub(crate) fn vmid(vm: VmId) -> u8 {
     let vmid = u8::try_from(vm.0 + 1);
     vmid.expect("after 255 VMs their TLB entries would have to be flushed")
@@ -149,7 +149,7 @@ impl<F: Tables> Cpu for El2<F> {
         x[3] = command.count;
         x[4] = command.value.into();
         self.guest.pc = entry.0;
-        // SAFETY: drops what this CPU may have fetched from where there is other code now.
+        // SAFETY: drops instructions that this CPU may have fetched before the code was changed.
         unsafe {
             asm!(
                 "ic iallu",
@@ -161,8 +161,8 @@ impl<F: Tables> Cpu for El2<F> {
     }
 
     fn run(&mut self, vm: VmId, root: Hpa) -> Exit {
-        // SAFETY: the engine's tables, at a frame of theirs; the monitor itself is not translated by
-        // them. The barriers make the walker see what was stored into them, and this CPU the register.
+        // SAFETY: the engine's tables, at one of their frames; the monitor itself is not translated by them. The barriers make
+        // the walker see the stores to the tables, and this CPU the register.
         unsafe {
             write!(vttbr_el2, F::vttbr(root.pfn(), vmid(vm)));
             asm!("dsb ishst", "isb", options(nostack, preserves_flags));
@@ -171,7 +171,7 @@ impl<F: Tables> Cpu for El2<F> {
             tlb::forget(gpa.gfn());
         }
         loop {
-            // SAFETY: the context is the guest's own, and the guest reaches what the tables map.
+            // SAFETY: the context is the guest's own, and the guest can access only what the tables map.
             match unsafe { enter_guest(&mut self.guest) } {
                 SYNCHRONOUS => return self.decode(),
                 IRQ if gic::take_kick() => return Exit::Kicked,

@@ -2,12 +2,12 @@
 
 use core::arch::asm;
 
-/// A register of a device.
+/// Returns a device register at an address.
 fn register(address: usize) -> *mut u32 {
     core::ptr::with_exposed_provenance_mut(address)
 }
 
-/// The console: a PL011, set up by nobody, which QEMU's does not mind.
+/// The console: a PL011, which QEMU's lets be used without set-up.
 pub(crate) mod console {
     use super::register;
 
@@ -17,7 +17,7 @@ pub(crate) mod console {
 
     pub(crate) fn print(text: &str) {
         for byte in text.bytes() {
-            // SAFETY: the UART's registers are there, mapped as a device.
+            // SAFETY: the UART's registers are at this address, mapped as a device.
             unsafe {
                 while register(FLAGS).read_volatile() & TRANSMIT_FULL != 0 {}
                 register(DATA).write_volatile(byte.into());
@@ -36,13 +36,13 @@ pub(crate) mod gic {
     const GICC_PMR: usize = GICC_CTLR + 0x04;
     const GICC_IAR: usize = GICC_CTLR + 0x0c;
     const GICC_EOIR: usize = GICC_CTLR + 0x10;
-    /// The software-generated interrupt that takes a CPU out of the guest.
+    /// The software-generated interrupt that makes a CPU leave the guest.
     const KICK: u32 = 0;
     const INTERRUPT: u32 = 0x3ff;
 
-    /// Each CPU calls it, CPU 0 first.
+    /// Enables the calling CPU's interrupts. Call on each CPU, on CPU 0 first.
     pub(crate) fn enable() {
-        // SAFETY: the GIC's registers are there, mapped as a device; interrupts are masked.
+        // SAFETY: the GIC's registers are at these addresses, mapped as a device; interrupts are masked.
         unsafe {
             register(GICD_CTLR).write_volatile(1);
             register(GICC_PMR).write_volatile(0xf0);
@@ -51,14 +51,14 @@ pub(crate) mod gic {
     }
 
     pub(crate) fn kick(cpu: usize) {
-        // SAFETY: as above; the barrier makes all that was written before seen by whom it interrupts.
+        // SAFETY: as above; the barrier makes all earlier writes visible to the CPU that is interrupted.
         unsafe {
             asm!("dsb ishst", options(nostack, preserves_flags));
             register(GICD_SGIR).write_volatile(1 << (16 + cpu) | KICK);
         }
     }
 
-    /// Takes the interrupt that took this CPU out of the guest; `false`: there is none any more.
+    /// Acknowledges the interrupt that made this CPU leave the guest; `false` if none is pending any more.
     pub(crate) fn take_kick() -> bool {
         // SAFETY: as above.
         unsafe {
@@ -72,7 +72,7 @@ pub(crate) mod gic {
     }
 }
 
-/// "Arm Power State Coordination Interface"; from EL2 it is called by SMC.
+/// "Arm Power State Coordination Interface"; EL2 calls it by SMC.
 pub(crate) mod psci {
     use super::asm;
 
@@ -106,7 +106,7 @@ pub(crate) mod psci {
             fn secondary_start();
         }
         let entry = secondary_start as *const () as u64;
-        // SAFETY: the CPU finds a stack of its own there, by its number.
+        // SAFETY: the CPU uses a stack of its own, by its number.
         let answer = unsafe { call(CPU_ON, [cpu as u64, entry, cpu as u64]) };
         assert_eq!(answer, 0, "PSCI CPU_ON of CPU {cpu}");
     }

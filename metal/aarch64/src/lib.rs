@@ -1,13 +1,12 @@
 //! A monitor at EL2 of QEMU's virt machine: AArch64's page walker walks the engine's tables.
 //!
-//! The host runs at EL2 with addresses that mean themselves, the guest at EL1 with its own MMU off, so
-//! that what the guest accesses is the intermediate physical address that stage 2 translates. CPUs are
-//! flushed by broadcast (`tlb`): Arm needs no interrupt for that; one that takes a CPU out of the
-//! guest is there all the same.
+//! The host runs at EL2 with identity-mapped addresses, the guest at EL1 with its own MMU off, so that each address the guest
+//! accesses is the intermediate physical address that stage 2 translates. CPUs are flushed by broadcast (`tlb`), for which Arm
+//! needs no interrupt; there is an interrupt all the same, to make a CPU leave the guest.
 //!
-//! Two programs are made of it, which differ in their tables ([`Tables`]): `aarch64` has four levels
-//! and software that sets the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1
-//! and lets hardware manage access flag and dirty state.
+//! Two programs are built from it, which differ in their tables ([`Tables`]): `aarch64` has four levels and software that sets
+//! the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1 and lets hardware manage access flag and
+//! dirty state.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -48,11 +47,11 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Tables for Stage2<IPA_BITS
     }
 }
 
-/// One program: its tables, and what cannot be generic.
+/// One program: its tables, and the parts that cannot be generic.
 pub trait Monitor: Send + Sync + 'static {
     /// See [`Machine::NAME`].
     const NAME: &'static str;
-    /// What its walkers walk.
+    /// The tables that its walkers walk.
     type Tables: Tables;
     /// See [`Machine::second`].
     fn second() -> &'static Second<El2<Self::Tables>>;
@@ -67,7 +66,7 @@ static HEAP: Heap = Heap::new();
 /// Memory begins at 1 GiB, with the monitor in it; the guest's data is the second of two GiB.
 const DATA: Hpa = Hpa(0x8000_0000);
 
-/// What every CPU does when it has come up.
+/// Runs each CPU after its start.
 pub fn main<M: Monitor>(cpu: usize) -> ! {
     unsafe extern "C" {
         static image_end: u8;
@@ -82,7 +81,7 @@ pub fn main<M: Monitor>(cpu: usize) -> ! {
         monitor: Hpa((&raw const image_end).addr() as u64)..DATA,
         data: DATA,
     };
-    // SAFETY: behind the image is nobody, and this is called once.
+    // SAFETY: the memory after the image is unused, and this is called once.
     let host = unsafe { Host::<Virt<M>>::new(memory, &HEAP) };
     metal_core::run(this, host)
 }
@@ -100,7 +99,7 @@ impl<M: Monitor> Machine for Virt<M> {
     }
 
     fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale) {
-        // A TLBI that names no VMID goes by VTTBR_EL2's, in which this CPU's last guest stands.
+        // A TLBI that names no VMID uses VTTBR_EL2's, which is that of this CPU's last guest.
         if read!(vttbr_el2) >> 48 == cpu::vmid(vm).into() {
             tlb::flush_range(range, stale);
         } else {
@@ -121,7 +120,7 @@ impl<M: Monitor> Machine for Virt<M> {
     }
 }
 
-/// Where the vectors for exceptions of EL2 itself lead.
+/// Reports an exception of EL2 itself; called by the vectors.
 #[unsafe(no_mangle)]
 extern "C" fn own_exception(vector: u64) -> ! {
     panic!(

@@ -1,9 +1,8 @@
 //! TLB maintenance for second-level translations.
 //!
-//! A CPU may keep stage 2 alone (an IPA to its page) and both stages combined (a VA to its page).
-//! What is invalidated by IPA is the first only; the second goes with the VMID's stage 1. Arm ARM,
-//! "TLB maintenance instructions": an invalidation is complete, on all CPUs it is for, after a DSB; the
-//! DSB before it makes the change of the table seen by their walkers.
+//! A CPU may cache stage 2 alone (an IPA to its page) and both stages combined (a VA to its page). An invalidation by IPA drops
+//! the first only; the second is dropped with the VMID's stage 1. Arm ARM, "TLB maintenance instructions": an invalidation is
+//! complete, on all CPUs that it addresses, after a DSB; the DSB before it makes the table's change visible to their walkers.
 
 use core::arch::asm;
 use core::ops::Range;
@@ -11,11 +10,11 @@ use core::ops::Range;
 use crate::sysreg::read;
 use slat::{Gfn, Level, PAGE_SHIFT, Stale};
 
-/// More pages than this are not worth an instruction each.
+/// More pages than this are flushed with the whole VMID, not one by one.
 const FEW: u64 = 64;
 
-/// What TLBI IPAS2E1 takes: the IPA in units of 4 KiB. Bits above say at which level of 4 KiB tables the leaf
-/// stands, if the CPU looks at them (FEAT_TTL) and all are of one level.
+/// Returns the operand of TLBI IPAS2E1: the IPA in units of 4 KiB. Higher bits give the level of the leaf in tables of 4 KiB,
+/// if all leaves have one level; CPUs with FEAT_TTL use them.
 fn operand(gfn: Gfn, level: Option<Level>) -> u64 {
     const _: () = assert!(PAGE_SHIFT == 12);
     const TTL_SHIFT: u32 = 44;
@@ -30,9 +29,9 @@ fn looks_at_levels() -> bool {
     read!(id_aa64mmfr2_el1) & TTL != 0
 }
 
-/// Every CPU forgets `stale` in `range` of the guest whose VMID this CPU's VTTBR_EL2 holds.
+/// Makes every CPU drop `stale` in `range` of the guest whose VMID this CPU's VTTBR_EL2 holds.
 pub(crate) fn flush_range(range: &Range<Gfn>, stale: Stale) {
-    // One instruction for each leaf, wherever in it the address lies.
+    // One instruction for each leaf, at any address in it.
     let leaf = stale.level.unwrap_or(Level::PAGE);
     let gfns = range.start.align_down(leaf).0..range.end.0;
     let hint = stale.level.filter(|_| looks_at_levels());
@@ -60,7 +59,7 @@ pub(crate) fn flush_range(range: &Range<Gfn>, stale: Stale) {
     }
 }
 
-/// Every CPU forgets every guest.
+/// Makes every CPU drop the translations of every guest.
 pub(crate) fn flush_everything() {
     // SAFETY: as above.
     unsafe {
@@ -74,7 +73,7 @@ pub(crate) fn flush_everything() {
     }
 }
 
-/// This CPU forgets the page `gfn` of the guest whose VMID its VTTBR_EL2 holds.
+/// Makes this CPU drop the page `gfn` of the guest whose VMID its VTTBR_EL2 holds.
 pub(crate) fn forget(gfn: Gfn) {
     // SAFETY: as above.
     unsafe {

@@ -1,4 +1,4 @@
-//! What scenarios work with: a machine, fresh VMs on it, and the memory behind them.
+//! The scenarios' tools: a machine, fresh VMs on it, and the memory that backs them.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -18,7 +18,7 @@ use crate::{Command, Cpu, Host, Machine, Op};
 /// Guest-physical address of the data slot, and its number.
 pub(crate) const DATA: Gpa = Gpa(1 << 30);
 pub(crate) const DATA_SLOT: u32 = 1;
-/// Where no slot is.
+/// An address that no slot contains.
 pub(crate) const HOLE: Gpa = Gpa(0xf000_0000);
 const CODE_SLOT: u32 = 0;
 /// As many pages as the prefetch window, so that the code's fault looks like any other.
@@ -26,7 +26,7 @@ pub(crate) const CODE_PAGES: u64 = 8;
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const GIB: u64 = 1 << 30;
 
-/// The machine, as a scenario finds it.
+/// The machine, as it is passed to a scenario.
 pub(crate) struct Bench<'a, M: Machine> {
     pub(crate) cpu: &'a mut M::Cpu,
     pub(crate) host: Arc<Host<M>>,
@@ -36,12 +36,12 @@ pub(crate) struct Bench<'a, M: Machine> {
 pub(crate) struct TestVm<M: Machine> {
     pub(crate) vm: GuestVm<M>,
     pub(crate) guest: Guest<M>,
-    /// When it was last asked for.
+    /// The engine's counts when they were last checked.
     counted: Stats,
 }
 
 impl<M: Machine> Bench<'_, M> {
-    /// A VM with the program, and with `policies`, on a host with mappings of `level`.
+    /// Makes a VM with the program, and with `policies`, on a host with mappings of `level`.
     pub(crate) fn vm(
         &mut self,
         level: Level,
@@ -53,8 +53,8 @@ impl<M: Machine> Bench<'_, M> {
             ..Config::default()
         };
         let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;
-        // The tables of the VM before are gone, and their frames may be used again. A CPU that does not
-        // tell VMs apart may remember them.
+        // The tables of the VM before were freed, and their frames may be reused. A CPU that does not tag translations with
+        // their VM may still cache them.
         let everything = Gfn(0)..Gfn(u64::MAX >> PAGE_SHIFT);
         M::flush_guests(vm.id(), &everything, Stale::ANYTHING);
         for (name, value) in policies {
@@ -78,7 +78,7 @@ impl<M: Machine> Bench<'_, M> {
         })
     }
 
-    /// The data slot, of `size` bytes.
+    /// Returns the data slot, of `size` bytes.
     pub(crate) fn data_slot(&self, size: u64, flags: SlotFlags) -> Region {
         Region {
             slot: DATA_SLOT,
@@ -90,23 +90,23 @@ impl<M: Machine> Bench<'_, M> {
         }
     }
 
-    /// The backing of `pages` of the data slot.
+    /// Returns the backing of `pages` of the data slot.
     pub(crate) fn backing(&self, pages: Range<u64>) -> Range<Hva> {
         let start = Hva(self.host.large().0);
         start.add_pages(pages.start)..start.add_pages(pages.end)
     }
 
-    /// Where a page of the data slot is in the machine's memory.
+    /// Returns the physical address of a page of the data slot.
     pub(crate) fn page(&self, page: u64) -> Hpa {
         Hpa(self.host.large().0 + page * PAGE_SIZE)
     }
 
-    /// Has the machine's first CPU run `command`.
+    /// Runs `command` on the machine's first CPU.
     pub(crate) fn run(&mut self, vm: &mut TestVm<M>, command: Command) -> Result<u32, String> {
         vm.guest.run(self.cpu, &command)
     }
 
-    /// Has it write, and looks in the machine's memory whether all came where it belongs.
+    /// Runs `command`, then checks in physical memory that every word was written.
     pub(crate) fn write(&mut self, vm: &mut TestVm<M>, command: Command) -> Result<(), String> {
         self.run(vm, command)?;
         for i in 0..command.count {
@@ -125,12 +125,12 @@ impl<M: Machine> TestVm<M> {
         set_region::<M>(&self.vm, region)
     }
 
-    /// Another vCPU, for the second CPU.
+    /// Makes another vCPU, for the second CPU.
     pub(crate) fn second_guest(&self) -> Result<Guest<M>, String> {
         Guest::new(&self.vm)
     }
 
-    /// Whether the engine's counters and gauges rose as expected since this was last asked.
+    /// Checks that the engine's counters and gauges rose as expected since the last check.
     pub(crate) fn counted(&mut self, expected: &[(&str, u64)]) -> Result<(), String> {
         let now = self.vm.stats();
         let since = now.since(&self.counted);
@@ -143,7 +143,7 @@ impl<M: Machine> TestVm<M> {
         Ok(())
     }
 
-    /// Whether the first CPU reported so many faults since this was last asked.
+    /// Checks that the first CPU reported `expected` faults since the last check.
     pub(crate) fn faulted(&mut self, expected: u64) -> Result<(), String> {
         same(
             "faults seen",
@@ -152,7 +152,7 @@ impl<M: Machine> TestVm<M> {
         )
     }
 
-    /// Ends the VM. Its tables must be in order, and its frames come back.
+    /// Ends the VM. Its tables must pass the audit, and its frames be freed.
     pub(crate) fn end(self, host: &Host<M>) -> Result<(), String> {
         self.vm.audit().map_err(|error| format!("audit: {error}"))?;
         host.forget();
@@ -166,12 +166,12 @@ fn set_region<M: Machine>(vm: &GuestVm<M>, region: &Region) -> Result<(), String
         .map_err(|error| error.to_string())
 }
 
-/// `count` pages of the data slot, from `first` on, one word each.
+/// Makes a command on `count` pages of the data slot, from `first` on, one word each.
 pub(crate) fn pages(op: Op, first: u64, count: u64) -> Command {
     every(op, first, count, PAGE_SIZE)
 }
 
-/// `count` addresses of the data slot, `step` bytes apart.
+/// Makes a command on `count` addresses of the data slot, `step` bytes apart.
 pub(crate) fn every(op: Op, first_page: u64, count: u64, step: u64) -> Command {
     Command {
         op,
@@ -182,15 +182,14 @@ pub(crate) fn every(op: Op, first_page: u64, count: u64, step: u64) -> Command {
     }
 }
 
-/// What [`TestVm::counted`] calls the rise of a gauge that fell by `n`.
+/// Returns the rise that [`TestVm::counted`] sees for a gauge that fell by `n`.
 pub(crate) fn fell(n: u64) -> u64 {
     n.wrapping_neg()
 }
 
-/// A word of guest memory.
+/// Reads a word of guest memory.
 pub(crate) fn read_word(at: Hpa) -> u32 {
-    // SAFETY: callers give addresses of the guests' memory, which is there for good; a guest may be
-    // writing it, hence volatile.
+    // SAFETY: callers pass addresses of the guests' memory, which is never freed; a guest may be writing it, hence volatile.
     unsafe { ptr::read_volatile(at.0 as *const u32) }
 }
 
@@ -200,7 +199,7 @@ pub(crate) fn write_word(at: Hpa, value: u32) {
     unsafe { ptr::write_volatile(at.0 as *mut u32, value) }
 }
 
-/// Whether what was seen is what was expected.
+/// Checks that `seen` is `expected`.
 pub(crate) fn same<T: PartialEq + Debug>(what: &str, seen: T, expected: T) -> Result<(), String> {
     if seen == expected {
         Ok(())
@@ -209,7 +208,7 @@ pub(crate) fn same<T: PartialEq + Debug>(what: &str, seen: T, expected: T) -> Re
     }
 }
 
-/// Whether something holds.
+/// Checks that `holds` is true.
 pub(crate) fn holds(what: &str, holds: bool) -> Result<(), String> {
     if holds { Ok(()) } else { Err(what.to_string()) }
 }

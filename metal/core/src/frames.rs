@@ -1,5 +1,5 @@
-//! Frames for page tables: a stretch of memory whose first pages hold what the engine keeps beside
-//! each frame, so that both are found from a frame's number by arithmetic.
+//! Frames for page tables: a range of memory whose first pages hold the engine's metadata of each frame, so that both are found
+//! from a frame's number by arithmetic.
 
 use core::ops::Range;
 use core::ptr::{self, NonNull};
@@ -9,21 +9,21 @@ use slat_model::Lock;
 
 /// An allocator of table frames.
 pub(crate) struct Frames {
-    /// Begins with the array of [`TableMeta`], one for each frame of the range.
+    /// The frames; the first ones hold the array of [`TableMeta`], one for each frame of the range.
     all: Range<Pfn>,
     free: Lock<Free>,
 }
 
 struct Free {
     fresh: Range<u64>,
-    /// First of the frames that were given back, linked through their first word; 0 ends the list.
+    /// First of the freed frames, linked through their first word; 0 ends the list.
     list: u64,
     used: usize,
 }
 
 impl Frames {
     /// # Safety
-    /// - `memory` (whole pages, not at 0) is nobody else's, and its addresses are valid as they are.
+    /// - `memory` (whole pages, not at 0) is used by no other code, and its addresses are valid as they are.
     pub(crate) unsafe fn new(memory: Range<Hpa>) -> Self {
         let all = memory.start.pfn()..memory.end.pfn();
         let frames = all.end.0 - all.start.0;
@@ -38,12 +38,12 @@ impl Frames {
         }
     }
 
-    /// Frames in use.
+    /// Returns the number of frames in use.
     pub(crate) fn used(&self) -> usize {
         self.free.lock().used
     }
 
-    /// A frame of unspecified contents, with fresh metadata.
+    /// Allocates a frame of unspecified contents, with fresh metadata. `None` when memory is out.
     pub(crate) fn alloc(&self) -> Option<Pfn> {
         let mut free = self.free.lock();
         let frame = match free.list {
@@ -59,7 +59,7 @@ impl Frames {
         Some(self.prepare(Pfn(frame)))
     }
 
-    /// `count` frames (a power of two) next to each other, the first aligned to them all.
+    /// Allocates `count` contiguous frames (a power of two), the first aligned to `count` frames.
     pub(crate) fn alloc_run(&self, count: usize) -> Option<Pfn> {
         let mut free = self.free.lock();
         let start = free.fresh.start.next_multiple_of(count as u64);
@@ -80,7 +80,7 @@ impl Frames {
     }
 
     /// # Safety
-    /// - `frame` came from this allocator, is freed once, and is not used any more.
+    /// - `frame` was allocated by this allocator, is freed once, and is not used any more.
     pub(crate) unsafe fn free(&self, frame: Pfn) {
         let mut free = self.free.lock();
         free.push(frame);
@@ -88,7 +88,7 @@ impl Frames {
     }
 
     fn prepare(&self, frame: Pfn) -> Pfn {
-        // SAFETY: nobody uses the frame, and so nobody its metadata.
+        // SAFETY: the frame is not used, and so is its metadata.
         unsafe { self.meta(frame).write(TableMeta::new()) };
         frame
     }

@@ -1,5 +1,5 @@
-//! The loop of a hypervisor: run the guest, answer its exits. Beside the engine, it counts what the
-//! CPU reported, so that the two can be compared.
+//! The loop of a hypervisor: run the guest, handle its exits. Apart from the engine, it counts the CPU's reports, so that the
+//! two can be compared.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -15,25 +15,25 @@ use slat_model::Lock;
 pub(crate) type Tables<M> = <<M as Machine>::Cpu as Cpu>::Format;
 pub(crate) type GuestVm<M> = Arc<Vm<Host<M>, Tables<M>>>;
 
-/// Where the guest's program is.
+/// Address of the guest's program.
 pub(crate) const CODE: Gpa = Gpa(0x1000_0000);
-/// What a load reads where no memory is.
+/// The value that a load reads where there is no memory.
 pub(crate) const DEVICE: u32 = 0x0d0d;
 
-/// What one CPU reported.
+/// Counts of one CPU's reports.
 #[derive(Default)]
 pub(crate) struct Seen {
     /// Second-level faults, those of MMIO entries not included.
     pub(crate) faults: AtomicU64,
     /// Faults that the walker itself reported as an MMIO entry's.
     pub(crate) mmio_faults: AtomicU64,
-    /// Accesses that no memory answered.
+    /// Accesses to addresses without memory.
     pub(crate) mmio: AtomicU64,
-    /// Interrupts that took it out of the guest.
+    /// Interrupts that made it leave the guest.
     pub(crate) kicks: AtomicU64,
 }
 
-/// A virtual CPU, to be run by any CPU of the machine.
+/// A virtual CPU, which any CPU of the machine can run.
 pub(crate) struct Guest<M: Machine> {
     vcpu: Vcpu<Host<M>, Tables<M>>,
     root: Hpa,
@@ -41,7 +41,7 @@ pub(crate) struct Guest<M: Machine> {
 }
 
 impl<M: Machine> Guest<M> {
-    /// Faults of one access, with nothing to stop it, after which nobody believes in progress.
+    /// Number of faults of one uninterrupted access that counts as no progress.
     const STUCK: u32 = 1000;
 
     pub(crate) fn new(vm: &GuestVm<M>) -> Result<Self, String> {
@@ -52,7 +52,7 @@ impl<M: Machine> Guest<M> {
         })
     }
 
-    /// Has the guest carry `command` out, on `cpu`. Returns the guest's result.
+    /// Runs the guest on `cpu` until it has done `command`. Returns the guest's result.
     pub(crate) fn run(&mut self, cpu: &mut M::Cpu, command: &Command) -> Result<u32, String> {
         cpu.begin(CODE, command);
         let mut last = (Gpa(0), Access::Read, 0);
@@ -84,7 +84,7 @@ impl<M: Machine> Guest<M> {
         }
     }
 
-    /// Whether the guest may try again; otherwise there is no memory.
+    /// Handles a fault. Returns whether the guest may try again; if not, there is no memory.
     fn fault(&mut self, gpa: Gpa, access: Access, cause: Cause) -> Result<bool, String> {
         match cause {
             Cause::Mmio => &self.seen.mmio_faults,
@@ -102,7 +102,7 @@ impl<M: Machine> Guest<M> {
     }
 }
 
-/// A guest that the second CPU runs, the same command again and again, beside what the first does.
+/// A guest that runs one command again and again on the second CPU, beside the first CPU's guest.
 pub(crate) struct Beside<M: Machine> {
     state: Arc<State<M>>,
     pub(crate) seen: Arc<Seen>,
@@ -113,15 +113,15 @@ struct State<M: Machine> {
     ended: AtomicBool,
     passes: AtomicU64,
     result: AtomicU32,
-    /// Of all results.
+    /// The largest result so far.
     largest: AtomicU32,
-    /// When it has ended.
+    /// Set when it has ended.
     outcome: Lock<Option<Result<Guest<M>, String>>>,
 }
 
 impl<M: Machine> Beside<M> {
-    /// Starts it. A writing guest goes on counting from pass to pass, so that every value it writes
-    /// to one place is larger than the last.
+    /// Starts the guest. A writing guest continues to count from pass to pass, so that every value it writes to an address is
+    /// larger than the last.
     pub(crate) fn start(mut guest: Guest<M>, mut command: Command) -> Self {
         let state = Arc::new(State {
             stop: AtomicBool::new(false),
@@ -153,14 +153,14 @@ impl<M: Machine> Beside<M> {
         beside
     }
 
-    /// Passes through the command so far.
+    /// Returns the number of passes through the command so far.
     pub(crate) fn passes(&self) -> u64 {
         self.state.passes.load(SeqCst)
     }
 
-    /// Waits until it has made a whole pass from here, and returns that pass's result, or a later one's.
+    /// Waits until the guest has made a whole pass from here. Returns the result of that pass, or of a later one.
     pub(crate) fn pass(&self) -> u32 {
-        // The pass that is being made now may have begun before.
+        // The current pass may have begun before.
         let enough = self.passes() + 2;
         while self.passes() < enough && !self.has_ended() {
             spin_loop();
@@ -168,17 +168,17 @@ impl<M: Machine> Beside<M> {
         self.state.result.load(SeqCst)
     }
 
-    /// Whether it has ended by itself: it has failed, and [`Beside::stop`] tells how.
+    /// Whether the guest has ended by itself: it has failed, and [`Beside::stop`] returns the error.
     pub(crate) fn has_ended(&self) -> bool {
         self.state.ended.load(SeqCst)
     }
 
-    /// The largest result of all passes so far.
+    /// Returns the largest result of all passes so far.
     pub(crate) fn largest(&self) -> u32 {
         self.state.largest.load(SeqCst)
     }
 
-    /// Stops it after the pass that it is making.
+    /// Stops the guest after its current pass.
     pub(crate) fn stop(self) -> Result<Guest<M>, String> {
         self.state.stop.store(true, SeqCst);
         M::second().wait();
@@ -188,7 +188,7 @@ impl<M: Machine> Beside<M> {
 }
 
 impl<M: Machine> Drop for Beside<M> {
-    /// A scenario that has failed leaves the second CPU free for the next.
+    /// After a failed scenario, frees the second CPU for the next.
     fn drop(&mut self) {
         self.state.stop.store(true, SeqCst);
         M::second().wait();

@@ -1,4 +1,4 @@
-//! The heap: blocks of powers of two, freed ones kept by size.
+//! The heap: blocks of powers of two; freed blocks are kept by size.
 
 use core::alloc::{GlobalAlloc, Layout};
 use core::ops::Range;
@@ -8,18 +8,18 @@ use slat::Hpa;
 
 use slat_model::Lock;
 
-/// For `#[global_allocator]`. Empty until [`Heap::give`].
+/// The heap, for `#[global_allocator]`. Empty until [`Heap::give`].
 pub struct Heap(Lock<Blocks>);
 
 struct Blocks {
-    /// Never used so far.
+    /// Memory that was never allocated.
     fresh: Range<usize>,
-    /// First of the free blocks of each power of two, linked through their first word.
+    /// First free block of each power of two, linked through the blocks' first words.
     free: [usize; usize::BITS as usize],
 }
 
 impl Heap {
-    /// No memory yet.
+    /// Makes a heap without memory.
     pub const fn new() -> Self {
         Heap(Lock::new(Blocks {
             fresh: 0..0,
@@ -27,10 +27,10 @@ impl Heap {
         }))
     }
 
-    /// Gives it memory, once.
+    /// Gives the heap its memory. Call once.
     ///
     /// # Safety
-    /// - nobody else uses `memory`, whose addresses are valid as they are.
+    /// - no other code uses `memory`, whose addresses are valid as they are.
     pub unsafe fn give(&self, memory: Range<Hpa>) {
         self.0.lock().fresh = memory.start.0 as usize..memory.end.0 as usize;
     }
@@ -42,7 +42,8 @@ impl Default for Heap {
     }
 }
 
-/// A block's size is its alignment, and holds the link.
+/// Returns a block's size, as a power of two: at least its alignment, and large enough for the
+/// link.
 fn order(layout: Layout) -> u32 {
     let size = layout.size().max(layout.align()).max(size_of::<usize>());
     size.next_power_of_two().trailing_zeros()
@@ -55,7 +56,8 @@ unsafe impl GlobalAlloc for Heap {
         let mut blocks = self.0.lock();
         let first = blocks.free[order as usize];
         if first != 0 {
-            // SAFETY: a free block is the heap's, and begins with the link that `dealloc` wrote.
+            // SAFETY: a free block belongs to the heap, and begins with the link that `dealloc`
+            // wrote.
             blocks.free[order as usize] = unsafe { ptr::read(first as *const usize) };
             return first as *mut u8;
         }
@@ -70,7 +72,7 @@ unsafe impl GlobalAlloc for Heap {
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         let order = order(layout) as usize;
         let mut blocks = self.0.lock();
-        // SAFETY: the block is the heap's again, and has room for a link.
+        // SAFETY: the block belongs to the heap again, and is large enough for a link.
         unsafe { ptr::write(block.cast::<usize>(), blocks.free[order]) };
         blocks.free[order] = block as usize;
     }

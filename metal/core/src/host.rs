@@ -1,4 +1,4 @@
-//! The engine's platform: what `slat` needs of a machine.
+//! The engine's platform: the parts of a machine that `slat` needs.
 
 use alloc::string::String;
 use alloc::sync::Arc;
@@ -21,35 +21,35 @@ use crate::{Heap, Machine, Memory};
 
 /// Frames for tables, and the memory that backs memslots.
 ///
-/// Backing address and physical address are the same, but for one page that can be made to stand for
-/// another ([`Host::replace`]): a host that moves a guest's page.
+/// Backing address and physical address are equal, except for one page that another can replace ([`Host::replace`]), as when a
+/// host moves a guest's page.
 pub struct Host<M> {
     frames: Frames,
-    /// Guests' memory of which the host has no mapping larger than a page.
+    /// Guests' memory that the host maps by single pages only.
     small: Range<Hpa>,
     /// Guests' memory that is whole GiBs.
     large: Range<Hpa>,
-    /// How large the host's mappings of that are.
+    /// The level of the host's mappings of that memory.
     level: AtomicU8,
     replaced: AtomicU64,
     replacement: AtomicU64,
-    /// What the walkers may have cached, for a scenario that asks for it.
+    /// The entries that walkers may have cached, for a scenario that asks for them.
     tlb: Tlb,
-    /// A table that was freed while a walker could reach it.
+    /// The error of a table that was freed while a walker could reach it.
     freed_too_early: Lock<Option<String>>,
-    /// How long a flush waits before it flushes.
+    /// Spins before each flush.
     delay: AtomicU32,
     machine: PhantomData<fn() -> M>,
 }
 
 impl<M: Machine> Host<M> {
-    /// See [`Host::small`].
+    /// Pages of [`Host::small`].
     pub const SMALL_PAGES: u64 = 16;
 
-    /// Divides `memory` up: a part goes to `heap`, one to tables, one to guests.
+    /// Divides `memory`: a part for `heap`, one for tables, one for guests.
     ///
     /// # Safety
-    /// - `memory` is nobody else's, and its addresses are valid as they are;
+    /// - `memory` is used by no other code, and its addresses are valid as they are;
     /// - `heap` is the global allocator, and has no memory yet.
     pub unsafe fn new(memory: Memory, heap: &Heap) -> Arc<Self> {
         let at = |offset: u64| Hpa(memory.monitor.start.0.next_multiple_of(MIB) + offset);
@@ -74,13 +74,12 @@ impl<M: Machine> Host<M> {
         })
     }
 
-    /// The first page of guests' memory of which the host has no mapping larger than a page, of
-    /// [`Host::SMALL_PAGES`].
+    /// Returns the first of the [`Host::SMALL_PAGES`] pages of guests' memory that the host maps by single pages only.
     pub fn small(&self) -> Hpa {
         self.small.start
     }
 
-    /// Copies the guest's program, less than a page, to the first small page. No guest runs.
+    /// Copies the guest's program, less than a page, to the first small page. Call while no guest runs.
     pub fn load(&self, program: &[u8]) {
         assert!(program.len() as u64 <= PAGE_SIZE);
         let to = self.small.start.0 as *mut u8;
@@ -88,61 +87,60 @@ impl<M: Machine> Host<M> {
         unsafe { ptr::copy_nonoverlapping(program.as_ptr(), to, program.len()) };
     }
 
-    /// The GiB of guests' memory that the host maps as it likes.
+    /// Returns the GiB of guests' memory whose mappings have any level.
     pub fn large(&self) -> Hpa {
         self.large.start
     }
 
-    /// Table frames in use.
+    /// Returns the number of table frames in use.
     pub fn frames_used(&self) -> usize {
         self.frames.used()
     }
 
-    /// For a new VM: mappings of the large memory have `level`, no page stands for another, and no VM is
-    /// watched.
+    /// Call before making a VM: maps the large memory at `level`, ends replacements of pages, and watches no VM.
     pub fn begin(&self, level: Level) {
         self.forget();
         self.map_at(level);
         self.replaced.store(0, SeqCst);
     }
 
-    /// From now on mappings of the large memory have `level`.
+    /// Maps the large memory at `level` from now on.
     pub fn map_at(&self, level: Level) {
         self.level.store(level.0, SeqCst);
     }
 
-    /// From now on there is a record of what walkers of `vm`, which no CPU runs yet, may have cached: the
-    /// tables are read whenever the engine reaches them, and before and after each flush. Each flush waits
-    /// for `delay` spins first, so that other CPUs meet what is not flushed yet.
+    /// Begins to record the entries that walkers of `vm`, which no CPU runs yet, may have cached: the tables are read whenever
+    /// the engine reaches them, and before and after each flush. Each flush first waits for `delay` spins, so that other CPUs
+    /// use what is not flushed yet.
     pub(crate) fn watch(&self, vm: &GuestVm<M>, delay: u32) {
         self.delay.store(delay, SeqCst);
         let root = vm.root(0).expect("a VM has an address space");
-        // SAFETY: frames are memory at their addresses; between `alloc_table` and `free_table`, which tells
-        // the record, only the engine and walkers write to them.
+        // SAFETY: frames are memory at their addresses; between `alloc_table` and `free_table`, which tells the record, only
+        // the engine and walkers write to them.
         unsafe { self.tlb.watch::<Tables<M>>(vm.id(), &[root]) };
     }
 
-    /// What [`Host::watch`] began.
+    /// Returns the record that [`Host::watch`] began.
     pub(crate) fn tlb(&self) -> &Tlb {
         &self.tlb
     }
 
-    /// Ends what [`Host::watch`] began. No CPU runs the VM any more.
+    /// Ends the record that [`Host::watch`] began. Call when no CPU runs the VM any more.
     pub(crate) fn forget(&self) {
         self.tlb.forget();
         self.freed_too_early.lock().take();
         self.delay.store(0, SeqCst);
     }
 
-    /// While no operation of the watched VM is in progress: whether all that walkers may have cached is in
-    /// the tables, and no table was freed too early.
+    /// Call while no operation of the watched VM is in progress. Checks that the tables have all entries that walkers may have
+    /// cached, and that no table was freed too early.
     pub(crate) fn nothing_is_stale(&self) -> Result<(), String> {
         let early = self.freed_too_early.lock().take();
         early.or_else(|| self.tlb.stale()).map_or(Ok(()), Err)
     }
 
-    /// From now on the page at `backing` is the one at `page`: to be called while `backing` is
-    /// invalidated. No mapping that holds it may be larger than a page.
+    /// Makes `page` replace the page at `backing` from now on. Call while `backing` is invalidated. No mapping that contains it
+    /// may be larger than a page.
     pub fn replace(&self, backing: Hva, page: Hpa) {
         self.replacement.store(page.0, SeqCst);
         self.replaced.store(backing.0, SeqCst);
@@ -171,8 +169,8 @@ impl<M: Machine> Host<M> {
     }
 }
 
-// SAFETY: frames and metadata come from `Frames`, which keeps them in place; `page` answers with memory
-// of the guests, which never goes away; `flush` is the machine's, with the same contract.
+// SAFETY: frames and metadata are allocated from `Frames`, which keeps them at their addresses; `page` returns memory of the
+// guests, which is never freed; `flush` is the machine's, with the same contract.
 unsafe impl<M: Machine> Platform for Host<M> {
     fn alloc_table(&self) -> Option<Pfn> {
         self.frames.alloc()

@@ -1,10 +1,10 @@
-//! What the monitors share: the engine's platform on a machine without an OS, a guest that does as it
-//! is told, and the scenarios with the counts expected of them. Knows no architecture: a monitor says
-//! what its machine is ([`Machine`]), and how one of its CPUs runs the guest ([`Cpu`]).
+//! What the monitors share: the engine's platform on a machine without an OS, a guest that executes commands, and the scenarios
+//! with their expected counts. Independent of the architecture: a monitor describes its machine ([`Machine`]), and how one of
+//! its CPUs runs the guest ([`Cpu`]).
 //!
-//! A monitor boots, starts its second CPU, which calls [`Second::serve`], and calls [`run`] on the
-//! first. Monitors run with physical and virtual addresses equal and with interrupts masked, except
-//! while the guest runs: an interrupt that is pending when a CPU enters the guest takes it out at once.
+//! A monitor boots, starts its second CPU, which calls [`Second::serve`], and calls [`run`] on the first. Monitors run with
+//! physical and virtual addresses equal and with interrupts masked, except while the guest runs: an interrupt that is pending
+//! when a CPU enters the guest makes it leave at once.
 //!
 //! The guest is one small program per architecture. It runs with paging of its own off, so that
 //! every access is one second-level translation and faults can be counted exactly.
@@ -37,25 +37,24 @@ pub use shootdown::Shootdown;
 pub trait Machine: Sized + Send + Sync + 'static {
     /// Its CPUs.
     type Cpu: Cpu;
-    /// What the console calls it: the name of `run --arch`.
+    /// The name of the machine on the console and of `run --arch`.
     const NAME: &'static str;
 
-    /// Width of its physical addresses ([`slat::Config::physical_bits`]).
+    /// Returns the width of physical addresses ([`slat::Config::physical_bits`]).
     fn physical_bits() -> u32;
 
     /// Writes to the console, from any CPU.
     fn print(text: &str);
 
-    /// When this returns, no CPU uses a second-level translation of `range` of `vm` that was taken out
-    /// of the tables before the call, as far as `stale` says: [`slat::Platform::flush`]. By a broadcast where the machine has
-    /// one, otherwise by interrupts ([`Shootdown`]). Called with no CPU in the guest waiting for the
-    /// caller.
+    /// Flushes, as in [`slat::Platform::flush`]: when it returns, no CPU uses a second-level translation of `range` of `vm`
+    /// that was removed from the tables before the call, as far as `stale` includes it. By a broadcast where the machine has
+    /// one, otherwise by interrupts ([`Shootdown`]). Called while no CPU in the guest waits for the caller.
     fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale);
 
-    /// Makes `cpu` leave the guest soon, if it is inside, with [`Exit::Kicked`]; called by another CPU.
+    /// Makes `cpu` leave the guest soon, if it is in the guest, with [`Exit::Kicked`]; called by another CPU.
     fn kick(cpu: usize);
 
-    /// Where work for the second CPU is left.
+    /// Returns the queue of work for the second CPU.
     fn second() -> &'static Second<Self::Cpu>;
 
     /// Ends the emulator.
@@ -66,23 +65,23 @@ pub trait Machine: Sized + Send + Sync + 'static {
 pub trait Cpu: Sized + 'static {
     /// The tables that its walker reads.
     type Format: Format;
-    /// The guest's program: position-independent, entered at its first byte, with the members of
-    /// [`Command`] in registers. Less than a page.
+    /// Returns the guest's program: position-independent, entered at its first byte, with the members of [`Command`] in
+    /// registers. Less than a page.
     fn program() -> &'static [u8];
-    /// A guest function that does nothing but return to the program: what [`Op::Execute`] calls.
+    /// A guest function that only returns to the program: [`Op::Execute`] calls it.
     const RETURN: &'static [u8];
-    /// Whether the walker reports the engine's MMIO entries in a way of their own ([`Cause::Mmio`]).
+    /// Whether the walker reports the engine's MMIO entries differently from others ([`Cause::Mmio`]).
     const REPORTS_MMIO: bool;
 
     /// Sets the guest's registers so that its next run begins `command` with the program at `entry`.
     fn begin(&mut self, entry: Gpa, command: &Command);
 
-    /// Runs the guest of `vm`, through the tables at `root`, until it leaves. The tables of a VM that
-    /// is gone may have been at the same place: what this CPU remembers of them must not be used.
+    /// Runs the guest of `vm`, through the tables at `root`, until it leaves. The tables of a deleted VM may have had the same
+    /// address: this CPU must not use translations that it cached from them.
     fn run(&mut self, vm: VmId, root: Hpa) -> Exit;
 
-    /// Completes the access that [`Exit::Fault`] reported, and that no memory answers: a load reads
-    /// `value`, a store is dropped. The guest goes on behind it.
+    /// Completes the access that [`Exit::Fault`] reported and that has no memory: a load reads `value`, a store is dropped. The
+    /// guest continues after it.
     fn complete_mmio(&mut self, value: u32);
 
     /// Whether the walker sets the accessed bit in leaves itself.
@@ -90,8 +89,7 @@ pub trait Cpu: Sized + 'static {
         true
     }
 
-    /// Whether the walker sets the dirty bit in leaves itself. (A format may allow it, and the CPU
-    /// not have it.)
+    /// Whether the walker sets the dirty bit in leaves itself. (A format may allow it, and the CPU lack it.)
     fn sets_dirty(&self) -> bool {
         Self::Format::SETS_DIRTY
     }
@@ -102,25 +100,25 @@ pub trait Cpu: Sized + 'static {
 pub enum Exit {
     /// The second-level walk did not allow an access.
     Fault {
-        /// What was accessed; exact to the page.
+        /// The address that was accessed; exact to the page.
         gpa: Gpa,
-        /// How.
+        /// The kind of access.
         access: Access,
-        /// What the walker says about it.
+        /// What the walker reports about it.
         cause: Cause,
     },
     /// The command is done.
     Done {
-        /// Of [`Op::Read`], the sum of what was read, modulo 2³².
+        /// For [`Op::Read`], the sum of the words read, modulo 2³².
         result: u32,
     },
-    /// An interrupt for the monitor came in ([`Machine::kick`]).
+    /// An interrupt for the monitor arrived ([`Machine::kick`]).
     Kicked,
-    /// Anything else: no scenario expects it.
+    /// Any other exit: no scenario expects it.
     Other {
         /// The machine's code for it.
         code: u64,
-        /// What it says beside that.
+        /// Further information of the machine's.
         info: u64,
     },
 }
@@ -128,43 +126,43 @@ pub enum Exit {
 /// What the walker found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// Nothing.
+    /// No valid entry.
     NotPresent,
     /// A leaf that does not allow the access, or that wants an accessed or dirty bit set by software.
     Protection,
-    /// An entry of the engine's for MMIO, which the walker reports in a way of its own: a reserved bit,
-    /// a misconfiguration. Where [`Cpu::REPORTS_MMIO`] is false it is `NotPresent`.
+    /// One of the engine's MMIO entries, which the walker reports differently from others: a reserved bit, a misconfiguration.
+    /// If [`Cpu::REPORTS_MMIO`] is false, `NotPresent` is reported instead.
     Mmio,
 }
 
-/// What the guest is to do with `count` addresses from `gpa` on, `step` bytes apart.
+/// A command to the guest, for `count` addresses from `gpa` on, `step` bytes apart.
 #[derive(Clone, Copy, Debug)]
 pub struct Command {
-    /// What.
+    /// The operation.
     pub op: Op,
     /// The first address, below 4 GiB, a multiple of 4.
     pub gpa: Gpa,
-    /// Bytes from one to the next.
+    /// Bytes from one address to the next.
     pub step: u64,
-    /// How many, at least 1.
+    /// Number of addresses, at least 1.
     pub count: u64,
-    /// For [`Op::Write`]: what goes to the first; each next gets one more.
+    /// For [`Op::Write`]: the value for the first address; each next one is larger by one.
     pub value: u32,
 }
 
-/// What the guest does at each address of a [`Command`], by the number that its program is told.
+/// The guest's operation at each address of a [`Command`], with the number that its program uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Op {
     /// Stores 32 bits.
     Write = 0,
-    /// Loads 32 bits, and adds them up.
+    /// Loads 32 bits, and sums them.
     Read = 1,
-    /// Calls it.
+    /// Calls the address.
     Execute = 2,
 }
 
-/// [`Cpu::program`]: what a monitor's assembly has put between the symbols `guest_program` and
+/// Returns [`Cpu::program`]: the code that a monitor's assembly has between the symbols `guest_program` and
 /// `guest_program_end`.
 #[macro_export]
 macro_rules! guest_program {
@@ -174,12 +172,12 @@ macro_rules! guest_program {
             static guest_program_end: u8;
         }
         let (start, end) = (&raw const guest_program, &raw const guest_program_end);
-        // SAFETY: the symbols enclose the program, which nobody changes.
+        // SAFETY: the symbols enclose the program, which is never changed.
         unsafe { core::slice::from_raw_parts(start, end.offset_from_unsigned(start)) }
     }};
 }
 
-/// The machine's memory, as far as it is the scenarios' to use.
+/// The part of the machine's memory that the scenarios may use.
 #[derive(Clone, Debug)]
 pub struct Memory {
     /// For the heap, page tables, and the guest's program: 64 MiB or more.

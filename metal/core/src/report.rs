@@ -1,4 +1,4 @@
-//! Runs the scenarios, and tells.
+//! Runs the scenarios, and reports their results.
 
 use alloc::format;
 use alloc::sync::Arc;
@@ -8,7 +8,7 @@ use crate::bench::Bench;
 use crate::scenarios;
 use crate::{Host, Machine};
 
-/// The console that this function prints to, for `write!`.
+/// A console for `write!`, which the function prints to.
 pub struct Console(pub fn(&str));
 
 impl fmt::Write for Console {
@@ -18,9 +18,10 @@ impl fmt::Write for Console {
     }
 }
 
-/// The first CPU's work: runs every scenario on `host`, which no VM uses, and ends the emulator.
+/// Does the first CPU's work: runs every scenario on `host`, which no VM uses, and ends the
+/// emulator.
 ///
-/// The console gets a line for each, and as the last one `metal NAME: N passed, N failed`.
+/// Prints a line for each on the console, and as the last one `metal NAME: N passed, N failed`.
 pub fn run<M: Machine>(mut cpu: M::Cpu, host: Arc<Host<M>>) -> ! {
     let (mut passed, mut failed) = (0, 0);
     for (name, scenario) in scenarios::all::<M>() {

@@ -9,15 +9,15 @@ use slat_model::Lock;
 
 type Job<C> = Box<dyn FnOnce(&mut C) + Send>;
 
-/// Where one CPU leaves work for another.
+/// A queue of one job for another CPU.
 pub struct Second<C> {
     job: Lock<Option<Job<C>>>,
-    /// From when a job was left until it is done.
+    /// True from the start of a job until it is done.
     busy: AtomicBool,
 }
 
 impl<C: Cpu> Second<C> {
-    /// Nothing to do.
+    /// Makes an empty queue.
     pub const fn new() -> Self {
         Second {
             job: Lock::new(None),
@@ -25,7 +25,7 @@ impl<C: Cpu> Second<C> {
         }
     }
 
-    /// The life of the second CPU.
+    /// Runs jobs for ever, on the second CPU.
     pub fn serve(&self, mut cpu: C) -> ! {
         loop {
             let job = self.job.lock().take();
@@ -39,14 +39,14 @@ impl<C: Cpu> Second<C> {
         }
     }
 
-    /// Leaves work, when what was left before is done.
+    /// Starts a job, when the one before is done.
     pub(crate) fn start(&self, job: impl FnOnce(&mut C) + Send + 'static) {
         self.wait();
         self.busy.store(true, Relaxed);
         *self.job.lock() = Some(Box::new(job));
     }
 
-    /// Waits until there is nothing to do. Then all that was done is seen.
+    /// Waits until there is no job. Then the jobs' effects are visible.
     pub(crate) fn wait(&self) {
         while self.busy.load(Acquire) {
             spin_loop();

@@ -1,16 +1,16 @@
-//! A flush by interrupts, for machines whose CPUs flush no TLB but their own.
+//! A flush by interrupts, for machines whose CPUs can flush no TLB but their own.
 //!
-//! Each CPU has a word: the last flush it has made, and whether it is in the guest. Whoever wants a
-//! flush raises the number of flushes, interrupts every CPU that is in the guest and behind, and waits
-//! until it is not. A CPU that is about to enter the guest says so first and looks at the number
-//! then; with sequentially consistent accesses either it sees the number, and flushes before it goes
-//! in, or the other sees that it is inside. Interrupts are masked from before it says so until the guest
-//! runs, so one that comes in between is not lost: it takes the CPU out of the guest at once.
+//! Each CPU has a word: the number of its last flush, and whether it is in the guest. A CPU that needs a flush raises the
+//! number of flushes, interrupts every CPU that is in the guest and has not made that flush, and waits until that CPU has left
+//! the guest or made the flush. A CPU that is about to enter the guest sets its word first and reads the number then; with
+//! sequentially consistent accesses either it sees the number, and flushes before it enters, or the other sees that it is in
+//! the guest. Interrupts are masked from before it sets the word until the guest runs, so one that arrives in between is not
+//! lost: it makes the CPU leave the guest at once.
 
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
-/// Who must flush, for `CPUS` CPUs.
+/// The state of `CPUS` CPUs: which are in the guest, and which must flush.
 pub struct Shootdown<const CPUS: usize> {
     wanted: AtomicU64,
     cpus: [AtomicU64; CPUS],
@@ -20,7 +20,7 @@ pub struct Shootdown<const CPUS: usize> {
 const INSIDE: u64 = 1 << 63;
 
 impl<const CPUS: usize> Shootdown<CPUS> {
-    /// Nobody in the guest, nothing to flush.
+    /// Makes a state with no CPU in the guest, and no flush pending.
     pub const fn new() -> Self {
         Shootdown {
             wanted: AtomicU64::new(0),
@@ -28,8 +28,8 @@ impl<const CPUS: usize> Shootdown<CPUS> {
         }
     }
 
-    /// `cpu` is about to enter the guest, with interrupts masked. Calls `flush` if its TLB may hold
-    /// what was taken away.
+    /// Call when `cpu` is about to enter the guest, with interrupts masked. Calls `flush` if its TLB may hold removed
+    /// translations.
     pub fn enter(&self, cpu: usize, mut flush: impl FnMut()) {
         let word = &self.cpus[cpu];
         let mut flushed = word.load(Relaxed);
@@ -44,13 +44,13 @@ impl<const CPUS: usize> Shootdown<CPUS> {
         }
     }
 
-    /// `cpu` has left the guest.
+    /// Call when `cpu` has left the guest.
     pub fn leave(&self, cpu: usize) {
         self.cpus[cpu].fetch_and(!INSIDE, Release);
     }
 
-    /// Makes every CPU flush before it runs another instruction of the guest. `interrupt` makes
-    /// one leave the guest. The caller is not in the guest.
+    /// Makes every CPU flush before it runs another instruction of the guest. `interrupt` makes one leave the guest. The caller
+    /// is not in the guest.
     pub fn flush(&self, interrupt: impl Fn(usize)) {
         let wanted = self.wanted.fetch_add(1, SeqCst) + 1;
         let behind = |cpu: usize| {

@@ -1,4 +1,4 @@
-//! The monitor on Intel's VMX and EPT. Bochs: `ept/bochsrc`. `metal/run --arch ept` does it.
+//! The monitor on Intel's VMX and EPT, for Bochs (`ept/bochsrc`). `metal/run --arch ept` runs it.
 #![no_std]
 #![no_main]
 
@@ -15,7 +15,7 @@ use vmx::Vmx;
 #[global_allocator]
 static HEAP: Heap = Heap::new();
 
-/// Each CPU comes here, on a stack of its own.
+/// Entry point of each CPU, on a stack of its own.
 #[unsafe(no_mangle)]
 extern "C" fn monitor(cpu: usize) -> ! {
     // SAFETY: once, by the first CPU; the memory is described as it is.

@@ -64,7 +64,7 @@ pub unsafe fn read(field: Field) -> u64 {
 /// Writes a field.
 ///
 /// # Safety
-/// - this CPU has a current VMCS, and its guest goes on with `value` in it.
+/// - this CPU has a current VMCS, and its guest can continue with `value` in it.
 pub unsafe fn write(field: Field, value: u64) {
     // SAFETY: the caller's promise.
     unsafe { write_at(field as u64, value) };
@@ -82,7 +82,7 @@ unsafe fn write_at(encoding: u64, value: u64) {
     assert!(written != 0, "VMWRITE of field {encoding:#x} fails");
 }
 
-/// The controls `wanted`, and those that cannot be off, as the capability register `msr` says.
+/// Returns the controls `wanted`, and those that cannot be off, by the capability register `msr`.
 ///
 /// # Safety
 /// - the CPU has VMX.
@@ -94,16 +94,16 @@ unsafe fn controls(msr: u32, wanted: u64) -> u64 {
     wanted | must
 }
 
-/// A guest in 32-bit protected mode without paging, with flat segments, in EPT.
+/// Describes a guest in 32-bit protected mode without paging, with flat segments, in EPT.
 ///
 /// # Safety
-/// - this CPU has a current VMCS, and is in the state to which an exit is to bring it back.
+/// - this CPU has a current VMCS, and is in the state that an exit is to restore.
 pub unsafe fn describe_guest() {
     const CODE32: u64 = 0xc09b;
     const DATA32: u64 = 0xc093;
     const BUSY_TSS: u64 = 0x8b;
     const UNUSABLE: u64 = 1 << 16;
-    // ES, CS, SS, DS, FS, GS, LDTR, TR. Selectors and bases are 0, as a VMCS begins.
+    // ES, CS, SS, DS, FS, GS, LDTR, TR. Selectors and bases are 0, as in a new VMCS.
     let segments = [
         DATA32, CODE32, DATA32, DATA32, DATA32, DATA32, UNUSABLE, BUSY_TSS,
     ];
@@ -142,7 +142,7 @@ unsafe fn write_controls() {
     const SECONDARY: u64 = 1 << 31;
     const EPT: u64 = 1 << 1;
     const VPID: u64 = 1 << 5;
-    /// Paging may be off.
+    /// Allows paging to be off.
     const UNRESTRICTED: u64 = 1 << 7;
     const HOST_IS_64_BIT: u64 = 1 << 9;
     const ACKNOWLEDGE_INTERRUPT: u64 = 1 << 15;
@@ -169,7 +169,7 @@ unsafe fn write_host() {
         let words = table[1..].iter().rev();
         words.fold(0, |base, word| base << 16 | u64::from(*word))
     };
-    // SAFETY: these store what is there, and change nothing.
+    // SAFETY: these instructions store the descriptor tables' registers, and change nothing else.
     unsafe {
         asm!("mov {}, cr0", "mov {}, cr3", "mov {}, cr4",
             out(reg) cr0, out(reg) cr3, out(reg) cr4, options(nomem, nostack));
@@ -185,7 +185,7 @@ unsafe fn write_host() {
         for data in [Field::HostEs, Field::HostSs, Field::HostDs] {
             write(data, 0x10);
         }
-        // Must not be null; nothing uses a task state here.
+        // Must not be null; the monitor uses no task state.
         write(Field::HostTr, 0x20);
         write(Field::HostGdtrBase, base(gdt));
         write(Field::HostIdtrBase, base(idt));

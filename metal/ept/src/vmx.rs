@@ -1,5 +1,5 @@
-//! One CPU with Intel's VMX and EPT (Intel SDM volume 3, "Introduction to Virtual-Machine Extensions" and
-//! the chapters behind it).
+//! One CPU with Intel's VMX and EPT (Intel SDM volume 3, "Introduction to Virtual-Machine Extensions" and the chapters after
+//! it).
 
 use alloc::boxed::Box;
 use core::arch::{asm, naked_asm};
@@ -16,8 +16,8 @@ const FEATURE_CONTROL: u32 = 0x3a;
 const VMX_BASIC: u32 = 0x480;
 const EPT_VPID_CAP: u32 = 0x48c;
 
-/// What [`Ept::eptp`] and the leaves ask for: walks of four levels, write-back, leaves of 2 MiB and 1 GiB,
-/// INVEPT (all contexts), accessed and dirty flags.
+/// The capabilities that [`Ept::eptp`] and the leaves need: walks of four levels, write-back, leaves of 2 MiB and 1 GiB, INVEPT
+/// (all contexts), accessed and dirty flags.
 const EPT_NEEDED: u64 = 1 << 6 | 1 << 14 | 1 << 16 | 1 << 17 | 1 << 20 | 1 << 21 | 1 << 26;
 
 const EXIT_INTERRUPT: u64 = 1;
@@ -28,10 +28,10 @@ const EXIT_EPT_MISCONFIGURATION: u64 = 49;
 // The exit qualification of an EPT violation.
 const VIOLATION_WRITE: u64 = 1 << 1;
 const VIOLATION_FETCH: u64 = 1 << 2;
-/// Bits 5:3: what the entries on the way allow; nothing, if one is not present.
+/// Bits 5:3: the rights of the entries on the path; none, if one is not present.
 const VIOLATION_RIGHTS: u64 = 7 << 3;
 
-/// A region for the CPU: VMXON, VMCS.
+/// A region that the CPU uses: VMXON, VMCS.
 #[repr(C, align(4096))]
 struct Region {
     revision: u32,
@@ -39,7 +39,7 @@ struct Region {
 }
 
 impl Region {
-    /// A region for the CPU, for good. Its physical address.
+    /// Allocates a region for the CPU that is never freed. Returns its physical address.
     ///
     /// # Safety
     /// - the CPU has VMX.
@@ -54,7 +54,7 @@ impl Region {
     }
 }
 
-/// A CPU, and the guest state it has in hand.
+/// A CPU, and the state of the guest it runs.
 pub struct Vmx {
     number: usize,
     registers: Registers,
@@ -62,14 +62,14 @@ pub struct Vmx {
 }
 
 impl Vmx {
-    /// Turns VMX on, with a VMCS for the guest, for the CPU that calls this. Once.
+    /// Turns VMX on, with a VMCS for the guest, on the calling CPU. Call once on each.
     pub fn new(number: usize) -> Self {
         const LOCKED: u64 = 1 << 0;
         const VMXON_ALLOWED: u64 = 1 << 2;
         const CR4_VMXE: u64 = 1 << 13;
         let mut entered: u8;
-        // SAFETY: `run` tells the emulator to have VMX; the regions are the CPU's for good. CR0 and CR4
-        // are as VMX wants them: paging, protection, NE (`boot`), and VMXE.
+        // SAFETY: `run` starts the emulator with VMX; the regions are never freed. CR0 and CR4 have the bits that VMX requires:
+        // paging, protection, NE (`boot`), and VMXE.
         unsafe {
             if msr::read(FEATURE_CONTROL) & LOCKED == 0 {
                 msr::write(FEATURE_CONTROL, LOCKED | VMXON_ALLOWED);
@@ -163,8 +163,8 @@ impl Cpu for Vmx {
         };
         match reason {
             EXIT_EPT_VIOLATION => Self::violation(gpa, qualification),
-            // It does not say which access it was. If memory has come there meanwhile, one that was more
-            // than a read exits once more.
+            // The exit does not report which access it was. If memory is mapped there meanwhile, a write or an execution exits
+            // once more.
             EXIT_EPT_MISCONFIGURATION => Exit::Fault {
                 gpa,
                 access: Access::Read,
@@ -174,7 +174,7 @@ impl Cpu for Vmx {
                 result: self.registers.result(),
             },
             EXIT_INTERRUPT => {
-                // Acknowledged by the exit.
+                // The exit has acknowledged the interrupt.
                 apic::end_of_interrupt();
                 Exit::Kicked
             }
@@ -202,11 +202,11 @@ impl Virtualization for Vmx {
     }
 }
 
-/// Runs the guest of the current VMCS with `registers` until it exits. `false`: it could not be entered.
+/// Runs the guest of the current VMCS with `registers` until it exits. `false`: the entry failed.
 ///
 /// # Safety
-/// - the VMCS brings the CPU back to the state in which this is called, but for RSP and RIP, which
-///   are set here; `launched` says whether it has run before.
+/// - an exit restores the state in which this is called, but for RSP and RIP, which are set here; `launched` is whether the
+///   VMCS has run before.
 #[unsafe(naked)]
 unsafe extern "C" fn vmrun(registers: *mut Registers, launched: bool) -> bool {
     naked_asm!(

@@ -1,6 +1,6 @@
 //! A hypervisor in a page, on AMD's SVM and nested paging. See docs/hypervisor.md, which walks through it.
 //!
-//! QEMU: `-cpu max,+svm -accel tcg -smp 2 -m 2G -kernel` this. `metal/run --arch npt` does it.
+//! Runs under QEMU: `-cpu max,+svm -accel tcg -smp 2 -m 2G -kernel` this. `metal/run --arch npt` does it.
 #![no_std]
 #![no_main]
 
@@ -24,7 +24,7 @@ use svm::Svm;
 #[global_allocator]
 static HEAP: Heap = Heap::new();
 
-/// Each CPU comes here, on a stack of its own.
+/// Entry point of each CPU, on a stack of its own.
 #[unsafe(no_mangle)]
 extern "C" fn monitor(cpu: usize) -> ! {
     // SAFETY: once, by the first CPU; the memory is described as it is.
@@ -40,14 +40,14 @@ extern "C" fn monitor(cpu: usize) -> ! {
     }
 }
 
-/// The whole of it: a guest that writes all of its memory, and beyond it.
+/// A complete hypervisor: its guest writes all of its memory, and beyond it.
 fn hypervisor(cpu: &mut Svm, host: Arc<Host<Pc<Svm>>>) -> Result<(), Box<dyn Error>> {
     const CODE: Gpa = Gpa(0);
     const RAM: Gpa = Gpa(1 << 30);
     const PAGES: u64 = 2048;
     const BEYOND: u64 = 3;
 
-    // Its memory: what of the host's stands at which guest-physical address. No table is filled yet.
+    // The guest's memory: which host memory backs which guest-physical address. No table is filled yet.
     let config = Config {
         physical_bits: Pc::<Svm>::physical_bits(),
         ..Config::default()
@@ -95,7 +95,7 @@ fn hypervisor(cpu: &mut Svm, host: Arc<Host<Pc<Svm>>>) -> Result<(), Box<dyn Err
                 }
                 Err(stop) => return Err(stop.into()),
             },
-            // It does not run; whoever interrupted it has what it wanted.
+            // The interrupt only had to stop the guest.
             Exit::Kicked => {}
             Exit::Done { .. } => break,
             Exit::Other { .. } => return Err("the guest did what nobody expects".into()),

@@ -25,11 +25,11 @@ const FAULT_WRITE: u64 = 1 << 1;
 const FAULT_RESERVED: u64 = 1 << 3;
 const FAULT_FETCH: u64 = 1 << 4;
 
-/// A page of memory for the CPU.
+/// A page of memory that the CPU uses.
 #[repr(C, align(4096))]
 struct Page([u8; 4096]);
 
-/// A CPU, and the guest state it has in hand.
+/// A CPU, and the state of the guest it runs.
 pub struct Svm {
     number: usize,
     vmcb: alloc::boxed::Box<Vmcb>,
@@ -37,10 +37,10 @@ pub struct Svm {
 }
 
 impl Svm {
-    /// Turns SVM on, for the CPU that calls this.
+    /// Turns SVM on, on the calling CPU.
     pub fn new(number: usize) -> Self {
         let host_save = alloc::boxed::Box::leak(alloc::boxed::Box::new(Page([0; 4096])));
-        // SAFETY: `run` tells the emulator to have SVM; the page is the CPU's for good.
+        // SAFETY: `run` starts the emulator with SVM; the page is never freed.
         unsafe {
             msr::write(msr::EFER, msr::read(msr::EFER) | EFER_SVME);
             msr::write(VM_HSAVE_PA, host_save as *mut Page as u64);
@@ -52,7 +52,7 @@ impl Svm {
         }
     }
 
-    /// VMRUN, until the next exit.
+    /// Does VMRUN, until the next exit.
     fn enter(&mut self) {
         let vmcb = &raw mut *self.vmcb;
         self.vmcb.save.rax = self.registers.rax;
@@ -122,12 +122,11 @@ impl Virtualization for Svm {
 
 /// Runs the guest of `vmcb` with `registers` until it exits.
 ///
-/// Interrupts are off with GIF, not with IF: one that is pending makes VMRUN exit at once, and one that
-/// has made it exit is taken, by the monitor's handler, at STGI.
+/// Interrupts are masked by GIF, not by IF: a pending one makes VMRUN exit at once, and the monitor's handler takes it at STGI.
 ///
 /// # Safety
 /// - `vmcb` is its own physical address, and describes a state that VMRUN accepts;
-/// - SVM is on, and nothing but this touches the two meanwhile.
+/// - SVM is on, and no other code accesses the two meanwhile.
 #[unsafe(naked)]
 unsafe extern "C" fn vmrun(vmcb: *mut Vmcb, registers: *mut Registers) {
     naked_asm!(

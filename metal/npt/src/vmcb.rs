@@ -4,7 +4,7 @@ use core::mem::offset_of;
 
 use metal_x86::guest;
 
-/// The block. What has no name here is zero.
+/// The block. Fields without a name here are zero.
 #[repr(C, align(4096))]
 pub struct Vmcb {
     pub control: Control,
@@ -12,7 +12,7 @@ pub struct Vmcb {
     _unused: [u8; 0x990],
 }
 
-/// Table B-1.
+/// The control area: table B-1.
 #[repr(C)]
 pub struct Control {
     _cr_dr_exceptions: [u32; 3],
@@ -33,7 +33,7 @@ pub struct Control {
     _rest: [u8; 0x400 - 0xb8],
 }
 
-/// Table B-2.
+/// The state-save area: table B-2.
 #[repr(C)]
 pub struct Save {
     /// ES, CS, SS, DS, FS, GS, GDTR, LDTR, IDTR, TR.
@@ -78,10 +78,11 @@ const _: () = {
 impl Vmcb {
     /// TLB_CONTROL: nothing is flushed at the next VMRUN.
     pub const KEEP_TLB: u32 = 0;
-    /// TLB_CONTROL: everything is.
+    /// TLB_CONTROL: all translations are flushed at the next VMRUN.
     pub const FLUSH_TLB: u32 = 1;
 
-    /// A guest in 32-bit protected mode without paging, with flat segments, in nested page tables.
+    /// Makes the block of a guest in 32-bit protected mode without paging, with flat segments, in
+    /// nested page tables.
     pub fn for_guest() -> Self {
         const INTR: u32 = 1 << 0;
         const HLT: u32 = 1 << 24;
@@ -106,14 +107,14 @@ impl Vmcb {
         segments[1] = flat(CODE32);
         segments[7] = flat(LDT);
         segments[9] = flat(BUSY_TSS);
-        // SAFETY: all of it is integers, which may be zero.
+        // SAFETY: all fields are integers, which may be zero.
         let mut vmcb: Vmcb = unsafe { core::mem::zeroed() };
         vmcb.control.intercept = [INTR | HLT | SHUTDOWN, VMRUN | VMMCALL];
         vmcb.control.asid = 1;
         vmcb.control.virtual_interrupt = HOST_IF_MASKS;
         vmcb.control.nested = NESTED_PAGING;
         vmcb.save.segments = segments;
-        vmcb.save.efer = 1 << 12; // SVME: VMRUN asks for it
+        vmcb.save.efer = 1 << 12; // SVME: VMRUN requires it
         vmcb.save.cr0 = guest::CR0;
         vmcb.save.rflags = 2;
         vmcb.save.pat = 0x0007_0406_0007_0406;

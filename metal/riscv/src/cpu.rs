@@ -1,4 +1,4 @@
-//! A CPU that runs the guest in VS mode, and says why it left.
+//! A CPU that runs the guest in VS mode, and reports why it left the guest.
 
 use core::arch::{asm, global_asm};
 use core::marker::PhantomData;
@@ -12,8 +12,8 @@ use crate::{Tables, marks};
 global_asm!(include_str!("world.S"));
 global_asm!(include_str!("guest.S"));
 
-/// The guest's registers while it is not running, and what the monitor needs to come back. `world.S`
-/// knows the offsets.
+/// The guest's registers while it is not running, and the monitor's registers that an exit restores, at offsets that `world.S`
+/// uses.
 #[repr(C)]
 struct Context {
     x: [u64; 32],
@@ -30,16 +30,16 @@ const A0: usize = 10;
 /// A hart in HS mode whose guest's memory is translated by tables of format `F`.
 pub struct Hart<F> {
     guest: Context,
-    /// What the walker may have kept of the entry that did not allow the last access.
+    /// Address whose refusing entry the walker may have cached.
     refused: Option<Gpa>,
     format: PhantomData<F>,
 }
 
 impl<F: Tables> Hart<F> {
-    /// The hart this runs on.
+    /// Sets up the calling hart.
     pub(crate) fn new() -> Self {
         const SOFTWARE_INTERRUPT: u64 = 1 << 1;
-        // SAFETY: these say how guests run, and which interrupts take one out; the monitor itself is
+        // SAFETY: these registers control how guests run, and which interrupts make the hart leave one; the monitor itself is
         // in HS mode with interrupts masked.
         unsafe {
             write!(vsatp, 0u64);
@@ -47,7 +47,7 @@ impl<F: Tables> Hart<F> {
             write!(hideleg, 0u64);
             write!(hvip, 0u64);
             write!(sie, SOFTWARE_INTERRUPT);
-            // A mode that the hart does not have leaves the register as it is.
+            // Writing a mode that the hart does not have leaves the register unchanged.
             write!(hgatp, 0u64);
             write!(hgatp, F::hgatp(Pfn(0), VMIDS));
         }
@@ -68,11 +68,11 @@ impl<F: Tables> Hart<F> {
         }
     }
 
-    /// Runs the guest through the tables that `hgatp` says, until it leaves.
+    /// Runs the guest through the tables of `hgatp`, until it leaves.
     pub(crate) fn run_with(&mut self, hgatp: u64) -> Exit {
         const INTERRUPT: u64 = 1 << 63;
-        // SAFETY: the monitor itself is not translated by them; the context is the guest's own, and
-        // the guest reaches what the tables map.
+        // SAFETY: the monitor itself is not translated by them; the context is the guest's own, and the guest can access only
+        // what the tables map.
         unsafe {
             write!(hgatp, hgatp);
             if let Some(gpa) = self.refused.take() {
@@ -89,7 +89,7 @@ impl<F: Tables> Hart<F> {
             LOAD_FAULT => self.fault(Access::Read),
             STORE_FAULT => self.fault(Access::Write),
             _ if cause == INTERRUPT | SOFTWARE => {
-                // SAFETY: takes the interrupt.
+                // SAFETY: clears the pending interrupt.
                 unsafe { asm!("csrc sip, {}", in(reg) 1u64 << SOFTWARE, options(nostack)) };
                 Exit::Kicked
             }
@@ -100,7 +100,7 @@ impl<F: Tables> Hart<F> {
         }
     }
 
-    /// A guest-page fault. It does not say what the walker found.
+    /// Returns the exit of a guest-page fault, which does not report what the walker found.
     fn fault(&mut self, access: Access) -> Exit {
         // htval has the address without its two low bits, which are those of the guest's own address.
         let gpa = Gpa(read!(htval) << 2 | read!(stval) & 0b11);
@@ -113,14 +113,14 @@ impl<F: Tables> Hart<F> {
     }
 }
 
-/// Volume II, "Hypervisor Cause Register": what is taken out of the guest.
+/// Volume II, "Hypervisor Cause Register": causes that leave the guest.
 const ECALL_FROM_GUEST: u64 = 10;
 const FETCH_FAULT: u64 = 20;
 const LOAD_FAULT: u64 = 21;
 const STORE_FAULT: u64 = 23;
 const SOFTWARE: u64 = 1;
 
-/// This hart forgets everything about every guest.
+/// Makes this hart drop all translations of every guest.
 pub(crate) fn fence_all() {
     // SAFETY: a TLB may be fenced at any time.
     unsafe {
@@ -134,10 +134,10 @@ pub(crate) fn fence_all() {
     };
 }
 
-/// This hart forgets a page of every guest. Entries that were invalid, or allowed less, may have been
-/// kept, too: after a fault was answered by a change of the table, the hart is told.
+/// Makes this hart drop a page of every guest. It may have cached entries that were invalid, or allowed less, too: call after a
+/// fault whose handling changed the table.
 fn fence(gpa: Gpa) {
-    // SAFETY: as above. The address goes in as htval gives it, without its two low bits.
+    // SAFETY: as above. The address has htval's form, without its two low bits.
     unsafe {
         asm!(
             ".option push",
@@ -150,13 +150,13 @@ fn fence(gpa: Gpa) {
     };
 }
 
-/// The guest's instruction at `pc`, read as the guest fetches it; `None` if that faults. (htinst may
-/// say what it was, and may not.)
+/// Reads the guest's instruction at `pc`, as the guest fetches it; `None` if that faults. (htinst may hold the instruction, or
+/// not.)
 fn fetch(pc: u64) -> Option<u32> {
     let (low, high): (u64, u64);
     let mut faulted = 1u64;
-    // SAFETY: reads guest memory, through the tables under which the guest ran last. A fault goes on
-    // behind the reads; what it overwrites is what only an exit sets, and the way in sets again.
+    // SAFETY: reads guest memory, through the tables under which the guest ran last. A fault continues after the reads; it
+    // overwrites only registers that an exit sets and the next entry sets again.
     unsafe {
         asm!(
             ".option push",
@@ -181,7 +181,7 @@ fn fetch(pc: u64) -> Option<u32> {
     (faulted == 0).then_some((high << 16 | low) as u32)
 }
 
-/// VMIDs are distinct for so many VMs in turn: none of a monitor's scenarios comes near that.
+/// VMIDs are distinct for this many VMs in a row: none of a monitor's scenarios has nearly as many.
 const VMIDS: u16 = 127;
 
 pub(crate) fn vmid(vm: VmId) -> u16 {
@@ -214,7 +214,7 @@ impl<F: Tables> Cpu for Hart<F> {
         ];
         self.guest.x[A0..A0 + arguments.len()].copy_from_slice(&arguments);
         self.guest.pc = entry.0;
-        // SAFETY: this hart may have fetched from where there is other code now.
+        // SAFETY: drops instructions that this hart may have fetched before the code was changed.
         unsafe { asm!("fence.i", options(nostack)) };
     }
 
@@ -224,7 +224,7 @@ impl<F: Tables> Cpu for Hart<F> {
 
     fn complete_mmio(&mut self, value: u32) {
         const LOAD: u32 = 0b00000;
-        // If the page of the instruction is gone by now, the guest comes to the access again.
+        // If the instruction's page is unmapped by now, the guest executes the access again.
         let Some(instruction) = fetch(self.guest.pc) else {
             return;
         };

@@ -1,12 +1,11 @@
 //! A monitor in HS mode of QEMU's virt machine, above OpenSBI: RISC-V's G-stage walker walks the
 //! engine's tables.
 //!
-//! The host runs untranslated, the guest in VS mode with vsatp bare, so that what the guest accesses is
-//! the guest-physical address that the G-stage translates. The firmware flushes the TLBs of all harts
-//! (SBI's remote fences).
+//! The host runs untranslated, the guest in VS mode with vsatp bare, so that each address the guest accesses is the
+//! guest-physical address that the G-stage translates. The firmware flushes the TLBs of all harts (SBI's remote fences).
 //!
-//! Two programs are made of it, `riscv` with Sv39x4 tables and `riscv-sv48x4`. Which bits the walker
-//! sets is found out by trying (`marks`); the engine sets those that it does not.
+//! Two programs are built from it, `riscv` with Sv39x4 tables and `riscv-sv48x4`. Which bits the walker sets is found out by
+//! trying (`marks`); the engine sets those that it does not.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -43,11 +42,11 @@ impl<const LEVELS: u8> Tables for GStage<LEVELS> {
     }
 }
 
-/// One program: its tables, and what cannot be generic.
+/// One program: its tables, and the parts that cannot be generic.
 pub trait Monitor: Send + Sync + 'static {
     /// See [`Machine::NAME`].
     const NAME: &'static str;
-    /// What its walkers walk.
+    /// The tables that its walkers walk.
     type Tables: Tables;
     /// See [`Machine::second`].
     fn second() -> &'static Second<Hart<Self::Tables>>;
@@ -62,10 +61,10 @@ static HEAP: Heap = Heap::new();
 /// Memory begins at 2 GiB, with firmware and monitor in it; the guest's data is the second of two GiB.
 const DATA: Hpa = Hpa(0xc000_0000);
 
-/// The hart that is each CPU: firmware may start any hart first.
+/// The hart of each CPU: firmware may start any hart first.
 static HARTS: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
 
-/// What every hart does when it has come up.
+/// Runs each hart after its start.
 pub fn main<M: Monitor>(cpu: usize, hart: u64) -> ! {
     unsafe extern "C" {
         static image_end: u8;
@@ -83,7 +82,7 @@ pub fn main<M: Monitor>(cpu: usize, hart: u64) -> ! {
         monitor: Hpa((&raw const image_end).addr() as u64)..DATA,
         data: DATA,
     };
-    // SAFETY: behind the image is nobody, and this is called once.
+    // SAFETY: the memory after the image is unused, and this is called once.
     let host = unsafe { Host::<Virt<M>>::new(memory, &HEAP) };
     metal_core::run(this, host)
 }
@@ -117,7 +116,7 @@ impl<M: Monitor> Machine for Virt<M> {
     }
 }
 
-/// Where a trap leads that was taken in the monitor itself.
+/// Reports a trap that was taken in the monitor itself.
 #[unsafe(no_mangle)]
 extern "C" fn own_exception() -> ! {
     panic!(

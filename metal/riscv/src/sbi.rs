@@ -1,4 +1,4 @@
-//! The firmware, by the RISC-V Supervisor Binary Interface: console, other harts, remote fences, end.
+//! The firmware, through the RISC-V Supervisor Binary Interface: console, other harts, remote fences, end.
 
 use core::arch::asm;
 use core::ops::Range;
@@ -36,7 +36,7 @@ unsafe fn call((extension, function): (u64, u64), arguments: [u64; 5]) -> i64 {
     error
 }
 
-/// By the legacy extension, which every firmware has.
+/// Prints by the legacy extension, which every firmware has.
 pub(crate) fn print(text: &str) {
     for byte in text.bytes() {
         // SAFETY: it prints.
@@ -50,20 +50,19 @@ pub(crate) fn start(hart: u64, cpu: usize) {
         fn secondary_start();
     }
     let entry = secondary_start as *const () as u64;
-    // SAFETY: the hart finds a stack of its own there, by the number of its CPU.
+    // SAFETY: the hart uses a stack of its own, by the number of its CPU.
     let error = unsafe { call(number::HART_START, [hart, entry, cpu as u64, 0, 0]) };
     assert_eq!(error, 0, "SBI hart_start of hart {hart}");
 }
 
-/// A software interrupt for `hart`.
+/// Sends a software interrupt to `hart`.
 pub(crate) fn interrupt(hart: u64) {
     // SAFETY: harts expect it only in the guest, and leave it pending elsewhere.
     let error = unsafe { call(number::SEND_IPI, [1, hart, 0, 0, 0]) };
     assert_eq!(error, 0, "SBI send_ipi to hart {hart}");
 }
 
-/// HFENCE.GVMA on every hart, for `gfns` of the guest `vmid`. What was stored before the call is seen
-/// by every walk after it.
+/// Does HFENCE.GVMA on every hart, for `gfns` of the guest `vmid`. Every walk after the call sees stores before it.
 pub(crate) fn fence_guest(vmid: u16, gfns: &Range<Gfn>) {
     const ALL_HARTS: u64 = u64::MAX;
     let start = gfns.start.gpa().0;
@@ -78,8 +77,8 @@ pub(crate) fn fence_guest(vmid: u16, gfns: &Range<Gfn>) {
     assert_eq!(error, 0, "SBI remote_hfence_gvma_vmid");
 }
 
-/// Asks for walkers that set accessed and dirty, of firmware that leaves it to us. Where it does not
-/// know the question the machine decides: whoever wants to know tries.
+/// Asks firmware that leaves the choice to us for walkers that set accessed and dirty. If it does not support the request, the
+/// machine decides, and `marks` tries.
 pub(crate) fn ask_for_hardware_marks() {
     const PTE_AD_HW_UPDATING: u64 = 4;
     // SAFETY: nothing is translated yet.

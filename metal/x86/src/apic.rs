@@ -1,11 +1,11 @@
-//! The local APIC, as far as one CPU starts and interrupts another with it. APIC ids are 0 and 1.
+//! The local APIC, as far as one CPU needs it to start and interrupt another. APIC ids are 0 and 1.
 
 use core::hint::spin_loop;
 use core::ptr;
 
 use crate::boot::SECOND_PAGE;
 
-/// The interrupt that takes a CPU out of the guest.
+/// The vector that makes a CPU leave the guest.
 pub const KICK: u8 = 0x40;
 
 const BASE: u32 = 0xfee0_0000;
@@ -27,11 +27,11 @@ fn read(register: u32) -> u32 {
 }
 
 fn write(register: u32, value: u32) {
-    // SAFETY: as above; what is written concerns interrupts only.
+    // SAFETY: as above; the written registers concern interrupts only.
     unsafe { ptr::write_volatile(register as usize as *mut u32, value) };
 }
 
-/// Lets this CPU be interrupted.
+/// Enables interrupts of this CPU.
 pub(crate) fn enable() {
     const ENABLED: u32 = 1 << 8;
     write(SPURIOUS, ENABLED | 0xff);
@@ -58,7 +58,7 @@ pub fn kick(cpu: usize) {
 /// Starts `cpu` at the page where `boot` has put its first instructions.
 pub(crate) fn start(cpu: usize) {
     send(cpu, INIT);
-    // The emulated CPU takes its time in emulated time; 10 ms on a real one.
+    // The emulated CPU uses its time in emulated time; 10 ms on a real one.
     (0..1_000_000).for_each(|_| spin_loop());
     send(cpu, START_UP | u32::from(SECOND_PAGE));
 }

@@ -5,12 +5,12 @@
 
 use core::arch::global_asm;
 
-/// Where the second CPU begins, a page number: the operand of its start-up interrupt.
+/// Page number of the second CPU's first instruction: the operand of its start-up interrupt.
 pub(crate) const SECOND_PAGE: u8 = 8;
 
 global_asm!(
     r#"
-// Real mode to protected mode, wherever it stands at the beginning of a segment.
+// Real mode to protected mode, at any address that is the start of a segment.
 .macro protect here, target
     cli
     mov ax, cs
@@ -61,7 +61,7 @@ second16_end:
 first32:
     flat
 .globl start32
-start32:                                // segments are flat here; which they are is not known
+start32:                                // segments are flat here; their selectors are unknown
     cld
     mov edi, offset __bss_start
     mov ecx, offset __bss_end
@@ -127,7 +127,7 @@ stacks:
 "#
 );
 
-/// Puts the second CPU's first instructions where it can reach them.
+/// Copies the second CPU's first instructions to memory that it can reach.
 pub(crate) fn prepare_second() {
     unsafe extern "C" {
         static second16: u8;
@@ -135,6 +135,6 @@ pub(crate) fn prepare_second() {
     }
     let to = (usize::from(SECOND_PAGE) << 12) as *mut u8;
     let (start, end) = (&raw const second16, &raw const second16_end);
-    // SAFETY: the symbols enclose the code; the page below 1 MiB is memory that nobody uses.
+    // SAFETY: the symbols enclose the code; the page below 1 MiB is unused memory.
     unsafe { core::ptr::copy_nonoverlapping(start, to, end.offset_from_unsigned(start)) };
 }

@@ -1,4 +1,4 @@
-//! The guest: a program of 32-bit protected mode with paging off, and the registers it takes.
+//! The guest: a program of 32-bit protected mode with paging off, and its initial registers.
 
 use core::arch::global_asm;
 
@@ -39,12 +39,12 @@ guest_program_end:
 "#
 );
 
-/// The program. It ends each command with HLT.
+/// Returns the program. It ends each command with HLT.
 pub fn program() -> &'static [u8] {
     guest_program!()
 }
 
-/// JMP EAX: back to the program, which needs no stack that way.
+/// JMP EAX: returns to the program without a stack.
 pub const RETURN: &[u8] = &[0xff, 0xe0];
 /// Length of the one load and the one store in the program.
 pub const ACCESS_BYTES: u64 = 2;
@@ -66,7 +66,7 @@ pub struct Registers {
 }
 
 impl Registers {
-    /// For the program at `entry` to carry out `command`.
+    /// Makes the registers with which the program at `entry` executes `command`.
     pub fn begin(entry: Gpa, command: &Command) -> Self {
         Registers {
             rax: 0,
@@ -79,7 +79,7 @@ impl Registers {
         }
     }
 
-    /// What the program has left behind at its HLT.
+    /// Returns the program's result at its HLT.
     pub fn result(&self) -> u32 {
         self.rdx as u32
     }

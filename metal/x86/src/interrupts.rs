@@ -1,5 +1,5 @@
-//! The IDT. Exceptions of the monitor itself are reported; the one interrupt there is, the kick, has
-//! done its work when it has taken the CPU out of the guest.
+//! The IDT. Exceptions of the monitor itself are reported; the handler of the only interrupt, the
+//! kick, just ends it: the interrupt has made the CPU leave the guest.
 
 use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -45,11 +45,11 @@ unsafe extern "C" {
     static kicked: u8;
 }
 
-/// Two words for each vector. The same contents are written by each CPU.
+/// Two words for each vector. Each CPU writes the same contents.
 static IDT: [AtomicU64; 2 * (apic::KICK as usize + 1)] =
     [const { AtomicU64::new(0) }; 2 * (apic::KICK as usize + 1)];
 
-/// What LIDT reads.
+/// The operand of LIDT.
 #[repr(C, packed)]
 struct Descriptor {
     limit: u16,
@@ -73,11 +73,11 @@ pub(crate) fn load() {
         limit: size_of_val(&IDT) as u16 - 1,
         base: IDT.as_ptr() as u64,
     };
-    // SAFETY: the table is static, and its handlers keep what they interrupt.
+    // SAFETY: the table is static, and its handlers keep the registers of what they interrupt.
     unsafe { asm!("lidt [{}]", in(reg) &descriptor, options(nostack)) };
 }
 
-/// No interrupt comes from the legacy controllers.
+/// Masks all interrupts of the legacy controllers.
 pub(crate) fn mask_legacy() {
     // SAFETY: the mask registers of the two 8259s.
     unsafe {
@@ -86,7 +86,7 @@ pub(crate) fn mask_legacy() {
 }
 
 /// # Safety
-/// - `stack` points to the vector, and behind it to what the CPU has pushed.
+/// - `stack` points to the vector, which is followed by what the CPU has pushed.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn report_exception(stack: *const u64) -> ! {
     // SAFETY: the caller's promise.

@@ -31,12 +31,12 @@ pub const MEMORY: Memory = Memory {
     data: Hpa(1 << 30),
 };
 
-/// x86 has no way to flush another CPU's TLB but to interrupt it.
+/// Flushes by interrupts: x86 CPUs cannot flush another CPU's TLB.
 pub static SHOOTDOWN: Shootdown<CPUS> = Shootdown::new();
 
 /// A CPU with one of the two ways to run a guest.
 pub trait Virtualization: Cpu {
-    /// Where work for the second CPU is left.
+    /// Returns the queue of work for the second CPU.
     fn second() -> &'static Second<Self>;
 }
 
@@ -73,7 +73,7 @@ impl<C: Virtualization> Machine for Pc<C> {
     }
 }
 
-/// Prepares a CPU for interrupts; the first one starts the second. Called once by each.
+/// Prepares the calling CPU for interrupts; the first one starts the second. Call once on each.
 pub fn start(cpu: usize) {
     interrupts::load();
     apic::enable();
@@ -84,7 +84,7 @@ pub fn start(cpu: usize) {
     }
 }
 
-/// Port 0xe9, which both emulators print.
+/// Prints to port 0xe9, which both emulators show.
 pub fn print(text: &str) {
     for byte in text.bytes() {
         // SAFETY: a port of the emulator's that does nothing but print.
@@ -95,7 +95,7 @@ pub fn print(text: &str) {
 /// Ends the emulator: QEMU by isa-debug-exit, Bochs by its shutdown port.
 pub fn power_off() -> ! {
     for byte in *b"Shutdown" {
-        // SAFETY: the port ends the emulator, or is not there.
+        // SAFETY: the port ends the emulator, or does not exist.
         unsafe { asm!("out dx, al", in("dx") 0x8900u16, in("al") byte, options(nomem, nostack)) };
     }
     // SAFETY: as above.

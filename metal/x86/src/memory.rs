@@ -1,5 +1,5 @@
-//! What the compiler, and the compiled `core` and `alloc`, expect of a C library. They were compiled
-//! for unwinding; this program is not, so nothing ever calls what has to do with it.
+//! The functions of a C library that the compiler, and the compiled `core` and `alloc`, expect. Those were compiled for
+//! unwinding; this program does not unwind, so nothing calls its functions.
 
 use core::arch::asm;
 
@@ -20,10 +20,10 @@ unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, bytes: usize) -> *mut 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, bytes: usize) -> *mut u8 {
     if (to as usize).wrapping_sub(from as usize) >= bytes {
-        // SAFETY: nothing that is still to be read is overwritten by going upwards.
+        // SAFETY: copying upwards overwrites nothing that is still to be read.
         return unsafe { memcpy(to, from, bytes) };
     }
-    // SAFETY: the caller's promise; downwards, as `to` is inside of what is read.
+    // SAFETY: the caller's promise; downwards, as `to` is in the range that is read.
     unsafe {
         asm!("std", "rep movsb", "cld",
             inout("rdi") to.add(bytes).wrapping_sub(1) => _,
@@ -50,7 +50,7 @@ unsafe extern "C" fn memset(to: *mut u8, byte: i32, bytes: usize) -> *mut u8 {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcmp(a: *const u8, b: *const u8, bytes: usize) -> i32 {
     for i in 0..bytes {
-        // SAFETY: the caller's promise. Volatile, or the compiler makes this a call of itself.
+        // SAFETY: the caller's promise. Volatile, or the compiler replaces this by a call of itself.
         let (a, b) = unsafe { (a.add(i).read_volatile(), b.add(i).read_volatile()) };
         if a != b {
             return i32::from(a) - i32::from(b);

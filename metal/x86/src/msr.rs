@@ -8,10 +8,10 @@ pub const EFER: u32 = 0xc000_0080;
 /// Reads a register.
 ///
 /// # Safety
-/// - the CPU has it.
+/// - the CPU has the register.
 pub unsafe fn read(msr: u32) -> u64 {
     let (low, high): (u32, u32);
-    // SAFETY: the caller's promise; reading one changes nothing.
+    // SAFETY: the caller's promise; reading changes nothing.
     unsafe {
         asm!("rdmsr", in("ecx") msr, out("eax") low, out("edx") high, options(nomem, nostack))
     };
@@ -21,7 +21,7 @@ pub unsafe fn read(msr: u32) -> u64 {
 /// Writes a register.
 ///
 /// # Safety
-/// - the CPU has it, takes `value`, and goes on running this program with it.
+/// - the CPU has the register, accepts `value`, and continues to run this program with it.
 pub unsafe fn write(msr: u32, value: u64) {
     let (low, high) = (value as u32, (value >> 32) as u32);
     // SAFETY: the caller's promise.

@@ -21,7 +21,7 @@ impl Monitor for Program {
     }
 }
 
-/// Where `boot.S` goes to.
+/// Entry point of Rust, which `boot.S` jumps to.
 #[unsafe(no_mangle)]
 extern "C" fn main(cpu: usize) -> ! {
     metal_aarch64::main::<Program>(cpu)

@@ -8,8 +8,8 @@ use super::Verdict;
 use crate::bench::{Bench, DATA, MIB, every, pages, same};
 use crate::{Cpu, Machine, Op};
 
-/// Uses `count` leaves, `step` bytes apart, then some of them again, and asks after each which were
-/// used.
+/// Uses `count` leaves, `step` bytes apart, then some of them again, and checks after each which
+/// were used.
 fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64) -> Verdict {
     const AGAIN: u64 = 5;
     let size = count * step;
@@ -19,7 +19,7 @@ fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64
     bench.run(&mut vm, every(Op::Write, 0, count, step))?;
     vm.faulted(1 + count)?;
     same("leaves used at first", vm.vm.age(all.clone(), true), count)?;
-    // A translation that a TLB holds is used without a walk, and marks nothing.
+    // A translation in a TLB is used without a walk, and sets no accessed bit.
     let gfns = DATA.gfn()..DATA.gfn().add(size / PAGE_SIZE);
     M::flush_guests(vm.vm.id(), &gfns, Stale::ANYTHING);
     same("leaves used since", vm.vm.age(all.clone(), false), 0)?;
@@ -36,7 +36,7 @@ fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64
 
 pub(super) fn of_pages<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     age(bench, Level::PAGE, 16, PAGE_SIZE)?;
-    // What was mapped ahead is not young until it is used.
+    // Prefetched pages are not young until they are used.
     let mut vm = bench.vm(Level::PAGE, &[("prefetch", "8")])?;
     vm.set(&bench.data_slot(64 * PAGE_SIZE, SlotFlags::default()))?;
     bench.run(&mut vm, pages(Op::Read, 0, 1))?;

@@ -1,9 +1,8 @@
-//! What walkers may have cached, while tables change under a guest that writes.
+//! The entries that walkers may have cached, while tables change under a guest that writes.
 //!
-//! The host keeps a record of it ([`slat_model::Tlb`]): it reads the tables when the engine reaches them,
-//! and before and after each flush. Where the format asks for break-before-make, a valid entry must not
-//! *conflict* with what was taken out and is not flushed yet. On all formats, nothing may be cached that
-//! the tables do not allow once an operation has returned.
+//! The host keeps a record of them ([`slat_model::Tlb`]): it reads the tables when the engine reaches them, and before and
+//! after each flush. If the format requires break-before-make, a valid entry must not *conflict* with one that was removed and
+//! is not flushed yet. On all formats, once an operation has returned, no entry may be cached that the tables do not allow.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -19,37 +18,36 @@ use crate::{Command, Machine, Op};
 
 /// Pages that the guests use: two huge ones.
 const PAGES: u64 = 1024;
-/// The other CPU's guest writes one page in so many.
+/// The other CPU's guest writes one page of this many.
 const STEP: u64 = 3;
-/// One page in each huge one that has a function, and that the other CPU does not write.
+/// The page of each huge one that has a function, and that the other CPU does not write.
 const FUNCTIONS: [u64; 2] = [1, 514];
-/// How often each change is made under a running guest before that is stopped.
+/// Number of times that each change is made under a running guest before the guest is stopped.
 const TURNS: u64 = 4;
 /// Spins before each flush.
 const DELAY: u32 = 5_000;
 
-/// How often the guest is stopped; more often where there is more to see. (Bochs needs a second for each
-/// turn.)
+/// Returns how often the guest is stopped; more often on faster machines. (Bochs needs a second for each turn.)
 const fn stops<M: Machine>() -> u64 {
     if Tables::<M>::BREAK_BEFORE_MAKE { 3 } else { 1 }
 }
 
-/// A change of the tables that leaves them, in the end, as they were.
+/// A change of the tables that finally restores them.
 struct Change<M: Machine> {
     name: &'static str,
-    /// Of the host's mappings.
+    /// Level of the host's mappings.
     level: Level,
     policies: &'static [(&'static str, &'static str)],
     data: fn(&Bench<'_, M>) -> Region,
     make: Make<M>,
-    /// What the engine counts if it was made so many times.
+    /// The engine's expected counts for a number of changes.
     counts: Counts,
 }
 
 type Make<M> = fn(&mut Turn<'_, '_, M>) -> Result<(), String>;
 type Counts = fn(&Stats, u64) -> bool;
 
-/// One time that a change is made.
+/// One execution of a change.
 struct Turn<'a, 'b, M: Machine> {
     bench: &'a mut Bench<'b, M>,
     vm: &'a mut TestVm<M>,
@@ -61,7 +59,7 @@ fn slot<M: Machine>(bench: &Bench<'_, M>) -> Region {
     bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default())
 }
 
-/// The data slot, with private memory in the second half of the host's.
+/// Returns the data slot, with private memory in the second half of the host's.
 fn slot_with_private_memory<M: Machine>(bench: &Bench<'_, M>) -> Region {
     let slot = slot(bench);
     Region {
@@ -86,8 +84,8 @@ fn policies<M: Machine>(vm: &TestVm<M>, policies: &[(&str, &str)]) -> Result<(),
 }
 
 impl<M: Machine> Turn<'_, '_, M> {
-    /// Lets the other CPU write: until it has written all of its pages, or only for a moment, so that the
-    /// next change finds it where its translations are missing.
+    /// Waits while the other CPU writes: until it has written all of its pages, or only for a moment, so that the next change
+    /// meets it at missing translations.
     fn guest_writes(&self) {
         if self.number.is_multiple_of(2) {
             self.running.pass();
@@ -109,7 +107,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         self.vm.set(&change(slot(self.bench)))
     }
 
-    /// Huge leaves are split for the log, and come back when it ends.
+    /// Splits huge leaves for the log, and merges them when it ends.
     fn end_logging(&mut self) -> Result<(), String> {
         self.set(|slot| Region {
             flags: SlotFlags::LOG_DIRTY_PAGES,
@@ -137,7 +135,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         Ok(())
     }
 
-    /// A fault after the zap finds a host mapping of another size.
+    /// Zaps, then faults on a host mapping of another size.
     fn zap_to_another_level(&mut self) -> Result<(), String> {
         for level in [Level::PAGE, Level::MEGA] {
             self.bench.host.map_at(level);
@@ -154,7 +152,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         Ok(())
     }
 
-    /// Part of each huge page, then all of the second, becomes private, and shared again.
+    /// Makes a part of each huge page, then all of the second, private, and shared again.
     fn convert(&mut self) -> Result<(), String> {
         for part in [300..700, 512..1024] {
             let gfns = DATA.gfn().add(part.start)..DATA.gfn().add(part.end);
@@ -167,7 +165,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         Ok(())
     }
 
-    /// By a page, after which no leaf can be huge, or by a huge page.
+    /// Moves the slot by a page, after which no leaf can be huge, or by a huge page.
     fn move_the_slot(&mut self) -> Result<(), String> {
         for bytes in [PAGE_SIZE, 2 * MIB] {
             self.set(|slot| Region {
@@ -196,8 +194,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         Ok(())
     }
 
-    /// One page of a huge leaf is invalidated, and faults on other pages of it find a mapping of another
-    /// size.
+    /// Invalidates one page of a huge leaf; faults on its other pages then find a mapping of another size.
     fn invalidate_a_page(&mut self) -> Result<(), String> {
         for level in [Level::PAGE, Level::MEGA] {
             let invalidation = self.vm.vm.invalidate(self.bench.backing(78..79));
@@ -212,7 +209,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         Ok(())
     }
 
-    /// The first page is put into another frame, and back.
+    /// Moves the first page to another frame, and back.
     fn move_a_page(&mut self) -> Result<(), String> {
         let (page, spare) = (self.bench.page(0), self.bench.spare());
         for (from, to) in [(page, spare), (spare, page)] {
@@ -231,7 +228,7 @@ const NX: &[(&str, &str)] = &[
     ("nx_huge_pages_recovery_ratio", "1"),
 ];
 
-/// A change where the host has mappings of 2 MiB.
+/// Makes a change for a host with mappings of 2 MiB.
 fn of_2m<M: Machine>(name: &'static str, make: Make<M>, counts: Counts) -> Change<M> {
     Change {
         name,
@@ -288,23 +285,23 @@ fn changes<M: Machine>() -> impl Iterator<Item = Change<M>> {
     all.into_iter()
 }
 
-/// What the other CPU's guest does, again and again.
+/// Returns the command that the other CPU's guest runs, again and again.
 fn writes() -> Command {
     every(Op::Write, 0, PAGES / STEP, STEP * PAGE_SIZE)
 }
 
-/// What was seen in all changes.
+/// Counts of all changes.
 #[derive(Default)]
 struct Seen {
     changes: u64,
     flushes: u64,
-    /// Entries that were taken out of the tables, or have lost a right.
+    /// Entries that were removed from the tables, or have lost a right.
     taken_out: u64,
     first_conflict: Option<String>,
 }
 
 impl Seen {
-    /// Call while no operation is in progress.
+    /// Checks the record. Call while no operation is in progress.
     fn look<M: Machine>(&mut self, bench: &Bench<'_, M>, change: &Change<M>) -> Result<(), String> {
         let conflict = bench.host.tlb().findings().into_iter().next();
         self.first_conflict = (self.first_conflict.take())
@@ -348,7 +345,7 @@ fn make<M: Machine>(
         "it was not made",
         (change.counts)(&stats, TURNS * stops::<M>()),
     )?;
-    // All is where it was.
+    // Every page is at its old address again.
     bench.write(&mut vm, pages(Op::Write, 0, PAGES))?;
     seen.look(bench, change)?;
     seen.changes += 1;

@@ -10,7 +10,7 @@ use crate::bench::{Bench, every, holds, pages, read_word, same};
 use crate::guest::Beside;
 use crate::{Machine, Op};
 
-/// Each takes every other page.
+/// Each CPU writes every other page.
 pub(super) fn fault_in_the_same_tables<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const PAGES: u64 = 8192;
     let mut vm = bench.vm(Level::PAGE, &[("prefetch", "off")])?;
@@ -22,7 +22,7 @@ pub(super) fn fault_in_the_same_tables<M: Machine>(bench: &mut Bench<'_, M>) -> 
     let passes_before_stop = running.passes();
     let other = running.stop()?;
     holds("the second CPU made no pass", passes_before_stop > 0)?;
-    // The code page is the one that both want.
+    // Both CPUs fault on the code page.
     let faults = vm.guest.seen.faults.load(SeqCst) + other.seen.faults.load(SeqCst);
     drop(other);
     let spurious = faults.saturating_sub(PAGES + 1);
@@ -46,7 +46,7 @@ pub(super) fn a_kick<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let running = Beside::start(vm.second_guest()?, long);
     running.pass();
     for kick in 1..=KICKS {
-        // It may not have been inside.
+        // It may have been outside the guest.
         while running.seen.kicks.load(SeqCst) < kick && !running.has_ended() {
             let before = running.seen.kicks.load(SeqCst);
             M::kick(1);

@@ -1,4 +1,4 @@
-//! Dirty logs of a guest that stands still while they are taken: exact to the page.
+//! Dirty logs of a guest that does not run while they are got: exact to the page.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -15,7 +15,7 @@ use crate::{Cpu, Machine, Op};
 const PAGES: u64 = 512;
 
 impl<M: Machine> TestVm<M> {
-    /// The log of the data slot.
+    /// Gets the log of the data slot.
     pub(super) fn log(&self) -> Result<Vec<u64>, String> {
         let words = self.vm.dirty_log_words(0, DATA_SLOT);
         let mut bitmap = vec![0; words.map_err(|error| error.to_string())?];
@@ -25,7 +25,7 @@ impl<M: Machine> TestVm<M> {
         Ok(bitmap)
     }
 
-    /// Whether the log names the pages for which `dirty` says so, and no other.
+    /// Checks that the log names the pages for which `dirty` returns true, and no others.
     fn logged(&self, what: &str, dirty: impl Fn(u64) -> bool) -> Result<(), String> {
         let log = self.log()?;
         for page in 0..log.len() as u64 * 64 {
@@ -37,7 +37,7 @@ impl<M: Machine> TestVm<M> {
     }
 }
 
-/// What a log by any means must say. `faults` is whether a first write to a page faults.
+/// Checks the log by any mechanism. `faults` is whether a first write to a page faults.
 fn takes_exact_logs<M: Machine>(
     bench: &mut Bench<'_, M>,
     means: &str,
@@ -85,7 +85,7 @@ pub(super) fn by_dirty_bit<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     takes_exact_logs(bench, "dirty-bit", false)
 }
 
-/// Enabling the log splits what is huge before the first write, and looks at no page to do it.
+/// Enabling the log splits huge leaves before the first write, and reads no page to do so.
 pub(super) fn eager_split<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const HUGE: u64 = 4;
     let size = HUGE * 2 * MIB;
@@ -110,7 +110,7 @@ pub(super) fn eager_split<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         vm.end(&bench.host)?;
     }
     let [full, skipping] = visited;
-    // To see what came out of leaves that were broken first, the full walk comes down once more.
+    // Leaves that were broken first need a second full walk, which sees the tables made for them.
     let again = u64::from(Tables::<M>::BREAK_BEFORE_MAKE) * skipping;
     same(
         "entries of level 1 passed over",
@@ -120,8 +120,8 @@ pub(super) fn eager_split<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     Ok(format!("{skipping} entries visited, not {full}"))
 }
 
-/// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, with a log that begins all set: huge pages are split when the
-/// part of the log that they are in is cleared, and not before.
+/// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, with a log that begins all set: huge pages are split when
+/// their part of the log is cleared, and not before.
 pub(super) fn cleared_by_hand<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const HUGE: u64 = 4;
     let mut vm = bench.vm(Level::MEGA, &[("prefetch", "off")])?;
@@ -146,7 +146,7 @@ pub(super) fn cleared_by_hand<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     vm.faulted(512)?;
     vm.logged("written again", |_| true)?;
 
-    // Without logging nothing has to be small.
+    // Without logging no leaf has to be small.
     vm.set(&bench.data_slot(HUGE * 2 * MIB, SlotFlags::default()))?;
     bench.run(&mut vm, every(Op::Read, 0, HUGE, 2 * MIB))?;
     vm.faulted(1)?;

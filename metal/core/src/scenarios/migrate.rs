@@ -1,6 +1,6 @@
-//! Dirty logs of a guest that keeps writing, as a migration takes them: what a log names is copied
-//! after it was taken, and when the guest has stopped and the last log is done, the copy must be the
-//! memory. A write that went unnoticed, through a TLB or past a dirty bit, would be missing in it.
+//! Dirty logs of a guest that keeps writing, as a migration gets them: pages that a log names are copied after it was got, and
+//! after the guest has stopped and the last log is done, the copy must equal the memory. A write that went unnoticed, through a
+//! TLB or past a dirty bit, would be missing in it.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -21,8 +21,8 @@ const PAGES: u64 = HUGE * 512;
 const CHUNK: u64 = 512;
 const ROUNDS: u64 = 20;
 
-/// Copies the first word, the one that the guest writes, of each page that the log names. Returns how
-/// many. What was written before the log was taken, and is in no copy, must be in this log.
+/// Copies the first word, the one that the guest writes, of each page that the log names. Returns how many. Every word that was
+/// written before the log was got, and is in no copy, must be in this log.
 fn copy<M: Machine>(
     bench: &Bench<'_, M>,
     vm: &TestVm<M>,
@@ -54,12 +54,12 @@ fn copy<M: Machine>(
     Ok(copied)
 }
 
-/// Every page in turn.
+/// Makes a command that writes every page in turn.
 fn all_pages() -> Command {
     pages(Op::Write, 0, PAGES)
 }
 
-/// One page again and again: all but the first write of a pass go through the TLB.
+/// Makes a command that writes one page again and again: all but the first write of a pass use the TLB.
 fn one_page() -> Command {
     Command {
         step: 0,
@@ -80,7 +80,7 @@ fn migrate<M: Machine>(bench: &mut Bench<'_, M>, means: &str, writes: Command) -
     let mut copies = vec![0; PAGES as usize];
     let mut copied = 0;
     for _ in 0..ROUNDS {
-        // In the middle of a pass, most of them.
+        // Most of them in the middle of a pass.
         for _ in 0..3 {
             copied += copy(bench, &vm, &mut copies)?;
         }
@@ -98,7 +98,7 @@ fn migrate<M: Machine>(bench: &mut Bench<'_, M>, means: &str, writes: Command) -
         .map_err(|error| format!("{error}, page {page}: a write went unnoticed"))?;
     }
     vm.counted(&[("splits", HUGE), ("pages_2m", fell(HUGE))])?;
-    // The first log names all; each round's, and the last, what was written in the pass before.
+    // The first log names all pages; each later one, and the last, those written in the pass before.
     holds(
         "a log names nothing, and the guest wrote",
         copied >= PAGES + ROUNDS,

@@ -21,8 +21,7 @@ fn at_hole(op: Op, count: u64) -> Command {
 }
 
 impl<M: Machine> TestVm<M> {
-    /// Whether the first CPU reported so many faults, of which so many came from MMIO entries, since
-    /// this was last asked.
+    /// Checks that the first CPU reported `mmio` faults from MMIO entries and `others` from other ones since the last check.
     fn faulted_mmio(&mut self, others: u64, mmio: u64) -> Result<(), alloc::string::String> {
         let seen = self.guest.seen.mmio_faults.swap(0, SeqCst);
         if M::Cpu::REPORTS_MMIO {
@@ -80,7 +79,7 @@ pub(super) fn becomes_memory_and_back<M: Machine>(bench: &mut Bench<'_, M>) -> V
     write_word(slat::Hpa(bench.page(0).0 + 4), 337);
     let sum = bench.run(&mut vm, at_hole(Op::Read, 2))?;
     same("sum read from the new memory", sum, 1337)?;
-    // The entry is still there; its generation is not the slots' any more.
+    // The entry is still mapped; its generation is no longer the slots'.
     vm.faulted_mmio(0, 1)?;
 
     vm.set(&Region { size: 0, ..memory })?;

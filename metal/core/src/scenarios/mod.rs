@@ -1,5 +1,5 @@
-//! The scenarios. Each makes a VM of its own, has the guest do something, and compares three
-//! accounts of it: what the CPU reported, what the engine counted, and what came into memory.
+//! The scenarios. Each makes a VM of its own, has the guest run commands, and compares three
+//! accounts: what the CPU reported, what the engine counted, and what was written to memory.
 
 mod age;
 mod cached;
@@ -18,11 +18,11 @@ use alloc::string::String;
 use crate::Machine;
 use crate::bench::Bench;
 
-/// Some figures, or what was not as expected.
+/// Some figures, or the unexpected result.
 type Verdict = Result<String, String>;
 type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
 
-/// All of them, in the order in which they run.
+/// Returns all scenarios, in the order in which they run.
 pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<M>)> {
     let all: [(&'static str, Scenario<M>); 27] = [
         ("demand_faults_4k", faults::of_4k),

@@ -1,5 +1,5 @@
-//! Memslots that are deleted and moved while the guest writes to them. When the call has returned no
-//! write may come into the memory behind the old place any more.
+//! Memslots that are deleted and moved while the guest writes to them. When the call has returned, no write may reach the
+//! memory that backed the old address.
 
 use alloc::format;
 use alloc::string::String;
@@ -14,10 +14,10 @@ use crate::{Machine, Op};
 
 const PAGES: u64 = 512;
 const ROUNDS: u32 = 20;
-/// Greater than what the guest gets to writing.
+/// Larger than any value the guest writes.
 const STAMP: u32 = 0xfeed_0000;
 
-/// Marks the memory, lets the guest run, and expects the marks still there.
+/// Marks the memory, lets the guest run, and checks that the marks are unchanged.
 fn stays_as_it_is<M: Machine>(
     bench: &Bench<'_, M>,
     running: &Beside<M>,
@@ -38,14 +38,14 @@ fn stays_as_it_is<M: Machine>(
     Ok(())
 }
 
-/// The guest's writes come in again.
+/// Checks that the guest's writes reach the memory again.
 fn is_written<M: Machine>(bench: &Bench<'_, M>, running: &Beside<M>) -> Result<(), String> {
     running.pass();
     let written = (0..PAGES).all(|page| read_word(bench.page(page)) < STAMP);
     holds("the slot is back, and nothing is written to it", written)
 }
 
-/// Takes the data slot away by `gone`, and brings it back by `back`, again and again.
+/// Removes the data slot by `gone`, and restores it by `back`, again and again.
 fn changes_under_the_guest<M: Machine>(
     bench: &mut Bench<'_, M>,
     gone: Region,

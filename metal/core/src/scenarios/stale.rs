@@ -1,4 +1,4 @@
-//! A page that the host puts elsewhere: who has read it before must not read the old one after.
+//! A page that the host moves: a CPU that has read the old page must not read it after the move.
 
 use alloc::format;
 use core::hint::spin_loop;
@@ -15,7 +15,7 @@ use crate::{Command, Machine, Op};
 const READS: u64 = 4096;
 const OLD: u32 = 3;
 const NEW: u32 = 5;
-/// On a page that nobody may read. One such word in a sum is more than all the others.
+/// On a page that must not be read. One such word in a sum is more than all the others.
 const POISON: u32 = 1 << 16;
 
 fn read_first_page() -> Command {
@@ -26,12 +26,12 @@ fn read_first_page() -> Command {
 }
 
 impl<M: Machine> Bench<'_, M> {
-    /// The page that stands for the first of the data slot after [`Bench::move_page`].
+    /// Returns the page that replaces the first of the data slot after [`Bench::move_page`].
     pub(super) fn spare(&self) -> Hpa {
         Hpa(self.host.small().0 + CODE_PAGES * PAGE_SIZE)
     }
 
-    /// Makes `page` back the first page of the data slot. `meanwhile` runs while that is invalidated.
+    /// Makes `page` back the first page of the data slot. Runs `meanwhile` while the data slot's page is invalidated.
     pub(super) fn move_page<R>(
         &self,
         vm: &TestVm<M>,
@@ -46,7 +46,7 @@ impl<M: Machine> Bench<'_, M> {
         result
     }
 
-    /// A VM with a data slot whose first page is `OLD`, and a spare one that is `NEW`.
+    /// Makes a VM with a data slot whose first page is `OLD`, and a spare one that is `NEW`.
     fn vm_with_page_to_move(&mut self) -> Result<TestVm<M>, alloc::string::String> {
         let vm = self.vm(Level::PAGE, &[("prefetch", "off")])?;
         vm.set(&self.data_slot(PAGE_SIZE, SlotFlags::default()))?;
@@ -82,13 +82,13 @@ pub(super) fn on_another_cpu<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         let sum = running.pass();
         same("sum read before", sum, now.1 * READS as u32)?;
         let passes = bench.move_page(&vm, then.0, || {
-            // Whoever still reads the old page gives itself away.
+            // A CPU that still reads the old page shows it in its sum.
             write_word(now.0, POISON);
             let before = running.passes();
             (0..20_000).for_each(|_| spin_loop());
             running.passes() - before
         });
-        // One may have been at its last instruction.
+        // One CPU may have been at its last instruction.
         holds(
             "the guest went on reading a page that was away",
             passes <= 1,

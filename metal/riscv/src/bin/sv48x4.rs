@@ -19,7 +19,7 @@ impl Monitor for Program {
     }
 }
 
-/// Where `boot.S` goes to.
+/// Entry point of Rust, which `boot.S` jumps to.
 #[unsafe(no_mangle)]
 extern "C" fn main(cpu: usize, hart: u64) -> ! {
     metal_riscv::main::<Program>(cpu, hart)
