@@ -1,4 +1,4 @@
-//! Descriptors, threads and memory: what a stream must give back.
+//! Descriptors, threads and memory: what a stream must close, end and free.
 
 use crate::ioctls::SOON;
 use std::collections::BTreeSet;
@@ -6,19 +6,19 @@ use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Streams after which the process has what it keeps for good: buffers, stacks, the allocator's pools.
+/// Streams after which the process has all that it keeps for good: buffers, stacks, the allocator's pools.
 const WARM: u64 = 128;
-/// Bytes by which resident memory may exceed what it was then, for reasons of its own.
+/// Bytes by which resident memory may exceed its size after those streams, for other reasons.
 const SLACK: u64 = 32 << 20;
-/// Bytes that a stream may leave behind on top: libFuzzer keeps some inputs.
+/// Bytes that a stream may leave in addition: libFuzzer keeps some inputs.
 const PER_STREAM: u64 = 16 << 10;
-/// Streams between two looks at resident memory.
+/// Streams between two checks of resident memory.
 const EVERY: u64 = 64;
 
 static STREAMS: AtomicU64 = AtomicU64::new(0);
 static BASELINE: AtomicU64 = AtomicU64::new(0);
 
-/// What the process had before a stream.
+/// The process's descriptors and memory before a stream.
 #[derive(Debug)]
 pub struct Before {
     descriptors: BTreeSet<String>,
@@ -30,13 +30,13 @@ fn descriptors() -> BTreeSet<String> {
         let link = fs::read_link(entry.path()).unwrap_or_default();
         format!("{} {}", entry.file_name().display(), link.display())
     });
-    // The descriptor that reads the directory is not there any more when its link is looked up, or shows the directory.
+    // The descriptor that reads the directory is closed when its link is looked up, or its link shows the directory.
     links
         .filter(|link| !link.contains("/proc/") && !link.ends_with(' '))
         .collect()
 }
 
-/// Bytes of memory that are resident.
+/// Returns the bytes of memory that are resident.
 pub fn resident() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("Linux has /proc/self/statm");
     let pages = statm
@@ -47,18 +47,18 @@ pub fn resident() -> u64 {
 }
 
 impl Before {
-    /// Looks.
+    /// Records the state before a stream.
     pub fn a_stream() -> Self {
         Before {
             descriptors: descriptors(),
         }
     }
 
-    /// Panics if a stream that has ended left something over.
+    /// Panics if a stream that has ended left a descriptor, a thread or memory.
     pub fn check(self) {
         let left =
             || -> Vec<_> { (descriptors().difference(&self.descriptors).cloned()).collect() };
-        // A VM that a thread of slat's own dropped last gives its descriptors back on that thread.
+        // If a thread of slat's own dropped a VM last, that thread closes the VM's descriptors.
         let begin = Instant::now();
         while !left().is_empty() {
             let left = left();
@@ -83,7 +83,7 @@ impl Before {
     }
 }
 
-/// slat's own threads serve the whole process: there is one of each. Those of a stream have been joined.
+/// Checks slat's own threads, which serve the whole process: there is one of each. Those of a stream have been joined.
 fn check_threads() {
     let mut seen = BTreeSet::new();
     for task in fs::read_dir("/proc/self/task")

@@ -1,21 +1,21 @@
-//! Mappings between guard pages, and patterns that tell of a stray write.
+//! Mappings between guard pages, and patterns that show a stray write.
 
 use std::ops::Range;
 
 /// Size of a host page.
 pub const PAGE: usize = 4096;
 
-/// Address space that belongs to this value until it is dropped; nothing in it is accessible at first.
+/// Address space that this value owns until it is dropped; nothing in it is accessible at first.
 #[derive(Debug)]
 pub struct Reserved {
     start: usize,
     len: usize,
 }
 
-/// Maps `range`, which lies in a [`Reserved`], anew: anonymous memory with these rights.
+/// Maps `range`, which is in a [`Reserved`], anew: anonymous memory with these rights. Returns whether it could.
 ///
 /// # Safety
-/// Nothing but guests and guarded accesses uses what is mapped there now.
+/// Only guests and guarded accesses use the current mapping of `range`.
 pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
     // SAFETY: the caller's.
@@ -24,7 +24,7 @@ pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
     }
 }
 
-/// Maps `range`, as [`remap`] does, to the pages of a file that has since been cut off in the middle: SIGBUS from there on.
+/// Maps `range`, like [`remap`], to the pages of a file that is then truncated in the middle: SIGBUS from there on.
 ///
 /// # Safety
 /// As for [`remap`].
@@ -56,12 +56,12 @@ impl Reserved {
         }
     }
 
-    /// The first address.
+    /// Returns the first address.
     pub fn start(&self) -> usize {
         self.start
     }
 
-    /// All addresses.
+    /// Returns all addresses.
     pub fn range(&self) -> Range<usize> {
         self.start..self.start + self.len
     }
@@ -70,19 +70,19 @@ impl Reserved {
     pub fn open(&self, offset: usize, len: usize) {
         assert!(offset + len <= self.len);
         let start = self.start + offset;
-        // SAFETY: our own address space, new to those who are about to use it.
+        // SAFETY: our own address space, which no code has accessed yet.
         assert!(unsafe { remap(start..start + len, libc::PROT_READ | libc::PROT_WRITE) });
     }
 }
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        // SAFETY: our own mapping. What uses it is gone: the streams drop their objects first.
+        // SAFETY: our own mapping, which is not used any more: the streams drop their objects first.
         unsafe { libc::munmap(self.start as *mut _, self.len) };
     }
 }
 
-/// What an untouched word at `address` holds. No two words hold the same, and hardly any is a value that a guest writes.
+/// Returns the pattern's word at `address`. No two words are equal, and hardly any is a value that a guest writes.
 fn untouched(address: usize) -> u64 {
     (address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0xc0de_cafe_0000_0000
 }
@@ -90,7 +90,7 @@ fn untouched(address: usize) -> u64 {
 /// Fills whole words with the pattern.
 ///
 /// # Safety
-/// `range` is writable memory that no reference leads into.
+/// `range` is writable memory to which no reference exists.
 pub unsafe fn fill(range: Range<usize>) {
     for at in range.step_by(8) {
         // SAFETY: the caller's.
@@ -98,7 +98,7 @@ pub unsafe fn fill(range: Range<usize>) {
     }
 }
 
-/// The first word of `range` that is not as [`fill`] left it.
+/// Returns the first word of `range` that is not as [`fill`] left it.
 ///
 /// # Safety
 /// `range` is readable memory.
@@ -109,7 +109,7 @@ pub unsafe fn first_touched(range: Range<usize>) -> Option<usize> {
         .find(|at| unsafe { (*at as *const u64).read_volatile() } != untouched(*at))
 }
 
-/// Memory of the given size between two guard pages, and beyond those a page each that nobody may write.
+/// Memory of the given size between two guard pages, with a page before and after those that must not be written.
 ///
 /// ```text
 /// canary | no access | memory | no access | canary
@@ -121,7 +121,7 @@ pub struct Guarded {
 }
 
 impl Guarded {
-    /// `len` bytes, whole pages, in which nothing is accessible yet.
+    /// Reserves `len` bytes, whole pages, in which nothing is accessible yet.
     pub fn reserve(len: usize) -> Self {
         assert!(len.is_multiple_of(PAGE));
         let all = Reserved::new(len + 4 * PAGE);
@@ -135,7 +135,7 @@ impl Guarded {
         guarded
     }
 
-    /// `len` bytes of zeroes.
+    /// Makes `len` bytes of zeroes.
     pub fn new(len: usize) -> Self {
         let guarded = Self::reserve(len);
         guarded.open(0, len);
@@ -148,12 +148,12 @@ impl Guarded {
         self.all.open(2 * PAGE + offset, len);
     }
 
-    /// The first address of the memory.
+    /// Returns the first address of the memory.
     pub fn start(&self) -> usize {
         self.all.start() + 2 * PAGE
     }
 
-    /// The addresses of the memory.
+    /// Returns the addresses of the memory.
     pub fn range(&self) -> Range<usize> {
         self.start()..self.start() + self.len
     }
@@ -163,10 +163,10 @@ impl Guarded {
         [all.start..all.start + PAGE, all.end - PAGE..all.end]
     }
 
-    /// Panics if something was written beside the memory.
+    /// Panics if a canary was written.
     pub fn check(&self) {
         for canary in self.canaries() {
-            // SAFETY: opened when this was made, and nobody closes it.
+            // SAFETY: opened when this was made, and never closed.
             let touched = unsafe { first_touched(canary) };
             if let Some(at) = touched {
                 panic!("{at:#x}, beside {:#x?}, was written", self.range());
@@ -177,7 +177,7 @@ impl Guarded {
     /// Writes `bytes` at `offset`.
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         assert!(offset + bytes.len() <= self.len);
-        // SAFETY: inside; whoever made the value opened what it writes to.
+        // SAFETY: inside; the owner of the value has opened the range.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 bytes.as_ptr(),

@@ -1,14 +1,14 @@
-//! The threads of a stream under supervision: who is kicked when, how long a call may take, and the account of a finding.
+//! The supervision of a stream's threads: who is kicked when, how long a call may take, and the account of a finding.
 //!
-//! Each thread of a stream has a [`Lane`] and says there what it is about to do. One more thread, the watchman, looks at all
-//! lanes every half millisecond. It ends each `KVM_RUN` when its slice of time is over, by the means that the stream chose, and
+//! Each thread of a stream has a [`Lane`], where it announces its next step. One more thread, the watchman, checks all lanes
+//! every half millisecond. It ends each `KVM_RUN` when its slice of time is over, by the means that the stream chose, and
 //! *once*: a kick that gets lost is a finding. It knows that the run has begun, and so can be kicked, by `kvm_run.flags`, which
 //! `KVM_RUN` clears.
 //!
 //! # Time
-//! Limits are in CPU time of the thread itself, because other processes may keep it from running at all, and in user mode, because
-//! a kernel that is short of memory works for others in a thread's name. A thread that sleeps uses none, and has a limit in time
-//! that no load explains.
+//! Limits are in CPU time of the thread itself, because other processes may keep it from running at all, and in user mode,
+//! because a kernel that is short of memory works for others in a thread's name. A thread that sleeps uses none, and has a
+//! wall-time limit that no load explains.
 
 use kvm_bindings::kvm_run;
 use std::collections::VecDeque;
@@ -21,17 +21,17 @@ use std::time::{Duration, Instant};
 
 /// CPU time that a kicked `KVM_RUN` may still take.
 const KICKED_CPU: Duration = Duration::from_millis(100);
-/// CPU time that a `KVM_RUN` may still take if another thread has to find out that it is kicked: that one may not get a CPU.
+/// CPU time that a `KVM_RUN` may still take if another thread has to notice the kick: that thread may not get a CPU.
 const POLLED_CPU: Duration = Duration::from_secs(1);
 /// CPU time that any other call may take.
 const CALL_CPU: Duration = Duration::from_secs(2);
-/// Time after which a call hangs, whatever else the machine does.
+/// Time after which a call counts as hanging, whatever else the machine does.
 const HANGS: Duration = Duration::from_secs(60);
-/// Between two looks of the watchman.
+/// Time between two checks of the watchman.
 const TICK: Duration = Duration::from_micros(500);
-/// Steps of a lane that a finding names.
+/// Last steps of a lane that a finding lists.
 const REMEMBERED: usize = 24;
-/// What `kvm_run.flags` is before a run has begun.
+/// `kvm_run.flags` before a run has begun.
 const NOT_BEGUN: u16 = 0xffff;
 
 /// How a `KVM_RUN` is ended.
@@ -39,14 +39,14 @@ const NOT_BEGUN: u16 = 0xffff;
 pub enum Kick {
     /// A signal, whose handler announces itself.
     Signal,
-    /// `immediate_exit`, and then a signal: what programs do to be sure.
+    /// `immediate_exit`, and then a signal, as programs do to be sure.
     ExitAndSignal,
-    /// `immediate_exit` alone. Ends a run only if nobody has promised to announce signals.
+    /// `immediate_exit` alone. Ends a run only if no handler has promised to announce signals.
     Exit,
 }
 
 impl Kick {
-    /// CPU time that the run may take from the kick on.
+    /// Returns the CPU time that the run may take after the kick.
     fn limit(self) -> Duration {
         match self {
             Kick::Signal | Kick::ExitAndSignal => KICKED_CPU,
@@ -55,12 +55,12 @@ impl Kick {
     }
 }
 
-/// Something that a lane does.
+/// A step of a lane.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
-    /// What it is.
+    /// Name of the step.
     pub what: &'static str,
-    /// On what, or with which argument.
+    /// Its object, or its argument.
     pub detail: [u64; 2],
 }
 
@@ -71,7 +71,7 @@ pub struct Slice {
     pub page: usize,
     /// How long the guest may run.
     pub length: Duration,
-    /// What ends it then.
+    /// How the run is ended then.
     pub kick: Kick,
 }
 
@@ -102,7 +102,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A stream that runs.
+/// A running stream.
 #[derive(Debug)]
 pub struct Stream {
     name: &'static str,
@@ -116,7 +116,7 @@ static CHANGED: Condvar = Condvar::new();
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 static FOUND: AtomicBool = AtomicBool::new(false);
 
-/// The signal that ends runs.
+/// Returns the signal that ends runs.
 pub fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 7
 }
@@ -130,12 +130,12 @@ extern "C" fn on_kick(_signal: i32) {
 }
 
 extern "C" fn on_backtrace(_signal: i32) {
-    // Not async-signal-safe, and the process is about to end.
+    // Not async-signal-safe, but the process is about to end.
     block_signals();
     say(&std::backtrace::Backtrace::force_capture().to_string());
 }
 
-/// Kicks would come faster than a backtrace can be written.
+/// Blocks all signals: kicks would arrive faster than a backtrace can be written.
 fn block_signals() {
     // SAFETY: a signal set on the stack; this thread only.
     unsafe {
@@ -161,7 +161,7 @@ fn prepare() {
             (kick_signal(), on_kick as extern "C" fn(i32)),
             (backtrace_signal(), on_backtrace),
         ] {
-            // SAFETY: handlers with the signature of one.
+            // SAFETY: handlers with the signature of a signal handler.
             unsafe { libc::signal(signal, handler as *const () as libc::sighandler_t) };
         }
         let report = panic::take_hook();
@@ -177,7 +177,7 @@ fn prepare() {
     });
 }
 
-/// Runs `body` with `lanes` lanes under supervision, no other stream beside it.
+/// Runs `body` with `lanes` lanes under supervision, with no other stream beside it.
 pub fn stream(name: &'static str, bytes: &[u8], lanes: usize, body: impl FnOnce(&Stream)) {
     prepare();
     let _alone = lock(&ONE_AT_A_TIME);
@@ -194,7 +194,7 @@ pub fn stream(name: &'static str, bytes: &[u8], lanes: usize, body: impl FnOnce(
 }
 
 impl Stream {
-    /// A lane.
+    /// Returns a lane.
     pub fn lane(&self, index: usize) -> &Lane {
         &self.lanes[index]
     }
@@ -210,7 +210,7 @@ impl Lane {
             libc::pthread_getcpuclockid(id, &mut clock);
             id
         };
-        // The lowest two bits choose what is counted (clock_getcpuclockid(3)'s clocks: linux/posix-timers.h).
+        // The lowest two bits choose the counted time (clock_getcpuclockid(3)'s clocks: linux/posix-timers.h).
         const KINDS: libc::clockid_t = 3;
         const IN_USER_MODE: libc::clockid_t = 1;
         let clock = clock & !KINDS | IN_USER_MODE;
@@ -264,9 +264,9 @@ impl Lane {
         result
     }
 
-    /// The watchman's look.
+    /// Checks the lane; called by the watchman. The error is a finding.
     fn look(&self, now: Instant) -> Result<(), String> {
-        // Held meanwhile: the thread stays, its work does not end, and the page stays mapped.
+        // The lock is held meanwhile: the thread stays, its work does not end, and the page stays mapped.
         let thread = lock(&self.thread);
         let mut work = lock(&self.work);
         let (Some(thread), Some(work)) = (thread.as_ref(), work.as_mut()) else {
@@ -277,7 +277,7 @@ impl Lane {
         };
         match work.kicked {
             Some((at, cpu)) => thread.check(at, cpu, now, slice.kick.limit()),
-            // SAFETY: the page is mapped as long as the work is there.
+            // SAFETY: the page is mapped as long as the work exists.
             None if unsafe { flags(slice.page).read_volatile() } == NOT_BEGUN => {
                 thread.check(work.began, work.cpu, now, CALL_CPU)
             }
@@ -312,11 +312,11 @@ impl Thread {
 
     fn kick(&self, slice: Slice) {
         if slice.kick != Kick::Signal {
-            // SAFETY: the page is mapped as long as the work is there.
+            // SAFETY: the page is mapped as long as the work exists.
             unsafe { immediate_exit(slice.page).write_volatile(1) };
         }
         if slice.kick != Kick::Exit {
-            // SAFETY: the thread is there, since it holds its lane.
+            // SAFETY: the thread exists, since the lane is locked.
             unsafe { libc::pthread_kill(self.id, kick_signal()) };
         }
     }
@@ -333,7 +333,7 @@ impl Thread {
         if used < limit && waited < HANGS {
             return Ok(());
         }
-        // SAFETY: the thread is there, since it holds its lane.
+        // SAFETY: the thread exists, since the lane is locked.
         unsafe { libc::pthread_kill(self.id, backtrace_signal()) };
         Err(format!(
             "does not end: {waited:?}, {used:?} of them on a CPU"
@@ -347,7 +347,7 @@ fn watch() {
     loop {
         if FOUND.load(Ordering::SeqCst) && found.get_or_insert_with(Instant::now).elapsed() > HANGS
         {
-            // The thread that found something cannot finish its account.
+            // The thread with the finding cannot finish its account.
             std::process::abort();
         }
         let Some(stream) = current.clone() else {
@@ -371,12 +371,12 @@ fn watch() {
     }
 }
 
-/// Where the bytes of a finding are kept.
+/// Returns the file for the bytes of a finding.
 fn kept(stream: &Stream) -> PathBuf {
     std::env::temp_dir().join(format!("slat-{}-{}", stream.name, std::process::id()))
 }
 
-/// Says what was found, and what every lane did. Once: others may be found while the process ends.
+/// Prints the finding, and the last steps of every lane. Once: there may be more findings while the process ends.
 fn account(what: &str) {
     if FOUND.swap(true, Ordering::SeqCst) {
         return;

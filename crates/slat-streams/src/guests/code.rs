@@ -4,8 +4,8 @@ use super::layout::linear;
 use crate::memory::PAGE;
 use slat_model::Rng;
 
-/// What the system is made of: descriptor tables, control and debug registers, MSRs, fast calls, invalidations. Each may
-/// take a ModRM byte, which the next random byte is.
+/// System instructions: descriptor tables, control and debug registers, MSRs, fast calls, invalidations. For those that have a
+/// ModRM byte, the next random byte is it.
 const SYSTEM: [&[u8]; 26] = [
     &[0x0f, 0x00],
     &[0x0f, 0x01],
@@ -37,7 +37,7 @@ const SYSTEM: [&[u8]; 26] = [
 const STRINGS: [u8; 14] = [
     0xa4, 0xa5, 0xa6, 0xa7, 0xaa, 0xab, 0xac, 0xad, 0xae, 0xaf, 0x6c, 0x6d, 0x6e, 0x6f,
 ];
-/// Read, change, write.
+/// Instructions that read, change, write.
 const LOCKABLE: [&[u8]; 16] = [
     &[0x00],
     &[0x01],
@@ -103,7 +103,8 @@ fn byte(rng: &mut Rng) -> u8 {
     rng.below(256) as u8
 }
 
-/// ModRM, and what it asks for with 32-bit or 64-bit addresses; then a few bytes that are an immediate, or the next instruction.
+/// Appends ModRM, and the operands that it needs with 32-bit or 64-bit addresses; then a few bytes that are an immediate, or
+/// the next instruction.
 fn operands(rng: &mut Rng, code: &mut Vec<u8>) {
     let modrm = byte(rng);
     code.push(modrm);
@@ -123,7 +124,7 @@ fn operands(rng: &mut Rng, code: &mut Vec<u8>) {
     }
 }
 
-/// One instruction, or what is none.
+/// Appends one instruction, or bytes that are none.
 fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
     for _ in 0..rng.pick(&[0, 0, 0, 1, 1, 2]) {
         code.push(rng.pick(&PREFIXES));
@@ -149,7 +150,7 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
         6 => code.extend([0x0f, byte(rng)]),
         7 => code.extend([0x0f, rng.pick(&[0x38, 0x3a]), byte(rng)]),
         8 => return (0..rng.below(4)).for_each(|_| code.push(byte(rng))),
-        // A near jump or call to anywhere near.
+        // A near jump or call to any address nearby.
         9 => {
             code.push(rng.pick(&[0xeb, 0x74, 0x75, 0x72, 0xe2, 0xe3, 0xe0]));
             return code.push(byte(rng));
@@ -165,7 +166,7 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
                 &[0xfe, 0x03]
             });
         }
-        // mov r, address: the next operand is somewhere worth it.
+        // mov r, address: the next operand is at an interesting address.
         10 => {
             let long = rng.one_in(2);
             if long {
@@ -180,11 +181,12 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
     operands(rng, code);
 }
 
-/// A stretch of code that ends with a jump to its beginning. Sometimes the code begins before the end of a page: then instructions cross it.
+/// Returns code that ends with a jump to its beginning. Sometimes the code begins before the end of a page: then instructions
+/// cross it.
 pub fn code(rng: &mut Rng) -> Vec<u8> {
     let mut code = Vec::new();
     if rng.one_in(4) {
-        // A jump over what lies between; zeroes are instructions as well.
+        // A jump over the bytes in between, which are zeroes: those are instructions, too.
         let skipped = PAGE - 5 - 1 - rng.below(12) as usize;
         code.push(0xe9);
         code.extend(&(skipped as u32).to_le_bytes());

@@ -1,4 +1,4 @@
-//! The physical memory of a guest: what lies where, and which addresses are worth an access.
+//! The physical memory of a guest: the address of everything, and the addresses that are interesting to access.
 
 use crate::memory::PAGE;
 use slat_model::Rng;
@@ -15,62 +15,62 @@ pub struct Place {
 }
 
 impl Place {
-    /// Its size.
+    /// Returns the size in bytes.
     pub const fn len(&self) -> usize {
         self.pages * PAGE
     }
 }
 
-/// Code, tables, stacks: everything below.
+/// The memslot with code, tables, stacks: everything below.
 pub const MAIN: Place = Place {
     slot: 0,
     gpa: 0,
     pages: 64,
 };
-/// Read-only.
+/// A read-only memslot.
 pub const ROM: Place = Place {
     slot: 1,
     gpa: 0x5_0000,
     pages: 4,
 };
-/// Logged in any case.
+/// A memslot that is always logged.
 pub const LOGGED: Place = Place {
     slot: 2,
     gpa: 0x6_0000,
     pages: 8,
 };
-/// Beyond 32 bits. Logged, too.
+/// A memslot above 4 GiB. Logged, too.
 pub const FAR: Place = Place {
     slot: 3,
     gpa: 1 << 32,
     pages: 4,
 };
-/// One huge page.
+/// A memslot of one huge page.
 pub const HUGE: Place = Place {
     slot: 4,
     gpa: 0x20_0000,
     pages: 512,
 };
 
-/// The tables of five levels, one page each; those of other modes begin further down.
+/// Addresses of the tables of five levels, one page each; the roots of other modes are further down.
 pub const PML5: u64 = 0x1000;
-/// Four levels.
+/// The root of four levels.
 pub const PML4: u64 = 0x2000;
-/// PAE, and the third level.
+/// The root of PAE, and the third level.
 pub const PDPT: u64 = 0x3000;
-/// The second level, and 32-bit paging.
+/// The second level, and the root of 32-bit paging.
 pub const PD: u64 = 0x4000;
-/// The first.
+/// The first level.
 pub const PT: u64 = 0x8000;
-/// Descriptors.
+/// The GDT.
 pub const GDT: u64 = 0x9000;
-/// Gates.
+/// The IDT.
 pub const IDT: u64 = 0xa000;
 /// The task-state segment, of which the guest uses only the stack pointers, and some zeroes after it.
 pub const TSS: u64 = 0xb000;
-/// Where vCPUs begin, a page each.
+/// The vCPUs' first instructions, a page each.
 pub const CODE: u64 = 0xc000;
-/// What gates lead to.
+/// The handlers that gates point to.
 pub const HANDLERS: u64 = 0xf000;
 /// The top of the first vCPU's stack; the second's is a page higher.
 pub const STACK: u64 = 0x1_2000;
@@ -95,22 +95,22 @@ const PHYSICAL: [u64; 20] = [
     LOGGED.gpa + 0x7000,
     HUGE.gpa,
     FAR.gpa,
-    // No memory.
+    // An address without memory.
     0x4_0000,
     0x7_0000,
     0xfee0_0000,
     1 << 39,
 ];
 
-/// A guest-physical page.
+/// Returns a guest-physical page.
 pub fn physical(rng: &mut Rng) -> u64 {
     rng.pick(&PHYSICAL)
 }
 
-/// A linear address, often near the end of a page.
+/// Returns a linear address, often near the end of a page.
 pub fn linear(rng: &mut Rng) -> u64 {
     let page = match rng.below(16) {
-        // The upper half, which the fourth level maps again; the tables, through themselves; nothing canonical.
+        // The upper half, which the fourth level maps again; the tables, through themselves; a non-canonical address.
         0 => 0xffff_8000_0000_0000 + physical(rng),
         1 => 0xffff_ff80_0000_0000 + (rng.below(8) << 12),
         2 => 1 << 47,

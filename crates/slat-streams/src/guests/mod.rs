@@ -1,11 +1,11 @@
-//! Guests of random code: what the software CPU does with whatever a guest may contain.
+//! Guests of random code, which test the software CPU with anything that a guest may contain.
 //!
-//! The bytes choose a mode, page tables, descriptors, registers and code for one or two vCPUs on the same memory, and what is done
-//! beside them: harvests of the dirty logs, interrupts, invalidations, slots that go and come. Each run is kicked when its slice of time
-//! is over, and has to end then ([`crate::watch`]).
+//! The bytes choose a mode, page tables, descriptors, registers and code for one or two vCPUs on one memory, and what the main
+//! thread does beside them: it gets dirty logs, injects interrupts, invalidates memory, deletes and creates slots. Each run is
+//! kicked when its slice of time is over, and has to end then ([`crate::watch`]).
 //!
-//! Afterwards: nothing was written beside the slots, nor to the read-only one; every page of a logged slot that changed is in
-//! the log; the VM's audit holds.
+//! Checks afterwards: nothing was written beside the slots, nor to the read-only one; every page of a logged slot that changed
+//! is in the log; the VM's audit passes.
 
 mod code;
 mod layout;
@@ -25,11 +25,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tables::Mode;
 
-/// Exits after which a vCPU has had enough.
+/// The most exits of a vCPU.
 const EXITS: usize = 48;
-/// Kicks after which it has.
+/// The most kicks of a vCPU.
 const KICKS: usize = 2;
-/// Of the choices of [`disturb`], the one that takes memory away.
+/// The choice of [`disturb`] that makes memory inaccessible.
 const HIDE: u64 = 2;
 /// Bytes of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
@@ -48,9 +48,9 @@ struct Slot {
     place: Place,
     flags: u32,
     memory: Guarded,
-    /// Where the slot's memory begins there.
+    /// Offset of the slot's memory in the mapping.
     offset: usize,
-    /// What it held before the guest ran; empty if nobody asks.
+    /// The slot's content before the guest ran; empty if it is not checked.
     initial: Vec<u8>,
     /// The pages that the log has named.
     dirty: BTreeSet<usize>,
@@ -69,7 +69,7 @@ impl Slot {
         }
     }
 
-    /// A slot of one huge page, if the host gives one.
+    /// Makes a slot of one huge page, if the host provides one.
     fn huge() -> Self {
         let memory = Guarded::reserve(2 * HUGE_PAGE);
         let offset = memory.start().next_multiple_of(HUGE_PAGE) - memory.start();
@@ -107,7 +107,7 @@ impl Slot {
         self.memory.read(self.offset, self.place.len())
     }
 
-    /// Reads the log, and returns what it named.
+    /// Gets the log, and returns the pages that it names.
     fn harvest(&mut self, vm: &VmFd) -> Vec<u64> {
         if !self.is_logged() {
             return Vec::new();
@@ -130,7 +130,7 @@ impl Slot {
         }
     }
 
-    /// Panics if the guest wrote where it must not, or without the log's knowledge.
+    /// Panics if the guest wrote where it must not, or if a write is missing in the log.
     fn check(&self) {
         self.memory.check();
         if self.initial.is_empty() {
@@ -157,12 +157,12 @@ impl Slot {
     }
 }
 
-/// What one vCPU does after its exits, and how its runs end.
+/// How one vCPU continues after its exits, and how its runs end.
 struct Conduct {
     rng: Rng,
     slice: Duration,
     kick: Kick,
-    /// The slots' memory is away at times: see [`hide`].
+    /// Whether the slots' memory is inaccessible at times: see [`hide`].
     may_fault: bool,
 }
 
@@ -177,7 +177,7 @@ struct Guest {
 }
 
 fn set_slot(vm: &VmFd, region: kvm_userspace_memory_region) {
-    // SAFETY: the slots' memory is the guest's; nothing here relies on what it holds.
+    // SAFETY: the slots' memory is the guest's; this process does not rely on its content.
     unsafe { vm.set_user_memory_region(region) }.expect("a slot of the layout");
 }
 
@@ -219,7 +219,7 @@ impl Guest {
         for index in 0..count {
             main.write((CODE + index * 0x1000) as usize, &code::code(rng));
         }
-        // Code that cannot be changed, and code over the end of a page.
+        // Code that cannot be changed, and code across the end of a page.
         slots[1].memory.write(0, &code::code(rng));
         let last = code::code(rng);
         let last = &last[..last.len().min(8)];
@@ -253,7 +253,7 @@ impl Guest {
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .expect("the table");
         vcpu.set_cpuid2(&cpuid).expect("before it runs");
-        // With an interrupt controller the second one would wait for the first.
+        // With an interrupt controller the second vCPU would wait for the first.
         vcpu.set_mp_state(kvm_mp_state {
             mp_state: KVM_MP_STATE_RUNNABLE,
         })
@@ -313,11 +313,11 @@ impl Guest {
     }
 }
 
-/// Takes a slot's memory away for a moment. Slat is told when it comes back, or it is not told at all.
+/// Makes a slot's memory inaccessible for a moment. Reports to slat that it is accessible again if `told`.
 fn hide(slot: &Slot, told: bool) {
     let start = slot.memory.start() + slot.offset;
     let range = start..start + slot.place.len();
-    // SAFETY: the guest's memory, which nobody else looks into now.
+    // SAFETY: the guest's memory, which this process does not access now.
     let protect = |rights| unsafe { libc::mprotect(start as *mut _, range.len(), rights) };
     assert_eq!(protect(libc::PROT_NONE), 0);
     std::thread::sleep(Duration::from_micros(200));
@@ -339,7 +339,7 @@ fn vanish(vm: &VmFd, slot: &mut Slot) {
         ..region
     };
     set_slot(vm, gone);
-    // Its log went with it.
+    // The log was deleted with the slot.
     slot.dirty.extend(0..slot.place.pages);
     let looked_at = slot.place.len().min(16 * PAGE);
     let before = slot.memory.read(slot.offset, looked_at);
@@ -353,7 +353,7 @@ fn vanish(vm: &VmFd, slot: &mut Slot) {
     set_slot(vm, region);
 }
 
-/// Does something beside the vCPUs that leaves their memory as it is.
+/// Does something beside the vCPUs that does not change their memory.
 fn disturb(vm: &VmFd, slots: &mut [Slot], irqchip: bool, choice: u64) {
     let index = (choice >> 3) as usize % slots.len();
     let slot = &mut slots[index];
@@ -380,7 +380,7 @@ fn disturb(vm: &VmFd, slots: &mut [Slot], irqchip: bool, choice: u64) {
     }
 }
 
-/// One vCPU, until it has had enough.
+/// Runs one vCPU, until it has reached its limits.
 fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Conduct) {
     let mut kicks = 0;
     for _ in 0..EXITS {
@@ -422,11 +422,11 @@ fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Con
 enum After {
     Go,
     Kicked,
-    /// The guest has shut itself down, or cannot go on.
+    /// The guest has shut down, or cannot continue.
     Broken,
 }
 
-/// Does a device's part.
+/// Acts as the device of an exit.
 fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>, may_fault: bool) -> After {
     match exit {
         Ok(VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data)) => {
@@ -442,7 +442,7 @@ fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>, may_fault: bool) 
     }
 }
 
-/// Something that happens between two runs.
+/// Causes a random event between two runs.
 fn event(rng: &mut Rng, vcpu: &VcpuFd) {
     match rng.below(3) {
         0 => vcpu.nmi().expect("an NMI"),

@@ -1,4 +1,4 @@
-//! The registers that a vCPU begins with: right for its mode, but for a few.
+//! The registers with which a vCPU begins: right for its mode, but for a few.
 
 use super::layout::*;
 use super::tables::{GDT_LEN, Mode, selector};
@@ -199,11 +199,12 @@ fn general(rng: &mut Rng, vcpu: u64) -> kvm_regs {
     }
 }
 
-/// Gives a vCPU registers, and sometimes an event that waits.
+/// Sets a vCPU's registers, and sometimes a pending event.
 pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd) {
     let now = vcpu.get_sregs().expect("registers can be read");
     let (sregs, valid) = special(rng, mode, now);
-    // What KVM refuses is as good as not asked for; without five levels there are four.
+    // If KVM refuses the changed registers, the valid ones are set; without five levels there are
+    // four.
     if vcpu.set_sregs(&sregs).is_err() && vcpu.set_sregs(&valid).is_err() {
         let four = kvm_sregs {
             cr4: valid.cr4 & !LA57,
@@ -231,7 +232,7 @@ pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd) {
             entry(0x4b56_4d01, linear(rng) | 1),
         ];
         let msrs = Msrs::from_entries(&msrs).expect("a few entries");
-        // It stops at the first that is refused: an address that is not canonical.
+        // KVM stops at the first MSR that it refuses, for an address that is not canonical.
         vcpu.set_msrs(&msrs).expect("MSRs can be set");
     }
     if rng.one_in(4) {

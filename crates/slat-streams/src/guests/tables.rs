@@ -1,4 +1,4 @@
-//! What a guest's CPU looks up in memory: page tables, descriptors, gates. Valid, but for a few entries.
+//! The tables that a guest's CPU reads: page tables, descriptors, gates. Valid, but for a few entries.
 
 use super::layout::*;
 use crate::memory::Guarded;
@@ -24,7 +24,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// All of them; long mode more often than the others.
+    /// All modes; long mode more often than the others.
     pub const ALL: [Mode; 8] = [
         Mode::Long,
         Mode::Real,
@@ -41,7 +41,7 @@ impl Mode {
         matches!(self, Mode::Long | Mode::Compatibility | Mode::Level5)
     }
 
-    /// CR3.
+    /// Returns CR3.
     pub fn root(self) -> u64 {
         match self {
             Mode::Real | Mode::Flat => 0,
@@ -53,9 +53,9 @@ impl Mode {
     }
 }
 
-/// Present, writable, user: nobody has accessed it yet.
+/// Present, writable, user, and not accessed yet.
 const ENTRY: u64 = 7;
-/// As part of a higher table: a page.
+/// In an entry of a higher table: the entry maps a page.
 const PAGE_SIZE: u64 = 0x80;
 
 struct Entries<'a> {
@@ -70,7 +70,7 @@ impl Entries<'_> {
     }
 }
 
-/// Writes the page tables of a mode: everything is mapped where it is, and a few entries are something else.
+/// Writes the page tables of a mode: everything is mapped one to one, but for a few entries.
 pub fn page_tables(rng: &mut Rng, mode: Mode, memory: &Guarded) {
     let size = if mode == Mode::Bits32 { 4 } else { 8 };
     let tables = Entries { memory, size };
@@ -81,7 +81,7 @@ pub fn page_tables(rng: &mut Rng, mode: Mode, memory: &Guarded) {
     tables.set(PD, 0, PT | ENTRY);
     tables.set(PD, 1, per_table << 12 | PAGE_SIZE | ENTRY);
     if size == 8 {
-        // In PAE mode, these have no rights, and bits that are not reserved are few.
+        // In PAE mode, the entries of the top level have no rights, and few bits that are not reserved.
         let entry = if mode == Mode::Pae { 1 } else { ENTRY };
         tables.set(PDPT, 0, PD | entry);
         tables.set(PDPT, 3, PD | entry);
@@ -132,7 +132,7 @@ pub mod selector {
 /// Bytes of the GDT.
 pub const GDT_LEN: usize = 16 * 8;
 
-/// Writes the GDT: flat segments of all kinds, a task, an LDT, gates; and a few entries that are something else.
+/// Writes the GDT: flat segments of all kinds, a task, an LDT, gates; but for a few entries.
 pub fn descriptors(rng: &mut Rng, memory: &Guarded) {
     let system = |kind: u64, base: u64, limit: u64| {
         limit | (base & 0xff_ffff) << 16 | kind << 40 | (base >> 24 & 0xff) << 56
@@ -175,7 +175,7 @@ pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded) {
         &[0x48, 0xcf],
         &[0xcf],
         &[0xf4, 0xeb, 0xfd],
-        // Past the byte that faulted, and past an error code.
+        // Skips the byte that faulted, and an error code.
         &[0x48, 0xff, 0x04, 0x24, 0x48, 0xcf],
         &[0x48, 0x83, 0xc4, 0x08, 0x48, 0xff, 0x04, 0x24, 0x48, 0xcf],
         &[0xff, 0x04, 0x24, 0xcf],

@@ -1,16 +1,16 @@
-//! Arguments of requests: structs at good and bad addresses, and what a call may have written.
+//! Arguments of requests: structs at good and bad addresses, and the memory that a call may write.
 
 use crate::memory::{Guarded, PAGE, fill};
 use slat_kvm::user::Plain;
 use slat_model::Rng;
 use std::ops::Range;
 
-/// Pages of a buffer that can be read and written; behind them lies a guard page.
+/// Pages of a buffer that can be read and written; a guard page follows them.
 const OPEN: usize = 3;
-/// Pages that can only be read, behind the guard page.
+/// Pages after the guard page that can only be read.
 const READ_ONLY: usize = 3;
 
-/// Values at which things change.
+/// Values around which behaviour changes.
 pub const BOUNDARIES: [u64; 24] = [
     0,
     1,
@@ -38,14 +38,14 @@ pub const BOUNDARIES: [u64; 24] = [
     u64::MAX,
 ];
 
-/// The bytes of a struct.
+/// Returns the bytes of a struct.
 pub fn bytes_of<T: Plain>(value: &T) -> Vec<u8> {
     // SAFETY: `Plain`: a live value without padding that matters.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast::<u8>(), size_of::<T>()) }
         .to_vec()
 }
 
-/// Gives a few fields other values. What a field is, nobody says: a run of 1, 2, 4 or 8 bytes, aligned as a rule.
+/// Changes a few fields. The struct's fields are not known: a field is a run of 1, 2, 4 or 8 bytes, aligned as a rule.
 pub fn mutate(rng: &mut Rng, bytes: &mut [u8]) {
     if bytes.is_empty() || rng.one_in(3) {
         return;
@@ -73,13 +73,13 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// An empty one.
+    /// Makes an empty buffer.
     pub fn new() -> Self {
         let memory = Guarded::reserve((OPEN + 1 + READ_ONLY) * PAGE);
         memory.open(0, OPEN * PAGE);
         memory.open((OPEN + 1) * PAGE, READ_ONLY * PAGE);
         let start = memory.start() + (OPEN + 1) * PAGE;
-        // SAFETY: pages of the buffer that nothing leads into.
+        // SAFETY: pages of the buffer, to which no reference exists.
         let protected =
             unsafe { libc::mprotect(start as *mut _, READ_ONLY * PAGE, libc::PROT_READ) };
         assert_eq!(protected, 0);
@@ -99,7 +99,7 @@ impl Buffer {
         at >= open.start && at.checked_add(len).is_some_and(|end| end <= open.end)
     }
 
-    /// Puts `bytes` somewhere and returns the address: as a rule where they can be read and written whole.
+    /// Writes `bytes` to the buffer and returns the address: as a rule all of them can be read and written there.
     pub fn place(&mut self, rng: &mut Rng, bytes: &[u8]) -> u64 {
         assert!(bytes.len() <= OPEN * PAGE);
         let open = self.open();
@@ -108,7 +108,7 @@ impl Buffer {
         let at = match rng.below(16) {
             // The last byte is the last before the guard page.
             0..=4 => open.end - bytes.len(),
-            // The guard page begins somewhere inside.
+            // The guard page begins somewhere inside the struct.
             5 => (open.end - bytes.len()) + 1 + rng.below(bytes.len().max(1) as u64) as usize,
             6 => open.start + 1 + rng.below((open.len() - bytes.len()) as u64 / 2 + 1) as usize,
             7 => open.end + PAGE,
@@ -135,7 +135,7 @@ impl Buffer {
         at as u64
     }
 
-    /// Panics if something was written to the buffer since [`place`](Self::place) that is not in `allowed`.
+    /// Panics if a byte of the buffer outside `allowed` was written since [`place`](Self::place).
     pub fn check(&self, what: &str, allowed: Range<u64>) {
         self.memory.check();
         let open = self.open();
@@ -151,7 +151,7 @@ impl Buffer {
         }
     }
 
-    /// The 32-bit word at `address`, if it lies in the buffer.
+    /// Returns the 32-bit word at `address`, if it is in the buffer.
     pub fn word_at(&self, address: u64) -> Option<u32> {
         let at = (address as usize).checked_sub(self.memory.start())?;
         let bytes = (at + 4 <= OPEN * PAGE).then(|| self.memory.read(at, 4))?;

@@ -1,8 +1,8 @@
 //! Streams of requests, as the preload library makes them: `Object::ioctl` with raw addresses, on several threads.
 //!
-//! Each thread, a lane, has a part of the bytes and decides with it what to do next: a request with an argument that is valid but for
-//! a few changed fields, at an address that is good as a rule; a run of a vCPU, which the watchman ends; a change of the guests'
-//! memory, told to slat or not; a write to what is shared with a vCPU; a close.
+//! Each thread, a lane, has a part of the bytes and chooses its next action by them: a request with an argument that is valid
+//! but for a few changed fields, at an address that is good as a rule; a run of a vCPU, which the watchman ends; a change of
+//! the guests' memory, reported to slat or not; a write to memory that is shared with a vCPU; a close.
 
 mod argument;
 mod requests;
@@ -25,12 +25,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use world::{Handle, PAGES, World};
 
-/// How long what has ended may be in the hands of slat's own threads.
+/// How long slat's own threads may still hold an object that was closed.
 pub(crate) const SOON: Duration = Duration::from_secs(10);
 
-/// Threads of a stream.
+/// Number of threads of a stream.
 const LANES: usize = 3;
-/// Pages that hold the guests' programs: slot 0 begins there.
+/// Pages that hold the guests' programs, at the start of slot 0.
 const PROGRAMS: [&[u8]; 10] = [
     // jmp $
     &[0xeb, 0xfe],
@@ -69,7 +69,7 @@ fn across() -> Vec<u8> {
     page
 }
 
-/// Carries out what `bytes` say; see the module.
+/// Carries out the stream of `bytes`; see the module.
 pub fn ioctls(bytes: &[u8]) {
     static SIGNALS: Once = Once::new();
     // As the preload library does.
@@ -99,7 +99,7 @@ pub fn ioctls(bytes: &[u8]) {
         }
         world.ram.check();
         drop(world);
-        // slat's own threads may have one in hand.
+        // slat's own threads may still hold one.
         let begin = Instant::now();
         while !slat_kvm::notify::live().is_empty() {
             assert!(begin.elapsed() < SOON, "a VM outlived its descriptors");
@@ -109,7 +109,7 @@ pub fn ioctls(bytes: &[u8]) {
     });
 }
 
-/// Has slat make what irqfds of all VMs need, and keep.
+/// Has slat make the objects that irqfds of all VMs need, and keep.
 fn begin_irqfds() {
     let world = World::new();
     let system = Object::system();
@@ -126,7 +126,7 @@ fn begin_irqfds() {
     call(abi::KVM_IRQFD, &raw const irqfd as u64).expect("an irqfd");
 }
 
-/// The first VM: a slot with the programs, and a vCPU.
+/// Makes the first VM: a slot with the programs, and a vCPU.
 fn begin(world: &World, setup: &[u8]) {
     let mut rng = Rng::from_bytes(setup);
     let choices = rng.below(256);
@@ -137,7 +137,7 @@ fn begin(world: &World, setup: &[u8]) {
         .vms
         .pick(&mut Rng::from_bytes(&[]))
         .expect("it was made just now");
-    // Whatever is refused was not to be had together.
+    // A refused request means that the options exclude each other.
     let optional = |request, argument| {
         let _ = vm
             .object
@@ -195,10 +195,10 @@ struct Worker<'a> {
     bitmaps: Buffer,
 }
 
-/// The size of the structure that a request points to, in bytes.
+/// Returns the size of the structure that a request points to, in bytes.
 fn size_of_argument(request: u32) -> u64 {
     match request {
-        // The only one with a structure whose number does not say how large that is.
+        // The only request with a structure whose number does not contain its size.
         abi::KVM_REINJECT_CONTROL => size_of::<kvm_reinject_control>() as u64,
         _ => u64::from(request >> 16 & 0x3fff),
     }
@@ -255,7 +255,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Makes a request and checks what it answered and wrote.
+    /// Makes a request and checks its result and its writes.
     fn make(&mut self, object: &Object, request: Request) {
         let mut bitmap = vec![0; self.rng.pick(&[8, 16, 40])];
         mutate(&mut self.rng, &mut bitmap);
@@ -294,7 +294,7 @@ impl<'a> Worker<'a> {
             }
             _ => size_of_argument(request.number).max(bytes.len() as u64),
         };
-        // A list that does not fit says how long it is.
+        // For a list that does not fit, the call writes the list's length.
         let len = if read { len.max(4) } else { len };
         self.issue(
             object,
@@ -309,7 +309,7 @@ impl<'a> Worker<'a> {
         self.bitmaps.check("a call with a bitmap", to_bitmap);
     }
 
-    /// Makes a request that may write to `allowed` only, and finds its argument unless that is at a bad address.
+    /// Makes a request that may write to `allowed` only. `EFAULT` is a finding unless the argument's address is bad.
     fn issue(&mut self, object: &Object, request: Request, argument: u64, allowed: Range<u64>) {
         let pointer_is_good = match request.argument {
             Argument::Struct(_) => self
@@ -318,7 +318,7 @@ impl<'a> Worker<'a> {
             Argument::Out(size) | Argument::Back(_, size) => self.buffer.is_open(argument, size),
             Argument::Value(_) | Argument::Table { .. } => false,
         };
-        // These reach for other memory, too.
+        // These access other memory, too.
         let others = [
             abi::KVM_GET_DIRTY_LOG,
             abi::KVM_CLEAR_DIRTY_LOG,
@@ -347,7 +347,7 @@ impl<'a> Worker<'a> {
         self.buffer.check(name, allowed);
     }
 
-    /// A number that no object knows, or a known one with another size.
+    /// Makes a request that no object knows, or a known one with another size.
     fn unknown_request(&mut self) {
         let on = self.rng.pick(&[On::System, On::Vm, On::Vcpu]);
         let known = self.rng.pick(REQUESTS);
@@ -373,7 +373,7 @@ impl<'a> Worker<'a> {
             .map(drop)
             .expect_err("an unknown request was answered")
             .errno();
-        // KVM's for x86.
+        // KVM's errnos on x86.
         let refusal = match on {
             On::Vm => libc::ENOTTY,
             On::System | On::Vcpu => libc::EINVAL,
@@ -386,7 +386,7 @@ impl<'a> Worker<'a> {
         self.world.vcpus.pick(&mut self.rng)
     }
 
-    /// Puts a vCPU before one of the programs, in real mode.
+    /// Sets a vCPU to the start of one of the programs, in real mode.
     fn start(&mut self) {
         let Some(vcpu) = self.vcpu() else { return };
         let mut sregs = kvm_sregs::default();
@@ -435,7 +435,7 @@ impl<'a> Worker<'a> {
         vcpu.runs.store(false, Ordering::Release);
     }
 
-    /// mmap, munmap, madvise and mprotect of guest memory: around them slat is told, or it is not.
+    /// Calls mmap, munmap, madvise and mprotect for guest memory, in an invalidation or not.
     fn change_memory(&mut self) {
         let first = self.rng.below(PAGES as u64) as usize;
         let count = (1 + self.rng.below(16) as usize).min(PAGES - first);
@@ -445,7 +445,7 @@ impl<'a> Worker<'a> {
         let kind = self.rng.below(10);
         let all = libc::PROT_READ | libc::PROT_WRITE;
         let change = || {
-            // SAFETY: guest memory, to which guarded accesses lead and nothing else.
+            // SAFETY: guest memory, which is accessed guarded only.
             unsafe {
                 let (start, len) = (range.start as *mut libc::c_void, range.len());
                 let advise = |advice| libc::madvise(start, len, advice) == 0;
@@ -485,11 +485,11 @@ impl<'a> Worker<'a> {
         });
     }
 
-    /// The client writes to what it shares with a vCPU: `kvm_run`, the port data, the coalesced ring, the dirty ring.
+    /// Writes to the memory that the client shares with a vCPU: `kvm_run`, the port data, the coalesced ring, the dirty ring.
     fn scribble(&mut self) {
         let Some(vcpu) = self.vcpu() else { return };
         let range = vcpu.mapped.as_ref().expect("every vCPU is mapped").range();
-        // Whole pages: pages 3 to 63 of a mapping with a dirty ring are nothing.
+        // Whole pages: pages 3 to 63 of a mapping with a dirty ring are not mapped.
         let pages = range.len() / PAGE;
         let page = self.rng.pick(&[0, 0, 0, 2, 64, 65]).min(pages - 1);
         let offset = self.rng.below(PAGE as u64 / 4) as usize * 4;
@@ -513,11 +513,11 @@ impl<'a> Worker<'a> {
             1 => self.rng.below(8) as u32,
             _ => self.rng.pick(&BOUNDARIES) as u32,
         };
-        // SAFETY: inside the mapping, as long as the handle is held; others expect any value there.
+        // SAFETY: inside the mapping, as long as the handle is held; other users expect any value there.
         unsafe { ((range.start + page * PAGE + offset) as *mut u32).write_volatile(value) };
     }
 
-    /// Reads statistics, allocates private memory and gives it back, or asks a device for an attribute.
+    /// Reads statistics, allocates private memory and frees it, or asks a device for an attribute.
     fn use_other(&mut self) {
         let Some(other) = self.world.others.pick(&mut self.rng) else {
             return;

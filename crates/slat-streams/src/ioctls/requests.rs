@@ -1,7 +1,7 @@
-//! Every request of the API: what its argument is made of, and which errnos it has.
+//! Every request of the API: how its argument is made, and which errnos it has.
 //!
 //! The errnos are those that `Documentation/virt/kvm/api.rst` names for the call, and those that every call of its kind has:
-//! `EFAULT` for a bad pointer, `ENOMEM`, `ENOTTY` or `EINVAL` for what an object does not know.
+//! `EFAULT` for a bad pointer, `ENOMEM`, `ENOTTY` or `EINVAL` for a request that an object does not know.
 
 use super::argument::{BOUNDARIES, bytes_of, mutate};
 use super::world::{PAGES, World};
@@ -12,7 +12,7 @@ use slat_kvm::abi::*;
 use slat_model::Rng;
 use std::os::fd::AsRawFd;
 
-/// Which object a request is for.
+/// The kind of object that serves a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum On {
     /// `/dev/kvm`.
@@ -23,15 +23,15 @@ pub enum On {
     Vcpu,
 }
 
-/// What a maker of arguments looks at.
+/// The input of a function that makes arguments.
 pub struct Context<'a> {
     /// Memory and objects.
     pub world: &'a World,
-    /// Where a bitmap can be: a pointer inside a struct.
+    /// Address of memory for a bitmap: a pointer inside a struct.
     pub bitmap: u64,
 }
 
-/// What a request is given.
+/// The argument of a request.
 #[derive(Clone, Copy)]
 pub enum Argument {
     /// A number.
@@ -40,9 +40,9 @@ pub enum Argument {
     Struct(fn(&mut Rng, &Context<'_>) -> Vec<u8>),
     /// A struct of that many bytes that the call fills.
     Out(usize),
-    /// What another request gives, but for a few changed fields; that many bytes.
+    /// The result of another request, with a few changed fields; that many bytes.
     Back(u32, usize),
-    /// A count, and behind it `step` bytes for each entry, from `entries` on.
+    /// A count, followed by `step` bytes for each table entry, at offset `entries`.
     Table {
         make: fn(&mut Rng) -> Vec<u8>,
         entries: u64,
@@ -55,11 +55,11 @@ pub enum Argument {
 pub struct Request {
     /// Its number.
     pub number: u32,
-    /// Whose it is.
+    /// The kind of its object.
     pub on: On,
-    /// What it is given.
+    /// Its argument.
     pub argument: Argument,
-    /// The errnos that it has.
+    /// The errnos that it may return.
     pub errnos: &'static [i32],
 }
 
@@ -68,7 +68,7 @@ const XSAVE: usize = 4096;
 
 macro_rules! requests {
     ($($on:ident: $number:ident $argument:expr, [$($errno:ident)*];)*) => {
-        /// All of them.
+        /// All requests.
         pub const REQUESTS: &[Request] = &[$(Request {
             number: $number,
             on: On::$on,
@@ -163,7 +163,7 @@ requests! {
     Vcpu: KVM_ENABLE_CAP Struct(capability), [EINVAL EFAULT];
 }
 
-/// Mostly 0, which calls without argument want.
+/// Returns mostly 0, which calls without argument require.
 fn nothing(rng: &mut Rng) -> u64 {
     if rng.one_in(8) { number(rng) } else { 0 }
 }
@@ -192,7 +192,7 @@ fn vcpu_id(rng: &mut Rng) -> u64 {
     }
 }
 
-/// A page of guest-physical memory. Slots are few and near, so that they meet.
+/// Returns a page of guest-physical memory. Slots are few and near, so that they collide.
 fn gpa(rng: &mut Rng) -> u64 {
     match rng.below(16) {
         0 => rng.pick(&BOUNDARIES),
@@ -234,7 +234,7 @@ fn region(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Keeps a slot from leading into memory that is not the guests'.
+/// Replaces a slot's backing that would be in memory that is not the guests'.
 fn give(context: &Context<'_>, region: &mut [u8]) {
     let field = |at: usize| u64::from_le_bytes(region[at..at + 8].try_into().expect("eight bytes"));
     let (size, address) = (field(16), field(24));
@@ -299,7 +299,7 @@ fn dirty_log(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     };
     log.__bindgen_anon_1.padding2 = context.bitmap;
     let mut bytes = bytes_of(&log);
-    // Not the pointer: any address would do, and be written to.
+    // Not the pointer: any address would be valid, and be written to.
     mutate(rng, &mut bytes[..8]);
     bytes
 }
@@ -359,7 +359,7 @@ fn msi(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// A chip's state: that of nobody, so that every field has any value.
+/// Makes a chip's state with random values in every field.
 fn irqchip(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     let mut bytes = bytes_of(&kvm_irqchip {
         chip_id: rng.below(3) as u32,
@@ -369,14 +369,14 @@ fn irqchip(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
         mutate(rng, &mut bytes[8..]);
     }
     if rng.one_in(2) {
-        // The I/O APIC is where guests find it.
+        // The I/O APIC is at its usual address.
         bytes[8..16].copy_from_slice(&0xfec0_0000u64.to_le_bytes());
     }
     mutate(rng, &mut bytes[..8]);
     bytes
 }
 
-/// A GSI, of few.
+/// Returns a GSI, one of few.
 fn gsi(rng: &mut Rng) -> u32 {
     match rng.below(16) {
         0 => rng.below(4097) as u32,
@@ -506,14 +506,14 @@ fn pre_fault(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Never one that keeps the stream's own kicks out.
+/// Makes a signal mask that never blocks the stream's own kicks.
 fn signal_mask(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     let set = number(rng) & !(1 << (crate::watch::kick_signal() - 1));
     let len = if rng.one_in(8) { number(rng) as u32 } else { 8 };
     [&len.to_le_bytes()[..], &set.to_le_bytes()[..]].concat()
 }
 
-/// A count that is right as a rule.
+/// Returns a count that is right as a rule.
 fn count(rng: &mut Rng, right: usize) -> u32 {
     if rng.one_in(6) {
         number(rng) as u32
@@ -543,7 +543,7 @@ fn cpuid(rng: &mut Rng) -> Vec<u8> {
     bytes
 }
 
-/// Where MSRs are, and a little more.
+/// Ranges of MSR numbers, a little larger than those that exist: first, length.
 const MSRS: [(u32, u64); 15] = [
     (0x10, 3),
     (0x1b, 1),

@@ -1,4 +1,4 @@
-//! What a stream of requests works on: objects behind descriptors, and the memory that guests are given.
+//! The objects of a stream of requests: those that descriptors refer to, and the memory that guests are given.
 
 use crate::memory::{Guarded, PAGE, Reserved, fill, first_touched};
 use slat_kvm::ioctl::{Answer, Object};
@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Pages of guest memory.
 pub const PAGES: usize = 256;
-/// Address space behind them: a slot may be far larger than its memory.
+/// Bytes of address space after those pages: a slot may be far larger than its memory.
 const BEYOND: usize = 1 << 40;
-/// Objects of a kind that live at a time: the oldest is closed for a new one.
+/// Most objects of a kind: the oldest is closed for a new one.
 const MOST: usize = 4;
 
 /// An object and its descriptor.
@@ -20,11 +20,11 @@ const MOST: usize = 4;
 pub struct Handle {
     /// The object.
     pub object: Object,
-    /// Other lanes may be inside with it: it is closed when the last of them has left.
+    /// Other lanes may be using it: it is closed when the last of them has finished.
     pub fd: OwnedFd,
     /// The client's mapping of a vCPU.
     pub mapped: Option<Mapped>,
-    /// A lane runs it. (A second one would wait, and not be there for its kick.)
+    /// Whether a lane runs the vCPU. (A second one would wait, and miss its kick.)
     pub runs: AtomicBool,
 }
 
@@ -49,7 +49,7 @@ impl Mapped {
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         vcpu.check_mapping(0, len, rights, libc::MAP_SHARED)
             .expect("the whole of it can be mapped");
-        // SAFETY: a new mapping, of which the coalesced ring's page is then replaced.
+        // SAFETY: a new mapping, in which the coalesced ring's page is then replaced.
         unsafe {
             let start = libc::mmap(
                 std::ptr::null_mut(),
@@ -69,12 +69,12 @@ impl Mapped {
         }
     }
 
-    /// The address of `kvm_run`.
+    /// Returns the address of `kvm_run`.
     pub fn start(&self) -> usize {
         self.start
     }
 
-    /// All of it.
+    /// Returns the mapping's addresses.
     pub fn range(&self) -> Range<usize> {
         self.start..self.start + self.len
     }
@@ -87,7 +87,7 @@ impl Drop for Mapped {
     }
 }
 
-/// Handles of one kind, as all lanes see them.
+/// Handles of one kind, shared by all lanes.
 #[derive(Debug, Default)]
 pub struct Handles(Mutex<Vec<Arc<Handle>>>);
 
@@ -96,21 +96,21 @@ impl Handles {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One of them.
+    /// Returns one of the handles.
     pub fn pick(&self, rng: &mut Rng) -> Option<Arc<Handle>> {
         let handles = self.lock();
         let index = rng.below(MOST as u64) as usize;
         (!handles.is_empty()).then(|| handles[index % handles.len()].clone())
     }
 
-    /// Adds one. What is returned is closed when it is dropped.
+    /// Adds a handle. Returns the one that it replaces, which is closed when it is dropped.
     fn add(&self, handle: Handle) -> Option<Arc<Handle>> {
         let mut handles = self.lock();
         handles.push(Arc::new(handle));
         (handles.len() > MOST).then(|| handles.remove(0))
     }
 
-    /// Takes one out.
+    /// Removes and returns a handle.
     pub fn take(&self, rng: &mut Rng) -> Option<Arc<Handle>> {
         let index = rng.below(MOST as u64) as usize;
         let mut handles = self.lock();
@@ -120,7 +120,7 @@ impl Handles {
     }
 }
 
-/// All of it.
+/// All objects and memory of a stream.
 #[derive(Debug)]
 pub struct World {
     /// VMs.
@@ -131,11 +131,11 @@ pub struct World {
     pub others: Handles,
     /// Eventfds, the last of which is full.
     events: Vec<OwnedFd>,
-    /// What slots are made of.
+    /// The memory that backs slots.
     pub ram: Ram,
 }
 
-/// Eventfds of a world.
+/// Number of eventfds of a world.
 const EVENTS: usize = 4;
 
 fn eventfd(full: bool) -> OwnedFd {
@@ -155,7 +155,7 @@ fn eventfd(full: bool) -> OwnedFd {
 }
 
 impl World {
-    /// The number of an eventfd.
+    /// Returns the number of an eventfd.
     pub fn event(&self, rng: &mut Rng) -> i32 {
         self.events[rng.below(EVENTS as u64) as usize].as_raw_fd()
     }
@@ -168,7 +168,7 @@ impl World {
         unsafe { libc::write(fd, one.as_ptr().cast(), one.len()) };
     }
 
-    /// No object yet, and memory that is as [`fill`] leaves it.
+    /// Makes a world without objects, and with memory as [`fill`] leaves it.
     pub fn new() -> Self {
         World {
             vms: Handles::default(),
@@ -181,7 +181,7 @@ impl World {
         }
     }
 
-    /// Takes over what a request created.
+    /// Adopts the object that a request created.
     pub fn adopt(&self, answer: Answer) -> i32 {
         match answer {
             Answer::Value(value) => value,
@@ -211,7 +211,7 @@ impl Default for World {
     }
 }
 
-/// Guest memory: a little of it, and a lot of address space behind that leads nowhere. Beyond both, canaries.
+/// Guest memory: a few pages, followed by a large inaccessible address space. Canaries are before and after both.
 #[derive(Debug)]
 pub struct Ram {
     before: Guarded,
@@ -235,13 +235,13 @@ impl Ram {
         ram
     }
 
-    /// The addresses of `count` pages from page `first` on.
+    /// Returns the addresses of `count` pages from page `first` on.
     pub fn pages(&self, first: usize, count: usize) -> Range<usize> {
         let start = self.all.start() + first * PAGE;
         start..start + count * PAGE
     }
 
-    /// The address that a slot gets in place of `address`: one at which a guest can do no harm to this process.
+    /// Returns the address that a slot gets instead of `address`: one at which a guest can do no harm to this process.
     pub fn harmless(&self, address: u64, size: u64) -> u64 {
         let all = self.all.range();
         let end = address.checked_add(size);
@@ -255,7 +255,7 @@ impl Ram {
         }
     }
 
-    /// Call before the guest, or anybody else, may write to `range`.
+    /// Call before the guest, or another thread, may write to `range`.
     pub fn give(&self, range: Range<u64>) {
         let page = |address: u64| {
             (address.saturating_sub(self.all.start() as u64) as usize / PAGE).min(PAGES)
@@ -270,16 +270,16 @@ impl Ram {
     pub fn write(&self, page: usize, bytes: &[u8]) {
         let range = self.pages(page, 1);
         self.give(range.start as u64..range.end as u64);
-        // The page may have been taken away.
+        // The page may have been unmapped.
         let _ = slat_kvm::user::write_slice(range.start as u64, bytes);
     }
 
-    /// Panics if anything was written that no guest was given.
+    /// Panics if a page was written that no guest was given.
     pub fn check(&self) {
         self.before.check();
         self.after.check();
         for page in (0..PAGES).filter(|page| !self.given[*page].load(Ordering::Relaxed)) {
-            // SAFETY: nobody has touched the page's mapping, since it is marked before.
+            // SAFETY: the page's mapping has not been changed, as the page is marked before.
             let touched = unsafe { first_touched(self.pages(page, 1)) };
             if let Some(at) = touched {
                 panic!("{at:#x} in page {page}, which no slot has, was written");

@@ -1,12 +1,12 @@
-//! The seed corpus, and pseudo-random bytes until the time is over.
+//! Runs the seed corpus, and pseudo-random bytes until the time is over.
 
 use slat_model::Rng;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Runs every file of `corpus/NAME`, and then random bytes: `SLAT_STREAMS_SECONDS` of them, or 12 seconds.
+/// Runs every file of `corpus/NAME`, and then random bytes for `SLAT_STREAMS_SECONDS`, or 12 seconds.
 ///
-/// A finding ends the process. The bytes that led to it are in `last` even if nothing could be said about them.
+/// A finding ends the process. The bytes that led to it are in `last` even if no account could be printed.
 pub fn soak(name: &str, stream: impl Fn(&[u8])) {
     let last = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-last"));
     eprintln!("{name}: each input is in {} while it runs", last.display());
