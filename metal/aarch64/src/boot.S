@@ -1,4 +1,4 @@
-// From the loader, or from PSCI, to Rust. Every CPU comes in at EL2 with its MMU off.
+// From the loader, or from PSCI, to Rust. Every CPU starts at EL2 with its MMU off.
 
     .section .boot, "ax"
     .global _start
@@ -17,15 +17,15 @@ secondary_start:
     add     x1, x1, :lo12:vectors
     msr     vbar_el2, x1
 
-    // Stage 1 at EL2: what is written must be cached, and of a memory type on which exclusive
-    // accesses are promised to work.
+    // Stage 1 at EL2: written memory must be cached, and of a memory type on which exclusive
+    // accesses are guaranteed to work.
     ldr     x1, ={mair}
     msr     mair_el2, x1
     ldr     x1, ={tcr}
     msr     tcr_el2, x1
     adrp    x1, {identity}
     msr     ttbr0_el2, x1
-    // E2H off: the registers above are EL2's own. Nothing of the guest is decided yet.
+    // E2H off: the registers above are EL2's own. The guest's bits are set later.
     ldr     x1, ={hcr_rw}
     msr     hcr_el2, x1
     isb

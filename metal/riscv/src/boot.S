@@ -1,4 +1,4 @@
-# From the firmware to Rust. Every hart comes in in HS mode, untranslated, with interrupts masked.
+# From the firmware to Rust. Every hart starts in HS mode, untranslated, with interrupts masked.
 
     .section .boot, "ax"
     .global _start

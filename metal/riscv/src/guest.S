@@ -1,5 +1,5 @@
-# The guest. a0: what to do (Op), a1: at which address, a2: bytes to the next, a3: how many,
-# a4: what to write first.
+# The guest. a0: operation (Op), a1: first address, a2: bytes to the next, a3: number of
+# addresses, a4: first value to write.
 
     .section .rodata
     .balign 4

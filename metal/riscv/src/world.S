@@ -1,5 +1,5 @@
-# The way into the guest and out of it. The guest uses no FP registers, and neither does the monitor
-# (its target has none), so the general registers are all there is to switch.
+# Entry to the guest and exit from it. The guest uses no FP registers, and neither does the monitor
+# (its target has none), so only the general registers are switched.
 
     .text
 # extern "C" fn enter_guest(&mut Context): runs the guest until it leaves.
@@ -26,8 +26,8 @@ enter_guest:
 
     ld      t0, 256(a0)
     csrw    sepc, t0
-    # sret goes to VS mode (hstatus.SPV, sstatus.SPP). The monitor's interrupts take the guest out
-    # whatever sstatus.SIE says.
+    # sret goes to VS mode (hstatus.SPV, sstatus.SPP). The monitor's interrupts make the hart leave
+    # the guest whatever sstatus.SIE is.
     li      t0, 1 << 7
     csrs    hstatus, t0
     li      t0, 1 << 8
@@ -41,7 +41,7 @@ enter_guest:
     ld      a0, 80(a0)
     sret
 
-# Out of the guest; or, if sscratch was 0, from the monitor itself, where nothing is expected.
+# Exit from the guest; or, if sscratch was 0, a trap of the monitor itself, which is not expected.
     .balign 4
     .global trap
 trap:
