@@ -29,11 +29,11 @@ pub const EXPERIMENT: Experiment = Experiment {
 A guest writes to every page of a slot that is logged, as in a migration's last rounds. All times
 are for a page, and processor time.
 get: the client learns which pages were written. slat: KVM_GET_DIRTY_LOG, and the numbers of the
-bits that are set. ring: it takes the entries out of the vCPU's ring.
-clear: the next write to each page is to be noted again. slat: KVM_CLEAR_DIRTY_LOG of what it got
+bits that are set. ring: it collects the entries of the vCPU's ring.
+clear: the next write to each page is to be recorded again. slat: KVM_CLEAR_DIRTY_LOG of what it got
 (manual protection). ring: KVM_RESET_DIRTY_RINGS.
-redirty: the guest writes to every page again; each write is a fault that notes the page. The
-guest's own instructions, a few to a page, are in it.
+redirty: the guest writes to every page again; each write is a fault that records the page. The
+time includes the guest's own instructions, a few to a page.
 A bitmap costs a bit for every page of the slot, a ring an entry for every page written: here all
 are, which is the bitmap's best case.",
     run,

@@ -15,11 +15,11 @@ pub const EXPERIMENT: Experiment = Experiment {
     name: NAME,
     title: "execution from NX huge pages",
     explain: "\
-Each vCPU has a GiB mapped by one 1 GiB leaf (policy host_level=contiguous stands for hugetlb pages;
+Each vCPU has a GiB mapped by one 1 GiB leaf (policy host_level=contiguous replaces hugetlb pages;
 the GiBs alias one backing). It writes a function to each 4 KiB page - count, and return -, which is
 populate_seconds, and calls each: execute_seconds; processor time, spread over the processors.
 Against CVE-2018-12207 huge leaves are not executable (nx_huge_pages), so a call faults. zap: the
-leaf is taken away and the page mapped alone, as KVM did; all others fault in one by one. split:
+leaf is zapped and the page mapped alone, as KVM did; all others fault in one by one. split:
 it is split in place, to 512 executable pages; its siblings stay mapped. nx-off: huge leaves may be
 executed; the limit. Published for 96 vCPUs: 2.90 s fell to 0.11 s. pf_fixed: faults for each GiB.
 Here most of the time goes to decoding each page's function once: it falls less than the faults do.

@@ -20,7 +20,7 @@ pub const EXPERIMENT: Experiment = Experiment {
     title: "second-level faults of several vCPUs against one lock around each fault",
     explain: "\
 vCPUs write to pages that are not mapped; each write is a fault that finds the slot, asks the host
-for the page and installs a leaf of 4 KiB. The engine alone is measured: the host's pages are there,
+for the page and installs a leaf of 4 KiB. The engine alone is measured: the pages are resident,
 no guest instruction is interpreted, nothing is prefetched.
 1: one thread. 2/disjoint: two threads, each in a half of the range of its own, which share no
 last table. 2/same-table: two threads take turns in the pages of every table.

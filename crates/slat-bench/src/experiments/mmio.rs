@@ -19,8 +19,8 @@ pub const EXPERIMENT: Experiment = Experiment {
     name: NAME,
     title: "MMIO caching",
     explain: "\
-A guest uses a device register where no memslot is. To find that out a fault searches; with
-mmio_caching an entry of the page tables remembers it, and is void as soon as the slots change.
+A guest uses a device register in no memslot. To find that out a fault searches the slots; with
+mmio_caching an MMIO entry in the page tables records it, valid until the slots change.
 exit/tdp/N: doorbell writes with N memslots. ns_per_exit: from one to the next, the way out to the
 program and back included. slot_lookups: searches for a slot. guest_pte_reads: entries read of the
 guest's own tables; under two-dimensional paging that is the processor's walk, which no hypervisor

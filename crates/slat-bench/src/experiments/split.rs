@@ -28,7 +28,7 @@ The dirty log knows pages of 4 KiB, so the huge leaves of a slot that is logged 
 logging is enabled (enable), or by the call that clears the log, where that protects pages anew
 (clear: average of two, the guest writes to all pages before each). split: that call with no page.
 4k, thp, 1g: the guest has written to all memory, which is mapped by leaves of 4 KiB (it was split
-before), 2 MiB, 1 GiB. The host shows one GiB again and again behind the slot: that saves memory.
+before), 2 MiB, 1 GiB. One GiB, repeated, backs the whole slot: that saves memory.
 full-walk: looks at every entry of the range, those of tables just made, too. skip-last-level:
 passes over tables of 4 KiB entries, in which nothing can be split (published for arm64).
 default: passes over what holds no huge leaf at all; each table knows. On memory split before it has

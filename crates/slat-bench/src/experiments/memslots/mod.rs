@@ -25,8 +25,8 @@ pub const EXPERIMENT: Experiment = Experiment {
     name: NAME,
     title: "memslots: an array that is copied on every change, and slat's trees",
     explain: "\
-The cases of memslot_perf_test. map: a guest writes to half of 32 MiB while the host takes the other
-half from it (madvise), then the other way round. unmap, unmap-2m: the host takes 128 MiB away, page
+The cases of memslot_perf_test. map: a guest writes to half of 32 MiB while the host discards the
+other half (madvise), then the other way round. unmap, unmap-2m: the host discards 128 MiB, page
 by page or 2 MiB at a time. move-active, move-inactive: a slot moves and comes back, with pages in
 use or none. rw: 512 MiB are written to, twice. setup: all slots are created.
 seconds_per_op: time inside the memory system, without the host's own madvise, refault and zeroing.
@@ -34,7 +34,7 @@ array: slots of 32 bytes sorted by gfn, copied on every change, scanned from end
 tables, flushes and faults are slat's own code. tables: that code alone; the rest is the slots':
 in setup to fill two trees in each of two sets, which is more than to copy a few hundred slots.
 wall_seconds_per_op: a KVM program with a running guest, on slat and on a real KVM: what the program
-waits for. In it are madvise and, but for moves and setup, what the guest does.",
+waits for. That includes madvise and, but for moves and setup, the guest's instructions.",
     run,
     compare,
     rows: Rows::Metrics,

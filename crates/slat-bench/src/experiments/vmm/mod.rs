@@ -18,14 +18,14 @@ pub const EXPERIMENT: Experiment = Experiment {
     title: "what a VMM pays: signals of its devices, and Linux under QEMU",
     explain: "\
 kick: a guest's write that signals an eventfd, from one to the next, the vCPU's processor time.
-exit: the program gets an exit and signals. ioeventfd: KVM signals, without an exit. unread: nobody
-waits for the eventfd. read: a thread polls and reads it, as a device's does. Limit: a plain write.
+exit: the program gets an exit and signals. ioeventfd: KVM signals, without an exit. unread: no
+thread waits for the eventfd. read: a thread polls and reads it, as a device's does. Limit: a plain write.
 irqfd/running: from an eventfd's signal on one thread until the handler of a guest that runs has
-written, by the time-stamp counter. A processor must be free for whoever brings the signal there.
+written, by the time-stamp counter. A processor must be free for the thread that delivers the signal.
 Limit: a thread that waits for the eventfd. linux: Debian's kernel under QEMU (pc, 1 CPU, 512 MiB),
-on slat and on QEMU's own software CPU, tcg: its processor time until a shell is there, its share of
+on slat and on QEMU's own software CPU, tcg: its processor time until a shell is ready, its share of
 a processor when the guest is idle, and sequential reads of a virtio disk, 1 MiB each, uncached.
-Only `slat bench vmm` boots Linux; conformance/vmm/materials prepares what it takes. Asked for: kick
+Only `slat bench vmm` boots Linux; conformance/vmm/materials prepares its files. Asked for: kick
 <= 1 us, irqfd <= 20 us (median), boot <= 30 s, idle <= 2 %, read >= 200 MB/s.",
     run,
     compare,
