@@ -52,7 +52,7 @@ impl Frames {
             let Some(frame) = inner.free.pop() else {
                 return;
             };
-            // SAFETY: the frame was free, so nobody uses its metadata, which lies in its chunk.
+            // SAFETY: the frame was free, so its metadata, which is in its chunk, is not used.
             unsafe { meta(frame).write(TableMeta::new()) };
             take(frame);
         }
@@ -139,7 +139,7 @@ pub fn meta(frame: Pfn) -> NonNull<TableMeta> {
 /// Unmaps `len` bytes at `start`.
 ///
 /// # Safety
-/// - the bytes were mapped by [`map_aligned`], and nobody uses them.
+/// - the bytes were mapped by [`map_aligned`], and are not used any more.
 unsafe fn unmap(start: usize, len: usize) {
     // SAFETY: the caller's promise. The call cannot fail: the range is a part of one mapping, or all of it.
     let _ = unsafe { calls::make(Call::Unmap, [start, len, 0, 0, 0, 0]) };

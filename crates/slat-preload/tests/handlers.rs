@@ -395,7 +395,7 @@ mod client {
             let (vm, vcpu, memory) = guest(OUT);
             while run(&vcpu).is_err() {}
             drop((vm, vcpu));
-            // SAFETY: our own mapping, which nobody uses any more.
+            // SAFETY: our own mapping, which is not used any more.
             assert_eq!(0, unsafe { libc::munmap(memory.cast(), MEMORY) });
             cycles += 1;
         }

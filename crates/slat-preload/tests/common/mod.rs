@@ -204,7 +204,7 @@ pub mod guest {
     /// Returns a statistic of a VM or vCPU by its name: KVM_GET_STATS_FD, and the layout of KVM's API document.
     pub fn statistic(object: &impl AsRawFd, name: &str) -> u64 {
         const KVM_GET_STATS_FD: u64 = 0xaece;
-        // SAFETY: a plain system call; the new descriptor is nobody else's.
+        // SAFETY: a plain system call; no other code owns the new descriptor.
         let mut file = unsafe {
             let fd = libc::ioctl(object.as_raw_fd(), KVM_GET_STATS_FD, 0);
             assert!(fd >= 0, "KVM_GET_STATS_FD: {}", errno());

@@ -329,7 +329,7 @@ mod client {
     }
 
     fn tempfile() -> File {
-        // SAFETY: a name that ends with 0; the new descriptor is nobody else's.
+        // SAFETY: a name that ends with 0; no other code owns the new descriptor.
         unsafe { File::from_raw_fd(libc::memfd_create(c"words".as_ptr(), 0)) }
     }
 

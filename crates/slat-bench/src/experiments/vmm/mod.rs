@@ -19,7 +19,7 @@ pub const EXPERIMENT: Experiment = Experiment {
     explain: "\
 kick: a guest's write that signals an eventfd, from one to the next, the vCPU's processor time.
 exit: the program gets an exit and signals. ioeventfd: KVM signals, without an exit. unread: no
-thread waits for the eventfd. read: a thread polls and reads it, as a device's does. Limit: a plain write.
+thread waits for the eventfd. read: one polls and reads it, as a device's does. Limit: a plain write.
 irqfd/running: from an eventfd's signal on one thread until the handler of a guest that runs has
 written, by the time-stamp counter. A processor must be free for the thread that delivers the signal.
 Limit: a thread that waits for the eventfd. linux: Debian's kernel under QEMU (pc, 1 CPU, 512 MiB),
@@ -47,7 +47,7 @@ fn compare(report: &Report) -> Vec<Line> {
         lines.extend(line.map(|line| {
             line.with_limit(kick::WRITE, limit)
                 .at_most(1e3)
-                .or_else("most of it is what the limit takes".to_owned())
+                .or_else("the limit is most of it".to_owned())
         }));
     }
     let irqfd = |metric| {
