@@ -34,7 +34,7 @@ pub fn write_out() -> Result<PathBuf, String> {
         }
     }
     Err(format!(
-        "found no place for the preload library (set TMPDIR to a directory that is not mounted noexec):{refused}"
+        "found no directory for the preload library (set TMPDIR to a directory that is not mounted noexec):{refused}"
     ))
 }
 
@@ -118,12 +118,12 @@ fn private_directory(directory: &Path) -> io::Result<()> {
     }
     // A user who could write to it may still hold a file in it open for writing.
     if meta.permissions().mode() & 0o022 != 0 {
-        return Err(io::Error::other("others may write to it"));
+        return Err(io::Error::other("other users may write to it"));
     }
     // A user who may write to the parent may rename our directory, unless the sticky bit is set.
     let parent = fs::metadata(parent)?.permissions().mode();
     if parent & 0o002 != 0 && parent & libc::S_ISVTX == 0 {
-        return Err(io::Error::other("everybody may write to its parent"));
+        return Err(io::Error::other("other users may write to its parent"));
     }
     Ok(())
 }

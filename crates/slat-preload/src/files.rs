@@ -178,7 +178,7 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
 interpose! {
     /// open(2).
     fn open(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: the caller's. Without O_CREAT the mode is not looked at.
+        // SAFETY: the caller's. Without O_CREAT the mode is not read.
         unsafe { open_at(libc::AT_FDCWD, path, flags, mode) }
     }
 

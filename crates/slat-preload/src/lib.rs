@@ -18,8 +18,8 @@
 //! | `forks` | fork: the heap is held over it |
 //! | `ioctls` | ioctl |
 //! | `streams` | read, write, lseek |
-//! | `memory` | mmap and its kin: KVM's MMU notifiers |
-//! | `signals` | sigaction and its kin |
+//! | `memory` | mmap and the calls like it: KVM's MMU notifiers |
+//! | `signals` | sigaction and the calls like it |
 //! | `indirect` | syscall, prctl |
 //!
 //! # What it needs

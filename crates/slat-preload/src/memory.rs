@@ -381,7 +381,7 @@ interpose! {
 
     /// mremap(2).
     fn mremap(address: *mut c_void, old_len: usize, len: usize, flags: c_int, to: *mut c_void) -> *mut c_void {
-        // SAFETY: the caller's. Without MREMAP_FIXED the last argument is not looked at.
+        // SAFETY: the caller's. Without MREMAP_FIXED the last argument is not read.
         unsafe { remap(address as usize, old_len, len, flags, to as usize) as *mut c_void }
     }
 

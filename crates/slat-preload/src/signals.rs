@@ -55,7 +55,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     }
     if is_function(function) {
         // SAFETY: the program gave this function for this signal. The kernel passes all three arguments in any case, and a
-        // handler of one argument does not look at the others.
+        // handler of one argument does not read the others.
         unsafe {
             type Function = extern "C-unwind" fn(c_int, *mut libc::siginfo_t, *mut c_void);
             std::mem::transmute::<usize, Function>(function)(signal, info, context)

@@ -48,7 +48,7 @@ fn watch() {
     });
 }
 
-/// Returns the number of VMs that live in this process: 0 in a forked child. One load.
+/// Returns the counter of VMs that live in this process, 0 in a forked child. One load.
 pub fn live_vms() -> &'static AtomicUsize {
     &WIPED.live_vms
 }

@@ -1,7 +1,7 @@
 //! MMIO and port accesses, whose data the device model provides. And hypercalls and MSRs that it handles.
 //!
-//! *MMIO reads*: the instruction is abandoned with nothing changed, the run ends, the data is handed in,
-//! and the instruction is executed again from its start: its reads then take the answers in order.
+//! *MMIO reads*: the instruction is abandoned with nothing changed, the run ends, the caller provides the data,
+//! and the instruction is executed again from its start: its reads then use the data in order.
 //! *MMIO writes*: queued by the instruction, which completes; each fragment of the queue ends a run.
 //! *Ports*, *hypercalls* and *MSRs*: RIP stays at the instruction until the access is completed.
 

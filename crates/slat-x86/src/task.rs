@@ -48,7 +48,7 @@ pub(crate) enum Initiator {
     Return,
     /// An exception, an interrupt or INT n.
     Event {
-        /// Where it comes from.
+        /// The source of the event.
         source: Source,
         /// The error code that is pushed on the new task's stack.
         error: Option<u32>,

@@ -148,7 +148,7 @@ fn run_vcpu(vcpu: &mut VcpuFd, index: usize, shared: &Shared) -> Result<(), Fail
                 shared.away[index].fetch_add(1, Ordering::SeqCst);
             }
             VcpuExit::IoOut(guest::PORT, &[guest::WRONG]) => {
-                return Err(format!("vCPU {index} read what it had not written").into());
+                return Err(format!("vCPU {index} read a value that it had not written").into());
             }
             VcpuExit::IoOut(guest::PORT, &[phase]) => {
                 let took = began.elapsed();
@@ -181,7 +181,7 @@ fn move_slot(vm: &VmFd, spare: &Memory, shared: &Shared) -> Result<(Duration, Du
     let taking_away = began.elapsed();
     // Deleted means that from here on no vCPU writes to its memory.
     let at_deletion = counters();
-    wait(shared, "writes to the missing slot to come out", || {
+    wait(shared, "writes to the deleted slot to exit", || {
         shared.away.iter().all(|n| n.load(Ordering::SeqCst) > 0)
     })?;
     if counters() != at_deletion {

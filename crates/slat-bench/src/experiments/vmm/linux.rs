@@ -19,7 +19,7 @@ pub const READ: &str = "read_bytes_per_s";
 /// QEMU's own software CPU.
 pub const TCG: &str = "tcg";
 
-/// Time in which a guest that has booted still works of its own accord.
+/// Time for which a guest still works after it has booted.
 const SETTLING: Duration = Duration::from_secs(5);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {

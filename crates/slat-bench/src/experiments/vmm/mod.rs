@@ -19,9 +19,9 @@ pub const EXPERIMENT: Experiment = Experiment {
     explain: "\
 kick: a guest's write that signals an eventfd, from one to the next, the vCPU's processor time.
 exit: the program gets an exit and signals. ioeventfd: KVM signals, without an exit. unread: no
-thread waits for the eventfd. read: one polls and reads it, as a device's does. Limit: a plain write.
+thread waits for the eventfd. read: one polls and reads it, like a device's. Limit: a plain write.
 irqfd/running: from an eventfd's signal on one thread until the handler of a guest that runs has
-written, by the time-stamp counter. A processor must be free for the thread that delivers the signal.
+written, by the time-stamp counter. A processor must be free for the thread that delivers it.
 Limit: a thread that waits for the eventfd. linux: Debian's kernel under QEMU (pc, 1 CPU, 512 MiB),
 on slat and on QEMU's own software CPU, tcg: its processor time until a shell is ready, its share of
 a processor when the guest is idle, and sequential reads of a virtio disk, 1 MiB each, uncached.
