@@ -31,9 +31,9 @@ use sysreg::read;
 
 /// Tables that a CPU at EL2 can be given.
 pub trait Tables: Format {
-    /// See [`Stage2::vtcr`].
+    /// Returns VTCR_EL2: [`Stage2::vtcr`].
     fn vtcr(pa_range: u64) -> u64;
-    /// See [`Stage2::vttbr`].
+    /// Returns VTTBR_EL2: [`Stage2::vttbr`].
     fn vttbr(root: Pfn, vmid: u8) -> u64;
 }
 
@@ -53,7 +53,7 @@ pub trait Monitor: Send + Sync + 'static {
     const NAME: &'static str;
     /// The tables that its walkers walk.
     type Tables: Tables;
-    /// See [`Machine::second`].
+    /// Returns the queue of work for the second CPU: [`Machine::second`].
     fn second() -> &'static Second<El2<Self::Tables>>;
 }
 

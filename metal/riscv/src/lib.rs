@@ -32,7 +32,7 @@ global_asm!(include_str!("boot.S"));
 
 /// Tables that a hart in HS mode can be given.
 pub trait Tables: Format {
-    /// See [`GStage::hgatp`].
+    /// Returns hgatp: [`GStage::hgatp`].
     fn hgatp(root: Pfn, vmid: u16) -> u64;
 }
 
@@ -48,7 +48,7 @@ pub trait Monitor: Send + Sync + 'static {
     const NAME: &'static str;
     /// The tables that its walkers walk.
     type Tables: Tables;
-    /// See [`Machine::second`].
+    /// Returns the queue of work for the second CPU: [`Machine::second`].
     fn second() -> &'static Second<Hart<Self::Tables>>;
 }
 

@@ -12,7 +12,7 @@ const KVM_SET_GSI_ROUTING: u32 = 0x4008_ae6a;
 const KVM_SET_USER_MEMORY_REGION: u32 = 0x4020_ae46;
 const KVM_NMI: u32 = 0xae9a;
 
-/// Firecracker 1.17: the part `vcpu` of `resources/seccomp/x86_64-unknown-linux-musl.json`.
+/// Returns Firecracker 1.17's list: the part `vcpu` of `resources/seccomp/x86_64-unknown-linux-musl.json`.
 pub fn firecracker() -> Vec<Allowed> {
     let mut list = calls![
         SYS_exit,
@@ -73,7 +73,7 @@ pub fn firecracker() -> Vec<Allowed> {
     list
 }
 
-/// cloud-hypervisor 53: `vcpu_thread_rules` and `common_thread_rules` of `vmm/src/seccomp_filters.rs`, for KVM on x86-64.
+/// Returns cloud-hypervisor 53's list: `vcpu_thread_rules` and `common_thread_rules` of `vmm/src/seccomp_filters.rs`, for KVM on x86-64.
 pub fn cloud_hypervisor() -> Vec<Allowed> {
     let mut list = calls![
         SYS_brk,
@@ -139,7 +139,7 @@ pub fn cloud_hypervisor() -> Vec<Allowed> {
     list
 }
 
-/// The calls that slat cannot do without, and those of the client itself.
+/// Returns the calls that slat needs, and those of the client itself.
 pub fn needed() -> Vec<Allowed> {
     let mut list = requests![KVM_RUN, KVM_SET_GSI_ROUTING, KVM_IRQFD].to_vec();
     let calls = Call::ALL.iter().map(|call| call.entry());

@@ -90,7 +90,7 @@ mod client {
         }
     }
 
-    /// 32-bit code and data segments of 4 GiB.
+    /// Sets the registers: 32-bit code and data segments of 4 GiB.
     fn start(vcpu: &VcpuFd) {
         let mut sregs = vcpu.get_sregs().unwrap();
         let flat = kvm_segment {
