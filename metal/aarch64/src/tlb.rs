@@ -10,7 +10,7 @@ use core::ops::Range;
 use crate::sysreg::read;
 use slat::{Gfn, Level, PAGE_SHIFT, Stale};
 
-/// More pages than this are flushed with the whole VMID, not one by one.
+/// More leaves than this are flushed with the whole VMID, not one by one.
 const FEW: u64 = 64;
 
 /// Returns the operand of TLBI IPAS2E1: the IPA in units of 4 KiB. Higher bits give the level of the leaf in tables of 4 KiB,
