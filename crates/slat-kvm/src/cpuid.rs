@@ -355,7 +355,6 @@ pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
     }
     // Beyond the last leaf of a range an Intel CPU repeats the last basic leaf. An AMD CPU returns zero, as both do for an unknown
     // leaf within the range.
-
     let limit = |class: u32| {
         table
             .iter()

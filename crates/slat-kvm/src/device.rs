@@ -1,7 +1,6 @@
 //! Devices of `KVM_CREATE_DEVICE` (api.rst 4.79): on x86 there is one type, `KVM_DEV_TYPE_VFIO`.
 //!
 //! Through this device a VMM tells KVM which VFIO files the VM uses. KVM asks whether their DMA is coherent with the guest's caches, and
-
 //! gives mediated devices a pointer to its VM. Software has no incoherent caches, and mediated devices can use no VM but the
 //! kernel's: here the device only checks the files and stores their identity.
 

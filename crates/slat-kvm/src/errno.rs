@@ -16,7 +16,6 @@ pub(crate) fn no_memory<E>(_: E) -> Error {
 }
 
 /// Returns the errno of this thread's last system call that failed.
-
 pub(crate) fn last() -> Error {
     Error::last()
 }

@@ -119,7 +119,6 @@ impl Options {
     }
 
     /// Replaces the MSR filter.
-
     pub(crate) fn set_msr_filter(&self, filter: MsrFilter) {
         let mut held = (self.msr_filter.write()).unwrap_or_else(|poisoned| poisoned.into_inner());
         self.has_msr_filter

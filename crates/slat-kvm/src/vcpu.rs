@@ -858,7 +858,6 @@ impl Inner {
     }
 
     /// Copies the APIC's task priority to CR8. Call after that register was written.
-
     pub(crate) fn sync_cr8_from_lapic(&mut self) {
         if let Some(lapic) = self.machine.common.lapic() {
             self.cpu.state.cr8 = lapic.cr8();

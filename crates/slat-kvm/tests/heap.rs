@@ -13,7 +13,6 @@ static HEAP: FailingHeap = FailingHeap;
 
 /// Repeats a call whose n-th allocation fails, alone or with all later ones, until none fails. Returns how many allocations it makes,
 /// at most.
-
 fn survives(name: &str, call: &mut dyn FnMut() -> Result<(), i32>) -> u32 {
     // If the process ends, this is the last line.
     println!("{name}");

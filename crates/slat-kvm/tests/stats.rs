@@ -97,7 +97,6 @@ fn an_access_that_the_client_does_not_see_is_no_mmio_exit() {
     // SAFETY: plain call.
     let id = unsafe { libc::pthread_self() } as usize;
     // The vCPU halts: a second thread ends its run.
-
     let caller = std::thread::spawn(move || {
         std::thread::sleep(std::time::Duration::from_millis(50));
         slat_kvm::interrupt_thread(id);

@@ -115,7 +115,6 @@ impl VcpuFd {
     /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT` without
     /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory that backs the slot is unmapped or a private page has no private
     /// memory, `ENOMEM`.
-
     pub fn pre_fault_memory(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         self.vcpu.pre_fault(range)
     }
