@@ -11,8 +11,7 @@ CLOUD_HYPERVISOR_BIN names the program.
 
 import os
 
-from rows.content import DiskFile, Server
-from rows.microvm import GUEST_ADDRESS, HOST_ADDRESS, TAP, MicroVm, network
+from rows.microvm import TAP, Devices, MicroVm, move
 from rows.qemu import BOOT, MEMORY
 
 COMMAND_LINE = "console=ttyS0 earlyprintk=ttyS0 panic=-1"
@@ -28,36 +27,29 @@ def _start(setting, name, words, options):
 
 def run(setting, cpus, *words):
     cpus = int(cpus)
-    if "net" in words:
-        network()
+    devices = Devices(setting, words)
     options = ["--kernel", setting.material("vmlinux"), "--initramfs", setting.material("initrd"), "--cmdline", COMMAND_LINE]
     options += ["--cpus", f"boot={cpus}", "--memory", f"size={MEMORY}M", "--serial", "tty", "--console", "off"]
-    if "disk" in words:
-        disk = DiskFile(setting)
-        options += ["--disk", f"path={disk.path},image_type=raw"]
-    if "net" in words:
-        server = Server(HOST_ADDRESS)
+    if devices.disk:
+        options += ["--disk", f"path={devices.disk.path},image_type=raw"]
+    if devices.has_network:
         options += ["--net", f"tap={TAP}"]
     vmm = _start(setting, "cloud-hypervisor", words, options)
     vmm.console.ready(BOOT)
-    vmm.check_cpus(cpus)
+    vmm.console.check_cpus(cpus)
     if "reboot" in words:
         vmm.console.write("reboot -f\n")
         vmm.console.ready(BOOT)
-        vmm.check_cpus(cpus)
+        vmm.console.check_cpus(cpus)
     if "snapshot" in words:
-        vmm = _move(setting, vmm, words)
-        vmm.check_cpus(cpus)
-    if "disk" in words:
-        disk.check(vmm.console.run, "/dev/vda")
-    if "net" in words:
-        server.check(vmm.console.run, GUEST_ADDRESS, HOST_ADDRESS)
+        vmm = move(vmm, lambda vmm: _restore(setting, vmm, words))
+        vmm.console.check_cpus(cpus)
+    devices.check(vmm)
     vmm.end("poweroff -f")
 
 
-def _move(setting, vmm, words):
-    """Saves the guest, ends its VMM, and has another one go on with it."""
-    vmm.console.run("word=saved; echo saved >/tmp/state")
+def _restore(setting, vmm, words):
+    """Saves the guest, ends its VMM, and returns another one with the guest."""
     directory = setting.path("snapshot")
     os.mkdir(directory)
     vmm.call("PUT", "/api/v1/vm.pause")
@@ -66,5 +58,4 @@ def _move(setting, vmm, words):
     restored = _start(setting, "restored", words, ["--restore", f"source_url=file://{directory}"])
     restored.wait_for_socket()
     restored.call("PUT", "/api/v1/vm.resume")
-    restored.console.run('test "$word" = saved && grep -q saved /tmp/state')
     return restored

@@ -91,6 +91,14 @@ class Console:
         """Waits for the guest's shell."""
         self.expect(READY, seconds)
 
+    def check_cpus(self, cpus):
+        """Checks that the guest sees all CPUs, and has work done on each of them."""
+        online = int(self.run("nproc").splitlines()[0])
+        if online != cpus:
+            raise Failure(f"{self.name}: {online} CPUs are online, not {cpus}")
+        for cpu in range(cpus):
+            self.run(f"taskset -c {cpu} true")
+
     def check(self):
         """Fails when the kernel has complained; what it says of having been late is only shown."""
         text = self.text

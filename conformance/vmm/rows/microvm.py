@@ -1,4 +1,5 @@
-"""What Firecracker and cloud-hypervisor have in common: a terminal, an HTTP interface on a socket, a tap device."""
+"""What Firecracker and cloud-hypervisor have in common: a terminal, an HTTP interface on a socket, a tap device, and the words
+of their rows."""
 
 import ctypes
 import http.client
@@ -10,6 +11,7 @@ import time
 import tty
 
 from rows.console import Console, Failure, Skip
+from rows.content import DiskFile, Server
 from rows.process import Process
 
 HOST_ADDRESS = "192.0.2.1"
@@ -20,7 +22,7 @@ CLONE_NEWNET = 0x4000_0000
 _unshare = ctypes.CDLL(None, use_errno=True).unshare
 
 
-def network():
+def _network():
     """Puts the row into a network of its own, with one tap device. Call before any thread is started."""
     if _unshare(CLONE_NEWNET) != 0:
         raise Skip(f"no network of its own: {os.strerror(ctypes.get_errno())}")
@@ -85,14 +87,6 @@ class MicroVm:
             raise Failure(f"{self.name}: {method} {path}: status {answer.status}: {content}")
         return content
 
-    def check_cpus(self, cpus):
-        """Checks that the guest sees all CPUs, and has work done on each of them."""
-        online = int(self.console.run("nproc").splitlines()[0])
-        if online != cpus:
-            raise Failure(f"{self.name}: {online} CPUs are online, not {cpus}")
-        for cpu in range(cpus):
-            self.console.run(f"taskset -c {cpu} true")
-
     def end(self, command, seconds=60):
         """Has the guest run its last command; the VMM must end with status 0."""
         self.console.check()
@@ -101,3 +95,34 @@ class MicroVm:
         if status != 0:
             raise Failure(f"{self.name}: exit status {status}")
         self.console.check()
+
+
+class Devices:
+    """The devices that the words of a row ask for; `None` where they do not. Create before any thread is started."""
+
+    def __init__(self, setting, words):
+        self.disk = self._server = None
+        if "net" in words:
+            _network()
+            self._server = Server(HOST_ADDRESS)
+        if "disk" in words:
+            self.disk = DiskFile(setting)
+
+    @property
+    def has_network(self):
+        return self._server is not None
+
+    def check(self, vmm):
+        """Checks in the guest of `vmm` what its devices carry."""
+        if self.disk:
+            self.disk.check(vmm.console.run, "/dev/vda")
+        if self._server:
+            self._server.check(vmm.console.run, GUEST_ADDRESS, HOST_ADDRESS)
+
+
+def move(vmm, restore):
+    """Has `restore` save the guest of `vmm` and return another VMM that goes on with it, with all that the guest held."""
+    vmm.console.run("word=saved; echo saved >/tmp/state")
+    restored = restore(vmm)
+    restored.console.run('test "$word" = saved && grep -q saved /tmp/state')
+    return restored

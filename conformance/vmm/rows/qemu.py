@@ -47,11 +47,7 @@ class Qemu:
 
     def check_cpus(self):
         """Checks that the guest sees all CPUs, and has work done on each of them."""
-        online = int(self.console.run("nproc").splitlines()[0])
-        if online != self.cpus:
-            raise Failure(f"{self.name}: {online} CPUs are online, not {self.cpus}")
-        for cpu in range(self.cpus):
-            self.console.run(f"taskset -c {cpu} true")
+        self.console.check_cpus(self.cpus)
 
     def power_off(self, seconds=60):
         """Has the guest power off; the machine must say so and QEMU's status must be 0."""
