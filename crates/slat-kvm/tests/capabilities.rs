@@ -28,12 +28,8 @@ fn vm() -> VmFd {
 
 /// Creates a VM and a vCPU, as the preload library uses them.
 fn objects() -> (Object, Object) {
-    let created = |answer| match answer {
-        Ok(Answer::Created(object, _)) => object,
-        other => panic!("{other:?}"),
-    };
-    let vm = created(Object::system().ioctl(abi::KVM_CREATE_VM, 0));
-    let vcpu = created(vm.ioctl(abi::KVM_CREATE_VCPU, 0));
+    let vm = create(&Object::system(), abi::KVM_CREATE_VM, 0).0;
+    let vcpu = create(&vm, abi::KVM_CREATE_VCPU, 0).0;
     (vm, vcpu)
 }
 
@@ -135,10 +131,7 @@ const USES: &[Use] = &[
     }),
     (KVM_CAP_REINJECT_CONTROL, |_| {
         let control = kvm_reinject_control::default();
-        let vm = match Object::system().ioctl(abi::KVM_CREATE_VM, 0) {
-            Ok(Answer::Created(vm, _)) => vm,
-            other => panic!("{other:?}"),
-        };
+        let (vm, _) = create(&Object::system(), abi::KVM_CREATE_VM, 0);
         let reinject = || vm.ioctl(abi::KVM_REINJECT_CONTROL, &raw const control as u64);
         assert_eq!(reinject().unwrap_err().errno(), libc::ENXIO);
         vm.ioctl(abi::KVM_CREATE_IRQCHIP, 0).unwrap();
@@ -463,14 +456,11 @@ const USES: &[Use] = &[
         }
     }),
     (KVM_CAP_SET_BOOT_CPU_ID, |_| {
-        let Ok(Answer::Created(vm, _)) = Object::system().ioctl(abi::KVM_CREATE_VM, 0) else {
-            panic!()
-        };
+        let (vm, _) = create(&Object::system(), abi::KVM_CREATE_VM, 0);
         vm.ioctl(abi::KVM_CREATE_IRQCHIP, 0).unwrap();
         vm.ioctl(abi::KVM_SET_BOOT_CPU_ID, 1).unwrap();
         let states = [0, 1].map(|id| {
-            let Ok(Answer::Created(Object::Vcpu(vcpu), _)) = vm.ioctl(abi::KVM_CREATE_VCPU, id)
-            else {
+            let (Object::Vcpu(vcpu), _) = create(&vm, abi::KVM_CREATE_VCPU, id) else {
                 panic!()
             };
             vcpu.get_mp_state().unwrap()
@@ -611,9 +601,7 @@ const USES: &[Use] = &[
     (KVM_CAP_VM_TSC_CONTROL, |_| {
         let (vm, _) = objects();
         vm.ioctl(abi::KVM_SET_TSC_KHZ, 1_000_000).unwrap();
-        let Ok(Answer::Created(vcpu, _)) = vm.ioctl(abi::KVM_CREATE_VCPU, 1) else {
-            panic!()
-        };
+        let (vcpu, _) = create(&vm, abi::KVM_CREATE_VCPU, 1);
         let khz = vcpu.ioctl(abi::KVM_GET_TSC_KHZ, 0);
         assert!(matches!(khz, Ok(Answer::Value(1_000_000))));
     }),

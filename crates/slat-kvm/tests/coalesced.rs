@@ -5,7 +5,7 @@ mod common;
 use common::*;
 use kvm_bindings::*;
 use slat_kvm::abi::*;
-use slat_kvm::ioctl::{Answer, Object};
+use slat_kvm::ioctl::Object;
 use slat_kvm::{IoEventAddress, VcpuExit};
 
 #[test]
@@ -56,16 +56,9 @@ fn all_vcpus_have_the_same_ring() {
     assert!(other.coalesced_mmio_read().unwrap().is_some());
 }
 
-fn created(answer: slat_kvm::Result<Answer>) -> Object {
-    match answer {
-        Ok(Answer::Created(object, _fd)) => object,
-        other => panic!("{other:?}"),
-    }
-}
-
 #[test]
 fn a_zone_is_of_memory_or_of_ports() {
-    let vm = created(Object::system().ioctl(KVM_CREATE_VM, 0));
+    let vm = create(&Object::system(), KVM_CREATE_VM, 0).0;
     let mut zone = kvm_coalesced_mmio_zone::default();
     zone.__bindgen_anon_1.pio = 2;
     for request in [KVM_REGISTER_COALESCED_MMIO, KVM_UNREGISTER_COALESCED_MMIO] {
@@ -109,8 +102,8 @@ fn memory_may_be_mapped_ahead_of_its_use() {
 
 #[test]
 fn a_range_to_map_is_given_and_given_back_by_pointer() {
-    let vm = created(Object::system().ioctl(KVM_CREATE_VM, 0));
-    let vcpu = created(vm.ioctl(KVM_CREATE_VCPU, 0));
+    let vm = create(&Object::system(), KVM_CREATE_VM, 0).0;
+    let vcpu = create(&vm, KVM_CREATE_VCPU, 0).0;
     let refused = vcpu.ioctl(KVM_PRE_FAULT_MEMORY, 8).unwrap_err();
     assert_eq!(refused.errno(), libc::EFAULT);
     let mut range = kvm_pre_fault_memory {

@@ -5,7 +5,7 @@ mod common;
 use common::*;
 use kvm_bindings::*;
 use slat_kvm::abi::*;
-use slat_kvm::ioctl::{Answer, Object};
+use slat_kvm::ioctl::Object;
 use slat_kvm::{Kvm, VcpuExit, VmFd};
 use std::os::fd::AsRawFd;
 
@@ -120,12 +120,8 @@ fn wrong_ranges_of_a_log_are_refused() {
 
 #[test]
 fn a_log_that_cannot_be_given_away_is_not_taken() {
-    let created = |answer| match answer {
-        Ok(Answer::Created(object, _fd)) => object,
-        other => panic!("{other:?}"),
-    };
     let system = Object::system();
-    let vm = created(system.ioctl(KVM_CREATE_VM, 0));
+    let vm = create(&system, KVM_CREATE_VM, 0).0;
     let memory = Memory::new(MEMORY);
     memory.write(CODE, WRITE_DATA);
     let region = kvm_userspace_memory_region {
@@ -137,7 +133,7 @@ fn a_log_that_cannot_be_given_away_is_not_taken() {
     };
     vm.ioctl(KVM_SET_USER_MEMORY_REGION, &raw const region as u64)
         .unwrap();
-    let Object::Vcpu(vcpu) = created(vm.ioctl(KVM_CREATE_VCPU, 0)) else {
+    let Object::Vcpu(vcpu) = create(&vm, KVM_CREATE_VCPU, 0).0 else {
         panic!()
     };
     let mut sregs = vcpu.get_sregs().unwrap();

@@ -5,7 +5,7 @@ mod common;
 use common::*;
 use kvm_bindings::*;
 use slat_kvm::abi::*;
-use slat_kvm::ioctl::{Answer, Object};
+use slat_kvm::ioctl::Object;
 use slat_kvm::{Kvm, VcpuExit};
 
 fn errno(object: &Object, request: u32, argument: u64) -> i32 {
@@ -15,18 +15,11 @@ fn errno(object: &Object, request: u32, argument: u64) -> i32 {
     }
 }
 
-fn create(object: &Object, request: u32, argument: u64) -> Object {
-    match object.ioctl(request, argument) {
-        Ok(Answer::Created(object, _fd)) => object,
-        other => panic!("{other:?}"),
-    }
-}
-
 #[test]
 fn unknown_requests_are_refused_as_by_kvm_on_x86() {
     let system = Object::system();
-    let vm = create(&system, KVM_CREATE_VM, 0);
-    let vcpu = create(&vm, KVM_CREATE_VCPU, 0);
+    let (vm, _) = create(&system, KVM_CREATE_VM, 0);
+    let (vcpu, _) = create(&vm, KVM_CREATE_VCPU, 0);
     let objects = [
         (&system, libc::EINVAL),
         (&vm, libc::ENOTTY),
@@ -43,8 +36,8 @@ fn unknown_requests_are_refused_as_by_kvm_on_x86() {
 #[test]
 fn bad_pointers_are_efault() {
     let system = Object::system();
-    let vm = create(&system, KVM_CREATE_VM, 0);
-    let vcpu = create(&vm, KVM_CREATE_VCPU, 0);
+    let (vm, _) = create(&system, KVM_CREATE_VM, 0);
+    let (vcpu, _) = create(&vm, KVM_CREATE_VCPU, 0);
     for pointer in [0, 8, 0xdead_0000_0000, u64::MAX - 7] {
         assert_eq!(
             errno(&system, KVM_GET_SUPPORTED_CPUID, pointer),

@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use slat_kvm::{SyncReg, VcpuExit};
+use slat_kvm::{SyncReg, VcpuExit, VmFd};
 use std::time::Duration;
 
 #[test]
@@ -93,27 +93,35 @@ fn an_interrupt_of_the_client_waits_for_its_window() {
     assert_eq!(guest.vcpu.interrupt(256).unwrap_err().errno(), libc::EINVAL);
 }
 
-#[test]
-fn a_halted_vcpu_with_an_apic_sleeps_until_an_nmi() {
-    // hlt; out 0x10,al, and the handler of the NMI: iret
-    let mut guest = Guest::with(&[0xf4, 0xe6, 0x10], |vm| vm.create_irq_chip().unwrap());
+/// A guest with an APIC: hlt; out 0x10,al. Its handler of the NMI does nothing.
+fn halting_guest() -> Guest {
+    let guest = Guest::with(&[0xf4, 0xe6, 0x10], |vm| vm.create_irq_chip().unwrap());
+    // iret
     guest.memory.write(2 * 4, &[0x00, 0x20, 0, 0]);
     guest.memory.write(0x2000, &[0xcf]);
     let mut regs = guest.vcpu.get_regs().unwrap();
     regs.rsp = 0x2800;
     guest.vcpu.set_regs(&regs).unwrap();
-    // An MSI that is an NMI, from another thread.
+    guest
+}
+
+/// Sends an NMI to the guest's vCPU, which has time to halt before: as an MSI, which another thread may do.
+fn send_nmi_later(vm: &VmFd) {
+    std::thread::sleep(Duration::from_millis(50));
+    let msi = kvm_bindings::kvm_msi {
+        address_lo: 0xfee0_0000,
+        data: 4 << 8,
+        ..Default::default()
+    };
+    assert_eq!(vm.signal_msi(msi).unwrap(), 1);
+}
+
+#[test]
+fn a_halted_vcpu_with_an_apic_sleeps_until_an_nmi() {
+    let mut guest = halting_guest();
     std::thread::scope(|scope| {
         let vm = &guest.vm;
-        scope.spawn(move || {
-            std::thread::sleep(Duration::from_millis(50));
-            let msi = kvm_bindings::kvm_msi {
-                address_lo: 0xfee0_0000,
-                data: 4 << 8,
-                ..Default::default()
-            };
-            assert_eq!(vm.signal_msi(msi).unwrap(), 1);
-        });
+        scope.spawn(move || send_nmi_later(vm));
         assert!(matches!(
             guest.vcpu.run().unwrap(),
             VcpuExit::IoOut(0x10, _)
@@ -123,13 +131,7 @@ fn a_halted_vcpu_with_an_apic_sleeps_until_an_nmi() {
 
 #[test]
 fn an_nmi_that_is_blocked_ends_no_halt() {
-    // hlt; out 0x10,al, and the handler of the NMI: iret
-    let mut guest = Guest::with(&[0xf4, 0xe6, 0x10], |vm| vm.create_irq_chip().unwrap());
-    guest.memory.write(2 * 4, &[0x00, 0x20, 0, 0]);
-    guest.memory.write(0x2000, &[0xcf]);
-    let mut regs = guest.vcpu.get_regs().unwrap();
-    regs.rsp = 0x2800;
-    guest.vcpu.set_regs(&regs).unwrap();
+    let mut guest = halting_guest();
     let mut events = guest.vcpu.get_vcpu_events().unwrap();
     events.nmi.masked = 1;
     guest.vcpu.set_vcpu_events(&events).unwrap();
@@ -138,13 +140,7 @@ fn an_nmi_that_is_blocked_ends_no_halt() {
     std::thread::scope(|scope| {
         let vm = &guest.vm;
         scope.spawn(move || {
-            std::thread::sleep(Duration::from_millis(50));
-            let nmi = kvm_bindings::kvm_msi {
-                address_lo: 0xfee0_0000,
-                data: 4 << 8,
-                ..Default::default()
-            };
-            assert_eq!(vm.signal_msi(nmi).unwrap(), 1);
+            send_nmi_later(vm);
             std::thread::sleep(Duration::from_millis(50));
             slat_kvm::interrupt_thread(this);
         });

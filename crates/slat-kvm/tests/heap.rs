@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::Memory;
+use common::{Memory, create};
 use kvm_bindings::*;
 use slat_kvm::abi::*;
-use slat_kvm::ioctl::{Answer, Object};
+use slat_kvm::ioctl::Object;
 use slat_model::FailingHeap;
 
 #[global_allocator]
@@ -35,13 +35,6 @@ fn survives(name: &str, call: &mut dyn FnMut() -> Result<(), i32>) -> u32 {
     most
 }
 
-fn created(answer: Result<Answer, slat_kvm::Error>) -> Object {
-    match answer {
-        Ok(Answer::Created(object, _)) => object,
-        other => panic!("{other:?}"),
-    }
-}
-
 /// Returns the address of a struct, for an ioctl.
 fn at<T>(value: &mut T) -> u64 {
     &raw mut *value as u64
@@ -50,9 +43,9 @@ fn at<T>(value: &mut T) -> u64 {
 #[test]
 fn every_call_survives_that_there_is_no_memory() {
     let system = Object::system();
-    let vm = created(system.ioctl(KVM_CREATE_VM, u64::from(KVM_X86_SW_PROTECTED_VM)));
+    let vm = create(&system, KVM_CREATE_VM, u64::from(KVM_X86_SW_PROTECTED_VM)).0;
     vm.ioctl(KVM_CREATE_IRQCHIP, 0).unwrap();
-    let vcpu = created(vm.ioctl(KVM_CREATE_VCPU, 0));
+    let vcpu = create(&vm, KVM_CREATE_VCPU, 0).0;
     let memory = Memory::new(64 << 20);
     let call = |object: &Object, name: &str, request: u32, argument: u64| {
         survives(name, &mut || match object.ioctl(request, argument) {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{CODE, MEMORY, Memory};
+use common::{CODE, MEMORY, Memory, create};
 use kvm_bindings::*;
 use slat_kvm::abi;
 use slat_kvm::ioctl::{Answer, Object};
@@ -38,11 +38,7 @@ enum Ended {
 
 impl Client {
     fn new() -> Self {
-        let created = |answer| match answer {
-            Ok(Answer::Created(object, fd)) => (object, fd),
-            other => panic!("{other:?}"),
-        };
-        let (vm, _) = created(Object::system().ioctl(abi::KVM_CREATE_VM, 0));
+        let (vm, _) = create(&Object::system(), abi::KVM_CREATE_VM, 0);
         let memory = Memory::new(MEMORY);
         memory.write(13 * 4, &HANDLER.to_le_bytes()[..4]);
         memory.write(HANDLER, &[0xf4]);
@@ -53,7 +49,7 @@ impl Client {
         };
         let address = &raw const region as u64;
         vm.ioctl(abi::KVM_SET_USER_MEMORY_REGION, address).unwrap();
-        let (vcpu, fd) = created(vm.ioctl(abi::KVM_CREATE_VCPU, 0));
+        let (vcpu, fd) = create(&vm, abi::KVM_CREATE_VCPU, 0);
         let run = RunPage::map(&fd).unwrap();
         Client {
             vm,

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{CODE, DATA, Guest, start_at_code};
+use common::{CODE, DATA, Guest, RawGuest, start_at_code};
 use kvm_bindings::*;
 use slat_kvm::VcpuExit;
 
@@ -139,38 +139,15 @@ fn cpuid_faulting_is_there_as_long_as_the_client_offers_it() {
 /// An error of the machine is #MC for a guest that has enabled #MC, and a shutdown for one that has not.
 #[test]
 fn a_machine_check_reaches_the_guest() {
-    use slat_kvm::abi;
-    use slat_kvm::ioctl::{Answer, Object};
     const CR4_MCE: u64 = 1 << 6;
     for enabled in [true, false] {
-        let created = |answer| match answer {
-            Ok(Answer::Created(object, _)) => object,
-            other => panic!("{other:?}"),
-        };
-        let vm = created(Object::system().ioctl(abi::KVM_CREATE_VM, 0));
-        let memory = common::Memory::new(common::MEMORY);
         // The handler of #MC writes to a port; the interrupted code would halt.
-        memory.write(CODE, &[0xf4]);
+        let RawGuest { vcpu, memory, .. } = &RawGuest::new(&[0xf4], |_| {});
         memory.write(18 * 4, &DATA.to_le_bytes()[..4]);
         memory.write(DATA, &[0xe6, 0x10]);
-        let region = kvm_userspace_memory_region {
-            memory_size: common::MEMORY as u64,
-            userspace_addr: memory.start as u64,
-            ..Default::default()
-        };
-        let address = &raw const region as u64;
-        vm.ioctl(abi::KVM_SET_USER_MEMORY_REGION, address).unwrap();
-        let object = created(vm.ioctl(abi::KVM_CREATE_VCPU, 0));
-        let Object::Vcpu(vcpu) = &object else {
-            panic!()
-        };
         let mut sregs = vcpu.get_sregs().unwrap();
-        (sregs.cs.base, sregs.cs.selector) = (0, 0);
         sregs.cr4 |= if enabled { CR4_MCE } else { 0 };
         vcpu.set_sregs(&sregs).unwrap();
-        let mut regs = vcpu.get_regs().unwrap();
-        (regs.rip, regs.rsp) = (CODE, 0x2000);
-        vcpu.set_regs(&regs).unwrap();
 
         vcpu.setup_mce(1 << 24 | 1 << 8 | 10).unwrap();
         let error = kvm_x86_mce {

@@ -4,7 +4,7 @@ mod common;
 
 use common::{DATA, Guest, SPIN};
 use kvm_bindings::{kvm_clock_data, kvm_userspace_memory_region};
-use slat_kvm::ioctl::{Answer, Object};
+use slat_kvm::ioctl::Object;
 use slat_kvm::{Kvm, abi};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
@@ -56,10 +56,7 @@ fn any_clock_can_be_set() {
 
 /// Creates a VM. Returns its object and its descriptor.
 fn vm() -> (Object, std::os::fd::OwnedFd) {
-    match Object::system().ioctl(abi::KVM_CREATE_VM, 0) {
-        Ok(Answer::Created(vm, fd)) => (vm, fd),
-        other => panic!("{other:?}"),
-    }
+    common::create(&Object::system(), abi::KVM_CREATE_VM, 0)
 }
 
 fn errno(object: &Object, request: u32, argument: u64) -> Option<i32> {
@@ -69,9 +66,7 @@ fn errno(object: &Object, request: u32, argument: u64) -> Option<i32> {
 #[test]
 fn after_a_panic_every_call_of_the_vm_answers_eio() {
     let (vm, _fd) = vm();
-    let Ok(Answer::Created(vcpu, _vcpu_fd)) = vm.ioctl(abi::KVM_CREATE_VCPU, 0) else {
-        panic!()
-    };
+    let (vcpu, _vcpu_fd) = common::create(&vm, abi::KVM_CREATE_VCPU, 0);
     let memory = common::Memory::new(0x4000);
     let region = kvm_userspace_memory_region {
         slot: 0,

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{CODE, DATA, Guest, Memory, start_at_code};
+use common::{CODE, DATA, Guest, Memory, RawGuest, start_at_code};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VcpuFd};
 use std::time::{Duration, Instant};
@@ -288,37 +288,18 @@ fn a_kicked_vcpu_wakes_from_its_halt() {
 /// The task priority in memory: the guest's write changes the APIC's task priority, and the word shows the pending vector.
 #[test]
 fn a_guest_has_its_task_priority_in_memory() {
-    use slat_kvm::abi;
-    use slat_kvm::ioctl::{Answer, Object};
-    let created = |answer| match answer {
-        Ok(Answer::Created(object, _)) => object,
-        other => panic!("{other:?}"),
-    };
-    let vm = created(Object::system().ioctl(abi::KVM_CREATE_VM, 0));
-    vm.ioctl(abi::KVM_CREATE_IRQCHIP, 0).unwrap();
-    let memory = Memory::new(common::MEMORY);
     // mov byte [DATA + 4], 0x50; out 0x10, al
-    memory.write(CODE, &[0xc6, 0x06, 0x04, 0x30, 0x50, 0xe6, 0x10]);
-    let region = kvm_userspace_memory_region {
-        memory_size: common::MEMORY as u64,
-        userspace_addr: memory.start as u64,
-        ..Default::default()
-    };
-    let address = &raw const region as u64;
-    vm.ioctl(abi::KVM_SET_USER_MEMORY_REGION, address).unwrap();
-    let object = created(vm.ioctl(abi::KVM_CREATE_VCPU, 0));
-    let Object::Vcpu(vcpu) = &object else {
-        panic!()
-    };
+    let code = [0xc6, 0x06, 0x04, 0x30, 0x50, 0xe6, 0x10];
+    let guest = RawGuest::new(&code, |vm| {
+        vm.ioctl(slat_kvm::abi::KVM_CREATE_IRQCHIP, 0).unwrap();
+    });
+    let vcpu = &guest.vcpu;
     let set = |vapic_addr| vcpu.set_vapic_address(&kvm_vapic_addr { vapic_addr });
     assert_eq!(set(1 << 30).unwrap_err().errno(), libc::EINVAL, "no memory");
     set(DATA + 4).unwrap();
     let mut sregs = vcpu.get_sregs().unwrap();
-    (sregs.cs.base, sregs.cs.selector, sregs.cr8) = (0, 0, 3);
+    sregs.cr8 = 3;
     vcpu.set_sregs(&sregs).unwrap();
-    let mut regs = vcpu.get_regs().unwrap();
-    regs.rip = CODE;
-    vcpu.set_regs(&regs).unwrap();
     vcpu.run().unwrap();
     assert_eq!(vcpu.get_sregs().unwrap().cr8, 5);
     set(0).unwrap();

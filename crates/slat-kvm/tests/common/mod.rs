@@ -2,7 +2,12 @@
 #![allow(dead_code)]
 
 use kvm_bindings::kvm_userspace_memory_region;
+use slat::Shared;
+use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_SET_USER_MEMORY_REGION};
+use slat_kvm::ioctl::{Answer, Object};
+use slat_kvm::vcpu::VcpuObject;
 use slat_kvm::{Kvm, VcpuFd, VmFd};
+use std::os::fd::OwnedFd;
 
 /// The address of the code.
 pub const CODE: u64 = 0x1000;
@@ -127,6 +132,47 @@ impl Guest {
             kvm,
             memory,
         }
+    }
+}
+
+/// Makes a request that creates an object. Returns the object and its descriptor.
+pub fn create(object: &Object, request: u32, argument: u64) -> (Object, OwnedFd) {
+    match object.ioctl(request, argument) {
+        Ok(Answer::Created(object, fd)) => (object, fd),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Like [`Guest`], but made of requests, as the preload library makes them.
+pub struct RawGuest {
+    pub vcpu: Shared<VcpuObject>,
+    pub vm: Object,
+    pub memory: Memory,
+}
+
+impl RawGuest {
+    pub fn new(code: &[u8], prepare: impl FnOnce(&Object)) -> Self {
+        let (vm, _) = create(&Object::system(), KVM_CREATE_VM, 0);
+        prepare(&vm);
+        let memory = Memory::new(MEMORY);
+        memory.write(CODE, code);
+        let region = kvm_userspace_memory_region {
+            memory_size: MEMORY as u64,
+            userspace_addr: memory.start as u64,
+            ..Default::default()
+        };
+        let address = &raw const region as u64;
+        vm.ioctl(KVM_SET_USER_MEMORY_REGION, address).unwrap();
+        let (Object::Vcpu(vcpu), _) = create(&vm, KVM_CREATE_VCPU, 0) else {
+            panic!("no vCPU")
+        };
+        let mut sregs = vcpu.get_sregs().unwrap();
+        (sregs.cs.base, sregs.cs.selector) = (0, 0);
+        vcpu.set_sregs(&sregs).unwrap();
+        let mut regs = vcpu.get_regs().unwrap();
+        (regs.rip, regs.rsp) = (CODE, 0x2000);
+        vcpu.set_regs(&regs).unwrap();
+        RawGuest { vcpu, vm, memory }
     }
 }
 

@@ -4,7 +4,7 @@
 //! The requests are raw, as `slat run` makes them, because `KVM_IRQ_LINE_STATUS` has no method.
 #![allow(dead_code)]
 
-use crate::common::Memory;
+use crate::common::{Memory, create};
 use kvm_bindings::*;
 use slat_kvm::abi::*;
 use slat_kvm::ioctl::{Answer, Object};
@@ -138,13 +138,6 @@ pub fn call<T>(object: &Object, request: u32, argument: &mut T) -> Result<i32, i
         Ok(Answer::Value(value)) => Ok(value),
         Ok(other) => panic!("{other:?}"),
         Err(error) => Err(errno(error)),
-    }
-}
-
-fn create(object: &Object, request: u32, argument: u64) -> (Object, OwnedFd) {
-    match object.ioctl(request, argument) {
-        Ok(Answer::Created(object, fd)) => (object, fd),
-        other => panic!("{other:?}"),
     }
 }
 
