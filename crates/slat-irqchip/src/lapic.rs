@@ -306,7 +306,7 @@ impl Lapic {
             offset @ (reg::LVT_LINT0 | reg::LVT_LINT1) => self.set_lvt(offset, value, 0x1_f7ff),
             reg::LVT_ERROR => self.set_lvt(reg::LVT_ERROR, value, 0x1_10ff),
             reg::TIMER_INITIAL if !self.tsc_deadline_mode() => {
-                // A count that has ended by now is an interrupt, whoever looks at it when.
+                // A count that has ended by now is an interrupt, although no thread has looked at the timer since.
                 self.tick(now);
                 self.set(reg::TIMER_INITIAL, value);
                 self.started = now;

@@ -106,7 +106,7 @@ fn an_nmi_is_held_back_until_iret() {
     assert_eq!(guest.cpu.state.rip, CODE + 2);
 }
 
-/// One is delivered and one waits behind it; what comes more is lost.
+/// One NMI is delivered and a second one stays pending; further NMIs are lost.
 #[test]
 fn two_nmis_wait_at_most() {
     // inc eax; jmp $+0; hlt. In the handler: inc ecx; iretq.
@@ -117,7 +117,7 @@ fn two_nmis_wait_at_most() {
         guest.halt();
         assert_eq!(guest.cpu.state.gpr[RCX], came, "{sent} sent");
     }
-    // One waits behind the one that is being handled.
+    // While the handler runs, one more NMI stays pending.
     let mut guest = Guest::new(b"\xf4");
     guest
         .memory()

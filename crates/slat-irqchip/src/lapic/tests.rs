@@ -201,7 +201,7 @@ fn saving_and_restoring_keeps_the_registers() {
     assert_eq!(other.pending(), Some(0x55));
 }
 
-/// Whoever looks at the clock, and when: a guest that begins a new count as soon as the last one has ended gets an interrupt for each.
+/// A guest that starts a new count as soon as the last one has ended gets an interrupt for each count.
 #[test]
 fn a_count_that_has_ended_is_an_interrupt_also_when_a_new_one_begins() {
     let ended = |again: fn(&mut Lapic)| {

@@ -1,4 +1,4 @@
-//! Faults before and behind the commit point.
+//! Faults before and after the commit point of a task switch.
 
 use crate::common::*;
 use crate::setup::*;
@@ -175,7 +175,7 @@ struct Broken {
 }
 
 #[test]
-fn a_fault_behind_the_commit_point_is_the_new_tasks() {
+fn a_fault_after_the_commit_point_is_the_new_tasks() {
     let case = |name, fields: &[(u64, u16)], vector, error: u16| Broken {
         name,
         fields: fields.to_vec(),

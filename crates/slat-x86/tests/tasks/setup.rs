@@ -206,8 +206,9 @@ pub struct Way {
     /// The selector of the new TSS, and whether the task is nested.
     pub task: u16,
     pub nests: bool,
-    /// Where the old task goes on, behind CODE; RF in its flags.
+    /// The offset from `CODE` at which the old task continues.
     pub next: u64,
+    /// Whether the flags that it saves have RF.
     pub fault: bool,
 }
 
