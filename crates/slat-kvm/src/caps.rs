@@ -3,20 +3,11 @@
 //! slat claims only capabilities that work: a client that finds one relies on it. `tests/capabilities.rs` uses each.
 
 use crate::irq::routing::MAX_ROUTES;
+use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use kvm_bindings::*;
 
-/// The number of vCPUs that one VM can have.
-pub const MAX_VCPUS: u32 = 1024;
-/// One more than the largest vCPU id.
-pub const MAX_VCPU_ID: u32 = 4096;
 /// The number of memslots per address space that a client may use.
 pub const NR_MEMSLOTS: u32 = 32764;
-/// The flags that `KVM_GET_CLOCK` returns and `KVM_SET_CLOCK` accepts: guests' clocks follow the host's TSC, which is the same on all
-/// vCPUs.
-pub const CLOCK_FLAGS: u32 = KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
-
-/// The hypercalls that a client can complete itself (`KVM_CAP_EXIT_HYPERCALL`): `KVM_HC_MAP_GPA_RANGE`.
-pub const HYPERCALL_EXITS: u32 = 1 << crate::hypercall::MAP_GPA_RANGE;
 
 /// Returns the value of a capability; 0 if slat does not have it. Includes capabilities that only VMs of one type have; for a VM,
 /// call [`crate::vm::VmObject::check_extension`].
@@ -95,7 +86,7 @@ pub fn check(cap: u64) -> i32 {
         KVM_CAP_MCE => crate::msr::mce::MAX_BANKS,
         KVM_CAP_IRQ_ROUTING => MAX_ROUTES,
         KVM_CAP_X2APIC_API => KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK,
-        KVM_CAP_ADJUST_CLOCK => CLOCK_FLAGS,
+        KVM_CAP_ADJUST_CLOCK => crate::clock::FLAGS,
         KVM_CAP_SET_GUEST_DEBUG2 => crate::guest_debug::CONTROLS,
         KVM_CAP_XSAVE2 => size_of::<kvm_xsave>() as u32,
         KVM_CAP_NR_VCPUS => num_cpus(),
@@ -111,7 +102,7 @@ pub fn check(cap: u64) -> i32 {
         KVM_CAP_COALESCED_MMIO => KVM_COALESCED_MMIO_PAGE_OFFSET,
         KVM_CAP_VM_TYPES => 1 << KVM_X86_DEFAULT_VM | 1 << KVM_X86_SW_PROTECTED_VM,
         KVM_CAP_MEMORY_ATTRIBUTES => KVM_MEMORY_ATTRIBUTE_PRIVATE,
-        KVM_CAP_EXIT_HYPERCALL => HYPERCALL_EXITS,
+        KVM_CAP_EXIT_HYPERCALL => crate::options::HYPERCALL_EXITS,
         _ => 0,
     };
     value as i32

@@ -2,10 +2,15 @@
 
 use crate::cpuid::host_leaf;
 use crate::errno::{Result, fail};
+use kvm_bindings::{KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, KVM_CLOCK_TSC_STABLE};
 use std::arch::x86_64::{_mm_lfence, _rdtsc};
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
+
+/// The flags that `KVM_GET_CLOCK` returns and `KVM_SET_CLOCK` accepts: guests' clocks follow the host's TSC, which is the same on all
+/// vCPUs.
+pub const FLAGS: u32 = KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
 
 /// A VM's clock.
 #[derive(Debug)]

@@ -4,13 +4,11 @@
 //! and which is mapped after the port-data page of each vCPU; `KVM_RUN` returns only when the ring is full.
 
 use crate::errno::{Result, fail};
+use crate::heap;
 use crate::run_page::{PAGE, Shared};
-use crate::vcpu::VcpuObject;
-use crate::vm::VmObject;
 use kvm_bindings::*;
-use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Offset of the ring in a vCPU's mapping.
 pub const OFFSET: usize = KVM_COALESCED_MMIO_PAGE_OFFSET as usize * PAGE;
@@ -55,6 +53,50 @@ impl Coalesced {
         })
     }
 
+    fn lock(&self) -> MutexGuard<'_, Vec<Zone>> {
+        self.zones.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets writes to the range go to the ring.
+    ///
+    /// # Errors
+    /// `EINVAL` for a kind that is neither memory nor ports, `ENOSPC` for too many ranges, `ENOMEM`.
+    pub(crate) fn register(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
+        let zone = taken(zone)?;
+        let mut zones = self.lock();
+        if zones.len() >= MAX_ZONES {
+            return fail(libc::ENOSPC);
+        }
+        heap::reserve(&mut zones, 1)?;
+        zones.push(zone);
+        self.wanted.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Removes every registered range that contains the given one.
+    ///
+    /// # Errors
+    /// `EINVAL` for a kind that is neither memory nor ports.
+    pub(crate) fn unregister(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
+        let zone = taken(zone)?;
+        let mut zones = self.lock();
+        zones.retain(|registered| !registered.contains(&zone));
+        self.wanted.store(!zones.is_empty(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Maps the ring at `address`, too.
+    ///
+    /// # Errors
+    /// What the host returns for the mapping.
+    ///
+    /// # Safety
+    /// The page at `address` belongs to a mapping that the caller may replace.
+    pub(crate) unsafe fn show_at(&self, address: usize) -> Result<()> {
+        // SAFETY: the caller's.
+        unsafe { self.ring.show_at(address) }
+    }
+
     /// Returns `first` (which the client advances) and `last` (which slat advances).
     fn indices(&self) -> (&AtomicU32, &AtomicU32) {
         let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
@@ -73,7 +115,7 @@ impl Coalesced {
         if !self.wanted.load(Ordering::Relaxed) {
             return false;
         }
-        let zones = self.zones.lock().unwrap_or_else(PoisonError::into_inner);
+        let zones = self.lock();
         let written = Zone {
             start,
             size: size.into(),
@@ -113,9 +155,7 @@ impl Coalesced {
         last.store(index, Ordering::Release);
         true
     }
-}
 
-impl Coalesced {
     /// Removes the oldest ring entry, as a client does. `None`: the ring is empty.
     pub(crate) fn next(&self) -> Option<kvm_coalesced_mmio> {
         let (first, last) = self.indices();
@@ -134,46 +174,6 @@ impl Coalesced {
     }
 }
 
-impl VmObject {
-    /// `KVM_REGISTER_COALESCED_MMIO`: writes to the range go to the ring.
-    ///
-    /// # Errors
-    /// `EINVAL` for a kind that is neither memory nor ports, `ENOSPC` for too many ranges.
-    pub fn register_coalesced(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
-        let _call = self.begin()?;
-        let zone = taken(zone)?;
-        let mut zones = lock(&self.coalesced);
-        if zones.len() >= MAX_ZONES {
-            return fail(libc::ENOSPC);
-        }
-        crate::heap::reserve(&mut zones, 1)?;
-        zones.push(zone);
-        self.coalesced.wanted.store(true, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// `KVM_UNREGISTER_COALESCED_MMIO`: removes every registered range that contains the given one.
-    ///
-    /// # Errors
-    /// `EINVAL` for a kind that is neither memory nor ports.
-    pub fn unregister_coalesced(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
-        let _call = self.begin()?;
-        let zone = taken(zone)?;
-        let mut zones = lock(&self.coalesced);
-        zones.retain(|registered| !registered.contains(&zone));
-        let wanted = !zones.is_empty();
-        self.coalesced.wanted.store(wanted, Ordering::Relaxed);
-        Ok(())
-    }
-}
-
-fn lock(coalesced: &Coalesced) -> std::sync::MutexGuard<'_, Vec<Zone>> {
-    coalesced
-        .zones
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-}
-
 fn taken(zone: &kvm_coalesced_mmio_zone) -> Result<Zone> {
     // SAFETY: both fields of the union are plain and of the same size.
     let pio = unsafe { zone.__bindgen_anon_1.pio };
@@ -185,53 +185,6 @@ fn taken(zone: &kvm_coalesced_mmio_zone) -> Result<Zone> {
         size: zone.size.into(),
         port: pio == 1,
     })
-}
-
-impl VcpuObject {
-    /// Checks whether the client may map this part of the vCPU's descriptor with this protection and these flags.
-    ///
-    /// # Errors
-    /// `EINVAL` for a dirty ring that would be private or executable.
-    pub fn check_mapping(
-        &self,
-        offset: u64,
-        len: usize,
-        protection: c_int,
-        flags: c_int,
-    ) -> Result<()> {
-        let ring = crate::dirty::RING_OFFSET as u64;
-        let ring = ring..ring + self.vm.rings.size() as u64;
-        let last = offset.saturating_add(len as u64).saturating_sub(1);
-        let private = flags & libc::MAP_TYPE == libc::MAP_PRIVATE;
-        if (ring.contains(&offset) || ring.contains(&last))
-            && (private || protection & libc::PROT_EXEC != 0)
-        {
-            return fail(libc::EINVAL);
-        }
-        Ok(())
-    }
-
-    /// Maps the VM's ring of coalesced I/O into the client's mapping, if it includes the ring's page. Call after the client has mapped
-    /// a part of the vCPU's descriptor.
-    ///
-    /// # Errors
-    /// What the host returns for the mapping.
-    ///
-    /// # Safety
-    /// `address` and `len` are a new mapping of the vCPU's descriptor, from `offset` on.
-    pub unsafe fn show_coalesced(&self, address: usize, len: usize, offset: u64) -> Result<()> {
-        let page = OFFSET as u64;
-        if (offset..offset.saturating_add(len as u64)).contains(&page) {
-            // SAFETY: a page of the mapping that the caller names.
-            unsafe {
-                self.vm
-                    .coalesced
-                    .ring
-                    .show_at(address + (page - offset) as usize)?;
-            }
-        }
-        Ok(())
-    }
 }
 
 #[cfg(test)]
@@ -264,7 +217,7 @@ mod tests {
     #[test]
     fn indices_that_the_client_spoils_make_an_ordinary_exit() {
         let coalesced = Coalesced::new().unwrap();
-        lock(&coalesced).push(zone(0, 8));
+        coalesced.lock().push(zone(0, 8));
         coalesced.wanted.store(true, Ordering::Relaxed);
         let (first, last) = coalesced.indices();
         for (bad_first, bad_last) in [(0, ENTRIES), (u32::MAX, 0), (ENTRIES, 1), (1, u32::MAX)] {

@@ -1,10 +1,8 @@
 //! `KVM_SET_GUEST_DEBUG` and `KVM_EXIT_DEBUG`: the client's debugger of the guest.
 
-use crate::errno::{Result, fail};
 use crate::run_page::{RunPage, set_field};
-use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
-use slat_x86::{Breakpoints, Cpu, Debugger, vector};
+use slat_x86::{Breakpoints, Cpu, Debugger};
 
 /// The controls that a client can set: the value of `KVM_CAP_SET_GUEST_DEBUG2`.
 pub(crate) const CONTROLS: u32 = KVM_GUESTDBG_ENABLE
@@ -16,7 +14,7 @@ pub(crate) const CONTROLS: u32 = KVM_GUESTDBG_ENABLE
     | KVM_GUESTDBG_BLOCKIRQ;
 
 /// Returns the CPU's settings for a request. Without `KVM_GUESTDBG_ENABLE` all of them are off.
-fn debugger(debug: &kvm_guest_debug) -> Debugger {
+pub(crate) fn debugger(debug: &kvm_guest_debug) -> Debugger {
     let has = |bit| {
         let bits = KVM_GUESTDBG_ENABLE | bit;
         debug.control & bits == bits
@@ -29,31 +27,6 @@ fn debugger(debug: &kvm_guest_debug) -> Debugger {
             addresses: [a, b, c, d],
             control,
         }),
-    }
-}
-
-impl VcpuObject {
-    /// `KVM_SET_GUEST_DEBUG`.
-    ///
-    /// # Errors
-    /// `EBUSY` when #DB or #BP is to be injected and an exception is pending.
-    pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
-        let mut inner = self.lock()?;
-        let injected = match debug.control {
-            control if control & KVM_GUESTDBG_INJECT_DB != 0 => Some(vector::DB),
-            control if control & KVM_GUESTDBG_INJECT_BP != 0 => Some(vector::BP),
-            _ => None,
-        };
-        if let Some(vector) = injected {
-            if inner.cpu.state.events.exception.is_some() || inner.requested.exception.is_some() {
-                return fail(libc::EBUSY);
-            }
-            inner.cpu.inject_exception(vector, None);
-        }
-        inner.cpu.debugger = debugger(debug);
-        let blocking = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_BLOCKIRQ;
-        inner.interrupts_blocked = debug.control & blocking == blocking;
-        Ok(())
     }
 }
 

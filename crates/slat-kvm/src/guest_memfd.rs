@@ -12,9 +12,8 @@ use crate::notify;
 use crate::process::Birth;
 use crate::run_page::{Shared, memfd};
 use crate::thread::Section;
-use crate::vm::VmObject;
-use kvm_bindings::*;
-use slat::{Gpa, Hva, MemoryAttributes};
+use kvm_bindings::kvm_create_guest_memfd;
+use slat::Hva;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -160,6 +159,26 @@ impl PrivateMemory {
         (self.files.lock()).unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
+    /// Creates private memory, and the descriptor that refers to it.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host returns for making a file.
+    pub(crate) fn create(
+        &self,
+        args: &kvm_create_guest_memfd,
+    ) -> Result<(Arc<GuestMemfd>, OwnedFd)> {
+        let len = i64::try_from(args.size).unwrap_or(0);
+        if args.flags != 0 || len == 0 || !args.size.is_multiple_of(PAGE) {
+            return fail(libc::EINVAL);
+        }
+        let (guest_memfd, fd) = GuestMemfd::create(args.size)?;
+        let guest_memfd = Arc::new(guest_memfd);
+        let mut files = self.files();
+        files.retain(|file| file.strong_count() != 0);
+        files.push(Arc::downgrade(&guest_memfd));
+        Ok((guest_memfd, fd))
+    }
+
     /// Returns the memory of the guest_memfd that `fd` refers to, and the address for a slot of `size` bytes from `offset` on.
     ///
     /// # Errors
@@ -179,62 +198,5 @@ impl PrivateMemory {
         }
         let address = Hva(known.memory.start() as u64 + offset);
         Ok((known.memory.clone(), address))
-    }
-}
-
-impl VmObject {
-    /// `KVM_CREATE_GUEST_MEMFD`. Returns private memory, and the descriptor that refers to it.
-    ///
-    /// # Errors
-    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host returns for making a file.
-    pub fn create_guest_memfd(
-        &self,
-        args: &kvm_create_guest_memfd,
-    ) -> Result<(Arc<GuestMemfd>, OwnedFd)> {
-        let _call = self.begin()?;
-        let len = i64::try_from(args.size).unwrap_or(0);
-        if args.flags != 0 || len == 0 || !args.size.is_multiple_of(PAGE) {
-            return fail(libc::EINVAL);
-        }
-        let (guest_memfd, fd) = GuestMemfd::create(args.size)?;
-        let guest_memfd = Arc::new(guest_memfd);
-        let mut files = self.private.files();
-        files.retain(|file| file.strong_count() != 0);
-        files.push(Arc::downgrade(&guest_memfd));
-        Ok((guest_memfd, fd))
-    }
-
-    /// The attributes that memory of this VM can have: `KVM_CAP_MEMORY_ATTRIBUTES`.
-    pub(crate) fn known_attributes(&self) -> u64 {
-        match self.is_protected() {
-            true => KVM_MEMORY_ATTRIBUTE_PRIVATE.into(),
-            false => 0,
-        }
-    }
-
-    /// `KVM_SET_MEMORY_ATTRIBUTES`.
-    ///
-    /// # Errors
-    /// `EINVAL` for flags, attributes that this VM does not have, and a range that is empty, not of whole pages, or wraps around;
-    /// `ENOMEM`.
-    pub fn set_memory_attributes(&self, attributes: &kvm_memory_attributes) -> Result<()> {
-        let _call = self.begin()?;
-        let kvm_memory_attributes {
-            address,
-            size,
-            attributes,
-            flags,
-        } = *attributes;
-        let unknown = attributes & !self.known_attributes() != 0;
-        let pages = address.is_multiple_of(PAGE) && size.is_multiple_of(PAGE);
-        let end = address.checked_add(size);
-        if flags != 0 || unknown || !pages || size == 0 {
-            return fail(libc::EINVAL);
-        }
-        let end = end.ok_or(Error::new(libc::EINVAL))?;
-        let gfns = Gpa(address).gfn()..Gpa(end).gfn();
-        self.engine
-            .set_memory_attributes(gfns, MemoryAttributes(attributes))
-            .map_err(|error| Error::new(error.errno()))
     }
 }

@@ -7,10 +7,10 @@
 //! ([`slat::Vm::synchronize`]): a vCPU looks up the table and signals between two quiescent points. So no eventfd is signalled after
 //! the call that removed it has returned, and a client that reads the eventfd then misses nothing.
 
+use crate::engine::EngineVm;
 use crate::errno::{Result, fail, no_memory};
 use crate::eventfd::EventFd;
 use crate::heap;
-use crate::vm::VmObject;
 use kvm_bindings::*;
 use slat::Shared;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -128,15 +128,14 @@ impl KnownEvents {
     }
 }
 
-impl VmObject {
-    /// `KVM_IOEVENTFD`.
+impl IoEvents {
+    /// Carries out `KVM_IOEVENTFD` in the VM of `engine`.
     ///
     /// # Errors
     /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps around, and a value
     /// to compare without a length; `EEXIST` when a write could match another registration, too. For a removal, `ENOENT` when there is
     /// no such registration. For both, `EBADF`, `EINVAL` for a descriptor that is no eventfd, `ENOMEM`, `EMFILE`.
-    pub fn ioeventfd(&self, asked: &kvm_ioeventfd) -> Result<()> {
-        let _call = self.begin()?;
+    pub(crate) fn change(&self, engine: &EngineVm, asked: &kvm_ioeventfd) -> Result<()> {
         let known = DATAMATCH | PIO | DEASSIGN | VIRTIO_CCW | FAST_MMIO;
         let compares = asked.flags & DATAMATCH != 0;
         let removes = asked.flags & DEASSIGN != 0;
@@ -163,13 +162,15 @@ impl VmObject {
             eventfd: Shared::try_new(EventFd::take(asked.fd)?).map_err(no_memory)?,
         };
         match removes {
-            false => self.add_ioeventfd(event),
-            true => self.remove_ioeventfd(&event),
+            false => self.add(event)?,
+            true => self.remove(&event)?,
         }
+        engine.synchronize();
+        Ok(())
     }
 
-    fn add_ioeventfd(&self, mut event: Event) -> Result<()> {
-        self.replace_ioeventfds(|old| {
+    fn add(&self, mut event: Event) -> Result<()> {
+        self.replace(|old| {
             if old.iter().any(|other| other.overlaps(&event)) {
                 return fail(libc::EEXIST);
             }
@@ -186,8 +187,8 @@ impl VmObject {
         })
     }
 
-    fn remove_ioeventfd(&self, event: &Event) -> Result<()> {
-        self.replace_ioeventfds(|old| {
+    fn remove(&self, event: &Event) -> Result<()> {
+        self.replace(|old| {
             let Some(at) = old.iter().position(|other| other.is(event)) else {
                 return fail(libc::ENOENT);
             };
@@ -198,17 +199,12 @@ impl VmObject {
         })
     }
 
-    fn replace_ioeventfds(
-        &self,
-        change: impl FnOnce(&[Event]) -> Result<Vec<Event>>,
-    ) -> Result<()> {
-        let mut table = lock(&self.ioevents.table);
+    fn replace(&self, change: impl FnOnce(&[Event]) -> Result<Vec<Event>>) -> Result<()> {
+        let mut table = lock(&self.table);
         let old = table.as_ref().map_or(&[][..], |table| &table.0);
         let new = Table(change(old)?);
         *table = Some(Shared::try_new(new).map_err(no_memory)?);
-        self.ioevents.changes.fetch_add(1, Ordering::SeqCst);
-        drop(table);
-        self.engine.synchronize();
+        self.changes.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
 }

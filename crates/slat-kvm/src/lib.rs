@@ -9,26 +9,33 @@
 //! |---|---|
 //! | [`api`] | the Rust API |
 //! | [`ioctl`], [`abi`], [`user`] | the system-call interface: dispatch, request numbers, the client's memory |
-//! | [`dirty`] | dirty logs and rings |
-//! | [`guest_memfd`] | private memory |
-//! | [`device`], `file_id` | devices, and the identity of open files |
-//! | [`system`], [`vm`], [`vcpu`] | the objects |
-//! | `call`, `entered` | guards of a call: one that panics makes the VM dead, and its vCPU still leaves the engine |
-//! | `run`, `exit`, [`run_page`] | `KVM_RUN`, how it describes an exit, and the pages it shares with the client |
+//! | [`system`], [`vm`], [`vcpu`] | the objects and their calls |
+//! | `run`, `exit`, `guest_debug` | `KVM_RUN`, and how it describes an exit |
+//! | [`stats`], `counters` | statistics, in KVM's binary format; what a vCPU counts for them |
+//! | [`device`], [`device_attr`], `vfio`, `file_id` | devices and device attributes, and the identity of open files |
 //! | `prefault` | guest memory mapped before its use |
-//! | [`stats`] | statistics, in KVM's binary format |
-//! | [`coalesced`] | writes to devices that the client may see later |
-//! | `mmu` | the software CPU's address translation, by the engine |
-//! | `heap` | vectors that report `ENOMEM` instead of ending the process |
-//! | `machine`, `msr`, [`cpuid`], [`clock`] | what the CPU sees of its machine |
-//! | [`regs`], [`fpu`], [`events`] | the CPU's state in KVM's structs |
+//! | `machine` | what the CPU sees of its machine: address translation, MSRs, hypercalls, paravirtual features |
+//! | [`caps`] | capabilities |
+//! | `vcpu_common` | the part of a vCPU that other threads use |
 //! | `irq` | delivery of interrupts to vCPUs |
+//! | [`dirty`], [`guest_memfd`], [`coalesced`] | dirty rings, private memory, writes to devices that the client may see later |
 //! | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
-//! | [`thread`], `signals`, `ticker` | signals, masks, timers |
+//! | [`run_page`], `page_cache` | the pages that a vCPU shares with the client; the translations that it used last |
+//! | [`regs`], [`fpu`], [`events`], [`nested`] | the CPU's state in KVM's structs |
+//! | `msr`, [`cpuid`], [`cpu_features`], [`clock`], `steal_time` | MSRs, CPUID leaves, time |
+//! | `options`, `quirks`, `msr_filter` | what a client sets for a VM |
+//! | `call`, `entered` | guards of a call: one that panics makes the VM dead, and its vCPU still leaves the engine |
+//! | [`thread`], `signals`, `ticker`, `background` | signals, masks, timers, slat's own threads |
 //! | [`filters`] | seccomp filters of the client |
 //! | [`notify`] | changes of the host's mappings: MMU notifiers |
-//! | [`parameters`], `recovery` | module parameters; recovery of NX huge pages |
-//! | [`policy`], [`report`], [`caps`], `quirks` | settings, messages to the user, capabilities, KVM's quirks |
+//! | [`policy`], [`parameters`], `recovery` | settings, module parameters; recovery of NX huge pages |
+//! | [`report`], [`errno`], `heap` | messages to the user, errors, vectors that report `ENOMEM` instead of ending the process |
+//! | [`engine`] | the engine's VM and vCPU, whatever their table format |
+//!
+//! # Layers
+//! No modules import one another in a circle (`tests/architecture.rs`). State and the devices inside a VM know no VM; a VM knows its
+//! vCPUs only as targets of interrupts; a vCPU and its machine know their VM; [`device`], [`stats`], `run`, [`api`] and [`ioctl`] know
+//! all that they need.
 
 pub mod abi;
 pub mod api;
@@ -37,6 +44,7 @@ mod call;
 pub mod caps;
 pub mod clock;
 pub mod coalesced;
+mod counters;
 pub mod cpu_features;
 pub mod cpuid;
 pub mod device;
@@ -54,21 +62,19 @@ pub mod fpu;
 mod guest_debug;
 pub mod guest_memfd;
 mod heap;
-mod hypercall;
 pub mod ioctl;
 mod ioeventfd;
 mod irq;
 mod machine;
-mod mmu;
 mod msr;
 mod msr_filter;
 pub mod nested;
 pub mod notify;
 mod options;
+mod page_cache;
 pub mod parameters;
 pub mod policy;
 mod prefault;
-mod pv_eoi;
 mod quirks;
 mod recovery;
 pub mod regs;
@@ -82,8 +88,9 @@ pub mod system;
 pub mod thread;
 mod ticker;
 pub mod user;
-mod vapic;
 pub mod vcpu;
+mod vcpu_common;
+mod vfio;
 pub mod vm;
 
 pub use api::{DeviceFd, GuestMemfdFd, Kvm, VcpuFd, VmFd};
@@ -97,4 +104,4 @@ pub use kvm_ioctls::{
 pub use run::watch_signals;
 pub use slat_host::process;
 pub use thread::signal_arrived;
-pub use vcpu::interrupt_thread;
+pub use vcpu_common::interrupt_thread;

@@ -2,13 +2,12 @@
 
 use crate::cpuid::host_is_amd;
 use crate::errno::{Result, fail};
-use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 
 /// Bytes of the state, which is only a header: what `KVM_CHECK_EXTENSION` returns.
 pub(crate) const SIZE: u32 = 128;
 /// Words of the header. The first one holds flags and format, of 16 bits each, and the size.
-const WORDS: usize = (SIZE / 8) as usize;
+pub(crate) const WORDS: usize = (SIZE / 8) as usize;
 /// The address of VMXON region and current VMCS when there are none.
 const NO_ADDRESS: u64 = u64::MAX;
 
@@ -24,7 +23,7 @@ impl NestedState {
 }
 
 /// Returns the state of a vCPU with VMX, or on AMD's processors SVM, disabled.
-fn off() -> NestedState {
+pub(crate) fn off() -> NestedState {
     let mut words = [0; WORDS];
     let (flags, format) = match host_is_amd() {
         true => (KVM_STATE_NESTED_GIF_SET, KVM_STATE_NESTED_FORMAT_SVM),
@@ -37,29 +36,17 @@ fn off() -> NestedState {
     NestedState(words)
 }
 
-impl VcpuObject {
-    /// `KVM_GET_NESTED_STATE`.
-    ///
-    /// # Errors
-    /// `EIO` in a forked child.
-    pub fn nested_state(&self) -> Result<NestedState> {
-        let _call = self.vm.begin()?;
-        Ok(off())
-    }
-
-    /// `KVM_SET_NESTED_STATE`: accepts the state of a vCPU without nested guest.
-    ///
-    /// # Errors
-    /// `EINVAL` for any other state, and for another vendor's.
-    pub fn set_nested_state(&self, header: &[u64; WORDS]) -> Result<()> {
-        let _call = self.vm.begin()?;
-        let NestedState(off) = off();
-        // The size may include a nested guest's state, which is ignored.
-        let fits = header[0] >> 32 >= u64::from(SIZE) && header[0] as u32 == off[0] as u32;
-        let no_region = host_is_amd() || header[1..4] == off[1..4];
-        match fits && no_region {
-            true => Ok(()),
-            false => fail(libc::EINVAL),
-        }
+/// Accepts the state of a vCPU without nested guest.
+///
+/// # Errors
+/// `EINVAL` for any other state, and for another vendor's.
+pub(crate) fn check(header: &[u64; WORDS]) -> Result<()> {
+    let NestedState(off) = off();
+    // The size may include a nested guest's state, which is ignored.
+    let fits = header[0] >> 32 >= u64::from(SIZE) && header[0] as u32 == off[0] as u32;
+    let no_region = host_is_amd() || header[1..4] == off[1..4];
+    match fits && no_region {
+        true => Ok(()),
+        false => fail(libc::EINVAL),
     }
 }

@@ -12,6 +12,11 @@ pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISAB
 const KNOWN_EXITS: u64 =
     (DISABLED_EXITS | KVM_X86_DISABLE_EXITS_MWAIT | KVM_X86_DISABLE_EXITS_CSTATE) as u64;
 
+/// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. Exits to the client, if that has enabled the exit.
+pub(crate) const MAP_GPA_RANGE: u32 = 12;
+/// The hypercalls that a client can complete itself: the value of `KVM_CAP_EXIT_HYPERCALL`.
+pub(crate) const HYPERCALL_EXITS: u32 = 1 << MAP_GPA_RANGE;
+
 /// The options of a VM.
 #[derive(Debug)]
 pub(crate) struct Options {
@@ -27,6 +32,8 @@ pub(crate) struct Options {
     guest_reads_platform_info: AtomicBool,
     /// `KVM_CAP_X86_USER_SPACE_MSR`: the reasons, a bit each, for which a refused access exits to the client.
     user_space_msrs: AtomicU32,
+    /// `KVM_CAP_EXIT_HYPERCALL`: the hypercalls, a bit each, that the client completes.
+    hypercall_exits: AtomicU32,
     /// Whether `KVM_X86_SET_MSR_FILTER` has set a filter; if not, MSR accesses skip the lock.
     has_msr_filter: AtomicBool,
     msr_filter: RwLock<MsrFilter>,
@@ -41,6 +48,7 @@ impl Default for Options {
             halts_inside: AtomicBool::default(),
             guest_reads_platform_info: AtomicBool::new(true),
             user_space_msrs: AtomicU32::default(),
+            hypercall_exits: AtomicU32::default(),
             has_msr_filter: AtomicBool::default(),
             msr_filter: RwLock::default(),
         }
@@ -76,6 +84,14 @@ impl Options {
                     .store(argument as u32, Ordering::Relaxed);
                 return Some(Ok(()));
             }
+            KVM_CAP_EXIT_HYPERCALL => {
+                if argument & !u64::from(HYPERCALL_EXITS) != 0 {
+                    return Some(fail(libc::EINVAL));
+                }
+                self.hypercall_exits
+                    .store(argument as u32, Ordering::Relaxed);
+                return Some(Ok(()));
+            }
             _ => return None,
         };
         switch.store(argument != 0, Ordering::Relaxed);
@@ -105,6 +121,11 @@ impl Options {
     /// Whether MSR accesses that are refused for `reason`, one of `KVM_MSR_EXIT_REASON_*`, exit to the client.
     pub(crate) fn answers_msrs(&self, reason: u32) -> bool {
         self.user_space_msrs.load(Ordering::Relaxed) & reason != 0
+    }
+
+    /// Whether the client completes the hypercall `nr`.
+    pub(crate) fn answers_hypercall(&self, nr: u32) -> bool {
+        self.hypercall_exits.load(Ordering::Relaxed) >> nr & 1 != 0
     }
 
     /// Whether the guest may access an MSR.

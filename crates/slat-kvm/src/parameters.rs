@@ -6,8 +6,8 @@ use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail};
 use crate::process::PerProcess;
 use crate::{notify, policy, recovery};
-use slat::{Hva, Policy};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use slat::Hva;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// The parameters that are policies of the engine; they can be written.
 const WRITABLE: &[&str] = &[
@@ -36,38 +36,13 @@ const NX_HUGE_PAGES: &str = "nx_huge_pages";
 /// VMs that have `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`.
 static WITHOUT_NX: PerProcess<Mutex<Vec<Weak<EngineVm>>>> = PerProcess::new();
 
-/// The policies of new VMs. Needs no lock, so a forked child can use them, too.
-pub(crate) fn policies() -> Result<&'static Policy> {
-    static POLICIES: OnceLock<Policy> = OnceLock::new();
-    let given = policy::current()?;
-    Ok(POLICIES.get_or_init(|| {
-        let policies = Policy::default();
-        given.apply(&policies);
-        policies
-    }))
-}
-
 /// Sets the policies of a new VM.
 pub(crate) fn apply(vm: &EngineVm) -> Result<()> {
-    for (name, value) in policies()?.iter() {
+    for (name, value) in policy::of_new_vms()?.iter() {
         // Cannot fail: `set_policy` accepts the names and values that `iter` returns.
         let _ = vm.set_policy(name, &value.to_string());
     }
     Ok(())
-}
-
-/// Returns the number of a policy: 1 for "on", 0 for "off" or no such policy.
-pub(crate) fn number(name: &str) -> u64 {
-    value(name).map_or(0, |value| match value.as_str() {
-        "on" => 1,
-        number => number.parse().unwrap_or(0),
-    })
-}
-
-fn value(name: &str) -> Option<String> {
-    let policies = policies().ok()?;
-    let (_, value) = policies.iter().find(|(known, _)| *known == name)?;
-    Some(value.to_string())
 }
 
 /// Returns the static name of a parameter; `None` if it does not exist. Takes no lock and allocates nothing.
@@ -85,7 +60,7 @@ pub fn read(name: &str) -> Option<(&'static str, String)> {
     let name = WRITABLE.iter().find(|known| **known == name)?;
     Some((
         name,
-        match value(name)?.as_str() {
+        match policy::value(name)?.as_str() {
             "on" => "Y".to_owned(),
             "off" => "N".to_owned(),
             number => number.to_owned(),
@@ -112,7 +87,7 @@ pub fn write(name: &str, text: &str) -> Result<()> {
         "auto" | "never" if name == NX_HUGE_PAGES => "off",
         value => value,
     };
-    let policies = policies()?;
+    let policies = policy::of_new_vms()?;
     policies
         .set(name, value)
         .map_err(|_| Error::new(libc::EINVAL))?;
@@ -121,7 +96,7 @@ pub fn write(name: &str, text: &str) -> Result<()> {
             continue;
         }
         let _ = vm.set_policy(name, value);
-        if name == NX_HUGE_PAGES && number(name) == 0 {
+        if name == NX_HUGE_PAGES && policy::number(name) == 0 {
             // Unmaps everything, so that pages that execution has split are mapped huge again. (When the policy is set to "on",
             // the engine itself zaps the leaves that must not be executed any more.)
             drop(vm.invalidate(Hva(0)..Hva(1 << 47)));

@@ -4,7 +4,7 @@
 
 use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
-use slat::PolicyError;
+use slat::{Policy, PolicyError};
 use std::sync::OnceLock;
 
 /// The values of `SLAT_MMU`: how guest memory is translated.
@@ -37,7 +37,7 @@ impl Policies {
         };
         one_of("SLAT_MMU", MMUS)?;
         one_of("SLAT_FORMAT", FORMATS)?;
-        let known = slat::Policy::default();
+        let known = Policy::default();
         let mut settings = Vec::new();
         for setting in variable("SLAT_SET")
             .unwrap_or_default()
@@ -67,7 +67,7 @@ impl Policies {
     }
 
     /// Sets these policies in `policy`.
-    pub(crate) fn apply(&self, policy: &slat::Policy) {
+    pub(crate) fn apply(&self, policy: &Policy) {
         for (name, value) in &self.settings {
             // Cannot fail: `parse` has checked the setting.
             let _ = policy.set(name, value);
@@ -89,6 +89,32 @@ pub fn current() -> Result<&'static Policies> {
         parsed
     });
     parsed.as_ref().map_err(|_| Error::new(libc::EINVAL))
+}
+
+/// The policies of new VMs. Needs no lock, so a forked child can use them, too.
+pub(crate) fn of_new_vms() -> Result<&'static Policy> {
+    static POLICIES: OnceLock<Policy> = OnceLock::new();
+    let given = current()?;
+    Ok(POLICIES.get_or_init(|| {
+        let policies = Policy::default();
+        given.apply(&policies);
+        policies
+    }))
+}
+
+/// Returns the number of a policy: 1 for "on", 0 for "off" or no such policy.
+pub(crate) fn number(name: &str) -> u64 {
+    value(name).map_or(0, |value| match value.as_str() {
+        "on" => 1,
+        number => number.parse().unwrap_or(0),
+    })
+}
+
+/// Returns the value of a policy, in text. `None`: there is no such policy.
+pub(crate) fn value(name: &str) -> Option<String> {
+    let policies = of_new_vms().ok()?;
+    let (_, value) = policies.iter().find(|(known, _)| *known == name)?;
+    Some(value.to_string())
 }
 
 #[cfg(test)]
@@ -117,7 +143,7 @@ mod tests {
         ])
         .unwrap();
         assert!(policies.stats);
-        let policy = slat::Policy::default();
+        let policy = Policy::default();
         policies.apply(&policy);
         let off = policy.iter().find(|(name, _)| *name == "mmio_caching");
         assert_eq!(off.unwrap().1.to_string(), "off");

@@ -3,7 +3,7 @@
 
 use crate::background::{self, Background};
 use crate::notify;
-use crate::parameters::number;
+use crate::policy::number;
 use crate::process::PerProcess;
 use std::ffi::CStr;
 use std::sync::{Condvar, Mutex, PoisonError};

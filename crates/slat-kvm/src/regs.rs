@@ -2,7 +2,6 @@
 
 use crate::cpuid::{PHYS_BITS, pkru_offset, supported_xcr0};
 use crate::errno::{Result, fail};
-use crate::mmu::uses_pae_paging;
 use kvm_bindings::*;
 use slat_x86::state::{control, flags, xcr0};
 use slat_x86::{Segment, State, Table};
@@ -59,6 +58,13 @@ pub fn set_regs(state: &mut State, regs: &kvm_regs) {
     state.rflags = regs.rflags & 0x003f_7fd5 | flags::ALWAYS;
     state.events.exception = None;
     state.events.debug = 0;
+}
+
+/// Whether PAE paging is in use, whose page-directory-pointer entries the CPU holds.
+pub(crate) fn uses_pae_paging(state: &State) -> bool {
+    state.cr0 & control::CR0_PG != 0
+        && state.cr4 & control::CR4_PAE != 0
+        && state.efer & control::EFER_LMA == 0
 }
 
 fn segment(segment: &Segment) -> kvm_segment {

@@ -7,7 +7,8 @@ use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{Running, Section, bits};
 use crate::ticker;
-use crate::vcpu::{Inner, Unfinished, VcpuCommon, VcpuObject};
+use crate::vcpu::{Inner, Unfinished, VcpuObject};
+use crate::vcpu_common::VcpuCommon;
 use crate::{cpuid, exit, guest_debug, msr, report};
 use kvm_bindings::*;
 use slat::Attention;
@@ -307,7 +308,7 @@ impl VcpuObject {
     fn next_interrupt(&self, inner: &mut Inner, has_external: bool) -> Option<u8> {
         if has_external {
             let external = match self.vm.interrupts.chips() {
-                Some(chips) => chips.acknowledge(&self.vm),
+                Some(_) => self.vm.interrupts.acknowledge_external(),
                 None => inner.external.take(),
             };
             if external.is_some() {
@@ -318,7 +319,7 @@ impl VcpuObject {
         let vector = lapic.pending()?;
         lapic.accept(vector);
         drop(lapic);
-        if !self.vm.waits_for_end(vector) {
+        if !self.vm.interrupts.waits_for_end(vector) {
             inner.machine.offer_pv_eoi();
         }
         Some(vector)
@@ -440,7 +441,7 @@ impl VcpuObject {
                     lapic.accept_external();
                 }
                 drop(lapic);
-                self.vm.apic_addresses_changed();
+                self.vm.interrupts.vcpus.addresses_changed();
             }
         }
         if sent & VcpuCommon::SIPI != 0 && inner.mp_state == KVM_MP_STATE_INIT_RECEIVED {
@@ -660,13 +661,11 @@ impl VcpuObject {
         write: bool,
         len: usize,
     ) -> bool {
-        let chips = self.vm.interrupts.chips();
+        let interrupts = &self.vm.interrupts;
         if !write {
             let mut read = [0; PORT_BYTES];
             let read = &mut read[..len];
-            let is_ours = chips.is_some_and(|chips| {
-                (read.chunks_mut(size)).all(|unit| chips.read_port(&self.vm, port, unit))
-            });
+            let is_ours = (read.chunks_mut(size)).all(|unit| interrupts.read_port(port, unit));
             if is_ours {
                 inner.cpu.complete_io(read);
             }
@@ -680,9 +679,7 @@ impl VcpuObject {
             cpu, known_events, ..
         } = inner;
         let units = cpu.output().chunks(size);
-        let to_chips = chips.is_some_and(|chips| {
-            (units.clone()).all(|unit| chips.write_port(&self.vm, port, unit))
-        });
+        let to_chips = (units.clone()).all(|unit| interrupts.write_port(port, unit));
         let is_ours = to_chips || known_events.signal(&self.vm.ioevents, place, units);
         if is_ours {
             cpu.complete_io(&[]);
@@ -693,26 +690,23 @@ impl VcpuObject {
     /// Carries out a memory access that needs no client: to the I/O APIC, or to an address with an eventfd. Returns `false` if the
     /// client has to see it.
     fn memory_access(&self, inner: &mut Inner, gpa: u64, write: bool, data: &[u8]) -> bool {
-        let ioapic = (self.vm.interrupts.chips()).filter(|chips| chips.ioapic_contains(gpa));
-        match (ioapic, write) {
-            (Some(chips), true) => chips.write_ioapic(&self.vm, gpa, data),
-            (Some(chips), false) => {
-                let mut read = [0; 8];
-                let read = &mut read[..data.len()];
-                chips.read_ioapic(gpa, read);
-                inner.cpu.complete_mmio_read(read);
-            }
-            (None, true) => {
-                let place = Place {
-                    bus: Bus::Memory,
-                    address: gpa,
-                };
-                let unit = std::iter::once(data);
-                return (inner.known_events).signal(&self.vm.ioevents, place, unit);
-            }
-            (None, false) => return false,
+        let interrupts = &self.vm.interrupts;
+        if write {
+            let place = Place {
+                bus: Bus::Memory,
+                address: gpa,
+            };
+            let unit = std::iter::once(data);
+            return interrupts.write_memory(gpa, data)
+                || (inner.known_events).signal(&self.vm.ioevents, place, unit);
         }
-        true
+        let mut read = [0; 8];
+        let read = &mut read[..data.len()];
+        let is_ours = interrupts.read_memory(gpa, read);
+        if is_ours {
+            inner.cpu.complete_mmio_read(read);
+        }
+        is_ours
     }
 
     /// Stores what the client reads in `kvm_run` after every run, also after a failed one.

@@ -3,7 +3,6 @@
 //! The vCPU's descriptor is a memfd of that size, so the client's own `mmap` of it works without help. The client may write
 //! to the pages at any time, also while the vCPU runs: every access here is volatile and nothing read is trusted twice.
 
-use crate::dirty::RING_OFFSET;
 use crate::errno::{Result, last};
 use kvm_bindings::*;
 use std::io::Write as _;
@@ -16,6 +15,8 @@ pub const PAGE: usize = 4096;
 pub const MMAP_SIZE: usize = 3 * PAGE;
 /// Offset of the port-data page.
 pub const PIO_OFFSET: usize = PAGE;
+/// Offset of the dirty ring in the file of a vCPU's descriptor.
+pub const RING_OFFSET: usize = KVM_DIRTY_LOG_PAGE_OFFSET as usize * PAGE;
 
 /// Reads or writes one field of `kvm_run`.
 macro_rules! field {

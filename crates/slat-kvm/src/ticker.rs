@@ -9,7 +9,6 @@ use crate::errno::{Result, no_memory};
 use crate::heap;
 use crate::process::PerProcess;
 use crate::thread::bits;
-use crate::vm::VmObject;
 use slat::{Attention, Shared};
 use slat_process::calls::{self, Call};
 use slat_process::wait;
@@ -27,8 +26,23 @@ const IDLE_ROUNDS: u32 = 16;
 pub(crate) enum Alarm {
     /// Raises [`bits::TIMER`] in this word.
     Vcpu(Shared<Attention>),
-    /// Calls the function on the ticker's thread, without a lock. The function must not wait.
-    Vm(Weak<VmObject>, fn(&VmObject)),
+    /// Calls [`VmTimers::expired`] with this timer.
+    Vm(Weak<dyn VmTimers>, VmTimer),
+}
+
+/// A timer of a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum VmTimer {
+    /// The 8254.
+    Pit,
+    /// The end of the pause of an interrupt storm.
+    Storm,
+}
+
+/// The owner of a VM's timers.
+pub(crate) trait VmTimers: Send + Sync {
+    /// Handles the deadline of `timer`. The ticker calls this on its thread, without a lock; it must not wait.
+    fn expired(&self, timer: VmTimer);
 }
 
 /// A vCPU, or a timer of a VM, that the ticker serves.
@@ -103,18 +117,18 @@ impl Background for Ticker {
                         }
                     }
                     // One call at a time: the next round finds the others.
-                    Alarm::Vm(vm, ring) if due && call.is_none() => {
+                    Alarm::Vm(timers, timer) if due && call.is_none() => {
                         *deadline = None;
-                        call = Some((vm.clone(), *ring));
+                        call = Some((timers.clone(), *timer));
                     }
                     Alarm::Vm(..) => {}
                 }
                 next = [next, *deadline].into_iter().flatten().min();
             }
-            if let Some((vm, ring)) = call {
+            if let Some((timers, timer)) = call {
                 drop(clients);
-                if let Some(vm) = vm.upgrade() {
-                    ring(&vm);
+                if let Some(timers) = timers.upgrade() {
+                    timers.expired(timer);
                 }
                 clients = lock(&self.clients);
                 continue;

@@ -1,20 +1,44 @@
 //! The 8259 pair and the I/O APIC of a VM, shared by its vCPUs and by all threads that raise interrupts.
 
 use crate::errno::Result;
-use crate::irq::lines::Ended;
 use crate::irq::timer::Timer;
-use crate::irq::vcpus::Sent;
-use crate::irq::{RESAMPLE, TIMER, Vectors};
+use crate::irq::vcpus::{Sent, Targets};
+use crate::irq::vectors::Vectors;
 use crate::ticker::{Alarm, Client};
-use crate::vm::VmObject;
 use slat::Shared;
 use slat_irqchip::ioapic::{self, IoApic};
 use slat_irqchip::line::Outcome;
 use slat_irqchip::message::Message;
 use slat_irqchip::pic::{Chip, PicState, Pics};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
+
+/// Source of a line's level: the client, by `KVM_IRQ_LINE` or an irqfd.
+pub(crate) const USERSPACE: u8 = 0;
+/// Source of a line's level: resampled irqfds.
+pub(crate) const RESAMPLE: u8 = 1;
+/// Source of a line's level: the 8254.
+pub(crate) const TIMER: u8 = 2;
+
+/// The interrupts that a guest has ended, as lines of the controllers: collected while a controller is locked.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Ended {
+    /// Lines of the 8259 pair, a bit each.
+    pub(super) lines: u16,
+    /// Pins of the I/O APIC, a bit each.
+    pub(super) pins: u32,
+}
+
+impl Ended {
+    fn lines(lines: u16) -> Self {
+        Ended { lines, pins: 0 }
+    }
+
+    fn add_pin(&mut self, pin: usize) {
+        self.pins |= 1 << pin;
+    }
+}
 
 /// The controllers of a PC.
 pub(crate) struct Chips {
@@ -46,11 +70,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Chips {
-    /// Creates the controllers in their reset state.
+    /// Creates the controllers in their reset state. `storm` is the alarm after which [`storm_paused`](Self::storm_paused) is to be
+    /// called.
     ///
     /// # Errors
     /// `ENOMEM`.
-    pub(crate) fn new(vm: &Arc<VmObject>) -> Result<Self> {
+    pub(crate) fn new(storm: Alarm) -> Result<Self> {
         Ok(Chips {
             pics: Mutex::new(Pics::with_sources_until_end(1 << RESAMPLE)),
             ioapic: Mutex::default(),
@@ -58,7 +83,7 @@ impl Chips {
             ioapic_vectors: Vectors::default(),
             external: AtomicBool::new(false),
             timer: OnceLock::new(),
-            storm: Client::register(Alarm::Vm(Arc::downgrade(vm), VmObject::storm_paused))?,
+            storm: Client::register(storm)?,
         })
     }
 
@@ -73,14 +98,14 @@ impl Chips {
     }
 
     /// Locks the 8259 pair and runs `work` on it; then notifies vCPUs if its INTR line rose.
-    fn with_pics<R>(&self, vm: &VmObject, work: impl FnOnce(&mut Pics) -> R) -> R {
+    fn with_pics<R>(&self, vcpus: &Targets, work: impl FnOnce(&mut Pics) -> R) -> R {
         let mut pics = lock(&self.pics);
         let result = work(&mut pics);
         let external = pics.output();
         let before = self.external.swap(external, Ordering::SeqCst);
         drop(pics);
         if external && !before {
-            vm.notice_external();
+            vcpus.notice_external();
         }
         result
     }
@@ -97,19 +122,25 @@ impl Chips {
     }
 
     /// Sends a message of the I/O APIC, which is locked. Publishes its vector first, for a vCPU that ends the interrupt at once.
-    fn send(&self, vm: &VmObject, message: &Message) -> Sent {
+    fn send(&self, vcpus: &Targets, message: &Message) -> Sent {
         self.ioapic_vectors.insert(message.vector);
-        vm.send_message(None, message)
+        vcpus.send(None, message)
     }
 
     /// Sets the level that `source` gives a line of the 8259 pair.
-    pub(crate) fn set_pic_line(&self, vm: &VmObject, line: u8, source: u8, level: bool) -> Outcome {
-        self.with_pics(vm, |pics| pics.set_line(line.into(), source, level))
+    pub(crate) fn set_pic_line(
+        &self,
+        vcpus: &Targets,
+        line: u8,
+        source: u8,
+        level: bool,
+    ) -> Outcome {
+        self.with_pics(vcpus, |pics| pics.set_line(line.into(), source, level))
     }
 
     /// Lets `source` raise a line of the 8259 pair and lower it again.
-    pub(crate) fn pulse_pic_line(&self, vm: &VmObject, line: u8, source: u8) {
-        self.with_pics(vm, |pics| {
+    pub(crate) fn pulse_pic_line(&self, vcpus: &Targets, line: u8, source: u8) {
+        self.with_pics(vcpus, |pics| {
             for level in [true, false] {
                 pics.set_line(line.into(), source, level);
             }
@@ -117,10 +148,10 @@ impl Chips {
     }
 
     /// Lets `source` raise a pin of the I/O APIC and lower it again.
-    pub(crate) fn pulse_ioapic_pin(&self, vm: &VmObject, pin: u8, source: u8) {
+    pub(crate) fn pulse_ioapic_pin(&self, vcpus: &Targets, pin: u8, source: u8) {
         self.with_ioapic(|ioapic| {
             for level in [true, false] {
-                let deliver = &mut |message| self.send(vm, &message).taken;
+                let deliver = &mut |message| self.send(vcpus, &message).taken;
                 ioapic.set_line(pin.into(), source, level, deliver);
             }
             ((), false)
@@ -131,7 +162,7 @@ impl Chips {
     /// as coalesced.
     pub(crate) fn set_ioapic_pin(
         &self,
-        vm: &VmObject,
+        vcpus: &Targets,
         pin: u8,
         source: u8,
         level: bool,
@@ -139,7 +170,7 @@ impl Chips {
         let mut new = 0;
         let outcome = self.with_ioapic(|ioapic| {
             let deliver = &mut |message| {
-                let sent = self.send(vm, &message);
+                let sent = self.send(vcpus, &message);
                 new += sent.new;
                 sent.taken
             };
@@ -152,14 +183,14 @@ impl Chips {
     }
 
     /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt (any more).
-    pub(crate) fn acknowledge(&self, vm: &VmObject) -> Option<u8> {
-        let acknowledged = self.with_pics(vm, |pics| pics.output().then(|| pics.acknowledge()))?;
-        vm.carry_out_ends(Ended::lines(acknowledged.ended));
-        Some(acknowledged.vector)
+    pub(crate) fn acknowledge(&self, vcpus: &Targets) -> Option<(u8, Ended)> {
+        let acknowledged =
+            self.with_pics(vcpus, |pics| pics.output().then(|| pics.acknowledge()))?;
+        Some((acknowledged.vector, Ended::lines(acknowledged.ended)))
     }
 
     /// Ends the interrupt with this vector at the I/O APIC. `level`: whether it was level-triggered at the local APIC.
-    pub(crate) fn end_of_interrupt(&self, vm: &VmObject, vector: u8, level: bool) {
+    pub(crate) fn end_of_interrupt(&self, vcpus: &Targets, vector: u8, level: bool) -> Ended {
         let mut ended = Ended::default();
         let postponed = self.with_ioapic(|ioapic| {
             let postponed = ioapic.end_of_interrupt(
@@ -169,54 +200,46 @@ impl Chips {
                     ended.add_pin(pin);
                     1 << RESAMPLE
                 },
-                &mut |message| self.send(vm, &message).taken,
+                &mut |message| self.send(vcpus, &message).taken,
             );
             (postponed, false)
         });
-        vm.carry_out_ends(ended);
         if postponed != 0 {
             self.storm.set_deadline(Some(Instant::now() + STORM_PAUSE));
         }
+        ended
     }
 
-    /// Reads `data.len()` bytes from a port. Returns `false` if these chips do not have the port.
-    pub(crate) fn read_port(&self, vm: &VmObject, port: u16, data: &mut [u8]) -> bool {
+    /// Reads `data.len()` bytes from a port. `None`: these chips do not have the port.
+    pub(crate) fn read_port(&self, vcpus: &Targets, port: u16, data: &mut [u8]) -> Option<Ended> {
         if Pics::answers(port) {
             data.fill(0);
-            if let [byte] = data {
-                let (value, ended) = self.with_pics(vm, |pics| pics.read(port));
-                *byte = value;
-                vm.carry_out_ends(Ended::lines(ended));
-            }
-            return true;
+            let [byte] = data else {
+                return Some(Ended::default());
+            };
+            let (value, ended) = self.with_pics(vcpus, |pics| pics.read(port));
+            *byte = value;
+            return Some(Ended::lines(ended));
         }
-        match self.timer.get().filter(|timer| timer.answers(port)) {
-            Some(timer) => {
-                data.fill(0);
-                data[0] = timer.read(port);
-                true
-            }
-            None => false,
-        }
+        let timer = self.timer.get().filter(|timer| timer.answers(port))?;
+        data.fill(0);
+        data[0] = timer.read(port);
+        Some(Ended::default())
     }
 
-    /// Writes to a port. Returns `false` if these chips do not have the port.
-    pub(crate) fn write_port(&self, vm: &VmObject, port: u16, data: &[u8]) -> bool {
+    /// Writes to a port. `None`: these chips do not have the port.
+    pub(crate) fn write_port(&self, vcpus: &Targets, port: u16, data: &[u8]) -> Option<Ended> {
         if Pics::answers(port) {
-            if let &[byte] = data {
-                let change = self.with_pics(vm, |pics| pics.write(port, byte));
-                self.line_unmasked(change.unmasked & 1 != 0);
-                vm.carry_out_ends(Ended::lines(change.ended));
-            }
-            return true;
+            let &[byte] = data else {
+                return Some(Ended::default());
+            };
+            let change = self.with_pics(vcpus, |pics| pics.write(port, byte));
+            self.line_unmasked(change.unmasked & 1 != 0);
+            return Some(Ended::lines(change.ended));
         }
-        match self.timer.get().filter(|timer| timer.answers(port)) {
-            Some(timer) => {
-                timer.write(port, data[0]);
-                true
-            }
-            None => false,
-        }
+        let timer = self.timer.get().filter(|timer| timer.answers(port))?;
+        timer.write(port, data[0]);
+        Some(Ended::default())
     }
 
     /// Whether `gpa` is an address of the I/O APIC's registers.
@@ -231,8 +254,14 @@ impl Chips {
         ioapic.read(gpa.wrapping_sub(ioapic.base()), data);
     }
 
-    /// Writes registers of the I/O APIC.
-    pub(crate) fn write_ioapic(&self, vm: &VmObject, gpa: u64, data: &[u8]) {
+    /// Writes registers of the I/O APIC. `is_timers`: whether a pin is the 8254's.
+    pub(crate) fn write_ioapic(
+        &self,
+        vcpus: &Targets,
+        gpa: u64,
+        data: &[u8],
+        is_timers: impl FnOnce(usize) -> bool,
+    ) -> Ended {
         let mut ended = Ended::default();
         let written = self.with_ioapic(|ioapic| {
             let written = ioapic.write(
@@ -242,14 +271,13 @@ impl Chips {
                     ended.add_pin(pin);
                     1 << RESAMPLE
                 },
-                &mut |message| self.send(vm, &message).taken,
+                &mut |message| self.send(vcpus, &message).taken,
             );
             let changed = written.is_some();
             (written, changed)
         });
-        let gsi = |pin: usize| vm.gsi_of_pin(pin);
-        self.line_unmasked(written.is_some_and(|w| w.unmasked && gsi(w.pin) == Some(0)));
-        vm.carry_out_ends(ended);
+        self.line_unmasked(written.is_some_and(|w| w.unmasked && is_timers(w.pin)));
+        ended
     }
 
     /// Discards the ticks that the guest missed while the 8254's line was masked. Call after the guest has unmasked a line;
@@ -264,36 +292,26 @@ impl Chips {
         lock(&self.pics).save(chip)
     }
 
-    pub(crate) fn restore_pic(&self, vm: &VmObject, chip: Chip, state: &PicState) {
-        self.with_pics(vm, |pics| pics.restore(chip, state));
+    pub(crate) fn restore_pic(&self, vcpus: &Targets, chip: Chip, state: &PicState) {
+        self.with_pics(vcpus, |pics| pics.restore(chip, state));
     }
 
     pub(crate) fn save_ioapic(&self) -> ioapic::IoApicState {
         lock(&self.ioapic).save()
     }
 
-    pub(crate) fn restore_ioapic(&self, vm: &VmObject, state: &ioapic::IoApicState) {
+    pub(crate) fn restore_ioapic(&self, vcpus: &Targets, state: &ioapic::IoApicState) {
         self.with_ioapic(|ioapic| {
-            ioapic.restore(state, &mut |message| self.send(vm, &message).taken);
+            ioapic.restore(state, &mut |message| self.send(vcpus, &message).taken);
             ((), true)
         });
     }
-}
 
-impl VmObject {
-    /// Delivers the interrupts that an interrupt storm has postponed. The ticker calls this.
-    fn storm_paused(&self) {
-        if let Some(chips) = self.interrupts.chips() {
-            chips.with_ioapic(|ioapic| {
-                ioapic.deliver_pending(&mut |message| chips.send(self, &message).taken);
-                ((), false)
-            });
-        }
-    }
-
-    /// Pulses the 8254's line.
-    pub(crate) fn pulse_timer(&self) {
-        self.pulse_line(0, TIMER);
-        self.pulse_lint0();
+    /// Delivers the interrupts that an interrupt storm has postponed.
+    pub(crate) fn storm_paused(&self, vcpus: &Targets) {
+        self.with_ioapic(|ioapic| {
+            ioapic.deliver_pending(&mut |message| self.send(vcpus, &message).taken);
+            ((), false)
+        });
     }
 }

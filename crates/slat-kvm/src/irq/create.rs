@@ -1,32 +1,38 @@
-//! The calls that create interrupt controllers.
+//! Creation of interrupt controllers.
 
 use crate::errno::{Result, fail, no_memory};
 use crate::irq::chips::Chips;
 use crate::irq::routing::{MAX_ROUTES, Routes};
 use crate::irq::timer::Timer;
-use crate::irq::{Model, Vectors, irqfd};
-use crate::vm::VmObject;
-use kvm_bindings::*;
+use crate::irq::vectors::Vectors;
+use crate::irq::{Interrupts, Model, irqfd};
+use crate::ticker::{Alarm, VmTimer, VmTimers};
+use kvm_bindings::{KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK, KVM_X2APIC_API_USE_32BIT_IDS};
 use slat::Shared;
 use slat_irqchip::message::MsiIds;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-impl VmObject {
-    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and the 8259 pair, and gives every vCPU created from now on a local APIC.
+impl Interrupts {
+    fn alarm(self: &Arc<Self>, timer: VmTimer) -> Alarm {
+        let this: Weak<dyn VmTimers> = Arc::<Self>::downgrade(self);
+        Alarm::Vm(this, timer)
+    }
+
+    /// Creates an I/O APIC and the 8259 pair, and gives every vCPU created from now on a local APIC.
     ///
     /// # Errors
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already, `ENOMEM`.
-    pub fn create_irqchip(self: &Arc<Self>) -> Result<()> {
-        let _call = self.begin()?;
-        let vcpus = self.vcpus_mut();
-        if self.has_irqchip() {
+    pub(crate) fn create_pc(self: &Arc<Self>) -> Result<()> {
+        let vcpus = self.vcpus.write();
+        if self.exist() {
             return fail(libc::EEXIST);
         }
         if !vcpus.is_empty() {
             return fail(libc::EINVAL);
         }
         let routes = Routes::pc()?;
-        let chips = Shared::try_new(Chips::new(self)?).map_err(no_memory)?;
+        let chips = Chips::new(self.alarm(VmTimer::Storm))?;
+        let chips = Shared::try_new(chips).map_err(no_memory)?;
         self.set_model(Model::Pc(chips), routes)
     }
 
@@ -34,12 +40,12 @@ impl VmObject {
     ///
     /// # Errors
     /// `EINVAL` for more than 4096 pins, `EEXIST` when there are controllers or vCPUs already.
-    pub(crate) fn split_irqchip(&self, pins: u64) -> Result<()> {
-        let vcpus = self.vcpus_mut();
+    pub(crate) fn create_split(&self, pins: u64) -> Result<()> {
+        let vcpus = self.vcpus.write();
         let Some(pins) = u32::try_from(pins).ok().filter(|pins| *pins <= MAX_ROUTES) else {
             return fail(libc::EINVAL);
         };
-        if self.has_irqchip() || !vcpus.is_empty() {
+        if self.exist() || !vcpus.is_empty() {
             return fail(libc::EEXIST);
         }
         let model = Model::Split {
@@ -53,22 +59,21 @@ impl VmObject {
     fn set_model(&self, model: Model, routes: Routes) -> Result<()> {
         irqfd::prepare();
         self.replace_routes(routes);
-        match self.interrupts.model.set(model) {
+        match self.model.set(model) {
             Ok(()) => Ok(()),
             Err(_) => fail(libc::EEXIST),
         }
     }
 
-    /// `KVM_CREATE_PIT2`, and `KVM_CREATE_PIT` without flags: creates the 8254.
+    /// Creates the 8254. `speaker`: it has port 0x61, too.
     ///
     /// # Errors
     /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair, `ENOMEM`.
-    pub fn create_pit(self: &Arc<Self>, config: &kvm_pit_config) -> Result<()> {
-        let _call = self.begin()?;
-        let Some(chips) = self.interrupts.chips() else {
+    pub(crate) fn create_timer(self: &Arc<Self>, speaker: bool) -> Result<()> {
+        let Some(chips) = self.chips() else {
             return fail(libc::ENOENT);
         };
-        let timer = Timer::new(self, config.flags & KVM_PIT_SPEAKER_DUMMY != 0)?;
+        let timer = Timer::new(self.alarm(VmTimer::Pit), speaker)?;
         match chips.timer.set(timer) {
             Ok(()) => Ok(()),
             Err(_) => fail(libc::EEXIST),
@@ -87,15 +92,10 @@ impl VmObject {
         }
         if flags & wide_ids != 0 {
             // A second call changes nothing: QEMU and other clients call once, before they create vCPUs.
-            let _ = self.interrupts.msi_ids.set(MsiIds::ThirtyTwo {
+            let _ = self.msi_ids.set(MsiIds::ThirtyTwo {
                 wide_broadcast: flags & no_quirk != 0,
             });
         }
         Ok(())
-    }
-
-    /// Whether vCPUs have a local APIC.
-    pub fn has_irqchip(&self) -> bool {
-        self.interrupts.exist()
     }
 }

@@ -15,24 +15,32 @@ use crate::background::{self, Background};
 use crate::errno::{Error, Result, fail, last, no_memory};
 use crate::eventfd::EventFd;
 use crate::heap;
-use crate::irq::{RESAMPLE, USERSPACE};
+use crate::irq::chips::{RESAMPLE, USERSPACE};
 use crate::process::PerProcess;
-use crate::vm::VmObject;
 use kvm_bindings::*;
 use slat::Shared;
 use slat_process::calls::{self, Call};
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
 /// The most events that one `epoll_wait` returns.
 const AT_A_TIME: usize = 64;
 
+/// The interrupt lines of a VM.
+pub(crate) trait Lines: Send + Sync {
+    /// Sets the level that `source` gives the line of a GSI.
+    fn set(&self, gsi: u32, source: u8, level: bool);
+
+    /// Raises and lowers the line of a GSI, so that no other thread finds it high.
+    fn pulse(&self, gsi: u32, source: u8);
+}
+
 /// One irqfd.
 #[derive(Debug)]
 struct IrqFd {
-    vm: Weak<VmObject>,
+    lines: Weak<dyn Lines>,
     gsi: u32,
     eventfd: EventFd,
     /// Signalled at the guest's end of interrupt.
@@ -62,14 +70,12 @@ impl IrqFd {
         if !drain(&self.eventfd) {
             return;
         }
-        let Some(vm) = self.vm.upgrade() else {
+        let Some(lines) = self.lines.upgrade() else {
             return;
         };
         match self.resample {
-            Some(_) => {
-                vm.set_line(self.gsi, RESAMPLE, true);
-            }
-            None => vm.pulse_line(self.gsi, USERSPACE),
+            Some(_) => lines.set(self.gsi, RESAMPLE, true),
+            None => lines.pulse(self.gsi, USERSPACE),
         }
     }
 }
@@ -92,26 +98,16 @@ impl Drop for IrqFds {
     }
 }
 
-impl VmObject {
-    /// `KVM_IRQFD`.
+impl IrqFds {
+    /// Adds the irqfd that `asked` describes, which injects into `lines`, a VM with controllers.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controllers, for unknown flags, a descriptor that is no eventfd, and resampling without an I/O APIC;
-    /// `EBADF`; `EBUSY` when the eventfd is an irqfd of this VM already; `ENOMEM`, `EMFILE`.
-    pub fn irqfd(self: &Arc<Self>, asked: &kvm_irqfd) -> Result<()> {
-        let _call = self.begin()?;
-        if asked.flags & !(KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE) != 0 {
-            return fail(libc::EINVAL);
-        }
-        if asked.flags & KVM_IRQFD_FLAG_DEASSIGN != 0 {
-            return self.remove_irqfd(&EventFd::take(asked.fd as i32)?, asked.gsi);
-        }
+    /// `EINVAL` for a descriptor that is no eventfd, `EBADF`, `EBUSY` when the eventfd is an irqfd of this VM already, `ENOMEM`,
+    /// `EMFILE`.
+    pub(crate) fn add(&self, lines: Weak<dyn Lines>, asked: &kvm_irqfd) -> Result<()> {
         let resampled = asked.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
-        if !self.has_irqchip() || resampled && self.interrupts.chips().is_none() {
-            return fail(libc::EINVAL);
-        }
         let irqfd = Shared::try_new(IrqFd {
-            vm: Arc::downgrade(self),
+            lines,
             gsi: asked.gsi,
             eventfd: EventFd::take(asked.fd as i32)?,
             resample: match resampled {
@@ -121,14 +117,14 @@ impl VmObject {
             live: Mutex::new(true),
         })
         .map_err(no_memory)?;
-        let mut list = lock(&self.interrupts.irqfds.list);
+        let mut list = lock(&self.list);
         if list.iter().any(|other| other.eventfd.is(&irqfd.eventfd)) {
             return fail(libc::EBUSY);
         }
         heap::reserve(&mut list, 1)?;
         list.push(irqfd.clone());
         if resampled {
-            (self.interrupts.irqfds.resampled).store(true, Ordering::SeqCst);
+            self.resampled.store(true, Ordering::SeqCst);
         }
         let added = Service::get().and_then(|service| service.add(irqfd));
         if added.is_err() {
@@ -138,11 +134,15 @@ impl VmObject {
     }
 
     /// Removes the irqfd of this eventfd and GSI. As in KVM, it is no error if there is none.
-    fn remove_irqfd(&self, eventfd: &EventFd, gsi: u32) -> Result<()> {
+    ///
+    /// # Errors
+    /// `EINVAL` for a descriptor that is no eventfd, `EBADF`, `EMFILE`.
+    pub(crate) fn remove(&self, lines: &dyn Lines, asked: &kvm_irqfd) -> Result<()> {
+        let (eventfd, gsi) = (EventFd::take(asked.fd as i32)?, asked.gsi);
         let mut removed = None;
-        let mut list = lock(&self.interrupts.irqfds.list);
+        let mut list = lock(&self.list);
         list.retain(|irqfd| {
-            let is_it = irqfd.gsi == gsi && irqfd.eventfd.is(eventfd);
+            let is_it = irqfd.gsi == gsi && irqfd.eventfd.is(&eventfd);
             if is_it {
                 removed = Some(irqfd.clone());
             }
@@ -158,7 +158,7 @@ impl VmObject {
             irqfd.end();
             if irqfd.resample.is_some() && last_of_line {
                 // No irqfd is left that would lower the line.
-                self.set_line(gsi, RESAMPLE, false);
+                lines.set(gsi, RESAMPLE, false);
             }
         }
         Ok(())
@@ -166,7 +166,7 @@ impl VmObject {
 
     /// Injects what eventfds have signalled until now. Call before saving the state of controllers: KVM's irqfds inject at once.
     pub(crate) fn inject_signalled(&self) {
-        let irqfd = |at: usize| lock(&self.interrupts.irqfds.list).get(at).cloned();
+        let irqfd = |at: usize| lock(&self.list).get(at).cloned();
         (0..)
             .map_while(irqfd)
             .for_each(|irqfd| irqfd.fire(EventFd::drain));
@@ -174,16 +174,15 @@ impl VmObject {
 
     /// Lowers the line of resampled irqfds of `gsi`, and signals the client, which may raise it again. Call after the guest's end of
     /// an interrupt of `gsi`, with no controller locked.
-    pub(crate) fn resample(&self, gsi: u32) {
-        let irqfds = &self.interrupts.irqfds;
-        if !irqfds.resampled.load(Ordering::SeqCst) {
+    pub(crate) fn resample(&self, lines: &dyn Lines, gsi: u32) {
+        if !self.resampled.load(Ordering::SeqCst) {
             return;
         }
         let mut lowered = false;
-        for irqfd in &*lock(&irqfds.list) {
+        for irqfd in &*lock(&self.list) {
             if let Some(resample) = irqfd.resample.as_ref().filter(|_| irqfd.gsi == gsi) {
                 if !std::mem::replace(&mut lowered, true) {
-                    self.set_line(gsi, RESAMPLE, false);
+                    lines.set(gsi, RESAMPLE, false);
                 }
                 resample.signal();
             }

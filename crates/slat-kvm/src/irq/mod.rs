@@ -3,19 +3,21 @@
 //! | file | idea |
 //! |---|---|
 //! | [`routing`] | the lines and messages that a GSI is routed to |
-//! | `lines` | delivery of lines and messages to vCPUs, and ends of interrupts |
+//! | `lines` | delivery of lines and messages to vCPUs, accesses to controllers, and ends of interrupts |
 //! | `chips` | the 8259 pair and the I/O APIC of a VM: ports, registers, locks |
 //! | `timer` | the 8254, and its alarm |
 //! | [`irqfd`] | eventfds whose signals are interrupts |
-//! | `vcpus` | the vCPUs of a VM, and messages to them |
-//! | `create`, `state` | the calls that create controllers, and those that save and restore them |
+//! | [`vcpus`], `vectors` | the vCPUs of a VM, and messages to them; sets of vectors |
+//! | `create`, `state` | creation of controllers; how they are saved and restored |
+//!
+//! All of it belongs to [`Interrupts`], which knows nothing else of its VM. What a controller reports, `Interrupts` carries out.
 //!
 //! # Locks
 //! A call acquires them in this order, and may skip some: the irqfds of the VM, the routes (for reading, while it delivers an
 //! interrupt), the 8254, then the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC. A vCPU that ends an interrupt
 //! or writes to a controller has its own APIC unlocked. What a locked controller reports is carried out after it is unlocked.
 
-mod chips;
+pub(crate) mod chips;
 mod create;
 pub(crate) mod irqfd;
 mod lines;
@@ -23,45 +25,17 @@ pub(crate) mod routing;
 mod state;
 mod timer;
 pub(crate) mod vcpus;
+mod vectors;
 
 use crate::irq::chips::Chips;
 use crate::irq::irqfd::IrqFds;
 use crate::irq::routing::Routes;
+use crate::irq::timer::Timer;
+use crate::irq::vcpus::Targets;
+use crate::irq::vectors::Vectors;
 use slat::Shared;
 use slat_irqchip::message::MsiIds;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{OnceLock, RwLock};
-
-/// Source of a line's level: the client, by `KVM_IRQ_LINE` or an irqfd.
-pub(crate) const USERSPACE: u8 = 0;
-/// Source of a line's level: resampled irqfds.
-pub(crate) const RESAMPLE: u8 = 1;
-/// Source of a line's level: the 8254.
-const TIMER: u8 = 2;
-
-/// A set of vectors, which its owner writes under a lock and others read without.
-#[derive(Debug, Default)]
-pub(crate) struct Vectors([AtomicU64; 4]);
-
-impl Vectors {
-    fn store(&self, vectors: [u64; 4]) {
-        for (word, value) in self.0.iter().zip(vectors) {
-            word.store(value, Ordering::SeqCst);
-        }
-    }
-
-    fn insert(&self, vector: u8) {
-        if !self.contains(vector) {
-            let word = &self.0[usize::from(vector >> 6)];
-            word.fetch_or(1 << (vector & 63), Ordering::SeqCst);
-        }
-    }
-
-    pub(crate) fn contains(&self, vector: u8) -> bool {
-        let word = &self.0[usize::from(vector >> 6)];
-        word.load(Ordering::SeqCst) >> (vector & 63) & 1 != 0
-    }
-}
 
 /// Which controllers a VM has, besides the local APICs.
 enum Model {
@@ -76,9 +50,10 @@ enum Model {
     },
 }
 
-/// The interrupt controllers of a VM, its routes and its irqfds.
+/// The interrupt controllers of a VM, its vCPUs, its routes and its irqfds.
 #[derive(Default)]
 pub(crate) struct Interrupts {
+    pub(crate) vcpus: Targets,
     /// Not set: vCPUs have no local APIC, and the client emulates all controllers.
     model: OnceLock<Model>,
     routes: RwLock<Routes>,
@@ -98,6 +73,11 @@ impl Interrupts {
             Some(Model::Pc(chips)) => Some(chips),
             _ => None,
         }
+    }
+
+    /// The 8254, if slat emulates it.
+    fn timer(&self) -> Option<&Timer> {
+        self.chips()?.timer.get().map(|timer| &**timer)
     }
 
     /// Whether the client emulates all controllers but the local APICs.

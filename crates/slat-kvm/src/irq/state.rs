@@ -1,11 +1,10 @@
 //! The controllers' state in KVM's structs.
 
 use crate::errno::{Result, fail};
+use crate::irq::Interrupts;
 use crate::irq::chips::Chips;
 use crate::irq::timer::Timer;
-use crate::vm::VmObject;
 use kvm_bindings::*;
-use slat::Shared;
 use slat_irqchip::ioapic::IoApicState;
 use slat_irqchip::pic::{Chip, PicState};
 use slat_irqchip::pit::{ChannelState, PitState};
@@ -106,29 +105,28 @@ fn pic_chip(id: u32) -> Option<Chip> {
     }
 }
 
-impl VmObject {
+impl Interrupts {
     fn has_chips(&self) -> Result<&Chips> {
-        match self.interrupts.chips() {
+        match self.chips() {
             Some(chips) => Ok(chips),
             None => fail(libc::ENXIO),
         }
     }
 
-    fn has_timer(&self) -> Result<&Shared<Timer>> {
-        match self.interrupts.chips().and_then(|chips| chips.timer.get()) {
+    fn has_timer(&self) -> Result<&Timer> {
+        match self.timer() {
             Some(timer) => Ok(timer),
             None => fail(libc::ENXIO),
         }
     }
 
-    /// `KVM_GET_IRQCHIP`: fills in the state of the chip that `chip` names.
+    /// Carries out `KVM_GET_IRQCHIP`: fills in the state of the chip that `chip` names.
     ///
     /// # Errors
     /// `ENXIO` without these controllers, `EINVAL` for a chip that does not exist.
-    pub fn get_irqchip(&self, chip: &mut kvm_irqchip) -> Result<()> {
-        let _call = self.begin()?;
+    pub(crate) fn save_chip(&self, chip: &mut kvm_irqchip) -> Result<()> {
         let chips = self.has_chips()?;
-        self.inject_signalled();
+        self.irqfds.inject_signalled();
         match (pic_chip(chip.chip_id), chip.chip_id) {
             (Some(which), _) => chip.chip.pic = kvm_pic(&chips.save_pic(which)),
             (None, KVM_IRQCHIP_IOAPIC) => chip.chip.ioapic = kvm_ioapic(&chips.save_ioapic()),
@@ -137,33 +135,31 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_SET_IRQCHIP`.
+    /// Carries out `KVM_SET_IRQCHIP`.
     ///
     /// # Errors
-    /// As for [`get_irqchip`](Self::get_irqchip).
-    pub fn set_irqchip(&self, chip: &kvm_irqchip) -> Result<()> {
-        let _call = self.begin()?;
+    /// As for [`save_chip`](Self::save_chip).
+    pub(crate) fn restore_chip(&self, chip: &kvm_irqchip) -> Result<()> {
         let chips = self.has_chips()?;
         match (pic_chip(chip.chip_id), chip.chip_id) {
             (Some(which), _) => {
                 // SAFETY: plain integers, whichever part of the union was written.
-                chips.restore_pic(self, which, &pic_state(unsafe { &chip.chip.pic }));
+                chips.restore_pic(&self.vcpus, which, &pic_state(unsafe { &chip.chip.pic }));
             }
             (None, KVM_IRQCHIP_IOAPIC) => {
                 // SAFETY: as above.
-                chips.restore_ioapic(self, &ioapic_state(unsafe { &chip.chip.ioapic }));
+                chips.restore_ioapic(&self.vcpus, &ioapic_state(unsafe { &chip.chip.ioapic }));
             }
             _ => return fail(libc::EINVAL),
         }
         Ok(())
     }
 
-    /// `KVM_GET_PIT2`.
+    /// Carries out `KVM_GET_PIT2`.
     ///
     /// # Errors
     /// `ENXIO` without 8254.
-    pub fn get_pit2(&self) -> Result<kvm_pit_state2> {
-        let _call = self.begin()?;
+    pub(crate) fn save_timer(&self) -> Result<kvm_pit_state2> {
         let PitState { channels, flags } = self.has_timer()?.save();
         Ok(kvm_pit_state2 {
             channels: channels.each_ref().map(kvm_channel),
@@ -172,12 +168,11 @@ impl VmObject {
         })
     }
 
-    /// `KVM_SET_PIT2`: restarts all counts.
+    /// Carries out `KVM_SET_PIT2`: restarts all counts.
     ///
     /// # Errors
     /// `ENXIO` without 8254.
-    pub fn set_pit2(&self, state: &kvm_pit_state2) -> Result<()> {
-        let _call = self.begin()?;
+    pub(crate) fn restore_timer(&self, state: &kvm_pit_state2) -> Result<()> {
         self.has_timer()?.restore(&PitState {
             channels: state.channels.each_ref().map(channel_state),
             flags: state.flags,
@@ -185,13 +180,12 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_REINJECT_CONTROL`: sets whether ticks that a slow guest missed are injected later.
+    /// Sets whether ticks that a slow guest missed are injected later.
     ///
     /// # Errors
     /// `ENXIO` without 8254.
-    pub fn reinject_control(&self, control: &kvm_reinject_control) -> Result<()> {
-        let _call = self.begin()?;
-        self.has_timer()?.set_reinject(control.pit_reinject != 0);
+    pub(crate) fn set_reinject(&self, on: bool) -> Result<()> {
+        self.has_timer()?.set_reinject(on);
         Ok(())
     }
 }

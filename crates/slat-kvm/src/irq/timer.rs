@@ -1,14 +1,13 @@
 //! The 8254 of a VM, and its alarm.
 //!
-//! The process's ticker calls `VmObject::timer_rang` when the counter's output rises, which pulses the VM's line with the 8254
+//! The alarm rings when the counter's output rises. Its owner calls [`Timer::expire`], and then pulses the VM's line, with the 8254
 //! unlocked.
 
 use crate::errno::{Result, no_memory};
 use crate::ticker::{Alarm, Client};
-use crate::vm::VmObject;
 use slat::Shared;
 use slat_irqchip::pit::{Pit, PitState};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The 8254 of a VM.
@@ -35,14 +34,14 @@ fn now() -> u64 {
 }
 
 impl Timer {
-    /// Creates a timer that injects into `vm`. `speaker`: it has port 0x61, too.
+    /// Creates a timer with this alarm. `speaker`: it has port 0x61, too.
     ///
     /// # Errors
     /// `ENOMEM`.
-    pub(crate) fn new(vm: &Arc<VmObject>, speaker: bool) -> Result<Shared<Self>> {
+    pub(crate) fn new(alarm: Alarm, speaker: bool) -> Result<Shared<Self>> {
         Shared::try_new(Timer {
             pit: Mutex::new(Pit::new(speaker, now())),
-            alarm: Client::register(Alarm::Vm(Arc::downgrade(vm), VmObject::timer_rang))?,
+            alarm: Client::register(alarm)?,
         })
         .map_err(no_memory)
     }
@@ -77,11 +76,16 @@ impl Timer {
     }
 
     /// Counts the edges that are due. Returns whether the line is to be pulsed.
-    fn expire(&self) -> bool {
+    pub(crate) fn expire(&self) -> bool {
         let mut pit = self.lock();
         let pulse = pit.expire(now());
         self.arm(&pit);
         pulse
+    }
+
+    /// Call after the guest has ended the 8254's interrupt. Returns whether the line is to be pulsed, for a missed tick.
+    pub(crate) fn acknowledged(&self) -> bool {
+        self.lock().acknowledged()
     }
 
     pub(crate) fn reset_reinjection(&self) {
@@ -100,28 +104,5 @@ impl Timer {
         let mut pit = self.lock();
         pit.restore(state, now());
         self.arm(&pit);
-    }
-}
-
-impl VmObject {
-    fn timer(&self) -> Option<&Shared<Timer>> {
-        self.interrupts.chips()?.timer.get()
-    }
-
-    /// Counts the edges that are due, and pulses the line if it has to. The ticker calls this, with none of its locks held.
-    fn timer_rang(&self) {
-        if self.timer().is_some_and(|timer| timer.expire()) {
-            self.pulse_timer();
-        }
-    }
-
-    /// Injects a tick that was missed meanwhile. Call after the guest has ended the 8254's interrupt.
-    pub(crate) fn timer_acknowledged(&self) {
-        if self
-            .timer()
-            .is_some_and(|timer| timer.lock().acknowledged())
-        {
-            self.pulse_timer();
-        }
     }
 }

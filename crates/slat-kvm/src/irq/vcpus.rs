@@ -2,13 +2,18 @@
 
 use crate::errno::{Result, no_memory};
 use crate::heap;
-use crate::vcpu::VcpuCommon;
-use crate::vm::VmObject;
+use crate::vcpu_common::VcpuCommon;
 use slat::Shared;
 use slat_irqchip::apic_map::ApicMap;
 use slat_irqchip::lapic::Request;
 use slat_irqchip::message::{Destination, Message};
 use std::ops::Deref;
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// The number of vCPUs that one VM can have.
+pub const MAX_VCPUS: u32 = 1024;
+/// One more than the largest vCPU id.
+pub const MAX_VCPU_ID: u32 = 4096;
 
 /// The vCPUs of a VM, by id.
 ///
@@ -67,10 +72,22 @@ pub(crate) struct Sent {
     pub(crate) new: usize,
 }
 
-impl VmObject {
+/// The vCPUs of a VM as the targets of its interrupts, under their lock.
+#[derive(Default)]
+pub(crate) struct Targets(RwLock<Vcpus>);
+
+impl Targets {
+    pub(crate) fn read(&self) -> RwLockReadGuard<'_, Vcpus> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn write(&self) -> RwLockWriteGuard<'_, Vcpus> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Delivers a message from a vCPU, or from a device (`None`), to the APICs that it addresses.
-    pub(crate) fn send_message(&self, from: Option<&VcpuCommon>, message: &Message) -> Sent {
-        let vcpus = self.vcpus();
+    pub(crate) fn send(&self, from: Option<&VcpuCommon>, message: &Message) -> Sent {
+        let vcpus = self.read();
         let sender = from.and_then(|from| vcpus.place(from.id).ok());
         let mut sent = Sent::default();
         vcpus.map.route(message, sender, |place| {
@@ -88,14 +105,32 @@ impl VmObject {
 
     /// Wakes the vCPU with this APIC id from its halt, or else from its next one.
     pub(crate) fn end_halt(&self, apic_id: u32) {
-        let vcpus = self.vcpus();
+        let vcpus = self.read();
         (vcpus.map).visit(Destination::Physical(apic_id), None, |place| {
             vcpus[place].end_halt();
         });
     }
 
     /// Call after a change that may give an APIC another address. No APIC may be locked.
-    pub(crate) fn apic_addresses_changed(&self) {
-        self.vcpus_mut().map_again();
+    pub(crate) fn addresses_changed(&self) {
+        self.write().map_again();
+    }
+
+    /// Notifies the vCPUs whose local APIC accepts interrupts of the 8259 pair.
+    pub(crate) fn notice_external(&self) {
+        for vcpu in self.read().iter() {
+            if vcpu.lapic().is_some_and(|lapic| lapic.accepts_external()) {
+                vcpu.notice();
+            }
+        }
+    }
+
+    /// Sends an NMI to the vCPUs whose LINT0 delivers NMIs: guests use the 8254 as a watchdog this way.
+    pub(crate) fn pulse_lint0(&self) {
+        for vcpu in self.read().iter() {
+            if vcpu.lapic().is_some_and(|lapic| lapic.lint0_is_nmi()) {
+                vcpu.non_maskable();
+            }
+        }
     }
 }

@@ -4,7 +4,7 @@ use super::index::*;
 use slat_x86::MsrFault;
 
 /// Returns the value of an MSR of fixed value. `None`: `index` is no such MSR.
-pub(super) fn read(index: u32) -> Option<u64> {
+pub(crate) fn read(index: u32) -> Option<u64> {
     Some(match index {
         PLATFORM_ID | EBL_CR_POWERON | UCODE_WRITE | PERF_CTL => 0,
         // There are no performance counters, no branch records and no power meters.
@@ -34,7 +34,7 @@ pub(super) fn read(index: u32) -> Option<u64> {
 ///
 /// # Errors
 /// `Unknown` for other MSRs, `Invalid` for a value that would have an effect.
-pub(super) fn write(index: u32, value: u64) -> Result<(), MsrFault> {
+pub(crate) fn write(index: u32, value: u64) -> Result<(), MsrFault> {
     match index {
         UCODE_WRITE | BBL_CR_CTL3 | K7_CLK_CTL => Ok(()),
         P6_PERFCTR_FIRST..=P6_PERFCTR_LAST

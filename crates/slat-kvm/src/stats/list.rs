@@ -3,7 +3,7 @@
 //! KVM's come first. What the engine counts beyond them follows under its own name: the file describes itself, so a reader
 //! that knows KVM's names finds them and skips the others.
 
-use super::exits::{BUCKETS, Exits};
+use crate::counters::{BUCKETS, Exits};
 use crate::errno::Result;
 use crate::heap;
 use kvm_bindings::*;

@@ -3,10 +3,7 @@
 //! The descriptor is a memfd in KVM's layout: header, name, descriptors, values. Before a client reads, the preload library has the
 //! values written anew through a mapping of ours ([`StatsObject::refresh`]); the host then carries out the read, offsets included.
 
-mod exits;
 mod list;
-
-pub(crate) use exits::Exits;
 
 use crate::errno::{Result, fail, no_memory};
 use crate::heap;

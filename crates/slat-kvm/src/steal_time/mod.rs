@@ -11,13 +11,9 @@ use crate::background::{self, Background};
 use crate::entered::thread_id;
 use crate::errno::{Result, no_memory};
 use crate::heap;
-use crate::machine::VcpuMachine;
-use crate::msr::{KVM_ENABLED, index};
 use crate::process::PerProcess;
-use crate::thread::bits;
 use schedstat::Schedstat;
 use slat::Shared;
-use slat_x86::MsrFault;
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -31,14 +27,6 @@ const PAUSE: Duration = Duration::from_micros(100);
 const PATIENCE: Duration = Duration::from_millis(5);
 /// Rounds without a running vCPU after which the observer sleeps until it is called.
 const IDLE_ROUNDS: u32 = 16;
-
-/// The low bits of the MSR that have to be clear: the structure is aligned to 64 bytes.
-const RESERVED: u64 = 0x3e;
-/// Offsets of fields in the guest's structure (`struct kvm_steal_time`).
-const VERSION: u64 = 8;
-const PREEMPTED: u64 = 16;
-/// Value of the field `preempted` while the vCPU does not run: `KVM_VCPU_PREEMPTED`.
-const PREEMPTED_NOW: u8 = 1;
 
 /// What a thread that runs a vCPU and the observer share.
 #[derive(Debug)]
@@ -157,9 +145,9 @@ pub(crate) struct StealTime {
     /// The reading of `thread` up to which the guest was told; `None` before the first reading.
     told: Option<u64>,
     /// Whether the guest's structure has to be written though nothing was stolen.
-    changed: bool,
+    pub(crate) changed: bool,
     /// Whether the guest's structure says that the vCPU does not run.
-    preempted: bool,
+    pub(crate) preempted: bool,
     /// When the vCPU stopped running.
     left: Option<Instant>,
 }
@@ -191,7 +179,7 @@ impl StealTime {
     }
 
     /// Stops watching the thread; the observer then closes its `schedstat`. Call when the thread runs this vCPU no more.
-    fn forget(&mut self) {
+    pub(crate) fn forget(&mut self) {
         if let Some(thread) = self.thread.take() {
             thread.runs.store(false, Ordering::SeqCst);
             thread.gone.store(true, Ordering::Relaxed);
@@ -201,7 +189,7 @@ impl StealTime {
 
     /// Starts counting for the calling thread; may wait up to [`PATIENCE`]. Call before the vCPU runs. Without memory to watch the
     /// thread, counts nothing.
-    fn begin(&mut self) {
+    pub(crate) fn begin(&mut self) {
         let Some(observer) = OBSERVER.peek() else {
             return;
         };
@@ -228,7 +216,18 @@ impl StealTime {
         }
     }
 
-    fn end(&mut self) {
+    /// Whether a thread is watched.
+    pub(crate) fn is_watching(&self) -> bool {
+        self.thread.is_some()
+    }
+
+    /// Notes that the guest was told what was stolen up to the reading `waited`.
+    pub(crate) fn was_told(&mut self, waited: u64) {
+        self.told = Some(waited);
+    }
+
+    /// Stops counting. Call when the vCPU stops running.
+    pub(crate) fn end(&mut self) {
         if let Some(thread) = &self.thread {
             thread.runs.store(false, Ordering::SeqCst);
             self.left = Some(Instant::now());
@@ -236,7 +235,7 @@ impl StealTime {
     }
 
     /// Returns what was stolen since the guest was told last, and the new value of `told`. `None` without a reading.
-    fn stolen(&mut self) -> Option<(u64, u64)> {
+    pub(crate) fn stolen(&mut self) -> Option<(u64, u64)> {
         let thread = self.thread.as_ref()?;
         if self.told.is_none() && thread.asks.load(Ordering::Acquire) {
             return None;
@@ -250,87 +249,6 @@ impl StealTime {
 impl Drop for StealTime {
     fn drop(&mut self) {
         self.forget();
-    }
-}
-
-impl VcpuMachine {
-    /// The guest-physical address of the guest's structure, if it wants one.
-    fn steal_time_address(&self) -> Option<u64> {
-        let value = self.msr(index::KVM_STEAL_TIME);
-        (value & KVM_ENABLED != 0).then_some(value & !(RESERVED | KVM_ENABLED))
-    }
-
-    /// Writes `MSR_KVM_STEAL_TIME`.
-    pub(crate) fn set_steal_time(&mut self, value: u64) -> std::result::Result<(), MsrFault> {
-        if value & RESERVED != 0 || !is_available() {
-            return Err(MsrFault::Invalid);
-        }
-        if value & KVM_ENABLED == 0 {
-            self.end_steal_time();
-        }
-        self.store(index::KVM_STEAL_TIME, value);
-        self.steal.changed = value & KVM_ENABLED != 0;
-        self.common.attention.raise(bits::RETRY);
-        Ok(())
-    }
-
-    /// Clears `MSR_KVM_STEAL_TIME` and stops watching the thread.
-    pub(crate) fn end_steal_time(&mut self) {
-        self.store(index::KVM_STEAL_TIME, 0);
-        self.steal.forget();
-        (self.steal.changed, self.steal.preempted) = (false, false);
-    }
-
-    /// Call before the vCPU runs: in `KVM_RUN`, and after a halt. The vCPU is not entered.
-    pub(crate) fn begin_to_run(&mut self) {
-        if self.steal_time_address().is_some() {
-            self.steal.begin();
-        }
-    }
-
-    /// Call when the vCPU, which is entered, stops running: before a halt, and before `KVM_RUN` returns.
-    pub(crate) fn stop_running(&mut self) {
-        if let Some(address) = self.steal_time_address() {
-            self.steal.end();
-            // As with KVM, the version says how often the vCPU has begun to run.
-            self.steal.changed = true;
-            self.steal.preempted = self.write_guest(address + PREEMPTED, &[PREEMPTED_NOW]);
-        }
-    }
-
-    /// Tells the guest what was stolen since it was told last. The vCPU is entered. A structure that is not memory is skipped.
-    pub(crate) fn write_steal_time(&mut self) {
-        let Some(address) = self.steal_time_address() else {
-            return;
-        };
-        if self.steal.thread.is_none() {
-            // The guest has just enabled steal time.
-            self.outside(|machine| machine.steal.begin());
-        }
-        if std::mem::take(&mut self.steal.preempted) {
-            self.write_guest(address + PREEMPTED, &[0]);
-        }
-        let Some((stolen, waited)) = self.steal.stolen() else {
-            return;
-        };
-        if !std::mem::take(&mut self.steal.changed) && stolen == 0 {
-            return;
-        }
-        let words = (
-            self.read_guest_word(address),
-            self.read_guest_word(address + VERSION),
-        );
-        let (Some(before), Some(version)) = words else {
-            return;
-        };
-        // The version is odd while the rest changes.
-        let odd = (version as u32).wrapping_add(1) | 1;
-        if self.write_guest(address + VERSION, &odd.to_le_bytes())
-            && self.write_guest(address, &before.wrapping_add(stolen).to_le_bytes())
-            && self.write_guest(address + VERSION, &odd.wrapping_add(1).to_le_bytes())
-        {
-            self.steal.told = Some(waited);
-        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::cpuid;
 use crate::machine::VcpuMachine;
+use crate::options::MAP_GPA_RANGE;
 use slat::Gpa;
 use slat_irqchip::message::{DeliveryMode, Destination, Message};
 
@@ -13,8 +14,6 @@ const KICK_CPU: u64 = 5;
 const SEND_IPI: u64 = 10;
 /// KVM_HC_SCHED_YIELD: the guest waits for another vCPU.
 const SCHED_YIELD: u64 = 11;
-/// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. Exits to the client, if that has enabled the exit.
-pub(crate) const MAP_GPA_RANGE: u32 = 12;
 
 /// The result of a hypercall that does not exist (-KVM_ENOSYS).
 const UNKNOWN: u64 = 1000u64.wrapping_neg();
@@ -37,11 +36,11 @@ impl VcpuMachine {
         long_mode: bool,
     ) -> Option<u64> {
         let map_gpa_range =
-            nr == MAP_GPA_RANGE.into() && self.vm.is_answered_by_client(MAP_GPA_RANGE);
+            nr == MAP_GPA_RANGE.into() && self.vm.options.answers_hypercall(MAP_GPA_RANGE);
         match nr {
             POLL => Some(0),
             KICK_CPU if self.has_pv_feature(cpuid::KVM_FEATURE_PV_UNHALT) => {
-                self.vm.end_halt(args[1] as u32);
+                self.vm.interrupts.vcpus.end_halt(args[1] as u32);
                 Some(0)
             }
             SEND_IPI if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SEND_IPI) => {
@@ -80,7 +79,7 @@ impl VcpuMachine {
                     assert: icr & ICR_ASSERT != 0,
                     destination: Destination::Physical(id),
                 };
-                taken += self.vm.send_message(None, &message).taken as u64;
+                taken += self.vm.interrupts.vcpus.send(None, &message).taken as u64;
             }
         }
         taken

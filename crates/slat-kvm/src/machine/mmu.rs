@@ -7,6 +7,7 @@
 use crate::engine::EngineVcpu;
 use crate::entered::{Entered, outside};
 use crate::machine::VcpuMachine;
+use crate::page_cache::Page;
 use crate::thread::bits;
 use slat::guest_walk::{GuestPaging, GuestTables, Mode, WalkError, walk};
 use slat::{Gpa, Hva, ResolveError, Stop};
@@ -16,38 +17,6 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
 const PAGE: u64 = 4096;
-
-/// A second-level translation of one 4 KiB page.
-#[derive(Clone, Copy)]
-struct Page {
-    gpa: u64,
-    host: NonNull<u8>,
-    write: bool,
-}
-
-// SAFETY: the pointer points into guest memory, which belongs to no thread and is accessed by guarded accesses only.
-unsafe impl Send for Page {}
-
-/// The last second-level translations of this vCPU, indexed by page number.
-pub(crate) struct PageCache([Option<Page>; PageCache::SIZE]);
-
-impl Default for PageCache {
-    fn default() -> Self {
-        PageCache([None; Self::SIZE])
-    }
-}
-
-impl PageCache {
-    const SIZE: usize = 64;
-
-    fn slot(&mut self, gpa: u64) -> &mut Option<Page> {
-        &mut self.0[(gpa / PAGE) as usize % Self::SIZE]
-    }
-
-    pub(crate) fn flush(&mut self) {
-        self.0.fill(None);
-    }
-}
 
 /// Why guest-physical memory cannot be accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -251,13 +220,6 @@ impl VcpuMachine {
             }
         }
     }
-}
-
-/// Whether PAE paging is in use, whose page-directory-pointer entries the CPU holds.
-pub(crate) fn uses_pae_paging(state: &State) -> bool {
-    state.cr0 & control::CR0_PG != 0
-        && state.cr4 & control::CR4_PAE != 0
-        && state.efer & control::EFER_LMA == 0
 }
 
 fn guest_paging(paging: &Paging, physical_bits: u32) -> GuestPaging {

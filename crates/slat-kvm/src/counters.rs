@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 /// Buckets of a histogram: KVM's number.
-pub(super) const BUCKETS: usize = 32;
+pub(crate) const BUCKETS: usize = 32;
 
 macro_rules! exits {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -14,17 +14,17 @@ macro_rules! exits {
         pub(crate) struct Exits {
             $($(#[$doc])* pub(crate) $name: Count,)*
             /// Counts of waits in halts, by the position of the highest set bit of their nanoseconds.
-            pub(super) halt_wait_hist: [Count; BUCKETS],
+            pub(crate) halt_wait_hist: [Count; BUCKETS],
             /// Whether the vCPU waits in a halt now.
             blocking: AtomicBool,
         }
 
         impl Exits {
             /// The names of the plain counters.
-            pub(super) const NAMES: &[&str] = &[$(stringify!($name),)*];
+            pub(crate) const NAMES: &[&str] = &[$(stringify!($name),)*];
 
             /// The value of the counter with this index in [`Self::NAMES`].
-            pub(super) fn value(&self, index: usize) -> u64 {
+            pub(crate) fn value(&self, index: usize) -> u64 {
                 [$(&self.$name,)*][index].0.load(Relaxed)
             }
         }
@@ -77,7 +77,7 @@ impl Count {
         self.0.store(self.0.load(Relaxed).wrapping_add(n), Relaxed);
     }
 
-    pub(super) fn get(&self) -> u64 {
+    pub(crate) fn get(&self) -> u64 {
         self.0.load(Relaxed)
     }
 }
@@ -88,7 +88,7 @@ impl Exits {
         self.blocking.store(blocking, Relaxed);
     }
 
-    pub(super) fn is_blocking(&self) -> bool {
+    pub(crate) fn is_blocking(&self) -> bool {
         self.blocking.load(Relaxed)
     }
 

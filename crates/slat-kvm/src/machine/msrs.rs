@@ -1,0 +1,375 @@
+//! Access to model-specific registers. Access to an unknown MSR is #GP for the guest and ends `KVM_GET_MSRS`/`KVM_SET_MSRS` early,
+//! as with KVM's `ignore_msrs=0`.
+
+use crate::machine::VcpuMachine;
+use crate::msr::index::*;
+use crate::msr::{PLATFORM_INFO_CPUID_FAULT, UCODE_REV_RESET, fixed};
+use crate::{cpu_features, cpuid};
+use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
+use slat_irqchip::lapic::Effect;
+use slat_x86::state::control;
+use slat_x86::{MsrFault, State};
+
+const MISC_FEATURES_CPUID_FAULT: u64 = 1;
+/// A guest may write more than 0 to the status of a machine-check bank.
+const HWCR_MC_STATUS_WRITABLE: u64 = 1 << 18;
+const HWCR_TSC_FREQUENCY: u64 = 1 << 24;
+const EFER_BITS: u64 =
+    control::EFER_SCE | control::EFER_LME | control::EFER_LMA | control::EFER_NXE;
+/// Fast strings are enabled; performance monitoring and MONITOR are not available.
+const MISC_ENABLE_RESET: u64 = 1;
+/// The bits for "no branch trace store" and "no PEBS", which a guest cannot change.
+const MISC_ENABLE_READ_ONLY: u64 = 1 << 11 | 1 << 12;
+const MISC_ENABLE_PERFMON: u64 = 1 << 7;
+const MISC_ENABLE_MWAIT: u64 = 1 << 18;
+const FEATURE_CONTROL_LOCKED: u64 = 1;
+/// The bits that a client may restore: the lock, VMX in and outside SMX, SGX and its launch control, local machine checks.
+const FEATURE_CONTROL_BITS: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18 | 1 << 20;
+/// Eight variable ranges, fixed ranges, write-combining.
+const MTRR_CAP_VALUE: u64 = 8 | 1 << 8 | 1 << 10;
+
+fn canonical(value: u64) -> Result<u64, MsrFault> {
+    let extended = ((value << 16) as i64 >> 16) as u64;
+    if extended == value {
+        Ok(value)
+    } else {
+        Err(MsrFault::Invalid)
+    }
+}
+
+fn valid_pat(value: u64) -> bool {
+    value
+        .to_le_bytes()
+        .iter()
+        .all(|kind| matches!(kind, 0 | 1 | 4 | 5 | 6 | 7))
+}
+
+/// Returns the register of the CPU's state that is this MSR. `None`: the CPU's state does not have the MSR.
+fn cpu_register(state: &mut State, index: u32) -> Option<&mut u64> {
+    Some(match index {
+        EFER => &mut state.efer,
+        STAR => &mut state.star,
+        LSTAR => &mut state.lstar,
+        CSTAR => &mut state.cstar,
+        SFMASK => &mut state.sfmask,
+        KERNEL_GS_BASE => &mut state.kernel_gs_base,
+        FS_BASE => &mut state.fs.base,
+        GS_BASE => &mut state.gs.base,
+        SYSENTER_CS => &mut state.sysenter_cs,
+        SYSENTER_ESP => &mut state.sysenter_esp,
+        SYSENTER_EIP => &mut state.sysenter_eip,
+        TSC_AUX => &mut state.tsc_aux,
+        PAT => &mut state.pat,
+        _ => return None,
+    })
+}
+
+/// Reads an MSR for a client.
+pub(crate) fn read(
+    state: &mut State,
+    machine: &mut VcpuMachine,
+    index: u32,
+) -> Result<u64, MsrFault> {
+    match cpu_register(state, index) {
+        Some(register) => Ok(*register),
+        None => read_machine(machine, index, false),
+    }
+}
+
+/// Writes an MSR for a client.
+pub(crate) fn write(
+    state: &mut State,
+    machine: &mut VcpuMachine,
+    index: u32,
+    value: u64,
+) -> Result<(), MsrFault> {
+    let value = match index {
+        EFER if value & !EFER_BITS != 0 => return Err(MsrFault::Invalid),
+        LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE | SYSENTER_ESP | SYSENTER_EIP => {
+            canonical(value)?
+        }
+        SFMASK | TSC_AUX => value & 0xffff_ffff,
+        PAT if !valid_pat(value) => return Err(MsrFault::Invalid),
+        _ => value,
+    };
+    match cpu_register(state, index) {
+        Some(register) => {
+            *register = value;
+            Ok(())
+        }
+        None => write_machine(machine, index, value, false),
+    }
+}
+
+/// Refuses a paravirtual MSR whose feature the guest does not have.
+fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
+    let feature = match index {
+        KVM_WALL_CLOCK | KVM_SYSTEM_TIME => cpuid::KVM_FEATURE_CLOCKSOURCE,
+        KVM_WALL_CLOCK_NEW | KVM_SYSTEM_TIME_NEW => cpuid::KVM_FEATURE_CLOCKSOURCE2,
+        KVM_STEAL_TIME => cpuid::KVM_FEATURE_STEAL_TIME,
+        KVM_PV_EOI => cpuid::KVM_FEATURE_PV_EOI,
+        _ => return Ok(()),
+    };
+    match machine.has_pv_feature(feature) {
+        true => Ok(()),
+        false => Err(MsrFault::Unknown),
+    }
+}
+
+/// Writes IA32_MISC_ENABLE: two bits are read-only for a guest, one keeps its value, and one enables MONITOR and MWAIT in CPUID,
+/// unless the VM has KVM's quirk.
+fn write_misc_enable(
+    machine: &mut VcpuMachine,
+    mut value: u64,
+    by_guest: bool,
+) -> Result<(), MsrFault> {
+    let old = machine.stored(MISC_ENABLE).unwrap_or(MISC_ENABLE_RESET);
+    if by_guest {
+        if (old ^ value) & MISC_ENABLE_READ_ONLY != 0 {
+            return Err(MsrFault::Invalid);
+        }
+        value = value & !MISC_ENABLE_PERFMON | old & MISC_ENABLE_PERFMON;
+    }
+    let switches = (old ^ value) & MISC_ENABLE_MWAIT != 0;
+    if switches && !machine.vm.quirks.has(KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT) {
+        if cpuid::lookup(&machine.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_SSE3 == 0 {
+            return Err(MsrFault::Invalid);
+        }
+        for entry in machine.cpuid.iter_mut().filter(|e| e.function == 1) {
+            if value & MISC_ENABLE_MWAIT != 0 {
+                entry.ecx |= cpuid::LEAF1_ECX_MWAIT;
+            } else {
+                entry.ecx &= !cpuid::LEAF1_ECX_MWAIT;
+            }
+        }
+    }
+    machine.store(MISC_ENABLE, value);
+    Ok(())
+}
+
+fn platform_info(machine: &VcpuMachine) -> u64 {
+    (machine.stored(PLATFORM_INFO)).unwrap_or(PLATFORM_INFO_CPUID_FAULT)
+}
+
+/// Whether CPUID faults outside CPL 0, which the guest has enabled.
+pub(crate) fn cpuid_faults(machine: &VcpuMachine) -> bool {
+    machine.msr(MISC_FEATURES) & MISC_FEATURES_CPUID_FAULT != 0
+}
+
+fn tells_arch_capabilities(machine: &VcpuMachine) -> bool {
+    cpuid::lookup(&machine.cpuid, 7, 0)[3] & cpuid::LEAF7_EDX_ARCH_CAPABILITIES != 0
+}
+
+/// Reads an MSR that the CPU does not hold itself.
+pub(crate) fn read_machine(
+    machine: &mut VcpuMachine,
+    index: u32,
+    by_guest: bool,
+) -> Result<u64, MsrFault> {
+    let now = machine.vm.clock.now();
+    check_pv_feature(machine, index)?;
+    if let Some(result) = machine.mce.read(index, by_guest) {
+        return result;
+    }
+    Ok(match index {
+        TSC => machine.guest_tsc(),
+        ARCH_CAPABILITIES if by_guest && !tells_arch_capabilities(machine) => {
+            return Err(MsrFault::Unknown);
+        }
+        ARCH_CAPABILITIES => {
+            (machine.stored(ARCH_CAPABILITIES)).unwrap_or(cpu_features::ARCH_CAPABILITIES)
+        }
+        TSC_ADJUST => machine.msr(TSC_ADJUST),
+        APIC_BASE => machine.apic_base(),
+        TSC_DEADLINE => (machine.common.lapic()).map_or(0, |lapic| lapic.tsc_deadline()),
+        X2APIC_FIRST..=X2APIC_LAST => {
+            machine.collect_pv_eoi();
+            let lapic = machine.common.lapic().ok_or(MsrFault::Invalid)?;
+            (lapic.read_msr(index, now)).map_err(|_| MsrFault::Invalid)?
+        }
+        MTRR_CAP => MTRR_CAP_VALUE,
+        UCODE_REV => machine.stored(UCODE_REV).unwrap_or(UCODE_REV_RESET),
+        MISC_ENABLE => machine.stored(MISC_ENABLE).unwrap_or(MISC_ENABLE_RESET),
+        PLATFORM_INFO if by_guest && !machine.vm.options.guest_reads_platform_info() => {
+            return Err(MsrFault::Invalid);
+        }
+        PLATFORM_INFO => platform_info(machine),
+        // A guest can read it only with a performance monitor, which none has; a client always can.
+        PERF_CAPABILITIES if !by_guest => 0,
+        PERF_CAPABILITIES | SMBASE => return Err(MsrFault::Invalid),
+        KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => machine.msr(KVM_SYSTEM_TIME_NEW),
+        KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => machine.msr(KVM_WALL_CLOCK_NEW),
+        FEATURE_CONTROL | MISC_FEATURES | DEBUGCTL | MTRR_DEF_TYPE | AMD_HWCR | POWER_CTL
+        | SMI_COUNT | KVM_STEAL_TIME | KVM_PV_EOI => machine.msr(index),
+        MTRR_PHYS_FIRST..=MTRR_PHYS_LAST
+        | MTRR_FIX_64K
+        | MTRR_FIX_16K..=MTRR_FIX_16K_LAST
+        | MTRR_FIX_4K..=MTRR_FIX_4K_LAST => machine.msr(index),
+        _ => return fixed::read(index).ok_or(MsrFault::Unknown),
+    })
+}
+
+/// Writes an MSR that the CPU does not hold itself.
+pub(crate) fn write_machine(
+    machine: &mut VcpuMachine,
+    index: u32,
+    value: u64,
+    by_guest: bool,
+) -> Result<(), MsrFault> {
+    let now = machine.vm.clock.now();
+    check_pv_feature(machine, index)?;
+    let sets_status = machine.msr(AMD_HWCR) & HWCR_MC_STATUS_WRITABLE != 0 && cpuid::host_is_amd();
+    if let Some(result) = machine.mce.write(index, value, by_guest, sets_status) {
+        return result;
+    }
+    let only = |mask: u64| {
+        if value & !mask == 0 {
+            Ok(())
+        } else {
+            Err(MsrFault::Invalid)
+        }
+    };
+    match index {
+        TSC if !by_guest => {
+            machine.vm.clock.set_tsc(&mut machine.tsc, value, true);
+            machine.clock_page_changed();
+        }
+        TSC => {
+            let change = value.wrapping_sub(machine.guest_tsc());
+            machine.move_tsc(change);
+            let adjust = machine.msr(TSC_ADJUST).wrapping_add(change);
+            machine.store(TSC_ADJUST, adjust);
+        }
+        TSC_ADJUST => {
+            if by_guest {
+                machine.move_tsc(value.wrapping_sub(machine.msr(TSC_ADJUST)));
+            }
+            machine.store(TSC_ADJUST, value);
+        }
+        APIC_BASE => machine.set_apic_base(value, by_guest)?,
+        TSC_DEADLINE => {
+            let tsc = machine.guest_tsc();
+            let effect = (machine.common.lapic()).map_or(Effect::None, |mut lapic| {
+                lapic.set_tsc_deadline(value, tsc, now)
+            });
+            machine.carry_out(effect);
+        }
+        X2APIC_FIRST..=X2APIC_LAST => {
+            machine.collect_pv_eoi();
+            let effect = machine
+                .common
+                .lapic()
+                .ok_or(MsrFault::Invalid)?
+                .write_msr(index, value, now)
+                .map_err(|_| MsrFault::Invalid)?;
+            machine.carry_out(effect);
+            match index {
+                X2APIC_TPR => machine.task_priority_changed(),
+                X2APIC_SVR | X2APIC_LINT0 => machine.look_for_interrupts(),
+                _ => {}
+            }
+        }
+        KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => {
+            machine.store(KVM_SYSTEM_TIME_NEW, value);
+            machine.clock_page_changed();
+        }
+        KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => {
+            machine.store(KVM_WALL_CLOCK_NEW, value);
+            machine.wall_clock_wanted();
+        }
+        MTRR_PHYS_FIRST..=MTRR_PHYS_LAST => {
+            // Even numbers are bases with a type, odd ones are masks with a valid bit.
+            only(if index & 1 == 0 {
+                0x0000_ffff_ffff_f007
+            } else {
+                0x0000_ffff_ffff_f800
+            })?;
+            machine.store(index, value);
+        }
+        MTRR_FIX_64K | MTRR_FIX_16K..=MTRR_FIX_16K_LAST | MTRR_FIX_4K..=MTRR_FIX_4K_LAST => {
+            if value
+                .to_le_bytes()
+                .iter()
+                .any(|kind| !matches!(kind, 0 | 1 | 4 | 5 | 6))
+            {
+                return Err(MsrFault::Invalid);
+            }
+            machine.store(index, value);
+        }
+        MTRR_DEF_TYPE => {
+            only(0xc07)?;
+            machine.store(index, value);
+        }
+        MISC_ENABLE => write_misc_enable(machine, value, by_guest)?,
+        FEATURE_CONTROL => {
+            // A guest may lock the MSR, once. It has no other feature of this MSR to enable.
+            if by_guest && machine.msr(FEATURE_CONTROL) & FEATURE_CONTROL_LOCKED != 0 {
+                return Err(MsrFault::Invalid);
+            }
+            only(match by_guest {
+                true => FEATURE_CONTROL_LOCKED,
+                false => FEATURE_CONTROL_BITS,
+            })?;
+            machine.store(index, value);
+        }
+        // Features that do not exist may be disabled, not enabled.
+        DEBUGCTL => only(0)?,
+        MISC_FEATURES => {
+            only(match platform_info(machine) & PLATFORM_INFO_CPUID_FAULT {
+                0 => 0,
+                _ => MISC_FEATURES_CPUID_FAULT,
+            })?;
+            machine.store(index, value);
+        }
+        // Three bits that old firmware sets have no effect; two are kept.
+        AMD_HWCR => {
+            let kept = HWCR_MC_STATUS_WRITABLE | HWCR_TSC_FREQUENCY;
+            only(kept | 1 << 3 | 1 << 6 | 1 << 8)?;
+            machine.store(index, value & kept);
+        }
+        ARCH_CAPABILITIES if !by_guest => machine.store(index, value),
+        PLATFORM_INFO => {
+            let takes_away = value & PLATFORM_INFO_CPUID_FAULT == 0 && cpuid_faults(machine);
+            if by_guest || takes_away {
+                return Err(MsrFault::Invalid);
+            }
+            machine.store(index, value);
+        }
+        POWER_CTL => machine.store(index, value),
+        // The guest cannot change the following MSRs.
+        SMI_COUNT | SMBASE | PERF_CAPABILITIES if by_guest => return Err(MsrFault::Invalid),
+        SMI_COUNT => machine.store(index, value),
+        SMBASE => return Err(MsrFault::Invalid),
+        PERF_CAPABILITIES => only(0)?,
+        UCODE_REV if by_guest => {}
+        UCODE_REV => machine.store(index, value),
+        KVM_STEAL_TIME => machine.set_steal_time(value)?,
+        KVM_PV_EOI => machine.set_pv_eoi(value)?,
+        _ => return fixed::write(index, value),
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vcpu::Inner;
+
+    #[test]
+    fn every_msr_that_can_be_written_has_its_place() {
+        let vm = crate::vm::VmObject::new(false).unwrap();
+        let (vcpu, _fd) = vm.create_vcpu(0).unwrap();
+        let mut inner = vcpu.lock().unwrap();
+        let Inner { cpu, machine, .. } = &mut *inner;
+        let known = [
+            0..0x1000,
+            0x4b56_4d00..0x4b56_4e00,
+            0xc000_0000..0xc001_1000,
+        ];
+        let written = known
+            .into_iter()
+            .flatten()
+            .filter(|index| write(&mut cpu.state, machine, *index, 0).is_ok());
+        assert!(written.count() > 30);
+    }
+}

@@ -1,0 +1,134 @@
+//! What the CPU asks its machine for while it executes instructions.
+
+use crate::machine::{VcpuMachine, msrs};
+use crate::{cpuid, msr};
+use kvm_bindings::{KVM_X86_QUIRK_FIX_HYPERCALL_INSN, KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS};
+use slat_irqchip::lapic::BASE_ENABLE;
+use slat_x86::{HypercallInstruction, Hypercalls, Machine, MsrFault};
+
+impl Machine for VcpuMachine {
+    fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        let mut values = cpuid::lookup(&self.cpuid, leaf, subleaf);
+        if leaf == 1 && self.apic_base() & BASE_ENABLE == 0 {
+            values[3] &= !cpuid::LEAF1_EDX_APIC;
+        }
+        values
+    }
+
+    fn cpuid_faults(&mut self) -> bool {
+        msrs::cpuid_faults(self)
+    }
+
+    fn allows_msr(&mut self, msr: u32, write: bool) -> bool {
+        self.vm.options.allows_msr(msr, write)
+    }
+
+    fn answers_msr_outside(&mut self, why: MsrFault) -> bool {
+        self.vm.options.answers_msrs(msr::exit_reason(why))
+    }
+
+    fn rdmsr(&mut self, msr: u32) -> std::result::Result<u64, MsrFault> {
+        msrs::read_machine(self, msr, true)
+    }
+
+    fn wrmsr(&mut self, msr: u32, value: u64) -> std::result::Result<(), MsrFault> {
+        msrs::write_machine(self, msr, value, true)
+    }
+
+    fn tsc(&mut self) -> u64 {
+        self.guest_tsc()
+    }
+
+    fn set_task_priority(&mut self, cr8: u64) {
+        if let Some(mut lapic) = self.common.lapic() {
+            lapic.set_cr8(cr8);
+        }
+        self.task_priority_changed();
+    }
+
+    fn hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64> {
+        self.common.exits.hypercalls.add(1);
+        #[cfg(test)]
+        assert_ne!(nr, tests::HYPERCALL_PANICS, "on purpose");
+        self.answer_hypercall(nr, args, long_mode)
+    }
+
+    fn hypercall_instruction(&mut self, which: HypercallInstruction) -> Hypercalls {
+        let native = match cpuid::host_is_amd() {
+            true => HypercallInstruction::Vmmcall,
+            false => HypercallInstruction::Vmcall,
+        };
+        match which == native {
+            true => Hypercalls::Executed,
+            false if self.vm.quirks.has(KVM_X86_QUIRK_FIX_HYPERCALL_INSN) => {
+                Hypercalls::Patched(native)
+            }
+            false => Hypercalls::Undefined,
+        }
+    }
+
+    fn has_monitor(&mut self) -> bool {
+        self.vm.quirks.has(KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS)
+            || cpuid::lookup(&self.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_MWAIT != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::abi::*;
+    use crate::system::System;
+    use kvm_bindings::kvm_userspace_memory_region;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    /// A hypercall that panics: no other instruction of a guest does.
+    pub(super) const HYPERCALL_PANICS: u64 = 0x51a7_51a7;
+
+    /// A vCPU whose thread panics while the guest runs leaves the engine, so flushes do not wait for it. And its VM is dead.
+    #[test]
+    fn a_panic_inside_the_guest_leaves_nobody_waiting() {
+        let (vm, _fd) = System.create_vm(0).unwrap();
+        let mut memory = vec![0u8; 0x3000];
+        let page = memory.as_ptr().align_offset(4096);
+        // mov eax, HYPERCALL_PANICS; vmcall
+        let code = [0x66, 0xb8, 0xa7, 0x51, 0xa7, 0x51, 0x0f, 0x01, 0xc1];
+        memory[page..page + code.len()].copy_from_slice(&code);
+        let region = kvm_userspace_memory_region {
+            slot: 0,
+            flags: 0,
+            guest_phys_addr: 0,
+            memory_size: 0x2000,
+            userspace_addr: memory.as_ptr() as u64 + page as u64,
+        };
+        vm.set_user_memory_region(&region).unwrap();
+        let (vcpu, _vcpu_fd) = vm.create_vcpu(0).unwrap();
+        let mut sregs = vcpu.get_sregs().unwrap();
+        (sregs.cs.base, sregs.cs.selector) = (0, 0);
+        vcpu.set_sregs(&sregs).unwrap();
+        let mut regs = vcpu.get_regs().unwrap();
+        regs.rip = 0;
+        vcpu.set_regs(&regs).unwrap();
+        assert!(catch_unwind(AssertUnwindSafe(|| vcpu.run())).is_err());
+
+        let (done, results) = mpsc::channel();
+        let object = vm.clone();
+        std::thread::spawn(move || {
+            // Neither a change of the host's memory nor a slot change waits for this vCPU.
+            let address = region.userspace_addr as usize;
+            crate::notify::around(address..address + 0x2000, || {});
+            let deleted = kvm_userspace_memory_region {
+                memory_size: 0,
+                ..region
+            };
+            done.send(object.set_user_memory_region(&deleted))
+        });
+        let result = results.recv_timeout(Duration::from_secs(20));
+        let error = result.expect("a slot change hangs").unwrap_err();
+        assert_eq!(error.errno(), libc::EIO);
+        assert_eq!(vcpu.run().unwrap_err().errno(), libc::EIO);
+        assert_eq!(vcpu.get_regs().unwrap_err().errno(), libc::EIO);
+        let stats = crate::ioctl::Object::Vm(vm).ioctl(KVM_GET_STATS_FD, 0);
+        assert_eq!(stats.unwrap_err().errno(), libc::EIO);
+    }
+}

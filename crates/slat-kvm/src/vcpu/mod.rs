@@ -1,0 +1,358 @@
+//! One vCPU: its parts, and the calls that read and change its state. Module `run` executes it.
+//!
+//! | file | calls for |
+//! |---|---|
+//! | `registers` | the state of the CPU |
+//! | `interrupts` | interrupts, exceptions and the local APIC |
+//! | `vapic` | the task priority in guest memory |
+
+mod interrupts;
+mod registers;
+mod vapic;
+
+use crate::call::Call;
+use crate::engine::EngineVcpu;
+use crate::errno::{Error, Result, fail, no_memory};
+use crate::ioeventfd::KnownEvents;
+use crate::irq::vcpus::MAX_VCPUS;
+use crate::machine::VcpuMachine;
+use crate::run_page::{RING_OFFSET, RunPage};
+use crate::vcpu_common::VcpuCommon;
+use crate::vm::VmObject;
+use crate::{clock, coalesced, events};
+use kvm_bindings::*;
+use slat::{DirtyRing, Shared, VcpuStats};
+use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Lapic};
+use slat_x86::Cpu;
+use std::ffi::c_int;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// The access that one `KVM_RUN` began and the next one completes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Unfinished {
+    #[default]
+    Nothing,
+    /// IN reads this many bytes from the port-data page.
+    PortIn(usize),
+    /// OUT reads nothing; its instruction has to be finished.
+    PortOut,
+    /// A hypercall reads its result from `kvm_run`.
+    Hypercall,
+    /// RDMSR or WRMSR reads its result from `kvm_run`.
+    Msr,
+    /// An MMIO read reads this many bytes from `kvm_run`.
+    MmioRead(usize),
+}
+
+/// The state that only one thread at a time uses: what KVM's vCPU mutex protects.
+pub(crate) struct Inner {
+    pub(crate) cpu: Cpu,
+    pub(crate) machine: VcpuMachine,
+    pub(crate) unfinished: Unfinished,
+    pub(crate) mp_state: u32,
+    /// The events that the client requested by `KVM_SET_VCPU_EVENTS` and the next run delivers.
+    pub(crate) requested: events::Requested,
+    /// `KVM_SET_SIGNAL_MASK`.
+    pub(crate) signal_mask: Option<u64>,
+    pub(crate) has_run: bool,
+    /// An interrupt of the client's 8259, injected by `KVM_INTERRUPT`, that the vCPU has not acknowledged. Only where the client
+    /// emulates all controllers but the local APICs.
+    pub(crate) external: Option<u8>,
+    pub(crate) known_events: KnownEvents,
+    /// The client's debugger keeps interrupts and NMIs from the guest (`KVM_GUESTDBG_BLOCKIRQ`).
+    pub(crate) interrupts_blocked: bool,
+}
+
+/// A vCPU that one call has locked.
+pub(crate) struct Locked<'a> {
+    /// Dropped first: a thread that gets the lock after a panic finds the VM dead.
+    _call: Call<'a>,
+    inner: MutexGuard<'a, Inner>,
+}
+
+impl Deref for Locked<'_> {
+    type Target = Inner;
+
+    fn deref(&self) -> &Inner {
+        &self.inner
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Inner {
+        &mut self.inner
+    }
+}
+
+impl AsMut<EngineVcpu> for Inner {
+    fn as_mut(&mut self) -> &mut EngineVcpu {
+        &mut self.machine.engine
+    }
+}
+
+/// A vCPU. It keeps its VM alive.
+pub struct VcpuObject {
+    common: Shared<VcpuCommon>,
+    pub(crate) vm: Arc<VmObject>,
+    pub(crate) page: RunPage,
+    /// The dirty ring, if the VM has dirty rings.
+    pub(crate) ring: Option<Arc<DirtyRing>>,
+    /// The engine's counters for this vCPU.
+    pub(crate) counted: VcpuStats,
+    inner: Mutex<Inner>,
+}
+
+impl std::fmt::Debug for VcpuObject {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VcpuObject")
+            .field("id", &self.common.id)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for VcpuObject {
+    fn drop(&mut self) {
+        self.common.delist();
+    }
+}
+
+impl VmObject {
+    /// `KVM_CREATE_VCPU`. Returns the vCPU and the descriptor that maps its `kvm_run`.
+    ///
+    /// # Errors
+    /// `EINVAL` for an id or a number beyond the limits, `EEXIST` for an id in use, `ENOMEM`, `EMFILE`.
+    pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(Shared<VcpuObject>, OwnedFd)> {
+        let _call = self.begin()?;
+        let id = u32::try_from(id).map_err(|_| Error::new(libc::EINVAL))?;
+        if !self.allows_vcpu_id(id) {
+            return fail(libc::EINVAL);
+        }
+        let mut vcpus = self.vcpus_mut();
+        if vcpus.len() >= MAX_VCPUS as usize {
+            return fail(libc::EINVAL);
+        }
+        let Err(at) = vcpus.place(id) else {
+            return fail(libc::EEXIST);
+        };
+        vcpus.reserve()?;
+        let (page, fd) = RunPage::create(id, self.rings.size())?;
+        let vcpu = VcpuObject::new(self.clone(), id, self.is_bootstrap(id), page, &fd)?;
+        vcpus.insert(at, vcpu.common().clone());
+        Ok((vcpu, fd))
+    }
+}
+
+impl VcpuObject {
+    /// Creates a vCPU in its reset state. Without an interrupt controller all vCPUs are runnable; with one, all but the bootstrap
+    /// processor wait for INIT and SIPI.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    fn new(
+        vm: Arc<VmObject>,
+        id: u32,
+        bootstrap: bool,
+        page: RunPage,
+        fd: &OwnedFd,
+    ) -> Result<Shared<Self>> {
+        let cpu = Cpu::try_new().map_err(no_memory)?;
+        let mut engine = vm.engine.create_vcpu().map_err(no_memory)?;
+        let counted = engine.watch_stats();
+        let ring = vm.rings.equip(&mut engine, fd)?;
+        let irqchip = vm.has_irqchip();
+        let lapic = irqchip.then(|| {
+            let mut lapic = Lapic::new(id, bootstrap, vm.tsc_khz().into());
+            if bootstrap && vm.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
+                lapic.accept_external();
+            }
+            lapic
+        });
+        let common = VcpuCommon::new(id, engine.attention().clone(), lapic)?;
+        let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
+        let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base);
+        let waiting = irqchip && !bootstrap;
+        let vcpu = Shared::try_new(VcpuObject {
+            common: common.clone(),
+            vm,
+            page,
+            ring,
+            counted,
+            inner: Mutex::new(Inner {
+                cpu,
+                machine,
+                unfinished: Unfinished::Nothing,
+                mp_state: if waiting {
+                    KVM_MP_STATE_UNINITIALIZED
+                } else {
+                    KVM_MP_STATE_RUNNABLE
+                },
+                requested: events::Requested::default(),
+                signal_mask: None,
+                has_run: false,
+                external: None,
+                known_events: KnownEvents::default(),
+                interrupts_blocked: false,
+            }),
+        })
+        .map_err(no_memory)?;
+        VcpuCommon::enlist(common)?;
+        Ok(vcpu)
+    }
+
+    /// The id that the client gave this vCPU.
+    pub fn id(&self) -> u32 {
+        self.common.id
+    }
+
+    pub(crate) fn common(&self) -> &Shared<VcpuCommon> {
+        &self.common
+    }
+
+    /// Whether this is a forked child: see [`VmObject::is_foreign`].
+    pub fn is_foreign(&self) -> bool {
+        self.vm.is_foreign()
+    }
+
+    /// Begins a call that locks the vCPU. Waits while another thread runs it.
+    pub(crate) fn lock(&self) -> Result<Locked<'_>> {
+        let call = self.vm.begin()?;
+        let inner = (self.inner.lock()).unwrap_or_else(|poisoned| poisoned.into_inner());
+        self.vm.still_alive()?;
+        Ok(Locked { _call: call, inner })
+    }
+
+    /// `KVM_GET_TSC_KHZ`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn tsc_khz(&self) -> Result<u32> {
+        Ok(self.lock()?.machine.tsc.khz())
+    }
+
+    /// `KVM_SET_TSC_KHZ`; 0 is the host's frequency.
+    ///
+    /// # Errors
+    /// `EINVAL` for a frequency beyond KVM's own limits.
+    pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
+        let khz = clock::frequency(khz)?;
+        self.lock()?.machine.set_tsc_khz(khz);
+        Ok(())
+    }
+
+    /// `KVM_SET_SIGNAL_MASK`: sets the signals blocked during `KVM_RUN`, a bit each; `None`: those of the thread's own mask.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_signal_mask(&self, mask: Option<u64>) -> Result<()> {
+        self.lock()?.signal_mask = mask;
+        Ok(())
+    }
+
+    /// `KVM_TRANSLATE`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn translate(&self, address: u64) -> Result<kvm_translation> {
+        let mut inner = self.lock()?;
+        let Inner { cpu, machine, .. } = &mut *inner;
+        let found = machine.translate_for_client(&cpu.state, address);
+        Ok(kvm_translation {
+            linear_address: address,
+            physical_address: found.unwrap_or(u64::MAX),
+            valid: u8::from(found.is_some()),
+            writeable: 1,
+            usermode: 0,
+            pad: [0; 5],
+        })
+    }
+
+    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`.
+    ///
+    /// # Errors
+    /// `EINVAL` for any other capability, and for flags.
+    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
+        let mut inner = self.lock()?;
+        if cap.flags != 0 || cap.cap != KVM_CAP_ENFORCE_PV_FEATURE_CPUID {
+            return fail(libc::EINVAL);
+        }
+        inner.machine.enforces_pv_features = cap.args[0] != 0;
+        Ok(())
+    }
+
+    /// `KVM_KVMCLOCK_CTRL`: tells the guest that it was paused.
+    ///
+    /// # Errors
+    /// `EINVAL` when the guest does not use the clock.
+    pub fn kvmclock_ctrl(&self) -> Result<()> {
+        let mut inner = self.lock()?;
+        if inner.machine.mark_guest_paused() {
+            Ok(())
+        } else {
+            fail(libc::EINVAL)
+        }
+    }
+
+    /// Checks whether the client may map this part of the vCPU's descriptor with this protection and these flags.
+    ///
+    /// # Errors
+    /// `EINVAL` for a dirty ring that would be private or executable.
+    pub fn check_mapping(
+        &self,
+        offset: u64,
+        len: usize,
+        protection: c_int,
+        flags: c_int,
+    ) -> Result<()> {
+        let ring = RING_OFFSET as u64;
+        let ring = ring..ring + self.vm.rings.size() as u64;
+        let last = offset.saturating_add(len as u64).saturating_sub(1);
+        let private = flags & libc::MAP_TYPE == libc::MAP_PRIVATE;
+        if (ring.contains(&offset) || ring.contains(&last))
+            && (private || protection & libc::PROT_EXEC != 0)
+        {
+            return fail(libc::EINVAL);
+        }
+        Ok(())
+    }
+
+    /// Maps the VM's ring of coalesced I/O into the client's mapping, if it includes the ring's page. Call after the client has mapped
+    /// a part of the vCPU's descriptor.
+    ///
+    /// # Errors
+    /// What the host returns for the mapping.
+    ///
+    /// # Safety
+    /// `address` and `len` are a new mapping of the vCPU's descriptor, from `offset` on.
+    pub unsafe fn show_coalesced(&self, address: usize, len: usize, offset: u64) -> Result<()> {
+        let page = coalesced::OFFSET as u64;
+        if (offset..offset.saturating_add(len as u64)).contains(&page) {
+            // SAFETY: a page of the mapping that the caller names.
+            unsafe {
+                self.vm
+                    .coalesced
+                    .show_at(address + (page - offset) as usize)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Inner {
+    /// Copies CR8 to the APIC's task priority. On a processor both are one register; while the vCPU runs, the CPU's copy is current.
+    pub(crate) fn sync_cr8_to_lapic(&mut self) {
+        if let Some(mut lapic) = self.machine.common.lapic()
+            && lapic.cr8() != self.cpu.state.cr8
+        {
+            lapic.set_cr8(self.cpu.state.cr8);
+        }
+    }
+
+    /// Copies the APIC's task priority to CR8. Call after that register was written.
+    pub(crate) fn sync_cr8_from_lapic(&mut self) {
+        if let Some(lapic) = self.machine.common.lapic() {
+            self.cpu.state.cr8 = lapic.cr8();
+        }
+    }
+}

@@ -1,0 +1,239 @@
+//! A vCPU's calls for the state of its CPU: registers, FPU, CPUID, MSRs, and nested guests, which it has none of.
+
+use crate::errno::{Error, Result, fail};
+use crate::machine::msrs;
+use crate::nested::{self, NestedState};
+use crate::regs::{self, uses_pae_paging};
+use crate::vcpu::{Inner, VcpuObject};
+use crate::{cpuid, fpu, heap};
+use kvm_bindings::*;
+use slat_x86::Features;
+
+impl VcpuObject {
+    /// `KVM_GET_REGS`.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child, as for every call here.
+    pub fn get_regs(&self) -> Result<kvm_regs> {
+        Ok(regs::get_regs(&self.lock()?.cpu.state))
+    }
+
+    /// `KVM_SET_REGS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_regs(&self, regs: &kvm_regs) -> Result<()> {
+        regs::set_regs(&mut self.lock()?.cpu.state, regs);
+        Ok(())
+    }
+
+    /// `KVM_GET_SREGS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_sregs(&self) -> Result<kvm_sregs> {
+        let mut inner = self.lock()?;
+        inner.sync_cr8_from_lapic();
+        Ok(regs::get_sregs(&inner.cpu.state, inner.machine.apic_base()))
+    }
+
+    /// `KVM_SET_SREGS`.
+    ///
+    /// # Errors
+    /// `EINVAL` for impossible combinations.
+    pub fn set_sregs(&self, sregs: &kvm_sregs) -> Result<()> {
+        let mut inner = self.lock()?;
+        self.put_sregs(&mut inner, sregs, None)
+    }
+
+    /// Sets the registers. With PAE paging and without `pdptes`, reads the PDPTEs from guest memory; those that cannot be read
+    /// stay as they are, as in KVM.
+    pub(crate) fn put_sregs(
+        &self,
+        inner: &mut Inner,
+        sregs: &kvm_sregs,
+        pdptes: Option<[u64; 4]>,
+    ) -> Result<()> {
+        let mut state = inner.cpu.state.clone();
+        regs::set_sregs(&mut state, sregs)?;
+        inner
+            .machine
+            .set_apic_base(sregs.apic_base, false)
+            .map_err(|_| Error::new(libc::EINVAL))?;
+        inner.cpu.state = state;
+        if uses_pae_paging(&inner.cpu.state)
+            && let Some(pdptes) = pdptes.or_else(|| inner.machine.read_pdptes(sregs.cr3))
+        {
+            inner.cpu.state.pdptes = pdptes;
+        }
+        inner.sync_cr8_to_lapic();
+        inner.cpu.flush_tlb();
+        Ok(())
+    }
+
+    /// `KVM_GET_SREGS2`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_sregs2(&self) -> Result<kvm_sregs2> {
+        let inner = self.lock()?;
+        Ok(regs::get_sregs2(
+            &inner.cpu.state,
+            inner.machine.apic_base(),
+        ))
+    }
+
+    /// `KVM_SET_SREGS2`.
+    ///
+    /// # Errors
+    /// `EINVAL` for impossible combinations and unknown flags.
+    pub fn set_sregs2(&self, sregs: &kvm_sregs2) -> Result<()> {
+        let (sregs, pdptes) = regs::from_sregs2(sregs)?;
+        let mut inner = self.lock()?;
+        self.put_sregs(&mut inner, &sregs, pdptes)
+    }
+
+    /// `KVM_GET_FPU`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_fpu(&self) -> Result<kvm_fpu> {
+        Ok(fpu::get_fpu(&self.lock()?.cpu.state))
+    }
+
+    /// `KVM_SET_FPU`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_fpu(&self, fpu: &kvm_fpu) -> Result<()> {
+        fpu::set_fpu(&mut self.lock()?.cpu.state, fpu);
+        Ok(())
+    }
+
+    /// `KVM_GET_XSAVE`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_xsave(&self) -> Result<[u8; 4096]> {
+        Ok(fpu::get_xsave(&self.lock()?.cpu.state))
+    }
+
+    /// `KVM_SET_XSAVE`.
+    ///
+    /// # Errors
+    /// `EINVAL` for state components that the CPU does not have.
+    pub fn set_xsave(&self, area: &[u8; 4096]) -> Result<()> {
+        fpu::set_xsave(&mut self.lock()?.cpu.state, area)
+    }
+
+    /// `KVM_GET_XCRS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_xcrs(&self) -> Result<kvm_xcrs> {
+        Ok(regs::get_xcrs(&self.lock()?.cpu.state))
+    }
+
+    /// `KVM_SET_XCRS`.
+    ///
+    /// # Errors
+    /// `EINVAL`.
+    pub fn set_xcrs(&self, xcrs: &kvm_xcrs) -> Result<()> {
+        regs::set_xcrs(&mut self.lock()?.cpu.state, xcrs)
+    }
+
+    /// `KVM_GET_DEBUGREGS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_debugregs(&self) -> Result<kvm_debugregs> {
+        Ok(regs::get_debugregs(&self.lock()?.cpu.state))
+    }
+
+    /// `KVM_SET_DEBUGREGS`.
+    ///
+    /// # Errors
+    /// `EINVAL` for reserved bits.
+    pub fn set_debugregs(&self, debugregs: &kvm_debugregs) -> Result<()> {
+        regs::set_debugregs(&mut self.lock()?.cpu.state, debugregs)
+    }
+
+    /// `KVM_GET_CPUID2`.
+    ///
+    /// # Errors
+    /// `EIO`, `ENOMEM`.
+    pub fn get_cpuid(&self) -> Result<Vec<kvm_cpuid_entry2>> {
+        heap::copy_of(&self.lock()?.machine.cpuid)
+    }
+
+    /// `KVM_SET_CPUID2`.
+    ///
+    /// # Errors
+    /// `EINVAL` when the vCPU has run and `table` differs from its table.
+    pub fn set_cpuid(&self, mut table: Vec<kvm_cpuid_entry2>) -> Result<()> {
+        if self.vm.options.halts_inside() {
+            // As in KVM: where HLT does not exit, other vCPUs cannot end a halt.
+            cpuid::remove_kvm_feature(&mut table, cpuid::KVM_FEATURE_PV_UNHALT);
+        }
+        let mut inner = self.lock()?;
+        if inner.has_run && inner.machine.cpuid != table {
+            return fail(libc::EINVAL);
+        }
+        let features = Features::from_cpuid(|leaf, subleaf| cpuid::lookup(&table, leaf, subleaf));
+        inner.machine.physical_bits = features.physical_bits();
+        inner.cpu.set_features(features);
+        inner.machine.cpuid = table;
+        Ok(())
+    }
+
+    /// `KVM_GET_MSRS`: reads in order, stops at the first that is unknown, and returns how many were read.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_msrs(&self, entries: &mut [kvm_msr_entry]) -> Result<usize> {
+        let mut inner = self.lock()?;
+        inner.sync_cr8_to_lapic();
+        for (done, entry) in entries.iter_mut().enumerate() {
+            let Inner { cpu, machine, .. } = &mut *inner;
+            match msrs::read(&mut cpu.state, machine, entry.index) {
+                Ok(value) => entry.data = value,
+                Err(_) => return Ok(done),
+            }
+        }
+        Ok(entries.len())
+    }
+
+    /// `KVM_SET_MSRS`: the counterpart of [`get_msrs`](Self::get_msrs).
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn set_msrs(&self, entries: &[kvm_msr_entry]) -> Result<usize> {
+        let mut inner = self.lock()?;
+        inner.sync_cr8_to_lapic();
+        let Inner { cpu, machine, .. } = &mut *inner;
+        let done = entries.iter().position(|entry| {
+            msrs::write(&mut cpu.state, machine, entry.index, entry.data).is_err()
+        });
+        // One of these MSRs is the task priority of an x2APIC.
+        inner.sync_cr8_from_lapic();
+        Ok(done.unwrap_or(entries.len()))
+    }
+
+    /// `KVM_GET_NESTED_STATE`.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child.
+    pub fn nested_state(&self) -> Result<NestedState> {
+        let _call = self.vm.begin()?;
+        Ok(nested::off())
+    }
+
+    /// `KVM_SET_NESTED_STATE`: accepts the state of a vCPU without nested guest.
+    ///
+    /// # Errors
+    /// `EINVAL` for any other state, and for another vendor's.
+    pub fn set_nested_state(&self, header: &[u64; nested::WORDS]) -> Result<()> {
+        let _call = self.vm.begin()?;
+        nested::check(header)
+    }
+}

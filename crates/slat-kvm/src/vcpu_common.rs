@@ -1,0 +1,210 @@
+//! The part of a vCPU that other threads use while it runs: its local APIC, the signals to it, its counters.
+
+use crate::counters::Exits;
+use crate::errno::{Result, no_memory};
+use crate::process::PerProcess;
+use crate::thread::bits;
+use crate::ticker::{self, Alarm, Client};
+use crate::{heap, steal_time};
+use slat::{Attention, Shared};
+use slat_irqchip::lapic::{Lapic, Request};
+use slat_irqchip::message::{DeliveryMode, Message};
+use slat_x86::state::MAX_NMIS;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The part of a vCPU that other threads use while it runs.
+pub(crate) struct VcpuCommon {
+    pub(crate) id: u32,
+    pub(crate) attention: Shared<Attention>,
+    pub(crate) client: Shared<Client>,
+    lapic: Option<Mutex<Lapic>>,
+    /// The pending events, as bits: [`NMIS`](Self::NMIS), [`INIT`](Self::INIT), [`SIPI`](Self::SIPI), [`UNHALT`](Self::UNHALT).
+    pub(crate) signals: AtomicU32,
+    pub(crate) sipi_vector: AtomicU32,
+    /// The thread (`pthread_t`) that is in `KVM_RUN`, or 0.
+    pub(crate) runner: AtomicUsize,
+    pub(crate) exits: Exits,
+}
+
+/// All vCPUs of the process, for [`interrupt_thread`].
+static ALL: PerProcess<Mutex<Vec<Shared<VcpuCommon>>>> = PerProcess::new();
+
+/// Creates what the vCPUs of a process share.
+pub(crate) fn prepare() {
+    ALL.get();
+    ticker::prepare();
+    steal_time::prepare();
+}
+
+fn all(all: &Mutex<Vec<Shared<VcpuCommon>>>) -> MutexGuard<'_, Vec<Shared<VcpuCommon>>> {
+    all.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Ends with `EINTR` the `KVM_RUN` that `thread`, a `pthread_t`, is in, if it is in one. Call for a signal that ends system calls
+/// and that no handler of the client sees.
+pub fn interrupt_thread(thread: usize) {
+    let Some(vcpus) = ALL.peek() else {
+        return;
+    };
+    for vcpu in &*all(vcpus) {
+        if vcpu.runner.load(Ordering::SeqCst) == thread {
+            ticker::raise(&vcpu.attention, bits::SIGNAL);
+        }
+    }
+}
+
+impl Drop for VcpuCommon {
+    fn drop(&mut self) {
+        self.client.leave();
+    }
+}
+
+impl VcpuCommon {
+    /// Pending NMIs, a bit each: one waits while another one is delivered.
+    const NMIS: [u32; MAX_NMIS as usize] = [1, 1 << 4];
+    const ALL_NMIS: u32 = Self::NMIS[0] | Self::NMIS[1];
+    pub(crate) const INIT: u32 = 2;
+    pub(crate) const SIPI: u32 = 4;
+    /// Another vCPU ended this vCPU's halt ([`end_halt`](Self::end_halt)).
+    pub(crate) const UNHALT: u32 = 8;
+
+    /// Creates the common part of a vCPU.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn new(
+        id: u32,
+        attention: Shared<Attention>,
+        lapic: Option<Lapic>,
+    ) -> Result<Shared<Self>> {
+        Shared::try_new(VcpuCommon {
+            id,
+            client: Client::register(Alarm::Vcpu(attention.clone()))?,
+            attention,
+            lapic: lapic.map(Mutex::new),
+            signals: AtomicU32::new(0),
+            sipi_vector: AtomicU32::new(0),
+            runner: AtomicUsize::new(0),
+            exits: Exits::default(),
+        })
+        .map_err(no_memory)
+    }
+
+    /// Lets [`interrupt_thread`] find the vCPU.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn enlist(this: Shared<Self>) -> Result<()> {
+        let mut all = all(ALL.get());
+        heap::reserve(&mut all, 1)?;
+        all.push(this);
+        Ok(())
+    }
+
+    /// Undoes [`enlist`](Self::enlist).
+    pub(crate) fn delist(&self) {
+        if let Some(vcpus) = ALL.peek() {
+            all(vcpus).retain(|vcpu| !std::ptr::eq(&**vcpu, self));
+        }
+    }
+
+    /// Whether the vCPU has a local APIC.
+    pub(crate) fn has_lapic(&self) -> bool {
+        self.lapic.is_some()
+    }
+
+    /// The local APIC, when the VM has an interrupt controller.
+    pub(crate) fn lapic(&self) -> Option<MutexGuard<'_, Lapic>> {
+        Some(
+            self.lapic
+                .as_ref()?
+                .lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner()),
+        )
+    }
+
+    /// Makes the vCPU look for interrupts; wakes it from a halt or another wait.
+    pub(crate) fn notice(&self) {
+        ticker::raise(&self.attention, bits::IRQ);
+    }
+
+    /// Delivers a message to this vCPU. The end of a level (level-triggered, without assert) is no interrupt.
+    pub(crate) fn deliver(&self, message: &Message) -> Request {
+        let level_ends = message.level && !message.assert;
+        let taken = match message.mode {
+            DeliveryMode::Fixed | DeliveryMode::LowestPriority | DeliveryMode::Init
+                if level_ends =>
+            {
+                Request::Refused
+            }
+            DeliveryMode::Fixed | DeliveryMode::LowestPriority => match self.lapic() {
+                Some(mut lapic) => lapic.request(message.vector, message.level),
+                None => Request::Refused,
+            },
+            DeliveryMode::Nmi => self.signal_nmi(),
+            DeliveryMode::Init => {
+                // INIT cancels an earlier SIPI.
+                self.signals.fetch_and(!Self::SIPI, Ordering::SeqCst);
+                self.signal(Self::INIT)
+            }
+            DeliveryMode::StartUp => {
+                self.sipi_vector
+                    .store(message.vector.into(), Ordering::SeqCst);
+                self.signal(Self::SIPI)
+            }
+            // KVM uses the reserved mode to end a halt.
+            DeliveryMode::Reserved => self.signal(Self::UNHALT),
+            // There is no system management mode. The 8259 interrupts by its line, not by messages.
+            DeliveryMode::Smi | DeliveryMode::ExtInt => Request::Refused,
+        };
+        if taken == Request::Pending {
+            self.notice();
+        }
+        taken
+    }
+
+    /// Sends a non-maskable interrupt.
+    pub(crate) fn non_maskable(&self) {
+        self.signal_nmi();
+        self.notice();
+    }
+
+    /// Wakes the vCPU from its halt, or else from its next one (`KVM_HC_KICK_CPU`).
+    pub(crate) fn end_halt(&self) {
+        if self.signal(Self::UNHALT) == Request::Pending {
+            self.notice();
+        }
+    }
+
+    /// Makes an NMI pending; at most [`MAX_NMIS`] are.
+    pub(crate) fn signal_nmi(&self) -> Request {
+        let mut bits = Self::NMIS.into_iter();
+        match bits.any(|bit| self.signal(bit) == Request::Pending) {
+            true => Request::Pending,
+            false => Request::Merged,
+        }
+    }
+
+    /// The number of pending NMIs.
+    pub(crate) fn nmis(&self) -> u8 {
+        (self.signals.load(Ordering::SeqCst) & Self::ALL_NMIS).count_ones() as u8
+    }
+
+    /// Clears the pending NMIs. Returns how many there were.
+    pub(crate) fn take_nmis(&self) -> u8 {
+        // Every entry into the guest calls this, and usually no NMI is pending.
+        if self.nmis() == 0 {
+            return 0;
+        }
+        let signals = self.signals.fetch_and(!Self::ALL_NMIS, Ordering::SeqCst);
+        (signals & Self::ALL_NMIS).count_ones() as u8
+    }
+
+    fn signal(&self, signal: u32) -> Request {
+        match self.signals.fetch_or(signal, Ordering::SeqCst) & signal {
+            0 => Request::Pending,
+            _ => Request::Merged,
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! A VM's capabilities: which it has, and what enabling one does.
+
+use crate::errno::{Error, Result, fail};
+use crate::irq::vcpus::MAX_VCPU_ID;
+use crate::vm::VmObject;
+use crate::{caps, parameters, quirks};
+use kvm_bindings::*;
+use std::sync::atomic::Ordering;
+
+impl VmObject {
+    /// `KVM_CHECK_EXTENSION`.
+    pub fn check_extension(&self, cap: u64) -> i32 {
+        match u32::try_from(cap) {
+            Ok(KVM_CAP_GUEST_MEMFD) => self.protected.into(),
+            Ok(KVM_CAP_MEMORY_ATTRIBUTES) => self.known_attributes() as i32,
+            _ => caps::check(cap),
+        }
+    }
+
+    /// `KVM_ENABLE_CAP` on the VM.
+    ///
+    /// # Errors
+    /// `EINVAL` for capabilities that cannot be enabled, and for bad arguments.
+    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
+        let _call = self.begin()?;
+        if cap.flags != 0 {
+            return fail(libc::EINVAL);
+        }
+        if let Some(result) = self.options.enable(cap.cap, cap.args[0]) {
+            return result;
+        }
+        match cap.cap {
+            // The older capability ignores unknown quirks.
+            KVM_CAP_DISABLE_QUIRKS => self
+                .quirks
+                .disable(cap.args[0] & u64::from(quirks::SUPPORTED)),
+            KVM_CAP_DISABLE_QUIRKS2 => self.quirks.disable(cap.args[0]),
+            KVM_CAP_MAX_VCPU_ID => self.limit_vcpu_ids(cap.args[0]),
+            KVM_CAP_VM_DISABLE_NX_HUGE_PAGES if cap.args[0] == 0 => {
+                self.before_vcpus(|| parameters::disable_nx(&self.engine))
+            }
+            KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => self.set_manual_dirty_log(cap.args[0]),
+            KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => {
+                self.enable_dirty_rings(cap.args[0])
+            }
+            KVM_CAP_SPLIT_IRQCHIP => self.interrupts.create_split(cap.args[0]),
+            KVM_CAP_X2APIC_API => self.interrupts.enable_x2apic_api(cap.args[0]),
+            _ => fail(libc::EINVAL),
+        }
+    }
+
+    /// Carries out `KVM_CAP_MAX_VCPU_ID`: allowed once, before there are vCPUs, and not below the bootstrap processor's id.
+    fn limit_vcpu_ids(&self, limit: u64) -> Result<()> {
+        let limit = u32::try_from(limit).map_err(|_| Error::new(libc::EINVAL))?;
+        let vcpus = self.vcpus_mut();
+        let now = self.max_vcpu_ids.load(Ordering::Relaxed);
+        if limit == 0
+            || limit > MAX_VCPU_ID
+            || limit < self.boot_cpu.load(Ordering::Relaxed)
+            || now != limit && now != MAX_VCPU_ID
+            || !vcpus.is_empty()
+        {
+            return fail(libc::EINVAL);
+        }
+        self.max_vcpu_ids.store(limit, Ordering::Relaxed);
+        Ok(())
+    }
+}

@@ -1,0 +1,115 @@
+//! A VM's calls for dirty logs: bitmaps, manual protection, and the rings. The engine logs; these calls check KVM's arguments and
+//! return its errors.
+
+use crate::call::Call;
+use crate::errno::{Error, Result, fail};
+use crate::vm::VmObject;
+use crate::{dirty, heap};
+use kvm_bindings::*;
+use slat::DirtyLogError;
+
+/// Splits a client's slot number into address space and id.
+fn space_and_id(slot: u32) -> Result<(usize, u32)> {
+    let (space, id) = ((slot >> 16) as usize, slot & 0xffff);
+    if space != 0 || id >= slat::MAX_SLOTS {
+        return fail(libc::EINVAL);
+    }
+    Ok((space, id))
+}
+
+fn refused(error: DirtyLogError) -> Error {
+    Error::new(error.errno())
+}
+
+impl VmObject {
+    /// Begins a call for bitmaps. Fails with `ENXIO` in a VM with rings.
+    fn begin_with_bitmaps(&self) -> Result<Call<'_>> {
+        let call = self.begin()?;
+        if self.rings.size() == 0 {
+            Ok(call)
+        } else {
+            fail(libc::ENXIO)
+        }
+    }
+
+    /// `KVM_GET_DIRTY_LOG`. Returns the pages written since the last call, a bit each; without manual protection, write-protects
+    /// them again. Calls `ready` with the size in bytes before it harvests anything.
+    ///
+    /// # Errors
+    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, `ENOMEM`, the errors of `ready`.
+    pub fn dirty_log(&self, slot: u32, ready: impl Fn(usize) -> Result<()>) -> Result<Vec<u64>> {
+        let _call = self.begin_with_bitmaps()?;
+        let (space, id) = space_and_id(slot)?;
+        loop {
+            let words = self.engine.dirty_log_words(space, id).map_err(refused)?;
+            ready(words * size_of::<u64>())?;
+            let mut bitmap = heap::zeroes(words)?;
+            match self.engine.get_dirty_log(space, id, &mut bitmap) {
+                Ok(()) => return Ok(bitmap),
+                // The slot was replaced by a larger one meanwhile.
+                Err(DirtyLogError::BufferTooSmall(_)) => {}
+                Err(error) => return Err(refused(error)),
+            }
+        }
+    }
+
+    /// `KVM_CLEAR_DIRTY_LOG`: clears the pages that are set in a bitmap; their next write is logged again. `bitmap` returns the
+    /// bitmap, of as many words as its argument says.
+    ///
+    /// # Errors
+    /// `EINVAL` for a bad slot or range, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, the errors of `bitmap`.
+    pub fn clear_dirty_log<B: AsRef<[u64]>>(
+        &self,
+        slot: u32,
+        first: u64,
+        pages: u32,
+        bitmap: impl FnOnce(usize) -> Result<B>,
+    ) -> Result<()> {
+        let _call = self.begin_with_bitmaps()?;
+        let (space, id) = space_and_id(slot)?;
+        if !first.is_multiple_of(64) {
+            return fail(libc::EINVAL);
+        }
+        let words = self.engine.dirty_log_words(space, id).map_err(refused)?;
+        let wanted = pages.div_ceil(64) as usize;
+        if first / 64 + wanted as u64 > words as u64 {
+            return fail(libc::EINVAL);
+        }
+        let bitmap = bitmap(wanted)?;
+        self.engine
+            .clear_dirty_log(space, id, first, pages.into(), bitmap.as_ref())
+            .map_err(refused)
+    }
+
+    /// Carries out `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
+    pub(crate) fn set_manual_dirty_log(&self, options: u64) -> Result<()> {
+        let manual = options & u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE) != 0;
+        let set = options & u64::from(KVM_DIRTY_LOG_INITIALLY_SET) != 0;
+        let known = u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET);
+        if options & !known != 0 || set && !manual {
+            return fail(libc::EINVAL);
+        }
+        self.engine.set_manual_dirty_log(manual, set);
+        Ok(())
+    }
+
+    /// Carries out `KVM_CAP_DIRTY_LOG_RING` and `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`: allowed once, before there are vCPUs. (On x86 loads
+    /// and stores have the order that the second one promises.)
+    pub(crate) fn enable_dirty_rings(&self, size: u64) -> Result<()> {
+        // KVM looks at the low half only.
+        let size = dirty::check_size(size as u32)?;
+        self.before_vcpus(|| self.rings.enable(&self.engine, size))
+    }
+
+    /// `KVM_RESET_DIRTY_RINGS`: resets the ring entries that the client has collected. Returns how many there were.
+    ///
+    /// # Errors
+    /// `EINVAL` without rings.
+    pub fn reset_dirty_rings(&self) -> Result<i32> {
+        let _call = self.begin()?;
+        if self.rings.size() == 0 {
+            return fail(libc::EINVAL);
+        }
+        Ok(self.engine.reset_dirty_rings() as i32)
+    }
+}

@@ -1,0 +1,135 @@
+//! A VM's calls for memslots and private memory.
+
+use crate::errno::{Error, Result, fail};
+use crate::guest_memfd::GuestMemfd;
+use crate::vm::VmObject;
+use crate::{report, user};
+use kvm_bindings::*;
+use slat::{Gpa, Hva, MemoryAttributes, Region, SlotFlags};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+/// Size of a page of guest memory.
+const PAGE: u64 = 4096;
+
+impl VmObject {
+    /// `KVM_SET_USER_MEMORY_REGION`.
+    ///
+    /// # Errors
+    /// KVM's: `EINVAL` for bad arguments, `EEXIST` for an overlap, `ENOMEM`.
+    pub fn set_user_memory_region(&self, region: &kvm_userspace_memory_region) -> Result<()> {
+        if region.flags & KVM_MEM_GUEST_MEMFD != 0 {
+            return fail(libc::EINVAL);
+        }
+        self.set_user_memory_region2(&kvm_userspace_memory_region2 {
+            slot: region.slot,
+            flags: region.flags,
+            guest_phys_addr: region.guest_phys_addr,
+            memory_size: region.memory_size,
+            userspace_addr: region.userspace_addr,
+            ..Default::default()
+        })
+    }
+
+    /// `KVM_SET_USER_MEMORY_REGION2`.
+    ///
+    /// # Errors
+    /// As for [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` in a VM whose memory
+    /// cannot be private, with any other flag, for a slot that exists already, for a descriptor that is no guest_memfd of this
+    /// VM, and for a part of a guest_memfd that another slot uses; `EBADF` for a closed descriptor.
+    pub fn set_user_memory_region2(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
+        let _call = self.begin()?;
+        let mut known = KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY;
+        if self.protected {
+            known |= KVM_MEM_GUEST_MEMFD;
+        }
+        let wants_private = region.flags & KVM_MEM_GUEST_MEMFD != 0;
+        let flags = region.flags & !KVM_MEM_GUEST_MEMFD;
+        if region.flags & !known != 0 || wants_private && flags != 0 {
+            return fail(libc::EINVAL);
+        }
+        let size = region.memory_size;
+        let len = usize::try_from(size).map_err(|_| Error::new(libc::EINVAL))?;
+        if !user::in_user_space(region.userspace_addr, len) {
+            return fail(libc::EINVAL);
+        }
+        let private = match wants_private && size != 0 {
+            true => {
+                let (fd, offset) = (region.guest_memfd, region.guest_memfd_offset);
+                Some(self.private.part(fd, offset, size)?)
+            }
+            false => None,
+        };
+        // Only creating or deleting a slot changes bindings.
+        let bindings =
+            (private.is_some() || self.protected && size == 0).then(|| self.private.bindings());
+        let (memory, private) = private.unzip();
+        // Now, because the seccomp filter of a vCPU's thread may forbid the system call later.
+        let start = region.userspace_addr as usize;
+        slat_host::mappings::learn(start..start + len);
+        let engine_region = Region {
+            slot: region.slot & 0xffff,
+            flags: SlotFlags(flags),
+            gpa: Gpa(region.guest_phys_addr),
+            size,
+            backing: Hva(region.userspace_addr),
+            private,
+        };
+        self.engine
+            .set_memory_region((region.slot >> 16) as usize, &engine_region)
+            .map_err(|error| {
+                report::refused_region(&error);
+                Error::new(error.errno())
+            })?;
+        if let Some(mut bindings) = bindings {
+            bindings.set(region.slot, memory);
+        }
+        Ok(())
+    }
+
+    /// `KVM_CREATE_GUEST_MEMFD`. Returns private memory, and the descriptor that refers to it.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host returns for making a file.
+    pub fn create_guest_memfd(
+        &self,
+        args: &kvm_create_guest_memfd,
+    ) -> Result<(Arc<GuestMemfd>, OwnedFd)> {
+        let _call = self.begin()?;
+        self.private.create(args)
+    }
+
+    /// The attributes that memory of this VM can have: `KVM_CAP_MEMORY_ATTRIBUTES`.
+    pub(crate) fn known_attributes(&self) -> u64 {
+        match self.protected {
+            true => KVM_MEMORY_ATTRIBUTE_PRIVATE.into(),
+            false => 0,
+        }
+    }
+
+    /// `KVM_SET_MEMORY_ATTRIBUTES`.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags, attributes that this VM does not have, and a range that is empty, not of whole pages, or wraps around;
+    /// `ENOMEM`.
+    pub fn set_memory_attributes(&self, attributes: &kvm_memory_attributes) -> Result<()> {
+        let _call = self.begin()?;
+        let kvm_memory_attributes {
+            address,
+            size,
+            attributes,
+            flags,
+        } = *attributes;
+        let unknown = attributes & !self.known_attributes() != 0;
+        let pages = address.is_multiple_of(PAGE) && size.is_multiple_of(PAGE);
+        let end = address.checked_add(size);
+        if flags != 0 || unknown || !pages || size == 0 {
+            return fail(libc::EINVAL);
+        }
+        let end = end.ok_or(Error::new(libc::EINVAL))?;
+        let gfns = Gpa(address).gfn()..Gpa(end).gfn();
+        self.engine
+            .set_memory_attributes(gfns, MemoryAttributes(attributes))
+            .map_err(|error| Error::new(error.errno()))
+    }
+}

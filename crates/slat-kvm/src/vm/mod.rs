@@ -1,0 +1,253 @@
+//! One VM: its memory (the engine's VM), its devices, its interrupt controllers and its clock.
+//!
+//! | file | calls for |
+//! |---|---|
+//! | `memory` | memslots and private memory |
+//! | `dirty` | dirty logs and rings |
+//! | `interrupts` | interrupt controllers, lines, messages, irqfds |
+//! | `clock` | the VM's clock, and the TSC's frequency |
+//! | `caps` | capabilities |
+//!
+//! A VM knows its vCPUs only as targets of interrupts; [`crate::vcpu`] and all that runs a vCPU knows the VM.
+
+mod caps;
+mod clock;
+mod dirty;
+mod interrupts;
+mod memory;
+
+use crate::call::{Call, Life};
+use crate::clock::VmClock;
+use crate::coalesced::Coalesced;
+use crate::dirty::Rings;
+use crate::engine::EngineVm;
+use crate::errno::{Error, Result, fail, no_memory};
+use crate::guest_memfd::PrivateMemory;
+use crate::ioeventfd::IoEvents;
+use crate::irq::Interrupts;
+use crate::irq::vcpus::{MAX_VCPU_ID, Vcpus};
+use crate::msr_filter::MsrFilter;
+use crate::options::Options;
+use crate::quirks::Quirks;
+use crate::vfio::Devices;
+use crate::{notify, parameters, policy, recovery, report, vcpu_common};
+use kvm_bindings::*;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
+
+/// KVM's lower limit for `KVM_SET_NR_MMU_PAGES`.
+const MIN_MMU_PAGES: u64 = 64;
+
+/// A VM. Its vCPUs keep it alive; it outlives its descriptor.
+pub struct VmObject {
+    pub(crate) engine: Arc<EngineVm>,
+    life: Life,
+    pub(crate) clock: VmClock,
+    pub(crate) interrupts: Arc<Interrupts>,
+    pub(crate) ioevents: IoEvents,
+    boot_cpu: AtomicU32,
+    max_vcpu_ids: AtomicU32,
+    pub(crate) rings: Rings,
+    pub(crate) coalesced: Coalesced,
+    /// Whether the VM is of the type `KVM_X86_SW_PROTECTED_VM`: its memory can be private.
+    protected: bool,
+    pub(crate) private: PrivateMemory,
+    pub(crate) devices: Devices,
+    pub(crate) quirks: Quirks,
+    pub(crate) options: Options,
+}
+
+impl std::fmt::Debug for VmObject {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VmObject")
+            .field("vcpus", &self.vcpus().len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl VmObject {
+    /// Creates a VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`.
+    ///
+    /// # Errors
+    /// `ENOMEM`; `EINVAL` for invalid policies in the environment; what the host returns for setting up its platform.
+    pub(crate) fn new(protected: bool) -> Result<Arc<Self>> {
+        let policies = policy::current()?;
+        let platform = slat_host::HostPlatform::new()
+            .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
+        let engine =
+            EngineVm::new(policies.format, platform, slat::Config::default()).map_err(no_memory)?;
+        parameters::apply(&engine)?;
+        notify::register(&engine);
+        recovery::begin();
+        vcpu_common::prepare();
+        Ok(Arc::new(VmObject {
+            engine,
+            life: Life::begin(),
+            clock: VmClock::new(),
+            interrupts: Arc::default(),
+            ioevents: IoEvents::default(),
+            boot_cpu: AtomicU32::new(0),
+            max_vcpu_ids: AtomicU32::new(MAX_VCPU_ID),
+            rings: Rings::default(),
+            coalesced: Coalesced::new()?,
+            protected,
+            private: PrivateMemory::default(),
+            devices: Devices::default(),
+            quirks: Quirks::default(),
+            options: Options::default(),
+        }))
+    }
+
+    /// Begins a call. Call in every public method of the VM and its vCPUs.
+    ///
+    /// # Errors
+    /// As for [`still_alive`](Self::still_alive).
+    pub(crate) fn begin(&self) -> Result<Call<'_>> {
+        self.life.call(&self.engine)
+    }
+
+    /// Checks again what [`begin`](Self::begin) checked: after a wait, another call may have panicked.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child, and after a call that panicked.
+    pub(crate) fn still_alive(&self) -> Result<()> {
+        self.life.check()
+    }
+
+    /// Whether this is a forked child: here the VM's locks may be held for ever, and its threads do not exist.
+    pub fn is_foreign(&self) -> bool {
+        self.life.is_foreign()
+    }
+
+    /// Whether a vCPU can have this id.
+    pub(crate) fn allows_vcpu_id(&self, id: u32) -> bool {
+        id < self.max_vcpu_ids.load(Ordering::Relaxed)
+    }
+
+    /// Whether the vCPU with this id is the bootstrap processor.
+    pub(crate) fn is_bootstrap(&self, id: u32) -> bool {
+        id == self.boot_cpu.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn vcpus(&self) -> RwLockReadGuard<'_, Vcpus> {
+        self.interrupts.vcpus.read()
+    }
+
+    pub(crate) fn vcpus_mut(&self) -> RwLockWriteGuard<'_, Vcpus> {
+        self.interrupts.vcpus.write()
+    }
+
+    /// `KVM_SET_TSS_ADDR`: the address of three pages that only VMX without unrestricted guest needs. Checks it; has no effect.
+    ///
+    /// # Errors
+    /// `EINVAL` when the pages would not end below 4 GiB.
+    pub fn set_tss_addr(&self, address: u64) -> Result<()> {
+        let _call = self.begin()?;
+        if address > u64::from(u32::MAX) - 3 * 4096 + 1 {
+            return fail(libc::EINVAL);
+        }
+        Ok(())
+    }
+
+    /// `KVM_SET_IDENTITY_MAP_ADDR`: has no effect, like [`set_tss_addr`](Self::set_tss_addr).
+    ///
+    /// # Errors
+    /// `EINVAL` once there are vCPUs.
+    pub fn set_identity_map_addr(&self, _address: u64) -> Result<()> {
+        let _call = self.begin()?;
+        if self.vcpus().is_empty() {
+            Ok(())
+        } else {
+            fail(libc::EINVAL)
+        }
+    }
+
+    /// `KVM_SET_BOOT_CPU_ID`.
+    ///
+    /// # Errors
+    /// `EINVAL` for an id beyond the limit, `EBUSY` once there are vCPUs.
+    pub fn set_boot_cpu_id(&self, id: u64) -> Result<()> {
+        let _call = self.begin()?;
+        if id >= u64::from(self.max_vcpu_ids.load(Ordering::Relaxed)) {
+            return fail(libc::EINVAL);
+        }
+        if !self.vcpus().is_empty() {
+            return fail(libc::EBUSY);
+        }
+        self.boot_cpu.store(id as u32, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// `KVM_SET_NR_MMU_PAGES`: a limit of KVM's shadow pages, which slat does not have. Checks it; has no effect.
+    ///
+    /// # Errors
+    /// `EINVAL` for less than KVM's minimum.
+    pub fn set_nr_mmu_pages(&self, pages: u64) -> Result<()> {
+        let _call = self.begin()?;
+        if pages < MIN_MMU_PAGES {
+            fail(libc::EINVAL)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// `KVM_REGISTER_COALESCED_MMIO`: writes to the range go to the ring.
+    ///
+    /// # Errors
+    /// `EINVAL` for a kind that is neither memory nor ports, `ENOSPC` for too many ranges.
+    pub fn register_coalesced(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
+        let _call = self.begin()?;
+        self.coalesced.register(zone)
+    }
+
+    /// `KVM_UNREGISTER_COALESCED_MMIO`: removes every registered range that contains the given one.
+    ///
+    /// # Errors
+    /// `EINVAL` for a kind that is neither memory nor ports.
+    pub fn unregister_coalesced(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
+        let _call = self.begin()?;
+        self.coalesced.unregister(zone)
+    }
+
+    /// `KVM_IOEVENTFD`.
+    ///
+    /// # Errors
+    /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps around, and a value
+    /// to compare without a length; `EEXIST` when a write could match another registration, too. For a removal, `ENOENT` when there is
+    /// no such registration. For both, `EBADF`, `EINVAL` for a descriptor that is no eventfd, `ENOMEM`, `EMFILE`.
+    pub fn ioeventfd(&self, asked: &kvm_ioeventfd) -> Result<()> {
+        let _call = self.begin()?;
+        self.ioevents.change(&self.engine, asked)
+    }
+
+    /// `KVM_X86_SET_MSR_FILTER`.
+    ///
+    /// # Errors
+    /// `EINVAL` for an invalid filter, `EFAULT` for a bitmap that cannot be read, `ENOMEM`.
+    pub fn set_msr_filter(&self, filter: &kvm_msr_filter) -> Result<()> {
+        let _call = self.begin()?;
+        let filter = MsrFilter::new(filter, crate::user::read_words)?;
+        self.options.set_msr_filter(filter);
+        Ok(())
+    }
+
+    /// Runs `work` if the VM has no vCPUs, and keeps them from being created meanwhile; else fails with `EINVAL`.
+    pub(crate) fn before_vcpus(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        let vcpus = self.vcpus_mut();
+        if vcpus.is_empty() {
+            work()
+        } else {
+            fail(libc::EINVAL)
+        }
+    }
+}
+
+impl Drop for VmObject {
+    fn drop(&mut self) {
+        if self.is_foreign() {
+            return;
+        }
+        notify::unregister(&self.engine);
+        report::vm_ends(&self.engine);
+    }
+}
