@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <linux/kvm.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,7 +23,6 @@ static const char *const names[MODES] = { "none", "pc", "pc, timer", "split", "s
 
 static int kvm, vm, vcpu;
 static enum mode mode;
-static char line[160];
 
 static const char *error_name(int error)
 {
@@ -42,18 +42,20 @@ static const char *error_name(int error)
 	return strerror(error);
 }
 
-/* Prints what a call answered, under the title in `line`. */
-static int show(int answer)
+/* Prints what a call returned, after the call's title, which has the form of printf's arguments. */
+__attribute__((format(printf, 2, 3))) static void show(int answer, const char *title, ...)
 {
-	printf("%s: %s: ", names[mode], line);
+	int error = errno;
+	va_list values;
+	va_start(values, title);
+	printf("%s: ", names[mode]);
+	vprintf(title, values);
+	va_end(values);
 	if (answer < 0)
-		printf("%s\n", error_name(errno));
+		printf(": %s\n", error_name(error));
 	else
-		printf("%d\n", answer);
-	return answer;
+		printf(": %d\n", answer);
 }
-
-#define TITLE(...) snprintf(line, sizeof line, __VA_ARGS__)
 
 static int need(int answer, const char *what)
 {
@@ -155,11 +157,9 @@ static void irqfds(void)
 	};
 	for (unsigned i = 0; i < sizeof calls / sizeof *calls; i++) {
 		struct kvm_irqfd asked = { .fd = calls[i].fd, .gsi = calls[i].gsi, .flags = calls[i].flags, .resamplefd = calls[i].resample };
-		TITLE("%s", calls[i].title);
-		show(ioctl(vm, KVM_IRQFD, &asked));
+		show(ioctl(vm, KVM_IRQFD, &asked), "%s", calls[i].title);
 	}
-	TITLE("irqfd bad pointer");
-	show(ioctl(vm, KVM_IRQFD, 8));
+	show(ioctl(vm, KVM_IRQFD, 8), "irqfd bad pointer");
 	for (unsigned i = 0; i < sizeof calls / sizeof *calls; i++)
 		if (calls[i].fd > 2 && calls[i].fd < 1000 && calls[i].fd != vm)
 			close(calls[i].fd);
@@ -246,18 +246,15 @@ static void ioeventfds(void)
 		struct kvm_ioeventfd asked = {
 			.datamatch = calls[i].match, .addr = calls[i].address, .len = calls[i].len, .fd = calls[i].fd, .flags = calls[i].flags,
 		};
-		TITLE("ioeventfd %s", calls[i].title);
-		show(ioctl(vm, KVM_IOEVENTFD, &asked));
+		show(ioctl(vm, KVM_IOEVENTFD, &asked), "ioeventfd %s", calls[i].title);
 	}
-	TITLE("ioeventfd bad pointer");
-	show(ioctl(vm, KVM_IOEVENTFD, 8));
+	show(ioctl(vm, KVM_IOEVENTFD, 8), "ioeventfd bad pointer");
 	int done = 0, answer;
 	do {
 		struct kvm_ioeventfd asked = { .addr = 0x20000000 + 8 * done, .len = 4, .fd = event };
 		answer = ioctl(vm, KVM_IOEVENTFD, &asked);
 	} while (answer == 0 && ++done < 5000);
-	TITLE("ioeventfd too many (more than 900: %d)", done > 900);
-	show(answer);
+	show(answer, "ioeventfd too many (more than 900: %d)", done > 900);
 	close(event), close(other), close(again), close(file), close(path);
 }
 
@@ -281,8 +278,7 @@ static void route(const char *title, uint32_t flags, uint32_t count, const struc
 	memcpy(table->entries, entries, (count < 4 ? count : 4) * sizeof *entries);
 	for (uint32_t i = 4; i < count && i < 5000; i++)
 		table->entries[i] = message(i, 0, 0);
-	TITLE("routes: %s", title);
-	show(ioctl(vm, KVM_SET_GSI_ROUTING, table));
+	show(ioctl(vm, KVM_SET_GSI_ROUTING, table), "routes: %s", title);
 	free(table);
 }
 
@@ -327,21 +323,17 @@ static void routing(void)
 	route("an s390's adapter", 0, 1, ROUTES({ .gsi = 5, .type = KVM_IRQ_ROUTING_S390_ADAPTER }));
 	route("kind 99", 0, 1, ROUTES({ .gsi = 5, .type = 99 }));
 	route("bad after good", 0, 2, ROUTES(message(3, 0, 0), chip(5, 9, 5)));
-	TITLE("routes: bad pointer");
-	show(ioctl(vm, KVM_SET_GSI_ROUTING, 8));
+	show(ioctl(vm, KVM_SET_GSI_ROUTING, 8), "routes: bad pointer");
 	/* The table ends where no memory is. */
 	char *pages = mmap(NULL, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	munmap(pages + 4096, 4096);
 	struct kvm_irq_routing *cut = (void *)(pages + 4096 - sizeof *cut);
 	cut->nr = 1;
-	TITLE("routes: entries nowhere");
-	show(ioctl(vm, KVM_SET_GSI_ROUTING, cut));
+	show(ioctl(vm, KVM_SET_GSI_ROUTING, cut), "routes: entries nowhere");
 	cut->nr = 5000;
-	TITLE("routes: too many entries nowhere");
-	show(ioctl(vm, KVM_SET_GSI_ROUTING, cut));
+	show(ioctl(vm, KVM_SET_GSI_ROUTING, cut), "routes: too many entries nowhere");
 	cut->nr = 0;
-	TITLE("routes: none, before nowhere");
-	show(ioctl(vm, KVM_SET_GSI_ROUTING, cut));
+	show(ioctl(vm, KVM_SET_GSI_ROUTING, cut), "routes: none, before nowhere");
 	munmap(pages, 4096);
 }
 
@@ -352,19 +344,15 @@ static void lines(void)
 		for (int step = 0; step < 4; step++) {
 			int level = step % 2 == 0;
 			struct kvm_irq_level asked = { .irq = gsis[i], .level = level };
-			TITLE("line %d %s%s", (int)gsis[i], level ? "up" : "down", step < 2 ? "" : ", status");
-			if (show(ioctl(vm, step < 2 ? KVM_IRQ_LINE : KVM_IRQ_LINE_STATUS, &asked)) == 0 && step >= 2) {
-				TITLE("  says %d", (int)asked.status);
-				show(0);
-			}
+			int answer = ioctl(vm, step < 2 ? KVM_IRQ_LINE : KVM_IRQ_LINE_STATUS, &asked);
+			show(answer, "line %d %s%s", (int)gsis[i], level ? "up" : "down", step < 2 ? "" : ", status");
+			if (answer == 0 && step >= 2)
+				show(0, "  says %d", (int)asked.status);
 		}
 	struct kvm_irq_level odd = { .irq = 5, .level = -1 };
-	TITLE("line with level -1");
-	show(ioctl(vm, KVM_IRQ_LINE, &odd));
-	TITLE("line bad pointer");
-	show(ioctl(vm, KVM_IRQ_LINE, 8));
-	TITLE("line status bad pointer");
-	show(ioctl(vm, KVM_IRQ_LINE_STATUS, 8));
+	show(ioctl(vm, KVM_IRQ_LINE, &odd), "line with level -1");
+	show(ioctl(vm, KVM_IRQ_LINE, 8), "line bad pointer");
+	show(ioctl(vm, KVM_IRQ_LINE_STATUS, 8), "line status bad pointer");
 }
 
 static void messages(void)
@@ -400,11 +388,9 @@ static void messages(void)
 	};
 	for (unsigned i = 0; i < sizeof calls / sizeof *calls; i++) {
 		struct kvm_msi asked = calls[i].message;
-		TITLE("message %s", calls[i].title);
-		show(ioctl(vm, KVM_SIGNAL_MSI, &asked));
+		show(ioctl(vm, KVM_SIGNAL_MSI, &asked), "message %s", calls[i].title);
 	}
-	TITLE("message bad pointer");
-	show(ioctl(vm, KVM_SIGNAL_MSI, 8));
+	show(ioctl(vm, KVM_SIGNAL_MSI, 8), "message bad pointer");
 }
 
 static void chips(void)
@@ -414,43 +400,28 @@ static void chips(void)
 	static struct kvm_pit_state old_timer;
 	for (int id = -1; id <= 3; id++) {
 		state.chip_id = id;
-		TITLE("get chip %d", id);
-		show(ioctl(vm, KVM_GET_IRQCHIP, &state));
-		TITLE("set chip %d", id);
-		show(ioctl(vm, KVM_SET_IRQCHIP, &state));
+		show(ioctl(vm, KVM_GET_IRQCHIP, &state), "get chip %d", id);
+		show(ioctl(vm, KVM_SET_IRQCHIP, &state), "set chip %d", id);
 	}
-	TITLE("get chip bad pointer");
-	show(ioctl(vm, KVM_GET_IRQCHIP, 8));
-	TITLE("set chip bad pointer");
-	show(ioctl(vm, KVM_SET_IRQCHIP, 8));
-	TITLE("get timer");
-	show(ioctl(vm, KVM_GET_PIT2, &timer));
-	TITLE("set timer");
-	show(ioctl(vm, KVM_SET_PIT2, &timer));
+	show(ioctl(vm, KVM_GET_IRQCHIP, 8), "get chip bad pointer");
+	show(ioctl(vm, KVM_SET_IRQCHIP, 8), "set chip bad pointer");
+	show(ioctl(vm, KVM_GET_PIT2, &timer), "get timer");
+	show(ioctl(vm, KVM_SET_PIT2, &timer), "set timer");
 	timer.flags = -1;
-	TITLE("set timer flags");
-	show(ioctl(vm, KVM_SET_PIT2, &timer));
-	TITLE("get timer bad pointer");
-	show(ioctl(vm, KVM_GET_PIT2, 8));
-	TITLE("set timer bad pointer");
-	show(ioctl(vm, KVM_SET_PIT2, 8));
-	TITLE("get old timer");
-	show(ioctl(vm, KVM_GET_PIT, &old_timer));
-	TITLE("set old timer");
-	show(ioctl(vm, KVM_SET_PIT, &old_timer));
-	TITLE("set old timer bad pointer");
-	show(ioctl(vm, KVM_SET_PIT, 8));
+	show(ioctl(vm, KVM_SET_PIT2, &timer), "set timer flags");
+	show(ioctl(vm, KVM_GET_PIT2, 8), "get timer bad pointer");
+	show(ioctl(vm, KVM_SET_PIT2, 8), "set timer bad pointer");
+	show(ioctl(vm, KVM_GET_PIT, &old_timer), "get old timer");
+	show(ioctl(vm, KVM_SET_PIT, &old_timer), "set old timer");
+	show(ioctl(vm, KVM_SET_PIT, 8), "set old timer bad pointer");
 	static const uint8_t on[] = { 0, 1, 2, 255 };
 	for (unsigned i = 0; i < sizeof on; i++) {
 		struct kvm_reinject_control control = { .pit_reinject = on[i] };
-		TITLE("reinject %d", on[i]);
-		show(ioctl(vm, KVM_REINJECT_CONTROL, &control));
+		show(ioctl(vm, KVM_REINJECT_CONTROL, &control), "reinject %d", on[i]);
 	}
 	struct kvm_reinject_control control = { .pit_reinject = 1, .reserved = { 1 } };
-	TITLE("reinject reserved");
-	show(ioctl(vm, KVM_REINJECT_CONTROL, &control));
-	TITLE("reinject bad pointer");
-	show(ioctl(vm, KVM_REINJECT_CONTROL, 8));
+	show(ioctl(vm, KVM_REINJECT_CONTROL, &control), "reinject reserved");
+	show(ioctl(vm, KVM_REINJECT_CONTROL, 8), "reinject bad pointer");
 }
 
 static void creation(int with_vcpu)
@@ -460,43 +431,28 @@ static void creation(int with_vcpu)
 	static const uint64_t apis[] = { 16, -1, 1ull << 32, 0, 1, 2, 3, 0, 1, 2 };
 	for (enum mode m = NONE; m < MODES; m++) {
 		begin(m, with_vcpu);
-		TITLE("create pit bad pointer %s", when);
-		show(ioctl(vm, KVM_CREATE_PIT2, 8));
+		show(ioctl(vm, KVM_CREATE_PIT2, 8), "create pit bad pointer %s", when);
 		for (unsigned i = 0; i < sizeof apis / sizeof *apis; i++) {
-			TITLE("x2apic api %lld %s", (long long)apis[i], when);
-			show(enable(vm, KVM_CAP_X2APIC_API, apis[i], 0));
+			show(enable(vm, KVM_CAP_X2APIC_API, apis[i], 0), "x2apic api %lld %s", (long long)apis[i], when);
 		}
-		TITLE("x2apic api flags %s", when);
-		show(enable(vm, KVM_CAP_X2APIC_API, 0, 1));
-		TITLE("split, flags %s", when);
-		show(enable(vm, KVM_CAP_SPLIT_IRQCHIP, 24, 1));
+		show(enable(vm, KVM_CAP_X2APIC_API, 0, 1), "x2apic api flags %s", when);
+		show(enable(vm, KVM_CAP_SPLIT_IRQCHIP, 24, 1), "split, flags %s", when);
 		for (unsigned i = 0; i < sizeof pins / sizeof *pins; i++) {
-			TITLE("split %lld %s", (long long)pins[i], when);
-			show(enable(vm, KVM_CAP_SPLIT_IRQCHIP, pins[i], 0));
+			show(enable(vm, KVM_CAP_SPLIT_IRQCHIP, pins[i], 0), "split %lld %s", (long long)pins[i], when);
 		}
-		TITLE("create irqchip after that %s", when);
-		show(ioctl(vm, KVM_CREATE_IRQCHIP, 0));
-		TITLE("create pit after that %s", when);
-		show(ioctl(vm, KVM_CREATE_PIT, 0));
+		show(ioctl(vm, KVM_CREATE_IRQCHIP, 0), "create irqchip after that %s", when);
+		show(ioctl(vm, KVM_CREATE_PIT, 0), "create pit after that %s", when);
 		end();
 		begin(m, with_vcpu);
-		TITLE("create pit %s", when);
-		show(ioctl(vm, KVM_CREATE_PIT, 0));
+		show(ioctl(vm, KVM_CREATE_PIT, 0), "create pit %s", when);
 		struct kvm_pit_config timer = { .flags = -1 };
-		TITLE("create pit2, flags %s", when);
-		show(ioctl(vm, KVM_CREATE_PIT2, &timer));
-		TITLE("create irqchip %s", when);
-		show(ioctl(vm, KVM_CREATE_IRQCHIP, 0));
-		TITLE("create irqchip again %s", when);
-		show(ioctl(vm, KVM_CREATE_IRQCHIP, 0));
-		TITLE("create irqchip with argument %s", when);
-		show(ioctl(vm, KVM_CREATE_IRQCHIP, 1));
-		TITLE("split after that %s", when);
-		show(enable(vm, KVM_CAP_SPLIT_IRQCHIP, 24, 0));
-		TITLE("create pit2, flags, after that %s", when);
-		show(ioctl(vm, KVM_CREATE_PIT2, &timer));
-		TITLE("create pit2 again %s", when);
-		show(ioctl(vm, KVM_CREATE_PIT2, &timer));
+		show(ioctl(vm, KVM_CREATE_PIT2, &timer), "create pit2, flags %s", when);
+		show(ioctl(vm, KVM_CREATE_IRQCHIP, 0), "create irqchip %s", when);
+		show(ioctl(vm, KVM_CREATE_IRQCHIP, 0), "create irqchip again %s", when);
+		show(ioctl(vm, KVM_CREATE_IRQCHIP, 1), "create irqchip with argument %s", when);
+		show(enable(vm, KVM_CAP_SPLIT_IRQCHIP, 24, 0), "split after that %s", when);
+		show(ioctl(vm, KVM_CREATE_PIT2, &timer), "create pit2, flags, after that %s", when);
+		show(ioctl(vm, KVM_CREATE_PIT2, &timer), "create pit2 again %s", when);
 		end();
 	}
 }
@@ -506,29 +462,20 @@ static void interrupts(void)
 	static const uint32_t vectors[] = { 0, 32, 33, 255, 256, 0x7fffffff, -1u };
 	for (unsigned i = 0; i < sizeof vectors / sizeof *vectors; i++) {
 		struct kvm_interrupt asked = { .irq = vectors[i] };
-		TITLE("interrupt %d", (int)vectors[i]);
-		show(ioctl(vcpu, KVM_INTERRUPT, &asked));
+		show(ioctl(vcpu, KVM_INTERRUPT, &asked), "interrupt %d", (int)vectors[i]);
 	}
-	TITLE("interrupt bad pointer");
-	show(ioctl(vcpu, KVM_INTERRUPT, 8));
+	show(ioctl(vcpu, KVM_INTERRUPT, 8), "interrupt bad pointer");
 	static struct kvm_lapic_state apic;
-	TITLE("get lapic");
-	show(ioctl(vcpu, KVM_GET_LAPIC, &apic));
-	TITLE("set lapic");
-	show(ioctl(vcpu, KVM_SET_LAPIC, &apic));
-	TITLE("get lapic bad pointer");
-	show(ioctl(vcpu, KVM_GET_LAPIC, 8));
-	TITLE("set lapic bad pointer");
-	show(ioctl(vcpu, KVM_SET_LAPIC, 8));
+	show(ioctl(vcpu, KVM_GET_LAPIC, &apic), "get lapic");
+	show(ioctl(vcpu, KVM_SET_LAPIC, &apic), "set lapic");
+	show(ioctl(vcpu, KVM_GET_LAPIC, 8), "get lapic bad pointer");
+	show(ioctl(vcpu, KVM_SET_LAPIC, 8), "set lapic bad pointer");
 	/* A request of a VM to a vCPU, and the other way around. */
 	struct kvm_irq_level level = { .irq = 5, .level = 1 };
-	TITLE("line of a vcpu");
-	show(ioctl(vcpu, KVM_IRQ_LINE, &level));
+	show(ioctl(vcpu, KVM_IRQ_LINE, &level), "line of a vcpu");
 	struct kvm_interrupt asked = { .irq = 32 };
-	TITLE("interrupt of a vm");
-	show(ioctl(vm, KVM_INTERRUPT, &asked));
-	TITLE("create irqchip on /dev/kvm");
-	show(ioctl(kvm, KVM_CREATE_IRQCHIP, 0));
+	show(ioctl(vm, KVM_INTERRUPT, &asked), "interrupt of a vm");
+	show(ioctl(kvm, KVM_CREATE_IRQCHIP, 0), "create irqchip on /dev/kvm");
 }
 
 int main(void)
