@@ -2,6 +2,7 @@
 //! they are started before the client installs a seccomp filter ([`crate::filters`]).
 
 use crate::thread::Section;
+use slat_process::calls;
 use std::ffi::{CStr, c_void};
 
 /// The work of a background thread.
@@ -22,6 +23,7 @@ const STACK: usize = 64 << 10;
 /// thread cannot be started.
 pub(crate) fn start<T: Background>(work: &'static T) -> bool {
     extern "C" fn main<T: Background>(work: *mut c_void) -> *mut c_void {
+        calls::mark_own_thread();
         let _section = Section::enter();
         // SAFETY: the `work` of `start`, which lives as long as the process.
         unsafe { &*work.cast::<T>() }.run();

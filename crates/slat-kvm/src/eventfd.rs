@@ -87,29 +87,25 @@ impl EventFd {
 
     /// Resets the counter to zero. Returns whether it was not zero. Never waits.
     pub(crate) fn drain(&self) -> bool {
-        // SAFETY: a read into a buffer on the stack of `take_with`.
-        self.take_with(|arguments| unsafe { calls::make(Call::ReadNow, arguments) })
-    }
-
-    /// Like [`drain`](Self::drain), but without the helper. Call on slat's own threads only: no filter binds them.
-    pub(crate) fn drain_unbound(&self) -> bool {
-        let number = Call::ReadNow.entry().number;
-        // SAFETY: as above.
-        self.take_with(|arguments| calls::result(unsafe { calls::raw(number, arguments) }))
-    }
-
-    /// Resets the counter to zero by `read`, which makes a preadv2 with its arguments. Returns whether the counter was not zero.
-    fn take_with(&self, read: impl FnOnce([usize; 6]) -> std::result::Result<isize, i32>) -> bool {
         let mut count = 0u64;
         let mut into = libc::iovec {
             iov_base: (&raw mut count).cast(),
             iov_len: size_of_val(&count),
         };
-        // The offset -1 is that of a plain read.
-        let (offset, now) = ([usize::MAX, 0], libc::RWF_NOWAIT as usize);
         let into = &raw mut into as usize;
-        let result = read([self.fd.0 as usize, into, 1, offset[0], offset[1], now]);
-        result == Ok(size_of_val(&count) as isize) && count != 0
+        // The offset -1 is that of a plain read.
+        let (low, high) = (usize::MAX, 0);
+        let arguments = [
+            self.fd.0 as usize,
+            into,
+            1,
+            low,
+            high,
+            libc::RWF_NOWAIT as usize,
+        ];
+        // SAFETY: a read into a buffer on the stack.
+        let read = unsafe { calls::make(Call::ReadNow, arguments) };
+        read == Ok(size_of_val(&count) as isize) && count != 0
     }
 }
 

@@ -6,10 +6,11 @@
 //! to allow. `docs/seccomp.md` has the list for people.
 //!
 //! Whether a call is allowed is one bit for the whole process: if the filter of any thread forbids a call, the helper makes it
-//! for all threads.
+//! for all threads but slat's own, which no filter binds ([`mark_own_thread`]).
 
 use crate::{filter, helper};
 use std::arch::asm;
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Makes a system call with up to six arguments. Returns what the kernel returns, errors as negative errno. Async-signal-safe.
@@ -185,7 +186,19 @@ pub fn is_any_forbidden() -> bool {
     FORBIDDEN.load(Ordering::Relaxed) != 0
 }
 
-/// Makes a call, or has the helper make it. Returns the value or an errno. The call must not block, and must not concern the
+thread_local! {
+    // Without an initialiser or a destructor: handlers read it.
+    /// Whether the thread is slat's own.
+    static IS_OWN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Marks this thread as slat's own: it makes all calls itself. Call once, at the start of a thread that was started before the
+/// program's first filter, or together with the helper.
+pub fn mark_own_thread() {
+    IS_OWN.set(true);
+}
+
+/// Makes a call, or has the helper make it if a filter forbids it and the thread is not slat's own. Returns the value or an errno. The call must not block, and must not concern the
 /// calling thread alone. Async-signal-safe.
 ///
 /// # Safety
@@ -195,6 +208,7 @@ pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     let entry = call.entry();
     debug_assert!((entry.arguments.iter()).all(|(index, value)| arguments[*index] == *value));
     if !is_allowed(call)
+        && !IS_OWN.get()
         && let Some(answer) = helper::ask(entry.number, arguments)
     {
         return result(answer);

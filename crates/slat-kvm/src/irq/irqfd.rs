@@ -50,24 +50,24 @@ struct IrqFd {
 }
 
 impl IrqFd {
-    /// Injects an interrupt if `drain` finds the eventfd signalled, unless the irqfd was removed.
-    fn fire(&self, drain: fn(&EventFd) -> bool) {
+    /// Injects an interrupt if the eventfd is signalled, unless the irqfd was removed.
+    fn fire(&self) {
         let live = lock(&self.live);
         if *live {
-            self.inject(drain);
+            self.inject();
         }
     }
 
     /// Injects what was signalled until now, then ends the irqfd: later signals inject nothing.
     fn end(&self) {
         let mut live = lock(&self.live);
-        self.inject(EventFd::drain);
+        self.inject();
         *live = false;
     }
 
-    /// Injects an interrupt if `drain` finds the eventfd signalled. Call with `live` locked.
-    fn inject(&self, drain: fn(&EventFd) -> bool) {
-        if !drain(&self.eventfd) {
+    /// Injects an interrupt if the eventfd is signalled. Call with `live` locked.
+    fn inject(&self) {
+        if !self.eventfd.drain() {
             return;
         }
         let Some(lines) = self.lines.upgrade() else {
@@ -167,9 +167,7 @@ impl IrqFds {
     /// Injects what eventfds have signalled until now. Call before saving the state of controllers: KVM's irqfds inject at once.
     pub(crate) fn inject_signalled(&self) {
         let irqfd = |at: usize| lock(&self.list).get(at).cloned();
-        (0..)
-            .map_while(irqfd)
-            .for_each(|irqfd| irqfd.fire(EventFd::drain));
+        (0..).map_while(irqfd).for_each(|irqfd| irqfd.fire());
     }
 
     /// Lowers the line of resampled irqfds of `gsi`, and signals the client, which may raise it again. Call after the guest's end of
@@ -311,7 +309,7 @@ impl Background for Service {
                     .find(|irqfd| number(irqfd) == event.u64)
                     .cloned();
                 if let Some(irqfd) = found {
-                    irqfd.fire(EventFd::drain_unbound);
+                    irqfd.fire();
                 }
             }
         }
