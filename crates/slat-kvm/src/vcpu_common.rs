@@ -188,16 +188,19 @@ impl VcpuCommon {
 
     /// The number of pending NMIs.
     pub(crate) fn nmis(&self) -> u8 {
-        (self.signals.load(Ordering::SeqCst) & Self::ALL_NMIS).count_ones() as u8
+        Self::nmis_in(self.signals.load(Ordering::SeqCst))
     }
 
     /// Clears the pending NMIs. Returns how many there were.
     pub(crate) fn take_nmis(&self) -> u8 {
         // Every entry into the guest calls this, and usually no NMI is pending.
-        if self.nmis() == 0 {
-            return 0;
+        match self.nmis() {
+            0 => 0,
+            _ => Self::nmis_in(self.signals.fetch_and(!Self::ALL_NMIS, Ordering::SeqCst)),
         }
-        let signals = self.signals.fetch_and(!Self::ALL_NMIS, Ordering::SeqCst);
+    }
+
+    fn nmis_in(signals: u32) -> u8 {
         (signals & Self::ALL_NMIS).count_ones() as u8
     }
 
