@@ -1,22 +1,27 @@
 //! `KVM_RUN`: runs the guest until an exit, and stores the exit for the client.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `interrupts` | delivery of INIT, SIPI, NMIs and interrupts, and halts, which end by them |
+//! | `accesses` | port and MMIO accesses that need no client |
+
+mod accesses;
+mod interrupts;
 
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
-use crate::ioeventfd::{Bus, Place};
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{Running, Section, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuObject};
-use crate::vcpu_common::VcpuCommon;
-use crate::{cpuid, exit, guest_debug, msr, report};
+use crate::{exit, guest_debug, msr, report};
 use kvm_bindings::*;
 use slat::Attention;
-use slat_irqchip::lapic::{BASE_BSP, Effect};
 use slat_x86::state::flags;
-use slat_x86::{Exception, Exit, PORT_BYTES, Segment, vector};
+use slat_x86::{Exception, Exit, PORT_BYTES, vector};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Whether every signal handler of the client calls [`crate::signal_arrived`]. If not, `KVM_RUN` polls `immediate_exit`, because a
 /// handler that sets it wakes no vCPU.
@@ -159,7 +164,7 @@ impl VcpuObject {
             inner.machine.pages.flush();
             if interrupted
                 || raised & bits::SIGNAL != 0
-                || raised & bits::POLL != 0 && self.must_leave(inner)
+                || raised & bits::POLL != 0 && self.must_leave()
             {
                 self.page.set_exit_reason(KVM_EXIT_INTR);
                 return fail(libc::EINTR);
@@ -246,7 +251,7 @@ impl VcpuObject {
             inner.machine.arm_timer();
         }
         let polled = raised & bits::POLL != 0
-            && (self.must_leave(inner) || masked.is_some_and(Masked::signal_waits));
+            && (self.must_leave() || masked.is_some_and(Masked::signal_waits));
         if raised & bits::SIGNAL != 0 || polled {
             self.common().exits.signal_exits.add(1);
             self.page.set_exit_reason(KVM_EXIT_INTR);
@@ -256,200 +261,8 @@ impl VcpuObject {
     }
 
     /// Whether only polling can find that the run has to end: `immediate_exit`, set by a handler that calls nothing.
-    fn must_leave(&self, _inner: &Inner) -> bool {
+    fn must_leave(&self) -> bool {
         !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed) && self.page.immediate_exit()
-    }
-
-    /// Delivers INIT, SIPI, NMIs and interrupts; a halted vCPU waits for them. Returns `false` if the run returns to the client.
-    fn deliver_events(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
-        loop {
-            self.accept_init_sipi(inner);
-            if inner.mp_state == KVM_MP_STATE_RUNNABLE {
-                break;
-            }
-            if inner.mp_state == KVM_MP_STATE_HALTED && self.wakes_up(inner) {
-                inner.mp_state = KVM_MP_STATE_RUNNABLE;
-                (self.common().signals).fetch_and(!VcpuCommon::UNHALT, Ordering::SeqCst);
-                self.common().exits.halt_wakeup.add(1);
-                break;
-            }
-            // A halted vCPU can take the client's interrupt, and no later exit would tell the client so.
-            if self.asks_client(inner) && self.opens_window(inner, true) {
-                return Ok(false);
-            }
-            self.block(inner, masked)?;
-        }
-        let common = self.common();
-        inner.cpu.interrupt_window = false;
-        if inner.interrupts_blocked {
-            return Ok(true);
-        }
-        self.accept_nmis(inner);
-        if common.lapic().is_none() {
-            return Ok(!self.opens_window(inner, inner.cpu.state.events.interrupt.is_none()));
-        }
-        inner.sync_cr8_to_lapic();
-        let has_external = self.has_external(inner);
-        let allowed = inner.cpu.can_take_interrupt();
-        if allowed && let Some(vector) = self.next_interrupt(inner, has_external) {
-            common.exits.irq_injections.add(1);
-            inner.cpu.inject_interrupt(vector);
-            // If another interrupt is pending, exit as soon as the CPU could take it.
-            inner.cpu.interrupt_window = self.has_interrupt(inner);
-            return Ok(true);
-        }
-        if self.has_interrupt(inner) {
-            inner.cpu.interrupt_window = true;
-        }
-        Ok(!(self.asks_client(inner) && self.opens_window(inner, true)))
-    }
-
-    /// Acknowledges the interrupt that the vCPU takes now: the 8259's before those of its APIC. `None`: there is none any more.
-    fn next_interrupt(&self, inner: &mut Inner, has_external: bool) -> Option<u8> {
-        if has_external {
-            let external = match self.vm.interrupts.chips() {
-                Some(_) => self.vm.interrupts.acknowledge_external(),
-                None => inner.external.take(),
-            };
-            if external.is_some() {
-                return external;
-            }
-        }
-        let mut lapic = self.common().lapic()?;
-        let vector = lapic.pending()?;
-        lapic.accept(vector);
-        drop(lapic);
-        if !self.vm.interrupts.waits_for_end(vector) {
-            inner.machine.offer_pv_eoi();
-        }
-        Some(vector)
-    }
-
-    /// Whether an 8259 has an interrupt that reaches this vCPU.
-    fn has_external(&self, inner: &Inner) -> bool {
-        let waits = match self.vm.interrupts.chips() {
-            Some(chips) => chips.has_external(),
-            None => inner.external.is_some(),
-        };
-        waits && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
-    }
-
-    /// Whether an interrupt is pending that the vCPU would take if it could.
-    fn has_interrupt(&self, inner: &Inner) -> bool {
-        self.has_external(inner)
-            || (self.common().lapic()).is_some_and(|lapic| lapic.pending().is_some())
-    }
-
-    /// Whether the client emulates the 8259, and the local APIC, if there is one, lets it inject an interrupt now.
-    fn asks_client(&self, inner: &Inner) -> bool {
-        match self.vm.has_irqchip() {
-            true => self.vm.interrupts.is_split() && self.accepts_from_client(inner),
-            false => true,
-        }
-    }
-
-    /// Whether the last interrupt of a client that emulates the 8259 was taken, and the local APIC lets it inject another one now.
-    fn accepts_from_client(&self, inner: &Inner) -> bool {
-        inner.external.is_none()
-            && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
-    }
-
-    /// Whether the run returns because the client asked for an interrupt window and it is open (then sets the exit). `free`: the
-    /// client's last interrupt was taken.
-    fn opens_window(&self, inner: &mut Inner, free: bool) -> bool {
-        if field!(self.page, request_interrupt_window) == 0 {
-            return false;
-        }
-        if free && inner.cpu.can_take_interrupt() {
-            self.common().exits.request_irq_exits.add(1);
-            self.page.set_exit_reason(KVM_EXIT_IRQ_WINDOW_OPEN);
-            return true;
-        }
-        inner.cpu.interrupt_window = true;
-        false
-    }
-
-    fn accept_nmis(&self, inner: &mut Inner) {
-        let nmis = self.common().take_nmis();
-        if nmis != 0 {
-            inner.cpu.inject_nmis(nmis);
-            self.common().exits.nmi_injections.add(nmis.into());
-        }
-    }
-
-    fn wakes_up(&self, inner: &mut Inner) -> bool {
-        // Accepts NMIs first: `takes_nmi` knows that one that arrives while the CPU blocks NMIs ends no halt.
-        if !inner.interrupts_blocked {
-            self.accept_nmis(inner);
-        }
-        if self.common().signals.load(Ordering::SeqCst) != 0 || inner.cpu.state.events.takes_nmi() {
-            return true;
-        }
-        inner.sync_cr8_to_lapic();
-        let state = &inner.cpu.state;
-        let enabled = state.rflags & flags::IF != 0;
-        state.events.exception.is_some()
-            || state.events.interrupt.is_some()
-            || enabled && self.has_interrupt(inner)
-    }
-
-    /// Leaves the engine, waits until an attention bit is raised, enters again, and handles the bits.
-    fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
-        let exits = &self.common().exits;
-        let begin = Instant::now();
-        exits.set_blocking(true);
-        inner.machine.stop_running();
-        let interrupted = inner.machine.outside(|machine| {
-            let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
-            machine.begin_to_run();
-            interrupted
-        });
-        exits.set_blocking(false);
-        exits.waited(begin.elapsed());
-        if interrupted {
-            self.common().attention.raise(bits::SIGNAL);
-        }
-        self.attend(inner, masked)
-    }
-
-    /// Carries out INIT and SIPI.
-    pub(crate) fn accept_init_sipi(&self, inner: &mut Inner) {
-        let common = self.common();
-        let both = VcpuCommon::INIT | VcpuCommon::SIPI;
-        if common.signals.load(Ordering::SeqCst) & both == 0 {
-            return;
-        }
-        // Clears both at once: a SIPI that arrives after this may belong to an INIT that is not carried out yet.
-        let sent = common.signals.fetch_and(!both, Ordering::SeqCst);
-        if sent & VcpuCommon::INIT != 0 {
-            let [signature, ..] = cpuid::lookup(&inner.machine.cpuid, 1, 0);
-            inner.cpu.state.init((signature != 0).then_some(signature));
-            inner.cpu.flush_tlb();
-            inner.machine.init();
-            common.take_nmis();
-            inner.unfinished = Unfinished::Nothing;
-            inner.requested.exception = None;
-            let bootstrap = inner.machine.apic_base() & BASE_BSP != 0;
-            inner.mp_state = if bootstrap {
-                KVM_MP_STATE_RUNNABLE
-            } else {
-                KVM_MP_STATE_INIT_RECEIVED
-            };
-            if let Some(mut lapic) = common.lapic() {
-                lapic.reset();
-                if bootstrap && self.vm.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
-                    lapic.accept_external();
-                }
-                drop(lapic);
-                self.vm.interrupts.vcpus.addresses_changed();
-            }
-        }
-        if sent & VcpuCommon::SIPI != 0 && inner.mp_state == KVM_MP_STATE_INIT_RECEIVED {
-            let vector = common.sipi_vector.load(Ordering::SeqCst) & 0xff;
-            inner.cpu.state.cs = Segment::real((vector << 8) as u16, inner.cpu.state.cs.rights);
-            inner.cpu.state.rip = 0;
-            inner.mp_state = KVM_MP_STATE_RUNNABLE;
-        }
     }
 
     fn count(&self, exit: &Exit) {
@@ -592,121 +405,6 @@ impl VcpuObject {
             Exit::Debug { vector, dr6 } => guest_debug::exit(page, &inner.cpu, vector, dr6),
         }
         Ok(Next::Return)
-    }
-
-    /// Carries out an access to the APIC's page. Returns `false`, and does nothing, for any other address.
-    fn apic_access(
-        &self,
-        inner: &mut Inner,
-        gpa: u64,
-        len: u8,
-        write: bool,
-        data: [u8; 8],
-    ) -> bool {
-        inner.sync_cr8_to_lapic();
-        let Some(mut lapic) = self
-            .common()
-            .lapic()
-            .filter(|lapic| lapic.page() == Some(gpa & !0xfff))
-        else {
-            return false;
-        };
-        let now = self.vm.clock.now();
-        let offset = (gpa & 0xfff) as u32;
-        if write {
-            // Registers are 4 bytes at multiples of 16; other writes have no effect.
-            let effect = if len == 4 && offset & 15 == 0 {
-                let value = u32::from_le_bytes([data[0], data[1], data[2], data[3]]);
-                lapic.write(offset, value, now)
-            } else {
-                Effect::None
-            };
-            inner.cpu.state.cr8 = lapic.cr8();
-            drop(lapic);
-            inner.machine.carry_out(effect);
-        } else {
-            let value = lapic.read(offset & !3, now).to_le_bytes();
-            drop(lapic);
-            let mut answer = [0; 8];
-            for (index, byte) in answer[..len.into()].iter_mut().enumerate() {
-                *byte = value
-                    .get((offset & 3) as usize + index)
-                    .copied()
-                    .unwrap_or(0);
-            }
-            inner.cpu.complete_mmio_read(&answer[..len.into()]);
-        }
-        true
-    }
-
-    /// Carries out an access to the address of the disabled APIC's page, where KVM's quirk reads all ones. Returns `false`, and does
-    /// nothing, for any other address or without the quirk.
-    fn apic_hole(&self, inner: &mut Inner, gpa: u64, len: u8, write: bool) -> bool {
-        let lapic = self.common().lapic();
-        let hole = lapic.is_some_and(|lapic| lapic.is_hole(gpa))
-            && self.vm.quirks.has(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
-        if hole && !write {
-            inner.cpu.complete_mmio_read(&[0xff; 8][..len.into()]);
-        }
-        hole
-    }
-
-    /// Carries out a port access that needs no client: to a controller of the VM, or to a port with an eventfd. Units have `size`
-    /// bytes each, `len` together. Returns `false` if the client has to see it.
-    fn port_access(
-        &self,
-        inner: &mut Inner,
-        port: u16,
-        size: usize,
-        write: bool,
-        len: usize,
-    ) -> bool {
-        let interrupts = &self.vm.interrupts;
-        if !write {
-            let mut read = [0; PORT_BYTES];
-            let read = &mut read[..len];
-            let is_ours = (read.chunks_mut(size)).all(|unit| interrupts.read_port(port, unit));
-            if is_ours {
-                inner.cpu.complete_io(read);
-            }
-            return is_ours;
-        }
-        let place = Place {
-            bus: Bus::Ports,
-            address: port.into(),
-        };
-        let Inner {
-            cpu, known_events, ..
-        } = inner;
-        let units = cpu.output().chunks(size);
-        let to_chips = (units.clone()).all(|unit| interrupts.write_port(port, unit));
-        let is_ours = to_chips || known_events.signal(&self.vm.ioevents, place, units);
-        if is_ours {
-            cpu.complete_io(&[]);
-        }
-        is_ours
-    }
-
-    /// Carries out a memory access that needs no client: to the I/O APIC, or to an address with an eventfd. Returns `false` if the
-    /// client has to see it.
-    fn memory_access(&self, inner: &mut Inner, gpa: u64, write: bool, data: &[u8]) -> bool {
-        let interrupts = &self.vm.interrupts;
-        if write {
-            let place = Place {
-                bus: Bus::Memory,
-                address: gpa,
-            };
-            let unit = std::iter::once(data);
-            return interrupts.write_memory(gpa, data)
-                || (inner.known_events).signal(&self.vm.ioevents, place, unit);
-        }
-        let mut read = [0; 8];
-        let read = &mut read[..data.len()];
-        let is_ours = interrupts.read_memory(gpa, read);
-        if is_ours {
-            inner.cpu.complete_mmio_read(read);
-        }
-        is_ours
     }
 
     /// Stores what the client reads in `kvm_run` after every run, also after a failed one.

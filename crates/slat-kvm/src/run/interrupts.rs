@@ -1,0 +1,215 @@
+//! Delivery of INIT, SIPI, NMIs and interrupts to a vCPU, and halts, which end by them.
+
+use crate::cpuid;
+use crate::errno::Result;
+use crate::run::LONGEST_SLEEP;
+use crate::run_page::field;
+use crate::signals::Masked;
+use crate::thread::bits;
+use crate::ticker;
+use crate::vcpu::{Inner, Unfinished, VcpuObject};
+use crate::vcpu_common::VcpuCommon;
+use kvm_bindings::*;
+use slat_irqchip::lapic::BASE_BSP;
+use slat_x86::Segment;
+use slat_x86::state::flags;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+impl VcpuObject {
+    /// Delivers INIT, SIPI, NMIs and interrupts; a halted vCPU waits for them. Returns `false` if the run returns to the client.
+    pub(super) fn deliver_events(
+        &self,
+        inner: &mut Inner,
+        masked: Option<&Masked>,
+    ) -> Result<bool> {
+        loop {
+            self.accept_init_sipi(inner);
+            if inner.mp_state == KVM_MP_STATE_RUNNABLE {
+                break;
+            }
+            if inner.mp_state == KVM_MP_STATE_HALTED && self.wakes_up(inner) {
+                inner.mp_state = KVM_MP_STATE_RUNNABLE;
+                (self.common().signals).fetch_and(!VcpuCommon::UNHALT, Ordering::SeqCst);
+                self.common().exits.halt_wakeup.add(1);
+                break;
+            }
+            // A halted vCPU can take the client's interrupt, and no later exit would tell the client so.
+            if self.asks_client(inner) && self.opens_window(inner, true) {
+                return Ok(false);
+            }
+            self.block(inner, masked)?;
+        }
+        let common = self.common();
+        inner.cpu.interrupt_window = false;
+        if inner.interrupts_blocked {
+            return Ok(true);
+        }
+        self.accept_nmis(inner);
+        if common.lapic().is_none() {
+            return Ok(!self.opens_window(inner, inner.cpu.state.events.interrupt.is_none()));
+        }
+        inner.sync_cr8_to_lapic();
+        let has_external = self.has_external(inner);
+        let allowed = inner.cpu.can_take_interrupt();
+        if allowed && let Some(vector) = self.next_interrupt(inner, has_external) {
+            common.exits.irq_injections.add(1);
+            inner.cpu.inject_interrupt(vector);
+            // If another interrupt is pending, exit as soon as the CPU could take it.
+            inner.cpu.interrupt_window = self.has_interrupt(inner);
+            return Ok(true);
+        }
+        if self.has_interrupt(inner) {
+            inner.cpu.interrupt_window = true;
+        }
+        Ok(!(self.asks_client(inner) && self.opens_window(inner, true)))
+    }
+
+    /// Acknowledges the interrupt that the vCPU takes now: the 8259's before those of its APIC. `None`: there is none any more.
+    fn next_interrupt(&self, inner: &mut Inner, has_external: bool) -> Option<u8> {
+        if has_external {
+            let external = match self.vm.interrupts.chips() {
+                Some(_) => self.vm.interrupts.acknowledge_external(),
+                None => inner.external.take(),
+            };
+            if external.is_some() {
+                return external;
+            }
+        }
+        let mut lapic = self.common().lapic()?;
+        let vector = lapic.pending()?;
+        lapic.accept(vector);
+        drop(lapic);
+        if !self.vm.interrupts.waits_for_end(vector) {
+            inner.machine.offer_pv_eoi();
+        }
+        Some(vector)
+    }
+
+    /// Whether an 8259 has an interrupt that reaches this vCPU.
+    fn has_external(&self, inner: &Inner) -> bool {
+        let waits = match self.vm.interrupts.chips() {
+            Some(chips) => chips.has_external(),
+            None => inner.external.is_some(),
+        };
+        waits && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
+    }
+
+    /// Whether an interrupt is pending that the vCPU would take if it could.
+    fn has_interrupt(&self, inner: &Inner) -> bool {
+        self.has_external(inner)
+            || (self.common().lapic()).is_some_and(|lapic| lapic.pending().is_some())
+    }
+
+    /// Whether the client emulates the 8259, and the local APIC, if there is one, lets it inject an interrupt now.
+    fn asks_client(&self, inner: &Inner) -> bool {
+        match self.vm.has_irqchip() {
+            true => self.vm.interrupts.is_split() && self.accepts_from_client(inner),
+            false => true,
+        }
+    }
+
+    /// Whether the last interrupt of a client that emulates the 8259 was taken, and the local APIC lets it inject another one now.
+    pub(super) fn accepts_from_client(&self, inner: &Inner) -> bool {
+        inner.external.is_none()
+            && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
+    }
+
+    /// Whether the run returns because the client asked for an interrupt window and it is open (then sets the exit). `free`: the
+    /// client's last interrupt was taken.
+    fn opens_window(&self, inner: &mut Inner, free: bool) -> bool {
+        if field!(self.page, request_interrupt_window) == 0 {
+            return false;
+        }
+        if free && inner.cpu.can_take_interrupt() {
+            self.common().exits.request_irq_exits.add(1);
+            self.page.set_exit_reason(KVM_EXIT_IRQ_WINDOW_OPEN);
+            return true;
+        }
+        inner.cpu.interrupt_window = true;
+        false
+    }
+
+    fn accept_nmis(&self, inner: &mut Inner) {
+        let nmis = self.common().take_nmis();
+        if nmis != 0 {
+            inner.cpu.inject_nmis(nmis);
+            self.common().exits.nmi_injections.add(nmis.into());
+        }
+    }
+
+    fn wakes_up(&self, inner: &mut Inner) -> bool {
+        // Accepts NMIs first: `takes_nmi` knows that one that arrives while the CPU blocks NMIs ends no halt.
+        if !inner.interrupts_blocked {
+            self.accept_nmis(inner);
+        }
+        if self.common().signals.load(Ordering::SeqCst) != 0 || inner.cpu.state.events.takes_nmi() {
+            return true;
+        }
+        inner.sync_cr8_to_lapic();
+        let state = &inner.cpu.state;
+        let enabled = state.rflags & flags::IF != 0;
+        state.events.exception.is_some()
+            || state.events.interrupt.is_some()
+            || enabled && self.has_interrupt(inner)
+    }
+
+    /// Leaves the engine, waits until an attention bit is raised, enters again, and handles the bits.
+    fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+        let exits = &self.common().exits;
+        let begin = Instant::now();
+        exits.set_blocking(true);
+        inner.machine.stop_running();
+        let interrupted = inner.machine.outside(|machine| {
+            let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
+            machine.begin_to_run();
+            interrupted
+        });
+        exits.set_blocking(false);
+        exits.waited(begin.elapsed());
+        if interrupted {
+            self.common().attention.raise(bits::SIGNAL);
+        }
+        self.attend(inner, masked)
+    }
+
+    /// Carries out INIT and SIPI.
+    pub(crate) fn accept_init_sipi(&self, inner: &mut Inner) {
+        let common = self.common();
+        let both = VcpuCommon::INIT | VcpuCommon::SIPI;
+        if common.signals.load(Ordering::SeqCst) & both == 0 {
+            return;
+        }
+        // Clears both at once: a SIPI that arrives after this may belong to an INIT that is not carried out yet.
+        let sent = common.signals.fetch_and(!both, Ordering::SeqCst);
+        if sent & VcpuCommon::INIT != 0 {
+            let [signature, ..] = cpuid::lookup(&inner.machine.cpuid, 1, 0);
+            inner.cpu.state.init((signature != 0).then_some(signature));
+            inner.cpu.flush_tlb();
+            inner.machine.init();
+            common.take_nmis();
+            inner.unfinished = Unfinished::Nothing;
+            inner.requested.exception = None;
+            let bootstrap = inner.machine.apic_base() & BASE_BSP != 0;
+            inner.mp_state = if bootstrap {
+                KVM_MP_STATE_RUNNABLE
+            } else {
+                KVM_MP_STATE_INIT_RECEIVED
+            };
+            if let Some(mut lapic) = common.lapic() {
+                lapic.reset();
+                if bootstrap && self.vm.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
+                    lapic.accept_external();
+                }
+                drop(lapic);
+                self.vm.interrupts.vcpus.addresses_changed();
+            }
+        }
+        if sent & VcpuCommon::SIPI != 0 && inner.mp_state == KVM_MP_STATE_INIT_RECEIVED {
+            let vector = common.sipi_vector.load(Ordering::SeqCst) & 0xff;
+            inner.cpu.state.cs = Segment::real((vector << 8) as u16, inner.cpu.state.cs.rights);
+            inner.cpu.state.rip = 0;
+            inner.mp_state = KVM_MP_STATE_RUNNABLE;
+        }
+    }
+}
