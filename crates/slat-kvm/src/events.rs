@@ -39,13 +39,10 @@ impl Requested {
     /// Adds the requested events to the `events` of a vCPU.
     pub(crate) fn show(&self, events: &mut kvm_vcpu_events, options: &Options) {
         if let Some(pending) = self.exception {
-            let exception = pending.exception;
+            show_exception(events, pending.exception);
             events.exception.pending = 1;
             // Like KVM: without the capability, clients see pending exceptions as injected, too.
             events.exception.injected = u8::from(!options.exception_payload());
-            events.exception.nr = exception.vector;
-            events.exception.has_error_code = u8::from(exception.error.is_some());
-            events.exception.error_code = exception.error.unwrap_or(0);
             events.exception_has_payload = u8::from(pending.payload.is_some());
             events.exception_payload = pending.payload.unwrap_or(0);
         }
@@ -111,6 +108,12 @@ const DR6_ACTIVE_LOW: u64 = 0xffff_0ff0;
 /// The bit of DR6 that is always 0.
 const DR6_RESERVED_ZERO: u64 = 1 << 12;
 
+fn show_exception(events: &mut kvm_vcpu_events, exception: Exception) {
+    events.exception.nr = exception.vector;
+    events.exception.has_error_code = u8::from(exception.error.is_some());
+    events.exception.error_code = exception.error.unwrap_or(0);
+}
+
 fn exception(events: &kvm_vcpu_events) -> Exception {
     Exception {
         vector: events.exception.nr,
@@ -132,10 +135,8 @@ pub fn get(state: &State, nmis: u8, sipi_vector: u32) -> kvm_vcpu_events {
     let held = &state.events;
     let mut events = kvm_vcpu_events::default();
     if let Some(exception) = held.exception {
+        show_exception(&mut events, exception);
         events.exception.injected = 1;
-        events.exception.nr = exception.vector;
-        events.exception.has_error_code = u8::from(exception.error.is_some());
-        events.exception.error_code = exception.error.unwrap_or(0);
     }
     if let Some(vector) = held.interrupt {
         events.interrupt.injected = 1;

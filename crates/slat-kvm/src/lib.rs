@@ -21,7 +21,7 @@
 //! | [`dirty`], [`guest_memfd`], [`coalesced`] | dirty rings, private memory, writes to devices that the client may see later |
 //! | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
 //! | [`run_page`], `page_cache` | the pages that a vCPU shares with the client; the translations that it used last |
-//! | [`regs`], [`fpu`], [`events`], [`nested`] | the CPU's state in KVM's structs |
+//! | [`regs`], [`fpu`], [`events`], [`nested`], `same_fields` | the CPU's state in KVM's structs |
 //! | `msr`, [`cpuid`], [`cpu_features`], [`clock`], `steal_time` | MSRs, CPUID leaves, time |
 //! | `options`, `quirks`, `msr_filter` | what a client sets for a VM |
 //! | `call`, `entered` | guards of a call: one that panics makes the VM dead, and its vCPU still leaves the engine |
@@ -81,6 +81,7 @@ pub mod regs;
 pub mod report;
 mod run;
 pub mod run_page;
+mod same_fields;
 mod signals;
 pub mod stats;
 mod steal_time;

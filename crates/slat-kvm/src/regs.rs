@@ -2,6 +2,7 @@
 
 use crate::cpuid::{PHYS_BITS, pkru_offset, supported_xcr0};
 use crate::errno::{Result, fail};
+use crate::same_fields::same_fields;
 use kvm_bindings::*;
 use slat_x86::state::{control, flags, xcr0};
 use slat_x86::{Segment, State, Table};
@@ -62,9 +63,11 @@ pub fn set_regs(state: &mut State, regs: &kvm_regs) {
 
 /// Whether PAE paging is in use, whose page-directory-pointer entries the CPU holds.
 pub(crate) fn uses_pae_paging(state: &State) -> bool {
-    state.cr0 & control::CR0_PG != 0
-        && state.cr4 & control::CR4_PAE != 0
-        && state.efer & control::EFER_LMA == 0
+    is_pae_paging(state.cr0, state.cr4, state.efer)
+}
+
+fn is_pae_paging(cr0: u64, cr4: u64, efer: u64) -> bool {
+    cr0 & control::CR0_PG != 0 && cr4 & control::CR4_PAE != 0 && efer & control::EFER_LMA == 0
 }
 
 fn segment(segment: &Segment) -> kvm_segment {
@@ -230,70 +233,52 @@ pub fn set_sregs(state: &mut State, sregs: &kvm_sregs) -> Result<()> {
     Ok(())
 }
 
+same_fields!(
+    kvm_sregs,
+    kvm_sregs2,
+    to_sregs2,
+    to_sregs {
+        cs,
+        ds,
+        es,
+        fs,
+        gs,
+        ss,
+        tr,
+        ldt,
+        gdt,
+        idt,
+        cr0,
+        cr2,
+        cr3,
+        cr4,
+        cr8,
+        efer,
+        apic_base,
+    }..Default::default()
+);
+
 /// `KVM_GET_SREGS2`: like [`get_sregs`], with PDPTEs, if PAE paging is in use, in place of the interrupt bitmap.
 pub fn get_sregs2(state: &State, apic_base: u64) -> kvm_sregs2 {
-    let s = get_sregs(state, apic_base);
-    let pae = uses_pae_paging(state);
-    kvm_sregs2 {
-        cs: s.cs,
-        ds: s.ds,
-        es: s.es,
-        fs: s.fs,
-        gs: s.gs,
-        ss: s.ss,
-        tr: s.tr,
-        ldt: s.ldt,
-        gdt: s.gdt,
-        idt: s.idt,
-        cr0: s.cr0,
-        cr2: s.cr2,
-        cr3: s.cr3,
-        cr4: s.cr4,
-        cr8: s.cr8,
-        efer: s.efer,
-        apic_base: s.apic_base,
-        flags: if pae {
-            KVM_SREGS2_FLAGS_PDPTRS_VALID.into()
-        } else {
-            0
-        },
-        pdptrs: if pae { state.pdptes } else { [0; 4] },
+    let mut sregs = to_sregs2(&get_sregs(state, apic_base));
+    if uses_pae_paging(state) {
+        sregs.flags = KVM_SREGS2_FLAGS_PDPTRS_VALID.into();
+        sregs.pdptrs = state.pdptes;
     }
+    sregs
 }
 
 /// Splits `kvm_sregs2` into the arguments of [`set_sregs`] and the PDPTEs, if it has them.
 ///
 /// # Errors
 /// `EINVAL` for unknown flags, and for PDPTEs without PAE paging.
-pub fn from_sregs2(s: &kvm_sregs2) -> Result<(kvm_sregs, Option<[u64; 4]>)> {
-    let valid = s.flags & u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID) != 0;
-    let pae = s.cr0 & control::CR0_PG != 0
-        && s.cr4 & control::CR4_PAE != 0
-        && s.efer & control::EFER_LMA == 0;
-    if s.flags & !u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID) != 0 || valid && !pae {
+pub fn from_sregs2(sregs: &kvm_sregs2) -> Result<(kvm_sregs, Option<[u64; 4]>)> {
+    let valid = sregs.flags & u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID) != 0;
+    let unknown = sregs.flags & !u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID) != 0;
+    if unknown || valid && !is_pae_paging(sregs.cr0, sregs.cr4, sregs.efer) {
         return fail(libc::EINVAL);
     }
-    let sregs = kvm_sregs {
-        cs: s.cs,
-        ds: s.ds,
-        es: s.es,
-        fs: s.fs,
-        gs: s.gs,
-        ss: s.ss,
-        tr: s.tr,
-        ldt: s.ldt,
-        gdt: s.gdt,
-        idt: s.idt,
-        cr0: s.cr0,
-        cr2: s.cr2,
-        cr3: s.cr3,
-        cr4: s.cr4,
-        cr8: s.cr8,
-        efer: s.efer,
-        apic_base: s.apic_base,
-        interrupt_bitmap: [0; 4],
-    };
-    Ok((sregs, valid.then_some(s.pdptrs)))
+    Ok((to_sregs(sregs), valid.then_some(sregs.pdptrs)))
 }
 
 /// `KVM_SREGS2_FLAGS_PDPTRS_VALID`.

@@ -4,27 +4,11 @@ use crate::errno::{Result, fail};
 use crate::irq::Interrupts;
 use crate::irq::chips::Chips;
 use crate::irq::timer::Timer;
+use crate::same_fields::same_fields;
 use kvm_bindings::*;
 use slat_irqchip::ioapic::IoApicState;
 use slat_irqchip::pic::{Chip, PicState};
 use slat_irqchip::pit::{ChannelState, PitState};
-
-/// Converts between two structs with the same fields.
-macro_rules! same_fields {
-    ($ours:ident, $theirs:ident, $to:ident, $from:ident { $($field:ident),* $(,)? }) => {
-        fn $to(ours: &$ours) -> $theirs {
-            $theirs {
-                $($field: ours.$field,)*
-            }
-        }
-
-        fn $from(theirs: &$theirs) -> $ours {
-            $ours {
-                $($field: theirs.$field,)*
-            }
-        }
-    };
-}
 
 same_fields!(
     PicState,
