@@ -1,6 +1,6 @@
 //! Capabilities: the values that `KVM_CHECK_EXTENSION` returns.
 //!
-//! slat claims only capabilities that work: a client that finds one relies on it. `tests/capabilities.rs` uses each.
+//! slat claims only capabilities that work: a client that finds one relies on it. `tests/capabilities` uses each.
 
 use crate::irq::routing::MAX_ROUTES;
 use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};

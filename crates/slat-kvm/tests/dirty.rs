@@ -16,17 +16,6 @@ const FETCHED: u64 = 1 << 1;
 /// The page that the code writes to.
 const WRITTEN: u64 = 1 << 3;
 const RESET: u32 = 2;
-/// `mov [0x3000],al; hlt`
-const WRITE_DATA: &[u8] = &[0xa2, 0x00, 0x30, 0xf4];
-
-fn enable(vm: &VmFd, cap: u32, arg: u64) -> Result<(), i32> {
-    let mut enable = kvm_enable_cap {
-        cap,
-        ..Default::default()
-    };
-    enable.args[0] = arg;
-    vm.enable_cap(&enable).map_err(|error| error.errno())
-}
 
 fn log(vm: &VmFd, memory: &Memory) {
     let region = kvm_userspace_memory_region {
@@ -47,7 +36,7 @@ fn run_again(guest: &mut Guest) {
 
 #[test]
 fn with_manual_protection_only_clearing_takes_pages_out() {
-    let mut guest = Guest::with(WRITE_DATA, |vm| {
+    let mut guest = Guest::with(WRITE_AND_HALT, |vm| {
         enable(vm, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, 1).unwrap();
     });
     log(&guest.vm, &guest.memory);
@@ -71,7 +60,7 @@ fn with_manual_protection_only_clearing_takes_pages_out() {
 
 #[test]
 fn a_log_may_begin_with_all_pages() {
-    let mut guest = Guest::with(WRITE_DATA, |vm| {
+    let mut guest = Guest::with(WRITE_AND_HALT, |vm| {
         enable(vm, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, 3).unwrap();
     });
     log(&guest.vm, &guest.memory);
@@ -100,7 +89,7 @@ fn manual_protection_has_two_options() {
 
 #[test]
 fn wrong_ranges_of_a_log_are_refused() {
-    let guest = Guest::new(WRITE_DATA);
+    let guest = Guest::new(WRITE_AND_HALT);
     let clear = |slot, first, pages| {
         (guest.vm.clear_dirty_log(slot, first, pages, &[u64::MAX])).map_err(|e| e.errno())
     };
@@ -123,7 +112,7 @@ fn a_log_that_cannot_be_given_away_is_not_taken() {
     let system = Object::system();
     let vm = create(&system, KVM_CREATE_VM, 0).0;
     let memory = Memory::new(MEMORY);
-    memory.write(CODE, WRITE_DATA);
+    memory.write(CODE, WRITE_AND_HALT);
     let region = kvm_userspace_memory_region {
         slot: 0,
         flags: KVM_MEM_LOG_DIRTY_PAGES,

@@ -139,7 +139,7 @@ fn slots_are_checked_as_kvm_checks_them() {
 #[test]
 fn written_pages_are_in_the_dirty_log_once() {
     // mov [0x3000],al; hlt
-    let mut guest = Guest::new(&[0xa2, 0x00, 0x30, 0xf4]);
+    let mut guest = Guest::new(WRITE_AND_HALT);
     let region = kvm_userspace_memory_region {
         slot: 0,
         flags: KVM_MEM_LOG_DIRTY_PAGES,

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{CODE, Guest, start_at_code};
+use common::{CODE, Guest, enable, start_at_code};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VmFd};
 use std::arch::x86_64::__cpuid;
@@ -14,12 +14,7 @@ const MONITOR_MWAIT: [u8; 6] = [0x0f, 0x01, 0xc8, 0x0f, 0x01, 0xc9];
 const UNDEFINED: u64 = 0x1800;
 
 fn disable(vm: &VmFd, quirks: u32) -> Result<(), i32> {
-    let mut cap = kvm_enable_cap {
-        cap: KVM_CAP_DISABLE_QUIRKS2,
-        ..Default::default()
-    };
-    cap.args[0] = quirks.into();
-    vm.enable_cap(&cap).map_err(|error| error.errno())
+    enable(vm, KVM_CAP_DISABLE_QUIRKS2, quirks.into())
 }
 
 /// Runs `code` and HLT. Returns whether it ended in #UD.

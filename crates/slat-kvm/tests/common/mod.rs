@@ -1,12 +1,12 @@
 //! A guest in real mode, small enough to be written in bytes.
 #![allow(dead_code)]
 
-use kvm_bindings::kvm_userspace_memory_region;
+use kvm_bindings::{KVM_X86_SW_PROTECTED_VM, kvm_enable_cap, kvm_userspace_memory_region};
 use slat::Shared;
 use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_SET_USER_MEMORY_REGION};
 use slat_kvm::ioctl::{Answer, Object};
 use slat_kvm::vcpu::VcpuObject;
-use slat_kvm::{Kvm, VcpuFd, VmFd};
+use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 use std::os::fd::OwnedFd;
 
 /// The address of the code.
@@ -143,6 +143,42 @@ pub fn create(object: &Object, request: u32, argument: u64) -> (Object, OwnedFd)
     }
 }
 
+/// Enables a capability of a VM. Returns the errno of a refusal.
+pub fn enable(vm: &VmFd, cap: u32, arg: u64) -> Result<(), i32> {
+    let mut enable = kvm_enable_cap {
+        cap,
+        ..Default::default()
+    };
+    enable.args[0] = arg;
+    vm.enable_cap(&enable).map_err(|error| error.errno())
+}
+
+/// Creates a VM.
+pub fn vm() -> VmFd {
+    Kvm::new().unwrap().create_vm().unwrap()
+}
+
+/// Creates a VM whose memory can be private.
+pub fn protected() -> VmFd {
+    let kvm = Kvm::new().unwrap();
+    kvm.create_vm_with_type(KVM_X86_SW_PROTECTED_VM.into())
+        .unwrap()
+}
+
+/// Creates a VM and a vCPU, as the preload library uses them.
+pub fn objects() -> (Object, Object) {
+    let vm = create(&Object::system(), KVM_CREATE_VM, 0).0;
+    let vcpu = create(&vm, KVM_CREATE_VCPU, 0).0;
+    (vm, vcpu)
+}
+
+/// Runs code that ends with HLT.
+pub fn halts(code: &[u8]) -> Guest {
+    let mut guest = Guest::new(code);
+    assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
+    guest
+}
+
 /// Like [`Guest`], but made of requests, as the preload library makes them.
 pub struct RawGuest {
     pub vcpu: Shared<VcpuObject>,
@@ -199,6 +235,8 @@ pub fn start_at_code(vcpu: &VcpuFd) {
     vcpu.set_regs(&regs).unwrap();
 }
 
+/// `mov [DATA], al; hlt`
+pub const WRITE_AND_HALT: &[u8] = &[0xa2, 0x00, 0x30, 0xf4];
 /// `jmp $`
 pub const SPIN: &[u8] = &[0xeb, 0xfe];
 /// `mov al, [0x3000]; jmp -5`

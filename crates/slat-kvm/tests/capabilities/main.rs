@@ -1,0 +1,57 @@
+//! Every capability that slat claims, and a call that uses it. A capability without an entry here fails the test.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod cpu;
+mod exits;
+mod interrupts;
+mod memory;
+mod objects;
+mod time;
+
+use common::protected;
+use slat_kvm::Kvm;
+use std::collections::BTreeMap;
+
+/// A capability, and a function that uses it, with the value that KVM_CHECK_EXTENSION returns as argument.
+type Use = (u32, fn(i32));
+
+fn uses() -> impl Iterator<Item = Use> {
+    let tables = [
+        cpu::USES,
+        exits::USES,
+        interrupts::USES,
+        memory::USES,
+        objects::USES,
+        time::USES,
+    ];
+    tables.into_iter().flatten().copied()
+}
+
+#[test]
+fn what_is_claimed_works_and_what_works_is_claimed() {
+    let (kvm, protected) = (Kvm::new().unwrap(), protected());
+    let uses: BTreeMap<u32, fn(i32)> = uses().collect();
+    assert_eq!(uses.len(), self::uses().count(), "one entry for each");
+    let mut without_entry = Vec::new();
+    for cap in 0..1000 {
+        let of_system = kvm.check_extension_raw(cap.into());
+        let claimed = match of_system {
+            0 => protected.check_extension_raw(cap.into()),
+            value => value,
+        };
+        match (claimed, uses.get(&cap)) {
+            (0, None) => {}
+            (0, Some(_)) => panic!("capability {cap} works, and is not claimed"),
+            (_, None) => without_entry.push(cap),
+            (value, Some(use_it)) => {
+                println!("capability {cap}: {value}");
+                use_it(value);
+            }
+        }
+    }
+    assert!(
+        without_entry.is_empty(),
+        "claimed, and not used here: {without_entry:?}"
+    );
+}
