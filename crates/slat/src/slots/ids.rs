@@ -20,10 +20,10 @@ pub(super) struct Ids {
     others: Vec<Option<Box<Page>>>,
 }
 
-/// Which of the other pages, if not the first, and where in it.
-fn place(id: u32) -> (Option<usize>, usize) {
-    let (page, slot) = (id as usize / SLOTS, id as usize % SLOTS);
-    (page.checked_sub(1), slot)
+/// Returns the index of the page in `others`, `None` for the first page, and the index in the page.
+fn position(id: u32) -> (Option<usize>, usize) {
+    let (page, index) = (id as usize / SLOTS, id as usize % SLOTS);
+    (page.checked_sub(1), index)
 }
 
 impl Ids {
@@ -34,39 +34,41 @@ impl Ids {
 
     #[inline]
     pub(super) fn get(&self, id: u32) -> Option<&OwnedSlot> {
-        let (page, slot) = place(id);
+        let (page, index) = position(id);
         let page = match page {
             None => &self.first,
             Some(other) => self.others.get(other)?.as_ref()?,
         };
-        page[slot].as_ref()
+        page[index].as_ref()
     }
 
-    /// The place of the slot `id`, if there is one.
+    /// Returns the entry for the id `id`. `None`: its page does not exist.
     #[inline]
-    pub(super) fn place(&mut self, id: u32) -> Option<&mut Option<OwnedSlot>> {
-        let (page, slot) = place(id);
+    pub(super) fn entry(&mut self, id: u32) -> Option<&mut Option<OwnedSlot>> {
+        let (page, index) = position(id);
         let page = match page {
             None => &mut self.first,
             Some(other) => self.others.get_mut(other)?.as_mut()?,
         };
-        Some(&mut page[slot])
+        Some(&mut page[index])
     }
 
-    /// Makes a place for the slot `id`.
+    /// Returns the entry for the id `id`, whose page is allocated if it does not exist.
     #[inline]
-    pub(super) fn make_place(&mut self, id: u32) -> Result<(), OutOfMemory> {
-        let (Some(other), _) = place(id) else {
-            return Ok(());
+    pub(super) fn make_entry(&mut self, id: u32) -> Result<&mut Option<OwnedSlot>, OutOfMemory> {
+        let (page, index) = position(id);
+        let Some(other) = page else {
+            return Ok(&mut self.first[index]);
         };
         if self.others.len() <= other {
             let missing = other + 1 - self.others.len();
             self.others.try_reserve(missing).map_err(|_| OutOfMemory)?;
             self.others.resize_with(other + 1, || None);
         }
-        if self.others[other].is_none() {
-            self.others[other] = Some(heap::boxed(EMPTY)?);
-        }
-        Ok(())
+        let page = match &mut self.others[other] {
+            Some(page) => page,
+            missing => missing.insert(heap::boxed(EMPTY)?),
+        };
+        Ok(&mut page[index])
     }
 }

@@ -45,20 +45,6 @@ unsafe impl Send for Memslot {}
 unsafe impl Sync for Memslot {}
 
 impl Memslot {
-    /// Behind all slots of a node: no page is as high, no key above it.
-    pub(super) fn nowhere() -> Self {
-        Memslot {
-            base: Gfn(u64::MAX),
-            backing: Hva(u64::MAX),
-            besides: Besides { log: None },
-            pages: 0,
-            id: u16::MAX,
-            flags: 0,
-            has_private: false,
-            alive: Watch::new(),
-        }
-    }
-
     /// The same slot in another node. Not `Clone`: only what is gone before the log may hold it.
     pub(super) fn copy(&self) -> Self {
         Memslot {

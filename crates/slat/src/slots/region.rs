@@ -5,7 +5,7 @@ use core::fmt;
 use core::ops::BitOr;
 
 use super::SlotsChange;
-use super::node::PAGES;
+use super::index::PAGES;
 use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
 use crate::table::OutOfMemory;
 
@@ -275,7 +275,7 @@ pub(crate) fn plan(
         let region = *region;
         return Err(RegionError::Overlap { region, with });
     }
-    let taken = private.and_then(|private| slots.set().private_taken(private, pages));
+    let taken = private.and_then(|private| slots.set().private_overlap(private, pages));
     if let Some(by) = taken {
         let region = *region;
         return Err(RegionError::PrivateTaken { region, by });

@@ -8,7 +8,8 @@ use std::string::ToString;
 use std::vec::Vec;
 
 use super::*;
-use crate::addr::Gpa;
+use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT};
+use core::ops::Range;
 
 const CAPACITY: u64 = 1 << 36;
 
@@ -89,7 +90,7 @@ struct World {
 impl World {
     fn new() -> Self {
         World {
-            slots: Slots::new().unwrap(),
+            slots: Slots::new(),
             readers: Readers::new(),
         }
     }

@@ -1,0 +1,358 @@
+//! An index of memslots: all slots, or some, in the order of one key.
+//!
+//! The slots are stored in sorted leaves of up to [`LEAF`], and the leaves in a sorted *directory*. So a look-up is two
+//! bisections, and a change moves the slots of one leaf; when a leaf is split or merged, it moves directory entries, too: with
+//! all 32,764 slots, there are 512 to 1,000 of them.
+//!
+//! An insertion may need a leaf or a larger directory. It takes them from [`Spare`], which [`Spare::fill`] filled before;
+//! so no edit fails.
+
+use alloc::vec::Vec;
+use core::marker::PhantomData;
+use core::ops::Range;
+
+use super::Memslot;
+use crate::addr::{Hva, PAGE_SHIFT};
+use crate::table::OutOfMemory;
+
+/// Most slots of a leaf.
+const LEAF: usize = if cfg!(loom) { 4 } else { 32 };
+/// A leaf with fewer slots is merged with a neighbour if all fit in one.
+const LOW: usize = LEAF / 4;
+/// Leaves of the smallest directory.
+const DIRECTORY: usize = if cfg!(loom) { 1 } else { 4 };
+
+/// Page numbers of all orders are below this.
+pub(super) const PAGES: u64 = (1 << 48) - 1;
+
+/// An order of slots.
+pub(super) trait Order {
+    /// Returns the number of the slot's first page in the address space that the order is about, below [`PAGES`].
+    fn page(slot: &Memslot) -> u64;
+
+    /// Returns what the order compares. Slots may share pages of their backing: the id makes the key unique.
+    fn key(slot: &Memslot) -> u64 {
+        Self::page(slot) << 16 | u64::from(slot.id())
+    }
+
+    /// Returns the number of the page after the slot's last one.
+    fn end(slot: &Memslot) -> u64 {
+        Self::page(slot) + slot.pages()
+    }
+}
+
+/// By guest frame.
+pub(super) enum ByGfn {}
+
+/// By backing address.
+pub(super) enum ByHva {}
+
+/// By address of the private backing, which every slot in such an index has.
+pub(super) enum ByPrivate {}
+
+impl Order for ByGfn {
+    fn page(slot: &Memslot) -> u64 {
+        slot.base().0
+    }
+}
+
+impl Order for ByHva {
+    fn page(slot: &Memslot) -> u64 {
+        slot.backing().0 >> PAGE_SHIFT
+    }
+}
+
+impl Order for ByPrivate {
+    fn page(slot: &Memslot) -> u64 {
+        slot.private().unwrap_or(Hva(u64::MAX)).0 >> PAGE_SHIFT
+    }
+}
+
+/// Slots with neighbouring keys, and their directory entry.
+struct Leaf {
+    /// The key of the first slot.
+    first: u64,
+    /// The largest end of the slots.
+    end: u64,
+    /// The largest end of the slots of this leaf and of all leaves before it.
+    reach: u64,
+    /// In ascending order; memory for [`LEAF`]. Empty only during an edit.
+    slots: Vec<Memslot>,
+}
+
+impl Leaf {
+    fn new<O: Order>(slots: Vec<Memslot>, reach: u64) -> Self {
+        let mut leaf = Leaf {
+            first: 0,
+            end: 0,
+            reach,
+            slots,
+        };
+        leaf.update::<O>();
+        leaf
+    }
+
+    fn is_full(&self) -> bool {
+        self.slots.len() == LEAF
+    }
+
+    /// Call after removing slots, or adding the first ones.
+    fn update<O: Order>(&mut self) {
+        self.first = self.slots.first().map_or(u64::MAX, O::key);
+        self.end = self.slots.iter().map(O::end).max().unwrap_or(0);
+    }
+
+    /// Returns how many slots have a key below `key`.
+    fn rank<O: Order>(&self, key: u64) -> usize {
+        self.slots.partition_point(|slot| O::key(slot) < key)
+    }
+
+    /// For loom: call before changing the slots.
+    fn owned(&self) {
+        self.slots.iter().for_each(Memslot::owned);
+    }
+}
+
+/// Memory for the next insertion into an index, in each of two sets that are alike.
+pub(super) struct Spare {
+    leaves: [Option<Vec<Memslot>>; 2],
+    directories: [Option<Vec<Leaf>>; 2],
+}
+
+impl Spare {
+    pub(super) const NONE: Spare = Spare {
+        leaves: [None, None],
+        directories: [None, None],
+    };
+
+    /// Allocates what it takes to replace `old`, or nothing, by `new` in two indexes like `index`.
+    pub(super) fn fill<O: Order>(
+        &mut self,
+        index: &Index<O>,
+        old: Option<&Memslot>,
+        new: &Memslot,
+    ) -> Result<(), OutOfMemory> {
+        let key = O::key(new);
+        let stays = old.is_some_and(|old| O::key(old) == key);
+        if stays || index.has_space(index.leaf_of(key)) {
+            return Ok(());
+        }
+        fill(&mut self.leaves, LEAF)?;
+        if index.is_directory_full() {
+            fill(&mut self.directories, DIRECTORY.max(2 * index.leaves.len()))?;
+        }
+        Ok(())
+    }
+}
+
+fn fill<T>(spare: &mut [Option<Vec<T>>; 2], capacity: usize) -> Result<(), OutOfMemory> {
+    for place in spare.iter_mut().filter(|place| place.is_none()) {
+        let mut memory = Vec::new();
+        memory
+            .try_reserve_exact(capacity)
+            .map_err(|_| OutOfMemory)?;
+        *place = Some(memory);
+    }
+    Ok(())
+}
+
+fn take<T>(spare: &mut [Option<Vec<T>>; 2]) -> Vec<T> {
+    let filled = spare.iter_mut().find_map(Option::take);
+    filled.expect("`Spare::fill` was called before")
+}
+
+/// The slots of a set in the order `O`.
+pub(super) struct Index<O> {
+    /// In ascending order of [`Leaf::first`].
+    leaves: Vec<Leaf>,
+    order: PhantomData<O>,
+}
+
+impl<O: Order> Index<O> {
+    pub(super) const EMPTY: Self = Index {
+        leaves: Vec::new(),
+        order: PhantomData,
+    };
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.leaves.is_empty()
+    }
+
+    /// Returns the last slot that starts at or before `page`.
+    #[inline]
+    pub(super) fn last_at_or_before(&self, page: u64) -> Option<&Memslot> {
+        let after = |leaf: &Leaf| leaf.first >> 16 <= page;
+        let leaf = self.leaves.partition_point(after).checked_sub(1)?;
+        let slots = &self.leaves[leaf].slots;
+        let rank: usize = slots
+            .iter()
+            .map(|slot| usize::from(O::page(slot) <= page))
+            .sum();
+        slots.get(rank.wrapping_sub(1))
+    }
+
+    /// Calls `visit` for every slot that has a page in `range`, in the order of keys, until it returns `false`. Returns
+    /// whether all were visited.
+    pub(super) fn overlapping(
+        &self,
+        range: &Range<u64>,
+        visit: &mut impl FnMut(&Memslot) -> bool,
+    ) -> bool {
+        let first = self
+            .leaves
+            .partition_point(|leaf| leaf.reach <= range.start);
+        let begun = self.leaves[first..]
+            .iter()
+            .take_while(|leaf| leaf.first >> 16 < range.end);
+        let mut leaves = begun.filter(|leaf| range.start < leaf.end);
+        leaves.all(|leaf| {
+            let begun = leaf
+                .slots
+                .iter()
+                .take_while(|slot| O::page(slot) < range.end);
+            let mut slots = begun.filter(|slot| range.start < O::end(slot));
+            slots.all(&mut *visit)
+        })
+    }
+
+    /// Replaces `old`, or nothing, by `new`, or nothing. `old` is in the index; the key of `new` is not, unless it is that of
+    /// `old`. If it is not, `spare` was filled for it.
+    pub(super) fn exchange(
+        &mut self,
+        old: Option<&Memslot>,
+        new: Option<&Memslot>,
+        spare: &mut Spare,
+    ) {
+        if let (Some(old), Some(new)) = (old, new)
+            && O::key(old) == O::key(new)
+        {
+            return self.overwrite(new);
+        }
+        // First, while the leaves are as `spare` was filled for.
+        if let Some(new) = new {
+            self.insert(new, spare);
+        }
+        if let Some(old) = old {
+            self.remove(old);
+        }
+    }
+
+    /// Returns the index of the leaf that has a slot with the key `key`, if any has, and may get it otherwise.
+    fn leaf_of(&self, key: u64) -> usize {
+        let after = self.leaves.partition_point(|leaf| leaf.first <= key);
+        after.saturating_sub(1)
+    }
+
+    /// Whether one more slot fits in the leaf `at`.
+    fn has_space(&self, at: usize) -> bool {
+        self.leaves.get(at).is_some_and(|leaf| !leaf.is_full())
+    }
+
+    /// Whether one more leaf takes a new directory. This depends on nothing but the number of leaves, so that it is the same
+    /// in two sets, whatever memory the allocator gave them.
+    fn is_directory_full(&self) -> bool {
+        let len = self.leaves.len();
+        len == 0 || len >= DIRECTORY && len.is_power_of_two()
+    }
+
+    /// Overwrites the slot that has the key of `slot`, and with it the same pages.
+    fn overwrite(&mut self, slot: &Memslot) {
+        let at = self.leaf_of(O::key(slot));
+        let leaf = &mut self.leaves[at];
+        leaf.owned();
+        let rank = leaf.rank::<O>(O::key(slot));
+        leaf.slots[rank] = slot.copy();
+    }
+
+    fn insert(&mut self, slot: &Memslot, spare: &mut Spare) {
+        let key = O::key(slot);
+        let mut at = self.leaf_of(key);
+        if !self.has_space(at) {
+            at = self.add_leaf(at, key, spare);
+        }
+        let leaf = &mut self.leaves[at];
+        leaf.owned();
+        leaf.slots.insert(leaf.rank::<O>(key), slot.copy());
+        leaf.first = leaf.first.min(key);
+        leaf.end = leaf.end.max(O::end(slot));
+        self.update_reach(at);
+    }
+
+    /// Splits the leaf `at`, or adds the first one. Returns the index of the leaf for a slot with the key `key`.
+    #[cold]
+    fn add_leaf(&mut self, at: usize, key: u64, spare: &mut Spare) -> usize {
+        if self.is_directory_full() {
+            let mut larger = take(&mut spare.directories);
+            larger.append(&mut self.leaves);
+            self.leaves = larger;
+        }
+        let mut moved = take(&mut spare.leaves);
+        let Some(leaf) = self.leaves.get_mut(at) else {
+            self.leaves.push(Leaf::new::<O>(moved, 0));
+            return at;
+        };
+        leaf.owned();
+        let rank = leaf.rank::<O>(key);
+        // Slots are often added in ascending order: leave this leaf full then.
+        let kept = if rank == LEAF { LEAF } else { LEAF / 2 };
+        moved.extend(leaf.slots.drain(kept..));
+        leaf.update::<O>();
+        let right = Leaf::new::<O>(moved, leaf.reach);
+        self.leaves.insert(at + 1, right);
+        self.update_reach(at);
+        at + usize::from(kept <= rank)
+    }
+
+    fn remove(&mut self, slot: &Memslot) {
+        let at = self.leaf_of(O::key(slot));
+        let leaf = &mut self.leaves[at];
+        leaf.owned();
+        let removed = leaf.slots.remove(leaf.rank::<O>(O::key(slot)));
+        debug_assert_eq!(removed.id(), slot.id());
+        leaf.first = leaf.slots.first().map_or(u64::MAX, O::key);
+        if leaf.end == O::end(slot) {
+            leaf.end = leaf.slots.iter().map(O::end).max().unwrap_or(0);
+        }
+        let few = leaf.slots.len() < LOW;
+        self.update_reach(at);
+        if few {
+            self.merge(at);
+        }
+    }
+
+    /// Removes the leaf `at` if it is empty; else merges it with a neighbour if one leaf has space for both.
+    #[cold]
+    fn merge(&mut self, at: usize) {
+        if self.leaves[at].slots.is_empty() {
+            self.leaves.remove(at);
+            return;
+        }
+        let left = at.saturating_sub(1);
+        let Some([left, right]) = self.leaves.get_mut(left..left + 2) else {
+            return;
+        };
+        if left.slots.len() + right.slots.len() < LEAF {
+            left.owned();
+            right.owned();
+            left.slots.append(&mut right.slots);
+            left.end = left.end.max(right.end);
+            left.reach = right.reach;
+            self.leaves.remove(at.max(1));
+        }
+    }
+
+    /// Call after changing the end of the leaf `at`.
+    fn update_reach(&mut self, at: usize) {
+        let mut reach = match at {
+            0 => 0,
+            _ => self.leaves[at - 1].reach,
+        };
+        for leaf in &mut self.leaves[at..] {
+            reach = reach.max(leaf.end);
+            if leaf.reach == reach {
+                break;
+            }
+            leaf.reach = reach;
+        }
+    }
+}

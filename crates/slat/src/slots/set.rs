@@ -1,0 +1,199 @@
+//! The memslots of one address space at one moment: an index by guest frame, one by backing address, and what else a look-up
+//! must see at the same moment. Whoever has a reference to a set may search it; only the writer changes it ([`super`]).
+
+use core::ops::Range;
+
+use super::index::{ByGfn, ByHva, ByPrivate, Index, Order, Spare};
+use super::{Memslot, PrivateFrames};
+use crate::addr::{Gfn, Hva, PAGE_SHIFT};
+use crate::sync::atomic::Watch;
+use crate::table::OutOfMemory;
+
+/// All slots of one address space at one moment.
+pub(crate) struct SlotSet {
+    by_gfn: Index<ByGfn>,
+    by_hva: Index<ByHva>,
+    /// The slots that have private backing.
+    by_private: Index<ByPrivate>,
+    /// Equal in every address space of a VM.
+    pub(crate) private: PrivateFrames,
+    /// Raised by every change. An MMIO entry of another generation is not valid.
+    pub(crate) generation: u64,
+    /// At most log2 of the pages of the smallest slot.
+    pub(crate) granule: u32,
+    alive: Watch,
+}
+
+/// Memory for a change of two sets.
+pub(super) struct Spares {
+    by_gfn: Spare,
+    by_hva: Spare,
+    by_private: Spare,
+}
+
+impl Spares {
+    pub(super) const NONE: Spares = Spares {
+        by_gfn: Spare::NONE,
+        by_hva: Spare::NONE,
+        by_private: Spare::NONE,
+    };
+}
+
+impl SlotSet {
+    /// A generation that no set has.
+    pub(crate) const NEVER: u64 = u64::MAX;
+
+    pub(super) fn empty() -> Self {
+        SlotSet {
+            by_gfn: Index::EMPTY,
+            by_hva: Index::EMPTY,
+            by_private: Index::EMPTY,
+            private: PrivateFrames::NONE,
+            generation: 0,
+            granule: 0,
+            alive: Watch::new(),
+        }
+    }
+
+    /// For loom: the caller reads the set.
+    #[inline(always)]
+    pub(super) fn used(&self) {
+        self.alive.used();
+    }
+
+    /// Returns the slot that holds `gfn`.
+    #[inline]
+    pub(crate) fn find(&self, gfn: Gfn) -> Option<&Memslot> {
+        self.used();
+        let slot = self.by_gfn.last_at_or_before(gfn.0)?;
+        slot.holds(gfn).then_some(slot)
+    }
+
+    /// Calls `visit` for every slot with a page in `range`, in ascending order, until it returns `false`.
+    pub(crate) fn in_gfns(&self, range: &Range<Gfn>, mut visit: impl FnMut(&Memslot) -> bool) {
+        self.used();
+        let pages = range.start.0..range.end.0;
+        self.by_gfn.overlapping(&pages, &mut visit);
+    }
+
+    /// Returns the id of the first slot other than `except` that has a page in `range`.
+    pub(super) fn overlap(&self, range: &Range<Gfn>, except: u32) -> Option<u32> {
+        let mut first = None;
+        self.in_gfns(range, |slot| {
+            first = (slot.id() != except).then(|| slot.id());
+            first.is_none()
+        });
+        first
+    }
+
+    /// Returns the id of a slot whose private backing has one of the `pages` from `private` on.
+    pub(super) fn private_overlap(&self, private: Hva, pages: u64) -> Option<u32> {
+        let first = private.0 >> PAGE_SHIFT;
+        let mut found = None;
+        let pages = first..first + pages;
+        self.by_private.overlapping(&pages, &mut |slot| {
+            found = Some(slot.id());
+            false
+        });
+        found
+    }
+
+    /// Calls `visit` for every slot that `range` backs, with the frames it backs and its place, until `visit` returns `false`:
+    /// in the order of places, from `from` on. A slot that has both its backings there is visited for each.
+    pub(crate) fn backed_by(
+        &self,
+        range: &Range<Hva>,
+        from: Place,
+        mut visit: impl FnMut(&Memslot, Range<Gfn>, Place) -> bool,
+    ) {
+        self.used();
+        let pages = range.start.0 >> PAGE_SHIFT..range.end.0.div_ceil(1 << PAGE_SHIFT);
+        let mut visit_shared = |slot: &Memslot| {
+            let place = Place::shared(slot);
+            place < from || visit(slot, slot.gfns_backed_by(range, slot.backing()), place)
+        };
+        if !self.by_hva.overlapping(&pages, &mut visit_shared) {
+            return;
+        }
+        let mut visit_private = |slot: &Memslot| {
+            let (place, private) = (Place::private(slot), slot.private());
+            place < from
+                || private
+                    .is_none_or(|private| visit(slot, slot.gfns_backed_by(range, private), place))
+        };
+        self.by_private.overlapping(&pages, &mut visit_private);
+    }
+
+    /// Allocates what it takes to replace `old` by `new` in two sets like this one.
+    pub(super) fn prepare(
+        &self,
+        old: Option<&Memslot>,
+        new: &Memslot,
+        spares: &mut Spares,
+    ) -> Result<(), OutOfMemory> {
+        spares.by_gfn.fill(&self.by_gfn, old, new)?;
+        spares.by_hva.fill(&self.by_hva, old, new)?;
+        if new.private().is_some() {
+            spares.by_private.fill(&self.by_private, old, new)?;
+        }
+        Ok(())
+    }
+
+    /// Replaces `old`, or nothing, by `new`, or nothing. The caller has [prepared](Self::prepare) it.
+    pub(super) fn exchange(
+        &mut self,
+        old: Option<&Memslot>,
+        new: Option<&Memslot>,
+        spares: &mut Spares,
+    ) {
+        self.alive.owned();
+        if let (None, Some(slot)) = (old, new) {
+            let granule = slot.pages().ilog2();
+            self.granule = match self.by_gfn.is_empty() {
+                true => granule,
+                false => self.granule.min(granule),
+            };
+        }
+        self.by_gfn.exchange(old, new, &mut spares.by_gfn);
+        self.by_hva.exchange(old, new, &mut spares.by_hva);
+        let is_private = |slot: &&Memslot| slot.private().is_some();
+        let (old, new) = (old.filter(is_private), new.filter(is_private));
+        self.by_private.exchange(old, new, &mut spares.by_private);
+    }
+
+    /// Replaces all but the slots by what `other` has.
+    pub(super) fn clone_rest(&mut self, other: &SlotSet) {
+        self.alive.owned();
+        self.private.clone_from(&other.private);
+        self.generation = other.generation;
+    }
+}
+
+/// Position of a slot's backing among all backings: the shared ones first, each kind by address and id.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Place {
+    private: bool,
+    key: u64,
+}
+
+impl Place {
+    /// Before all backings.
+    pub(crate) const FIRST: Place = Place {
+        private: false,
+        key: 0,
+    };
+
+    fn shared(slot: &Memslot) -> Self {
+        Place {
+            private: false,
+            key: ByHva::key(slot),
+        }
+    }
+
+    fn private(slot: &Memslot) -> Self {
+        Place {
+            private: true,
+            key: ByPrivate::key(slot),
+        }
+    }
+}
