@@ -134,7 +134,7 @@ impl Spare {
     ) -> Result<(), OutOfMemory> {
         let key = O::key(new);
         let stays = old.is_some_and(|old| O::key(old) == key);
-        if stays || index.has_space(index.leaf_of(key)) {
+        if stays || index.has_space(index.leaf_for(key)) {
             return Ok(());
         }
         fill(&mut self.leaves, LEAF)?;
@@ -243,6 +243,14 @@ impl<O: Order> Index<O> {
         after.saturating_sub(1)
     }
 
+    /// Returns the index of the leaf for a new slot with the key `key`: between two leaves the one with space.
+    fn leaf_for(&self, key: u64) -> usize {
+        let at = self.leaf_of(key);
+        let is_between = |leaf: &Leaf| leaf.is_full() && leaf.rank::<O>(key) == LEAF;
+        let next = self.leaves.get(at).is_some_and(is_between) && self.has_space(at + 1);
+        at + usize::from(next)
+    }
+
     /// Whether one more slot fits in the leaf `at`.
     fn has_space(&self, at: usize) -> bool {
         self.leaves.get(at).is_some_and(|leaf| !leaf.is_full())
@@ -266,7 +274,7 @@ impl<O: Order> Index<O> {
 
     fn insert(&mut self, slot: &Memslot, spare: &mut Spare) {
         let key = O::key(slot);
-        let mut at = self.leaf_of(key);
+        let mut at = self.leaf_for(key);
         if !self.has_space(at) {
             at = self.add_leaf(at, key, spare);
         }
