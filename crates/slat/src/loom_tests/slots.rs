@@ -26,7 +26,7 @@ impl World {
 
     fn with(slots: u32) -> Arc<World> {
         let world = World {
-            slots: Slots::new(),
+            slots: Slots::new().unwrap(),
             readers: Readers::new(),
         };
         for slot in 0..slots {

@@ -12,7 +12,7 @@ use core::marker::PhantomData;
 use core::ops::Range;
 
 use super::Memslot;
-use crate::addr::{Hva, PAGE_SHIFT};
+use crate::addr::{Gfn, Hva, PAGE_SHIFT};
 use crate::table::OutOfMemory;
 
 /// Most slots of a leaf.
@@ -76,7 +76,7 @@ struct Leaf {
     end: u64,
     /// The largest end of the slots of this leaf and of all leaves before it.
     reach: u64,
-    /// In ascending order; memory for [`LEAF`]. Empty only during an edit.
+    /// In ascending order; memory for [`LEAF`]. Not empty if there are other leaves.
     slots: Vec<Memslot>,
 }
 
@@ -88,7 +88,8 @@ impl Leaf {
             reach,
             slots,
         };
-        leaf.update::<O>();
+        leaf.update_first::<O>();
+        leaf.update_end::<O>();
         leaf
     }
 
@@ -96,9 +97,11 @@ impl Leaf {
         self.slots.len() == LEAF
     }
 
-    /// Call after removing slots, or adding the first ones.
-    fn update<O: Order>(&mut self) {
-        self.first = self.slots.first().map_or(u64::MAX, O::key);
+    fn update_first<O: Order>(&mut self) {
+        self.first = self.slots.first().map_or(0, O::key);
+    }
+
+    fn update_end<O: Order>(&mut self) {
         self.end = self.slots.iter().map(O::end).max().unwrap_or(0);
     }
 
@@ -134,26 +137,28 @@ impl Spare {
     ) -> Result<(), OutOfMemory> {
         let key = O::key(new);
         let stays = old.is_some_and(|old| O::key(old) == key);
-        if stays || index.has_space(index.leaf_for(key)) {
+        if stays || !index.leaves[index.leaf_for(key)].is_full() {
             return Ok(());
         }
         fill(&mut self.leaves, LEAF)?;
         if index.is_directory_full() {
-            fill(&mut self.directories, DIRECTORY.max(2 * index.leaves.len()))?;
+            fill(&mut self.directories, 2 * index.leaves.len())?;
         }
         Ok(())
     }
 }
 
 fn fill<T>(spare: &mut [Option<Vec<T>>; 2], capacity: usize) -> Result<(), OutOfMemory> {
-    for place in spare.iter_mut().filter(|place| place.is_none()) {
-        let mut memory = Vec::new();
-        memory
-            .try_reserve_exact(capacity)
-            .map_err(|_| OutOfMemory)?;
-        *place = Some(memory);
+    for missing in spare.iter_mut().filter(|memory| memory.is_none()) {
+        *missing = Some(memory(capacity)?);
     }
     Ok(())
+}
+
+fn memory<T>(capacity: usize) -> Result<Vec<T>, OutOfMemory> {
+    let mut memory = Vec::new();
+    let reserved = memory.try_reserve_exact(capacity);
+    reserved.map(|()| memory).map_err(|_| OutOfMemory)
 }
 
 fn take<T>(spare: &mut [Option<Vec<T>>; 2]) -> Vec<T> {
@@ -163,32 +168,50 @@ fn take<T>(spare: &mut [Option<Vec<T>>; 2]) -> Vec<T> {
 
 /// The slots of a set in the order `O`.
 pub(super) struct Index<O> {
-    /// In ascending order of [`Leaf::first`].
+    /// In ascending order of [`Leaf::first`], at least one.
     leaves: Vec<Leaf>,
     order: PhantomData<O>,
 }
 
-impl<O: Order> Index<O> {
-    pub(super) const EMPTY: Self = Index {
-        leaves: Vec::new(),
-        order: PhantomData,
-    };
+impl Index<ByGfn> {
+    /// Returns the slot that has `page`.
+    #[inline]
+    pub(super) fn find(&self, page: u64) -> Option<&Memslot> {
+        let begun = self.leaves.partition_point(|leaf| leaf.first >> 16 <= page);
+        let leaf = self.leaves.get(begun.wrapping_sub(1))?;
+        // No two of these slots share a page, so the last one has the largest end.
+        if leaf.end <= page {
+            return None;
+        }
+        // Slots of one size, at one distance, are found at once; others after a few steps.
+        let first = leaf.first >> 16;
+        let part = (page - first) * leaf.slots.len() as u64 / (leaf.end - first);
+        let mut at = part as usize;
+        while page < ByGfn::page(&leaf.slots[at]) {
+            at -= 1;
+        }
+        while let Some(next) = leaf.slots.get(at + 1)
+            && ByGfn::page(next) <= page
+        {
+            at += 1;
+        }
+        Some(&leaf.slots[at]).filter(|slot| slot.holds(Gfn(page)))
+    }
+}
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.leaves.is_empty()
+impl<O: Order> Index<O> {
+    /// Makes an index with memory for [`LEAF`] slots.
+    pub(super) fn new() -> Result<Self, OutOfMemory> {
+        let mut leaves = memory(DIRECTORY)?;
+        leaves.push(Leaf::new::<O>(memory(LEAF)?, 0));
+        Ok(Index {
+            leaves,
+            order: PhantomData,
+        })
     }
 
-    /// Returns the last slot that starts at or before `page`.
-    #[inline]
-    pub(super) fn last_at_or_before(&self, page: u64) -> Option<&Memslot> {
-        let after = |leaf: &Leaf| leaf.first >> 16 <= page;
-        let leaf = self.leaves.partition_point(after).checked_sub(1)?;
-        let slots = &self.leaves[leaf].slots;
-        let rank: usize = slots
-            .iter()
-            .map(|slot| usize::from(O::page(slot) <= page))
-            .sum();
-        slots.get(rank.wrapping_sub(1))
+    pub(super) fn is_empty(&self) -> bool {
+        self.leaves[0].slots.is_empty()
     }
 
     /// Calls `visit` for every slot that has a page in `range`, in the order of keys, until it returns `false`. Returns
@@ -237,33 +260,30 @@ impl<O: Order> Index<O> {
         }
     }
 
-    /// Returns the index of the leaf that has a slot with the key `key`, if any has, and may get it otherwise.
+    /// Returns the index of the leaf that has a slot with the key `key`, if any has.
     fn leaf_of(&self, key: u64) -> usize {
-        let after = self.leaves.partition_point(|leaf| leaf.first <= key);
-        after.saturating_sub(1)
+        let begun = self.leaves.partition_point(|leaf| leaf.first <= key);
+        begun.saturating_sub(1)
     }
 
-    /// Returns the index of the leaf for a new slot with the key `key`: between two leaves the one with space.
+    /// Returns the index of the leaf for a new slot with the key `key`: between two leaves, of the one with space.
     fn leaf_for(&self, key: u64) -> usize {
         let at = self.leaf_of(key);
-        let is_between = |leaf: &Leaf| leaf.is_full() && leaf.rank::<O>(key) == LEAF;
-        let next = self.leaves.get(at).is_some_and(is_between) && self.has_space(at + 1);
-        at + usize::from(next)
+        let leaf = &self.leaves[at];
+        let is_next = leaf.is_full()
+            && leaf.rank::<O>(key) == LEAF
+            && self.leaves.get(at + 1).is_some_and(|next| !next.is_full());
+        at + usize::from(is_next)
     }
 
-    /// Whether one more slot fits in the leaf `at`.
-    fn has_space(&self, at: usize) -> bool {
-        self.leaves.get(at).is_some_and(|leaf| !leaf.is_full())
-    }
-
-    /// Whether one more leaf takes a new directory. This depends on nothing but the number of leaves, so that it is the same
-    /// in two sets, whatever memory the allocator gave them.
+    /// Whether one more leaf takes a larger directory. This depends on nothing but the number of leaves, so it is the same in
+    /// two sets, whatever the allocator gave them.
     fn is_directory_full(&self) -> bool {
         let len = self.leaves.len();
-        len == 0 || len >= DIRECTORY && len.is_power_of_two()
+        len >= DIRECTORY && len.is_power_of_two()
     }
 
-    /// Overwrites the slot that has the key of `slot`, and with it the same pages.
+    /// Overwrites the slot that has the key of `slot`, and with it the same end.
     fn overwrite(&mut self, slot: &Memslot) {
         let at = self.leaf_of(O::key(slot));
         let leaf = &mut self.leaves[at];
@@ -275,36 +295,33 @@ impl<O: Order> Index<O> {
     fn insert(&mut self, slot: &Memslot, spare: &mut Spare) {
         let key = O::key(slot);
         let mut at = self.leaf_for(key);
-        if !self.has_space(at) {
-            at = self.add_leaf(at, key, spare);
+        if self.leaves[at].is_full() {
+            at = self.split(at, key, spare);
         }
         let leaf = &mut self.leaves[at];
         leaf.owned();
         leaf.slots.insert(leaf.rank::<O>(key), slot.copy());
-        leaf.first = leaf.first.min(key);
+        leaf.update_first::<O>();
         leaf.end = leaf.end.max(O::end(slot));
         self.update_reach(at);
     }
 
-    /// Splits the leaf `at`, or adds the first one. Returns the index of the leaf for a slot with the key `key`.
+    /// Splits the leaf `at`. Returns the index of the leaf for a new slot with the key `key`.
     #[cold]
-    fn add_leaf(&mut self, at: usize, key: u64, spare: &mut Spare) -> usize {
+    fn split(&mut self, at: usize, key: u64, spare: &mut Spare) -> usize {
         if self.is_directory_full() {
             let mut larger = take(&mut spare.directories);
             larger.append(&mut self.leaves);
             self.leaves = larger;
         }
-        let mut moved = take(&mut spare.leaves);
-        let Some(leaf) = self.leaves.get_mut(at) else {
-            self.leaves.push(Leaf::new::<O>(moved, 0));
-            return at;
-        };
+        let leaf = &mut self.leaves[at];
         leaf.owned();
         let rank = leaf.rank::<O>(key);
         // Slots are often added in ascending order: leave this leaf full then.
         let kept = if rank == LEAF { LEAF } else { LEAF / 2 };
+        let mut moved = take(&mut spare.leaves);
         moved.extend(leaf.slots.drain(kept..));
-        leaf.update::<O>();
+        leaf.update_end::<O>();
         let right = Leaf::new::<O>(moved, leaf.reach);
         self.leaves.insert(at + 1, right);
         self.update_reach(at);
@@ -317,24 +334,19 @@ impl<O: Order> Index<O> {
         leaf.owned();
         let removed = leaf.slots.remove(leaf.rank::<O>(O::key(slot)));
         debug_assert_eq!(removed.id(), slot.id());
-        leaf.first = leaf.slots.first().map_or(u64::MAX, O::key);
+        leaf.update_first::<O>();
         if leaf.end == O::end(slot) {
-            leaf.end = leaf.slots.iter().map(O::end).max().unwrap_or(0);
+            leaf.update_end::<O>();
         }
-        let few = leaf.slots.len() < LOW;
+        let is_low = leaf.slots.len() < LOW;
         self.update_reach(at);
-        if few {
+        if is_low {
             self.merge(at);
         }
     }
 
-    /// Removes the leaf `at` if it is empty; else merges it with a neighbour if one leaf has space for both.
-    #[cold]
+    /// Merges the leaf `at` with a neighbour, if there is one and one leaf has space for both.
     fn merge(&mut self, at: usize) {
-        if self.leaves[at].slots.is_empty() {
-            self.leaves.remove(at);
-            return;
-        }
         let left = at.saturating_sub(1);
         let Some([left, right]) = self.leaves.get_mut(left..left + 2) else {
             return;
@@ -343,6 +355,7 @@ impl<O: Order> Index<O> {
             left.owned();
             right.owned();
             left.slots.append(&mut right.slots);
+            left.update_first::<O>();
             left.end = left.end.max(right.end);
             left.reach = right.reach;
             self.leaves.remove(at.max(1));
@@ -351,10 +364,8 @@ impl<O: Order> Index<O> {
 
     /// Call after changing the end of the leaf `at`.
     fn update_reach(&mut self, at: usize) {
-        let mut reach = match at {
-            0 => 0,
-            _ => self.leaves[at - 1].reach,
-        };
+        let before = at.checked_sub(1).map(|before| &self.leaves[before]);
+        let mut reach = before.map_or(0, |leaf| leaf.reach);
         for leaf in &mut self.leaves[at..] {
             reach = reach.max(leaf.end);
             if leaf.reach == reach {

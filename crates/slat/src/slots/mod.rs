@@ -81,9 +81,9 @@ struct Replaced {
 }
 
 impl Slots {
-    pub(crate) fn new() -> Self {
-        Slots {
-            sets: [SlotSet::empty(), SlotSet::empty()].map(UnsafeCell::new),
+    pub(crate) fn new() -> Result<Self, OutOfMemory> {
+        Ok(Slots {
+            sets: [SlotSet::new()?, SlotSet::new()?].map(UnsafeCell::new),
             published: AtomicUsize::new(0),
             changes: Counter::default(),
             writer: FairLock::new(Writer {
@@ -93,7 +93,7 @@ impl Slots {
                 pages: 0,
                 spares: Spares::NONE,
             }),
-        }
+        })
     }
 
     /// Returns how many slots were created, deleted, moved, or given other flags.

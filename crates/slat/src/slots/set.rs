@@ -9,7 +9,8 @@ use crate::addr::{Gfn, Hva, PAGE_SHIFT};
 use crate::sync::atomic::Watch;
 use crate::table::OutOfMemory;
 
-/// All slots of one address space at one moment.
+/// All slots of one address space at one moment. Aligned so that no cache line has parts of two sets.
+#[repr(align(128))]
 pub(crate) struct SlotSet {
     by_gfn: Index<ByGfn>,
     by_hva: Index<ByHva>,
@@ -43,16 +44,16 @@ impl SlotSet {
     /// A generation that no set has.
     pub(crate) const NEVER: u64 = u64::MAX;
 
-    pub(super) fn empty() -> Self {
-        SlotSet {
-            by_gfn: Index::EMPTY,
-            by_hva: Index::EMPTY,
-            by_private: Index::EMPTY,
+    pub(super) fn new() -> Result<Self, OutOfMemory> {
+        Ok(SlotSet {
+            by_gfn: Index::new()?,
+            by_hva: Index::new()?,
+            by_private: Index::new()?,
             private: PrivateFrames::NONE,
             generation: 0,
             granule: 0,
             alive: Watch::new(),
-        }
+        })
     }
 
     /// For loom: the caller reads the set.
@@ -65,8 +66,7 @@ impl SlotSet {
     #[inline]
     pub(crate) fn find(&self, gfn: Gfn) -> Option<&Memslot> {
         self.used();
-        let slot = self.by_gfn.last_at_or_before(gfn.0)?;
-        slot.holds(gfn).then_some(slot)
+        self.by_gfn.find(gfn.0)
     }
 
     /// Calls `visit` for every slot with a page in `range`, in ascending order, until it returns `false`.

@@ -90,7 +90,7 @@ struct World {
 impl World {
     fn new() -> Self {
         World {
-            slots: Slots::new(),
+            slots: Slots::new().unwrap(),
             readers: Readers::new(),
         }
     }

@@ -117,7 +117,7 @@ impl<P: Platform, F: Format> Space<P, F> {
     fn new(platform: Arc<P>, flushes: Shared<Flushes>) -> Result<Self, OutOfMemory> {
         let tree = Tree::new(platform, flushes)?;
         Ok(Space {
-            slots: Slots::new(),
+            slots: Slots::new()?,
             root: tree.root(),
             tree: Guarded::new(tree),
         })
