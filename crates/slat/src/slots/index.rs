@@ -106,8 +106,13 @@ impl Leaf {
     }
 
     /// Returns how many slots have a key below `key`.
+    #[inline]
     fn rank<O: Order>(&self, key: u64) -> usize {
-        self.slots.partition_point(|slot| O::key(slot) < key)
+        match self.slots.last() {
+            // Slots are often added in ascending order.
+            Some(last) if O::key(last) < key => self.slots.len(),
+            _ => self.slots.partition_point(|slot| O::key(slot) < key),
+        }
     }
 
     /// For loom: call before changing the slots.
@@ -135,9 +140,8 @@ impl Spare {
         old: Option<&Memslot>,
         new: &Memslot,
     ) -> Result<(), OutOfMemory> {
-        let key = O::key(new);
-        let stays = old.is_some_and(|old| O::key(old) == key);
-        if stays || !index.leaves[index.leaf_for(key)].is_full() {
+        let stays = old.is_some_and(|old| index.common_leaf(old, new).is_some());
+        if stays || !index.leaves[index.leaf_for(O::key(new))].is_full() {
             return Ok(());
         }
         fill(&mut self.leaves, LEAF)?;
@@ -239,7 +243,7 @@ impl<O: Order> Index<O> {
     }
 
     /// Replaces `old`, or nothing, by `new`, or nothing. `old` is in the index; the key of `new` is not, unless it is that of
-    /// `old`. If it is not, `spare` was filled for it.
+    /// `old`. `spare` was filled for both.
     pub(super) fn exchange(
         &mut self,
         old: Option<&Memslot>,
@@ -247,9 +251,9 @@ impl<O: Order> Index<O> {
         spare: &mut Spare,
     ) {
         if let (Some(old), Some(new)) = (old, new)
-            && O::key(old) == O::key(new)
+            && let Some(at) = self.common_leaf(old, new)
         {
-            return self.overwrite(new);
+            return self.exchange_in(at, old, new);
         }
         // First, while the leaves are as `spare` was filled for.
         if let Some(new) = new {
@@ -283,13 +287,28 @@ impl<O: Order> Index<O> {
         len >= DIRECTORY && len.is_power_of_two()
     }
 
-    /// Overwrites the slot that has the key of `slot`, and with it the same end.
-    fn overwrite(&mut self, slot: &Memslot) {
-        let at = self.leaf_of(O::key(slot));
+    /// Returns the index of the leaf that has `old`, if `new` may be stored there, too: it has other flags, or has moved by little.
+    fn common_leaf(&self, old: &Memslot, new: &Memslot) -> Option<usize> {
+        let [old, new] = [old, new].map(|slot| self.leaf_of(O::key(slot)));
+        (old == new).then_some(old)
+    }
+
+    /// Replaces `old` by `new` within the leaf `at`.
+    fn exchange_in(&mut self, at: usize, old: &Memslot, new: &Memslot) {
         let leaf = &mut self.leaves[at];
         leaf.owned();
-        let rank = leaf.rank::<O>(O::key(slot));
-        leaf.slots[rank] = slot.copy();
+        let [from, to] = [old, new].map(|slot| leaf.rank::<O>(O::key(slot)));
+        leaf.slots[from] = new.copy();
+        if from < to {
+            leaf.slots[from..to].rotate_left(1);
+        } else {
+            leaf.slots[to..=from].rotate_right(1);
+        }
+        leaf.update_first::<O>();
+        if O::key(old) != O::key(new) {
+            leaf.update_end::<O>();
+            self.update_reach(at);
+        }
     }
 
     fn insert(&mut self, slot: &Memslot, spare: &mut Spare) {
