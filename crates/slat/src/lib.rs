@@ -26,6 +26,7 @@ extern crate std;
 
 mod addr;
 mod audit;
+mod dirty_log;
 pub mod format;
 pub mod guest_walk;
 mod heap;

@@ -6,9 +6,9 @@ use core::ptr;
 
 use super::{Region, SlotFlags};
 use crate::addr::{Gfn, Hva, PAGE_SHIFT, gpa_range};
+use crate::dirty_log::DirtyLog;
 use crate::heap::{Shared, Uncounted};
 use crate::sync::atomic::Watch;
-use crate::vm::DirtyLog;
 
 /// One memslot; a change of flags or place makes a new one.
 ///

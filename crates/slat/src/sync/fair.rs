@@ -62,10 +62,6 @@ impl<T> FairLock<T> {
         self.held.owned();
         FairGuard { lock: self }
     }
-
-    pub(crate) fn get_mut(&mut self) -> &mut T {
-        self.data.get_mut()
-    }
 }
 
 pub(crate) struct FairGuard<'a, T> {

@@ -24,114 +24,18 @@
 //! Getting the log changes nothing; [`Vm::clear_dirty_log`] clears and protects the pages it is told.
 //! With *initially set* a new log names every page, and enabling it touches no leaf at all.
 
-use crate::sync::atomic::{AtomicU64, Ordering::*};
-use alloc::vec::Vec;
+use crate::sync::atomic::Ordering::*;
 use core::fmt;
 use core::mem::replace;
 use core::ops::Range;
 
 use super::slot_op::SlotOp;
-use super::{Space, Vm};
-use crate::addr::{Gfn, Level};
+use super::{DirtyLog, LogKind, Space, Vm};
 use crate::format::Format;
 use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::SlotsChange;
-use crate::sync::FairLock;
 use crate::table::OutOfMemory;
-
-/// By what a slot's log knows of writes, and where they are noted.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LogKind {
-    /// Write protection; a bitmap.
-    Bitmap,
-    /// The leaves' own dirty bits; a bitmap, at a harvest.
-    DirtyBits,
-    /// Write protection; the rings of the vCPUs.
-    Rings,
-}
-
-impl LogKind {
-    /// Whether a leaf must not be writable before a write to it was noted.
-    pub(crate) fn protects(self) -> bool {
-        self != LogKind::DirtyBits
-    }
-}
-
-/// The log of a slot.
-pub(crate) struct DirtyLog {
-    kind: LogKind,
-    /// Whose turn it is to begin it, to take it, or to clear it: one after the other.
-    turn: FairLock<()>,
-    /// One bit per page, if the log has a bitmap.
-    bits: Vec<AtomicU64>,
-    /// It named every page when it was made.
-    initially_set: bool,
-}
-
-impl DirtyLog {
-    /// A log of `pages` pages with a bitmap, each named already if `initially_set`.
-    fn bitmap(kind: LogKind, pages: u64, initially_set: bool) -> Result<Self, OutOfMemory> {
-        let words = pages.div_ceil(64) as usize;
-        let mut bits = Vec::new();
-        bits.try_reserve_exact(words).map_err(|_| OutOfMemory)?;
-        let word = if initially_set { u64::MAX } else { 0 };
-        bits.resize_with(words, || AtomicU64::new(word));
-        Ok(DirtyLog {
-            kind,
-            turn: FairLock::new(()),
-            bits,
-            initially_set,
-        })
-    }
-
-    /// A log that goes to the vCPUs' rings.
-    fn rings() -> Self {
-        DirtyLog {
-            kind: LogKind::Rings,
-            turn: FairLock::new(()),
-            bits: Vec::new(),
-            initially_set: false,
-        }
-    }
-
-    pub(crate) fn kind(&self) -> LogKind {
-        self.kind
-    }
-
-    pub(crate) fn mark(&self, page: u64) {
-        let word = &self.bits[page as usize / 64];
-        let bit = 1 << (page % 64);
-        // Re-dirtying is common, and a load is cheaper than a locked instruction.
-        if word.load(Relaxed) & bit == 0 {
-            word.fetch_or(bit, Release);
-        }
-    }
-
-    /// Marks the pages of a leaf of the slot that holds `slot`. A huge leaf that could not be split
-    /// stands for all of them.
-    pub(super) fn mark_leaf(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
-        self.mark_leaf_unless(slot, gfn, level, &|_| false);
-    }
-
-    /// The same without the pages for which `cleared` says so.
-    pub(super) fn mark_leaf_unless(
-        &self,
-        slot: &Range<Gfn>,
-        gfn: Gfn,
-        level: Level,
-        cleared: &impl Fn(Gfn) -> bool,
-    ) {
-        let pages = gfn.0.max(slot.start.0)..(gfn.0 + level.pages()).min(slot.end.0);
-        for gfn in pages.filter(|gfn| !cleared(Gfn(*gfn))) {
-            self.mark(gfn - slot.start.0);
-        }
-    }
-
-    pub(crate) fn is_marked(&self, page: u64) -> bool {
-        self.bits[page as usize / 64].load(Acquire) >> (page % 64) & 1 != 0
-    }
-}
 
 /// Why a dirty log cannot be had, or not be cleared. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -257,11 +161,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
             if bitmap.len() < log.bits.len() {
                 return Err(DirtyLogError::BufferTooSmall(log.bits.len()));
             }
-            if log.kind == LogKind::DirtyBits {
+            if log.kind() == LogKind::DirtyBits {
                 op.harvest_dirty_bits(log, pages);
             }
             let manual = self.log_mode.manual.load(SeqCst);
-            let protects = !manual && log.kind.protects();
+            let protects = !manual && log.kind().protects();
             let mut taken = 0;
             let mut full = 0..0;
             for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
@@ -377,7 +281,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
 fn bitmap_of(change: &SlotsChange<'_>, id: u32) -> Result<Shared<DirtyLog>, DirtyLogError> {
     match change.by_id(id).and_then(|slot| slot.share_log()) {
         None => Err(DirtyLogError::NotLogged(id)),
-        Some(log) if log.kind == LogKind::Rings => Err(DirtyLogError::Rings),
+        Some(log) if log.kind() == LogKind::Rings => Err(DirtyLogError::Rings),
         Some(log) => Ok(log),
     }
 }

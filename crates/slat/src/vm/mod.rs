@@ -28,8 +28,8 @@ mod region;
 mod ring;
 mod slot_op;
 
+pub(crate) use crate::dirty_log::{DirtyLog, LogKind};
 pub use dirty::DirtyLogError;
-pub(crate) use dirty::{DirtyLog, LogKind};
 pub use fault::{Stop, Translation};
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
