@@ -8,9 +8,9 @@ use crate::slots::{Change, OwnedSlot, Place, Region, SlotFlags, SlotSet, Slots, 
 use crate::sync::InSection;
 use crate::sync::quiesce::Readers;
 
-/// Enough slots for a tree of two levels.
+/// Enough slots for two leaves.
 const SLOTS: u32 = 6;
-/// As many as stand in a set without a tree.
+/// As many as one leaf has memory for, but one.
 const FEW: u32 = 3;
 
 struct World {
@@ -98,7 +98,7 @@ fn a_look_up_sees_the_old_set_or_the_new_one_whole() {
 }
 
 #[test]
-fn a_look_up_sees_a_few_slots_whole_and_as_many_as_take_a_tree() {
+fn a_look_up_sees_a_full_leaf_whole() {
     model(2, || {
         let world = World::with(FEW);
         let mine = world.clone();

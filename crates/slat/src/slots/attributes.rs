@@ -1,4 +1,4 @@
-//! Memory attributes: which guest frames are private.
+//! Memory attributes: which guest frames are private. A guest without private memory pays one comparison for each fault.
 
 use alloc::vec::Vec;
 use core::fmt;
@@ -13,10 +13,10 @@ use crate::table::OutOfMemory;
 pub struct MemoryAttributes(pub u64);
 
 impl MemoryAttributes {
-    /// No attribute: the memory is shared with the host, as all memory is in the beginning.
+    /// No attribute: the memory is shared with the host, as all memory is at first.
     pub const NONE: MemoryAttributes = MemoryAttributes(0);
-    /// KVM_MEMORY_ATTRIBUTE_PRIVATE: the memory is the guest's alone, and stands in the slot's
-    /// [`private`](crate::Region::private) backing.
+    /// KVM_MEMORY_ATTRIBUTE_PRIVATE: the memory is the guest's alone; the slot's
+    /// [`private`](crate::Region::private) backing backs it.
     pub const PRIVATE: MemoryAttributes = MemoryAttributes(1 << 3);
 
     /// Whether memory with these attributes is private.
@@ -38,7 +38,7 @@ pub enum AttributesError {
 }
 
 impl AttributesError {
-    /// The errno that KVM answers (a positive number, Linux's).
+    /// Returns the errno that KVM returns (a positive number, Linux's).
     pub fn errno(&self) -> i32 {
         const ENOMEM: i32 = 12;
         const EINVAL: i32 = 22;
@@ -76,8 +76,8 @@ impl fmt::Display for AttributesError {
 impl core::error::Error for AttributesError {}
 
 /// The private frames, as the ascending list of frames at which private memory begins and ends, in
-/// turns. Immutable, and part of a [`super::SlotSet`]: whoever looks up a slot sees the attributes of
-/// the same moment, by the same rules.
+/// turns. Immutable, and part of a [`super::SlotSet`]: a reader that looks up a slot sees the attributes of
+/// the same moment.
 ///
 /// A look-up costs log2 of the boundaries, a change copies them: guests convert memory by the
 /// megabyte, and a change that is not only counted but flushed costs more than the copy.
@@ -87,7 +87,7 @@ pub(crate) struct PrivateFrames(Option<Shared<Vec<Gfn>>>);
 impl PrivateFrames {
     pub(crate) const NONE: PrivateFrames = PrivateFrames(None);
 
-    /// Whether `gfn` is private, and the largest range around it of which the same is true.
+    /// Returns whether `gfn` is private, and the largest range around it that is alike.
     #[inline]
     pub(crate) fn around(&self, gfn: Gfn) -> (bool, Range<Gfn>) {
         match &self.0 {
@@ -96,7 +96,7 @@ impl PrivateFrames {
         }
     }
 
-    /// The same with all of `range` private, or not. `None`: it is so already.
+    /// Returns the private frames after a change of all frames in `range` to `private`. `None`: they are so already.
     pub(crate) fn with(
         &self,
         range: &Range<Gfn>,
@@ -104,22 +104,22 @@ impl PrivateFrames {
     ) -> Result<Option<Self>, OutOfMemory> {
         let old = self.0.as_ref().map_or(&[][..], |boundaries| boundaries);
         let before = old.partition_point(|at| *at < range.start);
-        let behind = old.partition_point(|at| *at <= range.end);
+        let after = old.partition_point(|at| *at <= range.end);
         let is_private = |boundaries: usize| boundaries % 2 == 1;
         let ends = [
             (is_private(before) != private).then_some(range.start),
-            (is_private(behind) != private).then_some(range.end),
+            (is_private(after) != private).then_some(range.end),
         ];
         let ends = ends.into_iter().flatten();
-        if ends.clone().eq(old[before..behind].iter().copied()) {
+        if ends.clone().eq(old[before..after].iter().copied()) {
             return Ok(None);
         }
         let mut new = Vec::new();
-        new.try_reserve_exact(before + 2 + old.len() - behind)
+        new.try_reserve_exact(before + 2 + old.len() - after)
             .map_err(|_| OutOfMemory)?;
         new.extend_from_slice(&old[..before]);
         new.extend(ends);
-        new.extend_from_slice(&old[behind..]);
+        new.extend_from_slice(&old[after..]);
         let new = (!new.is_empty())
             .then(|| Shared::try_new(new))
             .transpose()?;
@@ -128,10 +128,10 @@ impl PrivateFrames {
 }
 
 fn around(boundaries: &[Gfn], gfn: Gfn) -> (bool, Range<Gfn>) {
-    let behind = boundaries.partition_point(|at| *at <= gfn);
-    let start = behind.checked_sub(1).map_or(Gfn(0), |i| boundaries[i]);
-    let end = boundaries.get(behind).map_or(Gfn(u64::MAX), |at| *at);
-    (behind % 2 == 1, start..end)
+    let after = boundaries.partition_point(|at| *at <= gfn);
+    let start = after.checked_sub(1).map_or(Gfn(0), |i| boundaries[i]);
+    let end = boundaries.get(after).map_or(Gfn(u64::MAX), |at| *at);
+    (after % 2 == 1, start..end)
 }
 
 #[cfg(test)]

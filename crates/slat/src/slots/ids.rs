@@ -1,5 +1,6 @@
-//! Slots by id. Ids are small numbers, which most clients count up from 0: a table, in pages that are
-//! there as soon as one of their slots is, and the first one always.
+//! Slots by id, for the writer. Ids are small numbers, which most clients count up from 0: a table of pages, the first one of
+//! which always exists, and each other one since the first of its slots. A single table would cost a client that uses the
+//! id 32,763 alone 1.3 MB; the pages cost it 10 KiB.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -8,7 +9,7 @@ use super::OwnedSlot;
 use crate::heap;
 use crate::table::OutOfMemory;
 
-/// Slots of a page.
+/// Entries of a page.
 const SLOTS: usize = 32;
 
 type Page = [Option<OwnedSlot>; SLOTS];

@@ -1,4 +1,4 @@
-//! What a client may ask of its memslots, and what KVM answers: the rules of
+//! The requests that change memslots, and KVM's checks of them: the rules of
 //! KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), error by error.
 
 use core::fmt;
@@ -43,7 +43,7 @@ pub struct Region {
     pub slot: u32,
     /// See [`SlotFlags`].
     pub flags: SlotFlags,
-    /// Where it begins in guest-physical memory.
+    /// Its first guest-physical address.
     pub gpa: Gpa,
     /// Bytes; 0 deletes.
     pub size: u64,
@@ -72,9 +72,9 @@ pub enum RegionError {
     TooLarge(Region),
     /// Deleting a slot that does not exist.
     NothingToDelete(u32),
-    /// Size, backing and the read-only flag of a slot are for life.
+    /// A slot's size, backing and read-only flag cannot change.
     Resized(u32),
-    /// A slot with private backing neither logs dirty pages nor is it read-only.
+    /// A slot with private backing can neither log dirty pages nor be read-only.
     PrivateWithFlags(SlotFlags),
     /// A slot with private backing can be created and deleted, nothing else.
     PrivateChanged(u32),
@@ -89,7 +89,7 @@ pub enum RegionError {
     Overlap {
         /// What was asked for.
         region: Region,
-        /// The slot in the way.
+        /// The slot that holds it.
         with: u32,
     },
     /// Nothing was changed; the call can be repeated.
@@ -97,7 +97,7 @@ pub enum RegionError {
 }
 
 impl RegionError {
-    /// The errno that KVM answers (a positive number, Linux's).
+    /// Returns the errno that KVM returns (a positive number, Linux's).
     pub fn errno(&self) -> i32 {
         const ENOMEM: i32 = 12;
         const EEXIST: i32 = 17;
@@ -154,7 +154,7 @@ impl fmt::Display for RegionError {
             }
             RegionError::Resized(slot) => write!(
                 f,
-                "changing memslot {slot}: size, backing and read-only are for life; delete it first"
+                "changing memslot {slot}: size, backing and read-only cannot change; delete it first"
             ),
             RegionError::PrivateWithFlags(flags) => write!(
                 f,
@@ -163,7 +163,7 @@ impl fmt::Display for RegionError {
             ),
             RegionError::PrivateChanged(slot) => write!(
                 f,
-                "changing memslot {slot}: with private backing it is as it is; delete it first"
+                "changing memslot {slot}: a slot with private backing cannot change; delete it first"
             ),
             RegionError::PrivateTaken { region, by } => {
                 at(f, region)?;
@@ -186,7 +186,7 @@ impl fmt::Display for RegionError {
 
 impl core::error::Error for RegionError {}
 
-/// What a valid [`Region`] comes to.
+/// What a valid [`Region`] does.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Change {
     Create,
@@ -197,11 +197,11 @@ pub(crate) enum Change {
 
 /// Most pages in one slot (KVM_MEM_MAX_NR_PAGES).
 const MAX_PAGES: u64 = (1 << 31) - 1;
-/// Backing addresses end here: the index by backing has no more bits for a page number.
+/// Backing addresses are below this: the index by backing has no more bits for a page number.
 const BACKING_END: u64 = PAGES << PAGE_SHIFT;
 
-/// Checks `region` against the rules and the slots there are. `capacity`: frames that the tables hold.
-/// `None`: the slot is like that already.
+/// Checks `region` against the rules and the existing slots. Returns what it does; `None`: the slot is like that already.
+/// `capacity`: frames that the tables hold.
 #[inline]
 pub(crate) fn plan(
     slots: &SlotsChange<'_>,

@@ -1,5 +1,5 @@
-//! The trees against a `BTreeMap`, the rules of regions error by error, and what stays as it
-//! was when memory runs out.
+//! The indexes against a `BTreeMap`, the rules of regions error by error, and that a change for which there is no memory
+//! changes nothing.
 
 use std::alloc::{GlobalAlloc, System};
 use std::cell::Cell;
@@ -177,8 +177,8 @@ fn check_lookups(world: &World, model: &Model, rng: &mut Rng, space: u64) {
 }
 
 #[test]
-fn the_trees_hold_what_a_btreemap_holds_through_random_edits() {
-    // The number of slots rises and falls, so that nodes are split and merged.
+fn the_indexes_hold_what_a_btreemap_holds_through_random_edits() {
+    // The number of slots rises and falls, so that leaves are split and merged.
     if cfg!(miri) {
         random_edits(240, 1000, 100, |step| [80, 5][step / 160 % 2]);
     } else {
@@ -187,8 +187,8 @@ fn the_trees_hold_what_a_btreemap_holds_through_random_edits() {
 }
 
 #[test]
-fn a_few_slots_that_become_many_and_fewer_again_are_what_a_btreemap_holds() {
-    // There are trees as soon as there are more than a few, and none again when there was no slot.
+fn one_leaf_that_becomes_several_and_one_again_holds_what_a_btreemap_holds() {
+    // 5, 20 and no slots are one leaf; 60 and 34 are more.
     let (steps, each) = if cfg!(miri) { (240, 40) } else { (50_000, 200) };
     random_edits(steps, 800, 80, |step| [5, 60, 20, 34, 0][step / each % 5]);
 }
@@ -495,7 +495,7 @@ fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
     assert_eq!(told(large), RegionError::TooLarge(large));
     let wraps = region(2, (1 << 52) - 1, 2, 3000);
     too_high(wraps);
-    // So does what a slot is for life.
+    // So does a change of what cannot change.
     assert_eq!(told(region(5, end - 1, 3, 2000)), RegionError::Resized(5));
     assert_eq!(told(region(5, end - 1, 2, 2001)), RegionError::Resized(5));
     let none = region(7, end - 1, 0, 0);
@@ -537,7 +537,7 @@ fn a_slot_may_move_onto_part_of_itself_but_not_onto_another() {
 fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
     let world = World::new();
     let mut failures = 0;
-    // Most slots find room in the nodes there are. Of those that need more, every allocation fails once.
+    // Most slots find space in existing leaves. Of those that need more, every allocation fails once.
     let backing = |place: u64| place % 50 * 3;
     let place = |id: u32| u64::from(id) * 997 % 3000;
     let slots = if cfg!(miri) { 40 } else { 3000 };
@@ -563,7 +563,7 @@ fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
         }
         assert_eq!(world.ids_at(place * 4..place * 4 + 1), [id as u32]);
     }
-    // By backing alone there are more nodes than one for each 32 slots, each in two sets.
+    // Each index has more than one leaf for each 32 slots, each in two sets.
     assert!(
         failures > slots / 10,
         "{failures} places where memory can run out"
