@@ -93,7 +93,7 @@ fn touch<F: Format>(vm: &Arc<TestVm<F>>, gfn: u64) {
     vcpu.leave();
 }
 
-/// Slot 0 is plain, slot 1 logs; both are mapped in part. The 400 that follow make trees of two levels. The
+/// Slot 0 is plain, slot 1 logs; both are mapped in part. The 400 that follow make several leaves. The
 /// last has private backing, and of that some, too, is mapped.
 fn vm<F: Format>(platform: &Arc<SimPlatform>) -> Arc<TestVm<F>> {
     let vm = Vm::new(Arc::new(Spared(platform.clone())), Config::default()).unwrap();
@@ -287,7 +287,7 @@ fn bytes_per_change(slots: u32) -> [Vec<usize>; 2] {
 
 #[test]
 fn a_change_takes_place_in_the_nodes_there_are_or_splits_a_path_of_them() {
-    // A slot has 32 bytes, in each of two trees, in each of two sets.
+    // A slot has 32 bytes, in each of two indexes, in each of two sets.
     const SETS: usize = 4 * 32 * MAX_SLOTS as usize;
     for bytes in bytes_per_change(16) {
         assert_eq!(bytes.last(), Some(&0));
