@@ -1,7 +1,7 @@
 //! An index of memslots: all slots, or some, in the order of one key.
 //!
 //! The slots are stored in sorted leaves of up to [`LEAF`], and the leaves in a sorted *directory*. A look-up bisects the
-//! directory, then interpolates: among 32,764 slots it takes 75 ns (120 ns with a second bisection). A change moves the slots
+//! directory, then interpolates: among 32,764 slots it takes 80 to 100 ns (120 to 150 ns with a second bisection). A change moves the slots
 //! of one leaf, and directory entries when a leaf is split or merged; of those there are 1,000 to 2,000 for 32,764 slots. To
 //! delete one of them, or to create it again, takes 0.5 µs; to copy an array of them for that, 30 µs.
 //!
