@@ -23,6 +23,8 @@ pub use tlb::Tlb;
 #[cfg(feature = "std")]
 mod frames;
 #[cfg(feature = "std")]
+mod generator;
+#[cfg(feature = "std")]
 mod heap;
 #[cfg(feature = "std")]
 mod host;
@@ -39,7 +41,11 @@ mod rng;
 #[cfg(feature = "std")]
 mod runner;
 #[cfg(feature = "std")]
+mod setup;
+#[cfg(feature = "std")]
 pub mod streams;
+#[cfg(feature = "std")]
+mod tally;
 #[cfg(feature = "std")]
 mod trial;
 #[cfg(feature = "std")]
@@ -48,14 +54,17 @@ mod witness;
 #[cfg(feature = "std")]
 pub use {
     frames::POISON,
+    generator::Generator,
     heap::FailingHeap,
     host::{HostChange, HostMemory},
     model::{Expected, GuestModel, LogMode, ModelSlot, capacity},
-    ops::{Generator, Mix, Op, POLICIES},
+    ops::{Mix, Op, POLICIES},
     platform::{Event, SimPlatform},
     rings::{DirtyPage, RingClient},
     rng::Rng,
-    runner::{Runner, SPACES, Tally, VCPUS, space_of},
-    trial::{Setup, Subject},
+    runner::Runner,
+    setup::{SPACES, Setup, VCPUS, space_of},
+    tally::Tally,
+    trial::Subject,
     witness::{Harvests, Witness},
 };

@@ -3,7 +3,8 @@
 
 use crate::ops::Mix;
 use crate::rng::Rng;
-use crate::trial::{Setup, Subject};
+use crate::setup::Setup;
+use crate::trial::Subject;
 
 /// More operations than a fuzzer's input has.
 const STEPS: usize = 1 << 16;

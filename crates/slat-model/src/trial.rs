@@ -6,57 +6,13 @@ use std::time::{Duration, Instant};
 use slat::format::{GStage, Npt, Stage2, X86};
 use slat::{Ept, Format};
 
+use crate::generator::Generator;
 use crate::model::capacity;
-use crate::ops::{Generator, Mix, Op};
+use crate::ops::Op;
 use crate::rng::Rng;
-use crate::runner::{Runner, Tally};
-
-/// The parameters of a run.
-#[derive(Clone, Copy, Debug)]
-pub struct Setup {
-    /// Pages of host memory.
-    pub host_pages: u64,
-    /// Whether dirty logs are rings.
-    pub rings: bool,
-    /// Whether allocations fail at times.
-    pub failures: bool,
-    /// Whether there are enough slots, all of them small, that the engine keeps them in trees.
-    pub many_slots: bool,
-    /// The kinds of operations.
-    pub mix: Mix,
-}
-
-impl Setup {
-    /// 64 MiB of host memory: all slots share memory with others.
-    pub const SMALL: Setup = Setup {
-        host_pages: 1 << 14,
-        rings: false,
-        failures: false,
-        many_slots: false,
-        mix: Mix::ALL,
-    };
-    /// Enough host memory for slots of 1 GiB and more.
-    pub const LARGE: Setup = Setup {
-        host_pages: 1 << 20,
-        ..Setup::SMALL
-    };
-
-    /// Returns a setup of a campaign, whose runs take the setups in turns.
-    pub fn of_seed(seed: u64) -> Setup {
-        let host = if seed % 5 == 4 {
-            Setup::LARGE
-        } else {
-            Setup::SMALL
-        };
-        Setup {
-            rings: seed % 2 == 1,
-            failures: seed % 3 == 2,
-            many_slots: seed % 7 == 6,
-            mix: if seed % 4 > 1 { Mix::LOGS } else { Mix::ALL },
-            ..host
-        }
-    }
-}
+use crate::runner::Runner;
+use crate::setup::Setup;
+use crate::tally::Tally;
 
 /// A page-table format to run on.
 #[derive(Clone, Copy)]

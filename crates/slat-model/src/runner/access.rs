@@ -5,8 +5,9 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use slat::{Access, Attention, Format, Gpa, Level, MemoryType, Stop, Translation};
 
-use super::{Runner, SPACES, VCPUS, space_of};
+use super::Runner;
 use crate::model::Expected;
+use crate::setup::{SPACES, VCPUS, space_of};
 
 /// A bit of the attention word that the engine leaves to its client.
 const BUSY: u32 = 1 << 8;

@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use slat::{Access, Format, Stats, Translation};
 
-use super::{Runner, space_of};
+use super::Runner;
 use crate::rings::{DirtyPage, RingClient};
+use crate::setup::space_of;
 
 impl<F: Format> Runner<F> {
     /// Whether policy `dirty_log_reads` is on.

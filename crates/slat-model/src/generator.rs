@@ -1,0 +1,321 @@
+//! Generates operations: mostly sensible, some wrong, all of them crowded into few addresses, so that slots collide, share
+//! backing, and cross the borders of tables.
+
+use slat::{Access, Gpa, Hva, Level, MAX_SLOTS, Region, SlotFlags};
+
+use crate::host::{HostChange, HostMemory};
+use crate::model::GuestModel;
+use crate::ops::{Kind, Op, POLICIES};
+use crate::rng::Rng;
+use crate::setup::{SPACES, Setup, VCPUS, space_of};
+
+/// Most of the bookkeeping is for writes.
+const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
+/// Number of slot ids that are used.
+const IDS: u64 = 16;
+/// Number of slot ids in runs with many slots, and how many of those slots there should be.
+const MANY_IDS: u64 = 200;
+const MANY: usize = 50;
+const SIZES: [u64; 10] = [1, 2, 7, 64, 511, 512, 513, 1024, 1500, 2048];
+
+/// Generates operations.
+pub struct Generator {
+    rng: Rng,
+    setup: Setup,
+    capacity: u64,
+    /// Ids below this are used.
+    ids: u64,
+    /// Guest frames around which everything happens: the begin, the first 2 MiB and 1 GiB borders, the borders of tables of
+    /// levels 3 and 4 (which are those between the tables of a concatenated root, too), the end.
+    places: Vec<u64>,
+    /// Frames of the last accesses: the next ones are likely to be near.
+    recent: Vec<u64>,
+}
+
+impl Generator {
+    /// Makes a generator for tables that map `capacity` frames.
+    pub fn new(rng: Rng, setup: Setup, capacity: u64) -> Self {
+        let places = [
+            0,
+            512 * 3,
+            (1 << 18) - 512,
+            1 << 18,
+            (1 << 27) - 1024,
+            (1 << 36) - 1024,
+            capacity - 2048,
+        ];
+        Generator {
+            rng,
+            setup,
+            capacity,
+            ids: if setup.many_slots { MANY_IDS } else { IDS },
+            places: places.into_iter().filter(|p| *p < capacity).collect(),
+            recent: vec![0],
+        }
+    }
+
+    /// Whether the bytes that decide the operations have run out.
+    pub fn is_exhausted(&self) -> bool {
+        self.rng.is_exhausted()
+    }
+
+    /// Returns the next operation, which depends on the slots in each address space.
+    pub fn next_op(&mut self, models: &[GuestModel]) -> Op {
+        let vcpu = self.rng.below(VCPUS as u64) as usize;
+        let space = self.rng.pick(&[0, 0, 0, 1, 1]);
+        let seen = &models[space_of(vcpu)];
+        match self.setup.mix.pick(&mut self.rng) {
+            Kind::Region => {
+                let region = self.region(&models[space]);
+                // One in many has an address space that does not exist.
+                let space = if self.rng.one_in(64) { SPACES } else { space };
+                Op::SetRegion { space, region }
+            }
+            Kind::FindSlot => {
+                let gpa = self.gfn(seen) << 12;
+                Op::FindSlot { vcpu, gpa }
+            }
+            Kind::Fail if self.setup.failures => Op::FailAllocation(self.rng.below(6)),
+            Kind::Translate | Kind::Fail => {
+                let (gpa, access) = self.access(seen);
+                Op::Translate { vcpu, gpa, access }
+            }
+            Kind::Prefault => {
+                let gpa = self.gpa(seen);
+                let bytes =
+                    self.rng.pick(&[1, 4096, 9, 512, 1100, 5000]) << self.rng.pick(&[0, 12]);
+                Op::Prefault { vcpu, gpa, bytes }
+            }
+            Kind::Invalidate => self.invalidate(models),
+            Kind::DirtyLog => {
+                let id = self.log(&models[space]);
+                Op::DirtyLog { space, id }
+            }
+            Kind::ClearLog => self.clear_log(space, &models[space]),
+            Kind::ManualLog => Op::ManualLog {
+                manual: self.rng.one_in(2),
+                initially_set: self.rng.one_in(2),
+            },
+            Kind::Collect => {
+                let entries = self.rng.pick(&[1, 5, 32, 64, 64]);
+                Op::Collect { vcpu, entries }
+            }
+            Kind::ResetRings => Op::ResetRings,
+            Kind::Policy => {
+                let (name, values) = self.rng.pick(&POLICIES);
+                Op::Policy(name, self.rng.pick(values))
+            }
+            Kind::RecoverNx => Op::RecoverNx,
+            Kind::Age => {
+                let (gpa, access) = self.access(seen);
+                Op::Age { vcpu, gpa, access }
+            }
+            Kind::Quiesce => Op::Quiesce(vcpu),
+            Kind::Replace => Op::Replace(vcpu),
+        }
+    }
+
+    fn access(&mut self, model: &GuestModel) -> (u64, Access) {
+        (self.gpa(model), self.rng.pick(&ACCESSES))
+    }
+
+    fn gpa(&mut self, model: &GuestModel) -> u64 {
+        self.gfn(model) << 12 | self.rng.below(4096)
+    }
+
+    /// Returns a frame to access: often near an earlier one, mostly in a slot or just beside one.
+    fn gfn(&mut self, model: &GuestModel) -> u64 {
+        let gfn = if self.rng.one_in(3) {
+            let near = self.recent[self.rng.below(self.recent.len() as u64) as usize];
+            near.wrapping_add(self.rng.below(9)).wrapping_sub(4)
+        } else if let Some(slot) = self.some_slot(model)
+            && !self.rng.one_in(8)
+        {
+            let slot = model.slots[&slot];
+            (slot.base + self.rng.below(slot.pages + 2)).wrapping_sub(1)
+        } else {
+            self.rng.pick(&self.places) + self.rng.below(4096)
+        };
+        // Beyond the tables, too, but not beyond 64 bits of address.
+        let gfn = gfn & ((1 << 52) - 1);
+        if self.recent.len() < 16 {
+            self.recent.push(gfn);
+        } else {
+            let i = self.rng.below(16) as usize;
+            self.recent[i] = gfn;
+        }
+        gfn
+    }
+
+    fn some_slot(&mut self, model: &GuestModel) -> Option<u32> {
+        let n = model.slots.len() as u64;
+        let skip = if n == 0 { 0 } else { self.rng.below(n) };
+        model.slots.keys().nth(skip as usize).copied()
+    }
+
+    /// Returns a slot whose log to get: mostly one that exists.
+    fn log(&mut self, model: &GuestModel) -> u32 {
+        match self.some_slot(model) {
+            Some(id) if !self.rng.one_in(8) => id,
+            _ => self.rng.below(self.ids) as u32,
+        }
+    }
+
+    fn clear_log(&mut self, space: usize, model: &GuestModel) -> Op {
+        let id = self.log(model);
+        let all = model.slots.get(&id).map_or(100, |slot| slot.pages);
+        let first = self.rng.below(all.div_ceil(64)) * 64;
+        let (mut first, mut pages) = match self.rng.below(4) {
+            0 => (0, all),
+            1 => (first, all - first),
+            _ => (first, (64 * (1 + self.rng.below(9))).min(all - first)),
+        };
+        if self.rng.one_in(12) {
+            first = first.wrapping_add(self.rng.pick(&[1, 64, 0]));
+            pages = pages.wrapping_add(self.rng.pick(&[1, 64, u64::MAX]));
+        }
+        let pattern = match self.rng.below(3) {
+            0 => u64::MAX,
+            1 => self.rng.word(),
+            _ => 1 << self.rng.below(64),
+        };
+        Op::ClearLog {
+            space,
+            id,
+            first,
+            pages,
+            pattern,
+        }
+    }
+
+    fn region(&mut self, model: &GuestModel) -> Region {
+        let existing = self.some_slot(model);
+        let missing = self.setup.many_slots && model.slots.len() < MANY;
+        let region = match (self.rng.below(10), existing) {
+            (0..9, _) if missing => self.fresh(),
+            (0..2, Some(id)) => self.existing(model, id, |region, _| region.size = 0),
+            (2..4, Some(id)) => self.existing(model, id, |region, rng| {
+                let by = rng.pick(&[1, 2, 512, 700, 1 << 18]) << 12;
+                let up = rng.one_in(2);
+                let gpa = region.gpa.0;
+                region.gpa.0 = if up { gpa + by } else { gpa.saturating_sub(by) };
+            }),
+            (4..7, Some(id)) => self.existing(model, id, |region, rng| {
+                region.flags.0 ^= rng.pick(&[1, 1, 1, 1, 2, 3, 0]);
+            }),
+            _ => self.fresh(),
+        };
+        if self.rng.one_in(12) {
+            self.spoil(region)
+        } else {
+            region
+        }
+    }
+
+    fn existing(
+        &mut self,
+        model: &GuestModel,
+        id: u32,
+        change: impl FnOnce(&mut Region, &mut Rng),
+    ) -> Region {
+        let slot = &model.slots[&id];
+        let mut region = Region {
+            slot: id,
+            flags: SlotFlags(slot.flags),
+            gpa: Gpa(slot.base << 12),
+            size: slot.pages << 12,
+            backing: Hva(slot.backing),
+            private: None,
+        };
+        change(&mut region, &mut self.rng);
+        region
+    }
+
+    fn fresh(&mut self) -> Region {
+        let giant = self.setup.host_pages >= 2 << 18 && self.rng.one_in(40);
+        let pages = if giant {
+            (1 << 18) + self.rng.pick(&[0, 0, 512, 3])
+        } else if self.setup.many_slots {
+            // Many of this size fit.
+            self.rng.pick(&SIZES[..4])
+        } else {
+            self.rng.pick(&SIZES)
+        };
+        let base = if giant {
+            self.rng.pick(&[1 << 18, (1 << 18) - 512, 2 << 18])
+        } else if self.setup.many_slots {
+            self.rng.pick(&self.places) + self.rng.below(1500)
+        } else {
+            self.rng.pick(&self.places) + self.rng.pick(&[0, 0, 1, 63, 512, 513, 1024])
+        };
+        // Mostly congruent to the guest frame, so that huge leaves are possible.
+        let room = self.setup.host_pages - pages;
+        let skew = if self.rng.one_in(5) { 1 } else { 0 };
+        let unit = if giant { 1 << 18 } else { 512 };
+        let backing = self.rng.below(room / unit + 1) * unit + base % unit + skew;
+        Region {
+            slot: self.rng.below(self.ids) as u32,
+            flags: SlotFlags(self.rng.pick(&[0, 0, 0, 1, 1, 2, 3])),
+            gpa: Gpa(base << 12),
+            size: pages << 12,
+            backing: HostMemory::hva(backing.min(room)),
+            private: None,
+        }
+    }
+
+    fn spoil(&mut self, mut region: Region) -> Region {
+        match self.rng.below(9) {
+            0 => region.gpa.0 |= 1 << self.rng.below(12),
+            1 => region.size |= 1 << self.rng.below(12),
+            2 => region.backing.0 |= 1 << self.rng.below(12),
+            3 => region.slot = self.rng.pick(&[MAX_SLOTS, MAX_SLOTS + 1, u32::MAX]),
+            4 => region.flags.0 |= 1 << (2 + self.rng.below(30)),
+            5 => region.gpa.0 = u64::MAX << 12,
+            6 => region.gpa.0 = self.rng.pick(&[self.capacity, self.capacity - 1]) << 12,
+            7 => region.size = self.rng.pick(&[1u64 << 31, u64::MAX >> 12]) << 12,
+            _ => region.backing.0 = u64::MAX << 12,
+        }
+        region
+    }
+
+    fn invalidate(&mut self, models: &[GuestModel]) -> Op {
+        let model = self.rng.pick(&[&models[0], &models[0], &models[1]]);
+        // At mapped memory, if possible.
+        let anchor = match self.some_slot(model) {
+            Some(id) => {
+                let slot = &model.slots[&id];
+                let page = (slot.backing - HostMemory::BASE.0) >> 12;
+                page + self.rng.below(slot.pages)
+            }
+            None => self.rng.below(self.setup.host_pages),
+        };
+        let (start, pages) = match self.rng.below(8) {
+            0..3 => (anchor, self.rng.pick(&[1, 2, 9])),
+            3..6 => (anchor & !511, 512 * self.rng.pick(&[1, 2, 4])),
+            6 => (anchor & !((1 << 18) - 1), 1 << 18),
+            _ => (anchor, self.rng.below(1500) + 1),
+        };
+        let start = start.min(self.setup.host_pages - 1);
+        let pages = start..(start + pages).min(self.setup.host_pages);
+        let change = match self.rng.below(16) {
+            0 => HostChange::Nothing,
+            1 => HostChange::Punch,
+            2 => HostChange::Protect {
+                writable: self.rng.one_in(2),
+            },
+            _ => HostChange::Remap {
+                level: self.rng.pick(&[Level::PAGE, Level::MEGA, Level::GIGA]),
+                writable: !self.rng.one_in(6),
+                device: self.rng.one_in(12),
+            },
+        };
+        let during = (0..self.rng.below(4))
+            .map(|_| (self.gfn(&models[0]), self.rng.pick(&ACCESSES)))
+            .collect();
+        Op::Invalidate {
+            pages,
+            change,
+            during,
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! What happened in a run.
+
+use std::collections::BTreeMap;
+
+/// Number of occurrences by name, which shows checks that were never reached.
+#[derive(Clone, Debug, Default)]
+pub struct Tally(BTreeMap<&'static str, u64>);
+
+impl Tally {
+    /// Names that a long run must have counted, whatever the format.
+    pub const USUAL: [&'static str; 22] = [
+        "slot set",
+        "slot refused",
+        "slot found",
+        "page read",
+        "page written",
+        "page executed",
+        "huge page",
+        "page of space 1",
+        "MMIO",
+        "MMIO from an entry",
+        "bad address",
+        "retried meanwhile",
+        "log taken",
+        "log cleared",
+        "log refused",
+        "clear refused",
+        "still mapped when logging began",
+        "split eagerly",
+        "prefaulted to the end",
+        "prefaulted in part",
+        "NX tables recovered",
+        "one young leaf",
+    ];
+    /// Further names that a run with rings must have counted.
+    pub const OF_RINGS: [&'static str; 4] = [
+        "ring pushed",
+        "ring full",
+        "ring reset",
+        "ring left with pages",
+    ];
+
+    pub(crate) fn count(&mut self, what: &'static str) {
+        *self.0.entry(what).or_default() += 1;
+    }
+
+    /// Returns the number of occurrences of `what`.
+    pub fn of(&self, what: &str) -> u64 {
+        self.0.get(what).copied().unwrap_or(0)
+    }
+
+    /// Adds another tally.
+    pub fn add(&mut self, other: &Tally) {
+        for (what, n) in &other.0 {
+            *self.0.entry(what).or_default() += n;
+        }
+    }
+
+    /// Returns all names, with their number of occurrences.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        self.0.iter().map(|(what, n)| (*what, *n))
+    }
+}
