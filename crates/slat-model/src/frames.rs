@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering::*};
 
 use slat::{ENTRIES, Entries, PAGE_SHIFT, PAGE_SIZE, Pfn, TableMeta};
 
+use crate::violations::Violations;
+
 /// The content of a frame that is not in use. For EPT it decodes to a leaf of any level that maps a frame that no host page
 /// has: a walker that still reads it returns a recognizable translation.
 pub const POISON: u64 = 0x000d_eadd_eadd_e0b7;
@@ -40,7 +42,7 @@ const LAYOUT: Layout = {
 #[derive(Default)]
 pub struct Frames {
     inner: Mutex<Inner>,
-    violations: Mutex<Vec<String>>,
+    violations: Violations,
 }
 
 #[derive(Default)]
@@ -52,7 +54,6 @@ struct Inner {
     /// Frames that were never handed out.
     fresh: Vec<Pfn>,
     quarantine: VecDeque<Pfn>,
-    live: usize,
 }
 
 impl Frames {
@@ -95,14 +96,8 @@ impl Frames {
             self.note(format!("{frame:?} was freed twice"));
             return;
         }
-        inner.live -= 1;
         poison(frame);
         inner.quarantine.push_back(frame);
-    }
-
-    /// Returns the number of frames that were allocated and not freed.
-    pub fn live(&self) -> usize {
-        self.inner.lock().unwrap().live
     }
 
     /// Returns the entries of a frame.
@@ -137,21 +132,16 @@ impl Frames {
         }
     }
 
-    /// Records a violation. (A panic here would leave other threads waiting for locks.)
-    pub fn note(&self, violation: String) {
-        let mut violations = self.violations.lock().unwrap();
-        if violations.len() < 20 {
-            violations.push(violation);
-        }
+    fn note(&self, violation: String) {
+        self.violations.note(violation);
     }
 
-    /// Panics if any violation was recorded.
-    pub fn check(&self) {
+    /// Returns the misuse that was recorded as the error.
+    pub fn check(&self) -> Result<(), String> {
         for frame in &self.inner.lock().unwrap().quarantine {
             self.check_poison(*frame);
         }
-        let violations = self.violations.lock().unwrap().clone();
-        assert!(violations.is_empty(), "{}", violations.join("\n"));
+        self.violations.check()
     }
 }
 
@@ -167,7 +157,6 @@ impl Inner {
     }
 
     fn give(&mut self, frame: Pfn) {
-        self.live += 1;
         self.all.insert(frame.0);
         // SAFETY: the frame is not in use, and the page after its block has space for a `Beside`.
         unsafe {
@@ -230,9 +219,9 @@ mod tests {
         let frames = Frames::default();
         let frame = frames.alloc();
         frames.free(frame);
-        frames.check();
+        assert_eq!(frames.check(), Ok(()));
         frames.free(frame);
-        assert!(std::panic::catch_unwind(|| frames.check()).is_err());
+        assert!(frames.check().is_err());
     }
 
     #[test]
@@ -241,7 +230,7 @@ mod tests {
         let frame = frames.alloc();
         frames.free(frame);
         frames.entries(frame);
-        assert!(std::panic::catch_unwind(|| frames.check()).is_err());
+        assert!(frames.check().is_err());
     }
 
     #[test]
@@ -252,6 +241,6 @@ mod tests {
         // SAFETY: the frame's memory stays while `frames` lives.
         let words = unsafe { words(frame).as_ref() };
         words[3].store(0, Relaxed);
-        assert!(std::panic::catch_unwind(|| frames.check()).is_err());
+        assert!(frames.check().is_err());
     }
 }

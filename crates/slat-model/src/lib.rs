@@ -1,10 +1,47 @@
-//! The test tools for slat's engine, for its own tests and for those of programs that embed it:
+//! Tests for the [engine](slat) and for the [platforms](slat::Platform) under it: random operations, compared with a plain
+//! model of guest memory and with a model of what TLBs may have cached.
 //!
+//! # Your platform under these tests
+//! Implement [`Machine`] for a machine that has your platform, and choose a page-table format:
+//!
+//! ```
+//! # mod my_platform {
+//! #     include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/own/mod.rs"));
+//! #     pub type MyPlatform = Own;
+//! # }
+//! # use my_platform::{BACKING, MyPlatform};
+//! use std::{ops::Range, sync::Arc};
+//! use slat::{Ept, HostPage, Hva};
+//! use slat_model::{HostChange, Machine, Subject, Tlb};
+//!
+//! struct Rig(Arc<MyPlatform>);
+//!
+//! impl Machine for Rig {
+//!     type Platform = MyPlatform;
+//!     fn new(pages: u64, tlb: Arc<Tlb>) -> Self { Rig(Arc::new(MyPlatform::new(pages, tlb))) }
+//!     fn platform(&self) -> &Arc<MyPlatform> { &self.0 }
+//!     // The memory that may back memslots: where it is, and what the platform must resolve each page of it to.
+//!     fn backing(&self) -> Hva { BACKING }
+//!     fn pages(&self) -> u64 { self.0.pages() }
+//!     fn page(&self, page: u64) -> Option<HostPage> { self.0.page(page) }
+//!     fn change(&self, pages: &Range<u64>, change: HostChange) { self.0.change(pages, change) }
+//! }
+//!
+//! // In a test:
+//! Subject::of::<Rig, Ept>("my platform, EPT").run_seeds(0..16, 500);
+//! ```
+//!
+//! Operations create, move and delete memslots, let three vCPUs in two address spaces access them, change the memory under them,
+//! collect dirty logs and rings, change policies, and make allocations fail. Each result of the engine is compared with the
+//! model's. After each operation no TLB may have an entry that is not in the tables; every 500 operations the engine's
+//! invariants are checked ([`slat::Vm::audit`]). [`Machine`] says what of the platform this tests.
+//!
+//! If a run fails, the message ends with a few operations that fail, too ([`Failure`]).
+//!
+//! # The pieces
 //! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change under the guest, table
-//!   frames detect misuse, and a [hook](SimPlatform::set_hook) makes two threads meet at the one moment that matters;
+//!   frames detect misuse, and a [hook](SimMachine::set_hook) makes two threads meet at the one moment that matters;
 //! * [`Tlb`]: the entries that a hardware walker may have cached, and must not conflict with the tables;
-//! * [`GuestModel`]: guest memory as a few maps, with KVM's rules written a second time;
-//! * [`Generator`] and [`Runner`]: random operations, and the comparison of engine and model after each;
 //! * [`Subject`]: whole runs on every format, and the operations of a fuzzer's bytes ([`streams`]);
 //! * [`FailingHeap`]: a heap whose n-th allocation fails;
 //! * [`Witness`]: the translations that several threads may still use, checked at each use.
@@ -29,6 +66,8 @@ mod heap;
 #[cfg(feature = "std")]
 mod host;
 #[cfg(feature = "std")]
+mod machine;
+#[cfg(feature = "std")]
 mod model;
 #[cfg(feature = "std")]
 mod ops;
@@ -49,22 +88,26 @@ mod tally;
 #[cfg(feature = "std")]
 mod trial;
 #[cfg(feature = "std")]
+mod violations;
+#[cfg(feature = "std")]
+mod watched;
+#[cfg(feature = "std")]
 mod witness;
 
 #[cfg(feature = "std")]
 pub use {
     frames::POISON,
-    generator::Generator,
     heap::FailingHeap,
     host::{HostChange, HostMemory},
-    model::{Expected, GuestModel, LogMode, ModelSlot, capacity},
+    machine::Machine,
+    model::capacity,
     ops::{Mix, Op, POLICIES},
-    platform::{Event, SimPlatform},
+    platform::{Event, SimMachine, SimPlatform},
     rings::{DirtyPage, RingClient},
     rng::Rng,
-    runner::Runner,
-    setup::{SPACES, Setup, VCPUS, space_of},
+    setup::Setup,
     tally::Tally,
-    trial::Subject,
+    trial::{Failure, Subject},
+    watched::Watched,
     witness::{Harvests, Witness},
 };

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use slat::{Access, Format, HostPage, Level, MAX_SLOTS, MemoryType, Region};
 
 use crate::host::HostMemory;
+use crate::machine::Machine;
 
 /// Returns the number of guest frames that the tables of a format can map.
 pub const fn capacity<F: Format>() -> u64 {
@@ -49,8 +50,8 @@ impl ModelSlot {
     }
 
     /// Returns the number, in host memory, of the page that backs `gfn`.
-    pub fn host_page(&self, host: &HostMemory, gfn: u64) -> Option<u64> {
-        host.page(slat::Hva(self.backing + ((gfn - self.base) << 12)))
+    pub fn host_page(&self, gfn: u64) -> u64 {
+        ((self.backing - HostMemory::BASE.0) >> 12) + gfn - self.base
     }
 
     /// Returns the largest level at which `gfn` may be mapped.
@@ -231,14 +232,14 @@ impl GuestModel {
     }
 
     /// Returns the correct result of an access to `gfn`.
-    pub fn expect(&self, host: &HostMemory, gfn: u64, access: Access) -> Expected {
+    pub fn expect(&self, machine: &impl Machine, gfn: u64, access: Access) -> Expected {
         let Some((_, slot)) = self.slot_at(gfn) else {
             return Expected::Mmio;
         };
         if access == Access::Write && slot.flags & READONLY != 0 {
             return Expected::Mmio;
         }
-        match slot.host_page(host, gfn).and_then(|p| host.get(p)) {
+        match machine.page(slot.host_page(gfn)) {
             None => Expected::BadAddress,
             Some(page) if access == Access::Write && !page.writable => Expected::BadAddress,
             Some(page) if access == Access::Execute && page.memory != MemoryType::WriteBack => {
@@ -249,8 +250,8 @@ impl GuestModel {
     }
 
     /// Whether a write to `gfn` may succeed without another fault.
-    pub fn may_write(&self, host: &HostMemory, gfn: u64) -> bool {
-        match (self.expect(host, gfn, Access::Write), self.slot_at(gfn)) {
+    pub fn may_write(&self, machine: &impl Machine, gfn: u64) -> bool {
+        match (self.expect(machine, gfn, Access::Write), self.slot_at(gfn)) {
             (Expected::Page(_), Some((id, slot))) => match self.logs.get(&id) {
                 Some(log) => log.loose || log.holds(gfn - slot.base),
                 None => true,

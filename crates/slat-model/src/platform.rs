@@ -1,8 +1,8 @@
-//! The simulated machine: a [`Platform`] whose every result a test can choose.
+//! The simulated machine: a [`Platform`] whose every result a test can choose, and which a test can stop at every call.
 
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering::*};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
 use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Duration;
 
@@ -12,8 +12,10 @@ use slat::{
 };
 
 use crate::frames::Frames;
-use crate::host::HostMemory;
+use crate::host::{HostChange, HostMemory};
+use crate::machine::Machine;
 use crate::tlb::Tlb;
+use crate::watched::Watched;
 
 /// A moment at which a test can step in, to cause an interleaving that chance rarely does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,18 +45,10 @@ struct Gate {
 }
 
 /// A simulated machine.
-pub struct SimPlatform {
+pub struct SimMachine {
     /// Its host memory.
     pub host: HostMemory,
-    /// The entries that hardware walkers may have cached; see [`SimPlatform::watch`].
-    pub tlb: Tlb,
     frames: Frames,
-    /// Allocations until one fails; negative: none fails.
-    fail_in: AtomicI64,
-    /// Whether every later one fails, too.
-    fail_on: AtomicBool,
-    failed: AtomicU64,
-    allocated: AtomicU64,
     flushes: AtomicU64,
     resolves: AtomicU64,
     hooked: AtomicBool,
@@ -62,23 +56,15 @@ pub struct SimPlatform {
     gate: Gate,
 }
 
+/// The platform that is a simulated machine, watched.
+pub type SimPlatform = Watched<SimMachine>;
+
 impl SimPlatform {
     /// Makes a machine with `pages` pages of host memory.
     pub fn new(pages: u64) -> Arc<Self> {
-        Arc::new(SimPlatform {
-            host: HostMemory::new(pages),
-            tlb: Tlb::default(),
-            frames: Frames::default(),
-            fail_in: AtomicI64::new(-1),
-            fail_on: AtomicBool::new(false),
-            failed: AtomicU64::new(0),
-            allocated: AtomicU64::new(0),
-            flushes: AtomicU64::new(0),
-            resolves: AtomicU64::new(0),
-            hooked: AtomicBool::new(false),
-            hook: RwLock::new(None),
-            gate: Gate::default(),
-        })
+        let tlb = Arc::<Tlb>::default();
+        let machine: Arc<SimMachine> = Machine::new(pages, tlb.clone());
+        Watched::of(&machine, tlb)
     }
 
     /// Has hardware walkers walk the tables of `vm`, which has `spaces` address spaces, from now on.
@@ -89,28 +75,14 @@ impl SimPlatform {
         unsafe { self.tlb.watch::<F>(vm.id(), &roots) };
     }
 
-    /// Makes the `n`-th allocation from now on fail (0: the next), and with `stay` all later ones.
-    pub fn fail_allocation(&self, n: u64, stay: bool) {
-        self.fail_on.store(stay, SeqCst);
-        self.fail_in.store(n as i64, SeqCst);
+    /// Panics if any violation was recorded.
+    pub fn check(&self) {
+        let found = self.violations().and_then(|()| self.frames.check());
+        found.unwrap_or_else(|violations| panic!("{violations}"));
     }
+}
 
-    /// Lets allocations succeed again. Returns whether one has failed since the last call of this.
-    pub fn stop_failing(&self) -> bool {
-        self.fail_in.store(-1, SeqCst);
-        self.failed.swap(0, SeqCst) != 0
-    }
-
-    /// Returns the number of frames allocated so far.
-    pub fn allocated(&self) -> u64 {
-        self.allocated.load(SeqCst)
-    }
-
-    /// Returns the number of frames that are allocated now.
-    pub fn live_frames(&self) -> usize {
-        self.frames.live()
-    }
-
+impl SimMachine {
     /// Returns the number of hardware flushes so far.
     pub fn flushes(&self) -> u64 {
         self.flushes.load(SeqCst)
@@ -150,19 +122,6 @@ impl SimPlatform {
         self.gate.waiting.load(SeqCst)
     }
 
-    /// Records a violation, for [`check`](Self::check).
-    pub fn note(&self, violation: String) {
-        self.frames.note(violation);
-    }
-
-    /// Panics if any violation was recorded.
-    pub fn check(&self) {
-        for finding in self.tlb.findings() {
-            self.note(finding);
-        }
-        self.frames.check();
-    }
-
     #[inline]
     fn event(&self, event: Event) {
         if self.hooked.load(Relaxed) {
@@ -171,23 +130,6 @@ impl SimPlatform {
                 hook(event);
             }
         }
-    }
-
-    /// Counts an allocation. `None`: it is to fail.
-    fn may_allocate(&self) -> Option<()> {
-        self.event(Event::Alloc);
-        if self.fail_in.load(Relaxed) >= 0 {
-            let left = self.fail_in.fetch_sub(1, SeqCst);
-            if left == 0 || left < 0 && self.fail_on.load(SeqCst) {
-                if self.fail_on.load(SeqCst) {
-                    self.fail_in.store(0, SeqCst);
-                }
-                self.failed.fetch_add(1, SeqCst);
-                return None;
-            }
-        }
-        self.allocated.fetch_add(1, Relaxed);
-        Some(())
     }
 
     fn pass_gate(&self, hva: Hva) {
@@ -204,6 +146,47 @@ impl SimPlatform {
     }
 }
 
+impl Machine for Arc<SimMachine> {
+    type Platform = SimMachine;
+    const REPORTS_FLUSHES: bool = false;
+
+    fn new(pages: u64, _: Arc<Tlb>) -> Self {
+        Arc::new(SimMachine {
+            host: HostMemory::new(pages),
+            frames: Frames::default(),
+            flushes: AtomicU64::new(0),
+            resolves: AtomicU64::new(0),
+            hooked: AtomicBool::new(false),
+            hook: RwLock::new(None),
+            gate: Gate::default(),
+        })
+    }
+
+    fn platform(&self) -> &Arc<SimMachine> {
+        self
+    }
+
+    fn backing(&self) -> Hva {
+        HostMemory::BASE
+    }
+
+    fn pages(&self) -> u64 {
+        self.host.len()
+    }
+
+    fn page(&self, page: u64) -> Option<HostPage> {
+        self.host.get(page)
+    }
+
+    fn change(&self, pages: &Range<u64>, change: HostChange) {
+        self.host.change(pages, change);
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.frames.check()
+    }
+}
+
 /// Whether `page` is the next page of the run, with the same attributes.
 fn continues(run: &HostRun, page: &HostPage) -> bool {
     let next = HostPage {
@@ -216,29 +199,25 @@ fn continues(run: &HostRun, page: &HostPage) -> bool {
 // SAFETY:
 // - frames and their metadata: see `frames`; the memory of a frame stays until the platform is dropped;
 // - no code accesses memory at the addresses that `resolve` returns;
-// - no hardware walks these tables; the model of its TLB drops what is flushed.
-unsafe impl Platform for SimPlatform {
+// - no hardware walks these tables.
+unsafe impl Platform for SimMachine {
     fn alloc_table(&self) -> Option<Pfn> {
-        self.may_allocate()?;
+        self.event(Event::Alloc);
         Some(self.frames.alloc())
     }
 
     fn alloc_root(&self, tables: usize) -> Option<Pfn> {
-        self.may_allocate()?;
+        self.event(Event::Alloc);
         Some(self.frames.alloc_run(tables as u64))
     }
 
     unsafe fn free_table(&self, frame: Pfn) {
-        if let Err(why) = self.tlb.freed(frame) {
-            self.note(why);
-        }
         self.frames.free(frame);
     }
 
     #[inline]
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         self.event(Event::Entries(frame));
-        self.tlb.reached(frame);
         self.frames.entries(frame)
     }
 
@@ -281,9 +260,8 @@ unsafe impl Platform for SimPlatform {
         run.into_iter().for_each(found);
     }
 
-    fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
+    fn flush(&self, _: VmId, range: Range<Gfn>, _: Stale) {
         self.event(Event::Flush(range.start, range.end));
-        self.tlb.flushed(vm, &range, stale);
         self.flushes.fetch_add(1, Relaxed);
     }
 
@@ -298,5 +276,19 @@ unsafe impl Platform for SimPlatform {
         } else {
             std::thread::sleep(Duration::from_micros(50));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_in_guest_memory_is_found() {
+        let platform = SimPlatform::new(1);
+        let (a, b) = (platform.alloc_table().unwrap(), platform.alloc_table());
+        assert!(b.is_some());
+        assert_eq!(platform.check_frames(|_| false), Ok(()));
+        assert!(platform.check_frames(|frame| frame == a).is_err());
     }
 }

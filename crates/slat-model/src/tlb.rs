@@ -15,8 +15,7 @@
 //! The model reads a table at certain moments only, so it may miss a ghost; it makes none that a walker could not have. A flush
 //! that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
 //!
-//! It needs no OS: the simulated machine of this crate and the monitors in `metal` share this model. Table frames are read at
-//! the addresses that their numbers say.
+//! It needs no OS: the machines that [`crate`] runs operations on and the monitors in `metal` share this model.
 
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -24,10 +23,11 @@ use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::ops::Range;
+use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 
 use slat::format::Entry;
-use slat::{ENTRIES, Format, Gfn, Level, MemoryType, Pfn, Stale, VmId};
+use slat::{ENTRIES, Entries, Format, Gfn, Level, MemoryType, Pfn, Stale, VmId};
 
 #[cfg(feature = "std")]
 use crate::host::HostMemory;
@@ -47,6 +47,8 @@ pub struct Tlb {
 #[derive(Default)]
 struct Inner {
     walker: Option<Walker>,
+    /// Returns the entries in a table frame.
+    entries: Option<Box<dyn Fn(Pfn) -> NonNull<Entries> + Send>>,
     /// Tables that a walker can reach.
     tables: BTreeMap<Pfn, Table>,
     ghosts: Vec<Ghost>,
@@ -165,10 +167,21 @@ impl Value {
 struct Table {
     /// Position of the table's first entry.
     place: Place,
+    entries: NonNull<Entries>,
     seen: Box<[u64; ENTRIES]>,
 }
 
+// SAFETY: the entries are read atomically, and are memory until the table is dropped from the model ([`Tlb::watch_at`]).
+unsafe impl Send for Table {}
+
 impl Table {
+    /// Reads entry `index`.
+    fn read(&self, index: usize) -> u64 {
+        // SAFETY: the promise of `Tlb::watch_at`. The model drops tables that were freed or forgotten.
+        let entries = unsafe { self.entries.cast::<[AtomicU64; ENTRIES]>().as_ref() };
+        entries[index].load(Acquire)
+    }
+
     fn place(&self, index: usize) -> Place {
         Place {
             gfn: self.place.gfn + index as u64 * self.place.level.pages(),
@@ -183,14 +196,6 @@ struct Ghost {
     value: Value,
     /// Number of ghosts made before it.
     number: u64,
-}
-
-/// Reads entry `index` of the table in `frame`.
-fn read(frame: Pfn, index: usize) -> u64 {
-    let table = frame.hpa().0 as *const [AtomicU64; ENTRIES];
-    // SAFETY: the promise of `Tlb::watch`. The model drops tables that were freed or forgotten.
-    let entries = unsafe { &*table };
-    entries[index].load(Acquire)
 }
 
 fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
@@ -215,12 +220,31 @@ impl Walker {
 
 impl Tlb {
     /// Makes walkers of `F` use the tables of `vm` from now on, whose root table (the first of several) in each address space
-    /// is one of `roots`.
+    /// is one of `roots`, and whose frames are memory at the addresses that their numbers say.
     ///
     /// # Safety
-    /// - the frame of a table is memory at the address that its number says, and is accessed atomically
-    ///   only, until it is given to [`Tlb::freed`], or [`Tlb::forget`] was called.
+    /// - the frame of a table is memory at that address, and is accessed atomically only, until it is given to
+    ///   [`Tlb::freed`], or [`Tlb::forget`] was called.
     pub unsafe fn watch<F: Format>(&self, vm: VmId, roots: &[Pfn]) {
+        let at_its_address = |frame: Pfn| {
+            NonNull::new(frame.hpa().0 as *mut Entries).expect("no frame is at address 0")
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.watch_at::<F>(vm, roots, at_its_address) };
+    }
+
+    /// Like [`Tlb::watch`], but for frames whose memory is where `entries` says, which is called under the model's lock and
+    /// must not call the model.
+    ///
+    /// # Safety
+    /// - the memory that `entries` returns for the frame of a table is accessed atomically only, until the frame is given to
+    ///   [`Tlb::freed`], or [`Tlb::forget`] was called.
+    pub unsafe fn watch_at<F: Format>(
+        &self,
+        vm: VmId,
+        roots: &[Pfn],
+        entries: impl Fn(Pfn) -> NonNull<Entries> + Send + 'static,
+    ) {
         let mut inner = self.inner.lock();
         *inner = Inner {
             walker: Some(Walker {
@@ -229,6 +253,7 @@ impl Tlb {
                 break_before_make: F::BREAK_BEFORE_MAKE,
                 top: F::TOP,
             }),
+            entries: Some(Box::new(entries)),
             ..Inner::default()
         };
         for (space, root) in roots.iter().enumerate() {
@@ -247,6 +272,7 @@ impl Tlb {
         self.watching.store(false, SeqCst);
         let mut inner = self.inner.lock();
         inner.walker = None;
+        inner.entries = None;
         inner.tables.clear();
         inner.ghosts.clear();
         inner.touched.clear();
@@ -307,9 +333,8 @@ impl Tlb {
         });
     }
 
-    /// Call at a flush of `range` that takes no time.
-    #[cfg(feature = "std")]
-    pub(crate) fn flushed(&self, vm: VmId, range: &Range<Gfn>, stale: Stale) {
+    /// Call for a flush of `range` that takes no time: where a machine would execute INVEPT, TLBI or HFENCE.
+    pub fn flushed(&self, vm: VmId, range: &Range<Gfn>, stale: Stale) {
         self.flush_ended(vm, range, stale, self.flush_begins());
     }
 
@@ -401,8 +426,15 @@ impl Tlb {
 impl Inner {
     /// Adds the table in `frame`, which a walker can reach from now on; its entries are at and after `place`.
     fn reach(&mut self, frame: Pfn, place: Place) {
+        let entries = self.entries.as_ref();
+        let entries = entries.expect("tables are known while it watches")(frame);
         let seen = Box::new([0; ENTRIES]);
-        self.tables.insert(frame, Table { place, seen });
+        let table = Table {
+            place,
+            entries,
+            seen,
+        };
+        self.tables.insert(frame, table);
         self.touched.insert(frame);
         self.compare(frame);
     }
@@ -420,10 +452,11 @@ impl Inner {
             return;
         };
         let mut changes = Vec::new();
-        for (i, seen) in table.seen.iter_mut().enumerate() {
-            let now = read(frame, i);
-            if now != *seen {
-                changes.push((i, core::mem::replace(seen, now), now));
+        for i in 0..ENTRIES {
+            let now = table.read(i);
+            let was = core::mem::replace(&mut table.seen[i], now);
+            if now != was {
+                changes.push((i, was, now));
             }
         }
         for (i, was, now) in changes {

@@ -1,20 +1,28 @@
-//! Whole runs: random operations on one format, from a seed or from a fuzzer's bytes; and the shortening of a run that failed.
+//! Whole runs: random operations on a machine with tables of one format, from a seed or from a fuzzer's bytes; and the
+//! shortening of a run that failed.
 
+use std::any::Any;
+use std::cell::Cell;
+use std::fmt;
+use std::ops::Range;
 use std::panic::{self, AssertUnwindSafe};
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use slat::format::{GStage, Npt, Stage2, X86};
 use slat::{Ept, Format};
 
 use crate::generator::Generator;
+use crate::machine::Machine;
 use crate::model::capacity;
 use crate::ops::Op;
+use crate::platform::SimMachine;
 use crate::rng::Rng;
 use crate::runner::Runner;
 use crate::setup::Setup;
 use crate::tally::Tally;
 
-/// A page-table format to run on.
+/// A machine and a page-table format to run on.
 #[derive(Clone, Copy)]
 pub struct Subject {
     /// Its name.
@@ -25,26 +33,50 @@ pub struct Subject {
     record: fn(Setup, Rng, usize) -> Vec<Op>,
 }
 
+/// A run in which engine, platform and model disagreed. [`fmt::Display`] says all that is needed to repeat it.
+#[derive(Debug)]
+pub struct Failure {
+    /// What was wrong.
+    pub why: String,
+    /// Operations without which the run does not fail, though perhaps these fail in another way.
+    pub ops: Vec<Op>,
+    /// The run: subject, seed, setup, steps.
+    run: String,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}\n{}", self.why, self.run)?;
+        write!(f, "these {} operations fail, too:", self.ops.len())?;
+        self.ops.iter().try_for_each(|op| write!(f, "\n    {op:?}"))
+    }
+}
+
 impl Subject {
-    const fn of<F: Format>(name: &'static str) -> Self {
+    /// Makes the subject of runs on machines `M` with tables of format `F`.
+    pub const fn of<M: Machine, F: Format>(name: &'static str) -> Self {
         Subject {
             name,
-            run: run::<F>,
-            replay: replay::<F>,
-            record: record::<F>,
+            run: run::<M, F>,
+            replay: replay::<M, F>,
+            record: record::<M, F>,
         }
     }
 
-    /// Every format; those with a size twice.
+    const fn simulated<F: Format>(name: &'static str) -> Self {
+        Subject::of::<Arc<SimMachine>, F>(name)
+    }
+
+    /// The simulated machine with every format; those with a size twice.
     pub const ALL: [Subject; 8] = [
-        Subject::of::<Ept>("EPT"),
-        Subject::of::<Npt>("NPT"),
-        Subject::of::<X86<5>>("x86 5-level"),
-        Subject::of::<Stage2<48>>("stage 2, 48 bits"),
-        Subject::of::<Stage2<40>>("stage 2, 40 bits, concatenated root"),
-        Subject::of::<GStage<3>>("Sv39x4"),
-        Subject::of::<GStage<4>>("Sv48x4"),
-        Subject::of::<Stage2<48, true>>("stage 2, 48 bits, hardware dirty state"),
+        Subject::simulated::<Ept>("EPT"),
+        Subject::simulated::<Npt>("NPT"),
+        Subject::simulated::<X86<5>>("x86 5-level"),
+        Subject::simulated::<Stage2<48>>("stage 2, 48 bits"),
+        Subject::simulated::<Stage2<40>>("stage 2, 40 bits, concatenated root"),
+        Subject::simulated::<GStage<3>>("Sv39x4"),
+        Subject::simulated::<GStage<4>>("Sv48x4"),
+        Subject::simulated::<Stage2<48, true>>("stage 2, 48 bits, hardware dirty state"),
     ];
 
     /// Runs up to `steps` operations, as `rng` chooses them, with an audit every 500.
@@ -55,47 +87,62 @@ impl Subject {
         (self.run)(setup, rng, steps)
     }
 
-    /// Like [`Subject::run`], but from a seed. If the run fails, prints how to repeat it: seed and setup, and the operations
-    /// without which it does not fail.
+    /// Like [`Subject::run`], but from a seed.
     ///
     /// # Panics
-    /// Those of [`Subject::run`].
+    /// Those of [`Subject::run`], with a [`Failure`] as the message.
     pub fn run_seed(&self, seed: u64, setup: Setup, steps: usize) -> Tally {
+        let result = self.try_seed(seed, setup, steps);
+        result.unwrap_or_else(|failure| panic!("{failure}"))
+    }
+
+    /// Runs `steps` operations from each of `seeds`, with the setups of [`Setup::of_seed`]. 16 seeds with 8,000 steps each
+    /// reach all that [`Tally::USUAL`] and [`Tally::OF_RINGS`] name.
+    ///
+    /// # Panics
+    /// Those of [`Subject::run_seed`].
+    pub fn run_seeds(&self, seeds: Range<u64>, steps: usize) -> Tally {
+        let mut tally = Tally::default();
+        for seed in seeds {
+            tally.add(&self.run_seed(seed, Setup::of_seed(seed), steps));
+        }
+        tally
+    }
+
+    /// Like [`Subject::run_seed`], but returns the failure. It takes up to 20 seconds to shorten one.
+    ///
+    /// # Errors
+    /// [`Failure`]: engine, platform and model disagree.
+    pub fn try_seed(&self, seed: u64, setup: Setup, steps: usize) -> Result<Tally, Failure> {
         let run = || self.run(setup, Rng::new(seed), steps);
-        panic::catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|why| {
-            eprintln!("{}, seed {seed}, {setup:?}, {steps} steps", self.name);
-            let ops = self.shrink(setup, Rng::new(seed), steps);
-            eprintln!("these {} operations fail, too:", ops.len());
-            ops.iter().for_each(|op| eprintln!("    {op:?}"));
-            panic::resume_unwind(why)
+        panic::catch_unwind(AssertUnwindSafe(run)).map_err(|why| Failure {
+            why: message(&*why),
+            ops: self.shrink(setup, Rng::new(seed), steps),
+            run: format!("{}, seed {seed}, {setup:?}, {steps} steps", self.name),
         })
     }
 
-    /// Shortens the run to operations that still fail. Hides all panic messages meanwhile.
+    /// Shortens the run to operations that still fail, without panic messages.
     fn shrink(&self, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
-        let hook = panic::take_hook();
-        panic::set_hook(Box::new(|_| {}));
-        let mut ops = (self.record)(setup, rng, steps);
-        let fails = |ops: &[Op]| {
-            panic::catch_unwind(AssertUnwindSafe(|| (self.replay)(setup, ops))).is_err()
-        };
-        let begin = Instant::now();
-        let mut chunk = ops.len() / 2;
-        while chunk > 0 {
-            let mut at = 0;
-            while at < ops.len() && begin.elapsed() < PATIENCE {
-                let end = (at + chunk).min(ops.len());
-                let fewer = [&ops[..at], &ops[end..]].concat();
-                if fails(&fewer) {
-                    ops = fewer;
-                } else {
-                    at = end;
+        silent(|| {
+            let mut ops = (self.record)(setup, rng, steps);
+            let begin = Instant::now();
+            let mut chunk = ops.len() / 2;
+            while chunk > 0 {
+                let mut at = 0;
+                while at < ops.len() && begin.elapsed() < PATIENCE {
+                    let end = (at + chunk).min(ops.len());
+                    let fewer = [&ops[..at], &ops[end..]].concat();
+                    if panics(|| (self.replay)(setup, &fewer)) {
+                        ops = fewer;
+                    } else {
+                        at = end;
+                    }
                 }
+                chunk /= 2;
             }
-            chunk /= 2;
-        }
-        panic::set_hook(hook);
-        ops
+            ops
+        })
     }
 }
 
@@ -104,9 +151,49 @@ const BATCH: usize = 500;
 /// Time limit: operations that are not left out by then stay.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+fn panics(what: impl FnOnce()) -> bool {
+    panic::catch_unwind(AssertUnwindSafe(what)).is_err()
+}
+
+/// Runs `what` without the panic messages of this thread.
+fn silent<R>(what: impl FnOnce() -> R) -> R {
+    thread_local! {
+        static SILENT: Cell<bool> = const { Cell::new(false) };
+    }
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !SILENT.get() {
+                before(info);
+            }
+        }));
+    });
+    SILENT.set(true);
+    let result = what();
+    SILENT.set(false);
+    result
+}
+
+/// Returns the message of a panic.
+fn message(why: &(dyn Any + Send)) -> String {
+    let text = why.downcast_ref::<String>().cloned();
+    let text = text.or_else(|| why.downcast_ref::<&str>().map(|text| text.to_string()));
+    text.unwrap_or_else(|| "a panic without a message".into())
+}
+
 /// Generates and runs operations; calls `each` with every operation before it is run.
-fn generate<F: Format>(setup: Setup, rng: Rng, steps: usize, mut each: impl FnMut(&Op)) -> Tally {
-    let mut runner = Runner::<F>::new(setup.host_pages, setup.rings);
+fn generate<M: Machine, F: Format>(
+    setup: Setup,
+    rng: Rng,
+    steps: usize,
+    mut each: impl FnMut(&Op),
+) -> Tally {
+    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings);
+    let setup = Setup {
+        host_pages: runner.host_pages(),
+        ..setup
+    };
     let mut generator = Generator::new(rng, setup, capacity::<F>());
     for step in 1..=steps {
         if generator.is_exhausted() {
@@ -122,21 +209,21 @@ fn generate<F: Format>(setup: Setup, rng: Rng, steps: usize, mut each: impl FnMu
     runner.finish()
 }
 
-fn run<F: Format>(setup: Setup, rng: Rng, steps: usize) -> Tally {
-    generate::<F>(setup, rng, steps, |_| ())
+fn run<M: Machine, F: Format>(setup: Setup, rng: Rng, steps: usize) -> Tally {
+    generate::<M, F>(setup, rng, steps, |_| ())
 }
 
 /// Returns the operations of a run up to the one that fails.
-fn record<F: Format>(setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
+fn record<M: Machine, F: Format>(setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
     let mut ops = Vec::new();
-    let run = || generate::<F>(setup, rng, steps, |op| ops.push(op.clone()));
-    let _ = panic::catch_unwind(AssertUnwindSafe(run));
+    let run = || generate::<M, F>(setup, rng, steps, |op| ops.push(op.clone()));
+    panics(|| drop(run()));
     ops
 }
 
 /// Runs just these operations, audited once, at the end.
-fn replay<F: Format>(setup: Setup, ops: &[Op]) {
-    let mut runner = Runner::<F>::new(setup.host_pages, setup.rings);
+fn replay<M: Machine, F: Format>(setup: Setup, ops: &[Op]) {
+    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings);
     ops.iter().for_each(|op| runner.run(op));
     runner.finish();
 }

@@ -3,9 +3,11 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
 
-use slat::{Access, Attention, Format, Gpa, Level, MemoryType, Stop, Translation};
+use slat::{Access, Attention, Format, Gpa, Hva, Level, MemoryType, Stop, Translation};
 
 use super::Runner;
+use crate::host::HostMemory;
+use crate::machine::Machine;
 use crate::model::Expected;
 use crate::setup::{SPACES, VCPUS, space_of};
 
@@ -19,7 +21,7 @@ const MOST_RETRIES: usize = 3;
 /// Number of a slot's pages that are compared before and after a change of it.
 const SAMPLES: usize = 4;
 
-impl<F: Format> Runner<F> {
+impl<M: Machine, F: Format> Runner<M, F> {
     /// Enters a vCPU. The translations that it still remembers must be right.
     pub(super) fn enter(&mut self, i: usize) {
         let cpu = &mut self.cpus[i];
@@ -67,7 +69,7 @@ impl<F: Format> Runner<F> {
         self.cpus[i].vcpu.leave();
         let pushed = self.note_pushes(i, gfn..gfn + 1, access, was_full);
         let model = &self.models[space_of(i)];
-        let expected = model.expect(&self.platform.host, gfn, access);
+        let expected = model.expect(&*self.machine, gfn, access);
         match answer {
             Ok(translation) => {
                 let Expected::Page(host) = expected else {
@@ -95,9 +97,9 @@ impl<F: Format> Runner<F> {
             }
             Err(Stop::BadAddress { gpa: at, hva, .. }) => {
                 let (_, slot) = model.slot_at(gfn).expect("a bad address is in a slot");
-                let page = slot.host_page(&self.platform.host, gfn);
+                let page = HostMemory::hva(slot.host_page(gfn));
                 assert_eq!(
-                    (expected, at.0, self.platform.host.page(hva)),
+                    (expected, at.0, Hva(hva.0 & !0xfff)),
                     (Expected::BadAddress, gpa, page),
                     "{access:?}"
                 );
@@ -187,10 +189,8 @@ impl<F: Format> Runner<F> {
         cpu.vcpu.leave();
         self.note_pushes(i, gfn..gfn + 1, access, was_full);
         let model = &self.models[space_of(i)];
-        let expected = model.expect(&self.platform.host, gfn, access);
-        let page = model
-            .slot_at(gfn)
-            .and_then(|(_, slot)| slot.host_page(&self.platform.host, gfn));
+        let expected = model.expect(&*self.machine, gfn, access);
+        let page = model.slot_at(gfn).map(|(_, slot)| slot.host_page(gfn));
         match answer {
             Ok(translation) => {
                 assert!(
@@ -265,7 +265,7 @@ impl<F: Format> Runner<F> {
             self.uncertain_writes(space_of(i), noted);
         }
         let model = &self.models[space_of(i)];
-        let expect = |gpa: u64| model.expect(&self.platform.host, gpa >> 12, Access::Read);
+        let expect = |gpa: u64| model.expect(&*self.machine, gpa >> 12, Access::Read);
         let mut pages = mapped.clone().map(|gfn| (gfn, expect(gfn << 12)));
         let wrong = pages.find(|(_, expected)| !matches!(expected, Expected::Page(_)));
         assert_eq!(wrong, None, "prefaulted from {gpa:#x} to {at:#x}");
@@ -337,9 +337,9 @@ impl<F: Format> Runner<F> {
 
     /// Checks a translation that a vCPU may use now: it must map the page that the model has, with no right too many.
     fn check_translation(&self, i: usize, gfn: u64, translation: &Translation, when: &str) {
-        let host = &self.platform.host;
+        let machine = &*self.machine;
         let model = &self.models[space_of(i)];
-        let expected = model.expect(host, gfn, Access::Read);
+        let expected = model.expect(machine, gfn, Access::Read);
         let Expected::Page(page) = expected else {
             panic!("{when} {translation:?} of frame {gfn:#x}, expected {expected:?}");
         };
@@ -359,7 +359,7 @@ impl<F: Format> Runner<F> {
                 true => first..first + pages,
                 false => gfn..gfn + 1,
             };
-            assert!(gfns.all(|gfn| model.may_write(host, gfn)), "{}", at());
+            assert!(gfns.all(|gfn| model.may_write(machine, gfn)), "{}", at());
         }
         let executable = page.memory == MemoryType::WriteBack;
         let huge = translation.level > Level::PAGE;

@@ -5,10 +5,11 @@ use std::ops::Range;
 use slat::{Access, Format, Stats, Translation};
 
 use super::Runner;
+use crate::machine::Machine;
 use crate::rings::{DirtyPage, RingClient};
 use crate::setup::space_of;
 
-impl<F: Format> Runner<F> {
+impl<M: Machine, F: Format> Runner<M, F> {
     /// Whether policy `dirty_log_reads` is on.
     pub(super) fn logs_reads(&self) -> bool {
         match self.policies.get("dirty_log_reads") {
@@ -37,12 +38,14 @@ impl<F: Format> Runner<F> {
         let faulted = did.pf_fixed + did.pf_spurious > 0;
         if access != Access::Write {
             let installed = did.pages_4k == 1 && did.splits == 0;
-            let host = &self.platform.host;
-            let page = slot.host_page(host, gfn).and_then(|page| host.get(page));
+            let page = self.machine.page(slot.host_page(gfn));
             let writable = slot.flags & 2 == 0 && page.is_some_and(|page| page.writable);
             if installed && !to_ring {
                 let wanted = reads && writable;
-                assert_eq!(translation.write, wanted, "{access:?} at frame {gfn:#x}");
+                assert_eq!(
+                    translation.write, wanted,
+                    "{access:?} at frame {gfn:#x} of a slot that logs: {translation:?}"
+                );
             }
             if installed && writable && reads {
                 self.tally.count("read logged");

@@ -3,28 +3,35 @@
 mod access;
 mod logs;
 
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
-use slat::{Config, Format, Region, RegionError, SlotFlags, Translation, Vcpu, Vm};
+use slat::{Config, Format, Pfn, Platform, Region, RegionError, SlotFlags, Translation, Vcpu, Vm};
 
 use crate::host::HostMemory;
+use crate::machine::Machine;
 use crate::model::{GuestModel, capacity};
 use crate::ops::Op;
-use crate::platform::SimPlatform;
 use crate::rings::{DirtyPage, RingClient};
 use crate::setup::{SPACES, VCPUS, space_of};
 use crate::tally::Tally;
+use crate::tlb::Tlb;
+use crate::watched::Watched;
+
+/// The least number of pages of host memory: the longest slot but for giant ones.
+const LEAST_PAGES: u64 = 2048;
 
 /// A vCPU with the translations it remembers, as a TLB does.
-struct Cpu<F: Format> {
-    vcpu: Vcpu<SimPlatform, F>,
+struct Cpu<P: Platform, F: Format> {
+    vcpu: Vcpu<Watched<P>, F>,
     tlb: BTreeMap<u64, Translation>,
     /// Index of its ring among the runner's.
     ring: usize,
 }
 
-impl<F: Format> Cpu<F> {
+impl<P: Platform, F: Format> Cpu<P, F> {
     fn remember(&mut self, gfn: u64, translation: Translation) {
         const MOST: usize = 64;
         if self.tlb.len() == MOST {
@@ -38,12 +45,13 @@ impl<F: Format> Cpu<F> {
 }
 
 /// An engine and its model, on one thread: one vCPU at a time is in a reader section.
-pub struct Runner<F: Format> {
-    platform: Arc<SimPlatform>,
-    vm: Arc<Vm<SimPlatform, F>>,
+pub struct Runner<M: Machine, F: Format> {
+    machine: Arc<M>,
+    platform: Arc<Watched<M::Platform>>,
+    vm: Arc<Vm<Watched<M::Platform>, F>>,
     /// The model of each address space.
     models: Vec<GuestModel>,
-    cpus: Vec<Cpu<F>>,
+    cpus: Vec<Cpu<M::Platform, F>>,
     policies: BTreeMap<&'static str, &'static str>,
     /// Whether NX huge pages were ever on: leaves may be smaller, and huge ones not executable.
     nx: bool,
@@ -55,23 +63,44 @@ pub struct Runner<F: Format> {
     rings: Vec<RingClient>,
 }
 
-impl<F: Format> Runner<F> {
-    /// Makes a VM without memory on a host of `host_pages` pages; with `rings` its dirty logs are
+impl<M: Machine, F: Format> Runner<M, F> {
+    /// Makes a VM without memory on a machine of `host_pages` pages; with `rings` its dirty logs are
     /// rings.
     pub fn new(host_pages: u64, rings: bool) -> Self {
-        let platform = SimPlatform::new(host_pages);
+        let tlb = Arc::<Tlb>::default();
+        let machine = Arc::new(M::new(host_pages, tlb.clone()));
+        assert!(
+            (LEAST_PAGES..=host_pages).contains(&machine.pages()),
+            "a machine with {} pages of memory, for up to {host_pages}",
+            machine.pages()
+        );
+        let platform = Watched::of(&*machine, tlb);
         let config = Config {
             spaces: SPACES,
             ..Config::default()
         };
-        let vm = Vm::new(platform.clone(), config).expect("nothing fails yet");
-        platform.watch(&vm, SPACES);
+        let vm = Vm::new(platform.clone(), config).unwrap_or_else(|error| {
+            let why = platform.violations();
+            panic!(
+                "the first allocations: {}",
+                why.err().unwrap_or(error.to_string())
+            )
+        });
+        let roots: Vec<_> = (0..SPACES).filter_map(|space| vm.root(space)).collect();
+        let tables = machine.platform().clone();
+        // SAFETY: the platform's promise; the platform tells the model when frames are freed, and the runner forgets the
+        // tables when it is dropped.
+        unsafe {
+            let entries = move |frame| tables.entries(frame);
+            platform.tlb.watch_at::<F>(vm.id(), &roots, entries);
+        }
         let mut model = GuestModel::new(capacity::<F>());
         if rings {
             vm.use_dirty_rings();
             model.mode.rings = true;
         }
         let mut runner = Runner {
+            machine,
             platform,
             vm,
             models: vec![model; SPACES],
@@ -90,7 +119,7 @@ impl<F: Format> Runner<F> {
         runner
     }
 
-    fn new_cpu(&mut self, i: usize) -> Cpu<F> {
+    fn new_cpu(&mut self, i: usize) -> Cpu<M::Platform, F> {
         let vcpu = self.vm.create_vcpu_in(space_of(i));
         let mut vcpu = vcpu.expect("there is memory");
         if self.models[0].mode.rings {
@@ -105,14 +134,14 @@ impl<F: Format> Runner<F> {
         }
     }
 
+    /// Returns the number of pages of host memory.
+    pub fn host_pages(&self) -> u64 {
+        self.machine.pages()
+    }
+
     /// Returns the models, by address space.
     pub fn models(&self) -> &[GuestModel] {
         &self.models
-    }
-
-    /// Returns the counts so far.
-    pub fn tally(&self) -> &Tally {
-        &self.tally
     }
 
     /// Runs one operation. Panics if engine and model disagree.
@@ -121,6 +150,12 @@ impl<F: Format> Runner<F> {
         if let Some(why) = self.platform.tlb.stale() {
             panic!("after {op:?}: {why}");
         }
+        self.check_violations();
+    }
+
+    fn check_violations(&self) {
+        let found = self.platform.violations();
+        found.unwrap_or_else(|why| panic!("{why}"));
     }
 
     fn apply(&mut self, op: &Op) {
@@ -136,12 +171,12 @@ impl<F: Format> Runner<F> {
             } => {
                 let vm = self.vm.clone();
                 let guard = vm.invalidate(HostMemory::hvas(pages));
-                let gone = self.platform.tlb.check_backing(pages);
+                let gone = self.check_backing(pages);
                 gone.unwrap_or_else(|why| panic!("during {op:?}: {why}"));
                 for (gfn, access) in during {
                     self.access_meanwhile(*gfn, *access, pages);
                 }
-                self.platform.host.change(pages, *change);
+                self.machine.change(pages, *change);
                 for (gfn, access) in during {
                     self.access_meanwhile(*gfn, *access, pages);
                 }
@@ -170,7 +205,7 @@ impl<F: Format> Runner<F> {
             Op::Policy(name, value) => self.set_policy(name, value),
             Op::RecoverNx => self.recover_nx(),
             Op::Age { vcpu, gpa, access } => {
-                let everything = HostMemory::hvas(&(0..self.platform.host.len()));
+                let everything = HostMemory::hvas(&(0..self.machine.pages()));
                 self.vm.age(everything.clone(), true);
                 assert_eq!(self.vm.age(everything.clone(), false), 0, "old leaves");
                 let used = self.access(*vcpu, *gpa, *access).is_ok();
@@ -197,6 +232,25 @@ impl<F: Format> Runner<F> {
                 self.failing = true;
             }
         }
+    }
+
+    /// Call while an invalidation of `pages` is in progress. The error is a leaf that a walker may have cached, and that maps
+    /// one of them.
+    fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
+        let frames = OnceCell::new();
+        let sorted = || {
+            let pages = pages.clone().filter_map(|page| self.machine.page(page));
+            let mut frames: Vec<Pfn> = pages.map(|page| page.pfn).collect();
+            frames.sort_unstable();
+            frames
+        };
+        self.platform.tlb.check_frames(|first, count| {
+            let frames: &Vec<Pfn> = frames.get_or_init(sorted);
+            let at = frames.partition_point(|frame| *frame < first);
+            frames
+                .get(at)
+                .is_some_and(|frame| *frame < first.add(count))
+        })
     }
 
     fn is_on(&self, switch: &str, default: bool) -> bool {
@@ -295,12 +349,12 @@ impl<F: Format> Runner<F> {
         }
     }
 
-    /// Call when the engine returned that memory is out: then the platform must have refused an
-    /// allocation.
+    /// Call when the engine returned that memory is out: then an allocation was made to fail.
     fn allocation_failed(&mut self) {
+        self.check_violations();
         assert!(
             self.failing && self.platform.stop_failing(),
-            "out of memory, though no allocation failed"
+            "out of memory, though no allocation was made to fail"
         );
         self.failing = false;
         self.tally.count("out of memory");
@@ -311,7 +365,11 @@ impl<F: Format> Runner<F> {
         self.platform.stop_failing();
         self.failing = false;
         self.vm.audit().unwrap_or_else(|e| panic!("{e}"));
-        self.platform.check();
+        let found = self
+            .platform
+            .violations()
+            .and_then(|()| self.machine.check());
+        found.unwrap_or_else(|why| panic!("{why}"));
         for space in 0..SPACES {
             let ids: Vec<_> = self.models[space].slots.keys().copied().collect();
             ids.into_iter().for_each(|id| self.dirty_log(space, id));
@@ -319,15 +377,35 @@ impl<F: Format> Runner<F> {
         self.tally.count("audit");
     }
 
+    /// Checks that no two pages of host memory have the same frame, and that none has one of a table.
+    fn check_frames(&self) -> Result<(), String> {
+        let pages = (0..self.machine.pages()).filter_map(|page| self.machine.page(page));
+        let mut frames: Vec<Pfn> = pages.map(|page| page.pfn).collect();
+        frames.sort_unstable();
+        if let Some(twice) = frames.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(format!("two pages of the memory are {:?}", twice[0]));
+        }
+        let is_guest_memory = |frame| frames.binary_search(&frame).is_ok();
+        self.platform.check_frames(is_guest_memory)
+    }
+
     /// Ends the VM; every table frame must have been freed.
     pub fn finish(mut self) -> Tally {
         self.check();
-        let platform = self.platform.clone();
+        self.check_frames().unwrap_or_else(|why| panic!("{why}"));
+        let (machine, platform) = (self.machine.clone(), self.platform.clone());
         let tally = core::mem::take(&mut self.tally);
-        platform.tlb.forget();
         drop(self);
-        platform.check();
+        let found = platform.violations().and_then(|()| machine.check());
+        found.unwrap_or_else(|why| panic!("at the end of the VM: {why}"));
         assert_eq!(platform.live_frames(), 0, "table frames were leaked");
         tally
+    }
+}
+
+impl<M: Machine, F: Format> Drop for Runner<M, F> {
+    /// Before the VM is dropped: then no CPU walks its tables any more.
+    fn drop(&mut self) {
+        self.platform.tlb.forget();
     }
 }

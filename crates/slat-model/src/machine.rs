@@ -1,0 +1,64 @@
+//! The machines that operations are run on: what an embedder's tests have to know of its own.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use slat::{HostPage, Hva, Platform};
+
+use crate::host::HostChange;
+use crate::tlb::Tlb;
+
+/// A machine with a platform to be tested, and with memory that may back memslots.
+///
+/// An embedder implements this for its own [`Platform`] and runs operations on it with [`Subject`](crate::Subject). Each run
+/// makes a machine of its own. All methods are called from one thread, with no engine lock held.
+///
+/// # What is tested
+/// Each result of the engine on this platform is compared with a plain model, for which [`Machine::page`] says what backs
+/// each page. So a [`Platform::resolve`] or [`Platform::resolve_resident`] that returns another page, or other rights, is
+/// found, and so is one that still returns a page that was replaced. Frames for tables must not be in use, must be aligned,
+/// must have memory and a [`TableMeta`](slat::TableMeta) of their own, and must not be guest memory. When the engine relies on
+/// a flush, each TLB entry that it has removed must be flushed.
+pub trait Machine: 'static {
+    /// The platform under test.
+    type Platform: Platform;
+
+    /// Whether the platform tells the [`Tlb`] of each flush that its hardware does. If not, a flush counts as done when
+    /// [`Platform::flush`] returns: for a platform without hardware walkers, whose flushes do nothing.
+    const REPORTS_FLUSHES: bool = true;
+
+    /// Makes a machine with `pages` pages of memory, or fewer, but at least 2048 (8 MiB); they are present. It has
+    /// enough frames for tables: 4096 are.
+    ///
+    /// `tlb` represents the TLBs of all its CPUs. Where the platform would execute INVEPT, TLBI or HFENCE it calls
+    /// [`Tlb::flushed`], or, if it waits for other CPUs, [`Tlb::flush_begins`] before and [`Tlb::flush_ended`] after that.
+    fn new(pages: u64, tlb: Arc<Tlb>) -> Self;
+
+    /// Returns the platform, always the same.
+    fn platform(&self) -> &Arc<Self::Platform>;
+
+    /// Returns the first backing address of the memory, a multiple of 1 GiB if huge pages are to be tested. The addresses of
+    /// the other pages follow.
+    fn backing(&self) -> Hva;
+
+    /// Returns the number of pages of the memory.
+    fn pages(&self) -> u64;
+
+    /// Returns what is mapped at a page of the memory, counted from the first; `None` for a hole. What the platform must
+    /// resolve the page to: best found without it, as in books of the test's own. No two pages have the same frame.
+    fn page(&self, page: u64) -> Option<HostPage>;
+
+    /// Changes what is mapped at `pages`. The engine was told before, and is told again afterwards ([`slat::Vm::invalidate`]).
+    ///
+    /// A machine that cannot do `change` may do a part of it, or nothing: the model asks [`Machine::page`] afterwards. Pages
+    /// beside `pages` keep their frames and rights; if they were in one huge page with some of them, their level may fall.
+    fn change(&self, pages: &Range<u64>, change: HostChange);
+
+    /// Runs checks of the machine's own. Called at every audit, while no operation is in progress.
+    ///
+    /// # Errors
+    /// What is wrong.
+    fn check(&self) -> Result<(), String> {
+        Ok(())
+    }
+}

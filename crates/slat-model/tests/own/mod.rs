@@ -1,0 +1,185 @@
+// A platform such as an embedder has: table frames are elements of an array, the guest's memory is a list of pages, and where
+// CPUs were to be flushed the test's `Tlb` is called.
+
+use std::cell::UnsafeCell;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex};
+
+use slat::{
+    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, MemoryType, PAGE_SIZE, Pfn, Platform,
+    ResolveError, Stale, TableMeta, VmId, WaitFor,
+};
+use slat_model::{HostChange, Tlb};
+
+/// The frames of tables.
+const TABLES: Range<u64> = 0x1000..0x1800;
+/// The frame of the first page of guest memory, and its address.
+const MEMORY: Pfn = Pfn(1 << 18);
+pub const BACKING: Hva = Hva(7 << 30);
+
+#[derive(Default)]
+struct Table {
+    entries: Entries,
+    meta: UnsafeCell<TableMeta>,
+}
+
+pub struct Own {
+    tables: Vec<Table>,
+    free: Mutex<BTreeSet<u64>>,
+    /// What is mapped at each page of guest memory, and the first frame that no page has had.
+    memory: Mutex<(Vec<Option<HostPage>>, Pfn)>,
+    tlb: Arc<Tlb>,
+}
+
+// SAFETY: `meta` is written when its frame is allocated, and is the engine's until it is freed.
+unsafe impl Sync for Own {}
+
+impl Own {
+    fn table(&self, frame: u64) -> &Table {
+        &self.tables[(frame - TABLES.start) as usize]
+    }
+
+    /// Makes the metadata of a frame that was taken from `free` fresh.
+    fn given(&self, frame: u64) -> Pfn {
+        // SAFETY: the frame was free, so the engine does not use its metadata.
+        unsafe { *self.table(frame).meta.get() = TableMeta::new() };
+        Pfn(frame)
+    }
+
+    /// Returns the number of the page at `backing`.
+    pub fn number(backing: Hva) -> u64 {
+        (backing.0 - BACKING.0) / PAGE_SIZE
+    }
+}
+
+// SAFETY: frames are elements of `tables`, each given once until it is freed; no code accesses the frames that `resolve`
+// returns, and no CPU walks the tables.
+unsafe impl Platform for Own {
+    fn alloc_table(&self) -> Option<Pfn> {
+        let frame = self.free.lock().unwrap().pop_first()?;
+        Some(self.given(frame))
+    }
+
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        let mut free = self.free.lock().unwrap();
+        let run = |first| first..first + tables as u64;
+        let mut aligned = TABLES.step_by(tables);
+        let root = aligned.find(|first| run(*first).all(|frame| free.contains(&frame)))?;
+        for frame in run(root) {
+            free.remove(&frame);
+            self.given(frame);
+        }
+        Some(Pfn(root))
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        self.free.lock().unwrap().insert(frame.0);
+    }
+
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        NonNull::from(&self.table(frame.0).entries)
+    }
+
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        NonNull::new(self.table(frame.0).meta.get()).expect("an element has an address")
+    }
+
+    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        let page = self.page(Own::number(backing));
+        page.filter(|page| page.writable || access != Access::Write)
+            .ok_or(ResolveError::BadAddress)
+    }
+
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        for number in Own::number(backing.start)..Own::number(backing.end) {
+            if let Some(first) = self.page(number) {
+                let backing = BACKING.add_pages(number);
+                let pages = 1;
+                found(HostRun {
+                    backing,
+                    pages,
+                    first,
+                });
+            }
+        }
+    }
+
+    fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
+        // Here a machine executes INVEPT, TLBI or HFENCE.
+        self.tlb.flushed(vm, &range, stale);
+    }
+
+    fn wait(&self, _: u32, _: WaitFor) {
+        std::thread::yield_now();
+    }
+}
+
+// What the tests have to know of it.
+
+impl Own {
+    pub fn new(pages: u64, tlb: Arc<Tlb>) -> Self {
+        let page = |number| HostPage {
+            pfn: MEMORY.add(number),
+            level: Level::MEGA,
+            writable: true,
+            memory: MemoryType::WriteBack,
+        };
+        let pages = pages.min(1 << 14);
+        Own {
+            tables: TABLES.map(|_| Table::default()).collect(),
+            free: Mutex::new(TABLES.collect()),
+            memory: Mutex::new((
+                (0..pages).map(|number| Some(page(number))).collect(),
+                MEMORY.add(pages),
+            )),
+            tlb,
+        }
+    }
+
+    pub fn pages(&self) -> u64 {
+        self.memory.lock().unwrap().0.len() as u64
+    }
+
+    pub fn page(&self, number: u64) -> Option<HostPage> {
+        self.memory.lock().unwrap().0[number as usize]
+    }
+
+    /// Maps new frames at `range`, or nothing; other changes this machine cannot do.
+    pub fn change(&self, range: &Range<u64>, change: HostChange) {
+        let (pages, next) = &mut *self.memory.lock().unwrap();
+        if !matches!(change, HostChange::Remap { .. } | HostChange::Punch) {
+            return;
+        }
+        // Huge pages that are changed in part are no huge pages any more.
+        let around = range.start / 512 * 512..range.end.next_multiple_of(512);
+        for page in pages
+            .iter_mut()
+            .take(around.end as usize)
+            .skip(around.start as usize)
+        {
+            *page = page.map(|page| HostPage {
+                level: Level::PAGE,
+                ..page
+            });
+        }
+        for number in range.clone() {
+            let huge = number / 512 * 512..number / 512 * 512 + 512;
+            let level = match range.start <= huge.start && huge.end <= range.end {
+                true => Level::MEGA,
+                false => Level::PAGE,
+            };
+            pages[number as usize] = match change {
+                HostChange::Remap { writable, .. } => Some(HostPage {
+                    pfn: next.add(number),
+                    level,
+                    writable,
+                    memory: MemoryType::WriteBack,
+                }),
+                _ => None,
+            };
+        }
+        *next = next.add(pages.len() as u64);
+    }
+}

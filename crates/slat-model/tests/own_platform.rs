@@ -1,0 +1,374 @@
+//! Random operations on an embedder's own platform: a sound one passes, and each defect that such a platform may have is found.
+
+mod own;
+
+use std::collections::HashMap;
+use std::ops::{Deref, Range};
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex};
+
+use slat::format::Stage2;
+use slat::{
+    Access, Entries, Ept, Gfn, HostPage, HostRun, Hva, Level, Pfn, Platform, ResolveError, Stale,
+    TableMeta, VmId, WaitFor,
+};
+use slat_model::{Failure, HostChange, Machine, Setup, Subject, Tlb};
+
+use own::{BACKING, Own};
+
+/// What a platform does wrong: each method that is not the default.
+trait Defect: Default + Send + Sync + 'static {
+    fn alloc_table(&self, own: &Own) -> Option<Pfn> {
+        own.alloc_table()
+    }
+
+    fn alloc_root(&self, own: &Own, tables: usize) -> Option<Pfn> {
+        own.alloc_root(tables)
+    }
+
+    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        own.resolve(at, access)
+    }
+
+    fn resident(&self, page: HostPage) -> HostPage {
+        page
+    }
+
+    fn flush(&self, own: &Own, vm: VmId, range: Range<Gfn>, stale: Stale) {
+        own.flush(vm, range, stale);
+    }
+
+    /// What the machine's own books say of a page.
+    fn page(own: &Own, number: u64) -> Option<HostPage> {
+        own.page(number)
+    }
+}
+
+/// A platform with a defect.
+struct With<D> {
+    own: Own,
+    defect: D,
+}
+
+// SAFETY: none: it is unsound on purpose. No hardware walks its tables, and nobody uses the memory that it resolves.
+unsafe impl<D: Defect> Platform for With<D> {
+    fn alloc_table(&self) -> Option<Pfn> {
+        self.defect.alloc_table(&self.own)
+    }
+
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        self.defect.alloc_root(&self.own, tables)
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        // SAFETY: the caller's promise.
+        unsafe { self.own.free_table(frame) };
+    }
+
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        self.own.entries(frame)
+    }
+
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        self.own.meta(frame)
+    }
+
+    fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        self.defect.resolve(&self.own, backing, access)
+    }
+
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        self.own.resolve_resident(backing, &mut |run| {
+            let first = self.defect.resident(run.first);
+            found(HostRun { first, ..run });
+        });
+    }
+
+    fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale) {
+        self.defect.flush(&self.own, vm, range, stale);
+    }
+
+    fn wait(&self, round: u32, what: WaitFor) {
+        self.own.wait(round, what);
+    }
+}
+
+/// A machine with such a platform.
+struct Rig<D>(Arc<With<D>>);
+
+impl<D> Deref for Rig<D> {
+    type Target = Own;
+    fn deref(&self) -> &Own {
+        &self.0.own
+    }
+}
+
+impl<D: Defect> Machine for Rig<D> {
+    type Platform = With<D>;
+
+    fn new(pages: u64, tlb: Arc<Tlb>) -> Self {
+        Rig(Arc::new(With {
+            own: Own::new(pages, tlb),
+            defect: D::default(),
+        }))
+    }
+
+    fn platform(&self) -> &Arc<With<D>> {
+        &self.0
+    }
+
+    fn backing(&self) -> Hva {
+        BACKING
+    }
+
+    fn pages(&self) -> u64 {
+        Own::pages(self)
+    }
+
+    fn page(&self, page: u64) -> Option<HostPage> {
+        D::page(self, page)
+    }
+
+    fn change(&self, pages: &Range<u64>, change: HostChange) {
+        Own::change(self, pages, change);
+    }
+}
+
+#[derive(Default)]
+struct Sound;
+impl Defect for Sound {}
+
+#[test]
+fn a_sound_platform_passes() {
+    for subject in [
+        Subject::of::<Rig<Sound>, Ept>("own, EPT"),
+        Subject::of::<Rig<Sound>, Stage2<40>>("own, stage 2 with a concatenated root"),
+    ] {
+        let tally = subject.run_seeds(0..8, 2_000);
+        for what in ["page written", "huge page", "bad address", "out of memory"] {
+            assert!(tally.of(what) > 0, "{what}");
+        }
+    }
+}
+
+/// Returns the first failure of a platform with defect `D`.
+fn failure<D: Defect>() -> Failure {
+    let subject = Subject::of::<Rig<D>, Ept>("defective");
+    let mut results = (0..16).map(|seed| subject.try_seed(seed, Setup::of_seed(seed), 2_000));
+    let failure = results.find_map(Result::err);
+    failure.expect("a defect is found")
+}
+
+/// Checks that defect `D` is found by few operations, and that the message contains `why`.
+fn finds<D: Defect>(why: &str) {
+    let failure = failure::<D>();
+    assert!(failure.why.contains(why), "{failure}");
+    assert!(failure.ops.len() <= 12, "{failure}");
+}
+
+/// Flushes of few pages are not done.
+#[derive(Default)]
+struct DropsFlushes;
+
+impl Defect for DropsFlushes {
+    fn flush(&self, own: &Own, vm: VmId, range: Range<Gfn>, stale: Stale) {
+        if range.end.0 - range.start.0 >= 512 {
+            own.flush(vm, range, stale);
+        }
+    }
+}
+
+#[test]
+fn a_dropped_flush_is_found() {
+    finds::<DropsFlushes>("is still cached");
+}
+
+/// A flush does not reach the last page of its range.
+#[derive(Default)]
+struct FlushesTooFew;
+
+impl Defect for FlushesTooFew {
+    fn flush(&self, own: &Own, vm: VmId, range: Range<Gfn>, stale: Stale) {
+        own.flush(vm, range.start..Gfn(range.end.0 - 1), stale);
+    }
+}
+
+#[test]
+fn a_flush_of_too_few_pages_is_found() {
+    finds::<FlushesTooFew>("is still cached");
+}
+
+/// A flush leaves the entries that point to tables.
+#[derive(Default)]
+struct FlushesLeaves;
+
+impl Defect for FlushesLeaves {
+    fn flush(&self, own: &Own, vm: VmId, range: Range<Gfn>, stale: Stale) {
+        own.flush(
+            vm,
+            range,
+            Stale {
+                tables: false,
+                ..stale
+            },
+        );
+    }
+}
+
+#[test]
+fn a_flush_without_tables_is_found() {
+    finds::<FlushesLeaves>("Table");
+}
+
+/// The frame of a page is kept for later faults, and not asked for again when the page was replaced.
+#[derive(Default)]
+struct Remembers(Mutex<HashMap<Hva, HostPage>>);
+
+impl Defect for Remembers {
+    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        let page = own.resolve(at, access)?;
+        Ok(*self.0.lock().unwrap().entry(at).or_insert(page))
+    }
+}
+
+#[test]
+fn a_page_that_was_replaced_is_found() {
+    finds::<Remembers>("Translation");
+}
+
+/// The last page of 64 resolves to its neighbour's frame.
+#[derive(Default)]
+struct ResolvesNeighbours;
+
+impl Defect for ResolvesNeighbours {
+    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        let wrong = Own::number(at) % 64 == 63;
+        own.resolve(if wrong { Hva(at.0 - 4096) } else { at }, access)
+    }
+}
+
+#[test]
+fn a_wrong_page_is_found() {
+    finds::<ResolvesNeighbours>("Translation");
+}
+
+/// The pages around a fault are one frame off.
+#[derive(Default)]
+struct MisplacesNeighbours;
+
+impl Defect for MisplacesNeighbours {
+    fn resident(&self, page: HostPage) -> HostPage {
+        let pfn = page.pfn.add(1);
+        HostPage { pfn, ..page }
+    }
+}
+
+#[test]
+fn a_wrong_resident_page_is_found() {
+    finds::<MisplacesNeighbours>("Translation");
+}
+
+/// Pages that were mapped one by one are said to be huge.
+#[derive(Default)]
+struct ClaimsHuge;
+
+impl Defect for ClaimsHuge {
+    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        let page = own.resolve(at, access)?;
+        let level = Level::MEGA;
+        Ok(HostPage { level, ..page })
+    }
+}
+
+#[test]
+fn a_page_that_is_not_huge_is_found() {
+    finds::<ClaimsHuge>("Level(2)");
+}
+
+/// Reads make pages writable that must not be written.
+#[derive(Default)]
+struct GrantsWrites;
+
+impl Defect for GrantsWrites {
+    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        let page = own.resolve(at, access)?;
+        let writable = true;
+        Ok(HostPage { writable, ..page })
+    }
+}
+
+#[test]
+fn a_right_too_many_is_found() {
+    finds::<GrantsWrites>("write: true");
+}
+
+/// Every 16th frame for a table was given out before.
+#[derive(Default)]
+struct GivesTwice(Mutex<Vec<Pfn>>);
+
+impl Defect for GivesTwice {
+    fn alloc_table(&self, own: &Own) -> Option<Pfn> {
+        let mut given = self.0.lock().unwrap();
+        let again = given.get(given.len() / 16).copied();
+        let frame = match again {
+            Some(frame) if given.len() % 16 == 15 => frame,
+            _ => own.alloc_table()?,
+        };
+        given.push(frame);
+        Some(frame)
+    }
+}
+
+#[test]
+fn a_table_that_is_given_twice_is_found() {
+    finds::<GivesTwice>("is in use already");
+}
+
+/// A root begins at any frame.
+#[derive(Default)]
+struct MisalignsRoots;
+
+impl Defect for MisalignsRoots {
+    fn alloc_root(&self, own: &Own, tables: usize) -> Option<Pfn> {
+        let root = own.alloc_root(2 * tables)?;
+        Some(root.add(1))
+    }
+}
+
+#[test]
+fn a_root_that_is_not_aligned_is_found() {
+    let subject = Subject::of::<Rig<MisalignsRoots>, Stage2<40>>("misaligned");
+    let failure = subject.try_seed(0, Setup::SMALL, 1).unwrap_err();
+    assert!(failure.why.contains("is not aligned"), "{failure}");
+}
+
+/// Two pages have one frame, by the machine's own books, too.
+#[derive(Default)]
+struct HasAliases;
+
+impl HasAliases {
+    fn alias(page: HostPage) -> HostPage {
+        let pfn = Pfn(page.pfn.0 & !1);
+        let level = Level::PAGE;
+        HostPage { pfn, level, ..page }
+    }
+}
+
+impl Defect for HasAliases {
+    fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        own.resolve(at, access).map(Self::alias)
+    }
+
+    fn resident(&self, page: HostPage) -> HostPage {
+        Self::alias(page)
+    }
+
+    fn page(own: &Own, number: u64) -> Option<HostPage> {
+        own.page(number).map(Self::alias)
+    }
+}
+
+#[test]
+fn two_pages_with_one_frame_are_found() {
+    finds::<HasAliases>("two pages of the memory are");
+}
