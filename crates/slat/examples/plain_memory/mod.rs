@@ -1,0 +1,190 @@
+//! A whole [`Platform`] on plain memory: an array of 4 KiB frames, of which some hold page tables and some back guest memory.
+//!
+//! Nothing here needs an OS: a hypervisor has its own memory map where this has an array, and flushes its CPUs where this counts.
+
+pub mod cpu;
+
+use std::cell::UnsafeCell;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+
+use slat::{
+    Access, ENTRIES, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, MemoryType, PAGE_SIZE, Pfn,
+    Platform, ResolveError, Stale, TableMeta, VmId, WaitFor,
+};
+
+/// A page of memory, as the words in it. It has the layout of [`Entries`]: a table is a page whose words are entries.
+#[repr(C, align(4096))]
+pub struct Page([AtomicU64; ENTRIES]);
+
+struct Frame {
+    page: Page,
+    used: AtomicBool,
+    /// What the engine keeps for a frame that holds a table, as Linux does in `struct page`.
+    meta: UnsafeCell<TableMeta>,
+}
+
+pub struct PlainMemory {
+    /// Host-physical memory: the frame with number n is element n.
+    frames: Box<[Frame]>,
+    /// The frame that backs each page of guest memory; 0: none yet. Backing addresses count from the first of these pages.
+    backing: Box<[AtomicU64]>,
+    /// Number of flushes so far.
+    pub flushes: AtomicU64,
+}
+
+// SAFETY: pages are accessed atomically; `meta` is written while its frame is allocated, and otherwise used by the engine only.
+unsafe impl Sync for PlainMemory {}
+
+impl PlainMemory {
+    /// Makes a host with `frames` frames, on which guests may have `pages` pages of memory.
+    pub fn new(frames: usize, pages: usize) -> Self {
+        let frame = |_| Frame {
+            page: Page([const { AtomicU64::new(0) }; ENTRIES]),
+            used: AtomicBool::new(false),
+            meta: UnsafeCell::new(TableMeta::new()),
+        };
+        let host = PlainMemory {
+            frames: (0..frames).map(frame).collect(),
+            backing: (0..pages).map(|_| AtomicU64::new(0)).collect(),
+            flushes: AtomicU64::new(0),
+        };
+        // Number 0 means "none" in `backing`.
+        host.frames[0].used.store(true, Relaxed);
+        host
+    }
+
+    /// Allocates `count` frames next to each other, the first aligned to all of them. Without a lock, so that it may be called
+    /// by several CPUs, and in an interrupt handler.
+    pub fn allocate(&self, count: usize) -> Option<Pfn> {
+        let own = |frame: &&Frame| !frame.used.swap(true, Acquire);
+        for first in (0..self.frames.len()).step_by(count) {
+            let run = self.frames.get(first..first + count)?;
+            let owned = run.iter().take_while(own).count();
+            if owned == count {
+                return Some(Pfn(first as u64));
+            }
+            for frame in &run[..owned] {
+                frame.used.store(false, Release);
+            }
+        }
+        None
+    }
+
+    /// Frees a frame that nothing refers to any more.
+    pub fn free(&self, frame: Pfn) {
+        self.frame(frame).used.store(false, Release);
+    }
+
+    fn frame(&self, frame: Pfn) -> &Frame {
+        &self.frames[frame.0 as usize]
+    }
+
+    /// Returns the word at a host-physical address: how a software CPU accesses memory.
+    pub fn word(&self, host: Hpa) -> &AtomicU64 {
+        &self.frame(host.pfn()).page.0[(host.0 % PAGE_SIZE) as usize / 8]
+    }
+
+    /// Returns the number of the frame that backs the page at `backing`; 0: none yet. `None`: no memory is there.
+    pub fn owner(&self, backing: Hva) -> Option<&AtomicU64> {
+        self.backing.get((backing.0 / PAGE_SIZE) as usize)
+    }
+
+    /// Returns the frame that backs the page at `backing`, if it has one.
+    pub fn resident(&self, backing: Hva) -> Option<Pfn> {
+        let frame = self.owner(backing)?.load(Acquire);
+        (frame != 0).then_some(Pfn(frame))
+    }
+
+    /// Returns the frame that backs the page at `backing`, which gets one full of zeros if it has none.
+    pub fn make_resident(&self, backing: Hva) -> Result<Pfn, ResolveError> {
+        let owner = self.owner(backing).ok_or(ResolveError::BadAddress)?;
+        if let Some(frame) = self.resident(backing) {
+            return Ok(frame);
+        }
+        let new = self.allocate(1).ok_or(ResolveError::OutOfMemory)?;
+        self.frame(new)
+            .page
+            .0
+            .iter()
+            .for_each(|word| word.store(0, Relaxed));
+        match owner.compare_exchange(0, new.0, AcqRel, Acquire) {
+            Ok(_) => Ok(new),
+            Err(other) => {
+                // Another CPU was faster.
+                self.free(new);
+                Ok(Pfn(other))
+            }
+        }
+    }
+}
+
+/// What the engine is told of a page that is resident in `pfn`. A host that maps larger pages says so by `level`, and the engine
+/// uses leaves of that level.
+fn page(pfn: Pfn) -> HostPage {
+    HostPage {
+        pfn,
+        level: Level::PAGE,
+        writable: true,
+        memory: MemoryType::WriteBack,
+    }
+}
+
+// SAFETY:
+// - `allocate` gives each frame once until it is freed; its page and its metadata stay at their addresses;
+// - the frames that `resolve` returns back guest memory until `free` is called, under an invalidation;
+// - no hardware walks the tables. With hardware, `flush` has to flush it.
+unsafe impl Platform for PlainMemory {
+    fn alloc_table(&self) -> Option<Pfn> {
+        self.alloc_root(1)
+    }
+
+    fn alloc_root(&self, tables: usize) -> Option<Pfn> {
+        let first = self.allocate(tables)?;
+        for table in (0..tables as u64).map(|i| first.add(i)) {
+            // SAFETY: the frame was just allocated: the engine does not use its metadata yet.
+            unsafe { *self.frame(table).meta.get() = TableMeta::new() };
+        }
+        Some(first)
+    }
+
+    unsafe fn free_table(&self, frame: Pfn) {
+        self.free(frame);
+    }
+
+    fn entries(&self, frame: Pfn) -> NonNull<Entries> {
+        NonNull::from(&self.frame(frame).page).cast()
+    }
+
+    fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
+        NonNull::from(&self.frame(frame).meta).cast()
+    }
+
+    fn resolve(&self, backing: Hva, _: Access) -> Result<HostPage, ResolveError> {
+        self.make_resident(backing).map(page)
+    }
+
+    fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
+        for at in (backing.start.0..backing.end.0).step_by(PAGE_SIZE as usize) {
+            let backing = Hva(at);
+            if let Some(first) = self.resident(backing).map(page) {
+                let pages = 1;
+                found(HostRun {
+                    backing,
+                    pages,
+                    first,
+                });
+            }
+        }
+    }
+
+    fn flush(&self, _: VmId, _: Range<Gfn>, _: Stale) {
+        // A hypervisor interrupts the CPUs that run this VM, each of which executes INVEPT.
+        self.flushes.fetch_add(1, Relaxed);
+    }
+
+    fn wait(&self, _: u32, _: WaitFor) {
+        std::hint::spin_loop();
+    }
+}
