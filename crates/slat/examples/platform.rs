@@ -3,6 +3,9 @@
 //! The platform is in [`plain_memory`]; read that first. Run it: `cargo run -p slat --example platform`.
 
 mod plain_memory;
+#[cfg(test)]
+#[path = "plain_memory/under_test.rs"]
+mod under_test;
 
 use std::error::Error;
 use std::fmt::Write;

@@ -122,7 +122,7 @@ impl PlainMemory {
 
 /// What the engine is told of a page that is resident in `pfn`. A host that maps larger pages says so by `level`, and the engine
 /// uses leaves of that level.
-fn page(pfn: Pfn) -> HostPage {
+pub fn page(pfn: Pfn) -> HostPage {
     HostPage {
         pfn,
         level: Level::PAGE,
