@@ -14,11 +14,15 @@ use crate::tlb::Tlb;
 /// makes a machine of its own. All methods are called from one thread, with no engine lock held.
 ///
 /// # What is tested
-/// Each result of the engine on this platform is compared with a plain model, for which [`Machine::page`] says what backs
-/// each page. So a [`Platform::resolve`] or [`Platform::resolve_resident`] that returns another page, or other rights, is
-/// found, and so is one that still returns a page that was replaced. Frames for tables must not be in use, must be aligned,
-/// must have memory and a [`TableMeta`](slat::TableMeta) of their own, and must not be guest memory. When the engine relies on
-/// a flush, each TLB entry that it has removed must be flushed.
+/// * [`Platform::resolve`] and [`Platform::resolve_resident`]: each result of the engine is compared with a plain model, for
+///   which [`Machine::page`] says what backs each page. So another page is found, also one that was replaced meanwhile, and so
+///   are other rights, and levels that are too high.
+/// * [`Platform::alloc_table`] and [`Platform::alloc_root`]: a frame must not be in use, a root must be aligned, each frame must
+///   have memory and a [`TableMeta`](slat::TableMeta) of its own, and must not be guest memory. Contents may be anything.
+/// * [`Platform::flush`]: after each operation the TLBs have no entry that the engine has removed from the tables, and no table
+///   is freed before.
+///
+/// What the platform does when several CPUs call it at once is not tested.
 pub trait Machine: 'static {
     /// The platform under test.
     type Platform: Platform;

@@ -15,7 +15,7 @@ pub const fn space_of(vcpu: usize) -> usize {
 /// The parameters of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
-    /// Pages of host memory.
+    /// Pages of host memory, at most: a [`Machine`](crate::Machine) may have fewer.
     pub host_pages: u64,
     /// Whether dirty logs are rings.
     pub rings: bool,

@@ -96,8 +96,8 @@ impl Subject {
         result.unwrap_or_else(|failure| panic!("{failure}"))
     }
 
-    /// Runs `steps` operations from each of `seeds`, with the setups of [`Setup::of_seed`]. 16 seeds with 8,000 steps each
-    /// reach all that [`Tally::USUAL`] and [`Tally::OF_RINGS`] name.
+    /// Runs `steps` operations from each of `seeds`, with the setups of [`Setup::of_seed`]. On the simulated machine 16 seeds
+    /// with 8,000 steps each reach all that [`Tally::USUAL`] and [`Tally::OF_RINGS`] name.
     ///
     /// # Panics
     /// Those of [`Subject::run_seed`].
