@@ -364,7 +364,7 @@ pub struct ArrayVcpu {
 impl ArrayVcpu {
     /// Enters, like [`slat::Vcpu::enter`].
     pub fn enter(&mut self) {
-        self.engine.enter(0);
+        self.engine.enter_unguarded(0);
     }
 
     /// Leaves, like [`slat::Vcpu::leave`].
@@ -484,10 +484,7 @@ mod tests {
             let change = match (model.get(&id), random(&mut seed) % 3) {
                 (Some(_), 0) => region(id, 0, 0),
                 // A move: the backing stays.
-                (Some(old), _) => Region {
-                    gpa: Gpa(base << PAGE_SHIFT),
-                    ..*old
-                },
+                (Some(old), _) => (*old).with_gpa(Gpa(base << PAGE_SHIFT)),
                 (None, _) => region(id, base, 1 + random(&mut seed) % 12),
             };
             let answer = vm.set_memory_region(&change);
@@ -537,10 +534,7 @@ mod tests {
         let hva = Hva(DISPLACEMENT + gpa(3).0);
         drop(vm.invalidate(hva..hva.add_pages(2)));
         assert_eq!(vm.stats().pages_4k, 14);
-        let moved = Region {
-            gpa: gpa(100),
-            ..region(1, 8, 8)
-        };
+        let moved = region(1, 8, 8).with_gpa(gpa(100));
         vm.set_memory_region(&moved).unwrap();
         assert_eq!(vm.stats().pages_4k, 6);
         vcpu.enter();

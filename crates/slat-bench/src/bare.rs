@@ -8,9 +8,10 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use slat::{
-    Access, Config, Entries, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, MemoryType, PAGE_SHIFT,
-    Pfn, Platform, Region, ResolveError, SlotFlags, Stale, TableMeta, Vm, VmId, WaitFor,
+    Access, Config, Entries, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, PAGE_SHIFT, Pfn,
+    Platform, Region, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
+use slat::{Prefetch, Setting};
 use slat_host::frames::{self, Frames};
 
 /// Host memory whose physical addresses are its backing addresses. It is never accessed.
@@ -32,7 +33,7 @@ pub fn vm_on(level: Level) -> Arc<Vm<Bare, Ept>> {
         level,
     };
     let vm = Vm::new(Arc::new(host), Config::default()).expect("frames for the root");
-    vm.policy().set("prefetch", "off").expect("a policy");
+    vm.set_policy(Setting::Prefetch(Prefetch::Off));
     vm
 }
 
@@ -52,24 +53,12 @@ pub fn warm_frames(platform: &impl Platform, frames: usize) {
 
 /// Makes the region that sets memslot `slot` to `pages` pages at `gpa`.
 pub fn region(slot: u32, gpa: u64, pages: u64, backing: u64) -> Region {
-    Region {
-        slot,
-        flags: SlotFlags(0),
-        gpa: Gpa(gpa),
-        size: pages << PAGE_SHIFT,
-        backing: Hva(backing),
-        private: None,
-    }
+    Region::new(slot, Gpa(gpa), pages << PAGE_SHIFT, Hva(backing))
 }
 
 impl Bare {
     fn page(&self, backing: Hva) -> HostPage {
-        HostPage {
-            pfn: Pfn(backing.0 >> PAGE_SHIFT),
-            level: self.level,
-            writable: true,
-            memory: MemoryType::WriteBack,
-        }
+        HostPage::new(Pfn(backing.0 >> PAGE_SHIFT), self.level)
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args as ClapArgs, Parser, Subcommand};
-use slat::{Policy, PolicyError};
+use slat::{Policy, PolicyError, Setting};
 use slat_kvm::policy::FORMATS;
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
@@ -112,11 +112,11 @@ fn policy(assignment: &str) -> Result<String, String> {
     let Some((name, value)) = assignment.split_once('=') else {
         return Err("a policy is set as NAME=VALUE".to_owned());
     };
-    let known = Policy::default();
-    match known.set(name, value) {
-        Ok(()) => Ok(assignment.to_owned()),
+    match Setting::parse(name, value) {
+        Ok(_) => Ok(assignment.to_owned()),
         Err(PolicyError::NoSuchPolicy) => {
-            let names: Vec<_> = known.iter().map(|(name, _)| name).collect();
+            let known = Policy::default();
+            let names: Vec<_> = known.iter().map(|known| known.name()).collect();
             let names = names.join(", ");
             Err(format!(
                 "there is no policy '{name}'; this slat has: {names}"

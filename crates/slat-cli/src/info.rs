@@ -30,7 +30,7 @@ fn supported() -> Vec<(&'static str, String)> {
 fn policies() -> String {
     let set: Vec<_> = slat::Policy::default()
         .iter()
-        .map(|(name, value)| format!("{name}={value}"))
+        .map(|setting| format!("{}={}", setting.name(), setting.value()))
         .collect();
     set.join(" ")
 }

@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, MemoryType, PAGE_SHIFT, Pfn, Platform,
-    ResolveError, Stale, TableMeta, VmId, WaitFor,
+    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, PAGE_SHIFT, Pfn, Platform, ResolveError,
+    Stale, TableMeta, VmId, WaitFor,
 };
 
 use frames::Frames;
@@ -86,12 +86,11 @@ impl HostPlatform {
     }
 
     fn page(&self, mapping: &mappings::Mapping, backing: Hva) -> HostPage {
-        HostPage {
-            pfn: Pfn(backing.0 >> PAGE_SHIFT),
-            level: self.level(mapping, backing.0 as usize),
-            writable: mapping.writable,
-            memory: MemoryType::WriteBack,
-        }
+        HostPage::new(
+            Pfn(backing.0 >> PAGE_SHIFT),
+            self.level(mapping, backing.0 as usize),
+        )
+        .with_writable(mapping.writable)
     }
 }
 

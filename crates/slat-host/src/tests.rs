@@ -28,14 +28,7 @@ impl Drop for Memory {
 
 fn vm_with(memory: &Memory, flags: SlotFlags) -> Arc<Vm<HostPlatform, Ept>> {
     let vm = Vm::new(HostPlatform::new().unwrap(), Config::default()).unwrap();
-    let region = Region {
-        slot: 0,
-        flags,
-        gpa: Gpa(0x10_0000),
-        size: memory.1 as u64,
-        backing: memory.hva(),
-        private: None,
-    };
+    let region = Region::new(0, Gpa(0x10_0000), memory.1 as u64, memory.hva()).with_flags(flags);
     vm.set_memory_region(0, &region).unwrap();
     vm
 }
@@ -47,7 +40,7 @@ fn a_fault_leads_to_the_memory_behind_the_slot() {
     let memory = Memory::new(1 << 16, RW);
     let vm = vm_with(&memory, SlotFlags::default());
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter(0);
+    vcpu.enter_unguarded(0);
     let page = vcpu.translate(Gpa(0x10_3008), Access::Write).unwrap();
     assert_eq!(page.host.0, memory.0 as u64 + 0x3000);
     assert!(page.write && page.execute);
@@ -60,14 +53,14 @@ fn a_mapping_that_is_gone_is_a_bad_address() {
     let memory = Memory::new(1 << 16, RW);
     let vm = vm_with(&memory, SlotFlags::default());
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter(0);
+    vcpu.enter_unguarded(0);
     vcpu.translate(Gpa(0x10_0000), Access::Read).unwrap();
     vcpu.leave();
     {
         let _invalidation = vm.invalidate(memory.hva()..Hva(memory.hva().0 + 0x1_0000));
         drop(memory);
     }
-    vcpu.enter(0);
+    vcpu.enter_unguarded(0);
     let stop = vcpu.translate(Gpa(0x10_0000), Access::Read).unwrap_err();
     assert!(matches!(
         stop,
@@ -84,7 +77,7 @@ fn a_read_only_mapping_refuses_writes_and_is_mapped_read_only() {
     let memory = Memory::new(1 << 16, ProtFlags::READ);
     let vm = vm_with(&memory, SlotFlags::default());
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter(0);
+    vcpu.enter_unguarded(0);
     assert!(!vcpu.translate(Gpa(0x10_0000), Access::Read).unwrap().write);
     assert!(vcpu.translate(Gpa(0x10_0000), Access::Write).is_err());
     vcpu.leave();
@@ -97,17 +90,10 @@ fn contiguous_memory_is_mapped_huge_where_slot_and_alignment_allow() {
     let vm = Vm::<_, Ept>::new(HostPlatform::new().unwrap(), Config::default()).unwrap();
     vm.platform().set_contiguous(true);
     let skew = memory.hva().0 % (2 << 20);
-    let region = Region {
-        slot: 3,
-        flags: SlotFlags::default(),
-        gpa: Gpa((1 << 30) + skew),
-        size: 8 << 20,
-        backing: memory.hva(),
-        private: None,
-    };
+    let region = Region::new(3, Gpa((1 << 30) + skew), 8 << 20, memory.hva());
     vm.set_memory_region(0, &region).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter(0);
+    vcpu.enter_unguarded(0);
     let inside = Gpa((1 << 30) + (4 << 20));
     assert_eq!(
         vcpu.translate(inside, Access::Read).unwrap().level,

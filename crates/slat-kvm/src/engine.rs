@@ -4,8 +4,8 @@
 use slat::format::{Entry, Npt, Stage2, Sv48x4};
 use slat::{
     Access, Attention, AttributesError, Config, DirtyLogError, DirtyRing, Ept, Gfn, Gpa, Hva,
-    Level, MemoryAttributes, OutOfMemory, Policy, Region, RegionError, Shared, Stats, Stop,
-    Translation, VcpuStats,
+    Level, MemoryAttributes, OutOfMemory, Policy, Region, RegionError, Stats, Stop, Translation,
+    VcpuStats,
 };
 use slat_host::HostPlatform;
 use std::ops::Range;
@@ -147,9 +147,9 @@ delegate! {
         /// See [`slat::Vm::platform`].
         fn platform() -> &Arc<HostPlatform>;
         /// See [`slat::Vm::policy`].
-        fn policy() -> &Policy;
+        fn policy() -> Policy;
         /// See [`slat::Vm::set_policy`].
-        fn set_policy(name: &str, value: &str) -> Result<(), slat::PolicyError>;
+        fn set_policy(setting: slat::Setting) -> ();
         /// See [`slat::Vm::stats`].
         fn stats() -> Stats;
         /// See [`slat::Vm::visit_attention`].
@@ -186,7 +186,7 @@ delegate! {
 delegate! {
     EngineVcpu {
         /// See [`slat::Vcpu::attention`].
-        fn attention() -> &Shared<Attention>;
+        fn attention() -> &Attention;
         /// See [`slat::Vcpu::stats`].
         fn stats() -> Stats;
         /// See [`slat::Vcpu::count_guest_pte_read`].
@@ -198,8 +198,8 @@ delegate! {
 
 delegate! {
     mut EngineVcpu {
-        /// See [`slat::Vcpu::enter`].
-        fn enter(token: usize);
+        /// See [`slat::Vcpu::enter_unguarded`].
+        fn enter_unguarded(token: usize);
         /// See [`slat::Vcpu::leave`].
         fn leave();
         /// See [`slat::Vcpu::quiesce`].

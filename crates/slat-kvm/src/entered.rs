@@ -8,7 +8,7 @@ pub(crate) struct Entered<'a, T: AsMut<EngineVcpu>>(&'a mut T);
 
 impl<'a, T: AsMut<EngineVcpu>> Entered<'a, T> {
     pub(crate) fn enter(holder: &'a mut T) -> Self {
-        holder.as_mut().enter(thread_id());
+        holder.as_mut().enter_unguarded(thread_id());
         Entered(holder)
     }
 }
@@ -38,7 +38,7 @@ impl<T: AsMut<EngineVcpu>> DerefMut for Entered<'_, T> {
 pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     vcpu.leave();
     let result = work();
-    vcpu.enter(thread_id());
+    vcpu.enter_unguarded(thread_id());
     result
 }
 

@@ -6,7 +6,7 @@ use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail};
 use crate::process::PerProcess;
 use crate::{notify, policy, recovery};
-use slat::Hva;
+use slat::{Hva, Setting, Switch};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// The parameters that are policies of the engine; they can be written.
@@ -35,15 +35,6 @@ const NX_HUGE_PAGES: &str = "nx_huge_pages";
 
 /// VMs that have `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`.
 static WITHOUT_NX: PerProcess<Mutex<Vec<Weak<EngineVm>>>> = PerProcess::new();
-
-/// Sets the policies of a new VM.
-pub(crate) fn apply(vm: &EngineVm) -> Result<()> {
-    for (name, value) in policy::of_new_vms()?.iter() {
-        // Cannot fail: `set_policy` accepts the names and values that `iter` returns.
-        let _ = vm.set_policy(name, &value.to_string());
-    }
-    Ok(())
-}
 
 /// Returns the static name of a parameter; `None` if it does not exist. Takes no lock and allocates nothing.
 pub fn known(name: &[u8]) -> Option<&'static str> {
@@ -87,15 +78,13 @@ pub fn write(name: &str, text: &str) -> Result<()> {
         "auto" | "never" if name == NX_HUGE_PAGES => "off",
         value => value,
     };
-    let policies = policy::of_new_vms()?;
-    policies
-        .set(name, value)
-        .map_err(|_| Error::new(libc::EINVAL))?;
+    let setting = Setting::parse(name, value).map_err(|_| Error::new(libc::EINVAL))?;
+    policy::of_new_vms()?.set(setting);
     for vm in notify::live() {
         if name == NX_HUGE_PAGES && is_without_nx(&vm) {
             continue;
         }
-        let _ = vm.set_policy(name, value);
+        vm.set_policy(setting);
         if name == NX_HUGE_PAGES && policy::number(name) == 0 {
             // Unmaps everything, so that pages that execution has split are mapped huge again. (When the policy is set to "on",
             // the engine itself zaps the leaves that must not be executed any more.)
@@ -127,7 +116,7 @@ pub(crate) fn disable_nx(vm: &Arc<EngineVm>) -> Result<()> {
     without.retain(|vm| vm.strong_count() != 0);
     crate::heap::reserve(&mut without, 1)?;
     without.push(Arc::downgrade(vm));
-    let _ = vm.set_policy(NX_HUGE_PAGES, "off");
+    vm.set_policy(Setting::NxHugePages(Switch::Off));
     Ok(())
 }
 

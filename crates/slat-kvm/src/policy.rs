@@ -4,7 +4,7 @@
 
 use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
-use slat::{Policy, PolicyError};
+use slat::{AtomicPolicy, Policy, PolicyError, Setting};
 use std::sync::OnceLock;
 
 /// The values of `SLAT_MMU`: how guest memory is translated.
@@ -15,7 +15,7 @@ pub const FORMATS: &[&str] = TableFormat::NAMES;
 /// The policies of every VM of this process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
-    settings: Vec<(String, String)>,
+    settings: Vec<Setting>,
     /// The format of second-level tables.
     pub format: TableFormat,
     /// Print statistics at the end of the process.
@@ -37,7 +37,6 @@ impl Policies {
         };
         one_of("SLAT_MMU", MMUS)?;
         one_of("SLAT_FORMAT", FORMATS)?;
-        let known = Policy::default();
         let mut settings = Vec::new();
         for setting in variable("SLAT_SET")
             .unwrap_or_default()
@@ -47,15 +46,16 @@ impl Policies {
             let (name, value) = setting.split_once('=').ok_or_else(|| {
                 format!("SLAT_SET: \"{setting}\" is not of the form POLICY=VALUE")
             })?;
-            known.set(name, value).map_err(|error| match error {
+            let setting = Setting::parse(name, value).map_err(|error| match error {
                 PolicyError::NoSuchPolicy => {
-                    let names: Vec<_> = known.iter().map(|(name, _)| name).collect();
+                    let known = Policy::default();
+                    let names: Vec<_> = known.iter().map(|known| known.name()).collect();
                     let names = names.join(", ");
                     format!("SLAT_SET: there is no policy \"{name}\"; there are {names}")
                 }
                 error => format!("SLAT_SET: {name}={value}: {error}"),
             })?;
-            settings.push((name.to_owned(), value.to_owned()));
+            settings.push(setting);
         }
         let stats = variable("SLAT_STATS").is_some_and(|value| !value.is_empty() && value != "0");
         let format = variable("SLAT_FORMAT").and_then(|name| TableFormat::by_name(&name));
@@ -66,12 +66,13 @@ impl Policies {
         })
     }
 
-    /// Sets these policies in `policy`.
-    pub(crate) fn apply(&self, policy: &Policy) {
-        for (name, value) in &self.settings {
-            // Cannot fail: `parse` has checked the setting.
-            let _ = policy.set(name, value);
+    /// Returns the engine's policies of new VMs.
+    fn of_new_vms(&self) -> Policy {
+        let mut policy = Policy::default();
+        for setting in &self.settings {
+            policy.set(*setting);
         }
+        policy
     }
 }
 
@@ -92,14 +93,10 @@ pub fn current() -> Result<&'static Policies> {
 }
 
 /// The policies of new VMs. Needs no lock, so a forked child can use them, too.
-pub(crate) fn of_new_vms() -> Result<&'static Policy> {
-    static POLICIES: OnceLock<Policy> = OnceLock::new();
+pub(crate) fn of_new_vms() -> Result<&'static AtomicPolicy> {
+    static POLICIES: OnceLock<AtomicPolicy> = OnceLock::new();
     let given = current()?;
-    Ok(POLICIES.get_or_init(|| {
-        let policies = Policy::default();
-        given.apply(&policies);
-        policies
-    }))
+    Ok(POLICIES.get_or_init(|| AtomicPolicy::new(given.of_new_vms())))
 }
 
 /// Returns the number of a policy: 1 for "on", 0 for "off" or no such policy.
@@ -112,9 +109,9 @@ pub(crate) fn number(name: &str) -> u64 {
 
 /// Returns the value of a policy, in text. `None`: there is no such policy.
 pub(crate) fn value(name: &str) -> Option<String> {
-    let policies = of_new_vms().ok()?;
-    let (_, value) = policies.iter().find(|(known, _)| *known == name)?;
-    Some(value.to_string())
+    let policies = of_new_vms().ok()?.get();
+    let setting = policies.iter().find(|known| known.name() == name)?;
+    Some(setting.value().to_string())
 }
 
 #[cfg(test)]
@@ -143,10 +140,7 @@ mod tests {
         ])
         .unwrap();
         assert!(policies.stats);
-        let policy = Policy::default();
-        policies.apply(&policy);
-        let off = policy.iter().find(|(name, _)| *name == "mmio_caching");
-        assert_eq!(off.unwrap().1.to_string(), "off");
+        assert!(!policies.of_new_vms().mmio_caching.is_on());
     }
 
     #[test]

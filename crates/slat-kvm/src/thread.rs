@@ -81,7 +81,7 @@ mod tests {
     #[test]
     fn a_signal_reaches_the_vcpu_this_thread_runs() {
         slat_guard::install().unwrap();
-        let attention = Attention::default();
+        let attention = Attention::new().unwrap();
         signal_arrived();
         {
             let _running = Running::enter(&attention);

@@ -25,7 +25,7 @@ const IDLE_ROUNDS: u32 = 16;
 /// What the ticker does at a client's deadline.
 pub(crate) enum Alarm {
     /// Raises [`bits::TIMER`] in this word.
-    Vcpu(Shared<Attention>),
+    Vcpu(Attention),
     /// Calls [`VmTimers::expired`] with this timer.
     Vm(Weak<dyn VmTimers>, VmTimer),
 }
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_deadline_wakes_a_sleeper() {
-        let attention = Shared::try_new(Attention::default()).unwrap();
+        let attention = Attention::new().unwrap();
         let client = Client::register(Alarm::Vcpu(attention.clone())).unwrap();
         client.set_deadline(Some(Instant::now() + Duration::from_millis(5)));
         while attention.take(bits::TIMER) == 0 {
@@ -255,7 +255,7 @@ mod tests {
 
     #[test]
     fn polling_stops_when_it_is_dropped() {
-        let attention = Shared::try_new(Attention::default()).unwrap();
+        let attention = Attention::new().unwrap();
         let client = Client::register(Alarm::Vcpu(attention.clone())).unwrap();
         let polling = client.poll();
         while attention.take(bits::POLL) == 0 {

@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The part of a vCPU that other threads use while it runs.
 pub(crate) struct VcpuCommon {
     pub(crate) id: u32,
-    pub(crate) attention: Shared<Attention>,
+    pub(crate) attention: Attention,
     pub(crate) client: Shared<Client>,
     lapic: Option<Mutex<Lapic>>,
     /// The pending events, as bits: [`NMIS`](Self::NMIS), [`INIT`](Self::INIT), [`SIPI`](Self::SIPI), [`UNHALT`](Self::UNHALT).
@@ -73,11 +73,7 @@ impl VcpuCommon {
     ///
     /// # Errors
     /// `ENOMEM`.
-    pub(crate) fn new(
-        id: u32,
-        attention: Shared<Attention>,
-        lapic: Option<Lapic>,
-    ) -> Result<Shared<Self>> {
+    pub(crate) fn new(id: u32, attention: Attention, lapic: Option<Lapic>) -> Result<Shared<Self>> {
         Shared::try_new(VcpuCommon {
             id,
             client: Client::register(Alarm::Vcpu(attention.clone()))?,

@@ -3,7 +3,7 @@
 
 use slat::{Access, Gpa, Hva, Level, MAX_SLOTS, Region, SlotFlags};
 
-use crate::host::{HostChange, HostMemory};
+use crate::host::{HostChange, HostMemory, PageKind};
 use crate::model::GuestModel;
 use crate::ops::{Kind, Op, POLICIES};
 use crate::rng::Rng;
@@ -219,14 +219,13 @@ impl Generator {
         change: impl FnOnce(&mut Region, &mut Rng),
     ) -> Region {
         let slot = &model.slots[&id];
-        let mut region = Region {
-            slot: id,
-            flags: SlotFlags(slot.flags),
-            gpa: Gpa(slot.base << 12),
-            size: slot.pages << 12,
-            backing: Hva(slot.backing),
-            private: None,
-        };
+        let mut region = Region::new(
+            id,
+            Gpa(slot.base << 12),
+            slot.pages << 12,
+            Hva(slot.backing),
+        )
+        .with_flags(SlotFlags(slot.flags));
         change(&mut region, &mut self.rng);
         region
     }
@@ -253,14 +252,13 @@ impl Generator {
         let skew = if self.rng.one_in(5) { 1 } else { 0 };
         let unit = if giant { 1 << 18 } else { 512 };
         let backing = self.rng.below(room / unit + 1) * unit + base % unit + skew;
-        Region {
-            slot: self.rng.below(self.ids) as u32,
-            flags: SlotFlags(self.rng.pick(&[0, 0, 0, 1, 1, 2, 3])),
-            gpa: Gpa(base << 12),
-            size: pages << 12,
-            backing: HostMemory::hva(backing.min(room)),
-            private: None,
-        }
+        Region::new(
+            self.rng.below(self.ids) as u32,
+            Gpa(base << 12),
+            pages << 12,
+            HostMemory::hva(backing.min(room)),
+        )
+        .with_flags(SlotFlags(self.rng.pick(&[0, 0, 0, 1, 1, 2, 3])))
     }
 
     fn spoil(&mut self, mut region: Region) -> Region {
@@ -306,7 +304,10 @@ impl Generator {
             _ => HostChange::Remap {
                 level: self.rng.pick(&[Level::PAGE, Level::MEGA, Level::GIGA]),
                 writable: !self.rng.one_in(6),
-                device: self.rng.one_in(12),
+                kind: match self.rng.one_in(8) {
+                    true => self.rng.pick(&PageKind::ALL),
+                    false => PageKind::Ordinary,
+                },
             },
         };
         let during = (0..self.rng.below(4))

@@ -10,7 +10,8 @@ use slat::{HostPage, Hva, Level, MemoryType, PAGE_SHIFT, Pfn};
 
 const PRESENT: u64 = 1 << 0;
 const WRITABLE: u64 = 1 << 1;
-const DEVICE: u64 = 1 << 2;
+const KIND_SHIFT: u32 = 2;
+const KIND: u64 = 3 << KIND_SHIFT;
 const LEVEL_SHIFT: u32 = 4;
 const LEVEL: u64 = 3 << LEVEL_SHIFT;
 const VERSION_SHIFT: u32 = 16;
@@ -19,6 +20,37 @@ const VERSION_SHIFT: u32 = 16;
 const PAGE_BITS: u32 = 21;
 /// Number of versions: the other bits of a frame number if physical addresses have 48 bits.
 const VERSIONS: u64 = 1 << (36 - PAGE_BITS);
+
+/// What kind of memory the host has mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageKind {
+    /// Ordinary memory.
+    Ordinary,
+    /// Ordinary memory that the guest must not execute.
+    NotExecutable,
+    /// A frame buffer.
+    WriteCombining,
+    /// Device registers.
+    Device,
+}
+
+impl PageKind {
+    /// All of them, in the order of their numbers in a word.
+    pub const ALL: [PageKind; 4] = [
+        PageKind::Ordinary,
+        PageKind::NotExecutable,
+        PageKind::WriteCombining,
+        PageKind::Device,
+    ];
+
+    fn memory(self) -> MemoryType {
+        match self {
+            PageKind::Ordinary | PageKind::NotExecutable => MemoryType::WriteBack,
+            PageKind::WriteCombining => MemoryType::WriteCombining,
+            PageKind::Device => MemoryType::Device,
+        }
+    }
+}
 
 /// The result of a change of the host mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,8 +63,8 @@ pub enum HostChange {
         level: Level,
         /// Whether it can be written.
         writable: bool,
-        /// Whether device registers replace the memory.
-        device: bool,
+        /// What is mapped.
+        kind: PageKind,
     },
     /// Nothing is mapped.
     Punch,
@@ -101,15 +133,14 @@ impl HostMemory {
     /// Returns the mapping of `page`; `None` for a hole.
     pub fn get(&self, page: u64) -> Option<HostPage> {
         let word = self.word(page).load(SeqCst);
-        (word & PRESENT != 0).then_some(HostPage {
-            pfn: Pfn(page | word >> VERSION_SHIFT << PAGE_BITS),
-            level: Level(((word & LEVEL) >> LEVEL_SHIFT) as u8),
-            writable: word & WRITABLE != 0,
-            memory: if word & DEVICE != 0 {
-                MemoryType::Device
-            } else {
-                MemoryType::WriteBack
-            },
+        let kind = PageKind::ALL[((word & KIND) >> KIND_SHIFT) as usize];
+        let pfn = Pfn(page | word >> VERSION_SHIFT << PAGE_BITS);
+        let level = Level(((word & LEVEL) >> LEVEL_SHIFT) as u8);
+        (word & PRESENT != 0).then(|| {
+            HostPage::new(pfn, level)
+                .with_writable(word & WRITABLE != 0)
+                .with_execute(kind != PageKind::NotExecutable)
+                .with_memory(kind.memory())
         })
     }
 
@@ -134,12 +165,12 @@ impl HostMemory {
                 HostChange::Remap {
                     level,
                     writable,
-                    device,
+                    kind,
                 } => {
                     let level = fitting(pages, page, level);
                     PRESENT
                         | if writable { WRITABLE } else { 0 }
-                        | if device { DEVICE } else { 0 }
+                        | (kind as u64) << KIND_SHIFT
                         | (level.0 as u64) << LEVEL_SHIFT
                         | version << VERSION_SHIFT
                 }
@@ -189,7 +220,7 @@ mod tests {
         let huge = HostChange::Remap {
             level: Level::GIGA,
             writable: true,
-            device: false,
+            kind: PageKind::Ordinary,
         };
         host.change(&(0..1 << 19), huge);
         assert_eq!(host.get(700).unwrap().level, Level::GIGA);
@@ -209,7 +240,7 @@ mod tests {
         let remap = HostChange::Remap {
             level: Level::PAGE,
             writable: true,
-            device: false,
+            kind: PageKind::Ordinary,
         };
         host.change(&(7..8), remap);
         let new = host.get(7).unwrap().pfn;

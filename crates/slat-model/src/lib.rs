@@ -98,7 +98,7 @@ mod witness;
 pub use {
     frames::POISON,
     heap::FailingHeap,
-    host::{HostChange, HostMemory},
+    host::{HostChange, HostMemory, PageKind},
     machine::Machine,
     model::capacity,
     ops::{Mix, Op, POLICIES},

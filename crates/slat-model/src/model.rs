@@ -242,7 +242,7 @@ impl GuestModel {
         match machine.page(slot.host_page(gfn)) {
             None => Expected::BadAddress,
             Some(page) if access == Access::Write && !page.writable => Expected::BadAddress,
-            Some(page) if access == Access::Execute && page.memory != MemoryType::WriteBack => {
+            Some(page) if access == Access::Execute && !is_executable(&page) => {
                 Expected::BadAddress
             }
             Some(page) => Expected::Page(page),
@@ -327,4 +327,9 @@ impl GuestModel {
         }
         Ok(())
     }
+}
+
+/// Whether a guest may execute from `page`.
+pub(crate) fn is_executable(page: &HostPage) -> bool {
+    page.execute && page.memory == MemoryType::WriteBack
 }

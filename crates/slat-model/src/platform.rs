@@ -189,10 +189,7 @@ impl Machine for Arc<SimMachine> {
 
 /// Whether `page` is the next page of the run, with the same attributes.
 fn continues(run: &HostRun, page: &HostPage) -> bool {
-    let next = HostPage {
-        pfn: run.first.pfn.add(run.pages),
-        ..run.first
-    };
+    let next = run.first.with_pfn(run.first.pfn.add(run.pages));
     next == *page
 }
 

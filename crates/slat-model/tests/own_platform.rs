@@ -259,7 +259,7 @@ struct MisplacesNeighbours;
 impl Defect for MisplacesNeighbours {
     fn resident(&self, page: HostPage) -> HostPage {
         let pfn = page.pfn.add(1);
-        HostPage { pfn, ..page }
+        page.with_pfn(pfn)
     }
 }
 
@@ -276,7 +276,7 @@ impl Defect for ClaimsHuge {
     fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
         let page = own.resolve(at, access)?;
         let level = Level::MEGA;
-        Ok(HostPage { level, ..page })
+        Ok(page.with_level(level))
     }
 }
 
@@ -293,7 +293,7 @@ impl Defect for GrantsWrites {
     fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
         let page = own.resolve(at, access)?;
         let writable = true;
-        Ok(HostPage { writable, ..page })
+        Ok(page.with_writable(writable))
     }
 }
 
@@ -350,7 +350,7 @@ impl HasAliases {
     fn alias(page: HostPage) -> HostPage {
         let pfn = Pfn(page.pfn.0 & !1);
         let level = Level::PAGE;
-        HostPage { pfn, level, ..page }
+        page.with_pfn(pfn).with_level(level)
     }
 }
 

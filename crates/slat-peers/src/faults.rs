@@ -15,6 +15,7 @@ use std::time::Instant;
 
 use slat::format::{Npt, Stage2, Sv48x4};
 use slat::{Access, Ept, Format, Gpa, Level, SlotFlags, Vcpu};
+use slat::{Prefetch, Setting};
 
 use crate::machine::{Machine, region, vm};
 use crate::report::{Metric, Samples, thread_ns};
@@ -64,7 +65,7 @@ fn format<F: Format>(name: &str, samples: &mut Samples) {
 /// The rate, and whether nobody disturbed.
 fn faults_per_s<F: Format>(threads: u64, same_table: bool) -> (f64, bool) {
     let vm = vm::<F>(Level::PAGE);
-    vm.policy().set("prefetch", "off").expect("a policy");
+    vm.set_policy(Setting::Prefetch(Prefetch::Off));
     vm.set_memory_region(0, &region(0, SlotFlags(0), BASE, PAGES))
         .expect("a valid memslot");
     let barrier = Barrier::new(threads as usize);
@@ -76,7 +77,7 @@ fn faults_per_s<F: Format>(threads: u64, same_table: bool) -> (f64, bool) {
                 scope.spawn(move || {
                     barrier.wait();
                     let (begin, cpu) = (Instant::now(), thread_ns());
-                    vcpu.enter(0);
+                    vcpu.enter_unguarded(0);
                     if same_table {
                         write_all(&mut vcpu, (thread..PAGES).step_by(threads as usize));
                     } else {

@@ -5,8 +5,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use slat::{
-    Access, Config, Entries, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MemoryType, Pfn,
-    Platform, Region, ResolveError, SlotFlags, Stale, TableMeta, Vm, VmId, WaitFor,
+    Access, Config, Entries, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, Pfn, Platform,
+    Region, ResolveError, SlotFlags, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 
 use crate::frames::{self, Arena};
@@ -19,12 +19,7 @@ pub struct Machine {
 
 impl Machine {
     fn page(&self, backing: Hva) -> HostPage {
-        HostPage {
-            pfn: Pfn(backing.0 >> 12),
-            level: self.level,
-            writable: true,
-            memory: MemoryType::WriteBack,
-        }
+        HostPage::new(Pfn(backing.0 >> 12), self.level)
     }
 }
 
@@ -39,14 +34,7 @@ pub fn vm<F: Format>(level: Level) -> Arc<Vm<Machine, F>> {
 
 /// Memslot `slot` over `pages` pages at `gpa`, backed by the same addresses.
 pub fn region(slot: u32, flags: SlotFlags, gpa: u64, pages: u64) -> Region {
-    Region {
-        slot,
-        flags,
-        gpa: Gpa(gpa),
-        size: pages << 12,
-        backing: Hva(gpa),
-        private: None,
-    }
+    Region::new(slot, Gpa(gpa), pages << 12, Hva(gpa)).with_flags(flags)
 }
 
 impl Machine {

@@ -182,7 +182,7 @@ impl Cpu {
     #[inline(never)]
     fn find_block_slow(&mut self, key: Key) -> Result<NonNull<Block>, Break> {
         self.check_code_limit(key.rip)?;
-        let mut known = None;
+        let mut is_known = false;
         if let Some(found) = *self.fixed.front.at(key.lin) {
             // SAFETY: blocks in the table are alive; nothing else refers to one while no block is running.
             let block = unsafe { &mut *found.as_ptr() };
@@ -191,12 +191,12 @@ impl Cpu {
                 if self.verify(block)? {
                     return Ok(found);
                 }
-                known = Some(found);
+                is_known = true;
             }
         }
         let seen = self.fixed.seen.note(key.lin);
         if seen
-            && known.is_none()
+            && !is_known
             && let Some(&kept) = self.blocks.kept.get(&key)
         {
             // SAFETY: blocks in the map are alive; nothing else refers to one while no block is running.

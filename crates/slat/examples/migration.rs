@@ -42,14 +42,7 @@ impl Machine {
 
     /// Creates the memslot, or changes its flags.
     fn set_flags(&self, flags: SlotFlags) -> Result<(), RegionError> {
-        let region = Region {
-            slot: SLOT,
-            flags,
-            gpa: Gpa(0),
-            size: PAGES * PAGE_SIZE,
-            backing: Hva(0),
-            private: None,
-        };
+        let region = Region::new(SLOT, Gpa(0), PAGES * PAGE_SIZE, Hva(0)).with_flags(flags);
         self.vm.set_memory_region(0, &region)
     }
 }

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use plain_memory::PlainMemory;
 use plain_memory::cpu::Cpu;
-use slat::{Config, Ept, Gpa, Hpa, Hva, PAGE_SIZE, Pfn, Region, SlotFlags, Stop, Vm};
+use slat::{Config, Ept, Gpa, Hpa, Hva, PAGE_SIZE, Pfn, Region, Stop, Vm};
 
 /// Where guest memory begins, and how many pages it has.
 const RAM: Gpa = Gpa(0x10_0000);
@@ -38,14 +38,7 @@ fn run(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     // 1 MiB of guest memory, of which nothing is resident, on a host with 2 MiB.
     let host = Arc::new(PlainMemory::new(512, PAGES as usize));
     let vm = Vm::<_, Ept>::new(host.clone(), Config::default())?;
-    let memory = Region {
-        slot: 0,
-        flags: SlotFlags::default(),
-        gpa: RAM,
-        size: PAGES * PAGE_SIZE,
-        backing: Hva(0),
-        private: None,
-    };
+    let memory = Region::new(0, RAM, PAGES * PAGE_SIZE, Hva(0));
     vm.set_memory_region(0, &memory)?;
     let mut cpu = Cpu::new(&vm)?;
     writeln!(out, "memslot 0: {} to {}", RAM, Gpa(RAM.0 + memory.size))?;

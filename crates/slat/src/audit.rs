@@ -1,4 +1,4 @@
-//! Checks every invariant of a live VM.
+//! The audit: checks the invariants of a live VM.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -6,13 +6,13 @@ use core::fmt;
 use core::ops::Range;
 
 use crate::addr::{Gfn, Level, PAGE_SHIFT};
-use crate::format::{Entry, Format, Leaf};
+use crate::format::{Entry, Format, Leaf, all_gfns};
 use crate::platform::Platform;
 use crate::slots::{Memslot, Place, SlotFlags};
-use crate::table::{At, Next, Show, Tree, Walk};
+use crate::table::{At, ByGfn, Next, Show, Walk};
 use crate::vm::{LogKind, RangeOp, Vm};
 
-/// A broken invariant.
+/// An invariant that does not hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuditError(String);
 
@@ -25,20 +25,24 @@ impl fmt::Display for AuditError {
 impl core::error::Error for AuditError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Checks that every leaf lies in a live slot, at a level that slot, attributes and host allow,
-    /// translates to the frame that backs it, private or not, and allows no more than the slot does; that no
-    /// page of a logged slot is writable without being marked; that every table counts its leaves right; and, if no CPU
-    /// is inside, that the gauges count exactly the leaves there are.
+    /// Checks that
+    /// * every leaf is in a memslot, at a level that slot and attributes allow, maps the frame that backs it, private
+    ///   or shared, and is not writable if the slot is read-only;
+    /// * no page of a slot that logs to a bitmap by write protection is writable without being marked;
+    /// * no huge leaf is executable with `nx_huge_pages` on;
+    /// * every table counts its leaves right;
+    /// * the slots by gfn, by backing and by id are the same, and none overlap;
+    /// * if no CPU is in a reader section, the gauges `pages_4k`, `pages_2m` and `pages_1g` are the numbers of leaves.
     ///
-    /// Slot changes wait meanwhile; CPUs may go on. To be called beside no other operation of the VM:
-    /// one that has taken leaves away corrects the gauges only after its flush.
+    /// Slot changes wait meanwhile; CPUs may run. Do not call it while another operation on the VM runs: one that has
+    /// zapped leaves corrects the gauges only after its flush.
     ///
     /// # Errors
-    /// The first invariant found broken.
+    /// The first invariant found that does not hold.
     pub fn audit(&self) -> Result<(), AuditError> {
         let mut leaves = [0u64; 3];
         for space in &self.spaces {
-            // Taken before the section begins: whoever holds the lock may be waiting for sections.
+            // Locked before the reader section begins: the holder of the lock may be waiting for readers.
             let change = space.slots.change(self.turn_wait());
             let mut error = None;
             let mut audit = |at: &At<'_>| {
@@ -51,7 +55,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                         let private = change.set().private.around(at.gfn);
                         self.audit_leaf(slot, private, at.gfn, at.level, &leaf)
                     }
-                    None => Err("it lies in no memslot".into()),
+                    None => Err("it is in no memslot".into()),
                 };
                 match checked {
                     Ok(()) => Next::Pass,
@@ -64,10 +68,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
                     }
                 }
             };
-            let everything = Gfn(0)..Gfn(Tree::<P, F>::capacity());
             let mut op = RangeOp::begin(self, space);
-            op.walk(&mut Walk::new(everything), |tree, walk, _, _| {
-                tree.walk(walk, Show::default(), &mut audit);
+            op.walk(&mut Walk::new(all_gfns::<F>()), |step, walk| {
+                step.walk(walk, Show::default(), &mut audit);
             });
             drop(op);
             let section = self.section();
@@ -76,7 +79,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 && let Some((level, counted, leaves)) = tree.miscounted()
             {
                 error = Some(alloc::format!(
-                    "a table of level {} counts {counted} leaves, there are {leaves}",
+                    "a table of level {} counts {counted} leaves, but has {leaves}",
                     level.0
                 ));
             }
@@ -91,13 +94,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let counted = [stats.pages_4k, stats.pages_2m, stats.pages_1g];
             if counted != leaves {
                 return Err(AuditError(alloc::format!(
-                    "the gauges pages_4k/2m/1g say {counted:?}, there are {leaves:?} leaves"
+                    "the gauges pages_4k/2m/1g are {counted:?}, but there are {leaves:?} leaves"
                 )));
             }
         }
         Ok(())
     }
 
+    /// Checks `leaf`, of `level` at `gfn`, in `slot`. `private`: whether the frame is private; `alike`: the frames
+    /// around it that are like it.
     fn audit_leaf(
         &self,
         slot: &Memslot,
@@ -141,20 +146,20 @@ impl<P: Platform, F: Format> Vm<P, F> {
             });
         match wrong {
             Some(pfn) => Err(alloc::format!(
-                "it leads to {:?}, its backing to {pfn:?}",
+                "it maps {:?}, but its backing is {pfn:?}",
                 leaf.pfn
             )),
-            None if leaf.execute && level > Level::PAGE && self.policy.huge_is_nx() => {
+            None if leaf.execute && level > Level::PAGE && self.policy.nx_huge_pages().is_on() => {
                 Err("it is huge and executable under nx_huge_pages".into())
             }
             None => Ok(()),
         }
     }
 
-    /// The indexes of a slot set agree, and no two slots overlap.
+    /// Checks that a set's slots by gfn, by backing and by id are the same, and that no two overlap.
     fn audit_slots(&self, change: &crate::slots::SlotsChange<'_>) -> Result<(), AuditError> {
         let set = change.set();
-        // Once for each backing, the private one included.
+        // Each slot once for each backing, as in the order by backing.
         let mut by_gfn = Vec::new();
         let mut end = Gfn(0);
         let mut error = None;

@@ -5,8 +5,8 @@ use alloc::vec::Vec;
 use core::ops::Range;
 
 use crate::addr::{Gfn, Level};
+use crate::heap::OutOfMemory;
 use crate::sync::FairLock;
-use crate::table::OutOfMemory;
 
 /// How a slot's log learns of writes, and where it notes them.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -69,6 +69,13 @@ impl DirtyLog {
 
     pub(crate) fn kind(&self) -> LogKind {
         self.kind
+    }
+
+    /// Marks the pages `pages` of the slot.
+    pub(crate) fn mark_all(&self, pages: Range<u64>) {
+        for page in pages {
+            self.mark(page);
+        }
     }
 
     /// Marks the page `page` of the slot.

@@ -1,15 +1,15 @@
-//! The guest's own page tables, walked once here: for the software CPU, and for shadow paging.
+//! The walk of the guest's own page tables, for a software CPU and for shadow paging.
 //!
 //! Intel SDM volume 3A, chapter "Paging": 32-bit, PAE, 4-level and 5-level paging; access rights from
 //! "Determination of Access Rights", the error code from "Page-Fault Exceptions", accessed and dirty
 //! flags from the section of that name.
 //!
-//! Other CPUs change the tables at any time. Entries are read one by one; accessed and dirty flags are
-//! set by compare-exchange, and when one fails the walk starts again.
+//! Other CPUs may change the tables at any time. Entries are read one by one; accessed and dirty flags are
+//! set by compare-exchange, and if one fails the walk starts again.
 
 use crate::addr::{Access, Gpa};
 
-/// Which tables the guest uses.
+/// The guest's paging mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// CR4.PAE clear: two levels of 1024 four-byte entries.
@@ -25,14 +25,14 @@ pub enum Mode {
     Level5,
 }
 
-/// What of the CPU's state decides a walk.
+/// The part of a CPU's state that a walk depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestPaging {
-    /// CR3; its low bits are ignored as the mode says.
+    /// CR3; the walk ignores the low bits that are no address bits in `mode`.
     pub cr3: u64,
-    /// Shape of the tables.
+    /// The paging mode.
     pub mode: Mode,
-    /// The access is made at CPL 3 (and is not an implicit supervisor access).
+    /// Whether the access is made at CPL 3 (and is not an implicit supervisor access).
     pub user: bool,
     /// CR0.WP.
     pub write_protect: bool,
@@ -40,33 +40,35 @@ pub struct GuestPaging {
     pub no_execute: bool,
     /// CR4.SMEP.
     pub smep: bool,
-    /// CR4.SMAP, and EFLAGS.AC does not lift it.
+    /// CR4.SMAP, unless EFLAGS.AC suspends it for this access.
     pub smap: bool,
     /// PKRU if CR4.PKE is set, else 0: what each protection key forbids in user pages.
     pub pkru: u32,
-    /// The page-directory-pointer entries of [`Mode::Pae`] if the CPU holds them in registers; `None` reads them from memory.
+    /// The page-directory-pointer entries of [`Mode::Pae`], if the CPU has loaded them to registers; `None`: the walk
+    /// reads them from memory.
     pub pdptes: Option<[u64; 4]>,
-    /// Width of guest-physical addresses (MAXPHYADDR).
+    /// The width of guest-physical addresses in bits (MAXPHYADDR).
     pub physical_bits: u32,
 }
 
 impl GuestPaging {
-    fn tells_fetches_apart(&self) -> bool {
+    /// Returns whether page faults report instruction fetches.
+    fn reports_fetches(&self) -> bool {
         let has_nx = !matches!(self.mode, Mode::Bits32 { .. });
         has_nx && self.no_execute || self.smep
     }
 }
 
-/// How the walk reaches guest memory.
+/// The guest memory that a walk accesses.
 pub trait GuestTables {
-    /// Why guest memory cannot be reached now.
+    /// Why guest memory cannot be accessed now.
     type Error;
-    /// Reads an entry of `size` (4 or 8) bytes; `gpa` is a multiple of it.
+    /// Reads the entry of `size` (4 or 8) bytes at `gpa`, a multiple of `size`.
     ///
     /// # Errors
     /// The implementor's; the walk ends with it.
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Self::Error>;
-    /// Atomically replaces the entry if it still is `old`; `false` if not.
+    /// Atomically replaces the entry of `size` bytes at `gpa` by `new` if it still is `old`. Returns whether it did.
     ///
     /// # Errors
     /// The implementor's; the walk ends with it.
@@ -79,18 +81,18 @@ pub trait GuestTables {
     ) -> Result<bool, Self::Error>;
 }
 
-/// What the guest's tables say about one 4 KiB page, for the privilege that was asked about.
+/// What a 4 KiB page of guest-virtual memory is mapped to, with the rights of the privilege level of the walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestPage {
-    /// The guest-physical page.
+    /// The guest-physical address of the 4 KiB page.
     pub gpa: Gpa,
-    /// The guest's page that it is part of has 2^`bits` bytes.
+    /// The size of the guest's page that contains it: 2^`bits` bytes.
     pub bits: u32,
-    /// Data may be read.
+    /// Whether data may be read.
     pub read: bool,
-    /// Data may be written, with no dirty flag left to set.
+    /// Whether data may be written without another walk: the right is there, and the dirty flag is set already.
     pub write: bool,
-    /// Instructions may be fetched.
+    /// Whether instructions may be fetched.
     pub execute: bool,
 }
 
@@ -102,21 +104,21 @@ pub enum WalkError<E> {
         /// Bits of [`error_code`].
         code: u32,
     },
-    /// Its tables could not be reached.
+    /// The guest's tables could not be accessed.
     Memory(E),
 }
 
 /// Bits of a page fault's error code (SDM 3A, figure "Page-Fault Error Code").
 pub mod error_code {
-    /// The page was present: a violation of rights or of reserved bits.
+    /// All entries were present: the fault is for lack of a right, or for a reserved bit.
     pub const PRESENT: u32 = 1 << 0;
-    /// A write.
+    /// The access was a write.
     pub const WRITE: u32 = 1 << 1;
-    /// At CPL 3.
+    /// The access was made at CPL 3.
     pub const USER: u32 = 1 << 2;
-    /// A reserved bit is set.
+    /// A reserved bit is set in an entry.
     pub const RESERVED: u32 = 1 << 3;
-    /// An instruction fetch.
+    /// The access was an instruction fetch.
     pub const FETCH: u32 = 1 << 4;
     /// The page's protection key forbids the access.
     pub const PROTECTION_KEY: u32 = 1 << 5;
@@ -131,13 +133,16 @@ const PAGE_SIZE_BIT: u64 = 1 << 7;
 const NO_EXECUTE: u64 = 1 << 63;
 const FRAME: u64 = 0x000f_ffff_ffff_f000;
 
-/// The numbers that a mode comes to.
+/// The parameters of a mode's tables.
 struct Shape {
     levels: u32,
+    /// The number of address bits that select an entry in a table.
     index_bits: u32,
+    /// Bytes in an entry.
     entry_size: usize,
+    /// The guest-physical address of the root table.
     root: u64,
-    /// Largest level at which a page may be.
+    /// The highest level at which an entry may map a page.
     max_leaf: u32,
 }
 
@@ -168,18 +173,21 @@ impl Shape {
         }
     }
 
+    /// Returns the lowest address bit of the index at `level`.
     fn shift(&self, level: u32) -> u32 {
         12 + self.index_bits * (level - 1)
     }
 
-    /// PAE's four pointer entries have no rights and no accessed flag.
+    /// Returns whether entries of `level` are PAE's four page-directory-pointer entries, which have no rights and no
+    /// accessed flag.
     fn is_pointer(&self, mode: Mode, level: u32) -> bool {
         mode == Mode::Pae && level == 3
     }
 }
 
-/// What was seen on the way down.
+/// The entries on a path, and the rights that all of them grant.
 struct Path {
+    /// Address and value of each entry with an accessed flag, from the root down.
     entries: [(Gpa, u64); 5],
     len: usize,
     writable: bool,
@@ -187,10 +195,11 @@ struct Path {
     executable: bool,
 }
 
-/// Walks the tables for `access` to `gva`; sets accessed and dirty flags as a processor does.
+/// Walks the guest's tables for `access` to `gva`. Sets accessed and dirty flags as a processor does. Returns the page,
+/// with all rights that it grants.
 ///
 /// # Errors
-/// [`WalkError`]. After [`WalkError::Memory`] nothing but accessed flags may have changed.
+/// [`WalkError`]. The walk may have set accessed flags before it failed, but no dirty flag.
 pub fn walk<T: GuestTables>(
     tables: &mut T,
     paging: &GuestPaging,
@@ -204,7 +213,7 @@ pub fn walk<T: GuestTables>(
     }
 }
 
-/// `None`: an entry changed between reading and marking it.
+/// Walks once. `None`: an entry has changed between the read and the setting of its flags.
 fn attempt<T: GuestTables>(
     tables: &mut T,
     paging: &GuestPaging,
@@ -290,7 +299,7 @@ fn attempt<T: GuestTables>(
     }))
 }
 
-/// Physical address bits of a leaf; the low bits of a large page are the caller's to clear.
+/// Returns the physical address bits of a leaf of `level`. The caller clears the bits below the page size.
 fn frame(paging: &GuestPaging, leaf: u64, level: u32) -> u64 {
     match paging.mode {
         // PSE-36: bits 20:13 of a 4 MiB page are bits 39:32 of its address.
@@ -300,6 +309,7 @@ fn frame(paging: &GuestPaging, leaf: u64, level: u32) -> u64 {
     }
 }
 
+/// Returns the error code bits of a page fault that depend only on the access.
 fn access_code(paging: &GuestPaging, access: Access) -> u32 {
     let mut code = 0;
     if paging.user {
@@ -308,17 +318,17 @@ fn access_code(paging: &GuestPaging, access: Access) -> u32 {
     match access {
         Access::Read => {}
         Access::Write => code |= error_code::WRITE,
-        // SDM: set only if the processor can tell a fetch apart.
-        Access::Execute if paging.tells_fetches_apart() => code |= error_code::FETCH,
+        // SDM: set only if the processor distinguishes fetches, by NX or SMEP.
+        Access::Execute if paging.reports_fetches() => code |= error_code::FETCH,
         Access::Execute => {}
     }
     code
 }
 
-/// Bits that must be 0 in an entry (SDM 3A, "Reserved bits" of each mode).
+/// Returns the bits that must be 0 in an entry of `level` (SDM 3A, "Reserved bits" of each mode).
 fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u64 {
     if shape.entry_size == 4 {
-        // PSE-36: of a 4 MiB page, bits 20:13 hold address bits 39:32 as far as there are any.
+        // PSE-36: bits 20:13 of a 4 MiB page are bits 39:32 of its address, as far as the machine has those.
         let address_bits = paging.physical_bits.clamp(32, 40);
         return if is_leaf && level == 2 {
             (1 << 22) - (1 << (address_bits - 19))
@@ -337,7 +347,7 @@ fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u
         return bits | 0x1e6 | NO_EXECUTE;
     }
     if level > 1 && is_leaf {
-        // Bit 12 is PAT, the rest up to the page's own address bits must be clear.
+        // Bit 12 is PAT; the other bits below the page's address must be clear.
         bits |= ((1u64 << shape.shift(level)) - 1) & !0x1fff;
     }
     if level > shape.max_leaf {
@@ -346,6 +356,7 @@ fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u
     bits
 }
 
+/// What the walk's privilege level may do with a page.
 struct Rights {
     read: bool,
     write: bool,
@@ -362,7 +373,8 @@ struct KeyRights {
 }
 
 impl KeyRights {
-    /// SDM 3A, "Protection Keys": data accesses to pages that users can reach, by whomever; a supervisor's writes only with
+    /// Returns what the page's protection key forbids (SDM 3A, "Protection Keys"): data accesses to user pages, by
+    /// users and supervisors; but of a supervisor's accesses, a key that only disables writes forbids writes only with
     /// CR0.WP.
     fn of(paging: &GuestPaging, path: &Path) -> KeyRights {
         let has_keys = matches!(paging.mode, Mode::Level4 | Mode::Level5);
@@ -381,7 +393,7 @@ impl KeyRights {
 }
 
 impl Rights {
-    /// SDM 3A, "Determination of Access Rights".
+    /// Returns the rights that the entries on `path` grant (SDM 3A, "Determination of Access Rights").
     fn of(paging: &GuestPaging, path: &Path) -> Rights {
         let executable = path.executable || !paging.no_execute;
         let key = KeyRights::of(paging, path);
@@ -403,7 +415,7 @@ impl Rights {
         }
     }
 
-    /// The bit of the error code that tells a protection key's violation, also besides another one.
+    /// Returns the error code bit of a protection key violation, or 0. It is set even if other rights are missing, too.
     fn key_code(&self, access: Access) -> u32 {
         let forbidden = match access {
             Access::Read => self.key.read,
@@ -417,6 +429,7 @@ impl Rights {
         }
     }
 
+    /// Returns whether the rights include `access`.
     fn allow(&self, access: Access) -> bool {
         match access {
             Access::Read => self.read,

@@ -8,7 +8,17 @@ use core::ops::Deref;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicUsize, Ordering::*, fence};
 
-use crate::table::OutOfMemory;
+/// A table, or something else the engine needs, could not be allocated; nothing was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutOfMemory;
+
+impl fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("no memory for another page table or memslot; nothing was changed")
+    }
+}
+
+impl core::error::Error for OutOfMemory {}
 
 /// Room for a `T`, which has a size.
 pub(crate) fn room<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {

@@ -28,6 +28,7 @@ mod addr;
 mod audit;
 mod dirty_log;
 pub mod format;
+mod frame;
 pub mod guest_walk;
 mod heap;
 #[cfg(all(test, loom))]
@@ -43,13 +44,31 @@ mod vm;
 
 pub use addr::{Access, Gfn, Gpa, Gva, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Pfn};
 pub use audit::AuditError;
-pub use format::{Ept, Format};
-pub use heap::Shared;
-pub use platform::{HostPage, HostRun, MemoryType, Platform, ResolveError, Stale, VmId, WaitFor};
-pub use policy::{Expected, Policy, PolicyError, PolicyValue};
+pub use format::{Ept, Format, MemoryType};
+pub use frame::{ENTRIES, Entries, TableMeta};
+pub use heap::{OutOfMemory, Shared};
+pub use platform::{HostPage, HostRun, Platform, ResolveError, Stale, VmId, WaitFor, ZappedLeaf};
+pub use policy::{
+    AtomicPolicy, DirtyLogMethod, DirtyLogReads, Policy, PolicyError, Prefetch, Setting, SplitWalk,
+    Switch,
+};
 pub use slots::{AttributesError, MAX_SLOTS, MemoryAttributes, Region, RegionError, SlotFlags};
 pub use stats::Stats;
 pub use sync::quiesce::Attention;
-pub use table::{ENTRIES, Entries, OutOfMemory, TableMeta};
-pub use vcpu::{Vcpu, VcpuStats};
-pub use vm::{Config, DirtyGfn, DirtyLogError, DirtyRing, Invalidation, Stop, Translation, Vm};
+pub use vcpu::{CreateVcpuError, Entered, Stop, Translation, Vcpu, VcpuStats};
+pub use vm::{Config, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation, Vm};
+
+/// What several threads may share, and what one may give to another, on every platform and format.
+const fn _threads<P: Platform, F: Format>() {
+    const fn shared<T: Send + Sync>() {}
+    const fn given<T: Send>() {}
+    shared::<Vm<P, F>>();
+    shared::<Invalidation<'_, P, F>>();
+    shared::<DirtyRing>();
+    shared::<DirtyGfn>();
+    shared::<Attention>();
+    shared::<AtomicPolicy>();
+    shared::<VcpuStats>();
+    given::<Vcpu<P, F>>();
+    given::<Entered<'_, P, F>>();
+}

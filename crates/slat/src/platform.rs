@@ -9,23 +9,24 @@ use core::ops::Range;
 use core::ptr::NonNull;
 
 use crate::addr::{Access, Gfn, Hva, Level, Pfn};
-use crate::table::{Entries, TableMeta};
+use crate::format::MemoryType;
+use crate::frame::{Entries, TableMeta};
 
 /// Identifies a VM towards its [`Platform`], for the life of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct VmId(pub u64);
 
-/// How the CPU caches a page. Every format encodes it in its leaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum MemoryType {
-    /// Ordinary memory.
-    WriteBack,
-    /// Device registers passed through to the guest.
-    Device,
-}
-
 /// What [`Platform::resolve`] found behind one backing page.
+///
+/// ```
+/// use slat::{HostPage, Level, MemoryType, Pfn};
+/// let memory = HostPage::new(Pfn(0x1234), Level::PAGE);
+/// let rom = memory.with_writable(false);
+/// let frame_buffer = memory.with_memory(MemoryType::WriteCombining).with_execute(false);
+/// # let _ = (rom, frame_buffer);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HostPage {
     /// The frame of the page asked for (not of the start of the huge mapping around it).
     pub pfn: Pfn,
@@ -34,8 +35,53 @@ pub struct HostPage {
     pub level: Level,
     /// The guest may be allowed to write without asking again.
     pub writable: bool,
+    /// The guest may be allowed to execute. Only write-back memory is ever executed.
+    pub execute: bool,
     /// How it is cached.
     pub memory: MemoryType,
+}
+
+impl HostPage {
+    /// A page of ordinary memory that may be written and executed.
+    pub fn new(pfn: Pfn, level: Level) -> Self {
+        HostPage {
+            pfn,
+            level,
+            writable: true,
+            execute: true,
+            memory: MemoryType::WriteBack,
+        }
+    }
+
+    /// The same mapping of another frame.
+    #[must_use]
+    pub fn with_pfn(self, pfn: Pfn) -> Self {
+        HostPage { pfn, ..self }
+    }
+
+    /// The same page in a host mapping of `level`.
+    #[must_use]
+    pub fn with_level(self, level: Level) -> Self {
+        HostPage { level, ..self }
+    }
+
+    /// The same page, writable or not.
+    #[must_use]
+    pub fn with_writable(self, writable: bool) -> Self {
+        HostPage { writable, ..self }
+    }
+
+    /// The same page, executable or not.
+    #[must_use]
+    pub fn with_execute(self, execute: bool) -> Self {
+        HostPage { execute, ..self }
+    }
+
+    /// The same page, cached as `memory` says.
+    #[must_use]
+    pub fn with_memory(self, memory: MemoryType) -> Self {
+        HostPage { memory, ..self }
+    }
 }
 
 /// A stretch of backing pages that are resident, contiguous in host-physical memory and alike.
@@ -47,6 +93,20 @@ pub struct HostRun {
     pub pages: u64,
     /// The first page; its `pfn` counts up from there, the rest holds for all.
     pub first: HostPage,
+}
+
+/// What [`Platform::zapped`] is told of a leaf: the state that the guest has left its memory in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ZappedLeaf {
+    /// First of the [`Level::pages`] contiguous host frames.
+    pub pfn: Pfn,
+    /// Its level.
+    pub level: Level,
+    /// The guest has used the memory since the accessed bit was last cleared ([`crate::Vm::age`]).
+    pub accessed: bool,
+    /// The guest has written to the memory, or may have where walkers set no dirty bit.
+    pub dirty: bool,
 }
 
 /// Why a backing page cannot be had.
@@ -69,6 +129,8 @@ impl fmt::Display for ResolveError {
         })
     }
 }
+
+impl core::error::Error for ResolveError {}
 
 /// Who the engine is waiting for, given to [`Platform::wait`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,6 +185,7 @@ impl Stale {
 /// | `resolve_resident` | yes | no | no | no |
 /// | `flush` | no | no | for CPUs in the guest | no |
 /// | `wait` | yes | no | shortly, that is its purpose | no |
+/// | `zapped` | yes | yes | no | no |
 ///
 /// A *reader section* is what [`crate::Vcpu::enter`] begins, and what every operation is in while it walks:
 /// flushes wait until it ends, and so do changes of slots. Whoever waits in one for something that waits
@@ -189,7 +252,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// The entries in an allocated frame. Called at each step of a walk: must be a few instructions.
     fn entries(&self, frame: Pfn) -> NonNull<Entries>;
 
-    /// What the engine keeps beside an allocated frame, as Linux does in `struct page`.
+    /// What the engine keeps beside an allocated frame, as Linux does in `struct page`. The engine resets it when it
+    /// takes the frame into use, so it may be that of the frame's last allocation.
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta>;
 
     /// Finds, and makes resident, the host page at `backing`, for `access`.
@@ -228,6 +292,16 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// Software CPUs are none of its business: the engine waits for their acknowledgement itself
     /// ([`crate::Vcpu::quiesce`]).
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale);
+
+    /// Whether [`zapped`](Self::zapped) is called. If not, nothing is paid for it.
+    const WANTS_ZAPPED: bool = false;
+
+    /// Called for each leaf that the engine has zapped, so that the host can mark its pages (as KVM calls
+    /// `kvm_set_pfn_dirty`): before the invalidation or slot change that zaps it returns. A page may be told
+    /// several times, by leaves of several memslots, or of pieces of a huge one.
+    fn zapped(&self, leaf: ZappedLeaf) {
+        let _ = leaf;
+    }
 
     /// Passes time while the engine waits; `round` counts up from 0 for one wait. Spin first, then
     /// give the processor away; for [`WaitFor::Reader`], make a reader that is stuck in a host page

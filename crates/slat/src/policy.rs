@@ -1,265 +1,391 @@
 //! Policies: which mechanisms a VM uses, and how. Those that KVM has carry the names of its module
-//! parameters. All may be changed while the VM runs; they decide what is done from then on.
+//! parameters. [`Vm::set_policy`](crate::Vm::set_policy) sets one, also of a VM that is running; it decides what is
+//! done from then on.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
 use crate::format::Format;
-use crate::table::SplitWalk;
 
-/// What a policy can be set to.
-#[derive(Clone, Copy)]
-enum Kind {
-    /// `0` and `1`, also `off`/`on`, `N`/`Y`.
-    Switch,
-    /// A number up to this one.
-    Number(u64),
-    /// One of these words; the value is its index.
-    Choice(&'static [&'static str]),
-    /// One of these words, or a number above 0 up to this one; the words' values are `u64::MAX`
-    /// downwards.
-    NumberOr(u64, &'static [&'static str]),
+/// What a policy can be set to: stored as a number, written on command lines as a word or a number.
+trait Value: Copy + fmt::Display {
+    /// What [`Value::parse`] takes, as a list for a message.
+    const EXPECTED: &'static str;
+
+    fn parse(text: &str) -> Option<Self>;
+    fn to_bits(self) -> u64;
+    fn from_bits(bits: u64) -> Self;
 }
 
 macro_rules! policies {
-    ($($(#[$doc:meta])* $name:ident: $kind:expr, $default:expr;)*) => {
-        /// The policies of one VM.
-        #[derive(Debug)]
+    ($($(#[$doc:meta])* $name:ident $Name:ident: $Type:ty = $default:expr;)*) => {
+        /// The policies of a VM: what it is made with ([`Config`](crate::Config)), or as they are at one moment
+        /// ([`Vm::policy`](crate::Vm::policy)).
+        ///
+        /// ```
+        /// use slat::{Policy, Prefetch};
+        /// let mut policy = Policy::default();
+        /// policy.prefetch = Prefetch::Adaptive;
+        /// ```
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[non_exhaustive]
         pub struct Policy {
-            $($name: AtomicU64,)*
+            $($(#[$doc])* pub $name: $Type,)*
         }
 
         impl Default for Policy {
             fn default() -> Self {
-                Policy { $($name: AtomicU64::new($default),)* }
+                Policy { $($name: $default,)* }
             }
         }
 
         impl Policy {
-            $($(#[$doc])* fn $name(&self) -> u64 {
-                self.$name.load(Relaxed)
+            /// Returns every policy.
+            pub fn iter(&self) -> impl Iterator<Item = Setting> + use<> {
+                [$(Setting::$Name(self.$name),)*].into_iter()
+            }
+
+            /// Sets one policy. To change that of a VM there is [`Vm::set_policy`](crate::Vm::set_policy).
+            pub fn set(&mut self, setting: Setting) {
+                match setting {
+                    $(Setting::$Name(value) => self.$name = value,)*
+                }
+            }
+        }
+
+        /// Policies that any thread may read and change, without a lock.
+        #[derive(Debug)]
+        pub struct AtomicPolicy {
+            $($name: AtomicU64,)*
+        }
+
+        impl AtomicPolicy {
+            /// Makes one of `policy`.
+            pub fn new(policy: Policy) -> Self {
+                AtomicPolicy { $($name: AtomicU64::new(policy.$name.to_bits()),)* }
+            }
+
+            $(pub(crate) fn $name(&self) -> $Type {
+                Value::from_bits(self.$name.load(Relaxed))
             })*
 
-            /// Every policy: name, kind, value.
-            fn all(&self) -> impl Iterator<Item = (&'static str, Kind, &AtomicU64)> {
-                [$((stringify!($name), $kind, &self.$name),)*].into_iter()
+            /// Returns the policies as they are now. Each is read by itself.
+            pub fn get(&self) -> Policy {
+                Policy { $($name: self.$name(),)* }
+            }
+
+            /// Sets one policy.
+            pub fn set(&self, setting: Setting) {
+                match setting {
+                    $(Setting::$Name(value) => self.$name.store(value.to_bits(), Relaxed),)*
+                }
+            }
+        }
+
+        /// One policy with a value.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub enum Setting {
+            $($(#[$doc])* $Name($Type),)*
+        }
+
+        impl Setting {
+            /// Makes a setting of what a command line says: the name of a policy, and a value as
+            /// [`Setting::value`] displays it.
+            ///
+            /// # Errors
+            /// [`PolicyError`].
+            ///
+            /// ```
+            /// use slat::{Prefetch, Setting};
+            /// let off = Setting::parse("prefetch", "off")?;
+            /// assert_eq!(off, Setting::Prefetch(Prefetch::Off));
+            /// let error = Setting::parse("prefetch", "513").unwrap_err();
+            /// assert_eq!(error.to_string(), "it takes adaptive, off, or a number from 1 to 512");
+            /// # Ok::<(), slat::PolicyError>(())
+            /// ```
+            pub fn parse(name: &str, value: &str) -> Result<Self, PolicyError> {
+                match name {
+                    $(stringify!($name) => Value::parse(value)
+                        .map(Setting::$Name)
+                        .ok_or(PolicyError::BadValue(<$Type as Value>::EXPECTED)),)*
+                    _ => Err(PolicyError::NoSuchPolicy),
+                }
+            }
+
+            /// Returns the name of the policy.
+            pub fn name(&self) -> &'static str {
+                match self {
+                    $(Setting::$Name(_) => stringify!($name),)*
+                }
+            }
+
+            /// Returns the value for display, as [`Setting::parse`] takes it.
+            pub fn value(&self) -> &dyn fmt::Display {
+                match self {
+                    $(Setting::$Name(value) => value as &dyn fmt::Display,)*
+                }
             }
         }
     };
 }
 
-/// Value of `prefetch=adaptive`.
-const ADAPTIVE: u64 = u64::MAX;
-/// Value of `prefetch=off`.
-const OFF: u64 = u64::MAX - 1;
-
 policies! {
     /// Cache the absence of a memslot in the tables, so that repeated MMIO needs no slot look-up.
-    mmio_caching: Kind::Switch, 1;
+    mmio_caching MmioCaching: Switch = Switch::On;
     /// Map at 2 MiB and 1 GiB where slot and host allow.
-    huge_pages: Kind::Switch, 1;
+    huge_pages HugePages: Switch = Switch::On;
     /// Huge leaves are not executable.
-    nx_huge_pages: Kind::Switch, 0;
-    /// A huge leaf in the way of an execution fault is split in place; off: it is zapped, and what it
+    nx_huge_pages NxHugePages: Switch = Switch::Off;
+    /// An execution fault splits a huge leaf in place; off: it zaps the leaf, and what the leaf
     /// mapped faults back in, as KVM did before it split.
-    nx_huge_pages_split: Kind::Switch, 1;
-    /// Each recovery takes away one of so many tables that NX has split; 0: none.
-    nx_huge_pages_recovery_ratio: Kind::Number(u32::MAX as u64), 60;
-    /// Milliseconds between two recoveries; the client calls them.
-    nx_huge_pages_recovery_period_ms: Kind::Number(u32::MAX as u64), 60_000;
+    nx_huge_pages_split NxHugePagesSplit: Switch = Switch::On;
+    /// Each recovery zaps one of this many tables that exist because of NX; 0: none.
+    nx_huge_pages_recovery_ratio NxHugePagesRecoveryRatio: u32 = 60;
+    /// Milliseconds between two calls of [`Vm::recover_nx_huge_pages`](crate::Vm::recover_nx_huge_pages), which the
+    /// client makes; 0: never.
+    nx_huge_pages_recovery_period_ms NxHugePagesRecoveryPeriodMs: u32 = 60_000;
     /// Split huge leaves when a slot begins to log dirty pages (or, with manual protection, when
     /// pages are cleared), not at the first write to each.
-    eager_page_split: Kind::Switch, 1;
-    /// Pages that an eager split works on before it lets others pass; a multiple of 512.
-    eager_page_split_chunk: Kind::Number(1 << 30), 1 << 18;
-    /// What an eager split passes over.
-    split_walk: Kind::Choice(&["full-walk", "skip-last-level", "default"]), 2;
+    eager_page_split EagerPageSplit: Switch = Switch::On;
+    /// Pages that an eager split works on before it lets others pass; rounded up to a multiple of 512.
+    eager_page_split_chunk EagerPageSplitChunk: u32 = 1 << 18;
+    /// Which tables an eager split enters.
+    split_walk SplitWalk: SplitWalk = SplitWalk::Default;
     /// Pages around a fault that are mapped with it, if resident.
-    prefetch: Kind::NumberOr(512, &["adaptive", "off"]), 8;
+    prefetch Prefetch: Prefetch = Prefetch::Window(8);
     /// How writes to logged slots are found out.
-    dirty_log: Kind::Choice(&["write-protect", "dirty-bit"]), 0;
+    dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
     /// Whether a read or fetch that maps a page of a logged slot is logged, and the page writable at
-    /// once; off: only writes are. `auto`: as KVM does where the walker runs ([`Format::LOGS_READS`]).
-    dirty_log_reads: Kind::Choice(&["auto", "on", "off"]), 0;
+    /// once; off: only writes are.
+    dirty_log_reads DirtyLogReads: DirtyLogReads = DirtyLogReads::Auto;
+}
+
+/// Declares a policy's values, each with its word, in the order of their numbers.
+macro_rules! words {
+    ($(#[$doc:meta])* $Type:ident, $expected:literal: $($(#[$value_doc:meta])* $Value:ident = $word:literal,)*) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $Type {
+            $($(#[$value_doc])* $Value,)*
+        }
+
+        impl $Type {
+            const ALL: &[(Self, &str)] = &[$(($Type::$Value, $word),)*];
+        }
+
+        impl fmt::Display for $Type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(Self::ALL[*self as usize].1)
+            }
+        }
+
+        impl Value for $Type {
+            const EXPECTED: &'static str = $expected;
+
+            fn parse(text: &str) -> Option<Self> {
+                Some(Self::ALL.iter().find(|(_, word)| *word == text)?.0)
+            }
+
+            fn to_bits(self) -> u64 {
+                self as u64
+            }
+
+            fn from_bits(bits: u64) -> Self {
+                Self::ALL[bits as usize].0
+            }
+        }
+    };
+}
+
+words! {
+    /// Which tables an eager split enters.
+    SplitWalk, "full-walk, skip-last-level, default":
+    /// All, those that it has just made included.
+    Full = "full-walk",
+    /// No table of level 1.
+    SkipLastLevel = "skip-last-level",
+    /// No table of level 1, and no table of level 2 without a huge leaf.
+    Default = "default",
+}
+
+words! {
+    /// How writes to logged slots are found out.
+    DirtyLogMethod, "write-protect, dirty-bit":
+    /// A page is write-protected until a write to it was noted.
+    WriteProtect = "write-protect",
+    /// The walker sets the dirty bits of leaves, on formats that have them ([`Format::SETS_DIRTY`]).
+    DirtyBit = "dirty-bit",
+}
+
+words! {
+    /// Whether reads of logged slots are logged.
+    DirtyLogReads, "auto, on, off":
+    /// As KVM does on the machine whose walker this is ([`Format::LOGS_READS`]).
+    Auto = "auto",
+    /// They are.
+    On = "on",
+    /// They are not.
+    Off = "off",
+}
+
+/// A mechanism that is on or off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Switch {
+    /// Not used.
+    Off,
+    /// Used.
+    On,
+}
+
+impl Switch {
+    /// Whether it is on.
+    pub fn is_on(self) -> bool {
+        self == Switch::On
+    }
+}
+
+impl From<bool> for Switch {
+    fn from(on: bool) -> Self {
+        match on {
+            true => Switch::On,
+            false => Switch::Off,
+        }
+    }
+}
+
+impl fmt::Display for Switch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Switch::Off => "off",
+            Switch::On => "on",
+        })
+    }
+}
+
+impl Value for Switch {
+    const EXPECTED: &'static str = "on, off";
+
+    /// Takes what Linux takes for a module parameter, too.
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "0" | "off" | "N" | "n" => Some(Switch::Off),
+            "1" | "on" | "Y" | "y" => Some(Switch::On),
+            _ => None,
+        }
+    }
+
+    fn to_bits(self) -> u64 {
+        self as u64
+    }
+
+    fn from_bits(bits: u64) -> Self {
+        (bits != 0).into()
+    }
+}
+
+impl Value for u32 {
+    const EXPECTED: &'static str = "a number up to 4294967295";
+
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+
+    fn to_bits(self) -> u64 {
+        self.into()
+    }
+
+    fn from_bits(bits: u64) -> Self {
+        bits as u32
+    }
 }
 
 /// How far a fault prefetches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Prefetch {
+pub enum Prefetch {
+    /// It maps its own page alone.
     Off,
-    /// The aligned window of so many pages, a power of two.
-    Window(u64),
+    /// The aligned window of this many pages: the largest power of two not above the number and 512.
+    Window(u16),
     /// A window that follows what the vCPU does.
     Adaptive,
 }
 
-impl Policy {
-    pub(crate) fn caches_mmio(&self) -> bool {
-        self.mmio_caching() != 0
+impl Prefetch {
+    /// The most pages of a window: those of one table.
+    const MOST: u16 = 512;
+
+    /// Returns the number of pages of a window of constant size, a power of two; 1 without a window.
+    pub(crate) fn window(pages: u16) -> u64 {
+        1 << pages.clamp(1, Self::MOST).ilog2()
+    }
+}
+
+impl fmt::Display for Prefetch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Prefetch::Off => f.pad("off"),
+            Prefetch::Window(pages) => pages.fmt(f),
+            Prefetch::Adaptive => f.pad("adaptive"),
+        }
+    }
+}
+
+impl Value for Prefetch {
+    const EXPECTED: &'static str = "adaptive, off, or a number from 1 to 512";
+
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "off" => Some(Prefetch::Off),
+            "adaptive" => Some(Prefetch::Adaptive),
+            _ => text
+                .parse()
+                .ok()
+                .filter(|pages| (1..=Self::MOST).contains(pages))
+                .map(Prefetch::Window),
+        }
     }
 
-    pub(crate) fn maps_huge(&self) -> bool {
-        self.huge_pages() != 0
+    fn to_bits(self) -> u64 {
+        match self {
+            Prefetch::Off => 0,
+            Prefetch::Window(pages) => pages.max(1).into(),
+            Prefetch::Adaptive => u64::MAX,
+        }
     }
 
-    pub(crate) fn huge_is_nx(&self) -> bool {
-        self.nx_huge_pages() != 0
+    fn from_bits(bits: u64) -> Self {
+        match bits {
+            0 => Prefetch::Off,
+            u64::MAX => Prefetch::Adaptive,
+            pages => Prefetch::Window(pages as u16),
+        }
     }
+}
 
-    pub(crate) fn nx_splits_in_place(&self) -> bool {
-        self.nx_huge_pages_split() != 0
-    }
-
-    pub(crate) fn recovery_ratio(&self) -> u64 {
-        self.nx_huge_pages_recovery_ratio()
-    }
-
-    /// Milliseconds between two calls of [`crate::Vm::recover_nx_huge_pages`]; 0: never.
-    pub fn recovery_period_ms(&self) -> u64 {
-        self.nx_huge_pages_recovery_period_ms()
-    }
-
-    pub(crate) fn splits_eagerly(&self) -> bool {
-        self.eager_page_split() != 0
-    }
-
+impl AtomicPolicy {
     pub(crate) fn split_chunk(&self) -> u64 {
-        self.eager_page_split_chunk().next_multiple_of(512).max(512)
-    }
-
-    pub(crate) fn walk_for_split(&self) -> SplitWalk {
-        match self.split_walk() {
-            0 => SplitWalk::Full,
-            1 => SplitWalk::SkipLastLevel,
-            _ => SplitWalk::SkipWithoutHuge,
-        }
-    }
-
-    pub(crate) fn prefetches(&self) -> Prefetch {
-        match self.prefetch() {
-            ADAPTIVE => Prefetch::Adaptive,
-            OFF | 0 | 1 => Prefetch::Off,
-            // The largest power of two that is not above the number.
-            pages => Prefetch::Window(1 << pages.ilog2()),
-        }
-    }
-
-    pub(crate) fn logs_by_dirty_bit(&self) -> bool {
-        self.dirty_log() == 1
+        u64::from(self.eager_page_split_chunk())
+            .next_multiple_of(512)
+            .max(512)
     }
 
     pub(crate) fn logs_reads<F: Format>(&self) -> bool {
         match self.dirty_log_reads() {
-            0 => F::LOGS_READS,
-            choice => choice == 1,
-        }
-    }
-
-    /// The names of all policies, with their values as [`Policy::set`] takes them.
-    pub fn iter(&self) -> impl Iterator<Item = (&'static str, PolicyValue)> {
-        self.all().map(|(name, kind, value)| {
-            let value = value.load(Relaxed);
-            (name, PolicyValue { kind, value })
-        })
-    }
-
-    /// Sets the policy `name`, for what is done from now on. For a VM that has been running use
-    /// [`crate::Vm::set_policy`], which also undoes what the new value forbids.
-    ///
-    /// # Errors
-    /// [`PolicyError`]; nothing was changed.
-    pub fn set(&self, name: &str, value: &str) -> Result<(), PolicyError> {
-        let (_, kind, place) = self
-            .all()
-            .find(|(known, ..)| *known == name)
-            .ok_or(PolicyError::NoSuchPolicy)?;
-        let value = kind
-            .parse(value)
-            .ok_or(PolicyError::BadValue(Expected(kind)))?;
-        place.store(value, Relaxed);
-        Ok(())
-    }
-}
-
-impl Kind {
-    fn parse(self, text: &str) -> Option<u64> {
-        let number = |max| text.parse().ok().filter(|n| *n <= max);
-        let word = |words: &[&str]| words.iter().position(|w| *w == text).map(|i| i as u64);
-        match self {
-            Kind::Switch => match text {
-                "0" | "off" | "N" | "n" => Some(0),
-                "1" | "on" | "Y" | "y" => Some(1),
-                _ => None,
-            },
-            Kind::Number(max) => number(max),
-            Kind::Choice(words) => word(words),
-            Kind::NumberOr(max, words) => word(words)
-                .map(|i| u64::MAX - i)
-                .or_else(|| number(max).filter(|n| *n > 0)),
+            DirtyLogReads::Auto => F::LOGS_READS,
+            choice => choice == DirtyLogReads::On,
         }
     }
 }
 
-/// The value of a policy; displays as [`Policy::set`] takes it.
-#[derive(Clone, Copy)]
-pub struct PolicyValue {
-    kind: Kind,
-    value: u64,
-}
-
-impl fmt::Display for PolicyValue {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let word = |words: &[&'static str], i: u64| words.get(i as usize).copied();
-        let word = match self.kind {
-            Kind::Switch => word(&["off", "on"], self.value),
-            Kind::Choice(words) => word(words, self.value),
-            Kind::NumberOr(_, words) => word(words, u64::MAX - self.value),
-            Kind::Number(_) => None,
-        };
-        match word {
-            Some(word) => f.pad(word),
-            None => self.value.fmt(f),
-        }
-    }
-}
-
-/// What a policy accepts; displays as a list.
-#[derive(Clone, Copy)]
-pub struct Expected(Kind);
-
-impl fmt::Debug for Expected {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl fmt::Display for Expected {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let words = |f: &mut fmt::Formatter<'_>, words: &[&str]| {
-            words
-                .iter()
-                .enumerate()
-                .try_for_each(|(i, word)| write!(f, "{}{word}", if i > 0 { ", " } else { "" }))
-        };
-        match self.0 {
-            Kind::Switch => words(f, &["on", "off"]),
-            Kind::Number(max) => write!(f, "a number up to {max}"),
-            Kind::Choice(choice) => words(f, choice),
-            Kind::NumberOr(max, choice) => {
-                words(f, choice)?;
-                write!(f, ", or a number from 1 to {max}")
-            }
-        }
-    }
-}
-
-/// Why a policy was not set.
-#[derive(Clone, Copy, Debug)]
+/// Why words of a command line are no [`Setting`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum PolicyError {
     /// See [`Policy::iter`] for the names.
     NoSuchPolicy,
-    /// It takes other values.
-    BadValue(Expected),
+    /// The policy takes these values.
+    BadValue(&'static str),
 }
 
 impl fmt::Display for PolicyError {
@@ -280,27 +406,60 @@ mod tests {
 
     #[test]
     fn every_policy_takes_back_the_value_it_shows() {
-        let policy = Policy::default();
-        for (name, value) in policy.iter() {
-            policy.set(name, &value.to_string()).unwrap();
+        let mut policy = Policy::default();
+        for setting in policy.iter() {
+            let parsed = Setting::parse(setting.name(), &setting.value().to_string());
+            assert_eq!(parsed, Ok(setting));
+            policy.set(setting);
+        }
+        assert_eq!(policy, Policy::default());
+    }
+
+    #[test]
+    fn every_word_of_a_policy_is_stored_as_itself() {
+        let live = AtomicPolicy::new(Policy::default());
+        for (name, words) in [
+            (
+                "split_walk",
+                &["full-walk", "skip-last-level", "default"][..],
+            ),
+            ("dirty_log", &["write-protect", "dirty-bit"]),
+            ("dirty_log_reads", &["auto", "on", "off"]),
+            ("prefetch", &["off", "adaptive", "1", "24", "512"]),
+            ("nx_huge_pages", &["on", "off"]),
+            ("nx_huge_pages_recovery_ratio", &["0", "4294967295"]),
+        ] {
+            for word in words {
+                let setting = Setting::parse(name, word).unwrap();
+                live.set(setting);
+                let stored = live.get().iter().find(|policy| policy.name() == name);
+                let stored = stored.unwrap();
+                assert_eq!(
+                    (stored, stored.value().to_string()),
+                    (setting, word.to_string())
+                );
+            }
         }
     }
 
     #[test]
-    fn bad_values_are_refused_with_what_is_expected() {
-        let policy = Policy::default();
-        assert!(matches!(
-            policy.set("nx", "1"),
-            Err(PolicyError::NoSuchPolicy)
-        ));
-        let error = policy.set("prefetch", "513").unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "it takes adaptive, off, or a number from 1 to 512"
-        );
-        policy.set("prefetch", "adaptive").unwrap();
-        assert_eq!(policy.prefetches(), Prefetch::Adaptive);
-        policy.set("prefetch", "24").unwrap();
-        assert_eq!(policy.prefetches(), Prefetch::Window(16));
+    fn bad_values_are_refused() {
+        let error = |name, value| Setting::parse(name, value).unwrap_err();
+        assert_eq!(error("nx", "1"), PolicyError::NoSuchPolicy);
+        for (name, value) in [
+            ("prefetch", "0"),
+            ("prefetch", "513"),
+            ("nx_huge_pages", "2"),
+            ("split_walk", "1"),
+            ("nx_huge_pages_recovery_ratio", "4294967296"),
+        ] {
+            assert!(matches!(error(name, value), PolicyError::BadValue(_)));
+        }
+    }
+
+    #[test]
+    fn a_window_is_a_power_of_two_within_a_table() {
+        let windows = [0, 1, 2, 24, 511, 512, u16::MAX].map(Prefetch::window);
+        assert_eq!(windows, [1, 1, 2, 16, 256, 512, 512]);
     }
 }

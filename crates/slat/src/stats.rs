@@ -5,7 +5,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
-use crate::table::{ENTRIES, Freed, Path};
+use crate::addr::Level;
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -123,27 +123,18 @@ impl Counter {
 }
 
 impl Counters {
-    pub(crate) fn leaves_added(&self, level: crate::addr::Level) {
-        [&self.pages_4k, &self.pages_2m, &self.pages_1g][level.0 as usize - 1].add(1);
+    /// Counts a leaf of `level` that was installed.
+    #[inline]
+    pub(crate) fn leaf_added(&self, level: Level) {
+        match level {
+            Level::PAGE => self.pages_4k.add(1),
+            Level::MEGA => self.pages_2m.add(1),
+            _ => self.pages_1g.add(1),
+        }
     }
 
-    pub(crate) fn gone(&self, gone: &Freed) {
-        let gauges = [&self.pages_4k, &self.pages_2m, &self.pages_1g];
-        for (gauge, n) in gauges.into_iter().zip(gone.leaves) {
-            gauge.sub(n);
-        }
-        self.zapped.add(gone.leaves.iter().sum());
-        self.nx_lpage_splits.sub(gone.nx_splits);
-    }
-
-    /// What was done on the way to a leaf. A split of one leaf of level n makes 512 of level n-1.
-    pub(crate) fn path_done(&self, path: &Path<'_>) {
-        let gauges = [&self.pages_4k, &self.pages_2m, &self.pages_1g];
-        for level in 1..3 {
-            gauges[level].sub(path.splits[level]);
-            gauges[level - 1].add(path.splits[level] * ENTRIES as u64);
-            self.splits.add(path.splits[level]);
-        }
-        self.nx_lpage_splits.add(path.nx_splits);
+    /// The gauges of leaves, by level.
+    pub(crate) fn leaves(&self) -> [&Counter; 3] {
+        [&self.pages_4k, &self.pages_2m, &self.pages_1g]
     }
 }

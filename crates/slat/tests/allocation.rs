@@ -7,7 +7,8 @@ use slat::{
     Access::{self, *},
     Config, Ept, Gpa, Level, OutOfMemory, Region, SlotFlags, Stop, Vm,
 };
-use slat_model::{HostChange, HostMemory, SimPlatform};
+use slat::{Setting, Switch};
+use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
 type TestVm = Vm<SimPlatform, Ept>;
 
@@ -16,21 +17,20 @@ const NONE: SlotFlags = SlotFlags(0);
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 
 fn set(vm: &TestVm, gfns: std::ops::Range<u64>, flags: SlotFlags) {
-    let region = Region {
-        slot: 0,
-        flags,
-        gpa: Gpa(gfns.start << 12),
-        size: (gfns.end - gfns.start) << 12,
-        backing: HostMemory::hva(0),
-        private: None,
-    };
+    let region = Region::new(
+        0,
+        Gpa(gfns.start << 12),
+        (gfns.end - gfns.start) << 12,
+        HostMemory::hva(0),
+    )
+    .with_flags(flags);
     vm.set_memory_region(0, &region).unwrap();
 }
 
 /// One access by a new vCPU. Frames it allocated ahead go back with it.
 fn touch(vm: &Arc<TestVm>, gfn: u64, access: Access) -> Result<Level, Stop> {
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     let mut answer = vcpu.translate(Gpa(gfn << 12), access);
     while answer == Err(Stop::Retry) {
@@ -55,7 +55,7 @@ fn fail_everywhere(
             let remap = HostChange::Remap {
                 level: Level::GIGA,
                 writable: true,
-                device: false,
+                kind: PageKind::Ordinary,
             };
             platform.host.change(&(0..GIB1 + 512), remap);
             let vm = prepare(&platform);
@@ -110,10 +110,7 @@ fn a_vm_that_gets_no_root_is_not_made() {
         for n in 0..spaces {
             let platform = SimPlatform::new(1);
             platform.fail_allocation(n as u64, false);
-            let config = Config {
-                spaces,
-                ..Config::default()
-            };
+            let config = Config::default().with_spaces(spaces);
             let vm = Vm::<_, Ept>::new(platform.clone(), config);
             assert_eq!(vm.err(), Some(OutOfMemory));
             assert_eq!(platform.live_frames(), 0);
@@ -147,7 +144,7 @@ fn a_write_fault_that_splits_a_huge_leaf_survives_it() {
     fail_everywhere(
         |platform| {
             let vm = with_slot(platform, NONE);
-            vm.policy().set("eager_page_split", "off").unwrap();
+            vm.set_policy(Setting::EagerPageSplit(Switch::Off));
             assert_eq!(touch(&vm, 7, Write), Ok(Level::GIGA));
             set(&vm, 0..GIB1 + 512, LOGGED);
             vm
@@ -176,7 +173,7 @@ fn the_begin_of_logging_goes_as_far_as_there_is_memory() {
         let remap = HostChange::Remap {
             level: Level::MEGA,
             writable: true,
-            device: false,
+            kind: PageKind::Ordinary,
         };
         platform.host.change(&(0..GIB1 + 512), remap);
         let vm = Vm::new(platform.clone(), Config::default()).unwrap();

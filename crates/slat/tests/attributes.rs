@@ -11,7 +11,8 @@ use slat::{
     AttributesError, Config, Ept, Format, Gfn, Gpa, Level, MemoryAttributes, Region, RegionError,
     SlotFlags, Stop, Translation, Vcpu, Vm,
 };
-use slat_model::{Event, HostChange, HostMemory, Rng, SimPlatform};
+use slat::{Prefetch, Setting};
+use slat_model::{Event, HostChange, HostMemory, PageKind, Rng, SimPlatform};
 
 type TestVm<F = Ept> = Vm<SimPlatform, F>;
 
@@ -33,19 +34,13 @@ fn remap(level: Level) -> HostChange {
     HostChange::Remap {
         level,
         writable: true,
-        device: false,
+        kind: PageKind::Ordinary,
     }
 }
 
 fn region() -> Region {
-    Region {
-        slot: 0,
-        flags: SlotFlags(0),
-        gpa: Gpa(0),
-        size: FRAMES << 12,
-        backing: HostMemory::hva(0),
-        private: Some(HostMemory::hva(PRIVATE)),
-    }
+    Region::new(0, Gpa(0), FRAMES << 12, HostMemory::hva(0))
+        .with_private(Some(HostMemory::hva(PRIVATE)))
 }
 
 fn convert<F: Format>(vm: &TestVm<F>, gfns: Range<u64>, private: bool) {
@@ -63,7 +58,7 @@ fn touch<F: Format>(
     gfn: u64,
     access: Access,
 ) -> Result<Translation, Stop> {
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     let mut answer = vcpu.translate(Gpa(gfn << 12), access);
     while answer == Err(Stop::Retry) {
@@ -140,14 +135,8 @@ fn private_frames_without_private_memory_are_memory_faults_and_never_mmio() {
     assert_eq!(touch(&mut vcpu, nowhere, Read), memory_fault(nowhere, Read));
     // A slot with shared memory only, which may even be read-only.
     for flags in [SlotFlags(0), SlotFlags::READONLY] {
-        let region = Region {
-            slot: 1,
-            flags,
-            gpa: Gpa(FRAMES << 12),
-            size: 200 << 12,
-            backing: HostMemory::hva(0),
-            private: None,
-        };
+        let region =
+            Region::new(1, Gpa(FRAMES << 12), 200 << 12, HostMemory::hva(0)).with_flags(flags);
         vm.set_memory_region(0, &region).unwrap();
         for access in [Write, Execute] {
             assert_eq!(
@@ -156,7 +145,7 @@ fn private_frames_without_private_memory_are_memory_faults_and_never_mmio() {
             );
         }
         assert_eq!(page(&mut vcpu, FRAMES + 100, Read).0, 100);
-        let gone = Region { size: 0, ..region };
+        let gone = region.with_size(0);
         vm.set_memory_region(0, &gone).unwrap();
     }
     convert(&vm, FRAMES..FRAMES + 100, false);
@@ -211,10 +200,7 @@ fn a_slot_with_private_backing_takes_no_flags_and_no_change() {
         r.private = Some(HostMemory::hva(PRIVATE + FRAMES - 1));
     });
     assert!(matches!(taken, RegionError::PrivateTaken { by: 0, .. }));
-    let gone = Region {
-        size: 0,
-        ..region()
-    };
+    let gone = region().with_size(0);
     vm.set_memory_region(0, &gone).unwrap();
     vm.audit().unwrap();
 }
@@ -331,7 +317,7 @@ fn a_huge_leaf_spans_no_boundary_of_attributes() {
 #[test]
 fn prefetch_and_prefault_stay_within_the_attributes() {
     let (platform, vm) = vm::<Ept>(Level::PAGE);
-    vm.policy().set("prefetch", "64").unwrap();
+    vm.set_policy(Setting::Prefetch(Prefetch::Window(64)));
     let mut vcpu = vm.create_vcpu().unwrap();
     convert(&vm, 16..32, true);
     assert_eq!(page(&mut vcpu, 20, Read).0, PRIVATE + 20);
@@ -339,7 +325,7 @@ fn prefetch_and_prefault_stay_within_the_attributes() {
     assert_eq!(page(&mut vcpu, 0, Read).0, 0);
     assert_eq!(vm.stats().pages_4k, 32);
     vm.audit().unwrap();
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     let bytes = vcpu.prefault(Gpa(24 << 12)..Gpa(600 << 12)).unwrap();
     vcpu.leave();
@@ -347,7 +333,7 @@ fn prefetch_and_prefault_stay_within_the_attributes() {
     assert_eq!(vm.stats().pages_4k, 600);
     vm.audit().unwrap();
     convert(&vm, FRAMES..FRAMES + 1, true);
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     let gpa = Gpa(FRAMES << 12);
     let stop = vcpu.prefault(gpa..Gpa(gpa.0 + 4096)).unwrap_err();
@@ -373,18 +359,13 @@ fn setting_what_is_set_takes_nothing_away() {
 #[test]
 fn all_address_spaces_are_converted() {
     let platform = SimPlatform::new(64);
-    let config = Config {
-        spaces: 2,
-        ..Config::default()
-    };
+    let config = Config::default().with_spaces(2);
     let vm: Arc<TestVm> = Vm::new(platform.clone(), config).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     for space in 0..2 {
-        let region = Region {
-            size: 32 << 12,
-            private: Some(HostMemory::hva(32)),
-            ..region()
-        };
+        let region = region()
+            .with_size(32 << 12)
+            .with_private(Some(HostMemory::hva(32)));
         vm.set_memory_region(space, &region).unwrap();
     }
     page(&mut vcpu, 1, Write);
@@ -392,10 +373,7 @@ fn all_address_spaces_are_converted() {
     assert_eq!(page(&mut vcpu, 1, Write).0, 33);
     vm.audit().unwrap();
     // A slot that comes later finds the frames as they are.
-    let gone = Region {
-        size: 0,
-        ..region()
-    };
+    let gone = region().with_size(0);
     vm.set_memory_region(1, &gone).unwrap();
     vm.set_memory_region(0, &gone).unwrap();
     assert_eq!(touch(&mut vcpu, 1, Read), memory_fault(1, Read));
@@ -487,11 +465,11 @@ fn random<F: Format>(seed: u64, steps: u32) {
             3 if rng.below(20) == 0 => {
                 let size = if is_there { 0 } else { FRAMES << 12 };
                 is_there = !is_there;
-                let region = Region { size, ..region() };
+                let region = region().with_size(size);
                 vm.set_memory_region(0, &region).unwrap();
             }
             4 if is_there => {
-                vcpu.enter(1);
+                vcpu.enter_unguarded(1);
                 vcpu.quiesce();
                 let end = (gfn + 1 + rng.below(3 * MIB2)).min(FIRST + LEN);
                 let _ = vcpu.prefault(Gpa(gfn << 12)..Gpa(end << 12));
@@ -504,11 +482,11 @@ fn random<F: Format>(seed: u64, steps: u32) {
             }
             6 => {
                 let size = ["off", "8", "adaptive"][rng.below(3) as usize];
-                vm.policy().set("prefetch", size).unwrap();
+                vm.set_policy(Setting::parse("prefetch", size).unwrap());
             }
             7 => {
                 let on = ["off", "on"][rng.below(2) as usize];
-                vm.set_policy("nx_huge_pages", on).unwrap();
+                vm.set_policy(Setting::parse("nx_huge_pages", on).unwrap());
             }
             _ => {
                 let access = [Read, Write, Execute][rng.below(3) as usize];
@@ -569,7 +547,7 @@ fn nobody_uses_the_old_backing_after_a_conversion() {
                     let gfn = PART.start - 4 + rng.below(16);
                     let access = [Read, Write][rng.below(2) as usize];
                     let before = state.load(SeqCst);
-                    vcpu.enter(1 + n as usize);
+                    vcpu.enter_unguarded(1 + n as usize);
                     vcpu.quiesce();
                     // Kept over the moment at which the state is looked at again, as a CPU's TLB would.
                     let found = vcpu.translate(Gpa(gfn << 12), access);

@@ -10,7 +10,8 @@ use slat::{
     Attention, Config, Ept, Gfn, Gpa, Hva, Level, Region, RegionError, SlotFlags, Stop,
     Translation, Vcpu, Vm,
 };
-use slat_model::{Event, HostChange, HostMemory, RingClient, SimPlatform};
+use slat::{DirtyLogMethod, DirtyLogReads, Prefetch, Setting, Switch};
+use slat_model::{Event, HostChange, HostMemory, PageKind, RingClient, SimPlatform};
 
 type Machine = SimPlatform;
 type TestVm = Vm<Machine, Ept>;
@@ -27,7 +28,7 @@ const fn remap(level: Level) -> HostChange {
     HostChange::Remap {
         level,
         writable: true,
-        device: false,
+        kind: PageKind::Ordinary,
     }
 }
 
@@ -39,14 +40,13 @@ fn vm(host_pages: u64, change: HostChange) -> (Arc<Machine>, Arc<TestVm>) {
 }
 
 fn region(slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) -> Region {
-    Region {
+    Region::new(
         slot,
-        flags,
-        gpa: Gpa(gfns.start << 12),
-        size: (gfns.end - gfns.start) << 12,
-        backing: HostMemory::hva(host_page),
-        private: None,
-    }
+        Gpa(gfns.start << 12),
+        (gfns.end - gfns.start) << 12,
+        HostMemory::hva(host_page),
+    )
+    .with_flags(flags)
 }
 
 const NONE: SlotFlags = SlotFlags(0);
@@ -58,7 +58,7 @@ fn set(vm: &TestVm, slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlag
 
 /// One access by a vCPU that comes in for it, and quiesces as it is asked to.
 fn touch(vcpu: &mut Vcpu<Machine, Ept>, gfn: u64, access: Access) -> Result<Translation, Stop> {
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     let mut answer = vcpu.translate(Gpa(gfn << 12), access);
     if answer == Err(Stop::Retry) {
@@ -103,7 +103,7 @@ fn leaves_are_as_large_as_slot_alignment_and_host_allow() {
     // One that is congruent at 2 MiB only allows 2 MiB, though the host has 1 GiB there.
     set(&vm, 2, 8 * GIB1..9 * GIB1, MIB2, NONE);
     assert_eq!(level(&mut vcpu, 8 * GIB1 + MIB2, Read), 2);
-    vm.policy().set("huge_pages", "off").unwrap();
+    vm.set_policy(Setting::HugePages(Switch::Off));
     assert_eq!(level(&mut vcpu, 8 * GIB1 + 2 * MIB2, Read), 1);
     vm.audit().unwrap();
     platform.check();
@@ -145,11 +145,9 @@ fn logging_forces_4k_and_ending_it_brings_the_huge_leaf_back() {
     for eager in [true, false] {
         let (platform, vm) = vm(GIB1, REMAP_2M);
         let mut vcpu = vm.create_vcpu().unwrap();
-        vm.policy()
-            .set("eager_page_split", if eager { "on" } else { "off" })
-            .unwrap();
+        vm.set_policy(Setting::EagerPageSplit(eager.into()));
         // So that the log tells what was written, and nothing else.
-        vm.policy().set("dirty_log_reads", "off").unwrap();
+        vm.set_policy(Setting::DirtyLogReads(DirtyLogReads::Off));
         set(&vm, 0, 0..4 * MIB2, 0, NONE);
         assert_eq!(level(&mut vcpu, 3, Write), 2);
         assert_eq!(level(&mut vcpu, MIB2, Write), 2);
@@ -220,7 +218,7 @@ fn several_gfns_of_one_hva_are_all_zapped() {
 #[test]
 fn zapped_pages_fault_again_and_others_stay() {
     let (platform, vm) = vm(3 * MIB2, REMAP_4K);
-    vm.policy().set("prefetch", "off").unwrap();
+    vm.set_policy(Setting::Prefetch(Prefetch::Off));
     let mut vcpu = vm.create_vcpu().unwrap();
     set(&vm, 0, 0..MIB2, 0, NONE);
     set(&vm, 1, MIB2..3 * MIB2, MIB2, NONE);
@@ -252,7 +250,7 @@ fn an_invalidation_of_memory_that_no_slot_uses_disturbs_nobody() {
     let guard = vm.invalidate(HostMemory::hvas(&(16..1024)));
     touch(&mut vcpu, 4, Write).unwrap();
     drop(guard);
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     let flag = vcpu.attention().flag().load(SeqCst);
     assert_eq!(flag & Attention::FLUSH, 0);
     vcpu.leave();
@@ -271,7 +269,7 @@ fn a_fault_waits_while_any_page_of_its_leaf_is_invalidated() {
     let page = 7..8;
     let guard = vm.invalidate(HostMemory::hvas(&page));
     // Page 300 is not in the range, but the huge leaf that could be installed for it is.
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     vcpu.attention().raise(BUSY);
     assert_eq!(vcpu.translate(Gpa(300 << 12), Write), Err(Stop::Retry));
@@ -326,7 +324,7 @@ fn a_hole_during_an_invalidation_is_no_bad_address_yet() {
     let page = 7..8;
     let guard = vm.invalidate(HostMemory::hvas(&page));
     platform.host.change(&page, HostChange::Punch);
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     vcpu.attention().raise(BUSY);
     assert_eq!(vcpu.translate(Gpa(7 << 12), Read), Err(Stop::Retry));
@@ -347,7 +345,7 @@ fn a_translation_grants_what_was_asked_for_or_is_refused() {
     let device = HostChange::Remap {
         level: Level::PAGE,
         writable: false,
-        device: true,
+        kind: PageKind::Device,
     };
     platform.host.change(&(3..4), device);
     set(&vm, 0, 0..64, 0, NONE);
@@ -436,7 +434,7 @@ fn nobody_waits_for_the_end_of_a_long_operation() {
         }),
     ];
     let (platform, vm) = vm(PAGES + 8, REMAP_4K);
-    vm.set_policy("dirty_log", "dirty-bit").unwrap();
+    vm.set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
     set(&vm, 0, 0..PAGES, 0, NONE);
     let mut vcpu = vm.create_vcpu().unwrap();
     for (name, operation) in operations {
@@ -531,7 +529,7 @@ fn a_log_that_others_begin_is_had_when_it_has_begun() {
 fn a_huge_page_does_not_replace_the_table_that_nx_has_just_made() {
     for step in 0.. {
         let (platform, vm) = vm(MIB2, REMAP_2M);
-        vm.policy().set("nx_huge_pages", "on").unwrap();
+        vm.set_policy(Setting::NxHugePages(Switch::On));
         set(&vm, 0, 0..MIB2, 0, NONE);
         let executing = Arc::new(Mutex::new(None));
         let steps = AtomicU64::new(0);
@@ -572,14 +570,7 @@ fn a_huge_page_does_not_replace_the_table_that_nx_has_just_made() {
 #[test]
 fn address_spaces_are_apart() {
     let platform = SimPlatform::new(64);
-    let vm: Arc<TestVm> = Vm::new(
-        platform.clone(),
-        Config {
-            spaces: 2,
-            ..Config::default()
-        },
-    )
-    .unwrap();
+    let vm: Arc<TestVm> = Vm::new(platform.clone(), Config::default().with_spaces(2)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     let smm = region(0, 0..8, 0, NONE);
     vm.set_memory_region(1, &smm).unwrap();
@@ -638,7 +629,7 @@ fn no_slot_is_found_beyond_the_tables_however_many_bits_the_address_has() {
     let (_, vm) = vm(64, REMAP_4K);
     let mut vcpu = vm.create_vcpu().unwrap();
     set(&vm, 0, 0..64, 0, NONE);
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     for gfn in [slat_model::capacity::<Ept>(), 1 << 48, (1 << 52) - 1] {
         let gpa = Gpa(gfn << 12);
@@ -672,8 +663,8 @@ fn a_log_that_goes_to_rings_hears_of_pages_that_were_writable_before_it_began() 
 fn a_write_through_a_huge_leaf_survives_that_its_neighbours_are_cleared() {
     let (_, vm) = vm(1024, REMAP_2M);
     let mut vcpu = vm.create_vcpu().unwrap();
-    vm.policy().set("dirty_log", "dirty-bit").unwrap();
-    vm.policy().set("eager_page_split", "off").unwrap();
+    vm.set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
+    vm.set_policy(Setting::EagerPageSplit(Switch::Off));
     vm.set_manual_dirty_log(true, false);
     set(&vm, 0, 0..1024, 0, NONE);
     touch(&mut vcpu, 9, Write).unwrap();
@@ -691,7 +682,7 @@ fn revalidating_tells_a_page_that_is_there_from_one_that_is_gone() {
     let (platform, vm) = vm(64, REMAP_4K);
     let mut vcpu = vm.create_vcpu().unwrap();
     set(&vm, 0, 0..64, 0, NONE);
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     let gpa = Gpa(5 << 12);
     assert_eq!(vcpu.revalidate(gpa, HostMemory::hva(5), Write), Ok(()));
@@ -729,7 +720,7 @@ fn a_hardware_fault_installs_the_leaf_and_leaves_the_vcpu_outside() {
 fn a_log_with_manual_protection_asks_for_one_flush_to_begin_and_one_for_each_clear() {
     const PAGES: u64 = 8 * MIB2;
     let (_, vm) = vm(PAGES, REMAP_2M);
-    vm.set_policy("eager_page_split_chunk", "512").unwrap();
+    vm.set_policy(Setting::EagerPageSplitChunk(512));
     vm.set_manual_dirty_log(true, false);
     let mut vcpu = vm.create_vcpu().unwrap();
     let requests = |act: &mut dyn FnMut()| {

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
 use slat::{
-    Access, Config, DirtyGfn, DirtyRing, Ept, Gpa, Level, Region, SlotFlags, Stop, Vcpu, Vm,
+    Access, Config, DirtyGfn, DirtyLogError, DirtyRing, Ept, Gfn, Gpa, Level, Region, SlotFlags,
+    Stop, Vcpu, Vm,
 };
-use slat_model::{HostChange, HostMemory, RingClient, SimPlatform};
+use slat_model::{HostChange, HostMemory, PageKind, RingClient, SimPlatform};
 
 /// No multiple of 64: words of the bitmap lie across words of the tables.
 const BASE: u64 = 37;
@@ -18,26 +19,20 @@ fn vm() -> Arc<Vm<SimPlatform, Ept>> {
     let change = HostChange::Remap {
         level: Level::PAGE,
         writable: true,
-        device: false,
+        kind: PageKind::Ordinary,
     };
     platform.host.change(&(0..PAGES), change);
     Vm::new(platform, Config::default()).unwrap()
 }
 
 fn log(vm: &Vm<SimPlatform, Ept>) {
-    let region = Region {
-        slot: 3,
-        flags: SlotFlags::LOG_DIRTY_PAGES,
-        gpa: Gpa(BASE << 12),
-        size: PAGES << 12,
-        backing: HostMemory::hva(0),
-        private: None,
-    };
+    let region = Region::new(3, Gpa(BASE << 12), PAGES << 12, HostMemory::hva(0))
+        .with_flags(SlotFlags::LOG_DIRTY_PAGES);
     vm.set_memory_region(0, &region).unwrap();
 }
 
 fn write(vcpu: &mut Vcpu<SimPlatform, Ept>, pages: impl IntoIterator<Item = u64>) {
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     for page in pages {
         let gpa = Gpa((BASE + page) << 12);
@@ -246,4 +241,31 @@ fn a_ring_entry_that_names_no_page_of_its_slot_is_reset_and_means_nothing() {
         vm.zap(0, slat::Gfn(0)..slat::Gfn(1 << 20));
     }
     vm.audit().unwrap();
+}
+
+#[test]
+fn what_a_device_writes_is_in_the_log_that_is_taken_next() {
+    let vm = vm();
+    log(&vm);
+    // Frames on both sides of the slot, too.
+    vm.mark_dirty(0, Gfn(0)..Gfn(BASE + 2)).unwrap();
+    vm.mark_dirty(0, Gfn(BASE + 70)..Gfn(BASE + 75)).unwrap();
+    vm.mark_dirty(0, Gfn(BASE + PAGES - 1)..Gfn(u64::MAX))
+        .unwrap();
+    let mut words = [0; 5];
+    vm.get_dirty_log(0, 3, &mut words).unwrap();
+    let told: Vec<u64> = (0..PAGES).filter(|page| bit(&words, *page)).collect();
+    assert_eq!(told, [0, 1, 70, 71, 72, 73, 74, PAGES - 1]);
+    vm.get_dirty_log(0, 3, &mut words).unwrap();
+    assert_eq!(words, [0; 5]);
+}
+
+#[test]
+fn a_device_cannot_write_to_rings() {
+    let vm = vm();
+    vm.use_dirty_rings();
+    log(&vm);
+    let error = vm.mark_dirty(0, Gfn(BASE)..Gfn(BASE + 1));
+    assert_eq!(error, Err(DirtyLogError::Rings));
+    vm.mark_dirty(0, Gfn(0)..Gfn(BASE)).unwrap();
 }

@@ -6,7 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use slat::{Access, Config, Ept, Gpa, Level, Region, SlotFlags, Stop, Vm};
-use slat_model::{Event, HostChange, HostMemory, SimPlatform};
+use slat::{DirtyLogMethod, Setting};
+use slat_model::{Event, HostChange, HostMemory, PageKind, SimPlatform};
 
 const PAGES: u64 = 1 << 14;
 const HARVESTERS: u64 = 8;
@@ -30,26 +31,20 @@ fn overtaken() -> Vec<u64> {
     let small = HostChange::Remap {
         level: Level::PAGE,
         writable: true,
-        device: false,
+        kind: PageKind::Ordinary,
     };
     platform.host.change(&(0..PAGES + 1), small);
     let vm: Arc<Vm<SimPlatform, Ept>> = Vm::new(platform, Config::default()).unwrap();
-    vm.set_policy("dirty_log", "dirty-bit").unwrap();
+    vm.set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
     let set = |slot, pages, flags| {
         let first = u64::from(slot) * PAGES;
-        let region = Region {
-            slot,
-            flags,
-            gpa: Gpa(first << 12),
-            size: pages << 12,
-            backing: HostMemory::hva(first),
-            private: None,
-        };
+        let region = Region::new(slot, Gpa(first << 12), pages << 12, HostMemory::hva(first))
+            .with_flags(flags);
         vm.set_memory_region(0, &region).unwrap();
     };
     let touch = |gfn: u64| {
         let mut vcpu = vm.create_vcpu().unwrap();
-        vcpu.enter(1);
+        vcpu.enter_unguarded(1);
         vcpu.quiesce();
         while vcpu.translate(Gpa(gfn << 12), Access::Read) == Err(Stop::Retry) {
             vcpu.quiesce();

@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use slat::format::Stage2;
 use slat::{
-    Access, Config, DirtyGfn, DirtyRing, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva,
-    MAX_SLOTS, MemoryAttributes, OutOfMemory, Pfn, Platform, Region, ResolveError, SlotFlags,
-    Stale, Stop, TableMeta, Vm, VmId, WaitFor,
+    Access, Config, DirtyGfn, DirtyRing, DirtyRingError, Entries, Ept, Format, Gfn, Gpa, HostPage,
+    HostRun, Hva, MAX_SLOTS, MemoryAttributes, OutOfMemory, Pfn, Platform, Region, ResolveError,
+    SlotFlags, Stale, Stop, TableMeta, Vm, VmId, WaitFor,
 };
+use slat::{DirtyLogMethod, Setting};
 use slat_model::{FailingHeap, HostMemory, SimPlatform};
 
 #[global_allocator]
@@ -59,14 +60,7 @@ const NONE: SlotFlags = SlotFlags(0);
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 
 fn region(slot: u32, flags: SlotFlags, gfn: u64, pages: u64, page: u64) -> Region {
-    Region {
-        slot,
-        flags,
-        gpa: Gpa(gfn << 12),
-        size: pages << 12,
-        backing: HostMemory::hva(page),
-        private: None,
-    }
+    Region::new(slot, Gpa(gfn << 12), pages << 12, HostMemory::hva(page)).with_flags(flags)
 }
 
 /// Slots with private backing lie in these frames.
@@ -74,10 +68,7 @@ const PRIVATE_GFN: u64 = 5000;
 
 /// A slot of 64 pages with private backing.
 fn private_region(slot: u32, gfn: u64) -> Region {
-    Region {
-        private: Some(HostMemory::hva(gfn - PRIVATE_GFN)),
-        ..region(slot, NONE, gfn, 64, 1536)
-    }
+    region(slot, NONE, gfn, 64, 1536).with_private(Some(HostMemory::hva(gfn - PRIVATE_GFN)))
 }
 
 /// A change that a client asks for; it answers KVM's errno.
@@ -85,7 +76,7 @@ type Change<'a, F> = &'a dyn Fn(&TestVm<F>) -> Result<(), i32>;
 
 fn touch<F: Format>(vm: &Arc<TestVm<F>>, gfn: u64) {
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     while vcpu.translate(Gpa(gfn << 12), Access::Write) == Err(Stop::Retry) {
         vcpu.quiesce();
@@ -136,7 +127,7 @@ struct Seen {
 fn see<F: Format>(vm: &Arc<TestVm<F>>) -> Seen {
     vm.audit().unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     let slots = (0..6000).map(|gfn| vcpu.slot_at(Gpa(gfn << 12)));
     let slots = slots.collect();
     vcpu.leave();
@@ -260,10 +251,7 @@ fn the_same_where_leaves_are_broken_before_they_are_made() {
 /// slots, in ascending order.
 fn bytes_per_change(slots: u32) -> [Vec<usize>; 2] {
     let platform = Arc::new(Spared(SimPlatform::new(PAGES)));
-    let config = Config {
-        spaces: 2,
-        ..Config::default()
-    };
+    let config = Config::default().with_spaces(2);
     let vm = Vm::<_, Ept>::new(platform, config).unwrap();
     let at = |slot: u32, pages| {
         let page = u64::from(slot) % PAGES;
@@ -301,10 +289,7 @@ fn a_change_takes_place_in_the_nodes_there_are_or_splits_a_path_of_them() {
 
 #[test]
 fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
-    let config = Config {
-        spaces: 2,
-        ..Config::default()
-    };
+    let config = Config::default().with_spaces(2);
     for n in 0.. {
         let platform = SimPlatform::new(1);
         let shared = Arc::new(Spared(platform.clone()));
@@ -333,7 +318,7 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
     }
     let entries: Arc<[DirtyGfn]> = (0..128).map(|_| DirtyGfn::new()).collect();
     let (refused, failed) = FailingHeap::failing(0, false, || DirtyRing::new(entries.clone()));
-    assert!(matches!(refused, Err(OutOfMemory)) && failed);
+    assert!(matches!(refused, Err(DirtyRingError::OutOfMemory)) && failed);
     let ring = Arc::new(DirtyRing::new(entries).unwrap());
     let mut vcpu = vcpus.pop().unwrap();
     let refused = FailingHeap::failing(0, false, || vcpu.set_dirty_ring(ring.clone()));
@@ -347,7 +332,7 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
 fn a_move_that_notes_dirty_bits<F: Format>() {
     let platform = SimPlatform::new(PAGES);
     let vm = vm::<F>(&platform);
-    vm.set_policy("dirty_log", "dirty-bit").unwrap();
+    vm.set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
     let (slot, home, page) = (450, 3000, 1700);
     let at = |gfn| region(slot, LOGGED, gfn, 1, page);
     vm.set_memory_region(0, &at(home)).unwrap();

@@ -7,12 +7,13 @@ mod common;
 use std::ops::Range;
 use std::sync::Arc;
 
+use slat::Setting;
 use slat::format::Entry;
 use slat::{
     Access::{self, *},
     Config, Format, Gfn, Gpa, Level, Region, SlotFlags, Stats, Stop, Translation, Vcpu, Vm,
 };
-use slat_model::{HostChange, HostMemory, RingClient, SimPlatform};
+use slat_model::{HostChange, HostMemory, PageKind, RingClient, SimPlatform};
 
 const MIB2: u64 = 512;
 const GIB1: u64 = 1 << 18;
@@ -47,7 +48,7 @@ impl<F: Format> World<F> {
         let remap = HostChange::Remap {
             level,
             writable: true,
-            device: false,
+            kind: PageKind::Ordinary,
         };
         platform.host.change(&(0..host_pages), remap);
         let vm = Vm::new(platform, Config::default()).unwrap();
@@ -56,24 +57,23 @@ impl<F: Format> World<F> {
     }
 
     fn set(&self, gfns: Range<u64>, flags: SlotFlags) {
-        let region = Region {
-            slot: 0,
-            flags,
-            gpa: Gpa(gfns.start << 12),
-            size: (gfns.end - gfns.start) << 12,
-            backing: HostMemory::hva(gfns.start),
-            private: None,
-        };
+        let region = Region::new(
+            0,
+            Gpa(gfns.start << 12),
+            (gfns.end - gfns.start) << 12,
+            HostMemory::hva(gfns.start),
+        )
+        .with_flags(flags);
         self.vm.set_memory_region(0, &region).unwrap();
     }
 
     fn policy(&self, name: &str, value: &str) {
-        self.vm.set_policy(name, value).unwrap();
+        self.vm.set_policy(Setting::parse(name, value).unwrap());
     }
 
     /// One access by the vCPU, which comes in for it, and as often as it is told to.
     fn access(&mut self, gfn: u64, access: Access) -> Result<Translation, Stop> {
-        self.vcpu.enter(1);
+        self.vcpu.enter_unguarded(1);
         let answer = loop {
             self.vcpu.quiesce();
             match self.vcpu.translate(Gpa(gfn << 12), access) {
@@ -215,7 +215,7 @@ fn a_read_is_logged_and_maps_for_writing_where_kvm_does_so<F: Format>() {
             let read_only = HostChange::Remap {
                 level: Level::PAGE,
                 writable: false,
-                device: false,
+                kind: PageKind::Ordinary,
             };
             world.vm.platform().host.change(&(4..5), read_only);
             world.set(0..64, LOGGED);
@@ -440,7 +440,7 @@ fn a_fast_fix_is_a_fix_and_a_prefault_is_no_fault<F: Format>() {
     for flags in [LOGGED, SlotFlags::default()] {
         let (_, did) = world.during(|world| {
             world.set(0..MIB2, flags);
-            world.vcpu.enter(1);
+            world.vcpu.enter_unguarded(1);
             world.vcpu.quiesce();
             let range = |gfns: Range<u64>| Gpa(gfns.start << 12)..Gpa(gfns.end << 12);
             assert_eq!(world.vcpu.prefault(range(0..MIB2)), Ok(MIB2 << 12));

@@ -1,18 +1,19 @@
 //! NX huge pages: what an execution fault does to the leaf in its way, and how it is counted.
 
+use slat::Setting;
 use slat::format::{Npt, Stage2, Sv48x4};
 use slat::{
     Access::{self, *},
-    Config, Ept, Format, Gpa, Level, Region, SlotFlags, Stats, Stop, Vcpu, Vm,
+    Config, Ept, Format, Gpa, Level, Region, Stats, Stop, Vcpu, Vm,
 };
-use slat_model::{HostChange, HostMemory, SimPlatform};
+use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
 const MIB2: u64 = 512;
 const GIB1: u64 = 1 << 18;
 
 /// One access, made again as often as it is asked to be.
 fn touch<F: Format>(vcpu: &mut Vcpu<SimPlatform, F>, gfn: u64, access: Access) -> Level {
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     let level = loop {
         vcpu.quiesce();
         match vcpu.translate(Gpa(gfn << 12), access) {
@@ -32,7 +33,7 @@ fn execute<F: Format>(splits: &str, at: &[u64]) -> Stats {
     let giga = HostChange::Remap {
         level: Level::GIGA,
         writable: true,
-        device: false,
+        kind: PageKind::Ordinary,
     };
     platform.host.change(&(0..GIB1), giga);
     let vm = Vm::<_, F>::new(platform, Config::default()).unwrap();
@@ -41,20 +42,10 @@ fn execute<F: Format>(splits: &str, at: &[u64]) -> Stats {
         ("nx_huge_pages_split", splits),
         ("prefetch", "off"),
     ] {
-        vm.set_policy(policy, value).unwrap();
+        vm.set_policy(Setting::parse(policy, value).unwrap());
     }
-    vm.set_memory_region(
-        0,
-        &Region {
-            slot: 0,
-            flags: SlotFlags(0),
-            gpa: Gpa(0),
-            size: GIB1 << 12,
-            backing: HostMemory::hva(0),
-            private: None,
-        },
-    )
-    .unwrap();
+    vm.set_memory_region(0, &Region::new(0, Gpa(0), GIB1 << 12, HostMemory::hva(0)))
+        .unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(touch(&mut vcpu, 0, Write), Level::GIGA);
     let before = vm.stats();

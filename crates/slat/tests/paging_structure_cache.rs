@@ -11,9 +11,10 @@ use std::thread;
 
 use slat::{
     Access::{self, *},
-    Config, Format, Gfn, Gpa, Hpa, Hva, Level, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
+    Config, Format, Gfn, Gpa, Hpa, Hva, Level, Region, Stop, Translation, Vcpu, Vm,
 };
-use slat_model::{Event, HostChange, HostMemory, SimPlatform};
+use slat::{Prefetch, Setting};
+use slat_model::{Event, HostChange, HostMemory, PageKind, SimPlatform};
 
 on_every_format! {
     a_second_look_up_in_a_table_reads_no_other_table,
@@ -36,14 +37,7 @@ struct World<F: Format> {
 }
 
 fn region(gfn: u64, pages: u64) -> Region {
-    Region {
-        slot: 0,
-        flags: SlotFlags(0),
-        gpa: Gpa(gfn << 12),
-        size: pages << 12,
-        backing: HostMemory::hva(0),
-        private: None,
-    }
+    Region::new(0, Gpa(gfn << 12), pages << 12, HostMemory::hva(0))
 }
 
 fn hvas(pages: Range<u64>) -> Range<Hva> {
@@ -75,10 +69,10 @@ impl<F: Format> World<F> {
             }
         });
         let vm = Vm::new(platform, Config::default()).unwrap();
-        vm.set_policy("prefetch", "off").unwrap();
+        vm.set_policy(Setting::Prefetch(Prefetch::Off));
         vm.set_memory_region(0, &region(0, PAGES)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
-        vcpu.enter(1);
+        vcpu.enter_unguarded(1);
         vcpu.quiesce();
         World { vm, vcpu, reads }
     }
@@ -161,9 +155,9 @@ fn the_cache_is_void_after_every_end_of_a_section<F: Format>() {
         ("quiesce", |vcpu| vcpu.quiesce()),
         ("leave and enter", |vcpu| {
             vcpu.leave();
-            vcpu.enter(1);
+            vcpu.enter_unguarded(1);
         }),
-        ("enter in a section", |vcpu| vcpu.enter(1)),
+        ("enter in a section", |vcpu| vcpu.enter_unguarded(1)),
         ("outside, for the host's page", |vcpu| {
             let gpa = Gpa(5 << 12);
             vcpu.revalidate(gpa, HostMemory::hva(5), Read).unwrap();
@@ -191,7 +185,7 @@ fn no_page_is_used_through_a_detached_table_after_the_quiescent_point<F: Format>
             let huge = HostChange::Remap {
                 level: Level::MEGA,
                 writable: true,
-                device: false,
+                kind: PageKind::Ordinary,
             };
             vm.platform().host.change(&pages, huge);
             drop(invalidation);
@@ -220,7 +214,7 @@ fn a_page_that_has_moved_is_not_found_in_its_old_table_again<F: Format>() {
     world.vcpu.leave();
     // With a flush since the slot was made, its move waits for nobody before it is published.
     world.vm.zap(0, Gfn(0)..Gfn(1));
-    world.vcpu.enter(1);
+    world.vcpu.enter_unguarded(1);
     world.vcpu.quiesce();
     let gfn = TABLE + 1;
     // Read only: a write needs the dirty bit, which is not set.
@@ -235,7 +229,7 @@ fn a_page_that_has_moved_is_not_found_in_its_old_table_again<F: Format>() {
         });
         world.wait_for_a_flush();
         let mut other = world.vm.create_vcpu().unwrap();
-        other.enter(2);
+        other.enter_unguarded(2);
         // Where break-before-make is asked for, the other one waits for the flush, too.
         let new = (!F::BREAK_BEFORE_MAKE).then(|| touch(&mut other, gfn, Read));
         other.leave();

@@ -53,7 +53,10 @@ mod engine_and_model_agree_on {
 #[test]
 fn the_generator_knows_every_policy() {
     let known: BTreeSet<_> = POLICIES.iter().map(|(name, _)| *name).collect();
-    let all: BTreeSet<_> = Policy::default().iter().map(|(name, _)| name).collect();
+    let all: BTreeSet<_> = Policy::default()
+        .iter()
+        .map(|policy| policy.name())
+        .collect();
     assert_eq!(known, all);
 }
 

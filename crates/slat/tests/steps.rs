@@ -9,7 +9,8 @@ use slat::{
     Access::Write, Config, Format, Gfn, Gpa, Level, MemoryAttributes, Region, SlotFlags, Stop, Vm,
     WaitFor, format::Npt, format::Stage2,
 };
-use slat_model::{Event, HostChange, HostMemory, SimPlatform};
+use slat::{DirtyLogMethod, Setting};
+use slat_model::{Event, HostChange, HostMemory, PageKind, SimPlatform};
 
 /// No multiple of what a section may look at, nor of a table.
 const PAGES: u64 = 2 * 4096 + 700;
@@ -20,26 +21,19 @@ fn machine(pages: u64) -> Arc<SimPlatform> {
     let change = HostChange::Remap {
         level: Level::PAGE,
         writable: true,
-        device: false,
+        kind: PageKind::Ordinary,
     };
     platform.host.change(&(0..pages), change);
     platform
 }
 
 fn region(slot: u32, base: u64, flags: SlotFlags) -> Region {
-    Region {
-        slot,
-        flags,
-        gpa: Gpa(base << 12),
-        size: PAGES << 12,
-        backing: HostMemory::hva(0),
-        private: None,
-    }
+    Region::new(slot, Gpa(base << 12), PAGES << 12, HostMemory::hva(0)).with_flags(flags)
 }
 
 fn write<F: Format>(vm: &Arc<Vm<SimPlatform, F>>, base: u64) {
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     for gfn in base..base + PAGES {
         while vcpu.translate(Gpa(gfn << 12), Write) == Err(Stop::Retry) {
@@ -63,7 +57,7 @@ fn in_log<F: Format>(vm: &Vm<SimPlatform, F>, slot: u32) -> u64 {
 
 fn zaps_and_harvests<F: Format>(log: &str) {
     let vm = Vm::<_, F>::new(machine(PAGES), Config::default()).unwrap();
-    vm.set_policy("dirty_log", log).unwrap();
+    vm.set_policy(Setting::parse("dirty_log", log).unwrap());
     vm.set_memory_region(0, &region(0, BASE, SlotFlags::LOG_DIRTY_PAGES))
         .unwrap();
     for round in 0..2 {
@@ -109,11 +103,9 @@ fn an_operation_on_a_backing_comes_to_every_page_of_every_slot() {
         let shared = region(slot as u32, base, SlotFlags(0));
         vm.set_memory_region(0, &shared).unwrap();
     }
-    let private = Region {
-        backing: HostMemory::hva(PAGES),
-        private: Some(HostMemory::hva(0)),
-        ..region(3, 30_000, SlotFlags(0))
-    };
+    let private = region(3, 30_000, SlotFlags(0))
+        .with_backing(HostMemory::hva(PAGES))
+        .with_private(Some(HostMemory::hva(0)));
     vm.set_memory_region(0, &private).unwrap();
     let gfns = Gfn(30_000)..Gfn(30_000 + PAGES);
     vm.set_memory_attributes(gfns, MemoryAttributes::PRIVATE)
@@ -139,7 +131,7 @@ fn a_slot_in_place_of_the_one_whose_log_is_taken(first: Region, second: Region) 
     const WRITTEN: u32 = 4;
     let platform = machine(PAGES);
     let vm = Vm::<_, Npt>::new(platform.clone(), Config::default()).unwrap();
-    vm.set_policy("dirty_log", "dirty-bit").unwrap();
+    vm.set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
     let logged = SlotFlags::LOG_DIRTY_PAGES;
     vm.set_memory_region(0, &region(0, BASE, logged)).unwrap();
     write(&vm, BASE);
@@ -208,7 +200,7 @@ fn a_slot_in_place_of_the_one_whose_log_is_taken(first: Region, second: Region) 
 fn a_log_that_is_taken_is_not_that_of_another_slot() {
     let logged = SlotFlags::LOG_DIRTY_PAGES;
     let again = region(0, BASE, logged);
-    let gone = Region { size: 0, ..again };
+    let gone = again.with_size(0);
     let far = region(0, 1 << 19, logged);
     a_slot_in_place_of_the_one_whose_log_is_taken(far, region(1, BASE, logged));
     a_slot_in_place_of_the_one_whose_log_is_taken(gone, again);

@@ -8,6 +8,7 @@ use core::ops::Range;
 use core::ptr;
 use core::sync::atomic::Ordering::SeqCst;
 
+use slat::Setting;
 use slat::{
     Config, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags, Stale, Stats, Vm,
 };
@@ -48,10 +49,7 @@ impl<M: Machine> Bench<'_, M> {
         policies: &[(&str, &str)],
     ) -> Result<TestVm<M>, String> {
         self.host.begin(level);
-        let config = Config {
-            physical_bits: M::physical_bits(),
-            ..Config::default()
-        };
+        let config = Config::default().with_physical_bits(M::physical_bits());
         let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;
         // The tables of the VM before were freed, and their frames may be reused. A CPU that does not tag translations with
         // their VM may still cache them.
@@ -59,17 +57,15 @@ impl<M: Machine> Bench<'_, M> {
         M::flush_guests(vm.id(), &everything, Stale::ANYTHING);
         for (name, value) in policies {
             let refused = |error| format!("{name}={value}: {error}");
-            vm.set_policy(name, value).map_err(refused)?;
+            vm.set_policy(Setting::parse(name, value).map_err(refused)?);
         }
         self.host.load(M::Cpu::program());
-        let code = Region {
-            slot: CODE_SLOT,
-            flags: SlotFlags::default(),
-            gpa: CODE,
-            size: CODE_PAGES * PAGE_SIZE,
-            backing: Hva(self.host.small().0),
-            private: None,
-        };
+        let code = Region::new(
+            CODE_SLOT,
+            CODE,
+            CODE_PAGES * PAGE_SIZE,
+            Hva(self.host.small().0),
+        );
         set_region::<M>(&vm, &code)?;
         Ok(TestVm {
             guest: Guest::new(&vm)?,
@@ -80,14 +76,7 @@ impl<M: Machine> Bench<'_, M> {
 
     /// Returns the data slot, of `size` bytes.
     pub(crate) fn data_slot(&self, size: u64, flags: SlotFlags) -> Region {
-        Region {
-            slot: DATA_SLOT,
-            flags,
-            gpa: DATA,
-            size,
-            backing: Hva(self.host.large().0),
-            private: None,
-        }
+        Region::new(DATA_SLOT, DATA, size, Hva(self.host.large().0)).with_flags(flags)
     }
 
     /// Returns the backing of `pages` of the data slot.

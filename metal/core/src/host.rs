@@ -9,7 +9,7 @@ use core::ptr::{self, NonNull};
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
 use slat::{
-    Access, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, MemoryType, PAGE_SIZE, Pfn, Platform,
+    Access, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, PAGE_SIZE, Pfn, Platform,
     ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 use slat_model::{Lock, Tlb};
@@ -160,12 +160,7 @@ impl<M: Machine> Host<M> {
         } else {
             page
         };
-        Some(HostPage {
-            pfn: Hpa(host).pfn(),
-            level,
-            writable: true,
-            memory: MemoryType::WriteBack,
-        })
+        Some(HostPage::new(Hpa(host).pfn(), level))
     }
 }
 

@@ -17,7 +17,7 @@ use core::error::Error;
 use metal_core::{Command, Cpu, Exit, Heap, Host, Machine, Op};
 use metal_x86::{MEMORY, Pc, Virtualization, print};
 use slat::format::Npt;
-use slat::{Config, Gpa, Hva, PAGE_SIZE, Region, SlotFlags, Stop, Vm};
+use slat::{Config, Gpa, Hva, PAGE_SIZE, Region, Stop, Vm};
 
 use svm::Svm;
 
@@ -48,24 +48,14 @@ fn hypervisor(cpu: &mut Svm, host: Arc<Host<Pc<Svm>>>) -> Result<(), Box<dyn Err
     const BEYOND: u64 = 3;
 
     // The guest's memory: which host memory backs which guest-physical address. No table is filled yet.
-    let config = Config {
-        physical_bits: Pc::<Svm>::physical_bits(),
-        ..Config::default()
-    };
+    let config = Config::default().with_physical_bits(Pc::<Svm>::physical_bits());
     let vm = Vm::<_, Npt>::new(host.clone(), config)?;
     let slots = [
         (CODE, PAGE_SIZE, host.small()),
         (RAM, PAGES * PAGE_SIZE, host.large()),
     ];
     for (slot, (gpa, size, backing)) in (0..).zip(slots) {
-        let region = Region {
-            slot,
-            flags: SlotFlags::default(),
-            gpa,
-            size,
-            backing: Hva(backing.0),
-            private: None,
-        };
+        let region = Region::new(slot, gpa, size, Hva(backing.0));
         vm.set_memory_region(0, &region)?;
     }
     host.load(Svm::program());

@@ -134,7 +134,7 @@ fn write(
     lock: Option<&Mutex<()>>,
 ) -> Result<Ran, Failure> {
     let (began, cpu) = (Instant::now(), thread_time());
-    vcpu.enter(0);
+    vcpu.enter_unguarded(0);
     for page in pages {
         let _held = lock.map(spin);
         vcpu.translate(Gpa(FIRST + page * PAGE), Access::Write)?;

@@ -7,6 +7,7 @@ pub mod guest;
 mod interrupts;
 pub mod memory;
 
+use slat::Setting;
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -173,7 +174,10 @@ impl<'m, A: Api> Machine<'m, A> {
     /// If there is no such policy, or it does not have the value.
     pub fn set_policy(&self, name: &str, value: &str) -> Result<(), Failure> {
         match self.engine() {
-            Some(engine) => Ok(engine.set_policy(name, value)?),
+            Some(engine) => {
+                engine.set_policy(Setting::parse(name, value)?);
+                Ok(())
+            }
             None => Ok(()),
         }
     }

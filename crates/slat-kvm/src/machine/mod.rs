@@ -95,7 +95,7 @@ impl VcpuMachine {
     pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
         self.engine.leave();
         let result = work(self);
-        self.engine.enter(thread_id());
+        self.engine.enter_unguarded(thread_id());
         result
     }
 

@@ -67,14 +67,14 @@ impl VmObject {
         // Now, because the seccomp filter of a vCPU's thread may forbid the system call later.
         let start = region.userspace_addr as usize;
         slat_host::mappings::learn(start..start + len);
-        let engine_region = Region {
-            slot: region.slot & 0xffff,
-            flags: SlotFlags(flags),
-            gpa: Gpa(region.guest_phys_addr),
+        let engine_region = Region::new(
+            region.slot & 0xffff,
+            Gpa(region.guest_phys_addr),
             size,
-            backing: Hva(region.userspace_addr),
-            private,
-        };
+            Hva(region.userspace_addr),
+        )
+        .with_flags(SlotFlags(flags))
+        .with_private(private);
         self.engine
             .set_memory_region((region.slot >> 16) as usize, &engine_region)
             .map_err(|error| {

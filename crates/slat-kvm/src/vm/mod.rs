@@ -30,7 +30,7 @@ use crate::msr_filter::MsrFilter;
 use crate::options::Options;
 use crate::quirks::Quirks;
 use crate::vfio::Devices;
-use crate::{notify, parameters, policy, recovery, report, vcpu_common};
+use crate::{notify, policy, recovery, report, vcpu_common};
 use kvm_bindings::*;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
@@ -74,9 +74,9 @@ impl VmObject {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
-        let engine =
-            EngineVm::new(policies.format, platform, slat::Config::default()).map_err(no_memory)?;
-        parameters::apply(&engine)?;
+        let mut config = slat::Config::default();
+        config.policy = policy::of_new_vms()?.get();
+        let engine = EngineVm::new(policies.format, platform, config).map_err(no_memory)?;
         notify::register(&engine);
         recovery::begin();
         vcpu_common::prepare();

@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
 
-use slat::{Access, Attention, Format, Gpa, Hva, Level, MemoryType, Stop, Translation};
+use slat::{Access, Attention, Format, Gpa, Hva, Level, Stop, Translation};
 
 use super::Runner;
 use crate::host::HostMemory;
 use crate::machine::Machine;
-use crate::model::Expected;
+use crate::model::{Expected, is_executable};
 use crate::setup::{SPACES, VCPUS, space_of};
 
 /// A bit of the attention word that the engine leaves to its client.
@@ -25,7 +25,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     /// Enters a vCPU. The translations that it still remembers must be right.
     pub(super) fn enter(&mut self, i: usize) {
         let cpu = &mut self.cpus[i];
-        cpu.vcpu.enter(i + 1);
+        cpu.vcpu.enter_unguarded(i + 1);
         if cpu.vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0 {
             cpu.tlb.clear();
             cpu.vcpu.quiesce();
@@ -361,7 +361,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             };
             assert!(gfns.all(|gfn| model.may_write(machine, gfn)), "{}", at());
         }
-        let executable = page.memory == MemoryType::WriteBack;
+        let executable = is_executable(&page);
         let huge = translation.level > Level::PAGE;
         let withheld = self.nx && huge && !translation.execute;
         assert!(translation.execute == executable || withheld, "{}", at());

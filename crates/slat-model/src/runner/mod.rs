@@ -8,7 +8,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use slat::{Config, Format, Pfn, Platform, Region, RegionError, SlotFlags, Translation, Vcpu, Vm};
+use slat::{
+    Config, Format, Pfn, Platform, Region, RegionError, Setting, SlotFlags, Translation, Vcpu, Vm,
+};
 
 use crate::host::HostMemory;
 use crate::machine::Machine;
@@ -75,10 +77,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             machine.pages()
         );
         let platform = Watched::of(&*machine, tlb);
-        let config = Config {
-            spaces: SPACES,
-            ..Config::default()
-        };
+        let config = Config::default().with_spaces(SPACES);
         let vm = Vm::new(platform.clone(), config).unwrap_or_else(|error| {
             let why = platform.violations();
             panic!(
@@ -217,7 +216,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             }
             Op::Quiesce(i) => {
                 let cpu = &mut self.cpus[*i];
-                cpu.vcpu.enter(*i);
+                cpu.vcpu.enter_unguarded(*i);
                 cpu.tlb.clear();
                 cpu.vcpu.quiesce();
                 cpu.vcpu.leave();
@@ -260,10 +259,10 @@ impl<M: Machine, F: Format> Runner<M, F> {
     }
 
     fn set_policy(&mut self, name: &'static str, value: &'static str) {
-        self.vm.set_policy(name, value).unwrap();
-        let shown = self.vm.policy().iter().find(|(known, _)| *known == name);
-        let shown = shown.expect("it was set").1.to_string();
-        assert_eq!(shown, value, "policy {name}");
+        let setting = Setting::parse(name, value).unwrap();
+        self.vm.set_policy(setting);
+        let set = self.vm.policy().iter().any(|policy| policy == setting);
+        assert!(set, "policy {name}={value}");
         self.policies.insert(name, value);
         self.nx |= self.is_on("nx_huge_pages", false);
         for model in &mut self.models {
@@ -311,13 +310,14 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let found = self.cpus[i].vcpu.slot_at(slat::Gpa(gpa));
         self.cpus[i].vcpu.leave();
         let expected = self.models[space_of(i)].slot_at(gpa >> 12);
-        let expected = expected.map(|(id, slot)| Region {
-            slot: id,
-            flags: SlotFlags(slot.flags),
-            gpa: slat::Gpa(slot.base << 12),
-            size: slot.pages << 12,
-            backing: slat::Hva(slot.backing),
-            private: None,
+        let expected = expected.map(|(id, slot)| {
+            Region::new(
+                id,
+                slat::Gpa(slot.base << 12),
+                slot.pages << 12,
+                slat::Hva(slot.backing),
+            )
+            .with_flags(SlotFlags(slot.flags))
         });
         assert_eq!(found, expected, "the slot at {gpa:#x}");
         if found.is_some() {

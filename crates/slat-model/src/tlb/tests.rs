@@ -19,6 +19,7 @@ fn leaf<F: Format>(page: u64) -> u64 {
         write: true,
         execute: true,
         may_write: false,
+        may_execute: false,
         accessed: true,
         dirty: true,
         memory: MemoryType::WriteBack,

@@ -8,8 +8,8 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
 use slat::{
-    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, MemoryType, PAGE_SIZE, Pfn, Platform,
-    ResolveError, Stale, TableMeta, VmId, WaitFor,
+    Access, Entries, Gfn, HostPage, HostRun, Hva, Level, PAGE_SIZE, Pfn, Platform, ResolveError,
+    Stale, TableMeta, VmId, WaitFor,
 };
 use slat_model::{HostChange, Tlb};
 
@@ -120,12 +120,7 @@ unsafe impl Platform for Own {
 
 impl Own {
     pub fn new(pages: u64, tlb: Arc<Tlb>) -> Self {
-        let page = |number| HostPage {
-            pfn: MEMORY.add(number),
-            level: Level::MEGA,
-            writable: true,
-            memory: MemoryType::WriteBack,
-        };
+        let page = |number| HostPage::new(MEMORY.add(number), Level::MEGA);
         let pages = pages.min(1 << 14);
         Own {
             tables: TABLES.map(|_| Table::default()).collect(),
@@ -159,10 +154,7 @@ impl Own {
             .take(around.end as usize)
             .skip(around.start as usize)
         {
-            *page = page.map(|page| HostPage {
-                level: Level::PAGE,
-                ..page
-            });
+            *page = page.map(|page| page.with_level(Level::PAGE));
         }
         for number in range.clone() {
             let huge = number / 512 * 512..number / 512 * 512 + 512;
@@ -171,12 +163,9 @@ impl Own {
                 false => Level::PAGE,
             };
             pages[number as usize] = match change {
-                HostChange::Remap { writable, .. } => Some(HostPage {
-                    pfn: next.add(number),
-                    level,
-                    writable,
-                    memory: MemoryType::WriteBack,
-                }),
+                HostChange::Remap { writable, .. } => {
+                    Some(HostPage::new(next.add(number), level).with_writable(writable))
+                }
                 _ => None,
             };
         }

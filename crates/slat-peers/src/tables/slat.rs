@@ -37,7 +37,7 @@ pub fn round<F: Format>(name: &str, order: &Order, samples: &mut Samples) {
         let vm = vm::<F>(Level::PAGE);
         let mut vcpu = vm.create_vcpu().expect("memory for a vCPU");
         set(&vm, NONE, PAGES);
-        vcpu.enter(0);
+        vcpu.enter_unguarded(0);
         add("map", time(|| prefault(&mut vcpu)).0);
         let first = time(|| translate::<F, true>(&mut vcpu, order));
         add("translate-first", first.0);
@@ -54,7 +54,7 @@ pub fn round<F: Format>(name: &str, order: &Order, samples: &mut Samples) {
         assert_eq!(vm.stats().pages_4k, 0);
 
         set(&vm, NONE, PAGES);
-        vcpu.enter(0);
+        vcpu.enter_unguarded(0);
         prefault(&mut vcpu);
         vcpu.leave();
         add(
@@ -73,7 +73,7 @@ fn split_huge<F: Format>(add: &mut impl FnMut(&str, f64)) {
     vm.set_manual_dirty_log(true, true);
     let mut vcpu = vm.create_vcpu().expect("memory for a vCPU");
     set(&vm, NONE, PAGES);
-    vcpu.enter(0);
+    vcpu.enter_unguarded(0);
     prefault(&mut vcpu);
     vcpu.leave();
     set(&vm, SlotFlags::LOG_DIRTY_PAGES, PAGES);

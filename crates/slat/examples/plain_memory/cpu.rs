@@ -41,7 +41,7 @@ impl Cpu {
         then: impl Fn(&AtomicU64) -> R,
     ) -> Result<R, Stop> {
         loop {
-            self.vcpu.enter(0);
+            self.vcpu.enter_unguarded(0);
             let page = self.vcpu.translate(gpa, access);
             let result = page.map(|Translation { host, .. }| {
                 let address = Hpa(host.0 + gpa.offset());

@@ -10,8 +10,8 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 
 use slat::{
-    Access, ENTRIES, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, MemoryType, PAGE_SIZE, Pfn,
-    Platform, ResolveError, Stale, TableMeta, VmId, WaitFor,
+    Access, ENTRIES, Entries, Gfn, HostPage, HostRun, Hpa, Hva, Level, PAGE_SIZE, Pfn, Platform,
+    ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 
 /// A page of memory, as the words in it. It has the layout of [`Entries`]: a table is a page whose words are entries.
@@ -123,12 +123,7 @@ impl PlainMemory {
 /// What the engine is told of a page that is resident in `pfn`. A host that maps larger pages says so by `level`, and the engine
 /// uses leaves of that level.
 pub fn page(pfn: Pfn) -> HostPage {
-    HostPage {
-        pfn,
-        level: Level::PAGE,
-        writable: true,
-        memory: MemoryType::WriteBack,
-    }
+    HostPage::new(pfn, Level::PAGE)
 }
 
 // SAFETY:

@@ -11,9 +11,8 @@
 //! DBM says that the guest may write, and S2AP\[1\], which is then set by the first write, that it
 //! did ("Hardware management of the dirty state").
 
-use super::{Entry, Format, Leaf, bit};
+use super::{Entry, Format, Leaf, MemoryType, bit};
 use crate::addr::{Access, Level, Pfn};
-use crate::platform::MemoryType;
 
 /// Stage 2 tables for `IPA_BITS` (39 to 48) bits of intermediate physical address. Where the upper
 /// level would have at most 16 entries, that many tables of the level below are concatenated
@@ -28,9 +27,11 @@ const VALID: u64 = 1 << 0;
 const TABLE_OR_PAGE: u64 = 1 << 1;
 /// What every descriptor of a table has beside the address.
 const TABLE: u64 = VALID | TABLE_OR_PAGE;
-/// MemAttr[3:0], bits 5:2: 0b1111 is Normal, inner and outer write-back; 0b0001 Device-nGnRE.
+/// MemAttr[3:0], bits 5:2: 0b1111 is Normal, inner and outer write-back; 0b0101 Normal, inner and outer
+/// Non-cacheable, which gathers stores; 0b0001 Device-nGnRE.
 const MEMORY_TYPE: u64 = 0b1111 << 2;
 const WRITE_BACK: u64 = 0b1111 << 2;
+const NON_CACHEABLE: u64 = 0b0101 << 2;
 const DEVICE: u64 = 0b0001 << 2;
 /// S2AP[0]: readable.
 const READ: u64 = 1 << 6;
@@ -50,6 +51,9 @@ const MAY_WRITE: u64 = 1 << 55;
 /// Dirty, as seen by a software walker or set at the write fault. With hardware dirty state it is for
 /// leaves that are write-protected, in which S2AP[1] would make them writable.
 const DIRTY: u64 = 1 << 56;
+
+/// In an invalid descriptor this bit is [`CLEARED`], which a broken leaf is told from by [`BROKEN`].
+const MAY_EXECUTE: u64 = 1 << 57;
 
 /// An invalid descriptor is ignored from bit 1 on. Bits 3:2 tell what it is, if neither bit 57 nor 58 does.
 const ANNOTATION: u64 = 0b11 << 2;
@@ -119,10 +123,12 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
             write: bits & Self::WRITE != 0,
             execute: bits & NO_EXECUTE == 0,
             may_write: bits & MAY_WRITE != 0,
+            may_execute: bits & MAY_EXECUTE != 0,
             accessed: bits & ACCESSED != 0,
             dirty: bits & (Self::DIRTY | DIRTY) != 0,
             memory: match bits & MEMORY_TYPE {
                 WRITE_BACK => MemoryType::WriteBack,
+                NON_CACHEABLE => MemoryType::WriteCombining,
                 _ => MemoryType::Device,
             },
         }
@@ -189,6 +195,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
     fn leaf(leaf: Leaf, level: Level) -> u64 {
         let memory = match leaf.memory {
             MemoryType::WriteBack => WRITE_BACK | INNER_SHAREABLE,
+            MemoryType::WriteCombining => NON_CACHEABLE,
             MemoryType::Device => DEVICE,
         };
         leaf.pfn.0 << 12
@@ -201,6 +208,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
             | bit(leaf.accessed, ACCESSED)
             | bit(leaf.dirty, Self::written(leaf.write))
             | bit(leaf.may_write, MAY_WRITE)
+            | bit(leaf.may_execute, MAY_EXECUTE)
     }
 
     #[inline]

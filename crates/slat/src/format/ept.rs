@@ -4,9 +4,8 @@
 //! Paging-Structure Entry that Maps a 1-GByte/2-MByte/4-KByte Page" and "... that References ...".
 //! Accessed and dirty flags are enabled (EPTP bit 6), mode-based execute control is not.
 
-use super::{Entry, Format, Leaf, bit};
+use super::{Entry, Format, Leaf, MemoryType, bit};
 use crate::addr::{Access, Level, Pfn};
-use crate::platform::MemoryType;
 
 /// Four-level EPT.
 pub struct Ept;
@@ -28,8 +27,10 @@ const READ: u64 = 1 << 0;
 const WRITE: u64 = 1 << 1;
 const EXECUTE: u64 = 1 << 2;
 const RIGHTS: u64 = READ | WRITE | EXECUTE;
-/// Bits 5:3 of a leaf: the memory type, coded as in the MTRRs (UC 0, WB 6).
+/// Bits 5:3 of a leaf: the memory type, coded as in the MTRRs (UC 0, WC 1, WB 6).
 const MEMORY_TYPE: u64 = 7 << 3;
+const UNCACHED: u64 = 0;
+const WRITE_COMBINING: u64 = 1 << 3;
 const WRITE_BACK: u64 = 6 << 3;
 /// Bit 7: leaf, in a table of level 2 or 3; ignored at level 1.
 const HUGE: u64 = 1 << 7;
@@ -41,6 +42,7 @@ const FRAME: u64 = 0x000f_ffff_ffff_f000;
 const TABLE: u64 = RIGHTS | ACCESSED;
 /// Bits 56:52 of a leaf are ignored by hardware.
 const MAY_WRITE: u64 = 1 << 52;
+const MAY_EXECUTE: u64 = 1 << 53;
 
 /// Writable and executable but not readable is an *EPT misconfiguration* (SDM, "EPT
 /// Misconfigurations"): it exits with a reason of its own, which no ordinary fault has.
@@ -89,10 +91,12 @@ impl Format for Ept {
             write: bits & WRITE != 0,
             execute: bits & EXECUTE != 0,
             may_write: bits & MAY_WRITE != 0,
+            may_execute: bits & MAY_EXECUTE != 0,
             accessed: bits & ACCESSED != 0,
             dirty: bits & DIRTY != 0,
             memory: match bits & MEMORY_TYPE {
                 WRITE_BACK => MemoryType::WriteBack,
+                WRITE_COMBINING => MemoryType::WriteCombining,
                 _ => MemoryType::Device,
             },
         }
@@ -100,15 +104,21 @@ impl Format for Ept {
 
     #[inline]
     fn leaf(leaf: Leaf, level: Level) -> u64 {
+        let memory = match leaf.memory {
+            MemoryType::WriteBack => WRITE_BACK,
+            MemoryType::WriteCombining => WRITE_COMBINING,
+            MemoryType::Device => UNCACHED,
+        };
         leaf.pfn.0 << 12
             | READ
+            | memory
             | bit(leaf.write, WRITE)
             | bit(leaf.execute, EXECUTE)
-            | bit(leaf.memory == MemoryType::WriteBack, WRITE_BACK)
             | bit(level > Level::PAGE, HUGE)
             | bit(leaf.accessed, ACCESSED)
             | bit(leaf.dirty, DIRTY)
             | bit(leaf.may_write, MAY_WRITE)
+            | bit(leaf.may_execute, MAY_EXECUTE)
     }
 
     #[inline]
@@ -161,6 +171,12 @@ mod tests {
             ..LEAF
         };
         assert_eq!(Ept::leaf(device, Level::PAGE), 0x1234_5000 | 0b001);
+        let frame_buffer = Leaf {
+            memory: MemoryType::WriteCombining,
+            ..LEAF
+        };
+        let bits = Ept::leaf(frame_buffer, Level::PAGE);
+        assert_eq!(bits, 0x1234_5000 | 0b011 | 1 << 3);
     }
 
     /// SDM 3C, "Format of Extended-Page-Table Pointer": bits 2:0 type, 5:3 levels less one, 6 A/D.

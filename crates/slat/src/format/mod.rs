@@ -11,8 +11,10 @@ pub use ept::Ept;
 pub use riscv::{GStage, Sv39x4, Sv48x4};
 pub use x86::{Npt, X86};
 
-use crate::addr::{Access, Level, Pfn};
-use crate::platform::MemoryType;
+use core::ops::Range;
+
+use crate::addr::{Access, Gfn, Level, Pfn};
+use crate::frame::ENTRIES;
 
 /// What an entry means, whatever the bits of its architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,12 +48,29 @@ pub struct Leaf {
     /// Software only: `write` may be given back without asking slot or host again; it was taken
     /// for the dirty log. (KVM: "MMU-writable".)
     pub may_write: bool,
+    /// Software only, of a huge leaf: the guest may execute its pieces of 4 KiB. The policy `nx_huge_pages` keeps it
+    /// from executing the leaf as a whole.
+    pub may_execute: bool,
     /// Used since the bit was last cleared.
     pub accessed: bool,
     /// Written since the bit was last cleared.
     pub dirty: bool,
     /// How the CPU caches the memory.
     pub memory: MemoryType,
+}
+
+/// How the CPU caches a page. Every format encodes it in its leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MemoryType {
+    /// Ordinary memory.
+    WriteBack,
+    /// A frame buffer passed through to the guest: not cached, and stores may be gathered. EPT has a type for it,
+    /// AArch64 Normal Non-cacheable, RISC-V NC (Svpbmt). On x86's own tables and NPT it is entry 1 of the PAT, which
+    /// Linux sets so; after a reset that is write-through.
+    WriteCombining,
+    /// Device registers passed through to the guest.
+    Device,
 }
 
 /// `bit` if `set`, else no bit: for entries that are put together.
@@ -71,13 +90,14 @@ impl Leaf {
         }
     }
 
-    /// The `i`-th of the 512 leaves, one level down, that together mean what this one means. Pieces
-    /// of 4 KiB may be executed: only huge leaves are kept from it (policy `nx_huge_pages`).
+    /// Returns the `i`-th of the 512 leaves, one level down, that together mean what this one, of `level`, means. Of
+    /// 4 KiB they may be executed if [`may_execute`](Self::may_execute) says so.
     pub fn piece(self, level: Level, i: usize) -> Leaf {
-        let small = level == Level::MEGA && self.memory == MemoryType::WriteBack;
+        let small = level == Level::MEGA;
         Leaf {
             pfn: self.pfn.add(i as u64 * level.below().pages()),
-            execute: self.execute || small,
+            execute: self.execute || small && self.may_execute,
+            may_execute: !small && self.may_execute,
             ..self
         }
     }
@@ -245,6 +265,11 @@ pub trait Format: sealed::Sealed + Send + Sync + 'static {
     /// entries that lead to no table, these and only these have all bits of the first set and none of
     /// the second. Such a leaf that allows writing is settled.
     fn ready(access: Access) -> (u64, u64);
+}
+
+/// Returns all guest frames that tables of format `F` can translate.
+pub(crate) const fn all_gfns<F: Format>() -> Range<Gfn> {
+    Gfn(0)..Gfn(F::TOP.pages() * (ENTRIES * F::ROOT_TABLES) as u64)
 }
 
 #[cfg(test)]

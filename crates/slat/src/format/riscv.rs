@@ -4,9 +4,8 @@
 //! Sv48 with a root of four tables (16 KiB, aligned); G-stage accesses are made as if in U-mode, so
 //! every leaf has U set. Entry bits from "Sv39", memory types from "Svpbmt".
 
-use super::{Entry, Format, Leaf, bit};
+use super::{Entry, Format, Leaf, MemoryType, bit};
 use crate::addr::{Access, Level, Pfn};
-use crate::platform::MemoryType;
 
 /// G-stage tables with `LEVELS` levels: 3 is Sv39x4, 4 is Sv48x4.
 pub struct GStage<const LEVELS: u8>;
@@ -26,12 +25,15 @@ const ACCESSED: u64 = 1 << 6;
 const DIRTY: u64 = 1 << 7;
 /// RSW, bits 9:8, is for software.
 const MAY_WRITE: u64 = 1 << 8;
+const MAY_EXECUTE: u64 = 1 << 9;
 /// What every pointer to a table has beside the frame.
 const TABLE: u64 = VALID;
 const FRAME_SHIFT: u32 = 10;
 const FRAME: u64 = ((1 << 44) - 1) << FRAME_SHIFT;
-/// Svpbmt, bits 62:61: 0 leaves the type to the PMAs (memory is write-back), 2 is IO.
+/// Svpbmt, bits 62:61: 0 leaves the type to the PMAs (memory is write-back), 1 is NC (not cached, weakly
+/// ordered), 2 is IO.
 const PBMT: u64 = 3 << 61;
+const NOT_CACHED: u64 = 1 << 61;
 const IO: u64 = 2 << 61;
 
 /// With V clear all other bits are for software; this one says that it is an MMIO entry.
@@ -92,10 +94,12 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
             write: bits & WRITE != 0,
             execute: bits & EXECUTE != 0,
             may_write: bits & MAY_WRITE != 0,
+            may_execute: bits & MAY_EXECUTE != 0,
             accessed: bits & ACCESSED != 0,
             dirty: bits & DIRTY != 0,
             memory: match bits & PBMT {
                 IO => MemoryType::Device,
+                NOT_CACHED => MemoryType::WriteCombining,
                 _ => MemoryType::WriteBack,
             },
         }
@@ -103,7 +107,13 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
 
     #[inline]
     fn leaf(leaf: Leaf, _level: Level) -> u64 {
+        let memory = match leaf.memory {
+            MemoryType::WriteBack => 0,
+            MemoryType::WriteCombining => NOT_CACHED,
+            MemoryType::Device => IO,
+        };
         leaf.pfn.0 << FRAME_SHIFT
+            | memory
             | VALID
             | READ
             | USER
@@ -112,7 +122,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
             | bit(leaf.accessed, ACCESSED)
             | bit(leaf.dirty, DIRTY)
             | bit(leaf.may_write, MAY_WRITE)
-            | bit(leaf.memory == MemoryType::Device, IO)
+            | bit(leaf.may_execute, MAY_EXECUTE)
     }
 
     #[inline]

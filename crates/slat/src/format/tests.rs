@@ -7,6 +7,7 @@ pub(super) const LEAF: Leaf = Leaf {
     write: true,
     execute: false,
     may_write: false,
+    may_execute: false,
     accessed: false,
     dirty: false,
     memory: MemoryType::WriteBack,
@@ -15,17 +16,18 @@ pub(super) const LEAF: Leaf = Leaf {
 const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
 
 fn leaves(level: Level) -> impl Iterator<Item = Leaf> {
-    (0..64u64).map(move |bits| Leaf {
+    (0..192u64).map(move |bits| Leaf {
         pfn: Pfn(level.pages() * 3),
         write: bits & 1 != 0,
         execute: bits & 2 != 0,
         may_write: bits & 4 != 0,
+        may_execute: bits & 32 != 0,
         accessed: bits & 8 != 0,
         dirty: bits & 16 != 0,
-        memory: if bits & 32 != 0 {
-            MemoryType::Device
-        } else {
-            MemoryType::WriteBack
+        memory: match bits >> 6 {
+            0 => MemoryType::WriteBack,
+            1 => MemoryType::WriteCombining,
+            _ => MemoryType::Device,
         },
     })
 }

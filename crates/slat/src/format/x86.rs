@@ -2,11 +2,10 @@
 //!
 //! AMD64 APM volume 2, "Long-Mode Page Translation" (entry formats) and "Nested Paging"; Intel SDM
 //! volume 3A, "4-Level Paging and 5-Level Paging". PAT, PCD and PWT select the memory type: index 0
-//! is write-back and index 3 uncached, as after reset.
+//! is write-back and index 3 uncached, as after reset; index 1 (PWT alone) is write-combining, as Linux sets it.
 
-use super::{Entry, Format, Leaf, bit};
+use super::{Entry, Format, Leaf, MemoryType, bit};
 use crate::addr::{Access, Level, Pfn};
-use crate::platform::MemoryType;
 
 /// x86-64 tables with `LEVELS` (4 or 5) levels, every entry user-accessible: leaves alone limit rights.
 pub struct X86<const LEVELS: u8>;
@@ -34,6 +33,7 @@ const FRAME: u64 = 0x000f_ffff_ffff_f000;
 const TABLE: u64 = PRESENT | WRITE | USER | ACCESSED;
 /// Bits 11:9 and 58:52 are available to software.
 const MAY_WRITE: u64 = 1 << 9;
+const MAY_EXECUTE: u64 = 1 << 10;
 const NO_EXECUTE: u64 = 1 << 63;
 
 /// Bit 51 is an address bit that no machine with less than 52 physical address bits has: present with
@@ -121,10 +121,12 @@ fn decode_leaf(bits: u64) -> Leaf {
         write: bits & WRITE != 0,
         execute: bits & NO_EXECUTE == 0,
         may_write: bits & MAY_WRITE != 0,
+        may_execute: bits & MAY_EXECUTE != 0,
         accessed: bits & ACCESSED != 0,
         dirty: bits & DIRTY != 0,
         memory: match bits & UNCACHED {
             0 => MemoryType::WriteBack,
+            WRITE_THROUGH => MemoryType::WriteCombining,
             _ => MemoryType::Device,
         },
     }
@@ -132,16 +134,22 @@ fn decode_leaf(bits: u64) -> Leaf {
 
 #[inline]
 fn encode(leaf: Leaf, level: Level) -> u64 {
+    let memory = match leaf.memory {
+        MemoryType::WriteBack => 0,
+        MemoryType::WriteCombining => WRITE_THROUGH,
+        MemoryType::Device => UNCACHED,
+    };
     leaf.pfn.0 << 12
+        | memory
         | PRESENT
         | USER
         | bit(leaf.write, WRITE)
         | bit(!leaf.execute, NO_EXECUTE)
-        | bit(leaf.memory == MemoryType::Device, UNCACHED)
         | bit(level > Level::PAGE, HUGE)
         | bit(leaf.accessed, ACCESSED)
         | bit(leaf.dirty, DIRTY)
         | bit(leaf.may_write, MAY_WRITE)
+        | bit(leaf.may_execute, MAY_EXECUTE)
 }
 
 #[cfg(test)]

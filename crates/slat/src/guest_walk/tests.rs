@@ -1,4 +1,4 @@
-//! Each mode, page size, right, reserved bit and flag, against numbers from the SDM.
+//! Tests of each mode, page size, right, reserved bit and flag, against numbers from the SDM.
 
 use std::collections::BTreeMap;
 use std::vec::Vec;
@@ -13,17 +13,18 @@ const A: u64 = 1 << 5;
 const D: u64 = 1 << 6;
 const PS: u64 = 1 << 7;
 const NX: u64 = 1 << 63;
-/// What tables grant in tests that are not about their rights.
+/// The rights that tables grant in tests of other things.
 const ALL: u64 = P | W | U;
 
-/// Guest tables, by address; everything else is 0.
+/// Guest memory with the entries of tables, by address; all other memory is 0.
 #[derive(Default)]
 struct Memory {
     entries: BTreeMap<u64, u64>,
     reads: Vec<(u64, usize)>,
-    /// Before the n-th compare-exchange, this entry takes this value: another CPU was there.
+    /// (n, entry, value): before the n-th compare-exchange, the entry is set to the value, as by another CPU.
     interference: Option<(usize, u64, u64)>,
     exchanges: usize,
+    /// The address of an entry that cannot be read.
     unreachable: Option<u64>,
 }
 
@@ -73,7 +74,7 @@ fn paging(mode: Mode) -> GuestPaging {
 const PSE: Mode = Mode::Bits32 { pse: true };
 const NO_PSE: Mode = Mode::Bits32 { pse: false };
 
-/// Levels of a mode, and the shift of the index in each.
+/// Returns the lowest address bit of the index at each level of a mode.
 fn shifts(mode: Mode) -> &'static [u32] {
     match mode {
         Mode::Bits32 { .. } => &[12, 22],
@@ -83,10 +84,10 @@ fn shifts(mode: Mode) -> &'static [u32] {
     }
 }
 
-/// An address with another index at each level.
+/// An address with a different index at each level.
 const GVA: u64 = 0x00ab_4d32_c765_4321;
 
-/// `GVA` as far as the mode has address bits.
+/// Returns `GVA`, cut to the address bits of the mode.
 fn gva(mode: Mode) -> u64 {
     match mode {
         Mode::Bits32 { .. } | Mode::Pae => GVA & 0xffff_ffff,
@@ -95,8 +96,8 @@ fn gva(mode: Mode) -> u64 {
     }
 }
 
-/// Tables at 0x1000, 0x2000, … that lead `GVA` to `leaf` at `leaf_level`. Returns the addresses of the
-/// entries from the leaf up.
+/// Builds tables at 0x1000, 0x2000, … in which the walk for `GVA` ends at `leaf`, at `leaf_level`. Returns also the
+/// addresses of the entries on the path, from the leaf up.
 fn build(mode: Mode, leaf_level: usize, leaf: u64, tables: u64) -> (Memory, Vec<u64>) {
     let shifts = shifts(mode);
     let (size, bits) = match mode {
@@ -147,7 +148,7 @@ const MODES: [(Mode, usize); 8] = [
 ];
 
 #[test]
-fn every_mode_and_size_leads_to_the_right_page() {
+fn every_mode_and_size_maps_the_right_page() {
     let more = [(Mode::Level4, 2), (Mode::Level5, 1), (Mode::Level5, 3)];
     for (mode, level) in MODES.into_iter().chain(more) {
         let offset = (1u64 << shifts(mode)[level - 1]) - 1;
@@ -158,8 +159,8 @@ fn every_mode_and_size_leads_to_the_right_page() {
             (frame | gva(mode) & offset) & !0xfff,
             shifts(mode)[level - 1],
         );
-        let answer = walk(&mut memory, &paging(mode), gva(mode), Access::Write);
-        assert_eq!(answer, Ok(expected), "{mode:?} level {level}");
+        let result = walk(&mut memory, &paging(mode), gva(mode), Access::Write);
+        assert_eq!(result, Ok(expected), "{mode:?} level {level}");
         assert_eq!(memory.reads.len(), shifts(mode).len() - level + 1);
     }
 }
@@ -168,24 +169,24 @@ fn every_mode_and_size_leads_to_the_right_page() {
 fn without_pse_the_size_bit_of_a_directory_entry_is_ignored() {
     let (mut memory, at) = build(NO_PSE, 1, 0x5000 | ALL, ALL);
     *memory.entries.get_mut(&at[1]).unwrap() |= PS;
-    let answer = walk(&mut memory, &paging(NO_PSE), gva(NO_PSE), Access::Read);
-    assert_eq!(answer.unwrap().gpa, Gpa(0x5000));
+    let result = walk(&mut memory, &paging(NO_PSE), gva(NO_PSE), Access::Read);
+    assert_eq!(result.unwrap().gpa, Gpa(0x5000));
 }
 
 #[test]
-fn a_4_mib_page_may_lie_above_4_gib() {
+fn a_4_mib_page_may_be_above_4_gib() {
     // Bits 20:13 are bits 39:32 of the address.
     let leaf = 0x0040_0000 | 0x12 << 13 | PS | ALL;
     let (mut memory, _) = build(PSE, 2, leaf, ALL);
-    let answer = walk(&mut memory, &paging(PSE), gva(PSE), Access::Read);
+    let result = walk(&mut memory, &paging(PSE), gva(PSE), Access::Read);
     assert_eq!(
-        answer.unwrap().gpa,
+        result.unwrap().gpa,
         Gpa(0x12_0040_0000 | gva(PSE) & 0x3f_f000)
     );
 }
 
 #[test]
-fn low_bits_of_cr3_are_ignored_as_the_mode_says() {
+fn low_bits_of_cr3_that_are_no_address_bits_are_ignored() {
     for (mode, level) in MODES {
         let size_bit = if level > 1 { PS } else { 0 };
         let (mut memory, _) = build(mode, level, ALL | size_bit, ALL);
@@ -197,7 +198,7 @@ fn low_bits_of_cr3_are_ignored_as_the_mode_says() {
 }
 
 #[test]
-fn what_is_not_present_faults_with_a_code_that_tells_the_access() {
+fn an_entry_that_is_not_present_faults_with_the_code_of_the_access() {
     for (mode, level) in MODES {
         for missing in 0..=shifts(mode).len() - level {
             for user in [false, true] {
@@ -215,10 +216,10 @@ fn what_is_not_present_faults_with_a_code_that_tells_the_access() {
                     (Access::Write, code::WRITE),
                     (Access::Execute, fetch),
                 ] {
-                    let answer = walk(&mut memory, &paging, gva(mode), access);
-                    assert_eq!(answer, fault(who | what), "{mode:?} {access:?}");
+                    let result = walk(&mut memory, &paging, gva(mode), access);
+                    assert_eq!(result, fault(who | what), "{mode:?} {access:?}");
                 }
-                // A fault marks nothing.
+                // A fault sets no flags.
                 assert_eq!(memory.exchanges, 0);
             }
         }
@@ -246,7 +247,7 @@ fn the_fetch_bit_of_the_code_needs_nx_or_smep() {
 }
 
 #[test]
-fn a_right_must_be_granted_at_every_level() {
+fn every_level_must_grant_a_right() {
     for (mode, level) in MODES {
         let size_bit = if level > 1 { PS } else { 0 };
         for restricted in 0..=shifts(mode).len() - level {
@@ -263,21 +264,21 @@ fn a_right_must_be_granted_at_every_level() {
                 user: true,
                 ..paging(mode)
             };
-            let answer = |memory: &mut Memory, access| walk(memory, &user, gva(mode), access);
+            let result = |memory: &mut Memory, access| walk(memory, &user, gva(mode), access);
             let denied = code::PRESENT | code::USER;
-            assert_eq!(answer(&mut with(U, 0), Access::Read), fault(denied));
+            assert_eq!(result(&mut with(U, 0), Access::Read), fault(denied));
             let read_only = &mut with(W, 0);
             assert_eq!(
-                answer(read_only, Access::Write),
+                result(read_only, Access::Write),
                 fault(denied | code::WRITE)
             );
-            let seen = answer(read_only, Access::Read).unwrap();
-            assert!(seen.read && !seen.write && seen.execute);
+            let page = result(read_only, Access::Read).unwrap();
+            assert!(page.read && !page.write && page.execute);
             if shifts(mode).len() > 2 {
                 let no_execute = &mut with(0, NX);
-                let refused = answer(no_execute, Access::Execute);
+                let refused = result(no_execute, Access::Execute);
                 assert_eq!(refused, fault(denied | code::FETCH));
-                assert!(!answer(no_execute, Access::Write).unwrap().execute);
+                assert!(!result(no_execute, Access::Write).unwrap().execute);
             }
         }
     }
@@ -296,17 +297,17 @@ fn supervisor_rights_follow_wp_smep_and_smap() {
         walk(&mut memory, &paging, gva(Mode::Level4), access)
     };
     let write = code::PRESENT | code::WRITE;
-    // WP: a supervisor's writes respect read-only pages, or not.
+    // WP: whether a supervisor's writes to read-only pages fault.
     assert_eq!(ask(P, true, false, false, Access::Write), fault(write));
     assert!(ask(P, false, false, false, Access::Write).unwrap().write);
     assert!(!ask(P, true, false, false, Access::Read).unwrap().write);
-    // SMEP: no fetch from user pages; data is not its business.
+    // SMEP: forbids fetches from user pages, but no data accesses.
     let fetch = ask(P | U, true, true, false, Access::Execute);
     assert_eq!(fetch, fault(code::PRESENT | code::FETCH));
     assert!(ask(P | U, true, true, false, Access::Read).is_ok());
     assert!(ask(P, true, true, false, Access::Execute).is_ok());
     assert!(ask(P | U, true, false, false, Access::Execute).is_ok());
-    // SMAP: no data in user pages; fetches are not its business.
+    // SMAP: forbids data accesses to user pages, but no fetches.
     assert_eq!(
         ask(P | U, true, false, true, Access::Read),
         fault(code::PRESENT)
@@ -320,7 +321,7 @@ fn supervisor_rights_follow_wp_smep_and_smap() {
 }
 
 #[test]
-fn reserved_bits_fault_at_every_level_and_come_before_rights() {
+fn reserved_bits_fault_at_every_level_before_rights_are_checked() {
     // Mode, level of the leaf, entry counted from the leaf, bits that are reserved there (SDM 3A,
     // "reserved bits" of the entry formats), with 46 physical address bits.
     let above: u64 = 0x3f << 46;
@@ -341,29 +342,29 @@ fn reserved_bits_fault_at_every_level_and_come_before_rights() {
     for (mode, level, entry, reserved) in cases {
         let size_bit = if level > 1 { PS } else { 0 };
         for bit in (0..64).map(|i| 1u64 << i).filter(|bit| reserved & bit != 0) {
-            // Not accessible to a user besides: reserved bits are reported first.
+            // The page is not accessible to a user, either: reserved bits are reported first.
             let (mut memory, at) = build(mode, level, P | size_bit, ALL);
             *memory.entries.get_mut(&at[entry]).unwrap() |= bit;
             let paging = GuestPaging {
                 user: true,
                 ..paging(mode)
             };
-            let answer = walk(&mut memory, &paging, gva(mode), Access::Write);
+            let result = walk(&mut memory, &paging, gva(mode), Access::Write);
             let code = code::PRESENT | code::RESERVED | code::USER | code::WRITE;
-            assert_eq!(answer, fault(code), "{mode:?} entry {entry} bit {bit:#x}");
+            assert_eq!(result, fault(code), "{mode:?} entry {entry} bit {bit:#x}");
         }
     }
-    // What is not reserved: ignored bits, PAT of a large page, everything below the width.
+    // Not reserved: ignored bits, PAT of a large page, and all address bits below the width.
     for (level, ignored) in [(1, 0x7ff << 52 | 0xe00 | PS), (2, 0x7ff << 52 | 1 << 12)] {
         let size_bit = if level > 1 { PS } else { 0 };
         let (mut memory, _) = build(Mode::Level4, level, ALL | size_bit | ignored, ALL);
-        let answer = walk(
+        let result = walk(
             &mut memory,
             &paging(Mode::Level4),
             gva(Mode::Level4),
             Access::Read,
         );
-        assert!(answer.is_ok(), "level {level}: {answer:?}");
+        assert!(result.is_ok(), "level {level}: {result:?}");
     }
 }
 
@@ -374,8 +375,8 @@ fn nx_is_a_reserved_bit_where_it_is_not_enabled() {
         no_execute: false,
         ..paging(Mode::Level4)
     };
-    let answer = walk(&mut memory, &off, gva(Mode::Level4), Access::Read);
-    assert_eq!(answer, fault(code::PRESENT | code::RESERVED));
+    let result = walk(&mut memory, &off, gva(Mode::Level4), Access::Read);
+    assert_eq!(result, fault(code::PRESENT | code::RESERVED));
 }
 
 #[test]
@@ -392,9 +393,9 @@ fn a_narrow_machine_reserves_the_upper_bits_of_a_4_mib_page() {
                 physical_bits: width,
                 ..paging(PSE)
             };
-            let answer = walk(&mut memory, &paging, gva(PSE), Access::Read);
+            let result = walk(&mut memory, &paging, gva(PSE), Access::Read);
             assert_eq!(
-                answer.is_err(),
+                result.is_err(),
                 reserved >> bit & 1 != 0,
                 "{width} bits, bit {bit}"
             );
@@ -403,7 +404,7 @@ fn a_narrow_machine_reserves_the_upper_bits_of_a_4_mib_page() {
 }
 
 #[test]
-fn accessed_is_set_on_the_way_and_dirty_on_the_leaf_of_a_write() {
+fn accessed_is_set_on_the_path_and_dirty_on_the_leaf_of_a_write() {
     for (mode, level) in MODES {
         let size_bit = if level > 1 { PS } else { 0 };
         let (mut memory, at) = build(mode, level, ALL | size_bit, ALL);
@@ -411,7 +412,7 @@ fn accessed_is_set_on_the_way_and_dirty_on_the_leaf_of_a_write() {
         let read = walk(&mut memory, &paging(mode), gva(mode), Access::Read).unwrap();
         assert!(
             !read.write,
-            "a clean page must be asked about again before it is written"
+            "a clean page must be walked again before it is written"
         );
         let marks = |memory: &Memory| -> Vec<u64> {
             at.iter()
@@ -434,7 +435,7 @@ fn accessed_is_set_on_the_way_and_dirty_on_the_leaf_of_a_write() {
                 .write
         );
         assert_eq!(marks(&memory), expected(A | D));
-        // All is marked: nothing more is written.
+        // All flags are set: no entry is written again.
         let exchanges = memory.exchanges;
         assert!(
             walk(&mut memory, &paging(mode), gva(mode), Access::Read)
@@ -446,43 +447,43 @@ fn accessed_is_set_on_the_way_and_dirty_on_the_leaf_of_a_write() {
 }
 
 #[test]
-fn an_entry_that_changes_before_it_is_marked_is_walked_again() {
+fn the_walk_starts_again_if_an_entry_changes_before_its_flags_are_set() {
     for n in 0..4 {
         let (mut memory, at) = build(Mode::Level4, 1, 0x5000 | ALL, ALL);
-        // While the n-th entry is being marked, another CPU puts another page into the leaf.
+        // Before the flags of the n-th entry are set, another CPU changes the leaf to another page,
         memory.interference = Some((n, at[0], 0x7000 | ALL));
-        let answer = walk(
+        let result = walk(
             &mut memory,
             &paging(Mode::Level4),
             gva(Mode::Level4),
             Access::Write,
         );
-        assert_eq!(answer.unwrap().gpa, Gpa(0x7000), "interference at {n}");
+        assert_eq!(result.unwrap().gpa, Gpa(0x7000), "interference at {n}");
         assert_eq!(memory.entries[&at[0]], 0x7000 | ALL | A | D);
-        // Or takes a table away.
+        // or clears an entry that refers to a table.
         let (mut memory, at) = build(Mode::Level4, 1, 0x5000 | ALL, ALL);
         memory.interference = Some((n.min(2), at[1], 0));
-        let answer = walk(
+        let result = walk(
             &mut memory,
             &paging(Mode::Level4),
             gva(Mode::Level4),
             Access::Write,
         );
-        assert_eq!(answer, fault(code::WRITE));
+        assert_eq!(result, fault(code::WRITE));
     }
 }
 
 #[test]
-fn tables_that_cannot_be_reached_end_the_walk_with_their_error() {
+fn the_walk_ends_with_the_error_of_tables_that_cannot_be_read() {
     let (mut memory, at) = build(Mode::Level4, 1, ALL, ALL);
     memory.unreachable = Some(at[1]);
-    let answer = walk(
+    let result = walk(
         &mut memory,
         &paging(Mode::Level4),
         gva(Mode::Level4),
         Access::Read,
     );
-    assert_eq!(answer, Err(WalkError::Memory(at[1])));
+    assert_eq!(result, Err(WalkError::Memory(at[1])));
 }
 
 #[test]
@@ -501,7 +502,7 @@ fn a_protection_key_forbids_data_accesses_to_user_pages() {
     };
     let key_code = code::PRESENT | code::PROTECTION_KEY;
     let by_user = key_code | code::USER;
-    // Access disabled: neither reads nor writes, but fetches; for a supervisor, too, whatever CR0.WP is.
+    // Access disabled: forbids reads and writes, but not fetches; for a supervisor, too, whatever CR0.WP is.
     assert_eq!(
         ask(ALL, no_access, true, true, Access::Read),
         fault(by_user)
@@ -515,7 +516,7 @@ fn a_protection_key_forbids_data_accesses_to_user_pages() {
         ask(ALL, no_access, false, false, Access::Read),
         fault(key_code)
     );
-    // Writes disabled: a supervisor's only with CR0.WP. What is read may not be written without another look.
+    // Writes disabled: a supervisor's only with CR0.WP. A page that was read may not be written without another walk.
     assert!(
         !ask(ALL | D, no_write, true, true, Access::Read)
             .unwrap()
@@ -534,10 +535,10 @@ fn a_protection_key_forbids_data_accesses_to_user_pages() {
             .unwrap()
             .write
     );
-    // Supervisor pages and other keys are not its business.
+    // The key does not concern supervisor pages and pages with other keys.
     assert!(ask(P | W, no_access, false, true, Access::Write).is_ok());
     assert!(ask(ALL, !(no_access | no_write), true, true, Access::Write).is_ok());
-    // The bit is set also besides another violation, but not for a page that is not there.
+    // The bit is set even if another right is missing, too, but not for a page that is not present.
     assert_eq!(
         ask(P | U, no_access, true, true, Access::Write),
         fault(by_user | code::WRITE)
@@ -549,21 +550,21 @@ fn a_protection_key_forbids_data_accesses_to_user_pages() {
 }
 
 #[test]
-fn latched_pointer_entries_are_not_read_from_memory() {
+fn pointer_entries_in_registers_are_not_read_from_memory() {
     let (mut memory, at) = build(Mode::Pae, 1, 0x5000 | ALL, ALL);
     let index = (gva(Mode::Pae) >> 30) as usize;
     let mut pdptes = [0; 4];
     pdptes[index] = memory.entries.remove(&at[2]).unwrap();
-    let latched = GuestPaging {
+    let loaded = GuestPaging {
         pdptes: Some(pdptes),
         ..paging(Mode::Pae)
     };
-    let answer = walk(&mut memory, &latched, gva(Mode::Pae), Access::Read);
-    assert_eq!(answer.unwrap().gpa, Gpa(0x5000));
+    let result = walk(&mut memory, &loaded, gva(Mode::Pae), Access::Read);
+    assert_eq!(result.unwrap().gpa, Gpa(0x5000));
     assert_eq!(memory.reads.len(), 2);
     let none = GuestPaging {
         pdptes: Some([0; 4]),
-        ..latched
+        ..loaded
     };
     assert_eq!(
         walk(&mut memory, &none, gva(Mode::Pae), Access::Read),

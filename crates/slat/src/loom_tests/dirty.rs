@@ -1,5 +1,5 @@
-//! Writes against whoever takes the dirty log: a client copies what the log names, after it has the
-//! answer, and in the end its copy is what the guest has written last.
+//! Writes concurrent with harvests of the dirty log: after each harvest a client copies the pages in the log, and after
+//! the last its copy is what the guest has written last.
 
 use std::sync::Arc;
 
@@ -8,8 +8,9 @@ use crate::addr::{Access::*, Level};
 use crate::sync::atomic::Ordering::*;
 use crate::sync::quiesce::Attention;
 use crate::vm::{DirtyGfn, DirtyRing};
+use crate::{DirtyLogMethod, Setting, Switch};
 
-/// What the client does to learn of writes to page 0.
+/// What the client does to find out about writes to page 0.
 type Harvest = fn(&SmallVm) -> bool;
 
 const GET: Harvest = |vm| {
@@ -25,7 +26,7 @@ const GET_AND_CLEAR: Harvest = |vm| {
     bitmap[0] & 1 != 0
 };
 
-/// Writes 1 and 2 to page 0, looking in between whether it is wanted.
+/// Writes 1 and 2 to page 0, and checks the attention word in between.
 fn write_twice(vcpu: &mut SmallVcpu) {
     let mut remembered = get(vcpu, 0, Write).unwrap();
     for version in 1..=2 {
@@ -65,14 +66,14 @@ fn no_write_is_lost(preemptions: usize, prepare: fn() -> Arc<SmallVm>, harvest: 
     });
 }
 
-/// Logged, and mapped for reading.
+/// A slot that logs, with its page mapped for reading.
 const PROTECTED: fn() -> Arc<SmallVm> = || {
     let vm = vm(Level::PAGE, 1, LOGGED);
     touch(&vm, 0, Read);
     vm
 };
 
-/// Logged, and written since the log was last taken.
+/// A slot that logs, with its page written since the last harvest.
 const WRITTEN: fn() -> Arc<SmallVm> = || {
     let vm = vm(Level::PAGE, 1, LOGGED);
     touch(&vm, 0, Write);
@@ -81,7 +82,7 @@ const WRITTEN: fn() -> Arc<SmallVm> = || {
 
 const BY_DIRTY_BIT: fn() -> Arc<SmallVm> = || {
     let vm = vm(Level::PAGE, 0, PLAIN);
-    vm.policy().set("dirty_log", "dirty-bit").unwrap();
+    vm.set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
     set_slot(&vm, 0, 1, LOGGED);
     touch(&vm, 0, Read);
     vm
@@ -109,7 +110,7 @@ fn no_write_is_lost_by_a_harvest_of_dirty_bits() {
 }
 
 #[test]
-fn no_write_is_lost_when_the_log_is_cleared_by_hand() {
+fn no_write_is_lost_when_the_client_clears_the_log() {
     no_write_is_lost(2, MANUAL, GET_AND_CLEAR);
 }
 
@@ -122,7 +123,7 @@ fn no_write_is_lost_when_logging_begins() {
         let cpus = vm.clone();
         let guest = spawn(move || on_cpu(&cpus, write_twice));
         set_slot(&vm, 0, 1, LOGGED);
-        // Everything is copied once, then what the log names.
+        // The client copies everything once, then the pages in the log.
         copy.update(&vm, true);
         guest.join().unwrap();
         copy.update(&vm, GET(&vm));
@@ -140,7 +141,7 @@ fn no_write_is_lost_when_logging_begins_while_initially_set_is_switched() {
         let client = vm.clone();
         let switch = spawn(move || client.set_manual_dirty_log(true, true));
         set_slot(&vm, 0, 1, LOGGED);
-        // Everything is copied once, then what the log names.
+        // The client copies everything once, then the pages in the log.
         copy.update(&vm, true);
         on_cpu(&vm, write_twice);
         copy.update(&vm, GET(&vm));
@@ -150,14 +151,14 @@ fn no_write_is_lost_when_logging_begins_while_initially_set_is_switched() {
 }
 
 #[test]
-fn a_huge_leaf_is_split_by_a_write_that_meets_a_harvest() {
+fn a_huge_leaf_is_split_by_a_write_during_a_harvest() {
     no_write_is_lost(
         2,
         || {
-            // Without eager split the log begins with the huge leaf, protected as a whole.
+            // Without eager split the huge leaf is protected as a whole when the log begins.
             let vm = vm(Level::MEGA, 2, PLAIN);
             touch(&vm, 0, Write);
-            vm.policy().set("eager_page_split", "off").unwrap();
+            vm.set_policy(Setting::EagerPageSplit(Switch::Off));
             set_slot(&vm, 0, 2, LOGGED);
             vm
         },
@@ -166,7 +167,7 @@ fn a_huge_leaf_is_split_by_a_write_that_meets_a_harvest() {
 }
 
 #[test]
-fn a_huge_leaf_is_split_eagerly_beside_a_write() {
+fn a_huge_leaf_is_split_eagerly_during_a_write() {
     model(2, || {
         let vm = vm(Level::MEGA, 2, PLAIN);
         touch(&vm, 1, Read);
@@ -182,7 +183,7 @@ fn a_huge_leaf_is_split_eagerly_beside_a_write() {
     });
 }
 
-/// A ring with the memory it stands in.
+/// A ring, with a share of its memory.
 struct Ring<const LEN: usize> {
     entries: Arc<[DirtyGfn]>,
     ring: Arc<DirtyRing>,
@@ -200,7 +201,7 @@ impl<const LEN: usize> Ring<LEN> {
 }
 
 #[test]
-fn a_ring_gives_each_entry_whole_and_once() {
+fn each_ring_entry_is_collected_whole_and_reset_once() {
     model(3, || {
         const PUSHED: u64 = 3;
         let ring = Ring::<2>::new();
@@ -232,7 +233,7 @@ fn a_ring_gives_each_entry_whole_and_once() {
 }
 
 #[test]
-fn a_thread_that_resets_a_ring_needs_no_other_tie_to_the_one_that_collects() {
+fn a_reset_needs_no_other_synchronisation_with_the_thread_that_collects() {
     model(2, || {
         let ring = Ring::<2>::new();
         ring.ring.push(1, 1);
@@ -264,7 +265,7 @@ fn no_write_is_lost_by_the_reset_of_a_ring() {
         let mut vcpu = vm.create_vcpu().unwrap();
         vcpu.set_dirty_ring(ring.ring.clone()).unwrap();
         let guest = spawn(move || {
-            vcpu.enter(1);
+            vcpu.enter_unguarded(1);
             vcpu.quiesce();
             write_twice(&mut vcpu);
             vcpu.leave();

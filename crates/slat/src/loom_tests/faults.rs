@@ -1,4 +1,4 @@
-//! Faults of a whole VM against what takes their pages away.
+//! Faults in a whole VM, concurrent with operations that unmap their pages.
 
 use std::sync::Arc;
 use std::vec::Vec;
@@ -7,14 +7,15 @@ use super::{
     LOGGED, Machine, PLAIN, SmallVcpu, SmallVm, get, hvas, model, on_cpu, set_slot, spawn, touch,
     vm,
 };
+use crate::Stop;
 use crate::addr::{Access::*, Gfn, Gpa, Level, PAGE_SHIFT, Pfn};
 use crate::slots::{MemoryAttributes, Region};
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Attention;
-use crate::vm::Stop;
+use crate::{Prefetch, Setting};
 
-/// Runs `guest` on a CPU beside `host`, then `after`, then the audit.
-fn beside(
+/// Runs `guest` on a CPU concurrently with `host`; then `after`, then the audit.
+fn with_cpu(
     preemptions: usize,
     prepare: fn() -> Arc<SmallVm>,
     guest: fn(&mut SmallVcpu),
@@ -32,7 +33,7 @@ fn beside(
     });
 }
 
-/// Uses page `gfn` as a guest does that looks up from time to time whether it is wanted.
+/// Uses page `gfn` like a guest whose CPU checks its attention word from time to time.
 fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
     let mut remembered = get(vcpu, gfn, Read);
     for _ in 0..2 {
@@ -49,7 +50,7 @@ fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
     }
 }
 
-/// Backing page `page` gets a new host page; the old one is the host's from then on.
+/// Replaces the host page of backing page `page` by `new`. The host alone uses the old one from then on.
 fn replace_page(vm: &SmallVm, page: u64, new: u64) {
     let invalidation = vm.invalidate(hvas(page..page + 1));
     let machine = vm.platform();
@@ -72,8 +73,8 @@ const MAPPED: fn() -> Arc<SmallVm> = || {
 };
 
 #[test]
-fn nothing_stale_is_installed_beside_an_invalidation() {
-    beside(
+fn nothing_stale_is_installed_during_an_invalidation() {
+    with_cpu(
         3,
         ONE_PAGE,
         |vcpu| run_guest(vcpu, 0),
@@ -84,7 +85,7 @@ fn nothing_stale_is_installed_beside_an_invalidation() {
 
 #[test]
 fn nothing_stale_is_used_after_an_invalidation() {
-    beside(
+    with_cpu(
         3,
         MAPPED,
         |vcpu| run_guest(vcpu, 0),
@@ -95,7 +96,7 @@ fn nothing_stale_is_used_after_an_invalidation() {
 
 #[test]
 fn no_huge_leaf_reaches_into_a_page_that_is_invalidated() {
-    beside(
+    with_cpu(
         2,
         HUGE_PAGE,
         |vcpu| run_guest(vcpu, 0),
@@ -108,12 +109,12 @@ fn no_huge_leaf_reaches_into_a_page_that_is_invalidated() {
 }
 
 #[test]
-fn nothing_stale_is_prefetched_beside_an_invalidation() {
-    beside(
+fn nothing_stale_is_prefetched_during_an_invalidation() {
+    with_cpu(
         2,
         || {
             let vm = TWO_PAGES();
-            vm.policy().set("prefetch", "2").unwrap();
+            vm.set_policy(Setting::Prefetch(Prefetch::Window(2)));
             vm
         },
         |vcpu| _ = get(vcpu, 0, Read),
@@ -122,13 +123,13 @@ fn nothing_stale_is_prefetched_beside_an_invalidation() {
     );
 }
 
-/// A CPU uses page 0, which it was given before, `other` takes the page away, and an invalidation may
-/// find that there is nothing left to do for it.
+/// A CPU uses page 0, whose translation it has, and `other` zaps the page. An invalidation, which may find nothing
+/// mapped then, must wait until the CPU does not use the page any more.
 fn an_invalidation_waits_for(other: fn(&SmallVm)) {
     model(2, move || {
         let vm = MAPPED();
         let mut vcpu = vm.create_vcpu().unwrap();
-        vcpu.enter(1);
+        vcpu.enter_unguarded(1);
         vcpu.quiesce();
         let remembered = get(&mut vcpu, 0, Read).unwrap();
         let others = vm.clone();
@@ -146,7 +147,7 @@ fn an_invalidation_waits_for(other: fn(&SmallVm)) {
 }
 
 #[test]
-fn an_invalidation_that_finds_nothing_waits_for_the_flush_of_who_was_first() {
+fn an_invalidation_that_finds_nothing_mapped_waits_for_the_flush_of_an_earlier_one() {
     an_invalidation_waits_for(|vm| drop(vm.invalidate(hvas(0..1))));
 }
 
@@ -156,7 +157,7 @@ fn an_invalidation_waits_for_a_slot_that_is_leaving() {
 }
 
 #[test]
-fn an_invalidation_of_memory_without_slot_is_seen_by_a_slot_that_appears_there() {
+fn an_invalidation_of_memory_without_slot_applies_to_a_slot_that_is_created_there() {
     model(2, || {
         let vm = vm(Level::PAGE, 0, PLAIN);
         let other = vm.clone();
@@ -173,7 +174,7 @@ fn an_invalidation_of_memory_without_slot_is_seen_by_a_slot_that_appears_there()
 
 #[test]
 fn nothing_of_a_slot_is_used_after_its_deletion() {
-    beside(
+    with_cpu(
         3,
         ONE_PAGE,
         |vcpu| run_guest(vcpu, 0),
@@ -186,8 +187,8 @@ fn nothing_of_a_slot_is_used_after_its_deletion() {
 }
 
 #[test]
-fn tables_of_a_deleted_slot_are_freed_behind_the_last_walker() {
-    beside(
+fn tables_of_a_deleted_slot_are_freed_after_the_last_walker() {
+    with_cpu(
         3,
         || {
             let vm = TWO_PAGES();
@@ -203,10 +204,10 @@ fn tables_of_a_deleted_slot_are_freed_behind_the_last_walker() {
     );
 }
 
-/// The second page is found in the table that the walk to the first has reached.
+/// The second page is found by the table that the vCPU has cached for the first.
 #[test]
 fn nothing_is_used_through_a_cached_table_after_its_slot_is_deleted() {
-    beside(
+    with_cpu(
         3,
         || {
             let vm = TWO_PAGES();
@@ -228,7 +229,7 @@ fn nothing_is_used_through_a_cached_table_after_its_slot_is_deleted() {
 
 #[test]
 fn a_slot_that_moves_over_itself_leaves_no_old_page() {
-    beside(
+    with_cpu(
         2,
         TWO_PAGES,
         |vcpu| _ = get(vcpu, 1, Read),
@@ -242,8 +243,8 @@ fn a_slot_that_moves_over_itself_leaves_no_old_page() {
 }
 
 #[test]
-fn a_protected_leaf_of_a_slot_that_moves_is_not_taken_for_known() {
-    beside(
+fn the_page_of_a_protected_leaf_is_not_reused_while_its_slot_moves() {
+    with_cpu(
         2,
         || {
             let vm = vm(Level::PAGE, 2, LOGGED);
@@ -272,8 +273,8 @@ fn two_cpus_fault_on_one_page_and_on_two() {
 }
 
 #[test]
-fn a_table_makes_way_for_a_huge_leaf_under_another_cpu() {
-    beside(
+fn a_table_is_replaced_by_a_huge_leaf_while_another_cpu_uses_it() {
+    with_cpu(
         2,
         || {
             let vm = TWO_PAGES();
@@ -295,7 +296,7 @@ fn a_table_makes_way_for_a_huge_leaf_under_another_cpu() {
     );
 }
 
-/// A slot of two pages whose private backing is pages 4 and 5.
+/// A VM with a slot of two pages whose private backing is pages 4 and 5.
 fn convertible(level: Level) -> Arc<SmallVm> {
     let vm = vm(level, 0, PLAIN);
     let region = Region {
@@ -310,7 +311,7 @@ fn convertible(level: Level) -> Arc<SmallVm> {
     vm
 }
 
-/// Frame 0 becomes private; the shared page is the host's from then on.
+/// Makes frame 0 private. The host alone uses the shared page from then on.
 fn convert(vm: &SmallVm) {
     vm.set_memory_attributes(Gfn(0)..Gfn(1), MemoryAttributes::PRIVATE)
         .unwrap();
@@ -328,7 +329,7 @@ fn nothing_shared_is_installed_or_used_after_a_conversion() {
                 vm
             },
         };
-        beside(
+        with_cpu(
             3,
             prepare,
             |vcpu| run_guest(vcpu, 0),
@@ -339,8 +340,8 @@ fn nothing_shared_is_installed_or_used_after_a_conversion() {
 }
 
 #[test]
-fn a_huge_leaf_over_a_boundary_is_split_under_a_cpu_that_uses_the_rest() {
-    beside(
+fn a_huge_leaf_across_a_boundary_is_split_while_a_cpu_uses_the_rest() {
+    with_cpu(
         2,
         || {
             let vm = convertible(Level::MEGA);
@@ -360,8 +361,8 @@ fn a_huge_leaf_over_a_boundary_is_split_under_a_cpu_that_uses_the_rest() {
 }
 
 #[test]
-fn a_protected_leaf_of_a_frame_that_is_converted_is_not_taken_for_known() {
-    beside(
+fn the_page_of_a_protected_leaf_is_not_reused_after_a_conversion() {
+    with_cpu(
         2,
         || {
             let vm = vm(Level::PAGE, 2, LOGGED);
@@ -383,7 +384,7 @@ fn a_protected_leaf_of_a_frame_that_is_converted_is_not_taken_for_known() {
 }
 
 #[test]
-fn an_mmio_entry_from_before_a_slot_is_not_believed() {
+fn an_mmio_entry_from_before_a_slot_is_ignored() {
     model(3, || {
         let vm = vm(Level::PAGE, 0, PLAIN);
         let created = Arc::new(AtomicU64::new(0));
@@ -406,8 +407,8 @@ fn an_mmio_entry_from_before_a_slot_is_not_believed() {
 }
 
 #[test]
-fn mmio_is_answered_where_a_slot_was() {
-    beside(
+fn mmio_is_reported_where_a_slot_was_deleted() {
+    with_cpu(
         2,
         MAPPED,
         |vcpu| _ = get(vcpu, 0, Read),

@@ -1,4 +1,4 @@
-//! Quiescence: who enters, leaves and acknowledges, against who waits.
+//! Quiescence: readers that enter, leave and acknowledge, concurrent with writers that wait.
 
 use std::sync::{Arc, Mutex};
 use std::vec::Vec;
@@ -7,7 +7,7 @@ use super::{model, spawn, wait};
 use crate::sync::atomic::{AtomicU64, Ordering::*, Watch};
 use crate::sync::quiesce::{Attention, Reader, Readers};
 
-/// One page, found through one entry: 0 when it was taken away.
+/// A page that readers find by one entry, which is 0 when the page was removed.
 struct World {
     readers: Readers,
     entry: AtomicU64,
@@ -23,20 +23,21 @@ impl World {
         })
     }
 
-    /// Takes the page away, waits as a flush does, and has it alone.
-    fn take_away(&self) {
+    /// Clears the entry, waits for readers as a flush does, and then owns the page alone.
+    fn remove_page(&self) {
         self.entry.store(0, Release);
         self.readers.synchronize(|round, _| wait(round));
         self.page.owned();
     }
 
+    /// Returns whether a reader finds the page.
     fn walk(&self) -> bool {
         self.entry.load(Acquire) != 0
     }
 }
 
-/// Runs `reader` beside one who takes the page away.
-fn beside_a_flush(preemptions: usize, reader: fn(&World, &Reader)) {
+/// Runs `reader` concurrently with a writer that removes the page.
+fn during_a_flush(preemptions: usize, reader: fn(&World, &Reader)) {
     model(preemptions, move || {
         let world = World::new();
         let mine = world.clone();
@@ -45,14 +46,14 @@ fn beside_a_flush(preemptions: usize, reader: fn(&World, &Reader)) {
             reader(&mine, me);
             mine.readers.release(me);
         });
-        world.take_away();
+        world.remove_page();
         thread.join().unwrap();
     });
 }
 
 #[test]
-fn what_a_section_has_found_stays_until_it_ends() {
-    beside_a_flush(4, |world, me| {
+fn a_page_found_in_a_section_stays_until_the_section_ends() {
+    during_a_flush(4, |world, me| {
         for _ in 0..2 {
             me.enter(&world.readers, 0);
             if world.walk() {
@@ -64,8 +65,8 @@ fn what_a_section_has_found_stays_until_it_ends() {
 }
 
 #[test]
-fn a_cpu_that_acknowledges_uses_nothing_from_before() {
-    beside_a_flush(4, |world, me| {
+fn a_cpu_uses_nothing_from_before_its_acknowledgement() {
+    during_a_flush(4, |world, me| {
         me.enter(&world.readers, 0);
         let mut remembered = world.walk();
         for _ in 0..2 {
@@ -82,7 +83,7 @@ fn a_cpu_that_acknowledges_uses_nothing_from_before() {
 }
 
 #[test]
-fn a_request_that_meets_an_acknowledgement_is_not_lost() {
+fn a_request_during_an_acknowledgement_is_not_lost() {
     model(3, || {
         let world = World::new();
         let done = Arc::new(AtomicU64::new(0));
@@ -91,7 +92,7 @@ fn a_request_that_meets_an_acknowledgement_is_not_lost() {
             let me = mine.readers.register().unwrap();
             me.enter(&mine.readers, 0);
             me.quiesce(&mine.readers);
-            // It runs guest code for ever, and comes out only when it is asked.
+            // Runs guest code for ever, and quiesces only when asked.
             while seen.load(Acquire) == 0 {
                 if me.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
                     me.quiesce(&mine.readers);
@@ -100,15 +101,15 @@ fn a_request_that_meets_an_acknowledgement_is_not_lost() {
             }
             me.leave();
         });
-        world.take_away();
+        world.remove_page();
         done.store(1, Release);
         thread.join().unwrap();
     });
 }
 
 #[test]
-fn who_was_outside_during_a_flush_is_told_when_it_comes_in() {
-    beside_a_flush(4, |world, me| {
+fn a_reader_that_was_outside_during_a_flush_sees_that_when_it_enters() {
+    during_a_flush(4, |world, me| {
         me.enter(&world.readers, 0);
         let remembered = world.walk();
         me.leave();
@@ -121,7 +122,7 @@ fn who_was_outside_during_a_flush_is_told_when_it_comes_in() {
 }
 
 #[test]
-fn two_flushes_wait_for_one_reader_each_for_itself() {
+fn two_flushes_each_wait_for_the_same_reader() {
     model(2, || {
         let world = World::new();
         let (mine, others) = (world.clone(), world.clone());
@@ -136,14 +137,14 @@ fn two_flushes_wait_for_one_reader_each_for_itself() {
         let other = spawn(move || {
             others.readers.synchronize(|round, _| wait(round));
         });
-        world.take_away();
+        world.remove_page();
         thread.join().unwrap();
         other.join().unwrap();
     });
 }
 
 #[test]
-fn nobody_shares_a_reader() {
+fn a_reader_has_one_owner() {
     model(3, || {
         struct World {
             readers: Readers,
@@ -152,7 +153,10 @@ fn nobody_shares_a_reader() {
         impl World {
             fn hold(&self, reader: &Reader) {
                 let id = std::ptr::from_ref(reader) as usize;
-                assert!(!self.held.lock().unwrap().contains(&id), "it has an owner");
+                assert!(
+                    !self.held.lock().unwrap().contains(&id),
+                    "the reader has another owner"
+                );
                 self.held.lock().unwrap().push(id);
                 reader.enter(&self.readers, 0);
                 reader.leave();

@@ -1,4 +1,4 @@
-//! The lock that is held for long.
+//! The fair lock.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::sync::FairLock;
 use crate::sync::atomic::{AtomicBool, Ordering::*};
 
 #[test]
-fn one_at_a_time_has_a_fair_lock_and_sees_what_was_done_before() {
+fn one_thread_at_a_time_has_a_fair_lock_and_sees_earlier_writes() {
     model(2, || {
         let lock = Arc::new(FairLock::new(0));
         let add = |lock: Arc<FairLock<u64>>| {
@@ -27,9 +27,9 @@ fn one_at_a_time_has_a_fair_lock_and_sees_what_was_done_before() {
 }
 
 #[test]
-fn who_waits_for_a_fair_lock_has_it_before_those_who_come_later() {
+fn a_fair_lock_serves_threads_in_the_order_of_arrival() {
     model(3, || {
-        // Whether the other thread has had it.
+        // Whether the other thread has had the lock.
         let lock = Arc::new(FairLock::new(false));
         let waits = Arc::new(AtomicBool::new(false));
         let first = lock.lock(wait);
@@ -46,7 +46,7 @@ fn who_waits_for_a_fair_lock_has_it_before_those_who_come_later() {
         let other_waits = waits.load(Acquire);
         drop(first);
         let had = *lock.lock(wait);
-        assert!(had || !other_waits, "it was overtaken");
+        assert!(had || !other_waits, "the first waiter was overtaken");
         other.join().unwrap();
     });
 }

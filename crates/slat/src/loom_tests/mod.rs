@@ -1,15 +1,15 @@
-//! The engine's own source under the model checker loom, pair by pair.
+//! Tests of the engine's own source under the model checker loom, for pairs of concurrent operations.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom_tests`
 //!
-//! Tables have two entries then, nodes of the slot trees four ([`crate::sync::atomic`] says what else
-//! is different). Each test runs two or three threads through all interleavings with at most
+//! With loom, tables have two entries, and nodes of the slot trees four ([`crate::sync::atomic`] has the other
+//! differences). Each test runs two or three threads through all interleavings with at most
 //! `LOOM_MAX_PREEMPTIONS` (unless set: what the test says, mostly 2) preemptions, and through all values
-//! that loads may see by the memory model.
+//! that loads may return by the memory model.
 //!
-//! What must not be used any more is a [`Watch`]: loom complains about a use that has not *happened
-//! before* the moment from which somebody has it alone, whatever the interleaving. Table frames, nodes,
-//! slots and slot sets are watched when they are freed, host pages when their owner takes them back.
+//! Memory that is freed or reclaimed contains a [`Watch`]: loom reports a use of it that has not *happened
+//! before* the moment from which one thread owns it alone, whatever the interleaving. Table frames, nodes,
+//! slots and slot sets are watched until they are freed, host pages until the host takes them back.
 
 mod dirty;
 mod faults;
@@ -27,15 +27,15 @@ use std::vec::Vec;
 use crate::Vcpu;
 use crate::addr::{Access, Gfn, Gpa, Hva, Level, PAGE_SHIFT, Pfn};
 use crate::format::{Entry, Ept, Format, Leaf, Stage2};
-use crate::platform::{
-    HostPage, HostRun, MemoryType, Platform, ResolveError, Stale, VmId, WaitFor,
-};
+use crate::frame::{Entries, TableMeta};
+use crate::platform::{HostPage, HostRun, Platform, ResolveError, Stale, VmId, WaitFor};
 use crate::slots::{Region, SlotFlags};
 use crate::sync::atomic::{AtomicU64, Watch};
-use crate::table::{Entries, TableMeta};
-use crate::vm::{Config, Stop, Translation, Vm};
+use crate::vm::{Config, Vm};
+use crate::{Prefetch, Setting};
+use crate::{Stop, Translation};
 
-/// Runs `test` through its interleavings with at most `preemptions`.
+/// Runs `test` through all its interleavings with at most `preemptions` preemptions.
 fn model(preemptions: usize, test: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound.get_or_insert(preemptions);
@@ -49,13 +49,13 @@ fn model(preemptions: usize, test: impl Fn() + Send + Sync + 'static) {
     std::println!("{} interleavings", runs.load(Relaxed));
 }
 
-/// A second thread, whose name in loom's messages is 1 or 2; the caller is 0.
+/// Starts another thread, which is 1 or 2 in loom's messages; the caller is 0.
 fn spawn<R: 'static>(thread: impl FnOnce() -> R + 'static) -> loom::thread::JoinHandle<R> {
     loom::thread::spawn(thread)
 }
 
-/// Passes time in the `round`-th round of a wait. Others have had that many chances to run by now: how
-/// it goes on from a long wait is not explored, otherwise two who wait would take turns for ever.
+/// Passes round `round` of a wait. Interleavings with many rounds are not explored: other threads have had a chance to
+/// run in each round before, and two waiting threads would otherwise alternate for ever.
 fn wait(round: u32) {
     if round >= 2 {
         loom::skip_branch();
@@ -63,10 +63,10 @@ fn wait(round: u32) {
     loom::thread::yield_now();
 }
 
-/// A format with few levels; entries are those of `Ept`.
+/// A format with few levels and the entries of `Ept`.
 struct Small<const TOP: u8>;
 
-/// The same with entries of AArch64, which want break-before-make.
+/// A format with few levels and the entries of AArch64, which ask for break-before-make.
 struct SmallStage2<const TOP: u8>;
 
 macro_rules! small_format {
@@ -87,7 +87,7 @@ macro_rules! small_format {
             const ACCESSED: u64 = <$of>::ACCESSED;
             const DIRTY: u64 = <$of>::DIRTY;
             const SETS_DIRTY: bool = $dirty;
-            // A read leaves the page of a log protected: the write that follows is what is explored.
+            // A read leaves a page of a logged slot protected, so that tests explore the write that follows.
             const LOGS_READS: bool = false;
             const MMIO_GENERATION_BITS: u32 = <$of>::MMIO_GENERATION_BITS;
             const MMIO_PHYSICAL_BITS: u32 = <$of>::MMIO_PHYSICAL_BITS;
@@ -126,7 +126,7 @@ macro_rules! small_format {
 small_format!(Small, Ept, false, true);
 small_format!(SmallStage2, Stage2<39>, true, false);
 
-/// One table frame. Freed frames are kept, so that a use of one is seen and not undefined.
+/// A table frame. Freed frames are kept, so that their use is found, and is not undefined behaviour.
 struct Frame {
     entries: Entries,
     meta: TableMeta,
@@ -136,16 +136,16 @@ struct Frame {
 
 /// A page of host memory.
 struct Page {
-    /// Used by guests until the host takes it back.
+    /// Guests use the page until the host takes it back.
     alive: Watch,
-    /// What the guest has written last.
+    /// The value that the guest has written last.
     content: AtomicU64,
 }
 
-/// The machine. Its locks are never held over an operation of loom.
+/// The platform. Its locks are never held over an operation of loom.
 struct Machine {
     frames: Mutex<Vec<Box<Frame>>>,
-    /// The host page behind each backing page.
+    /// The host page that each backing page is mapped to.
     mapped: Mutex<Vec<HostPage>>,
     pages: Vec<Page>,
 }
@@ -153,14 +153,9 @@ struct Machine {
 impl Machine {
     const PAGES: u64 = 8;
 
-    /// Backing page n is host page n, mapped by pages of `level`.
+    /// Makes a machine on which backing page n is host page n, mapped at `level`.
     fn new(level: Level) -> Arc<Machine> {
-        let mapped = |n| HostPage {
-            pfn: Pfn(n),
-            level,
-            writable: true,
-            memory: MemoryType::WriteBack,
-        };
+        let mapped = |n| HostPage::new(Pfn(n), level);
         let page = |_| Page {
             alive: Watch::new(),
             content: AtomicU64::new(0),
@@ -182,7 +177,7 @@ impl Machine {
         &*self.frames.lock().unwrap()[frame.0 as usize - 1]
     }
 
-    /// Puts host page `to` behind the backing page `page`.
+    /// Maps the backing page `page` to host page `to`.
     fn remap(&self, page: u64, to: u64) {
         let mapped = &mut self.mapped.lock().unwrap()[page as usize];
         mapped.pfn = Pfn(to);
@@ -194,8 +189,8 @@ impl Machine {
     }
 }
 
-// SAFETY: frames stay where they are until the machine is dropped; nothing is accessed through what
-// `resolve` answers; no hardware walks these tables.
+// SAFETY: frames are not moved or freed until the machine is dropped; the pages that `resolve` returns are not
+// accessed; no hardware walks these tables.
 unsafe impl Platform for Machine {
     fn alloc_table(&self) -> Option<Pfn> {
         let frame = Box::new(Frame {
@@ -223,7 +218,7 @@ unsafe impl Platform for Machine {
 
     fn entries(&self, frame: Pfn) -> std::ptr::NonNull<Entries> {
         if loom::thread::panicking() {
-            // What is dropped now must not find the same again: a second panic would abort.
+            // A second panic, for another use of the frame by a destructor, would abort.
             return Box::leak(Box::<Entries>::default()).into();
         }
         // SAFETY: as above.
@@ -266,17 +261,18 @@ type SmallVcpu = Vcpu<Machine, Small<2>>;
 const PLAIN: SlotFlags = SlotFlags(0);
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 
-/// A VM whose slot 0 are `pages` pages from frame 0 on, if there are any.
+/// Makes a VM with a slot 0 of `pages` pages from frame 0 on; without a slot if `pages` is 0.
 fn vm(level: Level, pages: u64, flags: SlotFlags) -> Arc<SmallVm> {
     let vm = Vm::new(Machine::new(level), Config::default()).unwrap();
-    vm.policy().set("prefetch", "off").unwrap();
+    vm.set_policy(Setting::Prefetch(Prefetch::Off));
     if pages > 0 {
         set_slot(&vm, 0, pages, flags);
     }
     vm
 }
 
-/// Slot 0, as `vm` makes it; `pages` 0 deletes it.
+/// Creates, moves or changes slot 0: `pages` pages from frame `base` on, backed like those of `vm`. Deletes it if
+/// `pages` is 0.
 fn set_slot(vm: &SmallVm, base: u64, pages: u64, flags: SlotFlags) {
     let region = Region {
         slot: 0,
@@ -293,17 +289,17 @@ fn hvas(pages: Range<u64>) -> Range<Hva> {
     Hva(pages.start << PAGE_SHIFT)..Hva(pages.end << PAGE_SHIFT)
 }
 
-/// Runs `guest` on a CPU that is inside.
+/// Runs `guest` on a new vCPU in its reader section.
 fn on_cpu<R>(vm: &Arc<SmallVm>, guest: impl FnOnce(&mut SmallVcpu) -> R) -> R {
     let mut vcpu = vm.create_vcpu().unwrap();
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     let result = guest(&mut vcpu);
     vcpu.leave();
     result
 }
 
-/// What the guest gets at frame `gfn`; `None` is MMIO. The caller remembers no other translation.
+/// Returns the translation of frame `gfn`; `None` is MMIO. The caller has no other translation cached.
 fn get(vcpu: &mut SmallVcpu, gfn: u64, access: Access) -> Option<Translation> {
     loop {
         match vcpu.translate(Gpa(gfn << PAGE_SHIFT), access) {
@@ -315,7 +311,7 @@ fn get(vcpu: &mut SmallVcpu, gfn: u64, access: Access) -> Option<Translation> {
     }
 }
 
-/// The host page that the guest gets at frame `gfn`, used once.
+/// Uses frame `gfn` once, on a new vCPU. Returns its host page; `None` is MMIO.
 fn touch(vm: &Arc<SmallVm>, gfn: u64, access: Access) -> Option<Pfn> {
     on_cpu(vm, |vcpu| {
         let translation = get(vcpu, gfn, access)?;

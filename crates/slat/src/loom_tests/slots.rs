@@ -176,7 +176,7 @@ fn the_slot_that_a_cpu_used_last_is_alive_when_it_is_used_again() {
                         assert_eq!(slot.gfns().start, Gfn(0));
                     }
                     vcpu.leave();
-                    vcpu.enter(1);
+                    vcpu.enter_unguarded(1);
                 }
             })
         });

@@ -1,4 +1,4 @@
-//! The tree alone: installs, splits and zaps against each other and against walkers.
+//! The tree alone: installs, splits and zaps, concurrent with each other and with walkers.
 
 mod break_before_make;
 
@@ -7,19 +7,19 @@ use std::sync::Arc;
 
 use super::{Machine, Small, model, spawn, wait};
 use crate::addr::{Gfn, Level, Pfn};
-use crate::format::{Entry, Format, Leaf};
+use crate::format::{Entry, Format, Leaf, MemoryType};
 use crate::heap::Shared;
-use crate::platform::MemoryType;
+use crate::policy::SplitWalk;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Readers;
-use crate::table::{
-    Flushed, Flushes, FrameCache, Mapped, Path, SplitWalk, Tree, Walk, Zapped, room_for_broken,
-};
+use crate::sync::{Guarded, InSection};
+use crate::table::{ByGfn, ByIndex, Flushed, Flushes, Found, FrameCache, Mapped, Path, Tree, Walk};
+use crate::vm::range_op::{Step, Unflushed};
 
-/// Two levels: four pages, of which each pair can be one leaf.
+/// A tree, mostly of two levels: four pages, of which each pair can be one huge leaf.
 struct World<F: Format> {
     machine: Arc<Machine>,
-    tree: Tree<Machine, F>,
+    tables: Guarded<Tree<Machine, F>>,
     readers: Readers,
     flushes: Shared<Flushes>,
 }
@@ -29,12 +29,13 @@ const LEAF: Leaf = Leaf {
     write: true,
     execute: true,
     may_write: false,
+    may_execute: false,
     accessed: true,
     dirty: false,
     memory: MemoryType::WriteBack,
 };
 
-/// Page `n` of the pair that `LEAF` maps when it is huge.
+/// Returns the leaf of page `n` of the pair that `LEAF` maps when it is huge.
 fn page(n: u64) -> Leaf {
     Leaf {
         pfn: LEAF.pfn.add(n),
@@ -42,12 +43,18 @@ fn page(n: u64) -> Leaf {
     }
 }
 
+/// Stands in for a reader section: the tests free tables only after all readers have passed.
+fn section() -> InSection<'static> {
+    // SAFETY: loom reports a use of a freed table.
+    unsafe { InSection::assume() }
+}
+
 impl<F: Format> World<F> {
     fn new() -> Arc<Self> {
         let machine = Machine::new(Level::PAGE);
         let flushes = Shared::try_new(Flushes::default()).unwrap();
         Arc::new(World {
-            tree: Tree::new(machine.clone(), flushes.clone()).unwrap(),
+            tables: Guarded::new(Tree::new(machine.clone(), flushes.clone()).unwrap()),
             flushes,
             readers: Readers::new(),
             machine,
@@ -60,20 +67,34 @@ impl<F: Format> World<F> {
         world
     }
 
-    /// One attempt of a fault; the second answer is how many leaves it has split.
+    fn tree(&self) -> &Tree<Machine, F> {
+        self.tables.get(section())
+    }
+
+    fn step<'s>(&'s self, unflushed: &'s mut Unflushed) -> Step<'s, Tree<Machine, F>> {
+        Step::new(&self.tables, unflushed, section())
+    }
+
+    fn lookup(&self, gfn: u64) -> Found<'_> {
+        let tree = self.tree();
+        tree.lookup(tree.key(Gfn(gfn)))
+    }
+
+    /// Makes one attempt of a fault. Returns also the number of leaves that it has split.
     fn map(&self, gfn: u64, level: Level, leaf: Leaf) -> (Mapped, u64) {
         self.map_after(&Flushed::default(), gfn, level, leaf)
     }
 
-    /// The same by somebody who has done the flush `flushed`.
+    /// Like [`Self::map`], by a thread that has done the flush `flushed`.
     fn map_after(&self, flushed: &Flushed, gfn: u64, level: Level, leaf: Leaf) -> (Mapped, u64) {
         self.with_path(|path| {
             path.flushed = flushed.clone();
-            self.tree.map(Gfn(gfn), level, leaf, path, || true, || ())
+            let tree = self.tree();
+            tree.map(tree.key(Gfn(gfn)), level, leaf, path, || true, || ())
         })
     }
 
-    /// A whole fault.
+    /// Makes attempts until the fault is done, as a vCPU does. Returns the number of leaves split.
     fn fault(&self, gfn: u64, leaf: Leaf) -> u64 {
         let mut splits = 0;
         let mut flushed = Flushed::default();
@@ -85,18 +106,18 @@ impl<F: Format> World<F> {
                 Mapped::MustMend(level) => splits += self.mend(gfn, level),
                 Mapped::Unflushed(level) => flushed = self.flush(gfn, level),
                 Mapped::Broken => loom::thread::yield_now(),
-                Mapped::InTheWay | Mapped::Stale => panic!("nobody has asked for that"),
+                Mapped::Conflict | Mapped::Stale => panic!("these tests map no other leaf there"),
             }
         }
     }
 
-    /// Flushes and mends until the leaf of `level` at `gfn` is mended. How many it has split.
+    /// Flushes and mends until the leaf of `level` at `gfn` is mended. Returns the number of leaves split.
     fn mend(&self, gfn: u64, level: Level) -> u64 {
         loop {
             let flushed = self.flush(gfn, level);
             let (mended, split) = self.with_path(|path| {
                 path.flushed = flushed;
-                self.tree.mend(Gfn(gfn), level, path)
+                self.tree().mend(Gfn(gfn), level, path)
             });
             if mended {
                 return split;
@@ -104,28 +125,29 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// As [`crate::Vm`] flushes; these walkers remember nothing.
+    /// Flushes like [`crate::Vm`]. There is no hardware to flush: these walkers cache nothing.
     fn flush(&self, gfn: u64, level: Level) -> Flushed {
         let number = self.flushes.begin();
         self.readers.synchronize(|round, _| wait(round));
         Flushes::done(Gfn(gfn).block(level), number)
     }
 
-    /// Takes `gfns` away and flushes, as an operation does in one step.
+    /// Zaps `gfns`, flushes and frees, like a range operation of one step.
     fn zap(&self, gfns: Range<u64>) {
         let gfns = Gfn(gfns.start)..Gfn(gfns.end);
-        let debt = self.flushes.owe();
-        debt.covers(&gfns);
+        let ticket = self.flushes.need_flush();
+        ticket.covers(&gfns);
         let me = self.readers.register().unwrap();
         me.enter(&self.readers, 0);
-        let mut zapped = Zapped::nothing();
-        self.tree.zap(&mut Walk::unbroken(gfns), &mut zapped);
+        let mut unflushed = Unflushed::none();
+        self.step(&mut unflushed)
+            .zap_unnoted(&mut Walk::unbroken(gfns));
         me.leave();
         self.flushes.begin();
         self.readers.synchronize(|round, _| wait(round));
-        drop(debt);
-        // SAFETY: everybody has passed since.
-        unsafe { self.tree.free(zapped.detached) };
+        drop(ticket);
+        // SAFETY: all readers have passed since the tables were detached.
+        unsafe { unflushed.detached.free::<F>(&*self.machine) };
         self.readers.release(me);
     }
 
@@ -140,7 +162,7 @@ impl<F: Format> World<F> {
     }
 
     fn find(&self, gfn: u64) -> Entry {
-        let found = self.tree.lookup(Gfn(gfn));
+        let found = self.lookup(gfn);
         match found.entry::<F>() {
             Entry::Leaf(leaf) if found.level > Level::PAGE => Entry::Leaf(Leaf {
                 pfn: leaf.pfn.add(gfn & (found.level.pages() - 1)),
@@ -158,7 +180,7 @@ impl<F: Format> World<F> {
     }
 }
 
-/// Runs the two beside each other, then `after`.
+/// Runs two operations concurrently, then `after`.
 fn two<F: Format>(
     preemptions: usize,
     prepare: fn() -> Arc<World<F>>,
@@ -192,7 +214,7 @@ fn a_walker_that_reaches_a_new_table_finds_it_whole() {
 }
 
 #[test]
-fn two_faults_that_miss_the_same_table_make_one() {
+fn two_faults_that_need_the_same_table_add_one() {
     two::<Small<2>>(
         3,
         World::new,
@@ -207,7 +229,7 @@ fn two_faults_that_miss_the_same_table_make_one() {
 }
 
 #[test]
-fn two_faults_that_miss_the_same_tables_of_two_levels_make_one_of_each() {
+fn two_faults_that_need_the_same_tables_of_two_levels_add_one_of_each() {
     two::<Small<3>>(
         2,
         World::new,
@@ -224,9 +246,15 @@ fn two_faults_that_miss_the_same_tables_of_two_levels_make_one_of_each() {
 fn map_deep(world: &World<Small<3>>, gfn: u64, path: &mut Path<'_>) {
     path.frames.fill(&*world.machine, 2).unwrap();
     let map = |path| {
-        world
-            .tree
-            .map(Gfn(gfn), Level::PAGE, page(gfn), path, || true, || ())
+        let tree = world.tree();
+        tree.map(
+            tree.key(Gfn(gfn)),
+            Level::PAGE,
+            page(gfn),
+            path,
+            || true,
+            || (),
+        )
     };
     assert!(matches!(map(path), Mapped::New));
 }
@@ -290,13 +318,14 @@ fn neighbours_stay_mapped_while_a_range_is_split() {
 
 fn split_all<F: Format>(world: &World<F>) {
     let mut frames = FrameCache::default();
-    let mut broken = room_for_broken::<F>().unwrap();
+    let mut broken = std::vec::Vec::new();
     let mut walk = Walk::unbroken(Gfn(0)..Gfn(4));
     while !walk.is_done() {
         frames.fill(&*world.machine, 2).unwrap();
         let mut path = Path::new(&mut frames);
-        let how = SplitWalk::SkipWithoutHuge;
-        (world.tree).split(&mut walk, how, |_, _| true, &mut path, &mut broken);
+        let how = SplitWalk::Default;
+        let mut unflushed = Unflushed::none();
+        (world.step(&mut unflushed)).split(&mut walk, how, |_, _| true, &mut path, &mut broken);
         for (gfn, level) in broken.drain(..) {
             world.mend(gfn.0, level);
         }
@@ -332,7 +361,7 @@ fn one_leaf_is_split_once_by_a_fault_and_a_range_operation() {
     );
 }
 
-/// A walker that was allowed to mark the leaf dirty has written: the mark must be found afterwards.
+/// A walker that has set the dirty bit of a leaf may have written: the bit must be found after `change`.
 fn no_mark_is_lost(change: fn(&World<Small<2>>)) {
     no_mark_is_lost_in(World::with_huge_leaf, change);
 }
@@ -342,7 +371,7 @@ fn no_mark_is_lost_in(prepare: fn() -> Arc<World<Small<2>>>, change: fn(&World<S
         let world = prepare();
         let other = world.clone();
         let walker = spawn(move || {
-            let found = other.tree.lookup(Gfn(1));
+            let found = other.lookup(1);
             matches!(found.entry::<Small<2>>(), Entry::Leaf(leaf) if leaf.write)
                 && found.mark::<Small<2>>(true)
         });
@@ -362,18 +391,18 @@ fn no_dirty_mark_is_lost_by_a_range_that_is_split() {
     no_mark_is_lost(split_all);
 }
 
-/// The walker's mark may be lost, the protection may not.
+/// Write-protects while a walker sets a dirty bit: that bit may be lost, the protection may not.
 fn write_protection_stays(prepare: fn() -> Arc<World<Small<2>>>) {
     model(3, move || {
         let world = prepare();
         let other = world.clone();
         let walker = spawn(move || {
-            other.tree.lookup(Gfn(1)).mark::<Small<2>>(true);
+            other.lookup(1).mark::<Small<2>>(true);
         });
-        let mut changed = [0; 3];
+        let mut unflushed = Unflushed::none();
         let mut walk = Walk::unbroken(Gfn(0)..Gfn(4));
-        (world.tree).write_protect(&mut walk, |_, _| true, &mut changed);
-        assert_ne!(changed, [0; 3]);
+        (world.step(&mut unflushed)).write_protect(&mut walk, |_, _| true);
+        assert_ne!(unflushed.changed, [0; 3]);
         walker.join().unwrap();
         for gfn in [0, 1] {
             let leaf = world.leaf(gfn);
@@ -383,12 +412,12 @@ fn write_protection_stays(prepare: fn() -> Arc<World<Small<2>>>) {
 }
 
 #[test]
-fn write_protection_of_a_huge_leaf_stays_beside_a_mark() {
+fn write_protection_of_a_huge_leaf_stays_despite_a_mark() {
     write_protection_stays(World::with_huge_leaf);
 }
 
 #[test]
-fn write_protection_of_a_run_of_pages_stays_beside_a_mark() {
+fn write_protection_of_a_run_of_pages_stays_despite_a_mark() {
     write_protection_stays(|| {
         let world = World::new();
         world.fault(0, page(0));
@@ -399,7 +428,11 @@ fn write_protection_of_a_run_of_pages_stays_beside_a_mark() {
 
 #[test]
 fn no_dirty_mark_is_lost_by_ageing() {
-    no_mark_is_lost(|world| _ = world.tree.age(&mut Walk::unbroken(Gfn(0)..Gfn(4)), true));
+    no_mark_is_lost(|world| {
+        _ = world
+            .step(&mut Unflushed::none())
+            .age(&mut Walk::unbroken(Gfn(0)..Gfn(4)), true)
+    });
 }
 
 #[test]
@@ -417,7 +450,7 @@ fn no_dirty_mark_is_lost_by_a_fault_that_widens() {
 }
 
 #[test]
-fn a_zap_beside_a_fault_frees_only_what_nobody_reaches() {
+fn a_zap_during_a_fault_frees_only_tables_that_no_walker_reaches() {
     two::<Small<2>>(
         3,
         || {
@@ -443,8 +476,9 @@ fn a_zap_beside_a_fault_frees_only_what_nobody_reaches() {
     );
 }
 
-/// `install` is told what it must ask under the lock: whether what it knows still holds.
-fn nothing_is_installed_behind_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> bool)) {
+/// Runs `install` concurrently with a change that makes its check fail and then zaps. `install` gets the check, to be
+/// made under the lock.
+fn nothing_is_installed_after_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> bool)) {
     model(3, move || {
         let world = World::<Small<2>>::new();
         let stale = Arc::new(AtomicU64::new(0));
@@ -456,7 +490,7 @@ fn nothing_is_installed_behind_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> 
             me.leave();
         });
         stale.store(1, Relaxed);
-        // Not all of the table: it is not taken out as a whole.
+        // Not the whole table, so that it is not detached.
         world.zap(0..1);
         thread.join().unwrap();
         assert_eq!(world.find(0), Entry::Empty);
@@ -464,20 +498,23 @@ fn nothing_is_installed_behind_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> 
 }
 
 #[test]
-fn no_leaf_is_installed_behind_a_zap() {
-    nothing_is_installed_behind_a_zap(|world, valid| {
+fn no_leaf_is_installed_after_a_zap() {
+    nothing_is_installed_after_a_zap(|world, valid| {
         world.with_path(|path| {
-            _ = world
-                .tree
-                .map(Gfn(0), Level::PAGE, page(0), path, valid, || ());
+            let tree = world.tree();
+            _ = tree.map(tree.key(Gfn(0)), Level::PAGE, page(0), path, valid, || ());
         });
     });
 }
 
 #[test]
-fn no_run_of_leaves_is_installed_behind_a_zap() {
-    nothing_is_installed_behind_a_zap(|world, valid| {
-        world.with_path(|path| world.tree.map_absent(Gfn(0), 2, page(0), path, valid));
+fn no_run_of_leaves_is_installed_after_a_zap() {
+    nothing_is_installed_after_a_zap(|world, valid| {
+        world.with_path(|path| {
+            world
+                .tree()
+                .map_absent(world.tree().key(Gfn(0)), 2, page(0), path, valid)
+        });
     });
 }
 
@@ -487,7 +524,11 @@ fn a_walker_that_reaches_a_run_of_leaves_finds_it_whole() {
         3,
         World::new,
         |world| {
-            _ = world.with_path(|path| world.tree.map_absent(Gfn(0), 2, page(0), path, || true))
+            _ = world.with_path(|path| {
+                world
+                    .tree()
+                    .map_absent(world.tree().key(Gfn(0)), 2, page(0), path, || true)
+            })
         },
         |world| {
             let found = (world.find(0), world.find(1));
@@ -499,12 +540,16 @@ fn a_walker_that_reaches_a_run_of_leaves_finds_it_whole() {
 }
 
 #[test]
-fn a_run_of_leaves_and_a_fault_make_one_table() {
+fn a_run_of_leaves_and_a_fault_add_one_table() {
     two::<Small<2>>(
         3,
         World::new,
         |world| {
-            _ = world.with_path(|path| world.tree.map_absent(Gfn(0), 2, page(0), path, || true))
+            _ = world.with_path(|path| {
+                world
+                    .tree()
+                    .map_absent(world.tree().key(Gfn(0)), 2, page(0), path, || true)
+            })
         },
         |world| _ = world.fault(1, page(1)),
         |world| {

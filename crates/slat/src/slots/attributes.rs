@@ -5,8 +5,8 @@ use core::fmt;
 use core::ops::Range;
 
 use crate::addr::Gfn;
+use crate::heap::OutOfMemory;
 use crate::heap::Shared;
-use crate::table::OutOfMemory;
 
 /// Attributes of guest memory, with KVM's values (KVM_SET_MEMORY_ATTRIBUTES, api.rst 4.141).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use alloc::vec::Vec;
 
 use super::OwnedSlot;
 use crate::heap;
-use crate::table::OutOfMemory;
+use crate::heap::OutOfMemory;
 
 /// Entries of a page.
 const SLOTS: usize = 32;

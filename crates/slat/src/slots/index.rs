@@ -14,7 +14,7 @@ use core::ops::Range;
 
 use super::Memslot;
 use crate::addr::{Gfn, Hva, PAGE_SHIFT};
-use crate::table::OutOfMemory;
+use crate::heap::OutOfMemory;
 
 /// Most slots of a leaf.
 const LEAF: usize = if cfg!(loom) { 4 } else { 32 };

@@ -33,12 +33,12 @@ use core::cell::UnsafeCell;
 use core::mem;
 use core::ops::Deref;
 
+use crate::heap::OutOfMemory;
 use crate::stats::Counter;
 use crate::sync::InSection;
 use crate::sync::atomic::{AtomicUsize, Ordering::*};
 use crate::sync::fair::{FairGuard, FairLock};
 use crate::sync::quiesce::Readers;
-use crate::table::OutOfMemory;
 use ids::Ids;
 use set::Spares;
 

@@ -7,7 +7,7 @@ use core::ops::BitOr;
 use super::SlotsChange;
 use super::index::PAGES;
 use crate::addr::{Gfn, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE};
-use crate::table::OutOfMemory;
+use crate::heap::OutOfMemory;
 
 /// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
 pub const MAX_SLOTS: u32 = 32764;
@@ -37,7 +37,15 @@ impl BitOr for SlotFlags {
 }
 
 /// One call of KVM_SET_USER_MEMORY_REGION2: create, delete (`size` 0), move, or change flags.
+///
+/// ```
+/// use slat::{Gpa, Hva, Region, SlotFlags};
+/// let region = Region::new(0, Gpa(0x10_0000), 0x4000, Hva(0x7f00_0000_0000))
+///     .with_flags(SlotFlags::LOG_DIRTY_PAGES);
+/// assert_eq!(region.private, None);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Region {
     /// The client's number for the slot.
     pub slot: u32,
@@ -52,6 +60,51 @@ pub struct Region {
     /// What backs its first byte where it is private ([`crate::Vm::set_memory_attributes`]):
     /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached.
     pub private: Option<Hva>,
+}
+
+impl Region {
+    /// `size` bytes at `gpa`, backed from `backing` on: shared memory that may be written and is not logged.
+    pub fn new(slot: u32, gpa: Gpa, size: u64, backing: Hva) -> Self {
+        Region {
+            slot,
+            flags: SlotFlags::default(),
+            gpa,
+            size,
+            backing,
+            private: None,
+        }
+    }
+
+    /// The same with `flags`.
+    #[must_use]
+    pub fn with_flags(self, flags: SlotFlags) -> Self {
+        Region { flags, ..self }
+    }
+
+    /// The same at `gpa`: as a change of a memslot, it moves.
+    #[must_use]
+    pub fn with_gpa(self, gpa: Gpa) -> Self {
+        Region { gpa, ..self }
+    }
+
+    /// The same with `size` bytes; 0 deletes the memslot.
+    #[must_use]
+    pub fn with_size(self, size: u64) -> Self {
+        Region { size, ..self }
+    }
+
+    /// The same with `backing` for its first byte.
+    #[must_use]
+    pub fn with_backing(self, backing: Hva) -> Self {
+        Region { backing, ..self }
+    }
+
+    /// The same with `private` backing its first byte where that is private.
+    #[must_use]
+    pub fn with_private(self, private: impl Into<Option<Hva>>) -> Self {
+        let private = private.into();
+        Region { private, ..self }
+    }
 }
 
 /// Why a [`Region`] was refused. Nothing was changed.

@@ -6,8 +6,8 @@ use core::ops::Range;
 use super::index::{ByGfn, ByHva, ByPrivate, Index, Order, Spare};
 use super::{Memslot, PrivateFrames};
 use crate::addr::{Gfn, Hva, PAGE_SHIFT};
+use crate::heap::OutOfMemory;
 use crate::sync::atomic::Watch;
-use crate::table::OutOfMemory;
 
 /// All slots of one address space at one moment. Aligned so that no cache line has parts of two sets.
 #[repr(align(128))]

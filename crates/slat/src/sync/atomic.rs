@@ -1,8 +1,8 @@
-//! Where the engine's atomics come from: `core`, or, in a build with `--cfg loom`, the model checker
-//! loom, which then runs the engine's own source through all interleavings and through all values
-//! that a load may see (`crate::loom_tests`).
+//! The engine's atomics: those of `core`, or, in a build with `--cfg loom`, those of the model checker loom, which then
+//! runs the engine's own source through all interleavings and all values that a load may return
+//! (`crate::loom_tests`).
 //!
-//! Counters and policies are `core`'s in both: no protocol rests on them.
+//! Counters and policies use `core`'s in both: no protocol depends on them.
 
 pub use core::sync::atomic::Ordering;
 
@@ -11,7 +11,7 @@ pub use model::*;
 #[cfg(not(loom))]
 pub use plain::*;
 
-/// A constructor that is `const`, unless it makes atomics of loom, which are made at run time.
+/// Defines a constructor that is `const`, except with loom, whose atomics are made at run time.
 macro_rules! const_fn {
     ($(#[$meta:meta])* $vis:vis fn $name:ident() -> Self $body:block) => {
         #[cfg(not(loom))]
@@ -28,15 +28,15 @@ mod plain {
         AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, fence,
     };
 
-    /// A relaxed store that may meet somebody's read-modify-write. Its own function because loom's
-    /// order of modifications is a partial one, in which such a store and such a write stay unordered.
+    /// Stores with `Relaxed` order, where another thread may read-modify-write at the same time. A function of its own
+    /// because loom would leave such a store and such a write unordered.
     #[inline(always)]
     pub fn overwrite(atomic: &AtomicU64, value: u64) {
         atomic.store(value, super::Ordering::Relaxed);
     }
 
-    /// Stands for memory that protocols protect without the compiler knowing. Nothing at run time;
-    /// under loom a cell that must not be owned while it is used.
+    /// Represents memory that a protocol protects, and not the compiler. Does nothing at run time. Under loom it is a
+    /// cell, and loom reports an access of [`Watch::owned`] that is concurrent with any other.
     #[derive(Clone, Default)]
     pub struct Watch;
 
@@ -45,11 +45,11 @@ mod plain {
             Watch
         }
 
-        /// Somebody looks at the memory; others may, too.
+        /// Call when the memory is used, maybe by other threads, too.
         #[inline(always)]
         pub fn used(&self) {}
 
-        /// Somebody has it alone: everything before happened before this.
+        /// Call when this thread alone uses the memory: all uses before must have happened before this.
         #[inline(always)]
         pub fn owned(&self) {}
     }
@@ -64,14 +64,14 @@ mod model {
 
     pub use loom::sync::atomic::fence;
 
-    /// What it means, said so that loom puts it in one order with the others.
+    /// Like `plain::overwrite`, but as a read-modify-write, which loom puts in one order with others.
     pub fn overwrite(atomic: &AtomicU64, value: u64) {
         atomic.swap(value, Relaxed);
     }
 
     pub struct Watch(loom::cell::UnsafeCell<()>);
 
-    // SAFETY: there is nothing in it, and loom runs one thread at a time.
+    // SAFETY: the cell contains nothing, and loom runs one thread at a time.
     unsafe impl Sync for Watch {}
 
     impl Watch {
@@ -108,7 +108,7 @@ mod model {
         }
     }
 
-    /// The value of an atomic that nobody else can reach; written back when dropped.
+    /// The value of an atomic that no other thread can reach. Written back when dropped.
     pub struct Owned<'a, T> {
         value: T,
         write: Box<dyn FnMut(&T) + 'a>,
@@ -133,16 +133,16 @@ mod model {
         }
     }
 
-    /// loom's, with two differences.
+    /// Defines atomics that wrap loom's, with two differences.
     ///
-    /// Sequentially consistent loads are made here: loom lets them see values that such a load must
-    /// not see (an older one than the newest sequentially consistent store). An exchange that fails
-    /// sees the newest value and changes nothing.
+    /// A sequentially consistent load is a compare-exchange of a value with itself, which returns the newest value. A
+    /// load of loom may return values that such a load must not (older than the newest sequentially consistent
+    /// store).
     ///
-    /// Other loads take a *turn* first. To find the interleavings worth running, loom remembers only
-    /// the last access to an atomic: with a load by one thread, then a load and a store by another, it
-    /// forgets that the store could have come before the first load. Turns, as read-modify-writes,
-    /// make it try both orders of any two loads, and with that also of the store.
+    /// Other loads first write to a second atomic, `turn`. To choose the interleavings worth running, loom remembers
+    /// only the last access to an atomic: after a load by one thread, then a load and a store by another, it forgets
+    /// that the store could have come before the first load. With the read-modify-writes of `turn` it tries both orders
+    /// of any two loads, and so also of the store.
     macro_rules! atomics {
         ($($name:ident $(<$t:ident>)?: $value:ty, $any:expr;)*) => {$(
             #[derive(Debug)]

@@ -1,12 +1,11 @@
-//! A lock that is held for long: first come, first served.
+//! A fair lock, for long operations: first come, first served.
 //!
-//! Its holder may allocate, wait for flushes, and walk through the tables of a whole slot; so a waiter passes
-//! time through [`crate::Platform::wait`], which gives the processor away. Nobody overtakes: each takes a
-//! ticket, and is served in the order of tickets. Threads that take such a lock all the time hold up
-//! another one for one turn of each.
+//! Its holder may allocate, wait for flushes, and walk the tables of a whole slot. So a waiter waits by
+//! [`crate::Platform::wait`], which yields the processor. Each thread takes a ticket, and gets the lock in the order
+//! of tickets: threads that take the lock in a loop delay another thread by at most one turn each.
 //!
-//! A waiter whose turn is next begins a new wait: the lock will be free soon, and until it takes it nobody
-//! can.
+//! When a waiter becomes the next, it restarts its wait at round 0: the lock will be free soon, and no other thread can
+//! take it until this one has.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
@@ -14,13 +13,13 @@ use core::ops::{Deref, DerefMut};
 use super::held;
 use crate::sync::atomic::{AtomicU64, Ordering::*, Watch};
 
-/// Data that one thread at a time has, in the order in which they asked.
+/// Data that one thread at a time uses, in the order in which threads asked for it.
 pub(crate) struct FairLock<T> {
-    /// Tickets given.
+    /// The number of tickets given; the next ticket.
     tickets: AtomicU64,
-    /// The ticket whose turn it is.
+    /// The ticket that has, or may take, the lock.
     turn: AtomicU64,
-    /// What the lock protects.
+    /// Represents the data for loom.
     held: Watch,
     data: UnsafeCell<T>,
 }
@@ -38,16 +37,16 @@ impl<T> FairLock<T> {
         }
     }
 
-    /// Takes the lock; `wait(round)` is called while others have their turn. The caller is in no reader section
-    /// and holds no spin lock.
+    /// Takes the lock; calls `wait(round)` while other threads have it. The caller is in no reader section and holds
+    /// no spin lock.
     pub(crate) fn lock(&self, mut wait: impl FnMut(u32)) -> FairGuard<'_, T> {
         held::assert_none("to queue for a lock");
         let mine = self.tickets.fetch_add(1, Relaxed);
         let mut round = 0;
         let mut seen = mine;
         loop {
-            // Acquire: with its turn it sees what the one before has done. A waiter can afford the newest value;
-            // a model checker would show it old ones for ever.
+            // Acquire would be enough to see what the holder before has done. But a model checker would return old
+            // values for ever, and a waiter can afford the newest.
             let turn = self.turn.load(SeqCst);
             if turn == mine {
                 break;
@@ -85,7 +84,7 @@ impl<T> DerefMut for FairGuard<'_, T> {
 
 impl<T> Drop for FairGuard<'_, T> {
     fn drop(&mut self) {
-        // Nobody else changes it during this guard's turn.
+        // Only the holder changes it.
         let mine = self.lock.turn.load(Relaxed);
         self.lock.turn.store(mine + 1, Release);
     }
@@ -97,9 +96,9 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::time::{Duration, Instant};
 
-    /// Who has a ticket is overtaken by nobody who comes later, however often the others take the lock.
+    /// No later thread gets the lock before one that has a ticket, however often others take it.
     #[test]
-    fn nobody_is_overtaken() {
+    fn no_thread_is_overtaken() {
         const OTHERS: u64 = 4;
         let lock = FairLock::new(0);
         let turns = std::sync::atomic::AtomicU64::new(0);
@@ -125,16 +124,19 @@ mod tests {
                 drop(guard);
                 if let Some(before) = before {
                     waited += 1;
-                    // One turn of each, and one of each that was not counted yet.
+                    // One turn of each other thread, and one of each that had ended but not been counted before.
                     if after - before > 2 * OTHERS {
                         stop.store(true, SeqCst);
-                        panic!("{} turns while it had a ticket", after - before);
+                        panic!(
+                            "{} turns of others while this thread had a ticket",
+                            after - before
+                        );
                     }
                 }
             }
             stop.store(true, SeqCst);
         });
-        assert!(waited > 0, "it never had to wait");
+        assert!(waited > 0, "this thread never had to wait");
         assert!(*lock.lock(|_| unreachable!()) >= waited);
     }
 }

@@ -1,18 +1,18 @@
-//! What a thread holds others up with: spin locks, of which it has none whenever it waits, and the reader section
-//! of an operation, which ends soon.
+//! Checks that no thread delays others for long: it holds no spin lock when it waits, and it reads a bounded number of
+//! entries in the reader section of an operation.
 //!
-//! Who waits for the holder of a spin lock only passes time, so a holder that sleeps, waits for a CPU to flush,
-//! or asks the host for a page keeps a processor busy for nothing, or for ever. Flushes and slot changes wait for
-//! reader sections, so one in which a whole tree is looked at holds up every page that the host wants back.
+//! A waiter for a spin lock spins. So a holder that sleeps, waits for a CPU to flush, or asks the host for a page keeps
+//! a processor busy for nothing, or for ever. Flushes and slot changes wait for reader sections, so a section in
+//! which an operation reads a whole tree delays every page that the host wants back.
 //!
-//! Builds with debug assertions and the feature `lock-checks` count, for each thread, the spin locks it holds, and
-//! the entries it has looked at since the section of its operation began. [`assert_none`] looks at the first count
-//! wherever the engine calls what may wait: [`crate::Platform::wait`], `flush` and `resolve`, and before it
-//! queues for a [`super::FairLock`]; [`looked_at`] at the second in every walk. (A count for each thread needs
-//! `std`, hence the feature; threads of loom share the count of theirs.)
+//! Builds with debug assertions and the feature `lock-checks` count, for each thread, the spin locks it holds, and the
+//! entries it has read since the reader section of its operation began. [`assert_none`] checks the first count before
+//! the engine calls anything that may wait ([`crate::Platform::wait`], `flush` and `resolve`), and before it
+//! queues for a [`super::FairLock`]; [`looked_at`] checks the second in every walk. (A count for each thread needs
+//! `std`, hence the feature. Builds for loom do not count.)
 
-/// Entries that an operation may look at in one section: some 50 us. Builds that count have so few that the
-/// operations of their tests end and begin many sections, too.
+/// The number of entries that an operation may read in one reader section: about 50 us. Builds that count have so few
+/// that the operations of their tests need many sections, too.
 pub(crate) const MOST_ENTRIES: u32 = if COUNTED { 40 } else { 4096 };
 
 const COUNTED: bool = cfg!(all(
@@ -74,50 +74,50 @@ mod count {
     pub(super) fn set_entries(_: Option<u32>) {}
 }
 
-/// A section of an operation of this thread begins.
+/// Call when the reader section of an operation begins on this thread.
 #[inline(always)]
 pub(crate) fn section_begins() {
     count::set_entries(Some(0));
 }
 
-/// It ends.
+/// Call when the reader section of an operation ends on this thread.
 #[inline(always)]
 pub(crate) fn section_ends() {
     count::set_entries(None);
 }
 
-/// The thread looks at so many entries.
+/// Call before the thread reads `entries` entries.
 ///
 /// # Panics
-/// If they are too many for one section, and that is counted.
+/// In builds that count, if these are too many for one reader section.
 #[inline(always)]
 pub(crate) fn looked_at(entries: u32) {
     if let Some(before) = count::entries() {
         let sum = before + entries;
         debug_assert!(
             sum <= MOST_ENTRIES,
-            "{sum} entries are looked at in one section"
+            "{sum} entries are read in one reader section"
         );
         count::set_entries(Some(sum));
     }
 }
 
-/// The thread has taken a spin lock.
+/// Call when the thread has taken a spin lock.
 #[inline(always)]
 pub(super) fn taken() {
     count::add();
 }
 
-/// The thread releases a spin lock.
+/// Call when the thread releases a spin lock.
 #[inline(always)]
 pub(super) fn released() {
     count::sub();
 }
 
-/// Call before something that may wait; `what` says what.
+/// Call before something that may wait; `what` names it, for the message.
 ///
 /// # Panics
-/// If the thread holds a spin lock, and that is counted.
+/// In builds that count, if the thread holds a spin lock.
 #[inline(always)]
 #[track_caller]
 pub(crate) fn assert_none(what: &str) {
@@ -132,18 +132,18 @@ mod tests {
     #[test]
     fn a_lock_that_was_released_is_not_held() {
         let (first, second) = (SpinLock::new(1), SpinLock::new(2));
-        let nobody_waits = |_| unreachable!();
-        drop(first.lock(nobody_waits));
+        let never_waits = |_| unreachable!();
+        drop(first.lock(never_waits));
         super::assert_none("to wait");
-        let held = (first.lock(nobody_waits), second.lock(nobody_waits));
+        let held = (first.lock(never_waits), second.lock(never_waits));
         assert_eq!(super::count::get(), 2);
         drop(held);
         super::assert_none("to wait");
     }
 
     #[test]
-    #[should_panic(expected = "41 entries are looked at in one section")]
-    fn who_looks_at_too_much_must_pass_a_quiescent_point() {
+    #[should_panic(expected = "41 entries are read in one reader section")]
+    fn an_operation_that_reads_too_much_must_end_its_section() {
         super::looked_at(5000);
         super::section_begins();
         super::looked_at(super::MOST_ENTRIES);
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "to flush with 1 spin locks held")]
-    fn who_holds_a_lock_must_not_wait() {
+    fn the_holder_of_a_spin_lock_must_not_wait() {
         let lock = SpinLock::new(());
         let _held = lock.lock(|_| unreachable!());
         super::assert_none("to flush");

@@ -1,13 +1,13 @@
-//! The engine's own synchronisation: [`quiesce`] (who may still see what was taken away), a [`SpinLock`] for
-//! sections that never wait, and a [`FairLock`] for whole operations. Whoever waits for either passes time
-//! through the platform.
+//! The engine's own synchronisation: [`quiesce`] (until when readers may use what was removed), a [`SpinLock`] for
+//! critical sections that never wait, and a [`FairLock`] for whole operations. Waiters for either call
+//! [`crate::Platform::wait`].
 
 pub(crate) mod atomic;
 pub(crate) mod fair;
 pub(crate) mod held;
 pub(crate) mod quiesce;
-/// The proof that a reader section lasts. What readers look at without a lock is kept for them until their
-/// section ends, so looking asks for this proof.
+/// Proofs that a thread is in a reader section: what readers access without a lock stays valid only until their section
+/// ends, so each access needs such a proof.
 pub(crate) mod section;
 pub(crate) mod spin;
 

@@ -1,129 +1,156 @@
-//! Who may still see what was taken away.
+//! Until when readers may use what was removed: quiescent-state reclamation, as in KVM's SRCU.
 //!
-//! Walkers and slot look-ups take no lock. What they may have seen is therefore kept until each of
-//! them has passed a *quiescent point*: a moment at which it holds no pointer into tables or slots
-//! and, if it is a software CPU, no translation. The same mechanism acknowledges TLB flushes of
-//! software CPUs, because for them both promises are one.
+//! Walkers and slot look-ups take no lock. What they may have read is therefore kept until each of
+//! them has passed a *quiescent point*: a moment at which it has no pointer into tables or slots
+//! and, if it is a software CPU, no cached translation. The same mechanism acknowledges TLB flushes of
+//! software CPUs: for them a flush and a quiescent point are the same.
 //!
 //! # Protocol
 //! There is one counter, the *generation*. Every reader owns one word:
 //!
-//! * 0: it is outside. Nobody waits for it.
+//! * 0: it is outside of a reader section. No writer waits for it.
 //! * g: it is inside, and passed a quiescent point when the generation was g.
 //!
-//! A writer takes something away (clears entries, swaps the slot set) and then calls
+//! A writer removes something (clears entries, swaps the slot set) and then calls
 //! [`Readers::synchronize`]: it raises the generation to n and waits for every reader whose word is
-//! neither 0 nor at least n. A reader that enters stores the generation it read and reads it again;
-//! both sides use sequentially consistent accesses, so either the writer sees the reader's word, or
+//! neither 0 nor at least n. A reader that enters stores the generation it read and reads it again.
+//! Both sides use sequentially consistent accesses, so either the writer sees the reader's word, or
 //! the reader sees the raised generation, and with it (release/acquire through the generation)
-//! everything that was changed before. The list of readers is part of this: a reader that the writer
-//! does not find in it comes in later. Leaving is a release store of 0, so all that a reader did
-//! happened before a writer that sees the 0.
+//! everything that was changed before. The same holds for the list of readers: a reader that the writer
+//! does not find in the list enters after the raise. Leaving is a release store of 0, so all that a reader did
+//! happened before what a writer does that sees the 0.
 //!
 //! # Deadlock
 //! A reader that must itself wait (for host memory, for a flush, for an invalidation to end) leaves
-//! first and enters again afterwards; [`Reader::enter`] then tells whether it has missed a
-//! generation, in which case every translation it remembers is void. So nobody waits while being
-//! waited for. A vCPU outside KVM_RUN is outside here, too.
+//! first and enters again afterwards. [`Reader::enter`] then returns whether it has missed a
+//! generation, and if so, every translation it has cached is void. So no reader waits while a writer waits
+//! for it. A vCPU that is not in KVM_RUN is outside, too.
 //!
 //! # Attention
-//! Each reader carries a word of *attention* bits that its software CPU looks at at every block
-//! boundary. `synchronize` raises [`Attention::FLUSH`] there; the other bits are the client's.
-//! [`Reader::quiesce`] lowers the bit *before* it reads the generation: a request that comes between
-//! raises the bit again and is seen at the next boundary.
+//! Each reader has a word of *attention* bits that its software CPU checks at every block
+//! boundary. `synchronize` sets [`Attention::FLUSH`] there; the other bits are the client's.
+//! [`Reader::quiesce`] clears the bit *before* it reads the generation: a request between the two
+//! sets the bit again, and the CPU sees that at the next boundary.
 
+use crate::heap::OutOfMemory;
 use crate::heap::{self, Shared};
 use crate::stats::Counters;
 use crate::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
-use crate::table::OutOfMemory;
 use alloc::boxed::Box;
 use core::ptr;
 
-/// Bits that make a software CPU leave its loop at the next block boundary.
-#[derive(Debug, Default)]
+/// A word of bits that make a software CPU leave its loop at the next block boundary. A clone is another handle of the
+/// same word.
+///
+/// ```
+/// use slat::Attention;
+/// const SIGNAL: u32 = 1 << 1;
+/// let word = Attention::new()?;
+/// word.clone().raise(SIGNAL);
+/// assert_eq!(word.take(SIGNAL | Attention::FLUSH), SIGNAL);
+/// # Ok::<(), slat::OutOfMemory>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Attention(Shared<Word>);
+
+/// On a cache line of its own: the CPU reads it at every block boundary.
+#[derive(Debug)]
 #[repr(align(64))]
-pub struct Attention(AtomicU32);
+struct Word(AtomicU32);
 
 impl Attention {
     /// The engine asks for [`crate::Vcpu::quiesce`]. All other bits are free for the client.
     pub const FLUSH: u32 = 1 << 0;
 
-    /// The word to look at; non-zero means: come out.
+    /// Makes a word without bits. A vCPU has one already ([`crate::Vcpu::attention`]).
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub fn new() -> Result<Self, OutOfMemory> {
+        Ok(Attention(Shared::try_new(Word(AtomicU32::new(0)))?))
+    }
+
+    /// Returns the word; non-zero means: leave the loop.
     pub fn flag(&self) -> &AtomicU32 {
-        &self.0
+        &self.0.0
     }
 
     /// Sets bits, from any thread or a signal handler.
     pub fn raise(&self, bits: u32) {
-        self.0.fetch_or(bits, SeqCst);
+        self.flag().fetch_or(bits, SeqCst);
     }
 
     /// Clears bits and returns which of them were set.
     pub fn take(&self, bits: u32) -> u32 {
-        self.0.fetch_and(!bits, SeqCst) & bits
+        self.flag().fetch_and(!bits, SeqCst) & bits
     }
 }
 
-/// One reader's words. On a cache line of its own: it is written at every entry.
+/// The state of one reader. On a cache line of its own, because the owner writes it whenever it enters.
 #[repr(align(64))]
 pub(crate) struct Reader {
-    /// 0 outside, otherwise the generation of the last quiescent point.
+    /// 0 outside of a section; otherwise the generation of the last quiescent point.
     state: AtomicU64,
-    /// Generation of the last quiescent point, also while outside. Written by the owner only.
+    /// The generation of the last quiescent point, also while outside. Only the owner writes it.
     seen: AtomicU64,
-    /// What [`Reader::enter`] was given, for [`crate::WaitFor::Reader`].
+    /// The token given to [`Reader::enter`], for [`crate::WaitFor::Reader`].
     token: AtomicUsize,
-    taken: AtomicBool,
-    attention: Shared<Attention>,
-    /// What the owner counted. Stays when the reader changes hands: only sums are asked for.
+    /// The reader has an owner.
+    owned: AtomicBool,
+    attention: Attention,
+    /// The owners' counters. A new owner continues them, because only sums over all readers are used.
     pub(crate) counters: Counters,
     /// Next in the list of all readers; set once, before publication.
     next: AtomicPtr<Reader>,
 }
 
 impl Reader {
-    pub(crate) fn attention(&self) -> &Shared<Attention> {
+    pub(crate) fn attention(&self) -> &Attention {
         &self.attention
     }
 
-    fn try_take(&self) -> bool {
-        !self.taken.load(Relaxed)
+    /// Makes the caller the owner of the reader, if it has none. Returns whether it did.
+    fn try_own(&self) -> bool {
+        !self.owned.load(Relaxed)
             && self
-                .taken
+                .owned
                 .compare_exchange(false, true, Acquire, Relaxed)
                 .is_ok()
     }
 
+    /// Returns whether the reader is in a section.
     pub(crate) fn is_inside(&self) -> bool {
         self.state.load(Relaxed) != 0
     }
 
-    /// Begins a reader section. `true`: generations have passed since the last quiescent point,
-    /// every translation remembered from before is void.
+    /// Begins a reader section. Returns whether the generation was raised since the last quiescent point; if so,
+    /// every translation that the caller has cached is void.
     #[inline]
     pub(crate) fn enter(&self, readers: &Readers, token: usize) -> bool {
         self.token.store(token, Relaxed);
         self.settle(readers)
     }
 
-    /// Ends a reader section: nothing of it is remembered, or `enter`'s answer will be respected.
+    /// Ends a reader section. What the caller keeps from it is valid again only if the next [`Self::enter`] returns
+    /// `false`.
     #[inline]
     pub(crate) fn leave(&self) {
         self.state.store(0, Release);
     }
 
-    /// A quiescent point inside a section: the caller holds nothing and remembers nothing.
+    /// Passes a quiescent point in a section. The caller has dropped all pointers and cached translations.
     pub(crate) fn quiesce(&self, readers: &Readers) {
         self.attention.take(Attention::FLUSH);
         self.settle(readers);
     }
 
+    /// Stores the newest generation in the reader's word. Returns whether it was raised since the last quiescent point.
     #[inline]
     fn settle(&self, readers: &Readers) -> bool {
         self.settle_from(readers, readers.generation.load(SeqCst))
     }
 
-    /// `generation` was read some time before.
+    /// Like [`Self::settle`], with a `generation` that was read before and may be out of date.
     #[inline]
     fn settle_from(&self, readers: &Readers, mut generation: u64) -> bool {
         loop {
@@ -139,6 +166,7 @@ impl Reader {
         missed
     }
 
+    /// Returns whether the reader has passed a quiescent point of `generation` or later, or is outside.
     fn has_passed(&self, generation: u64) -> bool {
         let state = self.state.load(SeqCst);
         state == 0 || state >= generation
@@ -148,10 +176,10 @@ impl Reader {
 /// All readers of one VM.
 pub(crate) struct Readers {
     generation: AtomicU64,
-    /// Head of a list that only grows; a reader that was given back is taken again.
+    /// The head of a list that only grows; a reader without an owner is used again.
     head: AtomicPtr<Reader>,
-    /// A taken reader that nobody uses now: operations come and go, and must not search the list
-    /// behind a thousand vCPUs each time.
+    /// A reader for the next operation, so that operations do not search the list, which may contain a thousand vCPUs,
+    /// each time. It counts as owned.
     spare: AtomicPtr<Reader>,
 }
 
@@ -164,7 +192,10 @@ impl Readers {
         }
     }
 
-    /// A reader for the length of one operation. Give it back with [`Readers::put_aside`].
+    /// Returns a reader for one operation. Give it back with [`Readers::put_aside`].
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] if no reader is free, and there is no memory for another one.
     #[inline]
     pub(crate) fn borrow(&self) -> Result<&Reader, OutOfMemory> {
         // SAFETY: only readers of this list are put aside, and they live as long as `self`.
@@ -174,6 +205,7 @@ impl Readers {
         }
     }
 
+    /// Gives back the reader of an operation: ends its section and keeps it for the next operation.
     #[inline]
     pub(crate) fn put_aside(&self, reader: &Reader) {
         reader.leave();
@@ -184,10 +216,13 @@ impl Readers {
         }
     }
 
-    /// A reader for one owner at a time. Give it back with [`Readers::release`].
+    /// Returns a reader that the caller owns. Give it back with [`Readers::release`].
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] if no reader is free, and there is no memory for another one.
     pub(crate) fn register(&self) -> Result<&Reader, OutOfMemory> {
-        if let Some(free) = self.iter().find(|r| r.try_take()) {
-            // The old owner's client may still hold the attention word; its bits are not ours.
+        if let Some(free) = self.iter().find(|r| r.try_own()) {
+            // The client of the last owner may still have the attention word; bits set by it are not for this owner.
             free.attention.take(u32::MAX);
             return Ok(free);
         }
@@ -196,15 +231,15 @@ impl Readers {
             state: AtomicU64::new(0),
             seen: AtomicU64::new(0),
             token: AtomicUsize::new(0),
-            taken: AtomicBool::new(true),
-            attention: Shared::try_new(Attention::default())?,
+            owned: AtomicBool::new(true),
+            attention: Attention::new()?,
             counters: Counters::default(),
             next: AtomicPtr::new(head),
         })?);
         // SAFETY: freed when `self` is dropped.
         let new = unsafe { &*reader };
-        // Sequentially consistent, as the words are: a writer that does not find the new reader in
-        // the list has raised the generation before the reader comes in.
+        // Sequentially consistent, as the words are: if a writer does not find the new reader in the list, it has
+        // raised the generation before the reader enters.
         while let Err(now) = self
             .head
             .compare_exchange_weak(head, reader, SeqCst, Relaxed)
@@ -215,11 +250,13 @@ impl Readers {
         Ok(new)
     }
 
+    /// Gives back a reader from [`Readers::register`]: ends its section; another thread may own it next.
     pub(crate) fn release(&self, reader: &Reader) {
         reader.leave();
-        reader.taken.store(false, Release);
+        reader.owned.store(false, Release);
     }
 
+    /// Iterates over all readers, with or without an owner.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Reader> {
         let mut at = self.head.load(SeqCst);
         core::iter::from_fn(move || {
@@ -230,8 +267,9 @@ impl Readers {
         })
     }
 
-    /// Waits until every reader has passed a quiescent point after this call began. The caller is
-    /// inside no section of its own. `wait(round, token)` passes time for the reader with `token`.
+    /// Waits until every reader has passed a quiescent point after this call began, or is outside; calls
+    /// `wait(round, token)` while it waits for the reader with `token`. Returns the generation that they have passed.
+    /// The caller is in no section.
     pub(crate) fn synchronize(&self, mut wait: impl FnMut(u32, usize)) -> u64 {
         let generation = self.ask();
         for reader in self.iter() {
@@ -244,7 +282,8 @@ impl Readers {
         generation
     }
 
-    /// Raises the generation and asks the readers inside to pass a quiescent point; waits for nobody.
+    /// Raises the generation, asks the readers inside to pass a quiescent point, and returns without waiting. Returns
+    /// the new generation.
     pub(crate) fn ask(&self) -> u64 {
         let generation = self.generation.fetch_add(1, SeqCst) + 1;
         for reader in self.iter() {
@@ -255,17 +294,18 @@ impl Readers {
         generation
     }
 
-    /// The generation at which nobody can hold what was taken away before this call.
+    /// Returns the lowest generation of a [`Readers::synchronize`] that begins after this call: when all readers have
+    /// passed it, none uses what was removed before this call.
     pub(crate) fn next_generation(&self) -> u64 {
         self.generation.load(SeqCst) + 1
     }
 
-    /// Whether every reader has passed a quiescent point since [`Readers::ask`] gave `generation`.
+    /// Returns whether every reader has passed a quiescent point of `generation` or later, or is outside.
     pub(crate) fn all_passed(&self, generation: u64) -> bool {
         self.iter().all(|r| r.has_passed(generation))
     }
 
-    /// Whether anybody is inside: for checks that need a quiet VM.
+    /// Returns whether any reader is in a section: for checks that need a quiet VM.
     pub(crate) fn any_inside(&self) -> bool {
         self.iter().any(Reader::is_inside)
     }
@@ -275,7 +315,7 @@ impl Drop for Readers {
     fn drop(&mut self) {
         let mut at = self.head.load(Relaxed);
         while !at.is_null() {
-            // SAFETY: `&mut self` proves that nobody holds a reference to a node; each was made by
+            // SAFETY: `&mut self` proves that there is no other reference to a node; each was made by
             // `Box::into_raw` and is in the list once.
             let reader = unsafe { Box::from_raw(at) };
             at = reader.next.load(Relaxed);
@@ -288,7 +328,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_waits_for_a_reader_outside() {
+    fn a_writer_does_not_wait_for_a_reader_outside() {
         let readers = Readers::new();
         let reader = readers.register().unwrap();
         reader.enter(&readers, 0);
@@ -315,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn entering_tells_whether_a_generation_was_missed() {
+    fn enter_returns_whether_a_generation_was_missed() {
         let readers = Readers::new();
         let reader = readers.register().unwrap();
         reader.enter(&readers, 0);
@@ -337,12 +377,12 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_enters_while_the_generation_rises_is_told() {
+    fn a_reader_that_enters_while_the_generation_rises_sees_that() {
         let readers = Readers::new();
         let reader = readers.register().unwrap();
         reader.enter(&readers, 0);
         reader.leave();
-        // It has read the generation; before it has stored it, a writer finds nobody inside.
+        // The reader has read the generation and not stored it yet; the writer finds no reader inside.
         let before = readers.generation.load(SeqCst);
         let after = readers.synchronize(|_, _| panic!("waited"));
         assert!(reader.settle_from(&readers, before));

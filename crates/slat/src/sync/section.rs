@@ -1,10 +1,10 @@
 use core::marker::PhantomData;
 
-/// Proof, of no size, that a reader is in a section for as long as `'s` lasts.
+/// Proof, of size 0, that a reader is in a section for as long as `'s` lasts.
 ///
-/// The owner of a reader gives it for as long as the owner is borrowed, and whatever ends the section (to
-/// leave, to quiesce, to wait outside) borrows the owner mutably. So what was reached with the proof cannot
-/// be used after the section:
+/// The owner of a reader returns it for as long as the owner is borrowed, and every method that ends the section (by
+/// leaving, quiescing, or waiting outside) borrows the owner mutably. So nothing that was reached with the proof can be
+/// used after the section:
 ///
 /// ```compile_fail,E0502
 /// # #[allow(dead_code)]
@@ -13,7 +13,7 @@ use core::marker::PhantomData;
 /// # struct Owner;
 /// # impl Owner {
 /// #     fn section(&self) -> InSection<'_> {
-/// #         // SAFETY: there is no reader, and nothing that it would keep alive.
+/// #         // SAFETY: there is no reader, and nothing is freed.
 /// #         unsafe { InSection::assume() }
 /// #     }
 /// #     fn leave(&mut self) {}
@@ -33,7 +33,7 @@ use core::marker::PhantomData;
 /// # struct Owner;
 /// # impl Owner {
 /// #     fn section(&self) -> InSection<'_> {
-/// #         // SAFETY: there is no reader, and nothing that it would keep alive.
+/// #         // SAFETY: there is no reader, and nothing is freed.
 /// #         unsafe { InSection::assume() }
 /// #     }
 /// #     fn leave(&mut self) {}
@@ -44,13 +44,15 @@ use core::marker::PhantomData;
 /// owner.leave();
 /// ```
 ///
-/// It does not say of which VM the reader is: nothing in the engine has two VMs at hand.
+/// It does not say to which VM the reader belongs: nothing in the engine handles two VMs.
 #[derive(Clone, Copy)]
 pub(crate) struct InSection<'s>(PhantomData<&'s ()>);
 
 impl InSection<'_> {
+    /// Makes a proof.
+    ///
     /// # Safety
-    /// - as long as the answer is used, a reader of the VM that it is used for stays in the section that it
+    /// - as long as the result is used, a reader of the VM that it is used for stays in the section that it
     ///   is in: it neither leaves nor quiesces.
     #[inline(always)]
     pub(crate) unsafe fn assume() -> Self {
@@ -58,7 +60,7 @@ impl InSection<'_> {
     }
 }
 
-/// What readers look at without a lock: to be had only with the proof that one is in a section.
+/// A value that readers access without a lock: needs the proof that the caller is in a section.
 pub(crate) struct Guarded<T>(T);
 
 impl<T> Guarded<T> {
@@ -66,16 +68,9 @@ impl<T> Guarded<T> {
         Guarded(value)
     }
 
+    /// Returns the value, for as long as the section lasts.
     #[inline(always)]
     pub(crate) fn get<'s>(&'s self, _: InSection<'s>) -> &'s T {
-        &self.0
-    }
-
-    /// # Safety
-    /// - of the value the caller uses what needs no reader section, or begins sections of its own around what
-    ///   does.
-    #[inline(always)]
-    pub(crate) unsafe fn unguarded(&self) -> &T {
         &self.0
     }
 }

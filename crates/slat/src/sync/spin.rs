@@ -1,7 +1,7 @@
-//! A lock for short sections that never wait: the entries of one table, a range.
+//! A lock for short critical sections that never wait: changes of the entries of one table, or of a range.
 //!
-//! Its holder takes no other lock, allocates nothing and waits for nobody ([`super::held`] sees to it), so
-//! a waiter needs to do nothing but pass time: there is no cycle to break.
+//! Its holder takes no other lock, allocates nothing and waits for nothing ([`super::held`] checks that), so a waiter
+//! only needs to wait: there can be no deadlock.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
@@ -12,7 +12,7 @@ use crate::sync::atomic::{AtomicU32, Ordering::*, Watch, const_fn};
 /// The bare lock word, without the data it protects.
 pub(crate) struct RawSpinLock {
     word: AtomicU32,
-    /// What the lock protects.
+    /// Represents what the lock protects, for loom.
     held: Watch,
 }
 
@@ -26,7 +26,7 @@ impl RawSpinLock {
         }
     }
 
-    /// Takes the lock; `wait(round)` is called while somebody else holds it.
+    /// Takes the lock; calls `wait(round)` while another thread holds it.
     #[inline]
     pub(crate) fn lock(&self, mut wait: impl FnMut(u32)) {
         if !self.try_lock() {
@@ -43,8 +43,10 @@ impl RawSpinLock {
             .is_ok()
     }
 
-    /// Each look at the word takes its cache line away from the holder, and with it, mostly, the lines of
-    /// what it is changing. So a waiter looks seldom, and lets the other do several sections in a row.
+    /// Waits for the lock and takes it.
+    ///
+    /// Each read of the word takes its cache line from the holder, and that often contains what the holder is changing.
+    /// So a waiter reads rarely, at the price that the holder may take the lock several times in a row.
     #[cold]
     #[inline(never)]
     fn lock_slowly(&self, wait: &mut dyn FnMut(u32)) {
@@ -53,7 +55,8 @@ impl RawSpinLock {
             for _ in 0..Self::FEWEST_PAUSES << round.min(Self::DOUBLINGS) {
                 core::hint::spin_loop();
             }
-            // Whoever waits can afford the newest value; a model checker would show it old ones for ever.
+            // Relaxed would be enough, but a model checker would return old values for ever, and a waiter can afford
+            // the newest.
             if self.word.load(SeqCst) != 0 {
                 held::assert_none("to wait for a spin lock");
                 wait(round);
@@ -64,9 +67,13 @@ impl RawSpinLock {
         }
     }
 
+    /// The number of pauses before the first read.
     const FEWEST_PAUSES: u32 = 8;
+    /// How many times a round doubles that number.
     const DOUBLINGS: u32 = 3;
 
+    /// Releases the lock.
+    ///
     /// # Safety
     /// - the caller holds the lock.
     #[inline]
@@ -76,7 +83,7 @@ impl RawSpinLock {
     }
 }
 
-/// Data behind a [`RawSpinLock`].
+/// Data that a [`RawSpinLock`] protects.
 pub(crate) struct SpinLock<T> {
     raw: RawSpinLock,
     data: UnsafeCell<T>,
@@ -93,6 +100,7 @@ impl<T> SpinLock<T> {
         }
     }
 
+    /// Takes the lock; calls `wait(round)` while another thread holds it.
     pub(crate) fn lock(&self, wait: impl FnMut(u32)) -> SpinGuard<'_, T> {
         self.raw.lock(wait);
         SpinGuard { lock: self }

@@ -1,7 +1,7 @@
-//! Taking something away, and when something else may be put in its place.
+//! Clearing an entry, and when a valid one may be installed there again.
 //!
-//! The argument is that of the module above, "Break-before-make". On formats that do without, an entry
-//! that was taken away is 0, and nothing here is left of the checks.
+//! [`super`], "Break-before-make", has the argument. On formats that do not ask for it a cleared entry is 0, and all
+//! checks here are compiled away.
 
 use crate::sync::atomic::Ordering::*;
 use core::cell::Cell;
@@ -12,11 +12,12 @@ use crate::format::Format;
 use crate::platform::Platform;
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Whether a valid entry may be put where `bits` are, in the entry of `level` for `gfn`, by somebody who
-    /// has done the flush `own` himself.
+    /// Returns whether a thread that has done the flush `own` may install a valid entry in the entry of `level` for
+    /// `gfn`, which contains `bits`. For an install without the table's lock the entry must be compared with `bits`.
     #[inline]
     pub(super) fn may_install(&self, bits: u64, gfn: Gfn, level: Level, own: &Flushed) -> bool {
-        // 0 is seen only without the lock: then an exchange for what was seen fails.
+        // An entry that has no number yet is seen only without the lock, and passes. Then the exchange for `bits`,
+        // under the lock, fails.
         F::cleared_by(bits)
             .is_none_or(|number| !self.flushes.is_due(&gfn.block(level), number, own))
     }
@@ -26,14 +27,14 @@ impl<P: Platform, F: Format> Tree<P, F> {
         table.broken.store(self.flushes.next(), Relaxed);
     }
 
-    /// Whether the leaf of `level` at `gfn`, broken in a table whose lock is held, may be mended by somebody who
-    /// has done the flush `own` since he found it broken.
+    /// Returns whether a thread that has done the flush `own` since it found the leaf of `level` at `gfn` broken may
+    /// mend it. The caller holds the lock of `table`, which contains the leaf.
     pub(super) fn may_mend(table: &TableMeta, gfn: Gfn, level: Level, own: &Flushed) -> bool {
         !F::BREAK_BEFORE_MAKE || own.covers(&gfn.block(level), table.broken.load(Relaxed))
     }
 }
 
-/// Which entries of a table were taken away while its lock is held: none, or all of them are in a range.
+/// A range of indexes around all entries of a table that were cleared since its lock was taken; empty if none was.
 pub(super) struct Cleared {
     first: Cell<usize>,
     end: Cell<usize>,
@@ -47,20 +48,20 @@ impl Cleared {
     }
 }
 
-/// A section of a walk under the lock of one table. At its end the entries that were taken away in it get
-/// the number of their flush, one for all.
-pub(super) struct Section<'w, P: Platform, F: Format> {
+/// A table whose lock a walk holds. Before the lock is released, all entries that were cleared under it get the number
+/// of their flush.
+pub(super) struct LockedTable<'w, P: Platform, F: Format> {
     tree: &'w Tree<P, F>,
     table: Table<'w, P>,
     pub(super) cleared: Cleared,
     _guard: TableGuard<'w>,
 }
 
-impl<'w, P: Platform, F: Format> Section<'w, P, F> {
+impl<'w, P: Platform, F: Format> LockedTable<'w, P, F> {
     /// Takes the lock of `table`.
     #[inline]
     pub(super) fn new(tree: &'w Tree<P, F>, table: &Table<'w, P>) -> Self {
-        Section {
+        LockedTable {
             tree,
             table: Table { ..*table },
             cleared: Cleared {
@@ -72,7 +73,7 @@ impl<'w, P: Platform, F: Format> Section<'w, P, F> {
     }
 }
 
-impl<P: Platform, F: Format> Drop for Section<'_, P, F> {
+impl<P: Platform, F: Format> Drop for LockedTable<'_, P, F> {
     #[inline]
     fn drop(&mut self) {
         let (first, end) = (self.cleared.first.get(), self.cleared.end.get());

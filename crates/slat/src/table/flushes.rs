@@ -1,27 +1,28 @@
-//! Who still owes a flush, and of what.
+//! Which operations need a flush, and of which frames.
 //!
-//! A range operation says which frames it is about before it changes anything there, and is a *debtor*
-//! ([`Flushes::owe`]) from then on until its flush has been done. Whoever finds under the lock of a table
-//! that something was taken away there, or has lost a right, finds its debtor, too, or else the flush has
-//! been done: the debtor was entered before the change, and is struck out after the flush. So
+//! A range operation takes a *ticket* ([`Flushes::need_flush`]) and says which frames it covers before it changes an
+//! entry for them. It *completes* (drops) the ticket after its flush. So a thread that holds the lock of a table
+//! and finds that an entry was zapped, or has lost a right, also finds the ticket of the operation that did it, or
+//! else the flush has been done. It follows that
 //!
-//! * an operation that finds nothing to do needs a flush only if another one owes one of the same frames, and
-//!   a flush of its own frames is all that it ever needs: what others do elsewhere costs it nothing;
-//! * where a format asks for break-before-make, an entry that was taken away *names its flush*: the number of
-//!   the first one that began after the change. It may be replaced when no debtor is left who has been one
-//!   since before that flush began, or after a flush of one's own with such a number ([`Flushed`]).
+//! * an operation that finds nothing to change needs a flush only if another ticket covers one of the same frames,
+//!   and then flushes its own frames only: operations on other frames cost it nothing;
+//! * where a format asks for break-before-make, a zapped entry *names its flush*: the number of the first flush
+//!   that began after the change. The entry may be replaced when each ticket that covers it was taken, or renewed,
+//!   after that flush began; or after a flush of the replacing thread itself with that number or a higher one
+//!   ([`Flushed`]).
 //!
 //! # Order
-//! *Change, then number.* The number in an entry is read after the entry was changed, and counted up before a
-//! flush begins, with a fence in between on both sides: so a flush whose number is not below that in the
-//! entry forgets what walkers had read there. *Number, then change.* A debtor has the next number from before
-//! its first change, so none of its entries names a lower one.
+//! *Change, then number.* The number in an entry is read after the entry was changed. A flush raises the counter
+//! before it begins. Both sides have a fence in between, so a flush whose number is at least that in the entry
+//! voids what walkers had read there. *Number, then change.* A ticket has the next number from before its first
+//! change, so none of the entries that its operation zaps names a lower one.
 //!
-//! What a debtor says of itself needs no order of its own: it is written before the change, and read by somebody
-//! who has seen the change under the lock of the table.
+//! The fields of a ticket entry need no order of their own: their owner writes them before it changes an entry,
+//! and others read them after they have seen the change under the lock of the table.
 //!
-//! There are as many places for debtors as a word has bits. Nobody waits for one: as long as there are more
-//! debtors than that, those without a place count as debtors of everything.
+//! There are as many ticket entries as a word has bits. No operation waits for one: while more operations run than
+//! that, each ticket without an entry counts as one that covers all frames.
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*, fence};
 use core::cell::Cell;
@@ -32,30 +33,30 @@ use crate::addr::{Gfn, Level};
 
 /// The flushes of one VM.
 pub(crate) struct Flushes {
-    /// How many have begun.
+    /// The number of flushes that have begun.
     begun: AtomicU64,
-    /// A bit for each place that is taken.
-    taken: AtomicU64,
-    places: [Place; PLACES],
-    /// Debtors without a place.
-    unplaced: AtomicU64,
+    /// A bit for each ticket entry that is in use.
+    used: AtomicU64,
+    entries: [TicketEntry; TICKET_ENTRIES],
+    /// The number of tickets without an entry.
+    unlisted: AtomicU64,
 }
 
-const PLACES: usize = if cfg!(loom) { 3 } else { u64::BITS as usize };
+const TICKET_ENTRIES: usize = if cfg!(loom) { 3 } else { u64::BITS as usize };
 
-/// One debtor's. Written by it alone.
+/// What others can see of a ticket. Only the owner of the ticket writes it.
 #[derive(Default)]
-struct Place {
-    /// The frames it is about; none yet, if `end` is not above `start`.
+struct TicketEntry {
+    /// The frames that the ticket covers; none yet, if `end` is not above `start`.
     start: AtomicU64,
     end: AtomicU64,
-    /// No entry that it has taken away and not flushed names a lower number.
+    /// No entry that the owner has zapped and not flushed yet names a lower number.
     since: AtomicU64,
-    /// It takes away what belongs to no slot any more.
-    leaving: AtomicBool,
+    /// The owner zaps leaves of a deleted or moved slot.
+    of_leaving_slot: AtomicBool,
 }
 
-impl Place {
+impl TicketEntry {
     fn set_gfns(&self, (start, end): (u64, u64)) {
         self.start.store(start, Relaxed);
         self.end.store(end, Relaxed);
@@ -74,7 +75,7 @@ pub(crate) struct Flushed {
 }
 
 impl Flushed {
-    /// Whether it voids what walkers had read in an entry for `gfns` that names the flush `number`.
+    /// Returns whether this flush voids what walkers had read in an entry for `gfns` that names the flush `number`.
     pub(super) fn covers(&self, gfns: &Range<Gfn>, number: u64) -> bool {
         number <= self.number && self.gfns.start <= gfns.start && gfns.end <= self.gfns.end
     }
@@ -84,177 +85,185 @@ impl Default for Flushes {
     fn default() -> Self {
         Flushes {
             begun: AtomicU64::new(0),
-            taken: AtomicU64::new(0),
-            places: core::array::from_fn(|_| Place::default()),
-            unplaced: AtomicU64::new(0),
+            used: AtomicU64::new(0),
+            entries: core::array::from_fn(|_| TicketEntry::default()),
+            unlisted: AtomicU64::new(0),
         }
     }
 }
 
-/// Whether `a` and `b` have a frame in common. Neither is empty.
+/// Returns whether `a` and `b` have a frame in common. Neither is empty.
 pub(crate) fn overlap(a: &Range<Gfn>, b: &Range<Gfn>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
 impl Flushes {
-    /// Enters a debtor. It has to say what it is about ([`Debt::covers`]).
-    pub(crate) fn owe(&self) -> Debt<'_> {
-        let debt = Debt {
+    /// Takes a ticket that covers no frames yet. Call [`FlushTicket::covers`] before changing an entry.
+    pub(crate) fn need_flush(&self) -> FlushTicket<'_> {
+        let ticket = FlushTicket {
             flushes: self,
-            index: self.take_place(),
+            index: self.take_entry(),
             gfns: Cell::new(Self::NO_GFNS),
         };
-        match debt.place() {
-            Some(place) => {
-                place.set_gfns(Self::NO_GFNS);
-                place.leaving.store(false, Relaxed);
-                debt.renew();
+        match ticket.entry() {
+            Some(entry) => {
+                entry.set_gfns(Self::NO_GFNS);
+                entry.of_leaving_slot.store(false, Relaxed);
+                ticket.renew();
             }
-            None => _ = self.unplaced.fetch_add(1, Relaxed),
+            None => _ = self.unlisted.fetch_add(1, Relaxed),
         }
-        debt
+        ticket
     }
 
     const NO_GFNS: (u64, u64) = (u64::MAX, 0);
 
-    fn take_place(&self) -> Option<usize> {
+    /// Reserves a ticket entry and returns its index. `None`: all are in use.
+    fn take_entry(&self) -> Option<usize> {
         loop {
-            let free = (!self.taken.load(Relaxed)).trailing_zeros() as usize;
-            if free >= PLACES {
+            let free = (!self.used.load(Relaxed)).trailing_zeros() as usize;
+            if free >= TICKET_ENTRIES {
                 return None;
             }
-            // Acquire: what is written to the place now comes after what its last owner wrote.
-            if self.taken.fetch_or(1 << free, Acquire) & 1 << free == 0 {
+            // Acquire: the new owner's writes to the entry come after those of the last owner.
+            if self.used.fetch_or(1 << free, Acquire) & 1 << free == 0 {
                 return Some(free);
             }
         }
     }
 
-    /// The lowest number of a flush that begins from now on; what the caller has changed before is voided by it.
+    /// Returns the lowest number of a flush that begins from now on. Such a flush voids what walkers had read in
+    /// entries that the caller has changed before this call.
     pub(crate) fn next(&self) -> u64 {
         fence(SeqCst);
         self.begun.load(SeqCst) + 1
     }
 
-    /// The number of a flush that begins now.
+    /// Begins a flush and returns its number.
     pub(crate) fn begin(&self) -> u64 {
         let number = self.begun.fetch_add(1, SeqCst) + 1;
         fence(SeqCst);
         number
     }
 
-    /// What a flush of `gfns` that began with `number` and has ended allows its owner.
+    /// Returns the proof of a flush of `gfns` that began with `number`. Call after the flush has ended.
     pub(crate) fn done(gfns: Range<Gfn>, number: u64) -> Flushed {
         Flushed { gfns, number }
     }
 
-    /// Whether a TLB may hold what stood in an entry for `gfns` which was taken away and names `number`, as
-    /// far as somebody knows who has done the flush `own`. The lock of its table is held.
+    /// Returns whether a TLB may still hold the old translation of a zapped entry for `gfns` that names the flush
+    /// `number`, as far as a thread can tell that has done the flush `own`. The caller holds the lock of the table.
     #[inline]
     pub(crate) fn is_due(&self, gfns: &Range<Gfn>, number: u64, own: &Flushed) -> bool {
-        let owes =
-            |place: &Place| place.since.load(SeqCst) <= number && overlap(&place.gfns(), gfns);
+        let needs = |entry: &TicketEntry| {
+            entry.since.load(SeqCst) <= number && overlap(&entry.gfns(), gfns)
+        };
         !own.covers(gfns, number)
-            && (self.debtors().any(|(_, place)| owes(place)) || self.has_unplaced())
+            && (self.listed().any(|(_, entry)| needs(entry)) || self.has_unlisted())
     }
 
-    fn has_unplaced(&self) -> bool {
-        self.unplaced.load(Acquire) != 0
+    /// Returns whether there is a ticket without an entry.
+    fn has_unlisted(&self) -> bool {
+        self.unlisted.load(Acquire) != 0
     }
 
-    /// Those with a place.
-    fn debtors(&self) -> impl Iterator<Item = (usize, &Place)> {
-        // Acquire: who is not there any more has flushed.
-        let mut taken = self.taken.load(Acquire);
+    /// Iterates over the tickets that have an entry, with its index.
+    fn listed(&self) -> impl Iterator<Item = (usize, &TicketEntry)> {
+        // Acquire: the flush of a ticket that is not found any more has been done.
+        let mut used = self.used.load(Acquire);
         iter::from_fn(move || {
-            let index = taken.trailing_zeros() as usize;
-            let place = self.places.get(index)?;
-            taken &= taken - 1;
-            Some((index, place))
+            let index = used.trailing_zeros() as usize;
+            let entry = self.entries.get(index)?;
+            used &= used - 1;
+            Some((index, entry))
         })
     }
 
-    /// The frames that belonged to slots which have left, and are not flushed yet.
-    pub(crate) fn due_of_leaving(&self) -> Option<Range<Gfn>> {
-        if self.has_unplaced() {
+    /// Returns a range around all frames of deleted or moved slots that are not flushed yet; `None` if there are
+    /// none.
+    pub(crate) fn due_of_leaving_slots(&self) -> Option<Range<Gfn>> {
+        if self.has_unlisted() {
             return Some(Gfn(0)..Gfn(u64::MAX));
         }
         let leaving = self
-            .debtors()
-            .filter(|(_, place)| place.leaving.load(Relaxed));
+            .listed()
+            .filter(|(_, entry)| entry.of_leaving_slot.load(Relaxed));
         leaving
-            .map(|(_, place)| place.gfns())
+            .map(|(_, entry)| entry.gfns())
             .reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
             .filter(|gfns| !gfns.is_empty())
     }
 }
 
-/// That its owner owes a flush of what it is about; struck out when dropped.
-pub(crate) struct Debt<'a> {
+/// Shows to others that its owner needs a flush of the frames it covers. Dropping it completes it: the owner drops
+/// it after that flush.
+pub(crate) struct FlushTicket<'a> {
     flushes: &'a Flushes,
+    /// `None`: the ticket has no entry.
     index: Option<usize>,
-    /// Begin and end.
+    /// First frame, and the first after the last.
     gfns: Cell<(u64, u64)>,
 }
 
-impl Debt<'_> {
-    fn place(&self) -> Option<&Place> {
-        self.index.map(|index| &self.flushes.places[index])
+impl FlushTicket<'_> {
+    fn entry(&self) -> Option<&TicketEntry> {
+        self.index.map(|index| &self.flushes.entries[index])
     }
 
-    /// It is about `gfns`, too. To be called before anything in them is changed.
+    /// Adds `gfns` to the frames that the ticket covers. Call before an entry for them is changed.
     pub(crate) fn covers(&self, gfns: &Range<Gfn>) {
         let (start, end) = self.gfns.get();
         let hull = (start.min(gfns.start.0), end.max(gfns.end.0));
         self.gfns.set(hull);
-        if let Some(place) = self.place() {
-            place.set_gfns(hull);
+        if let Some(entry) = self.entry() {
+            entry.set_gfns(hull);
         }
     }
 
-    /// What it takes away belongs to no slot any more.
-    pub(crate) fn leaves(&self) {
-        if let Some(place) = self.place() {
-            place.leaving.store(true, Relaxed);
+    /// Declares that the owner zaps leaves of a deleted or moved slot
+    /// ([`Flushes::due_of_leaving_slots`]).
+    pub(crate) fn of_leaving_slot(&self) {
+        if let Some(entry) = self.entry() {
+            entry.of_leaving_slot.store(true, Relaxed);
         }
     }
 
-    /// All that it has taken away up to now was flushed.
+    /// Call after a flush of everything that the owner has changed up to now.
     pub(crate) fn renew(&self) {
-        if let Some(place) = self.place() {
-            // A number from before is lower: that holds up somebody else for nothing, at worst. Release: who
-            // sees the new one finds the flush done.
+        if let Some(entry) = self.entry() {
+            // A stale `begun` is lower: at worst another thread does a flush that it does not need. Release: a
+            // thread that sees the new number finds the flush done.
             let next = self.flushes.begun.load(Relaxed) + 1;
-            place.since.store(next, Release);
+            entry.since.store(next, Release);
         }
     }
 
-    /// The frames it is about.
+    /// Returns the frames that the ticket covers.
     pub(crate) fn gfns(&self) -> Range<Gfn> {
         let (start, end) = self.gfns.get();
         Gfn(start)..Gfn(end)
     }
 
-    /// Whether somebody else owes a flush of some of these frames. A huge leaf that was taken away may reach into
-    /// them out of the frames that the other one is about.
-    pub(crate) fn others_owe(&self, largest: Level) -> bool {
+    /// Returns whether another operation needs a flush of some of these frames. A huge leaf, of at most `largest`,
+    /// that it zapped may reach into them from the frames that its ticket covers.
+    pub(crate) fn others_need(&self, largest: Level) -> bool {
         let Range { start, end } = self.gfns();
         if start >= end {
             return false;
         }
         let end = end.add(largest.pages() - 1).align_down(largest);
         let reach = start.align_down(largest)..end;
-        let mut others = (self.flushes.debtors()).filter(|(i, _)| Some(*i) != self.index);
-        let unplaced = self.flushes.unplaced.load(Acquire) - u64::from(self.index.is_none());
-        unplaced != 0 || others.any(|(_, place)| overlap(&place.gfns(), &reach))
+        let mut others = (self.flushes.listed()).filter(|(i, _)| Some(*i) != self.index);
+        let unlisted = self.flushes.unlisted.load(Acquire) - u64::from(self.index.is_none());
+        unlisted != 0 || others.any(|(_, entry)| overlap(&entry.gfns(), &reach))
     }
 }
 
-impl Drop for Debt<'_> {
+impl Drop for FlushTicket<'_> {
     fn drop(&mut self) {
         match self.index {
-            Some(index) => _ = self.flushes.taken.fetch_and(!(1 << index), Release),
-            None => _ = self.flushes.unplaced.fetch_sub(1, Release),
+            Some(index) => _ = self.flushes.used.fetch_and(!(1 << index), Release),
+            None => _ = self.flushes.unlisted.fetch_sub(1, Release),
         }
     }
 }
@@ -268,85 +277,87 @@ mod tests {
         Gfn(start)..Gfn(end)
     }
 
-    fn owe(flushes: &Flushes, range: Range<Gfn>) -> Debt<'_> {
-        let debt = flushes.owe();
-        debt.covers(&range);
-        debt
+    fn need(flushes: &Flushes, range: Range<Gfn>) -> FlushTicket<'_> {
+        let ticket = flushes.need_flush();
+        ticket.covers(&range);
+        ticket
     }
 
     #[test]
-    fn an_operation_elsewhere_owes_nothing_here() {
+    fn an_operation_on_other_frames_needs_no_flush_of_these() {
         let flushes = Flushes::default();
-        let here = owe(&flushes, gfns(0, 8));
-        let elsewhere = owe(&flushes, gfns(1 << 20, 1 << 21));
-        assert!(!here.others_owe(Level::GIGA) && !elsewhere.others_owe(Level::GIGA));
-        let beside = owe(&flushes, gfns(8, 9));
-        assert!(!here.others_owe(Level::PAGE));
+        let here = need(&flushes, gfns(0, 8));
+        let elsewhere = need(&flushes, gfns(1 << 20, 1 << 21));
+        assert!(!here.others_need(Level::GIGA) && !elsewhere.others_need(Level::GIGA));
+        let beside = need(&flushes, gfns(8, 9));
+        assert!(!here.others_need(Level::PAGE));
         assert!(
-            here.others_owe(Level::MEGA),
+            here.others_need(Level::MEGA),
             "a huge leaf may reach here from there"
         );
         drop(beside);
-        assert!(!here.others_owe(Level::MEGA));
+        assert!(!here.others_need(Level::MEGA));
     }
 
     #[test]
-    fn an_entry_is_due_until_its_debtor_or_the_asker_has_flushed() {
+    fn an_entry_is_due_until_its_ticket_is_completed_or_the_caller_has_flushed() {
         let flushes = Flushes::default();
-        let nobody = Flushed::default();
-        let debt = owe(&flushes, gfns(0, 8));
+        let nothing = Flushed::default();
+        let ticket = need(&flushes, gfns(0, 8));
         let named = flushes.next();
-        assert!(flushes.is_due(&gfns(3, 4), named, &nobody));
-        // Somebody who has flushed knows of what was named before, and of those frames only.
+        assert!(flushes.is_due(&gfns(3, 4), named, &nothing));
+        // A thread's own flush voids what entries for the same frames named before, and nothing else.
         let own = Flushes::done(gfns(3, 4), flushes.begin());
         assert!(!flushes.is_due(&gfns(3, 4), named, &own));
         assert!(flushes.is_due(&gfns(2, 4), named, &own));
         assert!(flushes.is_due(&gfns(3, 4), flushes.next(), &own));
-        // Others come and go.
-        drop(owe(&flushes, gfns(0, 8)));
-        let later = owe(&flushes, gfns(0, 8));
-        assert!(flushes.is_due(&gfns(3, 4), named, &nobody));
-        drop(debt);
-        assert!(!flushes.is_due(&gfns(3, 4), named, &nobody));
-        assert!(flushes.is_due(&gfns(3, 4), flushes.next(), &nobody));
+        // Other tickets for the same frames, completed or taken later, make no difference.
+        drop(need(&flushes, gfns(0, 8)));
+        let later = need(&flushes, gfns(0, 8));
+        assert!(flushes.is_due(&gfns(3, 4), named, &nothing));
+        drop(ticket);
+        assert!(!flushes.is_due(&gfns(3, 4), named, &nothing));
+        assert!(flushes.is_due(&gfns(3, 4), flushes.next(), &nothing));
         flushes.begin();
         later.renew();
-        assert!(!flushes.is_due(&gfns(3, 4), flushes.next() - 1, &nobody));
+        assert!(!flushes.is_due(&gfns(3, 4), flushes.next() - 1, &nothing));
     }
 
     #[test]
-    fn a_debtor_without_a_place_owes_everything() {
+    fn a_ticket_without_an_entry_covers_everything() {
         let flushes = Flushes::default();
         let far = |i: u64| Gfn(i << 30)..Gfn((i << 30) + 1);
-        let mut debts: Vec<_> = (0..PLACES as u64).map(|i| owe(&flushes, far(i))).collect();
-        let nobody = Flushed::default();
-        assert!(!flushes.is_due(&far(100), flushes.next(), &nobody));
-        let more = owe(&flushes, far(101));
-        more.leaves();
+        let mut tickets: Vec<_> = (0..TICKET_ENTRIES as u64)
+            .map(|i| need(&flushes, far(i)))
+            .collect();
+        let nothing = Flushed::default();
+        assert!(!flushes.is_due(&far(100), flushes.next(), &nothing));
+        let more = need(&flushes, far(101));
+        more.of_leaving_slot();
         assert_eq!(more.gfns(), far(101));
-        assert!(flushes.is_due(&far(100), flushes.next(), &nobody));
-        assert!(debts[0].others_owe(Level::GIGA) && !more.others_owe(Level::GIGA));
+        assert!(flushes.is_due(&far(100), flushes.next(), &nothing));
+        assert!(tickets[0].others_need(Level::GIGA) && !more.others_need(Level::GIGA));
         assert!(
             flushes
-                .due_of_leaving()
+                .due_of_leaving_slots()
                 .is_some_and(|gfns| gfns.contains(&Gfn(101 << 30)))
         );
         drop(more);
-        assert!(!debts[0].others_owe(Level::GIGA) && flushes.due_of_leaving().is_none());
-        debts.pop();
-        assert!(owe(&flushes, far(7)).others_owe(Level::GIGA));
+        assert!(!tickets[0].others_need(Level::GIGA) && flushes.due_of_leaving_slots().is_none());
+        tickets.pop();
+        assert!(need(&flushes, far(7)).others_need(Level::GIGA));
     }
 
     #[test]
-    fn what_slots_that_left_owe_is_known() {
+    fn the_unflushed_frames_of_deleted_or_moved_slots_are_known() {
         let flushes = Flushes::default();
-        let _other = owe(&flushes, gfns(0, 100));
-        assert_eq!(flushes.due_of_leaving(), None);
-        let (first, second) = (owe(&flushes, gfns(10, 20)), owe(&flushes, gfns(40, 50)));
-        first.leaves();
-        second.leaves();
-        assert_eq!(flushes.due_of_leaving(), Some(gfns(10, 50)));
+        let _other = need(&flushes, gfns(0, 100));
+        assert_eq!(flushes.due_of_leaving_slots(), None);
+        let (first, second) = (need(&flushes, gfns(10, 20)), need(&flushes, gfns(40, 50)));
+        first.of_leaving_slot();
+        second.of_leaving_slot();
+        assert_eq!(flushes.due_of_leaving_slots(), Some(gfns(10, 50)));
         drop(first);
-        assert_eq!(flushes.due_of_leaving(), Some(gfns(40, 50)));
+        assert_eq!(flushes.due_of_leaving_slots(), Some(gfns(40, 50)));
     }
 }

@@ -1,80 +1,113 @@
-//! Installing leaves, as a fault does.
+//! A tree by index: look-ups, and what a fault installs.
 
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::marker::PhantomData;
 use core::ops::Range;
 
-use super::{ENTRIES, FrameCache, Path, Table, Tree};
+use super::{ByIndex, Found, FrameCache, GfnKey, Key, Mapped, Path, Root, Table, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
+use crate::frame::ENTRIES;
 use crate::platform::Platform;
 
-/// What [`Tree::map`] did.
-#[must_use]
-pub(crate) enum Mapped {
-    /// A leaf stands where none stood.
-    New,
-    /// The same page stood there with fewer rights, and has more now. Widening needs no flush.
-    Widened,
-    /// A leaf that allows as much stood there already: somebody was faster.
-    Spurious,
-    /// Something else stands there: a leaf for another page, or a table of smaller leaves. Once it is zapped,
-    /// by an operation that notes what its leaves know, the fault begins again.
-    InTheWay,
-    /// A huge leaf of this level was in the way on a walker that asks for break-before-make. It is broken; after
-    /// a flush [`Tree::mend`] puts its pieces in its place, and the fault begins again.
-    MustMend(Level),
-    /// Somebody else has broken a leaf in the way and not mended it yet.
-    Broken,
-    /// What was there before, in an entry of this level, was taken away and not flushed yet, on a walker
-    /// that asks for break-before-make. After a flush of that entry the fault begins again.
-    Unflushed(Level),
-    /// What the caller knew does not hold any more, or others have zapped the tables that it added so often that the
-    /// frames allocated ahead are used up. No leaf was installed.
-    Stale,
-}
-
-/// Why there is no way to a table.
+/// Why [`Tree::table_for`] has not reached a table. The first three mean what they mean in [`Mapped`].
 enum NoPath {
     MustMend(Level),
     Broken,
     Unflushed(Level),
-    /// A larger leaf is in the way and was left alone.
+    /// A larger leaf is on the path and was left alone.
     Leaf,
-    /// The frames allocated ahead are used up: others have zapped tables that were added meanwhile.
+    /// The frames allocated ahead are used up: other threads have zapped tables that this one added.
     NoFrames,
 }
 
-/// What to do about a larger leaf in the way.
+/// What to do about a larger leaf on the path.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum OnLeaf {
     Split,
     GiveUp,
 }
 
+impl<'a, P: Platform> Table<'a, P> {
+    /// Loads the entry on the path to `gfn` of this table, which has `level`.
+    #[inline(always)]
+    fn find(&self, gfn: Gfn, level: Level) -> Found<'a> {
+        let entry = self.entry(level.index(gfn));
+        Found {
+            entry,
+            bits: entry.load(Acquire),
+            level,
+            table: self.frame,
+        }
+    }
+}
+
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Makes `leaf` translate the region of `level` that begins at `gfn`. Missing tables are added;
-    /// a larger leaf in the way is split in place, so that its other pages stay mapped throughout.
-    /// `valid` is asked under the lock of the table that receives the leaf, immediately before;
-    /// `done` runs under that lock immediately after.
-    ///
-    /// The caller is inside a reader section.
-    pub(crate) fn map(
+    /// Finds the entry of `level` on the path to `key`, or the one above it at which the path ends. All accesses that
+    /// are not a [walk](super::ByGfn::walk) over a range or [`ByIndex::lookup_page`] find their entry by this.
+    #[inline]
+    pub(super) fn descend(&self, key: GfnKey, level: Level) -> Found<'_> {
+        let Key { context, index } = key;
+        let mut found = self
+            .table(Self::root_table(context.0, index))
+            .find(index, F::TOP);
+        while found.level > level
+            && let Some(lower) = F::next_table(found.bits, found.level)
+        {
+            found = self.table(lower).find(index, found.level.below());
+        }
+        found
+    }
+}
+
+impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
+    type Context = Root;
+    type Index = Gfn;
+
+    #[inline]
+    fn lookup(&self, key: GfnKey) -> Found<'_> {
+        self.descend(key, Level::PAGE)
+    }
+
+    #[inline(always)]
+    unsafe fn lookup_page(platform: &P, key: GfnKey) -> Result<Found<'_>, Found<'_>> {
+        let find = |frame, level| Table { platform, frame }.find(key.index, level);
+        let mut frame = Self::root_table(key.context.0, key.index);
+        // The number of steps is a constant, so that the compiler unrolls them.
+        for step in 0..F::TOP.0 - 1 {
+            let level = Level(F::TOP.0 - step);
+            let found = find(frame, level);
+            match F::next_table(found.bits, level) {
+                Some(lower) => frame = lower,
+                None => return Err(found),
+            }
+        }
+        Ok(find(frame, Level::PAGE))
+    }
+
+    #[inline(always)]
+    unsafe fn lookup_in(platform: &P, table: Pfn, gfn: Gfn) -> Found<'_> {
+        let frame = table;
+        Table { platform, frame }.find(gfn, Level::PAGE)
+    }
+
+    fn map(
         &self,
-        gfn: Gfn,
+        key: GfnKey,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Mapped {
-        let table = match self.table_for(gfn, level, OnLeaf::Split, path) {
+        let table = match self.table_for(key, level, OnLeaf::Split, path) {
             Ok(table) => table,
             Err(NoPath::MustMend(level)) => return Mapped::MustMend(level),
             Err(NoPath::Unflushed(level)) => return Mapped::Unflushed(level),
             Err(NoPath::Broken | NoPath::Leaf) => return Mapped::Broken,
             Err(NoPath::NoFrames) => return Mapped::Stale,
         };
+        let gfn = key.index;
         let entry = table.entry(level.index(gfn));
         let guard = table.lock();
         if !valid() {
@@ -94,8 +127,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                 if F::leaf(union(old, leaf), level) == bits {
                     Mapped::Spurious
                 } else {
-                    // Hardware may set accessed and dirty meanwhile; nothing else changes under
-                    // the lock.
+                    // Walkers may set accessed and dirty meanwhile; the lock excludes all other changes.
                     let _ =
                         entry.fetch_update(Release, Relaxed, |bits| match F::decode(bits, level) {
                             Entry::Leaf(now) => Some(F::leaf(union(now, leaf), level)),
@@ -104,7 +136,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
                     Mapped::Widened
                 }
             }
-            Entry::Leaf(_) | Entry::Table(_) => return Mapped::InTheWay,
+            Entry::Leaf(_) | Entry::Table(_) => return Mapped::Conflict,
             Entry::Broken(_) => return Mapped::Broken,
         };
         done();
@@ -112,37 +144,35 @@ impl<P: Platform, F: Format> Tree<P, F> {
         mapped
     }
 
-    /// Installs `leaf`, and the pages behind it, in the absent entries of level 1 from `gfn` on;
-    /// `pages` of them, not beyond the end of one table. Returns how many were installed; `None` if
-    /// what the caller knew does not hold any more, a larger leaf is there, or memory is out.
-    pub(crate) fn map_absent(
+    fn map_absent(
         &self,
-        gfn: Gfn,
+        key: GfnKey,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Option<u64> {
+        let gfn = key.index;
         let first = Level::PAGE.index(gfn);
-        let place = first..first + pages as usize;
-        debug_assert!(place.end <= ENTRIES);
+        let indexes = first..first + pages as usize;
+        debug_assert!(indexes.end <= ENTRIES);
         let run = Run::<F>::new(leaf, Level::PAGE);
         path.frames.fill(&*self.platform, FrameCache::FAULT).ok()?;
-        let found = self.lookup(gfn);
+        let found = self.lookup(key);
         if found.level > Level::PAGE
             && matches!(found.entry::<F>(), Entry::Leaf(_) | Entry::Broken(_))
         {
             return None;
         }
         if found.level > Level::PAGE
-            && let Some(mapped) = self.put_run(gfn, place.clone(), &run, path, &valid)
+            && let Some(mapped) = self.put_run(key, indexes.clone(), &run, path, &valid)
         {
             return mapped.then_some(pages);
         }
         let table = self
-            .table_for(gfn, Level::PAGE, OnLeaf::GiveUp, path)
+            .table_for(key, Level::PAGE, OnLeaf::GiveUp, path)
             .ok()?;
-        let entries = &table.entries()[place];
+        let entries = &table.entries()[indexes];
         let guard = table.lock();
         if !valid() {
             return None;
@@ -153,7 +183,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         for (i, entry) in entries.iter().enumerate() {
             let bits = entry.load(Relaxed);
             if F::is_absent(bits) && free(bits, gfn.add(i as u64)) {
-                // A leaf refers to no memory of ours that a walker would have to see first.
+                // Relaxed: the leaf refers to a page, not to a table whose entries a walker must see with it.
                 entry.store(run.bits(i), Relaxed);
                 installed += 1;
             }
@@ -162,37 +192,63 @@ impl<P: Platform, F: Format> Tree<P, F> {
         Some(installed)
     }
 
-    /// Where no level 1 table stands: puts one there that holds `run` at `place` already. `None`: one
-    /// does by now. `Some(false)`: what the caller knew does not hold any more.
+    fn map_mmio(&self, key: GfnKey, generation: u64, path: &mut Path<'_>) -> bool {
+        let gfn = key.index;
+        // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
+        let Ok(table) = self.table_for(key, Level::PAGE, OnLeaf::GiveUp, path) else {
+            return false;
+        };
+        let entry = table.entry(Level::PAGE.index(gfn));
+        let _guard = table.lock();
+        let bits = entry.load(Relaxed);
+        // An MMIO entry names no flush, so it must not replace an entry whose flush is due.
+        let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::PAGE, &path.flushed);
+        if free {
+            entry.store(F::mmio(generation), Release);
+        }
+        free
+    }
+
+    fn is_nx_split(&self, key: GfnKey) -> bool {
+        let found = self.lookup(key);
+        found.level == Level::PAGE && self.table(found.table).meta().nx_split.load(Relaxed)
+    }
+}
+
+impl<P: Platform, F: Format> Tree<P, F> {
+    /// Installs a new level 1 table that contains the leaves of `run` at `indexes`. Returns whether `valid` returned
+    /// true; otherwise nothing was installed. `None`: a new table could not be installed, because there is something
+    /// else by now, or because there is no path or no frame for it.
     ///
-    /// `valid` is asked under the lock of the table that receives the new table, by the same argument
-    /// as for a leaf: an invalidation that takes this lock later finds the table and enters it.
+    /// Calls `valid` under the lock of the table that refers to the new one. The argument is that for a leaf: an
+    /// invalidation that takes this lock later finds the table and enters it.
     fn put_run(
         &self,
-        gfn: Gfn,
-        place: Range<usize>,
+        key: GfnKey,
+        indexes: Range<usize>,
         run: &Run<F>,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Option<bool> {
         let above = self
-            .table_for(gfn, Level::MEGA, OnLeaf::GiveUp, path)
+            .table_for(key, Level::MEGA, OnLeaf::GiveUp, path)
             .ok()
             .filter(|_| !path.frames.is_empty())?;
         let frame = path.frames.take();
         let mut table = self.table(frame);
-        table.meta().begin(place.len() as u16);
+        table.meta().begin(indexes.len() as u16);
         // SAFETY: the frame is this path's, and not published before the store below.
         unsafe {
-            if place.len() < ENTRIES {
+            if indexes.len() < ENTRIES {
                 table.clear();
             }
-            run.fill(&mut table.unpublished()[place]);
+            run.fill(&mut table.unpublished()[indexes]);
         }
-        let entry = above.entry(Level::MEGA.index(gfn));
+        let entry = above.entry(Level::MEGA.index(key.index));
         let guard = above.lock();
         let bits = entry.load(Relaxed);
-        let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::MEGA, &path.flushed);
+        let free =
+            F::is_absent(bits) && self.may_install(bits, key.index, Level::MEGA, &path.flushed);
         let valid = valid();
         if free && valid {
             entry.store(F::table(frame), Release);
@@ -204,56 +260,18 @@ impl<P: Platform, F: Format> Tree<P, F> {
         (free || !valid).then_some(valid)
     }
 
-    /// Puts an MMIO entry of `generation` at `gfn`, unless something else stands there by now; tells
-    /// which.
-    pub(crate) fn map_mmio(&self, gfn: Gfn, generation: u64, path: &mut Path<'_>) -> bool {
-        // A leaf in the way means that a slot has appeared: leave it alone.
-        let Ok(table) = self.table_for(gfn, Level::PAGE, OnLeaf::GiveUp, path) else {
-            return false;
-        };
-        let entry = table.entry(Level::PAGE.index(gfn));
-        let _guard = table.lock();
-        let bits = entry.load(Relaxed);
-        // An MMIO entry does not name a flush: it must not take the place of one that still does.
-        let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::PAGE, &path.flushed);
-        if free {
-            entry.store(F::mmio(generation), Release);
-        }
-        free
-    }
-
-    /// Whether the level 1 table on the way to `gfn`, if there is one, is there because of NX.
-    pub(crate) fn is_nx_split(&self, gfn: Gfn) -> bool {
-        let found = self.lookup(gfn);
-        found.level == Level::PAGE && self.table(found.table).meta().nx_split.load(Relaxed)
-    }
-
-    /// The second half of break-before-make: puts the pieces of the broken leaf of `level` at `gfn`
-    /// in its place. The caller has flushed it since it was broken, as the path says. If the leaf has been zapped
-    /// meanwhile, nothing happens. `false`: a leaf in the same table was broken since, and may be this one:
-    /// another flush is needed before the next try.
-    #[must_use]
-    pub(crate) fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool {
-        let found = self.descend(gfn, level);
-        if found.level > level {
-            return true;
-        }
-        let is_broken = |now| matches!(now, Entry::Broken(_));
-        let bits = self.put_table(&self.table(found.table), level, gfn, path, is_broken);
-        !is_broken(F::decode(bits, level))
-    }
-
-    /// The table of `level` on the way to `gfn`, made if need be. With [`OnLeaf::GiveUp`] a leaf in
-    /// the way stays: who only adds what is not there does not come back to mend one.
+    /// Returns the table of `level` on the path to `key`; adds it, and those above it, if there is none. With
+    /// [`OnLeaf::GiveUp`] it leaves a leaf on the path alone: a prefetch only adds what is absent.
     fn table_for(
         &self,
-        gfn: Gfn,
+        key: GfnKey,
         level: Level,
         on_leaf: OnLeaf,
         path: &mut Path<'_>,
     ) -> Result<Table<'_, P>, NoPath> {
+        let gfn = key.index;
         loop {
-            let found = self.descend(gfn, level);
+            let found = self.descend(key, level);
             let (table, at) = (self.table(found.table), found.level);
             if at == level {
                 return Ok(table);
@@ -277,7 +295,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// The first half of break-before-make. `Ok`: no leaf stands there any more, look again.
+    /// Breaks the leaf for `gfn` in `table`, which has `level`: the first half of break-before-make. Returns
+    /// [`NoPath::MustMend`] when it did. `Ok`: the entry is not a leaf any more; descend again.
     fn break_leaf(&self, table: &Table<'_, P>, level: Level, gfn: Gfn) -> Result<(), NoPath> {
         let entry = table.entry(level.index(gfn));
         let guard = table.lock();
@@ -294,10 +313,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// Makes the entry of `table` on the way to `gfn` lead to a table that means the same, if
-    /// `wanted` says that what stands there may be replaced; returns the bits that stand there then.
+    /// Replaces the entry for `gfn` in `table`, which has `level`, by one that refers to a new table which means the
+    /// same. Does not if the entry refers to a table already, `wanted` returns false for it, or its flush is due.
+    /// Returns the bits of the entry as it is afterwards.
     #[cold]
-    fn put_table(
+    pub(super) fn put_table(
         &self,
         table: &Table<'_, P>,
         level: Level,
@@ -306,9 +326,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         wanted: impl Fn(Entry) -> bool,
     ) -> u64 {
         let entry = table.entry(level.index(gfn));
-        // Usually nobody races, so the new table is filled before the lock is taken. That it was
-        // filled for what still stands there is checked by the exchange, which also loses no bit that
-        // hardware sets in a huge leaf meanwhile.
+        // Conflicts are rare, so the new table is filled before the lock is taken. The exchange fails if the entry
+        // is not the one that the table was filled for, and also if hardware has set a bit in a huge leaf meanwhile.
         let frame = path.frames.take();
         let mut bits = entry.load(Acquire);
         loop {
@@ -350,10 +369,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// Fills an unpublished table so that it means the same as `bits` at `level` above it.
+    /// Fills an unpublished table so that a walker finds in it what the entry `bits` of `level` means: the pieces of a
+    /// leaf, or nothing.
     ///
     /// # Safety
-    /// - nobody else can reach the table in `frame`.
+    /// - no other thread can reach the table in `frame`.
     pub(super) unsafe fn fill_below(&self, frame: Pfn, level: Level, bits: u64) {
         let mut table = self.table(frame);
         let leaves = match F::decode(bits, level) {
@@ -373,8 +393,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-/// The bits of leaves that are alike but for their frames, each of which follows on the one before: in
-/// every format such bits are an arithmetic sequence.
+/// The bits of leaves that differ only in their frames, which are consecutive. In every format these bits are an
+/// arithmetic sequence.
 struct Run<F> {
     first: u64,
     step: u64,
@@ -382,6 +402,7 @@ struct Run<F> {
 }
 
 impl<F: Format> Run<F> {
+    /// Makes a run of leaves of `level` that begins with `first`.
     fn new(first: Leaf, level: Level) -> Self {
         let second = Leaf {
             pfn: first.pfn.add(level.pages()),
@@ -395,14 +416,15 @@ impl<F: Format> Run<F> {
         }
     }
 
+    /// Returns the bits of leaf number `i`.
     #[inline]
     fn bits(&self, i: usize) -> u64 {
         self.first.wrapping_add(self.step.wrapping_mul(i as u64))
     }
 
-    /// Writes entries that nobody else can reach.
+    /// Writes the leaves to `entries`, from number 0 on.
     fn fill(&self, entries: &mut [AtomicU64]) {
-        // Lanes that a compiler puts into vectors, and that need no multiplication.
+        // Lanes, which the compiler puts into vectors; each step of a lane is an addition of a constant.
         const LANES: usize = 8;
         let mut lanes: [u64; LANES] = core::array::from_fn(|i| self.bits(i));
         let (chunks, rest) = entries.as_chunks_mut::<LANES>();
@@ -418,18 +440,13 @@ impl<F: Format> Run<F> {
     }
 }
 
-impl FrameCache {
-    fn give_back(&mut self, frame: Pfn) {
-        self.0.push(frame);
-    }
-}
-
-/// The rights and marks of both.
+/// Returns `a` with the rights and the accessed and dirty marks of both leaves.
 fn union(a: Leaf, b: Leaf) -> Leaf {
     Leaf {
         write: a.write | b.write,
         execute: a.execute | b.execute,
         may_write: (a.may_write | b.may_write) & !(a.write | b.write),
+        may_execute: (a.may_execute | b.may_execute) & !(a.execute | b.execute),
         accessed: a.accessed | b.accessed,
         dirty: a.dirty | b.dirty,
         ..a

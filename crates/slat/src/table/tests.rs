@@ -1,4 +1,4 @@
-//! What the tree promises, by behaviour, for walkers with and without accessed bits of their own.
+//! Tests of the tree's behaviour, for page walkers that set accessed and dirty bits and for those that do not.
 
 use std::boxed::Box;
 use std::collections::BTreeMap;
@@ -10,30 +10,37 @@ use core::ops::Range;
 use core::ptr::NonNull;
 
 use super::*;
-use crate::format::{Ept, Leaf, Npt, Stage2, Sv48x4};
-use crate::platform::{HostPage, HostRun, MemoryType, ResolveError, Stale, VmId};
-use crate::{Access, Hva};
+use crate::format::{Entry, Ept, Leaf, MemoryType, Npt, Stage2, Sv48x4, all_gfns};
+use crate::frame::Entries;
+use crate::platform::{HostPage, HostRun, ResolveError, Stale, VmId, ZappedLeaf};
+use crate::policy::SplitWalk;
+use crate::sync::atomic::Ordering::*;
+use crate::sync::{Guarded, InSection};
+use crate::vm::range_op::{Step, Unflushed};
+use crate::{Access, Hva, Level};
 
-/// Frames from the heap; no host memory at all.
+/// A platform with frames from the heap, and no host memory.
 #[derive(Default)]
 struct Heap {
     frames: Mutex<BTreeMap<u64, Frame>>,
+    zapped: Mutex<std::vec::Vec<ZappedLeaf>>,
 }
 
 struct Frame {
-    memory: Box<Root>,
-    /// Metadata of the root's tables, or of the one table.
+    memory: Box<Aligned>,
+    /// Metadata of each table.
     meta: Box<[TableMeta; 16]>,
+    /// The number of tables not freed yet: those of a root, or one.
     live: usize,
 }
 
 #[repr(align(65536))]
-struct Root([Entries; 16]);
+struct Aligned([Entries; 16]);
 
 impl Heap {
     fn alloc(&self, tables: usize) -> Pfn {
         let entries = || Entries([const { AtomicU64::new(!0) }; ENTRIES]);
-        let memory = Box::new(Root(core::array::from_fn(|_| entries())));
+        let memory = Box::new(Aligned(core::array::from_fn(|_| entries())));
         let pfn = Pfn(memory.0.as_ptr() as u64 >> 12);
         let meta = Box::new([const { TableMeta::new() }; 16]);
         let frame = Frame {
@@ -90,33 +97,68 @@ unsafe impl Platform for Heap {
 
     fn flush(&self, _: VmId, _: Range<Gfn>, _: Stale) {}
 
+    const WANTS_ZAPPED: bool = true;
+
+    fn zapped(&self, leaf: ZappedLeaf) {
+        self.zapped.lock().unwrap().push(leaf);
+    }
+
     fn wait(&self, _: u32, _: WaitFor) {
         thread::yield_now();
     }
 }
 
-type Mapping<'a, F> = &'a Tree<Heap, F>;
+/// A tree. All threads of a test are in one reader section for the whole test.
+struct World<F: Format>(Guarded<Tree<Heap, F>>);
 
-fn tree<F: Format>() -> Tree<Heap, F> {
+type Mapping<'a, F> = &'a World<F>;
+
+fn tree<F: Format>() -> World<F> {
     let flushes = Shared::try_new(Flushes::default()).unwrap();
-    Tree::new(Arc::new(Heap::default()), flushes).unwrap()
+    World(Guarded::new(
+        Tree::new(Arc::new(Heap::default()), flushes).unwrap(),
+    ))
 }
 
-/// Nobody walks these tables: a flush of the region of `level` around `gfn` ends at once.
+fn section() -> InSection<'static> {
+    // SAFETY: only a test that has one thread frees tables.
+    unsafe { InSection::assume() }
+}
+
+impl<F: Format> World<F> {
+    fn step<'s>(&'s self, unflushed: &'s mut Unflushed) -> Step<'s, Tree<Heap, F>> {
+        Step::new(&self.0, unflushed, section())
+    }
+
+    fn lookup(&self, gfn: u64) -> Found<'_> {
+        ByIndex::lookup(&**self, self.key(Gfn(gfn)))
+    }
+}
+
+impl<F: Format> core::ops::Deref for World<F> {
+    type Target = Tree<Heap, F>;
+    fn deref(&self) -> &Tree<Heap, F> {
+        self.0.get(section())
+    }
+}
+
+/// Flushes the region of `level` around `gfn`. No page walker uses these tables, so there is nothing to wait for.
 fn flush<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level) -> Flushed {
     Flushes::done(Gfn(gfn).block(level), tree.flushes.begin())
 }
 
-/// Splits the huge leaves of `range`.
+/// Splits the huge leaves of `range`. Returns how many, by level.
 fn split<F: Format>(tree: Mapping<'_, F>, range: Range<u64>, how: SplitWalk) -> LeafCounts {
     let mut frames = FrameCache::default();
     let mut splits = LeafCounts::default();
-    let mut broken = room_for_broken::<F>().unwrap();
+    let mut broken = std::vec::Vec::new();
     let mut walk = Walk::unbroken(Gfn(range.start)..Gfn(range.end));
     while !walk.is_done() {
         frames.fill(&*tree.platform, 3).unwrap();
         let mut path = Path::new(&mut frames);
-        tree.split(&mut walk, how, |_, _| true, &mut path, &mut broken);
+        let mut unflushed = Unflushed::none();
+        tree.step(&mut unflushed)
+            .split(&mut walk, how, |_, _| true, &mut path, &mut broken);
         while let Some((gfn, level)) = broken.pop() {
             path.flushed = flush(tree, gfn.0, level);
             assert!(tree.mend(gfn, level, &mut path));
@@ -134,12 +176,13 @@ const LEAF: Leaf = Leaf {
     write: true,
     execute: true,
     may_write: false,
+    may_execute: false,
     accessed: true,
     dirty: true,
     memory: MemoryType::WriteBack,
 };
 
-/// Maps the frame to itself, plus `offset`; goes on until nothing is in the way, as a fault does.
+/// Maps `gfn` to the frame of `leaf` plus `gfn`. Flushes, mends and retries as a fault does.
 fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> Mapped {
     let mut frames = FrameCache::default();
     frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
@@ -152,7 +195,7 @@ fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> M
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         path.flushed = flushed.clone();
-        match tree.map(Gfn(gfn), level, leaf, &mut path, || true, || {}) {
+        match tree.map(tree.key(Gfn(gfn)), level, leaf, &mut path, || true, || {}) {
             Mapped::MustMend(level) => {
                 while !tree.mend(Gfn(gfn), level, &mut path) {
                     path.flushed = flush(tree, gfn, level);
@@ -167,19 +210,20 @@ fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> M
     mapped
 }
 
+/// Returns the frame that `gfn` is mapped to.
 fn pfn<F: Format>(tree: Mapping<'_, F>, gfn: u64) -> Option<u64> {
-    let found = tree.lookup(Gfn(gfn));
+    let found = tree.lookup(gfn);
     match found.entry::<F>() {
         Entry::Leaf(leaf) => Some(leaf.pfn.0 + (gfn & (found.level.pages() - 1))),
         _ => None,
     }
 }
 
-fn zap<F: Format>(tree: Mapping<'_, F>, gfns: Range<u64>) -> Zapped {
-    let mut zapped = Zapped::nothing();
+fn zap<F: Format>(tree: Mapping<'_, F>, gfns: Range<u64>) -> Unflushed {
+    let mut unflushed = Unflushed::none();
     let mut walk = Walk::unbroken(Gfn(gfns.start)..Gfn(gfns.end));
-    tree.zap(&mut walk, &mut zapped);
-    zapped
+    tree.step(&mut unflushed).zap_unnoted(&mut walk);
+    unflushed
 }
 
 fn write_protect<F: Format>(
@@ -187,18 +231,19 @@ fn write_protect<F: Format>(
     gfns: Range<u64>,
     wanted: impl Fn(Gfn) -> bool,
 ) -> LeafCounts {
-    let mut changed = LeafCounts::default();
+    let mut unflushed = Unflushed::none();
     let mut walk = Walk::unbroken(Gfn(gfns.start)..Gfn(gfns.end));
-    tree.write_protect(&mut walk, |gfn, _| wanted(gfn), &mut changed);
-    changed
+    tree.step(&mut unflushed)
+        .write_protect(&mut walk, |gfn, _| wanted(gfn));
+    unflushed.changed
 }
 
-fn free<F: Format>(tree: Mapping<'_, F>, zapped: Zapped) -> LeafCounts {
+fn free<F: Format>(tree: Mapping<'_, F>, unflushed: Unflushed) -> LeafCounts {
     // SAFETY: tests that use this have one thread.
-    unsafe { tree.free(zapped.detached) }.leaves
+    unsafe { unflushed.detached.free::<F>(&*tree.platform) }.leaves
 }
 
-/// Runs a generic test for formats that differ in what matters here.
+/// Runs generic tests for formats that differ in dirty bits, break-before-make and the size of the root.
 macro_rules! for_formats {
     ($($test:ident)*) => {$(
         mod $test {
@@ -218,22 +263,23 @@ macro_rules! for_formats {
 }
 
 for_formats! {
-    a_huge_leaf_in_the_way_is_split_in_place
+    a_huge_leaf_on_the_path_is_split_in_place
     a_split_goes_down_to_4k_everywhere_in_its_range_only
-    widening_is_not_replacing
-    what_does_not_hold_is_not_installed
+    widening_keeps_all_rights
+    a_stale_leaf_is_not_installed
     a_detached_table_stays_until_it_is_freed
-    a_zap_takes_whole_leaves_and_whole_tables
-    another_page_in_the_way_is_zapped_first
-    what_was_taken_away_is_replaced_after_a_flush
-    a_walk_goes_on_where_it_stopped
-    protection_remembers_what_it_took
+    a_zap_removes_whole_leaves_and_whole_tables
+    a_conflicting_entry_is_zapped_first
+    a_cleared_entry_is_replaced_after_its_flush
+    a_walk_resumes_where_it_stopped
+    the_platform_hears_of_every_zapped_leaf_and_its_marks
+    write_protection_remembers_the_right_to_write
 }
 
 mod behaviour {
     use super::*;
 
-    pub fn a_huge_leaf_in_the_way_is_split_in_place<F: Format>() {
+    pub fn a_huge_leaf_on_the_path_is_split_in_place<F: Format>() {
         let tree = tree::<F>();
         assert!(matches!(
             map(&tree, 1 << 18, Level::GIGA, LEAF),
@@ -244,7 +290,7 @@ mod behaviour {
             map(&tree, gfn, Level::PAGE, LEAF),
             Mapped::Spurious
         ));
-        let level = |gfn| tree.lookup(Gfn(gfn)).level;
+        let level = |gfn| tree.lookup(gfn).level;
         assert_eq!(level(gfn), Level::PAGE);
         assert_eq!(level(gfn + 500), Level::PAGE);
         assert_eq!(level(gfn + 512), Level::MEGA);
@@ -259,18 +305,18 @@ mod behaviour {
             let _ = map(&tree, base, Level::MEGA, LEAF);
         }
         let splits = [
-            SplitWalk::SkipWithoutHuge,
+            SplitWalk::Default,
             SplitWalk::Full,
             SplitWalk::SkipLastLevel,
         ]
         .map(|how| split(&tree, 512..1536, how));
         assert_eq!(splits, [[0, 2, 0], [0; 3], [0; 3]]);
-        let level = |gfn| tree.lookup(Gfn(gfn)).level.0;
+        let level = |gfn| tree.lookup(gfn).level.0;
         assert_eq!([0, 511, 512, 1535, 1536].map(level), [2, 2, 1, 1, 2]);
         assert!((0..2048).all(|gfn| pfn(&tree, gfn) == Some(gfn)));
     }
 
-    pub fn widening_is_not_replacing<F: Format>() {
+    pub fn widening_keeps_all_rights<F: Format>() {
         let tree = tree::<F>();
         let read = Leaf {
             write: false,
@@ -280,24 +326,31 @@ mod behaviour {
         assert!(matches!(map(&tree, 7, Level::PAGE, read), Mapped::New));
         assert!(matches!(map(&tree, 7, Level::PAGE, read), Mapped::Spurious));
         assert!(matches!(map(&tree, 7, Level::PAGE, LEAF), Mapped::Widened));
-        // Less than what is there takes nothing away.
+        // A leaf with fewer rights removes none.
         assert!(matches!(map(&tree, 7, Level::PAGE, read), Mapped::Spurious));
-        let Entry::Leaf(leaf) = tree.lookup(Gfn(7)).entry::<F>() else {
-            panic!("it is gone")
+        let Entry::Leaf(leaf) = tree.lookup(7).entry::<F>() else {
+            panic!("it is not mapped")
         };
         assert!(leaf.write && !leaf.may_write);
     }
 
-    pub fn what_does_not_hold_is_not_installed<F: Format>() {
+    pub fn a_stale_leaf_is_not_installed<F: Format>() {
         let tree = tree::<F>();
         let mut frames = FrameCache::default();
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
-        let done = || panic!("nothing was done");
-        let mapped = tree.map(Gfn(7), Level::PAGE, LEAF, &mut path, || false, done);
+        let done = || panic!("`done` was called, but no leaf installed");
+        let mapped = tree.map(
+            tree.key(Gfn(7)),
+            Level::PAGE,
+            LEAF,
+            &mut path,
+            || false,
+            done,
+        );
         assert!(matches!(mapped, Mapped::Stale));
         assert_eq!(pfn(&tree, 7), None);
-        let absent = tree.map_absent(Gfn(0), 8, LEAF, &mut path, || false);
+        let absent = tree.map_absent(tree.key(Gfn(0)), 8, LEAF, &mut path, || false);
         assert!(absent.is_none() && pfn(&tree, 0).is_none());
         frames.release(&*tree.platform);
     }
@@ -309,40 +362,40 @@ mod behaviour {
         }
         let live = tree.platform.live();
         let reached = tree.table(frame_of(&tree, 600));
-        let zapped = zap(&tree, 512..1024);
+        let unflushed = zap(&tree, 512..1024);
         assert_eq!(pfn(&tree, 600), None);
-        // A walker that is there still finds what it came for.
+        // A walker that has reached the table before still finds the leaf.
         let bits = reached.entry(600 - 512).load(Relaxed);
         assert!(matches!(F::decode(bits, Level::PAGE), Entry::Leaf(leaf) if leaf.pfn == Pfn(600)));
         assert_eq!(tree.platform.live(), live);
-        assert_eq!(free(&tree, zapped), [512, 0, 0]);
+        assert_eq!(free(&tree, unflushed), [512, 0, 0]);
         assert_eq!(tree.platform.live(), live - 1);
     }
 
-    pub fn a_zap_takes_whole_leaves_and_whole_tables<F: Format>() {
+    pub fn a_zap_removes_whole_leaves_and_whole_tables<F: Format>() {
         let tree = tree::<F>();
         let _ = map(&tree, 0, Level::MEGA, LEAF);
         for gfn in [512, 513, 1023, 1024] {
             let _ = map(&tree, gfn, Level::PAGE, LEAF);
         }
-        let zapped = zap(&tree, 511..513);
-        assert_eq!(zapped.leaves, [1, 1, 0]);
-        assert_eq!(free(&tree, zapped), [0; 3]);
-        let mapped = |tree: &Tree<Heap, F>| {
+        let unflushed = zap(&tree, 511..513);
+        assert_eq!(unflushed.zapped, [1, 1, 0]);
+        assert_eq!(free(&tree, unflushed), [0; 3]);
+        let mapped = |tree: Mapping<'_, F>| {
             [0, 511, 512, 513, 1023, 1024].map(|gfn| pfn(tree, gfn).is_some() as u8)
         };
         assert_eq!(mapped(&tree), [0, 0, 0, 1, 1, 1]);
-        let zapped = zap(&tree, 0..1024);
-        assert!(!zapped.is_empty());
-        assert_eq!(free(&tree, zapped), [2, 0, 0]);
+        let unflushed = zap(&tree, 0..1024);
+        assert!(!unflushed.is_empty());
+        assert_eq!(free(&tree, unflushed), [2, 0, 0]);
         assert_eq!(mapped(&tree), [0, 0, 0, 0, 0, 1]);
         assert!(zap(&tree, 0..1024).is_empty());
-        let everything = zap(&tree, 0..Tree::<Heap, F>::capacity());
+        let everything = zap(&tree, 0..all_gfns::<F>().end.0);
         assert_eq!(free(&tree, everything), [1, 0, 0]);
         assert_eq!(tree.platform.live(), F::ROOT_TABLES);
     }
 
-    pub fn another_page_in_the_way_is_zapped_first<F: Format>() {
+    pub fn a_conflicting_entry_is_zapped_first<F: Format>() {
         let tree = tree::<F>();
         let other = Leaf {
             pfn: Pfn(1 << 20),
@@ -351,34 +404,40 @@ mod behaviour {
         let _ = map(&tree, 7, Level::PAGE, LEAF);
         assert!(matches!(
             map(&tree, 7, Level::PAGE, other),
-            Mapped::InTheWay
+            Mapped::Conflict
         ));
         assert_eq!(pfn(&tree, 7), Some(7));
         let _ = zap(&tree, 7..8);
         assert!(matches!(map(&tree, 7, Level::PAGE, other), Mapped::New));
-        // A table of small leaves where a huge one is to stand.
-        assert!(matches!(map(&tree, 0, Level::MEGA, LEAF), Mapped::InTheWay));
-        let zapped = zap(&tree, 0..512);
-        assert_eq!(free(&tree, zapped), [1, 0, 0]);
+        // A huge leaf conflicts with a table of small ones.
+        assert!(matches!(map(&tree, 0, Level::MEGA, LEAF), Mapped::Conflict));
+        let unflushed = zap(&tree, 0..512);
+        assert_eq!(free(&tree, unflushed), [1, 0, 0]);
         assert!(matches!(map(&tree, 0, Level::MEGA, LEAF), Mapped::New));
     }
 
-    /// As long as somebody owes the flush of what was taken away, only who has flushed it himself puts something
-    /// in its place.
-    pub fn what_was_taken_away_is_replaced_after_a_flush<F: Format>() {
+    /// As long as a ticket covers a cleared entry, only a thread that has flushed it itself installs a leaf there.
+    pub fn a_cleared_entry_is_replaced_after_its_flush<F: Format>() {
         let tree = tree::<F>();
         for gfn in [7, 8, 600] {
             let _ = map(&tree, gfn, Level::PAGE, LEAF);
         }
-        let debt = tree.flushes.owe();
-        debt.covers(&(Gfn(7)..Gfn(8)));
+        let ticket = tree.flushes.need_flush();
+        ticket.covers(&(Gfn(7)..Gfn(8)));
         let _ = zap(&tree, 7..8);
         let mut frames = FrameCache::default();
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut try_to_map = |gfn: u64, flushed: &Flushed| {
             let mut path = Path::new(&mut frames);
             path.flushed = flushed.clone();
-            tree.map(Gfn(gfn), Level::PAGE, LEAF, &mut path, || true, || ())
+            tree.map(
+                tree.key(Gfn(gfn)),
+                Level::PAGE,
+                LEAF,
+                &mut path,
+                || true,
+                || (),
+            )
         };
         let nothing = Flushed::default();
         let elsewhere = flush(&tree, 8, Level::PAGE);
@@ -393,13 +452,13 @@ mod behaviour {
             try_to_map(7, &flush(&tree, 7, Level::PAGE)),
             Mapped::New
         ));
-        // What is taken away again names another flush; another operation's frames are not concerned.
+        // An entry that is cleared again names another flush. The ticket does not cover frame 600.
         let mine = flush(&tree, 600, Level::MEGA);
         let _ = (zap(&tree, 7..8), zap(&tree, 600..601));
         assert!(matches!(try_to_map(600, &nothing), Mapped::New));
         let unflushed = matches!(try_to_map(7, &mine), Mapped::Unflushed(Level::PAGE));
         assert_eq!(unflushed, F::BREAK_BEFORE_MAKE);
-        drop(debt);
+        drop(ticket);
         assert!(matches!(
             try_to_map(7, &nothing),
             Mapped::New | Mapped::Spurious
@@ -407,8 +466,44 @@ mod behaviour {
         frames.release(&*tree.platform);
     }
 
-    /// A walk that may look at few entries at a time does what it does at once.
-    pub fn a_walk_goes_on_where_it_stopped<F: Format>() {
+    /// Whether it goes alone, with its table, or with the tree.
+    pub fn the_platform_hears_of_every_zapped_leaf_and_its_marks<F: Format>() {
+        let tree = tree::<F>();
+        let platform = tree.platform.clone();
+        let told = || std::mem::take(&mut *platform.zapped.lock().unwrap());
+        let clean = Leaf {
+            write: false,
+            accessed: false,
+            dirty: false,
+            ..LEAF
+        };
+        for (gfn, level, leaf) in [
+            (1, Level::PAGE, clean),
+            (2, Level::PAGE, LEAF),
+            (512, Level::MEGA, LEAF),
+            (1024, Level::PAGE, clean),
+            (1025, Level::PAGE, LEAF),
+            (1 << 18, Level::GIGA, clean),
+        ] {
+            let _ = map(&tree, gfn, level, leaf);
+        }
+        let marks = |leaf: ZappedLeaf| (leaf.pfn.0, leaf.level.0, leaf.accessed, leaf.dirty);
+        let heard = || told().into_iter().map(marks).collect::<std::vec::Vec<_>>();
+        let _ = free(&tree, zap(&tree, 2..3));
+        assert_eq!(heard(), [(2, 1, true, true)]);
+        let taken = zap(&tree, 1024..1536);
+        assert_eq!(heard(), [], "CPUs may still be in the table");
+        let _ = free(&tree, taken);
+        assert_eq!(heard(), [(1024, 1, false, false), (1025, 1, true, true)]);
+        let _ = write_protect(&tree, 512..1024, |_| true);
+        let _ = free(&tree, zap(&tree, 700..701));
+        assert_eq!(heard(), [(512, 2, true, true)]);
+        drop(tree);
+        assert_eq!(heard(), [(1, 1, false, false), (1 << 18, 3, false, false)]);
+    }
+
+    /// A walk in many small steps does what it does in one.
+    pub fn a_walk_resumes_where_it_stopped<F: Format>() {
         for step in [5, 6, 7, 100, 600] {
             let tree = tree::<F>();
             for gfn in (0..1200).step_by(3) {
@@ -417,27 +512,28 @@ mod behaviour {
             let _ = map(&tree, 2048, Level::MEGA, LEAF);
             let _ = map(&tree, 1 << 18, Level::GIGA, LEAF);
             let mut walk = Walk::new(Gfn(30)..Gfn(2 << 18));
-            let mut changed = [0; 3];
+            let mut unflushed = Unflushed::none();
             let mut steps = 0;
             while !walk.is_done() {
                 let (before, mut left) = (walk.entries, step);
-                walk.with_leave(&mut left, |walk| {
-                    tree.write_protect(walk, |_, _| true, &mut changed);
+                walk.with_budget(&mut left, |walk| {
+                    tree.step(&mut unflushed).write_protect(walk, |_, _| true);
                 });
                 assert!(walk.entries - before <= u64::from(step));
                 steps += 1;
             }
-            assert_eq!(changed, [390, 1, 1], "by {step}");
+            assert_eq!(unflushed.changed, [390, 1, 1], "by {step}");
             assert!(steps > 1200 / u64::from(step));
-            let mut zapped = Zapped::nothing();
             let mut walk = Walk::new(Gfn(30)..Gfn(2 << 18));
             while !walk.is_done() {
-                walk.with_leave(&mut { step }, |walk| tree.zap(walk, &mut zapped));
+                walk.with_budget(&mut { step }, |walk| {
+                    tree.step(&mut unflushed).zap_unnoted(walk)
+                });
             }
-            let whole = free(&tree, zapped);
+            let whole = free(&tree, unflushed);
             assert!(
                 whole[0] >= 176,
-                "tables inside the range go as a whole: {whole:?}"
+                "tables in the range are detached as a whole: {whole:?}"
             );
             assert_eq!(pfn(&tree, 27), Some(27));
             assert!(
@@ -448,7 +544,7 @@ mod behaviour {
         }
     }
 
-    pub fn protection_remembers_what_it_took<F: Format>() {
+    pub fn write_protection_remembers_the_right_to_write<F: Format>() {
         let tree = tree::<F>();
         let readonly = Leaf {
             write: false,
@@ -461,7 +557,7 @@ mod behaviour {
         let _ = map(&tree, 512, Level::MEGA, LEAF);
         let changed = write_protect(&tree, 0..513, |gfn| gfn != Gfn(3));
         assert_eq!(changed, [1, 1, 0]);
-        let rights = |gfn| match tree.lookup(Gfn(gfn)).entry::<F>() {
+        let rights = |gfn| match tree.lookup(gfn).entry::<F>() {
             Entry::Leaf(leaf) => (leaf.write, leaf.may_write),
             other => panic!("{other:?}"),
         };
@@ -471,9 +567,9 @@ mod behaviour {
     }
 }
 
-/// The level 1 table on the way to `gfn`.
+/// Returns the level 1 table on the path to `gfn`.
 fn frame_of<F: Format>(tree: Mapping<'_, F>, gfn: u64) -> Pfn {
-    let mut frame = tree.root_for(Gfn(gfn));
+    let mut frame = Tree::<Heap, F>::root_table(tree.root, Gfn(gfn));
     let mut level = F::TOP;
     while level > Level::PAGE {
         let bits = tree.table(frame).entry(level.index(Gfn(gfn))).load(Acquire);
@@ -512,7 +608,7 @@ fn a_walker_never_sees_a_page_missing_while_its_leaf_is_split() {
 }
 
 #[test]
-fn no_dirty_bit_that_hardware_sets_is_lost_to_a_protection_or_a_split() {
+fn no_dirty_bit_is_lost_to_a_concurrent_protection_or_split() {
     let clean = Leaf {
         accessed: false,
         dirty: false,
@@ -524,14 +620,14 @@ fn no_dirty_bit_that_hardware_sets_is_lost_to_a_protection_or_a_split() {
         let _ = map(&tree, 512, Level::MEGA, clean);
         let _ = map(&tree, 7, Level::PAGE, clean);
         let entries = [7, 512].map(|gfn| {
-            let found = tree.lookup(Gfn(gfn));
-            (found.slot, found.level)
+            let found = tree.lookup(gfn);
+            (found.entry, found.level)
         });
         let was_set = [const { AtomicBool::new(false) }; 2];
         thread::scope(|scope| {
             scope.spawn(|| {
                 for ((entry, level), was_set) in entries.iter().zip(&was_set) {
-                    // Hardware looks at the entry again before it sets the bits.
+                    // Like hardware: reads the entry again before it sets the bits.
                     let marked = entry.fetch_update(Relaxed, Relaxed, |bits| {
                         matches!(Ept::decode(bits, *level), Entry::Leaf(leaf) if leaf.write)
                             .then_some(bits | set)
@@ -548,8 +644,8 @@ fn no_dirty_bit_that_hardware_sets_is_lost_to_a_protection_or_a_split() {
             }
         });
         for (gfn, was_set) in [7, 600].into_iter().zip(was_set) {
-            let Entry::Leaf(leaf) = tree.lookup(Gfn(gfn)).entry::<Ept>() else {
-                panic!("it is gone")
+            let Entry::Leaf(leaf) = tree.lookup(gfn).entry::<Ept>() else {
+                panic!("it is not mapped")
             };
             assert_eq!(leaf.dirty, was_set.into_inner(), "gfn {gfn}");
             assert_eq!(leaf.accessed, leaf.dirty);
@@ -557,9 +653,9 @@ fn no_dirty_bit_that_hardware_sets_is_lost_to_a_protection_or_a_split() {
     }
 }
 
-/// Whoever has broken a leaf and flushed it may find another one there, which was broken after that flush.
+/// A thread that has broken a leaf and flushed it may find another one there, which was broken after that flush.
 #[test]
-fn a_leaf_that_was_broken_again_is_not_mended_after_the_flush_of_the_first() {
+fn a_leaf_that_was_broken_again_needs_another_flush_before_it_is_mended() {
     type Arm = Stage2<48>;
     let tree = tree::<Arm>();
     let nothing = Flushed::default();
@@ -567,7 +663,14 @@ fn a_leaf_that_was_broken_again_is_not_mended_after_the_flush_of_the_first() {
     let mut break_it = || {
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
-        let mapped = tree.map(Gfn(7), Level::PAGE, LEAF, &mut path, || true, || {});
+        let mapped = tree.map(
+            tree.key(Gfn(7)),
+            Level::PAGE,
+            LEAF,
+            &mut path,
+            || true,
+            || {},
+        );
         assert!(matches!(mapped, Mapped::MustMend(Level::MEGA)));
     };
     let mut frames_to_mend = FrameCache::default();
@@ -581,15 +684,15 @@ fn a_leaf_that_was_broken_again_is_not_mended_after_the_flush_of_the_first() {
     };
     let _ = map(&tree, 0, Level::MEGA, LEAF);
     break_it();
-    assert!(!mend(&nothing), "a walker may have it");
+    assert!(!mend(&nothing), "a walker may have cached the leaf");
     let first = flush(&tree, 7, Level::MEGA);
     let _ = zap(&tree, 0..512);
-    assert!(mend(&first), "nothing is there to be mended");
+    assert!(mend(&first), "no broken leaf is there");
     let _ = map(&tree, 0, Level::MEGA, LEAF);
     break_it();
-    assert!(!mend(&first), "a walker may have the second");
+    assert!(!mend(&first), "a walker may have cached the second leaf");
     let beside = flush(&tree, 512, Level::MEGA);
-    assert!(!mend(&beside), "that was of other frames");
+    assert!(!mend(&beside), "that flush was of other frames");
     assert!(mend(&flush(&tree, 7, Level::MEGA)));
     assert_eq!(pfn(&tree, 9), Some(9));
     frames.release(&*tree.platform);

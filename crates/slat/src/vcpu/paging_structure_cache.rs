@@ -45,7 +45,7 @@ use alloc::boxed::Box;
 
 use crate::addr::{Gpa, Level, PAGE_SHIFT, Pfn};
 use crate::heap;
-use crate::table::OutOfMemory;
+use crate::heap::OutOfMemory;
 
 /// Level 1 tables by guest-physical address, direct-mapped.
 pub(super) struct PagingStructureCache {

@@ -1,5 +1,5 @@
-//! Which backing pages the guest has used: the host's question before it takes memory away
-//! (KVM's `kvm_age_gfn` and `kvm_test_age_gfn`).
+//! Which backing pages the guest has used: what a host wants to know before it reclaims memory (KVM's `kvm_age_gfn`
+//! and `kvm_test_age_gfn`).
 
 use core::ops::Range;
 
@@ -9,11 +9,10 @@ use crate::format::Format;
 use crate::platform::Platform;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// How many leaves over the backing addresses `range` were used since their accessed bits were
-    /// last cleared; `clear` clears them. A page that several slots share counts in each.
+    /// Returns how many leaves backed by the addresses `range` were used since their accessed bits were last cleared;
+    /// clears these if `clear`. A page that several slots map counts once for each.
     ///
-    /// CPUs are not flushed for this: a page that a TLB still holds may look unused until the CPU
-    /// walks again.
+    /// Does not flush: a page that a TLB still caches may look unused until the CPU walks again.
     pub fn age(&self, range: Range<Hva>, clear: bool) -> u64 {
         let mut young = 0;
         for space in &self.spaces {
@@ -21,7 +20,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             op.walk_backed_by(
                 &range,
                 || (),
-                |tree, _, walk, _| young += tree.age(walk, clear),
+                |step, _, walk| young += step.age(walk, clear),
             );
         }
         young

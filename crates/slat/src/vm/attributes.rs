@@ -1,34 +1,37 @@
 //! Conversions: guest frames become private, or shared again.
 //!
-//! A conversion is an invalidation as a slot change is ([`super::region`]): publish the sets in which
-//! the frames have their new attributes, raise the sequence, zap, flush, return. A fault that went by
-//! the old attributes cannot install any more. The slots stay in the set, so an invalidation of either
-//! backing meanwhile finds the frames and zaps them itself; one that leaves while this zaps is zapped by its
-//! own change. And a leaf that is protected for a dirty log,
-//! whose page the next fault takes for known, is never in a slot with two backings. The new sets have a
-//! new generation, too: what was MMIO to a shared access is none to a private one.
+//! A conversion works like a slot change ([`super::region`]): publish the sets with the new attributes, raise the
+//! sequence, zap, flush, return. No fault that has found the old attributes can install its leaf any more. The slots
+//! stay in the set, so an invalidation of either backing meanwhile finds the frames and zaps them itself; the
+//! leaves of a slot that is deleted or moved meanwhile are zapped by that change. And a leaf that is
+//! write-protected for a dirty log, whose page the next fault takes from the table, is never in a slot with two
+//! backings. The new sets have a new generation, too: a frame that was MMIO to a shared access may be memory to a
+//! private one.
 //!
-//! No leaf may reach over a boundary between private and shared frames. A fault sees to that by its
-//! bounds (`gfns` of the fault's facts). Here, huge leaves that reach out of the range are split in place,
-//! and only the part in the range is zapped: the rest stays mapped throughout. The tables that this can
-//! need are allocated before anything is changed.
+//! No leaf may cross a boundary between private and shared frames. Faults keep to that
+//! (`gfns` in the facts of the fault's slot). A conversion splits in place the huge leaves that reach out of its
+//! range, and zaps only the part in the range: the rest stays mapped throughout. It allocates the tables that this
+//! can need before it changes anything.
 
 use alloc::vec::Vec;
 use core::ops::Range;
 
+use super::range_op::space_for_broken;
 use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Gpa, Level};
-use crate::format::Format;
+use crate::format::{Format, all_gfns};
+use crate::heap::OutOfMemory;
 use crate::platform::Platform;
+use crate::policy::SplitWalk;
 use crate::slots::{AttributesError, MemoryAttributes, PrivateFrames, SlotsChange};
-use crate::table::{FrameCache, OutOfMemory, SplitWalk, Tree, Walk, room_for_broken};
+use crate::table::{FrameCache, Walk};
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Gives the frames `gfns` these attributes, in every address space, whether there are memslots or
-    /// not: KVM_SET_MEMORY_ATTRIBUTES. When this returns no CPU uses the old state. What the memory
-    /// holds in either backing is the client's business.
+    /// Sets the attributes of the frames `gfns`, in every address space, whether memslots contain them or not:
+    /// KVM_SET_MEMORY_ATTRIBUTES. When this returns no CPU uses the old state. The client takes care of the
+    /// contents of both backings.
     ///
-    /// The caller is no vCPU inside [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`].
+    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// # Errors
     /// [`AttributesError`]; nothing was changed.
@@ -44,7 +47,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if gfns.is_empty() || gfns.end > Gpa(u64::MAX).gfn().add(1) {
             return Err(AttributesError::BadRange);
         }
-        // All of them, always in this order. Whoever holds one sees no conversion.
+        // The locks of all spaces, always in this order. While one of them is held, no conversion is published.
         let mut changes = Vec::new();
         changes
             .try_reserve_exact(self.spaces.len())
@@ -54,7 +57,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return Ok(());
         };
         let Some(private) = first.set().private.with(&gfns, private)? else {
-            // Whoever converted them may still be zapping.
+            // The frames have these attributes already. But the conversion that set them may still be zapping.
             if self.in_progress.is_converting() {
                 drop(changes);
                 for space in 0..self.spaces.len() {
@@ -63,7 +66,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             }
             return Ok(());
         };
-        let mut broken = room_for_broken::<F>()?;
+        let mut broken = space_for_broken::<F>()?;
         let mut frames = FrameCache::default();
         let filled = frames.fill(&*self.platform, changes.len() * FRAMES_TO_SPLIT);
         let converted =
@@ -72,6 +75,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(converted?)
     }
 
+    /// Publishes `private` in all spaces, and zaps `gfns`. `frames` has tables for the splits; `changes` has the locks
+    /// of all spaces.
     fn convert(
         &self,
         mut changes: Vec<SlotsChange<'_>>,
@@ -90,9 +95,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for (space, change) in self.spaces.iter().zip(&changes) {
             self.forget_old_mmio(space, change);
         }
-        // Before the locks are released: a conversion that finds nothing to convert sees that.
+        // Before the locks are released: a conversion that finds nothing to change must see that this one is not done.
         let _converting = self.in_progress.converts();
-        // Slots may change again: whatever faults bring from now on has the new attributes.
+        // Slots may change again from here: leaves that faults install from now on have the new attributes.
         drop(changes);
         for space in &self.spaces {
             let mut op = RangeOp::on(self, space, gfns);
@@ -105,27 +110,22 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 }
 
-/// Tables that two huge leaves of the largest size are split into, each down to one boundary.
+/// The most tables that one space can need: two huge leaves of the largest size, one at each boundary, are split down
+/// to that boundary.
 const FRAMES_TO_SPLIT: usize = 2 * (Level::GIGA.0 as usize - 1);
 
 impl<P: Platform, F: Format> RangeOp<'_, P, F> {
-    /// Splits, in place, the huge leaf that reaches over the boundary before `gfn`, if there is one.
-    /// `frames` has the tables for it.
+    /// Splits, in place, the huge leaf that crosses the boundary before `gfn`, if there is one. `frames` has the tables
+    /// for it.
     fn split_over(&mut self, gfn: Gfn, frames: &mut FrameCache, broken: &mut Vec<(Gfn, Level)>) {
-        if gfn.0 >= Tree::<P, F>::capacity() {
+        if !all_gfns::<F>().contains(&gfn) {
             return;
         }
         let mut walk = Walk::new(gfn..gfn.add(1));
-        // What it has no tables for (somebody else has brought it back and back) goes as a whole.
+        // If faults have installed huge leaves there so often that no frame is left, the leaf is zapped as a whole.
         while !walk.is_done() && !frames.is_empty() {
-            let reaches_over = |start: Gfn, _| start < gfn;
-            self.split_some(
-                &mut walk,
-                SplitWalk::SkipLastLevel,
-                reaches_over,
-                frames,
-                broken,
-            );
+            let crosses = |start: Gfn, _| start < gfn;
+            self.split_some(&mut walk, SplitWalk::SkipLastLevel, crosses, frames, broken);
             self.pass();
         }
     }

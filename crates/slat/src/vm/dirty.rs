@@ -1,28 +1,28 @@
-//! The dirty log of a slot.
+//! The dirty log of a memslot.
 //!
 //! # Write protection (the default)
 //! A logged slot is mapped by 4 KiB leaves that start write-protected (but see *Reads*). The first write to a
 //! page faults; under the lock of its table the leaf becomes writable and *then* the write is noted, in the
 //! slot's bitmap or in the vCPU's ring. A harvest takes the bits, *then* protects the pages it found,
-//! each under the same lock, then flushes. If the fault's section comes after the harvest's, its bit is
-//! set after the harvest took the word, and stays for the next one; if before, the bit may be taken by
-//! this harvest, and then the protection follows: no write is lost.
+//! each under the same lock, then flushes. If the fault holds the lock after the harvest, its bit is set after the
+//! harvest took the word, and stays for the next harvest. If it holds the lock before, this harvest may take the
+//! bit, and then protects the page. So no write is lost.
 //!
 //! # Reads (policy `dirty_log_reads`)
 //! A read or fetch that finds no leaf installs one. As KVM does on x86, the leaf is writable if the host's page
 //! is, and the page is noted as if it had been written: the write that often follows needs no fault of its
-//! own, but the log names pages that were only read. As KVM does on AArch64 and RISC-V, or with the policy
-//! off, the leaf is write-protected and the log names what was written. Both hold for bitmaps and rings, and for dirty bits,
-//! where the leaf starts dirty.
+//! own, but the log also contains pages that were only read. As KVM does on AArch64 and RISC-V, or with the policy
+//! off, the leaf is write-protected and the log contains only pages that were written. Both apply to bitmaps and
+//! rings; with dirty bits, the leaf starts dirty or clean.
 //!
 //! # Dirty bits (policy `dirty_log=dirty-bit`, where the walker sets them)
-//! Leaves stay writable, and start clean. A harvest moves the bits from the leaves into the bitmap
-//! first: it clears a leaf's bit, notes the page, and flushes before it answers, so that the next write
-//! through any CPU's TLB sets the bit again.
+//! Leaves stay writable, and start clean if a read installs them (but see *Reads*). A harvest first moves the bits from
+//! the leaves into the bitmap: it clears a leaf's bit, notes the page, and flushes before it returns, so that the
+//! next write through any CPU's TLB sets the bit again.
 //!
 //! # Manual protection (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
-//! Getting the log changes nothing; [`Vm::clear_dirty_log`] clears and protects the pages it is told.
-//! With *initially set* a new log names every page, and enabling it touches no leaf at all.
+//! Getting the log protects nothing; [`Vm::clear_dirty_log`] clears and protects the pages that the client names.
+//! With *initially set* a new log marks every page, and beginning it changes no leaf.
 
 use crate::sync::atomic::Ordering::*;
 use core::fmt;
@@ -31,29 +31,31 @@ use core::ops::Range;
 
 use super::slot_op::SlotOp;
 use super::{DirtyLog, LogKind, Space, Vm};
-use crate::format::Format;
+use crate::addr::Gfn;
+use crate::format::{Format, all_gfns};
+use crate::heap::OutOfMemory;
 use crate::heap::Shared;
 use crate::platform::Platform;
+use crate::policy::DirtyLogMethod;
 use crate::slots::SlotsChange;
-use crate::table::OutOfMemory;
 
-/// Why a dirty log cannot be had, or not be cleared. Nothing was changed.
+/// Why getting or clearing a dirty log has failed. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DirtyLogError {
-    /// There is no such slot, or it was not created with
+    /// There is no such address space or slot, or the slot, whose id this is, does not have the flag
     /// [`SlotFlags::LOG_DIRTY_PAGES`](crate::SlotFlags::LOG_DIRTY_PAGES).
     NotLogged(u32),
-    /// Writes go to the vCPUs' rings: there is no bitmap.
+    /// The log has no bitmap: it writes to the vCPUs' rings.
     Rings,
-    /// The bitmap has fewer than one bit per page; the number of words needed.
+    /// The buffer has fewer than one bit per page; the number of 64-bit words needed.
     BufferTooSmall(usize),
-    /// `first` is no multiple of 64, or `pages` is none and does not end with the slot, or the range
-    /// reaches out of it.
+    /// The range reaches out of the slot; or `first` is not a multiple of 64; or `pages` is not, and the range does not
+    /// end with the slot.
     BadRange,
 }
 
 impl DirtyLogError {
-    /// The errno that KVM answers.
+    /// Returns the errno that KVM returns for this error.
     pub fn errno(&self) -> i32 {
         const ENOENT: i32 = 2;
         const ENXIO: i32 = 6;
@@ -73,7 +75,7 @@ impl fmt::Display for DirtyLogError {
         match self {
             DirtyLogError::NotLogged(slot) => write!(
                 f,
-                "dirty log of memslot {slot}: it does not log; set LOG_DIRTY_PAGES first"
+                "dirty log of memslot {slot}: the memslot does not log; set LOG_DIRTY_PAGES first"
             ),
             DirtyLogError::Rings => f.write_str(
                 "dirty log: this VM logs to the rings of its vCPUs; collect and reset those",
@@ -82,8 +84,8 @@ impl fmt::Display for DirtyLogError {
                 write!(f, "dirty log: the bitmap needs {words} words of 64 pages")
             }
             DirtyLogError::BadRange => f.write_str(
-                "clearing a dirty log: begin at a multiple of 64 pages, and end at one or with \
-                 the slot",
+                "clearing a dirty log: the range must start at a multiple of 64 pages, be within the memslot, and end \
+                 at a multiple of 64 pages or with the memslot",
             ),
         }
     }
@@ -92,8 +94,9 @@ impl fmt::Display for DirtyLogError {
 impl core::error::Error for DirtyLogError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Manual protection: [`Vm::get_dirty_log`] only looks, [`Vm::clear_dirty_log`] protects. With
-    /// `initially_set`, logs that begin from now on name every page.
+    /// Sets whether dirty logs are protected manually (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2): if `manual`,
+    /// [`Vm::get_dirty_log`] clears and protects nothing, only [`Vm::clear_dirty_log`] does. If `initially_set`, too
+    /// (KVM_DIRTY_LOG_INITIALLY_SET), logs that begin from now on have every page marked.
     pub fn set_manual_dirty_log(&self, manual: bool, initially_set: bool) {
         self.log_mode.manual.store(manual, SeqCst);
         self.log_mode
@@ -101,7 +104,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .store(manual && initially_set, SeqCst);
     }
 
-    /// Words of 64 pages that the dirty log of `slot` has.
+    /// Returns the number of 64-bit words, of one bit per page, in the dirty log of `slot` in address space `space`.
     ///
     /// # Errors
     /// [`DirtyLogError::NotLogged`], [`DirtyLogError::Rings`].
@@ -114,8 +117,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         bitmap_of(&change, slot).map(|log| log.bits.len())
     }
 
-    /// Runs `then` with an operation on the log of slot `id`, which has a bitmap, and the number of its pages, when it
-    /// is its turn.
+    /// Waits for the turn of the log of slot `id`, which has a bitmap. Then runs `then` with an operation on the slot,
+    /// its log, and the number of its pages.
     fn on_bitmap<R>(
         &self,
         space: usize,
@@ -128,14 +131,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let _turn = log.turn.lock(self.turn_wait());
             let change = space.slots.change(self.turn_wait());
             let op = SlotOp::begin(self, space, change, id, Some(log.clone()));
-            // `None`: while this waited, the slot began another log, or ended logging, or was deleted.
+            // `None`: while this thread waited, the slot began another log, or ended logging, or was deleted.
             if let Some(pages) = op.slot().map(|slot| slot.pages()) {
                 return then(op, &log, pages);
             }
         }
     }
 
-    /// Waits until the log of a slot, if it has one, has begun.
+    /// Waits until the change that began the log of slot `id`, if it has one, has protected its pages.
     pub(super) fn wait_for_begin(&self, change: SlotsChange<'_>, id: u32) {
         let log = change.by_id(id).and_then(|slot| slot.share_log());
         drop(change);
@@ -144,13 +147,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Takes the dirty log of `slot` into `bitmap` (bit n is page n) and, unless protection is manual,
-    /// clears it and protects the pages it names again: KVM_GET_DIRTY_LOG. Every write that came
-    /// before this call is in it, or in a log taken before; every write after it will be in a later one. Slots may
-    /// change meanwhile: if this one goes, or logs no more, the rest of the bitmap is what its log held.
+    /// Copies the dirty log of `slot` in address space `space` to `bitmap`: bit n of word m is page 64m + n of the
+    /// slot. Unless protection is manual, clears the log and protects the pages in it: KVM_GET_DIRTY_LOG.
+    ///
+    /// Every write before the call is in this log or in one that was got before; every write after the call is in
+    /// a later one. Slots may change meanwhile: if this slot is deleted or ends logging, its log is still copied
+    /// to the end.
     ///
     /// # Errors
-    /// [`DirtyLogError`].
+    /// [`DirtyLogError`]; nothing was changed.
     pub fn get_dirty_log(
         &self,
         space: usize,
@@ -166,7 +171,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             }
             let manual = self.log_mode.manual.load(SeqCst);
             let protects = !manual && log.kind().protects();
-            let mut taken = 0;
+            let mut cleared = 0;
             let mut full = 0..0;
             for (i, (out, word)) in bitmap.iter_mut().zip(&log.bits).enumerate() {
                 *out = match word.load(Acquire) {
@@ -176,27 +181,29 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 } & valid_bits(pages, i);
                 op.look();
                 if !manual {
-                    taken |= *out;
+                    cleared |= *out;
                 }
                 if protects {
                     op.protect_word(&mut full, i as u64, *out);
                 }
             }
             op.protect_words(full);
-            // A page in the log whose leaf is gone may still be written through a translation that
-            // somebody else took away and has not flushed yet.
-            if taken != 0 {
+            // Even a page without a leaf may still be written, by a translation that another thread has zapped and
+            // not flushed yet.
+            if cleared != 0 {
                 op.finish();
             }
             Ok(())
         })
     }
 
-    /// Clears the pages that `bitmap` names, bit n for page `first + n`, and makes their next write be
-    /// noted: KVM_CLEAR_DIRTY_LOG. Huge leaves in the range are split first (`eager_page_split`).
+    /// Clears the log of the pages whose bit is set in `bitmap`, and protects them, so that it notes the next write
+    /// to them: KVM_CLEAR_DIRTY_LOG. `slot` is in address space `space`. The range is the `pages` pages from page
+    /// `first` on; bit n of word m is page `first` + 64m + n. Splits huge leaves in the range first (policy
+    /// `eager_page_split`).
     ///
     /// # Errors
-    /// [`DirtyLogError`].
+    /// [`DirtyLogError`]; nothing was changed.
     pub fn clear_dirty_log(
         &self,
         space: usize,
@@ -216,7 +223,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 return Err(DirtyLogError::BufferTooSmall(words));
             }
             op.split_eagerly(first..end);
-            let mut taken = 0;
+            let mut cleared = 0;
             let mut full = 0..0;
             let named = bitmap[..words].iter().zip(first as usize / 64..);
             for (clear, i) in named.filter(|(clear, _)| **clear != 0) {
@@ -224,52 +231,92 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 let was = log.bits[i].fetch_and(!clear, AcqRel) & clear;
                 op.look();
                 op.protect_word(&mut full, i as u64, was);
-                taken |= was;
+                cleared |= was;
             }
             op.protect_words(full);
-            if taken != 0 {
+            if cleared != 0 {
                 op.finish();
             }
             Ok(())
         })
     }
 
-    /// The log of a slot that begins to log.
+    /// Notes in the dirty logs that the client, or a device that it emulates, has written to the frames `gfns`, without
+    /// a vCPU: KVM's `mark_page_dirty`. Call after the write. Frames without a memslot, or in one that does not log,
+    /// are passed over.
+    ///
+    /// # Errors
+    /// [`DirtyLogError::Rings`]: the VM logs to the rings of its vCPUs, and there is no vCPU here. Nothing was noted.
+    pub fn mark_dirty(&self, space: usize, gfns: Range<Gfn>) -> Result<(), DirtyLogError> {
+        // Pages that are noted in one reader section.
+        const SOME: u64 = 1 << 14;
+        let Some(space) = self.spaces.get(space) else {
+            return Ok(());
+        };
+        let end = gfns.end.min(all_gfns::<F>().end);
+        let mut at = gfns.start;
+        while at < end {
+            let some = at..at.add(SOME).min(end);
+            let mut rings = false;
+            let section = self.section();
+            let slots = space.slots.current(section.inside());
+            slots.in_gfns(&some, |slot| {
+                let Some(log) = slot.log() else {
+                    return true;
+                };
+                rings = log.kind() == LogKind::Rings;
+                if !rings {
+                    let (all, base) = (slot.gfns(), slot.base().0);
+                    let first = some.start.max(all.start).0 - base;
+                    log.mark_all(first..some.end.min(all.end).0 - base);
+                }
+                !rings
+            });
+            if rings {
+                return Err(DirtyLogError::Rings);
+            }
+            at = some.end;
+        }
+        Ok(())
+    }
+
+    /// Makes the log of a slot of `pages` pages that begins to log.
     pub(super) fn new_log(&self, pages: u64) -> Result<DirtyLog, OutOfMemory> {
         if self.log_mode.rings.load(SeqCst) {
             return Ok(DirtyLog::rings());
         }
-        let kind = match F::SETS_DIRTY && self.policy.logs_by_dirty_bit() {
+        let kind = match F::SETS_DIRTY && self.policy.dirty_log() == DirtyLogMethod::DirtyBit {
             true => LogKind::DirtyBits,
             false => LogKind::Bitmap,
         };
         DirtyLog::bitmap(kind, pages, self.log_mode.initially_set.load(SeqCst))
     }
 
-    /// Begins logging in slot `id`, which was mapped before.
+    /// Begins the log of slot `id`, which existed before without one: protects its pages. Call after publishing the
+    /// slot with its log; `change` still holds the lock.
     pub(super) fn begin_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
         let Some(log) = change.by_id(id).and_then(|slot| slot.share_log()) else {
             return;
         };
-        // Nobody has found the log before the lock of `change` is released.
+        // Does not wait: no other thread can find the log before the lock of `change` is released.
         let _turn = log.turn.lock(self.turn_wait());
         let mut op = SlotOp::begin(self, space, change, id, Some(log.clone()));
         let Some(pages) = op.slot().map(|slot| slot.pages()) else {
             return;
         };
-        // It names all pages already: `clear_dirty_log` will split and protect, chunk by chunk. The log
-        // itself tells: how later ones are to begin may have changed since it was made.
+        // All pages are marked already: `clear_dirty_log` will split and protect them, chunk by chunk. This is a
+        // field of the log, because the mode for new logs may have changed since the log was made.
         if log.initially_set {
             return;
         }
-        // In this order: a huge leaf is protected once, and the leaves it is split into are as it was.
+        // In this order: a huge leaf is protected once, and its pieces are then protected, too.
         op.protect(0..pages, |_| true);
         op.split_eagerly(0..pages);
         op.finish();
     }
 
-    /// Ends logging in slot `id`: tables in whose place a huge leaf could stand go, and the next fault brings it
-    /// back. The small leaves that stay become writable by their next write fault.
+    /// Ends logging in slot `id`: zaps the tables instead of which a huge leaf could be installed; the next fault
+    /// installs it. Small leaves that stay become writable by their next write fault.
     pub(super) fn end_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
         let mut op = SlotOp::begin(self, space, change, id, None);
         op.collapse();
@@ -277,7 +324,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 }
 
-/// The log of slot `id`, which is a bitmap.
+/// Returns the log of slot `id`, which has a bitmap.
+///
+/// # Errors
+/// [`DirtyLogError::NotLogged`], [`DirtyLogError::Rings`].
 fn bitmap_of(change: &SlotsChange<'_>, id: u32) -> Result<Shared<DirtyLog>, DirtyLogError> {
     match change.by_id(id).and_then(|slot| slot.share_log()) {
         None => Err(DirtyLogError::NotLogged(id)),
@@ -287,9 +337,9 @@ fn bitmap_of(change: &SlotsChange<'_>, id: u32) -> Result<Shared<DirtyLog>, Dirt
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
-    /// Makes the next write to the pages that `mask` names in a word of the bitmap be noted. Words that name all
-    /// their pages are gathered in `full` as long as they stand side by side: one walk serves them. To be ended
-    /// by [`Self::protect_words`].
+    /// Makes the log note the next write to the pages of word number `word` of the bitmap whose bits are set in `mask`.
+    /// Collects adjacent words with all bits set in `full`, so that one walk serves them; the caller calls
+    /// [`Self::protect_words`] with what is left in it.
     fn protect_word(&mut self, full: &mut Range<u64>, word: u64, mask: u64) {
         if mask == 0 {
             return;
@@ -306,27 +356,27 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         }
     }
 
-    /// The same for all pages of these words.
+    /// Makes the log note the next write to all pages of the words numbered `words`.
     fn protect_words(&mut self, words: Range<u64>) {
         self.protect(words.start * 64..words.end * 64, |_| true);
     }
 
-    /// Moves the dirty bits of the leaves of all `pages` into the bitmap of `log`.
+    /// Moves the dirty bits of the leaves of all `pages` to the bitmap of `log`, and flushes.
     fn harvest_dirty_bits(&mut self, log: &DirtyLog, pages: u64) {
         let mut found = 0;
-        self.walk(0..pages, |tree, slot, walk, taken| {
+        self.walk(0..pages, |step, slot, walk| {
             let note = |gfn, level| {
                 log.mark_leaf(&slot.gfns(), gfn, level);
                 found += 1;
             };
-            tree.clear_dirty(walk, |_, _| true, note, &mut taken.changed);
+            step.clear_dirty(walk, |_, _| true, note);
         });
         self.counters().dirty_pages.add(found);
         self.flush();
     }
 }
 
-/// The bits of word `index` of the bitmap of a slot of `pages` that stand for pages.
+/// Returns a mask of the bits that represent pages, in word `index` of the bitmap of a slot of `pages` pages.
 fn valid_bits(pages: u64, index: usize) -> u64 {
     match pages - index as u64 * 64 {
         left @ ..64 => (1 << left) - 1,

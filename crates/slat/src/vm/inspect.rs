@@ -1,4 +1,4 @@
-//! What the tables say, for whoever wants to show it.
+//! What a client can see of a VM: its readers, and the contents of its tables.
 
 use core::ops::Range;
 
@@ -10,30 +10,29 @@ use crate::sync::quiesce::Attention;
 use crate::table::{At, Next, Show, Walk};
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Calls `visit` with the attention word of every CPU of this VM. Takes no lock: it may be called by a
-    /// thread that holds any. Operations that are no CPU have such a word, too; nobody looks at it.
+    /// Calls `visit` with the attention word of every vCPU of this VM, and of every reader that operations use, which
+    /// nothing reads. Takes no lock, so the caller may hold any.
     pub fn visit_attention(&self, visit: &mut dyn FnMut(&Attention)) {
         for reader in self.readers.iter() {
             visit(reader.attention());
         }
     }
 
-    /// Waits until every CPU has passed a quiescent point ([`Vcpu::quiesce`](crate::Vcpu::quiesce)) or is outside. What a CPU found out
-    /// between two quiescent points, and the caller has since replaced, is used by no CPU afterwards: KVM's `synchronize_srcu`.
+    /// Waits until every vCPU has passed a quiescent point ([`Vcpu::quiesce`](crate::Vcpu::quiesce)) or is outside its
+    /// reader section: KVM's `synchronize_srcu`. When this returns, no vCPU uses a value that it read before the caller
+    /// replaced it, if it keeps such values only until its next quiescent point.
     ///
-    /// The caller is no CPU that is inside, and holds nothing that a CPU waits for there.
+    /// The caller is not in a reader section, and holds nothing that a vCPU in one waits for.
     pub fn synchronize(&self) {
         self.readers.synchronize(self.reader_wait());
     }
 
-    /// Calls `visit` at every leaf and every MMIO entry that covers a frame of `range`, in the order of
-    /// gfn, with the first frame that the entry covers (a huge leaf may begin before `range`), its level,
-    /// and what it says. Changes nothing. CPUs may go on: what `visit` sees of one table holds at one
-    /// time, but not of two.
+    /// Calls `visit` for every leaf and every MMIO entry that covers a frame of `range`, in the order of gfn, with the
+    /// first frame that the entry covers (a huge leaf may begin before `range`), its level, and its meaning. Does
+    /// nothing if the address space `space` does not exist.
     ///
-    /// `visit` is called under the lock of a table and must not call the VM.
-    ///
-    /// An address space that does not exist has no leaves.
+    /// Changes nothing. CPUs may run meanwhile, so entries in different tables are seen at different times. `visit` is
+    /// called under the lock of a table and must not call the VM.
     pub fn visit_leaves(
         &self,
         space: usize,
@@ -48,8 +47,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             ..Show::default()
         };
         let mut op = RangeOp::begin(self, space);
-        op.walk(&mut Walk::new(range), |tree, walk, _, _| {
-            tree.walk(walk, show, &mut |at: &At<'_>| {
+        op.walk(&mut Walk::new(range), |step, walk| {
+            step.walk(walk, show, &mut |at: &At<'_>| {
                 // On formats with break-before-make an empty entry may have bits.
                 match at.decode::<F>() {
                     Entry::Empty => {}

@@ -1,23 +1,28 @@
-//! Backing memory that changes under the guest: KVM's MMU notifiers.
+//! Invalidations of backing memory: KVM's MMU notifiers (`mmu_invalidate_seq`, `mmu_invalidate_in_progress`).
 //!
 //! # Protocol
-//! A fault takes a [`Sequence`] before it looks at slots or host, and asks whether it still holds
-//! under the lock of the table into which it installs ([`crate::table`]). It does not when
+//! A fault reads the [`Sequence`] before it looks up slot, attributes and host page. Under the lock of the table into
+//! which it installs ([`crate::table`]) it checks whether these are still current ([`InProgress::holds`]). They
+//! are not when
 //!
-//! * an invalidation is in progress over a page behind the leaf (a huge leaf may reach into a range
-//!   that its page lies outside of), or
-//! * the sequence has been raised since. It is raised by a change of slots or attributes, after the new
-//!   set was published and before the zap; and at the begin and at the end of an invalidation whose range
-//!   some memslot uses at that moment (at the end: or used at the begin).
+//! * an invalidation is in progress over a page that backs the leaf (a huge leaf may reach into the invalidated range
+//!   even if the faulting page is outside of it), or
+//! * the sequence has been raised since. What raises it: a slot change that deletes or moves a slot or changes its
+//!   flags, and a conversion, each after it has published the new set and before it zaps; a zap that a
+//!   client asks for; and the begin and the end of an invalidation whose range a memslot uses at that
+//!   moment (for the end: or did at the begin).
 //!
-//! The end must raise it, too: a fault may have resolved the page before it changed, and install
-//! after the end. An invalidation of memory that no slot uses disturbs no fault: a fault on a slot
-//! created meanwhile is caught by the range while it is in progress, and at the end the slot is seen.
-//! A slot that is being deleted or moved is not in the set any more, but still in the tables: an
-//! invalidation waits until that change has raised the sequence and zapped, and then makes sure that
-//! its flush is done.
+//! Creating a slot need not raise it: a fault that has found no slot installs no leaf. The end of an invalidation must:
+//! a fault may have resolved the page before the backing changed, and install after the end.
 //!
-//! Ranges in progress are kept as one hull, as in KVM: exact as long as they do not overlap in time.
+//! An invalidation of memory that no slot uses delays no fault. If a slot that uses it is created meanwhile, faults on
+//! it find that the range is in progress, and the end finds the slot and raises the sequence.
+//!
+//! A *leaving* slot is one that a change deletes or moves: it is not in the published set any more (or not there), but
+//! its leaves are still in the tables. An invalidation waits until the change has raised the sequence and zapped
+//! them, and then makes sure that they are flushed.
+//!
+//! The ranges in progress are kept as one hull, as in KVM: it is exact as long as they do not overlap in time.
 
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use core::ops::Range;
@@ -30,25 +35,27 @@ use crate::slots::Place;
 use crate::sync::{SpinLock, held};
 use crate::table::overlap;
 
-/// What a fault knew when it began.
+/// The value of the sequence when a fault began its look-ups.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sequence(u64);
 
 /// The sequence and the invalidations in progress.
 pub(crate) struct InProgress {
     sequence: AtomicU64,
+    /// The number of invalidations in progress.
     count: AtomicUsize,
-    /// Slots that are in the set no more, but may still be in the tables.
+    /// The number of slots that are being deleted or moved and whose old leaves may not be zapped yet.
     leaving: AtomicUsize,
-    /// Slots whose dirty bits are being noted before they move.
+    /// The number of slots that are being moved, from before their dirty bits are noted.
     moving: AtomicUsize,
-    /// Conversions that have published their attributes and not flushed yet.
+    /// The number of conversions that have published their attributes and not flushed yet.
     converting: AtomicUsize,
+    /// Contains the ranges of all invalidations in progress.
     hull: Hull,
 }
 
-/// From where to where the ranges in progress reach. It is written under the lock, and read without: faults
-/// ask under the lock of a table, under which nobody waits for another lock.
+/// A range around all ranges in progress. Written under its lock and read without: faults read it under the lock of a
+/// table, where they may not take another lock.
 struct Hull {
     start: AtomicU64,
     end: AtomicU64,
@@ -66,20 +73,22 @@ impl Hull {
         }
     }
 
-    /// It grows as long as an invalidation is in progress, so both bounds are at least as far out as when the
-    /// asker found that one is. Or the hull was closed in between: then that invalidation is over.
+    /// Returns whether `range` overlaps the hull. Call after finding that an invalidation is in progress.
+    ///
+    /// The bounds are not read together. But while any invalidation is in progress the hull only grows, so both are
+    /// at least those that the caller must see; unless the hull was closed, and then that invalidation has ended.
     fn overlaps(&self, range: &Range<Hva>) -> bool {
         self.start.load(SeqCst) < range.end.0 && range.start.0 < self.end.load(SeqCst)
     }
 
-    /// Under the lock.
+    /// Extends the hull by `range`. The caller holds the lock.
     fn grow(&self, range: &Range<Hva>) {
         let (start, end) = (self.start.load(Relaxed), self.end.load(Relaxed));
         self.start.store(start.min(range.start.0), SeqCst);
         self.end.store(end.max(range.end.0), SeqCst);
     }
 
-    /// Under the lock.
+    /// Makes the hull empty. The caller holds the lock.
     fn close(&self) {
         self.start.store(Self::NONE.start.0, SeqCst);
         self.end.store(Self::NONE.end.0, SeqCst);
@@ -98,65 +107,69 @@ impl InProgress {
         }
     }
 
+    /// Returns the sequence. A fault calls this before it looks up anything.
     #[inline]
     pub(crate) fn sequence(&self) -> Sequence {
         Sequence(self.sequence.load(Acquire))
     }
 
-    /// Whether what was learnt about the backing `range` since `sequence` was taken still holds.
+    /// Returns whether a fault may install a leaf backed by `range`: the slot, attributes and host pages that it has
+    /// looked up since it read `sequence` are still current. Call under the lock of the table that receives the leaf.
     #[inline]
     pub(crate) fn holds(&self, sequence: Sequence, range: &Range<Hva>) -> bool {
-        // In this order: an invalidation raises the sequence before it ends, so whoever finds that none
-        // is in progress sees what the last one did to the sequence.
+        // In this order: an invalidation of memory that a slot uses raises the sequence before it ends. So if it is
+        // found to have ended, the load of the sequence sees that raise.
         !self.covers(range) && self.sequence.load(Acquire) == sequence.0
     }
 
-    /// Whether an invalidation is in progress over part of `range`.
+    /// Returns whether an invalidation may be in progress over part of `range`.
     #[inline]
     pub(crate) fn covers(&self, range: &Range<Hva>) -> bool {
-        // Sequentially consistent, as the begin and the publication of slots are: a begin that does not
-        // find the slot of this fault is seen here.
+        // Sequentially consistent, as the begin and the publication of slots are: if an invalidation did not find
+        // the slot of this fault at its begin, the fault sees the invalidation here.
         self.count.load(SeqCst) != 0 && self.hull.overlaps(range)
     }
 
+    /// Raises the sequence, so that no fault that read it before can install.
     pub(crate) fn raise(&self) {
         self.sequence.fetch_add(1, SeqCst);
     }
 
-    /// Before a slot is taken out of the published set, or moved. The answer is dropped when nothing
-    /// from where it was is in the tables, and its flush is owed.
+    /// Call before deleting or moving a slot. Drop the guard when the old range is zapped and a ticket for its flush
+    /// is held ([`Flushes`](crate::table::Flushes)).
     pub(crate) fn slot_leaves(&self) -> Counted<'_> {
         Counted::new(&self.leaving)
     }
 
-    /// Call when a conversion has published its attributes, before its locks are released. Drop the guard after its
+    /// Call when a conversion has published its attributes, before it releases its locks. Drop the guard after its
     /// flush.
     pub(super) fn converts(&self) -> Counted<'_> {
         Counted::new(&self.converting)
     }
 
-    /// Whether CPUs may still use what a published conversion forbids.
+    /// Returns whether CPUs may still use translations that a published conversion forbids.
     pub(super) fn is_converting(&self) -> bool {
         self.converting.load(SeqCst) != 0
     }
 
-    /// Whether leaves may stand in the tables that the set as it is now does not explain.
+    /// Returns whether the tables may contain leaves of a slot that is being deleted or moved, and so is not in the
+    /// published set, or not at these frames.
     pub(crate) fn is_slot_leaving(&self) -> bool {
         self.leaving.load(SeqCst) != 0
     }
 
-    /// Before the dirty bits of a slot that is to move are noted: until the answer is dropped no fault installs
-    /// leaves of a slot that logs by dirty bits. The slot is in the set until it moves, so nobody else waits.
+    /// Call before the dirty bits of a slot that is to move are noted. Until the guard is dropped, no fault installs
+    /// leaves of a slot that logs by dirty bits. The slot stays in the set until it moves, so only such faults wait.
     pub(crate) fn slot_moves(&self) -> Counted<'_> {
         Counted::new(&self.moving)
     }
 
-    /// See [`InProgress::slot_moves`].
+    /// Returns whether a slot is being moved ([`InProgress::slot_moves`]).
     pub(crate) fn is_slot_moving(&self) -> bool {
         self.moving.load(SeqCst) != 0
     }
 
-    /// Waits until no slot is leaving. The wait is for a walk, not for a flush.
+    /// Waits until the leaves of all leaving slots are zapped. It waits for walks, not for flushes.
     fn wait_for_leaving_slots(&self, mut wait: impl FnMut(u32)) {
         let mut round = 0;
         while self.is_slot_leaving() {
@@ -165,12 +178,14 @@ impl InProgress {
         }
     }
 
+    /// Begins an invalidation of `range`.
     fn begin(&self, range: &Range<Hva>, wait: impl FnMut(u32)) {
         let _writer = self.hull.writer.lock(wait);
         self.hull.grow(range);
         self.count.fetch_add(1, SeqCst);
     }
 
+    /// Ends an invalidation.
     fn end(&self, wait: impl FnMut(u32)) {
         let _writer = self.hull.writer.lock(wait);
         if self.count.fetch_sub(1, SeqCst) == 1 {
@@ -179,7 +194,7 @@ impl InProgress {
     }
 }
 
-/// One that is counted until it is dropped.
+/// A guard that counts as one in an [`InProgress`] until it is dropped.
 pub(crate) struct Counted<'a>(&'a AtomicUsize);
 
 impl<'a> Counted<'a> {
@@ -195,21 +210,32 @@ impl Drop for Counted<'_> {
     }
 }
 
-/// An invalidation in progress: between its begin and its drop no vCPU can use, or come to use, a
-/// translation to the range, and the backing may be changed.
+/// An invalidation in progress. Until it is dropped, no vCPU uses a translation to the range, and no fault installs
+/// one, so the client may change the backing.
 #[must_use = "the invalidation ends when this is dropped"]
 pub struct Invalidation<'a, P: Platform, F: Format> {
     vm: &'a Vm<P, F>,
     range: Range<Hva>,
-    /// A memslot used the range at the begin.
+    /// Whether a memslot used the range at the begin.
     used: bool,
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Begins an invalidation of the backing addresses `range`: when this returns, no CPU holds a
-    /// translation to them, and faults on them wait until the answer is dropped.
+    /// Begins an invalidation of the backing addresses `range`. When this returns, no CPU uses a translation to them,
+    /// and faults on them wait until the returned guard is dropped.
     ///
-    /// The caller is no vCPU inside [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`].
+    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    ///
+    /// ```
+    /// # use slat_model::{HostMemory, SimPlatform};
+    /// # let (platform, backing) = (SimPlatform::new(512), HostMemory::hva(0));
+    /// # use slat::{Config, Ept, Vm};
+    /// # let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+    /// let invalidation = vm.invalidate(backing..backing.add_pages(16));
+    /// // Nothing of the guest uses these pages: replace them.
+    /// drop(invalidation);
+    /// # Ok::<(), slat::OutOfMemory>(())
+    /// ```
     pub fn invalidate(&self, range: Range<Hva>) -> Invalidation<'_, P, F> {
         self.in_progress.begin(&range, self.lock_wait());
         let mut used = false;
@@ -224,17 +250,17 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Takes every translation of the memslots' pages in `range` away; the next access to each faults,
-    /// and finds what is there then. For a client that knows by itself that pages have to be looked at
-    /// again, whatever slot and host say (in KVM: `kvm_zap_gfn_range`).
+    /// Zaps all leaves of memslots in the guest frames `range` of address space `space`: the next access to each page
+    /// faults and looks it up anew (KVM's `kvm_zap_gfn_range`). For a client that knows of a change that
+    /// neither slots nor invalidations announce. When this returns, no CPU uses one of the old translations.
     ///
-    /// When this returns no CPU uses one of the old translations. The caller is no vCPU inside
-    /// [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`]. Nothing happens if the space does not exist.
+    /// Does nothing if the address space does not exist. Not for a vCPU between [`crate::Vcpu::enter`] and
+    /// [`crate::Vcpu::leave`].
     pub fn zap(&self, space: usize, range: Range<Gfn>) {
         let Some(space) = self.spaces.get(space) else {
             return;
         };
-        // A fault that asked before this would install one more.
+        // A fault that has looked up the page already must not install it after the zap.
         self.in_progress.raise();
         let mut op = RangeOp::begin(self, space);
         op.zap_slots(&range);
@@ -242,7 +268,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.flush_leaving_slots();
     }
 
-    /// Raises the sequence at the first slot that uses a page of `range`, and zaps what is mapped of it.
+    /// Zaps all leaves of `space` that `range` backs. When it finds the first slot that uses `range`, and `used` is not
+    /// set yet, it raises the sequence and sets `used`.
     fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, used: &mut bool) {
         let mut op = RangeOp::begin(self, space);
         let counters = op.counters();
@@ -252,39 +279,38 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 counters.invalidations.add(1);
             }
         };
-        op.walk_backed_by(range, found, |tree, slot, walk, op| {
-            op.zap(tree, slot, walk)
-        });
+        op.walk_backed_by(range, found, |step, slot, walk| step.zap(slot, walk));
         op.finish();
     }
 
-    /// Makes sure that no CPU uses what belonged to slots that have left the set by now: who goes by the slots
-    /// there are does not find it any more.
+    /// Makes sure that no CPU uses a translation of a slot that was deleted or moved before this call. The caller has
+    /// walked over the slots in the published set, and so has missed the leaves of those.
     pub(super) fn flush_leaving_slots(&self) {
         self.in_progress.wait_for_leaving_slots(self.turn_wait());
-        // They are zapped. Who has zapped them may not have flushed yet, and is not waited for: it may be
-        // interrupting CPUs, and this be one of them.
-        if let Some(gfns) = self.flushes.due_of_leaving() {
+        // Their leaves are zapped. The thread that zapped them may not have flushed yet. This one flushes itself
+        // and does not wait for it: that thread may be interrupting CPUs, and this may be one of them.
+        if let Some(gfns) = self.flushes.due_of_leaving_slots() {
             self.flush_zapped_by_others(gfns);
         }
     }
 
-    /// Call after a slot was published at `gfns`. Another slot may have left them, and the operation that zapped
-    /// it not have flushed yet: that operation waits for nobody, but the caller may rely on the new slot.
+    /// Call after a slot was published at `gfns`. Flushes them if an earlier slot was deleted there, or moved from
+    /// there, and the thread that zapped it has not flushed yet. Otherwise CPUs could use the old translations after
+    /// the new slot's creation has returned.
     pub(super) fn flush_slots_that_left(&self, gfns: &Range<Gfn>) {
-        let due = self.flushes.due_of_leaving();
+        let due = self.flushes.due_of_leaving_slots();
         if due.is_some_and(|due| overlap(&due, gfns)) {
             self.flush_zapped_by_others(gfns.clone());
         }
     }
 
-    /// Flushes `gfns`. Others have zapped there, and nothing is known of what.
+    /// Flushes `gfns`, in which other threads have zapped leaves and tables of any level.
     fn flush_zapped_by_others(&self, gfns: Range<Gfn>) {
         let mut section = self.section();
         self.flush(gfns, Stale::ANYTHING, section.end());
     }
 
-    /// Whether a slot uses a page of `range` now.
+    /// Returns whether a memslot uses a page of `range` now.
     fn is_used(&self, range: &Range<Hva>) -> bool {
         let section = self.section();
         let mut used = false;
@@ -298,20 +324,23 @@ impl<P: Platform, F: Format> Vm<P, F> {
         used
     }
 
-    /// For a spin lock.
+    /// Returns a function that passes one round of a wait for a spin lock.
     pub(crate) fn lock_wait(&self) -> impl FnMut(u32) + '_ {
         |round| self.wait(round, WaitFor::Lock)
     }
 
-    /// For a [`crate::sync::FairLock`], or for what its holder does.
+    /// Returns a function that passes one round of a wait for a [`crate::sync::FairLock`], or for an operation of its
+    /// holder.
     pub(crate) fn turn_wait(&self) -> impl FnMut(u32) + '_ {
         |round| self.wait(round, WaitFor::Turn)
     }
 
+    /// Returns a function that passes one round of a wait for a reader, given the token of the reader.
     pub(super) fn reader_wait(&self) -> impl FnMut(u32, usize) + '_ {
         |round, token| self.wait(round, WaitFor::Reader(token))
     }
 
+    /// Passes one round of a wait. The caller holds no spin lock.
     pub(crate) fn wait(&self, round: u32, what: WaitFor) {
         held::assert_none("to wait");
         self.platform.wait(round, what);
@@ -324,7 +353,7 @@ impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
         if self.used || vm.is_used(&self.range) {
             vm.in_progress.raise();
         } else {
-            // A slot may have come and be leaving again: then its change raises the sequence.
+            // A slot may have been created and be leaving again: then its change raises the sequence.
             vm.in_progress.wait_for_leaving_slots(vm.turn_wait());
         }
         vm.in_progress.end(vm.lock_wait());
@@ -335,10 +364,10 @@ impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
 mod tests {
     use super::*;
 
-    /// A fault asks whether what it knows still holds while an invalidation begins or ends: what it
-    /// installs, under a table's lock, is never older than the last change.
+    /// One thread installs pages as a fault does, with the check under a lock, while another begins and ends
+    /// invalidations: after each the entry is empty or has the new page.
     #[test]
-    fn what_was_learnt_before_a_change_never_holds_after_it() {
+    fn a_look_up_from_before_a_change_never_holds_after_it() {
         const ROUNDS: u64 = 200_000;
         const NOTHING: u64 = u64::MAX;
         let wait = |_| std::hint::spin_loop();
@@ -366,7 +395,7 @@ mod tests {
                 in_progress.end(wait);
                 let entry = *entry.lock(wait);
                 if entry != NOTHING && entry != page {
-                    // The other thread has to end before this one may panic.
+                    // Ends the other thread: the scope would wait for it.
                     host.store(ROUNDS, SeqCst);
                     panic!("page {entry} was installed, it is {page} now");
                 }

@@ -1,16 +1,22 @@
-//! One virtual machine's memory: its memslots, its tables, and what keeps the two in step.
+//! The memory of one VM: memslots, tables, and the operations that keep the tables consistent with the slots and with
+//! the host.
 //!
-//! A file per mechanism: [`fault`], [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`],
-//! [`attributes`], [`prefetch`], [`nx`], [`age`]. What range operations share is [`range_op`].
+//! A file per mechanism: [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
+//! (conversions), [`nx`], [`age`]. What range operations have in common is in [`range_op`], what long operations on
+//! one slot have in [`slot_op`]. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
-//! # Locks, from the outside in
-//! 1. the list of dirty rings: held over a whole reset;
-//! 2. the slot writers' lock of an address space: held over a whole slot change, or a whole harvest, flush
-//!    included. No vCPU takes it inside, so a flush may be awaited under it. A conversion ([`attributes`])
-//!    takes those of all address spaces, in their order. Both are fair ([`crate::sync::fair`]): whoever comes
-//!    first goes first;
-//! 3. one of: the hull of the invalidations in progress, a table's lock. Short sections in which nothing
-//!    is waited for, not even another such lock ([`crate::table`], [`crate::sync::spin`]).
+//! # Locks, in the order in which they are taken
+//! 1. The list of dirty rings: held over a whole reset.
+//! 2. The turn of a slot's dirty log: held over the beginning of the log, or a whole harvest or clear.
+//! 3. The slot writers' lock of an address space: held over a slot change (a deletion or move releases it before its
+//!    flush), or over one step of an operation on a slot ([`slot_op`]). A conversion takes those of all address
+//!    spaces, in their order, and releases them before it zaps. No thread takes this lock in a reader section,
+//!    so its holder may wait for a flush.
+//! 4. One of: the hull of the invalidations in progress, a table's lock. Held for a few instructions or one table,
+//!    while the holder waits for nothing, not even another such lock ([`crate::table`], [`crate::sync::spin`]).
+//!
+//! The first three are fair: first come, first served ([`crate::sync::fair`]). The one exception to the order: a slot
+//! change that begins a log locks the turn of the new log, which no other thread can find yet, under 3.
 //!
 //! A thread waits for a flush or an invalidation only from outside every reader section
 //! ([`crate::sync::quiesce`]).
@@ -18,24 +24,20 @@
 mod age;
 mod attributes;
 mod dirty;
-mod fault;
 mod inspect;
 mod invalidate;
 mod nx;
-mod prefetch;
-mod range_op;
+pub(crate) mod range_op;
 mod region;
 mod ring;
 mod slot_op;
 
 pub(crate) use crate::dirty_log::{DirtyLog, LogKind};
 pub use dirty::DirtyLogError;
-pub use fault::{Stop, Translation};
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
-pub(crate) use prefetch::Window;
 pub(crate) use range_op::RangeOp;
-pub use ring::{DirtyGfn, DirtyRing};
+pub use ring::{DirtyGfn, DirtyRing, DirtyRingError};
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use alloc::sync::Arc;
@@ -44,23 +46,32 @@ use core::ops::Range;
 
 use crate::addr::{Gfn, Hva, Level, Pfn};
 use crate::format::Format;
-use crate::heap::Shared;
+use crate::heap::{OutOfMemory, Shared};
 use crate::platform::{Platform, VmId, WaitFor};
-use crate::policy::Policy;
+use crate::policy::{AtomicPolicy, Policy};
 use crate::slots::Slots;
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Reader, Readers};
 use crate::sync::{FairLock, Guarded, InSection, held};
-use crate::table::{Flushes, OutOfMemory, Tree};
+use crate::table::{Flushes, Root, Tree};
 
-/// How a VM is made.
+/// What a VM is made with.
+///
+/// ```
+/// let config = slat::Config::default().with_spaces(2);
+/// assert_eq!(config.spaces, 2);
+/// ```
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Config {
-    /// Address spaces, each with its own memslots and tables (x86 has a second one for SMM).
+    /// The number of address spaces, each with its own memslots and tables (x86 has a second one for SMM). At least one
+    /// is made.
     pub spaces: usize,
-    /// Width of the machine's physical addresses (MAXPHYADDR). Where the format's MMIO entries need a
-    /// reserved address bit that the machine does not have, MMIO is not cached.
+    /// The width of the machine's physical addresses in bits (MAXPHYADDR). If the format's MMIO entries need a
+    /// reserved address bit, and the machine has none, MMIO is not cached.
     pub physical_bits: u32,
+    /// Which mechanisms it uses.
+    pub policy: Policy,
 }
 
 impl Default for Config {
@@ -68,49 +79,90 @@ impl Default for Config {
         Config {
             spaces: 1,
             physical_bits: 48,
+            policy: Policy::default(),
         }
     }
 }
 
-/// The memory of one VM, for walkers of format `F` on platform `P`.
+impl Config {
+    /// The same with `spaces` address spaces.
+    #[must_use]
+    pub fn with_spaces(self, spaces: usize) -> Self {
+        Config { spaces, ..self }
+    }
+
+    /// The same for a machine whose physical addresses have `bits` bits.
+    #[must_use]
+    pub fn with_physical_bits(self, bits: u32) -> Self {
+        Config {
+            physical_bits: bits,
+            ..self
+        }
+    }
+
+    /// The same with the mechanisms of `policy`.
+    #[must_use]
+    pub fn with_policy(self, policy: Policy) -> Self {
+        Config { policy, ..self }
+    }
+}
+
+/// The memory of one VM, for page walkers of format `F` on platform `P`.
 ///
-/// All methods take `&self` and may be called from any thread. CPUs come in by
-/// [`Vm::create_vcpu`].
+/// ```
+/// # use slat_model::{HostMemory, SimPlatform};
+/// # let (platform, backing) = (SimPlatform::new(512), HostMemory::hva(0));
+/// use slat::{Access, Config, Ept, Gpa, Region, Vm};
 ///
-/// When a VM is dropped its tables go back to the platform without a flush: no CPU may be able to walk them
-/// any more ([`Platform`], "Safety").
+/// let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+/// vm.set_memory_region(0, &Region::new(0, Gpa(0x10_0000), 0x20_0000, backing))?;
+///
+/// let mut vcpu = vm.create_vcpu()?;
+/// let page = vcpu.enter(0).translate(Gpa(0x10_3000), Access::Write)?;
+/// assert!(page.write);
+/// assert_eq!(vm.stats().pf_fixed, 1);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// All methods take `&self` and may be called from any thread. [`Vm::create_vcpu`] adds CPUs.
+///
+/// Dropping a VM frees its tables without a flush: no CPU may be able to walk them any more
+/// ([`Platform`], "Safety").
 pub struct Vm<P: Platform, F: Format> {
     pub(crate) id: VmId,
     pub(crate) platform: Arc<P>,
-    pub(crate) policy: Policy,
+    pub(crate) policy: AtomicPolicy,
     pub(crate) spaces: Vec<Space<P, F>>,
     pub(crate) in_progress: InProgress,
     pub(crate) flushes: Shared<Flushes>,
     log_mode: LogMode,
-    /// Every vCPU's, while they are in use. The lock serializes resets.
+    /// The rings of all vCPUs. The lock serializes resets.
     rings: FairLock<Vec<Arc<DirtyRing>>>,
     /// Where the next recovery of NX huge pages begins.
     nx_cursor: AtomicU64,
-    /// The format has MMIO entries that work on this machine.
+    /// Whether the format's MMIO entries work on this machine.
     mmio_entries: bool,
-    /// Dropped last: sections refer to it.
+    /// Dropped last: reader sections refer to it.
     pub(crate) readers: Readers,
 }
 
-/// How slots that begin to log do it.
+/// How slots log.
 #[derive(Default)]
 struct LogMode {
+    /// Getting a log protects nothing ([`Vm::set_manual_dirty_log`]).
     manual: AtomicBool,
+    /// New logs mark every page.
     initially_set: AtomicBool,
+    /// New logs have no bitmap, but write to rings ([`Vm::use_dirty_rings`]).
     rings: AtomicBool,
 }
 
 /// One address space: slots and the tables that translate them.
 pub(crate) struct Space<P: Platform, F: Format> {
     pub(crate) slots: Slots,
-    /// All that [`Tree`] does, it does for a caller in a reader section.
+    /// Only for callers in a reader section.
     pub(crate) tree: Guarded<Tree<P, F>>,
-    root: Pfn,
+    root: Root,
 }
 
 impl<P: Platform, F: Format> Space<P, F> {
@@ -118,20 +170,20 @@ impl<P: Platform, F: Format> Space<P, F> {
         let tree = Tree::new(platform, flushes)?;
         Ok(Space {
             slots: Slots::new()?,
-            root: tree.root(),
+            root: tree.context(),
             tree: Guarded::new(tree),
         })
     }
 
-    /// The frame of its root table.
-    pub(crate) fn root(&self) -> Pfn {
+    /// Returns the context of walks in this address space.
+    pub(crate) fn root(&self) -> Root {
         self.root
     }
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// A VM without memory and without CPUs, shared: [`Vm::unshared`] in `Arc::new`, which aborts if
-    /// there is no heap memory for so much as this struct.
+    /// Makes a VM without memslots and vCPUs: [`Vm::unshared`] in an [`Arc`], whose allocation aborts if there is no
+    /// heap memory for this struct.
     ///
     /// # Errors
     /// As [`Vm::unshared`].
@@ -139,8 +191,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Self::unshared(platform, config).map(Arc::new)
     }
 
-    /// A VM without memory and without CPUs. Whoever runs it shares it; where that allocation may fail,
-    /// too, the room for it (`Arc::new_uninit`) is got in good time.
+    /// Makes a VM without memslots and vCPUs. The caller shares it; a caller that cannot let that allocation abort
+    /// allocates the memory for it before (`Arc::new_uninit`).
     ///
     /// # Errors
     /// [`OutOfMemory`] if there is no frame for the root tables, or no heap memory.
@@ -149,9 +201,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let flushes = Shared::try_new(Flushes::default())?;
         let mut spaces = Vec::new();
         spaces
-            .try_reserve_exact(config.spaces)
+            .try_reserve_exact(config.spaces.max(1))
             .map_err(|_| OutOfMemory)?;
-        for _ in 0..config.spaces {
+        for _ in 0..config.spaces.max(1) {
             spaces.push(Space::new(platform.clone(), flushes.clone())?);
         }
         let readers = Readers::new();
@@ -159,7 +211,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(Vm {
             id: VmId(NEXT_ID.fetch_add(1, Relaxed)),
             platform,
-            policy: Policy::default(),
+            policy: AtomicPolicy::new(config.policy),
             spaces,
             in_progress: InProgress::new(),
             flushes,
@@ -171,49 +223,51 @@ impl<P: Platform, F: Format> Vm<P, F> {
         })
     }
 
-    /// Its identity towards the platform.
+    /// Returns what identifies the VM to its platform.
     pub fn id(&self) -> VmId {
         self.id
     }
 
-    /// The platform it stands on.
+    /// Returns the platform that the VM was made with.
     pub fn platform(&self) -> &Arc<P> {
         &self.platform
     }
 
-    /// Its switches.
-    pub fn policy(&self) -> &Policy {
-        &self.policy
+    /// Returns its policies as they are now.
+    pub fn policy(&self) -> Policy {
+        self.policy.get()
     }
 
-    /// The frame of the root table of an address space, for as long as the VM lives: what nCR3,
-    /// [`EPTP`](crate::Ept::eptp), [`VTTBR_EL2`](crate::format::Stage2::vttbr) or
-    /// [`hgatp`](crate::format::GStage::hgatp) point to.
+    /// Returns the frame of the root table of address space `space`, for nCR3, [`EPTP`](crate::Ept::eptp),
+    /// [`VTTBR_EL2`](crate::format::Stage2::vttbr) or [`hgatp`](crate::format::GStage::hgatp). It never changes.
+    /// `None`: there is no such address space.
     pub fn root(&self, space: usize) -> Option<Pfn> {
-        Some(self.spaces.get(space)?.root())
+        Some(self.spaces.get(space)?.root().frame())
     }
 
-    /// The sum of all counters. While CPUs run, counters of one event may be seen apart.
+    /// Returns the sum of all counters. While CPUs run, an event that several counters count may be in only some of
+    /// them.
     pub fn stats(&self) -> Stats {
         let mut sum = Stats::default();
         for reader in self.readers.iter() {
             sum.add(&reader.counters.snapshot());
         }
-        // Their writers are no readers, but count for themselves.
+        // Slot changes are counted with the slots, not with a reader.
         sum.slot_changes = self.spaces.iter().map(|space| space.slots.changes()).sum();
         sum
     }
 
+    /// Returns whether faults on frames without a slot install MMIO entries.
     pub(crate) fn caches_mmio(&self) -> bool {
-        self.mmio_entries && self.policy.caches_mmio()
+        self.mmio_entries && self.policy.mmio_caching().is_on()
     }
 
-    /// A reader section for the length of one operation of a thread that is no vCPU.
+    /// Begins a reader section for one operation. Not for the vCPU, which has a reader of its own.
     pub(crate) fn section(&self) -> Section<'_> {
         let mut round = 0;
         let reader = loop {
-            // A reader was put aside when the VM was made. It goes to operations only, so out of
-            // memory means no more than to wait for the one before.
+            // A reader was put aside when the VM was made, and only operations borrow it. So without memory for
+            // another reader this thread only has to wait until an operation puts one aside.
             match self.readers.borrow() {
                 Ok(reader) => break reader,
                 Err(OutOfMemory) => self.wait(round, WaitFor::Turn),
@@ -225,12 +279,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Section {
             readers: &self.readers,
             reader,
-            left: held::MOST_ENTRIES,
+            budget: held::MOST_ENTRIES,
         }
     }
 
-    /// The largest level at which the page at `gfn` of `slot` may be mapped, if the host mapping
-    /// around it has `host` level and begins at `pfn`.
+    /// Returns the largest level at which `gfn` may be mapped to `pfn`, if only the frames `gfns` are to be mapped like
+    /// it, and the host maps `pfn` at level `host`.
     pub(crate) fn fitting_level(
         &self,
         gfns: &Range<Gfn>,
@@ -238,7 +292,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         pfn: Pfn,
         host: Level,
     ) -> Level {
-        if !self.policy.maps_huge() {
+        if !self.policy.huge_pages().is_on() {
             return Level::PAGE;
         }
         let mut level = host.min(F::MAX_LEAF);
@@ -256,8 +310,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// The largest level at which `gfn`, backed by `hva`, of the slot at `gfns` could be mapped as the host is
-    /// now.
+    /// Returns the largest level at which `gfn`, backed by `hva`, in a slot of the frames `gfns`, could be mapped by
+    /// what the host maps now; level 1 if the page is not resident.
     fn host_level(&self, gfns: &Range<Gfn>, gfn: Gfn, hva: Hva) -> Level {
         let mut level = Level::PAGE;
         held::assert_none("to ask the host");
@@ -269,12 +323,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 }
 
-/// A reader that is in a section; given back when dropped.
+/// A reader section of an operation. Dropping it ends the section and gives the reader back.
 pub(crate) struct Section<'a> {
     readers: &'a Readers,
     reader: &'a Reader,
-    /// How many entries may still be looked at in it.
-    left: u32,
+    /// The number of entries that may still be read in it.
+    budget: u32,
 }
 
 impl<'a> Section<'a> {
@@ -282,30 +336,31 @@ impl<'a> Section<'a> {
         &self.reader.counters
     }
 
+    /// Returns the proof that this is a reader section.
     #[inline(always)]
     pub(crate) fn inside(&self) -> InSection<'_> {
-        // SAFETY: the reader is nobody else's (`Readers::borrow`), is in a section, and leaves it only when
-        // `self` is borrowed mutably or given away.
+        // SAFETY: no one else has the reader (`Readers::borrow`); it is in a section, and leaves it only when `self`
+        // is borrowed mutably or given away.
         unsafe { InSection::assume() }
     }
 
-    /// The proof, and how many entries may still be looked at with it.
-    pub(crate) fn inside_with_leave(&mut self) -> (InSection<'_>, &mut u32) {
+    /// Like [`Self::inside`], but also returns the number of entries that may still be read in the section.
+    pub(crate) fn inside_with_budget(&mut self) -> (InSection<'_>, &mut u32) {
         // SAFETY: as in `inside`: both borrow `self` as long as they are used.
-        (unsafe { InSection::assume() }, &mut self.left)
+        (unsafe { InSection::assume() }, &mut self.budget)
     }
 
-    /// Runs `wait` between this section and the next of the same reader.
+    /// Ends the section, runs `wait`, and begins another section of the same reader.
     pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&'a Counters) -> R) -> R {
         self.leave();
         let result = wait(&self.reader.counters);
         self.reader.enter(self.readers, 0);
         held::section_begins();
-        self.left = held::MOST_ENTRIES;
+        self.budget = held::MOST_ENTRIES;
         result
     }
 
-    /// Ends the section. Who had it may still count.
+    /// Ends the section. Returns the counters of the reader, which the caller may use as long as it keeps `self`.
     pub(crate) fn end(&mut self) -> &'a Counters {
         self.leave();
         &self.reader.counters

@@ -1,79 +1,75 @@
-//! NX huge pages: the answer to a processor whose instruction fetch through a huge page may bring the
-//! machine down (CVE-2018-12207), and a real policy elsewhere, too.
+//! NX huge pages: huge leaves are not executable. It mitigates a processor bug: on some CPUs an instruction fetch
+//! through a huge page may hang the machine (CVE-2018-12207). The policy works on all others, too.
 //!
-//! Huge leaves are not executable. A fetch through one faults, and the leaf is split in place down to
-//! 4 KiB within that fault: the 512 pages of the last split may be executed from then on, their larger
-//! siblings stay huge and not executable, and nothing is unmapped. The tables that exist only for
-//! this are marked; `nx_lpage_splits` counts them. Recovery takes away a share of them from time to
-//! time: the next fault there finds room for the huge leaf again, and if nobody executes from it any
-//! more, it stays.
+//! A fetch through a huge leaf faults, and the fault splits the leaf in place, down to 4 KiB at the page of the fetch.
+//! The 512 pages of the last split are executable from then on; the larger pieces beside it stay huge and not
+//! executable, and nothing is unmapped (but see the policy `nx_huge_pages_split`). The tables that exist only for this
+//! are marked, and `nx_lpage_splits` counts them. From time to time recovery zaps a share of them: the next fault there
+//! installs the huge leaf again, and it stays if the guest does not execute from it any more.
 
 use crate::sync::atomic::Ordering::*;
 
 use super::{RangeOp, Vm};
 use crate::addr::{Gfn, Level};
-use crate::format::Format;
+use crate::format::{Format, all_gfns};
 use crate::platform::Platform;
-use crate::policy::PolicyError;
-use crate::table::{Tree, Walk};
+use crate::policy::Setting;
+use crate::table::Walk;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Sets a policy of a VM that may be running, and does what that asks for: `nx_huge_pages=on` takes
-    /// away the huge leaves that may be executed.
+    /// Sets a policy, also of a VM that is running. If that turns on `nx_huge_pages`, zaps all leaves of memslots, so
+    /// that no huge leaf is executable when this returns.
     ///
-    /// The caller is no vCPU inside [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`].
-    ///
-    /// # Errors
-    /// As [`crate::Policy::set`].
-    pub fn set_policy(&self, name: &str, value: &str) -> Result<(), PolicyError> {
-        let was_nx = self.policy.huge_is_nx();
-        self.policy.set(name, value)?;
-        if self.policy.huge_is_nx() && !was_nx {
+    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    pub fn set_policy(&self, setting: Setting) {
+        let was_nx = self.policy.nx_huge_pages().is_on();
+        self.policy.set(setting);
+        if self.policy.nx_huge_pages().is_on() && !was_nx {
             for space in 0..self.spaces.len() {
-                self.zap(space, Gfn(0)..Gfn(Tree::<P, F>::capacity()));
+                self.zap(space, all_gfns::<F>());
             }
         }
-        Ok(())
     }
 
-    /// Takes away one in `nx_huge_pages_recovery_ratio` of the tables that NX has split (rounded up;
-    /// all, if the policy `nx_huge_pages` is off), beginning where the last call ended. Returns how many. To
-    /// be called every [`crate::Policy::recovery_period_ms`].
+    /// Zaps one in `nx_huge_pages_recovery_ratio` of the tables that exist because of NX (rounded up; none if the ratio
+    /// is 0, all if the policy `nx_huge_pages` is off), from where the last call ended. Leaves out tables in slots
+    /// that log. Returns how many it zapped. Call every
+    /// [`crate::Policy::nx_huge_pages_recovery_period_ms`].
     pub fn recover_nx_huge_pages(&self) -> u64 {
-        let mut left = match (self.policy.huge_is_nx(), self.policy.recovery_ratio()) {
+        let mut left = match (
+            self.policy.nx_huge_pages().is_on(),
+            self.policy.nx_huge_pages_recovery_ratio(),
+        ) {
             (false, _) => u64::MAX,
             (true, 0) => 0,
-            (true, ratio) => self.stats().nx_lpage_splits.div_ceil(ratio),
+            (true, ratio) => self.stats().nx_lpage_splits.div_ceil(ratio.into()),
         };
-        let mut taken = 0;
+        let mut zapped = 0;
         for space in &self.spaces {
-            let capacity = Gfn(Tree::<P, F>::capacity());
-            let start = Gfn(self.nx_cursor.load(Relaxed)).min(capacity);
+            let all = all_gfns::<F>();
+            let start = Gfn(self.nx_cursor.load(Relaxed)).min(all.end);
             let mut cursor = start;
-            let mut op = RangeOp::on(self, space, &(Gfn(0)..capacity));
-            // From the cursor to the end, then from the beginning to the cursor.
-            for range in [start..capacity, Gfn(0)..start] {
-                op.walk(&mut Walk::new(range), |tree, walk, op, inside| {
-                    let slots = space.slots.current(inside);
-                    tree.zap_tables(walk, &mut op.zapped, |gfn, level, table| {
-                        // In a slot that logs nothing would become huge, and a dirty bit be lost.
+            let mut op = RangeOp::on(self, space, &all);
+            // From the cursor to the end, then from the start to the cursor.
+            for range in [start..all.end, all.start..start] {
+                op.walk(&mut Walk::new(range), |step, walk| {
+                    let slots = space.slots.current(step.section());
+                    step.zap_nx_tables(walk, |gfn, level| {
+                        // Not in a slot that logs: no huge leaf would be installed, and dirty bits would be lost.
                         let logs = |gfn| slots.find(gfn).is_some_and(|slot| slot.log().is_some());
-                        let take = left > 0
-                            && level == Level::MEGA
-                            && tree.is_nx_table(table)
-                            && !logs(gfn);
-                        if take {
+                        let zap = left > 0 && level == Level::MEGA && !logs(gfn);
+                        if zap {
                             left -= 1;
-                            taken += 1;
+                            zapped += 1;
                             cursor = gfn.add(level.pages());
                         }
-                        take
+                        zap
                     });
                 });
             }
             self.nx_cursor.store(cursor.0, Relaxed);
             op.finish();
         }
-        taken
+        zapped
     }
 }

@@ -1,19 +1,19 @@
-//! Slot changes as invalidations: publish the new set, raise the sequence, zap, flush, return. A fault
-//! that looked the old set up cannot install any more.
+//! Slot changes: publish the new set, raise the sequence, zap, flush, return. As with an invalidation
+//! ([`super::invalidate`]), no fault that has found a slot in the old set can install its leaf any more.
 
 use super::{RangeOp, Space, Vm};
-use crate::addr::{Gfn, Gpa, PAGE_SHIFT};
-use crate::format::Format;
+use crate::addr::{Gpa, PAGE_SHIFT};
+use crate::format::{Format, all_gfns};
 use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::{Change, OwnedSlot, Region, RegionError, SlotFlags, SlotsChange, plan};
-use crate::table::{Tree, Walk};
+use crate::table::Walk;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Creates, deletes, moves a memslot or changes its flags: KVM_SET_USER_MEMORY_REGION, with its
-    /// rules and errors. When this returns no CPU uses the old state.
+    /// Creates, deletes, moves a memslot of address space `space` or changes its flags: KVM_SET_USER_MEMORY_REGION,
+    /// with its rules and errors. When this returns no CPU uses the old state.
     ///
-    /// The caller is no vCPU inside [`crate::Vcpu::enter`]/[`crate::Vcpu::leave`].
+    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// # Errors
     /// [`RegionError`]; nothing was changed.
@@ -25,8 +25,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .slots;
         let mut change = slots.change(self.turn_wait());
         let id = region.slot;
-        let Some(plan) = plan(&change, region, Tree::<P, F>::capacity())? else {
-            // Somebody else may have begun the log that is asked for, and not be done.
+        let Some(plan) = plan(&change, region, all_gfns::<F>().end.0)? else {
+            // Nothing to change. But another thread may have begun the slot's log, and not have protected it all yet.
             self.wait_for_begin(change, id);
             return Ok(());
         };
@@ -56,15 +56,15 @@ impl<P: Platform, F: Format> Vm<P, F> {
                     op.zap_unnoted(old);
                 }
                 self.forget_old_mmio(space, &change);
-                // The operation still owes its flush: who sees that the slot has left sees that, too.
+                // The ticket of `op` covers the old range: a thread that finds no slot leaving finds the ticket.
                 drop(leaving);
                 if noted {
-                    // Another zap that knows the slot at its old place would take a dirty bit at its new place
-                    // for that of another page. As long as the slot is moving, faults bring no leaf back.
+                    // An operation that still uses the old set would take a dirty bit at the slot's new frames for
+                    // that of another page. While the slot is moving, faults install no such leaf.
                     op.wait_for_readers();
                 }
                 drop(moving);
-                // Nobody needs to wait for it, or for the tables to be freed, to change slots.
+                // Other slot changes need not wait for the flush, or until the tables are freed.
                 drop(change);
                 op.finish();
                 replaced?;
@@ -87,18 +87,19 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// After a set was published, before its lock is released. Where the generation has wrapped around as far as
-    /// entries can hold it, entries as old as that must not be believed again.
+    /// Call after publishing a set, before releasing its lock. If the set's generation has wrapped around in the bits
+    /// that an MMIO entry has for it, zaps all MMIO entries: old ones would become valid again.
     pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, change: &SlotsChange<'_>) {
         if change.set().generation & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0 {
-            let mut walk = Walk::new(Gfn(0)..Gfn(Tree::<P, F>::capacity()));
             let mut op = RangeOp::begin(self, space);
-            op.walk(&mut walk, |tree, walk, _, _| tree.zap_mmio(walk));
+            op.walk(&mut Walk::new(all_gfns::<F>()), |step, walk| {
+                step.zap_mmio(walk);
+            });
         }
     }
 
-    /// The slot that `region` asks for. If it logs, it goes on with the log there is:
-    /// KVM keeps that of a slot that moves, too, as what was written is still to be told.
+    /// Makes the slot that `region` asks for. If it logs, it keeps the log that slot already has, as in KVM, where a
+    /// moved slot keeps its bitmap: pages in it are still to be reported.
     fn slot(&self, region: &Region, change: &SlotsChange<'_>) -> Result<OwnedSlot, RegionError> {
         let log = if region.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
             let log = change.by_id(region.slot).and_then(|old| old.share_log());

@@ -1,40 +1,39 @@
 //! The dirty ring of a vCPU: KVM_CAP_DIRTY_LOG_RING (Documentation/virt/kvm/api.rst, 8.29), in memory
 //! shared with the client.
 //!
-//! The vCPU is the only producer: it writes slot and offset and moves the end of the ring, then
-//! publishes the entry by a `Release` store of the flag DIRTY. The client reads the entry after an
-//! `Acquire` load of the flag, and sets RESET when it has collected the page, with `Release`, too. [`Vm::reset_dirty_rings`], one at a time, takes entries with
-//! RESET from the head, clears their flags, and protects their pages again.
+//! The vCPU is the only producer: it writes slot and offset, advances the tail, and then publishes the ring entry by a
+//! `Release` store of the flag DIRTY. The client reads the ring entry after an `Acquire` load of the flag, and sets
+//! RESET when it has collected the page, also with `Release`. [`Vm::reset_dirty_rings`], which runs once at a time,
+//! removes entries with RESET from the head, clears their flags, and protects their pages again.
 //!
 //! Nothing is lost when the ring is full: the fault that would add an entry stops with
 //! [`crate::Stop::DirtyRingFull`] before it changes anything.
 //!
-//! # Whose memory
-//! A [`DirtyRing`] owns its memory, or a share of it: whoever has the ring, the vCPU or the VM that resets it,
-//! has the memory. A ring leaves the VM with its vCPU. The pages that it names and that were not reset are
-//! protected again then, because no reset will do it: the next write to them, by any vCPU, is noted anew. The
-//! client may still collect them from the memory, if it has a share.
+//! # Ownership
+//! A [`DirtyRing`] owns its memory, or a share of it, so the memory lives as long as the vCPU or the VM has the ring.
+//! When a vCPU is dropped, or gets another ring, the VM drops the old one. Before that it protects the pages in it that
+//! were not reset, because no reset will do it: the next write to them, by any vCPU, is noted again. A client with a
+//! share of the memory may still collect them.
 
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
-use core::iter;
+use core::{fmt, iter};
 
 use super::{RangeOp, Vm};
-use crate::addr::Gfn;
-use crate::format::Format;
-use crate::heap;
+use crate::format::{Format, all_gfns};
+use crate::heap::{self, OutOfMemory};
 use crate::platform::Platform;
 use crate::slots::OwnedSlot;
-use crate::table::{OutOfMemory, Tree, Walk};
+use crate::table::Walk;
 
-/// One entry, with the layout of `struct kvm_dirty_gfn`.
+/// A ring entry, with the layout of `struct kvm_dirty_gfn`.
 #[repr(C)]
 pub struct DirtyGfn {
     flags: AtomicU32,
-    /// Address space above bit 16, slot id below.
+    /// Address space from bit 16 on, slot id below.
     slot: AtomicU32,
-    /// Page in the slot.
+    /// The number of the page in the slot.
     offset: AtomicU64,
 }
 
@@ -42,7 +41,7 @@ const DIRTY: u32 = 1 << 0;
 const RESET: u32 = 1 << 1;
 
 impl DirtyGfn {
-    /// An entry that names no page: all zero.
+    /// Makes a ring entry without a page: all zero.
     pub fn new() -> Self {
         DirtyGfn {
             flags: AtomicU32::new(0),
@@ -51,14 +50,15 @@ impl DirtyGfn {
         }
     }
 
-    /// The page that the entry names, if it names one that was not collected: address space above bit 16 and
-    /// slot id below, and the page's number in the slot. For the client.
+    /// Returns the page in the ring entry: address space (from bit 16 on) and slot id (below), and the page's number in
+    /// the slot. `None`: it contains no page, or one that was collected already. For the client.
     pub fn page(&self) -> Option<(u32, u64)> {
         let dirty = self.flags.load(Acquire) == DIRTY;
         dirty.then(|| (self.slot.load(Relaxed), self.offset.load(Relaxed)))
     }
 
-    /// [`DirtyGfn::page`], which the client has collected with that: the next reset may take the entry back.
+    /// Like [`DirtyGfn::page`], but also marks the page as collected: the next reset protects it and frees the ring
+    /// entry.
     pub fn collect(&self) -> Option<(u32, u64)> {
         let page = self.page()?;
         self.flags.store(DIRTY | RESET, Release);
@@ -72,33 +72,85 @@ impl Default for DirtyGfn {
     }
 }
 
-/// A ring of [`DirtyGfn`].
+/// A ring of [`DirtyGfn`], for one vCPU.
+///
+/// ```
+/// # use slat_model::{HostMemory, SimPlatform};
+/// # let (platform, backing) = (SimPlatform::new(512), HostMemory::hva(0));
+/// # use slat::{Access, Config, Ept, Gpa, Region, SlotFlags, Vm};
+/// # use std::sync::Arc;
+/// # let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+/// use slat::{DirtyGfn, DirtyRing};
+///
+/// vm.use_dirty_rings();
+/// # let region = Region::new(7, Gpa(0), 0x20_0000, backing).with_flags(SlotFlags::LOG_DIRTY_PAGES);
+/// # vm.set_memory_region(0, &region)?;
+/// # let mut vcpu = vm.create_vcpu()?;
+/// let memory: Arc<[DirtyGfn]> = (0..128).map(|_| DirtyGfn::new()).collect();
+/// vcpu.set_dirty_ring(Arc::new(DirtyRing::new(memory.clone())?))?;
+/// # vcpu.enter(0).translate(Gpa(0x3000), Access::Write)?;
+/// // The guest has written to page 3 of memslot 7.
+/// assert_eq!(memory[0].collect(), Some((7, 3)));
+/// assert_eq!(vm.reset_dirty_rings(), 1);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct DirtyRing {
     memory: Box<dyn AsRef<[DirtyGfn]> + Send + Sync>,
     len: u32,
-    /// First entry not reset yet; moved by `reset`, whose calls are serialized.
+    /// Index of the first ring entry that was not reset yet. Advanced by `reset`, whose calls are serialized.
     head: AtomicU32,
-    /// Behind the last entry; moved by the vCPU.
+    /// Index after the last ring entry. Advanced by the vCPU.
     tail: AtomicU32,
 }
 
+/// Why there is no [`DirtyRing`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DirtyRingError {
+    /// This number of entries is no power of two, or not above [`DirtyRing::RESERVED`].
+    BadSize(usize),
+    /// No heap memory.
+    OutOfMemory,
+}
+
+impl From<OutOfMemory> for DirtyRingError {
+    fn from(_: OutOfMemory) -> Self {
+        DirtyRingError::OutOfMemory
+    }
+}
+
+impl fmt::Display for DirtyRingError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DirtyRingError::BadSize(entries) => write!(
+                f,
+                "a dirty ring of {entries} entries: give a power of two above {}",
+                DirtyRing::RESERVED
+            ),
+            DirtyRingError::OutOfMemory => f.write_str("a dirty ring: no memory"),
+        }
+    }
+}
+
+impl core::error::Error for DirtyRingError {}
+
 impl DirtyRing {
-    /// Entries kept free beyond the soft limit (KVM_DIRTY_RING_RSVD_ENTRIES).
+    /// The number of ring entries beyond the soft limit (KVM_DIRTY_RING_RSVD_ENTRIES).
     pub const RESERVED: u32 = if cfg!(loom) { 1 } else { 64 };
 
-    /// A ring in `memory`, whose entries are all zero. The ring owns it; a client in the same address space
-    /// keeps a share (`Arc<[DirtyGfn]>`), another one maps the same pages.
+    /// Makes a ring in `memory`, whose ring entries are all zero, and which the ring owns. A client in the same address
+    /// space keeps a share of it (`Arc<[DirtyGfn]>`), another one maps the same pages.
     ///
     /// # Errors
-    /// [`OutOfMemory`].
-    ///
-    /// # Panics
-    /// If there are not a power of two entries, and more than [`DirtyRing::RESERVED`].
+    /// [`DirtyRingError`].
     pub fn new(
         memory: impl AsRef<[DirtyGfn]> + Send + Sync + 'static,
-    ) -> Result<Self, OutOfMemory> {
-        let len = memory.as_ref().len() as u32;
-        assert!(len.is_power_of_two() && len > Self::RESERVED);
+    ) -> Result<Self, DirtyRingError> {
+        let entries = memory.as_ref().len();
+        let len = u32::try_from(entries)
+            .ok()
+            .filter(|len| len.is_power_of_two() && *len > Self::RESERVED)
+            .ok_or(DirtyRingError::BadSize(entries))?;
         Ok(DirtyRing {
             memory: heap::boxed(memory)?,
             len,
@@ -107,12 +159,14 @@ impl DirtyRing {
         })
     }
 
+    /// Returns the ring entry at `index`, which counts on beyond the length of the ring.
     fn entry(&self, index: u32) -> &DirtyGfn {
         let entries: &[DirtyGfn] = (*self.memory).as_ref();
         &entries[(index & (self.len - 1)) as usize]
     }
 
-    /// Whether the client must collect before the vCPU goes on.
+    /// Returns whether the ring has reached its soft limit: the client must collect, and reset, before the vCPU runs
+    /// again.
     pub fn is_soft_full(&self) -> bool {
         let used = self
             .tail
@@ -121,21 +175,23 @@ impl DirtyRing {
         used >= self.len - Self::RESERVED
     }
 
+    /// Adds page `offset` of `slot` (with the address space from bit 16 on). Call from the ring's vCPU only.
     pub(crate) fn push(&self, slot: u32, offset: u64) {
         let tail = self.tail.load(Relaxed);
         let entry = self.entry(tail);
         entry.slot.store(slot, Relaxed);
         entry.offset.store(offset, Relaxed);
-        // Before the flag: what the client has collected, a reset must find.
+        // Before the flag: a reset must find every ring entry that the client has collected.
         self.tail.store(tail.wrapping_add(1), Relaxed);
         entry.flags.store(DIRTY, Release);
     }
 
-    /// Takes one collected entry from the head, if it is one of address space `space`.
+    /// Removes the ring entry at the head and returns slot id and page, if the client has collected it and it belongs
+    /// to address space `space`.
     pub(crate) fn pop_reset(&self, space: u32) -> Option<(u32, u64)> {
         let head = self.head.load(Relaxed);
         let entry = self.entry(head);
-        // The flag first: with it all that was written before it is seen.
+        // The flag first: whoever sees it sees all that was written before it.
         let collected = entry.flags.load(Acquire) & RESET != 0;
         if !collected || head == self.tail.load(Relaxed) {
             return None;
@@ -150,13 +206,13 @@ impl DirtyRing {
         Some(dirty)
     }
 
-    /// Takes all collected entries from the head, as long as they are of address space `space`.
+    /// Removes collected ring entries from the head, up to the first one of another address space.
     fn reset(&self, space: u32) -> impl Iterator<Item = (u32, u64)> {
         iter::from_fn(move || self.pop_reset(space))
     }
 
-    /// The entries of address space `space` that were not reset, whether collected or not. Called when the
-    /// ring's vCPU pushes no more; changes nothing.
+    /// Iterates over the ring entries of address space `space` that were not reset, whether collected or not. Changes
+    /// nothing. Call when the ring's vCPU does not push any more.
     fn unreset(&self, space: u32) -> impl Iterator<Item = (u32, u64)> {
         let (head, tail) = (self.head.load(Relaxed), self.tail.load(Relaxed));
         let entries = (0..tail.wrapping_sub(head)).map(move |i| self.entry(head.wrapping_add(i)));
@@ -171,107 +227,112 @@ impl DirtyRing {
     }
 }
 
-/// Pages of slot `id` that are to be protected, within 64.
-struct Near {
+/// Pages of slot `id` that one walk is to protect.
+struct ProtectBatch {
     id: u32,
     first: u64,
+    /// Bit n: page `first` + n.
     mask: u64,
 }
 
-impl Near {
-    /// Takes one more, if it is near.
-    fn take(&mut self, id: u32, page: u64) -> bool {
+impl ProtectBatch {
+    /// Adds `page` of slot `id` if the mask has a bit for it. Returns whether it did.
+    fn add(&mut self, id: u32, page: u64) -> bool {
         let distance = page.wrapping_sub(self.first);
-        let near = id == self.id && distance < 64;
-        if near {
+        let fits = id == self.id && distance < 64;
+        if fits {
             self.mask |= 1 << distance;
         }
-        near
+        fits
     }
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// From now on slots that log get no bitmap; writes go to the rings of the vCPUs, which the
-    /// client gives by [`crate::Vcpu::set_dirty_ring`]. To be called before there are slots.
+    /// Makes all logs that begin from now on write to the rings of the vCPUs instead of a bitmap. The client sets the
+    /// rings by [`crate::Vcpu::set_dirty_ring`]. Call before there are slots.
     pub fn use_dirty_rings(&self) {
         self.log_mode.rings.store(true, SeqCst);
     }
 
-    /// Takes all collected entries from all rings, and makes their pages fault on the next write:
-    /// KVM_RESET_DIRTY_RINGS. Returns how many there were.
+    /// Removes all collected ring entries from all rings, and protects their pages, so that the next write to them is
+    /// noted: KVM_RESET_DIRTY_RINGS. Returns the number of ring entries removed.
     pub fn reset_dirty_rings(&self) -> u64 {
         let rings = self.rings.lock(self.turn_wait());
         let mut total = 0;
         loop {
-            // Entries of both address spaces may take turns in a ring.
-            let taken: u64 = (0..self.spaces.len())
+            // `ring.reset` stops at an entry of another address space, so repeat until no ring has any.
+            let reset: u64 = (0..self.spaces.len())
                 .map(|space| {
                     let collected = rings.iter().flat_map(|ring| ring.reset(space as u32));
                     self.protect_again(space, collected)
                 })
                 .sum();
-            total += taken;
-            if taken == 0 {
+            total += reset;
+            if reset == 0 {
                 return total;
             }
         }
     }
 
-    /// Makes these pages of the address space `index`, by slot and number in it, fault on the next write.
-    /// Returns how many there were.
+    /// Protects `pages` of address space `index`, given by slot id and number in the slot, so that the next write to
+    /// them is noted. Returns their number.
     fn protect_again(&self, index: usize, pages: impl Iterator<Item = (u32, u64)>) -> u64 {
         let space = &self.spaces[index];
         let mut op = RangeOp::begin(self, space);
-        let mut taken = 0;
-        // Pages that lie near each other often come one after the other: one walk protects them.
-        let mut near: Option<Near> = None;
+        let mut count = 0;
+        // Consecutive ring entries are often for pages near each other: one walk protects them.
+        let mut batch: Option<ProtectBatch> = None;
         for (id, page) in pages {
-            taken += 1;
+            count += 1;
             if !op.look() {
                 op.pass();
             }
-            if near.as_mut().is_some_and(|near| near.take(id, page)) {
+            if batch.as_mut().is_some_and(|batch| batch.add(id, page)) {
                 continue;
             }
-            let next = Near {
+            let next = ProtectBatch {
                 id,
                 first: page,
                 mask: 1,
             };
-            if let Some(before) = near.replace(next) {
-                self.protect_near(&mut op, &before);
+            if let Some(before) = batch.replace(next) {
+                self.protect_batch(&mut op, &before);
             }
         }
-        if let Some(last) = near {
-            self.protect_near(&mut op, &last);
+        if let Some(last) = batch {
+            self.protect_batch(&mut op, &last);
         }
-        // A page whose leaf is gone may still be written through a translation not flushed yet.
-        if taken > 0 {
-            op.about(&(Gfn(0)..Gfn(Tree::<P, F>::capacity())));
+        // Even a page without a leaf may still be written, by a translation that another thread has zapped and not
+        // flushed yet.
+        if count > 0 {
+            op.covers(&all_gfns::<F>());
             op.finish();
         }
-        taken
+        count
     }
 
-    /// Slot changes wait for one of these. A page of a slot that has gone, or come again smaller, is nobody's.
-    fn protect_near(&self, op: &mut RangeOp<'_, P, F>, near: &Near) {
+    /// Protects the pages of `batch`, with the slot writers' lock held. Does nothing for pages that are not in the slot
+    /// any more, because it was deleted, or created again smaller.
+    fn protect_batch(&self, op: &mut RangeOp<'_, P, F>, batch: &ProtectBatch) {
         let change = op.outside(|| op.space.slots.change(self.turn_wait()));
         // The client can write to the ring: `first` may be any number.
-        let in_slot = |slot: &&OwnedSlot| near.first < slot.pages();
-        let Some(slot) = change.by_id(near.id).filter(in_slot) else {
+        let in_slot = |slot: &&OwnedSlot| batch.first < slot.pages();
+        let Some(slot) = change.by_id(batch.id).filter(in_slot) else {
             return;
         };
-        let first = slot.base().add(near.first);
-        let end = first.add(64 - u64::from(near.mask.leading_zeros()));
+        let first = slot.base().add(batch.first);
+        let end = first.add(64 - u64::from(batch.mask.leading_zeros()));
         let gfns = first..end.min(slot.gfns().end);
-        op.about(&gfns);
-        op.walk(&mut Walk::new(gfns), |tree, walk, taken, _| {
-            taken.protect(tree, slot, walk, |gfn| {
-                near.mask >> (gfn.0 - first.0) & 1 != 0
-            });
+        op.covers(&gfns);
+        op.walk(&mut Walk::new(gfns), |step, walk| {
+            step.protect(slot, walk, |gfn| batch.mask >> (gfn.0 - first.0) & 1 != 0);
         });
     }
 
+    /// Adds the ring of a vCPU, for resets.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
     pub(crate) fn add_ring(&self, ring: Arc<DirtyRing>) -> Result<(), OutOfMemory> {
         let mut rings = self.rings.lock(self.turn_wait());
         rings.try_reserve(1).map_err(|_| OutOfMemory)?;
@@ -279,7 +340,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// The vCPU that had `ring` pushes to it no more. Waits, like a reset, if there are pages to protect.
+    /// Removes the ring of a vCPU, and protects the pages in it that were not reset, with a flush if there are any.
+    /// Call when the vCPU does not push to it any more.
     pub(crate) fn remove_ring(&self, ring: &Arc<DirtyRing>) {
         let mut rings = self.rings.lock(self.turn_wait());
         if let Some(i) = rings.iter().position(|other| Arc::ptr_eq(other, ring)) {

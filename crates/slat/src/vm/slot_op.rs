@@ -1,13 +1,13 @@
-//! Long operations on one memslot, a step at a time.
+//! Long operations on one memslot, in steps.
 //!
-//! A step has the writers' lock of the address space, so that the slot is what it was while its tables are
-//! changed; between two steps a slot change may come, and waits no longer than a step takes. The slot may
-//! be another one then: moved, gone, or with another log. It is looked up again for each step, and the
-//! operation is over when the log it is about is not the slot's any more.
+//! A step holds the slot writers' lock of the address space, so that the slot does not change under it. Slot changes
+//! run between two steps, and so wait no longer than one step takes. The slot may be moved, deleted, or get
+//! another log by that. So each step looks it up again, and the operation ends early when the slot does not have the
+//! log any more that the operation began with.
 
 use core::ops::Range;
 
-use super::range_op::{RangeOp, Taken};
+use super::range_op::{RangeOp, Step, space_for_broken};
 use super::{DirtyLog, Space, Vm};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
@@ -15,22 +15,22 @@ use crate::heap::Shared;
 use crate::platform::Platform;
 use crate::slots::{Memslot, SlotsChange};
 use crate::stats::Counters;
-use crate::table::{FrameCache, Next, Tree, Walk, room_for_broken};
+use crate::table::{FrameCache, Next, Tree, Walk};
 
-/// An operation on the slot `id` of an address space, as long as that logs to `log`, or does not log. Pages are
-/// counted from the begin of the slot.
+/// An operation on the slot `id` of an address space, as long as that logs to `log`, or does not log if that is `None`.
+/// Pages are numbered from the start of the slot.
 pub(super) struct SlotOp<'a, P: Platform, F: Format> {
     pub(super) vm: &'a Vm<P, F>,
     op: RangeOp<'a, P, F>,
     id: u32,
     log: Option<Shared<DirtyLog>>,
-    /// `None` while this waits for the lock.
+    /// Holds the slot writers' lock; `None` between two steps.
     change: Option<SlotsChange<'a>>,
 }
 
 impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
-    /// Begins with the first step, on the slot `id` as long as it logs to `log`, or does not log if that is
-    /// `None`. `change` was begun in `space`.
+    /// Begins an operation on slot `id`, which logs to `log`, and its first step. `change` holds the slot writers' lock
+    /// of `space`.
     pub(super) fn begin(
         vm: &'a Vm<P, F>,
         space: &'a Space<P, F>,
@@ -51,12 +51,12 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         self.op.counters()
     }
 
-    /// The slot as it is in this step. `None`: the operation is over.
+    /// Returns the slot as it is in this step. `None`: the slot was deleted or has another log, so the operation ends.
     pub(super) fn slot(&self) -> Option<&Memslot> {
         slot_that_logs(self.change.as_ref()?, self.id, self.log.as_deref())
     }
 
-    /// Ends the step and begins the next. In between, `meanwhile` is run with no lock held.
+    /// Ends the step, runs `meanwhile` with no lock held, and begins the next step.
     fn pass_by<R>(&mut self, meanwhile: impl FnOnce() -> R) -> R {
         self.change = None;
         let (vm, space) = (self.vm, self.op.space);
@@ -66,18 +66,20 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         result
     }
 
-    /// Counts a look at something that is no entry.
+    /// Counts a read of something other than a page-table entry, like a word of the bitmap. Begins another step when
+    /// the budget of this one is used up.
     pub(super) fn look(&mut self) {
         if !self.op.look() {
             self.pass_by(|| ());
         }
     }
 
-    /// Goes over `pages` by `step`, in as many steps as it takes; ends early when the operation is over.
+    /// Walks over `pages` by `work`, in as many steps as it takes; ends early when the slot was deleted or has another
+    /// log.
     pub(super) fn walk(
         &mut self,
         pages: Range<u64>,
-        mut step: impl FnMut(&Tree<P, F>, &Memslot, &mut Walk, &mut Taken),
+        mut work: impl FnMut(&mut Step<'_, Tree<P, F>>, &Memslot, &mut Walk),
     ) {
         let mut at = pages.start;
         while at < pages.end {
@@ -88,11 +90,9 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
             };
             let base = slot.base();
             let end = pages.end.min(slot.pages());
-            self.op.about(&(base.add(at)..base.add(end)));
+            self.op.covers(&(base.add(at)..base.add(end)));
             let mut walk = Walk::new(base.add(at)..base.add(end));
-            (self.op).once(&mut walk, |tree, walk, taken, _| {
-                step(tree, slot, walk, taken)
-            });
+            (self.op).once(&mut walk, |step, walk| work(step, slot, walk));
             if walk.is_done() {
                 return;
             }
@@ -101,25 +101,25 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         }
     }
 
-    /// Makes the next write to those of `pages` that `is_named` tells be noted.
+    /// Makes the slot's log note the next write to those of `pages` for which `is_named` is true.
     pub(super) fn protect(&mut self, pages: Range<u64>, is_named: impl Fn(u64) -> bool) {
-        self.walk(pages, |tree, slot, walk, taken| {
+        self.walk(pages, |step, slot, walk| {
             let base = slot.base();
-            taken.protect(tree, slot, walk, |gfn| is_named(gfn.0 - base.0));
+            step.protect(slot, walk, |gfn| is_named(gfn.0 - base.0));
         });
     }
 
-    /// Splits the huge leaves of `pages`, chunk by chunk, as far as there is memory; what stays huge is
-    /// split by the first write to it.
+    /// Splits the huge leaves of `pages`, chunk by chunk, as far as there is memory for tables. The first write to a
+    /// leaf that stays huge splits it.
     pub(super) fn split_eagerly(&mut self, pages: Range<u64>) {
         let policy = &self.vm.policy;
-        if !policy.splits_eagerly() {
+        if !policy.eager_page_split().is_on() {
             return;
         }
-        let Ok(mut broken) = room_for_broken::<F>() else {
+        let Ok(mut broken) = space_for_broken::<F>() else {
             return;
         };
-        let (how, chunk) = (policy.walk_for_split(), policy.split_chunk());
+        let (how, chunk) = (policy.split_walk(), policy.split_chunk());
         let mut frames = FrameCache::default();
         let mut at = pages.start;
         while let Some(slot) = self.slot() {
@@ -129,8 +129,8 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
             if start >= end {
                 break;
             }
-            self.op.about(&(start..end));
-            // With less than a batch it goes as far as it can.
+            self.op.covers(&(start..end));
+            // With fewer frames than a batch it splits what it can.
             let filled = frames.fill(&*self.vm.platform, FrameCache::BATCH);
             if filled.is_err() && frames.is_empty() {
                 break;
@@ -143,8 +143,8 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         frames.release(&*self.vm.platform);
     }
 
-    /// Takes away the tables in whose place a huge leaf could stand, as the host is now. The host is asked with
-    /// no lock held; what it says may be out of date then, which costs a fault or two.
+    /// Zaps the tables instead of which a huge leaf could be installed, by what the host maps now. Asks the host with
+    /// no lock held: its result may be out of date when the table is zapped, or kept, which costs a few faults.
     pub(super) fn collapse(&mut self) {
         const SOME: usize = 64;
         let mut at = 0;
@@ -154,9 +154,9 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
             let mut tables = [(Gfn(0), Level::PAGE); SOME];
             let mut count = 0;
             let mut walk = Walk::new(base.add(at)..base.add(pages));
-            self.op.about(&walk.range());
-            self.op.once(&mut walk, |tree, walk, _, _| {
-                tree.visit_tables(walk, |at, _| {
+            self.op.covers(&walk.range());
+            self.op.once(&mut walk, |step, walk| {
+                step.visit_tables(walk, |at, _| {
                     let Some(table) = tables.get_mut(count) else {
                         return Next::Stop;
                     };
@@ -172,7 +172,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
                 for (gfn, level) in tables.iter_mut() {
                     let hva = backing.add_pages(gfn.0 - base.0);
                     if vm.host_level(&gfns, *gfn, hva) < *level {
-                        // No table is of this level.
+                        // No entry of this level refers to a table: the walk below zaps nothing for it.
                         *level = Level::PAGE;
                     }
                 }
@@ -183,10 +183,8 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
                     .map(|(gfn, level)| gfn.block(*level).end)
                     .max();
                 let hull = first.0 - base.0..end.unwrap_or(*first).0 - base.0;
-                self.walk(hull, |tree, _, walk, taken| {
-                    tree.zap_tables(walk, &mut taken.zapped, |gfn, level, _| {
-                        tables.contains(&(gfn, level))
-                    });
+                self.walk(hull, |step, _, walk| {
+                    step.zap_tables(walk, |gfn, level| tables.contains(&(gfn, level)));
                 });
             }
             if next >= pages {
@@ -196,23 +194,23 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         }
     }
 
-    /// Ends the operation as a [`RangeOp`]; slot changes need not wait for its flush. The slot may have moved, and
-    /// its old leaves may be zapped, but not flushed: no CPU uses those either when this returns.
+    /// Ends the operation like [`RangeOp::finish`], after releasing the slot writers' lock: slot changes need not wait
+    /// for the flush. If the slot was moved meanwhile, no CPU uses its old leaves either when this returns.
     pub(super) fn finish(self) {
         drop(self.change);
-        if let Some(gfns) = self.vm.flushes.due_of_leaving() {
-            self.op.about(&gfns);
+        if let Some(gfns) = self.vm.flushes.due_of_leaving_slots() {
+            self.op.covers(&gfns);
         }
         self.op.finish();
     }
 
-    /// Flushes what it has changed up to now, and goes on.
+    /// Flushes what the operation has changed up to now, in the middle of a step. Then the operation goes on.
     pub(super) fn flush(&mut self) {
         self.op.flush();
     }
 }
 
-/// The slot `id`, if it logs to `log`, or logs not and that is none.
+/// Returns the slot `id`, if it logs to `log`, or does not log and `log` is `None`.
 fn slot_that_logs<'c>(
     change: &'c SlotsChange<'_>,
     id: u32,

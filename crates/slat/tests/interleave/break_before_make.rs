@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use slat::{Access::*, Format, Gfn, Gpa, Level, MemoryAttributes, Region};
+use slat::{Setting, Switch};
 use slat_model::HostMemory;
 
 use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World, interleave};
@@ -13,10 +14,10 @@ impl<F: Format> World<F> {
     /// Small leaves where huge ones fit.
     const SMALL_WHERE_HUGE_FIT: Prepare<F> = || {
         let world = Self::HUGE();
-        world.vm.policy().set("huge_pages", "off").unwrap();
+        world.vm.set_policy(Setting::HugePages(Switch::Off));
         world.touch(1, Write);
         world.touch(2, Write);
-        world.vm.policy().set("huge_pages", "on").unwrap();
+        world.vm.set_policy(Setting::HugePages(Switch::On));
         world
     };
 
@@ -41,7 +42,7 @@ impl<F: Format> World<F> {
 
     fn set_policies(&self, policies: &[(&str, &str)]) {
         for (name, value) in policies {
-            self.vm.set_policy(name, value).unwrap();
+            self.vm.set_policy(Setting::parse(name, value).unwrap());
         }
     }
 
@@ -98,14 +99,8 @@ impl<F: Format> World<F> {
     pub fn two_backings() -> Arc<Self> {
         let world = Self::new(Level::MEGA, NONE);
         world.delete();
-        let region = Region {
-            slot: 0,
-            flags: NONE,
-            gpa: Gpa(0),
-            size: SLOT_PAGES << 12,
-            backing: HostMemory::hva(0),
-            private: Some(HostMemory::hva(SLOT_PAGES)),
-        };
+        let region = Region::new(0, Gpa(0), SLOT_PAGES << 12, HostMemory::hva(0))
+            .with_private(Some(HostMemory::hva(SLOT_PAGES)));
         world.witness.allow(0..SLOT_PAGES, 0);
         world.vm.set_memory_region(0, &region).unwrap();
         world.witness.settle(0..0, 0..SLOT_PAGES);
@@ -140,7 +135,7 @@ impl<F: Format> World<F> {
         // Mapped by a huge leaf, and small ones from now on.
         let small_now: Prepare<F> = || {
             let world = Self::MAPPED();
-            world.vm.policy().set("huge_pages", "off").unwrap();
+            world.vm.set_policy(Setting::HugePages(Switch::Off));
             world
         };
         interleave(small_now, &[], Self::REMAP_1, |w| w.touch(300, Read));

@@ -4,7 +4,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 
 use slat::{Access::*, Format, Level};
-use slat_model::{Event, HostChange};
+use slat::{DirtyLogMethod, Setting, Switch};
+use slat_model::{Event, HostChange, PageKind};
 
 use crate::harness::{Act, LOGGED, NONE, Prepare, Progress, World, interleave};
 
@@ -131,7 +132,7 @@ impl<F: Format> World<F> {
     fn mapped_with(policies: &[(&'static str, &'static str)]) -> Arc<Self> {
         let world = Self::HUGE();
         for (name, value) in policies {
-            world.vm.set_policy(name, value).unwrap();
+            world.vm.set_policy(Setting::parse(name, value).unwrap());
         }
         world.touch(1, Write);
         world.touch(700, Write);
@@ -160,7 +161,7 @@ impl<F: Format> World<F> {
             |w| w.vm.zap(0, slat::Gfn(300)..slat::Gfn(301)),
             Self::REMAP_HUGE,
         ];
-        let turn_nx_on: Act<F> = |w| w.vm.set_policy("nx_huge_pages", "on").unwrap();
+        let turn_nx_on: Act<F> = |w| w.vm.set_policy(Setting::NxHugePages(Switch::On));
         for huge in [WHOLE, SPLIT, OFF] {
             for log in LATE {
                 let policies = [huge, log].concat();
@@ -202,10 +203,12 @@ impl<F: Format> World<F> {
             let device = HostChange::Remap {
                 level: Level::PAGE,
                 writable: true,
-                device: true,
+                kind: PageKind::Device,
             };
             world.vm.platform().host.change(&(2..3), device);
-            world.vm.set_policy("dirty_log", "dirty-bit").unwrap();
+            world
+                .vm
+                .set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
             world.flags(LOGGED);
             for gfn in 1..9 {
                 world.touch(gfn, Write);
@@ -221,10 +224,10 @@ impl<F: Format> World<F> {
     pub fn two_faults_on_one_page() {
         let huge_where_small_are: Prepare<F> = || {
             let world = Self::new(Level::MEGA, NONE);
-            world.vm.policy().set("huge_pages", "off").unwrap();
+            world.vm.set_policy(Setting::HugePages(Switch::Off));
             world.touch(1, Write);
             world.touch(2, Write);
-            world.vm.policy().set("huge_pages", "on").unwrap();
+            world.vm.set_policy(Setting::HugePages(Switch::On));
             world
         };
         for world in [

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use slat::{Access::*, Format, Gfn, Gpa, Level, MemoryAttributes, Region, SlotFlags, WaitFor};
+use slat::{DirtyLogMethod, Setting};
 use slat_model::{Event, HostMemory};
 
 use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World, interleave};
@@ -23,7 +24,9 @@ impl<F: Format> World<F> {
         let far: Act<F> = |w| w.shift(Self::FAR);
         let dirty_bits: Prepare<F> = || {
             let world = Self::roomy(Level::PAGE, NONE);
-            world.vm.set_policy("dirty_log", "dirty-bit").unwrap();
+            world
+                .vm
+                .set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
             world.flags(LOGGED);
             world.touch(2, Write);
             world
@@ -59,14 +62,7 @@ impl<F: Format> World<F> {
     /// Who has been told that a slot is there may not meet what was there before.
     pub fn a_slot_that_appears_where_another_leaves_is_all_that_is_seen_there() {
         let create: Act<F> = |w| {
-            let region = Region {
-                slot: 1,
-                flags: NONE,
-                gpa: Gpa(0),
-                size: SLOT_PAGES << 12,
-                backing: HostMemory::hva(SLOT_PAGES),
-                private: None,
-            };
+            let region = Region::new(1, Gpa(0), SLOT_PAGES << 12, HostMemory::hva(SLOT_PAGES));
             w.witness.allow(0..SLOT_PAGES, SLOT_PAGES);
             // The other one may still be there.
             if w.vm.set_memory_region(0, &region).is_ok() {
@@ -100,7 +96,9 @@ impl<F: Format> World<F> {
     pub fn a_zap_that_knows_the_old_place_of_a_slot_notes_no_other_page() {
         const BUSY: u32 = 1 << 8;
         let world = Self::new(Level::PAGE, NONE);
-        world.vm.set_policy("dirty_log", "dirty-bit").unwrap();
+        world
+            .vm
+            .set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
         world.flags(LOGGED);
         // With a flush, so that the move does not begin by waiting for the zap.
         world.touch(700, Write);
@@ -128,7 +126,7 @@ impl<F: Format> World<F> {
                 // Who has to wait for the move comes out.
                 let mut vcpu = world.vm.create_vcpu().unwrap();
                 vcpu.attention().raise(BUSY);
-                vcpu.enter(1);
+                vcpu.enter_unguarded(1);
                 if let Ok(translation) = vcpu.translate(Gpa(2 << 12), Write) {
                     world.wrote(&translation);
                 }

@@ -9,7 +9,7 @@ use slat::{
     Access::{self, *},
     Attention, Config, Format, Gpa, Level, Region, SlotFlags, Stop, Vcpu, Vm,
 };
-use slat_model::{Event, Harvests, HostChange, HostMemory, SimPlatform, Witness};
+use slat_model::{Event, Harvests, HostChange, HostMemory, PageKind, SimPlatform, Witness};
 
 const PAGES: u64 = 2048;
 /// Host pages 0..1024 back the slot at frame `base`.
@@ -57,14 +57,13 @@ impl<F: Format> World<F> {
     }
 
     pub fn set(&self, gfns: Range<u64>, host_page: u64) {
-        let region = Region {
-            slot: 0,
-            flags: *self.flags.lock().unwrap(),
-            gpa: Gpa(gfns.start << 12),
-            size: (gfns.end - gfns.start) << 12,
-            backing: HostMemory::hva(host_page),
-            private: None,
-        };
+        let region = Region::new(
+            0,
+            Gpa(gfns.start << 12),
+            (gfns.end - gfns.start) << 12,
+            HostMemory::hva(host_page),
+        )
+        .with_flags(*self.flags.lock().unwrap());
         self.vm.set_memory_region(0, &region).unwrap();
     }
 
@@ -113,7 +112,7 @@ impl<F: Format> World<F> {
     /// One access by a vCPU of its own, with one use of what it was given.
     pub fn touch(&self, gfn: u64, access: Access) {
         let mut vcpu = self.vm.create_vcpu().unwrap();
-        vcpu.enter(1);
+        vcpu.enter_unguarded(1);
         vcpu.quiesce();
         self.access(&mut vcpu, gfn, access);
         vcpu.leave();
@@ -189,7 +188,7 @@ pub const fn remap(level: Level) -> HostChange {
     HostChange::Remap {
         level,
         writable: true,
-        device: false,
+        kind: PageKind::Ordinary,
     }
 }
 
@@ -301,7 +300,7 @@ fn hold<F: Format>(
     progress: &Mutex<Progress>,
 ) {
     let mut vcpu = world.vm.create_vcpu().unwrap();
-    vcpu.enter(2);
+    vcpu.enter_unguarded(2);
     vcpu.quiesce();
     let mut tlb = Vec::new();
     let get = |vcpu: &mut Vcpu<SimPlatform, F>, tlb: &mut Vec<_>| {

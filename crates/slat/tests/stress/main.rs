@@ -90,7 +90,7 @@ fn a_vcpu_that_comes_in_during_a_flush_is_told() {
                 let mut vcpu = vm.create_vcpu().unwrap();
                 let mut kept = None;
                 while !stop.load(Relaxed) {
-                    vcpu.enter(0);
+                    vcpu.enter_unguarded(0);
                     if vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0 {
                         kept = None;
                         vcpu.quiesce();
@@ -144,7 +144,7 @@ fn with_a_blocked_vcpu(act: impl FnOnce(&World<Ept>, &mut Vcpu<SimPlatform, Ept>
 
 fn access(world: &World<Ept>, gfn: u64, access: Access) {
     let mut vcpu = world.vm.create_vcpu().unwrap();
-    vcpu.enter(1);
+    vcpu.enter_unguarded(1);
     vcpu.quiesce();
     let translation = loop {
         match vcpu.translate(Gpa(gfn << 12), access) {
@@ -186,14 +186,14 @@ fn a_vcpu_blocked_in_a_host_page_fault_holds_up_no_slot_change() {
 #[test]
 fn a_vcpu_blocked_in_a_host_page_fault_holds_up_no_flush_and_no_other_vcpu() {
     with_a_blocked_vcpu(|world, other| {
-        other.enter(2);
+        other.enter_unguarded(2);
         other.quiesce();
         other.translate(Gpa(LOGGED.start << 12), Write).unwrap();
         other.leave();
         let flushes = world.vm.stats().remote_tlb_flush;
         world.harvest();
         assert_eq!(world.vm.stats().remote_tlb_flush, flushes + 1);
-        other.enter(2);
+        other.enter_unguarded(2);
         assert_ne!(other.attention().flag().load(SeqCst) & Attention::FLUSH, 0);
         other.quiesce();
         other

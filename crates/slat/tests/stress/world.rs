@@ -11,8 +11,9 @@ use slat::{
     Access::{Execute, Read, Write},
     Attention, Config, Format, Gpa, Level, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
 };
+use slat::{DirtyLogMethod, Setting};
 use slat_model::{
-    Harvests, HostChange, HostMemory, POLICIES, RingClient, Rng, SimPlatform, Witness,
+    Harvests, HostChange, HostMemory, POLICIES, PageKind, RingClient, Rng, SimPlatform, Witness,
 };
 
 pub const HOST_PAGES: u64 = 4096;
@@ -59,21 +60,20 @@ pub struct World<F: Format> {
 }
 
 pub fn region(slot: u32, gfns: Range<u64>, host_page: u64, flags: SlotFlags) -> Region {
-    Region {
+    Region::new(
         slot,
-        flags,
-        gpa: Gpa(gfns.start << 12),
-        size: (gfns.end - gfns.start) << 12,
-        backing: HostMemory::hva(host_page),
-        private: None,
-    }
+        Gpa(gfns.start << 12),
+        (gfns.end - gfns.start) << 12,
+        HostMemory::hva(host_page),
+    )
+    .with_flags(flags)
 }
 
 pub const fn remap(level: Level) -> HostChange {
     HostChange::Remap {
         level,
         writable: true,
-        device: false,
+        kind: PageKind::Ordinary,
     }
 }
 
@@ -81,15 +81,12 @@ impl<F: Format> World<F> {
     pub fn new(logs: Logs) -> Self {
         let platform = SimPlatform::new(HOST_PAGES);
         platform.host.change(&(0..HOST_PAGES), remap(Level::MEGA));
-        let config = Config {
-            spaces: 2,
-            ..Config::default()
-        };
+        let config = Config::default().with_spaces(2);
         let vm = Vm::new(platform.clone(), config).unwrap();
         match logs {
             Logs::Bitmap => {}
             Logs::Manual => vm.set_manual_dirty_log(true, false),
-            Logs::DirtyBits => vm.set_policy("dirty_log", "dirty-bit").unwrap(),
+            Logs::DirtyBits => vm.set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit)),
             Logs::Rings => vm.use_dirty_rings(),
         }
         let world = World {
@@ -208,7 +205,8 @@ impl<F: Format> World<F> {
                 2 => drop(self.vm.recover_nx_huge_pages()),
                 3 => {
                     let (name, values) = rng.pick(&POLICIES);
-                    self.vm.set_policy(name, rng.pick(values)).unwrap();
+                    let setting = Setting::parse(name, rng.pick(values));
+                    self.vm.set_policy(setting.unwrap());
                 }
                 _ => thread::yield_now(),
             }
@@ -273,13 +271,13 @@ impl<F: Format> World<F> {
         let mut vcpu = self.new_vcpu(space);
         let mut tlb: HashMap<u64, Translation> = HashMap::new();
         let mut arrived = false;
-        vcpu.enter(number as usize);
+        vcpu.enter_unguarded(number as usize);
         while self.runs() {
             let Ok(_batch) = self.batch.try_read() else {
                 // An audit. Whoever is inside would hold up what it waits for.
                 vcpu.leave();
                 drop(self.batch.read());
-                vcpu.enter(number as usize);
+                vcpu.enter_unguarded(number as usize);
                 continue;
             };
             if vcpu.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
@@ -293,7 +291,7 @@ impl<F: Format> World<F> {
                     None => thread::yield_now(),
                 }
                 // What it remembers is good unless it is told otherwise now.
-                vcpu.enter(number as usize);
+                vcpu.enter_unguarded(number as usize);
                 continue;
             }
             let gfn = self.some_frame(&mut rng);
@@ -325,7 +323,7 @@ impl<F: Format> World<F> {
                     // Whoever empties it waits for nobody inside.
                     vcpu.leave();
                     thread::yield_now();
-                    vcpu.enter(number as usize);
+                    vcpu.enter_unguarded(number as usize);
                     continue;
                 }
                 Err(Stop::Mmio { .. }) if !is_memory => {}

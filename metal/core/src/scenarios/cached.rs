@@ -8,6 +8,7 @@ use alloc::format;
 use alloc::string::{String, ToString};
 use core::hint::spin_loop;
 
+use slat::Setting;
 use slat::{Format, Gfn, Gpa, Hva, Level, MemoryAttributes, PAGE_SIZE, Region, SlotFlags, Stats};
 
 use super::Verdict;
@@ -62,10 +63,7 @@ fn slot<M: Machine>(bench: &Bench<'_, M>) -> Region {
 /// Returns the data slot, with private memory in the second half of the host's.
 fn slot_with_private_memory<M: Machine>(bench: &Bench<'_, M>) -> Region {
     let slot = slot(bench);
-    Region {
-        private: Some(Hva(slot.backing.0 + GIB / 2)),
-        ..slot
-    }
+    slot.with_private(Some(Hva(slot.backing.0 + GIB / 2)))
 }
 
 fn slot_of_a_gib<M: Machine>(bench: &Bench<'_, M>) -> Region {
@@ -78,7 +76,8 @@ fn data_gfns() -> core::ops::Range<Gfn> {
 
 fn policies<M: Machine>(vm: &TestVm<M>, policies: &[(&str, &str)]) -> Result<(), String> {
     for (name, value) in policies {
-        (vm.vm.set_policy(name, value)).map_err(|error| error.to_string())?;
+        let setting = Setting::parse(name, value).map_err(|error| error.to_string())?;
+        vm.vm.set_policy(setting);
     }
     Ok(())
 }
@@ -109,10 +108,7 @@ impl<M: Machine> Turn<'_, '_, M> {
 
     /// Splits huge leaves for the log, and merges them when it ends.
     fn end_logging(&mut self) -> Result<(), String> {
-        self.set(|slot| Region {
-            flags: SlotFlags::LOG_DIRTY_PAGES,
-            ..slot
-        })?;
+        self.set(|slot| slot.with_flags(SlotFlags::LOG_DIRTY_PAGES))?;
         self.guest_writes();
         self.vm.log()?;
         self.guest_writes();
@@ -168,10 +164,7 @@ impl<M: Machine> Turn<'_, '_, M> {
     /// Moves the slot by a page, after which no leaf can be huge, or by a huge page.
     fn move_the_slot(&mut self) -> Result<(), String> {
         for bytes in [PAGE_SIZE, 2 * MIB] {
-            self.set(|slot| Region {
-                gpa: Gpa(slot.gpa.0 + bytes),
-                ..slot
-            })?;
+            self.set(|slot| slot.with_gpa(Gpa(slot.gpa.0 + bytes)))?;
             self.guest_writes();
             self.set(|slot| slot)?;
             self.guest_writes();
@@ -181,14 +174,11 @@ impl<M: Machine> Turn<'_, '_, M> {
 
     fn delete_the_slot(&mut self) -> Result<(), String> {
         for offset in [2 * MIB, 0] {
-            self.set(|slot| Region { size: 0, ..slot })?;
+            self.set(|slot| slot.with_size(0))?;
             let gfns = data_gfns();
             (self.bench.host.tlb()).check_gone(0, &(gfns.start.0..gfns.end.0))?;
             self.guest_writes();
-            self.set(|slot| Region {
-                backing: Hva(slot.backing.0 + offset),
-                ..slot
-            })?;
+            self.set(|slot| slot.with_backing(Hva(slot.backing.0 + offset)))?;
             self.guest_writes();
         }
         Ok(())

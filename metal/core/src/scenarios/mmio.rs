@@ -3,7 +3,7 @@
 use alloc::format;
 use core::sync::atomic::Ordering::SeqCst;
 
-use slat::{Gpa, Level, PAGE_SIZE, Region, SlotFlags};
+use slat::{Gpa, Level, PAGE_SIZE, SlotFlags};
 
 use super::Verdict;
 use crate::bench::{Bench, DATA, HOLE, TestVm, pages, read_word, same, write_word};
@@ -70,10 +70,9 @@ pub(super) fn becomes_memory_and_back<M: Machine>(bench: &mut Bench<'_, M>) -> V
     bench.run(&mut vm, at_hole(Op::Read, 2))?;
     vm.faulted_mmio(1 + 1, 1)?;
 
-    let memory = Region {
-        gpa: HOLE,
-        ..bench.data_slot(4 * PAGE_SIZE, SlotFlags::default())
-    };
+    let memory = bench
+        .data_slot(4 * PAGE_SIZE, SlotFlags::default())
+        .with_gpa(HOLE);
     vm.set(&memory)?;
     write_word(bench.page(0), 1000);
     write_word(slat::Hpa(bench.page(0).0 + 4), 337);
@@ -82,7 +81,7 @@ pub(super) fn becomes_memory_and_back<M: Machine>(bench: &mut Bench<'_, M>) -> V
     // The entry is still mapped; its generation is no longer the slots'.
     vm.faulted_mmio(0, 1)?;
 
-    vm.set(&Region { size: 0, ..memory })?;
+    vm.set(&memory.with_size(0))?;
     let sum = bench.run(&mut vm, at_hole(Op::Read, 3))?;
     same("sum read from the device again", sum, 3 * DEVICE)?;
     vm.faulted_mmio(1, 2)?;

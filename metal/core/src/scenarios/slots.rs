@@ -77,14 +77,11 @@ fn changes_under_the_guest<M: Machine>(
 
 pub(super) fn deleted<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let slot = bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default());
-    changes_under_the_guest(bench, Region { size: 0, ..slot }, slot)
+    changes_under_the_guest(bench, slot.with_size(0), slot)
 }
 
 pub(super) fn moved<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let slot = bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default());
-    let elsewhere = Region {
-        gpa: Gpa(DATA.0 + (1 << 29)),
-        ..slot
-    };
+    let elsewhere = slot.with_gpa(Gpa(DATA.0 + (1 << 29)));
     changes_under_the_guest(bench, elsewhere, slot)
 }

@@ -81,7 +81,7 @@ pub(super) struct SlatCpu(Vcpu<Bare, Ept>);
 
 impl SystemCpu for SlatCpu {
     fn inside<R>(&mut self, accesses: impl FnOnce(&mut Self) -> R) -> R {
-        self.0.enter(0);
+        self.0.enter_unguarded(0);
         let result = accesses(self);
         self.0.leave();
         result
@@ -306,10 +306,7 @@ impl<S: System> Inside<S> {
     fn moved(&mut self, times: u32, active: bool) -> Result<(Duration, u64), Failure> {
         let moved = self.layout.moved();
         let home = region(&self.layout, moved);
-        let away = Region {
-            gpa: Gpa(gpa(self.layout.destination())),
-            ..home
-        };
+        let away = home.with_gpa(Gpa(gpa(self.layout.destination())));
         let goes = self.layout.slot(moved);
         let (gone, stays): (Vec<_>, Vec<_>) = self
             .layout

@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use slat::Setting;
 use slat::{
-    Access, DirtyGfn, DirtyRing, Ept, Gfn, Gpa, Hva, Level, MemoryAttributes, Region, RegionError,
+    Access, DirtyGfn, DirtyRing, Ept, Gfn, Gpa, Hva, Level, MemoryAttributes, RegionError,
     SlotFlags, Stop, Vcpu, Vm,
 };
 
@@ -118,7 +119,7 @@ impl Subject {
     ) -> Result<Self, Failure> {
         let vm = bare::vm_on(operation.host());
         for (name, value) in operation.policies() {
-            vm.set_policy(name, value)?;
+            vm.set_policy(Setting::parse(name, value)?);
         }
         let mut rings = Vec::new();
         let cpus = match operation {
@@ -255,7 +256,7 @@ impl Subject {
     /// Checks that the log names only the pages to which the guest writes from now on.
     fn expect_noted(&mut self) -> Result<(), Failure> {
         let cpu = &mut self.cpus[0];
-        cpu.enter(0);
+        cpu.enter_unguarded(0);
         let written =
             [0, self.pages - 1].map(|page| cpu.translate(Gpa(page * PAGE), Access::Write));
         cpu.leave();
@@ -316,7 +317,7 @@ impl Subject {
     /// Creates the slot, or changes its flags.
     fn create(&self, flags: SlotFlags) -> Result<(), Failure> {
         let region = bare::region(SLOT, 0, self.pages, BACKING);
-        Ok(self.vm.set_memory_region(0, &Region { flags, ..region })?)
+        Ok(self.vm.set_memory_region(0, &region.with_flags(flags))?)
     }
 
     fn delete(&self) -> Result<(), Failure> {
@@ -361,7 +362,7 @@ impl Subject {
                 .map(|(cpu, index)| {
                     let pages = (index * part).min(pages)..((index + 1) * part).min(pages);
                     scope.spawn(move || {
-                        cpu.enter(0);
+                        cpu.enter_unguarded(0);
                         let result = work(cpu, pages);
                         cpu.leave();
                         result

@@ -1,5 +1,5 @@
-//! Break-before-make and flushes: no walker meets two translations of one page, and no entry is replaced before
-//! its flush is done.
+//! Break-before-make and flushes: no walker finds two conflicting translations of one page, and no entry is replaced
+//! before its flush is done.
 
 use super::*;
 use crate::loom_tests::SmallStage2;
@@ -37,9 +37,9 @@ fn a_walker_finds_a_leaf_before_it_is_broken_and_after_it_is_mended() {
     );
 }
 
-/// What a hardware walker does that caches what it finds, and forgets it when it is asked to: it never finds
-/// another page, or another size, than what it has cached.
-fn meets_no_conflict(world: &World<SmallStage2<2>>) {
+/// Walks like a hardware walker that caches what it finds until a flush, and checks that it never finds another page,
+/// or another size, than it has cached.
+fn finds_no_conflict(world: &World<SmallStage2<2>>) {
     let me = world.readers.register().unwrap();
     me.enter(&world.readers, 0);
     let mut cached: Option<(Leaf, Level)> = None;
@@ -48,7 +48,7 @@ fn meets_no_conflict(world: &World<SmallStage2<2>>) {
             cached = None;
             me.quiesce(&world.readers);
         }
-        let found = world.tree.lookup(Gfn(0));
+        let found = world.lookup(0);
         if let Entry::Leaf(leaf) = found.entry::<SmallStage2<2>>() {
             let now = (leaf, found.level);
             let same = |was: (Leaf, Level)| was.0.pfn == now.0.pfn && was.1 == now.1;
@@ -59,7 +59,7 @@ fn meets_no_conflict(world: &World<SmallStage2<2>>) {
     me.leave();
 }
 
-/// Maps gfn 0 to another page, by a leaf of its own; flushes what it meets.
+/// Maps gfn 0 to another page, by a small leaf; flushes and mends what it finds there.
 fn map_another(world: &World<SmallStage2<2>>) {
     let other = Leaf {
         pfn: Pfn(8),
@@ -73,23 +73,23 @@ fn map_another(world: &World<SmallStage2<2>>) {
         me.leave();
         match mapped {
             Mapped::Unflushed(level) => flushed = world.flush(0, level),
-            // The zap has not come yet.
+            // The zap has not happened yet.
             Mapped::MustMend(level) => loop {
                 let flushed = world.flush(0, level);
                 me.enter(&world.readers, 0);
                 let (mended, _) = world.with_path(|path| {
                     path.flushed = flushed;
-                    world.tree.mend(Gfn(0), level, path)
+                    world.tree().mend(Gfn(0), level, path)
                 });
                 me.leave();
                 if mended {
                     break;
                 }
             },
-            Mapped::InTheWay => world.zap(0..1),
+            Mapped::Conflict => world.zap(0..1),
             Mapped::Broken => loom::thread::yield_now(),
             Mapped::New | Mapped::Widened | Mapped::Spurious => break,
-            Mapped::Stale => panic!("nobody has asked for that"),
+            Mapped::Stale => panic!("the check of this install always succeeds"),
         }
     }
     world.readers.release(me);
@@ -103,7 +103,7 @@ fn nothing_conflicts(prepare: fn() -> Arc<World<SmallStage2<2>>>) {
             spawn(move || zapping.zap(0..2)),
             spawn(move || map_another(&mapping)),
         ];
-        meets_no_conflict(&world);
+        finds_no_conflict(&world);
         for thread in threads {
             thread.join().unwrap();
         }
@@ -111,12 +111,12 @@ fn nothing_conflicts(prepare: fn() -> Arc<World<SmallStage2<2>>>) {
 }
 
 #[test]
-fn a_walker_meets_no_conflict_where_a_huge_leaf_is_zapped_and_a_small_one_mapped() {
+fn a_walker_finds_no_conflict_where_a_huge_leaf_is_zapped_and_a_small_one_mapped() {
     nothing_conflicts(World::with_huge_leaf);
 }
 
 #[test]
-fn a_walker_meets_no_conflict_where_a_table_is_zapped_and_another_one_made() {
+fn a_walker_finds_no_conflict_where_a_table_is_zapped_and_another_one_made() {
     nothing_conflicts(|| {
         let world = World::new();
         world.fault(0, page(0));
@@ -124,10 +124,10 @@ fn a_walker_meets_no_conflict_where_a_table_is_zapped_and_another_one_made() {
     });
 }
 
-/// A TLB that always holds what it may: after a flush, what the tables say at that moment.
+/// Flushes a TLB that always caches what it may: after the flush, the translation in the tables at that moment.
 fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) -> Flushed {
     let number = world.flushes.begin();
-    // It forgets and walks again at one moment.
+    // It drops the old translation and walks again at one moment.
     let mut cached = cached.lock(wait);
     *cached = match world.find(0) {
         Entry::Leaf(leaf) => leaf.pfn.0,
@@ -137,21 +137,21 @@ fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) -> Flushed
     Flushes::done(Gfn(0)..Gfn(1), number)
 }
 
-/// Runs `other` beside a zap of gfn 0 with its flush of the TLB, and maps another page there then, knowing of
-/// the flush that `other` has done.
-fn maps_another_beside_a_zap(other: fn(&World<SmallStage2<2>>, &SpinLock<u64>) -> Flushed) {
+/// Runs `other` concurrently with a zap of gfn 0 and its flush of the TLB. Then maps another page there, after the
+/// flush that `other` has done.
+fn maps_another_during_a_zap(other: fn(&World<SmallStage2<2>>, &SpinLock<u64>) -> Flushed) {
     model(4, move || {
         let world = World::<SmallStage2<2>>::new();
         world.fault(0, page(0));
         let cached = Arc::new(SpinLock::new(page(0).pfn.0));
         let (zapping, tlb) = (world.clone(), cached.clone());
         let thread = spawn(move || {
-            let debt = zapping.flushes.owe();
-            debt.covers(&(Gfn(0)..Gfn(1)));
-            let mut zapped = Zapped::nothing();
-            (zapping.tree).zap(&mut Walk::unbroken(Gfn(0)..Gfn(1)), &mut zapped);
+            let ticket = zapping.flushes.need_flush();
+            ticket.covers(&(Gfn(0)..Gfn(1)));
+            let mut unflushed = Unflushed::none();
+            (zapping.step(&mut unflushed)).zap_unnoted(&mut Walk::unbroken(Gfn(0)..Gfn(1)));
             flush_a_tlb(&zapping, &tlb);
-            drop(debt);
+            drop(ticket);
         });
         let flushed = other(&world, &cached);
         let other = Leaf {
@@ -165,37 +165,36 @@ fn maps_another_beside_a_zap(other: fn(&World<SmallStage2<2>>, &SpinLock<u64>) -
     });
 }
 
-/// A flush of somebody else may come at any moment of a zap: if it begins before the entry was taken away, it
-/// does not allow anything to be put there.
+/// A flush by another thread may begin at any moment of a zap: if it begins before the entry is cleared, it does not
+/// allow an install there.
 #[test]
 fn a_flush_that_begins_before_a_zap_does_not_complete_it() {
-    maps_another_beside_a_zap(flush_a_tlb);
+    maps_another_during_a_zap(flush_a_tlb);
 }
 
-/// Who finds the entry taken away finds its debtor, too, until that has flushed.
+/// A thread that finds the entry cleared also finds the ticket of the zap, until that has flushed.
 #[test]
-fn a_debtor_is_there_from_before_its_zap_until_after_its_flush() {
-    maps_another_beside_a_zap(|_, _| Flushed::default());
+fn a_ticket_exists_from_before_its_zap_until_after_its_flush() {
+    maps_another_during_a_zap(|_, _| Flushed::default());
 }
 
-/// An operation that finds nothing to take away needs a flush if another one has taken it away and has not flushed
-/// it yet.
+/// An operation that finds nothing to zap needs a flush if another one has zapped it and not flushed yet.
 #[test]
-fn who_comes_behind_a_zap_flushes_or_finds_it_flushed() {
+fn an_operation_after_a_zap_flushes_or_finds_it_flushed() {
     model(4, || {
         let world = World::<SmallStage2<2>>::new();
         world.fault(0, page(0));
         let cached = Arc::new(SpinLock::new(page(0).pfn.0));
         let zap = |world: &World<SmallStage2<2>>, cached: &SpinLock<u64>| {
-            let debt = world.flushes.owe();
-            debt.covers(&(Gfn(0)..Gfn(1)));
-            let mut zapped = Zapped::nothing();
-            (world.tree).zap(&mut Walk::unbroken(Gfn(0)..Gfn(1)), &mut zapped);
-            if !zapped.is_empty() || debt.others_owe(Level::MEGA) {
+            let ticket = world.flushes.need_flush();
+            ticket.covers(&(Gfn(0)..Gfn(1)));
+            let mut unflushed = Unflushed::none();
+            (world.step(&mut unflushed)).zap_unnoted(&mut Walk::unbroken(Gfn(0)..Gfn(1)));
+            if !unflushed.is_empty() || ticket.others_need(Level::MEGA) {
                 flush_a_tlb(world, cached);
             }
-            drop(debt);
-            assert_eq!(*cached.lock(wait), 0, "it is used after the zap");
+            drop(ticket);
+            assert_eq!(*cached.lock(wait), 0, "the page is used after the zap");
         };
         let (other, tlb) = (world.clone(), cached.clone());
         let thread = spawn(move || zap(&other, &tlb));

@@ -1,39 +1,69 @@
 //! A CPU as the engine sees it: its reader ([`crate::sync::quiesce`]), the tables it has allocated
 //! ahead, the slots it used lately, the tables it walked lately ([`paging_structure_cache`]).
 
+mod fault;
 mod paging_structure_cache;
+mod plan;
+mod prefetch;
+mod translate;
+
+pub use translate::{Stop, Translation};
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
+use core::fmt;
 use core::mem::replace;
+use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
 
 use self::paging_structure_cache::PagingStructureCache;
 use crate::addr::{Access, Gfn, Gpa, PAGE_SHIFT, Pfn};
-use crate::format::{Format, Leaf};
-use crate::heap::Shared;
+use crate::format::{Format, Leaf, all_gfns};
+use crate::heap::OutOfMemory;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
 use crate::sync::InSection;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::{Attention, Reader, Readers};
-use crate::table::{Flushed, Found, FrameCache, OutOfMemory, Path, Tree};
-use crate::vm::{DirtyRing, Space, Vm, Window};
+use crate::table::{ByIndex, Flushed, Found, FrameCache, GfnKey, Key, Path, Root, Tree};
+use crate::vm::{DirtyRing, Space, Vm};
+use prefetch::Window;
 
 /// One CPU of a VM. Owned by one thread at a time.
 ///
-/// Between [`enter`](Self::enter) and [`leave`](Self::leave) flushes wait for it: it must come to
-/// [`quiesce`](Self::quiesce) soon after its attention word says [`Attention::FLUSH`]. A hardware
-/// vCPU is entered while it handles an exit, a software CPU while it runs guest code.
+/// While it is [entered](Self::enter) flushes wait for it: it must come to [`quiesce`](Self::quiesce) soon after its
+/// attention word says [`Attention::FLUSH`]. A hardware vCPU is entered while it handles an exit
+/// ([`hardware_fault`](Self::hardware_fault) does that itself), a software CPU while it runs guest code:
+///
+/// ```
+/// # use slat_model::{HostMemory, SimPlatform};
+/// # let (platform, backing) = (SimPlatform::new(512), HostMemory::hva(0));
+/// # use slat::{Config, Ept, Region, Vm};
+/// # let vm = Vm::<_, Ept>::new(platform, Config::default())?;
+/// # vm.set_memory_region(0, &Region::new(0, Gpa(0), 0x20_0000, backing))?;
+/// use slat::{Access, Gpa, Stop};
+///
+/// let mut vcpu = vm.create_vcpu()?;
+/// let mut vcpu = vcpu.enter(0);
+/// let page = loop {
+///     match vcpu.translate(Gpa(0x1000), Access::Read) {
+///         Err(Stop::Retry) => vcpu.quiesce(),
+///         result => break result?,
+///     }
+/// };
+/// // The page may be used until `quiesce`, or until `vcpu` is dropped.
+/// # let _ = page;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Vcpu<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
     /// Of `vm.readers`.
     presence: Presence,
     /// Never changes: `root` and `recent` belong to it.
     space: usize,
-    /// Of its tables.
-    root: Pfn,
+    /// Where its walks begin.
+    context: Root,
     token: usize,
     frames: FrameCache,
     /// The last flush that it has done itself.
@@ -48,7 +78,7 @@ pub struct Vcpu<P: Platform, F: Format> {
 /// What a vCPU that is inside works with, each for itself.
 pub(crate) struct Parts<'v, P: Platform, F: Format> {
     pub(crate) vm: &'v Vm<P, F>,
-    pub(crate) tree: &'v Tree<P, F>,
+    pub(crate) tables: &'v Tree<P, F>,
     pub(crate) slots: &'v SlotSet,
     pub(crate) ring: Option<&'v DirtyRing>,
     /// With the frames that were allocated ahead.
@@ -175,25 +205,54 @@ impl VcpuStats {
     }
 }
 
+/// Why a vCPU was not created.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CreateVcpuError {
+    /// The VM has no address space of this number ([`Config::spaces`](crate::Config)).
+    NoSuchSpace(usize),
+    /// No heap memory.
+    OutOfMemory,
+}
+
+impl From<OutOfMemory> for CreateVcpuError {
+    fn from(_: OutOfMemory) -> Self {
+        CreateVcpuError::OutOfMemory
+    }
+}
+
+impl fmt::Display for CreateVcpuError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CreateVcpuError::NoSuchSpace(space) => write!(
+                f,
+                "creating a vCPU: the VM has no address space {space}; set Config::spaces"
+            ),
+            CreateVcpuError::OutOfMemory => f.write_str("creating a vCPU: no memory"),
+        }
+    }
+}
+
+impl core::error::Error for CreateVcpuError {}
+
 impl<P: Platform, F: Format> Vm<P, F> {
     /// A CPU of this VM, outside, that uses the first address space. Any number may exist.
     ///
     /// # Errors
     /// [`OutOfMemory`].
     pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<P, F>, OutOfMemory> {
-        self.create_vcpu_in(0)
+        // The first address space exists, so only memory can be missing.
+        self.create_vcpu_in(0).map_err(|_| OutOfMemory)
     }
 
     /// A CPU that uses address space `space`. A processor that changes between two of them, as x86 does
     /// for SMM, has a CPU in each, and is inside one at a time.
     ///
     /// # Errors
-    /// [`OutOfMemory`].
-    ///
-    /// # Panics
-    /// If there is no such address space.
-    pub fn create_vcpu_in(self: &Arc<Self>, space: usize) -> Result<Vcpu<P, F>, OutOfMemory> {
-        let root = self.spaces[space].root();
+    /// [`CreateVcpuError`].
+    pub fn create_vcpu_in(self: &Arc<Self>, space: usize) -> Result<Vcpu<P, F>, CreateVcpuError> {
+        let no_space = CreateVcpuError::NoSuchSpace(space);
+        let context = self.spaces.get(space).ok_or(no_space)?.root();
         let recent = RecentSlots::new()?;
         let tables = PagingStructureCache::new()?;
         let reader = self.readers.register()?;
@@ -206,7 +265,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             counted_before: reader.counters.snapshot(),
             vm: self.clone(),
             space,
-            root,
+            context,
             token: 0,
             frames: FrameCache::default(),
             flushed: Flushed::default(),
@@ -227,6 +286,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         &self.vm
     }
 
+    /// Returns what its walker finds `gfn` by.
+    #[inline(always)]
+    pub(crate) fn key(&self, gfn: Gfn) -> GfnKey {
+        Key {
+            context: self.context,
+            index: gfn,
+        }
+    }
+
     pub(crate) fn space(&self) -> &Space<P, F> {
         &self.vm.spaces[self.space]
     }
@@ -237,7 +305,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// The tables of its address space, until it leaves.
     #[inline]
-    pub(crate) fn tree(&self) -> &Tree<P, F> {
+    pub(crate) fn tables(&self) -> &Tree<P, F> {
         self.space().tree.get(self.presence.section())
     }
 
@@ -269,7 +337,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         found.ready::<F>(access)
     }
 
-    /// Walks from the root to `gpa` ([`Tree::lookup_page`]). `None`: no walk may begin.
+    /// Walks from the root to `gpa` ([`ByIndex::lookup_page`]). `None`: no walk may begin.
     #[inline(always)]
     pub(crate) fn walk(&self, gpa: Gpa) -> Option<Result<Found<'_>, Found<'_>>> {
         if !self.may_walk(gpa) {
@@ -277,7 +345,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
         // SAFETY: the root of this vCPU's tree; whoever may walk is in a section, which only ends by
         // `&mut self`.
-        Some(unsafe { Tree::<P, F>::lookup_page(&*self.vm.platform, self.root, gpa.gfn()) })
+        Some(unsafe { Tree::<P, F>::lookup_page(&*self.vm.platform, self.key(gpa.gfn())) })
     }
 
     /// Puts `table` in the paging-structure cache.
@@ -302,7 +370,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let inside = self.presence.section();
         Parts {
             vm: &self.vm,
-            tree: space.tree.get(inside),
+            tables: space.tree.get(inside),
             slots: space.slots.current(inside),
             ring: self.ring.as_deref(),
             path: Path {
@@ -320,17 +388,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         then: impl FnOnce(&Vm<P, F>, &Tree<P, F>, &mut Path<'_>) -> R,
     ) -> R {
         let mut parts = self.parts();
-        let result = then(parts.vm, parts.tree, &mut parts.path);
+        let result = then(parts.vm, parts.tables, &mut parts.path);
         parts.counters.path_done(&parts.path);
         result
     }
 
     pub(crate) fn set_flushed(&mut self, flushed: Flushed) {
         self.flushed = flushed;
-    }
-
-    pub(crate) fn window(&mut self) -> &mut Window {
-        &mut self.window
     }
 
     pub(crate) fn ring(&self) -> Option<&Arc<DirtyRing>> {
@@ -375,8 +439,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.frames.keep(&*self.vm.platform, FrameCache::FAULT);
     }
 
-    /// The word to look at at every block boundary; anybody may raise bits in it at any time.
-    pub fn attention(&self) -> &Shared<Attention> {
+    /// Returns the word that a software CPU reads at every block boundary; any thread may raise bits in it at any
+    /// time, also by a clone.
+    pub fn attention(&self) -> &Attention {
         self.presence.reader().attention()
     }
 
@@ -401,14 +466,22 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Comes inside: from now on flushes wait for this CPU. `token` tells the platform whom to kick
-    /// (a thread id). If translations may have been flushed meanwhile, [`Attention::FLUSH`] is raised.
-    pub fn enter(&mut self, token: usize) {
-        self.token = token;
-        self.come_in(Gfn(Tree::<P, F>::capacity()).gpa());
+    /// Enters a reader section, which ends when the guard is dropped: meanwhile flushes wait for this CPU. `token` tells
+    /// the platform whom to kick (a thread id). If translations may have been flushed since the last section,
+    /// [`Attention::FLUSH`] is raised.
+    pub fn enter(&mut self, token: usize) -> Entered<'_, P, F> {
+        self.enter_unguarded(token);
+        Entered(self)
     }
 
-    /// Goes outside. Translations may be kept if the next [`enter`](Self::enter) is followed by a look
+    /// Like [`Self::enter`], but the caller calls [`Self::leave`], on every path, a panic's included. For a vCPU
+    /// inside something that is used as a whole meanwhile.
+    pub fn enter_unguarded(&mut self, token: usize) {
+        self.token = token;
+        self.come_in(all_gfns::<F>().end.gpa());
+    }
+
+    /// Ends the reader section. Translations may be kept if the next [`enter`](Self::enter) is followed by a look
     /// at the attention word before they are used.
     pub fn leave(&mut self) {
         self.presence.leave();
@@ -490,6 +563,29 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             };
         }
         (set, slot)
+    }
+}
+
+/// A vCPU in its reader section ([`Vcpu::enter`]), until this is dropped.
+#[must_use = "the vCPU leaves when this is dropped"]
+pub struct Entered<'v, P: Platform, F: Format>(&'v mut Vcpu<P, F>);
+
+impl<P: Platform, F: Format> Deref for Entered<'_, P, F> {
+    type Target = Vcpu<P, F>;
+    fn deref(&self) -> &Vcpu<P, F> {
+        self.0
+    }
+}
+
+impl<P: Platform, F: Format> DerefMut for Entered<'_, P, F> {
+    fn deref_mut(&mut self) -> &mut Vcpu<P, F> {
+        self.0
+    }
+}
+
+impl<P: Platform, F: Format> Drop for Entered<'_, P, F> {
+    fn drop(&mut self) {
+        self.0.leave();
     }
 }
 

@@ -15,20 +15,22 @@
 
 use core::ops::Range;
 
-use super::Sequence;
-use super::fault::{SlotFacts, Stop, leaf_for};
+use super::Vcpu;
+use super::fault::Fault;
+use super::plan::{Plan, SlotFacts};
+use super::translate::Stop;
 use crate::addr::{Access, Gfn, Gpa, Level, PAGE_SHIFT};
-use crate::format::Format;
-use crate::format::Leaf;
+use crate::format::{Format, Leaf};
+use crate::frame::ENTRIES;
 use crate::platform::{HostPage, HostRun, Platform};
 use crate::policy::Prefetch;
 use crate::sync::held;
-use crate::table::ENTRIES;
-use crate::vcpu::Vcpu;
+use crate::table::{ByIndex, Key};
+use crate::vm::Sequence;
 
 /// What the adaptive window remembers of one vCPU.
 #[derive(Default)]
-pub(crate) struct Window {
+pub(super) struct Window {
     /// Behind the last page that was mapped.
     next: Gfn,
     /// Pages; 0 is closed.
@@ -71,28 +73,32 @@ impl Window {
     }
 }
 
-impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Maps what is resident in the window around `gfn`, which was just mapped.
-    pub(super) fn prefetch(&mut self, gfn: Gfn, slot: &SlotFacts, sequence: Sequence) {
-        let size = match self.vm().policy.prefetches() {
+impl<P: Platform, F: Format> Fault<'_, P, F> {
+    /// Maps what is resident in the window around the page, which was just mapped as `plan` says.
+    pub(super) fn prefetch(&mut self, plan: &Plan<'_>) {
+        let (vcpu, gfn) = (&mut *self.vcpu, self.want.gfn());
+        let slot = plan.slot;
+        let size = match vcpu.vm().policy.prefetch() {
             Prefetch::Off => 0,
-            Prefetch::Window(size) => size,
-            Prefetch::Adaptive => self.window().after_fault(gfn),
+            Prefetch::Window(pages) => Prefetch::window(pages),
+            Prefetch::Adaptive => vcpu.window.after_fault(gfn),
         };
         let mut end = gfn.add(1);
-        if size > 1 && self.window().looks() {
+        if size > 1 && vcpu.window.looks() {
             let start = Gfn(gfn.0 & !(size - 1));
             let window = start.max(slot.gfns.start)..start.add(size).min(slot.gfns.end);
             let window_end = window.end;
-            let (_, installed) = self.map_resident(window, slot, sequence);
-            self.window().learn(installed);
+            let (_, installed) = vcpu.map_resident(window, slot, plan.sequence);
+            vcpu.window.learn(installed);
             if installed > 0 {
                 end = window_end;
             }
         }
-        self.window().next = end;
+        vcpu.window.next = end;
     }
+}
 
+impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Maps what is resident and absent in `range`, which lies in the slot and in one table of level 1.
     /// Returns the first page of it that is not mapped then (not resident, or fit for a larger leaf),
     /// and how many pages were mapped.
@@ -105,7 +111,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let hva = |gfn: Gfn| slot.hva_base.add_pages(gfn.0 - slot.gfns.start.0);
         let backing = hva(range.start)..hva(range.end);
         let (mut installed, mut unmapped) = (0, range.start);
-        self.on_tables(|vm, tree, path| {
+        let context = self.context;
+        self.on_tables(|vm, tables, path| {
             let mut map = |run: HostRun| {
                 let gfn = range
                     .start
@@ -116,10 +123,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 }
                 let leaf = Leaf {
                     accessed: false,
-                    ..leaf_for(slot, &run.first, Access::Read)
+                    ..slot.leaf(&run.first, Access::Read)
                 };
                 let valid = || vm.in_progress.holds(sequence, &backing);
-                if let Some(new) = tree.map_absent(gfn, run.pages, leaf, path, valid) {
+                let key = Key {
+                    context,
+                    index: gfn,
+                };
+                if let Some(new) = tables.map_absent(key, run.pages, leaf, path, valid) {
                     installed += new;
                     if gfn == unmapped {
                         unmapped = gfn.add(run.pages);

@@ -1,0 +1,73 @@
+//! A table in its frame: the entries that page walkers read, and what the engine keeps beside them.
+
+use crate::addr::Level;
+use crate::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::*, const_fn};
+use crate::sync::spin::RawSpinLock;
+
+/// Entries in one table.
+pub const ENTRIES: usize = 1 << Level::INDEX_BITS;
+
+/// The entries of one table, in the 4 KiB frame that page walkers read.
+#[repr(C, align(4096))]
+pub struct Entries(pub(crate) [AtomicU64; ENTRIES]);
+
+impl Default for Entries {
+    fn default() -> Self {
+        Entries(core::array::from_fn(|_| AtomicU64::new(0)))
+    }
+}
+
+/// What the engine keeps beside each table frame, as Linux does in `struct page`.
+///
+/// The platform stores it (see [`Platform::meta`](crate::Platform::meta)); only the engine looks inside.
+pub struct TableMeta {
+    pub(crate) lock: RawSpinLock,
+    /// The table stands where a huge leaf could, were it not for the policy `nx_huge_pages`.
+    /// Written under the lock of the table above, or before publication.
+    pub(crate) nx_split: AtomicBool,
+    /// Leaves in the table, so that it can be freed, or passed over, without a look at its entries.
+    /// Written under the table's lock, or before publication.
+    pub(crate) leaves: AtomicU16,
+    /// The number that the flush must have after which leaves that were broken in the table may be mended; 0:
+    /// none was. As `leaves`.
+    pub(crate) broken: AtomicU64,
+    /// While the table is detached: the next table of the list, as the list knows it.
+    pub(crate) next: AtomicU64,
+}
+
+impl TableMeta {
+    const_fn! {
+        /// For a frame that has just been allocated.
+        pub fn new() -> Self {
+            TableMeta {
+                lock: RawSpinLock::new(),
+                nx_split: AtomicBool::new(false),
+                leaves: AtomicU16::new(0),
+                broken: AtomicU64::new(0),
+                next: AtomicU64::new(0),
+            }
+        }
+    }
+}
+
+impl TableMeta {
+    /// For a table that is not published yet.
+    pub(crate) fn begin(&self, leaves: u16) {
+        self.leaves.store(leaves, Relaxed);
+        self.nx_split.store(false, Relaxed);
+        self.broken.store(0, Relaxed);
+    }
+
+    /// Under the table's lock.
+    #[inline]
+    pub(crate) fn count_leaves(&self, change: i16) {
+        let count = self.leaves.load(Relaxed).wrapping_add_signed(change);
+        self.leaves.store(count, Relaxed);
+    }
+}
+
+impl Default for TableMeta {
+    fn default() -> Self {
+        Self::new()
+    }
+}

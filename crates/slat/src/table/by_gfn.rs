@@ -1,0 +1,522 @@
+//! Tables by guest frame: the interface for work that comes from the host or from slot changes, which knows frames
+//! but no CPU.
+//!
+//! An MMU shows the leaves of a range of frames to a visitor, each as an [`At`], under the lock of its table. Every
+//! operation on a range of frames is such a visitor ([`crate::vm::range_op`](crate::vm)), so it is written
+//! once for all MMUs, and flushing and ending reader sections is written once for all operations.
+//!
+//! A [`Walk`] has a budget of entries to read. When that is used up, the walk stops between two entries; called
+//! again, it resumes there, from the root down. The caller may end its reader section in between, so that no flush
+//! or slot change waits for it long. The walk sees changes made meanwhile at entries that it has not reached, and no
+//! changes at entries that it has passed: as it would in one section.
+//!
+//! In tables of level 1 a walk offers its visitor [`RUN`] entries at a time ([`Visit::run`]), for operations that
+//! usually find all of them in the same state and can handle them together.
+
+use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
+use core::ops::Range;
+
+use super::clear::{Cleared, LockedTable};
+use super::detached::tell_zapped;
+use super::{Detached, Path, Table, Tree};
+use crate::addr::{Gfn, Level, Pfn};
+use crate::format::{Entry, Format, all_gfns};
+use crate::frame::{ENTRIES, TableMeta};
+use crate::platform::Platform;
+use crate::sync::held;
+
+/// The number of level 1 entries that a visitor is offered at a time.
+pub(crate) const RUN: usize = if cfg!(loom) { 2 } else { 16 };
+
+/// What an operation does at entries. A closure is a visitor of single entries.
+pub(crate) trait Visit {
+    /// Visits an entry, under the lock of its table. Returns where the walk goes next.
+    fn visit(&mut self, at: &At<'_>) -> Next;
+
+    /// Visits adjacent level 1 entries, all in the walk's range, under the lock of their table; the first is for frame
+    /// `first`. Returns `true` if it has done everything for all of them. `false`: it has done nothing, and the walk
+    /// calls `visit` for each.
+    #[inline]
+    fn run(&mut self, _entries: &[AtomicU64; RUN], _first: Gfn) -> bool {
+        false
+    }
+}
+
+impl<V: FnMut(&At<'_>) -> Next> Visit for V {
+    #[inline]
+    fn visit(&mut self, at: &At<'_>) -> Next {
+        self(at)
+    }
+}
+
+/// Which entries a walk shows to its visitor, in addition to the leaves, and which tables it skips.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Show {
+    /// Show entries that refer to a table, before the table is entered.
+    pub(crate) tables: bool,
+    /// Do not enter tables of level 1: nothing in them can be split. Of 64 GiB mapped by 4 KiB
+    /// pages, 32,832 entries are read instead of 16.8 million.
+    pub(crate) skip_last_level: bool,
+    /// Do not enter tables of level 2 that contain no leaf: skips 1 GiB at a time of memory that is split already.
+    pub(crate) skip_without_huge: bool,
+    /// Show MMIO entries.
+    pub(crate) mmio: bool,
+}
+
+impl Show {
+    /// Shows tables, and skips the entries of level 1 tables.
+    pub(crate) const TABLES: Show = Show {
+        tables: true,
+        skip_last_level: true,
+        skip_without_huge: false,
+        mmio: false,
+    };
+}
+
+/// Where a walk goes after a visit.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// Enter the table that the entry refers to now, if it refers to one.
+    Descend,
+    /// Skip to the next entry.
+    Pass,
+    /// Stop before this entry.
+    Stop,
+}
+
+/// A visited entry. The walk holds the lock of its table.
+pub(crate) struct At<'t> {
+    entry: &'t AtomicU64,
+    pub(super) meta: &'t TableMeta,
+    cleared: &'t Cleared,
+    /// The entry's bits when the visit began. Since then walkers may have set accessed and dirty.
+    pub(crate) bits: u64,
+    /// The first frame that the entry covers, which may be before the walk's range.
+    pub(crate) gfn: Gfn,
+    pub(crate) level: Level,
+}
+
+impl At<'_> {
+    /// Returns the meaning of [`bits`](Self::bits).
+    pub(crate) fn decode<F: Format>(&self) -> Entry {
+        F::decode(self.bits, self.level)
+    }
+
+    /// Returns whether `range` contains all frames that the entry covers.
+    pub(crate) fn is_inside(&self, range: &Range<Gfn>) -> bool {
+        range.start <= self.gfn && self.gfn.0 + self.level.pages() <= range.end.0
+    }
+
+    /// Clears the entry, which is a leaf or refers to a table.
+    pub(crate) fn clear<F: Format>(&self) {
+        self.entry.store(F::cleared(0), Release);
+        self.cleared::<F>();
+    }
+
+    /// Clears the entry, which is a leaf, and returns its bits, with those that hardware has set up to now.
+    pub(crate) fn take<F: Format>(&self) -> u64 {
+        let bits = self.entry.swap(F::cleared(0), AcqRel);
+        self.cleared::<F>();
+        bits
+    }
+
+    /// Notes that the entry was cleared.
+    fn cleared<F: Format>(&self) {
+        if F::BREAK_BEFORE_MAKE {
+            self.cleared.add(self.level.index(self.gfn));
+        }
+        self.leaf_removed::<F>();
+    }
+
+    /// Counts one leaf less in the table, if the entry was a leaf.
+    fn leaf_removed<F: Format>(&self) {
+        if matches!(self.decode::<F>(), Entry::Leaf(_) | Entry::Broken(_)) {
+            self.meta.count_leaves(-1);
+        }
+    }
+
+    /// Replaces the huge leaf `old` by the entry `table`. `Err`: a walker has set a bit in the leaf; the new bits.
+    ///
+    /// `Release`: a walker that sees the new table sees its entries, too.
+    pub(crate) fn put_table<F: Format>(&self, old: u64, table: u64) -> Result<(), u64> {
+        self.entry
+            .compare_exchange(old, table, Release, Relaxed)
+            .map(|_| self.leaf_removed::<F>())
+    }
+
+    /// Overwrites the entry with `bits`. Loses accessed and dirty bits that a walker sets at the same time.
+    pub(crate) fn put(&self, bits: u64) {
+        overwrite(self.entry, bits);
+    }
+
+    /// Applies `change` to the leaf in the entry. Loses no bit that a walker sets at the same time.
+    pub(crate) fn update<F: Format>(&self, change: impl Fn(u64) -> u64) {
+        if F::is_settled(self.bits) {
+            self.entry.store(change(self.bits), Relaxed);
+        } else {
+            let _ = self
+                .entry
+                .fetch_update(Relaxed, Relaxed, |bits| Some(change(bits)));
+        }
+    }
+}
+
+/// A walk over a range, with its progress.
+pub(crate) struct Walk {
+    range: Range<Gfn>,
+    /// The next frame; the end of the range when the walk is done.
+    at: Gfn,
+    /// The number of entries that it may still read in this step.
+    budget: u32,
+    /// The number of entries that it has read.
+    pub(crate) entries: u64,
+}
+
+impl Walk {
+    /// Makes a walk over `range`, with a budget of 0.
+    pub(crate) fn new(range: Range<Gfn>) -> Self {
+        Walk {
+            at: range.start,
+            range,
+            budget: 0,
+            entries: 0,
+        }
+    }
+
+    /// Runs `step`, which continues the walk with `budget`, and subtracts what it used.
+    pub(crate) fn with_budget(&mut self, budget: &mut u32, step: impl FnOnce(&mut Self)) {
+        self.budget = *budget;
+        step(self);
+        *budget = self.budget;
+    }
+
+    /// Makes a walk that needs only one step for all of `range`.
+    #[cfg(test)]
+    pub(crate) fn unbroken(range: Range<Gfn>) -> Self {
+        Walk {
+            budget: u32::MAX,
+            ..Walk::new(range)
+        }
+    }
+
+    /// Returns the whole range of the walk.
+    pub(crate) fn range(&self) -> Range<Gfn> {
+        self.range.clone()
+    }
+
+    /// Returns the next frame; the end of the range when the walk is done.
+    pub(crate) fn at(&self) -> Gfn {
+        self.at
+    }
+
+    /// Makes the walk resume at `gfn`, which it may have passed.
+    pub(crate) fn go_to(&mut self, gfn: Gfn) {
+        self.at = gfn.max(self.range.start);
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.at >= self.range.end
+    }
+
+    /// Counts `entries` that the walk is about to read.
+    fn count(&mut self, entries: u32) {
+        held::looked_at(entries);
+        self.budget -= entries;
+        self.entries += u64::from(entries);
+    }
+}
+
+/// An MMU, as work that comes from the host or from slot changes uses it. The caller of every method is in a reader
+/// section.
+pub(crate) trait ByGfn {
+    /// The format of its entries.
+    type Format: Format;
+
+    /// Continues `walk`: calls `visit` for every leaf that covers frames of its range, and for the entries that `show`
+    /// adds, in the order of gfn, each under the lock of its table. Locks every table on the path, even if it has
+    /// no entry to visit. Stops where `visit` returns [`Next::Stop`], or when the budget of `walk` is used
+    /// up; the next call resumes with the same entry.
+    fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit);
+
+    /// Zaps the leaf at `at`.
+    fn zap(&self, at: &At<'_>);
+
+    /// Zaps the leaf at `at`, and returns it with the bits that hardware has set up to now.
+    fn take(&self, at: &At<'_>) -> u64;
+
+    /// Clears the entry `at`, which refers to the table in the frame `lower`, and adds the table to `detached`,
+    /// together with all tables below it.
+    fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached);
+
+    /// Replaces the huge leaf `at` by a table, in a frame from `path`, of leaves of the next lower level that mean the
+    /// same. `path` has a frame for it. On formats with break-before-make it only breaks the leaf; the frame is used
+    /// later, by [`Self::mend`].
+    fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split;
+
+    /// Installs the pieces of the broken leaf of `level` at `gfn`: the second half of break-before-make. Call after a
+    /// flush of the leaf, which `path` has in `flushed`. Does nothing if the leaf was zapped meanwhile.
+    ///
+    /// Returns whether no broken leaf is left there. `false`: another leaf in the same table was broken after the
+    /// flush, and it may be this one; flush again and retry.
+    #[must_use]
+    fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool;
+
+    /// Returns whether the table in `frame` exists only because of NX; then recovery may zap it.
+    fn is_nx_table(&self, frame: Pfn) -> bool;
+
+    /// Returns a table whose count of leaves is wrong: its level, the count, and the real number. `None`: none is
+    /// wrong.
+    fn miscounted(&self) -> Option<(Level, usize, usize)>;
+}
+
+/// What [`ByGfn::split`] did.
+pub(crate) enum Split {
+    /// The leaf was replaced by a table of its pieces.
+    InPlace,
+    /// The leaf was made [`Entry::Broken`].
+    Broken,
+}
+
+impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
+    type Format = F;
+
+    fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
+        let end = walk.range.end.min(all_gfns::<F>().end);
+        let root_pages = F::TOP.pages() * ENTRIES as u64;
+        while walk.at < end {
+            let start = walk.at;
+            let next = Gfn((start.0 / root_pages + 1) * root_pages).min(end);
+            let root = Self::root_table(self.root, start);
+            let mut walker = Walker {
+                tree: self,
+                show,
+                walk: &mut *walk,
+                visit: &mut *visit,
+            };
+            if let Err(stopped) = walker.table(root, F::TOP, start..next) {
+                walk.at = stopped.at;
+                return;
+            }
+            walk.at = next;
+        }
+        walk.at = walk.range.end;
+    }
+
+    #[inline]
+    fn zap(&self, at: &At<'_>) {
+        match P::WANTS_ZAPPED {
+            true => _ = self.take(at),
+            false => at.clear::<F>(),
+        }
+    }
+
+    #[inline]
+    fn take(&self, at: &At<'_>) -> u64 {
+        let bits = at.take::<F>();
+        tell_zapped::<P, F>(&*self.platform, bits, at.level);
+        bits
+    }
+
+    fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached) {
+        at.clear::<F>();
+        detached.push(&self.table(lower), at.level.below());
+    }
+
+    fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split {
+        if F::BREAK_BEFORE_MAKE {
+            at.update::<F>(F::broken);
+            self.broke(at.meta);
+            return Split::Broken;
+        }
+        let frame = path.frames.take();
+        let mut bits = at.bits;
+        loop {
+            // SAFETY: the frame is this path's, and not published before the exchange.
+            unsafe { self.fill_below(frame, at.level, bits) };
+            match at.put_table::<F>(bits, F::table(frame)) {
+                Ok(()) => break,
+                Err(now) => bits = now,
+            }
+        }
+        path.splits[at.level.0 as usize - 1] += 1;
+        Split::InPlace
+    }
+
+    fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool {
+        let found = self.descend(self.key(gfn), level);
+        if found.level > level {
+            return true;
+        }
+        let is_broken = |now| matches!(now, Entry::Broken(_));
+        let bits = self.put_table(&self.table(found.table), level, gfn, path, is_broken);
+        !is_broken(F::decode(bits, level))
+    }
+
+    fn is_nx_table(&self, frame: Pfn) -> bool {
+        self.table(frame).meta().nx_split.load(Relaxed)
+    }
+
+    fn miscounted(&self) -> Option<(Level, usize, usize)> {
+        self.roots()
+            .find_map(|root| self.miscounted_below(root, F::TOP))
+    }
+}
+
+/// A walk has stopped before the entry for this frame.
+struct Stopped {
+    at: Gfn,
+}
+
+impl<P: Platform, F: Format> Tree<P, F> {
+    /// Like [`ByGfn::miscounted`], for the table of `level` in `frame` and those below it.
+    fn miscounted_below(&self, frame: Pfn, level: Level) -> Option<(Level, usize, usize)> {
+        let table = self.table(frame);
+        let entries = || table.entries().iter().map(|entry| entry.load(Acquire));
+        let guard = table.lock();
+        let is_leaf =
+            |bits: &u64| matches!(F::decode(*bits, level), Entry::Leaf(_) | Entry::Broken(_));
+        let leaves = entries().filter(is_leaf).count();
+        let counted = usize::from(table.meta().leaves.load(Relaxed));
+        drop(guard);
+        if leaves != counted {
+            return Some((level, counted, leaves));
+        }
+        entries()
+            .filter_map(|bits| F::next_table(bits, level))
+            .find_map(|lower| self.miscounted_below(lower, level.below()))
+    }
+}
+
+/// One step of a walk.
+struct Walker<'w, P: Platform, F: Format, V> {
+    tree: &'w Tree<P, F>,
+    show: Show,
+    walk: &'w mut Walk,
+    visit: &'w mut V,
+}
+
+impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
+    /// Walks over `range` in the level 1 table in `frame`.
+    fn pages(&mut self, frame: Pfn, range: Range<Gfn>) -> Result<(), Stopped> {
+        let table: Table<'_, P> = self.tree.table(frame);
+        let first = Level::PAGE.index(range.start);
+        let wanted = (range.end.0 - range.start.0) as usize;
+        let allowed = match self.walk.budget as usize {
+            budget if budget >= wanted => wanted,
+            // Whole runs, so that the next step begins with one.
+            budget @ RUN.. => budget - budget % RUN,
+            budget => budget,
+        };
+        let entries = &table.entries()[first..first + allowed];
+        let meta = table.meta();
+        let locked = LockedTable::new(self.tree, &table);
+        self.walk.count(allowed as u32);
+        let (runs, rest) = entries.as_chunks::<RUN>();
+        let mut gfn = range.start;
+        for run in runs {
+            if !self.visit.run(run, gfn) {
+                self.each(run, gfn, meta, &locked.cleared)?;
+            }
+            gfn = gfn.add(RUN as u64);
+        }
+        self.each(rest, gfn, meta, &locked.cleared)?;
+        let at = range.start.add(allowed as u64);
+        if allowed == wanted {
+            Ok(())
+        } else {
+            Err(Stopped { at })
+        }
+    }
+
+    /// Visits level 1 entries one by one; the first is for frame `first`.
+    fn each(
+        &mut self,
+        entries: &[AtomicU64],
+        first: Gfn,
+        meta: &TableMeta,
+        cleared: &Cleared,
+    ) -> Result<(), Stopped> {
+        entries.iter().zip(first.0..).try_for_each(|(entry, gfn)| {
+            let bits = entry.load(Relaxed);
+            if F::is_absent(bits) && !(self.show.mmio && bits != 0) {
+                return Ok(());
+            }
+            let at = At {
+                entry,
+                meta,
+                cleared,
+                bits,
+                gfn: Gfn(gfn),
+                level: Level::PAGE,
+            };
+            match self.visit.visit(&at) {
+                Next::Stop => Err(Stopped { at: at.gfn }),
+                Next::Descend | Next::Pass => Ok(()),
+            }
+        })
+    }
+
+    /// Walks over `range` in the table of `level` in `frame`, and in the tables below it.
+    fn table(&mut self, frame: Pfn, level: Level, range: Range<Gfn>) -> Result<(), Stopped> {
+        if level == Level::PAGE {
+            return self.pages(frame, range);
+        }
+        let table: Table<'_, P> = self.tree.table(frame);
+        let (entries, meta) = (table.entries(), table.meta());
+        let mut locked = LockedTable::new(self.tree, &table);
+        let mut gfn = range.start.align_down(level);
+        while gfn < range.end {
+            let next_gfn = gfn.add(level.pages());
+            let below = range.start.max(gfn)..range.end.min(next_gfn);
+            let stopped = Stopped { at: below.start };
+            if self.walk.budget == 0 {
+                return Err(stopped);
+            }
+            self.walk.count(1);
+            let entry = &entries[level.index(gfn)];
+            let bits = entry.load(Acquire);
+            if !F::is_absent(bits) || self.show.mmio && bits != 0 {
+                let at = At {
+                    entry,
+                    meta,
+                    cleared: &locked.cleared,
+                    bits,
+                    gfn,
+                    level,
+                };
+                let is_table = matches!(F::decode(bits, level), Entry::Table(_));
+                let next = if !is_table || self.show.tables {
+                    self.visit.visit(&at)
+                } else {
+                    Next::Descend
+                };
+                if next == Next::Stop {
+                    return Err(stopped);
+                }
+                if next == Next::Descend
+                    && let Some(lower) = self.table_to_enter(entry, level)
+                {
+                    drop(locked);
+                    self.table(lower, level.below(), below)?;
+                    locked = LockedTable::new(self.tree, &table);
+                }
+            }
+            gfn = next_gfn;
+        }
+        Ok(())
+    }
+
+    /// Returns the table that `entry` refers to now. `None`: it refers to none, or the walk skips the table.
+    fn table_to_enter(&self, entry: &AtomicU64, level: Level) -> Option<Pfn> {
+        if self.show.skip_last_level && level == Level::MEGA {
+            return None;
+        }
+        let Entry::Table(lower) = F::decode(entry.load(Relaxed), level) else {
+            return None;
+        };
+        let is_split = self.show.skip_without_huge
+            && level == Level::GIGA
+            && self.tree.table(lower).meta().leaves.load(Relaxed) == 0;
+        (!is_split).then_some(lower)
+    }
+}

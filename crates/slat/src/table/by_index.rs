@@ -1,0 +1,162 @@
+//! Tables by index: the interface for vCPUs.
+//!
+//! A page walker begins at a root and uses a part of the index at each level. Which root, and what the index is,
+//! depends on the MMU: a second-level walker has one root and translates guest frames; the walker of a shadow
+//! table has a root for each address space of the guest and translates virtual pages. The other interface, [by
+//! gfn](super::by_gfn), is for work that comes from the host, which knows neither.
+
+use super::Path;
+use crate::addr::{Access, Gfn, Level, Pfn};
+use crate::format::{Entry, Format, Leaf};
+use crate::platform::Platform;
+use crate::sync::atomic::{AtomicU64, Ordering::*};
+
+/// An MMU, as vCPUs use it. The caller of every method is in a reader section.
+pub(crate) trait ByIndex<P: Platform, F: Format> {
+    /// The root of a walk, and what else its result depends on beside the index. It may change during a vCPU's life.
+    type Context: Copy;
+    /// The address, in pages, that a walker translates.
+    type Index: Copy;
+
+    /// Finds the entry at which a page walker would end. Takes no lock.
+    fn lookup(&self, key: Key<Self::Context, Self::Index>) -> Found<'_>;
+
+    /// Like [`Self::lookup`], but for walks that usually end at level 1: `Ok` if it does, `Err` if it ends above. Needs
+    /// only the platform, so that a caller that walks often does not load the MMU.
+    ///
+    /// # Safety
+    /// - `key` belongs to an MMU of this type on `platform`, and the caller is in a reader section as long as the
+    ///   result is used.
+    unsafe fn lookup_page(
+        platform: &P,
+        key: Key<Self::Context, Self::Index>,
+    ) -> Result<Found<'_>, Found<'_>>;
+
+    /// Repeats the last step of an earlier [`Self::lookup_page`], in the level 1 `table` at which it ended.
+    ///
+    /// # Safety
+    /// - on `platform`, `lookup_page` has found an entry of `table` for a page of the same 2 MiB, and the
+    ///   caller has been in one reader section since, without a quiescent point, and stays in it as long as the
+    ///   result is used.
+    unsafe fn lookup_in(platform: &P, table: Pfn, index: Self::Index) -> Found<'_>;
+
+    /// Installs `leaf` for the region of `level` around `key`. Adds missing tables; splits a larger leaf on the path in
+    /// place, so that its other pages stay mapped throughout. Calls `valid` under the lock of the table that
+    /// receives the leaf, immediately before the install, and `done` under that lock, immediately after it.
+    fn map(
+        &self,
+        key: Key<Self::Context, Self::Index>,
+        level: Level,
+        leaf: Leaf,
+        path: &mut Path<'_>,
+        valid: impl Fn() -> bool,
+        done: impl FnOnce(),
+    ) -> Mapped;
+
+    /// Installs `leaf`, and leaves for the frames after it, in those of the `pages` level 1 entries from `key` on that
+    /// are absent; all are in one table. Calls `valid` like [`Self::map`]. Returns how many leaves it installed;
+    /// `None` if `valid` returned `false`, a larger leaf is on the path, or there is no memory for tables.
+    fn map_absent(
+        &self,
+        key: Key<Self::Context, Self::Index>,
+        pages: u64,
+        leaf: Leaf,
+        path: &mut Path<'_>,
+        valid: impl Fn() -> bool,
+    ) -> Option<u64>;
+
+    /// Installs an MMIO entry of `generation` for `key`, if the entry is empty, or an MMIO entry of any generation.
+    /// Returns whether it did.
+    fn map_mmio(
+        &self,
+        key: Key<Self::Context, Self::Index>,
+        generation: u64,
+        path: &mut Path<'_>,
+    ) -> bool;
+
+    /// Returns whether the level 1 table for `key`, if there is one, exists because of NX.
+    fn is_nx_split(&self, key: Key<Self::Context, Self::Index>) -> bool;
+}
+
+/// What [`ByIndex::map`] did.
+#[must_use]
+pub(crate) enum Mapped {
+    /// The leaf was installed in an absent entry.
+    New,
+    /// The rights of the new leaf were added to an existing leaf for the same page. That needs no flush.
+    Widened,
+    /// An existing leaf for the same page has all these rights: another vCPU was faster.
+    Spurious,
+    /// The entry conflicts: it is a leaf for another page, or a table of smaller leaves. A range operation zaps it,
+    /// which also moves dirty bits to the log; then the fault begins again.
+    Conflict,
+    /// A huge leaf of this level on the path was broken (break-before-make). The caller flushes,
+    /// [`ByGfn::mend`](super::ByGfn::mend) installs its pieces, and the fault begins again.
+    MustMend(Level),
+    /// Another thread has broken a leaf on the path and not mended it yet.
+    Broken,
+    /// The entry, of this level, was cleared and not flushed yet (break-before-make). The fault begins again after a
+    /// flush of that entry.
+    Unflushed(Level),
+    /// No leaf was installed: `valid` returned `false`; or other threads zapped the tables that the call added so
+    /// often that the frames allocated ahead were used up.
+    Stale,
+}
+
+/// What a walk starts from: its context, and the index that it translates.
+#[derive(Clone, Copy)]
+pub(crate) struct Key<C, I> {
+    pub(crate) context: C,
+    pub(crate) index: I,
+}
+
+/// The root of a [`Tree`](super::Tree): its only context.
+#[derive(Clone, Copy)]
+pub(crate) struct Root(pub(super) Pfn);
+
+impl Root {
+    /// Returns the frame of the root table.
+    pub(crate) fn frame(self) -> Pfn {
+        self.0
+    }
+}
+
+/// The key of a [`Tree`](super::Tree), whose walkers translate guest frames.
+pub(crate) type GfnKey = Key<Root, Gfn>;
+
+/// The entry at which a walk without locks has ended.
+pub(crate) struct Found<'t> {
+    pub(super) entry: &'t AtomicU64,
+    pub(super) bits: u64,
+    pub(crate) level: Level,
+    /// The frame of the table that holds the entry.
+    pub(crate) table: Pfn,
+}
+
+impl Found<'_> {
+    /// Returns what the entry means; never [`Entry::Table`].
+    #[inline]
+    pub(crate) fn entry<F: Format>(&self) -> Entry {
+        F::decode(self.bits, self.level)
+    }
+
+    /// Returns the leaf in the entry, if it allows `access` and has the bits set that the access sets.
+    #[inline(always)]
+    pub(crate) fn ready<F: Format>(&self, access: Access) -> Option<Leaf> {
+        let (set, clear) = F::ready(access);
+        let ready = self.bits & (set | clear) == set;
+        ready.then(|| F::decode_leaf(self.bits))
+    }
+
+    /// Sets accessed, and dirty if `write`, as a page walker does when it uses the leaf: without a lock, and only if
+    /// the entry is unchanged. Returns `false` if it has changed: walk again.
+    #[inline]
+    pub(crate) fn mark<F: Format>(&self, write: bool) -> bool {
+        let marked = F::mark(self.bits, write);
+        marked == self.bits
+            || self
+                .entry
+                .compare_exchange(self.bits, marked, Relaxed, Relaxed)
+                .is_ok()
+    }
+}

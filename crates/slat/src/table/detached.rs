@@ -1,0 +1,159 @@
+//! Tables that were removed from an MMU, until they are freed after the flush.
+
+use super::{LeafCounts, Table};
+use crate::addr::{Level, Pfn};
+use crate::format::{Entry, Format};
+use crate::platform::{Platform, ZappedLeaf};
+use crate::sync::atomic::Ordering::Relaxed;
+
+/// What freed tables contained.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Freed {
+    /// Leaves by level.
+    pub(crate) leaves: LeafCounts,
+    /// The number of level 1 tables that existed because of NX.
+    pub(crate) nx_splits: u64,
+}
+
+impl core::ops::AddAssign for Freed {
+    fn add_assign(&mut self, other: Freed) {
+        for (count, more) in self.leaves.iter_mut().zip(other.leaves) {
+            *count += more;
+        }
+        self.nx_splits += other.nx_splits;
+    }
+}
+
+/// Owns subtrees that no table refers to any more, but that walkers may still be reading.
+#[must_use = "detached tables are lost unless they are freed after the flush"]
+pub(crate) struct Detached {
+    /// The first table of a list, packed by [`Self::pack`]; the metadata of each table contain the next one.
+    head: u64,
+}
+
+impl Detached {
+    const END: u64 = u64::MAX;
+    const LEVEL_SHIFT: u32 = 56;
+
+    pub(crate) const fn none() -> Self {
+        Detached { head: Self::END }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.head == Self::END
+    }
+
+    /// Packs a frame and the level of its table into one word. Frame numbers have at most 40 bits.
+    fn pack(frame: Pfn, level: Level) -> u64 {
+        frame.0 | (level.0 as u64) << Self::LEVEL_SHIFT
+    }
+
+    fn unpack(word: u64) -> (Pfn, Level) {
+        (
+            Pfn(word & ((1 << Self::LEVEL_SHIFT) - 1)),
+            Level((word >> Self::LEVEL_SHIFT) as u8),
+        )
+    }
+
+    /// Adds a table of `level`, with all tables below it. Call after the last entry that refers to it was cleared.
+    pub(super) fn push<P: Platform>(&mut self, table: &Table<'_, P>, level: Level) {
+        table.meta().next.store(self.head, Relaxed);
+        self.head = Detached::pack(table.frame, level);
+    }
+
+    /// Frees the tables and returns what they contained.
+    ///
+    /// # Safety
+    /// - the tables are of format `F` on `platform`;
+    /// - since they were detached, every reader has passed a quiescent point, and hardware was
+    ///   flushed: no walker can reach them.
+    pub(crate) unsafe fn free<F: Format>(self, platform: &impl Platform) -> Freed {
+        let mut freeing = Freeing {
+            platform,
+            batch: [Pfn(0); FREE_BATCH],
+            len: 0,
+            freed: Freed::default(),
+        };
+        let mut head = self.head;
+        while head != Detached::END {
+            let (frame, level) = Detached::unpack(head);
+            head = Table { platform, frame }.meta().next.load(Relaxed);
+            // SAFETY: the caller's promise.
+            unsafe { freeing.subtree::<F>(frame, level) };
+        }
+        // SAFETY: as above.
+        unsafe { freeing.finish() }
+    }
+}
+
+/// Tells the platform of a leaf of `level` that had these `bits`, if it wants to know and it is a leaf.
+#[inline]
+pub(super) fn tell_zapped<P: Platform, F: Format>(platform: &P, bits: u64, level: Level) {
+    if !P::WANTS_ZAPPED {
+        return;
+    }
+    if let Entry::Leaf(leaf) | Entry::Broken(leaf) = F::decode(bits, level) {
+        platform.zapped(ZappedLeaf {
+            pfn: leaf.pfn,
+            level,
+            accessed: leaf.accessed,
+            dirty: leaf.dirty || !F::SETS_DIRTY && (leaf.write || leaf.may_write),
+        });
+    }
+}
+
+const FREE_BATCH: usize = 64;
+
+/// Frees tables in batches.
+struct Freeing<'a, P: Platform> {
+    platform: &'a P,
+    batch: [Pfn; FREE_BATCH],
+    len: usize,
+    freed: Freed,
+}
+
+impl<P: Platform> Freeing<'_, P> {
+    /// Frees a table of `level` and all tables below it.
+    ///
+    /// # Safety
+    /// - as [`Detached::free`], for the table and those below it.
+    unsafe fn subtree<F: Format>(&mut self, frame: Pfn, level: Level) {
+        let table = Table {
+            platform: self.platform,
+            frame,
+        };
+        let meta = table.meta();
+        let tells = P::WANTS_ZAPPED && meta.leaves.load(Relaxed) > 0;
+        if level > Level::PAGE || tells {
+            for entry in table.entries() {
+                let bits = entry.load(Relaxed);
+                match F::next_table(bits, level) {
+                    // SAFETY: a table below an unreachable table is unreachable.
+                    Some(lower) => unsafe { self.subtree::<F>(lower, level.below()) },
+                    None => tell_zapped::<P, F>(self.platform, bits, level),
+                }
+            }
+        }
+        if level <= F::MAX_LEAF {
+            self.freed.leaves[level.0 as usize - 1] += u64::from(meta.leaves.load(Relaxed));
+        }
+        self.freed.nx_splits += u64::from(meta.nx_split.load(Relaxed));
+        self.batch[self.len] = frame;
+        self.len += 1;
+        if self.len == FREE_BATCH {
+            // SAFETY: no walker can reach these tables (caller's promise), and no list contains them any more.
+            unsafe { self.platform.free_tables(&self.batch) };
+            self.len = 0;
+        }
+    }
+
+    /// Frees the rest, which fills no batch.
+    ///
+    /// # Safety
+    /// - as [`Detached::free`], for every table given to `subtree`.
+    unsafe fn finish(self) -> Freed {
+        // SAFETY: the caller's promise.
+        unsafe { self.platform.free_tables(&self.batch[..self.len]) };
+        self.freed
+    }
+}

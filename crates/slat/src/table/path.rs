@@ -1,0 +1,136 @@
+//! What a fault or a split needs to change tables: frames allocated ahead, and the last flush it has done.
+
+use alloc::vec::Vec;
+
+use super::{Flushed, Freed};
+use crate::addr::Pfn;
+use crate::frame::ENTRIES;
+use crate::heap::OutOfMemory;
+use crate::platform::Platform;
+use crate::stats::Counters;
+
+/// Frames for tables, allocated ahead, so that an install needs no allocation, which could fail or wait.
+#[derive(Default)]
+pub(crate) struct FrameCache(Vec<Pfn>);
+
+impl FrameCache {
+    /// The most frames that one fault can need: for the missing tables, or for the splits, on the path to its leaf.
+    pub(crate) const FAULT: usize = 4;
+    /// The number of frames that a range operation allocates at a time.
+    pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 64 };
+
+    /// Allocates as many frames as are missing to `frames`.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] if there are still fewer; those that were allocated are kept.
+    pub(crate) fn fill(
+        &mut self,
+        platform: &impl Platform,
+        frames: usize,
+    ) -> Result<(), OutOfMemory> {
+        let Some(missing) = frames.checked_sub(self.0.len()).filter(|n| *n > 0) else {
+            return Ok(());
+        };
+        self.0.try_reserve_exact(missing).map_err(|_| OutOfMemory)?;
+        let before = self.0.len();
+        platform.alloc_tables(missing, &mut |frame| self.0.push(frame));
+        // `take` pops from the end. Reversed, it gives frames in the order of allocation, often that of their
+        // addresses.
+        self.0[before..].reverse();
+        if self.0.len() < frames {
+            return Err(OutOfMemory);
+        }
+        Ok(())
+    }
+
+    /// Removes a frame and returns it.
+    ///
+    /// # Panics
+    /// If there is none: the caller has filled the cache, or has checked.
+    pub(super) fn take(&mut self) -> Pfn {
+        self.0.pop().expect("the cache is filled before a fault")
+    }
+
+    /// Puts back a frame that was taken and not used.
+    pub(super) fn give_back(&mut self, frame: Pfn) {
+        self.0.push(frame);
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Frees all frames.
+    pub(crate) fn release(&mut self, platform: &impl Platform) {
+        self.keep(platform, 0);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Returns whether there are enough frames for one fault.
+    pub(crate) fn serves_a_fault(&self) -> bool {
+        self.0.len() >= Self::FAULT
+    }
+
+    /// Frees all but `frames` frames.
+    pub(crate) fn keep(&mut self, platform: &impl Platform, frames: usize) {
+        let kept = frames.min(self.0.len());
+        // SAFETY: the frames were allocated by `fill` and never published.
+        unsafe { platform.free_tables(&self.0[kept..]) };
+        self.0.truncate(kept);
+    }
+}
+
+/// What an install, or a split, may use on the path to its leaf, and what it did there.
+pub(crate) struct Path<'a> {
+    /// Frames for new tables. Each path that a vCPU begins has [`FrameCache::FAULT`] of them.
+    pub(crate) frames: &'a mut FrameCache,
+    /// The last flush that the owner of the path has done itself.
+    pub(crate) flushed: Flushed,
+    /// The leaf is small only because of the policy `nx_huge_pages`: recovery may zap a level 1 table made for it.
+    pub(crate) nx_split: bool,
+    /// The number of huge leaves split, by level.
+    pub(crate) splits: LeafCounts,
+    /// The number of level 1 tables made with `nx_split`.
+    pub(crate) nx_splits: u64,
+}
+
+impl<'a> Path<'a> {
+    /// Makes a path of an owner that has done no flush.
+    pub(crate) fn new(frames: &'a mut FrameCache) -> Self {
+        Path {
+            frames,
+            flushed: Flushed::default(),
+            nx_split: false,
+            splits: LeafCounts::default(),
+            nx_splits: 0,
+        }
+    }
+}
+
+impl Counters {
+    /// Counts `freed`: the leaves that were zapped, and the tables of NX splits among them.
+    pub(crate) fn leaves_zapped(&self, freed: &Freed) {
+        for (gauge, n) in self.leaves().into_iter().zip(freed.leaves) {
+            gauge.sub(n);
+        }
+        self.zapped.add(freed.leaves.iter().sum());
+        self.nx_lpage_splits.sub(freed.nx_splits);
+    }
+
+    /// Counts the splits done on `path`. A split of one leaf of level n makes 512 leaves of level n-1.
+    pub(crate) fn path_done(&self, path: &Path<'_>) {
+        let gauges = self.leaves();
+        for level in 1..3 {
+            gauges[level].sub(path.splits[level]);
+            gauges[level - 1].add(path.splits[level] * ENTRIES as u64);
+            self.splits.add(path.splits[level]);
+        }
+        self.nx_lpage_splits.add(path.nx_splits);
+    }
+}
+
+/// Leaves by level: index 0 counts 4 KiB, 1 counts 2 MiB, 2 counts 1 GiB.
+pub(crate) type LeafCounts = [u64; 3];

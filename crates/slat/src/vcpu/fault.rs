@@ -1,0 +1,289 @@
+//! A fault of a vCPU: brings the tables to where they allow an access. Its stages are values:
+//!
+//! 1. [`Want`]: what the access asks for;
+//! 2. [`Plan`]: the leaf that gives it, and what that rests on. Whether a memslot holds the frame, the page that
+//!    backs it (resolved holding nothing, outside the reader section), and the largest level that slot, attributes,
+//!    alignment, host mapping, dirty log and NX allow ([`super::plan`]);
+//! 3. the install ([`Fault::install`]), under the lock of one table, if what the plan rests on still holds
+//!    ([`crate::vm::InProgress`]). If it does not, or something conflicts, the fault begins again;
+//! 4. the pages around it ([`super::prefetch`]).
+
+use core::ptr;
+
+use super::plan::Plan;
+use super::translate::{Stop, Translation, translation};
+use super::{Parts, Vcpu};
+use crate::addr::{Access, Gfn, Gpa, Level};
+use crate::format::{Entry, Format};
+use crate::platform::{Platform, Stale, WaitFor};
+use crate::policy::Prefetch;
+use crate::sync::atomic::Ordering::Relaxed;
+use crate::table::{ByGfn, ByIndex, GfnKey, Mapped};
+use crate::vm::{LogKind, RangeOp};
+
+/// What a faulting access asks for.
+#[derive(Clone, Copy)]
+pub(super) struct Want<K = GfnKey> {
+    /// Where the vCPU's walker looks for it.
+    pub(super) key: K,
+    /// Which guest memory it is.
+    pub(super) gpa: Gpa,
+    /// The right that it needs.
+    pub(super) access: Access,
+}
+
+impl<K> Want<K> {
+    pub(super) fn gfn(&self) -> Gfn {
+        self.gpa.gfn()
+    }
+}
+
+/// Why an attempt has installed nothing that the access could use.
+pub(super) enum Detour {
+    /// Something changed meanwhile: try again.
+    Again,
+    /// The attempt has installed the pieces of a split leaf. One allows the access, which finds it.
+    Mended,
+    /// The access ends here.
+    Stop(Stop),
+}
+
+/// How a fault ended, as KVM counts it.
+#[derive(Clone, Copy)]
+pub(super) enum Outcome {
+    /// It installed a leaf or widened one; `fast`: neither slot nor host were asked.
+    Fixed { fast: bool },
+    /// The leaf allowed the access already.
+    Spurious { fast: bool },
+    /// The client emulates the access.
+    Emulated,
+}
+
+/// A fault in progress.
+pub(super) struct Fault<'v, P: Platform, F: Format> {
+    pub(super) vcpu: &'v mut Vcpu<P, F>,
+    pub(super) want: Want,
+    /// A flush went by while the vCPU waited outside its section: what it returned to its CPU before is void.
+    pub(super) slept: bool,
+}
+
+impl<P: Platform, F: Format> Vcpu<P, F> {
+    /// Brings the tables to where they allow what `want` asks for. Returns also how, if it came to an end.
+    #[cold]
+    pub(super) fn fault(&mut self, want: Want) -> (Result<Translation, Stop>, Option<Outcome>) {
+        let fault = Fault {
+            vcpu: self,
+            want,
+            slept: false,
+        };
+        fault.run()
+    }
+}
+
+impl<P: Platform, F: Format> Fault<'_, P, F> {
+    #[inline(always)]
+    fn run(mut self) -> (Result<Translation, Stop>, Option<Outcome>) {
+        let gpa = self.want.gpa;
+        let (result, outcome) = loop {
+            if self.vcpu.fill_frames().is_err() {
+                return (Err(Stop::OutOfMemory { gpa }), None);
+            }
+            break match self.attempt() {
+                Ok((translation, how)) => (Ok(translation), Some(how)),
+                Err(Detour::Again) if !self.slept => continue,
+                Err(Detour::Again) => (Err(Stop::Retry), None),
+                Err(Detour::Mended) => (Err(Stop::Retry), Some(Outcome::Fixed { fast: false })),
+                Err(Detour::Stop(stop @ Stop::Mmio { .. })) => (Err(stop), Some(Outcome::Emulated)),
+                Err(Detour::Stop(stop)) => (Err(stop), None),
+            };
+        };
+        match self.slept {
+            true => (Err(Stop::Retry), outcome),
+            false => (result, outcome),
+        }
+    }
+
+    #[inline(always)]
+    fn attempt(&mut self) -> Result<(Translation, Outcome), Detour> {
+        let sequence = self.vcpu.vm().in_progress.sequence();
+        // The facts stay where they are: to move them with the plan costs a tenth of a fault.
+        let slot = self.slot()?;
+        let plan = self.plan(&slot, sequence)?;
+        if plan.nx_split && !self.vcpu.vm().policy.nx_huge_pages_split().is_on() {
+            self.zap_huge();
+        }
+        let (mapped, split) = self.install(&plan);
+        let fast = plan.fast;
+        let how = match mapped {
+            Mapped::New => {
+                self.vcpu.counters().leaf_added(plan.level);
+                let prefetches = self.vcpu.vm().policy.prefetch() != Prefetch::Off;
+                if prefetches && plan.level == Level::PAGE && plan.slot.log.is_none() {
+                    self.prefetch(&plan);
+                }
+                Outcome::Fixed { fast: false }
+            }
+            Mapped::Widened => Outcome::Fixed { fast },
+            // The split itself has given the right: to execute a small page.
+            Mapped::Spurious if split => Outcome::Fixed { fast },
+            Mapped::Spurious => Outcome::Spurious { fast },
+            other => return Err(self.not_installed(other, &plan)),
+        };
+        Ok((translation(plan.leaf, plan.level, self.want.gfn()), how))
+    }
+
+    /// Installs the leaf of `plan`, and notes the write in the slot's dirty log, if what the plan rests on still
+    /// holds. The flag says that a huge leaf was split in place on the path.
+    #[inline(always)]
+    fn install(&mut self, plan: &Plan<'_>) -> (Mapped, bool) {
+        let space = self.vcpu.space_index();
+        let (key, gfn) = (self.want.key, self.want.gfn());
+        let (slot, leaf, level) = (plan.slot, plan.leaf, plan.level);
+        // Not `on_tables`, whose result would be copied in every fault.
+        let Parts {
+            vm,
+            tables,
+            slots,
+            ring,
+            mut path,
+            counters,
+        } = self.vcpu.parts();
+        path.nx_split = plan.nx_split;
+        // A set that is new since the sequence was taken may have another slot there, or none.
+        let log = match slot.log_at {
+            Some(at) => slots
+                .find(gfn)
+                .and_then(|slot| slot.log())
+                .filter(|log| ptr::eq(*log, at)),
+            None => None,
+        };
+        let mut noted = false;
+        let hvas = slot.hvas(gfn, level);
+        // NX may have made a table there since the level was chosen; a huge leaf would throw away what
+        // another vCPU has just been given. Under the lock this is settled.
+        let nx_table =
+            || level > Level::PAGE && vm.policy.nx_huge_pages().is_on() && tables.is_nx_split(key);
+        let valid = || {
+            vm.in_progress.holds(plan.sequence, &hvas)
+                && log.is_some() == slot.log.is_some()
+                && !slot.may_move_with_its_dirt(&vm.in_progress)
+                && !nx_table()
+        };
+        let note = || {
+            let Some(log) = log.filter(|log| leaf.write && log.kind().protects()) else {
+                return;
+            };
+            match ring {
+                Some(ring) if log.kind() == LogKind::Rings => {
+                    ring.push((space as u32) << 16 | slot.id, slot.page);
+                }
+                _ => log.mark(slot.page),
+            }
+            noted = true;
+        };
+        let mapped = tables.map(key, level, leaf, &mut path, valid, note);
+        counters.path_done(&path);
+        counters.dirty_pages.add(noted as u64);
+        (mapped, path.splits.iter().any(|n| *n > 0))
+    }
+
+    /// Does what has to be done before the next attempt, after an install that ended as `mapped`.
+    #[cold]
+    fn not_installed(&mut self, mapped: Mapped, plan: &Plan<'_>) -> Detour {
+        match mapped {
+            Mapped::Conflict => {
+                self.zap(plan.level);
+                Detour::Again
+            }
+            Mapped::MustMend(level) => self.mend(level, plan.nx_split),
+            Mapped::Unflushed(level) => {
+                self.flush(level);
+                Detour::Again
+            }
+            Mapped::Broken => self.wait_while(|vcpu, key| {
+                let section = vcpu.vm().section();
+                let tables = vcpu.space().tree.get(section.inside());
+                matches!(tables.lookup(key).entry::<F>(), Entry::Broken(_))
+            }),
+            Mapped::Stale => self.stale(plan.slot, plan.level),
+            Mapped::New | Mapped::Widened | Mapped::Spurious => Detour::Again,
+        }
+    }
+
+    /// With `nx_huge_pages_split` off: zaps the huge leaf that an execution fault conflicts with.
+    fn zap_huge(&mut self) {
+        let found = self.vcpu.tables().lookup(self.want.key);
+        if matches!(found.entry::<F>(), Entry::Leaf(_)) && found.level > Level::PAGE {
+            self.zap(found.level);
+        }
+    }
+
+    /// Zaps the region of `level` around the page, by what is known of its slot then: it may log by now, and the
+    /// leaves' dirty bits go to its log.
+    fn zap(&mut self, level: Level) {
+        let gfns = self.want.gfn().block(level);
+        self.outside(|vcpu| {
+            let mut op = RangeOp::begin(vcpu.vm(), vcpu.space());
+            op.zap_slots(&gfns);
+            op.finish();
+        });
+    }
+
+    /// Flushes the region of `level` around the page, and remembers that.
+    fn flush(&mut self, level: Level) {
+        let gfns = self.want.gfn().block(level);
+        let flushed = self.outside(|vcpu| {
+            let counters = vcpu.counters();
+            counters.remote_tlb_flush_requests.add(1);
+            vcpu.vm().flush(gfns, Stale::ANYTHING, counters)
+        });
+        self.vcpu.set_flushed(flushed);
+    }
+
+    /// Flushes the leaf of `level` that this fault has broken, and installs its pieces.
+    fn mend(&mut self, level: Level, nx_split: bool) -> Detour {
+        let Want { key, access, .. } = self.want;
+        let gfn = self.want.gfn();
+        let mut mended = false;
+        while !mended {
+            self.flush(level);
+            mended = self.vcpu.on_tables(|_, tables, path| {
+                path.nx_split = nx_split;
+                tables.mend(gfn, level, path)
+            });
+        }
+        // A piece may be what was asked for.
+        match self.vcpu.tables().lookup(key).entry::<F>() {
+            Entry::Leaf(leaf) if leaf.allows(access) => Detour::Mended,
+            _ => Detour::Again,
+        }
+    }
+
+    /// Runs `wait` outside the reader section.
+    pub(super) fn outside<R>(&mut self, wait: impl FnOnce(&Vcpu<P, F>) -> R) -> R {
+        self.vcpu.outside(&mut self.slept, wait)
+    }
+
+    /// Waits outside as long as `condition` holds. Ends the access early when the vCPU is wanted elsewhere.
+    pub(super) fn wait_while(&mut self, condition: impl Fn(&Vcpu<P, F>, GfnKey) -> bool) -> Detour {
+        let key = self.want.key;
+        if !condition(self.vcpu, key) {
+            return Detour::Again;
+        }
+        let wanted = self.outside(|vcpu| {
+            let mut round = 0;
+            while condition(vcpu, key) {
+                if vcpu.attention().flag().load(Relaxed) != 0 {
+                    return true;
+                }
+                vcpu.vm().wait(round, WaitFor::Invalidation);
+                round += 1;
+            }
+            false
+        });
+        match wanted {
+            true => Detour::Stop(Stop::Retry),
+            false => Detour::Again,
+        }
+    }
+}

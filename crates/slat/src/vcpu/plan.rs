@@ -1,0 +1,304 @@
+//! What a fault is to install: slot, host page, level and rights, with what these rest on.
+
+use core::ops::Range;
+use core::ptr;
+
+use super::Vcpu;
+use super::fault::{Detour, Fault, Want};
+use super::translate::Stop;
+use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT};
+use crate::format::{Entry, Format, Leaf, MemoryType};
+use crate::platform::{HostPage, Platform, ResolveError};
+use crate::slots::{Memslot, PrivateFrames, SlotFlags};
+use crate::sync::held;
+use crate::table::ByIndex;
+use crate::vm::{DirtyLog, InProgress, LogKind, Sequence};
+
+/// What a fault installs. It holds as long as its sequence does.
+pub(super) struct Plan<'s> {
+    pub(super) slot: &'s SlotFacts,
+    /// Its frame is that of the first page of the leaf.
+    pub(super) leaf: Leaf,
+    pub(super) level: Level,
+    /// The leaf is small because of the policy `nx_huge_pages` alone.
+    pub(super) nx_split: bool,
+    /// Neither slot nor host were asked for the page: the tables knew it.
+    pub(super) fast: bool,
+    pub(super) sequence: Sequence,
+}
+
+/// What a fault needs of its slot. A copy: the slot may be deleted while the backing is resolved.
+pub(super) struct SlotFacts {
+    pub(super) id: u32,
+    /// The slot's frames around the page that are private if the page is, and shared if it is.
+    pub(super) gfns: Range<Gfn>,
+    /// Backing of the first of these.
+    pub(super) hva_base: Hva,
+    /// Backing of the page.
+    hva: Hva,
+    /// The page's number in the slot.
+    pub(super) page: u64,
+    private: bool,
+    flags: SlotFlags,
+    /// How the slot logs.
+    pub(super) log: Option<LogKind>,
+    /// Which log that is; it is looked up again for the install. (To hold a share of it would be a count that every
+    /// vCPU writes in every fault.)
+    pub(super) log_at: Option<*const DirtyLog>,
+}
+
+impl SlotFacts {
+    /// `None`: the frame is private, and the slot has no private backing.
+    pub(super) fn of(slot: &Memslot, gfn: Gfn, private: &PrivateFrames) -> Option<Self> {
+        let (private, alike) = private.around(gfn);
+        let backing = if private {
+            slot.private()?
+        } else {
+            slot.backing()
+        };
+        let gfns = slot.gfns();
+        let gfns = gfns.start.max(alike.start)..gfns.end.min(alike.end);
+        let page = |gfn: Gfn| gfn.0 - slot.base().0;
+        Some(SlotFacts {
+            id: slot.id(),
+            hva_base: backing.add_pages(page(gfns.start)),
+            gfns,
+            hva: backing.add_pages(page(gfn)),
+            page: page(gfn),
+            private,
+            flags: slot.flags(),
+            log: slot.log().map(|log| log.kind()),
+            log_at: slot.log().map(ptr::from_ref),
+        })
+    }
+
+    /// Returns what backs a leaf of `level` around `gfn`, the page of these facts; the leaf fits the frames.
+    pub(super) fn hvas(&self, gfn: Gfn, level: Level) -> Range<Hva> {
+        let start = Hva(self.hva.0 - ((gfn.0 - gfn.align_down(level).0) << PAGE_SHIFT));
+        start..start.add_pages(level.pages())
+    }
+
+    /// Whether leaves of the slot must not be writable before a write was noted.
+    fn protects(&self) -> bool {
+        self.log.is_some_and(LogKind::protects)
+    }
+
+    /// Whether the slot may be about to move, and its leaves' dirty bits are its log, which it takes along: they
+    /// were noted, or will be, as pages of where it is now, and no leaf may be added to them.
+    pub(super) fn may_move_with_its_dirt(&self, in_progress: &InProgress) -> bool {
+        self.log == Some(LogKind::DirtyBits) && in_progress.is_slot_moving()
+    }
+
+    /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow; rights and marks
+    /// as KVM starts them.
+    pub(super) fn leaf(&self, host: &HostPage, access: Access) -> Leaf {
+        let allowed = host.writable && !self.flags.has(SlotFlags::READONLY);
+        // Where the log works by write protection, only a write makes a page writable.
+        let write = allowed && (!self.protects() || access == Access::Write);
+        Leaf {
+            pfn: host.pfn,
+            write,
+            execute: is_executable(host),
+            may_write: allowed && !write,
+            may_execute: false,
+            accessed: true,
+            dirty: write && access == Access::Write,
+            memory: host.memory,
+        }
+    }
+}
+
+fn is_executable(host: &HostPage) -> bool {
+    host.execute && host.memory == MemoryType::WriteBack
+}
+
+impl<P: Platform, F: Format> Fault<'_, P, F> {
+    /// Finds out what to install for the access, in `slot`. `sequence` was taken before the slot, and the leaf that is
+    /// there, were looked at: a move may have put another page of the same slot there since the walk that faulted.
+    #[inline(always)]
+    pub(super) fn plan<'s>(
+        &mut self,
+        slot: &'s SlotFacts,
+        sequence: Sequence,
+    ) -> Result<Plan<'s>, Detour> {
+        let known = self.known_page();
+        let host = match known {
+            Some(host) => host,
+            None => self.host_page(slot, sequence)?,
+        };
+        let (level, nx_split) = self.level(slot, &host);
+        let policy = &self.vcpu.vm().policy;
+        let leaf = slot.leaf(&host, self.logged_access(slot));
+        let nx = level > Level::PAGE && policy.nx_huge_pages().is_on();
+        let leaf = Leaf {
+            pfn: leaf.pfn.align_down(level),
+            execute: leaf.execute && !nx,
+            may_execute: leaf.execute && nx,
+            ..leaf
+        };
+        Ok(Plan {
+            slot,
+            leaf,
+            level,
+            nx_split,
+            fast: known.is_some(),
+            sequence,
+        })
+    }
+
+    /// Finds the slot that holds the page, and refuses an access that the slot does not allow. If there is no slot,
+    /// installs an MMIO entry: the next access needs no look-up.
+    #[inline(always)]
+    pub(super) fn slot(&mut self) -> Result<SlotFacts, Detour> {
+        let Want { gpa, access, .. } = self.want;
+        let gfn = self.want.gfn();
+        let (set, slot) = self.vcpu.find_slot(gfn);
+        let slot = match slot {
+            Some(slot) => SlotFacts::of(slot, gfn, &set.private),
+            None if set.private.around(gfn).0 => None,
+            None => {
+                let generation = set.generation;
+                return Err(Detour::Stop(self.no_slot(generation)));
+            }
+        };
+        let Some(slot) = slot else {
+            return Err(Detour::Stop(Stop::MemoryFault { gpa, access }));
+        };
+        if access == Access::Write {
+            // KVM answers a write to a read-only slot as MMIO, too.
+            if slot.flags.has(SlotFlags::READONLY) {
+                return Err(Detour::Stop(Stop::Mmio { gpa }));
+            }
+            if self.is_log_full(&slot) {
+                return Err(Detour::Stop(Stop::DirtyRingFull));
+            }
+        }
+        Ok(slot)
+    }
+
+    /// Ends an access to no slot, in the slot set of `generation`.
+    fn no_slot(&mut self, generation: u64) -> Stop {
+        let Want { key, gpa, .. } = self.want;
+        if self.vcpu.vm().caches_mmio() {
+            let made =
+                (self.vcpu).on_tables(|_, tables, path| tables.map_mmio(key, generation, path));
+            self.vcpu.counters().pf_mmio_spte_created.add(made as u64);
+        }
+        Stop::Mmio { gpa }
+    }
+
+    /// Whether a write to `slot` goes to a ring that has no space for it.
+    fn is_log_full(&self, slot: &SlotFacts) -> bool {
+        let to_ring = slot.log == Some(LogKind::Rings);
+        to_ring && self.vcpu.ring().is_none_or(|ring| ring.is_soft_full())
+    }
+
+    /// Returns the access that the leaf is made for. A read that is logged (policy `dirty_log_reads`) maps the page
+    /// as a write does, so that the log names it and the write that follows needs no fault. If the ring is
+    /// full it is mapped for reading, and the write that follows stops.
+    fn logged_access(&self, slot: &SlotFacts) -> Access {
+        let logged = slot.log.is_some() && self.vcpu.vm().policy.logs_reads::<F>();
+        match logged && !self.is_log_full(slot) {
+            true => Access::Write,
+            false => self.want.access,
+        }
+    }
+
+    /// Returns the page of a leaf that is write-protected for the dirty log only: neither slot nor host needs to be
+    /// asked.
+    #[inline(always)]
+    fn known_page(&self) -> Option<HostPage> {
+        let Want { key, access, .. } = self.want;
+        // While a slot moves onto part of itself, its old leaves are still there: what is known of this
+        // frame may be the page next to it.
+        if self.vcpu.vm().in_progress.is_slot_leaving() {
+            return None;
+        }
+        let found = self.vcpu.tables().lookup(key);
+        match found.entry::<F>() {
+            Entry::Leaf(leaf) if access == Access::Write && leaf.may_write => Some(HostPage {
+                pfn: leaf.pfn.add(self.want.gfn().0 & (found.level.pages() - 1)),
+                level: found.level,
+                writable: true,
+                execute: leaf.execute || leaf.may_execute,
+                memory: leaf.memory,
+            }),
+            _ => None,
+        }
+    }
+
+    /// Asks the host for the page.
+    #[inline(always)]
+    fn host_page(&mut self, slot: &SlotFacts, sequence: Sequence) -> Result<HostPage, Detour> {
+        let Want { gpa, access, .. } = self.want;
+        let hva = slot.hva;
+        let error = match self.vcpu.resolve(hva, access, &mut self.slept) {
+            Ok(host) => return Ok(host),
+            Err(ResolveError::Interrupted) => return Err(Detour::Stop(Stop::Retry)),
+            Err(error) => error,
+        };
+        let hvas = slot.hvas(self.want.gfn(), Level::PAGE);
+        if !self.vcpu.vm().in_progress.holds(sequence, &hvas) {
+            // The slot may have been deleted, or its memory come back, or be about to.
+            return Err(self.stale(slot, Level::PAGE));
+        }
+        Err(Detour::Stop(match slot.private {
+            true => Stop::MemoryFault { gpa, access },
+            false => Stop::BadAddress { gpa, hva, error },
+        }))
+    }
+
+    /// Returns the level of the leaf. The flag says that NX alone keeps it from being larger.
+    #[inline(always)]
+    fn level(&self, slot: &SlotFacts, host: &HostPage) -> (Level, bool) {
+        if slot.log.is_some() {
+            return (Level::PAGE, false);
+        }
+        let Want { key, access, .. } = self.want;
+        let vm = self.vcpu.vm();
+        let level = vm.fitting_level(&slot.gfns, self.want.gfn(), host.pfn, host.level);
+        let nx = level > Level::PAGE
+            && vm.policy.nx_huge_pages().is_on()
+            && (access == Access::Execute || self.vcpu.tables().is_nx_split(key));
+        match nx {
+            true => (Level::PAGE, true),
+            false => (level, false),
+        }
+    }
+
+    /// Call when what was found out about `slot` holds no more: waits for an invalidation of what backs a leaf of
+    /// `level`, or for the move of the slot, to end, if that was it.
+    pub(super) fn stale(&mut self, slot: &SlotFacts, level: Level) -> Detour {
+        self.vcpu.counters().pf_retried.add(1);
+        let hvas = slot.hvas(self.want.gfn(), level);
+        self.wait_while(|vcpu, _| {
+            let in_progress = &vcpu.vm().in_progress;
+            in_progress.covers(&hvas) || slot.may_move_with_its_dirt(in_progress)
+        })
+    }
+}
+
+impl<P: Platform, F: Format> Vcpu<P, F> {
+    /// Asks the platform for the page at `hva`, outside the reader section. `slept` becomes true if a flush went by
+    /// meanwhile.
+    pub(super) fn resolve(
+        &mut self,
+        hva: Hva,
+        access: Access,
+        slept: &mut bool,
+    ) -> Result<HostPage, ResolveError> {
+        let host = self.outside(slept, |vcpu| {
+            held::assert_none("to resolve a page");
+            vcpu.vm().platform.resolve(hva, access)
+        })?;
+        let allowed = match access {
+            Access::Read => true,
+            Access::Write => host.writable,
+            Access::Execute => is_executable(&host),
+        };
+        match allowed {
+            true => Ok(host),
+            false => Err(ResolveError::BadAddress),
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! Accesses of a vCPU: the walk, and what it comes to where the walk finds nothing that allows the access.
+//!
+//! 1. The level 1 table that an earlier walk has found, or a walk from the root: no lock, no slot.
+//! 2. [`Vcpu::translate_mapped`]: a leaf whose accessed or dirty bit is to be set; an MMIO entry of the current
+//!    generation, which answers MMIO without a look-up.
+//! 3. A fault ([`super::fault`]).
+
+use core::fmt;
+
+use super::Vcpu;
+use super::fault::{Outcome, Want};
+use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level};
+use crate::format::{Entry, Format, Leaf};
+use crate::heap::OutOfMemory;
+use crate::platform::{Platform, ResolveError};
+use crate::table::ByIndex;
+
+/// A page of guest memory as the second level translates it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Translation {
+    /// First byte of the 4 KiB host page.
+    pub host: Hpa,
+    /// Level of the leaf it came from.
+    pub level: Level,
+    /// Writes need no further fault, nor a dirty bit set.
+    pub write: bool,
+    /// Fetches need no further fault.
+    pub execute: bool,
+}
+
+/// Why an access has no translation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// No memslot holds the page, or it is a write to a read-only one: the client emulates it.
+    Mmio {
+        /// The address that was accessed.
+        gpa: Gpa,
+    },
+    /// The vCPU was outside while something was flushed, or is wanted elsewhere. Every translation
+    /// it remembers is void: drop them, call [`Vcpu::quiesce`], look at the attention word, and
+    /// execute again.
+    Retry,
+    /// The memslot's backing cannot be had: KVM_RUN answers EFAULT.
+    BadAddress {
+        /// The address that was accessed.
+        gpa: Gpa,
+        /// What backs its page.
+        hva: Hva,
+        /// What the platform said.
+        error: ResolveError,
+    },
+    /// The vCPU's dirty ring is full up to its reserve: the client collects, resets, and comes again.
+    /// Nothing was changed.
+    DirtyRingFull,
+    /// The page is private, and no private memory can be had for it: there is no memslot, or it has no
+    /// private backing, or that is gone. KVM_EXIT_MEMORY_FAULT; never answered as MMIO.
+    MemoryFault {
+        /// The address that was accessed.
+        gpa: Gpa,
+        /// How.
+        access: Access,
+    },
+    /// No memory for a page table. Nothing was changed.
+    OutOfMemory {
+        /// The address that was accessed.
+        gpa: Gpa,
+    },
+}
+
+impl fmt::Display for Stop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Stop::Mmio { gpa } => write!(f, "guest access to {gpa}: no memslot, emulate it"),
+            Stop::Retry => f.write_str("guest access interrupted: quiesce and execute again"),
+            Stop::BadAddress { gpa, hva, error } => write!(
+                f,
+                "guest access to {gpa} (backed by {hva}): {error}; map it, or delete the memslot"
+            ),
+            Stop::MemoryFault { gpa, .. } => write!(
+                f,
+                "guest access to {gpa}: it is private and has no private memory; share it, or give the memslot some"
+            ),
+            Stop::DirtyRingFull => f.write_str("guest write: the dirty ring is full, reset it"),
+            Stop::OutOfMemory { gpa } => write!(f, "guest access to {gpa}: {OutOfMemory}"),
+        }
+    }
+}
+
+impl core::error::Error for Stop {}
+
+impl<P: Platform, F: Format> Vcpu<P, F> {
+    /// The host page behind `gpa` for `access`: the walk, and the fault if the walk finds nothing
+    /// that allows it. The answer may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`].
+    ///
+    /// # Errors
+    /// [`Stop`]. After [`Stop::Retry`] all earlier answers are void.
+    ///
+    /// # Panics
+    /// If the vCPU was not entered.
+    #[inline(always)]
+    pub fn translate(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
+        let gfn = gpa.gfn();
+        if let Some(leaf) = self.cached_leaf(gpa, access) {
+            return Ok(translation(leaf, Level::PAGE, gfn));
+        }
+        // Twice the same: the compiler knows the level of the first, which is the common one.
+        match self.walk(gpa) {
+            Some(Ok(found)) => {
+                if let Some(leaf) = found.ready::<F>(access) {
+                    let table = found.table;
+                    // SAFETY: the walk has found the leaf in this table just now.
+                    unsafe { self.remember(gpa, table) };
+                    return Ok(translation(leaf, Level::PAGE, gfn));
+                }
+            }
+            Some(Err(found)) => {
+                if let Some(leaf) = found.ready::<F>(access) {
+                    return Ok(translation(leaf, found.level, gfn));
+                }
+            }
+            None => {}
+        }
+        self.translate_slowly(gpa, access)
+    }
+
+    /// [`Vcpu::translate`] where there is more to do than to look.
+    #[cold]
+    #[inline(never)]
+    fn translate_slowly(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
+        assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
+        if !self.may_walk(gpa) {
+            self.count_fault(Outcome::Emulated);
+            return Err(Stop::Mmio { gpa });
+        }
+        // A fault may install another page elsewhere than in the table that is cached.
+        self.forget(gpa);
+        if let Some(answer) = self.translate_mapped(gpa, access) {
+            return answer;
+        }
+        self.counters().pf_taken.add(1);
+        let (answer, outcome) = self.fault(self.want(gpa, access));
+        outcome.into_iter().for_each(|how| self.count_fault(how));
+        answer
+    }
+
+    /// Maps the page at `gpa` for reading, if it is not mapped. It is no fault of the guest, and not counted
+    /// as one. Errors as [`Vcpu::translate`].
+    pub(super) fn prefault_page(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
+        assert!(self.is_entered(), "Vcpu::prefault outside enter/leave");
+        if !self.may_walk(gpa) {
+            return Err(Stop::Mmio { gpa });
+        }
+        match self.translate_mapped(gpa, Access::Read) {
+            Some(answer) => answer,
+            None => self.fault(self.want(gpa, Access::Read)).0,
+        }
+    }
+
+    fn want(&self, gpa: Gpa, access: Access) -> Want {
+        Want {
+            key: self.key(gpa.gfn()),
+            gpa,
+            access,
+        }
+    }
+
+    fn count_fault(&self, how: Outcome) {
+        let counters = self.counters();
+        match how {
+            Outcome::Fixed { fast } => {
+                counters.pf_fixed.add(1);
+                counters.pf_fast.add(fast.into());
+            }
+            Outcome::Spurious { fast } => {
+                counters.pf_spurious.add(1);
+                counters.pf_fast.add(fast.into());
+            }
+            Outcome::Emulated => counters.pf_emulate.add(1),
+        }
+    }
+
+    /// What the tables say of an access to `gpa`, as far as they reach. `None`: they do not allow it.
+    fn translate_mapped(&mut self, gpa: Gpa, access: Access) -> Option<Result<Translation, Stop>> {
+        let gfn = gpa.gfn();
+        loop {
+            let found = self.tables().lookup(self.key(gfn));
+            return match found.entry::<F>() {
+                Entry::Leaf(leaf) if leaf.allows(access) => {
+                    let write = access == Access::Write;
+                    if !found.mark::<F>(write) {
+                        continue;
+                    }
+                    let leaf = Leaf {
+                        dirty: leaf.dirty || write,
+                        ..leaf
+                    };
+                    Some(Ok(translation(leaf, found.level, gfn)))
+                }
+                Entry::Mmio { generation } if self.is_current(generation) => {
+                    self.counters().mmio_cached.add(1);
+                    Some(Err(Stop::Mmio { gpa }))
+                }
+                _ => None,
+            };
+        }
+    }
+
+    /// A hardware CPU has left the guest because its second-level walk did not allow `access` to
+    /// `gpa`: brings the tables to where it does. `Ok`: run the guest again, which executes the instruction
+    /// again, and faults again if there was more to it. That it was somebody else's MMIO entry that the
+    /// walker reported (a reserved bit, a misconfiguration) makes no difference here: the entry tells.
+    ///
+    /// The vCPU is inside for the time of this call alone. It needs nothing else of [`Vcpu::enter`]
+    /// and [`Vcpu::quiesce`], because its translations are in a TLB, which [`Platform::flush`] reaches.
+    ///
+    /// Two things are the caller's, because they differ from CPU to CPU, and are needed before the guest
+    /// runs again: that its walker sees the stores (AArch64: DSB ISHST; RISC-V: a fence; x86: nothing), and,
+    /// where a CPU may keep the entry that faulted (AArch64 and RISC-V, after a fault on rights; RISC-V,
+    /// after any), that it forgets it. No other CPU has to.
+    ///
+    /// # Errors
+    /// [`Stop`], but for [`Stop::Retry`].
+    ///
+    /// # Panics
+    /// If the vCPU was entered.
+    pub fn hardware_fault(&mut self, gpa: Gpa, access: Access) -> Result<(), Stop> {
+        assert!(
+            !self.is_entered(),
+            "Vcpu::hardware_fault inside enter/leave"
+        );
+        let mut entered = self.enter(0);
+        entered.quiesce();
+        match entered.translate(gpa, access) {
+            Ok(_) | Err(Stop::Retry) => Ok(()),
+            Err(stop) => Err(stop),
+        }
+    }
+
+    /// An access through an answer of [`Vcpu::translate`] found the host page at `hva` gone: asks the
+    /// platform again, outside, for as long as that takes. `Ok`: try the access again.
+    ///
+    /// # Errors
+    /// [`Stop::BadAddress`] if the page cannot be had, [`Stop::Retry`] as in `translate`.
+    pub fn revalidate(&mut self, gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop> {
+        let mut slept = false;
+        match self.resolve(hva, access, &mut slept) {
+            Err(error) if error != ResolveError::Interrupted => {
+                Err(Stop::BadAddress { gpa, hva, error })
+            }
+            Ok(_) if !slept => Ok(()),
+            _ => Err(Stop::Retry),
+        }
+    }
+
+    /// Whether an MMIO entry with these generation bits still tells the truth.
+    fn is_current(&self, generation: u64) -> bool {
+        let mask = (1u64 << F::MMIO_GENERATION_BITS) - 1;
+        self.vm().caches_mmio() && self.slots().generation & mask == generation
+    }
+}
+
+/// Returns the translation of `gfn` by `leaf`, which is of `level`.
+#[inline]
+pub(super) fn translation(leaf: Leaf, level: Level, gfn: Gfn) -> Translation {
+    let pfn = leaf.pfn.add(gfn.0 & (level.pages() - 1));
+    Translation {
+        host: pfn.hpa(),
+        level,
+        write: leaf.write && leaf.dirty,
+        execute: leaf.execute,
+    }
+}

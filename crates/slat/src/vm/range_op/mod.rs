@@ -1,0 +1,419 @@
+//! What every operation on a range of guest frames has in common: steps, each in a reader section of its own; the
+//! ticket for its flush ([`Flushes`](crate::table::Flushes)); the flush; and the tables to free after it. What an
+//! operation does at entries is in [`ops`].
+
+mod ops;
+
+use alloc::vec::Vec;
+use core::mem::replace;
+use core::ops::Range;
+
+use super::{Section, Space, Vm};
+use crate::addr::{Gfn, Hva, Level};
+use crate::format::{Format, all_gfns};
+use crate::heap::OutOfMemory;
+use crate::platform::{Platform, Stale};
+use crate::policy::SplitWalk;
+use crate::slots::{Memslot, Place};
+use crate::stats::Counters;
+use crate::sync::held;
+use crate::table::{
+    Detached, FlushTicket, Flushed, Flushes, FrameCache, Freed, LeafCounts, Path, Tree, Walk,
+};
+
+pub(crate) use ops::Step;
+
+/// A range operation. Say which frames it covers ([`covers`](Self::covers)), walk in steps, then
+/// [`finish`](Self::finish).
+#[must_use = "call `finish`, which flushes"]
+pub(crate) struct RangeOp<'a, P: Platform, F: Format> {
+    vm: &'a Vm<P, F>,
+    pub(super) space: &'a Space<P, F>,
+    section: Section<'a>,
+    ticket: FlushTicket<'a>,
+    unflushed: Unflushed,
+}
+
+/// What an operation has zapped and changed, and not flushed yet.
+pub(crate) struct Unflushed {
+    /// The number of leaves zapped one by one, by level.
+    pub(crate) zapped: LeafCounts,
+    /// Tables that were detached as a whole. Their leaves are counted when they are freed.
+    pub(crate) detached: Detached,
+    /// The number of leaves, by level, that lost a right or a dirty bit that a TLB may still hold.
+    pub(crate) changed: LeafCounts,
+}
+
+impl Unflushed {
+    pub(crate) fn none() -> Self {
+        Unflushed {
+            zapped: LeafCounts::default(),
+            detached: Detached::none(),
+            changed: LeafCounts::default(),
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        let none = LeafCounts::default();
+        self.zapped == none && self.changed == none && self.detached.is_empty()
+    }
+
+    /// Returns what of this walkers may have cached.
+    fn stale<F: Format>(&self) -> Stale {
+        let has_leaves = |level: &Level| {
+            let index = level.0 as usize - 1;
+            self.zapped[index] + self.changed[index] > 0
+        };
+        let mut levels = (1..=LeafCounts::default().len() as u8)
+            .map(Level)
+            .filter(has_leaves);
+        let tables = !self.detached.is_empty();
+        let only = levels.next().filter(|_| levels.next().is_none());
+        Stale {
+            level: only.filter(|_| F::BREAK_BEFORE_MAKE && !tables),
+            tables,
+        }
+    }
+}
+
+impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
+    /// Begins an operation that covers no frames yet. The caller is in no reader section.
+    #[inline]
+    pub(crate) fn begin(vm: &'a Vm<P, F>, space: &'a Space<P, F>) -> Self {
+        RangeOp {
+            vm,
+            space,
+            ticket: vm.flushes.need_flush(),
+            section: vm.section(),
+            unflushed: Unflushed::none(),
+        }
+    }
+
+    /// Begins an operation that covers `gfns`. The caller is in no reader section.
+    pub(super) fn on(vm: &'a Vm<P, F>, space: &'a Space<P, F>, gfns: &Range<Gfn>) -> Self {
+        let op = Self::begin(vm, space);
+        op.covers(gfns);
+        op
+    }
+
+    /// Adds `gfns` to the frames that the operation covers, and so flushes. Call before it reads an entry there.
+    pub(super) fn covers(&self, gfns: &Range<Gfn>) {
+        let gfns = gfns.start..gfns.end.min(all_gfns::<F>().end);
+        if !gfns.is_empty() {
+            self.ticket.covers(&gfns);
+        }
+    }
+
+    /// Declares that the operation zaps leaves of a slot that is being deleted or moved.
+    pub(super) fn of_leaving_slot(&self) {
+        self.ticket.of_leaving_slot();
+    }
+
+    pub(super) fn counters(&self) -> &'a Counters {
+        self.section.counters()
+    }
+
+    /// Begins a step. Returns it with the number of entries that it may still read in its reader section.
+    fn step(&mut self) -> (Step<'_, Tree<P, F>>, &mut u32) {
+        let (section, budget) = self.section.inside_with_budget();
+        let step = Step::new(&self.space.tree, &mut self.unflushed, section);
+        (step, budget)
+    }
+
+    /// Ends the reader section and begins the next, so that flushes that wait for the first can go on. Flushes nothing
+    /// itself.
+    pub(super) fn pass(&mut self) {
+        self.section.outside(|_| ());
+    }
+
+    /// Ends the reader section, runs `meanwhile`, and begins the next section.
+    pub(super) fn outside<R>(&mut self, meanwhile: impl FnOnce() -> R) -> R {
+        self.section.outside(|_| meanwhile())
+    }
+
+    /// Counts a read of something other than a page-table entry, like a word of a bitmap. Returns whether more may be
+    /// read in this reader section.
+    pub(super) fn look(&mut self) -> bool {
+        let (_, budget) = self.section.inside_with_budget();
+        *budget = budget.saturating_sub(1);
+        *budget > 0
+    }
+
+    /// Continues `walk`, by `step`, until it is done, with a reader section for each step.
+    pub(crate) fn walk(
+        &mut self,
+        walk: &mut Walk,
+        mut step: impl FnMut(&mut Step<'_, Tree<P, F>>, &mut Walk),
+    ) {
+        loop {
+            self.once(walk, &mut step);
+            if walk.is_done() {
+                return;
+            }
+            self.pass();
+        }
+    }
+
+    /// Continues `walk`, by `work`, as far as this reader section may.
+    pub(super) fn once(
+        &mut self,
+        walk: &mut Walk,
+        work: impl FnOnce(&mut Step<'_, Tree<P, F>>, &mut Walk),
+    ) {
+        let (mut step, budget) = self.step();
+        walk.with_budget(budget, |walk| work(&mut step, walk));
+    }
+
+    /// Calls `work` for each slot with frames in `range`, with a walk over those frames, until that is done, with a
+    /// reader section for each step. Each step uses the slots as they are then.
+    pub(super) fn walk_slots(
+        &mut self,
+        range: &Range<Gfn>,
+        mut work: impl FnMut(&mut Step<'_, Tree<P, F>>, &Memslot, &mut Walk),
+    ) {
+        self.covers(range);
+        let mut at = range.start;
+        while at < range.end {
+            let space = self.space;
+            let (mut step, budget) = self.step();
+            let slots = space.slots.current(step.section());
+            let mut stopped = range.end;
+            slots.in_gfns(&(at..range.end), |slot| {
+                let gfns = slot.gfns();
+                let mut walk = Walk::new(gfns.start.max(at)..gfns.end.min(range.end));
+                walk.with_budget(budget, |walk| work(&mut step, slot, walk));
+                stopped = match walk.is_done() {
+                    true => range.end,
+                    false => walk.at(),
+                };
+                walk.is_done()
+            });
+            at = stopped;
+            if at < range.end {
+                self.pass();
+            }
+        }
+    }
+
+    /// Like [`Self::walk_slots`], but for each slot that a part of `hvas` backs. Calls `found` whenever a step finds
+    /// such a slot, before `work`.
+    pub(super) fn walk_backed_by(
+        &mut self,
+        hvas: &Range<Hva>,
+        mut found: impl FnMut(),
+        mut work: impl FnMut(&mut Step<'_, Tree<P, F>>, &Memslot, &mut Walk),
+    ) {
+        // Where the next step begins: at a slot (by its place in the order of backing), and a page of it.
+        let mut at = Some((Place::FIRST, 0));
+        while let Some((place, page)) = at.take() {
+            let ticket = &self.ticket;
+            let (section, budget) = self.section.inside_with_budget();
+            let mut step = Step::new(&self.space.tree, &mut self.unflushed, section);
+            let slots = self.space.slots.current(section);
+            slots.backed_by(hvas, place, |slot, gfns, here| {
+                found();
+                let start = match here == place {
+                    true => gfns.start.max(slot.base().add(page)),
+                    false => gfns.start,
+                };
+                if start >= gfns.end {
+                    return true;
+                }
+                ticket.covers(&gfns);
+                let mut walk = Walk::new(start..gfns.end);
+                walk.with_budget(budget, |walk| work(&mut step, slot, walk));
+                if !walk.is_done() {
+                    at = Some((here, walk.at().0 - slot.base().0));
+                }
+                walk.is_done()
+            });
+            if at.is_some() {
+                self.pass();
+            }
+        }
+    }
+
+    /// Zaps the leaves of all slots in `range`.
+    pub(crate) fn zap_slots(&mut self, range: &Range<Gfn>) {
+        self.walk_slots(range, |step, slot, walk| step.zap(slot, walk));
+    }
+
+    /// Call before `slot` moves, while no fault installs leaves of it ([`InProgress::slot_moves`]). If its log, which
+    /// moves with it, consists of its leaves' dirty bits, zaps the leaves and notes the bits: after the move they
+    /// would count for other pages. Returns whether it did.
+    ///
+    /// [`InProgress::slot_moves`]: super::InProgress::slot_moves
+    pub(super) fn zap_noted(&mut self, slot: &Memslot) -> bool {
+        let noted = slot.log().is_some_and(|log| !log.kind().protects());
+        if noted {
+            self.covers(&slot.gfns());
+            self.walk(&mut Walk::new(slot.gfns()), |step, walk| {
+                step.zap(slot, walk);
+            });
+        }
+        noted
+    }
+
+    /// Waits until no operation and no vCPU uses a slot set that was replaced before the call.
+    pub(super) fn wait_for_readers(&mut self) {
+        let vm = self.vm;
+        self.section
+            .outside(|_| vm.readers.synchronize(vm.reader_wait()));
+    }
+
+    /// Zaps the leaves of `slot`, without noting dirty bits: it is deleted, and so is its log, or they were noted
+    /// before it moved ([`Self::zap_noted`]). Call after the set without it was published.
+    pub(super) fn zap_unnoted(&mut self, slot: &Memslot) {
+        self.covers(&slot.gfns());
+        self.walk(&mut Walk::new(slot.gfns()), |step, walk| {
+            step.zap_unnoted(walk);
+        });
+    }
+
+    /// Splits huge leaves for which `wanted` is true, with tables from `frames`: continues `walk` for one step, or
+    /// until there are no frames left. `broken` has space for as many leaves; it is empty before and after.
+    pub(super) fn split_some(
+        &mut self,
+        walk: &mut Walk,
+        how: SplitWalk,
+        wanted: impl Fn(Gfn, Level) -> bool,
+        frames: &mut FrameCache,
+        broken: &mut Vec<(Gfn, Level)>,
+    ) {
+        let before = walk.entries;
+        let counters = self.counters();
+        self.once(walk, |step, walk| {
+            with_path(frames, counters, |path| {
+                step.split(walk, how, wanted, path, broken);
+            });
+        });
+        counters.split_entries_visited.add(walk.entries - before);
+        let mut flushed = match (broken.first(), broken.last()) {
+            (Some((first, _)), Some((last, level))) => {
+                self.flush_leaves(*first..last.block(*level).end)
+            }
+            _ => return,
+        };
+        while let Some((gfn, level)) = broken.pop() {
+            while !with_path(frames, counters, |path| {
+                path.flushed = flushed.clone();
+                self.step().0.mend(gfn, level, path)
+            }) {
+                flushed = self.flush_leaves(gfn.block(level));
+            }
+        }
+    }
+
+    /// Flushes the leaves that were broken in `gfns`. Does not complete the operation's ticket: what it has zapped is
+    /// flushed later.
+    fn flush_leaves(&mut self, gfns: Range<Gfn>) -> Flushed {
+        let vm = self.vm;
+        let leaves = Stale {
+            level: None,
+            tables: false,
+        };
+        self.section
+            .outside(|counters| vm.flush(gfns, leaves, counters))
+    }
+
+    /// Flushes the frames that the operation covers, if a flush of them is needed. Then the operation goes on, in
+    /// another reader section.
+    pub(super) fn flush(&mut self) {
+        let unflushed = replace(&mut self.unflushed, Unflushed::none());
+        let (vm, ticket) = (self.vm, &self.ticket);
+        self.section.outside(|counters| {
+            vm.flush_if_needed(ticket, &unflushed, counters);
+            ticket.renew();
+            vm.free(unflushed, counters);
+        });
+    }
+
+    /// Ends the operation. When it returns, no CPU uses a translation of its frames that any thread zapped before
+    /// the call.
+    pub(crate) fn finish(mut self) {
+        let counters = self.section.end();
+        self.vm
+            .flush_if_needed(&self.ticket, &self.unflushed, counters);
+        drop(self.ticket);
+        self.vm.free(self.unflushed, counters);
+    }
+}
+
+/// Allocates space for the leaves that a split breaks: for as many as a path has frames, if the format asks for
+/// break-before-make.
+///
+/// # Errors
+/// [`OutOfMemory`].
+pub(super) fn space_for_broken<F: Format>() -> Result<Vec<(Gfn, Level)>, OutOfMemory> {
+    let mut leaves = Vec::new();
+    if F::BREAK_BEFORE_MAKE {
+        let space = leaves.try_reserve_exact(FrameCache::BATCH);
+        space.map_err(|_| OutOfMemory)?;
+    }
+    Ok(leaves)
+}
+
+/// Runs `then` on a path that takes tables from `frames`, and counts what it has split in `counters`.
+#[inline]
+fn with_path<R>(
+    frames: &mut FrameCache,
+    counters: &Counters,
+    then: impl FnOnce(&mut Path<'_>) -> R,
+) -> R {
+    let mut path = Path::new(frames);
+    let result = then(&mut path);
+    counters.path_done(&path);
+    result
+}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Flushes `gfns`. When this returns, no CPU uses a translation of them that any thread zapped before the call, and
+    /// no reader can reach a table that was detached before. `stale` says what that may be. The caller is outside
+    /// every reader section.
+    pub(crate) fn flush(&self, gfns: Range<Gfn>, stale: Stale, counters: &Counters) -> Flushed {
+        let number = match F::BREAK_BEFORE_MAKE {
+            true => self.flushes.begin(),
+            false => 0,
+        };
+        // Readers first: after that no fault in progress can still add a leaf to a detached table. Then the hardware,
+        // which drops what it has cached of them.
+        self.readers.synchronize(self.reader_wait());
+        held::assert_none("to flush");
+        self.platform.flush(self.id, gfns.clone(), stale);
+        counters.remote_tlb_flush.add(1);
+        Flushes::done(gfns, number)
+    }
+
+    /// Flushes the frames that `ticket` covers, if its operation has changed something (`unflushed`) or another one
+    /// needs a flush of them. The caller is outside every reader section.
+    fn flush_if_needed(
+        &self,
+        ticket: &FlushTicket<'_>,
+        unflushed: &Unflushed,
+        counters: &Counters,
+    ) {
+        if ticket.gfns().is_empty() {
+            return;
+        }
+        counters.remote_tlb_flush_requests.add(1);
+        if ticket.others_need(F::MAX_LEAF) {
+            self.flush(ticket.gfns(), Stale::ANYTHING, counters);
+        } else if !unflushed.is_empty() {
+            self.flush(ticket.gfns(), unflushed.stale::<F>(), counters);
+        }
+    }
+
+    /// Frees the detached tables, and counts the zapped leaves. Call after the flush.
+    fn free(&self, unflushed: Unflushed, counters: &Counters) {
+        let mut freed = Freed {
+            leaves: unflushed.zapped,
+            nx_splits: 0,
+        };
+        if !unflushed.detached.is_empty() {
+            // SAFETY: since the tables were detached, all readers have passed a quiescent point, and hardware was
+            // flushed.
+            freed += unsafe { unflushed.detached.free::<F>(&*self.platform) };
+        }
+        counters.leaves_zapped(&freed);
+    }
+}

@@ -1,0 +1,335 @@
+//! What range operations do at entries. Each method continues a walk ([`ByGfn::walk`]) as far as its budget allows.
+
+use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
+use alloc::vec::Vec;
+use core::marker::PhantomData;
+
+use super::Unflushed;
+use crate::addr::{Access, Gfn, Level, Pfn};
+use crate::format::{Entry, Format};
+use crate::policy::SplitWalk;
+use crate::slots::Memslot;
+use crate::sync::{Guarded, InSection};
+use crate::table::{At, ByGfn, LeafCounts, Next, Path, RUN, Show, Split, Visit, Walk};
+
+/// A step of a range operation on the MMU `M`: what it does in one reader section.
+pub(crate) struct Step<'s, M> {
+    mmu: &'s M,
+    unflushed: &'s mut Unflushed,
+    section: InSection<'s>,
+}
+
+impl<'s, M: ByGfn> Step<'s, M> {
+    pub(crate) fn new(
+        mmu: &'s Guarded<M>,
+        unflushed: &'s mut Unflushed,
+        section: InSection<'s>,
+    ) -> Self {
+        Step {
+            mmu: mmu.get(section),
+            unflushed,
+            section,
+        }
+    }
+
+    /// Returns the proof that the step is in a reader section.
+    pub(crate) fn section(&self) -> InSection<'s> {
+        self.section
+    }
+
+    /// Calls `visit` for the entries that `show` selects. Changes nothing itself.
+    pub(crate) fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
+        self.mmu.walk(walk, show, visit);
+    }
+
+    /// Zaps leaves of `slot`. If its log consists of the leaves' dirty bits, moves them to its bitmap.
+    pub(crate) fn zap(&mut self, slot: &Memslot, walk: &mut Walk) {
+        match slot.log() {
+            Some(log) if !log.kind().protects() => {
+                let all = slot.gfns();
+                self.zap_noting(walk, |gfn, level| log.mark_leaf(&all, gfn, level));
+            }
+            _ => self.zap_unnoted(walk),
+        }
+    }
+
+    /// Zaps all leaves of the range; detaches the tables that cover only frames of it. A huge leaf that reaches out of
+    /// the range is zapped as a whole: its other pages fault again.
+    pub(crate) fn zap_unnoted(&mut self, walk: &mut Walk) {
+        let show = Show {
+            tables: true,
+            ..Show::default()
+        };
+        let (mmu, unflushed, range) = (self.mmu, &mut *self.unflushed, walk.range());
+        mmu.walk(
+            walk,
+            show,
+            &mut |at: &At<'_>| match at.decode::<M::Format>() {
+                Entry::Table(lower) if at.is_inside(&range) => {
+                    mmu.detach(at, lower, &mut unflushed.detached);
+                    Next::Pass
+                }
+                Entry::Leaf(_) | Entry::Broken(_) => {
+                    mmu.zap(at);
+                    count(&mut unflushed.zapped, at.level);
+                    Next::Pass
+                }
+                _ => Next::Descend,
+            },
+        );
+    }
+
+    /// Like [`Self::zap_unnoted`], but calls `dirty`, under the lock of its table, for every leaf with its dirty bit
+    /// set. Detaches no tables: a walker that has reached one could still set such a bit in it.
+    fn zap_noting(&mut self, walk: &mut Walk, mut dirty: impl FnMut(Gfn, Level)) {
+        let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
+        mmu.walk(walk, Show::default(), &mut |at: &At<'_>| {
+            let bits = mmu.take(at);
+            if M::Format::clear_dirty(bits) != bits {
+                dirty(at.gfn, at.level);
+            }
+            count(&mut unflushed.zapped, at.level);
+            Next::Pass
+        });
+    }
+
+    /// Clears all MMIO entries of the range. Needs no flush: no TLB caches one.
+    pub(crate) fn zap_mmio(&mut self, walk: &mut Walk) {
+        let show = Show {
+            mmio: true,
+            ..Show::default()
+        };
+        self.walk(walk, show, &mut |at: &At<'_>| {
+            if let Entry::Mmio { .. } = at.decode::<M::Format>() {
+                at.put(0);
+            }
+            Next::Descend
+        });
+    }
+
+    /// Calls `visit` for the entries that refer to a table, could be a leaf instead, and cover only frames of the
+    /// range, each with the frame of the table.
+    pub(crate) fn visit_tables(&self, walk: &mut Walk, visit: impl FnMut(&At<'_>, Pfn) -> Next) {
+        visit_tables(self.mmu, walk, visit);
+    }
+
+    /// Detaches the tables that [`Self::visit_tables`] visits and for which `wanted` is true. The next fault installs a
+    /// leaf of the largest level that fits then.
+    pub(crate) fn zap_tables(
+        &mut self,
+        walk: &mut Walk,
+        mut wanted: impl FnMut(Gfn, Level) -> bool,
+    ) {
+        self.zap_some_tables(walk, |at, _| wanted(at.gfn, at.level));
+    }
+
+    /// Like [`Self::zap_tables`], but only tables that exist because of NX.
+    pub(crate) fn zap_nx_tables(
+        &mut self,
+        walk: &mut Walk,
+        mut wanted: impl FnMut(Gfn, Level) -> bool,
+    ) {
+        let mmu = self.mmu;
+        self.zap_some_tables(walk, |at, table| {
+            mmu.is_nx_table(table) && wanted(at.gfn, at.level)
+        });
+    }
+
+    /// Like [`Self::zap_tables`], but passes `wanted` the entry and the frame of the table.
+    fn zap_some_tables(&mut self, walk: &mut Walk, mut wanted: impl FnMut(&At<'_>, Pfn) -> bool) {
+        let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
+        visit_tables(mmu, walk, |at, table| {
+            if !wanted(at, table) {
+                return Next::Descend;
+            }
+            mmu.detach(at, table, &mut unflushed.detached);
+            Next::Pass
+        });
+    }
+
+    /// Write-protects the pages of `slot` for which `is_named` is true, or clears their dirty bits, depending on the
+    /// kind of its log, so that it notes the next write to them.
+    pub(crate) fn protect(
+        &mut self,
+        slot: &Memslot,
+        walk: &mut Walk,
+        is_named: impl Fn(Gfn) -> bool,
+    ) {
+        let named = |gfn, level| level > Level::PAGE || is_named(gfn);
+        match slot.log() {
+            Some(log) if !log.kind().protects() => {
+                // The dirty bit of a huge leaf is also that of its other pages: these are marked.
+                let range = walk.range();
+                let note = |gfn, level| {
+                    let cleared = |gfn| range.contains(&gfn) && is_named(gfn);
+                    log.mark_leaf_unless(&slot.gfns(), gfn, level, &cleared);
+                };
+                self.clear_dirty(walk, named, note);
+            }
+            _ => self.write_protect(walk, named),
+        }
+    }
+
+    /// Write-protects every leaf of the range for which `wanted` is true, and sets its `may_write`.
+    ///
+    /// A huge leaf is protected as a whole if a page of it is in the range. The next write fault, or an eager split,
+    /// splits it.
+    ///
+    /// Uses plain stores: an accessed or dirty bit that hardware sets at the same time may be lost. Without accessed, a
+    /// page looks unused for longer than it was, as it does while a TLB caches the leaf; dirty bits are not used
+    /// where the log works by write protection.
+    pub(crate) fn write_protect(
+        &mut self,
+        walk: &mut Walk,
+        wanted: impl FnMut(Gfn, Level) -> bool,
+    ) {
+        let mut protect = WriteProtect::<M::Format, _> {
+            wanted,
+            changed: &mut self.unflushed.changed,
+            format: PhantomData,
+        };
+        self.mmu.walk(walk, Show::default(), &mut protect);
+    }
+
+    /// Clears the dirty bit of every leaf of the range that has it set and for which `wanted` is true, and calls
+    /// `dirty` for each, under the lock of its table.
+    pub(crate) fn clear_dirty(
+        &mut self,
+        walk: &mut Walk,
+        mut wanted: impl FnMut(Gfn, Level) -> bool,
+        mut dirty: impl FnMut(Gfn, Level),
+    ) {
+        let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
+        mmu.walk(walk, Show::default(), &mut |at: &At<'_>| {
+            if M::Format::clear_dirty(at.bits) != at.bits && wanted(at.gfn, at.level) {
+                at.update::<M::Format>(M::Format::clear_dirty);
+                dirty(at.gfn, at.level);
+                count(&mut unflushed.changed, at.level);
+            }
+            Next::Pass
+        });
+    }
+
+    /// Returns how many leaves of the range were used since their accessed bit was last cleared; clears it if `clear`.
+    /// Needs no flush: a CPU that still caches the leaf does not set the bit again, and so the page looks unused for
+    /// longer than it was.
+    pub(crate) fn age(&self, walk: &mut Walk, clear: bool) -> u64 {
+        let mut young = 0;
+        self.walk(walk, Show::default(), &mut |at: &At<'_>| {
+            if M::Format::clear_accessed(at.bits) != at.bits {
+                young += 1;
+                if clear {
+                    at.update::<M::Format>(M::Format::clear_accessed);
+                }
+            }
+            Next::Pass
+        });
+        young
+    }
+
+    /// Splits the huge leaves of the range for which `wanted` is true, and those pieces for which it is true, down to
+    /// 4 KiB, in place: each page stays mapped throughout, to the same frame with the same rights, so no walker
+    /// faults and nothing needs a flush. Stops when `path` has no frame left.
+    ///
+    /// On formats with break-before-make it only breaks the leaves, as many as `path` has frames for, and adds them to
+    /// `broken`, which has space for as many. The caller flushes and mends each ([`ByGfn::mend`]).
+    pub(crate) fn split(
+        &mut self,
+        walk: &mut Walk,
+        how: SplitWalk,
+        wanted: impl Fn(Gfn, Level) -> bool,
+        path: &mut Path<'_>,
+        broken: &mut Vec<(Gfn, Level)>,
+    ) {
+        let show = Show {
+            skip_last_level: how != SplitWalk::Full,
+            skip_without_huge: how == SplitWalk::Default,
+            ..Show::default()
+        };
+        let mmu = self.mmu;
+        mmu.walk(walk, show, &mut |at: &At<'_>| {
+            let Entry::Leaf(_) = at.decode::<M::Format>() else {
+                return Next::Descend;
+            };
+            if at.level == Level::PAGE || !wanted(at.gfn, at.level) {
+                return Next::Pass;
+            }
+            if broken.len() == path.frames.len() {
+                return Next::Stop;
+            }
+            match mmu.split(at, path) {
+                Split::InPlace => Next::Descend,
+                Split::Broken => {
+                    broken.push((at.gfn, at.level));
+                    Next::Pass
+                }
+            }
+        });
+        // The pieces of a broken leaf of 1 GiB may have to be split, too: go back to the first such leaf.
+        let enters = |(_, level): &&(Gfn, Level)| *level > Level::MEGA || how == SplitWalk::Full;
+        if let Some((gfn, _)) = broken.iter().find(enters) {
+            walk.go_to(*gfn);
+        }
+    }
+
+    /// Installs the pieces of a leaf that [`Self::split`] broke ([`ByGfn::mend`]).
+    pub(super) fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool {
+        self.mmu.mend(gfn, level, path)
+    }
+}
+
+/// Implements [`Step::visit_tables`].
+fn visit_tables<M: ByGfn>(mmu: &M, walk: &mut Walk, mut visit: impl FnMut(&At<'_>, Pfn) -> Next) {
+    let range = walk.range();
+    mmu.walk(
+        walk,
+        Show::TABLES,
+        &mut |at: &At<'_>| match at.decode::<M::Format>() {
+            Entry::Table(lower) if at.level <= M::Format::MAX_LEAF && at.is_inside(&range) => {
+                visit(at, lower)
+            }
+            _ => Next::Descend,
+        },
+    );
+}
+
+fn count(counts: &mut LeafCounts, level: Level) {
+    counts[level.0 as usize - 1] += 1;
+}
+
+/// The visitor of [`Step::write_protect`].
+struct WriteProtect<'c, F, W> {
+    wanted: W,
+    changed: &'c mut LeafCounts,
+    format: PhantomData<F>,
+}
+
+impl<F: Format, W: FnMut(Gfn, Level) -> bool> Visit for WriteProtect<'_, F, W> {
+    #[inline]
+    fn visit(&mut self, at: &At<'_>) -> Next {
+        if F::is_writable(at.bits) && (self.wanted)(at.gfn, at.level) {
+            at.put(F::write_protect(at.bits));
+            count(self.changed, at.level);
+        }
+        Next::Pass
+    }
+
+    /// Protects the run if all its entries are writable leaves and wanted.
+    #[inline]
+    fn run(&mut self, entries: &[AtomicU64; RUN], first: Gfn) -> bool {
+        let bits: [u64; RUN] = core::array::from_fn(|i| entries[i].load(Relaxed));
+        let (set, clear) = F::ready(Access::Write);
+        let set = set & !(F::ACCESSED | F::DIRTY);
+        let all = bits.iter().fold(u64::MAX, |all, bits| all & bits);
+        let any = bits.iter().fold(0, |any, bits| any | bits);
+        let wanted = (0..RUN as u64).all(|i| (self.wanted)(first.add(i), Level::PAGE));
+        if all & set != set || any & clear != 0 || !wanted {
+            return false;
+        }
+        for (entry, bits) in entries.iter().zip(bits) {
+            overwrite(entry, F::write_protect(bits));
+        }
+        self.changed[0] += RUN as u64;
+        true
+    }
+}
