@@ -1,10 +1,10 @@
-//! The Rust in docs/hypervisor.md is Rust of this tree.
+//! What the documents show and link to is in the tree.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-const DOCUMENT: &str = "docs/hypervisor.md";
-/// Where its Rust comes from.
+/// The document that shows Rust, and where that comes from.
+const HYPERVISOR: &str = "docs/hypervisor.md";
 const SOURCES: [&str; 5] = [
     "metal/core/src/frames.rs",
     "metal/core/src/host.rs",
@@ -13,11 +13,17 @@ const SOURCES: [&str; 5] = [
     "metal/npt/src/svm.rs",
 ];
 
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+fn read(path: impl AsRef<Path>) -> String {
+    fs::read_to_string(root().join(path)).unwrap()
+}
+
 #[test]
 fn what_the_document_shows_is_in_the_tree() {
-    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
-    let read = |path: &str| fs::read_to_string(root.join(path)).unwrap();
-    let document = read(DOCUMENT);
+    let document = read(HYPERVISOR);
     let sources = SOURCES.map(read);
     let mut shown = document.split("```rust\n").skip(1);
     assert!(shown.clone().count() > 5, "the document shows code");
@@ -26,5 +32,111 @@ fn what_the_document_shows_is_in_the_tree() {
         let found = sources.iter().any(|source| source.contains(code));
         (!found).then_some(code)
     });
-    assert_eq!(missing, None, "{DOCUMENT} shows what is not in the tree");
+    assert_eq!(missing, None, "{HYPERVISOR} shows what is not in the tree");
+}
+
+/// Returns the documents of the workspace: those of the root, of `docs`, and each crate's README.
+fn documents() -> Vec<PathBuf> {
+    let in_directory = |directory: &Path| {
+        let entries = fs::read_dir(directory).unwrap();
+        let paths = entries.map(|entry| entry.unwrap().path());
+        let documents = paths.filter(|path| path.extension().is_some_and(|e| e == "md"));
+        documents.collect::<Vec<_>>()
+    };
+    let mut documents = in_directory(root());
+    documents.extend(in_directory(&root().join("docs")));
+    for entry in fs::read_dir(root().join("crates")).unwrap() {
+        documents.extend(in_directory(&entry.unwrap().path()));
+    }
+    documents
+}
+
+/// Returns the text and the target of each link, but of those in code blocks.
+fn links(document: &str) -> Vec<(&str, &str)> {
+    let prose = document.split("```").step_by(2);
+    let links = prose.flat_map(|prose| {
+        prose.match_indices("](").map(|(at, bracket)| {
+            let text = prose[..at].rsplit('[').next().unwrap();
+            let target = prose[at + bracket.len()..].split(')').next().unwrap();
+            (text, target)
+        })
+    });
+    links.collect()
+}
+
+/// Splits a line of code into names. Comments, and the rest, are left out.
+fn names(line: &str) -> Vec<&str> {
+    let code = line.split("//").next().unwrap();
+    let names = code.split(|c: char| !c.is_alphanumeric() && c != '_');
+    names.filter(|name| !name.is_empty()).collect()
+}
+
+/// Whether `source` defines `name`: a function, a type, a constant, a macro, or a variant, which begins its line.
+fn defines(source: &str, name: &str) -> bool {
+    const KEYWORDS: [&str; 7] = [
+        "fn",
+        "struct",
+        "enum",
+        "trait",
+        "type",
+        "const",
+        "macro_rules",
+    ];
+    let is_type = name.starts_with(char::is_uppercase);
+    source.lines().any(|line| {
+        let names = names(line);
+        let defined = |pair: &[&str]| KEYWORDS.contains(&pair[0]) && pair[1] == name;
+        names.windows(2).any(defined) || is_type && names.first() == Some(&name)
+    })
+}
+
+/// Returns what is wrong with a link to `path`, relative to the root, whose text is `` `item` ``, if the item is one of Rust:
+/// `function`, `Type`, `Type::method`. A crate or module may be linked by its name.
+fn wrong_item(path: &Path, item: &str) -> Option<String> {
+    let is_rust = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
+    if !item.chars().all(is_rust) {
+        return None;
+    }
+    let is_part = |name: &str| path.with_extension("").iter().any(|part| part == name);
+    let mut parts = item.rsplit("::");
+    let last = parts.next().unwrap();
+    if last == item && is_part(item) {
+        return None;
+    }
+    let source = fs::read_to_string(root().join(path)).unwrap_or_default();
+    let has = |name: &str| source.lines().any(|line| names(line).contains(&name));
+    match parts.find(|part| !has(part) && !is_part(part)) {
+        Some(part) => Some(format!("{part} is not there")),
+        None => (!defines(&source, last)).then(|| format!("{last} is not defined there")),
+    }
+}
+
+#[test]
+fn what_the_documents_link_to_is_in_the_tree() {
+    let root = root().canonicalize().unwrap();
+    let mut wrong = Vec::new();
+    let mut items = 0;
+    for document in documents() {
+        let text = fs::read_to_string(&document).unwrap();
+        for (text, target) in links(&text) {
+            let target = target.split('#').next().unwrap();
+            if target.is_empty() || target.contains("://") {
+                continue;
+            }
+            let path = document.parent().unwrap().join(target);
+            let item = text.strip_prefix('`').and_then(|t| t.strip_suffix('`'));
+            items += usize::from(item.is_some());
+            let why = match path.canonicalize() {
+                Err(_) => Some("there is no such file".to_owned()),
+                Ok(path) => match path.strip_prefix(&root) {
+                    Err(_) => Some("it is outside the tree".to_owned()),
+                    Ok(path) => item.and_then(|item| wrong_item(path, item)),
+                },
+            };
+            let document = document.file_name().unwrap();
+            wrong.extend(why.map(|why| format!("{document:?}: [{text}]({target}): {why}")));
+        }
+    }
+    assert!(items > 100, "the documents link to items: {items}");
+    assert!(wrong.is_empty(), "wrong links:\n{}", wrong.join("\n"));
 }
