@@ -82,8 +82,9 @@ fn errno(stop: &Stop) -> i32 {
             error: ResolveError::Interrupted,
             ..
         } => libc::EINTR,
-        Stop::BadAddress { .. } | Stop::MemoryFault { .. } => libc::EFAULT,
         // The caller handles `Retry`, and only writes stop for a full dirty ring.
         Stop::Retry | Stop::DirtyRingFull => libc::EAGAIN,
+        // `BadAddress` and `MemoryFault`.
+        _ => libc::EFAULT,
     }
 }

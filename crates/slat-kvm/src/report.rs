@@ -173,10 +173,8 @@ mod tests {
     fn numbers_are_readable() {
         assert_eq!(grouped(7), "7");
         assert_eq!(grouped(1234567), "1,234,567");
-        let stats = Stats {
-            pf_fixed: 16384,
-            ..Stats::default()
-        };
+        let mut stats = Stats::default();
+        stats.pf_fixed = 16384;
         let text = render(2, &stats);
         assert!(text.contains("2 VMs") && text.contains("16,384"), "{text}");
     }

@@ -22,14 +22,14 @@ impl Default for Entries {
 /// The platform stores it (see [`Platform::meta`](crate::Platform::meta)); only the engine looks inside.
 pub struct TableMeta {
     pub(crate) lock: RawSpinLock,
-    /// The table stands where a huge leaf could, were it not for the policy `nx_huge_pages`.
+    /// Without the policy `nx_huge_pages` a huge leaf could replace the table.
     /// Written under the lock of the table above, or before publication.
     pub(crate) nx_split: AtomicBool,
-    /// Leaves in the table, so that it can be freed, or passed over, without a look at its entries.
+    /// The number of leaves in the table, so that it can be freed, or passed over, without a look at its entries.
     /// Written under the table's lock, or before publication.
     pub(crate) leaves: AtomicU16,
-    /// The number that the flush must have after which leaves that were broken in the table may be mended; 0:
-    /// none was. As `leaves`.
+    /// The number of the flush after which leaves that were broken in the table may be mended; 0: none was broken.
+    /// Written like `leaves`.
     pub(crate) broken: AtomicU64,
     /// While the table is detached: the next table of the list, as the list knows it.
     pub(crate) next: AtomicU64,
@@ -37,7 +37,7 @@ pub struct TableMeta {
 
 impl TableMeta {
     const_fn! {
-        /// For a frame that has just been allocated.
+        /// Makes metadata for a frame that has just been allocated.
         pub fn new() -> Self {
             TableMeta {
                 lock: RawSpinLock::new(),
@@ -51,14 +51,14 @@ impl TableMeta {
 }
 
 impl TableMeta {
-    /// For a table that is not published yet.
+    /// Resets it. Call for a table that is not published yet.
     pub(crate) fn begin(&self, leaves: u16) {
         self.leaves.store(leaves, Relaxed);
         self.nx_split.store(false, Relaxed);
         self.broken.store(0, Relaxed);
     }
 
-    /// Under the table's lock.
+    /// Adds `change` to the number of leaves. Call under the table's lock.
     #[inline]
     pub(crate) fn count_leaves(&self, change: i16) {
         let count = self.leaves.load(Relaxed).wrapping_add_signed(change);

@@ -1,4 +1,4 @@
-//! Heap memory that may run out. `Box::new` and `Arc::new` abort then; these answer [`OutOfMemory`].
+//! Heap memory that may run out. `Box::new` and `Arc::new` abort then; these return [`OutOfMemory`].
 
 use alloc::alloc::{Layout, alloc, alloc_zeroed};
 use alloc::boxed::Box;
@@ -20,7 +20,7 @@ impl fmt::Display for OutOfMemory {
 
 impl core::error::Error for OutOfMemory {}
 
-/// Room for a `T`, which has a size.
+/// Allocates memory for a `T`, which has a size.
 pub(crate) fn room<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     const { assert!(size_of::<T>() > 0) };
     // SAFETY: the layout has a size.
@@ -41,7 +41,7 @@ pub(crate) fn zeroed<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     Ok(unsafe { Box::from_raw(memory.as_ptr()) })
 }
 
-/// `Box::new`.
+/// Does what `Box::new` does.
 pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     Ok(Box::write(room()?, value))
 }
@@ -61,7 +61,7 @@ unsafe impl<T: Send + Sync> Send for Shared<T> {}
 unsafe impl<T: Send + Sync> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
-    /// The first owner of `value`.
+    /// Makes the first owner of `value`.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -71,7 +71,7 @@ impl<T> Shared<T> {
         Ok(Shared(NonNull::from(Box::leak(counted))))
     }
 
-    /// The way to the value, for somebody who knows otherwise that an owner is left.
+    /// Returns a pointer to the value that is no owner, for code that knows otherwise that an owner is left.
     pub(crate) fn uncounted(&self) -> Uncounted<T> {
         Uncounted(self.0)
     }
@@ -134,7 +134,7 @@ impl<T> Uncounted<T> {
         unsafe { &(*self.0.as_ptr()).value }
     }
 
-    /// One more owner.
+    /// Makes one more owner.
     ///
     /// # Safety
     /// - an owner is left.

@@ -16,7 +16,7 @@ use crate::frame::{Entries, TableMeta};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct VmId(pub u64);
 
-/// What [`Platform::resolve`] found behind one backing page.
+/// The host page that [`Platform::resolve`] found at a backing address.
 ///
 /// ```
 /// use slat::{HostPage, Level, MemoryType, Pfn};
@@ -30,7 +30,7 @@ pub struct VmId(pub u64);
 pub struct HostPage {
     /// The frame of the page asked for (not of the start of the huge mapping around it).
     pub pfn: Pfn,
-    /// How large a host mapping stands there: the naturally aligned region of this level around
+    /// The size of the host mapping: the naturally aligned region of this level around
     /// the page is contiguous both in the backing and in host-physical memory.
     pub level: Level,
     /// The guest may be allowed to write without asking again.
@@ -109,7 +109,7 @@ pub struct ZappedLeaf {
     pub dirty: bool,
 }
 
-/// Why a backing page cannot be had.
+/// Why a backing page cannot be resolved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResolveError {
     /// Nothing is mapped at this backing address, or not with the rights asked for.
@@ -132,33 +132,33 @@ impl fmt::Display for ResolveError {
 
 impl core::error::Error for ResolveError {}
 
-/// Who the engine is waiting for, given to [`Platform::wait`].
+/// What the engine is waiting for, given to [`Platform::wait`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitFor {
-    /// Somebody who holds a spin lock: a table's, or another that is held for a few instructions.
+    /// The holder of a spin lock: a table's, or another that is held for a few instructions.
     Lock,
-    /// Operations that came before and hold a lock over all they do, allocations and flushes included: slot
-    /// changes, harvests of dirty logs. First come, first served. `round` counts from 0 again when the caller
-    /// is next.
+    /// Earlier operations that hold a lock over all they do, allocations and some flushes included: slot
+    /// changes, harvests of dirty logs. Threads get it in the order of their requests. `round` counts from 0 again when
+    /// the caller is next.
     Turn,
     /// An entered reader that has not yet passed a quiescent point; the value is what it gave to
     /// [`crate::Vcpu::enter`] (a thread id in the userspace port, 0 when unknown).
     Reader(usize),
     /// An invalidation in progress over the page of a fault ([`crate::Vm::invalidate`]), or a leaf
-    /// that somebody is replacing by break-before-make.
+    /// that another thread is replacing by break-before-make.
     Invalidation,
 }
 
-/// What a flush is about, beside its range: for machines that can do with less than a flush of everything
+/// What a flush has to void, beside its range: for machines that can do with less than a flush of everything
 /// there ([`Platform::flush`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stale {
-    /// All leaves that were taken away, or have lost a right, are of this level, in the tables and in every TLB
+    /// All leaves that were zapped, or have lost a right, are of this level, in the tables and in every TLB
     /// (AArch64: the TTL of a TLBI). `None`: of several, or not known; always so where leaves are split without a
     /// flush, because a TLB may still hold the huge one.
     pub level: Option<Level>,
-    /// Entries that lead to tables were taken away. Otherwise only leaves were: what a walker has cached on the
-    /// way to them is still good (AArch64: TLBI IPAS2LE1 in the place of IPAS2E1).
+    /// Entries that refer to tables were cleared. Otherwise only leaves were zapped: what a walker has cached on the
+    /// path to them is still valid (AArch64: TLBI IPAS2LE1 in the place of IPAS2E1).
     pub tables: bool,
 }
 
@@ -188,18 +188,18 @@ impl Stale {
 /// | `zapped` | yes | yes | no | no |
 ///
 /// A *reader section* is what [`crate::Vcpu::enter`] begins, and what every operation is in while it walks:
-/// flushes wait until it ends, and so do changes of slots. Whoever waits in one for something that waits
+/// flushes wait until it ends, and so do changes of slots. A thread that waits in one for something that waits
 /// for a flush waits for ever, so memory is not reclaimed from a guest ([`crate::Vm::invalidate`]) in order
 /// to allocate a table, and a lock that these methods take is never held around a call of the engine.
 /// `flush` and the table methods may be called while a slot change of the same address space is in
-/// progress on the calling thread ([`crate::Vm::set_memory_region`] holds its lock over its flush).
+/// progress on the calling thread ([`crate::Vm::set_memory_region`] holds its lock over most of what it does).
 ///
 /// The global allocator is used where tables are allocated, and obeys the same.
 ///
 /// Under a table's lock the engine takes spin locks only, held for at most one table's entries. Locks that are held
-/// for longer are waited for with [`WaitFor::Turn`], in the order of arrival. So the engine is not called from an
-/// interrupt handler, or from anything else that may have come in between on the same CPU, unless
-/// whatever calls the engine masks that.
+/// for longer are waited for with [`WaitFor::Turn`], in the order of requests. So the engine is not called from an
+/// interrupt handler, or from anything else that may interrupt a caller of the engine on the same CPU, unless
+/// that caller masks it.
 ///
 /// # Safety
 /// An implementation promises, for as long as it lives:
@@ -217,12 +217,12 @@ impl Stale {
 ///   same VMID, ASID, VPID or root frame; and no CPU can walk a root when its VM is dropped. A [`VmId`]
 ///   is never used twice, frames are.
 pub unsafe trait Platform: Send + Sync + 'static {
-    /// A frame for one table, contents unspecified; `None` when memory is out, which every caller
+    /// Allocates a frame for one table, contents unspecified; `None` when memory is out, which every caller
     /// survives. Called ahead of need, never under a table's lock; must not wait for a vCPU, a flush,
     /// or an invalidation.
     fn alloc_table(&self) -> Option<Pfn>;
 
-    /// Frames for a root of `tables` tables (a power of two, see [`crate::Format::ROOT_TABLES`]): next to
+    /// Allocates frames for a root of `tables` tables (a power of two, see [`crate::Format::ROOT_TABLES`]): next to
     /// each other, the first aligned to them all. Each is freed alone.
     fn alloc_root(&self, tables: usize) -> Option<Pfn>;
 
@@ -232,13 +232,13 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// - `frame` came from [`alloc_table`](Self::alloc_table) of this platform, and is freed once.
     unsafe fn free_table(&self, frame: Pfn);
 
-    /// The same as [`alloc_table`](Self::alloc_table) for up to `frames` tables at once, each given to
+    /// Like [`alloc_table`](Self::alloc_table), but for up to `frames` tables at once, each given to
     /// `take`; fewer when memory is out. For range operations: a source with a lock takes it once.
     fn alloc_tables(&self, frames: usize, take: &mut dyn FnMut(Pfn)) {
         (0..frames).map_while(|_| self.alloc_table()).for_each(take);
     }
 
-    /// The same as [`free_table`](Self::free_table) for several.
+    /// Like [`free_table`](Self::free_table), but for several.
     ///
     /// # Safety
     /// - as [`free_table`](Self::free_table), for each.
@@ -249,10 +249,10 @@ pub unsafe trait Platform: Send + Sync + 'static {
         }
     }
 
-    /// The entries in an allocated frame. Called at each step of a walk: must be a few instructions.
+    /// Returns the entries in an allocated frame. Called at each step of a walk: must be a few instructions.
     fn entries(&self, frame: Pfn) -> NonNull<Entries>;
 
-    /// What the engine keeps beside an allocated frame, as Linux does in `struct page`. The engine resets it when it
+    /// Returns what the engine keeps beside an allocated frame, as Linux does in `struct page`. The engine resets it when it
     /// takes the frame into use, so it may be that of the frame's last allocation.
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta>;
 
@@ -262,18 +262,18 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// as it likes (swap, userfaultfd) and holds up nobody.
     fn resolve(&self, backing: Hva, access: Access) -> Result<HostPage, ResolveError>;
 
-    /// The same for what of `backing` (whole pages) is resident already; never makes the host
-    /// allocate, never sleeps. Calls `found` for stretches in ascending order; what is not resident,
-    /// or not known, is passed over.
+    /// Like [`resolve`](Self::resolve), but for all pages of `backing` that are resident already; never makes the host
+    /// allocate, never sleeps. Calls `found` for stretches in ascending order, and skips what is not resident
+    /// or not known.
     ///
-    /// `found` takes the lock of a table. So it holds no lock while it calls `found`, and waits for none under which [`crate::Vm::invalidate`] is called. Its answer
-    /// may be out of date when it comes: the engine installs it only if no invalidation began meanwhile.
+    /// `found` takes the lock of a table. So it holds no lock while it calls `found`, and waits for none under which [`crate::Vm::invalidate`] is called. What it finds
+    /// may be out of date then: the engine installs it only if no invalidation began meanwhile.
     fn resolve_resident(&self, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
 
     /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:
     /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.
-    /// A huge leaf that was taken away may reach out of `range`: nothing of it is used either. `stale` says what
-    /// of it is enough; a platform that does not look at it flushes everything in the range.
+    /// A huge leaf that was zapped may reach out of `range`: nothing of it is used either. `stale` says what
+    /// is enough; a platform that does not look at it flushes everything in the range.
     ///
     /// When it returns, for each CPU that may run the guest:
     /// - leaves that its TLB holds are void, whatever their size, also those combined with translations
@@ -283,13 +283,13 @@ pub unsafe trait Platform: Send + Sync + 'static {
     ///   that its walker sets for them;
     /// - or it is not in the guest, and will do all this before it executes another instruction of it.
     ///
-    /// The entries were changed before by ordinary atomic stores. What a CPU needs beside that for its
-    /// walkers to see them is this method's to do before it flushes (AArch64: DSB ISHST).
+    /// The entries were changed before by ordinary atomic stores. This method does what a CPU needs beside that for its
+    /// walkers to see them, before it flushes (AArch64: DSB ISHST).
     ///
     /// The caller is outside every reader section, but may be a vCPU's thread between two runs of its
     /// guest, with interrupts masked, on several CPUs at once: an implementation that interrupts other
     /// CPUs waits only for those that are in the guest, or answers the others while it waits.
-    /// Software CPUs are none of its business: the engine waits for their acknowledgement itself
+    /// It does nothing for software CPUs: the engine waits for their acknowledgement itself
     /// ([`crate::Vcpu::quiesce`]).
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale);
 
@@ -304,8 +304,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     }
 
     /// Passes time while the engine waits; `round` counts up from 0 for one wait. Spin first, then
-    /// give the processor away; for [`WaitFor::Reader`], make a reader that is stuck in a host page
-    /// fault come back (the kick of the userspace port). Where CPUs are never taken from those who hold
+    /// yield the processor; for [`WaitFor::Reader`], interrupt a reader that is stuck in a host page
+    /// fault (the kick of the userspace port). Where CPUs are never taken from those who hold
     /// the engine's locks (a hypervisor that does not preempt itself), a spin hint is enough.
     fn wait(&self, round: u32, what: WaitFor);
 }

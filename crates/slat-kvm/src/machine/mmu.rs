@@ -82,13 +82,14 @@ impl VcpuMachine {
                 self.memory_fault = Some(gpa);
                 Unreachable::Fault(Fault::BadAddress)
             }
-            Stop::BadAddress { .. } => {
-                crate::report::stopped(&stop);
-                Unreachable::Fault(Fault::BadAddress)
-            }
             Stop::OutOfMemory { .. } => {
                 crate::report::stopped(&stop);
                 Unreachable::Fault(Fault::OutOfMemory)
+            }
+            // `BadAddress`.
+            _ => {
+                crate::report::stopped(&stop);
+                Unreachable::Fault(Fault::BadAddress)
             }
         }
     }

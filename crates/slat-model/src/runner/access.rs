@@ -118,8 +118,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 assert!(access == Access::Write && expected != Expected::Mmio);
                 self.tally.count("ring full");
             }
-            Err(Stop::MemoryFault { .. }) => panic!("this VM has no private memory"),
-            Err(Stop::Retry) => panic!("{access:?} at {gpa:#x}: nothing was in its way"),
+            // `Retry`: nothing conflicts. `MemoryFault`: this VM has no private memory.
+            Err(stop) => panic!("{access:?} at {gpa:#x}: {stop:?}"),
         }
         assert_eq!(did.pf_retried, 0, "{access:?} at {gpa:#x}");
         answer
@@ -219,8 +219,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
             Err(Stop::DirtyRingFull) => {
                 assert!(was_full && access == Access::Write, "frame {gfn:#x}");
             }
-            Err(Stop::MemoryFault { .. }) => panic!("this VM has no private memory"),
             Err(Stop::OutOfMemory { .. }) => self.allocation_failed(),
+            // `MemoryFault`: this VM has no private memory.
+            Err(stop) => panic!("{stop:?}"),
         }
     }
 

@@ -1,18 +1,18 @@
-//! A CPU as the engine sees it: its reader ([`crate::sync::quiesce`]), the tables it has allocated
-//! ahead, the slots it used lately, the tables it walked lately ([`paging_structure_cache`]).
+//! A CPU as the engine sees it: its reader ([`crate::sync::quiesce`]), the table frames it has allocated
+//! ahead, the slots it used lately ([`recent_slots`]), the tables it walked lately ([`paging_structure_cache`]).
 
 mod fault;
 mod paging_structure_cache;
 mod plan;
 mod prefetch;
+mod presence;
+mod recent_slots;
 mod translate;
 
 pub use translate::{Stop, Translation};
 
 use alloc::sync::Arc;
-use alloc::vec::Vec;
 use core::fmt;
-use core::mem::replace;
 use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
 
@@ -23,12 +23,13 @@ use crate::heap::OutOfMemory;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
-use crate::sync::InSection;
 use crate::sync::atomic::Ordering::Relaxed;
-use crate::sync::quiesce::{Attention, Reader, Readers};
+use crate::sync::quiesce::{Attention, Reader};
 use crate::table::{ByIndex, Flushed, Found, FrameCache, GfnKey, Key, Path, Root, Tree};
 use crate::vm::{DirtyRing, Space, Vm};
 use prefetch::Window;
+use presence::Presence;
+use recent_slots::RecentSlots;
 
 /// One CPU of a VM. Owned by one thread at a time.
 ///
@@ -58,15 +59,15 @@ use prefetch::Window;
 /// ```
 pub struct Vcpu<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
-    /// Of `vm.readers`.
+    /// Its reader is one of `vm.readers`.
     presence: Presence,
-    /// Never changes: `root` and `recent` belong to it.
+    /// Number of its address space. Never changes: `context` and `recent` belong to it.
     space: usize,
     /// Where its walks begin.
     context: Root,
     token: usize,
     frames: FrameCache,
-    /// The last flush that it has done itself.
+    /// The last flush that this vCPU has done itself.
     flushed: Flushed,
     recent: RecentSlots,
     window: Window,
@@ -75,114 +76,22 @@ pub struct Vcpu<P: Platform, F: Format> {
     counted_before: Stats,
 }
 
-/// What a vCPU that is inside works with, each for itself.
+/// What an entered vCPU works with, borrowed separately.
 pub(crate) struct Parts<'v, P: Platform, F: Format> {
     pub(crate) vm: &'v Vm<P, F>,
     pub(crate) tables: &'v Tree<P, F>,
     pub(crate) slots: &'v SlotSet,
     pub(crate) ring: Option<&'v DirtyRing>,
-    /// With the frames that were allocated ahead.
+    /// It has the frames that were allocated ahead.
     pub(crate) path: Path<'v>,
     pub(crate) counters: &'v Counters,
-}
-
-/// A vCPU's reader, whether it is in a section, and the tables that it has reached in that section.
-struct Presence {
-    /// Belongs to the VM; taken by this vCPU alone.
-    reader: NonNull<Reader>,
-    /// Walks may be begun for addresses below: in a section all that the tables can hold, otherwise none.
-    /// One comparison asks for both.
-    walkable: Gpa,
-    /// Level 1 tables below `walkable` that walks have reached in this section since its last quiescent point;
-    /// empty outside.
-    tables: PagingStructureCache,
-}
-
-impl Presence {
-    #[inline(always)]
-    fn reader(&self) -> &Reader {
-        // SAFETY: readers live as long as the VM, which the vCPU keeps alive.
-        unsafe { self.reader.as_ref() }
-    }
-
-    #[inline(always)]
-    fn is_entered(&self) -> bool {
-        self.walkable > Gpa(0)
-    }
-
-    #[inline(always)]
-    fn section(&self) -> InSection<'_> {
-        assert!(self.is_entered(), "a vCPU outside its reader section");
-        // SAFETY: `walkable` says that the reader, which is nobody else's, is in a section; whatever ends that
-        // borrows the vCPU mutably.
-        unsafe { InSection::assume() }
-    }
-
-    /// Begins a section. `true`: what is remembered from before is void.
-    fn enter(&mut self, readers: &Readers, token: usize, walkable: Gpa) -> bool {
-        if self.is_entered() {
-            // To enter a section in a section is to pass a quiescent point.
-            self.tables.clear();
-        }
-        let missed = self.reader().enter(readers, token);
-        self.walkable = walkable;
-        missed
-    }
-
-    fn quiesce(&mut self, readers: &Readers) {
-        self.tables.clear();
-        self.reader().quiesce(readers);
-    }
-
-    /// Ends the section; returns how far walks could go in it.
-    fn leave(&mut self) -> Gpa {
-        self.tables.clear();
-        let walkable = replace(&mut self.walkable, Gpa(0));
-        self.reader().leave();
-        walkable
-    }
-}
-
-/// The slots used lately, by the place of what was accessed: KVM remembers one; this finds its way among
-/// a thousand neighbouring ones. As long as the set has its generation, a slot that was found is alive.
-struct RecentSlots(Vec<RecentSlot>);
-
-#[derive(Clone, Copy)]
-struct RecentSlot {
-    generation: u64,
-    slot: NonNull<Memslot>,
-}
-
-impl RecentSlots {
-    const PLACES: usize = 1024;
-
-    fn new() -> Result<Self, OutOfMemory> {
-        let nothing = RecentSlot {
-            generation: SlotSet::NEVER,
-            slot: NonNull::dangling(),
-        };
-        let mut places = Vec::new();
-        places
-            .try_reserve_exact(Self::PLACES)
-            .map_err(|_| OutOfMemory)?;
-        places.resize(Self::PLACES, nothing);
-        Ok(RecentSlots(places))
-    }
-
-    /// Where a slot of `set` that holds `gfn` is remembered. Slots that lie next to each other and are
-    /// of one size have places of their own; one that is larger has several.
-    #[inline]
-    fn place(&mut self, set: &SlotSet, gfn: Gfn) -> &mut RecentSlot {
-        let place = (gfn.0 >> set.granule) as usize % Self::PLACES;
-        &mut self.0[place]
-    }
 }
 
 // SAFETY: the pointers lead into `vm`, which is `Send + Sync` and kept alive; the reader and what it
 // protects are used by one thread at a time through `&mut self`.
 unsafe impl<P: Platform, F: Format> Send for Vcpu<P, F> {}
 
-/// The counters of a CPU ([`Vcpu::watch_stats`]). They may be read as long as anybody likes; once the CPU is gone, they may
+/// The counters of a CPU ([`Vcpu::watch_stats`]). They may be read at any time; after the CPU was dropped, they may
 /// count for another one.
 pub struct VcpuStats {
     /// Belongs to the VM.
@@ -197,7 +106,7 @@ unsafe impl Send for VcpuStats {}
 unsafe impl Sync for VcpuStats {}
 
 impl VcpuStats {
-    /// What the CPU has counted until now.
+    /// Returns what the CPU has counted until now.
     pub fn get(&self) -> Stats {
         // SAFETY: readers live as long as the VM, which `_vm` keeps alive.
         let reader = unsafe { self.reader.as_ref() };
@@ -236,7 +145,7 @@ impl fmt::Display for CreateVcpuError {
 impl core::error::Error for CreateVcpuError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// A CPU of this VM, outside, that uses the first address space. Any number may exist.
+    /// Creates a CPU of this VM that uses the first address space. It is not entered. Any number may exist.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -245,8 +154,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.create_vcpu_in(0).map_err(|_| OutOfMemory)
     }
 
-    /// A CPU that uses address space `space`. A processor that changes between two of them, as x86 does
-    /// for SMM, has a CPU in each, and is inside one at a time.
+    /// Creates a CPU that uses address space `space`. A processor that changes between two of them, as x86 does
+    /// for SMM, has a CPU in each, and enters one at a time.
     ///
     /// # Errors
     /// [`CreateVcpuError`].
@@ -281,7 +190,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         &self.presence.reader().counters
     }
 
-    /// The VM it belongs to.
+    /// Returns the VM it belongs to.
     pub fn vm(&self) -> &Arc<Vm<P, F>> {
         &self.vm
     }
@@ -303,13 +212,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.space
     }
 
-    /// The tables of its address space, until it leaves.
+    /// Returns the tables of its address space, until it leaves.
     #[inline]
     pub(crate) fn tables(&self) -> &Tree<P, F> {
         self.space().tree.get(self.presence.section())
     }
 
-    /// The slots of its address space as they are now, until it leaves.
+    /// Returns the slots of its address space as they are now, until it leaves.
     #[inline]
     pub(crate) fn slots(&self) -> &SlotSet {
         self.space().slots.current(self.presence.section())
@@ -343,7 +252,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if !self.may_walk(gpa) {
             return None;
         }
-        // SAFETY: the root of this vCPU's tree; whoever may walk is in a section, which only ends by
+        // SAFETY: the key has the root of this vCPU's tree; a vCPU that may walk is in a section, which only ends by
         // `&mut self`.
         Some(unsafe { Tree::<P, F>::lookup_page(&*self.vm.platform, self.key(gpa.gfn())) })
     }
@@ -363,7 +272,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.presence.tables.forget(gpa);
     }
 
-    /// What it works with in a fault.
+    /// Returns what the vCPU works with in a fault.
     #[inline]
     pub(crate) fn parts(&mut self) -> Parts<'_, P, F> {
         let space = &self.vm.spaces[self.space];
@@ -381,7 +290,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Runs `then` on a way through its tables.
+    /// Runs `then` on its tables, with a path.
     #[inline]
     pub(crate) fn on_tables<R>(
         &mut self,
@@ -401,8 +310,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.ring.as_ref()
     }
 
-    /// Gives this CPU the ring to which its writes to logged slots go ([`Vm::use_dirty_rings`]), and no
-    /// other CPU pushes. It is the CPU's until it gets another one or is dropped; then the VM resets it no
+    /// Gives this CPU the ring that notes its writes to logged slots ([`Vm::use_dirty_rings`]). No other CPU may push to
+    /// it. The CPU keeps it until it gets another one or is dropped; then the VM resets the ring no
     /// more, and protects the pages that it names and that were not reset.
     ///
     /// # Errors
@@ -426,7 +335,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.frames.fill(&*self.vm.platform, FrameCache::FAULT)
     }
 
-    /// Takes more frames than a fault needs, for up to `tables` tables. Not to get them is no failure.
+    /// Allocates more frames than a fault needs, for up to `tables` tables, if there is memory.
     pub(crate) fn fill_frames_for(&mut self, tables: usize) {
         if !self.frames.serves_a_fault() {
             let frames = (tables + FrameCache::FAULT).min(FrameCache::BATCH);
@@ -452,12 +361,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.counters().guest_pte_reads.add(1);
     }
 
-    /// What this CPU has counted.
+    /// Returns what this CPU has counted.
     pub fn stats(&self) -> Stats {
         self.counters().snapshot().since(&self.counted_before)
     }
 
-    /// The same from any thread, also while this CPU runs.
+    /// Like [`Self::stats`], but for any thread, also while this CPU runs.
     pub fn watch_stats(&self) -> VcpuStats {
         VcpuStats {
             reader: self.presence.reader,
@@ -501,8 +410,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         missed
     }
 
-    /// Runs `wait` outside, where it may take as long as it likes. `slept` becomes true if a flush
-    /// went by meanwhile.
+    /// Runs `wait` outside the reader section, where it may take any time. `slept` becomes true if a flush
+    /// was done meanwhile.
     pub(crate) fn outside<R>(&mut self, slept: &mut bool, wait: impl FnOnce(&Self) -> R) -> R {
         let walkable = self.presence.leave();
         let answer = wait(self);
@@ -510,20 +419,20 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         answer
     }
 
-    /// Lets those pass who have asked for a flush, in the middle of something long. What it remembers may be void
-    /// then: the request stays.
+    /// Lets threads pass that have requested a flush, in the middle of something long. Translations that the CPU
+    /// remembers may be void then: the request stays.
     pub(crate) fn pass(&mut self) {
         if self.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
             self.outside(&mut false, |_| ());
         }
     }
 
-    /// The memslot that holds `gpa`, found as a fault finds it; `None` if no slot does. For clients that
+    /// Returns the memslot that holds `gpa`, found as a fault finds it; `None` if no slot does. For clients that
     /// need the backing of guest memory without a translation.
     ///
     /// # Panics
     /// If the vCPU was not entered.
-    // Always: a caller pays for no part of the answer that it does not look at.
+    // Always: a caller pays for no field of the result that it does not use.
     #[inline(always)]
     pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
         assert!(self.is_entered(), "Vcpu::slot_at outside enter/leave");
@@ -538,29 +447,18 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         })
     }
 
-    /// The slots as they are now, and the one that holds `gfn`; looks at those used lately first.
+    /// Returns the slots as they are now, and the one that holds `gfn`; looks at those used lately first.
     #[inline]
     pub(crate) fn find_slot(&mut self, gfn: Gfn) -> (&SlotSet, Option<&Memslot>) {
         let slots = &self.vm.spaces[self.space].slots;
         let set = slots.current(self.presence.section());
         let counters = &self.presence.reader().counters;
-        let recent = self.recent.place(set, gfn);
-        if recent.generation == set.generation {
-            // SAFETY: the slot was found in the set of this generation, which is the current one;
-            // slots of the current set are alive, and stay so while this reader is inside.
-            let slot = unsafe { recent.slot.as_ref() };
-            if slot.holds(gfn) {
-                counters.slot_lookups_saved.add(1);
-                return (set, Some(slot));
-            }
-        }
-        counters.slot_lookups.add(1);
-        let slot = set.find(gfn);
-        if let Some(slot) = slot {
-            *recent = RecentSlot {
-                generation: set.generation,
-                slot: NonNull::from(slot),
-            };
+        // SAFETY: `recent` belongs to these slots, and `set` is their current set, of which every slot is alive while
+        // this reader is in its section.
+        let (slot, saved) = unsafe { self.recent.find(set, gfn) };
+        match saved {
+            true => counters.slot_lookups_saved.add(1),
+            false => counters.slot_lookups.add(1),
         }
         (set, slot)
     }
@@ -590,7 +488,7 @@ impl<P: Platform, F: Format> Drop for Entered<'_, P, F> {
 }
 
 impl<P: Platform, F: Format> Drop for Vcpu<P, F> {
-    /// With a dirty ring that was not reset to its end, waits as [`Vm::reset_dirty_rings`] does.
+    /// If its dirty ring was not reset to the end, waits as [`Vm::reset_dirty_rings`] does.
     fn drop(&mut self) {
         self.leave();
         if let Some(ring) = self.ring.take() {

@@ -1,7 +1,7 @@
 //! Mapping more than was asked for: what is resident around a fault, and whole ranges ahead of time.
 //!
 //! A fault that installed a 4 KiB leaf looks at the aligned window around its page, in both directions
-//! and up to the window's very end, and maps what is resident and absent: not in a slot that logs
+//! and up to the window's end, and maps what is resident and absent: not in a slot that logs
 //! (every page would look written), not where the frames have other attributes, not when a huge leaf was
 //! installed (there is nothing left to map).
 //! What is prefetched starts with the accessed bit clear.
@@ -9,9 +9,9 @@
 //! Where windows turn out empty (memory that is used for the first time), fewer and fewer faults look
 //! at theirs, down to one in 64: asking the host is not free.
 //!
-//! The adaptive window begins with nothing. A fault right behind what the vCPU mapped last is taken as
+//! The adaptive window begins closed. A fault at the page after those that the vCPU mapped last is taken as
 //! a sequence: the window opens at 8 pages and doubles, up to a whole table. Any other fault closes
-//! it, so that scattered accesses cost no page that nobody asked for.
+//! it, so that scattered accesses map no page in vain.
 
 use core::ops::Range;
 
@@ -31,29 +31,29 @@ use crate::vm::Sequence;
 /// What the adaptive window remembers of one vCPU.
 #[derive(Default)]
 pub(super) struct Window {
-    /// Behind the last page that was mapped.
+    /// The page after the last one that was mapped.
     next: Gfn,
     /// Pages; 0 is closed.
     size: u64,
     /// Windows found empty in a row.
     empty: u32,
-    /// Faults that do not look before the next that does.
+    /// Number of faults that skip their window before the next one that does not.
     pause: u32,
 }
 
 impl Window {
     const FIRST: u64 = 8;
-    /// A pause is shorter than 2 to this.
+    /// log2 of a number that every pause is below.
     const LONGEST_PAUSE: u32 = 6;
 
-    /// Whether this fault looks around.
+    /// Whether this fault looks at its window.
     fn looks(&mut self) -> bool {
         let looks = self.pause == 0;
         self.pause = self.pause.saturating_sub(1);
         looks
     }
 
-    /// What a look has brought.
+    /// Call after a look at a window that installed this many pages.
     fn learn(&mut self, installed: u64) {
         self.empty = match installed {
             0 => (self.empty + 1).min(Self::LONGEST_PAUSE),
@@ -62,7 +62,7 @@ impl Window {
         self.pause = (1 << self.empty) - 1;
     }
 
-    /// The window for a fault at `gfn`.
+    /// Returns the size of the window for a fault at `gfn`.
     fn after_fault(&mut self, gfn: Gfn) -> u64 {
         self.size = if gfn == self.next {
             (self.size * 2).clamp(Self::FIRST, ENTRIES as u64)
@@ -147,10 +147,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. As in KVM, no fault of the guest
-    /// is counted. Pages that are not
-    /// resident are brought in. Returns the bytes mapped, from `range.start` on, at least one page.
-    /// The vCPU may have been outside meanwhile: the attention word tells whether what it remembers is
-    /// still good.
+    /// is counted. Pages that are not resident are made so. Returns the bytes mapped, from `range.start` on, at least
+    /// one page. The vCPU may have left its section meanwhile: the attention word tells whether translations that it
+    /// remembers are still valid.
     ///
     /// # Errors
     /// [`Stop`], if not even the first page could be mapped.
@@ -174,7 +173,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// What is resident of one level 1 table, or else one leaf. Returns the address behind what was
+    /// Maps what is resident in the pages of one level 1 table, or else one leaf. Returns the address after what was
     /// mapped.
     fn prefault_some(&mut self, gpa: Gpa, end: Gpa) -> Result<Gpa, Stop> {
         let gfn = gpa.gfn();

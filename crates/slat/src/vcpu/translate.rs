@@ -1,4 +1,4 @@
-//! Accesses of a vCPU: the walk, and what it comes to where the walk finds nothing that allows the access.
+//! Accesses of a vCPU: the walk, and what follows if the walk finds nothing that allows the access.
 //!
 //! 1. The level 1 table that an earlier walk has found, or a walk from the root: no lock, no slot.
 //! 2. [`Vcpu::translate_mapped`]: a leaf whose accessed or dirty bit is to be set; an MMIO entry of the current
@@ -30,34 +30,35 @@ pub struct Translation {
 
 /// Why an access has no translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Stop {
     /// No memslot holds the page, or it is a write to a read-only one: the client emulates it.
     Mmio {
         /// The address that was accessed.
         gpa: Gpa,
     },
-    /// The vCPU was outside while something was flushed, or is wanted elsewhere. Every translation
+    /// The vCPU had left its section while a flush was done, or its attention word is set. Every translation
     /// it remembers is void: drop them, call [`Vcpu::quiesce`], look at the attention word, and
     /// execute again.
     Retry,
-    /// The memslot's backing cannot be had: KVM_RUN answers EFAULT.
+    /// The memslot's backing cannot be resolved: KVM_RUN returns EFAULT.
     BadAddress {
         /// The address that was accessed.
         gpa: Gpa,
         /// What backs its page.
         hva: Hva,
-        /// What the platform said.
+        /// The platform's error.
         error: ResolveError,
     },
-    /// The vCPU's dirty ring is full up to its reserve: the client collects, resets, and comes again.
+    /// The vCPU's dirty ring is full up to its reserve: the client collects, resets, and runs the vCPU again.
     /// Nothing was changed.
     DirtyRingFull,
-    /// The page is private, and no private memory can be had for it: there is no memslot, or it has no
-    /// private backing, or that is gone. KVM_EXIT_MEMORY_FAULT; never answered as MMIO.
+    /// The page is private, and there is no private memory for it: no memslot, or one without
+    /// private backing, or that cannot be resolved. KVM_EXIT_MEMORY_FAULT; never MMIO.
     MemoryFault {
         /// The address that was accessed.
         gpa: Gpa,
-        /// How.
+        /// What the access was.
         access: Access,
     },
     /// No memory for a page table. Nothing was changed.
@@ -89,11 +90,11 @@ impl fmt::Display for Stop {
 impl core::error::Error for Stop {}
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// The host page behind `gpa` for `access`: the walk, and the fault if the walk finds nothing
-    /// that allows it. The answer may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`].
+    /// Returns the host page that `gpa` translates to, for `access`: by a walk, and by a fault if the walk finds nothing
+    /// that allows the access. The translation may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`].
     ///
     /// # Errors
-    /// [`Stop`]. After [`Stop::Retry`] all earlier answers are void.
+    /// [`Stop`]. After [`Stop::Retry`] all earlier translations are void.
     ///
     /// # Panics
     /// If the vCPU was not entered.
@@ -123,7 +124,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.translate_slowly(gpa, access)
     }
 
-    /// [`Vcpu::translate`] where there is more to do than to look.
+    /// Does what [`Vcpu::translate`] does if the walk did not suffice.
     #[cold]
     #[inline(never)]
     fn translate_slowly(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
@@ -179,7 +180,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// What the tables say of an access to `gpa`, as far as they reach. `None`: they do not allow it.
+    /// Returns what the tables say of an access to `gpa`. `None`: there is no entry that allows it.
     fn translate_mapped(&mut self, gpa: Gpa, access: Access) -> Option<Result<Translation, Stop>> {
         let gfn = gpa.gfn();
         loop {
@@ -205,18 +206,18 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// A hardware CPU has left the guest because its second-level walk did not allow `access` to
-    /// `gpa`: brings the tables to where it does. `Ok`: run the guest again, which executes the instruction
-    /// again, and faults again if there was more to it. That it was somebody else's MMIO entry that the
-    /// walker reported (a reserved bit, a misconfiguration) makes no difference here: the entry tells.
+    /// Call when a hardware CPU has left the guest because its second-level walk did not allow `access` to
+    /// `gpa`: brings the tables to where they allow it. `Ok`: run the guest again, which executes the instruction
+    /// again, and faults again if there was more to it. Whether the walker reported a missing leaf or an MMIO entry (a
+    /// reserved bit, a misconfiguration) makes no difference: this reads the entry.
     ///
-    /// The vCPU is inside for the time of this call alone. It needs nothing else of [`Vcpu::enter`]
-    /// and [`Vcpu::quiesce`], because its translations are in a TLB, which [`Platform::flush`] reaches.
+    /// The vCPU is entered during this call alone. The caller needs neither [`Vcpu::enter`]
+    /// nor [`Vcpu::quiesce`], because the CPU's translations are in a TLB, which [`Platform::flush`] reaches.
     ///
-    /// Two things are the caller's, because they differ from CPU to CPU, and are needed before the guest
-    /// runs again: that its walker sees the stores (AArch64: DSB ISHST; RISC-V: a fence; x86: nothing), and,
-    /// where a CPU may keep the entry that faulted (AArch64 and RISC-V, after a fault on rights; RISC-V,
-    /// after any), that it forgets it. No other CPU has to.
+    /// The caller does two things before the guest runs again, because they differ from CPU to CPU. It makes the stores
+    /// visible to the walker (AArch64: DSB ISHST; RISC-V: a fence; x86: nothing). And where a CPU may cache the entry
+    /// that faulted (AArch64 and RISC-V, after a fault on rights; RISC-V, after any), it invalidates that on this CPU;
+    /// on no other.
     ///
     /// # Errors
     /// [`Stop`], but for [`Stop::Retry`].
@@ -236,11 +237,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// An access through an answer of [`Vcpu::translate`] found the host page at `hva` gone: asks the
-    /// platform again, outside, for as long as that takes. `Ok`: try the access again.
+    /// Call when an access through a translation found the host page at `hva` not mapped: resolves the page again,
+    /// outside the reader section, for as long as that takes. `Ok`: try the access again.
     ///
     /// # Errors
-    /// [`Stop::BadAddress`] if the page cannot be had, [`Stop::Retry`] as in `translate`.
+    /// [`Stop::BadAddress`] if the page cannot be resolved, [`Stop::Retry`] as in `translate`.
     pub fn revalidate(&mut self, gpa: Gpa, hva: Hva, access: Access) -> Result<(), Stop> {
         let mut slept = false;
         match self.resolve(hva, access, &mut slept) {
@@ -252,7 +253,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Whether an MMIO entry with these generation bits still tells the truth.
+    /// Whether an MMIO entry with these generation bits is of the current slot set.
     fn is_current(&self, generation: u64) -> bool {
         let mask = (1u64 << F::MMIO_GENERATION_BITS) - 1;
         self.vm().caches_mmio() && self.slots().generation & mask == generation

@@ -1,0 +1,66 @@
+//! Whether a vCPU is in a reader section, and what it may use as long as it is.
+
+use core::mem::replace;
+use core::ptr::NonNull;
+
+use super::paging_structure_cache::PagingStructureCache;
+use crate::addr::Gpa;
+use crate::sync::InSection;
+use crate::sync::quiesce::{Reader, Readers};
+
+/// A vCPU's reader, whether it is in a section, and the tables that it has reached in that section.
+pub(super) struct Presence {
+    /// Belongs to the VM; owned by this vCPU alone.
+    pub(super) reader: NonNull<Reader>,
+    /// Walks may begin for addresses below: in a section all that the tables can hold, otherwise none.
+    /// One comparison checks both.
+    pub(super) walkable: Gpa,
+    /// Level 1 tables below `walkable` that walks have reached in this section since its last quiescent point;
+    /// empty outside a section.
+    pub(super) tables: PagingStructureCache,
+}
+
+impl Presence {
+    #[inline(always)]
+    pub(super) fn reader(&self) -> &Reader {
+        // SAFETY: readers live as long as the VM, which the vCPU keeps alive.
+        unsafe { self.reader.as_ref() }
+    }
+
+    #[inline(always)]
+    pub(super) fn is_entered(&self) -> bool {
+        self.walkable > Gpa(0)
+    }
+
+    #[inline(always)]
+    pub(super) fn section(&self) -> InSection<'_> {
+        assert!(self.is_entered(), "a vCPU outside its reader section");
+        // SAFETY: `walkable` says that the reader, which only this vCPU owns, is in a section; what ends the section
+        // borrows the vCPU mutably.
+        unsafe { InSection::assume() }
+    }
+
+    /// Begins a section. `true`: translations from before are void.
+    pub(super) fn enter(&mut self, readers: &Readers, token: usize, walkable: Gpa) -> bool {
+        if self.is_entered() {
+            // To enter a section in a section is to pass a quiescent point.
+            self.tables.clear();
+        }
+        let missed = self.reader().enter(readers, token);
+        self.walkable = walkable;
+        missed
+    }
+
+    pub(super) fn quiesce(&mut self, readers: &Readers) {
+        self.tables.clear();
+        self.reader().quiesce(readers);
+    }
+
+    /// Ends the section; returns its `walkable`.
+    pub(super) fn leave(&mut self) -> Gpa {
+        self.tables.clear();
+        let walkable = replace(&mut self.walkable, Gpa(0));
+        self.reader().leave();
+        walkable
+    }
+}
