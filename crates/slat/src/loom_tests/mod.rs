@@ -42,16 +42,37 @@ fn model(preemptions: usize, test: impl Fn() + Send + Sync + 'static) {
     builder.max_branches = builder.max_branches.max(20_000);
     let runs = Arc::new(Plain::new(0));
     let counted = runs.clone();
+    let test = Arc::new(test);
     builder.check(move || {
         counted.fetch_add(1, Relaxed);
-        test();
+        // Not on the first thread, whose stack cannot be made larger.
+        let test = test.clone();
+        spawn(move || test()).join().unwrap();
     });
     std::println!("{} interleavings", runs.load(Relaxed));
 }
 
-/// Starts another thread, which is 1 or 2 in loom's messages; the caller is 0.
-fn spawn<R: 'static>(thread: impl FnOnce() -> R + 'static) -> loom::thread::JoinHandle<R> {
-    loom::thread::spawn(thread)
+/// Starts another thread, which is 2 or 3 in loom's messages; the test is 1.
+fn spawn<R: Send + 'static>(thread: impl FnOnce() -> R + 'static) -> loom::thread::JoinHandle<R> {
+    let thread = OneThread(thread);
+    // A vCPU and a fault need more than loom's own 32 KiB: loom's atomics are large.
+    let builder = loom::thread::Builder::new().stack_size(STACK_WORDS);
+    builder.spawn(move || thread.run()).unwrap()
+}
+
+/// Words of 8 bytes.
+const STACK_WORDS: usize = 0x4000;
+
+/// What loom's threads, which are coroutines of one thread, run.
+struct OneThread<T>(T);
+
+// SAFETY: it stays on the thread that runs the model.
+unsafe impl<T> Send for OneThread<T> {}
+
+impl<R, T: FnOnce() -> R> OneThread<T> {
+    fn run(self) -> R {
+        (self.0)()
+    }
 }
 
 /// Passes round `round` of a wait. Interleavings with many rounds are not explored: other threads have had a chance to
