@@ -85,7 +85,7 @@ pub fn write(name: &str, text: &str) -> Result<()> {
             continue;
         }
         vm.set_policy(setting);
-        if name == NX_HUGE_PAGES && policy::number(name) == 0 {
+        if setting == Setting::NxHugePages(Switch::Off) {
             // Unmaps everything, so that pages that execution has split are mapped huge again. (When the policy is set to "on",
             // the engine itself zaps the leaves that must not be executed any more.)
             drop(vm.invalidate(Hva(0)..Hva(1 << 47)));

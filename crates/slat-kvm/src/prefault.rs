@@ -2,7 +2,7 @@
 
 use crate::entered::Entered;
 use crate::errno::{Error, Result, fail};
-use crate::thread::{Running, Section, bits};
+use crate::thread::{self, bits};
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::kvm_pre_fault_memory;
 use slat::{Gpa, ResolveError, Stop};
@@ -27,12 +27,7 @@ impl VcpuObject {
         }
         let mut inner = self.lock()?;
         let attention = self.common().attention.clone();
-        attention.take(bits::SIGNAL);
-        let _section = Section::enter();
-        let _running = Running::enter(&attention);
-        if Section::delays_a_signal() {
-            attention.raise(bits::SIGNAL);
-        }
+        let _guards = thread::begin(&attention);
         let whole = range.size;
         let mut inner = Entered::enter(&mut *inner);
         let mut result = Ok(());

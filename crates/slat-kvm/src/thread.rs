@@ -43,6 +43,18 @@ impl<'a> Running<'a> {
     }
 }
 
+/// Begins a call that runs a vCPU and that a signal ends early: forgets signals of earlier calls, and takes note of one that
+/// arrived between the client's call and this moment. Keep the guards until the call ends.
+pub(crate) fn begin(attention: &Attention) -> (Running<'_>, Section) {
+    attention.take(bits::SIGNAL);
+    let section = Section::enter();
+    let running = Running::enter(attention);
+    if Section::delays_a_signal() {
+        attention.raise(bits::SIGNAL);
+    }
+    (running, section)
+}
+
 impl Drop for Running<'_> {
     fn drop(&mut self) {
         RUNNING.set(self.before);

@@ -63,7 +63,7 @@ pub enum HostChange {
         level: Level,
         /// Whether it can be written.
         writable: bool,
-        /// What is mapped.
+        /// The kind of the new memory.
         kind: PageKind,
     },
     /// Nothing is mapped.

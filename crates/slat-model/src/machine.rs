@@ -61,7 +61,7 @@ pub trait Machine: 'static {
     /// Runs checks of the machine's own. Called at every audit, while no operation is in progress.
     ///
     /// # Errors
-    /// What is wrong.
+    /// A description of the first check that failed.
     fn check(&self) -> Result<(), String> {
         Ok(())
     }

@@ -36,7 +36,7 @@ pub struct Subject {
 /// A run in which engine, platform and model disagreed. [`fmt::Display`] says all that is needed to repeat it.
 #[derive(Debug)]
 pub struct Failure {
-    /// What was wrong.
+    /// The message of the check that failed, with expected and actual result.
     pub why: String,
     /// Operations without which the run does not fail, though perhaps these fail in another way.
     pub ops: Vec<Op>,

@@ -258,8 +258,7 @@ struct MisplacesNeighbours;
 
 impl Defect for MisplacesNeighbours {
     fn resident(&self, page: HostPage) -> HostPage {
-        let pfn = page.pfn.add(1);
-        page.with_pfn(pfn)
+        page.with_pfn(page.pfn.add(1))
     }
 }
 
@@ -274,9 +273,7 @@ struct ClaimsHuge;
 
 impl Defect for ClaimsHuge {
     fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        let page = own.resolve(at, access)?;
-        let level = Level::MEGA;
-        Ok(page.with_level(level))
+        Ok(own.resolve(at, access)?.with_level(Level::MEGA))
     }
 }
 
@@ -291,9 +288,7 @@ struct GrantsWrites;
 
 impl Defect for GrantsWrites {
     fn resolve(&self, own: &Own, at: Hva, access: Access) -> Result<HostPage, ResolveError> {
-        let page = own.resolve(at, access)?;
-        let writable = true;
-        Ok(page.with_writable(writable))
+        Ok(own.resolve(at, access)?.with_writable(true))
     }
 }
 

@@ -1,4 +1,4 @@
-//! A guest that is copied to another host while it runs, by its dirty log; it stands still for the last pages only.
+//! A guest that is copied to another host while it runs, by its dirty log. It is stopped only while the last pages are copied.
 //!
 //! The guest runs in steps between the copied pages, so that each run of this program prints the same. Nothing depends on that:
 //! vCPUs may run on threads of their own. Run it: `cargo run -p slat --example migration`.

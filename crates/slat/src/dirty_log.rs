@@ -71,13 +71,6 @@ impl DirtyLog {
         self.kind
     }
 
-    /// Marks the pages `pages` of the slot.
-    pub(crate) fn mark_all(&self, pages: Range<u64>) {
-        for page in pages {
-            self.mark(page);
-        }
-    }
-
     /// Marks the page `page` of the slot.
     pub(crate) fn mark(&self, page: u64) {
         let word = &self.bits[page as usize / 64];
@@ -91,19 +84,18 @@ impl DirtyLog {
     /// Marks the pages of the leaf at `gfn`, as far as they lie in the frames `slot` of the log's slot: all pages of a huge
     /// leaf that could not be split.
     pub(crate) fn mark_leaf(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
-        self.mark_leaf_unless(slot, gfn, level, &|_| false);
+        self.mark_gfns(slot, &gfn.block(level), |_| true);
     }
 
-    /// Like [`mark_leaf`](Self::mark_leaf), but without the pages for which `cleared` returns `true`.
-    pub(crate) fn mark_leaf_unless(
+    /// Marks those of `gfns` that lie in the frames `slot` of the log's slot and for which `wanted` returns `true`.
+    pub(crate) fn mark_gfns(
         &self,
         slot: &Range<Gfn>,
-        gfn: Gfn,
-        level: Level,
-        cleared: &impl Fn(Gfn) -> bool,
+        gfns: &Range<Gfn>,
+        wanted: impl Fn(Gfn) -> bool,
     ) {
-        let pages = gfn.0.max(slot.start.0)..(gfn.0 + level.pages()).min(slot.end.0);
-        for gfn in pages.filter(|gfn| !cleared(Gfn(*gfn))) {
+        let gfns = gfns.start.max(slot.start).0..gfns.end.min(slot.end).0;
+        for gfn in gfns.filter(|gfn| wanted(Gfn(*gfn))) {
             self.mark(gfn - slot.start.0);
         }
     }

@@ -124,18 +124,18 @@ impl Counter {
 }
 
 impl Counters {
-    /// Counts a leaf of `level` that was installed.
+    /// The gauge of leaves of `level`.
     #[inline]
-    pub(crate) fn leaf_added(&self, level: Level) {
+    pub(crate) fn leaves_of(&self, level: Level) -> &Counter {
         match level {
-            Level::PAGE => self.pages_4k.add(1),
-            Level::MEGA => self.pages_2m.add(1),
-            _ => self.pages_1g.add(1),
+            Level::PAGE => &self.pages_4k,
+            Level::MEGA => &self.pages_2m,
+            _ => &self.pages_1g,
         }
     }
 
     /// The gauges of leaves, by level.
     pub(crate) fn leaves(&self) -> [&Counter; 3] {
-        [&self.pages_4k, &self.pages_2m, &self.pages_1g]
+        [Level::PAGE, Level::MEGA, Level::GIGA].map(|level| self.leaves_of(level))
     }
 }

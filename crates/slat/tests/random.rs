@@ -4,21 +4,13 @@
 use std::collections::BTreeSet;
 
 use slat::Policy;
-use slat_model::{POLICIES, Rng, Setup, Subject, Tally, streams};
-
-fn agree(subject: &Subject, seeds: std::ops::Range<u64>, steps: usize) -> Tally {
-    let mut tally = Tally::default();
-    for seed in seeds {
-        tally.add(&subject.run_seed(seed, Setup::of_seed(seed), steps));
-    }
-    tally
-}
+use slat_model::{POLICIES, Rng, Subject, Tally, streams};
 
 /// 16 runs of 8,000 steps: every setup there is, on each format.
 fn agree_on(format: usize) {
     let subject = &Subject::ALL[format];
     let seed = 1000 * format as u64;
-    let tally = agree(subject, seed..seed + 16, 8_000);
+    let tally = subject.run_seeds(seed..seed + 16, 8_000);
     let met = |what: &&str| tally.of(what) == 0;
     let usual = Tally::USUAL.into_iter().chain(Tally::OF_RINGS);
     let never: Vec<_> = usual.filter(met).collect();
@@ -88,7 +80,7 @@ fn a_campaign_over_all_formats() {
     let runs = steps.div_ceil(RUN * Subject::ALL.len() as u64);
     for subject in &Subject::ALL {
         let begin = std::time::Instant::now();
-        let tally = agree(subject, first..first + runs, RUN as usize);
+        let tally = subject.run_seeds(first..first + runs, RUN as usize);
         let (steps, time) = (runs * RUN, begin.elapsed());
         println!(
             "{}: {steps} steps, {runs} seeds from {first}, {time:.1?}",

@@ -12,7 +12,7 @@ use crate::entered::Entered;
 use crate::errno::{Result, fail};
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
-use crate::thread::{Running, Section, bits};
+use crate::thread::{self, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuObject};
 use crate::{exit, guest_debug, msr, report};
@@ -55,13 +55,7 @@ impl VcpuObject {
         let mut inner = self.lock()?;
         let inner = &mut *inner;
         let attention = self.common().attention.clone();
-        attention.take(bits::SIGNAL);
-        let _section = Section::enter();
-        let _running = Running::enter(&attention);
-        if Section::delays_a_signal() {
-            // The signal arrived between the client's call and this moment.
-            attention.raise(bits::SIGNAL);
-        }
+        let _guards = thread::begin(&attention);
         // SAFETY: plain call.
         let thread = unsafe { libc::pthread_self() } as usize;
         self.common().runner.store(thread, Ordering::SeqCst);

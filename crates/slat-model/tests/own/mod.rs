@@ -28,7 +28,7 @@ struct Table {
 pub struct Own {
     tables: Vec<Table>,
     free: Mutex<BTreeSet<u64>>,
-    /// What is mapped at each page of guest memory, and the first frame that no page has had.
+    /// The host page that backs each page of guest memory, and the lowest frame not handed out yet.
     memory: Mutex<(Vec<Option<HostPage>>, Pfn)>,
     tlb: Arc<Tlb>,
 }

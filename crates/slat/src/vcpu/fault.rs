@@ -23,16 +23,16 @@ use crate::vm::{LogKind, RangeOp};
 
 /// What a faulting access asks for.
 #[derive(Clone, Copy)]
-pub(super) struct Want<K = GfnKey> {
+pub(super) struct Want {
     /// Where the vCPU's walker looks for it.
-    pub(super) key: K,
+    pub(super) key: GfnKey,
     /// Which guest memory it is.
     pub(super) gpa: Gpa,
     /// The right that it needs.
     pub(super) access: Access,
 }
 
-impl<K> Want<K> {
+impl Want {
     pub(super) fn gfn(&self) -> Gfn {
         self.gpa.gfn()
     }
@@ -116,10 +116,11 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let fast = plan.fast;
         let how = match mapped {
             Mapped::New => {
-                self.vcpu.counters().leaf_added(plan.level);
-                let prefetches = self.vcpu.vm().policy.prefetch() != Prefetch::Off;
-                if prefetches && plan.level == Level::PAGE && plan.slot.log.is_none() {
-                    self.prefetch(&plan);
+                self.vcpu.counters().leaves_of(plan.level).add(1);
+                let prefetch = self.vcpu.vm().policy.prefetch();
+                let small = plan.level == Level::PAGE && plan.slot.log.is_none();
+                if small && prefetch != Prefetch::Off {
+                    self.prefetch(&plan, prefetch);
                 }
                 Outcome::Fixed { fast: false }
             }

@@ -75,10 +75,10 @@ impl Window {
 
 impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// Maps what is resident in the window around the page, which was just mapped as `plan` says.
-    pub(super) fn prefetch(&mut self, plan: &Plan<'_>) {
+    pub(super) fn prefetch(&mut self, plan: &Plan<'_>, policy: Prefetch) {
         let (vcpu, gfn) = (&mut *self.vcpu, self.want.gfn());
         let slot = plan.slot;
-        let size = match vcpu.vm().policy.prefetch() {
+        let size = match policy {
             Prefetch::Off => 0,
             Prefetch::Window(pages) => Prefetch::window(pages),
             Prefetch::Adaptive => vcpu.window.after_fault(gfn),

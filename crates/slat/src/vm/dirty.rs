@@ -266,9 +266,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 };
                 rings = log.kind() == LogKind::Rings;
                 if !rings {
-                    let (all, base) = (slot.gfns(), slot.base().0);
-                    let first = some.start.max(all.start).0 - base;
-                    log.mark_all(first..some.end.min(all.end).0 - base);
+                    log.mark_gfns(&slot.gfns(), &some, |_| true);
                 }
                 !rings
             });

@@ -191,7 +191,7 @@ impl DirtyRing {
     pub(crate) fn pop_reset(&self, space: u32) -> Option<(u32, u64)> {
         let head = self.head.load(Relaxed);
         let entry = self.entry(head);
-        // The flag first: whoever sees it sees all that was written before it.
+        // Load the flag first: with `Acquire`, what the other side stored before it is visible then.
         let collected = entry.flags.load(Acquire) & RESET != 0;
         if !collected || head == self.tail.load(Relaxed) {
             return None;

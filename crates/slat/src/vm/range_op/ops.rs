@@ -160,9 +160,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
             Some(log) if !log.kind().protects() => {
                 // The dirty bit of a huge leaf is also that of its other pages: these are marked.
                 let range = walk.range();
-                let note = |gfn, level| {
+                let note = |gfn: Gfn, level| {
                     let cleared = |gfn| range.contains(&gfn) && is_named(gfn);
-                    log.mark_leaf_unless(&slot.gfns(), gfn, level, &cleared);
+                    log.mark_gfns(&slot.gfns(), &gfn.block(level), |gfn| !cleared(gfn));
                 };
                 self.clear_dirty(walk, named, note);
             }
