@@ -540,7 +540,7 @@ fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
     // Most slots find space in existing leaves. Of those that need more, every allocation fails once.
     let backing = |place: u64| place % 50 * 3;
     let place = |id: u32| u64::from(id) * 997 % 3000;
-    let slots = if cfg!(miri) { 40 } else { 3000 };
+    let slots = if cfg!(miri) { 100 } else { 3000 };
     for id in 0..slots {
         let place = place(id as u32);
         let new = region(id as u32, place * 4, 3, backing(place));
