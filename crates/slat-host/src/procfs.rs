@@ -285,7 +285,7 @@ pub(crate) fn each_mapping(visit: &mut dyn FnMut(Raw, &str) -> ControlFlow<()>) 
 pub fn each_mapped_file(visit: &mut dyn FnMut(Range<usize>, (u32, u32), u64)) {
     each_line(&FILES.get().maps, &mut |line| {
         if let Some(header) = header(line)
-            && header.inode != 0
+            && header.is_file()
         {
             visit(header.range, header.device, header.inode);
         }
@@ -331,12 +331,18 @@ struct Header {
 }
 
 impl Header {
+    /// Whether the mapping is of a file. The inode of a System V segment is its id, and the first id is 0; but only
+    /// anonymous memory has no device either.
+    fn is_file(&self) -> bool {
+        self.inode != 0 || self.device != (0, 0)
+    }
+
     fn raw(&self) -> Raw {
         Raw {
             range: self.range.clone(),
             readable: self.rights[0] == b'r',
             writable: self.rights[1] == b'w',
-            anonymous: self.inode == 0 && self.rights[3] == b'p',
+            anonymous: !self.is_file() && self.rights[3] == b'p',
             page_size: 4096,
         }
     }
@@ -372,6 +378,18 @@ mod tests {
             assert_eq!(query.anonymous, smaps.anonymous);
         }
         assert!(from_smaps(0x1000).is_none());
+    }
+
+    #[test]
+    fn the_first_segment_of_a_machine_is_a_file() {
+        let is_file = |line| header(line).unwrap().is_file();
+        assert!(is_file(
+            "7f00-8f00 rw-s 00000000 00:01 0      /SYSV00000000 (deleted)"
+        ));
+        assert!(is_file(
+            "7f00-8f00 r-xp 00001000 08:02 173521   /usr/bin/dbus"
+        ));
+        assert!(!is_file("7f00-8f00 rw-p 00000000 00:00 0      [heap]"));
     }
 
     #[test]
