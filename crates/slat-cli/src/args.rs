@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::builder::PossibleValuesParser;
 use clap::{Args as ClapArgs, Parser, Subcommand};
 use slat::{Policy, PolicyError, Setting};
-use slat_kvm::policy::FORMATS;
+use slat_kvm::policy::{FORMATS, mmu_by_name};
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
@@ -31,8 +31,8 @@ pub enum Command {
 /// `slat run`.
 #[derive(ClapArgs)]
 pub struct Run {
-    /// How guest addresses are translated: tdp (two-dimensional paging)
-    #[arg(long, value_name = "MODE", default_value = "tdp", value_parser = mmu)]
+    /// What makes the tables: tdp (a tree), direct (shadow pages and a reverse map; ept and npt)
+    #[arg(long, value_name = "MMU", default_value = "tdp", value_parser = mmu)]
     pub mmu: String,
 
     /// Format of the second-level tables: ept
@@ -92,11 +92,11 @@ fn experiments() -> PossibleValuesParser {
     PossibleValuesParser::new(names.chain([ALL]))
 }
 
-fn mmu(mode: &str) -> Result<String, String> {
-    match mode {
-        "tdp" => Ok(mode.to_owned()),
-        "shadow" => Err("shadow paging does not exist yet; this slat has: tdp".to_owned()),
-        _ => Err("this slat has: tdp".to_owned()),
+fn mmu(name: &str) -> Result<String, String> {
+    match (mmu_by_name(name), name) {
+        (Some(_), _) => Ok(name.to_owned()),
+        (None, "shadow") => Err("shadow paging does not exist yet; tdp and direct do".to_owned()),
+        (None, _) => Err("this slat has: tdp, direct".to_owned()),
     }
 }
 

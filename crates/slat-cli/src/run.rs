@@ -5,6 +5,9 @@ use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
+use slat_kvm::engine::TableFormat;
+use slat_kvm::policy::{check_pair, mmu_by_name};
+
 use crate::args::Run;
 use crate::output::complain;
 use crate::program::Refusal;
@@ -27,6 +30,14 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 4] {
 /// Replaces this process by PROGRAM, so that its exit status, its signals and its process id are
 /// its own. Returns only if that failed.
 pub fn run(options: &Run) -> ExitCode {
+    if let (Some(mmu), Some(format)) = (
+        mmu_by_name(&options.mmu),
+        TableFormat::by_name(&options.format),
+    ) && let Err(message) = check_pair(mmu, format)
+    {
+        complain(&message);
+        return ExitCode::from(2);
+    }
     let Some((name, arguments)) = options.program.split_first() else {
         for (name, value) in settings(options) {
             // SAFETY: this process has no other thread yet.

@@ -3,9 +3,9 @@
 
 use slat::format::{Entry, Npt, Stage2, Sv48x4};
 use slat::{
-    Access, Attention, AttributesError, Config, DirtyLogError, DirtyRing, Ept, Gfn, Gpa, Hva,
-    Level, MemoryAttributes, OutOfMemory, Policy, Region, RegionError, Stats, Stop, Translation,
-    VcpuStats,
+    Access, Attention, AttributesError, Config, CreateVmError, DirtyLogError, DirtyRing, Ept, Gfn,
+    Gpa, Hva, Level, MemoryAttributes, MmuKind, OutOfMemory, Policy, Region, RegionError, Stats,
+    Stop, Translation, VcpuStats,
 };
 use slat_host::HostPlatform;
 use std::ops::Range;
@@ -31,6 +31,13 @@ macro_rules! formats {
             pub fn name(self) -> &'static str {
                 match self {
                     $(TableFormat::$variant => $name,)*
+                }
+            }
+
+            /// Whether a VM with tables of this format can have this MMU.
+            pub fn has(self, mmu: MmuKind) -> bool {
+                match self {
+                    $(TableFormat::$variant => mmu.serves::<$format>(),)*
                 }
             }
 
@@ -63,12 +70,12 @@ macro_rules! formats {
             /// Creates a VM without memory.
             ///
             /// # Errors
-            /// [`OutOfMemory`].
+            /// [`CreateVmError`].
             pub fn new(
                 format: TableFormat,
                 platform: Arc<HostPlatform>,
                 config: Config,
-            ) -> Result<Arc<Self>, OutOfMemory> {
+            ) -> Result<Arc<Self>, CreateVmError> {
                 Ok(Arc::new(match format {
                     $(TableFormat::$variant => EngineVm::$variant(Vm::new(platform, config)?),)*
                 }))
@@ -178,6 +185,8 @@ delegate! {
         fn use_dirty_rings();
         /// See [`slat::Vm::reset_dirty_rings`].
         fn reset_dirty_rings() -> u64;
+        /// See [`slat::Vm::set_mmu_pages`].
+        fn set_mmu_pages(pages: u64) -> ();
         /// See [`slat::Vm::recover_nx_huge_pages`].
         fn recover_nx_huge_pages() -> u64;
     }

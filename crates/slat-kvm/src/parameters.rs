@@ -6,7 +6,7 @@ use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail};
 use crate::process::PerProcess;
 use crate::{notify, policy, recovery};
-use slat::{Hva, Setting, Switch};
+use slat::{Hva, MmuKind, Setting, Switch};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// The parameters that are policies of the engine; they can be written.
@@ -20,7 +20,6 @@ const WRITABLE: &[&str] = &[
 /// The parameters that cannot be written, and their values.
 const FIXED: &[(&str, &str)] = &[
     ("force_emulation_prefix", "0"),
-    ("tdp_mmu", "Y"),
     ("ignore_msrs", "N"),
     ("report_ignored_msrs", "Y"),
     ("enable_pmu", "N"),
@@ -32,13 +31,15 @@ const FIXED: &[(&str, &str)] = &[
     ("min_timer_period_us", "200"),
 ];
 const NX_HUGE_PAGES: &str = "nx_huge_pages";
+/// Tells which MMU the VMs of this process have. KVM's cannot be written either once it is loaded.
+const TDP_MMU: &str = "tdp_mmu";
 
 /// VMs that have `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`.
 static WITHOUT_NX: PerProcess<Mutex<Vec<Weak<EngineVm>>>> = PerProcess::new();
 
 /// Returns the static name of a parameter; `None` if it does not exist. Takes no lock and allocates nothing.
 pub fn known(name: &[u8]) -> Option<&'static str> {
-    let fixed = FIXED.iter().map(|(name, _)| *name);
+    let fixed = FIXED.iter().map(|(name, _)| *name).chain([TDP_MMU]);
     let mut all = WRITABLE.iter().copied().chain(fixed);
     all.find(|known| known.as_bytes() == name)
 }
@@ -47,6 +48,10 @@ pub fn known(name: &[u8]) -> Option<&'static str> {
 pub fn read(name: &str) -> Option<(&'static str, String)> {
     if let Some((name, value)) = FIXED.iter().find(|(known, _)| *known == name) {
         return Some((name, (*value).to_owned()));
+    }
+    if name == TDP_MMU {
+        let has_it = policy::current().is_ok_and(|policies| policies.mmu == MmuKind::Tdp);
+        return Some((TDP_MMU, if has_it { "Y" } else { "N" }.to_owned()));
     }
     let name = WRITABLE.iter().find(|known| **known == name)?;
     Some((

@@ -4,11 +4,9 @@
 
 use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
-use slat::{AtomicPolicy, Policy, PolicyError, Setting};
+use slat::{AtomicPolicy, MmuKind, Policy, PolicyError, Setting};
 use std::sync::OnceLock;
 
-/// The values of `SLAT_MMU`: how guest memory is translated.
-pub const MMUS: &[&str] = &["tdp"];
 /// The values of `SLAT_FORMAT`: the formats of second-level tables.
 pub const FORMATS: &[&str] = TableFormat::NAMES;
 
@@ -18,6 +16,8 @@ pub struct Policies {
     settings: Vec<Setting>,
     /// The format of second-level tables.
     pub format: TableFormat,
+    /// What makes these tables.
+    pub mmu: MmuKind,
     /// Print statistics at the end of the process.
     pub stats: bool,
 }
@@ -35,8 +35,14 @@ impl Policies {
             )),
             _ => Ok(()),
         };
-        one_of("SLAT_MMU", MMUS)?;
+        let mmus: Vec<_> = MmuKind::ALL.iter().map(|mmu| mmu.name()).collect();
+        one_of("SLAT_MMU", &mmus)?;
         one_of("SLAT_FORMAT", FORMATS)?;
+        let format = variable("SLAT_FORMAT").and_then(|name| TableFormat::by_name(&name));
+        let format = format.unwrap_or_default();
+        let mmu = variable("SLAT_MMU").and_then(|name| mmu_by_name(&name));
+        let mmu = mmu.unwrap_or_default();
+        check_pair(mmu, format)?;
         let mut settings = Vec::new();
         for setting in variable("SLAT_SET")
             .unwrap_or_default()
@@ -58,10 +64,10 @@ impl Policies {
             settings.push(setting);
         }
         let stats = variable("SLAT_STATS").is_some_and(|value| !value.is_empty() && value != "0");
-        let format = variable("SLAT_FORMAT").and_then(|name| TableFormat::by_name(&name));
         Ok(Policies {
             settings,
-            format: format.unwrap_or_default(),
+            format,
+            mmu,
             stats,
         })
     }
@@ -74,6 +80,29 @@ impl Policies {
         }
         policy
     }
+}
+
+/// Returns the MMU called `name`. `None`: there is none.
+pub fn mmu_by_name(name: &str) -> Option<MmuKind> {
+    MmuKind::ALL.iter().copied().find(|mmu| mmu.name() == name)
+}
+
+/// Checks that a VM with tables of `format` can have `mmu`.
+///
+/// # Errors
+/// A message that names the formats that can.
+pub fn check_pair(mmu: MmuKind, format: TableFormat) -> std::result::Result<(), String> {
+    if format.has(mmu) {
+        return Ok(());
+    }
+    let can = |name: &&&str| TableFormat::by_name(name).is_some_and(|format| format.has(mmu));
+    let formats: Vec<_> = FORMATS.iter().filter(can).copied().collect();
+    Err(format!(
+        "the {} MMU has no tables of format {}; it has {}",
+        mmu.name(),
+        format.name(),
+        formats.join(", ")
+    ))
 }
 
 /// The policies of this process, from its environment.
@@ -140,6 +169,11 @@ mod tests {
         ])
         .unwrap();
         assert!(policies.stats);
+        let direct = parse(&[("SLAT_MMU", "direct"), ("SLAT_FORMAT", "npt")]).unwrap();
+        assert_eq!(
+            (direct.mmu, direct.format),
+            (MmuKind::Direct, TableFormat::Npt)
+        );
         assert!(!policies.of_new_vms().mmio_caching.is_on());
     }
 
@@ -151,9 +185,14 @@ mod tests {
                 .contains("ept")
         );
         assert!(
-            parse(&[("SLAT_MMU", "shadow")])
+            parse(&[("SLAT_MMU", "nested")])
                 .unwrap_err()
-                .contains("tdp")
+                .contains("tdp, direct")
+        );
+        assert!(
+            parse(&[("SLAT_MMU", "direct"), ("SLAT_FORMAT", "aarch64")])
+                .unwrap_err()
+                .contains("ept, npt")
         );
         assert!(
             parse(&[("SLAT_SET", "nonsense=on")])

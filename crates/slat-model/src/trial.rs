@@ -10,7 +10,7 @@ use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use slat::format::{GStage, Npt, Stage2, X86};
-use slat::{Ept, Format};
+use slat::{Ept, Format, MmuKind};
 
 use crate::generator::Generator;
 use crate::machine::Machine;
@@ -27,10 +27,12 @@ use crate::tally::Tally;
 pub struct Subject {
     /// Its name.
     pub name: &'static str,
+    /// What makes the tables.
+    mmu: MmuKind,
     /// See [`Subject::run`].
-    run: fn(Setup, Rng, usize) -> Tally,
-    replay: fn(Setup, &[Op]),
-    record: fn(Setup, Rng, usize) -> Vec<Op>,
+    run: fn(MmuKind, Setup, Rng, usize) -> Tally,
+    replay: fn(MmuKind, Setup, &[Op]),
+    record: fn(MmuKind, Setup, Rng, usize) -> Vec<Op>,
 }
 
 /// A run in which engine, platform and model disagreed. [`fmt::Display`] says all that is needed to repeat it.
@@ -57,10 +59,16 @@ impl Subject {
     pub const fn of<M: Machine, F: Format>(name: &'static str) -> Self {
         Subject {
             name,
+            mmu: MmuKind::Tdp,
             run: run::<M, F>,
             replay: replay::<M, F>,
             record: record::<M, F>,
         }
+    }
+
+    /// The same, called `name`, with tables that `mmu` makes.
+    pub const fn with_mmu(self, name: &'static str, mmu: MmuKind) -> Self {
+        Subject { name, mmu, ..self }
     }
 
     const fn simulated<F: Format>(name: &'static str) -> Self {
@@ -68,7 +76,7 @@ impl Subject {
     }
 
     /// The simulated machine with every format; those with a size twice.
-    pub const ALL: [Subject; 8] = [
+    pub const ALL: [Subject; 10] = [
         Subject::simulated::<Ept>("EPT"),
         Subject::simulated::<Npt>("NPT"),
         Subject::simulated::<X86<5>>("x86 5-level"),
@@ -77,6 +85,8 @@ impl Subject {
         Subject::simulated::<GStage<3>>("Sv39x4"),
         Subject::simulated::<GStage<4>>("Sv48x4"),
         Subject::simulated::<Stage2<48, true>>("stage 2, 48 bits, hardware dirty state"),
+        Subject::simulated::<Ept>("").with_mmu("EPT, direct", MmuKind::Direct),
+        Subject::simulated::<Npt>("").with_mmu("NPT, direct", MmuKind::Direct),
     ];
 
     /// Runs up to `steps` operations, as `rng` chooses them, with an audit every 500.
@@ -84,7 +94,7 @@ impl Subject {
     /// # Panics
     /// If engine and model disagree.
     pub fn run(&self, setup: Setup, rng: Rng, steps: usize) -> Tally {
-        (self.run)(setup, rng, steps)
+        (self.run)(self.mmu, setup, rng, steps)
     }
 
     /// Like [`Subject::run`], but from a seed.
@@ -125,7 +135,7 @@ impl Subject {
     /// Shortens the run to operations that still fail, without panic messages.
     fn shrink(&self, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
         silent(|| {
-            let mut ops = (self.record)(setup, rng, steps);
+            let mut ops = (self.record)(self.mmu, setup, rng, steps);
             let begin = Instant::now();
             let mut chunk = ops.len() / 2;
             while chunk > 0 {
@@ -133,7 +143,7 @@ impl Subject {
                 while at < ops.len() && begin.elapsed() < PATIENCE {
                     let end = (at + chunk).min(ops.len());
                     let fewer = [&ops[..at], &ops[end..]].concat();
-                    if panics(|| (self.replay)(setup, &fewer)) {
+                    if panics(|| (self.replay)(self.mmu, setup, &fewer)) {
                         ops = fewer;
                     } else {
                         at = end;
@@ -184,12 +194,13 @@ fn message(why: &(dyn Any + Send)) -> String {
 
 /// Generates and runs operations; calls `each` with every operation before it is run.
 fn generate<M: Machine, F: Format>(
+    mmu: MmuKind,
     setup: Setup,
     rng: Rng,
     steps: usize,
     mut each: impl FnMut(&Op),
 ) -> Tally {
-    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings);
+    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings, mmu);
     let setup = Setup {
         host_pages: runner.host_pages(),
         ..setup
@@ -209,21 +220,21 @@ fn generate<M: Machine, F: Format>(
     runner.finish()
 }
 
-fn run<M: Machine, F: Format>(setup: Setup, rng: Rng, steps: usize) -> Tally {
-    generate::<M, F>(setup, rng, steps, |_| ())
+fn run<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, rng: Rng, steps: usize) -> Tally {
+    generate::<M, F>(mmu, setup, rng, steps, |_| ())
 }
 
 /// Returns the operations of a run up to the one that fails.
-fn record<M: Machine, F: Format>(setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
+fn record<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
     let mut ops = Vec::new();
-    let run = || generate::<M, F>(setup, rng, steps, |op| ops.push(op.clone()));
+    let run = || generate::<M, F>(mmu, setup, rng, steps, |op| ops.push(op.clone()));
     panics(|| drop(run()));
     ops
 }
 
 /// Runs just these operations, audited once, at the end.
-fn replay<M: Machine, F: Format>(setup: Setup, ops: &[Op]) {
-    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings);
+fn replay<M: Machine, F: Format>(mmu: MmuKind, setup: Setup, ops: &[Op]) {
+    let mut runner = Runner::<M, F>::new(setup.host_pages, setup.rings, mmu);
     ops.iter().for_each(|op| runner.run(op));
     runner.finish();
 }

@@ -74,14 +74,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
             });
             drop(op);
             let section = self.section();
-            let tree = space.tree.get(section.inside());
-            if error.is_none()
-                && let Some((level, counted, leaves)) = tree.miscounted()
-            {
-                error = Some(alloc::format!(
-                    "a table of level {} counts {counted} leaves, but has {leaves}",
-                    level.0
-                ));
+            let mmu = space.mmu.get(section.inside());
+            if error.is_none() {
+                error = mmu.check().err();
             }
             drop(section);
             if let Some(error) = error {

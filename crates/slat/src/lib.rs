@@ -33,8 +33,10 @@ pub mod guest_walk;
 mod heap;
 #[cfg(all(test, loom))]
 mod loom_tests;
+mod mmu;
 mod platform;
 mod policy;
+mod shadow;
 mod slots;
 mod stats;
 mod sync;
@@ -47,6 +49,7 @@ pub use audit::AuditError;
 pub use format::{Ept, Format, MemoryType};
 pub use frame::{ENTRIES, Entries, TableMeta};
 pub use heap::{OutOfMemory, Shared};
+pub use mmu::MmuKind;
 pub use platform::{HostPage, HostRun, Platform, ResolveError, Stale, VmId, WaitFor, ZappedLeaf};
 pub use policy::{
     AtomicPolicy, DirtyLogMethod, DirtyLogReads, Policy, PolicyError, Prefetch, Setting, SplitWalk,
@@ -56,7 +59,9 @@ pub use slots::{AttributesError, MAX_SLOTS, MemoryAttributes, Region, RegionErro
 pub use stats::Stats;
 pub use sync::quiesce::Attention;
 pub use vcpu::{CreateVcpuError, Entered, Stop, Translation, Vcpu, VcpuStats};
-pub use vm::{Config, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation, Vm};
+pub use vm::{
+    Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation, Vm,
+};
 
 /// What several threads may share, and what one may give to another, on every platform and format.
 const fn _threads<P: Platform, F: Format>() {

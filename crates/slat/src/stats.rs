@@ -88,6 +88,12 @@ counters! {
     split_entries_visited,
     /// Pages mapped ahead of their use.
     prefetched,
+    /// Shadow pages made: of their frame and role there was none. None with [`MmuKind::Tdp`](crate::MmuKind).
+    mmu_cache_miss,
+    /// Shadow pages zapped.
+    mmu_shadow_zapped,
+    /// Of these, the oldest ones, zapped because the limit of pages was reached ([`Vm::set_mmu_pages`](crate::Vm)).
+    mmu_recycled,
     /// Leaves zapped by slot changes and invalidations, one by one or with their table.
     zapped,
     /// Flushes of all vCPUs.

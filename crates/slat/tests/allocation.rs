@@ -1,14 +1,26 @@
 //! The n-th allocation of an operation fails, for every n: nothing has changed then, or the operation
 //! can be repeated, and no frame is lost.
 
+#[macro_use]
+mod common;
+
 use std::sync::Arc;
 
+use common::config;
 use slat::{
     Access::{self, *},
-    Config, Ept, Gpa, Level, OutOfMemory, Region, SlotFlags, Stop, Vm,
+    CreateVmError, Ept, Gpa, Level, Region, SlotFlags, Stop, Vm,
 };
 use slat::{Setting, Switch};
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
+
+on_both_mmus! {
+    a_vm_that_gets_no_root_is_not_made,
+    a_first_fault_survives_it,
+    an_mmio_access_survives_it,
+    a_write_fault_that_splits_a_huge_leaf_survives_it,
+    the_begin_of_logging_goes_as_far_as_there_is_memory,
+}
 
 type TestVm = Vm<SimPlatform, Ept>;
 
@@ -87,7 +99,7 @@ fn fail_everywhere(
 }
 
 fn with_slot(platform: &Arc<SimPlatform>, flags: SlotFlags) -> Arc<TestVm> {
-    let vm = Vm::new(platform.clone(), Config::default()).unwrap();
+    let vm = Vm::new(platform.clone(), config()).unwrap();
     set(&vm, 0..GIB1 + 512, flags);
     vm
 }
@@ -104,22 +116,20 @@ fn try_touch(vm: &Arc<TestVm>, gfn: u64, access: Access) -> bool {
     }
 }
 
-#[test]
 fn a_vm_that_gets_no_root_is_not_made() {
     for spaces in 1..4 {
         for n in 0..spaces {
             let platform = SimPlatform::new(1);
             platform.fail_allocation(n as u64, false);
-            let config = Config::default().with_spaces(spaces);
+            let config = config().with_spaces(spaces);
             let vm = Vm::<_, Ept>::new(platform.clone(), config);
-            assert_eq!(vm.err(), Some(OutOfMemory));
+            assert_eq!(vm.err(), Some(CreateVmError::OutOfMemory));
             assert_eq!(platform.live_frames(), 0);
             platform.check();
         }
     }
 }
 
-#[test]
 fn a_first_fault_survives_it() {
     for gfn in [7, GIB1 + 7] {
         fail_everywhere(
@@ -130,7 +140,6 @@ fn a_first_fault_survives_it() {
     }
 }
 
-#[test]
 fn an_mmio_access_survives_it() {
     fail_everywhere(
         |platform| with_slot(platform, NONE),
@@ -139,7 +148,6 @@ fn an_mmio_access_survives_it() {
     );
 }
 
-#[test]
 fn a_write_fault_that_splits_a_huge_leaf_survives_it() {
     fail_everywhere(
         |platform| {
@@ -166,7 +174,6 @@ fn a_write_fault_that_splits_a_huge_leaf_survives_it() {
     );
 }
 
-#[test]
 fn the_begin_of_logging_goes_as_far_as_there_is_memory() {
     // 2 MiB leaves, of which an eager split needs a frame each. It cannot fail, only do less.
     let prepare = |platform: &Arc<SimPlatform>| {
@@ -176,7 +183,7 @@ fn the_begin_of_logging_goes_as_far_as_there_is_memory() {
             kind: PageKind::Ordinary,
         };
         platform.host.change(&(0..GIB1 + 512), remap);
-        let vm = Vm::new(platform.clone(), Config::default()).unwrap();
+        let vm = Vm::new(platform.clone(), config()).unwrap();
         set(&vm, 0..10 * 512, NONE);
         (0..10).for_each(|i| assert!(touch(&vm, i * 512, Write).is_ok()));
         vm

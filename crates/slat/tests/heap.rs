@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use slat::format::Stage2;
 use slat::{
-    Access, Config, DirtyGfn, DirtyRing, DirtyRingError, Entries, Ept, Format, Gfn, Gpa, HostPage,
-    HostRun, Hva, MAX_SLOTS, MemoryAttributes, OutOfMemory, Pfn, Platform, Region, ResolveError,
-    SlotFlags, Stale, Stop, TableMeta, Vm, VmId, WaitFor,
+    Access, Config, CreateVmError, DirtyGfn, DirtyRing, DirtyRingError, Entries, Ept, Format, Gfn,
+    Gpa, HostPage, HostRun, Hva, MAX_SLOTS, MemoryAttributes, OutOfMemory, Pfn, Platform, Region,
+    ResolveError, SlotFlags, Stale, Stop, TableMeta, Vm, VmId, WaitFor,
 };
 use slat::{DirtyLogMethod, Setting};
 use slat_model::{FailingHeap, HostMemory, SimPlatform};
@@ -299,7 +299,7 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
             assert!(n > 3 && vm.is_ok());
             break;
         }
-        assert_eq!(vm.err(), Some(OutOfMemory));
+        assert_eq!(vm.err(), Some(CreateVmError::OutOfMemory));
         assert_eq!(platform.live_frames(), 0);
         platform.check();
     }

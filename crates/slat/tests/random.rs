@@ -34,11 +34,13 @@ mod engine_and_model_agree_on {
         sv39x4: 5,
         sv48x4: 6,
         stage_2_with_hardware_dirty_state: 7,
+        ept_made_of_shadow_pages: 8,
+        npt_made_of_shadow_pages: 9,
     }
 
     #[test]
     fn no_fewer_formats_than_there_are() {
-        assert_eq!(super::Subject::ALL.len(), 8);
+        assert_eq!(super::Subject::ALL.len(), 10);
     }
 }
 

@@ -76,6 +76,7 @@ impl VmObject {
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
         let mut config = slat::Config::default();
         config.policy = policy::of_new_vms()?.get();
+        config.mmu = policies.mmu;
         let engine = EngineVm::new(policies.format, platform, config).map_err(no_memory)?;
         notify::register(&engine);
         recovery::begin();
@@ -178,17 +179,17 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_SET_NR_MMU_PAGES`: a limit of KVM's shadow pages, which slat does not have. Checks it; has no effect.
+    /// `KVM_SET_NR_MMU_PAGES`: limits the number of shadow pages. The TDP MMU has none.
     ///
     /// # Errors
     /// `EINVAL` for less than KVM's minimum.
     pub fn set_nr_mmu_pages(&self, pages: u64) -> Result<()> {
         let _call = self.begin()?;
         if pages < MIN_MMU_PAGES {
-            fail(libc::EINVAL)
-        } else {
-            Ok(())
+            return fail(libc::EINVAL);
         }
+        self.engine.set_mmu_pages(pages);
+        Ok(())
     }
 
     /// `KVM_REGISTER_COALESCED_MMIO`: writes to the range go to the ring.

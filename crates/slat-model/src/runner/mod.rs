@@ -9,7 +9,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use slat::{
-    Config, Format, Pfn, Platform, Region, RegionError, Setting, SlotFlags, Translation, Vcpu, Vm,
+    Config, Format, MmuKind, Pfn, Platform, Region, RegionError, Setting, SlotFlags, Translation,
+    Vcpu, Vm,
 };
 
 use crate::host::HostMemory;
@@ -58,6 +59,8 @@ pub struct Runner<M: Machine, F: Format> {
     /// Whether NX huge pages were ever on: leaves may be smaller, and huge ones not executable.
     nx: bool,
     failing: bool,
+    /// How many shadow pages had been recycled when the operation began.
+    recycled: u64,
     tally: Tally,
     /// Ring entries that were collected and not reset, with their ring.
     collected: Vec<(usize, DirtyPage)>,
@@ -67,8 +70,8 @@ pub struct Runner<M: Machine, F: Format> {
 
 impl<M: Machine, F: Format> Runner<M, F> {
     /// Makes a VM without memory on a machine of `host_pages` pages; with `rings` its dirty logs are
-    /// rings.
-    pub fn new(host_pages: u64, rings: bool) -> Self {
+    /// rings. `mmu` makes its tables.
+    pub fn new(host_pages: u64, rings: bool, mmu: MmuKind) -> Self {
         let tlb = Arc::<Tlb>::default();
         let machine = Arc::new(M::new(host_pages, tlb.clone()));
         assert!(
@@ -77,7 +80,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             machine.pages()
         );
         let platform = Watched::of(&*machine, tlb);
-        let config = Config::default().with_spaces(SPACES);
+        let config = Config::default().with_spaces(SPACES).with_mmu(mmu);
         let vm = Vm::new(platform.clone(), config).unwrap_or_else(|error| {
             let why = platform.violations();
             panic!(
@@ -107,6 +110,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             policies: BTreeMap::new(),
             nx: false,
             failing: false,
+            recycled: 0,
             tally: Tally::default(),
             collected: Vec::new(),
             rings: Vec::new(),
@@ -145,6 +149,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
 
     /// Runs one operation. Panics if engine and model disagree.
     pub fn run(&mut self, op: &Op) {
+        self.recycled = self.vm.stats().mmu_recycled;
         self.apply(op);
         if let Some(why) = self.platform.tlb.stale() {
             panic!("after {op:?}: {why}");

@@ -14,10 +14,12 @@
 //! usually find all of them in the same state and can handle them together.
 
 use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
+use alloc::string::String;
 use core::ops::Range;
 
 use super::clear::{Cleared, LockedTable};
 use super::detached::tell_zapped;
+use super::lookup::{descend, root_table};
 use super::{Detached, Path, Table, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, all_gfns};
@@ -86,14 +88,33 @@ pub(crate) enum Next {
 
 /// A visited entry. The walk holds the lock of its table.
 pub(crate) struct At<'t> {
-    entry: &'t AtomicU64,
-    pub(super) meta: &'t TableMeta,
-    cleared: &'t Cleared,
+    pub(crate) entry: &'t AtomicU64,
+    pub(crate) meta: &'t TableMeta,
+    pub(crate) kept: Kept<'t>,
     /// The entry's bits when the visit began. Since then walkers may have set accessed and dirty.
     pub(crate) bits: u64,
     /// The first frame that the entry covers, which may be before the walk's range.
     pub(crate) gfn: Gfn,
     pub(crate) level: Level,
+}
+
+/// Where the MMU of an entry keeps books about it.
+#[derive(Clone, Copy)]
+pub(crate) enum Kept<'t> {
+    /// Which entries of its table were cleared.
+    Cleared(&'t Cleared),
+    /// Lists of entries.
+    Listed(&'t dyn Listed),
+}
+
+/// A visited entry of an MMU that lists its entries, and is locked. The methods are given the same entry.
+pub(crate) trait Listed {
+    /// Takes the leaf or MMIO entry off its list. Call after it was cleared.
+    fn unlist(&self);
+    /// Does [`ByGfn::detach`].
+    fn detach(&self, lower: Pfn, detached: &mut Detached);
+    /// Does [`ByGfn::split`].
+    fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split;
 }
 
 impl At<'_> {
@@ -122,8 +143,12 @@ impl At<'_> {
 
     /// Notes that the entry was cleared.
     fn cleared<F: Format>(&self) {
-        if F::BREAK_BEFORE_MAKE {
-            self.cleared.add(self.level.index(self.gfn));
+        match self.kept {
+            Kept::Cleared(cleared) if F::BREAK_BEFORE_MAKE => {
+                cleared.add(self.level.index(self.gfn));
+            }
+            Kept::Cleared(_) => {}
+            Kept::Listed(listed) => listed.unlist(),
         }
         self.leaf_removed::<F>();
     }
@@ -142,6 +167,14 @@ impl At<'_> {
         self.entry
             .compare_exchange(old, table, Release, Relaxed)
             .map(|_| self.leaf_removed::<F>())
+    }
+
+    /// Clears the entry, which is an MMIO entry. No flush is due: no TLB caches one.
+    pub(crate) fn clear_mmio(&self) {
+        self.put(0);
+        if let Kept::Listed(listed) = self.kept {
+            listed.unlist();
+        }
     }
 
     /// Overwrites the entry with `bits`. Loses accessed and dirty bits that a walker sets at the same time.
@@ -183,6 +216,14 @@ impl Walk {
         }
     }
 
+    /// Makes a walk over `range` of which everything before `at` is done, with a budget of 0.
+    pub(crate) fn resumed(range: Range<Gfn>, at: Gfn) -> Self {
+        Walk {
+            at: at.max(range.start),
+            ..Walk::new(range)
+        }
+    }
+
     /// Runs `step`, which continues the walk with `budget`, and subtracts what it used.
     pub(crate) fn with_budget(&mut self, budget: &mut u32, step: impl FnOnce(&mut Self)) {
         self.budget = *budget;
@@ -214,8 +255,18 @@ impl Walk {
         self.at = gfn.max(self.range.start);
     }
 
+    /// Makes the walk go on at `gfn`, up to which it has done its work.
+    pub(crate) fn stop_at(&mut self, gfn: Gfn) {
+        self.at = gfn.min(self.range.end);
+    }
+
     pub(crate) fn is_done(&self) -> bool {
         self.at >= self.range.end
+    }
+
+    /// Returns whether the budget is used up.
+    pub(crate) fn is_spent(&self) -> bool {
+        self.budget == 0
     }
 
     /// Counts `entries` that the walk is about to read.
@@ -223,6 +274,19 @@ impl Walk {
         held::looked_at(entries);
         self.budget -= entries;
         self.entries += u64::from(entries);
+    }
+
+    /// Counts the visit of one entry, which is not left out if the budget is used up.
+    pub(crate) fn visits(&mut self) {
+        self.spend(1);
+        self.entries += 1;
+    }
+
+    /// Takes as much of `budget` as is left for work that takes as long as reading so many entries.
+    pub(crate) fn spend(&mut self, budget: u32) {
+        let paid = budget.min(self.budget);
+        held::looked_at(paid);
+        self.budget -= paid;
     }
 }
 
@@ -245,11 +309,11 @@ pub(crate) trait ByGfn {
     fn take(&self, at: &At<'_>) -> u64;
 
     /// Clears the entry `at`, which refers to the table in the frame `lower`, and adds the table to `detached`,
-    /// together with all tables below it.
+    /// together with all leaves and tables that nothing else refers to then.
     fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached);
 
     /// Replaces the huge leaf `at` by a table, in a frame from `path`, of leaves of the next lower level that mean the
-    /// same. `path` has a frame for it. On formats with break-before-make it only breaks the leaf; the frame is used
+    /// same. `path` has a frame for it, and the MMU is prepared for one more table. On formats with break-before-make it only breaks the leaf; the frame is used
     /// later, by [`Self::mend`].
     fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split;
 
@@ -261,12 +325,21 @@ pub(crate) trait ByGfn {
     #[must_use]
     fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool;
 
+    /// Zaps the oldest of the tables that the MMU may zap to stay within a limit, with its leaves, and adds it to
+    /// `detached`. Calls `zapped` for every leaf, with its first frame, level, and bits. Returns whether there is one.
+    fn zap_oldest(&self, detached: &mut Detached, zapped: &mut dyn FnMut(Gfn, Level, u64)) -> bool {
+        let _ = (detached, zapped);
+        false
+    }
+
     /// Returns whether the table in `frame` exists only because of NX; then recovery may zap it.
     fn is_nx_table(&self, frame: Pfn) -> bool;
 
-    /// Returns a table whose count of leaves is wrong: its level, the count, and the real number. `None`: none is
-    /// wrong.
-    fn miscounted(&self) -> Option<(Level, usize, usize)>;
+    /// Checks what the MMU knows of its own tables, such as the number of leaves in each, against the entries.
+    ///
+    /// # Errors
+    /// The first thing that is wrong.
+    fn check(&self) -> Result<(), String>;
 }
 
 /// What [`ByGfn::split`] did.
@@ -275,6 +348,8 @@ pub(crate) enum Split {
     InPlace,
     /// The leaf was made [`Entry::Broken`].
     Broken,
+    /// Nothing was split: what the MMU has allocated ahead is used up.
+    Unprepared,
 }
 
 impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
@@ -286,7 +361,7 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
         while walk.at < end {
             let start = walk.at;
             let next = Gfn((start.0 / root_pages + 1) * root_pages).min(end);
-            let root = Self::root_table(self.root, start);
+            let root = root_table::<F>(self.context(), start);
             let mut walker = Walker {
                 tree: self,
                 show,
@@ -338,12 +413,12 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
                 Err(now) => bits = now,
             }
         }
-        path.splits[at.level.0 as usize - 1] += 1;
+        path.split(at.level, ENTRIES);
         Split::InPlace
     }
 
     fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool {
-        let found = self.descend(self.key(gfn), level);
+        let found = descend::<P, F>(&self.platform, self.key(gfn), level);
         if found.level > level {
             return true;
         }
@@ -356,9 +431,9 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
         self.table(frame).meta().nx_split.load(Relaxed)
     }
 
-    fn miscounted(&self) -> Option<(Level, usize, usize)> {
+    fn check(&self) -> Result<(), String> {
         self.roots()
-            .find_map(|root| self.miscounted_below(root, F::TOP))
+            .try_for_each(|root| self.check_below(root, F::TOP))
     }
 }
 
@@ -368,22 +443,38 @@ struct Stopped {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Like [`ByGfn::miscounted`], for the table of `level` in `frame` and those below it.
-    fn miscounted_below(&self, frame: Pfn, level: Level) -> Option<(Level, usize, usize)> {
+    /// Like [`ByGfn::check`], for the table of `level` in `frame` and those below it.
+    fn check_below(&self, frame: Pfn, level: Level) -> Result<(), String> {
         let table = self.table(frame);
-        let entries = || table.entries().iter().map(|entry| entry.load(Acquire));
         let guard = table.lock();
-        let is_leaf =
-            |bits: &u64| matches!(F::decode(*bits, level), Entry::Leaf(_) | Entry::Broken(_));
-        let leaves = entries().filter(is_leaf).count();
-        let counted = usize::from(table.meta().leaves.load(Relaxed));
+        table.check_count::<F>(level)?;
         drop(guard);
-        if leaves != counted {
-            return Some((level, counted, leaves));
+        let lower = |entry: &AtomicU64| F::next_table(entry.load(Acquire), level);
+        (table.entries().iter())
+            .filter_map(lower)
+            .try_for_each(|lower| self.check_below(lower, level.below()))
+    }
+}
+
+impl<P: Platform> Table<'_, P> {
+    /// Checks that the table, which has `level` and whose lock is held, counts its leaves right.
+    ///
+    /// # Errors
+    /// Both numbers.
+    pub(crate) fn check_count<F: Format>(&self, level: Level) -> Result<(), String> {
+        let is_leaf = |entry: &&AtomicU64| {
+            let entry = F::decode(entry.load(Acquire), level);
+            matches!(entry, Entry::Leaf(_) | Entry::Broken(_))
+        };
+        let leaves = self.entries().iter().filter(is_leaf).count();
+        let counted = usize::from(self.meta().leaves.load(Relaxed));
+        match leaves == counted {
+            true => Ok(()),
+            false => Err(alloc::format!(
+                "a table of level {} counts {counted} leaves, but has {leaves}",
+                level.0
+            )),
         }
-        entries()
-            .filter_map(|bits| F::next_table(bits, level))
-            .find_map(|lower| self.miscounted_below(lower, level.below()))
     }
 }
 
@@ -444,7 +535,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             let at = At {
                 entry,
                 meta,
-                cleared,
+                kept: Kept::Cleared(cleared),
                 bits,
                 gfn: Gfn(gfn),
                 level: Level::PAGE,
@@ -479,7 +570,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                 let at = At {
                     entry,
                     meta,
-                    cleared: &locked.cleared,
+                    kept: Kept::Cleared(&locked.cleared),
                     bits,
                     gfn,
                     level,

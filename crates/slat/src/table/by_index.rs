@@ -5,47 +5,38 @@
 //! table has a root for each address space of the guest and translates virtual pages. The other interface, [by
 //! gfn](super::by_gfn), is for work that comes from the host, which knows neither.
 
-use super::Path;
+use super::lookup::descend;
+use super::{Path, Table};
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 
-/// An MMU, as vCPUs use it. The caller of every method is in a reader section.
+/// An MMU, as vCPUs use it. The caller of every method is in a reader section. Look-ups are the same for every MMU,
+/// because walkers are ([`lookup_page`](super::lookup_page)).
 pub(crate) trait ByIndex<P: Platform, F: Format> {
-    /// The root of a walk, and what else its result depends on beside the index. It may change during a vCPU's life.
-    type Context: Copy;
-    /// The address, in pages, that a walker translates.
-    type Index: Copy;
+    fn platform(&self) -> &P;
 
     /// Finds the entry at which a page walker would end. Takes no lock.
-    fn lookup(&self, key: Key<Self::Context, Self::Index>) -> Found<'_>;
+    #[inline]
+    fn lookup(&self, key: GfnKey) -> Found<'_> {
+        descend::<P, F>(self.platform(), key, Level::PAGE)
+    }
 
-    /// Like [`Self::lookup`], but for walks that usually end at level 1: `Ok` if it does, `Err` if it ends above. Needs
-    /// only the platform, so that a caller that walks often does not load the MMU.
-    ///
-    /// # Safety
-    /// - `key` belongs to an MMU of this type on `platform`, and the caller is in a reader section as long as the
-    ///   result is used.
-    unsafe fn lookup_page(
-        platform: &P,
-        key: Key<Self::Context, Self::Index>,
-    ) -> Result<Found<'_>, Found<'_>>;
-
-    /// Repeats the last step of an earlier [`Self::lookup_page`], in the level 1 `table` at which it ended.
-    ///
-    /// # Safety
-    /// - on `platform`, `lookup_page` has found an entry of `table` for a page of the same 2 MiB, and the
-    ///   caller has been in one reader section since, without a quiescent point, and stays in it as long as the
-    ///   result is used.
-    unsafe fn lookup_in(platform: &P, table: Pfn, index: Self::Index) -> Found<'_>;
+    /// Returns whether the level 1 table for `key`, if there is one, exists because of NX.
+    fn is_nx_split(&self, key: GfnKey) -> bool {
+        let (found, platform) = (self.lookup(key), self.platform());
+        let frame = found.table;
+        let is_nx_split = || Table { platform, frame }.meta().nx_split.load(Relaxed);
+        found.level == Level::PAGE && is_nx_split()
+    }
 
     /// Installs `leaf` for the region of `level` around `key`. Adds missing tables; splits a larger leaf on the path in
     /// place, so that its other pages stay mapped throughout. Calls `valid` under the lock of the table that
     /// receives the leaf, immediately before the install, and `done` under that lock, immediately after it.
     fn map(
         &self,
-        key: Key<Self::Context, Self::Index>,
+        key: GfnKey,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
@@ -58,7 +49,7 @@ pub(crate) trait ByIndex<P: Platform, F: Format> {
     /// `None` if `valid` returned `false`, a larger leaf is on the path, or there is no memory for tables.
     fn map_absent(
         &self,
-        key: Key<Self::Context, Self::Index>,
+        key: GfnKey,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
@@ -67,15 +58,7 @@ pub(crate) trait ByIndex<P: Platform, F: Format> {
 
     /// Installs an MMIO entry of `generation` for `key`, if the entry is empty, or an MMIO entry of any generation.
     /// Returns whether it did.
-    fn map_mmio(
-        &self,
-        key: Key<Self::Context, Self::Index>,
-        generation: u64,
-        path: &mut Path<'_>,
-    ) -> bool;
-
-    /// Returns whether the level 1 table for `key`, if there is one, exists because of NX.
-    fn is_nx_split(&self, key: Key<Self::Context, Self::Index>) -> bool;
+    fn map_mmio(&self, key: GfnKey, generation: u64, path: &mut Path<'_>) -> bool;
 }
 
 /// What [`ByIndex::map`] did.
@@ -101,18 +84,20 @@ pub(crate) enum Mapped {
     /// No leaf was installed: `valid` returned `false`; or other threads zapped the tables that the call added so
     /// often that the frames allocated ahead were used up.
     Stale,
+    /// No leaf was installed: what the MMU has allocated ahead is used up. The fault allocates more and begins again.
+    Unprepared,
 }
 
-/// What a walk starts from: its context, and the index that it translates.
+/// What a walk starts from, and the index that it translates, in pages.
 #[derive(Clone, Copy)]
-pub(crate) struct Key<C, I> {
-    pub(crate) context: C,
-    pub(crate) index: I,
+pub(crate) struct GfnKey {
+    pub(crate) context: Root,
+    pub(crate) index: Gfn,
 }
 
-/// The root of a [`Tree`](super::Tree): its only context.
+/// Where walks begin.
 #[derive(Clone, Copy)]
-pub(crate) struct Root(pub(super) Pfn);
+pub(crate) struct Root(pub(crate) Pfn);
 
 impl Root {
     /// Returns the frame of the root table.
@@ -120,9 +105,6 @@ impl Root {
         self.0
     }
 }
-
-/// The key of a [`Tree`](super::Tree), whose walkers translate guest frames.
-pub(crate) type GfnKey = Key<Root, Gfn>;
 
 /// The entry at which a walk without locks has ended.
 pub(crate) struct Found<'t> {

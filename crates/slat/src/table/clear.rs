@@ -35,7 +35,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
 }
 
 /// A range of indexes around all entries of a table that were cleared since its lock was taken; empty if none was.
-pub(super) struct Cleared {
+pub(crate) struct Cleared {
     first: Cell<usize>,
     end: Cell<usize>,
 }

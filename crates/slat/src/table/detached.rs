@@ -13,6 +13,8 @@ pub(crate) struct Freed {
     pub(crate) leaves: LeafCounts,
     /// The number of level 1 tables that existed because of NX.
     pub(crate) nx_splits: u64,
+    /// The number of tables of shadow pages.
+    pub(crate) shadow_pages: u64,
 }
 
 impl core::ops::AddAssign for Freed {
@@ -21,6 +23,7 @@ impl core::ops::AddAssign for Freed {
             *count += more;
         }
         self.nx_splits += other.nx_splits;
+        self.shadow_pages += other.shadow_pages;
     }
 }
 
@@ -29,6 +32,8 @@ impl core::ops::AddAssign for Freed {
 pub(crate) struct Detached {
     /// The first table of a list, packed by [`Self::pack`]; the metadata of each table contain the next one.
     head: u64,
+    /// What was zapped when a table was detached, and is not in the table any more.
+    pub(crate) zapped: Freed,
 }
 
 impl Detached {
@@ -36,7 +41,14 @@ impl Detached {
     const LEVEL_SHIFT: u32 = 56;
 
     pub(crate) const fn none() -> Self {
-        Detached { head: Self::END }
+        Detached {
+            head: Self::END,
+            zapped: Freed {
+                leaves: [0; 3],
+                nx_splits: 0,
+                shadow_pages: 0,
+            },
+        }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -56,7 +68,7 @@ impl Detached {
     }
 
     /// Adds a table of `level`, with all tables below it. Call after the last entry that refers to it was cleared.
-    pub(super) fn push<P: Platform>(&mut self, table: &Table<'_, P>, level: Level) {
+    pub(crate) fn push<P: Platform>(&mut self, table: &Table<'_, P>, level: Level) {
         table.meta().next.store(self.head, Relaxed);
         self.head = Detached::pack(table.frame, level);
     }
@@ -72,7 +84,7 @@ impl Detached {
             platform,
             batch: [Pfn(0); FREE_BATCH],
             len: 0,
-            freed: Freed::default(),
+            freed: self.zapped,
         };
         let mut head = self.head;
         while head != Detached::END {
@@ -88,7 +100,7 @@ impl Detached {
 
 /// Tells the platform of a leaf of `level` that had these `bits`, if it wants to know and it is a leaf.
 #[inline]
-pub(super) fn tell_zapped<P: Platform, F: Format>(platform: &P, bits: u64, level: Level) {
+pub(crate) fn tell_zapped<P: Platform, F: Format>(platform: &P, bits: u64, level: Level) {
     if !P::WANTS_ZAPPED {
         return;
     }

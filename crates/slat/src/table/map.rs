@@ -4,7 +4,8 @@ use crate::sync::atomic::{AtomicU64, Ordering::*};
 use core::marker::PhantomData;
 use core::ops::Range;
 
-use super::{ByIndex, Found, FrameCache, GfnKey, Key, Mapped, Path, Root, Table, Tree};
+use super::lookup::descend;
+use super::{ByIndex, FrameCache, GfnKey, Mapped, Path, Table, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
@@ -28,67 +29,10 @@ enum OnLeaf {
     GiveUp,
 }
 
-impl<'a, P: Platform> Table<'a, P> {
-    /// Loads the entry on the path to `gfn` of this table, which has `level`.
-    #[inline(always)]
-    fn find(&self, gfn: Gfn, level: Level) -> Found<'a> {
-        let entry = self.entry(level.index(gfn));
-        Found {
-            entry,
-            bits: entry.load(Acquire),
-            level,
-            table: self.frame,
-        }
-    }
-}
-
-impl<P: Platform, F: Format> Tree<P, F> {
-    /// Finds the entry of `level` on the path to `key`, or the one above it at which the path ends. All accesses that
-    /// are not a [walk](super::ByGfn::walk) over a range or [`ByIndex::lookup_page`] find their entry by this.
-    #[inline]
-    pub(super) fn descend(&self, key: GfnKey, level: Level) -> Found<'_> {
-        let Key { context, index } = key;
-        let mut found = self
-            .table(Self::root_table(context.0, index))
-            .find(index, F::TOP);
-        while found.level > level
-            && let Some(lower) = F::next_table(found.bits, found.level)
-        {
-            found = self.table(lower).find(index, found.level.below());
-        }
-        found
-    }
-}
-
 impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
-    type Context = Root;
-    type Index = Gfn;
-
-    #[inline]
-    fn lookup(&self, key: GfnKey) -> Found<'_> {
-        self.descend(key, Level::PAGE)
-    }
-
     #[inline(always)]
-    unsafe fn lookup_page(platform: &P, key: GfnKey) -> Result<Found<'_>, Found<'_>> {
-        let find = |frame, level| Table { platform, frame }.find(key.index, level);
-        let mut frame = Self::root_table(key.context.0, key.index);
-        // The number of steps is a constant, so that the compiler unrolls them.
-        for step in 0..F::TOP.0 - 1 {
-            let level = Level(F::TOP.0 - step);
-            let found = find(frame, level);
-            match F::next_table(found.bits, level) {
-                Some(lower) => frame = lower,
-                None => return Err(found),
-            }
-        }
-        Ok(find(frame, Level::PAGE))
-    }
-
-    #[inline(always)]
-    unsafe fn lookup_in(platform: &P, table: Pfn, gfn: Gfn) -> Found<'_> {
-        let frame = table;
-        Table { platform, frame }.find(gfn, Level::PAGE)
+    fn platform(&self) -> &P {
+        &self.platform
     }
 
     fn map(
@@ -124,16 +68,9 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
                 Mapped::New
             }
             Entry::Leaf(old) if old.pfn == leaf.pfn && old.memory == leaf.memory => {
-                if F::leaf(union(old, leaf), level) == bits {
-                    Mapped::Spurious
-                } else {
-                    // Walkers may set accessed and dirty meanwhile; the lock excludes all other changes.
-                    let _ =
-                        entry.fetch_update(Release, Relaxed, |bits| match F::decode(bits, level) {
-                            Entry::Leaf(now) => Some(F::leaf(union(now, leaf), level)),
-                            _ => None,
-                        });
-                    Mapped::Widened
+                match widen::<F>(entry, bits, leaf, level) {
+                    true => Mapped::Widened,
+                    false => Mapped::Spurious,
                 }
             }
             Entry::Leaf(_) | Entry::Table(_) => return Mapped::Conflict,
@@ -208,11 +145,6 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
         }
         free
     }
-
-    fn is_nx_split(&self, key: GfnKey) -> bool {
-        let found = self.lookup(key);
-        found.level == Level::PAGE && self.table(found.table).meta().nx_split.load(Relaxed)
-    }
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
@@ -271,7 +203,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     ) -> Result<Table<'_, P>, NoPath> {
         let gfn = key.index;
         loop {
-            let found = self.descend(key, level);
+            let found = descend::<P, F>(&self.platform, key, level);
             let (table, at) = (self.table(found.table), found.level);
             if at == level {
                 return Ok(table);
@@ -359,7 +291,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             match put {
                 Ok(_) => {
                     if split {
-                        path.splits[level.0 as usize - 1] += 1;
+                        path.split(level, ENTRIES);
                     }
                     path.nx_splits += nx_split as u64;
                     return new;
@@ -395,7 +327,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
 
 /// The bits of leaves that differ only in their frames, which are consecutive. In every format these bits are an
 /// arithmetic sequence.
-struct Run<F> {
+pub(crate) struct Run<F> {
     first: u64,
     step: u64,
     format: PhantomData<F>,
@@ -403,7 +335,7 @@ struct Run<F> {
 
 impl<F: Format> Run<F> {
     /// Makes a run of leaves of `level` that begins with `first`.
-    fn new(first: Leaf, level: Level) -> Self {
+    pub(crate) fn new(first: Leaf, level: Level) -> Self {
         let second = Leaf {
             pfn: first.pfn.add(level.pages()),
             ..first
@@ -418,7 +350,7 @@ impl<F: Format> Run<F> {
 
     /// Returns the bits of leaf number `i`.
     #[inline]
-    fn bits(&self, i: usize) -> u64 {
+    pub(crate) fn bits(&self, i: usize) -> u64 {
         self.first.wrapping_add(self.step.wrapping_mul(i as u64))
     }
 
@@ -438,6 +370,17 @@ impl<F: Format> Run<F> {
             *entry.get_mut() = lane;
         }
     }
+}
+
+/// Adds the rights and marks of `leaf` to the leaf of `level` in `entry`, for the same page, which had `bits` under the lock
+/// that the caller holds. Returns whether that changes anything.
+pub(crate) fn widen<F: Format>(entry: &AtomicU64, bits: u64, leaf: Leaf, level: Level) -> bool {
+    let wider = |bits| match F::decode(bits, level) {
+        Entry::Leaf(now) => Some(F::leaf(union(now, leaf), level)),
+        _ => None,
+    };
+    // Walkers may set accessed and dirty meanwhile; the lock excludes all other changes.
+    wider(bits) != Some(bits) && entry.fetch_update(Release, Relaxed, wider).is_ok()
 }
 
 /// Returns `a` with the rights and the accessed and dirty marks of both leaves.

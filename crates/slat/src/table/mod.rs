@@ -68,6 +68,7 @@ mod by_index;
 mod clear;
 mod detached;
 mod flushes;
+mod lookup;
 mod map;
 mod path;
 
@@ -81,10 +82,12 @@ use crate::heap::{OutOfMemory, Shared};
 use crate::platform::{Platform, WaitFor};
 use crate::sync::atomic::AtomicU64;
 
-pub(crate) use by_gfn::{At, ByGfn, Next, RUN, Show, Split, Visit, Walk};
-pub(crate) use by_index::{ByIndex, Found, GfnKey, Key, Mapped, Root};
-pub(crate) use detached::{Detached, Freed};
+pub(crate) use by_gfn::{At, ByGfn, Kept, Listed, Next, RUN, Show, Split, Visit, Walk};
+pub(crate) use by_index::{ByIndex, Found, GfnKey, Mapped, Root};
+pub(crate) use detached::{Detached, Freed, tell_zapped};
 pub(crate) use flushes::{FlushTicket, Flushed, Flushes, overlap};
+pub(crate) use lookup::{lookup_in, lookup_page};
+pub(crate) use map::{Run, widen};
 pub(crate) use path::{FrameCache, LeafCounts, Path};
 
 /// A tree of tables in format `F`, from guest frames to host frames.
@@ -123,16 +126,6 @@ impl<P: Platform, F: Format> Tree<P, F> {
         (0..F::ROOT_TABLES as u64).map(move |i| root.add(i))
     }
 
-    /// Returns the root table that translates `gfn`, one of [`all_gfns`](crate::format::all_gfns).
-    #[inline]
-    fn root_table(root: Pfn, gfn: Gfn) -> Pfn {
-        if F::ROOT_TABLES == 1 {
-            root
-        } else {
-            root.add(gfn.0 / (F::TOP.pages() * ENTRIES as u64))
-        }
-    }
-
     /// Returns the context of all walks of this tree.
     pub(crate) fn context(&self) -> Root {
         Root(self.root)
@@ -140,7 +133,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
 
     /// Returns the key of a walk for `gfn`.
     pub(crate) fn key(&self, gfn: Gfn) -> GfnKey {
-        Key {
+        GfnKey {
             context: self.context(),
             index: gfn,
         }
@@ -168,26 +161,26 @@ impl<P: Platform, F: Format> Drop for Tree<P, F> {
 }
 
 /// An allocated table frame.
-struct Table<'a, P: Platform> {
-    platform: &'a P,
-    frame: Pfn,
+pub(crate) struct Table<'a, P: Platform> {
+    pub(crate) platform: &'a P,
+    pub(crate) frame: Pfn,
 }
 
 impl<'a, P: Platform> Table<'a, P> {
     #[inline]
-    fn entries(&self) -> &'a [AtomicU64; ENTRIES] {
+    pub(crate) fn entries(&self) -> &'a [AtomicU64; ENTRIES] {
         // SAFETY: the platform's promise for allocated frames. Frames in entries, and `root`, are
         // allocated; a detached one stays so until no reader can have reached it.
         unsafe { &self.platform.entries(self.frame).as_ref().0 }
     }
 
     #[inline]
-    fn entry(&self, index: usize) -> &'a AtomicU64 {
+    pub(crate) fn entry(&self, index: usize) -> &'a AtomicU64 {
         &self.entries()[index]
     }
 
     #[inline]
-    fn meta(&self) -> &'a TableMeta {
+    pub(crate) fn meta(&self) -> &'a TableMeta {
         // SAFETY: as for `entries`.
         unsafe { self.platform.meta(self.frame).as_ref() }
     }
@@ -196,7 +189,7 @@ impl<'a, P: Platform> Table<'a, P> {
     ///
     /// # Safety
     /// - no other thread can reach the table.
-    unsafe fn clear(&mut self) {
+    pub(crate) unsafe fn clear(&mut self) {
         // SAFETY: the caller's promise.
         for entry in unsafe { self.unpublished() } {
             *entry.get_mut() = 0;

@@ -3,8 +3,7 @@
 use alloc::vec::Vec;
 
 use super::{Flushed, Freed};
-use crate::addr::Pfn;
-use crate::frame::ENTRIES;
+use crate::addr::{Level, Pfn};
 use crate::heap::OutOfMemory;
 use crate::platform::Platform;
 use crate::stats::Counters;
@@ -47,12 +46,12 @@ impl FrameCache {
     ///
     /// # Panics
     /// If there is none: the caller has filled the cache, or has checked.
-    pub(super) fn take(&mut self) -> Pfn {
+    pub(crate) fn take(&mut self) -> Pfn {
         self.0.pop().expect("the cache is filled before a fault")
     }
 
     /// Puts back a frame that was taken and not used.
-    pub(super) fn give_back(&mut self, frame: Pfn) {
+    pub(crate) fn give_back(&mut self, frame: Pfn) {
         self.0.push(frame);
     }
 
@@ -93,8 +92,12 @@ pub(crate) struct Path<'a> {
     pub(crate) nx_split: bool,
     /// The number of huge leaves split, by level.
     pub(crate) splits: LeafCounts,
+    /// The number of leaves that splits have made, by level.
+    pub(crate) pieces: LeafCounts,
     /// The number of level 1 tables made with `nx_split`.
     pub(crate) nx_splits: u64,
+    /// The number of shadow pages made.
+    pub(crate) shadow_pages: u64,
 }
 
 impl<'a> Path<'a> {
@@ -105,8 +108,17 @@ impl<'a> Path<'a> {
             flushed: Flushed::default(),
             nx_split: false,
             splits: LeafCounts::default(),
+            pieces: LeafCounts::default(),
             nx_splits: 0,
+            shadow_pages: 0,
         }
+    }
+
+    /// Notes that a leaf of `level` was split, and `pieces` leaves of the next lower level were made of it.
+    pub(crate) fn split(&mut self, level: Level, pieces: usize) {
+        let index = level.0 as usize - 1;
+        self.splits[index] += 1;
+        self.pieces[index - 1] += pieces as u64;
     }
 }
 
@@ -118,17 +130,19 @@ impl Counters {
         }
         self.zapped.add(freed.leaves.iter().sum());
         self.nx_lpage_splits.sub(freed.nx_splits);
+        self.mmu_shadow_zapped.add(freed.shadow_pages);
     }
 
-    /// Counts the splits done on `path`. A split of one leaf of level n makes 512 leaves of level n-1.
+    /// Counts the splits done on `path`.
     pub(crate) fn path_done(&self, path: &Path<'_>) {
         let gauges = self.leaves();
         for level in 1..3 {
             gauges[level].sub(path.splits[level]);
-            gauges[level - 1].add(path.splits[level] * ENTRIES as u64);
+            gauges[level - 1].add(path.pieces[level - 1]);
             self.splits.add(path.splits[level]);
         }
         self.nx_lpage_splits.add(path.nx_splits);
+        self.mmu_cache_miss.add(path.shadow_pages);
     }
 }
 

@@ -569,7 +569,7 @@ mod behaviour {
 
 /// Returns the level 1 table on the path to `gfn`.
 fn frame_of<F: Format>(tree: Mapping<'_, F>, gfn: u64) -> Pfn {
-    let mut frame = Tree::<Heap, F>::root_table(tree.root, Gfn(gfn));
+    let mut frame = lookup::root_table::<F>(tree.context(), Gfn(gfn));
     let mut level = F::TOP;
     while level > Level::PAGE {
         let bits = tree.table(frame).entry(level.index(Gfn(gfn))).load(Acquire);

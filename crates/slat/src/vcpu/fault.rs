@@ -85,9 +85,10 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     fn run(mut self) -> (Result<Translation, Stop>, Option<Outcome>) {
         let gpa = self.want.gpa;
         let (result, outcome) = loop {
-            if self.vcpu.fill_frames().is_err() {
+            if self.vcpu.prepare().is_err() {
                 return (Err(Stop::OutOfMemory { gpa }), None);
             }
+            self.vcpu.make_room(&mut self.slept);
             break match self.attempt() {
                 Ok((translation, how)) => (Ok(translation), Some(how)),
                 Err(Detour::Again) if !self.slept => continue,
@@ -203,10 +204,12 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             }
             Mapped::Broken => self.wait_while(|vcpu, key| {
                 let section = vcpu.vm().section();
-                let tables = vcpu.space().tree.get(section.inside());
+                let tables = vcpu.space().mmu.get(section.inside());
                 matches!(tables.lookup(key).entry::<F>(), Entry::Broken(_))
             }),
             Mapped::Stale => self.stale(plan.slot, plan.level),
+            // What is missing is allocated before the next attempt.
+            Mapped::Unprepared => Detour::Again,
             Mapped::New | Mapped::Widened | Mapped::Spurious => Detour::Again,
         }
     }

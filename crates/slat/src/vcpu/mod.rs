@@ -20,12 +20,13 @@ use self::paging_structure_cache::PagingStructureCache;
 use crate::addr::{Access, Gfn, Gpa, PAGE_SHIFT, Pfn};
 use crate::format::{Format, Leaf, all_gfns};
 use crate::heap::OutOfMemory;
+use crate::mmu::Mmu;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::{Attention, Reader};
-use crate::table::{ByIndex, Flushed, Found, FrameCache, GfnKey, Key, Path, Root, Tree};
+use crate::table::{Flushed, Found, FrameCache, GfnKey, Path, Root, lookup_in, lookup_page};
 use crate::vm::{DirtyRing, Space, Vm};
 use prefetch::Window;
 use presence::Presence;
@@ -79,7 +80,7 @@ pub struct Vcpu<P: Platform, F: Format> {
 /// What an entered vCPU works with, borrowed separately.
 pub(crate) struct Parts<'v, P: Platform, F: Format> {
     pub(crate) vm: &'v Vm<P, F>,
-    pub(crate) tables: &'v Tree<P, F>,
+    pub(crate) tables: &'v Mmu<P, F>,
     pub(crate) slots: &'v SlotSet,
     pub(crate) ring: Option<&'v DirtyRing>,
     /// It has the frames that were allocated ahead.
@@ -198,7 +199,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Returns what its walker finds `gfn` by.
     #[inline(always)]
     pub(crate) fn key(&self, gfn: Gfn) -> GfnKey {
-        Key {
+        GfnKey {
             context: self.context,
             index: gfn,
         }
@@ -214,8 +215,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// Returns the tables of its address space, until it leaves.
     #[inline]
-    pub(crate) fn tables(&self) -> &Tree<P, F> {
-        self.space().tree.get(self.presence.section())
+    pub(crate) fn tables(&self) -> &Mmu<P, F> {
+        self.space().mmu.get(self.presence.section())
     }
 
     /// Returns the slots of its address space as they are now, until it leaves.
@@ -242,11 +243,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         // SAFETY: the table was put there by `remember`, which takes what `walk` has found; since then the
         // reader has been in one section and passed no quiescent point, because that empties the cache
         // (`Presence`) and needs `&mut self`.
-        let found = unsafe { Tree::<P, F>::lookup_in(&*self.vm.platform, table, gpa.gfn()) };
+        let found = unsafe { lookup_in(&*self.vm.platform, table, gpa.gfn()) };
         found.ready::<F>(access)
     }
 
-    /// Walks from the root to `gpa` ([`ByIndex::lookup_page`]). `None`: no walk may begin.
+    /// Walks from the root to `gpa` ([`lookup_page`]). `None`: no walk may begin.
     #[inline(always)]
     pub(crate) fn walk(&self, gpa: Gpa) -> Option<Result<Found<'_>, Found<'_>>> {
         if !self.may_walk(gpa) {
@@ -254,7 +255,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
         // SAFETY: the key has the root of this vCPU's tree; a vCPU that may walk is in a section, which only ends by
         // `&mut self`.
-        Some(unsafe { Tree::<P, F>::lookup_page(&*self.vm.platform, self.key(gpa.gfn())) })
+        Some(unsafe { lookup_page::<P, F>(&*self.vm.platform, self.key(gpa.gfn())) })
     }
 
     /// Puts `table` in the paging-structure cache.
@@ -279,7 +280,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let inside = self.presence.section();
         Parts {
             vm: &self.vm,
-            tables: space.tree.get(inside),
+            tables: space.mmu.get(inside),
             slots: space.slots.current(inside),
             ring: self.ring.as_deref(),
             path: Path {
@@ -294,7 +295,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     #[inline]
     pub(crate) fn on_tables<R>(
         &mut self,
-        then: impl FnOnce(&Vm<P, F>, &Tree<P, F>, &mut Path<'_>) -> R,
+        then: impl FnOnce(&Vm<P, F>, &Mmu<P, F>, &mut Path<'_>) -> R,
     ) -> R {
         let mut parts = self.parts();
         let result = then(parts.vm, parts.tables, &mut parts.path);
@@ -331,15 +332,33 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Ok(())
     }
 
-    pub(crate) fn fill_frames(&mut self) -> Result<(), OutOfMemory> {
-        self.frames.fill(&*self.vm.platform, FrameCache::FAULT)
+    /// Allocates what a fault may need.
+    #[inline]
+    pub(crate) fn prepare(&mut self) -> Result<(), OutOfMemory> {
+        self.prepare_for(FrameCache::FAULT)
+    }
+
+    /// Zaps the oldest shadow pages, if there is no room for those that a fault may make. `slept` becomes true if it
+    /// did.
+    #[inline]
+    pub(crate) fn make_room(&mut self, slept: &mut bool) {
+        let excess = self.vm.budget.excess();
+        if excess > 0 {
+            self.outside(slept, |vcpu| vcpu.vm().recycle(vcpu.space(), excess));
+        }
+    }
+
+    fn prepare_for(&mut self, tables: usize) -> Result<(), OutOfMemory> {
+        let space = &self.vm.spaces[self.space];
+        let mmu = space.mmu.get(self.presence.section());
+        mmu.prepare(&mut self.frames, tables)
     }
 
     /// Allocates more frames than a fault needs, for up to `tables` tables, if there is memory.
     pub(crate) fn fill_frames_for(&mut self, tables: usize) {
         if !self.frames.serves_a_fault() {
             let frames = (tables + FrameCache::FAULT).min(FrameCache::BATCH);
-            let _ = self.frames.fill(&*self.vm.platform, frames);
+            let _ = self.prepare_for(frames);
         }
     }
 

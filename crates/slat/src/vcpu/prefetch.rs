@@ -25,7 +25,7 @@ use crate::frame::ENTRIES;
 use crate::platform::{HostPage, HostRun, Platform};
 use crate::policy::Prefetch;
 use crate::sync::held;
-use crate::table::{ByIndex, Key};
+use crate::table::{ByIndex, GfnKey};
 use crate::vm::Sequence;
 
 /// What the adaptive window remembers of one vCPU.
@@ -126,7 +126,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     ..slot.leaf(&run.first, Access::Read)
                 };
                 let valid = || vm.in_progress.holds(sequence, &backing);
-                let key = Key {
+                let key = GfnKey {
                     context,
                     index: gfn,
                 };
@@ -178,6 +178,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     fn prefault_some(&mut self, gpa: Gpa, end: Gpa) -> Result<Gpa, Stop> {
         let gfn = gpa.gfn();
         let end = Gfn(end.0.div_ceil(1 << PAGE_SHIFT));
+        self.make_room(&mut false);
         let sequence = self.vm().in_progress.sequence();
         let (set, slot) = self.find_slot(gfn);
         if let Some(slot) = slot

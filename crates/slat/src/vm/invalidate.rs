@@ -234,7 +234,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// let invalidation = vm.invalidate(backing..backing.add_pages(16));
     /// // Nothing of the guest uses these pages: replace them.
     /// drop(invalidation);
-    /// # Ok::<(), slat::OutOfMemory>(())
+    /// # Ok::<(), slat::CreateVmError>(())
     /// ```
     pub fn invalidate(&self, range: Range<Hva>) -> Invalidation<'_, P, F> {
         self.in_progress.begin(&range, self.lock_wait());

@@ -26,6 +26,7 @@ mod attributes;
 mod dirty;
 mod inspect;
 mod invalidate;
+mod mmu_pages;
 mod nx;
 pub(crate) mod range_op;
 mod region;
@@ -42,18 +43,21 @@ pub use ring::{DirtyGfn, DirtyRing, DirtyRingError};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
+use core::fmt;
 use core::ops::Range;
 
 use crate::addr::{Gfn, Hva, Level, Pfn};
 use crate::format::Format;
 use crate::heap::{OutOfMemory, Shared};
+use crate::mmu::{Mmu, MmuKind};
 use crate::platform::{Platform, VmId, WaitFor};
 use crate::policy::{AtomicPolicy, Policy};
+use crate::shadow::Budget;
 use crate::slots::Slots;
 use crate::stats::{Counters, Stats};
 use crate::sync::quiesce::{Reader, Readers};
 use crate::sync::{FairLock, Guarded, InSection, held};
-use crate::table::{Flushes, Root, Tree};
+use crate::table::{Flushes, Root};
 
 /// What a VM is made with.
 ///
@@ -72,6 +76,8 @@ pub struct Config {
     pub physical_bits: u32,
     /// Which mechanisms it uses.
     pub policy: Policy,
+    /// How its tables are made.
+    pub mmu: MmuKind,
 }
 
 impl Default for Config {
@@ -80,6 +86,7 @@ impl Default for Config {
             spaces: 1,
             physical_bits: 48,
             policy: Policy::default(),
+            mmu: MmuKind::default(),
         }
     }
 }
@@ -105,7 +112,49 @@ impl Config {
     pub fn with_policy(self, policy: Policy) -> Self {
         Config { policy, ..self }
     }
+
+    /// The same with tables that are made as `mmu` says.
+    #[must_use]
+    pub fn with_mmu(self, mmu: MmuKind) -> Self {
+        Config { mmu, ..self }
+    }
 }
+
+/// Why a VM was not created.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CreateVmError {
+    /// There is no such MMU for the format.
+    NoSuchMmu {
+        /// What was asked for.
+        mmu: MmuKind,
+        /// The name of the format.
+        format: &'static str,
+    },
+    /// No frame for a root table, or no heap memory.
+    OutOfMemory,
+}
+
+impl From<OutOfMemory> for CreateVmError {
+    fn from(_: OutOfMemory) -> Self {
+        CreateVmError::OutOfMemory
+    }
+}
+
+impl fmt::Display for CreateVmError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CreateVmError::NoSuchMmu { mmu, format } => write!(
+                f,
+                "creating a VM: there is no {} MMU for tables of format {format}; tdp is for all",
+                mmu.name()
+            ),
+            CreateVmError::OutOfMemory => f.write_str("creating a VM: no memory"),
+        }
+    }
+}
+
+impl core::error::Error for CreateVmError {}
 
 /// The memory of one VM, for page walkers of format `F` on platform `P`.
 ///
@@ -135,6 +184,7 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) spaces: Vec<Space<P, F>>,
     pub(crate) in_progress: InProgress,
     pub(crate) flushes: Shared<Flushes>,
+    pub(crate) budget: Shared<Budget>,
     log_mode: LogMode,
     /// The rings of all vCPUs. The lock serializes resets.
     rings: FairLock<Vec<Arc<DirtyRing>>>,
@@ -161,17 +211,16 @@ struct LogMode {
 pub(crate) struct Space<P: Platform, F: Format> {
     pub(crate) slots: Slots,
     /// Only for callers in a reader section.
-    pub(crate) tree: Guarded<Tree<P, F>>,
+    pub(crate) mmu: Guarded<Mmu<P, F>>,
     root: Root,
 }
 
 impl<P: Platform, F: Format> Space<P, F> {
-    fn new(platform: Arc<P>, flushes: Shared<Flushes>) -> Result<Self, OutOfMemory> {
-        let tree = Tree::new(platform, flushes)?;
+    fn new(mmu: Mmu<P, F>) -> Result<Self, OutOfMemory> {
         Ok(Space {
             slots: Slots::new()?,
-            root: tree.context(),
-            tree: Guarded::new(tree),
+            root: mmu.context(),
+            mmu: Guarded::new(mmu),
         })
     }
 
@@ -187,7 +236,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ///
     /// # Errors
     /// As [`Vm::unshared`].
-    pub fn new(platform: Arc<P>, config: Config) -> Result<Arc<Self>, OutOfMemory> {
+    pub fn new(platform: Arc<P>, config: Config) -> Result<Arc<Self>, CreateVmError> {
         Self::unshared(platform, config).map(Arc::new)
     }
 
@@ -195,16 +244,22 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// allocates the memory for it before (`Arc::new_uninit`).
     ///
     /// # Errors
-    /// [`OutOfMemory`] if there is no frame for the root tables, or no heap memory.
-    pub fn unshared(platform: Arc<P>, config: Config) -> Result<Self, OutOfMemory> {
+    /// [`CreateVmError`].
+    pub fn unshared(platform: Arc<P>, config: Config) -> Result<Self, CreateVmError> {
         static NEXT_ID: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
+        let (mmu, format) = (config.mmu, F::NAME);
+        if !mmu.serves::<F>() {
+            return Err(CreateVmError::NoSuchMmu { mmu, format });
+        }
         let flushes = Shared::try_new(Flushes::default())?;
+        let budget = Shared::try_new(Budget::default())?;
         let mut spaces = Vec::new();
         spaces
             .try_reserve_exact(config.spaces.max(1))
             .map_err(|_| OutOfMemory)?;
         for _ in 0..config.spaces.max(1) {
-            spaces.push(Space::new(platform.clone(), flushes.clone())?);
+            let mmu = Mmu::new(mmu, platform.clone(), flushes.clone(), budget.clone())?;
+            spaces.push(Space::new(mmu)?);
         }
         let readers = Readers::new();
         readers.put_aside(readers.register()?);
@@ -215,6 +270,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             spaces,
             in_progress: InProgress::new(),
             flushes,
+            budget,
             log_mode: LogMode::default(),
             rings: FairLock::new(Vec::new()),
             nx_cursor: AtomicU64::new(0),

@@ -35,11 +35,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Change::Create | Change::Move | Change::Flags => Some(self.slot(region, &change)?),
         };
         change.catch_up(&self.readers, self.reader_wait());
+        let pages_before = change.pages();
         let space = &self.spaces[space];
         let gfns = region.gpa.gfn()..Gpa(region.gpa.0 + region.size).gfn();
         match plan {
             Change::Create => {
                 change.replace(id, new, &self.readers)?;
+                self.budget.memory_changed(pages_before, change.pages());
                 self.forget_old_mmio(space, &change);
                 self.flush_slots_that_left(&gfns);
             }
@@ -55,6 +57,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                     self.in_progress.raise();
                     op.zap_unnoted(old);
                 }
+                self.budget.memory_changed(pages_before, change.pages());
                 self.forget_old_mmio(space, &change);
                 // The ticket of `op` covers the old range: a thread that finds no slot leaving finds the ticket.
                 drop(leaving);

@@ -12,10 +12,11 @@ use super::{DirtyLog, Space, Vm};
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
 use crate::heap::Shared;
+use crate::mmu::Mmu;
 use crate::platform::Platform;
 use crate::slots::{Memslot, SlotsChange};
 use crate::stats::Counters;
-use crate::table::{FrameCache, Next, Tree, Walk};
+use crate::table::{FrameCache, Next, Walk};
 
 /// An operation on the slot `id` of an address space, as long as that logs to `log`, or does not log if that is `None`.
 /// Pages are numbered from the start of the slot.
@@ -79,7 +80,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
     pub(super) fn walk(
         &mut self,
         pages: Range<u64>,
-        mut work: impl FnMut(&mut Step<'_, Tree<P, F>>, &Memslot, &mut Walk),
+        mut work: impl FnMut(&mut Step<'_, Mmu<P, F>>, &Memslot, &mut Walk),
     ) {
         let mut at = pages.start;
         while at < pages.end {
@@ -90,8 +91,9 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
             };
             let base = slot.base();
             let end = pages.end.min(slot.pages());
-            self.op.covers(&(base.add(at)..base.add(end)));
-            let mut walk = Walk::new(base.add(at)..base.add(end));
+            let gfns = base.add(pages.start)..base.add(end);
+            self.op.covers(&gfns);
+            let mut walk = Walk::resumed(gfns, base.add(at));
             (self.op).once(&mut walk, |step, walk| work(step, slot, walk));
             if walk.is_done() {
                 return;
@@ -131,7 +133,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
             }
             self.op.covers(&(start..end));
             // With fewer frames than a batch it splits what it can.
-            let filled = frames.fill(&*self.vm.platform, FrameCache::BATCH);
+            let filled = self.op.prepare(&mut frames, FrameCache::BATCH);
             if filled.is_err() && frames.is_empty() {
                 break;
             }

@@ -1,6 +1,34 @@
 //! What several files of tests use.
 
-/// Runs each test, a function that is generic over the format, on every format.
+use std::cell::Cell;
+
+use slat::{Config, MmuKind};
+
+thread_local! {
+    static MMU: Cell<MmuKind> = const { Cell::new(MmuKind::Tdp) };
+}
+
+/// Returns what the test that runs on this thread makes VMs with.
+pub fn config() -> Config {
+    Config::default().with_mmu(MMU.get())
+}
+
+/// Runs a test with the default MMU.
+#[allow(dead_code, reason = "not every file of tests needs it")]
+pub fn tdp(test: impl FnOnce()) {
+    test();
+}
+
+/// Runs a test with the direct MMU.
+pub fn direct(test: impl FnOnce()) {
+    MMU.set(MmuKind::Direct);
+    test();
+    MMU.set(MmuKind::Tdp);
+}
+
+/// Runs each test, a function that is generic over the format, on every format, and on those of the direct MMU with that,
+/// too.
+#[allow(unused_macros, reason = "not every file of tests needs it")]
 macro_rules! on_every_format {
     ($($test:ident,)*) => {$(
         mod $test {
@@ -11,6 +39,10 @@ macro_rules! on_every_format {
             fn ept() { super::$test::<Ept>() }
             #[test]
             fn npt() { super::$test::<Npt>() }
+            #[test]
+            fn ept_direct() { super::common::direct(super::$test::<Ept>) }
+            #[test]
+            fn npt_direct() { super::common::direct(super::$test::<Npt>) }
             #[test]
             fn x86_with_5_levels() { super::$test::<X86<5>>() }
             #[test]
@@ -23,6 +55,19 @@ macro_rules! on_every_format {
             fn sv39x4() { super::$test::<Sv39x4>() }
             #[test]
             fn sv48x4() { super::$test::<Sv48x4>() }
+        }
+    )*};
+}
+
+/// Runs each test, a function, with the default MMU and with the direct one.
+#[allow(unused_macros, reason = "not every file of tests needs it")]
+macro_rules! on_both_mmus {
+    ($($test:ident,)*) => {$(
+        mod $test {
+            #[test]
+            fn tdp() { super::common::tdp(super::$test) }
+            #[test]
+            fn direct() { super::common::direct(super::$test) }
         }
     )*};
 }

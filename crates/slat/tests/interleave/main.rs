@@ -6,25 +6,28 @@
 mod break_before_make;
 mod cases;
 mod changes;
+#[path = "../common/mod.rs"]
+mod common;
 mod harness;
 
+use common::{direct, tdp};
 use slat::Ept;
 use slat::format::{Npt, Stage2, Sv39x4, Sv48x4, X86};
 
 macro_rules! tests {
-    ($format:ty: $($test:ident,)*) => {$(
+    ($mmu:path, $format:ty: $($test:ident,)*) => {$(
         #[test]
         fn $test() {
-            harness::World::<$format>::$test();
+            $mmu(harness::World::<$format>::$test);
         }
     )*};
 }
 
 macro_rules! on_formats {
-    ($($name:ident: $format:ty,)*) => {$(
+    ($($name:ident: $mmu:path, $format:ty,)*) => {$(
         mod $name {
             use super::*;
-            tests! { $format:
+            tests! { $mmu, $format:
                 a_fault_and_an_invalidation_of_its_page,
                 a_fault_and_an_invalidation_of_another_page_of_its_leaf,
                 a_fault_that_begins_during_an_invalidation,
@@ -61,12 +64,14 @@ macro_rules! on_formats {
 }
 
 on_formats! {
-    ept: Ept,
-    npt: Npt,
-    x86_with_5_levels: X86<5>,
-    stage_2: Stage2<48>,
-    stage_2_with_a_concatenated_root: Stage2<40>,
-    stage_2_with_hardware_dirty_state: Stage2<48, true>,
-    sv39x4: Sv39x4,
-    sv48x4: Sv48x4,
+    ept: tdp, Ept,
+    npt: tdp, Npt,
+    ept_direct: direct, Ept,
+    npt_direct: direct, Npt,
+    x86_with_5_levels: tdp, X86<5>,
+    stage_2: tdp, Stage2<48>,
+    stage_2_with_a_concatenated_root: tdp, Stage2<40>,
+    stage_2_with_hardware_dirty_state: tdp, Stage2<48, true>,
+    sv39x4: tdp, Sv39x4,
+    sv48x4: tdp, Sv48x4,
 }

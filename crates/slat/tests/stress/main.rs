@@ -1,6 +1,8 @@
 //! Many vCPUs, and threads that take away what they use. Each use of a translation is checked: a page
 //! may be used until the vCPU quiesces, so whoever took it away must not have returned before.
 
+#[path = "../common/mod.rs"]
+mod common;
 mod world;
 
 use std::sync::Arc;
@@ -8,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use common::{direct, tdp};
 use slat::format::{Npt, Stage2, Sv39x4, Sv48x4, X86};
 use slat::{
     Access::{self, *},
@@ -39,29 +42,35 @@ fn stress<F: Format>(world: World<F>, vcpus: u64, duration: Duration, pause: Opt
 }
 
 macro_rules! on_every_format {
-    ($($name:ident: $format:ty,)*) => {$(
+    ($($name:ident: $mmu:path, $format:ty,)*) => {$(
         #[test]
         fn $name() {
-            for logs in [Logs::Bitmap, Logs::Manual, Logs::DirtyBits, Logs::Rings] {
-                for world in [World::new, World::with_walkers] {
-                    stress::<$format>(world(logs), 4, Duration::from_millis(600), None);
-                }
-            }
+            $mmu(all_logs::<$format>);
         }
     )*};
+}
+
+fn all_logs<F: Format>() {
+    for logs in [Logs::Bitmap, Logs::Manual, Logs::DirtyBits, Logs::Rings] {
+        for world in [World::new, World::with_walkers] {
+            stress::<F>(world(logs), 4, Duration::from_millis(600), None);
+        }
+    }
 }
 
 mod every_use_of_a_translation_can_be_explained {
     use super::*;
     on_every_format! {
-        ept: Ept,
-        npt: Npt,
-        x86_with_5_levels: X86<5>,
-        stage_2: Stage2<48>,
-        stage_2_with_a_concatenated_root: Stage2<40>,
-        stage_2_with_hardware_dirty_state: Stage2<48, true>,
-        sv39x4: Sv39x4,
-        sv48x4: Sv48x4,
+        ept: tdp, Ept,
+        npt: tdp, Npt,
+        ept_direct: direct, Ept,
+        npt_direct: direct, Npt,
+        x86_with_5_levels: tdp, X86<5>,
+        stage_2: tdp, Stage2<48>,
+        stage_2_with_a_concatenated_root: tdp, Stage2<40>,
+        stage_2_with_hardware_dirty_state: tdp, Stage2<48, true>,
+        sv39x4: tdp, Sv39x4,
+        sv48x4: tdp, Sv48x4,
     }
 }
 

@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex, RwLock};
 use std::thread;
 use std::time::Duration;
 
+use crate::common::config;
 use slat::{
     Access::{Execute, Read, Write},
-    Attention, Config, Format, Gpa, Level, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
+    Attention, Format, Gpa, Level, Region, SlotFlags, Stop, Translation, Vcpu, Vm,
 };
 use slat::{DirtyLogMethod, Setting};
 use slat_model::{
@@ -81,7 +82,7 @@ impl<F: Format> World<F> {
     pub fn new(logs: Logs) -> Self {
         let platform = SimPlatform::new(HOST_PAGES);
         platform.host.change(&(0..HOST_PAGES), remap(Level::MEGA));
-        let config = Config::default().with_spaces(2);
+        let config = config().with_spaces(2);
         let vm = Vm::new(platform.clone(), config).unwrap();
         match logs {
             Logs::Bitmap => {}

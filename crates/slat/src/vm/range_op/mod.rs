@@ -12,13 +12,14 @@ use super::{Section, Space, Vm};
 use crate::addr::{Gfn, Hva, Level};
 use crate::format::{Format, all_gfns};
 use crate::heap::OutOfMemory;
+use crate::mmu::Mmu;
 use crate::platform::{Platform, Stale};
 use crate::policy::SplitWalk;
 use crate::slots::{Memslot, Place};
 use crate::stats::Counters;
 use crate::sync::held;
 use crate::table::{
-    Detached, FlushTicket, Flushed, Flushes, FrameCache, Freed, LeafCounts, Path, Tree, Walk,
+    Detached, FlushTicket, Flushed, Flushes, FrameCache, Freed, LeafCounts, Path, Walk,
 };
 
 pub(crate) use ops::Step;
@@ -114,9 +115,9 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     }
 
     /// Begins a step. Returns it with the number of entries that it may still read in its reader section.
-    fn step(&mut self) -> (Step<'_, Tree<P, F>>, &mut u32) {
+    fn step(&mut self) -> (Step<'_, Mmu<P, F>>, &mut u32) {
         let (section, budget) = self.section.inside_with_budget();
-        let step = Step::new(&self.space.tree, &mut self.unflushed, section);
+        let step = Step::new(&self.space.mmu, &mut self.unflushed, section);
         (step, budget)
     }
 
@@ -143,7 +144,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     pub(crate) fn walk(
         &mut self,
         walk: &mut Walk,
-        mut step: impl FnMut(&mut Step<'_, Tree<P, F>>, &mut Walk),
+        mut step: impl FnMut(&mut Step<'_, Mmu<P, F>>, &mut Walk),
     ) {
         loop {
             self.once(walk, &mut step);
@@ -158,7 +159,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     pub(super) fn once(
         &mut self,
         walk: &mut Walk,
-        work: impl FnOnce(&mut Step<'_, Tree<P, F>>, &mut Walk),
+        work: impl FnOnce(&mut Step<'_, Mmu<P, F>>, &mut Walk),
     ) {
         let (mut step, budget) = self.step();
         walk.with_budget(budget, |walk| work(&mut step, walk));
@@ -169,7 +170,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     pub(super) fn walk_slots(
         &mut self,
         range: &Range<Gfn>,
-        mut work: impl FnMut(&mut Step<'_, Tree<P, F>>, &Memslot, &mut Walk),
+        mut work: impl FnMut(&mut Step<'_, Mmu<P, F>>, &Memslot, &mut Walk),
     ) {
         self.covers(range);
         let mut at = range.start;
@@ -180,7 +181,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
             let mut stopped = range.end;
             slots.in_gfns(&(at..range.end), |slot| {
                 let gfns = slot.gfns();
-                let mut walk = Walk::new(gfns.start.max(at)..gfns.end.min(range.end));
+                let here = gfns.start.max(range.start)..gfns.end.min(range.end);
+                let mut walk = Walk::resumed(here, at);
                 walk.with_budget(budget, |walk| work(&mut step, slot, walk));
                 stopped = match walk.is_done() {
                     true => range.end,
@@ -201,26 +203,26 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         &mut self,
         hvas: &Range<Hva>,
         mut found: impl FnMut(),
-        mut work: impl FnMut(&mut Step<'_, Tree<P, F>>, &Memslot, &mut Walk),
+        mut work: impl FnMut(&mut Step<'_, Mmu<P, F>>, &Memslot, &mut Walk),
     ) {
         // Where the next step begins: at a slot (by its place in the order of backing), and a page of it.
         let mut at = Some((Place::FIRST, 0));
         while let Some((place, page)) = at.take() {
             let ticket = &self.ticket;
             let (section, budget) = self.section.inside_with_budget();
-            let mut step = Step::new(&self.space.tree, &mut self.unflushed, section);
+            let mut step = Step::new(&self.space.mmu, &mut self.unflushed, section);
             let slots = self.space.slots.current(section);
             slots.backed_by(hvas, place, |slot, gfns, here| {
                 found();
                 let start = match here == place {
-                    true => gfns.start.max(slot.base().add(page)),
+                    true => slot.base().add(page),
                     false => gfns.start,
                 };
                 if start >= gfns.end {
                     return true;
                 }
                 ticket.covers(&gfns);
-                let mut walk = Walk::new(start..gfns.end);
+                let mut walk = Walk::resumed(gfns, start);
                 walk.with_budget(budget, |walk| work(&mut step, slot, walk));
                 if !walk.is_done() {
                     at = Some((here, walk.at().0 - slot.base().0));
@@ -231,6 +233,27 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
                 self.pass();
             }
         }
+    }
+
+    /// Allocates, for installs of `tables` tables, what [`Mmu::prepare`] says.
+    ///
+    /// # Errors
+    /// As [`Mmu::prepare`].
+    pub(super) fn prepare(
+        &mut self,
+        frames: &mut FrameCache,
+        tables: usize,
+    ) -> Result<(), OutOfMemory> {
+        let mmu = self.space.mmu.get(self.section.inside());
+        mmu.prepare(frames, tables)
+    }
+
+    /// Zaps the oldest shadow page, in a reader section of its own. Returns whether there is one.
+    pub(super) fn zap_oldest(&mut self) -> bool {
+        self.pass();
+        let (space, (mut step, _)) = (self.space, self.step());
+        let slots = space.slots.current(step.section());
+        step.zap_oldest(slots)
     }
 
     /// Zaps the leaves of all slots in `range`.
@@ -407,7 +430,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     fn free(&self, unflushed: Unflushed, counters: &Counters) {
         let mut freed = Freed {
             leaves: unflushed.zapped,
-            nx_splits: 0,
+            ..Freed::default()
         };
         if !unflushed.detached.is_empty() {
             // SAFETY: since the tables were detached, all readers have passed a quiescent point, and hardware was

@@ -8,7 +8,7 @@ use super::Unflushed;
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::policy::SplitWalk;
-use crate::slots::Memslot;
+use crate::slots::{Memslot, SlotSet};
 use crate::sync::{Guarded, InSection};
 use crate::table::{At, ByGfn, LeafCounts, Next, Path, RUN, Show, Split, Visit, Walk};
 
@@ -93,6 +93,20 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
+    /// Zaps the oldest shadow page, and notes the dirty bits of its leaves as [`Self::zap`] does. Returns whether there
+    /// is one.
+    pub(crate) fn zap_oldest(&mut self, slots: &SlotSet) -> bool {
+        let mut noted = |gfn, level, bits| {
+            if M::Format::clear_dirty(bits) != bits
+                && let Some(slot) = slots.find(gfn)
+                && let Some(log) = slot.log().filter(|log| !log.kind().protects())
+            {
+                log.mark_leaf(&slot.gfns(), gfn, level);
+            }
+        };
+        (self.mmu).zap_oldest(&mut self.unflushed.detached, &mut noted)
+    }
+
     /// Clears all MMIO entries of the range. Needs no flush: no TLB caches one.
     pub(crate) fn zap_mmio(&mut self, walk: &mut Walk) {
         let show = Show {
@@ -101,7 +115,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
         };
         self.walk(walk, show, &mut |at: &At<'_>| {
             if let Entry::Mmio { .. } = at.decode::<M::Format>() {
-                at.put(0);
+                at.clear_mmio();
             }
             Next::Descend
         });
@@ -263,6 +277,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
                     broken.push((at.gfn, at.level));
                     Next::Pass
                 }
+                Split::Unprepared => Next::Stop,
             }
         });
         // The pieces of a broken leaf of 1 GiB may have to be split, too: go back to the first such leaf.

@@ -1,0 +1,179 @@
+//! The MMUs that an address space can have. Work by gfn and vCPUs use either by the same two interfaces; the choice is
+//! made once for each walk or install.
+
+use alloc::string::String;
+use alloc::sync::Arc;
+
+use crate::addr::{Gfn, Level, Pfn};
+use crate::format::{Format, Leaf};
+use crate::heap::{OutOfMemory, Shared};
+use crate::platform::Platform;
+use crate::shadow::{Budget, ShadowMmu};
+use crate::table::{
+    At, ByGfn, ByIndex, Detached, Flushes, FrameCache, GfnKey, Mapped, Path, Root, Show, Split,
+    Tree, Visit, Walk,
+};
+
+/// How the tables of a VM are made ([`Config::mmu`](crate::Config)).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MmuKind {
+    /// A tree of tables for a second-level walker (KVM: `tdp_mmu=1`). Faults run in parallel.
+    #[default]
+    Tdp,
+    /// Shadow pages for a second-level walker (KVM: `tdp_mmu=0`): the leaves of a guest frame are found by a reverse map, and
+    /// the number of tables is limited. For formats without break-before-make.
+    Direct,
+}
+
+impl MmuKind {
+    /// Every kind.
+    pub const ALL: &[MmuKind] = &[MmuKind::Tdp, MmuKind::Direct];
+
+    /// Returns its name, which `slat run --mmu` takes.
+    pub const fn name(self) -> &'static str {
+        match self {
+            MmuKind::Tdp => "tdp",
+            MmuKind::Direct => "direct",
+        }
+    }
+
+    /// Returns whether there is such an MMU for tables of format `F`.
+    pub const fn serves<F: Format>(self) -> bool {
+        match self {
+            MmuKind::Tdp => true,
+            MmuKind::Direct => !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1,
+        }
+    }
+}
+
+/// The MMU of one address space.
+pub(crate) enum Mmu<P: Platform, F: Format> {
+    Tdp(Tree<P, F>),
+    Shadow(ShadowMmu<P, F>),
+}
+
+macro_rules! either {
+    ($on:expr, $mmu:ident => $then:expr) => {
+        match $on {
+            Mmu::Tdp($mmu) => $then,
+            Mmu::Shadow($mmu) => $then,
+        }
+    };
+}
+
+impl<P: Platform, F: Format> Mmu<P, F> {
+    /// Makes an MMU of `kind` that maps nothing.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn new(
+        kind: MmuKind,
+        platform: Arc<P>,
+        flushes: Shared<Flushes>,
+        budget: Shared<Budget>,
+    ) -> Result<Self, OutOfMemory> {
+        Ok(match kind {
+            MmuKind::Tdp => Mmu::Tdp(Tree::new(platform, flushes)?),
+            MmuKind::Direct => Mmu::Shadow(ShadowMmu::new(platform, budget)?),
+        })
+    }
+
+    /// Returns the context of all walks.
+    pub(crate) fn context(&self) -> Root {
+        either!(self, mmu => mmu.context())
+    }
+
+    /// Makes sure that `frames` and the MMU have what installs of `tables` tables need.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`]; what was allocated is kept.
+    #[inline]
+    pub(crate) fn prepare(
+        &self,
+        frames: &mut FrameCache,
+        tables: usize,
+    ) -> Result<(), OutOfMemory> {
+        match self {
+            Mmu::Tdp(tree) => frames.fill(tree.platform(), tables),
+            Mmu::Shadow(mmu) => mmu.prepare(frames, tables),
+        }
+    }
+}
+
+impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
+    type Format = F;
+
+    fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
+        either!(self, mmu => mmu.walk(walk, show, visit));
+    }
+
+    #[inline]
+    fn zap(&self, at: &At<'_>) {
+        either!(self, mmu => mmu.zap(at));
+    }
+
+    #[inline]
+    fn take(&self, at: &At<'_>) -> u64 {
+        either!(self, mmu => mmu.take(at))
+    }
+
+    fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached) {
+        either!(self, mmu => mmu.detach(at, lower, detached));
+    }
+
+    fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split {
+        either!(self, mmu => mmu.split(at, path))
+    }
+
+    fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool {
+        either!(self, mmu => mmu.mend(gfn, level, path))
+    }
+
+    fn zap_oldest(&self, detached: &mut Detached, zapped: &mut dyn FnMut(Gfn, Level, u64)) -> bool {
+        either!(self, mmu => mmu.zap_oldest(detached, zapped))
+    }
+
+    fn is_nx_table(&self, frame: Pfn) -> bool {
+        either!(self, mmu => mmu.is_nx_table(frame))
+    }
+
+    fn check(&self) -> Result<(), String> {
+        either!(self, mmu => mmu.check())
+    }
+}
+
+impl<P: Platform, F: Format> ByIndex<P, F> for Mmu<P, F> {
+    #[inline(always)]
+    fn platform(&self) -> &P {
+        either!(self, mmu => mmu.platform())
+    }
+
+    #[inline(always)]
+    fn map(
+        &self,
+        key: GfnKey,
+        level: Level,
+        leaf: Leaf,
+        path: &mut Path<'_>,
+        valid: impl Fn() -> bool,
+        done: impl FnOnce(),
+    ) -> Mapped {
+        either!(self, mmu => mmu.map(key, level, leaf, path, valid, done))
+    }
+
+    fn map_absent(
+        &self,
+        key: GfnKey,
+        pages: u64,
+        leaf: Leaf,
+        path: &mut Path<'_>,
+        valid: impl Fn() -> bool,
+    ) -> Option<u64> {
+        either!(self, mmu => mmu.map_absent(key, pages, leaf, path, valid))
+    }
+
+    fn map_mmio(&self, key: GfnKey, generation: u64, path: &mut Path<'_>) -> bool {
+        either!(self, mmu => mmu.map_mmio(key, generation, path))
+    }
+}

@@ -1,0 +1,262 @@
+//! The MMU by gfn: a walk over the reverse map.
+//!
+//! In the order of gfn, it shows the leaves that map a frame, those of higher levels first, and with [`Show::tables`] the
+//! entry that refers to a direct page, for the region that the page maps. A page that nothing refers to is not shown;
+//! its leaves are. Under the lock of the MMU, which it holds for one step.
+
+use alloc::string::String;
+use core::ops::Range;
+
+use super::ShadowMmu;
+use super::list::END;
+use super::page::{EntryId, Pages, number_of};
+use crate::addr::{Gfn, Level, Pfn};
+use crate::format::{Entry, Format, all_gfns};
+use crate::frame::{ENTRIES, TableMeta};
+use crate::platform::Platform;
+use crate::sync::atomic::{AtomicU64, Ordering::*};
+use crate::table::{
+    At, ByGfn, Detached, Kept, Listed, Next, Path, Show, Split, Table, Visit, Walk, tell_zapped,
+};
+
+impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
+    type Format = F;
+
+    fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
+        let end = walk.range().end.min(all_gfns::<F>().end);
+        let begin = walk.at();
+        if begin < end {
+            // What begins before the first step is visited by that, and by no other.
+            let is_first = begin == walk.range().start;
+            let new_from = if is_first { Gfn(0) } else { begin };
+            let pages = self.lock();
+            let mut walker = Walker {
+                mmu: self,
+                pages: &pages,
+                show,
+                walk,
+                visit,
+                new_from,
+                visited: begin,
+                table: None,
+            };
+            let (root, level) = pages.rmap.root();
+            if let Err(Stopped { at }) = walker.node(root, level, begin..end) {
+                walk.stop_at(at);
+                return;
+            }
+        }
+        walk.stop_at(walk.range().end);
+    }
+
+    fn zap(&self, at: &At<'_>) {
+        match P::WANTS_ZAPPED {
+            true => _ = self.take(at),
+            false => at.clear::<F>(),
+        }
+    }
+
+    fn take(&self, at: &At<'_>) -> u64 {
+        let bits = at.take::<F>();
+        tell_zapped::<P, F>(&*self.platform, bits, at.level);
+        bits
+    }
+
+    fn detach(&self, at: &At<'_>, lower: Pfn, detached: &mut Detached) {
+        listed(at).detach(lower, detached);
+    }
+
+    fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split {
+        listed(at).split(at, path)
+    }
+
+    fn mend(&self, _gfn: Gfn, _level: Level, _path: &mut Path<'_>) -> bool {
+        // No leaf is ever broken: the formats of this MMU do not ask for break-before-make.
+        true
+    }
+
+    fn zap_oldest(&self, detached: &mut Detached, zapped: &mut dyn FnMut(Gfn, Level, u64)) -> bool {
+        let pages = self.lock();
+        let Some(oldest) = pages.oldest() else {
+            return false;
+        };
+        pages.zap::<P, F>(&self.platform, oldest, detached, zapped);
+        self.budget.gave_back(1);
+        true
+    }
+
+    fn is_nx_table(&self, frame: Pfn) -> bool {
+        let platform = &*self.platform;
+        Table { platform, frame }.meta().nx_split.load(Relaxed)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.lock().check::<P, F>(&self.platform, self.root)
+    }
+}
+
+/// Returns the MMU's view of an entry that it shows.
+fn listed<'t>(at: &At<'t>) -> &'t dyn Listed {
+    match at.kept {
+        Kept::Listed(listed) => listed,
+        Kept::Cleared(_) => unreachable!("a walk over this MMU shows only entries that it lists"),
+    }
+}
+
+/// An entry that a walk shows.
+struct Shown<'w, P: Platform, F: Format> {
+    mmu: &'w ShadowMmu<P, F>,
+    pages: &'w Pages,
+    id: EntryId,
+    /// The node of the reverse map, and the index of the slot, that lists it.
+    slot: (u32, usize),
+}
+
+impl<P: Platform, F: Format> Listed for Shown<'_, P, F> {
+    fn unlist(&self) {
+        let (node, index) = self.slot;
+        let link = |id| self.pages.link(id);
+        let rmap = &self.pages.rmap;
+        rmap.change_in(node, index, |slot| slot.leaves.remove(self.id.0, link));
+    }
+
+    fn detach(&self, lower: Pfn, detached: &mut Detached) {
+        let platform = &*self.mmu.platform;
+        let number = number_of(platform, lower);
+        (self.pages).zap::<P, F>(platform, number, detached, &mut |_, _, _| ());
+        self.mmu.budget.gave_back(1);
+    }
+
+    fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split {
+        let split = self.pages.is_prepared()
+            && (self.mmu.split_leaf(self.pages, self.id, at.gfn, path)).is_some();
+        match split {
+            true => Split::InPlace,
+            false => Split::Unprepared,
+        }
+    }
+}
+
+/// A walk has stopped before the entries for this frame.
+struct Stopped {
+    at: Gfn,
+}
+
+/// One step of a walk.
+struct Walker<'w, P: Platform, F: Format, V> {
+    mmu: &'w ShadowMmu<P, F>,
+    pages: &'w Pages,
+    show: Show,
+    walk: &'w mut Walk,
+    visit: &'w mut V,
+    /// Entries for regions that begin before this frame were visited by an earlier step.
+    new_from: Gfn,
+    /// The first frame of the region that was visited last.
+    visited: Gfn,
+    /// The table of the entry that was visited last, which often has the next one, too: the page's number, and the table.
+    table: Option<(u32, &'w [AtomicU64; ENTRIES], &'w TableMeta)>,
+}
+
+impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
+    /// Walks over `range` in node `number`, of `level`, and in the nodes below it.
+    fn node(&mut self, number: u32, level: Level, range: Range<Gfn>) -> Result<(), Stopped> {
+        let pages = self.pages;
+        let node = pages.rmap.nodes.get(number);
+        self.walk.spend(ENTRIES as u32 / 128);
+        let mut gfn = range.start.align_down(level);
+        while gfn < range.end {
+            let next = gfn.add(level.pages());
+            let below = range.start.max(gfn)..range.end.min(next);
+            let index = level.index(gfn);
+            let slot = node.slot(index);
+            if !slot.is_empty() {
+                // The next step begins with all that begins at this frame. So what has begun there is visited to the
+                // end, and a step gets past the frame at which it began.
+                if self.walk.is_spent() && below.start > self.visited {
+                    return Err(Stopped { at: below.start });
+                }
+                if gfn >= self.new_from {
+                    self.visited = below.start;
+                    self.slot((number, index), gfn, level)
+                        .map_err(|Stop| Stopped { at: below.start })?;
+                }
+                let enters = level > Level::MEGA || !self.show.skip_last_level;
+                if slot.below() != END && enters {
+                    self.node(slot.below(), level.below(), below)?;
+                }
+            }
+            gfn = next;
+        }
+        Ok(())
+    }
+
+    /// Visits what the slot `at` lists, for the region of `level` at `gfn`.
+    fn slot(&mut self, at: (u32, usize), gfn: Gfn, level: Level) -> Result<(), Stop> {
+        let (pages, platform) = (self.pages, &*self.mmu.platform);
+        let slot = pages.rmap.nodes.get(at.0).slot(at.1);
+        for id in pages.leaves_of(slot) {
+            self.entry(id, at, gfn, level)?;
+        }
+        if !self.show.tables {
+            return Ok(());
+        }
+        for number in pages.pages_of(slot) {
+            let page = pages.pool.get(number);
+            if let Some(parent) = pages.parents_of(page).next() {
+                // To detach it is to clear all its entries.
+                let frame = page.frame.get();
+                let leaves = Table { platform, frame }.meta().leaves.load(Relaxed);
+                self.walk.spend(leaves.into());
+                self.entry(parent, at, gfn, level)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Visits entry `id`.
+    fn entry(
+        &mut self,
+        id: EntryId,
+        slot: (u32, usize),
+        gfn: Gfn,
+        level: Level,
+    ) -> Result<(), Stop> {
+        self.walk.visits();
+        let (entries, meta) = match self.table {
+            Some((number, entries, meta)) if number == id.page() => (entries, meta),
+            _ => {
+                let table = self.pages.table(&*self.mmu.platform, id.page());
+                self.table = Some((id.page(), table.entries(), table.meta()));
+                (table.entries(), table.meta())
+            }
+        };
+        let entry = &entries[id.index()];
+        let bits = entry.load(Relaxed);
+        if let Entry::Mmio { .. } = F::decode(bits, level)
+            && !self.show.mmio
+        {
+            return Ok(());
+        }
+        let shown = Shown {
+            mmu: self.mmu,
+            pages: self.pages,
+            id,
+            slot,
+        };
+        let at = At {
+            entry,
+            meta,
+            kept: Kept::Listed(&shown),
+            bits,
+            gfn,
+            level,
+        };
+        match self.visit.visit(&at) {
+            Next::Stop => Err(Stop),
+            Next::Descend | Next::Pass => Ok(()),
+        }
+    }
+}
+
+/// The visitor has ended the step.
+struct Stop;

@@ -1,0 +1,155 @@
+//! The second MMU: shadow pages, connected by reverse maps. KVM calls all of it the shadow MMU. As its *direct* MMU
+//! (`tdp_mmu=0`) it makes the tables of a second-level walker, like [`crate::table::Tree`], but finds what maps a guest
+//! frame by a reverse map, and not by its place in a tree.
+//!
+//! # What there is
+//! * A *shadow page* ([`page`]) is a table, with the guest frame and the *role* that it is made for. Pages with equal
+//!   frame and role are one. A page that nothing refers to any more stays, and is found again by these two.
+//! * The *reverse map* ([`rmap`]) knows for each guest frame which leaves map it. Work by gfn ([`by_gfn`]) goes by it.
+//! * The number of pages is limited ([`Budget`]). A fault that finds the budget used up has the oldest pages zapped.
+//!
+//! # Who may change what
+//! * One lock for each address space ([`ShadowMmu::lock`]). Its holder alone changes entries, pages and lists; installs a
+//!   leaf, or does one step of a walk; and waits for nothing, takes no other lock, and allocates nothing. What an install
+//!   needs is allocated before ([`ShadowMmu::prepare`]).
+//! * Page walkers take no lock ([`crate::table`], whose rules about publishing and freeing tables hold here, too). They set
+//!   accessed and dirty in leaves, so the holder of the lock changes a leaf by a read-modify-write.
+//! * A fault checks under the lock whether what it has looked up is still current. An invalidation first makes
+//!   that check fail, and then takes the lock. So either the fault has it first, and the leaf is on the list of its frame
+//!   when the invalidation comes; or the fault finds that its plan is stale.
+//! * A zapped page is freed after the flush ([`Detached`](crate::table::Detached)), like a table of a `Tree`. Its record
+//!   may be used for another page at once: records are used under the lock only.
+
+mod budget;
+mod by_gfn;
+mod list;
+mod map;
+mod page;
+mod pool;
+mod rmap;
+
+pub(crate) use budget::Budget;
+
+use alloc::sync::Arc;
+use core::marker::PhantomData;
+
+use crate::addr::Pfn;
+use crate::format::Format;
+use crate::heap::{OutOfMemory, Shared};
+use crate::platform::{Platform, WaitFor};
+use crate::sync::SpinLock;
+use crate::sync::spin::SpinGuard;
+use crate::table::{ByGfn, Detached, FrameCache, Root, Table};
+use page::{Pages, Role, ShadowPage};
+use pool::More;
+use rmap::Node;
+
+/// The tables of one address space, in format `F`, made of shadow pages.
+pub(crate) struct ShadowMmu<P: Platform, F: Format> {
+    platform: Arc<P>,
+    pages: SpinLock<Pages>,
+    /// Number of the page that all walks begin with.
+    root: u32,
+    context: Root,
+    budget: Shared<Budget>,
+    format: PhantomData<F>,
+}
+
+impl<P: Platform, F: Format> ShadowMmu<P, F> {
+    /// Makes an MMU that maps nothing.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn new(platform: Arc<P>, budget: Shared<Budget>) -> Result<Self, OutOfMemory> {
+        let mut pages = Pages::new(F::TOP);
+        let _ = (pages.pool).add(More::allocate(pages.pool.ask(1), ShadowPage::new)?);
+        let nodes = &mut pages.rmap.nodes;
+        let _ = nodes.add(More::allocate(nodes.ask(1), Node::new)?);
+        pages.rmap.begin();
+        let root = pages.pool.take().ok_or(OutOfMemory)?;
+        let frame = platform.alloc_root(1).ok_or(OutOfMemory)?;
+        let page = pages.pool.get(root);
+        page.frame.set(frame);
+        page.role.set(Role { level: F::TOP });
+        begin::<P>(&platform, frame, root);
+        Ok(ShadowMmu {
+            platform,
+            pages: SpinLock::new(pages),
+            root,
+            context: Root(frame),
+            budget,
+            format: PhantomData,
+        })
+    }
+
+    /// Returns the context of all walks.
+    pub(crate) fn context(&self) -> Root {
+        self.context
+    }
+
+    /// Takes the lock.
+    fn lock(&self) -> SpinGuard<'_, Pages> {
+        self.pages
+            .lock(|round| self.platform.wait(round, WaitFor::Lock))
+    }
+
+    /// Makes sure that `frames` and the MMU have what installs of `tables` tables need. The MMU's part may be used by
+    /// other threads first; then an install says so ([`Mapped::Unprepared`](crate::table::Mapped)).
+    ///
+    /// # Errors
+    /// [`OutOfMemory`]; what was allocated is kept.
+    pub(crate) fn prepare(
+        &self,
+        frames: &mut FrameCache,
+        tables: usize,
+    ) -> Result<(), OutOfMemory> {
+        let filled = frames.fill(&*self.platform, tables);
+        // As much more again: not every fault allocates.
+        let wanted = |spare: usize, least: usize| match spare < least {
+            true => 2 * least - spare,
+            false => 0,
+        };
+        let least = tables.max(Pages::INSTALL);
+        let pages = self.lock();
+        let more_pages = wanted(pages.pool.spare(), least);
+        let more_nodes = wanted(pages.rmap.spare(), least);
+        if more_pages + more_nodes == 0 {
+            return filled;
+        }
+        let (ask_pages, ask_nodes) = (pages.pool.ask(more_pages), pages.rmap.nodes.ask(more_nodes));
+        drop(pages);
+        let more_pages = More::allocate(ask_pages, ShadowPage::new)?;
+        let more_nodes = More::allocate(ask_nodes, Node::new)?;
+        let mut pages = self.lock();
+        let unused = (pages.pool.add(more_pages), pages.rmap.nodes.add(more_nodes));
+        drop(pages);
+        drop(unused);
+        filled
+    }
+}
+
+/// Makes the frame the empty table of page `number`, which no other thread can reach yet.
+fn begin<P: Platform>(platform: &P, frame: Pfn, number: u32) {
+    let mut table = Table { platform, frame };
+    // SAFETY: the frame is new.
+    unsafe { table.clear() };
+    table.meta().begin(0);
+    let next = &table.meta().next;
+    next.store(number.into(), crate::sync::atomic::Ordering::Relaxed);
+}
+
+impl<P: Platform, F: Format> Drop for ShadowMmu<P, F> {
+    fn drop(&mut self) {
+        let mut detached = Detached::none();
+        while self.zap_oldest(&mut detached, &mut |_, _, _| ()) {}
+        let root = self.context.frame();
+        let table = Table {
+            platform: &*self.platform,
+            frame: root,
+        };
+        detached.push(&table, F::TOP);
+        // SAFETY: `&mut self`: no software walker has a reference to a table; and the owner of a VM stops
+        // its CPUs before it drops the VM.
+        let _ = unsafe { detached.free::<F>(&*self.platform) };
+    }
+}

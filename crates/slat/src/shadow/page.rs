@@ -1,0 +1,364 @@
+//! Shadow pages (KVM: `kvm_mmu_page`): the tables of this MMU, with what it knows of each, and the lists that connect their
+//! entries with guest frames and with each other.
+//!
+//! Every present entry is on one list. A leaf, or an MMIO entry, is on that of the guest frame it maps ([`super::rmap`]);
+//! an entry that refers to a table is on the list of parents of that table's page.
+
+use alloc::format;
+use alloc::string::String;
+use core::array;
+use core::cell::Cell;
+
+use super::list::{Link, List};
+use super::pool::Pool;
+use super::rmap::{Node, Rmap, Slot};
+use crate::addr::{Gfn, Level, Pfn};
+use crate::format::{Entry, Format};
+use crate::frame::ENTRIES;
+use crate::platform::Platform;
+use crate::sync::atomic::Ordering::*;
+use crate::table::{Detached, Table, tell_zapped};
+
+/// The number of an entry of a shadow page: that of the page, and the entry's index.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct EntryId(pub(super) u32);
+
+impl EntryId {
+    pub(super) fn new(page: u32, index: usize) -> Self {
+        EntryId(page * ENTRIES as u32 + index as u32)
+    }
+
+    pub(super) fn page(self) -> u32 {
+        self.0 / ENTRIES as u32
+    }
+
+    pub(super) fn index(self) -> usize {
+        self.0 as usize % ENTRIES
+    }
+}
+
+const _: () = assert!(Pool::<ShadowPage>::MOST * ENTRIES <= u32::MAX as usize);
+
+/// What a shadow page is made for, besides its frame: pages with equal frame and role are one (KVM:
+/// `kvm_mmu_page_role`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Role {
+    /// The level of its table.
+    pub(super) level: Level,
+}
+
+/// A shadow page. All its pages are *direct*: they map consecutive guest frames, without a table of the guest's.
+pub(super) struct ShadowPage {
+    /// The frame of its table.
+    pub(super) frame: Cell<Pfn>,
+    /// The first guest frame that it maps.
+    pub(super) gfn: Cell<Gfn>,
+    pub(super) role: Cell<Role>,
+    /// The entries that refer to its table.
+    pub(super) parents: List,
+    /// In the list of pages of the same frame.
+    siblings: Link,
+    /// In the list of pages by age.
+    by_age: Link,
+    /// Of each entry that is present.
+    links: [Link; ENTRIES],
+}
+
+impl ShadowPage {
+    pub(super) fn new() -> Self {
+        ShadowPage {
+            frame: Cell::new(Pfn(0)),
+            gfn: Cell::new(Gfn(0)),
+            role: Cell::new(Role { level: Level::PAGE }),
+            parents: List::new(),
+            siblings: Link::new(),
+            by_age: Link::new(),
+            links: array::from_fn(|_| Link::new()),
+        }
+    }
+
+    /// Returns its level.
+    pub(super) fn level(&self) -> Level {
+        self.role.get().level
+    }
+
+    /// Returns the first guest frame that entry `index` maps, or that the table it refers to does.
+    pub(super) fn gfn_at(&self, index: usize) -> Gfn {
+        self.gfn.get().add(index as u64 * self.level().pages())
+    }
+}
+
+/// All shadow pages of an MMU. Used under its lock.
+pub(super) struct Pages {
+    pub(super) pool: Pool<ShadowPage>,
+    pub(super) rmap: Rmap,
+    /// The pages in use, the newest first; without the root.
+    active: List,
+    /// The last of these.
+    oldest: Cell<u32>,
+}
+
+impl Pages {
+    /// How many pages an install makes, at most.
+    pub(super) const INSTALL: usize = 4;
+    /// How many nodes of the reverse map.
+    pub(super) const INSTALL_NODES: usize = 4;
+
+    pub(super) const fn new(top: Level) -> Self {
+        Pages {
+            pool: Pool::new(),
+            rmap: Rmap::new(top),
+            active: List::new(),
+            oldest: Cell::new(super::list::END),
+        }
+    }
+
+    /// Whether nothing needs to be allocated for an install.
+    #[inline]
+    pub(super) fn is_prepared(&self) -> bool {
+        self.pool.spare() >= Self::INSTALL && self.rmap.spare() >= Self::INSTALL_NODES
+    }
+
+    pub(super) fn link(&self, id: u32) -> &Link {
+        let id = EntryId(id);
+        &self.pool.get(id.page()).links[id.index()]
+    }
+
+    /// Takes a record for a page with the table in `frame`, and lists it. `None`: there is none.
+    pub(super) fn new_page(&self, gfn: Gfn, role: Role, frame: Pfn) -> Option<u32> {
+        let number = self.pool.take()?;
+        let page = self.pool.get(number);
+        page.frame.set(frame);
+        page.gfn.set(gfn);
+        page.role.set(role);
+        self.rmap.change(gfn, Self::listed_at(role), |slot| {
+            slot.pages
+                .push(number, |number| &self.pool.get(number).siblings);
+        });
+        if self.active.is_empty() {
+            self.oldest.set(number);
+        }
+        self.active
+            .push(number, |number| &self.pool.get(number).by_age);
+        Some(number)
+    }
+
+    /// Returns the level of the slot that lists pages of `role`: a table of level n maps the region of one entry of level
+    /// n + 1.
+    fn listed_at(role: Role) -> Level {
+        Level(role.level.0 + 1)
+    }
+
+    /// Returns the page for `gfn` and `role`, if there is one.
+    pub(super) fn find_page(&self, gfn: Gfn, role: Role) -> Option<u32> {
+        let slot = self.rmap.find(gfn, Self::listed_at(role))?;
+        self.pages_of(slot).find(|number| {
+            let page = self.pool.get(*number);
+            page.gfn.get() == gfn && page.role.get() == role
+        })
+    }
+
+    /// Returns the numbers of the pages that `slot` lists.
+    pub(super) fn pages_of(&self, slot: &Slot) -> impl Iterator<Item = u32> {
+        slot.pages.iter(|number| &self.pool.get(number).siblings)
+    }
+
+    /// Returns the entries that `slot` lists.
+    pub(super) fn leaves_of(&self, slot: &Slot) -> impl Iterator<Item = EntryId> {
+        slot.leaves.iter(|id| self.link(id)).map(EntryId)
+    }
+
+    /// Returns the entries that refer to the table of `page`.
+    pub(super) fn parents_of(&self, page: &ShadowPage) -> impl Iterator<Item = EntryId> {
+        page.parents.iter(|id| self.link(id)).map(EntryId)
+    }
+
+    /// Returns the oldest page.
+    pub(super) fn oldest(&self) -> Option<u32> {
+        (!self.active.is_empty()).then(|| self.oldest.get())
+    }
+
+    /// Iterates over the pages in use, the newest first; without the root.
+    pub(super) fn active(&self) -> impl Iterator<Item = u32> {
+        self.active.iter(|number| &self.pool.get(number).by_age)
+    }
+
+    /// Lists entry `id`, a leaf or an MMIO entry of `level` for `gfn`.
+    pub(super) fn list_leaf(&self, id: EntryId, gfn: Gfn, level: Level) {
+        self.rmap.change(gfn, level, |slot| {
+            slot.leaves.push(id.0, |id| self.link(id))
+        });
+    }
+
+    /// Removes entry `id`, a leaf or an MMIO entry of `level` for `gfn`, from its list.
+    pub(super) fn unlist_leaf(&self, id: EntryId, gfn: Gfn, level: Level) {
+        self.rmap.change(gfn, level, |slot| {
+            slot.leaves.remove(id.0, |id| self.link(id));
+        });
+    }
+
+    /// Lists entry `id` as a parent of `page`.
+    pub(super) fn list_parent(&self, id: EntryId, page: u32) {
+        let parents = &self.pool.get(page).parents;
+        parents.push(id.0, |id| self.link(id));
+    }
+
+    /// Removes entry `id` from the parents of `page`.
+    pub(super) fn unlist_parent(&self, id: EntryId, page: u32) {
+        let parents = &self.pool.get(page).parents;
+        parents.remove(id.0, |id| self.link(id));
+    }
+
+    /// Gives back a page whose entries are on no list any more.
+    fn retire(&self, number: u32) {
+        let page = self.pool.get(number);
+        self.rmap
+            .change(page.gfn.get(), Self::listed_at(page.role.get()), |slot| {
+                slot.pages
+                    .remove(number, |number| &self.pool.get(number).siblings);
+            });
+        let by_age = |number| &self.pool.get(number).by_age;
+        if self.oldest.get() == number {
+            self.oldest.set(page.by_age.before());
+        }
+        self.active.remove(number, by_age);
+        self.pool.give_back(number);
+    }
+
+    /// Zaps shadow page `number`: clears its entries and those that refer to it, and adds its table to `detached`. Calls
+    /// `zapped` for every leaf, with its first frame, level, and bits. The tables below stay, for when they are referred
+    /// to again.
+    pub(super) fn zap<P: Platform, F: Format>(
+        &self,
+        platform: &P,
+        number: u32,
+        detached: &mut Detached,
+        zapped: &mut dyn FnMut(Gfn, Level, u64),
+    ) {
+        let page = self.pool.get(number);
+        for id in self.parents_of(page) {
+            let parent = self.table(platform, id.page());
+            parent.entry(id.index()).store(0, Release);
+            self.unlist_parent(id, number);
+        }
+        let (table, level) = (self.table(platform, number), page.level());
+        for (index, entry) in table.entries().iter().enumerate() {
+            let id = EntryId::new(number, index);
+            if entry.load(Relaxed) == 0 {
+                continue;
+            }
+            let bits = entry.swap(0, AcqRel);
+            match F::decode(bits, level) {
+                Entry::Table(lower) => self.unlist_parent(id, number_of(platform, lower)),
+                Entry::Leaf(_) => {
+                    let gfn = page.gfn_at(index);
+                    self.unlist_leaf(id, gfn, level);
+                    table.meta().count_leaves(-1);
+                    detached.zapped.leaves[level.0 as usize - 1] += 1;
+                    tell_zapped::<P, F>(platform, bits, level);
+                    zapped(gfn, level, bits);
+                }
+                _ => self.unlist_leaf(id, page.gfn_at(index), level),
+            }
+        }
+        detached.push(&table, level);
+        detached.zapped.shadow_pages += 1;
+        self.retire(number);
+    }
+
+    /// Returns the table of page `number`.
+    pub(super) fn table<'p, P: Platform>(&self, platform: &'p P, number: u32) -> Table<'p, P> {
+        Table {
+            platform,
+            frame: self.pool.get(number).frame.get(),
+        }
+    }
+
+    /// Checks that all lists are right, both ways.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub(super) fn check<P: Platform, F: Format>(
+        &self,
+        platform: &P,
+        root: u32,
+    ) -> Result<(), String> {
+        let mut entries = 0u64;
+        for number in self.active().chain([root]) {
+            let page = self.pool.get(number);
+            let (table, level) = (self.table(platform, number), page.level());
+            let at = || {
+                format!(
+                    "shadow page {number}, level {}, {:?}",
+                    level.0,
+                    page.gfn.get()
+                )
+            };
+            table.check_count::<F>(level)?;
+            if number_of(platform, table.frame) != number {
+                return Err(format!("{}: its table belongs to another page", at()));
+            }
+            if number != root && self.find_page(page.gfn.get(), page.role.get()) != Some(number) {
+                return Err(format!(
+                    "{}: it is not the page of its frame and role",
+                    at()
+                ));
+            }
+            for (index, entry) in table.entries().iter().enumerate() {
+                let (bits, id) = (entry.load(Acquire), EntryId::new(number, index));
+                entries += u64::from(bits != 0);
+                let is_listed = match F::decode(bits, level) {
+                    Entry::Empty => continue,
+                    Entry::Table(lower) => {
+                        let lower = self.pool.get(number_of(platform, lower));
+                        if lower.gfn.get() != page.gfn_at(index) || lower.level() != level.below() {
+                            return Err(format!("{}: entry {index} refers elsewhere", at()));
+                        }
+                        self.parents_of(lower).any(|listed| listed == id)
+                    }
+                    _ => (self.rmap.find(page.gfn_at(index), level))
+                        .is_some_and(|slot| self.leaves_of(slot).any(|listed| listed == id)),
+                };
+                if !is_listed {
+                    return Err(format!("{}: entry {index}, {bits:#x}, is not listed", at()));
+                }
+            }
+        }
+        let listed = self.listed_below(self.rmap.root()) + self.parents(root);
+        if listed != entries {
+            return Err(format!(
+                "{entries} entries are present, {listed} are listed"
+            ));
+        }
+        match self.rmap.counts_right() {
+            true => Ok(()),
+            false => Err("a node of the reverse map counts wrong".into()),
+        }
+    }
+
+    /// Returns how many entries refer to tables.
+    fn parents(&self, root: u32) -> u64 {
+        let pages = self.active().chain([root]);
+        let parents = |number| self.parents_of(self.pool.get(number)).count();
+        pages.map(parents).sum::<usize>() as u64
+    }
+
+    /// Returns how many leaves and MMIO entries are listed in a node, and below.
+    fn listed_below(&self, (number, level): (u32, Level)) -> u64 {
+        let node: &Node = self.rmap.nodes.get(number);
+        let slots = (0..ENTRIES).map(|index| node.slot(index));
+        let listed = |slot: &Slot| {
+            let below = match slot.below() {
+                super::list::END => 0,
+                below => self.listed_below((below, level.below())),
+            };
+            self.leaves_of(slot).count() as u64 + below
+        };
+        slots.map(listed).sum()
+    }
+}
+
+/// Returns the number of the page with the table in `frame`.
+pub(super) fn number_of<P: Platform>(platform: &P, frame: Pfn) -> u32 {
+    Table { platform, frame }.meta().next.load(Relaxed) as u32
+}

@@ -1,0 +1,163 @@
+//! Records that are allocated ahead of their use, and found by a number. To take one or to give one back allocates
+//! nothing, so both are done under the lock of the MMU, in places that cannot fail.
+
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use core::cell::RefCell;
+
+use super::list::END;
+use crate::heap::{OutOfMemory, boxed};
+
+/// The records of one kind, numbered from 1. None is freed before the pool is.
+pub(super) struct Pool<T> {
+    records: Vec<Box<T>>,
+    /// The numbers of those that are not in use. Has space for all.
+    spare: RefCell<Vec<u32>>,
+}
+
+/// More records for a [`Pool`], allocated without its lock.
+pub(super) struct More<T> {
+    records: Vec<Box<T>>,
+    /// Larger lists for the pool, if its own are full.
+    lists: Option<(Vec<Box<T>>, Vec<u32>)>,
+}
+
+impl<T> Pool<T> {
+    /// The largest number is below; what is made of numbers rests on that.
+    pub(super) const MOST: usize = 1 << 22;
+
+    pub(super) const fn new() -> Self {
+        Pool {
+            records: Vec::new(),
+            spare: RefCell::new(Vec::new()),
+        }
+    }
+
+    /// Returns the record `number`.
+    #[inline]
+    pub(super) fn get(&self, number: u32) -> &T {
+        debug_assert_ne!(number, END);
+        &self.records[number as usize - 1]
+    }
+
+    /// Returns how many records are not in use.
+    #[inline]
+    pub(super) fn spare(&self) -> usize {
+        self.spare.borrow().len()
+    }
+
+    /// Takes a record into use and returns its number. `None`: none is left.
+    pub(super) fn take(&self) -> Option<u32> {
+        self.spare.borrow_mut().pop()
+    }
+
+    /// Gives back a record that was taken.
+    pub(super) fn give_back(&self, number: u32) {
+        self.spare.borrow_mut().push(number);
+    }
+
+    /// Returns how many records the pool has space for.
+    fn capacity(&self) -> usize {
+        (self.records.capacity()).min(self.spare.borrow().capacity())
+    }
+
+    /// Returns what [`More::allocate`] needs to know to add `records`.
+    pub(super) fn ask(&self, records: usize) -> Ask {
+        let all = self.records.len() + records;
+        Ask {
+            records,
+            capacity: match all > self.capacity() {
+                true => Some((2 * self.records.len()).max(all)),
+                false => None,
+            },
+        }
+    }
+
+    /// Adds what [`More::allocate`] has allocated. Returns what the caller drops without the lock: what there was no
+    /// space for, because another thread was faster.
+    pub(super) fn add(&mut self, mut more: More<T>) -> More<T> {
+        if let Some((records, spare)) = &mut more.lists
+            && records.capacity().min(spare.capacity()) > self.capacity()
+        {
+            records.append(&mut self.records);
+            spare.append(self.spare.get_mut());
+            core::mem::swap(records, &mut self.records);
+            core::mem::swap(spare, self.spare.get_mut());
+        }
+        let capacity = self.capacity().min(Self::MOST);
+        while self.records.len() < capacity
+            && let Some(record) = more.records.pop()
+        {
+            self.records.push(record);
+            self.spare.get_mut().push(self.records.len() as u32);
+        }
+        more
+    }
+}
+
+/// How many records are wanted, and for how many a pool needs larger lists.
+pub(super) struct Ask {
+    records: usize,
+    capacity: Option<usize>,
+}
+
+impl<T> More<T> {
+    /// Allocates what a pool asked for.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(super) fn allocate(ask: Ask, new: impl Fn() -> T) -> Result<Self, OutOfMemory> {
+        fn space<U>(items: usize) -> Result<Vec<U>, OutOfMemory> {
+            let mut list = Vec::new();
+            list.try_reserve_exact(items).map_err(|_| OutOfMemory)?;
+            Ok(list)
+        }
+        let mut records = space(ask.records)?;
+        for _ in 0..ask.records {
+            records.push(boxed(new())?);
+        }
+        let lists = match ask.capacity {
+            Some(capacity) => Some((space(capacity)?, space(capacity)?)),
+            None => None,
+        };
+        Ok(More { records, lists })
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_stay_where_they_are_while_the_pool_grows() {
+        let mut pool = Pool::<u64>::new();
+        let mut places = std::vec::Vec::new();
+        for round in 1..=20 {
+            let more = More::allocate(pool.ask(3), || round).unwrap();
+            let _ = pool.add(more);
+            while let Some(number) = pool.take() {
+                places.push((number, core::ptr::from_ref(pool.get(number))));
+            }
+        }
+        assert_eq!(places.len(), 60);
+        assert!(
+            places
+                .iter()
+                .all(|(number, at)| core::ptr::eq(pool.get(*number), *at))
+        );
+        pool.give_back(7);
+        assert_eq!((pool.spare(), pool.take(), pool.take()), (1, Some(7), None));
+    }
+
+    #[test]
+    fn two_threads_that_allocated_at_once_lose_nothing_of_the_pool() {
+        let mut pool = Pool::<u64>::new();
+        let (first, second) = (pool.ask(3), pool.ask(1));
+        let first = More::allocate(first, || 1).unwrap();
+        let second = More::allocate(second, || 2).unwrap();
+        let _ = pool.add(first);
+        let _ = pool.add(second);
+        assert!(pool.spare() >= 3);
+        assert!((1..=3).all(|number| *pool.get(number) == 1));
+    }
+}

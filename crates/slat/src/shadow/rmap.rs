@@ -1,0 +1,258 @@
+//! The reverse map: what the MMU has made of each guest frame. KVM keeps `kvm_rmap_head` and counts in its memslots, and a
+//! hash table of shadow pages; here one radix tree over guest frames has all of that. So a slot costs nothing until it
+//! is used, and neither a change of its flags nor its end has anything to convert.
+//!
+//! A node of level n has a [`Slot`] for each of 512 regions that an entry of level n covers. A slot lists the leaves of
+//! that level that map the region (KVM: the rmap of the level), and the shadow pages made from it.
+
+use core::array;
+use core::cell::Cell;
+
+use super::list::{END, Link, List};
+use super::pool::Pool;
+use crate::addr::{Gfn, Level};
+use crate::frame::ENTRIES;
+
+/// What the MMU has made of one region.
+pub(super) struct Slot {
+    /// Leaves and MMIO entries of the node's level that map the region: [`EntryId`](super::page::EntryId)s.
+    pub(super) leaves: List,
+    /// Shadow pages of the region: direct ones whose table maps just it. Numbers of the pool of pages.
+    pub(super) pages: List,
+    /// The node of the next lower level.
+    below: Cell<u32>,
+}
+
+impl Slot {
+    fn new() -> Self {
+        Slot {
+            leaves: List::new(),
+            pages: List::new(),
+            below: Cell::new(END),
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.leaves.is_empty() && self.pages.is_empty() && self.below.get() == END
+    }
+
+    /// Returns the number of the node below; [`END`] if there is none.
+    pub(super) fn below(&self) -> u32 {
+        self.below.get()
+    }
+}
+
+pub(super) struct Node {
+    slots: [Slot; ENTRIES],
+    /// How many slots are not empty.
+    used: Cell<u16>,
+    /// Number of the node above, and the index there.
+    above: Cell<(u32, u16)>,
+    /// In the list of empty nodes, while it is empty.
+    empty: Link,
+}
+
+impl Node {
+    pub(super) fn new() -> Self {
+        Node {
+            slots: array::from_fn(|_| Slot::new()),
+            used: Cell::new(0),
+            above: Cell::new((END, 0)),
+            empty: Link::new(),
+        }
+    }
+
+    pub(super) fn slot(&self, index: usize) -> &Slot {
+        &self.slots[index]
+    }
+}
+
+/// The tree. Nodes that become empty stay where they are, because what was zapped is often mapped again; they are taken
+/// from there when another place needs a node.
+pub(super) struct Rmap {
+    pub(super) nodes: Pool<Node>,
+    root: u32,
+    top: Level,
+    empty: List,
+    /// How many nodes are on that list.
+    empties: Cell<usize>,
+}
+
+impl Rmap {
+    /// Makes a tree for the frames that tables with a root of level `top` translate. It is used after
+    /// [`Rmap::begin`].
+    pub(super) const fn new(top: Level) -> Self {
+        Rmap {
+            nodes: Pool::new(),
+            root: END,
+            top,
+            empty: List::new(),
+            empties: Cell::new(0),
+        }
+    }
+
+    /// Makes the root, of a node of the pool.
+    pub(super) fn begin(&mut self) {
+        self.root = self.nodes.take().expect("the pool is filled");
+    }
+
+    /// Returns number and level of the root.
+    pub(super) fn root(&self) -> (u32, Level) {
+        (self.root, self.top)
+    }
+
+    /// Returns how many nodes can be made without an allocation. One empty node may be in the place that needs another.
+    pub(super) fn spare(&self) -> usize {
+        self.nodes.spare() + self.empties.get().saturating_sub(1)
+    }
+
+    /// Returns the slot of `level` for `gfn`. `None`: nothing was made of the region.
+    pub(super) fn find(&self, gfn: Gfn, level: Level) -> Option<&Slot> {
+        let (mut number, mut at) = self.root();
+        while at > level {
+            number = self.nodes.get(number).slot(at.index(gfn)).below();
+            if number == END {
+                return None;
+            }
+            at = at.below();
+        }
+        Some(self.nodes.get(number).slot(level.index(gfn)))
+    }
+
+    /// Applies `change` to the slot of `level` for `gfn`; makes the nodes on the path to it.
+    ///
+    /// # Panics
+    /// If there is no node for that: the caller has checked [`Rmap::spare`].
+    pub(super) fn change(&self, gfn: Gfn, level: Level, change: impl FnOnce(&Slot)) {
+        let (mut number, mut at) = self.root();
+        while at > level {
+            let index = at.index(gfn);
+            let mut below = self.nodes.get(number).slot(index).below();
+            if below == END {
+                below = self.new_node(number);
+                let node = self.nodes.get(below);
+                node.above.set((number, index as u16));
+                self.empties.set(self.empties.get() + 1);
+                self.empty
+                    .push(below, |number| &self.nodes.get(number).empty);
+                self.change_in(number, index, |slot| slot.below.set(below));
+            }
+            (number, at) = (below, at.below());
+        }
+        self.change_in(number, level.index(gfn), change);
+    }
+
+    /// Applies `change` to slot `index` of node `number`, and counts.
+    pub(super) fn change_in(&self, number: u32, index: usize, change: impl FnOnce(&Slot)) {
+        let node = self.nodes.get(number);
+        let slot = node.slot(index);
+        let was_empty = slot.is_empty();
+        change(slot);
+        let link = |number| &self.nodes.get(number).empty;
+        match (was_empty, slot.is_empty()) {
+            (true, false) => {
+                if node.used.get() == 0 && number != self.root {
+                    self.empty.remove(number, link);
+                    self.empties.set(self.empties.get() - 1);
+                }
+                node.used.set(node.used.get() + 1);
+            }
+            (false, true) => {
+                node.used.set(node.used.get() - 1);
+                if node.used.get() == 0 && number != self.root {
+                    self.empty.push(number, link);
+                    self.empties.set(self.empties.get() + 1);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Takes a node to be put below `above`, and if none is spare an empty one from its place.
+    fn new_node(&self, above: u32) -> u32 {
+        if let Some(number) = self.nodes.take() {
+            return number;
+        }
+        let link = |number| &self.nodes.get(number).empty;
+        let other = self.empty.iter(link).find(|number| *number != above);
+        let number = other.expect("nodes are allocated before the MMU is locked");
+        let node = self.nodes.get(number);
+        self.empty.remove(number, link);
+        self.empties.set(self.empties.get() - 1);
+        let (above, index) = node.above.get();
+        self.change_in(above, index.into(), |slot| slot.below.set(END));
+        number
+    }
+
+    /// Returns whether every node counts its slots right, and the list of empty nodes has just those without any.
+    pub(super) fn counts_right(&self) -> bool {
+        let link = |number| &self.nodes.get(number).empty;
+        let is_empty = |number: &u32| self.nodes.get(*number).used.get() == 0;
+        self.empty.iter(link).all(|number| is_empty(&number))
+            && self.empty.iter(link).count() == self.empties.get()
+            && self.counts_right_below(self.root, self.top)
+    }
+
+    fn counts_right_below(&self, number: u32, level: Level) -> bool {
+        let node = self.nodes.get(number);
+        let used = node.slots.iter().filter(|slot| !slot.is_empty()).count();
+        used == usize::from(node.used.get())
+            && node.slots.iter().all(|slot| match slot.below() {
+                END => true,
+                below => self.counts_right_below(below, level.below()),
+            })
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::super::pool::More;
+    use super::*;
+    use crate::heap::OutOfMemory;
+
+    fn rmap(nodes: usize) -> Result<Rmap, OutOfMemory> {
+        let mut rmap = Rmap::new(Level(4));
+        let more = More::allocate(rmap.nodes.ask(nodes), Node::new)?;
+        let _ = rmap.nodes.add(more);
+        rmap.begin();
+        Ok(rmap)
+    }
+
+    #[test]
+    fn an_empty_node_serves_another_region_when_none_is_left() {
+        let rmap = rmap(4).unwrap();
+        let link = Link::new();
+        let push = |slot: &Slot| slot.leaves.push(1, |_| &link);
+        let remove = |slot: &Slot| slot.leaves.remove(1, |_| &link);
+        let far = Gfn(1 << 30);
+        for gfn in [Gfn(5), far, Gfn(6)] {
+            rmap.change(gfn, Level::PAGE, push);
+            assert!(
+                rmap.find(gfn, Level::PAGE)
+                    .is_some_and(|slot| !slot.is_empty())
+            );
+            assert!(rmap.counts_right());
+            rmap.change(gfn, Level::PAGE, remove);
+            assert!(rmap.counts_right());
+        }
+        assert!(rmap.find(far, Level::PAGE).is_none());
+    }
+
+    #[test]
+    fn a_node_that_is_empty_is_not_put_below_itself() {
+        let rmap = rmap(4).unwrap();
+        let link = Link::new();
+        rmap.change(Gfn(5), Level::PAGE, |slot| slot.leaves.push(1, |_| &link));
+        rmap.change(Gfn(5), Level::PAGE, |slot| slot.leaves.remove(1, |_| &link));
+        // The node of level 1 is empty. That of level 2 is, too, once the first serves another region of it.
+        rmap.change(Gfn(512), Level::PAGE, |slot| slot.leaves.push(1, |_| &link));
+        assert!(rmap.counts_right());
+        assert!(rmap.find(Gfn(5), Level::PAGE).is_none());
+        let (found, level) = (rmap.find(Gfn(512), Level::PAGE), Level::MEGA);
+        assert!(found.is_some_and(|slot| !slot.is_empty()));
+        assert!(
+            rmap.find(Gfn(512), level)
+                .is_some_and(|slot| slot.leaves.is_empty())
+        );
+    }
+}

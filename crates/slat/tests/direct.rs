@@ -1,0 +1,166 @@
+//! What the direct MMU does beside what every MMU does: a limited number of tables, which are found again.
+
+use std::sync::Arc;
+
+use slat::format::{Npt, Stage2, Sv39x4};
+use slat::{
+    Access::{self, *},
+    Config, CreateVmError, Ept, Gpa, Level, MmuKind, Region, Setting, SlotFlags, Stop, Translation,
+    Vm,
+};
+use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
+
+type TestVm = Vm<SimPlatform, Ept>;
+
+const GIB1: u64 = 1 << 18;
+
+/// A VM with the direct MMU and one slot over all of its host memory, which is mapped at `level`.
+fn vm(pages: u64, level: Level) -> Arc<TestVm> {
+    let platform = SimPlatform::new(pages);
+    let remap = HostChange::Remap {
+        level,
+        writable: true,
+        kind: PageKind::Ordinary,
+    };
+    platform.host.change(&(0..pages), remap);
+    let vm = Vm::new(platform, Config::default().with_mmu(MmuKind::Direct)).unwrap();
+    set(&vm, pages, SlotFlags::default());
+    vm
+}
+
+fn set(vm: &TestVm, pages: u64, flags: SlotFlags) {
+    let region = Region::new(0, Gpa(0), pages << 12, HostMemory::hva(0)).with_flags(flags);
+    vm.set_memory_region(0, &region).unwrap();
+}
+
+fn touch(vm: &Arc<TestVm>, gfn: u64, access: Access) -> Translation {
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let mut vcpu = vcpu.enter(0);
+    loop {
+        match vcpu.translate(Gpa(gfn << 12), access) {
+            Err(Stop::Retry) => vcpu.quiesce(),
+            answer => return answer.unwrap(),
+        }
+    }
+}
+
+/// The tables in use, without the root.
+fn tables(vm: &TestVm) -> u64 {
+    let stats = vm.stats();
+    stats.mmu_cache_miss - stats.mmu_shadow_zapped
+}
+
+#[test]
+fn it_has_the_formats_that_kvm_has_it_for_and_refuses_others() {
+    let direct = || Config::default().with_mmu(MmuKind::Direct);
+    assert!(Vm::<_, Npt>::new(SimPlatform::new(1), direct()).is_ok());
+    let refused = |error| matches!(error, Some(CreateVmError::NoSuchMmu { .. }));
+    let stage2 = Vm::<_, Stage2<48>>::new(SimPlatform::new(1), direct());
+    let sv39x4 = Vm::<_, Sv39x4>::new(SimPlatform::new(1), direct());
+    let message = stage2.as_ref().err().map(ToString::to_string);
+    assert_eq!(
+        message.as_deref(),
+        Some("creating a VM: there is no direct MMU for tables of format aarch64; tdp is for all")
+    );
+    assert!(refused(stage2.err()) && refused(sv39x4.err()));
+}
+
+#[test]
+fn there_are_no_more_tables_than_the_limit_and_what_was_zapped_faults_back() {
+    let pages = 200 * 512;
+    let vm = vm(pages, Level::PAGE);
+    vm.set_mmu_pages(100);
+    assert_eq!(vm.mmu_pages(), 100);
+    for round in 0..2 {
+        for gfn in (0..pages).step_by(512) {
+            let page = touch(&vm, gfn, Write);
+            assert_eq!(page.host.0 >> 12, touch(&vm, gfn, Read).host.0 >> 12);
+            assert!(tables(&vm) <= 100, "{} tables", tables(&vm));
+        }
+        vm.audit().unwrap();
+        assert!(vm.stats().mmu_recycled > 100 * (round + 1));
+        assert_eq!(vm.stats().pf_fixed, (round + 1) * 200);
+    }
+    // A lower limit holds at once.
+    vm.set_mmu_pages(1);
+    assert_eq!((vm.mmu_pages(), tables(&vm)), (64, 64));
+    vm.audit().unwrap();
+    vm.platform().check();
+}
+
+#[test]
+fn unless_it_is_set_the_limit_is_a_fiftieth_of_the_memory() {
+    let vm = vm(GIB1, Level::GIGA);
+    assert_eq!(vm.mmu_pages(), GIB1 / 50);
+    set(&vm, 0, SlotFlags::default());
+    assert_eq!(vm.mmu_pages(), 64);
+}
+
+#[test]
+fn a_table_that_lost_its_parent_is_found_again() {
+    let pages = 300 * 512;
+    let vm = vm(pages, Level::PAGE);
+    vm.set_mmu_pages(80);
+    // The tables above are the oldest ones, and are zapped first.
+    for gfn in (0..80 * 512).step_by(512) {
+        touch(&vm, gfn, Write);
+    }
+    let before = vm.stats();
+    assert!(before.mmu_recycled > 0);
+    let last = touch(&vm, 79 * 512, Write);
+    assert_eq!(
+        (last.level, vm.stats().pf_fixed),
+        (Level::PAGE, before.pf_fixed)
+    );
+    vm.audit().unwrap();
+}
+
+/// The dirty bits of a recycled table's leaves are in the log.
+#[test]
+fn a_log_of_dirty_bits_misses_no_page_of_a_recycled_table() {
+    let pages = 100 * 512;
+    let vm = vm(pages, Level::PAGE);
+    vm.set_policy(Setting::parse("dirty_log", "dirty-bit").unwrap());
+    vm.set_mmu_pages(64);
+    set(&vm, pages, SlotFlags::LOG_DIRTY_PAGES);
+    (0..pages)
+        .step_by(512)
+        .for_each(|gfn| _ = touch(&vm, gfn, Write));
+    assert!(vm.stats().mmu_recycled > 30);
+    let mut log = vec![0u64; vm.dirty_log_words(0, 0).unwrap()];
+    vm.get_dirty_log(0, 0, &mut log).unwrap();
+    let marked = |gfn: u64| log[gfn as usize / 64] >> (gfn % 64) & 1 == 1;
+    let missed: Vec<_> = (0..pages)
+        .step_by(512)
+        .filter(|gfn| !marked(*gfn))
+        .collect();
+    assert!(missed.is_empty(), "{missed:?}");
+    vm.audit().unwrap();
+}
+
+/// A huge leaf is installed where a table of level 2 was recycled, but not those below it; then it is split.
+#[test]
+fn a_split_keeps_what_an_old_table_has() {
+    let vm = vm(GIB1, Level::GIGA);
+    vm.set_policy(Setting::parse("huge_pages", "off").unwrap());
+    vm.set_policy(Setting::parse("prefetch", "off").unwrap());
+    touch(&vm, 700, Read);
+    vm.set_mmu_pages(64);
+    // Other tables push out those of levels 3 and 2, which are older than the one below them.
+    (0..62).for_each(|i| _ = touch(&vm, (100 + i) * 512, Read));
+    assert!(vm.stats().mmu_recycled >= 2);
+    vm.set_policy(Setting::parse("huge_pages", "on").unwrap());
+    vm.set_policy(Setting::parse("eager_page_split", "off").unwrap());
+    assert_eq!(touch(&vm, 5, Write).level, Level::GIGA);
+    vm.audit().unwrap();
+    set(&vm, GIB1, SlotFlags::LOG_DIRTY_PAGES);
+    assert_eq!(touch(&vm, 700, Write).level, Level::PAGE);
+    vm.audit().unwrap();
+    let faults = vm.stats().pf_taken;
+    (0..GIB1)
+        .step_by(4096 - 1)
+        .for_each(|gfn| _ = touch(&vm, gfn, Read));
+    vm.audit().unwrap();
+    assert!(vm.stats().pf_taken - faults < 64);
+    vm.platform().check();
+}
