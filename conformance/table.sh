@@ -2,7 +2,7 @@
 # What the conformance tables have in common: reading one, choosing entries, running them, counting.
 #
 #   source table.sh
-#   table_option WORDS...    takes one of the options that all tables have: $taken words; sets on, times, only, list, subset
+#   table_option WORDS...    takes one of the options that all tables have: $taken words; sets on, times, only, list, subset, mmu
 #   table_read FILE          one `key = value` per line below each [[test]]; see expected.toml
 #   table_choose             the indices of the entries that the options ask for: chosen
 #   table_list               prints the chosen entries
@@ -19,7 +19,7 @@
 die() { echo "conformance: $*" >&2; exit 2; }
 
 # The values of --on that this table takes; the first is the default.
-on_values=(slat kvm) on='' times=1 list='' subset=''
+on_values=(slat kvm) on='' times=1 list='' subset='' mmu=tdp
 only=()
 table_option() {
     taken=2
@@ -27,6 +27,7 @@ table_option() {
     --on) on=${2:?--on needs one of: ${on_values[*]}} ;;
     --times) times=${2:?--times needs a number} ;;
     --only) only+=("${2:?--only needs a text}") ;;
+    --mmu) mmu=${2:?--mmu needs a name that slat run --mmu takes} ;;
     --ci) subset=ci taken=1 ;;
     --list) list=yes taken=1 ;;
     -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
@@ -124,7 +125,7 @@ table_run() { # a directory for the log; what runs each command, for example "ti
             continue
         fi
         if [ -n "${needs[i]}" ] && ! requires "${needs[i]}"; then
-            verdict skipped - "$title: needs ${needs[i]}, which this user does not have here"
+            verdict skipped - "$title: needs ${needs[i]}, which is not there (for this user)"
             skipped=$((skipped + 1))
             continue
         fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env -S python3 -B
-"""Runs one row: row.py --on slat|kvm|tcg --slat SLAT --materials DIR NAME WORDS...
+"""Runs one row: row.py --on slat|kvm|tcg --slat SLAT [--mmu MMU] --materials DIR NAME WORDS...
 
 Exit status: 0 when the row passes, 1 when it fails, 4 when this machine lacks what it needs. After a failure the end of each
 guest's console and of what each VMM complained about is printed.
@@ -29,9 +29,9 @@ SKIPPED = 4
 class Setting:
     """What a row runs with, and what it has started."""
 
-    def __init__(self, on, slat, materials):
+    def __init__(self, on, slat, mmu, materials):
         self.on = on
-        self.launcher = [slat, "run", "--"] if on == "slat" else []
+        self.launcher = [slat, "run", "--mmu", mmu, "--"] if on == "slat" else []
         self.scratch = tempfile.mkdtemp(prefix="slat-vmm-")
         self._materials = materials
         self.processes = []
@@ -67,13 +67,14 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--on", required=True, choices=["slat", "kvm", "tcg"])
     parser.add_argument("--slat", required=True)
+    parser.add_argument("--mmu", default="tdp")
     parser.add_argument("--materials", required=True)
     parser.add_argument("name", choices=ROWS)
     parser.add_argument("words", nargs="*")
     arguments = parser.parse_args()
     # A time-out ends what this has started, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
-    setting = Setting(arguments.on, arguments.slat, arguments.materials)
+    setting = Setting(arguments.on, arguments.slat, arguments.mmu, arguments.materials)
     status = 0
     try:
         importlib.import_module(ROWS[arguments.name]).run(setting, *arguments.words)

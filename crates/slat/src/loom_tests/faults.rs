@@ -15,7 +15,7 @@ use crate::sync::quiesce::Attention;
 use crate::{Prefetch, Setting};
 
 /// Runs `guest` on a CPU concurrently with `host`; then `after`, then the audit.
-fn with_cpu(
+pub(super) fn with_cpu(
     preemptions: usize,
     prepare: fn() -> Arc<SmallVm>,
     guest: fn(&mut SmallVcpu),
@@ -34,7 +34,7 @@ fn with_cpu(
 }
 
 /// Uses page `gfn` like a guest whose CPU checks its attention word from time to time.
-fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
+pub(super) fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
     let mut remembered = get(vcpu, gfn, Read);
     for _ in 0..2 {
         if let Some(translation) = &remembered {
@@ -51,7 +51,7 @@ fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
 }
 
 /// Replaces the host page of backing page `page` by `new`. The host alone uses the old one from then on.
-fn replace_page(vm: &SmallVm, page: u64, new: u64) {
+pub(super) fn replace_page(vm: &SmallVm, page: u64, new: u64) {
     let invalidation = vm.invalidate(hvas(page..page + 1));
     let machine = vm.platform();
     for page in 0..Machine::PAGES {

@@ -15,6 +15,7 @@ mod dirty;
 mod faults;
 mod flushes;
 mod locks;
+mod shadow;
 mod slots;
 mod tables;
 
@@ -32,7 +33,7 @@ use crate::platform::{HostPage, HostRun, Platform, ResolveError, Stale, VmId, Wa
 use crate::slots::{Region, SlotFlags};
 use crate::sync::atomic::{AtomicU64, Watch};
 use crate::vm::{Config, Vm};
-use crate::{Prefetch, Setting};
+use crate::{MmuKind, Prefetch, Setting};
 use crate::{Stop, Translation};
 
 /// Runs `test` through all its interleavings with at most `preemptions` preemptions.
@@ -284,7 +285,13 @@ const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 
 /// Makes a VM with a slot 0 of `pages` pages from frame 0 on; without a slot if `pages` is 0.
 fn vm(level: Level, pages: u64, flags: SlotFlags) -> Arc<SmallVm> {
-    let vm = Vm::new(Machine::new(level), Config::default()).unwrap();
+    vm_with(MmuKind::Tdp, level, pages, flags)
+}
+
+/// Makes a VM like [`vm`], with tables that `mmu` makes.
+fn vm_with(mmu: MmuKind, level: Level, pages: u64, flags: SlotFlags) -> Arc<SmallVm> {
+    let config = Config::default().with_mmu(mmu);
+    let vm = Vm::new(Machine::new(level), config).unwrap();
     vm.set_policy(Setting::Prefetch(Prefetch::Off));
     if pages > 0 {
         set_slot(&vm, 0, pages, flags);

@@ -106,7 +106,9 @@ impl<F: Format> World<F> {
                 Mapped::MustMend(level) => splits += self.mend(gfn, level),
                 Mapped::Unflushed(level) => flushed = self.flush(gfn, level),
                 Mapped::Broken => loom::thread::yield_now(),
-                Mapped::Conflict | Mapped::Stale => panic!("these tests map no other leaf there"),
+                Mapped::Conflict | Mapped::Stale | Mapped::Unprepared => {
+                    panic!("these tests map no other leaf there")
+                }
             }
         }
     }

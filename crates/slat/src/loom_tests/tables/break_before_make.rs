@@ -89,7 +89,9 @@ fn map_another(world: &World<SmallStage2<2>>) {
             Mapped::Conflict => world.zap(0..1),
             Mapped::Broken => loom::thread::yield_now(),
             Mapped::New | Mapped::Widened | Mapped::Spurious => break,
-            Mapped::Stale => panic!("the check of this install always succeeds"),
+            Mapped::Stale | Mapped::Unprepared => {
+                panic!("the check of this install always succeeds")
+            }
         }
     }
     world.readers.release(me);
