@@ -8,8 +8,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use slat::{
-    Access, Config, Entries, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, PAGE_SHIFT, Pfn,
-    Platform, Region, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
+    Access, Config, Entries, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, PAGE_SHIFT,
+    Pfn, Platform, Region, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 use slat::{Prefetch, Setting};
 use slat_host::frames::{self, Frames};
@@ -28,11 +28,17 @@ pub fn vm() -> Arc<Vm<Bare, Ept>> {
 
 /// Creates a VM like [`vm`]'s, but whose host maps its memory by pages of `level`.
 pub fn vm_on(level: Level) -> Arc<Vm<Bare, Ept>> {
+    vm_with(level, MmuKind::Tdp)
+}
+
+/// Creates a VM like [`vm_on`]'s, with tables that `mmu` makes.
+pub fn vm_with(level: Level, mmu: MmuKind) -> Arc<Vm<Bare, Ept>> {
     let host = Bare {
         frames: Frames::default(),
         level,
     };
-    let vm = Vm::new(Arc::new(host), Config::default()).expect("frames for the root");
+    let config = Config::default().with_mmu(mmu);
+    let vm = Vm::new(Arc::new(host), config).expect("frames for the root");
     vm.set_policy(Setting::Prefetch(Prefetch::Off));
     vm
 }

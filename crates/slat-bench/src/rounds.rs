@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
+use slat::MmuKind;
 
 use crate::Linux;
 use crate::machine::{Api, Failure, RealKvm, Slat};
@@ -38,6 +39,8 @@ pub struct Bench {
     pub size: Size,
     /// slat's KVM API.
     pub slat: Slat,
+    /// The same, with VMs whose tables the direct MMU makes.
+    pub direct: Slat,
     /// A real KVM, where it opens; never at [`Size::Tiny`], whose counts are slat's.
     pub kvm: Option<RealKvm>,
     /// The files to boot Linux with, if that is to be measured.
@@ -65,6 +68,7 @@ impl Bench {
         Ok(Bench {
             size,
             slat: Slat::open()?,
+            direct: Slat::open()?.with_mmu(MmuKind::Direct),
             kvm: match size {
                 Size::Tiny => None,
                 Size::Usual | Size::Full => RealKvm::open().ok(),

@@ -5,6 +5,7 @@ use crate::run_page::{MMAP_SIZE, memfd};
 use crate::vm::VmObject;
 use crate::{caps, cpuid, filters, msr};
 use kvm_bindings::*;
+use slat::MmuKind;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -74,12 +75,16 @@ impl System {
         known.count()
     }
 
-    /// `KVM_CREATE_VM`.
+    /// `KVM_CREATE_VM`, with tables that `mmu` makes; `None`: as the environment says.
     ///
     /// # Errors
-    /// `EINVAL` for a type that is not supported and for invalid policies in the environment, `ENOMEM`, what the host returns for
-    /// making a file.
-    pub fn create_vm(&self, vm_type: u64) -> Result<(Arc<VmObject>, OwnedFd)> {
+    /// `EINVAL` for a type that is not supported, for invalid policies in the environment, and for an MMU that does not make tables
+    /// of this process's format; `ENOMEM`; what the host returns for making a file.
+    pub fn create_vm(
+        &self,
+        vm_type: u64,
+        mmu: Option<MmuKind>,
+    ) -> Result<(Arc<VmObject>, OwnedFd)> {
         let protected = match u32::try_from(vm_type) {
             Ok(KVM_X86_DEFAULT_VM) => false,
             Ok(KVM_X86_SW_PROTECTED_VM) => true,
@@ -87,6 +92,6 @@ impl System {
         };
         filters::kvm_is_used();
         let fd = memfd("kvm-vm\0", 0, true)?;
-        Ok((VmObject::new(protected)?, fd))
+        Ok((VmObject::new(protected, mmu)?, fd))
     }
 }

@@ -138,21 +138,30 @@ fn a_log_of_dirty_bits_misses_no_page_of_a_recycled_table() {
     vm.audit().unwrap();
 }
 
-/// A huge leaf is installed where a table of level 2 was recycled, but not those below it; then it is split.
-#[test]
-fn a_split_keeps_what_an_old_table_has() {
+/// A VM in which a leaf of 1 GiB maps all memory, and a table of leaves below it is left over, with one for page 700: the
+/// tables above that one were recycled.
+fn with_a_table_left_over() -> Arc<TestVm> {
     let vm = vm(GIB1, Level::GIGA);
-    vm.set_policy(Setting::parse("huge_pages", "off").unwrap());
-    vm.set_policy(Setting::parse("prefetch", "off").unwrap());
+    let set = |name, value| vm.set_policy(Setting::parse(name, value).unwrap());
+    set("huge_pages", "off");
+    set("prefetch", "off");
     touch(&vm, 700, Read);
+    (0..63).for_each(|i| _ = touch(&vm, (100 + i) * 512, Read));
+    assert_eq!(tables(&vm), 66);
     vm.set_mmu_pages(64);
-    // Other tables push out those of levels 3 and 2, which are older than the one below them.
-    (0..62).for_each(|i| _ = touch(&vm, (100 + i) * 512, Read));
-    assert!(vm.stats().mmu_recycled >= 2);
-    vm.set_policy(Setting::parse("huge_pages", "on").unwrap());
-    vm.set_policy(Setting::parse("eager_page_split", "off").unwrap());
+    assert_eq!(vm.stats().mmu_recycled, 2);
+    vm.set_mmu_pages(1000);
+    set("huge_pages", "on");
+    set("eager_page_split", "off");
     assert_eq!(touch(&vm, 5, Write).level, Level::GIGA);
     vm.audit().unwrap();
+    assert_eq!(vm.stats().pages_4k, 64);
+    vm
+}
+
+#[test]
+fn a_split_keeps_what_an_old_table_has_and_unmaps_nothing() {
+    let vm = with_a_table_left_over();
     set(&vm, GIB1, SlotFlags::LOG_DIRTY_PAGES);
     assert_eq!(touch(&vm, 700, Write).level, Level::PAGE);
     vm.audit().unwrap();
@@ -161,6 +170,26 @@ fn a_split_keeps_what_an_old_table_has() {
         .step_by(4096 - 1)
         .for_each(|gfn| _ = touch(&vm, gfn, Read));
     vm.audit().unwrap();
+    // Pages of old tables that these did not have.
     assert!(vm.stats().pf_taken - faults < 64);
     vm.platform().check();
+}
+
+/// A write through the huge leaf is in the log, though the leaf of an old table takes its place.
+#[test]
+fn a_split_hands_the_dirty_bit_to_the_leaves_of_an_old_table() {
+    let vm = with_a_table_left_over();
+    let policy = |name, value| vm.set_policy(Setting::parse(name, value).unwrap());
+    policy("dirty_log", "dirty-bit");
+    vm.set_manual_dirty_log(true, false);
+    set(&vm, GIB1, SlotFlags::LOG_DIRTY_PAGES);
+    assert_eq!(touch(&vm, 700, Write).level, Level::GIGA);
+    policy("eager_page_split", "on");
+    let mut log = vec![0u64; vm.dirty_log_words(0, 0).unwrap()];
+    // Clears nothing, and splits.
+    vm.clear_dirty_log(0, 0, 0, GIB1, &log).unwrap();
+    assert_eq!(vm.stats().pages_1g + vm.stats().pages_2m, 0);
+    vm.audit().unwrap();
+    vm.get_dirty_log(0, 0, &mut log).unwrap();
+    assert_eq!(log[700 / 64] >> (700 % 64) & 1, 1);
 }

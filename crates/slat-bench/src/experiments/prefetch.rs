@@ -16,6 +16,7 @@ pub const EXPERIMENT: Experiment = Experiment {
     title: "pages mapped ahead of their use",
     explain: "\
 A guest reads one byte of each 4 KiB page of memory that its host has allocated before: sequential.
+sequential/direct is the same with the direct MMU (tdp_mmu=0), where KVM's number was published.
 Or it does so with pages taken at random, one read for each eight pages that there are: random.
 Each page that is not mapped costs a second-level fault: pf_fixed. A fault may map its neighbours,
 too: prefetched. Those that the guest never uses are waste: prefetched_unused, the leaves whose
@@ -31,6 +32,8 @@ no more than 5 % of the pages touched. Times are the vCPU's processor time.",
 };
 
 const SEQUENTIAL: &str = "sequential";
+/// The same with the direct MMU, in which the published number was measured.
+const DIRECT: &str = "sequential/direct";
 const RANDOM: &str = "random";
 
 /// Variants and the policy of each.
@@ -51,6 +54,12 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         let program = Program::read(DATA, touched);
         measure(bench, variant, &memory, program, touched)
     })?;
+    let own: Vec<_> = VARIANTS.iter().map(|(variant, _)| *variant).collect();
+    bench.in_turns(DIRECT, rounds, &own, |bench, variant| {
+        let program = Program::read(DATA, touched);
+        let policy = policy(variant).ok_or("no such variant")?;
+        touch(&bench.direct, policy, &memory, program, touched)
+    })?;
     let bits = pages.ilog2();
     let times = pages / 8;
     let mut distinct: Vec<u64> = Random::pages(bits).take(times as usize).collect();
@@ -62,6 +71,12 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     })
 }
 
+/// Returns the policy of a variant of slat's.
+fn policy(variant: &str) -> Option<&'static str> {
+    let known = VARIANTS.iter().find(|(name, _)| *name == variant);
+    known.map(|(_, policy)| *policy)
+}
+
 /// Runs `program`, which uses `distinct` pages of `memory`, on the KVM of `variant`.
 fn measure(
     bench: &Bench,
@@ -70,11 +85,8 @@ fn measure(
     program: Program,
     distinct: u64,
 ) -> Result<Vec<Sample>, Failure> {
-    match (
-        VARIANTS.iter().find(|(name, _)| *name == variant),
-        &bench.kvm,
-    ) {
-        (Some((_, policy)), _) => touch(&bench.slat, policy, memory, program, distinct),
+    match (policy(variant), &bench.kvm) {
+        (Some(policy), _) => touch(&bench.slat, policy, memory, program, distinct),
         (None, Some(kvm)) => touch(kvm, variant, memory, program, distinct),
         (None, None) => Err("there is no /dev/kvm".into()),
     }
@@ -117,17 +129,21 @@ fn compare(report: &Report) -> Vec<Line> {
     let pages = |case| report.value(NAME, case, "off", "pf_fixed");
     let tables = pages(SEQUENTIAL).map(|pages| (pages / 512.0).ceil());
     let waste = pages(RANDOM).map(|pages| (pages * 0.05).floor());
-    let faults = |after, share: f64| {
-        let line = line(SEQUENTIAL, "pf_fixed", after)?;
+    let faults = |case, after, share: f64| {
+        let line = line(case, "pf_fixed", after)?;
         let line = line.with_limit("tables", tables);
         Some(line.change_at_most(share - 1.0))
     };
     [
         // An eighth, and one hundredth of that for windows that reach beyond the memslot.
-        faults("window-8", 1.01 / 8.0),
-        faults("adaptive", 1.0 / 64.0).map(|line| line.with_published(None)),
+        faults(SEQUENTIAL, "window-8", 1.01 / 8.0),
+        faults(SEQUENTIAL, "adaptive", 1.0 / 64.0).map(|line| line.with_published(None)),
         line(SEQUENTIAL, "seconds", "window-8"),
         line(SEQUENTIAL, "seconds", "adaptive"),
+        faults(DIRECT, "window-8", 1.01 / 8.0),
+        faults(DIRECT, "adaptive", 1.0 / 64.0).map(|line| line.with_published(None)),
+        line(DIRECT, "seconds", "window-8"),
+        line(DIRECT, "seconds", "adaptive"),
         line(RANDOM, "pf_fixed", "window-8"),
         line(RANDOM, "pf_fixed", "adaptive"),
         line(RANDOM, "prefetched_unused", "window-8"),

@@ -7,6 +7,7 @@ use kvm_bindings::{
     kvm_userspace_memory_region,
 };
 use kvm_ioctls::{IoEventAddress, NoDatamatch, VcpuExit};
+use slat::MmuKind;
 use slat_kvm::engine::EngineVm;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -211,6 +212,14 @@ api!(
     open { slat_kvm::watch_signals(); },
     engine(vm) Some(vm.engine())
 );
+impl Slat {
+    /// The same, with VMs whose tables `mmu` makes.
+    #[must_use]
+    pub fn with_mmu(self, mmu: MmuKind) -> Self {
+        Slat(self.0.with_mmu(mmu))
+    }
+}
+
 api!(
     RealKvm, kvm_ioctls, "kvm",
     open {},

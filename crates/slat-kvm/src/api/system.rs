@@ -7,6 +7,7 @@ use crate::ioctl::Object;
 use crate::system::System;
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, MsrList, Msrs};
 use kvm_ioctls::Cap;
+use slat::MmuKind;
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use std::sync::Arc;
 pub struct Kvm {
     system: Arc<System>,
     fd: OwnedFd,
+    mmu: Option<MmuKind>,
 }
 
 impl Kvm {
@@ -26,6 +28,15 @@ impl Kvm {
     pub fn new() -> Result<Self> {
         crate::policy::current()?;
         Ok(Kvm::of(System::descriptor(true)?))
+    }
+
+    /// The same, but for VMs with tables that `mmu` makes, whatever the environment says. (`kvm_ioctls` has no such method.)
+    #[must_use]
+    pub fn with_mmu(self, mmu: MmuKind) -> Self {
+        Kvm {
+            mmu: Some(mmu),
+            ..self
+        }
     }
 
     /// Like [`new`](Self::new). `kvm_path` must lead to KVM's device, but `/dev/kvm` need not exist.
@@ -65,6 +76,7 @@ impl Kvm {
         Kvm {
             system: Arc::new(System),
             fd,
+            mmu: None,
         }
     }
 
@@ -170,7 +182,7 @@ impl Kvm {
     /// # Errors
     /// `EINVAL` for any type but the default and `KVM_X86_SW_PROTECTED_VM`, and as for [`create_vm`](Self::create_vm).
     pub fn create_vm_with_type(&self, vm_type: u64) -> Result<VmFd> {
-        let (vm, fd) = self.system.create_vm(vm_type)?;
+        let (vm, fd) = self.system.create_vm(vm_type, self.mmu)?;
         let fd = Descriptor::new(fd, Object::Vm(vm.clone()))?;
         Ok(VmFd::new(vm, fd, self.system.vcpu_mmap_size()))
     }

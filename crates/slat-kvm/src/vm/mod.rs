@@ -32,6 +32,7 @@ use crate::quirks::Quirks;
 use crate::vfio::Devices;
 use crate::{notify, policy, recovery, report, vcpu_common};
 use kvm_bindings::*;
+use slat::{CreateVmError, MmuKind};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
 
@@ -66,18 +67,23 @@ impl std::fmt::Debug for VmObject {
 }
 
 impl VmObject {
-    /// Creates a VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`.
+    /// Creates a VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`. `mmu` makes its tables; `None`:
+    /// what the environment says does.
     ///
     /// # Errors
-    /// `ENOMEM`; `EINVAL` for invalid policies in the environment; what the host returns for setting up its platform.
-    pub(crate) fn new(protected: bool) -> Result<Arc<Self>> {
+    /// `ENOMEM`; `EINVAL` for invalid policies in the environment, and for an MMU that there is not for the format; what the host returns for setting up its platform.
+    pub(crate) fn new(protected: bool, mmu: Option<MmuKind>) -> Result<Arc<Self>> {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
         let mut config = slat::Config::default();
         config.policy = policy::of_new_vms()?.get();
-        config.mmu = policies.mmu;
-        let engine = EngineVm::new(policies.format, platform, config).map_err(no_memory)?;
+        config.mmu = mmu.unwrap_or(policies.mmu);
+        let engine =
+            EngineVm::new(policies.format, platform, config).map_err(|error| match error {
+                CreateVmError::NoSuchMmu { .. } => Error::new(libc::EINVAL),
+                _ => no_memory(error),
+            })?;
         notify::register(&engine);
         recovery::begin();
         vcpu_common::prepare();

@@ -9,7 +9,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use slat::{Access, Ept, Gfn, Gpa, Hva, Region, Stats, Stop, Translation, Vcpu, Vm};
+use slat::{
+    Access, Ept, Gfn, Gpa, Hva, Level, MmuKind, Region, Stats, Stop, Translation, Vcpu, Vm,
+};
 
 use super::Case;
 use super::layout::{Layout, gpa};
@@ -44,14 +46,19 @@ pub(super) trait SystemCpu {
     fn walk(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
 }
 
-/// slat as it is.
-pub(super) struct Slat(Arc<Vm<Bare, Ept>>);
+/// slat as it is; its direct MMU, if `DIRECT`.
+pub(super) struct Slat<const DIRECT: bool>(Arc<Vm<Bare, Ept>>);
 
-impl System for Slat {
+impl<const DIRECT: bool> System for Slat<DIRECT> {
     type Cpu = SlatCpu;
 
     fn new() -> Self {
-        Slat(bare::vm())
+        let mmu = if DIRECT {
+            MmuKind::Direct
+        } else {
+            MmuKind::Tdp
+        };
+        Slat(bare::vm_with(Level::PAGE, mmu))
     }
 
     fn with(regions: &[Region]) -> Result<Self, Failure> {

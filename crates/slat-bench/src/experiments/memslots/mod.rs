@@ -33,6 +33,7 @@ seconds_per_op: time inside the memory system, without the host's own madvise, r
 array: slots of 32 bytes sorted by gfn, copied on every change, scanned from end to end for an hva;
 tables, flushes and faults are slat's own code. tables: that code alone; the rest is the slots':
 in setup to fill two trees in each of two sets, which is more than to copy a few hundred slots.
+direct: slat with its direct MMU (tdp_mmu=0), which finds what maps a page by a reverse map.
 wall_seconds_per_op: a KVM program with a running guest, on slat and on a real KVM: what the program
 waits for. That includes madvise and, but for moves and setup, the guest's instructions.",
     run,
@@ -109,6 +110,7 @@ const SLOTS: [u64; 7] = [10, 30, 50, 100, 509, 8194, 32764];
 const ARRAY: &str = "array";
 const SLAT: &str = "slat";
 const TABLES: &str = "tables";
+const DIRECT: &str = "direct";
 
 /// Least processor time of a sample inside.
 const SAMPLE: f64 = 2e-3;
@@ -143,19 +145,21 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
     };
     let variants = match case {
         // Creating memslots zaps nothing, so there is no variant of tables alone.
-        Case::Setup => &[ARRAY, SLAT][..],
-        _ => &[ARRAY, SLAT, TABLES],
+        Case::Setup => &[ARRAY, SLAT, DIRECT][..],
+        _ => &[ARRAY, SLAT, TABLES, DIRECT],
     };
     // The addresses of a system's memory, and which cache lines conflict then, are luck that lasts as long as the system: each
     // has several instances at the same time, so that no two are at one address.
     let mut placed = Vec::new();
     for _ in 0..placements {
-        let mut slat = Inside::<Slat>::new(layout)?;
+        let mut slat = Inside::<Slat<false>>::new(layout)?;
+        let mut direct = Inside::<Slat<true>>::new(layout)?;
         let mut array = Inside::<Array>::new(layout)?;
         let mut tables = Inside::<Tables>::new(layout)?;
         let mut measure = |variant, times| match variant {
             ARRAY => array.measure(case, times),
             SLAT => slat.measure(case, times),
+            DIRECT => direct.measure(case, times),
             _ => tables.measure(case, times),
         };
         let once = measure(SLAT, 1)?.as_secs_f64();
@@ -174,7 +178,7 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         bench.in_turns(&case.with(slots), rounds, variants, |_, variant| {
             Ok(vec![Sample::seconds(SECONDS, measure(variant, times)?)])
         })?;
-        placed.push((slat, array, tables));
+        placed.push((slat, direct, array, tables));
     }
     Ok(())
 }
@@ -232,6 +236,13 @@ fn compare(report: &Report) -> Vec<Line> {
     for slots in SLOTS {
         for case in Case::ALL {
             let name = case.with(slots);
+            let direct = Line::compare(report, NAME, &name, SECONDS, SLAT, DIRECT);
+            lines.extend(direct.map(|line| line.with_published(None).change_at_most(0.5)));
+        }
+    }
+    for slots in SLOTS {
+        for case in Case::ALL {
+            let name = case.with(slots);
             let against = |before| Line::compare(report, NAME, &name, WALL, before, SLAT);
             let asked = matches!(case, Case::MoveActive | Case::MoveInactive);
             lines.extend(match against(RealKvm::NAME) {
@@ -254,7 +265,7 @@ mod tests {
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         for case in Case::ALL {
             let name = case.with(100);
-            for variant in [ARRAY, SLAT] {
+            for variant in [ARRAY, SLAT, DIRECT] {
                 assert!(report.value(NAME, &name, variant, SECONDS).unwrap() > 0.0);
             }
             let tables = report.value(NAME, &name, TABLES, SECONDS);
