@@ -5,8 +5,8 @@ use std::sync::Arc;
 use slat::format::{Npt, Stage2, Sv39x4};
 use slat::{
     Access::{self, *},
-    Config, CreateVmError, Ept, Gpa, Level, MmuKind, Region, Setting, SlotFlags, Stop, Translation,
-    Vm,
+    Config, CreateVmError, Ept, Gfn, Gpa, Level, MemoryAttributes, MmuKind, Region, Setting,
+    SlotFlags, Stop, Translation, Vm,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
@@ -192,4 +192,31 @@ fn a_split_hands_the_dirty_bit_to_the_leaves_of_an_old_table() {
     vm.audit().unwrap();
     vm.get_dirty_log(0, 0, &mut log).unwrap();
     assert_eq!(log[700 / 64] >> (700 % 64) & 1, 1);
+}
+
+/// A conversion that has to split a huge leaf allocates what the MMU lacks for that.
+#[test]
+fn a_conversion_splits_whatever_is_allocated_ahead() {
+    const FAR: u64 = 1 << 27;
+    let vm = vm(4096, Level::MEGA);
+    let slot = |id, gfn: u64, pages: u64, backing| {
+        let backing = HostMemory::hva(backing);
+        vm.set_memory_region(0, &Region::new(id, Gpa(gfn << 12), pages << 12, backing))
+            .unwrap();
+    };
+    slot(0, 0, 0, 0);
+    // Not congruent: small pages.
+    slot(0, 0, 512, 1);
+    slot(1, FAR, 1024, 1024);
+    // Of the eight pages that the first fault allocates, these two use five.
+    assert_eq!(touch(&vm, 0, Read).level, Level::PAGE);
+    assert_eq!(touch(&vm, FAR, Read).level, Level::MEGA);
+    let part = Gfn(FAR + 100)..Gfn(FAR + 200);
+    vm.set_memory_attributes(part, MemoryAttributes::PRIVATE)
+        .unwrap();
+    let faults = vm.stats().pf_taken;
+    assert_eq!(touch(&vm, FAR + 50, Read).level, Level::PAGE);
+    assert_eq!(touch(&vm, FAR + 300, Read).level, Level::PAGE);
+    assert_eq!(vm.stats().pf_taken, faults);
+    vm.audit().unwrap();
 }

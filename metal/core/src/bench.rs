@@ -10,7 +10,8 @@ use core::sync::atomic::Ordering::SeqCst;
 
 use slat::Setting;
 use slat::{
-    Config, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags, Stale, Stats, Vm,
+    Config, Gfn, Gpa, Hpa, Hva, Level, MmuKind, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags, Stale,
+    Stats, Vm,
 };
 
 use crate::guest::{CODE, Guest, GuestVm};
@@ -31,6 +32,8 @@ pub(crate) const GIB: u64 = 1 << 30;
 pub(crate) struct Bench<'a, M: Machine> {
     pub(crate) cpu: &'a mut M::Cpu,
     pub(crate) host: Arc<Host<M>>,
+    /// What makes the tables of its VMs.
+    pub(crate) mmu: MmuKind,
 }
 
 /// A VM with its first vCPU, which the machine's first CPU runs.
@@ -49,7 +52,9 @@ impl<M: Machine> Bench<'_, M> {
         policies: &[(&str, &str)],
     ) -> Result<TestVm<M>, String> {
         self.host.begin(level);
-        let config = Config::default().with_physical_bits(M::physical_bits());
+        let config = Config::default()
+            .with_physical_bits(M::physical_bits())
+            .with_mmu(self.mmu);
         let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;
         // The tables of the VM before were freed, and their frames may be reused. A CPU that does not tag translations with
         // their VM may still cache them.

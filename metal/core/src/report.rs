@@ -4,9 +4,11 @@ use alloc::format;
 use alloc::sync::Arc;
 use core::fmt;
 
+use slat::MmuKind;
+
 use crate::bench::Bench;
 use crate::scenarios;
-use crate::{Host, Machine};
+use crate::{Cpu, Host, Machine};
 
 /// A console for `write!`, which the function prints to.
 pub struct Console(pub fn(&str));
@@ -18,17 +20,26 @@ impl fmt::Write for Console {
     }
 }
 
-/// Does the first CPU's work: runs every scenario on `host`, which no VM uses, and ends the
-/// emulator.
+/// Does the first CPU's work: runs every scenario on `host`, which no VM uses, with tables of each
+/// MMU that there is for the walker, and ends the emulator.
 ///
 /// Prints a line for each on the console, and as the last one `metal NAME: N passed, N failed`.
 pub fn run<M: Machine>(mut cpu: M::Cpu, host: Arc<Host<M>>) -> ! {
     let (mut passed, mut failed) = (0, 0);
-    for (name, scenario) in scenarios::all::<M>() {
+    let mmus = MmuKind::ALL
+        .iter()
+        .filter(|mmu| mmu.serves::<<M::Cpu as Cpu>::Format>());
+    let all = mmus.flat_map(|mmu| scenarios::all::<M>().map(move |scenario| (*mmu, scenario)));
+    for (mmu, (name, scenario)) in all {
         let verdict = scenario(&mut Bench {
             cpu: &mut cpu,
             host: host.clone(),
+            mmu,
         });
+        let name = match mmu {
+            MmuKind::Tdp => name.into(),
+            other => format!("{name}, {}", other.name()),
+        };
         let line = match verdict {
             Ok(figures) => {
                 passed += 1;

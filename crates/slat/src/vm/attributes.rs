@@ -122,8 +122,9 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
             return;
         }
         let mut walk = Walk::new(gfn..gfn.add(1));
-        // If faults have installed huge leaves there so often that no frame is left, the leaf is zapped as a whole.
-        while !walk.is_done() && !frames.is_empty() {
+        // If faults have installed huge leaves there so often that no frame is left, or there is no memory for the rest,
+        // the leaf is zapped as a whole.
+        while !walk.is_done() && !frames.is_empty() && self.prepare(frames, 0).is_ok() {
             let crosses = |start: Gfn, _| start < gfn;
             self.split_some(&mut walk, SplitWalk::SkipLastLevel, crosses, frames, broken);
             self.pass();
