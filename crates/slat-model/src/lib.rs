@@ -82,6 +82,8 @@ mod runner;
 #[cfg(feature = "std")]
 mod setup;
 #[cfg(feature = "std")]
+mod shrink;
+#[cfg(feature = "std")]
 pub mod streams;
 #[cfg(feature = "std")]
 mod tally;
@@ -106,8 +108,9 @@ pub use {
     rings::{DirtyPage, RingClient},
     rng::Rng,
     setup::Setup,
+    shrink::Failure,
     tally::Tally,
-    trial::{Failure, Subject},
+    trial::Subject,
     watched::Watched,
     witness::{Harvests, Witness},
 };

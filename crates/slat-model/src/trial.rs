@@ -1,13 +1,7 @@
-//! Whole runs: random operations on a machine with tables of one format, from a seed or from a fuzzer's bytes; and the
-//! shortening of a run that failed.
+//! Whole runs: random operations on a machine with tables of one format, from a seed or from a fuzzer's bytes.
 
-use std::any::Any;
-use std::cell::Cell;
-use std::fmt;
 use std::ops::Range;
-use std::panic::{self, AssertUnwindSafe};
-use std::sync::{Arc, Once};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
 use slat::format::{GStage, Npt, Stage2, X86};
 use slat::{Ept, Format, MmuKind};
@@ -20,6 +14,7 @@ use crate::platform::SimMachine;
 use crate::rng::Rng;
 use crate::runner::Runner;
 use crate::setup::Setup;
+use crate::shrink::{Failure, panics, run_or_shrink};
 use crate::tally::Tally;
 
 /// A machine and a page-table format to run on.
@@ -33,25 +28,6 @@ pub struct Subject {
     run: fn(MmuKind, Setup, Rng, usize) -> Tally,
     replay: fn(MmuKind, Setup, &[Op]),
     record: fn(MmuKind, Setup, Rng, usize) -> Vec<Op>,
-}
-
-/// A run in which engine, platform and model disagreed. [`fmt::Display`] says all that is needed to repeat it.
-#[derive(Debug)]
-pub struct Failure {
-    /// The message of the check that failed, with expected and actual result.
-    pub why: String,
-    /// Operations without which the run does not fail, though perhaps these fail in another way.
-    pub ops: Vec<Op>,
-    /// The run: subject, seed, setup, steps.
-    run: String,
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}\n{}", self.why, self.run)?;
-        write!(f, "these {} operations fail, too:", self.ops.len())?;
-        self.ops.iter().try_for_each(|op| write!(f, "\n    {op:?}"))
-    }
 }
 
 impl Subject {
@@ -124,73 +100,17 @@ impl Subject {
     /// # Errors
     /// [`Failure`]: engine, platform and model disagree.
     pub fn try_seed(&self, seed: u64, setup: Setup, steps: usize) -> Result<Tally, Failure> {
-        let run = || self.run(setup, Rng::new(seed), steps);
-        panic::catch_unwind(AssertUnwindSafe(run)).map_err(|why| Failure {
-            why: message(&*why),
-            ops: self.shrink(setup, Rng::new(seed), steps),
-            run: format!("{}, seed {seed}, {setup:?}, {steps} steps", self.name),
-        })
-    }
-
-    /// Shortens the run to operations that still fail, without panic messages.
-    fn shrink(&self, setup: Setup, rng: Rng, steps: usize) -> Vec<Op> {
-        silent(|| {
-            let mut ops = (self.record)(self.mmu, setup, rng, steps);
-            let begin = Instant::now();
-            let mut chunk = ops.len() / 2;
-            while chunk > 0 {
-                let mut at = 0;
-                while at < ops.len() && begin.elapsed() < PATIENCE {
-                    let end = (at + chunk).min(ops.len());
-                    let fewer = [&ops[..at], &ops[end..]].concat();
-                    if panics(|| (self.replay)(self.mmu, setup, &fewer)) {
-                        ops = fewer;
-                    } else {
-                        at = end;
-                    }
-                }
-                chunk /= 2;
-            }
-            ops
-        })
+        run_or_shrink(
+            || self.run(setup, Rng::new(seed), steps),
+            || format!("{}, seed {seed}, {setup:?}, {steps} steps", self.name),
+            || (self.record)(self.mmu, setup, Rng::new(seed), steps),
+            |ops| (self.replay)(self.mmu, setup, ops),
+        )
     }
 }
 
 /// Steps between two audits.
 const BATCH: usize = 500;
-/// Time limit: operations that are not left out by then stay.
-const PATIENCE: Duration = Duration::from_secs(20);
-
-fn panics(what: impl FnOnce()) -> bool {
-    panic::catch_unwind(AssertUnwindSafe(what)).is_err()
-}
-
-/// Runs `what` without the panic messages of this thread.
-fn silent<R>(what: impl FnOnce() -> R) -> R {
-    thread_local! {
-        static SILENT: Cell<bool> = const { Cell::new(false) };
-    }
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let before = panic::take_hook();
-        panic::set_hook(Box::new(move |info| {
-            if !SILENT.get() {
-                before(info);
-            }
-        }));
-    });
-    SILENT.set(true);
-    let result = what();
-    SILENT.set(false);
-    result
-}
-
-/// Returns the message of a panic.
-fn message(why: &(dyn Any + Send)) -> String {
-    let text = why.downcast_ref::<String>().cloned();
-    let text = text.or_else(|| why.downcast_ref::<&str>().map(|text| text.to_string()));
-    text.unwrap_or_else(|| "a panic without a message".into())
-}
 
 /// Generates and runs operations; calls `each` with every operation before it is run.
 fn generate<M: Machine, F: Format>(
