@@ -44,6 +44,7 @@
 //! * [`Tlb`]: the entries that a hardware walker may have cached, and must not conflict with the tables;
 //! * [`Subject`]: whole runs on every format, and the operations of a fuzzer's bytes ([`streams`]);
 //! * [`FailingHeap`]: a heap whose n-th allocation fails;
+//! * [`guest`]: a guest that writes its own page tables, for an MMU that shadows them, and the judge of that MMU;
 //! * [`Witness`]: the translations that several threads may still use, checked at each use.
 //!
 //! Without the feature `std` there are only [`Tlb`], with which the monitors in `metal` watch their walkers, and [`Lock`].
@@ -61,6 +62,8 @@ pub use tlb::Tlb;
 mod frames;
 #[cfg(feature = "std")]
 mod generator;
+#[cfg(feature = "std")]
+pub mod guest;
 #[cfg(feature = "std")]
 mod heap;
 #[cfg(feature = "std")]

@@ -85,7 +85,7 @@ pub(crate) fn panics(what: impl FnOnce()) -> bool {
 }
 
 /// Runs `what` without the panic messages of this thread.
-fn silent<R>(what: impl FnOnce() -> R) -> R {
+pub(crate) fn silent<R>(what: impl FnOnce() -> R) -> R {
     thread_local! {
         static SILENT: Cell<bool> = const { Cell::new(false) };
     }

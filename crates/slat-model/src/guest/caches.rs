@@ -1,0 +1,136 @@
+//! The caches of a [`CachingMmu`](super::CachingMmu): a TLB and paging-structure caches, which keep all until it is flushed.
+
+use std::collections::HashMap;
+
+use slat::guest_walk::{GuestPage, GuestPaging};
+use slat::{Access, Hpa};
+
+/// What the rights of a translation depend on, but for what is the same until the next flush. A translation is used in an equal
+/// context only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Context {
+    user: bool,
+    write_protect: bool,
+    smap: bool,
+    pkru: u32,
+}
+
+impl Context {
+    fn of(paging: &GuestPaging) -> Context {
+        Context {
+            user: paging.user,
+            write_protect: paging.write_protect,
+            smap: paging.smap,
+            pkru: paging.pkru,
+        }
+    }
+}
+
+/// A TLB entry.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Translation {
+    pub page: GuestPage,
+    /// The R/W flag of the leaf.
+    pub writable: bool,
+    /// The host page of its first use.
+    pub host: Option<Hpa>,
+}
+
+impl Translation {
+    /// Whether the rights allow `access`, and no flag need be set.
+    pub fn allows(&self, access: Access) -> bool {
+        match access {
+            Access::Read => self.page.read,
+            Access::Write => self.page.write,
+            Access::Execute => self.page.execute,
+        }
+    }
+}
+
+/// The values of the entries on a path, by level: the last is that of level 1. Those above a level are known.
+pub(super) type Values = [u64; 5];
+
+/// Whose translation it is: that of a PCID, or of all (`None`).
+type Owner = Option<u16>;
+
+/// What a vCPU has cached.
+#[derive(Default)]
+pub(super) struct Caches {
+    /// By owner, page number and context.
+    translations: HashMap<(Owner, u64, Context), Translation>,
+    /// By PCID, level, and the address without the bits that the entry does not depend on.
+    structures: HashMap<(u16, u32, u64), Values>,
+}
+
+impl Caches {
+    /// Returns the translation for an address.
+    pub fn find(&mut self, pcid: u16, gva: u64, paging: &GuestPaging) -> Option<&mut Translation> {
+        let context = Context::of(paging);
+        let owner = [Some(pcid), None]
+            .into_iter()
+            .find(|owner| (self.translations).contains_key(&(*owner, gva >> 12, context)))?;
+        self.translations.get_mut(&(owner, gva >> 12, context))
+    }
+
+    pub fn insert(&mut self, owner: Owner, gva: u64, paging: &GuestPaging, new: Translation) {
+        let key = (owner, gva >> 12, Context::of(paging));
+        self.translations.insert(key, new);
+    }
+
+    /// Returns the lowest level at which an entry for `gva` is cached that references a table, and the values of the entries
+    /// down to it. `shifts`: of levels 1 and up.
+    pub fn structures(&self, pcid: u16, gva: u64, shifts: &[u32]) -> Option<(u32, Values)> {
+        let levels = 2..=shifts.len() as u32;
+        levels.into_iter().find_map(|level| {
+            let key = (pcid, level, gva >> shifts[level as usize - 1]);
+            Some((level, *self.structures.get(&key)?))
+        })
+    }
+
+    pub fn insert_structure(&mut self, pcid: u16, level: u32, gva: u64, shift: u32, new: Values) {
+        self.structures.insert((pcid, level, gva >> shift), new);
+    }
+
+    /// Drops all.
+    pub fn flush(&mut self) {
+        self.translations.clear();
+        self.structures.clear();
+    }
+
+    /// Drops all but global translations.
+    pub fn flush_contexts(&mut self) {
+        self.translations.retain(|(owner, _, _), _| owner.is_none());
+        self.structures.clear();
+    }
+
+    /// Drops all of a PCID but global translations.
+    pub fn flush_context(&mut self, pcid: u16) {
+        self.translations
+            .retain(|(owner, _, _), _| *owner != Some(pcid));
+        self.flush_structures(pcid);
+    }
+
+    /// Drops the translations of a PCID for the page of `gva`, and with `globals` global ones.
+    pub fn flush_page(&mut self, pcid: u16, gva: u64, globals: bool) {
+        self.translations.retain(|(owner, page, _), translation| {
+            let meant = match owner {
+                Some(owner) => *owner == pcid,
+                None => globals,
+            };
+            !meant || (page ^ gva >> 12) >> (translation.page.bits - 12) != 0
+        });
+    }
+
+    /// Drops all of a PCID's entries that reference tables.
+    pub fn flush_structures(&mut self, pcid: u16) {
+        self.structures.retain(|(owner, _, _), _| *owner != pcid);
+    }
+
+    /// Drops those that would be used for `gva`. `shifts`: of levels 1 and up.
+    pub fn flush_structures_of(&mut self, pcid: u16, gva: u64, shifts: &[u32]) {
+        self.structures.retain(|(owner, level, prefix), _| {
+            let shift = shifts.get(*level as usize - 1).copied().unwrap_or(0);
+            *owner != pcid || *prefix != gva >> shift
+        });
+    }
+}

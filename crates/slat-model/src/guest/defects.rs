@@ -1,0 +1,222 @@
+//! Defects that an MMU may have. The oracle must find each.
+
+use slat::Gpa;
+use slat::guest_walk::{GuestPage, GuestPaging, error_code};
+
+use super::entry::{A, D, US, XD};
+use super::mmu::{Outcome, Part, StoreKind};
+use super::registers::PHYSICAL_BITS;
+
+/// What a [`CachingMmu`](super::CachingMmu) does wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Defect {
+    /// INVLPG invalidates no translation.
+    ForgetsInvlpg,
+    /// INVLPG invalidates translations, but nothing in the paging-structure caches.
+    KeepsStructuresOverInvlpg,
+    /// MOV to CR3 invalidates nothing.
+    KeepsOverCr3,
+    /// INVPCID of an address invalidates nothing.
+    ForgetsInvpcidOfAddress,
+    /// INVPCID of a context invalidates nothing.
+    ForgetsInvpcidOfContext,
+    /// INVPCID of all contexts keeps global translations.
+    KeepsGlobalOverInvpcid,
+    /// A change of CR4.PGE invalidates nothing.
+    KeepsOverPge,
+    /// A change of CR4.SMEP invalidates nothing.
+    KeepsOverSmep,
+    /// A page fault does not invalidate the translation that has caused it.
+    KeepsOverFault,
+    /// Translations have no PCID.
+    IgnoresPcid,
+    /// All translations are global.
+    MakesAllGlobal,
+    /// A cached translation has the host page of its first use.
+    KeepsHostPages,
+    /// The U/S flag of entries is taken as 1.
+    IgnoresUser,
+    /// The XD flag of entries is taken as 0.
+    IgnoresNoExecute,
+    /// CR0.WP is taken as 0.
+    IgnoresWriteProtect,
+    /// CR4.SMEP is taken as 0.
+    IgnoresSmep,
+    /// CR4.SMAP is taken as 0.
+    IgnoresSmap,
+    /// PKRU is taken as 0.
+    IgnoresKeys,
+    /// Reserved address bits are taken as 0.
+    IgnoresReserved,
+    /// PAE's page-directory-pointer entries are read for each walk.
+    ReadsPointers,
+    /// Accessed flags are not set.
+    SetsNoAccessed,
+    /// Dirty flags are not set.
+    SetsNoDirty,
+    /// Reads set the dirty flag.
+    SetsDirtyOnRead,
+    /// The accessed flag of the entry beside the leaf is set, too.
+    MarksNeighbour,
+    /// A cached translation whose page is clean is used for writes.
+    WritesToClean,
+    /// Page faults of fetches have no bit for that.
+    ForgetsFetchBit,
+    /// Page faults for a reserved bit are not marked as such.
+    ForgetsReservedBit,
+    /// Of a 4 MiB page, the other half is used.
+    WrongHalf,
+    /// Of a 2 MiB page, the first 4 KiB are used for all.
+    WrongOffset,
+    /// A 4 MiB page is always below 4 GiB.
+    IgnoresHighAddress,
+    /// Of a store to two entries, the second is not noticed.
+    MergesEntries,
+    /// Of a store to two pages, the second is not noticed.
+    IgnoresSecondPage,
+    /// Stores of the second vCPU are not noticed.
+    IgnoresOtherCpu,
+    /// Locked stores are not noticed.
+    IgnoresLocked,
+    /// Stores to a page of tables are not asked for.
+    TracksNothing,
+    /// Tables are kept when their memslot is deleted or moved.
+    KeepsTablesOfSlots,
+    /// The first page of a dirty log is missing.
+    LosesDirtyPage,
+    /// An MMIO exit has the address of the page.
+    ForgetsMmioOffset,
+}
+
+impl Defect {
+    /// All of them.
+    pub const ALL: [Defect; 38] = [
+        Defect::ForgetsInvlpg,
+        Defect::KeepsStructuresOverInvlpg,
+        Defect::KeepsOverCr3,
+        Defect::ForgetsInvpcidOfAddress,
+        Defect::ForgetsInvpcidOfContext,
+        Defect::KeepsGlobalOverInvpcid,
+        Defect::KeepsOverPge,
+        Defect::KeepsOverSmep,
+        Defect::KeepsOverFault,
+        Defect::IgnoresPcid,
+        Defect::MakesAllGlobal,
+        Defect::KeepsHostPages,
+        Defect::IgnoresUser,
+        Defect::IgnoresNoExecute,
+        Defect::IgnoresWriteProtect,
+        Defect::IgnoresSmep,
+        Defect::IgnoresSmap,
+        Defect::IgnoresKeys,
+        Defect::IgnoresReserved,
+        Defect::ReadsPointers,
+        Defect::SetsNoAccessed,
+        Defect::SetsNoDirty,
+        Defect::SetsDirtyOnRead,
+        Defect::MarksNeighbour,
+        Defect::WritesToClean,
+        Defect::ForgetsFetchBit,
+        Defect::ForgetsReservedBit,
+        Defect::WrongHalf,
+        Defect::WrongOffset,
+        Defect::IgnoresHighAddress,
+        Defect::MergesEntries,
+        Defect::IgnoresSecondPage,
+        Defect::IgnoresOtherCpu,
+        Defect::IgnoresLocked,
+        Defect::TracksNothing,
+        Defect::KeepsTablesOfSlots,
+        Defect::LosesDirtyPage,
+        Defect::ForgetsMmioOffset,
+    ];
+}
+
+/// The defect of an MMU, if it has one.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Flaw(pub Option<Defect>);
+
+impl Flaw {
+    pub fn is(self, defect: Defect) -> bool {
+        self.0 == Some(defect)
+    }
+
+    /// Returns what a walk depends on.
+    pub fn paging(self, paging: &GuestPaging) -> GuestPaging {
+        let mut seen = *paging;
+        match self.0 {
+            Some(Defect::IgnoresWriteProtect) => seen.write_protect = false,
+            Some(Defect::IgnoresSmep) => seen.smep = false,
+            Some(Defect::IgnoresSmap) => seen.smap = false,
+            Some(Defect::IgnoresKeys) => seen.pkru = 0,
+            Some(Defect::ReadsPointers) => seen.pdptes = None,
+            _ => {}
+        }
+        seen
+    }
+
+    /// Returns the entry that a walk finds, which is `entry` in memory.
+    pub fn entry(self, entry: u64) -> u64 {
+        match self.0 {
+            Some(Defect::IgnoresUser) => entry | US,
+            Some(Defect::IgnoresNoExecute) => entry & !XD,
+            Some(Defect::IgnoresReserved) => entry & !(3 << PHYSICAL_BITS),
+            _ => entry,
+        }
+    }
+
+    /// Returns which of the `flags` of an entry are set.
+    pub fn flags(self, flags: u64) -> u64 {
+        match self.0 {
+            Some(Defect::SetsNoAccessed) => flags & !A,
+            Some(Defect::SetsNoDirty) => flags & !D,
+            _ => flags,
+        }
+    }
+
+    /// Returns the page that a walk has found.
+    pub fn page(self, page: GuestPage) -> GuestPage {
+        let Gpa(gpa) = page.gpa;
+        let seen = match (self.0, page.bits) {
+            (Some(Defect::WrongHalf), 22) => gpa ^ 1 << 21,
+            (Some(Defect::WrongOffset), 21) => gpa & !0x1f_ffff,
+            (Some(Defect::IgnoresHighAddress), 22) => gpa & 0xffff_ffff,
+            _ => gpa,
+        };
+        GuestPage {
+            gpa: Gpa(seen),
+            ..page
+        }
+    }
+
+    /// Returns what the access comes to.
+    pub fn outcome(self, outcome: Outcome) -> Outcome {
+        match (self.0, outcome) {
+            (Some(Defect::ForgetsFetchBit), Outcome::PageFault { code }) => Outcome::PageFault {
+                code: code & !error_code::FETCH,
+            },
+            (Some(Defect::ForgetsReservedBit), Outcome::PageFault { code }) => Outcome::PageFault {
+                code: code & !error_code::RESERVED,
+            },
+            (Some(Defect::ForgetsMmioOffset), Outcome::Mmio { gpa }) => Outcome::Mmio {
+                gpa: gpa.gfn().gpa(),
+            },
+            _ => outcome,
+        }
+    }
+
+    /// Returns the parts of a store that are noticed.
+    pub fn stored(self, cpu: usize, kind: StoreKind, parts: &[Part]) -> Vec<Part> {
+        let of_first_entry = |part: &Part| Part {
+            bytes: part.bytes.min(8 - (part.gpa.0 % 8) as usize),
+            ..*part
+        };
+        match self.0 {
+            Some(Defect::MergesEntries) => parts.iter().map(of_first_entry).collect(),
+            Some(Defect::IgnoresSecondPage) => parts[..1].to_vec(),
+            Some(Defect::IgnoresOtherCpu) if cpu != 0 => Vec::new(),
+            Some(Defect::IgnoresLocked) if kind == StoreKind::Locked => Vec::new(),
+            _ => parts.to_vec(),
+        }
+    }
+}

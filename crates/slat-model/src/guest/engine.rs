@@ -1,0 +1,184 @@
+//! The engine as a guest MMU: it walks the guest's tables for each access, and caches no guest translation.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use slat::format::Npt;
+use slat::guest_walk::{GuestPaging, GuestTables, WalkError, walk};
+use slat::{
+    Access, Config, DirtyLogReads, Gpa, Hpa, Hva, MmuKind, PAGE_SIZE, Region, Setting, Stop, Vcpu,
+    Vm,
+};
+
+use super::CPUS;
+use super::mmu::{GuestMmu, Invpcid, Outcome, Part, RegisterWrite, StoreKind};
+use super::ram::{GuestMachine, GuestRam};
+use super::registers::Registers;
+use crate::platform::SimPlatform;
+
+/// Flushes of its own that an access may need.
+const MOST_RETRIES: usize = 3;
+
+/// [`slat::guest_walk::walk`] over a [`Vm`] with tables of AMD's nested paging.
+pub struct EngineMmu {
+    vm: Arc<Vm<SimPlatform, Npt>>,
+    vcpus: Vec<Vcpu<SimPlatform, Npt>>,
+    ram: Arc<GuestRam>,
+}
+
+impl EngineMmu {
+    /// Makes a VM without memslots on `machine`.
+    pub fn new(machine: &GuestMachine) -> Self {
+        EngineMmu::with_mmu(machine, MmuKind::Tdp)
+    }
+
+    /// Like [`EngineMmu::new`], with second-level tables that `mmu` makes.
+    pub fn with_mmu(machine: &GuestMachine, mmu: MmuKind) -> Self {
+        let config = Config::default().with_mmu(mmu);
+        let vm = Vm::new(machine.platform.clone(), config);
+        let vm = vm.expect("there is memory");
+        // So that logs are exact.
+        vm.set_policy(Setting::DirtyLogReads(DirtyLogReads::Off));
+        let vcpus = (0..CPUS).map(|_| vm.create_vcpu().expect("there is memory"));
+        EngineMmu {
+            vcpus: vcpus.collect(),
+            vm,
+            ram: machine.ram.clone(),
+        }
+    }
+
+    /// Translates a guest-physical address by the second level.
+    pub(super) fn reach(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Result<Hpa, Outcome> {
+        let mut vcpu = self.vcpus[cpu].enter(cpu);
+        for _ in 0..MOST_RETRIES {
+            // It has no translation of an earlier section.
+            match vcpu.translate(gpa, access) {
+                Ok(page) => return Ok(page.host),
+                Err(Stop::Retry) => vcpu.quiesce(),
+                Err(Stop::Mmio { gpa }) => return Err(Outcome::Mmio { gpa }),
+                Err(Stop::BadAddress { gpa, .. }) => return Err(Outcome::BadAddress { gpa }),
+                Err(stop) => panic!("{access:?} at {gpa}: {stop}"),
+            }
+        }
+        panic!("{access:?} at {gpa} is retried for ever");
+    }
+
+    /// Reads a page-table entry. `Err`: what the access that needs it comes to.
+    pub(super) fn read_entry(&mut self, cpu: usize, gpa: Gpa, size: usize) -> Result<u64, Outcome> {
+        match self.reach(cpu, gpa, Access::Read) {
+            Ok(host) => Ok(self.ram.read(Hpa(host.0 + gpa.offset()), size)),
+            // A table that is not in memory maps nothing.
+            Err(Outcome::Mmio { .. }) => Ok(0),
+            Err(outcome) => Err(outcome),
+        }
+    }
+
+    /// Sets flags of a page-table entry. Returns whether it still was `old`.
+    pub(super) fn mark_entry(
+        &mut self,
+        cpu: usize,
+        gpa: Gpa,
+        size: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Outcome> {
+        match self.reach(cpu, gpa, Access::Write) {
+            Ok(host) => {
+                let host = Hpa(host.0 + gpa.offset());
+                Ok(self.ram.compare_exchange(host, size, old, new))
+            }
+            // The flags of tables in read-only memory do not change.
+            Err(Outcome::Mmio { .. }) => Ok(true),
+            Err(outcome) => Err(outcome),
+        }
+    }
+}
+
+/// Returns what an access comes to that has reached this page of host memory, or has not.
+pub(super) fn outcome(reached: Result<Hpa, Outcome>) -> Outcome {
+    reached.map_or_else(
+        |outcome| outcome,
+        |host| Outcome::Page {
+            host,
+            tracked: false,
+        },
+    )
+}
+
+/// The tables of a guest, for walks of one vCPU.
+struct Tables<'a> {
+    mmu: &'a mut EngineMmu,
+    cpu: usize,
+}
+
+impl GuestTables for Tables<'_> {
+    type Error = Outcome;
+
+    fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Outcome> {
+        self.mmu.read_entry(self.cpu, gpa, size)
+    }
+
+    fn compare_exchange(
+        &mut self,
+        gpa: Gpa,
+        size: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Outcome> {
+        self.mmu.mark_entry(self.cpu, gpa, size, old, new)
+    }
+}
+
+impl GuestMmu for EngineMmu {
+    fn access(
+        &mut self,
+        cpu: usize,
+        gva: u64,
+        access: Access,
+        paging: Option<&GuestPaging>,
+    ) -> Outcome {
+        let Some(paging) = paging else {
+            return self.access_physical(cpu, Gpa(gva), access);
+        };
+        let mut tables = Tables { mmu: self, cpu };
+        match walk(&mut tables, paging, gva, access) {
+            Ok(page) => self.access_physical(cpu, Gpa(page.gpa.0 + gva % PAGE_SIZE), access),
+            Err(WalkError::PageFault { code }) => Outcome::PageFault { code },
+            Err(WalkError::Memory(outcome)) => outcome,
+        }
+    }
+
+    fn access_physical(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Outcome {
+        outcome(self.reach(cpu, gpa, access))
+    }
+
+    fn stored(&mut self, _: usize, _: StoreKind, _: &[Part]) {}
+
+    fn client_stored(&mut self) {}
+
+    fn written(&mut self, _: usize, _: RegisterWrite, _: &Registers, _: &Registers) {}
+
+    fn invlpg(&mut self, _: usize, _: u64) {}
+
+    fn invpcid(&mut self, _: usize, _: Invpcid) {}
+
+    fn set_region(&mut self, region: &Region) {
+        let set = self.vm.set_memory_region(0, region);
+        set.unwrap_or_else(|error| panic!("{region:?}: {error}"));
+    }
+
+    fn invalidate(&mut self, range: Range<Hva>, change: &mut dyn FnMut()) {
+        let invalidation = self.vm.invalidate(range);
+        change();
+        drop(invalidation);
+    }
+
+    fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]) {
+        let got = self.vm.get_dirty_log(0, slot, bitmap);
+        got.unwrap_or_else(|error| panic!("slot {slot}: {error}"));
+    }
+
+    fn audit(&mut self) -> Result<(), String> {
+        self.vm.audit().map_err(|error| error.to_string())
+    }
+}

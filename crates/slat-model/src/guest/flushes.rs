@@ -1,0 +1,143 @@
+//! When a vCPU ran with which tables, and which flushes it has done: what decides what it may still have cached.
+
+use std::ops::Range;
+
+use super::memory::Time;
+use super::registers::Registers;
+
+/// What a flush invalidates.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Flush {
+    /// The PCID whose entries are invalidated; `None`: every PCID.
+    pub pcid: Option<u16>,
+    /// Whether global translations are invalidated, too.
+    pub globals: bool,
+    /// The page whose translations are invalidated: 2^bits bytes around an address. `None`: all.
+    pub page: Option<(u64, u32)>,
+    /// The address for which entries of the paging-structure caches are invalidated. `None`: all of the PCID.
+    pub structures: Option<u64>,
+}
+
+impl Flush {
+    /// Everything of a PCID but its global translations.
+    pub fn context(pcid: impl Into<Option<u16>>) -> Flush {
+        Flush {
+            pcid: pcid.into(),
+            globals: false,
+            page: None,
+            structures: None,
+        }
+    }
+
+    fn concerns(&self, pcid: u16) -> bool {
+        self.pcid.is_none_or(|flushed| flushed == pcid)
+    }
+}
+
+/// A time in which the registers that a walk begins at did not change.
+#[derive(Clone, Debug)]
+pub(super) struct Period {
+    pub time: Range<Time>,
+    pub pcid: u16,
+    pub registers: Registers,
+}
+
+/// A TLB entry that may exist.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cached {
+    /// The PCID under which it was created.
+    pub pcid: u16,
+    pub gva: u64,
+    /// The size of its page is 2^`bits` bytes.
+    pub bits: u32,
+    pub global: bool,
+}
+
+/// The history of a vCPU since all that it had cached was flushed.
+#[derive(Default)]
+pub(super) struct Flushes {
+    periods: Vec<Period>,
+    /// In the order of their times. What was read before a flush's time is invalidated.
+    flushes: Vec<(Time, Flush)>,
+}
+
+impl Flushes {
+    /// Call after a flush of everything, for all PCIDs. `None`: paging is off.
+    pub fn restart(&mut self, now: Time, registers: Option<&Registers>) {
+        self.flushes.clear();
+        self.periods.clear();
+        if let Some(registers) = registers {
+            self.load(now, registers);
+        }
+    }
+
+    /// Call after CR3, the PCID or the PDPTEs have changed, while paging is on.
+    pub fn load(&mut self, now: Time, registers: &Registers) {
+        if let Some(last) = self.periods.last_mut() {
+            last.time.end = now;
+        }
+        self.periods.push(Period {
+            time: now..Time::MAX,
+            pcid: registers.pcid(),
+            registers: *registers,
+        });
+    }
+
+    pub fn flush(&mut self, now: Time, flush: Flush) {
+        self.flushes.push((now, flush));
+    }
+
+    /// Returns the moment before which nothing that is still cached was read.
+    pub fn start(&self) -> Option<Time> {
+        self.periods.first().map(|period| period.time.start)
+    }
+
+    /// Returns the periods, newest first.
+    pub fn periods(&self) -> impl Iterator<Item = &Period> {
+        self.periods.iter().rev()
+    }
+
+    /// Returns the smallest range with the moments of `range` at which `pcid` was the current PCID; `None`: there are none.
+    pub fn within(&self, pcid: u16, range: &Range<Time>) -> Option<Range<Time>> {
+        let common = |period: &&Period| {
+            period.pcid == pcid && period.time.start < range.end && range.start < period.time.end
+        };
+        let mut periods = self.periods.iter().filter(common);
+        let first = periods.next()?;
+        let last = periods.next_back().unwrap_or(first);
+        Some(range.start.max(first.time.start)..range.end.min(last.time.end))
+    }
+
+    /// Returns the moment up to which an entry of a paging-structure cache may exist that was created before `read`: the
+    /// first flush since that concerns it. It was created under `pcid` for addresses that are `gva` but for the lowest
+    /// `shift` bits.
+    pub fn cached_until(&self, pcid: u16, gva: u64, shift: u32, read: Time) -> Time {
+        let first = self.flushes.partition_point(|(time, _)| *time < read);
+        let drops = |flush: &Flush| {
+            let meant = flush
+                .structures
+                .is_none_or(|at| at >> shift == gva >> shift);
+            meant && flush.concerns(pcid)
+        };
+        let mut later = self.flushes[first..].iter();
+        let flush = later.find(|(_, flush)| drops(flush));
+        flush.map_or(Time::MAX, |(time, _)| *time)
+    }
+
+    /// Returns the moment from which on a TLB entry must have been created to exist now: the last flush that concerns it.
+    pub fn flushed_at(&self, cached: &Cached) -> Time {
+        let drops = |flush: &Flush| {
+            let meant = flush
+                .page
+                .is_none_or(|(at, bits)| (at ^ cached.gva) >> bits.min(cached.bits) == 0);
+            let concerns = match cached.global {
+                true => flush.globals,
+                false => flush.concerns(cached.pcid),
+            };
+            meant && concerns
+        };
+        let mut latest_first = self.flushes.iter().rev();
+        let flush = latest_first.find(|(_, flush)| drops(flush));
+        flush.map_or(0, |(time, _)| *time)
+    }
+}

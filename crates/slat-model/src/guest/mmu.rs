@@ -1,0 +1,157 @@
+//! What an MMU under test implements.
+
+use std::ops::Range;
+
+use slat::guest_walk::GuestPaging;
+use slat::{Access, Gpa, Hpa, Hva, Region};
+
+use super::registers::Registers;
+
+/// What an access comes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It reaches memory.
+    Page {
+        /// First byte of the 4 KiB host page.
+        host: Hpa,
+        /// Whether the MMU must be told of a store that is made through this translation ([`GuestMmu::stored`]), because it
+        /// tracks writes to the page. Of other accesses nobody looks at this.
+        tracked: bool,
+    },
+    /// The guest gets #PF with this error code.
+    PageFault {
+        /// Bits of [`slat::guest_walk::error_code`].
+        code: u32,
+    },
+    /// No memslot holds the address, or it is a write to a read-only one.
+    Mmio {
+        /// The address, to the byte.
+        gpa: Gpa,
+    },
+    /// The page's backing cannot be accessed in this way: KVM_RUN returns EFAULT.
+    BadAddress {
+        /// An address in the page: of the data, or of a page-table entry whose flags cannot be set.
+        gpa: Gpa,
+    },
+}
+
+/// A part of a store: bytes in one page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Its first address.
+    pub gpa: Gpa,
+    /// Its number of bytes.
+    pub bytes: usize,
+}
+
+/// The kind of a guest store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoreKind {
+    /// MOV and the like.
+    Plain,
+    /// With a LOCK prefix.
+    Locked,
+}
+
+/// Which register an instruction has written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RegisterWrite {
+    /// MOV to CR0. EFER.LMA may change with CR0.PG.
+    Cr0,
+    /// MOV to CR3.
+    Cr3 {
+        /// Bit 63 of the operand, with CR4.PCIDE: nothing need be invalidated.
+        keep: bool,
+    },
+    /// MOV to CR4.
+    Cr4,
+    /// WRMSR to IA32_EFER.
+    Efer,
+}
+
+/// An INVPCID instruction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Invpcid {
+    /// Type 0, individual address.
+    Address {
+        /// From the descriptor.
+        pcid: u16,
+        /// From the descriptor.
+        gva: u64,
+    },
+    /// Type 1, single context.
+    Context {
+        /// From the descriptor.
+        pcid: u16,
+    },
+    /// Type 2, all contexts, including global translations.
+    All,
+    /// Type 3, all contexts, except global translations.
+    AllButGlobal,
+}
+
+/// An MMU under test: it translates for [`CPUS`](super::CPUS) vCPUs of one VM with one address space.
+///
+/// Everything is called from one thread. `cpu` is the number of the vCPU that executes the instruction.
+///
+/// # What is checked
+/// * Each [`Outcome`] is one that the SDM allows, of the address, the host page and the error code.
+/// * The accessed and dirty flags in [`GuestRam`](super::GuestRam): those that a translation needs are set, others are not,
+///   and nothing else is written.
+/// * Each dirty log has the pages that were written, and no other.
+pub trait GuestMmu {
+    /// Accesses `gva`. `paging`: of this moment; `None`: paging is off, and `gva` is a guest-physical address.
+    ///
+    /// A vCPU's first access follows the [`Self::written`] that loaded its registers.
+    fn access(
+        &mut self,
+        cpu: usize,
+        gva: u64,
+        access: Access,
+        paging: Option<&GuestPaging>,
+    ) -> Outcome;
+
+    /// Accesses a guest-physical address for the vCPU, without a guest translation: as an emulated instruction does. Never a
+    /// page fault.
+    fn access_physical(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Outcome;
+
+    /// Called after a guest store is complete: of one to eight bytes, in one page or in two. Not called if each part was
+    /// translated by [`Self::access`] to a page that is not tracked.
+    fn stored(&mut self, cpu: usize, kind: StoreKind, parts: &[Part]);
+
+    /// Called after the client has written guest memory, which nobody tracked, and has then set the registers of all vCPUs
+    /// (KVM_SET_SREGS) to what they were.
+    fn client_stored(&mut self);
+
+    /// Called after an instruction has written a register. `new` has the PDPTEs that it loaded.
+    fn written(&mut self, cpu: usize, write: RegisterWrite, old: &Registers, new: &Registers);
+
+    /// Executes INVLPG.
+    fn invlpg(&mut self, cpu: usize, gva: u64);
+
+    /// Executes INVPCID.
+    fn invpcid(&mut self, cpu: usize, invpcid: Invpcid);
+
+    /// KVM_SET_USER_MEMORY_REGION, with valid arguments.
+    fn set_region(&mut self, region: &Region);
+
+    /// Runs `change`, which replaces the host pages of `range` or changes their rights, in an invalidation. The contents stay.
+    fn invalidate(&mut self, range: Range<Hva>, change: &mut dyn FnMut());
+
+    /// KVM_GET_DIRTY_LOG of a slot that logs.
+    fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]);
+
+    /// Returns whether a dirty log may have pages that were not written, as with KVM's fault that maps a page of a logged slot
+    /// writable for a read ([`slat::DirtyLogReads`]).
+    fn logs_reads(&self) -> bool {
+        false
+    }
+
+    /// Checks the MMU's own invariants.
+    ///
+    /// # Errors
+    /// A description of the first that does not hold.
+    fn audit(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+}

@@ -1,0 +1,61 @@
+//! A guest that writes its own page tables, at random, and the judge of the MMU that translates for it.
+//!
+//! An MMU that shadows the guest's tables must behave as the processor that it stands in for: it may use a stale translation for
+//! as long as the SDM lets a processor do so, and no longer. To try one, implement [`GuestMmu`]:
+//!
+//! ```
+//! # use slat_model::guest::EngineMmu as MyMmu;
+//! use slat_model::guest::GuestSubject;
+//!
+//! let tally = GuestSubject::new("my MMU", |machine| MyMmu::new(machine)).run_seeds(0..2, 1000);
+//! assert!(tally.of("access") >= 2000);
+//! ```
+//!
+//! Two vCPUs share a guest memory of some dozen pages, and a few tables in all paging modes, which refer to each other, and to
+//! themselves. The guest stores to them: whole entries, parts of one, parts of two, with a LOCK prefix or not, through its own
+//! mappings and not. It accesses addresses with all privileges, executes INVLPG and INVPCID, writes control registers. The
+//! client changes memslots and collects dirty logs, the host replaces pages. Each outcome is judged, and each flag that the
+//! MMU sets in an entry. If a run fails, the message ends with a few operations that fail, too ([`GuestFailure`]).
+//!
+//! The judge's rules, and why they are neither too strict nor too lax, are in the comment of `oracle.rs`. To try these there
+//! is [`CachingMmu`], which keeps whatever it may, and the same with each [`Defect`].
+//!
+//! # The modules
+//! | module | what it holds |
+//! |---|---|
+//! | `mmu`, `ram`, `registers` | what an MMU under test implements, and what it is given |
+//! | `entry` | what a page-table entry means |
+//! | `memory`, `flushes` | the earlier values of memory, and the flushes of a vCPU |
+//! | `search`, `oracle` | which outcomes these allow |
+//! | `layout`, `ops`, `generator`, `runner`, `trial` | operations, and runs of them |
+//! | `engine`, `caches`, `caching`, `defects` | MMUs to try the judge with |
+
+mod caches;
+mod caching;
+mod defects;
+mod engine;
+mod entry;
+mod flushes;
+mod generator;
+mod layout;
+mod memory;
+mod mmu;
+mod ops;
+mod oracle;
+mod ram;
+mod registers;
+mod runner;
+mod search;
+mod trial;
+
+pub use caching::CachingMmu;
+pub use defects::Defect;
+pub use engine::EngineMmu;
+pub use mmu::{GuestMmu, Invpcid, Outcome, Part, RegisterWrite, StoreKind};
+pub use ram::{GuestMachine, GuestRam};
+pub use registers::*;
+pub use runner::{OF_CACHES, USUAL};
+pub use trial::{GuestFailure, GuestSubject};
+
+/// The number of vCPUs.
+pub const CPUS: usize = 2;

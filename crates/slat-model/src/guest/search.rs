@@ -1,0 +1,276 @@
+//! The search for a way in which a vCPU may have translated an address.
+//!
+//! A search goes down the tables. At each level it tries every value that the entry had since the last flush, and keeps the
+//! *window* of moments at which the vCPU may have read this value:
+//!
+//! * The value was in memory, and the PCID was the current one.
+//! * The entries above were read at the same moment, or before, and were cached since then: their flags were set, and no flush
+//!   that concerns the paging-structure caches came between.
+//!
+//! Windows are intervals, because an entry that was read later is cached longer: of all earlier moments of reading the entry
+//! above, the last one is best. So for each choice of values, the window that is kept loses nothing and adds nothing.
+
+use std::ops::Range;
+
+use slat::guest_walk::{GuestPaging, Mode};
+use slat::{Access, Gpa};
+
+use super::entry::{A, D, G, Layout, Meaning, P, Rights, entry_fault, rights_fault};
+use super::flushes::{Cached, Flushes, Period};
+use super::memory::{Memory, Time, Version};
+use super::mmu::Outcome;
+
+/// What a search looks for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Goal {
+    /// The access comes to this.
+    Outcome(Outcome),
+    /// The access sets flags in the entry at `gpa`: accessed, and dirty if `dirty`.
+    Marks { gpa: u64, dirty: bool },
+}
+
+/// The translation of an address for an access, by a vCPU, now.
+pub(super) struct Search<'a> {
+    pub memory: &'a Memory,
+    pub flushes: &'a Flushes,
+    pub now: Time,
+    pub gva: u64,
+    pub access: Access,
+    pub paging: &'a GuestPaging,
+    /// CR4.PGE.
+    pub globals: bool,
+    /// The current PCID.
+    pub pcid: u16,
+    /// Whether a table that a PCID uses may be read while another PCID is current.
+    pub any_pcid_reads: bool,
+}
+
+/// How a goal was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// By the tables as they are.
+    Fresh,
+    /// By a cached entry that references a table, and what is there now.
+    StaleTable,
+    /// By a cached translation.
+    StaleTranslation,
+}
+
+impl Search<'_> {
+    /// Returns how `goal` can be reached, if it can.
+    pub fn find(&self, goal: Goal) -> Option<Found> {
+        let walk = Walk {
+            search: self,
+            goal: &goal,
+            layout: Layout::of(self.paging),
+        };
+        let current = self.flushes.periods().next()?;
+        if walk.begin(current, self.now..self.now + 1).is_some() {
+            return Some(Found::Fresh);
+        }
+        let mut usable = self
+            .flushes
+            .periods()
+            .filter(|period| period.pcid == self.pcid || self.globals);
+        usable.find_map(|period| {
+            let window = match self.any_pcid_reads {
+                true => self.flushes.start()?..Time::MAX,
+                false => period.time.clone(),
+            };
+            walk.begin(period, window)
+        })
+    }
+}
+
+/// The walks for one goal. They return whether it was reached by a cached translation or by a table that is read now.
+struct Walk<'a> {
+    search: &'a Search<'a>,
+    goal: &'a Goal,
+    layout: Layout,
+}
+
+/// A path down the tables.
+#[derive(Clone)]
+struct Path {
+    /// The PCID under which it is walked.
+    pcid: u16,
+    /// The next table, and its level.
+    table: u64,
+    level: u32,
+    /// When the next entry may be read, or, below a leaf, the leaf.
+    window: Range<Time>,
+    rights: Rights,
+    /// The first entry whose flags are still to be set.
+    unmarked: Option<u64>,
+}
+
+impl Walk<'_> {
+    /// Tries the paths that begin as in `period`, and whose first entry is read in `window`.
+    fn begin(&self, period: &Period, window: Range<Time>) -> Option<Found> {
+        let registers = &period.registers;
+        let table = match self.layout.mode {
+            Mode::Pae => {
+                let pdpte = registers.pdptes[(self.search.gva >> 30 & 3) as usize];
+                if pdpte & P == 0 {
+                    return self.fault(window.end > self.search.now, false);
+                }
+                pdpte
+            }
+            Mode::Bits32 { .. } => registers.cr3 & 0xffff_ffff,
+            Mode::Level4 | Mode::Level5 => registers.cr3,
+        };
+        self.descend(&Path {
+            pcid: period.pcid,
+            table: table & 0x000f_ffff_ffff_f000,
+            level: self.layout.top(),
+            window,
+            rights: Rights::ALL,
+            unmarked: None,
+        })
+    }
+
+    /// Ends at an entry that no cache has: whether the goal is its page fault. `reads_now`: it may be read now.
+    fn fault(&self, reads_now: bool, reserved: bool) -> Option<Found> {
+        let code = entry_fault(self.search.paging, self.search.access, reserved);
+        let is_goal = match self.goal {
+            Goal::Outcome(outcome) => *outcome == Outcome::PageFault { code },
+            Goal::Marks { .. } => false,
+        };
+        (reads_now && is_goal).then_some(Found::StaleTable)
+    }
+
+    fn descend(&self, path: &Path) -> Option<Found> {
+        let gpa = self
+            .layout
+            .entry_at(path.table, path.level, self.search.gva);
+        let memory = self.search.memory;
+        let mut versions = memory.versions(gpa, self.layout.entry_size());
+        versions.find_map(|version| self.follow(path, gpa, &version))
+    }
+
+    /// Follows the entry at `gpa`, which had the value `version`.
+    fn follow(&self, path: &Path, gpa: u64, version: &Version) -> Option<Found> {
+        let now = self.search.now;
+        let (from, until) = (version.from, version.until.min(now + 1));
+        let window = path.window.start.max(from)..path.window.end.min(until);
+        if window.is_empty() {
+            return None;
+        }
+        let window = match self.search.any_pcid_reads {
+            true => window,
+            false => self.search.flushes.within(path.pcid, &window)?,
+        };
+        let reads_now = window.end > now;
+        let entry = version.value;
+        let meaning = self.layout.meaning(path.level, entry);
+        match meaning {
+            Meaning::NotPresent => return self.fault(reads_now, false),
+            Meaning::Reserved => return self.fault(reads_now, true),
+            Meaning::Table(_) | Meaning::Page { .. } => {}
+        }
+        let mut path = Path {
+            rights: path.rights.and(entry),
+            window,
+            ..path.clone()
+        };
+        if entry & A == 0 && !version.read_only {
+            // No cache has it.
+            if !reads_now {
+                return None;
+            }
+            path.window.start = now;
+            path.unmarked.get_or_insert(gpa);
+        }
+        if let Goal::Marks { gpa: at, dirty } = self.goal
+            && (*at, *dirty) == (gpa, false)
+            && reads_now
+        {
+            return Some(Found::StaleTable);
+        }
+        match meaning {
+            Meaning::Table(table) => self.descend(&self.below(path, table)),
+            Meaning::Page { gpa: page, bits } => self.leaf(&path, gpa, version, page, bits),
+            Meaning::NotPresent | Meaning::Reserved => None,
+        }
+    }
+
+    /// Returns the path below an entry that references `table`.
+    fn below(&self, path: Path, table: u64) -> Path {
+        let shift = self.layout.shift(path.level);
+        let read = path.window.end;
+        let flushes = self.search.flushes;
+        let end = flushes.cached_until(path.pcid, self.search.gva, shift, read);
+        Path {
+            table,
+            level: path.level - 1,
+            window: path.window.start..end,
+            ..path
+        }
+    }
+
+    /// Uses the leaf at `gpa`, which had the value `version` and maps `page`.
+    fn leaf(
+        &self,
+        path: &Path,
+        gpa: u64,
+        version: &Version,
+        page: u64,
+        bits: u32,
+    ) -> Option<Found> {
+        let Search {
+            memory,
+            flushes,
+            gva,
+            access,
+            ..
+        } = *self.search;
+        let cached = Cached {
+            pcid: path.pcid,
+            gva,
+            bits,
+            global: self.search.globals && version.value & G != 0,
+        };
+        let belongs = path.pcid == self.search.pcid || cached.global;
+        if !belongs || path.window.end <= flushes.flushed_at(&cached) {
+            return None;
+        }
+        let reads_now = path.window.end > self.search.now;
+        let write = access == Access::Write;
+        let fault = rights_fault(self.search.paging, access, path.rights, version.value);
+        let clean = write && version.value & D == 0 && !version.read_only;
+        let is_goal = match (self.goal, fault) {
+            (Goal::Marks { gpa: at, .. }, fault) => {
+                *at == gpa && write && reads_now && fault.is_none()
+            }
+            (Goal::Outcome(goal), Some(code)) => *goal == Outcome::PageFault { code },
+            (Goal::Outcome(goal), None) => match path.unmarked.or(clean.then_some(gpa)) {
+                // The walk ends where it cannot set a flag. A cached leaf that is clean is not used for a write.
+                Some(unmarked) => {
+                    let stopped = memory.access(unmarked, Access::Write);
+                    let stops = matches!(stopped, Outcome::BadAddress { .. });
+                    reads_now && stops && is_same(goal, &stopped)
+                }
+                None => {
+                    let offset = (1 << bits) - 1;
+                    let gpa = page & !offset | gva & offset;
+                    is_same(goal, &memory.access(gpa, access))
+                }
+            },
+        };
+        is_goal.then_some(match reads_now {
+            true => Found::StaleTable,
+            false => Found::StaleTranslation,
+        })
+    }
+}
+
+/// Whether two outcomes are the same, but for what they say of tracking, and of the offset in a page that cannot be accessed.
+pub(super) fn is_same(a: &Outcome, b: &Outcome) -> bool {
+    match (a, b) {
+        (Outcome::Page { host: a, .. }, Outcome::Page { host: b, .. }) => a == b,
+        (Outcome::BadAddress { gpa: Gpa(a) }, Outcome::BadAddress { gpa: Gpa(b) }) => {
+            a >> 12 == b >> 12
+        }
+        _ => a == b,
+    }
+}

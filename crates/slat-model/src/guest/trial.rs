@@ -1,0 +1,180 @@
+//! Whole runs of a guest on an MMU, from a seed.
+
+use std::fmt;
+use std::ops::Range;
+
+use slat::MmuKind;
+
+use super::caching::CachingMmu;
+use super::defects::Defect;
+use super::engine::EngineMmu;
+use super::generator::Generator;
+use super::layout::HOST_PAGES;
+use super::mmu::GuestMmu;
+use super::ops::GuestOp;
+use super::ram::GuestMachine;
+use super::runner::Runner;
+use crate::rng::Rng;
+use crate::shrink::{Failure, panics, run_or_shrink, silent};
+use crate::tally::Tally;
+
+/// How a run makes its MMU.
+type Make = dyn Fn(&GuestMachine) -> Box<dyn GuestMmu>;
+
+/// An MMU to run guests on.
+pub struct GuestSubject {
+    name: String,
+    make: Box<Make>,
+    client_stores: bool,
+    any_pcid_reads: bool,
+}
+
+impl fmt::Debug for GuestSubject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("GuestSubject").field(&self.name).finish()
+    }
+}
+
+/// A run in which an MMU did what it must not. [`fmt::Display`] says all that is needed to repeat it.
+#[derive(Debug)]
+pub struct GuestFailure(Failure<GuestOp>);
+
+impl GuestFailure {
+    /// Returns the message of the check that failed.
+    pub fn why(&self) -> &str {
+        &self.0.why
+    }
+
+    /// Returns the number of operations that are left of the run.
+    pub fn ops(&self) -> usize {
+        self.0.ops.len()
+    }
+}
+
+impl fmt::Display for GuestFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.write(f, |op| format!("{op:x?}"))
+    }
+}
+
+impl GuestSubject {
+    /// Makes the subject of runs on MMUs that `make` makes, each for a VM without memslots on a machine of its own.
+    pub fn new<M: GuestMmu + 'static>(
+        name: impl Into<String>,
+        make: impl Fn(&GuestMachine) -> M + 'static,
+    ) -> Self {
+        GuestSubject {
+            name: name.into(),
+            make: Box::new(move |machine| Box::new(make(machine))),
+            client_stores: true,
+            any_pcid_reads: false,
+        }
+    }
+
+    /// Leaves out the stores of the client, for an MMU that need not notice them.
+    #[must_use]
+    pub fn without_client_stores(self) -> Self {
+        GuestSubject {
+            client_stores: false,
+            ..self
+        }
+    }
+
+    /// Allows what a processor does not do, and KVM's shadow MMU does: to use, for one PCID, page-table entries that were read
+    /// while another was current, and have changed since then.
+    #[must_use]
+    pub fn with_tables_for_all_pcids(self) -> Self {
+        GuestSubject {
+            any_pcid_reads: true,
+            ..self
+        }
+    }
+
+    /// The engine, with second-level tables that `mmu` makes: each access walks the guest's tables.
+    pub fn engine(mmu: MmuKind) -> Self {
+        GuestSubject::new(format!("engine, {mmu:?}"), move |machine| {
+            EngineMmu::with_mmu(machine, mmu)
+        })
+    }
+
+    /// The engine with a TLB, paging-structure caches and copies of tables.
+    pub fn caching() -> Self {
+        GuestSubject::new("caching", |machine| CachingMmu::new(machine, None))
+    }
+
+    /// Like [`GuestSubject::caching`], with a defect.
+    pub fn with_defect(defect: Defect) -> Self {
+        GuestSubject::new(format!("{defect:?}"), move |machine| {
+            CachingMmu::new(machine, Some(defect))
+        })
+    }
+
+    /// Runs a guest of `accesses` accesses, as a seed chooses. In every fourth run the client writes guest memory, too.
+    ///
+    /// # Panics
+    /// If the MMU does what it must not, with a [`GuestFailure`] as the message.
+    pub fn run_seed(&self, seed: u64, accesses: u64) -> Tally {
+        let result = self.try_seed(seed, accesses);
+        result.unwrap_or_else(|failure| panic!("{failure}"))
+    }
+
+    /// Like [`GuestSubject::run_seed`], for each of `seeds`.
+    ///
+    /// # Panics
+    /// Those of [`GuestSubject::run_seed`].
+    pub fn run_seeds(&self, seeds: Range<u64>, accesses: u64) -> Tally {
+        let mut tally = Tally::default();
+        for seed in seeds {
+            tally.add(&self.run_seed(seed, accesses));
+        }
+        tally
+    }
+
+    /// Like [`GuestSubject::run_seed`], but returns the failure. It takes up to 20 seconds to shorten one.
+    ///
+    /// # Errors
+    /// [`GuestFailure`]: the MMU does what it must not.
+    pub fn try_seed(&self, seed: u64, accesses: u64) -> Result<Tally, GuestFailure> {
+        run_or_shrink(
+            || self.generate(seed, accesses, |_| ()),
+            || format!("{}, seed {seed}, {accesses} accesses", self.name),
+            || self.record(seed, accesses),
+            |ops| {
+                let mut runner = self.runner();
+                ops.iter().for_each(|op| runner.run(op));
+            },
+        )
+        .map_err(GuestFailure)
+    }
+
+    /// Returns whether the run of a seed fails, without shortening it, and without its message.
+    pub fn fails(&self, seed: u64, accesses: u64) -> bool {
+        silent(|| panics(|| drop(self.generate(seed, accesses, |_| ()))))
+    }
+
+    fn runner(&self) -> Runner {
+        let machine = GuestMachine::new(HOST_PAGES);
+        let mmu = (self.make)(&machine);
+        Runner::new(machine, mmu, self.any_pcid_reads)
+    }
+
+    /// Generates and runs operations; calls `each` with every operation before it is run.
+    fn generate(&self, seed: u64, accesses: u64, mut each: impl FnMut(&GuestOp)) -> Tally {
+        let mut runner = self.runner();
+        let mut generator = Generator::new(Rng::new(seed), self.client_stores && seed % 4 == 3);
+        while runner.accesses() < accesses {
+            let op = generator.next_op(&runner);
+            each(&op);
+            runner.run(&op);
+        }
+        runner.run(&GuestOp::Audit);
+        runner.tally()
+    }
+
+    /// Returns the operations of a run up to the one that fails.
+    fn record(&self, seed: u64, accesses: u64) -> Vec<GuestOp> {
+        let mut ops = Vec::new();
+        panics(|| drop(self.generate(seed, accesses, |op| ops.push(op.clone()))));
+        ops
+    }
+}

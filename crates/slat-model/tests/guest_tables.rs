@@ -1,0 +1,83 @@
+//! Guests that write their own page tables: MMUs that are right pass, and each defect of one that is not is found.
+
+use slat::MmuKind;
+use slat_model::Tally;
+use slat_model::guest::{Defect, GuestSubject, OF_CACHES, USUAL};
+
+/// Accesses of a run.
+const RUN: u64 = 2_000;
+
+fn never_met<'a>(tally: &Tally, names: &[&'a str]) -> Vec<&'a str> {
+    let never = names.iter().filter(|what| tally.of(what) == 0);
+    never.copied().collect()
+}
+
+#[test]
+fn the_engine_walks_as_the_manual_says() {
+    for mmu in [MmuKind::Tdp, MmuKind::Direct] {
+        let tally = GuestSubject::engine(mmu).run_seeds(0..48, RUN);
+        assert_eq!(never_met(&tally, &USUAL), [""; 0]);
+    }
+}
+
+#[test]
+fn whatever_the_manual_allows_is_allowed() {
+    let tally = GuestSubject::caching().run_seeds(0..48, RUN);
+    assert_eq!(never_met(&tally, &USUAL), [""; 0]);
+    assert_eq!(never_met(&tally, &OF_CACHES), [""; 0]);
+}
+
+/// Runs in which each defect is found at least once.
+const SEEDS: u64 = 8;
+
+#[test]
+fn each_defect_is_found() {
+    for defect in Defect::ALL {
+        let subject = GuestSubject::with_defect(defect);
+        let found = (0..SEEDS).find(|seed| subject.fails(*seed, RUN));
+        println!("{defect:?}: seed {found:?}");
+        assert!(found.is_some(), "{defect:?} is not found");
+    }
+}
+
+#[test]
+fn a_failing_run_is_shortened() {
+    let subject = GuestSubject::with_defect(Defect::ForgetsInvlpg);
+    let failure = (0..SEEDS).find_map(|seed| subject.try_seed(seed, RUN).err());
+    let failure = failure.expect("the defect is found");
+    assert!(failure.ops() < 100, "{failure}");
+    let text = failure.to_string();
+    assert!(text.contains("ForgetsInvlpg, seed "), "{text}");
+    assert!(text.contains("Invlpg {"), "{text}");
+}
+
+/// `cargo test -p slat-model --release --test guest_tables -- --ignored --nocapture`, with SLAT_STEPS=… and SLAT_SEED=… for
+/// another number of accesses and other seeds.
+#[test]
+#[ignore = "takes minutes"]
+fn a_campaign() {
+    let number = |name: &str, default: u64| {
+        std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
+    };
+    let (accesses, first) = (
+        number("SLAT_STEPS", 10_000_000),
+        number("SLAT_SEED", 1 << 32),
+    );
+    let runs = accesses.div_ceil(3 * RUN);
+    let subjects = [
+        GuestSubject::engine(MmuKind::Tdp),
+        GuestSubject::engine(MmuKind::Direct),
+        GuestSubject::caching(),
+    ];
+    for subject in subjects {
+        let begin = std::time::Instant::now();
+        let tally = subject.run_seeds(first..first + runs, RUN);
+        println!(
+            "{subject:?}: {runs} seeds from {first}, {:.1?}",
+            begin.elapsed()
+        );
+        tally
+            .iter()
+            .for_each(|(what, n)| println!("    {n:>10} {what}"));
+    }
+}
