@@ -16,12 +16,11 @@ pub const EXPERIMENT: Experiment = Experiment {
     title: "pages mapped ahead of their use",
     explain: "\
 A guest reads one byte of each 4 KiB page of memory that its host has allocated before: sequential.
-sequential/direct is the same with the direct MMU (tdp_mmu=0), where KVM's number was published.
-Or it does so with pages taken at random, one read for each eight pages that there are: random.
+Or of pages taken at random, one read for each eight pages: random. direct: on slat's direct MMU.
 Each page that is not mapped costs a second-level fault: pf_fixed. A fault may map its neighbours,
 too: prefetched. Those that the guest never uses are waste: prefetched_unused, the leaves whose
-accessed bit is clear in the end. Published: KVM forgot the pages after the last mapped one of a
-window; mending that took a walk over 6 GiB from ~1.75 million faults to less than 0.27 million.
+accessed bit is clear in the end. Published, for KVM's direct MMU: it forgot the pages behind the
+last mapped one; mending that took 6 GiB from ~1.75 million faults to less than 0.27 million.
 off: a fault maps its page only. window-8: the aligned window of 8 pages around it. adaptive: a
 window that grows on sequential faults up to one table, 512 pages, and closes after a jump.
 Asked for: window-8 takes 1/8 of the faults, adaptive at most 1/64, and at random adaptive wastes

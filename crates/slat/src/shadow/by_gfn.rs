@@ -86,8 +86,9 @@ impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
     }
 
     fn is_nx_table(&self, frame: Pfn) -> bool {
-        let platform = &*self.platform;
-        Table { platform, frame }.meta().nx_split.load(Relaxed)
+        // SAFETY: a walk has shown the entry that refers to the table, under the lock that it still holds.
+        let table = unsafe { Table::at(&*self.platform, frame) };
+        table.meta().nx_split.load(Relaxed)
     }
 
     fn check(&self) -> Result<(), String> {
@@ -204,10 +205,11 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             let page = pages.pool.get(number);
             if let Some(parent) = pages.parents_of(page).next() {
                 // To detach it is to clear all its entries.
-                let frame = page.frame.get();
-                let leaves = Table { platform, frame }.meta().leaves.load(Relaxed);
-                self.walk.spend(leaves.into());
+                let meta = pages.table(platform, number).meta();
+                self.walk.spend(meta.leaves.load(Relaxed).into());
                 self.entry(parent, at, gfn, level)?;
+                // If the page was zapped, its number may serve another one.
+                self.table = None;
             }
         }
         Ok(())

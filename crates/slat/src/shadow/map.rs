@@ -1,21 +1,13 @@
 //! The MMU by index: what a fault installs.
 
-use super::ShadowMmu;
-use super::begin;
 use super::page::{EntryId, Pages, Role, number_of};
+use super::{ShadowMmu, begin};
 use crate::addr::{Gfn, Level};
 use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
-use crate::table::{ByIndex, FrameCache, GfnKey, Mapped, Path, Run, widen};
-
-/// What to do about a larger leaf on the path.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum OnLeaf {
-    Split,
-    GiveUp,
-}
+use crate::table::{ByIndex, FrameCache, GfnKey, Mapped, OnLeaf, Path, Run, widen};
 
 impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
     #[inline(always)]

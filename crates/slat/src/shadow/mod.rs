@@ -38,6 +38,7 @@ use crate::format::Format;
 use crate::heap::{OutOfMemory, Shared};
 use crate::platform::{Platform, WaitFor};
 use crate::sync::SpinLock;
+use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::spin::SpinGuard;
 use crate::table::{ByGfn, Detached, FrameCache, Root, Table};
 use page::{Pages, Role, ShadowPage};
@@ -62,9 +63,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// [`OutOfMemory`].
     pub(crate) fn new(platform: Arc<P>, budget: Shared<Budget>) -> Result<Self, OutOfMemory> {
         let mut pages = Pages::new(F::TOP);
-        let _ = (pages.pool).add(More::allocate(pages.pool.ask(1), ShadowPage::new)?);
+        let _ = (pages.pool).add(More::allocate(pages.pool.ask(1)?, ShadowPage::new)?);
         let nodes = &mut pages.rmap.nodes;
-        let _ = nodes.add(More::allocate(nodes.ask(1), Node::new)?);
+        let _ = nodes.add(More::allocate(nodes.ask(1)?, Node::new)?);
         pages.rmap.begin();
         let root = pages.pool.take().ok_or(OutOfMemory)?;
         let frame = platform.alloc_root(1).ok_or(OutOfMemory)?;
@@ -116,10 +117,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         if more_pages + more_nodes == 0 {
             return filled;
         }
-        let (ask_pages, ask_nodes) = (pages.pool.ask(more_pages), pages.rmap.nodes.ask(more_nodes));
+        let ask = (pages.pool.ask(more_pages), pages.rmap.nodes.ask(more_nodes));
         drop(pages);
-        let more_pages = More::allocate(ask_pages, ShadowPage::new)?;
-        let more_nodes = More::allocate(ask_nodes, Node::new)?;
+        let more_pages = More::allocate(ask.0?, ShadowPage::new)?;
+        let more_nodes = More::allocate(ask.1?, Node::new)?;
         let mut pages = self.lock();
         let unused = (pages.pool.add(more_pages), pages.rmap.nodes.add(more_nodes));
         drop(pages);
@@ -130,24 +131,23 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
 
 /// Makes the frame the empty table of page `number`, which no other thread can reach yet.
 fn begin<P: Platform>(platform: &P, frame: Pfn, number: u32) {
-    let mut table = Table { platform, frame };
-    // SAFETY: the frame is new.
-    unsafe { table.clear() };
+    // SAFETY: the frame is new: allocated, and not published.
+    let table = unsafe {
+        let mut table = Table::at(platform, frame);
+        table.clear();
+        table
+    };
     table.meta().begin(0);
-    let next = &table.meta().next;
-    next.store(number.into(), crate::sync::atomic::Ordering::Relaxed);
+    table.meta().next.store(number.into(), Relaxed);
 }
 
 impl<P: Platform, F: Format> Drop for ShadowMmu<P, F> {
     fn drop(&mut self) {
         let mut detached = Detached::none();
         while self.zap_oldest(&mut detached, &mut |_, _, _| ()) {}
-        let root = self.context.frame();
-        let table = Table {
-            platform: &*self.platform,
-            frame: root,
-        };
-        detached.push(&table, F::TOP);
+        let pages = self.lock();
+        detached.push(&pages.table(&*self.platform, self.root), F::TOP);
+        drop(pages);
         // SAFETY: `&mut self`: no software walker has a reference to a table; and the owner of a VM stops
         // its CPUs before it drops the VM.
         let _ = unsafe { detached.free::<F>(&*self.platform) };

@@ -268,10 +268,10 @@ impl Pages {
 
     /// Returns the table of page `number`.
     pub(super) fn table<'p, P: Platform>(&self, platform: &'p P, number: u32) -> Table<'p, P> {
-        Table {
-            platform,
-            frame: self.pool.get(number).frame.get(),
-        }
+        let frame = self.pool.get(number).frame.get();
+        // SAFETY: the page is in use, and the lock of the MMU is held: its table is freed only after it was zapped, which
+        // needs the lock, and a flush. Callers keep no reference beyond the lock.
+        unsafe { Table::at(platform, frame) }
     }
 
     /// Checks that all lists are right, both ways.
@@ -295,7 +295,7 @@ impl Pages {
                 )
             };
             table.check_count::<F>(level)?;
-            if number_of(platform, table.frame) != number {
+            if number_of(platform, table.frame()) != number {
                 return Err(format!("{}: its table belongs to another page", at()));
             }
             if number != root && self.find_page(page.gfn.get(), page.role.get()) != Some(number) {
@@ -358,7 +358,9 @@ impl Pages {
     }
 }
 
-/// Returns the number of the page with the table in `frame`.
+/// Returns the number of the page with the table in `frame`, which an entry refers to.
 pub(super) fn number_of<P: Platform>(platform: &P, frame: Pfn) -> u32 {
-    Table { platform, frame }.meta().next.load(Relaxed) as u32
+    // SAFETY: an entry under the lock refers to it, or it is that of a page in use.
+    let table = unsafe { Table::at(platform, frame) };
+    table.meta().next.load(Relaxed) as u32
 }

@@ -23,7 +23,7 @@ pub(super) struct More<T> {
 }
 
 impl<T> Pool<T> {
-    /// The largest number is below; what is made of numbers rests on that.
+    /// The largest number; what is made of numbers rests on that.
     pub(super) const MOST: usize = 1 << 22;
 
     pub(super) const fn new() -> Self {
@@ -62,15 +62,21 @@ impl<T> Pool<T> {
     }
 
     /// Returns what [`More::allocate`] needs to know to add `records`.
-    pub(super) fn ask(&self, records: usize) -> Ask {
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] if they would be more than [`Self::MOST`].
+    pub(super) fn ask(&self, records: usize) -> Result<Ask, OutOfMemory> {
         let all = self.records.len() + records;
-        Ask {
+        if all > Self::MOST {
+            return Err(OutOfMemory);
+        }
+        Ok(Ask {
             records,
             capacity: match all > self.capacity() {
                 true => Some((2 * self.records.len()).max(all)),
                 false => None,
             },
-        }
+        })
     }
 
     /// Adds what [`More::allocate`] has allocated. Returns what the caller drops without the lock: what there was no
@@ -133,7 +139,7 @@ mod tests {
         let mut pool = Pool::<u64>::new();
         let mut places = std::vec::Vec::new();
         for round in 1..=20 {
-            let more = More::allocate(pool.ask(3), || round).unwrap();
+            let more = More::allocate(pool.ask(3).unwrap(), || round).unwrap();
             let _ = pool.add(more);
             while let Some(number) = pool.take() {
                 places.push((number, core::ptr::from_ref(pool.get(number))));
@@ -152,7 +158,7 @@ mod tests {
     #[test]
     fn two_threads_that_allocated_at_once_lose_nothing_of_the_pool() {
         let mut pool = Pool::<u64>::new();
-        let (first, second) = (pool.ask(3), pool.ask(1));
+        let (first, second) = (pool.ask(3).unwrap(), pool.ask(1).unwrap());
         let first = More::allocate(first, || 1).unwrap();
         let second = More::allocate(second, || 2).unwrap();
         let _ = pool.add(first);

@@ -212,7 +212,7 @@ mod tests {
 
     fn rmap(nodes: usize) -> Result<Rmap, OutOfMemory> {
         let mut rmap = Rmap::new(Level(4));
-        let more = More::allocate(rmap.nodes.ask(nodes), Node::new)?;
+        let more = More::allocate(rmap.nodes.ask(nodes)?, Node::new)?;
         let _ = rmap.nodes.add(more);
         rmap.begin();
         Ok(rmap)

@@ -297,9 +297,9 @@ pub(crate) trait ByGfn {
     type Format: Format;
 
     /// Continues `walk`: calls `visit` for every leaf that covers frames of its range, and for the entries that `show`
-    /// adds, in the order of gfn, each under the lock of its table. Locks every table on the path, even if it has
-    /// no entry to visit. Stops where `visit` returns [`Next::Stop`], or when the budget of `walk` is used
-    /// up; the next call resumes with the same entry.
+    /// adds, in the order of gfn, each under the lock of its table, or of the MMU. Takes that lock wherever a fault could
+    /// install something in the range, even if there is no entry to visit. Stops where `visit` returns [`Next::Stop`], or
+    /// when the budget of `walk` is used up; the next call resumes with the same entry.
     fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit);
 
     /// Zaps the leaf at `at`.

@@ -24,7 +24,7 @@ enum NoPath {
 
 /// What to do about a larger leaf on the path.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum OnLeaf {
+pub(crate) enum OnLeaf {
     Split,
     GiveUp,
 }

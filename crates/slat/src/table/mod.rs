@@ -87,7 +87,7 @@ pub(crate) use by_index::{ByIndex, Found, GfnKey, Mapped, Root};
 pub(crate) use detached::{Detached, Freed, tell_zapped};
 pub(crate) use flushes::{FlushTicket, Flushed, Flushes, overlap};
 pub(crate) use lookup::{lookup_in, lookup_page};
-pub(crate) use map::{Run, widen};
+pub(crate) use map::{OnLeaf, Run, widen};
 pub(crate) use path::{FrameCache, LeafCounts, Path};
 
 /// A tree of tables in format `F`, from guest frames to host frames.
@@ -162,11 +162,25 @@ impl<P: Platform, F: Format> Drop for Tree<P, F> {
 
 /// An allocated table frame.
 pub(crate) struct Table<'a, P: Platform> {
-    pub(crate) platform: &'a P,
-    pub(crate) frame: Pfn,
+    platform: &'a P,
+    frame: Pfn,
 }
 
 impl<'a, P: Platform> Table<'a, P> {
+    /// Returns the table in `frame`, for the MMUs outside this module.
+    ///
+    /// # Safety
+    /// - `frame` is one that `platform` has allocated for a table, and is not freed while the result, or a reference that
+    ///   it has returned, is used.
+    pub(crate) unsafe fn at(platform: &'a P, frame: Pfn) -> Self {
+        Table { platform, frame }
+    }
+
+    /// Returns its frame.
+    pub(crate) fn frame(&self) -> Pfn {
+        self.frame
+    }
+
     #[inline]
     pub(crate) fn entries(&self) -> &'a [AtomicU64; ENTRIES] {
         // SAFETY: the platform's promise for allocated frames. Frames in entries, and `root`, are

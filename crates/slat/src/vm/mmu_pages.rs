@@ -1,5 +1,7 @@
 //! The limit of shadow pages, for the VMs that have any ([`MmuKind::Direct`](crate::MmuKind)).
 
+use core::iter;
+
 use super::{RangeOp, Space, Vm};
 use crate::format::{Format, all_gfns};
 use crate::platform::Platform;
@@ -11,9 +13,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     pub fn set_mmu_pages(&self, pages: u64) {
         self.budget.set(pages);
-        for space in &self.spaces {
-            self.recycle(space, self.budget.beyond());
-        }
+        self.recycle(&self.spaces[0], self.budget.beyond());
     }
 
     /// Returns the limit of shadow pages.
@@ -21,20 +21,24 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.budget.limit()
     }
 
-    /// Zaps up to `pages` of the oldest shadow pages of `space`. The caller is in no reader section.
+    /// Zaps the oldest `pages` shadow pages of `space`, and if it has fewer, of the other address spaces. The caller is in
+    /// no reader section.
     pub(crate) fn recycle(&self, space: &Space<P, F>, pages: u64) {
-        if pages == 0 {
-            return;
+        let mut left = pages;
+        for space in iter::once(space).chain(&self.spaces) {
+            if left > 0 {
+                left -= self.recycle_in(space, left);
+            }
         }
+    }
+
+    /// Zaps up to `pages` of the oldest shadow pages of `space`. Returns how many.
+    fn recycle_in(&self, space: &Space<P, F>, pages: u64) -> u64 {
         // Which frames the pages map is not known before they are zapped.
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
-        let counters = op.counters();
-        for _ in 0..pages {
-            if !op.zap_oldest() {
-                break;
-            }
-            counters.mmu_recycled.add(1);
-        }
+        let zapped = (0..pages).take_while(|_| op.zap_oldest()).count() as u64;
+        op.counters().mmu_recycled.add(zapped);
         op.finish();
+        zapped
     }
 }

@@ -31,9 +31,8 @@ by page or 2 MiB at a time. move-active, move-inactive: a slot moves and comes b
 use or none. rw: 512 MiB are written to, twice. setup: all slots are created.
 seconds_per_op: time inside the memory system, without the host's own madvise, refault and zeroing.
 array: slots of 32 bytes sorted by gfn, copied on every change, scanned from end to end for an hva;
-tables, flushes and faults are slat's own code. tables: that code alone; the rest is the slots':
-in setup to fill two trees in each of two sets, which is more than to copy a few hundred slots.
-direct: slat with its direct MMU (tdp_mmu=0), which finds what maps a page by a reverse map.
+tables, flushes and faults are slat's own code. tables: that code alone; the rest is the slots' (in
+setup: two trees in each of two sets are filled). direct: slat on its direct MMU, by a reverse map.
 wall_seconds_per_op: a KVM program with a running guest, on slat and on a real KVM: what the program
 waits for. That includes madvise and, but for moves and setup, the guest's instructions.",
     run,
