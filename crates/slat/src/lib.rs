@@ -5,14 +5,15 @@
 //! * A [`Platform`] is the machine under the engine: table frames, host pages, hardware flushes.
 //! * A [`Format`] says what an entry means to a page walker: [`format::Ept`].
 //! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::set_memory_attributes`],
-//!   [`Vm::invalidate`], [`Vm::get_dirty_log`], [`Vm::audit`].
+//!   [`Vm::invalidate`], [`Vm::get_dirty_log`], [`Vm::audit`]. One of two MMUs makes its tables ([`MmuKind`]).
 //! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
 //!
 //! # Concurrency
-//! Faults of different vCPUs run in parallel, with one short lock per table they install into; walks
-//! and slot look-ups take no lock. The protocols are argued where they live: `table` (who may change
-//! an entry), `sync::quiesce` (what readers may still see, how flushes are acknowledged), `slots`
-//! (how a set of memslots is published), `vm::invalidate` (when a fault may install).
+//! Faults of different vCPUs run in parallel, with one short lock per table they install into (with the
+//! direct MMU: one for each address space); walks and slot look-ups take no lock. The protocols are argued
+//! where they live: `table` and `shadow` (who may change an entry), `sync::quiesce` (what readers may still
+//! see, how flushes are acknowledged), `slots` (how a set of memslots is published), `vm::invalidate` (when
+//! a fault may install).
 //!
 //! # Where rules come from
 //! Observable behaviour is KVM's (Documentation/virt/kvm/api.rst), entry bits are the manuals'; each is

@@ -148,12 +148,31 @@ impl VcpuMachine {
     /// accessible.
     pub(crate) fn read_guest_word(&mut self, gpa: u64) -> Option<u64> {
         loop {
-            match self.read(Gpa(gpa), size_of::<u64>()) {
+            match self.word(Gpa(gpa), size_of::<u64>()) {
                 Ok(word) => return Some(word),
                 Err(Unreachable::Fault(Fault::Retry)) if self.may_try_again() => {}
                 Err(_) => return None,
             }
         }
+    }
+
+    /// Reads a word of `size` (4 or 8) bytes at `gpa`, a multiple of `size`.
+    fn word(&mut self, gpa: Gpa, size: usize) -> Result<u64, Unreachable> {
+        assert!(gpa.0.is_multiple_of(size as u64), "a word in one page");
+        let page = self.page(gpa.0, slat::Access::Read)?;
+        // SAFETY: within a translated page of guest memory; guarded.
+        let value = unsafe {
+            let word = page.host.as_ptr().add((gpa.0 % PAGE) as usize);
+            if size == 4 {
+                slat_guard::load(word.cast::<u32>()).map(u64::from)
+            } else {
+                slat_guard::load(word.cast::<u64>())
+            }
+        };
+        value.map_err(|_| {
+            self.forget(page.host.as_ptr());
+            Unreachable::Fault(Fault::Retry)
+        })
     }
 
     /// Acknowledges the engine's flushes outside the CPU's loop; the CPU drops its translations before it uses one. Returns `false`
@@ -177,7 +196,7 @@ impl VcpuMachine {
         for (i, pdpte) in pdptes.iter_mut().enumerate() {
             let gpa = Gpa((cr3 & 0xffff_ffe0) + 8 * i as u64);
             *pdpte = loop {
-                match entered.read(gpa, 8) {
+                match entered.word(gpa, 8) {
                     Ok(entry) => break entry,
                     Err(Unreachable::Fault(Fault::Retry)) if entered.may_try_again() => {}
                     Err(_) => return None,
@@ -215,8 +234,7 @@ impl VcpuMachine {
                 slat::Access::Read,
             ) {
                 Ok(page) => return Some(page.gpa.0 | (gva % PAGE)),
-                Err(WalkError::Memory(Unreachable::Fault(Fault::Retry)))
-                    if entered.may_try_again() => {}
+                Err(WalkError::Memory(Fault::Retry)) if entered.may_try_again() => {}
                 Err(_) => return None,
             }
         }
@@ -264,24 +282,18 @@ fn slat_access(access: Access) -> slat::Access {
 }
 
 impl GuestTables for VcpuMachine {
-    type Error = Unreachable;
+    type Error = Fault;
 
-    fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Unreachable> {
-        let page = self.page(gpa.0, slat::Access::Read)?;
-        self.engine.count_guest_pte_read();
-        // SAFETY: within a translated page of guest memory; aligned, as the walk promises; guarded.
-        let value = unsafe {
-            let entry = page.host.as_ptr().add((gpa.0 % PAGE) as usize);
-            if size == 4 {
-                slat_guard::load(entry.cast::<u32>()).map(u64::from)
-            } else {
-                slat_guard::load(entry.cast::<u64>())
+    fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
+        match self.word(gpa, size) {
+            Ok(entry) => {
+                self.engine.count_guest_pte_read();
+                Ok(entry)
             }
-        };
-        value.map_err(|_| {
-            self.forget(page.host.as_ptr());
-            Unreachable::Fault(Fault::Retry)
-        })
+            // A table that is not in memory maps nothing.
+            Err(Unreachable::NotMemory) => Ok(0),
+            Err(Unreachable::Fault(fault)) => Err(fault),
+        }
     }
 
     fn compare_exchange(
@@ -290,11 +302,12 @@ impl GuestTables for VcpuMachine {
         size: usize,
         old: u64,
         new: u64,
-    ) -> Result<bool, Unreachable> {
+    ) -> Result<bool, Fault> {
         let page = match self.page(gpa.0, slat::Access::Write) {
             // The flags of tables in read-only memory do not change.
             Err(Unreachable::NotMemory) => return Ok(true),
-            page => page?,
+            Err(Unreachable::Fault(fault)) => return Err(fault),
+            Ok(page) => page,
         };
         // SAFETY: as for reading; the page may be written.
         let swapped = unsafe {
@@ -309,7 +322,7 @@ impl GuestTables for VcpuMachine {
         };
         swapped.map_err(|_| {
             self.forget(page.host.as_ptr());
-            Unreachable::Fault(Fault::Retry)
+            Fault::Retry
         })
     }
 }
@@ -323,14 +336,7 @@ impl Mmu for VcpuMachine {
             match walk(self, &guest_paging(paging, self.physical_bits), gva, access) {
                 Ok(page) => (page.gpa.0, page.bits, page.read, page.write, page.execute),
                 Err(WalkError::PageFault { code }) => return Err(Fault::Page { error_code: code }),
-                Err(WalkError::Memory(Unreachable::Fault(fault))) => return Err(fault),
-                // A table that is not in memory maps nothing.
-                Err(WalkError::Memory(Unreachable::NotMemory)) => {
-                    let write = u32::from(access == slat::Access::Write) << 1;
-                    return Err(Fault::Page {
-                        error_code: write | u32::from(paging.user) << 2,
-                    });
-                }
+                Err(WalkError::Memory(fault)) => return Err(fault),
             }
         };
         match self.page(gpa, access) {
@@ -352,5 +358,57 @@ impl Mmu for VcpuMachine {
     fn recheck(&mut self, host: *mut u8, _access: Access) -> Result<(), Fault> {
         self.forget(host);
         Err(Fault::Retry)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vcpu::Inner;
+    use crate::vm::VmObject;
+    use kvm_bindings::kvm_userspace_memory_region;
+    use slat::guest_walk::error_code::{FETCH, USER, WRITE};
+
+    /// A page fault for a table that lies outside memory has the error code of one for an entry that is not present.
+    #[test]
+    fn a_table_outside_memory_maps_nothing() {
+        const PRESENT: u64 = 7;
+        let mut memory = vec![0u64; 1024];
+        let root = memory.as_ptr().align_offset(PAGE as usize);
+        // The first entry of the root: a table at 1 GiB.
+        memory[root] = 1 << 30 | PRESENT;
+        let vm = VmObject::new(false, None).unwrap();
+        vm.set_user_memory_region(&kvm_userspace_memory_region {
+            slot: 0,
+            flags: 0,
+            guest_phys_addr: 0,
+            memory_size: PAGE,
+            userspace_addr: &raw const memory[root] as u64,
+        })
+        .unwrap();
+        let (vcpu, _fd) = vm.create_vcpu(0).unwrap();
+        let mut inner = vcpu.lock().unwrap();
+        let Inner { machine, .. } = &mut *inner;
+        let mut machine = Entered::enter(machine);
+        let paging = |user| Paging {
+            cr0: control::CR0_PG,
+            cr3: 0,
+            pdptes: [0; 4],
+            cr4: control::CR4_PAE,
+            efer: control::EFER_LMA | control::EFER_NXE,
+            pkru: 0,
+            user,
+            ac: false,
+        };
+        let mut code = |access, user| loop {
+            match machine.translate(0x1000, access, &paging(user)) {
+                Err(Fault::Page { error_code }) => break error_code,
+                Err(Fault::Retry) => assert!(machine.may_try_again()),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(code(Access::Read, false), 0);
+        assert_eq!(code(Access::Write, true), WRITE | USER);
+        assert_eq!(code(Access::Execute, true), FETCH | USER);
     }
 }

@@ -57,6 +57,9 @@ const VM: &[&str] = &[
     "pages_2m",
     "pages_1g",
     "nx_lpage_splits",
+    "mmu_shadow_zapped",
+    "mmu_recycled",
+    "mmu_cache_miss",
 ];
 /// Counted by the engine for each vCPU.
 const VCPU: &[&str] = &[
@@ -67,14 +70,11 @@ const VCPU: &[&str] = &[
     "pf_fast",
     "pf_mmio_spte_created",
 ];
-/// Statistics of shadow pages, always 0: slat has none, because second-level tables alone translate guest memory.
+/// Statistics of shadow paging, always 0: second-level tables alone translate guest memory.
 const NEVER_VM: &[(&str, Kind)] = &[
-    ("mmu_shadow_zapped", Kind::Counter),
     ("mmu_pte_write", Kind::Counter),
     ("mmu_pde_zapped", Kind::Counter),
     ("mmu_flooded", Kind::Counter),
-    ("mmu_recycled", Kind::Counter),
-    ("mmu_cache_miss", Kind::Counter),
     ("mmu_unsync", Kind::Gauge),
     ("max_mmu_rmap_size", Kind::Peak),
     ("max_mmu_page_hash_collisions", Kind::Peak),
