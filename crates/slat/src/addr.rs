@@ -155,6 +155,47 @@ impl Level {
     }
 }
 
+/// Number of a 4 KiB page in the addresses that a walker translates: a guest frame for a second-level walker, a virtual
+/// page for that of a shadow table.
+#[derive(Clone, Copy)]
+pub(crate) struct PageIndex(u64);
+
+impl PageIndex {
+    /// Returns the page of a guest-virtual address.
+    pub(crate) fn of_gva(gva: u64) -> Self {
+        PageIndex(gva >> PAGE_SHIFT)
+    }
+
+    /// Returns the index, in a table of `level`, of the entry on the path to the page.
+    #[inline(always)]
+    pub(crate) fn at(self, level: Level) -> usize {
+        level.index(Gfn(self.0))
+    }
+
+    /// Returns the page that entry `index` of the same table of level 1 translates.
+    pub(crate) fn with_entry(self, index: usize) -> Self {
+        PageIndex(self.0 & !(Level::MEGA.pages() - 1) | index as u64)
+    }
+
+    /// Returns the frame with the same number.
+    #[inline(always)]
+    pub(crate) fn as_gfn(self) -> Gfn {
+        Gfn(self.0)
+    }
+
+    /// Returns the page `pages` further up.
+    pub(crate) fn add(self, pages: u64) -> Self {
+        PageIndex(self.0.wrapping_add(pages))
+    }
+}
+
+impl From<Gfn> for PageIndex {
+    #[inline(always)]
+    fn from(gfn: Gfn) -> Self {
+        PageIndex(gfn.0)
+    }
+}
+
 /// The frames `range` covers, as a half-open range of guest-physical addresses for messages.
 pub(crate) fn gpa_range(range: &Range<Gfn>) -> Range<Gpa> {
     range.start.gpa()..range.end.gpa()

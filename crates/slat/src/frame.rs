@@ -25,6 +25,8 @@ pub struct TableMeta {
     /// Without the policy `nx_huge_pages` a huge leaf could replace the table.
     /// Written under the lock of the table above, or before publication.
     pub(crate) nx_split: AtomicBool,
+    /// The table maps parts of a larger page of the guest's. Written before publication.
+    pub(crate) maps_parts: AtomicBool,
     /// The number of leaves in the table, so that it can be freed, or passed over, without a look at its entries.
     /// Written under the table's lock, or before publication.
     pub(crate) leaves: AtomicU16,
@@ -43,6 +45,7 @@ impl TableMeta {
             TableMeta {
                 lock: RawSpinLock::new(),
                 nx_split: AtomicBool::new(false),
+                maps_parts: AtomicBool::new(false),
                 leaves: AtomicU16::new(0),
                 broken: AtomicU64::new(0),
                 next: AtomicU64::new(0),

@@ -52,6 +52,39 @@ pub struct GuestPaging {
 }
 
 impl GuestPaging {
+    /// Returns whether entries have 8 bytes.
+    pub(crate) fn has_long_entries(&self) -> bool {
+        !matches!(self.mode, Mode::Bits32 { .. })
+    }
+
+    /// Returns the address of the table that `entry` refers to.
+    fn table_in(&self, entry: u64) -> Gpa {
+        match self.has_long_entries() {
+            true => Gpa(entry & FRAME),
+            false => Gpa(entry & 0xffff_f000),
+        }
+    }
+
+    /// Returns the number of levels of tables, without page-directory-pointer entries.
+    pub(crate) fn levels(&self) -> u32 {
+        match self.mode {
+            Mode::Bits32 { .. } | Mode::Pae => 2,
+            Mode::Level4 => 4,
+            Mode::Level5 => 5,
+        }
+    }
+
+    /// Returns the address of the table that a walk to `gva` begins with. In [`Mode::Pae`] that is the one of a latched
+    /// page-directory-pointer entry. `None`: that entry is not present, or its reserved bits are set, or none is latched.
+    pub(crate) fn root_table(&self, gva: u64) -> Option<Gpa> {
+        if self.mode != Mode::Pae {
+            return Some(Gpa(Shape::of(self).root));
+        }
+        let pointer = self.pdptes?[(gva >> 30 & 3) as usize];
+        maps_page(self, &Shape::of(self), 3, pointer).ok()?;
+        Some(self.table_in(pointer))
+    }
+
     /// Returns whether page faults report instruction fetches.
     fn reports_fetches(&self) -> bool {
         let has_nx = !matches!(self.mode, Mode::Bits32 { .. });
@@ -185,14 +218,64 @@ impl Shape {
     }
 }
 
-/// The entries on a path, and the rights that all of them grant.
-struct Path {
-    /// Address and value of each entry with an accessed flag, from the root down.
+/// What the entries of a path grant together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PageRights {
+    pub(crate) write: bool,
+    pub(crate) user: bool,
+    pub(crate) execute: bool,
+    /// The protection key of the page.
+    pub(crate) key: u8,
+}
+
+impl PageRights {
+    /// What no entry has limited.
+    pub(crate) const ALL: PageRights = PageRights {
+        write: true,
+        user: true,
+        execute: true,
+        key: 0,
+    };
+
+    /// Returns what is left of these rights below `entry`. Page-directory-pointer entries have no rights to limit.
+    pub(crate) fn below(self, paging: &GuestPaging, entry: u64) -> Self {
+        PageRights {
+            write: self.write && entry & WRITABLE != 0,
+            user: self.user && entry & USER != 0,
+            execute: self.execute && (entry & NO_EXECUTE == 0 || !paging.has_long_entries()),
+            key: self.key,
+        }
+    }
+
+    /// Returns these rights, of all entries above, for the page that `leaf` maps.
+    pub(crate) fn of_page(self, paging: &GuestPaging, leaf: u64) -> Self {
+        let has_keys = matches!(paging.mode, Mode::Level4 | Mode::Level5);
+        PageRights {
+            key: if has_keys { (leaf >> 59 & 15) as u8 } else { 0 },
+            ..self.below(paging, leaf)
+        }
+    }
+
+    /// Whether they allow `access` in the state `paging`.
+    pub(crate) fn allow(self, paging: &GuestPaging, access: Access) -> bool {
+        Rights::of(paging, self).allow(access)
+    }
+}
+
+/// The entries of a walk that has reached a page.
+pub(crate) struct Path {
+    /// Address and value of each entry with an accessed flag, from the root down. The flags are as they were before the
+    /// walk.
     entries: [(Gpa, u64); 5],
     len: usize,
-    writable: bool,
-    user: bool,
-    executable: bool,
+    rights: PageRights,
+}
+
+impl Path {
+    /// Returns address and value of each entry but page-directory-pointer entries, from the root down.
+    pub(crate) fn entries(&self) -> &[(Gpa, u64)] {
+        &self.entries[..self.len]
+    }
 }
 
 /// Walks the guest's tables for `access` to `gva`. Sets accessed and dirty flags as a processor does. Returns the page,
@@ -206,9 +289,19 @@ pub fn walk<T: GuestTables>(
     gva: u64,
     access: Access,
 ) -> Result<GuestPage, WalkError<T::Error>> {
+    walk_with_path(tables, paging, gva, access).map(|(page, _)| page)
+}
+
+/// Does [`walk`], and returns also the entries on the path.
+pub(crate) fn walk_with_path<T: GuestTables>(
+    tables: &mut T,
+    paging: &GuestPaging,
+    gva: u64,
+    access: Access,
+) -> Result<(GuestPage, Path), WalkError<T::Error>> {
     loop {
-        if let Some(page) = attempt(tables, paging, gva, access)? {
-            return Ok(page);
+        if let Some(found) = attempt(tables, paging, gva, access)? {
+            return Ok(found);
         }
     }
 }
@@ -219,7 +312,7 @@ fn attempt<T: GuestTables>(
     paging: &GuestPaging,
     gva: u64,
     access: Access,
-) -> Result<Option<GuestPage>, WalkError<T::Error>> {
+) -> Result<Option<(GuestPage, Path)>, WalkError<T::Error>> {
     let shape = Shape::of(paging);
     let fault = |extra: u32| {
         Err(WalkError::PageFault {
@@ -229,9 +322,7 @@ fn attempt<T: GuestTables>(
     let mut path = Path {
         entries: [(Gpa(0), 0); 5],
         len: 0,
-        writable: true,
-        user: true,
-        executable: true,
+        rights: PageRights::ALL,
     };
     let mut table = shape.root;
     let mut level = shape.levels;
@@ -247,33 +338,26 @@ fn attempt<T: GuestTables>(
             Some(pdptes) if shape.is_pointer(paging.mode, level) => pdptes[index as usize],
             _ => (tables.read(gpa, shape.entry_size)).map_err(WalkError::Memory)?,
         };
-        if entry & PRESENT == 0 {
-            return fault(0);
-        }
-        let is_leaf = level == 1 || level <= shape.max_leaf && entry & PAGE_SIZE_BIT != 0;
-        if entry & reserved(paging, &shape, level, is_leaf) != 0 {
-            return fault(error_code::PRESENT | error_code::RESERVED);
-        }
+        let is_leaf = match maps_page(paging, &shape, level, entry) {
+            Ok(is_leaf) => is_leaf,
+            Err(code) => return fault(code),
+        };
         if !shape.is_pointer(paging.mode, level) {
             path.entries[path.len] = (gpa, entry);
             path.len += 1;
-            path.writable &= entry & WRITABLE != 0;
-            path.user &= entry & USER != 0;
-            path.executable &= entry & NO_EXECUTE == 0 || shape.entry_size == 4;
+            path.rights = match is_leaf {
+                true => path.rights.of_page(paging, entry),
+                false => path.rights.below(paging, entry),
+            };
         }
         if is_leaf {
             break entry;
         }
-        table = entry
-            & if shape.entry_size == 4 {
-                0xffff_f000
-            } else {
-                FRAME
-            };
+        table = paging.table_in(entry).0;
         level -= 1;
     };
 
-    let rights = Rights::of(paging, &path);
+    let rights = Rights::of(paging, path.rights);
     if !rights.allow(access) {
         return fault(error_code::PRESENT | rights.key_code(access));
     }
@@ -290,13 +374,61 @@ fn attempt<T: GuestTables>(
         }
     }
     let offset = (1u64 << shape.shift(level)) - 1;
-    Ok(Some(GuestPage {
+    let page = GuestPage {
         bits: shape.shift(level),
         gpa: Gpa((frame(paging, leaf, level) & !offset | gva & offset) & !0xfff),
         read: rights.read,
         write: rights.write && (write || leaf & DIRTY != 0),
         execute: rights.execute,
-    }))
+    };
+    Ok(Some((page, path)))
+}
+
+/// Returns whether `entry`, of `level`, maps a page; otherwise it refers to a table. `Err`: it does neither; what that
+/// adds to the error code of an access.
+fn maps_page(paging: &GuestPaging, shape: &Shape, level: u32, entry: u64) -> Result<bool, u32> {
+    if entry & PRESENT == 0 {
+        return Err(0);
+    }
+    let is_leaf = level == 1 || level <= shape.max_leaf && entry & PAGE_SIZE_BIT != 0;
+    match entry & reserved(paging, shape, level, is_leaf) {
+        0 => Ok(is_leaf),
+        _ => Err(error_code::PRESENT | error_code::RESERVED),
+    }
+}
+
+/// What an entry of a table means that was used before: its flag says so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UsedEntry {
+    /// It refers to the table at this address.
+    Table(Gpa),
+    /// It maps the page at this address, of 2^`bits` bytes.
+    Page {
+        gpa: Gpa,
+        bits: u32,
+        /// Its dirty flag is set.
+        dirty: bool,
+    },
+}
+
+/// Returns what `entry`, of `level`, means to walks in the state `paging`. `None`: a walk would fault, or set the accessed
+/// flag.
+pub(crate) fn used_entry(paging: &GuestPaging, level: u32, entry: u64) -> Option<UsedEntry> {
+    let shape = Shape::of(paging);
+    if entry & ACCESSED == 0 {
+        return None;
+    }
+    Some(match maps_page(paging, &shape, level, entry).ok()? {
+        false => UsedEntry::Table(paging.table_in(entry)),
+        true => {
+            let bits = shape.shift(level);
+            UsedEntry::Page {
+                gpa: Gpa(frame(paging, entry, level) & !((1 << bits) - 1)),
+                bits,
+                dirty: entry & DIRTY != 0,
+            }
+        }
+    })
 }
 
 /// Returns the physical address bits of a leaf of `level`. The caller clears the bits below the page size.
@@ -376,13 +508,12 @@ impl KeyRights {
     /// Returns what the page's protection key forbids (SDM 3A, "Protection Keys"): data accesses to user pages, by
     /// users and supervisors; but of a supervisor's accesses, a key that only disables writes forbids writes only with
     /// CR0.WP.
-    fn of(paging: &GuestPaging, path: &Path) -> KeyRights {
+    fn of(paging: &GuestPaging, page: PageRights) -> KeyRights {
         let has_keys = matches!(paging.mode, Mode::Level4 | Mode::Level5);
-        if paging.pkru == 0 || !has_keys || !path.user {
+        if paging.pkru == 0 || !has_keys || !page.user {
             return KeyRights::default();
         }
-        let leaf = path.entries[path.len - 1].1;
-        let rights = paging.pkru >> (2 * (leaf >> 59 & 15));
+        let rights = paging.pkru >> (2 * page.key);
         let read = rights & 1 != 0;
         let write = rights & 2 != 0 && (paging.user || paging.write_protect);
         KeyRights {
@@ -393,23 +524,23 @@ impl KeyRights {
 }
 
 impl Rights {
-    /// Returns the rights that the entries on `path` grant (SDM 3A, "Determination of Access Rights").
-    fn of(paging: &GuestPaging, path: &Path) -> Rights {
-        let executable = path.executable || !paging.no_execute;
-        let key = KeyRights::of(paging, path);
+    /// Returns the rights to a page (SDM 3A, "Determination of Access Rights").
+    fn of(paging: &GuestPaging, page: PageRights) -> Rights {
+        let executable = page.execute || !paging.no_execute;
+        let key = KeyRights::of(paging, page);
         if paging.user {
             Rights {
-                read: path.user && !key.read,
-                write: path.user && path.writable && !key.write,
-                execute: path.user && executable,
+                read: page.user && !key.read,
+                write: page.user && page.write && !key.write,
+                execute: page.user && executable,
                 key,
             }
         } else {
-            let data = !(path.user && paging.smap);
+            let data = !(page.user && paging.smap);
             Rights {
                 read: data && !key.read,
-                write: data && (path.writable || !paging.write_protect) && !key.write,
-                execute: executable && !(path.user && paging.smep),
+                write: data && (page.write || !paging.write_protect) && !key.write,
+                execute: executable && !(page.user && paging.smep),
                 key,
             }
         }

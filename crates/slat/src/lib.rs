@@ -42,6 +42,7 @@ mod slots;
 mod stats;
 mod sync;
 mod table;
+mod trail;
 mod vcpu;
 mod vm;
 
@@ -59,7 +60,10 @@ pub use policy::{
 pub use slots::{AttributesError, MAX_SLOTS, MemoryAttributes, Region, RegionError, SlotFlags};
 pub use stats::Stats;
 pub use sync::quiesce::Attention;
-pub use vcpu::{CreateVcpuError, Entered, Stop, Translation, Vcpu, VcpuStats};
+pub use vcpu::{
+    CreateVcpuError, Entered, HostWords, Stop, Translation, Vcpu, VcpuStats, VirtualPage,
+    VirtualStop,
+};
 pub use vm::{
     Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation, Vm,
 };

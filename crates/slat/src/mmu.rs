@@ -10,7 +10,7 @@ use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
 use crate::shadow::{Budget, ShadowMmu};
 use crate::table::{
-    At, ByGfn, ByIndex, Detached, Flushes, FrameCache, GfnKey, Mapped, Path, Root, Show, Split,
+    At, ByGfn, ByIndex, Detached, Flushes, FrameCache, Mapped, Path, Root, Show, Split, Target,
     Tree, Visit, Walk,
 };
 
@@ -24,17 +24,22 @@ pub enum MmuKind {
     /// Shadow pages for a second-level walker (KVM: `tdp_mmu=0`): the leaves of a guest frame are found by a reverse map, and
     /// the number of tables is limited. For formats without break-before-make.
     Direct,
+    /// Shadow pages for the walker of a CPU without a second level (KVM: `ept=0`, `npt=0`): tables from guest-virtual
+    /// addresses to host frames, made from those of the guest ([`Vcpu::translate_virtual`](crate::Vcpu)). For x86's tables
+    /// of five levels ([`X86<5>`](crate::format::X86)).
+    Shadow,
 }
 
 impl MmuKind {
     /// Every kind.
-    pub const ALL: &[MmuKind] = &[MmuKind::Tdp, MmuKind::Direct];
+    pub const ALL: &[MmuKind] = &[MmuKind::Tdp, MmuKind::Direct, MmuKind::Shadow];
 
     /// Returns its name, which `slat run --mmu` takes.
     pub const fn name(self) -> &'static str {
         match self {
             MmuKind::Tdp => "tdp",
             MmuKind::Direct => "direct",
+            MmuKind::Shadow => "shadow",
         }
     }
 
@@ -42,7 +47,8 @@ impl MmuKind {
     pub const fn serves<F: Format>(self) -> bool {
         match self {
             MmuKind::Tdp => true,
-            MmuKind::Direct => !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1,
+            MmuKind::Direct => !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1 && !F::SHADOWS,
+            MmuKind::Shadow => F::SHADOWS,
         }
     }
 }
@@ -75,13 +81,24 @@ impl<P: Platform, F: Format> Mmu<P, F> {
     ) -> Result<Self, OutOfMemory> {
         Ok(match kind {
             MmuKind::Tdp => Mmu::Tdp(Tree::new(platform, flushes)?),
-            MmuKind::Direct => Mmu::Shadow(ShadowMmu::new(platform, budget)?),
+            MmuKind::Direct | MmuKind::Shadow => {
+                Mmu::Shadow(ShadowMmu::new(platform, flushes, budget)?)
+            }
         })
     }
 
     /// Returns the context of all walks.
     pub(crate) fn context(&self) -> Root {
         either!(self, mmu => mmu.context())
+    }
+
+    /// Returns the MMU, if it shadows the guest's tables.
+    #[inline]
+    pub(crate) fn shadow(&self) -> Option<&ShadowMmu<P, F>> {
+        match self {
+            Mmu::Shadow(mmu) if F::SHADOWS => Some(mmu),
+            _ => None,
+        }
     }
 
     /// Makes sure that `frames` and the MMU have what installs of `tables` tables need.
@@ -152,28 +169,33 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Mmu<P, F> {
     #[inline(always)]
     fn map(
         &self,
-        key: GfnKey,
+        target: Target<'_>,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Mapped {
-        either!(self, mmu => mmu.map(key, level, leaf, path, valid, done))
+        either!(self, mmu => mmu.map(target, level, leaf, path, valid, done))
     }
 
     fn map_absent(
         &self,
-        key: GfnKey,
+        target: Target<'_>,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Option<u64> {
-        either!(self, mmu => mmu.map_absent(key, pages, leaf, path, valid))
+        either!(self, mmu => mmu.map_absent(target, pages, leaf, path, valid))
     }
 
-    fn map_mmio(&self, key: GfnKey, generation: u64, path: &mut Path<'_>) -> bool {
-        either!(self, mmu => mmu.map_mmio(key, generation, path))
+    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> bool {
+        either!(self, mmu => mmu.map_mmio(target, generation, path))
+    }
+
+    #[inline]
+    fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
+        either!(self, mmu => mmu.mappable_level(gfn, level))
     }
 }

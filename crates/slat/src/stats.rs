@@ -94,6 +94,18 @@ counters! {
     mmu_shadow_zapped,
     /// Of these, the oldest ones, zapped because the limit of pages was reached ([`Vm::set_mmu_pages`](crate::Vm)).
     mmu_recycled,
+    /// Stores to tables of the guest's that the MMU was told of. None without [`MmuKind::Shadow`](crate::MmuKind).
+    mmu_pte_write,
+    /// Of the entries that these stores have changed, those that refer to a shadow page, and were cleared for that.
+    mmu_pde_zapped,
+    /// Shadow pages zapped because the guest has stored to the table over and over without using it: it may be one no more.
+    mmu_flooded,
+    /// Shadow pages that have stopped to follow the guest's table, until the guest flushes its TLB.
+    mmu_unsync,
+    /// Page faults of the guest's: its tables do not allow the access.
+    pf_guest,
+    /// INVLPG instructions.
+    invlpg,
     /// Leaves zapped by slot changes and invalidations, one by one or with their table.
     zapped,
     /// Flushes of all vCPUs.

@@ -28,7 +28,8 @@
 //! | `memory`, `flushes` | the earlier values of memory, and the flushes of a vCPU |
 //! | `search`, `oracle` | which outcomes these allow |
 //! | `layout`, `ops`, `generator`, `runner`, `trial` | operations, and runs of them |
-//! | `engine`, `caches`, `caching`, `defects` | MMUs to try the judge with |
+//! | `engine`, `shadow` | the engine as a guest MMU: a walk for each access, and its shadow MMU |
+//! | `caches`, `caching`, `defects` | MMUs to try the judge with |
 
 mod caches;
 mod caching;
@@ -46,6 +47,7 @@ mod ram;
 mod registers;
 mod runner;
 mod search;
+mod shadow;
 mod trial;
 
 pub use caching::CachingMmu;
@@ -55,6 +57,7 @@ pub use mmu::{GuestMmu, Invpcid, Outcome, Part, RegisterWrite, StoreKind};
 pub use ram::{GuestMachine, GuestRam};
 pub use registers::*;
 pub use runner::{OF_CACHES, USUAL};
+pub use shadow::ShadowMmu;
 pub use trial::{GuestFailure, GuestSubject};
 
 /// The number of vCPUs.

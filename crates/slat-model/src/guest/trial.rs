@@ -14,6 +14,7 @@ use super::mmu::GuestMmu;
 use super::ops::GuestOp;
 use super::ram::GuestMachine;
 use super::runner::Runner;
+use super::shadow::ShadowMmu;
 use crate::rng::Rng;
 use crate::shrink::{Failure, panics, run_or_shrink, silent};
 use crate::tally::Tally;
@@ -95,6 +96,11 @@ impl GuestSubject {
         GuestSubject::new(format!("engine, {mmu:?}"), move |machine| {
             EngineMmu::with_mmu(machine, mmu)
         })
+    }
+
+    /// The engine with its shadow MMU.
+    pub fn shadow() -> Self {
+        GuestSubject::new("shadow", ShadowMmu::new)
     }
 
     /// The engine with a TLB, paging-structure caches and copies of tables.

@@ -23,6 +23,8 @@ fn leaf<F: Format>(page: u64) -> u64 {
         accessed: true,
         dirty: true,
         memory: MemoryType::WriteBack,
+        user: true,
+        key: 0,
     };
     F::leaf(leaf, Level::MEGA)
 }

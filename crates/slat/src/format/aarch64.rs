@@ -131,6 +131,8 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
                 NON_CACHEABLE => MemoryType::WriteCombining,
                 _ => MemoryType::Device,
             },
+            user: true,
+            key: 0,
         }
     }
 }
@@ -165,6 +167,8 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
     const SETS_DIRTY: bool = HARDWARE_DIRTY;
     const LOGS_READS: bool = false;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
+    const MMIO_NOTE_BITS: u32 = 0;
+    const SHADOWS: bool = false;
     const MMIO_PHYSICAL_BITS: u32 = 52;
 
     #[inline]
@@ -176,6 +180,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
                 _ if bits & CLEARED != 0 => Entry::Empty,
                 _ => Entry::Mmio {
                     generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
+                    note: 0,
                 },
             };
         }
@@ -212,7 +217,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Format for Stage2<IPA_BITS
     }
 
     #[inline]
-    fn mmio(generation: u64) -> u64 {
+    fn mmio(generation: u64, _note: u64) -> u64 {
         (generation << MMIO_GENERATION_SHIFT) & MMIO_GENERATION | MMIO
     }
 
@@ -344,19 +349,25 @@ mod tests {
     /// DDI 0487, "Invalid descriptor": bit 0 clear, bits 63:1 ignored.
     #[test]
     fn annotated_entries_are_invalid() {
-        assert_eq!(Ipa48::mmio(77) & 1, 0);
+        assert_eq!(Ipa48::mmio(77, 0) & 1, 0);
         assert_eq!(
-            Ipa48::decode(Ipa48::mmio(77), Level::PAGE),
-            Entry::Mmio { generation: 77 }
+            Ipa48::decode(Ipa48::mmio(77, 0), Level::PAGE),
+            Entry::Mmio {
+                generation: 77,
+                note: 0
+            }
         );
         assert_eq!(
-            Ipa48::decode(Ipa48::mmio(0), Level::PAGE),
-            Entry::Mmio { generation: 0 }
+            Ipa48::decode(Ipa48::mmio(0, 0), Level::PAGE),
+            Entry::Mmio {
+                generation: 0,
+                note: 0
+            }
         );
         assert_eq!(Ipa48::cleared(77) & 1, 0);
         assert_eq!(Ipa48::decode(Ipa48::cleared(77), Level::GIGA), Entry::Empty);
         assert_eq!(Ipa48::cleared_by(Ipa48::cleared(77)), Some(77));
-        assert_eq!(Ipa48::cleared_by(Ipa48::mmio(u64::MAX)), None);
+        assert_eq!(Ipa48::cleared_by(Ipa48::mmio(u64::MAX, 0)), None);
         let bits = Ipa48::leaf(LEAF, Level::MEGA);
         assert_eq!(Ipa48::cleared_by(bits), None);
         assert_eq!(Ipa48::cleared_by(Ipa48::broken(bits)), None);

@@ -69,6 +69,8 @@ impl Format for Ept {
     const SETS_DIRTY: bool = true;
     const LOGS_READS: bool = true;
     const MMIO_GENERATION_BITS: u32 = 40;
+    const MMIO_NOTE_BITS: u32 = 0;
+    const SHADOWS: bool = false;
     const MMIO_PHYSICAL_BITS: u32 = 52;
 
     #[inline]
@@ -78,6 +80,7 @@ impl Format for Ept {
             0 => Entry::Empty,
             MISCONFIGURED => Entry::Mmio {
                 generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
+                note: 0,
             },
             _ if level > Level::PAGE && bits & HUGE == 0 => Entry::Table(pfn),
             _ => Entry::Leaf(Self::decode_leaf(bits)),
@@ -99,6 +102,8 @@ impl Format for Ept {
                 WRITE_COMBINING => MemoryType::WriteCombining,
                 _ => MemoryType::Device,
             },
+            user: true,
+            key: 0,
         }
     }
 
@@ -122,7 +127,7 @@ impl Format for Ept {
     }
 
     #[inline]
-    fn mmio(generation: u64) -> u64 {
+    fn mmio(generation: u64, _note: u64) -> u64 {
         (generation << MMIO_GENERATION_SHIFT) & MMIO_GENERATION | MISCONFIGURED
     }
 
@@ -195,14 +200,21 @@ mod tests {
     /// SDM 3C, "EPT Misconfigurations": bit 0 clear while bit 1 is set.
     #[test]
     fn an_mmio_entry_is_a_misconfiguration() {
-        let bits = Ept::mmio(5);
+        let bits = Ept::mmio(5, 0);
         assert_eq!(bits & 0b111, 0b110);
         assert!(Ept::is_absent(bits));
-        assert_eq!(Ept::decode(bits, Level(1)), Entry::Mmio { generation: 5 });
         assert_eq!(
-            Ept::decode(Ept::mmio(u64::MAX), Level(1)),
+            Ept::decode(bits, Level(1)),
             Entry::Mmio {
-                generation: (1 << 40) - 1
+                generation: 5,
+                note: 0
+            }
+        );
+        assert_eq!(
+            Ept::decode(Ept::mmio(u64::MAX, 0), Level(1)),
+            Entry::Mmio {
+                generation: (1 << 40) - 1,
+                note: 0
             }
         );
     }

@@ -15,6 +15,7 @@ use core::ops::Range;
 
 use crate::addr::{Access, Gfn, Level, Pfn};
 use crate::frame::ENTRIES;
+use crate::guest_walk::PageRights;
 
 /// What an entry means, whatever the bits of its architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +31,8 @@ pub enum Entry {
     Mmio {
         /// Low [`Format::MMIO_GENERATION_BITS`] bits of the generation.
         generation: u64,
+        /// [`Format::MMIO_NOTE_BITS`] bits for the MMU that made the entry.
+        note: u64,
     },
     /// A leaf that is being replaced on a walker that asks for break-before-make: invalid to the
     /// walker, flushed before something else takes its place. A fault on it waits.
@@ -57,6 +60,10 @@ pub struct Leaf {
     pub dirty: bool,
     /// How the CPU caches the memory.
     pub memory: MemoryType,
+    /// Accesses at user privilege are allowed. Only x86's own tables have that; second-level leaves allow them always.
+    pub user: bool,
+    /// The protection key, of x86's own tables.
+    pub key: u8,
 }
 
 /// How the CPU caches a page. Every format encodes it in its leaves.
@@ -87,6 +94,19 @@ impl Leaf {
             Access::Read => true,
             Access::Write => self.write,
             Access::Execute => self.execute,
+        }
+    }
+
+    /// Returns the leaf as a shadow of a page for which the guest grants `rights`.
+    pub(crate) fn granted(self, rights: PageRights) -> Leaf {
+        Leaf {
+            write: self.write && rights.write,
+            may_write: self.may_write && rights.write,
+            execute: self.execute && rights.execute,
+            dirty: self.dirty && rights.write,
+            user: rights.user,
+            key: rights.key,
+            ..self
         }
     }
 
@@ -140,13 +160,15 @@ pub(crate) mod sealed {
 /// #   const SETS_DIRTY: bool = Ept::SETS_DIRTY;
 /// #   const LOGS_READS: bool = Ept::LOGS_READS;
 /// #   const MMIO_GENERATION_BITS: u32 = Ept::MMIO_GENERATION_BITS;
+/// #   const MMIO_NOTE_BITS: u32 = Ept::MMIO_NOTE_BITS;
+/// #   const SHADOWS: bool = Ept::SHADOWS;
 /// #   const MMIO_PHYSICAL_BITS: u32 = Ept::MMIO_PHYSICAL_BITS;
 ///     fn decode(bits: u64, _: Level) -> Entry {
 ///         Entry::Table(Pfn(bits >> 12))
 ///     }
 /// #   fn decode_leaf(bits: u64) -> Leaf { Ept::decode_leaf(bits) }
 /// #   fn leaf(leaf: Leaf, level: Level) -> u64 { Ept::leaf(leaf, level) }
-/// #   fn mmio(generation: u64) -> u64 { Ept::mmio(generation) }
+/// #   fn mmio(generation: u64, note: u64) -> u64 { Ept::mmio(generation, note) }
 /// #   fn is_absent(bits: u64) -> bool { Ept::is_absent(bits) }
 /// #   fn ready(access: Access) -> (u64, u64) { Ept::ready(access) }
 /// }
@@ -187,6 +209,11 @@ pub trait Format: sealed::Sealed + Send + Sync + 'static {
     const LOGS_READS: bool;
     /// Bits of the MMIO generation an entry can hold; 0 where the format caches no MMIO.
     const MMIO_GENERATION_BITS: u32;
+    /// Bits of a note that an MMIO entry holds beside it.
+    const MMIO_NOTE_BITS: u32;
+    /// The tables are also those that an x86 guest makes for itself, of any paging mode, so that they can stand in for
+    /// them ([`MmuKind::Shadow`](crate::MmuKind)).
+    const SHADOWS: bool;
     /// MMIO entries work on machines with at most this many physical address bits.
     const MMIO_PHYSICAL_BITS: u32;
 
@@ -210,7 +237,7 @@ pub trait Format: sealed::Sealed + Send + Sync + 'static {
         frame.0 << Self::FRAME_SHIFT | Self::TABLE
     }
     /// See [`Entry::Mmio`].
-    fn mmio(generation: u64) -> u64;
+    fn mmio(generation: u64, note: u64) -> u64;
     /// See [`Entry::Broken`]; called only where [`Format::BREAK_BEFORE_MAKE`].
     fn broken(bits: u64) -> u64 {
         bits

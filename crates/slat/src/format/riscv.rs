@@ -70,6 +70,8 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const SETS_DIRTY: bool = true;
     const LOGS_READS: bool = false;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
+    const MMIO_NOTE_BITS: u32 = 0;
+    const SHADOWS: bool = false;
     const MMIO_PHYSICAL_BITS: u32 = 56;
 
     #[inline]
@@ -78,7 +80,10 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
         if bits & VALID == 0 {
             return match bits & MMIO {
                 0 => Entry::Empty,
-                _ => Entry::Mmio { generation: pfn.0 },
+                _ => Entry::Mmio {
+                    generation: pfn.0,
+                    note: 0,
+                },
             };
         }
         if level > Level::PAGE && bits & RIGHTS == 0 {
@@ -102,6 +107,8 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
                 NOT_CACHED => MemoryType::WriteCombining,
                 _ => MemoryType::WriteBack,
             },
+            user: true,
+            key: 0,
         }
     }
 
@@ -126,7 +133,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
     }
 
     #[inline]
-    fn mmio(generation: u64) -> u64 {
+    fn mmio(generation: u64, _note: u64) -> u64 {
         generation << FRAME_SHIFT & FRAME | MMIO
     }
 
@@ -187,10 +194,13 @@ mod tests {
 
     #[test]
     fn an_mmio_entry_is_invalid() {
-        assert_eq!(Sv39x4::mmio(3) & 1, 0);
+        assert_eq!(Sv39x4::mmio(3, 0) & 1, 0);
         assert_eq!(
-            Sv39x4::decode(Sv39x4::mmio(3), Level::PAGE),
-            Entry::Mmio { generation: 3 }
+            Sv39x4::decode(Sv39x4::mmio(3, 0), Level::PAGE),
+            Entry::Mmio {
+                generation: 3,
+                note: 0
+            }
         );
     }
 

@@ -11,6 +11,8 @@ pub(super) const LEAF: Leaf = Leaf {
     accessed: false,
     dirty: false,
     memory: MemoryType::WriteBack,
+    user: true,
+    key: 0,
 };
 
 const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
@@ -29,6 +31,8 @@ fn leaves(level: Level) -> impl Iterator<Item = Leaf> {
             1 => MemoryType::WriteCombining,
             _ => MemoryType::Device,
         },
+        user: true,
+        key: 0,
     })
 }
 
@@ -86,29 +90,42 @@ fn keeps_its_promises<F: Format>() {
             }
         }
         assert_eq!(F::decode(0, level), Entry::Empty);
-        assert!(F::is_absent(0) && F::is_absent(F::mmio(1)));
+        assert!(F::is_absent(0) && F::is_absent(F::mmio(1, 0)));
         for access in ACCESSES {
             assert!(!is_ready::<F>(0, access));
         }
         let all = u64::MAX >> (64 - F::MMIO_GENERATION_BITS);
-        for generation in [0, 1, all] {
+        let notes = (1u64 << F::MMIO_NOTE_BITS) - 1;
+        for (generation, note) in [(0, 0), (1, notes), (all, 0), (all, notes), (5, notes & 6)] {
+            let bits = F::mmio(generation, note);
             for access in ACCESSES {
-                assert!(!is_ready::<F>(F::mmio(generation), access));
+                assert!(!is_ready::<F>(bits, access));
             }
-            assert_eq!(F::next_table(F::mmio(generation), level), None);
-            assert_eq!(
-                F::decode(F::mmio(generation), level),
-                Entry::Mmio { generation }
-            );
+            assert_eq!(F::next_table(bits, level), None);
+            assert!(F::is_absent(bits));
+            assert_eq!(F::decode(bits, level), Entry::Mmio { generation, note });
         }
-        let wrapped = F::decode(F::mmio(all + 1), level);
-        assert_eq!(wrapped, Entry::Mmio { generation: 0 });
+        let wrapped = F::decode(F::mmio(all + 1, notes), level);
+        let (generation, note) = (0, notes);
+        assert_eq!(wrapped, Entry::Mmio { generation, note });
     }
     let table = F::table(Pfn(0x1234));
     assert_eq!(F::decode(table, Level::MEGA), Entry::Table(Pfn(0x1234)));
     assert_eq!(F::next_table(table, Level::MEGA), Some(Pfn(0x1234)));
     assert_eq!(F::next_table(0, Level::MEGA), None);
     assert!(!F::is_absent(table));
+}
+
+/// Leaves of x86 tables tell users and supervisors apart, and have protection keys.
+#[test]
+fn leaves_of_x86_tables_have_a_privilege_and_a_key() {
+    for (user, key) in [(false, 0), (true, 15), (false, 9)] {
+        for leaf in leaves(Level::MEGA).map(|leaf| Leaf { user, key, ..leaf }) {
+            let bits = X86::<5>::leaf(leaf, Level::MEGA);
+            assert_eq!(X86::<5>::decode(bits, Level::MEGA), Entry::Leaf(leaf));
+            assert_eq!(X86::<5>::next_table(bits, Level::MEGA), None);
+        }
+    }
 }
 
 #[test]

@@ -7,7 +7,10 @@
 use super::{Entry, Format, Leaf, MemoryType, bit};
 use crate::addr::{Access, Level, Pfn};
 
-/// x86-64 tables with `LEVELS` (4 or 5) levels, every entry user-accessible: leaves alone limit rights.
+/// x86-64 tables with `LEVELS` (4 or 5) levels. Entries that refer to tables limit no right, leaves alone do.
+///
+/// With five levels they can also shadow the tables of a guest ([`MmuKind::Shadow`](crate::MmuKind)): a guest that uses
+/// fewer levels begins at a table of a lower one.
 pub struct X86<const LEVELS: u8>;
 
 /// AMD nested page tables: four levels of the same entries. The nested walk treats every guest access
@@ -39,9 +42,16 @@ const NO_EXECUTE: u64 = 1 << 63;
 /// Bit 51 is an address bit that no machine with less than 52 physical address bits has: present with
 /// it set is a fault with the RSVD bit in its error code, which no ordinary fault has.
 const RESERVED: u64 = 1 << 51;
-const MMIO_GENERATION_SHIFT: u32 = 12;
-const GENERATION_BITS: u32 = 39;
-const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
+/// The other bits of an MMIO entry are its note and its generation, but for bit 1, because no MMIO entry allows writing, and
+/// bit 63: [`MMIO_LOW`] of them in bits 50:2, the rest from bit 52 on.
+const MMIO_LOW: u32 = 49;
+const MMIO_LOW_SHIFT: u32 = 2;
+const MMIO_HIGH_SHIFT: u32 = 52;
+const NOTE_BITS: u32 = 42;
+const GENERATION_BITS: u32 = 18;
+const _: () = assert!(NOTE_BITS + GENERATION_BITS == MMIO_LOW + 63 - MMIO_HIGH_SHIFT);
+/// Bits 62:59 of a leaf: its protection key.
+const KEY_SHIFT: u32 = 59;
 
 impl<const LEVELS: u8> super::sealed::Sealed for X86<LEVELS> {}
 
@@ -63,6 +73,8 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
     const SETS_DIRTY: bool = true;
     const LOGS_READS: bool = true;
     const MMIO_GENERATION_BITS: u32 = GENERATION_BITS;
+    const MMIO_NOTE_BITS: u32 = NOTE_BITS;
+    const SHADOWS: bool = LEVELS == 5;
     const MMIO_PHYSICAL_BITS: u32 = 51;
 
     #[inline]
@@ -81,8 +93,11 @@ impl<const LEVELS: u8> Format for X86<LEVELS> {
     }
 
     #[inline]
-    fn mmio(generation: u64) -> u64 {
-        (generation << MMIO_GENERATION_SHIFT) & MMIO_GENERATION | RESERVED | PRESENT
+    fn mmio(generation: u64, note: u64) -> u64 {
+        let both = note & ((1 << NOTE_BITS) - 1) | generation << NOTE_BITS;
+        let low = both & ((1 << MMIO_LOW) - 1);
+        let high = both >> MMIO_LOW & ((1 << (63 - MMIO_HIGH_SHIFT)) - 1);
+        low << MMIO_LOW_SHIFT | high << MMIO_HIGH_SHIFT | RESERVED | PRESENT
     }
 
     #[inline]
@@ -108,9 +123,17 @@ fn decode(bits: u64, level: Level) -> Entry {
         PRESENT if level > Level::PAGE && bits & HUGE == 0 => Entry::Table(pfn),
         PRESENT => Entry::Leaf(decode_leaf(bits)),
         0 => Entry::Empty,
-        _ => Entry::Mmio {
-            generation: (bits & MMIO_GENERATION) >> MMIO_GENERATION_SHIFT,
-        },
+        _ => decode_mmio(bits),
+    }
+}
+
+fn decode_mmio(bits: u64) -> Entry {
+    let low = bits >> MMIO_LOW_SHIFT & ((1 << MMIO_LOW) - 1);
+    let high = bits >> MMIO_HIGH_SHIFT & ((1 << (63 - MMIO_HIGH_SHIFT)) - 1);
+    let both = low | high << MMIO_LOW;
+    Entry::Mmio {
+        generation: both >> NOTE_BITS,
+        note: both & ((1 << NOTE_BITS) - 1),
     }
 }
 
@@ -129,6 +152,8 @@ fn decode_leaf(bits: u64) -> Leaf {
             WRITE_THROUGH => MemoryType::WriteCombining,
             _ => MemoryType::Device,
         },
+        user: bits & USER != 0,
+        key: (bits >> KEY_SHIFT & 15) as u8,
     }
 }
 
@@ -142,7 +167,8 @@ fn encode(leaf: Leaf, level: Level) -> u64 {
     leaf.pfn.0 << 12
         | memory
         | PRESENT
-        | USER
+        | bit(leaf.user, USER)
+        | u64::from(leaf.key) << KEY_SHIFT
         | bit(leaf.write, WRITE)
         | bit(!leaf.execute, NO_EXECUTE)
         | bit(level > Level::PAGE, HUGE)
@@ -204,11 +230,14 @@ mod tests {
     /// APM 2, "Page-Fault Error Code": RSV is set if a reserved bit is set in a present entry.
     #[test]
     fn an_mmio_entry_is_present_with_a_reserved_bit() {
-        let bits = Npt::mmio(9);
+        let bits = Npt::mmio(9, 0);
         assert_eq!(bits & (1 | 1 << 51), 1 | 1 << 51);
         assert_eq!(
             Npt::decode(bits, Level::PAGE),
-            Entry::Mmio { generation: 9 }
+            Entry::Mmio {
+                generation: 9,
+                note: 0
+            }
         );
     }
 }

@@ -112,6 +112,8 @@ macro_rules! small_format {
             // A read leaves a page of a logged slot protected, so that tests explore the write that follows.
             const LOGS_READS: bool = false;
             const MMIO_GENERATION_BITS: u32 = <$of>::MMIO_GENERATION_BITS;
+            const MMIO_NOTE_BITS: u32 = <$of>::MMIO_NOTE_BITS;
+            const SHADOWS: bool = <$of>::SHADOWS;
             const MMIO_PHYSICAL_BITS: u32 = <$of>::MMIO_PHYSICAL_BITS;
 
             fn decode(bits: u64, level: Level) -> Entry {
@@ -126,8 +128,8 @@ macro_rules! small_format {
             fn leaf(leaf: Leaf, level: Level) -> u64 {
                 <$of>::leaf(leaf, level)
             }
-            fn mmio(generation: u64) -> u64 {
-                <$of>::mmio(generation)
+            fn mmio(generation: u64, note: u64) -> u64 {
+                <$of>::mmio(generation, note)
             }
             fn broken(bits: u64) -> u64 {
                 <$of>::broken(bits)

@@ -33,6 +33,8 @@ const LEAF: Leaf = Leaf {
     accessed: true,
     dirty: false,
     memory: MemoryType::WriteBack,
+    user: true,
+    key: 0,
 };
 
 /// Returns the leaf of page `n` of the pair that `LEAF` maps when it is huge.
@@ -90,7 +92,7 @@ impl<F: Format> World<F> {
         self.with_path(|path| {
             path.flushed = flushed.clone();
             let tree = self.tree();
-            tree.map(tree.key(Gfn(gfn)), level, leaf, path, || true, || ())
+            tree.map(tree.key(Gfn(gfn)).into(), level, leaf, path, || true, || ())
         })
     }
 
@@ -104,9 +106,14 @@ impl<F: Format> World<F> {
             match mapped {
                 Mapped::New | Mapped::Widened | Mapped::Spurious => return splits,
                 Mapped::MustMend(level) => splits += self.mend(gfn, level),
-                Mapped::Unflushed(level) => flushed = self.flush(gfn, level),
+                Mapped::Unflushed(gfns) => flushed = self.flush_gfns(gfns),
                 Mapped::Broken => loom::thread::yield_now(),
-                Mapped::Conflict | Mapped::Stale | Mapped::Unprepared => {
+                Mapped::Conflict
+                | Mapped::Stale
+                | Mapped::Unprepared
+                | Mapped::Tracked
+                | Mapped::Unsynced(_)
+                | Mapped::Replaced(_) => {
                     panic!("these tests map no other leaf there")
                 }
             }
@@ -129,9 +136,13 @@ impl<F: Format> World<F> {
 
     /// Flushes like [`crate::Vm`]. There is no hardware to flush: these walkers cache nothing.
     fn flush(&self, gfn: u64, level: Level) -> Flushed {
+        self.flush_gfns(Gfn(gfn).block(level))
+    }
+
+    fn flush_gfns(&self, gfns: Range<Gfn>) -> Flushed {
         let number = self.flushes.begin();
         self.readers.synchronize(|round, _| wait(round));
-        Flushes::done(Gfn(gfn).block(level), number)
+        Flushes::done(gfns, number)
     }
 
     /// Zaps `gfns`, flushes and frees, like a range operation of one step.
@@ -250,7 +261,7 @@ fn map_deep(world: &World<Small<3>>, gfn: u64, path: &mut Path<'_>) {
     let map = |path| {
         let tree = world.tree();
         tree.map(
-            tree.key(Gfn(gfn)),
+            tree.key(Gfn(gfn)).into(),
             Level::PAGE,
             page(gfn),
             path,
@@ -504,7 +515,14 @@ fn no_leaf_is_installed_after_a_zap() {
     nothing_is_installed_after_a_zap(|world, valid| {
         world.with_path(|path| {
             let tree = world.tree();
-            _ = tree.map(tree.key(Gfn(0)), Level::PAGE, page(0), path, valid, || ());
+            _ = tree.map(
+                tree.key(Gfn(0)).into(),
+                Level::PAGE,
+                page(0),
+                path,
+                valid,
+                || (),
+            );
         });
     });
 }
@@ -515,7 +533,7 @@ fn no_run_of_leaves_is_installed_after_a_zap() {
         world.with_path(|path| {
             world
                 .tree()
-                .map_absent(world.tree().key(Gfn(0)), 2, page(0), path, valid)
+                .map_absent(world.tree().key(Gfn(0)).into(), 2, page(0), path, valid)
         });
     });
 }
@@ -529,7 +547,7 @@ fn a_walker_that_reaches_a_run_of_leaves_finds_it_whole() {
             _ = world.with_path(|path| {
                 world
                     .tree()
-                    .map_absent(world.tree().key(Gfn(0)), 2, page(0), path, || true)
+                    .map_absent(world.tree().key(Gfn(0)).into(), 2, page(0), path, || true)
             })
         },
         |world| {
@@ -550,7 +568,7 @@ fn a_run_of_leaves_and_a_fault_add_one_table() {
             _ = world.with_path(|path| {
                 world
                     .tree()
-                    .map_absent(world.tree().key(Gfn(0)), 2, page(0), path, || true)
+                    .map_absent(world.tree().key(Gfn(0)).into(), 2, page(0), path, || true)
             })
         },
         |world| _ = world.fault(1, page(1)),

@@ -30,7 +30,7 @@ impl Budget {
     /// `KVM_PERMILLE_MMU_PAGES` is 20).
     const MEMORY_PER_PAGE: u64 = 50;
     /// How many pages a fault may need.
-    const FAULT: u64 = 4;
+    const FAULT: u64 = 8;
     /// How many are zapped at a time, beyond that (KVM: `KVM_REFILL_PAGES`).
     const AT_A_TIME: u64 = 25;
 
@@ -89,7 +89,7 @@ mod tests {
         assert_eq!(budget.limit(), (1 << 18) / 50);
         budget.memory_changed(1 << 18, 0);
         assert_eq!(budget.limit(), Budget::LEAST);
-        budget.took(60);
+        budget.took(56);
         assert_eq!(budget.excess(), 0);
         budget.took(1);
         assert_eq!(budget.excess(), 1 + 25);
@@ -99,7 +99,7 @@ mod tests {
             (budget.limit(), budget.excess(), budget.beyond()),
             (100, 0, 0)
         );
-        budget.took(59);
+        budget.took(63);
         assert_eq!(budget.beyond(), 20);
         budget.gave_back(100);
         assert_eq!(budget.beyond(), 0);

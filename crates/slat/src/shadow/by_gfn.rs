@@ -80,8 +80,7 @@ impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
         let Some(oldest) = pages.oldest() else {
             return false;
         };
-        pages.zap::<P, F>(&self.platform, oldest, detached, zapped);
-        self.budget.gave_back(1);
+        self.zap_page(&pages, oldest, detached, zapped);
         true
     }
 
@@ -122,14 +121,12 @@ impl<P: Platform, F: Format> Listed for Shown<'_, P, F> {
     }
 
     fn detach(&self, lower: Pfn, detached: &mut Detached) {
-        let platform = &*self.mmu.platform;
-        let number = number_of(platform, lower);
-        (self.pages).zap::<P, F>(platform, number, detached, &mut |_, _, _| ());
-        self.mmu.budget.gave_back(1);
+        let number = number_of(&*self.mmu.platform, lower);
+        (self.mmu).zap_page(self.pages, number, detached, &mut |_, _, _| ());
     }
 
     fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split {
-        let split = self.pages.is_prepared()
+        let split = self.pages.is_prepared::<F>()
             && (self.mmu.split_leaf(self.pages, self.id, at.gfn, path)).is_some();
         match split {
             true => Split::InPlace,
@@ -203,6 +200,9 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         }
         for number in pages.pages_of(slot) {
             let page = pages.pool.get(number);
+            if page.guest().is_some() {
+                continue;
+            }
             if let Some(parent) = pages.parents_of(page).next() {
                 // To detach it is to clear all its entries.
                 let meta = pages.table(platform, number).meta();

@@ -1,13 +1,37 @@
 //! The MMU by index: what a fault installs.
 
-use super::page::{EntryId, Pages, Role, number_of};
+use super::page::{Agreement, EntryId, Pages, number_of};
+use super::track::page_of;
 use super::{ShadowMmu, begin};
 use crate::addr::{Gfn, Level};
 use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
+use crate::guest_walk::PageRights;
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
-use crate::table::{ByIndex, FrameCache, GfnKey, Mapped, OnLeaf, Path, Run, widen};
+use crate::table::{ByIndex, FrameCache, Mapped, OnLeaf, Path, Root, Run, Target, widen};
+use crate::trail::{Note, PageOf, Role, Trail, mmio_note};
+
+/// Why no page was reached in which a leaf can be installed.
+enum NoPage {
+    /// A larger leaf is on the path and was left alone, or there is no frame for a table.
+    GaveUp,
+    /// See [`Mapped::Replaced`].
+    Replaced(Level),
+    /// See [`Mapped::Unsynced`].
+    Unsynced(PageOf),
+}
+
+/// What a fault finds in the place of a leaf that it cannot install there.
+impl From<NoPage> for Mapped {
+    fn from(why: NoPage) -> Self {
+        match why {
+            NoPage::GaveUp => Mapped::Stale,
+            NoPage::Replaced(level) => Mapped::Replaced(level),
+            NoPage::Unsynced(page) => Mapped::Unsynced(page),
+        }
+    }
+}
 
 impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
     #[inline(always)]
@@ -17,7 +41,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
 
     fn map(
         &self,
-        key: GfnKey,
+        target: Target<'_>,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
@@ -25,69 +49,65 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
         done: impl FnOnce(),
     ) -> Mapped {
         let pages = self.lock();
-        if !pages.is_prepared() {
+        if !pages.is_prepared::<F>() {
             return Mapped::Unprepared;
         }
-        if !valid() {
+        let gfn = target.gfn();
+        if !valid() || self.largest(&pages, gfn, level) < level {
             return Mapped::Stale;
         }
-        let Some(number) = self.page_for(&pages, key.index, level, OnLeaf::Split, path) else {
-            return Mapped::Stale;
+        if let Some(untracked) = self.track_tables(&pages, target, path) {
+            return untracked;
+        }
+        if !self.is_current(target) {
+            return Mapped::Tracked;
+        }
+        let number = match self.page_for(&pages, target, level, OnLeaf::Split, path) {
+            Ok(number) => number,
+            Err(why) => return why.into(),
         };
-        let table = pages.table(&*self.platform, number);
-        let index = level.index(key.index);
-        let (entry, id) = (table.entry(index), EntryId::new(number, index));
-        let bits = entry.load(Relaxed);
-        let mapped = match F::decode(bits, level) {
-            now @ (Entry::Empty | Entry::Mmio { .. }) => {
-                if now == Entry::Empty {
-                    pages.list_leaf(id, key.index.align_down(level), level);
-                }
-                entry.store(F::leaf(leaf, level), Release);
-                table.meta().count_leaves(1);
-                Mapped::New
-            }
-            Entry::Leaf(old) if old.pfn == leaf.pfn && old.memory == leaf.memory => {
-                match widen::<F>(entry, bits, leaf, level) {
-                    true => Mapped::Widened,
-                    false => Mapped::Spurious,
-                }
-            }
-            _ => return Mapped::Conflict,
-        };
-        done();
+        let leaf = self.guarded(&pages, gfn, leaf, path);
+        let id = EntryId::new(number, target.key.index.at(level));
+        let mapped = self.install(&pages, id, gfn.align_down(level), leaf, target);
+        if let Mapped::New | Mapped::Widened | Mapped::Spurious = mapped {
+            done();
+        }
         mapped
     }
 
     fn map_absent(
         &self,
-        key: GfnKey,
+        target: Target<'_>,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Option<u64> {
-        let first = Level::PAGE.index(key.index);
+        let first = target.key.index.at(Level::PAGE);
         debug_assert!(first + pages as usize <= ENTRIES);
         self.prepare(path.frames, FrameCache::FAULT).ok()?;
         let run = Run::<F>::new(leaf, Level::PAGE);
         let all = self.lock();
-        if !all.is_prepared() || !valid() {
+        if !all.is_prepared::<F>() || !valid() || !self.is_current(target) {
             return None;
         }
-        let number = self.page_for(&all, key.index, Level::PAGE, OnLeaf::GiveUp, path)?;
+        let gfn = target.gfn();
+        let number = self.page_for(&all, target, Level::PAGE, OnLeaf::GiveUp, path);
+        let number = number.ok()?;
         let table = all.table(&*self.platform, number);
         let mut installed = 0;
         for i in 0..pages as usize {
-            let entry = table.entry(first + i);
+            let (entry, gfn) = (table.entry(first + i), gfn.add(i as u64));
             let bits = entry.load(Relaxed);
             if !F::is_absent(bits) {
                 continue;
             }
-            if bits == 0 {
-                let id = EntryId::new(number, first + i);
-                all.list_leaf(id, key.index.add(i as u64), Level::PAGE);
+            if F::SHADOWS && all.is_tracked(gfn) {
+                // A fault finds out what to do about it.
+                continue;
             }
+            let id = EntryId::new(number, first + i);
+            all.fill(id, bits, gfn, Self::note(target, gfn));
             entry.store(run.bits(i), Release);
             installed += 1;
         }
@@ -95,75 +115,198 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
         Some(installed)
     }
 
-    fn map_mmio(&self, key: GfnKey, generation: u64, path: &mut Path<'_>) -> bool {
+    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> bool {
         let pages = self.lock();
-        if !pages.is_prepared() {
+        if !pages.is_prepared::<F>() || !self.is_current(target) {
             return false;
         }
-        let gfn = key.index;
+        let gfn = target.gfn();
+        let rights = target.trail.map_or(PageRights::ALL, |trail| trail.rights);
+        if rights.key != 0 || self.track_tables(&pages, target, path).is_some() {
+            // There is no space for a key. And the tables are tracked from now on: the next access installs the entry.
+            return false;
+        }
         // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
-        let number = self.page_for(&pages, gfn, Level::PAGE, OnLeaf::GiveUp, path);
-        let Some(number) = number else {
+        let number = self.page_for(&pages, target, Level::PAGE, OnLeaf::GiveUp, path);
+        let Ok(number) = number else {
             return false;
         };
-        let index = Level::PAGE.index(gfn);
+        let index = target.key.index.at(Level::PAGE);
         let table = pages.table(&*self.platform, number);
         let entry = table.entry(index);
         let bits = entry.load(Relaxed);
-        if bits == 0 {
-            pages.list_leaf(EntryId::new(number, index), gfn, Level::PAGE);
-        }
         let free = F::is_absent(bits);
         if free {
-            entry.store(F::mmio(generation), Release);
+            let id = EntryId::new(number, index);
+            pages.fill(id, bits, gfn, Note::new(gfn, rights));
+            entry.store(F::mmio(generation, mmio_note(gfn, rights)), Release);
         }
         free
+    }
+
+    fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
+        self.largest(&self.lock(), gfn, level)
+    }
+}
+
+impl Pages {
+    /// Lists entry `id`, which had `bits` and is about to become a leaf or an MMIO entry of level 1 for `gfn`.
+    fn fill(&self, id: EntryId, bits: u64, gfn: Gfn, note: Note) {
+        self.fill_at(id, bits, gfn, Level::PAGE, note);
+    }
+
+    /// Like [`Self::fill`], for any level.
+    fn fill_at(&self, id: EntryId, bits: u64, gfn: Gfn, level: Level, note: Note) {
+        let page = self.pool.get(id.page());
+        if bits != 0 {
+            // An MMIO entry, perhaps of another frame: the guest has changed its table, and nothing was flushed.
+            self.unlist_leaf(id, page.gfn_at(id.index()), level);
+        }
+        page.set_note(id.index(), note);
+        self.list_leaf(id, gfn, level);
     }
 }
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Returns the number of the page of `level` on the path to `gfn`; makes it, and those above it, if there is none.
-    /// `None`: a larger leaf is on the path and was left alone, or `path` has no frame left.
+    /// Returns the note for a leaf that maps `gfn` at `target`.
+    fn note(target: Target<'_>, gfn: Gfn) -> Note {
+        Note::new(
+            gfn,
+            target.trail.map_or(PageRights::ALL, |trail| trail.rights),
+        )
+    }
+
+    /// Returns the largest level, up to `level`, at which `gfn` may be mapped: a huge leaf covers no table of the guest's.
+    fn largest(&self, pages: &Pages, gfn: Gfn, level: Level) -> Level {
+        let mut level = level;
+        while F::SHADOWS && level > Level::PAGE && pages.rmap.has_tables(gfn, level) {
+            level = level.below();
+        }
+        level
+    }
+
+    /// Installs `leaf`, which maps guest memory from `gfn` on, in entry `id`.
+    fn install(
+        &self,
+        pages: &Pages,
+        id: EntryId,
+        gfn: Gfn,
+        leaf: Leaf,
+        target: Target<'_>,
+    ) -> Mapped {
+        let (page, level) = (pages.pool.get(id.page()), pages.pool.get(id.page()).level());
+        let table = pages.table(&*self.platform, id.page());
+        let entry = table.entry(id.index());
+        let bits = entry.load(Relaxed);
+        let note = Self::note(target, gfn);
+        match F::decode(bits, level) {
+            Entry::Empty | Entry::Mmio { .. } => {
+                pages.fill_at(id, bits, gfn, level, note);
+                entry.store(F::leaf(leaf, level), Release);
+                table.meta().count_leaves(1);
+                Mapped::New
+            }
+            Entry::Leaf(old) if old.pfn == leaf.pfn && old.memory == leaf.memory => {
+                let was = page.note(id.index());
+                if !was.is_like(note) {
+                    return Mapped::Replaced(level);
+                }
+                page.set_note(id.index(), was.with(note));
+                match widen::<F>(entry, bits, leaf, level) {
+                    true => Mapped::Widened,
+                    false => Mapped::Spurious,
+                }
+            }
+            _ if target.trail.is_some() => Mapped::Replaced(level),
+            _ => Mapped::Conflict,
+        }
+    }
+
+    /// Returns the number of the page of `level` on the path to `target`; makes it, and those above it, if
+    /// there is none.
     fn page_for(
         &self,
         pages: &Pages,
-        gfn: Gfn,
+        target: Target<'_>,
         level: Level,
         on_leaf: OnLeaf,
         path: &mut Path<'_>,
-    ) -> Option<u32> {
-        let (mut number, mut at) = (self.root, F::TOP);
+    ) -> Result<u32, NoPage> {
+        let (mut number, mut at) = match target.trail {
+            None => (self.root, F::TOP),
+            Some(trail) => {
+                let (gfn, role) = trail.page(trail.top());
+                let number = pages.find_page(gfn, role).ok_or(NoPage::GaveUp)?;
+                let page = pages.pool.get(number);
+                Self::check_linked(pages, number, trail)?;
+                (page.guest()).inspect(|guest| guest.is_root.set(true));
+                path.root = Some(Root::new(page.frame.get(), role.level));
+                (number, role.level)
+            }
+        };
         while at > level {
-            let index = at.index(gfn);
+            let id = EntryId::new(number, target.key.index.at(at));
             let table = pages.table(&*self.platform, number);
-            let bits = table.entry(index).load(Relaxed);
-            let id = EntryId::new(number, index);
+            let bits = table.entry(id.index()).load(Relaxed);
+            let (child, role) = match target.trail {
+                None => (target.gfn().align_down(at), Role::direct(at.below())),
+                Some(trail) => trail.page(at.below()),
+            };
+            (pages.pool.get(number).guest()).inspect(|guest| guest.stores.set(0));
             number = match F::decode(bits, at) {
-                Entry::Table(lower) => number_of(&*self.platform, lower),
-                Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return None,
-                Entry::Leaf(_) => self.split_leaf(pages, id, gfn.align_down(at), path)?,
+                Entry::Table(lower) => {
+                    let lower = number_of(&*self.platform, lower);
+                    let page = pages.pool.get(lower);
+                    if (page.gfn.get(), page.role.get()) != (child, role) {
+                        return Err(NoPage::Replaced(at));
+                    }
+                    lower
+                }
+                Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return Err(NoPage::GaveUp),
+                Entry::Leaf(_) => {
+                    let note = pages.pool.get(number).note(id.index());
+                    if !role.is_direct() || note != Note::new(child, role.rights) {
+                        return Err(NoPage::Replaced(at));
+                    }
+                    (self.split_leaf(pages, id, child, path)).ok_or(NoPage::GaveUp)?
+                }
                 _ => {
-                    let lower = self.direct_page(pages, gfn.align_down(at), at.below(), path)?;
-                    self.refer(pages, id, lower, bits).ok()?;
+                    let lower = self.page(pages, child, role, path);
+                    let lower = lower.ok_or(NoPage::GaveUp)?;
+                    if let Some(trail) = target.trail {
+                        Self::check_linked(pages, lower, trail)?;
+                    }
+                    (self.refer(pages, id, lower, bits)).map_err(|_| NoPage::GaveUp)?;
                     pages.list_parent(id, lower);
                     lower
                 }
             };
             at = at.below();
         }
-        Some(number)
+        Ok(number)
     }
 
-    /// Returns the number of the direct page of `level` for `gfn`, its first frame. Makes it if there is none: then its
-    /// table is empty, and nothing refers to it. `None`: `path` has no frame for it.
-    fn direct_page(
+    /// Checks that walks may come to page `number` by a new way, that of `trail`. A processor that goes a new way reads the
+    /// table anew. So the page must not have entries from before the entry above was read.
+    fn check_linked(pages: &Pages, number: u32, trail: &Trail) -> Result<(), NoPage> {
+        let page = page_of(pages, number);
+        let guest = pages.pool.get(number).guest();
+        let is_stale = guest.is_some_and(|guest| guest.agreement.get() != Agreement::Synced);
+        match is_stale && !trail.compared[page.level().0 as usize - 1] {
+            true => Err(NoPage::Unsynced(page)),
+            false => Ok(()),
+        }
+    }
+
+    /// Returns the number of the page for `gfn` and `role`. Makes it if there is none: then its table is empty, and nothing
+    /// refers to it. `None`: `path` has no frame for it.
+    pub(super) fn page(
         &self,
         pages: &Pages,
         gfn: Gfn,
-        level: Level,
+        role: Role,
         path: &mut Path<'_>,
     ) -> Option<u32> {
-        let role = Role { level };
         if let Some(number) = pages.find_page(gfn, role) {
             return Some(number);
         }
@@ -176,9 +319,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             return None;
         };
         begin(&*self.platform, frame, number);
-        let nx_split = path.nx_split && level == Level::PAGE;
+        let nx_split = path.nx_split && role.level == Level::PAGE && role.is_direct();
         let meta = pages.table(&*self.platform, number).meta();
         meta.nx_split.store(nx_split, Relaxed);
+        meta.maps_parts.store(role.is_direct(), Relaxed);
         path.nx_splits += u64::from(nx_split);
         path.shadow_pages += 1;
         self.budget.took(1);
@@ -206,7 +350,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     ) -> Option<u32> {
         let above = pages.table(&*self.platform, id.page());
         let at = pages.pool.get(id.page()).level();
-        let lower = self.direct_page(pages, gfn, at.below(), path)?;
+        let page = pages.pool.get(id.page());
+        let role = page.role.get().pieces(page.note(id.index()).rights());
+        let lower = self.page(pages, gfn, role, path)?;
         let mut bits = above.entry(id.index()).load(Acquire);
         let mut made = 0;
         loop {
@@ -241,11 +387,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                     self.spread(pages, number_of(&*self.platform, lower), piece, false);
                 }
                 Entry::Leaf(_) => _ = widen::<F>(entry, bits, piece, level),
-                now if fill => {
-                    if now == Entry::Empty {
-                        let id = EntryId::new(number, index);
-                        pages.list_leaf(id, page.gfn_at(index), level);
-                    }
+                _ if fill => {
+                    let id = EntryId::new(number, index);
+                    let gfn = page.gfn_at(index);
+                    pages.fill_at(id, bits, gfn, level, page.note(index));
                     entry.store(F::leaf(piece, level), Relaxed);
                     installed += 1;
                 }

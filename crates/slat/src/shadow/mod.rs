@@ -27,21 +27,25 @@ mod map;
 mod page;
 mod pool;
 mod rmap;
+mod track;
 
 pub(crate) use budget::Budget;
+pub(crate) use track::{Followed, ReadEntries};
 
 use alloc::sync::Arc;
 use core::marker::PhantomData;
 
-use crate::addr::Pfn;
+use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::heap::{OutOfMemory, Shared};
 use crate::platform::{Platform, WaitFor};
 use crate::sync::SpinLock;
-use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::atomic::AtomicU64;
+use crate::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use crate::sync::spin::SpinGuard;
-use crate::table::{ByGfn, Detached, FrameCache, Root, Table};
-use page::{Pages, Role, ShadowPage};
+use crate::table::{ByGfn, Detached, Flushes, FrameCache, Root, Table};
+use crate::trail::{Changes, Role};
+use page::{Agreement, Pages, ShadowPage};
 use pool::More;
 use rmap::Node;
 
@@ -52,6 +56,11 @@ pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     /// Number of the page that all walks begin with.
     root: u32,
     context: Root,
+    /// How often a page was zapped that walks begin with.
+    roots_zapped: AtomicU64,
+    changes: Changes,
+    /// The flushes of the VM.
+    flushes: Shared<Flushes>,
     budget: Shared<Budget>,
     format: PhantomData<F>,
 }
@@ -61,23 +70,30 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     ///
     /// # Errors
     /// [`OutOfMemory`].
-    pub(crate) fn new(platform: Arc<P>, budget: Shared<Budget>) -> Result<Self, OutOfMemory> {
+    pub(crate) fn new(
+        platform: Arc<P>,
+        flushes: Shared<Flushes>,
+        budget: Shared<Budget>,
+    ) -> Result<Self, OutOfMemory> {
         let mut pages = Pages::new(F::TOP);
-        let _ = (pages.pool).add(More::allocate(pages.pool.ask(1)?, ShadowPage::new)?);
+        let _ = (pages.pool).add(More::allocate(pages.pool.ask(1)?, new_page::<F>)?);
         let nodes = &mut pages.rmap.nodes;
-        let _ = nodes.add(More::allocate(nodes.ask(1)?, Node::new)?);
+        let _ = nodes.add(More::allocate(nodes.ask(1)?, || Ok(Node::new()))?);
         pages.rmap.begin();
         let root = pages.pool.take().ok_or(OutOfMemory)?;
         let frame = platform.alloc_root(1).ok_or(OutOfMemory)?;
         let page = pages.pool.get(root);
         page.frame.set(frame);
-        page.role.set(Role { level: F::TOP });
+        page.role.set(Role::direct(F::TOP));
         begin::<P>(&platform, frame, root);
         Ok(ShadowMmu {
             platform,
             pages: SpinLock::new(pages),
             root,
-            context: Root(frame),
+            context: Root::new(frame, F::TOP),
+            roots_zapped: AtomicU64::new(0),
+            changes: Changes::new(),
+            flushes,
             budget,
             format: PhantomData,
         })
@@ -104,29 +120,80 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         frames: &mut FrameCache,
         tables: usize,
     ) -> Result<(), OutOfMemory> {
+        let tables = tables.max(Pages::install(F::SHADOWS));
         let filled = frames.fill(&*self.platform, tables);
         // As much more again: not every fault allocates.
         let wanted = |spare: usize, least: usize| match spare < least {
             true => 2 * least - spare,
             false => 0,
         };
-        let least = tables.max(Pages::INSTALL);
         let pages = self.lock();
-        let more_pages = wanted(pages.pool.spare(), least);
-        let more_nodes = wanted(pages.rmap.spare(), least);
+        let more_pages = wanted(pages.pool.spare(), tables);
+        let nodes = tables.max(Pages::install_nodes(F::SHADOWS));
+        let more_nodes = wanted(pages.rmap.spare(), nodes);
         if more_pages + more_nodes == 0 {
             return filled;
         }
         let ask = (pages.pool.ask(more_pages), pages.rmap.nodes.ask(more_nodes));
         drop(pages);
-        let more_pages = More::allocate(ask.0?, ShadowPage::new)?;
-        let more_nodes = More::allocate(ask.1?, Node::new)?;
+        let more_pages = More::allocate(ask.0?, new_page::<F>)?;
+        let more_nodes = More::allocate(ask.1?, || Ok(Node::new()))?;
         let mut pages = self.lock();
         let unused = (pages.pool.add(more_pages), pages.rmap.nodes.add(more_nodes));
         drop(pages);
         drop(unused);
         filled
     }
+}
+
+impl<P: Platform, F: Format> ShadowMmu<P, F> {
+    /// Zaps page `number` ([`Pages::zap`]).
+    fn zap_page(
+        &self,
+        pages: &Pages,
+        number: u32,
+        detached: &mut Detached,
+        zapped: &mut dyn FnMut(Gfn, Level, u64),
+    ) {
+        let guest = pages.pool.get(number).guest();
+        if guest.is_some_and(|guest| guest.is_root.get()) {
+            self.roots_zapped.fetch_add(1, Release);
+        }
+        pages.zap::<P, F>(&self.platform, number, detached, zapped);
+        self.budget.gave_back(1);
+    }
+
+    /// Returns how often a page was zapped that walks begin with. A vCPU that finds another number than before must not
+    /// begin a walk with a root that it knows from an earlier reader section.
+    pub(crate) fn roots_zapped(&self) -> u64 {
+        self.roots_zapped.load(Acquire)
+    }
+
+    /// Returns whether the table in `frame` maps parts of a larger page of the guest's.
+    ///
+    /// # Safety
+    /// - a walk has reached the table, in a reader section that the caller is still in.
+    pub(crate) unsafe fn maps_parts(&self, frame: Pfn) -> bool {
+        // SAFETY: the caller's promise.
+        let table = unsafe { Table::at(&*self.platform, frame) };
+        table.meta().maps_parts.load(Relaxed)
+    }
+
+    /// Returns the root for walks that begin with the guest's table at `gfn`, if there is a page for it, and stores to the
+    /// table are noticed.
+    pub(crate) fn root_of(&self, gfn: Gfn, role: Role) -> Option<Root> {
+        let pages = self.lock();
+        let page = pages.pool.get(pages.find_page(gfn, role)?);
+        let guest = page.guest()?;
+        guest.is_root.set(true);
+        let is_good = guest.flush.get() == 0 && guest.agreement.get() == Agreement::Synced;
+        is_good.then(|| Root::new(page.frame.get(), role.level))
+    }
+}
+
+/// Makes a record of a shadow page, for tables of format `F`.
+fn new_page<F: Format>() -> Result<ShadowPage, OutOfMemory> {
+    ShadowPage::new(F::SHADOWS)
 }
 
 /// Makes the frame the empty table of page `number`, which no other thread can reach yet.

@@ -4,6 +4,7 @@
 //! Every present entry is on one list. A leaf, or an MMIO entry, is on that of the guest frame it maps ([`super::rmap`]);
 //! an entry that refers to a table is on the list of parents of that table's page.
 
+use alloc::boxed::Box;
 use alloc::format;
 use alloc::string::String;
 use core::array;
@@ -15,9 +16,11 @@ use super::rmap::{Node, Rmap, Slot};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::frame::ENTRIES;
+use crate::heap::{OutOfMemory, boxed};
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Table, tell_zapped};
+use crate::trail::{Note, Role};
 
 /// The number of an entry of a shadow page: that of the page, and the entry's index.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -39,19 +42,50 @@ impl EntryId {
 
 const _: () = assert!(Pool::<ShadowPage>::MOST * ENTRIES <= u32::MAX as usize);
 
-/// What a shadow page is made for, besides its frame: pages with equal frame and role are one (KVM:
-/// `kvm_mmu_page_role`).
+/// How well a shadow page agrees with the guest's table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Role {
-    /// The level of its table.
-    pub(super) level: Level,
+pub(super) enum Agreement {
+    /// Stores to the table are noticed, and the page has followed all of them.
+    Synced,
+    /// Stores are noticed again, but the page has not been compared with the table since it was [`Self::Unsynced`].
+    ToCompare,
+    /// The guest may store to the table without being noticed.
+    Unsynced,
 }
 
-/// A shadow page. All its pages are *direct*: they map consecutive guest frames, without a table of the guest's.
+/// What a page knows of the guest's table that it stands in for.
+pub(super) struct Guest {
+    pub(super) agreement: Cell<Agreement>,
+    /// In the list of pages that are not [`Agreement::Synced`].
+    unsynced: Link,
+    /// The number of the flush after which all stores to the table are noticed; 0: they are.
+    pub(super) flush: Cell<u64>,
+    /// The number of stores since a walk last used the page.
+    pub(super) stores: Cell<u8>,
+    /// Walks begin with it.
+    pub(super) is_root: Cell<bool>,
+    /// Of each leaf and MMIO entry.
+    notes: [Cell<Note>; ENTRIES],
+}
+
+impl Guest {
+    fn new() -> Self {
+        Guest {
+            agreement: Cell::new(Agreement::Synced),
+            unsynced: Link::new(),
+            flush: Cell::new(0),
+            stores: Cell::new(0),
+            is_root: Cell::new(false),
+            notes: array::from_fn(|_| Cell::new(Note(0))),
+        }
+    }
+}
+
+/// A shadow page.
 pub(super) struct ShadowPage {
     /// The frame of its table.
     pub(super) frame: Cell<Pfn>,
-    /// The first guest frame that it maps.
+    /// The frame of the guest's table; if the page is direct, the first guest frame that it maps.
     pub(super) gfn: Cell<Gfn>,
     pub(super) role: Cell<Role>,
     /// The entries that refer to its table.
@@ -62,19 +96,29 @@ pub(super) struct ShadowPage {
     by_age: Link,
     /// Of each entry that is present.
     links: [Link; ENTRIES],
+    /// In an MMU that shadows tables of the guest's. Direct pages do not use it.
+    guest: Option<Box<Guest>>,
 }
 
 impl ShadowPage {
-    pub(super) fn new() -> Self {
-        ShadowPage {
+    /// Makes a record; one that can be used for a table of the guest's if `shadows`.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(super) fn new(shadows: bool) -> Result<Self, OutOfMemory> {
+        Ok(ShadowPage {
             frame: Cell::new(Pfn(0)),
             gfn: Cell::new(Gfn(0)),
-            role: Cell::new(Role { level: Level::PAGE }),
+            role: Cell::new(Role::direct(Level::PAGE)),
             parents: List::new(),
             siblings: Link::new(),
             by_age: Link::new(),
             links: array::from_fn(|_| Link::new()),
-        }
+            guest: match shadows {
+                true => Some(boxed(Guest::new())?),
+                false => None,
+            },
+        })
     }
 
     /// Returns its level.
@@ -82,10 +126,43 @@ impl ShadowPage {
         self.role.get().level
     }
 
-    /// Returns the first guest frame that entry `index` maps, or that the table it refers to does.
-    pub(super) fn gfn_at(&self, index: usize) -> Gfn {
-        self.gfn.get().add(index as u64 * self.level().pages())
+    /// Returns what it knows of the guest's table. `None`: it is direct.
+    pub(super) fn guest(&self) -> Option<&Guest> {
+        (self.guest.as_deref()).filter(|_| !self.role.get().is_direct())
     }
+
+    /// Returns the first guest frame that entry `index`, a leaf or an MMIO entry, maps. In a direct page also that of the
+    /// table that the entry refers to.
+    pub(super) fn gfn_at(&self, index: usize) -> Gfn {
+        match self.guest() {
+            Some(guest) => guest.notes[index].get().gfn(),
+            None => self.gfn.get().add(index as u64 * self.level().pages()),
+        }
+    }
+
+    /// Returns what the guest has granted for entry `index`, a leaf or an MMIO entry.
+    pub(super) fn note(&self, index: usize) -> Note {
+        match self.guest() {
+            Some(guest) => guest.notes[index].get(),
+            None => Note::new(self.gfn_at(index), self.role.get().rights),
+        }
+    }
+
+    /// Sets what [`Self::note`] returns. A direct page has it from its role.
+    pub(super) fn set_note(&self, index: usize, note: Note) {
+        if let Some(guest) = self.guest() {
+            guest.notes[index].set(note);
+        }
+    }
+}
+
+/// What [`Pages::clear`] has found in an entry.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cleared {
+    Nothing,
+    Table,
+    Leaf,
+    Mmio,
 }
 
 /// All shadow pages of an MMU. Used under its lock.
@@ -96,13 +173,20 @@ pub(super) struct Pages {
     active: List,
     /// The last of these.
     oldest: Cell<u32>,
+    /// Those that do not agree with the guest's table.
+    unsynced: List,
 }
 
 impl Pages {
-    /// How many pages an install makes, at most.
-    pub(super) const INSTALL: usize = 4;
-    /// How many nodes of the reverse map.
-    pub(super) const INSTALL_NODES: usize = 4;
+    /// How many pages an install makes, at most: of a guest's tables one for each level, and two below a page of 1 GiB.
+    pub(super) const fn install(shadows: bool) -> usize {
+        if shadows { 7 } else { 4 }
+    }
+
+    /// How many nodes of the reverse map an install makes, at most: up to four for each page, and for the leaf.
+    pub(super) const fn install_nodes(shadows: bool) -> usize {
+        if shadows { 32 } else { 4 }
+    }
 
     pub(super) const fn new(top: Level) -> Self {
         Pages {
@@ -110,13 +194,15 @@ impl Pages {
             rmap: Rmap::new(top),
             active: List::new(),
             oldest: Cell::new(super::list::END),
+            unsynced: List::new(),
         }
     }
 
     /// Whether nothing needs to be allocated for an install.
     #[inline]
-    pub(super) fn is_prepared(&self) -> bool {
-        self.pool.spare() >= Self::INSTALL && self.rmap.spare() >= Self::INSTALL_NODES
+    pub(super) fn is_prepared<F: Format>(&self) -> bool {
+        self.pool.spare() >= Self::install(F::SHADOWS)
+            && self.rmap.spare() >= Self::install_nodes(F::SHADOWS)
     }
 
     pub(super) fn link(&self, id: u32) -> &Link {
@@ -135,6 +221,13 @@ impl Pages {
             slot.pages
                 .push(number, |number| &self.pool.get(number).siblings);
         });
+        if let Some(guest) = page.guest() {
+            guest.agreement.set(Agreement::Synced);
+            guest.flush.set(0);
+            guest.stores.set(0);
+            guest.is_root.set(false);
+            self.rmap.count_table(gfn, 1);
+        }
         if self.active.is_empty() {
             self.oldest.set(number);
         }
@@ -143,10 +236,13 @@ impl Pages {
         Some(number)
     }
 
-    /// Returns the level of the slot that lists pages of `role`: a table of level n maps the region of one entry of level
-    /// n + 1.
+    /// Returns the level of the slot that lists pages of `role`. A direct table of level n maps the region of one entry of
+    /// level n + 1; a table of the guest's is in one frame.
     fn listed_at(role: Role) -> Level {
-        Level(role.level.0 + 1)
+        match role.is_direct() {
+            true => Level(role.level.0 + 1),
+            false => Level::PAGE,
+        }
     }
 
     /// Returns the page for `gfn` and `role`, if there is one.
@@ -156,6 +252,39 @@ impl Pages {
             let page = self.pool.get(*number);
             page.gfn.get() == gfn && page.role.get() == role
         })
+    }
+
+    /// Returns the numbers of the pages of the guest's table at `gfn`, whatever their role.
+    pub(super) fn pages_of_table(&self, gfn: Gfn) -> impl Iterator<Item = u32> {
+        let slot = self.rmap.find(gfn, Level::PAGE);
+        slot.into_iter().flat_map(|slot| self.pages_of(slot))
+    }
+
+    /// Iterates over the pages that do not agree with the guest's table, those that were changed last first.
+    pub(super) fn unsynced(&self) -> impl Iterator<Item = u32> {
+        self.unsynced.iter(|number| self.unsynced_link(number))
+    }
+
+    fn unsynced_link(&self, number: u32) -> &Link {
+        let guest = self.pool.get(number).guest.as_deref();
+        &guest
+            .expect("only pages of the guest's tables are listed")
+            .unsynced
+    }
+
+    /// Sets how well page `number`, of a table of the guest's, agrees with it. Returns whether that brings it onto the list
+    /// of those that do not, or takes it off.
+    pub(super) fn set_agreement(&self, number: u32, agreement: Agreement) -> bool {
+        let guest = self.pool.get(number).guest();
+        let guest = guest.expect("the page is one of a guest's table");
+        let was = guest.agreement.replace(agreement);
+        let link = |number| self.unsynced_link(number);
+        match (was == Agreement::Synced, agreement == Agreement::Synced) {
+            (true, false) => self.unsynced.push(number, link),
+            (false, true) => self.unsynced.remove(number, link),
+            _ => return false,
+        }
+        true
     }
 
     /// Returns the numbers of the pages that `slot` lists.
@@ -212,6 +341,10 @@ impl Pages {
     /// Gives back a page whose entries are on no list any more.
     fn retire(&self, number: u32) {
         let page = self.pool.get(number);
+        if page.guest().is_some() {
+            self.set_agreement(number, Agreement::Synced);
+            self.rmap.count_table(page.gfn.get(), -1);
+        }
         self.rmap
             .change(page.gfn.get(), Self::listed_at(page.role.get()), |slot| {
                 slot.pages
@@ -242,28 +375,44 @@ impl Pages {
             self.unlist_parent(id, number);
         }
         let (table, level) = (self.table(platform, number), page.level());
-        for (index, entry) in table.entries().iter().enumerate() {
+        for index in 0..ENTRIES {
             let id = EntryId::new(number, index);
-            if entry.load(Relaxed) == 0 {
-                continue;
-            }
-            let bits = entry.swap(0, AcqRel);
-            match F::decode(bits, level) {
-                Entry::Table(lower) => self.unlist_parent(id, number_of(platform, lower)),
-                Entry::Leaf(_) => {
-                    let gfn = page.gfn_at(index);
-                    self.unlist_leaf(id, gfn, level);
-                    table.meta().count_leaves(-1);
-                    detached.zapped.leaves[level.0 as usize - 1] += 1;
-                    tell_zapped::<P, F>(platform, bits, level);
-                    zapped(gfn, level, bits);
-                }
-                _ => self.unlist_leaf(id, page.gfn_at(index), level),
+            if self.clear::<P, F>(platform, id, zapped) == Cleared::Leaf {
+                detached.zapped.leaves[level.0 as usize - 1] += 1;
             }
         }
         detached.push(&table, level);
         detached.zapped.shadow_pages += 1;
         self.retire(number);
+    }
+
+    /// Clears entry `id`, and takes it off its list. Calls `zapped` if it is a leaf, with first frame, level, and bits.
+    pub(super) fn clear<P: Platform, F: Format>(
+        &self,
+        platform: &P,
+        id: EntryId,
+        zapped: &mut dyn FnMut(Gfn, Level, u64),
+    ) -> Cleared {
+        let page = self.pool.get(id.page());
+        let (table, level) = (self.table(platform, id.page()), page.level());
+        let entry = table.entry(id.index());
+        if entry.load(Relaxed) == 0 {
+            return Cleared::Nothing;
+        }
+        let bits = entry.swap(0, AcqRel);
+        if let Entry::Table(lower) = F::decode(bits, level) {
+            self.unlist_parent(id, number_of(platform, lower));
+            return Cleared::Table;
+        }
+        let gfn = page.gfn_at(id.index());
+        self.unlist_leaf(id, gfn, level);
+        if F::is_absent(bits) {
+            return Cleared::Mmio;
+        }
+        table.meta().count_leaves(-1);
+        tell_zapped::<P, F>(platform, bits, level);
+        zapped(gfn, level, bits);
+        Cleared::Leaf
     }
 
     /// Returns the table of page `number`.
@@ -311,7 +460,8 @@ impl Pages {
                     Entry::Empty => continue,
                     Entry::Table(lower) => {
                         let lower = self.pool.get(number_of(platform, lower));
-                        if lower.gfn.get() != page.gfn_at(index) || lower.level() != level.below() {
+                        let frame = page.guest().is_some() || lower.gfn.get() == page.gfn_at(index);
+                        if !frame || lower.level() != level.below() {
                             return Err(format!("{}: entry {index} refers elsewhere", at()));
                         }
                         self.parents_of(lower).any(|listed| listed == id)
@@ -324,6 +474,7 @@ impl Pages {
                 }
             }
         }
+        self.check_tables::<P, F>(platform)?;
         let listed = self.listed_below(self.rmap.root()) + self.parents(root);
         if listed != entries {
             return Err(format!(
@@ -334,6 +485,46 @@ impl Pages {
             true => Ok(()),
             false => Err("a node of the reverse map counts wrong".into()),
         }
+    }
+
+    /// Checks that nothing can store to a table of the guest's unnoticed, and that no huge leaf maps one.
+    fn check_tables<P: Platform, F: Format>(&self, platform: &P) -> Result<(), String> {
+        for number in self.active() {
+            let page = self.pool.get(number);
+            let (gfn, Some(guest)) = (page.gfn.get(), page.guest()) else {
+                continue;
+            };
+            let is_listed = self.unsynced().any(|listed| listed == number);
+            if is_listed == (guest.agreement.get() == Agreement::Synced) {
+                return Err(format!(
+                    "shadow page {number}: {:?} and listed: {is_listed}",
+                    guest.agreement.get()
+                ));
+            }
+            let levels = (1..=F::MAX_LEAF.0).map(Level);
+            for (level, slot) in levels.filter_map(|at| Some((at, self.rmap.find(gfn, at)?))) {
+                for id in self.leaves_of(slot) {
+                    let bits = self
+                        .table(platform, id.page())
+                        .entry(id.index())
+                        .load(Acquire);
+                    let Entry::Leaf(leaf) = F::decode(bits, level) else {
+                        continue;
+                    };
+                    let writable = leaf.write || leaf.may_write;
+                    if writable && guest.agreement.get() != Agreement::Unsynced {
+                        return Err(format!(
+                            "a leaf of level {} allows stores to the tracked table at {gfn:?}",
+                            level.0
+                        ));
+                    }
+                    if writable && level > Level::PAGE {
+                        return Err(format!("a huge leaf allows stores to the table at {gfn:?}"));
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Returns how many entries refer to tables.

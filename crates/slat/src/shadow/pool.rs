@@ -112,7 +112,10 @@ impl<T> More<T> {
     ///
     /// # Errors
     /// [`OutOfMemory`].
-    pub(super) fn allocate(ask: Ask, new: impl Fn() -> T) -> Result<Self, OutOfMemory> {
+    pub(super) fn allocate(
+        ask: Ask,
+        new: impl Fn() -> Result<T, OutOfMemory>,
+    ) -> Result<Self, OutOfMemory> {
         fn space<U>(items: usize) -> Result<Vec<U>, OutOfMemory> {
             let mut list = Vec::new();
             list.try_reserve_exact(items).map_err(|_| OutOfMemory)?;
@@ -120,7 +123,7 @@ impl<T> More<T> {
         }
         let mut records = space(ask.records)?;
         for _ in 0..ask.records {
-            records.push(boxed(new())?);
+            records.push(boxed(new()?)?);
         }
         let lists = match ask.capacity {
             Some(capacity) => Some((space(capacity)?, space(capacity)?)),
@@ -139,7 +142,7 @@ mod tests {
         let mut pool = Pool::<u64>::new();
         let mut places = std::vec::Vec::new();
         for round in 1..=20 {
-            let more = More::allocate(pool.ask(3).unwrap(), || round).unwrap();
+            let more = More::allocate(pool.ask(3).unwrap(), || Ok(round)).unwrap();
             let _ = pool.add(more);
             while let Some(number) = pool.take() {
                 places.push((number, core::ptr::from_ref(pool.get(number))));
@@ -159,8 +162,8 @@ mod tests {
     fn two_threads_that_allocated_at_once_lose_nothing_of_the_pool() {
         let mut pool = Pool::<u64>::new();
         let (first, second) = (pool.ask(3).unwrap(), pool.ask(1).unwrap());
-        let first = More::allocate(first, || 1).unwrap();
-        let second = More::allocate(second, || 2).unwrap();
+        let first = More::allocate(first, || Ok(1)).unwrap();
+        let second = More::allocate(second, || Ok(2)).unwrap();
         let _ = pool.add(first);
         let _ = pool.add(second);
         assert!(pool.spare() >= 3);

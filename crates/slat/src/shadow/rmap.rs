@@ -7,6 +7,7 @@
 
 use core::array;
 use core::cell::Cell;
+use core::ops::Range;
 
 use super::list::{END, Link, List};
 use super::pool::Pool;
@@ -17,7 +18,8 @@ use crate::frame::ENTRIES;
 pub(super) struct Slot {
     /// Leaves and MMIO entries of the node's level that map the region: [`EntryId`](super::page::EntryId)s.
     pub(super) leaves: List,
-    /// Shadow pages of the region: direct ones whose table maps just it. Numbers of the pool of pages.
+    /// Shadow pages of the region: direct ones whose table maps just it; at level 1 those of the guest's table that is
+    /// there. Numbers of the pool of pages.
     pub(super) pages: List,
     /// The node of the next lower level.
     below: Cell<u32>,
@@ -46,6 +48,8 @@ pub(super) struct Node {
     slots: [Slot; ENTRIES],
     /// How many slots are not empty.
     used: Cell<u16>,
+    /// How many shadow pages of guest tables are listed in the node, and below.
+    tables: Cell<u32>,
     /// Number of the node above, and the index there.
     above: Cell<(u32, u16)>,
     /// In the list of empty nodes, while it is empty.
@@ -57,6 +61,7 @@ impl Node {
         Node {
             slots: array::from_fn(|_| Slot::new()),
             used: Cell::new(0),
+            tables: Cell::new(0),
             above: Cell::new((END, 0)),
             empty: Link::new(),
         }
@@ -142,6 +147,59 @@ impl Rmap {
         self.change_in(number, level.index(gfn), change);
     }
 
+    /// Adds `change` to the number of shadow pages of the guest's table at `gfn`, which has a slot.
+    pub(super) fn count_table(&self, gfn: Gfn, change: i32) {
+        let (mut number, mut at) = self.root();
+        loop {
+            let node = self.nodes.get(number);
+            node.tables
+                .set(node.tables.get().wrapping_add_signed(change));
+            if at == Level::PAGE {
+                return;
+            }
+            number = node.slot(at.index(gfn)).below();
+            at = at.below();
+        }
+    }
+
+    /// Returns whether a guest's table with a shadow page is in the region of `level` around `gfn`.
+    pub(super) fn has_tables(&self, gfn: Gfn, level: Level) -> bool {
+        match self.find(gfn, level) {
+            Some(slot) if level == Level::PAGE => !slot.pages.is_empty(),
+            Some(slot) if slot.below() != END => self.nodes.get(slot.below()).tables.get() > 0,
+            _ => false,
+        }
+    }
+
+    /// Returns the first frame in `range` with a guest's table that has a shadow page.
+    pub(super) fn first_table(&self, range: &Range<Gfn>) -> Option<Gfn> {
+        self.first_table_in(self.root(), Gfn(0), range)
+    }
+
+    /// Does [`Self::first_table`] in a node, which begins at frame `start`.
+    fn first_table_in(
+        &self,
+        (number, level): (u32, Level),
+        start: Gfn,
+        range: &Range<Gfn>,
+    ) -> Option<Gfn> {
+        let node = self.nodes.get(number);
+        if node.tables.get() == 0 {
+            return None;
+        }
+        let regions = (0..ENTRIES).map(|index| (index, start.add(index as u64 * level.pages())));
+        let mut inside =
+            regions.filter(|(_, gfn)| gfn.add(level.pages()) > range.start && *gfn < range.end);
+        inside.find_map(|(index, gfn)| {
+            let slot = node.slot(index);
+            match slot.below() {
+                _ if level == Level::PAGE => (!slot.pages.is_empty()).then_some(gfn),
+                END => None,
+                below => self.first_table_in((below, level.below()), gfn, range),
+            }
+        })
+    }
+
     /// Applies `change` to slot `index` of node `number`, and counts.
     pub(super) fn change_in(&self, number: u32, index: usize, change: impl FnOnce(&Slot)) {
         let node = self.nodes.get(number);
@@ -212,7 +270,7 @@ mod tests {
 
     fn rmap(nodes: usize) -> Result<Rmap, OutOfMemory> {
         let mut rmap = Rmap::new(Level(4));
-        let more = More::allocate(rmap.nodes.ask(nodes)?, Node::new)?;
+        let more = More::allocate(rmap.nodes.ask(nodes)?, || Ok(Node::new()))?;
         let _ = rmap.nodes.add(more);
         rmap.begin();
         Ok(rmap)

@@ -6,11 +6,14 @@
 //! gfn](super::by_gfn), is for work that comes from the host, which knows neither.
 
 use super::lookup::descend;
+use core::ops::Range;
+
 use super::{Path, Table};
-use crate::addr::{Access, Gfn, Level, Pfn};
+use crate::addr::{Access, Gfn, Level, PageIndex, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
+use crate::trail::{PageOf, Trail};
 
 /// An MMU, as vCPUs use it. The caller of every method is in a reader section. Look-ups are the same for every MMU,
 /// because walkers are ([`lookup_page`](super::lookup_page)).
@@ -19,24 +22,24 @@ pub(crate) trait ByIndex<P: Platform, F: Format> {
 
     /// Finds the entry at which a page walker would end. Takes no lock.
     #[inline]
-    fn lookup(&self, key: GfnKey) -> Found<'_> {
+    fn lookup(&self, key: Key) -> Found<'_> {
         descend::<P, F>(self.platform(), key, Level::PAGE)
     }
 
     /// Returns whether the level 1 table for `key`, if there is one, exists because of NX.
-    fn is_nx_split(&self, key: GfnKey) -> bool {
+    fn is_nx_split(&self, key: Key) -> bool {
         let (found, platform) = (self.lookup(key), self.platform());
         let frame = found.table;
         let is_nx_split = || Table { platform, frame }.meta().nx_split.load(Relaxed);
         found.level == Level::PAGE && is_nx_split()
     }
 
-    /// Installs `leaf` for the region of `level` around `key`. Adds missing tables; splits a larger leaf on the path in
+    /// Installs `leaf` for the region of `level` around `target`. Adds missing tables; splits a larger leaf on the path in
     /// place, so that its other pages stay mapped throughout. Calls `valid` under the lock of the table that
     /// receives the leaf, immediately before the install, and `done` under that lock, immediately after it.
     fn map(
         &self,
-        key: GfnKey,
+        target: Target<'_>,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
@@ -44,21 +47,27 @@ pub(crate) trait ByIndex<P: Platform, F: Format> {
         done: impl FnOnce(),
     ) -> Mapped;
 
-    /// Installs `leaf`, and leaves for the frames after it, in those of the `pages` level 1 entries from `key` on that
+    /// Installs `leaf`, and leaves for the frames after it, in those of the `pages` level 1 entries from `target` on that
     /// are absent; all are in one table. Calls `valid` like [`Self::map`]. Returns how many leaves it installed;
     /// `None` if `valid` returned `false`, a larger leaf is on the path, or there is no memory for tables.
     fn map_absent(
         &self,
-        key: GfnKey,
+        target: Target<'_>,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Option<u64>;
 
-    /// Installs an MMIO entry of `generation` for `key`, if the entry is empty, or an MMIO entry of any generation.
+    /// Installs an MMIO entry of `generation` for `target`, if the entry is empty, or an MMIO entry of any generation.
     /// Returns whether it did.
-    fn map_mmio(&self, key: GfnKey, generation: u64, path: &mut Path<'_>) -> bool;
+    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> bool;
+
+    /// Returns the largest level, up to `level`, at which the MMU can map `gfn`.
+    fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
+        let _ = gfn;
+        level
+    }
 }
 
 /// What [`ByIndex::map`] did.
@@ -78,31 +87,85 @@ pub(crate) enum Mapped {
     MustMend(Level),
     /// Another thread has broken a leaf on the path and not mended it yet.
     Broken,
-    /// The entry, of this level, was cleared and not flushed yet (break-before-make). The fault begins again after a
-    /// flush of that entry.
-    Unflushed(Level),
+    /// Something that concerns these frames was changed and not flushed yet: the entry was cleared (break-before-make), or
+    /// a table of the guest's was protected. The fault begins again after a flush of them.
+    Unflushed(Range<Gfn>),
     /// No leaf was installed: `valid` returned `false`; or other threads zapped the tables that the call added so
     /// often that the frames allocated ahead were used up.
     Stale,
     /// No leaf was installed: what the MMU has allocated ahead is used up. The fault allocates more and begins again.
     Unprepared,
+    /// No leaf was installed: from now on the MMU notices stores to the guest's tables on the path, but it has not noticed
+    /// earlier ones. The fault reads them again.
+    Tracked,
+    /// No leaf was installed: an entry is to refer to this page for the first time, and the page has to be compared with the
+    /// guest's table before. Then the same fault goes on.
+    Unsynced(PageOf),
+    /// An entry of this level on the path is not what the guest's tables say now, or a leaf for another page. The fault has
+    /// it zapped, and begins again.
+    Replaced(Level),
 }
 
-/// What a walk starts from, and the index that it translates, in pages.
+/// What a walk starts from, and what it translates.
 #[derive(Clone, Copy)]
-pub(crate) struct GfnKey {
+pub(crate) struct Key {
     pub(crate) context: Root,
-    pub(crate) index: Gfn,
+    pub(crate) index: PageIndex,
+}
+
+impl Key {
+    /// Returns the frame that a second-level walker translates by this key.
+    #[inline(always)]
+    pub(crate) fn gfn(self) -> Gfn {
+        self.index.as_gfn()
+    }
+}
+
+/// Where a leaf is to be installed.
+#[derive(Clone, Copy)]
+pub(crate) struct Target<'t> {
+    pub(crate) key: Key,
+    /// What the guest's tables say, if the walker of a shadow table translates the key.
+    pub(crate) trail: Option<&'t Trail>,
+}
+
+impl Target<'_> {
+    /// Returns the frame that a leaf of level 1 there is to map.
+    #[inline(always)]
+    pub(crate) fn gfn(&self) -> Gfn {
+        self.trail.map_or(self.key.gfn(), |trail| trail.gfn)
+    }
+}
+
+impl From<Key> for Target<'_> {
+    fn from(key: Key) -> Self {
+        Target { key, trail: None }
+    }
 }
 
 /// Where walks begin.
-#[derive(Clone, Copy)]
-pub(crate) struct Root(pub(crate) Pfn);
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Root {
+    frame: Pfn,
+    level: Level,
+}
 
 impl Root {
+    /// Returns the root with the table of `level` in `frame`.
+    pub(crate) fn new(frame: Pfn, level: Level) -> Self {
+        Root { frame, level }
+    }
+
     /// Returns the frame of the root table.
+    #[inline(always)]
     pub(crate) fn frame(self) -> Pfn {
-        self.0
+        self.frame
+    }
+
+    /// Returns the level of the root table.
+    #[inline(always)]
+    pub(crate) fn level(self) -> Level {
+        self.level
     }
 }
 

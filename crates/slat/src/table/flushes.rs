@@ -76,7 +76,7 @@ pub(crate) struct Flushed {
 
 impl Flushed {
     /// Returns whether this flush voids what walkers had read in an entry for `gfns` that names the flush `number`.
-    pub(super) fn covers(&self, gfns: &Range<Gfn>, number: u64) -> bool {
+    pub(crate) fn covers(&self, gfns: &Range<Gfn>, number: u64) -> bool {
         number <= self.number && self.gfns.start <= gfns.start && gfns.end <= self.gfns.end
     }
 }

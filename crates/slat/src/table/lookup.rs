@@ -1,7 +1,7 @@
 //! Walks of one address, without locks: as a page walker in hardware walks, whichever MMU made the tables.
 
-use super::{Found, GfnKey, Root, Table};
-use crate::addr::{Gfn, Level, Pfn};
+use super::{Found, Key, Root, Table};
+use crate::addr::{Gfn, Level, PageIndex, Pfn};
 use crate::format::Format;
 use crate::frame::ENTRIES;
 use crate::platform::Platform;
@@ -10,8 +10,8 @@ use crate::sync::atomic::Ordering::*;
 impl<'a, P: Platform> Table<'a, P> {
     /// Loads the entry on the path to `index` of this table, which has `level`.
     #[inline(always)]
-    fn find(&self, index: Gfn, level: Level) -> Found<'a> {
-        let entry = self.entry(level.index(index));
+    fn find(&self, index: PageIndex, level: Level) -> Found<'a> {
+        let entry = self.entry(index.at(level));
         Found {
             entry,
             bits: entry.load(Acquire),
@@ -35,14 +35,11 @@ pub(super) fn root_table<F: Format>(root: Root, index: Gfn) -> Pfn {
 /// Finds the entry of `level` on the path to `key`, or the one above it at which the path ends. All accesses that
 /// are not a [walk](super::ByGfn::walk) over a range or [`lookup_page`] find their entry by this.
 #[inline]
-pub(super) fn descend<P: Platform, F: Format>(
-    platform: &P,
-    key: GfnKey,
-    level: Level,
-) -> Found<'_> {
-    let GfnKey { context, index } = key;
+pub(super) fn descend<P: Platform, F: Format>(platform: &P, key: Key, level: Level) -> Found<'_> {
+    let Key { context, index } = key;
     let table = |frame| Table { platform, frame };
-    let mut found = table(root_table::<F>(context, index)).find(index, F::TOP);
+    let root = root_table::<F>(context, key.gfn());
+    let mut found = table(root).find(index, context.level());
     while found.level > level
         && let Some(lower) = F::next_table(found.bits, found.level)
     {
@@ -55,15 +52,15 @@ pub(super) fn descend<P: Platform, F: Format>(
 /// it ends above. Needs only the platform, so that a caller that walks often does not load the MMU.
 ///
 /// # Safety
-/// - `key` belongs to an MMU on `platform` with tables of format `F`, and the caller is in a reader section as long as
+/// - `key` belongs to an MMU on `platform` with tables of format `F`, and its root is of the top level; the caller is in a reader section as long as
 ///   the result is used.
 #[inline(always)]
 pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
     platform: &P,
-    key: GfnKey,
+    key: Key,
 ) -> Result<Found<'_>, Found<'_>> {
     let find = |frame, level| Table { platform, frame }.find(key.index, level);
-    let mut frame = root_table::<F>(key.context, key.index);
+    let mut frame = root_table::<F>(key.context, key.gfn());
     // The number of steps is a constant, so that the compiler unrolls them.
     for step in 0..F::TOP.0 - 1 {
         let level = Level(F::TOP.0 - step);
@@ -83,7 +80,11 @@ pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
 ///   caller has been in one reader section since, without a quiescent point, and stays in it as long as the
 ///   result is used.
 #[inline(always)]
-pub(crate) unsafe fn lookup_in<P: Platform>(platform: &P, table: Pfn, index: Gfn) -> Found<'_> {
+pub(crate) unsafe fn lookup_in<P: Platform>(
+    platform: &P,
+    table: Pfn,
+    index: PageIndex,
+) -> Found<'_> {
     let frame = table;
     Table { platform, frame }.find(index, Level::PAGE)
 }

@@ -5,7 +5,7 @@ use core::marker::PhantomData;
 use core::ops::Range;
 
 use super::lookup::descend;
-use super::{ByIndex, FrameCache, GfnKey, Mapped, Path, Table, Tree};
+use super::{ByIndex, FrameCache, Key, Mapped, Path, Table, Target, Tree};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
@@ -37,21 +37,22 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
 
     fn map(
         &self,
-        key: GfnKey,
+        target: Target<'_>,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Mapped {
+        let key = target.key;
         let table = match self.table_for(key, level, OnLeaf::Split, path) {
             Ok(table) => table,
             Err(NoPath::MustMend(level)) => return Mapped::MustMend(level),
-            Err(NoPath::Unflushed(level)) => return Mapped::Unflushed(level),
+            Err(NoPath::Unflushed(level)) => return Mapped::Unflushed(key.gfn().block(level)),
             Err(NoPath::Broken | NoPath::Leaf) => return Mapped::Broken,
             Err(NoPath::NoFrames) => return Mapped::Stale,
         };
-        let gfn = key.index;
+        let gfn = key.gfn();
         let entry = table.entry(level.index(gfn));
         let guard = table.lock();
         if !valid() {
@@ -61,7 +62,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
         let mapped = match F::decode(bits, level) {
             Entry::Empty | Entry::Mmio { .. } => {
                 if !self.may_install(bits, gfn, level, &path.flushed) {
-                    return Mapped::Unflushed(level);
+                    return Mapped::Unflushed(gfn.block(level));
                 }
                 entry.store(F::leaf(leaf, level), Release);
                 guard.count_leaves(1);
@@ -83,13 +84,14 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
 
     fn map_absent(
         &self,
-        key: GfnKey,
+        target: Target<'_>,
         pages: u64,
         leaf: Leaf,
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Option<u64> {
-        let gfn = key.index;
+        let key = target.key;
+        let gfn = key.gfn();
         let first = Level::PAGE.index(gfn);
         let indexes = first..first + pages as usize;
         debug_assert!(indexes.end <= ENTRIES);
@@ -129,8 +131,9 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
         Some(installed)
     }
 
-    fn map_mmio(&self, key: GfnKey, generation: u64, path: &mut Path<'_>) -> bool {
-        let gfn = key.index;
+    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> bool {
+        let key = target.key;
+        let gfn = key.gfn();
         // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
         let Ok(table) = self.table_for(key, Level::PAGE, OnLeaf::GiveUp, path) else {
             return false;
@@ -141,7 +144,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
         // An MMIO entry names no flush, so it must not replace an entry whose flush is due.
         let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::PAGE, &path.flushed);
         if free {
-            entry.store(F::mmio(generation), Release);
+            entry.store(F::mmio(generation, 0), Release);
         }
         free
     }
@@ -156,7 +159,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// invalidation that takes this lock later finds the table and enters it.
     fn put_run(
         &self,
-        key: GfnKey,
+        key: Key,
         indexes: Range<usize>,
         run: &Run<F>,
         path: &mut Path<'_>,
@@ -176,11 +179,11 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
             run.fill(&mut table.unpublished()[indexes]);
         }
-        let entry = above.entry(Level::MEGA.index(key.index));
+        let entry = above.entry(Level::MEGA.index(key.gfn()));
         let guard = above.lock();
         let bits = entry.load(Relaxed);
         let free =
-            F::is_absent(bits) && self.may_install(bits, key.index, Level::MEGA, &path.flushed);
+            F::is_absent(bits) && self.may_install(bits, key.gfn(), Level::MEGA, &path.flushed);
         let valid = valid();
         if free && valid {
             entry.store(F::table(frame), Release);
@@ -196,12 +199,12 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// [`OnLeaf::GiveUp`] it leaves a leaf on the path alone: a prefetch only adds what is absent.
     fn table_for(
         &self,
-        key: GfnKey,
+        key: Key,
         level: Level,
         on_leaf: OnLeaf,
         path: &mut Path<'_>,
     ) -> Result<Table<'_, P>, NoPath> {
-        let gfn = key.index;
+        let gfn = key.gfn();
         loop {
             let found = descend::<P, F>(&self.platform, key, level);
             let (table, at) = (self.table(found.table), found.level);

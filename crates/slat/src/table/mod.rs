@@ -83,7 +83,7 @@ use crate::platform::{Platform, WaitFor};
 use crate::sync::atomic::AtomicU64;
 
 pub(crate) use by_gfn::{At, ByGfn, Kept, Listed, Next, RUN, Show, Split, Visit, Walk};
-pub(crate) use by_index::{ByIndex, Found, GfnKey, Mapped, Root};
+pub(crate) use by_index::{ByIndex, Found, Key, Mapped, Root, Target};
 pub(crate) use detached::{Detached, Freed, tell_zapped};
 pub(crate) use flushes::{FlushTicket, Flushed, Flushes, overlap};
 pub(crate) use lookup::{lookup_in, lookup_page};
@@ -128,14 +128,14 @@ impl<P: Platform, F: Format> Tree<P, F> {
 
     /// Returns the context of all walks of this tree.
     pub(crate) fn context(&self) -> Root {
-        Root(self.root)
+        Root::new(self.root, F::TOP)
     }
 
     /// Returns the key of a walk for `gfn`.
-    pub(crate) fn key(&self, gfn: Gfn) -> GfnKey {
-        GfnKey {
+    pub(crate) fn key(&self, gfn: Gfn) -> Key {
+        Key {
             context: self.context(),
-            index: gfn,
+            index: gfn.into(),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use super::{Flushed, Freed};
+use super::{Flushed, Freed, Root};
 use crate::addr::{Level, Pfn};
 use crate::heap::OutOfMemory;
 use crate::platform::Platform;
@@ -98,6 +98,16 @@ pub(crate) struct Path<'a> {
     pub(crate) nx_splits: u64,
     /// The number of shadow pages made.
     pub(crate) shadow_pages: u64,
+    /// The access stores for the guest: then a table of level 1 may become unsynced. Otherwise the MMU itself sets a flag
+    /// there, which changes nothing for it.
+    pub(crate) stores: bool,
+    /// The leaf was installed without the right to write, because the page holds a table of the guest's. The MMU is told of
+    /// the write.
+    pub(crate) tracked: bool,
+    /// The root of the tables on the trail.
+    pub(crate) root: Option<Root>,
+    /// The number of shadow pages that have become unsynced.
+    pub(crate) unsynced: u64,
 }
 
 impl<'a> Path<'a> {
@@ -111,6 +121,10 @@ impl<'a> Path<'a> {
             pieces: LeafCounts::default(),
             nx_splits: 0,
             shadow_pages: 0,
+            stores: false,
+            tracked: false,
+            root: None,
+            unsynced: 0,
         }
     }
 
@@ -143,6 +157,7 @@ impl Counters {
         }
         self.nx_lpage_splits.add(path.nx_splits);
         self.mmu_cache_miss.add(path.shadow_pages);
+        self.mmu_unsync.add(path.unsynced);
     }
 }
 

@@ -180,6 +180,8 @@ const LEAF: Leaf = Leaf {
     accessed: true,
     dirty: true,
     memory: MemoryType::WriteBack,
+    user: true,
+    key: 0,
 };
 
 /// Maps `gfn` to the frame of `leaf` plus `gfn`. Flushes, mends and retries as a fault does.
@@ -195,13 +197,20 @@ fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> M
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         path.flushed = flushed.clone();
-        match tree.map(tree.key(Gfn(gfn)), level, leaf, &mut path, || true, || {}) {
+        match tree.map(
+            tree.key(Gfn(gfn)).into(),
+            level,
+            leaf,
+            &mut path,
+            || true,
+            || {},
+        ) {
             Mapped::MustMend(level) => {
                 while !tree.mend(Gfn(gfn), level, &mut path) {
                     path.flushed = flush(tree, gfn, level);
                 }
             }
-            Mapped::Unflushed(level) => flushed = flush(tree, gfn, level),
+            Mapped::Unflushed(gfns) => flushed = flush(tree, gfns.start.0, level),
             Mapped::Broken => thread::yield_now(),
             mapped => break mapped,
         }
@@ -341,7 +350,7 @@ mod behaviour {
         let mut path = Path::new(&mut frames);
         let done = || panic!("`done` was called, but no leaf installed");
         let mapped = tree.map(
-            tree.key(Gfn(7)),
+            tree.key(Gfn(7)).into(),
             Level::PAGE,
             LEAF,
             &mut path,
@@ -350,7 +359,7 @@ mod behaviour {
         );
         assert!(matches!(mapped, Mapped::Stale));
         assert_eq!(pfn(&tree, 7), None);
-        let absent = tree.map_absent(tree.key(Gfn(0)), 8, LEAF, &mut path, || false);
+        let absent = tree.map_absent(tree.key(Gfn(0)).into(), 8, LEAF, &mut path, || false);
         assert!(absent.is_none() && pfn(&tree, 0).is_none());
         frames.release(&*tree.platform);
     }
@@ -431,7 +440,7 @@ mod behaviour {
             let mut path = Path::new(&mut frames);
             path.flushed = flushed.clone();
             tree.map(
-                tree.key(Gfn(gfn)),
+                tree.key(Gfn(gfn)).into(),
                 Level::PAGE,
                 LEAF,
                 &mut path,
@@ -442,7 +451,7 @@ mod behaviour {
         let nothing = Flushed::default();
         let elsewhere = flush(&tree, 8, Level::PAGE);
         for flushed in [&nothing, &elsewhere] {
-            let unflushed = matches!(try_to_map(7, flushed), Mapped::Unflushed(Level::PAGE));
+            let unflushed = matches!(try_to_map(7, flushed), Mapped::Unflushed(_));
             assert_eq!(unflushed, F::BREAK_BEFORE_MAKE);
             if !unflushed {
                 let _ = zap(&tree, 7..8);
@@ -456,7 +465,7 @@ mod behaviour {
         let mine = flush(&tree, 600, Level::MEGA);
         let _ = (zap(&tree, 7..8), zap(&tree, 600..601));
         assert!(matches!(try_to_map(600, &nothing), Mapped::New));
-        let unflushed = matches!(try_to_map(7, &mine), Mapped::Unflushed(Level::PAGE));
+        let unflushed = matches!(try_to_map(7, &mine), Mapped::Unflushed(_));
         assert_eq!(unflushed, F::BREAK_BEFORE_MAKE);
         drop(ticket);
         assert!(matches!(
@@ -664,7 +673,7 @@ fn a_leaf_that_was_broken_again_needs_another_flush_before_it_is_mended() {
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         let mapped = tree.map(
-            tree.key(Gfn(7)),
+            tree.key(Gfn(7)).into(),
             Level::PAGE,
             LEAF,
             &mut path,

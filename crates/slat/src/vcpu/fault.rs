@@ -8,6 +8,7 @@
 //!    ([`crate::vm::InProgress`]). If it does not, or something conflicts, the fault begins again;
 //! 4. the pages around it ([`super::prefetch`]).
 
+use core::ops::Range;
 use core::ptr;
 
 use super::plan::Plan;
@@ -18,21 +19,24 @@ use crate::format::{Entry, Format};
 use crate::platform::{Platform, Stale, WaitFor};
 use crate::policy::Prefetch;
 use crate::sync::atomic::Ordering::Relaxed;
-use crate::table::{ByGfn, ByIndex, GfnKey, Mapped};
+use crate::table::{ByGfn, ByIndex, Key, Mapped, Root, Target};
+use crate::trail::PageOf;
 use crate::vm::{LogKind, RangeOp};
 
 /// What a faulting access asks for.
 #[derive(Clone, Copy)]
-pub(super) struct Want {
+pub(super) struct Want<'t> {
     /// Where the vCPU's walker looks for it.
-    pub(super) key: GfnKey,
+    pub(super) target: Target<'t>,
     /// Which guest memory it is.
     pub(super) gpa: Gpa,
     /// The right that it needs.
     pub(super) access: Access,
+    /// A write is a store of the guest's, and not a flag that is set for it in one of its tables.
+    pub(super) stores: bool,
 }
 
-impl Want {
+impl Want<'_> {
     pub(super) fn gfn(&self) -> Gfn {
         self.gpa.gfn()
     }
@@ -44,6 +48,8 @@ pub(super) enum Detour {
     Again,
     /// The attempt has installed the pieces of a split leaf. One allows the access, which finds it.
     Mended,
+    /// A page has to be compared with the guest's table, then go on.
+    Unsynced(PageOf),
     /// The access ends here.
     Stop(Stop),
 }
@@ -62,25 +68,31 @@ pub(super) enum Outcome {
 /// A fault in progress.
 pub(super) struct Fault<'v, P: Platform, F: Format> {
     pub(super) vcpu: &'v mut Vcpu<P, F>,
-    pub(super) want: Want,
+    pub(super) want: Want<'v>,
     /// A flush went by while the vCPU waited outside its section: what it returned to its CPU before is void.
     pub(super) slept: bool,
+    /// The root of the tables on the trail, if an install has reached them.
+    pub(super) root: Option<Root>,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Brings the tables to where they allow what `want` asks for. Returns also how, if it came to an end.
     #[cold]
-    pub(super) fn fault(&mut self, want: Want) -> (Result<Translation, Stop>, Option<Outcome>) {
-        let fault = Fault {
-            vcpu: self,
-            want,
-            slept: false,
-        };
-        fault.run()
+    pub(super) fn fault(&mut self, want: Want<'_>) -> (Result<Translation, Stop>, Option<Outcome>) {
+        Fault::new(self, want).run()
     }
 }
 
-impl<P: Platform, F: Format> Fault<'_, P, F> {
+impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
+    pub(super) fn new(vcpu: &'v mut Vcpu<P, F>, want: Want<'v>) -> Self {
+        Fault {
+            vcpu,
+            want,
+            slept: false,
+            root: None,
+        }
+    }
+
     #[inline(always)]
     fn run(mut self) -> (Result<Translation, Stop>, Option<Outcome>) {
         let gpa = self.want.gpa;
@@ -92,7 +104,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             break match self.attempt() {
                 Ok((translation, how)) => (Ok(translation), Some(how)),
                 Err(Detour::Again) if !self.slept => continue,
-                Err(Detour::Again) => (Err(Stop::Retry), None),
+                // Without a trail no page is compared.
+                Err(Detour::Again | Detour::Unsynced(_)) => (Err(Stop::Retry), None),
                 Err(Detour::Mended) => (Err(Stop::Retry), Some(Outcome::Fixed { fast: false })),
                 Err(Detour::Stop(stop @ Stop::Mmio { .. })) => (Err(stop), Some(Outcome::Emulated)),
                 Err(Detour::Stop(stop)) => (Err(stop), None),
@@ -105,7 +118,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     }
 
     #[inline(always)]
-    fn attempt(&mut self) -> Result<(Translation, Outcome), Detour> {
+    pub(super) fn attempt(&mut self) -> Result<(Translation, Outcome), Detour> {
         let sequence = self.vcpu.vm().in_progress.sequence();
         // The facts stay where they are: to move them with the plan costs a tenth of a fault.
         let slot = self.slot()?;
@@ -113,14 +126,14 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         if plan.nx_split && !self.vcpu.vm().policy.nx_huge_pages_split().is_on() {
             self.zap_huge();
         }
-        let (mapped, split) = self.install(&plan);
+        let (mapped, split, tracked) = self.install(&plan);
         let fast = plan.fast;
         let how = match mapped {
             Mapped::New => {
                 self.vcpu.counters().leaves_of(plan.level).add(1);
                 let prefetch = self.vcpu.vm().policy.prefetch();
                 let small = plan.level == Level::PAGE && plan.slot.log.is_none();
-                if small && prefetch != Prefetch::Off {
+                if small && prefetch != Prefetch::Off && self.want.target.trail.is_none() {
                     self.prefetch(&plan, prefetch);
                 }
                 Outcome::Fixed { fast: false }
@@ -131,15 +144,28 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             Mapped::Spurious => Outcome::Spurious { fast },
             other => return Err(self.not_installed(other, &plan)),
         };
-        Ok((translation(plan.leaf, plan.level, self.want.gfn()), how))
+        let found = translation(plan.leaf, plan.level, self.want.gfn());
+        let translation = Translation {
+            write: found.write && !tracked,
+            tracked,
+            ..found
+        };
+        Ok((translation, how))
     }
 
     /// Installs the leaf of `plan`, and notes the write in the slot's dirty log, if what the plan rests on still
-    /// holds. The flag says that a huge leaf was split in place on the path.
+    /// holds. The first flag says that a huge leaf was split in place on the path, the second that the page is a table of the
+    /// guest's, whose leaf does not allow the write.
     #[inline(always)]
-    fn install(&mut self, plan: &Plan<'_>) -> (Mapped, bool) {
+    fn install(&mut self, plan: &Plan<'_>) -> (Mapped, bool, bool) {
         let space = self.vcpu.space_index();
-        let (key, gfn) = (self.want.key, self.want.gfn());
+        let Want {
+            target,
+            access,
+            stores,
+            ..
+        } = self.want;
+        let gfn = self.want.gfn();
         let (slot, leaf, level) = (plan.slot, plan.leaf, plan.level);
         // Not `on_tables`, whose result would be copied in every fault.
         let Parts {
@@ -151,6 +177,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             counters,
         } = self.vcpu.parts();
         path.nx_split = plan.nx_split;
+        path.stores = stores && access == Access::Write;
         // A set that is new since the sequence was taken may have another slot there, or none.
         let log = match slot.log_at {
             Some(at) => slots
@@ -163,8 +190,11 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let hvas = slot.hvas(gfn, level);
         // NX may have made a table there since the level was chosen; a huge leaf would throw away what
         // another vCPU has just been given. Under the lock this is settled.
-        let nx_table =
-            || level > Level::PAGE && vm.policy.nx_huge_pages().is_on() && tables.is_nx_split(key);
+        let nx_table = || {
+            level > Level::PAGE
+                && vm.policy.nx_huge_pages().is_on()
+                && tables.is_nx_split(target.key)
+        };
         let valid = || {
             vm.in_progress.holds(plan.sequence, &hvas)
                 && log.is_some() == slot.log.is_some()
@@ -183,10 +213,12 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             }
             noted = true;
         };
-        let mapped = tables.map(key, level, leaf, &mut path, valid, note);
+        let mapped = tables.map(target, level, leaf, &mut path, valid, note);
         counters.path_done(&path);
         counters.dirty_pages.add(noted as u64);
-        (mapped, path.splits.iter().any(|n| *n > 0))
+        let (split, tracked) = (path.splits.iter().any(|n| *n > 0), path.tracked);
+        self.root = path.root;
+        (mapped, split, tracked && access == Access::Write)
     }
 
     /// Does what has to be done before the next attempt, after an install that ended as `mapped`.
@@ -198,8 +230,17 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
                 Detour::Again
             }
             Mapped::MustMend(level) => self.mend(level, plan.nx_split),
-            Mapped::Unflushed(level) => {
-                self.flush(level);
+            Mapped::Unflushed(gfns) => {
+                self.flush(gfns);
+                Detour::Again
+            }
+            Mapped::Tracked => Detour::Again,
+            Mapped::Unsynced(page) => Detour::Unsynced(page),
+            Mapped::Replaced(level) => {
+                let Target { key, trail } = self.want.target;
+                if let Some(root) = trail.map(|trail| trail.root()) {
+                    self.outside(|vcpu| vcpu.vm().zap_entry(vcpu.space(), key, root, level));
+                }
                 Detour::Again
             }
             Mapped::Broken => self.wait_while(|vcpu, key| {
@@ -216,7 +257,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 
     /// With `nx_huge_pages_split` off: zaps the huge leaf that an execution fault conflicts with.
     fn zap_huge(&mut self) {
-        let found = self.vcpu.tables().lookup(self.want.key);
+        let found = self.vcpu.tables().lookup(self.want.target.key);
         if matches!(found.entry::<F>(), Entry::Leaf(_)) && found.level > Level::PAGE {
             self.zap(found.level);
         }
@@ -233,9 +274,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         });
     }
 
-    /// Flushes the region of `level` around the page, and remembers that.
-    fn flush(&mut self, level: Level) {
-        let gfns = self.want.gfn().block(level);
+    /// Flushes `gfns`, and remembers that.
+    fn flush(&mut self, gfns: Range<Gfn>) {
         let flushed = self.outside(|vcpu| {
             let counters = vcpu.counters();
             counters.remote_tlb_flush_requests.add(1);
@@ -246,11 +286,12 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 
     /// Flushes the leaf of `level` that this fault has broken, and installs its pieces.
     fn mend(&mut self, level: Level, nx_split: bool) -> Detour {
-        let Want { key, access, .. } = self.want;
+        let Want { target, access, .. } = self.want;
+        let key = target.key;
         let gfn = self.want.gfn();
         let mut mended = false;
         while !mended {
-            self.flush(level);
+            self.flush(gfn.block(level));
             mended = self.vcpu.on_tables(|_, tables, path| {
                 path.nx_split = nx_split;
                 tables.mend(gfn, level, path)
@@ -269,8 +310,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     }
 
     /// Waits outside as long as `condition` holds. Ends the access early when the vCPU is wanted elsewhere.
-    pub(super) fn wait_while(&mut self, condition: impl Fn(&Vcpu<P, F>, GfnKey) -> bool) -> Detour {
-        let key = self.want.key;
+    pub(super) fn wait_while(&mut self, condition: impl Fn(&Vcpu<P, F>, Key) -> bool) -> Detour {
+        let key = self.want.target.key;
         if !condition(self.vcpu, key) {
             return Detour::Again;
         }

@@ -2,6 +2,7 @@
 //! ahead, the slots it used lately ([`recent_slots`]), the tables it walked lately ([`paging_structure_cache`]).
 
 mod fault;
+mod guest;
 mod paging_structure_cache;
 mod plan;
 mod prefetch;
@@ -9,6 +10,7 @@ mod presence;
 mod recent_slots;
 mod translate;
 
+pub use guest::{HostWords, VirtualPage, VirtualStop};
 pub use translate::{Stop, Translation};
 
 use alloc::sync::Arc;
@@ -26,7 +28,7 @@ use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::{Attention, Reader};
-use crate::table::{Flushed, Found, FrameCache, GfnKey, Path, Root, lookup_in, lookup_page};
+use crate::table::{Flushed, Found, FrameCache, Key, Path, Root, lookup_in, lookup_page};
 use crate::vm::{DirtyRing, Space, Vm};
 use prefetch::Window;
 use presence::Presence;
@@ -72,6 +74,8 @@ pub struct Vcpu<P: Platform, F: Format> {
     flushed: Flushed,
     recent: RecentSlots,
     window: Window,
+    /// Where walks of guest-virtual addresses begin.
+    roots: guest::Roots,
     ring: Option<Arc<DirtyRing>>,
     /// The counters of the reader when this vCPU took it over.
     counted_before: Stats,
@@ -181,6 +185,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             flushed: Flushed::default(),
             recent,
             window: Window::default(),
+            roots: guest::Roots::default(),
             ring: None,
         })
     }
@@ -198,10 +203,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 
     /// Returns what its walker finds `gfn` by.
     #[inline(always)]
-    pub(crate) fn key(&self, gfn: Gfn) -> GfnKey {
-        GfnKey {
+    pub(crate) fn key(&self, gfn: Gfn) -> Key {
+        Key {
             context: self.context,
-            index: gfn,
+            index: gfn.into(),
         }
     }
 
@@ -243,7 +248,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         // SAFETY: the table was put there by `remember`, which takes what `walk` has found; since then the
         // reader has been in one section and passed no quiescent point, because that empties the cache
         // (`Presence`) and needs `&mut self`.
-        let found = unsafe { lookup_in(&*self.vm.platform, table, gpa.gfn()) };
+        let found = unsafe { lookup_in(&*self.vm.platform, table, gpa.gfn().into()) };
         found.ready::<F>(access)
     }
 

@@ -104,6 +104,8 @@ impl SlotFacts {
             accessed: true,
             dirty: write && access == Access::Write,
             memory: host.memory,
+            user: true,
+            key: 0,
         }
     }
 }
@@ -121,7 +123,11 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         slot: &'s SlotFacts,
         sequence: Sequence,
     ) -> Result<Plan<'s>, Detour> {
-        let known = self.known_page();
+        // The leaf that is there may map another page: the guest's tables may have changed since.
+        let known = match self.want.target.trail {
+            None => self.known_page(),
+            Some(_) => None,
+        };
         let host = match known {
             Some(host) => host,
             None => self.host_page(slot, sequence)?,
@@ -129,6 +135,10 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let (level, nx_split) = self.level(slot, &host);
         let policy = &self.vcpu.vm().policy;
         let leaf = slot.leaf(&host, self.logged_access(slot));
+        let leaf = match self.want.target.trail {
+            None => leaf,
+            Some(trail) => leaf.granted(trail.rights),
+        };
         let nx = level > Level::PAGE && policy.nx_huge_pages().is_on();
         let leaf = Leaf {
             pfn: leaf.pfn.align_down(level),
@@ -178,10 +188,10 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 
     /// Ends an access to no slot, in the slot set of `generation`.
     fn no_slot(&mut self, generation: u64) -> Stop {
-        let Want { key, gpa, .. } = self.want;
+        let Want { target, gpa, .. } = self.want;
         if self.vcpu.vm().caches_mmio() {
             let made =
-                (self.vcpu).on_tables(|_, tables, path| tables.map_mmio(key, generation, path));
+                (self.vcpu).on_tables(|_, tables, path| tables.map_mmio(target, generation, path));
             self.vcpu.counters().pf_mmio_spte_created.add(made as u64);
         }
         Stop::Mmio { gpa }
@@ -208,7 +218,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// asked.
     #[inline(always)]
     fn known_page(&self) -> Option<HostPage> {
-        let Want { key, access, .. } = self.want;
+        let Want { target, access, .. } = self.want;
+        let key = target.key;
         // While a slot moves onto part of itself, its old leaves are still there: what is known of this
         // frame may be the page next to it.
         if self.vcpu.vm().in_progress.is_slot_leaving() {
@@ -254,9 +265,15 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         if slot.log.is_some() {
             return (Level::PAGE, false);
         }
-        let Want { key, access, .. } = self.want;
+        let Want { target, access, .. } = self.want;
+        let key = target.key;
         let vm = self.vcpu.vm();
-        let level = vm.fitting_level(&slot.gfns, self.want.gfn(), host.pfn, host.level);
+        let (gfn, trail) = (self.want.gfn(), self.want.target.trail);
+        let largest = trail.map_or(host.level, |trail| trail.leaf_level().min(host.level));
+        let mut level = vm.fitting_level(&slot.gfns, gfn, host.pfn, largest);
+        if level > Level::PAGE {
+            level = self.vcpu.tables().mappable_level(gfn, level);
+        }
         let nx = level > Level::PAGE
             && vm.policy.nx_huge_pages().is_on()
             && (access == Access::Execute || self.vcpu.tables().is_nx_split(key));

@@ -15,17 +15,19 @@
 
 use core::ops::Range;
 
-use super::Vcpu;
 use super::fault::Fault;
 use super::plan::{Plan, SlotFacts};
 use super::translate::Stop;
-use crate::addr::{Access, Gfn, Gpa, Level, PAGE_SHIFT};
+use super::{HostWords, Vcpu};
+use crate::addr::{Access, Gfn, Gpa, Hpa, Level, PAGE_SHIFT, PageIndex};
 use crate::format::{Format, Leaf};
 use crate::frame::ENTRIES;
+use crate::guest_walk::PageRights;
 use crate::platform::{HostPage, HostRun, Platform};
 use crate::policy::Prefetch;
 use crate::sync::held;
-use crate::table::{ByIndex, GfnKey};
+use crate::table::{ByIndex, Key, Target};
+use crate::trail::{Meaning, Trail};
 use crate::vm::Sequence;
 
 /// What the adaptive window remembers of one vCPU.
@@ -88,7 +90,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             let start = Gfn(gfn.0 & !(size - 1));
             let window = start.max(slot.gfns.start)..start.add(size).min(slot.gfns.end);
             let window_end = window.end;
-            let (_, installed) = vcpu.map_resident(window, slot, plan.sequence);
+            let at = vcpu.key(window.start).into();
+            let (_, installed) = vcpu.map_resident(window, at, slot, plan.sequence);
             vcpu.window.learn(installed);
             if installed > 0 {
                 end = window_end;
@@ -98,27 +101,134 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     }
 }
 
+/// Pages that adjacent entries of a guest's table map, next to each other and with equal rights.
+#[derive(Clone, Copy)]
+struct GuestRun {
+    index: PageIndex,
+    gfn: Gfn,
+    rights: PageRights,
+    pages: u64,
+}
+
 impl<P: Platform, F: Format> Vcpu<P, F> {
+    /// Maps what the guest's entries beside that for `gva` map, which was just mapped by `trail`: those that were used before,
+    /// of memory that is resident (KVM: `pte_prefetch`).
+    pub(super) fn prefetch_guest<W: HostWords>(&mut self, gva: u64, trail: &Trail, words: &mut W) {
+        if trail.leaf_level() > Level::PAGE {
+            return;
+        }
+        let page = PageIndex::of_gva(gva);
+        // The adaptive window looks at the order of faults, whatever the addresses are.
+        let size = match self.vm().policy.prefetch() {
+            Prefetch::Off => return,
+            Prefetch::Window(pages) => Prefetch::window(pages),
+            Prefetch::Adaptive => self.window.after_fault(page.as_gfn()),
+        };
+        let at = page.at(Level::PAGE);
+        let first = at & !(size.max(1) as usize - 1);
+        let mut end = page.add(1);
+        if size > 1 && self.window.looks() {
+            let installed = self.map_guest_window(page, first..first + size as usize, trail, words);
+            self.window.learn(installed);
+            if installed > 0 {
+                end = page.add((first + size as usize - at) as u64);
+            }
+        }
+        self.window.next = end.as_gfn();
+    }
+
+    /// Maps what is resident and absent of the pages that the entries `window` map, of the table that maps `page`. Returns
+    /// how many pages were mapped.
+    fn map_guest_window<W: HostWords>(
+        &mut self,
+        page: PageIndex,
+        window: Range<usize>,
+        trail: &Trail,
+        words: &mut W,
+    ) -> u64 {
+        let sequence = self.vm().in_progress.sequence();
+        let (table, role) = trail.page(Level::PAGE);
+        let Ok(host) = self.reach_table(table.gpa(), Access::Read) else {
+            return 0;
+        };
+        let (mut installed, mut run) = (0, None::<GuestRun>);
+        let at = page.at(Level::PAGE);
+        for index in window {
+            let offset = role.guest_index(index) as u64 * role.entry_size();
+            let Ok(entry) = words.read(Hpa(host.host.0 + offset), role.entry_size() as usize)
+            else {
+                break;
+            };
+            self.count_guest_pte_read();
+            let next = match role.meaning(index, entry) {
+                Some(Meaning::Memory(gfn, rights)) if index != at => Some((gfn, rights)),
+                _ => None,
+            };
+            match (&mut run, next) {
+                (Some(run), Some((gfn, rights)))
+                    if gfn == run.gfn.add(run.pages) && rights == run.rights =>
+                {
+                    run.pages += 1;
+                }
+                (_, next) => {
+                    installed += self.map_guest_run(run, trail, sequence);
+                    run = next.map(|(gfn, rights)| GuestRun {
+                        index: page.with_entry(index),
+                        gfn,
+                        rights,
+                        pages: 1,
+                    });
+                }
+            }
+        }
+        installed + self.map_guest_run(run, trail, sequence)
+    }
+
+    /// Maps what is resident and absent of `run`, beside the page of `trail`. Returns how many pages were mapped.
+    fn map_guest_run(&mut self, run: Option<GuestRun>, trail: &Trail, sequence: Sequence) -> u64 {
+        let Some(run) = run else {
+            return 0;
+        };
+        let (set, slot) = self.find_slot(run.gfn);
+        let Some(slot) = slot.filter(|slot| slot.log().is_none()) else {
+            return 0;
+        };
+        let Some(slot) = SlotFacts::of(slot, run.gfn, &set.private) else {
+            return 0;
+        };
+        let end = run.gfn.add(run.pages).min(slot.gfns.end);
+        let trail = trail.beside(run.gfn, run.rights);
+        let key = Key {
+            context: self.context,
+            index: run.index,
+        };
+        let at = Target {
+            key,
+            trail: Some(&trail),
+        };
+        self.map_resident(run.gfn..end, at, &slot, sequence).1
+    }
+
     /// Maps what is resident and absent in `range`, which lies in the slot and in one table of level 1.
     /// Returns the first page of it that is not mapped then (not resident, or fit for a larger leaf),
     /// and how many pages were mapped.
     fn map_resident(
         &mut self,
         range: Range<Gfn>,
+        at: Target<'_>,
         slot: &SlotFacts,
         sequence: Sequence,
     ) -> (Gfn, u64) {
         let hva = |gfn: Gfn| slot.hva_base.add_pages(gfn.0 - slot.gfns.start.0);
         let backing = hva(range.start)..hva(range.end);
         let (mut installed, mut unmapped) = (0, range.start);
-        let context = self.context;
         self.on_tables(|vm, tables, path| {
             let mut map = |run: HostRun| {
-                let gfn = range
-                    .start
-                    .add((run.backing.0 - backing.start.0) >> PAGE_SHIFT);
+                let page = (run.backing.0 - backing.start.0) >> PAGE_SHIFT;
+                let gfn = range.start.add(page);
                 let HostPage { pfn, level, .. } = run.first;
-                if vm.fitting_level(&slot.gfns, gfn, pfn, level) > Level::PAGE {
+                let is_fit = vm.fitting_level(&slot.gfns, gfn, pfn, level) > Level::PAGE;
+                if is_fit && at.trail.is_none() {
                     return;
                 }
                 let leaf = Leaf {
@@ -126,11 +236,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     ..slot.leaf(&run.first, Access::Read)
                 };
                 let valid = || vm.in_progress.holds(sequence, &backing);
-                let key = GfnKey {
-                    context,
-                    index: gfn,
+                let key = Key {
+                    context: at.key.context,
+                    index: at.key.index.add(page),
                 };
-                if let Some(new) = tables.map_absent(key, run.pages, leaf, path, valid) {
+                let trail = at.trail.map(|trail| trail.beside(gfn, trail.rights));
+                let leaf = trail.map_or(leaf, |trail| leaf.granted(trail.rights));
+                let trail = trail.as_ref();
+                let target = Target { key, trail };
+                if let Some(new) = tables.map_absent(target, run.pages, leaf, path, valid) {
                     installed += new;
                     if gfn == unmapped {
                         unmapped = gfn.add(run.pages);
@@ -190,12 +304,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             // One table for each 2 MiB that are left, taken from the platform by the batch.
             let tables = (end.0 - gfn.0).div_ceil(Level::MEGA.pages()) as usize;
             self.fill_frames_for(tables);
-            let (next, _) = self.map_resident(gfn..end.min(table_end), &slot, sequence);
+            let at = self.key(gfn).into();
+            let (next, _) = self.map_resident(gfn..end.min(table_end), at, &slot, sequence);
             if next > gfn {
                 return Ok(next.gpa());
             }
         }
-        let level = self.prefault_page(gpa)?.level;
+        let level = self.translate_uncounted(gpa, Access::Read)?.level;
         Ok(gfn.block(level).end.gpa())
     }
 }

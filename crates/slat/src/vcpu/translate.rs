@@ -26,6 +26,9 @@ pub struct Translation {
     pub write: bool,
     /// Fetches need no further fault.
     pub execute: bool,
+    /// Of a translation for a write: the page holds a table of the guest's that is shadowed. After the store call
+    /// [`Vcpu::stored`].
+    pub tracked: bool,
 }
 
 /// Why an access has no translation.
@@ -144,28 +147,40 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         answer
     }
 
-    /// Maps the page at `gpa` for reading, if it is not mapped. It is no fault of the guest, and not counted
+    /// Translates `gpa`; maps its page if it is not mapped. It is no fault of the guest, and not counted
     /// as one. Errors as [`Vcpu::translate`].
-    pub(super) fn prefault_page(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
-        assert!(self.is_entered(), "Vcpu::prefault outside enter/leave");
+    pub(super) fn translate_uncounted(
+        &mut self,
+        gpa: Gpa,
+        access: Access,
+    ) -> Result<Translation, Stop> {
+        assert!(self.is_entered(), "a translation outside enter/leave");
         if !self.may_walk(gpa) {
             return Err(Stop::Mmio { gpa });
         }
-        match self.translate_mapped(gpa, Access::Read) {
+        self.forget(gpa);
+        match self.translate_mapped(gpa, access) {
             Some(answer) => answer,
-            None => self.fault(self.want(gpa, Access::Read)).0,
+            None => {
+                let want = Want {
+                    stores: false,
+                    ..self.want(gpa, access)
+                };
+                self.fault(want).0
+            }
         }
     }
 
-    fn want(&self, gpa: Gpa, access: Access) -> Want {
+    fn want(&self, gpa: Gpa, access: Access) -> Want<'static> {
         Want {
-            key: self.key(gpa.gfn()),
+            target: self.key(gpa.gfn()).into(),
             gpa,
             access,
+            stores: true,
         }
     }
 
-    fn count_fault(&self, how: Outcome) {
+    pub(super) fn count_fault(&self, how: Outcome) {
         let counters = self.counters();
         match how {
             Outcome::Fixed { fast } => {
@@ -197,7 +212,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     };
                     Some(Ok(translation(leaf, found.level, gfn)))
                 }
-                Entry::Mmio { generation } if self.is_current(generation) => {
+                Entry::Mmio { generation, .. } if self.is_current(generation) => {
                     self.counters().mmio_cached.add(1);
                     Some(Err(Stop::Mmio { gpa }))
                 }
@@ -254,7 +269,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Whether an MMIO entry with these generation bits is of the current slot set.
-    fn is_current(&self, generation: u64) -> bool {
+    pub(super) fn is_current(&self, generation: u64) -> bool {
         let mask = (1u64 << F::MMIO_GENERATION_BITS) - 1;
         self.vm().caches_mmio() && self.slots().generation & mask == generation
     }
@@ -269,5 +284,6 @@ pub(super) fn translation(leaf: Leaf, level: Level, gfn: Gfn) -> Translation {
         level,
         write: leaf.write && leaf.dirty,
         execute: leaf.execute,
+        tracked: false,
     }
 }

@@ -31,6 +31,7 @@ mod nx;
 pub(crate) mod range_op;
 mod region;
 mod ring;
+mod shadow;
 mod slot_op;
 
 pub(crate) use crate::dirty_log::{DirtyLog, LogKind};

@@ -56,6 +56,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 if let (Ok(()), Some(old)) = (&replaced, change.replaced()) {
                     self.in_progress.raise();
                     op.zap_unnoted(old);
+                    op.forget_tables(&old.gfns());
                 }
                 self.budget.memory_changed(pages_before, change.pages());
                 self.forget_old_mmio(space, &change);

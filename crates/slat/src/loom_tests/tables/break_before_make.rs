@@ -72,7 +72,7 @@ fn map_another(world: &World<SmallStage2<2>>) {
         let (mapped, _) = world.map_after(&flushed, 0, Level::PAGE, other);
         me.leave();
         match mapped {
-            Mapped::Unflushed(level) => flushed = world.flush(0, level),
+            Mapped::Unflushed(gfns) => flushed = world.flush_gfns(gfns),
             // The zap has not happened yet.
             Mapped::MustMend(level) => loop {
                 let flushed = world.flush(0, level);
@@ -89,7 +89,11 @@ fn map_another(world: &World<SmallStage2<2>>) {
             Mapped::Conflict => world.zap(0..1),
             Mapped::Broken => loom::thread::yield_now(),
             Mapped::New | Mapped::Widened | Mapped::Spurious => break,
-            Mapped::Stale | Mapped::Unprepared => {
+            Mapped::Stale
+            | Mapped::Unprepared
+            | Mapped::Tracked
+            | Mapped::Unsynced(_)
+            | Mapped::Replaced(_) => {
                 panic!("the check of this install always succeeds")
             }
         }

@@ -15,6 +15,7 @@ use crate::heap::OutOfMemory;
 use crate::mmu::Mmu;
 use crate::platform::{Platform, Stale};
 use crate::policy::SplitWalk;
+use crate::shadow::{Followed, ShadowMmu};
 use crate::slots::{Memslot, Place};
 use crate::stats::Counters;
 use crate::sync::held;
@@ -256,6 +257,32 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         step.zap_oldest(slots)
     }
 
+    /// Runs `work` on the MMU, in a reader section of its own, if that shadows the guest's tables: with the list of detached
+    /// tables, and what it tells of each leaf that it zaps. Counts what it returns.
+    pub(super) fn on_shadow(
+        &mut self,
+        work: impl FnOnce(&ShadowMmu<P, F>, &mut Detached, &mut dyn FnMut(Gfn, Level, u64)) -> Followed,
+    ) {
+        self.pass();
+        let counters = self.counters();
+        let (space, (mut step, _)) = (self.space, self.step());
+        let slots = space.slots.current(step.section());
+        if let Some(mmu) = space.mmu.get(step.section()).shadow() {
+            let followed = step.noting(slots, |unflushed, noted| {
+                let followed = work(mmu, &mut unflushed.detached, noted);
+                for (zapped, more) in unflushed.zapped.iter_mut().zip(followed.zapped) {
+                    *zapped += more;
+                }
+                for (changed, more) in unflushed.changed.iter_mut().zip(followed.protected) {
+                    *changed += more;
+                }
+                followed
+            });
+            counters.mmu_pde_zapped.add(followed.tables);
+            counters.mmu_flooded.add(followed.flooded);
+        }
+    }
+
     /// Zaps the leaves of all slots in `range`.
     pub(crate) fn zap_slots(&mut self, range: &Range<Gfn>) {
         self.walk_slots(range, |step, slot, walk| step.zap(slot, walk));
@@ -394,10 +421,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// no reader can reach a table that was detached before. `stale` says what that may be. The caller is outside
     /// every reader section.
     pub(crate) fn flush(&self, gfns: Range<Gfn>, stale: Stale, counters: &Counters) -> Flushed {
-        let number = match F::BREAK_BEFORE_MAKE {
+        let number = match F::BREAK_BEFORE_MAKE || F::SHADOWS {
             true => self.flushes.begin(),
             false => 0,
         };
+        // The TLB of a CPU that walks a shadow table knows no guest frames.
+        let gfns = if F::SHADOWS { all_gfns::<F>() } else { gfns };
         // Readers first: after that no fault in progress can still add a leaf to a detached table. Then the hardware,
         // which drops what it has cached of them.
         self.readers.synchronize(self.reader_wait());

@@ -96,15 +96,26 @@ impl<'s, M: ByGfn> Step<'s, M> {
     /// Zaps the oldest shadow page, and notes the dirty bits of its leaves as [`Self::zap`] does. Returns whether there
     /// is one.
     pub(crate) fn zap_oldest(&mut self, slots: &SlotSet) -> bool {
-        let mut noted = |gfn, level, bits| {
+        let mmu = self.mmu;
+        self.noting(slots, |unflushed, noted| {
+            mmu.zap_oldest(&mut unflushed.detached, noted)
+        })
+    }
+
+    /// Runs `zap` with what notes the dirty bit of each leaf that it zaps as [`Self::zap`] does.
+    pub(super) fn noting<R>(
+        &mut self,
+        slots: &SlotSet,
+        zap: impl FnOnce(&mut Unflushed, &mut dyn FnMut(Gfn, Level, u64)) -> R,
+    ) -> R {
+        zap(self.unflushed, &mut |gfn, level, bits| {
             if M::Format::clear_dirty(bits) != bits
                 && let Some(slot) = slots.find(gfn)
                 && let Some(log) = slot.log().filter(|log| !log.kind().protects())
             {
                 log.mark_leaf(&slot.gfns(), gfn, level);
             }
-        };
-        (self.mmu).zap_oldest(&mut self.unflushed.detached, &mut noted)
+        })
     }
 
     /// Clears all MMIO entries of the range. Needs no flush: no TLB caches one.

@@ -1,0 +1,516 @@
+//! Tracking: how stores to the guest's tables are noticed, and followed.
+//!
+//! # Where a store may go unnoticed
+//! The frame of a table with a shadow page is *tracked*: no leaf that maps it allows writing, and the guest's stores to it
+//! fault. They are carried out for the guest, and then the MMU is told ([`ShadowMmu::stored`]). What was made of the old
+//! entries is zapped. So while a page is [`Agreement::Synced`], its entries are what the guest's table says.
+//!
+//! Tables of level 1 are stored to too often for that. The first store to one makes its pages [`Agreement::Unsynced`], and its
+//! leaf writable. A processor may go on to use what it has cached of a table until its TLB is flushed, so these pages need
+//! not follow the table until the guest executes an instruction that flushes. Then stores are noticed again
+//! ([`Agreement::ToCompare`]), and the page is compared with the table, entry by entry.
+//!
+//! # When tracking begins
+//! Leaves that allow stores may be in TLBs when a frame gets its first shadow page. So the page names its flush, as
+//! an entry does that was cleared on formats with break-before-make ([`crate::table`]): the number of the first flush that
+//! begins after all leaves were protected. A fault that needs the page does that flush, unless it was done, reads the
+//! guest's tables again, and only then lets an entry refer to the page. A store that was not noticed was before that.
+//! [`Changes`](Changes) shows that none was between the reading of an entry and its use.
+
+use core::ops::Range;
+
+use super::ShadowMmu;
+use super::page::{Agreement, Cleared, EntryId, Pages, number_of};
+use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE, Pfn};
+use crate::format::{Entry, Format, Leaf};
+use crate::frame::ENTRIES;
+use crate::platform::Platform;
+use crate::sync::atomic::Ordering::*;
+use crate::table::{Detached, Flushed, Key, LeafCounts, Mapped, Path, Target};
+use crate::trail::{Meaning, PageOf, Role};
+
+/// What was done for a store, or for a flush of the guest's.
+#[derive(Default)]
+pub(crate) struct Followed {
+    /// Leaves zapped, by level.
+    pub(crate) zapped: LeafCounts,
+    /// Leaves that have lost the right to write.
+    pub(crate) protected: LeafCounts,
+    /// Entries cleared that referred to a table.
+    pub(crate) tables: u64,
+    /// Shadow pages zapped because the guest's table seems to be one no more.
+    pub(crate) flooded: u64,
+}
+
+/// What was read in a guest's table, after the guest began a flush.
+pub(crate) struct ReadEntries<'e> {
+    pub(crate) page: PageOf,
+    /// The entries of the page that the guest's stand for.
+    pub(crate) indexes: Range<usize>,
+    pub(crate) entries: &'e [u64],
+    /// [`ShadowMmu::changes_of`] the table, from before they were read.
+    pub(crate) changes: u64,
+}
+
+pub(super) fn page_of(pages: &Pages, number: u32) -> PageOf {
+    let page = pages.pool.get(number);
+    PageOf {
+        number,
+        gfn: page.gfn.get(),
+        role: page.role.get(),
+    }
+}
+
+impl Pages {
+    /// Returns whether stores to `gfn` must be noticed.
+    pub(super) fn is_tracked(&self, gfn: Gfn) -> bool {
+        let mut pages = self
+            .pages_of_table(gfn)
+            .filter_map(|n| self.pool.get(n).guest());
+        pages.any(|guest| guest.agreement.get() != Agreement::Unsynced)
+    }
+
+    /// Write-protects all leaves that map `gfn`. Returns whether one allowed stores.
+    fn protect<P: Platform, F: Format>(&self, platform: &P, gfn: Gfn) -> bool {
+        let mut changed = false;
+        for level in (1..=F::MAX_LEAF.0).map(Level) {
+            let Some(slot) = self.rmap.find(gfn, level) else {
+                continue;
+            };
+            for id in self.leaves_of(slot) {
+                let entry = self.table(platform, id.page()).entry(id.index());
+                let bits = entry.load(Relaxed);
+                if !F::is_absent(bits) && bits & (F::WRITE | F::MAY_WRITE) != 0 {
+                    entry.fetch_and(!(F::WRITE | F::MAY_WRITE), Relaxed);
+                    changed |= F::is_writable(bits);
+                }
+            }
+        }
+        changed
+    }
+
+    /// Makes the pages of the table at `gfn` unsynced, if all are of level 1. Returns how many; `None`: stores to it must be
+    /// noticed.
+    fn unsync(&self, gfn: Gfn) -> Option<u64> {
+        let tracks = |number: u32| self.pool.get(number).level() > Level::PAGE;
+        if self.pages_of_table(gfn).any(tracks) {
+            return None;
+        }
+        let mut unsynced = 0;
+        for number in self.pages_of_table(gfn) {
+            unsynced += u64::from(self.set_agreement(number, Agreement::Unsynced));
+        }
+        Some(unsynced)
+    }
+}
+
+impl<P: Platform, F: Format> ShadowMmu<P, F> {
+    /// Returns whether the guest's tables on the trail of `target` are as they were when they were read.
+    pub(super) fn is_current(&self, target: Target<'_>) -> bool {
+        target
+            .trail
+            .is_none_or(|trail| self.changes.are_none_since(&trail.seen))
+    }
+
+    /// Makes sure that stores to the guest's tables on the trail of `target` are noticed. `Some`: they were not until now;
+    /// what the fault has to do about it.
+    pub(super) fn track_tables(
+        &self,
+        pages: &Pages,
+        target: Target<'_>,
+        path: &mut Path<'_>,
+    ) -> Option<Mapped> {
+        let trail = target.trail?;
+        let (mut made, mut unflushed) = (false, None::<Range<Gfn>>);
+        for level in (trail.leaf_level().0..=trail.top().0).map(Level) {
+            let (gfn, role) = trail.page(level);
+            let number = match pages.find_page(gfn, role) {
+                Some(number) => number,
+                None => {
+                    made = true;
+                    let Some(number) = self.begin_tracking(pages, gfn, role, path) else {
+                        return Some(Mapped::Stale);
+                    };
+                    number
+                }
+            };
+            let Some(guest) = pages.pool.get(number).guest() else {
+                continue;
+            };
+            let frame = gfn..gfn.add(1);
+            match guest.flush.get() {
+                0 => {}
+                due if path.flushed.covers(&frame, due) => guest.flush.set(0),
+                _ => {
+                    unflushed = Some(match unflushed {
+                        Some(hull) => hull.start.min(gfn)..hull.end.max(frame.end),
+                        None => frame,
+                    });
+                }
+            }
+        }
+        match unflushed {
+            Some(gfns) => Some(Mapped::Unflushed(gfns)),
+            None => made.then_some(Mapped::Tracked),
+        }
+    }
+
+    /// Makes the page for the guest's table at `gfn` and `role`. `None`: `path` has no frame for it.
+    fn begin_tracking(
+        &self,
+        pages: &Pages,
+        gfn: Gfn,
+        role: Role,
+        path: &mut Path<'_>,
+    ) -> Option<u32> {
+        let number = self.page(pages, gfn, role, path)?;
+        self.changes.raise(gfn);
+        let mut others = pages.pages_of_table(gfn).filter(|other| *other != number);
+        let unsynced = |other: u32| {
+            let guest = pages.pool.get(other).guest();
+            guest.is_some_and(|guest| guest.agreement.get() == Agreement::Unsynced)
+        };
+        if role.level == Level::PAGE && others.any(unsynced) {
+            // Stores to the table need not be noticed: the new page is compared with it, too, when the guest flushes.
+            pages.set_agreement(number, Agreement::Unsynced);
+            return Some(number);
+        }
+        // Pages of another role, if unsynced, cannot stay so: they have to be compared.
+        for other in pages.pages_of_table(gfn).filter(|other| *other != number) {
+            if unsynced(other) {
+                pages.set_agreement(other, Agreement::ToCompare);
+            }
+        }
+        let changed = pages.protect::<P, F>(&self.platform, gfn);
+        let largest = gfn.block(F::MAX_LEAF);
+        if changed || self.flushes.is_due(&largest, u64::MAX, &Flushed::default()) {
+            let guest = pages.pool.get(number).guest();
+            guest.inspect(|guest| guest.flush.set(self.flushes.next()));
+        }
+        Some(number)
+    }
+
+    /// Returns `leaf`, for memory at `gfn`, without the right to write if that is a tracked table. A write that may go
+    /// unnoticed makes the table's pages unsynced.
+    pub(super) fn guarded(&self, pages: &Pages, gfn: Gfn, leaf: Leaf, path: &mut Path<'_>) -> Leaf {
+        if !F::SHADOWS || !pages.is_tracked(gfn) {
+            return leaf;
+        }
+        if leaf.write
+            && path.stores
+            && let Some(unsynced) = pages.unsync(gfn)
+        {
+            path.unsynced += unsynced;
+            return leaf;
+        }
+        path.tracked = leaf.write;
+        Leaf {
+            write: false,
+            may_write: false,
+            ..leaf
+        }
+    }
+
+    /// Returns the number of stores to the table at `gfn`, as far as the MMU knows. Read it before an entry of the table.
+    pub(crate) fn changes_of(&self, gfn: Gfn) -> u64 {
+        self.changes.get(gfn)
+    }
+
+    /// Call after a store to `range`, in one page, of a tracked table is complete. Returns whether something was made of the
+    /// old entries; then [`Self::follow`] zaps it.
+    pub(crate) fn stored(&self, range: Range<Gpa>) -> bool {
+        let gfn = range.start.gfn();
+        let pages = self.lock();
+        self.changes.raise(gfn);
+        let platform = &*self.platform;
+        let present = |number: u32| {
+            let (page, table) = (pages.pool.get(number), pages.table(platform, number));
+            let mut entries = entries_in(page.role.get(), &range);
+            (page.guest()).inspect(|guest| guest.stores.set(guest.stores.get().saturating_add(1)));
+            is_no_table(
+                page.level(),
+                page.guest().map_or(0, |guest| guest.stores.get()),
+                &range,
+            ) || entries.any(|index| table.entry(index).load(Relaxed) != 0)
+        };
+        // Each page counts the store.
+        pages
+            .pages_of_table(gfn)
+            .fold(false, |any, number| present(number) | any)
+    }
+
+    /// Zaps what was made of the guest's entries in `range`, in one page. A page that the guest stores to over and over, or
+    /// by parts of entries, is zapped as a whole: its table seems to be one no more (KVM: flooding).
+    pub(crate) fn follow(
+        &self,
+        range: &Range<Gpa>,
+        detached: &mut Detached,
+        zapped: &mut dyn FnMut(Gfn, Level, u64),
+    ) -> Followed {
+        let mut followed = Followed::default();
+        let gfn = range.start.gfn();
+        let pages = self.lock();
+        self.changes.raise(gfn);
+        for number in pages.pages_of_table(gfn) {
+            let page = pages.pool.get(number);
+            let stores = page.guest().map_or(0, |guest| guest.stores.get());
+            if is_no_table(page.level(), stores, range) {
+                self.zap_page(&pages, number, detached, zapped);
+                followed.flooded += 1;
+                continue;
+            }
+            for index in entries_in(page.role.get(), range) {
+                followed.clear::<P, F>(&pages, &self.platform, EntryId::new(number, index), zapped);
+            }
+        }
+        followed
+    }
+
+    /// Zaps the shadow pages of the first table of the guest's in `range`, whatever its contents: the memory there has become
+    /// another one. Returns whether there was one.
+    pub(crate) fn forget_table(
+        &self,
+        range: &Range<Gfn>,
+        detached: &mut Detached,
+        zapped: &mut dyn FnMut(Gfn, Level, u64),
+    ) -> bool {
+        let pages = self.lock();
+        let Some(gfn) = pages.rmap.first_table(range) else {
+            return false;
+        };
+        self.changes.raise(gfn);
+        for number in pages.pages_of_table(gfn) {
+            self.zap_page(&pages, number, detached, zapped);
+        }
+        true
+    }
+
+    /// Zaps the entry of `level` on the path to `key`, if the path reaches so far.
+    pub(crate) fn zap_entry(
+        &self,
+        key: Key,
+        root: (Gfn, Role),
+        level: Level,
+        zapped: &mut dyn FnMut(Gfn, Level, u64),
+    ) -> Followed {
+        let mut followed = Followed::default();
+        let pages = self.lock();
+        if let Some(id) = self.entry_of(&pages, key, root, level) {
+            followed.clear::<P, F>(&pages, &self.platform, id, zapped);
+        }
+        followed
+    }
+
+    /// Returns the entry of `level` on the path to `key` from the page of `root`, or the one above at which the path ends.
+    fn entry_of(
+        &self,
+        pages: &Pages,
+        key: Key,
+        root: (Gfn, Role),
+        level: Level,
+    ) -> Option<EntryId> {
+        let mut number = pages.find_page(root.0, root.1)?;
+        let mut at = root.1.level;
+        loop {
+            let id = EntryId::new(number, key.index.at(at));
+            let table = pages.table(&*self.platform, number);
+            let bits = table.entry(id.index()).load(Relaxed);
+            match F::decode(bits, at) {
+                Entry::Table(lower) if at > level => {
+                    number = number_of(&*self.platform, lower);
+                    at = at.below();
+                }
+                _ => return Some(id),
+            }
+        }
+    }
+
+    /// Begins to follow what the guest has done to one address: returns the page, and the index of the entry in it, that a
+    /// walk to `key` ends with, if the entry has to be compared with the guest's table. Faults of other vCPUs that have read
+    /// an old entry of an unsynced table for that address install nothing any more.
+    pub(crate) fn begin_sync_of(&self, key: Key, root: (Gfn, Role)) -> Option<(PageOf, usize)> {
+        let pages = self.lock();
+        pages.unsynced().next()?;
+        let id = self.entry_of(&pages, key, root, Level::PAGE);
+        if let Some(id) = id
+            && let page = pages.pool.get(id.page())
+            && page.level() == Level::PAGE
+        {
+            self.changes.raise(page.gfn.get());
+            let bits = pages.table(&*self.platform, id.page()).entry(id.index());
+            let is_stale = page.guest()?.agreement.get() != Agreement::Synced;
+            let is_present = bits.load(Relaxed) != 0;
+            return (is_stale && is_present).then(|| (page_of(&pages, id.page()), id.index()));
+        }
+        // The path ends above: which unsynced table belongs to the address is not known.
+        for number in pages.unsynced() {
+            self.changes.raise(pages.pool.get(number).gfn.get());
+        }
+        None
+    }
+
+    /// Returns whether `page` has still to be compared with the guest's table.
+    pub(crate) fn is_unsynced(&self, page: &PageOf) -> bool {
+        let pages = self.lock();
+        let guest = pages.pool.get(page.number).guest();
+        self.is_in_use(&pages, page)
+            && guest.is_some_and(|guest| guest.agreement.get() != Agreement::Synced)
+    }
+
+    /// Returns whether a page has to be compared with the guest's table.
+    pub(crate) fn has_unsynced(&self) -> bool {
+        self.lock().unsynced().next().is_some()
+    }
+
+    /// Makes stores to the tables of unsynced pages noticed again, and gives `take` these pages, until it returns `false`:
+    /// each is to be compared ([`Self::compare`]) after a flush.
+    pub(crate) fn begin_sync(&self, mut take: impl FnMut(PageOf) -> bool) -> Followed {
+        let pages = self.lock();
+        let mut changed = false;
+        for number in pages.unsynced() {
+            let page = page_of(&pages, number);
+            if !take(page) {
+                break;
+            }
+            for other in pages.pages_of_table(page.gfn) {
+                if pages
+                    .pool
+                    .get(other)
+                    .guest()
+                    .is_some_and(|guest| guest.agreement.get() == Agreement::Unsynced)
+                {
+                    pages.set_agreement(other, Agreement::ToCompare);
+                }
+            }
+            changed |= pages.protect::<P, F>(&self.platform, page.gfn);
+        }
+        Followed {
+            protected: [changed.into(), 0, 0],
+            ..Followed::default()
+        }
+    }
+
+    /// Compares entries of a page with those of the guest's table. `Some`: the guest grants all of them; the page is synced, if
+    /// `read` has all entries, and the table's counter was the first number and is the second now. `None`:
+    /// [`Self::zap_ungranted`] has to follow.
+    pub(crate) fn compare(&self, read: &ReadEntries<'_>) -> Option<(u64, u64)> {
+        let pages = self.lock();
+        let mut indexes = read.indexes.clone();
+        let is_granted = !self.is_in_use(&pages, &read.page)
+            || indexes.all(|index| !self.is_ungranted(&pages, read, index));
+        is_granted.then(|| self.compared(&pages, read))
+    }
+
+    /// Zaps the entries of a page that the guest does not grant any more.
+    pub(crate) fn zap_ungranted(
+        &self,
+        read: &ReadEntries<'_>,
+        zapped: &mut dyn FnMut(Gfn, Level, u64),
+    ) -> Followed {
+        let mut followed = Followed::default();
+        let pages = self.lock();
+        if self.is_in_use(&pages, &read.page) {
+            for index in read.indexes.clone() {
+                if self.is_ungranted(&pages, read, index) {
+                    let id = EntryId::new(read.page.number, index);
+                    followed.clear::<P, F>(&pages, &self.platform, id, zapped);
+                }
+            }
+            self.compared(&pages, read);
+        }
+        followed
+    }
+
+    fn is_in_use(&self, pages: &Pages, page: &PageOf) -> bool {
+        pages.find_page(page.gfn, page.role) == Some(page.number)
+    }
+
+    /// Returns whether entry `index` is present, and not what the guest's entry means.
+    fn is_ungranted(&self, pages: &Pages, read: &ReadEntries<'_>, index: usize) -> bool {
+        let PageOf { number, role, .. } = read.page;
+        let platform = &*self.platform;
+        let bits = pages.table(platform, number).entry(index).load(Relaxed);
+        if bits == 0 {
+            return false;
+        }
+        let meaning = role.meaning(index, read.entries[index - read.indexes.start]);
+        let refers_to = |lower: Pfn, page| {
+            let lower = pages.pool.get(number_of(platform, lower));
+            (lower.gfn.get(), lower.role.get()) == page
+        };
+        let granted = match (meaning, F::decode(bits, role.level)) {
+            (Some(Meaning::Table(gfn, role)), Entry::Table(lower)) => refers_to(lower, (gfn, role)),
+            // A page of the guest's that is mapped by parts.
+            (Some(Meaning::Memory(gfn, rights)), Entry::Table(lower)) => {
+                refers_to(lower, (gfn, role.pieces(rights)))
+            }
+            (Some(Meaning::Memory(gfn, rights)), _) => {
+                let note = pages.pool.get(number).note(index);
+                note.is_granted(gfn, rights)
+            }
+            _ => false,
+        };
+        !granted
+    }
+
+    /// Notes that what the guest does not grant was zapped.
+    fn compared(&self, pages: &Pages, read: &ReadEntries<'_>) -> (u64, u64) {
+        let PageOf { number, gfn, .. } = read.page;
+        let before = self.changes.get(gfn);
+        self.changes.raise(gfn);
+        let guest = pages.pool.get(number).guest();
+        let to_compare = guest.is_some_and(|guest| guest.agreement.get() == Agreement::ToCompare);
+        let is_whole = read.indexes.len() == ENTRIES && self.is_in_use(pages, &read.page);
+        if before == read.changes && to_compare && is_whole {
+            pages.set_agreement(number, Agreement::Synced);
+        }
+        (before, self.changes.get(gfn))
+    }
+
+    /// Has every page compared with the guest's table at the next flush: the client may have written to guest memory, which
+    /// nobody notices.
+    pub(crate) fn distrust_all(&self) {
+        let pages = self.lock();
+        for number in pages.active() {
+            let guest = pages.pool.get(number).guest();
+            if guest.is_some_and(|guest| guest.agreement.get() == Agreement::Synced) {
+                pages.set_agreement(number, Agreement::ToCompare);
+            }
+        }
+    }
+}
+
+impl Followed {
+    /// Clears entry `id`, and counts.
+    fn clear<P: Platform, F: Format>(
+        &mut self,
+        pages: &Pages,
+        platform: &P,
+        id: EntryId,
+        zapped: &mut dyn FnMut(Gfn, Level, u64),
+    ) {
+        let level = pages.pool.get(id.page()).level();
+        match pages.clear::<P, F>(platform, id, zapped) {
+            Cleared::Leaf => self.zapped[level.0 as usize - 1] += 1,
+            Cleared::Table => self.tables += 1,
+            Cleared::Nothing | Cleared::Mmio => {}
+        }
+    }
+}
+
+/// Returns the entries of a page of `role` that stand for guest entries of which `range`, in one page, has a byte.
+fn entries_in(role: Role, range: &Range<Gpa>) -> impl Iterator<Item = usize> + use<> {
+    let size = role.entry_size();
+    let first = range.start.offset() / size;
+    let last = (range.end.0 - range.start.gfn().gpa().0 - 1).min(PAGE_SIZE - 1) / size;
+    (first..=last).flat_map(move |index| role.indexes_of(index as usize))
+}
+
+/// Whether a store to `range`, the `stores`th that a page of `level` has seen since it was last used, shows that the memory is
+/// a table no more. Nothing else writes parts of entries; and no kernel stores to tables of higher levels over and over
+/// before it uses them. Tables of level 1 become unsynced instead.
+fn is_no_table(level: Level, stores: u8, range: &Range<Gpa>) -> bool {
+    const FLOOD: u8 = 3;
+    let bytes = range.end.0 - range.start.0;
+    bytes < 4 || level > Level::PAGE && stores >= FLOOD
+}

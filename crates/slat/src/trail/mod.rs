@@ -1,0 +1,217 @@
+//! What a fault knows of the guest's tables: which shadow pages its leaf is to be reached through, and that the entries which
+//! say so have not changed since they were read.
+
+mod role;
+
+pub(crate) use role::{Meaning, Note, Role, mmio_note, of_mmio_note};
+
+use crate::addr::{Access, Gfn, Gpa, Level, PageIndex};
+use crate::guest_walk::{GuestPaging, PageRights, Path};
+use crate::sync::atomic::{AtomicU64, Ordering::*};
+
+/// The number of levels that a guest's tables can have.
+const LEVELS: usize = 5;
+
+/// How often tables of the guest's have changed, as far as the MMU knows: counters, each for the frames with a hash.
+///
+/// A fault reads the counter of a table before it reads an entry there ([`Seen`]), and compares under the lock of the MMU
+/// before it installs what follows from the entry. The counter is raised under that lock
+/// * after a store to a table that is tracked, before what was made of the old entry is zapped;
+/// * when a table begins to be tracked: stores before that were not noticed;
+/// * when a table is compared with its shadow page, before that is done;
+/// * when the memory at its frame has become another one.
+///
+/// So if the counter is the same, the entry still had the value that was read, or its shadow page will be compared with
+/// it later.
+pub(crate) struct Changes([AtomicU64; Self::COUNTERS]);
+
+impl Changes {
+    const COUNTERS: usize = if cfg!(loom) { 1 } else { 256 };
+
+    pub(crate) fn new() -> Self {
+        Changes(core::array::from_fn(|_| AtomicU64::new(0)))
+    }
+
+    /// Returns the number of the counter for the table at `gfn`.
+    fn number(gfn: Gfn) -> usize {
+        gfn.0 as usize % Self::COUNTERS
+    }
+
+    fn of(&self, gfn: Gfn) -> &AtomicU64 {
+        &self.0[Self::number(gfn)]
+    }
+
+    /// Raises the counter of the table at `gfn`. Call under the lock of the MMU.
+    pub(crate) fn raise(&self, gfn: Gfn) {
+        let counter = self.of(gfn);
+        counter.store(counter.load(Relaxed) + 1, Release);
+    }
+
+    pub(crate) fn get(&self, gfn: Gfn) -> u64 {
+        self.of(gfn).load(Acquire)
+    }
+
+    /// Returns whether no table has changed that a walk has read. Call under the lock of the MMU.
+    pub(crate) fn are_none_since(&self, seen: &Seen) -> bool {
+        (seen.tables[..seen.len].iter()).all(|(gfn, count)| self.get(*gfn) == *count)
+    }
+}
+
+/// The tables that a walk has read, each with its counter from before.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Seen {
+    tables: [(Gfn, u64); LEVELS],
+    len: usize,
+}
+
+impl Seen {
+    /// Notes that an entry at `gpa` is about to be read, in a table whose counter is `count`. A walk that starts again
+    /// reads the same tables, or others: a counter of one that it has left costs another try at worst.
+    pub(crate) fn reads(&mut self, gpa: Gpa, count: u64) {
+        let gfn = gpa.gfn();
+        let known = self.tables[..self.len].iter().any(|(seen, _)| *seen == gfn);
+        if known {
+            return;
+        }
+        if self.len == LEVELS {
+            // A walk that starts again has left tables: the oldest is one of them.
+            self.tables.rotate_left(1);
+            self.len -= 1;
+        }
+        self.tables[self.len] = (gfn, count);
+        self.len += 1;
+    }
+}
+
+/// A shadow page of a guest's table, as long as it is in use.
+#[derive(Clone, Copy)]
+pub(crate) struct PageOf {
+    pub(crate) number: u32,
+    pub(crate) gfn: Gfn,
+    pub(crate) role: Role,
+}
+
+impl PageOf {
+    /// Returns the level of its table.
+    pub(crate) fn level(&self) -> Level {
+        self.role.level
+    }
+
+    /// Returns the address of the guest's entry that entry `index` stands for, and its size in bytes.
+    pub(crate) fn guest_entry(&self, index: usize) -> (Gpa, usize) {
+        let size = self.role.entry_size();
+        let offset = self.role.guest_index(index) as u64 * size;
+        (Gpa(self.gfn.gpa().0 + offset), size as usize)
+    }
+}
+
+/// The shadow pages on the path to a page of the guest's.
+#[derive(Clone, Copy)]
+pub(crate) struct Trail {
+    /// Frame and role of the page of each level that has one of the guest's tables, from level 1.
+    pages: [(Gfn, Role); LEVELS],
+    top: Level,
+    /// The level of the guest's entry that maps the page; pages of 4 MiB are mapped at level 2.
+    leaf: Level,
+    /// The 4 KiB frame that was accessed.
+    pub(crate) gfn: Gfn,
+    /// What the guest grants.
+    pub(crate) rights: PageRights,
+    pub(crate) seen: Seen,
+    /// Of the pages on the path, by level from 1, which were compared with the guest's table after the entry above had been
+    /// read.
+    pub(crate) compared: [bool; LEVELS],
+}
+
+impl Trail {
+    /// Returns the trail of a walk to `gva` for `access` that has found `path`, and has set its flags. `None`: an entry means
+    /// something else to the walk than to a shadow page; no such entry is known.
+    pub(crate) fn new(
+        paging: &GuestPaging,
+        gva: u64,
+        access: Access,
+        path: &Path,
+        gfn: Gfn,
+        seen: Seen,
+    ) -> Option<Self> {
+        const ACCESSED: u64 = 1 << 5;
+        const DIRTY: u64 = 1 << 6;
+        let (mut table, mut role) = Role::root(paging, gva)?;
+        let top = role.level;
+        let mut pages = [(Gfn(0), Role::direct(Level::PAGE)); LEVELS];
+        let index = PageIndex::of_gva(gva);
+        for &(_, entry) in path.entries() {
+            pages[role.level.0 as usize - 1] = (table, role);
+            let dirty = if access == Access::Write { DIRTY } else { 0 };
+            // Of an entry that refers to a table the dirty flag means nothing.
+            match role.meaning(index.at(role.level), entry | ACCESSED | dirty)? {
+                Meaning::Table(lower, below) => (table, role) = (lower, below),
+                Meaning::Memory(_, rights) => {
+                    return Some(Trail {
+                        pages,
+                        top,
+                        leaf: role.level,
+                        gfn,
+                        rights,
+                        seen,
+                        compared: [false; LEVELS],
+                    });
+                }
+            }
+        }
+        None
+    }
+
+    /// Returns frame and role of the page that the walk begins with.
+    pub(crate) fn root(&self) -> (Gfn, Role) {
+        self.pages[self.top.0 as usize - 1]
+    }
+
+    /// Returns the level of the page that the walk begins with.
+    pub(crate) fn top(&self) -> Level {
+        self.top
+    }
+
+    /// Returns the largest level of a leaf: that of the guest's.
+    pub(crate) fn leaf_level(&self) -> Level {
+        self.leaf
+    }
+
+    /// Returns frame and role of the page of `level` on the path: one of the guest's tables, or below the guest's leaf one of
+    /// its pieces.
+    pub(crate) fn page(&self, level: Level) -> (Gfn, Role) {
+        if level >= self.leaf {
+            return self.pages[level.0 as usize - 1];
+        }
+        let above = Level(level.0 + 1);
+        let pieces = Role {
+            rights: self.rights,
+            ..Role::direct(level)
+        };
+        (self.gfn.align_down(above), pieces)
+    }
+
+    /// Notes that `page`, of a table on the path, was compared with it. The counter of the table was `before`, and is
+    /// `after` for that. `false`: it was another one when the walk read the table.
+    pub(crate) fn was_compared(&mut self, page: &PageOf, before: u64, after: u64) -> bool {
+        let tables = &mut self.seen.tables[..self.seen.len];
+        let same = |gfn: &Gfn| Changes::number(*gfn) == Changes::number(page.gfn);
+        for (_, count) in tables.iter_mut().filter(|(gfn, _)| same(gfn)) {
+            if *count != before {
+                return false;
+            }
+            *count = after;
+        }
+        self.compared[page.level().0 as usize - 1] = true;
+        true
+    }
+
+    /// Returns the trail to a page beside this one, in the same table of the guest's: `gfn` with `rights`.
+    pub(crate) fn beside(&self, gfn: Gfn, rights: PageRights) -> Trail {
+        Trail {
+            gfn,
+            rights,
+            ..*self
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! What a shadow page is made for, and what the entries of a guest's table mean to it.
+
+use crate::addr::{Gfn, Level};
+use crate::frame::ENTRIES;
+use crate::guest_walk::{GuestPaging, Mode, PageRights, UsedEntry, used_entry};
+
+/// The tables that a shadow page stands in for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Tables {
+    /// None: the page is *direct*, it maps consecutive guest frames.
+    None,
+    /// The guest's tables of this paging mode. [`Mode::Level5`] stands for both kinds of long mode, whose entries mean
+    /// the same.
+    Of(Mode),
+}
+
+/// What a shadow page is made for, besides its frame: pages with equal frame and role are one (KVM:
+/// `kvm_mmu_page_role`).
+///
+/// It has what the meaning of an entry depends on, and no more. CR0.WP, SMEP, SMAP and protection keys decide when an
+/// entry is used ([`PageRights::allow`]), so the same page serves all their settings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Role {
+    /// The level of its table.
+    pub(crate) level: Level,
+    pub(crate) tables: Tables,
+    /// What the entries above grant, together. The guest may grant more on another path to the same table.
+    pub(crate) rights: PageRights,
+    /// Which part of the guest's table: tables of 32-bit paging have 1024 entries, which map twice the space of 512.
+    pub(crate) quadrant: u8,
+    /// EFER.NXE: otherwise an entry with the bit maps nothing.
+    pub(crate) no_execute: bool,
+    /// The guest's MAXPHYADDR: an entry with a higher bit maps nothing.
+    pub(crate) physical_bits: u32,
+}
+
+/// What an entry of a guest's table means to a shadow page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Meaning {
+    /// It refers to a table: the shadow page of this frame and role.
+    Table(Gfn, Role),
+    /// It maps guest memory from this frame on, with these rights. A page whose dirty flag is clear grants no writing: the
+    /// first write has to set it.
+    Memory(Gfn, PageRights),
+}
+
+impl Role {
+    /// Returns the role of direct pages of `level` that limit nothing.
+    pub(crate) const fn direct(level: Level) -> Self {
+        Role {
+            level,
+            tables: Tables::None,
+            rights: PageRights::ALL,
+            quadrant: 0,
+            no_execute: false,
+            physical_bits: 0,
+        }
+    }
+
+    /// Returns frame and role of the page that walks to `gva` in the state `paging` begin with. `None`: they end at a
+    /// page-directory-pointer entry.
+    pub(crate) fn root(paging: &GuestPaging, gva: u64) -> Option<(Gfn, Role)> {
+        let mode = match paging.mode {
+            Mode::Level4 => Mode::Level5,
+            mode => mode,
+        };
+        let role = Role {
+            level: Level(paging.levels() as u8),
+            tables: Tables::Of(mode),
+            rights: PageRights::ALL,
+            quadrant: match mode {
+                Mode::Bits32 { .. } => (gva >> 30 & 3) as u8,
+                _ => 0,
+            },
+            no_execute: paging.no_execute,
+            physical_bits: paging.physical_bits,
+        };
+        Some((paging.root_table(gva)?.gfn(), role))
+    }
+
+    pub(crate) fn is_direct(&self) -> bool {
+        self.tables == Tables::None
+    }
+
+    /// Returns a state in which a walk gives the guest's entries the meaning that they have for this role.
+    fn paging(&self, mode: Mode) -> GuestPaging {
+        GuestPaging {
+            cr3: 0,
+            mode,
+            user: false,
+            write_protect: true,
+            no_execute: self.no_execute,
+            smep: false,
+            smap: false,
+            pkru: 0,
+            pdptes: None,
+            physical_bits: self.physical_bits,
+        }
+    }
+
+    /// Returns the bytes of an entry of the guest's table.
+    pub(crate) fn entry_size(&self) -> u64 {
+        match self.tables {
+            Tables::Of(Mode::Bits32 { .. }) => 4,
+            _ => 8,
+        }
+    }
+
+    /// Returns how many of the page's entries one entry of the guest's table stands for: 2 where that maps 4 MiB.
+    fn entries_per_guest_entry(&self) -> usize {
+        match self.entry_size() {
+            4 if self.level > Level::PAGE => 2,
+            _ => 1,
+        }
+    }
+
+    /// Returns the index, in the guest's table, of the entry that entry `index` of the page stands for.
+    pub(crate) fn guest_index(&self, index: usize) -> usize {
+        (usize::from(self.quadrant) * ENTRIES + index) / self.entries_per_guest_entry()
+    }
+
+    /// Returns the page's entries that stand for entry `guest_index` of the guest's table; none, if that belongs to another
+    /// quadrant.
+    pub(crate) fn indexes_of(&self, guest_index: usize) -> core::ops::Range<usize> {
+        let per = self.entries_per_guest_entry();
+        match (guest_index * per).checked_sub(usize::from(self.quadrant) * ENTRIES) {
+            Some(first) if first < ENTRIES => first..first + per,
+            _ => 0..0,
+        }
+    }
+
+    /// Returns what `entry`, of the guest's table, means for entry `index` of the page. `None`: nothing, or the guest has
+    /// not used it yet. A direct page has no such entries.
+    pub(crate) fn meaning(&self, index: usize, entry: u64) -> Option<Meaning> {
+        let Tables::Of(mode) = self.tables else {
+            return None;
+        };
+        let paging = self.paging(mode);
+        let part = index % self.entries_per_guest_entry();
+        Some(match used_entry(&paging, self.level.0.into(), entry)? {
+            UsedEntry::Table(table) => Meaning::Table(
+                table.gfn(),
+                Role {
+                    level: self.level.below(),
+                    rights: self.rights.below(&paging, entry),
+                    quadrant: part as u8,
+                    ..*self
+                },
+            ),
+            UsedEntry::Page { gpa, dirty, .. } => {
+                let rights = self.rights.of_page(&paging, entry);
+                Meaning::Memory(
+                    gpa.gfn().add(part as u64 * self.level.pages()),
+                    PageRights {
+                        write: rights.write && dirty,
+                        ..rights
+                    },
+                )
+            }
+        })
+    }
+
+    /// Returns the role of the direct page, one level down, that maps the pieces of a page of the guest's with `rights`.
+    pub(crate) fn pieces(&self, rights: PageRights) -> Role {
+        Role {
+            rights,
+            ..Role::direct(self.level.below())
+        }
+    }
+}
+
+/// What a page notes of each entry that maps guest memory: frame and rights, as the guest gave them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Note(pub(crate) u64);
+
+impl Note {
+    const RIGHTS: u32 = 3;
+    const RIGHTS_AND_KEY: u32 = 7;
+
+    pub(crate) fn new(gfn: Gfn, rights: PageRights) -> Self {
+        let bits = u64::from(rights.write)
+            | u64::from(rights.user) << 1
+            | u64::from(rights.execute) << 2
+            | u64::from(rights.key) << Self::RIGHTS;
+        Note(gfn.0 << Self::RIGHTS_AND_KEY | bits)
+    }
+
+    pub(crate) fn gfn(self) -> Gfn {
+        Gfn(self.0 >> Self::RIGHTS_AND_KEY)
+    }
+
+    pub(crate) fn rights(self) -> PageRights {
+        PageRights {
+            write: self.0 & 1 != 0,
+            user: self.0 & 2 != 0,
+            execute: self.0 & 4 != 0,
+            key: (self.0 >> Self::RIGHTS & 15) as u8,
+        }
+    }
+
+    /// Returns whether a leaf may have the rights of both notes: they are for the same frame, privilege and key.
+    pub(crate) fn is_like(self, other: Note) -> bool {
+        const GAINED: u64 = 1 | 4;
+        (self.0 ^ other.0) & !GAINED == 0
+    }
+
+    /// Returns the note of a leaf with the rights of both, which are alike.
+    pub(crate) fn with(self, other: Note) -> Note {
+        Note(self.0 | other.0)
+    }
+
+    /// Returns whether a leaf that was made by this note is one that the guest still grants: `gfn` with `rights`.
+    pub(crate) fn is_granted(self, gfn: Gfn, rights: PageRights) -> bool {
+        let was = self.rights();
+        self.gfn() == gfn
+            && was.user == rights.user
+            && was.key == rights.key
+            && (rights.write || !was.write)
+            && (rights.execute || !was.execute)
+    }
+}
+
+/// The note of an MMIO entry: like [`Note`], but without a key, which has no space there.
+pub(crate) fn mmio_note(gfn: Gfn, rights: PageRights) -> u64 {
+    gfn.0 << Note::RIGHTS | Note::new(Gfn(0), rights).0 & ((1 << Note::RIGHTS) - 1)
+}
+
+/// Returns what [`mmio_note`] was made of.
+pub(crate) fn of_mmio_note(note: u64) -> (Gfn, PageRights) {
+    let rights = Note(note & ((1 << Note::RIGHTS) - 1)).rights();
+    (Gfn(note >> Note::RIGHTS), rights)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    const LONG: Role = Role {
+        tables: Tables::Of(Mode::Level5),
+        no_execute: true,
+        physical_bits: 48,
+        ..Role::direct(Level::MEGA)
+    };
+    const SHORT: Role = Role {
+        tables: Tables::Of(Mode::Bits32 { pse: true }),
+        quadrant: 3,
+        ..LONG
+    };
+
+    #[test]
+    fn an_entry_of_a_32_bit_directory_stands_for_two() {
+        assert_eq!(SHORT.guest_index(7), 3 * 256 + 3);
+        assert_eq!(SHORT.indexes_of(3 * 256 + 3), 6..8);
+        assert!(SHORT.indexes_of(3).is_empty() && SHORT.indexes_of(1024).is_empty());
+        // Present, writable, user, accessed, dirty, 4 MiB at 0x40_0000.
+        let huge = SHORT.meaning(7, 0x40_00e7);
+        let rights = PageRights {
+            execute: true,
+            ..PageRights::ALL
+        };
+        assert_eq!(huge, Some(Meaning::Memory(Gfn(0x600), rights)));
+        let Some(Meaning::Table(gfn, role)) = SHORT.meaning(7, 0x1_2027) else {
+            panic!("it refers to a table");
+        };
+        assert_eq!(
+            (gfn, role.level, role.quadrant),
+            (Gfn(0x12), Level::PAGE, 1)
+        );
+        assert_eq!(role.indexes_of(512), 0..1);
+        assert!(role.indexes_of(511).is_empty());
+    }
+
+    #[test]
+    fn a_page_that_was_not_written_to_grants_no_writing() {
+        const NO_EXECUTE: u64 = 1 << 63;
+        for (entry, write, execute) in [(0xa7, false, true), (0xe7 | NO_EXECUTE, true, false)] {
+            let rights = PageRights {
+                write,
+                execute,
+                ..PageRights::ALL
+            };
+            let meaning = LONG.meaning(5, 0x20_0000 | entry);
+            assert_eq!(meaning, Some(Meaning::Memory(Gfn(0x200), rights)));
+        }
+        // Not accessed; not present; a reserved bit.
+        for entry in [0x87, 0x20, 0x20_0000 | 1 << 13 | 0xe7] {
+            assert_eq!(LONG.meaning(5, entry), None, "{entry:#x}");
+        }
+    }
+
+    #[test]
+    fn a_note_holds_what_it_was_made_of() {
+        let gfn = Gfn((1 << 40) - 3);
+        for bits in 0..128u8 {
+            let rights = PageRights {
+                write: bits & 1 != 0,
+                user: bits & 2 != 0,
+                execute: bits & 4 != 0,
+                key: bits >> 3,
+            };
+            let note = Note::new(gfn, rights);
+            assert_eq!((note.gfn(), note.rights()), (gfn, rights));
+            assert!(note.is_granted(gfn, rights) && !note.is_granted(Gfn(7), rights));
+            let keyless = PageRights { key: 0, ..rights };
+            let low = Gfn((1 << 39) - 1);
+            assert_eq!(of_mmio_note(mmio_note(low, rights)), (low, keyless));
+        }
+    }
+}

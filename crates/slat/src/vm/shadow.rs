@@ -1,0 +1,81 @@
+//! What an address space with the shadow MMU does besides faults: it follows the guest's tables ([`crate::shadow`]).
+
+use core::ops::Range;
+
+use super::{RangeOp, Space, Vm};
+use crate::addr::{Gfn, Gpa, Level};
+use crate::format::{Format, all_gfns};
+use crate::platform::Platform;
+use crate::shadow::{Followed, ReadEntries};
+use crate::table::Key;
+use crate::trail::{PageOf, Role};
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Call after the client has written to guest memory that may hold tables of the guest's, as a VMM does when it restores a
+    /// VM, and before the guest runs again: at its next flush, which the caller does for each CPU
+    /// ([`Vcpu::flush_guest`](crate::Vcpu)), a CPU compares what was made of them. Stores of the client are not
+    /// noticed; KVM notices none either. Without the shadow MMU there is nothing to do.
+    pub fn guest_memory_changed(&self) {
+        for space in &self.spaces {
+            let section = self.section();
+            if let Some(mmu) = space.mmu.get(section.inside()).shadow() {
+                mmu.distrust_all();
+            }
+        }
+    }
+
+    /// Zaps what was made of the guest's entries in `range`, where there was a store. The caller is in no reader section.
+    pub(crate) fn follow(&self, space: &Space<P, F>, range: &Range<Gpa>) {
+        // Which frames the entries map is not known before they are zapped.
+        let mut op = RangeOp::on(self, space, &all_gfns::<F>());
+        op.on_shadow(|mmu, detached, zapped| mmu.follow(range, detached, zapped));
+        op.finish();
+    }
+
+    /// Zaps the entry of `level` on the path to `key`, because the guest's tables say something else now. The caller is in no
+    /// reader section.
+    pub(crate) fn zap_entry(&self, space: &Space<P, F>, key: Key, root: (Gfn, Role), level: Level) {
+        let mut op = RangeOp::on(self, space, &all_gfns::<F>());
+        op.on_shadow(|mmu, _, zapped| mmu.zap_entry(key, root, level, zapped));
+        op.finish();
+    }
+
+    /// Makes stores to unsynced tables noticed again ([`ShadowMmu::begin_sync`](crate::shadow::ShadowMmu)), and flushes. The
+    /// caller is in no reader section.
+    pub(crate) fn begin_sync(&self, space: &Space<P, F>, take: impl FnMut(PageOf) -> bool) {
+        let mut op = RangeOp::on(self, space, &all_gfns::<F>());
+        op.on_shadow(|mmu, _, _| mmu.begin_sync(take));
+        op.finish();
+    }
+
+    /// Zaps the entries that the guest does not grant any more. The caller is in no reader section.
+    pub(crate) fn zap_ungranted(&self, space: &Space<P, F>, read: &ReadEntries<'_>) {
+        let mut op = RangeOp::on(self, space, &all_gfns::<F>());
+        op.on_shadow(|mmu, _, zapped| mmu.zap_ungranted(read, zapped));
+        op.finish();
+    }
+
+    /// Zaps the shadow pages of the guest's tables in `range`. The caller is in no reader section.
+    pub(crate) fn forget_tables(&self, space: &Space<P, F>, range: &Range<Gfn>) {
+        let mut op = RangeOp::on(self, space, &all_gfns::<F>());
+        op.forget_tables(range);
+        op.finish();
+    }
+}
+
+impl<P: Platform, F: Format> RangeOp<'_, P, F> {
+    /// Zaps the shadow pages of the guest's tables in `range`: the memory there has become another one, or none.
+    pub(super) fn forget_tables(&mut self, range: &Range<Gfn>) {
+        let mut found = F::SHADOWS;
+        if found {
+            self.covers(&all_gfns::<F>());
+        }
+        while found {
+            found = false;
+            self.on_shadow(|mmu, detached, zapped| {
+                found = mmu.forget_table(range, detached, zapped);
+                Followed::default()
+            });
+        }
+    }
+}
