@@ -31,13 +31,14 @@ pub enum Command {
 /// `slat run`.
 #[derive(ClapArgs)]
 pub struct Run {
-    /// What makes the tables: tdp (a tree), direct (shadow pages and a reverse map; ept and npt)
+    /// What makes the tables: tdp (a tree), direct (shadow pages and a reverse map; ept and npt), shadow (tables that shadow
+    /// the guest's own; x86)
     #[arg(long, value_name = "MMU", default_value = "tdp", value_parser = mmu)]
     pub mmu: String,
 
-    /// Format of the second-level tables: ept
-    #[arg(long, value_name = "FORMAT", default_value = "ept", value_parser = format)]
-    pub format: String,
+    /// Format of the tables; usually ept, with the shadow MMU x86
+    #[arg(long, value_name = "FORMAT", value_parser = format)]
+    pub format: Option<String>,
 
     /// Set a policy of the memory system (`slat info` lists them); may be given several times
     #[arg(long = "set", value_name = "POLICY=VALUE", value_parser = policy)]
@@ -93,10 +94,9 @@ fn experiments() -> PossibleValuesParser {
 }
 
 fn mmu(name: &str) -> Result<String, String> {
-    match (mmu_by_name(name), name) {
-        (Some(_), _) => Ok(name.to_owned()),
-        (None, "shadow") => Err("shadow paging does not exist yet; tdp and direct do".to_owned()),
-        (None, _) => Err("this slat has: tdp, direct".to_owned()),
+    match mmu_by_name(name) {
+        Some(_) => Ok(name.to_owned()),
+        None => Err("this slat has: tdp, direct, shadow".to_owned()),
     }
 }
 

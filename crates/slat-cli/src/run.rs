@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
+use slat::MmuKind;
 use slat_kvm::engine::TableFormat;
 use slat_kvm::policy::{check_pair, mmu_by_name};
 
@@ -17,7 +18,7 @@ use crate::{demo, preload, program};
 fn settings(options: &Run) -> [(&'static str, Option<OsString>); 4] {
     [
         ("SLAT_MMU", Some(options.mmu.clone().into())),
-        ("SLAT_FORMAT", Some(options.format.clone().into())),
+        ("SLAT_FORMAT", Some(table_format(options).name().into())),
         // Removed if not asked for: a `slat run` inside another one inherits nothing.
         ("SLAT_STATS", options.stats.then(|| "1".into())),
         (
@@ -27,14 +28,21 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 4] {
     ]
 }
 
+fn mmu(options: &Run) -> MmuKind {
+    mmu_by_name(&options.mmu).unwrap_or_default()
+}
+
+/// Returns the format that was asked for, or the one that the MMU usually has.
+fn table_format(options: &Run) -> TableFormat {
+    let asked = options.format.as_deref();
+    let usual = TableFormat::of(mmu(options));
+    asked.and_then(TableFormat::by_name).unwrap_or(usual)
+}
+
 /// Replaces this process by PROGRAM, so that its exit status, its signals and its process id are
 /// its own. Returns only if that failed.
 pub fn run(options: &Run) -> ExitCode {
-    if let (Some(mmu), Some(format)) = (
-        mmu_by_name(&options.mmu),
-        TableFormat::by_name(&options.format),
-    ) && let Err(message) = check_pair(mmu, format)
-    {
+    if let Err(message) = check_pair(mmu(options), table_format(options)) {
         complain(&message);
         return ExitCode::from(2);
     }
@@ -48,7 +56,7 @@ pub fn run(options: &Run) -> ExitCode {
                 }
             }
         }
-        return demo::run(&options.format);
+        return demo::run(table_format(options).name());
     };
     let file = match program::find(name, env::var_os("PATH").as_deref())
         .and_then(|file| program::check(&file).map(|()| file))

@@ -5,17 +5,21 @@
 use crate::irq::routing::MAX_ROUTES;
 use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use kvm_bindings::*;
+use slat::MmuKind;
 
 /// The number of memslots per address space that a client may use.
 pub const NR_MEMSLOTS: u32 = 32764;
 
-/// Returns the value of a capability; 0 if slat does not have it. Includes capabilities that only VMs of one type have; for a VM,
+/// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have it. Includes capabilities that only VMs of one type have; for a VM,
 /// call [`crate::vm::VmObject::check_extension`].
-pub fn check(cap: u64) -> i32 {
+pub fn check(cap: u64, mmu: MmuKind) -> i32 {
     let Ok(cap) = u32::try_from(cap) else {
         return 0;
     };
     let value = match cap {
+        // Without a second level KVM maps nothing ahead of the guest, and has no private memory.
+        KVM_CAP_PRE_FAULT_MEMORY if mmu == MmuKind::Shadow => 0,
+        KVM_CAP_VM_TYPES if mmu == MmuKind::Shadow => 1 << KVM_X86_DEFAULT_VM,
         KVM_CAP_USER_MEMORY
         | KVM_CAP_USER_MEMORY2
         | KVM_CAP_HLT
@@ -119,15 +123,15 @@ mod tests {
 
     #[test]
     fn claims_what_the_selftests_look_for() {
-        assert_eq!(check(KVM_CAP_MAX_VCPUS.into()), 1024);
-        assert_eq!(check(KVM_CAP_MAX_VCPU_ID.into()), 4096);
-        assert_eq!(check(KVM_CAP_NR_MEMSLOTS.into()), 32764);
-        assert_eq!(check(KVM_CAP_IMMEDIATE_EXIT.into()), 1);
+        assert_eq!(check(KVM_CAP_MAX_VCPUS.into(), MmuKind::Tdp), 1024);
+        assert_eq!(check(KVM_CAP_MAX_VCPU_ID.into(), MmuKind::Tdp), 4096);
+        assert_eq!(check(KVM_CAP_NR_MEMSLOTS.into(), MmuKind::Tdp), 32764);
+        assert_eq!(check(KVM_CAP_IMMEDIATE_EXIT.into(), MmuKind::Tdp), 1);
     }
 
     #[test]
     fn an_unknown_capability_is_zero() {
-        assert_eq!(check(100_000), 0);
-        assert_eq!(check(u64::MAX), 0);
+        assert_eq!(check(100_000, MmuKind::Tdp), 0);
+        assert_eq!(check(u64::MAX, MmuKind::Tdp), 0);
     }
 }

@@ -1,11 +1,12 @@
 //! The engine with the table format that was chosen when the process began: the only module that names the platform and
 //! the formats. The same x86 guest runs with any of them; only the entries of the tables differ.
 
-use slat::format::{Entry, Npt, Stage2, Sv48x4};
+use slat::format::{Entry, Npt, Stage2, Sv48x4, X86};
+use slat::guest_walk::GuestPaging;
 use slat::{
     Access, Attention, AttributesError, Config, CreateVmError, DirtyLogError, DirtyRing, Ept, Gfn,
-    Gpa, Hva, Level, MemoryAttributes, MmuKind, OutOfMemory, Policy, Region, RegionError, Stats,
-    Stop, Translation, VcpuStats,
+    Gpa, HostWords, Hva, Level, MemoryAttributes, MmuKind, OutOfMemory, Policy, Region,
+    RegionError, Stats, Stop, Translation, VcpuStats, VirtualPage, VirtualStop,
 };
 use slat_host::HostPlatform;
 use std::ops::Range;
@@ -119,6 +120,45 @@ formats! {
     Aarch64 = "aarch64": Stage2<48>,
     /// RISC-V G-stage, Sv48x4.
     Riscv = "riscv": Sv48x4,
+    /// x86's own tables, of five levels. The shadow MMU has no others.
+    X86 = "x86": X86<5>,
+}
+
+impl TableFormat {
+    /// Returns the format of a VM's tables that `mmu` makes, if no other is asked for.
+    pub fn of(mmu: MmuKind) -> Self {
+        match mmu {
+            MmuKind::Shadow => TableFormat::X86,
+            _ => TableFormat::default(),
+        }
+    }
+}
+
+impl EngineVcpu {
+    /// See [`slat::Vcpu::translate_virtual`].
+    ///
+    /// # Errors
+    /// As there.
+    #[inline]
+    pub fn translate_virtual<W: HostWords>(
+        &mut self,
+        gva: u64,
+        access: Access,
+        paging: &GuestPaging,
+        words: &mut W,
+    ) -> Result<VirtualPage, VirtualStop<W::Error>> {
+        each!(EngineVcpu, self, inner => inner.translate_virtual(gva, access, paging, words))
+    }
+
+    /// See [`slat::Vcpu::invlpg`].
+    pub fn invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) -> bool {
+        each!(EngineVcpu, self, inner => inner.invlpg(gva, paging, words))
+    }
+
+    /// See [`slat::Vcpu::flush_guest`].
+    pub fn flush_guest<W: HostWords>(&mut self, words: &mut W) {
+        each!(EngineVcpu, self, inner => inner.flush_guest(words))
+    }
 }
 
 #[expect(
@@ -161,6 +201,10 @@ delegate! {
         fn stats() -> Stats;
         /// See [`slat::Vm::visit_attention`].
         fn visit_attention(visit: &mut dyn FnMut(&Attention)) -> ();
+        /// See [`slat::Vm::guest_memory_changed`].
+        fn guest_memory_changed() -> ();
+        /// See [`slat::Vm::mmu`].
+        fn mmu() -> MmuKind;
         /// See [`slat::Vm::synchronize`].
         fn synchronize() -> ();
         /// See [`slat::Vm::age`].
@@ -215,6 +259,8 @@ delegate! {
         fn quiesce();
         /// See [`slat::Vcpu::translate`].
         fn translate(gpa: Gpa, access: Access) -> Result<Translation, Stop>;
+        /// See [`slat::Vcpu::stored`].
+        fn stored(gpa: Gpa, bytes: u64) -> bool;
         /// See [`slat::Vcpu::prefault`].
         fn prefault(range: Range<Gpa>) -> Result<u64, Stop>;
         /// See [`slat::Vcpu::set_dirty_ring`].

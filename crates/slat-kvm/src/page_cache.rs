@@ -10,6 +10,8 @@ pub(crate) struct Page {
     pub(crate) gpa: u64,
     pub(crate) host: NonNull<u8>,
     pub(crate) write: bool,
+    /// Of a translation for a write: the engine must be told of the store.
+    pub(crate) tracked: bool,
 }
 
 // SAFETY: the pointer points into guest memory, which belongs to no thread and is accessed by guarded accesses only.

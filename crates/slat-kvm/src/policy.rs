@@ -38,10 +38,10 @@ impl Policies {
         let mmus: Vec<_> = MmuKind::ALL.iter().map(|mmu| mmu.name()).collect();
         one_of("SLAT_MMU", &mmus)?;
         one_of("SLAT_FORMAT", FORMATS)?;
-        let format = variable("SLAT_FORMAT").and_then(|name| TableFormat::by_name(&name));
-        let format = format.unwrap_or_default();
         let mmu = variable("SLAT_MMU").and_then(|name| mmu_by_name(&name));
         let mmu = mmu.unwrap_or_default();
+        let format = variable("SLAT_FORMAT").and_then(|name| TableFormat::by_name(&name));
+        let format = format.unwrap_or(TableFormat::of(mmu));
         check_pair(mmu, format)?;
         let mut settings = Vec::new();
         for setting in variable("SLAT_SET")

@@ -5,7 +5,7 @@ use crate::errno::{Error, Result, fail};
 use crate::thread::{self, bits};
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::kvm_pre_fault_memory;
-use slat::{Gpa, ResolveError, Stop};
+use slat::{Gpa, MmuKind, ResolveError, Stop};
 use std::sync::atomic::Ordering;
 
 const PAGE: u64 = 4096;
@@ -18,12 +18,15 @@ impl VcpuObject {
     /// # Errors
     /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT` without
     /// a memory slot, `EINTR` for a signal, `EFAULT` when the memory that backs the slot is unmapped or there is no private memory for a
-    /// private page, `ENOMEM`.
+    /// private page, `ENOMEM`. `EOPNOTSUPP` with the shadow MMU, as in KVM without a second level.
     pub fn pre_fault(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         let end = range.gpa.checked_add(range.size);
         let pages = range.gpa.is_multiple_of(PAGE) && range.size.is_multiple_of(PAGE);
         if range.flags != 0 || !pages || end.is_none_or(|end| end <= range.gpa) {
             return fail(libc::EINVAL);
+        }
+        if self.vm.engine.mmu() == MmuKind::Shadow {
+            return fail(libc::EOPNOTSUPP);
         }
         let mut inner = self.lock()?;
         let attention = self.common().attention.clone();

@@ -3,7 +3,7 @@
 use crate::errno::{Result, fail};
 use crate::run_page::{MMAP_SIZE, memfd};
 use crate::vm::VmObject;
-use crate::{caps, cpuid, filters, msr};
+use crate::{caps, cpuid, filters, msr, policy};
 use kvm_bindings::*;
 use slat::MmuKind;
 use std::os::fd::OwnedFd;
@@ -30,7 +30,8 @@ impl System {
 
     /// `KVM_CHECK_EXTENSION`.
     pub fn check_extension(&self, cap: u64) -> i32 {
-        caps::check(cap)
+        let mmu = policy::current().map_or(MmuKind::default(), |policies| policies.mmu);
+        caps::check(cap, mmu)
     }
 
     /// `KVM_GET_VCPU_MMAP_SIZE`.

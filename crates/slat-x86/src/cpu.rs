@@ -8,7 +8,7 @@ use crate::fixed::Fixed;
 use crate::flags::Lazy;
 use crate::heap::{OutOfMemory, Pages};
 use crate::int::Int;
-use crate::machine::{Exit, Machine, Paging};
+use crate::machine::{Exit, GuestFlush, Machine, Paging};
 use crate::mmio::Devices;
 use crate::op::{Break, Op};
 use crate::state::{Exception, Segment, State, control, flags};
@@ -67,6 +67,22 @@ pub struct Cpu {
     machine: Option<NonNull<dyn Machine>>,
     /// The registers that the TLB's content depends on, as last seen.
     seen: [u64; 4],
+}
+
+/// Index of CR3 in `Cpu::seen`.
+const CR3: usize = 1;
+
+/// Returns whether a change of CR0, CR3, CR4 and EFER invalidates translations, or changes what they depend on. TS, which
+/// changes with each switch of tasks, does not.
+fn guest_invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
+    use control::*;
+    let paging = [
+        CR0_PG | CR0_WP,
+        u64::MAX,
+        CR4_PSE | CR4_PAE | CR4_PGE | CR4_LA57 | CR4_PCIDE | CR4_SMEP | CR4_SMAP | CR4_PKE,
+        EFER_LMA | EFER_NXE,
+    ];
+    (before.iter().zip(now).zip(paging)).any(|((before, now), bits)| (before ^ now) & bits != 0)
 }
 
 // SAFETY: the machine pointer is set during `run` only, and the blocks and the TLB belong to this CPU alone; their host
@@ -177,9 +193,44 @@ impl Cpu {
         unsafe { pointer.as_mut() }
     }
 
-    /// Call after the client or an instruction has changed the state: derives mode, CPL and TLB table, and flushes translations
-    /// that depend on changed registers.
+    /// Call after an instruction has changed the state: does [`derive`](Self::derive), and tells the machine if the guest has
+    /// invalidated translations.
     pub(crate) fn refresh(&mut self) {
+        let before = self.seen;
+        let flushed = self.derive();
+        if flushed && guest_invalidates(&before, &self.seen) {
+            self.tell_flush(GuestFlush::All);
+        }
+    }
+
+    /// Tells the machine that the guest has invalidated translations.
+    pub(crate) fn tell_flush(&mut self, what: GuestFlush) {
+        let paging = self.paging();
+        if self.machine().flush_guest(what, &paging) {
+            self.flush_tlb();
+        }
+    }
+
+    /// Drops all translations for an instruction that invalidates them, and tells the machine.
+    pub(crate) fn flush_guest(&mut self) {
+        self.flush_tlb();
+        self.tell_flush(GuestFlush::All);
+    }
+
+    /// Loads CR3 and drops all translations: the TLB has no PCIDs. `keeps`: the machine may keep those that it has.
+    pub(crate) fn load_cr3(&mut self, cr3: u64, keeps: bool) {
+        self.state.cr3 = cr3;
+        self.seen[CR3] = cr3;
+        if keeps {
+            self.flush_tlb();
+        } else {
+            self.flush_guest();
+        }
+    }
+
+    /// Call after the client or an instruction has changed the state: derives mode, CPL and TLB table, and flushes translations
+    /// that depend on changed registers. Returns whether it flushed them.
+    pub(crate) fn derive(&mut self) -> bool {
         let state = &self.state;
         let long = state.efer & control::EFER_LMA != 0;
         let bits = match (long && state.cs.long(), state.cs.big()) {
@@ -211,12 +262,14 @@ impl Cpu {
         self.update_table();
         let state = &self.state;
         let seen = [state.cr0, state.cr3, state.cr4, state.efer];
-        if seen != self.seen {
+        let changed = seen != self.seen;
+        if changed {
             self.seen = seen;
             self.flush_tlb();
         }
         self.update_watch();
         self.slow = true;
+        changed
     }
 
     /// Chooses the TLB table for CPL and RFLAGS.AC.

@@ -67,7 +67,8 @@ pub use decode::DECODER_BYTES;
 pub use features::{Features, PKRU_OFFSET};
 pub use heap::OutOfMemory;
 pub use machine::{
-    Access, Exit, Fault, HostPage, HypercallInstruction, Hypercalls, Machine, Mmu, MsrFault, Paging,
+    Access, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, Hypercalls, Machine, Mmu,
+    MsrFault, Paging,
 };
 pub use mmio::PORT_BYTES;
 pub use state::{Events, Exception, F80, Segment, State, Table};

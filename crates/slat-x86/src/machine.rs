@@ -45,8 +45,12 @@ pub struct HostPage {
     pub write: bool,
     /// Further instruction fetches at this privilege need no new translation.
     pub execute: bool,
-    /// The guest-physical address of the page.
-    pub gpa: u64,
+    /// The guest-physical address of the page, if the machine wants to know of each store to it ([`Mmu::stored`]). Then `write`
+    /// is false: every store is translated anew.
+    ///
+    /// The CPU must have no translation for writes of a page that becomes tracked. If [`Mmu::translate`] begins to track such a
+    /// page, it raises `attention` and returns [`Fault::Retry`]: the CPU would see `attention` only after the rest of the block.
+    pub tracked: Option<u64>,
     /// This page is part of a page of the guest's of 2^`bits` bytes: INVLPG drops all of it.
     pub bits: u32,
 }
@@ -86,6 +90,16 @@ pub enum MsrFault {
     Forbidden,
 }
 
+/// The translations that the guest invalidates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuestFlush {
+    /// Those of the page at this linear address, under the current PCID: INVLPG, and INVPCID of type 0 with the current PCID
+    /// (without CR4.PCIDE the PCID is 0).
+    Page(u64),
+    /// All: a change of CR0, CR3, CR4 or EFER, and the other forms of INVPCID.
+    All,
+}
+
 /// How the CPU translates.
 pub trait Mmu {
     /// Returns the host page that backs the page of `gva`: walks the guest's tables (setting accessed and dirty bits), then the
@@ -94,6 +108,27 @@ pub trait Mmu {
 
     /// Call after a guarded access through a translation returned [`Gone`](slat_guard::Gone). `Ok`: translate again and retry.
     fn recheck(&mut self, host: *mut u8, access: Access) -> Result<(), Fault>;
+
+    /// Call after a store of `bytes` bytes at `gpa`, within one page that is [tracked](HostPage::tracked). The bytes are in
+    /// memory, and the instruction has not translated its next memory operand. For a store across two pages, both parts are in
+    /// memory before the first call.
+    ///
+    /// Also called after a store that found its host memory [`Gone`](slat_guard::Gone), as part of the bytes may be in memory.
+    ///
+    /// Returns whether all translations are void.
+    fn stored(&mut self, _gpa: u64, _bytes: usize) -> bool {
+        false
+    }
+
+    /// Call after the guest has invalidated translations: its instruction has changed the register, and nothing was translated
+    /// since. May be called more often than the guest demands; a task switch calls it several times.
+    ///
+    /// MOV to CR3 that keeps the translations (bit 63 of the operand with CR4.PCIDE) does not call it.
+    ///
+    /// Returns whether all translations are void.
+    fn flush_guest(&mut self, _what: GuestFlush, _paging: &Paging) -> bool {
+        false
+    }
 }
 
 /// The other services that a CPU needs from its machine.

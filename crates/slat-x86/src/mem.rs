@@ -3,18 +3,25 @@
 //! The fast paths are a look-up in the software TLB and one guarded access. Everything else takes the slow paths: misses, pages
 //! without memory, accesses that cross into another page, MMIO, inaccessible host memory. All paths are precise: a load or
 //! store that fails has changed nothing, and an access that crosses a page has translated both pages before it touches either.
+//!
+//! A store to a page that the machine tracks misses in the TLB, as the TLB holds the page for reads only. Such stores are made in
+//! [`Cpu::write_to`] and `Cpu::write_places` alone, which tell the machine.
 
 use crate::int::Int;
 use crate::machine::{Access, Exit, Fault};
 use crate::op::{Break, Op, form};
 use crate::tlb::SUPERVISOR;
 use crate::{Cpu, vector};
-use slat_guard::Word;
+use slat_guard::{Gone, Word};
 
 /// Where the bytes of one page are stored.
 #[derive(Clone, Copy)]
 enum Place {
-    Host(*mut u8),
+    Host {
+        host: *mut u8,
+        /// The guest-physical address, if the machine wants to know of stores.
+        tracked: Option<u64>,
+    },
     Mmio(u64),
 }
 
@@ -24,6 +31,73 @@ pub(crate) struct Places {
     first: Place,
     second: Option<Place>,
     split: usize,
+}
+
+/// Memory within one page that a store goes to. Only [`Cpu::write_to`] has access to it.
+#[must_use]
+pub(crate) struct Destination {
+    lin: u64,
+    host: *mut u8,
+    bytes: usize,
+    tracked: Option<u64>,
+}
+
+/// Reads, changes and writes a word; atomically with `lock`. Returns the old and the new value.
+///
+/// # Safety
+/// As for [`slat_guard::store`].
+#[inline(always)]
+unsafe fn exchange<T: Int>(
+    word: *mut T,
+    lock: bool,
+    mut f: impl FnMut(T) -> T,
+) -> Result<(T, T), Gone> {
+    loop {
+        // SAFETY: the caller's promise.
+        let old = unsafe { slat_guard::load(word) }?;
+        let new = f(old);
+        // SAFETY: the caller's promise.
+        let done = unsafe {
+            if lock {
+                slat_guard::compare_exchange(word, old, new)?.is_ok()
+            } else {
+                slat_guard::store(word, new)?;
+                true
+            }
+        };
+        if done {
+            return Ok((old, new));
+        }
+    }
+}
+
+impl Place {
+    /// Returns the guest-physical address, if the machine wants to know of stores.
+    fn tracked(self) -> Option<u64> {
+        match self {
+            Place::Host { tracked, .. } => tracked,
+            Place::Mmio(_) => None,
+        }
+    }
+}
+
+impl Places {
+    /// Returns the memory at `lin`, if it is memory and in one page.
+    fn destination(&self, lin: u64) -> Option<Destination> {
+        match *self {
+            Places {
+                first: Place::Host { host, tracked },
+                second: None,
+                split: bytes,
+            } => Some(Destination {
+                lin,
+                host,
+                bytes,
+                tracked,
+            }),
+            _ => None,
+        }
+    }
 }
 
 impl Cpu {
@@ -89,56 +163,81 @@ impl Cpu {
         lock: bool,
         mut f: impl FnMut(T) -> T,
     ) -> Result<(T, T), Break> {
-        loop {
-            let table = self.table;
-            let host = match self.tlb().write(table, lin, T::BYTES) {
-                Some(host) => host,
-                None => match self.write_place(lin, T::BYTES as usize)? {
-                    Some(host) => host,
-                    None => {
-                        // Across pages or to MMIO: not atomic, as slat has no bus locks.
-                        let old = self.load::<T>(lin)?;
-                        let new = f(old);
-                        self.store(lin, new)?;
-                        return Ok((old, new));
-                    }
-                },
-            };
+        let table = self.table;
+        if let Some(host) = self.tlb().write(table, lin, T::BYTES) {
             // SAFETY: the software TLB holds guest memory only, to which every access is guarded.
-            let done = unsafe {
-                let word = host.cast::<T>();
-                slat_guard::load(word).and_then(|old| {
-                    let new = f(old);
-                    if lock {
-                        slat_guard::compare_exchange(word, old, new)
-                            .map(|r| r.ok().map(|old| (old, new)))
-                    } else {
-                        slat_guard::store(word, new).map(|()| Some((old, new)))
-                    }
-                })
-            };
-            match done {
-                Ok(Some(both)) => {
+            match unsafe { exchange(host.cast::<T>(), lock, &mut f) } {
+                Ok(both) => {
                     self.wrote(host);
                     return Ok(both);
                 }
-                Ok(None) => {}
                 Err(_) => self.gone(lin, host, Access::Write)?,
+            }
+        }
+        self.update_slow(lin, lock, f)
+    }
+
+    /// Does [`update`](Self::update) after a miss in the TLB. Out of line, so that the fast path does not ask what is tracked.
+    #[cold]
+    #[inline(never)]
+    fn update_slow<T: Int>(
+        &mut self,
+        lin: u64,
+        lock: bool,
+        mut f: impl FnMut(T) -> T,
+    ) -> Result<(T, T), Break> {
+        loop {
+            let Some(to) = self.write_place(lin, T::BYTES as usize)? else {
+                // Across pages or to MMIO: not atomic, as slat has no bus locks.
+                let old = self.load::<T>(lin)?;
+                let new = f(old);
+                self.store(lin, new)?;
+                return Ok((old, new));
+            };
+            // SAFETY: a translation of guest memory, to which every access is guarded.
+            let both = |host: *mut u8| unsafe { exchange(host.cast::<T>(), lock, &mut f) };
+            if let Some(both) = self.write_to(to, both)? {
+                return Ok(both);
             }
         }
     }
 
-    /// Returns the host address of `len` bytes that may be written, if they are memory and in one page.
-    pub(crate) fn write_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
+    /// Returns `len` bytes that may be written, if they are memory and in one page.
+    pub(crate) fn write_place(
+        &mut self,
+        lin: u64,
+        len: usize,
+    ) -> Result<Option<Destination>, Break> {
         let places = self.places(lin, len, Access::Write)?;
-        Ok(match places {
-            Places {
-                first: Place::Host(host),
-                second: None,
-                ..
-            } => Some(host),
-            _ => None,
-        })
+        Ok(places.destination(lin))
+    }
+
+    /// Runs `write`, which writes all of `to` by guarded accesses to the address that it is passed, then tells the machine if the
+    /// page is tracked. Returns the result of `write`. `None`: the host page is not accessible; translate again.
+    #[inline]
+    pub(crate) fn write_to<T, E>(
+        &mut self,
+        to: Destination,
+        write: impl FnOnce(*mut u8) -> Result<T, E>,
+    ) -> Result<Option<T>, Break> {
+        self.wrote(to.host);
+        let result = write(to.host).ok();
+        // Even a write that failed may have changed some bytes.
+        self.tell_stored(to.tracked, to.bytes);
+        if result.is_none() {
+            self.gone(to.lin, to.host, Access::Write)?;
+        }
+        Ok(result)
+    }
+
+    /// Call after a store of `bytes` bytes within one page: tells the machine if the page is tracked.
+    #[inline]
+    fn tell_stored(&mut self, tracked: Option<u64>, bytes: usize) {
+        if let Some(gpa) = tracked
+            && self.machine().stored(gpa, bytes)
+        {
+            self.flush_tlb();
+        }
     }
 
     /// Returns the host address of `len` bytes that may be read, if they are memory and in one page.
@@ -146,7 +245,7 @@ impl Cpu {
         let places = self.places(lin, len, Access::Read)?;
         Ok(match places {
             Places {
-                first: Place::Host(host),
+                first: Place::Host { host, .. },
                 second: None,
                 ..
             } => Some(host),
@@ -306,7 +405,7 @@ impl Cpu {
             // The common miss: one page of memory. One access, so that it stays atomic.
             let places = self.places(lin, size, Access::Read)?;
             if let Places {
-                first: Place::Host(host),
+                first: Place::Host { host, .. },
                 second: None,
                 ..
             } = places
@@ -332,19 +431,13 @@ impl Cpu {
         let size = size_of::<T>();
         loop {
             let places = self.places(lin, size, Access::Write)?;
-            if let Places {
-                first: Place::Host(host),
-                second: None,
-                ..
-            } = places
-            {
-                self.wrote(host);
+            if let Some(to) = places.destination(lin) {
                 // SAFETY: a translation of guest memory, to which every access is guarded.
-                match unsafe { slat_guard::store(host.cast::<T>(), v) } {
-                    Ok(()) => return Ok(()),
-                    Err(_) => self.gone(lin, host, Access::Write)?,
+                let write = |host: *mut u8| unsafe { slat_guard::store(host.cast::<T>(), v) };
+                match self.write_to(to, write)? {
+                    Some(()) => return Ok(()),
+                    None => continue,
                 }
-                continue;
             }
             let mut bytes = [0; 16];
             // SAFETY: as in `load_slow`.
@@ -386,7 +479,8 @@ impl Cpu {
         })
     }
 
-    /// Translates one address.
+    /// Translates one address. Inlined: returned through memory, the result costs a fifth of a miss.
+    #[inline(always)]
     fn place(&mut self, lin: u64, access: Access) -> Result<Place, Break> {
         let table = self.table;
         let hit = match access {
@@ -394,7 +488,9 @@ impl Cpu {
             _ => self.tlb().read(table, lin, 1),
         };
         if let Some(host) = hit {
-            return Ok(Place::Host(host));
+            // The TLB holds no tracked page for writes, and reads are not told.
+            let tracked = None;
+            return Ok(Place::Host { host, tracked });
         }
         if !self.canonical(lin) {
             self.fault_noncanonical = true;
@@ -403,13 +499,17 @@ impl Cpu {
         let paging = self.paging();
         match self.machine().translate(lin, access, &paging) {
             Ok(page) => {
+                debug_assert!(page.tracked.is_none() || !page.write);
                 if !self.is_watched_page(lin) {
                     self.tlb()
                         .fill(table, lin, page.base, page.read, page.write);
                     self.tlb().note_size(lin, page.bits);
                 }
-                let at = (lin & 0xfff) as usize;
-                Ok(Place::Host(page.base.as_ptr().wrapping_add(at)))
+                let at = lin & 0xfff;
+                Ok(Place::Host {
+                    host: page.base.as_ptr().wrapping_add(at as usize),
+                    tracked: page.tracked.map(|gpa| gpa + at),
+                })
             }
             Err(Fault::Mmio { gpa }) => Ok(Place::Mmio(gpa)),
             Err(fault) => Err(self.fault(lin, fault)),
@@ -455,8 +555,18 @@ impl Cpu {
             })
     }
 
-    /// Writes the translated bytes. False as in [`Self::read_places`].
+    /// Writes the translated bytes, then tells the machine of the parts in tracked pages. False as in [`Self::read_places`].
     fn write_places(&mut self, lin: u64, places: &Places, bytes: &[u8]) -> Result<bool, Break> {
+        let done = self.write_parts(lin, places, bytes);
+        // Even a write that failed may have changed some bytes.
+        self.tell_stored(places.first.tracked(), places.split);
+        if let Some(second) = places.second {
+            self.tell_stored(second.tracked(), bytes.len() - places.split);
+        }
+        done
+    }
+
+    fn write_parts(&mut self, lin: u64, places: &Places, bytes: &[u8]) -> Result<bool, Break> {
         let (head, tail) = bytes.split_at(places.split);
         Ok(self.write_at(lin, places.first, head)?
             && match places.second {
@@ -469,7 +579,7 @@ impl Cpu {
 
     fn read_at(&mut self, lin: u64, place: Place, buffer: &mut [u8]) -> Result<bool, Break> {
         match place {
-            Place::Host(host) => {
+            Place::Host { host, .. } => {
                 // SAFETY: a translation of guest memory, to which every access is guarded.
                 let done = unsafe { slat_guard::copy_in(buffer, host) };
                 if done.is_err() {
@@ -488,7 +598,7 @@ impl Cpu {
 
     fn write_at(&mut self, lin: u64, place: Place, bytes: &[u8]) -> Result<bool, Break> {
         match place {
-            Place::Host(host) => {
+            Place::Host { host, .. } => {
                 self.wrote(host);
                 // SAFETY: a translation of guest memory, to which every access is guarded.
                 let done = unsafe { slat_guard::copy_out(host, bytes) };

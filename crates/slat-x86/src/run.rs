@@ -16,7 +16,7 @@ impl Cpu {
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
         let _host = HostFlags::keep();
         self.with_machine(machine, |cpu| {
-            cpu.refresh();
+            cpu.derive();
             cpu.forget_question();
             let exit = cpu.run_loop(attention);
             cpu.flags();

@@ -190,7 +190,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Mmu<P, F> {
         either!(self, mmu => mmu.map_absent(target, pages, leaf, path, valid))
     }
 
-    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> bool {
+    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> Mapped {
         either!(self, mmu => mmu.map_mmio(target, generation, path))
     }
 

@@ -3,6 +3,9 @@
 //! Two translations one after the other: the guest's tables ([`slat::guest_walk`]), then the engine's second level. The walk
 //! of the guest's tables needs a second-level translation per table; a small cache, flushed whenever the software TLB is, holds
 //! most of these.
+//!
+//! With the shadow MMU there is one: the engine shadows the guest's tables, and walks them itself where it has to. It is told of
+//! stores to them, and of the translations that the guest invalidates.
 
 use crate::engine::EngineVcpu;
 use crate::entered::{Entered, outside};
@@ -10,9 +13,9 @@ use crate::machine::VcpuMachine;
 use crate::page_cache::Page;
 use crate::thread::bits;
 use slat::guest_walk::{GuestPaging, GuestTables, Mode, WalkError, walk};
-use slat::{Gpa, Hva, ResolveError, Stop};
+use slat::{Gpa, HostWords, Hpa, Hva, ResolveError, Stop, VirtualStop};
 use slat_x86::state::control;
-use slat_x86::{Access, Fault, HostPage, Mmu, Paging, State};
+use slat_x86::{Access, Fault, GuestFlush, HostPage, Mmu, Paging, State};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
@@ -56,6 +59,7 @@ impl VcpuMachine {
             gpa,
             host,
             write: found.write,
+            tracked: found.tracked,
         };
         *self.pages.slot(gpa) = Some(page);
         Ok(page)
@@ -132,7 +136,12 @@ impl VcpuMachine {
                 )
             };
             match copied {
-                Ok(()) => done += part,
+                Ok(()) => {
+                    if page.tracked {
+                        let _every_caller_drops_them = self.engine_stored(at, part);
+                    }
+                    done += part;
+                }
                 Err(_) => {
                     self.forget(page.host.as_ptr());
                     if !self.may_try_again() {
@@ -142,6 +151,26 @@ impl VcpuMachine {
             }
         }
         true
+    }
+
+    /// Tells the engine of a store to a tracked page. Returns whether all translations are void; the CPU's attention word says so,
+    /// too.
+    fn engine_stored(&mut self, gpa: u64, bytes: usize) -> bool {
+        let void = self.engine.stored(Gpa(gpa), bytes as u64);
+        if void {
+            self.request_retry();
+        }
+        void
+    }
+
+    /// Compares what the engine has made of the guest's tables with them: the client may have written to guest memory since the
+    /// last run. The vCPU is entered, and its CPU has no translations.
+    pub(crate) fn follow_client(&mut self) {
+        if std::mem::take(&mut self.memory_restored) {
+            self.vm.engine.guest_memory_changed();
+            self.engine.flush_guest(&mut Words);
+            self.request_retry();
+        }
     }
 
     /// Reads an aligned word of guest-physical memory for a device of the vCPU, which is entered. `None`: `gpa` is not memory, or not
@@ -160,16 +189,8 @@ impl VcpuMachine {
     fn word(&mut self, gpa: Gpa, size: usize) -> Result<u64, Unreachable> {
         assert!(gpa.0.is_multiple_of(size as u64), "a word in one page");
         let page = self.page(gpa.0, slat::Access::Read)?;
-        // SAFETY: within a translated page of guest memory; guarded.
-        let value = unsafe {
-            let word = page.host.as_ptr().add((gpa.0 % PAGE) as usize);
-            if size == 4 {
-                slat_guard::load(word.cast::<u32>()).map(u64::from)
-            } else {
-                slat_guard::load(word.cast::<u64>())
-            }
-        };
-        value.map_err(|_| {
+        let word = Hpa(page.host.as_ptr() as u64 + gpa.0 % PAGE);
+        Words.read(word, size).map_err(|_| {
             self.forget(page.host.as_ptr());
             Unreachable::Fault(Fault::Retry)
         })
@@ -281,6 +302,89 @@ fn slat_access(access: Access) -> slat::Access {
     }
 }
 
+/// Guest memory, at the addresses where this process has it: what the engine's translations lead to.
+struct Words;
+
+/// The host memory at this address is not accessible.
+struct Gone(*mut u8);
+
+impl HostWords for Words {
+    type Error = Gone;
+
+    fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Gone> {
+        let word = host.0 as *mut u8;
+        // SAFETY: within a translated page of guest memory; guarded.
+        let value = unsafe {
+            if size == 4 {
+                slat_guard::load(word.cast::<u32>()).map(u64::from)
+            } else {
+                slat_guard::load(word.cast::<u64>())
+            }
+        };
+        value.map_err(|_| Gone(word))
+    }
+
+    fn compare_exchange(
+        &mut self,
+        host: Hpa,
+        size: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Gone> {
+        let word = host.0 as *mut u8;
+        // SAFETY: as for reading; the page may be written.
+        let swapped = unsafe {
+            if size == 4 {
+                slat_guard::compare_exchange(word.cast::<u32>(), old as u32, new as u32)
+                    .map(|result| result.is_ok())
+            } else {
+                slat_guard::compare_exchange(word.cast::<u64>(), old, new)
+                    .map(|result| result.is_ok())
+            }
+        };
+        swapped.map_err(|_| Gone(word))
+    }
+}
+
+impl VcpuMachine {
+    /// Translates by the engine's shadow MMU.
+    fn translate_shadowed(
+        &mut self,
+        gva: u64,
+        access: slat::Access,
+        paging: &GuestPaging,
+    ) -> Result<HostPage, Fault> {
+        let stop = match (self.engine).translate_virtual(gva, access, paging, &mut Words) {
+            Ok(page) => {
+                let base = NonNull::new(page.host.0 as *mut u8).ok_or(Fault::BadAddress)?;
+                return Ok(HostPage {
+                    base,
+                    read: page.read,
+                    write: page.write,
+                    execute: page.execute,
+                    tracked: page.tracked.map(|gpa| gpa.0),
+                    bits: page.bits,
+                });
+            }
+            Err(VirtualStop::PageFault { code }) => {
+                return Err(Fault::Page { error_code: code });
+            }
+            Err(VirtualStop::Memory(Gone(host))) => {
+                self.forget(host);
+                return Err(Fault::Retry);
+            }
+            Err(VirtualStop::Stop(stop)) => stop,
+        };
+        if let Stop::Mmio { gpa } = stop {
+            return Err(Fault::Mmio { gpa: gpa.0 });
+        }
+        match self.unreachable(stop) {
+            Unreachable::Fault(fault) => Err(fault),
+            Unreachable::NotMemory => unreachable!("MMIO was handled above"),
+        }
+    }
+}
+
 impl GuestTables for VcpuMachine {
     type Error = Fault;
 
@@ -309,18 +413,8 @@ impl GuestTables for VcpuMachine {
             Err(Unreachable::Fault(fault)) => return Err(fault),
             Ok(page) => page,
         };
-        // SAFETY: as for reading; the page may be written.
-        let swapped = unsafe {
-            let entry = page.host.as_ptr().add((gpa.0 % PAGE) as usize);
-            if size == 4 {
-                slat_guard::compare_exchange(entry.cast::<u32>(), old as u32, new as u32)
-                    .map(|result| result.is_ok())
-            } else {
-                slat_guard::compare_exchange(entry.cast::<u64>(), old, new)
-                    .map(|result| result.is_ok())
-            }
-        };
-        swapped.map_err(|_| {
+        let word = Hpa(page.host.as_ptr() as u64 + gpa.0 % PAGE);
+        Words.compare_exchange(word, size, old, new).map_err(|_| {
             self.forget(page.host.as_ptr());
             Fault::Retry
         })
@@ -332,6 +426,9 @@ impl Mmu for VcpuMachine {
         let access = slat_access(access);
         let (gpa, bits, read, write, execute) = if paging.cr0 & control::CR0_PG == 0 {
             (gva & 0xffff_f000, PAGE.trailing_zeros(), true, true, true)
+        } else if self.shadows {
+            let paging = guest_paging(paging, self.physical_bits);
+            return self.translate_shadowed(gva, access, &paging);
         } else {
             match walk(self, &guest_paging(paging, self.physical_bits), gva, access) {
                 Ok(page) => (page.gpa.0, page.bits, page.read, page.write, page.execute),
@@ -345,7 +442,7 @@ impl Mmu for VcpuMachine {
                 read,
                 write: write && page.write,
                 execute,
-                gpa,
+                tracked: page.tracked.then_some(gpa),
                 bits,
             }),
             Err(Unreachable::NotMemory) => Err(Fault::Mmio {
@@ -358,6 +455,31 @@ impl Mmu for VcpuMachine {
     fn recheck(&mut self, host: *mut u8, _access: Access) -> Result<(), Fault> {
         self.forget(host);
         Err(Fault::Retry)
+    }
+
+    fn stored(&mut self, gpa: u64, bytes: usize) -> bool {
+        self.engine_stored(gpa, bytes)
+    }
+
+    fn flush_guest(&mut self, what: GuestFlush, paging: &Paging) -> bool {
+        if !self.shadows {
+            return false;
+        }
+        let void = match what {
+            GuestFlush::Page(gva) if paging.cr0 & control::CR0_PG != 0 => {
+                let paging = guest_paging(paging, self.physical_bits);
+                self.engine.invlpg(gva, &paging, &mut Words)
+            }
+            GuestFlush::Page(_) => false,
+            GuestFlush::All => {
+                self.engine.flush_guest(&mut Words);
+                true
+            }
+        };
+        if void {
+            self.pages.flush();
+        }
+        void
     }
 }
 

@@ -20,7 +20,7 @@ use crate::thread::bits;
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
 use kvm_bindings::kvm_cpuid_entry2;
-use slat::{Gpa, Shared};
+use slat::{Gpa, MmuKind, Shared};
 use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect, Lapic};
 use slat_x86::MsrFault;
 use std::sync::{Arc, MutexGuard};
@@ -56,6 +56,11 @@ pub(crate) struct VcpuMachine {
     pub(crate) ioapic_eoi: Option<u8>,
     /// The page of the last access that found no private memory.
     pub(crate) memory_fault: Option<Gpa>,
+    /// The engine has the shadow MMU.
+    shadows: bool,
+    /// The client has set the registers, and may have restored guest memory: what the shadow MMU has made of the guest's tables is
+    /// to be compared with them.
+    pub(crate) memory_restored: bool,
 }
 
 impl VcpuMachine {
@@ -66,6 +71,7 @@ impl VcpuMachine {
         base: u64,
     ) -> Self {
         let tsc = vm.clock.new_tsc();
+        let shadows = vm.engine.mmu() == MmuKind::Shadow;
         VcpuMachine {
             engine,
             vm,
@@ -88,6 +94,8 @@ impl VcpuMachine {
             enforces_pv_features: false,
             ioapic_eoi: None,
             memory_fault: None,
+            shadows,
+            memory_restored: false,
         }
     }
 

@@ -168,6 +168,7 @@ impl VcpuObject {
 
     fn loop_until_exit(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         self.page.set_exit_reason(KVM_EXIT_UNKNOWN);
+        inner.machine.follow_client();
         inner.machine.write_clocks();
         inner.requested.begin_exception(&mut inner.cpu.state);
         loop {

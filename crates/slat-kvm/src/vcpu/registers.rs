@@ -68,6 +68,7 @@ impl VcpuObject {
         }
         inner.sync_cr8_to_lapic();
         inner.cpu.flush_tlb();
+        inner.machine.memory_restored = true;
         Ok(())
     }
 

@@ -13,7 +13,7 @@ impl VmObject {
         match u32::try_from(cap) {
             Ok(KVM_CAP_GUEST_MEMFD) => self.protected.into(),
             Ok(KVM_CAP_MEMORY_ATTRIBUTES) => self.known_attributes() as i32,
-            _ => caps::check(cap),
+            _ => caps::check(cap, self.engine.mmu()),
         }
     }
 

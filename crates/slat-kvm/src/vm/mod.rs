@@ -20,7 +20,7 @@ use crate::call::{Call, Life};
 use crate::clock::VmClock;
 use crate::coalesced::Coalesced;
 use crate::dirty::Rings;
-use crate::engine::EngineVm;
+use crate::engine::{EngineVm, TableFormat};
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::guest_memfd::PrivateMemory;
 use crate::ioeventfd::IoEvents;
@@ -79,11 +79,18 @@ impl VmObject {
         let mut config = slat::Config::default();
         config.policy = policy::of_new_vms()?.get();
         config.mmu = mmu.unwrap_or(policies.mmu);
-        let engine =
-            EngineVm::new(policies.format, platform, config).map_err(|error| match error {
-                CreateVmError::NoSuchMmu { .. } => Error::new(libc::EINVAL),
-                _ => no_memory(error),
-            })?;
+        let format = match mmu {
+            Some(mmu) if !policies.format.has(mmu) => TableFormat::of(mmu),
+            _ => policies.format,
+        };
+        if protected && config.mmu == MmuKind::Shadow {
+            // As in KVM without the TDP MMU.
+            return fail(libc::EINVAL);
+        }
+        let engine = EngineVm::new(format, platform, config).map_err(|error| match error {
+            CreateVmError::NoSuchMmu { .. } => Error::new(libc::EINVAL),
+            _ => no_memory(error),
+        })?;
         notify::register(&engine);
         recovery::begin();
         vcpu_common::prepare();

@@ -139,7 +139,7 @@ impl GuestMmu for ShadowMmu {
     fn stored(&mut self, cpu: usize, _: StoreKind, parts: &[Part]) {
         let mut vcpu = self.vcpus[cpu].enter(cpu);
         for part in parts {
-            vcpu.stored(part.gpa, part.bytes as u64);
+            let _no_cpu_remembers_any = vcpu.stored(part.gpa, part.bytes as u64);
         }
     }
 
@@ -169,7 +169,7 @@ impl GuestMmu for ShadowMmu {
             return;
         };
         let mut vcpu = self.vcpus[cpu].enter(cpu);
-        vcpu.invlpg(gva, &paging, &mut Words(&self.ram));
+        let _no_cpu_remembers_any = vcpu.invlpg(gva, &paging, &mut Words(&self.ram));
     }
 
     fn invpcid(&mut self, cpu: usize, invpcid: Invpcid) {

@@ -104,7 +104,7 @@ fn to_memory_full<T: Int, F: Form, A: Binary>(cpu: &mut Cpu, op: &Op, b: T) -> F
     let lin = F::lin(cpu, op, T::BYTES as u32)?;
     let carry = A::CARRY && cpu.cf();
     if A::WRITES {
-        let (a, result) = cpu.update::<T>(lin, op.lock, |a| A::apply(a, b, carry))?;
+        let (a, result) = cpu.update::<T>(lin, op.lock, move |a| A::apply(a, b, carry))?;
         A::note(cpu, a, b, carry, result);
         cpu.stored()
     } else {

@@ -17,7 +17,7 @@ fn xchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
         let lin = cpu.lin(op, T::BYTES as u32)?;
         let new = T::get(cpu, other);
         // XCHG with memory is always locked.
-        let (old, _) = cpu.update::<T>(lin, true, |_| new)?;
+        let (old, _) = cpu.update::<T>(lin, true, move |_| new)?;
         T::set(cpu, other, old);
         return cpu.stored();
     }
@@ -29,7 +29,7 @@ fn xchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 
 fn xadd<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let add = T::get(cpu, op.r[1]);
-    let sum = |old: T| T::of(old.zx().wrapping_add(add.zx()));
+    let sum = move |old: T| T::of(old.zx().wrapping_add(add.zx()));
     let (old, new) = if op.r[0] == MEM {
         let lin = cpu.lin(op, T::BYTES as u32)?;
         cpu.update::<T>(lin, op.lock, sum)?
@@ -51,8 +51,8 @@ fn cmpxchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let old = if op.r[0] == MEM {
         let lin = cpu.lin(op, T::BYTES as u32)?;
         // As in hardware there is a write cycle whether they compare equal or not.
-        cpu.update::<T>(lin, op.lock, |old| if old == expected { new } else { old })?
-            .0
+        let exchange = move |old| if old == expected { new } else { old };
+        cpu.update::<T>(lin, op.lock, exchange)?.0
     } else {
         T::get(cpu, op.r[0])
     };
@@ -77,8 +77,8 @@ fn pair(cpu: &Cpu, high: usize, low: usize) -> u64 {
 fn cmpxchg8b(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, 8)?;
     let (expected, new) = (pair(cpu, 2, 0), pair(cpu, 1, 3));
-    let (old, _) =
-        cpu.update::<u64>(lin, op.lock, |old| if old == expected { new } else { old })?;
+    let exchange = move |old| if old == expected { new } else { old };
+    let (old, _) = cpu.update::<u64>(lin, op.lock, exchange)?;
     if old == expected {
         cpu.set_flags(ZF, ZF);
     } else {
@@ -96,17 +96,16 @@ fn cmpxchg16b(cpu: &mut Cpu, op: &Op) -> Flow {
     let expected = wide(cpu.state.gpr[0], cpu.state.gpr[2]);
     let new = wide(cpu.state.gpr[3], cpu.state.gpr[1]);
     let seen = loop {
-        let Some(host) = cpu.write_place(lin, 16)? else {
+        let Some(to) = cpu.write_place(lin, 16)? else {
             return Err::<(), Break>(cpu.unimplemented("CMPXCHG16B on MMIO"));
         };
         // SAFETY: a translation of guest memory, which is accessed guarded only. Guest and host
         // addresses agree in their low 12 bits, so it is aligned.
-        match unsafe { slat_guard::compare_exchange(host.cast::<u128>(), expected, new) } {
-            Ok(seen) => {
-                cpu.wrote(host);
-                break seen;
-            }
-            Err(_) => cpu.gone(lin, host, crate::Access::Write)?,
+        let exchange = |host: *mut u8| unsafe {
+            slat_guard::compare_exchange(host.cast::<u128>(), expected, new)
+        };
+        if let Some(seen) = cpu.write_to(to, exchange)? {
+            break seen;
         }
     };
     match seen {

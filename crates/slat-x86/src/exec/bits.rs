@@ -64,7 +64,7 @@ fn bit<T: Int, B: BitOp>(cpu: &mut Cpu, op: &Op) -> Flow {
     let old = if op.r[0] == MEM {
         let lin = bit_address::<T>(cpu, op, index)?;
         if B::WRITES {
-            cpu.update::<T>(lin, op.lock, |v| T::of(B::apply(v.zx(), mask)))?
+            cpu.update::<T>(lin, op.lock, move |v| T::of(B::apply(v.zx(), mask)))?
                 .0
         } else {
             cpu.load::<T>(lin)?

@@ -117,7 +117,7 @@ fn shift<T: Int, S: Shift>(cpu: &mut Cpu, op: &Op, count: u32) -> Flow {
         count %= T::BITS + 1;
     }
     let carry = S::ROTATE && cpu.cf();
-    let f = |a| {
+    let f = move |a| {
         if count == 0 {
             (a, false, false)
         } else {
@@ -126,7 +126,7 @@ fn shift<T: Int, S: Shift>(cpu: &mut Cpu, op: &Op, count: u32) -> Flow {
     };
     let (result, carry, overflow) = if op.r[0] == MEM {
         let lin = cpu.lin(op, T::BYTES as u32)?;
-        let (a, _) = cpu.update::<T>(lin, false, |a| f(a).0)?;
+        let (a, _) = cpu.update::<T>(lin, false, move |a| f(a).0)?;
         f(a)
     } else {
         let out = f(T::get(cpu, op.r[0]));
@@ -169,7 +169,7 @@ fn double<T: Int, const LEFT: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     } as u32;
     let count = count & if T::BITS == 64 { 63 } else { 31 };
     let fill = T::get(cpu, op.r[1]).zx();
-    let f = |a: T| {
+    let f = move |a: T| {
         let v = a.zx();
         match (count == 0, LEFT) {
             (true, _) => a,

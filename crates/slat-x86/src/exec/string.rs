@@ -16,6 +16,10 @@ const BATCH: u64 = 4096;
 /// Bytes that a bulk step buffers.
 const BULK: usize = 4096;
 
+/// The bytes of a bulk step. Aligned to a cache line: otherwise a copy takes up to a sixth longer.
+#[repr(align(64))]
+struct Buffer([u8; BULK]);
+
 impl Cpu {
     pub(crate) fn string_mask(address_size: u8) -> u64 {
         match address_size {
@@ -173,22 +177,16 @@ fn movs_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
             let Some(to) = cpu.write_place(destination, bytes)? else {
                 return Ok(false);
             };
-            let mut buffer = [0; BULK];
-            let buffer = &mut buffer[..bytes];
-            // SAFETY: both are translations of guest memory, which is accessed guarded only. Bytes copied before the memory was
-            // gone are copied again.
-            unsafe {
-                if slat_guard::copy_in(buffer, from).is_err() {
-                    cpu.gone(source, from, crate::Access::Read)?;
-                    return Err(Break::Retry);
-                }
-                cpu.wrote(to);
-                if slat_guard::copy_out(to, buffer).is_err() {
-                    cpu.gone(destination, to, crate::Access::Write)?;
-                    return Err(Break::Retry);
-                }
+            let mut buffer = Buffer([0; BULK]);
+            let buffer = &mut buffer.0[..bytes];
+            // SAFETY: a translation of guest memory, which is accessed guarded only.
+            if unsafe { slat_guard::copy_in(buffer, from) }.is_err() {
+                cpu.gone(source, from, crate::Access::Read)?;
+                return Err(Break::Retry);
             }
-            Ok(true)
+            // SAFETY: as above. Bytes copied before the memory was gone are copied again.
+            let copied = cpu.write_to(to, |to| unsafe { slat_guard::copy_out(to, buffer) })?;
+            copied.map(|()| true).ok_or(Break::Retry)
         };
         match step(cpu) {
             Ok(true) => {
@@ -249,16 +247,17 @@ fn stos_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
             }
             return Ok(Some(cpu.iterate_later(op)));
         }
-        match cpu.write_place(destination, bytes) {
-            Ok(Some(to)) => {
-                cpu.wrote(to);
-                // SAFETY: a translation of guest memory, which is accessed guarded only.
-                if unsafe { slat_guard::copy_out(to, &pattern[..bytes]) }.is_err() {
-                    match cpu.gone(destination, to, crate::Access::Write) {
-                        Err(why) if filled == 0 => return Err(why),
-                        _ => return Ok(Some(cpu.iterate_later(op))),
-                    }
-                }
+        let step = |cpu: &mut Cpu| -> Result<bool, Break> {
+            let Some(to) = cpu.write_place(destination, bytes)? else {
+                return Ok(false);
+            };
+            // SAFETY: a translation of guest memory, which is accessed guarded only. Bytes written before the memory was gone
+            // are written again.
+            let write = |to: *mut u8| unsafe { slat_guard::copy_out(to, &pattern[..bytes]) };
+            cpu.write_to(to, write)?.map(|()| true).ok_or(Break::Retry)
+        };
+        match step(cpu) {
+            Ok(true) => {
                 cpu.state.gpr[7] = cpu.state.gpr[7].wrapping_add(bytes as u64);
                 cpu.state.gpr[1] = left - n;
                 filled += bytes;
@@ -266,9 +265,9 @@ fn stos_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
                     return Ok(Some(cpu.iterate_later(op)));
                 }
             }
-            Ok(None) if filled == 0 => return Ok(None),
+            Ok(false) if filled == 0 => return Ok(None),
             Err(why) if filled == 0 => return Err(why),
-            _ => return Ok(Some(cpu.iterate_later(op))),
+            Ok(false) | Err(_) => return Ok(Some(cpu.iterate_later(op))),
         }
     }
 }

@@ -3,7 +3,9 @@
 use crate::Cpu;
 use crate::debug::DR6_ONES;
 use crate::int::{Int, by_size};
-use crate::machine::{Access, Exit, Fault, HypercallInstruction, Hypercalls, MsrFault, Paging};
+use crate::machine::{
+    Access, Exit, Fault, GuestFlush, HypercallInstruction, Hypercalls, MsrFault, Paging,
+};
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::state::{control::*, flags};
 use iced_x86::{Instruction, Mnemonic, OpKind};
@@ -24,6 +26,9 @@ const CR0_KNOWN: u64 = CR0_PE
 /// Bits of CR0 whose change loads the page-directory-pointer entries of PAE paging again (SDM volume 3, "PDPTE Registers").
 const CR0_LOADS_PDPTES: u64 = CR0_PG | CR0_CD | CR0_NW;
 const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
+
+/// Bit of MOV to CR3's operand with CR4.PCIDE: no translations are invalidated.
+const CR3_KEEPS: u64 = 1 << 63;
 
 /// The task priority of a local APIC in x2APIC mode.
 const X2APIC_TPR: u32 = 0x808;
@@ -125,8 +130,9 @@ impl Cpu {
     }
 
     fn write_cr3(&mut self, mut v: u64) -> Result<(), Break> {
-        if self.state.cr4 & CR4_PCIDE != 0 {
-            v &= !(1 << 63);
+        let keeps = self.state.cr4 & CR4_PCIDE != 0 && v & CR3_KEEPS != 0;
+        if keeps {
+            v &= !CR3_KEEPS;
         }
         if self.long_mode() && v & self.features.beyond_physical() != 0 {
             return Err(self.gp());
@@ -134,8 +140,7 @@ impl Cpu {
         if self.pae_paging() {
             self.state.pdptes = self.load_pdptes(v)?;
         }
-        self.state.cr3 = v;
-        self.flush_tlb();
+        self.load_cr3(v, keeps);
         Ok(())
     }
 
@@ -473,12 +478,16 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     let offset = cpu.offset(op);
     let base = cpu.segment(op.seg).base;
-    let lin = if cpu.is_64() && op.seg < 4 {
-        offset
-    } else {
-        base.wrapping_add(offset)
+    let lin = match cpu.is_64() {
+        true if op.seg < 4 => offset,
+        true => base.wrapping_add(offset),
+        false => low_half(base.wrapping_add(offset)),
     };
-    cpu.flush_page(lin);
+    // SDM volume 2: does nothing for an address that is not canonical.
+    if cpu.canonical(lin) {
+        cpu.flush_page(lin);
+        cpu.tell_flush(GuestFlush::Page(lin));
+    }
     Err(Break::End)
 }
 fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -492,15 +501,19 @@ fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
     let descriptor = cpu.load_mem::<u128>(op)?;
     let pcid = descriptor as u64;
     let address = (descriptor >> 64) as u64;
-    let pcids = if cpu.state.cr4 & CR4_PCIDE != 0 {
-        12
-    } else {
-        0
+    let (pcids, current) = match cpu.state.cr4 & CR4_PCIDE != 0 {
+        true => (12, cpu.state.cr3 & 0xfff),
+        false => (0, 0),
     };
     if kind > 3 || kind < 2 && pcid >> pcids != 0 || kind == 0 && !cpu.canonical(address) {
         return Err(cpu.gp());
     }
-    cpu.flush_tlb();
+    if kind == 0 && pcid == current {
+        cpu.flush_tlb();
+        cpu.tell_flush(GuestFlush::Page(address));
+    } else {
+        cpu.flush_guest();
+    }
     Err(Break::End)
 }
 fn privileged_nop(cpu: &mut Cpu, _: &Op) -> Flow {

@@ -3,7 +3,7 @@
 #![allow(dead_code)]
 
 use slat_x86::*;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -74,6 +74,12 @@ impl Memory {
                 .copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
         }
     }
+    /// Changes the rights of the host page that backs the page of `gpa`.
+    pub fn protect(&self, gpa: u64, protection: libc::c_int) {
+        // SAFETY: a page of our own mapping, which the CPU accesses guarded only.
+        let failed = unsafe { libc::mprotect(self.at(gpa & !0xfff).cast(), 0x1000, protection) };
+        assert_eq!(failed, 0);
+    }
     pub fn write64(&self, gpa: u64, v: u64) {
         self.write(gpa, &v.to_le_bytes());
     }
@@ -133,6 +139,23 @@ pub struct TestMachine {
     pub spaces: HashMap<(u64, u64), u64>,
     /// The guest's pages have 2^`page_bits` bytes.
     pub page_bits: u32,
+    /// The guest-physical page numbers of tracked pages.
+    pub tracked: HashSet<u64>,
+    /// The stores to tracked pages.
+    pub stores: Vec<Stored>,
+    /// The translations that the guest invalidated.
+    pub flushes: Vec<GuestFlush>,
+}
+
+/// A call of [`Mmu::stored`].
+pub struct Stored {
+    pub gpa: u64,
+    /// The memory of the store at the call.
+    pub bytes: Vec<u8>,
+    /// The last 8 bytes of the page at [`DATA`] and the first 8 of the next page at the call.
+    pub around: [u8; 16],
+    /// Number of translations before the call.
+    pub translations: usize,
 }
 
 impl TestMachine {
@@ -156,6 +179,9 @@ impl TestMachine {
             moved: HashMap::new(),
             spaces: HashMap::new(),
             page_bits: 12,
+            tracked: HashSet::new(),
+            stores: vec![],
+            flushes: vec![],
         }
     }
     pub fn absent(&mut self, gva: u64) {
@@ -166,6 +192,10 @@ impl TestMachine {
             user: false,
         };
         self.rights.insert(gva >> 12, rights);
+    }
+    /// Tracks the page of `gpa`.
+    pub fn track(&mut self, gpa: u64) {
+        self.tracked.insert(gpa >> 12);
     }
     pub fn read_only(&mut self, gva: u64) {
         let rights = Rights {
@@ -222,12 +252,13 @@ impl Mmu for TestMachine {
         if gpa >= self.memory.len as u64 {
             return Err(Fault::Mmio { gpa });
         }
+        let tracked = self.tracked.contains(&(gpa >> 12));
         Ok(HostPage {
             base: NonNull::new(self.memory.at(gpa & !0xfff)).unwrap(),
             read: true,
-            write: rights.write,
+            write: rights.write && !tracked,
             execute: rights.execute,
-            gpa: gpa & !0xfff,
+            tracked: tracked.then_some(gpa & !0xfff),
             bits: self.page_bits,
         })
     }
@@ -238,6 +269,20 @@ impl Mmu for TestMachine {
         } else {
             Ok(())
         }
+    }
+    fn stored(&mut self, gpa: u64, bytes: usize) -> bool {
+        let byte = |n| self.memory.read::<1>(gpa + n)[0];
+        self.stores.push(Stored {
+            gpa,
+            bytes: (0..bytes as u64).map(byte).collect(),
+            around: self.memory.read(DATA + 0xff8),
+            translations: self.translations.len(),
+        });
+        false
+    }
+    fn flush_guest(&mut self, what: GuestFlush, _: &Paging) -> bool {
+        self.flushes.push(what);
+        false
     }
 }
 

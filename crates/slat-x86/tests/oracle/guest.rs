@@ -54,7 +54,7 @@ impl Mmu for Flat {
             write: true,
             execute: true,
             bits: 12,
-            gpa: page,
+            tracked: None,
         })
     }
 

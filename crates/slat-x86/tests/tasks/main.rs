@@ -260,3 +260,21 @@ fn a_switch_that_breaks_off_anywhere_begins_again() {
     }
     assert!(points > 100, "{points}");
 }
+
+#[test]
+fn a_switch_tells_the_machine_of_its_stores_and_of_the_new_cr3() {
+    // In the task: hlt
+    let mut guest = guest(&call(TASK));
+    set(&guest, TASK_TSS + CR3, 0xb_0000);
+    guest.machine.track(TSS);
+    guest.machine.track(TASK_TSS);
+    guest.halt();
+    let stores = &guest.machine.stores;
+    let all: Vec<_> = (stores.iter()).map(|s| (s.gpa, s.bytes.len())).collect();
+    // The old task's registers (the GDT is elsewhere), and the link.
+    assert_eq!(all, [(TSS + EIP, 0x40), (TASK_TSS, 2)]);
+    assert_eq!(stores[0].bytes[..4], (CODE as u32 + 7).to_le_bytes());
+    assert_eq!(stores[1].bytes, MAIN.to_le_bytes());
+    let flushes = &guest.machine.flushes;
+    assert!(!flushes.is_empty() && flushes.iter().all(|what| *what == GuestFlush::All));
+}

@@ -115,33 +115,37 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
         Some(installed)
     }
 
-    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> bool {
-        let pages = self.lock();
-        if !pages.is_prepared::<F>() || !self.is_current(target) {
-            return false;
-        }
-        let gfn = target.gfn();
+    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> Mapped {
         let rights = target.trail.map_or(PageRights::ALL, |trail| trail.rights);
-        if rights.key != 0 || self.track_tables(&pages, target, path).is_some() {
-            // There is no space for a key. And the tables are tracked from now on: the next access installs the entry.
-            return false;
+        let pages = self.lock();
+        if !pages.is_prepared::<F>() || rights.key != 0 {
+            // An entry has no space for a key.
+            return Mapped::Stale;
+        }
+        if let Some(untracked) = self.track_tables(&pages, target, path) {
+            return untracked;
+        }
+        if !self.is_current(target) {
+            return Mapped::Tracked;
         }
         // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
-        let number = self.page_for(&pages, target, Level::PAGE, OnLeaf::GiveUp, path);
-        let Ok(number) = number else {
-            return false;
+        let number = match self.page_for(&pages, target, Level::PAGE, OnLeaf::GiveUp, path) {
+            Ok(number) => number,
+            Err(why) => return why.into(),
         };
-        let index = target.key.index.at(Level::PAGE);
+        let (gfn, id) = (
+            target.gfn(),
+            EntryId::new(number, target.key.index.at(Level::PAGE)),
+        );
         let table = pages.table(&*self.platform, number);
-        let entry = table.entry(index);
+        let entry = table.entry(id.index());
         let bits = entry.load(Relaxed);
-        let free = F::is_absent(bits);
-        if free {
-            let id = EntryId::new(number, index);
-            pages.fill(id, bits, gfn, Note::new(gfn, rights));
-            entry.store(F::mmio(generation, mmio_note(gfn, rights)), Release);
+        if !F::is_absent(bits) {
+            return Mapped::Stale;
         }
-        free
+        pages.fill(id, bits, gfn, Note::new(gfn, rights));
+        entry.store(F::mmio(generation, mmio_note(gfn, rights)), Release);
+        Mapped::New
     }
 
     fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {

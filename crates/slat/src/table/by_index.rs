@@ -59,9 +59,9 @@ pub(crate) trait ByIndex<P: Platform, F: Format> {
         valid: impl Fn() -> bool,
     ) -> Option<u64>;
 
-    /// Installs an MMIO entry of `generation` for `target`, if the entry is empty, or an MMIO entry of any generation.
-    /// Returns whether it did.
-    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> bool;
+    /// Installs an MMIO entry of `generation` for `target`, if the entry is empty, or an MMIO entry of any generation:
+    /// [`Mapped::New`]. [`Mapped::Stale`]: it did not; that matters to nobody. Or what a shadow MMU asks for.
+    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> Mapped;
 
     /// Returns the largest level, up to `level`, at which the MMU can map `gfn`.
     fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {

@@ -131,22 +131,23 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
         Some(installed)
     }
 
-    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> bool {
+    fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> Mapped {
         let key = target.key;
         let gfn = key.gfn();
         // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
         let Ok(table) = self.table_for(key, Level::PAGE, OnLeaf::GiveUp, path) else {
-            return false;
+            return Mapped::Stale;
         };
         let entry = table.entry(Level::PAGE.index(gfn));
         let _guard = table.lock();
         let bits = entry.load(Relaxed);
         // An MMIO entry names no flush, so it must not replace an entry whose flush is due.
         let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::PAGE, &path.flushed);
-        if free {
-            entry.store(F::mmio(generation, 0), Release);
+        if !free {
+            return Mapped::Stale;
         }
-        free
+        entry.store(F::mmio(generation, 0), Release);
+        Mapped::New
     }
 }
 

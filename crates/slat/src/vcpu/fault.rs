@@ -224,25 +224,16 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
     /// Does what has to be done before the next attempt, after an install that ended as `mapped`.
     #[cold]
     fn not_installed(&mut self, mapped: Mapped, plan: &Plan<'_>) -> Detour {
+        let mapped = match self.followed(mapped) {
+            Ok(detour) => return detour,
+            Err(mapped) => mapped,
+        };
         match mapped {
             Mapped::Conflict => {
                 self.zap(plan.level);
                 Detour::Again
             }
             Mapped::MustMend(level) => self.mend(level, plan.nx_split),
-            Mapped::Unflushed(gfns) => {
-                self.flush(gfns);
-                Detour::Again
-            }
-            Mapped::Tracked => Detour::Again,
-            Mapped::Unsynced(page) => Detour::Unsynced(page),
-            Mapped::Replaced(level) => {
-                let Target { key, trail } = self.want.target;
-                if let Some(root) = trail.map(|trail| trail.root()) {
-                    self.outside(|vcpu| vcpu.vm().zap_entry(vcpu.space(), key, root, level));
-                }
-                Detour::Again
-            }
             Mapped::Broken => self.wait_while(|vcpu, key| {
                 let section = vcpu.vm().section();
                 let tables = vcpu.space().mmu.get(section.inside());
@@ -250,9 +241,26 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
             }),
             Mapped::Stale => self.stale(plan.slot, plan.level),
             // What is missing is allocated before the next attempt.
-            Mapped::Unprepared => Detour::Again,
-            Mapped::New | Mapped::Widened | Mapped::Spurious => Detour::Again,
+            _ => Detour::Again,
         }
+    }
+
+    /// Does what has to be done before the next attempt, if that does not depend on what was to be installed: a flush, or what
+    /// the guest's tables ask for. `Err`: it does.
+    pub(super) fn followed(&mut self, mapped: Mapped) -> Result<Detour, Mapped> {
+        match mapped {
+            Mapped::Unflushed(gfns) => self.flush(gfns),
+            Mapped::Tracked => {}
+            Mapped::Unsynced(page) => return Ok(Detour::Unsynced(page)),
+            Mapped::Replaced(level) => {
+                let Target { key, trail } = self.want.target;
+                if let Some(root) = trail.map(|trail| trail.root()) {
+                    self.outside(|vcpu| vcpu.vm().zap_entry(vcpu.space(), key, root, level));
+                }
+            }
+            other => return Err(other),
+        }
+        Ok(Detour::Again)
     }
 
     /// With `nx_huge_pages_split` off: zaps the huge leaf that an execution fault conflicts with.

@@ -334,7 +334,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             Err(WalkError::PageFault { code }) => {
                 self.counters().pf_guest.add(1);
                 // SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault does, too.
-                self.follow_address(gva, paging, words);
+                self.follow_address(gva, paging, words, slept);
                 return Err(VirtualStop::PageFault { code });
             }
         };
@@ -377,7 +377,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             match attempt {
                 Ok(found) => break found,
                 Err(Detour::Unsynced(page)) => {
-                    let compared = self.sync(page, 0..ENTRIES, words);
+                    let compared = self.sync(page, 0..ENTRIES, words, slept);
                     let goes_on = compared
                         .is_some_and(|(before, after)| trail.was_compared(&page, before, after));
                     if !goes_on {
@@ -426,36 +426,47 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Call after a store of the guest's to `bytes` bytes at `gpa`, in one page, that a translation called tracked, is
-    /// complete. Zaps what the MMU has made of the old contents. Translations that the CPU remembers may be void then: look
-    /// at the attention word.
+    /// complete. Zaps what the MMU has made of the old contents. Returns whether all translations that the CPU remembers are void
+    /// now.
     ///
     /// # Panics
     /// If the vCPU was not entered.
-    pub fn stored(&mut self, gpa: Gpa, bytes: u64) {
+    #[must_use = "the CPU must not use translations that are void"]
+    pub fn stored(&mut self, gpa: Gpa, bytes: u64) -> bool {
         self.counters().mmu_pte_write.add(1);
         let range = gpa..Gpa(gpa.0 + bytes);
         let Some(mmu) = self.tables().shadow() else {
-            return;
+            return false;
         };
+        let mut slept = false;
         if mmu.stored(range.clone()) {
-            self.outside(&mut false, |vcpu| vcpu.vm().follow(vcpu.space(), &range));
+            self.outside(&mut slept, |vcpu| vcpu.vm().follow(vcpu.space(), &range));
         }
+        slept
     }
 
     /// Call when the guest executes INVLPG for `gva`, or INVPCID for that address in the current PCID. The caller drops what
-    /// its CPU remembers of the address. Translations that it remembers of others may be void then, too: look at the
-    /// attention word.
+    /// its CPU remembers of the address. Returns whether all other translations that it remembers are void, too.
     ///
     /// # Panics
     /// If the vCPU was not entered.
-    pub fn invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) {
+    #[must_use = "the CPU must not use translations that are void"]
+    pub fn invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) -> bool {
         self.counters().invlpg.add(1);
         self.presence.tables.clear();
-        self.follow_address(gva, paging, words);
+        let mut slept = false;
+        self.follow_address(gva, paging, words, &mut slept);
+        slept
     }
 
     /// Compares what was made of the guest's tables for `gva` with them, if it may differ.
-    fn follow_address<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) {
+    fn follow_address<W: HostWords>(
+        &mut self,
+        gva: u64,
+        paging: &GuestPaging,
+        words: &mut W,
+        slept: &mut bool,
+    ) {
         let key = Key {
             context: self.context,
             index: PageIndex::of_gva(gva),
@@ -465,7 +476,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         };
         let mmu = self.tables().shadow();
         if let Some((page, index)) = mmu.and_then(|mmu| mmu.begin_sync_of(key, root)) {
-            self.sync(page, index..index + 1, words);
+            self.sync(page, index..index + 1, words, slept);
         }
     }
 
@@ -491,7 +502,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             });
             let mut left = false;
             for page in pages.into_iter().flatten() {
-                self.sync(page, 0..ENTRIES, words);
+                self.sync(page, 0..ENTRIES, words, &mut false);
                 left |= self
                     .tables()
                     .shadow()
@@ -516,11 +527,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         page: PageOf,
         indexes: Range<usize>,
         words: &mut W,
+        slept: &mut bool,
     ) -> Option<(u64, u64)> {
         let mut entries = [0; ENTRIES];
         let entries = &mut entries[..indexes.len()];
         let Some(changes) = self.read_table(&page, indexes.start, entries, words) else {
             // The guest's table cannot be read now.
+            *slept = true;
             self.forget_table(&page);
             return None;
         };
@@ -532,7 +545,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         };
         let compared = self.tables().shadow()?.compare(&read);
         if compared.is_none() {
-            self.outside(&mut false, |vcpu| {
+            self.outside(slept, |vcpu| {
                 vcpu.vm().zap_ungranted(vcpu.space(), &read);
             });
         }

@@ -11,7 +11,7 @@ use crate::format::{Entry, Format, Leaf, MemoryType};
 use crate::platform::{HostPage, Platform, ResolveError};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
 use crate::sync::held;
-use crate::table::ByIndex;
+use crate::table::{ByIndex, Mapped};
 use crate::vm::{DirtyLog, InProgress, LogKind, Sequence};
 
 /// What a fault installs. It holds as long as its sequence does.
@@ -168,7 +168,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             None if set.private.around(gfn).0 => None,
             None => {
                 let generation = set.generation;
-                return Err(Detour::Stop(self.no_slot(generation)));
+                return Err(self.no_slot(generation));
             }
         };
         let Some(slot) = slot else {
@@ -187,14 +187,21 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     }
 
     /// Ends an access to no slot, in the slot set of `generation`.
-    fn no_slot(&mut self, generation: u64) -> Stop {
+    fn no_slot(&mut self, generation: u64) -> Detour {
         let Want { target, gpa, .. } = self.want;
         if self.vcpu.vm().caches_mmio() {
-            let made =
+            let mapped =
                 (self.vcpu).on_tables(|_, tables, path| tables.map_mmio(target, generation, path));
-            self.vcpu.counters().pf_mmio_spte_created.add(made as u64);
+            match mapped {
+                Mapped::New => self.vcpu.counters().pf_mmio_spte_created.add(1),
+                mapped => {
+                    if let Ok(detour) = self.followed(mapped) {
+                        return detour;
+                    }
+                }
+            }
         }
-        Stop::Mmio { gpa }
+        Detour::Stop(Stop::Mmio { gpa })
     }
 
     /// Whether a write to `slot` goes to a ring that has no space for it.

@@ -186,6 +186,7 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) in_progress: InProgress,
     pub(crate) flushes: Shared<Flushes>,
     pub(crate) budget: Shared<Budget>,
+    mmu: MmuKind,
     log_mode: LogMode,
     /// The rings of all vCPUs. The lock serializes resets.
     rings: FairLock<Vec<Arc<DirtyRing>>>,
@@ -272,6 +273,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             in_progress: InProgress::new(),
             flushes,
             budget,
+            mmu: config.mmu,
             log_mode: LogMode::default(),
             rings: FairLock::new(Vec::new()),
             nx_cursor: AtomicU64::new(0),
@@ -288,6 +290,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Returns the platform that the VM was made with.
     pub fn platform(&self) -> &Arc<P> {
         &self.platform
+    }
+
+    /// Returns how its tables are made.
+    pub fn mmu(&self) -> MmuKind {
+        self.mmu
     }
 
     /// Returns its policies as they are now.
