@@ -32,12 +32,13 @@ mod track;
 pub(crate) use budget::Budget;
 pub(crate) use track::{Followed, ReadEntries};
 
+use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::marker::PhantomData;
 
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
-use crate::heap::{OutOfMemory, Shared};
+use crate::heap::{OutOfMemory, Shared, boxed};
 use crate::platform::{Platform, WaitFor};
 use crate::sync::SpinLock;
 use crate::sync::atomic::AtomicU64;
@@ -58,7 +59,7 @@ pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     context: Root,
     /// How often a page was zapped that walks begin with.
     roots_zapped: AtomicU64,
-    changes: Changes,
+    changes: Box<Changes>,
     /// The flushes of the VM.
     flushes: Shared<Flushes>,
     budget: Shared<Budget>,
@@ -92,7 +93,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             root,
             context: Root::new(frame, F::TOP),
             roots_zapped: AtomicU64::new(0),
-            changes: Changes::new(),
+            changes: boxed(Changes::new())?,
             flushes,
             budget,
             format: PhantomData,
