@@ -88,13 +88,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for change in &mut *changes {
             change.catch_up(&self.readers, self.reader_wait());
         }
+        for (space, change) in self.spaces.iter().zip(&changes) {
+            self.forget_old_mmio(space, change);
+        }
         for change in &mut *changes {
             change.set_private(private.clone(), &self.readers);
         }
         self.in_progress.raise();
-        for (space, change) in self.spaces.iter().zip(&changes) {
-            self.forget_old_mmio(space, change);
-        }
         // Before the locks are released: a conversion that finds nothing to change must see that this one is not done.
         let _converting = self.in_progress.converts();
         // Slots may change again from here: leaves that faults install from now on have the new attributes.

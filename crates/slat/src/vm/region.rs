@@ -37,12 +37,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
         change.catch_up(&self.readers, self.reader_wait());
         let pages_before = change.pages();
         let space = &self.spaces[space];
+        self.forget_old_mmio(space, &change);
         let gfns = region.gpa.gfn()..Gpa(region.gpa.0 + region.size).gfn();
         match plan {
             Change::Create => {
                 change.replace(id, new, &self.readers)?;
                 self.budget.memory_changed(pages_before, change.pages());
-                self.forget_old_mmio(space, &change);
                 self.flush_slots_that_left(&gfns);
             }
             Change::Delete | Change::Move => {
@@ -59,7 +59,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
                     op.forget_tables(&old.gfns());
                 }
                 self.budget.memory_changed(pages_before, change.pages());
-                self.forget_old_mmio(space, &change);
                 // The ticket of `op` covers the old range: a thread that finds no slot leaving finds the ticket.
                 drop(leaving);
                 if noted {
@@ -79,7 +78,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Change::Flags => {
                 change.replace(id, new, &self.readers)?;
                 self.in_progress.raise();
-                self.forget_old_mmio(space, &change);
                 let logs = |slot: Option<&OwnedSlot>| slot.is_some_and(|slot| slot.log().is_some());
                 match (logs(change.replaced()), logs(change.by_id(id))) {
                     (false, true) => self.begin_logging(space, change, id),
@@ -91,10 +89,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Call after publishing a set, before releasing its lock. If the set's generation has wrapped around in the bits
-    /// that an MMIO entry has for it, zaps all MMIO entries: old ones would become valid again.
+    /// Call before publishing a set, with its lock. If the set's generation wraps around in the bits that an MMIO entry has
+    /// for it, zaps all MMIO entries: old ones would become valid again. Faults may install others meanwhile, of the
+    /// generation before, which is the last to come again.
     pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, change: &SlotsChange<'_>) {
-        if change.set().generation & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0 {
+        if (change.set().generation + 1) & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0 {
             let mut op = RangeOp::begin(self, space);
             op.walk(&mut Walk::new(all_gfns::<F>()), |step, walk| {
                 step.zap_mmio(walk);

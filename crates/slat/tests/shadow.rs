@@ -1,0 +1,395 @@
+//! What the shadow MMU does, seen through a guest's page tables that the tests write.
+//!
+//! Whether it translates as a processor may is judged elsewhere (`slat_model::guest`).
+
+use std::cell::RefCell;
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use slat::format::{Npt, X86};
+use slat::guest_walk::{GuestPaging, Mode};
+use slat::{
+    Access::{self, *},
+    Config, CreateVmError, Ept, Gpa, HostWords, Hpa, Level, MmuKind, Prefetch, Region, Setting,
+    SlotFlags, Stats, Stop, VirtualPage, VirtualStop, Vm,
+};
+use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
+
+const PAGES: u64 = 4096;
+/// Present, writable, user, accessed, dirty.
+const USED: u64 = 0x67;
+const HUGE: u64 = 0x80;
+/// The frames of the guest's tables, of level 4 to 1; the level 1 table maps the first 2 MiB.
+const TABLES: [u64; 4] = [16, 17, 18, 19];
+/// Where the guest maps its data, by the level 1 table: page i to frame `DATA + i`.
+const DATA: u64 = 512;
+
+/// A guest in 4-level paging.
+struct Guest {
+    vm: Arc<Vm<SimPlatform, X86<5>>>,
+    vcpu: slat::Vcpu<SimPlatform, X86<5>>,
+    memory: Memory,
+    cr3: u64,
+}
+
+/// The contents of host memory.
+struct Memory(RefCell<Vec<u64>>);
+
+impl Memory {
+    fn index(host: Hpa) -> usize {
+        let (page, _) = HostMemory::identify(host.pfn());
+        (page * 512 + host.0 % 4096 / 8) as usize
+    }
+}
+
+impl HostWords for &Memory {
+    type Error = Infallible;
+
+    fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Infallible> {
+        assert_eq!(size, 8);
+        Ok(self.0.borrow()[Memory::index(host)])
+    }
+
+    fn compare_exchange(
+        &mut self,
+        host: Hpa,
+        _: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Infallible> {
+        let word = &mut self.0.borrow_mut()[Memory::index(host)];
+        let same = *word == old;
+        *word = if same { new } else { *word };
+        Ok(same)
+    }
+}
+
+impl Guest {
+    /// A guest with one slot over all of its host memory, which is mapped at `level`. Its tables map the first 2 MiB to
+    /// [`DATA`].
+    fn new(level: Level) -> Self {
+        let platform = SimPlatform::new(PAGES);
+        let remap = HostChange::Remap {
+            level,
+            writable: true,
+            kind: PageKind::Ordinary,
+        };
+        platform.host.change(&(0..PAGES), remap);
+        let config = Config::default().with_mmu(MmuKind::Shadow);
+        let vm = Vm::new(platform, config).unwrap();
+        vm.set_policy(Setting::Prefetch(Prefetch::Off));
+        let guest = Guest {
+            vcpu: vm.create_vcpu().unwrap(),
+            vm,
+            memory: Memory(RefCell::new(vec![0; PAGES as usize * 512])),
+            cr3: TABLES[0] << 12,
+        };
+        guest.set(SlotFlags::default());
+        for pair in TABLES.windows(2) {
+            guest.poke(pair[0], 0, pair[1] << 12 | USED);
+        }
+        for page in 0..512 {
+            guest.poke(TABLES[3], page, (DATA + page) << 12 | USED);
+        }
+        guest
+    }
+
+    fn set(&self, flags: SlotFlags) {
+        let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0)).with_flags(flags);
+        self.vm.set_memory_region(0, &region).unwrap();
+    }
+
+    /// Writes an entry of the table at frame `table` behind the MMU's back.
+    fn poke(&self, table: u64, index: u64, entry: u64) {
+        self.memory.0.borrow_mut()[(table * 512 + index) as usize] = entry;
+    }
+
+    fn paging(&self) -> GuestPaging {
+        GuestPaging {
+            cr3: self.cr3,
+            mode: Mode::Level4,
+            user: true,
+            write_protect: true,
+            no_execute: true,
+            smep: false,
+            smap: false,
+            pkru: 0,
+            pdptes: None,
+            physical_bits: 40,
+        }
+    }
+
+    fn try_access(
+        &mut self,
+        gva: u64,
+        access: Access,
+    ) -> Result<VirtualPage, VirtualStop<Infallible>> {
+        let paging = self.paging();
+        let mut vcpu = self.vcpu.enter(0);
+        loop {
+            match vcpu.translate_virtual(gva, access, &paging, &mut &self.memory) {
+                Err(VirtualStop::Stop(Stop::Retry)) => vcpu.quiesce(),
+                answer => return answer,
+            }
+        }
+    }
+
+    fn access(&mut self, gva: u64, access: Access) -> VirtualPage {
+        self.try_access(gva, access).unwrap()
+    }
+
+    /// Returns the frame that page `page` of the guest's is translated to.
+    fn frame(&mut self, page: u64) -> u64 {
+        let host = self.access(page << 12, Read).host;
+        HostMemory::identify(host.pfn()).0
+    }
+
+    /// Stores an entry as the guest does: by an access to the table's frame, and a word to the MMU if it asks for one.
+    fn store(&mut self, table: u64, index: u64, entry: u64) {
+        let mut vcpu = self.vcpu.enter(0);
+        let gpa = Gpa((table << 12) + 8 * index);
+        let found = loop {
+            match vcpu.translate(gpa, Write) {
+                Err(Stop::Retry) => vcpu.quiesce(),
+                answer => break answer.unwrap(),
+            }
+        };
+        assert!(found.write || found.tracked);
+        self.memory.0.borrow_mut()[(table * 512 + index) as usize] = entry;
+        if found.tracked {
+            let _no_cpu_remembers_any = vcpu.stored(gpa, 8);
+        }
+    }
+
+    fn flush(&mut self) {
+        let mut vcpu = self.vcpu.enter(0);
+        vcpu.flush_guest(&mut &self.memory);
+    }
+
+    /// Returns what is counted while `work` runs.
+    fn counted(&mut self, work: impl FnOnce(&mut Self)) -> Stats {
+        let before = self.vm.stats();
+        work(self);
+        self.vm.audit().unwrap();
+        self.vm.stats().since(&before)
+    }
+}
+
+#[test]
+fn it_has_the_tables_of_x86_and_no_others() {
+    let shadow = || Config::default().with_mmu(MmuKind::Shadow);
+    let refused = |error| matches!(error, Some(CreateVmError::NoSuchMmu { .. }));
+    let ept = Vm::<_, Ept>::new(SimPlatform::new(1), shadow());
+    let npt = Vm::<_, Npt>::new(SimPlatform::new(1), shadow());
+    assert!(refused(ept.err()) && refused(npt.err()));
+    let direct = Config::default().with_mmu(MmuKind::Direct);
+    assert!(refused(
+        Vm::<_, X86<5>>::new(SimPlatform::new(1), direct).err()
+    ));
+}
+
+#[test]
+fn a_mapped_page_is_reached_without_a_look_at_the_guests_tables() {
+    let mut guest = Guest::new(Level::PAGE);
+    (0..512).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
+    let counted = guest.counted(|guest| {
+        for round in 0..200u64 {
+            // Not the last table that was used: the other half of the address space has the same table.
+            guest.cr3 ^= 8 * (round % 2);
+            (0..512).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
+        }
+    });
+    assert_eq!(
+        (
+            counted.guest_pte_reads,
+            counted.pf_taken,
+            counted.slot_lookups
+        ),
+        (0, 0, 0)
+    );
+}
+
+#[test]
+fn a_store_to_an_entry_zaps_what_was_made_of_it_and_no_more() {
+    let mut guest = Guest::new(Level::PAGE);
+    (0..512).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
+    // The first store to the level 1 table makes its page unsynced. The old translation stays until the flush.
+    let counted = guest.counted(|guest| guest.store(TABLES[3], 7, (DATA + 600) << 12 | USED));
+    assert_eq!((counted.mmu_unsync, counted.zapped), (1, 0));
+    assert_eq!(guest.frame(7), DATA + 7);
+    let counted = guest.counted(Guest::flush);
+    assert_eq!(counted.zapped, 1, "{counted:?}");
+    assert_eq!(guest.frame(7), DATA + 600);
+    // Of an upper table the entry is zapped at once.
+    guest.poke(20, 0, (DATA + 700) << 12 | USED);
+    let counted = guest.counted(|guest| guest.store(TABLES[2], 0, 20 << 12 | USED));
+    assert_eq!((counted.mmu_pte_write, counted.mmu_pde_zapped), (1, 1));
+    assert_eq!(guest.frame(0), DATA + 700);
+}
+
+#[test]
+fn memory_that_is_a_table_no_more_is_let_go() {
+    let mut guest = Guest::new(Level::PAGE);
+    guest.frame(0);
+    let counted = guest.counted(|guest| {
+        (256..300).for_each(|index| guest.store(TABLES[2], index, 0));
+    });
+    assert_eq!(counted.mmu_flooded, 1);
+    // The rest was stored without a word.
+    assert!(counted.mmu_pte_write <= 3, "{counted:?}");
+}
+
+#[test]
+fn what_the_client_has_written_counts_after_it_has_set_the_registers() {
+    let mut guest = Guest::new(Level::PAGE);
+    guest.frame(0);
+    guest.poke(20, 0, (DATA + 700) << 12 | USED);
+    guest.poke(TABLES[2], 0, 20 << 12 | USED);
+    guest.vm.guest_memory_changed();
+    guest.flush();
+    assert_eq!(guest.frame(0), DATA + 700);
+    guest.vm.audit().unwrap();
+}
+
+#[test]
+fn a_repeated_access_to_mmio_needs_neither_slots_nor_the_guests_tables() {
+    let mut guest = Guest::new(Level::PAGE);
+    guest.poke(TABLES[3], 3, 0xfee0_0067);
+    let mmio = |guest: &mut Guest| match guest.try_access(0x3008, Write) {
+        Err(VirtualStop::Stop(Stop::Mmio { gpa })) => gpa,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(mmio(&mut guest), Gpa(0xfee0_0008));
+    let counted = guest.counted(|guest| {
+        (0..1000).for_each(|_| assert_eq!(mmio(guest), Gpa(0xfee0_0008)));
+    });
+    assert_eq!(counted.mmio_cached, 1000);
+    assert_eq!(
+        (
+            counted.guest_pte_reads,
+            counted.slot_lookups,
+            counted.pf_taken
+        ),
+        (0, 0, 0)
+    );
+    // A memslot there: the entry is of an old generation.
+    let region = Region::new(1, Gpa(0xfee0_0000), 4096, HostMemory::hva(9));
+    guest.vm.set_memory_region(0, &region).unwrap();
+    assert_eq!(guest.frame(3), 9);
+}
+
+/// The generation of the memslots comes again in the bits that an entry has for it.
+#[test]
+fn an_mmio_entry_is_not_believed_when_its_generation_comes_again() {
+    let mut guest = Guest::new(Level::PAGE);
+    guest.poke(TABLES[3], 3, 0xfee0_0067);
+    assert!(guest.try_access(0x3000, Read).is_err());
+    let region = Region::new(1, Gpa(0xfee0_0000), 4096, HostMemory::hva(9));
+    guest.vm.set_memory_region(0, &region).unwrap();
+    // With the change above, as many as there are generations.
+    for change in 0..(1u64 << 18) - 1 {
+        let size = if change % 2 == 0 { 4096 } else { 0 };
+        let region = Region::new(2, Gpa(1 << 32), size, HostMemory::hva(1));
+        guest.vm.set_memory_region(0, &region).unwrap();
+    }
+    assert_eq!(guest.frame(3), 9);
+}
+
+#[test]
+fn a_huge_page_of_the_guests_is_mapped_huge_unless_it_holds_a_table() {
+    let mut guest = Guest::new(Level::MEGA);
+    // Entry 1 maps the 2 MiB with the data, entry 2 those with the tables.
+    guest.poke(TABLES[2], 1, DATA << 12 | USED | HUGE);
+    guest.poke(TABLES[2], 2, USED | HUGE);
+    let counted = guest.counted(|guest| _ = guest.access(1 << 21, Write));
+    // Another one maps the tables, for walks of them.
+    assert_eq!(counted.pages_2m, 2);
+    let table = (2 << 21) + (TABLES[3] << 12);
+    guest.access(0, Read);
+    let counted = guest.counted(|guest| {
+        let page = guest.access(table, Write);
+        assert!(page.write, "an unsynced table");
+        let page = guest.access((2 << 21) + (TABLES[2] << 12), Write);
+        assert!(!page.write);
+        assert_eq!(page.tracked, Some(Gpa(TABLES[2] << 12)));
+        let page = guest.access((2 << 21) + (100 << 12), Write);
+        assert_eq!((page.write, page.bits, page.tracked), (true, 21, None));
+    });
+    assert_eq!(counted.pages_2m, 0);
+}
+
+#[test]
+fn entries_that_were_used_before_are_mapped_ahead() {
+    let faults = |prefetch| {
+        let mut guest = Guest::new(Level::PAGE);
+        guest.vm.set_policy(Setting::Prefetch(prefetch));
+        guest.frame(0);
+        let counted = guest.counted(|guest| {
+            (0..512).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
+        });
+        counted.pf_taken
+    };
+    assert_eq!(faults(Prefetch::Off), 511);
+    assert_eq!(faults(Prefetch::Window(8)), 512 / 8 - 1);
+    // What was not used before is not: its flag would have to be set.
+    let mut guest = Guest::new(Level::PAGE);
+    guest.vm.set_policy(Setting::Prefetch(Prefetch::Window(8)));
+    (0..512).for_each(|page| guest.poke(TABLES[3], page, (DATA + page) << 12 | 7));
+    guest.frame(0);
+    let counted = guest.counted(|guest| {
+        (1..64).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
+    });
+    assert_eq!(counted.pf_taken, 63);
+}
+
+#[test]
+fn the_number_of_shadow_pages_is_limited() {
+    let mut guest = Guest::new(Level::PAGE);
+    guest.vm.set_mmu_pages(64);
+    // Address spaces with a root each, which share the rest.
+    for space in 0..100 {
+        let root = 1024 + space;
+        guest.poke(root, 0, TABLES[1] << 12 | USED);
+        guest.cr3 = root << 12;
+        assert_eq!(guest.frame(5), DATA + 5);
+        let stats = guest.vm.stats();
+        assert!(stats.mmu_cache_miss - stats.mmu_shadow_zapped <= 64);
+    }
+    assert!(guest.vm.stats().mmu_recycled > 0);
+    guest.vm.audit().unwrap();
+}
+
+#[test]
+fn a_logged_write_is_noted_once_in_each_round() {
+    let mut guest = Guest::new(Level::PAGE);
+    guest.set(SlotFlags::LOG_DIRTY_PAGES);
+    for round in 0..3 {
+        let counted = guest.counted(|guest| {
+            for page in (0..64).chain(0..64) {
+                assert!(guest.access(page << 12, Write).write);
+            }
+        });
+        let mut log = vec![0; PAGES as usize / 64];
+        guest.vm.get_dirty_log(0, 0, &mut log).unwrap();
+        let first = DATA as usize / 64;
+        assert_eq!(log[first], u64::MAX, "round {round}: {counted:?}");
+    }
+}
+
+#[test]
+fn a_deleted_slot_takes_the_tables_in_it_along() {
+    let mut guest = Guest::new(Level::PAGE);
+    guest.frame(0);
+    let counted = guest.counted(|guest| {
+        let region = Region::new(0, Gpa(0), 0, HostMemory::hva(0));
+        guest.vm.set_memory_region(0, &region).unwrap();
+    });
+    assert!(counted.mmu_shadow_zapped >= 4);
+    // Other memory, without tables, in their place.
+    let region = Region::new(0, Gpa(0), 1 << 20, HostMemory::hva(2048));
+    guest.vm.set_memory_region(0, &region).unwrap();
+    assert!(matches!(
+        guest.try_access(0, Read),
+        Err(VirtualStop::PageFault { code: 4 })
+    ));
+}
