@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args as ClapArgs, Parser, Subcommand};
-use slat::{Policy, PolicyError, Setting};
+use slat::{MmuKind, Policy, PolicyError, Setting};
 use slat_kvm::policy::{FORMATS, mmu_by_name};
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
@@ -96,8 +96,14 @@ fn experiments() -> PossibleValuesParser {
 fn mmu(name: &str) -> Result<String, String> {
     match mmu_by_name(name) {
         Some(_) => Ok(name.to_owned()),
-        None => Err("this slat has: tdp, direct, shadow".to_owned()),
+        None => Err(format!("this slat has: {}", mmus())),
     }
+}
+
+/// The names of all MMUs.
+pub fn mmus() -> String {
+    let names: Vec<_> = MmuKind::ALL.iter().map(|mmu| mmu.name()).collect();
+    names.join(", ")
 }
 
 fn format(format: &str) -> Result<String, String> {
@@ -198,15 +204,15 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_exist_yet_is_refused_by_name() {
+    fn what_does_not_exist_is_refused_by_name() {
         for (words, message) in [
             (
-                ["run", "--mmu", "shadow"],
-                "shadow paging does not exist yet",
+                ["run", "--mmu", "ept"],
+                "this slat has: tdp, direct, shadow",
             ),
             (
                 ["run", "--format", "sv39"],
-                "this slat has: ept, npt, aarch64, riscv",
+                "this slat has: ept, npt, aarch64, riscv, x86",
             ),
             (
                 ["run", "--set", "nx_hugepages=1"],

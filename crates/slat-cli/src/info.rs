@@ -21,7 +21,7 @@ pub fn print() -> ExitCode {
 
 fn supported() -> Vec<(&'static str, String)> {
     vec![
-        ("mmu", "tdp".to_owned()),
+        ("mmu", crate::args::mmus()),
         ("formats", slat_kvm::policy::FORMATS.join(", ")),
         ("policies", policies()),
     ]
