@@ -8,8 +8,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use slat::{
-    Access, Config, Entries, Ept, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind, PAGE_SHIFT,
-    Pfn, Platform, Region, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
+    Access, Config, Entries, Ept, Format, Gfn, Gpa, HostPage, HostRun, Hva, Level, MmuKind,
+    PAGE_SHIFT, Pfn, Platform, Region, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 use slat::{Prefetch, Setting};
 use slat_host::frames::{self, Frames};
@@ -31,8 +31,8 @@ pub fn vm_on(level: Level) -> Arc<Vm<Bare, Ept>> {
     vm_with(level, MmuKind::Tdp)
 }
 
-/// Creates a VM like [`vm_on`]'s, with tables that `mmu` makes.
-pub fn vm_with(level: Level, mmu: MmuKind) -> Arc<Vm<Bare, Ept>> {
+/// Creates a VM like [`vm_on`]'s, with tables of format `F` that `mmu` makes.
+pub fn vm_with<F: Format>(level: Level, mmu: MmuKind) -> Arc<Vm<Bare, F>> {
     let host = Bare {
         frames: Frames::default(),
         level,

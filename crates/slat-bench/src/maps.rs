@@ -159,8 +159,8 @@ mod tests {
             maps.map(|map| map.cells.iter().map(|cell| cell.mmio).sum())
                 .collect()
         };
-        assert_eq!(entries("uncached"), [0, 0, 0]);
-        assert_eq!(entries("cached"), [1, 1, 1]);
+        assert_eq!(entries("uncached"), [0; 6]);
+        assert_eq!(entries("cached"), [1; 6]);
     }
 
     #[test]

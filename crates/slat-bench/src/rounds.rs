@@ -41,6 +41,8 @@ pub struct Bench {
     pub slat: Slat,
     /// The same, with VMs whose tables the direct MMU makes.
     pub direct: Slat,
+    /// The same, with VMs that shadow the guest's page tables.
+    pub shadow: Slat,
     /// A real KVM, where it opens; never at [`Size::Tiny`], whose counts are slat's.
     pub kvm: Option<RealKvm>,
     /// The files to boot Linux with, if that is to be measured.
@@ -69,6 +71,7 @@ impl Bench {
             size,
             slat: Slat::open()?,
             direct: Slat::open()?.with_mmu(MmuKind::Direct),
+            shadow: Slat::open()?.with_mmu(MmuKind::Shadow),
             kvm: match size {
                 Size::Tiny => None,
                 Size::Usual | Size::Full => RealKvm::open().ok(),

@@ -187,6 +187,11 @@ impl PageIndex {
     pub(crate) fn add(self, pages: u64) -> Self {
         PageIndex(self.0.wrapping_add(pages))
     }
+
+    /// Returns the page `pages` further down.
+    pub(crate) fn before(self, pages: u64) -> Self {
+        PageIndex(self.0.wrapping_sub(pages))
+    }
 }
 
 impl From<Gfn> for PageIndex {

@@ -16,7 +16,7 @@ pub const EXPERIMENT: Experiment = Experiment {
     title: "pages mapped ahead of their use",
     explain: "\
 A guest reads one byte of each 4 KiB page of memory that its host has allocated before: sequential.
-Or of pages taken at random, one read for each eight pages: random. direct: on slat's direct MMU.
+Or of pages taken at random, one read for each eight pages: random. direct, shadow: on those MMUs.
 Each page that is not mapped costs a second-level fault: pf_fixed. A fault may map its neighbours,
 too: prefetched. Those that the guest never uses are waste: prefetched_unused, the leaves whose
 accessed bit is clear in the end. Published, for KVM's direct MMU: it forgot the pages behind the
@@ -33,6 +33,8 @@ no more than 5 % of the pages touched. Times are the vCPU's processor time.",
 const SEQUENTIAL: &str = "sequential";
 /// The same with the direct MMU, in which the published number was measured.
 const DIRECT: &str = "sequential/direct";
+/// The same without a second level: the guest's pages of 2 MiB are mapped by parts.
+const SHADOW: &str = "sequential/shadow";
 const RANDOM: &str = "random";
 
 /// Variants and the policy of each.
@@ -54,11 +56,18 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         measure(bench, variant, &memory, program, touched)
     })?;
     let own: Vec<_> = VARIANTS.iter().map(|(variant, _)| *variant).collect();
-    bench.in_turns(DIRECT, rounds, &own, |bench, variant| {
-        let program = Program::read(DATA, touched);
-        let policy = policy(variant).ok_or("no such variant")?;
-        touch(&bench.direct, policy, &memory, program, touched)
-    })?;
+    for case in [DIRECT, SHADOW] {
+        bench.in_turns(case, rounds, &own, |bench, variant| {
+            let program = Program::read(DATA, touched);
+            let policy = policy(variant).ok_or("no such variant")?;
+            let slat = if case == DIRECT {
+                &bench.direct
+            } else {
+                &bench.shadow
+            };
+            touch(slat, policy, &memory, program, touched)
+        })?;
+    }
     let bits = pages.ilog2();
     let times = pages / 8;
     let mut distinct: Vec<u64> = Random::pages(bits).take(times as usize).collect();
@@ -143,6 +152,10 @@ fn compare(report: &Report) -> Vec<Line> {
         faults(DIRECT, "adaptive", 1.0 / 64.0).map(|line| line.with_published(None)),
         line(DIRECT, "seconds", "window-8"),
         line(DIRECT, "seconds", "adaptive"),
+        faults(SHADOW, "window-8", 1.01 / 8.0).map(|line| line.with_published(None)),
+        faults(SHADOW, "adaptive", 1.0 / 64.0).map(|line| line.with_published(None)),
+        line(SHADOW, "seconds", "window-8"),
+        line(SHADOW, "seconds", "adaptive"),
         line(RANDOM, "pf_fixed", "window-8"),
         line(RANDOM, "pf_fixed", "adaptive"),
         line(RANDOM, "prefetched_unused", "window-8"),
@@ -167,8 +180,10 @@ mod tests {
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         let value = |case, variant, metric| report.value(NAME, case, variant, metric).unwrap();
         let touched = f64::from((8 << 20) / 4096 / 4 * 3);
-        assert_eq!(value(SEQUENTIAL, "off", "pf_fixed"), touched);
-        assert_eq!(value(SEQUENTIAL, "window-8", "pf_fixed"), touched / 8.0);
+        for case in [SEQUENTIAL, DIRECT, SHADOW] {
+            assert_eq!(value(case, "off", "pf_fixed"), touched);
+            assert_eq!(value(case, "window-8", "pf_fixed"), touched / 8.0);
+        }
         for variant in ["off", "window-8", "adaptive"] {
             let fixed = value(SEQUENTIAL, variant, "pf_fixed");
             let used = touched + value(SEQUENTIAL, variant, "prefetched_unused");

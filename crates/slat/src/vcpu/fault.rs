@@ -133,7 +133,10 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
                 self.vcpu.counters().leaves_of(plan.level).add(1);
                 let prefetch = self.vcpu.vm().policy.prefetch();
                 let small = plan.level == Level::PAGE && plan.slot.log.is_none();
-                if small && prefetch != Prefetch::Off && self.want.target.trail.is_none() {
+                // What is beside a small page of the guest's, only its tables know (`Vcpu::prefetch_guest`).
+                let trail = self.want.target.trail;
+                let is_known = trail.is_none_or(|trail| trail.leaf_level() > Level::PAGE);
+                if small && prefetch != Prefetch::Off && is_known {
                     self.prefetch(&plan, prefetch);
                 }
                 Outcome::Fixed { fast: false }

@@ -90,7 +90,15 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             let start = Gfn(gfn.0 & !(size - 1));
             let window = start.max(slot.gfns.start)..start.add(size).min(slot.gfns.end);
             let window_end = window.end;
-            let at = vcpu.key(window.start).into();
+            let (key, trail) = (self.want.target.key, self.want.target.trail);
+            let trail = trail.map(|trail| trail.beside(window.start, trail.rights));
+            let at = Target {
+                key: Key {
+                    index: key.index.before(gfn.0 - window.start.0),
+                    ..key
+                },
+                trail: trail.as_ref(),
+            };
             let (_, installed) = vcpu.map_resident(window, at, slot, plan.sequence);
             vcpu.window.learn(installed);
             if installed > 0 {
@@ -228,7 +236,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 let gfn = range.start.add(page);
                 let HostPage { pfn, level, .. } = run.first;
                 let is_fit = vm.fitting_level(&slot.gfns, gfn, pfn, level) > Level::PAGE;
-                if is_fit && at.trail.is_none() {
+                let may_be_huge = |trail: &Trail| trail.leaf_level() > Level::PAGE;
+                if is_fit && at.trail.is_none_or(may_be_huge) {
                     return;
                 }
                 let leaf = Leaf {

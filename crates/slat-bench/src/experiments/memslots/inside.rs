@@ -9,8 +9,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use slat::format::X86;
 use slat::{
-    Access, Ept, Gfn, Gpa, Hva, Level, MmuKind, Region, Stats, Stop, Translation, Vcpu, Vm,
+    Access, Ept, Format, Gfn, Gpa, Hva, Level, MmuKind, Region, Stats, Stop, Translation, Vcpu, Vm,
 };
 
 use super::Case;
@@ -46,19 +47,39 @@ pub(super) trait SystemCpu {
     fn walk(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
 }
 
-/// slat as it is; its direct MMU, if `DIRECT`.
-pub(super) struct Slat<const DIRECT: bool>(Arc<Vm<Bare, Ept>>);
+/// An MMU of slat's, with tables of a format that it has.
+pub(super) trait Mmu {
+    type Format: Format;
+    const KIND: MmuKind;
+}
 
-impl<const DIRECT: bool> System for Slat<DIRECT> {
-    type Cpu = SlatCpu;
+pub(super) struct Tdp;
+pub(super) struct Direct;
+pub(super) struct Shadow;
+
+impl Mmu for Tdp {
+    type Format = Ept;
+    const KIND: MmuKind = MmuKind::Tdp;
+}
+
+impl Mmu for Direct {
+    type Format = Ept;
+    const KIND: MmuKind = MmuKind::Direct;
+}
+
+impl Mmu for Shadow {
+    type Format = X86<5>;
+    const KIND: MmuKind = MmuKind::Shadow;
+}
+
+/// slat with the MMU `M`.
+pub(super) struct Slat<M: Mmu>(Arc<Vm<Bare, M::Format>>);
+
+impl<M: Mmu> System for Slat<M> {
+    type Cpu = SlatCpu<M>;
 
     fn new() -> Self {
-        let mmu = if DIRECT {
-            MmuKind::Direct
-        } else {
-            MmuKind::Tdp
-        };
-        Slat(bare::vm_with(Level::PAGE, mmu))
+        Slat(bare::vm_with(Level::PAGE, M::KIND))
     }
 
     fn with(regions: &[Region]) -> Result<Self, Failure> {
@@ -75,7 +96,7 @@ impl<const DIRECT: bool> System for Slat<DIRECT> {
         drop(self.0.invalidate(backing));
     }
 
-    fn cpu(&self) -> SlatCpu {
+    fn cpu(&self) -> SlatCpu<M> {
         SlatCpu(self.0.create_vcpu().expect("memory for a vCPU"))
     }
 
@@ -84,9 +105,9 @@ impl<const DIRECT: bool> System for Slat<DIRECT> {
     }
 }
 
-pub(super) struct SlatCpu(Vcpu<Bare, Ept>);
+pub(super) struct SlatCpu<M: Mmu>(Vcpu<Bare, M::Format>);
 
-impl SystemCpu for SlatCpu {
+impl<M: Mmu> SystemCpu for SlatCpu<M> {
     fn inside<R>(&mut self, accesses: impl FnOnce(&mut Self) -> R) -> R {
         self.0.enter_unguarded(0);
         let result = accesses(self);
@@ -162,7 +183,7 @@ impl SystemCpu for ArrayVcpu {
 pub(super) struct Tables(Arc<Vm<Bare, Ept>>);
 
 impl System for Tables {
-    type Cpu = SlatCpu;
+    type Cpu = SlatCpu<Tdp>;
 
     fn new() -> Self {
         let vm = bare::vm();
@@ -187,7 +208,7 @@ impl System for Tables {
         self.0.zap(0, gfn(backing.start)..gfn(backing.end));
     }
 
-    fn cpu(&self) -> SlatCpu {
+    fn cpu(&self) -> SlatCpu<Tdp> {
         SlatCpu(self.0.create_vcpu().expect("memory for a vCPU"))
     }
 

@@ -16,7 +16,7 @@ use crate::published;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
 use crate::show::{Line, Rows};
-use inside::{Array, Inside, Slat, Tables};
+use inside::{Array, Direct, Inside, Shadow, Slat, Tables, Tdp};
 use layout::Layout;
 
 const NAME: &str = "memslots";
@@ -32,7 +32,7 @@ use or none. rw: 512 MiB are written to, twice. setup: all slots are created.
 seconds_per_op: time inside the memory system, without the host's own madvise, refault and zeroing.
 array: slots of 32 bytes sorted by gfn, copied on every change, scanned from end to end for an hva;
 tables, flushes and faults are slat's own code. tables: that code alone; the rest is the slots' (in
-setup: two trees in each of two sets are filled). direct: slat on its direct MMU, by a reverse map.
+setup: two trees in each of two sets are filled). direct, shadow: slat on its other MMUs.
 wall_seconds_per_op: a KVM program with a running guest, on slat and on a real KVM: what the program
 waits for. That includes madvise and, but for moves and setup, the guest's instructions.",
     run,
@@ -110,6 +110,7 @@ const ARRAY: &str = "array";
 const SLAT: &str = "slat";
 const TABLES: &str = "tables";
 const DIRECT: &str = "direct";
+const SHADOW: &str = "shadow";
 
 /// Least processor time of a sample inside.
 const SAMPLE: f64 = 2e-3;
@@ -144,21 +145,23 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
     };
     let variants = match case {
         // Creating memslots zaps nothing, so there is no variant of tables alone.
-        Case::Setup => &[ARRAY, SLAT, DIRECT][..],
-        _ => &[ARRAY, SLAT, TABLES, DIRECT],
+        Case::Setup => &[ARRAY, SLAT, DIRECT, SHADOW][..],
+        _ => &[ARRAY, SLAT, TABLES, DIRECT, SHADOW],
     };
     // The addresses of a system's memory, and which cache lines conflict then, are luck that lasts as long as the system: each
     // has several instances at the same time, so that no two are at one address.
     let mut placed = Vec::new();
     for _ in 0..placements {
-        let mut slat = Inside::<Slat<false>>::new(layout)?;
-        let mut direct = Inside::<Slat<true>>::new(layout)?;
+        let mut slat = Inside::<Slat<Tdp>>::new(layout)?;
+        let mut direct = Inside::<Slat<Direct>>::new(layout)?;
+        let mut shadow = Inside::<Slat<Shadow>>::new(layout)?;
         let mut array = Inside::<Array>::new(layout)?;
         let mut tables = Inside::<Tables>::new(layout)?;
         let mut measure = |variant, times| match variant {
             ARRAY => array.measure(case, times),
             SLAT => slat.measure(case, times),
             DIRECT => direct.measure(case, times),
+            SHADOW => shadow.measure(case, times),
             _ => tables.measure(case, times),
         };
         let once = measure(SLAT, 1)?.as_secs_f64();
@@ -177,7 +180,7 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         bench.in_turns(&case.with(slots), rounds, variants, |_, variant| {
             Ok(vec![Sample::seconds(SECONDS, measure(variant, times)?)])
         })?;
-        placed.push((slat, direct, array, tables));
+        placed.push((slat, direct, shadow, array, tables));
     }
     Ok(())
 }
@@ -235,8 +238,10 @@ fn compare(report: &Report) -> Vec<Line> {
     for slots in SLOTS {
         for case in Case::ALL {
             let name = case.with(slots);
-            let direct = Line::compare(report, NAME, &name, SECONDS, SLAT, DIRECT);
-            lines.extend(direct.map(|line| line.with_published(None).change_at_most(0.5)));
+            for other in [DIRECT, SHADOW] {
+                let line = Line::compare(report, NAME, &name, SECONDS, SLAT, other);
+                lines.extend(line.map(|line| line.with_published(None).change_at_most(0.5)));
+            }
         }
     }
     for slots in SLOTS {
@@ -264,7 +269,7 @@ mod tests {
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         for case in Case::ALL {
             let name = case.with(100);
-            for variant in [ARRAY, SLAT, DIRECT] {
+            for variant in [ARRAY, SLAT, DIRECT, SHADOW] {
                 assert!(report.value(NAME, &name, variant, SECONDS).unwrap() > 0.0);
             }
             let tables = report.value(NAME, &name, TABLES, SECONDS);
