@@ -100,7 +100,7 @@ counters! {
     mmu_pde_zapped,
     /// Shadow pages zapped because the guest has stored to the table over and over without using it: it may be one no more.
     mmu_flooded,
-    /// Shadow pages that have stopped to follow the guest's table, until the guest flushes its TLB.
+    /// Shadow pages that do not follow the guest's table, until the guest flushes its TLB (a gauge).
     mmu_unsync,
     /// Page faults of the guest's: its tables do not allow the access.
     pf_guest,

@@ -48,7 +48,13 @@ pub(super) struct Entry {
 }
 
 /// Gauges of the engine.
-const GAUGES: &[&str] = &["pages_4k", "pages_2m", "pages_1g", "nx_lpage_splits"];
+const GAUGES: &[&str] = &[
+    "pages_4k",
+    "pages_2m",
+    "pages_1g",
+    "nx_lpage_splits",
+    "mmu_unsync",
+];
 /// Counted by the engine for a VM as a whole.
 const VM: &[&str] = &[
     "remote_tlb_flush",
@@ -60,6 +66,10 @@ const VM: &[&str] = &[
     "mmu_shadow_zapped",
     "mmu_recycled",
     "mmu_cache_miss",
+    "mmu_pte_write",
+    "mmu_pde_zapped",
+    "mmu_flooded",
+    "mmu_unsync",
 ];
 /// Counted by the engine for each vCPU.
 const VCPU: &[&str] = &[
@@ -69,18 +79,16 @@ const VCPU: &[&str] = &[
     "pf_spurious",
     "pf_fast",
     "pf_mmio_spte_created",
+    "pf_guest",
+    "invlpg",
 ];
-/// Statistics of shadow paging, always 0: second-level tables alone translate guest memory.
+/// Statistics of structures that slat does not have, always 0: its lists of leaves have no size, and no hash finds a shadow page.
 const NEVER_VM: &[(&str, Kind)] = &[
-    ("mmu_pte_write", Kind::Counter),
-    ("mmu_pde_zapped", Kind::Counter),
-    ("mmu_flooded", Kind::Counter),
-    ("mmu_unsync", Kind::Gauge),
     ("max_mmu_rmap_size", Kind::Peak),
     ("max_mmu_page_hash_collisions", Kind::Peak),
 ];
-/// Statistics of what a slat vCPU never does, always 0: poll before it halts; exit for INVLPG or the guest's own page faults; flush
-/// the host's caches, reload the host's registers; run nested guests; yield to another vCPU.
+/// Statistics of what a slat vCPU never does, always 0: poll before it halts; flush the
+/// host's caches, reload the host's registers; run nested guests; yield to another vCPU.
 const NEVER_VCPU: &[(&str, Kind)] = &[
     ("halt_successful_poll", Kind::Counter),
     ("halt_attempted_poll", Kind::Counter),
@@ -89,8 +97,6 @@ const NEVER_VCPU: &[(&str, Kind)] = &[
     ("halt_poll_fail_ns", Kind::Time),
     ("halt_poll_success_hist", Kind::TimeHistogram),
     ("halt_poll_fail_hist", Kind::TimeHistogram),
-    ("pf_guest", Kind::Counter),
-    ("invlpg", Kind::Counter),
     ("nmi_window_exits", Kind::Counter),
     ("l1d_flush", Kind::Counter),
     ("host_state_reload", Kind::Counter),

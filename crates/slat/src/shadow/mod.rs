@@ -30,7 +30,7 @@ mod rmap;
 mod track;
 
 pub(crate) use budget::Budget;
-pub(crate) use track::{Followed, ReadEntries};
+pub(crate) use track::{Compared, Followed, ReadEntries};
 
 use alloc::boxed::Box;
 use alloc::sync::Arc;

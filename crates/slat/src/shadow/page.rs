@@ -338,11 +338,12 @@ impl Pages {
         parents.remove(id.0, |id| self.link(id));
     }
 
-    /// Gives back a page whose entries are on no list any more.
-    fn retire(&self, number: u32) {
+    /// Gives back a page whose entries are on no list any more. Returns whether it was unsynced.
+    fn retire(&self, number: u32) -> bool {
         let page = self.pool.get(number);
+        let mut unsynced = false;
         if page.guest().is_some() {
-            self.set_agreement(number, Agreement::Synced);
+            unsynced = self.set_agreement(number, Agreement::Synced);
             self.rmap.count_table(page.gfn.get(), -1);
         }
         self.rmap
@@ -356,6 +357,7 @@ impl Pages {
         }
         self.active.remove(number, by_age);
         self.pool.give_back(number);
+        unsynced
     }
 
     /// Zaps shadow page `number`: clears its entries and those that refer to it, and adds its table to `detached`. Calls
@@ -383,7 +385,7 @@ impl Pages {
         }
         detached.push(&table, level);
         detached.zapped.shadow_pages += 1;
-        self.retire(number);
+        detached.zapped.unsynced += u64::from(self.retire(number));
     }
 
     /// Clears entry `id`, and takes it off its list. Calls `zapped` if it is a leaf, with first frame, level, and bits.

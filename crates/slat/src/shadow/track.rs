@@ -40,6 +40,16 @@ pub(crate) struct Followed {
     pub(crate) tables: u64,
     /// Shadow pages zapped because the guest's table seems to be one no more.
     pub(crate) flooded: u64,
+    /// Shadow pages that follow the guest's table again.
+    pub(crate) synced: u64,
+}
+
+/// What a comparison has come to.
+pub(crate) struct Compared {
+    /// The counter of the table from before and after it.
+    pub(crate) changes: (u64, u64),
+    /// The page follows the guest's table again.
+    pub(crate) synced: bool,
 }
 
 /// What was read in a guest's table, after the guest began a flush.
@@ -172,7 +182,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         };
         if role.level == Level::PAGE && others.any(unsynced) {
             // Stores to the table need not be noticed: the new page is compared with it, too, when the guest flushes.
-            pages.set_agreement(number, Agreement::Unsynced);
+            path.unsynced += u64::from(pages.set_agreement(number, Agreement::Unsynced));
             return Some(number);
         }
         // Pages of another role, if unsynced, cannot stay so: they have to be compared.
@@ -391,9 +401,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 
     /// Compares entries of a page with those of the guest's table. `Some`: the guest grants all of them; the page is synced, if
-    /// `read` has all entries, and the table's counter was the first number and is the second now. `None`:
-    /// [`Self::zap_ungranted`] has to follow.
-    pub(crate) fn compare(&self, read: &ReadEntries<'_>) -> Option<(u64, u64)> {
+    /// `read` has all entries. `None`: [`Self::zap_ungranted`] has to follow.
+    pub(crate) fn compare(&self, read: &ReadEntries<'_>) -> Option<Compared> {
         let pages = self.lock();
         let mut indexes = read.indexes.clone();
         let is_granted = !self.is_in_use(&pages, &read.page)
@@ -416,7 +425,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                     followed.clear::<P, F>(&pages, &self.platform, id, zapped);
                 }
             }
-            self.compared(&pages, read);
+            followed.synced += u64::from(self.compared(&pages, read).synced);
         }
         followed
     }
@@ -454,29 +463,36 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 
     /// Notes that what the guest does not grant was zapped.
-    fn compared(&self, pages: &Pages, read: &ReadEntries<'_>) -> (u64, u64) {
+    fn compared(&self, pages: &Pages, read: &ReadEntries<'_>) -> Compared {
         let PageOf { number, gfn, .. } = read.page;
         let before = self.changes.get(gfn);
         self.changes.raise(gfn);
         let guest = pages.pool.get(number).guest();
         let to_compare = guest.is_some_and(|guest| guest.agreement.get() == Agreement::ToCompare);
         let is_whole = read.indexes.len() == ENTRIES && self.is_in_use(pages, &read.page);
-        if before == read.changes && to_compare && is_whole {
+        let synced = before == read.changes && to_compare && is_whole;
+        if synced {
             pages.set_agreement(number, Agreement::Synced);
         }
-        (before, self.changes.get(gfn))
+        Compared {
+            changes: (before, self.changes.get(gfn)),
+            synced,
+        }
     }
 
     /// Has every page compared with the guest's table at the next flush: the client may have written to guest memory, which
     /// nobody notices.
-    pub(crate) fn distrust_all(&self) {
+    /// Returns how many pages that are.
+    pub(crate) fn distrust_all(&self) -> u64 {
         let pages = self.lock();
+        let mut unsynced = 0;
         for number in pages.active() {
             let guest = pages.pool.get(number).guest();
             if guest.is_some_and(|guest| guest.agreement.get() == Agreement::Synced) {
-                pages.set_agreement(number, Agreement::ToCompare);
+                unsynced += u64::from(pages.set_agreement(number, Agreement::ToCompare));
             }
         }
+        unsynced
     }
 }
 

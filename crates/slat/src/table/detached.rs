@@ -15,6 +15,8 @@ pub(crate) struct Freed {
     pub(crate) nx_splits: u64,
     /// The number of tables of shadow pages.
     pub(crate) shadow_pages: u64,
+    /// The number of these pages that did not follow the guest's table.
+    pub(crate) unsynced: u64,
 }
 
 impl core::ops::AddAssign for Freed {
@@ -24,6 +26,7 @@ impl core::ops::AddAssign for Freed {
         }
         self.nx_splits += other.nx_splits;
         self.shadow_pages += other.shadow_pages;
+        self.unsynced += other.unsynced;
     }
 }
 
@@ -47,6 +50,7 @@ impl Detached {
                 leaves: [0; 3],
                 nx_splits: 0,
                 shadow_pages: 0,
+                unsynced: 0,
             },
         }
     }

@@ -145,6 +145,7 @@ impl Counters {
         self.zapped.add(freed.leaves.iter().sum());
         self.nx_lpage_splits.sub(freed.nx_splits);
         self.mmu_shadow_zapped.add(freed.shadow_pages);
+        self.mmu_unsync.sub(freed.unsynced);
     }
 
     /// Counts the splits done on `path`.

@@ -19,7 +19,7 @@ use crate::format::{Entry, Format};
 use crate::frame::ENTRIES;
 use crate::guest_walk::{GuestPaging, GuestTables, Mode, PageRights, WalkError, walk_with_path};
 use crate::platform::Platform;
-use crate::shadow::ReadEntries;
+use crate::shadow::{Compared, ReadEntries};
 use crate::table::{ByIndex, Found, Key, Root, Target, lookup_in};
 use crate::trail::{PageOf, Role, Seen, Trail, of_mmio_note};
 
@@ -378,8 +378,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 Ok(found) => break found,
                 Err(Detour::Unsynced(page)) => {
                     let compared = self.sync(page, 0..ENTRIES, words, slept);
-                    let goes_on = compared
-                        .is_some_and(|(before, after)| trail.was_compared(&page, before, after));
+                    let goes_on = compared.is_some_and(|compared| {
+                        let (before, after) = compared.changes;
+                        trail.was_compared(&page, before, after)
+                    });
                     if !goes_on {
                         return Ok(None);
                     }
@@ -520,15 +522,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Compares the entries `indexes` of `page` with the guest's, and zaps those that it does not grant any more. Returns the
-    /// counter of the table from before and after that, if nothing had to be zapped.
+    /// Compares the entries `indexes` of `page` with the guest's, and zaps those that it does not grant any more. `None`:
+    /// there were some.
     fn sync<W: HostWords>(
         &mut self,
         page: PageOf,
         indexes: Range<usize>,
         words: &mut W,
         slept: &mut bool,
-    ) -> Option<(u64, u64)> {
+    ) -> Option<Compared> {
         let mut entries = [0; ENTRIES];
         let entries = &mut entries[..indexes.len()];
         let Some(changes) = self.read_table(&page, indexes.start, entries, words) else {
@@ -544,10 +546,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             changes,
         };
         let compared = self.tables().shadow()?.compare(&read);
-        if compared.is_none() {
-            self.outside(slept, |vcpu| {
+        match &compared {
+            Some(compared) => self.counters().mmu_unsync.sub(compared.synced.into()),
+            None => self.outside(slept, |vcpu| {
                 vcpu.vm().zap_ungranted(vcpu.space(), &read);
-            });
+            }),
         }
         compared
     }

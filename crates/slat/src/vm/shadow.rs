@@ -19,7 +19,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for space in &self.spaces {
             let section = self.section();
             if let Some(mmu) = space.mmu.get(section.inside()).shadow() {
-                mmu.distrust_all();
+                section.counters().mmu_unsync.add(mmu.distrust_all());
             }
         }
     }

@@ -280,6 +280,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
             });
             counters.mmu_pde_zapped.add(followed.tables);
             counters.mmu_flooded.add(followed.flooded);
+            counters.mmu_unsync.sub(followed.synced);
         }
     }
 
