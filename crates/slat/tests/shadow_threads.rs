@@ -1,0 +1,246 @@
+//! Two CPUs of a guest with the shadow MMU: one changes the guest's tables and flushes as the manual asks, the other uses them
+//! meanwhile, and the host replaces pages. After its own flush a CPU finds what it has stored, whatever faults of the other were in
+//! progress.
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+use std::thread;
+
+use slat::format::X86;
+use slat::guest_walk::{GuestPaging, Mode};
+use slat::{
+    Access::{self, *},
+    Attention, Config, Gpa, HostWords, Hpa, MmuKind, PAGE_SIZE, Prefetch, Region, Setting, Stop,
+    Vcpu, VirtualStop, Vm,
+};
+use slat_model::{HostMemory, SimPlatform};
+
+const PAGES: u64 = 512;
+const USED: u64 = 0x67;
+/// Frames of the tables of level 4 to 2, and of two level 1 tables for the same addresses.
+const ROOT: u64 = 16;
+const LAST: [u64; 2] = [19, 20];
+/// The guest's data: the first page is mapped to one of these frames.
+const DATA: [u64; 2] = [64, 65];
+
+/// The contents of host memory, by page and not by frame: they stay when the host moves a page.
+struct Memory(Vec<AtomicU64>);
+
+impl Memory {
+    fn word(&self, host: Hpa) -> &AtomicU64 {
+        let (page, _) = HostMemory::identify(host.pfn());
+        &self.0[(page * 512 + host.0 % PAGE_SIZE / 8) as usize]
+    }
+}
+
+/// How a CPU reads it.
+#[derive(Clone, Copy)]
+struct Words<'m> {
+    memory: &'m Memory,
+    /// It lets others run after it has read an entry, before anything follows from that.
+    dawdles: bool,
+}
+
+impl HostWords for Words<'_> {
+    type Error = Infallible;
+
+    fn read(&mut self, host: Hpa, _: usize) -> Result<u64, Infallible> {
+        let entry = self.memory.word(host).load(SeqCst);
+        if self.dawdles {
+            thread::yield_now();
+        }
+        Ok(entry)
+    }
+
+    fn compare_exchange(
+        &mut self,
+        host: Hpa,
+        _: usize,
+        old: u64,
+        new: u64,
+    ) -> Result<bool, Infallible> {
+        let swapped = (self.memory.word(host)).compare_exchange(old, new, SeqCst, SeqCst);
+        Ok(swapped.is_ok())
+    }
+}
+
+/// One CPU. It remembers no translation.
+struct Cpu<'m> {
+    vcpu: Vcpu<SimPlatform, X86<5>>,
+    words: Words<'m>,
+}
+
+impl Cpu<'_> {
+    fn paging() -> GuestPaging {
+        GuestPaging {
+            cr3: ROOT << 12,
+            mode: Mode::Level4,
+            user: true,
+            write_protect: true,
+            no_execute: true,
+            smep: false,
+            smap: false,
+            pkru: 0,
+            pdptes: None,
+            physical_bits: 40,
+        }
+    }
+
+    /// Lets flushes pass that wait for this CPU.
+    fn pass(&mut self) {
+        if self.vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0 {
+            self.vcpu.quiesce();
+        }
+    }
+
+    fn let_others_run(&mut self) {
+        for _ in 0..8 {
+            self.pass();
+            thread::yield_now();
+        }
+        self.pass();
+    }
+
+    /// Returns the host page that `gva` is translated to; `None`: the guest gets a page fault.
+    fn access(&mut self, gva: u64, access: Access) -> Option<u64> {
+        let mut words = self.words;
+        loop {
+            let found = (self.vcpu).translate_virtual(gva, access, &Self::paging(), &mut words);
+            match found {
+                Ok(page) => return Some(HostMemory::identify(page.host.pfn()).0),
+                Err(VirtualStop::PageFault { .. }) => return None,
+                Err(VirtualStop::Stop(Stop::Retry)) => self.vcpu.quiesce(),
+                Err(other) => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn store(&mut self, table: u64, index: u64, entry: u64) {
+        let gpa = Gpa((table << 12) + 8 * index);
+        let found = loop {
+            match self.vcpu.translate(gpa, Write) {
+                Err(Stop::Retry) => self.vcpu.quiesce(),
+                answer => break answer.unwrap(),
+            }
+        };
+        let host = Hpa(found.host.0 + gpa.offset());
+        self.words.memory.word(host).store(entry, SeqCst);
+        if found.tracked && self.vcpu.stored(gpa, 8) {
+            self.vcpu.quiesce();
+        }
+    }
+}
+
+#[test]
+fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
+    let platform = SimPlatform::new(PAGES);
+    let config = Config::default().with_mmu(MmuKind::Shadow);
+    let vm = Vm::<_, X86<5>>::new(platform.clone(), config).unwrap();
+    let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0));
+    vm.set_memory_region(0, &region).unwrap();
+    let words = (0..PAGES * 512).map(|_| AtomicU64::new(0));
+    let memory = Memory(words.collect());
+    let poke = |frame: u64, index: u64, entry| {
+        memory.0[(frame * 512 + index) as usize].store(entry, SeqCst);
+    };
+    poke(ROOT, 0, (ROOT + 1) << 12 | USED);
+    poke(ROOT + 1, 0, (ROOT + 2) << 12 | USED);
+    poke(ROOT + 2, 0, LAST[0] << 12 | USED);
+    for (table, data) in LAST.into_iter().zip(DATA) {
+        (0..8).for_each(|page| poke(table, page, data << 12 | USED));
+    }
+    let new_cpu = |dawdles| Cpu {
+        vcpu: vm.create_vcpu().unwrap(),
+        words: Words {
+            memory: &memory,
+            dawdles,
+        },
+    };
+    vm.set_policy(Setting::Prefetch(Prefetch::Window(8)));
+    let stop = AtomicBool::new(false);
+    let rounds = if cfg!(debug_assertions) {
+        4_000
+    } else {
+        20_000
+    };
+    thread::scope(|scope| {
+        // The other CPU: faults all the time, and flushes sometimes, so that tables are synced under the first one's feet.
+        scope.spawn(|| {
+            let mut other = new_cpu(true);
+            other.vcpu.enter_unguarded(1);
+            let mut round = 0u64;
+            while !stop.load(SeqCst) {
+                round += 1;
+                let found = other.access((round % 8) << 12, Read);
+                assert!(found.is_none_or(|page| DATA.contains(&page)), "{found:?}");
+                other.pass();
+                if round.is_multiple_of(7) {
+                    let mut words = other.words;
+                    other.vcpu.flush_guest(&mut words);
+                }
+                other.pass();
+            }
+            other.vcpu.leave();
+        });
+        // The host: replaces the pages of tables and data.
+        scope.spawn(|| {
+            let mut round = 0;
+            while !stop.load(SeqCst) {
+                let page = [LAST[0], DATA[0], ROOT + 1, LAST[1], DATA[1]][round % 5];
+                round += 1;
+                let hva = HostMemory::hva(page);
+                drop(vm.invalidate(hva..hva.add_pages(1)));
+                thread::yield_now();
+            }
+        });
+        let stopped = Stopper(&stop);
+        let mut cpu = new_cpu(false);
+        cpu.vcpu.enter_unguarded(0);
+        for round in 0..rounds {
+            // Meanwhile the host zaps leaves, and the other CPU faults.
+            cpu.let_others_run();
+            let page = round % 8;
+            let (entry, mapped) = match round % 3 {
+                0 => (DATA[0] << 12 | USED, Some(DATA[0])),
+                1 => (DATA[1] << 12 | USED, Some(DATA[1])),
+                _ => (0, None),
+            };
+            match round % 5 {
+                // An upper table: the other level 1 table, with this entry in it.
+                4 => {
+                    let table = LAST[(round / 5 % 2) as usize];
+                    cpu.store(table, page, entry);
+                    cpu.store(ROOT + 2, 0, table << 12 | USED);
+                    let mut words = cpu.words;
+                    cpu.vcpu.flush_guest(&mut words);
+                }
+                _ => {
+                    let table = (memory.0[((ROOT + 2) * 512) as usize].load(SeqCst)) >> 12;
+                    cpu.store(table, page, entry);
+                    if cpu
+                        .vcpu
+                        .invlpg(page << 12, &Cpu::paging(), &mut { cpu.words })
+                    {
+                        cpu.vcpu.quiesce();
+                    }
+                }
+            }
+            cpu.let_others_run();
+            assert_eq!(cpu.access(page << 12, Read), mapped, "round {round}");
+        }
+        cpu.vcpu.leave();
+        drop(stopped);
+    });
+    vm.audit().unwrap();
+    let stats = vm.stats();
+    assert!(stats.mmu_pte_write > 0 && stats.mmu_pde_zapped > 0);
+}
+
+/// Ends the other threads, also when this one fails.
+struct Stopper<'s>(&'s AtomicBool);
+
+impl Drop for Stopper<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, SeqCst);
+    }
+}
