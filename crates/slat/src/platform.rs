@@ -274,6 +274,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.
     /// A huge leaf that was zapped may reach out of `range`: nothing of it is used either. `stale` says what
     /// is enough; a platform that does not look at it flushes everything in the range.
+    /// With [`MmuKind::Shadow`](crate::MmuKind) the range is always that of all frames: what a TLB holds then is known by virtual
+    /// address.
     ///
     /// When it returns, for each CPU that may run the guest:
     /// - leaves that its TLB holds are void, whatever their size, also those combined with translations
