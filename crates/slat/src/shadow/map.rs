@@ -1,7 +1,6 @@
 //! The MMU by index: what a fault installs.
 
 use super::page::{Agreement, EntryId, Pages, number_of};
-use super::track::page_of;
 use super::{ShadowMmu, begin};
 use crate::addr::{Gfn, Level};
 use crate::format::{Entry, Format, Leaf};
@@ -10,7 +9,7 @@ use crate::guest_walk::PageRights;
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 use crate::table::{ByIndex, FrameCache, Mapped, OnLeaf, Path, Root, Run, Target, widen};
-use crate::trail::{Note, PageOf, Role, Trail, mmio_note};
+use crate::trail::{Note, Role, Trail, mmio_note};
 
 /// Why no page was reached in which a leaf can be installed.
 enum NoPage {
@@ -19,7 +18,7 @@ enum NoPage {
     /// See [`Mapped::Replaced`].
     Replaced(Level),
     /// See [`Mapped::Unsynced`].
-    Unsynced(PageOf),
+    Unsynced(Level),
 }
 
 /// What a fault finds in the place of a leaf that it cannot install there.
@@ -28,7 +27,7 @@ impl From<NoPage> for Mapped {
         match why {
             NoPage::GaveUp => Mapped::Stale,
             NoPage::Replaced(level) => Mapped::Replaced(level),
-            NoPage::Unsynced(page) => Mapped::Unsynced(page),
+            NoPage::Unsynced(level) => Mapped::Unsynced(level),
         }
     }
 }
@@ -52,7 +51,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
         if !pages.is_prepared::<F>() {
             return Mapped::Unprepared;
         }
-        let gfn = target.gfn();
+        let gfn = target.gfn::<F>();
         if !valid() || self.largest(&pages, gfn, level) < level {
             return Mapped::Stale;
         }
@@ -91,7 +90,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
         if !all.is_prepared::<F>() || !valid() || !self.is_current(target) {
             return None;
         }
-        let gfn = target.gfn();
+        let gfn = target.gfn::<F>();
         let number = self.page_for(&all, target, Level::PAGE, OnLeaf::GiveUp, path);
         let number = number.ok()?;
         let table = all.table(&*self.platform, number);
@@ -116,7 +115,9 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
     }
 
     fn map_mmio(&self, target: Target<'_>, generation: u64, path: &mut Path<'_>) -> Mapped {
-        let rights = target.trail.map_or(PageRights::ALL, |trail| trail.rights);
+        let rights = target
+            .trail::<F>()
+            .map_or(PageRights::ALL, |trail| trail.rights);
         let pages = self.lock();
         if !pages.is_prepared::<F>() || rights.key != 0 {
             // An entry has no space for a key.
@@ -134,7 +135,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
             Err(why) => return why.into(),
         };
         let (gfn, id) = (
-            target.gfn(),
+            target.gfn::<F>(),
             EntryId::new(number, target.key.index.at(Level::PAGE)),
         );
         let table = pages.table(&*self.platform, number);
@@ -143,13 +144,20 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
         if !F::is_absent(bits) {
             return Mapped::Stale;
         }
-        pages.fill(id, bits, gfn, Note::new(gfn, rights));
-        entry.store(F::mmio(generation, mmio_note(gfn, rights)), Release);
+        pages.fill(id, bits, gfn, Self::note(target, gfn));
+        let note = match F::SHADOWS {
+            true => mmio_note(gfn, rights),
+            false => 0,
+        };
+        entry.store(F::mmio(generation, note), Release);
         Mapped::New
     }
 
     fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
-        self.largest(&self.lock(), gfn, level)
+        match F::SHADOWS {
+            true => self.largest(&self.lock(), gfn, level),
+            false => level,
+        }
     }
 }
 
@@ -174,10 +182,11 @@ impl Pages {
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Returns the note for a leaf that maps `gfn` at `target`.
     fn note(target: Target<'_>, gfn: Gfn) -> Note {
-        Note::new(
-            gfn,
-            target.trail.map_or(PageRights::ALL, |trail| trail.rights),
-        )
+        match target.trail::<F>() {
+            Some(trail) => Note::new(gfn, trail.rights),
+            // No page notes anything, or the page is direct: its role has the rights.
+            None => Note::NONE,
+        }
     }
 
     /// Returns the largest level, up to `level`, at which `gfn` may be mapped: a huge leaf covers no table of the guest's.
@@ -211,17 +220,19 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 Mapped::New
             }
             Entry::Leaf(old) if old.pfn == leaf.pfn && old.memory == leaf.memory => {
-                let was = page.note(id.index());
-                if !was.is_like(note) {
-                    return Mapped::Replaced(level);
+                if target.trail::<F>().is_some() {
+                    let was = page.note(id.index());
+                    if !was.is_like(note) {
+                        return Mapped::Replaced(level);
+                    }
+                    page.set_note(id.index(), was.with(note));
                 }
-                page.set_note(id.index(), was.with(note));
                 match widen::<F>(entry, bits, leaf, level) {
                     true => Mapped::Widened,
                     false => Mapped::Spurious,
                 }
             }
-            _ if target.trail.is_some() => Mapped::Replaced(level),
+            _ if target.trail::<F>().is_some() => Mapped::Replaced(level),
             _ => Mapped::Conflict,
         }
     }
@@ -236,7 +247,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         on_leaf: OnLeaf,
         path: &mut Path<'_>,
     ) -> Result<u32, NoPage> {
-        let (mut number, mut at) = match target.trail {
+        let (mut number, mut at) = match target.trail::<F>() {
             None => (self.root, F::TOP),
             Some(trail) => {
                 let (gfn, role) = trail.page(trail.top());
@@ -252,24 +263,27 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             let id = EntryId::new(number, target.key.index.at(at));
             let table = pages.table(&*self.platform, number);
             let bits = table.entry(id.index()).load(Relaxed);
-            let (child, role) = match target.trail {
-                None => (target.gfn().align_down(at), Role::direct(at.below())),
+            let (child, role) = match target.trail::<F>() {
+                None => (target.gfn::<F>().align_down(at), Role::direct(at.below())),
                 Some(trail) => trail.page(at.below()),
             };
-            (pages.pool.get(number).guest()).inspect(|guest| guest.stores.set(0));
+            if F::SHADOWS {
+                (pages.pool.get(number).guest()).inspect(|guest| guest.stores.set(0));
+            }
             number = match F::decode(bits, at) {
                 Entry::Table(lower) => {
                     let lower = number_of(&*self.platform, lower);
                     let page = pages.pool.get(lower);
-                    if (page.gfn.get(), page.role.get()) != (child, role) {
+                    if F::SHADOWS && (page.gfn.get(), page.role.get()) != (child, role) {
                         return Err(NoPage::Replaced(at));
                     }
                     lower
                 }
                 Entry::Leaf(_) if on_leaf == OnLeaf::GiveUp => return Err(NoPage::GaveUp),
                 Entry::Leaf(_) => {
-                    let note = pages.pool.get(number).note(id.index());
-                    if !role.is_direct() || note != Note::new(child, role.rights) {
+                    let note = || pages.pool.get(number).note(id.index());
+                    let is_whole = || role.is_direct() && note() == Note::new(child, role.rights);
+                    if F::SHADOWS && !is_whole() {
                         return Err(NoPage::Replaced(at));
                     }
                     (self.split_leaf(pages, id, child, path)).ok_or(NoPage::GaveUp)?
@@ -277,7 +291,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 _ => {
                     let lower = self.page(pages, child, role, path);
                     let lower = lower.ok_or(NoPage::GaveUp)?;
-                    if let Some(trail) = target.trail {
+                    if let Some(trail) = target.trail::<F>() {
                         Self::check_linked(pages, lower, trail)?;
                     }
                     (self.refer(pages, id, lower, bits)).map_err(|_| NoPage::GaveUp)?;
@@ -293,11 +307,11 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Checks that walks may come to page `number` by a new way, that of `trail`. A processor that goes a new way reads the
     /// table anew. So the page must not have entries from before the entry above was read.
     fn check_linked(pages: &Pages, number: u32, trail: &Trail) -> Result<(), NoPage> {
-        let page = page_of(pages, number);
-        let guest = pages.pool.get(number).guest();
-        let is_stale = guest.is_some_and(|guest| guest.agreement.get() != Agreement::Synced);
+        let page = pages.pool.get(number);
+        let is_stale =
+            (page.guest()).is_some_and(|guest| guest.agreement.get() != Agreement::Synced);
         match is_stale && !trail.compared[page.level().0 as usize - 1] {
-            true => Err(NoPage::Unsynced(page)),
+            true => Err(NoPage::Unsynced(page.level())),
             false => Ok(()),
         }
     }
@@ -326,7 +340,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let nx_split = path.nx_split && role.level == Level::PAGE && role.is_direct();
         let meta = pages.table(&*self.platform, number).meta();
         meta.nx_split.store(nx_split, Relaxed);
-        meta.maps_parts.store(role.is_direct(), Relaxed);
+        meta.maps_parts
+            .store(F::SHADOWS && role.is_direct(), Relaxed);
         path.nx_splits += u64::from(nx_split);
         path.shadow_pages += 1;
         self.budget.took(1);
@@ -355,7 +370,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let above = pages.table(&*self.platform, id.page());
         let at = pages.pool.get(id.page()).level();
         let page = pages.pool.get(id.page());
-        let role = page.role.get().pieces(page.note(id.index()).rights());
+        let role = match F::SHADOWS {
+            true => page.role.get().pieces(page.note(id.index()).rights()),
+            false => Role::direct(at.below()),
+        };
         let lower = self.page(pages, gfn, role, path)?;
         let mut bits = above.entry(id.index()).load(Acquire);
         let mut made = 0;

@@ -157,7 +157,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         zapped: &mut dyn FnMut(Gfn, Level, u64),
     ) {
         let guest = pages.pool.get(number).guest();
-        if guest.is_some_and(|guest| guest.is_root.get()) {
+        if F::SHADOWS && guest.is_some_and(|guest| guest.is_root.get()) {
             self.roots_zapped.fetch_add(1, Release);
         }
         pages.zap::<P, F>(&self.platform, number, detached, zapped);

@@ -27,7 +27,7 @@ use crate::frame::ENTRIES;
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Flushed, Key, LeafCounts, Mapped, Path, Target};
-use crate::trail::{Meaning, PageOf, Role};
+use crate::trail::{Meaning, PageOf, Role, Trail};
 
 /// What was done for a store, or for a flush of the guest's.
 #[derive(Default)]
@@ -62,7 +62,7 @@ pub(crate) struct ReadEntries<'e> {
     pub(crate) changes: u64,
 }
 
-pub(super) fn page_of(pages: &Pages, number: u32) -> PageOf {
+fn page_of(pages: &Pages, number: u32) -> PageOf {
     let page = pages.pool.get(number);
     PageOf {
         number,
@@ -118,7 +118,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Returns whether the guest's tables on the trail of `target` are as they were when they were read.
     pub(super) fn is_current(&self, target: Target<'_>) -> bool {
         target
-            .trail
+            .trail::<F>()
             .is_none_or(|trail| self.changes.are_none_since(&trail.seen))
     }
 
@@ -130,7 +130,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         target: Target<'_>,
         path: &mut Path<'_>,
     ) -> Option<Mapped> {
-        let trail = target.trail?;
+        let trail = target.trail::<F>()?;
         let (mut made, mut unflushed) = (false, None::<Range<Gfn>>);
         for level in (trail.leaf_level().0..=trail.top().0).map(Level) {
             let (gfn, role) = trail.page(level);
@@ -357,6 +357,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             self.changes.raise(pages.pool.get(number).gfn.get());
         }
         None
+    }
+
+    /// Returns the page of `level` on the trail, if there is one.
+    pub(crate) fn page_on(&self, trail: &Trail, level: Level) -> Option<PageOf> {
+        let (gfn, role) = trail.page(level);
+        let number = self.lock().find_page(gfn, role)?;
+        Some(PageOf { number, gfn, role })
     }
 
     /// Returns whether `page` has still to be compared with the guest's table.

@@ -13,7 +13,7 @@ use crate::addr::{Access, Gfn, Level, PageIndex, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
-use crate::trail::{PageOf, Trail};
+use crate::trail::Trail;
 
 /// An MMU, as vCPUs use it. The caller of every method is in a reader section. Look-ups are the same for every MMU,
 /// because walkers are ([`lookup_page`](super::lookup_page)).
@@ -98,9 +98,9 @@ pub(crate) enum Mapped {
     /// No leaf was installed: from now on the MMU notices stores to the guest's tables on the path, but it has not noticed
     /// earlier ones. The fault reads them again.
     Tracked,
-    /// No leaf was installed: an entry is to refer to this page for the first time, and the page has to be compared with the
-    /// guest's table before. Then the same fault goes on.
-    Unsynced(PageOf),
+    /// No leaf was installed: an entry is to refer to the page of this level for the first time, and the page has to be
+    /// compared with the guest's table before. Then the same fault goes on.
+    Unsynced(Level),
     /// An entry of this level on the path is not what the guest's tables say now, or a leaf for another page. The fault has
     /// it zapped, and begins again.
     Replaced(Level),
@@ -129,11 +129,17 @@ pub(crate) struct Target<'t> {
     pub(crate) trail: Option<&'t Trail>,
 }
 
-impl Target<'_> {
+impl<'t> Target<'t> {
+    /// Returns what the guest's tables say. For a format that shadows none that is nothing, and the compiler knows it.
+    #[inline(always)]
+    pub(crate) fn trail<F: Format>(self) -> Option<&'t Trail> {
+        if F::SHADOWS { self.trail } else { None }
+    }
+
     /// Returns the frame that a leaf of level 1 there is to map.
     #[inline(always)]
-    pub(crate) fn gfn(&self) -> Gfn {
-        self.trail.map_or(self.key.gfn(), |trail| trail.gfn)
+    pub(crate) fn gfn<F: Format>(self) -> Gfn {
+        self.trail::<F>().map_or(self.key.gfn(), |trail| trail.gfn)
     }
 }
 

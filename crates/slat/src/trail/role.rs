@@ -171,9 +171,12 @@ impl Role {
 
 /// What a page notes of each entry that maps guest memory: frame and rights, as the guest gave them.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Note(pub(crate) u64);
+pub(crate) struct Note(u64);
 
 impl Note {
+    /// The note of an entry that has none.
+    pub(crate) const NONE: Note = Note(0);
+
     const RIGHTS: u32 = 3;
     const RIGHTS_AND_KEY: u32 = 7;
 

@@ -20,7 +20,6 @@ use crate::platform::{Platform, Stale, WaitFor};
 use crate::policy::Prefetch;
 use crate::sync::atomic::Ordering::Relaxed;
 use crate::table::{ByGfn, ByIndex, Key, Mapped, Root, Target};
-use crate::trail::PageOf;
 use crate::vm::{LogKind, RangeOp};
 
 /// What a faulting access asks for.
@@ -48,8 +47,8 @@ pub(super) enum Detour {
     Again,
     /// The attempt has installed the pieces of a split leaf. One allows the access, which finds it.
     Mended,
-    /// A page has to be compared with the guest's table, then go on.
-    Unsynced(PageOf),
+    /// The page of this level has to be compared with the guest's table, then go on.
+    Unsynced(Level),
     /// The access ends here.
     Stop(Stop),
 }
@@ -134,7 +133,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
                 let prefetch = self.vcpu.vm().policy.prefetch();
                 let small = plan.level == Level::PAGE && plan.slot.log.is_none();
                 // What is beside a small page of the guest's, only its tables know (`Vcpu::prefetch_guest`).
-                let trail = self.want.target.trail;
+                let trail = self.want.target.trail::<F>();
                 let is_known = trail.is_none_or(|trail| trail.leaf_level() > Level::PAGE);
                 if small && prefetch != Prefetch::Off && is_known {
                     self.prefetch(&plan, prefetch);
@@ -254,10 +253,11 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         match mapped {
             Mapped::Unflushed(gfns) => self.flush(gfns),
             Mapped::Tracked => {}
-            Mapped::Unsynced(page) => return Ok(Detour::Unsynced(page)),
+            Mapped::Unsynced(level) => return Ok(Detour::Unsynced(level)),
             Mapped::Replaced(level) => {
-                let Target { key, trail } = self.want.target;
-                if let Some(root) = trail.map(|trail| trail.root()) {
+                let target = self.want.target;
+                let key = target.key;
+                if let Some(root) = target.trail::<F>().map(|trail| trail.root()) {
                     self.outside(|vcpu| vcpu.vm().zap_entry(vcpu.space(), key, root, level));
                 }
             }

@@ -13,7 +13,7 @@ use core::ops::Range;
 
 use super::Vcpu;
 use super::fault::{Detour, Fault, Outcome, Want};
-use super::translate::{Stop, Translation};
+use super::translate::{Stop, Translation, translation};
 use crate::addr::{Access, Gpa, Hpa, Level, PAGE_SIZE, PageIndex, Pfn};
 use crate::format::{Entry, Format};
 use crate::frame::ENTRIES;
@@ -376,7 +376,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             }
             match attempt {
                 Ok(found) => break found,
-                Err(Detour::Unsynced(page)) => {
+                Err(Detour::Unsynced(level)) => {
+                    let mmu = self.tables().shadow();
+                    let Some(page) = mmu.and_then(|mmu| mmu.page_on(&trail, level)) else {
+                        return Ok(None);
+                    };
                     let compared = self.sync(page, 0..ENTRIES, words, slept);
                     let goes_on = compared.is_some_and(|compared| {
                         let (before, after) = compared.changes;
@@ -422,7 +426,15 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Translates a guest-physical address for an access to the guest's tables, which is no fault of the guest's.
     pub(super) fn reach_table(&mut self, gpa: Gpa, access: Access) -> Result<Translation, Stop> {
         if let Some(leaf) = self.cached_leaf(gpa, access) {
-            return Ok(super::translate::translation(leaf, Level::PAGE, gpa.gfn()));
+            return Ok(translation(leaf, Level::PAGE, gpa.gfn()));
+        }
+        if let Some(Ok(found)) = self.walk(gpa)
+            && let Some(leaf) = found.ready::<F>(access)
+        {
+            let table = found.table;
+            // SAFETY: the walk has found the leaf in this table just now.
+            unsafe { self.remember(gpa, table) };
+            return Ok(translation(leaf, Level::PAGE, gpa.gfn()));
         }
         self.translate_uncounted(gpa, access)
     }

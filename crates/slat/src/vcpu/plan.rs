@@ -124,7 +124,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         sequence: Sequence,
     ) -> Result<Plan<'s>, Detour> {
         // The leaf that is there may map another page: the guest's tables may have changed since.
-        let known = match self.want.target.trail {
+        let known = match self.want.target.trail::<F>() {
             None => self.known_page(),
             Some(_) => None,
         };
@@ -135,7 +135,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let (level, nx_split) = self.level(slot, &host);
         let policy = &self.vcpu.vm().policy;
         let leaf = slot.leaf(&host, self.logged_access(slot));
-        let leaf = match self.want.target.trail {
+        let leaf = match self.want.target.trail::<F>() {
             None => leaf,
             Some(trail) => leaf.granted(trail.rights),
         };
@@ -275,7 +275,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let Want { target, access, .. } = self.want;
         let key = target.key;
         let vm = self.vcpu.vm();
-        let (gfn, trail) = (self.want.gfn(), self.want.target.trail);
+        let (gfn, trail) = (self.want.gfn(), self.want.target.trail::<F>());
         let largest = trail.map_or(host.level, |trail| trail.leaf_level().min(host.level));
         let mut level = vm.fitting_level(&slot.gfns, gfn, host.pfn, largest);
         if level > Level::PAGE {

@@ -90,7 +90,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             let start = Gfn(gfn.0 & !(size - 1));
             let window = start.max(slot.gfns.start)..start.add(size).min(slot.gfns.end);
             let window_end = window.end;
-            let (key, trail) = (self.want.target.key, self.want.target.trail);
+            let (key, trail) = (self.want.target.key, self.want.target.trail::<F>());
             let trail = trail.map(|trail| trail.beside(window.start, trail.rights));
             let at = Target {
                 key: Key {
@@ -237,7 +237,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 let HostPage { pfn, level, .. } = run.first;
                 let is_fit = vm.fitting_level(&slot.gfns, gfn, pfn, level) > Level::PAGE;
                 let may_be_huge = |trail: &Trail| trail.leaf_level() > Level::PAGE;
-                if is_fit && at.trail.is_none_or(may_be_huge) {
+                if is_fit && at.trail::<F>().is_none_or(may_be_huge) {
                     return;
                 }
                 let leaf = Leaf {
@@ -249,7 +249,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     context: at.key.context,
                     index: at.key.index.add(page),
                 };
-                let trail = at.trail.map(|trail| trail.beside(gfn, trail.rights));
+                let trail = at.trail::<F>().map(|trail| trail.beside(gfn, trail.rights));
                 let leaf = trail.map_or(leaf, |trail| leaf.granted(trail.rights));
                 let trail = trail.as_ref();
                 let target = Target { key, trail };
