@@ -14,6 +14,7 @@
 mod dirty;
 mod faults;
 mod flushes;
+mod guest_tables;
 mod locks;
 mod shadow;
 mod slots;
@@ -27,7 +28,7 @@ use std::vec::Vec;
 
 use crate::Vcpu;
 use crate::addr::{Access, Gfn, Gpa, Hva, Level, PAGE_SHIFT, Pfn};
-use crate::format::{Entry, Ept, Format, Leaf, Stage2};
+use crate::format::{Entry, Ept, Format, Leaf, Stage2, X86};
 use crate::frame::{Entries, TableMeta};
 use crate::platform::{HostPage, HostRun, Platform, ResolveError, Stale, VmId, WaitFor};
 use crate::slots::{Region, SlotFlags};
@@ -91,6 +92,9 @@ struct Small<const TOP: u8>;
 /// A format with few levels and the entries of AArch64, which ask for break-before-make.
 struct SmallStage2<const TOP: u8>;
 
+/// A format with few levels and the entries of x86, which can shadow the tables of a guest.
+struct SmallX86<const TOP: u8>;
+
 macro_rules! small_format {
     ($name:ident, $of:ty, $breaks:expr, $dirty:expr) => {
         impl<const TOP: u8> crate::format::sealed::Sealed for $name<TOP> {}
@@ -149,6 +153,7 @@ macro_rules! small_format {
 
 small_format!(Small, Ept, false, true);
 small_format!(SmallStage2, Stage2<39>, true, false);
+small_format!(SmallX86, X86<5>, false, true);
 
 /// A table frame. Freed frames are kept, so that their use is found, and is not undefined behaviour.
 struct Frame {
