@@ -58,7 +58,8 @@ pub(super) struct Guest {
     pub(super) agreement: Cell<Agreement>,
     /// In the list of pages that are not [`Agreement::Synced`].
     unsynced: Link,
-    /// The number of the flush after which all stores to the table are noticed; 0: they are.
+    /// The number of the flush after which all stores to the table are noticed; 0: they are, or the page is
+    /// [`Agreement::Unsynced`].
     pub(super) flush: Cell<u64>,
     /// The number of stores since a walk last used the page.
     pub(super) stores: Cell<u8>,

@@ -20,7 +20,7 @@
 use core::ops::Range;
 
 use super::ShadowMmu;
-use super::page::{Agreement, Cleared, EntryId, Pages, number_of};
+use super::page::{Agreement, Cleared, EntryId, Guest, Pages, number_of};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE, Pfn};
 use crate::format::{Entry, Format, Leaf};
 use crate::frame::ENTRIES;
@@ -60,6 +60,8 @@ pub(crate) struct ReadEntries<'e> {
     pub(crate) entries: &'e [u64],
     /// [`ShadowMmu::changes_of`] the table, from before they were read.
     pub(crate) changes: u64,
+    /// The last flush that the vCPU had done before it read them.
+    pub(crate) flushed: Flushed,
 }
 
 fn page_of(pages: &Pages, number: u32) -> PageOf {
@@ -150,6 +152,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             let frame = gfn..gfn.add(1);
             match guest.flush.get() {
                 0 => {}
+                // Such a page is compared before an entry refers to it, and again after a flush of the guest's.
+                _ if guest.agreement.get() != Agreement::Synced => {}
                 due if path.flushed.covers(&frame, due) => guest.flush.set(0),
                 _ => {
                     unflushed = Some(match unflushed {
@@ -186,18 +190,26 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             return Some(number);
         }
         // Pages of another role, if unsynced, cannot stay so: they have to be compared.
-        for other in pages.pages_of_table(gfn).filter(|other| *other != number) {
-            if unsynced(other) {
-                pages.set_agreement(other, Agreement::ToCompare);
-            }
-        }
         let changed = pages.protect::<P, F>(&self.platform, gfn);
+        self.notice_stores(pages, gfn);
         let largest = gfn.block(F::MAX_LEAF);
         if changed || self.flushes.is_due(&largest, u64::MAX, &Flushed::default()) {
             let guest = pages.pool.get(number).guest();
             guest.inspect(|guest| guest.flush.set(self.flushes.next()));
         }
         Some(number)
+    }
+
+    /// Has the unsynced pages of the table at `gfn`, whose leaves are protected now, compared after a flush.
+    fn notice_stores(&self, pages: &Pages, gfn: Gfn) {
+        for number in pages.pages_of_table(gfn) {
+            if let Some(guest) = pages.pool.get(number).guest()
+                && guest.agreement.get() == Agreement::Unsynced
+            {
+                pages.set_agreement(number, Agreement::ToCompare);
+                guest.flush.set(self.flushes.next());
+            }
+        }
     }
 
     /// Returns `leaf`, for memory at `gfn`, without the right to write if that is a tracked table. A write that may go
@@ -389,17 +401,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             if !take(page) {
                 break;
             }
-            for other in pages.pages_of_table(page.gfn) {
-                if pages
-                    .pool
-                    .get(other)
-                    .guest()
-                    .is_some_and(|guest| guest.agreement.get() == Agreement::Unsynced)
-                {
-                    pages.set_agreement(other, Agreement::ToCompare);
-                }
-            }
             changed |= pages.protect::<P, F>(&self.platform, page.gfn);
+            self.notice_stores(&pages, page.gfn);
+            let guest = pages.pool.get(number).guest();
+            changed |= guest.is_some_and(|guest| guest.flush.get() != 0);
         }
         Followed {
             protected: [changed.into(), 0, 0],
@@ -474,12 +479,17 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let PageOf { number, gfn, .. } = read.page;
         let before = self.changes.get(gfn);
         self.changes.raise(gfn);
-        let guest = pages.pool.get(number).guest();
-        let to_compare = guest.is_some_and(|guest| guest.agreement.get() == Agreement::ToCompare);
         let is_whole = read.indexes.len() == ENTRIES && self.is_in_use(pages, &read.page);
-        let synced = before == read.changes && to_compare && is_whole;
+        let follows = |guest: &Guest| {
+            let (frame, due) = (gfn..gfn.add(1), guest.flush.get());
+            guest.agreement.get() == Agreement::ToCompare
+                && (due == 0 || read.flushed.covers(&frame, due))
+        };
+        let guest = pages.pool.get(number).guest();
+        let synced = before == read.changes && is_whole && guest.is_some_and(follows);
         if synced {
             pages.set_agreement(number, Agreement::Synced);
+            guest.inspect(|guest| guest.flush.set(0));
         }
         Compared {
             changes: (before, self.changes.get(gfn)),

@@ -507,13 +507,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         while self.tables().shadow().is_some_and(|mmu| mmu.has_unsynced()) {
             let mut pages = [None; SOME];
             let mut count = 0;
-            self.outside(&mut false, |vcpu| {
+            let flushed = self.outside(&mut false, |vcpu| {
                 vcpu.vm().begin_sync(vcpu.space(), |page| {
                     let free = pages.get_mut(count);
                     count += usize::from(free.is_some());
                     free.map(|free| *free = Some(page)).is_some()
-                });
+                })
             });
+            self.set_flushed(flushed);
             let mut left = false;
             for page in pages.into_iter().flatten() {
                 self.sync(page, 0..ENTRIES, words, &mut false);
@@ -556,6 +557,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             indexes,
             entries,
             changes,
+            flushed: self.flushed.clone(),
         };
         let compared = self.tables().shadow()?.compare(&read);
         match &compared {

@@ -7,7 +7,7 @@ use crate::addr::{Gfn, Gpa, Level};
 use crate::format::{Format, all_gfns};
 use crate::platform::Platform;
 use crate::shadow::{Followed, ReadEntries};
-use crate::table::Key;
+use crate::table::{Flushed, Key};
 use crate::trail::{PageOf, Role};
 
 impl<P: Platform, F: Format> Vm<P, F> {
@@ -40,12 +40,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish();
     }
 
-    /// Makes stores to unsynced tables noticed again ([`ShadowMmu::begin_sync`](crate::shadow::ShadowMmu)), and flushes. The
-    /// caller is in no reader section.
-    pub(crate) fn begin_sync(&self, space: &Space<P, F>, take: impl FnMut(PageOf) -> bool) {
+    /// Makes stores to unsynced tables noticed again ([`ShadowMmu::begin_sync`](crate::shadow::ShadowMmu)), and flushes.
+    /// Returns the flush. The caller is in no reader section.
+    pub(crate) fn begin_sync(
+        &self,
+        space: &Space<P, F>,
+        take: impl FnMut(PageOf) -> bool,
+    ) -> Flushed {
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
         op.on_shadow(|mmu, _, _| mmu.begin_sync(take));
-        op.finish();
+        op.finish()
     }
 
     /// Zaps the entries that the guest does not grant any more. The caller is in no reader section.

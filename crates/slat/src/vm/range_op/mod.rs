@@ -380,13 +380,13 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     }
 
     /// Ends the operation. When it returns, no CPU uses a translation of its frames that any thread zapped before
-    /// the call.
-    pub(crate) fn finish(mut self) {
+    /// the call. Returns its flush; that of no frames if none was needed.
+    pub(crate) fn finish(mut self) -> Flushed {
         let counters = self.section.end();
-        self.vm
-            .flush_if_needed(&self.ticket, &self.unflushed, counters);
+        let flushed = (self.vm).flush_if_needed(&self.ticket, &self.unflushed, counters);
         drop(self.ticket);
         self.vm.free(self.unflushed, counters);
+        flushed
     }
 }
 
@@ -438,22 +438,23 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Flushes the frames that `ticket` covers, if its operation has changed something (`unflushed`) or another one
-    /// needs a flush of them. The caller is outside every reader section.
+    /// needs a flush of them. Returns the flush, if there was one. The caller is outside every reader section.
     fn flush_if_needed(
         &self,
         ticket: &FlushTicket<'_>,
         unflushed: &Unflushed,
         counters: &Counters,
-    ) {
+    ) -> Flushed {
         if ticket.gfns().is_empty() {
-            return;
+            return Flushed::default();
         }
         counters.remote_tlb_flush_requests.add(1);
-        if ticket.others_need(F::MAX_LEAF) {
-            self.flush(ticket.gfns(), Stale::ANYTHING, counters);
-        } else if !unflushed.is_empty() {
-            self.flush(ticket.gfns(), unflushed.stale::<F>(), counters);
-        }
+        let stale = match ticket.others_need(F::MAX_LEAF) {
+            true => Stale::ANYTHING,
+            false if unflushed.is_empty() => return Flushed::default(),
+            false => unflushed.stale::<F>(),
+        };
+        self.flush(ticket.gfns(), stale, counters)
     }
 
     /// Frees the detached tables, and counts the zapped leaves. Call after the flush.
