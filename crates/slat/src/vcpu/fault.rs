@@ -169,6 +169,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         } = self.want;
         let gfn = self.want.gfn();
         let (slot, leaf, level) = (plan.slot, plan.leaf, plan.level);
+        let may_walk = self.vcpu.may_walk_from(target);
         // Not `on_tables`, whose result would be copied in every fault.
         let Parts {
             vm,
@@ -195,6 +196,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         let nx_table = || {
             level > Level::PAGE
                 && vm.policy.nx_huge_pages().is_on()
+                && may_walk
                 && tables.is_nx_split(target.key)
         };
         let valid = || {
@@ -268,6 +270,9 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
 
     /// With `nx_huge_pages_split` off: zaps the huge leaf that an execution fault conflicts with.
     fn zap_huge(&mut self) {
+        if !self.vcpu.may_walk_from(self.want.target) {
+            return;
+        }
         let found = self.vcpu.tables().lookup(self.want.target.key);
         if matches!(found.entry::<F>(), Entry::Leaf(_)) && found.level > Level::PAGE {
             self.zap(found.level);

@@ -199,6 +199,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.roots.roots[index]
     }
 
+    /// Returns whether a walk may begin with the root of `target`, which was found before the vCPU last left its reader
+    /// section. Until it leaves, the answer holds.
+    pub(super) fn may_walk_from(&self, target: Target<'_>) -> bool {
+        let zapped = |mmu: &crate::shadow::ShadowMmu<P, F>| mmu.roots_zapped();
+        target.trail.is_none() || self.tables().shadow().map(zapped) == Some(self.roots.zapped)
+    }
+
     /// Returns what the shadow table says of an access to `gva`. `None`: it does not allow the access.
     fn translate_shadowed(
         &mut self,

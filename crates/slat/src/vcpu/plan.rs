@@ -273,7 +273,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             return (Level::PAGE, false);
         }
         let Want { target, access, .. } = self.want;
-        let key = target.key;
+        let is_nx_split =
+            || self.vcpu.may_walk_from(target) && self.vcpu.tables().is_nx_split(target.key);
         let vm = self.vcpu.vm();
         let (gfn, trail) = (self.want.gfn(), self.want.target.trail::<F>());
         let largest = trail.map_or(host.level, |trail| trail.leaf_level().min(host.level));
@@ -283,7 +284,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         }
         let nx = level > Level::PAGE
             && vm.policy.nx_huge_pages().is_on()
-            && (access == Access::Execute || self.vcpu.tables().is_nx_split(key));
+            && (access == Access::Execute || is_nx_split());
         match nx {
             true => (Level::PAGE, true),
             false => (level, false),
