@@ -9,9 +9,11 @@ use super::{
 };
 use crate::Stop;
 use crate::addr::{Access::*, Gfn, Gpa, Level, PAGE_SHIFT, Pfn};
+use crate::format::Format;
 use crate::slots::{MemoryAttributes, Region};
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Attention;
+use crate::vm::Vm;
 use crate::{Prefetch, Setting};
 
 /// Runs `guest` on a CPU concurrently with `host`; then `after`, then the audit.
@@ -51,7 +53,7 @@ pub(super) fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
 }
 
 /// Replaces the host page of backing page `page` by `new`. The host alone uses the old one from then on.
-pub(super) fn replace_page(vm: &SmallVm, page: u64, new: u64) {
+pub(super) fn replace_page<F: Format>(vm: &Vm<Machine, F>, page: u64, new: u64) {
     let invalidation = vm.invalidate(hvas(page..page + 1));
     let machine = vm.platform();
     for page in 0..Machine::PAGES {

@@ -8,13 +8,14 @@
 use std::convert::Infallible;
 use std::sync::Arc;
 
-use super::{Machine, PLAIN, SmallX86, model, spawn};
-use crate::addr::{Access, Access::*, Gpa, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE};
+use super::faults::replace_page;
+use super::{Machine, PLAIN, SmallX86, hvas, model, spawn};
+use crate::addr::{Access, Access::*, Gfn, Gpa, Hpa, Hva, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::guest_walk::{GuestPaging, Mode};
-use crate::slots::{Region, SlotFlags};
+use crate::slots::Region;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::vm::{Config, Vm};
-use crate::{HostWords, MmuKind, Prefetch, Setting, Stop, Vcpu, VirtualStop};
+use crate::{HostWords, MmuKind, Prefetch, Setting, Stop, Translation, Vcpu, VirtualStop};
 
 type ShadowVm = Vm<Machine, SmallX86<2>>;
 
@@ -71,30 +72,40 @@ impl HostWords for Words {
 impl Guest {
     /// Makes a guest with a slot of four pages. Its tables have `entries`: frame, index, and the frame that is referred
     /// to. All its frames are mapped; that of a table is writable, so that stores go unnoticed until the table is tracked.
-    fn new(flags: SlotFlags, entries: &[(u64, usize, u64)]) -> Guest {
+    fn new(entries: &[(u64, usize, u64)]) -> Guest {
+        Self::with_pages(Level::PAGE, entries)
+    }
+
+    /// Makes a guest like [`Self::new`], with host pages of `level`.
+    fn with_pages(level: Level, entries: &[(u64, usize, u64)]) -> Guest {
         let config = Config::default().with_mmu(MmuKind::Shadow);
-        let vm = Vm::new(Machine::new(Level::PAGE), config).unwrap();
+        let vm = Vm::new(Machine::new(level), config).unwrap();
         vm.set_policy(Setting::Prefetch(Prefetch::Off));
-        let region = Region {
-            slot: 0,
-            flags,
-            gpa: Gpa(0),
-            size: 4 << PAGE_SHIFT,
-            backing: Hva(0),
-            private: None,
-        };
-        vm.set_memory_region(0, &region).unwrap();
         let words = || core::array::from_fn(|_| core::array::from_fn(|_| AtomicU64::new(0)));
         let guest = Guest {
             vm,
             words: Words(Arc::new(words())),
         };
+        guest.set_slot(0, 4);
         guest.on_cpu(|cpu| {
             for &(table, index, to) in entries {
                 cpu.store(table, index, entry(to));
             }
         });
         guest
+    }
+
+    /// Creates or deletes slot 0: `pages` pages from frame 0 on, backed by those from `backing` on.
+    fn set_slot(&self, backing: u64, pages: u64) {
+        let region = Region {
+            slot: 0,
+            flags: PLAIN,
+            gpa: Gpa(0),
+            size: pages << PAGE_SHIFT,
+            backing: Hva(backing << PAGE_SHIFT),
+            private: None,
+        };
+        self.vm.set_memory_region(0, &region).unwrap();
     }
 
     /// Runs `code` on a new CPU.
@@ -142,7 +153,7 @@ impl Cpu {
         }
     }
 
-    /// Reads virtual page `page` by the page directory `ROOT`. Returns the host page; `None` is #PF.
+    /// Reads virtual page `page` by the page directory `ROOT`. Returns the host page; `None` is #PF, or MMIO.
     fn read(&mut self, page: u64) -> Option<u64> {
         self.access(ROOT, page, Read)
     }
@@ -158,7 +169,9 @@ impl Cpu {
                     self.vcpu.vm().platform().pages[pfn as usize].alive.used();
                     return Some(pfn);
                 }
-                Err(VirtualStop::PageFault { .. }) => return None,
+                Err(VirtualStop::PageFault { .. } | VirtualStop::Stop(Stop::Mmio { .. })) => {
+                    return None;
+                }
                 Err(VirtualStop::Stop(Stop::Retry)) => self.vcpu.quiesce(),
                 Err(stop) => panic!("{stop}"),
             }
@@ -167,24 +180,40 @@ impl Cpu {
 
     /// Stores `entry` at `index` of the table in frame `table`.
     fn store(&mut self, table: u64, index: usize, entry: u64) {
-        let gpa = Gpa((table << PAGE_SHIFT) + 8 * index as u64);
-        let found = loop {
-            match self.vcpu.translate(gpa, Write) {
-                Ok(found) => break found,
+        let found = self.translate_store(table);
+        self.store_by(found, table, index, entry);
+    }
+
+    /// Translates the address of the table in frame `table`, for a store.
+    fn translate_store(&mut self, table: u64) -> Translation {
+        loop {
+            match self.vcpu.translate(Gpa(table << PAGE_SHIFT), Write) {
+                Ok(found) => return found,
                 Err(Stop::Retry) => self.vcpu.quiesce(),
                 Err(stop) => panic!("{stop}"),
             }
-        };
-        let host = Hpa(found.host.0 + gpa.offset());
-        self.words.at(host).store(entry, Release);
+        }
+    }
+
+    /// Does [`Self::store`] by the translation `found`.
+    fn store_by(&mut self, found: Translation, table: u64, index: usize, entry: u64) {
+        let offset = 8 * index as u64;
+        (self.words.at(Hpa(found.host.0 + offset))).store(entry, Release);
         if found.tracked {
-            let _ = self.vcpu.stored(gpa, 8);
+            let _ = (self.vcpu).stored(Gpa((table << PAGE_SHIFT) + offset), 8);
         }
     }
 
     /// Loads CR3 with what it has.
     fn flush(&mut self) {
         self.vcpu.flush_guest(&mut self.words);
+    }
+
+    /// Reads virtual page 0, passes a quiescent point, and reads it again.
+    fn read_twice(&mut self) {
+        self.read(0);
+        self.vcpu.quiesce();
+        self.read(0);
     }
 
     /// Flushes virtual page `page` of the page directory `ROOT`.
@@ -213,13 +242,8 @@ fn two_cpus(
 }
 
 /// Two page tables, both with an entry for virtual page 0; the page directory refers to the first. Nothing is tracked yet.
-const UNTRACKED: fn() -> Guest = || {
-    let guest = Guest::new(
-        PLAIN,
-        &[(ROOT, 0, TABLE), (TABLE, 0, DATA), (OTHER, 0, OTHER)],
-    );
-    guest
-};
+const UNTRACKED: fn() -> Guest =
+    || Guest::new(&[(ROOT, 0, TABLE), (TABLE, 0, DATA), (OTHER, 0, OTHER)]);
 
 /// The fault begins to track the page directory, in which the other CPU has stored, or stores with the right that its TLB has.
 #[test]
@@ -254,10 +278,7 @@ fn no_link_is_left_from_before_a_store_to_a_tracked_table() {
 
 /// A page table with entries for virtual pages 0 and 1, which has a shadow page.
 const SHADOWED: fn() -> Guest = || {
-    let guest = Guest::new(
-        PLAIN,
-        &[(ROOT, 0, TABLE), (TABLE, 0, DATA), (TABLE, 1, OTHER)],
-    );
+    let guest = Guest::new(&[(ROOT, 0, TABLE), (TABLE, 0, DATA), (TABLE, 1, OTHER)]);
     guest.on_cpu(|cpu| {
         cpu.read(1);
     });
@@ -271,19 +292,30 @@ const UNSYNCED: fn() -> Guest = || {
     guest
 };
 
-fn remap_and(flush: fn(&mut Cpu), cpu: &mut Cpu) {
+/// Like [`SHADOWED`], with leaves for virtual pages 0 and 1.
+const MAPPED: fn() -> Guest = || {
+    let guest = SHADOWED();
+    guest.on_cpu(|cpu| cpu.read(0));
+    guest
+};
+
+/// Maps virtual page 0 to `OTHER`, flushes, and reads.
+fn remap(cpu: &mut Cpu) {
     cpu.store(TABLE, 0, entry(OTHER));
-    flush(cpu);
+    cpu.flush();
     assert_eq!(cpu.read(0), Some(OTHER));
 }
 
 #[test]
 fn nothing_of_an_unsynced_table_is_installed_from_before_a_store_and_a_flush() {
     two_cpus(
-        3,
+        2,
         UNSYNCED,
         |cpu| _ = cpu.read(0),
-        |cpu| remap_and(Cpu::flush, cpu),
+        |cpu| {
+            cpu.store(TABLE, 0, entry(OTHER));
+            cpu.flush();
+        },
         |cpu| assert_eq!(cpu.read(0), Some(OTHER)),
     );
 }
@@ -291,10 +323,188 @@ fn nothing_of_an_unsynced_table_is_installed_from_before_a_store_and_a_flush() {
 #[test]
 fn nothing_of_an_unsynced_table_is_installed_from_before_a_store_and_invlpg() {
     two_cpus(
-        3,
+        2,
         UNSYNCED,
         |cpu| _ = cpu.read(0),
-        |cpu| remap_and(|cpu| cpu.invlpg(0), cpu),
+        |cpu| {
+            cpu.store(TABLE, 0, entry(OTHER));
+            cpu.invlpg(0);
+        },
         |cpu| assert_eq!(cpu.read(0), Some(OTHER)),
     );
+}
+
+#[test]
+fn nothing_stale_is_left_of_a_table_that_two_cpus_make_unsynced() {
+    two_cpus(
+        2,
+        MAPPED,
+        remap,
+        |cpu| cpu.store(TABLE, 1, entry(DATA)),
+        |cpu| {
+            cpu.flush();
+            assert_eq!(cpu.read(0), Some(OTHER));
+            assert_eq!(cpu.read(1), Some(DATA));
+        },
+    );
+}
+
+#[test]
+fn nothing_stale_is_left_of_a_table_that_two_cpus_compare() {
+    two_cpus(
+        1,
+        MAPPED,
+        remap,
+        |cpu| {
+            cpu.store(TABLE, 1, entry(DATA));
+            cpu.flush();
+            assert_eq!(cpu.read(1), Some(DATA));
+        },
+        |cpu| {
+            assert_eq!(cpu.read(0), Some(OTHER));
+            assert_eq!(cpu.read(1), Some(DATA));
+        },
+    );
+}
+
+/// Runs `host` concurrently with a CPU that runs `code`; then `after` on another CPU, and the audit.
+fn beside_host(
+    preemptions: usize,
+    prepare: fn() -> Guest,
+    code: fn(&mut Cpu),
+    host: fn(&Guest),
+    after: fn(&mut Cpu),
+) {
+    model(preemptions, move || {
+        let guest = prepare();
+        let thread = guest.spawn(code);
+        host(&guest);
+        thread.join().unwrap();
+        guest.on_cpu(after);
+        guest.vm.audit().unwrap();
+    });
+}
+
+#[test]
+fn no_shadow_leaf_is_left_of_a_page_that_is_invalidated() {
+    for prepare in [SHADOWED, MAPPED] {
+        beside_host(
+            2,
+            prepare,
+            Cpu::read_twice,
+            |guest| replace_page(&guest.vm, DATA, 6),
+            |cpu| assert_eq!(cpu.read(0), Some(6)),
+        );
+    }
+}
+
+/// The slot is replaced by one whose memory has other tables.
+#[test]
+fn nothing_is_left_of_tables_whose_slot_is_replaced() {
+    for prepare in [SHADOWED, MAPPED] {
+        beside_host(
+            2,
+            prepare,
+            |cpu| _ = cpu.read(0),
+            |guest| {
+                let new = |frame: u64| &guest.words.0[4 + frame as usize][0];
+                new(ROOT).store(entry(TABLE), Release);
+                new(TABLE).store(entry(OTHER), Release);
+                guest.set_slot(0, 0);
+                guest.set_slot(4, 4);
+            },
+            |cpu| assert_eq!(cpu.read(0), Some(4 + OTHER)),
+        );
+    }
+}
+
+/// Zaps the shadow page of the page directory, as the host does when its memory becomes another one.
+fn forget_root(guest: &Guest) {
+    let vm = &guest.vm;
+    vm.forget_tables(&vm.spaces[0], &(Gfn(ROOT)..Gfn(ROOT + 1)));
+}
+
+/// The walk takes no lock, and begins with a root that the CPU knows from before its last quiescent point.
+#[test]
+fn no_walk_begins_with_a_root_that_is_zapped() {
+    beside_host(3, MAPPED, Cpu::read_twice, forget_root, |cpu| {
+        assert_eq!(cpu.read(0), Some(DATA));
+    });
+}
+
+#[test]
+fn shadow_pages_are_recycled_beside_a_walk() {
+    beside_host(
+        2,
+        MAPPED,
+        Cpu::read_twice,
+        |guest| guest.vm.recycle(&guest.vm.spaces[0], 8),
+        |cpu| assert_eq!(cpu.read(0), Some(DATA)),
+    );
+}
+
+/// The guest's directory maps a huge page. Its shadow table is freed while the fault resolves the page, and is not read
+/// after that.
+#[test]
+fn no_fault_walks_from_a_root_that_is_zapped_meanwhile() {
+    const DIRECTORY: u64 = 2;
+    beside_host(
+        2,
+        || {
+            let guest = Guest::with_pages(Level::MEGA, &[]);
+            let on = Setting::NxHugePages(crate::Switch::On);
+            guest.vm.set_policy(on);
+            guest.on_cpu(|cpu| {
+                // Bit 7: a page of 2 MiB, at 0.
+                cpu.store(DIRECTORY, 0, entry(0) | 1 << 7);
+                assert_eq!(cpu.access(DIRECTORY, 0, Read), Some(0));
+            });
+            drop(guest.vm.invalidate(hvas(0..1)));
+            guest
+        },
+        |cpu| _ = cpu.access(DIRECTORY, 0, Read),
+        |guest| {
+            let vm = &guest.vm;
+            vm.forget_tables(&vm.spaces[0], &(Gfn(DIRECTORY)..Gfn(DIRECTORY + 1)));
+        },
+        |cpu| assert_eq!(cpu.access(DIRECTORY, 0, Read), Some(0)),
+    );
+}
+
+/// Two page directories that refer to a page table, which is unsynced, and has a leaf for virtual page 0. The second one is
+/// tracked, and its shadow page has no entry yet.
+const TWO_DIRECTORIES: fn() -> Guest = || {
+    let guest = Guest::new(&[
+        (ROOT, 0, TABLE),
+        (TABLE, 0, DATA),
+        (TABLE, 1, OTHER),
+        (DATA, 0, TABLE),
+    ]);
+    guest.on_cpu(|cpu| {
+        cpu.read(0);
+        cpu.access(DATA, 1, Read);
+        cpu.store(DATA, 0, entry(TABLE));
+        cpu.store(TABLE, 1, entry(OTHER));
+    });
+    guest
+};
+
+/// A CPU begins to compare the table with its shadow page, and waits until another one, which may still store with the right
+/// that its TLB has, has passed a quiescent point. Meanwhile a third one comes to the table by the other directory, and
+/// compares it, too. The second one's store must be noticed, or its flush must compare once more.
+#[test]
+fn a_table_is_not_synced_before_all_stores_to_it_are_noticed() {
+    model(1, || {
+        let guest = TWO_DIRECTORIES();
+        let flushing = guest.spawn(Cpu::flush);
+        guest.on_cpu(|cpu| {
+            let found = cpu.translate_store(TABLE);
+            guest.on_cpu(|third| third.access(DATA, 1, Read));
+            cpu.store_by(found, TABLE, 0, entry(OTHER));
+            cpu.flush();
+            assert_eq!(cpu.read(0), Some(OTHER));
+        });
+        flushing.join().unwrap();
+        guest.vm.audit().unwrap();
+    });
 }
