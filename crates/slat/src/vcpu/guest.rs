@@ -19,7 +19,7 @@ use crate::format::{Entry, Format};
 use crate::frame::ENTRIES;
 use crate::guest_walk::{GuestPaging, GuestTables, Mode, PageRights, WalkError, walk_with_path};
 use crate::platform::Platform;
-use crate::shadow::{Compared, ReadEntries};
+use crate::shadow::{Compared, ReadEntries, ShadowMmu};
 use crate::table::{ByIndex, Found, Key, Root, Target, lookup_in};
 use crate::trail::{PageOf, Role, Seen, Trail, of_mmio_note};
 
@@ -202,8 +202,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Returns whether a walk may begin with the root of `target`, which was found before the vCPU last left its reader
     /// section. Until it leaves, the answer holds.
     pub(super) fn may_walk_from(&self, target: Target<'_>) -> bool {
-        let zapped = |mmu: &crate::shadow::ShadowMmu<P, F>| mmu.roots_zapped();
-        target.trail.is_none() || self.tables().shadow().map(zapped) == Some(self.roots.zapped)
+        let zapped = |mmu: &ShadowMmu<P, F>| mmu.roots_zapped();
+        target.trail::<F>().is_none()
+            || self.tables().shadow().map(zapped) == Some(self.roots.zapped)
     }
 
     /// Returns what the shadow table says of an access to `gva`. `None`: it does not allow the access.
