@@ -85,6 +85,15 @@ impl GuestPaging {
         Some(self.table_in(pointer))
     }
 
+    /// Returns the state in which a shadow leaf is judged: one that lacks the right to write does so also where CR0.WP is
+    /// clear, perhaps for the dirty log.
+    pub(crate) fn strict(&self) -> GuestPaging {
+        GuestPaging {
+            write_protect: true,
+            ..*self
+        }
+    }
+
     /// Returns whether page faults report instruction fetches.
     fn reports_fetches(&self) -> bool {
         let has_nx = !matches!(self.mode, Mode::Bits32 { .. });

@@ -46,6 +46,34 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     Ok(Box::write(room()?, value))
 }
 
+/// A value, and an array that may be too large for the stack of a kernel.
+pub(crate) struct Large<V, T, const N: usize> {
+    value: V,
+    pub(crate) array: [T; N],
+}
+
+impl<V, T, const N: usize> Large<V, T, N> {
+    /// Makes one where it stays.
+    pub(crate) fn new(value: V, element: impl Fn() -> T) -> Result<Box<Self>, OutOfMemory> {
+        let mut memory = room::<Self>()?;
+        let at = memory.as_mut_ptr();
+        // SAFETY: the memory is for this type. Both fields are written, and nothing was there to be dropped.
+        unsafe {
+            (&raw mut (*at).value).write(value);
+            let first = (&raw mut (*at).array).cast::<T>();
+            (0..N).for_each(|i| first.add(i).write(element()));
+            Ok(memory.assume_init())
+        }
+    }
+}
+
+impl<V, T, const N: usize> Deref for Large<V, T, N> {
+    type Target = V;
+    fn deref(&self) -> &V {
+        &self.value
+    }
+}
+
 /// What `Arc` is, as far as it is needed here: a value with several owners.
 pub struct Shared<T>(NonNull<Counted<T>>);
 

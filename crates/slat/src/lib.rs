@@ -61,8 +61,8 @@ pub use slots::{AttributesError, MAX_SLOTS, MemoryAttributes, Region, RegionErro
 pub use stats::Stats;
 pub use sync::quiesce::Attention;
 pub use vcpu::{
-    CreateVcpuError, Entered, HostWords, Stop, Translation, Vcpu, VcpuStats, VirtualPage,
-    VirtualStop,
+    AfterPageFault, CreateVcpuError, Entered, HostWords, Stop, Translation, Vcpu, VcpuStats,
+    VirtualPage, VirtualStop,
 };
 pub use vm::{
     Config, CreateVmError, DirtyGfn, DirtyLogError, DirtyRing, DirtyRingError, Invalidation, Vm,

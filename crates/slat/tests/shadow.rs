@@ -2,23 +2,22 @@
 //!
 //! Whether it translates as a processor may is judged elsewhere (`slat_model::guest`).
 
-use std::cell::RefCell;
+#[path = "common/guest.rs"]
+mod guest;
+
 use std::convert::Infallible;
 use std::sync::Arc;
 
+use guest::{HUGE, Memory, USED, paging};
 use slat::format::{Npt, X86};
-use slat::guest_walk::{GuestPaging, Mode};
 use slat::{
     Access::{self, *},
-    Config, CreateVmError, Ept, Gpa, HostWords, Hpa, Level, MmuKind, Prefetch, Region, Setting,
-    SlotFlags, Stats, Stop, VirtualPage, VirtualStop, Vm,
+    Config, CreateVmError, Ept, Gpa, Level, MmuKind, Prefetch, Region, Setting, SlotFlags, Stats,
+    Stop, VirtualPage, VirtualStop, Vm,
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
 const PAGES: u64 = 4096;
-/// Present, writable, user, accessed, dirty.
-const USED: u64 = 0x67;
-const HUGE: u64 = 0x80;
 /// The frames of the guest's tables, of level 4 to 1; the level 1 table maps the first 2 MiB.
 const TABLES: [u64; 4] = [16, 17, 18, 19];
 /// Where the guest maps its data, by the level 1 table: page i to frame `DATA + i`.
@@ -30,38 +29,6 @@ struct Guest {
     vcpu: slat::Vcpu<SimPlatform, X86<5>>,
     memory: Memory,
     cr3: u64,
-}
-
-/// The contents of host memory.
-struct Memory(RefCell<Vec<u64>>);
-
-impl Memory {
-    fn index(host: Hpa) -> usize {
-        let (page, _) = HostMemory::identify(host.pfn());
-        (page * 512 + host.0 % 4096 / 8) as usize
-    }
-}
-
-impl HostWords for &Memory {
-    type Error = Infallible;
-
-    fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Infallible> {
-        assert_eq!(size, 8);
-        Ok(self.0.borrow()[Memory::index(host)])
-    }
-
-    fn compare_exchange(
-        &mut self,
-        host: Hpa,
-        _: usize,
-        old: u64,
-        new: u64,
-    ) -> Result<bool, Infallible> {
-        let word = &mut self.0.borrow_mut()[Memory::index(host)];
-        let same = *word == old;
-        *word = if same { new } else { *word };
-        Ok(same)
-    }
 }
 
 impl Guest {
@@ -81,7 +48,7 @@ impl Guest {
         let guest = Guest {
             vcpu: vm.create_vcpu().unwrap(),
             vm,
-            memory: Memory(RefCell::new(vec![0; PAGES as usize * 512])),
+            memory: Memory::new(PAGES),
             cr3: TABLES[0] << 12,
         };
         guest.set(SlotFlags::default());
@@ -101,22 +68,7 @@ impl Guest {
 
     /// Writes an entry of the table at frame `table` behind the MMU's back.
     fn poke(&self, table: u64, index: u64, entry: u64) {
-        self.memory.0.borrow_mut()[(table * 512 + index) as usize] = entry;
-    }
-
-    fn paging(&self) -> GuestPaging {
-        GuestPaging {
-            cr3: self.cr3,
-            mode: Mode::Level4,
-            user: true,
-            write_protect: true,
-            no_execute: true,
-            smep: false,
-            smap: false,
-            pkru: 0,
-            pdptes: None,
-            physical_bits: 40,
-        }
+        self.memory.put(table, index, entry);
     }
 
     fn try_access(
@@ -124,10 +76,11 @@ impl Guest {
         gva: u64,
         access: Access,
     ) -> Result<VirtualPage, VirtualStop<Infallible>> {
-        let paging = self.paging();
+        let paging = paging(self.cr3);
+        let mut words = self.memory.words();
         let mut vcpu = self.vcpu.enter(0);
         loop {
-            match vcpu.translate_virtual(gva, access, &paging, &mut &self.memory) {
+            match vcpu.translate_virtual(gva, access, &paging, &mut words) {
                 Err(VirtualStop::Stop(Stop::Retry)) => vcpu.quiesce(),
                 answer => return answer,
             }
@@ -155,7 +108,7 @@ impl Guest {
             }
         };
         assert!(found.write || found.tracked);
-        self.memory.0.borrow_mut()[(table * 512 + index) as usize] = entry;
+        self.memory.put(table, index, entry);
         if found.tracked {
             let _no_cpu_remembers_any = vcpu.stored(gpa, 8);
         }
@@ -163,7 +116,7 @@ impl Guest {
 
     fn flush(&mut self) {
         let mut vcpu = self.vcpu.enter(0);
-        vcpu.flush_guest(&mut &self.memory);
+        vcpu.flush_guest(&mut self.memory.words());
     }
 
     /// Returns what is counted while `work` runs.

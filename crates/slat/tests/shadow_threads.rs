@@ -2,67 +2,26 @@
 //! meanwhile, and the host replaces pages. After its own flush a CPU finds what it has stored, whatever faults of the other were in
 //! progress.
 
-use std::convert::Infallible;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+#[path = "common/guest.rs"]
+mod guest;
+
+use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::thread;
 
+use guest::{Memory, USED, Words, paging};
 use slat::format::X86;
-use slat::guest_walk::{GuestPaging, Mode};
 use slat::{
     Access::{self, *},
-    Attention, Config, Gpa, HostWords, Hpa, MmuKind, PAGE_SIZE, Prefetch, Region, Setting, Stop,
-    Vcpu, VirtualStop, Vm,
+    Attention, Config, Gpa, Hpa, MmuKind, Prefetch, Region, Setting, Stop, Vcpu, VirtualStop, Vm,
 };
 use slat_model::{HostMemory, SimPlatform};
 
 const PAGES: u64 = 512;
-const USED: u64 = 0x67;
 /// Frames of the tables of level 4 to 2, and of two level 1 tables for the same addresses.
 const ROOT: u64 = 16;
 const LAST: [u64; 2] = [19, 20];
 /// The guest's data: the first page is mapped to one of these frames.
 const DATA: [u64; 2] = [64, 65];
-
-/// The contents of host memory, by page and not by frame: they stay when the host moves a page.
-struct Memory(Vec<AtomicU64>);
-
-impl Memory {
-    fn word(&self, host: Hpa) -> &AtomicU64 {
-        let (page, _) = HostMemory::identify(host.pfn());
-        &self.0[(page * 512 + host.0 % PAGE_SIZE / 8) as usize]
-    }
-}
-
-/// How a CPU reads it.
-#[derive(Clone, Copy)]
-struct Words<'m> {
-    memory: &'m Memory,
-    /// It lets others run after it has read an entry, before anything follows from that.
-    dawdles: bool,
-}
-
-impl HostWords for Words<'_> {
-    type Error = Infallible;
-
-    fn read(&mut self, host: Hpa, _: usize) -> Result<u64, Infallible> {
-        let entry = self.memory.word(host).load(SeqCst);
-        if self.dawdles {
-            thread::yield_now();
-        }
-        Ok(entry)
-    }
-
-    fn compare_exchange(
-        &mut self,
-        host: Hpa,
-        _: usize,
-        old: u64,
-        new: u64,
-    ) -> Result<bool, Infallible> {
-        let swapped = (self.memory.word(host)).compare_exchange(old, new, SeqCst, SeqCst);
-        Ok(swapped.is_ok())
-    }
-}
 
 /// One CPU. It remembers no translation.
 struct Cpu<'m> {
@@ -71,21 +30,6 @@ struct Cpu<'m> {
 }
 
 impl Cpu<'_> {
-    fn paging() -> GuestPaging {
-        GuestPaging {
-            cr3: ROOT << 12,
-            mode: Mode::Level4,
-            user: true,
-            write_protect: true,
-            no_execute: true,
-            smep: false,
-            smap: false,
-            pkru: 0,
-            pdptes: None,
-            physical_bits: 40,
-        }
-    }
-
     /// Lets flushes pass that wait for this CPU.
     fn pass(&mut self) {
         if self.vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0 {
@@ -105,7 +49,7 @@ impl Cpu<'_> {
     fn access(&mut self, gva: u64, access: Access) -> Option<u64> {
         let mut words = self.words;
         loop {
-            let found = (self.vcpu).translate_virtual(gva, access, &Self::paging(), &mut words);
+            let found = (self.vcpu).translate_virtual(gva, access, &paging(ROOT << 12), &mut words);
             match found {
                 Ok(page) => return Some(HostMemory::identify(page.host.pfn()).0),
                 Err(VirtualStop::PageFault { .. }) => return None,
@@ -124,7 +68,7 @@ impl Cpu<'_> {
             }
         };
         let host = Hpa(found.host.0 + gpa.offset());
-        self.words.memory.word(host).store(entry, SeqCst);
+        self.words.memory.store(host, entry);
         if found.tracked && self.vcpu.stored(gpa, 8) {
             self.vcpu.quiesce();
         }
@@ -138,16 +82,12 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
     let vm = Vm::<_, X86<5>>::new(platform.clone(), config).unwrap();
     let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0));
     vm.set_memory_region(0, &region).unwrap();
-    let words = (0..PAGES * 512).map(|_| AtomicU64::new(0));
-    let memory = Memory(words.collect());
-    let poke = |frame: u64, index: u64, entry| {
-        memory.0[(frame * 512 + index) as usize].store(entry, SeqCst);
-    };
-    poke(ROOT, 0, (ROOT + 1) << 12 | USED);
-    poke(ROOT + 1, 0, (ROOT + 2) << 12 | USED);
-    poke(ROOT + 2, 0, LAST[0] << 12 | USED);
+    let memory = Memory::new(PAGES);
+    memory.put(ROOT, 0, (ROOT + 1) << 12 | USED);
+    memory.put(ROOT + 1, 0, (ROOT + 2) << 12 | USED);
+    memory.put(ROOT + 2, 0, LAST[0] << 12 | USED);
     for (table, data) in LAST.into_iter().zip(DATA) {
-        (0..8).for_each(|page| poke(table, page, data << 12 | USED));
+        (0..8).for_each(|page| memory.put(table, page, data << 12 | USED));
     }
     let new_cpu = |dawdles| Cpu {
         vcpu: vm.create_vcpu().unwrap(),
@@ -215,11 +155,11 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
                     cpu.vcpu.flush_guest(&mut words);
                 }
                 _ => {
-                    let table = (memory.0[((ROOT + 2) * 512) as usize].load(SeqCst)) >> 12;
+                    let table = memory.entry(ROOT + 2, 0) >> 12;
                     cpu.store(table, page, entry);
                     if cpu
                         .vcpu
-                        .invlpg(page << 12, &Cpu::paging(), &mut { cpu.words })
+                        .invlpg(page << 12, &paging(ROOT << 12), &mut { cpu.words })
                     {
                         cpu.vcpu.quiesce();
                     }

@@ -10,11 +10,12 @@ use core::sync::atomic::Ordering::SeqCst;
 
 use slat::Setting;
 use slat::{
-    Config, Gfn, Gpa, Hpa, Hva, Level, MmuKind, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags, Stale,
-    Stats, Vm,
+    Config, Format, Gfn, Gpa, Hpa, Hva, Level, MmuKind, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags,
+    Stale, Stats, Vm,
 };
 
-use crate::guest::{CODE, Guest, GuestVm};
+use crate::guest::{CODE, Guest, GuestVm, Tables};
+use crate::guest_tables;
 use crate::{Command, Cpu, Host, Machine, Op};
 
 /// Guest-physical address of the data slot, and its number.
@@ -23,6 +24,9 @@ pub(crate) const DATA_SLOT: u32 = 1;
 /// An address that no slot contains.
 pub(crate) const HOLE: Gpa = Gpa(0xf000_0000);
 const CODE_SLOT: u32 = 0;
+const TABLES_SLOT: u32 = 2;
+/// The small page with the first of the guest's tables.
+const FIRST_TABLE: u64 = CODE_PAGES + 1;
 /// As many pages as the prefetch window, so that the code's fault looks like any other.
 pub(crate) const CODE_PAGES: u64 = 8;
 pub(crate) const MIB: u64 = 1 << 20;
@@ -72,8 +76,17 @@ impl<M: Machine> Bench<'_, M> {
             Hva(self.host.small().0),
         );
         set_region::<M>(&vm, &code)?;
+        if Tables::<M>::SHADOWS {
+            let at = self.host.small().0 + FIRST_TABLE * PAGE_SIZE;
+            guest_tables::write(Hpa(at), DATA);
+            let size = guest_tables::PAGES * PAGE_SIZE;
+            let tables = Region::new(TABLES_SLOT, guest_tables::TABLES, size, Hva(at));
+            set_region::<M>(&vm, &tables)?;
+        }
+        let mut guest = Guest::new(&vm)?;
+        guest.prepare()?;
         Ok(TestVm {
-            guest: Guest::new(&vm)?,
+            guest,
             counted: vm.stats(),
             vm,
         })

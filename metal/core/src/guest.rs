@@ -7,8 +7,10 @@ use alloc::sync::Arc;
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::*};
 
-use slat::{Access, Gpa, Hpa, Stop, Vcpu, Vm};
+use slat::guest_walk::GuestPaging;
+use slat::{Access, Format, Gpa, Hpa, Stop, Vcpu, Vm};
 
+use crate::guest_tables;
 use crate::{Cause, Command, Cpu, Exit, Host, Machine, Op};
 use slat_model::Lock;
 
@@ -35,8 +37,11 @@ pub(crate) struct Seen {
 
 /// A virtual CPU, which any CPU of the machine can run.
 pub(crate) struct Guest<M: Machine> {
-    vcpu: Vcpu<Host<M>, Tables<M>>,
-    root: Hpa,
+    pub(crate) vcpu: Vcpu<Host<M>, Tables<M>>,
+    /// The root of the second level.
+    pub(crate) second_level: Hpa,
+    /// The state of the guest's own paging, for shadow tables.
+    pub(crate) paging: GuestPaging,
     pub(crate) seen: Arc<Seen>,
 }
 
@@ -47,7 +52,8 @@ impl<M: Machine> Guest<M> {
     pub(crate) fn new(vm: &GuestVm<M>) -> Result<Self, String> {
         Ok(Guest {
             vcpu: vm.create_vcpu().map_err(|error| error.to_string())?,
-            root: vm.root(0).ok_or("no root table")?.hpa(),
+            second_level: vm.root(0).ok_or("no root table")?.hpa(),
+            paging: guest_tables::paging(guest_tables::root(0).0, M::physical_bits()),
             seen: Arc::default(),
         })
     }
@@ -56,8 +62,11 @@ impl<M: Machine> Guest<M> {
     pub(crate) fn run(&mut self, cpu: &mut M::Cpu, command: &Command) -> Result<u32, String> {
         cpu.begin(CODE, command);
         let mut last = (Gpa(0), Access::Read, 0);
+        let mut alone = None;
         loop {
-            match cpu.run(self.vcpu.vm().id(), self.root) {
+            let root = self.root()?;
+            alone = self.turn(last.2, alone);
+            match cpu.run(self.vcpu.vm().id(), root) {
                 Exit::Fault { gpa, access, cause } => {
                     last = match last {
                         (page, how, n) if (page.gfn(), how) == (gpa.gfn(), access) => {
@@ -74,6 +83,8 @@ impl<M: Machine> Guest<M> {
                     }
                 }
                 Exit::Done { result } => return Ok(result),
+                Exit::Invalidate { gva } => self.invalidate(gva),
+                Exit::Root { cr3 } => self.load_root(cr3),
                 Exit::Kicked => {
                     self.seen.kicks.fetch_add(1, SeqCst);
                 }
@@ -85,13 +96,17 @@ impl<M: Machine> Guest<M> {
     }
 
     /// Handles a fault. Returns whether the guest may try again; if not, there is no memory.
-    fn fault(&mut self, gpa: Gpa, access: Access, cause: Cause) -> Result<bool, String> {
+    pub(crate) fn fault(&mut self, gpa: Gpa, access: Access, cause: Cause) -> Result<bool, String> {
         match cause {
             Cause::Mmio => &self.seen.mmio_faults,
             Cause::NotPresent | Cause::Protection => &self.seen.faults,
         }
         .fetch_add(1, SeqCst);
-        match self.vcpu.hardware_fault(gpa, access) {
+        let answer = match Tables::<M>::SHADOWS {
+            true => self.shadow_fault(gpa, access)?,
+            false => self.vcpu.hardware_fault(gpa, access),
+        };
+        match answer {
             Ok(()) => Ok(true),
             Err(Stop::Mmio { .. }) => {
                 self.seen.mmio.fetch_add(1, SeqCst);

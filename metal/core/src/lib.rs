@@ -7,7 +7,8 @@
 //! when a CPU enters the guest makes it leave at once.
 //!
 //! The guest is one small program per architecture. It runs with paging of its own off, so that
-//! every access is one second-level translation and faults can be counted exactly.
+//! every access is one second-level translation and faults can be counted exactly. Where the CPU walks shadow tables
+//! ([`Format::SHADOWS`]) it has tables of its own, which map addresses to themselves by the largest leaves, and some windows.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -16,11 +17,13 @@ extern crate alloc;
 mod bench;
 mod frames;
 mod guest;
+mod guest_tables;
 mod heap;
 mod host;
 mod report;
 mod scenarios;
 mod second;
+mod shadowed;
 mod shootdown;
 
 use core::ops::Range;
@@ -77,7 +80,8 @@ pub trait Cpu: Sized + 'static {
     fn begin(&mut self, entry: Gpa, command: &Command);
 
     /// Runs the guest of `vm`, through the tables at `root`, until it leaves. The tables of a deleted VM may have had the same
-    /// address: this CPU must not use translations that it cached from them.
+    /// address: this CPU must not use translations that it cached from them. A shadow table may be used until the next flush:
+    /// one that was requested since the call makes the CPU leave with [`Exit::Kicked`] before the guest runs.
     fn run(&mut self, vm: VmId, root: Hpa) -> Exit;
 
     /// Completes the access that [`Exit::Fault`] reported and that has no memory: a load reads `value`, a store is dropped. The
@@ -100,7 +104,7 @@ pub trait Cpu: Sized + 'static {
 pub enum Exit {
     /// The second-level walk did not allow an access.
     Fault {
-        /// The address that was accessed; exact to the page.
+        /// The address that was accessed, exact to the page: a guest-virtual one where the CPU walks shadow tables.
         gpa: Gpa,
         /// The kind of access.
         access: Access,
@@ -111,6 +115,16 @@ pub enum Exit {
     Done {
         /// For [`Op::Read`], the sum of the words read, modulo 2³².
         result: u32,
+    },
+    /// A guest with tables of its own invalidates what was made of them for an address. It continues after that.
+    Invalidate {
+        /// The guest-virtual address.
+        gva: u64,
+    },
+    /// A guest with tables of its own loads their root. It continues after that.
+    Root {
+        /// The address of the root.
+        cr3: u64,
     },
     /// An interrupt for the monitor arrived ([`Machine::kick`]).
     Kicked,
@@ -160,6 +174,10 @@ pub enum Op {
     Read = 1,
     /// Calls the address.
     Execute = 2,
+    /// Invalidates what was made of the guest's own tables for the address. Only for a guest with tables.
+    Invalidate = 3,
+    /// Loads the address as the root of the guest's own tables. Only for a guest with tables.
+    Root = 4,
 }
 
 /// Returns [`Cpu::program`]: the code that a monitor's assembly has between the symbols `guest_program` and

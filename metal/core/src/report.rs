@@ -4,11 +4,12 @@ use alloc::format;
 use alloc::sync::Arc;
 use core::fmt;
 
-use slat::MmuKind;
+use slat::{Format, MmuKind};
 
 use crate::bench::Bench;
+use crate::guest::Tables;
 use crate::scenarios;
-use crate::{Cpu, Host, Machine};
+use crate::{Host, Machine};
 
 /// A console for `write!`, which the function prints to.
 pub struct Console(pub fn(&str));
@@ -26,9 +27,10 @@ impl fmt::Write for Console {
 /// Prints a line for each on the console, and as the last one `metal NAME: N passed, N failed`.
 pub fn run<M: Machine>(mut cpu: M::Cpu, host: Arc<Host<M>>) -> ! {
     let (mut passed, mut failed) = (0, 0);
-    let mmus = MmuKind::ALL
-        .iter()
-        .filter(|mmu| mmu.serves::<<M::Cpu as Cpu>::Format>());
+    let mmus = MmuKind::ALL.iter().filter(|mmu| match mmu {
+        MmuKind::Tdp => !Tables::<M>::SHADOWS,
+        other => other.serves::<Tables<M>>(),
+    });
     let all = mmus.flat_map(|mmu| scenarios::all::<M>().map(move |scenario| (*mmu, scenario)));
     for (mmu, (name, scenario)) in all {
         let verdict = scenario(&mut Bench {

@@ -1,25 +1,28 @@
-//! One CPU with AMD's SVM and nested paging (AMD64 APM volume 2, "Secure Virtual Machine" and appendix B,
-//! "VMCB Layout").
+//! One CPU with AMD's SVM (AMD64 APM volume 2, "Secure Virtual Machine" and appendix B, "VMCB Layout").
 
 use core::arch::naked_asm;
+use core::marker::PhantomData;
 use core::mem::offset_of;
 
 use metal_core::{Cause, Command, Cpu, Exit, Second};
 use metal_x86::guest::{self, Registers};
 use metal_x86::{SHOOTDOWN, Virtualization, msr};
-use slat::format::Npt;
-use slat::{Access, Gpa, Hpa, VmId};
+use slat::format::{Npt, X86};
+use slat::{Access, Format, Gpa, Hpa, VmId};
 
 use crate::vmcb::Vmcb;
 
 const EFER_SVME: u64 = 1 << 12;
 const VM_HSAVE_PA: u32 = 0xc001_0117;
 
+const EXIT_CR3: u64 = 0x13;
+const EXIT_PAGE_FAULT: u64 = 0x4e;
 const EXIT_INTR: u64 = 0x60;
 const EXIT_HLT: u64 = 0x78;
+const EXIT_INVLPG: u64 = 0x79;
 const EXIT_NPF: u64 = 0x400;
 
-// EXITINFO1 of a nested page fault: a page-fault error code.
+// EXITINFO1 of a page fault, and of a nested one: the error code.
 const FAULT_PRESENT: u64 = 1 << 0;
 const FAULT_WRITE: u64 = 1 << 1;
 const FAULT_RESERVED: u64 = 1 << 3;
@@ -29,14 +32,17 @@ const FAULT_FETCH: u64 = 1 << 4;
 #[repr(C, align(4096))]
 struct Page([u8; 4096]);
 
-/// A CPU, and the state of the guest it runs.
-pub struct Svm {
+/// A CPU, and the state of the guest it runs, through tables of `F`: nested ones, or shadow tables.
+pub struct Svm<F> {
     number: usize,
     vmcb: alloc::boxed::Box<Vmcb>,
     registers: Registers,
+    /// The next VMRUN flushes the TLB.
+    flush: bool,
+    format: PhantomData<fn() -> F>,
 }
 
-impl Svm {
+impl<F: Format> Svm<F> {
     /// Turns SVM on, on the calling CPU.
     pub fn new(number: usize) -> Self {
         let host_save = alloc::boxed::Box::leak(alloc::boxed::Box::new(Page([0; 4096])));
@@ -47,8 +53,10 @@ impl Svm {
         }
         Svm {
             number,
-            vmcb: alloc::boxed::Box::new(Vmcb::for_guest()),
+            vmcb: alloc::boxed::Box::new(Vmcb::for_guest(F::SHADOWS)),
             registers: Registers::default(),
+            flush: false,
+            format: PhantomData,
         }
     }
 
@@ -62,8 +70,8 @@ impl Svm {
     }
 }
 
-impl Cpu for Svm {
-    type Format = Npt;
+impl<F: Format> Cpu for Svm<F> {
+    type Format = F;
     const RETURN: &'static [u8] = guest::RETURN;
     const REPORTS_MMIO: bool = true;
 
@@ -77,16 +85,25 @@ impl Cpu for Svm {
     }
 
     fn run(&mut self, _: VmId, root: Hpa) -> Exit {
-        self.vmcb.control.nested_cr3 = root.0;
-        let vmcb = &mut self.vmcb;
-        vmcb.control.tlb_control = Vmcb::KEEP_TLB;
-        SHOOTDOWN.enter(self.number, || vmcb.control.tlb_control = Vmcb::FLUSH_TLB);
+        let mut requested = false;
+        SHOOTDOWN.enter(self.number, || requested = true);
+        self.flush |= requested;
+        if requested && F::SHADOWS {
+            // The root may be gone.
+            SHOOTDOWN.leave(self.number);
+            return Exit::Kicked;
+        }
+        self.vmcb.set_root(F::SHADOWS, root.0);
+        self.vmcb.control.tlb_control = match core::mem::take(&mut self.flush) {
+            true => Vmcb::FLUSH_TLB,
+            false => Vmcb::KEEP_TLB,
+        };
         self.enter();
         SHOOTDOWN.leave(self.number);
         let control = &self.vmcb.control;
         let error = control.exit_info_1;
         match control.exit_code {
-            EXIT_NPF => Exit::Fault {
+            EXIT_NPF | EXIT_PAGE_FAULT => Exit::Fault {
                 gpa: Gpa(control.exit_info_2),
                 access: match error {
                     _ if error & FAULT_FETCH != 0 => Access::Execute,
@@ -103,6 +120,15 @@ impl Cpu for Svm {
                 result: self.registers.result(),
             },
             EXIT_INTR => Exit::Kicked,
+            code @ (EXIT_INVLPG | EXIT_CR3) => {
+                self.flush = true;
+                self.vmcb.save.rip += guest::FLUSH_BYTES;
+                let operand = self.registers.rdi;
+                match code {
+                    EXIT_INVLPG => Exit::Invalidate { gva: operand },
+                    _ => Exit::Root { cr3: operand },
+                }
+            }
             code => Exit::Other { code, info: error },
         }
     }
@@ -113,9 +139,16 @@ impl Cpu for Svm {
     }
 }
 
-impl Virtualization for Svm {
+impl Virtualization for Svm<Npt> {
     fn second() -> &'static Second<Self> {
-        static SECOND: Second<Svm> = Second::new();
+        static SECOND: Second<Svm<Npt>> = Second::new();
+        &SECOND
+    }
+}
+
+impl Virtualization for Svm<X86<5>> {
+    fn second() -> &'static Second<Self> {
+        static SECOND: Second<Svm<X86<5>>> = Second::new();
         &SECOND
     }
 }

@@ -15,7 +15,8 @@ pub struct Vmcb {
 /// The control area: table B-1.
 #[repr(C)]
 pub struct Control {
-    _cr_dr_exceptions: [u32; 3],
+    /// Accesses to control registers and debug registers, and exceptions.
+    intercept_registers: [u32; 3],
     intercept: [u32; 2],
     _iopm_msrpm: [u8; 0x3c],
     _tsc_offset: u64,
@@ -41,7 +42,8 @@ pub struct Save {
     _to_efer: [u8; 0x30],
     efer: u64,
     _to_cr4: [u8; 0x70],
-    _cr4_cr3: [u64; 2],
+    cr4: u64,
+    cr3: u64,
     cr0: u64,
     _dr7_dr6: [u64; 2],
     rflags: u64,
@@ -69,6 +71,7 @@ const _: () = {
     assert!(offset_of!(Control, nested_cr3) == 0xb0);
     assert!(offset_of!(Vmcb, save) == 0x400);
     assert!(offset_of!(Save, efer) == 0xd0);
+    assert!(offset_of!(Save, cr4) == 0x148);
     assert!(offset_of!(Save, cr0) == 0x158);
     assert!(offset_of!(Save, rip) == 0x178);
     assert!(offset_of!(Save, rax) == 0x1f8);
@@ -81,17 +84,24 @@ impl Vmcb {
     /// TLB_CONTROL: all translations are flushed at the next VMRUN.
     pub const FLUSH_TLB: u32 = 1;
 
-    /// Makes the block of a guest in 32-bit protected mode without paging, with flat segments, in
-    /// nested page tables.
-    pub fn for_guest() -> Self {
+    /// Makes the block of a guest with 32-bit code in flat segments: in protected mode without paging, in nested tables; or,
+    /// if it is `shadowed`, in compatibility mode, in shadow tables.
+    pub fn for_guest(shadowed: bool) -> Self {
         const INTR: u32 = 1 << 0;
         const HLT: u32 = 1 << 24;
+        const INVLPG: u32 = 1 << 25;
         const SHUTDOWN: u32 = 1 << 31;
         const VMRUN: u32 = 1 << 0;
         const VMMCALL: u32 = 1 << 1;
         /// The host's IF, not the guest's, masks interrupts (V_INTR_MASKING).
         const HOST_IF_MASKS: u64 = 1 << 24;
         const NESTED_PAGING: u64 = 1 << 0;
+        const CR3_WRITE: u32 = 1 << 19;
+        const PAGE_FAULT: u32 = 1 << 14;
+        const SVME: u64 = 1 << 12; // VMRUN requires it
+        const NXE_LMA_LME: u64 = 0xd00;
+        const PG_WP: u64 = 0x8001_0000;
+        const PAE: u64 = 1 << 5;
         const CODE32: u16 = 0xc9b;
         const DATA32: u16 = 0xc93;
         const LDT: u16 = 0x082;
@@ -112,12 +122,29 @@ impl Vmcb {
         vmcb.control.intercept = [INTR | HLT | SHUTDOWN, VMRUN | VMMCALL];
         vmcb.control.asid = 1;
         vmcb.control.virtual_interrupt = HOST_IF_MASKS;
-        vmcb.control.nested = NESTED_PAGING;
         vmcb.save.segments = segments;
-        vmcb.save.efer = 1 << 12; // SVME: VMRUN requires it
+        vmcb.save.efer = SVME;
         vmcb.save.cr0 = guest::CR0;
+        match shadowed {
+            false => vmcb.control.nested = NESTED_PAGING,
+            true => {
+                vmcb.control.intercept_registers = [CR3_WRITE, 0, PAGE_FAULT];
+                vmcb.control.intercept[0] |= INVLPG;
+                vmcb.save.efer |= NXE_LMA_LME;
+                vmcb.save.cr4 = PAE;
+                vmcb.save.cr0 |= PG_WP;
+            }
+        }
         vmcb.save.rflags = 2;
         vmcb.save.pat = 0x0007_0406_0007_0406;
         vmcb
+    }
+
+    /// Makes the guest's addresses be translated from the table at `root` on.
+    pub fn set_root(&mut self, shadowed: bool, root: u64) {
+        match shadowed {
+            false => self.control.nested_cr3 = root,
+            true => self.save.cr3 = root,
+        }
     }
 }

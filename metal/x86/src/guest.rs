@@ -1,4 +1,5 @@
-//! The guest: a program of 32-bit protected mode with paging off, and its initial registers.
+//! The guest: a program of 32-bit code, which runs with paging off, or in compatibility mode with the guest's own tables; and
+//! its initial registers.
 
 use core::arch::global_asm;
 
@@ -15,6 +16,10 @@ guest_program:                          // ebp: its address; ebx: what to do
     je 3f
     cmp ebx, 2
     je 5f
+    cmp ebx, 3
+    je 7f
+    cmp ebx, 4
+    je 8f
 2:  mov [edi], edx
     inc edx
     add edi, esi
@@ -34,6 +39,13 @@ guest_program:                          // ebp: its address; ebx: what to do
     dec ecx
     jnz 5b
     hlt
+7:  invlpg [edi]
+    add edi, esi
+    dec ecx
+    jnz 7b
+    hlt
+8:  mov cr3, edi
+    hlt
 guest_program_end:
 .code64
 "#
@@ -48,7 +60,9 @@ pub fn program() -> &'static [u8] {
 pub const RETURN: &[u8] = &[0xff, 0xe0];
 /// Length of the one load and the one store in the program.
 pub const ACCESS_BYTES: u64 = 2;
-/// CR0 of the guest: PE and ET.
+/// Length of the program's INVLPG, and of its load of CR3. The operand of both is EDI.
+pub const FLUSH_BYTES: u64 = 3;
+/// CR0 of the guest with paging off: PE and ET.
 pub const CR0: u64 = 0x11;
 
 /// The registers of the guest that no control structure holds, and EAX.

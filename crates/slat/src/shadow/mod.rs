@@ -79,7 +79,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let mut pages = Pages::new(F::TOP);
         let _ = (pages.pool).add(More::allocate(pages.pool.ask(1)?, new_page::<F>)?);
         let nodes = &mut pages.rmap.nodes;
-        let _ = nodes.add(More::allocate(nodes.ask(1)?, || Ok(Node::new()))?);
+        let _ = nodes.add(More::allocate(nodes.ask(1)?, Node::make)?);
         pages.rmap.begin();
         let root = pages.pool.take().ok_or(OutOfMemory)?;
         let frame = platform.alloc_root(1).ok_or(OutOfMemory)?;
@@ -138,7 +138,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let ask = (pages.pool.ask(more_pages), pages.rmap.nodes.ask(more_nodes));
         drop(pages);
         let more_pages = More::allocate(ask.0?, new_page::<F>)?;
-        let more_nodes = More::allocate(ask.1?, || Ok(Node::new()))?;
+        let more_nodes = More::allocate(ask.1?, Node::make)?;
         let mut pages = self.lock();
         let unused = (pages.pool.add(more_pages), pages.rmap.nodes.add(more_nodes));
         drop(pages);
@@ -193,8 +193,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
 }
 
 /// Makes a record of a shadow page, for tables of format `F`.
-fn new_page<F: Format>() -> Result<ShadowPage, OutOfMemory> {
-    ShadowPage::new(F::SHADOWS)
+fn new_page<F: Format>() -> Result<Box<ShadowPage>, OutOfMemory> {
+    ShadowPage::make(F::SHADOWS)
 }
 
 /// Makes the frame the empty table of page `number`, which no other thread can reach yet.

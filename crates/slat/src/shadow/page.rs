@@ -7,7 +7,6 @@
 use alloc::boxed::Box;
 use alloc::format;
 use alloc::string::String;
-use core::array;
 use core::cell::Cell;
 
 use super::list::{Link, List};
@@ -16,7 +15,7 @@ use super::rmap::{Node, Rmap, Slot};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::frame::ENTRIES;
-use crate::heap::{OutOfMemory, boxed};
+use crate::heap::{Large, OutOfMemory};
 use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Table, tell_zapped};
@@ -53,8 +52,11 @@ pub(super) enum Agreement {
     Unsynced,
 }
 
-/// What a page knows of the guest's table that it stands in for.
-pub(super) struct Guest {
+/// What a page knows of the guest's table that it was made of, and a note of each leaf and MMIO entry.
+pub(super) type Guest = Large<GuestTable, Cell<Note>, ENTRIES>;
+
+/// The table itself.
+pub(super) struct GuestTable {
     pub(super) agreement: Cell<Agreement>,
     /// In the list of pages that are not [`Agreement::Synced`].
     unsynced: Link,
@@ -65,25 +67,25 @@ pub(super) struct Guest {
     pub(super) stores: Cell<u8>,
     /// Walks begin with it.
     pub(super) is_root: Cell<bool>,
-    /// Of each leaf and MMIO entry.
-    notes: [Cell<Note>; ENTRIES],
 }
 
-impl Guest {
+impl GuestTable {
     fn new() -> Self {
-        Guest {
+        GuestTable {
             agreement: Cell::new(Agreement::Synced),
             unsynced: Link::new(),
             flush: Cell::new(0),
             stores: Cell::new(0),
             is_root: Cell::new(false),
-            notes: array::from_fn(|_| Cell::new(Note::NONE)),
         }
     }
 }
 
-/// A shadow page.
-pub(super) struct ShadowPage {
+/// A shadow page, and the link of each entry that is present.
+pub(super) type ShadowPage = Large<Page, Link, ENTRIES>;
+
+/// The page itself.
+pub(super) struct Page {
     /// The frame of its table.
     pub(super) frame: Cell<Pfn>,
     /// The frame of the guest's table; if the page is direct, the first guest frame that it maps.
@@ -95,8 +97,6 @@ pub(super) struct ShadowPage {
     siblings: Link,
     /// In the list of pages by age.
     by_age: Link,
-    /// Of each entry that is present.
-    links: [Link; ENTRIES],
     /// In an MMU that shadows tables of the guest's. Direct pages do not use it.
     guest: Option<Box<Guest>>,
 }
@@ -106,20 +106,21 @@ impl ShadowPage {
     ///
     /// # Errors
     /// [`OutOfMemory`].
-    pub(super) fn new(shadows: bool) -> Result<Self, OutOfMemory> {
-        Ok(ShadowPage {
+    pub(super) fn make(shadows: bool) -> Result<Box<Self>, OutOfMemory> {
+        let guest = match shadows {
+            true => Some(Guest::new(GuestTable::new(), || Cell::new(Note::NONE))?),
+            false => None,
+        };
+        let page = Page {
             frame: Cell::new(Pfn(0)),
             gfn: Cell::new(Gfn(0)),
             role: Cell::new(Role::direct(Level::PAGE)),
             parents: List::new(),
             siblings: Link::new(),
             by_age: Link::new(),
-            links: array::from_fn(|_| Link::new()),
-            guest: match shadows {
-                true => Some(boxed(Guest::new())?),
-                false => None,
-            },
-        })
+            guest,
+        };
+        Self::new(page, Link::new)
     }
 
     /// Returns its level.
@@ -136,7 +137,7 @@ impl ShadowPage {
     /// table that the entry refers to.
     pub(super) fn gfn_at(&self, index: usize) -> Gfn {
         match self.guest() {
-            Some(guest) => guest.notes[index].get().gfn(),
+            Some(guest) => guest.array[index].get().gfn(),
             None => self.gfn.get().add(index as u64 * self.level().pages()),
         }
     }
@@ -144,7 +145,7 @@ impl ShadowPage {
     /// Returns what the guest has granted for entry `index`, a leaf or an MMIO entry.
     pub(super) fn note(&self, index: usize) -> Note {
         match self.guest() {
-            Some(guest) => guest.notes[index].get(),
+            Some(guest) => guest.array[index].get(),
             None => Note::new(self.gfn_at(index), self.role.get().rights),
         }
     }
@@ -152,7 +153,7 @@ impl ShadowPage {
     /// Sets what [`Self::note`] returns. A direct page has it from its role.
     pub(super) fn set_note(&self, index: usize, note: Note) {
         if let Some(guest) = self.guest() {
-            guest.notes[index].set(note);
+            guest.array[index].set(note);
         }
     }
 }
@@ -208,7 +209,7 @@ impl Pages {
 
     pub(super) fn link(&self, id: u32) -> &Link {
         let id = EntryId(id);
-        &self.pool.get(id.page()).links[id.index()]
+        &self.pool.get(id.page()).array[id.index()]
     }
 
     /// Takes a record for a page with the table in `frame`, and lists it. `None`: there is none.

@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use core::cell::RefCell;
 
 use super::list::END;
-use crate::heap::{OutOfMemory, boxed};
+use crate::heap::OutOfMemory;
 
 /// The records of one kind, numbered from 1. None is freed before the pool is.
 pub(super) struct Pool<T> {
@@ -114,7 +114,7 @@ impl<T> More<T> {
     /// [`OutOfMemory`].
     pub(super) fn allocate(
         ask: Ask,
-        new: impl Fn() -> Result<T, OutOfMemory>,
+        new: impl Fn() -> Result<Box<T>, OutOfMemory>,
     ) -> Result<Self, OutOfMemory> {
         fn space<U>(items: usize) -> Result<Vec<U>, OutOfMemory> {
             let mut list = Vec::new();
@@ -123,7 +123,7 @@ impl<T> More<T> {
         }
         let mut records = space(ask.records)?;
         for _ in 0..ask.records {
-            records.push(boxed(new()?)?);
+            records.push(new()?);
         }
         let lists = match ask.capacity {
             Some(capacity) => Some((space(capacity)?, space(capacity)?)),
@@ -136,13 +136,14 @@ impl<T> More<T> {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::heap::boxed;
 
     #[test]
     fn records_stay_where_they_are_while_the_pool_grows() {
         let mut pool = Pool::<u64>::new();
         let mut places = std::vec::Vec::new();
         for round in 1..=20 {
-            let more = More::allocate(pool.ask(3).unwrap(), || Ok(round)).unwrap();
+            let more = More::allocate(pool.ask(3).unwrap(), || boxed(round)).unwrap();
             let _ = pool.add(more);
             while let Some(number) = pool.take() {
                 places.push((number, core::ptr::from_ref(pool.get(number))));
@@ -162,8 +163,8 @@ mod tests {
     fn two_threads_that_allocated_at_once_lose_nothing_of_the_pool() {
         let mut pool = Pool::<u64>::new();
         let (first, second) = (pool.ask(3).unwrap(), pool.ask(1).unwrap());
-        let first = More::allocate(first, || Ok(1)).unwrap();
-        let second = More::allocate(second, || Ok(2)).unwrap();
+        let first = More::allocate(first, || boxed(1)).unwrap();
+        let second = More::allocate(second, || boxed(2)).unwrap();
         let _ = pool.add(first);
         let _ = pool.add(second);
         assert!(pool.spare() >= 3);

@@ -5,7 +5,7 @@
 //! A node of level n has a [`Slot`] for each of 512 regions that an entry of level n covers. A slot lists the leaves of
 //! that level that map the region (KVM: the rmap of the level), and the shadow pages made from it.
 
-use core::array;
+use alloc::boxed::Box;
 use core::cell::Cell;
 use core::ops::Range;
 
@@ -13,6 +13,7 @@ use super::list::{END, Link, List};
 use super::pool::Pool;
 use crate::addr::{Gfn, Level};
 use crate::frame::ENTRIES;
+use crate::heap::{Large, OutOfMemory};
 
 /// What the MMU has made of one region.
 pub(super) struct Slot {
@@ -44,8 +45,11 @@ impl Slot {
     }
 }
 
-pub(super) struct Node {
-    slots: [Slot; ENTRIES],
+/// A node, and its slots.
+pub(super) type Node = Large<NodeState, Slot, ENTRIES>;
+
+/// The node itself.
+pub(super) struct NodeState {
     /// How many slots are not empty.
     used: Cell<u16>,
     /// How many shadow pages of guest tables are listed in the node, and below.
@@ -57,18 +61,22 @@ pub(super) struct Node {
 }
 
 impl Node {
-    pub(super) fn new() -> Self {
-        Node {
-            slots: array::from_fn(|_| Slot::new()),
+    /// Makes an empty node.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(super) fn make() -> Result<Box<Self>, OutOfMemory> {
+        let node = NodeState {
             used: Cell::new(0),
             tables: Cell::new(0),
             above: Cell::new((END, 0)),
             empty: Link::new(),
-        }
+        };
+        Self::new(node, Slot::new)
     }
 
     pub(super) fn slot(&self, index: usize) -> &Slot {
-        &self.slots[index]
+        &self.array[index]
     }
 }
 
@@ -253,9 +261,9 @@ impl Rmap {
 
     fn counts_right_below(&self, number: u32, level: Level) -> bool {
         let node = self.nodes.get(number);
-        let used = node.slots.iter().filter(|slot| !slot.is_empty()).count();
+        let used = node.array.iter().filter(|slot| !slot.is_empty()).count();
         used == usize::from(node.used.get())
-            && node.slots.iter().all(|slot| match slot.below() {
+            && node.array.iter().all(|slot| match slot.below() {
                 END => true,
                 below => self.counts_right_below(below, level.below()),
             })
@@ -266,11 +274,10 @@ impl Rmap {
 mod tests {
     use super::super::pool::More;
     use super::*;
-    use crate::heap::OutOfMemory;
 
     fn rmap(nodes: usize) -> Result<Rmap, OutOfMemory> {
         let mut rmap = Rmap::new(Level(4));
-        let more = More::allocate(rmap.nodes.ask(nodes)?, || Ok(Node::new()))?;
+        let more = More::allocate(rmap.nodes.ask(nodes)?, Node::make)?;
         let _ = rmap.nodes.add(more);
         rmap.begin();
         Ok(rmap)

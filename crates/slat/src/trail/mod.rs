@@ -69,8 +69,7 @@ impl Seen {
     /// reads the same tables, or others: a counter of one that it has left costs another try at worst.
     pub(crate) fn reads(&mut self, gpa: Gpa, count: u64) {
         let gfn = gpa.gfn();
-        let known = self.tables[..self.len].iter().any(|(seen, _)| *seen == gfn);
-        if known {
+        if self.has(gfn) {
             return;
         }
         if self.len == LEVELS {
@@ -80,6 +79,11 @@ impl Seen {
         }
         self.tables[self.len] = (gfn, count);
         self.len += 1;
+    }
+
+    /// Returns whether the table in `gfn` was read.
+    pub(crate) fn has(&self, gfn: Gfn) -> bool {
+        self.tables[..self.len].iter().any(|(seen, _)| *seen == gfn)
     }
 }
 

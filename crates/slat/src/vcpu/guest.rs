@@ -14,7 +14,7 @@ use core::ops::Range;
 use super::Vcpu;
 use super::fault::{Detour, Fault, Outcome, Want};
 use super::translate::{Stop, Translation, translation};
-use crate::addr::{Access, Gpa, Hpa, Level, PAGE_SIZE, PageIndex, Pfn};
+use crate::addr::{Access, Gfn, Gpa, Hpa, Level, PAGE_SIZE, PageIndex, Pfn};
 use crate::format::{Entry, Format};
 use crate::frame::ENTRIES;
 use crate::guest_walk::{GuestPaging, GuestTables, Mode, PageRights, WalkError, walk_with_path};
@@ -139,15 +139,6 @@ fn root_index(paging: &GuestPaging, gva: u64) -> usize {
     }
 }
 
-/// Returns `paging` as a leaf has to be judged by it: one that lacks the right to write does so also where CR0.WP is clear,
-/// perhaps for the dirty log.
-fn strict(paging: &GuestPaging) -> GuestPaging {
-    GuestPaging {
-        write_protect: true,
-        ..*paging
-    }
-}
-
 /// What the paging-structure cache knows a virtual address by. Guest-physical addresses do not have this bit, and of
 /// canonical ones it is the only one that differs.
 fn tag(gva: u64) -> Gpa {
@@ -171,7 +162,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         paging: &GuestPaging,
         words: &mut W,
     ) -> Result<VirtualPage, VirtualStop<W::Error>> {
-        assert!(F::SHADOWS, "Vcpu::translate_virtual needs the shadow MMU");
         let root = self.guest_root(gva, paging);
         if let Some(answer) = self.translate_shadowed(gva, access, paging, root) {
             return answer.map_err(VirtualStop::Stop);
@@ -180,8 +170,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Returns the root for `gva`. `None`: there is no shadow page for the guest's table yet.
-    fn guest_root(&mut self, gva: u64, paging: &GuestPaging) -> Option<Root> {
-        let zapped = self.tables().shadow()?.roots_zapped();
+    pub(super) fn guest_root(&mut self, gva: u64, paging: &GuestPaging) -> Option<Root> {
+        let mmu = self.tables().shadow();
+        let zapped = mmu.expect("a VM with the shadow MMU").roots_zapped();
         let of = Some(RootsOf::new(paging));
         if self.roots.of != of || self.roots.zapped != zapped {
             self.presence.tables.clear();
@@ -219,7 +210,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             context: root?,
             index: PageIndex::of_gva(gva),
         };
-        let strict = strict(paging);
+        let strict = paging.strict();
         let cached = self.presence.tables.get(tag(gva));
         loop {
             let found = match cached {
@@ -348,7 +339,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         };
         let gpa = Gpa(page.gpa.0 + gva % PAGE_SIZE);
         let trail = Trail::new(paging, gva, access, &path, gpa.gfn(), seen);
-        let strict = strict(paging);
+        let strict = paging.strict();
         let Some(mut trail) = trail.filter(|trail| trail.rights.allow(&strict, access)) else {
             let found = self.translate(gpa, access)?;
             return Ok(Some(VirtualPage {
@@ -429,6 +420,25 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             execute: granted.allow(&strict, Access::Execute),
             tracked: found.tracked.then_some(page.gpa),
         }))
+    }
+
+    /// Returns whether a walk to `gva` reads the guest's table in `gfn`.
+    pub(super) fn walks_with<W: HostWords>(
+        &mut self,
+        gva: u64,
+        access: Access,
+        paging: &GuestPaging,
+        words: &mut W,
+        gfn: Gfn,
+    ) -> bool {
+        let mut tables = Tables {
+            vcpu: self,
+            words,
+            seen: Seen::default(),
+        };
+        // However the walk ends.
+        let _ = walk_with_path(&mut tables, paging, gva, access);
+        tables.seen.has(gfn)
     }
 
     /// Translates a guest-physical address for an access to the guest's tables, which is no fault of the guest's.
@@ -537,7 +547,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             if left {
                 // Other CPUs store to these tables all the time: the rest would not be reached.
                 for page in pages.into_iter().flatten() {
-                    self.forget_table(&page);
+                    self.forget_table(page.gfn);
                 }
             }
         }
@@ -557,7 +567,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let Some(changes) = self.read_table(&page, indexes.start, entries, words) else {
             // The guest's table cannot be read now.
             *slept = true;
-            self.forget_table(&page);
+            self.forget_table(page.gfn);
             return None;
         };
         let read = ReadEntries {
@@ -600,9 +610,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Some(changes)
     }
 
-    /// Zaps what was made of the guest's table of `page`.
-    fn forget_table(&mut self, page: &PageOf) {
-        let gfns = page.gfn..page.gfn.add(1);
+    /// Zaps what was made of the guest's table in `gfn`.
+    pub(super) fn forget_table(&mut self, gfn: Gfn) {
+        let gfns = gfn..gfn.add(1);
         self.outside(&mut false, |vcpu| {
             vcpu.vm().forget_tables(vcpu.space(), &gfns);
         });

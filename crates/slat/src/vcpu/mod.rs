@@ -3,6 +3,7 @@
 
 mod fault;
 mod guest;
+mod hardware;
 mod paging_structure_cache;
 mod plan;
 mod prefetch;
@@ -11,6 +12,7 @@ mod recent_slots;
 mod translate;
 
 pub use guest::{HostWords, VirtualPage, VirtualStop};
+pub use hardware::AfterPageFault;
 pub use translate::{Stop, Translation};
 
 use alloc::sync::Arc;

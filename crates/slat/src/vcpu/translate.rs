@@ -221,37 +221,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Call when a hardware CPU has left the guest because its second-level walk did not allow `access` to
-    /// `gpa`: brings the tables to where they allow it. `Ok`: run the guest again, which executes the instruction
-    /// again, and faults again if there was more to it. Whether the walker reported a missing leaf or an MMIO entry (a
-    /// reserved bit, a misconfiguration) makes no difference: this reads the entry.
-    ///
-    /// The vCPU is entered during this call alone. The caller needs neither [`Vcpu::enter`]
-    /// nor [`Vcpu::quiesce`], because the CPU's translations are in a TLB, which [`Platform::flush`] reaches.
-    ///
-    /// The caller does two things before the guest runs again, because they differ from CPU to CPU. It makes the stores
-    /// visible to the walker (AArch64: DSB ISHST; RISC-V: a fence; x86: nothing). And where a CPU may cache the entry
-    /// that faulted (AArch64 and RISC-V, after a fault on rights; RISC-V, after any), it invalidates that on this CPU;
-    /// on no other.
-    ///
-    /// # Errors
-    /// [`Stop`], but for [`Stop::Retry`].
-    ///
-    /// # Panics
-    /// If the vCPU was entered.
-    pub fn hardware_fault(&mut self, gpa: Gpa, access: Access) -> Result<(), Stop> {
-        assert!(
-            !self.is_entered(),
-            "Vcpu::hardware_fault inside enter/leave"
-        );
-        let mut entered = self.enter(0);
-        entered.quiesce();
-        match entered.translate(gpa, access) {
-            Ok(_) | Err(Stop::Retry) => Ok(()),
-            Err(stop) => Err(stop),
-        }
-    }
-
     /// Call when an access through a translation found the host page at `hva` not mapped: resolves the page again,
     /// outside the reader section, for as long as that takes. `Ok`: try the access again.
     ///

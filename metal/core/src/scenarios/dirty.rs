@@ -66,10 +66,12 @@ fn takes_exact_logs<M: Machine>(
         (40..136).contains(&page) && page % 8 == 0
     })?;
     vm.logged("not written since", |_| false)?;
-    vm.counted(&[
-        ("dirty_pages", 128 + 12),
-        ("pf_fast", faults(96) + faults(12)),
-    ])?;
+    // To allow the write again needs neither slot nor host; but a shadow table needs what the guest's tables say.
+    let fast = match Tables::<M>::SHADOWS {
+        true => 0,
+        false => faults(96) + faults(12),
+    };
+    vm.counted(&[("dirty_pages", 128 + 12), ("pf_fast", fast)])?;
     vm.end(&bench.host)?;
     Ok(format!("{} pages, in 2 logs of 5", 128 + 12))
 }

@@ -6,6 +6,7 @@ mod cached;
 mod cpus;
 mod dirty;
 mod faults;
+mod guest_tables;
 mod migrate;
 mod mmio;
 mod nx;
@@ -15,16 +16,19 @@ mod stale;
 
 use alloc::string::String;
 
+use slat::Format;
+
 use crate::Machine;
 use crate::bench::Bench;
+use crate::guest::Tables;
 
 /// Some figures, or the unexpected result.
 type Verdict = Result<String, String>;
 type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
 
-/// Returns all scenarios, in the order in which they run.
+/// Returns all scenarios for the machine's tables, in the order in which they run.
 pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<M>)> {
-    let all: [(&'static str, Scenario<M>); 27] = [
+    let all: [(&'static str, Scenario<M>); 26] = [
         ("demand_faults_4k", faults::of_4k),
         ("demand_faults_2m", faults::of_2m),
         ("demand_faults_1g", faults::of_1g),
@@ -66,10 +70,31 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
         ("slot_moved_under_a_running_guest", slots::moved),
         ("stale_translation", stale::on_one_cpu),
         ("stale_translation_on_another_cpu", stale::on_another_cpu),
+    ];
+    // What may be cached is recorded from roots that stay, and those of shadow tables come and go.
+    let second_level: [(&'static str, Scenario<M>); 1] = [(
+        "what_walkers_may_have_cached",
+        cached::under_a_running_guest,
+    )];
+    let shadow: [(&'static str, Scenario<M>); 6] = [
+        ("stores_to_an_upper_table", guest_tables::upper),
+        ("stores_to_a_last_table", guest_tables::last),
+        ("two_address_spaces", guest_tables::roots),
+        ("faults_of_the_guest", guest_tables::faults),
         (
-            "what_walkers_may_have_cached",
-            cached::under_a_running_guest,
+            "stores_to_an_upper_table_of_another_cpu",
+            guest_tables::upper_beside,
+        ),
+        (
+            "stores_to_the_root_of_another_cpu",
+            guest_tables::root_beside,
         ),
     ];
-    all.into_iter()
+    let (second_level, shadow) = match Tables::<M>::SHADOWS {
+        true => (None, Some(shadow)),
+        false => (Some(second_level), None),
+    };
+    (all.into_iter())
+        .chain(second_level.into_iter().flatten())
+        .chain(shadow.into_iter().flatten())
 }
