@@ -5,14 +5,15 @@
 #[path = "common/guest.rs"]
 mod guest;
 
-use std::sync::atomic::{AtomicBool, Ordering::*};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use std::thread;
 
 use guest::{Memory, USED, Words, paging};
 use slat::format::X86;
 use slat::{
     Access::{self, *},
-    Attention, Config, Gpa, Hpa, MmuKind, Prefetch, Region, Setting, Stop, Vcpu, VirtualStop, Vm,
+    Attention, Config, Gpa, Hpa, MmuKind, Prefetch, Region, Setting, SlotFlags, Stop, Vcpu,
+    VirtualStop, Vm,
 };
 use slat_model::{HostMemory, SimPlatform};
 
@@ -183,4 +184,58 @@ impl Drop for Stopper<'_> {
     fn drop(&mut self) {
         self.0.store(true, SeqCst);
     }
+}
+
+/// The MMU sets flags in the guest's tables, which are stores as any other to a log, also to one that has begun since the last.
+#[test]
+fn a_table_in_which_a_flag_is_set_is_logged() {
+    const UNUSED: u64 = 7;
+    let platform = SimPlatform::new(PAGES);
+    let config = Config::default().with_mmu(MmuKind::Shadow);
+    let vm = Vm::<_, X86<5>>::new(platform.clone(), config).unwrap();
+    vm.set_policy(Setting::Prefetch(Prefetch::Off));
+    let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0));
+    vm.set_memory_region(0, &region).unwrap();
+    let memory = Memory::new(PAGES);
+    for level in 0..3 {
+        memory.put(ROOT + level, 0, (ROOT + level + 1) << 12 | USED);
+    }
+    (0..96).for_each(|page| memory.put(LAST[0], page, (DATA[0] + page) << 12 | UNUSED));
+    let (allowed, done) = (AtomicU64::new(32), AtomicU64::new(0));
+    let mut logged = Vec::new();
+    let reached = |count: u64| {
+        while done.load(SeqCst) < count {
+            thread::yield_now();
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut cpu = Cpu {
+                vcpu: vm.create_vcpu().unwrap(),
+                words: memory.words(),
+            };
+            cpu.vcpu.enter_unguarded(0);
+            for page in 0..96 {
+                while allowed.load(SeqCst) <= page {
+                    cpu.pass();
+                    thread::yield_now();
+                }
+                // To read is enough for a flag, and leaves no leaf that has to be protected when the log begins.
+                assert!(cpu.access(page << 12, Read).is_some());
+                done.store(page + 1, SeqCst);
+            }
+            cpu.vcpu.leave();
+        });
+        reached(32);
+        let with_log = region.with_flags(SlotFlags::LOG_DIRTY_PAGES);
+        vm.set_memory_region(0, &with_log).unwrap();
+        for pages in [64, 96] {
+            allowed.store(pages, SeqCst);
+            reached(pages);
+            let mut log = [0; PAGES as usize / 64];
+            vm.get_dirty_log(0, 0, &mut log).unwrap();
+            logged.push(log[LAST[0] as usize / 64] >> (LAST[0] % 64) & 1 != 0);
+        }
+    });
+    assert_eq!(logged, [true, true]);
 }

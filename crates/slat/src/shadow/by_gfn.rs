@@ -126,7 +126,7 @@ impl<P: Platform, F: Format> Listed for Shown<'_, P, F> {
     }
 
     fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split {
-        let split = self.pages.is_prepared::<F>()
+        let split = self.mmu.is_prepared(self.pages)
             && (self.mmu.split_leaf(self.pages, self.id, at.gfn, path)).is_some();
         match split {
             true => Split::InPlace,

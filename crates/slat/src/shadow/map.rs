@@ -48,7 +48,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
         done: impl FnOnce(),
     ) -> Mapped {
         let pages = self.lock();
-        if !pages.is_prepared::<F>() {
+        if !self.is_prepared(&pages) {
             return Mapped::Unprepared;
         }
         let gfn = target.gfn::<F>();
@@ -84,10 +84,10 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
     ) -> Option<u64> {
         let first = target.key.index.at(Level::PAGE);
         debug_assert!(first + pages as usize <= ENTRIES);
-        self.prepare(path.frames, FrameCache::FAULT).ok()?;
+        (path.frames.fill(&*self.platform, FrameCache::FAULT)).ok()?;
         let run = Run::<F>::new(leaf, Level::PAGE);
-        let all = self.lock();
-        if !all.is_prepared::<F>() || !valid() || !self.is_current(target) {
+        let all = self.lock_prepared(path.frames).ok()?;
+        if !valid() || !self.is_current(target) {
             return None;
         }
         let gfn = target.gfn::<F>();
@@ -119,7 +119,10 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
             .trail::<F>()
             .map_or(PageRights::ALL, |trail| trail.rights);
         let pages = self.lock();
-        if !pages.is_prepared::<F>() || rights.key != 0 {
+        if !self.is_prepared(&pages) {
+            return Mapped::Unprepared;
+        }
+        if rights.key != 0 {
             // An entry has no space for a key.
             return Mapped::Stale;
         }
@@ -154,7 +157,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for ShadowMmu<P, F> {
     }
 
     fn mappable_level(&self, gfn: Gfn, level: Level) -> Level {
-        match F::SHADOWS {
+        match F::SHADOWS && level > Level::PAGE {
             true => self.largest(&self.lock(), gfn, level),
             false => level,
         }

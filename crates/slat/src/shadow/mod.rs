@@ -41,8 +41,8 @@ use crate::format::Format;
 use crate::heap::{OutOfMemory, Shared, boxed};
 use crate::platform::{Platform, WaitFor};
 use crate::sync::SpinLock;
-use crate::sync::atomic::AtomicU64;
 use crate::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::spin::SpinGuard;
 use crate::table::{ByGfn, Detached, Flushes, FrameCache, Root, Table};
 use crate::trail::{Changes, Role};
@@ -63,6 +63,8 @@ pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     /// The flushes of the VM.
     flushes: Shared<Flushes>,
     budget: Shared<Budget>,
+    /// An install has found too few spare records.
+    is_short: AtomicBool,
     format: PhantomData<F>,
 }
 
@@ -96,6 +98,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             changes: boxed(Changes::new())?,
             flushes,
             budget,
+            is_short: AtomicBool::new(true),
             format: PhantomData,
         })
     }
@@ -105,14 +108,37 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.context
     }
 
+    /// Whether an install may begin. If not, [`Self::prepare`] has to come first.
+    #[inline]
+    fn is_prepared(&self, pages: &Pages) -> bool {
+        let is_prepared = pages.is_prepared::<F>();
+        if !is_prepared {
+            self.is_short.store(true, Relaxed);
+        }
+        is_prepared
+    }
+
+    /// Takes the lock when an install may begin. The caller holds nothing.
+    fn lock_prepared(&self, frames: &mut FrameCache) -> Result<SpinGuard<'_, Pages>, OutOfMemory> {
+        loop {
+            let pages = self.lock();
+            if self.is_prepared(&pages) {
+                return Ok(pages);
+            }
+            drop(pages);
+            self.prepare(frames, FrameCache::FAULT)?;
+        }
+    }
+
     /// Takes the lock.
     fn lock(&self) -> SpinGuard<'_, Pages> {
         self.pages
             .lock(|round| self.platform.wait(round, WaitFor::Lock))
     }
 
-    /// Makes sure that `frames` and the MMU have what installs of `tables` tables need. The MMU's part may be used by
-    /// other threads first; then an install says so ([`Mapped::Unprepared`](crate::table::Mapped)).
+    /// Makes sure that `frames` and the MMU have what installs of `tables` tables need. For a fault it looks at the MMU's part
+    /// only after an install has said that it lacks that ([`Mapped::Unprepared`](crate::table::Mapped)): most faults take the
+    /// lock once, to install.
     ///
     /// # Errors
     /// [`OutOfMemory`]; what was allocated is kept.
@@ -123,6 +149,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     ) -> Result<(), OutOfMemory> {
         let tables = tables.max(Pages::install(F::SHADOWS));
         let filled = frames.fill(&*self.platform, tables);
+        if tables <= FrameCache::FAULT && !self.is_short.load(Relaxed) {
+            return filled;
+        }
         // As much more again: not every fault allocates.
         let wanted = |spare: usize, least: usize| match spare < least {
             true => 2 * least - spare,
@@ -132,6 +161,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let more_pages = wanted(pages.pool.spare(), tables);
         let nodes = tables.max(Pages::install_nodes(F::SHADOWS));
         let more_nodes = wanted(pages.rmap.spare(), nodes);
+        self.is_short.store(false, Relaxed);
         if more_pages + more_nodes == 0 {
             return filled;
         }

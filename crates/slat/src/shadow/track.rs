@@ -133,6 +133,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         path: &mut Path<'_>,
     ) -> Option<Mapped> {
         let trail = target.trail::<F>()?;
+        if self.is_linked(pages, target.key, trail) {
+            return None;
+        }
         let (mut made, mut unflushed) = (false, None::<Range<Gfn>>);
         for level in (trail.leaf_level().0..=trail.top().0).map(Level) {
             let (gfn, role) = trail.page(level);
@@ -166,6 +169,32 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         match unflushed {
             Some(gfns) => Some(Mapped::Unflushed(gfns)),
             None => made.then_some(Mapped::Tracked),
+        }
+    }
+
+    /// Returns whether the walk to `key` goes through the pages of all tables on the trail, and stores to these are noticed:
+    /// the common case, in which nothing has to be looked up but the root.
+    fn is_linked(&self, pages: &Pages, key: Key, trail: &Trail) -> bool {
+        let (gfn, role) = trail.root();
+        let Some(mut number) = pages.find_page(gfn, role) else {
+            return false;
+        };
+        loop {
+            let page = pages.pool.get(number);
+            let at = page.level();
+            let is_on_trail = (page.gfn.get(), page.role.get()) == trail.page(at);
+            if !is_on_trail || page.guest().is_none_or(|guest| guest.flush.get() != 0) {
+                return false;
+            }
+            if at == trail.leaf_level() {
+                return true;
+            }
+            let table = pages.table(&*self.platform, number);
+            let bits = table.entry(key.index.at(at)).load(Relaxed);
+            let Entry::Table(lower) = F::decode(bits, at) else {
+                return false;
+            };
+            number = number_of(&*self.platform, lower);
         }
     }
 

@@ -254,7 +254,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
     pub(super) fn followed(&mut self, mapped: Mapped) -> Result<Detour, Mapped> {
         match mapped {
             Mapped::Unflushed(gfns) => self.flush(gfns),
-            Mapped::Tracked => {}
+            Mapped::Tracked | Mapped::Unprepared => {}
             Mapped::Unsynced(level) => return Ok(Detour::Unsynced(level)),
             Mapped::Replaced(level) => {
                 let target = self.want.target;

@@ -99,6 +99,17 @@ impl<E: fmt::Display> fmt::Display for VirtualStop<E> {
 
 impl<E: fmt::Display + fmt::Debug> core::error::Error for VirtualStop<E> {}
 
+/// The guest's table in which flags were set last, in a slot without a log: further flags need no translation. It is one of those
+/// that [`Vcpu::translate`] returns, and void when they are.
+#[derive(Clone, Copy)]
+pub(super) struct FlagsIn {
+    gfn: Gfn,
+    /// The table's host page.
+    host: Hpa,
+    /// Of the slots. A log that begins does not flush a page that was not writable.
+    generation: u64,
+}
+
 /// The roots of the tables for the guest's address space that was used last.
 #[derive(Default)]
 pub(super) struct Roots {
@@ -422,6 +433,26 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }))
     }
 
+    /// Returns the host page of the guest's table at `gpa`, to set a flag in it.
+    fn reach_flags(&mut self, gpa: Gpa) -> Result<Hpa, Stop> {
+        let (gfn, generation) = (gpa.gfn(), self.slots().generation);
+        if let Some(last) = self.flags_in
+            && (last.gfn, last.generation) == (gfn, generation)
+        {
+            return Ok(last.host);
+        }
+        let host = self.reach_table(gpa, Access::Write)?.host;
+        let (slots, slot) = self.find_slot(gfn);
+        let is_logged = slot.is_none_or(|slot| slot.log().is_some());
+        let generation = slots.generation;
+        self.flags_in = (!is_logged).then_some(FlagsIn {
+            gfn,
+            host,
+            generation,
+        });
+        Ok(host)
+    }
+
     /// Returns whether a walk to `gva` reads the guest's table in `gfn`.
     pub(super) fn walks_with<W: HostWords>(
         &mut self,
@@ -652,9 +683,9 @@ impl<P: Platform, F: Format, W: HostWords> GuestTables for Tables<'_, P, F, W> {
         old: u64,
         new: u64,
     ) -> Result<bool, Self::Error> {
-        match self.vcpu.reach_table(gpa, Access::Write) {
-            Ok(found) => {
-                let host = Hpa(found.host.0 + gpa.offset());
+        match self.vcpu.reach_flags(gpa) {
+            Ok(page) => {
+                let host = Hpa(page.0 + gpa.offset());
                 let done = self.words.compare_exchange(host, size, old, new);
                 done.map_err(VirtualStop::Memory)
             }

@@ -78,6 +78,7 @@ pub struct Vcpu<P: Platform, F: Format> {
     window: Window,
     /// Where walks of guest-virtual addresses begin.
     roots: guest::Roots,
+    flags_in: Option<guest::FlagsIn>,
     ring: Option<Arc<DirtyRing>>,
     /// The counters of the reader when this vCPU took it over.
     counted_before: Stats,
@@ -188,6 +189,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             recent,
             window: Window::default(),
             roots: guest::Roots::default(),
+            flags_in: None,
             ring: None,
         })
     }
@@ -419,11 +421,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Ends the reader section. Translations may be kept if the next [`enter`](Self::enter) is followed by a look
     /// at the attention word before they are used.
     pub fn leave(&mut self) {
+        self.flags_in = None;
         self.presence.leave();
     }
 
     /// Acknowledges all flushes so far. The caller has dropped every translation it was given.
     pub fn quiesce(&mut self) {
+        self.flags_in = None;
         self.presence.quiesce(&self.vm.readers);
     }
 
@@ -431,6 +435,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let (readers, token) = (&self.vm.readers, self.token);
         let missed = self.presence.enter(readers, token, walkable);
         if missed {
+            self.flags_in = None;
             self.attention().raise(Attention::FLUSH);
         }
         missed
