@@ -106,7 +106,7 @@ impl<F: Format> World<F> {
             match mapped {
                 Mapped::New | Mapped::Widened | Mapped::Spurious => return splits,
                 Mapped::MustMend(level) => splits += self.mend(gfn, level),
-                Mapped::Unflushed(gfns) => flushed = self.flush_gfns(gfns),
+                Mapped::Unflushed(level) => flushed = self.flush(gfn, level),
                 Mapped::Broken => loom::thread::yield_now(),
                 Mapped::Conflict
                 | Mapped::Stale
@@ -136,13 +136,9 @@ impl<F: Format> World<F> {
 
     /// Flushes like [`crate::Vm`]. There is no hardware to flush: these walkers cache nothing.
     fn flush(&self, gfn: u64, level: Level) -> Flushed {
-        self.flush_gfns(Gfn(gfn).block(level))
-    }
-
-    fn flush_gfns(&self, gfns: Range<Gfn>) -> Flushed {
         let number = self.flushes.begin();
         self.readers.synchronize(|round, _| wait(round));
-        Flushes::done(gfns, number)
+        Flushes::done(Gfn(gfn).block(level), number)
     }
 
     /// Zaps `gfns`, flushes and frees, like a range operation of one step.

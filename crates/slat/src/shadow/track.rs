@@ -136,7 +136,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         if self.is_linked(pages, target.key, trail) {
             return None;
         }
-        let (mut made, mut unflushed) = (false, None::<Range<Gfn>>);
+        let (mut made, mut unflushed) = (false, false);
         for level in (trail.leaf_level().0..=trail.top().0).map(Level) {
             let (gfn, role) = trail.page(level);
             let number = match pages.find_page(gfn, role) {
@@ -158,17 +158,12 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 // Such a page is compared before an entry refers to it, and again after a flush of the guest's.
                 _ if guest.agreement.get() != Agreement::Synced => {}
                 due if path.flushed.covers(&frame, due) => guest.flush.set(0),
-                _ => {
-                    unflushed = Some(match unflushed {
-                        Some(hull) => hull.start.min(gfn)..hull.end.max(frame.end),
-                        None => frame,
-                    });
-                }
+                _ => unflushed = true,
             }
         }
         match unflushed {
-            Some(gfns) => Some(Mapped::Unflushed(gfns)),
-            None => made.then_some(Mapped::Tracked),
+            true => Some(Mapped::Unprotected),
+            false => made.then_some(Mapped::Tracked),
         }
     }
 

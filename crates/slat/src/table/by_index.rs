@@ -6,7 +6,6 @@
 //! gfn](super::by_gfn), is for work that comes from the host, which knows neither.
 
 use super::lookup::descend;
-use core::ops::Range;
 
 use super::{Path, Table};
 use crate::addr::{Access, Gfn, Level, PageIndex, Pfn};
@@ -87,9 +86,12 @@ pub(crate) enum Mapped {
     MustMend(Level),
     /// Another thread has broken a leaf on the path and not mended it yet.
     Broken,
-    /// Something that concerns these frames was changed and not flushed yet: the entry was cleared (break-before-make), or
-    /// a table of the guest's was protected. The fault begins again after a flush of them.
-    Unflushed(Range<Gfn>),
+    /// The entry, in the region of this level, was cleared and not flushed yet (break-before-make). The fault begins again after
+    /// a flush of the region.
+    Unflushed(Level),
+    /// A table of the guest's on the path was protected and not flushed yet. The fault begins again after a flush of these
+    /// tables.
+    Unprotected,
     /// No leaf was installed: `valid` returned `false`; or other threads zapped the tables that the call added so
     /// often that the frames allocated ahead were used up.
     Stale,

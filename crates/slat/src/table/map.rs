@@ -48,7 +48,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
         let table = match self.table_for(key, level, OnLeaf::Split, path) {
             Ok(table) => table,
             Err(NoPath::MustMend(level)) => return Mapped::MustMend(level),
-            Err(NoPath::Unflushed(level)) => return Mapped::Unflushed(key.gfn().block(level)),
+            Err(NoPath::Unflushed(level)) => return Mapped::Unflushed(level),
             Err(NoPath::Broken | NoPath::Leaf) => return Mapped::Broken,
             Err(NoPath::NoFrames) => return Mapped::Stale,
         };
@@ -62,7 +62,7 @@ impl<P: Platform, F: Format> ByIndex<P, F> for Tree<P, F> {
         let mapped = match F::decode(bits, level) {
             Entry::Empty | Entry::Mmio { .. } => {
                 if !self.may_install(bits, gfn, level, &path.flushed) {
-                    return Mapped::Unflushed(gfn.block(level));
+                    return Mapped::Unflushed(level);
                 }
                 entry.store(F::leaf(leaf, level), Release);
                 guard.count_leaves(1);

@@ -5,6 +5,8 @@ mod role;
 
 pub(crate) use role::{Meaning, Note, Role, mmio_note, of_mmio_note};
 
+use core::ops::Range;
+
 use crate::addr::{Access, Gfn, Gpa, Level, PageIndex};
 use crate::guest_walk::{GuestPaging, PageRights, Path};
 use crate::sync::atomic::{AtomicU64, Ordering::*};
@@ -193,6 +195,14 @@ impl Trail {
             ..Role::direct(level)
         };
         (self.gfn.align_down(above), pieces)
+    }
+
+    /// Returns the guest's tables on the path: they are in these frames.
+    pub(crate) fn tables(&self) -> Range<Gfn> {
+        let pages = &self.pages[self.leaf.0 as usize - 1..self.top.0 as usize];
+        let gfns = pages.iter().map(|(gfn, _)| *gfn);
+        let (first, last) = (gfns.clone().min(), gfns.max());
+        first.unwrap_or(Gfn(0))..last.map_or(Gfn(0), |gfn| gfn.add(1))
     }
 
     /// Notes that `page`, of a table on the path, was compared with it. The counter of the table was `before`, and is

@@ -221,7 +221,9 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         counters.path_done(&path);
         counters.dirty_pages.add(noted as u64);
         let (split, tracked) = (path.splits.iter().any(|n| *n > 0), path.tracked);
-        self.root = path.root;
+        if F::SHADOWS {
+            self.root = path.root;
+        }
         (mapped, split, tracked && access == Access::Write)
     }
 
@@ -253,7 +255,11 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
     /// the guest's tables ask for. `Err`: it does.
     pub(super) fn followed(&mut self, mapped: Mapped) -> Result<Detour, Mapped> {
         match mapped {
-            Mapped::Unflushed(gfns) => self.flush(gfns),
+            Mapped::Unflushed(level) => self.flush(self.want.gfn().block(level)),
+            Mapped::Unprotected => {
+                let tables = self.want.target.trail::<F>().map(|trail| trail.tables());
+                tables.into_iter().for_each(|gfns| self.flush(gfns));
+            }
             Mapped::Tracked | Mapped::Unprepared => {}
             Mapped::Unsynced(level) => return Ok(Detour::Unsynced(level)),
             Mapped::Replaced(level) => {

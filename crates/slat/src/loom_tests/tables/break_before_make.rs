@@ -72,7 +72,7 @@ fn map_another(world: &World<SmallStage2<2>>) {
         let (mapped, _) = world.map_after(&flushed, 0, Level::PAGE, other);
         me.leave();
         match mapped {
-            Mapped::Unflushed(gfns) => flushed = world.flush_gfns(gfns),
+            Mapped::Unflushed(level) => flushed = world.flush(0, level),
             // The zap has not happened yet.
             Mapped::MustMend(level) => loop {
                 let flushed = world.flush(0, level);
