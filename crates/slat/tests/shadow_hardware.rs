@@ -99,7 +99,7 @@ impl Guest {
                         Write => leaf.write,
                         Execute => leaf.execute,
                     };
-                    let may = may && (leaf.user || !self.paging.user);
+                    let may = may && (leaf.privilege.is_user() || !self.paging.user);
                     let page = leaf.pfn.add(gva >> 12 & (level.pages() - 1));
                     return may.then(|| HostMemory::identify(page).0);
                 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::frames::{Frames, write};
-use slat::format::{Leaf, Npt, Stage2};
+use slat::format::{Leaf, Npt, Privilege, Stage2};
 
 /// A root of level 3 with a table of level 2, whose entries start at frame 0.
 struct World {
@@ -23,8 +23,7 @@ fn leaf<F: Format>(page: u64) -> u64 {
         accessed: true,
         dirty: true,
         memory: MemoryType::WriteBack,
-        user: true,
-        key: 0,
+        privilege: Privilege::USER,
     };
     F::leaf(leaf, Level::MEGA)
 }

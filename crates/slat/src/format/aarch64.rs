@@ -11,7 +11,7 @@
 //! DBM says that the guest may write, and S2AP\[1\], which is then set by the first write, that it
 //! did ("Hardware management of the dirty state").
 
-use super::{Entry, Format, Leaf, MemoryType, bit};
+use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Level, Pfn};
 
 /// Stage 2 tables for `IPA_BITS` (39 to 48) bits of intermediate physical address. Where the upper
@@ -131,8 +131,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool> Stage2<IPA_BITS, HARDWARE_
                 NON_CACHEABLE => MemoryType::WriteCombining,
                 _ => MemoryType::Device,
             },
-            user: true,
-            key: 0,
+            privilege: Privilege::USER,
         }
     }
 }

@@ -4,7 +4,7 @@
 //! Paging-Structure Entry that Maps a 1-GByte/2-MByte/4-KByte Page" and "... that References ...".
 //! Accessed and dirty flags are enabled (EPTP bit 6), mode-based execute control is not.
 
-use super::{Entry, Format, Leaf, MemoryType, bit};
+use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Level, Pfn};
 
 /// Four-level EPT.
@@ -102,8 +102,7 @@ impl Format for Ept {
                 WRITE_COMBINING => MemoryType::WriteCombining,
                 _ => MemoryType::Device,
             },
-            user: true,
-            key: 0,
+            privilege: Privilege::USER,
         }
     }
 

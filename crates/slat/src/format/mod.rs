@@ -60,10 +60,34 @@ pub struct Leaf {
     pub dirty: bool,
     /// How the CPU caches the memory.
     pub memory: MemoryType,
-    /// Accesses at user privilege are allowed. Only x86's own tables have that; second-level leaves allow them always.
-    pub user: bool,
-    /// The protection key, of x86's own tables.
-    pub key: u8,
+    /// Who may use it.
+    pub privilege: Privilege,
+}
+
+/// Who may use a leaf, and with which protection key. Only x86's own tables have that; second-level leaves are
+/// [`Privilege::USER`].
+// In a byte: so a leaf is as large as two registers, and faults move many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Privilege(u8);
+
+impl Privilege {
+    /// Everyone, with key 0.
+    pub const USER: Privilege = Privilege::new(true, 0);
+
+    /// Makes the privilege of a page that a `user` may use, or a supervisor alone, with protection key `key`, 0 to 15.
+    pub const fn new(user: bool, key: u8) -> Self {
+        Privilege((user as u8) << 4 | key & 15)
+    }
+
+    /// Whether accesses at user privilege are allowed.
+    pub const fn is_user(self) -> bool {
+        self.0 >> 4 != 0
+    }
+
+    /// Returns the protection key.
+    pub const fn key(self) -> u8 {
+        self.0 & 15
+    }
 }
 
 /// How the CPU caches a page. Every format encodes it in its leaves.
@@ -104,8 +128,7 @@ impl Leaf {
             may_write: self.may_write && rights.write,
             execute: self.execute && rights.execute,
             dirty: self.dirty && rights.write,
-            user: rights.user,
-            key: rights.key,
+            privilege: Privilege::new(rights.user, rights.key),
             ..self
         }
     }

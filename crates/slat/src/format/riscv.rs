@@ -4,7 +4,7 @@
 //! Sv48 with a root of four tables (16 KiB, aligned); G-stage accesses are made as if in U-mode, so
 //! every leaf has U set. Entry bits from "Sv39", memory types from "Svpbmt".
 
-use super::{Entry, Format, Leaf, MemoryType, bit};
+use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Level, Pfn};
 
 /// G-stage tables with `LEVELS` levels: 3 is Sv39x4, 4 is Sv48x4.
@@ -107,8 +107,7 @@ impl<const LEVELS: u8> Format for GStage<LEVELS> {
                 NOT_CACHED => MemoryType::WriteCombining,
                 _ => MemoryType::WriteBack,
             },
-            user: true,
-            key: 0,
+            privilege: Privilege::USER,
         }
     }
 

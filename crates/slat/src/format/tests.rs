@@ -11,8 +11,7 @@ pub(super) const LEAF: Leaf = Leaf {
     accessed: false,
     dirty: false,
     memory: MemoryType::WriteBack,
-    user: true,
-    key: 0,
+    privilege: Privilege::USER,
 };
 
 const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
@@ -31,8 +30,7 @@ fn leaves(level: Level) -> impl Iterator<Item = Leaf> {
             1 => MemoryType::WriteCombining,
             _ => MemoryType::Device,
         },
-        user: true,
-        key: 0,
+        privilege: Privilege::USER,
     })
 }
 
@@ -120,7 +118,10 @@ fn keeps_its_promises<F: Format>() {
 #[test]
 fn leaves_of_x86_tables_have_a_privilege_and_a_key() {
     for (user, key) in [(false, 0), (true, 15), (false, 9)] {
-        for leaf in leaves(Level::MEGA).map(|leaf| Leaf { user, key, ..leaf }) {
+        for leaf in leaves(Level::MEGA).map(|leaf| Leaf {
+            privilege: Privilege::new(user, key),
+            ..leaf
+        }) {
             let bits = X86::<5>::leaf(leaf, Level::MEGA);
             assert_eq!(X86::<5>::decode(bits, Level::MEGA), Entry::Leaf(leaf));
             assert_eq!(X86::<5>::next_table(bits, Level::MEGA), None);

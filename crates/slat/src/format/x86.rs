@@ -4,7 +4,7 @@
 //! volume 3A, "4-Level Paging and 5-Level Paging". PAT, PCD and PWT select the memory type: index 0
 //! is write-back and index 3 uncached, as after reset; index 1 (PWT alone) is write-combining, as Linux sets it.
 
-use super::{Entry, Format, Leaf, MemoryType, bit};
+use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Level, Pfn};
 
 /// x86-64 tables with `LEVELS` (4 or 5) levels. Entries that refer to tables limit no right, leaves alone do.
@@ -152,8 +152,7 @@ fn decode_leaf(bits: u64) -> Leaf {
             WRITE_THROUGH => MemoryType::WriteCombining,
             _ => MemoryType::Device,
         },
-        user: bits & USER != 0,
-        key: (bits >> KEY_SHIFT & 15) as u8,
+        privilege: Privilege::new(bits & USER != 0, (bits >> KEY_SHIFT) as u8),
     }
 }
 
@@ -167,8 +166,8 @@ fn encode(leaf: Leaf, level: Level) -> u64 {
     leaf.pfn.0 << 12
         | memory
         | PRESENT
-        | bit(leaf.user, USER)
-        | u64::from(leaf.key) << KEY_SHIFT
+        | bit(leaf.privilege.is_user(), USER)
+        | u64::from(leaf.privilege.key()) << KEY_SHIFT
         | bit(leaf.write, WRITE)
         | bit(!leaf.execute, NO_EXECUTE)
         | bit(level > Level::PAGE, HUGE)

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::{Machine, Small, model, spawn, wait};
 use crate::addr::{Gfn, Level, Pfn};
-use crate::format::{Entry, Format, Leaf, MemoryType};
+use crate::format::{Entry, Format, Leaf, MemoryType, Privilege};
 use crate::heap::Shared;
 use crate::policy::SplitWalk;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
@@ -33,8 +33,7 @@ const LEAF: Leaf = Leaf {
     accessed: true,
     dirty: false,
     memory: MemoryType::WriteBack,
-    user: true,
-    key: 0,
+    privilege: Privilege::USER,
 };
 
 /// Returns the leaf of page `n` of the pair that `LEAF` maps when it is huge.
@@ -111,6 +110,7 @@ impl<F: Format> World<F> {
                 Mapped::Conflict
                 | Mapped::Stale
                 | Mapped::Unprepared
+                | Mapped::Unprotected
                 | Mapped::Tracked
                 | Mapped::Unsynced(_)
                 | Mapped::Replaced(_) => {

@@ -170,10 +170,10 @@ impl Root {
         self.frame
     }
 
-    /// Returns the level of the root table.
+    /// Returns the level of the root table. For a format that shadows no tables that is the top, and the compiler knows it.
     #[inline(always)]
-    pub(crate) fn level(self) -> Level {
-        self.level
+    pub(crate) fn level<F: Format>(self) -> Level {
+        if F::SHADOWS { self.level } else { F::TOP }
     }
 }
 

@@ -39,7 +39,7 @@ pub(super) fn descend<P: Platform, F: Format>(platform: &P, key: Key, level: Lev
     let Key { context, index } = key;
     let table = |frame| Table { platform, frame };
     let root = root_table::<F>(context, key.gfn());
-    let mut found = table(root).find(index, context.level());
+    let mut found = table(root).find(index, context.level::<F>());
     while found.level > level
         && let Some(lower) = F::next_table(found.bits, found.level)
     {

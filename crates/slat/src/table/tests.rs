@@ -10,7 +10,7 @@ use core::ops::Range;
 use core::ptr::NonNull;
 
 use super::*;
-use crate::format::{Entry, Ept, Leaf, MemoryType, Npt, Stage2, Sv48x4, all_gfns};
+use crate::format::{Entry, Ept, Leaf, MemoryType, Npt, Privilege, Stage2, Sv48x4, all_gfns};
 use crate::frame::Entries;
 use crate::platform::{HostPage, HostRun, ResolveError, Stale, VmId, ZappedLeaf};
 use crate::policy::SplitWalk;
@@ -180,8 +180,7 @@ const LEAF: Leaf = Leaf {
     accessed: true,
     dirty: true,
     memory: MemoryType::WriteBack,
-    user: true,
-    key: 0,
+    privilege: Privilege::USER,
 };
 
 /// Maps `gfn` to the frame of `leaf` plus `gfn`. Flushes, mends and retries as a fault does.
@@ -210,7 +209,7 @@ fn map<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level, leaf: Leaf) -> M
                     path.flushed = flush(tree, gfn, level);
                 }
             }
-            Mapped::Unflushed(gfns) => flushed = flush(tree, gfns.start.0, level),
+            Mapped::Unflushed(cleared) => flushed = flush(tree, gfn, cleared),
             Mapped::Broken => thread::yield_now(),
             mapped => break mapped,
         }

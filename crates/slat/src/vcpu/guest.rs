@@ -237,7 +237,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             };
             return match found.entry::<F>() {
                 Entry::Leaf(leaf) => {
-                    let granted = rights(leaf.write, leaf.user, leaf.execute, leaf.key);
+                    let (user, key) = (leaf.privilege.is_user(), leaf.privilege.key());
+                    let granted = rights(leaf.write, user, leaf.execute, key);
                     if !granted.allow(&strict, access) {
                         return None;
                     }

@@ -7,7 +7,7 @@ use super::Vcpu;
 use super::fault::{Detour, Fault, Want};
 use super::translate::Stop;
 use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT};
-use crate::format::{Entry, Format, Leaf, MemoryType};
+use crate::format::{Entry, Format, Leaf, MemoryType, Privilege};
 use crate::platform::{HostPage, Platform, ResolveError};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
 use crate::sync::held;
@@ -104,8 +104,7 @@ impl SlotFacts {
             accessed: true,
             dirty: write && access == Access::Write,
             memory: host.memory,
-            user: true,
-            key: 0,
+            privilege: Privilege::USER,
         }
     }
 }

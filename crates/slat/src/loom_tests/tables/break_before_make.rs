@@ -91,6 +91,7 @@ fn map_another(world: &World<SmallStage2<2>>) {
             Mapped::New | Mapped::Widened | Mapped::Spurious => break,
             Mapped::Stale
             | Mapped::Unprepared
+            | Mapped::Unprotected
             | Mapped::Tracked
             | Mapped::Unsynced(_)
             | Mapped::Replaced(_) => {
