@@ -52,23 +52,14 @@ impl Guest {
             cr3: TABLES[0] << 12,
         };
         guest.set(SlotFlags::default());
-        for pair in TABLES.windows(2) {
-            guest.poke(pair[0], 0, pair[1] << 12 | USED);
-        }
-        for page in 0..512 {
-            guest.poke(TABLES[3], page, (DATA + page) << 12 | USED);
-        }
+        guest.memory.link(&TABLES);
+        guest.memory.map(TABLES[3], DATA, USED);
         guest
     }
 
     fn set(&self, flags: SlotFlags) {
         let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0)).with_flags(flags);
         self.vm.set_memory_region(0, &region).unwrap();
-    }
-
-    /// Writes an entry of the table at frame `table` behind the MMU's back.
-    fn poke(&self, table: u64, index: u64, entry: u64) {
-        self.memory.put(table, index, entry);
     }
 
     fn try_access(
@@ -174,7 +165,7 @@ fn a_store_to_an_entry_zaps_what_was_made_of_it_and_no_more() {
     assert_eq!(counted.zapped, 1, "{counted:?}");
     assert_eq!(guest.frame(7), DATA + 600);
     // Of an upper table the entry is zapped at once.
-    guest.poke(20, 0, (DATA + 700) << 12 | USED);
+    guest.memory.put(20, 0, (DATA + 700) << 12 | USED);
     let counted = guest.counted(|guest| guest.store(TABLES[2], 0, 20 << 12 | USED));
     assert_eq!((counted.mmu_pte_write, counted.mmu_pde_zapped), (1, 1));
     assert_eq!(guest.frame(0), DATA + 700);
@@ -196,8 +187,8 @@ fn memory_that_is_a_table_no_more_is_let_go() {
 fn what_the_client_has_written_counts_after_it_has_set_the_registers() {
     let mut guest = Guest::new(Level::PAGE);
     guest.frame(0);
-    guest.poke(20, 0, (DATA + 700) << 12 | USED);
-    guest.poke(TABLES[2], 0, 20 << 12 | USED);
+    guest.memory.put(20, 0, (DATA + 700) << 12 | USED);
+    guest.memory.put(TABLES[2], 0, 20 << 12 | USED);
     guest.vm.guest_memory_changed();
     guest.flush();
     assert_eq!(guest.frame(0), DATA + 700);
@@ -207,7 +198,7 @@ fn what_the_client_has_written_counts_after_it_has_set_the_registers() {
 #[test]
 fn a_repeated_access_to_mmio_needs_neither_slots_nor_the_guests_tables() {
     let mut guest = Guest::new(Level::PAGE);
-    guest.poke(TABLES[3], 3, 0xfee0_0067);
+    guest.memory.put(TABLES[3], 3, 0xfee0_0067);
     let mmio = |guest: &mut Guest| match guest.try_access(0x3008, Write) {
         Err(VirtualStop::Stop(Stop::Mmio { gpa })) => gpa,
         other => panic!("{other:?}"),
@@ -235,7 +226,7 @@ fn a_repeated_access_to_mmio_needs_neither_slots_nor_the_guests_tables() {
 #[test]
 fn an_mmio_entry_is_not_believed_when_its_generation_comes_again() {
     let mut guest = Guest::new(Level::PAGE);
-    guest.poke(TABLES[3], 3, 0xfee0_0067);
+    guest.memory.put(TABLES[3], 3, 0xfee0_0067);
     assert!(guest.try_access(0x3000, Read).is_err());
     let region = Region::new(1, Gpa(0xfee0_0000), 4096, HostMemory::hva(9));
     guest.vm.set_memory_region(0, &region).unwrap();
@@ -252,8 +243,8 @@ fn an_mmio_entry_is_not_believed_when_its_generation_comes_again() {
 fn a_huge_page_of_the_guests_is_mapped_huge_unless_it_holds_a_table() {
     let mut guest = Guest::new(Level::MEGA);
     // Entry 1 maps the 2 MiB with the data, entry 2 those with the tables.
-    guest.poke(TABLES[2], 1, DATA << 12 | USED | HUGE);
-    guest.poke(TABLES[2], 2, USED | HUGE);
+    guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
+    guest.memory.put(TABLES[2], 2, USED | HUGE);
     let counted = guest.counted(|guest| _ = guest.access(1 << 21, Write));
     // Another one maps the tables, for walks of them.
     assert_eq!(counted.pages_2m, 2);
@@ -287,7 +278,7 @@ fn entries_that_were_used_before_are_mapped_ahead() {
     // What was not used before is not: its flag would have to be set.
     let mut guest = Guest::new(Level::PAGE);
     guest.vm.set_policy(Setting::Prefetch(Prefetch::Window(8)));
-    (0..512).for_each(|page| guest.poke(TABLES[3], page, (DATA + page) << 12 | 7));
+    (0..512).for_each(|page| guest.memory.put(TABLES[3], page, (DATA + page) << 12 | 7));
     guest.frame(0);
     let counted = guest.counted(|guest| {
         (1..64).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
@@ -302,7 +293,7 @@ fn the_number_of_shadow_pages_is_limited() {
     // Address spaces with a root each, which share the rest.
     for space in 0..100 {
         let root = 1024 + space;
-        guest.poke(root, 0, TABLES[1] << 12 | USED);
+        guest.memory.put(root, 0, TABLES[1] << 12 | USED);
         guest.cr3 = root << 12;
         assert_eq!(guest.frame(5), DATA + 5);
         let stats = guest.vm.stats();

@@ -50,14 +50,8 @@ impl Guest {
             memory: Memory::new(PAGES),
             paging: paging(TABLES[0] << 12),
         };
-        for pair in TABLES.windows(2) {
-            guest.memory.put(pair[0], 0, pair[1] << 12 | USED);
-        }
-        for page in 0..512 {
-            guest
-                .memory
-                .put(TABLES[3], page, (DATA + page) << 12 | USED);
-        }
+        guest.memory.link(&TABLES);
+        guest.memory.map(TABLES[3], DATA, USED);
         guest
     }
 
@@ -152,7 +146,7 @@ fn a_store_to_an_upper_table_is_made_after_that_is_shadowed_no_more() {
             .memory
             .put(table, if table == 30 { 0 } else { 1 }, below << 12 | USED);
     }
-    (0..512).for_each(|page| guest.memory.put(31, page, page << 12 | USED));
+    guest.memory.map(31, 0, USED);
     let at = |table: u64| (1 << 30) + (table << 12);
     assert_eq!(guest.access(0x3000, Read), Ok(DATA + 3));
     assert_eq!(guest.access(at(TABLES[2]), Write), Ok(TABLES[2]));

@@ -84,9 +84,7 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
     let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0));
     vm.set_memory_region(0, &region).unwrap();
     let memory = Memory::new(PAGES);
-    memory.put(ROOT, 0, (ROOT + 1) << 12 | USED);
-    memory.put(ROOT + 1, 0, (ROOT + 2) << 12 | USED);
-    memory.put(ROOT + 2, 0, LAST[0] << 12 | USED);
+    memory.link(&[ROOT, ROOT + 1, ROOT + 2, LAST[0]]);
     for (table, data) in LAST.into_iter().zip(DATA) {
         (0..8).for_each(|page| memory.put(table, page, data << 12 | USED));
     }
@@ -197,10 +195,8 @@ fn a_table_in_which_a_flag_is_set_is_logged() {
     let region = Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0));
     vm.set_memory_region(0, &region).unwrap();
     let memory = Memory::new(PAGES);
-    for level in 0..3 {
-        memory.put(ROOT + level, 0, (ROOT + level + 1) << 12 | USED);
-    }
-    (0..96).for_each(|page| memory.put(LAST[0], page, (DATA[0] + page) << 12 | UNUSED));
+    memory.link(&[ROOT, ROOT + 1, ROOT + 2, LAST[0]]);
+    memory.map(LAST[0], DATA[0], UNUSED);
     let (allowed, done) = (AtomicU64::new(32), AtomicU64::new(0));
     let mut logged = Vec::new();
     let reached = |count: u64| {

@@ -11,7 +11,7 @@ use core::sync::atomic::Ordering::SeqCst;
 use slat::Setting;
 use slat::{
     Config, Format, Gfn, Gpa, Hpa, Hva, Level, MmuKind, PAGE_SHIFT, PAGE_SIZE, Region, SlotFlags,
-    Stale, Stats, Vm,
+    Stale, Stats, Vm, VmId,
 };
 
 use crate::guest::{CODE, Guest, GuestVm, Tables};
@@ -62,8 +62,7 @@ impl<M: Machine> Bench<'_, M> {
         let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;
         // The tables of the VM before were freed, and their frames may be reused. A CPU that does not tag translations with
         // their VM may still cache them.
-        let everything = Gfn(0)..Gfn(u64::MAX >> PAGE_SHIFT);
-        M::flush_guests(vm.id(), &everything, Stale::ANYTHING);
+        flush::<M>(vm.id());
         for (name, value) in policies {
             let refused = |error| format!("{name}={value}: {error}");
             vm.set_policy(Setting::parse(name, value).map_err(refused)?);
@@ -150,13 +149,14 @@ impl<M: Machine> TestVm<M> {
         Ok(())
     }
 
+    /// Returns the number of faults that the first CPU reported since the last look.
+    pub(crate) fn faults(&self) -> u64 {
+        self.guest.seen.faults.swap(0, SeqCst)
+    }
+
     /// Checks that the first CPU reported `expected` faults since the last check.
     pub(crate) fn faulted(&mut self, expected: u64) -> Result<(), String> {
-        same(
-            "faults seen",
-            self.guest.seen.faults.swap(0, SeqCst),
-            expected,
-        )
+        same("faults seen", self.faults(), expected)
     }
 
     /// Ends the VM. Its tables must pass the audit, and its frames be freed.
@@ -166,6 +166,12 @@ impl<M: Machine> TestVm<M> {
         drop(self);
         same("table frames in use after the VM", host.frames_used(), 0)
     }
+}
+
+/// Flushes all translations of `vm`.
+pub(crate) fn flush<M: Machine>(vm: VmId) {
+    let everything = Gfn(0)..Gfn(u64::MAX >> PAGE_SHIFT);
+    M::flush_guests(vm, &everything, Stale::ANYTHING);
 }
 
 fn set_region<M: Machine>(vm: &GuestVm<M>, region: &Region) -> Result<(), String> {

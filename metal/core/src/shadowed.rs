@@ -6,8 +6,9 @@ use alloc::string::String;
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicBool, Ordering::*};
 
-use slat::{Access, AfterPageFault, Format, Gfn, Gpa, Hpa, PAGE_SHIFT, Stale, Stop, VirtualStop};
+use slat::{Access, AfterPageFault, Format, Gpa, Hpa, Stop, VirtualStop};
 
+use crate::bench::flush;
 use crate::guest::{CODE, Guest, Tables};
 use crate::guest_tables::{NOWHERE, Words};
 use crate::{Cause, Machine};
@@ -105,8 +106,7 @@ impl<M: Machine> Guest<M> {
             return None;
         }
         // A CPU that is on its way into the guest turns back.
-        let everything = Gfn(0)..Gfn(u64::MAX >> PAGE_SHIFT);
-        M::flush_guests(self.vcpu.vm().id(), &everything, Stale::ANYTHING);
+        flush::<M>(self.vcpu.vm().id());
         Some(Alone)
     }
 }

@@ -6,7 +6,6 @@
 //! gfn](super::by_gfn), is for work that comes from the host, which knows neither.
 
 use super::lookup::descend;
-
 use super::{Path, Table};
 use crate::addr::{Access, Gfn, Level, PageIndex, Pfn};
 use crate::format::{Entry, Format, Leaf};

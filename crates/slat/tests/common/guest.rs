@@ -48,9 +48,21 @@ impl Memory {
         self.word(host).store(value, SeqCst);
     }
 
-    /// Writes entry `index` of the table in page `table` behind the MMU's back.
+    /// Writes entry `index` of the table in page `table`. The MMU is not told.
     pub fn put(&self, table: u64, index: u64, entry: u64) {
         self.0[(table * 512 + index) as usize].store(entry, SeqCst);
+    }
+
+    /// Makes the first entry of each of `tables` refer to the next one.
+    pub fn link(&self, tables: &[u64]) {
+        for pair in tables.windows(2) {
+            self.put(pair[0], 0, pair[1] << 12 | USED);
+        }
+    }
+
+    /// Makes the entries of the level 1 table in page `table` map the pages from `data` on, with `flags`.
+    pub fn map(&self, table: u64, data: u64, flags: u64) {
+        (0..512).for_each(|page| self.put(table, page, (data + page) << 12 | flags));
     }
 
     /// Returns entry `index` of the table in page `table`.

@@ -3,8 +3,6 @@
 use alloc::format;
 use alloc::string::String;
 
-use core::sync::atomic::Ordering::SeqCst;
-
 use slat::{Gpa, Level, PAGE_SIZE, SlotFlags};
 
 use super::Verdict;
@@ -84,7 +82,7 @@ pub(super) fn upper<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     )?;
     // Nothing is made of the table now, but by the first of these stores.
     bench.run(&mut vm, maps(LEVEL_2, ENTRY, large(0)))?;
-    vm.guest.seen.faults.store(0, SeqCst);
+    vm.faults();
     for index in 10..20 {
         bench.run(&mut vm, maps(LEVEL_2, index, large(0)))?;
     }
@@ -104,11 +102,11 @@ pub(super) fn last<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         for index in 0..ENTRIES {
             bench.finds(&mut vm, window(LEVEL_1, index), page(round, index))?;
         }
-        vm.guest.seen.faults.store(0, SeqCst);
+        vm.faults();
         for index in 0..ENTRIES {
             bench.run(&mut vm, maps(LEVEL_1, index, page(round + 1, index)))?;
         }
-        let seen = vm.guest.seen.faults.swap(0, SeqCst);
+        let seen = vm.faults();
         holds("each store faults", seen < 8)?;
         faults += seen;
         // One by one, or all at once.
@@ -140,7 +138,7 @@ pub(super) fn roots<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
             bench.finds(&mut vm, gva, large * LARGE_PAGES)?;
         }
         if round == 0 {
-            vm.guest.seen.faults.store(0, SeqCst);
+            vm.faults();
         }
     }
     vm.faulted(0)?;
