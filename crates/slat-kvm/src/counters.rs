@@ -1,6 +1,7 @@
 //! The counters of a vCPU besides the engine's: exits, injections, halts. Only the thread that runs the vCPU writes them; any
 //! thread may read.
 
+use slat_x86::Counters;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
@@ -79,6 +80,26 @@ impl Count {
 
     pub(crate) fn get(&self) -> u64 {
         self.0.load(Relaxed)
+    }
+}
+
+/// The CPU's counters, as of the end of its last run.
+#[derive(Debug, Default)]
+pub(crate) struct CpuCounts([AtomicU64; Counters::COUNT]);
+
+impl CpuCounts {
+    /// Publishes the counters. Only the thread that runs the vCPU calls this.
+    pub(crate) fn publish(&self, counters: &Counters) {
+        for (to, value) in self.0.iter().zip(counters.to_array()) {
+            to.store(value, Relaxed);
+        }
+    }
+
+    /// Adds the counters to `sum`.
+    pub(crate) fn add_to(&self, sum: &mut [u64; Counters::COUNT]) {
+        for (sum, value) in sum.iter_mut().zip(&self.0) {
+            *sum = sum.wrapping_add(value.load(Relaxed));
+        }
     }
 }
 

@@ -3,13 +3,16 @@
 //! KVM returns an errno for a bad call and an exit for a broken guest, without a reason. With `SLAT_LOG=1`, slat explains refused
 //! calls. It always names instructions that the CPU lacks, once each.
 
+use crate::counters::CpuCounts;
 use crate::engine::EngineVm;
 use crate::policy;
 use crate::process::PerProcess;
+use crate::vcpu_common;
 use slat::{RegionError, Stats, Stop};
+use slat_x86::Counters;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Whether slat explains refused calls (`SLAT_LOG`).
 fn explains() -> bool {
@@ -68,28 +71,48 @@ pub(crate) fn cannot_execute(vcpu: u32, rip: u64, bytes: &[u8], reason: &str) {
     ));
 }
 
-/// Number and statistics of VMs that have ended.
-static ENDED: PerProcess<Mutex<(u64, Option<Stats>)>> = PerProcess::new();
-
-pub(crate) fn vm_ends(vm: &EngineVm) {
-    if !policy::current().is_ok_and(|policies| policies.stats) {
-        return;
-    }
-    let mut ended = ENDED.get().lock().unwrap_or_else(PoisonError::into_inner);
-    ended.0 += 1;
-    ended.1.get_or_insert_default().add(&vm.stats());
+/// The statistics of some of the process's VMs.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Totals {
+    /// The number of VMs.
+    pub vms: u64,
+    /// The sums of their memory systems' statistics.
+    pub memory: Stats,
+    /// The sums of their CPUs' counters: see [`Counters::NAMES`]. A CPU that runs is counted as of its last exit.
+    pub cpu: [u64; Counters::COUNT],
 }
 
-/// Returns the number of VMs of the process, live and ended, and the sum of their statistics.
-pub fn totals() -> (u64, Stats) {
-    let ended = ENDED.get().lock().unwrap_or_else(PoisonError::into_inner);
-    let (mut vms, mut sum) = (ended.0, ended.1.unwrap_or_default());
-    drop(ended);
-    for vm in crate::notify::live() {
-        vms += 1;
-        sum.add(&vm.stats());
+/// The statistics of VMs and vCPUs that have ended.
+static ENDED: PerProcess<Mutex<Totals>> = PerProcess::new();
+
+fn ended() -> Option<MutexGuard<'static, Totals>> {
+    let wanted = policy::current().is_ok_and(|policies| policies.stats);
+    wanted.then(|| ENDED.get().lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+pub(crate) fn vm_ends(vm: &EngineVm) {
+    if let Some(mut ended) = ended() {
+        ended.vms += 1;
+        ended.memory.add(&vm.stats());
     }
-    (vms, sum)
+}
+
+pub(crate) fn vcpu_ends(counts: &CpuCounts) {
+    if let Some(mut ended) = ended() {
+        counts.add_to(&mut ended.cpu);
+    }
+}
+
+/// Returns the statistics of the process's VMs, live and ended. (The ended ones are counted if the environment asks for
+/// statistics.)
+pub fn totals() -> Totals {
+    let mut sum = *ENDED.get().lock().unwrap_or_else(PoisonError::into_inner);
+    for vm in crate::notify::live() {
+        sum.vms += 1;
+        sum.memory.add(&vm.stats());
+    }
+    vcpu_common::add_cpu_counters(&mut sum.cpu);
+    sum
 }
 
 /// Explains a counter to users who do not know KVM's names.
@@ -128,24 +151,47 @@ fn meaning(counter: &str) -> &'static str {
         "invalidations" => "changes of host memory that a memslot uses",
         "slot_changes" => "memslots created, deleted, moved",
         "dirty_pages" => "pages marked in dirty logs",
+        "instructions" => "instructions executed",
+        "blocks" => "basic blocks executed",
+        "blocks_looked_up" => "  looked up beyond the first table",
+        "blocks_verified" => "  compared with memory",
+        "blocks_decoded" => "  decoded",
+        "code_stores" => "stores to pages with decoded code",
+        "tlb_misses" => "data translations that the software TLB did not have",
+        "flushes_cr3" => "flushes of it by CR3",
+        "flushes_other" => "  by other registers, INVPCID, or INVLPG of a large page",
+        "flushes_page" => "  of one page",
+        "flushes_host" => "  because memory or memslots of the host changed",
         _ => "",
     }
 }
 
 /// Formats the statistics as a table for the user.
-pub fn render(vms: u64, stats: &Stats) -> String {
-    let mut text = format!(
-        "slat: memory system of {vms} VM{}\n",
-        if vms == 1 { "" } else { "s" }
-    );
-    for (name, value) in stats.iter().filter(|(_, value)| *value != 0) {
+pub fn render(totals: &Totals) -> String {
+    let vms = match totals.vms {
+        1 => "1 VM".to_owned(),
+        vms => format!("{vms} VMs"),
+    };
+    let mut text = format!("slat: memory system of {vms}\n");
+    list(&mut text, totals.memory.iter());
+    let cpu = Counters::NAMES.into_iter().zip(totals.cpu);
+    if totals.cpu[0] != 0 {
+        let _ = writeln!(text, "slat: software CPU of {vms}");
+        list(&mut text, cpu);
+    }
+    text
+}
+
+/// Adds a line for each counter that is not 0.
+fn list(text: &mut String, counters: impl Iterator<Item = (&'static str, u64)>) {
+    let before = text.len();
+    for (name, value) in counters.filter(|(_, value)| *value != 0) {
         let line = format!("  {name:<26}{:>13}  {}", grouped(value), meaning(name));
         let _ = writeln!(text, "{}", line.trim_end());
     }
-    if stats.iter().all(|(_, value)| value == 0) {
+    if text.len() == before {
         text.push_str("  (nothing happened)\n");
     }
-    text
 }
 
 /// Prints the statistics if the environment asks for them and the process created VMs: a shell that only starts the KVM program
@@ -154,10 +200,10 @@ pub fn at_exit() {
     if !policy::current().is_ok_and(|policies| policies.stats) {
         return;
     }
-    let (vms, stats) = totals();
-    if vms != 0 {
+    let totals = totals();
+    if totals.vms != 0 {
         use std::io::Write as _;
-        let _ = std::io::stderr().write_all(render(vms, &stats).as_bytes());
+        let _ = std::io::stderr().write_all(render(&totals).as_bytes());
     }
 }
 
@@ -182,9 +228,10 @@ mod tests {
     fn numbers_are_readable() {
         assert_eq!(grouped(7), "7");
         assert_eq!(grouped(1234567), "1,234,567");
-        let mut stats = Stats::default();
-        stats.pf_fixed = 16384;
-        let text = render(2, &stats);
+        let mut totals = Totals::default();
+        totals.vms = 2;
+        totals.memory.pf_fixed = 16384;
+        let text = render(&totals);
         assert!(text.contains("2 VMs") && text.contains("16,384"), "{text}");
     }
 }

@@ -1,6 +1,6 @@
 //! The part of a vCPU that other threads use while it runs: its local APIC, the signals to it, its counters.
 
-use crate::counters::Exits;
+use crate::counters::{CpuCounts, Exits};
 use crate::errno::{Result, no_memory};
 use crate::process::PerProcess;
 use crate::thread::bits;
@@ -9,6 +9,7 @@ use crate::{heap, steal_time};
 use slat::{Attention, Shared};
 use slat_irqchip::lapic::{Lapic, Request};
 use slat_irqchip::message::{DeliveryMode, Message};
+use slat_x86::Counters;
 use slat_x86::state::MAX_NMIS;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -25,6 +26,7 @@ pub(crate) struct VcpuCommon {
     /// The thread (`pthread_t`) that is in `KVM_RUN`, or 0.
     pub(crate) runner: AtomicUsize,
     pub(crate) exits: Exits,
+    pub(crate) cpu: CpuCounts,
 }
 
 /// All vCPUs of the process, for [`interrupt_thread`].
@@ -50,6 +52,15 @@ pub fn interrupt_thread(thread: usize) {
     for vcpu in &*all(vcpus) {
         if vcpu.runner.load(Ordering::SeqCst) == thread {
             ticker::raise(&vcpu.attention, bits::SIGNAL);
+        }
+    }
+}
+
+/// Adds the counters of all CPUs of the process that are there now to `sum`.
+pub(crate) fn add_cpu_counters(sum: &mut [u64; Counters::COUNT]) {
+    if let Some(vcpus) = ALL.peek() {
+        for vcpu in &*all(vcpus) {
+            vcpu.cpu.add_to(sum);
         }
     }
 }
@@ -83,6 +94,7 @@ impl VcpuCommon {
             sipi_vector: AtomicU32::new(0),
             runner: AtomicUsize::new(0),
             exits: Exits::default(),
+            cpu: CpuCounts::default(),
         })
         .map_err(no_memory)
     }

@@ -88,7 +88,7 @@ fn main() {
         let start = seconds_of_cpu();
         guest.halt();
         let seconds = seconds_of_cpu() - start;
-        let instructions = guest.cpu.instructions();
+        let instructions = guest.cpu.counters().instructions;
         println!(
             "{name:10} {:8.1} MIPS  {:6.2} ns/instruction  ({instructions} instructions, {} translations)",
             instructions as f64 / seconds / 1e6,

@@ -181,6 +181,7 @@ impl Cpu {
     #[cold]
     #[inline(never)]
     fn find_block_slow(&mut self, key: Key) -> Result<NonNull<Block>, Break> {
+        self.counters.blocks_looked_up += 1;
         self.check_code_limit(key.rip)?;
         let mut is_known = false;
         if let Some(found) = *self.fixed.front.at(key.lin) {

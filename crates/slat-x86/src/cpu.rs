@@ -1,6 +1,7 @@
 //! The CPU: architectural state plus what makes running it fast.
 
 use crate::blocks::Blocks;
+use crate::counters::Counters;
 use crate::debug::{Debugger, Watch};
 use crate::decode;
 use crate::features::Features;
@@ -62,8 +63,7 @@ pub struct Cpu {
     pub(crate) fault_address: u64,
     pub(crate) fault_noncanonical: bool,
     pub(crate) exit: Option<Exit>,
-    /// Instructions executed, for the tests and the benchmark.
-    pub(crate) instructions: u64,
+    pub(crate) counters: Counters,
     machine: Option<NonNull<dyn Machine>>,
     /// The registers that the TLB's content depends on, as last seen.
     seen: [u64; 4],
@@ -124,7 +124,7 @@ impl Cpu {
             fault_address: 0,
             fault_noncanonical: false,
             exit: None,
-            instructions: 0,
+            counters: Counters::default(),
             machine: None,
             seen: [0; 4],
         })
@@ -137,21 +137,28 @@ impl Cpu {
 
     /// Drops all translations: other host pages may back guest memory now.
     pub fn flush_tlb(&mut self) {
+        self.counters.flushes_host += 1;
+        self.drop_translations();
+    }
+
+    /// Drops all translations. The caller has counted why.
+    pub(crate) fn drop_translations(&mut self) {
         self.generation += 1;
         self.tlb().flush();
     }
 
-    /// Returns the number of instructions executed so far.
-    pub fn instructions(&self) -> u64 {
-        self.instructions
+    /// Returns what the CPU has done so far.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
     }
 
     /// Drops the translation of one page, or of all of a large page. Blocks stay translated unless the page has had code.
     pub(crate) fn flush_page(&mut self, lin: u64) {
         if self.tlb().may_be_large(lin) {
-            self.flush_tlb();
+            self.flush_other();
             return;
         }
+        self.counters.flushes_page += 1;
         if self.tlb().may_have_code(lin) {
             self.generation += 1;
         }
@@ -211,9 +218,15 @@ impl Cpu {
         }
     }
 
+    /// Drops all translations, for another reason than a change of CR3.
+    pub(crate) fn flush_other(&mut self) {
+        self.counters.flushes_other += 1;
+        self.drop_translations();
+    }
+
     /// Drops all translations for an instruction that invalidates them, and tells the machine.
     pub(crate) fn flush_guest(&mut self) {
-        self.flush_tlb();
+        self.flush_other();
         self.tell_flush(GuestFlush::All);
     }
 
@@ -221,10 +234,10 @@ impl Cpu {
     pub(crate) fn load_cr3(&mut self, cr3: u64, keeps: bool) {
         self.state.cr3 = cr3;
         self.seen[CR3] = cr3;
-        if keeps {
-            self.flush_tlb();
-        } else {
-            self.flush_guest();
+        self.counters.flushes_cr3 += 1;
+        self.drop_translations();
+        if !keeps {
+            self.tell_flush(GuestFlush::All);
         }
     }
 
@@ -265,7 +278,7 @@ impl Cpu {
         let changed = seen != self.seen;
         if changed {
             self.seen = seen;
-            self.flush_tlb();
+            self.flush_other();
         }
         self.update_watch();
         self.slow = true;

@@ -132,7 +132,7 @@ impl Cpu {
         watch.breakpoints = breakpoints;
         if watched_data || self.watch.data {
             // The TLB may have pages that are watched now.
-            self.flush_tlb();
+            self.flush_other();
         }
     }
 
@@ -331,9 +331,9 @@ impl Cpu {
         self.rewind_answers();
         (self.watch.steps, self.watch.collects, self.watch.hits) = (steps, true, 0);
         self.watch.alone = false;
-        let before = self.instructions;
+        let before = self.counters.instructions;
         let exit = self.execute(block);
-        let executed = self.instructions != before || self.state.rip != start;
+        let executed = self.counters.instructions != before || self.state.rip != start;
         let steps = std::mem::take(&mut self.watch.steps);
         let hits = std::mem::take(&mut self.watch.hits);
         self.watch.collects = false;

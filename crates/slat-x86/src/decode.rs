@@ -135,6 +135,7 @@ impl Cpu {
         key: Key,
         max_ops: usize,
     ) -> Result<(), Break> {
+        self.counters.blocks_decoded += 1;
         block.clear(key);
         let in_page = 0x1000 - (key.lin & 0xfff) as usize;
         let mut buffer = [0; LONGEST];

@@ -9,6 +9,7 @@
 //! | [`state`] | the architectural registers |
 //! | [`machine`] | what the CPU needs from its machine, and its exits |
 //! | `cpu` | the CPU object; `run`: its outer loop |
+//! | `counters` | what it counts of its work |
 //! | `features` | the features in the guest's CPUID |
 //! | `fixed`, `heap` | the memory that a CPU has from its creation; allocations that may fail |
 //! | `block`, `blocks`, `hash` | a basic block; all of them, found by address |
@@ -34,6 +35,7 @@
 
 mod block;
 mod blocks;
+mod counters;
 mod cpu;
 mod debug;
 mod decode;
@@ -61,6 +63,7 @@ mod tss;
 mod x87;
 
 pub use blocks::CODE_BYTES;
+pub use counters::Counters;
 pub use cpu::Cpu;
 pub use debug::{Breakpoints, Debugger};
 pub use decode::DECODER_BYTES;

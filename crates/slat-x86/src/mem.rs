@@ -496,6 +496,7 @@ impl Cpu {
             self.fault_noncanonical = true;
             return Err(self.raise(vector::GP, Some(0)));
         }
+        self.counters.tlb_misses += 1;
         let paging = self.paging();
         match self.machine().translate(lin, access, &paging) {
             Ok(page) => {
@@ -536,6 +537,7 @@ impl Cpu {
     #[cold]
     #[inline(never)]
     pub(crate) fn gone(&mut self, lin: u64, host: *mut u8, access: Access) -> Result<(), Break> {
+        self.counters.flushes_page += 1;
         self.tlb().flush_page(lin);
         match self.machine().recheck(host, access) {
             Ok(()) => Ok(()),

@@ -59,7 +59,8 @@ impl Cpu {
         self.block_rip = block.key.rip;
         self.code_page = block.page();
         self.stop = false;
-        self.instructions += block.count;
+        self.counters.instructions += block.count;
+        self.counters.blocks += 1;
         for op in &block.ops {
             match (op.handler)(self, op) {
                 Ok(()) => {}
@@ -89,7 +90,7 @@ impl Cpu {
             .filter(|o| u64::from(o.offset) >= rest && o.count != 0)
             .map(|o| u64::from(o.count))
             .sum();
-        self.instructions -= skipped.min(block.count);
+        self.counters.instructions -= skipped.min(block.count);
         match why {
             Break::Jump => {}
             Break::End => self.state.rip = self.next_rip(op),

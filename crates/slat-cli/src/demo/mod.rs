@@ -27,9 +27,9 @@ pub fn run(format: &str) -> ExitCode {
 fn account(format: &str) -> Result<String, Failure> {
     let began = Instant::now();
     let kvm = Kvm::new()?;
-    let (report, (vms, stats)) = machine::run(&kvm, slat_kvm::report::totals)?;
+    let (report, totals) = machine::run(&kvm, slat_kvm::report::totals)?;
     let steps = describe(&report, format, began.elapsed());
-    Ok(steps + &slat_kvm::report::render(vms, &stats))
+    Ok(steps + &slat_kvm::report::render(&totals))
 }
 
 fn describe(report: &Report, format: &str, total: Duration) -> String {

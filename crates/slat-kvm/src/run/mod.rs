@@ -193,6 +193,7 @@ impl VcpuObject {
                 machine.memory_fault = None;
                 cpu.run(machine, self.common().attention.flag())
             };
+            self.common().cpu.publish(inner.cpu.counters());
             inner.vapic_from_guest();
             inner.machine.collect_pv_eoi();
             self.count(&exit);

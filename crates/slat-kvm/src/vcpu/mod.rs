@@ -19,7 +19,7 @@ use crate::machine::VcpuMachine;
 use crate::run_page::{RING_OFFSET, RunPage};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
-use crate::{clock, coalesced, events};
+use crate::{clock, coalesced, events, report};
 use kvm_bindings::*;
 use slat::{DirtyRing, Shared, VcpuStats};
 use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, DEFAULT_BASE, Lapic};
@@ -115,6 +115,7 @@ impl std::fmt::Debug for VcpuObject {
 impl Drop for VcpuObject {
     fn drop(&mut self) {
         self.common.delist();
+        report::vcpu_ends(&self.common.cpu);
     }
 }
 

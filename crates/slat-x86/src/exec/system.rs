@@ -509,7 +509,7 @@ fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
         return Err(cpu.gp());
     }
     if kind == 0 && pcid == current {
-        cpu.flush_tlb();
+        cpu.flush_other();
         cpu.tell_flush(GuestFlush::Page(address));
     } else {
         cpu.flush_guest();

@@ -1,0 +1,50 @@
+//! What a CPU counts of its own work.
+
+/// Defines the counters, in the order in which they are shown.
+macro_rules! counters {
+    ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
+        /// What a CPU has done since it was made: for statistics and measurements, nothing depends on it.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct Counters {
+            $($(#[doc = $doc])+ pub $name: u64,)+
+        }
+
+        impl Counters {
+            /// The names, in the order of [`to_array`](Self::to_array).
+            pub const NAMES: [&'static str; Self::COUNT] = [$(stringify!($name)),+];
+            /// The number of counters.
+            pub const COUNT: usize = [$(stringify!($name)),+].len();
+
+            /// Returns the values.
+            pub fn to_array(&self) -> [u64; Self::COUNT] {
+                [$(self.$name),+]
+            }
+        }
+    };
+}
+
+counters! {
+    /// Instructions executed; a repeated string instruction is one.
+    instructions,
+    /// Basic blocks executed.
+    blocks,
+    /// Of these, looked up beyond the first table: after a flush, a store to code, or a serialising event; or little used.
+    blocks_looked_up,
+    /// Of these, compared with memory.
+    blocks_verified,
+    /// Of these, decoded.
+    blocks_decoded,
+    /// Stores to pages that hold decoded code.
+    code_stores,
+    /// Data translations that the software TLB did not have.
+    tlb_misses,
+    /// Flushes of the whole TLB by a change of CR3.
+    flushes_cr3,
+    /// Flushes of the whole TLB by a change of CR0, CR4, EFER or of the registers as a whole, by INVPCID, or by INVLPG of a large
+    /// page.
+    flushes_other,
+    /// Flushes of one page: INVLPG, and host memory that was found inaccessible.
+    flushes_page,
+    /// Flushes of the whole TLB because the host's memory, memslots or dirty logs changed.
+    flushes_host,
+}
