@@ -1,8 +1,9 @@
 //! All blocks of a CPU, found by address and verified against memory.
 //!
-//! A block is keyed by linear address, RIP and decoding mode. Entering a block compares its bytes with guest memory, so stores
-//! by any CPU or the host are noticed; a store of this CPU to the page of the running block ends it (`Cpu::wrote`). If the TLB
-//! was flushed since, the host page that backs the block is looked up again.
+//! A block is keyed by linear address, RIP and decoding mode. It is executed without a look at memory as long as it has the CPU's
+//! *stamp*, which every event changes that may make a block stale: a flush of the TLB, a store to a page with decoded code, an event
+//! that serialises instructions. Then the block is looked at once ([`Cpu::verify`]): which of these was it, and does it concern
+//! this block?
 //!
 //! Code is decoded into a block that is reused for the next code: much code is executed only once, and keeping it costs more
 //! than decoding it. Code that has run before is copied into a block that is kept. So every block that can be found is
@@ -171,7 +172,7 @@ impl Cpu {
         if let Some(found) = *self.fixed.front.at(key.lin) {
             // SAFETY: blocks in the table are alive until all are freed, between blocks.
             let block = unsafe { found.as_ref() };
-            if block.key == key && block.is_fresh(self.generation) {
+            if block.key == key && block.stamp == self.stamp {
                 return Ok(found);
             }
         }
@@ -188,7 +189,6 @@ impl Cpu {
             // SAFETY: blocks in the table are alive; nothing else refers to one while no block is running.
             let block = unsafe { &mut *found.as_ptr() };
             if block.key == key {
-                // After a flush of the TLB only the block's translation has to be looked up again.
                 if self.verify(block)? {
                     return Ok(found);
                 }

@@ -1,6 +1,7 @@
 //! The CPU: architectural state plus what makes running it fast.
 
 use crate::blocks::Blocks;
+use crate::code_pages::{CodePages, Member};
 use crate::counters::Counters;
 use crate::debug::{Debugger, Watch};
 use crate::decode;
@@ -13,6 +14,7 @@ use crate::machine::{Exit, GuestFlush, Machine, Paging};
 use crate::mmio::Devices;
 use crate::op::{Break, Op};
 use crate::state::{Exception, Segment, State, control, flags};
+use crate::sync::Arc;
 use crate::tlb::{SUPERVISOR, SUPERVISOR_AC, Tlb, USER};
 use std::ptr::NonNull;
 
@@ -56,6 +58,11 @@ pub struct Cpu {
     pub(crate) block_rip: u64,
     /// Number of flushes: a block of another generation has to translate its page again.
     pub(crate) generation: u64,
+    /// Number of events that serialise instructions: a block of another epoch has to be compared with memory.
+    pub(crate) epoch: u64,
+    /// Number of events that may make blocks stale, never 0: a block with another stamp has to be looked at.
+    pub(crate) stamp: u64,
+    pub(crate) code: Member,
     pub(crate) blocks: Blocks,
     pub(crate) devices: Devices,
     pub(crate) watch: Watch,
@@ -93,11 +100,12 @@ impl Cpu {
     /// Makes a CPU after RESET, with all memory that running needs: 190 KiB, most of which the host provides at first use. The
     /// blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
-    /// The first CPU of a process also builds the tables of the instruction decoder.
+    /// The first CPU of a process also builds the tables of the instruction decoder. `code`: what the CPUs that share memory tell each
+    /// other of their code.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host has no memory.
-    pub fn try_new() -> Result<Self, OutOfMemory> {
+    pub fn try_new(code: Arc<CodePages>) -> Result<Self, OutOfMemory> {
         decode::build_tables()?;
         Ok(Self {
             state: State::reset(),
@@ -114,6 +122,9 @@ impl Cpu {
             code_page: usize::MAX,
             block_rip: 0,
             generation: 1,
+            epoch: 1,
+            stamp: 1,
+            code: Member::try_new(code)?,
             blocks: Blocks::try_new()?,
             devices: Devices::default(),
             watch: Watch::default(),
@@ -143,8 +154,22 @@ impl Cpu {
 
     /// Drops all translations. The caller has counted why.
     pub(crate) fn drop_translations(&mut self) {
-        self.generation += 1;
+        self.outdate_blocks();
         self.tlb().flush();
+    }
+
+    /// Has all blocks translated again.
+    pub(crate) fn outdate_blocks(&mut self) {
+        self.generation += 1;
+        self.stamp += 1;
+    }
+
+    /// Call for an event that serialises instructions (SDM volume 3, "Serializing Instructions"), and for an interrupt and a far
+    /// transfer, by which guests begin code that a device has loaded: stores of the client and of devices to code, made before, are
+    /// seen from the next block on.
+    pub(crate) fn serialize(&mut self) {
+        self.epoch += 1;
+        self.stamp += 1;
     }
 
     /// Returns what the CPU has done so far.
@@ -160,7 +185,7 @@ impl Cpu {
         }
         self.counters.flushes_page += 1;
         if self.tlb().may_have_code(lin) {
-            self.generation += 1;
+            self.outdate_blocks();
         }
         self.tlb().flush_page(lin);
     }

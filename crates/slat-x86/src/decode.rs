@@ -2,7 +2,7 @@
 //!
 //! A second page is fetched only when the decoder needs more bytes than the first has: a fault of that fetch is the guest's.
 
-use crate::block::{Block, Hosts, Key, LONGEST, MAX_BYTES};
+use crate::block::{Block, Found, Key, LONGEST, MAX_BYTES};
 use crate::heap::{self, OutOfMemory};
 use crate::machine::{Access, Fault};
 use crate::op::{Break, Op};
@@ -67,35 +67,29 @@ impl Cpu {
         if inside { Ok(()) } else { Err(self.gp()) }
     }
 
-    /// Whether memory holds the bytes that `block` was decoded from; if so, updates its translations to this generation.
-    /// `false` for a block that holds nothing.
+    /// Whether `block` may be executed: memory holds the bytes that it was decoded from. `false` for a block that holds nothing.
+    ///
+    /// Looks the host pages up again after a flush, and compares the bytes if the block was not compared since its pages were
+    /// trusted and last changed, and instructions last serialised.
     pub(crate) fn verify(&mut self, block: &mut Block) -> Result<bool, Break> {
         if block.ops.is_empty() {
             return Ok(false);
         }
-        let lin = block.key.lin;
-        if block.is_in_one_page() {
-            block.hosts = Hosts {
-                generation: self.generation,
-                first: self.code_host(lin)?,
-                second: ptr::null_mut(),
-            };
-            if block.is_fresh(self.generation) {
-                return Ok(true);
-            }
+        let found = &block.found;
+        if found.generation == self.generation
+            && found.epoch == self.epoch
+            && found.version.is_some()
+            && found.version == Some(self.version_of(found))
+        {
+            block.stamp = self.stamp;
+            return Ok(true);
         }
+        self.counters.blocks_verified += 1;
         let (first, second) = block.parts();
-        let hosts = loop {
-            let current = block.hosts.generation == self.generation;
-            let mut hosts = Hosts {
-                generation: self.generation,
-                first: match current {
-                    true => block.hosts.first,
-                    false => self.code_host(lin)?,
-                },
-                second: ptr::null_mut(),
-            };
-            match self.compare(lin, hosts.first, first)? {
+        let lin = block.key.lin;
+        let found = loop {
+            let mut found = self.find_code(lin, &block.found)?;
+            match self.compare(lin, found.first, first)? {
                 Some(true) => {}
                 Some(false) => return Ok(false),
                 None => continue,
@@ -103,20 +97,83 @@ impl Cpu {
             // Only now is it certain that the instruction still crosses into the second page.
             if !second.is_empty() {
                 let next = self.next_code_page(lin);
-                hosts.second = match current {
-                    true => block.hosts.second,
-                    false => self.code_host(next)?,
-                };
-                match self.compare(next, hosts.second, second)? {
+                self.find_second(next, &block.found, &mut found)?;
+                match self.compare(next, found.second, second)? {
                     Some(true) => {}
                     Some(false) => return Ok(false),
                     None => continue,
                 }
             }
-            break hosts;
+            break found;
         };
-        block.hosts = hosts;
+        block.found = found;
+        block.stamp = self.stamp_of(&found);
         Ok(true)
+    }
+
+    /// Returns the version of the pages of a block.
+    fn version_of(&self, found: &Found) -> u64 {
+        let pages = self.code.pages();
+        let first = pages.version_of(found.first as usize);
+        match found.second.is_null() {
+            true => first,
+            false => first.max(pages.version_of(found.second as usize)),
+        }
+    }
+
+    /// Returns the stamp of a block whose code was just found: 0, which is no CPU's, if the next entry has to look again.
+    fn stamp_of(&self, found: &Found) -> u64 {
+        match found.version {
+            Some(_) if found.generation == self.generation => self.stamp,
+            _ => 0,
+        }
+    }
+
+    /// Finds the host page of the code at `lin`, which was `before`, and marks it. The caller compares or reads the code then.
+    fn find_code(&mut self, lin: u64, before: &Found) -> Result<Found, Break> {
+        let first = match before.generation == self.generation {
+            true => before.first,
+            false => self.code_host(lin)?,
+        };
+        Ok(Found {
+            generation: self.generation,
+            first,
+            second: ptr::null_mut(),
+            version: self.mark_code(first),
+            epoch: self.epoch,
+        })
+    }
+
+    /// Does [`find_code`](Self::find_code) for the second page of a block, whose first byte is at `lin`.
+    fn find_second(&mut self, lin: u64, before: &Found, found: &mut Found) -> Result<(), Break> {
+        found.second = match before.generation == self.generation && !before.second.is_null() {
+            true => before.second,
+            false => self.code_host(lin)?,
+        };
+        let version = self.mark_code(found.second);
+        found.version = found
+            .version
+            .zip(version)
+            .map(|(first, second)| first.max(second));
+        Ok(())
+    }
+
+    /// Marks the page of `host` as one with decoded code. Returns its version if it is trusted.
+    fn mark_code(&mut self, host: *mut u8) -> Option<u64> {
+        let page = host as usize & !0xfff;
+        let tlb = &mut self.fixed.tlb;
+        self.code
+            .mark(page, || tlb.look_at_writes(|host| host == page))
+    }
+
+    /// Heeds what other CPUs have done with code.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn heed_code(&mut self) {
+        let tlb = &mut self.fixed.tlb;
+        self.code
+            .heed(|pages| tlb.look_at_writes(|host| pages.version_of(host) != 0));
+        self.stamp += 1;
     }
 
     /// Whether the code at `lin`, which is at `host`, is `bytes`. `None`: the memory is not accessible, translate again.
@@ -140,14 +197,23 @@ impl Cpu {
         let in_page = 0x1000 - (key.lin & 0xfff) as usize;
         let mut buffer = [0; LONGEST];
         let mut len = in_page.min(buffer.len());
-        let first = self.fetch(key.lin, &mut buffer[..len])?;
-        let generation = self.generation;
-        let mut second = ptr::null_mut();
+        let mut found = loop {
+            let found = self.find_code(key.lin, &Found::NOWHERE)?;
+            if self.fetch(key.lin, found.first, &mut buffer[..len])? {
+                break found;
+            }
+        };
         let mut decoded = self.decode_ops(key, &buffer[..len], max_ops, &mut block.ops);
+        let mut crossing = found;
         if block.ops.is_empty() && decoded.end == DecoderError::NoMoreBytes && len < INSTRUCTION {
             // The first instruction crosses into the next page.
             let next = self.next_code_page(key.lin);
-            second = self.fetch(next, &mut buffer[len..INSTRUCTION])?;
+            loop {
+                self.find_second(next, &Found::NOWHERE, &mut crossing)?;
+                if self.fetch(next, crossing.second, &mut buffer[len..INSTRUCTION])? {
+                    break;
+                }
+            }
             len = INSTRUCTION;
             decoded = self.decode_ops(key, &buffer[..len], 1, &mut block.ops);
         }
@@ -163,15 +229,11 @@ impl Cpu {
             decoded.bytes = len.min(INSTRUCTION);
         }
         let split = decoded.bytes.min(in_page);
-        let hosts = Hosts {
-            generation,
-            first,
-            second: match decoded.bytes > split {
-                true => second,
-                false => ptr::null_mut(),
-            },
-        };
-        block.fill(&buffer[..decoded.bytes], split, hosts);
+        if decoded.bytes > split {
+            found = crossing;
+        }
+        block.fill(&buffer[..decoded.bytes], split, found);
+        block.stamp = self.stamp_of(&found);
         Ok(())
     }
 
@@ -218,15 +280,12 @@ impl Cpu {
         decoded
     }
 
-    /// Reads the code at `lin`, which lies in one page. Returns its host address.
-    fn fetch(&mut self, lin: u64, code: &mut [u8]) -> Result<*mut u8, Break> {
-        loop {
-            let host = self.code_host(lin)?;
-            // SAFETY: a translation looked up just now; the access is guarded.
-            match unsafe { slat_guard::copy_in(code, host) } {
-                Ok(()) => return Ok(host),
-                Err(_) => self.code_gone(lin, host)?,
-            }
+    /// Reads the code at `lin`, which lies in one page, at `host`. `false`: the memory is not accessible, translate again.
+    fn fetch(&mut self, lin: u64, host: *mut u8, code: &mut [u8]) -> Result<bool, Break> {
+        // SAFETY: a translation of guest memory; the access is guarded.
+        match unsafe { slat_guard::copy_in(code, host) } {
+            Ok(()) => Ok(true),
+            Err(_) => self.code_gone(lin, host).map(|()| false),
         }
     }
 
@@ -254,7 +313,7 @@ impl Cpu {
     }
 
     fn code_gone(&mut self, lin: u64, host: *mut u8) -> Result<(), Break> {
-        self.generation += 1;
+        self.outdate_blocks();
         self.gone(lin, host, Access::Execute)
     }
 }

@@ -44,6 +44,8 @@ pub(crate) struct Pages<T>(NonNull<T>);
 
 // SAFETY: owns its `T`, as a box does.
 unsafe impl<T: Send> Send for Pages<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Pages<T> {}
 
 impl<T: Zeroed> Pages<T> {
     pub(crate) fn zeroed() -> Result<Self, OutOfMemory> {

@@ -118,6 +118,7 @@ impl Cpu {
                 Err(why) => return self.delivery_broke(why),
             }
         } else if let Some(vector) = events.interrupt {
+            self.serialize();
             match self.deliver(vector, None, Source::External, rip) {
                 Ok(()) => {
                     self.state.events.interrupt = None;
@@ -130,6 +131,7 @@ impl Cpu {
                 Err(why) => return self.delivery_broke(why),
             }
         } else if events.takes_nmi() {
+            self.serialize();
             match self.deliver(vector::NMI, None, Source::External, rip) {
                 Ok(()) => {
                     self.state.events.nmis -= 1;

@@ -13,6 +13,7 @@
 //! | `features` | the features in the guest's CPUID |
 //! | `fixed`, `heap` | the memory that a CPU has from its creation; allocations that may fail |
 //! | `block`, `blocks`, `hash` | a basic block; all of them, found by address |
+//! | `code_pages`, `sync` | the pages with decoded code: what CPUs tell each other of stores to them |
 //! | `debug` | breakpoints, watchpoints, single steps |
 //! | `decode` | fetching and decoding code, verifying blocks against memory |
 //! | `op`, `lower/` | the decoded operation; from an instruction to an operation |
@@ -25,8 +26,8 @@
 //! | `simd/`, `x87` | SSE and x87 |
 //!
 //! Promises: an instruction that faults has changed nothing; LOCKed operations are atomic among CPUs on
-//! several threads; code that was overwritten (by this CPU, by another, by the host) is not executed from
-//! the block cache, because a block is compared with memory when it is entered.
+//! several threads; code that was overwritten is not executed from the block cache: by this CPU from the next instruction on, by
+//! another from the next block on, by anyone else from the next run or serialising instruction on.
 //!
 //! The caller has called `slat_guard::install` before it runs a CPU.
 //!
@@ -35,6 +36,7 @@
 
 mod block;
 mod blocks;
+mod code_pages;
 mod counters;
 mod cpu;
 mod debug;
@@ -57,12 +59,14 @@ mod run;
 mod segment;
 pub mod simd;
 pub mod state;
+mod sync;
 mod task;
 mod tlb;
 mod tss;
 mod x87;
 
 pub use blocks::CODE_BYTES;
+pub use code_pages::CodePages;
 pub use counters::Counters;
 pub use cpu::Cpu;
 pub use debug::{Breakpoints, Debugger};

@@ -4,9 +4,11 @@
 //! without memory, accesses that cross into another page, MMIO, inaccessible host memory. All paths are precise: a load or
 //! store that fails has changed nothing, and an access that crosses a page has translated both pages before it touches either.
 //!
-//! A store to a page that the machine tracks misses in the TLB, as the TLB holds the page for reads only. Such stores are made in
-//! [`Cpu::write_to`] and `Cpu::write_places` alone, which tell the machine.
+//! A store to a page that the machine tracks misses in the TLB, as the TLB holds the page for reads only; so does one to a page that
+//! holds decoded code. Such stores are made in [`Cpu::write_to`] and `Cpu::write_places` alone, which tell the machine, and the
+//! CPUs that share the code.
 
+use crate::code_pages::Stored;
 use crate::int::Int;
 use crate::machine::{Access, Exit, Fault};
 use crate::op::{Break, Op, form};
@@ -118,7 +120,6 @@ impl Cpu {
         let Some(host) = self.tlb().write(table, lin, size_of::<T>() as u64) else {
             return false;
         };
-        self.wrote(host);
         // SAFETY: as in `try_load`.
         unsafe { slat_guard::store(host.cast::<T>(), v) }.is_ok()
     }
@@ -141,11 +142,24 @@ impl Cpu {
         self.store_slow(lin, v)
     }
 
-    /// Call after a write to `host`: ends the running block if its own page was written.
-    #[inline(always)]
-    pub(crate) fn wrote(&mut self, host: *mut u8) {
-        if host as usize & !0xfff == self.code_page {
-            self.stop = true;
+    /// Call after each store that missed in the TLB's entries for writes, made to `host`, the address of `lin`. If the page holds
+    /// decoded code, all CPUs see that it is not good any more, this one before its next instruction.
+    fn note_store(&mut self, lin: u64, host: *mut u8) {
+        let host = host as usize;
+        match self.code.stored(host) {
+            Stored::NoCode => {
+                // Another CPU's stores have removed the mark while a block of the page runs.
+                self.stop |= host & !0xfff == self.code_page;
+            }
+            Stored::Code | Stored::CodeNoMore => {
+                self.counters.code_stores += 1;
+                self.stamp += 1;
+                self.stop = true;
+            }
+        }
+        if self.code.pages().version_of(host) == 0 {
+            let table = self.table;
+            self.tlb().forget_code(table, lin);
         }
     }
 
@@ -167,10 +181,7 @@ impl Cpu {
         if let Some(host) = self.tlb().write(table, lin, T::BYTES) {
             // SAFETY: the software TLB holds guest memory only, to which every access is guarded.
             match unsafe { exchange(host.cast::<T>(), lock, &mut f) } {
-                Ok(both) => {
-                    self.wrote(host);
-                    return Ok(both);
-                }
+                Ok(both) => return Ok(both),
                 Err(_) => self.gone(lin, host, Access::Write)?,
             }
         }
@@ -220,9 +231,9 @@ impl Cpu {
         to: Destination,
         write: impl FnOnce(*mut u8) -> Result<T, E>,
     ) -> Result<Option<T>, Break> {
-        self.wrote(to.host);
         let result = write(to.host).ok();
         // Even a write that failed may have changed some bytes.
+        self.note_store(to.lin, to.host);
         self.tell_stored(to.tracked, to.bytes);
         if result.is_none() {
             self.gone(to.lin, to.host, Access::Write)?;
@@ -484,7 +495,10 @@ impl Cpu {
     fn place(&mut self, lin: u64, access: Access) -> Result<Place, Break> {
         let table = self.table;
         let hit = match access {
-            Access::Write => self.tlb().write(table, lin, 1),
+            Access::Write => {
+                let tlb = self.tlb();
+                (tlb.write(table, lin, 1)).or_else(|| tlb.write_code(table, lin))
+            }
             _ => self.tlb().read(table, lin, 1),
         };
         if let Some(host) = hit {
@@ -502,8 +516,9 @@ impl Cpu {
             Ok(page) => {
                 debug_assert!(page.tracked.is_none() || !page.write);
                 if !self.is_watched_page(lin) {
+                    let code = self.code.pages().version_of(page.base.as_ptr() as usize) != 0;
                     self.tlb()
-                        .fill(table, lin, page.base, page.read, page.write);
+                        .fill(table, lin, page.base, page.read, page.write, code);
                     self.tlb().note_size(lin, page.bits);
                 }
                 let at = lin & 0xfff;
@@ -601,9 +616,10 @@ impl Cpu {
     fn write_at(&mut self, lin: u64, place: Place, bytes: &[u8]) -> Result<bool, Break> {
         match place {
             Place::Host { host, .. } => {
-                self.wrote(host);
                 // SAFETY: a translation of guest memory, to which every access is guarded.
                 let done = unsafe { slat_guard::copy_out(host, bytes) };
+                // Even a write that failed may have changed some bytes.
+                self.note_store(lin, host);
                 if done.is_err() {
                     self.gone(lin, host, Access::Write)?;
                 }

@@ -18,7 +18,10 @@ impl Cpu {
         self.with_machine(machine, |cpu| {
             cpu.derive();
             cpu.forget_question();
+            cpu.serialize();
+            cpu.code.enter();
             let exit = cpu.run_loop(attention);
+            cpu.code.leave();
             cpu.flags();
             exit
         })
@@ -36,6 +39,9 @@ impl Cpu {
             }
             if attention.load(Ordering::Relaxed) != 0 {
                 return Exit::Attention;
+            }
+            if self.code.has_news() {
+                self.heed_code();
             }
             let found = match self.find_block() {
                 Ok(block) => block,

@@ -3,6 +3,9 @@
 //! One table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC set (SMAP). Each entry has a tag for
 //! reads and one for writes; an access hits if the tag at the index of its first byte's page is that of its *last* byte's page,
 //! so that one comparison also finds an access that crosses into the next page.
+//!
+//! A page with decoded code (`code_pages`) has a third tag instead of that for writes: stores to it need no translation, but a
+//! look.
 
 use crate::heap::Zeroed;
 use std::ptr::NonNull;
@@ -34,6 +37,22 @@ pub(crate) struct Entry {
     write: u64,
     /// Host address of the page minus its linear address.
     addend: u64,
+    /// The tag for writes, of a page that holds decoded code.
+    write_code: u64,
+}
+
+impl Entry {
+    fn clear(&mut self) {
+        self.read = EMPTY;
+        self.write = EMPTY;
+        self.write_code = EMPTY;
+    }
+
+    /// Returns the host address of the page.
+    fn host(&self) -> usize {
+        // Only an entry whose tag for writes is not empty is asked.
+        self.addend.wrapping_add(self.write & !0xfff) as usize
+    }
 }
 
 /// A translation for instruction fetches, which is looked up once per block and page.
@@ -122,7 +141,13 @@ impl Tlb {
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Enters a translation of the page of `lin`.
+    /// Returns the host address of the byte at `lin` if it may be written, in a page that held decoded code when it was entered.
+    pub(crate) fn write_code(&self, table: usize, lin: u64) -> Option<*mut u8> {
+        let entry = &self.entries[Self::index(table, lin)];
+        (entry.write_code == tag(lin)).then(|| entry.addend.wrapping_add(lin) as *mut u8)
+    }
+
+    /// Enters a translation of the page of `lin`, which holds decoded code or not.
     pub(crate) fn fill(
         &mut self,
         table: usize,
@@ -130,14 +155,16 @@ impl Tlb {
         host: NonNull<u8>,
         read: bool,
         write: bool,
+        code: bool,
     ) {
         let index = Self::index(table, lin);
         let tag_if = |allowed| if allowed { tag(lin) } else { EMPTY };
         let addend = (host.as_ptr() as u64).wrapping_sub(lin & !0xfff);
         self.entries[index] = Entry {
             read: tag_if(read),
-            write: tag_if(write),
+            write: tag_if(write && !code),
             addend,
+            write_code: tag_if(write && code),
         };
         if self.fills < self.filled.len() {
             self.filled[self.fills] = index as u16;
@@ -202,9 +229,7 @@ impl Tlb {
     /// Drops one page.
     pub(crate) fn flush_page(&mut self, lin: u64) {
         for table in [SUPERVISOR, USER, SUPERVISOR_AC] {
-            let entry = &mut self.entries[Self::index(table, lin)];
-            entry.read = EMPTY;
-            entry.write = EMPTY;
+            self.entries[Self::index(table, lin)].clear();
         }
         for user in [false, true] {
             self.code[Self::code_index(user, lin)].tag = EMPTY;
@@ -228,19 +253,33 @@ impl Tlb {
 
     /// Drops the entries for data accesses.
     pub(crate) fn flush_data(&mut self) {
+        self.visit_filled(Entry::clear);
+        self.fills = 0;
+    }
+
+    /// Makes writes to the host pages for which `has_code` holds, of which it gets the addresses, need a look.
+    pub(crate) fn look_at_writes(&mut self, mut has_code: impl FnMut(usize) -> bool) {
+        self.visit_filled(|entry| {
+            if entry.write != EMPTY && has_code(entry.host()) {
+                entry.write_code = std::mem::replace(&mut entry.write, EMPTY);
+            }
+        });
+    }
+
+    /// Has the next write to the page of `lin`, which holds decoded code no more, translated anew.
+    pub(crate) fn forget_code(&mut self, table: usize, lin: u64) {
+        self.entries[Self::index(table, lin)].write_code = EMPTY;
+    }
+
+    /// Calls `visit` with all entries filled since the last flush, and maybe others.
+    fn visit_filled(&mut self, mut visit: impl FnMut(&mut Entry)) {
         if self.fills <= self.filled.len() {
             for &index in &self.filled[..self.fills] {
-                let entry = &mut self.entries[usize::from(index)];
-                entry.read = EMPTY;
-                entry.write = EMPTY;
+                visit(&mut self.entries[usize::from(index)]);
             }
         } else {
-            for entry in &mut self.entries {
-                entry.read = EMPTY;
-                entry.write = EMPTY;
-            }
+            self.entries.iter_mut().for_each(visit);
         }
-        self.fills = 0;
     }
 }
 
@@ -270,7 +309,7 @@ mod tests {
         for pages in [1, 1000, 5000u64] {
             let mut tlb = Pages::<Tlb>::zeroed().unwrap();
             for page in 0..pages {
-                tlb.fill(USER, page << 12, host, true, true);
+                tlb.fill(USER, page << 12, host, true, true, false);
             }
             assert!(tlb.read(USER, (pages - 1) << 12, 8).is_some());
             tlb.flush();

@@ -401,7 +401,7 @@ fn a_machine_can_forbid_an_msr() {
 fn a_real_mode_cpu_starts_at_the_reset_vector_and_enters_protected_and_long_mode() {
     let memory = Memory::new(MMIO as usize);
     let mut guest = Guest::with_memory(memory, b"");
-    guest.cpu = Cpu::try_new().unwrap();
+    guest.cpu = Cpu::try_new(guest.memory().code.clone()).unwrap();
     let state = &mut guest.cpu.state;
     state.cs.base = 0xf0000;
     state.cs.selector = 0xf000;

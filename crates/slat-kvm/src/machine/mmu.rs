@@ -135,6 +135,7 @@ impl VcpuMachine {
                     &bytes[done..done + part],
                 )
             };
+            self.vm.code.stored(page.host.as_ptr());
             match copied {
                 Ok(()) => {
                     if page.tracked {

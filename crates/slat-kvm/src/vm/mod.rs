@@ -33,6 +33,7 @@ use crate::vfio::Devices;
 use crate::{notify, policy, recovery, report, vcpu_common};
 use kvm_bindings::*;
 use slat::{CreateVmError, MmuKind};
+use slat_x86::CodePages;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
 
@@ -43,6 +44,8 @@ const MIN_MMU_PAGES: u64 = 64;
 pub struct VmObject {
     pub(crate) engine: Arc<EngineVm>,
     life: Life,
+    /// What the CPUs tell each other of their code.
+    pub(crate) code: Arc<CodePages>,
     pub(crate) clock: VmClock,
     pub(crate) interrupts: Arc<Interrupts>,
     pub(crate) ioevents: IoEvents,
@@ -91,12 +94,14 @@ impl VmObject {
             CreateVmError::NoSuchMmu { .. } => Error::new(libc::EINVAL),
             _ => no_memory(error),
         })?;
+        let code = CodePages::try_new().map_err(no_memory)?;
         notify::register(&engine);
         recovery::begin();
         vcpu_common::prepare();
         Ok(Arc::new(VmObject {
             engine,
             life: Life::begin(),
+            code,
             clock: VmClock::new(),
             interrupts: Arc::default(),
             ioevents: IoEvents::default(),

@@ -86,7 +86,8 @@ fn load_table(cpu: &mut Cpu, op: &Op) -> Flow {
     } else {
         cpu.state.idtr = table;
     }
-    Ok(())
+    cpu.serialize();
+    Err(Break::End)
 }
 fn store_table(cpu: &mut Cpu, op: &Op) -> Flow {
     umip(cpu)?;
@@ -139,10 +140,11 @@ fn lldt(cpu: &mut Cpu, op: &Op) -> Flow {
             limit: 0,
             rights: Segment::UNUSABLE,
         };
-        return Ok(());
+    } else {
+        cpu.state.ldtr = system_segment(cpu, selector, 2)?;
     }
-    cpu.state.ldtr = system_segment(cpu, selector, 2)?;
-    Ok(())
+    cpu.serialize();
+    Err(Break::End)
 }
 fn ltr(cpu: &mut Cpu, op: &Op) -> Flow {
     protected_only(cpu)?;
@@ -155,7 +157,8 @@ fn ltr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.mark_descriptor(selector, 2)?;
     segment.rights |= 2;
     cpu.state.tr = segment;
-    cpu.stored()
+    cpu.serialize();
+    Err(Break::End)
 }
 /// SLDT (`aux` 0) and STR (1).
 fn store_selector<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {

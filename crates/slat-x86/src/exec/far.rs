@@ -55,6 +55,7 @@ fn far_jump(cpu: &mut Cpu, op: &Op) -> Flow {
     let cs = far_code(cpu, op, selector, Initiator::Jump)?;
     cpu.state.cs = cs;
     cpu.state.rip = offset;
+    cpu.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -73,6 +74,7 @@ fn far_call(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.set_rsp(rsp);
     cpu.state.cs = cs;
     cpu.state.rip = offset;
+    cpu.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -129,6 +131,7 @@ fn retf(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.state.cs.selector = selector;
         cpu.state.cs.base = u64::from(selector) << 4;
         cpu.state.rip = rip;
+        cpu.serialize();
         cpu.refresh();
         return Err(Break::Jump);
     }
@@ -151,6 +154,7 @@ fn retf(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     cpu.state.cs = cs;
     cpu.state.rip = rip;
+    cpu.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -223,6 +227,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.cs = cs;
     cpu.state.rip = rip;
     cpu.state.events.nmi_blocked = false;
+    cpu.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }
@@ -243,6 +248,7 @@ fn iret_real(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     cpu.set_flags(mask, new);
     cpu.state.events.nmi_blocked = false;
+    cpu.serialize();
     cpu.refresh();
     Err(Break::Jump)
 }

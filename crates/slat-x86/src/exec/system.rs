@@ -258,6 +258,7 @@ fn write_control(cpu: &mut Cpu, op: &Op) -> Flow {
         }
         _ => return Err(cpu.ud()),
     }
+    cpu.serialize();
     cpu.refresh();
     Err(Break::End)
 }
@@ -301,6 +302,7 @@ fn write_debug(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     cpu.update_watch();
     cpu.slow = true;
+    cpu.serialize();
     Err(Break::End)
 }
 
@@ -347,6 +349,7 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     if let Err(why) = cpu.write_msr(msr, v) {
         return Err(cpu.refuse_msr(op, msr, Some(v), why));
     }
+    cpu.serialize();
     cpu.refresh();
     Err(Break::End)
 }
@@ -375,7 +378,8 @@ fn cpuid(cpu: &mut Cpu, _: &Op) -> Flow {
     for (register, v) in [0, 3, 1, 2].into_iter().zip(out) {
         cpu.state.gpr[register] = v.into();
     }
-    Ok(())
+    cpu.serialize();
+    Err(Break::End)
 }
 
 /// Raises #UD without a feature.
@@ -488,6 +492,7 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.flush_page(lin);
         cpu.tell_flush(GuestFlush::Page(lin));
     }
+    cpu.serialize();
     Err(Break::End)
 }
 fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -514,10 +519,14 @@ fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
     } else {
         cpu.flush_guest();
     }
+    cpu.serialize();
     Err(Break::End)
 }
-fn privileged_nop(cpu: &mut Cpu, _: &Op) -> Flow {
-    cpu.privileged()
+/// INVD and WBINVD.
+fn invalidate_caches(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.privileged()?;
+    cpu.serialize();
+    Err(Break::End)
 }
 fn monitor(cpu: &mut Cpu, _: &Op) -> Flow {
     if cpu.cpl == 0 && cpu.machine().has_monitor() {
@@ -534,7 +543,8 @@ fn barrier(_: &mut Cpu, _: &Op) -> Flow {
     fence(Ordering::SeqCst);
     Ok(())
 }
-fn serialize(_: &mut Cpu, _: &Op) -> Flow {
+fn serialize(cpu: &mut Cpu, _: &Op) -> Flow {
+    cpu.serialize();
     Err(Break::End)
 }
 
@@ -641,7 +651,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         }
         Invlpg => invlpg,
         Invpcid => invpcid,
-        Invd | Wbinvd | Wbnoinvd => privileged_nop,
+        Invd | Wbinvd | Wbnoinvd => invalidate_caches,
         Monitor | Mwait => monitor,
         Clflush | Clflushopt | Clwb => touch,
         Mfence | Lfence | Sfence => barrier,

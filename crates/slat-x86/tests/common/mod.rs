@@ -43,6 +43,8 @@ impl Random {
 pub struct Memory {
     base: *mut u8,
     len: usize,
+    /// What the CPUs tell each other of its code.
+    pub code: Arc<CodePages>,
 }
 
 // SAFETY: a plain mapping, accessed by raw pointers only.
@@ -61,6 +63,7 @@ impl Memory {
         Arc::new(Self {
             base: base.cast(),
             len,
+            code: CodePages::try_new().unwrap(),
         })
     }
     pub fn at(&self, gpa: u64) -> *mut u8 {
@@ -387,7 +390,7 @@ impl Guest {
             Self::gate(&memory, vector as u8, at, 0, 0);
             memory.write(at, &[0xf4]);
         }
-        let mut cpu = Cpu::try_new().unwrap();
+        let mut cpu = Cpu::try_new(memory.code.clone()).unwrap();
         long_mode(&mut cpu.state);
         Self {
             cpu,

@@ -4,7 +4,9 @@
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU32;
 
-use slat_x86::{Access, Cpu, Exit, HostPage, Machine, Mmu, MsrFault, Paging, Segment, Table};
+use slat_x86::{
+    Access, CodePages, Cpu, Exit, HostPage, Machine, Mmu, MsrFault, Paging, Segment, Table,
+};
 
 use crate::native::{
     ARENA_LEN, AT, Arena, BRANCH_TARGET, Fault, GS_BASE, HOLE, PAGE, Regs, SYSTEM,
@@ -117,7 +119,7 @@ impl Guest {
         gdt[8..16].copy_from_slice(&0x00af_9b00_0000_ffffu64.to_le_bytes());
         gdt[16..24].copy_from_slice(&0x00cf_9300_0000_ffffu64.to_le_bytes());
 
-        let mut cpu = Cpu::try_new().unwrap();
+        let mut cpu = Cpu::try_new(CodePages::try_new().unwrap()).unwrap();
         let state = &mut cpu.state;
         let segment = |selector, rights| Segment {
             selector,
