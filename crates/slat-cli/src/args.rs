@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::builder::PossibleValuesParser;
 use clap::{Args as ClapArgs, Parser, Subcommand};
 use slat::{MmuKind, Policy, PolicyError, Setting};
-use slat_kvm::policy::{FORMATS, mmu_by_name};
+use slat_kvm::policy::{FORMATS, JIT, mmu_by_name, on_or_off};
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
@@ -118,6 +118,9 @@ fn policy(assignment: &str) -> Result<String, String> {
     let Some((name, value)) = assignment.split_once('=') else {
         return Err("a policy is set as NAME=VALUE".to_owned());
     };
+    if name == JIT {
+        return on_or_off(value).map(|_| assignment.to_owned());
+    }
     match Setting::parse(name, value) {
         Ok(_) => Ok(assignment.to_owned()),
         Err(PolicyError::NoSuchPolicy) => {
@@ -125,7 +128,7 @@ fn policy(assignment: &str) -> Result<String, String> {
             let names: Vec<_> = known.iter().map(|known| known.name()).collect();
             let names = names.join(", ");
             Err(format!(
-                "there is no policy '{name}'; this slat has: {names}"
+                "there is no policy '{name}'; this slat has: {names}, {JIT}"
             ))
         }
         Err(error) => Err(format!("{name}={value}: {error}")),

@@ -32,7 +32,7 @@ fn policies() -> String {
         .iter()
         .map(|setting| format!("{}={}", setting.name(), setting.value()))
         .collect();
-    set.join(" ")
+    set.join(" ") + &format!(" {}=on", slat_kvm::policy::JIT)
 }
 
 fn host() -> Vec<(&'static str, String)> {

@@ -9,7 +9,7 @@
 //! exception table (`table`) next to the address at which the thread continues when the instruction
 //! cannot be executed. The signal handlers (`signal`) look the interrupted instruction pointer up
 //! in that table. If they find it, they change the instruction pointer and nothing else, and the
-//! access returns [`Gone`]. If not, the signal is not slat's and is handed to the action that was
+//! access returns [`Gone`]. Code that is made at run time has a table of its own (`generated`). If it is in neither, the signal is not slat's and is handed to the action that was
 //! set before ([`set_chained`]).
 //!
 //! The program's own handlers do not run while a thread is in slat's code (`section`).
@@ -25,6 +25,7 @@ compile_error!("slat-guard works on x86-64 Linux only");
 
 mod access;
 mod bulk;
+mod generated;
 mod section;
 mod signal;
 mod table;
@@ -33,6 +34,7 @@ pub use access::{
     Word, compare_exchange, fetch_add, fetch_and, fetch_or, fetch_xor, load, store, swap,
 };
 pub use bulk::{copy_in, copy_out, fill, matches};
+pub use generated::set_generated;
 pub use section::{Section, change_mask, defer, on_deferral};
 pub use signal::{install, kick, kick_signal, set_chained, was_kicked};
 

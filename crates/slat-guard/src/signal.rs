@@ -7,7 +7,7 @@
 //! until the thread leaves slat's code ([`defer`]).
 
 use crate::section::{AllBlocked, change_mask, defer};
-use crate::table;
+use crate::{generated, table};
 use slat_process::calls::{self, Call};
 use slat_process::forks;
 use std::cell::Cell;
@@ -288,17 +288,22 @@ unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
 extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let ucontext = context.cast::<libc::ucontext_t>();
     // SAFETY: the kernel gives an SA_SIGINFO handler its own context and information.
-    let (ip, kicked, sent) = unsafe {
-        let ip = &mut (*ucontext).uc_mcontext.gregs[libc::REG_RIP as usize];
+    let (ip, r15, kicked, sent) = unsafe {
+        let registers = &mut (*ucontext).uc_mcontext.gregs;
+        let r15 = registers[libc::REG_R15 as usize];
+        let ip = &mut registers[libc::REG_RIP as usize];
         // Sent by a process (kill, tgkill, sigqueue), in contrast to a fault that would occur again.
-        (ip, is_kick(sig, info), (*info).si_code <= 0)
+        (ip, r15, is_kick(sig, info), (*info).si_code <= 0)
     };
-    if (kicked || !sent)
-        && let Some(fixup) = table::fixup(*ip as usize)
-    {
-        KICKED.set(kicked);
-        *ip = fixup as i64;
-        return;
+    if kicked || !sent {
+        let at = *ip as usize;
+        // SAFETY: R15 as the kernel has stored it with the instruction pointer.
+        let fixup = table::fixup(at).or_else(|| unsafe { generated::skip(at, r15 as usize) });
+        if let Some(fixup) = fixup {
+            KICKED.set(kicked);
+            *ip = fixup as i64;
+            return;
+        }
     }
     // SAFETY: these are the arguments that the kernel gave us.
     if !kicked && !unsafe { defer(sig, info, context) } {

@@ -12,12 +12,12 @@ pub(crate) trait Background: Sync + 'static {
     /// The end of the message to the user if the thread cannot be started: what does not work then.
     const WITHOUT: &'static str;
 
+    /// Bytes of the thread's stack.
+    const STACK: usize = 64 << 10;
+
     /// Runs on the thread until the process ends.
     fn run(&'static self);
 }
-
-/// Bytes of a background thread's stack.
-const STACK: usize = 64 << 10;
 
 /// Starts the thread of `work`, which runs in a [`Section`] and blocks all signals. Returns `false`, and prints a message, if the
 /// thread cannot be started.
@@ -40,7 +40,7 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
         let mut thread = 0;
         let mut error = libc::pthread_attr_init(&mut attributes);
         if error == 0 {
-            libc::pthread_attr_setstacksize(&mut attributes, STACK);
+            libc::pthread_attr_setstacksize(&mut attributes, T::STACK);
             libc::pthread_attr_setdetachstate(&mut attributes, libc::PTHREAD_CREATE_DETACHED);
             let work = std::ptr::from_ref(work).cast_mut().cast();
             error = libc::pthread_create(&mut thread, &attributes, main::<T>, work);

@@ -7,7 +7,7 @@
 use crate::background;
 use crate::irq::irqfd;
 use crate::process::PerProcess;
-use crate::{recovery, report, steal_time, ticker};
+use crate::{compiler, recovery, report, steal_time, ticker};
 use slat_process::calls::is_any_forbidden;
 use slat_process::{filter, helper};
 
@@ -51,6 +51,7 @@ pub(crate) fn kvm_is_used() {
 fn start_threads() {
     helper::start(background::start);
     ticker::start();
+    compiler::start();
     irqfd::start();
     recovery::start();
     steal_time::prepare();

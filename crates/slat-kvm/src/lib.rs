@@ -44,6 +44,7 @@ mod call;
 pub mod caps;
 pub mod clock;
 pub mod coalesced;
+mod compiler;
 mod counters;
 pub mod cpu_features;
 pub mod cpuid;

@@ -10,16 +10,33 @@ use std::sync::OnceLock;
 /// The values of `SLAT_FORMAT`: the formats of second-level tables.
 pub const FORMATS: &[&str] = TableFormat::NAMES;
 
+/// The policy of the software CPU, which the engine does not know: compile the code that runs often.
+pub const JIT: &str = "jit";
+
 /// The policies of every VM of this process.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policies {
     settings: Vec<Setting>,
     /// The format of second-level tables.
     pub format: TableFormat,
     /// What makes these tables.
     pub mmu: MmuKind,
+    /// Compile the guests' hot code ([`JIT`]).
+    pub jit: bool,
     /// Print statistics at the end of the process.
     pub stats: bool,
+}
+
+impl Default for Policies {
+    fn default() -> Self {
+        Self {
+            settings: Vec::new(),
+            format: TableFormat::default(),
+            mmu: MmuKind::default(),
+            jit: true,
+            stats: false,
+        }
+    }
 }
 
 impl Policies {
@@ -44,6 +61,7 @@ impl Policies {
         let format = format.unwrap_or(TableFormat::of(mmu));
         check_pair(mmu, format)?;
         let mut settings = Vec::new();
+        let mut jit = true;
         for setting in variable("SLAT_SET")
             .unwrap_or_default()
             .split(',')
@@ -52,12 +70,16 @@ impl Policies {
             let (name, value) = setting.split_once('=').ok_or_else(|| {
                 format!("SLAT_SET: \"{setting}\" is not of the form POLICY=VALUE")
             })?;
+            if name == JIT {
+                jit = on_or_off(value).map_err(|error| format!("SLAT_SET: {error}"))?;
+                continue;
+            }
             let setting = Setting::parse(name, value).map_err(|error| match error {
                 PolicyError::NoSuchPolicy => {
                     let known = Policy::default();
                     let names: Vec<_> = known.iter().map(|known| known.name()).collect();
                     let names = names.join(", ");
-                    format!("SLAT_SET: there is no policy \"{name}\"; there are {names}")
+                    format!("SLAT_SET: there is no policy \"{name}\"; there are {names}, {JIT}")
                 }
                 error => format!("SLAT_SET: {name}={value}: {error}"),
             })?;
@@ -68,6 +90,7 @@ impl Policies {
             settings,
             format,
             mmu,
+            jit,
             stats,
         })
     }
@@ -79,6 +102,18 @@ impl Policies {
             policy.set(*setting);
         }
         policy
+    }
+}
+
+/// Reads the value of [`JIT`].
+///
+/// # Errors
+/// A message that names the values.
+pub fn on_or_off(value: &str) -> std::result::Result<bool, String> {
+    match value {
+        "on" | "1" | "Y" | "y" => Ok(true),
+        "off" | "0" | "N" | "n" => Ok(false),
+        _ => Err(format!("{JIT}={value}: the value is on or off")),
     }
 }
 

@@ -152,7 +152,9 @@ fn meaning(counter: &str) -> &'static str {
         "slot_changes" => "memslots created, deleted, moved",
         "dirty_pages" => "pages marked in dirty logs",
         "instructions" => "instructions executed",
-        "blocks" => "basic blocks executed",
+        "instructions_compiled" => "  in compiled code",
+        "regions" => "regions of code compiled",
+        "blocks" => "basic blocks interpreted, or compiled regions entered",
         "blocks_looked_up" => "  looked up beyond the first table",
         "blocks_verified" => "  compared with memory",
         "blocks_decoded" => "  decoded",
@@ -228,8 +230,10 @@ mod tests {
     fn numbers_are_readable() {
         assert_eq!(grouped(7), "7");
         assert_eq!(grouped(1234567), "1,234,567");
-        let mut totals = Totals::default();
-        totals.vms = 2;
+        let mut totals = Totals {
+            vms: 2,
+            ..Totals::default()
+        };
         totals.memory.pf_fixed = 16384;
         let text = render(&totals);
         assert!(text.contains("2 VMs") && text.contains("16,384"), "{text}");

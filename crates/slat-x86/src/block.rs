@@ -56,6 +56,15 @@ pub(crate) struct Block {
     pub(crate) found: Found,
     /// [`crate::Cpu::stamp`] as long as the block may be executed without another look.
     pub(crate) stamp: u64,
+    /// Entries until the block is hot.
+    #[cfg(feature = "jit")]
+    pub(crate) heat: std::cell::Cell<u32>,
+    /// Whether the compiler has the block.
+    #[cfg(feature = "jit")]
+    pub(crate) is_submitted: std::cell::Cell<bool>,
+    /// The compiled region that this block is a part of.
+    #[cfg(feature = "jit")]
+    pub(crate) entrance: Option<crate::jit::Entrance>,
     /// Bytes in the first page.
     split: usize,
     bytes: Vec<u8>,
@@ -75,6 +84,12 @@ impl Block {
             },
             found: Found::NOWHERE,
             stamp: 0,
+            #[cfg(feature = "jit")]
+            heat: std::cell::Cell::new(crate::jit::HOT),
+            #[cfg(feature = "jit")]
+            is_submitted: std::cell::Cell::new(false),
+            #[cfg(feature = "jit")]
+            entrance: None,
             split: 0,
             bytes: Vec::new(),
             ops: Vec::new(),
@@ -114,6 +129,7 @@ impl Block {
         replace(&mut self.ops, &from.ops);
         replace(&mut self.bytes, &from.bytes);
         (self.key, self.found, self.stamp) = (from.key, from.found, from.stamp);
+        self.cool();
         (self.split, self.count) = (from.split, from.count);
     }
 
@@ -126,8 +142,25 @@ impl Block {
     pub(crate) fn clear(&mut self, key: Key) {
         self.key = key;
         self.stamp = 0;
+        self.cool();
         self.ops.clear();
         self.bytes.clear();
+    }
+
+    /// Makes the block hot.
+    pub(crate) fn heat_up(&self) {
+        #[cfg(feature = "jit")]
+        self.heat.set(0);
+    }
+
+    /// Forgets how often the block ran, and its compiled code.
+    pub(crate) fn cool(&mut self) {
+        #[cfg(feature = "jit")]
+        {
+            self.heat.set(crate::jit::HOT);
+            self.is_submitted.set(false);
+            self.entrance = None;
+        }
     }
 
     /// Stores the bytes that `ops` were decoded from: `bytes`, found at `found`, the first `split` of them in the first page.

@@ -101,8 +101,28 @@ impl Blocks {
         self.bytes + entries * (size_of::<(Key, NonNull<Block>)>() + 1)
     }
 
+    /// Returns a kept block.
+    #[cfg(feature = "jit")]
+    pub(crate) fn kept(&self, key: &Key) -> Option<&Block> {
+        // SAFETY: blocks in the map are alive as long as they are in it; they are changed through `&mut self` only.
+        self.kept.get(key).map(|block| unsafe { block.as_ref() })
+    }
+
+    /// Attaches compiled code to its block, if there still is one. The block is verified, with that code, before it runs next. Call
+    /// while no block is running.
+    #[cfg(feature = "jit")]
+    pub(crate) fn attach(&mut self, key: &Key, entrance: crate::jit::Entrance) {
+        if let Some(&block) = self.kept.get(key) {
+            // SAFETY: as in `kept`, and no block is running.
+            let block = unsafe { &mut *block.as_ptr() };
+            block.entrance = Some(entrance);
+            block.stamp = 0;
+            block.found.version = None;
+        }
+    }
+
     /// Frees the kept blocks. Call while no block is running.
-    fn clear(&mut self, front: &mut Front) {
+    pub(crate) fn clear(&mut self, front: &mut Front) {
         front.0.fill(None);
         for (_, block) in self.kept.drain() {
             // SAFETY: made by `leak`, removed from the map and the table here; none is running.
@@ -195,7 +215,8 @@ impl Cpu {
                 is_known = true;
             }
         }
-        let seen = self.fixed.seen.note(key.lin);
+        let eager = self.compiles_at_once();
+        let seen = self.fixed.seen.note(key.lin) || eager;
         if seen
             && !is_known
             && let Some(&kept) = self.blocks.kept.get(&key)
@@ -210,7 +231,14 @@ impl Cpu {
         // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
         self.make(unsafe { &mut *once.as_ptr() }, key, MAX_OPS)?;
         match seen {
-            true => Ok(self.blocks.keep(&mut self.fixed.front).unwrap_or(once)),
+            true => {
+                let kept = self.blocks.keep(&mut self.fixed.front).unwrap_or(once);
+                if eager {
+                    // SAFETY: alive until all are freed.
+                    unsafe { kept.as_ref() }.heat_up();
+                }
+                Ok(kept)
+            }
             false => Ok(once),
         }
     }

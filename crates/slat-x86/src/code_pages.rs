@@ -28,9 +28,10 @@
 //!
 //! A slot belongs to all host pages whose numbers agree in the low bits. That costs a comparison too many, nothing else.
 
-use crate::heap::OutOfMemory;
+use crate::heap::{self, OutOfMemory};
 use crate::sync::{Arc, AtomicU64, Mutex, MutexGuard, fence};
 use slots::Slots;
+use std::ptr::NonNull;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
@@ -38,6 +39,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 const STRIKES: u64 = 15;
 /// Bits of a slot below the version: the number of such stores.
 const STRIKE_BITS: u32 = 4;
+const STRIKE_MASK: u64 = (1 << STRIKE_BITS) - 1;
 
 /// The seat of a CPU that does not run: it has heeded every version.
 const STANDS_STILL: u64 = u64::MAX;
@@ -94,7 +96,20 @@ pub struct CodePages {
     slots: Slots,
     version: AtomicU64,
     /// The versions that the CPUs have heeded. Its lock is held while a slot or the version changes.
-    seats: Mutex<Vec<Arc<AtomicU64>>>,
+    seats: Mutex<Vec<Seat>>,
+}
+
+/// Points to the seat of a [`Member`], which owns it and takes it off the list before it is dropped.
+struct Seat(NonNull<AtomicU64>);
+
+// SAFETY: a reference to an atomic.
+unsafe impl Send for Seat {}
+
+impl Seat {
+    fn heeded(&self) -> u64 {
+        // SAFETY: the member is alive as long as its seat is on the list, which the caller has locked.
+        unsafe { self.0.as_ref() }.load(Acquire)
+    }
 }
 
 impl std::fmt::Debug for CodePages {
@@ -131,6 +146,12 @@ impl CodePages {
         }
     }
 
+    /// Returns the version, for compiled code to look at.
+    #[cfg(feature = "jit")]
+    pub(crate) fn version(&self) -> &AtomicU64 {
+        &self.version
+    }
+
     /// Returns the version of the page of `host`: 0 if it is not marked.
     #[inline(always)]
     pub(crate) fn version_of(&self, host: usize) -> u64 {
@@ -141,7 +162,7 @@ impl CodePages {
 /// The right to change slots and version.
 struct Change<'a> {
     pages: &'a CodePages,
-    seats: MutexGuard<'a, Vec<Arc<AtomicU64>>>,
+    seats: MutexGuard<'a, Vec<Seat>>,
 }
 
 impl Change<'_> {
@@ -161,7 +182,7 @@ impl Change<'_> {
     /// Gives the page of `host` a new version for a store, or removes its mark. Returns the version, and whether it is marked.
     fn strike(&self, host: usize) -> Option<(u64, bool)> {
         let now = self.pages.slots.at(host).load(Relaxed);
-        let strikes = now % (1 << STRIKE_BITS) + 1;
+        let strikes = (now & STRIKE_MASK) + 1;
         let stays = strikes < STRIKES;
         (now != 0).then(|| (self.next(host, stays, strikes), stays))
     }
@@ -171,7 +192,7 @@ impl Change<'_> {
         let version = self.pages.version.load(Relaxed);
         // Between the store of the version and the loads of the seats: see the module.
         fence(SeqCst);
-        let seats = self.seats.iter().map(|seat| seat.load(Acquire));
+        let seats = self.seats.iter().map(Seat::heeded);
         seats.fold(version, u64::min)
     }
 }
@@ -180,8 +201,8 @@ impl Change<'_> {
 pub(crate) struct Member {
     pages: Arc<CodePages>,
     /// The version that this CPU has heeded, for the others.
-    seat: Arc<AtomicU64>,
-    heeded: u64,
+    seat: Box<AtomicU64>,
+    pub(crate) heeded: u64,
     /// A version that all running CPUs have heeded.
     heeded_by_all: u64,
 }
@@ -189,10 +210,10 @@ pub(crate) struct Member {
 impl Member {
     /// Makes a member that does not run yet.
     pub(crate) fn try_new(pages: Arc<CodePages>) -> Result<Self, OutOfMemory> {
-        let seat = Arc::new(AtomicU64::new(STANDS_STILL));
+        let seat = heap::boxed(AtomicU64::new(STANDS_STILL))?;
         let mut change = pages.lock();
         change.seats.try_reserve(1).map_err(|_| OutOfMemory)?;
-        change.seats.push(seat.clone());
+        change.seats.push(Seat(NonNull::from(&*seat)));
         drop(change);
         Ok(Self {
             pages,
@@ -249,10 +270,10 @@ impl Member {
     pub(crate) fn mark(&mut self, host: usize, drop_writes: impl FnOnce()) -> Option<u64> {
         let slot = self.pages.slots.at(host);
         let mut now = slot.load(Acquire);
-        if now % (1 << STRIKE_BITS) != 0 || now == 0 {
+        if now & STRIKE_MASK != 0 || now == 0 {
             let pages = self.pages.clone();
             let change = pages.lock();
-            now = slot.load(Relaxed) & !((1 << STRIKE_BITS) - 1);
+            now = slot.load(Relaxed) & !STRIKE_MASK;
             if now == 0 {
                 drop_writes();
                 let version = change.next(host, true, 0);
@@ -293,7 +314,8 @@ impl Member {
 impl Drop for Member {
     fn drop(&mut self) {
         let mut change = self.pages.lock();
-        change.seats.retain(|seat| !Arc::ptr_eq(seat, &self.seat));
+        let own = NonNull::from(&*self.seat);
+        change.seats.retain(|seat| seat.0 != own);
     }
 }
 
@@ -306,4 +328,168 @@ pub(crate) enum Stored {
     Code,
     /// The page was marked until this store.
     CodeNoMore,
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::thread;
+
+    const PAGE: usize = 0x1000;
+    const OTHER_PAGE: usize = 0x2000;
+
+    /// A CPU that has the page in its TLB, for writes without a look or not, and stores to it.
+    struct Storer {
+        member: Member,
+        without_look: bool,
+    }
+
+    impl Storer {
+        fn new(pages: &Arc<CodePages>, without_look: bool) -> Self {
+            Self {
+                member: Member::try_new(pages.clone()).unwrap(),
+                without_look,
+            }
+        }
+
+        fn boundary(&mut self) {
+            if self.member.has_news() {
+                let without_look = &mut self.without_look;
+                self.member.heed(|pages| {
+                    *without_look &= pages.version_of(PAGE) == 0;
+                });
+            }
+        }
+
+        fn store(&mut self, byte: &AtomicU64, value: u64, marks: bool) {
+            self.boundary();
+            if marks {
+                // Changes the version itself, maybe after others have.
+                self.member.mark(OTHER_PAGE, || {});
+            }
+            byte.store(value, Relaxed);
+            if !self.without_look {
+                // As a miss in the TLB does: the entry follows the mark as it is before the store.
+                self.without_look = self.member.stored(PAGE) == Stored::NoCode;
+            }
+        }
+    }
+
+    /// A CPU that decodes the byte and executes it.
+    struct Executor {
+        member: Member,
+        decoded: u64,
+        version: Option<u64>,
+    }
+
+    impl Executor {
+        fn new(pages: &Arc<CodePages>) -> Self {
+            Self {
+                member: Member::try_new(pages.clone()).unwrap(),
+                decoded: u64::MAX,
+                version: None,
+            }
+        }
+
+        /// Enters the block: looks at it if it has to.
+        fn execute(&mut self, byte: &AtomicU64) {
+            if self.member.has_news() {
+                self.member.heed(|_| {});
+            }
+            let now = self.member.pages().version_of(PAGE);
+            if self.version != Some(now) {
+                self.version = self.member.mark(PAGE, || {});
+                self.decoded = byte.load(Relaxed);
+            }
+        }
+    }
+
+    fn bounded(model: impl Fn() + Sync + Send + 'static) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(3);
+        builder.check(model);
+    }
+
+    /// After all CPUs have stopped: the executor sees the last store at its next entry.
+    fn sees_the_last_store(storers: usize, without_look: bool, runs: usize, marks: bool) {
+        bounded(move || {
+            let pages = CodePages::try_new().unwrap();
+            let byte = Arc::new(AtomicU64::new(0));
+            let threads: Vec<_> = (0..storers)
+                .map(|_| {
+                    let mut storer = Storer::new(&pages, without_look);
+                    let byte = byte.clone();
+                    thread::spawn(move || {
+                        for run in 0..runs {
+                            storer.member.enter();
+                            storer.store(&byte, 1 + run as u64, marks);
+                            storer.boundary();
+                            storer.member.leave();
+                        }
+                    })
+                })
+                .collect();
+            let mut executor = Executor::new(&pages);
+            executor.member.enter();
+            executor.execute(&byte);
+            executor.execute(&byte);
+            for thread in threads {
+                thread.join().unwrap();
+            }
+            executor.execute(&byte);
+            assert_eq!(executor.decoded, byte.load(Relaxed));
+            // Trusted now that nobody stores.
+            executor.execute(&byte);
+            assert!(executor.version.is_some());
+        });
+    }
+
+    #[test]
+    fn a_store_without_a_look_is_seen() {
+        sees_the_last_store(1, true, 1, false);
+    }
+
+    #[test]
+    fn stores_of_two_runs_are_seen() {
+        sees_the_last_store(1, true, 2, false);
+    }
+
+    #[test]
+    fn stores_with_a_look_are_seen() {
+        sees_the_last_store(1, false, 2, false);
+    }
+
+    #[test]
+    fn stores_of_two_cpus_are_seen() {
+        sees_the_last_store(2, true, 1, false);
+    }
+
+    #[test]
+    fn a_store_of_a_cpu_that_marks_a_page_itself_is_seen() {
+        sees_the_last_store(1, true, 1, true);
+    }
+
+    #[test]
+    fn two_cpus_that_mark_a_page_trust_it_together() {
+        bounded(|| {
+            let pages = CodePages::try_new().unwrap();
+            let byte = Arc::new(AtomicU64::new(0));
+            let other = {
+                let (pages, byte) = (pages.clone(), byte.clone());
+                thread::spawn(move || {
+                    let mut executor = Executor::new(&pages);
+                    executor.member.enter();
+                    executor.execute(&byte);
+                    executor.member.leave();
+                })
+            };
+            let mut executor = Executor::new(&pages);
+            executor.member.enter();
+            executor.execute(&byte);
+            other.join().unwrap();
+            executor.execute(&byte);
+            executor.execute(&byte);
+            assert!(executor.version.is_some());
+        });
+    }
 }

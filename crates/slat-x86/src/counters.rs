@@ -26,7 +26,11 @@ macro_rules! counters {
 counters! {
     /// Instructions executed; a repeated string instruction is one.
     instructions,
-    /// Basic blocks executed.
+    /// Of these, in compiled code.
+    instructions_compiled,
+    /// Regions of code compiled.
+    regions,
+    /// Basic blocks executed by the interpreter, and regions of compiled code entered.
     blocks,
     /// Of these, looked up beyond the first table: after a flush, a store to code, or a serialising event; or little used.
     blocks_looked_up,

@@ -63,6 +63,8 @@ pub struct Cpu {
     /// Number of events that may make blocks stale, never 0: a block with another stamp has to be looked at.
     pub(crate) stamp: u64,
     pub(crate) code: Member,
+    #[cfg(feature = "jit")]
+    pub(crate) compiled: crate::jit::Compiled,
     pub(crate) blocks: Blocks,
     pub(crate) devices: Devices,
     pub(crate) watch: Watch,
@@ -125,6 +127,8 @@ impl Cpu {
             epoch: 1,
             stamp: 1,
             code: Member::try_new(code)?,
+            #[cfg(feature = "jit")]
+            compiled: crate::jit::Compiled::new(),
             blocks: Blocks::try_new()?,
             devices: Devices::default(),
             watch: Watch::default(),
@@ -188,6 +192,12 @@ impl Cpu {
             self.outdate_blocks();
         }
         self.tlb().flush_page(lin);
+    }
+
+    /// Whether blocks are compiled before they run for the first time: never without a compiler.
+    #[cfg(not(feature = "jit"))]
+    pub(crate) fn compiles_at_once(&self) -> bool {
+        false
     }
 
     /// Runs `f` with `machine` as the CPU's machine.
@@ -317,6 +327,10 @@ impl Cpu {
             (false, false) => SUPERVISOR,
             (false, true) => SUPERVISOR_AC,
         };
+        #[cfg(feature = "jit")]
+        {
+            self.compiled.table = self.fixed.tlb.table(self.table);
+        }
     }
 
     #[inline(always)]

@@ -108,7 +108,27 @@ impl Cpu {
         };
         block.found = found;
         block.stamp = self.stamp_of(&found);
+        self.verify_region(block);
         Ok(true)
+    }
+
+    /// Drops the compiled code of a block that was just compared with memory if memory does not hold the rest of it any more.
+    fn verify_region(&self, block: &mut Block) {
+        #[cfg(feature = "jit")]
+        if let Some(entrance) = &block.entrance {
+            let page = block.page();
+            let same = entrance.region.parts().all(|(rip, bytes)| {
+                let host = (page | rip as usize & 0xfff) as *const u8;
+                // SAFETY: all of the region lies in the page of the block's first byte, whose translation is current.
+                let held = unsafe { slat_guard::matches(host, bytes) };
+                held == Ok(true)
+            });
+            if !same {
+                block.cool();
+            }
+        }
+        #[cfg(not(feature = "jit"))]
+        let _ = block;
     }
 
     /// Returns the version of the pages of a block.

@@ -11,14 +11,14 @@ use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 /// The last flag-setting operation. The low two bits of a kind are the operand size.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lazy {
-    kind: u8,
-    a: u64,
-    b: u64,
-    result: u64,
+    pub(crate) kind: u8,
+    pub(crate) a: u64,
+    pub(crate) b: u64,
+    pub(crate) result: u64,
 }
 
 /// The flags are in `state.rflags`.
-const DONE: u8 = 0;
+pub(crate) const DONE: u8 = 0;
 /// `result = a + b`
 pub(crate) const ADD: u8 = 4;
 /// `result = a - b`
@@ -30,7 +30,7 @@ pub(crate) const INC: u8 = 16;
 /// `a - 1`: `b` is the carry flag, which stays.
 pub(crate) const DEC: u8 = 20;
 /// `a` holds CF, OF and AF in bits 0 to 2; the others follow from the result.
-const GIVEN: u8 = 24;
+pub(crate) const GIVEN: u8 = 24;
 
 impl Lazy {
     pub(crate) const fn done() -> Self {

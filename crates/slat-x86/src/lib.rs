@@ -1,6 +1,6 @@
 //! A software x86-64 CPU.
 //!
-//! An interpreter of decoded basic blocks. [`Cpu`] holds the architectural [`State`] and runs it against a [`Machine`], which
+//! An interpreter of decoded basic blocks, and a compiler of those that run often. [`Cpu`] holds the architectural [`State`] and runs it against a [`Machine`], which
 //! translates guest-virtual addresses to host pages ([`Mmu`]) and serves CPUID, MSRs and the like. [`Cpu::run`] runs until it
 //! needs its caller and returns the reason: [`Exit`].
 //!
@@ -18,6 +18,7 @@
 //! | `decode` | fetching and decoding code, verifying blocks against memory |
 //! | `op`, `lower/` | the decoded operation; from an instruction to an operation |
 //! | `exec/` | the handlers of operations, a file per kind |
+//! | `jit/` | the compiler of hot code (feature `jit`) |
 //! | `flags` | lazy arithmetic flags |
 //! | `tlb`, `mem` | the software TLB; loads and stores |
 //! | `mmio` | MMIO and port accesses, whose data the device model provides |
@@ -50,6 +51,8 @@ mod hash;
 mod heap;
 mod int;
 mod interrupt;
+#[cfg(feature = "jit")]
+mod jit;
 mod lower;
 pub mod machine;
 mod mem;
@@ -73,6 +76,8 @@ pub use debug::{Breakpoints, Debugger};
 pub use decode::DECODER_BYTES;
 pub use features::{Features, PKRU_OFFSET};
 pub use heap::OutOfMemory;
+#[cfg(feature = "jit")]
+pub use jit::Compiler;
 pub use machine::{
     Access, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, Hypercalls, Machine, Mmu,
     MsrFault, Paging,

@@ -20,6 +20,8 @@ impl Cpu {
             cpu.forget_question();
             cpu.serialize();
             cpu.code.enter();
+            #[cfg(feature = "jit")]
+            cpu.prepare_compiled(attention);
             let exit = cpu.run_loop(attention);
             cpu.code.leave();
             cpu.flags();
@@ -53,6 +55,24 @@ impl Cpu {
             // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing
             // changes it while it runs.
             let block = unsafe { found.as_ref() };
+            #[cfg(feature = "jit")]
+            if let Some(entrance) = &block.entrance
+                && block.stamp == self.stamp
+            {
+                self.counters.blocks += 1;
+                if let Some(exit) = self.run_compiled(entrance, block.page()) {
+                    return exit;
+                }
+                continue;
+            }
+            #[cfg(feature = "jit")]
+            match block.heat.get() {
+                0 => {
+                    self.heated(found);
+                    continue;
+                }
+                left => block.heat.set(left - 1),
+            }
             if let Some(exit) = self.execute(block) {
                 return exit;
             }
@@ -97,6 +117,11 @@ impl Cpu {
             .map(|o| u64::from(o.count))
             .sum();
         self.counters.instructions -= skipped.min(block.count);
+        self.after_break(op, block.op_bytes(op), why)
+    }
+
+    /// Does what is to be done after `op`, whose bytes are `code`, has ended its block. `block_rip` is set.
+    pub(crate) fn after_break(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         match why {
             Break::Jump => {}
             Break::End => self.state.rip = self.next_rip(op),
@@ -111,7 +136,7 @@ impl Cpu {
             Break::TaskFault => return self.take_fault(),
             Break::Exit => {
                 self.state.rip = self.rip_of(op);
-                return self.take_exit(block.op_bytes(op));
+                return self.take_exit(code);
             }
             Break::ExitAfter => {
                 self.state.rip = self.next_rip(op);

@@ -41,6 +41,17 @@ pub(crate) struct Entry {
     write_code: u64,
 }
 
+/// How far the address of an entry is shifted from its index.
+#[cfg(feature = "jit")]
+pub(crate) const ENTRY_BITS: u32 = size_of::<Entry>().trailing_zeros();
+/// Offsets of fields in an entry.
+#[cfg(feature = "jit")]
+pub(crate) const READ: usize = std::mem::offset_of!(Entry, read);
+#[cfg(feature = "jit")]
+pub(crate) const WRITE: usize = std::mem::offset_of!(Entry, write);
+#[cfg(feature = "jit")]
+pub(crate) const ADDEND: usize = std::mem::offset_of!(Entry, addend);
+
 impl Entry {
     fn clear(&mut self) {
         self.read = EMPTY;
@@ -123,6 +134,12 @@ impl Tlb {
     fn index(table: usize, lin: u64) -> usize {
         // The mask tells the compiler that the index is in range.
         (table | (lin >> 12) as usize & (ENTRIES - 1)) & (TABLES * ENTRIES - 1)
+    }
+
+    /// Returns the first entry of a table.
+    #[cfg(feature = "jit")]
+    pub(crate) fn table(&self, table: usize) -> *const Entry {
+        &raw const self.entries[table]
     }
 
     /// Returns the host address of `size` bytes at `lin` if they may be read and lie in one page.

@@ -158,7 +158,10 @@ impl VcpuObject {
         page: RunPage,
         fd: &OwnedFd,
     ) -> Result<Shared<Self>> {
-        let cpu = Cpu::try_new(vm.code.clone()).map_err(no_memory)?;
+        let mut cpu = Cpu::try_new(vm.code.clone()).map_err(no_memory)?;
+        if let Some(compiler) = &vm.compiler {
+            cpu.set_compiler(compiler.clone()).map_err(no_memory)?;
+        }
         let mut engine = vm.engine.create_vcpu().map_err(no_memory)?;
         let counted = engine.watch_stats();
         let ring = vm.rings.equip(&mut engine, fd)?;

@@ -30,10 +30,10 @@ use crate::msr_filter::MsrFilter;
 use crate::options::Options;
 use crate::quirks::Quirks;
 use crate::vfio::Devices;
-use crate::{notify, policy, recovery, report, vcpu_common};
+use crate::{compiler, notify, policy, recovery, report, vcpu_common};
 use kvm_bindings::*;
 use slat::{CreateVmError, MmuKind};
-use slat_x86::CodePages;
+use slat_x86::{CodePages, Compiler};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
 
@@ -46,6 +46,8 @@ pub struct VmObject {
     life: Life,
     /// What the CPUs tell each other of their code.
     pub(crate) code: Arc<CodePages>,
+    /// What compiles their hot code.
+    pub(crate) compiler: Option<Arc<Compiler>>,
     pub(crate) clock: VmClock,
     pub(crate) interrupts: Arc<Interrupts>,
     pub(crate) ioevents: IoEvents,
@@ -102,6 +104,7 @@ impl VmObject {
             engine,
             life: Life::begin(),
             code,
+            compiler: compiler::start(),
             clock: VmClock::new(),
             interrupts: Arc::default(),
             ioevents: IoEvents::default(),

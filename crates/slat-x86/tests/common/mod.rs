@@ -2,6 +2,8 @@
 //! hole for devices, and a 64-bit guest with GDT, IDT and TSS.
 #![allow(dead_code)]
 
+pub mod compiled;
+use compiled::compile;
 use slat_x86::*;
 use std::collections::{HashMap, HashSet};
 use std::ptr::NonNull;
@@ -391,6 +393,7 @@ impl Guest {
             memory.write(at, &[0xf4]);
         }
         let mut cpu = Cpu::try_new(memory.code.clone()).unwrap();
+        compile(&mut cpu);
         long_mode(&mut cpu.state);
         Self {
             cpu,

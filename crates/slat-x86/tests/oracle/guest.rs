@@ -120,6 +120,7 @@ impl Guest {
         gdt[16..24].copy_from_slice(&0x00cf_9300_0000_ffffu64.to_le_bytes());
 
         let mut cpu = Cpu::try_new(CodePages::try_new().unwrap()).unwrap();
+        crate::compiled::compile(&mut cpu);
         let state = &mut cpu.state;
         let segment = |selector, rights| Segment {
             selector,

@@ -8,6 +8,8 @@
 //! `SLAT_ORACLE_ONLY=mulss,fld` keeps to some mnemonics, `SLAT_ORACLE_SHOW=20` reports more differences of each form.
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
+#[path = "../common/compiled.rs"]
+mod compiled;
 mod forms;
 mod guest;
 mod judge;

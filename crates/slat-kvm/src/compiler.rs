@@ -1,0 +1,44 @@
+//! The thread that compiles the guests' hot code. It exists before a process's first vCPU does, and so before the client can forbid
+//! what it needs; a forked child that creates VMs starts its own.
+
+use crate::background::{self, Background};
+use crate::policy;
+use crate::process::PerProcess;
+use slat_x86::Compiler;
+use std::ffi::CStr;
+use std::sync::Arc;
+
+struct Compiling(Option<Arc<Compiler>>);
+
+static COMPILING: PerProcess<Compiling> = PerProcess::new();
+
+impl Default for Compiling {
+    fn default() -> Self {
+        Self(Compiler::try_new().ok())
+    }
+}
+
+/// Returns the process's compiler, and starts its thread if there is none. `None` if the user does not want one (`--set jit=off`),
+/// or there is no address space for code: then the interpreter runs everything.
+pub(crate) fn start() -> Option<Arc<Compiler>> {
+    if !policy::current().is_ok_and(|policies| policies.jit) {
+        return None;
+    }
+    let compiling = COMPILING.get_or_start(|compiling| {
+        background::start(compiling);
+    });
+    compiling.0.clone()
+}
+
+impl Background for Compiling {
+    const NAME: &CStr = c"slat-compiler";
+    const WITHOUT: &str = "the guests' code is interpreted";
+    /// The compiler recurses.
+    const STACK: usize = 8 << 20;
+
+    fn run(&'static self) {
+        if let Some(compiler) = &self.0 {
+            compiler.work()
+        }
+    }
+}

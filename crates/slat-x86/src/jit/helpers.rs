@@ -1,0 +1,157 @@
+//! What compiled code calls: accesses that the TLB does not have, and the interpreter's handlers.
+//!
+//! A helper gets the CPU that runs the region: nothing else refers to it meanwhile.
+
+use crate::Cpu;
+use crate::flags;
+use crate::int::Int;
+use crate::machine::Access;
+use crate::op::{Break, Op};
+use crate::state::flags::{CF, OF};
+
+/// How a helper, or a whole region, ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub(super) enum Status {
+    /// All is done. A region: continue at RIP.
+    Continue = 0,
+    /// The instruction ended with the [`Break`] in `compiled.why`.
+    Broke = 1,
+    /// Nothing has happened: the interpreter has to execute this instruction.
+    Interpret = 2,
+    /// The instruction is done, and the region has to be left.
+    After = 3,
+}
+
+impl Status {
+    pub(super) fn of(number: u64) -> Self {
+        match number {
+            0 => Status::Continue,
+            1 => Status::Broke,
+            2 => Status::Interpret,
+            _ => Status::After,
+        }
+    }
+}
+
+/// A value and a [`Status`].
+#[repr(C)]
+pub(super) struct Loaded {
+    value: u64,
+    status: u64,
+}
+
+fn failed(cpu: &mut Cpu, why: Break) -> u64 {
+    cpu.compiled.why = why;
+    Status::Broke as u64
+}
+
+/// If a guarded access was skipped: does what the interpreter does after one failed.
+fn note_gone(cpu: &mut Cpu, lin: u64, access: Access) -> Result<(), Break> {
+    if std::mem::take(&mut cpu.compiled.gone) == 0 {
+        return Ok(());
+    }
+    let table = cpu.table;
+    let host = match access {
+        Access::Write => cpu.tlb().write(table, lin, 1),
+        _ => cpu.tlb().read(table, lin, 1),
+    };
+    match host {
+        Some(host) => cpu.gone(lin, host, access),
+        None => Ok(()),
+    }
+}
+
+extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
+    let value = note_gone(cpu, lin, Access::Read).and_then(|()| cpu.load::<T>(lin));
+    match value {
+        Ok(value) => Loaded {
+            value: value.zx(),
+            status: 0,
+        },
+        Err(why) => Loaded {
+            value: 0,
+            status: failed(cpu, why),
+        },
+    }
+}
+
+/// Makes sure that a store to `lin` is one to a page without decoded code, in one page, that nobody wants to know of. Otherwise it is
+/// the interpreter's.
+fn is_plain(cpu: &mut Cpu, lin: u64, bytes: u64) -> Result<bool, Break> {
+    note_gone(cpu, lin, Access::Write)?;
+    let place = cpu.write_place(lin, bytes as usize)?;
+    let table = cpu.table;
+    Ok(place.is_some() && cpu.tlb().write(table, lin, bytes).is_some())
+}
+
+extern "C" fn load_to_store<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
+    let value = is_plain(cpu, lin, T::BYTES).and_then(|plain| match plain {
+        true => cpu.load::<T>(lin).map(Some),
+        false => Ok(None),
+    });
+    let (value, status) = match value {
+        Ok(Some(value)) => (value.zx(), 0),
+        Ok(None) => (0, Status::Interpret as u64),
+        Err(why) => (0, failed(cpu, why)),
+    };
+    Loaded { value, status }
+}
+
+extern "C" fn store<T: Int>(cpu: &mut Cpu, lin: u64, value: u64) -> u64 {
+    let done = is_plain(cpu, lin, T::BYTES).and_then(|plain| match plain {
+        true => cpu.store(lin, T::of(value)).map(|()| true),
+        false => Ok(false),
+    });
+    match done {
+        Ok(true) => 0,
+        Ok(false) => Status::Interpret as u64,
+        Err(why) => failed(cpu, why),
+    }
+}
+
+macro_rules! by_size {
+    ($f:ident) => {
+        [
+            $f::<u8> as *const () as usize,
+            $f::<u16> as *const () as usize,
+            $f::<u32> as *const () as usize,
+            $f::<u64> as *const () as usize,
+        ]
+    };
+}
+
+/// The helpers of an operation, by the index of the operand size.
+pub(super) fn loads() -> [usize; 4] {
+    by_size!(load)
+}
+pub(super) fn loads_to_store() -> [usize; 4] {
+    by_size!(load_to_store)
+}
+pub(super) fn stores() -> [usize; 4] {
+    by_size!(store)
+}
+
+/// Has the interpreter execute `op`.
+pub(super) extern "C" fn handler(cpu: &mut Cpu, op: &Op) -> u64 {
+    cpu.stop = false;
+    match (op.handler)(cpu, op) {
+        Ok(()) if cpu.stop || cpu.slow => Status::After as u64,
+        Ok(()) => 0,
+        Err(why) => {
+            cpu.compiled.rip = cpu.state.rip;
+            failed(cpu, why)
+        }
+    }
+}
+
+/// Returns whether a condition (the low four bits of Jcc's opcode) of the record of the flags holds.
+pub(super) extern "C" fn condition(cpu: &mut Cpu, condition: u64) -> u64 {
+    let holds: fn(&Cpu) -> bool = flags::by_condition!(condition, Cpu::condition);
+    holds(cpu).into()
+}
+
+/// Sets CF and OF.
+pub(super) extern "C" fn rotated(cpu: &mut Cpu, value: u64) {
+    cpu.set_flags(CF | OF, value);
+}

@@ -1,0 +1,205 @@
+//! Memory for compiled code: whole pages of one reservation, writable while they are filled and executable afterwards, never both.
+//!
+//! Next to the code lies a table with one byte per byte of code: the length of the guarded access that begins there, or 0. A signal
+//! handler finds with it whether an instruction may be skipped (`slat_guard::set_generated`).
+//!
+//! Only the compiling thread allocates, fills and recycles pages: a filter of the program's may forbid the system calls to the others.
+//! What other threads free waits in `returned`.
+
+use crate::heap::OutOfMemory;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+const PAGE: usize = 4096;
+
+/// The reservation: code, then the table of guarded accesses.
+struct Reservation {
+    start: *mut u8,
+    /// Bytes of code; the table has as many.
+    bytes: usize,
+}
+
+// SAFETY: the address of a mapping, whose parts are handed out one by one.
+unsafe impl Send for Reservation {}
+// SAFETY: as above.
+unsafe impl Sync for Reservation {}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping; the last user of its parts is gone.
+        unsafe { libc::munmap(self.start.cast(), 2 * self.bytes) };
+    }
+}
+
+/// All memory for compiled code of a process.
+pub(super) struct Arena {
+    memory: Reservation,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Free page runs below `fresh`.
+    free: Vec<Range<usize>>,
+    /// Runs that are used no more; their pages are still executable.
+    returned: Vec<Range<usize>>,
+    /// Pages from here were never used.
+    fresh: usize,
+}
+
+impl Arena {
+    /// Reserves address space for `bytes` bytes of code: whole pages.
+    pub(super) fn try_new(bytes: usize) -> Result<Arc<Self>, OutOfMemory> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping at an address of the host's choice.
+        let memory = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                2 * bytes,
+                libc::PROT_NONE,
+                flags,
+                -1,
+                0,
+            )
+        };
+        if memory == libc::MAP_FAILED {
+            return Err(OutOfMemory);
+        }
+        let memory = Reservation {
+            start: memory.cast(),
+            bytes,
+        };
+        // SAFETY: the second half of the mapping just made.
+        let table = unsafe {
+            libc::mprotect(
+                memory.start.add(bytes).cast(),
+                bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+            )
+        };
+        if table != 0 {
+            return Err(OutOfMemory);
+        }
+        Ok(Arc::new(Self {
+            memory,
+            state: Mutex::default(),
+        }))
+    }
+
+    /// Returns the addresses of the code, and the address of the table.
+    pub(super) fn places(&self) -> (Range<usize>, usize) {
+        let start = self.memory.start as usize;
+        let end = start + self.memory.bytes;
+        (start..end, end)
+    }
+
+    /// Puts `code` into pages of its own. `guarded`: offset and length of each guarded access.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`], also if the host forbids executable memory.
+    pub(super) fn put(
+        self: &Arc<Self>,
+        code: &[u8],
+        guarded: &[(u32, u8)],
+    ) -> Result<Chunk, OutOfMemory> {
+        let pages = self.take(code.len().div_ceil(PAGE))?;
+        let at = pages.start * PAGE;
+        let len = pages.len() * PAGE;
+        let start = self.memory.start.wrapping_add(at);
+        let chunk = Chunk {
+            arena: self.clone(),
+            pages,
+        };
+        // SAFETY: these pages belong to nobody else; nothing executes them yet.
+        unsafe {
+            if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_WRITE) != 0 {
+                return Err(OutOfMemory);
+            }
+            start.copy_from_nonoverlapping(code.as_ptr(), code.len());
+            let table = start.add(self.memory.bytes);
+            table.write_bytes(0, len);
+            for &(offset, length) in guarded {
+                table.add(offset as usize).write(length);
+            }
+            if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_EXEC) != 0 {
+                return Err(OutOfMemory);
+            }
+        }
+        Ok(chunk)
+    }
+
+    /// Takes a run of `count` pages.
+    fn take(&self, count: usize) -> Result<Range<usize>, OutOfMemory> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let State {
+            free,
+            returned,
+            fresh,
+        } = &mut *state;
+        free.append(returned);
+        if let Some(at) = free.iter().position(|run| run.len() >= count) {
+            let run = &mut free[at];
+            let taken = run.start..run.start + count;
+            run.start += count;
+            if run.start == run.end {
+                free.swap_remove(at);
+            }
+            return Ok(taken);
+        }
+        if (*fresh + count) * PAGE > self.memory.bytes {
+            return Err(OutOfMemory);
+        }
+        let taken = *fresh..*fresh + count;
+        *fresh += count;
+        Ok(taken)
+    }
+}
+
+/// Pages with compiled code.
+pub(super) struct Chunk {
+    arena: Arc<Arena>,
+    pages: Range<usize>,
+}
+
+impl Chunk {
+    /// Returns the address of the first instruction.
+    pub(super) fn start(&self) -> *const u8 {
+        self.arena
+            .memory
+            .start
+            .wrapping_add(self.pages.start * PAGE)
+    }
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        let mut state = (self.arena.state.lock()).unwrap_or_else(PoisonError::into_inner);
+        state.returned.push(self.pages.clone());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_used_again() {
+        const BYTES: usize = 1 << 20;
+        let arena = Arena::try_new(BYTES).unwrap();
+        // mov eax,N; ret
+        let code = |n: u8| [0xb8, n, 0, 0, 0, 0xc3];
+        for round in 0..3 * BYTES / PAGE {
+            let chunk = arena.put(&code(round as u8), &[(0, 5)]).unwrap();
+            // SAFETY: the function just written.
+            let function: extern "C" fn() -> u32 = unsafe { std::mem::transmute(chunk.start()) };
+            assert_eq!(function(), round as u32 & 0xff);
+        }
+        let many: Vec<_> = (0..BYTES / PAGE)
+            .map_while(|_| arena.put(&[0xc3], &[]).ok())
+            .collect();
+        assert_eq!(many.len(), BYTES / PAGE);
+        assert!(arena.put(&[0xc3], &[]).is_err());
+        drop(many);
+        assert!(arena.put(&[0xc3; 100], &[]).is_ok());
+    }
+}
