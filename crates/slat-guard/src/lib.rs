@@ -9,7 +9,8 @@
 //! exception table (`table`) next to the address at which the thread continues when the instruction
 //! cannot be executed. The signal handlers (`signal`) look the interrupted instruction pointer up
 //! in that table. If they find it, they change the instruction pointer and nothing else, and the
-//! access returns [`Gone`]. Code that is made at run time has a table of its own (`generated`). If it is in neither, the signal is not slat's and is handed to the action that was
+//! access returns [`Gone`]. Code that is made at run time has a table of its own (`generated`). If the
+//! instruction pointer is in neither, the signal is not slat's and is handed to the action that was
 //! set before ([`set_chained`]).
 //!
 //! The program's own handlers do not run while a thread is in slat's code (`section`).

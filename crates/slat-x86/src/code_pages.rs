@@ -134,9 +134,18 @@ impl CodePages {
     /// Tells the CPUs of a store to the page of `host` that was made for one of them outside its own instructions. All of them see
     /// it before their next block.
     pub fn stored(&self, host: *const u8) {
-        if self.slots.at(host as usize).load(Acquire) != 0 {
-            self.lock().strike(host as usize);
+        self.note_store(host as usize);
+    }
+
+    /// Gives the page of `host` a new version for a store, or removes its mark. Returns the version; `None`: it is not marked.
+    fn note_store(&self, host: usize) -> Option<u64> {
+        if self.slots.at(host).load(Acquire) == 0 {
+            return None;
         }
+        let change = self.lock();
+        let now = self.slots.at(host).load(Relaxed);
+        let strikes = (now & STRIKE_MASK) + 1;
+        (now != 0).then(|| change.next(host, strikes < STRIKES, strikes))
     }
 
     fn lock(&self) -> Change<'_> {
@@ -177,14 +186,6 @@ impl Change<'_> {
         self.pages.slots.at(host).store(slot, Release);
         self.pages.version.store(version, Release);
         version
-    }
-
-    /// Gives the page of `host` a new version for a store, or removes its mark. Returns the version, and whether it is marked.
-    fn strike(&self, host: usize) -> Option<(u64, bool)> {
-        let now = self.pages.slots.at(host).load(Relaxed);
-        let strikes = (now & STRIKE_MASK) + 1;
-        let stays = strikes < STRIKES;
-        (now != 0).then(|| (self.next(host, stays, strikes), stays))
     }
 
     /// Returns the version that all running CPUs have heeded.
@@ -291,23 +292,14 @@ impl Member {
         (self.heeded_by_all >= version).then_some(version)
     }
 
-    /// Call after a store of this CPU to the page of `host`. Returns whether the page is marked: then this CPU's decoded code of it
+    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked: then this CPU's decoded code of it
     /// may not be good any more.
-    pub(crate) fn stored(&mut self, host: usize) -> Stored {
-        if self.pages.slots.at(host).load(Acquire) == 0 {
-            return Stored::NoCode;
+    pub(crate) fn stored(&mut self, host: usize) -> bool {
+        let version = self.pages.note_store(host);
+        if let Some(version) = version {
+            self.changed(version);
         }
-        let struck = self.pages.lock().strike(host);
-        match struck {
-            None => Stored::NoCode,
-            Some((version, stays)) => {
-                self.changed(version);
-                match stays {
-                    true => Stored::Code,
-                    false => Stored::CodeNoMore,
-                }
-            }
-        }
+        version.is_some()
     }
 }
 
@@ -317,17 +309,6 @@ impl Drop for Member {
         let own = NonNull::from(&*self.seat);
         change.seats.retain(|seat| seat.0 != own);
     }
-}
-
-/// What a store found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stored {
-    /// The page is not marked.
-    NoCode,
-    /// The page is marked.
-    Code,
-    /// The page was marked until this store.
-    CodeNoMore,
 }
 
 #[cfg(all(test, loom))]
@@ -370,7 +351,7 @@ mod loom_tests {
             byte.store(value, Relaxed);
             if !self.without_look {
                 // As a miss in the TLB does: the entry follows the mark as it is before the store.
-                self.without_look = self.member.stored(PAGE) == Stored::NoCode;
+                self.without_look = !self.member.stored(PAGE);
             }
         }
     }

@@ -8,7 +8,6 @@
 //! holds decoded code. Such stores are made in [`Cpu::write_to`] and `Cpu::write_places` alone, which tell the machine, and the
 //! CPUs that share the code.
 
-use crate::code_pages::Stored;
 use crate::int::Int;
 use crate::machine::{Access, Exit, Fault};
 use crate::op::{Break, Op, form};
@@ -146,16 +145,13 @@ impl Cpu {
     /// decoded code, all CPUs see that it is not good any more, this one before its next instruction.
     fn note_store(&mut self, lin: u64, host: *mut u8) {
         let host = host as usize;
-        match self.code.stored(host) {
-            Stored::NoCode => {
-                // Another CPU's stores have removed the mark while a block of the page runs.
-                self.stop |= host & !0xfff == self.code_page;
-            }
-            Stored::Code | Stored::CodeNoMore => {
-                self.counters.code_stores += 1;
-                self.stamp += 1;
-                self.stop = true;
-            }
+        if self.code.stored(host) {
+            self.counters.code_stores += 1;
+            self.stamp += 1;
+            self.stop = true;
+        } else {
+            // Another CPU's stores have removed the mark while a block of the page runs.
+            self.stop |= host & !0xfff == self.code_page;
         }
         if self.code.pages().version_of(host) == 0 {
             let table = self.table;

@@ -73,7 +73,8 @@ fn a_cpu_leaves_its_endless_loop_when_another_one_patches_it() {
 
 #[test]
 fn a_cpu_that_begins_to_run_later_has_its_stores_seen() {
-    // The second CPU has the page in its TLB for writes, stands still while the first one decodes, then stores.
+    // The second CPU stores to the page, which enters it into its TLB. It stops. The first CPU decodes the page. Then the second CPU
+    // runs again, and stores to it.
     both(|guest| {
         let memory = memory();
         let first = guest(memory.clone(), b"\xeb\xfe\xf4");

@@ -4,7 +4,7 @@
 
 use crate::Cpu;
 use crate::flags;
-use crate::int::Int;
+use crate::int::{Int, by_size};
 use crate::machine::Access;
 use crate::op::{Break, Op};
 use crate::state::flags::{CF, OF};
@@ -110,26 +110,22 @@ extern "C" fn store<T: Int>(cpu: &mut Cpu, lin: u64, value: u64) -> u64 {
     }
 }
 
-macro_rules! by_size {
-    ($f:ident) => {
-        [
-            $f::<u8> as *const () as usize,
-            $f::<u16> as *const () as usize,
-            $f::<u32> as *const () as usize,
-            $f::<u64> as *const () as usize,
-        ]
-    };
+/// Returns the address of the helper that loads in an operand size.
+pub(super) fn load_of(size: u8) -> usize {
+    let helper: extern "C" fn(&mut Cpu, u64) -> Loaded = by_size!(size, load);
+    helper as usize
 }
 
-/// The helpers of an operation, by the index of the operand size.
-pub(super) fn loads() -> [usize; 4] {
-    by_size!(load)
+/// Returns the address of the helper that loads what is stored next.
+pub(super) fn load_to_store_of(size: u8) -> usize {
+    let helper: extern "C" fn(&mut Cpu, u64) -> Loaded = by_size!(size, load_to_store);
+    helper as usize
 }
-pub(super) fn loads_to_store() -> [usize; 4] {
-    by_size!(load_to_store)
-}
-pub(super) fn stores() -> [usize; 4] {
-    by_size!(store)
+
+/// Returns the address of the helper that stores in an operand size.
+pub(super) fn store_of(size: u8) -> usize {
+    let helper: extern "C" fn(&mut Cpu, u64, u64) -> u64 = by_size!(size, store);
+    helper as usize
 }
 
 /// Has the interpreter execute `op`.

@@ -6,9 +6,10 @@
 //! Only the compiling thread allocates, fills and recycles pages: a filter of the program's may forbid the system calls to the others.
 //! What other threads free waits in `returned`.
 
+use super::lock;
 use crate::heap::OutOfMemory;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 const PAGE: usize = 4096;
 
@@ -130,7 +131,7 @@ impl Arena {
 
     /// Takes a run of `count` pages.
     fn take(&self, count: usize) -> Result<Range<usize>, OutOfMemory> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         let State {
             free,
             returned,
@@ -173,7 +174,7 @@ impl Chunk {
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        let mut state = (self.arena.state.lock()).unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.arena.state);
         state.returned.push(self.pages.clone());
     }
 }

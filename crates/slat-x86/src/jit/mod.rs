@@ -9,7 +9,9 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | `translate` | from guest code to Cranelift's intermediate language |
+//! | `translate` | from guest code to Cranelift's intermediate language: a region as a whole |
+//! | `instructions` | instructions with a translation of their own |
+//! | `access` | accesses to guest memory |
 //! | `condition` | the flags: computed when used |
 //! | `helpers` | what compiled code calls |
 //! | `memory` | pages for code, never writable and executable at once |
@@ -18,8 +20,10 @@
 //! always, with all state written back, so faults are as precise as the interpreter's. Loops look at `attention` and at the version
 //! of the code in each turn.
 
+mod access;
 mod condition;
 mod helpers;
+mod instructions;
 mod memory;
 mod translate;
 
@@ -68,7 +72,7 @@ struct Job {
     client: u64,
 }
 
-/// What was compiled for a CPU that the CPU has not taken yet.
+/// Finished work that waits until its CPU takes it.
 #[derive(Default)]
 struct Done {
     regions: Vec<Arc<Region>>,
@@ -449,7 +453,7 @@ impl Cpu {
                 continue;
             };
             let (code, second) = found.parts();
-            // What has hardly run would only make the region larger.
+            // A block that has hardly run is left out: it would make the region larger, and save nothing.
             let is_warm = found.heat.get() <= HOT - HOT / 8
                 || found.is_submitted.get()
                 || self.compiles_at_once();

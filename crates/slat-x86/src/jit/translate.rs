@@ -5,36 +5,31 @@
 //! instructions: an access that the TLB does not have calls a helper, and if that cannot do it, the region leaves before the
 //! instruction, of which nothing has happened.
 //!
-//! What has no translation of its own here calls the interpreter's handler, with all state written back before and read again after.
+//! This file has the function as a whole: its blocks, its state, and how it is left. An instruction that `instructions` does not
+//! translate calls the interpreter's handler: the region writes all state back before the call, and reads it again afterwards.
 
 use super::Source;
 use super::condition::Flags;
 use super::helpers::{self, Status};
 use crate::Cpu;
-use crate::exec::control::condition_number;
 use crate::lower;
 use crate::op::{MEM, NONE, Op};
-use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
-    AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, SigRef, Signature, TrapCode,
-    Type, Value,
+    AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, SigRef, Signature, Type,
+    Value,
 };
 use cranelift_codegen::isa::CallConv;
 use cranelift_frontend::{FunctionBuilder, Variable};
 use iced_x86::{
-    Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess,
-    OpKind,
+    Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, OpAccess,
 };
 use std::collections::HashMap;
 use std::mem::offset_of;
 
 /// The types of the operand sizes.
 pub(super) const TYPES: [Type; 4] = [I8, I16, I32, I64];
-
-/// How an access to guest memory is marked: the signal handler may skip it.
-const GUARDED: TrapCode = TrapCode::unwrap_user(1);
 
 /// One guest instruction.
 struct Guest {
@@ -87,13 +82,13 @@ fn registers(blocks: &[Vec<Guest>]) -> Registers {
                 continue;
             }
             let bit = 1 << used.register().full_register().number();
+            // Also what is only written: on some paths, or in part, the old value stays.
             registers.used |= bit;
             if !matches!(used.access(), OpAccess::Read | OpAccess::CondRead) {
                 registers.written |= bit;
             }
         }
     }
-    // A register that is written in part, or on some paths only, is read, too.
     registers
 }
 
@@ -124,7 +119,7 @@ pub(super) struct Translator<'a> {
     gpr: [Variable; 16],
     /// The record of the flags: kind, operands, result.
     pub(super) lazy: [Variable; 4],
-    /// What is known of the flags at this place.
+    /// What set the flags that the next instruction finds.
     pub(super) flags: Flags,
     /// Instructions executed, without those of this block.
     executed: Variable,
@@ -227,7 +222,7 @@ impl<'a> Translator<'a> {
         self.b.ins().iconst(I64, value)
     }
 
-    fn cpu(&mut self) -> Value {
+    pub(super) fn cpu(&mut self) -> Value {
         self.b.ins().get_pinned_reg(I64)
     }
 
@@ -309,22 +304,18 @@ impl<'a> Translator<'a> {
     }
 
     /// Begins a block that is rarely executed.
-    fn cold(&mut self) -> Block {
+    pub(super) fn cold(&mut self) -> Block {
         let block = self.b.create_block();
         self.b.set_cold_block(block);
         block
     }
 
     /// Leaves with `status`, at `rip`, after `done` instructions of this block.
-    fn leave(&mut self, status: Status, rip: Value, done: i64) {
+    fn leave_with(&mut self, status: Value, rip: Value, done: i64) {
+        // The record is made on this path only.
         let flags = self.flags.clone();
         self.record_flags();
         self.flags = flags;
-        let status = self.constant(status as i64);
-        self.leave_as(status, rip, done);
-    }
-
-    fn leave_as(&mut self, status: Value, rip: Value, done: i64) {
         self.b.def_var(self.leave_status, status);
         self.b.def_var(self.leave_rip, rip);
         let op = self.constant(self.op as i64);
@@ -335,20 +326,29 @@ impl<'a> Translator<'a> {
         self.b.ins().jump(self.leave, &[]);
     }
 
+    /// Leaves after the current instruction, which is done: the CPU continues at `rip`.
+    pub(super) fn leave_for(&mut self, rip: Value) {
+        let status = self.constant(Status::Continue as i64);
+        self.leave_with(status, rip, self.before + 1);
+    }
+
     /// Leaves before the current instruction with the status that a helper returned.
-    fn leave_before(&mut self, status: Value) {
-        let flags = self.flags.clone();
-        self.record_flags();
-        self.flags = flags;
+    pub(super) fn leave_before(&mut self, status: Value) {
         let rip = self.constant(self.rip as i64);
-        self.leave_as(status, rip, self.before);
+        self.leave_with(status, rip, self.before);
+    }
+
+    /// Leaves the current instruction to the interpreter.
+    pub(super) fn leave_to_interpreter(&mut self) {
+        let status = self.constant(Status::Interpret as i64);
+        self.leave_before(status);
     }
 
     /// Continues at `rip`, after the current instruction: in the region if it has a block there, else leaves.
-    fn goto(&mut self, rip: u64) {
+    pub(super) fn goto(&mut self, rip: u64) {
         let Some(&block) = self.blocks.get(&rip) else {
             let to = self.constant(rip as i64);
-            self.leave(Status::Continue, to, self.before + 1);
+            self.leave_for(to);
             return;
         };
         let flags = self.flags.clone();
@@ -369,7 +369,7 @@ impl<'a> Translator<'a> {
             self.b.ins().brif(wanted, wait, &[], go, &[]);
             self.b.switch_to_block(wait);
             let to = self.constant(rip as i64);
-            self.leave(Status::Continue, to, self.before + 1);
+            self.leave_for(to);
             self.b.switch_to_block(go);
         }
         self.record_flags();
@@ -403,8 +403,7 @@ impl<'a> Translator<'a> {
             }
             None => {
                 self.rip = rip;
-                let status = self.constant(Status::Interpret as i64);
-                self.leave_before(status);
+                self.leave_to_interpreter();
             }
         }
     }
@@ -445,7 +444,7 @@ impl<'a> Translator<'a> {
         self.b.ins().brif(is_after, after, &[], broke, &[]);
         self.b.switch_to_block(after);
         let next = self.constant(insn.next_ip() as i64);
-        self.leave(Status::Continue, next, self.before + 1);
+        self.leave_for(next);
         self.b.switch_to_block(broke);
         self.leave_before(status);
         self.b.switch_to_block(go);
@@ -462,7 +461,7 @@ impl<'a> Translator<'a> {
     }
 
     /// Returns the low part of a 64-bit value.
-    fn narrow(&mut self, value: Value, size: u8) -> Value {
+    pub(super) fn narrow(&mut self, value: Value, size: u8) -> Value {
         match size {
             3 => value,
             size => self.b.ins().ireduce(TYPES[usize::from(size)], value),
@@ -478,7 +477,7 @@ impl<'a> Translator<'a> {
     }
 
     /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes leave the rest.
-    fn set(&mut self, r: u8, size: u8, value: Value) {
+    pub(super) fn set(&mut self, r: u8, size: u8, value: Value) {
         let variable = self.gpr[usize::from(r & 15)];
         let value = self.wide(value);
         let value = if size >= 2 {
@@ -494,170 +493,7 @@ impl<'a> Translator<'a> {
         self.b.def_var(variable, value);
     }
 
-    /// Returns the offset of the memory operand in its segment.
-    fn offset(&mut self, op: &Op) -> Value {
-        let mut sum = self.constant(op.disp as i64);
-        if op.base != NONE {
-            let base = self.get(op.base, 3);
-            sum = self.b.ins().iadd(base, sum);
-        }
-        if op.index != NONE {
-            let index = self.get(op.index, 3);
-            let index = self.b.ins().ishl_imm(index, i64::from(op.scale));
-            sum = self.b.ins().iadd(sum, index);
-        }
-        match op.address_size {
-            4 => self.b.ins().band_imm(sum, 0xffff_ffff),
-            _ => sum,
-        }
-    }
-
-    /// Returns the linear address of the memory operand.
-    fn lin(&mut self, op: &Op) -> Value {
-        let offset = self.offset(op);
-        let base = match op.seg {
-            4 => offset_of!(Cpu, state.fs.base),
-            5 => offset_of!(Cpu, state.gs.base),
-            _ => return offset,
-        };
-        let base = self.field(I64, base);
-        self.b.ins().iadd(base, offset)
-    }
-
-    /// Looks `lin` up in the TLB, by the tags at `tag`. Continues in the first block with the host address if it is there, in the
-    /// second otherwise.
-    fn look_up(&mut self, lin: Value, size: u8, tag: usize, hit: Block, miss: Block) {
-        let shift = tlb::ENTRY_BITS;
-        let at = self.b.ins().ushr_imm(lin, i64::from(12 - shift));
-        let at = self
-            .b
-            .ins()
-            .band_imm(at, ((tlb::ENTRIES - 1) << shift) as i64);
-        let table = self.field(I64, offset_of!(Cpu, compiled.table));
-        let entry = self.b.ins().iadd(table, at);
-        let last = match size {
-            0 => lin,
-            size => self.b.ins().iadd_imm(lin, (1 << size) - 1),
-        };
-        let wanted = self.b.ins().bor_imm(last, 0xfff);
-        let trusted = MemFlags::trusted();
-        let found = self.b.ins().load(I64, trusted, entry, tag as i32);
-        let same = self.b.ins().icmp(IntCC::Equal, found, wanted);
-        let same_block = self.b.create_block();
-        self.b.ins().brif(same, same_block, &[], miss, &[]);
-        self.b.switch_to_block(same_block);
-        let addend = self.b.ins().load(I64, trusted, entry, tlb::ADDEND as i32);
-        let host = self.b.ins().iadd(addend, lin);
-        self.b.ins().jump(hit, &[host.into()]);
-    }
-
-    fn guarded() -> MemFlags {
-        MemFlags::new().with_trap_code(Some(GUARDED))
-    }
-
-    /// Continues in `slow` if the last guarded access was skipped.
-    fn unless_gone(&mut self, slow: Block, on: Block, value: &[Value]) {
-        let cpu = self.cpu();
-        let address = self
-            .b
-            .ins()
-            .iadd_imm(cpu, offset_of!(Cpu, compiled.gone) as i64);
-        // Atomic, so that no earlier value is used again.
-        let gone = self.b.ins().atomic_load(I32, MemFlags::trusted(), address);
-        let value: Vec<_> = value.iter().map(|value| (*value).into()).collect();
-        self.b.ins().brif(gone, slow, &[], on, &value);
-    }
-
-    /// Loads from guest memory.
-    fn load(&mut self, lin: Value, size: u8) -> Value {
-        let ty = TYPES[usize::from(size)];
-        let (hit, miss, on) = (self.b.create_block(), self.cold(), self.b.create_block());
-        let host = self.b.append_block_param(hit, I64);
-        let loaded = self.b.append_block_param(on, ty);
-        self.look_up(lin, size, tlb::READ, hit, miss);
-        self.b.switch_to_block(hit);
-        let value = self.b.ins().load(ty, Self::guarded(), host, 0);
-        self.unless_gone(miss, on, &[value]);
-        self.b.switch_to_block(miss);
-        let value = self.call_for_value(helpers::loads()[usize::from(size)], lin);
-        let value = self.narrow(value, size);
-        self.b.ins().jump(on, &[value.into()]);
-        self.b.switch_to_block(on);
-        loaded
-    }
-
-    /// Calls a helper that returns a value and a status; leaves before the instruction if it fails.
-    fn call_for_value(&mut self, helper: usize, lin: Value) -> Value {
-        let results = self.call(helper, &[lin], 2);
-        let (fine, failed) = (self.cold(), self.cold());
-        self.b.ins().brif(results[1], failed, &[], fine, &[]);
-        self.b.switch_to_block(failed);
-        self.leave_before(results[1]);
-        self.b.switch_to_block(fine);
-        results[0]
-    }
-
-    /// Stores to guest memory. Nothing of the instruction has happened before.
-    fn store(&mut self, lin: Value, size: u8, value: Value) {
-        let (hit, miss, on) = (self.b.create_block(), self.cold(), self.b.create_block());
-        let host = self.b.append_block_param(hit, I64);
-        self.look_up(lin, size, tlb::WRITE, hit, miss);
-        self.b.switch_to_block(hit);
-        self.b.ins().store(Self::guarded(), value, host, 0);
-        self.unless_gone(miss, on, &[]);
-        self.b.switch_to_block(miss);
-        self.store_slowly(lin, size, value);
-        self.b.ins().jump(on, &[]);
-        self.b.switch_to_block(on);
-    }
-
-    fn store_slowly(&mut self, lin: Value, size: u8, value: Value) {
-        let value = self.wide(value);
-        let status = self.call(helpers::stores()[usize::from(size)], &[lin, value], 1)[0];
-        let (fine, failed) = (self.cold(), self.cold());
-        self.b.ins().brif(status, failed, &[], fine, &[]);
-        self.b.switch_to_block(failed);
-        self.leave_before(status);
-        self.b.switch_to_block(fine);
-    }
-
-    /// Reads, changes and writes guest memory, not atomically. `change` gets the old value and returns the new one. Returns both.
-    fn update(
-        &mut self,
-        lin: Value,
-        size: u8,
-        change: impl FnOnce(&mut Self, Value) -> Value,
-    ) -> (Value, Value) {
-        let ty = TYPES[usize::from(size)];
-        let (hit, miss, read) = (self.b.create_block(), self.cold(), self.b.create_block());
-        let found = self.b.append_block_param(hit, I64);
-        let old = self.b.append_block_param(read, ty);
-        // 0 if the TLB does not have the page.
-        let host = self.b.append_block_param(read, I64);
-        self.look_up(lin, size, tlb::WRITE, hit, miss);
-        self.b.switch_to_block(hit);
-        let value = self.b.ins().load(ty, Self::guarded(), found, 0);
-        self.unless_gone(miss, read, &[value, found]);
-        self.b.switch_to_block(miss);
-        let value = self.call_for_value(helpers::loads_to_store()[usize::from(size)], lin);
-        let value = self.narrow(value, size);
-        let nowhere = self.constant(0);
-        self.b.ins().jump(read, &[value.into(), nowhere.into()]);
-        self.b.switch_to_block(read);
-        let new = change(self, old);
-        let (fast, slow, on) = (self.b.create_block(), self.cold(), self.b.create_block());
-        self.b.ins().brif(host, fast, &[], slow, &[]);
-        self.b.switch_to_block(fast);
-        self.b.ins().store(Self::guarded(), new, host, 0);
-        self.unless_gone(slow, on, &[]);
-        self.b.switch_to_block(slow);
-        self.store_slowly(lin, size, new);
-        self.b.ins().jump(on, &[]);
-        self.b.switch_to_block(on);
-        (old, new)
-    }
-
-    fn immediate(&mut self, size: u8, value: u64) -> Value {
+    pub(super) fn immediate(&mut self, size: u8, value: u64) -> Value {
         let bits = 8 << size;
         let value = (value as i64) << (64 - bits) >> (64 - bits);
         match size {
@@ -672,7 +508,7 @@ impl<'a> Translator<'a> {
     }
 
     /// Reads operand `k`.
-    fn operand(&mut self, op: &Op, k: usize, size: u8) -> Value {
+    pub(super) fn operand(&mut self, op: &Op, k: usize, size: u8) -> Value {
         match op.r[k] {
             MEM => {
                 let lin = self.lin(op);
@@ -681,377 +517,5 @@ impl<'a> Translator<'a> {
             NONE => self.immediate(size, op.imm),
             r => self.get(r, size),
         }
-    }
-
-    /// Translates a near branch; leaves before any other instruction that ends a block.
-    fn branch(&mut self, insn: &Instruction, op: &Op) {
-        let next = insn.next_ip();
-        let code = insn.code();
-        if code.is_jcc_short_or_near() {
-            let taken = self.condition(condition_number(insn.condition_code()));
-            let (jump, fall) = (self.b.create_block(), self.b.create_block());
-            self.b.ins().brif(taken, jump, &[], fall, &[]);
-            self.b.switch_to_block(jump);
-            self.goto(op.imm);
-            self.b.switch_to_block(fall);
-            self.goto(next);
-        } else if code.is_jmp_short_or_near() {
-            self.goto(op.imm);
-        } else if code.is_call_near() && op.size == 3 {
-            let back = self.constant(next as i64);
-            self.push(back);
-            self.goto(op.imm);
-        } else if insn.mnemonic() == Mnemonic::Ret && op.size == 3 {
-            let rsp = self.get(4, 3);
-            let target = self.load(rsp, 3);
-            self.check_target(target);
-            let rsp = self.b.ins().iadd_imm(rsp, 8 + op.imm as i64);
-            self.set(4, 3, rsp);
-            self.leave(Status::Continue, target, self.before + 1);
-        } else if code.is_jmp_near_indirect() && op.size == 3 && op.address_size == 8 {
-            let target = self.operand(op, 0, 3);
-            self.check_target(target);
-            self.leave(Status::Continue, target, self.before + 1);
-        } else if code.is_call_near_indirect() && op.size == 3 && op.address_size == 8 {
-            let target = self.operand(op, 0, 3);
-            self.check_target(target);
-            let back = self.constant(next as i64);
-            self.push(back);
-            self.leave(Status::Continue, target, self.before + 1);
-        } else {
-            let bail = self.constant(Status::Interpret as i64);
-            self.leave_before(bail);
-        }
-    }
-
-    /// Leaves the instruction to the interpreter if the target may not be canonical.
-    fn check_target(&mut self, target: Value) {
-        let high = self.b.ins().sshr_imm(target, 47);
-        let high = self.b.ins().iadd_imm(high, 1);
-        // 0 and -1 are the upper bits of canonical addresses.
-        let strange = self.b.ins().icmp_imm(IntCC::UnsignedGreaterThan, high, 1);
-        let (bail, fine) = (self.cold(), self.b.create_block());
-        self.b.ins().brif(strange, bail, &[], fine, &[]);
-        self.b.switch_to_block(bail);
-        let status = self.constant(Status::Interpret as i64);
-        self.leave_before(status);
-        self.b.switch_to_block(fine);
-    }
-
-    fn push(&mut self, value: Value) {
-        let rsp = self.get(4, 3);
-        let rsp = self.b.ins().iadd_imm(rsp, -8);
-        self.store(rsp, 3, value);
-        self.set(4, 3, rsp);
-    }
-
-    /// Translates an instruction that does not end the block. `None`, with nothing done: there is no translation.
-    fn inline(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
-        use Mnemonic::*;
-        let size = op.size;
-        match insn.mnemonic() {
-            Nop | Endbr64 | Prefetcht0 | Prefetcht1 | Prefetcht2 | Prefetchnta | Prefetchw => {}
-            Mov | Movnti => {
-                let general =
-                    |k: u32| insn.op_kind(k) != OpKind::Register || insn.op_register(k).is_gpr();
-                if !general(0) || !general(1) {
-                    return None;
-                }
-                let value = self.operand(op, 1, size);
-                self.write(op, value);
-            }
-            Movzx | Movsx | Movsxd => {
-                let from = match op.r[1] {
-                    MEM => insn.memory_size().size(),
-                    _ => insn.op1_register().size(),
-                };
-                let from = from.trailing_zeros() as u8;
-                let value = self.operand(op, 1, from);
-                let to = TYPES[usize::from(size)];
-                let value = match (from == size, insn.mnemonic()) {
-                    (true, _) => value,
-                    (_, Movzx) => self.b.ins().uextend(to, value),
-                    _ => self.b.ins().sextend(to, value),
-                };
-                self.set(op.r[0], size, value);
-            }
-            Lea => {
-                let value = self.offset(op);
-                let value = self.narrow(value, size);
-                self.set(op.r[0], size, value);
-            }
-            Add | Sub | And | Or | Xor | Cmp | Test | Adc | Sbb => self.binary(op),
-            Inc | Dec | Neg | Not => self.unary(op),
-            Shl | Sal | Shr | Sar | Rol | Ror => return self.shift(op),
-            Imul if insn.op_count() > 1 && size > 0 => self.multiply(insn, op),
-            Push => {
-                let sized = insn.stack_pointer_increment() == -8;
-                if !sized || op.r[0] != NONE && op.r[0] != MEM && !insn.op0_register().is_gpr64() {
-                    return None;
-                }
-                let value = self.operand(op, 0, 3);
-                self.push(value);
-            }
-            Pop if insn.op0_kind() == OpKind::Register && insn.op0_register().is_gpr64() => {
-                let rsp = self.get(4, 3);
-                let value = self.load(rsp, 3);
-                let rsp = self.b.ins().iadd_imm(rsp, 8);
-                self.set(4, 3, rsp);
-                self.set(op.r[0], 3, value);
-            }
-            Leave
-                if insn.stack_pointer_increment() == 0 && insn.code() == iced_x86::Code::Leaveq =>
-            {
-                let rbp = self.get(5, 3);
-                let value = self.load(rbp, 3);
-                let rsp = self.b.ins().iadd_imm(rbp, 8);
-                self.set(4, 3, rsp);
-                self.set(5, 3, value);
-            }
-            Cdqe => {
-                let value = self.get(0, 2);
-                let value = self.b.ins().sextend(I64, value);
-                self.set(0, 3, value);
-            }
-            Cwde => {
-                let value = self.get(0, 1);
-                let value = self.b.ins().sextend(I32, value);
-                self.set(0, 2, value);
-            }
-            Cdq | Cqo => {
-                let size = if insn.mnemonic() == Cdq { 2 } else { 3 };
-                let value = self.get(0, size);
-                let sign = self.b.ins().sshr_imm(value, (8 << size) - 1);
-                self.set(2, size, sign);
-            }
-            Bswap if size >= 2 => {
-                let value = self.get(op.r[0], size);
-                let value = self.b.ins().bswap(value);
-                self.set(op.r[0], size, value);
-            }
-            Xchg if op.r[0] != MEM && op.r[1] != MEM => {
-                let (first, second) = (self.get(op.r[0], size), self.get(op.r[1], size));
-                self.set(op.r[0], size, second);
-                self.set(op.r[1], size, first);
-            }
-            _ if insn.condition_code() != iced_x86::ConditionCode::None => {
-                let condition = condition_number(insn.condition_code());
-                if op.r[0] != MEM && insn.op_count() == 2 {
-                    // CMOVcc reads its source whether the condition holds or not.
-                    let source = self.operand(op, 1, size);
-                    let old = self.get(op.r[0], size);
-                    let holds = self.condition(condition);
-                    let value = self.b.ins().select(holds, source, old);
-                    self.set(op.r[0], size, value);
-                } else if insn.op_count() == 1 {
-                    let value = self.condition(condition);
-                    self.write(op, value);
-                } else {
-                    return None;
-                }
-            }
-            _ => return None,
-        }
-        Some(())
-    }
-
-    /// Writes the first operand.
-    fn write(&mut self, op: &Op, value: Value) {
-        match op.r[0] {
-            MEM => {
-                let lin = self.lin(op);
-                self.store(lin, op.size, value);
-            }
-            r => self.set(r, op.size, value),
-        }
-    }
-
-    /// Changes the first operand, a register or memory. Returns the old and the new value.
-    fn change(
-        &mut self,
-        op: &Op,
-        change: impl FnOnce(&mut Self, Value) -> Value,
-    ) -> (Value, Value) {
-        match op.r[0] {
-            MEM => {
-                let lin = self.lin(op);
-                self.update(lin, op.size, change)
-            }
-            r => {
-                let old = self.get(r, op.size);
-                let new = change(self, old);
-                self.set(r, op.size, new);
-                (old, new)
-            }
-        }
-    }
-
-    fn binary(&mut self, op: &Op) {
-        use Mnemonic::*;
-        let size = op.size;
-        let mnemonic = op.mnemonic;
-        let b = self.operand(op, 1, size);
-        let carry = match mnemonic {
-            Adc | Sbb => {
-                let carry = self.carry();
-                Some(match size {
-                    0 => carry,
-                    _ => self.b.ins().uextend(TYPES[usize::from(size)], carry),
-                })
-            }
-            _ => None,
-        };
-        let apply = |this: &mut Self, a: Value| {
-            let ins = this.b.ins();
-            let value = match mnemonic {
-                Add | Adc => ins.iadd(a, b),
-                Sub | Cmp | Sbb => ins.isub(a, b),
-                And | Test => ins.band(a, b),
-                Or => ins.bor(a, b),
-                _ => ins.bxor(a, b),
-            };
-            match (mnemonic, carry) {
-                (Adc, Some(carry)) => this.b.ins().iadd(value, carry),
-                (Sbb, Some(carry)) => this.b.ins().isub(value, carry),
-                _ => value,
-            }
-        };
-        let (a, result) = match mnemonic {
-            Cmp | Test => {
-                let a = self.operand(op, 0, size);
-                (a, apply(self, a))
-            }
-            _ => self.change(op, apply),
-        };
-        self.flags = match mnemonic {
-            Add => Flags::Add { a, b, result },
-            Sub | Cmp => Flags::Sub { a, b, result },
-            Adc | Sbb => self.with_carry(mnemonic == Adc, a, b, carry, result),
-            _ => Flags::Logic { result },
-        };
-    }
-
-    fn unary(&mut self, op: &Op) {
-        use Mnemonic::*;
-        let size = op.size;
-        let carry = match op.mnemonic {
-            Inc | Dec => Some(self.carry()),
-            _ => None,
-        };
-        let (a, result) = self.change(op, |this, a| match op.mnemonic {
-            Inc => this.b.ins().iadd_imm(a, 1),
-            Dec => this.b.ins().iadd_imm(a, -1),
-            Neg => this.b.ins().ineg(a),
-            _ => this.b.ins().bnot(a),
-        });
-        match (op.mnemonic, carry) {
-            (Inc, Some(carry)) => self.flags = Flags::Inc { a, carry, result },
-            (Dec, Some(carry)) => self.flags = Flags::Dec { a, carry, result },
-            (Neg, _) => {
-                let zero = self.immediate(size, 0);
-                self.flags = Flags::Sub {
-                    a: zero,
-                    b: a,
-                    result,
-                };
-            }
-            _ => {}
-        }
-    }
-
-    /// Shifts and rotates by an immediate count, and shifts by CL.
-    fn shift(&mut self, op: &Op) -> Option<()> {
-        use Mnemonic::*;
-        let size = op.size;
-        let bits: i64 = 8 << size;
-        let mnemonic = op.mnemonic;
-        if op.r[1] != NONE {
-            return None;
-        }
-        let count = op.imm as i64 & if size == 3 { 63 } else { 31 };
-        let rotates = matches!(mnemonic, Rol | Ror);
-        if count == 0 || count >= bits {
-            return None;
-        }
-        let (a, result) = self.change(op, |this, a| match mnemonic {
-            Shr => this.b.ins().ushr_imm(a, count),
-            Sar => this.b.ins().sshr_imm(a, count),
-            Rol => this.b.ins().rotl_imm(a, count),
-            Ror => this.b.ins().rotr_imm(a, count),
-            _ => this.b.ins().ishl_imm(a, count),
-        });
-        let bit = |this: &mut Self, value: Value, n: i64| {
-            let value = this.b.ins().ushr_imm(value, n);
-            let value = this.b.ins().band_imm(value, 1);
-            match size {
-                0 => value,
-                _ => this.b.ins().ireduce(I8, value),
-            }
-        };
-        let top = bit(self, result, bits - 1);
-        let (carry, overflow) = match mnemonic {
-            Shr => {
-                let next = bit(self, result, bits - 2);
-                (bit(self, a, count - 1), self.b.ins().bxor(top, next))
-            }
-            Sar => (bit(self, a, count - 1), self.b.ins().iconst(I8, 0)),
-            Rol => {
-                let carry = bit(self, result, 0);
-                (carry, self.b.ins().bxor(carry, top))
-            }
-            Ror => {
-                let next = bit(self, result, bits - 2);
-                (top, self.b.ins().bxor(top, next))
-            }
-            _ => {
-                let carry = bit(self, a, bits - count);
-                (carry, self.b.ins().bxor(carry, top))
-            }
-        };
-        self.flags = if rotates {
-            Flags::Rotated {
-                below: Box::new(self.flags.below()),
-                carry,
-                overflow,
-            }
-        } else {
-            Flags::Given {
-                carry,
-                overflow,
-                aux: None,
-                result,
-            }
-        };
-        Some(())
-    }
-
-    /// IMUL with two or three operands.
-    fn multiply(&mut self, insn: &Instruction, op: &Op) {
-        let size = op.size;
-        let two = insn.op_count() == 2 && op.r[1] != NONE;
-        let b = self.operand(op, 1, size);
-        let a = match two {
-            true => self.get(op.r[0], size),
-            false => self.immediate(size, op.imm),
-        };
-        let (low, wide) = if size == 3 {
-            let low = self.b.ins().imul(a, b);
-            let high = self.b.ins().smulhi(a, b);
-            let sign = self.b.ins().sshr_imm(low, 63);
-            (low, self.b.ins().icmp(IntCC::NotEqual, high, sign))
-        } else {
-            let (a, b) = (self.b.ins().sextend(I64, a), self.b.ins().sextend(I64, b));
-            let product = self.b.ins().imul(a, b);
-            let low = self.narrow(product, size);
-            let again = self.b.ins().sextend(I64, low);
-            (low, self.b.ins().icmp(IntCC::NotEqual, again, product))
-        };
-        self.set(op.r[0], size, low);
-        self.flags = Flags::Given {
-            carry: wide,
-            overflow: wide,
-            aux: None,
-            result: low,
-        };
     }
 }

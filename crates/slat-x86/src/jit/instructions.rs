@@ -1,0 +1,380 @@
+//! The instructions that have a translation of their own: near branches, moves, integer arithmetic, the stack.
+
+use super::condition::Flags;
+use super::translate::{TYPES, Translator};
+use crate::exec::control::condition_number;
+use crate::op::{MEM, NONE, Op};
+use cranelift_codegen::ir::condcodes::IntCC;
+use cranelift_codegen::ir::types::{I8, I32, I64};
+use cranelift_codegen::ir::{InstBuilder, Value};
+use iced_x86::{Code, ConditionCode, Instruction, Mnemonic, OpKind};
+
+impl Translator<'_> {
+    /// Translates a near branch; leaves before any other instruction that ends a block.
+    pub(super) fn branch(&mut self, insn: &Instruction, op: &Op) {
+        let next = insn.next_ip();
+        let code = insn.code();
+        if code.is_jcc_short_or_near() {
+            let taken = self.condition(condition_number(insn.condition_code()));
+            let (jump, fall) = (self.b.create_block(), self.b.create_block());
+            self.b.ins().brif(taken, jump, &[], fall, &[]);
+            self.b.switch_to_block(jump);
+            self.goto(op.imm);
+            self.b.switch_to_block(fall);
+            self.goto(next);
+        } else if code.is_jmp_short_or_near() {
+            self.goto(op.imm);
+        } else if code.is_call_near() && op.size == 3 {
+            let back = self.constant(next as i64);
+            self.push(back);
+            self.goto(op.imm);
+        } else if insn.mnemonic() == Mnemonic::Ret && op.size == 3 {
+            let rsp = self.get(4, 3);
+            let target = self.load(rsp, 3);
+            self.check_target(target);
+            let rsp = self.b.ins().iadd_imm(rsp, 8 + op.imm as i64);
+            self.set(4, 3, rsp);
+            self.leave_for(target);
+        } else if code.is_jmp_near_indirect() && op.size == 3 && op.address_size == 8 {
+            let target = self.operand(op, 0, 3);
+            self.check_target(target);
+            self.leave_for(target);
+        } else if code.is_call_near_indirect() && op.size == 3 && op.address_size == 8 {
+            let target = self.operand(op, 0, 3);
+            self.check_target(target);
+            let back = self.constant(next as i64);
+            self.push(back);
+            self.leave_for(target);
+        } else {
+            self.leave_to_interpreter();
+        }
+    }
+
+    /// Leaves the instruction to the interpreter if the target may not be canonical.
+    fn check_target(&mut self, target: Value) {
+        let high = self.b.ins().sshr_imm(target, 47);
+        let high = self.b.ins().iadd_imm(high, 1);
+        // 0 and -1 are the upper bits of canonical addresses.
+        let strange = self.b.ins().icmp_imm(IntCC::UnsignedGreaterThan, high, 1);
+        let (bail, fine) = (self.cold(), self.b.create_block());
+        self.b.ins().brif(strange, bail, &[], fine, &[]);
+        self.b.switch_to_block(bail);
+        self.leave_to_interpreter();
+        self.b.switch_to_block(fine);
+    }
+
+    fn push(&mut self, value: Value) {
+        let rsp = self.get(4, 3);
+        let rsp = self.b.ins().iadd_imm(rsp, -8);
+        self.store(rsp, 3, value);
+        self.set(4, 3, rsp);
+    }
+
+    /// Translates an instruction that does not end the block. `None`, with nothing done: there is no translation.
+    pub(super) fn inline(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
+        use Mnemonic::*;
+        let size = op.size;
+        match insn.mnemonic() {
+            Nop | Endbr64 | Prefetcht0 | Prefetcht1 | Prefetcht2 | Prefetchnta | Prefetchw => {}
+            Mov | Movnti => {
+                let general =
+                    |k: u32| insn.op_kind(k) != OpKind::Register || insn.op_register(k).is_gpr();
+                if !general(0) || !general(1) {
+                    return None;
+                }
+                let value = self.operand(op, 1, size);
+                self.write(op, value);
+            }
+            Movzx | Movsx | Movsxd => {
+                let from = match op.r[1] {
+                    MEM => insn.memory_size().size(),
+                    _ => insn.op1_register().size(),
+                };
+                let from = from.trailing_zeros() as u8;
+                let value = self.operand(op, 1, from);
+                let to = TYPES[usize::from(size)];
+                let value = match (from == size, insn.mnemonic()) {
+                    (true, _) => value,
+                    (_, Movzx) => self.b.ins().uextend(to, value),
+                    _ => self.b.ins().sextend(to, value),
+                };
+                self.set(op.r[0], size, value);
+            }
+            Lea => {
+                let value = self.offset(op);
+                let value = self.narrow(value, size);
+                self.set(op.r[0], size, value);
+            }
+            Add | Sub | And | Or | Xor | Cmp | Test | Adc | Sbb => self.binary(op),
+            Inc | Dec | Neg | Not => self.unary(op),
+            Shl | Sal | Shr | Sar | Rol | Ror => return self.shift(op),
+            Imul if insn.op_count() > 1 && size > 0 => self.multiply(insn, op),
+            Push => {
+                let sized = insn.stack_pointer_increment() == -8;
+                if !sized || op.r[0] != NONE && op.r[0] != MEM && !insn.op0_register().is_gpr64() {
+                    return None;
+                }
+                let value = self.operand(op, 0, 3);
+                self.push(value);
+            }
+            Pop if insn.op0_kind() == OpKind::Register && insn.op0_register().is_gpr64() => {
+                let rsp = self.get(4, 3);
+                let value = self.load(rsp, 3);
+                let rsp = self.b.ins().iadd_imm(rsp, 8);
+                self.set(4, 3, rsp);
+                self.set(op.r[0], 3, value);
+            }
+            Leave if insn.code() == Code::Leaveq => {
+                let rbp = self.get(5, 3);
+                let value = self.load(rbp, 3);
+                let rsp = self.b.ins().iadd_imm(rbp, 8);
+                self.set(4, 3, rsp);
+                self.set(5, 3, value);
+            }
+            Cdqe => {
+                let value = self.get(0, 2);
+                let value = self.b.ins().sextend(I64, value);
+                self.set(0, 3, value);
+            }
+            Cwde => {
+                let value = self.get(0, 1);
+                let value = self.b.ins().sextend(I32, value);
+                self.set(0, 2, value);
+            }
+            Cdq | Cqo => {
+                let size = if insn.mnemonic() == Cdq { 2 } else { 3 };
+                let value = self.get(0, size);
+                let sign = self.b.ins().sshr_imm(value, (8 << size) - 1);
+                self.set(2, size, sign);
+            }
+            Bswap if size >= 2 => {
+                let value = self.get(op.r[0], size);
+                let value = self.b.ins().bswap(value);
+                self.set(op.r[0], size, value);
+            }
+            Xchg if op.r[0] != MEM && op.r[1] != MEM => {
+                let (first, second) = (self.get(op.r[0], size), self.get(op.r[1], size));
+                self.set(op.r[0], size, second);
+                self.set(op.r[1], size, first);
+            }
+            _ if insn.condition_code() != ConditionCode::None => {
+                let condition = condition_number(insn.condition_code());
+                if op.r[0] != MEM && insn.op_count() == 2 {
+                    // CMOVcc reads its source whether the condition holds or not.
+                    let source = self.operand(op, 1, size);
+                    let old = self.get(op.r[0], size);
+                    let holds = self.condition(condition);
+                    let value = self.b.ins().select(holds, source, old);
+                    self.set(op.r[0], size, value);
+                } else if insn.op_count() == 1 {
+                    let value = self.condition(condition);
+                    self.write(op, value);
+                } else {
+                    return None;
+                }
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    /// Writes the first operand.
+    fn write(&mut self, op: &Op, value: Value) {
+        match op.r[0] {
+            MEM => {
+                let lin = self.lin(op);
+                self.store(lin, op.size, value);
+            }
+            r => self.set(r, op.size, value),
+        }
+    }
+
+    /// Changes the first operand, a register or memory. Returns the old and the new value.
+    fn change(
+        &mut self,
+        op: &Op,
+        change: impl FnOnce(&mut Self, Value) -> Value,
+    ) -> (Value, Value) {
+        match op.r[0] {
+            MEM => {
+                let lin = self.lin(op);
+                self.update(lin, op.size, change)
+            }
+            r => {
+                let old = self.get(r, op.size);
+                let new = change(self, old);
+                self.set(r, op.size, new);
+                (old, new)
+            }
+        }
+    }
+
+    fn binary(&mut self, op: &Op) {
+        use Mnemonic::*;
+        let size = op.size;
+        let mnemonic = op.mnemonic;
+        let b = self.operand(op, 1, size);
+        let carry = match mnemonic {
+            Adc | Sbb => {
+                let carry = self.carry();
+                Some(match size {
+                    0 => carry,
+                    _ => self.b.ins().uextend(TYPES[usize::from(size)], carry),
+                })
+            }
+            _ => None,
+        };
+        let apply = |this: &mut Self, a: Value| {
+            let ins = this.b.ins();
+            let value = match mnemonic {
+                Add | Adc => ins.iadd(a, b),
+                Sub | Cmp | Sbb => ins.isub(a, b),
+                And | Test => ins.band(a, b),
+                Or => ins.bor(a, b),
+                _ => ins.bxor(a, b),
+            };
+            match (mnemonic, carry) {
+                (Adc, Some(carry)) => this.b.ins().iadd(value, carry),
+                (Sbb, Some(carry)) => this.b.ins().isub(value, carry),
+                _ => value,
+            }
+        };
+        let (a, result) = match mnemonic {
+            Cmp | Test => {
+                let a = self.operand(op, 0, size);
+                (a, apply(self, a))
+            }
+            _ => self.change(op, apply),
+        };
+        self.flags = match mnemonic {
+            Add => Flags::Add { a, b, result },
+            Sub | Cmp => Flags::Sub { a, b, result },
+            Adc | Sbb => self.with_carry(mnemonic == Adc, a, b, carry, result),
+            _ => Flags::Logic { result },
+        };
+    }
+
+    fn unary(&mut self, op: &Op) {
+        use Mnemonic::*;
+        let size = op.size;
+        let carry = match op.mnemonic {
+            Inc | Dec => Some(self.carry()),
+            _ => None,
+        };
+        let (a, result) = self.change(op, |this, a| match op.mnemonic {
+            Inc => this.b.ins().iadd_imm(a, 1),
+            Dec => this.b.ins().iadd_imm(a, -1),
+            Neg => this.b.ins().ineg(a),
+            _ => this.b.ins().bnot(a),
+        });
+        match (op.mnemonic, carry) {
+            (Inc, Some(carry)) => self.flags = Flags::Inc { a, carry, result },
+            (Dec, Some(carry)) => self.flags = Flags::Dec { a, carry, result },
+            (Neg, _) => {
+                let zero = self.immediate(size, 0);
+                self.flags = Flags::Sub {
+                    a: zero,
+                    b: a,
+                    result,
+                };
+            }
+            _ => {}
+        }
+    }
+
+    /// Shifts and rotates by an immediate count that is neither 0 nor as large as the operand.
+    fn shift(&mut self, op: &Op) -> Option<()> {
+        use Mnemonic::*;
+        let size = op.size;
+        let bits: i64 = 8 << size;
+        let mnemonic = op.mnemonic;
+        if op.r[1] != NONE {
+            return None;
+        }
+        let count = op.imm as i64 & if size == 3 { 63 } else { 31 };
+        let rotates = matches!(mnemonic, Rol | Ror);
+        if count == 0 || count >= bits {
+            return None;
+        }
+        let (a, result) = self.change(op, |this, a| match mnemonic {
+            Shr => this.b.ins().ushr_imm(a, count),
+            Sar => this.b.ins().sshr_imm(a, count),
+            Rol => this.b.ins().rotl_imm(a, count),
+            Ror => this.b.ins().rotr_imm(a, count),
+            _ => this.b.ins().ishl_imm(a, count),
+        });
+        let bit = |this: &mut Self, value: Value, n: i64| {
+            let value = this.b.ins().ushr_imm(value, n);
+            let value = this.b.ins().band_imm(value, 1);
+            match size {
+                0 => value,
+                _ => this.b.ins().ireduce(I8, value),
+            }
+        };
+        let top = bit(self, result, bits - 1);
+        let (carry, overflow) = match mnemonic {
+            Shr => {
+                let next = bit(self, result, bits - 2);
+                (bit(self, a, count - 1), self.b.ins().bxor(top, next))
+            }
+            Sar => (bit(self, a, count - 1), self.b.ins().iconst(I8, 0)),
+            Rol => {
+                let carry = bit(self, result, 0);
+                (carry, self.b.ins().bxor(carry, top))
+            }
+            Ror => {
+                let next = bit(self, result, bits - 2);
+                (top, self.b.ins().bxor(top, next))
+            }
+            _ => {
+                let carry = bit(self, a, bits - count);
+                (carry, self.b.ins().bxor(carry, top))
+            }
+        };
+        self.flags = if rotates {
+            Flags::Rotated {
+                below: Box::new(self.flags.below()),
+                carry,
+                overflow,
+            }
+        } else {
+            Flags::Given {
+                carry,
+                overflow,
+                aux: None,
+                result,
+            }
+        };
+        Some(())
+    }
+
+    /// IMUL with two or three operands.
+    fn multiply(&mut self, insn: &Instruction, op: &Op) {
+        let size = op.size;
+        let two = insn.op_count() == 2 && op.r[1] != NONE;
+        let b = self.operand(op, 1, size);
+        let a = match two {
+            true => self.get(op.r[0], size),
+            false => self.immediate(size, op.imm),
+        };
+        let (low, wide) = if size == 3 {
+            let low = self.b.ins().imul(a, b);
+            let high = self.b.ins().smulhi(a, b);
+            let sign = self.b.ins().sshr_imm(low, 63);
+            (low, self.b.ins().icmp(IntCC::NotEqual, high, sign))
+        } else {
+            let (a, b) = (self.b.ins().sextend(I64, a), self.b.ins().sextend(I64, b));
+            let product = self.b.ins().imul(a, b);
+            let low = self.narrow(product, size);
+            let again = self.b.ins().sextend(I64, low);
+            (low, self.b.ins().icmp(IntCC::NotEqual, again, product))
+        };
+        self.set(op.r[0], size, low);
+        self.flags = Flags::Given {
+            carry: wide,
+            overflow: wide,
+            aux: None,
+            result: low,
+        };
+    }
+}
