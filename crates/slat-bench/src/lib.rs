@@ -12,6 +12,7 @@
 //! | [`show`] | tables for people, with the goals |
 //! | [`html`] | the tables as a page with charts |
 //! | [`bare`], [`mod@array`] | the engine alone, and the rival whose memslots are an array |
+//! | `qemu` | QEMU, for comparison and as a program to run |
 //! | `experiments` | one file each: its set-up, what is timed, its rows |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
@@ -24,6 +25,7 @@ pub mod html;
 pub mod machine;
 pub mod maps;
 pub mod published;
+mod qemu;
 pub mod report;
 pub mod rounds;
 pub mod show;

@@ -26,14 +26,14 @@ pub const END: u16 = 0xf4;
 /// The first address that is free for data; below it, and above [`SYSTEM_SIZE`], there is space for small slots.
 pub const DATA: u64 = 4 << 30;
 
-const PML4: u64 = 0x1000;
+pub(crate) const PML4: u64 = 0x1000;
 const PDPT: u64 = 0x2000;
 /// The descriptor tables ([`super::interrupts`]).
 pub(super) const GDT: u64 = 0x3000;
 const PROGRAM: u64 = 0x4000;
 pub(super) const IDT: u64 = 0xf000;
 const STACKS: u64 = 0x1_0000; // a page for each vCPU, growing down to it
-const PAGE_DIRECTORIES: u64 = STACKS + (MAX_VCPUS as u64 + 1) * PAGE;
+pub(crate) const PAGE_DIRECTORIES: u64 = STACKS + (MAX_VCPUS as u64 + 1) * PAGE;
 const MAX_GIB: u64 = (SYSTEM_SIZE as u64 - PAGE_DIRECTORIES) / PAGE;
 
 /// The programs' instructions: bytes among this process's constants, never executed by it.

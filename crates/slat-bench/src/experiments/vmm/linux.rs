@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::qemu::{self, Qemu};
 use crate::Linux;
 use crate::machine::{Api, Failure, Slat};
+use crate::qemu::{self, Qemu};
 use crate::report::{Sample, Unit};
 use crate::rounds::Bench;
 

@@ -3,7 +3,6 @@
 mod irqfd;
 mod kick;
 mod linux;
-mod qemu;
 
 use crate::Experiment;
 use crate::machine::{Api, Failure, Slat};

@@ -1,4 +1,4 @@
-//! QEMU with a Linux guest: its start, and commands for the guest's shell.
+//! QEMU: its start, its processor time, commands for its monitor or for the shell of a Linux guest.
 
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::Linux;
 use crate::machine::Failure;
 
-const PROGRAM: &str = "qemu-system-x86_64";
+pub const PROGRAM: &str = "qemu-system-x86_64";
 /// What the guest's first program prints when its shell is ready (conformance/vmm/guest/init).
 const READY: &str = "slat: guest ready";
 /// Longer than any step takes on a loaded machine.
@@ -60,6 +60,11 @@ impl Qemu {
             "file": {"driver": "file", "filename": disk}});
         command.args(["-blockdev", &node.to_string()]);
         command.args(["-device", "virtio-blk-pci,drive=disk,ioeventfd=on"]);
+        Self::spawn(command)
+    }
+
+    /// Starts a process that ends with this one.
+    pub fn spawn(mut command: Command) -> Result<Self, Failure> {
         command.stdin(Stdio::piped());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         // SAFETY: between fork and exec, a plain call: the measured process ends with this one, however this one ends.
@@ -84,6 +89,18 @@ impl Qemu {
             input,
             position: 0,
         })
+    }
+
+    /// Has the monitor, which is on standard input and output, do `command`. Returns what it says.
+    pub fn ask(&mut self, command: &str) -> Result<String, Failure> {
+        const PROMPT: &str = "(qemu) ";
+        self.expect(PROMPT)?;
+        self.input.write_all(format!("{command}\n").as_bytes())?;
+        let position = self.position;
+        let answer = self.expect(PROMPT)?;
+        // The next question waits for this prompt again.
+        self.position = position + answer.len();
+        Ok(answer)
     }
 
     /// Waits for the guest's shell.

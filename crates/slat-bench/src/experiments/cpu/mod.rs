@@ -1,5 +1,7 @@
 //! How fast the software CPU is.
 
+mod tcg;
+
 use std::sync::atomic::Ordering::Relaxed;
 
 use kvm_bindings::kvm_regs;
@@ -26,9 +28,9 @@ call: calls of a function with a frame; eight instructions in a loop, four of th
 fib: the Fibonacci numbers by recursion: calls, branches and the stack, as compilers write them.
 miss: a write to each of 2048 pages, over and over. Each misses the software TLB (1024 pages): the
 page is found through the guest's tables and slat's. One instruction in four is such a write.
-The other experiments run on this CPU; it decides how much of the memory system's cost is seen.
-Instructions are known from the loops, so that a real KVM can be measured the same way.
-Nothing was published, nothing is asked for; the limit is the processor itself, the column kvm.",
+Instructions are known from the loops, so that other CPUs can be measured the same way: tcg, QEMU's
+own software CPU, where it is installed, without its start; a real KVM, where it opens: the limit.
+Asked for: as fast as tcg, and twice as fast for miss.",
     run,
     compare,
     rows: Rows::Metrics,
@@ -45,13 +47,29 @@ struct Work {
     is_right: Check,
 }
 
-/// Checks the registers at the end, and data.
-type Check = Box<dyn Fn(&kvm_regs, &Memory) -> bool>;
+/// Checks the registers at the end, and the words of data.
+type Check = Box<dyn Fn(&kvm_regs, &dyn Fn(usize) -> u64) -> bool>;
 
-/// Returns the cases; for a real KVM that interprets, with a fraction of the work.
-fn works(size: Size, for_kvm: bool) -> [Work; 5] {
-    let share = if for_kvm { 200 } else { 1 };
-    let times = |usual: u64| size.pick(100, usual, 4 * usual) / share;
+/// Who executes the programs, which decides about the amount of work.
+#[derive(Clone, Copy)]
+enum Worker {
+    /// slat, and QEMU's software CPU.
+    Software,
+    /// A real KVM, which may interpret.
+    Kvm,
+    /// QEMU, for its start.
+    Start,
+}
+
+/// Returns the cases.
+fn works(size: Size, worker: Worker) -> [Work; 5] {
+    // A part of the repetitions, and a smaller number for fib.
+    let (part, less) = match worker {
+        Worker::Software => (1, 0),
+        Worker::Kvm => (1600, 12),
+        Worker::Start => (3200, 14),
+    };
+    let times = |usual: u64| size.pick(3200, usual, 4 * usual) / part;
     let work = |case, (program, instructions), is_right: Check| Work {
         case,
         program,
@@ -59,12 +77,12 @@ fn works(size: Size, for_kvm: bool) -> [Work; 5] {
         is_right,
     };
     let (alu, ldst, call, miss) = (
-        times(5_000_000),
-        times(4_000_000),
-        times(2_000_000),
-        times(400),
+        times(40_000_000),
+        times(32_000_000),
+        times(16_000_000),
+        times(3_200),
     );
-    let fib = size.pick(10, 26, 29) - if for_kvm { 8 } else { 0 };
+    let fib = size.pick(14, 30, 33) - less;
     [
         work(
             "alu",
@@ -74,7 +92,7 @@ fn works(size: Size, for_kvm: bool) -> [Work; 5] {
         work(
             "ldst",
             Program::loads_and_stores(ldst, DATA),
-            Box::new(move |_, data| data.words()[2].load(Relaxed) == ldst),
+            Box::new(move |_, word| word(2) == ldst),
         ),
         work(
             "call",
@@ -90,12 +108,7 @@ fn works(size: Size, for_kvm: bool) -> [Work; 5] {
             "miss",
             Program::rounds(DATA, PAGES, miss),
             // The last round wrote 1.
-            Box::new(|_, data| {
-                data.words()
-                    .iter()
-                    .step_by(PAGE as usize / 8)
-                    .all(|word| word.load(Relaxed) == 1)
-            }),
+            Box::new(|_, word| (0..PAGES as usize).all(|page| word(page * PAGE as usize / 8) == 1)),
         ),
     ]
 }
@@ -116,19 +129,53 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         Some(kvm) => Some(prepare(kvm, &data)?),
         None => None,
     };
-    let variants = bench.with_kvm(&[Slat::NAME]);
-    let works = works(bench.size, false)
-        .into_iter()
-        .zip(works(bench.size, true));
-    for (work, less) in works {
-        bench.in_turns(work.case, rounds, &variants, |_, variant| {
-            match kvm.as_mut().filter(|_| variant == RealKvm::NAME) {
-                Some(kvm) => measure(kvm, &data, &less),
-                None => measure(&mut slat, &data, &work),
-            }
+    let mut variants = bench.with_kvm(&[Slat::NAME]);
+    match tcg::is_there() {
+        true => variants.insert(0, tcg::NAME),
+        false => bench.note("cpu: there is no QEMU here to compare with.".to_owned()),
+    }
+    let size = bench.size;
+    let [works, for_kvm, start] =
+        [Worker::Software, Worker::Kvm, Worker::Start].map(|worker| works(size, worker));
+    for (k, work) in works.iter().enumerate() {
+        bench.in_turns(work.case, rounds, &variants, |_, variant| match variant {
+            tcg::NAME => measure_tcg(&start[k], work),
+            RealKvm::NAME => match &mut kvm {
+                Some(kvm) => measure(kvm, &data, &for_kvm[k]),
+                None => Err("no real KVM".into()),
+            },
+            _ => measure(&mut slat, &data, work),
         })?;
     }
     Ok(())
+}
+
+/// Measures the time that `more` takes longer than `less`, so without QEMU's start.
+fn measure_tcg(less: &Work, more: &Work) -> Result<Vec<Sample>, Failure> {
+    let run = |work: &Work| -> Result<f64, Failure> {
+        let ran = tcg::run(&work.program, (PAGES * PAGE) as usize)?;
+        let word = |index: usize| {
+            let bytes = ran.data.get(8 * index..8 * index + 8);
+            bytes.map_or(0, |bytes| {
+                u64::from_le_bytes(bytes.try_into().expect("8 bytes"))
+            })
+        };
+        match (work.is_right)(&ran.registers, &word) {
+            true => Ok(ran.cpu.as_secs_f64()),
+            false => {
+                Err(format!("QEMU's guest computed something else: {:?}", ran.registers).into())
+            }
+        }
+    };
+    let (start, all) = (run(less)?, run(more)?);
+    let instructions = more.instructions.saturating_sub(less.instructions) as f64;
+    // At a tiny size the start is all there is.
+    let seconds = (all - start).max(1e-3);
+    Ok(vec![Sample::new(
+        "mips",
+        Unit::Mips,
+        instructions / seconds / 1e6,
+    )])
 }
 
 /// Makes a machine on which nothing faults any more.
@@ -149,7 +196,8 @@ fn measure<A: Api>(
         word.store(0, Relaxed);
     }
     let ran = machine.run(&[work.program], &no_device)?;
-    if !(work.is_right)(&ran.registers[0], data) {
+    let word = |index: usize| data.words()[index].load(Relaxed);
+    if !(work.is_right)(&ran.registers[0], &word) {
         return Err(format!("the guest computed something else: {:?}", ran.registers[0]).into());
     }
     let mips = work.instructions as f64 / ran.cpu.as_secs_f64() / 1e6;
@@ -157,10 +205,14 @@ fn measure<A: Api>(
 }
 
 fn compare(report: &Report) -> Vec<Line> {
-    let cases = report.cases(NAME).into_iter();
-    cases
-        .filter_map(|case| Line::of(report, NAME, case, "mips", Slat::NAME))
-        .collect()
+    let line = |case| {
+        let least = if case == "miss" { 1.0 } else { 0.0 };
+        match Line::compare(report, NAME, case, "mips", tcg::NAME, Slat::NAME) {
+            Some(line) => Some(line.change_at_least(least)),
+            None => Line::of(report, NAME, case, "mips", Slat::NAME),
+        }
+    };
+    report.cases(NAME).into_iter().filter_map(line).collect()
 }
 
 #[cfg(test)]
