@@ -288,20 +288,21 @@ unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
 extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let ucontext = context.cast::<libc::ucontext_t>();
     // SAFETY: the kernel gives an SA_SIGINFO handler its own context and information.
-    let (ip, r15, kicked, sent) = unsafe {
+    let (registers, kicked, sent) = unsafe {
         let registers = &mut (*ucontext).uc_mcontext.gregs;
-        let r15 = registers[libc::REG_R15 as usize];
-        let ip = &mut registers[libc::REG_RIP as usize];
         // Sent by a process (kill, tgkill, sigqueue), in contrast to a fault that would occur again.
-        (ip, r15, is_kick(sig, info), (*info).si_code <= 0)
+        (registers, is_kick(sig, info), (*info).si_code <= 0)
     };
     if kicked || !sent {
-        let at = *ip as usize;
-        // SAFETY: R15 as the kernel has stored it with the instruction pointer.
-        let fixup = table::fixup(at).or_else(|| unsafe { generated::skip(at, r15 as usize) });
+        let at = registers[libc::REG_RIP as usize];
+        let fixup = table::fixup(at as usize).or_else(|| {
+            let exit = generated::exit(at as usize)?;
+            registers[libc::REG_RAX as usize] = at;
+            Some(exit)
+        });
         if let Some(fixup) = fixup {
             KICKED.set(kicked);
-            *ip = fixup as i64;
+            registers[libc::REG_RIP as usize] = fixup as i64;
             return;
         }
     }

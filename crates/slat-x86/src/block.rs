@@ -2,7 +2,8 @@
 
 use crate::heap::{self, OutOfMemory};
 use crate::op::Op;
-use std::ptr;
+use crate::snapshot::Snapshot;
+use std::ptr::NonNull;
 
 /// Operations per block.
 pub(crate) const MAX_OPS: usize = 48;
@@ -23,39 +24,21 @@ pub(crate) struct Key {
     pub mode: u8,
 }
 
-/// Where a block's code was found, and when it was compared with memory.
+/// Where the code of a block is, or the part of it in one page.
 #[derive(Clone, Copy)]
-pub(crate) struct Found {
-    /// [`crate::Cpu::generation`] at the look-up.
-    pub generation: u64,
-    /// Host address of the first byte.
-    pub first: *mut u8,
-    /// Host address of the second page's bytes, for an instruction that crosses into a second page; else null.
-    pub second: *mut u8,
-    /// The version of its pages, the higher one of two (see `code_pages`). `None`: they were not trusted, so the code is compared
-    /// again at the next entry.
-    pub version: Option<u64>,
-    /// [`crate::Cpu::epoch`] at the comparison.
-    pub epoch: u64,
-}
-
-impl Found {
-    /// The look-up that was never made.
-    pub(crate) const NOWHERE: Self = Self {
-        generation: 0,
-        first: ptr::null_mut(),
-        second: ptr::null_mut(),
-        version: None,
-        epoch: 0,
-    };
+pub(crate) struct Place {
+    pub(crate) page: NonNull<Snapshot>,
+    /// [`Snapshot::edition`] when the code was compared. 0, which no snapshot has: it has to be compared.
+    pub(crate) edition: u64,
 }
 
 /// A decoded basic block.
 pub(crate) struct Block {
     pub(crate) key: Key,
-    pub(crate) found: Found,
-    /// [`crate::Cpu::stamp`] as long as the block may be executed without another look.
-    pub(crate) stamp: u64,
+    /// The page of its first byte. `None` in a block that holds nothing.
+    pub(crate) first: Option<Place>,
+    /// The next page, for an instruction that crosses into it.
+    pub(crate) second: Option<Place>,
     /// Entries until the block is hot.
     #[cfg(feature = "jit")]
     pub(crate) heat: std::cell::Cell<u32>,
@@ -82,8 +65,8 @@ impl Block {
                 rip: 0,
                 mode: 0,
             },
-            found: Found::NOWHERE,
-            stamp: 0,
+            first: None,
+            second: None,
             #[cfg(feature = "jit")]
             heat: std::cell::Cell::new(crate::jit::HOT),
             #[cfg(feature = "jit")]
@@ -128,7 +111,7 @@ impl Block {
         }
         replace(&mut self.ops, &from.ops);
         replace(&mut self.bytes, &from.bytes);
-        (self.key, self.found, self.stamp) = (from.key, from.found, from.stamp);
+        (self.key, self.first, self.second) = (from.key, from.first, from.second);
         self.cool();
         (self.split, self.count) = (from.split, from.count);
     }
@@ -141,7 +124,7 @@ impl Block {
     /// Empties the block, until [`fill`](Self::fill). Its `ops` can be appended to.
     pub(crate) fn clear(&mut self, key: Key) {
         self.key = key;
-        self.stamp = 0;
+        (self.first, self.second) = (None, None);
         self.cool();
         self.ops.clear();
         self.bytes.clear();
@@ -163,13 +146,25 @@ impl Block {
         }
     }
 
-    /// Stores the bytes that `ops` were decoded from: `bytes`, found at `found`, the first `split` of them in the first page.
-    pub(crate) fn fill(&mut self, bytes: &[u8], split: usize, found: Found) {
-        self.found = found;
+    /// Stores the bytes that `ops` were decoded from: `bytes`, the first `split` of them in the page `first`.
+    pub(crate) fn fill(&mut self, bytes: &[u8], split: usize, first: Place, second: Option<Place>) {
+        (self.first, self.second) = (Some(first), second);
         self.split = split;
         self.count = self.ops.iter().map(|op| u64::from(op.count)).sum();
         self.bytes.clear();
         self.bytes.extend_from_slice(bytes);
+    }
+
+    /// Whether the block may be executed without another look, by a CPU with this stamp: memory is known to hold its code. (One in two
+    /// pages is always looked at.)
+    #[inline(always)]
+    pub(crate) fn is_current(&self, stamp: u64) -> bool {
+        let Some(Place { page, edition }) = self.first else {
+            return false;
+        };
+        // SAFETY: a block's snapshots live until all blocks are freed or emptied (`Blocks::clear`); nobody changes one meanwhile.
+        let page = unsafe { page.as_ref() };
+        page.stamp == stamp && page.edition == edition && self.second.is_none()
     }
 
     /// Returns the bytes in the first page, and those in the second.
@@ -185,7 +180,11 @@ impl Block {
     /// Returns the host page of the first byte.
     #[inline(always)]
     pub(crate) fn page(&self) -> usize {
-        self.found.first as usize & !0xfff
+        // SAFETY: as in `is_current`.
+        (self.first).map_or(
+            usize::MAX,
+            |place| unsafe { place.page.as_ref() }.host as usize,
+        )
     }
 
     /// Returns the bytes of `op`.

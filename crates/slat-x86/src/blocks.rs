@@ -1,30 +1,31 @@
 //! All blocks of a CPU, found by address and verified against memory.
 //!
-//! A block is keyed by linear address, RIP and decoding mode. It is executed without a look at memory as long as it has the CPU's
-//! *stamp*, which every event changes that may make a block stale: a flush of the TLB, a store to a page with decoded code, an event
-//! that serialises instructions. Then the block is looked at once ([`Cpu::verify`]): which of these was it, and does it concern
-//! this block?
+//! A block is keyed by linear address, RIP and decoding mode. It is executed without a look at memory as long as the copy of its page
+//! is good (`snapshot`).
 //!
 //! Code is decoded into a block that is reused for the next code: much code is executed only once, and keeping it costs more
 //! than decoding it. Code that has run before is copied into a block that is kept. So every block that can be found is
 //! complete: a fetch that fails half-way has changed no kept block.
 //!
-//! Kept blocks never move and are freed only all at once, between blocks: when they are about to exceed [`CODE_BYTES`]. If
-//! there is no memory to keep a block, it runs all the same, and is decoded again the next time.
+//! Kept blocks and copies of pages never move and are freed only all at once, between blocks: when they are about to exceed
+//! [`CODE_BYTES`]. If there is no memory to keep a block, it runs all the same, and is decoded again the next time.
 
 use crate::Cpu;
-use crate::block::{Block, Key, MAX_OPS};
+use crate::block::{Block, Key, MAX_OPS, Place};
 use crate::hash::Seeded;
 use crate::heap::{self, OutOfMemory, Zeroed};
 use crate::op::Break;
+use crate::snapshot::Snapshot;
 use std::collections::HashMap;
 use std::ptr::NonNull;
 
-/// The most heap bytes that the kept blocks of one CPU and their index may use: about 40,000 blocks of six instructions, or
-/// 9,000 of the longest.
-pub const CODE_BYTES: usize = 24 << 20;
+/// The most heap bytes that the kept blocks of one CPU, the copies of its code and their indices may use: about 40,000 blocks of six
+/// instructions in 2,000 pages.
+pub const CODE_BYTES: usize = 32 << 20;
+/// More bytes than one block and its copies need.
+const RESERVE: usize = 64 << 10;
 /// Entries of the direct-mapped front table.
-const FRONT: usize = 4096;
+const FRONT: usize = 16384;
 /// Bits of [`Seen`].
 const SEEN: usize = 1 << 17;
 
@@ -70,7 +71,8 @@ impl Front {
 /// All blocks of a CPU.
 pub(crate) struct Blocks {
     kept: HashMap<Key, NonNull<Block>, Seeded>,
-    /// Heap bytes of the blocks in `kept`.
+    snapshots: HashMap<u64, NonNull<Snapshot>, Seeded>,
+    /// Heap bytes of the blocks in `kept` and of the snapshots.
     bytes: usize,
     /// The reused block, which is not kept.
     once: NonNull<Block>,
@@ -78,8 +80,8 @@ pub(crate) struct Blocks {
     single: NonNull<Block>,
 }
 
-fn leak(block: Box<Block>) -> NonNull<Block> {
-    NonNull::from(Box::leak(block))
+fn leak<T>(value: Box<T>) -> NonNull<T> {
+    NonNull::from(Box::leak(value))
 }
 
 impl Blocks {
@@ -88,17 +90,57 @@ impl Blocks {
         let single = heap::boxed(Block::with_room(1)?)?;
         Ok(Self {
             kept: HashMap::with_hasher(Seeded::new()),
+            snapshots: HashMap::with_hasher(Seeded::new()),
             bytes: 0,
             once: leak(once),
             single: leak(single),
         })
     }
 
-    /// Returns the heap bytes of the kept blocks and their index.
+    /// Returns the heap bytes of the kept blocks, the snapshots, and their indices.
     fn heap_bytes(&self) -> usize {
-        // The map fills at most seven eighths of a power of two of entries, and has a byte more for each.
-        let entries = (self.kept.capacity() * 8 / 7).next_power_of_two();
-        self.bytes + entries * (size_of::<(Key, NonNull<Block>)>() + 1)
+        // A map fills at most seven eighths of a power of two of entries, and has a byte more for each.
+        let index =
+            |capacity: usize, entry: usize| (capacity * 8 / 7).next_power_of_two() * (entry + 1);
+        self.bytes
+            + index(self.kept.capacity(), size_of::<(Key, NonNull<Block>)>())
+            + index(
+                self.snapshots.capacity(),
+                size_of::<(u64, NonNull<Snapshot>)>(),
+            )
+    }
+
+    /// Whether one more block may exceed [`CODE_BYTES`].
+    fn is_full(&mut self) -> bool {
+        // If there is no memory for the index, nothing will be kept.
+        let _ = self.kept.try_reserve(1);
+        let _ = self.snapshots.try_reserve(2);
+        self.heap_bytes() + RESERVE > CODE_BYTES
+    }
+
+    /// Returns the snapshot of a page, which may be new.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`] if there is none, and no memory for one.
+    pub(crate) fn snapshot(&mut self, key: u64) -> Result<NonNull<Snapshot>, OutOfMemory> {
+        if let Some(&page) = self.snapshots.get(&key) {
+            return Ok(page);
+        }
+        self.snapshots.try_reserve(1).map_err(|_| OutOfMemory)?;
+        let page = leak(heap::boxed(Snapshot::new(key))?);
+        self.bytes += size_of::<Snapshot>();
+        self.snapshots.insert(key, page);
+        Ok(page)
+    }
+
+    /// Has a page looked up again before its code runs next.
+    pub(crate) fn outdate_page(&mut self, lin: u64) {
+        for user in [false, true] {
+            if let Some(page) = self.snapshots.get_mut(&Snapshot::key_of(lin, user)) {
+                // SAFETY: alive as long as it is in the map. A running block does not look at its snapshots.
+                unsafe { page.as_mut() }.outdate();
+            }
+        }
     }
 
     /// Returns a kept block.
@@ -106,6 +148,16 @@ impl Blocks {
     pub(crate) fn kept(&self, key: &Key) -> Option<&Block> {
         // SAFETY: blocks in the map are alive as long as they are in it; they are changed through `&mut self` only.
         self.kept.get(key).map(|block| unsafe { block.as_ref() })
+    }
+
+    /// Returns the instruction with the guarded access at a host address.
+    #[cfg(feature = "jit")]
+    pub(crate) fn step_at(&self, address: usize) -> Option<*const crate::jit::Step> {
+        self.kept.values().find_map(|block| {
+            // SAFETY: as in `kept`.
+            let entrance = unsafe { block.as_ref() }.entrance.as_ref()?;
+            entrance.region.step_at(address)
+        })
     }
 
     /// Attaches compiled code to its block, if there still is one. The block is verified, with that code, before it runs next. Call
@@ -116,29 +168,51 @@ impl Blocks {
             // SAFETY: as in `kept`, and no block is running.
             let block = unsafe { &mut *block.as_ptr() };
             block.entrance = Some(entrance);
-            block.stamp = 0;
-            block.found.version = None;
+            if let Some(first) = &mut block.first {
+                first.edition = 0;
+            }
         }
     }
 
-    /// Frees the kept blocks. Call while no block is running.
+    /// Frees the kept blocks and the snapshots. Call while no block is running.
     pub(crate) fn clear(&mut self, front: &mut Front) {
         front.0.fill(None);
-        for (_, block) in self.kept.drain() {
-            // SAFETY: made by `leak`, removed from the map and the table here; none is running.
-            drop(unsafe { Box::from_raw(block.as_ptr()) });
+        self.free();
+        for block in [&mut self.once, &mut self.single] {
+            // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
+            let block = unsafe { block.as_mut() };
+            block.clear(block.key);
         }
         self.bytes = 0;
+    }
+
+    /// Frees what is in the maps. Nobody may refer to it any more.
+    fn free(&mut self) {
+        for (_, block) in self.kept.drain() {
+            // SAFETY: made by `leak`, removed from the map here; the caller's promise.
+            drop(unsafe { Box::from_raw(block.as_ptr()) });
+        }
+        for (_, page) in self.snapshots.drain() {
+            // SAFETY: as above.
+            drop(unsafe { Box::from_raw(page.as_ptr()) });
+        }
     }
 
     /// Keeps a copy of `once`, which replaces an old block with its key. On failure the old block is unchanged.
     fn keep(&mut self, front: &mut Front) -> Result<NonNull<Block>, OutOfMemory> {
         // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
         let once = unsafe { self.once.as_ref() };
-        self.kept.try_reserve(1).map_err(|_| OutOfMemory)?;
-        if self.heap_bytes() + once.heap_bytes() > CODE_BYTES {
-            self.clear(front);
+        let mut places = [once.first, once.second].into_iter().flatten();
+        // SAFETY: the snapshots of `once` are alive.
+        let is_spare = |place: Place| {
+            !self
+                .snapshots
+                .contains_key(&unsafe { place.page.as_ref() }.key())
+        };
+        if places.any(is_spare) {
+            return Err(OutOfMemory);
         }
+        self.kept.try_reserve(1).map_err(|_| OutOfMemory)?;
         let kept = match self.kept.get(&once.key) {
             Some(&kept) => {
                 // SAFETY: blocks in the map are alive, and nothing else refers to one while no block is running.
@@ -166,8 +240,8 @@ impl Blocks {
 
 impl Drop for Blocks {
     fn drop(&mut self) {
-        let own = [self.once, self.single];
-        for block in self.kept.drain().map(|(_, block)| block).chain(own) {
+        self.free();
+        for block in [self.once, self.single] {
             // SAFETY: made by `leak`, and the CPU that might run it is being dropped.
             drop(unsafe { Box::from_raw(block.as_ptr()) });
         }
@@ -178,6 +252,12 @@ impl Cpu {
     /// Returns the heap bytes of the blocks of decoded code and their index: at most [`CODE_BYTES`].
     pub fn code_bytes(&self) -> usize {
         self.blocks.heap_bytes()
+    }
+
+    /// Frees all blocks. Call while no block is running.
+    pub(crate) fn forget_blocks(&mut self) {
+        self.blocks.clear(&mut self.fixed.front);
+        self.forget_targets();
     }
 
     /// Returns the block at RIP, verified. It stays valid until the next call.
@@ -192,7 +272,7 @@ impl Cpu {
         if let Some(found) = *self.fixed.front.at(key.lin) {
             // SAFETY: blocks in the table are alive until all are freed, between blocks.
             let block = unsafe { found.as_ref() };
-            if block.key == key && block.stamp == self.stamp {
+            if block.key == key && block.is_current(self.stamp) {
                 return Ok(found);
             }
         }
@@ -227,6 +307,9 @@ impl Cpu {
                 return Ok(kept);
             }
         }
+        if self.blocks.is_full() {
+            self.forget_blocks();
+        }
         let once = self.blocks.once;
         // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
         self.make(unsafe { &mut *once.as_ptr() }, key, MAX_OPS)?;
@@ -252,6 +335,9 @@ impl Cpu {
             rip,
             mode: self.mode,
         };
+        if self.blocks.is_full() {
+            self.forget_blocks();
+        }
         let single = self.blocks.single;
         // SAFETY: as for the block that is not kept.
         self.make(unsafe { &mut *single.as_ptr() }, key, 1)?;

@@ -34,10 +34,12 @@ counters! {
     blocks,
     /// Of these, looked up beyond the first table: after a flush, a store to code, or a serialising event; or little used.
     blocks_looked_up,
-    /// Of these, compared with memory.
-    blocks_verified,
     /// Of these, decoded.
     blocks_decoded,
+    /// Regions of compiled code entered by other regions, directly.
+    regions_chained,
+    /// Pages whose decoded code was compared with memory.
+    pages_compared,
     /// Stores to pages that hold decoded code.
     code_stores,
     /// Data translations that the software TLB did not have.

@@ -56,11 +56,11 @@ pub struct Cpu {
     pub(crate) code_page: usize,
     /// RIP at the start of the running block.
     pub(crate) block_rip: u64,
-    /// Number of flushes: a block of another generation has to translate its page again.
+    /// Number of flushes: the code of another generation has to be translated again.
     pub(crate) generation: u64,
-    /// Number of events that serialise instructions: a block of another epoch has to be compared with memory.
+    /// Number of events that serialise instructions: the code of another epoch has to be compared with memory.
     pub(crate) epoch: u64,
-    /// Number of events that may make blocks stale, never 0: a block with another stamp has to be looked at.
+    /// Number of events that may make code stale, never 0: code with another stamp has to be looked at.
     pub(crate) stamp: u64,
     pub(crate) code: Member,
     #[cfg(feature = "jit")]
@@ -99,7 +99,7 @@ fn guest_invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
 unsafe impl Send for Cpu {}
 
 impl Cpu {
-    /// Makes a CPU after RESET, with all memory that running needs: 190 KiB, most of which the host provides at first use. The
+    /// Makes a CPU after RESET, with all memory that running needs: 360 KiB, most of which the host provides at first use. The
     /// blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
     /// The first CPU of a process also builds the tables of the instruction decoder. `code`: what the CPUs that share memory tell each
@@ -188,9 +188,7 @@ impl Cpu {
             return;
         }
         self.counters.flushes_page += 1;
-        if self.tlb().may_have_code(lin) {
-            self.outdate_blocks();
-        }
+        self.blocks.outdate_page(lin);
         self.tlb().flush_page(lin);
     }
 
@@ -199,6 +197,10 @@ impl Cpu {
     pub(crate) fn compiles_at_once(&self) -> bool {
         false
     }
+
+    /// There is no compiled code to forget.
+    #[cfg(not(feature = "jit"))]
+    pub(crate) fn forget_targets(&mut self) {}
 
     /// Runs `f` with `machine` as the CPU's machine.
     pub(crate) fn with_machine<T>(

@@ -1,14 +1,13 @@
-//! Fetching code, decoding it, and comparing it with a decoded block.
+//! Decoding blocks from the copies of the guest's code (`snapshot`).
 //!
 //! A second page is fetched only when the decoder needs more bytes than the first has: a fault of that fetch is the guest's.
 
-use crate::block::{Block, Found, Key, LONGEST, MAX_BYTES};
+use crate::block::{Block, Key, LONGEST, MAX_BYTES};
 use crate::heap::{self, OutOfMemory};
-use crate::machine::{Access, Fault};
 use crate::op::{Break, Op};
-use crate::{Cpu, lower, vector};
+use crate::snapshot::{Snapshot, Spare};
+use crate::{Cpu, lower};
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Mnemonic};
-use std::ptr;
 use std::sync::Once;
 
 /// UD2 and "kvm": makes KVM emulate the next instruction.
@@ -49,7 +48,7 @@ impl Cpu {
     }
 
     /// Returns the first address of the page after that of `lin`.
-    fn next_code_page(&self, lin: u64) -> u64 {
+    pub(crate) fn next_code_page(&self, lin: u64) -> u64 {
         let next = (lin | 0xfff).wrapping_add(1);
         if self.is_64() {
             next
@@ -67,144 +66,6 @@ impl Cpu {
         if inside { Ok(()) } else { Err(self.gp()) }
     }
 
-    /// Whether `block` may be executed: memory holds the bytes that it was decoded from. `false` for a block that holds nothing.
-    ///
-    /// Looks the host pages up again after a flush, and compares the bytes if the block was not compared since its pages were
-    /// trusted and last changed, and instructions last serialised.
-    pub(crate) fn verify(&mut self, block: &mut Block) -> Result<bool, Break> {
-        if block.ops.is_empty() {
-            return Ok(false);
-        }
-        let found = &block.found;
-        if found.generation == self.generation
-            && found.epoch == self.epoch
-            && found.version.is_some()
-            && found.version == Some(self.version_of(found))
-        {
-            block.stamp = self.stamp;
-            return Ok(true);
-        }
-        self.counters.blocks_verified += 1;
-        let (first, second) = block.parts();
-        let lin = block.key.lin;
-        let found = loop {
-            let mut found = self.find_code(lin, &block.found)?;
-            match self.compare(lin, found.first, first)? {
-                Some(true) => {}
-                Some(false) => return Ok(false),
-                None => continue,
-            }
-            // Only now is it certain that the instruction still crosses into the second page.
-            if !second.is_empty() {
-                let next = self.next_code_page(lin);
-                self.find_second(next, &block.found, &mut found)?;
-                match self.compare(next, found.second, second)? {
-                    Some(true) => {}
-                    Some(false) => return Ok(false),
-                    None => continue,
-                }
-            }
-            break found;
-        };
-        block.found = found;
-        block.stamp = self.stamp_of(&found);
-        self.verify_region(block);
-        Ok(true)
-    }
-
-    /// Drops the compiled code of a block that was just compared with memory if memory does not hold the rest of it any more.
-    fn verify_region(&self, block: &mut Block) {
-        #[cfg(feature = "jit")]
-        if let Some(entrance) = &block.entrance {
-            let page = block.page();
-            let same = entrance.region.parts().all(|(rip, bytes)| {
-                let host = (page | rip as usize & 0xfff) as *const u8;
-                // SAFETY: all of the region lies in the page of the block's first byte, whose translation is current.
-                let held = unsafe { slat_guard::matches(host, bytes) };
-                held == Ok(true)
-            });
-            if !same {
-                block.cool();
-            }
-        }
-        #[cfg(not(feature = "jit"))]
-        let _ = block;
-    }
-
-    /// Returns the version of the pages of a block.
-    fn version_of(&self, found: &Found) -> u64 {
-        let pages = self.code.pages();
-        let first = pages.version_of(found.first as usize);
-        match found.second.is_null() {
-            true => first,
-            false => first.max(pages.version_of(found.second as usize)),
-        }
-    }
-
-    /// Returns the stamp of a block whose code was just found: 0, which is no CPU's, if the next entry has to look again.
-    fn stamp_of(&self, found: &Found) -> u64 {
-        match found.version {
-            Some(_) if found.generation == self.generation => self.stamp,
-            _ => 0,
-        }
-    }
-
-    /// Finds the host page of the code at `lin`, which was `before`, and marks it. The caller compares or reads the code then.
-    fn find_code(&mut self, lin: u64, before: &Found) -> Result<Found, Break> {
-        let first = match before.generation == self.generation {
-            true => before.first,
-            false => self.code_host(lin)?,
-        };
-        Ok(Found {
-            generation: self.generation,
-            first,
-            second: ptr::null_mut(),
-            version: self.mark_code(first),
-            epoch: self.epoch,
-        })
-    }
-
-    /// Does [`find_code`](Self::find_code) for the second page of a block, whose first byte is at `lin`.
-    fn find_second(&mut self, lin: u64, before: &Found, found: &mut Found) -> Result<(), Break> {
-        found.second = match before.generation == self.generation && !before.second.is_null() {
-            true => before.second,
-            false => self.code_host(lin)?,
-        };
-        let version = self.mark_code(found.second);
-        found.version = found
-            .version
-            .zip(version)
-            .map(|(first, second)| first.max(second));
-        Ok(())
-    }
-
-    /// Marks the page of `host` as one with decoded code. Returns its version if it is trusted.
-    fn mark_code(&mut self, host: *mut u8) -> Option<u64> {
-        let page = host as usize & !0xfff;
-        let tlb = &mut self.fixed.tlb;
-        self.code
-            .mark(page, || tlb.look_at_writes(|host| host == page))
-    }
-
-    /// Heeds what other CPUs have done with code.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn heed_code(&mut self) {
-        let tlb = &mut self.fixed.tlb;
-        self.code
-            .heed(|pages| tlb.look_at_writes(|host| pages.version_of(host) != 0));
-        self.stamp += 1;
-    }
-
-    /// Whether the code at `lin`, which is at `host`, is `bytes`. `None`: the memory is not accessible, translate again.
-    fn compare(&mut self, lin: u64, host: *mut u8, bytes: &[u8]) -> Result<Option<bool>, Break> {
-        // SAFETY: a translation looked up in this generation; the access is guarded.
-        match unsafe { slat_guard::matches(host, bytes) } {
-            Ok(same) => Ok(Some(same)),
-            Err(_) => self.code_gone(lin, host).map(|()| None),
-        }
-    }
-
     /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations. On failure the block holds nothing.
     pub(crate) fn decode(
         &mut self,
@@ -214,28 +75,28 @@ impl Cpu {
     ) -> Result<(), Break> {
         self.counters.blocks_decoded += 1;
         block.clear(key);
-        let in_page = 0x1000 - (key.lin & 0xfff) as usize;
+        let (at, in_page) = Snapshot::split(key.lin);
+        let mut first = self.snapshot(key.lin, Spare::First);
+        // SAFETY: snapshots live until `Blocks::clear`, and nothing else refers to one while no block is running.
+        let page = unsafe { first.as_mut() };
+        let mut len = in_page.min(LONGEST);
+        self.fetch(page, key.lin, len)?;
+        let mut decoded = self.decode_ops(key, page.code(at, len), max_ops, &mut block.ops);
+        let mut second = None;
         let mut buffer = [0; LONGEST];
-        let mut len = in_page.min(buffer.len());
-        let mut found = loop {
-            let found = self.find_code(key.lin, &Found::NOWHERE)?;
-            if self.fetch(key.lin, found.first, &mut buffer[..len])? {
-                break found;
-            }
-        };
-        let mut decoded = self.decode_ops(key, &buffer[..len], max_ops, &mut block.ops);
-        let mut crossing = found;
+        buffer[..len].copy_from_slice(page.code(at, len));
         if block.ops.is_empty() && decoded.end == DecoderError::NoMoreBytes && len < INSTRUCTION {
             // The first instruction crosses into the next page.
-            let next = self.next_code_page(key.lin);
-            loop {
-                self.find_second(next, &Found::NOWHERE, &mut crossing)?;
-                if self.fetch(next, crossing.second, &mut buffer[len..INSTRUCTION])? {
-                    break;
-                }
-            }
+            let lin = self.next_code_page(key.lin);
+            let mut next = self.snapshot(lin, Spare::Second);
+            // SAFETY: as above. Two pages have two snapshots.
+            let page = unsafe { next.as_mut() };
+            let rest = INSTRUCTION - len;
+            self.fetch(page, lin, rest)?;
+            buffer[len..INSTRUCTION].copy_from_slice(page.code(0, rest));
             len = INSTRUCTION;
             decoded = self.decode_ops(key, &buffer[..len], 1, &mut block.ops);
+            second = Some(next);
         }
         if block.ops.is_empty() {
             // Not an instruction: #UD, or #GP if it is longer than 15 bytes. Each of the bytes may be the invalid one, so all
@@ -249,11 +110,12 @@ impl Cpu {
             decoded.bytes = len.min(INSTRUCTION);
         }
         let split = decoded.bytes.min(in_page);
-        if decoded.bytes > split {
-            found = crossing;
-        }
-        block.fill(&buffer[..decoded.bytes], split, found);
-        block.stamp = self.stamp_of(&found);
+        let rest = decoded.bytes - split;
+        let first = Snapshot::keep(first, at, split);
+        let second = second
+            .filter(|_| rest != 0)
+            .map(|next| Snapshot::keep(next, 0, rest));
+        block.fill(&buffer[..decoded.bytes], split, first, second);
         Ok(())
     }
 
@@ -298,43 +160,6 @@ impl Cpu {
             }
         }
         decoded
-    }
-
-    /// Reads the code at `lin`, which lies in one page, at `host`. `false`: the memory is not accessible, translate again.
-    fn fetch(&mut self, lin: u64, host: *mut u8, code: &mut [u8]) -> Result<bool, Break> {
-        // SAFETY: a translation of guest memory; the access is guarded.
-        match unsafe { slat_guard::copy_in(code, host) } {
-            Ok(()) => Ok(true),
-            Err(_) => self.code_gone(lin, host).map(|()| false),
-        }
-    }
-
-    /// Returns the host address from which the code at `lin` is fetched.
-    fn code_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
-        let user = self.cpl == 3;
-        let at = (lin & 0xfff) as usize;
-        if let Some(page) = self.tlb().code(user, lin) {
-            return Ok(page.wrapping_add(at));
-        }
-        if !self.canonical(lin) {
-            return Err(self.raise(vector::GP, Some(0)));
-        }
-        let mut paging = self.paging();
-        paging.user = user;
-        match self.machine().translate(lin, Access::Execute, &paging) {
-            Ok(page) => {
-                self.tlb().fill_code(user, lin, page.base.as_ptr());
-                self.tlb().note_size(lin, page.bits);
-                Ok(page.base.as_ptr().wrapping_add(at))
-            }
-            Err(Fault::Mmio { .. }) => Err(self.unimplemented("an instruction fetch from MMIO")),
-            Err(fault) => Err(self.fault(lin, fault)),
-        }
-    }
-
-    fn code_gone(&mut self, lin: u64, host: *mut u8) -> Result<(), Break> {
-        self.outdate_blocks();
-        self.gone(lin, host, Access::Execute)
     }
 }
 

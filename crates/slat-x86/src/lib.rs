@@ -61,6 +61,7 @@ mod op;
 mod run;
 mod segment;
 pub mod simd;
+mod snapshot;
 pub mod state;
 mod sync;
 mod task;

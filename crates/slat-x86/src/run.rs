@@ -56,11 +56,8 @@ impl Cpu {
             // changes it while it runs.
             let block = unsafe { found.as_ref() };
             #[cfg(feature = "jit")]
-            if let Some(entrance) = &block.entrance
-                && block.stamp == self.stamp
-            {
-                self.counters.blocks += 1;
-                if let Some(exit) = self.run_compiled(entrance, block.page()) {
+            if block.entrance.is_some() && block.is_current(self.stamp) {
+                if let Some(exit) = self.run_compiled(found) {
                     return exit;
                 }
                 continue;
@@ -105,7 +102,7 @@ impl Cpu {
     fn broke(&mut self, block: &Block, op: &Op, why: Break) -> Option<Exit> {
         // Only executed operations count.
         let rest = u64::from(op.offset)
-            + if matches!(why, Break::End | Break::TaskFault) {
+            + if matches!(why, Break::End | Break::ExitAfter | Break::TaskFault) {
                 u64::from(op.len)
             } else {
                 0

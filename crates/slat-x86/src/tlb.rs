@@ -73,7 +73,7 @@ struct CodeEntry {
     host: *mut u8,
 }
 
-/// One-hash Bloom filter of page or region numbers that were entered since the last flush.
+/// One-hash Bloom filter of region numbers that were entered since the last flush.
 struct Filter([u64; Filter::BITS / 64]);
 
 impl Filter {
@@ -112,8 +112,6 @@ pub(crate) struct Tlb {
     fills: usize,
     /// Whether any entry of `code` was filled since the last flush.
     code_filled: bool,
-    /// Pages entered into `code`.
-    code_pages: Filter,
     /// Whether any entered page is part of a larger page of the guest's.
     large_filled: bool,
     /// Regions of 2 MiB, and of 1 GiB, with an entered page that is part of a larger one.
@@ -217,11 +215,6 @@ impl Tlb {
             && (self.large.may_have(lin >> LARGE_BITS) || self.huge.may_have(lin >> HUGE_BITS))
     }
 
-    /// Whether code may have been fetched from the page of `lin` since the last flush.
-    pub(crate) fn may_have_code(&self, lin: u64) -> bool {
-        self.code_filled && self.code_pages.may_have(lin >> 12)
-    }
-
     /// Returns the host page from which the code at `lin` may be fetched.
     #[inline(always)]
     pub(crate) fn code(&self, user: bool, lin: u64) -> Option<*mut u8> {
@@ -235,7 +228,6 @@ impl Tlb {
             host,
         };
         self.code_filled = true;
-        self.code_pages.add(lin >> 12);
     }
 
     #[inline(always)]
@@ -260,7 +252,6 @@ impl Tlb {
             for entry in &mut self.code {
                 entry.tag = EMPTY;
             }
-            self.code_pages.clear();
         }
         if std::mem::take(&mut self.large_filled) {
             self.large.clear();

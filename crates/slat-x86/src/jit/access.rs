@@ -6,11 +6,11 @@ use crate::Cpu;
 use crate::op::{NONE, Op};
 use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
-use cranelift_codegen::ir::types::{I32, I64};
+use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{Block, InstBuilder, MemFlags, TrapCode, Value};
 use std::mem::offset_of;
 
-/// How an access to guest memory is marked: the signal handler may skip it.
+/// How an access to guest memory is marked: if it fails, the region stops there (`access_failed`).
 const GUARDED: TrapCode = TrapCode::unwrap_user(1);
 
 impl Translator<'_> {
@@ -44,9 +44,8 @@ impl Translator<'_> {
         self.b.ins().iadd(base, offset)
     }
 
-    /// Looks `lin` up in the TLB, by the tags at `tag`. Continues in the first block with the host address if it is there, in the
-    /// second otherwise.
-    fn look_up(&mut self, lin: Value, size: u8, tag: usize, hit: Block, miss: Block) {
+    /// Looks `lin` up in the TLB, by the tags at `tag`. Returns the host address; continues in `miss` if it is not there.
+    fn look_up(&mut self, lin: Value, size: u8, tag: usize, miss: Block) -> Value {
         let shift = tlb::ENTRY_BITS;
         let at = self.b.ins().ushr_imm(lin, i64::from(12 - shift));
         let at = self
@@ -63,12 +62,11 @@ impl Translator<'_> {
         let trusted = MemFlags::trusted();
         let found = self.b.ins().load(I64, trusted, entry, tag as i32);
         let same = self.b.ins().icmp(IntCC::Equal, found, wanted);
-        let same_block = self.b.create_block();
-        self.b.ins().brif(same, same_block, &[], miss, &[]);
-        self.b.switch_to_block(same_block);
+        let hit = self.b.create_block();
+        self.b.ins().brif(same, hit, &[], miss, &[]);
+        self.b.switch_to_block(hit);
         let addend = self.b.ins().load(I64, trusted, entry, tlb::ADDEND as i32);
-        let host = self.b.ins().iadd(addend, lin);
-        self.b.ins().jump(hit, &[host.into()]);
+        self.b.ins().iadd(addend, lin)
     }
 
     /// Returns the flags of an access to guest memory.
@@ -76,70 +74,46 @@ impl Translator<'_> {
         MemFlags::new().with_trap_code(Some(GUARDED))
     }
 
-    /// Continues in `slow` if the last guarded access was skipped.
-    fn unless_gone(&mut self, slow: Block, on: Block, value: &[Value]) {
-        let cpu = self.cpu();
-        let address = self
-            .b
-            .ins()
-            .iadd_imm(cpu, offset_of!(Cpu, compiled.gone) as i64);
-        // Atomic, so that no earlier value is used again.
-        let gone = self.b.ins().atomic_load(I32, MemFlags::trusted(), address);
-        let value: Vec<_> = value.iter().map(|value| (*value).into()).collect();
-        self.b.ins().brif(gone, slow, &[], on, &value);
-    }
-
     /// Loads from guest memory.
     pub(super) fn load(&mut self, lin: Value, size: u8) -> Value {
+        self.write_back();
         let ty = TYPES[usize::from(size)];
-        let (hit, miss, on) = (self.b.create_block(), self.cold(), self.b.create_block());
-        let host = self.b.append_block_param(hit, I64);
+        let (miss, on) = (self.cold(), self.b.create_block());
         let loaded = self.b.append_block_param(on, ty);
-        self.look_up(lin, size, tlb::READ, hit, miss);
-        self.b.switch_to_block(hit);
+        let host = self.look_up(lin, size, tlb::READ, miss);
         let value = self.b.ins().load(ty, Self::guarded(), host, 0);
-        self.unless_gone(miss, on, &[value]);
-        self.b.switch_to_block(miss);
-        let value = self.call_for_value(helpers::load_of(size), lin);
-        let value = self.narrow(value, size);
         self.b.ins().jump(on, &[value.into()]);
+        self.b.switch_to_block(miss);
+        let (value, status) = self.call_for_value(helpers::load_of(size), lin, size);
+        self.stop_unless_done(status, on, &[value]);
         self.b.switch_to_block(on);
         loaded
     }
 
-    /// Calls a helper that returns a value and a status; leaves before the instruction if it fails.
-    fn call_for_value(&mut self, helper: usize, lin: Value) -> Value {
+    /// Calls a helper that returns a value and a status.
+    fn call_for_value(&mut self, helper: usize, lin: Value, size: u8) -> (Value, Value) {
         let results = self.call(helper, &[lin], 2);
-        let (fine, failed) = (self.cold(), self.cold());
-        self.b.ins().brif(results[1], failed, &[], fine, &[]);
-        self.b.switch_to_block(failed);
-        self.leave_before(results[1]);
-        self.b.switch_to_block(fine);
-        results[0]
+        let value = self.narrow(results[0], size);
+        (value, results[1])
     }
 
     /// Stores to guest memory. Nothing of the instruction has happened before.
     pub(super) fn store(&mut self, lin: Value, size: u8, value: Value) {
-        let (hit, miss, on) = (self.b.create_block(), self.cold(), self.b.create_block());
-        let host = self.b.append_block_param(hit, I64);
-        self.look_up(lin, size, tlb::WRITE, hit, miss);
-        self.b.switch_to_block(hit);
+        self.write_back();
+        let (miss, on) = (self.cold(), self.b.create_block());
+        let host = self.look_up(lin, size, tlb::WRITE, miss);
         self.b.ins().store(Self::guarded(), value, host, 0);
-        self.unless_gone(miss, on, &[]);
-        self.b.switch_to_block(miss);
-        self.store_slowly(lin, size, value);
         self.b.ins().jump(on, &[]);
+        self.b.switch_to_block(miss);
+        self.store_slowly(lin, size, value, on);
         self.b.switch_to_block(on);
     }
 
-    fn store_slowly(&mut self, lin: Value, size: u8, value: Value) {
+    /// Has a helper store, and continues in `on`.
+    fn store_slowly(&mut self, lin: Value, size: u8, value: Value, on: Block) {
         let value = self.wide(value);
         let status = self.call(helpers::store_of(size), &[lin, value], 1)[0];
-        let (fine, failed) = (self.cold(), self.cold());
-        self.b.ins().brif(status, failed, &[], fine, &[]);
-        self.b.switch_to_block(failed);
-        self.leave_before(status);
-        self.b.switch_to_block(fine);
+        self.stop_unless_done(status, on, &[]);
     }
 
     /// Reads, changes and writes guest memory, not atomically. `change` gets the old value and returns the new one. Returns both.
@@ -149,31 +123,28 @@ impl Translator<'_> {
         size: u8,
         change: impl FnOnce(&mut Self, Value) -> Value,
     ) -> (Value, Value) {
+        self.write_back();
         let ty = TYPES[usize::from(size)];
-        let (hit, miss, read) = (self.b.create_block(), self.cold(), self.b.create_block());
-        let found = self.b.append_block_param(hit, I64);
+        let (miss, read) = (self.cold(), self.b.create_block());
         let old = self.b.append_block_param(read, ty);
         // 0 if the TLB does not have the page.
         let host = self.b.append_block_param(read, I64);
-        self.look_up(lin, size, tlb::WRITE, hit, miss);
-        self.b.switch_to_block(hit);
+        let found = self.look_up(lin, size, tlb::WRITE, miss);
         let value = self.b.ins().load(ty, Self::guarded(), found, 0);
-        self.unless_gone(miss, read, &[value, found]);
+        self.b.ins().jump(read, &[value.into(), found.into()]);
         self.b.switch_to_block(miss);
-        let value = self.call_for_value(helpers::load_to_store_of(size), lin);
-        let value = self.narrow(value, size);
+        let (value, status) = self.call_for_value(helpers::load_to_store_of(size), lin, size);
         let nowhere = self.constant(0);
-        self.b.ins().jump(read, &[value.into(), nowhere.into()]);
+        self.stop_unless_done(status, read, &[value, nowhere]);
         self.b.switch_to_block(read);
         let new = change(self, old);
         let (fast, slow, on) = (self.b.create_block(), self.cold(), self.b.create_block());
         self.b.ins().brif(host, fast, &[], slow, &[]);
         self.b.switch_to_block(fast);
         self.b.ins().store(Self::guarded(), new, host, 0);
-        self.unless_gone(slow, on, &[]);
-        self.b.switch_to_block(slow);
-        self.store_slowly(lin, size, new);
         self.b.ins().jump(on, &[]);
+        self.b.switch_to_block(slow);
+        self.store_slowly(lin, size, new, on);
         self.b.switch_to_block(on);
         (old, new)
     }

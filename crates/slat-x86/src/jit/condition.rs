@@ -1,8 +1,8 @@
 //! The arithmetic flags of compiled code: computed when used.
 //!
 //! The translator knows the operation that set them last in the same block, and computes a condition from its operands: after a
-//! comparison that is one comparison of the host's. At the end of a block, and where the region leaves, it makes the record that the
-//! interpreter has (`flags::Lazy`).
+//! comparison that is one comparison of the host's. At the end of a block, and where the region leaves, it writes the record that the
+//! interpreter has (`flags::Lazy`), which is what a block begins with.
 
 use super::helpers;
 use super::translate::Translator;
@@ -17,7 +17,7 @@ use std::mem::offset_of;
 /// What set the arithmetic flags. Operands and results have the operation's type; `carry`, `overflow`, `aux` are 0 or 1 in 8 bits.
 #[derive(Clone, Debug)]
 pub(super) enum Flags {
-    /// The variables hold a record of it.
+    /// The CPU's record has it.
     Recorded,
     Add {
         a: Value,
@@ -121,16 +121,28 @@ impl Translator<'_> {
         }
     }
 
-    /// Brings the variables up to date with the flags.
+    /// Call when an instruction has set the flags.
+    pub(super) fn set_flags(&mut self, flags: Flags) {
+        self.flags = flags;
+        self.are_flags_recorded = false;
+    }
+
+    /// Brings the CPU's record up to date.
     pub(super) fn record_flags(&mut self) {
-        let flags = std::mem::replace(&mut self.flags, Flags::Recorded);
+        if !std::mem::replace(&mut self.are_flags_recorded, true) {
+            self.record(self.flags.clone());
+        }
+    }
+
+    /// Writes a record of `flags`.
+    pub(super) fn record(&mut self, flags: Flags) {
         let (kind, a, b, result) = match flags {
             Flags::Recorded => return,
-            Flags::Add { a, b, result } => (flags::ADD, a, Some(b), result),
-            Flags::Sub { a, b, result } => (flags::SUB, a, Some(b), result),
-            Flags::Logic { result } => (flags::LOGIC, result, None, result),
-            Flags::Inc { a, carry, result } => (flags::INC, a, Some(carry), result),
-            Flags::Dec { a, carry, result } => (flags::DEC, a, Some(carry), result),
+            Flags::Add { a, b, result } => (flags::ADD, Some(a), Some(b), result),
+            Flags::Sub { a, b, result } => (flags::SUB, Some(a), Some(b), result),
+            Flags::Logic { result } => (flags::LOGIC, None, None, result),
+            Flags::Inc { a, carry, result } => (flags::INC, Some(a), Some(carry), result),
+            Flags::Dec { a, carry, result } => (flags::DEC, Some(a), Some(carry), result),
             Flags::Given {
                 carry,
                 overflow,
@@ -143,16 +155,14 @@ impl Translator<'_> {
                     let aux = self.b.ins().ishl_imm(aux, 2);
                     given = self.b.ins().bor(given, aux);
                 }
-                (flags::GIVEN, given, None, result)
+                (flags::GIVEN, Some(given), None, result)
             }
             Flags::Rotated {
                 below,
                 carry,
                 overflow,
             } => {
-                self.flags = *below;
-                self.record_flags();
-                self.write_lazy();
+                self.record(*below);
                 let carry = self.wide(carry);
                 let overflow = self.wide(overflow);
                 let overflow = self
@@ -162,20 +172,31 @@ impl Translator<'_> {
                 debug_assert_eq!(CF, 1);
                 let both = self.b.ins().bor(carry, overflow);
                 self.call(helpers::rotated as *const () as usize, &[both], 0);
-                let done = self.b.ins().iconst(I8, 0);
-                self.b.def_var(self.lazy[0], done);
                 return;
             }
         };
         let size = self.b.func.dfg.value_type(result).bytes().trailing_zeros();
         let kind = self.b.ins().iconst(I8, i64::from(kind) | i64::from(size));
-        let zero = self.constant(0);
-        let a = self.wide(a);
-        let b = b.map_or(zero, |b| self.wide(b));
+        self.set_field(offset_of!(Cpu, lazy.kind), kind);
         let result = self.wide(result);
-        for (variable, value) in self.lazy.into_iter().zip([kind, a, b, result]) {
-            self.b.def_var(variable, value);
+        self.set_field(offset_of!(Cpu, lazy.result), result);
+        let operands = [(a, offset_of!(Cpu, lazy.a)), (b, offset_of!(Cpu, lazy.b))];
+        for (operand, offset) in operands {
+            if let Some(operand) = operand {
+                let operand = self.wide(operand);
+                self.set_field(offset, operand);
+            }
         }
+    }
+
+    /// Reads the CPU's record: kind, operands, result.
+    fn recorded(&mut self) -> [Value; 4] {
+        [
+            self.field(I8, offset_of!(Cpu, lazy.kind)),
+            self.field(I64, offset_of!(Cpu, lazy.a)),
+            self.field(I64, offset_of!(Cpu, lazy.b)),
+            self.field(I64, offset_of!(Cpu, lazy.result)),
+        ]
     }
 
     /// Returns the sign bit of a value, as 0 or 1 in 8 bits.
@@ -203,7 +224,7 @@ impl Translator<'_> {
 
     /// Returns CF of the record, as `Cpu::cf` does.
     fn recorded_carry(&mut self) -> Value {
-        let [kind, a, b, result] = self.lazy.map(|variable| self.b.use_var(variable));
+        let [kind, a, b, result] = self.recorded();
         let kind = self.b.ins().band_imm(kind, !3 & 0xff);
         let less = self.b.ins().icmp(IntCC::UnsignedLessThan, result, a);
         let borrow = self.b.ins().icmp(IntCC::UnsignedLessThan, a, b);
@@ -232,7 +253,7 @@ impl Translator<'_> {
         match self.flags.result() {
             Some(result) => self.b.ins().icmp_imm(IntCC::Equal, result, 0),
             None => {
-                let [kind, _, _, result] = self.lazy.map(|variable| self.b.use_var(variable));
+                let [kind, _, _, result] = self.recorded();
                 let zero = self.b.ins().icmp_imm(IntCC::Equal, result, 0);
                 let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
                 let flag = self.b.ins().band_imm(rflags, ZF as i64);
@@ -296,13 +317,9 @@ impl Translator<'_> {
         self.b.ins().ireduce(I8, bit)
     }
 
-    /// Asks the interpreter for a condition of the record.
+    /// Asks the interpreter for a condition.
     fn asked(&mut self, condition: u8) -> Value {
-        let flags = self.flags.clone();
-        self.flags = flags.below();
         self.record_flags();
-        self.write_lazy();
-        self.flags = flags;
         let condition = self.constant(condition.into());
         let holds = self.call(helpers::condition as *const () as usize, &[condition], 1)[0];
         self.b.ins().ireduce(I8, holds)

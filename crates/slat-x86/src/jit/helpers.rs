@@ -2,11 +2,11 @@
 //!
 //! A helper gets the CPU that runs the region: nothing else refers to it meanwhile.
 
+use super::Step;
 use crate::Cpu;
 use crate::flags;
 use crate::int::{Int, by_size};
-use crate::machine::Access;
-use crate::op::{Break, Op};
+use crate::op::Break;
 use crate::state::flags::{CF, OF};
 
 /// How a helper, or a whole region, ended.
@@ -19,18 +19,19 @@ pub(super) enum Status {
     Broke = 1,
     /// Nothing has happened: the interpreter has to execute this instruction.
     Interpret = 2,
-    /// The instruction is done, and the region has to be left.
+    /// The instruction is done, but the CPU has to look around before the next one.
     After = 3,
 }
 
 impl Status {
-    pub(super) fn of(number: u64) -> Self {
-        match number {
+    pub(super) fn of(number: u64) -> Option<Self> {
+        Some(match number {
             0 => Status::Continue,
             1 => Status::Broke,
             2 => Status::Interpret,
-            _ => Status::After,
-        }
+            3 => Status::After,
+            _ => return None,
+        })
     }
 }
 
@@ -46,25 +47,8 @@ fn failed(cpu: &mut Cpu, why: Break) -> u64 {
     Status::Broke as u64
 }
 
-/// If a guarded access was skipped: does what the interpreter does after one failed.
-fn note_gone(cpu: &mut Cpu, lin: u64, access: Access) -> Result<(), Break> {
-    if std::mem::take(&mut cpu.compiled.gone) == 0 {
-        return Ok(());
-    }
-    let table = cpu.table;
-    let host = match access {
-        Access::Write => cpu.tlb().write(table, lin, 1),
-        _ => cpu.tlb().read(table, lin, 1),
-    };
-    match host {
-        Some(host) => cpu.gone(lin, host, access),
-        None => Ok(()),
-    }
-}
-
 extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
-    let value = note_gone(cpu, lin, Access::Read).and_then(|()| cpu.load::<T>(lin));
-    match value {
+    match cpu.load::<T>(lin) {
         Ok(value) => Loaded {
             value: value.zx(),
             status: 0,
@@ -79,7 +63,6 @@ extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
 /// Makes sure that a store to `lin` is one to a page without decoded code, in one page, that nobody wants to know of. Otherwise it is
 /// the interpreter's.
 fn is_plain(cpu: &mut Cpu, lin: u64, bytes: u64) -> Result<bool, Break> {
-    note_gone(cpu, lin, Access::Write)?;
     let place = cpu.write_place(lin, bytes as usize)?;
     let table = cpu.table;
     Ok(place.is_some() && cpu.tlb().write(table, lin, bytes).is_some())
@@ -128,8 +111,10 @@ pub(super) fn store_of(size: u8) -> usize {
     helper as usize
 }
 
-/// Has the interpreter execute `op`.
-pub(super) extern "C" fn handler(cpu: &mut Cpu, op: &Op) -> u64 {
+/// Has the interpreter execute `step`.
+pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
+    let op = &step.op;
+    cpu.block_rip = step.rip;
     cpu.stop = false;
     match (op.handler)(cpu, op) {
         Ok(()) if cpu.stop || cpu.slow => Status::After as u64,

@@ -16,10 +16,13 @@ impl Translator<'_> {
         let code = insn.code();
         if code.is_jcc_short_or_near() {
             let taken = self.condition(condition_number(insn.condition_code()));
+            self.write_registers();
             let (jump, fall) = (self.b.create_block(), self.b.create_block());
             self.b.ins().brif(taken, jump, &[], fall, &[]);
+            let recorded = self.are_flags_recorded;
             self.b.switch_to_block(jump);
             self.goto(op.imm);
+            self.are_flags_recorded = recorded;
             self.b.switch_to_block(fall);
             self.goto(next);
         } else if code.is_jmp_short_or_near() {
@@ -56,6 +59,7 @@ impl Translator<'_> {
         let high = self.b.ins().iadd_imm(high, 1);
         // 0 and -1 are the upper bits of canonical addresses.
         let strange = self.b.ins().icmp_imm(IntCC::UnsignedGreaterThan, high, 1);
+        self.write_back();
         let (bail, fine) = (self.cold(), self.b.create_block());
         self.b.ins().brif(strange, bail, &[], fine, &[]);
         self.b.switch_to_block(bail);
@@ -107,8 +111,10 @@ impl Translator<'_> {
             }
             Add | Sub | And | Or | Xor | Cmp | Test | Adc | Sbb => self.binary(op),
             Inc | Dec | Neg | Not => self.unary(op),
+            Shl | Sal | Shr | Sar if op.r[1] != NONE => return self.shift_by_cl(op),
             Shl | Sal | Shr | Sar | Rol | Ror => return self.shift(op),
             Imul if insn.op_count() > 1 && size > 0 => self.multiply(insn, op),
+            Mul | Imul if insn.op_count() == 1 && size >= 2 => self.multiply_wide(op),
             Push => {
                 let sized = insn.stack_pointer_increment() == -8;
                 if !sized || op.r[0] != NONE && op.r[0] != MEM && !insn.op0_register().is_gpr64() {
@@ -246,12 +252,13 @@ impl Translator<'_> {
             }
             _ => self.change(op, apply),
         };
-        self.flags = match mnemonic {
+        let flags = match mnemonic {
             Add => Flags::Add { a, b, result },
             Sub | Cmp => Flags::Sub { a, b, result },
             Adc | Sbb => self.with_carry(mnemonic == Adc, a, b, carry, result),
             _ => Flags::Logic { result },
         };
+        self.set_flags(flags);
     }
 
     fn unary(&mut self, op: &Op) {
@@ -268,15 +275,15 @@ impl Translator<'_> {
             _ => this.b.ins().bnot(a),
         });
         match (op.mnemonic, carry) {
-            (Inc, Some(carry)) => self.flags = Flags::Inc { a, carry, result },
-            (Dec, Some(carry)) => self.flags = Flags::Dec { a, carry, result },
+            (Inc, Some(carry)) => self.set_flags(Flags::Inc { a, carry, result }),
+            (Dec, Some(carry)) => self.set_flags(Flags::Dec { a, carry, result }),
             (Neg, _) => {
                 let zero = self.immediate(size, 0);
-                self.flags = Flags::Sub {
+                self.set_flags(Flags::Sub {
                     a: zero,
                     b: a,
                     result,
-                };
+                });
             }
             _ => {}
         }
@@ -331,7 +338,7 @@ impl Translator<'_> {
                 (carry, self.b.ins().bxor(carry, top))
             }
         };
-        self.flags = if rotates {
+        let flags = if rotates {
             Flags::Rotated {
                 below: Box::new(self.flags.below()),
                 carry,
@@ -345,7 +352,109 @@ impl Translator<'_> {
                 result,
             }
         };
+        self.set_flags(flags);
         Some(())
+    }
+
+    /// Shifts of a register of 4 or 8 bytes by CL, which leave the flags alone if the count is 0.
+    fn shift_by_cl(&mut self, op: &Op) -> Option<()> {
+        use Mnemonic::*;
+        let size = op.size;
+        if op.r[0] == MEM || size < 2 {
+            return None;
+        }
+        let bits: i64 = 8 << size;
+        let ty = TYPES[usize::from(size)];
+        self.record_flags();
+        let count = self.get(1, 0);
+        let count = self.b.ins().band_imm(count, bits - 1);
+        let a = self.get(op.r[0], size);
+        // Cranelift takes a count modulo the width, too.
+        let result = match op.mnemonic {
+            Shr => self.b.ins().ushr(a, count),
+            Sar => self.b.ins().sshr(a, count),
+            _ => self.b.ins().ishl(a, count),
+        };
+        self.set(op.r[0], size, result);
+        let (shifted, on) = (self.b.create_block(), self.b.create_block());
+        self.b.ins().brif(count, shifted, &[], on, &[]);
+        self.b.switch_to_block(shifted);
+        // The last bit that was shifted out, and the top bits.
+        let out = match op.mnemonic {
+            Shr | Sar => self.b.ins().iadd_imm(count, -1),
+            _ => {
+                let width = self.b.ins().iconst(I8, bits);
+                self.b.ins().isub(width, count)
+            }
+        };
+        let carry = self.b.ins().ushr(a, out);
+        let carry = self.b.ins().band_imm(carry, 1);
+        let carry = self.b.ins().ireduce(I8, carry);
+        let top = self.b.ins().ushr_imm(result, bits - 1);
+        let overflow = match op.mnemonic {
+            Sar => self.b.ins().iconst(ty, 0),
+            Shr => {
+                let next = self.b.ins().ushr_imm(result, bits - 2);
+                let next = self.b.ins().band_imm(next, 1);
+                self.b.ins().bxor(top, next)
+            }
+            _ => top,
+        };
+        let overflow = self.b.ins().ireduce(I8, overflow);
+        let overflow = match op.mnemonic {
+            Shr | Sar => overflow,
+            _ => self.b.ins().bxor(overflow, carry),
+        };
+        self.record(Flags::Given {
+            carry,
+            overflow,
+            aux: None,
+            result,
+        });
+        self.b.ins().jump(on, &[]);
+        self.b.switch_to_block(on);
+        self.flags = Flags::Recorded;
+        Some(())
+    }
+
+    /// MUL and IMUL with one operand, to DX:AX of the size.
+    fn multiply_wide(&mut self, op: &Op) {
+        let size = op.size;
+        let is_signed = op.mnemonic == Mnemonic::Imul;
+        let b = self.operand(op, 0, size);
+        let a = self.get(0, size);
+        let (low, high) = if size == 3 {
+            let low = self.b.ins().imul(a, b);
+            let high = match is_signed {
+                true => self.b.ins().smulhi(a, b),
+                false => self.b.ins().umulhi(a, b),
+            };
+            (low, high)
+        } else {
+            let [a, b] = [a, b].map(|value| match is_signed {
+                true => self.b.ins().sextend(I64, value),
+                false => self.b.ins().uextend(I64, value),
+            });
+            let product = self.b.ins().imul(a, b);
+            let high = self.b.ins().ushr_imm(product, 32);
+            (self.narrow(product, size), self.narrow(high, size))
+        };
+        // Whether the high half is more than an extension of the low one.
+        let wide = match is_signed {
+            true => {
+                let sign = self.b.ins().sshr_imm(low, (8 << size) - 1);
+                self.b.ins().icmp(IntCC::NotEqual, high, sign)
+            }
+            false => self.b.ins().icmp_imm(IntCC::NotEqual, high, 0),
+        };
+        self.set(0, size, low);
+        self.set(2, size, high);
+        self.set_flags(Flags::Given {
+            carry: wide,
+            overflow: wide,
+            aux: None,
+            result: low,
+        });
     }
 
     /// IMUL with two or three operands.
@@ -370,11 +479,11 @@ impl Translator<'_> {
             (low, self.b.ins().icmp(IntCC::NotEqual, again, product))
         };
         self.set(op.r[0], size, low);
-        self.flags = Flags::Given {
+        self.set_flags(Flags::Given {
             carry: wide,
             overflow: wide,
             aux: None,
             result: low,
-        };
+        });
     }
 }

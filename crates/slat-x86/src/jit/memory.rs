@@ -1,7 +1,7 @@
 //! Memory for compiled code: whole pages of one reservation, writable while they are filled and executable afterwards, never both.
 //!
-//! Next to the code lies a table with one byte per byte of code: the length of the guarded access that begins there, or 0. A signal
-//! handler finds with it whether an instruction may be skipped (`slat_guard::set_generated`).
+//! Next to the code lies a table with one byte per byte of code: 1 where a guarded access begins. A signal handler finds with it
+//! whether an instruction may fail (`slat_guard::set_generated`).
 //!
 //! Only the compiling thread allocates, fills and recycles pages: a filter of the program's may forbid the system calls to the others.
 //! What other threads free waits in `returned`.
@@ -94,14 +94,14 @@ impl Arena {
         (start..end, end)
     }
 
-    /// Puts `code` into pages of its own. `guarded`: offset and length of each guarded access.
+    /// Puts `code` into pages of its own. `guarded`: the offset of each guarded access.
     ///
     /// # Errors
     /// [`OutOfMemory`], also if the host forbids executable memory.
     pub(super) fn put(
         self: &Arc<Self>,
         code: &[u8],
-        guarded: &[(u32, u8)],
+        guarded: impl Iterator<Item = u32>,
     ) -> Result<Chunk, OutOfMemory> {
         let pages = self.take(code.len().div_ceil(PAGE))?;
         let at = pages.start * PAGE;
@@ -119,8 +119,8 @@ impl Arena {
             start.copy_from_nonoverlapping(code.as_ptr(), code.len());
             let table = start.add(self.memory.bytes);
             table.write_bytes(0, len);
-            for &(offset, length) in guarded {
-                table.add(offset as usize).write(length);
+            for offset in guarded {
+                table.add(offset as usize).write(1);
             }
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_EXEC) != 0 {
                 return Err(OutOfMemory);
@@ -163,6 +163,12 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
+    /// Returns the offset of an address in the code, if it is one.
+    pub(super) fn offset_of(&self, address: usize) -> Option<u32> {
+        let offset = address.checked_sub(self.start() as usize)?;
+        (offset < self.pages.len() * PAGE).then_some(offset as u32)
+    }
+
     /// Returns the address of the first instruction.
     pub(super) fn start(&self) -> *const u8 {
         self.arena
@@ -190,17 +196,17 @@ mod tests {
         // mov eax,N; ret
         let code = |n: u8| [0xb8, n, 0, 0, 0, 0xc3];
         for round in 0..3 * BYTES / PAGE {
-            let chunk = arena.put(&code(round as u8), &[(0, 5)]).unwrap();
+            let chunk = arena.put(&code(round as u8), [0].into_iter()).unwrap();
             // SAFETY: the function just written.
             let function: extern "C" fn() -> u32 = unsafe { std::mem::transmute(chunk.start()) };
             assert_eq!(function(), round as u32 & 0xff);
         }
         let many: Vec<_> = (0..BYTES / PAGE)
-            .map_while(|_| arena.put(&[0xc3], &[]).ok())
+            .map_while(|_| arena.put(&[0xc3], [].into_iter()).ok())
             .collect();
         assert_eq!(many.len(), BYTES / PAGE);
-        assert!(arena.put(&[0xc3], &[]).is_err());
+        assert!(arena.put(&[0xc3], [].into_iter()).is_err());
         drop(many);
-        assert!(arena.put(&[0xc3; 100], &[]).is_ok());
+        assert!(arena.put(&[0xc3; 100], [].into_iter()).is_ok());
     }
 }

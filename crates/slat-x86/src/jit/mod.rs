@@ -15,44 +15,32 @@
 //! | `condition` | the flags: computed when used |
 //! | `helpers` | what compiled code calls |
 //! | `memory` | pages for code, never writable and executable at once |
+//! | `cpu` | the CPU's side: what is hot, and running it |
 //!
 //! While a region runs, R15 holds the address of the [`Cpu`]; the registers are its variables. It is left between two instructions
-//! always, with all state written back, so faults are as precise as the interpreter's. Loops look at `attention` and at the version
-//! of the code in each turn.
+//! always, with all state written back, so faults are as precise as the interpreter's. Then it continues in the region at the new RIP
+//! directly if it finds that in [`Targets`], as code that is good now. Loops, and regions that continue in another one, look at
+//! `attention` and at the version of the code each time.
 
 mod access;
 mod condition;
+mod cpu;
 mod helpers;
 mod instructions;
 mod memory;
 mod translate;
 
-use crate::block::{Block, Key};
-use crate::heap::{self, OutOfMemory};
-use crate::machine::Exit;
-use crate::op::{Break, Op};
-use crate::tlb::Entry;
-use crate::{Cpu, cpu};
+use crate::heap::OutOfMemory;
+use crate::op::Op;
+pub(crate) use cpu::{Compiled, Entrance, HOT, Targets};
 use cranelift_codegen::settings::{self, Configurable};
 use cranelift_codegen::{Context, control::ControlPlane, isa};
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
-use helpers::Status;
-use iced_x86::{Decoder, DecoderOptions, FlowControl};
 use memory::{Arena, Chunk};
-use std::arch::asm;
 use std::collections::VecDeque;
-use std::mem::offset_of;
-use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Entries of a block after which it is compiled.
-pub(crate) const HOT: u32 = 8192;
-/// Entries of a block between two looks for compiled code.
-const LOOK: u32 = 64;
-/// Blocks and bytes of a region.
-const BLOCKS: usize = 24;
-const BYTES: usize = 1024;
 /// The most compiled code of a process, in bytes.
 const MEMORY: usize = 64 << 20;
 /// Jobs that wait: more are refused.
@@ -93,12 +81,30 @@ impl Drop for Client {
     }
 }
 
+/// An instruction of a region.
+#[derive(Clone, Copy)]
+pub(crate) struct Step {
+    rip: u64,
+    op: Op,
+    bytes: [u8; 15],
+    /// Instructions before it in its block.
+    before: u8,
+}
+
+/// Where a region continues whose guarded access failed: it returns the address of that, which is in RAX.
+#[unsafe(naked)]
+unsafe extern "C" fn access_failed() {
+    std::arch::naked_asm!("mov rsp, rbp", "pop rbp", "ret")
+}
+
 /// Compiled code.
 pub(crate) struct Region {
     chunk: Chunk,
     source: Source,
-    /// The operations with their addresses; the code has pointers to them.
-    ops: Box<[(u64, Op)]>,
+    /// The code has pointers to them.
+    steps: Box<[Step]>,
+    /// The guarded accesses: their offsets, ascending, and the index of the step that each belongs to.
+    guarded: Box<[(u32, u32)]>,
 }
 
 impl Region {
@@ -110,54 +116,14 @@ impl Region {
             .map(|(rip, bytes)| (*rip, &**bytes))
     }
 
-    /// Returns the bytes of the instruction at `rip`.
-    fn bytes(&self, rip: u64, len: u8) -> &[u8] {
-        let of = |(start, bytes): &'_ (u64, Vec<u8>)| {
-            let at = usize::try_from(rip.checked_sub(*start)?).ok()?;
-            (at < bytes.len()).then_some(at)
-        };
-        (self.source.blocks.iter())
-            .find_map(|part| of(part).and_then(|at| part.1.get(at..at + usize::from(len))))
-            .unwrap_or(&[])
-    }
-}
-
-/// Where a block's compiled code is.
-#[derive(Clone)]
-pub(crate) struct Entrance {
-    pub(crate) region: Arc<Region>,
-    entry: u32,
-}
-
-/// What compiled code knows of its CPU besides the architectural state.
-pub(crate) struct Compiled {
-    /// Set by the signal handler: the last guarded access was skipped.
-    gone: u32,
-    /// Index of the operation at which the region was left.
-    op: u64,
-    /// Why an instruction ended.
-    why: Break,
-    /// RIP as the instruction that ended with [`Break::Jump`] has set it.
-    rip: u64,
-    /// The table of the TLB that data accesses use.
-    pub(crate) table: *const Entry,
-    attention: *const AtomicU32,
-    version: *const AtomicU64,
-    client: Option<Client>,
-}
-
-impl Compiled {
-    pub(crate) fn new() -> Self {
-        Self {
-            gone: 0,
-            op: 0,
-            why: Break::Jump,
-            rip: 0,
-            table: ptr::null(),
-            attention: ptr::null(),
-            version: ptr::null(),
-            client: None,
-        }
+    /// Returns the instruction with the guarded access at a host address, if that is in this region.
+    pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
+        let offset = self.chunk.offset_of(address)?;
+        let found = self
+            .guarded
+            .binary_search_by_key(&offset, |access| access.0);
+        let (_, step) = self.guarded[found.ok()?];
+        Some(&raw const self.steps[step as usize])
     }
 }
 
@@ -209,6 +175,8 @@ impl Compiler {
             // be off: other CPUs change guest memory at any time.)
             ("opt_level", "none"),
             ("enable_pinned_reg", "true"),
+            // Cranelift's tail calls want them.
+            ("preserve_frame_pointers", "true"),
             ("enable_probestack", "false"),
             ("unwind_info", "false"),
             (
@@ -244,9 +212,10 @@ impl Compiler {
     /// Tells the signal handlers of the code.
     fn announce(arena: &Arena) {
         let (code, table) = arena.places();
-        // SAFETY: the table is readable as long as the arena exists, which the compiler and all regions keep; regions run with the
-        // address of a CPU in R15 only (`Cpu::run_compiled`). Another compiler's regions belong to CPUs of a parent process.
-        unsafe { slat_guard::set_generated(code, table, offset_of!(Cpu, compiled.gone)) };
+        let exit = access_failed as *const () as usize;
+        // SAFETY: the table is readable as long as the arena exists, which the compiler and all regions keep. At a guarded access a region
+        // has written back all state, and RBP points to its frame. Another compiler's regions belong to CPUs of a parent process.
+        unsafe { slat_guard::set_generated(code, table, exit) };
     }
 
     /// Compiles, for ever. There is one such compiler in a process. Call on a thread of its own, which no filter forbids `mprotect`.
@@ -287,25 +256,32 @@ impl Compiler {
     fn compile(&self, source: Source, workshop: &mut Workshop) -> Option<Region> {
         let Workshop { context, builder } = workshop;
         context.clear();
-        context.func.signature = translate::signature(1, 1);
-        let ops = translate::translate(FunctionBuilder::new(&mut context.func, builder), &source);
+        context.func.signature = translate::region();
+        let steps = translate::translate(FunctionBuilder::new(&mut context.func, builder), &source);
         let compiled = context
             .compile(&*self.isa, &mut ControlPlane::default())
             .ok()?;
         let code = compiled.code_buffer();
-        let guarded: Vec<(u32, u8)> = (compiled.buffer.traps().iter())
+        let places = compiled.buffer.get_srclocs_sorted();
+        let guarded: Box<[(u32, u32)]> = (compiled.buffer.traps().iter())
             .map(|trap| {
-                let bytes = &code[trap.offset as usize..];
-                let mut decoder = Decoder::new(64, bytes, DecoderOptions::NONE);
-                (trap.offset, decoder.decode().len() as u8)
+                let after = places.partition_point(|place| place.start <= trap.offset);
+                (trap.offset, places[after - 1].loc.bits())
             })
             .collect();
         assert!(
             compiled.buffer.relocs().is_empty(),
             "code without relocations"
         );
-        let chunk = self.arena.put(code, &guarded).ok()?;
-        Some(Region { chunk, source, ops })
+        let chunk = (self.arena)
+            .put(code, guarded.iter().map(|access| access.0))
+            .ok()?;
+        Some(Region {
+            chunk,
+            source,
+            steps,
+            guarded,
+        })
     }
 
     /// Takes what was compiled for a CPU.
@@ -350,187 +326,12 @@ impl Default for Workshop {
     }
 }
 
-impl Cpu {
-    /// Has hot code compiled from now on.
-    ///
-    /// # Errors
-    /// [`OutOfMemory`].
-    pub fn set_compiler(&mut self, compiler: Arc<Compiler>) -> Result<(), OutOfMemory> {
-        let number = compiler.numbers.fetch_add(1, Ordering::Relaxed);
-        let mut clients = lock(&compiler.clients);
-        clients.try_reserve(1).map_err(|_| OutOfMemory)?;
-        clients.push((number, Done::default()));
-        drop(clients);
-        self.compiled.client = Some(Client { compiler, number });
-        Ok(())
-    }
-
-    /// Whether blocks are compiled before they run for the first time.
-    pub(crate) fn compiles_at_once(&self) -> bool {
-        (self.compiled.client.as_ref()).is_some_and(|client| client.compiler.at_once)
-    }
-
-    /// Call before the CPU executes.
-    pub(crate) fn prepare_compiled(&mut self, attention: &AtomicU32) {
-        self.compiled.attention = attention;
-        self.compiled.version = self.code.pages().version();
-        self.compiled.gone = 0;
-    }
-
-    /// Call when a block has been entered often: has it compiled, or looks whether it was.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn heated(&mut self, found: NonNull<Block>) {
-        // SAFETY: a block lives until all are freed, which is the last thing that this does, if at all.
-        let block = unsafe { found.as_ref() };
-        let Some(client) = &self.compiled.client else {
-            block.heat.set(u32::MAX);
-            return;
-        };
-        let (compiler, client) = (client.compiler.clone(), client.number);
-        let is_in_one_page = block.parts().1.is_empty();
-        let fits =
-            block.key.mode & cpu::mode::BITS == 2 && block.stamp == self.stamp && is_in_one_page;
-        if fits
-            && !block.is_submitted.get()
-            && compiler.has_room()
-            && let Ok(source) = self.collect(block)
-        {
-            compiler.submit(Job { source, client });
-        }
-        block.heat.set(LOOK);
-        let done = compiler.take(client);
-        if done.is_refused {
-            // Hot code is compiled anew, what is hot no more is forgotten. This frees `block`.
-            return self.blocks.clear(&mut self.fixed.front);
-        }
-        for region in done.regions {
-            self.install(&region);
-        }
-    }
-
-    /// Attaches compiled code to its blocks.
-    fn install(&mut self, region: &Arc<Region>) {
-        self.counters.regions += 1;
-        for (entry, (rip, _)) in region.source.blocks.iter().enumerate() {
-            let key = Key {
-                lin: *rip,
-                rip: *rip,
-                mode: region.source.mode,
-            };
-            let entrance = Entrance {
-                region: region.clone(),
-                entry: entry as u32,
-            };
-            self.blocks.attach(&key, entrance);
-        }
-    }
-
-    /// Collects a region: `block`, and the kept blocks of its page that follow.
-    fn collect(&self, block: &Block) -> Result<Source, OutOfMemory> {
-        let page = block.key.lin >> 12;
-        let mut source = Source {
-            mode: block.key.mode,
-            blocks: heap::vec(BLOCKS)?,
-        };
-        let mut bytes = 0;
-        // Each block has at most two successors.
-        let mut wanted = heap::vec(1 + 2 * BLOCKS)?;
-        wanted.push(block.key.rip);
-        let mut next = 0;
-        while let Some(&rip) = wanted.get(next) {
-            next += 1;
-            let known = source.blocks.iter().any(|(start, _)| *start == rip);
-            if known || source.blocks.len() >= BLOCKS || bytes >= BYTES || rip >> 12 != page {
-                continue;
-            }
-            let key = Key {
-                rip,
-                lin: rip,
-                ..block.key
-            };
-            let Some(found) = self.blocks.kept(&key) else {
-                continue;
-            };
-            let (code, second) = found.parts();
-            // A block that has hardly run is left out: it would make the region larger, and save nothing.
-            let is_warm = found.heat.get() <= HOT - HOT / 8
-                || found.is_submitted.get()
-                || self.compiles_at_once();
-            if !second.is_empty() || found.stamp != self.stamp || !is_warm {
-                continue;
-            }
-            let mut copy = heap::vec(code.len())?;
-            copy.extend_from_slice(code);
-            source.blocks.push((rip, copy));
-            bytes += code.len();
-            found.is_submitted.set(true);
-            let mut decoder = Decoder::with_ip(64, code, rip, DecoderOptions::NONE);
-            let mut last = decoder.decode();
-            while decoder.can_decode() {
-                last = decoder.decode();
-            }
-            let (target, after) = (last.near_branch_target(), last.next_ip());
-            match last.flow_control() {
-                FlowControl::ConditionalBranch => wanted.extend([target, after]),
-                FlowControl::Call => wanted.extend([after, target]),
-                FlowControl::Next | FlowControl::IndirectCall => wanted.push(after),
-                FlowControl::UnconditionalBranch => wanted.push(target),
-                _ => {}
-            }
-        }
-        Ok(source)
-    }
-
-    /// Runs a region.
-    pub(crate) fn run_compiled(&mut self, entrance: &Entrance, page: usize) -> Option<Exit> {
-        let region = &*entrance.region;
-        self.code_page = page;
-        let function = region.chunk.start();
-        let cpu = ptr::from_mut(self);
-        let status: u64;
-        // SAFETY: a function that the compiler made, which follows the C calling convention but for R15, in which it wants the CPU.
-        // It accesses the CPU, its own stack frame, and guest memory by guarded accesses.
-        unsafe {
-            asm!(
-                "call {function}",
-                function = in(reg) function,
-                in("rdi") u64::from(entrance.entry),
-                inout("r15") cpu => _,
-                lateout("rax") status,
-                clobber_abi("C"),
-            );
-        }
-        match Status::of(status) {
-            Status::Broke => {
-                let (rip, op) = &region.ops[self.compiled.op as usize];
-                let why = self.compiled.why;
-                if matches!(why, Break::Jump) {
-                    self.state.rip = self.compiled.rip;
-                }
-                if matches!(
-                    why,
-                    Break::Jump | Break::End | Break::ExitAfter | Break::TaskFault
-                ) {
-                    self.counters.instructions += 1;
-                }
-                self.block_rip = *rip;
-                self.after_break(op, region.bytes(*rip, op.len), why)
-            }
-            Status::Interpret => match self.find_block() {
-                // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing changes it while it runs.
-                Ok(block) => self.execute(unsafe { block.as_ref() }),
-                Err(why) => self.fetch_failed(why),
-            },
-            Status::Continue | Status::After => None,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::CodePages;
+    use crate::block::Block;
+    use crate::{CodePages, Cpu};
+    use std::ptr::NonNull;
 
     fn source(rip: u64) -> Source {
         // inc eax; jmp to the next

@@ -1,29 +1,35 @@
 //! From guest code to Cranelift's intermediate language.
 //!
-//! A region is one function. While it runs, the general registers and the record of the flags (`flags::Lazy`) are its variables; all
-//! else is in the [`Cpu`]. It leaves through one block that writes them back. Every place where it leaves is between two
-//! instructions: an access that the TLB does not have calls a helper, and if that cannot do it, the region leaves before the
-//! instruction, of which nothing has happened.
+//! A region is one function. All state is in the [`Cpu`] at the beginning of each block. A block reads the general registers that it
+//! uses; what it has changed, registers and the record of the flags (`flags::Lazy`), it writes back at its end, and before each
+//! instruction that may stop the region. So there are no values that live across blocks: to find places for them would be most of the
+//! work of compiling, and the host has hardly more registers than the guest.
 //!
-//! This file has the function as a whole: its blocks, its state, and how it is left. An instruction that `instructions` does not
-//! translate calls the interpreter's handler: the region writes all state back before the call, and reads it again afterwards.
+//! Every place where the region is left is between two instructions: an access that the TLB does not have calls a helper, and if that
+//! cannot do it, the region stops at the instruction, of which nothing has happened. An instruction that `instructions` does not
+//! translate calls the interpreter's handler; then the region reads what that has changed.
+//!
+//! This file has the function as a whole: its blocks, its state, and how it is left.
 
-use super::Source;
 use super::condition::Flags;
+use super::cpu::{TARGETS, Target, tag_of_mode};
 use super::helpers::{self, Status};
+use super::{Source, Step};
 use crate::Cpu;
 use crate::lower;
 use crate::op::{MEM, NONE, Op};
+use crate::snapshot::Snapshot;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
-    AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, SigRef, Signature, Type,
-    Value,
+    AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, SigRef, Signature, SourceLoc,
+    Type, Value,
 };
 use cranelift_codegen::isa::CallConv;
-use cranelift_frontend::{FunctionBuilder, Variable};
+use cranelift_frontend::FunctionBuilder;
 use iced_x86::{
-    Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, OpAccess,
+    Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess,
+    OpKind,
 };
 use std::collections::HashMap;
 use std::mem::offset_of;
@@ -34,13 +40,12 @@ pub(super) const TYPES: [Type; 4] = [I8, I16, I32, I64];
 /// One guest instruction.
 struct Guest {
     insn: Instruction,
-    /// Index of its operation.
-    op: usize,
+    step: usize,
 }
 
-/// Decodes the region's blocks: its operations with their addresses, and which instructions each block has.
-fn decode(source: &Source) -> (Vec<(u64, Op)>, Vec<Vec<Guest>>) {
-    let mut ops = Vec::new();
+/// Decodes the region's blocks: its instructions, and which of them each block has.
+fn decode(source: &Source) -> (Vec<Step>, Vec<Vec<Guest>>) {
+    let mut steps = Vec::new();
     let mut blocks = Vec::new();
     let mut lowered = Vec::new();
     for (rip, bytes) in &source.blocks {
@@ -57,56 +62,79 @@ fn decode(source: &Source) -> (Vec<(u64, Op)>, Vec<Vec<Guest>>) {
             lower::lower(&insn, code, source.mode, 0, insn.len() as u8, &mut lowered);
             block.push(Guest {
                 insn,
-                op: ops.len(),
+                step: steps.len(),
             });
-            ops.push((insn.ip(), lowered[0]));
+            let mut bytes = [0; 15];
+            bytes[..code.len()].copy_from_slice(code);
+            steps.push(Step {
+                rip: insn.ip(),
+                op: lowered[0],
+                bytes,
+                before: block.len() as u8 - 1,
+            });
         }
         blocks.push(block);
     }
-    (ops, blocks)
+    (steps, blocks)
 }
 
-/// Which general registers the region reads or writes.
-#[derive(Clone, Copy, Default)]
-struct Registers {
-    used: u16,
-    written: u16,
+/// Returns the general registers that an instruction may write, by number.
+fn written(
+    factory: &mut InstructionInfoFactory,
+    insn: &Instruction,
+) -> impl Iterator<Item = usize> {
+    let used = factory.info(insn).used_registers().iter();
+    used.filter(|used| !matches!(used.access(), OpAccess::Read | OpAccess::CondRead))
+        .filter(|used| used.register().is_gpr())
+        .map(|used| used.register().full_register().number())
 }
 
-fn registers(blocks: &[Vec<Guest>]) -> Registers {
-    let mut factory = InstructionInfoFactory::new();
-    let mut registers = Registers::default();
-    for guest in blocks.iter().flatten() {
-        for used in factory.info(&guest.insn).used_registers() {
-            if !used.register().is_gpr() {
-                continue;
-            }
-            let bit = 1 << used.register().full_register().number();
-            // Also what is only written: on some paths, or in part, the old value stays.
-            registers.used |= bit;
-            if !matches!(used.access(), OpAccess::Read | OpAccess::CondRead) {
-                registers.written |= bit;
-            }
+/// Whether a block sets all flags before it uses them or may stop: then nobody can tell what they were before.
+fn sets_flags_first(guests: &[Guest]) -> bool {
+    use Mnemonic::*;
+    for Guest { insn, .. } in guests {
+        let mut operands = (0..insn.op_count()).map(|k| (insn.op_kind(k), insn.op_register(k)));
+        let is_plain = operands.all(|(kind, register)| match kind {
+            OpKind::Memory => insn.mnemonic() == Lea,
+            OpKind::Register => register.is_gpr(),
+            _ => true,
+        });
+        match insn.mnemonic() {
+            Add | Sub | And | Or | Xor | Cmp | Test | Neg if is_plain => return true,
+            Mov | Movzx | Movsx | Movsxd | Lea | Not if is_plain => {}
+            _ => return false,
         }
     }
-    registers
+    false
 }
 
-/// Builds the function of a region. Returns its operations, to which its code has pointers.
-pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source) -> Box<[(u64, Op)]> {
-    let (ops, blocks) = decode(source);
-    let ops = ops.into_boxed_slice();
-    let mut translator = Translator::new(builder, &ops, registers(&blocks), source);
+/// A block of the region.
+#[derive(Clone, Copy)]
+struct Head {
+    block: Block,
+    sets_flags_first: bool,
+}
+
+/// Builds the function of a region. Returns its instructions, to which its code has pointers.
+pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source) -> Box<[Step]> {
+    let (steps, blocks) = decode(source);
+    let steps = steps.into_boxed_slice();
+    let mut translator = Translator::new(builder, &steps, source, &blocks);
     for ((rip, _), guests) in source.blocks.iter().zip(&blocks) {
         translator.block(*rip, guests);
     }
     translator.finish();
-    ops
+    steps
 }
 
-/// The signature of a region, and of the helpers that return only a status.
-pub(super) fn signature(parameters: usize, returns: usize) -> Signature {
-    let mut signature = Signature::new(CallConv::SystemV);
+/// The signature of a region: from the index of the block to a status. The convention keeps no registers, and allows a region to
+/// continue in another one without a return.
+pub(super) fn region() -> Signature {
+    signature(CallConv::Tail, 1, 1)
+}
+
+fn signature(convention: CallConv, parameters: usize, returns: usize) -> Signature {
+    let mut signature = Signature::new(convention);
     signature.params = vec![AbiParam::new(I64); parameters];
     signature.returns = vec![AbiParam::new(I64); returns];
     signature
@@ -114,26 +142,32 @@ pub(super) fn signature(parameters: usize, returns: usize) -> Signature {
 
 pub(super) struct Translator<'a> {
     pub(super) b: FunctionBuilder<'a>,
-    ops: &'a [(u64, Op)],
-    registers: Registers,
-    gpr: [Variable; 16],
-    /// The record of the flags: kind, operands, result.
-    pub(super) lazy: [Variable; 4],
+    steps: &'a [Step],
+    mode: u8,
+    factory: InstructionInfoFactory,
+    /// The host's name of the CPU, in this block.
+    cpu: Option<Value>,
+    /// The registers as this block knows them.
+    gpr: [Option<Value>; 16],
+    /// The registers that are not written back, as bits.
+    changed: u16,
     /// What set the flags that the next instruction finds.
     pub(super) flags: Flags,
-    /// Instructions executed, without those of this block.
-    executed: Variable,
+    /// Whether the CPU's record has them.
+    pub(super) are_flags_recorded: bool,
     /// Instructions of this block before the current one.
     before: i64,
-    blocks: HashMap<u64, Block>,
-    /// Writes all back and returns.
+    heads: HashMap<u64, Head>,
+    /// Those of the helpers, by the numbers of arguments besides the CPU and of results.
+    signatures: HashMap<(usize, usize), SigRef>,
+    /// Leaves for RIP.
     leave: Block,
-    leave_rip: Variable,
-    leave_status: Variable,
-    leave_op: Variable,
-    /// The operation and address of the current instruction.
-    op: usize,
-    rip: u64,
+    /// Stops. Its parameters: the step, the status.
+    stop: Block,
+    /// Leaves for the run loop, which looks around before the CPU continues at RIP.
+    wait: Block,
+    /// The current instruction.
+    step: usize,
     /// The address of the current block.
     head: u64,
 }
@@ -141,42 +175,42 @@ pub(super) struct Translator<'a> {
 impl<'a> Translator<'a> {
     fn new(
         mut b: FunctionBuilder<'a>,
-        ops: &'a [(u64, Op)],
-        registers: Registers,
+        steps: &'a [Step],
         source: &Source,
+        blocks: &[Vec<Guest>],
     ) -> Self {
-        let gpr = std::array::from_fn(|_| b.declare_var(I64));
-        let lazy = [I8, I64, I64, I64].map(|ty| b.declare_var(ty));
-        let [executed, leave_rip, leave_status, leave_op] =
-            std::array::from_fn(|_| b.declare_var(I64));
         let entry = b.create_block();
         let index = b.append_block_param(entry, I64);
-        let leave = b.create_block();
-        let blocks = (source.blocks.iter())
-            .map(|(rip, _)| (*rip, b.create_block()))
-            .collect::<HashMap<_, _>>();
+        let [leave, stop, wait] = std::array::from_fn(|_| b.create_block());
+        let heads = (source.blocks.iter().zip(blocks))
+            .map(|((rip, _), guests)| {
+                let head = Head {
+                    block: b.create_block(),
+                    sets_flags_first: sets_flags_first(guests),
+                };
+                (*rip, head)
+            })
+            .collect();
         b.switch_to_block(entry);
         let mut translator = Self {
             b,
-            ops,
-            registers,
-            gpr,
-            lazy,
+            steps,
+            mode: source.mode,
+            factory: InstructionInfoFactory::new(),
+            cpu: None,
+            gpr: [None; 16],
+            changed: 0,
             flags: Flags::Recorded,
-            executed,
+            are_flags_recorded: true,
             before: 0,
-            blocks,
+            heads,
+            signatures: HashMap::new(),
             leave,
-            leave_rip,
-            leave_status,
-            leave_op,
-            op: 0,
-            rip: 0,
+            stop,
+            wait,
+            step: 0,
             head: 0,
         };
-        translator.read_state();
-        let zero = translator.constant(0);
-        translator.b.def_var(executed, zero);
         translator.enter(index, source);
         translator
     }
@@ -186,7 +220,9 @@ impl<'a> Translator<'a> {
         let index = self.b.ins().ireduce(I32, index);
         // The first block is the default, too: Cranelift wants one.
         let mut targets = (source.blocks.iter().take(1).chain(&source.blocks))
-            .map(|(rip, _)| BlockCall::new(self.blocks[rip], [], &mut self.b.func.dfg.value_lists))
+            .map(|(rip, _)| {
+                BlockCall::new(self.heads[rip].block, [], &mut self.b.func.dfg.value_lists)
+            })
             .collect::<Vec<_>>();
         let default = targets.remove(0);
         let table = JumpTableData::new(default, &targets);
@@ -194,36 +230,97 @@ impl<'a> Translator<'a> {
         self.b.ins().br_table(index, table);
     }
 
-    /// Adds the block that leaves, and ends the function.
+    /// Adds the blocks that leave, and ends the function.
     fn finish(mut self) {
-        self.b.switch_to_block(self.leave);
-        self.write_state();
-        let rip = self.b.use_var(self.leave_rip);
-        self.set_field(offset_of!(Cpu, state.rip), rip);
-        let executed = self.b.use_var(self.executed);
-        let counters = [
-            offset_of!(Cpu, counters.instructions),
-            offset_of!(Cpu, counters.instructions_compiled),
-        ];
-        for offset in counters {
-            let before = self.field(I64, offset);
-            let sum = self.b.ins().iadd(before, executed);
-            self.set_field(offset, sum);
-        }
-        let op = self.b.use_var(self.leave_op);
-        self.set_field(offset_of!(Cpu, compiled.op), op);
-        let status = self.b.use_var(self.leave_status);
+        let step = self.b.append_block_param(self.stop, I64);
+        let status = self.b.append_block_param(self.stop, I64);
+        self.begin(self.stop);
+        self.set_field(offset_of!(Cpu, compiled.step), step);
+        self.b.ins().return_(&[status]);
+        self.begin(self.leave);
+        self.continue_elsewhere(self.wait);
+        self.begin(self.wait);
+        let status = self.constant(Status::Continue as i64);
         self.b.ins().return_(&[status]);
         self.b.seal_all_blocks();
         self.b.finalize();
+    }
+
+    /// Continues in the region at RIP, if it is known and good, and nothing else is to be done; in block `stop` otherwise.
+    fn continue_elsewhere(&mut self, stop: Block) {
+        let rip = self.field(I64, offset_of!(Cpu, state.rip));
+        let wanted = self.news();
+        let calm = self.b.create_block();
+        self.b.ins().brif(wanted, stop, &[], calm, &[]);
+        self.b.switch_to_block(calm);
+        let tag = (self.b.ins()).bxor_imm(rip, tag_of_mode(self.mode) as i64);
+        let at = self.b.ins().ushr_imm(rip, 12);
+        let at = self.b.ins().bxor(at, rip);
+        let at = self.b.ins().band_imm(at, TARGETS as i64 - 1);
+        let at = (self.b.ins()).ishl_imm(at, i64::from(size_of::<Target>().trailing_zeros()));
+        let targets = self.field(I64, offset_of!(Cpu, compiled.targets));
+        let target = self.b.ins().iadd(targets, at);
+        let part = |this: &mut Self, of: Value, offset: usize| {
+            let flags = MemFlags::trusted();
+            this.b.ins().load(I64, flags, of, offset as i32)
+        };
+        let found = part(self, target, offset_of!(Target, tag));
+        let same = self.b.ins().icmp(IntCC::Equal, found, tag);
+        let known = self.b.create_block();
+        self.b.ins().brif(same, known, &[], stop, &[]);
+        self.b.switch_to_block(known);
+        let page = part(self, target, offset_of!(Target, page));
+        let stamp = part(self, page, offset_of!(Snapshot, stamp));
+        let current = self.field(I64, offset_of!(Cpu, stamp));
+        let same = self.b.ins().icmp(IntCC::Equal, stamp, current);
+        let good = self.b.create_block();
+        self.b.ins().brif(same, good, &[], stop, &[]);
+        self.b.switch_to_block(good);
+        let host = part(self, page, offset_of!(Snapshot, host));
+        self.set_field(offset_of!(Cpu, code_page), host);
+        self.count(offset_of!(Cpu, counters.regions_chained), 1);
+        let code = part(self, target, offset_of!(Target, code));
+        let entry = part(self, target, offset_of!(Target, entry));
+        let signature = self.b.import_signature(region());
+        self.b.ins().return_call_indirect(signature, code, &[entry]);
+    }
+
+    /// Adds to a counter.
+    fn count(&mut self, offset: usize, number: i64) {
+        let before = self.field(I64, offset);
+        let sum = self.b.ins().iadd_imm(before, number);
+        self.set_field(offset, sum);
+    }
+
+    /// Returns a value that is not 0 if others want something of the CPU, or have changed code.
+    fn news(&mut self) -> Value {
+        let trusted = MemFlags::trusted();
+        let attention = self.field(I64, offset_of!(Cpu, compiled.attention));
+        let attention = self.b.ins().atomic_load(I32, trusted, attention);
+        let version = self.field(I64, offset_of!(Cpu, compiled.version));
+        let version = self.b.ins().atomic_load(I64, trusted, version);
+        let heeded = self.field(I64, offset_of!(Cpu, code.heeded));
+        let news = self.b.ins().bxor(version, heeded);
+        let attention = self.b.ins().uextend(I64, attention);
+        self.b.ins().bor(news, attention)
+    }
+
+    /// Begins a block that finds all state in the CPU.
+    fn begin(&mut self, block: Block) {
+        self.b.switch_to_block(block);
+        self.cpu = Some(self.b.ins().get_pinned_reg(I64));
+        self.gpr = [None; 16];
+        self.changed = 0;
+        self.flags = Flags::Recorded;
+        self.are_flags_recorded = true;
     }
 
     pub(super) fn constant(&mut self, value: i64) -> Value {
         self.b.ins().iconst(I64, value)
     }
 
-    pub(super) fn cpu(&mut self) -> Value {
-        self.b.ins().get_pinned_reg(I64)
+    pub(super) fn cpu(&self) -> Value {
+        self.cpu.expect("within a block")
     }
 
     /// Reads a field of the CPU.
@@ -235,7 +332,7 @@ impl<'a> Translator<'a> {
     }
 
     /// Writes a field of the CPU.
-    fn set_field(&mut self, offset: usize, value: Value) {
+    pub(super) fn set_field(&mut self, offset: usize, value: Value) {
         let cpu = self.cpu();
         self.b
             .ins()
@@ -246,43 +343,20 @@ impl<'a> Translator<'a> {
         offset_of!(Cpu, state.gpr) + 8 * r
     }
 
-    const LAZY: [usize; 4] = [
-        offset_of!(Cpu, lazy.kind),
-        offset_of!(Cpu, lazy.a),
-        offset_of!(Cpu, lazy.b),
-        offset_of!(Cpu, lazy.result),
-    ];
-
-    /// Reads the registers and the record of the flags.
-    fn read_state(&mut self) {
-        let used = self.registers.used;
-        for r in (0..16).filter(|r| used >> r & 1 != 0) {
-            let value = self.field(I64, Self::gpr_offset(r));
-            self.b.def_var(self.gpr[r], value);
+    /// Writes back the registers that have changed.
+    pub(super) fn write_registers(&mut self) {
+        let changed = std::mem::take(&mut self.changed);
+        for r in (0..16).filter(|r| changed >> r & 1 != 0) {
+            if let Some(value) = self.gpr[r] {
+                self.set_field(Self::gpr_offset(r), value);
+            }
         }
-        for (k, offset) in Self::LAZY.into_iter().enumerate() {
-            let value = self.field(if k == 0 { I8 } else { I64 }, offset);
-            self.b.def_var(self.lazy[k], value);
-        }
-        self.flags = Flags::Recorded;
     }
 
-    /// Writes the registers and the record of the flags, which is up to date.
-    fn write_state(&mut self) {
-        let written = self.registers.written;
-        for r in (0..16).filter(|r| written >> r & 1 != 0) {
-            let value = self.b.use_var(self.gpr[r]);
-            self.set_field(Self::gpr_offset(r), value);
-        }
-        self.write_lazy();
-    }
-
-    /// Writes the record of the flags, which is up to date.
-    pub(super) fn write_lazy(&mut self) {
-        for (k, offset) in Self::LAZY.into_iter().enumerate() {
-            let value = self.b.use_var(self.lazy[k]);
-            self.set_field(offset, value);
-        }
+    /// Writes all back.
+    pub(super) fn write_back(&mut self) {
+        self.write_registers();
+        self.record_flags();
     }
 
     /// Calls a helper with the CPU and `arguments`.
@@ -292,8 +366,11 @@ impl<'a> Translator<'a> {
         arguments: &[Value],
         returns: usize,
     ) -> Vec<Value> {
-        let signature = signature(1 + arguments.len(), returns);
-        let signature: SigRef = self.b.import_signature(signature);
+        let kind = (arguments.len(), returns);
+        let signature: SigRef = *(self.signatures.entry(kind)).or_insert_with(|| {
+            let signature = signature(CallConv::SystemV, 1 + kind.0, kind.1);
+            self.b.import_signature(signature)
+        });
         let function = self.constant(helper as i64);
         let cpu = self.cpu();
         let all: Vec<Value> = std::iter::once(cpu)
@@ -310,107 +387,100 @@ impl<'a> Translator<'a> {
         block
     }
 
-    /// Leaves with `status`, at `rip`, after `done` instructions of this block.
-    fn leave_with(&mut self, status: Value, rip: Value, done: i64) {
-        // The record is made on this path only.
-        let flags = self.flags.clone();
-        self.record_flags();
-        self.flags = flags;
-        self.b.def_var(self.leave_status, status);
-        self.b.def_var(self.leave_rip, rip);
-        let op = self.constant(self.op as i64);
-        self.b.def_var(self.leave_op, op);
-        let executed = self.b.use_var(self.executed);
-        let executed = self.b.ins().iadd_imm(executed, done);
-        self.b.def_var(self.executed, executed);
-        self.b.ins().jump(self.leave, &[]);
+    /// Counts the instructions of this block up to the current one, which is done.
+    fn count_done(&mut self) {
+        let offset = offset_of!(Cpu, counters.instructions_compiled);
+        self.count(offset, self.before + 1);
     }
 
     /// Leaves after the current instruction, which is done: the CPU continues at `rip`.
     pub(super) fn leave_for(&mut self, rip: Value) {
-        let status = self.constant(Status::Continue as i64);
-        self.leave_with(status, rip, self.before + 1);
+        self.write_back();
+        self.count_done();
+        self.set_field(offset_of!(Cpu, state.rip), rip);
+        self.b.ins().jump(self.leave, &[]);
     }
 
-    /// Leaves before the current instruction with the status that a helper returned.
-    pub(super) fn leave_before(&mut self, status: Value) {
-        let rip = self.constant(self.rip as i64);
-        self.leave_with(status, rip, self.before);
+    /// Stops at the current instruction if `status` is not [`Status::Continue`]: at [`Status::After`] it is done, else nothing of it has
+    /// happened. Otherwise continues in `on` with `value`. All is written back.
+    pub(super) fn stop_unless_done(&mut self, status: Value, on: Block, value: &[Value]) {
+        debug_assert!(self.changed == 0 && self.are_flags_recorded);
+        // In blocks of their own, out of the way of what usually happens.
+        let (stop, fine) = (self.cold(), self.cold());
+        self.b.ins().brif(status, stop, &[], fine, &[]);
+        self.b.switch_to_block(stop);
+        self.stop_at_current(status);
+        self.b.switch_to_block(fine);
+        let value: Vec<_> = value.iter().map(|value| (*value).into()).collect();
+        self.b.ins().jump(on, &value);
     }
 
     /// Leaves the current instruction to the interpreter.
     pub(super) fn leave_to_interpreter(&mut self) {
+        self.write_back();
         let status = self.constant(Status::Interpret as i64);
-        self.leave_before(status);
+        self.stop_at_current(status);
+    }
+
+    /// Stops at the current instruction. All is written back.
+    fn stop_at_current(&mut self, status: Value) {
+        let step = self.current();
+        (self.b.ins()).jump(self.stop, &[step.into(), status.into()]);
+    }
+
+    /// Returns the address of the current instruction's step.
+    fn current(&mut self) -> Value {
+        self.constant(&raw const self.steps[self.step] as i64)
     }
 
     /// Continues at `rip`, after the current instruction: in the region if it has a block there, else leaves.
     pub(super) fn goto(&mut self, rip: u64) {
-        let Some(&block) = self.blocks.get(&rip) else {
+        let Some(&head) = self.heads.get(&rip) else {
             let to = self.constant(rip as i64);
-            self.leave_for(to);
-            return;
+            return self.leave_for(to);
         };
-        let flags = self.flags.clone();
+        self.write_registers();
+        if !head.sets_flags_first {
+            self.record_flags();
+        }
+        self.count_done();
         if rip <= self.head {
-            // A loop has to see what others want of the CPU.
-            let attention = self.field(I64, offset_of!(Cpu, compiled.attention));
-            let attention = self
-                .b
-                .ins()
-                .atomic_load(I32, MemFlags::trusted(), attention);
-            let version = self.field(I64, offset_of!(Cpu, compiled.version));
-            let version = self.b.ins().atomic_load(I64, MemFlags::trusted(), version);
-            let heeded = self.field(I64, offset_of!(Cpu, code.heeded));
-            let news = self.b.ins().bxor(version, heeded);
-            let attention = self.b.ins().uextend(I64, attention);
-            let wanted = self.b.ins().bor(news, attention);
+            // A loop has to see it.
+            let wanted = self.news();
             let (wait, go) = (self.cold(), self.b.create_block());
             self.b.ins().brif(wanted, wait, &[], go, &[]);
             self.b.switch_to_block(wait);
+            self.record_flags();
             let to = self.constant(rip as i64);
-            self.leave_for(to);
+            self.set_field(offset_of!(Cpu, state.rip), to);
+            self.b.ins().jump(self.wait, &[]);
             self.b.switch_to_block(go);
         }
-        self.record_flags();
-        let executed = self.b.use_var(self.executed);
-        let executed = self.b.ins().iadd_imm(executed, self.before + 1);
-        self.b.def_var(self.executed, executed);
-        self.b.ins().jump(block, &[]);
-        self.flags = flags;
+        self.b.ins().jump(head.block, &[]);
     }
 
     /// Translates a basic block.
     fn block(&mut self, rip: u64, guests: &[Guest]) {
-        let block = self.blocks[&rip];
-        self.b.switch_to_block(block);
-        self.flags = Flags::Recorded;
+        self.begin(self.heads[&rip].block);
         self.before = 0;
         self.head = rip;
         for guest in guests {
-            self.op = guest.op;
-            self.rip = guest.insn.ip();
+            self.step = guest.step;
+            self.b.set_srcloc(SourceLoc::new(guest.step as u32));
             if self.instruction(&guest.insn) {
                 return;
             }
             self.before += 1;
         }
         // The block's limit, or something that cannot be decoded.
-        match guests.last() {
-            Some(last) => {
-                self.before -= 1;
-                self.goto(last.insn.next_ip());
-            }
-            None => {
-                self.rip = rip;
-                self.leave_to_interpreter();
-            }
-        }
+        let last = guests.last().expect("a block begins with an instruction");
+        self.before -= 1;
+        self.goto(last.insn.next_ip());
     }
 
     /// Translates an instruction. Returns whether it ends the block.
     fn instruction(&mut self, insn: &Instruction) -> bool {
-        let op = &self.ops[self.op].1;
+        let op = &self.steps[self.step].op;
         if insn.flow_control() != FlowControl::Next {
             self.branch(insn, op);
             return true;
@@ -426,33 +496,35 @@ impl<'a> Translator<'a> {
 
     /// Has the interpreter's handler execute the current instruction.
     fn handler(&mut self, insn: &Instruction) {
-        self.record_flags();
-        self.write_state();
-        let rip = self.constant(self.rip as i64);
-        self.set_field(offset_of!(Cpu, block_rip), rip);
-        let op = self.constant(&raw const self.ops[self.op].1 as i64);
-        let status = self.call(helpers::handler as *const () as usize, &[op], 1)[0];
-        self.read_state();
-        let (stop, go) = (self.cold(), self.b.create_block());
-        self.b.ins().brif(status, stop, &[], go, &[]);
+        self.write_back();
+        let step = self.current();
+        let status = self.call(helpers::handler as *const () as usize, &[step], 1)[0];
+        let (stop, on) = (self.cold(), self.b.create_block());
+        self.b.ins().brif(status, stop, &[], on, &[]);
         self.b.switch_to_block(stop);
-        let (after, broke) = (self.cold(), self.cold());
-        let is_after = self
-            .b
-            .ins()
-            .icmp_imm(IntCC::Equal, status, Status::After as i64);
-        self.b.ins().brif(is_after, after, &[], broke, &[]);
-        self.b.switch_to_block(after);
-        let next = self.constant(insn.next_ip() as i64);
-        self.leave_for(next);
-        self.b.switch_to_block(broke);
-        self.leave_before(status);
-        self.b.switch_to_block(go);
+        self.stop_at_current(status);
+        self.b.switch_to_block(on);
+        self.flags = Flags::Recorded;
+        for r in written(&mut self.factory, insn) {
+            self.gpr[r] = None;
+        }
+    }
+
+    /// Returns the value of a register.
+    fn register(&mut self, r: usize) -> Value {
+        match self.gpr[r] {
+            Some(value) => value,
+            None => {
+                let value = self.field(I64, Self::gpr_offset(r));
+                self.gpr[r] = Some(value);
+                value
+            }
+        }
     }
 
     /// Reads a register in an operand size.
     pub(super) fn get(&mut self, r: u8, size: u8) -> Value {
-        let value = self.b.use_var(self.gpr[usize::from(r & 15)]);
+        let value = self.register(usize::from(r & 15));
         let value = match r >> 4 {
             0 => value,
             _ => self.b.ins().ushr_imm(value, 8),
@@ -478,19 +550,20 @@ impl<'a> Translator<'a> {
 
     /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes leave the rest.
     pub(super) fn set(&mut self, r: u8, size: u8, value: Value) {
-        let variable = self.gpr[usize::from(r & 15)];
+        let number = usize::from(r & 15);
+        self.changed |= 1 << number;
         let value = self.wide(value);
         let value = if size >= 2 {
             value
         } else {
             let shift = i64::from(r >> 4) * 8;
             let mask = (if size == 0 { 0xff } else { 0xffff }) << shift;
-            let old = self.b.use_var(variable);
+            let old = self.register(number);
             let old = self.b.ins().band_imm(old, !mask);
             let value = self.b.ins().ishl_imm(value, shift);
             self.b.ins().bor(old, value)
         };
-        self.b.def_var(variable, value);
+        self.gpr[number] = Some(value);
     }
 
     pub(super) fn immediate(&mut self, size: u8, value: u64) -> Value {

@@ -1,0 +1,337 @@
+//! The CPU's side of compiled code: what is hot becomes a region, and regions run.
+
+use super::helpers::Status;
+use super::{Client, Compiler, Done, Job, Region, Source, Step, lock};
+use crate::block::{Block, Key};
+use crate::heap::{self, OutOfMemory, Zeroed};
+use crate::machine::Exit;
+use crate::op::Break;
+use crate::snapshot::Snapshot;
+use crate::tlb::Entry;
+use crate::{Cpu, cpu};
+use iced_x86::{Decoder, DecoderOptions, FlowControl};
+use std::arch::asm;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// Entries of a block after which it is compiled.
+pub(crate) const HOT: u32 = 4096;
+/// Entries of a block between two looks for compiled code.
+const LOOK: u32 = 64;
+/// Blocks and bytes of a region.
+const BLOCKS: usize = 24;
+const BYTES: usize = 1024;
+/// Where a block's compiled code is.
+#[derive(Clone)]
+pub(crate) struct Entrance {
+    pub(crate) region: Arc<Region>,
+    entry: u32,
+}
+
+/// Entries of [`Targets`].
+pub(super) const TARGETS: usize = 2048;
+
+/// A place where compiled code can be entered.
+#[repr(C, align(32))]
+pub(super) struct Target {
+    /// The address of the guest's code, mixed with its mode (see [`tag_of_mode`]). 0: none.
+    pub(super) tag: u64,
+    /// Good as long as the stamp of this snapshot is the CPU's.
+    pub(super) page: *const Snapshot,
+    pub(super) code: *const u8,
+    pub(super) entry: u64,
+}
+
+/// The places where regions continue directly, when they leave for another region: direct-mapped. It holds only code that blocks have
+/// now; see [`Cpu::forget_targets`].
+pub(crate) struct Targets([Target; TARGETS]);
+
+// SAFETY: integers and pointers.
+unsafe impl Zeroed for Targets {}
+
+/// What tells the addresses of one mode from those of another: canonical addresses differ in the lower bits.
+pub(super) fn tag_of_mode(mode: u8) -> u64 {
+    u64::from(mode) << 48
+}
+
+/// What compiled code knows of its CPU besides the architectural state.
+pub(crate) struct Compiled {
+    /// The instruction at which the region was stopped.
+    pub(super) step: *const Step,
+    /// Why an instruction ended.
+    pub(super) why: Break,
+    /// RIP as the instruction that ended with [`Break::Jump`] has set it.
+    pub(super) rip: u64,
+    /// The table of the TLB that data accesses use.
+    pub(crate) table: *const Entry,
+    pub(super) targets: *const Target,
+    /// Whether any place is known.
+    has_targets: bool,
+    pub(super) attention: *const AtomicU32,
+    pub(super) version: *const AtomicU64,
+    pub(super) client: Option<Client>,
+}
+
+impl Compiled {
+    pub(crate) fn new() -> Self {
+        Self {
+            step: ptr::null(),
+            why: Break::Jump,
+            rip: 0,
+            table: ptr::null(),
+            targets: ptr::null(),
+            has_targets: false,
+            attention: ptr::null(),
+            version: ptr::null(),
+            client: None,
+        }
+    }
+}
+
+impl Cpu {
+    /// Has hot code compiled from now on.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub fn set_compiler(&mut self, compiler: Arc<Compiler>) -> Result<(), OutOfMemory> {
+        let number = compiler.numbers.fetch_add(1, Ordering::Relaxed);
+        let mut clients = lock(&compiler.clients);
+        clients.try_reserve(1).map_err(|_| OutOfMemory)?;
+        clients.push((number, Done::default()));
+        drop(clients);
+        self.compiled.client = Some(Client { compiler, number });
+        Ok(())
+    }
+
+    /// Whether blocks are compiled before they run for the first time.
+    pub(crate) fn compiles_at_once(&self) -> bool {
+        (self.compiled.client.as_ref()).is_some_and(|client| client.compiler.at_once)
+    }
+
+    /// Call before the CPU executes.
+    pub(crate) fn prepare_compiled(&mut self, attention: &AtomicU32) {
+        self.compiled.targets = &raw const self.fixed.targets.0[0];
+        self.compiled.attention = attention;
+        self.compiled.version = self.code.pages().version();
+    }
+
+    /// Call when a block has been entered often: has it compiled, or looks whether it was.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn heated(&mut self, found: NonNull<Block>) {
+        // SAFETY: a block lives until all are freed, which is the last thing that this does, if at all.
+        let block = unsafe { found.as_ref() };
+        let Some(client) = &self.compiled.client else {
+            block.heat.set(u32::MAX);
+            return;
+        };
+        let (compiler, client) = (client.compiler.clone(), client.number);
+        let fits = block.key.mode & cpu::mode::BITS == 2 && block.is_current(self.stamp);
+        if fits
+            && !block.is_submitted.get()
+            && compiler.has_room()
+            && let Ok(source) = self.collect(block)
+            && !source.blocks.is_empty()
+        {
+            compiler.submit(Job { source, client });
+        }
+        block.heat.set(LOOK);
+        let done = compiler.take(client);
+        if done.is_refused {
+            // Hot code is compiled anew, what is hot no more is forgotten. This frees `block`.
+            return self.forget_blocks();
+        }
+        for region in done.regions {
+            self.install(&region);
+        }
+    }
+
+    /// Attaches compiled code to its blocks.
+    fn install(&mut self, region: &Arc<Region>) {
+        self.counters.regions += 1;
+        for (entry, (rip, _)) in region.source.blocks.iter().enumerate() {
+            let key = Key {
+                lin: *rip,
+                rip: *rip,
+                mode: region.source.mode,
+            };
+            let entrance = Entrance {
+                region: region.clone(),
+                entry: entry as u32,
+            };
+            self.blocks.attach(&key, entrance);
+        }
+        self.forget_targets();
+    }
+
+    /// Forgets where regions continue. Call whenever a block may lose its compiled code, or a snapshot begins a new edition.
+    pub(crate) fn forget_targets(&mut self) {
+        // The host provides the memory of the table at its first use.
+        if !std::mem::take(&mut self.compiled.has_targets) {
+            return;
+        }
+        for target in &mut self.fixed.targets.0 {
+            target.tag = 0;
+        }
+    }
+
+    /// Collects a region: `block`, and the kept blocks of its page that follow.
+    fn collect(&self, block: &Block) -> Result<Source, OutOfMemory> {
+        let page = block.key.lin >> 12;
+        let mut source = Source {
+            mode: block.key.mode,
+            blocks: heap::vec(BLOCKS)?,
+        };
+        let mut bytes = 0;
+        // Each block has at most two successors.
+        let mut wanted = heap::vec(1 + 2 * BLOCKS)?;
+        wanted.push(block.key.rip);
+        let mut next = 0;
+        while let Some(&rip) = wanted.get(next) {
+            next += 1;
+            let known = source.blocks.iter().any(|(start, _)| *start == rip);
+            if known || source.blocks.len() >= BLOCKS || bytes >= BYTES || rip >> 12 != page {
+                continue;
+            }
+            let key = Key {
+                rip,
+                lin: rip,
+                ..block.key
+            };
+            let Some(found) = self.blocks.kept(&key) else {
+                continue;
+            };
+            let (code, _) = found.parts();
+            // A block that has hardly run is left out: it would make the region larger, and save nothing.
+            let is_warm = found.heat.get() <= HOT - HOT / 8
+                || found.is_submitted.get()
+                || self.compiles_at_once();
+            if !found.is_current(self.stamp) || !is_warm {
+                continue;
+            }
+            let mut decoder = Decoder::with_ip(64, code, rip, DecoderOptions::NONE);
+            let mut last = decoder.decode();
+            if last.is_invalid() {
+                continue;
+            }
+            let mut copy = heap::vec(code.len())?;
+            copy.extend_from_slice(code);
+            source.blocks.push((rip, copy));
+            bytes += code.len();
+            found.is_submitted.set(true);
+            while decoder.can_decode() {
+                last = decoder.decode();
+            }
+            let (target, after) = (last.near_branch_target(), last.next_ip());
+            match last.flow_control() {
+                FlowControl::ConditionalBranch => wanted.extend([target, after]),
+                FlowControl::Call => wanted.extend([after, target]),
+                FlowControl::Next | FlowControl::IndirectCall => wanted.push(after),
+                FlowControl::UnconditionalBranch => wanted.push(target),
+                _ => {}
+            }
+        }
+        Ok(source)
+    }
+
+    /// Makes the place where a block's compiled code can be entered known to regions. Returns its function and the index of the block.
+    fn make_known(&mut self, block: &Block) -> Option<(*const u8, u64)> {
+        let (entrance, place) = block.entrance.as_ref().zip(block.first)?;
+        let (code, entry) = (entrance.region.chunk.start(), entrance.entry.into());
+        let (rip, mode) = (block.key.rip, block.key.mode);
+        self.fixed.targets.0[(rip ^ rip >> 12) as usize & (TARGETS - 1)] = Target {
+            tag: rip ^ tag_of_mode(mode),
+            page: place.page.as_ptr(),
+            code,
+            entry,
+        };
+        self.compiled.has_targets = true;
+        self.code_page = block.page();
+        Some((code, entry))
+    }
+
+    /// Runs the region of a block, and those to which it leads. It may free the block.
+    pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
+        // SAFETY: a block lives until all are freed, which happens in `find_block` only.
+        let (function, entry) = self.make_known(unsafe { block.as_ref() })?;
+        self.counters.blocks += 1;
+        let before = self.counters.instructions_compiled;
+        let cpu = ptr::from_mut(self);
+        let status: u64;
+        // SAFETY: a function that the compiler made: it wants the CPU in R15, keeps the stack, and may change all registers. It
+        // accesses the CPU, its own stack frame, and guest memory by guarded accesses, and continues in other such functions.
+        unsafe {
+            asm!(
+                "push rbx",
+                "push rbp",
+                "call {function}",
+                "pop rbp",
+                "pop rbx",
+                function = in(reg) function,
+                in("rdi") entry,
+                inout("r15") cpu => _,
+                lateout("rax") status,
+                lateout("r12") _,
+                lateout("r13") _,
+                lateout("r14") _,
+                clobber_abi("C"),
+            );
+        }
+        let status = Status::of(status).unwrap_or_else(|| {
+            // The address of an access that failed.
+            let step = self.blocks.step_at(status as usize);
+            self.compiled.step = step.expect("a region that runs belongs to a block");
+            Status::Interpret
+        });
+        let stopped = (status != Status::Continue).then(|| {
+            // SAFETY: a step of a region that a block has still.
+            let step = unsafe { *self.compiled.step };
+            self.state.rip = step.rip;
+            self.counters.instructions_compiled += u64::from(step.before);
+            step
+        });
+        self.counters.instructions += self.counters.instructions_compiled - before;
+        self.stopped(&stopped?, status)
+    }
+
+    /// Continues after compiled code was stopped at an instruction, to which RIP points.
+    fn stopped(&mut self, step: &Step, status: Status) -> Option<Exit> {
+        match status {
+            Status::Broke => {
+                let why = self.compiled.why;
+                if matches!(why, Break::Jump) {
+                    self.state.rip = self.compiled.rip;
+                }
+                if matches!(
+                    why,
+                    Break::Jump | Break::End | Break::ExitAfter | Break::TaskFault
+                ) {
+                    self.counters.instructions += 1;
+                }
+                self.block_rip = step.rip;
+                let len = usize::from(step.op.len).min(step.bytes.len());
+                self.after_break(&step.op, &step.bytes[..len], why)
+            }
+            Status::Interpret => {
+                // SAFETY: set for this run.
+                let attention = unsafe { &*self.compiled.attention };
+                // An access that was interrupted by a kick would only sleep again.
+                if attention.load(Ordering::Relaxed) != 0 {
+                    return None;
+                }
+                match self.find_block() {
+                    // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing changes it while it runs.
+                    Ok(block) => self.execute(unsafe { block.as_ref() }),
+                    Err(why) => self.fetch_failed(why),
+                }
+            }
+            Status::After => {
+                self.counters.instructions += 1;
+                self.state.rip = step.rip.wrapping_add(step.op.len.into());
+                None
+            }
+            Status::Continue => None,
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! Copies of the guest's code, by page: blocks are decoded from them, and they tell whether blocks are still good.
+//!
+//! A [`Snapshot`] has the code of one page that this CPU has decoded, in *lines*. A block is good as long as its snapshot is, of which
+//! the CPU keeps record with its *stamp*: every event that may make code stale changes it, a flush of the TLB, a store to a page with
+//! decoded code, an event that serialises instructions. Then each page is looked at once when code of it is entered next
+//! ([`Cpu::check_snapshot`]): which of these was it, does it concern this page, and if it may: does memory still hold the lines? If it
+//! does not, the snapshot begins a new *edition* without lines, and each of its blocks is compared with memory by itself.
+//!
+//! Lines are copied from memory, then blocks are decoded from the copies or compared with them. So what is compared later is what was
+//! decoded.
+
+use crate::block::{Block, Place};
+use crate::heap::{OutOfMemory, Zeroed};
+use crate::machine::{Access, Fault};
+use crate::op::Break;
+use crate::{Cpu, vector};
+use slat_guard::Gone;
+use std::ops::Range;
+use std::ptr::{self, NonNull};
+
+const PAGE: usize = 0x1000;
+/// Bytes of a line.
+const LINE: usize = 64;
+
+/// The code of a page that was decoded.
+#[repr(C)]
+pub(crate) struct Snapshot {
+    /// [`Cpu::stamp`] as long as memory is known to hold the lines; compiled code reads it.
+    pub(crate) stamp: u64,
+    /// Host address of the page.
+    pub(crate) host: *mut u8,
+    /// A number that never was that of other content: 1 or more.
+    pub(crate) edition: u64,
+    /// The linear address of the page, and whether it was looked up as user.
+    key: u64,
+    /// [`Cpu::generation`] when `host` was looked up; 0: look it up again.
+    generation: u64,
+    /// The version of the page (see `code_pages`). 0: it was not trusted, so the lines are compared at the next entry.
+    version: u64,
+    /// [`Cpu::epoch`] when the lines were compared.
+    epoch: u64,
+    /// Bit n: line n of `bytes` holds code.
+    lines: u64,
+    bytes: [u8; PAGE],
+}
+
+// SAFETY: integers, and a pointer.
+unsafe impl Zeroed for Snapshot {}
+
+/// Which snapshot to use if there is no memory for one.
+#[derive(Clone, Copy)]
+pub(crate) enum Spare {
+    First = 0,
+    Second = 1,
+}
+
+/// Returns the bits of the lines of `len` bytes at `at`.
+fn bits(at: usize, len: usize) -> u64 {
+    match len {
+        0 => 0,
+        _ => {
+            let (first, last) = (at / LINE, (at + len - 1) / LINE);
+            u64::MAX << first & u64::MAX >> (63 - last)
+        }
+    }
+}
+
+/// Returns the runs of consecutive set bits, as ranges of bytes.
+fn runs(mut bits: u64) -> impl Iterator<Item = Range<usize>> {
+    std::iter::from_fn(move || {
+        let first = bits.trailing_zeros();
+        let len = (bits.checked_shr(first)?).trailing_ones();
+        bits &= u64::MAX.checked_shl(first + len).unwrap_or(0);
+        Some(first as usize * LINE..(first + len) as usize * LINE)
+    })
+}
+
+impl Snapshot {
+    /// Makes the snapshot of a page, without lines.
+    pub(crate) fn new(key: u64) -> Self {
+        Self {
+            stamp: 0,
+            host: ptr::null_mut(),
+            edition: 1,
+            key,
+            generation: 0,
+            version: 0,
+            epoch: 0,
+            lines: 0,
+            bytes: [0; PAGE],
+        }
+    }
+
+    /// Returns the key of the page of `lin`.
+    pub(crate) fn key_of(lin: u64, user: bool) -> u64 {
+        lin & !0xfff | u64::from(user)
+    }
+
+    /// Returns the page's key.
+    pub(crate) fn key(&self) -> u64 {
+        self.key
+    }
+
+    /// Makes this the snapshot of another page.
+    pub(crate) fn reuse(&mut self, key: u64) {
+        self.key = key;
+        self.outdate();
+        self.clear();
+    }
+
+    /// Has the page looked up again.
+    pub(crate) fn outdate(&mut self) {
+        self.stamp = 0;
+        self.generation = 0;
+    }
+
+    /// Begins a new edition.
+    fn clear(&mut self) {
+        self.edition += 1;
+        self.lines = 0;
+    }
+
+    /// Returns the offset of `lin` in its page, and the number of bytes up to the end.
+    pub(crate) fn split(lin: u64) -> (usize, usize) {
+        let at = (lin & 0xfff) as usize;
+        (at, PAGE - at)
+    }
+
+    /// Returns the code that was [fetched](Cpu::fetch).
+    pub(crate) fn code(&self, at: usize, len: usize) -> &[u8] {
+        &self.bytes[at..at + len]
+    }
+
+    /// Records that the `len` bytes at `at`, which were fetched, are part of a block. Returns where they are.
+    pub(crate) fn keep(mut page: NonNull<Self>, at: usize, len: usize) -> Place {
+        // SAFETY: snapshots live until `Blocks::clear`; nothing else refers to one while no block is running.
+        let this = unsafe { page.as_mut() };
+        this.lines |= bits(at, len);
+        Place {
+            page,
+            edition: this.edition,
+        }
+    }
+
+    /// Whether memory holds the lines.
+    fn is_held(&self) -> Result<bool, Gone> {
+        for run in runs(self.lines) {
+            // SAFETY: a translation of this generation; the access is guarded.
+            if !unsafe { slat_guard::matches(self.host.wrapping_add(run.start), &self.bytes[run]) }?
+            {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Copies the lines of `len` bytes at `at` from memory, those that it does not have.
+    fn copy(&mut self, at: usize, len: usize) -> Result<(), Gone> {
+        for run in runs(bits(at, len) & !self.lines) {
+            let from = self.host.wrapping_add(run.start);
+            // SAFETY: a translation of this generation; the access is guarded.
+            unsafe { slat_guard::copy_in(&mut self.bytes[run], from) }.map_err(|_| Gone)?;
+        }
+        Ok(())
+    }
+}
+
+impl Cpu {
+    /// Returns the snapshot of the page of `lin`, which may be new. It has yet to be checked.
+    pub(crate) fn snapshot(&mut self, lin: u64, spare: Spare) -> NonNull<Snapshot> {
+        let key = Snapshot::key_of(lin, self.cpl == 3);
+        self.blocks.snapshot(key).unwrap_or_else(|OutOfMemory| {
+            let page = &mut self.fixed.spare[spare as usize];
+            page.reuse(key);
+            NonNull::from(page)
+        })
+    }
+
+    /// Makes sure that memory holds the lines of `page`, which may begin a new edition for it. `lin`: an address in it, which a page
+    /// fault will have.
+    #[inline]
+    fn check_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
+        match page.stamp == self.stamp {
+            true => Ok(()),
+            false => self.look_at_snapshot(page, lin),
+        }
+    }
+
+    #[inline(never)]
+    fn look_at_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
+        loop {
+            let before = page.host;
+            if page.generation != self.generation {
+                page.host = self.code_host(lin)?;
+                page.generation = self.generation;
+            }
+            // Before the comparison: only so is the version that of what is compared.
+            let version = self.mark_code(page.host).unwrap_or(0);
+            let is_known =
+                page.host == before && page.epoch == self.epoch && page.version == version;
+            if version == 0 || !is_known {
+                self.counters.pages_compared += 1;
+                match page.is_held() {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        page.clear();
+                        self.forget_targets();
+                    }
+                    Err(Gone) => {
+                        self.code_gone(lin, page.host)?;
+                        continue;
+                    }
+                }
+            }
+            page.version = version;
+            page.epoch = self.epoch;
+            page.stamp = if version != 0 { self.stamp } else { 0 };
+            return Ok(());
+        }
+    }
+
+    /// Makes sure that `page` has a copy of the `len` bytes at `lin`, as of now.
+    pub(crate) fn fetch(&mut self, page: &mut Snapshot, lin: u64, len: usize) -> Result<(), Break> {
+        let (at, _) = Snapshot::split(lin);
+        loop {
+            self.check_snapshot(page, lin)?;
+            match page.copy(at, len) {
+                Ok(()) => return Ok(()),
+                Err(Gone) => self.code_gone(lin, page.host)?,
+            }
+        }
+    }
+
+    /// Whether `block` may be executed: memory holds the bytes that it was decoded from. `false` for a block that holds nothing.
+    pub(crate) fn verify(&mut self, block: &mut Block) -> Result<bool, Break> {
+        let Some(mut first) = block.first else {
+            return Ok(false);
+        };
+        let lin = block.key.lin;
+        let before = first.edition;
+        if !self.holds(&mut first, lin, block.parts().0)? {
+            return Ok(false);
+        }
+        // Only now is it certain that the instruction still crosses into the second page.
+        if let Some(mut second) = block.second {
+            if !self.holds(&mut second, self.next_code_page(lin), block.parts().1)? {
+                return Ok(false);
+            }
+            block.second = Some(second);
+        }
+        block.first = Some(first);
+        if first.edition != before {
+            self.verify_region(block);
+        }
+        Ok(true)
+    }
+
+    /// Whether memory holds `code` at `lin`, which is in the page of `place`.
+    fn holds(&mut self, place: &mut Place, lin: u64, code: &[u8]) -> Result<bool, Break> {
+        // SAFETY: a block's snapshots live until `Blocks::clear`; nothing else refers to one while no block is running.
+        let page = unsafe { place.page.as_mut() };
+        // The snapshot of a block that is not kept may have been used for another page meanwhile.
+        if page.key != Snapshot::key_of(lin, self.cpl == 3) {
+            return Ok(false);
+        }
+        self.check_snapshot(page, lin)?;
+        if page.edition == place.edition {
+            return Ok(true);
+        }
+        self.fetch(page, lin, code.len())?;
+        let (at, _) = Snapshot::split(lin);
+        let same = page.code(at, code.len()) == code;
+        if same {
+            *place = Snapshot::keep(place.page, at, code.len());
+        }
+        Ok(same)
+    }
+
+    /// Drops the compiled code of a block that was just compared with memory if memory does not hold the rest of it any more.
+    fn verify_region(&self, block: &mut Block) {
+        #[cfg(feature = "jit")]
+        if let (Some(entrance), Some(mut place)) = (&block.entrance, block.first) {
+            let same = entrance.region.parts().all(|(rip, code)| {
+                let (at, _) = Snapshot::split(rip);
+                // SAFETY: as in `holds`.
+                let page = unsafe { place.page.as_mut() };
+                let same = page.copy(at, code.len()).is_ok() && page.code(at, code.len()) == code;
+                if same {
+                    place = Snapshot::keep(place.page, at, code.len());
+                }
+                same
+            });
+            if !same {
+                block.cool();
+            }
+        }
+        #[cfg(not(feature = "jit"))]
+        let _ = block;
+    }
+
+    /// Marks the page of `host` as one with decoded code. Returns its version if it is trusted.
+    fn mark_code(&mut self, host: *mut u8) -> Option<u64> {
+        let page = host as usize;
+        let tlb = &mut self.fixed.tlb;
+        self.code
+            .mark(page, || tlb.look_at_writes(|host| host == page))
+    }
+
+    /// Heeds what other CPUs have done with code.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn heed_code(&mut self) {
+        let tlb = &mut self.fixed.tlb;
+        self.code
+            .heed(|pages| tlb.look_at_writes(|host| pages.version_of(host) != 0));
+        self.stamp += 1;
+    }
+
+    /// Returns the host address of the page from which the code at `lin` is fetched.
+    fn code_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
+        let user = self.cpl == 3;
+        if let Some(page) = self.tlb().code(user, lin) {
+            return Ok(page);
+        }
+        if !self.canonical(lin) {
+            return Err(self.raise(vector::GP, Some(0)));
+        }
+        let mut paging = self.paging();
+        paging.user = user;
+        match self.machine().translate(lin, Access::Execute, &paging) {
+            Ok(page) => {
+                self.tlb().fill_code(user, lin, page.base.as_ptr());
+                self.tlb().note_size(lin, page.bits);
+                Ok(page.base.as_ptr())
+            }
+            Err(Fault::Mmio { .. }) => Err(self.unimplemented("an instruction fetch from MMIO")),
+            Err(fault) => Err(self.fault(lin, fault)),
+        }
+    }
+
+    fn code_gone(&mut self, lin: u64, host: *mut u8) -> Result<(), Break> {
+        self.outdate_blocks();
+        self.gone(lin, host, Access::Execute)
+    }
+}

@@ -1,0 +1,202 @@
+//! Every memory operand of compiled code fails in turn: the compiled CPU then is where the interpreter is, with the same registers,
+//! flags and memory.
+#![cfg(feature = "jit")]
+
+mod common;
+use common::*;
+use slat_x86::Exit;
+
+/// Pages with operands, each followed by one that operands reach across its end.
+const PAGES: u64 = 4;
+const BASES: [usize; PAGES as usize] = [RBX, RSI, RDI, RBP];
+const CASES: u64 = if cfg!(debug_assertions) { 10 } else { 150 };
+
+/// Instructions with a memory operand: prefix, opcode, the middle bits of ModRM or a register (8), bytes of an immediate.
+const FORMS: [(&[u8], &[u8], u8, usize); 34] = [
+    (&[], &[0x8a], 8, 0),
+    (&[], &[0x8b], 8, 0),
+    (&[0x66], &[0x8b], 8, 0),
+    (&[], &[0x88], 8, 0),
+    (&[], &[0x89], 8, 0),
+    (&[0x66], &[0x89], 8, 0),
+    (&[], &[0xc6], 0, 1),
+    (&[], &[0x01], 8, 0),
+    (&[], &[0x03], 8, 0),
+    (&[], &[0x11], 8, 0),
+    (&[], &[0x1b], 8, 0),
+    (&[], &[0x28], 8, 0),
+    (&[], &[0x39], 8, 0),
+    (&[], &[0x85], 8, 0),
+    (&[], &[0x80], 4, 1),
+    (&[], &[0xff], 0, 0),
+    (&[], &[0xfe], 1, 0),
+    (&[], &[0xf7], 2, 0),
+    (&[], &[0xf7], 3, 0),
+    (&[], &[0xf7], 4, 0),
+    (&[], &[0xc1], 5, 1),
+    (&[], &[0xc0], 0, 1),
+    (&[], &[0xd3], 4, 0),
+    (&[], &[0xd3], 1, 0),
+    (&[], &[0x0f, 0xb6], 8, 0),
+    (&[], &[0x0f, 0xbe], 8, 0),
+    (&[], &[0x63], 8, 0),
+    (&[], &[0x0f, 0xaf], 8, 0),
+    (&[], &[0x0f, 0x44], 8, 0),
+    (&[], &[0x0f, 0x9c], 0, 0),
+    (&[0xf0], &[0x0f, 0xc1], 8, 0),
+    (&[], &[0x87], 8, 0),
+    (&[], &[0xff], 6, 0),
+    (&[], &[0x8f], 0, 0),
+];
+
+/// Instructions without one, that set flags, use them, or end a block.
+const BETWEEN: [&[u8]; 8] = [
+    b"\x01\xc8",     // add eax, ecx
+    b"\x48\x39\xd1", // cmp rcx, rdx
+    b"\xff\xc2",     // inc edx
+    b"\xd1\xc0",     // rol eax, 1
+    b"\x74\x00",     // je to the next
+    b"\x7c\x00",     // jl to the next
+    b"\x0f\x92\xc1", // setc cl
+    b"\x48\x8d\x04\x48",
+];
+
+/// A loop of some instructions with memory operands; r15 counts its turns.
+fn program(random: &mut Random) -> Vec<u8> {
+    let mut code = Vec::new();
+    for _ in 0..2 + random.below(8) {
+        let (prefix, opcode, middle, immediate) = random.pick(&FORMS);
+        let base = random.pick(&BASES) as u8;
+        let register = match middle {
+            8 => random.below(3) as u8,
+            middle => middle,
+        };
+        code.extend_from_slice(prefix);
+        if random.below(2) == 0 && prefix != [0x66] {
+            code.push(0x48);
+        }
+        code.extend_from_slice(opcode);
+        code.extend([0x40 | register << 3 | base, random.below(16) as u8]);
+        code.extend((0..immediate).map(|_| 1 + random.below(6) as u8));
+        code.extend_from_slice(random.pick(&BETWEEN));
+    }
+    // dec r15; jne to the beginning; hlt
+    code.extend(b"\x49\xff\xcf\x0f\x85");
+    let back = -(code.len() as i32 + 4);
+    code.extend(back.to_le_bytes());
+    code.push(0xf4);
+    code
+}
+
+/// How the operands in a page fail.
+#[derive(Clone, Copy, Debug)]
+enum Failure {
+    Absent,
+    ReadOnly,
+    /// The host's memory is not accessible, and was before.
+    Gone,
+}
+
+/// What a run shows.
+#[derive(Debug, PartialEq)]
+struct Seen {
+    exit: Exit,
+    gpr: [u64; 16],
+    rip: u64,
+    rflags: u64,
+    cr2: u64,
+    instructions: u64,
+    memory: Vec<[u8; 0x1000]>,
+}
+
+fn start(guest: &mut Guest, at: u64) {
+    let memory = guest.machine.memory.clone();
+    for word in 0..2 * PAGES * 512 {
+        memory.write64(DATA + 8 * word, word.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    }
+    let state = &mut guest.cpu.state;
+    state.gpr = [0; 16];
+    (state.gpr[RAX], state.gpr[RCX], state.gpr[RDX]) = (0x1234_5678_9abc, 7, u64::MAX);
+    for (page, base) in BASES.into_iter().enumerate() {
+        state.gpr[base] = DATA + 0x2000 * page as u64 + at;
+    }
+    state.gpr[RSP] = STACK;
+    state.gpr[15] = 3;
+    (state.rip, state.rflags, state.cr2) = (CODE, 2, 0);
+}
+
+fn run(code: &[u8], failing: Option<(u64, Failure)>, at: u64, is_compiled: bool) -> Seen {
+    let mut guest = Guest::new(code);
+    if is_compiled {
+        guest.cpu.set_compiler(compiled::compiler()).unwrap();
+    }
+    let page = failing.map_or(0, |(page, _)| DATA + 0x1000 * page);
+    match failing {
+        Some((_, Failure::Absent)) => guest.machine.absent(page),
+        Some((_, Failure::ReadOnly)) => guest.machine.read_only(page),
+        Some((_, Failure::Gone)) => {
+            // The TLB has the page when it goes.
+            start(&mut guest, at);
+            guest.run();
+            start(&mut guest, at);
+            guest.machine.bad_address = true;
+            guest.memory().protect(page, libc::PROT_NONE);
+        }
+        None => {}
+    }
+    if !matches!(failing, Some((_, Failure::Gone))) {
+        start(&mut guest, at);
+    }
+    let before = guest.cpu.counters().instructions;
+    let exit = guest.run();
+    guest
+        .memory()
+        .protect(page, libc::PROT_READ | libc::PROT_WRITE);
+    let state = &guest.cpu.state;
+    let pages = (0..2 * PAGES).map(|page| DATA + 0x1000 * page);
+    Seen {
+        exit,
+        gpr: state.gpr,
+        rip: state.rip,
+        rflags: state.rflags,
+        cr2: state.cr2,
+        instructions: guest.cpu.counters().instructions - before,
+        memory: pages
+            .chain([STACK - 0x1000])
+            .map(|page| guest.memory().read(page))
+            .collect(),
+    }
+}
+
+#[test]
+fn every_operand_that_fails_leaves_compiled_code_where_it_leaves_the_interpreter() {
+    let mut random = Random(0x0051_a7be_5eed);
+    let mut failures = 0;
+    for case in 0..CASES {
+        let code = program(&mut random);
+        // Within the pages, or across their ends.
+        let at = random.pick(&[0x100, 0xff8, 0xffd]);
+        let pages = (0..2 * PAGES).flat_map(|page| {
+            [Failure::Absent, Failure::ReadOnly, Failure::Gone].map(|failure| Some((page, failure)))
+        });
+        let whole = run(&code, None, at, false);
+        for failing in std::iter::once(None).chain(pages) {
+            let interpreted = run(&code, failing, at, false);
+            let compiled = run(&code, failing, at, true);
+            assert!(
+                interpreted == compiled,
+                "case {case}, {failing:?}, operands at {at:#x}: {code:x?}\n{:x?}\n{:x?}",
+                Seen {
+                    memory: vec![],
+                    ..interpreted
+                },
+                Seen {
+                    memory: vec![],
+                    ..compiled
+                },
+            );
+            failures += u64::from(compiled.rip != whole.rip || compiled.exit != whole.exit);
+        }
+    }
+    assert!(failures > CASES, "{failures} operands have failed");
+}
