@@ -30,6 +30,18 @@ pub(crate) fn start() -> Option<Arc<Compiler>> {
     compiling.0.clone()
 }
 
+/// Returns why no code is compiled, if none is.
+pub(crate) fn why_not() -> Option<&'static str> {
+    if !policy::current().is_ok_and(|policies| policies.jit) {
+        return Some("jit is off");
+    }
+    match &COMPILING.get().0 {
+        None => Some("the host has no address space for code"),
+        Some(compiler) if compiler.is_forbidden() => Some("the host allows no executable memory"),
+        Some(_) => None,
+    }
+}
+
 impl Background for Compiling {
     const NAME: &CStr = c"slat-compiler";
     const WITHOUT: &str = "the guests' code is interpreted";

@@ -3,6 +3,7 @@
 //! KVM returns an errno for a bad call and an exit for a broken guest, without a reason. With `SLAT_LOG=1`, slat explains refused
 //! calls. It always names instructions that the CPU lacks, once each.
 
+use crate::compiler;
 use crate::counters::CpuCounts;
 use crate::engine::EngineVm;
 use crate::policy;
@@ -80,6 +81,8 @@ pub struct Totals {
     pub memory: Stats,
     /// The sums of their CPUs' counters: see [`Counters::NAMES`]. A CPU that runs is counted as of its last exit.
     pub cpu: [u64; Counters::COUNT],
+    /// Why no code is compiled, if none is.
+    pub interprets: Option<&'static str>,
 }
 
 /// The statistics of VMs and vCPUs that have ended.
@@ -112,6 +115,7 @@ pub fn totals() -> Totals {
         sum.memory.add(&vm.stats());
     }
     vcpu_common::add_cpu_counters(&mut sum.cpu);
+    sum.interprets = compiler::why_not();
     sum
 }
 
@@ -181,6 +185,9 @@ pub fn render(totals: &Totals) -> String {
     if totals.cpu[0] != 0 {
         let _ = writeln!(text, "slat: software CPU of {vms}");
         list(&mut text, cpu);
+        if let Some(why) = totals.interprets {
+            let _ = writeln!(text, "  (no code is compiled: {why})");
+        }
     }
     text
 }

@@ -203,11 +203,10 @@ impl Blocks {
         // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
         let once = unsafe { self.once.as_ref() };
         let mut places = [once.first, once.second].into_iter().flatten();
-        // SAFETY: the snapshots of `once` are alive.
         let is_spare = |place: Place| {
-            !self
-                .snapshots
-                .contains_key(&unsafe { place.page.as_ref() }.key())
+            // SAFETY: the snapshots of `once` are alive.
+            let page = unsafe { place.page.as_ref() };
+            !self.snapshots.contains_key(&page.key())
         };
         if places.any(is_spare) {
             return Err(OutOfMemory);

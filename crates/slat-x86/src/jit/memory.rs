@@ -32,6 +32,17 @@ impl Drop for Reservation {
     }
 }
 
+/// Why something is not compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Refused {
+    /// All pages are used.
+    Full,
+    /// The host has no memory, or allows no executable memory.
+    Forbidden,
+    /// Cranelift cannot do it.
+    Unable,
+}
+
 /// All memory for compiled code of a process.
 pub(super) struct Arena {
     memory: Reservation,
@@ -97,13 +108,13 @@ impl Arena {
     /// Puts `code` into pages of its own. `guarded`: the offset of each guarded access.
     ///
     /// # Errors
-    /// [`OutOfMemory`], also if the host forbids executable memory.
+    /// See [`Refused`].
     pub(super) fn put(
         self: &Arc<Self>,
         code: &[u8],
         guarded: impl Iterator<Item = u32>,
-    ) -> Result<Chunk, OutOfMemory> {
-        let pages = self.take(code.len().div_ceil(PAGE))?;
+    ) -> Result<Chunk, Refused> {
+        let pages = self.take(code.len().div_ceil(PAGE)).ok_or(Refused::Full)?;
         let at = pages.start * PAGE;
         let len = pages.len() * PAGE;
         let start = self.memory.start.wrapping_add(at);
@@ -114,7 +125,7 @@ impl Arena {
         // SAFETY: these pages belong to nobody else; nothing executes them yet.
         unsafe {
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_WRITE) != 0 {
-                return Err(OutOfMemory);
+                return Err(Refused::Forbidden);
             }
             start.copy_from_nonoverlapping(code.as_ptr(), code.len());
             let table = start.add(self.memory.bytes);
@@ -123,14 +134,14 @@ impl Arena {
                 table.add(offset as usize).write(1);
             }
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_EXEC) != 0 {
-                return Err(OutOfMemory);
+                return Err(Refused::Forbidden);
             }
         }
         Ok(chunk)
     }
 
     /// Takes a run of `count` pages.
-    fn take(&self, count: usize) -> Result<Range<usize>, OutOfMemory> {
+    fn take(&self, count: usize) -> Option<Range<usize>> {
         let mut state = lock(&self.state);
         let State {
             free,
@@ -145,14 +156,14 @@ impl Arena {
             if run.start == run.end {
                 free.swap_remove(at);
             }
-            return Ok(taken);
+            return Some(taken);
         }
         if (*fresh + count) * PAGE > self.memory.bytes {
-            return Err(OutOfMemory);
+            return None;
         }
         let taken = *fresh..*fresh + count;
         *fresh += count;
-        Ok(taken)
+        Some(taken)
     }
 }
 

@@ -36,9 +36,9 @@ pub(crate) use cpu::{Compiled, Entrance, HOT, Targets};
 use cranelift_codegen::settings::{self, Configurable};
 use cranelift_codegen::{Context, control::ControlPlane, isa};
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
-use memory::{Arena, Chunk};
+use memory::{Arena, Chunk, Refused};
 use std::collections::VecDeque;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// The most compiled code of a process, in bytes.
@@ -141,6 +141,7 @@ pub struct Compiler {
     /// Numbers of CPUs given so far.
     numbers: AtomicU64,
     changed: Condvar,
+    is_forbidden: AtomicBool,
     /// Compile at once, on the thread that asks: for tests.
     at_once: bool,
 }
@@ -205,6 +206,7 @@ impl Compiler {
             clients: Mutex::default(),
             numbers: AtomicU64::new(0),
             changed: Condvar::new(),
+            is_forbidden: AtomicBool::new(false),
             at_once,
         }))
     }
@@ -239,28 +241,31 @@ impl Compiler {
 
     fn finish(&self, job: Job, workshop: &mut Workshop) {
         let region = self.compile(job.source, workshop);
+        if region.as_ref().err() == Some(&Refused::Forbidden) {
+            self.is_forbidden.store(true, Ordering::Relaxed);
+        }
         let mut clients = lock(&self.clients);
         let client = clients.iter_mut().find(|(number, _)| *number == job.client);
         let Some((_, done)) = client else {
             return;
         };
         match region {
-            Some(region) if done.regions.try_reserve(1).is_ok() => {
+            Ok(region) if done.regions.try_reserve(1).is_ok() => {
                 done.regions.push(Arc::new(region));
             }
-            Some(_) => {}
-            None => done.is_refused = true,
+            Err(Refused::Full) => done.is_refused = true,
+            Ok(_) | Err(Refused::Forbidden | Refused::Unable) => {}
         }
     }
 
-    fn compile(&self, source: Source, workshop: &mut Workshop) -> Option<Region> {
+    fn compile(&self, source: Source, workshop: &mut Workshop) -> Result<Region, Refused> {
         let Workshop { context, builder } = workshop;
         context.clear();
         context.func.signature = translate::region();
         let steps = translate::translate(FunctionBuilder::new(&mut context.func, builder), &source);
         let compiled = context
             .compile(&*self.isa, &mut ControlPlane::default())
-            .ok()?;
+            .map_err(|_| Refused::Unable)?;
         let code = compiled.code_buffer();
         let places = compiled.buffer.get_srclocs_sorted();
         let guarded: Box<[(u32, u32)]> = (compiled.buffer.traps().iter())
@@ -273,10 +278,8 @@ impl Compiler {
             compiled.buffer.relocs().is_empty(),
             "code without relocations"
         );
-        let chunk = (self.arena)
-            .put(code, guarded.iter().map(|access| access.0))
-            .ok()?;
-        Some(Region {
+        let chunk = (self.arena).put(code, guarded.iter().map(|access| access.0))?;
+        Ok(Region {
             chunk,
             source,
             steps,
@@ -292,9 +295,14 @@ impl Compiler {
             .unwrap_or_default()
     }
 
-    /// Whether there are not too many jobs.
+    /// Whether the host has refused executable memory: then everything is interpreted.
+    pub fn is_forbidden(&self) -> bool {
+        self.is_forbidden.load(Ordering::Relaxed)
+    }
+
+    /// Whether a job may be done, and there are not too many.
     fn has_room(&self) -> bool {
-        lock(&self.jobs).len() < JOBS
+        !self.is_forbidden() && lock(&self.jobs).len() < JOBS
     }
 
     /// Takes a job.
