@@ -118,12 +118,17 @@ impl Blocks {
         self.heap_bytes() + RESERVE > CODE_BYTES
     }
 
+    /// Returns the snapshot of a page if there is one.
+    pub(crate) fn known_snapshot(&self, key: u64) -> Option<NonNull<Snapshot>> {
+        self.snapshots.get(&key).copied()
+    }
+
     /// Returns the snapshot of a page, which may be new.
     ///
     /// # Errors
     /// [`OutOfMemory`] if there is none, and no memory for one.
     pub(crate) fn snapshot(&mut self, key: u64) -> Result<NonNull<Snapshot>, OutOfMemory> {
-        if let Some(&page) = self.snapshots.get(&key) {
+        if let Some(page) = self.known_snapshot(key) {
             return Ok(page);
         }
         self.snapshots.try_reserve(1).map_err(|_| OutOfMemory)?;
@@ -311,7 +316,7 @@ impl Cpu {
         }
         let once = self.blocks.once;
         // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
-        self.make(unsafe { &mut *once.as_ptr() }, key, MAX_OPS)?;
+        self.make(unsafe { &mut *once.as_ptr() }, key, MAX_OPS, seen)?;
         match seen {
             true => {
                 let kept = self.blocks.keep(&mut self.fixed.front).unwrap_or(once);
@@ -339,16 +344,22 @@ impl Cpu {
         }
         let single = self.blocks.single;
         // SAFETY: as for the block that is not kept.
-        self.make(unsafe { &mut *single.as_ptr() }, key, 1)?;
+        self.make(unsafe { &mut *single.as_ptr() }, key, 1, false)?;
         Ok(single)
     }
 
-    /// Makes `block` hold the code of `key`: keeps it if it still does, else decodes the code.
-    fn make(&mut self, block: &mut Block, key: Key, max_ops: usize) -> Result<(), Break> {
-        if block.key == key && self.verify(block)? {
+    /// Makes `block` hold the code of `key`: decodes it, unless the block still holds it and is not to be kept.
+    fn make(
+        &mut self,
+        block: &mut Block,
+        key: Key,
+        max_ops: usize,
+        may_keep: bool,
+    ) -> Result<(), Break> {
+        if !may_keep && block.key == key && self.verify(block)? {
             return Ok(());
         }
-        self.decode(block, key, max_ops)
+        self.decode(block, key, max_ops, may_keep)
     }
 }
 

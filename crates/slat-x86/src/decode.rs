@@ -66,17 +66,19 @@ impl Cpu {
         if inside { Ok(()) } else { Err(self.gp()) }
     }
 
-    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations. On failure the block holds nothing.
+    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations, and may be kept or not. On failure the block
+    /// holds nothing.
     pub(crate) fn decode(
         &mut self,
         block: &mut Block,
         key: Key,
         max_ops: usize,
+        may_keep: bool,
     ) -> Result<(), Break> {
         self.counters.blocks_decoded += 1;
         block.clear(key);
         let (at, in_page) = Snapshot::split(key.lin);
-        let mut first = self.snapshot(key.lin, Spare::First);
+        let mut first = self.snapshot(key.lin, may_keep, Spare::First);
         // SAFETY: snapshots live until `Blocks::clear`, and nothing else refers to one while no block is running.
         let page = unsafe { first.as_mut() };
         let mut len = in_page.min(LONGEST);
@@ -88,7 +90,7 @@ impl Cpu {
         if block.ops.is_empty() && decoded.end == DecoderError::NoMoreBytes && len < INSTRUCTION {
             // The first instruction crosses into the next page.
             let lin = self.next_code_page(key.lin);
-            let mut next = self.snapshot(lin, Spare::Second);
+            let mut next = self.snapshot(lin, may_keep, Spare::Second);
             // SAFETY: as above. Two pages have two snapshots.
             let page = unsafe { next.as_mut() };
             let rest = INSTRUCTION - len;

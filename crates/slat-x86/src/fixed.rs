@@ -21,7 +21,7 @@ pub(crate) struct Fixed {
     pub(crate) output: Output,
     pub(crate) seen: Seen,
     pub(crate) front: Front,
-    /// For code that is not kept, if there is no memory for other copies of it. See [`crate::snapshot::Spare`].
+    /// For code that is not kept: see [`crate::snapshot::Spare`].
     pub(crate) spare: [Snapshot; 2],
     #[cfg(feature = "jit")]
     pub(crate) targets: crate::jit::Targets,

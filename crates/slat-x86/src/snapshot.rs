@@ -10,7 +10,7 @@
 //! decoded.
 
 use crate::block::{Block, Place};
-use crate::heap::{OutOfMemory, Zeroed};
+use crate::heap::Zeroed;
 use crate::machine::{Access, Fault};
 use crate::op::Break;
 use crate::{Cpu, vector};
@@ -47,7 +47,7 @@ pub(crate) struct Snapshot {
 // SAFETY: integers, and a pointer.
 unsafe impl Zeroed for Snapshot {}
 
-/// Which snapshot to use if there is no memory for one.
+/// The two snapshots for code that is not kept, because it runs for the first time, or for want of memory.
 #[derive(Clone, Copy)]
 pub(crate) enum Spare {
     First = 0,
@@ -166,12 +166,18 @@ impl Snapshot {
 }
 
 impl Cpu {
-    /// Returns the snapshot of the page of `lin`, which may be new. It has yet to be checked.
-    pub(crate) fn snapshot(&mut self, lin: u64, spare: Spare) -> NonNull<Snapshot> {
+    /// Returns the snapshot of the page of `lin`, for a block that may be kept or not. It has yet to be checked.
+    pub(crate) fn snapshot(&mut self, lin: u64, may_keep: bool, spare: Spare) -> NonNull<Snapshot> {
         let key = Snapshot::key_of(lin, self.cpl == 3);
-        self.blocks.snapshot(key).unwrap_or_else(|OutOfMemory| {
+        let found = match may_keep {
+            true => self.blocks.snapshot(key).ok(),
+            false => self.blocks.known_snapshot(key),
+        };
+        found.unwrap_or_else(|| {
             let page = &mut self.fixed.spare[spare as usize];
-            page.reuse(key);
+            if page.key != key || page.edition == 0 {
+                page.reuse(key);
+            }
             NonNull::from(page)
         })
     }
