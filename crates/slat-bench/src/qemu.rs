@@ -1,8 +1,9 @@
 //! QEMU: its start, its processor time, commands for its monitor or for the shell of a Linux guest.
 
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -170,6 +171,26 @@ impl Drop for Qemu {
         // QEMU may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// A file that is deleted at the end.
+pub struct TemporaryFile(pub PathBuf);
+
+impl TemporaryFile {
+    /// Makes an empty file. There is one of a kind at a time.
+    pub fn new(kind: &str) -> io::Result<Self> {
+        let name = format!("slat-bench-{}.{kind}", std::process::id());
+        let file = TemporaryFile(std::env::temp_dir().join(name));
+        File::create_new(&file.0)?;
+        Ok(file)
+    }
+}
+
+impl Drop for TemporaryFile {
+    fn drop(&mut self) {
+        // A failure cannot be helped.
+        let _ = std::fs::remove_file(&self.0);
     }
 }
 

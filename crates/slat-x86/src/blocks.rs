@@ -258,6 +258,13 @@ impl Cpu {
         self.blocks.heap_bytes()
     }
 
+    /// Frees all blocks if one more may exceed [`CODE_BYTES`]. Call while no block is running.
+    fn make_room(&mut self) {
+        if self.blocks.is_full() {
+            self.forget_blocks();
+        }
+    }
+
     /// Frees all blocks. Call while no block is running.
     pub(crate) fn forget_blocks(&mut self) {
         self.blocks.clear(&mut self.fixed.front);
@@ -311,9 +318,7 @@ impl Cpu {
                 return Ok(kept);
             }
         }
-        if self.blocks.is_full() {
-            self.forget_blocks();
-        }
+        self.make_room();
         let once = self.blocks.once;
         // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
         self.make(unsafe { &mut *once.as_ptr() }, key, MAX_OPS, seen)?;
@@ -339,9 +344,7 @@ impl Cpu {
             rip,
             mode: self.mode,
         };
-        if self.blocks.is_full() {
-            self.forget_blocks();
-        }
+        self.make_room();
         let single = self.blocks.single;
         // SAFETY: as for the block that is not kept.
         self.make(unsafe { &mut *single.as_ptr() }, key, 1, false)?;

@@ -142,6 +142,15 @@ impl Snapshot {
         }
     }
 
+    /// Whether `code` is at `at`, which was fetched; if so, it is part of a block from now on.
+    fn has(&mut self, at: usize, code: &[u8]) -> bool {
+        let same = self.code(at, code.len()) == code;
+        if same {
+            self.lines |= bits(at, code.len());
+        }
+        same
+    }
+
     /// Whether memory holds the lines.
     fn is_held(&self) -> Result<bool, Gone> {
         for run in runs(self.lines) {
@@ -275,9 +284,9 @@ impl Cpu {
         }
         self.fetch(page, lin, code.len())?;
         let (at, _) = Snapshot::split(lin);
-        let same = page.code(at, code.len()) == code;
+        let same = page.has(at, code);
         if same {
-            *place = Snapshot::keep(place.page, at, code.len());
+            place.edition = page.edition;
         }
         Ok(same)
     }
@@ -290,11 +299,7 @@ impl Cpu {
                 let (at, _) = Snapshot::split(rip);
                 // SAFETY: as in `holds`.
                 let page = unsafe { place.page.as_mut() };
-                let same = page.copy(at, code.len()).is_ok() && page.code(at, code.len()) == code;
-                if same {
-                    place = Snapshot::keep(place.page, at, code.len());
-                }
-                same
+                page.copy(at, code.len()).is_ok() && page.has(at, code)
             });
             if !same {
                 block.cool();

@@ -84,36 +84,33 @@ impl Translator<'_> {
         let value = self.b.ins().load(ty, Self::guarded(), host, 0);
         self.b.ins().jump(on, &[value.into()]);
         self.b.switch_to_block(miss);
-        let (value, status) = self.call_for_value(helpers::load_of(size), lin, size);
-        self.stop_unless_done(status, on, &[value]);
+        let results = self.call(helpers::load_of(size), &[lin], 2);
+        let value = self.narrow(results[0], size);
+        self.stop_unless_done(results[1], on, &[value]);
         self.b.switch_to_block(on);
         loaded
     }
 
-    /// Calls a helper that returns a value and a status.
-    fn call_for_value(&mut self, helper: usize, lin: Value, size: u8) -> (Value, Value) {
-        let results = self.call(helper, &[lin], 2);
-        let value = self.narrow(results[0], size);
-        (value, results[1])
+    /// Returns the host address to store at.
+    fn place_to_store(&mut self, lin: Value, size: u8) -> Value {
+        self.write_back();
+        let (miss, on) = (self.cold(), self.b.create_block());
+        let place = self.b.append_block_param(on, I64);
+        let host = self.look_up(lin, size, tlb::WRITE, miss);
+        self.b.ins().jump(on, &[host.into()]);
+        self.b.switch_to_block(miss);
+        let bytes = self.constant(1 << size);
+        let helper = helpers::place_to_store as *const () as usize;
+        let results = self.call(helper, &[lin, bytes], 2);
+        self.stop_unless_done(results[1], on, &[results[0]]);
+        self.b.switch_to_block(on);
+        place
     }
 
     /// Stores to guest memory. Nothing of the instruction has happened before.
     pub(super) fn store(&mut self, lin: Value, size: u8, value: Value) {
-        self.write_back();
-        let (miss, on) = (self.cold(), self.b.create_block());
-        let host = self.look_up(lin, size, tlb::WRITE, miss);
+        let host = self.place_to_store(lin, size);
         self.b.ins().store(Self::guarded(), value, host, 0);
-        self.b.ins().jump(on, &[]);
-        self.b.switch_to_block(miss);
-        self.store_slowly(lin, size, value, on);
-        self.b.switch_to_block(on);
-    }
-
-    /// Has a helper store, and continues in `on`.
-    fn store_slowly(&mut self, lin: Value, size: u8, value: Value, on: Block) {
-        let value = self.wide(value);
-        let status = self.call(helpers::store_of(size), &[lin, value], 1)[0];
-        self.stop_unless_done(status, on, &[]);
     }
 
     /// Reads, changes and writes guest memory, not atomically. `change` gets the old value and returns the new one. Returns both.
@@ -123,29 +120,11 @@ impl Translator<'_> {
         size: u8,
         change: impl FnOnce(&mut Self, Value) -> Value,
     ) -> (Value, Value) {
-        self.write_back();
+        let host = self.place_to_store(lin, size);
         let ty = TYPES[usize::from(size)];
-        let (miss, read) = (self.cold(), self.b.create_block());
-        let old = self.b.append_block_param(read, ty);
-        // 0 if the TLB does not have the page.
-        let host = self.b.append_block_param(read, I64);
-        let found = self.look_up(lin, size, tlb::WRITE, miss);
-        let value = self.b.ins().load(ty, Self::guarded(), found, 0);
-        self.b.ins().jump(read, &[value.into(), found.into()]);
-        self.b.switch_to_block(miss);
-        let (value, status) = self.call_for_value(helpers::load_to_store_of(size), lin, size);
-        let nowhere = self.constant(0);
-        self.stop_unless_done(status, read, &[value, nowhere]);
-        self.b.switch_to_block(read);
+        let old = self.b.ins().load(ty, Self::guarded(), host, 0);
         let new = change(self, old);
-        let (fast, slow, on) = (self.b.create_block(), self.cold(), self.b.create_block());
-        self.b.ins().brif(host, fast, &[], slow, &[]);
-        self.b.switch_to_block(fast);
         self.b.ins().store(Self::guarded(), new, host, 0);
-        self.b.ins().jump(on, &[]);
-        self.b.switch_to_block(slow);
-        self.store_slowly(lin, size, new, on);
-        self.b.switch_to_block(on);
         (old, new)
     }
 }

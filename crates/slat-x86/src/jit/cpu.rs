@@ -22,6 +22,7 @@ const LOOK: u32 = 64;
 /// Blocks and bytes of a region.
 const BLOCKS: usize = 24;
 const BYTES: usize = 1024;
+
 /// Where a block's compiled code is.
 #[derive(Clone)]
 pub(crate) struct Entrance {

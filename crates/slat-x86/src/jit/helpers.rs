@@ -60,54 +60,24 @@ extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
     }
 }
 
-/// Makes sure that a store to `lin` is one to a page without decoded code, in one page, that nobody wants to know of. Otherwise it is
-/// the interpreter's.
-fn is_plain(cpu: &mut Cpu, lin: u64, bytes: u64) -> Result<bool, Break> {
-    let place = cpu.write_place(lin, bytes as usize)?;
-    let table = cpu.table;
-    Ok(place.is_some() && cpu.tlb().write(table, lin, bytes).is_some())
-}
-
-extern "C" fn load_to_store<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
-    let value = is_plain(cpu, lin, T::BYTES).and_then(|plain| match plain {
-        true => cpu.load::<T>(lin).map(Some),
-        false => Ok(None),
+/// Returns the host address to store `bytes` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants to
+/// know of. Otherwise the instruction is the interpreter's.
+pub(super) extern "C" fn place_to_store(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {
+    let place = cpu.write_place(lin, bytes as usize).map(|place| {
+        let table = cpu.table;
+        place.and_then(|_| cpu.tlb().write(table, lin, bytes))
     });
-    let (value, status) = match value {
-        Ok(Some(value)) => (value.zx(), 0),
+    let (value, status) = match place {
+        Ok(Some(host)) => (host as u64, 0),
         Ok(None) => (0, Status::Interpret as u64),
         Err(why) => (0, failed(cpu, why)),
     };
     Loaded { value, status }
 }
 
-extern "C" fn store<T: Int>(cpu: &mut Cpu, lin: u64, value: u64) -> u64 {
-    let done = is_plain(cpu, lin, T::BYTES).and_then(|plain| match plain {
-        true => cpu.store(lin, T::of(value)).map(|()| true),
-        false => Ok(false),
-    });
-    match done {
-        Ok(true) => 0,
-        Ok(false) => Status::Interpret as u64,
-        Err(why) => failed(cpu, why),
-    }
-}
-
 /// Returns the address of the helper that loads in an operand size.
 pub(super) fn load_of(size: u8) -> usize {
     let helper: extern "C" fn(&mut Cpu, u64) -> Loaded = by_size!(size, load);
-    helper as usize
-}
-
-/// Returns the address of the helper that loads what is stored next.
-pub(super) fn load_to_store_of(size: u8) -> usize {
-    let helper: extern "C" fn(&mut Cpu, u64) -> Loaded = by_size!(size, load_to_store);
-    helper as usize
-}
-
-/// Returns the address of the helper that stores in an operand size.
-pub(super) fn store_of(size: u8) -> usize {
-    let helper: extern "C" fn(&mut Cpu, u64, u64) -> u64 = by_size!(size, store);
     helper as usize
 }
 

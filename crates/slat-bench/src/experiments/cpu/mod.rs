@@ -11,6 +11,7 @@ use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{
     Api, Failure, Machine, Memory, Pages, Program, RealKvm, Slat, Slot, no_device,
 };
+use crate::qemu;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
 use crate::show::{Line, Rows};
@@ -130,7 +131,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         None => None,
     };
     let mut variants = bench.with_kvm(&[Slat::NAME]);
-    match tcg::is_there() {
+    match qemu::is_installed() {
         true => variants.insert(0, tcg::NAME),
         false => bench.note("cpu: there is no QEMU here to compare with.".to_owned()),
     }

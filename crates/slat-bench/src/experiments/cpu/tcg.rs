@@ -3,8 +3,6 @@
 //! QEMU starts with a ROM instead of a BIOS: it copies the guest's tables and programs to where [`guest::load`] wants them, goes to
 //! long mode, and jumps to the program with its first registers. That ends with HLT.
 
-use std::io;
-use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
@@ -12,7 +10,7 @@ use kvm_bindings::kvm_regs;
 
 use crate::machine::Failure;
 use crate::machine::guest::{self, DATA, PAGE, PAGE_DIRECTORIES, Program};
-use crate::qemu::{self, Qemu};
+use crate::qemu::{self, Qemu, TemporaryFile};
 
 pub const NAME: &str = "tcg";
 
@@ -151,11 +149,6 @@ pub struct Ran {
     pub cpu: Duration,
 }
 
-/// Whether there is a QEMU.
-pub fn is_there() -> bool {
-    qemu::is_installed()
-}
-
 /// Runs a program that uses `bytes` of data, at most 16 MiB.
 pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
     let file = TemporaryFile::new("rom")?;
@@ -192,23 +185,4 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
         data,
         cpu,
     })
-}
-
-/// A file that is deleted at the end.
-struct TemporaryFile(PathBuf);
-
-impl TemporaryFile {
-    fn new(kind: &str) -> io::Result<Self> {
-        let name = format!("slat-bench-{}.{kind}", std::process::id());
-        let file = TemporaryFile(std::env::temp_dir().join(name));
-        std::fs::File::create_new(&file.0)?;
-        Ok(file)
-    }
-}
-
-impl Drop for TemporaryFile {
-    fn drop(&mut self) {
-        // A failure cannot be helped.
-        let _ = std::fs::remove_file(&self.0);
-    }
 }

@@ -2,13 +2,13 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::Linux;
 use crate::machine::{Api, Failure, Slat};
-use crate::qemu::{self, Qemu};
+use crate::qemu::{self, Qemu, TemporaryFile};
 use crate::report::{Sample, Unit};
 use crate::rounds::Bench;
 
@@ -33,7 +33,7 @@ pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     let (rounds, idle) = (bench.size.pick(1, 3, 5), bench.size.pick(1, 10, 30));
     let disk = Disk::new(bench.size.pick(1, 512, 2048))?;
     bench.in_turns(CASE, rounds, &[TCG, Slat::NAME], |_, variant| {
-        let mut qemu = Qemu::start(&linux, variant == Slat::NAME, &disk.path)?;
+        let mut qemu = Qemu::start(&linux, variant == Slat::NAME, &disk.file.0)?;
         qemu.boot()?;
         let booted = qemu.cpu_time()?;
         thread::sleep(SETTLING);
@@ -77,34 +77,26 @@ fn idle_share(qemu: &Qemu, time: Duration) -> Result<f64, Failure> {
 
 /// A file of the host's, in its page cache.
 struct Disk {
-    path: PathBuf,
+    file: TemporaryFile,
     bytes: u64,
 }
 
 impl Disk {
     fn new(mebibytes: u64) -> Result<Self, Failure> {
-        let path = std::env::temp_dir().join(format!("slat-bench-{}.disk", std::process::id()));
-        let disk = Disk {
-            path,
+        let file = TemporaryFile::new("disk")?;
+        write(&file.0, mebibytes).map_err(|e| format!("{}: {e}", file.0.display()))?;
+        Ok(Disk {
+            file,
             bytes: mebibytes << 20,
-        };
-        write(&disk.path, mebibytes).map_err(|e| format!("{}: {e}", disk.path.display()))?;
-        Ok(disk)
+        })
     }
 }
 
 fn write(path: &Path, mebibytes: u64) -> std::io::Result<()> {
-    let mut file = File::create_new(path)?;
+    let mut file = File::create(path)?;
     // Without holes and zeroes, which QEMU may treat specially.
     let block: Vec<u8> = (0..1 << 20)
         .map(|index: u32| (index >> 4) as u8 | 1)
         .collect();
     (0..mebibytes).try_for_each(|_| file.write_all(&block))
-}
-
-impl Drop for Disk {
-    fn drop(&mut self) {
-        // A failure cannot be helped.
-        let _ = std::fs::remove_file(&self.path);
-    }
 }
