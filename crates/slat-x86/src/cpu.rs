@@ -58,9 +58,12 @@ pub struct Cpu {
     pub(crate) block_rip: u64,
     /// Number of flushes: the code of another generation has to be translated again.
     pub(crate) generation: u64,
-    /// Number of events that serialise instructions: the code of another epoch has to be compared with memory.
-    pub(crate) epoch: u64,
-    /// Number of events that may make code stale, never 0: code with another stamp has to be looked at.
+    /// Numbers of events that serialise instructions, for supervisor code and for user code: the code of another epoch has to be
+    /// compared with memory.
+    pub(crate) epochs: [u64; 2],
+    /// Numbers of events that may make code stale, never 0, for supervisor code and for user code.
+    stamps: [u64; 2],
+    /// The one of `stamps` for the current CPL: code with another stamp has to be looked at.
     pub(crate) stamp: u64,
     pub(crate) code: Member,
     #[cfg(feature = "jit")]
@@ -124,7 +127,8 @@ impl Cpu {
             code_page: usize::MAX,
             block_rip: 0,
             generation: 1,
-            epoch: 1,
+            epochs: [1; 2],
+            stamps: [1; 2],
             stamp: 1,
             code: Member::try_new(code)?,
             #[cfg(feature = "jit")]
@@ -165,15 +169,37 @@ impl Cpu {
     /// Has all blocks translated again.
     pub(crate) fn outdate_blocks(&mut self) {
         self.generation += 1;
-        self.stamp += 1;
+        self.outdate_stamps();
+    }
+
+    /// Has all code looked at before it is executed next.
+    pub(crate) fn outdate_stamps(&mut self) {
+        self.stamps = self.stamps.map(|stamp| stamp + 1);
+        self.choose_stamp();
+    }
+
+    fn choose_stamp(&mut self) {
+        self.stamp = self.stamps[usize::from(self.cpl == 3)];
     }
 
     /// Call for an event that serialises instructions (SDM volume 3, "Serializing Instructions"), and for an interrupt and a far
     /// transfer, by which guests begin code that a device has loaded: stores of the client and of devices to code, made before, are
     /// seen from the next block on.
     pub(crate) fn serialize(&mut self) {
-        self.epoch += 1;
-        self.stamp += 1;
+        self.epochs = self.epochs.map(|epoch| epoch + 1);
+        self.outdate_stamps();
+    }
+
+    /// Call for an IRET, which has changed the CPL. To a user it serialises the user's instructions alone: each page fault of a user ends
+    /// with it, and to compare the supervisor's code for the next one would cost more than all else that the fault does. What a client
+    /// or a device stores to a supervisor's code is seen after the next of the many events that serialise all, interrupts among them.
+    pub(crate) fn serialize_return(&mut self) {
+        if self.cpl != 3 {
+            return self.serialize();
+        }
+        self.epochs[1] += 1;
+        self.stamps[1] += 1;
+        self.choose_stamp();
     }
 
     /// Returns what the CPU has done so far.
@@ -309,6 +335,7 @@ impl Cpu {
             mode |= mode::USER;
         }
         self.mode = mode;
+        self.choose_stamp();
         self.update_table();
         let state = &self.state;
         let seen = [state.cr0, state.cr3, state.cr4, state.efer];

@@ -1,98 +1,225 @@
 //! Lazy arithmetic flags.
 //!
-//! Most flags are overwritten before anything reads them, so the common operations only record what they did: the operation,
-//! its operands and its result. A reader computes the flag it needs from the record. Rare operations compute their flags at
-//! once. While there is a record, the arithmetic bits of `state.rflags` are stale.
+//! Most flags are overwritten before anything reads them, so the common operations only record what they did, in few words. A reader
+//! computes the flag it needs from the record. Rare operations compute their flags at once. While there is a record, the arithmetic
+//! bits of `state.rflags` are stale, except that CF is `x < y` always: so INC and DEC, which leave CF alone, leave `x` and `y` alone.
+//!
+//! ADD and SUB are one thing seen from two sides: `a + b = r` is `r - b = a`. Both record `x` and `y` of a subtraction, from which CF,
+//! OF and AF follow alike; the result of SUB is the difference, that of ADD is `x`.
 
 use crate::Cpu;
 use crate::int::Int;
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 
-/// The last flag-setting operation. The low two bits of a kind are the operand size.
+/// The last flag-setting operation. Values are zero-extended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lazy {
+    /// One of the kinds; the low two bits are the operand size.
     pub(crate) kind: u8,
-    pub(crate) a: u64,
-    pub(crate) b: u64,
+    /// OF and AF of kind [`GIVEN`], as [`GIVEN_OF`] and [`GIVEN_AF`].
+    pub(crate) given: u8,
+    pub(crate) x: u64,
+    pub(crate) y: u64,
+    /// The result, for all kinds but [`ADD`] and [`SUB`].
     pub(crate) result: u64,
 }
 
 /// The flags are in `state.rflags`.
 pub(crate) const DONE: u8 = 0;
-/// `result = a + b`
+/// `x = y + b`
 pub(crate) const ADD: u8 = 4;
-/// `result = a - b`
+/// The result is `x - y`.
 pub(crate) const SUB: u8 = 8;
-/// CF and OF are clear.
+/// OF is clear.
 pub(crate) const LOGIC: u8 = 12;
-/// `a + 1`: `b` is the carry flag, which stays.
+/// The result is one more than before.
 pub(crate) const INC: u8 = 16;
-/// `a - 1`: `b` is the carry flag, which stays.
+/// The result is one less than before.
 pub(crate) const DEC: u8 = 20;
-/// `a` holds CF, OF and AF in bits 0 to 2; the others follow from the result.
-pub(crate) const GIVEN: u8 = 24;
+/// OF is whether the sign bits of `y` and of the result differ.
+pub(crate) const SHL: u8 = 24;
+/// OF is whether the two upper bits of the result differ.
+pub(crate) const SHR: u8 = 28;
+/// OF and AF are in `given`.
+pub(crate) const GIVEN: u8 = 32;
+
+pub(crate) const GIVEN_OF: u8 = 1;
+pub(crate) const GIVEN_AF: u8 = 2;
+
+/// The `x` that is smaller than no `y`: CF is clear.
+pub(crate) const NO_CARRY: u64 = u64::MAX;
 
 impl Lazy {
     pub(crate) const fn done() -> Self {
         Self {
             kind: DONE,
-            a: 0,
-            b: 0,
+            given: 0,
+            x: NO_CARRY,
+            y: 0,
             result: 0,
         }
     }
+
     fn top(&self) -> u32 {
         (8 << (self.kind & 3)) - 1
+    }
+
+    /// Returns the bits of a value that the operand has.
+    fn operand(&self, value: u64) -> u64 {
+        value & u64::MAX >> (63 - self.top())
+    }
+
+    #[inline(always)]
+    fn carry(&self) -> bool {
+        self.x < self.y
+    }
+
+    /// Records that CF is `carry`.
+    fn set_carry(&mut self, carry: bool) {
+        (self.x, self.y) = (0, carry.into());
+    }
+
+    #[inline(always)]
+    fn is_zero(&self) -> bool {
+        match self.kind & !3 {
+            ADD => self.x == 0,
+            SUB => self.x == self.y,
+            _ => self.result == 0,
+        }
+    }
+
+    /// Returns the result. Bits above the operand's are undefined.
+    #[inline(always)]
+    fn result(&self) -> u64 {
+        match self.kind & !3 {
+            ADD => self.x,
+            SUB => self.x.wrapping_sub(self.y),
+            _ => self.result,
+        }
+    }
+
+    #[inline(always)]
+    fn is_negative(&self) -> bool {
+        self.result() >> self.top() & 1 != 0
+    }
+
+    #[inline(always)]
+    fn overflow(&self) -> bool {
+        let Lazy { x, y, result, .. } = *self;
+        let vector = match self.kind & !3 {
+            ADD | SUB => (x ^ y) & (x ^ x.wrapping_sub(y)),
+            SHL => y ^ result,
+            SHR => result ^ result << 1,
+            INC => return result == 1 << self.top(),
+            DEC => return result == (1 << self.top()) - 1,
+            GIVEN => return self.given & GIVEN_OF != 0,
+            _ => return false,
+        };
+        vector >> self.top() & 1 != 0
+    }
+
+    fn aux(&self) -> bool {
+        let Lazy { x, y, result, .. } = *self;
+        match self.kind & !3 {
+            ADD | SUB => (x ^ y ^ x.wrapping_sub(y)) & AF != 0,
+            INC => result & 15 == 0,
+            DEC => result & 15 == 15,
+            GIVEN => self.given & GIVEN_AF != 0,
+            _ => false,
+        }
+    }
+
+    fn is_even(&self) -> bool {
+        (self.result() as u8).count_ones() & 1 == 0
     }
 }
 
 impl Cpu {
-    /// Records an operation of one of the lazy kinds.
+    /// Records `a + b`.
     #[inline(always)]
-    pub(crate) fn note<T: Int>(&mut self, kind: u8, a: T, b: T, result: T) {
-        self.lazy = Lazy {
-            kind: kind | T::SIZE,
-            a: a.zx(),
-            b: b.zx(),
-            result: result.zx(),
-        };
+    pub(crate) fn note_add<T: Int>(&mut self, a: T, result: T) {
+        self.note(ADD, result, a);
+    }
+
+    /// Records `a - b`.
+    #[inline(always)]
+    pub(crate) fn note_sub<T: Int>(&mut self, a: T, b: T) {
+        self.note(SUB, a, b);
+    }
+
+    #[inline(always)]
+    fn note<T: Int>(&mut self, kind: u8, x: T, y: T) {
+        self.lazy.kind = kind | T::SIZE;
+        (self.lazy.x, self.lazy.y) = (x.zx(), y.zx());
+    }
+
+    /// Records a logical operation.
+    #[inline(always)]
+    pub(crate) fn note_logic<T: Int>(&mut self, result: T) {
+        self.lazy.x = NO_CARRY;
+        self.note_result(LOGIC, result);
+    }
+
+    /// Records [`INC`] or [`DEC`]: CF stays.
+    #[inline(always)]
+    pub(crate) fn note_result<T: Int>(&mut self, kind: u8, result: T) {
+        self.lazy.kind = kind | T::SIZE;
+        self.lazy.result = result.zx();
     }
 
     /// Sets all arithmetic flags at once: the given ones, and the others computed from the result.
     #[inline(always)]
     pub(crate) fn put_flags<T: Int>(&mut self, carry: bool, overflow: bool, aux: bool, result: T) {
-        let given = u64::from(carry) | u64::from(overflow) << 1 | u64::from(aux) << 2;
-        self.lazy = Lazy {
-            kind: GIVEN | T::SIZE,
-            a: given,
-            b: 0,
-            result: result.zx(),
-        };
+        self.lazy.set_carry(carry);
+        self.lazy.given = u8::from(overflow) * GIVEN_OF | u8::from(aux) * GIVEN_AF;
+        self.note_result(GIVEN, result);
+    }
+
+    /// Sets CF and OF.
+    pub(crate) fn rotate_flags(&mut self, carry: bool, overflow: bool) {
+        let lazy = &mut self.lazy;
+        if lazy.kind < ADD {
+            let value = if carry { CF } else { 0 } | if overflow { OF } else { 0 };
+            return self.set_flags(CF | OF, value);
+        }
+        (lazy.given, lazy.result) = (
+            u8::from(overflow) * GIVEN_OF | u8::from(lazy.aux()) * GIVEN_AF,
+            lazy.operand(lazy.result()),
+        );
+        lazy.kind = GIVEN | lazy.kind & 3;
+        lazy.set_carry(carry);
     }
 
     /// Sets the flags in `mask` to those in `value` (bits of [`state::flags`](crate::state::flags)).
     pub(crate) fn set_flags(&mut self, mask: u64, value: u64) {
-        if mask & ARITHMETIC == ARITHMETIC {
-            self.lazy.kind = DONE;
+        if mask & ARITHMETIC != ARITHMETIC {
+            self.flags();
         }
-        let all = self.flags();
-        self.state.rflags = all & !mask | value & mask;
+        self.state.rflags = self.state.rflags & !mask | value & mask;
+        self.adopt_flags();
+    }
+
+    /// Call after all arithmetic flags were written to `state.rflags`: there is no record any more.
+    pub(crate) fn adopt_flags(&mut self) {
+        self.lazy.kind = DONE;
+        self.lazy.set_carry(self.state.rflags & CF != 0);
     }
 
     /// Returns RFLAGS with the arithmetic flags computed.
     pub(crate) fn flags(&mut self) -> u64 {
-        if self.lazy.kind >= ADD {
-            let mut value = result_flags(self.lazy.result, self.lazy.top());
-            value |= if self.cf() { CF } else { 0 };
-            value |= if self.of() { OF } else { 0 };
-            let Lazy { kind, a, b, result } = self.lazy;
-            value |= match kind & !3 {
-                ADD | SUB => (a ^ b ^ result) & AF,
-                INC if result & 15 == 0 => AF,
-                DEC if result & 15 == 15 => AF,
-                GIVEN => (a & 4) << 2,
-                _ => 0,
-            };
+        let lazy = &self.lazy;
+        if lazy.kind >= ADD {
+            let mut value = 0;
+            for (flag, is_set) in [
+                (CF, lazy.carry()),
+                (PF, lazy.is_even()),
+                (AF, lazy.aux()),
+                (ZF, lazy.is_zero()),
+                (SF, lazy.is_negative()),
+                (OF, lazy.overflow()),
+            ] {
+                value |= if is_set { flag } else { 0 };
+            }
             self.state.rflags = self.state.rflags & !ARITHMETIC | value;
             self.lazy.kind = DONE;
         }
@@ -101,53 +228,35 @@ impl Cpu {
 
     #[inline(always)]
     pub(crate) fn cf(&self) -> bool {
-        let lazy = &self.lazy;
-        match lazy.kind & !3 {
-            DONE => self.state.rflags & CF != 0,
-            ADD => lazy.result < lazy.a,
-            SUB => lazy.a < lazy.b,
-            LOGIC => false,
-            GIVEN => lazy.a & 1 != 0,
-            _ => lazy.b != 0,
-        }
+        self.lazy.carry()
     }
 
     #[inline(always)]
     pub(crate) fn zf(&self) -> bool {
-        if self.lazy.kind < ADD {
-            return self.state.rflags & ZF != 0;
-        }
-        self.lazy.result == 0
+        self.recorded_or(ZF, Lazy::is_zero)
     }
 
     #[inline(always)]
     fn sf(&self) -> bool {
-        if self.lazy.kind < ADD {
-            return self.state.rflags & SF != 0;
-        }
-        self.lazy.result >> self.lazy.top() & 1 != 0
+        self.recorded_or(SF, Lazy::is_negative)
     }
 
     fn pf(&self) -> bool {
-        if self.lazy.kind < ADD {
-            return self.state.rflags & PF != 0;
-        }
-        (self.lazy.result as u8).count_ones() & 1 == 0
+        self.recorded_or(PF, Lazy::is_even)
     }
 
     #[inline(always)]
     fn of(&self) -> bool {
-        let Lazy { kind, a, b, result } = self.lazy;
-        let vector = match kind & !3 {
-            DONE => return self.state.rflags & OF != 0,
-            ADD => (a ^ result) & (b ^ result),
-            SUB => (a ^ b) & (a ^ result),
-            LOGIC => return false,
-            GIVEN => return a & 2 != 0,
-            INC => return result == 1 << self.lazy.top(),
-            _ => return result == (1 << self.lazy.top()) - 1,
-        };
-        vector >> self.lazy.top() & 1 != 0
+        self.recorded_or(OF, Lazy::overflow)
+    }
+
+    /// Returns what the record says, or if there is none, the flag of RFLAGS.
+    #[inline(always)]
+    fn recorded_or(&self, flag: u64, says: impl FnOnce(&Lazy) -> bool) -> bool {
+        match self.lazy.kind {
+            DONE..ADD => self.state.rflags & flag != 0,
+            _ => says(&self.lazy),
+        }
     }
 
     /// Whether condition `CC` (the low four bits of Jcc's opcode) holds.
@@ -165,21 +274,6 @@ impl Cpu {
         };
         holds != (CC & 1 != 0)
     }
-}
-
-/// Returns ZF, SF and PF of a result whose sign bit is bit `top`.
-fn result_flags(result: u64, top: u32) -> u64 {
-    let mut value = 0;
-    if result == 0 {
-        value |= ZF;
-    }
-    if result >> top & 1 != 0 {
-        value |= SF;
-    }
-    if (result as u8).count_ones() & 1 == 0 {
-        value |= PF;
-    }
-    value
 }
 
 /// Calls a function that is generic over a condition for the condition `$cc`.

@@ -17,6 +17,7 @@ impl Cpu {
         let _host = HostFlags::keep();
         self.with_machine(machine, |cpu| {
             cpu.derive();
+            cpu.adopt_flags();
             cpu.forget_question();
             cpu.serialize();
             cpu.code.enter();

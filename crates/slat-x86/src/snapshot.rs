@@ -37,7 +37,7 @@ pub(crate) struct Snapshot {
     generation: u64,
     /// The version of the page (see `code_pages`). 0: it was not trusted, so the lines are compared at the next entry.
     version: u64,
-    /// [`Cpu::epoch`] when the lines were compared.
+    /// The one of [`Cpu::epochs`] when the lines were compared.
     epoch: u64,
     /// Bit n: line n of `bytes` holds code.
     lines: u64,
@@ -99,6 +99,11 @@ impl Snapshot {
     /// Returns the page's key.
     pub(crate) fn key(&self) -> u64 {
         self.key
+    }
+
+    /// Returns 1 for a page that was looked up as user, 0 for one as supervisor.
+    fn user(&self) -> usize {
+        (self.key & 1) as usize
     }
 
     /// Makes this the snapshot of another page.
@@ -211,8 +216,9 @@ impl Cpu {
             }
             // Before the comparison: only so is the version that of what is compared.
             let version = self.mark_code(page.host).unwrap_or(0);
-            let is_known =
-                page.host == before && page.epoch == self.epoch && page.version == version;
+            let is_known = page.host == before
+                && page.epoch == self.epochs[page.user()]
+                && page.version == version;
             if version == 0 || !is_known {
                 self.counters.pages_compared += 1;
                 match page.is_held() {
@@ -228,7 +234,7 @@ impl Cpu {
                 }
             }
             page.version = version;
-            page.epoch = self.epoch;
+            page.epoch = self.epochs[page.user()];
             page.stamp = if version != 0 { self.stamp } else { 0 };
             return Ok(());
         }
@@ -324,7 +330,7 @@ impl Cpu {
         let tlb = &mut self.fixed.tlb;
         self.code
             .heed(|pages| tlb.look_at_writes(|host| pages.version_of(host) != 0));
-        self.stamp += 1;
+        self.outdate_stamps();
     }
 
     /// Returns the host address of the page from which the code at `lin` is fetched.

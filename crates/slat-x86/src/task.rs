@@ -302,6 +302,8 @@ impl Cpu {
         state.tr = task.segment;
         state.rip = registers.eip.into();
         state.rflags = rflags;
+        self.adopt_flags();
+        let state = &mut self.state;
         for (to, from) in state.gpr.iter_mut().zip(registers.general) {
             *to = from.into();
         }

@@ -18,7 +18,7 @@ trait Binary: 'static {
 }
 
 macro_rules! binary {
-    ($name:ident, $kind:ident, |$a:ident, $b:ident| $result:expr $(, $writes:literal)?) => {
+    ($name:ident, |$a:ident, $b:ident| $result:expr, |$cpu:ident, $r:ident| $note:expr $(, $writes:literal)?) => {
         struct $name;
         impl Binary for $name {
             $(const WRITES: bool = $writes;)?
@@ -28,19 +28,25 @@ macro_rules! binary {
                 T::of($result)
             }
             #[inline(always)]
-            fn note<T: Int>(cpu: &mut Cpu, a: T, b: T, _: bool, result: T) {
-                cpu.note(flags::$kind, a, b, result);
+            fn note<T: Int>($cpu: &mut Cpu, $a: T, $b: T, _: bool, $r: T) {
+                let _ = ($a, $b, $r);
+                $note
             }
         }
     };
 }
-binary!(Add, ADD, |a, b| a.wrapping_add(b));
-binary!(Sub, SUB, |a, b| a.wrapping_sub(b));
-binary!(Cmp, SUB, |a, b| a.wrapping_sub(b), false);
-binary!(And, LOGIC, |a, b| a & b);
-binary!(Or, LOGIC, |a, b| a | b);
-binary!(Xor, LOGIC, |a, b| a ^ b);
-binary!(Test, LOGIC, |a, b| a & b, false);
+binary!(Add, |a, b| a.wrapping_add(b), |cpu, r| cpu.note_add(a, r));
+binary!(Sub, |a, b| a.wrapping_sub(b), |cpu, r| cpu.note_sub(a, b));
+binary!(
+    Cmp,
+    |a, b| a.wrapping_sub(b),
+    |cpu, r| cpu.note_sub(a, b),
+    false
+);
+binary!(And, |a, b| a & b, |cpu, r| cpu.note_logic(r));
+binary!(Or, |a, b| a | b, |cpu, r| cpu.note_logic(r));
+binary!(Xor, |a, b| a ^ b, |cpu, r| cpu.note_logic(r));
+binary!(Test, |a, b| a & b, |cpu, r| cpu.note_logic(r), false);
 
 struct Adc;
 impl Binary for Adc {
@@ -166,9 +172,8 @@ impl Unary for Inc {
         T::of(a.zx().wrapping_add(1))
     }
     #[inline(always)]
-    fn note<T: Int>(cpu: &mut Cpu, a: T, result: T) {
-        let carry = T::of(cpu.cf().into());
-        cpu.note(flags::INC, a, carry, result);
+    fn note<T: Int>(cpu: &mut Cpu, _: T, result: T) {
+        cpu.note_result(flags::INC, result);
     }
 }
 struct Dec;
@@ -178,9 +183,8 @@ impl Unary for Dec {
         T::of(a.zx().wrapping_sub(1))
     }
     #[inline(always)]
-    fn note<T: Int>(cpu: &mut Cpu, a: T, result: T) {
-        let carry = T::of(cpu.cf().into());
-        cpu.note(flags::DEC, a, carry, result);
+    fn note<T: Int>(cpu: &mut Cpu, _: T, result: T) {
+        cpu.note_result(flags::DEC, result);
     }
 }
 struct Neg;
@@ -190,8 +194,8 @@ impl Unary for Neg {
         T::of(a.zx().wrapping_neg())
     }
     #[inline(always)]
-    fn note<T: Int>(cpu: &mut Cpu, a: T, result: T) {
-        cpu.note(flags::SUB, T::of(0), a, result);
+    fn note<T: Int>(cpu: &mut Cpu, a: T, _: T) {
+        cpu.note_sub(T::of(0), a);
     }
 }
 struct Not;

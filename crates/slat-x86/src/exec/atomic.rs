@@ -1,7 +1,6 @@
 //! Exchanges: XCHG, XADD, CMPXCHG and its 8- and 16-byte forms.
 
 use crate::Cpu;
-use crate::flags;
 use crate::int::{Int, by_size};
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::state::flags::ZF;
@@ -37,7 +36,7 @@ fn xadd<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
         let old = T::get(cpu, op.r[0]);
         (old, sum(old))
     };
-    cpu.note(flags::ADD, old, add, new);
+    cpu.note_add(old, new);
     T::set(cpu, op.r[1], old);
     if op.r[0] != MEM {
         T::set(cpu, op.r[0], new);
@@ -56,12 +55,7 @@ fn cmpxchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     } else {
         T::get(cpu, op.r[0])
     };
-    cpu.note(
-        flags::SUB,
-        expected,
-        old,
-        T::of(expected.zx().wrapping_sub(old.zx())),
-    );
+    cpu.note_sub(expected, old);
     if old != expected {
         T::set(cpu, 0, old);
     } else if op.r[0] != MEM {

@@ -227,8 +227,8 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.cs = cs;
     cpu.state.rip = rip;
     cpu.state.events.nmi_blocked = false;
-    cpu.serialize();
     cpu.refresh();
+    cpu.serialize_return();
     Err(Break::Jump)
 }
 

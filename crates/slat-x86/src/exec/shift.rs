@@ -3,7 +3,6 @@
 use crate::Cpu;
 use crate::int::{Int, by_size};
 use crate::op::{Flow, Handler, MEM, NONE, Op};
-use crate::state::flags::{CF, OF};
 use iced_x86::{Instruction, Mnemonic};
 
 /// Result, carry and overflow of a shift by a count that is not zero.
@@ -136,8 +135,7 @@ fn shift<T: Int, S: Shift>(cpu: &mut Cpu, op: &Op, count: u32) -> Flow {
     if count == 0 {
         // The flags stay.
     } else if S::ROTATE {
-        let value = if carry { CF } else { 0 } | if overflow { OF } else { 0 };
-        cpu.set_flags(CF | OF, value);
+        cpu.rotate_flags(carry, overflow);
     } else {
         cpu.put_flags(carry, overflow, false, result);
     }

@@ -5,7 +5,6 @@
 //! each of which is a whole instruction to the device model.
 
 use crate::Cpu;
-use crate::flags;
 use crate::int::{Int, by_size};
 use crate::op::{Break, Flow, Handler, Op};
 use crate::state::flags::{DF, RF};
@@ -292,7 +291,7 @@ fn scas<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
         let destination = cpu.string_address(0, 7, op.address_size, T::BYTES as u32)?;
         let b = cpu.load::<T>(destination)?;
         let a = T::get(cpu, 0);
-        cpu.note(flags::SUB, a, b, T::of(a.zx().wrapping_sub(b.zx())));
+        cpu.note_sub(a, b);
         cpu.advance_string(7, op.address_size, T::BYTES as u8);
         Ok(goes_on(cpu, op))
     })
@@ -304,7 +303,7 @@ fn cmps<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
         let a = cpu.load::<T>(source)?;
         let destination = cpu.string_address(0, 7, op.address_size, T::BYTES as u32)?;
         let b = cpu.load::<T>(destination)?;
-        cpu.note(flags::SUB, a, b, T::of(a.zx().wrapping_sub(b.zx())));
+        cpu.note_sub(a, b);
         cpu.advance_string(6, op.address_size, T::BYTES as u8);
         cpu.advance_string(7, op.address_size, T::BYTES as u8);
         Ok(goes_on(cpu, op))

@@ -31,6 +31,7 @@ fn syscall(cpu: &mut Cpu, op: &Op) -> Flow {
     };
     let selector = (cpu.state.star >> 32) as u16;
     cpu.state.rflags = rflags & !(cpu.state.sfmask | flags::RF) | flags::ALWAYS;
+    cpu.adopt_flags();
     step_if_traced(cpu);
     cpu.state.cs = Cpu::flat_code(selector & !3, 0, true);
     cpu.state.ss = Cpu::flat_stack((selector & !3).wrapping_add(8), 0);

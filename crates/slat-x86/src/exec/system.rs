@@ -343,13 +343,20 @@ fn rdmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     Ok(())
 }
+const TSC_DEADLINE: u32 = 0x6e0;
+const X2APIC_FIRST: u32 = 0x800;
+const X2APIC_LAST: u32 = 0x83f;
+
 fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     let (msr, v) = (cpu.state.gpr[1] as u32, edx_eax(cpu));
     if let Err(why) = cpu.write_msr(msr, v) {
         return Err(cpu.refuse_msr(op, msr, Some(v), why));
     }
-    cpu.serialize();
+    // SDM volume 3, "Serializing Instructions": these writes are none, and timers and IPIs are made of them.
+    if !matches!(msr, TSC_DEADLINE | X2APIC_FIRST..=X2APIC_LAST) {
+        cpu.serialize();
+    }
     cpu.refresh();
     Err(Break::End)
 }

@@ -8,20 +8,19 @@ use super::helpers;
 use super::translate::Translator;
 use crate::Cpu;
 use crate::flags;
-use crate::state::flags::{CF, OF, ZF};
+use crate::state::flags::ZF;
 use cranelift_codegen::ir::condcodes::{CondCode, IntCC};
 use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use std::mem::offset_of;
 
 /// What set the arithmetic flags. Operands and results have the operation's type; `carry`, `overflow`, `aux` are 0 or 1 in 8 bits.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Flags {
     /// The CPU's record has it.
     Recorded,
     Add {
         a: Value,
-        b: Value,
         result: Value,
     },
     Sub {
@@ -29,16 +28,25 @@ pub(super) enum Flags {
         b: Value,
         result: Value,
     },
+    /// OF and AF are clear. No `carry`: CF, too.
     Logic {
+        carry: Option<Value>,
         result: Value,
     },
     Inc {
-        a: Value,
-        carry: Value,
+        carry: Carry,
         result: Value,
     },
     Dec {
-        a: Value,
+        carry: Carry,
+        result: Value,
+    },
+    /// The operand was shifted one bit less to `before`.
+    Shl {
+        before: Value,
+        result: Value,
+    },
+    Shr {
         carry: Value,
         result: Value,
     },
@@ -48,35 +56,46 @@ pub(super) enum Flags {
         aux: Option<Value>,
         result: Value,
     },
-    /// CF and OF of a rotate; the others are those of `below`.
+    /// CF and OF; the others are those of the record.
     Rotated {
-        below: Box<Flags>,
         carry: Value,
         overflow: Value,
     },
 }
 
-impl Flags {
-    /// Returns what set the flags that a rotate leaves alone.
-    pub(super) fn below(&self) -> Flags {
-        match self {
-            Flags::Rotated { below, .. } => (**below).clone(),
-            flags => flags.clone(),
-        }
-    }
+/// The carry flag that an instruction leaves alone.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Carry {
+    /// The CPU's record has it.
+    Recorded,
+    /// 0 or 1 in 8 bits.
+    Is(Value),
+}
 
+impl Flags {
+    /// Returns the result, whose bits make ZF, SF and PF.
     fn result(&self) -> Option<Value> {
         match *self {
-            Flags::Recorded => None,
+            Flags::Recorded | Flags::Rotated { .. } => None,
             Flags::Add { result, .. }
             | Flags::Sub { result, .. }
-            | Flags::Logic { result }
+            | Flags::Logic { result, .. }
             | Flags::Inc { result, .. }
             | Flags::Dec { result, .. }
+            | Flags::Shl { result, .. }
+            | Flags::Shr { result, .. }
             | Flags::Given { result, .. } => Some(result),
-            Flags::Rotated { ref below, .. } => below.result(),
         }
     }
+}
+
+/// What a record has of the carry flag: see [`flags::Lazy`].
+enum Comparison {
+    Stays,
+    /// Of two values.
+    Of(Value, Value),
+    Never,
+    Is(Value),
 }
 
 impl Translator<'_> {
@@ -109,15 +128,34 @@ impl Translator<'_> {
         let y = self.b.ins().bxor(other, result);
         let both = self.b.ins().band(x, y);
         let overflow = self.sign(both);
-        let aux = self.b.ins().bxor(a, b);
-        let aux = self.b.ins().bxor(aux, result);
-        let aux = self.b.ins().band_imm(aux, 16);
-        let aux = self.b.ins().icmp_imm(IntCC::NotEqual, aux, 0);
+        let aux = self.aux_of(a, b, result);
         Flags::Given {
             carry: out,
             overflow,
             aux: Some(aux),
             result,
+        }
+    }
+
+    /// Returns the flags after a rotation, which sets two.
+    pub(super) fn rotated(&mut self, carry: Value, overflow: Value) -> Flags {
+        match self.flags.result() {
+            None => Flags::Rotated { carry, overflow },
+            Some(result) => Flags::Given {
+                carry,
+                overflow,
+                aux: self.aux(),
+                result,
+            },
+        }
+    }
+
+    /// Returns the carry flag, for an instruction that leaves it alone.
+    pub(super) fn kept_carry(&mut self) -> Carry {
+        match self.flags {
+            Flags::Recorded => Carry::Recorded,
+            Flags::Inc { carry, .. } | Flags::Dec { carry, .. } => carry,
+            _ => Carry::Is(self.carry()),
         }
     }
 
@@ -130,77 +168,81 @@ impl Translator<'_> {
     /// Brings the CPU's record up to date.
     pub(super) fn record_flags(&mut self) {
         if !std::mem::replace(&mut self.are_flags_recorded, true) {
-            self.record(self.flags.clone());
+            self.record(self.flags);
         }
     }
 
     /// Writes a record of `flags`.
     pub(super) fn record(&mut self, flags: Flags) {
-        let (kind, a, b, result) = match flags {
+        use Comparison::*;
+        let kept = |carry| match carry {
+            Carry::Recorded => Stays,
+            Carry::Is(carry) => Is(carry),
+        };
+        let (kind, carry, sized) = match flags {
             Flags::Recorded => return,
-            Flags::Add { a, b, result } => (flags::ADD, Some(a), Some(b), result),
-            Flags::Sub { a, b, result } => (flags::SUB, Some(a), Some(b), result),
-            Flags::Logic { result } => (flags::LOGIC, None, None, result),
-            Flags::Inc { a, carry, result } => (flags::INC, Some(a), Some(carry), result),
-            Flags::Dec { a, carry, result } => (flags::DEC, Some(a), Some(carry), result),
+            Flags::Add { a, result } => (flags::ADD, Of(result, a), result),
+            Flags::Sub { a, b, result } => (flags::SUB, Of(a, b), result),
+            Flags::Logic { carry, result } => (flags::LOGIC, carry.map_or(Never, Is), result),
+            Flags::Inc { carry, result } => (flags::INC, kept(carry), result),
+            Flags::Dec { carry, result } => (flags::DEC, kept(carry), result),
+            Flags::Shl { before, result } => {
+                let size = self.size_of(result);
+                let largest = self.immediate(size, (1 << ((8 << size) - 1)) - 1);
+                (flags::SHL, Of(largest, before), result)
+            }
+            Flags::Shr { carry, result } => (flags::SHR, Is(carry), result),
             Flags::Given {
                 carry,
                 overflow,
                 aux,
                 result,
             } => {
-                let overflow = self.b.ins().ishl_imm(overflow, 1);
-                let mut given = self.b.ins().bor(carry, overflow);
+                debug_assert_eq!((flags::GIVEN_OF, flags::GIVEN_AF), (1, 2));
+                let mut given = overflow;
                 if let Some(aux) = aux {
-                    let aux = self.b.ins().ishl_imm(aux, 2);
+                    let aux = self.b.ins().ishl_imm(aux, 1);
                     given = self.b.ins().bor(given, aux);
                 }
-                (flags::GIVEN, Some(given), None, result)
+                self.set_field(offset_of!(Cpu, lazy.given), given);
+                (flags::GIVEN, Is(carry), result)
             }
-            Flags::Rotated {
-                below,
-                carry,
-                overflow,
-            } => {
-                self.record(*below);
-                let carry = self.wide(carry);
-                let overflow = self.wide(overflow);
-                let overflow = self
-                    .b
-                    .ins()
-                    .ishl_imm(overflow, i64::from(OF.trailing_zeros()));
-                debug_assert_eq!(CF, 1);
-                let both = self.b.ins().bor(carry, overflow);
-                self.call(helpers::rotated as *const () as usize, &[both], 0);
+            Flags::Rotated { carry, overflow } => {
+                let [carry, overflow] = [carry, overflow].map(|value| self.wide(value));
+                let helper = helpers::rotated as *const () as usize;
+                self.call(helper, &[carry, overflow], 0);
                 return;
             }
         };
-        let size = self.b.func.dfg.value_type(result).bytes().trailing_zeros();
-        let kind = self.b.ins().iconst(I8, i64::from(kind) | i64::from(size));
+        let kind = kind | self.size_of(sized);
+        let kind = self.b.ins().iconst(I8, i64::from(kind));
         self.set_field(offset_of!(Cpu, lazy.kind), kind);
-        let result = self.wide(result);
-        self.set_field(offset_of!(Cpu, lazy.result), result);
-        let operands = [(a, offset_of!(Cpu, lazy.a)), (b, offset_of!(Cpu, lazy.b))];
-        for (operand, offset) in operands {
-            if let Some(operand) = operand {
-                let operand = self.wide(operand);
-                self.set_field(offset, operand);
+        let (x, y) = match carry {
+            Stays => (None, None),
+            Of(x, y) => (Some(x), Some(y)),
+            Never => (Some(self.constant(flags::NO_CARRY as i64)), None),
+            Is(carry) => (Some(self.constant(0)), Some(carry)),
+        };
+        let result = (!matches!(flags, Flags::Add { .. } | Flags::Sub { .. })).then_some(sized);
+        for (value, offset) in [
+            (x, offset_of!(Cpu, lazy.x)),
+            (y, offset_of!(Cpu, lazy.y)),
+            (result, offset_of!(Cpu, lazy.result)),
+        ] {
+            if let Some(value) = value {
+                let value = self.wide(value);
+                self.set_field(offset, value);
             }
         }
     }
 
-    /// Reads the CPU's record: kind, operands, result.
-    fn recorded(&mut self) -> [Value; 4] {
-        [
-            self.field(I8, offset_of!(Cpu, lazy.kind)),
-            self.field(I64, offset_of!(Cpu, lazy.a)),
-            self.field(I64, offset_of!(Cpu, lazy.b)),
-            self.field(I64, offset_of!(Cpu, lazy.result)),
-        ]
+    /// Returns the size index of a value.
+    fn size_of(&self, value: Value) -> u8 {
+        self.b.func.dfg.value_type(value).bytes().trailing_zeros() as u8
     }
 
     /// Returns the sign bit of a value, as 0 or 1 in 8 bits.
-    fn sign(&mut self, value: Value) -> Value {
+    pub(super) fn sign(&mut self, value: Value) -> Value {
         self.b.ins().icmp_imm(IntCC::SignedLessThan, value, 0)
     }
 
@@ -211,82 +253,126 @@ impl Translator<'_> {
     /// Returns CF.
     pub(super) fn carry(&mut self) -> Value {
         match self.flags {
-            Flags::Add { a, result, .. } => self.b.ins().icmp(IntCC::UnsignedLessThan, result, a),
+            Flags::Add { a, result } => self.b.ins().icmp(IntCC::UnsignedLessThan, result, a),
             Flags::Sub { a, b, .. } => self.b.ins().icmp(IntCC::UnsignedLessThan, a, b),
-            Flags::Logic { .. } => self.no(),
-            Flags::Inc { carry, .. }
-            | Flags::Dec { carry, .. }
+            Flags::Logic { carry: None, .. } => self.no(),
+            Flags::Shl { before, .. } => self.sign(before),
+            Flags::Logic {
+                carry: Some(carry), ..
+            }
+            | Flags::Inc {
+                carry: Carry::Is(carry),
+                ..
+            }
+            | Flags::Dec {
+                carry: Carry::Is(carry),
+                ..
+            }
+            | Flags::Shr { carry, .. }
             | Flags::Given { carry, .. }
             | Flags::Rotated { carry, .. } => carry,
-            Flags::Recorded => self.recorded_carry(),
+            Flags::Recorded | Flags::Inc { .. } | Flags::Dec { .. } => {
+                let x = self.field(I64, offset_of!(Cpu, lazy.x));
+                let y = self.field(I64, offset_of!(Cpu, lazy.y));
+                self.b.ins().icmp(IntCC::UnsignedLessThan, x, y)
+            }
         }
-    }
-
-    /// Returns CF of the record, as `Cpu::cf` does.
-    fn recorded_carry(&mut self) -> Value {
-        let [kind, a, b, result] = self.recorded();
-        let kind = self.b.ins().band_imm(kind, !3 & 0xff);
-        let less = self.b.ins().icmp(IntCC::UnsignedLessThan, result, a);
-        let borrow = self.b.ins().icmp(IntCC::UnsignedLessThan, a, b);
-        let kept = self.b.ins().icmp_imm(IntCC::NotEqual, b, 0);
-        let given = self.b.ins().band_imm(a, 1);
-        let given = self.b.ins().ireduce(I8, given);
-        let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
-        let done = self.b.ins().band_imm(rflags, CF as i64);
-        let done = self.b.ins().ireduce(I8, done);
-        let mut carry = kept;
-        let no = self.no();
-        for (number, value) in [
-            (flags::GIVEN, given),
-            (flags::LOGIC, no),
-            (flags::SUB, borrow),
-            (flags::ADD, less),
-            (flags::DONE, done),
-        ] {
-            let is = self.b.ins().icmp_imm(IntCC::Equal, kind, i64::from(number));
-            carry = self.b.ins().select(is, value, carry);
-        }
-        carry
     }
 
     fn zero(&mut self) -> Value {
         match self.flags.result() {
             Some(result) => self.b.ins().icmp_imm(IntCC::Equal, result, 0),
-            None => {
-                let [kind, _, _, result] = self.recorded();
-                let zero = self.b.ins().icmp_imm(IntCC::Equal, result, 0);
-                let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
-                let flag = self.b.ins().band_imm(rflags, ZF as i64);
-                let flag = self.b.ins().icmp_imm(IntCC::NotEqual, flag, 0);
-                let done =
-                    self.b
-                        .ins()
-                        .icmp_imm(IntCC::UnsignedLessThan, kind, i64::from(flags::ADD));
-                self.b.ins().select(done, flag, zero)
+            None => self.recorded_zero(),
+        }
+    }
+
+    /// Returns ZF of the record, as `Cpu::zf` does.
+    fn recorded_zero(&mut self) -> Value {
+        let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
+        let kind = self.b.ins().band_imm(kind, !3 & 0xff);
+        let [x, y, result] = [
+            offset_of!(Cpu, lazy.x),
+            offset_of!(Cpu, lazy.y),
+            offset_of!(Cpu, lazy.result),
+        ]
+        .map(|offset| self.field(I64, offset));
+        let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
+        let flag = self.b.ins().band_imm(rflags, ZF as i64);
+        let flag = self.b.ins().icmp_imm(IntCC::NotEqual, flag, 0);
+        let sum = self.b.ins().icmp_imm(IntCC::Equal, x, 0);
+        let difference = self.b.ins().icmp(IntCC::Equal, x, y);
+        let mut zero = self.b.ins().icmp_imm(IntCC::Equal, result, 0);
+        for (number, value) in [
+            (flags::SUB, difference),
+            (flags::ADD, sum),
+            (flags::DONE, flag),
+        ] {
+            let is = (self.b.ins()).icmp_imm(IntCC::Equal, kind, i64::from(number));
+            zero = self.b.ins().select(is, value, zero);
+        }
+        zero
+    }
+
+    /// Returns AF of an addition or a subtraction.
+    fn aux_of(&mut self, a: Value, b: Value, result: Value) -> Value {
+        let aux = self.b.ins().bxor(a, b);
+        let aux = self.b.ins().bxor(aux, result);
+        let aux = self.b.ins().band_imm(aux, 16);
+        self.b.ins().icmp_imm(IntCC::NotEqual, aux, 0)
+    }
+
+    /// Returns AF, unless the record has it. `None`: it is clear.
+    fn aux(&mut self) -> Option<Value> {
+        let low_nibble_is = |this: &mut Self, result, nibble| {
+            let low = this.b.ins().band_imm(result, 15);
+            this.b.ins().icmp_imm(IntCC::Equal, low, nibble)
+        };
+        match self.flags {
+            Flags::Add { a, result } => {
+                let b = self.b.ins().isub(result, a);
+                Some(self.aux_of(a, b, result))
             }
+            Flags::Sub { a, b, result } => Some(self.aux_of(a, b, result)),
+            Flags::Inc { result, .. } => Some(low_nibble_is(self, result, 0)),
+            Flags::Dec { result, .. } => Some(low_nibble_is(self, result, 15)),
+            Flags::Given { aux, .. } => aux,
+            Flags::Logic { .. } | Flags::Shl { .. } | Flags::Shr { .. } => None,
+            Flags::Recorded | Flags::Rotated { .. } => None,
         }
     }
 
     fn overflow(&mut self) -> Value {
-        let both = |this: &mut Self, a, b, c, d| {
-            let x = this.b.ins().bxor(a, b);
-            let y = this.b.ins().bxor(c, d);
-            let both = this.b.ins().band(x, y);
+        let difference = |this: &mut Self, x, y, d| {
+            let a = this.b.ins().bxor(x, y);
+            let b = this.b.ins().bxor(x, d);
+            let both = this.b.ins().band(a, b);
             this.sign(both)
         };
         match self.flags {
-            Flags::Add { a, b, result } => both(self, a, result, b, result),
-            Flags::Sub { a, b, result } => both(self, a, b, a, result),
+            Flags::Add { a, result } => {
+                let b = self.b.ins().isub(result, a);
+                difference(self, result, a, b)
+            }
+            Flags::Sub { a, b, result } => difference(self, a, b, result),
             Flags::Logic { .. } => self.no(),
-            // The sign changed.
-            Flags::Inc { a, result, .. } => {
-                let not = self.b.ins().bnot(a);
-                let changed = self.b.ins().band(not, result);
+            // The result is the smallest number, or the largest.
+            Flags::Inc { result, .. } => {
+                let before = self.b.ins().iadd_imm(result, -1);
+                let changed = self.b.ins().band_not(result, before);
                 self.sign(changed)
             }
-            Flags::Dec { a, result, .. } => {
-                let not = self.b.ins().bnot(result);
-                let changed = self.b.ins().band(a, not);
+            Flags::Dec { result, .. } => {
+                let before = self.b.ins().iadd_imm(result, 1);
+                let changed = self.b.ins().band_not(before, result);
+                self.sign(changed)
+            }
+            Flags::Shl { before, result } => {
+                let changed = self.b.ins().bxor(before, result);
+                self.sign(changed)
+            }
+            Flags::Shr { result, .. } => {
+                let next = self.b.ins().ishl_imm(result, 1);
+                let changed = self.b.ins().bxor(result, next);
                 self.sign(changed)
             }
             Flags::Given { overflow, .. } | Flags::Rotated { overflow, .. } => overflow,
@@ -373,14 +459,16 @@ impl Translator<'_> {
             7 => SignedLessThanOrEqual,
             _ => return None,
         };
-        let cc = if condition & 1 == 0 {
-            cc
-        } else {
-            cc.complement()
+        let cc = match condition & 1 {
+            0 => cc,
+            _ => cc.complement(),
         };
         match self.flags {
             Flags::Sub { a, b, .. } => Some(self.b.ins().icmp(cc, a, b)),
-            Flags::Logic { result } => Some(self.b.ins().icmp_imm(cc, result, 0)),
+            Flags::Logic {
+                carry: None,
+                result,
+            } => Some(self.b.ins().icmp_imm(cc, result, 0)),
             _ => None,
         }
     }

@@ -1,5 +1,6 @@
 //! The CPU's side of compiled code: what is hot becomes a region, and regions run.
 
+use super::dispatch::dispatch;
 use super::helpers::Status;
 use super::{Client, Compiler, Done, Job, Region, Source, Step, lock};
 use crate::block::{Block, Key};
@@ -10,7 +11,6 @@ use crate::snapshot::Snapshot;
 use crate::tlb::Entry;
 use crate::{Cpu, cpu};
 use iced_x86::{Decoder, DecoderOptions, FlowControl};
-use std::arch::asm;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -52,7 +52,7 @@ pub(crate) struct Targets([Target; TARGETS]);
 unsafe impl Zeroed for Targets {}
 
 /// What tells the addresses of one mode from those of another: canonical addresses differ in the lower bits.
-pub(super) fn tag_of_mode(mode: u8) -> u64 {
+fn tag_of_mode(mode: u8) -> u64 {
     u64::from(mode) << 48
 }
 
@@ -67,6 +67,8 @@ pub(crate) struct Compiled {
     /// The table of the TLB that data accesses use.
     pub(crate) table: *const Entry,
     pub(super) targets: *const Target,
+    /// What is mixed with RIP to the tag of a target.
+    pub(super) mode_tag: u64,
     /// Whether any place is known.
     has_targets: bool,
     pub(super) attention: *const AtomicU32,
@@ -82,6 +84,7 @@ impl Compiled {
             rip: 0,
             table: ptr::null(),
             targets: ptr::null(),
+            mode_tag: 0,
             has_targets: false,
             attention: ptr::null(),
             version: ptr::null(),
@@ -258,27 +261,10 @@ impl Cpu {
         let (function, entry) = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
         let before = self.counters.instructions_compiled;
-        let cpu = ptr::from_mut(self);
-        let status: u64;
-        // SAFETY: a function that the compiler made: it wants the CPU in R15, keeps the stack, and may change all registers. It
-        // accesses the CPU, its own stack frame, and guest memory by guarded accesses, and continues in other such functions.
-        unsafe {
-            asm!(
-                "push rbx",
-                "push rbp",
-                "call {function}",
-                "pop rbp",
-                "pop rbx",
-                function = in(reg) function,
-                in("rdi") entry,
-                inout("r15") cpu => _,
-                lateout("rax") status,
-                lateout("r12") _,
-                lateout("r13") _,
-                lateout("r14") _,
-                clobber_abi("C"),
-            );
-        }
+        self.compiled.mode_tag = tag_of_mode(self.mode);
+        // SAFETY: a function that the compiler made for this CPU. It accesses the CPU, its own stack frame, and guest memory by guarded
+        // accesses, and those that follow it do, too.
+        let status = unsafe { dispatch(ptr::from_mut(self), function, entry) };
         let status = Status::of(status).unwrap_or_else(|| {
             // The address of an access that failed.
             let step = self.blocks.step_at(status as usize);

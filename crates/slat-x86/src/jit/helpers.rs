@@ -7,7 +7,6 @@ use crate::Cpu;
 use crate::flags;
 use crate::int::{Int, by_size};
 use crate::op::Break;
-use crate::state::flags::{CF, OF};
 
 /// How a helper, or a whole region, ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,6 +102,6 @@ pub(super) extern "C" fn condition(cpu: &mut Cpu, condition: u64) -> u64 {
 }
 
 /// Sets CF and OF.
-pub(super) extern "C" fn rotated(cpu: &mut Cpu, value: u64) {
-    cpu.set_flags(CF | OF, value);
+pub(super) extern "C" fn rotated(cpu: &mut Cpu, carry: u64, overflow: u64) {
+    cpu.rotate_flags(carry != 0, overflow != 0);
 }

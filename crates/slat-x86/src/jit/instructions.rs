@@ -253,10 +253,13 @@ impl Translator<'_> {
             _ => self.change(op, apply),
         };
         let flags = match mnemonic {
-            Add => Flags::Add { a, b, result },
+            Add => Flags::Add { a, result },
             Sub | Cmp => Flags::Sub { a, b, result },
             Adc | Sbb => self.with_carry(mnemonic == Adc, a, b, carry, result),
-            _ => Flags::Logic { result },
+            _ => Flags::Logic {
+                carry: None,
+                result,
+            },
         };
         self.set_flags(flags);
     }
@@ -264,20 +267,17 @@ impl Translator<'_> {
     fn unary(&mut self, op: &Op) {
         use Mnemonic::*;
         let size = op.size;
-        let carry = match op.mnemonic {
-            Inc | Dec => Some(self.carry()),
-            _ => None,
-        };
+        let carry = self.kept_carry();
         let (a, result) = self.change(op, |this, a| match op.mnemonic {
             Inc => this.b.ins().iadd_imm(a, 1),
             Dec => this.b.ins().iadd_imm(a, -1),
             Neg => this.b.ins().ineg(a),
             _ => this.b.ins().bnot(a),
         });
-        match (op.mnemonic, carry) {
-            (Inc, Some(carry)) => self.set_flags(Flags::Inc { a, carry, result }),
-            (Dec, Some(carry)) => self.set_flags(Flags::Dec { a, carry, result }),
-            (Neg, _) => {
+        match op.mnemonic {
+            Inc => self.set_flags(Flags::Inc { carry, result }),
+            Dec => self.set_flags(Flags::Dec { carry, result }),
+            Neg => {
                 let zero = self.immediate(size, 0);
                 self.set_flags(Flags::Sub {
                     a: zero,
@@ -299,7 +299,6 @@ impl Translator<'_> {
             return None;
         }
         let count = op.imm as i64 & if size == 3 { 63 } else { 31 };
-        let rotates = matches!(mnemonic, Rol | Ror);
         if count == 0 || count >= bits {
             return None;
         }
@@ -318,39 +317,29 @@ impl Translator<'_> {
                 _ => this.b.ins().ireduce(I8, value),
             }
         };
-        let top = bit(self, result, bits - 1);
-        let (carry, overflow) = match mnemonic {
-            Shr => {
-                let next = bit(self, result, bits - 2);
-                (bit(self, a, count - 1), self.b.ins().bxor(top, next))
-            }
-            Sar => (bit(self, a, count - 1), self.b.ins().iconst(I8, 0)),
+        let flags = match mnemonic {
+            Shr => Flags::Shr {
+                carry: bit(self, a, count - 1),
+                result,
+            },
+            Sar => Flags::Logic {
+                carry: Some(bit(self, a, count - 1)),
+                result,
+            },
             Rol => {
-                let carry = bit(self, result, 0);
-                (carry, self.b.ins().bxor(carry, top))
+                let (carry, top) = (bit(self, result, 0), bit(self, result, bits - 1));
+                let overflow = self.b.ins().bxor(carry, top);
+                self.rotated(carry, overflow)
             }
             Ror => {
-                let next = bit(self, result, bits - 2);
-                (top, self.b.ins().bxor(top, next))
+                let (top, next) = (bit(self, result, bits - 1), bit(self, result, bits - 2));
+                let overflow = self.b.ins().bxor(top, next);
+                self.rotated(top, overflow)
             }
-            _ => {
-                let carry = bit(self, a, bits - count);
-                (carry, self.b.ins().bxor(carry, top))
-            }
-        };
-        let flags = if rotates {
-            Flags::Rotated {
-                below: Box::new(self.flags.below()),
-                carry,
-                overflow,
-            }
-        } else {
-            Flags::Given {
-                carry,
-                overflow,
-                aux: None,
+            _ => Flags::Shl {
+                before: self.b.ins().ishl_imm(a, count - 1),
                 result,
-            }
+            },
         };
         self.set_flags(flags);
         Some(())
@@ -364,7 +353,6 @@ impl Translator<'_> {
             return None;
         }
         let bits: i64 = 8 << size;
-        let ty = TYPES[usize::from(size)];
         self.record_flags();
         let count = self.get(1, 0);
         let count = self.b.ins().band_imm(count, bits - 1);
@@ -379,37 +367,20 @@ impl Translator<'_> {
         let (shifted, on) = (self.b.create_block(), self.b.create_block());
         self.b.ins().brif(count, shifted, &[], on, &[]);
         self.b.switch_to_block(shifted);
-        // The last bit that was shifted out, and the top bits.
-        let out = match op.mnemonic {
-            Shr | Sar => self.b.ins().iadd_imm(count, -1),
-            _ => {
-                let width = self.b.ins().iconst(I8, bits);
-                self.b.ins().isub(width, count)
-            }
+        let less = self.b.ins().iadd_imm(count, -1);
+        let before = match op.mnemonic {
+            Shr | Sar => self.b.ins().ushr(a, less),
+            _ => self.b.ins().ishl(a, less),
         };
-        let carry = self.b.ins().ushr(a, out);
-        let carry = self.b.ins().band_imm(carry, 1);
-        let carry = self.b.ins().ireduce(I8, carry);
-        let top = self.b.ins().ushr_imm(result, bits - 1);
-        let overflow = match op.mnemonic {
-            Sar => self.b.ins().iconst(ty, 0),
-            Shr => {
-                let next = self.b.ins().ushr_imm(result, bits - 2);
-                let next = self.b.ins().band_imm(next, 1);
-                self.b.ins().bxor(top, next)
-            }
-            _ => top,
-        };
-        let overflow = self.b.ins().ireduce(I8, overflow);
-        let overflow = match op.mnemonic {
-            Shr | Sar => overflow,
-            _ => self.b.ins().bxor(overflow, carry),
-        };
-        self.record(Flags::Given {
-            carry,
-            overflow,
-            aux: None,
-            result,
+        let last = self.b.ins().ireduce(I8, before);
+        let carry = self.b.ins().band_imm(last, 1);
+        self.record(match op.mnemonic {
+            Shr => Flags::Shr { carry, result },
+            Sar => Flags::Logic {
+                carry: Some(carry),
+                result,
+            },
+            _ => Flags::Shl { before, result },
         });
         self.b.ins().jump(on, &[]);
         self.b.switch_to_block(on);

@@ -16,6 +16,7 @@
 //! | `helpers` | what compiled code calls |
 //! | `memory` | pages for code, never writable and executable at once |
 //! | `cpu` | the CPU's side: what is hot, and running it |
+//! | `dispatch` | entering regions, and from one to the next |
 //!
 //! While a region runs, R15 holds the address of the [`Cpu`]; the registers are its variables. It is left between two instructions
 //! always, with all state written back, so faults are as precise as the interpreter's. Then it continues in the region at the new RIP
@@ -25,6 +26,7 @@
 mod access;
 mod condition;
 mod cpu;
+mod dispatch;
 mod helpers;
 mod instructions;
 mod memory;
@@ -176,7 +178,7 @@ impl Compiler {
             // be off: other CPUs change guest memory at any time.)
             ("opt_level", "none"),
             ("enable_pinned_reg", "true"),
-            // Cranelift's tail calls want them.
+            // `access_failed` leaves by it.
             ("preserve_frame_pointers", "true"),
             ("enable_probestack", "false"),
             ("unwind_info", "false"),

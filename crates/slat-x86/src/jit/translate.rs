@@ -12,14 +12,11 @@
 //! This file has the function as a whole: its blocks, its state, and how it is left.
 
 use super::condition::Flags;
-use super::cpu::{TARGETS, Target, tag_of_mode};
 use super::helpers::{self, Status};
 use super::{Source, Step};
 use crate::Cpu;
 use crate::lower;
 use crate::op::{MEM, NONE, Op};
-use crate::snapshot::Snapshot;
-use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
     AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, SigRef, Signature, SourceLoc,
@@ -127,10 +124,9 @@ pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source) -> Box<[S
     steps
 }
 
-/// The signature of a region: from the index of the block to a status. The convention keeps no registers, and allows a region to
-/// continue in another one without a return.
+/// The signature of a region: from the index of the block to a status. The convention keeps no registers: see `dispatch`.
 pub(super) fn region() -> Signature {
-    signature(CallConv::Tail, 1, 1)
+    signature(CallConv::Winch, 1, 1)
 }
 
 fn signature(convention: CallConv, parameters: usize, returns: usize) -> Signature {
@@ -143,7 +139,6 @@ fn signature(convention: CallConv, parameters: usize, returns: usize) -> Signatu
 pub(super) struct Translator<'a> {
     pub(super) b: FunctionBuilder<'a>,
     steps: &'a [Step],
-    mode: u8,
     factory: InstructionInfoFactory,
     /// The host's name of the CPU, in this block.
     cpu: Option<Value>,
@@ -164,8 +159,6 @@ pub(super) struct Translator<'a> {
     leave: Block,
     /// Stops. Its parameters: the step, the status.
     stop: Block,
-    /// Leaves for the run loop, which looks around before the CPU continues at RIP.
-    wait: Block,
     /// The current instruction.
     step: usize,
     /// The address of the current block.
@@ -181,7 +174,7 @@ impl<'a> Translator<'a> {
     ) -> Self {
         let entry = b.create_block();
         let index = b.append_block_param(entry, I64);
-        let [leave, stop, wait] = std::array::from_fn(|_| b.create_block());
+        let [leave, stop] = std::array::from_fn(|_| b.create_block());
         let heads = (source.blocks.iter().zip(blocks))
             .map(|((rip, _), guests)| {
                 let head = Head {
@@ -195,7 +188,6 @@ impl<'a> Translator<'a> {
         let mut translator = Self {
             b,
             steps,
-            mode: source.mode,
             factory: InstructionInfoFactory::new(),
             cpu: None,
             gpr: [None; 16],
@@ -207,7 +199,6 @@ impl<'a> Translator<'a> {
             signatures: HashMap::new(),
             leave,
             stop,
-            wait,
             step: 0,
             head: 0,
         };
@@ -238,51 +229,10 @@ impl<'a> Translator<'a> {
         self.set_field(offset_of!(Cpu, compiled.step), step);
         self.b.ins().return_(&[status]);
         self.begin(self.leave);
-        self.continue_elsewhere(self.wait);
-        self.begin(self.wait);
         let status = self.constant(Status::Continue as i64);
         self.b.ins().return_(&[status]);
         self.b.seal_all_blocks();
         self.b.finalize();
-    }
-
-    /// Continues in the region at RIP, if it is known and good, and nothing else is to be done; in block `stop` otherwise.
-    fn continue_elsewhere(&mut self, stop: Block) {
-        let rip = self.field(I64, offset_of!(Cpu, state.rip));
-        let wanted = self.news();
-        let calm = self.b.create_block();
-        self.b.ins().brif(wanted, stop, &[], calm, &[]);
-        self.b.switch_to_block(calm);
-        let tag = (self.b.ins()).bxor_imm(rip, tag_of_mode(self.mode) as i64);
-        let at = self.b.ins().ushr_imm(rip, 12);
-        let at = self.b.ins().bxor(at, rip);
-        let at = self.b.ins().band_imm(at, TARGETS as i64 - 1);
-        let at = (self.b.ins()).ishl_imm(at, i64::from(size_of::<Target>().trailing_zeros()));
-        let targets = self.field(I64, offset_of!(Cpu, compiled.targets));
-        let target = self.b.ins().iadd(targets, at);
-        let part = |this: &mut Self, of: Value, offset: usize| {
-            let flags = MemFlags::trusted();
-            this.b.ins().load(I64, flags, of, offset as i32)
-        };
-        let found = part(self, target, offset_of!(Target, tag));
-        let same = self.b.ins().icmp(IntCC::Equal, found, tag);
-        let known = self.b.create_block();
-        self.b.ins().brif(same, known, &[], stop, &[]);
-        self.b.switch_to_block(known);
-        let page = part(self, target, offset_of!(Target, page));
-        let stamp = part(self, page, offset_of!(Snapshot, stamp));
-        let current = self.field(I64, offset_of!(Cpu, stamp));
-        let same = self.b.ins().icmp(IntCC::Equal, stamp, current);
-        let good = self.b.create_block();
-        self.b.ins().brif(same, good, &[], stop, &[]);
-        self.b.switch_to_block(good);
-        let host = part(self, page, offset_of!(Snapshot, host));
-        self.set_field(offset_of!(Cpu, code_page), host);
-        self.count(offset_of!(Cpu, counters.regions_chained), 1);
-        let code = part(self, target, offset_of!(Target, code));
-        let entry = part(self, target, offset_of!(Target, entry));
-        let signature = self.b.import_signature(region());
-        self.b.ins().return_call_indirect(signature, code, &[entry]);
     }
 
     /// Adds to a counter.
@@ -453,7 +403,7 @@ impl<'a> Translator<'a> {
             self.record_flags();
             let to = self.constant(rip as i64);
             self.set_field(offset_of!(Cpu, state.rip), to);
-            self.b.ins().jump(self.wait, &[]);
+            self.b.ins().jump(self.leave, &[]);
             self.b.switch_to_block(go);
         }
         self.b.ins().jump(head.block, &[]);
