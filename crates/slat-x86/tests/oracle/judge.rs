@@ -6,6 +6,7 @@ use iced_x86::{
 };
 
 use crate::forms::Case;
+use crate::memory;
 use crate::native::{Arena, DATA, DATA_LEN, Fault, Regs, STACK, STACK_LEN};
 use crate::vendor;
 
@@ -76,10 +77,23 @@ fn accesses_in_parts(instruction: &Instruction) -> bool {
     let size = instruction.memory_size().size();
     size > 16
         || matches!(size, 10 | 14)
-        || matches!(
-            instruction.mnemonic(),
-            Mnemonic::Maskmovdqu | Mnemonic::Maskmovq
-        )
+        || is_masked(instruction)
+        || memory::is_gather(instruction)
+}
+
+/// Whether a mask selects what an instruction stores.
+fn is_masked(instruction: &Instruction) -> bool {
+    use Mnemonic as M;
+    matches!(
+        instruction.mnemonic(),
+        M::Maskmovdqu
+            | M::Maskmovq
+            | M::Vmaskmovdqu
+            | M::Vmaskmovps
+            | M::Vmaskmovpd
+            | M::Vpmaskmovd
+            | M::Vpmaskmovq
+    )
 }
 
 const NAMES: [&str; 16] = [
@@ -91,7 +105,7 @@ const NAMES: [&str; 16] = [
 pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<String> {
     let masked = matches!(
         case.instruction.mnemonic(),
-        Mnemonic::Maskmovdqu | Mnemonic::Maskmovq
+        Mnemonic::Maskmovdqu | Mnemonic::Maskmovq | Mnemonic::Vmaskmovdqu
     );
     if masked && expected.fault.is_some_and(|f| f.vector == 14) && actual.fault.is_none() {
         // Whether bytes that are not selected can fault is left to the implementation.
@@ -144,6 +158,14 @@ pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<Strin
     for (n, name) in XMM.iter().enumerate() {
         let at = 160 + 16 * n;
         found.bytes(name, &e.fx[at..at + 16], &a.fx[at..at + 16]);
+    }
+    for (n, name) in XMM.iter().enumerate() {
+        let at = 16 * n;
+        found.bytes(
+            &format!("{name} above 127"),
+            &e.high[at..at + 16],
+            &a.high[at..at + 16],
+        );
     }
     // Nor does the host take back the part of a store that it has done before it finds the second page missing.
     if !(page_fault && accesses_in_parts(&case.instruction)) {
