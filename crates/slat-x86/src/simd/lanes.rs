@@ -32,9 +32,11 @@ impl Lanes {
             Lanes::ScalarSingle | Lanes::ScalarDouble => 1,
             _ => 128 / bits,
         };
-        (result.iter()).take(if elements == 1 { 1 } else { result.len() }).any(|half| {
-            (0..elements).any(|n| is_denormal((half >> (n * bits)) as u64, exponent, fraction))
-        })
+        (result.iter())
+            .take(if elements == 1 { 1 } else { result.len() })
+            .any(|half| {
+                (0..elements).any(|n| is_denormal((half >> (n * bits)) as u64, exponent, fraction))
+            })
     }
 
     /// Returns the elements of a legacy SSE instruction.

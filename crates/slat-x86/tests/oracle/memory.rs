@@ -179,7 +179,9 @@ pub fn tame(
         return Some(());
     }
     match mnemonic {
-        M::Maskmovq | M::Maskmovdqu | M::Vmaskmovdqu => regs.gpr[7] = (base + DATA + rng.below(DATA_LEN)) as u64,
+        M::Maskmovq | M::Maskmovdqu | M::Vmaskmovdqu => {
+            regs.gpr[7] = (base + DATA + rng.below(DATA_LEN)) as u64
+        }
         M::Xlatb if rng.one_in(4) => {
             instruction.set_segment_prefix(Register::GS);
             regs.gpr[3] = (base + DATA + rng.below(DATA_LEN - 0x100)) as u64 - GS_BASE;

@@ -31,7 +31,11 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handl
         _ => return None,
     };
     // The bytes of the vector with more of them: of the indices, or of the result.
-    op.aux = if wide || insn.memory_index().is_ymm() { 32 } else { 16 };
+    op.aux = if wide || insn.memory_index().is_ymm() {
+        32
+    } else {
+        16
+    };
     op.r[INDICES] = op.index;
     op.index = NONE;
     Some(handler)
@@ -98,12 +102,29 @@ fn masked_store<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
+/// Returns a mask whose elements are all ones or all zeros: each bit is its element's sign bit.
+fn whole_elements<T: Int>(mask: &Ymm, elements: usize) -> Ymm {
+    let mut whole = Ymm::default();
+    for n in 0..elements {
+        let ones = if element::<T>(mask, n).top() {
+            u64::MAX
+        } else {
+            0
+        };
+        set_element(&mut whole, n, T::of(ones));
+    }
+    whole
+}
+
 /// Loads elements of type `T` at a base plus indices of type `I`. An element that was loaded has its mask element cleared: so that
 /// after an exception of a later one, which leaves the elements before it loaded, the instruction goes on with that one.
 fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let elements = u64::from(op.aux) / I::BYTES.max(T::BYTES);
+    let bytes = u64::from(op.aux);
+    let elements = (bytes / I::BYTES.max(T::BYTES)) as usize;
     let indices = cpu.ymm(op.r[INDICES]);
-    let (mut result, mut mask) = (cpu.ymm(op.r[0]), cpu.ymm(op.r[2]));
+    let mut result = cpu.ymm(op.r[0]);
+    let mut mask = whole_elements::<T>(&cpu.ymm(op.r[2]), (bytes / T::BYTES) as usize);
+    let mut loaded = false;
     let mut load = |cpu: &mut Cpu, n: usize| -> Flow {
         if element::<T>(&mask, n).top() {
             let index = element::<I>(&indices, n).sx() as u64;
@@ -112,28 +133,34 @@ fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
             let value = cpu.load::<T>(lin)?;
             set_element(&mut result, n, value);
             set_element(&mut mask, n, T::of(0));
+            loaded = true;
         }
         Ok(())
     };
-    let done = (0..elements as usize).try_for_each(|n| load(cpu, n));
+    let done = (0..elements).try_for_each(|n| load(cpu, n));
     match done {
         Ok(()) => {
-            // The elements that the instruction does not have are zero.
-            let bits = elements as u32 * T::BITS;
-            let keep = |v: Ymm| match bits {
-                64 => [v[0] & u128::from(u64::MAX), 0],
-                128 => [v[0], 0],
-                _ => v,
-            };
-            cpu.set_ymm(op.r[0], keep(result));
-            cpu.set_ymm(op.r[2], [0, 0]);
+            cpu.set_ymm(op.r[0], low_bits(result, elements as u32 * T::BITS));
+            cpu.set_ymm(op.r[2], Ymm::default());
         }
         Err(Break::Exception) => {
-            cpu.set_ymm(op.r[0], result);
+            // As Intel's CPUs do it, the destination is as it was until the first element is loaded.
+            if loaded {
+                cpu.set_ymm(op.r[0], low_bits(result, 8 * bytes as u32));
+            }
             cpu.set_ymm(op.r[2], mask);
         }
         // The instruction starts again, and reads the same elements in the same order.
         Err(_) => {}
     }
     done
+}
+
+/// Clears all but the lowest 64, 128 or 256 bits.
+fn low_bits(v: Ymm, bits: u32) -> Ymm {
+    match bits {
+        64 => [v[0] & u128::from(u64::MAX), 0],
+        128 => [v[0], 0],
+        _ => v,
+    }
 }

@@ -61,7 +61,10 @@ fn load32(cpu: &mut Cpu, lin: u64) -> Result<Ymm, Break> {
     let mut bytes = [0; 32];
     cpu.load_bytes(lin, &mut bytes)?;
     let (halves, _) = bytes.as_chunks::<16>();
-    Ok([u128::from_le_bytes(halves[0]), u128::from_le_bytes(halves[1])])
+    Ok([
+        u128::from_le_bytes(halves[0]),
+        u128::from_le_bytes(halves[1]),
+    ])
 }
 
 /// Writes 32 bytes.

@@ -27,21 +27,30 @@ macro_rules! clearing {
 pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
     let (to_memory, from_memory) = (op.r[0] == MEM, op.r.contains(&MEM));
     // Chooses one of: register to register, load, store.
-    let one_of = |registers: Handler, load: Handler, store: Handler| match (to_memory, from_memory) {
+    let one_of = |registers: Handler, load: Handler, store: Handler| match (to_memory, from_memory)
+    {
         (true, _) => store,
         (_, true) => load,
         _ => registers,
     };
     let handler = match insn.mnemonic() {
-        M::Vmovaps | M::Vmovapd | M::Vmovdqa | M::Vmovntdqa | M::Vmovntdq | M::Vmovntps | M::Vmovntpd => {
-            match wide {
-                true => one_of(whole_ymm, load_ymm::<true>, store_ymm::<true>),
-                false => one_of(clearing!(whole), clearing!(load16::<true>), store16::<true>),
-            }
-        }
+        M::Vmovaps
+        | M::Vmovapd
+        | M::Vmovdqa
+        | M::Vmovntdqa
+        | M::Vmovntdq
+        | M::Vmovntps
+        | M::Vmovntpd => match wide {
+            true => one_of(whole_ymm, load_ymm::<true>, store_ymm::<true>),
+            false => one_of(clearing!(whole), clearing!(load16::<true>), store16::<true>),
+        },
         M::Vmovups | M::Vmovupd | M::Vmovdqu | M::Vlddqu => match wide {
             true => one_of(whole_ymm, load_ymm::<false>, store_ymm::<false>),
-            false => one_of(clearing!(whole), clearing!(load16::<false>), store16::<false>),
+            false => one_of(
+                clearing!(whole),
+                clearing!(load16::<false>),
+                store16::<false>,
+            ),
         },
         M::Vmovss => one_of(merge::<u32>, clearing!(load_zero::<u32>), store_low::<u32>),
         M::Vmovsd => one_of(merge::<u64>, clearing!(load_zero::<u64>), store_low::<u64>),

@@ -65,11 +65,22 @@ fn lower_gpr(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
         if let Some(stub) = table::signs(mnemonic, if wide { 32 } else { 16 }) {
             (stub, to_gpr::<u32, false>)
         } else if let Some(stub) = table::to_gpr(mnemonic, to) {
-            let handler = if to == 8 { to_gpr::<u64, true> } else { to_gpr::<u32, true> };
+            let handler = if to == 8 {
+                to_gpr::<u64, true>
+            } else {
+                to_gpr::<u32, true>
+            };
             (stub, handler)
         } else {
             let stub = table::from_gpr(mnemonic, from)?;
-            (stub, if from == 8 { from_gpr::<u64> } else { from_gpr::<u32> })
+            (
+                stub,
+                if from == 8 {
+                    from_gpr::<u64>
+                } else {
+                    from_gpr::<u32>
+                },
+            )
         };
     op.imm = stub as usize as u64;
     Some(handler)
