@@ -11,7 +11,7 @@ fn bits(features: &[(bool, u32)]) -> u32 {
         .fold(0, |bits, (_, bit)| bits | 1 << bit)
 }
 
-/// Leaf 1 ECX: SSE3 to SSE4.2, PCLMULQDQ, AES as on the host; CMPXCHG16B PCID MOVBE POPCNT XSAVE RDRAND.
+/// Leaf 1 ECX: SSE3 to SSE4.2, PCLMULQDQ, AES, AVX, FMA, F16C as on the host; CMPXCHG16B PCID MOVBE POPCNT XSAVE RDRAND.
 pub fn leaf1_ecx() -> u32 {
     let integer = bits(&[
         (true, 13),
@@ -24,7 +24,7 @@ pub fn leaf1_ecx() -> u32 {
     integer | features().leaf1_ecx
 }
 
-/// Leaf 7 EBX: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB, SHA as on the host.
+/// Leaf 7 EBX: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB, AVX2 and SHA as on the host.
 pub fn leaf7_ebx() -> u32 {
     let integer = bits(&[
         (true, 0),

@@ -160,6 +160,8 @@ fn host_caches(leaf: u32) -> kvm_cpuid_entry2 {
 const XSAVE_LEGACY_BYTES: u32 = 576;
 /// Bytes of PKRU in an XSAVE area.
 const PKRU_BYTES: u32 = 8;
+/// Bytes of the upper halves of the YMM registers in an XSAVE area, after the header.
+const AVX_BYTES: u32 = 256;
 
 /// The offset of PKRU in the standard format of an XSAVE area, if the host has protection keys. The software CPU could offer them on
 /// any host, but QEMU takes the offset from the host's CPUID, and gives its guest offset 0 where the host has no keys.
@@ -169,17 +171,32 @@ pub fn pkru_offset() -> Option<usize> {
         let has_keys = host_leaf(7, 0).ecx & LEAF7_ECX_PKU != 0;
         let host = has_keys.then(|| host_leaf(0xd, xcr0::PKRU.trailing_zeros()))?;
         let at = host.ebx as usize;
-        let fits = (576..=4088).contains(&at) && at.is_multiple_of(8);
+        let after_avx = (XSAVE_LEGACY_BYTES + AVX_BYTES) as usize;
+        let fits = (after_avx..=4088).contains(&at) && at.is_multiple_of(8);
         (host.eax == PKRU_BYTES && fits).then_some(at)
     })
 }
 
+/// The offset of the upper halves of the YMM registers in an XSAVE area, if the host has AVX.
+pub fn avx_offset() -> Option<usize> {
+    slat_x86::simd::has_avx().then_some(XSAVE_LEGACY_BYTES as usize)
+}
+
 /// The state components that a guest can use: bits of XCR0.
 pub fn supported_xcr0() -> u64 {
-    match pkru_offset() {
-        Some(_) => xcr0::ALL,
-        None => xcr0::ALL & !xcr0::PKRU,
-    }
+    let optional = [(avx_offset(), xcr0::AVX), (pkru_offset(), xcr0::PKRU)];
+    let missing = optional.iter().filter(|(offset, _)| offset.is_none());
+    missing.fold(xcr0::ALL, |all, (_, component)| all & !component)
+}
+
+/// Returns component, bytes and offset of the parts of an XSAVE area after the header, in the standard format.
+fn xsave_components() -> impl Iterator<Item = (u64, u32, u32)> {
+    let optional = [
+        (xcr0::AVX, AVX_BYTES, avx_offset()),
+        (xcr0::PKRU, PKRU_BYTES, pkru_offset()),
+    ];
+    (optional.into_iter())
+        .filter_map(|(component, bytes, at)| at.map(|at| (component, bytes, at as u32)))
 }
 
 /// Returns `KVM_GET_EMULATED_CPUID`'s leaves: the features that KVM emulates where the host's CPU does not have them, MOVBE and
@@ -247,7 +264,8 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             [
                 supported_xcr0() as u32,
                 XSAVE_LEGACY_BYTES,
-                pkru_offset().map_or(XSAVE_LEGACY_BYTES, |at| at as u32 + PKRU_BYTES),
+                (xsave_components().map(|(_, bytes, at)| at + bytes).max())
+                    .unwrap_or(XSAVE_LEGACY_BYTES),
                 0,
             ],
         ),
@@ -257,13 +275,9 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
             [cpu_features::leaf_d1_eax(), XSAVE_LEGACY_BYTES, 0, 0],
         ),
     ]);
-    if let Some(at) = pkru_offset() {
-        entries.push(entry(
-            0xd,
-            Some(xcr0::PKRU.trailing_zeros()),
-            [PKRU_BYTES, at as u32, 0, 0],
-        ));
-    }
+    entries.extend(xsave_components().map(|(component, bytes, at)| {
+        entry(0xd, Some(component.trailing_zeros()), [bytes, at, 0, 0])
+    }));
     let signature = [
         u32::from_le_bytes(*b"KVMK"),
         u32::from_le_bytes(*b"VMKV"),
@@ -401,20 +415,44 @@ mod tests {
         let features = slat_x86::Features::from_cpuid(|leaf, sub| lookup(&table, leaf, sub));
         assert_eq!(features.physical_bits(), PHYS_BITS);
         let [components, _, size, _] = lookup(&table, 0xd, 0);
-        let [bytes, offset, ..] = lookup(&table, 0xd, 9);
         let keys = lookup(&table, 7, 0)[2] & LEAF7_ECX_PKU != 0;
-        let expected = match keys {
-            true => (0x203, offset + bytes),
-            false => (3, XSAVE_LEGACY_BYTES),
-        };
+        let avx = lookup(&table, 1, 0)[2] & 1 << 28 != 0;
+        let mut expected = (3, XSAVE_LEGACY_BYTES);
+        for (component, has) in [(2, avx), (9, keys)] {
+            let [bytes, offset, ..] = lookup(&table, 0xd, component);
+            assert_eq!(bytes != 0, has, "component {component}");
+            if has {
+                expected = (expected.0 | 1u32 << component, offset + bytes);
+            }
+        }
         assert_eq!((components, size), expected);
         assert_eq!(lookup(&table, 7, 0)[2] & 1 << 4, 0, "OSPKE is the guest's");
     }
 
     #[test]
-    fn no_avx_is_promised() {
+    fn avx_is_promised_as_far_as_the_host_has_it() {
         let table = supported().unwrap();
-        assert_eq!(lookup(&table, 1, 0)[2] & 1 << 28, 0);
-        assert_eq!(lookup(&table, 7, 0)[1] & 1 << 5, 0);
+        let avx = is_x86_feature_detected!("avx");
+        for (leaf, register, bit, has) in [
+            (1, 2, 28, avx),
+            (1, 2, 12, avx && is_x86_feature_detected!("fma")),
+            (1, 2, 29, avx && is_x86_feature_detected!("f16c")),
+            (7, 1, 5, avx && is_x86_feature_detected!("avx2")),
+            (7, 1, 16, false),
+        ] {
+            let told = lookup(&table, leaf, 0)[register] >> bit & 1 != 0;
+            assert_eq!(told, has, "leaf {leaf}, bit {bit}");
+        }
+    }
+
+    #[test]
+    fn the_levels_of_x86_64_are_complete() {
+        // The integer part of x86-64-v3: MOVBE, OSXSAVE's XSAVE, BMI1, BMI2, LZCNT.
+        let table = supported().unwrap();
+        let has =
+            |leaf, register: usize, bit: u32| lookup(&table, leaf, 0)[register] >> bit & 1 != 0;
+        assert!(has(1, 2, 22) && has(1, 2, 26));
+        assert!(has(7, 1, 3) && has(7, 1, 8));
+        assert!(has(0x8000_0001, 2, 5));
     }
 }

@@ -1,6 +1,6 @@
-//! The x87, SSE and PKRU state in KVM's structs: `kvm_fpu` and the XSAVE area.
+//! The x87, SSE, AVX and PKRU state in KVM's structs: `kvm_fpu` and the XSAVE area.
 
-use crate::cpuid::{pkru_offset, supported_xcr0};
+use crate::cpuid::{avx_offset, pkru_offset, supported_xcr0};
 use crate::errno::{Result, fail};
 use kvm_bindings::*;
 use slat_x86::State;
@@ -55,6 +55,11 @@ pub fn get_xsave(state: &State) -> [u8; 4096] {
     let mut area = [0; 4096];
     area[..512].copy_from_slice(&state.to_fxsave());
     area[XSTATE_BV..][..8].copy_from_slice(&supported_xcr0().to_le_bytes());
+    if let Some(at) = avx_offset() {
+        for (half, bytes) in (state.ymm_high.iter()).zip(area[at..].chunks_exact_mut(16)) {
+            bytes.copy_from_slice(&half.to_le_bytes());
+        }
+    }
     if let Some(at) = pkru_offset() {
         area[at..][..4].copy_from_slice(&state.pkru.to_le_bytes());
     }
@@ -82,6 +87,7 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     if present & 2 != 0 {
         image[160..416].copy_from_slice(&area[160..416]);
     }
+    let high = avx_offset().filter(|_| present & xcr0::AVX != 0);
     // MXCSR is loaded also without the SSE component, as XRSTOR does when SSE is requested.
     let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));
     if mxcsr & !0xffff != 0 {
@@ -89,6 +95,11 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     }
     image[24..28].copy_from_slice(&area[24..28]);
     state.set_fxsave(&image);
+    for (n, half) in state.ymm_high.iter_mut().enumerate() {
+        *half = high.map_or(0, |at| {
+            u128::from_le_bytes(area[at + 16 * n..][..16].try_into().expect("16 bytes"))
+        });
+    }
     state.pkru = match pkru_offset() {
         Some(at) if present & xcr0::PKRU != 0 => {
             u32::from_le_bytes(area[at..][..4].try_into().expect("4 bytes"))
@@ -123,9 +134,24 @@ mod tests {
     }
 
     #[test]
+    fn the_upper_halves_come_back_as_they_were_set() {
+        let mut state = State::reset();
+        state.ymm_high = std::array::from_fn(|n| 1 << n);
+        let has = avx_offset().is_some();
+        let mut area = get_xsave(&state);
+        let mut other = State::reset();
+        set_xsave(&mut other, &area).unwrap();
+        assert_eq!(other.ymm_high == state.ymm_high, has);
+        // A component that is not present is in its initial state.
+        area[XSTATE_BV] &= !4;
+        set_xsave(&mut other, &area).unwrap();
+        assert_eq!(other.ymm_high, [0; 16]);
+    }
+
+    #[test]
     fn unknown_components_are_refused() {
         let mut area = get_xsave(&State::reset());
-        area[XSTATE_BV] |= 4;
+        area[XSTATE_BV] |= 8;
         assert!(set_xsave(&mut State::reset(), &area).is_err());
     }
 }

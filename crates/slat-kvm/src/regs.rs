@@ -328,7 +328,7 @@ pub fn set_xcrs(state: &mut State, xcrs: &kvm_xcrs) -> Result<()> {
     }
     for xcr in &xcrs.xcrs[..xcrs.nr_xcrs as usize] {
         if xcr.xcr == 0 {
-            if xcr.value & !supported_xcr0() != 0 || xcr.value & xcr0::X87 == 0 {
+            if !xcr0::is_valid(xcr.value, supported_xcr0()) {
                 return fail(libc::EINVAL);
             }
             state.xcr0 = xcr.value;

@@ -13,7 +13,8 @@ use crate::int::Int;
 use crate::machine::{Exit, GuestFlush, Machine, Paging};
 use crate::mmio::Devices;
 use crate::op::{Break, Op};
-use crate::state::{Exception, Segment, State, control, flags};
+use crate::simd;
+use crate::state::{Exception, Segment, State, control, flags, xcr0};
 use crate::sync::Arc;
 use crate::tlb::{SUPERVISOR, SUPERVISOR_AC, Tlb, USER};
 use std::ptr::NonNull;
@@ -30,6 +31,10 @@ pub(crate) mod mode {
     pub const TASK_SWITCHED: u8 = 1 << 4;
     /// CPL 3: a supervisor's code has another key.
     pub const USER: u8 = 1 << 5;
+    /// VEX-encoded vector instructions are #UD (CR4.OSXSAVE or a bit of XCR0 is clear, or the mode has no VEX prefix).
+    pub const NO_AVX: u8 = 1 << 6;
+    /// VEX prefixes are #UD (real mode and virtual-8086 mode).
+    pub const NO_VEX: u8 = 1 << 7;
 }
 
 /// One software CPU. It has all memory that it needs to run from its creation; see [`Cpu::try_new`].
@@ -322,6 +327,13 @@ impl Cpu {
         }
         if state.cr0 & control::CR0_TS != 0 {
             mode |= mode::TASK_SWITCHED;
+        }
+        const AVX: u64 = xcr0::SSE | xcr0::AVX;
+        if state.cr4 & control::CR4_OSXSAVE == 0 || state.xcr0 & AVX != AVX || !simd::has_avx() {
+            mode |= mode::NO_AVX;
+        }
+        if self.has_paragraphs() {
+            mode |= mode::NO_AVX | mode::NO_VEX;
         }
         self.cpl = match (
             state.cr0 & control::CR0_PE != 0,

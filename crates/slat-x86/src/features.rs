@@ -2,6 +2,7 @@
 //!
 //! Without a feature its control bits are reserved and its instructions are #UD, as far as hardware under KVM behaves so.
 
+use crate::simd;
 use crate::state::{control, xcr0};
 
 /// The features of a CPU.
@@ -60,6 +61,14 @@ const EBX: usize = 1;
 const ECX: usize = 2;
 const EDX: usize = 3;
 
+/// Returns the state components that this CPU has on this host. AVX instructions depend on theirs: without it they are #UD.
+fn components() -> u64 {
+    match simd::has_avx() {
+        true => xcr0::ALL,
+        false => xcr0::ALL & !xcr0::AVX,
+    }
+}
+
 impl Features {
     /// Returns all features that this CPU implements.
     pub fn all() -> Self {
@@ -68,7 +77,7 @@ impl Features {
         Features {
             cr4,
             efer,
-            xcr0: xcr0::ALL,
+            xcr0: components(),
             pkru_offset: PKRU_OFFSET,
             invpcid: true,
             rdtscp: true,
@@ -92,7 +101,7 @@ impl Features {
             .filter(|(_, bit)| has(0x8000_0001, EDX, *bit))
             .fold(0, |all, (bits, _)| all | bits);
         let [xcr0_low, _, _, xcr0_high] = cpuid(0xd, 0);
-        let components = u64::from(xcr0_low) | u64::from(xcr0_high) << 32;
+        let told = u64::from(xcr0_low) | u64::from(xcr0_high) << 32;
         let pkru_offset = cpuid(0xd, xcr0::PKRU.trailing_zeros())[EBX] as usize;
         let vendor = cpuid(0, 0)[EBX].to_le_bytes();
         let physical_bits = match cpuid(0x8000_0000, 0)[EAX] >= 0x8000_0008 {
@@ -102,7 +111,7 @@ impl Features {
         Features {
             cr4,
             efer,
-            xcr0: components & xcr0::ALL | xcr0::X87,
+            xcr0: told & components() | xcr0::X87,
             // After the header, aligned, and not farther than in any CPU.
             pkru_offset: match pkru_offset.is_multiple_of(8) && (576..8192).contains(&pkru_offset) {
                 true => pkru_offset,

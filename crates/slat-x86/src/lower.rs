@@ -33,13 +33,20 @@ pub(crate) fn lower(
         ..invalid()
     };
     operands(insn, mode, &mut op);
-    let found = LOWERINGS.iter().find_map(|lower| lower(insn, &mut op));
+    let vex = insn.encoding() == EncodingKind::VEX;
+    let found = match vex && mode & mode::NO_VEX != 0 {
+        true => Some(undefined as Handler),
+        false => LOWERINGS.iter().find_map(|lower| lower(insn, &mut op)),
+    };
     if let Some(handler) = found {
         op.handler = handler;
         ops.push(op);
     } else {
         op.handler = floating(insn, code, mode, &mut op).unwrap_or_else(|| missing(insn));
-        let hidden = matches!(insn.mnemonic(), Mnemonic::Maskmovq | Mnemonic::Maskmovdqu);
+        let hidden = matches!(
+            insn.mnemonic(),
+            Mnemonic::Maskmovq | Mnemonic::Maskmovdqu | Mnemonic::Vmaskmovdqu
+        );
         let may_store = op.r[0] == MEM || hidden;
         ops.push(op);
         if may_store {
@@ -77,14 +84,19 @@ const LOWERINGS: [fn(&Instruction, &mut Op) -> Option<Handler>; 18] = [
     exec::xsave::lower,
 ];
 
-/// Chooses the handler of an SSE or x87 instruction: one that raises #UD or #NM if they are switched off.
+/// Chooses the handler of an SSE, AVX or x87 instruction: one that raises #UD or #NM if they are switched off.
 fn floating(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
-    if insn.encoding() != EncodingKind::Legacy {
+    let vex = insn.encoding() == EncodingKind::VEX;
+    if !vex && insn.encoding() != EncodingKind::Legacy {
         return None;
     }
     if let Some(handler) = simd::lower(insn, op) {
         let mmx = !insn.cpuid_features().iter().any(|f| is_sse(*f));
-        let off = if mmx { mode::NO_X87 } else { mode::NO_SSE };
+        let off = match (vex, mmx) {
+            (true, _) => mode::NO_AVX,
+            (_, true) => mode::NO_X87,
+            (_, false) => mode::NO_SSE,
+        };
         return Some(match mode {
             _ if mode & off != 0 => undefined,
             _ if mode & mode::TASK_SWITCHED != 0 => not_available,
@@ -288,7 +300,8 @@ fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
         _ => segment(insn.memory_segment()),
     };
     op.address_size = match (base, index) {
-        (Register::None, Register::None) => insn.memory_displ_size().clamp(2, 8) as u8,
+        // The index of a gather is a vector, and says nothing of the address size.
+        (Register::None, index) if !index.is_gpr() => insn.memory_displ_size().clamp(2, 8) as u8,
         (Register::None, index) => index.size() as u8,
         (base, _) => base.size() as u8,
     };

@@ -68,10 +68,17 @@ pub mod xcr0 {
     pub const X87: u64 = 1;
     /// The XMM registers and MXCSR.
     pub const SSE: u64 = 1 << 1;
+    /// The upper halves of the YMM registers.
+    pub const AVX: u64 = 1 << 2;
     /// PKRU.
     pub const PKRU: u64 = 1 << 9;
-    /// All components that this CPU has.
-    pub const ALL: u64 = X87 | SSE | PKRU;
+    /// All components that this CPU can have; [`AVX`] only if the host has it.
+    pub const ALL: u64 = X87 | SSE | AVX | PKRU;
+
+    /// Whether a value can be that of XCR0, if a CPU has the `components` (SDM volume 1, "Enabling the XSAVE Feature Set").
+    pub const fn is_valid(value: u64, components: u64) -> bool {
+        value & !components == 0 && value & X87 != 0 && value & (SSE | AVX) != AVX
+    }
 }
 
 /// A segment register with its hidden part.
@@ -212,6 +219,8 @@ pub struct State {
     pub dr6: u64,
     pub dr7: u64,
     pub xmm: [u128; 16],
+    /// Bits 255:128 of the YMM registers, whose lower halves are `xmm`.
+    pub ymm_high: [u128; 16],
     pub mxcsr: u32,
     /// The x87 registers in physical order: ST(i) is `st[(top + i) & 7]`, top being bits 11–13 of `fsw`.
     pub st: [F80; 8],
@@ -289,6 +298,7 @@ impl State {
             dr6: 0xffff_0ff0,
             dr7: 0x400,
             xmm: [0; 16],
+            ymm_high: [0; 16],
             mxcsr: 0x1f80,
             st: [F80::default(); 8],
             fcw: 0x40,
@@ -326,6 +336,7 @@ impl State {
             xcr0: self.xcr0,
             pkru: self.pkru,
             xmm: self.xmm,
+            ymm_high: self.ymm_high,
             mxcsr: self.mxcsr,
             st: self.st,
             fcw: self.fcw,

@@ -2,15 +2,23 @@
 
 mod common;
 use common::*;
-use slat_x86::state::control;
+use slat_x86::state::{control, xcr0};
 use slat_x86::*;
+
+/// The state components of a CPU on this host.
+fn components() -> u64 {
+    match is_x86_feature_detected!("avx") {
+        true => xcr0::ALL,
+        false => xcr0::ALL & !xcr0::AVX,
+    }
+}
 
 /// A guest with XSAVE on and all components enabled, RAX and RDX asking for all of them.
 fn with_xsave(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     let state = &mut guest.cpu.state;
     state.cr4 |= control::CR4_OSXSAVE | control::CR4_PKE;
-    state.xcr0 = 0x203;
+    state.xcr0 = components();
     (state.gpr[RAX], state.gpr[RDX]) = (u64::MAX, u64::MAX);
     (state.gpr[RSI], state.gpr[RDI]) = (DATA, DATA + 0x1000);
     guest
@@ -36,6 +44,10 @@ fn xsave_and_xrstor_keep_all_components_in_both_formats() {
         let mut guest = with_xsave(code);
         let state = &mut guest.cpu.state;
         state.xmm[15] = 0x1234;
+        state.ymm_high[14] = match components() & xcr0::AVX {
+            0 => 0,
+            _ => 0x5678 << 64,
+        };
         state.mxcsr = 0x1fa0;
         state.st[3].mantissa = 7;
         state.pkru = 0x5555_5554;
@@ -44,13 +56,28 @@ fn xsave_and_xrstor_keep_all_components_in_both_formats() {
         guest.memory().write(DATA + 512, &[0; 64]);
         guest.halt();
         let header = |at| guest.memory().read64(DATA + 512 + at);
-        assert_eq!(header(0), 0x203);
-        assert_eq!(header(8), if compacted { 1 << 63 | 0x203 } else { 0 });
-        let at = if compacted { 576 } else { PKRU_OFFSET as u64 };
+        assert_eq!(header(0), components());
+        let format = match compacted {
+            true => 1 << 63 | components(),
+            false => 0,
+        };
+        assert_eq!(header(8), format);
+        let at = match (compacted, components() & xcr0::AVX) {
+            (false, _) => PKRU_OFFSET as u64,
+            (true, 0) => 576,
+            (true, _) => 832,
+        };
+        if components() & xcr0::AVX != 0 {
+            let high = u128::from_le_bytes(guest.memory().read(DATA + 576 + 16 * 14));
+            assert_eq!(high, before.ymm_high[14]);
+        }
         assert_eq!(guest.memory().read64(DATA + at), 0x5555_5554);
         assert_eq!(guest.memory().read::<1>(DATA + 464), [0xaa], "software's");
         let state = &mut guest.cpu.state;
         (state.xmm, state.pkru, state.mxcsr) = ([1; 16], 1, 0x1f80);
+        if components() & xcr0::AVX != 0 {
+            state.ymm_high = [1; 16];
+        }
         state.st[3].mantissa = 8;
         // xrstor [rsi]
         guest.memory().write(CODE, b"\x0f\xae\x2e\xf4");
@@ -58,6 +85,7 @@ fn xsave_and_xrstor_keep_all_components_in_both_formats() {
         guest.halt();
         let state = &guest.cpu.state;
         assert_eq!((state.xmm, state.st), (before.xmm, before.st));
+        assert_eq!(state.ymm_high, before.ymm_high);
         assert_eq!((state.pkru, state.mxcsr), (0x5555_5554, 0x1fa0));
     }
 }
@@ -74,7 +102,7 @@ fn components_in_their_initial_state_are_told_and_not_written() {
     guest.halt();
     let read = |at| guest.memory().read64(at);
     assert_eq!(read(DATA + 512), 0x200);
-    assert_eq!(read(DATA + 520), 1 << 63 | 0x203);
+    assert_eq!(read(DATA + 520), 1 << 63 | components());
     assert_eq!(read(DATA + 528), 0xaaaa_aaaa_aaaa_aaaa);
     assert_eq!(
         (read(DATA), read(DATA + 160)),
@@ -83,7 +111,7 @@ fn components_in_their_initial_state_are_told_and_not_written() {
     // XSAVEOPT leaves the bits of components that were not asked for.
     assert_eq!(
         read(DATA + 0x1000 + 512),
-        0xaaaa_aaaa_aaaa_aaaa & !0x203 | 0x200
+        0xaaaa_aaaa_aaaa_aaaa & !components() | 0x200
     );
     assert_eq!(read(DATA + 0x1000 + 24) as u32, 0x1f80, "MXCSR is written");
     assert_eq!(
@@ -97,10 +125,10 @@ fn xrstor_refuses_bad_headers_and_restores_initial_states() {
     // xrstor [rsi]
     let code = b"\x0f\xae\x2e\xf4";
     for (at, value) in [
-        (512, 4u64),
+        (512, 8u64),
         (520, 1),
         (528, 1),
-        (520, 1 << 63 | 4),
+        (520, 1 << 63 | 8),
         (24, 1 << 16),
     ] {
         let mut guest = with_xsave(code);

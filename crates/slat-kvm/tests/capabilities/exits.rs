@@ -14,7 +14,7 @@ pub const USES: &[Use] = &[
         coalesces(IoEventAddress::Pio(0x10))
     }),
     (KVM_CAP_INTERNAL_ERROR_DATA, |_| {
-        // vaddps ymm0, ymm0, ymm0: AVX is not offered.
+        // vaddps ymm0, ymm0, ymm0, which is #UD in real mode.
         let mut guest = Guest::new(&[0xc5, 0xfc, 0x58, 0xc0]);
         guest.memory.write(6 * 4, &[0x00, 0x80, 0, 0]);
         loop {

@@ -71,6 +71,16 @@ fn sse_enabled(cpu: &mut Cpu) -> Result<(), Break> {
 }
 fn ldmxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     sse_enabled(cpu)?;
+    load_mxcsr(cpu, op)
+}
+fn stmxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
+    sse_enabled(cpu)?;
+    store_mxcsr(cpu, op)?;
+    cpu.stored()
+}
+
+/// Loads MXCSR: LDMXCSR and VLDMXCSR, where they are enabled.
+pub(crate) fn load_mxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = cpu.load_mem::<u32>(op)?;
     if v & !MXCSR_MASK != 0 {
         return Err(cpu.gp());
@@ -78,11 +88,10 @@ fn ldmxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.mxcsr = v;
     Ok(())
 }
-fn stmxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
-    sse_enabled(cpu)?;
+/// Stores MXCSR. The block may have to end after it.
+pub(crate) fn store_mxcsr(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = cpu.state.mxcsr;
-    cpu.store_mem::<u32>(op, v)?;
-    cpu.stored()
+    cpu.store_mem::<u32>(op, v)
 }
 
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {

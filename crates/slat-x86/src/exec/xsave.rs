@@ -1,6 +1,6 @@
 //! XSAVE XSAVEOPT XSAVEC XRSTOR, XGETBV XSETBV, RDPKRU WRPKRU (SDM volume 1, "Managing State Using the XSAVE Feature Set").
 //!
-//! The state components are x87, SSE and PKRU. Whether one is in its initial state is computed when an instruction needs it.
+//! The state components are x87, SSE, AVX and PKRU. Whether one is in its initial state is computed when an instruction needs it.
 
 use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;
@@ -11,6 +11,10 @@ use iced_x86::{Instruction, Mnemonic};
 /// Offset of the header, after the legacy region.
 const HEADER: usize = 512;
 const HEADER_END: usize = 576;
+/// The upper halves of the YMM registers, in both formats.
+const AVX: usize = HEADER_END;
+const AVX_END: usize = AVX + 256;
+const PKRU_BYTES: usize = 8;
 /// XCOMP_BV: the area is in the compacted format.
 const COMPACTED: u64 = 1 << 63;
 
@@ -40,6 +44,7 @@ fn in_use(cpu: &Cpu) -> u64 {
     for (component, used) in [
         (xcr0::X87, !state.x87_is_initial()),
         (xcr0::SSE, sse),
+        (xcr0::AVX, state.ymm_high != [0; 16]),
         (xcr0::PKRU, state.pkru != 0),
     ] {
         components |= if used { component } else { 0 };
@@ -47,9 +52,50 @@ fn in_use(cpu: &Cpu) -> u64 {
     components
 }
 
-/// Returns the end of the XMM registers that the mode has.
-fn xmm_end(cpu: &Cpu) -> usize {
-    if cpu.is_64() { 416 } else { 288 }
+/// Returns the number of vector registers that the mode has.
+fn registers(cpu: &Cpu) -> usize {
+    if cpu.is_64() { 16 } else { 8 }
+}
+
+/// Offset of the XMM registers.
+const XMM: usize = 160;
+
+/// Returns the bytes of halves of vector registers.
+fn halves_to_bytes(halves: &[u128; 16]) -> [u8; 256] {
+    let mut bytes = [0; 256];
+    for (to, half) in bytes.chunks_exact_mut(16).zip(halves) {
+        to.copy_from_slice(&half.to_le_bytes());
+    }
+    bytes
+}
+
+/// Sets the first halves to those in `bytes`; to zero if `bytes` ends before.
+fn set_halves(halves: &mut [u128], bytes: &[u8]) {
+    let (from, _) = bytes.as_chunks::<16>();
+    for (n, half) in halves.iter_mut().enumerate() {
+        *half = from.get(n).map_or(0, |bytes| u128::from_le_bytes(*bytes));
+    }
+}
+
+/// Returns the offset of PKRU: in the compacted format if that holds `compacted`.
+fn pkru_offset(cpu: &Cpu, compacted: Option<u64>) -> usize {
+    match compacted {
+        None => cpu.features.pkru_offset,
+        Some(components) if components & xcr0::AVX != 0 => AVX_END,
+        Some(_) => HEADER_END,
+    }
+}
+
+/// Returns the end of an area with `components`, which ends after the header at least.
+fn end(cpu: &Cpu, components: u64, compacted: Option<u64>) -> usize {
+    let mut end = HEADER_END;
+    if components & xcr0::AVX != 0 {
+        end = AVX_END;
+    }
+    if components & xcr0::PKRU != 0 {
+        end = end.max(pkru_offset(cpu, compacted) + PKRU_BYTES);
+    }
+    end
 }
 
 fn area(cpu: &mut Cpu, op: &Op, bytes: usize) -> Result<u64, Break> {
@@ -74,20 +120,18 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let in_use = in_use(cpu) & requested;
     // XSAVE writes initial components, too.
     let written = if op.aux == XSAVE { requested } else { in_use };
-    let pkru_at = match op.aux {
-        XSAVEC => HEADER_END,
-        _ => cpu.features.pkru_offset,
-    };
-    let end = match written & xcr0::PKRU != 0 {
-        true => pkru_at + 8,
-        false => HEADER_END,
-    };
+    let compacted = (op.aux == XSAVEC).then_some(requested);
+    let pkru_at = pkru_offset(cpu, compacted);
+    let end = end(cpu, written, compacted);
     let lin = area(cpu, op, end)?;
     let image = cpu.state.to_fxsave();
     let header = cpu.load::<u64>(lin.wrapping_add(HEADER as u64))?;
     // Nothing is written before everything can be written.
     cpu.probe_write(lin, HEADER_END)?;
     cpu.probe_write(lin.wrapping_add(end as u64 - 8), 8)?;
+    if written & xcr0::AVX != 0 {
+        cpu.probe_write(lin.wrapping_add(AVX as u64), AVX_END - AVX)?;
+    }
     let put = |cpu: &mut Cpu, at: usize, bytes: &[u8]| {
         cpu.store_bytes(lin.wrapping_add(at as u64), bytes)
     };
@@ -95,12 +139,21 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
         put(cpu, 0, &image[..24])?;
         put(cpu, 32, &image[32..160])?;
     }
-    let sse = if op.aux == XSAVEC { written } else { requested };
-    if sse & xcr0::SSE != 0 {
+    // The compacted format has MXCSR in the SSE component; in the standard format it belongs to AVX, too.
+    let with_mxcsr = match op.aux {
+        XSAVEC => written & xcr0::SSE,
+        _ => requested & (xcr0::SSE | xcr0::AVX),
+    };
+    if with_mxcsr != 0 {
         put(cpu, 24, &image[24..32])?;
     }
+    let bytes = 16 * registers(cpu);
     if written & xcr0::SSE != 0 {
-        put(cpu, 160, &image[160..xmm_end(cpu)])?;
+        put(cpu, XMM, &image[XMM..XMM + bytes])?;
+    }
+    if written & xcr0::AVX != 0 {
+        let high = halves_to_bytes(&cpu.state.ymm_high);
+        put(cpu, AVX, &high[..bytes])?;
     }
     if written & xcr0::PKRU != 0 {
         let pkru = u64::from(cpu.state.pkru).to_le_bytes();
@@ -136,18 +189,23 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
         && image[reserved].iter().all(|byte| *byte == 0);
     let requested = requested(cpu);
     let mxcsr = word(24) as u32;
-    // The standard format holds MXCSR also when the SSE state is initial.
-    let takes_mxcsr = requested & xcr0::SSE != 0 && (!compacted || present & xcr0::SSE != 0);
+    // The standard format holds MXCSR also when the SSE state is initial, and for AVX.
+    let takes_mxcsr = match compacted {
+        true => requested & present & xcr0::SSE != 0,
+        false => requested & (xcr0::SSE | xcr0::AVX) != 0,
+    };
     if !fine || takes_mxcsr && mxcsr & !MXCSR_MASK != 0 {
         return Err(cpu.gp());
     }
     let mut pkru = 0;
     if requested & present & xcr0::PKRU != 0 {
-        let at = match compacted {
-            true => HEADER_END,
-            false => cpu.features.pkru_offset,
-        };
+        let at = pkru_offset(cpu, compacted.then_some(allowed));
         pkru = cpu.load::<u32>(lin.wrapping_add(at as u64))?;
+    }
+    let mut high = [0; AVX_END - AVX];
+    let n = registers(cpu);
+    if requested & present & xcr0::AVX != 0 {
+        cpu.load_bytes(lin.wrapping_add(AVX as u64), &mut high[..16 * n])?;
     }
     if requested & xcr0::X87 != 0 {
         match present & xcr0::X87 != 0 {
@@ -160,14 +218,18 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
         }
     }
     if requested & xcr0::SSE != 0 {
-        for (i, at) in (160..xmm_end(cpu)).step_by(16).enumerate() {
-            let mut xmm = [0; 16];
-            if present & xcr0::SSE != 0 {
-                xmm.copy_from_slice(&image[at..at + 16]);
-            }
-            cpu.state.xmm[i] = u128::from_le_bytes(xmm);
-        }
-        cpu.state.mxcsr = if takes_mxcsr { mxcsr } else { MXCSR_INIT };
+        let from: &[u8] = match present & xcr0::SSE != 0 {
+            true => &image[XMM..HEADER],
+            false => &[],
+        };
+        set_halves(&mut cpu.state.xmm[..n], from);
+        cpu.state.mxcsr = MXCSR_INIT;
+    }
+    if takes_mxcsr {
+        cpu.state.mxcsr = mxcsr;
+    }
+    if requested & xcr0::AVX != 0 {
+        set_halves(&mut cpu.state.ymm_high[..n], &high);
     }
     if requested & xcr0::PKRU != 0 {
         cpu.set_pkru(pkru);
@@ -187,18 +249,13 @@ impl Cpu {
 
     /// Returns the bytes of an XSAVE area in the standard format with the components of XCR0.
     pub(crate) fn xsave_bytes(&self) -> usize {
-        match self.state.xcr0 & xcr0::PKRU != 0 {
-            true => self.features.pkru_offset + 8,
-            false => HEADER_END,
-        }
+        end(self, self.state.xcr0, None)
     }
 
     /// Like [`xsave_bytes`](Self::xsave_bytes), but in the compacted format.
     pub(crate) fn compacted_bytes(&self) -> usize {
-        match self.state.xcr0 & xcr0::PKRU != 0 {
-            true => HEADER_END + 8,
-            false => HEADER_END,
-        }
+        let components = self.state.xcr0;
+        end(self, components, Some(components))
     }
 }
 
@@ -221,11 +278,13 @@ fn xsetbv(cpu: &mut Cpu, _: &Op) -> Flow {
     }
     cpu.privileged()?;
     let v = cpu.state.gpr[0] & 0xffff_ffff | cpu.state.gpr[2] << 32;
-    if cpu.state.gpr[1] as u32 != 0 || v & xcr0::X87 == 0 || v & !cpu.features.xcr0 != 0 {
+    if cpu.state.gpr[1] as u32 != 0 || !xcr0::is_valid(v, cpu.features.xcr0) {
         return Err(cpu.gp());
     }
     cpu.state.xcr0 = v;
-    Ok(())
+    // Whether AVX instructions are #UD is part of the mode.
+    cpu.refresh();
+    Err(Break::End)
 }
 
 fn pkru_allowed(cpu: &mut Cpu) -> Result<(), Break> {

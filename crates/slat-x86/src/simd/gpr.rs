@@ -122,14 +122,19 @@ fn insert<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     } else {
         u64::get(cpu, op.r[1])
     };
-    let at = element::<T>(op);
-    let ones = u128::from(u64::MAX >> (64 - T::BITS));
     let dst = &mut cpu.state.xmm[usize::from(op.r[0])];
-    *dst = *dst & !(ones << at) | (u128::from(value) & ones) << at;
+    *dst = inserted::<T>(op, *dst, value);
     Ok(())
 }
 
-fn extract<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+/// Returns `vector` with `value` as the element that the immediate selects.
+pub(super) fn inserted<T: Int>(op: &Op, vector: u128, value: u64) -> u128 {
+    let at = element::<T>(op);
+    let ones = u128::from(u64::MAX >> (64 - T::BITS));
+    vector & !(ones << at) | (u128::from(value) & ones) << at
+}
+
+pub(super) fn extract<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let value = T::of((cpu.state.xmm[usize::from(op.r[1])] >> element::<T>(op)) as u64);
     if op.r[0] == MEM {
         return cpu.store_mem::<T>(op, value);

@@ -152,6 +152,36 @@ impl Drop for HostFlags {
     }
 }
 
+/// Loads the guest's MXCSR from `{guest}` unless the host's register equals it. `{host}` keeps the host's; r8 is free.
+macro_rules! load_guest_mxcsr {
+    () => {
+        "stmxcsr [{host}]
+        mov r8d, [{guest}]
+        cmp r8d, [{host}]
+        je 2f
+        ldmxcsr [{guest}]
+        2:"
+    };
+}
+pub(super) use load_guest_mxcsr;
+
+/// Stores the guest's MXCSR to `{guest}`, and loads the control bits of the host's if they differ. r8 is free.
+macro_rules! load_host_mxcsr {
+    () => {
+        "stmxcsr [{guest}]
+        mov r8d, [{guest}]
+        and r8d, 0x3f
+        and dword ptr [{host}], 0xffc0
+        or r8d, [{host}]
+        cmp r8d, [{guest}]
+        je 3f
+        mov [{host}], r8d
+        ldmxcsr [{host}]
+        3:"
+    };
+}
+pub(super) use load_host_mxcsr;
+
 /// Runs a floating-point instruction under the guest's MXCSR. All exceptions must be masked in `mxcsr`: the caller checks the
 /// flags. Returns the arithmetic flags that the instruction set (comparisons).
 ///
@@ -167,25 +197,11 @@ pub(crate) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
     // SAFETY: as for `int`; MXCSR's control bits are restored before the block ends, the stack is balanced.
     unsafe {
         asm!(
-            "stmxcsr [{host}]",
-            "mov r8d, [{guest}]",
-            "cmp r8d, [{host}]",
-            "je 2f",
-            "ldmxcsr [{guest}]",
-            "2:",
+            load_guest_mxcsr!(),
             "call {stub}",
             "pushfq",
             "pop rdx",
-            "stmxcsr [{guest}]",
-            "mov r8d, [{guest}]",
-            "and r8d, 0x3f",
-            "and dword ptr [{host}], 0xffc0",
-            "or r8d, [{host}]",
-            "cmp r8d, [{guest}]",
-            "je 3f",
-            "mov [{host}], r8d",
-            "ldmxcsr [{host}]",
-            "3:",
+            load_host_mxcsr!(),
             stub = in(reg) stub.0, guest = in(reg) mxcsr, host = in(reg) &raw mut host,
             inout("xmm0") d, inout("xmm1") to_host(work.src) => _, out("xmm3") _,
             in("rcx") u64::from(work.imm), out("r8") _, inout("rax") work.gpr, out("rdx") flags);

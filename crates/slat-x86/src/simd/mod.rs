@@ -1,32 +1,39 @@
-//! SSE to SSE4.2, AES, PCLMULQDQ, SHA and MMX.
+//! SSE to SSE4.2, AES, PCLMULQDQ, SHA and MMX; AVX, AVX2, FMA and F16C in `vex`.
 //!
 //! The host CPU does the work: `table` has a stub of the equal instruction for each mnemonic, `host` calls it, and the handlers
 //! here only fetch operands and store results. Plain moves need no stub.
 
 mod gpr;
 mod host;
+mod lanes;
 mod mmx;
 mod moves;
 mod operate;
 mod table;
+mod vex;
 
 pub(crate) use host::HostFlags;
 
 use crate::Cpu;
 use crate::op::{Flow, Handler, Op};
-use iced_x86::{CpuidFeature, Instruction, Mnemonic};
+use iced_x86::{CpuidFeature, EncodingKind, Instruction, Mnemonic};
 
 /// Instruction sets that the host executes, and that the CPU may therefore report in CPUID, as the bits of leaf 1.
 ///
 /// FPU, MMX, FXSR, SSE and SSE2 are part of every x86-64 host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Features {
-    /// Bits of CPUID.1:ECX: SSE3, PCLMULQDQ, SSSE3, SSE4.1, SSE4.2, AES.
+    /// Bits of CPUID.1:ECX: SSE3, PCLMULQDQ, SSSE3, FMA, SSE4.1, SSE4.2, AES, AVX, F16C.
     pub leaf1_ecx: u32,
     /// Bits of CPUID.1:EDX: FPU, MMX, SSE, SSE2.
     pub leaf1_edx: u32,
-    /// Bits of CPUID.7.0:EBX: SHA.
+    /// Bits of CPUID.7.0:EBX: AVX2, SHA.
     pub leaf7_ebx: u32,
+}
+
+/// Whether the host has AVX and its system the state of YMM registers, without which the guest has neither.
+pub fn has_avx() -> bool {
+    is_x86_feature_detected!("avx")
 }
 
 /// Returns the [`Features`] of this host.
@@ -36,11 +43,15 @@ pub fn features() -> Features {
         leaf1_ecx: bit(is_x86_feature_detected!("sse3"), 0)
             | bit(is_x86_feature_detected!("pclmulqdq"), 1)
             | bit(is_x86_feature_detected!("ssse3"), 9)
+            | bit(has_avx() && is_x86_feature_detected!("fma"), 12)
             | bit(is_x86_feature_detected!("sse4.1"), 19)
             | bit(is_x86_feature_detected!("sse4.2"), 20)
-            | bit(is_x86_feature_detected!("aes"), 25),
+            | bit(is_x86_feature_detected!("aes"), 25)
+            | bit(has_avx(), 28)
+            | bit(has_avx() && is_x86_feature_detected!("f16c"), 29),
         leaf1_edx: 1 | 1 << 23 | 1 << 25 | 1 << 26,
-        leaf7_ebx: bit(is_x86_feature_detected!("sha"), 29),
+        leaf7_ebx: bit(has_avx() && is_x86_feature_detected!("avx2"), 5)
+            | bit(is_x86_feature_detected!("sha"), 29),
     }
 }
 
@@ -54,6 +65,10 @@ fn offered(feature: CpuidFeature) -> Option<bool> {
         CpuidFeature::SSE4_2 => is_x86_feature_detected!("sse4.2"),
         CpuidFeature::PCLMULQDQ => is_x86_feature_detected!("pclmulqdq"),
         CpuidFeature::AES => is_x86_feature_detected!("aes"),
+        CpuidFeature::AVX => has_avx(),
+        CpuidFeature::AVX2 => is_x86_feature_detected!("avx2"),
+        CpuidFeature::FMA => is_x86_feature_detected!("fma"),
+        CpuidFeature::F16C => is_x86_feature_detected!("f16c"),
         CpuidFeature::SHA => is_x86_feature_detected!("sha"),
         _ => return None,
     })
@@ -78,6 +93,9 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     }
     if !features.iter().all(|f| offered(*f) == Some(true)) {
         return Some(undefined);
+    }
+    if insn.encoding() == EncodingKind::VEX {
+        return vex::lower(insn, op);
     }
     if is_mmx(insn) {
         return mmx::lower(insn, op);

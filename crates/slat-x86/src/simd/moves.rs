@@ -56,12 +56,12 @@ fn gpr_or_memory<T: Int>(insn: &Instruction, op: &Op) -> Option<Handler> {
     })
 }
 
-fn whole(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn whole(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.xmm[usize::from(op.r[0])] = cpu.state.xmm[usize::from(op.r[1])];
     Ok(())
 }
 
-fn load16<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn load16<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, 16)?;
     if ALIGNED {
         cpu.aligned16(lin)?;
@@ -70,7 +70,7 @@ fn load16<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-fn store16<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn store16<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, 16)?;
     if ALIGNED {
         cpu.aligned16(lin)?;
@@ -88,29 +88,29 @@ fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 /// Moves the low element, zero-extended.
-fn low<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn low<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.xmm[usize::from(op.r[0])] = T::of(cpu.state.xmm[usize::from(op.r[1])] as u64)
         .zx()
         .into();
     Ok(())
 }
 
-fn load_zero<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn load_zero<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.xmm[usize::from(op.r[0])] = cpu.load_mem::<T>(op)?.zx().into();
     Ok(())
 }
 
-fn store_low<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn store_low<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let value = T::of(cpu.state.xmm[usize::from(op.r[1])] as u64);
     cpu.store_mem::<T>(op, value)
 }
 
-fn from_gpr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn from_gpr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.state.xmm[usize::from(op.r[0])] = T::get(cpu, op.r[1]).zx().into();
     Ok(())
 }
 
-fn to_gpr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn to_gpr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let value = T::of(cpu.state.xmm[usize::from(op.r[1])] as u64);
     T::set(cpu, op.r[0], value);
     Ok(())
@@ -132,7 +132,7 @@ fn load_high(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-fn store_high(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn store_high(cpu: &mut Cpu, op: &Op) -> Flow {
     let value = (cpu.state.xmm[usize::from(op.r[1])] >> 64) as u64;
     cpu.store_mem::<u64>(op, value)
 }
@@ -147,7 +147,7 @@ pub(super) fn address_in_di(op: &mut Op) {
 }
 
 /// MASKMOVDQU: stores the bytes whose mask bytes have their sign bit set.
-fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
     let data = cpu.state.xmm[usize::from(op.r[1])].to_le_bytes();
     let mask = cpu.state.xmm[usize::from(op.r[2])].to_le_bytes();
     let lin = cpu.lin(op, 16)?;

@@ -1,6 +1,7 @@
 //! Instructions from XMM and memory to XMM or flags: fetch, call the stub, store.
 
 use super::host::{self, Entry, FLAGS, MASKS, Work};
+use super::lanes::Lanes;
 use super::table::{self, Kind};
 use crate::Cpu;
 use crate::op::{Break, Flow, Handler, MEM, Op};
@@ -17,15 +18,15 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     }
     if let Some(stub) = table::string(mnemonic) {
         op.imm = stub as usize as u64;
-        return Some(match (mnemonic, op.r[1] == MEM) {
-            (Mnemonic::Pcmpestri | Mnemonic::Pcmpestri64 | Mnemonic::Pcmpistri, false) => {
-                strings::<0, true>
-            }
-            (Mnemonic::Pcmpestri | Mnemonic::Pcmpestri64 | Mnemonic::Pcmpistri, true) => {
-                strings::<UNALIGNED, true>
-            }
-            (_, false) => strings::<0, false>,
-            (_, true) => strings::<UNALIGNED, false>,
+        let index = matches!(
+            mnemonic,
+            Mnemonic::Pcmpestri | Mnemonic::Pcmpestri64 | Mnemonic::Pcmpistri
+        );
+        return Some(match (index, op.r[1] == MEM) {
+            (true, false) => strings::<0, true>,
+            (true, true) => strings::<UNALIGNED, true>,
+            (false, false) => strings::<0, false>,
+            (false, true) => strings::<UNALIGNED, false>,
         });
     }
     let (kind, stub) = table::xmm(mnemonic)?;
@@ -62,7 +63,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
 }
 
 /// `FROM` of a 16-byte memory operand at any address.
-const UNALIGNED: u8 = 17;
+pub(super) const UNALIGNED: u8 = 17;
 
 /// Reads the second operand: a register (`FROM` is 0) or `FROM` bytes of memory, zero-extended.
 #[inline(always)]
@@ -149,21 +150,32 @@ const BEFORE_RESULT: u32 = 7;
 const UNDERFLOW: u32 = 1 << 4;
 const FLUSH_TO_ZERO: u32 = 1 << 15;
 
-/// Runs a stub of which the guest has unmasked exceptions. The stub still runs with everything masked, lest this process gets a
-/// signal; the differences are corrected, except for one: beside an unmasked overflow or underflow, the hardware sets the
-/// precision flag only if the result is inexact with an unbounded exponent, too.
 #[cold]
 fn run_unmasked(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
+    with_unmasked(cpu, |mxcsr| {
+        let result = host::float(Entry(op.imm), work, mxcsr);
+        (result, Lanes::of(op.mnemonic).has_denormal(&[work.dst]))
+    })
+}
+
+/// Runs an instruction of which the guest has unmasked exceptions. `run` executes it under the MXCSR that it is passed, and returns
+/// its result and whether that has a denormal element which is an underflow. The instruction still runs with everything masked,
+/// lest this process gets a signal; the differences are corrected, except for one: beside an unmasked overflow or underflow, the
+/// hardware sets the precision flag only if the result is inexact with an unbounded exponent, too.
+pub(super) fn with_unmasked<T>(
+    cpu: &mut Cpu,
+    run: impl FnOnce(&mut u32) -> (T, bool),
+) -> Result<T, Break> {
     let guest = cpu.state.mxcsr;
     let masks = (guest & MASKS) >> 7;
     let mut mxcsr = (guest | MASKS) & !FLAGS;
     if masks & UNDERFLOW == 0 {
         mxcsr &= !FLUSH_TO_ZERO;
     }
-    let result = host::float(Entry(op.imm), work, &mut mxcsr);
+    let (result, has_denormal) = run(&mut mxcsr);
     let mut raised = mxcsr & FLAGS;
     // A tiny result is an unmasked underflow even when it is exact.
-    if masks & UNDERFLOW == 0 && has_denormal(op.mnemonic, work.dst) {
+    if masks & UNDERFLOW == 0 && has_denormal {
         raised |= UNDERFLOW;
     }
     if raised & !masks & BEFORE_RESULT != 0 {
@@ -181,43 +193,8 @@ fn run_unmasked(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     Err(cpu.raise(vector, None))
 }
 
-/// Whether the result of an instruction that can underflow has a denormal element.
-fn has_denormal(mnemonic: Mnemonic, result: u128) -> bool {
-    use Mnemonic as M;
-    let single = |n: u32| {
-        let v = (result >> (32 * n)) as u32;
-        v & 0x7f80_0000 == 0 && v & 0x7f_ffff != 0
-    };
-    let double = |n: u32| {
-        let v = (result >> (64 * n)) as u64;
-        v & 0x7ff0_0000_0000_0000 == 0 && v & 0xf_ffff_ffff_ffff != 0
-    };
-    match mnemonic {
-        M::Addss | M::Subss | M::Mulss | M::Divss | M::Cvtsd2ss => single(0),
-        M::Addsd | M::Subsd | M::Mulsd | M::Divsd => double(0),
-        M::Addps
-        | M::Subps
-        | M::Mulps
-        | M::Divps
-        | M::Addsubps
-        | M::Haddps
-        | M::Hsubps
-        | M::Cvtpd2ps
-        | M::Dpps => (0..4).any(single),
-        M::Addpd
-        | M::Subpd
-        | M::Mulpd
-        | M::Divpd
-        | M::Addsubpd
-        | M::Haddpd
-        | M::Hsubpd
-        | M::Dppd => (0..2).any(double),
-        _ => false,
-    }
-}
-
 /// PCMPESTRI and its variants; `INDEX` tells those that return ECX from those that return XMM0.
-fn strings<const FROM: u8, const INDEX: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+pub(super) fn strings<const FROM: u8, const INDEX: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = source::<FROM>(cpu, op)?;
     let a = cpu.state.xmm[usize::from(op.r[0])];
     let lengths = (cpu.state.gpr[0], cpu.state.gpr[2]);

@@ -30,6 +30,7 @@ macro_rules! stub {
         stub as Stub
     }};
 }
+pub(super) use stub;
 
 /// Defines a stub with an immediate. The immediate is part of the instruction, so there are 256 stubs, eight bytes apart. AT&T
 /// syntax, in which a counting symbol can be an immediate.
@@ -56,6 +57,7 @@ macro_rules! imm_stub {
         stub as Stub
     }};
 }
+pub(super) use imm_stub;
 
 macro_rules! table {
     ($($kind:ident $form:ident { $($mnemonic:ident $text:literal),+ $(,)? })+) => {

@@ -61,6 +61,8 @@ const FEATURES: &[CpuidFeature] = &[
     CpuidFeature::X64,
     CpuidFeature::ADX,
     CpuidFeature::AES,
+    CpuidFeature::AVX,
+    CpuidFeature::AVX2,
     CpuidFeature::BMI1,
     CpuidFeature::BMI2,
     CpuidFeature::CET_IBT,
@@ -68,6 +70,8 @@ const FEATURES: &[CpuidFeature] = &[
     CpuidFeature::CMOV,
     CpuidFeature::CMPXCHG16B,
     CpuidFeature::CX8,
+    CpuidFeature::F16C,
+    CpuidFeature::FMA,
     CpuidFeature::FPU,
     CpuidFeature::FPU287,
     CpuidFeature::FPU387,
@@ -180,6 +184,10 @@ fn on_host(feature: CpuidFeature) -> bool {
     match feature {
         CpuidFeature::ADX => has!("adx"),
         CpuidFeature::AES => has!("aes"),
+        CpuidFeature::AVX => has!("avx"),
+        CpuidFeature::AVX2 => has!("avx2"),
+        CpuidFeature::F16C => has!("f16c"),
+        CpuidFeature::FMA => has!("fma"),
         CpuidFeature::BMI1 => has!("bmi1"),
         CpuidFeature::BMI2 => has!("bmi2"),
         CpuidFeature::CMPXCHG16B => has!("cmpxchg16b"),
@@ -322,11 +330,20 @@ pub fn operands(code: Code, base: usize, rng: &mut Rng) -> Option<(Instruction, 
         let to_memory = rng.one_in(2);
         match kind {
             K::mem => memory = Some(n),
+            K::mem_vsib32x | K::mem_vsib64x => {
+                memory = Some(n);
+                instruction.set_memory_index(nth(Register::XMM0, any));
+            }
+            K::mem_vsib32y | K::mem_vsib64y => {
+                memory = Some(n);
+                instruction.set_memory_index(nth(Register::YMM0, any));
+            }
             K::r8_or_mem
             | K::r16_or_mem
             | K::r32_or_mem
             | K::r64_or_mem
             | K::xmm_or_mem
+            | K::ymm_or_mem
             | K::mm_or_mem
                 if to_memory =>
             {
@@ -340,7 +357,12 @@ pub fn operands(code: Code, base: usize, rng: &mut Rng) -> Option<(Instruction, 
             K::r64_or_mem | K::r64_reg | K::r64_rm | K::r64_opcode | K::r64_vvvv => {
                 reg(nth(Register::RAX, any))
             }
-            K::xmm_or_mem | K::xmm_reg | K::xmm_rm => reg(nth(Register::XMM0, any)),
+            K::xmm_or_mem | K::xmm_reg | K::xmm_rm | K::xmm_vvvv | K::xmm_is4 => {
+                reg(nth(Register::XMM0, any))
+            }
+            K::ymm_or_mem | K::ymm_reg | K::ymm_rm | K::ymm_vvvv | K::ymm_is4 => {
+                reg(nth(Register::YMM0, any))
+            }
             K::mm_or_mem | K::mm_reg | K::mm_rm => reg(nth(Register::MM0, any % 8)),
             K::al => reg(Register::AL),
             K::cl => reg(Register::CL),
@@ -436,6 +458,7 @@ pub const DF: u64 = 0x400;
 fn random_regs(base: usize, rng: &mut Rng) -> Regs {
     let mut regs = Regs {
         fx: [0; 512],
+        high: [0; 256],
         gpr: [0; 16],
         rflags: 0x202,
         rip: (base + AT) as u64,
@@ -499,6 +522,12 @@ fn random_regs(base: usize, rng: &mut Rng) -> Regs {
     }
     for n in 0..16 {
         fx(160 + 16 * n, &rng.xmm().to_le_bytes());
+    }
+    // Often all are zero, as in code that does not use them.
+    if is_x86_feature_detected!("avx") && !rng.one_in(4) {
+        for half in regs.high.chunks_exact_mut(16) {
+            half.copy_from_slice(&rng.xmm().to_le_bytes());
+        }
     }
     regs
 }

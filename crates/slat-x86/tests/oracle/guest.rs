@@ -4,6 +4,7 @@
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU32;
 
+use slat_x86::state::xcr0;
 use slat_x86::{
     Access, CodePages, Cpu, Exit, HostPage, Machine, Mmu, MsrFault, Paging, Segment, Table,
 };
@@ -154,7 +155,11 @@ impl Guest {
             limit: 23,
         };
         state.cr0 = 0x8001_0033; // PG WP NE ET MP PE
-        state.cr4 = 0x620; // OSXMMEXCPT OSFXSR PAE
+        state.cr4 = 0x4_0620; // OSXSAVE OSXMMEXCPT OSFXSR PAE
+        state.xcr0 = xcr0::X87 | xcr0::SSE;
+        if is_x86_feature_detected!("avx") {
+            state.xcr0 |= xcr0::AVX;
+        }
         state.efer = 0xd01; // NXE LMA LME SCE
         state.cr3 = 0x1000;
         Guest {
@@ -175,6 +180,9 @@ impl Guest {
         state.rflags = regs.rflags;
         state.rip = regs.rip;
         state.set_fxsave(&regs.fx);
+        for (half, bytes) in state.ymm_high.iter_mut().zip(regs.high.chunks_exact(16)) {
+            *half = u128::from_le_bytes(bytes.try_into().unwrap());
+        }
         let exit = self.cpu.run(&mut self.flat, &AtomicU32::new(0));
         match exit {
             Exit::Hlt => {}
@@ -184,6 +192,7 @@ impl Guest {
         let state = &self.cpu.state;
         let mut after = Box::new(Regs {
             fx: state.to_fxsave(),
+            high: std::array::from_fn(|n| state.ymm_high[n / 16].to_le_bytes()[n % 16]),
             gpr: state.gpr,
             rflags: state.rflags,
             rip: state.rip - 1,

@@ -6,6 +6,7 @@ use iced_x86::{
 };
 
 use crate::forms::Case;
+use crate::memory;
 use crate::native::{Arena, DATA, DATA_LEN, Fault, Regs, STACK, STACK_LEN};
 use crate::vendor;
 
@@ -74,12 +75,22 @@ pub fn set_memory(arena: &Arena, case: &Case) {
 /// page, and which one is its own affair.
 fn accesses_in_parts(instruction: &Instruction) -> bool {
     let size = instruction.memory_size().size();
-    size > 16
-        || matches!(size, 10 | 14)
-        || matches!(
-            instruction.mnemonic(),
-            Mnemonic::Maskmovdqu | Mnemonic::Maskmovq
-        )
+    size > 16 || matches!(size, 10 | 14) || is_masked(instruction) || memory::is_gather(instruction)
+}
+
+/// Whether a mask selects what an instruction stores.
+fn is_masked(instruction: &Instruction) -> bool {
+    use Mnemonic as M;
+    matches!(
+        instruction.mnemonic(),
+        M::Maskmovdqu
+            | M::Maskmovq
+            | M::Vmaskmovdqu
+            | M::Vmaskmovps
+            | M::Vmaskmovpd
+            | M::Vpmaskmovd
+            | M::Vpmaskmovq
+    )
 }
 
 const NAMES: [&str; 16] = [
@@ -91,7 +102,7 @@ const NAMES: [&str; 16] = [
 pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<String> {
     let masked = matches!(
         case.instruction.mnemonic(),
-        Mnemonic::Maskmovdqu | Mnemonic::Maskmovq
+        Mnemonic::Maskmovdqu | Mnemonic::Maskmovq | Mnemonic::Vmaskmovdqu
     );
     if masked && expected.fault.is_some_and(|f| f.vector == 14) && actual.fault.is_none() {
         // Whether bytes that are not selected can fault is left to the implementation.
@@ -141,9 +152,19 @@ pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<Strin
             found.bytes(name, &e.fx[at..at + 10], &a.fx[at..at + 10]);
         }
     }
-    for (n, name) in XMM.iter().enumerate() {
+    // How much of a gather's result and mask is cleared when an element faults, is each vendor's own choice.
+    let half_gathered = page_fault && memory::is_gather(&case.instruction) && !vendor::is_intel();
+    for (n, name) in XMM.iter().enumerate().filter(|_| !half_gathered) {
         let at = 160 + 16 * n;
         found.bytes(name, &e.fx[at..at + 16], &a.fx[at..at + 16]);
+    }
+    for (n, name) in XMM.iter().enumerate().filter(|_| !half_gathered) {
+        let at = 16 * n;
+        found.bytes(
+            &format!("{name} above 127"),
+            &e.high[at..at + 16],
+            &a.high[at..at + 16],
+        );
     }
     // Nor does the host take back the part of a store that it has done before it finds the second page missing.
     if !(page_fault && accesses_in_parts(&case.instruction)) {

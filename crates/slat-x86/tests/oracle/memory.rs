@@ -10,6 +10,9 @@ use crate::rng::Rng;
 /// mostly in the middle, sometimes across the page boundary, sometimes into the hole behind them.
 pub fn place(instruction: &mut Instruction, n: u32, base: usize, regs: &mut Regs, rng: &mut Rng) {
     instruction.set_op_kind(n, OpKind::Memory);
+    if is_gather(instruction) {
+        return place_gather(instruction, base, regs, rng);
+    }
     let size = instruction.memory_size().size().max(1);
     let aligned = rng.one_in(2) || size >= 16;
     let offset = match rng.below(16) {
@@ -83,6 +86,57 @@ pub fn place(instruction: &mut Instruction, n: u32, base: usize, regs: &mut Regs
     regs.gpr[b] = value;
 }
 
+/// Whether the instruction loads elements at an index of their own each.
+pub fn is_gather(instruction: &Instruction) -> bool {
+    use Mnemonic as M;
+    matches!(
+        instruction.mnemonic(),
+        M::Vgatherdps
+            | M::Vgatherdpd
+            | M::Vgatherqps
+            | M::Vgatherqpd
+            | M::Vpgatherdd
+            | M::Vpgatherdq
+            | M::Vpgatherqd
+            | M::Vpgatherqq
+    )
+}
+
+/// Sets the base and the indices of a gather so that its elements are in the data pages, mostly.
+fn place_gather(instruction: &mut Instruction, base: usize, regs: &mut Regs, rng: &mut Rng) {
+    let scale = 1 << rng.below(4);
+    instruction.set_memory_index_scale(scale);
+    let b = 5 + rng.below(11);
+    let narrow = rng.one_in(8);
+    instruction.set_memory_base(nth(if narrow { Register::EAX } else { Register::RAX }, b));
+    let displacement = i64::from(rng.next() as i8);
+    instruction.set_memory_displacement64(displacement as u64);
+    instruction.set_memory_displ_size(1);
+    let middle = (base + DATA + PAGE) as u64;
+    regs.gpr[b] = middle.wrapping_sub(displacement as u64);
+    let wide = matches!(
+        instruction.mnemonic(),
+        Mnemonic::Vgatherqps | Mnemonic::Vgatherqpd | Mnemonic::Vpgatherqd | Mnemonic::Vpgatherqq
+    );
+    // At times one of them is in the hole after the data, or far away.
+    let far = rng.one_in(4);
+    let mut index = || match far && rng.one_in(4) {
+        true if rng.one_in(4) => rng.integer() as i64,
+        true => (PAGE as i64 + rng.below(PAGE) as i64) / scale as i64,
+        false => (rng.below(2 * PAGE - 16) as i64 - PAGE as i64) / scale as i64,
+    };
+    let i = instruction.memory_index().number();
+    let halves = [
+        &mut regs.fx[160 + 16 * i..][..16],
+        &mut regs.high[16 * i..][..16],
+    ];
+    for half in halves {
+        for bytes in half.chunks_exact_mut(if wide { 8 } else { 4 }) {
+            bytes.copy_from_slice(&index().to_le_bytes()[..bytes.len()]);
+        }
+    }
+}
+
 /// Bends what a form needs to be judged at all: string pointers, branch targets, shift counts whose result Intel
 /// leaves undefined.
 pub fn tame(
@@ -125,7 +179,9 @@ pub fn tame(
         return Some(());
     }
     match mnemonic {
-        M::Maskmovq | M::Maskmovdqu => regs.gpr[7] = (base + DATA + rng.below(DATA_LEN)) as u64,
+        M::Maskmovq | M::Maskmovdqu | M::Vmaskmovdqu => {
+            regs.gpr[7] = (base + DATA + rng.below(DATA_LEN)) as u64
+        }
         M::Xlatb if rng.one_in(4) => {
             instruction.set_segment_prefix(Register::GS);
             regs.gpr[3] = (base + DATA + rng.below(DATA_LEN - 0x100)) as u64 - GS_BASE;
@@ -208,7 +264,7 @@ pub fn tame(
                 }
             }
         }
-        M::Dpps | M::Dppd => {
+        M::Dpps | M::Dppd | M::Vdpps | M::Vdppd => {
             // An unmasked exception of a product ends them before the sum has raised its own.
             regs.fx[24] |= 0x80;
             regs.fx[25] |= 0x1f;

@@ -10,6 +10,8 @@ use std::sync::{Mutex, MutexGuard, Once, OnceLock};
 #[derive(Clone)]
 pub struct Regs {
     pub fx: [u8; 512],
+    /// The upper halves of the YMM registers; zero if the host has none.
+    pub high: [u8; 256],
     pub gpr: [u64; 16],
     pub rflags: u64,
     pub rip: u64,
@@ -34,11 +36,13 @@ struct Frame {
     error: u64,
     cr2: u64,
     host_mxcsr: u32,
+    has_avx: bool,
 }
 
 static mut FRAME: Frame = Frame {
     regs: Regs {
         fx: [0; 512],
+        high: [0; 256],
         gpr: [0; 16],
         rflags: 0,
         rip: 0,
@@ -50,6 +54,7 @@ static mut FRAME: Frame = Frame {
     error: 0,
     cr2: 0,
     host_mxcsr: 0,
+    has_avx: false,
 };
 
 // The frame is reached relative to RIP, so that no register is needed while all of them hold the state under test.
@@ -65,12 +70,27 @@ global_asm!(
     ".macro oracle_save reg, n",
     "mov [rip + {frame} + {gpr} + \\n * 8], \\reg",
     ".endm",
+    ".macro oracle_load_high n",
+    "vinsertf128 ymm\\n, ymm\\n, [rip + {frame} + {high} + \\n * 16], 1",
+    ".endm",
+    ".macro oracle_save_high n",
+    "vextractf128 [rip + {frame} + {high} + \\n * 16], ymm\\n, 1",
+    ".endm",
+    ".macro oracle_highs move",
+    ".irp n, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15",
+    "\\move \\n",
+    ".endr",
+    ".endm",
     ".globl slat_oracle_enter",
     "slat_oracle_enter:",
     "push rbx", "push rbp", "push r12", "push r13", "push r14", "push r15",
     "stmxcsr [rip + {frame} + {host_mxcsr}]",
     "mov [rip + {frame} + {host_rsp}], rsp",
     "fxrstor64 [rip + {frame} + {fx}]",
+    "cmp byte ptr [rip + {frame} + {has_avx}], 0",
+    "je 2f",
+    "oracle_highs oracle_load_high",
+    "2:",
     "push qword ptr [rip + {frame} + {rflags}]",
     "popfq",
     "oracle_gprs oracle_load",
@@ -83,17 +103,26 @@ global_asm!(
     "pushfq",
     "pop qword ptr [rip + {frame} + {rflags}]",
     "fxsave64 [rip + {frame} + {fx}]",
+    "cmp byte ptr [rip + {frame} + {has_avx}], 0",
+    "je slat_oracle_leave",
+    "oracle_highs oracle_save_high",
     // The signal handler resumes here after a fault.
     ".globl slat_oracle_leave",
     "slat_oracle_leave:",
     "mov rsp, [rip + {frame} + {host_rsp}]",
     "cld", "fninit",
+    "cmp byte ptr [rip + {frame} + {has_avx}], 0",
+    "je 2f",
+    "vzeroupper",
+    "2:",
     "ldmxcsr [rip + {frame} + {host_mxcsr}]",
     "pop r15", "pop r14", "pop r13", "pop r12", "pop rbp", "pop rbx",
     "ret",
     frame = sym FRAME,
     gpr = const offset_of!(Frame, regs) + offset_of!(Regs, gpr),
     fx = const offset_of!(Frame, regs) + offset_of!(Regs, fx),
+    high = const offset_of!(Frame, regs) + offset_of!(Regs, high),
+    has_avx = const offset_of!(Frame, has_avx),
     rflags = const offset_of!(Frame, regs) + offset_of!(Regs, rflags),
     rip_slot = const offset_of!(Frame, regs) + offset_of!(Regs, rip),
     host_rsp = const offset_of!(Frame, host_rsp),
@@ -194,6 +223,7 @@ impl Arena {
             let frame = &raw mut FRAME;
             (*frame).regs = regs.clone();
             (*frame).faulted = false;
+            (*frame).has_avx = is_x86_feature_detected!("avx");
             (*frame).running = true;
             slat_oracle_enter();
             (*frame).running = false;
@@ -327,6 +357,7 @@ extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut lib
         (*frame).regs.rip = rip;
         (*frame).regs.rflags = gregs[libc::REG_EFL as usize] as u64;
         (*frame).regs.fx = *uc.uc_mcontext.fpregs.cast::<[u8; 512]>();
+        (*frame).regs.high = high_halves(uc.uc_mcontext.fpregs.cast());
         (*frame).running = false;
         (*frame).faulted = true;
         (*frame).trapno = gregs[libc::REG_TRAPNO as usize] as u64;
@@ -334,6 +365,28 @@ extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut lib
         (*frame).cr2 = gregs[libc::REG_CR2 as usize] as u64;
         gregs[libc::REG_RIP as usize] = slat_oracle_leave as *const () as i64;
         gregs[libc::REG_EFL as usize] = 0x202;
+    }
+}
+
+/// Returns the upper halves of the YMM registers in the XSAVE area of a signal frame.
+///
+/// # Safety
+/// `area` is that of a signal handler being run.
+unsafe fn high_halves(area: *const u8) -> [u8; 256] {
+    const XSTATE_BV: usize = 512;
+    const AVX: u64 = 4;
+    const HIGH: usize = 576;
+    // The software's bytes of the legacy region tell that there is more than that, and which components.
+    const MAGIC: usize = 464;
+    const MAGIC_VALUE: u32 = 0x4650_5853;
+    // SAFETY: the legacy region is there always, the rest if the magic number is.
+    unsafe {
+        let extended = area.add(MAGIC).cast::<u32>().read_unaligned() == MAGIC_VALUE;
+        if extended && area.add(XSTATE_BV).cast::<u64>().read_unaligned() & AVX != 0 {
+            area.add(HIGH).cast::<[u8; 256]>().read_unaligned()
+        } else {
+            [0; 256]
+        }
     }
 }
 

@@ -5,6 +5,7 @@ use iced_x86::{Code, CpuidFeature, FlowControl, Instruction, Mnemonic, OpKind, R
 
 use crate::forms::{self, Case};
 use crate::judge;
+use crate::memory;
 use crate::native::{AT, BRANCH_TARGET, DATA, DATA_LEN};
 use crate::rng::Rng;
 use crate::vendor;
@@ -96,6 +97,9 @@ fn flow_of(code: Code) -> FlowControl {
 fn plain(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
     let (mut instruction, memory) = forms::operands(code, base, rng)?;
     if let Some(n) = memory {
+        if memory::is_gather(&instruction) {
+            return None;
+        }
         instruction.set_op_kind(n, OpKind::Memory);
         instruction.set_memory_base(Register::RIP);
         instruction.set_memory_displ_size(8);
@@ -131,11 +135,13 @@ pub const NEEDS_TAMING: &[Mnemonic] = &[
     Mnemonic::Xlatb,
     Mnemonic::Maskmovdqu,
     Mnemonic::Maskmovq,
+    Mnemonic::Vmaskmovdqu,
     Mnemonic::Enter,
     Mnemonic::Leave,
     Mnemonic::Popf,
     Mnemonic::Popfq,
     Mnemonic::Ldmxcsr,
+    Mnemonic::Vldmxcsr,
     Mnemonic::Fxrstor,
     Mnemonic::Fxrstor64,
 ];

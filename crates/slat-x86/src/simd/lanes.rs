@@ -1,0 +1,68 @@
+//! Which elements of a result can underflow.
+
+use iced_x86::Mnemonic;
+
+/// The elements of an instruction's result that can be denormal because of an underflow.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Lanes {
+    None,
+    Half,
+    Single,
+    Double,
+    ScalarSingle,
+    ScalarDouble,
+}
+
+/// Whether an element of `exponent` and `fraction` bits is denormal.
+fn is_denormal(value: u64, exponent: u32, fraction: u32) -> bool {
+    let of = |bits: u32| (1 << bits) - 1;
+    value >> fraction & of(exponent) == 0 && value & of(fraction) != 0
+}
+
+impl Lanes {
+    /// Whether an element of a result is denormal.
+    pub(super) fn has_denormal(self, result: &[u128]) -> bool {
+        let (bits, exponent, fraction) = match self {
+            Lanes::None => return false,
+            Lanes::Half => (16, 5, 10),
+            Lanes::Single | Lanes::ScalarSingle => (32, 8, 23),
+            Lanes::Double | Lanes::ScalarDouble => (64, 11, 52),
+        };
+        let elements = match self {
+            Lanes::ScalarSingle | Lanes::ScalarDouble => 1,
+            _ => 128 / bits,
+        };
+        (result.iter())
+            .take(if elements == 1 { 1 } else { result.len() })
+            .any(|half| {
+                (0..elements).any(|n| is_denormal((half >> (n * bits)) as u64, exponent, fraction))
+            })
+    }
+
+    /// Returns the elements of a legacy SSE instruction.
+    pub(super) fn of(mnemonic: Mnemonic) -> Lanes {
+        use Mnemonic as M;
+        match mnemonic {
+            M::Addss | M::Subss | M::Mulss | M::Divss | M::Cvtsd2ss => Lanes::ScalarSingle,
+            M::Addsd | M::Subsd | M::Mulsd | M::Divsd => Lanes::ScalarDouble,
+            M::Addps
+            | M::Subps
+            | M::Mulps
+            | M::Divps
+            | M::Addsubps
+            | M::Haddps
+            | M::Hsubps
+            | M::Cvtpd2ps
+            | M::Dpps => Lanes::Single,
+            M::Addpd
+            | M::Subpd
+            | M::Mulpd
+            | M::Divpd
+            | M::Addsubpd
+            | M::Haddpd
+            | M::Hsubpd
+            | M::Dppd => Lanes::Double,
+            _ => Lanes::None,
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Executes one VEX-encoded instruction on the host CPU.
+//!
+//! As for the legacy SSE instructions, each is a stub on fixed registers. All 256 bits of the registers are passed: whether an
+//! instruction uses the upper halves of its sources, and clears that of its destination, is its own affair. The upper halves of
+//! the host's registers are zero again when a function here returns, so that the legacy SSE code around pays no transition.
+
+use core::arch::asm;
+
+/// Code with this convention: operand 0 (in and out) in ymm0, operands 1 to 3 in ymm1 to ymm3, an immediate in rcx, a general
+/// register operand (in and out) in rax. r8 is free.
+pub(super) use super::super::host::{Entry, Stub};
+use super::super::host::{MASKS, load_guest_mxcsr, load_host_mxcsr};
+
+/// The value of a YMM register: bits 127:0 and 255:128.
+pub(super) type Ymm = [u128; 2];
+
+/// The operands of a stub, and its results.
+#[derive(Default)]
+#[repr(C)]
+pub(super) struct Work {
+    pub v: [Ymm; 4],
+    pub gpr: u64,
+    pub imm: u8,
+}
+
+/// Runs `$before`, a stub, `$after`. The registers are loaded and stored by halves, as the memory was written.
+macro_rules! call {
+    ($stub:ident, $work:ident, [$($before:expr,)*], [$($after:expr,)*], $($operands:tt)*) => {
+        asm!(
+            "vmovdqu xmm0, [{work}]", "vinsertf128 ymm0, ymm0, [{work} + 16], 1",
+            "vmovdqu xmm1, [{work} + 32]", "vinsertf128 ymm1, ymm1, [{work} + 48], 1",
+            "vmovdqu xmm2, [{work} + 64]", "vinsertf128 ymm2, ymm2, [{work} + 80], 1",
+            "vmovdqu xmm3, [{work} + 96]", "vinsertf128 ymm3, ymm3, [{work} + 112], 1",
+            $($before,)*
+            "call {stub}",
+            "pushfq",
+            "pop rdx",
+            $($after,)*
+            "vmovdqu [{work}], xmm0", "vextractf128 [{work} + 16], ymm0, 1",
+            "vzeroupper",
+            stub = in(reg) $stub.0, work = in(reg) &raw mut $work.v, inout("rax") $work.gpr,
+            in("rcx") u64::from($work.imm), out("r8") _,
+            // VZEROUPPER changes all of them, for code that is compiled to use AVX.
+            out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _, out("xmm4") _, out("xmm5") _, out("xmm6") _,
+            out("xmm7") _, out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _, out("xmm12") _,
+            out("xmm13") _, out("xmm14") _, out("xmm15") _,
+            $($operands)*
+        )
+    };
+}
+
+/// Runs an integer instruction. Returns the arithmetic flags that it set.
+#[inline(always)]
+pub(super) fn int(stub: Entry, work: &mut Work) -> u64 {
+    let flags: u64;
+    // SAFETY: stubs keep the convention above, whose registers are all named here; a stub is entered only if the host has its
+    // instruction, thus AVX; the stack is balanced.
+    unsafe { call!(stub, work, [], [], out("rdx") flags) };
+    flags
+}
+
+/// Runs a floating-point instruction under the guest's MXCSR, like [`float`](super::super::host::float): all exceptions must be
+/// masked in `mxcsr`. Returns the arithmetic flags that it set.
+#[inline(always)]
+pub(super) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
+    debug_assert_eq!(*mxcsr & MASKS, MASKS);
+    let mut host = 0u32;
+    let flags: u64;
+    // SAFETY: as for `int`; MXCSR's control bits are restored before the block ends.
+    unsafe {
+        call!(stub, work, [load_guest_mxcsr!(),], [load_host_mxcsr!(),],
+            guest = in(reg) mxcsr, host = in(reg) &raw mut host, out("rdx") flags)
+    };
+    flags
+}

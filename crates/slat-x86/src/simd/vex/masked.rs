@@ -1,0 +1,166 @@
+//! Accesses to the elements that a vector mask selects: VMASKMOVPS and its kind, and gathers.
+//!
+//! An element is selected by the sign bit of its mask element. Memory of the others is not accessed.
+
+use super::host::Ymm;
+use crate::Cpu;
+use crate::int::Int;
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op};
+use iced_x86::{Instruction, Mnemonic as M};
+
+/// Index in [`Op::r`] of the vector with the indices of a gather.
+const INDICES: usize = 3;
+
+pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
+    let mnemonic = insn.mnemonic();
+    op.aux = if wide { 32 } else { 16 };
+    if let M::Vmaskmovps | M::Vpmaskmovd | M::Vmaskmovpd | M::Vpmaskmovq = mnemonic {
+        let single = matches!(mnemonic, M::Vmaskmovps | M::Vpmaskmovd);
+        return Some(match (op.r[0] == MEM, single) {
+            (false, true) => masked_load::<u32>,
+            (false, false) => masked_load::<u64>,
+            (true, true) => masked_store::<u32>,
+            (true, false) => masked_store::<u64>,
+        });
+    }
+    let handler: Handler = match mnemonic {
+        M::Vgatherdps | M::Vpgatherdd => gather::<u32, u32>,
+        M::Vgatherdpd | M::Vpgatherdq => gather::<u32, u64>,
+        M::Vgatherqps | M::Vpgatherqd => gather::<u64, u32>,
+        M::Vgatherqpd | M::Vpgatherqq => gather::<u64, u64>,
+        _ => return None,
+    };
+    // The bytes of the vector with more of them: of the indices, or of the result.
+    op.aux = if wide || insn.memory_index().is_ymm() {
+        32
+    } else {
+        16
+    };
+    op.r[INDICES] = op.index;
+    op.index = NONE;
+    Some(handler)
+}
+
+/// Returns element `n` of a vector.
+fn element<T: Int>(v: &Ymm, n: usize) -> T {
+    let bit = n as u32 * T::BITS;
+    T::of((v[bit as usize / 128] >> (bit % 128)) as u64)
+}
+
+fn set_element<T: Int>(v: &mut Ymm, n: usize, value: T) {
+    let bit = n as u32 * T::BITS;
+    let half = &mut v[bit as usize / 128];
+    let ones = u128::from(u64::MAX >> (64 - T::BITS)) << (bit % 128);
+    *half = *half & !ones | u128::from(value.zx()) << (bit % 128);
+}
+
+/// Returns the linear address of element `n` at the memory operand, if its mask element selects it.
+fn selected<T: Int>(cpu: &mut Cpu, op: &Op, mask: &Ymm, n: usize) -> Result<Option<u64>, Break> {
+    if !element::<T>(mask, n).top() {
+        return Ok(None);
+    }
+    let offset = cpu.offset(op).wrapping_add(n as u64 * T::BYTES);
+    at_offset::<T>(cpu, op, offset).map(Some)
+}
+
+/// Returns the linear address of an element at `offset` in the segment of the memory operand.
+fn at_offset<T: Int>(cpu: &mut Cpu, op: &Op, offset: u64) -> Result<u64, Break> {
+    let offset = match op.address_size {
+        2 => offset & 0xffff,
+        4 => offset & 0xffff_ffff,
+        _ => offset,
+    };
+    cpu.segmented(op.seg, offset, T::BYTES as u32)
+}
+
+fn masked_load<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let mask = cpu.ymm(op.r[1]);
+    let mut result = Ymm::default();
+    for n in 0..usize::from(op.aux) / T::BYTES as usize {
+        if let Some(lin) = selected::<T>(cpu, op, &mask, n)? {
+            set_element(&mut result, n, cpu.load::<T>(lin)?);
+        }
+    }
+    cpu.set_ymm(op.r[0], result);
+    Ok(())
+}
+
+/// Stores the selected elements, after all of them have been found writable.
+fn masked_store<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let (mask, data) = (cpu.ymm(op.r[1]), cpu.ymm(op.r[2]));
+    let elements = usize::from(op.aux) / T::BYTES as usize;
+    for n in 0..elements {
+        if let Some(lin) = selected::<T>(cpu, op, &mask, n)? {
+            cpu.probe_write(lin, T::BYTES as usize)?;
+        }
+    }
+    for n in 0..elements {
+        if let Some(lin) = selected::<T>(cpu, op, &mask, n)? {
+            cpu.store(lin, element::<T>(&data, n))?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns a mask whose elements are all ones or all zeros: each bit is its element's sign bit.
+fn whole_elements<T: Int>(mask: &Ymm, elements: usize) -> Ymm {
+    let mut whole = Ymm::default();
+    for n in 0..elements {
+        let ones = if element::<T>(mask, n).top() {
+            u64::MAX
+        } else {
+            0
+        };
+        set_element(&mut whole, n, T::of(ones));
+    }
+    whole
+}
+
+/// Loads elements of type `T` at a base plus indices of type `I`. An element that was loaded has its mask element cleared: so that
+/// after an exception of a later one, which leaves the elements before it loaded, the instruction goes on with that one.
+fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let bytes = u64::from(op.aux);
+    let elements = (bytes / I::BYTES.max(T::BYTES)) as usize;
+    let indices = cpu.ymm(op.r[INDICES]);
+    let mut result = cpu.ymm(op.r[0]);
+    let mut mask = whole_elements::<T>(&cpu.ymm(op.r[2]), (bytes / T::BYTES) as usize);
+    let mut loaded = false;
+    let mut load = |cpu: &mut Cpu, n: usize| -> Flow {
+        if element::<T>(&mask, n).top() {
+            let index = element::<I>(&indices, n).sx() as u64;
+            let offset = cpu.offset(op).wrapping_add(index << (op.scale & 3));
+            let lin = at_offset::<T>(cpu, op, offset)?;
+            let value = cpu.load::<T>(lin)?;
+            set_element(&mut result, n, value);
+            set_element(&mut mask, n, T::of(0));
+            loaded = true;
+        }
+        Ok(())
+    };
+    let done = (0..elements).try_for_each(|n| load(cpu, n));
+    match done {
+        Ok(()) => {
+            cpu.set_ymm(op.r[0], low_bits(result, elements as u32 * T::BITS));
+            cpu.set_ymm(op.r[2], Ymm::default());
+        }
+        Err(Break::Exception) => {
+            // As Intel's CPUs do it, the destination is as it was until the first element is loaded.
+            if loaded {
+                cpu.set_ymm(op.r[0], low_bits(result, 8 * bytes as u32));
+            }
+            cpu.set_ymm(op.r[2], mask);
+        }
+        // The instruction starts again, and reads the same elements in the same order.
+        Err(_) => {}
+    }
+    done
+}
+
+/// Clears all but the lowest 64, 128 or 256 bits.
+fn low_bits(v: Ymm, bits: u32) -> Ymm {
+    match bits {
+        64 => [v[0] & u128::from(u64::MAX), 0],
+        128 => [v[0], 0],
+        _ => v,
+    }
+}

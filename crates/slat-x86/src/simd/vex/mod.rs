@@ -1,0 +1,113 @@
+//! AVX, AVX2, FMA, F16C: the VEX-encoded vector instructions.
+//!
+//! The host's own instruction does the work, as in [`simd`](super): `table` has its stub and `host` calls it. Operand `k` of an
+//! instruction is passed in register `k` of the stub, whether it is a register, memory or a vector mask, so a handler only has to
+//! know how many sources there are (`operate`). `moves` has what needs no stub, `masked` the accesses to some elements of memory.
+//!
+//! Each of these instructions clears the bits of its destination that it does not define, up to 255. Their memory operands need
+//! no alignment, except for those of a few moves.
+
+mod host;
+mod masked;
+mod moves;
+mod operate;
+mod table;
+
+use crate::Cpu;
+use crate::op::{Break, Flow, Handler, MEM, Op};
+use host::Ymm;
+use iced_x86::Instruction;
+
+/// Chooses the handler of an instruction with a VEX prefix, which the host has.
+pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
+    let bytes = insn.memory_size().size();
+    if op.r.contains(&MEM) {
+        op.size = bytes.trailing_zeros() as u8;
+    }
+    let is_ymm = |k| insn.op_register(k).is_ymm();
+    let wide = bytes == 32 || (0..insn.op_count()).any(is_ymm);
+    moves::lower(insn, op, wide)
+        .or_else(|| masked::lower(insn, op, wide))
+        .or_else(|| operate::lower(insn, op, wide))
+}
+
+impl Cpu {
+    #[inline(always)]
+    fn ymm(&self, r: u8) -> Ymm {
+        let r = usize::from(r & 15);
+        [self.state.xmm[r], self.state.ymm_high[r]]
+    }
+
+    #[inline(always)]
+    fn set_ymm(&mut self, r: u8, v: Ymm) {
+        let r = usize::from(r & 15);
+        [self.state.xmm[r], self.state.ymm_high[r]] = v;
+    }
+}
+
+/// Whether an access of 32 bytes stays in one page.
+fn in_one_page(lin: u64) -> bool {
+    lin & 0xfff <= 0xfe0
+}
+
+/// Reads 32 bytes.
+fn load32(cpu: &mut Cpu, lin: u64) -> Result<Ymm, Break> {
+    if in_one_page(lin)
+        && let Some(low) = cpu.try_load::<u128>(lin)
+        && let Some(high) = cpu.try_load::<u128>(lin.wrapping_add(16))
+    {
+        return Ok([low, high]);
+    }
+    let mut bytes = [0; 32];
+    cpu.load_bytes(lin, &mut bytes)?;
+    let (halves, _) = bytes.as_chunks::<16>();
+    Ok([
+        u128::from_le_bytes(halves[0]),
+        u128::from_le_bytes(halves[1]),
+    ])
+}
+
+/// Writes 32 bytes.
+fn store32(cpu: &mut Cpu, lin: u64, v: Ymm) -> Flow {
+    if in_one_page(lin)
+        && cpu.try_store::<u128>(lin, v[0])
+        && cpu.try_store::<u128>(lin.wrapping_add(16), v[1])
+    {
+        return Ok(());
+    }
+    let mut bytes = [0; 32];
+    bytes[..16].copy_from_slice(&v[0].to_le_bytes());
+    bytes[16..].copy_from_slice(&v[1].to_le_bytes());
+    cpu.store_bytes(lin, &bytes)
+}
+
+/// Reads the memory operand of `op.size`, zero-extended.
+#[inline(always)]
+fn load(cpu: &mut Cpu, op: &Op) -> Result<Ymm, Break> {
+    let low = match op.size {
+        0 => cpu.load_mem::<u8>(op)?.into(),
+        1 => cpu.load_mem::<u16>(op)?.into(),
+        2 => cpu.load_mem::<u32>(op)?.into(),
+        3 => cpu.load_mem::<u64>(op)?.into(),
+        4 => cpu.load_mem::<u128>(op)?,
+        _ => {
+            let lin = cpu.lin(op, 32)?;
+            return load32(cpu, lin);
+        }
+    };
+    Ok([low, 0])
+}
+
+/// Writes the memory operand of `op.size`.
+#[inline(always)]
+fn store(cpu: &mut Cpu, op: &Op, v: Ymm) -> Flow {
+    match op.size {
+        2 => cpu.store_mem::<u32>(op, v[0] as u32),
+        3 => cpu.store_mem::<u64>(op, v[0] as u64),
+        4 => cpu.store_mem::<u128>(op, v[0]),
+        _ => {
+            let lin = cpu.lin(op, 32)?;
+            store32(cpu, lin, v)
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Moves, insertions and extractions of one element, and the control of the upper halves.
+
+use super::host::Ymm;
+use super::{load32, store32};
+use crate::Cpu;
+use crate::exec::fpu_state::{load_mxcsr, store_mxcsr};
+use crate::int::Int;
+use crate::op::{Flow, Handler, MEM, Op};
+use crate::simd::gpr::{extract, inserted};
+use crate::simd::moves::{
+    address_in_di, from_gpr, load_zero, load16, low, masked_store, store_high, store_low, store16,
+    to_gpr, whole,
+};
+use iced_x86::{Code, Instruction, Mnemonic as M};
+
+/// Makes the VEX form of a legacy handler: it clears the upper half of the destination.
+macro_rules! clearing {
+    ($legacy:expr) => {
+        |cpu: &mut Cpu, op: &Op| {
+            $legacy(cpu, op)?;
+            cpu.state.ymm_high[usize::from(op.r[0] & 15)] = 0;
+            Ok(())
+        }
+    };
+}
+
+pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
+    let (to_memory, from_memory) = (op.r[0] == MEM, op.r.contains(&MEM));
+    // Chooses one of: register to register, load, store.
+    let one_of = |registers: Handler, load: Handler, store: Handler| match (to_memory, from_memory)
+    {
+        (true, _) => store,
+        (_, true) => load,
+        _ => registers,
+    };
+    let handler = match insn.mnemonic() {
+        M::Vmovaps
+        | M::Vmovapd
+        | M::Vmovdqa
+        | M::Vmovntdqa
+        | M::Vmovntdq
+        | M::Vmovntps
+        | M::Vmovntpd => match wide {
+            true => one_of(whole_ymm, load_ymm::<true>, store_ymm::<true>),
+            false => one_of(clearing!(whole), clearing!(load16::<true>), store16::<true>),
+        },
+        M::Vmovups | M::Vmovupd | M::Vmovdqu | M::Vlddqu => match wide {
+            true => one_of(whole_ymm, load_ymm::<false>, store_ymm::<false>),
+            false => one_of(
+                clearing!(whole),
+                clearing!(load16::<false>),
+                store16::<false>,
+            ),
+        },
+        M::Vmovss => one_of(merge::<u32>, clearing!(load_zero::<u32>), store_low::<u32>),
+        M::Vmovsd => one_of(merge::<u64>, clearing!(load_zero::<u64>), store_low::<u64>),
+        M::Vmovd => gpr_or_memory::<u32>(insn, op),
+        M::Vmovq => match insn.code() {
+            Code::VEX_Vmovq_xmm_xmmm64 | Code::VEX_Vmovq_xmmm64_xmm => one_of(
+                clearing!(low::<u64>),
+                clearing!(load_zero::<u64>),
+                store_low::<u64>,
+            ),
+            _ => gpr_or_memory::<u64>(insn, op),
+        },
+        M::Vmovlps | M::Vmovlpd if to_memory => store_low::<u64>,
+        M::Vmovhps | M::Vmovhpd if to_memory => store_high,
+        M::Vmovlps | M::Vmovlpd => load_half::<0>,
+        M::Vmovhps | M::Vmovhpd => load_half::<64>,
+        M::Vpinsrb => insert::<u8>,
+        M::Vpinsrw => insert::<u16>,
+        M::Vpinsrd => insert::<u32>,
+        M::Vpinsrq => insert::<u64>,
+        M::Vpextrb => extract::<u8>,
+        M::Vpextrw => extract::<u16>,
+        M::Vpextrd | M::Vextractps => extract::<u32>,
+        M::Vpextrq => extract::<u64>,
+        M::Vmaskmovdqu => {
+            address_in_di(op);
+            masked_store
+        }
+        M::Vldmxcsr => load_mxcsr,
+        M::Vstmxcsr => store_mxcsr,
+        M::Vzeroupper => clear_upper,
+        M::Vzeroall => clear_all,
+        _ => return None,
+    };
+    Some(handler)
+}
+
+/// VMOVD and VMOVQ between an XMM register and a general register or memory.
+fn gpr_or_memory<T: Int>(insn: &Instruction, op: &Op) -> Handler {
+    if op.r[1] == MEM {
+        clearing!(load_zero::<T>)
+    } else if op.r[0] == MEM {
+        store_low::<T>
+    } else if insn.op0_register().is_xmm() {
+        clearing!(from_gpr::<T>)
+    } else {
+        to_gpr::<T>
+    }
+}
+
+fn whole_ymm(cpu: &mut Cpu, op: &Op) -> Flow {
+    cpu.set_ymm(op.r[0], cpu.ymm(op.r[1]));
+    Ok(())
+}
+
+/// Returns the address of a memory operand of 32 bytes. Raises #GP if it has to be aligned and is not.
+fn address32<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Result<u64, crate::op::Break> {
+    let lin = cpu.lin(op, 32)?;
+    match ALIGNED && lin & 31 != 0 {
+        true => Err(cpu.gp()),
+        false => Ok(lin),
+    }
+}
+
+fn load_ymm<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = address32::<ALIGNED>(cpu, op)?;
+    let v: Ymm = load32(cpu, lin)?;
+    cpu.set_ymm(op.r[0], v);
+    Ok(())
+}
+
+fn store_ymm<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let lin = address32::<ALIGNED>(cpu, op)?;
+    store32(cpu, lin, cpu.ymm(op.r[1]))
+}
+
+/// Takes the low element from the last operand and the rest from the second.
+fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let ones = u128::from(u64::MAX >> (64 - T::BITS));
+    let ([a, _], [b, _]) = (cpu.ymm(op.r[1]), cpu.ymm(op.r[2]));
+    cpu.set_ymm(op.r[0], [a & !ones | b & ones, 0]);
+    Ok(())
+}
+
+/// Takes the quadword at bit `AT` from memory and the other from the second operand.
+fn load_half<const AT: u32>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let half = u128::from(cpu.load_mem::<u64>(op)?) << AT;
+    let [other, _] = cpu.ymm(op.r[1]);
+    let kept = other & !(u128::from(u64::MAX) << AT);
+    cpu.set_ymm(op.r[0], [kept | half, 0]);
+    Ok(())
+}
+
+fn insert<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let value = match op.r[2] {
+        MEM => cpu.load_mem::<T>(op)?.zx(),
+        r => u64::get(cpu, r),
+    };
+    let [vector, _] = cpu.ymm(op.r[1]);
+    cpu.set_ymm(op.r[0], [inserted::<T>(op, vector, value), 0]);
+    Ok(())
+}
+
+/// Returns the number of vector registers that the mode has.
+fn registers(cpu: &Cpu) -> usize {
+    if cpu.is_64() { 16 } else { 8 }
+}
+
+/// VZEROUPPER.
+fn clear_upper(cpu: &mut Cpu, _: &Op) -> Flow {
+    let n = registers(cpu);
+    cpu.state.ymm_high[..n].fill(0);
+    Ok(())
+}
+
+/// VZEROALL.
+fn clear_all(cpu: &mut Cpu, op: &Op) -> Flow {
+    let n = registers(cpu);
+    cpu.state.xmm[..n].fill(0);
+    clear_upper(cpu, op)
+}

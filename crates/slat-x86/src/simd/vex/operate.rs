@@ -1,0 +1,206 @@
+//! Instructions that a stub executes: fetch, call, store.
+
+use super::host::{self, Entry, Work};
+use super::table::{self, Kind};
+use super::{load, store};
+use crate::Cpu;
+use crate::int::Int;
+use crate::op::{Break, Flow, Handler, MEM, Op};
+use crate::simd::host::MASKS;
+use crate::simd::lanes::Lanes;
+use crate::simd::operate::{UNALIGNED, strings, with_unmasked};
+use crate::simd::table as legacy;
+use crate::state::flags;
+use iced_x86::{CpuidFeature, Instruction, Mnemonic as M, OpKind};
+
+pub(super) fn lower(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
+    let mnemonic = insn.mnemonic();
+    op.aux = op.imm as u8;
+    if let Some(handler) = lower_gpr(insn, op, wide).or_else(|| lower_strings(mnemonic, op)) {
+        return Some(handler);
+    }
+    let last = insn.op_count() - 1;
+    let immediate = insn.op_kind(last) == OpKind::Immediate8;
+    let found = match immediate {
+        true => table::immediate(mnemonic, wide),
+        false => table::plain(mnemonic, wide),
+    };
+    let by_constant = found.is_none();
+    let (kind, stub) = match by_constant {
+        // A shift by a constant is one by a count in a register.
+        true => table::plain(mnemonic, wide)?,
+        false => found?,
+    };
+    op.imm = stub as usize as u64;
+    if mnemonic == M::Vinsertps && op.r[2] == MEM {
+        // The element is read from memory; the selector of a source element has no effect.
+        op.aux &= 0x3f;
+    }
+    // FMA instructions read their destination, too.
+    let accumulates = insn.code().cpuid_features().contains(&CpuidFeature::FMA);
+    let sources = last - u32::from(immediate);
+    Some(match (kind, accumulates, sources) {
+        (Kind::Int, _, 1) if by_constant => shift_by_constant,
+        (Kind::Int, _, 1) => vector::<1, 1, false>,
+        (Kind::Int, _, 2) => vector::<1, 2, false>,
+        (Kind::Int, _, 3) => vector::<1, 3, false>,
+        (Kind::Float(_), true, 2) => vector::<0, 2, true>,
+        (Kind::Float(_), _, 1) => vector::<1, 1, true>,
+        (Kind::Float(_), _, 2) => vector::<1, 2, true>,
+        (Kind::IntFlags, _, 1) => compare::<false>,
+        (Kind::FloatFlags, _, 1) => compare::<true>,
+        _ => return None,
+    })
+}
+
+/// Chooses the handler of an instruction with a general register, other than a plain move.
+fn lower_gpr(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
+    let mnemonic = insn.mnemonic();
+    let to = insn.op0_register().size();
+    let from = match op.r[2] {
+        MEM => insn.memory_size().size(),
+        _ => insn.op2_register().size(),
+    };
+    let (stub, handler): (_, Handler) =
+        if let Some(stub) = table::signs(mnemonic, if wide { 32 } else { 16 }) {
+            (stub, to_gpr::<u32, false>)
+        } else if let Some(stub) = table::to_gpr(mnemonic, to) {
+            let handler = if to == 8 {
+                to_gpr::<u64, true>
+            } else {
+                to_gpr::<u32, true>
+            };
+            (stub, handler)
+        } else {
+            let stub = table::from_gpr(mnemonic, from)?;
+            (
+                stub,
+                if from == 8 {
+                    from_gpr::<u64>
+                } else {
+                    from_gpr::<u32>
+                },
+            )
+        };
+    op.imm = stub as usize as u64;
+    Some(handler)
+}
+
+/// Chooses the handler of a string comparison: the legacy one, which in its VEX form also clears the upper half of a mask.
+fn lower_strings(mnemonic: M, op: &mut Op) -> Option<Handler> {
+    let (legacy, index) = match mnemonic {
+        M::Vpcmpestri => (M::Pcmpestri, true),
+        M::Vpcmpestri64 => (M::Pcmpestri64, true),
+        M::Vpcmpistri => (M::Pcmpistri, true),
+        M::Vpcmpestrm => (M::Pcmpestrm, false),
+        M::Vpcmpestrm64 => (M::Pcmpestrm64, false),
+        M::Vpcmpistrm => (M::Pcmpistrm, false),
+        _ => return None,
+    };
+    op.imm = legacy::string(legacy)? as usize as u64;
+    Some(match (index, op.r[1] == MEM) {
+        (true, false) => strings::<0, true>,
+        (true, true) => strings::<UNALIGNED, true>,
+        (false, false) => string_mask::<0>,
+        (false, true) => string_mask::<UNALIGNED>,
+    })
+}
+
+fn string_mask<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
+    strings::<FROM, false>(cpu, op)?;
+    cpu.state.ymm_high[0] = 0;
+    Ok(())
+}
+
+/// Fetches operands `FIRST` to `LAST`: vectors, one of which may be in memory.
+#[inline(always)]
+fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op) -> Result<Work, Break> {
+    let mut work = Work {
+        imm: op.aux,
+        ..Work::default()
+    };
+    for k in FIRST..=LAST {
+        work.v[k] = match op.r[k] {
+            MEM => load(cpu, op)?,
+            r => cpu.ymm(r),
+        };
+    }
+    Ok(work)
+}
+
+/// Calls the stub. Returns the arithmetic flags that it set.
+#[inline(always)]
+fn call<const FLOAT: bool>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
+    Ok(match FLOAT {
+        false => host::int(Entry(op.imm), work),
+        true if cpu.state.mxcsr & MASKS == MASKS => {
+            host::float(Entry(op.imm), work, &mut cpu.state.mxcsr)
+        }
+        true => call_unmasked(cpu, op, work)?,
+    })
+}
+
+#[cold]
+fn call_unmasked(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
+    with_unmasked(cpu, |mxcsr| {
+        let result = host::float(Entry(op.imm), work, mxcsr);
+        (result, lanes(op.mnemonic).has_denormal(&work.v[0]))
+    })
+}
+
+/// Returns the elements of an instruction's result that can underflow.
+fn lanes(mnemonic: M) -> Lanes {
+    let sizes = [false, true].into_iter();
+    let mut kinds = sizes.filter_map(|wide| {
+        table::plain(mnemonic, wide).or_else(|| table::immediate(mnemonic, wide))
+    });
+    match kinds.next() {
+        Some((Kind::Float(lanes), _)) => lanes,
+        _ => Lanes::None,
+    }
+}
+
+/// From vectors to a vector: the first operand, a register or memory.
+fn vector<const FIRST: usize, const LAST: usize, const FLOAT: bool>(
+    cpu: &mut Cpu,
+    op: &Op,
+) -> Flow {
+    let mut work = fetch::<FIRST, LAST>(cpu, op)?;
+    call::<FLOAT>(cpu, op, &mut work)?;
+    match op.r[0] {
+        MEM => return store(cpu, op, work.v[0]),
+        r => cpu.set_ymm(r, work.v[0]),
+    }
+    Ok(())
+}
+
+fn shift_by_constant(cpu: &mut Cpu, op: &Op) -> Flow {
+    let mut work = fetch::<1, 1>(cpu, op)?;
+    work.v[2] = [op.aux.into(), 0];
+    call::<false>(cpu, op, &mut work)?;
+    cpu.set_ymm(op.r[0], work.v[0]);
+    Ok(())
+}
+
+/// From two vectors to flags.
+fn compare<const FLOAT: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let mut work = fetch::<0, 1>(cpu, op)?;
+    let result = call::<FLOAT>(cpu, op, &mut work)?;
+    cpu.set_flags(flags::ARITHMETIC, result & flags::ARITHMETIC);
+    Ok(())
+}
+
+fn to_gpr<T: Int, const FLOAT: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let mut work = fetch::<1, 1>(cpu, op)?;
+    call::<FLOAT>(cpu, op, &mut work)?;
+    T::set(cpu, op.r[0], T::of(work.gpr));
+    Ok(())
+}
+
+fn from_gpr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
+    let mut work = fetch::<1, 1>(cpu, op)?;
+    work.gpr = cpu.operand::<T>(op, 2)?.zx();
+    call::<true>(cpu, op, &mut work)?;
+    cpu.set_ymm(op.r[0], work.v[0]);
+    Ok(())
+}
