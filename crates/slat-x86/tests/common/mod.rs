@@ -128,6 +128,8 @@ pub struct TestMachine {
     pub failing_fetches: HashMap<u64, (usize, Fault)>,
     pub rechecks: usize,
     pub bad_address: bool,
+    /// What [`Mmu::recheck`] returns after it has made the host page accessible.
+    pub mends: Option<Result<(), Fault>>,
     pub msrs: HashMap<u32, u64>,
     pub hypercalls: Vec<(u64, [u64; 4], bool)>,
     pub cpuid_faults: bool,
@@ -174,6 +176,7 @@ impl TestMachine {
             failing_fetches: HashMap::new(),
             rechecks: 0,
             bad_address: false,
+            mends: None,
             msrs: HashMap::new(),
             hypercalls: vec![],
             cpuid_faults: false,
@@ -267,9 +270,13 @@ impl Mmu for TestMachine {
             bits: self.page_bits,
         })
     }
-    fn recheck(&mut self, _: *mut u8, _: Access) -> Result<(), Fault> {
+    fn recheck(&mut self, host: *mut u8, _: Access) -> Result<(), Fault> {
         self.rechecks += 1;
-        if self.bad_address {
+        if let Some(result) = self.mends {
+            let gpa = host as u64 - self.memory.at(0) as u64;
+            self.memory.protect(gpa, libc::PROT_READ | libc::PROT_WRITE);
+            result
+        } else if self.bad_address {
             Err(Fault::BadAddress)
         } else {
             Ok(())

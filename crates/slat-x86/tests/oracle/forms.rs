@@ -6,6 +6,8 @@ use iced_x86::{
     OpCodeOperandKind, OpKind, Register,
 };
 
+use std::sync::OnceLock;
+
 use crate::memory;
 use crate::native::{AT, BRANCH_TARGET, DATA, DATA_LEN, Regs, STACK, STACK_LEN};
 use crate::rng::Rng;
@@ -23,14 +25,7 @@ pub struct Case {
 impl Case {
     /// No instruction yet, random registers and memory.
     pub fn start(base: usize, rng: &mut Rng) -> Case {
-        let mut data = vec![0; DATA_LEN];
-        let mut stack = vec![0; STACK_LEN];
-        for bytes in [&mut data, &mut stack] {
-            for chunk in bytes.chunks_exact_mut(16) {
-                let value = if rng.one_in(2) { rng.x87() } else { rng.xmm() };
-                chunk.copy_from_slice(&value.to_le_bytes());
-            }
-        }
+        let (data, stack) = (random_bytes(DATA_LEN, rng), random_bytes(STACK_LEN, rng));
         Case {
             instruction: Instruction::new(),
             bytes: vec![],
@@ -50,6 +45,26 @@ impl Case {
         self.instruction = *instruction;
         Some(())
     }
+}
+
+/// Returns operands of memory: a part of a supply that is made once, which would be most of a case's time, with a few new ones.
+fn random_bytes(len: usize, rng: &mut Rng) -> Vec<u8> {
+    const OPERAND: usize = 16;
+    const SUPPLY: usize = 1 << 20;
+    static BYTES: OnceLock<Vec<u8>> = OnceLock::new();
+    let operand = |rng: &mut Rng| if rng.one_in(2) { rng.x87() } else { rng.xmm() };
+    let bytes = BYTES.get_or_init(|| {
+        let mut rng = Rng(1);
+        let operands = std::iter::repeat_with(|| operand(&mut rng).to_le_bytes());
+        operands.take(SUPPLY / OPERAND).flatten().collect()
+    });
+    let start = OPERAND * rng.below((SUPPLY - len) / OPERAND);
+    let mut part = bytes[start..start + len].to_vec();
+    for _ in 0..16 {
+        let at = OPERAND * rng.below(len / OPERAND);
+        part[at..at + OPERAND].copy_from_slice(&operand(rng).to_le_bytes());
+    }
+    part
 }
 
 const FEATURES: &[CpuidFeature] = &[

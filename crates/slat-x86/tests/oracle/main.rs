@@ -118,16 +118,18 @@ fn sequences_of_instructions_do_what_the_host_does() {
     let mut rng = Rng(setting("SLAT_ORACLE_SEED", 1));
     let rounds = 500 * setting("SLAT_ORACLE_ROUNDS", 30);
     let mut wrong = vec![];
+    let mut cases = 0u64;
     for _ in 0..rounds {
         let Some(case) = pool.random(arena.base, &mut rng) else {
             continue;
         };
         match run(&case, &arena, &mut guest) {
-            Verdict::Same | Verdict::AsAmd(_) => {}
+            Verdict::Same | Verdict::AsAmd(_) => cases += 1,
             Verdict::Unimplemented(reason) => panic!("{reason}"),
             Verdict::Wrong(report) => wrong.push(report),
         }
     }
+    println!("{cases} sequences agree");
     let shown = setting("SLAT_ORACLE_SHOW", 1) as usize;
     for report in &wrong[..shown.min(wrong.len())] {
         println!("{report}");

@@ -1,0 +1,198 @@
+//! A run ends soon after a kick, whatever loop it is in: loops of each shape that the compiler makes, and the interpreter's.
+//!
+//! Another thread sets `attention`, and reads how much processor time the running thread has used so far; the run has to end before it has
+//! used a millisecond more. Time in which the host runs others does not count, and the best of several tries does.
+#![cfg(feature = "jit")]
+
+mod common;
+use common::*;
+use slat_x86::*;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
+
+/// The most processor time between a kick and the end of the run. Without optimisation, the interpreter takes longer.
+const BOUND: Duration = Duration::from_millis(if cfg!(debug_assertions) { 10 } else { 1 });
+const TRIES: usize = 5;
+/// Another page of code.
+const OTHER: u64 = CODE + 0x1000;
+const FAR: u64 = 0x20_0000;
+
+fn processor_time(clock: libc::clockid_t) -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: a local to write to.
+    let failed = unsafe { libc::clock_gettime(clock, &mut time) };
+    assert_eq!(failed, 0);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Runs `guest`, and kicks it after a while. Returns the processor time that it has used after the kick.
+fn after_kick(guest: &mut Guest, after: Duration) -> Duration {
+    let attention = guest.attention.clone();
+    attention.store(0, Ordering::SeqCst);
+    let clock = AtomicI32::new(0);
+    std::thread::scope(|scope| {
+        let running = scope.spawn(|| {
+            let mut mine = 0;
+            // SAFETY: a local to write to.
+            unsafe { libc::pthread_getcpuclockid(libc::pthread_self(), &mut mine) };
+            clock.store(mine, Ordering::SeqCst);
+            let exit = guest.run();
+            assert_eq!(exit, Exit::Attention);
+            processor_time(libc::CLOCK_THREAD_CPUTIME_ID)
+        });
+        while clock.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        let clock = clock.load(Ordering::SeqCst);
+        // It has begun to run when it has used some time.
+        let began = Instant::now();
+        while processor_time(clock) < after && began.elapsed() < Duration::from_secs(10) {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        let before = processor_time(clock);
+        attention.store(1, Ordering::SeqCst);
+        running.join().unwrap() - before
+    })
+}
+
+/// Runs `code`, which has no end, and kicks it: interpreted, and compiled. `prepare` sets registers and more code.
+fn ends_when_kicked(name: &str, code: &[u8], prepare: impl Fn(&mut Guest)) {
+    for is_compiled in [false, true] {
+        let mut guest = Guest::new(code);
+        if is_compiled {
+            guest.cpu.set_compiler(compiled::compiler()).unwrap();
+        }
+        prepare(&mut guest);
+        let (state, before) = (guest.cpu.state.clone(), *guest.cpu.counters());
+        let times = (0..TRIES).map(|n| {
+            guest.cpu.state.clone_from(&state);
+            after_kick(&mut guest, Duration::from_millis(2 + n as u64))
+        });
+        let best = times.min().unwrap();
+        println!("{name}, compiled: {is_compiled}: {best:?}");
+        assert!(best <= BOUND, "{name}, compiled: {is_compiled}: {best:?}");
+        let regions = guest.cpu.counters().regions - before.regions;
+        assert!(regions > 0 || !is_compiled, "{name}");
+    }
+}
+
+#[test]
+fn loops_of_branches() {
+    ends_when_kicked("jmp to itself", b"\xeb\xfe", |_| {});
+    // inc eax; jmp; jnz over the loop's beginning: a block that is also entered in its middle.
+    ends_when_kicked(
+        "two blocks",
+        b"\xff\xc0\x75\x02\xeb\xfa\xff\xc3\xeb\xf6",
+        |_| {},
+    );
+    // again: mov ecx,100; dec ecx; jnz; jmp again
+    ends_when_kicked("nested", b"\xb9\x64\0\0\0\xff\xc9\x75\xfc\xeb\xf5", |_| {});
+    // lp: loop lp, from 0: 2^64 rounds
+    ends_when_kicked("loop", b"\xe2\xfe\xeb\xfc", |guest| {
+        guest.cpu.state.gpr[RCX] = 0;
+    });
+    // Forward to many blocks, then back.
+    let mut chain = b"\x74\x00".repeat(40);
+    chain.extend(b"\xeb\xae");
+    ends_when_kicked("forty blocks", &chain, |_| {});
+}
+
+#[test]
+fn loops_over_pages() {
+    // jmp OTHER, jmp CODE
+    ends_when_kicked("jumps", b"\xe9\xfb\x0f\0\0", |guest| {
+        guest.memory().write(OTHER, b"\xe9\xfb\xef\xff\xff");
+    });
+    // jmp rax / jmp rbx
+    ends_when_kicked("indirect jumps", b"\xff\xe0", |guest| {
+        guest.memory().write(OTHER, b"\xff\xe3");
+        (guest.cpu.state.gpr[RAX], guest.cpu.state.gpr[RBX]) = (OTHER, CODE);
+    });
+    // call OTHER; jmp back / ret
+    ends_when_kicked("calls and returns", b"\xe8\xfb\x0f\0\0\xeb\xf9", |guest| {
+        guest.memory().write(OTHER, b"\xc3");
+    });
+    // call rax; jmp back / ret
+    ends_when_kicked("indirect calls", b"\xff\xd0\xeb\xfc", |guest| {
+        guest.memory().write(OTHER, b"\xc3");
+        guest.cpu.state.gpr[RAX] = OTHER;
+    });
+    // push rax; ret, where RAX leads to itself
+    ends_when_kicked("returns", b"\x50\xc3", |guest| {
+        guest.cpu.state.gpr[RAX] = CODE;
+    });
+}
+
+#[test]
+fn loops_of_handlers_and_misses() {
+    // again: mov [rdi],eax; add rdi,4096; and rdi,FFFFFF; or rdi,200000; jmp again
+    let misses =
+        b"\x89\x07\x48\x81\xc7\0\x10\0\0\x48\x81\xe7\xff\xff\xff\0\x48\x81\xcf\0\0\x20\0\xeb\xe7";
+    ends_when_kicked("misses", misses, |guest| {
+        guest.cpu.state.gpr[RDI] = FAR;
+    });
+    // lock inc dword [rdi]; xchg [rdi+8],eax; jmp back
+    ends_when_kicked(
+        "atomic operations",
+        b"\xf0\xff\x07\x87\x47\x08\xeb\xf8",
+        |guest| {
+            guest.cpu.state.gpr[RDI] = DATA;
+        },
+    );
+    // fld1; fldpi; faddp; fsqrt; fstp st(0); jmp back
+    ends_when_kicked(
+        "x87",
+        b"\xd9\xe8\xd9\xeb\xde\xc1\xd9\xfa\xdd\xd8\xeb\xf4",
+        |guest| {
+            let state = &mut guest.cpu.state;
+            (state.fcw, state.fsw, state.ftw) = (0x37f, 0, 0);
+        },
+    );
+    // addps xmm0,xmm1; sqrtps xmm2,xmm0; jmp back
+    ends_when_kicked("SSE", b"\x0f\x58\xc1\x0f\x51\xd0\xeb\xf8", |guest| {
+        guest.cpu.state.mxcsr = 0x1f80;
+    });
+    // ud2, whose handler returns to it
+    ends_when_kicked("exceptions", b"\x90\x90\x0f\x0b", |guest| {
+        guest.memory().write(
+            HANDLERS + 16 * u64::from(vector::UD),
+            b"\x90\x90\x90\x90\x48\xcf",
+        );
+    });
+    // rdtsc; cpuid; jmp back
+    ends_when_kicked("system instructions", b"\x0f\x31\x0f\xa2\xeb\xfa", |_| {});
+}
+
+#[test]
+fn repeated_string_instructions() {
+    // Twice 128 MiB, which are one page: each instruction takes longer than a millisecond.
+    const LENGTH: u64 = 128 << 20;
+    for (name, string, is_down, width) in [
+        ("rep movsb", &b"\xf3\xa4"[..], false, 1),
+        ("rep movsb down", b"\xf3\xa4", true, 1),
+        ("rep stosq", b"\xf3\x48\xab", false, 8),
+        ("rep lodsb", b"\xf3\xac", false, 1),
+        ("repe scasb", b"\xf3\xae", false, 1),
+        ("repe cmpsb", b"\xf3\xa6", false, 1),
+    ] {
+        // again: mov rdi,r9; mov rsi,r8; mov rcx,r10; rep …; jmp again
+        let mut code = b"\x4c\x89\xcf\x4c\x89\xc6\x4c\x89\xd1".to_vec();
+        code.extend(string);
+        code.extend([0xeb, (-(code.len() as i8) - 2) as u8]);
+        ends_when_kicked(name, &code, |guest| {
+            for page in 0..2 * LENGTH >> 12 {
+                let moved = &mut guest.machine.moved;
+                moved.insert((MMIO >> 12) + page, FAR >> 12);
+            }
+            let state = &mut guest.cpu.state;
+            let first = if is_down { LENGTH - 1 } else { 0 };
+            state.rflags |= if is_down { 1 << 10 } else { 0 };
+            (state.gpr[8], state.gpr[9]) = (MMIO + first, MMIO + LENGTH + first);
+            state.gpr[10] = LENGTH / width;
+            state.gpr[RAX] = 0;
+        });
+    }
+}
