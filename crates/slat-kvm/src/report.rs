@@ -165,9 +165,11 @@ fn meaning(counter: &str) -> &'static str {
         "pages_compared" => "pages of decoded code compared with memory",
         "code_stores" => "stores to pages with decoded code",
         "tlb_misses" => "data translations that the software TLB did not have",
+        "stlb_hits" => "translations of data and code that its second level had",
         "flushes_cr3" => "flushes of it by CR3",
-        "flushes_other" => "  by other registers, INVPCID, or INVLPG of a large page",
-        "flushes_page" => "  of one page",
+        "flushes_pcid" => "  by INVPCID, without global pages",
+        "flushes_other" => "  by other registers, or INVPCID",
+        "flushes_page" => "  of one page, or a large one",
         "flushes_host" => "  because memory or memslots of the host changed",
         _ => "",
     }

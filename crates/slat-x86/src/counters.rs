@@ -44,12 +44,15 @@ counters! {
     code_stores,
     /// Data translations that the software TLB did not have.
     tlb_misses,
-    /// Flushes of the whole TLB by a change of CR3.
+    /// Translations, of data and of code, found in the second level of the software TLB: the others were asked of the machine.
+    stlb_hits,
+    /// Loads of CR3: they drop the translations of the new PCID at most, and never global ones.
     flushes_cr3,
-    /// Flushes of the whole TLB by a change of CR0, CR4, EFER or of the registers as a whole, by INVPCID, or by INVLPG of a large
-    /// page.
+    /// Flushes of the translations of a PCID or of all PCIDs, but not of global ones: INVPCID.
+    flushes_pcid,
+    /// Flushes of the whole TLB by a change of CR0, CR4, EFER or of the registers as a whole, or by INVPCID.
     flushes_other,
-    /// Flushes of one page: INVLPG, and host memory that was found inaccessible.
+    /// Flushes of one page, or of a large one: INVLPG, INVPCID, and host memory that was found inaccessible.
     flushes_page,
     /// Flushes of the whole TLB because the host's memory, memslots or dirty logs changed.
     flushes_host,

@@ -16,7 +16,7 @@ use crate::op::{Break, Op};
 use crate::simd;
 use crate::state::{Exception, Segment, State, control, flags, xcr0};
 use crate::sync::Arc;
-use crate::tlb::{SUPERVISOR, SUPERVISOR_AC, Tlb, USER};
+use crate::tlb::{SUPERVISOR, SUPERVISOR_AC, Tlb, USER, Which};
 use std::ptr::NonNull;
 
 /// The CPU state that decoding depends on besides the bytes, as bits of a block's key.
@@ -91,7 +91,7 @@ const CR3: usize = 1;
 
 /// Returns whether a change of CR0, CR3, CR4 and EFER invalidates translations, or changes what they depend on. TS, which
 /// changes with each switch of tasks, does not.
-fn guest_invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
+fn invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
     use control::*;
     let paging = [
         CR0_PG | CR0_WP,
@@ -107,7 +107,7 @@ fn guest_invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
 unsafe impl Send for Cpu {}
 
 impl Cpu {
-    /// Makes a CPU after RESET, with all memory that running needs: 360 KiB, most of which the host provides at first use. The
+    /// Makes a CPU after RESET, with all memory that running needs: half a MiB, most of which the host provides at first use. The
     /// blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
     /// The first CPU of a process also builds the tables of the instruction decoder. `code`: what the CPUs that share memory tell each
@@ -168,7 +168,21 @@ impl Cpu {
     /// Drops all translations. The caller has counted why.
     pub(crate) fn drop_translations(&mut self) {
         self.outdate_blocks();
-        self.tlb().flush();
+        self.flush_data();
+    }
+
+    /// Drops all translations, but has no block translated again: for a change that only concerns data accesses.
+    pub(crate) fn flush_data(&mut self) {
+        let pcid = self.pcid();
+        self.tlb().flush(pcid);
+    }
+
+    /// Returns the current PCID: 0 without CR4.PCIDE.
+    pub(crate) fn pcid(&self) -> u16 {
+        match self.state.cr4 & control::CR4_PCIDE != 0 {
+            true => (self.state.cr3 & 0xfff) as u16,
+            false => 0,
+        }
     }
 
     /// Has all blocks translated again.
@@ -212,15 +226,40 @@ impl Cpu {
         &self.counters
     }
 
-    /// Drops the translation of one page, or of all of a large page. Blocks stay translated unless the page has had code.
-    pub(crate) fn flush_page(&mut self, lin: u64) {
-        if self.tlb().may_be_large(lin) {
-            self.flush_other();
-            return;
-        }
+    /// Drops translations of one page, or of all of a large page. Blocks stay translated unless the page has had code, or is large.
+    pub(crate) fn flush_page(&mut self, lin: u64, which: Which) {
         self.counters.flushes_page += 1;
+        match self.tlb().may_be_large(lin) {
+            true => self.outdate_blocks(),
+            false => self.blocks.outdate_page(lin),
+        }
+        self.tlb().flush_page(lin, which);
+    }
+
+    /// Drops the translation of one page of 4 KiB.
+    pub(crate) fn drop_page(&mut self, lin: u64) {
         self.blocks.outdate_page(lin);
-        self.tlb().flush_page(lin);
+        self.tlb().drop_page(lin);
+    }
+
+    /// Drops the translations of a PCID but the global ones: INVPCID of type 1.
+    pub(crate) fn flush_pcid(&mut self, pcid: u16) {
+        self.counters.flushes_pcid += 1;
+        match pcid == self.pcid() {
+            true => {
+                self.outdate_blocks();
+                self.tlb().switch(pcid, false);
+            }
+            false => self.tlb().forget(pcid),
+        }
+    }
+
+    /// Drops all translations but the global ones: INVPCID of type 3.
+    pub(crate) fn flush_spaces(&mut self) {
+        self.counters.flushes_pcid += 1;
+        self.outdate_blocks();
+        let pcid = self.pcid();
+        self.tlb().flush_spaces(pcid);
     }
 
     /// Whether blocks are compiled before they run for the first time: never without a compiler.
@@ -271,9 +310,7 @@ impl Cpu {
     /// Call after an instruction has changed the state: does [`derive`](Self::derive), and tells the machine if the guest has
     /// invalidated translations.
     pub(crate) fn refresh(&mut self) {
-        let before = self.seen;
-        let flushed = self.derive();
-        if flushed && guest_invalidates(&before, &self.seen) {
+        if self.derive() {
             self.tell_flush(GuestFlush::All);
         }
     }
@@ -292,18 +329,14 @@ impl Cpu {
         self.drop_translations();
     }
 
-    /// Drops all translations for an instruction that invalidates them, and tells the machine.
-    pub(crate) fn flush_guest(&mut self) {
-        self.flush_other();
-        self.tell_flush(GuestFlush::All);
-    }
-
-    /// Loads CR3 and drops all translations: the TLB has no PCIDs. `keeps`: the machine may keep those that it has.
+    /// Loads CR3. Drops the translations of the new PCID, but not the global ones. `keeps`: neither the PCID's.
     pub(crate) fn load_cr3(&mut self, cr3: u64, keeps: bool) {
         self.state.cr3 = cr3;
         self.seen[CR3] = cr3;
         self.counters.flushes_cr3 += 1;
-        self.drop_translations();
+        self.outdate_blocks();
+        let pcid = self.pcid();
+        self.tlb().switch(pcid, keeps);
         if !keeps {
             self.tell_flush(GuestFlush::All);
         }
@@ -351,14 +384,14 @@ impl Cpu {
         self.update_table();
         let state = &self.state;
         let seen = [state.cr0, state.cr3, state.cr4, state.efer];
-        let changed = seen != self.seen;
-        if changed {
-            self.seen = seen;
+        let flushes = invalidates(&self.seen, &seen);
+        self.seen = seen;
+        if flushes {
             self.flush_other();
         }
         self.update_watch();
         self.slow = true;
-        changed
+        flushes
     }
 
     /// Chooses the TLB table for CPL and RFLAGS.AC.
@@ -422,6 +455,11 @@ impl Cpu {
 
     /// Returns the paging state for an access through the current TLB table.
     pub(crate) fn paging(&self) -> Paging {
+        self.paging_for(self.table)
+    }
+
+    /// Returns the paging state for an access through a TLB table.
+    pub(crate) fn paging_for(&self, table: usize) -> Paging {
         let State {
             cr0,
             cr3,
@@ -431,7 +469,7 @@ impl Cpu {
             pkru,
             ..
         } = self.state;
-        let (user, ac) = (self.table == USER, self.table == SUPERVISOR_AC);
+        let (user, ac) = (table == USER, table == SUPERVISOR_AC);
         Paging {
             cr0,
             cr3,

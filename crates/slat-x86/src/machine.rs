@@ -53,6 +53,9 @@ pub struct HostPage {
     pub tracked: Option<u64>,
     /// This page is part of a page of the guest's of 2^`bits` bytes: INVLPG drops all of it.
     pub bits: u32,
+    /// This translation holds in every address space: CR4.PGE is set, and so is the G flag of the guest's entry that maps the page. A
+    /// load of CR3 keeps it.
+    pub global: bool,
 }
 
 /// Why there is no translation.

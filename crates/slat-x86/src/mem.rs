@@ -9,7 +9,7 @@
 //! CPUs that share the code.
 
 use crate::int::Int;
-use crate::machine::{Access, Exit, Fault};
+use crate::machine::{Access, Exit, Fault, HostPage};
 use crate::op::{Break, Op, form};
 use crate::tlb::SUPERVISOR;
 use crate::{Cpu, vector};
@@ -507,15 +507,12 @@ impl Cpu {
             return Err(self.raise(vector::GP, Some(0)));
         }
         self.counters.tlb_misses += 1;
-        let paging = self.paging();
-        match self.machine().translate(lin, access, &paging) {
+        match self.translate(table, lin, access) {
             Ok(page) => {
                 debug_assert!(page.tracked.is_none() || !page.write);
                 if !self.is_watched_page(lin) {
                     let code = self.code.pages().version_of(page.base.as_ptr() as usize) != 0;
-                    self.tlb()
-                        .fill(table, lin, page.base, page.read, page.write, code);
-                    self.tlb().note_size(lin, page.bits);
+                    self.tlb().fill(table, lin, &page, code);
                 }
                 let at = lin & 0xfff;
                 Ok(Place::Host {
@@ -526,6 +523,36 @@ impl Cpu {
             Err(Fault::Mmio { gpa }) => Ok(Place::Mmio(gpa)),
             Err(fault) => Err(self.fault(lin, fault)),
         }
+    }
+
+    /// Translates an address, which is canonical, for an access through `table`: by the TLB's second level, or else by the machine.
+    #[inline(always)]
+    pub(crate) fn translate(
+        &mut self,
+        table: usize,
+        lin: u64,
+        access: Access,
+    ) -> Result<HostPage, Fault> {
+        match self.tlb().second(table, lin, access) {
+            Some(page) => {
+                self.counters.stlb_hits += 1;
+                Ok(page)
+            }
+            None => self.walk(table, lin, access),
+        }
+    }
+
+    #[inline(never)]
+    fn walk(&mut self, table: usize, lin: u64, access: Access) -> Result<HostPage, Fault> {
+        let paging = self.paging_for(table);
+        let result = self.machine().translate(lin, access, &paging);
+        match &result {
+            Ok(page) => self.tlb().enter(table, lin, page, access),
+            // SDM volume 3, "Operations that Invalidate TLBs": a page fault invalidates the page's translations.
+            Err(Fault::Page { .. }) => self.drop_page(lin),
+            Err(_) => {}
+        }
+        result
     }
 
     /// Converts a machine's fault to the instruction's exception or exit.
@@ -549,7 +576,7 @@ impl Cpu {
     #[inline(never)]
     pub(crate) fn gone(&mut self, lin: u64, host: *mut u8, access: Access) -> Result<(), Break> {
         self.counters.flushes_page += 1;
-        self.tlb().flush_page(lin);
+        self.drop_page(lin);
         match self.machine().recheck(host, access) {
             Ok(()) => Ok(()),
             Err(fault) => Err(self.fault(lin, fault)),

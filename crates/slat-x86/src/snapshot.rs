@@ -13,6 +13,7 @@ use crate::block::{Block, Place};
 use crate::heap::Zeroed;
 use crate::machine::{Access, Fault};
 use crate::op::Break;
+use crate::tlb::{SUPERVISOR, USER};
 use crate::{Cpu, vector};
 use slat_guard::Gone;
 use std::ops::Range;
@@ -335,21 +336,12 @@ impl Cpu {
 
     /// Returns the host address of the page from which the code at `lin` is fetched.
     fn code_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
-        let user = self.cpl == 3;
-        if let Some(page) = self.tlb().code(user, lin) {
-            return Ok(page);
-        }
         if !self.canonical(lin) {
             return Err(self.raise(vector::GP, Some(0)));
         }
-        let mut paging = self.paging();
-        paging.user = user;
-        match self.machine().translate(lin, Access::Execute, &paging) {
-            Ok(page) => {
-                self.tlb().fill_code(user, lin, page.base.as_ptr());
-                self.tlb().note_size(lin, page.bits);
-                Ok(page.base.as_ptr())
-            }
+        let table = if self.cpl == 3 { USER } else { SUPERVISOR };
+        match self.translate(table, lin, Access::Execute) {
+            Ok(page) => Ok(page.base.as_ptr()),
             Err(Fault::Mmio { .. }) => Err(self.unimplemented("an instruction fetch from MMIO")),
             Err(fault) => Err(self.fault(lin, fault)),
         }

@@ -1,14 +1,34 @@
-//! The software TLB: host addresses of guest pages, direct-mapped.
+//! The software TLB: host addresses of guest pages, in two levels.
 //!
-//! One table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC set (SMAP). Each entry has a tag for
+//! The first is direct-mapped, and holds translations of the current address space and global ones. Compiled code looks there itself. It
+//! is small, and emptied by each change of address space, except for global pages. The second (`stlb`) is larger and keeps those of
+//! several spaces (PCIDs): a miss in the first costs little if the second has the page.
+//!
+//! What is dropped (SDM volume 3, "Invalidation of TLBs and Paging-Structure Caches"):
+//!
+//! | event | first level | second level |
+//! |---|---|---|
+//! | MOV to CR3 | all but global pages | the new PCID's, unless bit 63 says no; not global pages |
+//! | INVLPG, a page fault | the page | the page, of the current PCID and global |
+//! | INVPCID type 0, 1 | the page; all but global pages: of the current PCID | those of the PCID, not global pages |
+//! | INVPCID type 3 | all but global pages | all but global pages |
+//! | INVPCID type 2, changes of CR0, CR4, EFER, PKRU; host pages change | all | all |
+//!
+//! Code fetches use the second level only: blocks remember their host page until the next flush (`snapshot`).
+//!
+//! In the first level there is one table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC set (SMAP). Each entry has a tag for
 //! reads and one for writes; an access hits if the tag at the index of its first byte's page is that of its *last* byte's page,
 //! so that one comparison also finds an access that crosses into the next page.
 //!
 //! A page with decoded code (`code_pages`) has a third tag instead of that for writes: stores to it need no translation, but a
 //! look.
 
+mod stlb;
+
 use crate::heap::Zeroed;
-use std::ptr::NonNull;
+use crate::machine::{Access, HostPage};
+use stlb::Stlb;
+pub(crate) use stlb::Which;
 
 /// Entries per table.
 pub(crate) const ENTRIES: usize = 1024;
@@ -37,9 +57,14 @@ pub(crate) struct Entry {
     write: u64,
     /// Host address of the page minus its linear address.
     addend: u64,
-    /// The tag for writes, of a page that holds decoded code.
-    write_code: u64,
+    /// The address of a page that holds decoded code, with [`CODE`], if it may be written; and [`GLOBAL`].
+    note: u64,
 }
+
+/// Bit of a note: the page may be written, but with a look.
+const CODE: u64 = 1 << 0;
+/// Bit of a note: the translation is global.
+const GLOBAL: u64 = 1 << 1;
 
 /// How far the address of an entry is shifted from its index.
 #[cfg(feature = "jit")]
@@ -56,7 +81,11 @@ impl Entry {
     fn clear(&mut self) {
         self.read = EMPTY;
         self.write = EMPTY;
-        self.write_code = EMPTY;
+        self.note = EMPTY;
+    }
+
+    fn is_global(&self) -> bool {
+        self.note & GLOBAL != 0
     }
 
     /// Returns the host address of the page.
@@ -64,13 +93,6 @@ impl Entry {
         // Only an entry whose tag for writes is not empty is asked.
         self.addend.wrapping_add(self.write & !0xfff) as usize
     }
-}
-
-/// A translation for instruction fetches, which is looked up once per block and page.
-#[derive(Clone, Copy)]
-struct CodeEntry {
-    tag: u64,
-    host: *mut u8,
 }
 
 /// One-hash Bloom filter of region numbers that were entered since the last flush.
@@ -106,12 +128,10 @@ const HUGE_BITS: u32 = 30;
 
 pub(crate) struct Tlb {
     entries: [Entry; TABLES * ENTRIES],
-    code: [CodeEntry; 2 * CODE_ENTRIES],
-    /// Indices of entries filled since the last flush, so that a flush costs no more than the fills.
+    /// Indices of entries filled since the last flush, and of those that it kept, so that a flush costs no more than the fills.
     filled: [u16; 1024],
     fills: usize,
-    /// Whether any entry of `code` was filled since the last flush.
-    code_filled: bool,
+    second: Stlb,
     /// Whether any entered page is part of a larger page of the guest's.
     large_filled: bool,
     /// Regions of 2 MiB, and of 1 GiB, with an entered page that is part of a larger one.
@@ -119,12 +139,7 @@ pub(crate) struct Tlb {
     huge: Filter,
 }
 
-const CODE_ENTRIES: usize = 256;
-
-// SAFETY: the host addresses are guest memory, which any thread may access through guarded accesses.
-unsafe impl Send for Tlb {}
-
-// SAFETY: integers and pointers.
+// SAFETY: integers and flags.
 unsafe impl Zeroed for Tlb {}
 
 impl Tlb {
@@ -159,27 +174,36 @@ impl Tlb {
     /// Returns the host address of the byte at `lin` if it may be written, in a page that held decoded code when it was entered.
     pub(crate) fn write_code(&self, table: usize, lin: u64) -> Option<*mut u8> {
         let entry = &self.entries[Self::index(table, lin)];
-        (entry.write_code == tag(lin)).then(|| entry.addend.wrapping_add(lin) as *mut u8)
+        (entry.note & !GLOBAL == lin & !0xfff | CODE).then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Enters a translation of the page of `lin`, which holds decoded code or not.
-    pub(crate) fn fill(
-        &mut self,
-        table: usize,
-        lin: u64,
-        host: NonNull<u8>,
-        read: bool,
-        write: bool,
-        code: bool,
-    ) {
+    /// Returns the translation of the page of `lin` from the second level, if it has one that allows `access`.
+    #[inline(always)]
+    pub(crate) fn second(&self, table: usize, lin: u64, access: Access) -> Option<HostPage> {
+        self.second.find((table / ENTRIES) as u64, lin, access)
+    }
+
+    /// Enters a translation that the machine has just made for `access` into the second level.
+    pub(crate) fn enter(&mut self, table: usize, lin: u64, page: &HostPage, access: Access) {
+        self.note_size(lin, page.bits);
+        self.second
+            .enter((table / ENTRIES) as u64, lin, page, access);
+    }
+
+    /// Enters a translation of the page of `lin`, which holds decoded code or not, into the first level.
+    #[inline(always)]
+    pub(crate) fn fill(&mut self, table: usize, lin: u64, page: &HostPage, code: bool) {
         let index = Self::index(table, lin);
         let tag_if = |allowed| if allowed { tag(lin) } else { EMPTY };
-        let addend = (host.as_ptr() as u64).wrapping_sub(lin & !0xfff);
+        let code_page = match page.write && code {
+            true => lin & !0xfff | CODE,
+            false => 0,
+        };
         self.entries[index] = Entry {
-            read: tag_if(read),
-            write: tag_if(write && !code),
-            addend,
-            write_code: tag_if(write && code),
+            read: tag_if(page.read),
+            write: tag_if(page.write && !code),
+            addend: (page.base.as_ptr() as u64).wrapping_sub(lin & !0xfff),
+            note: code_page | if page.global { GLOBAL } else { 0 },
         };
         if self.fills < self.filled.len() {
             self.filled[self.fills] = index as u16;
@@ -189,7 +213,7 @@ impl Tlb {
 
     /// Records that the page of `lin`, which was entered, is part of a page of the guest's with 2^`bits` bytes.
     #[inline]
-    pub(crate) fn note_size(&mut self, lin: u64, bits: u32) {
+    fn note_size(&mut self, lin: u64, bits: u32) {
         if bits >= LARGE_BITS {
             self.note_large(lin, bits);
         }
@@ -215,68 +239,98 @@ impl Tlb {
             && (self.large.may_have(lin >> LARGE_BITS) || self.huge.may_have(lin >> HUGE_BITS))
     }
 
-    /// Returns the host page from which the code at `lin` may be fetched.
-    #[inline(always)]
-    pub(crate) fn code(&self, user: bool, lin: u64) -> Option<*mut u8> {
-        let entry = &self.code[Self::code_index(user, lin)];
-        (entry.tag == tag(lin)).then_some(entry.host)
+    /// Drops the translations of the page of `lin` in the current space, and the global ones.
+    pub(crate) fn drop_page(&mut self, lin: u64) {
+        self.drop_first(lin);
+        self.second.flush_page(lin, Which::CurrentAndGlobal);
     }
 
-    pub(crate) fn fill_code(&mut self, user: bool, lin: u64, host: *mut u8) {
-        self.code[Self::code_index(user, lin)] = CodeEntry {
-            tag: tag(lin),
-            host,
-        };
-        self.code_filled = true;
+    /// Drops translations of the page of `lin`, or of the large page that it is part of.
+    pub(crate) fn flush_page(&mut self, lin: u64, which: Which) {
+        if self.may_be_large(lin) {
+            self.flush_first();
+            self.second.flush_large(lin);
+        } else {
+            self.drop_first(lin);
+            self.second.flush_page(lin, which);
+        }
     }
 
-    #[inline(always)]
-    fn code_index(user: bool, lin: u64) -> usize {
-        usize::from(user) * CODE_ENTRIES + ((lin >> 12) as usize & (CODE_ENTRIES - 1))
-    }
-
-    /// Drops one page.
-    pub(crate) fn flush_page(&mut self, lin: u64) {
+    fn drop_first(&mut self, lin: u64) {
         for table in [SUPERVISOR, USER, SUPERVISOR_AC] {
             self.entries[Self::index(table, lin)].clear();
         }
-        for user in [false, true] {
-            self.code[Self::code_index(user, lin)].tag = EMPTY;
-        }
     }
 
-    /// Drops everything.
-    pub(crate) fn flush(&mut self) {
-        self.flush_data();
-        if std::mem::take(&mut self.code_filled) {
-            for entry in &mut self.code {
-                entry.tag = EMPTY;
-            }
-        }
+    /// Makes the space with `pcid` the current one. `keeps`: with the translations that it has.
+    pub(crate) fn switch(&mut self, pcid: u16, keeps: bool) {
+        self.drop_filled(|entry| !entry.is_global());
+        self.second.switch(pcid, keeps);
+    }
+
+    /// Drops the translations of a PCID that is not the current one, but not the global ones.
+    pub(crate) fn forget(&mut self, pcid: u16) {
+        self.second.forget(pcid);
+    }
+
+    /// Drops all translations but the global ones. The current PCID is `pcid`.
+    pub(crate) fn flush_spaces(&mut self, pcid: u16) {
+        self.drop_filled(|entry| !entry.is_global());
+        self.second.flush_spaces(pcid);
+    }
+
+    /// Drops everything. The current PCID is `pcid`.
+    pub(crate) fn flush(&mut self, pcid: u16) {
+        self.flush_first();
+        self.second.flush(pcid);
         if std::mem::take(&mut self.large_filled) {
             self.large.clear();
             self.huge.clear();
         }
     }
 
-    /// Drops the entries for data accesses.
-    pub(crate) fn flush_data(&mut self) {
-        self.visit_filled(Entry::clear);
-        self.fills = 0;
+    fn flush_first(&mut self) {
+        self.drop_filled(|_| true);
+    }
+
+    /// Drops the entries of the first level for which `drops` holds.
+    #[inline]
+    fn drop_filled(&mut self, drops: impl Fn(&Entry) -> bool) {
+        let fills = std::mem::take(&mut self.fills);
+        let visit = |this: &mut Self, index: u16| {
+            let entry = &mut this.entries[usize::from(index)];
+            if drops(entry) {
+                entry.clear();
+            } else {
+                if this.fills < this.filled.len() {
+                    this.filled[this.fills] = index;
+                }
+                this.fills += 1;
+            }
+        };
+        if fills <= self.filled.len() {
+            // Entries that stay are listed before those that were not visited.
+            for k in 0..fills {
+                visit(self, self.filled[k]);
+            }
+        } else {
+            (0..self.entries.len() as u16).for_each(|index| visit(self, index));
+        }
     }
 
     /// Makes writes to the host pages for which `has_code` holds, of which it gets the addresses, need a look.
     pub(crate) fn look_at_writes(&mut self, mut has_code: impl FnMut(usize) -> bool) {
         self.visit_filled(|entry| {
             if entry.write != EMPTY && has_code(entry.host()) {
-                entry.write_code = std::mem::replace(&mut entry.write, EMPTY);
+                entry.note |= entry.write & !0xfff | CODE;
+                entry.write = EMPTY;
             }
         });
     }
 
     /// Has the next write to the page of `lin`, which holds decoded code no more, translated anew.
     pub(crate) fn forget_code(&mut self, table: usize, lin: u64) {
-        self.entries[Self::index(table, lin)].write_code = EMPTY;
+        self.entries[Self::index(table, lin)].note &= GLOBAL;
     }
 
     /// Calls `visit` with all entries filled since the last flush, and maybe others.
@@ -307,21 +361,59 @@ mod tests {
         assert!(tlb.may_be_large(0xc0_0000) && tlb.may_be_large(0xff_ffff));
         tlb.note_size(0x8000_0000, 30);
         assert!(tlb.may_be_large(0xbfff_f000) && !tlb.may_be_large(0xc000_0000));
-        tlb.flush();
+        tlb.flush(0);
         assert!(!tlb.may_be_large(0x20_3000) && !tlb.may_be_large(0x8000_0000));
     }
 
     #[test]
     fn a_flush_forgets_however_much_was_entered() {
-        let host = NonNull::dangling();
         for pages in [1, 1000, 5000u64] {
             let mut tlb = Pages::<Tlb>::zeroed().unwrap();
             for page in 0..pages {
-                tlb.fill(USER, page << 12, host, true, true, false);
+                tlb.fill(USER, page << 12, &page_of(false), false);
             }
             assert!(tlb.read(USER, (pages - 1) << 12, 8).is_some());
-            tlb.flush();
+            tlb.flush(0);
             assert!((0..pages).all(|page| tlb.read(USER, page << 12, 8).is_none()));
+        }
+    }
+
+    fn page_of(global: bool) -> HostPage {
+        HostPage {
+            base: std::ptr::NonNull::dangling(),
+            read: true,
+            write: true,
+            execute: true,
+            tracked: None,
+            bits: 12,
+            global,
+        }
+    }
+
+    #[test]
+    fn a_switch_keeps_global_pages_however_much_was_entered() {
+        for pages in [1, 500, 5000u64] {
+            let mut tlb = Pages::<Tlb>::zeroed().unwrap();
+            for page in 0..pages {
+                tlb.fill(USER, page << 12, &page_of(false), false);
+                tlb.fill(SUPERVISOR, page << 12, &page_of(true), page % 2 == 0);
+            }
+            for pcid in 0..3 {
+                tlb.switch(pcid, true);
+                let known = pages.saturating_sub(ENTRIES as u64)..pages;
+                assert!((0..pages).all(|page| tlb.read(USER, page << 12, 8).is_none()));
+                for page in known {
+                    assert!(tlb.read(SUPERVISOR, page << 12, 8).is_some());
+                    let with_look = tlb.write_code(SUPERVISOR, page << 12).is_some();
+                    assert_eq!(with_look, page % 2 == 0);
+                }
+            }
+            tlb.look_at_writes(|_| true);
+            assert!((0..pages).all(|page| tlb.write(SUPERVISOR, page << 12, 8).is_none()));
+            tlb.flush_spaces(0);
+            assert!(tlb.read(SUPERVISOR, (pages - 1) << 12, 8).is_some());
+            tlb.flush(0);
+            assert!((0..pages).all(|page| tlb.read(SUPERVISOR, page << 12, 8).is_none()));
         }
     }
 }

@@ -136,6 +136,8 @@ pub struct GuestPage {
     pub write: bool,
     /// Whether instructions may be fetched.
     pub execute: bool,
+    /// The G flag of the entry that maps the page. It counts if CR4.PGE is set.
+    pub global: bool,
 }
 
 /// Why there is no translation.
@@ -172,6 +174,7 @@ const USER: u64 = 1 << 2;
 const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const PAGE_SIZE_BIT: u64 = 1 << 7;
+const GLOBAL: u64 = 1 << 8;
 const NO_EXECUTE: u64 = 1 << 63;
 const FRAME: u64 = 0x000f_ffff_ffff_f000;
 
@@ -389,6 +392,7 @@ fn attempt<T: GuestTables>(
         read: rights.read,
         write: rights.write && (write || leaf & DIRTY != 0),
         execute: rights.execute,
+        global: leaf & GLOBAL != 0,
     };
     Ok(Some((page, path)))
 }

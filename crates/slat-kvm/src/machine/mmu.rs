@@ -12,7 +12,7 @@ use crate::entered::{Entered, outside};
 use crate::machine::VcpuMachine;
 use crate::page_cache::Page;
 use crate::thread::bits;
-use slat::guest_walk::{GuestPaging, GuestTables, Mode, WalkError, walk};
+use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, Mode, WalkError, walk};
 use slat::{Gpa, HostWords, Hpa, Hva, ResolveError, Stop, VirtualStop};
 use slat_x86::state::control;
 use slat_x86::{Access, Fault, GuestFlush, HostPage, Mmu, Paging, State};
@@ -365,6 +365,8 @@ impl VcpuMachine {
                     execute: page.execute,
                     tracked: page.tracked.map(|gpa| gpa.0),
                     bits: page.bits,
+                    // Whatever the guest flushes, everything is void.
+                    global: false,
                 });
             }
             Err(VirtualStop::PageFault { code }) => {
@@ -425,26 +427,35 @@ impl GuestTables for VcpuMachine {
 impl Mmu for VcpuMachine {
     fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault> {
         let access = slat_access(access);
-        let (gpa, bits, read, write, execute) = if paging.cr0 & control::CR0_PG == 0 {
-            (gva & 0xffff_f000, PAGE.trailing_zeros(), true, true, true)
+        let page = if paging.cr0 & control::CR0_PG == 0 {
+            GuestPage {
+                gpa: Gpa(gva & 0xffff_f000),
+                bits: PAGE.trailing_zeros(),
+                read: true,
+                write: true,
+                execute: true,
+                global: false,
+            }
         } else if self.shadows {
             let paging = guest_paging(paging, self.physical_bits);
             return self.translate_shadowed(gva, access, &paging);
         } else {
             match walk(self, &guest_paging(paging, self.physical_bits), gva, access) {
-                Ok(page) => (page.gpa.0, page.bits, page.read, page.write, page.execute),
+                Ok(page) => page,
                 Err(WalkError::PageFault { code }) => return Err(Fault::Page { error_code: code }),
                 Err(WalkError::Memory(fault)) => return Err(fault),
             }
         };
+        let gpa = page.gpa.0;
         match self.page(gpa, access) {
-            Ok(page) => Ok(HostPage {
-                base: page.host,
-                read,
-                write: write && page.write,
-                execute,
-                tracked: page.tracked.then_some(gpa),
-                bits,
+            Ok(host) => Ok(HostPage {
+                base: host.host,
+                read: page.read,
+                write: page.write && host.write,
+                execute: page.execute,
+                tracked: host.tracked.then_some(gpa),
+                bits: page.bits,
+                global: page.global && paging.cr4 & control::CR4_PGE != 0,
             }),
             Err(Unreachable::NotMemory) => Err(Fault::Mmio {
                 gpa: gpa | (gva % PAGE),

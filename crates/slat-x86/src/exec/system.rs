@@ -8,6 +8,7 @@ use crate::machine::{
 };
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::state::{control::*, flags};
+use crate::tlb::Which;
 use iced_x86::{Instruction, Mnemonic, OpKind};
 use slat_process::calls::{self, Call};
 use std::sync::atomic::{Ordering, fence};
@@ -496,7 +497,7 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
     };
     // SDM volume 2: does nothing for an address that is not canonical.
     if cpu.canonical(lin) {
-        cpu.flush_page(lin);
+        cpu.flush_page(lin, Which::CurrentAndGlobal);
         cpu.tell_flush(GuestFlush::Page(lin));
     }
     cpu.serialize();
@@ -520,12 +521,16 @@ fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
     if kind > 3 || kind < 2 && pcid >> pcids != 0 || kind == 0 && !cpu.canonical(address) {
         return Err(cpu.gp());
     }
-    if kind == 0 && pcid == current {
-        cpu.flush_other();
-        cpu.tell_flush(GuestFlush::Page(address));
-    } else {
-        cpu.flush_guest();
+    match kind {
+        0 => cpu.flush_page(address, Which::Of(pcid as u16)),
+        1 => cpu.flush_pcid(pcid as u16),
+        2 => cpu.flush_other(),
+        _ => cpu.flush_spaces(),
     }
+    cpu.tell_flush(match kind == 0 && pcid == current {
+        true => GuestFlush::Page(address),
+        false => GuestFlush::All,
+    });
     cpu.serialize();
     Err(Break::End)
 }

@@ -243,7 +243,7 @@ impl Cpu {
         let changed = self.state.pkru != pkru;
         self.state.pkru = pkru;
         if changed && self.state.cr4 & control::CR4_PKE != 0 {
-            self.tlb().flush_data();
+            self.flush_data();
         }
     }
 

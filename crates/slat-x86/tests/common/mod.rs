@@ -146,6 +146,8 @@ pub struct TestMachine {
     pub spaces: HashMap<(u64, u64), u64>,
     /// The guest's pages have 2^`page_bits` bytes.
     pub page_bits: u32,
+    /// The linear page numbers of the global pages, if CR4.PGE is set.
+    pub globals: HashSet<u64>,
     /// The guest-physical page numbers of tracked pages.
     pub tracked: HashSet<u64>,
     /// The stores to tracked pages.
@@ -187,6 +189,7 @@ impl TestMachine {
             moved: HashMap::new(),
             spaces: HashMap::new(),
             page_bits: 12,
+            globals: HashSet::new(),
             tracked: HashSet::new(),
             stores: vec![],
             flushes: vec![],
@@ -268,6 +271,7 @@ impl Mmu for TestMachine {
             execute: rights.execute,
             tracked: tracked.then_some(gpa & !0xfff),
             bits: self.page_bits,
+            global: self.globals.contains(&(gva >> 12)) && paging.cr4 & 1 << 7 != 0,
         })
     }
     fn recheck(&mut self, host: *mut u8, _: Access) -> Result<(), Fault> {

@@ -58,6 +58,7 @@ impl Mmu for Flat {
             execute: true,
             bits: 12,
             tracked: None,
+            global: false,
         })
     }
 

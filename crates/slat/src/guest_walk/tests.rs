@@ -129,6 +129,7 @@ fn page(gpa: u64, bits: u32) -> GuestPage {
         read: true,
         write: true,
         execute: true,
+        global: false,
     }
 }
 

@@ -1,0 +1,345 @@
+//! The STLB, the second level of the software TLB: the translations of several address spaces, of data and of code.
+//!
+//! A miss in the first level looks here before the machine walks the guest's tables. An access of the guest never hits here directly.
+//! So what the first level has to know of a page at that moment, a mark for decoded code or a watchpoint, is looked up when the page
+//! is entered there, and the STLB needs no care for it.
+//!
+//! A translation belongs to an address space, or is *global*: then it is that of every space. A space is a PCID and a number, and its
+//! translations carry the number: a flush of the space takes the next number and touches no entry. Global translations carry a number
+//! of their own. When the numbers run out, all entries are dropped.
+
+use super::{ENTRIES, HUGE_BITS, SUPERVISOR, SUPERVISOR_AC, USER};
+use crate::machine::{Access, HostPage};
+use std::ptr::NonNull;
+
+/// Sets of entries, and entries in a set: as many as the host's cache line has.
+const SETS: usize = 2048;
+const WAYS: usize = 4;
+
+/// Spaces that are remembered: more than Linux has PCIDs in use at a time, a kernel's and a user's for each of six processes.
+const SPACES: usize = 16;
+/// Number of numbers.
+const NUMBERS: u16 = 1 << 14;
+
+/// A key: bit 63 is set, then the bits of the linear page number in which canonical addresses differ, table, number.
+const USED: u64 = 1 << 63;
+const GLOBAL: u64 = 1 << 62;
+const PAGE_BITS: u32 = 45;
+const PAGE_SHIFT: u32 = 16;
+const TABLE_SHIFT: u32 = 14;
+
+/// A value: host address of the page; the rights; the bits of the guest's page.
+const READ: u64 = 1 << 0;
+const WRITE: u64 = 1 << 1;
+const EXECUTE: u64 = 1 << 2;
+const BITS_SHIFT: u32 = 4;
+const BITS_MASK: u64 = 0x3f;
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Entry {
+    /// 0: empty.
+    key: u64,
+    value: u64,
+}
+
+impl Entry {
+    const EMPTY: Entry = Entry { key: 0, value: 0 };
+
+    /// Whether this is the translation of a part of the guest's page that contains the page number `page`.
+    fn is_part_with(&self, page: u64) -> bool {
+        let bits = (self.value >> BITS_SHIFT & BITS_MASK) as u32;
+        let same = (self.key >> PAGE_SHIFT ^ page) & PAGES;
+        self.key != 0 && same >> (bits.clamp(12, HUGE_BITS) - 12) == 0
+    }
+}
+
+/// The bits of a page number in a key.
+const PAGES: u64 = (1 << PAGE_BITS) - 1;
+
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Set([Entry; WAYS]);
+
+/// An address space, and the number that its translations carry.
+#[derive(Clone, Copy)]
+struct Space {
+    is_known: bool,
+    pcid: u16,
+    number: u16,
+}
+
+/// Which translations of a page to drop.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Which {
+    /// Those of the current space, and the global ones: INVLPG.
+    CurrentAndGlobal,
+    /// Those of the space with a PCID, not the global ones: INVPCID of type 0.
+    Of(u16),
+}
+
+/// The zeroed STLB is empty.
+pub(crate) struct Stlb {
+    sets: [Set; SETS],
+    spaces: [Space; SPACES],
+    /// The space to forget next.
+    oldest: usize,
+    /// The number of the current space, of global translations, and the last that was used.
+    current: u16,
+    global: u16,
+    last: u16,
+    /// The way to fill next if no way is free.
+    next_way: usize,
+}
+
+impl Stlb {
+    #[inline(always)]
+    fn index(page: u64, table: u64) -> usize {
+        (page ^ page >> 11 ^ table << 9) as usize & (SETS - 1)
+    }
+
+    /// Returns page number and table, as in a key.
+    #[inline(always)]
+    fn place(table: u64, lin: u64) -> u64 {
+        USED | (lin >> 12 & PAGES) << PAGE_SHIFT | table << TABLE_SHIFT
+    }
+
+    /// Returns the translation of the page of `lin` for accesses through `table`, if `access` is allowed.
+    #[inline(always)]
+    pub(super) fn find(&self, table: u64, lin: u64, access: Access) -> Option<HostPage> {
+        let place = Self::place(table, lin);
+        let (own, global) = (
+            place | u64::from(self.current),
+            place | GLOBAL | u64::from(self.global),
+        );
+        let set = &self.sets[Self::index(lin >> 12, table)].0;
+        let found = set.iter().find(|e| e.key == own || e.key == global)?;
+        let right = match access {
+            Access::Read => READ,
+            Access::Write => WRITE,
+            Access::Execute => EXECUTE,
+        };
+        let value = found.value;
+        if value & right == 0 {
+            return None;
+        }
+        Some(HostPage {
+            base: NonNull::new((value & !0xfff) as *mut u8)?,
+            read: value & READ != 0,
+            write: value & WRITE != 0,
+            execute: value & EXECUTE != 0,
+            tracked: None,
+            bits: (value >> BITS_SHIFT & BITS_MASK) as u32,
+            global: found.key & GLOBAL != 0,
+        })
+    }
+
+    /// Enters the translation that the machine has just made for `access`. The right to execute is entered only if `access` is a fetch.
+    pub(super) fn enter(&mut self, table: u64, lin: u64, page: &HostPage, access: Access) {
+        let place = Self::place(table, lin);
+        let key = match page.global {
+            true => place | GLOBAL | u64::from(self.global),
+            false => place | u64::from(self.current),
+        };
+        let right = |has: bool, bit: u64| if has { bit } else { 0 };
+        let value = page.base.as_ptr() as u64
+            | right(page.read, READ)
+            | right(page.write, WRITE)
+            | right(page.execute && access == Access::Execute, EXECUTE)
+            | (u64::from(page.bits) & BITS_MASK) << BITS_SHIFT;
+        let set = &mut self.sets[Self::index(lin >> 12, table)].0;
+        let known = set.iter_mut().find(|entry| entry.key == key);
+        if let Some(entry) = known {
+            // A fetch and a data access find the page one after the other.
+            let same = (entry.value ^ value) & !0xfff == 0;
+            entry.value = value | right(same, entry.value & EXECUTE);
+            return;
+        }
+        let way = match set.iter().position(|entry| entry.key == 0) {
+            Some(free) => free,
+            None => {
+                self.next_way = self.next_way.wrapping_add(1);
+                self.next_way % WAYS
+            }
+        };
+        set[way] = Entry { key, value };
+    }
+
+    /// Returns a number that no entry carries.
+    fn new_number(&mut self) -> u16 {
+        if self.last + 1 >= NUMBERS {
+            self.sets.fill(Set([Entry::EMPTY; WAYS]));
+            self.forget_spaces();
+            (self.current, self.global, self.last) = (0, 0, 0);
+        }
+        self.last += 1;
+        self.last
+    }
+
+    fn forget_spaces(&mut self) {
+        for space in &mut self.spaces {
+            space.is_known = false;
+        }
+    }
+
+    fn space_of(&mut self, pcid: u16) -> Option<&mut Space> {
+        (self.spaces.iter_mut()).find(|space| space.is_known && space.pcid == pcid)
+    }
+
+    /// Makes the space with `pcid` the current one. `keeps`: with its translations, if it has any.
+    pub(super) fn switch(&mut self, pcid: u16, keeps: bool) {
+        if keeps && let Some(space) = self.space_of(pcid) {
+            self.current = space.number;
+            return;
+        }
+        let number = self.new_number();
+        self.current = number;
+        let new = Space {
+            is_known: true,
+            pcid,
+            number,
+        };
+        match self.space_of(pcid) {
+            Some(space) => *space = new,
+            None => {
+                self.spaces[self.oldest] = new;
+                self.oldest = (self.oldest + 1) % SPACES;
+            }
+        }
+    }
+
+    /// Drops the translations of the space with `pcid`, which is not the current one.
+    pub(super) fn forget(&mut self, pcid: u16) {
+        if let Some(space) = self.space_of(pcid) {
+            space.is_known = false;
+        }
+    }
+
+    /// Drops the translations of all spaces, but not the global ones; the current space has `pcid`.
+    pub(super) fn flush_spaces(&mut self, pcid: u16) {
+        self.forget_spaces();
+        self.switch(pcid, false);
+    }
+
+    /// Drops everything; the current space has `pcid`.
+    pub(super) fn flush(&mut self, pcid: u16) {
+        self.global = self.new_number();
+        self.flush_spaces(pcid);
+    }
+
+    /// Drops the translations of all parts of the guest's large page that contains `lin`, whichever space they belong to.
+    pub(super) fn flush_large(&mut self, lin: u64) {
+        let page = lin >> 12;
+        for entry in self.sets.iter_mut().flat_map(|set| &mut set.0) {
+            if entry.is_part_with(page) {
+                *entry = Entry::EMPTY;
+            }
+        }
+    }
+
+    /// Drops translations of the page of `lin`.
+    pub(super) fn flush_page(&mut self, lin: u64, which: Which) {
+        let own = match which {
+            Which::CurrentAndGlobal => Some(self.current),
+            Which::Of(pcid) => self.space_of(pcid).map(|space| space.number),
+        };
+        for table in [SUPERVISOR, USER, SUPERVISOR_AC].map(|table| (table / ENTRIES) as u64) {
+            let place = Self::place(table, lin);
+            let own = own.map(|number| place | u64::from(number));
+            let global = (which == Which::CurrentAndGlobal)
+                .then_some(place | GLOBAL | u64::from(self.global));
+            for entry in &mut self.sets[Self::index(lin >> 12, table)].0 {
+                if Some(entry.key) == own || Some(entry.key) == global {
+                    *entry = Entry::EMPTY;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::heap::{Pages, Zeroed};
+
+    // SAFETY: integers and flags.
+    unsafe impl Zeroed for Stlb {}
+
+    fn page(global: bool, bits: u32) -> HostPage {
+        HostPage {
+            base: NonNull::new(0x1000 as *mut u8).unwrap(),
+            read: true,
+            write: false,
+            execute: true,
+            tracked: None,
+            bits,
+            global,
+        }
+    }
+
+    #[test]
+    fn numbers_that_run_out_bring_no_translation_back() {
+        let mut stlb = Pages::<Stlb>::zeroed().unwrap();
+        stlb.flush(0);
+        for n in 0..3 * u64::from(NUMBERS) {
+            let lin = n << 12;
+            stlb.enter(0, lin, &page(n % 2 == 0, 12), Access::Read);
+            assert!(stlb.find(0, lin, Access::Read).is_some());
+            match n % 3 {
+                0 => stlb.flush(5),
+                1 => {
+                    stlb.switch(n as u16 & 0xfff, false);
+                    stlb.flush_page(lin, Which::CurrentAndGlobal);
+                }
+                _ => {
+                    stlb.flush_spaces(7);
+                    stlb.flush_page(lin, Which::CurrentAndGlobal);
+                }
+            }
+            for known in [lin, lin.wrapping_sub(0x1000), 0] {
+                assert!(stlb.find(0, known, Access::Read).is_none(), "{n}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_fetch_is_allowed_only_where_one_was_translated() {
+        let mut stlb = Pages::<Stlb>::zeroed().unwrap();
+        stlb.enter(1, 0x5000, &page(false, 12), Access::Read);
+        assert!(stlb.find(1, 0x5000, Access::Execute).is_none());
+        assert!(stlb.find(1, 0x5000, Access::Write).is_none());
+        stlb.enter(1, 0x5000, &page(false, 12), Access::Execute);
+        stlb.enter(1, 0x5000, &page(false, 12), Access::Read);
+        assert!(stlb.find(1, 0x5000, Access::Execute).is_some());
+        assert!(stlb.find(0, 0x5000, Access::Read).is_none(), "privilege");
+    }
+
+    #[test]
+    fn more_spaces_than_are_remembered_lose_their_translations_only() {
+        let mut stlb = Pages::<Stlb>::zeroed().unwrap();
+        for pcid in 0..2 * SPACES as u16 {
+            stlb.switch(pcid, true);
+            assert!(stlb.find(0, 0x5000, Access::Read).is_none());
+            stlb.enter(0, 0x5000, &page(false, 12), Access::Read);
+        }
+        let last = 2 * SPACES as u16 - 1;
+        stlb.switch(0, true);
+        assert!(stlb.find(0, 0x5000, Access::Read).is_none());
+        stlb.switch(last, true);
+        assert!(stlb.find(0, 0x5000, Access::Read).is_some());
+        stlb.forget(0);
+        stlb.flush_page(0x5000, Which::Of(last));
+        assert!(stlb.find(0, 0x5000, Access::Read).is_none());
+    }
+
+    #[test]
+    fn a_large_page_is_dropped_whole() {
+        let mut stlb = Pages::<Stlb>::zeroed().unwrap();
+        for n in 0..600 {
+            stlb.enter(0, n << 12, &page(false, 21), Access::Read);
+        }
+        stlb.flush_large(0x1000);
+        let known = |n: &u64| stlb.find(0, n << 12, Access::Read).is_some();
+        assert_eq!((0..600).find(known), Some(512));
+    }
+}
