@@ -174,7 +174,8 @@ impl Tlb {
     /// Returns the host address of the byte at `lin` if it may be written, in a page that held decoded code when it was entered.
     pub(crate) fn write_code(&self, table: usize, lin: u64) -> Option<*mut u8> {
         let entry = &self.entries[Self::index(table, lin)];
-        (entry.note & !GLOBAL == lin & !0xfff | CODE).then(|| entry.addend.wrapping_add(lin) as *mut u8)
+        (entry.note & !GLOBAL == lin & !0xfff | CODE)
+            .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
     /// Returns the translation of the page of `lin` from the second level, if it has one that allows `access`.
