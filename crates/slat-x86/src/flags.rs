@@ -49,6 +49,11 @@ pub(crate) const GIVEN_AF: u8 = 2;
 /// The `x` that is smaller than no `y`: CF is clear.
 pub(crate) const NO_CARRY: u64 = u64::MAX;
 
+fn given(overflow: bool, aux: bool) -> u8 {
+    let bit = |is_set, bit| if is_set { bit } else { 0 };
+    bit(overflow, GIVEN_OF) | bit(aux, GIVEN_AF)
+}
+
 impl Lazy {
     pub(crate) const fn done() -> Self {
         Self {
@@ -171,7 +176,7 @@ impl Cpu {
     #[inline(always)]
     pub(crate) fn put_flags<T: Int>(&mut self, carry: bool, overflow: bool, aux: bool, result: T) {
         self.lazy.set_carry(carry);
-        self.lazy.given = u8::from(overflow) * GIVEN_OF | u8::from(aux) * GIVEN_AF;
+        self.lazy.given = given(overflow, aux);
         self.note_result(GIVEN, result);
     }
 
@@ -182,10 +187,8 @@ impl Cpu {
             let value = if carry { CF } else { 0 } | if overflow { OF } else { 0 };
             return self.set_flags(CF | OF, value);
         }
-        (lazy.given, lazy.result) = (
-            u8::from(overflow) * GIVEN_OF | u8::from(lazy.aux()) * GIVEN_AF,
-            lazy.operand(lazy.result()),
-        );
+        lazy.given = given(overflow, lazy.aux());
+        lazy.result = lazy.operand(lazy.result());
         lazy.kind = GIVEN | lazy.kind & 3;
         lazy.set_carry(carry);
     }
