@@ -183,7 +183,7 @@ fn repeated_string_instructions() {
         code.extend(string);
         code.extend([0xeb, (-(code.len() as i8) - 2) as u8]);
         ends_when_kicked(name, &code, |guest| {
-            for page in 0..2 * LENGTH >> 12 {
+            for page in 0..(2 * LENGTH) >> 12 {
                 let moved = &mut guest.machine.moved;
                 moved.insert((MMIO >> 12) + page, FAR >> 12);
             }
