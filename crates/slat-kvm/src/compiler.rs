@@ -35,7 +35,8 @@ pub(crate) fn why_not() -> Option<&'static str> {
     if !policy::current().is_ok_and(|policies| policies.jit) {
         return Some("jit is off");
     }
-    match &COMPILING.get().0 {
+    // Not `get`: it would make the value, and nobody would start its thread.
+    match &COMPILING.peek()?.0 {
         None => Some("the host has no address space for code"),
         Some(compiler) if compiler.is_forbidden() => Some("the host allows no executable memory"),
         Some(_) => None,

@@ -215,6 +215,7 @@ fn every_access_of_compiled_code_that_fails_leaves_what_it_leaves_in_the_interpr
     );
     let seed = setting("SLAT_TEST_SEED", 1);
     let (mut runs, mut failed) = (0u64, [0u64; WAYS.len()]);
+    let mut instructions = [0u64; 2];
     for round in seed..seed + rounds {
         let mut random = Random(round.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
         let program = Program::random(&mut random);
@@ -247,14 +248,10 @@ fn every_access_of_compiled_code_that_fails_leaves_what_it_leaves_in_the_interpr
                 &format!("seed {round}"),
             );
             let after = guest.cpu.counters();
-            let [all, compiled] = [
-                after.instructions - before.instructions,
-                after.instructions_compiled - before.instructions_compiled,
-            ];
-            assert!(
-                compiled > all * 4 / 5,
-                "seed {round}: {compiled} of {all} instructions"
-            );
+            let compiled = after.instructions_compiled - before.instructions_compiled;
+            assert!(compiled > 0, "seed {round}");
+            instructions[0] += after.instructions - before.instructions;
+            instructions[1] += compiled;
         }
         for page in pages {
             for (n, way) in WAYS.into_iter().enumerate() {
@@ -280,5 +277,7 @@ fn every_access_of_compiled_code_that_fails_leaves_what_it_leaves_in_the_interpr
         }
     }
     println!("{runs} runs; in the interpreter's, there failed {failed:?} as {WAYS:?}");
+    let [all, compiled] = instructions;
+    assert!(compiled > all * 3 / 4, "{compiled} of {all} instructions");
     assert!(failed[..7].iter().all(|n| *n > 0));
 }

@@ -1,0 +1,162 @@
+//! The thread that compiles the guests' code: when it exists, and what it may do although the client may not.
+
+mod common;
+mod long_mode;
+
+use long_mode::Machine;
+use slat_kvm::VcpuExit;
+use slat_kvm::report::{self, Totals};
+use slat_x86::Counters;
+use std::time::{Duration, Instant};
+
+/// mov ecx,300000; dec ecx; jnz; hlt
+const LOOP: &[u8] = b"\xb9\xe0\x93\x04\0\xff\xc9\x75\xfc\xf4";
+const CODE: u64 = 0x1000;
+
+fn counter(totals: &Totals, name: &str) -> u64 {
+    let index = Counters::NAMES.iter().position(|other| *other == name);
+    totals.cpu[index.unwrap()]
+}
+
+/// Makes a VM with a vCPU that runs a loop, until compiled code has run or for `limit`. `prepare` is called after the vCPU is made.
+/// Returns the statistics while the vCPU exists, and whether compiled code has run.
+fn run(prepare: impl FnOnce(), limit: Duration) -> (Totals, bool) {
+    let machine = Machine::new();
+    let mut vcpu = machine.vm.create_vcpu(0).unwrap();
+    prepare();
+    machine.memory.write(CODE, LOOP);
+    let before = counter(&report::totals(), "instructions_compiled");
+    let began = Instant::now();
+    loop {
+        machine.start(&vcpu);
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+        let totals = report::totals();
+        let is_compiled = counter(&totals, "instructions_compiled") > before;
+        if is_compiled || began.elapsed() > limit {
+            return (totals, is_compiled);
+        }
+    }
+}
+
+/// Returns whether a new vCPU's code is compiled. `prepare` is called after the vCPU is made.
+fn compiles(prepare: impl FnOnce()) -> bool {
+    run(prepare, LIMIT).1
+}
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// Runs `child` in a forked process. Returns what it returned.
+fn forked(child: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child ends below.
+    unsafe {
+        let pid = libc::fork();
+        assert!(pid >= 0);
+        if pid == 0 {
+            libc::alarm(60);
+            libc::_exit(i32::from(!child()));
+        }
+        let mut status = -1;
+        libc::waitpid(pid, &mut status, 0);
+        status == 0
+    }
+}
+
+fn has_thread() -> bool {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
+    names.flatten().any(|name| name.trim() == "slat-compiler")
+}
+
+/// Makes `mprotect` fail in this thread, and those that it makes.
+fn forbid_mprotect() {
+    let op = |code: u32, jt, jf, k| libc::sock_filter {
+        code: code as u16,
+        jt,
+        jf,
+        k,
+    };
+    let mut program = [
+        op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        op(
+            libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
+            0,
+            1,
+            libc::SYS_mprotect as u32,
+        ),
+        op(
+            libc::BPF_RET | libc::BPF_K,
+            0,
+            0,
+            libc::SECCOMP_RET_ERRNO | libc::EPERM as u32,
+        ),
+        op(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let filter = libc::sock_fprog {
+        len: program.len() as u16,
+        filter: program.as_mut_ptr(),
+    };
+    // SAFETY: a filter on the stack, which the kernel copies.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        let mode = libc::SECCOMP_MODE_FILTER;
+        assert_eq!(
+            libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const filter),
+            0
+        );
+        let page = libc::mmap(
+            std::ptr::null_mut(),
+            4096,
+            0,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        );
+        assert_eq!(libc::mprotect(page, 4096, libc::PROT_READ), -1);
+    }
+}
+
+/// Forbids this process to make memory executable. Returns whether the host can: Linux 6.3 and later.
+fn forbid_executable_memory() -> bool {
+    const PR_SET_MDWE: libc::c_int = 65;
+    const REFUSE_EXEC_GAIN: libc::c_ulong = 1;
+    let zero: libc::c_ulong = 0;
+    // SAFETY: it reads no memory.
+    unsafe { libc::prctl(PR_SET_MDWE, REFUSE_EXEC_GAIN, zero, zero, zero) == 0 }
+}
+
+/// One test, in one thread: the others of its process would run in the children's, too.
+#[test]
+fn code_is_compiled_by_a_thread_of_each_process_that_uses_kvm() {
+    // A look at the statistics starts nothing, and keeps nothing from being started.
+    assert_eq!(report::totals().interprets, None);
+    assert!(!has_thread());
+    assert!(compiles(|| assert!(
+        has_thread(),
+        "before the first vCPU is returned"
+    )));
+
+    // A child has its own, as soon as it has a vCPU; so has its child.
+    let child = || {
+        let fine = !has_thread() && compiles(|| assert!(has_thread()));
+        fine && forked(|| !has_thread() && compiles(|| assert!(has_thread())))
+    };
+    assert!(forked(child));
+    // A child that looks at the statistics before.
+    assert!(forked(|| report::totals().vms == 0 && compiles(|| {})));
+    // The parent goes on.
+    assert!(compiles(|| {}));
+
+    // A filter that is installed when there is a vCPU does not bind the thread.
+    assert!(forked(|| compiles(forbid_mprotect)));
+
+    let child = || {
+        if !forbid_executable_memory() {
+            return true;
+        }
+        let (totals, is_compiled) = run(|| {}, Duration::from_millis(300));
+        let says = "(no code is compiled: the host allows no executable memory)";
+        let executed = counter(&totals, "instructions");
+        !is_compiled && executed > 600_000 && report::render(&totals).contains(says)
+    };
+    assert!(forked(child), "a host without executable memory");
+}
