@@ -17,7 +17,8 @@
 //! - **When a change is seen.** A CPU looks at the version at each block boundary. So another CPU's store is seen before the next
 //!   block; a CPU's own store ends its block (`Cpu::note_store`).
 //! - **Stores by anyone else**, the client or a device, are not known here. Code is compared with memory again after each beginning
-//!   of a run and each event that serialises instructions (`Cpu::serialize`).
+//!   of a run and each event that serialises instructions (`Cpu::serialize`). The exception is an IRET to a user, after which a
+//!   user's code is compared, but no supervisor's (`Cpu::serialize_return`).
 //! - **Pages that hold code no more.** After [`STRIKES`] stores without a comparison in between, a page's mark is removed:
 //!   otherwise stores to it would stay slow for ever.
 //!
