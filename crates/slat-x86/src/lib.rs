@@ -28,8 +28,8 @@
 //!
 //! Promises: an instruction that faults has changed nothing; LOCKed operations are atomic among CPUs on
 //! several threads; code that was overwritten is not executed from the block cache: by this CPU from the next instruction on, by
-//! another from the next block on, by anyone else from the next run or serialising instruction on (a supervisor's code: but IRET to a
-//! user, which each page fault ends with).
+//! another from the next block on, by anyone else from the next run or serialising instruction on. An IRET to a user counts
+//! as such for the user's code alone.
 //!
 //! The caller has called `slat_guard::install` before it runs a CPU.
 //!
