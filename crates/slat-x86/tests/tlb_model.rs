@@ -128,9 +128,9 @@ impl Model {
 
     /// A flush covers one page of the guest's; with `globals` also if it is global.
     fn flush_page(&mut self, pcid: usize, page: usize, globals: bool) {
-        for other in 0..PAGES.len() {
+        for (other, lin) in PAGES.into_iter().enumerate() {
             let same = match self.large {
-                true => PAGES[other] >> 21 == PAGES[page] >> 21,
+                true => lin >> 21 == PAGES[page] >> 21,
                 false => other == page,
             };
             match (same, self.is_global(other)) {
