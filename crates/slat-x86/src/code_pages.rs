@@ -10,6 +10,10 @@
 //!   for writes. The others see at their next block boundary that the version has changed, drop theirs of all marked pages, and
 //!   only then *heed* that version. Until all running CPUs have heeded it, the page is not *trusted*: its code is compared with
 //!   memory at every entry.
+//!   Only the first level of the TLB can be written through without a look, and it holds translations of the current address space and
+//!   global ones: `look_at_writes` visits all of it. The second level keeps the right to write, of all spaces, but no guest access hits
+//!   there: when a page goes from it to the first level, its slot is read, exactly as after a walk of the guest's tables, and the store
+//!   that missed is noted. So nothing there has to be dropped for a mark.
 //! - **Trust.** A CPU first reads the slot and finds it trusted, then compares the code with memory. From then on the code is good
 //!   as long as the slot does not change: a store that the comparison missed was made without a look before its CPU heeded the
 //!   mark (but then the comparison has seen it: heeding is a release, reading what was heeded an acquire), or it changes the slot

@@ -20,7 +20,7 @@
 //! | `exec/` | the handlers of operations, a file per kind |
 //! | `jit/` | the compiler of hot code (feature `jit`) |
 //! | `flags` | lazy arithmetic flags |
-//! | `tlb`, `mem` | the software TLB; loads and stores |
+//! | `tlb/`, `mem` | the software TLB, of two levels; loads and stores |
 //! | `mmio` | MMIO and port accesses, whose data the device model provides |
 //! | `segment`, `interrupt`, `frame` | descriptors; delivery of exceptions and interrupts; what they push |
 //! | `task`, `tss` | task switches; the task-state segment |

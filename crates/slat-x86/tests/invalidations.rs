@@ -429,13 +429,14 @@ fn a_page_fault_drops_the_page() {
     let mut stale = Stale::new(|_| {});
     stale.0.machine.read_only(PAGES[0]);
     stale.0.machine.read_only(PAGES[1]);
-    // The first access translated for reads and writes, so it is a user's that faults: mov [rsi],rax
     stale.0.cpu.state.cr0 |= control::CR0_WP;
+    // They are read only from now on.
     stale = stale.invlpg(PAGES);
     stale.map(OLD);
     assert_eq!(stale.uses(), KEPT);
     stale.map(NEW);
     for page in PAGES {
+        // mov [rsi],rax
         let state = &mut stale.0.cpu.state;
         let code = b"\x48\x89\x06\xf4";
         (state.rip, state.gpr[RSI], state.gpr[RSP]) = (TESTED, page, STACK);

@@ -128,7 +128,7 @@ impl Model {
 
     /// A flush covers one page of the guest's; with `globals` also if it is global.
     fn flush_page(&mut self, pcid: usize, page: usize, globals: bool) {
-        for (other, lin) in PAGES.iter().enumerate() {
+        for (other, lin) in PAGES.into_iter().enumerate() {
             let same = match self.large {
                 true => lin >> 21 == PAGES[page] >> 21,
                 false => other == page,

@@ -27,8 +27,8 @@ alu: arithmetic between registers; six instructions in a loop.
 ldst: loads and stores to one page, which the TLB finds; six instructions in a loop.
 call: calls of a function with a frame; eight instructions in a loop, four of them on the stack.
 fib: the Fibonacci numbers by recursion: calls, branches and the stack, as compilers write them.
-miss: a write to each of 2048 pages, over and over. Each misses the software TLB (1024 pages): the
-page is found through the guest's tables and slat's. One instruction in four is such a write.
+miss: a write to each of 2048 pages, over and over. Each misses the first level of the software TLB
+(1024 pages), and finds the page in the second (8192). One instruction in four is such a write.
 Instructions are known from the loops, so that other CPUs can be measured the same way: tcg, QEMU's
 own software CPU, where it is installed, without its start; a real KVM, where it opens: the limit.
 Asked for: as fast as tcg, and twice as fast for miss.",
@@ -37,7 +37,7 @@ Asked for: as fast as tcg, and twice as fast for miss.",
     rows: Rows::Metrics,
 };
 
-/// Pages of the data slot: twice as many as the software TLB holds.
+/// Pages of the data slot: twice as many as the first level of the software TLB holds.
 const PAGES: u64 = 2048;
 
 /// The program of a case, and a check that the guest executed it.
