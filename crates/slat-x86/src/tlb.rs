@@ -4,7 +4,7 @@
 //! is small, and emptied by each change of address space, except for global pages. The second (`stlb`) is larger and keeps those of
 //! several spaces (PCIDs): a miss in the first costs little if the second has the page.
 //!
-//! What is dropped (SDM volume 3, "Invalidation of TLBs and Paging-Structure Caches"):
+//! Each event drops these translations (SDM volume 3, "Invalidation of TLBs and Paging-Structure Caches"):
 //!
 //! | event | first level | second level |
 //! |---|---|---|
@@ -16,8 +16,8 @@
 //!
 //! Code fetches use the second level only: blocks remember their host page until the next flush (`snapshot`).
 //!
-//! In the first level there is one table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC set (SMAP). Each entry has a tag for
-//! reads and one for writes; an access hits if the tag at the index of its first byte's page is that of its *last* byte's page,
+//! In the first level there is one table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC set (SMAP). Each
+//! entry has a tag for reads and one for writes; an access hits if the tag at the index of its first byte's page is that of its *last* byte's page,
 //! so that one comparison also finds an access that crosses into the next page.
 //!
 //! A page with decoded code (`code_pages`) has a third tag instead of that for writes: stores to it need no translation, but a

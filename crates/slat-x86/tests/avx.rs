@@ -98,20 +98,7 @@ fn real_mode_has_no_vex_prefix() {
     // andn eax,ecx,edx; vaddps ymm0,ymm0,ymm0
     for code in [&b"\xc4\xe2\x70\xf2\xc2"[..], b"\xc5\xfc\x58\xc0"] {
         let mut guest = guest(code);
-        let state = &mut guest.cpu.state;
-        (state.cr0, state.efer) = (0x10, 0);
-        state.cs = Segment::real((CODE >> 4) as u16, 0x9b);
-        state.ss = Segment::real(0, 0x93);
-        state.rip = 0;
-        state.gpr[RSP] = 0x8000;
-        state.idtr = Table {
-            base: 0,
-            limit: 0x3ff,
-        };
-        guest.memory().write(0x9000, &[0xf4]);
-        guest.memory().write(6 * 4, &0x9000u32.to_le_bytes());
-        guest.halt();
-        assert_eq!(guest.cpu.state.rip, 0x9001);
+        guest.is_undefined_in_real_mode();
     }
 }
 

@@ -118,20 +118,7 @@ fn arpl_raises_the_requested_privilege_level() {
     }
     // In real mode it does not exist.
     let mut guest = Guest::new(b"\x63\xc8");
-    let state = &mut guest.cpu.state;
-    (state.cr0, state.efer) = (0x10, 0);
-    state.cs = Segment::real((CODE >> 4) as u16, 0x9b);
-    state.ss = Segment::real(0, 0x93);
-    state.rip = 0;
-    state.gpr[RSP] = 0x8000;
-    state.idtr = Table {
-        base: 0,
-        limit: 0x3ff,
-    };
-    guest.memory().write(0x9000, &[0xf4]);
-    guest.memory().write(6 * 4, &0x9000u32.to_le_bytes());
-    guest.halt();
-    assert_eq!(guest.cpu.state.rip, 0x9001);
+    guest.is_undefined_in_real_mode();
 }
 
 #[test]

@@ -242,7 +242,7 @@ impl Translator<'_> {
     }
 
     /// Returns the sign bit of a value, as 0 or 1 in 8 bits.
-    pub(super) fn sign(&mut self, value: Value) -> Value {
+    fn sign(&mut self, value: Value) -> Value {
         self.b.ins().icmp_imm(IntCC::SignedLessThan, value, 0)
     }
 

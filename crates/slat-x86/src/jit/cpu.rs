@@ -67,7 +67,7 @@ pub(crate) struct Compiled {
     /// The table of the TLB that data accesses use.
     pub(crate) table: *const Entry,
     pub(super) targets: *const Target,
-    /// What is mixed with RIP to the tag of a target.
+    /// The tag of a target is RIP xor this, which tells modes apart.
     pub(super) mode_tag: u64,
     /// Whether any place is known.
     has_targets: bool,

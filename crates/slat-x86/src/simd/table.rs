@@ -192,6 +192,7 @@ strings! {
     Pcmpestrm64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x60, 0xc1, slat_imm",
 }
 
+/// Defines functions that return the stub of an instruction and an operand of the given bytes.
 macro_rules! gprs {
     ($($(#[$doc:meta])* $name:ident { $($mnemonic:ident $size:literal $text:literal),+ $(,)? })+) => {
         $($(#[$doc])*
@@ -203,6 +204,7 @@ macro_rules! gprs {
         })+
     };
 }
+pub(super) use gprs;
 
 gprs! {
     /// Conversions of a general register of the given bytes.

@@ -434,6 +434,24 @@ impl Guest {
         assert_eq!(exit, Exit::Hlt, "at {:#x}", self.cpu.state.rip);
     }
 
+    /// Runs the code in real mode, where its first instruction must be #UD.
+    pub fn is_undefined_in_real_mode(&mut self) {
+        let state = &mut self.cpu.state;
+        (state.cr0, state.efer) = (0x10, 0);
+        state.cs = Segment::real((CODE >> 4) as u16, 0x9b);
+        state.ss = Segment::real(0, 0x93);
+        state.rip = 0;
+        state.gpr[RSP] = 0x8000;
+        state.idtr = Table {
+            base: 0,
+            limit: 0x3ff,
+        };
+        self.memory().write(0x9000, &[0xf4]);
+        self.memory().write(6 * 4, &0x9000u32.to_le_bytes());
+        self.halt();
+        assert_eq!(self.cpu.state.rip, 0x9001);
+    }
+
     /// Runs to the HLT of a vector's handler.
     pub fn halt_in_handler(&mut self, vector: u8) {
         self.halt();

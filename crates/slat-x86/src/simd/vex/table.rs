@@ -5,7 +5,7 @@ use core::arch::naked_asm;
 use iced_x86::Mnemonic as M;
 
 use super::super::lanes::Lanes;
-use super::super::table::{imm_stub, stub};
+use super::super::table::{gprs, imm_stub, stub};
 use super::host::Stub;
 
 /// How a stub is to be called.
@@ -230,18 +230,6 @@ table! {
     Single v3i { Vdpps "vdpps" }
     Double x3i { Vdppd "vdppd" }
     Half narrow_i { Vcvtps2ph "vcvtps2ph" }
-}
-
-macro_rules! gprs {
-    ($($(#[$doc:meta])* $name:ident { $($mnemonic:ident $size:literal $text:literal),+ $(,)? })+) => {
-        $($(#[$doc])*
-        pub(super) fn $name(mnemonic: M, size: usize) -> Option<Stub> {
-            Some(match (mnemonic, size) {
-                $((M::$mnemonic, $size) => stub!($text),)+
-                _ => return None,
-            })
-        })+
-    };
 }
 
 gprs! {
