@@ -82,7 +82,7 @@ const STRINGS: &[u8] = b"\xa4\xa5\xaa\xab\xac\xad\xae\xaf\xa6\xa7";
 
 pub struct Program {
     pub code: Vec<u8>,
-    /// What is in the page of [`OTHER`].
+    /// The bytes of the page [`OTHER`].
     other: Vec<u8>,
     /// The operands of indirect jumps, and returns: addresses and values.
     targets: Vec<(u64, u64)>,
