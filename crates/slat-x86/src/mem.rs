@@ -83,6 +83,12 @@ impl Place {
 }
 
 impl Places {
+    /// Whether all pages are memory, none of them MMIO.
+    fn are_memory(&self) -> bool {
+        let is_mmio = |place| matches!(place, Place::Mmio(_));
+        !is_mmio(self.first) && !self.second.is_some_and(is_mmio)
+    }
+
     /// Returns the memory at `lin`, if it is memory and in one page.
     fn destination(&self, lin: u64) -> Option<Destination> {
         match *self {
@@ -381,11 +387,7 @@ impl Cpu {
     ) -> Result<(), Break> {
         loop {
             let places = self.places(lin, buffer.len(), Access::Read)?;
-            let parts = [Some(places.first), places.second];
-            if parts
-                .iter()
-                .any(|part| matches!(part, Some(Place::Mmio(_))))
-            {
+            if !places.are_memory() {
                 return Err(self.unimplemented(reason));
             }
             if self.read_places(lin, &places, buffer)? {
@@ -407,29 +409,48 @@ impl Cpu {
     #[cold]
     #[inline(never)]
     fn load_slow<T: Word>(&mut self, lin: u64) -> Result<T, Break> {
-        let size = size_of::<T>();
         loop {
-            // The common miss: one page of memory. One access, so that it stays atomic.
-            let places = self.places(lin, size, Access::Read)?;
-            if let Places {
-                first: Place::Host { host, .. },
-                second: None,
-                ..
-            } = places
-            {
-                // SAFETY: a translation of guest memory, to which every access is guarded.
-                match unsafe { slat_guard::load(host.cast::<T>()) } {
-                    Ok(v) => return Ok(v),
-                    Err(_) => self.gone(lin, host, Access::Read)?,
-                }
-                continue;
-            }
-            let mut bytes = [0; 16];
-            if self.read_places(lin, &places, &mut bytes[..size])? {
-                // SAFETY: `bytes` holds at least the 16 bytes of the largest word, and words have no invalid values.
-                return Ok(unsafe { bytes.as_ptr().cast::<T>().read_unaligned() });
+            let places = self.places(lin, size_of::<T>(), Access::Read)?;
+            if let Some(v) = self.load_at(lin, &places)? {
+                return Ok(v);
             }
         }
+    }
+
+    /// Does [`load`](Self::load) after a miss in the TLB. `None`, with nothing read: it is MMIO, at least in part.
+    #[cfg(feature = "jit")]
+    pub(crate) fn load_unless_mmio<T: Word>(&mut self, lin: u64) -> Result<Option<T>, Break> {
+        loop {
+            let places = self.places(lin, size_of::<T>(), Access::Read)?;
+            if !places.are_memory() {
+                return Ok(None);
+            }
+            if let Some(v) = self.load_at(lin, &places)? {
+                return Ok(Some(v));
+            }
+        }
+    }
+
+    /// Reads the translated word. `None`: a part's host page is not accessible; translate again.
+    #[inline(always)]
+    fn load_at<T: Word>(&mut self, lin: u64, places: &Places) -> Result<Option<T>, Break> {
+        // The common miss: one page of memory. One access, so that it stays atomic.
+        if let Places {
+            first: Place::Host { host, .. },
+            second: None,
+            ..
+        } = *places
+        {
+            // SAFETY: a translation of guest memory, to which every access is guarded.
+            return match unsafe { slat_guard::load(host.cast::<T>()) } {
+                Ok(v) => Ok(Some(v)),
+                Err(_) => self.gone(lin, host, Access::Read).map(|()| None),
+            };
+        }
+        let mut bytes = [0; 16];
+        let done = self.read_places(lin, places, &mut bytes[..size_of::<T>()])?;
+        // SAFETY: `bytes` holds at least the 16 bytes of the largest word, and words have no invalid values.
+        Ok(done.then(|| unsafe { bytes.as_ptr().cast::<T>().read_unaligned() }))
     }
 
     #[cold]

@@ -76,7 +76,7 @@ impl Translator<'_> {
 
     /// Loads from guest memory.
     pub(super) fn load(&mut self, lin: Value, size: u8) -> Value {
-        self.write_back();
+        self.prepare_stop();
         let ty = TYPES[usize::from(size)];
         let (miss, on) = (self.cold(), self.b.create_block());
         let loaded = self.b.append_block_param(on, ty);
@@ -93,7 +93,7 @@ impl Translator<'_> {
 
     /// Returns the host address to store at.
     fn place_to_store(&mut self, lin: Value, size: u8) -> Value {
-        self.write_back();
+        self.prepare_stop();
         let (miss, on) = (self.cold(), self.b.create_block());
         let place = self.b.append_block_param(on, I64);
         let host = self.look_up(lin, size, tlb::WRITE, miss);
@@ -110,7 +110,12 @@ impl Translator<'_> {
     /// Stores to guest memory. Nothing of the instruction has happened before.
     pub(super) fn store(&mut self, lin: Value, size: u8, value: Value) {
         let host = self.place_to_store(lin, size);
+        self.store_at(host, value);
+    }
+
+    fn store_at(&mut self, host: Value, value: Value) {
         self.b.ins().store(Self::guarded(), value, host, 0);
+        self.has_changed = true;
     }
 
     /// Reads, changes and writes guest memory, not atomically. `change` gets the old value and returns the new one. Returns both.
@@ -124,7 +129,7 @@ impl Translator<'_> {
         let ty = TYPES[usize::from(size)];
         let old = self.b.ins().load(ty, Self::guarded(), host, 0);
         let new = change(self, old);
-        self.b.ins().store(Self::guarded(), new, host, 0);
+        self.store_at(host, new);
         (old, new)
     }
 }

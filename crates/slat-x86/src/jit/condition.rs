@@ -174,6 +174,7 @@ impl Translator<'_> {
 
     /// Writes a record of `flags`.
     pub(super) fn record(&mut self, flags: Flags) {
+        self.has_changed = true;
         use Comparison::*;
         let kept = |carry| match carry {
             Carry::Recorded => Stays,

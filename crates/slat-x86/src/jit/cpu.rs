@@ -307,6 +307,8 @@ impl Cpu {
                 if attention.load(Ordering::Relaxed) != 0 {
                     return None;
                 }
+                // Of an access that is made again, perhaps elsewhere.
+                self.fault_noncanonical = false;
                 match self.find_block() {
                     // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing changes it while it runs.
                     Ok(block) => self.execute(unsafe { block.as_ref() }),

@@ -46,17 +46,22 @@ fn failed(cpu: &mut Cpu, why: Break) -> u64 {
     Status::Broke as u64
 }
 
-extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
-    match cpu.load::<T>(lin) {
-        Ok(value) => Loaded {
-            value: value.zx(),
-            status: 0,
-        },
-        Err(why) => Loaded {
-            value: 0,
-            status: failed(cpu, why),
-        },
+impl Loaded {
+    /// `None`: the instruction is the interpreter's.
+    fn new(cpu: &mut Cpu, value: Result<Option<u64>, Break>) -> Self {
+        let (value, status) = match value {
+            Ok(Some(value)) => (value, 0),
+            Ok(None) => (0, Status::Interpret as u64),
+            Err(why) => (0, failed(cpu, why)),
+        };
+        Self { value, status }
     }
+}
+
+/// Loads from memory. MMIO is the interpreter's: what was read before may be read again.
+extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
+    let value = cpu.load_unless_mmio::<T>(lin);
+    Loaded::new(cpu, value.map(|value| value.map(Int::zx)))
 }
 
 /// Returns the host address to store `bytes` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants to
@@ -66,12 +71,7 @@ pub(super) extern "C" fn place_to_store(cpu: &mut Cpu, lin: u64, bytes: u64) -> 
         let table = cpu.table;
         place.and_then(|_| cpu.tlb().write(table, lin, bytes))
     });
-    let (value, status) = match place {
-        Ok(Some(host)) => (host as u64, 0),
-        Ok(None) => (0, Status::Interpret as u64),
-        Err(why) => (0, failed(cpu, why)),
-    };
-    Loaded { value, status }
+    Loaded::new(cpu, place.map(|place| place.map(|host| host as u64)))
 }
 
 /// Returns the address of the helper that loads in an operand size.

@@ -59,11 +59,11 @@ impl Translator<'_> {
         let high = self.b.ins().iadd_imm(high, 1);
         // 0 and -1 are the upper bits of canonical addresses.
         let strange = self.b.ins().icmp_imm(IntCC::UnsignedGreaterThan, high, 1);
-        self.write_back();
+        self.prepare_stop();
         let (bail, fine) = (self.cold(), self.b.create_block());
         self.b.ins().brif(strange, bail, &[], fine, &[]);
         self.b.switch_to_block(bail);
-        self.leave_to_interpreter();
+        self.stop_for_interpreter();
         self.b.switch_to_block(fine);
     }
 

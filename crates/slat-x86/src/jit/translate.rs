@@ -1,13 +1,16 @@
 //! From guest code to Cranelift's intermediate language.
 //!
 //! A region is one function. All state is in the [`Cpu`] at the beginning of each block. A block reads the general registers that it
-//! uses; what it has changed, registers and the record of the flags (`flags::Lazy`), it writes back at its end, and before each
-//! instruction that may stop the region. So there are no values that live across blocks: to find places for them would be most of the
+//! uses; what it has changed, registers and the record of the flags (`flags::Lazy`), it writes back at its end, and at checkpoints. So there are no values that live across blocks: to find places for them would be most of the
 //! work of compiling, and the host has hardly more registers than the guest.
 //!
-//! Every place where the region is left is between two instructions: an access that the TLB does not have calls a helper, and if that
-//! cannot do it, the region stops at the instruction, of which nothing has happened. An instruction that `instructions` does not
-//! translate calls the interpreter's handler; then the region reads what that has changed.
+//! Every place where the region is left is between two instructions. An access that the TLB does not have calls a helper, and if that
+//! cannot do it, the region stops at its *checkpoint*: the last instruction before which the CPU had all state, if no instruction since
+//! has stored anything. The interpreter executes those again that follow the checkpoint: they have changed values of the function and
+//! nothing else, and have read memory, but no MMIO. So state is written back only before the first access after a store: a row of loads
+//! costs nothing. (Another CPU may have stored meanwhile: then it is as if the loads were made later.) An instruction that
+//! `instructions` does not translate calls the interpreter's handler, and is a checkpoint; then the region reads what the handler has
+//! changed.
 //!
 //! This file has the function as a whole: its blocks, its state, and how it is left.
 
@@ -161,6 +164,10 @@ pub(super) struct Translator<'a> {
     stop: Block,
     /// The current instruction.
     step: usize,
+    /// The CPU has the state before this instruction, unless `has_changed`.
+    checkpoint: usize,
+    /// Whether code since the checkpoint has changed guest memory or the state in the CPU.
+    pub(super) has_changed: bool,
     /// The address of the current block.
     head: u64,
 }
@@ -200,6 +207,8 @@ impl<'a> Translator<'a> {
             leave,
             stop,
             step: 0,
+            checkpoint: 0,
+            has_changed: false,
             head: 0,
         };
         translator.enter(index, source);
@@ -296,6 +305,7 @@ impl<'a> Translator<'a> {
     /// Writes back the registers that have changed.
     pub(super) fn write_registers(&mut self) {
         let changed = std::mem::take(&mut self.changed);
+        self.has_changed |= changed != 0;
         for r in (0..16).filter(|r| changed >> r & 1 != 0) {
             if let Some(value) = self.gpr[r] {
                 self.set_field(Self::gpr_offset(r), value);
@@ -307,6 +317,22 @@ impl<'a> Translator<'a> {
     pub(super) fn write_back(&mut self) {
         self.write_registers();
         self.record_flags();
+    }
+
+    /// Makes the current instruction the checkpoint. Call before anything of it has happened.
+    fn set_checkpoint(&mut self) {
+        self.write_back();
+        self.checkpoint = self.step;
+        self.has_changed = false;
+        self.b.set_srcloc(SourceLoc::new(self.step as u32));
+    }
+
+    /// Call before an access, or whatever else may stop the region: makes the current instruction the checkpoint if the one there is
+    /// would not do any more.
+    pub(super) fn prepare_stop(&mut self) {
+        if self.has_changed {
+            self.set_checkpoint();
+        }
     }
 
     /// Calls a helper with the CPU and `arguments`.
@@ -351,15 +377,16 @@ impl<'a> Translator<'a> {
         self.b.ins().jump(self.leave, &[]);
     }
 
-    /// Stops at the current instruction if `status` is not [`Status::Continue`]: at [`Status::After`] it is done, else nothing of it has
-    /// happened. Otherwise continues in `on` with `value`. All is written back.
+    /// Stops if `status`, that of an access, is not [`Status::Continue`]. Otherwise continues in `on` with `value`.
     pub(super) fn stop_unless_done(&mut self, status: Value, on: Block, value: &[Value]) {
-        debug_assert!(self.changed == 0 && self.are_flags_recorded);
         // In blocks of their own, out of the way of what usually happens.
         let (stop, fine) = (self.cold(), self.cold());
         self.b.ins().brif(status, stop, &[], fine, &[]);
         self.b.switch_to_block(stop);
-        self.stop_at_current(status);
+        match self.checkpoint == self.step {
+            true => self.stop_with(status),
+            false => self.stop_for_interpreter(),
+        }
         self.b.switch_to_block(fine);
         let value: Vec<_> = value.iter().map(|value| (*value).into()).collect();
         self.b.ins().jump(on, &value);
@@ -367,20 +394,26 @@ impl<'a> Translator<'a> {
 
     /// Leaves the current instruction to the interpreter.
     pub(super) fn leave_to_interpreter(&mut self) {
-        self.write_back();
-        let status = self.constant(Status::Interpret as i64);
-        self.stop_at_current(status);
+        self.set_checkpoint();
+        self.stop_for_interpreter();
     }
 
-    /// Stops at the current instruction. All is written back.
-    fn stop_at_current(&mut self, status: Value) {
-        let step = self.current();
+    /// Has the interpreter continue at the checkpoint.
+    pub(super) fn stop_for_interpreter(&mut self) {
+        let status = self.constant(Status::Interpret as i64);
+        self.stop_with(status);
+    }
+
+    /// Stops at the checkpoint.
+    fn stop_with(&mut self, status: Value) {
+        debug_assert!(!self.has_changed);
+        let step = self.address_of(self.checkpoint);
         (self.b.ins()).jump(self.stop, &[step.into(), status.into()]);
     }
 
-    /// Returns the address of the current instruction's step.
-    fn current(&mut self) -> Value {
-        self.constant(&raw const self.steps[self.step] as i64)
+    /// Returns the address of a step.
+    fn address_of(&mut self, step: usize) -> Value {
+        self.constant(&raw const self.steps[step] as i64)
     }
 
     /// Continues at `rip`, after the current instruction: in the region if it has a block there, else leaves.
@@ -411,12 +444,16 @@ impl<'a> Translator<'a> {
 
     /// Translates a basic block.
     fn block(&mut self, rip: u64, guests: &[Guest]) {
-        self.begin(self.heads[&rip].block);
+        let head = self.heads[&rip];
+        self.begin(head.block);
         self.before = 0;
         self.head = rip;
+        self.step = guests[0].step;
+        self.set_checkpoint();
+        // The record of the flags may be an old one.
+        self.has_changed = head.sets_flags_first;
         for guest in guests {
             self.step = guest.step;
-            self.b.set_srcloc(SourceLoc::new(guest.step as u32));
             if self.instruction(&guest.insn) {
                 return;
             }
@@ -446,14 +483,15 @@ impl<'a> Translator<'a> {
 
     /// Has the interpreter's handler execute the current instruction.
     fn handler(&mut self, insn: &Instruction) {
-        self.write_back();
-        let step = self.current();
+        self.set_checkpoint();
+        let step = self.address_of(self.step);
         let status = self.call(helpers::handler as *const () as usize, &[step], 1)[0];
         let (stop, on) = (self.cold(), self.b.create_block());
         self.b.ins().brif(status, stop, &[], on, &[]);
         self.b.switch_to_block(stop);
-        self.stop_at_current(status);
+        self.stop_with(status);
         self.b.switch_to_block(on);
+        self.has_changed = true;
         self.flags = Flags::Recorded;
         for r in written(&mut self.factory, insn) {
             self.gpr[r] = None;
