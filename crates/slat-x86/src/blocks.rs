@@ -138,16 +138,6 @@ impl Blocks {
         Ok(page)
     }
 
-    /// Has a page looked up again before its code runs next.
-    pub(crate) fn outdate_page(&mut self, lin: u64) {
-        for user in [false, true] {
-            if let Some(page) = self.snapshots.get_mut(&Snapshot::key_of(lin, user)) {
-                // SAFETY: alive as long as it is in the map. A running block does not look at its snapshots.
-                unsafe { page.as_mut() }.outdate();
-            }
-        }
-    }
-
     /// Returns a kept block.
     #[cfg(feature = "jit")]
     pub(crate) fn kept(&self, key: &Key) -> Option<&Block> {
@@ -262,6 +252,18 @@ impl Cpu {
     fn make_room(&mut self) {
         if self.blocks.is_full() {
             self.forget_blocks();
+        }
+    }
+
+    /// Has a page looked up again before its code runs next.
+    pub(crate) fn outdate_page(&mut self, lin: u64) {
+        for user in [false, true] {
+            let page = self.blocks.known_snapshot(Snapshot::key_of(lin, user));
+            if let Some(mut page) = page {
+                // SAFETY: alive as long as it is in the map. A running block does not look at its snapshots.
+                unsafe { page.as_mut() }.outdate();
+                self.forget_targets();
+            }
         }
     }
 

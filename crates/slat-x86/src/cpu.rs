@@ -231,14 +231,14 @@ impl Cpu {
         self.counters.flushes_page += 1;
         match self.tlb().may_be_large(lin) {
             true => self.outdate_blocks(),
-            false => self.blocks.outdate_page(lin),
+            false => self.outdate_page(lin),
         }
         self.tlb().flush_page(lin, which);
     }
 
     /// Drops the translation of one page of 4 KiB.
     pub(crate) fn drop_page(&mut self, lin: u64) {
-        self.blocks.outdate_page(lin);
+        self.outdate_page(lin);
         self.tlb().drop_page(lin);
     }
 

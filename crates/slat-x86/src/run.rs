@@ -83,7 +83,7 @@ impl Cpu {
         self.block_rip = block.key.rip;
         self.code_page = block.page();
         self.stop = false;
-        self.counters.instructions += block.count;
+        self.counters.instructions += u64::from(block.count);
         self.counters.blocks += 1;
         for op in &block.ops {
             match (op.handler)(self, op) {
@@ -114,7 +114,7 @@ impl Cpu {
             .filter(|o| u64::from(o.offset) >= rest && o.count != 0)
             .map(|o| u64::from(o.count))
             .sum();
-        self.counters.instructions -= skipped.min(block.count);
+        self.counters.instructions -= skipped.min(block.count.into());
         self.after_break(op, block.op_bytes(op), why)
     }
 

@@ -34,14 +34,18 @@ pub(crate) struct Entrance {
 pub(super) const TARGETS: usize = 2048;
 
 /// A place where compiled code can be entered.
-#[repr(C, align(32))]
+#[repr(C, align(64))]
 pub(super) struct Target {
     /// The address of the guest's code, mixed with its mode (see [`tag_of_mode`]). 0: none.
     pub(super) tag: u64,
-    /// Good as long as the stamp of this snapshot is the CPU's.
-    pub(super) page: *const Snapshot,
+    /// [`Cpu::stamp`] when the code was known to be good. With another one `page` tells.
+    pub(super) stamp: u64,
+    /// The host address of the page then.
+    pub(super) host: usize,
     pub(super) code: *const u8,
     pub(super) entry: u64,
+    /// The code is good as long as the stamp of this snapshot is the CPU's.
+    pub(super) page: *const Snapshot,
 }
 
 /// The places where regions continue directly, when they leave for another region: direct-mapped. It holds only code that blocks have
@@ -169,7 +173,8 @@ impl Cpu {
         self.forget_targets();
     }
 
-    /// Forgets where regions continue. Call whenever a block may lose its compiled code, or a snapshot begins a new edition.
+    /// Forgets where regions continue. Call whenever a block may lose its compiled code, a snapshot begins a new edition, or code may be
+    /// good no more while the stamp stays.
     pub(crate) fn forget_targets(&mut self) {
         // The host provides the memory of the table at its first use.
         if !std::mem::take(&mut self.compiled.has_targets) {
@@ -239,19 +244,21 @@ impl Cpu {
         Ok(source)
     }
 
-    /// Makes the place where a block's compiled code can be entered known to regions. Returns its function and the index of the block.
+    /// Makes the place where the compiled code of a block, which is current, can be entered known to regions. Returns its function and the index of the block.
     fn make_known(&mut self, block: &Block) -> Option<(*const u8, u64)> {
         let (entrance, place) = block.entrance.as_ref().zip(block.first)?;
         let (code, entry) = (entrance.region.chunk.start(), entrance.entry.into());
         let (rip, mode) = (block.key.rip, block.key.mode);
+        self.code_page = block.page();
         self.fixed.targets.0[(rip ^ rip >> 12) as usize & (TARGETS - 1)] = Target {
             tag: rip ^ tag_of_mode(mode),
-            page: place.page.as_ptr(),
+            stamp: self.stamp,
+            host: self.code_page,
             code,
             entry,
+            page: place.page.as_ptr(),
         };
         self.compiled.has_targets = true;
-        self.code_page = block.page();
         Some((code, entry))
     }
 
