@@ -3,6 +3,8 @@
 use crate::heap::{self, OutOfMemory};
 use crate::op::Op;
 use crate::snapshot::Snapshot;
+use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+use std::cell::Cell;
 use std::ptr::NonNull;
 
 /// Operations per block.
@@ -33,22 +35,31 @@ pub(crate) struct Place {
     pub(crate) edition: u64,
 }
 
+/// The block that was executed after another one the last time.
+#[derive(Clone, Copy)]
+struct Next {
+    block: NonNull<Block>,
+    ops: *const Op,
+}
+
 /// A decoded basic block.
 ///
-/// In two cache lines, which the run loop seldom finds in the nearest cache: the first one tells whether this is the block to run.
-#[repr(C, align(128))]
+/// The run loop finds few blocks in the nearest cache. So its first cache line tells whether this is the block to run, the second
+/// one how; and while a block runs, the lines of the next one are on their way.
+#[repr(C, align(64))]
 pub(crate) struct Block {
     pub(crate) key: Key,
     /// The page of its first byte. `None` in a block that holds nothing.
     pub(crate) first: Option<Place>,
-    /// The next page, for an instruction that crosses into it.
-    pub(crate) second: Option<Place>,
+    next: Cell<Option<Next>>,
     /// Entries until the block is hot.
     #[cfg(feature = "jit")]
-    pub(crate) heat: std::cell::Cell<u32>,
+    pub(crate) heat: Cell<u32>,
     /// Whether the compiler has the block.
     #[cfg(feature = "jit")]
-    pub(crate) is_submitted: std::cell::Cell<bool>,
+    pub(crate) is_submitted: Cell<bool>,
+    /// Whether it has a second page.
+    crosses: bool,
     /// Bytes in the first page.
     split: u8,
     /// Instructions in `ops`.
@@ -59,9 +70,12 @@ pub(crate) struct Block {
     #[cfg(feature = "jit")]
     pub(crate) entrance: Option<crate::jit::Entrance>,
     bytes: Vec<u8>,
+    /// The next page, for an instruction that crosses into it.
+    pub(crate) second: Option<Place>,
 }
 
-const _: () = assert!(size_of::<Block>() == 128);
+#[cfg(feature = "jit")]
+const _: () = assert!(std::mem::offset_of!(Block, ops) == 64);
 
 impl Block {
     fn empty() -> Self {
@@ -72,17 +86,19 @@ impl Block {
                 mode: 0,
             },
             first: None,
-            second: None,
+            next: Cell::new(None),
             #[cfg(feature = "jit")]
-            heat: std::cell::Cell::new(crate::jit::HOT),
+            heat: Cell::new(crate::jit::HOT),
             #[cfg(feature = "jit")]
-            is_submitted: std::cell::Cell::new(false),
-            #[cfg(feature = "jit")]
-            entrance: None,
+            is_submitted: Cell::new(false),
+            crosses: false,
             split: 0,
             count: 0,
             ops: Vec::new(),
+            #[cfg(feature = "jit")]
+            entrance: None,
             bytes: Vec::new(),
+            second: None,
         }
     }
 
@@ -119,7 +135,7 @@ impl Block {
         replace(&mut self.bytes, &from.bytes);
         (self.key, self.first, self.second) = (from.key, from.first, from.second);
         self.cool();
-        (self.split, self.count) = (from.split, from.count);
+        (self.crosses, self.split, self.count) = (from.crosses, from.split, from.count);
     }
 
     /// Returns the heap bytes of a block whose vectors are at their largest.
@@ -142,8 +158,9 @@ impl Block {
         self.heat.set(0);
     }
 
-    /// Forgets how often the block ran, and its compiled code.
+    /// Forgets how often the block ran, its compiled code, and what followed it.
     pub(crate) fn cool(&mut self) {
+        self.next.set(None);
         #[cfg(feature = "jit")]
         {
             self.heat.set(crate::jit::HOT);
@@ -155,6 +172,7 @@ impl Block {
     /// Stores the bytes that `ops` were decoded from: `bytes`, the first `split` of them in the page `first`.
     pub(crate) fn fill(&mut self, bytes: &[u8], split: usize, first: Place, second: Option<Place>) {
         (self.first, self.second) = (Some(first), second);
+        self.crosses = second.is_some();
         self.split = split as u8;
         self.count = self.ops.iter().map(|op| op.count).sum();
         self.bytes.clear();
@@ -170,7 +188,35 @@ impl Block {
         };
         // SAFETY: a block's snapshots live until all blocks are freed or emptied (`Blocks::clear`); nobody changes one meanwhile.
         let page = unsafe { page.as_ref() };
-        page.stamp == stamp && page.edition == edition && self.second.is_none()
+        page.stamp == stamp && page.edition == edition && !self.crosses
+    }
+
+    /// Has `next` be the block that follows this one. Call [`cool`](Self::cool) before it is freed.
+    pub(crate) fn precede(&self, next: NonNull<Block>) {
+        // SAFETY: a kept block, which is alive.
+        let ops = unsafe { next.as_ref() }.ops.as_ptr();
+        self.next.set(Some(Next { block: next, ops }));
+    }
+
+    /// Returns the block that followed this one the last time.
+    #[inline(always)]
+    pub(crate) fn next(&self) -> Option<NonNull<Block>> {
+        self.next.get().map(|next| next.block)
+    }
+
+    /// Has the processor fetch what the run loop will read of the block that follows.
+    #[inline(always)]
+    pub(crate) fn fetch_next(&self) {
+        if let Some(Next { block, ops }) = self.next.get() {
+            let line = block.as_ptr().cast::<i8>();
+            // SAFETY: a prefetch accesses nothing.
+            unsafe {
+                _mm_prefetch::<_MM_HINT_T0>(line);
+                _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(64));
+                _mm_prefetch::<_MM_HINT_T0>(ops.cast());
+                _mm_prefetch::<_MM_HINT_T0>(ops.cast::<i8>().wrapping_add(64));
+            }
+        }
     }
 
     /// Returns the bytes in the first page, and those in the second.

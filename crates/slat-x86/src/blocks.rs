@@ -269,6 +269,7 @@ impl Cpu {
 
     /// Frees all blocks. Call while no block is running.
     pub(crate) fn forget_blocks(&mut self) {
+        self.last = None;
         self.blocks.clear(&mut self.fixed.front);
         self.forget_targets();
     }
@@ -282,12 +283,26 @@ impl Cpu {
             rip,
             mode: self.mode,
         };
-        if let Some(found) = *self.fixed.front.at(key.lin) {
-            // SAFETY: blocks in the table are alive until all are freed, between blocks.
+        // SAFETY: alive, as all blocks are until all are freed, between blocks, when `last` is cleared.
+        let last = self.last.map(|last| unsafe { last.as_ref() });
+        let stamp = self.stamp;
+        let is_it = |found: NonNull<Block>| {
+            // SAFETY: as above: it is from the table, or has followed another block that is alive.
             let block = unsafe { found.as_ref() };
-            if block.key == key && block.is_current(self.stamp) {
-                return Ok(found);
+            block.key == key && block.is_current(stamp)
+        };
+        if let Some(found) = last.and_then(Block::next)
+            && is_it(found)
+        {
+            return Ok(found);
+        }
+        if let Some(found) = *self.fixed.front.at(key.lin)
+            && is_it(found)
+        {
+            if let Some(last) = last {
+                last.precede(found);
             }
+            return Ok(found);
         }
         self.find_block_slow(key)
     }

@@ -1,5 +1,6 @@
 //! The CPU: architectural state plus what makes running it fast.
 
+use crate::block::Block;
 use crate::blocks::Blocks;
 use crate::code_pages::{CodePages, Member};
 use crate::counters::Counters;
@@ -74,6 +75,8 @@ pub struct Cpu {
     #[cfg(feature = "jit")]
     pub(crate) compiled: crate::jit::Compiled,
     pub(crate) blocks: Blocks,
+    /// The block that was executed last, if it is alive.
+    pub(crate) last: Option<NonNull<Block>>,
     pub(crate) devices: Devices,
     pub(crate) watch: Watch,
     pub(crate) fault: Exception,
@@ -139,6 +142,7 @@ impl Cpu {
             #[cfg(feature = "jit")]
             compiled: crate::jit::Compiled::new(),
             blocks: Blocks::try_new()?,
+            last: None,
             devices: Devices::default(),
             watch: Watch::default(),
             fault: Exception {

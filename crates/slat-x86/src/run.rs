@@ -6,6 +6,7 @@ use crate::op::{Break, Op};
 use crate::simd::HostFlags;
 use crate::state::flags;
 use crate::{Cpu, vector};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 impl Cpu {
@@ -80,6 +81,8 @@ impl Cpu {
     /// Executes the operations of a block.
     #[inline(always)]
     pub(crate) fn execute(&mut self, block: &Block) -> Option<Exit> {
+        block.fetch_next();
+        self.last = Some(NonNull::from(block));
         self.block_rip = block.key.rip;
         self.code_page = block.page();
         self.stop = false;
