@@ -31,13 +31,15 @@ pub(crate) struct Entrance {
 }
 
 /// Entries of [`Targets`].
-pub(super) const TARGETS: usize = 2048;
+pub(super) const TARGETS: usize = 8192;
 
 /// A place where compiled code can be entered.
 #[repr(C, align(64))]
 pub(super) struct Target {
-    /// The address of the guest's code, mixed with its mode (see [`tag_of_mode`]). 0: none.
-    pub(super) tag: u64,
+    /// The address of the guest's code.
+    pub(super) rip: u64,
+    /// [`Compiled::edition`] when this was entered. 0: nothing was.
+    pub(super) edition: u64,
     /// [`Cpu::stamp`] when the code was known to be good. With another one `page` tells.
     pub(super) stamp: u64,
     /// The host address of the page then.
@@ -55,11 +57,6 @@ pub(crate) struct Targets([Target; TARGETS]);
 // SAFETY: integers and pointers.
 unsafe impl Zeroed for Targets {}
 
-/// What tells the addresses of one mode from those of another: canonical addresses differ in the lower bits.
-fn tag_of_mode(mode: u8) -> u64 {
-    u64::from(mode) << 48
-}
-
 /// What compiled code knows of its CPU besides the architectural state.
 pub(crate) struct Compiled {
     /// The instruction at which the region was stopped.
@@ -71,10 +68,8 @@ pub(crate) struct Compiled {
     /// The table of the TLB that data accesses use.
     pub(crate) table: *const Entry,
     pub(super) targets: *const Target,
-    /// The tag of a target is RIP xor this, which tells modes apart.
-    pub(super) mode_tag: u64,
-    /// Whether any place is known.
-    has_targets: bool,
+    /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode.
+    pub(super) edition: u64,
     pub(super) attention: *const AtomicU32,
     pub(super) version: *const AtomicU64,
     pub(super) client: Option<Client>,
@@ -88,8 +83,7 @@ impl Compiled {
             rip: 0,
             table: ptr::null(),
             targets: ptr::null(),
-            mode_tag: 0,
-            has_targets: false,
+            edition: 1 << 8,
             attention: ptr::null(),
             version: ptr::null(),
             client: None,
@@ -176,13 +170,7 @@ impl Cpu {
     /// Forgets where regions continue. Call whenever a block may lose its compiled code, a snapshot begins a new edition, or code may be
     /// good no more while the stamp stays.
     pub(crate) fn forget_targets(&mut self) {
-        // The host provides the memory of the table at its first use.
-        if !std::mem::take(&mut self.compiled.has_targets) {
-            return;
-        }
-        for target in &mut self.fixed.targets.0 {
-            target.tag = 0;
-        }
+        self.compiled.edition += 1 << 8;
     }
 
     /// Collects a region: `block`, and the kept blocks of its page that follow.
@@ -248,27 +236,27 @@ impl Cpu {
     fn make_known(&mut self, block: &Block) -> Option<(*const u8, u64)> {
         let (entrance, place) = block.entrance.as_ref().zip(block.first)?;
         let (code, entry) = (entrance.region.chunk.start(), entrance.entry.into());
-        let (rip, mode) = (block.key.rip, block.key.mode);
+        let rip = block.key.rip;
         self.code_page = block.page();
         self.fixed.targets.0[(rip ^ rip >> 12) as usize & (TARGETS - 1)] = Target {
-            tag: rip ^ tag_of_mode(mode),
+            rip,
+            edition: self.compiled.edition,
             stamp: self.stamp,
             host: self.code_page,
             code,
             entry,
             page: place.page.as_ptr(),
         };
-        self.compiled.has_targets = true;
         Some((code, entry))
     }
 
     /// Runs the region of a block, and those to which it leads. It may free the block.
     pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
+        self.compiled.edition = self.compiled.edition & !0xff | u64::from(self.mode);
         // SAFETY: a block lives until all are freed, which happens in `find_block` only.
         let (function, entry) = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
         let before = self.counters.instructions_compiled;
-        self.compiled.mode_tag = tag_of_mode(self.mode);
         // SAFETY: a function that the compiler made for this CPU. It accesses the CPU, its own stack frame, and guest memory by guarded
         // accesses, and those that follow it do, too.
         let status = unsafe { dispatch(ptr::from_mut(self), function, entry) };
