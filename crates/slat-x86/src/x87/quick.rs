@@ -6,8 +6,9 @@
 //!
 //! A handler that meets any other state leaves it to the one in the parent module, which is the reference: both leave the same state.
 //!
-//! The host's status word is used as MXCSR is (`simd::host`): its sticky flags stay, unless the guest has one of them clear. FNCLEX
-//! costs more than most instructions, and so does FLDCW, which is skipped if the guest's control word is the host's.
+//! The host's sticky flags stay in its status word, as in MXCSR (`simd::host`): to clear them costs more than most instructions. They
+//! are cleared only when one is set that the guest has clear; then the instruction is executed once more, to see whether it was that
+//! which set it. FLDCW is skipped if the guest's control word is the host's.
 
 use super::{ERROR, Image, MODRM, NO_OPCODE, Run, Stub};
 use crate::Cpu;
@@ -237,7 +238,8 @@ struct Call<'s> {
 }
 
 /// Defines functions that run a stub on the host: they push `load`, call the stub, run `then`, and end with `store`, which
-/// empties the stack. Each returns the status word and, in the upper half, what `then` left in EDX.
+/// empties the stack. They do it once more if a flag is set that the guest has not: it may have been in the status word before.
+/// Each returns the status word and what `then` left in RDX.
 macro_rules! calls {
     ($($name:ident: [$($load:literal),*] [$($then:literal),*] [$($store:literal),*];)*) => {$(
         #[inline(always)]
@@ -251,26 +253,30 @@ macro_rules! calls {
             unsafe {
                 asm!(
                     "/* {a} {b} {to} */",
-                    "fnstsw ax",
-                    "test eax, ecx",
-                    "jz 2f",
-                    "fnclex",
-                    "2:",
                     "fnstcw [{host}]",
                     "movzx ecx, word ptr [{host}]",
                     "cmp cx, [{fcw}]",
                     "je 3f",
+                    "2:",
                     "fldcw [{fcw}]",
                     "3:",
                     $(concat!("fld tbyte ptr [", $load, "]"),)*
                     "call {stub}",
                     $($then,)*
                     "fnstsw ax",
+                    "test eax, r8d",
+                    "jnz 5f",
                     $(concat!("fstp ", $store),)*
                     "cmp cx, [{fcw}]",
                     "je 4f",
                     "fldcw [{host}]",
                     "4:",
+                    ".pushsection .text.unlikely, \"ax\", @progbits",
+                    "5:",
+                    "fninit",
+                    "xor r8d, r8d",
+                    "jmp 2b",
+                    ".popsection",
                     stub = in(reg) call.stub,
                     a = in(reg) call.a,
                     b = in(reg) call.b,
@@ -279,7 +285,8 @@ macro_rules! calls {
                     host = in(reg) &raw const host,
                     in("rdi") call.memory,
                     out("eax") status,
-                    inout("ecx") call.clear => _,
+                    out("ecx") _,
+                    inout("r8d") call.clear => _,
                     inout("rdx") 0u64 => flags,
                     out("st(0)") _, out("st(1)") _, out("st(2)") _, out("st(3)") _,
                     out("st(4)") _, out("st(5)") _, out("st(6)") _, out("st(7)") _,
