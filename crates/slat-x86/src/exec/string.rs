@@ -250,12 +250,15 @@ fn fill_stretch<T: Int>(cpu: &mut Cpu, left: u64) -> Result<Option<Stretch>, Bre
     let value = T::get(cpu, 0).zx();
     let mut all = Ok(());
     let result = cpu.write_to(to, |to| {
+        let times = n as usize;
         // SAFETY: a translation of guest memory, which is accessed guarded only.
-        let filled = match T::BYTES {
-            1 => unsafe { slat_guard::fill_elements::<1>(to, value, n as usize) },
-            2 => unsafe { slat_guard::fill_elements::<2>(to, value, n as usize) },
-            4 => unsafe { slat_guard::fill_elements::<4>(to, value, n as usize) },
-            _ => unsafe { slat_guard::fill_elements::<8>(to, value, n as usize) },
+        let filled = unsafe {
+            match T::BYTES {
+                1 => slat_guard::fill_elements::<1>(to, value, times),
+                2 => slat_guard::fill_elements::<2>(to, value, times),
+                4 => slat_guard::fill_elements::<4>(to, value, times),
+                _ => slat_guard::fill_elements::<8>(to, value, times),
+            }
         };
         all = filled.map_err(|elements| elements * T::BYTES as usize);
         all
