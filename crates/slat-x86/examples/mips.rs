@@ -62,7 +62,7 @@ fn main() {
             b"\xdd\x06\xdc\x4e\x08\xdc\x46\x10\xdd\x5e\x18\x48\xff\xc9\x75\xf0\xf4",
             1_000_000,
         ),
-        // fldpi; fld st(0); fmul st,st(1); faddp; fcomip...: fldpi; fldz; l: fadd st,st(1); fxch; fcomi st,st(1); fchs; dec rcx; jnz l
+        // fldpi; fldz; l: fadd st,st(1); fxch; fcomi st,st(1); fchs; dec rcx; jnz l
         (
             "x87regs",
             b"\xd9\xeb\xd9\xee\xd8\xc1\xd9\xc9\xdb\xf1\xd9\xe0\x48\xff\xc9\x75\xf3\xf4",

@@ -1,4 +1,4 @@
-//! The handlers of `quick` against the reference, on random states.
+//! The handlers of `quick` against the reference, on random states: 400 for each form, or `SLAT_X87_ROUNDS`.
 
 use super::*;
 use crate::CodePages;
