@@ -4,7 +4,8 @@ use crate::{Gone, load};
 use std::arch::asm;
 
 /// Copies `len` bytes; returns how many bytes were left when the copy stopped.
-unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> usize {
+#[inline(always)]
+unsafe fn copy_some(dst: *mut u8, src: *const u8, len: usize) -> usize {
     let left: usize;
     // SAFETY: the caller answers for both ranges. `rep movsb` can be interrupted between bytes with
     // RCX counting the rest; the exception table turns the interruption into the end of the copy.
@@ -35,7 +36,7 @@ fn done(len: usize, left: usize) -> Result<(), usize> {
 /// As for [`load`], for every byte.
 pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
     // SAFETY: `dst` is ours; the caller promises `src`.
-    let left = unsafe { copy(dst.as_mut_ptr(), src, dst.len()) };
+    let left = unsafe { copy_some(dst.as_mut_ptr(), src, dst.len()) };
     done(dst.len(), left)
 }
 
@@ -45,8 +46,60 @@ pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
 /// As for [`store`](crate::store), for every byte.
 pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
     // SAFETY: `src` is ours; the caller promises `dst`.
-    let left = unsafe { copy(dst, src.as_ptr(), src.len()) };
+    let left = unsafe { copy_some(dst, src.as_ptr(), src.len()) };
     done(src.len(), left)
+}
+
+/// Copies `len` bytes from the first to the last, one after the other, so that a copy to overlapping higher addresses repeats a
+/// pattern. `Err` holds how many were copied before memory of either side was gone.
+///
+/// # Safety
+/// As for [`load`] and [`store`](crate::store), for every byte.
+#[inline]
+pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), usize> {
+    // SAFETY: the caller's promise.
+    let left = unsafe { copy_some(dst, src, len) };
+    done(len, left)
+}
+
+/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. `Err` holds how many times they were written before the
+/// memory was gone.
+///
+/// # Safety
+/// As for [`store`](crate::store), for every byte.
+#[inline]
+pub unsafe fn fill_elements<const BYTES: u64>(
+    dst: *mut u8,
+    value: u64,
+    times: usize,
+) -> Result<(), usize> {
+    let left: usize;
+    macro_rules! fill {
+        ($store:literal) => {
+            // SAFETY: the caller answers for the range; interruption as in `copy_some`.
+            unsafe {
+                asm!(
+                    concat!("2: rep ", $store),
+                    "4:",
+                    ".pushsection slat_guard_table,\"aR\",@progbits",
+                    ".long 2b - .",
+                    ".long 4b - .",
+                    ".popsection",
+                    inout("rdi") dst => _,
+                    in("rax") value,
+                    inout("rcx") times => left,
+                    options(nostack, preserves_flags),
+                )
+            }
+        };
+    }
+    match BYTES {
+        1 => fill!("stosb"),
+        2 => fill!("stosw"),
+        4 => fill!("stosd"),
+        _ => fill!("stosq"),
+    }
+    done(times, left)
 }
 
 /// Fills `len` bytes with `byte`. `Err` holds how many were written before the memory was gone.

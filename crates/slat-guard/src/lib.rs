@@ -34,7 +34,7 @@ mod table;
 pub use access::{
     Word, compare_exchange, fetch_add, fetch_and, fetch_or, fetch_xor, load, store, swap,
 };
-pub use bulk::{copy_in, copy_out, fill, matches};
+pub use bulk::{copy, copy_in, copy_out, fill, fill_elements, matches};
 pub use generated::set_generated;
 pub use section::{Section, change_mask, defer, on_deferral};
 pub use signal::{install, kick, kick_signal, set_chained, was_kicked};

@@ -100,6 +100,28 @@ fn protection_is_respected() {
 }
 
 #[test]
+fn a_copy_between_two_places_goes_forward_and_stops_at_a_hole_of_either() {
+    let p = map(2, RW);
+    // SAFETY: the mapping is ours, and every access is guarded.
+    unsafe {
+        assert_eq!(copy_out(p, b"ab"), Ok(()));
+        assert_eq!(copy(p.add(2), p, 6), Ok(()));
+        assert_eq!(matches(p, b"abababab"), Ok(true));
+        libc::mprotect(p.add(PAGE).cast(), PAGE, libc::PROT_NONE);
+        assert_eq!(copy(p.add(PAGE - 3), p, 8), Err(3));
+        assert_eq!(copy(p, p.add(PAGE - 2), 8), Err(2));
+        assert_eq!(fill_elements::<1>(p.add(PAGE - 2), 7, 10), Err(2));
+        assert_eq!(fill_elements::<2>(p.add(PAGE - 4), 7, 10), Err(2));
+        assert_eq!(fill_elements::<4>(p.add(PAGE - 8), 7, 10), Err(2));
+        assert_eq!(
+            fill_elements::<8>(p.add(PAGE - 16), 7 << 56 | 8, 10),
+            Err(2)
+        );
+        assert_eq!(matches(p.add(PAGE - 8), b"\x08\0\0\0\0\0\0\x07"), Ok(true));
+    }
+}
+
+#[test]
 fn copies_stop_at_the_hole_and_say_where() {
     let p = map(2, RW);
     // SAFETY: the mapping is ours, and every access is guarded.

@@ -18,6 +18,17 @@ fn seconds_of_cpu() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
+/// Returns a loop of a string instruction on `count` bytes: mov rdi,0x200000; mov rsi,0x300000; mov rdx,rcx; mov ecx,count; rep …;
+/// mov rcx,rdx; dec rcx; jnz
+fn string(rep: &[u8; 2], count: u32) -> Vec<u8> {
+    let mut code =
+        b"\x48\xc7\xc7\x00\x00\x20\x00\x48\xc7\xc6\x00\x00\x30\x00\x48\x89\xca\xb9".to_vec();
+    code.extend(count.to_le_bytes());
+    code.extend(rep);
+    code.extend(b"\x48\x89\xd1\x48\xff\xc9\x75\xe0\xf4");
+    code
+}
+
 fn main() {
     // What each loop does, and its code. RCX counts, RSI points to data, the end is HLT.
     let loops: &[(&str, &[u8], u64)] = &[
@@ -45,12 +56,29 @@ fn main() {
             b"\x48\x89\xf7\xbb\x00\x08\x00\x00\x48\x89\x0f\x48\x81\xc7\x00\x10\x00\x00\x48\xff\xcb\x75\xf1\x48\xff\xc9\x75\xe4\xf4",
             1000,
         ),
-        // rep movsb of a page, 16 times over: mov rdi,0x200000; mov rsi,0x300000; mov ecx,4096; rep movsb; dec rdx; jnz
+        // fld qword [rsi]; fmul qword [rsi+8]; fadd qword [rsi+16]; fstp qword [rsi+24]; dec rcx; jnz
         (
-            "memcpy4k",
-            b"\x48\xc7\xc7\x00\x00\x20\x00\x48\xc7\xc6\x00\x00\x30\x00\x48\x89\xca\xb9\x00\x10\x00\x00\xf3\xa4\x48\x89\xd1\x48\xff\xc9\x75\xe0\xf4",
-            500_000,
+            "x87",
+            b"\xdd\x06\xdc\x4e\x08\xdc\x46\x10\xdd\x5e\x18\x48\xff\xc9\x75\xf0\xf4",
+            1_000_000,
         ),
+        // fldpi; fldz; l: fadd st,st(1); fxch; fcomi st,st(1); fchs; dec rcx; jnz l
+        (
+            "x87regs",
+            b"\xd9\xeb\xd9\xee\xd8\xc1\xd9\xc9\xdb\xf1\xd9\xe0\x48\xff\xc9\x75\xf3\xf4",
+            1_000_000,
+        ),
+        ("movs8", &string(b"\xf3\xa4", 8), 1_000_000),
+        ("movs64", &string(b"\xf3\xa4", 64), 1_000_000),
+        ("movs4k", &string(b"\xf3\xa4", 4096), 100_000),
+        ("stos8", &string(b"\xf3\xaa", 8), 1_000_000),
+        ("stos64", &string(b"\xf3\xaa", 64), 1_000_000),
+        ("stos4k", &string(b"\xf3\xaa", 4096), 100_000),
+        ("repe cmps64", &string(b"\xf3\xa6", 64), 100_000),
+        ("repe cmps4k", &string(b"\xf3\xa6", 4096), 10_000),
+        // Memory is zero, and AL is 1.
+        ("repne scas64", &string(b"\xf2\xae", 64), 100_000),
+        ("repne scas4k", &string(b"\xf2\xae", 4096), 10_000),
         // fib(n) recursive: edi = n in rcx
         (
             "fib",
@@ -85,6 +113,8 @@ fn main() {
         let mut guest = Guest::new(code);
         guest.cpu.state.gpr[RCX] = *count;
         guest.cpu.state.gpr[RSI] = 0x20_0000;
+        guest.cpu.state.gpr[RAX] = 1;
+        (guest.cpu.state.fcw, guest.cpu.state.ftw) = (0x37f, 0);
         let start = seconds_of_cpu();
         guest.halt();
         let seconds = seconds_of_cpu() - start;

@@ -24,7 +24,7 @@
 //! | `mmio` | MMIO and port accesses, whose data the device model provides |
 //! | `segment`, `interrupt`, `frame` | descriptors; delivery of exceptions and interrupts; what they push |
 //! | `task`, `tss` | task switches; the task-state segment |
-//! | `simd/`, `x87` | SSE, AVX, and x87 |
+//! | `simd/`, `x87/` | SSE, AVX, and x87 |
 //!
 //! Promises: an instruction that faults has changed nothing; LOCKed operations are atomic among CPUs on
 //! several threads; code that was overwritten is not executed from the block cache: by this CPU from the next instruction on, by

@@ -43,6 +43,13 @@ pub(crate) struct Destination {
     tracked: Option<u64>,
 }
 
+impl Destination {
+    /// Returns how many bytes after `host` the memory begins, wrapped around if it begins before.
+    pub(crate) fn distance_from(&self, host: *mut u8) -> usize {
+        (self.host as usize).wrapping_sub(host as usize)
+    }
+}
+
 /// Reads, changes and writes a word; atomically with `lock`. Returns the old and the new value.
 ///
 /// # Safety

@@ -141,6 +141,7 @@ pub struct Table {
 
 /// An 80-bit floating-point register as memory stores it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
 pub struct F80 {
     /// The 64-bit significand with explicit integer bit. An MMX register is this part.
     pub mantissa: u64,
@@ -422,7 +423,8 @@ impl State {
             && self.st == [F80::default(); 8]
     }
 
-    fn physical(&self, i: usize) -> usize {
+    #[inline(always)]
+    pub(crate) fn physical(&self, i: usize) -> usize {
         (usize::from(self.fsw >> 11) + i) & 7
     }
 }

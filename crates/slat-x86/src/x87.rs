@@ -3,6 +3,10 @@
 //! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So stack faults, condition
 //! codes, rounding and every odd encoding are the hardware's. An unmasked exception does no harm meanwhile: the hardware takes
 //! it with the *next* instruction that waits for it, and there is none before FNSAVE.
+//!
+//! That costs 170 ns. In the usual states the usual instructions need their operands only: see `quick`.
+
+mod quick;
 
 use crate::Cpu;
 use crate::op::{Flow, Handler, MEM, Op};
@@ -30,23 +34,17 @@ struct Image {
     st: [u8; 80],
 }
 
-/// The instructions on registers: eight opcodes (D8 to DF) with 64 ModR/M bytes (C0 to FF) each, four bytes apart.
+/// The instructions, four bytes apart. First those on registers: eight opcodes (D8 to DF) with 64 ModR/M bytes (C0 to FF) each.
+/// Then those on memory at RDI: eight opcodes with eight ModR/M bytes each, first without and then with an operand-size prefix
+/// (which matters for the environment only).
 #[unsafe(naked)]
-unsafe extern "C" fn register_stubs() {
+unsafe extern "C" fn stubs() {
     naked_asm!(
         ".set slat_x87, 0",
         ".rept 512",
         ".byte 0xd8 + (slat_x87 >> 6), 0xc0 + (slat_x87 & 63), 0xc3, 0x90",
         ".set slat_x87, slat_x87 + 1",
         ".endr",
-    )
-}
-
-/// The instructions on memory at RDI: eight opcodes with eight ModR/M bytes each, four bytes apart, first without and
-/// then with an operand-size prefix (which matters for the environment only).
-#[unsafe(naked)]
-unsafe extern "C" fn memory_stubs() {
-    naked_asm!(
         ".set slat_x87, 0",
         ".rept 64",
         ".byte 0xd8 + (slat_x87 >> 3), ((slat_x87 & 7) << 3) + 7, 0xc3, 0x90",
@@ -60,12 +58,59 @@ unsafe extern "C" fn memory_stubs() {
     )
 }
 
+/// The number of one of the [`stubs`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stub(u16);
+
+impl Stub {
+    fn on_registers(opcode: u8, modrm: u8) -> Stub {
+        Stub(u16::from(opcode & 7) * 64 + u16::from(modrm & 63))
+    }
+
+    fn on_memory(opcode: u8, modrm: u8) -> Stub {
+        Stub(512 + u16::from(opcode & 7) * 8 + u16::from(modrm >> 3 & 7))
+    }
+
+    /// Like [`Self::on_memory`], but with an operand-size prefix.
+    fn on_memory_16(opcode: u8, modrm: u8) -> Stub {
+        Stub(Stub::on_memory(opcode, modrm).0 + 64)
+    }
+
+    fn is_on_memory(self) -> bool {
+        self.0 >= 512
+    }
+
+    /// Returns the low bits of the opcode.
+    fn opcode(self) -> u16 {
+        match self.is_on_memory() {
+            true => self.0 >> 3 & 7,
+            false => self.0 >> 6,
+        }
+    }
+
+    #[inline(always)]
+    fn address(self) -> usize {
+        stubs as *const () as usize + 4 * usize::from(self.0)
+    }
+}
+
+/// The [`Stub`] that is the instruction itself. The upper bits of `op.imm` are those of a [`quick::Plan`].
+fn own_stub(op: &Op) -> Stub {
+    Stub(op.imm as u16)
+}
+
 /// Chooses the handler of the x87 instruction in `code`; `None` if this CPU does not have it.
 pub(crate) fn lower(insn: &Instruction, code: &[u8], op: &mut Op) -> Option<Handler> {
     if insn.mnemonic() == M::Wait {
         return Some(fwait);
     }
     let (opcode, modrm) = opcode_and_modrm(code)?;
+    let reference = lower_reference(insn, opcode, modrm, op);
+    Some(quick::lower(opcode, modrm, op).unwrap_or(reference))
+}
+
+/// Chooses the handler that executes the instruction on the whole x87 state.
+fn lower_reference(insn: &Instruction, opcode: u8, modrm: u8, op: &mut Op) -> Handler {
     op.aux = 0;
     let in_memory = op.r.contains(&MEM);
     op.r[MODRM] = modrm;
@@ -75,28 +120,27 @@ pub(crate) fn lower(insn: &Instruction, code: &[u8], op: &mut Op) -> Option<Hand
             94 => (94, true),
             size => (size, false),
         };
-        op.imm = memory_stubs as *const () as u64
-            + 4 * ((u64::from(opcode) & 7) * 8 + (u64::from(modrm) >> 3 & 7));
-        if env16 {
-            op.imm += 4 * 64;
-        }
+        let stub = match env16 {
+            true => Stub::on_memory_16(opcode, modrm),
+            false => Stub::on_memory(opcode, modrm),
+        };
+        op.imm = stub.0.into();
         op.aux = size as u8;
-        return Some(match insn.mnemonic() {
+        return match insn.mnemonic() {
             M::Fst | M::Fstp | M::Fist | M::Fistp | M::Fisttp | M::Fbstp => store,
             M::Fnstcw | M::Fnstsw | M::Fnstenv | M::Fnsave => store_environment,
             M::Fldcw => load,
             M::Fldenv | M::Frstor => load_environment,
             _ => load,
-        });
+        };
     }
-    op.imm = register_stubs as *const () as u64
-        + 4 * ((u64::from(opcode) & 7) * 64 + (u64::from(modrm) & 63));
-    Some(match insn.mnemonic() {
+    op.imm = Stub::on_registers(opcode, modrm).0.into();
+    match insn.mnemonic() {
         M::Fninit | M::Fnclex | M::Fneni | M::Fndisi | M::Fnsetpm => control_only,
         M::Fnstsw => status_to_ax,
         M::Fcomi | M::Fcomip | M::Fucomi | M::Fucomip => compare_to_flags,
         _ => registers,
-    })
+    }
 }
 
 /// Returns the first two bytes after the prefixes, if they are those of an x87 instruction.
@@ -122,26 +166,29 @@ fn fwait(cpu: &mut Cpu, _op: &Op) -> Flow {
     check_pending(cpu)
 }
 
+#[inline(never)]
 fn registers(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let mut run = Run::new(cpu);
-    run.call(op);
+    run.call(own_stub(op));
     run.commit(cpu, op);
     Ok(())
 }
 
+#[inline(never)]
 fn compare_to_flags(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let mut run = Run::new(cpu);
-    run.call(op);
+    run.call(own_stub(op));
     run.commit(cpu, op);
     cpu.set_flags(flags::ARITHMETIC, run.flags & flags::ARITHMETIC);
     Ok(())
 }
 
+#[inline(never)]
 fn control_only(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut run = Run::with_pointers(cpu);
-    run.call(op);
+    run.call(own_stub(op));
     run.commit_all(&mut cpu.state);
     Ok(())
 }
@@ -155,22 +202,24 @@ fn status_to_ax(cpu: &mut Cpu, _op: &Op) -> Flow {
 /// rely on that.
 const MMIO: &str = "an x87 load from MMIO";
 
+#[inline(never)]
 fn load(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let lin = cpu.lin(op, op.aux.into())?;
     let mut run = Run::new(cpu);
     cpu.load_memory(lin, &mut run.memory[..usize::from(op.aux)], MMIO)?;
-    run.call(op);
+    run.call(own_stub(op));
     run.commit(cpu, op);
     Ok(())
 }
 
+#[inline(never)]
 fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     const PRECISION: u16 = 1 << 5;
     check_pending(cpu)?;
     let lin = cpu.lin(op, op.aux.into())?;
     let mut run = Run::new(cpu);
-    run.call(op);
+    run.call(own_stub(op));
     let status = run.image.fsw as u16;
     // Nothing is stored if an unmasked exception stops the instruction; an unmasked precision exception does not stop it.
     let unmasked = status & !(run.image.fcw as u16) & 0x3f;
@@ -187,16 +236,17 @@ fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, op.aux.into())?;
     let mut run = Run::with_pointers(cpu);
     cpu.load_memory(lin, &mut run.memory[..usize::from(op.aux)], MMIO)?;
-    run.call(op);
+    run.call(own_stub(op));
     run.commit_all(&mut cpu.state);
     Ok(())
 }
 
 /// Executes the stores that do not wait for an exception.
+#[inline(never)]
 fn store_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, op.aux.into())?;
     let mut run = Run::with_pointers(cpu);
-    run.call(op);
+    run.call(own_stub(op));
     cpu.store_bytes(lin, &run.memory[..usize::from(op.aux)])?;
     run.commit_all(&mut cpu.state);
     Ok(())
@@ -254,9 +304,9 @@ impl Run {
         }
     }
 
-    fn call(&mut self, op: &Op) {
+    fn call(&mut self, stub: Stub) {
         let host_fcw = 0u16;
-        // SAFETY: `op.imm` is the address of one of the stubs above, each of which is one x87 instruction and a `ret`;
+        // SAFETY: each stub is one x87 instruction and a `ret`;
         // its memory operand, if any, is at RDI and fits into `memory`. The x87 unit is left empty and with the host's
         // control word, as Rust code expects it; the stack is balanced.
         unsafe {
@@ -270,7 +320,7 @@ impl Run {
                 "pop {flags}",
                 "fnsave [{image}]",
                 "fldcw [{host_fcw}]",
-                stub = in(reg) op.imm,
+                stub = in(reg) stub.address(),
                 image = in(reg) &raw mut self.image,
                 host_fcw = in(reg) &raw const host_fcw,
                 flags = inout(reg) self.flags,
@@ -328,3 +378,6 @@ impl Run {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -207,6 +207,18 @@ fn the_callers_floating_point_flags_are_not_the_guests() {
 }
 
 #[test]
+fn the_guests_x87_flags_do_not_stay_in_the_host() {
+    // fld1; fldz; fdivp (1 / 0); hlt
+    let mut guest = guest(b"\xd9\xe8\xd9\xee\xde\xf9\xf4");
+    guest.halt();
+    assert_eq!(guest.cpu.state.fsw & 0x7f, 4);
+    let status: u16;
+    // SAFETY: reads a register.
+    unsafe { std::arch::asm!("fnstsw ax", out("ax") status) };
+    assert_eq!(status & 0x7f, 0);
+}
+
+#[test]
 fn what_is_offered_contains_the_baseline() {
     let features = simd::features();
     const FPU_MMX_SSE_SSE2: u32 = 1 | 1 << 23 | 1 << 25 | 1 << 26;

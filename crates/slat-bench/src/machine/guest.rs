@@ -205,6 +205,19 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
+    /// Adds doubles, six instructions; rcx times, rsi data.
+    x87 = "slat_bench_x87" [
+        "fninit",
+        "fld1",
+        "fstp qword ptr [rsi + 8]",
+        "2:",
+        "fld qword ptr [rsi]",
+        "fmul qword ptr [rsi + 8]",
+        "fadd qword ptr [rsi + 8]",
+        "fstp qword ptr [rsi]",
+        "dec rcx",
+        "jnz 2b",
+    ]
     /// A call of a function with a frame, eight instructions; rcx times.
     frame = "slat_bench_frame" [
         "2:",
@@ -468,6 +481,14 @@ impl Program {
         let Program(registers) = Self::pages(Loop::ldst, 0, times);
         let rsi = data;
         (Program(kvm_regs { rsi, ..registers }), 6 * times + 1)
+    }
+
+    /// Adds doubles at `data`, which begins as 0, by x87 instructions. Returns also the number of instructions. The double at `data`
+    /// counts them.
+    pub fn doubles(times: u64, data: u64) -> (Self, u64) {
+        let Program(registers) = Self::pages(Loop::x87, 0, times);
+        let rsi = data;
+        (Program(kvm_regs { rsi, ..registers }), 6 * times + 4)
     }
 
     /// Calls a small function. Returns also the number of instructions. rax ends as 1.

@@ -3,6 +3,9 @@
 //! An instruction can be interrupted between two iterations: registers always describe the rest. A repeated instruction
 //! therefore stops after a bounded number of iterations and starts again at its own RIP; so do iterations that access MMIO,
 //! each of which is a whole instruction to the device model.
+//!
+//! The usual repeated instruction (64-bit addresses, DF clear, not watched) handles the elements of a page at once: a *stretch*. Elements
+//! that cross into another page, and those in MMIO, are handled one by one.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
@@ -10,14 +13,23 @@ use crate::op::{Break, Flow, Handler, Op};
 use crate::state::flags::{DF, RF};
 use iced_x86::{Instruction, Mnemonic};
 
-/// Iterations between checks of `attention`.
+/// Iterations between checks of `attention`; in a stretch, [`AT_ONCE`] bytes count as one.
 const BATCH: u64 = 4096;
-/// Bytes that a bulk step buffers.
-const BULK: usize = 4096;
+const AT_ONCE: u64 = 16;
 
-/// The bytes of a bulk step. Aligned to a cache line: otherwise a copy takes up to a sixth longer.
-#[repr(align(64))]
-struct Buffer([u8; BULK]);
+/// What became of a stretch: at least one element is done, and the registers but RCX describe the rest.
+struct Stretch {
+    elements: u64,
+    then: Then,
+}
+
+enum Then {
+    Continue,
+    /// The comparison ends the instruction.
+    End,
+    /// An access failed after these elements: there may be a kick, so look at `attention` before the next access.
+    Leave,
+}
 
 impl Cpu {
     pub(crate) fn string_mask(address_size: u8) -> u64 {
@@ -90,11 +102,13 @@ impl Cpu {
     }
 }
 
-/// Runs `once` as often as the prefix says, or until `once` returns `false`.
+/// Runs `once` as often as the prefix says, or until `once` returns `false`. `stretch` does the same for many elements, of so many
+/// that are left, or returns `None`: the next element needs `once`.
 #[inline(always)]
 fn repeat<T: Int>(
     cpu: &mut Cpu,
     op: &Op,
+    mut stretch: impl FnMut(&mut Cpu, u64) -> Result<Option<Stretch>, Break>,
     mut once: impl FnMut(&mut Cpu) -> Result<bool, Break>,
 ) -> Flow {
     if op.rep == 0 {
@@ -102,20 +116,37 @@ fn repeat<T: Int>(
         return cpu.stored();
     }
     let address_size = op.address_size;
-    for done in 0.. {
+    let alone = cpu.watch.steps || cpu.watch.data;
+    let has_stretches = cpu.state.rflags & DF == 0 && cpu.is_64() && address_size == 8 && !alone;
+    let mut done = 0;
+    loop {
         let left = cpu.string_count(address_size);
         if left == 0 {
             return cpu.stored();
         }
-        let ends = done == BATCH || cpu.stop || cpu.has_answers() || cpu.traps_after_iteration();
+        let ends = done >= BATCH || cpu.stop || cpu.has_answers() || cpu.traps_after_iteration();
         if done > 0 && ends {
             break;
         }
-        match once(cpu) {
-            Ok(goes_on) => {
-                cpu.set_string_register(1, address_size, left - 1);
-                if !goes_on {
-                    return cpu.stored();
+        let step = match has_stretches {
+            true => stretch(cpu, left),
+            false => Ok(None),
+        };
+        let step = step.and_then(|step| match step {
+            Some(stretch) => Ok(stretch),
+            None => once(cpu).map(|goes_on| Stretch {
+                elements: 1,
+                then: if goes_on { Then::Continue } else { Then::End },
+            }),
+        });
+        match step {
+            Ok(Stretch { elements, then }) => {
+                cpu.set_string_register(1, address_size, left - elements);
+                done += 1 + elements * T::BYTES / AT_ONCE;
+                match then {
+                    Then::Continue => {}
+                    Then::End => return cpu.stored(),
+                    Then::Leave => break,
                 }
             }
             // Finished iterations count; the rest starts as an instruction of its own and fails there.
@@ -127,12 +158,7 @@ fn repeat<T: Int>(
 }
 
 fn movs<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    if op.rep != 0
-        && let Some(flow) = movs_bulk::<T>(cpu, op)?
-    {
-        return flow;
-    }
-    repeat::<T>(cpu, op, |cpu| {
+    let once = |cpu: &mut Cpu| {
         let source = cpu.string_address(op.seg, 6, op.address_size, T::BYTES as u32)?;
         let v = cpu.load::<T>(source)?;
         let destination = cpu.string_address(0, 7, op.address_size, T::BYTES as u32)?;
@@ -140,145 +166,120 @@ fn movs<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.advance_string(6, op.address_size, T::BYTES as u8);
         cpu.advance_string(7, op.address_size, T::BYTES as u8);
         Ok(true)
-    })
+    };
+    repeat::<T>(
+        cpu,
+        op,
+        |cpu, left| copy_stretch::<T>(cpu, op.seg, left),
+        once,
+    )
 }
 
-/// Copies whole stretches forward within a page on both sides. `None`: copy one by one.
-fn movs_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
-    let alone = cpu.watch.steps || cpu.watch.data;
-    if cpu.state.rflags & DF != 0 || !cpu.is_64() || op.address_size != 8 || alone {
+/// Returns what [`repeat`] needs to know of a stretch of `n` elements, of which a guarded access has done `all` or so many bytes.
+fn progress<T: Int>(n: u64, all: Result<(), usize>) -> Option<Stretch> {
+    let (elements, then) = match all {
+        Ok(()) => (n, Then::Continue),
+        Err(bytes) => (bytes as u64 / T::BYTES, Then::Leave),
+    };
+    (elements > 0).then_some(Stretch { elements, then })
+}
+
+fn copy_stretch<T: Int>(cpu: &mut Cpu, seg: u8, left: u64) -> Result<Option<Stretch>, Break> {
+    let source = cpu.string_address(seg, 6, 8, T::BYTES as u32)?;
+    let destination = cpu.string_address(0, 7, 8, T::BYTES as u32)?;
+    let n = left
+        .min(Cpu::elements_in_page(source, T::BYTES))
+        .min(Cpu::elements_in_page(destination, T::BYTES));
+    if n < 2 {
         return Ok(None);
     }
-    let mut copied = 0;
-    loop {
-        let left = cpu.state.gpr[1];
-        if left == 0 {
-            return Ok(Some(cpu.stored()));
-        }
-        let source = cpu.string_address(op.seg, 6, 8, T::BYTES as u32)?;
-        let destination = cpu.string_address(0, 7, 8, T::BYTES as u32)?;
-        let n = left
-            .min(Cpu::elements_in_page(source, T::BYTES))
-            .min(Cpu::elements_in_page(destination, T::BYTES));
-        let bytes = (n * T::BYTES) as usize;
-        // A copy to overlapping higher addresses repeats a pattern: only element by element is right.
-        let overlaps = destination.wrapping_sub(source) < bytes as u64;
-        if n < 2 || overlaps || copied >= 16 * BULK {
-            if copied == 0 {
-                return Ok(None);
-            }
-            return Ok(Some(cpu.iterate_later(op)));
-        }
-        let step = |cpu: &mut Cpu| -> Result<bool, Break> {
-            let Some(from) = cpu.read_place(source, bytes)? else {
-                return Ok(false);
-            };
-            let Some(to) = cpu.write_place(destination, bytes)? else {
-                return Ok(false);
-            };
-            let mut buffer = Buffer([0; BULK]);
-            let buffer = &mut buffer.0[..bytes];
-            // SAFETY: a translation of guest memory, which is accessed guarded only.
-            if unsafe { slat_guard::copy_in(buffer, from) }.is_err() {
-                cpu.gone(source, from, crate::Access::Read)?;
-                return Err(Break::Retry);
-            }
-            // SAFETY: as above. Bytes copied before the memory was gone are copied again.
-            let copied = cpu.write_to(to, |to| unsafe { slat_guard::copy_out(to, buffer) })?;
-            copied.map(|()| true).ok_or(Break::Retry)
-        };
-        match step(cpu) {
-            Ok(true) => {
-                cpu.state.gpr[6] = cpu.state.gpr[6].wrapping_add(bytes as u64);
-                cpu.state.gpr[7] = cpu.state.gpr[7].wrapping_add(bytes as u64);
-                cpu.state.gpr[1] = left - n;
-                copied += bytes;
-                if cpu.stop && cpu.state.gpr[1] != 0 {
-                    return Ok(Some(cpu.iterate_later(op)));
-                }
-            }
-            Ok(false) if copied == 0 => return Ok(None),
-            Ok(false) => return Ok(Some(cpu.iterate_later(op))),
-            Err(_) if copied > 0 => return Ok(Some(cpu.iterate_later(op))),
-            Err(why) => return Err(why),
+    let bytes = (n * T::BYTES) as usize;
+    let Some(from) = cpu.read_place(source, bytes)? else {
+        return Ok(None);
+    };
+    let Some(to) = cpu.write_place(destination, bytes)? else {
+        return Ok(None);
+    };
+    // A copy byte by byte is one element by element, also of what overlaps, unless an element overlaps itself.
+    let distance = to.distance_from(from);
+    let element = T::BYTES as usize;
+    if distance != 0 && (distance < element || distance.wrapping_neg() < element) {
+        return Ok(None);
+    }
+    let mut all = Ok(());
+    let result = cpu.write_to(to, |to| {
+        // SAFETY: translations of guest memory, which is accessed guarded only.
+        all = unsafe { slat_guard::copy(to, from, bytes) };
+        all
+    });
+    if all.is_err() {
+        // Either side's memory is gone.
+        let source = cpu.gone(source, from, crate::Access::Read);
+        if progress::<T>(n, all).is_none() {
+            result?;
+            source?;
+            return Err(Break::Retry);
         }
     }
+    Ok(progress::<T>(n, all).inspect(|stretch| {
+        cpu.advance_by(6, 8, stretch.elements * T::BYTES);
+        cpu.advance_by(7, 8, stretch.elements * T::BYTES);
+    }))
 }
 
 fn stos<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    if op.rep != 0
-        && let Some(flow) = stos_bulk::<T>(cpu, op)?
-    {
-        return flow;
-    }
-    repeat::<T>(cpu, op, |cpu| {
+    let once = |cpu: &mut Cpu| {
         let destination = cpu.string_address(0, 7, op.address_size, T::BYTES as u32)?;
         let v = T::get(cpu, 0);
         cpu.store::<T>(destination, v)?;
         cpu.advance_string(7, op.address_size, T::BYTES as u8);
         Ok(true)
-    })
+    };
+    repeat::<T>(cpu, op, fill_stretch::<T>, once)
 }
 
-/// Fills whole stretches forward within a page. `None`: fill one by one.
-fn stos_bulk<T: Int>(cpu: &mut Cpu, op: &Op) -> Result<Option<Flow>, Break> {
-    let alone = cpu.watch.steps || cpu.watch.data;
-    if cpu.state.rflags & DF != 0 || !cpu.is_64() || op.address_size != 8 || alone {
+fn fill_stretch<T: Int>(cpu: &mut Cpu, left: u64) -> Result<Option<Stretch>, Break> {
+    let destination = cpu.string_address(0, 7, 8, T::BYTES as u32)?;
+    let n = left.min(Cpu::elements_in_page(destination, T::BYTES));
+    if n < 2 {
         return Ok(None);
     }
-    let value = T::get(cpu, 0).zx().to_le_bytes();
-    let mut pattern = [0; BULK];
-    for part in pattern.chunks_exact_mut(T::BYTES as usize) {
-        part.copy_from_slice(&value[..T::BYTES as usize]);
-    }
-    let mut filled = 0;
-    loop {
-        let left = cpu.state.gpr[1];
-        if left == 0 {
-            return Ok(Some(cpu.stored()));
-        }
-        let destination = cpu.string_address(0, 7, 8, T::BYTES as u32)?;
-        let n = left.min(Cpu::elements_in_page(destination, T::BYTES));
-        let bytes = (n * T::BYTES) as usize;
-        if n < 2 || filled >= 16 * BULK {
-            if filled == 0 {
-                return Ok(None);
+    let Some(to) = cpu.write_place(destination, (n * T::BYTES) as usize)? else {
+        return Ok(None);
+    };
+    let value = T::get(cpu, 0).zx();
+    let mut all = Ok(());
+    let result = cpu.write_to(to, |to| {
+        let times = n as usize;
+        // SAFETY: a translation of guest memory, which is accessed guarded only.
+        let filled = unsafe {
+            match T::BYTES {
+                1 => slat_guard::fill_elements::<1>(to, value, times),
+                2 => slat_guard::fill_elements::<2>(to, value, times),
+                4 => slat_guard::fill_elements::<4>(to, value, times),
+                _ => slat_guard::fill_elements::<8>(to, value, times),
             }
-            return Ok(Some(cpu.iterate_later(op)));
-        }
-        let step = |cpu: &mut Cpu| -> Result<bool, Break> {
-            let Some(to) = cpu.write_place(destination, bytes)? else {
-                return Ok(false);
-            };
-            // SAFETY: a translation of guest memory, which is accessed guarded only. Bytes written before the memory was gone
-            // are written again.
-            let write = |to: *mut u8| unsafe { slat_guard::copy_out(to, &pattern[..bytes]) };
-            cpu.write_to(to, write)?.map(|()| true).ok_or(Break::Retry)
         };
-        match step(cpu) {
-            Ok(true) => {
-                cpu.state.gpr[7] = cpu.state.gpr[7].wrapping_add(bytes as u64);
-                cpu.state.gpr[1] = left - n;
-                filled += bytes;
-                if cpu.stop && cpu.state.gpr[1] != 0 {
-                    return Ok(Some(cpu.iterate_later(op)));
-                }
-            }
-            Ok(false) if filled == 0 => return Ok(None),
-            Err(why) if filled == 0 => return Err(why),
-            Ok(false) | Err(_) => return Ok(Some(cpu.iterate_later(op))),
-        }
+        all = filled.map_err(|elements| elements * T::BYTES as usize);
+        all
+    });
+    let stretch = progress::<T>(n, all);
+    if stretch.is_none() {
+        result?;
+        return Err(Break::Retry);
     }
+    Ok(stretch.inspect(|stretch| cpu.advance_by(7, 8, stretch.elements * T::BYTES)))
 }
 
 fn lods<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    repeat::<T>(cpu, op, |cpu| {
+    let once = |cpu: &mut Cpu| {
         let source = cpu.string_address(op.seg, 6, op.address_size, T::BYTES as u32)?;
         let v = cpu.load::<T>(source)?;
         T::set(cpu, 0, v);
         cpu.advance_string(6, op.address_size, T::BYTES as u8);
         Ok(true)
-    })
+    };
+    repeat::<T>(cpu, op, |_, _| Ok(None), once)
 }
 
 /// Whether REPE or REPNE continues after a comparison.
@@ -287,18 +288,23 @@ fn goes_on(cpu: &Cpu, op: &Op) -> bool {
 }
 
 fn scas<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    repeat::<T>(cpu, op, |cpu| {
+    let once = |cpu: &mut Cpu| {
         let destination = cpu.string_address(0, 7, op.address_size, T::BYTES as u32)?;
         let b = cpu.load::<T>(destination)?;
         let a = T::get(cpu, 0);
         cpu.note_sub(a, b);
         cpu.advance_string(7, op.address_size, T::BYTES as u8);
         Ok(goes_on(cpu, op))
-    })
+    };
+    let stretch = |cpu: &mut Cpu, left| {
+        let a = T::get(cpu, 0);
+        compare_stretch::<T>(cpu, op, left, Left::Accumulator(a))
+    };
+    repeat::<T>(cpu, op, stretch, once)
 }
 
 fn cmps<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    repeat::<T>(cpu, op, |cpu| {
+    let once = |cpu: &mut Cpu| {
         let source = cpu.string_address(op.seg, 6, op.address_size, T::BYTES as u32)?;
         let a = cpu.load::<T>(source)?;
         let destination = cpu.string_address(0, 7, op.address_size, T::BYTES as u32)?;
@@ -307,7 +313,141 @@ fn cmps<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.advance_string(6, op.address_size, T::BYTES as u8);
         cpu.advance_string(7, op.address_size, T::BYTES as u8);
         Ok(goes_on(cpu, op))
-    })
+    };
+    let stretch = |cpu: &mut Cpu, left| compare_stretch::<T>(cpu, op, left, Left::Source);
+    repeat::<T>(cpu, op, stretch, once)
+}
+
+/// The left side of comparisons.
+enum Left<T> {
+    /// AL, AX, EAX or RAX.
+    Accumulator(T),
+    /// Memory at RSI.
+    Source,
+}
+
+/// Returns a word that has 1 in each of its elements.
+const fn ones<T: Int>() -> u64 {
+    u64::MAX / (u64::MAX >> (64 - T::BITS))
+}
+
+/// Returns the index of the first element at which the prefix ends the instruction, if `difference` is the exclusive or of eight
+/// bytes on each side.
+#[inline(always)]
+fn first_end<T: Int>(difference: u64, repe: bool) -> Option<u64> {
+    let ends = match repe {
+        true => difference,
+        // The lowest bit that is set is in the lowest element that is 0.
+        false => difference.wrapping_sub(ones::<T>()) & !difference & ones::<T>() << (T::BITS - 1),
+    };
+    (ends != 0).then(|| u64::from(ends.trailing_zeros() / T::BITS))
+}
+
+/// Compares elements, eight bytes at once, then one by one.
+fn compare_stretch<T: Int>(
+    cpu: &mut Cpu,
+    op: &Op,
+    left: u64,
+    side: Left<T>,
+) -> Result<Option<Stretch>, Break> {
+    let mut n = left;
+    let mut from = None;
+    if let Left::Source = side {
+        let source = cpu.string_address(op.seg, 6, 8, T::BYTES as u32)?;
+        n = n.min(Cpu::elements_in_page(source, T::BYTES));
+        from = Some(source);
+    }
+    let destination = cpu.string_address(0, 7, 8, T::BYTES as u32)?;
+    n = n.min(Cpu::elements_in_page(destination, T::BYTES));
+    if n < 2 {
+        return Ok(None);
+    }
+    let bytes = (n * T::BYTES) as usize;
+    let a_host = match from {
+        Some(source) => match cpu.read_place(source, bytes)? {
+            Some(host) => Some(host),
+            None => return Ok(None),
+        },
+        None => None,
+    };
+    let Some(b_host) = cpu.read_place(destination, bytes)? else {
+        return Ok(None);
+    };
+    let same = match side {
+        Left::Accumulator(a) => a.zx().wrapping_mul(ones::<T>()),
+        Left::Source => 0,
+    };
+    // SAFETY: translations of guest memory, to which every access is guarded.
+    let load = |at: u64| unsafe {
+        let a = match a_host {
+            Some(host) => slat_guard::load::<u64>(host.wrapping_add(at as usize).cast())?,
+            None => same,
+        };
+        Ok((
+            a,
+            slat_guard::load::<u64>(b_host.wrapping_add(at as usize).cast())?,
+        ))
+    };
+    // SAFETY: as above.
+    let load_one = |at: u64| unsafe {
+        let a = match a_host {
+            Some(host) => slat_guard::load::<T>(host.wrapping_add(at as usize).cast())?,
+            None => T::of(same),
+        };
+        Ok((
+            a,
+            slat_guard::load::<T>(b_host.wrapping_add(at as usize).cast())?,
+        ))
+    };
+    let repe = op.rep == 1;
+    let in_word = 8 / T::BYTES;
+    let (mut elements, mut then) = (0, Then::Continue);
+    let mut last = None;
+    let result: Result<(), slat_guard::Gone> = (|| {
+        while n - elements >= in_word {
+            let (a, b) = load(elements * T::BYTES)?;
+            let end = first_end::<T>(a ^ b, repe);
+            let index = end.unwrap_or(in_word - 1);
+            let shift = index as u32 * T::BITS;
+            last = Some((T::of(a >> shift), T::of(b >> shift)));
+            elements += index + 1;
+            if end.is_some() {
+                then = Then::End;
+                return Ok(());
+            }
+        }
+        while elements < n {
+            let (a, b) = load_one(elements * T::BYTES)?;
+            last = Some((a, b));
+            elements += 1;
+            if (a == b) != repe {
+                then = Then::End;
+                return Ok(());
+            }
+        }
+        Ok(())
+    })();
+    if result.is_err() {
+        then = Then::Leave;
+        let gone = match (from, a_host) {
+            (Some(source), Some(host)) => cpu.gone(source, host, crate::Access::Read),
+            _ => Ok(()),
+        };
+        let other = cpu.gone(destination, b_host, crate::Access::Read);
+        if elements == 0 {
+            gone?;
+            other?;
+            return Err(Break::Retry);
+        }
+    }
+    if let Some((a, b)) = last {
+        cpu.note_sub(a, b);
+    }
+    if from.is_some() {
+        cpu.advance_by(6, 8, elements * T::BYTES);
+    }
+    cpu.advance_by(7, 8, elements * T::BYTES);
+    Ok(Some(Stretch { elements, then }))
 }
 
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {

@@ -131,7 +131,8 @@ pub(crate) const FLAGS: u32 = 0x3f;
 /// Masks of the exception flags: an exception is taken when its flag is set while its mask is clear.
 pub(crate) const MASKS: u32 = 0x1f80;
 
-/// Restores the exception flags of the host's MXCSR when dropped: they are the caller's, whatever the guest computes.
+/// Restores the exception flags of the host's MXCSR when dropped: they are the caller's, whatever the guest computes. Those of the
+/// x87 unit are clear then.
 pub(crate) struct HostFlags {
     mxcsr: u32,
 }
@@ -147,8 +148,14 @@ impl HostFlags {
 
 impl Drop for HostFlags {
     fn drop(&mut self) {
-        // SAFETY: loads the old value; the control bits have not changed in between.
-        unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const self.mxcsr, options(nostack)) };
+        // SAFETY: loads the old value; the control bits have not changed in between. The x87 unit is empty, and its flags are not
+        // Rust's.
+        unsafe {
+            asm!(
+                "ldmxcsr [{}]", "fnstsw ax", "test al, 0x7f", "jz 2f", "fnclex", "2:",
+                in(reg) &raw const self.mxcsr, out("ax") _, options(nostack)
+            )
+        };
     }
 }
 

@@ -25,12 +25,14 @@ pub const EXPERIMENT: Experiment = Experiment {
 How many million instructions the guest executes in a second of its thread's processor time.
 alu: arithmetic between registers; six instructions in a loop.
 ldst: loads and stores to one page, which the TLB finds; six instructions in a loop.
+x87: doubles multiplied and added by x87 instructions; four of them and two others in a loop.
 call: calls of a function with a frame; eight instructions in a loop, four of them on the stack.
 fib: the Fibonacci numbers by recursion: calls, branches and the stack, as compilers write them.
 miss: a write to each of 2048 pages, over and over. Each misses the first level of the software TLB
 (1024 pages), and finds the page in the second (8192). One instruction in four is such a write.
 Instructions are known from the loops, so that other CPUs can be measured the same way: tcg, QEMU's
-own software CPU, where it is installed, without its start; a real KVM, where it opens: the limit.
+own software CPU, where it is installed, without its start; a real KVM, where it opens: the limit
+(but not for x87, which a KVM that interprets does not have).
 Asked for: as fast as tcg, and twice as fast for miss.",
     run,
     compare,
@@ -63,7 +65,7 @@ enum Worker {
 }
 
 /// Returns the cases.
-fn works(size: Size, worker: Worker) -> [Work; 5] {
+fn works(size: Size, worker: Worker) -> [Work; 6] {
     // A part of the repetitions, and a smaller number for fib.
     let (part, less) = match worker {
         Worker::Software => (1, 0),
@@ -77,9 +79,10 @@ fn works(size: Size, worker: Worker) -> [Work; 5] {
         instructions,
         is_right,
     };
-    let (alu, ldst, call, miss) = (
+    let (alu, ldst, x87, call, miss) = (
         times(40_000_000),
         times(32_000_000),
+        times(4_000_000),
         times(16_000_000),
         times(3_200),
     );
@@ -94,6 +97,11 @@ fn works(size: Size, worker: Worker) -> [Work; 5] {
             "ldst",
             Program::loads_and_stores(ldst, DATA),
             Box::new(move |_, word| word(2) == ldst),
+        ),
+        work(
+            "x87",
+            Program::doubles(x87, DATA),
+            Box::new(move |_, word| f64::from_bits(word(0)) == x87 as f64),
         ),
         work(
             "call",
@@ -139,6 +147,11 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     let [works, for_kvm, start] =
         [Worker::Software, Worker::Kvm, Worker::Start].map(|worker| works(size, worker));
     for (k, work) in works.iter().enumerate() {
+        let mut variants = variants.clone();
+        if work.case == "x87" {
+            // A KVM that interprets knows no x87 arithmetic.
+            variants.retain(|variant| *variant != RealKvm::NAME);
+        }
         bench.in_turns(work.case, rounds, &variants, |_, variant| match variant {
             tcg::NAME => measure_tcg(&start[k], work),
             RealKvm::NAME => match &mut kvm {
@@ -224,7 +237,10 @@ mod tests {
     fn every_case_computes_what_it_should_at_a_tiny_size() {
         // `measure` checks the results.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
-        assert_eq!(report.cases(NAME), ["alu", "ldst", "call", "fib", "miss"]);
-        assert_eq!(compare(&report).len(), 5);
+        assert_eq!(
+            report.cases(NAME),
+            ["alu", "ldst", "x87", "call", "fib", "miss"]
+        );
+        assert_eq!(compare(&report).len(), 6);
     }
 }
