@@ -16,15 +16,12 @@ impl Translator<'_> {
         let code = insn.code();
         if code.is_jcc_short_or_near() {
             let taken = self.condition(condition_number(insn.condition_code()));
-            self.write_registers();
-            let (jump, fall) = (self.b.create_block(), self.b.create_block());
-            self.b.ins().brif(taken, jump, &[], fall, &[]);
-            let recorded = self.are_flags_recorded;
-            self.b.switch_to_block(jump);
-            self.goto(op.imm);
-            self.are_flags_recorded = recorded;
-            self.b.switch_to_block(fall);
-            self.goto(next);
+            self.fork(taken, op.imm, next);
+        } else if code.is_loop() || code.is_loopcc() || code.is_jcx_short() {
+            match op.address_size {
+                8 => self.branch_by_count(insn, op),
+                _ => self.leave_to_interpreter(),
+            }
         } else if code.is_jmp_short_or_near() {
             self.goto(op.imm);
         } else if code.is_call_near() && op.size == 3 {
@@ -51,6 +48,41 @@ impl Translator<'_> {
         } else {
             self.leave_to_interpreter();
         }
+    }
+
+    /// Continues at `target` if `taken` is not 0, else at `next`.
+    fn fork(&mut self, taken: Value, target: u64, next: u64) {
+        self.write_registers();
+        let (jump, fall) = (self.b.create_block(), self.b.create_block());
+        self.b.ins().brif(taken, jump, &[], fall, &[]);
+        let recorded = self.are_flags_recorded;
+        self.b.switch_to_block(jump);
+        self.goto(target);
+        self.are_flags_recorded = recorded;
+        self.b.switch_to_block(fall);
+        self.goto(next);
+    }
+
+    /// LOOP, LOOPE, LOOPNE and JRCXZ, which leave the flags alone.
+    fn branch_by_count(&mut self, insn: &Instruction, op: &Op) {
+        let count = self.get(1, 3);
+        let taken = match insn.mnemonic() {
+            Mnemonic::Jrcxz => self.b.ins().icmp_imm(IntCC::Equal, count, 0),
+            mnemonic => {
+                let count = self.b.ins().iadd_imm(count, -1);
+                let more = self.b.ins().icmp_imm(IntCC::NotEqual, count, 0);
+                let taken = match mnemonic {
+                    Mnemonic::Loop => more,
+                    _ => {
+                        let holds = self.condition(condition_number(insn.condition_code()));
+                        self.b.ins().band(more, holds)
+                    }
+                };
+                self.set(1, 3, count);
+                taken
+            }
+        };
+        self.fork(taken, op.imm, insn.next_ip());
     }
 
     /// Leaves the instruction to the interpreter if the target may not be canonical.
