@@ -152,16 +152,18 @@ impl Cpu {
     /// Attaches compiled code to its blocks.
     fn install(&mut self, region: &Arc<Region>) {
         self.counters.regions += 1;
-        for (entry, (rip, _)) in region.source.blocks.iter().enumerate() {
+        let source = &region.source;
+        for (rip, _) in &source.blocks {
             let key = Key {
                 lin: *rip,
                 rip: *rip,
-                mode: region.source.mode,
+                mode: source.mode,
             };
-            let entrance = Entrance {
+            let entry = region.entries.iter().position(|entry| entry == rip);
+            let entrance = entry.map(|entry| Entrance {
                 region: region.clone(),
                 entry: entry as u32,
-            };
+            });
             self.blocks.attach(&key, entrance);
         }
         self.forget_targets();
