@@ -4,6 +4,7 @@
 //! whether an instruction may fail (`slat_guard::set_generated`).
 //!
 //! Only the compiling thread allocates, fills and recycles pages: a filter of the program's may forbid the system calls to the others.
+//! (CPUs that compile at once do it themselves: they are for tests.)
 //! What other threads free waits in `returned`.
 
 use super::lock;
