@@ -181,9 +181,17 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
     operands(rng, code);
 }
 
-/// Returns code that ends with a jump to its beginning. Sometimes the code begins before the end of a page: then instructions
-/// cross it.
-pub fn code(rng: &mut Rng) -> Vec<u8> {
+/// How code ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// With a jump to its beginning.
+    Repeats,
+    /// With a jump to its beginning, until R15 has counted down to 0; then with a HLT. Only in 64-bit code.
+    Counts,
+}
+
+/// Returns code. Sometimes the code begins before the end of a page: then instructions cross it.
+pub fn code(rng: &mut Rng, end: End) -> Vec<u8> {
     let mut code = Vec::new();
     if rng.one_in(4) {
         // A jump over the bytes in between, which are zeroes: those are instructions, too.
@@ -195,8 +203,17 @@ pub fn code(rng: &mut Rng) -> Vec<u8> {
     for _ in 0..1 + rng.below(20) {
         instruction(rng, &mut code);
     }
-    let back = -(code.len() as i64 + 5);
-    code.push(0xe9);
+    // dec r15; jne; or jmp
+    let jump: &[u8] = match end {
+        End::Repeats => &[0xe9],
+        End::Counts => &[0x49, 0xff, 0xcf, 0x0f, 0x85],
+    };
+    code.extend(jump);
+    let back = -(code.len() as i64 + 4);
     code.extend(&back.to_le_bytes()[..4]);
+    if end == End::Counts {
+        // hlt; jmp to it
+        code.extend([0xf4, 0xeb, 0xfd]);
+    }
     code
 }
