@@ -4,9 +4,9 @@
 //! way does the same again.
 
 use super::code::End;
-use super::layout::linear;
+use super::layout::{HUGE, linear};
 use super::tables::Mode;
-use super::{After, EXITS, Guest, answer, event, state};
+use super::{After, EXITS, Guest, Slot, answer, event, state};
 use crate::watch::{Kick, Lane, Slice, Step};
 use slat_kvm::VcpuFd;
 use slat_kvm::policy::Jit;
@@ -140,7 +140,7 @@ fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Durat
             is_whole = false;
             break;
         }
-        let now = registers(vcpu);
+        let now = registers(vcpu) + &sums(&guest.slots);
         // It waits for an interrupt for ever.
         let ends =
             (account.exits.last()).is_some_and(|last| said == "Ok(Hlt)" && last.ends_with(&now));
@@ -165,6 +165,20 @@ fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Durat
         account.memory = memory.collect();
     }
     account
+}
+
+/// Returns a sum of each slot's memory, in text.
+fn sums(slots: &[Slot]) -> String {
+    let small = slots.iter().filter(|slot| slot.place.slot != HUGE.slot);
+    let sums = small.map(|slot| {
+        let words = slot.now();
+        let sum = words.chunks_exact(8).fold(0, |sum: u64, word| {
+            let word = u64::from_le_bytes(word.try_into().expect("8 bytes"));
+            (sum.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95)
+        });
+        format!(" {sum:x}")
+    });
+    format!("\nmemory:{}", sums.collect::<String>())
 }
 
 /// Sets the number of turns that the code takes, and registers that [`state::set`] does not.
