@@ -23,6 +23,8 @@ const COMPILED: Duration = Duration::from_secs(2);
 const EXITS: usize = 20;
 /// The most turns of the guest's code.
 const TURNS: u64 = 12;
+/// The most exits of a guest that cannot continue: what it has done to its tables is still there when it begins again.
+const BROKEN: usize = 3;
 /// Times that each way runs to confirm a difference.
 const AGAIN: usize = 3;
 
@@ -122,6 +124,7 @@ fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Durat
     let rng = &mut conduct.rng;
     set_turns(rng, vcpu);
     let mut is_whole = true;
+    let mut broken = 0;
     while account.exits.len() < exits {
         let page = std::ptr::from_mut(vcpu.get_kvm_run()) as usize;
         let slice = Slice {
@@ -151,6 +154,10 @@ fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Durat
             break;
         }
         if matches!(after, After::Broken) {
+            broken += 1;
+            if broken == BROKEN {
+                break;
+            }
             state::set(rng, mode, 0, vcpu, false);
             set_turns(rng, vcpu);
         }

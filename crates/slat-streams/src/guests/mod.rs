@@ -264,7 +264,7 @@ impl Guest {
         }
         tables::page_tables(rng, mode, main);
         tables::descriptors(rng, main);
-        tables::gates(rng, mode, main);
+        tables::gates(rng, mode, main, end);
         let count = 1 + u64::from(chosen(3));
         for index in 0..count {
             main.write((CODE + index * 0x1000) as usize, &code::code(rng, end));
