@@ -41,7 +41,7 @@ impl Jit {
 }
 
 /// The policies of every VM of this process.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
     settings: Vec<Setting>,
     /// The format of second-level tables.
@@ -52,18 +52,6 @@ pub struct Policies {
     pub jit: Jit,
     /// Print statistics at the end of the process.
     pub stats: bool,
-}
-
-impl Default for Policies {
-    fn default() -> Self {
-        Self {
-            settings: Vec::new(),
-            format: TableFormat::default(),
-            mmu: MmuKind::default(),
-            jit: Jit::default(),
-            stats: false,
-        }
-    }
 }
 
 impl Policies {

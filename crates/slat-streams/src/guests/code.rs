@@ -291,7 +291,8 @@ pub fn code(rng: &mut Rng, end: End) -> Vec<u8> {
         code.extend(&(skipped as u32).to_le_bytes());
         code.resize(5 + skipped, 0);
     }
-    for _ in 0..1 + rng.below(20) {
+    let most = if end == End::Counts { 60 } else { 20 };
+    for _ in 0..1 + rng.below(most) {
         match end == End::Counts && !rng.one_in(4) {
             true => ordinary(rng, &mut code),
             false => instruction(rng, &mut code),
