@@ -6,7 +6,7 @@
 use super::code::End;
 use super::layout::{HUGE, linear};
 use super::tables::Mode;
-use super::{After, Guest, Slot, answer, event, state};
+use super::{After, COMPILES, Guest, Slot, answer, event, state};
 use crate::watch::{Kick, Lane, Slice, Step};
 use slat_kvm::VcpuFd;
 use slat_kvm::policy::Jit;
@@ -131,6 +131,7 @@ fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Durat
             page,
             length,
             kick: Kick::ExitAndSignal,
+            extra: COMPILES,
         };
         let step = Step {
             what: "KVM_RUN",

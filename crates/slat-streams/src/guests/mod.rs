@@ -43,6 +43,8 @@ const HUGE_PAGE: usize = 2 << 20;
 
 /// Factor of the slices of time in which code is compiled, too.
 const COMPILING: u32 = 16;
+/// CPU time that compiling a region may take: that is not interrupted.
+const COMPILES: Duration = Duration::from_secs(2);
 
 /// How a guest's code runs. Only 64-bit code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -208,6 +210,8 @@ struct Conduct {
     rng: Rng,
     slice: Duration,
     kick: Kick,
+    /// See [`Slice::extra`].
+    extra: Duration,
     /// Whether the slots' memory is inaccessible at times: see [`hide`].
     may_fault: bool,
 }
@@ -318,7 +322,10 @@ impl Guest {
         .expect("runnable");
         state::set(rng, mode, index, &vcpu, end == End::Repeats);
         let slice = Duration::from_micros(rng.pick(&[500, 100, 1000, 2000]));
-        let slice = slice * if jit == Jit::AtOnce { COMPILING } else { 1 };
+        let (slice, extra) = match jit {
+            Jit::AtOnce => (slice * COMPILING, COMPILES),
+            _ => (slice, Duration::ZERO),
+        };
         let kick = rng.pick(&[Kick::Signal, Kick::Exit, Kick::ExitAndSignal]);
         let seed = rng.word();
         (
@@ -327,6 +334,7 @@ impl Guest {
                 rng: Rng::new(seed),
                 slice,
                 kick,
+                extra,
                 may_fault: false,
             },
         )
@@ -453,6 +461,7 @@ fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Con
             page,
             length: conduct.slice,
             kick: conduct.kick,
+            extra: conduct.extra,
         };
         let rng = &mut conduct.rng;
         let step = Step {
