@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::builder::PossibleValuesParser;
 use clap::{Args as ClapArgs, Parser, Subcommand};
 use slat::{MmuKind, Policy, PolicyError, Setting};
-use slat_kvm::policy::{FORMATS, JIT, mmu_by_name, on_or_off};
+use slat_kvm::policy::{FORMATS, JIT, Jit, mmu_by_name};
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
 #[derive(Parser)]
@@ -119,7 +119,7 @@ fn policy(assignment: &str) -> Result<String, String> {
         return Err("a policy is set as NAME=VALUE".to_owned());
     };
     if name == JIT {
-        return on_or_off(value).map(|_| assignment.to_owned());
+        return Jit::parse(value).map(|_| assignment.to_owned());
     }
     match Setting::parse(name, value) {
         Ok(_) => Ok(assignment.to_owned()),

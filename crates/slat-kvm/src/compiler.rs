@@ -2,9 +2,9 @@
 //! what it needs; a forked child that creates VMs starts its own.
 
 use crate::background::{self, Background};
-use crate::policy;
+use crate::policy::{self, Jit};
 use crate::process::PerProcess;
-use slat_x86::Compiler;
+use slat_x86::{Compile, Compiler};
 use std::ffi::CStr;
 use std::sync::Arc;
 
@@ -18,21 +18,23 @@ impl Default for Compiling {
     }
 }
 
-/// Returns the process's compiler, and starts its thread if there is none. `None` if the user does not want one (`--set jit=off`),
-/// or there is no address space for code: then the interpreter runs everything.
-pub(crate) fn start() -> Option<Arc<Compiler>> {
-    if !policy::current().is_ok_and(|policies| policies.jit) {
-        return None;
-    }
+/// Returns the process's compiler, and when a VM with `jit` compiles; starts the compiler's thread if there is none. `None` if nothing
+/// is to be compiled, or there is no address space for code: then the interpreter runs everything.
+pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
+    let compile = match jit {
+        Jit::Off => return None,
+        Jit::On => Compile::Hot,
+        Jit::AtOnce => Compile::AtOnce,
+    };
     let compiling = COMPILING.get_or_start(|compiling| {
         background::start(compiling);
     });
-    compiling.0.clone()
+    Some((compiling.0.clone()?, compile))
 }
 
 /// Returns why no code is compiled, if none is.
 pub(crate) fn why_not() -> Option<&'static str> {
-    if !policy::current().is_ok_and(|policies| policies.jit) {
+    if !policy::current().is_ok_and(|policies| policies.jit != Jit::Off) {
         return Some("jit is off");
     }
     // Not `get`: it would make the value, and nobody would start its thread.

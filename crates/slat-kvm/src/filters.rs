@@ -6,6 +6,7 @@
 
 use crate::background;
 use crate::irq::irqfd;
+use crate::policy::{self, Jit};
 use crate::process::PerProcess;
 use crate::{compiler, recovery, report, steal_time, ticker};
 use slat_process::calls::is_any_forbidden;
@@ -51,7 +52,7 @@ pub(crate) fn kvm_is_used() {
 fn start_threads() {
     helper::start(background::start);
     ticker::start();
-    compiler::start();
+    compiler::start(policy::current().map_or(Jit::Off, |policies| policies.jit));
     irqfd::start();
     recovery::start();
     steal_time::prepare();

@@ -10,33 +10,48 @@ use std::sync::OnceLock;
 /// The values of `SLAT_FORMAT`: the formats of second-level tables.
 pub const FORMATS: &[&str] = TableFormat::NAMES;
 
-/// The policy of the software CPU, which the engine does not know: compile the code that runs often.
+/// The policy of the software CPU, which the engine does not know: [`Jit`].
 pub const JIT: &str = "jit";
 
+/// Which of the guests' code is compiled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Jit {
+    /// None: all is interpreted.
+    Off,
+    /// What runs often, on a thread of slat's.
+    #[default]
+    On,
+    /// All 64-bit code, before it runs for the first time, on the vCPU's thread: slow, to test the compiler.
+    AtOnce,
+}
+
+impl Jit {
+    /// Reads the value of [`JIT`].
+    ///
+    /// # Errors
+    /// A message that names the values.
+    pub fn parse(value: &str) -> std::result::Result<Self, String> {
+        match value {
+            "on" | "1" | "Y" | "y" => Ok(Jit::On),
+            "off" | "0" | "N" | "n" => Ok(Jit::Off),
+            "at-once" => Ok(Jit::AtOnce),
+            _ => Err(format!("{JIT}={value}: the value is on, off, or at-once")),
+        }
+    }
+}
+
 /// The policies of every VM of this process.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
     settings: Vec<Setting>,
     /// The format of second-level tables.
     pub format: TableFormat,
     /// What makes these tables.
     pub mmu: MmuKind,
-    /// Compile the guests' hot code ([`JIT`]).
-    pub jit: bool,
+    /// Which of the guests' code is compiled.
+    pub jit: Jit,
     /// Print statistics at the end of the process.
     pub stats: bool,
-}
-
-impl Default for Policies {
-    fn default() -> Self {
-        Self {
-            settings: Vec::new(),
-            format: TableFormat::default(),
-            mmu: MmuKind::default(),
-            jit: true,
-            stats: false,
-        }
-    }
 }
 
 impl Policies {
@@ -61,7 +76,7 @@ impl Policies {
         let format = format.unwrap_or(TableFormat::of(mmu));
         check_pair(mmu, format)?;
         let mut settings = Vec::new();
-        let mut jit = true;
+        let mut jit = Jit::default();
         for setting in variable("SLAT_SET")
             .unwrap_or_default()
             .split(',')
@@ -71,7 +86,7 @@ impl Policies {
                 format!("SLAT_SET: \"{setting}\" is not of the form POLICY=VALUE")
             })?;
             if name == JIT {
-                jit = on_or_off(value).map_err(|error| format!("SLAT_SET: {error}"))?;
+                jit = Jit::parse(value).map_err(|error| format!("SLAT_SET: {error}"))?;
                 continue;
             }
             let setting = Setting::parse(name, value).map_err(|error| match error {
@@ -102,18 +117,6 @@ impl Policies {
             policy.set(*setting);
         }
         policy
-    }
-}
-
-/// Reads the value of [`JIT`].
-///
-/// # Errors
-/// A message that names the values.
-pub fn on_or_off(value: &str) -> std::result::Result<bool, String> {
-    match value {
-        "on" | "1" | "Y" | "y" => Ok(true),
-        "off" | "0" | "N" | "n" => Ok(false),
-        _ => Err(format!("{JIT}={value}: the value is on or off")),
     }
 }
 
@@ -204,6 +207,11 @@ mod tests {
         ])
         .unwrap();
         assert!(policies.stats);
+        assert_eq!(policies.jit, Jit::On);
+        for (value, jit) in [("off", Jit::Off), ("at-once", Jit::AtOnce)] {
+            let set = format!("jit={value}");
+            assert_eq!(parse(&[("SLAT_SET", &set)]).unwrap().jit, jit);
+        }
         let direct = parse(&[("SLAT_MMU", "direct"), ("SLAT_FORMAT", "npt")]).unwrap();
         assert_eq!(
             (direct.mmu, direct.format),
@@ -238,6 +246,11 @@ mod tests {
             parse(&[("SLAT_SET", "mmio_caching")])
                 .unwrap_err()
                 .contains("POLICY=VALUE")
+        );
+        assert!(
+            parse(&[("SLAT_SET", "jit=hot")])
+                .unwrap_err()
+                .contains("on, off, or at-once")
         );
         assert!(
             parse(&[("SLAT_SET", "mmio_caching=7")])

@@ -1,9 +1,10 @@
 //! `/dev/kvm` itself: version, capabilities, and creation of VMs.
 
 use crate::errno::{Result, fail};
+use crate::policy::{self, Jit};
 use crate::run_page::{MMAP_SIZE, memfd};
 use crate::vm::VmObject;
-use crate::{caps, cpuid, filters, msr, policy};
+use crate::{caps, cpuid, filters, msr};
 use kvm_bindings::*;
 use slat::MmuKind;
 use std::os::fd::OwnedFd;
@@ -76,7 +77,7 @@ impl System {
         known.count()
     }
 
-    /// `KVM_CREATE_VM`, with tables that `mmu` makes; `None`: as the environment says.
+    /// `KVM_CREATE_VM`, with tables that `mmu` makes, and code that is compiled as `jit` says; `None`: as the environment says.
     ///
     /// # Errors
     /// `EINVAL` for a type that is not supported, for invalid policies in the environment, and for an MMU that does not make tables
@@ -85,6 +86,7 @@ impl System {
         &self,
         vm_type: u64,
         mmu: Option<MmuKind>,
+        jit: Option<Jit>,
     ) -> Result<(Arc<VmObject>, OwnedFd)> {
         let protected = match u32::try_from(vm_type) {
             Ok(KVM_X86_DEFAULT_VM) => false,
@@ -93,6 +95,6 @@ impl System {
         };
         filters::kvm_is_used();
         let fd = memfd("kvm-vm\0", 0, true)?;
-        Ok((VmObject::new(protected, mmu)?, fd))
+        Ok((VmObject::new(protected, mmu, jit)?, fd))
     }
 }

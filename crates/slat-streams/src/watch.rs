@@ -73,6 +73,8 @@ pub struct Slice {
     pub length: Duration,
     /// How the run is ended then.
     pub kick: Kick,
+    /// CPU time that the run may take after the kick, besides the usual.
+    pub extra: Duration,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -167,7 +169,11 @@ fn prepare() {
         let report = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
             block_signals();
-            account(&info.to_string());
+            // A thread that panics may hold any lock but this for long.
+            let current = lock(&CURRENT).clone();
+            if let Some(stream) = current {
+                account(&stream, &info.to_string());
+            }
             say(&std::backtrace::Backtrace::force_capture().to_string());
             report(info);
             std::process::abort();
@@ -276,7 +282,7 @@ impl Lane {
             return thread.check(work.began, work.cpu, now, CALL_CPU);
         };
         match work.kicked {
-            Some((at, cpu)) => thread.check(at, cpu, now, slice.kick.limit()),
+            Some((at, cpu)) => thread.check(at, cpu, now, slice.kick.limit() + slice.extra),
             // SAFETY: the page is mapped as long as the work exists.
             None if unsafe { flags(slice.page).read_volatile() } == NOT_BEGUN => {
                 thread.check(work.began, work.cpu, now, CALL_CPU)
@@ -362,7 +368,7 @@ fn watch() {
             if let Err(what) = lane.look(now) {
                 // The backtrace of the thread first.
                 std::thread::sleep(Duration::from_secs(2));
-                account(&format!("lane {index} {what}"));
+                account(&stream, &format!("lane {index} {what}"));
                 std::process::abort();
             }
         }
@@ -377,15 +383,11 @@ fn kept(stream: &Stream) -> PathBuf {
 }
 
 /// Prints the finding, and the last steps of every lane. Once: there may be more findings while the process ends.
-fn account(what: &str) {
+fn account(stream: &Stream, what: &str) {
     if FOUND.swap(true, Ordering::SeqCst) {
         return;
     }
-    // A thread that panics may hold any lock but these for long.
-    let Some(stream) = lock(&CURRENT).clone() else {
-        return;
-    };
-    let path = kept(&stream);
+    let path = kept(stream);
     let written = std::fs::write(&path, &stream.bytes);
     let mut text = format!(
         "{}: {what}\ninput: {} ({written:?})\n",

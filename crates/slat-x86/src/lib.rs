@@ -79,7 +79,7 @@ pub use decode::DECODER_BYTES;
 pub use features::{Features, PKRU_OFFSET};
 pub use heap::OutOfMemory;
 #[cfg(feature = "jit")]
-pub use jit::Compiler;
+pub use jit::{Compile, Compiler};
 pub use machine::{
     Access, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, Hypercalls, Machine, Mmu,
     MsrFault, Paging,

@@ -236,6 +236,10 @@ impl Cpu {
                 break;
             }
         }
+        // The frame of an event whose stack is MMIO, before its handler runs.
+        if let Some(write) = self.next_mmio_write() {
+            return Some(write);
+        }
         if self.interrupt_window && self.can_take_interrupt() {
             return Some(Exit::InterruptWindow);
         }

@@ -151,7 +151,10 @@ fn code_for_which_there_is_no_memory_runs_all_the_same() {
 fn a_cpu_without_memory_has_hot_code_compiled_later_or_not_at_all() {
     let mut guest = guest_of(1);
     let compiler = Compiler::try_new().unwrap();
-    guest.cpu.set_compiler(compiler.clone()).unwrap();
+    guest
+        .cpu
+        .set_compiler(compiler.clone(), Compile::Hot)
+        .unwrap();
     std::thread::spawn(move || compiler.work());
     let mut expected = 0;
     for round in 0..100_000 {

@@ -17,7 +17,7 @@ fn both(test: impl Fn(&dyn Fn(Arc<Memory>, &[u8]) -> Guest)) {
     test(&|memory, code| Guest::with_memory(memory, code));
     test(&|memory, code| {
         let mut guest = Guest::with_memory(memory, code);
-        guest.cpu.set_compiler(compiled::compiler()).unwrap();
+        compiled::always(&mut guest.cpu);
         guest
     });
 }
@@ -241,7 +241,7 @@ fn blocks_are_not_compared_with_memory_at_every_entry() {
 #[test]
 fn compiled_code_is_what_runs() {
     let mut guest = Guest::new(b"\xff\xc9\x75\xfc\xf4");
-    guest.cpu.set_compiler(compiled::compiler()).unwrap();
+    compiled::always(&mut guest.cpu);
     guest.cpu.state.gpr[RCX] = 1_000_000;
     guest.halt();
     let counters = guest.cpu.counters();
@@ -252,7 +252,7 @@ fn compiled_code_is_what_runs() {
 #[test]
 fn compiled_loops_see_attention() {
     let mut guest = Guest::new(b"\xeb\xfe");
-    guest.cpu.set_compiler(compiled::compiler()).unwrap();
+    compiled::always(&mut guest.cpu);
     let attention = guest.attention.clone();
     let done = Arc::new(AtomicBool::new(false));
     let ended = done.clone();

@@ -115,6 +115,28 @@ fn mmio_across_the_end_of_memory_is_split_at_the_page() {
 }
 
 #[test]
+fn an_event_whose_stack_is_mmio_has_its_frame_written_before_its_handler_runs() {
+    let mut guest = Guest::new(b"\x0f\x0b");
+    // inc ecx; hlt
+    guest.memory().write(HANDLERS, b"\xff\xc1\xf4");
+    Guest::gate(guest.memory(), vector::UD, HANDLERS, 0, 0);
+    guest.cpu.state.gpr[RSP] = MMIO + 0x100;
+    guest.cpu.state.gpr[RCX] = 0;
+    for word in 0..5 {
+        let exit = guest.run();
+        let at = MMIO + 0x100 - 40 + 8 * word;
+        assert!(
+            matches!(exit, Exit::Mmio { gpa, len: 8, write: true, .. } if gpa == at),
+            "{exit:?}"
+        );
+        let state = &guest.cpu.state;
+        assert_eq!((state.rip, state.gpr[RCX]), (HANDLERS, 0));
+    }
+    guest.halt();
+    assert_eq!(guest.cpu.state.gpr[RCX], 1);
+}
+
+#[test]
 fn a_repeated_store_to_mmio_is_one_exit_per_element() {
     // rep stosd
     let mut guest = Guest::new(b"\xf3\xab\xf4");

@@ -3,7 +3,7 @@
 
 mod common;
 use common::*;
-use slat_x86::Compiler;
+use slat_x86::{Compile, Compiler};
 
 /// Forbids this process to make memory executable. Returns whether the host can: Linux 6.3 and later.
 fn forbid() -> bool {
@@ -18,8 +18,10 @@ fn forbid() -> bool {
 fn without_executable_memory_code_is_interpreted() {
     // dec ecx; jne $-2; hlt
     let mut guest = Guest::new(b"\xff\xc9\x75\xfc\xf4");
-    let compiler = Compiler::at_once().unwrap();
-    guest.cpu.set_compiler(compiler.clone()).unwrap();
+    let compiler = Compiler::try_new().unwrap();
+    (guest.cpu)
+        .set_compiler(compiler.clone(), Compile::AtOnce)
+        .unwrap();
     let is_forbidden = forbid();
     for _ in 0..2 {
         guest.cpu.state.rip = CODE;

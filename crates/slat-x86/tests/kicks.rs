@@ -63,7 +63,7 @@ fn ends_when_kicked(name: &str, code: &[u8], prepare: impl Fn(&mut Guest)) {
     for is_compiled in [false, true] {
         let mut guest = Guest::new(code);
         if is_compiled {
-            guest.cpu.set_compiler(compiled::compiler()).unwrap();
+            compiled::always(&mut guest.cpu);
         }
         prepare(&mut guest);
         let (state, before) = (guest.cpu.state.clone(), *guest.cpu.counters());

@@ -128,7 +128,7 @@ fn start(guest: &mut Guest, at: u64) {
 fn run(code: &[u8], failing: Option<(u64, Failure)>, at: u64, is_compiled: bool) -> Seen {
     let mut guest = Guest::new(code);
     if is_compiled {
-        guest.cpu.set_compiler(compiled::compiler()).unwrap();
+        compiled::always(&mut guest.cpu);
     }
     let page = failing.map_or(0, |(page, _)| DATA + 0x1000 * page);
     match failing {

@@ -108,7 +108,7 @@ fn measure(compiler: Option<std::sync::Arc<Compiler>>) -> (usize, Counters) {
     let measured = move || {
         let mut guest = guest();
         if let Some(compiler) = compiler {
-            guest.cpu.set_compiler(compiler).unwrap();
+            guest.cpu.set_compiler(compiler, Compile::Hot).unwrap();
         }
         let used = depth(|| run(&mut guest));
         (used, *guest.cpu.counters())

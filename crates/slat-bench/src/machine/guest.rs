@@ -304,6 +304,19 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
+    /// Adds 1 to the first word of pages in a pseudo-random order, which has each of them once before it begins again; rsi first
+    /// page, rdx pages minus 1 (a power of two), rcx times, rax page number, r8 and r9 multiplier and increment.
+    walk = "slat_bench_walk" [
+        "2:",
+        "imul rax, r8",
+        "add rax, r9",
+        "and rax, rdx",
+        "mov rdi, rax",
+        "shl rdi, 12",
+        "inc qword ptr [rsi + rdi]",
+        "dec rcx",
+        "jnz 2b",
+    ]
 }
 
 fn code() -> &'static [u8] {
@@ -521,6 +534,21 @@ impl Program {
         };
         let instructions = times * (4 + 4 * pages) + 1;
         (Self::new(Loop::rounds, registers), instructions)
+    }
+
+    /// Adds 1 to the first word of one of `pages` pages, a power of two, `times` times in a pseudo-random order. Each page is as often
+    /// as any other, give or take one. Also returns the number of instructions.
+    pub fn walk(first: u64, pages: u64, times: u64) -> (Self, u64) {
+        let registers = kvm_regs {
+            rsi: first,
+            rdx: pages - 1,
+            rcx: times,
+            // A period of 2^64, and of `pages` in the lower bits.
+            r8: 25_173,
+            r9: 13_849,
+            ..Default::default()
+        };
+        (Self::new(Loop::walk, registers), times * 8 + 1)
     }
 
     /// Takes interrupts until the word at `stop` is not zero. Writes the time-stamp counter to the word at `clock` meanwhile;

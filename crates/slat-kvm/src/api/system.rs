@@ -4,6 +4,7 @@ use super::VmFd;
 use super::descriptors::Descriptor;
 use crate::errno::{Error, Result, fail, last, no_memory};
 use crate::ioctl::Object;
+use crate::policy::Jit;
 use crate::system::System;
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, MsrList, Msrs};
 use kvm_ioctls::Cap;
@@ -18,6 +19,7 @@ pub struct Kvm {
     system: Arc<System>,
     fd: OwnedFd,
     mmu: Option<MmuKind>,
+    jit: Option<Jit>,
 }
 
 impl Kvm {
@@ -35,6 +37,15 @@ impl Kvm {
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
         Kvm {
             mmu: Some(mmu),
+            ..self
+        }
+    }
+
+    /// The same, but for VMs that compile code as `jit` says, whatever the environment says. (`kvm_ioctls` has no such method.)
+    #[must_use]
+    pub fn with_jit(self, jit: Jit) -> Self {
+        Kvm {
+            jit: Some(jit),
             ..self
         }
     }
@@ -77,6 +88,7 @@ impl Kvm {
             system: Arc::new(System),
             fd,
             mmu: None,
+            jit: None,
         }
     }
 
@@ -182,7 +194,7 @@ impl Kvm {
     /// # Errors
     /// `EINVAL` for any type but the default and `KVM_X86_SW_PROTECTED_VM`, and as for [`create_vm`](Self::create_vm).
     pub fn create_vm_with_type(&self, vm_type: u64) -> Result<VmFd> {
-        let (vm, fd) = self.system.create_vm(vm_type, self.mmu)?;
+        let (vm, fd) = self.system.create_vm(vm_type, self.mmu, self.jit)?;
         let fd = Descriptor::new(fd, Object::Vm(vm.clone()))?;
         Ok(VmFd::new(vm, fd, self.system.vcpu_mmap_size()))
     }

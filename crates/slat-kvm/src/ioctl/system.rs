@@ -14,7 +14,7 @@ pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answ
         KVM_GET_API_VERSION | KVM_GET_VCPU_MMAP_SIZE => fail(libc::EINVAL),
         KVM_CHECK_EXTENSION => value(system.check_extension(argument)),
         KVM_CREATE_VM => {
-            let (vm, fd) = system.create_vm(argument, None)?;
+            let (vm, fd) = system.create_vm(argument, None, None)?;
             Ok(Answer::Created(Object::Vm(vm), fd))
         }
         KVM_GET_SUPPORTED_CPUID => give_cpuid(argument, &system.supported_cpuid()?),

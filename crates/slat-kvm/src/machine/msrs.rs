@@ -357,7 +357,7 @@ mod tests {
 
     #[test]
     fn every_msr_that_can_be_written_has_its_place() {
-        let vm = crate::vm::VmObject::new(false, None).unwrap();
+        let vm = crate::vm::VmObject::new(false, None, None).unwrap();
         let (vcpu, _fd) = vm.create_vcpu(0).unwrap();
         let mut inner = vcpu.lock().unwrap();
         let Inner { cpu, machine, .. } = &mut *inner;

@@ -159,8 +159,8 @@ impl VcpuObject {
         fd: &OwnedFd,
     ) -> Result<Shared<Self>> {
         let mut cpu = Cpu::try_new(vm.code.clone()).map_err(no_memory)?;
-        if let Some(compiler) = &vm.compiler {
-            cpu.set_compiler(compiler.clone()).map_err(no_memory)?;
+        if let Some((compiler, compile)) = &vm.compiler {
+            (cpu.set_compiler(compiler.clone(), *compile)).map_err(no_memory)?;
         }
         let mut engine = vm.engine.create_vcpu().map_err(no_memory)?;
         let counted = engine.watch_stats();

@@ -28,12 +28,13 @@ use crate::irq::Interrupts;
 use crate::irq::vcpus::{MAX_VCPU_ID, Vcpus};
 use crate::msr_filter::MsrFilter;
 use crate::options::Options;
+use crate::policy::{self, Jit};
 use crate::quirks::Quirks;
 use crate::vfio::Devices;
-use crate::{compiler, notify, policy, recovery, report, vcpu_common};
+use crate::{compiler, notify, recovery, report, vcpu_common};
 use kvm_bindings::*;
 use slat::{CreateVmError, MmuKind};
-use slat_x86::{CodePages, Compiler};
+use slat_x86::{CodePages, Compile, Compiler};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
 
@@ -47,7 +48,7 @@ pub struct VmObject {
     /// What the CPUs tell each other of their code.
     pub(crate) code: Arc<CodePages>,
     /// What compiles their hot code.
-    pub(crate) compiler: Option<Arc<Compiler>>,
+    pub(crate) compiler: Option<(Arc<Compiler>, Compile)>,
     pub(crate) clock: VmClock,
     pub(crate) interrupts: Arc<Interrupts>,
     pub(crate) ioevents: IoEvents,
@@ -72,12 +73,16 @@ impl std::fmt::Debug for VmObject {
 }
 
 impl VmObject {
-    /// Creates a VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`. `mmu` makes its tables; `None`:
-    /// what the environment says does.
+    /// Creates a VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`. `mmu` makes its tables, and `jit` says
+    /// which code is compiled; `None`: as the environment says.
     ///
     /// # Errors
     /// `ENOMEM`; `EINVAL` for invalid policies in the environment, and for an MMU that there is not for the format; what the host returns for setting up its platform.
-    pub(crate) fn new(protected: bool, mmu: Option<MmuKind>) -> Result<Arc<Self>> {
+    pub(crate) fn new(
+        protected: bool,
+        mmu: Option<MmuKind>,
+        jit: Option<Jit>,
+    ) -> Result<Arc<Self>> {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
@@ -104,7 +109,7 @@ impl VmObject {
             engine,
             life: Life::begin(),
             code,
-            compiler: compiler::start(),
+            compiler: compiler::start(jit.unwrap_or(policies.jit)),
             clock: VmClock::new(),
             interrupts: Arc::default(),
             ioevents: IoEvents::default(),

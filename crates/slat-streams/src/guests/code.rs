@@ -1,6 +1,6 @@
 //! Instructions: random, but more often of the kinds that are hard.
 
-use super::layout::linear;
+use super::layout::{CODE, DATA, LOGGED, linear};
 use crate::memory::PAGE;
 use slat_model::Rng;
 
@@ -181,9 +181,108 @@ fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
     operands(rng, code);
 }
 
-/// Returns code that ends with a jump to its beginning. Sometimes the code begins before the end of a page: then instructions
-/// cross it.
-pub fn code(rng: &mut Rng) -> Vec<u8> {
+/// Opcodes of ordinary instructions with a ModRM byte, and the bytes of their immediate operand.
+const ORDINARY: [(&[u8], usize); 44] = [
+    (&[0x01], 0),
+    (&[0x03], 0),
+    (&[0x09], 0),
+    (&[0x10], 0),
+    (&[0x11], 0),
+    (&[0x13], 0),
+    (&[0x19], 0),
+    (&[0x1b], 0),
+    (&[0x21], 0),
+    (&[0x2b], 0),
+    (&[0x31], 0),
+    (&[0x38], 0),
+    (&[0x39], 0),
+    (&[0x3b], 0),
+    (&[0x63], 0),
+    (&[0x69], 4),
+    (&[0x6b], 1),
+    (&[0x80], 1),
+    (&[0x81], 4),
+    (&[0x83], 1),
+    (&[0x85], 0),
+    (&[0x87], 0),
+    (&[0x88], 0),
+    (&[0x89], 0),
+    (&[0x8a], 0),
+    (&[0x8b], 0),
+    (&[0x8d], 0),
+    (&[0xc0], 1),
+    (&[0xc1], 1),
+    (&[0xd1], 0),
+    (&[0xd3], 0),
+    (&[0xf6], 1),
+    (&[0xf7], 4),
+    (&[0xfe], 0),
+    (&[0xff], 0),
+    (&[0x0f, 0xa3], 0),
+    (&[0x0f, 0xa4], 1),
+    (&[0x0f, 0xaf], 0),
+    (&[0x0f, 0xb1], 0),
+    (&[0x0f, 0xb6], 0),
+    (&[0x0f, 0xb7], 0),
+    (&[0x0f, 0xbe], 0),
+    (&[0x0f, 0xbf], 0),
+    (&[0x0f, 0xc1], 0),
+];
+
+/// Appends an instruction of 64-bit code that programs have much of, and that rarely faults.
+fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
+    match rng.below(16) {
+        // push; pop
+        0 => return code.push(0x50 | byte(rng) & 7),
+        1 => return code.push(0x58 | byte(rng) & 7),
+        // pushfq; a jump over little, forwards
+        2 => return code.push(0x9c),
+        3 => return code.extend([0x70 | byte(rng) & 15, rng.below(9) as u8]),
+        _ => {}
+    }
+    if rng.one_in(8) {
+        code.push(0x66);
+    }
+    if rng.one_in(2) {
+        // Never R12 to R15, as R15 counts: but bits for the index have no meaning below.
+        code.push(0x48 | byte(rng) & 0xa);
+    }
+    let immediate = match rng.below(4) {
+        // SETcc, CMOVcc
+        0 => {
+            code.extend([0x0f, rng.pick(&[0x40, 0x90]) | byte(rng) & 15]);
+            0
+        }
+        _ => {
+            let (opcode, immediate) = rng.pick(&ORDINARY);
+            code.extend(opcode);
+            immediate
+        }
+    };
+    let modrm = byte(rng);
+    match rng.below(3) {
+        // The word at an address, an operand in memory that is there.
+        0 => {
+            code.extend([modrm & 0x38 | 4, 0x25]);
+            let base = rng.pick(&[DATA, DATA, LOGGED.gpa, CODE + 0x800]);
+            code.extend(&((base + rng.below(0x1000)) as u32).to_le_bytes());
+        }
+        _ => code.push(modrm | 0xc0),
+    }
+    code.extend((0..immediate).map(|_| byte(rng)));
+}
+
+/// How code ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// With a jump to its beginning.
+    Repeats,
+    /// With a jump to its beginning, until R15 has counted down to 0; then with a HLT. Only in 64-bit code.
+    Counts,
+}
+
+/// Returns code. Sometimes the code begins before the end of a page: then instructions cross it.
+pub fn code(rng: &mut Rng, end: End) -> Vec<u8> {
     let mut code = Vec::new();
     if rng.one_in(4) {
         // A jump over the bytes in between, which are zeroes: those are instructions, too.
@@ -192,11 +291,24 @@ pub fn code(rng: &mut Rng) -> Vec<u8> {
         code.extend(&(skipped as u32).to_le_bytes());
         code.resize(5 + skipped, 0);
     }
-    for _ in 0..1 + rng.below(20) {
-        instruction(rng, &mut code);
+    let most = if end == End::Counts { 60 } else { 20 };
+    for _ in 0..1 + rng.below(most) {
+        match end == End::Counts && !rng.one_in(4) {
+            true => ordinary(rng, &mut code),
+            false => instruction(rng, &mut code),
+        }
     }
-    let back = -(code.len() as i64 + 5);
-    code.push(0xe9);
+    // dec r15; jne; or jmp
+    let jump: &[u8] = match end {
+        End::Repeats => &[0xe9],
+        End::Counts => &[0x49, 0xff, 0xcf, 0x0f, 0x85],
+    };
+    code.extend(jump);
+    let back = -(code.len() as i64 + 4);
     code.extend(&back.to_le_bytes()[..4]);
+    if end == End::Counts {
+        // hlt; jmp to it
+        code.extend([0xf4, 0xeb, 0xfd]);
+    }
     code
 }

@@ -4,20 +4,27 @@
 //! thread does beside them: it gets dirty logs, injects interrupts, invalidates memory, deletes and creates slots. Each run is
 //! kicked when its slice of time is over, and has to end then ([`crate::watch`]).
 //!
+//! A guest runs as every program's does, or on compiled code from its first instruction on. Or it runs both ways, alone, and both have to
+//! do the same ([`compare`]).
+//!
 //! Checks afterwards: nothing was written beside the slots, nor to the read-only one; every page of a logged slot that changed
 //! is in the log; the VM's audit passes.
 
 mod code;
+mod compare;
 mod layout;
 mod state;
 mod tables;
 
 use crate::leaks::Before;
-use crate::memory::{Guarded, PAGE, fill};
+use crate::memory::{Guarded, PAGE};
 use crate::watch::{self, Kick, Lane, Slice, Step, Stream};
+use code::End;
+pub use compare::{COMPARED, Compared};
 use kvm_bindings::*;
 use layout::*;
 use slat_host::mappings::{self, HugePages};
+use slat_kvm::policy::Jit;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 use slat_model::Rng;
 use std::collections::BTreeSet;
@@ -34,11 +41,52 @@ const HIDE: u64 = 2;
 /// Bytes of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
 
+/// Factor of the slices of time in which code is compiled, too.
+const COMPILING: u32 = 16;
+/// CPU time that compiling a region may take: that is not interrupted.
+const COMPILES: Duration = Duration::from_secs(2);
+
+/// How a guest's code runs. Only 64-bit code is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// As every program's: compiled if it is hot, which it hardly becomes.
+    Usual,
+    /// Compiled before it runs.
+    Compiled,
+    /// Both interpreted and compiled, to compare them.
+    Compared,
+}
+
+impl Way {
+    /// The lower three bits of a stream's first byte choose the mode, the next two the way.
+    fn of(first: u64, mode: Mode) -> Self {
+        match first >> 3 & 3 {
+            _ if !mode.is_long() => Way::Usual,
+            1 => Way::Compiled,
+            2 => Way::Compared,
+            _ => Way::Usual,
+        }
+    }
+}
+
+/// Returns the first byte of a stream of a guest in long mode that runs both interpreted and compiled.
+pub fn compared(random: u8) -> u8 {
+    let mode = if random & 0x20 == 0 { 0 } else { 6 };
+    random & 0xc0 | 2 << 3 | mode
+}
+
 /// Runs the guest that `bytes` make; see the module.
 pub fn guests(bytes: &[u8]) {
     watch::stream("guests", bytes, 3, |stream| {
         let before = Before::a_stream();
-        Guest::new(&mut Rng::from_bytes(bytes)).run(stream);
+        let mut rng = Rng::from_bytes(bytes);
+        let first = rng.below(256);
+        let mode = Mode::ALL[first as usize % Mode::ALL.len()];
+        match Way::of(first, mode) {
+            Way::Usual => Guest::new(&mut rng, mode, Jit::On, End::Repeats).run(stream),
+            Way::Compiled => Guest::new(&mut rng, mode, Jit::AtOnce, End::Repeats).run(stream),
+            Way::Compared => compare::compare(stream.lane(0), &rng, mode),
+        }
         before.check();
     });
 }
@@ -162,6 +210,8 @@ struct Conduct {
     rng: Rng,
     slice: Duration,
     kick: Kick,
+    /// See [`Slice::extra`].
+    extra: Duration,
     /// Whether the slots' memory is inaccessible at times: see [`hide`].
     may_fault: bool,
 }
@@ -182,11 +232,14 @@ fn set_slot(vm: &VmFd, region: kvm_userspace_memory_region) {
 }
 
 impl Guest {
-    fn new(rng: &mut Rng) -> Self {
-        let mode = rng.pick(&Mode::ALL);
-        let choices = rng.below(256);
+    /// Makes a guest. If its code [counts](End::Counts), then it is a guest of one vCPU that does the same each time.
+    fn new(rng: &mut Rng, mode: Mode, jit: Jit, end: End) -> Self {
+        let mut choices = rng.below(256);
+        if end == End::Counts {
+            choices &= !(1 | 1 << 3);
+        }
         let chosen = |bit: u64| choices >> bit & 1 != 0;
-        let kvm = Kvm::new().expect("no policy is set");
+        let kvm = Kvm::new().expect("no policy is set").with_jit(jit);
         let vm = kvm.create_vm().expect("a VM");
         let irqchip = chosen(0);
         if irqchip {
@@ -209,19 +262,20 @@ impl Guest {
         ];
         let main = &slots[0].memory;
         for slot in &slots[1..] {
-            // SAFETY: new memory.
-            unsafe { fill(slot.memory.range()) };
+            let word = |n: u64| (slot.place.gpa + n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let words = (0..slot.place.len() as u64 / 8).flat_map(|n| word(n).to_le_bytes());
+            slot.memory.write(0, &words.collect::<Vec<u8>>());
         }
         tables::page_tables(rng, mode, main);
         tables::descriptors(rng, main);
-        tables::gates(rng, mode, main);
+        tables::gates(rng, mode, main, end);
         let count = 1 + u64::from(chosen(3));
         for index in 0..count {
-            main.write((CODE + index * 0x1000) as usize, &code::code(rng));
+            main.write((CODE + index * 0x1000) as usize, &code::code(rng, end));
         }
         // Code that cannot be changed, and code across the end of a page.
-        slots[1].memory.write(0, &code::code(rng));
-        let last = code::code(rng);
+        slots[1].memory.write(0, &code::code(rng, end));
+        let last = code::code(rng, end);
         let last = &last[..last.len().min(8)];
         slots[2].memory.write(PAGE - last.len(), last);
         for slot in &mut slots {
@@ -234,7 +288,7 @@ impl Guest {
             set_slot(&vm, slot.region());
         }
         let vcpus = (0..count)
-            .map(|index| Self::vcpu(rng, &kvm, &vm, mode, index))
+            .map(|index| Self::vcpu(rng, &kvm, &vm, mode, index, jit, end))
             .collect();
         let beside = (0..rng.below(8)).map(|_| rng.below(256)).collect();
         Guest {
@@ -247,7 +301,15 @@ impl Guest {
         }
     }
 
-    fn vcpu(rng: &mut Rng, kvm: &Kvm, vm: &VmFd, mode: Mode, index: u64) -> (VcpuFd, Conduct) {
+    fn vcpu(
+        rng: &mut Rng,
+        kvm: &Kvm,
+        vm: &VmFd,
+        mode: Mode,
+        index: u64,
+        jit: Jit,
+        end: End,
+    ) -> (VcpuFd, Conduct) {
         let vcpu = vm.create_vcpu(index).expect("a vCPU");
         let cpuid = kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
@@ -258,8 +320,12 @@ impl Guest {
             mp_state: KVM_MP_STATE_RUNNABLE,
         })
         .expect("runnable");
-        state::set(rng, mode, index, &vcpu);
+        state::set(rng, mode, index, &vcpu, end == End::Repeats);
         let slice = Duration::from_micros(rng.pick(&[500, 100, 1000, 2000]));
+        let (slice, extra) = match jit {
+            Jit::AtOnce => (slice * COMPILING, COMPILES),
+            _ => (slice, Duration::ZERO),
+        };
         let kick = rng.pick(&[Kick::Signal, Kick::Exit, Kick::ExitAndSignal]);
         let seed = rng.word();
         (
@@ -268,6 +334,7 @@ impl Guest {
                 rng: Rng::new(seed),
                 slice,
                 kick,
+                extra,
                 may_fault: false,
             },
         )
@@ -303,10 +370,15 @@ impl Guest {
             }
             lane.leave();
         });
+        self.check();
+    }
+
+    /// Checks the VM and its memory after it has run.
+    fn check(&mut self) {
         for slot in &mut self.slots {
-            slot.harvest(vm);
+            slot.harvest(&self.vm);
         }
-        vm.engine().audit().expect("a quiet VM");
+        self.vm.engine().audit().expect("a quiet VM");
         for slot in &self.slots {
             slot.check();
         }
@@ -389,6 +461,7 @@ fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Con
             page,
             length: conduct.slice,
             kick: conduct.kick,
+            extra: conduct.extra,
         };
         let rng = &mut conduct.rng;
         let step = Step {
@@ -405,7 +478,7 @@ fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Con
                     what: "registers",
                     detail: [index, 0],
                 };
-                lane.call(step, || state::set(rng, mode, index, vcpu));
+                lane.call(step, || state::set(rng, mode, index, vcpu, true));
             }
         }
         if rng.one_in(8) {

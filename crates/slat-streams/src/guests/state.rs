@@ -199,8 +199,11 @@ fn general(rng: &mut Rng, vcpu: u64) -> kvm_regs {
     }
 }
 
-/// Sets a vCPU's registers, and sometimes a pending event.
-pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd) {
+/// The MSR that has KVM write the time to guest memory.
+const CLOCK: u32 = 0x4b56_4d01;
+
+/// Sets a vCPU's registers, and sometimes a pending event. `may_tell_time`: the guest may find the time in its memory.
+pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd, may_tell_time: bool) {
     let now = vcpu.get_sregs().expect("registers can be read");
     let (sregs, valid) = special(rng, mode, now);
     // If KVM refuses the changed registers, the valid ones are set; without five levels there are
@@ -222,15 +225,16 @@ pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd) {
             data,
             ..Default::default()
         };
-        let msrs = [
+        let mut msrs = vec![
             entry(0xc000_0081, 0x0013_0008 << 32),
             entry(0xc000_0082, linear(rng)),
             entry(0xc000_0084, 0x200),
             entry(0x174, 8),
             entry(0x175, linear(rng)),
             entry(0x176, CODE),
-            entry(0x4b56_4d01, linear(rng) | 1),
+            entry(CLOCK, linear(rng) | 1),
         ];
+        msrs.retain(|entry| may_tell_time || entry.index != CLOCK);
         let msrs = Msrs::from_entries(&msrs).expect("a few entries");
         // KVM stops at the first MSR that it refuses, for an address that is not canonical.
         vcpu.set_msrs(&msrs).expect("MSRs can be set");

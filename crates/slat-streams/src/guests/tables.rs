@@ -1,5 +1,6 @@
 //! The tables that a guest's CPU reads: page tables, descriptors, gates. Valid, but for a few entries.
 
+use super::code::End;
 use super::layout::*;
 use crate::memory::Guarded;
 use slat_model::Rng;
@@ -168,8 +169,12 @@ pub fn descriptors(rng: &mut Rng, memory: &Guarded) {
     }
 }
 
-/// Writes the IDT for a mode, or the vectors of real mode; the handlers; and the task's stacks.
-pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded) {
+/// Exceptions with an error code, as bits.
+const WITH_ERROR: u32 = 1 << 8 | 0x1f << 10 | 1 << 17 | 1 << 21;
+
+/// Writes the IDT for a mode, or the vectors of real mode; the handlers; and the task's stacks. If the code [counts](End::Counts), most
+/// handlers continue after the byte that faulted.
+pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded, end: End) {
     const STEP: usize = 16;
     let returns: [&[u8]; 6] = [
         &[0x48, 0xcf],
@@ -181,9 +186,19 @@ pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded) {
         &[0xff, 0x04, 0x24, 0xcf],
     ];
     for vector in 0..32 {
-        memory.write(HANDLERS as usize + vector * STEP, rng.pick(&returns));
+        let handler = match end == End::Counts && !rng.one_in(6) {
+            true if WITH_ERROR >> vector & 1 != 0 => returns[4],
+            true => returns[3],
+            false => rng.pick(&returns),
+        };
+        memory.write(HANDLERS as usize + vector * STEP, handler);
     }
-    let kind = rng.pick(&[0x8e, 0x8e, 0x8f, 0xee, 0x86, 0x85]);
+    let kinds: &[u64] = match end {
+        End::Repeats => &[0x8e, 0x8e, 0x8f, 0xee, 0x86, 0x85],
+        // Those of long mode.
+        End::Counts => &[0x8e, 0x8f, 0xee],
+    };
+    let kind = rng.pick(kinds);
     let code = if mode.is_long() {
         selector::CODE64
     } else {

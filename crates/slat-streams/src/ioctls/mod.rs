@@ -423,6 +423,7 @@ impl<'a> Worker<'a> {
             page: mapped.start(),
             length,
             kick,
+            extra: Duration::ZERO,
         };
         let step = step("KVM_RUN", abi::KVM_RUN, argument);
         let answer = self

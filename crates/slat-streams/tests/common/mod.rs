@@ -1,19 +1,13 @@
 //! Runs the seed corpus, and pseudo-random bytes until the time is over.
+#![allow(dead_code)]
 
 use slat_model::Rng;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Runs every file of `corpus/NAME`, and then random bytes for `SLAT_STREAMS_SECONDS`, or 12 seconds.
-///
-/// A finding ends the process. The bytes that led to it are in `last` even if no account could be printed.
+/// Runs every file of `corpus/NAME`, and then [`random`] bytes.
 pub fn soak(name: &str, stream: impl Fn(&[u8])) {
-    let last = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-last"));
-    eprintln!("{name}: each input is in {} while it runs", last.display());
-    let run = |bytes: &[u8]| {
-        std::fs::write(&last, bytes).expect("the target directory is writable");
-        stream(bytes);
-    };
+    let run = kept(name, &stream);
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("corpus")
         .join(name);
@@ -27,6 +21,23 @@ pub fn soak(name: &str, stream: impl Fn(&[u8])) {
     for file in &files {
         run(&std::fs::read(file).expect("a file of the corpus"));
     }
+    eprintln!("{name}: {} files", files.len());
+    random(name, &stream);
+}
+
+/// Returns `stream`, but its bytes are in a file meanwhile: a finding ends the process, even if no account can be printed.
+fn kept(name: &str, stream: impl Fn(&[u8])) -> impl Fn(&[u8]) {
+    let last = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-last"));
+    eprintln!("{name}: each input is in {} while it runs", last.display());
+    move |bytes: &[u8]| {
+        std::fs::write(&last, bytes).expect("the target directory is writable");
+        stream(bytes);
+    }
+}
+
+/// Runs random bytes for `SLAT_STREAMS_SECONDS`, or 12 seconds.
+pub fn random(name: &str, stream: impl Fn(&[u8])) {
+    let run = kept(name, stream);
     let seconds = std::env::var("SLAT_STREAMS_SECONDS")
         .ok()
         .and_then(|seconds| seconds.parse().ok());
@@ -42,5 +53,5 @@ pub fn soak(name: &str, stream: impl Fn(&[u8])) {
         run(&bytes);
         streams += 1;
     }
-    eprintln!("{name}: {} files and {streams} random streams", files.len());
+    eprintln!("{name}: {streams} random streams");
 }

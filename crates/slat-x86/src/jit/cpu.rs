@@ -2,7 +2,7 @@
 
 use super::dispatch::dispatch;
 use super::helpers::Status;
-use super::{Client, Compiler, Done, Job, Region, Source, Step, lock};
+use super::{Client, Compile, Compiler, Done, Job, Region, Source, Step, Workshop, lock};
 use crate::block::{Block, Key};
 use crate::heap::{self, OutOfMemory, Zeroed};
 use crate::machine::Exit;
@@ -92,23 +92,32 @@ impl Compiled {
 }
 
 impl Cpu {
-    /// Has hot code compiled from now on.
+    /// Has code compiled from now on.
     ///
     /// # Errors
     /// [`OutOfMemory`].
-    pub fn set_compiler(&mut self, compiler: Arc<Compiler>) -> Result<(), OutOfMemory> {
+    pub fn set_compiler(
+        &mut self,
+        compiler: Arc<Compiler>,
+        compile: Compile,
+    ) -> Result<(), OutOfMemory> {
+        compiler.announce();
         let number = compiler.numbers.fetch_add(1, Ordering::Relaxed);
         let mut clients = lock(&compiler.clients);
         clients.try_reserve(1).map_err(|_| OutOfMemory)?;
         clients.push((number, Done::default()));
         drop(clients);
-        self.compiled.client = Some(Client { compiler, number });
+        self.compiled.client = Some(Client {
+            compiler,
+            number,
+            compile,
+        });
         Ok(())
     }
 
     /// Whether blocks are compiled before they run for the first time.
     pub(crate) fn compiles_at_once(&self) -> bool {
-        (self.compiled.client.as_ref()).is_some_and(|client| client.compiler.at_once)
+        (self.compiled.client.as_ref()).is_some_and(|client| client.compile == Compile::AtOnce)
     }
 
     /// Call before the CPU executes.
@@ -128,7 +137,7 @@ impl Cpu {
             block.heat.set(u32::MAX);
             return;
         };
-        let (compiler, client) = (client.compiler.clone(), client.number);
+        let (compiler, compile, client) = (client.compiler.clone(), client.compile, client.number);
         let fits = block.key.mode & cpu::mode::BITS == 2 && block.is_current(self.stamp);
         if fits
             && !block.is_submitted.get()
@@ -136,7 +145,11 @@ impl Cpu {
             && let Ok(source) = self.collect(block)
             && !source.blocks.is_empty()
         {
-            compiler.submit(Job { source, client });
+            let job = Job { source, client };
+            match compile {
+                Compile::Hot => compiler.submit(job),
+                Compile::AtOnce => compiler.finish(job, &mut Workshop::default()),
+            }
         }
         block.heat.set(LOOK);
         let done = compiler.take(client);

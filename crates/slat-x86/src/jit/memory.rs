@@ -4,6 +4,7 @@
 //! whether an instruction may fail (`slat_guard::set_generated`).
 //!
 //! Only the compiling thread allocates, fills and recycles pages: a filter of the program's may forbid the system calls to the others.
+//! (CPUs that compile at once do it themselves: they are for tests.)
 //! What other threads free waits in `returned`.
 
 use super::lock;
@@ -12,6 +13,8 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 const PAGE: usize = 4096;
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// The reservation: code, then the table of guarded accesses.
 struct Reservation {
@@ -105,7 +108,8 @@ impl Arena {
         (start..end, end)
     }
 
-    /// Puts `code` into pages of its own. `guarded`: the offset of each guarded access.
+    /// Puts `code` into pages of its own, not always at their beginning: else the first lines of all functions would compete for a few
+    /// sets of the caches. `guarded`: the offset of each guarded access.
     ///
     /// # Errors
     /// See [`Refused`].
@@ -115,24 +119,26 @@ impl Arena {
         guarded: impl Iterator<Item = u32>,
     ) -> Result<Chunk, Refused> {
         let pages = self.take(code.len().div_ceil(PAGE)).ok_or(Refused::Full)?;
-        let at = pages.start * PAGE;
         let len = pages.len() * PAGE;
-        let start = self.memory.start.wrapping_add(at);
+        let start = self.memory.start.wrapping_add(pages.start * PAGE);
+        let lines = (len - code.len()) / LINE + 1;
+        let offset = pages.start * 41 % lines * LINE;
         let chunk = Chunk {
             arena: self.clone(),
             pages,
+            offset,
         };
         // SAFETY: these pages belong to nobody else; nothing executes them yet.
         unsafe {
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_WRITE) != 0 {
                 return Err(Refused::Forbidden);
             }
-            start.copy_from_nonoverlapping(code.as_ptr(), code.len());
             let table = start.add(self.memory.bytes);
             table.write_bytes(0, len);
-            for offset in guarded {
-                table.add(offset as usize).write(1);
+            for access in guarded {
+                table.add(offset + access as usize).write(1);
             }
+            (start.add(offset)).copy_from_nonoverlapping(code.as_ptr(), code.len());
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_EXEC) != 0 {
                 return Err(Refused::Forbidden);
             }
@@ -171,13 +177,15 @@ impl Arena {
 pub(super) struct Chunk {
     arena: Arc<Arena>,
     pages: Range<usize>,
+    /// Offset of the code in the pages.
+    offset: usize,
 }
 
 impl Chunk {
     /// Returns the offset of an address in the code, if it is one.
     pub(super) fn offset_of(&self, address: usize) -> Option<u32> {
         let offset = address.checked_sub(self.start() as usize)?;
-        (offset < self.pages.len() * PAGE).then_some(offset as u32)
+        (offset < self.pages.len() * PAGE - self.offset).then_some(offset as u32)
     }
 
     /// Returns the address of the first instruction.
@@ -185,7 +193,7 @@ impl Chunk {
         self.arena
             .memory
             .start
-            .wrapping_add(self.pages.start * PAGE)
+            .wrapping_add(self.pages.start * PAGE + self.offset)
     }
 }
 

@@ -41,7 +41,7 @@ use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
 use memory::{Arena, Chunk, Refused};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 
 /// The most compiled code of a process, in bytes.
 const MEMORY: usize = 64 << 20;
@@ -70,10 +70,20 @@ struct Done {
     is_refused: bool,
 }
 
+/// When code is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compile {
+    /// After it has run often, on the compiler's thread. Until then it is interpreted.
+    Hot,
+    /// Before it runs for the first time, on the CPU's own thread: slow, for tests of the compiler.
+    AtOnce,
+}
+
 /// The registration of a CPU with its compiler.
 struct Client {
     compiler: Arc<Compiler>,
     number: u64,
+    compile: Compile,
 }
 
 impl Drop for Client {
@@ -135,7 +145,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The compiler of all CPUs of a process.
+/// The compiler of all CPUs of a process, which has one.
 pub struct Compiler {
     arena: Arc<Arena>,
     isa: isa::OwnedTargetIsa,
@@ -146,8 +156,8 @@ pub struct Compiler {
     numbers: AtomicU64,
     changed: Condvar,
     is_forbidden: AtomicBool,
-    /// Compile at once, on the thread that asks: for tests.
-    at_once: bool,
+    /// Done when the signal handlers know the code.
+    announced: Once,
 }
 
 impl std::fmt::Debug for Compiler {
@@ -157,23 +167,15 @@ impl std::fmt::Debug for Compiler {
 }
 
 impl Compiler {
-    /// Makes a compiler. Some thread has to call [`work`](Self::work).
+    /// Makes a compiler. Some thread has to call [`work`](Self::work), unless all its CPUs compile [at once](Compile::AtOnce).
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host gives no address space for code.
     pub fn try_new() -> Result<Arc<Self>, OutOfMemory> {
-        Self::with(false, MEMORY)
+        Self::with(MEMORY)
     }
 
-    /// Makes a compiler that compiles each block before it runs for the first time, on the CPU's own thread: for tests.
-    ///
-    /// # Errors
-    /// As [`try_new`](Self::try_new).
-    pub fn at_once() -> Result<Arc<Self>, OutOfMemory> {
-        Self::with(true, MEMORY)
-    }
-
-    fn with(at_once: bool, memory: usize) -> Result<Arc<Self>, OutOfMemory> {
+    fn with(memory: usize) -> Result<Arc<Self>, OutOfMemory> {
         let mut flags = settings::builder();
         for (name, value) in [
             // Optimising takes a quarter more time to compile, and gains nothing. (With it, `enable_alias_analysis` would have to
@@ -200,9 +202,6 @@ impl Compiler {
             .finish(settings::Flags::new(flags))
             .expect("settings that fit together");
         let arena = Arena::try_new(memory)?;
-        if at_once {
-            Self::announce(&arena);
-        }
         Ok(Arc::new(Self {
             arena,
             isa,
@@ -211,22 +210,25 @@ impl Compiler {
             numbers: AtomicU64::new(0),
             changed: Condvar::new(),
             is_forbidden: AtomicBool::new(false),
-            at_once,
+            announced: Once::new(),
         }))
     }
 
-    /// Tells the signal handlers of the code.
-    fn announce(arena: &Arena) {
-        let (code, table) = arena.places();
+    /// Tells the signal handlers of the code. Call before a CPU runs it.
+    fn announce(&self) {
+        self.announced.call_once(|| self.announce_first());
+    }
+
+    fn announce_first(&self) {
+        let (code, table) = self.arena.places();
         let exit = access_failed as *const () as usize;
         // SAFETY: the table is readable as long as the arena exists, which the compiler and all regions keep. At a guarded access a region
         // has written back all state, and RBP points to its frame. Another compiler's regions belong to CPUs of a parent process.
         unsafe { slat_guard::set_generated(code, table, exit) };
     }
 
-    /// Compiles, for ever. There is one such compiler in a process. Call on a thread of its own, which no filter forbids `mprotect`.
+    /// Compiles, for ever. Call on a thread of its own, which no filter forbids `mprotect`.
     pub fn work(&self) -> ! {
-        Self::announce(&self.arena);
         let mut workshop = Workshop::default();
         loop {
             let mut jobs = lock(&self.jobs);
@@ -311,11 +313,8 @@ impl Compiler {
         !self.is_forbidden() && lock(&self.jobs).len() < JOBS
     }
 
-    /// Takes a job.
+    /// Takes a job, for the compiler's thread.
     fn submit(&self, job: Job) {
-        if self.at_once {
-            return self.finish(job, &mut Workshop::default());
-        }
         let mut jobs = lock(&self.jobs);
         if jobs.try_reserve(1).is_ok() {
             jobs.push_back(job);
@@ -357,13 +356,13 @@ mod tests {
 
     #[test]
     fn a_cpu_whose_region_was_refused_forgets_its_blocks_and_their_memory_is_used_again() {
-        let compiler = Compiler::with(true, 2 * 4096).unwrap();
+        let compiler = Compiler::with(2 * 4096).unwrap();
         let mut cpu = Cpu::try_new(CodePages::try_new().unwrap()).unwrap();
-        cpu.set_compiler(compiler.clone()).unwrap();
+        cpu.set_compiler(compiler.clone(), Compile::AtOnce).unwrap();
         let client = cpu.compiled.client.as_ref().unwrap().number;
         let submit = |n: u64| {
             let source = source(0x1000 * n);
-            compiler.submit(Job { source, client });
+            compiler.finish(Job { source, client }, &mut Workshop::default());
         };
         (0..3).for_each(submit);
         let done = compiler.take(client);

@@ -18,11 +18,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     }
     if let Some(stub) = table::string(mnemonic) {
         op.imm = stub as usize as u64;
-        let index = matches!(
-            mnemonic,
-            Mnemonic::Pcmpestri | Mnemonic::Pcmpestri64 | Mnemonic::Pcmpistri
-        );
-        return Some(match (index, op.r[1] == MEM) {
+        return Some(match (returns_index(mnemonic), op.r[1] == MEM) {
             (true, false) => strings::<0, true>,
             (true, true) => strings::<UNALIGNED, true>,
             (false, false) => strings::<0, false>,
@@ -60,6 +56,12 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         Kind::ImplicitXmm0 => by_source!(implicit_xmm0),
     };
     Some(handler)
+}
+
+/// Whether a string comparison returns an index in ECX. The others return a mask in XMM0.
+pub(super) fn returns_index(mnemonic: Mnemonic) -> bool {
+    use Mnemonic::*;
+    matches!(mnemonic, Pcmpestri | Pcmpestri64 | Pcmpistri)
 }
 
 /// `FROM` of a 16-byte memory operand at any address.
@@ -193,7 +195,7 @@ pub(super) fn with_unmasked<T>(
     Err(cpu.raise(vector, None))
 }
 
-/// PCMPESTRI and its variants; `INDEX` tells those that return ECX from those that return XMM0.
+/// PCMPESTRI and its variants; `INDEX`: see [`returns_index`].
 pub(super) fn strings<const FROM: u8, const INDEX: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = source::<FROM>(cpu, op)?;
     let a = cpu.state.xmm[usize::from(op.r[0])];

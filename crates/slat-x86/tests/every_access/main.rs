@@ -86,7 +86,7 @@ fn guest(program: &Program, operands: &[u8], what: Compiled) -> Guest {
     }
     program.load(guest.memory(), operands);
     if matches!(what, Compiled::Blocks) {
-        guest.cpu.set_compiler(compiled::compiler()).unwrap();
+        compiled::always(&mut guest.cpu);
     }
     // After the second time, the blocks are kept.
     for _ in 0..2 {
@@ -95,7 +95,7 @@ fn guest(program: &Program, operands: &[u8], what: Compiled) -> Guest {
         program.reset(guest.memory(), operands);
     }
     if matches!(what, Compiled::Regions) {
-        guest.cpu.set_compiler(compiled::compiler()).unwrap();
+        compiled::always(&mut guest.cpu);
         program.start(&mut guest.cpu.state, Some(HOT));
         guest.halt();
     }

@@ -30,6 +30,8 @@ call: calls of a function with a frame; eight instructions in a loop, four of th
 fib: the Fibonacci numbers by recursion: calls, branches and the stack, as compilers write them.
 miss: a write to each of 2048 pages, over and over. Each misses the first level of the software TLB
 (1024 pages), and finds the page in the second (8192). One instruction in four is such a write.
+walk: an addition to each of 32768 pages in a pseudo-random order. The second level has a quarter of
+them at most, so the page tables are walked: the guest's and slat's. One instruction in eight.
 Instructions are known from the loops, so that other CPUs can be measured the same way: tcg, QEMU's
 own software CPU, where it is installed, without its start; a real KVM, where it opens: the limit
 (but not for x87, which a KVM that interprets does not have).
@@ -39,13 +41,17 @@ Asked for: as fast as tcg, and twice as fast for miss.",
     rows: Rows::Metrics,
 };
 
-/// Pages of the data slot: twice as many as the first level of the software TLB holds.
+/// Pages of miss: twice as many as the first level of the software TLB holds.
 const PAGES: u64 = 2048;
+/// Pages of the data slot: four times as many as the second level holds.
+const WALKED: u64 = 32768;
 
 /// The program of a case, and a check that the guest executed it.
 struct Work {
     case: &'static str,
     program: Program,
+    /// Pages of data that it uses.
+    pages: u64,
     instructions: u64,
     is_right: Check,
 }
@@ -65,7 +71,7 @@ enum Worker {
 }
 
 /// Returns the cases.
-fn works(size: Size, worker: Worker) -> [Work; 6] {
+fn works(size: Size, worker: Worker) -> [Work; 7] {
     // A part of the repetitions, and a smaller number for fib.
     let (part, less) = match worker {
         Worker::Software => (1, 0),
@@ -76,15 +82,17 @@ fn works(size: Size, worker: Worker) -> [Work; 6] {
     let work = |case, (program, instructions), is_right: Check| Work {
         case,
         program,
+        pages: PAGES,
         instructions,
         is_right,
     };
-    let (alu, ldst, x87, call, miss) = (
+    let (alu, ldst, x87, call, miss, walk) = (
         times(40_000_000),
         times(32_000_000),
         times(4_000_000),
         times(16_000_000),
         times(3_200),
+        times(4_800_000),
     );
     let fib = size.pick(14, 30, 33) - less;
     [
@@ -119,6 +127,19 @@ fn works(size: Size, worker: Worker) -> [Work; 6] {
             // The last round wrote 1.
             Box::new(|_, word| (0..PAGES as usize).all(|page| word(page * PAGE as usize / 8) == 1)),
         ),
+        Work {
+            pages: WALKED,
+            ..work(
+                "walk",
+                Program::walk(DATA, WALKED, walk),
+                Box::new(move |_, word| {
+                    let words = (0..WALKED as usize).map(|page| word(page * PAGE as usize / 8));
+                    let rounds = walk / WALKED;
+                    words.clone().sum::<u64>() == walk
+                        && words.into_iter().all(|word| word - rounds <= 1)
+                }),
+            )
+        },
     ]
 }
 
@@ -132,7 +153,7 @@ fn fibonacci(n: u64) -> u64 {
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let rounds = bench.size.pick(1, 3, 9);
-    let data = Memory::new((PAGES * PAGE) as usize, 2 << 20, Pages::Small)?;
+    let data = Memory::new((WALKED * PAGE) as usize, 2 << 20, Pages::Small)?;
     let mut slat = prepare(&bench.slat, &data)?;
     let mut kvm = match &bench.kvm {
         Some(kvm) => Some(prepare(kvm, &data)?),
@@ -167,7 +188,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
 /// Measures the time that `more` takes longer than `less`, so without QEMU's start.
 fn measure_tcg(less: &Work, more: &Work) -> Result<Vec<Sample>, Failure> {
     let run = |work: &Work| -> Result<f64, Failure> {
-        let ran = tcg::run(&work.program, (PAGES * PAGE) as usize)?;
+        let ran = tcg::run(&work.program, (work.pages * PAGE) as usize)?;
         let word = |index: usize| {
             let bytes = ran.data.get(8 * index..8 * index + 8);
             bytes.map_or(0, |bytes| {
@@ -197,7 +218,7 @@ fn prepare<'m, A: Api>(api: &A, data: &'m Memory) -> Result<Machine<'m, A>, Fail
     let mut machine = Machine::new(api, 1, DATA + data.size() as u64)?;
     machine.set_slot(&Slot::whole(1, DATA, data))?;
     machine.touch_system()?;
-    machine.run(&[Program::write(DATA, PAGES, 0)], &no_device)?;
+    machine.run(&[Program::write(DATA, WALKED, 0)], &no_device)?;
     Ok(machine)
 }
 
@@ -206,7 +227,7 @@ fn measure<A: Api>(
     data: &Memory,
     work: &Work,
 ) -> Result<Vec<Sample>, Failure> {
-    for word in data.words() {
+    for word in &data.words()[..(work.pages * PAGE) as usize / 8] {
         word.store(0, Relaxed);
     }
     let ran = machine.run(&[work.program], &no_device)?;
@@ -239,8 +260,8 @@ mod tests {
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(
             report.cases(NAME),
-            ["alu", "ldst", "x87", "call", "fib", "miss"]
+            ["alu", "ldst", "x87", "call", "fib", "miss", "walk"]
         );
-        assert_eq!(compare(&report).len(), 6);
+        assert_eq!(compare(&report).len(), 7);
     }
 }

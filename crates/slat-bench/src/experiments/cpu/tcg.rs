@@ -149,12 +149,16 @@ pub struct Ran {
     pub cpu: Duration,
 }
 
-/// Runs a program that uses `bytes` of data, at most 16 MiB.
+/// Runs a program that uses `bytes` of data, at most 1 GiB.
 pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
     let file = TemporaryFile::new("rom")?;
     std::fs::write(&file.0, rom(program))?;
     let mut command = Command::new(qemu::PROGRAM);
-    let machine = "-accel tcg -cpu max -M pc,max-ram-below-4g=16M -m 32M -nodefaults -no-user-config -display none -no-reboot -monitor stdio";
+    // 16 MiB of memory are low; the data is at 4 GiB.
+    let memory = 16 + bytes.div_ceil(1 << 20).next_multiple_of(16);
+    let machine = format!(
+        "-accel tcg -cpu max -M pc,max-ram-below-4g=16M -m {memory}M -nodefaults -no-user-config -display none -no-reboot -monitor stdio"
+    );
     command.args(machine.split(' ')).arg("-bios").arg(&file.0);
     let mut qemu = Qemu::spawn(command)?;
     let state = loop {

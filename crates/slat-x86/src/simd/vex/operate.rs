@@ -8,7 +8,7 @@ use crate::int::Int;
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::simd::host::MASKS;
 use crate::simd::lanes::Lanes;
-use crate::simd::operate::{UNALIGNED, strings, with_unmasked};
+use crate::simd::operate::{UNALIGNED, returns_index, strings, with_unmasked};
 use crate::simd::table as legacy;
 use crate::state::flags;
 use iced_x86::{CpuidFeature, Instruction, Mnemonic as M, OpKind};
@@ -88,17 +88,17 @@ fn lower_gpr(insn: &Instruction, op: &mut Op, wide: bool) -> Option<Handler> {
 
 /// Chooses the handler of a string comparison: the legacy one, which in its VEX form also clears the upper half of a mask.
 fn lower_strings(mnemonic: M, op: &mut Op) -> Option<Handler> {
-    let (legacy, index) = match mnemonic {
-        M::Vpcmpestri => (M::Pcmpestri, true),
-        M::Vpcmpestri64 => (M::Pcmpestri64, true),
-        M::Vpcmpistri => (M::Pcmpistri, true),
-        M::Vpcmpestrm => (M::Pcmpestrm, false),
-        M::Vpcmpestrm64 => (M::Pcmpestrm64, false),
-        M::Vpcmpistrm => (M::Pcmpistrm, false),
+    let without_vex = match mnemonic {
+        M::Vpcmpestri => M::Pcmpestri,
+        M::Vpcmpestri64 => M::Pcmpestri64,
+        M::Vpcmpistri => M::Pcmpistri,
+        M::Vpcmpestrm => M::Pcmpestrm,
+        M::Vpcmpestrm64 => M::Pcmpestrm64,
+        M::Vpcmpistrm => M::Pcmpistrm,
         _ => return None,
     };
-    op.imm = legacy::string(legacy)? as usize as u64;
-    Some(match (index, op.r[1] == MEM) {
+    op.imm = legacy::string(without_vex)? as usize as u64;
+    Some(match (returns_index(without_vex), op.r[1] == MEM) {
         (true, false) => strings::<0, true>,
         (true, true) => strings::<UNALIGNED, true>,
         (false, false) => string_mask::<0>,
