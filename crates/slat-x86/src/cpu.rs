@@ -38,6 +38,9 @@ pub(crate) mod mode {
     pub const NO_VEX: u8 = 1 << 7;
 }
 
+/// See [`Cpu::code_page`].
+pub(crate) const ANY_PAGE: usize = 1;
+
 /// One software CPU. It has all memory that it needs to run from its creation; see [`Cpu::try_new`].
 pub struct Cpu {
     /// The architectural state, complete while the CPU does not run.
@@ -58,7 +61,7 @@ pub struct Cpu {
     pub(crate) stop: bool,
     /// Work is pending for the block boundary.
     pub(crate) slow: bool,
-    /// The host page of the running block.
+    /// The host page of the running block; [`ANY_PAGE`] in compiled code, where blocks of other pages may follow.
     pub(crate) code_page: usize,
     /// RIP at the start of the running block.
     pub(crate) block_rip: u64,

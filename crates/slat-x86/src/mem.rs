@@ -8,6 +8,7 @@
 //! holds decoded code. Such stores are made in [`Cpu::write_to`] and `Cpu::write_places` alone, which tell the machine, and the
 //! CPUs that share the code.
 
+use crate::cpu::ANY_PAGE;
 use crate::int::Int;
 use crate::machine::{Access, Exit, Fault, HostPage};
 use crate::op::{Break, Op, form};
@@ -164,7 +165,7 @@ impl Cpu {
             self.stop = true;
         } else {
             // Another CPU's stores have removed the mark while a block of the page runs.
-            self.stop |= host & !0xfff == self.code_page;
+            self.stop |= self.code_page == host & !0xfff || self.code_page == ANY_PAGE;
         }
         if self.code.pages().version_of(host) == 0 {
             let table = self.table;

@@ -26,7 +26,7 @@ const LINE: usize = 64;
 /// The code of a page that was decoded.
 #[repr(C)]
 pub(crate) struct Snapshot {
-    /// [`Cpu::stamp`] as long as memory is known to hold the lines; compiled code reads it.
+    /// [`Cpu::stamp`] as long as memory is known to hold the lines.
     pub(crate) stamp: u64,
     /// Host address of the page.
     pub(crate) host: *mut u8,

@@ -4,10 +4,10 @@ use super::dispatch::dispatch;
 use super::helpers::Status;
 use super::{Client, Compile, Compiler, Done, Job, Region, Source, Step, Workshop, lock};
 use crate::block::{Block, Key};
+use crate::cpu::ANY_PAGE;
 use crate::heap::{self, OutOfMemory, Zeroed};
 use crate::machine::Exit;
 use crate::op::Break;
-use crate::snapshot::Snapshot;
 use crate::tlb::Entry;
 use crate::{Cpu, cpu};
 use iced_x86::{Decoder, DecoderOptions, FlowControl};
@@ -33,21 +33,17 @@ pub(crate) struct Entrance {
 /// Entries of [`Targets`].
 pub(super) const TARGETS: usize = 8192;
 
-/// A place where compiled code can be entered.
-#[repr(C, align(64))]
+/// A place where compiled code can be entered. Small: most of them are in farther caches.
+#[repr(C, align(32))]
 pub(super) struct Target {
     /// The address of the guest's code.
     pub(super) rip: u64,
-    /// [`Compiled::edition`] when this was entered. 0: nothing was.
-    pub(super) edition: u64,
-    /// [`Cpu::stamp`] when the code was known to be good. With another one `page` tells.
+    /// [`Cpu::stamp`] when the code was known to be good. With another one it has to be looked at again.
     pub(super) stamp: u64,
-    /// The host address of the page then.
-    pub(super) host: usize,
     pub(super) code: *const u8,
-    pub(super) entry: u64,
-    /// The code is good as long as the stamp of this snapshot is the CPU's.
-    pub(super) page: *const Snapshot,
+    pub(super) entry: u32,
+    /// [`Compiled::edition`] then. 0: none.
+    pub(super) edition: u32,
 }
 
 /// The places where regions continue directly, when they leave for another region: direct-mapped. It holds only code that blocks have
@@ -69,7 +65,7 @@ pub(crate) struct Compiled {
     pub(crate) table: *const Entry,
     pub(super) targets: *const Target,
     /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode.
-    pub(super) edition: u64,
+    pub(super) edition: u32,
     pub(super) attention: *const AtomicU32,
     pub(super) version: *const AtomicU64,
     pub(super) client: Option<Client>,
@@ -185,7 +181,14 @@ impl Cpu {
     /// Forgets where regions continue. Call whenever a block may lose its compiled code, a snapshot begins a new edition, or code may be
     /// good no more while the stamp stays.
     pub(crate) fn forget_targets(&mut self) {
-        self.compiled.edition += 1 << 8;
+        self.compiled.edition = self.compiled.edition.wrapping_add(1 << 8);
+        if self.compiled.edition >> 8 == 0 {
+            // The numbers of long ago come again.
+            for target in &mut self.fixed.targets.0 {
+                target.edition = 0;
+            }
+            self.compiled.edition += 1 << 8;
+        }
     }
 
     /// Collects a region: `block`, and the kept blocks of its page that follow.
@@ -248,33 +251,31 @@ impl Cpu {
     }
 
     /// Makes the place where the compiled code of a block, which is current, can be entered known to regions. Returns its function and the index of the block.
-    fn make_known(&mut self, block: &Block) -> Option<(*const u8, u64)> {
-        let (entrance, place) = block.entrance.as_ref().zip(block.first)?;
-        let (code, entry) = (entrance.region.chunk.start(), entrance.entry.into());
+    fn make_known(&mut self, block: &Block) -> Option<(*const u8, u32)> {
+        let entrance = block.entrance.as_ref()?;
+        let (code, entry) = (entrance.region.chunk.start(), entrance.entry);
         let rip = block.key.rip;
-        self.code_page = block.page();
         self.fixed.targets.0[(rip ^ rip >> 12) as usize & (TARGETS - 1)] = Target {
             rip,
-            edition: self.compiled.edition,
             stamp: self.stamp,
-            host: self.code_page,
             code,
             entry,
-            page: place.page.as_ptr(),
+            edition: self.compiled.edition,
         };
         Some((code, entry))
     }
 
     /// Runs the region of a block, and those to which it leads. It may free the block.
     pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
-        self.compiled.edition = self.compiled.edition & !0xff | u64::from(self.mode);
+        self.compiled.edition = self.compiled.edition & !0xff | u32::from(self.mode);
         // SAFETY: a block lives until all are freed, which happens in `find_block` only.
         let (function, entry) = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
+        self.code_page = ANY_PAGE;
         let before = self.counters.instructions_compiled;
         // SAFETY: a function that the compiler made for this CPU. It accesses the CPU, its own stack frame, and guest memory by guarded
         // accesses, and those that follow it do, too.
-        let status = unsafe { dispatch(ptr::from_mut(self), function, entry) };
+        let status = unsafe { dispatch(ptr::from_mut(self), function, entry.into()) };
         let status = Status::of(status).unwrap_or_else(|| {
             // The address of an access that failed.
             let step = self.blocks.step_at(status as usize);

@@ -2,7 +2,6 @@
 
 use super::cpu::{TARGETS, Target};
 use crate::Cpu;
-use crate::snapshot::Snapshot;
 use std::arch::naked_asm;
 use std::mem::offset_of;
 
@@ -47,29 +46,17 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         "add rdx, [r15 + {targets}]",
         "cmp rcx, [rdx + {target_rip}]",
         "jne 3f",
-        "mov rsi, [r15 + {edition}]",
-        "cmp rsi, [rdx + {target_edition}]",
-        "jne 3f",
         // Is it good?
         "mov rsi, [r15 + {cpu_stamp}]",
         "cmp rsi, [rdx + {stamp}]",
-        "jne 4f",
-        "5:",
-        "mov rcx, [rdx + {host}]",
-        "mov [r15 + {code_page}], rcx",
+        "jne 3f",
+        "mov esi, [r15 + {cpu_edition}]",
+        "cmp esi, [rdx + {edition}]",
+        "jne 3f",
         "inc qword ptr [r15 + {chained}]",
-        "mov rdi, [rdx + {entry}]",
+        "mov edi, [rdx + {entry}]",
         "mov rax, [rdx + {code}]",
         "jmp 2b",
-        // Its page tells, and is asked once for each stamp.
-        "4:",
-        "mov rcx, [rdx + {page}]",
-        "cmp rsi, [rcx + {page_stamp}]",
-        "jne 3f",
-        "mov [rdx + {stamp}], rsi",
-        "mov rcx, [rcx + {page_host}]",
-        "mov [rdx + {host}], rcx",
-        "jmp 5b",
         "3:",
         "add rsp, 8",
         "pop r15",
@@ -87,15 +74,10 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         shift = const size_of::<Target>().trailing_zeros(),
         targets = const offset_of!(Cpu, compiled.targets),
         target_rip = const offset_of!(Target, rip),
-        edition = const offset_of!(Cpu, compiled.edition),
-        target_edition = const offset_of!(Target, edition),
         cpu_stamp = const offset_of!(Cpu, stamp),
         stamp = const offset_of!(Target, stamp),
-        host = const offset_of!(Target, host),
-        page = const offset_of!(Target, page),
-        page_stamp = const offset_of!(Snapshot, stamp),
-        page_host = const offset_of!(Snapshot, host),
-        code_page = const offset_of!(Cpu, code_page),
+        cpu_edition = const offset_of!(Cpu, compiled.edition),
+        edition = const offset_of!(Target, edition),
         chained = const offset_of!(Cpu, counters.regions_chained),
         entry = const offset_of!(Target, entry),
         code = const offset_of!(Target, code),

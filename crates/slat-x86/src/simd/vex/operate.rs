@@ -112,20 +112,18 @@ fn string_mask<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Fetches operands `FIRST` to `LAST`: vectors, one of which may be in memory.
+/// Has `work` operate on operands `FIRST` to `LAST`: vectors, one of which may be in memory. In place: to return all of it costs more than
+/// most instructions.
 #[inline(always)]
-fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op) -> Result<Work, Break> {
-    let mut work = Work {
-        imm: op.aux,
-        ..Work::default()
-    };
+fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Flow {
+    work.imm = op.aux;
     for k in FIRST..=LAST {
         work.v[k] = match op.r[k] {
             MEM => load(cpu, op)?,
             r => cpu.ymm(r),
         };
     }
-    Ok(work)
+    Ok(())
 }
 
 /// Calls the stub. Returns the arithmetic flags that it set.
@@ -165,7 +163,8 @@ fn vector<const FIRST: usize, const LAST: usize, const FLOAT: bool>(
     cpu: &mut Cpu,
     op: &Op,
 ) -> Flow {
-    let mut work = fetch::<FIRST, LAST>(cpu, op)?;
+    let mut work = Work::default();
+    fetch::<FIRST, LAST>(cpu, op, &mut work)?;
     call::<FLOAT>(cpu, op, &mut work)?;
     match op.r[0] {
         MEM => return store(cpu, op, work.v[0]),
@@ -175,7 +174,8 @@ fn vector<const FIRST: usize, const LAST: usize, const FLOAT: bool>(
 }
 
 fn shift_by_constant(cpu: &mut Cpu, op: &Op) -> Flow {
-    let mut work = fetch::<1, 1>(cpu, op)?;
+    let mut work = Work::default();
+    fetch::<1, 1>(cpu, op, &mut work)?;
     work.v[2] = [op.aux.into(), 0];
     call::<false>(cpu, op, &mut work)?;
     cpu.set_ymm(op.r[0], work.v[0]);
@@ -184,21 +184,24 @@ fn shift_by_constant(cpu: &mut Cpu, op: &Op) -> Flow {
 
 /// From two vectors to flags.
 fn compare<const FLOAT: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let mut work = fetch::<0, 1>(cpu, op)?;
+    let mut work = Work::default();
+    fetch::<0, 1>(cpu, op, &mut work)?;
     let result = call::<FLOAT>(cpu, op, &mut work)?;
     cpu.set_flags(flags::ARITHMETIC, result & flags::ARITHMETIC);
     Ok(())
 }
 
 fn to_gpr<T: Int, const FLOAT: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let mut work = fetch::<1, 1>(cpu, op)?;
+    let mut work = Work::default();
+    fetch::<1, 1>(cpu, op, &mut work)?;
     call::<FLOAT>(cpu, op, &mut work)?;
     T::set(cpu, op.r[0], T::of(work.gpr));
     Ok(())
 }
 
 fn from_gpr<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
-    let mut work = fetch::<1, 1>(cpu, op)?;
+    let mut work = Work::default();
+    fetch::<1, 1>(cpu, op, &mut work)?;
     work.gpr = cpu.operand::<T>(op, 2)?.zx();
     call::<true>(cpu, op, &mut work)?;
     cpu.set_ymm(op.r[0], work.v[0]);
