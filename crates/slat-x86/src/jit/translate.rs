@@ -189,8 +189,6 @@ pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source) -> (Box<[
             steps[guest.step].before += before;
         }
     }
-    // From here on they stay where they are.
-    let steps = steps.into_boxed_slice();
     let (mut entries, mut continued) = (Vec::new(), HashMap::new());
     for (((rip, _), guests), from) in source.blocks.iter().zip(&blocks).zip(predecessors) {
         match from {
@@ -206,7 +204,7 @@ pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source) -> (Box<[
     }
     translator.finish();
     let entries = entries.iter().map(|(rip, _)| *rip).collect();
-    (steps, entries)
+    (steps.into_boxed_slice(), entries)
 }
 
 /// The signature of a region: from the index of the block to a status. The convention keeps no registers: see `dispatch`.
