@@ -155,22 +155,17 @@ impl Blocks {
         })
     }
 
-    /// Attaches compiled code to its block, if there still is one. The block is verified, with that code, before it runs next. Without an
-    /// entrance: the block is part of a region, but cannot be entered there; it may be compiled again. Call while no block is running.
+    /// Attaches compiled code to its block, if there still is one. The block is verified, with that code, before it runs next. Call
+    /// while no block is running.
     #[cfg(feature = "jit")]
-    pub(crate) fn attach(&mut self, key: &Key, entrance: Option<crate::jit::Entrance>) {
-        let Some(&block) = self.kept.get(key) else {
-            return;
-        };
-        // SAFETY: as in `kept`, and no block is running.
-        let block = unsafe { &mut *block.as_ptr() };
-        match (entrance, &mut block.first) {
-            (None, _) if block.entrance.is_none() => block.is_submitted.set(false),
-            (Some(entrance), Some(first)) => {
-                block.entrance = Some(entrance);
+    pub(crate) fn attach(&mut self, key: &Key, entrance: crate::jit::Entrance) {
+        if let Some(&block) = self.kept.get(key) {
+            // SAFETY: as in `kept`, and no block is running.
+            let block = unsafe { &mut *block.as_ptr() };
+            block.entrance = Some(entrance);
+            if let Some(first) = &mut block.first {
                 first.edition = 0;
             }
-            _ => {}
         }
     }
 

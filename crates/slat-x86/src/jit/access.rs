@@ -115,7 +115,7 @@ impl Translator<'_> {
 
     fn store_at(&mut self, host: Value, value: Value) {
         self.b.ins().store(Self::guarded(), value, host, 0);
-        self.path.has_changed = true;
+        self.has_changed = true;
     }
 
     /// Reads, changes and writes guest memory, not atomically. `change` gets the old value and returns the new one. Returns both.

@@ -139,7 +139,7 @@ impl Translator<'_> {
 
     /// Returns the flags after a rotation, which sets two.
     pub(super) fn rotated(&mut self, carry: Value, overflow: Value) -> Flags {
-        match self.path.flags.result() {
+        match self.flags.result() {
             None => Flags::Rotated { carry, overflow },
             Some(result) => Flags::Given {
                 carry,
@@ -152,7 +152,7 @@ impl Translator<'_> {
 
     /// Returns the carry flag, for an instruction that leaves it alone.
     pub(super) fn kept_carry(&mut self) -> Carry {
-        match self.path.flags {
+        match self.flags {
             Flags::Recorded => Carry::Recorded,
             Flags::Inc { carry, .. } | Flags::Dec { carry, .. } => carry,
             _ => Carry::Is(self.carry()),
@@ -161,20 +161,20 @@ impl Translator<'_> {
 
     /// Call when an instruction has set the flags.
     pub(super) fn set_flags(&mut self, flags: Flags) {
-        self.path.flags = flags;
-        self.path.are_flags_recorded = false;
+        self.flags = flags;
+        self.are_flags_recorded = false;
     }
 
     /// Brings the CPU's record up to date.
     pub(super) fn record_flags(&mut self) {
-        if !std::mem::replace(&mut self.path.are_flags_recorded, true) {
-            self.record(self.path.flags);
+        if !std::mem::replace(&mut self.are_flags_recorded, true) {
+            self.record(self.flags);
         }
     }
 
     /// Writes a record of `flags`.
     pub(super) fn record(&mut self, flags: Flags) {
-        self.path.has_changed = true;
+        self.has_changed = true;
         use Comparison::*;
         let kept = |carry| match carry {
             Carry::Recorded => Stays,
@@ -253,7 +253,7 @@ impl Translator<'_> {
 
     /// Returns CF.
     pub(super) fn carry(&mut self) -> Value {
-        match self.path.flags {
+        match self.flags {
             Flags::Add { a, result } => self.b.ins().icmp(IntCC::UnsignedLessThan, result, a),
             Flags::Sub { a, b, .. } => self.b.ins().icmp(IntCC::UnsignedLessThan, a, b),
             Flags::Logic { carry: None, .. } => self.no(),
@@ -281,7 +281,7 @@ impl Translator<'_> {
     }
 
     fn zero(&mut self) -> Value {
-        match self.path.flags.result() {
+        match self.flags.result() {
             Some(result) => self.b.ins().icmp_imm(IntCC::Equal, result, 0),
             None => self.recorded_zero(),
         }
@@ -328,7 +328,7 @@ impl Translator<'_> {
             let low = this.b.ins().band_imm(result, 15);
             this.b.ins().icmp_imm(IntCC::Equal, low, nibble)
         };
-        match self.path.flags {
+        match self.flags {
             Flags::Add { a, result } => {
                 let b = self.b.ins().isub(result, a);
                 Some(self.aux_of(a, b, result))
@@ -349,7 +349,7 @@ impl Translator<'_> {
             let both = this.b.ins().band(a, b);
             this.sign(both)
         };
-        match self.path.flags {
+        match self.flags {
             Flags::Add { a, result } => {
                 let b = self.b.ins().isub(result, a);
                 difference(self, result, a, b)
@@ -382,14 +382,14 @@ impl Translator<'_> {
     }
 
     fn negative(&mut self) -> Value {
-        match self.path.flags.result() {
+        match self.flags.result() {
             Some(result) => self.sign(result),
             None => self.asked(8),
         }
     }
 
     fn parity(&mut self) -> Value {
-        let Some(result) = self.path.flags.result() else {
+        let Some(result) = self.flags.result() else {
             return self.asked(10);
         };
         let low = self.wide(result);
@@ -417,7 +417,7 @@ impl Translator<'_> {
         if let Some(holds) = self.compared(condition) {
             return holds;
         }
-        if let Flags::Recorded = self.path.flags
+        if let Flags::Recorded = self.flags
             && !matches!(condition >> 1, 1 | 2)
         {
             return self.asked(condition);
@@ -464,7 +464,7 @@ impl Translator<'_> {
             0 => cc,
             _ => cc.complement(),
         };
-        match self.path.flags {
+        match self.flags {
             Flags::Sub { a, b, .. } => Some(self.b.ins().icmp(cc, a, b)),
             Flags::Logic {
                 carry: None,

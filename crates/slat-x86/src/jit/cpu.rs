@@ -161,18 +161,16 @@ impl Cpu {
     /// Attaches compiled code to its blocks.
     fn install(&mut self, region: &Arc<Region>) {
         self.counters.regions += 1;
-        let source = &region.source;
-        for (rip, _) in &source.blocks {
+        for (entry, (rip, _)) in region.source.blocks.iter().enumerate() {
             let key = Key {
                 lin: *rip,
                 rip: *rip,
-                mode: source.mode,
+                mode: region.source.mode,
             };
-            let entry = region.entries.iter().position(|entry| entry == rip);
-            let entrance = entry.map(|entry| Entrance {
+            let entrance = Entrance {
                 region: region.clone(),
                 entry: entry as u32,
-            });
+            };
             self.blocks.attach(&key, entrance);
         }
         self.forget_targets();

@@ -50,6 +50,19 @@ impl Translator<'_> {
         }
     }
 
+    /// Continues at `target` if `taken` is not 0, else at `next`.
+    fn fork(&mut self, taken: Value, target: u64, next: u64) {
+        self.write_registers();
+        let (jump, fall) = (self.b.create_block(), self.b.create_block());
+        self.b.ins().brif(taken, jump, &[], fall, &[]);
+        let recorded = self.are_flags_recorded;
+        self.b.switch_to_block(jump);
+        self.goto(target);
+        self.are_flags_recorded = recorded;
+        self.b.switch_to_block(fall);
+        self.goto(next);
+    }
+
     /// LOOP, LOOPE, LOOPNE and JRCXZ, which leave the flags alone.
     fn branch_by_count(&mut self, insn: &Instruction, op: &Op) {
         let count = self.get(1, 3);
@@ -403,7 +416,7 @@ impl Translator<'_> {
         });
         self.b.ins().jump(on, &[]);
         self.b.switch_to_block(on);
-        self.path.flags = Flags::Recorded;
+        self.flags = Flags::Recorded;
         Some(())
     }
 

@@ -1,7 +1,7 @@
 //! The compiler of hot code.
 //!
 //! A block that has run often becomes part of a *region*: blocks of the same page that follow one another, with their loops, which
-//! become one function of the host's. It can be entered at each block that more than one other leads to. The compiling happens on a thread of its own
+//! become one function of the host's. It can be entered at each of its blocks. The compiling happens on a thread of its own
 //! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled. A region is attached to its blocks and
 //! is as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the
 //! page's version covers it (`code_pages`). A region stores to no page with decoded code, it leaves that to the interpreter; so it
@@ -51,7 +51,7 @@ const JOBS: usize = 64;
 /// The code of a region-to-be.
 struct Source {
     mode: u8,
-    /// Addresses and bytes.
+    /// Addresses and bytes. The region can be entered at each of them, by its index.
     blocks: Vec<(u64, Vec<u8>)>,
 }
 
@@ -99,8 +99,8 @@ pub(crate) struct Step {
     rip: u64,
     op: Op,
     bytes: [u8; 15],
-    /// Instructions before it on its path.
-    before: u16,
+    /// Instructions before it in its block.
+    before: u8,
 }
 
 /// Where a region continues whose guarded access failed: it returns the address of that, which is in RAX.
@@ -113,8 +113,6 @@ unsafe extern "C" fn access_failed() {
 pub(crate) struct Region {
     chunk: Chunk,
     source: Source,
-    /// The addresses of the blocks that can be entered, each by its index.
-    entries: Vec<u64>,
     /// The code has pointers to them.
     steps: Box<[Step]>,
     /// The guarded accesses: their offsets, ascending, and the index of the step that each belongs to.
@@ -268,8 +266,7 @@ impl Compiler {
         let Workshop { context, builder } = workshop;
         context.clear();
         context.func.signature = translate::region();
-        let builder = FunctionBuilder::new(&mut context.func, builder);
-        let (steps, entries) = translate::translate(builder, &source);
+        let steps = translate::translate(FunctionBuilder::new(&mut context.func, builder), &source);
         let compiled = context
             .compile(&*self.isa, &mut ControlPlane::default())
             .map_err(|_| Refused::Unable)?;
@@ -289,7 +286,6 @@ impl Compiler {
         Ok(Region {
             chunk,
             source,
-            entries,
             steps,
             guarded,
         })

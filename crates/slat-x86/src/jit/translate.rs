@@ -1,11 +1,8 @@
 //! From guest code to Cranelift's intermediate language.
 //!
-//! A region is one function. Its blocks form *paths*: a block that one other block alone leads to, in a forward direction, is
-//! translated after that one; so a path branches like a tree, and runs forward. All other blocks are *heads*, where a path begins;
-//! they can be entered. At a head all state is in the [`Cpu`]. A path reads the general registers that it uses; what it has changed,
-//! registers and the record of the flags (`flags::Lazy`), it writes back where it ends, and at checkpoints. So there are no values that
-//! live from one path to another: to find places for them would be most of the work of compiling, and the host has hardly more
-//! registers than the guest.
+//! A region is one function. All state is in the [`Cpu`] at the beginning of each block. A block reads the general registers that it
+//! uses; what it has changed, registers and the record of the flags (`flags::Lazy`), it writes back at its end, and at checkpoints. So there are no values that live across blocks: to find places for them would be most of the
+//! work of compiling, and the host has hardly more registers than the guest.
 //!
 //! Every place where the region is left is between two instructions. An access that the TLB does not have calls a helper, and if that
 //! cannot do it, the region stops at its *checkpoint*: the last instruction before which the CPU had all state, if no instruction since
@@ -73,7 +70,7 @@ fn decode(source: &Source) -> (Vec<Step>, Vec<Vec<Guest>>) {
                 rip: insn.ip(),
                 op: lowered[0],
                 bytes,
-                before: block.len() as u16 - 1,
+                before: block.len() as u8 - 1,
             });
         }
         blocks.push(block);
@@ -111,100 +108,23 @@ fn sets_flags_first(guests: &[Guest]) -> bool {
     false
 }
 
-/// Returns for each block the one that alone leads to it, and goes on in it: see the module.
-fn predecessors(source: &Source, blocks: &[Vec<Guest>]) -> Vec<Option<usize>> {
-    let index: HashMap<u64, usize> = (source.blocks.iter().enumerate())
-        .map(|(n, (rip, _))| (*rip, n))
-        .collect();
-    // Blocks that lead to each, and the last of them. The first one is entered.
-    let mut found = vec![(0, None); blocks.len()];
-    found[0].0 = 2;
-    for (n, guests) in blocks.iter().enumerate() {
-        let Some(Guest { insn, .. }) = guests.last() else {
-            continue;
-        };
-        let (target, next) = (insn.near_branch_target(), insn.next_ip());
-        let leads_to: &[u64] = match insn.flow_control() {
-            FlowControl::Next => &[next],
-            FlowControl::UnconditionalBranch => &[target],
-            FlowControl::ConditionalBranch => &[target, next],
-            // Others call the function, too, and it returns to the CPU.
-            FlowControl::Call => &[target, target, next, next],
-            _ => &[],
-        };
-        for to in leads_to.iter().filter_map(|rip| index.get(rip)) {
-            // A loop has to pass a place that looks at what others want.
-            let forward = source.blocks[*to].0 > source.blocks[n].0;
-            found[*to].0 += if forward { 1 } else { 2 };
-            found[*to].1 = Some(n);
-        }
-    }
-    (found.iter())
-        .map(|(number, from)| from.filter(|_| *number == 1))
-        .collect()
-}
-
-/// Where paths begin: a block that can be entered.
+/// A block of the region.
 #[derive(Clone, Copy)]
 struct Head {
     block: Block,
     sets_flags_first: bool,
 }
 
-/// What the translator knows at the current instruction of a path.
-#[derive(Clone)]
-pub(super) struct Path {
-    /// The registers as values.
-    gpr: [Option<Value>; 16],
-    /// The registers that are not written back, as bits.
-    changed: u16,
-    /// What set the flags that the next instruction finds.
-    pub(super) flags: Flags,
-    /// Whether the CPU's record has them.
-    pub(super) are_flags_recorded: bool,
-    /// Instructions before the current one.
-    before: u16,
-    /// The address of the current block.
-    block: u64,
-    /// The CPU has the state before this instruction, unless `has_changed`.
-    checkpoint: usize,
-    /// Whether code since the checkpoint has changed guest memory or the state in the CPU.
-    pub(super) has_changed: bool,
-}
-
-/// Builds the function of a region. Returns its instructions, to which its code has pointers, and the addresses of the blocks that can
-/// be entered, by their indices.
-pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source) -> (Box<[Step]>, Vec<u64>) {
-    let (mut steps, blocks) = decode(source);
-    let predecessors = predecessors(source, &blocks);
-    // A path goes to higher addresses: lower ones are counted first.
-    let mut order: Vec<usize> = (0..blocks.len()).collect();
-    order.sort_unstable_by_key(|n| source.blocks[*n].0);
-    for n in order {
-        let Some(last) = predecessors[n].and_then(|from| blocks[from].last()) else {
-            continue;
-        };
-        let before = steps[last.step].before + 1;
-        for guest in &blocks[n] {
-            steps[guest.step].before += before;
-        }
-    }
-    let (mut entries, mut continued) = (Vec::new(), HashMap::new());
-    for (((rip, _), guests), from) in source.blocks.iter().zip(&blocks).zip(predecessors) {
-        match from {
-            Some(from) => {
-                continued.insert(*rip, (source.blocks[from].0, &**guests));
-            }
-            None => entries.push((*rip, &**guests)),
-        }
-    }
-    let mut translator = Translator::new(builder, &steps, &entries, continued);
-    for (rip, guests) in &entries {
-        translator.head(*rip, guests);
+/// Builds the function of a region. Returns its instructions, to which its code has pointers.
+pub(super) fn translate(builder: FunctionBuilder<'_>, source: &Source) -> Box<[Step]> {
+    let (steps, blocks) = decode(source);
+    let steps = steps.into_boxed_slice();
+    let mut translator = Translator::new(builder, &steps, source, &blocks);
+    for ((rip, _), guests) in source.blocks.iter().zip(&blocks) {
+        translator.block(*rip, guests);
     }
     translator.finish();
-    let entries = entries.iter().map(|(rip, _)| *rip).collect();
-    (steps.into_boxed_slice(), entries)
+    steps
 }
 
 /// The signature of a region: from the index of the block to a status. The convention keeps no registers: see `dispatch`.
@@ -223,12 +143,19 @@ pub(super) struct Translator<'a> {
     pub(super) b: FunctionBuilder<'a>,
     steps: &'a [Step],
     factory: InstructionInfoFactory,
-    /// The host's name of the CPU, on this path.
+    /// The host's name of the CPU, in this block.
     cpu: Option<Value>,
-    pub(super) path: Path,
+    /// The registers as this block knows them.
+    gpr: [Option<Value>; 16],
+    /// The registers that are not written back, as bits.
+    changed: u16,
+    /// What set the flags that the next instruction finds.
+    pub(super) flags: Flags,
+    /// Whether the CPU's record has them.
+    pub(super) are_flags_recorded: bool,
+    /// Instructions of this block before the current one.
+    before: i64,
     heads: HashMap<u64, Head>,
-    /// The other blocks, with the addresses of those that lead to them.
-    continued: HashMap<u64, (u64, &'a [Guest])>,
     /// Those of the helpers, by the numbers of arguments besides the CPU and of results.
     signatures: HashMap<(usize, usize), SigRef>,
     /// Leaves for RIP.
@@ -237,36 +164,26 @@ pub(super) struct Translator<'a> {
     stop: Block,
     /// The current instruction.
     step: usize,
-}
-
-impl Path {
-    /// Returns the path that begins with the block at `rip`, whose state is in the CPU.
-    fn at(rip: u64) -> Self {
-        Self {
-            gpr: [None; 16],
-            changed: 0,
-            flags: Flags::Recorded,
-            are_flags_recorded: true,
-            before: 0,
-            block: rip,
-            checkpoint: 0,
-            has_changed: false,
-        }
-    }
+    /// The CPU has the state before this instruction, unless `has_changed`.
+    checkpoint: usize,
+    /// Whether code since the checkpoint has changed guest memory or the state in the CPU.
+    pub(super) has_changed: bool,
+    /// The address of the current block.
+    head: u64,
 }
 
 impl<'a> Translator<'a> {
     fn new(
         mut b: FunctionBuilder<'a>,
         steps: &'a [Step],
-        entries: &[(u64, &'a [Guest])],
-        continued: HashMap<u64, (u64, &'a [Guest])>,
+        source: &Source,
+        blocks: &[Vec<Guest>],
     ) -> Self {
         let entry = b.create_block();
         let index = b.append_block_param(entry, I64);
         let [leave, stop] = std::array::from_fn(|_| b.create_block());
-        let heads = (entries.iter())
-            .map(|(rip, guests)| {
+        let heads = (source.blocks.iter().zip(blocks))
+            .map(|((rip, _), guests)| {
                 let head = Head {
                     block: b.create_block(),
                     sets_flags_first: sets_flags_first(guests),
@@ -280,23 +197,29 @@ impl<'a> Translator<'a> {
             steps,
             factory: InstructionInfoFactory::new(),
             cpu: None,
-            path: Path::at(0),
+            gpr: [None; 16],
+            changed: 0,
+            flags: Flags::Recorded,
+            are_flags_recorded: true,
+            before: 0,
             heads,
-            continued,
             signatures: HashMap::new(),
             leave,
             stop,
             step: 0,
+            checkpoint: 0,
+            has_changed: false,
+            head: 0,
         };
-        translator.enter(index, entries);
+        translator.enter(index, source);
         translator
     }
 
     /// Continues in the block with this index.
-    fn enter(&mut self, index: Value, entries: &[(u64, &[Guest])]) {
+    fn enter(&mut self, index: Value, source: &Source) {
         let index = self.b.ins().ireduce(I32, index);
         // The first block is the default, too: Cranelift wants one.
-        let mut targets = (entries.iter().take(1).chain(entries))
+        let mut targets = (source.blocks.iter().take(1).chain(&source.blocks))
             .map(|(rip, _)| {
                 BlockCall::new(self.heads[rip].block, [], &mut self.b.func.dfg.value_lists)
             })
@@ -341,10 +264,14 @@ impl<'a> Translator<'a> {
         self.b.ins().bor(news, attention)
     }
 
-    /// Begins a block of the host's that finds all state in the CPU.
+    /// Begins a block that finds all state in the CPU.
     fn begin(&mut self, block: Block) {
         self.b.switch_to_block(block);
         self.cpu = Some(self.b.ins().get_pinned_reg(I64));
+        self.gpr = [None; 16];
+        self.changed = 0;
+        self.flags = Flags::Recorded;
+        self.are_flags_recorded = true;
     }
 
     pub(super) fn constant(&mut self, value: i64) -> Value {
@@ -377,10 +304,10 @@ impl<'a> Translator<'a> {
 
     /// Writes back the registers that have changed.
     pub(super) fn write_registers(&mut self) {
-        let changed = std::mem::take(&mut self.path.changed);
-        self.path.has_changed |= changed != 0;
+        let changed = std::mem::take(&mut self.changed);
+        self.has_changed |= changed != 0;
         for r in (0..16).filter(|r| changed >> r & 1 != 0) {
-            if let Some(value) = self.path.gpr[r] {
+            if let Some(value) = self.gpr[r] {
                 self.set_field(Self::gpr_offset(r), value);
             }
         }
@@ -395,22 +322,15 @@ impl<'a> Translator<'a> {
     /// Makes the current instruction the checkpoint. Call before anything of it has happened.
     fn set_checkpoint(&mut self) {
         self.write_back();
-        debug_assert_eq!(self.steps[self.step].before, self.path.before);
-        self.path.checkpoint = self.step;
-        self.path.has_changed = false;
-        self.mark_checkpoint();
-    }
-
-    /// Has the accesses that follow stop at the checkpoint.
-    fn mark_checkpoint(&mut self) {
-        let step = self.path.checkpoint as u32;
-        self.b.set_srcloc(SourceLoc::new(step));
+        self.checkpoint = self.step;
+        self.has_changed = false;
+        self.b.set_srcloc(SourceLoc::new(self.step as u32));
     }
 
     /// Call before an access, or whatever else may stop the region: makes the current instruction the checkpoint if the one there is
     /// would not do any more.
     pub(super) fn prepare_stop(&mut self) {
-        if self.path.has_changed {
+        if self.has_changed {
             self.set_checkpoint();
         }
     }
@@ -446,7 +366,7 @@ impl<'a> Translator<'a> {
     /// Counts the instructions of this block up to the current one, which is done.
     fn count_done(&mut self) {
         let offset = offset_of!(Cpu, counters.instructions_compiled);
-        self.count(offset, i64::from(self.path.before) + 1);
+        self.count(offset, self.before + 1);
     }
 
     /// Leaves after the current instruction, which is done: the CPU continues at `rip`.
@@ -463,7 +383,7 @@ impl<'a> Translator<'a> {
         let (stop, fine) = (self.cold(), self.cold());
         self.b.ins().brif(status, stop, &[], fine, &[]);
         self.b.switch_to_block(stop);
-        match self.path.checkpoint == self.step {
+        match self.checkpoint == self.step {
             true => self.stop_with(status),
             false => self.stop_for_interpreter(),
         }
@@ -486,8 +406,8 @@ impl<'a> Translator<'a> {
 
     /// Stops at the checkpoint.
     fn stop_with(&mut self, status: Value) {
-        debug_assert!(!self.path.has_changed);
-        let step = self.address_of(self.path.checkpoint);
+        debug_assert!(!self.has_changed);
+        let step = self.address_of(self.checkpoint);
         (self.b.ins()).jump(self.stop, &[step.into(), status.into()]);
     }
 
@@ -496,36 +416,8 @@ impl<'a> Translator<'a> {
         self.constant(&raw const self.steps[step] as i64)
     }
 
-    /// Returns the block at `rip`, if the path goes on in it.
-    fn continued(&self, rip: u64) -> Option<&'a [Guest]> {
-        let (from, guests) = self.continued.get(&rip)?;
-        (*from == self.path.block).then_some(*guests)
-    }
-
-    /// Continues at `target` if `taken` is not 0, else at `next`; after the current instruction.
-    pub(super) fn fork(&mut self, taken: Value, target: u64, next: u64) {
-        if self.continued(target).or(self.continued(next)).is_none() {
-            // Once for both.
-            self.write_registers();
-        }
-        let (jump, fall) = (self.b.create_block(), self.b.create_block());
-        self.b.ins().brif(taken, jump, &[], fall, &[]);
-        let path = self.path.clone();
-        self.b.switch_to_block(jump);
-        self.goto(target);
-        self.path = path;
-        self.mark_checkpoint();
-        self.b.switch_to_block(fall);
-        self.goto(next);
-    }
-
     /// Continues at `rip`, after the current instruction: in the region if it has a block there, else leaves.
     pub(super) fn goto(&mut self, rip: u64) {
-        if let Some(guests) = self.continued(rip) {
-            self.path.before += 1;
-            self.path.block = rip;
-            return self.block(guests);
-        }
         let Some(&head) = self.heads.get(&rip) else {
             let to = self.constant(rip as i64);
             return self.leave_for(to);
@@ -535,7 +427,7 @@ impl<'a> Translator<'a> {
             self.record_flags();
         }
         self.count_done();
-        if rip <= self.path.block {
+        if rip <= self.head {
             // A loop has to see it.
             let wanted = self.news();
             let (wait, go) = (self.cold(), self.b.create_block());
@@ -550,30 +442,26 @@ impl<'a> Translator<'a> {
         self.b.ins().jump(head.block, &[]);
     }
 
-    /// Translates the path that begins with a basic block.
-    fn head(&mut self, rip: u64, guests: &'a [Guest]) {
+    /// Translates a basic block.
+    fn block(&mut self, rip: u64, guests: &[Guest]) {
         let head = self.heads[&rip];
         self.begin(head.block);
-        self.path = Path::at(rip);
+        self.before = 0;
+        self.head = rip;
         self.step = guests[0].step;
         self.set_checkpoint();
         // The record of the flags may be an old one.
-        self.path.has_changed = head.sets_flags_first;
-        self.block(guests);
-    }
-
-    /// Translates a basic block, and what the path goes on in.
-    fn block(&mut self, guests: &'a [Guest]) {
+        self.has_changed = head.sets_flags_first;
         for guest in guests {
             self.step = guest.step;
             if self.instruction(&guest.insn) {
                 return;
             }
-            self.path.before += 1;
+            self.before += 1;
         }
         // The block's limit, or something that cannot be decoded.
         let last = guests.last().expect("a block begins with an instruction");
-        self.path.before -= 1;
+        self.before -= 1;
         self.goto(last.insn.next_ip());
     }
 
@@ -603,20 +491,20 @@ impl<'a> Translator<'a> {
         self.b.switch_to_block(stop);
         self.stop_with(status);
         self.b.switch_to_block(on);
-        self.path.has_changed = true;
-        self.path.flags = Flags::Recorded;
+        self.has_changed = true;
+        self.flags = Flags::Recorded;
         for r in written(&mut self.factory, insn) {
-            self.path.gpr[r] = None;
+            self.gpr[r] = None;
         }
     }
 
     /// Returns the value of a register.
     fn register(&mut self, r: usize) -> Value {
-        match self.path.gpr[r] {
+        match self.gpr[r] {
             Some(value) => value,
             None => {
                 let value = self.field(I64, Self::gpr_offset(r));
-                self.path.gpr[r] = Some(value);
+                self.gpr[r] = Some(value);
                 value
             }
         }
@@ -651,7 +539,7 @@ impl<'a> Translator<'a> {
     /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes leave the rest.
     pub(super) fn set(&mut self, r: u8, size: u8, value: Value) {
         let number = usize::from(r & 15);
-        self.path.changed |= 1 << number;
+        self.changed |= 1 << number;
         let value = self.wide(value);
         let value = if size >= 2 {
             value
@@ -663,7 +551,7 @@ impl<'a> Translator<'a> {
             let value = self.b.ins().ishl_imm(value, shift);
             self.b.ins().bor(old, value)
         };
-        self.path.gpr[number] = Some(value);
+        self.gpr[number] = Some(value);
     }
 
     pub(super) fn immediate(&mut self, size: u8, value: u64) -> Value {
