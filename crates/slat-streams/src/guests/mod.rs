@@ -5,7 +5,7 @@
 //! kicked when its slice of time is over, and has to end then ([`crate::watch`]).
 //!
 //! A guest runs as every program's does, or on compiled code from its first instruction on. Or it runs both ways, alone, and both have to
-//! do the same ([`compare`]).
+//! do the same (`compare`).
 //!
 //! Checks afterwards: nothing was written beside the slots, nor to the read-only one; every page of a logged slot that changed
 //! is in the log; the VM's audit passes.

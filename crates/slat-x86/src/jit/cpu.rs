@@ -248,7 +248,8 @@ impl Cpu {
         Ok(source)
     }
 
-    /// Makes the place where the compiled code of a block, which is current, can be entered known to regions. Returns its function and the index of the block.
+    /// Makes the place where the compiled code of a block, which is current, can be entered known to regions. Returns its function and the
+    /// index of the block.
     fn make_known(&mut self, block: &Block) -> Option<(*const u8, u32)> {
         let entrance = block.entrance.as_ref()?;
         let (code, entry) = (entrance.region.chunk.start(), entrance.entry);
