@@ -2,7 +2,7 @@
 //!
 //! Two translations one after the other: the guest's tables ([`slat::guest_walk`]), then the engine's second level. The walk
 //! of the guest's tables needs a second-level translation per table; a small cache, flushed whenever the software TLB is, holds
-//! most of these.
+//! most of these, and no others.
 //!
 //! With the shadow MMU there is one: the engine shadows the guest's tables, and walks them itself where it has to. It is told of
 //! stores to them, and of the translations that the guest invalidates.
@@ -38,31 +38,36 @@ impl AsMut<EngineVcpu> for VcpuMachine {
 }
 
 impl VcpuMachine {
-    /// Translates a guest-physical page to its host page.
+    /// Translates a guest-physical page, of the guest's tables or a device's, to its host page, and keeps the translation.
     fn page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
         let gpa = gpa & !(PAGE - 1);
         let write = access == slat::Access::Write;
         if let Some(page) = *self.pages.slot(gpa)
             && page.gpa == gpa
             && (page.write || !write)
-            && access != slat::Access::Execute
         {
             return Ok(page);
         }
+        let page = self.data_page(gpa, access)?;
+        *self.pages.slot(gpa) = Some(page);
+        Ok(page)
+    }
+
+    /// Translates a guest-physical page to its host page. The CPU's TLB keeps the translation, so it is not kept here, where it would
+    /// take the place of a table's.
+    fn data_page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
         let found = self
             .engine
             .translate(Gpa(gpa), access)
             .map_err(|stop| self.unreachable(stop))?;
         let host =
             NonNull::new(found.host.0 as *mut u8).ok_or(Unreachable::Fault(Fault::BadAddress))?;
-        let page = Page {
+        Ok(Page {
             gpa,
             host,
             write: found.write,
             tracked: found.tracked,
-        };
-        *self.pages.slot(gpa) = Some(page);
-        Ok(page)
+        })
     }
 
     #[cold]
@@ -447,7 +452,7 @@ impl Mmu for VcpuMachine {
             }
         };
         let gpa = page.gpa.0;
-        match self.page(gpa, access) {
+        match self.data_page(gpa, access) {
             Ok(host) => Ok(HostPage {
                 base: host.host,
                 read: page.read,
