@@ -23,18 +23,14 @@ pub const EXPERIMENT: Experiment = Experiment {
     title: "guest instructions in each second",
     explain: "\
 How many million instructions the guest executes in a second of its thread's processor time.
-alu: arithmetic between registers; six instructions in a loop.
-ldst: loads and stores to one page, which the TLB finds; six instructions in a loop.
+alu: arithmetic between registers. ldst: loads and stores to one page. Six instructions in a loop.
 x87: doubles multiplied and added by x87 instructions; four of them and two others in a loop.
-call: calls of a function with a frame; eight instructions in a loop, four of them on the stack.
-fib: the Fibonacci numbers by recursion: calls, branches and the stack, as compilers write them.
-miss: a write to each of 2048 pages, over and over. Each misses the first level of the software TLB
-(1024 pages), and finds the page in the second (8192). One instruction in four is such a write.
-walk: an addition to each of 32768 pages in a pseudo-random order. The second level has a quarter of
-them at most, so the page tables are walked: the guest's and slat's. One instruction in eight.
-Instructions are known from the loops, so that other CPUs can be measured the same way: tcg, QEMU's
-own software CPU, where it is installed, without its start; a real KVM, where it opens: the limit
-(but not for x87, which a KVM that interprets does not have).
+call: calls of a function with a frame; eight instructions, four of them on the stack. fib: the
+Fibonacci numbers by recursion. miss: a write to each of 2048 pages, one instruction in four; each
+misses the first level of the software TLB (1024 pages), and hits the second (8192). walk: additions
+to 32768 pages in a pseudo-random order, one in eight: most walk the guest's tables, and slat's.
+The same loops run on tcg, QEMU's software CPU, where it is installed, without its start; and on a
+real KVM, where it opens: the limit (but x87 does not, which a KVM that interprets does not have).
 Asked for: as fast as tcg, and twice as fast for miss.",
     run,
     compare,
