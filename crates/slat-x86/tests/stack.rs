@@ -85,7 +85,7 @@ fn guest() -> Guest {
     let state = &mut guest.cpu.state;
     (state.fcw, state.fsw, state.ftw, state.mxcsr) = (0x37f, 0, 0, 0x1f80);
     (state.gpr[RSI], state.gpr[RDI]) = (DATA, 0x20_0000);
-    (state.gpr[8], state.gpr[RCX]) = (MMIO, 6000);
+    (state.gpr[8], state.gpr[RCX]) = (MMIO, 40_000);
     guest
 }
 
