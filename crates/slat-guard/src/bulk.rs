@@ -3,9 +3,35 @@
 use crate::{Gone, load};
 use std::arch::asm;
 
-/// Copies `len` bytes; returns how many bytes were left when the copy stopped.
-#[inline(always)]
-unsafe fn copy_some(dst: *mut u8, src: *const u8, len: usize) -> usize {
+fn done(len: usize, left: usize) -> Result<(), usize> {
+    if left == 0 { Ok(()) } else { Err(len - left) }
+}
+
+/// Reads `dst.len()` bytes. `Err` holds how many were read before the memory was gone.
+///
+/// # Safety
+/// As for [`load`], for every byte.
+pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
+    // SAFETY: `dst` is ours; the caller promises `src`.
+    unsafe { copy(dst.as_mut_ptr(), src, dst.len()) }
+}
+
+/// Writes `src`. `Err` holds how many bytes were written before the memory was gone.
+///
+/// # Safety
+/// As for [`store`](crate::store), for every byte.
+pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
+    // SAFETY: `src` is ours; the caller promises `dst`.
+    unsafe { copy(dst, src.as_ptr(), src.len()) }
+}
+
+/// Copies `len` bytes from the first to the last, one after the other, so that a copy to overlapping higher addresses repeats a
+/// pattern. `Err` holds how many were copied before memory of either side was gone.
+///
+/// # Safety
+/// As for [`load`] and [`store`](crate::store), for every byte.
+#[inline]
+pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), usize> {
     let left: usize;
     // SAFETY: the caller answers for both ranges. `rep movsb` can be interrupted between bytes with
     // RCX counting the rest; the exception table turns the interruption into the end of the copy.
@@ -23,42 +49,6 @@ unsafe fn copy_some(dst: *mut u8, src: *const u8, len: usize) -> usize {
             options(nostack, preserves_flags),
         );
     }
-    left
-}
-
-fn done(len: usize, left: usize) -> Result<(), usize> {
-    if left == 0 { Ok(()) } else { Err(len - left) }
-}
-
-/// Reads `dst.len()` bytes. `Err` holds how many were read before the memory was gone.
-///
-/// # Safety
-/// As for [`load`], for every byte.
-pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
-    // SAFETY: `dst` is ours; the caller promises `src`.
-    let left = unsafe { copy_some(dst.as_mut_ptr(), src, dst.len()) };
-    done(dst.len(), left)
-}
-
-/// Writes `src`. `Err` holds how many bytes were written before the memory was gone.
-///
-/// # Safety
-/// As for [`store`](crate::store), for every byte.
-pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
-    // SAFETY: `src` is ours; the caller promises `dst`.
-    let left = unsafe { copy_some(dst, src.as_ptr(), src.len()) };
-    done(src.len(), left)
-}
-
-/// Copies `len` bytes from the first to the last, one after the other, so that a copy to overlapping higher addresses repeats a
-/// pattern. `Err` holds how many were copied before memory of either side was gone.
-///
-/// # Safety
-/// As for [`load`] and [`store`](crate::store), for every byte.
-#[inline]
-pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), usize> {
-    // SAFETY: the caller's promise.
-    let left = unsafe { copy_some(dst, src, len) };
     done(len, left)
 }
 
@@ -76,7 +66,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(
     let left: usize;
     macro_rules! fill {
         ($store:literal) => {
-            // SAFETY: the caller answers for the range; interruption as in `copy_some`.
+            // SAFETY: the caller answers for the range; interruption as in `copy`.
             unsafe {
                 asm!(
                     concat!("2: rep ", $store),
@@ -107,23 +97,8 @@ pub unsafe fn fill_elements<const BYTES: u64>(
 /// # Safety
 /// As for [`store`](crate::store), for every byte.
 pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
-    let left: usize;
-    // SAFETY: the caller answers for the range; interruption as in `copy`.
-    unsafe {
-        asm!(
-            "2: rep stosb",
-            "4:",
-            ".pushsection slat_guard_table,\"aR\",@progbits",
-            ".long 2b - .",
-            ".long 4b - .",
-            ".popsection",
-            inout("rdi") dst => _,
-            in("al") byte,
-            inout("rcx") len => left,
-            options(nostack, preserves_flags),
-        );
-    }
-    done(len, left)
+    // SAFETY: the caller's promise.
+    unsafe { fill_elements::<1>(dst, byte.into(), len) }
 }
 
 /// Whether the memory at `p` holds `bytes`. Meant for the few dozen bytes of a code block.

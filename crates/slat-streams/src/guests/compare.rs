@@ -28,7 +28,7 @@ const BROKEN: usize = 3;
 /// Times that each way runs to confirm a difference.
 const AGAIN: usize = 3;
 
-/// What was compared in this process.
+/// Counts the guests that ran both ways.
 #[derive(Debug)]
 pub struct Compared {
     /// Exits, with the registers at each of them.
@@ -39,7 +39,7 @@ pub struct Compared {
     pub unsteady: AtomicU64,
 }
 
-/// What was compared in this process.
+/// The counts of this process.
 pub static COMPARED: Compared = Compared {
     exits: AtomicU64::new(0),
     guests: AtomicU64::new(0),

@@ -12,6 +12,7 @@ use crate::int::{Int, by_size};
 use crate::op::{Break, Flow, Handler, Op};
 use crate::state::flags::{DF, RF};
 use iced_x86::{Instruction, Mnemonic};
+use slat_guard::{Gone, Word};
 
 /// Iterations between checks of `attention`; in a stretch, [`AT_ONCE`] bytes count as one.
 const BATCH: u64 = 4096;
@@ -343,6 +344,22 @@ fn first_end<T: Int>(difference: u64, repe: bool) -> Option<u64> {
     (ends != 0).then(|| u64::from(ends.trailing_zeros() / T::BITS))
 }
 
+/// Loads a word of each side at offset `at`: of memory, or `same` where there is none.
+///
+/// # Safety
+/// As for [`slat_guard::load`], at that offset of both.
+#[inline(always)]
+unsafe fn load_pair<W: Word>(
+    a: Option<*mut u8>,
+    same: W,
+    b: *mut u8,
+    at: usize,
+) -> Result<(W, W), Gone> {
+    // SAFETY: the caller's promise.
+    let load = |host: *mut u8| unsafe { slat_guard::load(host.wrapping_add(at).cast::<W>()) };
+    Ok((a.map_or(Ok(same), load)?, load(b)?))
+}
+
 /// Compares elements, eight bytes at once, then one by one.
 fn compare_stretch<T: Int>(
     cpu: &mut Cpu,
@@ -377,35 +394,15 @@ fn compare_stretch<T: Int>(
         Left::Accumulator(a) => a.zx().wrapping_mul(ones::<T>()),
         Left::Source => 0,
     };
-    // SAFETY: translations of guest memory, to which every access is guarded.
-    let load = |at: u64| unsafe {
-        let a = match a_host {
-            Some(host) => slat_guard::load::<u64>(host.wrapping_add(at as usize).cast())?,
-            None => same,
-        };
-        Ok((
-            a,
-            slat_guard::load::<u64>(b_host.wrapping_add(at as usize).cast())?,
-        ))
-    };
-    // SAFETY: as above.
-    let load_one = |at: u64| unsafe {
-        let a = match a_host {
-            Some(host) => slat_guard::load::<T>(host.wrapping_add(at as usize).cast())?,
-            None => T::of(same),
-        };
-        Ok((
-            a,
-            slat_guard::load::<T>(b_host.wrapping_add(at as usize).cast())?,
-        ))
-    };
     let repe = op.rep == 1;
     let in_word = 8 / T::BYTES;
     let (mut elements, mut then) = (0, Then::Continue);
     let mut last = None;
-    let result: Result<(), slat_guard::Gone> = (|| {
+    let result: Result<(), Gone> = (|| {
         while n - elements >= in_word {
-            let (a, b) = load(elements * T::BYTES)?;
+            let at = (elements * T::BYTES) as usize;
+            // SAFETY: translations of guest memory, up to `bytes`.
+            let (a, b) = unsafe { load_pair(a_host, same, b_host, at) }?;
             let end = first_end::<T>(a ^ b, repe);
             let index = end.unwrap_or(in_word - 1);
             let shift = index as u32 * T::BITS;
@@ -417,7 +414,9 @@ fn compare_stretch<T: Int>(
             }
         }
         while elements < n {
-            let (a, b) = load_one(elements * T::BYTES)?;
+            let at = (elements * T::BYTES) as usize;
+            // SAFETY: as above.
+            let (a, b) = unsafe { load_pair(a_host, T::of(same), b_host, at) }?;
             last = Some((a, b));
             elements += 1;
             if (a == b) != repe {
