@@ -7,8 +7,8 @@
 //!
 //! - **Stores by CPUs.** No CPU has a marked page in its TLB for writes without a look (see `tlb`): a store to one takes the slow
 //!   path, and after it is made gives the slot a new version ([`Member::stored`]). A CPU that begins to mark drops its own entries
-//!   for writes. The others see at their next block boundary that the version has changed, drop theirs of all marked pages, and
-//!   only then *heed* that version. Until all running CPUs have heeded it, the page is not *trusted*: its code is compared with
+//!   for writes. The others are told by their attention words ([`CodePages::CHANGED`]): at their next block boundary they drop theirs
+//!   of all marked pages, and only then *heed* the version. Until all running CPUs have heeded it, the page is not *trusted*: its code is compared with
 //!   memory at every entry.
 //!   Only the first level of the TLB can be written through without a look, and it holds translations of the current address space and
 //!   global ones: `look_at_writes` visits all of it. The second level keeps the right to write, of all spaces, but no guest access hits
@@ -18,36 +18,33 @@
 //!   as long as the slot does not change: a store that the comparison missed was made without a look before its CPU heeded the
 //!   mark (but then the comparison has seen it: heeding is a release, reading what was heeded an acquire), or it changes the slot
 //!   after the comparison.
-//! - **When a change is seen.** A CPU looks at the version at each block boundary. So another CPU's store is seen before the next
-//!   block; a CPU's own store ends its block (`Cpu::note_store`).
+//! - **When a change is seen.** Who changes the version sets the bit in the attention words of all other CPUs that run, which they look
+//!   at at each block boundary anyway. So another CPU's store is seen before the next block; a CPU's own store ends its block
+//!   (`Cpu::note_store`). A CPU clears the bit before it reads the version: a change in between sets it again.
 //! - **Stores by anyone else**, the client or a device, are not known here. Code is compared with memory again after each beginning
 //!   of a run and each event that serialises instructions (`Cpu::serialize`). The exception is an IRET to a user, after which a
 //!   user's code is compared, but no supervisor's (`Cpu::serialize_return`).
 //! - **Pages that hold code no more.** After [`STRIKES`] stores without a comparison in between, a page's mark is removed:
 //!   otherwise stores to it would stay slow for ever.
 //!
-//! Slots and version change under one lock, the slot first: who has seen a version sees the slots of all earlier ones. A CPU that
-//! does not run has heeded everything: it looks at the version before it executes. Beginning to run stores to the seat, then reads
-//! the version; marking stores the version, then reads the seats; both have a full fence in between, so at least one sees the
-//! other.
+//! Slots and version change under one lock, the slot first: who has seen a version sees the slots of all earlier ones. CPUs begin and
+//! end to run under it, too. So a change finds a CPU running, and tells it, or standing still: then it has nothing that it could use
+//! before it looks at the version, when it begins to run. And no word has the bit after its CPU has ended to run.
 //!
 //! A slot belongs to all host pages whose numbers agree in the low bits. That costs a comparison too many, nothing else.
 
 use crate::heap::{self, OutOfMemory};
-use crate::sync::{Arc, AtomicU64, Mutex, MutexGuard, fence};
+use crate::sync::{Arc, AtomicPtr, AtomicU32, AtomicU64, Mutex, MutexGuard};
 use slots::Slots;
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 use std::sync::PoisonError;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 /// Stores to a marked page, without a comparison of its code in between, after which it is marked no more.
 const STRIKES: u64 = 15;
 /// Bits of a slot below the version: the number of such stores.
 const STRIKE_BITS: u32 = 4;
 const STRIKE_MASK: u64 = (1 << STRIKE_BITS) - 1;
-
-/// The seat of a CPU that does not run: it has heeded every version.
-const STANDS_STILL: u64 = u64::MAX;
 
 #[cfg(not(loom))]
 mod slots {
@@ -100,22 +97,23 @@ mod slots {
 pub struct CodePages {
     slots: Slots,
     version: AtomicU64,
-    /// The versions that the CPUs have heeded. Its lock is held while a slot or the version changes.
-    seats: Mutex<Vec<Seat>>,
+    /// The seats of all CPUs. Its lock is held while a slot, the version, or the attention word of a seat changes.
+    seats: Mutex<Vec<SeatOf>>,
+}
+
+/// What a CPU shows to the others.
+struct Seat {
+    /// The version that it has heeded.
+    heeded: AtomicU64,
+    /// The attention word of the run that it is in; null if it stands still. It lives at least until it is taken off here.
+    attention: AtomicPtr<AtomicU32>,
 }
 
 /// Points to the seat of a [`Member`], which owns it and takes it off the list before it is dropped.
-struct Seat(NonNull<AtomicU64>);
+struct SeatOf(NonNull<Seat>);
 
-// SAFETY: a reference to an atomic.
-unsafe impl Send for Seat {}
-
-impl Seat {
-    fn heeded(&self) -> u64 {
-        // SAFETY: the member is alive as long as its seat is on the list, which the caller has locked.
-        unsafe { self.0.as_ref() }.load(Acquire)
-    }
-}
+// SAFETY: a reference to atomics.
+unsafe impl Send for SeatOf {}
 
 impl std::fmt::Debug for CodePages {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -124,6 +122,9 @@ impl std::fmt::Debug for CodePages {
 }
 
 impl CodePages {
+    /// The bit that CPUs set in the attention words of others that run, when code has changed (see [`Cpu::run`](crate::Cpu::run)).
+    pub const CHANGED: u32 = 1 << 31;
+
     /// Makes the table for a machine's CPUs: 8 MiB of address space, of which the host provides what is used.
     ///
     /// # Errors
@@ -139,18 +140,19 @@ impl CodePages {
     /// Tells the CPUs of a store to the page of `host` that was made for one of them outside its own instructions. All of them see
     /// it before their next block.
     pub fn stored(&self, host: *const u8) {
-        self.note_store(host as usize);
+        self.note_store(host as usize, ptr::null());
     }
 
-    /// Gives the page of `host` a new version for a store, or removes its mark. Returns the version; `None`: it is not marked.
-    fn note_store(&self, host: usize) -> Option<u64> {
+    /// Gives the page of `host` a new version for a store of the CPU with this seat, or removes its mark. Returns the version; `None`:
+    /// it is not marked.
+    fn note_store(&self, host: usize, own: *const Seat) -> Option<u64> {
         if self.slots.at(host).load(Acquire) == 0 {
             return None;
         }
         let change = self.lock();
         let now = self.slots.at(host).load(Relaxed);
         let strikes = (now & STRIKE_MASK) + 1;
-        (now != 0).then(|| change.next(host, strikes < STRIKES, strikes))
+        (now != 0).then(|| change.next(host, strikes < STRIKES, strikes, own))
     }
 
     fn lock(&self) -> Change<'_> {
@@ -160,12 +162,6 @@ impl CodePages {
         }
     }
 
-    /// Returns the version, for compiled code to look at.
-    #[cfg(feature = "jit")]
-    pub(crate) fn version(&self) -> &AtomicU64 {
-        &self.version
-    }
-
     /// Returns the version of the page of `host`: 0 if it is not marked.
     #[inline(always)]
     pub(crate) fn version_of(&self, host: usize) -> u64 {
@@ -173,15 +169,27 @@ impl CodePages {
     }
 }
 
-/// The right to change slots and version.
+/// The right to change slots, version, and the seats' attention words.
 struct Change<'a> {
     pages: &'a CodePages,
-    seats: MutexGuard<'a, Vec<Seat>>,
+    seats: MutexGuard<'a, Vec<SeatOf>>,
 }
 
 impl Change<'_> {
-    /// Changes the slot of `host` to the next version with `strikes`, or to 0. Returns the version.
-    fn next(&self, host: usize, marked: bool, strikes: u64) -> u64 {
+    /// Returns the seats of the CPUs that run, and their attention words.
+    fn running(&self) -> impl Iterator<Item = (&Seat, &AtomicU32)> {
+        self.seats.iter().filter_map(|seat| {
+            // SAFETY: a member takes its seat off the list, which is locked, before it frees it.
+            let seat = unsafe { seat.0.as_ref() };
+            // SAFETY: the word is there while the seat has it, which the lock keeps so.
+            let attention = unsafe { seat.attention.load(Relaxed).as_ref() };
+            Some((seat, attention?))
+        })
+    }
+
+    /// Changes the slot of `host` to the next version with `strikes`, or to 0, and tells all CPUs that run but the one with the seat
+    /// `own`. Returns the version.
+    fn next(&self, host: usize, marked: bool, strikes: u64, own: *const Seat) -> u64 {
         let version = self.pages.version.load(Relaxed) + 1;
         let slot = if marked {
             version << STRIKE_BITS | strikes
@@ -190,25 +198,24 @@ impl Change<'_> {
         };
         self.pages.slots.at(host).store(slot, Release);
         self.pages.version.store(version, Release);
+        for (_, attention) in self.running().filter(|(seat, _)| !ptr::eq(*seat, own)) {
+            attention.fetch_or(CodePages::CHANGED, Release);
+        }
         version
     }
 
     /// Returns the version that all running CPUs have heeded.
     fn heeded_by_all(&self) -> u64 {
         let version = self.pages.version.load(Relaxed);
-        // Between the store of the version and the loads of the seats: see the module.
-        fence(SeqCst);
-        let seats = self.seats.iter().map(Seat::heeded);
-        seats.fold(version, u64::min)
+        let heeded = self.running().map(|(seat, _)| seat.heeded.load(Acquire));
+        heeded.fold(version, u64::min)
     }
 }
 
 /// One CPU among those that share a [`CodePages`].
 pub(crate) struct Member {
     pages: Arc<CodePages>,
-    /// The version that this CPU has heeded, for the others.
-    seat: Box<AtomicU64>,
-    pub(crate) heeded: u64,
+    seat: Box<Seat>,
     /// A version that all running CPUs have heeded.
     heeded_by_all: u64,
 }
@@ -216,15 +223,17 @@ pub(crate) struct Member {
 impl Member {
     /// Makes a member that does not run yet.
     pub(crate) fn try_new(pages: Arc<CodePages>) -> Result<Self, OutOfMemory> {
-        let seat = heap::boxed(AtomicU64::new(STANDS_STILL))?;
+        let seat = heap::boxed(Seat {
+            heeded: AtomicU64::new(0),
+            attention: AtomicPtr::new(ptr::null_mut()),
+        })?;
         let mut change = pages.lock();
         change.seats.try_reserve(1).map_err(|_| OutOfMemory)?;
-        change.seats.push(Seat(NonNull::from(&*seat)));
+        change.seats.push(SeatOf(NonNull::from(&*seat)));
         drop(change);
         Ok(Self {
             pages,
             seat,
-            heeded: 0,
             heeded_by_all: 0,
         })
     }
@@ -233,41 +242,49 @@ impl Member {
         &self.pages
     }
 
-    /// Call before the CPU executes. Others wait for this CPU from now on.
-    pub(crate) fn enter(&mut self) {
-        self.seat.store(self.heeded, Relaxed);
-        // Between the store to the seat and the load of the version: see the module.
-        fence(SeqCst);
+    fn heeded(&self) -> u64 {
+        self.seat.heeded.load(Relaxed)
     }
 
-    /// Call after the CPU has executed.
+    /// Call before the CPU executes. Others wait for this CPU from now on, and tell it of changes by `attention`, which may say already
+    /// that it has missed some.
+    ///
+    /// # Safety
+    /// The word lives until [`leave`](Self::leave) is called.
+    pub(crate) unsafe fn enter(&mut self, attention: &AtomicU32) {
+        let _change = self.pages.lock();
+        let word = ptr::from_ref(attention).cast_mut();
+        self.seat.attention.store(word, Relaxed);
+        if self.pages.version.load(Relaxed) != self.heeded() {
+            attention.fetch_or(CodePages::CHANGED, Relaxed);
+        }
+    }
+
+    /// Call after the CPU has executed: clears the bit, too.
     pub(crate) fn leave(&mut self) {
-        self.seat.store(STANDS_STILL, Release);
+        let _change = self.pages.lock();
+        let word = self.seat.attention.swap(ptr::null_mut(), Relaxed);
+        // SAFETY: who has called `enter` keeps the word until now.
+        if let Some(attention) = unsafe { word.as_ref() } {
+            attention.fetch_and(!CodePages::CHANGED, Relaxed);
+        }
     }
 
-    /// Whether marks or stores of others have to be heeded.
-    #[inline(always)]
-    pub(crate) fn has_news(&self) -> bool {
-        self.pages.version.load(Acquire) != self.heeded
-    }
-
-    /// Heeds the current version: has `drop_writes` drop the TLB's entries for writes to pages that are marked.
-    pub(crate) fn heed(&mut self, drop_writes: impl FnOnce(&CodePages)) {
+    /// Heeds the current version, as `attention` has asked for: has `drop_writes` drop the TLB's entries for writes to pages that are
+    /// marked.
+    pub(crate) fn heed(&mut self, attention: &AtomicU32, drop_writes: impl FnOnce(&CodePages)) {
+        // A change after this sets it again.
+        attention.fetch_and(!CodePages::CHANGED, Acquire);
         let version = self.pages.version.load(Acquire);
         drop_writes(&self.pages);
-        self.has_heeded(version);
+        self.seat.heeded.store(version, Release);
     }
 
-    fn has_heeded(&mut self, version: u64) {
-        self.heeded = version;
-        self.seat.store(version, Release);
-    }
-
-    /// Call after this CPU has changed the version itself and has nothing to drop for it. If others have changed it, too, this is
-    /// left to [`heed`](Self::heed).
+    /// Call after this CPU has changed the version itself and has nothing to drop for it. If others have changed it, too, they have
+    /// told this CPU, and it is left to [`heed`](Self::heed).
     fn changed(&mut self, version: u64) {
-        if self.heeded == version - 1 {
-            self.has_heeded(version);
+        if self.heeded() == version - 1 {
+            self.seat.heeded.store(version, Release);
         }
     }
 
@@ -282,7 +299,7 @@ impl Member {
             now = slot.load(Relaxed) & !STRIKE_MASK;
             if now == 0 {
                 drop_writes();
-                let version = change.next(host, true, 0);
+                let version = change.next(host, true, 0, &raw const *self.seat);
                 drop(change);
                 self.changed(version);
                 now = version << STRIKE_BITS;
@@ -300,7 +317,7 @@ impl Member {
     /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked: then this CPU's decoded code of it
     /// may not be good any more.
     pub(crate) fn stored(&mut self, host: usize) -> bool {
-        let version = self.pages.note_store(host);
+        let version = self.pages.note_store(host, &raw const *self.seat);
         if let Some(version) = version {
             self.changed(version);
         }
@@ -327,6 +344,7 @@ mod loom_tests {
     /// A CPU that has the page in its TLB, for writes without a look or not, and stores to it.
     struct Storer {
         member: Member,
+        attention: Box<AtomicU32>,
         without_look: bool,
     }
 
@@ -334,14 +352,25 @@ mod loom_tests {
         fn new(pages: &Arc<CodePages>, without_look: bool) -> Self {
             Self {
                 member: Member::try_new(pages.clone()).unwrap(),
+                attention: Box::new(AtomicU32::new(0)),
                 without_look,
             }
         }
 
+        fn enter(&mut self) {
+            // SAFETY: every model calls `leave`, or drops the member before the word.
+            unsafe { self.member.enter(&self.attention) };
+        }
+
+        fn leave(&mut self) {
+            self.member.leave();
+            assert_eq!(self.attention.load(Relaxed), 0);
+        }
+
         fn boundary(&mut self) {
-            if self.member.has_news() {
+            if self.attention.load(Acquire) != 0 {
                 let without_look = &mut self.without_look;
-                self.member.heed(|pages| {
+                self.member.heed(&self.attention, |pages| {
                     *without_look &= pages.version_of(PAGE) == 0;
                 });
             }
@@ -364,6 +393,7 @@ mod loom_tests {
     /// A CPU that decodes the byte and executes it.
     struct Executor {
         member: Member,
+        attention: Box<AtomicU32>,
         decoded: u64,
         version: Option<u64>,
     }
@@ -372,15 +402,26 @@ mod loom_tests {
         fn new(pages: &Arc<CodePages>) -> Self {
             Self {
                 member: Member::try_new(pages.clone()).unwrap(),
+                attention: Box::new(AtomicU32::new(0)),
                 decoded: u64::MAX,
                 version: None,
             }
         }
 
+        fn enter(&mut self) {
+            // SAFETY: every model calls `leave`, or drops the member before the word.
+            unsafe { self.member.enter(&self.attention) };
+        }
+
+        fn leave(&mut self) {
+            self.member.leave();
+            assert_eq!(self.attention.load(Relaxed), 0);
+        }
+
         /// Enters the block: looks at it if it has to.
         fn execute(&mut self, byte: &AtomicU64) {
-            if self.member.has_news() {
-                self.member.heed(|_| {});
+            if self.attention.load(Acquire) != 0 {
+                self.member.heed(&self.attention, |_| {});
             }
             let now = self.member.pages().version_of(PAGE);
             if self.version != Some(now) {
@@ -407,16 +448,16 @@ mod loom_tests {
                     let byte = byte.clone();
                     thread::spawn(move || {
                         for run in 0..runs {
-                            storer.member.enter();
+                            storer.enter();
                             storer.store(&byte, 1 + run as u64, marks);
                             storer.boundary();
-                            storer.member.leave();
+                            storer.leave();
                         }
                     })
                 })
                 .collect();
             let mut executor = Executor::new(&pages);
-            executor.member.enter();
+            executor.enter();
             executor.execute(&byte);
             executor.execute(&byte);
             for thread in threads {
@@ -455,6 +496,50 @@ mod loom_tests {
         sees_the_last_store(1, true, 1, true);
     }
 
+    /// Two CPUs run when `before` happens. Then one does `storing`, while the other executes.
+    fn sees_the_store_of_a_cpu_that_runs(
+        before: impl Fn(&mut Executor, &AtomicU64) + Sync + Send + 'static,
+        storing: fn(&mut Storer, &AtomicU64),
+    ) {
+        bounded(move || {
+            let pages = CodePages::try_new().unwrap();
+            let byte = Arc::new(AtomicU64::new(0));
+            let mut storer = Storer::new(&pages, true);
+            let mut executor = Executor::new(&pages);
+            storer.enter();
+            executor.enter();
+            before(&mut executor, &byte);
+            let other = {
+                let byte = byte.clone();
+                thread::spawn(move || {
+                    storing(&mut storer, &byte);
+                    storer.boundary();
+                    storer.leave();
+                })
+            };
+            executor.execute(&byte);
+            other.join().unwrap();
+            executor.execute(&byte);
+            assert_eq!(executor.decoded, byte.load(Relaxed));
+        });
+    }
+
+    #[test]
+    fn a_store_in_a_block_that_marks_a_page_and_began_before_another_mark_is_seen() {
+        sees_the_store_of_a_cpu_that_runs(Executor::execute, |storer, byte| {
+            storer.member.mark(OTHER_PAGE, || {});
+            byte.store(1, Relaxed);
+        });
+    }
+
+    #[test]
+    fn a_store_after_a_change_was_heeded_while_the_next_one_is_made_is_seen() {
+        let mark_other = |executor: &mut Executor, _: &AtomicU64| {
+            executor.member.mark(OTHER_PAGE, || {});
+        };
+        sees_the_store_of_a_cpu_that_runs(mark_other, |storer, byte| storer.store(byte, 1, false));
+    }
+
     #[test]
     fn two_cpus_that_mark_a_page_trust_it_together() {
         bounded(|| {
@@ -464,13 +549,13 @@ mod loom_tests {
                 let (pages, byte) = (pages.clone(), byte.clone());
                 thread::spawn(move || {
                     let mut executor = Executor::new(&pages);
-                    executor.member.enter();
+                    executor.enter();
                     executor.execute(&byte);
-                    executor.member.leave();
+                    executor.leave();
                 })
             };
             let mut executor = Executor::new(&pages);
-            executor.member.enter();
+            executor.enter();
             executor.execute(&byte);
             other.join().unwrap();
             executor.execute(&byte);

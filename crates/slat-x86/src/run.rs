@@ -5,15 +5,17 @@ use crate::machine::{Exit, Machine};
 use crate::op::{Break, Op};
 use crate::simd::HostFlags;
 use crate::state::flags;
-use crate::{Cpu, vector};
+use crate::sync::AtomicU32;
+use crate::{CodePages, Cpu, vector};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 
 impl Cpu {
     /// Runs the guest until it needs the caller.
     ///
     /// Reads `attention` at every block boundary: non-zero ends the run with [`Exit::Attention`]. A port or MMIO access that
-    /// was completed takes effect before that.
+    /// was completed takes effect before that. Bit [`CodePages::CHANGED`] is this crate's: other CPUs set it meanwhile, and it is clear
+    /// when this returns.
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
         let _host = HostFlags::keep();
         self.with_machine(machine, |cpu| {
@@ -21,14 +23,38 @@ impl Cpu {
             cpu.adopt_flags();
             cpu.forget_question();
             cpu.serialize();
-            cpu.code.enter();
             #[cfg(feature = "jit")]
             cpu.prepare_compiled(attention);
-            let exit = cpu.run_loop(attention);
-            cpu.code.leave();
+            let exit = cpu.told_by(attention, |cpu| cpu.run_loop(attention));
             cpu.flags();
             exit
         })
+    }
+
+    /// Calls `f`, in which the CPU executes. Meanwhile other CPUs tell this one of their changes of code by `attention`.
+    fn told_by<T>(&mut self, attention: &AtomicU32, f: impl FnOnce(&mut Self) -> T) -> T {
+        /// Leaves also when `f` panics.
+        struct Leave<'a>(&'a mut Cpu);
+        impl Drop for Leave<'_> {
+            fn drop(&mut self) {
+                self.0.code.leave();
+            }
+        }
+        // SAFETY: the member leaves before the borrow of the word ends.
+        unsafe { self.code.enter(attention) };
+        let leave = Leave(self);
+        f(leave.0)
+    }
+
+    /// Heeds what other CPUs have done with code, if `attention` says so. Returns whether it asks for the caller.
+    #[cold]
+    #[inline(never)]
+    fn attend(&mut self, attention: &AtomicU32) -> bool {
+        let asked = attention.load(Ordering::Acquire);
+        if asked & CodePages::CHANGED != 0 {
+            self.heed_code(attention);
+        }
+        asked & !CodePages::CHANGED != 0
     }
 
     fn run_loop(&mut self, attention: &AtomicU32) -> Exit {
@@ -41,11 +67,8 @@ impl Cpu {
                     None => {}
                 }
             }
-            if attention.load(Ordering::Relaxed) != 0 {
+            if attention.load(Ordering::Relaxed) != 0 && self.attend(attention) {
                 return Exit::Attention;
-            }
-            if self.code.has_news() {
-                self.heed_code();
             }
             let found = match self.find_block() {
                 Ok(block) => block,
@@ -198,6 +221,8 @@ impl Cpu {
     #[cold]
     #[inline(never)]
     fn boundary(&mut self, attention: &AtomicU32) -> Option<Exit> {
+        // Events and single steps store to memory, too.
+        self.attend(attention);
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
         }
@@ -221,7 +246,7 @@ impl Cpu {
             return Some(write);
         }
         loop {
-            if attention.load(Ordering::Relaxed) != 0 {
+            if attention.load(Ordering::Relaxed) & !CodePages::CHANGED != 0 {
                 return Some(Exit::Attention);
             }
             if let Some(exit) = self.take_traps() {

@@ -13,6 +13,7 @@ use crate::block::{Block, Place};
 use crate::heap::Zeroed;
 use crate::machine::{Access, Fault};
 use crate::op::Break;
+use crate::sync::AtomicU32;
 use crate::tlb::{SUPERVISOR, USER};
 use crate::{Cpu, vector};
 use slat_guard::Gone;
@@ -324,13 +325,12 @@ impl Cpu {
             .mark(page, || tlb.look_at_writes(|host| host == page))
     }
 
-    /// Heeds what other CPUs have done with code.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn heed_code(&mut self) {
+    /// Heeds what other CPUs have done with code, as `attention` has asked for.
+    pub(crate) fn heed_code(&mut self, attention: &AtomicU32) {
         let tlb = &mut self.fixed.tlb;
-        self.code
-            .heed(|pages| tlb.look_at_writes(|host| pages.version_of(host) != 0));
+        self.code.heed(attention, |pages| {
+            tlb.look_at_writes(|host| pages.version_of(host) != 0)
+        });
         self.outdate_stamps();
     }
 

@@ -75,7 +75,7 @@ fn a_cpu_leaves_its_endless_loop_when_another_one_patches_it() {
 fn a_cpu_that_begins_to_run_later_has_its_stores_seen() {
     // The second CPU stores to the page, which enters it into its TLB. It stops. The first CPU decodes the page. Then the second CPU
     // runs again, and stores to it.
-    both(|guest| {
+    let check = |guest: &dyn Fn(Arc<Memory>, &[u8]) -> Guest, run: fn(&mut Guest)| {
         let memory = memory();
         let first = guest(memory.clone(), b"\xeb\xfe\xf4");
         // mov byte [rdi],dl; hlt; mov byte [rdi],0; hlt
@@ -85,7 +85,15 @@ fn a_cpu_that_begins_to_run_later_has_its_stores_seen() {
         other.halt();
         halts_beside(first, || {
             std::thread::sleep(Duration::from_millis(30));
-            other.halt();
+            run(&mut other);
+        });
+    };
+    both(|guest| check(guest, Guest::halt));
+    // One instruction a run.
+    both(|guest| {
+        check(guest, |other| {
+            other.cpu.debugger.single_step = true;
+            assert!(matches!(other.run(), Exit::Debug { .. }));
         });
     });
 }

@@ -13,7 +13,7 @@ use crate::{Cpu, cpu};
 use iced_x86::{Decoder, DecoderOptions, FlowControl};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Entries of a block after which it is compiled.
 pub(crate) const HOT: u32 = 4096;
@@ -67,7 +67,6 @@ pub(crate) struct Compiled {
     /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode.
     pub(super) edition: u32,
     pub(super) attention: *const AtomicU32,
-    pub(super) version: *const AtomicU64,
     pub(super) client: Option<Client>,
 }
 
@@ -81,7 +80,6 @@ impl Compiled {
             targets: ptr::null(),
             edition: 1 << 8,
             attention: ptr::null(),
-            version: ptr::null(),
             client: None,
         }
     }
@@ -120,7 +118,6 @@ impl Cpu {
     pub(crate) fn prepare_compiled(&mut self, attention: &AtomicU32) {
         self.compiled.targets = &raw const self.fixed.targets.0[0];
         self.compiled.attention = attention;
-        self.compiled.version = self.code.pages().version();
     }
 
     /// Call when a block has been entered often: has it compiled, or looks whether it was.

@@ -30,12 +30,8 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         "jnz 3f",
         // Does anybody want something of the CPU, or has code changed?
         "mov rcx, [r15 + {attention}]",
-        "mov ecx, [rcx]",
-        "mov rdx, [r15 + {version}]",
-        "mov rdx, [rdx]",
-        "xor rdx, [r15 + {heeded}]",
-        "or rdx, rcx",
-        "jnz 3f",
+        "cmp dword ptr [rcx], 0",
+        "jne 3f",
         // Is the region at RIP known?
         "mov rcx, [r15 + {rip}]",
         "mov rdx, rcx",
@@ -67,8 +63,6 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         "pop rbp",
         "ret",
         attention = const offset_of!(Cpu, compiled.attention),
-        version = const offset_of!(Cpu, compiled.version),
-        heeded = const offset_of!(Cpu, code.heeded),
         rip = const offset_of!(Cpu, state.rip),
         mask = const TARGETS - 1,
         shift = const size_of::<Target>().trailing_zeros(),

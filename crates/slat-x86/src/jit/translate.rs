@@ -253,16 +253,9 @@ impl<'a> Translator<'a> {
     }
 
     /// Returns a value that is not 0 if others want something of the CPU, or have changed code.
-    fn news(&mut self) -> Value {
-        let trusted = MemFlags::trusted();
-        let attention = self.field(I64, offset_of!(Cpu, compiled.attention));
-        let attention = self.b.ins().atomic_load(I32, trusted, attention);
-        let version = self.field(I64, offset_of!(Cpu, compiled.version));
-        let version = self.b.ins().atomic_load(I64, trusted, version);
-        let heeded = self.field(I64, offset_of!(Cpu, code.heeded));
-        let news = self.b.ins().bxor(version, heeded);
-        let attention = self.b.ins().uextend(I64, attention);
-        self.b.ins().bor(news, attention)
+    fn attention(&mut self) -> Value {
+        let word = self.field(I64, offset_of!(Cpu, compiled.attention));
+        (self.b.ins()).atomic_load(I32, MemFlags::trusted(), word)
     }
 
     /// Begins a block that finds all state in the CPU.
@@ -430,7 +423,7 @@ impl<'a> Translator<'a> {
         self.count_done();
         if rip <= self.head {
             // A loop has to see it.
-            let wanted = self.news();
+            let wanted = self.attention();
             let (wait, go) = (self.cold(), self.b.create_block());
             self.b.ins().brif(wanted, wait, &[], go, &[]);
             self.b.switch_to_block(wait);
