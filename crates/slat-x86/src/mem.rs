@@ -23,6 +23,8 @@ enum Place {
         host: *mut u8,
         /// The guest-physical address, if the machine wants to know of stores.
         tracked: Option<u64>,
+        /// A store has to be noted: the TLB does not have the page for writes without a look.
+        needs_look: bool,
     },
     Mmio(u64),
 }
@@ -42,6 +44,7 @@ pub(crate) struct Destination {
     host: *mut u8,
     bytes: usize,
     tracked: Option<u64>,
+    needs_look: bool,
 }
 
 impl Destination {
@@ -101,7 +104,12 @@ impl Places {
     fn destination(&self, lin: u64) -> Option<Destination> {
         match *self {
             Places {
-                first: Place::Host { host, tracked },
+                first:
+                    Place::Host {
+                        host,
+                        tracked,
+                        needs_look,
+                    },
                 second: None,
                 split: bytes,
             } => Some(Destination {
@@ -109,6 +117,7 @@ impl Places {
                 host,
                 bytes,
                 tracked,
+                needs_look,
             }),
             _ => None,
         }
@@ -155,7 +164,8 @@ impl Cpu {
         self.store_slow(lin, v)
     }
 
-    /// Call after each store that missed in the TLB's entries for writes, made to `host`, the address of `lin`. If the page holds
+    /// Call after each store that missed in the TLB's entries for writes, made to `host`, the address of `lin`. (Those that hit are to
+    /// pages that no CPU trusts to hold code: see `code_pages`.) If the page holds
     /// decoded code, all CPUs see that it is not good any more, this one before its next instruction.
     fn note_store(&mut self, lin: u64, host: *mut u8) {
         let host = host as usize;
@@ -243,7 +253,9 @@ impl Cpu {
     ) -> Result<Option<T>, Break> {
         let result = write(to.host).ok();
         // Even a write that failed may have changed some bytes.
-        self.note_store(to.lin, to.host);
+        if to.needs_look {
+            self.note_store(to.lin, to.host);
+        }
         self.tell_stored(to.tracked, to.bytes);
         if result.is_none() {
             self.gone(to.lin, to.host, Access::Write)?;
@@ -519,17 +531,21 @@ impl Cpu {
     #[inline(always)]
     fn place(&mut self, lin: u64, access: Access) -> Result<Place, Break> {
         let table = self.table;
-        let hit = match access {
-            Access::Write => {
-                let tlb = self.tlb();
-                (tlb.write(table, lin, 1)).or_else(|| tlb.write_code(table, lin))
-            }
-            _ => self.tlb().read(table, lin, 1),
+        let tlb = self.tlb();
+        let (hit, needs_look) = match access {
+            Access::Write => match tlb.write(table, lin, 1) {
+                None => (tlb.write_code(table, lin), true),
+                free => (free, false),
+            },
+            _ => (tlb.read(table, lin, 1), false),
         };
         if let Some(host) = hit {
-            // The TLB holds no tracked page for writes, and reads are not told.
-            let tracked = None;
-            return Ok(Place::Host { host, tracked });
+            return Ok(Place::Host {
+                host,
+                // The TLB holds no tracked page for writes, and reads are not told.
+                tracked: None,
+                needs_look,
+            });
         }
         if !self.canonical(lin) {
             self.fault_noncanonical = true;
@@ -547,6 +563,7 @@ impl Cpu {
                 Ok(Place::Host {
                     host: page.base.as_ptr().wrapping_add(at as usize),
                     tracked: page.tracked.map(|gpa| gpa + at),
+                    needs_look: true,
                 })
             }
             Err(Fault::Mmio { gpa }) => Ok(Place::Mmio(gpa)),
@@ -667,11 +684,15 @@ impl Cpu {
 
     fn write_at(&mut self, lin: u64, place: Place, bytes: &[u8]) -> Result<bool, Break> {
         match place {
-            Place::Host { host, .. } => {
+            Place::Host {
+                host, needs_look, ..
+            } => {
                 // SAFETY: a translation of guest memory, to which every access is guarded.
                 let done = unsafe { slat_guard::copy_out(host, bytes) };
                 // Even a write that failed may have changed some bytes.
-                self.note_store(lin, host);
+                if needs_look {
+                    self.note_store(lin, host);
+                }
                 if done.is_err() {
                     self.gone(lin, host, Access::Write)?;
                 }

@@ -70,7 +70,7 @@ impl Translator<'_> {
     }
 
     /// Returns the flags of an access to guest memory.
-    fn guarded() -> MemFlags {
+    pub(super) fn guarded() -> MemFlags {
         MemFlags::new().with_trap_code(Some(GUARDED))
     }
 
@@ -92,15 +92,20 @@ impl Translator<'_> {
     }
 
     /// Returns the host address to store at.
-    fn place_to_store(&mut self, lin: Value, size: u8) -> Value {
+    pub(super) fn place_to_store(&mut self, lin: Value, size: u8) -> Value {
         self.prepare_stop();
+        let helper = helpers::place_to_store as *const () as usize;
+        self.place(lin, size, tlb::WRITE, helper)
+    }
+
+    /// Returns the host address of an access: from the TLB, by the tags at `tag`, or from `helper`. A stop is prepared.
+    pub(super) fn place(&mut self, lin: Value, size: u8, tag: usize, helper: usize) -> Value {
         let (miss, on) = (self.cold(), self.b.create_block());
         let place = self.b.append_block_param(on, I64);
-        let host = self.look_up(lin, size, tlb::WRITE, miss);
+        let host = self.look_up(lin, size, tag, miss);
         self.b.ins().jump(on, &[host.into()]);
         self.b.switch_to_block(miss);
         let bytes = self.constant(1 << size);
-        let helper = helpers::place_to_store as *const () as usize;
         let results = self.call(helper, &[lin, bytes], 2);
         self.stop_unless_done(results[1], on, &[results[0]]);
         self.b.switch_to_block(on);

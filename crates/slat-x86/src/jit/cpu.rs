@@ -30,10 +30,11 @@ pub(crate) struct Entrance {
     entry: u32,
 }
 
-/// Entries of [`Targets`].
-pub(super) const TARGETS: usize = 8192;
+/// Sets of [`Targets`].
+pub(super) const SETS: usize = 4096;
 
 /// A place where compiled code can be entered. Small: most of them are in farther caches.
+#[derive(Clone, Copy)]
 #[repr(C, align(32))]
 pub(super) struct Target {
     /// The address of the guest's code.
@@ -46,9 +47,10 @@ pub(super) struct Target {
     pub(super) edition: u32,
 }
 
-/// The places where regions continue directly, when they leave for another region: direct-mapped. It holds only code that blocks have
-/// now; see [`Cpu::forget_targets`].
-pub(crate) struct Targets([Target; TARGETS]);
+/// The places where regions continue directly, when they leave for another region. A set, which is a cache line, has two of them, the
+/// newer one first. They are of code only that blocks have now; see [`Cpu::forget_targets`].
+#[repr(align(64))]
+pub(crate) struct Targets([[Target; 2]; SETS]);
 
 // SAFETY: integers and pointers.
 unsafe impl Zeroed for Targets {}
@@ -63,7 +65,7 @@ pub(crate) struct Compiled {
     pub(super) rip: u64,
     /// The table of the TLB that data accesses use.
     pub(crate) table: *const Entry,
-    pub(super) targets: *const Target,
+    pub(super) targets: *const [Target; 2],
     /// Targets with another number are not good. It tells modes apart, too: the lowest byte is the CPU's mode.
     pub(super) edition: u32,
     pub(super) attention: *const AtomicU32,
@@ -179,7 +181,7 @@ impl Cpu {
         self.compiled.edition = self.compiled.edition.wrapping_add(1 << 8);
         if self.compiled.edition >> 8 == 0 {
             // The numbers of long ago come again.
-            for target in &mut self.fixed.targets.0 {
+            for target in self.fixed.targets.0.as_flattened_mut() {
                 target.edition = 0;
             }
             self.compiled.edition += 1 << 8;
@@ -251,7 +253,11 @@ impl Cpu {
         let entrance = block.entrance.as_ref()?;
         let (code, entry) = (entrance.region.chunk.start(), entrance.entry);
         let rip = block.key.rip;
-        self.fixed.targets.0[(rip ^ rip >> 12) as usize & (TARGETS - 1)] = Target {
+        let [newer, older] = &mut self.fixed.targets.0[(rip ^ rip >> 12) as usize & (SETS - 1)];
+        if newer.rip != rip {
+            *older = *newer;
+        }
+        *newer = Target {
             rip,
             stamp: self.stamp,
             code,

@@ -1,6 +1,6 @@
 //! How compiled code is entered, and how a region continues in another one.
 
-use super::cpu::{TARGETS, Target};
+use super::cpu::{SETS, Target};
 use crate::Cpu;
 use std::arch::naked_asm;
 use std::mem::offset_of;
@@ -41,8 +41,12 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         "shl edx, {shift}",
         "add rdx, [r15 + {targets}]",
         "cmp rcx, [rdx + {target_rip}]",
+        "je 4f",
+        "add rdx, {size}",
+        "cmp rcx, [rdx + {target_rip}]",
         "jne 3f",
         // Is it good?
+        "4:",
         "mov rsi, [r15 + {cpu_stamp}]",
         "cmp rsi, [rdx + {stamp}]",
         "jne 3f",
@@ -64,8 +68,9 @@ pub(super) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8, entry: 
         "ret",
         attention = const offset_of!(Cpu, compiled.attention),
         rip = const offset_of!(Cpu, state.rip),
-        mask = const TARGETS - 1,
-        shift = const size_of::<Target>().trailing_zeros(),
+        mask = const SETS - 1,
+        shift = const size_of::<[Target; 2]>().trailing_zeros(),
+        size = const size_of::<Target>(),
         targets = const offset_of!(Cpu, compiled.targets),
         target_rip = const offset_of!(Target, rip),
         cpu_stamp = const offset_of!(Cpu, stamp),

@@ -64,6 +64,12 @@ extern "C" fn load<T: Int>(cpu: &mut Cpu, lin: u64) -> Loaded {
     Loaded::new(cpu, value.map(|value| value.map(Int::zx)))
 }
 
+/// Returns the host address to load `bytes` bytes from, if they are memory and in one page. Otherwise the instruction is the interpreter's.
+pub(super) extern "C" fn place_to_load(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {
+    let place = cpu.read_place(lin, bytes as usize);
+    Loaded::new(cpu, place.map(|place| place.map(|host| host as u64)))
+}
+
 /// Returns the host address to store `bytes` bytes at, if that is a store to a page without decoded code, in one page, that nobody wants to
 /// know of. Otherwise the instruction is the interpreter's.
 pub(super) extern "C" fn place_to_store(cpu: &mut Cpu, lin: u64, bytes: u64) -> Loaded {

@@ -91,9 +91,14 @@ impl Translator<'_> {
         let high = self.b.ins().iadd_imm(high, 1);
         // 0 and -1 are the upper bits of canonical addresses.
         let strange = self.b.ins().icmp_imm(IntCC::UnsignedGreaterThan, high, 1);
+        self.interpret_if(strange);
+    }
+
+    /// Leaves the instruction to the interpreter if `condition` is not 0.
+    pub(super) fn interpret_if(&mut self, condition: Value) {
         self.prepare_stop();
         let (bail, fine) = (self.cold(), self.b.create_block());
-        self.b.ins().brif(strange, bail, &[], fine, &[]);
+        self.b.ins().brif(condition, bail, &[], fine, &[]);
         self.b.switch_to_block(bail);
         self.stop_for_interpreter();
         self.b.switch_to_block(fine);
@@ -211,7 +216,7 @@ impl Translator<'_> {
                     return None;
                 }
             }
-            _ => return None,
+            _ => return self.vector_instruction(insn, op),
         }
         Some(())
     }

@@ -11,6 +11,7 @@
 //! |---|---|
 //! | `translate` | from guest code to Cranelift's intermediate language: a region as a whole |
 //! | `instructions` | instructions with a translation of their own |
+//! | `vector` | vector instructions with a translation of their own |
 //! | `access` | accesses to guest memory |
 //! | `condition` | the flags: computed when used |
 //! | `helpers` | what compiled code calls |
@@ -31,6 +32,7 @@ mod helpers;
 mod instructions;
 mod memory;
 mod translate;
+mod vector;
 
 use crate::heap::OutOfMemory;
 use crate::op::Op;

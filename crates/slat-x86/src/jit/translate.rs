@@ -17,6 +17,7 @@
 
 use super::condition::Flags;
 use super::helpers::{self, Status};
+use super::vector::Vectors;
 use super::{Source, Step};
 use crate::Cpu;
 use crate::lower;
@@ -150,6 +151,7 @@ pub(super) struct Translator<'a> {
     gpr: [Option<Value>; 16],
     /// The registers that are not written back, as bits.
     changed: u16,
+    pub(super) vectors: Vectors,
     /// What set the flags that the next instruction finds.
     pub(super) flags: Flags,
     /// Whether the CPU's record has them.
@@ -171,6 +173,8 @@ pub(super) struct Translator<'a> {
     pub(super) has_changed: bool,
     /// The address of the current block.
     head: u64,
+    /// The CPU's.
+    pub(super) mode: u8,
 }
 
 impl<'a> Translator<'a> {
@@ -200,6 +204,7 @@ impl<'a> Translator<'a> {
             cpu: None,
             gpr: [None; 16],
             changed: 0,
+            vectors: Vectors::default(),
             flags: Flags::Recorded,
             are_flags_recorded: true,
             before: 0,
@@ -211,6 +216,7 @@ impl<'a> Translator<'a> {
             checkpoint: 0,
             has_changed: false,
             head: 0,
+            mode: source.mode,
         };
         translator.enter(index, source);
         translator
@@ -264,6 +270,7 @@ impl<'a> Translator<'a> {
         self.cpu = Some(self.b.ins().get_pinned_reg(I64));
         self.gpr = [None; 16];
         self.changed = 0;
+        self.forget_vectors();
         self.flags = Flags::Recorded;
         self.are_flags_recorded = true;
     }
@@ -299,7 +306,7 @@ impl<'a> Translator<'a> {
     /// Writes back the registers that have changed.
     pub(super) fn write_registers(&mut self) {
         let changed = std::mem::take(&mut self.changed);
-        self.has_changed |= changed != 0;
+        self.has_changed |= self.write_vectors() || changed != 0;
         for r in (0..16).filter(|r| changed >> r & 1 != 0) {
             if let Some(value) = self.gpr[r] {
                 self.set_field(Self::gpr_offset(r), value);
@@ -314,7 +321,7 @@ impl<'a> Translator<'a> {
     }
 
     /// Makes the current instruction the checkpoint. Call before anything of it has happened.
-    fn set_checkpoint(&mut self) {
+    pub(super) fn set_checkpoint(&mut self) {
         self.write_back();
         self.checkpoint = self.step;
         self.has_changed = false;
@@ -490,6 +497,7 @@ impl<'a> Translator<'a> {
         for r in written(&mut self.factory, insn) {
             self.gpr[r] = None;
         }
+        self.forget_vectors();
     }
 
     /// Returns the value of a register.

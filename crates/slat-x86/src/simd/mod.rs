@@ -74,6 +74,12 @@ fn offered(feature: CpuidFeature) -> Option<bool> {
     })
 }
 
+/// Whether the host has an instruction of sets that this CPU implements.
+pub(crate) fn is_offered(insn: &Instruction) -> bool {
+    let mut features = insn.code().cpuid_features().iter();
+    features.all(|f| offered(*f) == Some(true))
+}
+
 fn undefined(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }
@@ -87,11 +93,11 @@ fn is_mmx(insn: &Instruction) -> bool {
 
 /// Chooses the handler of a SIMD instruction; `None` if this CPU does not have it.
 pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let features = insn.code().cpuid_features();
-    if !features.iter().all(|f| offered(*f).is_some()) {
+    let mut features = insn.code().cpuid_features().iter();
+    if !features.all(|f| offered(*f).is_some()) {
         return None;
     }
-    if !features.iter().all(|f| offered(*f) == Some(true)) {
+    if !is_offered(insn) {
         return Some(undefined);
     }
     if insn.encoding() == EncodingKind::VEX {

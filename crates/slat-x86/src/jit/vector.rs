@@ -1,0 +1,301 @@
+//! Vector instructions that have a translation of their own: moves, and operations that string functions are made of. They treat
+//! elements of at most 64 bits alone, so a 256-bit one is two of 128 bits: Cranelift has no wider vectors on this host.
+
+use super::helpers;
+use super::translate::Translator;
+use crate::Cpu;
+use crate::cpu::mode;
+use crate::op::{MEM, Op};
+use crate::simd;
+use crate::tlb;
+use cranelift_codegen::ir::condcodes::IntCC;
+use cranelift_codegen::ir::types::{I8X16, I16X8, I32X4, I64, I64X2};
+use cranelift_codegen::ir::{Endianness, InstBuilder, MemFlags, Type, Value};
+use cranelift_frontend::FuncInstBuilder;
+use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind, Register};
+use std::mem::offset_of;
+
+/// The vector registers as a block knows them: 16 lower halves, then 16 upper ones. All values are [`I8X16`].
+#[derive(Default)]
+pub(super) struct Vectors {
+    known: [Option<Value>; 32],
+    /// Those that are not written back, as bits.
+    changed: u32,
+}
+
+/// An operation on elements.
+type Operate = for<'a, 'f> fn(FuncInstBuilder<'a, 'f>, Value, Value) -> Value;
+
+/// Returns the elements and the operation of an instruction with two sources.
+fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
+    use Mnemonic::*;
+    let equal: Operate = |ins, a, b| ins.icmp(IntCC::Equal, a, b);
+    let greater: Operate = |ins, a, b| ins.icmp(IntCC::SignedGreaterThan, a, b);
+    let add: Operate = |ins, a, b| ins.iadd(a, b);
+    let subtract: Operate = |ins, a, b| ins.isub(a, b);
+    Some(match mnemonic {
+        Pxor | Xorps | Xorpd | Vpxor | Vxorps | Vxorpd => (I8X16, |ins, a, b| ins.bxor(a, b)),
+        Por | Orps | Orpd | Vpor | Vorps | Vorpd => (I8X16, |ins, a, b| ins.bor(a, b)),
+        Pand | Andps | Andpd | Vpand | Vandps | Vandpd => (I8X16, |ins, a, b| ins.band(a, b)),
+        Pandn | Andnps | Andnpd | Vpandn | Vandnps | Vandnpd => {
+            (I8X16, |ins, a, b| ins.band_not(b, a))
+        }
+        Pcmpeqb | Vpcmpeqb => (I8X16, equal),
+        Pcmpeqw | Vpcmpeqw => (I16X8, equal),
+        Pcmpeqd | Vpcmpeqd => (I32X4, equal),
+        Pcmpgtb | Vpcmpgtb => (I8X16, greater),
+        Pcmpgtw | Vpcmpgtw => (I16X8, greater),
+        Pcmpgtd | Vpcmpgtd => (I32X4, greater),
+        Paddb | Vpaddb => (I8X16, add),
+        Paddw | Vpaddw => (I16X8, add),
+        Paddd | Vpaddd => (I32X4, add),
+        Paddq | Vpaddq => (I64X2, add),
+        Psubb | Vpsubb => (I8X16, subtract),
+        Psubw | Vpsubw => (I16X8, subtract),
+        Psubd | Vpsubd => (I32X4, subtract),
+        Psubq | Vpsubq => (I64X2, subtract),
+        Pminub | Vpminub => (I8X16, |ins, a, b| ins.umin(a, b)),
+        Pmaxub | Vpmaxub => (I8X16, |ins, a, b| ins.umax(a, b)),
+        Pminsw | Vpminsw => (I16X8, |ins, a, b| ins.smin(a, b)),
+        Pmaxsw | Vpmaxsw => (I16X8, |ins, a, b| ins.smax(a, b)),
+        _ => return None,
+    })
+}
+
+/// Whether an instruction moves a whole register, and if so, whether to or from an aligned address only.
+fn whole_move(mnemonic: Mnemonic) -> Option<bool> {
+    use Mnemonic::*;
+    match mnemonic {
+        Movaps | Movapd | Movdqa | Movntdq | Movntps | Movntpd | Movntdqa => Some(true),
+        Vmovaps | Vmovapd | Vmovdqa | Vmovntdq | Vmovntps | Vmovntpd | Vmovntdqa => Some(true),
+        Movups | Movupd | Movdqu | Lddqu | Vmovups | Vmovupd | Vmovdqu | Vlddqu => Some(false),
+        _ => None,
+    }
+}
+
+impl Translator<'_> {
+    fn vector_offset(n: usize) -> usize {
+        match n {
+            0..16 => offset_of!(Cpu, state.xmm) + 16 * n,
+            _ => offset_of!(Cpu, state.ymm_high) + 16 * (n - 16),
+        }
+    }
+
+    /// Forgets what is known of vector registers, which are written back.
+    pub(super) fn forget_vectors(&mut self) {
+        self.vectors = Vectors::default();
+    }
+
+    /// Writes back the vector registers that have changed. Returns whether there were some.
+    pub(super) fn write_vectors(&mut self) -> bool {
+        let changed = std::mem::take(&mut self.vectors.changed);
+        for n in (0..32).filter(|n| changed >> n & 1 != 0) {
+            if let Some(value) = self.vectors.known[n] {
+                self.set_field(Self::vector_offset(n), value);
+            }
+        }
+        changed != 0
+    }
+
+    /// Reads a half of a register: 0 is the lower one.
+    fn half(&mut self, r: u8, half: usize) -> Value {
+        let n = usize::from(r & 15) + 16 * half;
+        match self.vectors.known[n] {
+            Some(value) => value,
+            None => {
+                let value = self.field(I8X16, Self::vector_offset(n));
+                self.vectors.known[n] = Some(value);
+                value
+            }
+        }
+    }
+
+    fn set_half(&mut self, r: u8, half: usize, value: Value) {
+        let n = usize::from(r & 15) + 16 * half;
+        self.vectors.known[n] = Some(self.as_elements(value, I8X16));
+        self.vectors.changed |= 1 << n;
+    }
+
+    /// Writes a register: one half, or two. A VEX instruction that writes one clears the other.
+    fn set_vector(&mut self, insn: &Instruction, r: u8, halves: &[Value]) {
+        for (half, value) in halves.iter().enumerate() {
+            self.set_half(r, half, *value);
+        }
+        if halves.len() == 1 && insn.encoding() == EncodingKind::VEX {
+            let zero = self.vector_of(0);
+            self.set_half(r, 1, zero);
+        }
+    }
+
+    /// Returns a vector with `low` in its lower 64 bits, and 0 above.
+    fn vector_of(&mut self, low: i64) -> Value {
+        let low = self.constant(low);
+        self.b.ins().scalar_to_vector(I64X2, low)
+    }
+
+    /// Returns the same bits as elements of another type.
+    fn as_elements(&mut self, value: Value, ty: Type) -> Value {
+        match self.b.func.dfg.value_type(value) == ty {
+            true => value,
+            false => {
+                let flags = MemFlags::new().with_endianness(Endianness::Little);
+                self.b.ins().bitcast(ty, flags, value)
+            }
+        }
+    }
+
+    /// Returns the lower 64 bits of a register.
+    fn low_of(&mut self, r: u8) -> Value {
+        let value = self.half(r, 0);
+        let value = self.as_elements(value, I64X2);
+        self.b.ins().extractlane(value, 0)
+    }
+
+    /// Leaves the instruction to the interpreter, which raises #GP, unless `lin` is a multiple of `bytes`.
+    fn check_alignment(&mut self, lin: Value, bytes: usize) {
+        let rest = self.b.ins().band_imm(lin, bytes as i64 - 1);
+        self.interpret_if(rest);
+    }
+
+    /// Reads operand `k`, a register or memory, as so many halves.
+    fn vector(&mut self, op: &Op, k: usize, halves: usize, is_aligned: bool) -> Vec<Value> {
+        if op.r[k] != MEM {
+            return (0..halves).map(|half| self.half(op.r[k], half)).collect();
+        }
+        let lin = self.lin(op);
+        if is_aligned {
+            self.check_alignment(lin, 16 * halves);
+        }
+        self.prepare_stop();
+        let size = (16 * halves).trailing_zeros() as u8;
+        let helper = helpers::place_to_load as *const () as usize;
+        let host = self.place(lin, size, tlb::READ, helper);
+        (0..halves as i32)
+            .map(|half| {
+                let flags = Self::guarded();
+                self.b.ins().load(I8X16, flags, host, 16 * half)
+            })
+            .collect()
+    }
+
+    fn store_vector(&mut self, op: &Op, values: &[Value], is_aligned: bool) {
+        let lin = self.lin(op);
+        if is_aligned {
+            self.check_alignment(lin, 16 * values.len());
+        }
+        if values.len() > 1 {
+            // The first half may be stored and the second one fail: loads before this instruction must not be made again.
+            self.set_checkpoint();
+        }
+        let host = self.place_to_store(lin, (16 * values.len()).trailing_zeros() as u8);
+        for (half, value) in values.iter().enumerate() {
+            let flags = Self::guarded();
+            self.b.ins().store(flags, *value, host, 16 * half as i32);
+        }
+        self.has_changed = true;
+    }
+
+    /// Translates a vector instruction. `None`, with nothing done: there is no translation.
+    pub(super) fn vector_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
+        use Mnemonic::*;
+        let vex = insn.encoding() == EncodingKind::VEX;
+        let off = if vex { mode::NO_AVX } else { mode::NO_SSE };
+        let registers = (0..insn.op_count())
+            .filter(|k| insn.op_kind(*k) == OpKind::Register)
+            .map(|k| insn.op_register(k));
+        let is_wide = registers.clone().any(Register::is_ymm);
+        let are_ours = |r: Register| r.is_xmm() || r.is_ymm() || r.is_gpr();
+        let is_on = self.mode & (off | mode::TASK_SWITCHED) == 0;
+        if !is_on || !registers.clone().all(are_ours) || !simd::is_offered(insn) {
+            return None;
+        }
+        let halves = if is_wide { 2 } else { 1 };
+        if let Some(is_aligned) = whole_move(insn.mnemonic()) {
+            let values = self.vector(op, 1, halves, is_aligned);
+            match op.r[0] {
+                MEM => self.store_vector(op, &values, is_aligned),
+                r => self.set_vector(insn, r, &values),
+            }
+            return Some(());
+        }
+        if let Some((ty, operate)) = operation(insn.mnemonic()) {
+            let (first, second) = if vex { (1, 2) } else { (0, 1) };
+            let b = self.vector(op, second, halves, !vex);
+            let a = self.vector(op, first, halves, false);
+            let values: Vec<_> = (a.into_iter().zip(b))
+                .map(|(a, b)| {
+                    let (a, b) = (self.as_elements(a, ty), self.as_elements(b, ty));
+                    operate(self.b.ins(), a, b)
+                })
+                .collect();
+            self.set_vector(insn, op.r[0], &values);
+            return Some(());
+        }
+        match insn.mnemonic() {
+            Pmovmskb | Vpmovmskb => {
+                let values = self.vector(op, 1, halves, false);
+                let mut signs = self.b.ins().vhigh_bits(I64, values[0]);
+                if let Some(high) = values.get(1) {
+                    let high = self.b.ins().vhigh_bits(I64, *high);
+                    let high = self.b.ins().ishl_imm(high, 16);
+                    signs = self.b.ins().bor(signs, high);
+                }
+                self.set(op.r[0], 3, signs);
+            }
+            Movd | Movq | Vmovd | Vmovq => self.move_low(insn, op),
+            Vpbroadcastb => self.broadcast(insn, op, 0, halves),
+            Vpbroadcastw => self.broadcast(insn, op, 1, halves),
+            Vpbroadcastd => self.broadcast(insn, op, 2, halves),
+            Vpbroadcastq => self.broadcast(insn, op, 3, halves),
+            Vzeroupper => {
+                let zero = self.vector_of(0);
+                (0..16).for_each(|r| self.set_half(r, 1, zero));
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    /// MOVD and MOVQ: between a vector register and any place, the upper bits of a vector register cleared.
+    fn move_low(&mut self, insn: &Instruction, op: &Op) {
+        let is_vector = |k| insn.op_kind(k) == OpKind::Register && insn.op_register(k).is_xmm();
+        let bytes = match (0..2).find(|k| !is_vector(*k)) {
+            Some(k) if insn.op_kind(k) == OpKind::Memory => insn.memory_size().size(),
+            Some(k) => insn.op_register(k).size(),
+            None => 8,
+        };
+        let size = bytes.trailing_zeros() as u8;
+        let value = if is_vector(1) {
+            let low = self.low_of(op.r[1]);
+            self.narrow(low, size)
+        } else {
+            self.operand(op, 1, size)
+        };
+        if is_vector(0) {
+            let low = self.wide(value);
+            let value = self.b.ins().scalar_to_vector(I64X2, low);
+            self.set_vector(insn, op.r[0], &[value]);
+        } else if op.r[0] == MEM {
+            let lin = self.lin(op);
+            self.store(lin, size, value);
+        } else {
+            self.set(op.r[0], size, value);
+        }
+    }
+
+    /// Fills a register with its source's lowest element.
+    fn broadcast(&mut self, insn: &Instruction, op: &Op, size: u8, halves: usize) {
+        let element = match op.r[1] {
+            MEM => self.operand(op, 1, size),
+            r => {
+                let low = self.low_of(r);
+                self.narrow(low, size)
+            }
+        };
+        let element = self.wide(element);
+        let ones = u64::MAX / (u64::MAX >> (64 - (8 << size)));
+        let all = self.b.ins().imul_imm(element, ones as i64);
+        let value = self.b.ins().splat(I64X2, all);
+        self.set_vector(insn, op.r[0], &vec![value; halves]);
+    }
+}
