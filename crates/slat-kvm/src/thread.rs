@@ -7,7 +7,7 @@ use slat::Attention;
 use std::cell::Cell;
 use std::ptr::null;
 
-/// The bits of the attention word that this crate uses; the engine has [`Attention::FLUSH`].
+/// The bits of the attention word that this crate uses; the engine has [`Attention::FLUSH`], the CPU [`slat_x86::CodePages::CHANGED`].
 pub mod bits {
     /// A signal was delivered to the thread: `KVM_RUN` ends with `EINTR`.
     pub const SIGNAL: u32 = 1 << 8;

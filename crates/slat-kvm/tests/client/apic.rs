@@ -1,8 +1,6 @@
 //! Interrupts between vCPUs.
 
-mod common;
-
-use common::{DATA, Guest};
+use crate::common::{DATA, Guest};
 use slat_kvm::{VcpuExit, VcpuFd};
 use std::sync::mpsc;
 use std::time::Duration;

@@ -1,8 +1,6 @@
 //! Dirty logs: bitmaps, manual protection, rings.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use kvm_bindings::*;
 use slat_kvm::abi::*;
 use slat_kvm::ioctl::Object;

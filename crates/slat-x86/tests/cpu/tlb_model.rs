@@ -2,8 +2,7 @@
 //! that the CPU uses was that of the tables at some moment since the last flush that covers it (SDM volume 3, "Caching Translation
 //! Information").
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::state::control;
 use slat_x86::{Exit, vector};
 use std::collections::HashSet;

@@ -1,8 +1,6 @@
 //! Model-specific registers, accessed by clients and by guests; and KVM_TRANSLATE.
 
-mod common;
-
-use common::{CODE, DATA, Guest, RawGuest, start_at_code};
+use crate::common::{CODE, DATA, Guest, RawGuest, start_at_code};
 use kvm_bindings::*;
 use slat_kvm::VcpuExit;
 

@@ -1,8 +1,6 @@
 //! Interrupts from devices: by lines, messages and eventfds; and guest writes that signal eventfds.
 
-mod common;
-
-use common::{DEVICE, Guest};
+use crate::common::{DEVICE, Guest};
 use kvm_bindings::*;
 use slat_kvm::{IoEventAddress, NoDatamatch, VcpuExit, VmFd};
 use std::sync::mpsc;
@@ -198,7 +196,7 @@ fn a_write_that_matches_signals_the_eventfd_and_no_other_does() {
         .vm
         .unregister_ioevent(&any_size, &at_device, NoDatamatch)
         .unwrap();
-    common::start_at_code(&guest.vcpu);
+    crate::common::start_at_code(&guest.vcpu);
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::IoOut(..)));
     assert!(matches!(
         guest.vcpu.run().unwrap(),

@@ -1,8 +1,6 @@
 //! MSR accesses that a client forbids, or completes: `KVM_X86_SET_MSR_FILTER` and `KVM_CAP_X86_USER_SPACE_MSR`.
 
-mod common;
-
-use common::{CODE, MEMORY, Memory, create};
+use crate::common::{CODE, MEMORY, Memory, create};
 use kvm_bindings::*;
 use slat_kvm::abi;
 use slat_kvm::ioctl::{Answer, Object};

@@ -2,8 +2,7 @@
 //! flags and memory.
 #![cfg(feature = "jit")]
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::Exit;
 
 /// Pages with operands, each followed by one that operands reach across its end.

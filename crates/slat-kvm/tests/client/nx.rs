@@ -1,8 +1,6 @@
 //! NX huge pages, through a module parameter and with their recovery. (A test program of its own: parameters belong to the process.)
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use kvm_bindings::*;
 use slat_kvm::api::StatsFd;
 use slat_kvm::{Kvm, VcpuExit, parameters};

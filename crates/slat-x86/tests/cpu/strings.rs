@@ -1,8 +1,7 @@
 //! Repeated string instructions: many elements at once must leave what one after the other leaves. With a data watchpoint set, even
 //! one elsewhere, the CPU executes them one by one.
 
-mod common;
-use common::*;
+use crate::common::*;
 
 /// Pages that the instructions may reach, from [`DATA`] on; most begin in the middle.
 const PAGES: u64 = 16;

@@ -1,8 +1,7 @@
 //! What surrounds SSE and x87 instructions: when they are not available, how their exceptions come, what a fault leaves.
 //! (What they compute is the oracle's business.)
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::*;
 
 const CR0_EM: u64 = 1 << 2;

@@ -1,7 +1,6 @@
 //! Port and MMIO accesses, and host memory that is not there.
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::*;
 use std::sync::atomic::Ordering;
 

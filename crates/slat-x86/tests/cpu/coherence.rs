@@ -1,8 +1,7 @@
 //! Code that changes while CPUs have it decoded or compiled: by their own stores, by another CPU's, by the client's.
 #![cfg(feature = "jit")]
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::*;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

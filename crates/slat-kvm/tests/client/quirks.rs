@@ -1,8 +1,6 @@
 //! KVM's quirks, until a client disables them (`KVM_CAP_DISABLE_QUIRKS2`).
 
-mod common;
-
-use common::{CODE, Guest, enable, start_at_code};
+use crate::common::{CODE, Guest, enable, start_at_code};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VmFd};
 use std::arch::x86_64::__cpuid;

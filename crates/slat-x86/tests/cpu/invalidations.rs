@@ -1,7 +1,6 @@
 //! Instructions that invalidate translations: which of them the machine is told.
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::GuestFlush::{All, Page};
 use slat_x86::state::control;
 use slat_x86::*;

@@ -1,8 +1,6 @@
 //! KVM's paravirtual features: steal time, ends of interrupts in memory, hypercalls.
 
-mod common;
-
-use common::{CODE, DATA, Guest, Memory, RawGuest, start_at_code};
+use crate::common::{CODE, DATA, Guest, Memory, RawGuest, start_at_code};
 use kvm_bindings::*;
 use slat_kvm::{VcpuExit, VcpuFd};
 use std::time::{Duration, Instant};
@@ -164,7 +162,7 @@ fn steal_time_is_written_to_the_dirty_log() {
     );
     let region = kvm_userspace_memory_region {
         flags: KVM_MEM_LOG_DIRTY_PAGES,
-        memory_size: common::MEMORY as u64,
+        memory_size: crate::common::MEMORY as u64,
         userspace_addr: guest.memory.start as u64,
         ..Default::default()
     };
@@ -177,7 +175,7 @@ fn steal_time_is_written_to_the_dirty_log() {
         assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
         versions.push(word(&guest.memory, DATA + 8) as u32);
         assert_eq!(byte(&guest.memory, DATA + 16), 1, "the vCPU does not run");
-        let log = guest.vm.get_dirty_log(0, common::MEMORY).unwrap();
+        let log = guest.vm.get_dirty_log(0, crate::common::MEMORY).unwrap();
         assert_eq!(log[0] & 1 << (DATA / 4096), 1 << (DATA / 4096));
     }
     assert!(

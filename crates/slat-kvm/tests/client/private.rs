@@ -1,8 +1,6 @@
 //! Private memory and the exits around it, through the Rust API.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use kvm_bindings::*;
 use slat_kvm::{Cap, GuestMemfdFd, VcpuExit, VmFd};
 use std::os::fd::AsRawFd;

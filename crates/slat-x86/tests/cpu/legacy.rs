@@ -1,7 +1,6 @@
 //! Instructions that 64-bit mode does not have, in compatibility mode; and those that are #UD or nothing without a feature.
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::*;
 
 const CF: u64 = 1;

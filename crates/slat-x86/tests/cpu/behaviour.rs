@@ -1,7 +1,6 @@
 //! What instructions promise: flags, precise faults, fresh code, restartable strings, atomicity, translations.
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::*;
 
 #[test]

@@ -1,7 +1,6 @@
 //! Stores to tracked pages: the machine is told of each one, with its bytes in memory.
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::*;
 
 /// A guest with `code` and a HLT, RSI and RDI at `at`, in which the pages of `tracked` are tracked.

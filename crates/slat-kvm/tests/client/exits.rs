@@ -1,8 +1,6 @@
 //! Exits, through the Rust API.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use slat_kvm::{SyncReg, VcpuExit, VmFd};
 use std::time::Duration;
 

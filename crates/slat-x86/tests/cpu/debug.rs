@@ -1,7 +1,6 @@
 //! Breakpoints, watchpoints and single steps: the guest's own, and a debugger's.
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::*;
 
 const TF: u64 = 0x100;

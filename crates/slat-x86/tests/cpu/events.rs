@@ -1,7 +1,6 @@
 //! What interrupts the flow: exceptions, interrupts, privilege changes, single steps.
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::*;
 
 /// The guest runs at CPL 3.

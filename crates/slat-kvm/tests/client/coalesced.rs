@@ -1,8 +1,6 @@
 //! Coalesced I/O, and memory that is mapped before its use.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use kvm_bindings::*;
 use slat_kvm::abi::*;
 use slat_kvm::ioctl::Object;

@@ -1,7 +1,6 @@
 //! What exists only if the CPU's features have it: XSAVE, protection keys, and control bits; and PAE's latched pointers.
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::state::{control, xcr0};
 use slat_x86::*;
 

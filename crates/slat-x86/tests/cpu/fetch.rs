@@ -1,8 +1,7 @@
 //! Code that crosses page ends, where the second page can be fetched at the first, second or later try only:
 //! execution goes on, the faults are the right ones, and the guest ends as one does whose fetches never fail.
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::*;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,7 +1,6 @@
 //! When AVX instructions exist, and what the oracle cannot see of them: it runs user code with AVX enabled.
 
-mod common;
-use common::*;
+use crate::common::*;
 use slat_x86::state::{control, xcr0};
 use slat_x86::*;
 

@@ -1,8 +1,6 @@
 //! Dirty logs harvested while the guest writes: each write is in one log, and no log has a page that was not written.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use kvm_bindings::*;
 use slat_kvm::VcpuExit;
 use std::time::Duration;

@@ -1,8 +1,6 @@
 //! A VM with the largest number of vCPUs needs little memory as long as they do little.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use slat_kvm::VcpuExit;
 
 /// The most host memory that a vCPU may use before it runs, and after it has executed an instruction.

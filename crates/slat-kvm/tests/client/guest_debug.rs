@@ -1,8 +1,6 @@
 //! `KVM_SET_GUEST_DEBUG`.
 
-mod common;
-
-use common::{CODE, DATA, Guest};
+use crate::common::{CODE, DATA, Guest};
 use kvm_bindings::*;
 use kvm_ioctls::VcpuExit;
 use slat_kvm::VcpuFd;

@@ -1,0 +1,19 @@
+//! What a client of the API sees, idea by idea. One program: to link one for each takes longer than to run them.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod apic;
+mod coalesced;
+mod dirty;
+mod exits;
+mod guest_debug;
+mod harvest;
+mod interrupts;
+mod many_vcpus;
+mod msr_exits;
+mod msrs;
+mod nx;
+mod paravirtual;
+mod private;
+mod quirks;

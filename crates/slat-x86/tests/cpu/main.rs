@@ -1,0 +1,20 @@
+//! What guests and clients see of the CPU, idea by idea. One program: to link one for each takes longer than to run them.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod avx;
+mod behaviour;
+mod coherence;
+mod debug;
+mod devices;
+mod events;
+mod features;
+mod fetch;
+mod floating;
+mod invalidations;
+mod legacy;
+mod operands;
+mod strings;
+mod tlb_model;
+mod tracked;
