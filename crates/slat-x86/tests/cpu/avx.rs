@@ -20,8 +20,10 @@ fn guest(code: &[u8]) -> Guest {
     guest
 }
 
-/// vaddps ymm1,ymm2,[rsi]
+/// vaddps ymm1,ymm2,[rsi]; hlt
 const VADDPS: &[u8] = b"\xc5\xec\x58\x0e\xf4";
+/// vpor ymm1,ymm2,[rsi]; hlt. Compiled code does this one itself.
+const VPOR: &[u8] = b"\xc5\xed\xeb\x0e\xf4";
 
 #[test]
 fn avx_instructions_exist_where_the_system_saves_their_state() {
@@ -31,23 +33,25 @@ fn avx_instructions_exist_where_the_system_saves_their_state() {
         (control::CR4_OSXSAVE, xcr0::X87 | xcr0::SSE, false),
         (control::CR4_OSXSAVE, xcr0::X87, false),
     ] {
-        let mut guest = guest(VADDPS);
-        guest.cpu.state.cr4 = guest.cpu.state.cr4 & !control::CR4_OSXSAVE | cr4;
-        guest.cpu.state.xcr0 = xcr0;
-        // Neither EM nor OSFXSR is about VEX-encoded instructions.
-        guest.cpu.state.cr0 |= control::CR0_EM;
-        guest.cpu.state.cr4 &= !control::CR4_OSFXSR;
-        match exists {
-            true => guest.halt(),
-            false => guest.halt_in_handler(vector::UD),
+        for code in [VADDPS, VPOR] {
+            let mut guest = guest(code);
+            guest.cpu.state.cr4 = guest.cpu.state.cr4 & !control::CR4_OSXSAVE | cr4;
+            guest.cpu.state.xcr0 = xcr0;
+            // Neither EM nor OSFXSR is about VEX-encoded instructions.
+            guest.cpu.state.cr0 |= control::CR0_EM;
+            guest.cpu.state.cr4 &= !control::CR4_OSFXSR;
+            match exists {
+                true => guest.halt(),
+                false => guest.halt_in_handler(vector::UD),
+            }
         }
     }
 }
 
 #[test]
 fn avx_instructions_are_not_available_after_a_task_switch() {
-    if on_host() {
-        let mut guest = guest(VADDPS);
+    for code in [VADDPS, VPOR].into_iter().filter(|_| on_host()) {
+        let mut guest = guest(code);
         guest.cpu.state.cr0 |= control::CR0_TS;
         guest.halt_in_handler(vector::NM);
     }

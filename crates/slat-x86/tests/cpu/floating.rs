@@ -15,6 +15,8 @@ const XM: u8 = 19;
 
 /// addps xmm0,xmm1; hlt
 const ADDPS: &[u8] = b"\x0f\x58\xc1\xf4";
+/// pxor xmm0,xmm1; hlt. Compiled code does this one itself.
+const PXOR: &[u8] = b"\x66\x0f\xef\xc1\xf4";
 /// divss xmm0,xmm1; hlt
 const DIVSS: &[u8] = b"\xf3\x0f\x5e\xc1\xf4";
 /// fld1; hlt
@@ -30,17 +32,19 @@ fn guest(code: &[u8]) -> Guest {
 
 #[test]
 fn sse_is_undefined_until_the_system_enables_it() {
-    let mut off = guest(ADDPS);
-    off.cpu.state.cr4 &= !CR4_OSFXSR;
-    off.halt_in_handler(vector::UD);
-    let mut emulated = guest(ADDPS);
-    emulated.cpu.state.cr0 |= CR0_EM;
-    emulated.halt_in_handler(vector::UD);
+    for code in [ADDPS, PXOR] {
+        let mut off = guest(code);
+        off.cpu.state.cr4 &= !CR4_OSFXSR;
+        off.halt_in_handler(vector::UD);
+        let mut emulated = guest(code);
+        emulated.cpu.state.cr0 |= CR0_EM;
+        emulated.halt_in_handler(vector::UD);
+    }
 }
 
 #[test]
 fn a_task_switch_makes_sse_and_x87_unavailable_until_clts() {
-    for code in [ADDPS, FLD1] {
+    for code in [ADDPS, PXOR, FLD1] {
         let mut guest = guest(code);
         guest.cpu.state.cr0 |= CR0_TS;
         guest.halt_in_handler(NM);

@@ -4,14 +4,15 @@
 
 use crate::common::*;
 use slat_x86::Exit;
+use slat_x86::state::{control, xcr0};
 
 /// Pages with operands, each followed by one that operands reach across its end.
 const PAGES: u64 = 4;
 const BASES: [usize; PAGES as usize] = [RBX, RSI, RDI, RBP];
-const CASES: u64 = if cfg!(debug_assertions) { 10 } else { 150 };
+const CASES: u64 = if cfg!(debug_assertions) { 10 } else { 400 };
 
 /// Instructions with a memory operand: prefix, opcode, the middle bits of ModRM or a register (8), bytes of an immediate.
-const FORMS: [(&[u8], &[u8], u8, usize); 34] = [
+const FORMS: [(&[u8], &[u8], u8, usize); 54] = [
     (&[], &[0x8a], 8, 0),
     (&[], &[0x8b], 8, 0),
     (&[0x66], &[0x8b], 8, 0),
@@ -46,10 +47,32 @@ const FORMS: [(&[u8], &[u8], u8, usize); 34] = [
     (&[], &[0x87], 8, 0),
     (&[], &[0xff], 6, 0),
     (&[], &[0x8f], 0, 0),
+    // movdqu, movdqa, movups, movd, movq; pxor, pcmpeqb, paddw, pminub; pshufb.
+    (&[0xf3], &[0x0f, 0x6f], 8, 0),
+    (&[0xf3], &[0x0f, 0x7f], 8, 0),
+    (&[0x66], &[0x0f, 0x6f], 8, 0),
+    (&[0x66], &[0x0f, 0x7f], 8, 0),
+    (&[], &[0x0f, 0x11], 8, 0),
+    (&[0x66], &[0x0f, 0x6e], 8, 0),
+    (&[0x66], &[0x0f, 0x7e], 8, 0),
+    (&[0x66], &[0x0f, 0xd6], 8, 0),
+    (&[0x66], &[0x0f, 0xef], 8, 0),
+    (&[0x66], &[0x0f, 0x74], 8, 0),
+    (&[0x66], &[0x0f, 0xfd], 8, 0),
+    (&[0x66], &[0x0f, 0xda], 8, 0),
+    (&[0x66], &[0x0f, 0x38, 0x00], 8, 0),
+    // vmovdqu, with ymm registers too; vpcmpeqb, vpandn, vpbroadcastb.
+    (&[0xc5, 0xfe], &[0x6f], 8, 0),
+    (&[0xc5, 0xfe], &[0x7f], 8, 0),
+    (&[0xc5, 0xfc], &[0x11], 8, 0),
+    (&[0xc5, 0xfd], &[0x7f], 8, 0),
+    (&[0xc5, 0xfa], &[0x6f], 8, 0),
+    (&[0xc5, 0xf5], &[0x74], 8, 0),
+    (&[0xc4, 0xe2, 0x7d], &[0x78], 8, 0),
 ];
 
 /// Instructions without one, that set flags, use them, or end a block.
-const BETWEEN: [&[u8]; 8] = [
+const BETWEEN: [&[u8]; 14] = [
     b"\x01\xc8",     // add eax, ecx
     b"\x48\x39\xd1", // cmp rcx, rdx
     b"\xff\xc2",     // inc edx
@@ -58,6 +81,12 @@ const BETWEEN: [&[u8]; 8] = [
     b"\x7c\x00",     // jl to the next
     b"\x0f\x92\xc1", // setc cl
     b"\x48\x8d\x04\x48",
+    b"\x66\x0f\xef\xc1",     // pxor xmm0, xmm1
+    b"\x66\x0f\x38\x00\xca", // pshufb xmm1, xmm2
+    b"\x66\x0f\xd7\xc1",     // pmovmskb eax, xmm1
+    b"\xc5\xfd\xd7\xc8",     // vpmovmskb ecx, ymm0
+    b"\xc5\xf5\xdf\xc2",     // vpandn ymm0, ymm1, ymm2
+    b"\xc5\xf8\x77",         // vzeroupper
 ];
 
 /// A loop of some instructions with memory operands; r15 counts its turns.
@@ -71,7 +100,7 @@ fn program(random: &mut Random) -> Vec<u8> {
             middle => middle,
         };
         code.extend_from_slice(prefix);
-        if random.below(2) == 0 && prefix != [0x66] {
+        if random.below(2) == 0 && (prefix.is_empty() || prefix == [0xf0]) {
             code.push(0x48);
         }
         code.extend_from_slice(opcode);
@@ -101,6 +130,7 @@ enum Failure {
 struct Seen {
     exit: Exit,
     gpr: [u64; 16],
+    ymm: [[u128; 16]; 2],
     rip: u64,
     rflags: u64,
     cr2: u64,
@@ -121,6 +151,12 @@ fn start(guest: &mut Guest, at: u64) {
     }
     state.gpr[RSP] = STACK;
     state.gpr[15] = 3;
+    state.cr4 |= control::CR4_OSXSAVE;
+    state.xcr0 = xcr0::X87 | xcr0::SSE | xcr0::AVX;
+    for r in 0..16 {
+        let bits = (1 + r as u128).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
+        (state.xmm[r], state.ymm_high[r]) = (bits, !bits);
+    }
     (state.rip, state.rflags, state.cr2) = (CODE, 2, 0);
 }
 
@@ -156,6 +192,7 @@ fn run(code: &[u8], failing: Option<(u64, Failure)>, at: u64, is_compiled: bool)
     Seen {
         exit,
         gpr: state.gpr,
+        ymm: [state.xmm, state.ymm_high],
         rip: state.rip,
         rflags: state.rflags,
         cr2: state.cr2,
@@ -174,7 +211,7 @@ fn every_operand_that_fails_leaves_compiled_code_where_it_leaves_the_interpreter
     for case in 0..CASES {
         let code = program(&mut random);
         // Within the pages, or across their ends.
-        let at = random.pick(&[0x100, 0xff8, 0xffd]);
+        let at = random.pick(&[0x100, 0xfe8, 0xff8, 0xffd]);
         let pages = (0..2 * PAGES).flat_map(|page| {
             [Failure::Absent, Failure::ReadOnly, Failure::Gone].map(|failure| Some((page, failure)))
         });
