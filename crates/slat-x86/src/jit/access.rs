@@ -16,16 +16,24 @@ const GUARDED: TrapCode = TrapCode::unwrap_user(1);
 impl Translator<'_> {
     /// Returns the offset of the memory operand in its segment.
     pub(super) fn offset(&mut self, op: &Op) -> Value {
-        let mut sum = self.constant(op.disp as i64);
-        if op.base != NONE {
-            let base = self.get(op.base, 3);
-            sum = self.b.ins().iadd(base, sum);
-        }
+        let mut sum = (op.base != NONE).then(|| self.get(op.base, 3));
         if op.index != NONE {
             let index = self.get(op.index, 3);
-            let index = self.b.ins().ishl_imm(index, i64::from(op.scale));
-            sum = self.b.ins().iadd(sum, index);
+            let index = match op.scale {
+                0 => index,
+                scale => self.b.ins().ishl_imm(index, i64::from(scale)),
+            };
+            sum = Some(match sum {
+                Some(base) => self.b.ins().iadd(base, index),
+                None => index,
+            });
         }
+        // The displacement last: all of it is one address of the host's then.
+        let sum = match (sum, op.disp as i64) {
+            (Some(sum), 0) => sum,
+            (Some(sum), disp) => self.b.ins().iadd_imm(sum, disp),
+            (None, disp) => self.constant(disp),
+        };
         match op.address_size {
             4 => self.b.ins().band_imm(sum, 0xffff_ffff),
             _ => sum,

@@ -24,8 +24,8 @@ use crate::lower;
 use crate::op::{MEM, NONE, Op};
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
-    AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, SigRef, Signature, SourceLoc,
-    Type, Value,
+    AbiParam, Block, BlockCall, InstBuilder, InstructionData, JumpTableData, MemFlags, Opcode,
+    SigRef, Signature, SourceLoc, Type, Value,
 };
 use cranelift_codegen::isa::CallConv;
 use cranelift_frontend::FunctionBuilder;
@@ -532,8 +532,17 @@ impl<'a> Translator<'a> {
 
     /// Returns a value zero-extended to 64 bits.
     pub(super) fn wide(&mut self, value: Value) -> Value {
-        match self.b.func.dfg.value_type(value) {
-            I64 => value,
+        let dfg = &self.b.func.dfg;
+        if dfg.value_type(value) == I64 {
+            return value;
+        }
+        let inst = dfg.value_def(value).inst();
+        match inst.map(|inst| dfg.insts[inst]) {
+            // Cranelift would load the extended one from memory.
+            Some(InstructionData::UnaryImm {
+                opcode: Opcode::Iconst,
+                imm,
+            }) => self.constant(imm.bits()),
             _ => self.b.ins().uextend(I64, value),
         }
     }
@@ -550,7 +559,10 @@ impl<'a> Translator<'a> {
             let mask = (if size == 0 { 0xff } else { 0xffff }) << shift;
             let old = self.register(number);
             let old = self.b.ins().band_imm(old, !mask);
-            let value = self.b.ins().ishl_imm(value, shift);
+            let value = match shift {
+                0 => value,
+                shift => self.b.ins().ishl_imm(value, shift),
+            };
             self.b.ins().bor(old, value)
         };
         self.gpr[number] = Some(value);
