@@ -456,6 +456,13 @@ impl RunningMachine {
         set_pins(&self.vm, pins);
     }
 
+    /// Whether the line at a pin of the I/O APIC is high.
+    pub fn is_high(&self, pin: usize) -> bool {
+        // SAFETY: the chip is the I/O APIC.
+        let lines = unsafe { io_apic(&self.vm).chip.ioapic.irr };
+        lines >> pin & 1 != 0
+    }
+
     /// Waits until `condition` holds.
     pub fn wait(&self, what: &str, condition: impl Fn() -> bool) {
         wait(what, condition);
@@ -505,13 +512,18 @@ pub fn wait(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// Writes redirection entries of the I/O APIC of a VM: pairs of pin and entry.
-pub fn set_pins(vm: &Object, pins: &[(usize, u64)]) {
+fn io_apic(vm: &Object) -> kvm_irqchip {
     let mut chip = kvm_irqchip {
         chip_id: KVM_IRQCHIP_IOAPIC,
         ..Default::default()
     };
     assert_eq!(call(vm, KVM_GET_IRQCHIP, &mut chip), Ok(0));
+    chip
+}
+
+/// Writes redirection entries of the I/O APIC of a VM: pairs of pin and entry.
+pub fn set_pins(vm: &Object, pins: &[(usize, u64)]) {
+    let mut chip = io_apic(vm);
     for &(pin, entry) in pins {
         // SAFETY: the chip is the I/O APIC.
         unsafe { chip.chip.ioapic.redirtbl[pin].bits = entry };
