@@ -22,7 +22,7 @@ mod client {
     use crate::common::guest::*;
     use kvm_ioctls::{Kvm, VcpuExit};
     use std::os::fd::AsRawFd;
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
     const KVM_GET_API_VERSION: u64 = 0xae00;
 
@@ -163,17 +163,20 @@ mod client {
         }
     }
 
-    /// A lock of the program's that its fork handlers hold over a fork, as those of a `malloc` do.
-    static LOCK: AtomicBool = AtomicBool::new(false);
+    /// A lock of the program's that its fork handlers hold over a fork, as those of a `malloc` do. It is fair: who takes it again and
+    /// again would keep a fork from it as long as there are fewer processors than threads.
+    static TICKETS: AtomicU32 = AtomicU32::new(0);
+    static SERVED: AtomicU32 = AtomicU32::new(0);
 
     extern "C" fn lock() {
-        while LOCK.swap(true, Ordering::Acquire) {
+        let ticket = TICKETS.fetch_add(1, Ordering::Relaxed);
+        while SERVED.load(Ordering::Acquire) != ticket {
             std::thread::yield_now();
         }
     }
 
     extern "C" fn unlock() {
-        LOCK.store(false, Ordering::Release);
+        SERVED.fetch_add(1, Ordering::Release);
     }
 
     extern "C" fn register() {
