@@ -13,6 +13,7 @@ macro_rules! guarded {
         ".pushsection slat_guard_table,\"aR\",@progbits\n.long 2b - .\n.long 4f - .\n.popsection"
     };
 }
+pub(crate) use guarded;
 
 /// Defines the fix-up of accesses that report through a register: sets `gone` and continues after the access.
 macro_rules! report {

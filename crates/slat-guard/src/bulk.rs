@@ -1,5 +1,6 @@
 //! Runs of bytes: copies, fills and comparison.
 
+use crate::access::guarded;
 use crate::{Gone, load};
 use std::arch::asm;
 
@@ -38,11 +39,8 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), usize
     unsafe {
         asm!(
             "2: rep movsb",
+            guarded!(),
             "4:",
-            ".pushsection slat_guard_table,\"aR\",@progbits",
-            ".long 2b - .",
-            ".long 4b - .",
-            ".popsection",
             inout("rdi") dst => _,
             inout("rsi") src => _,
             inout("rcx") len => left,
@@ -70,11 +68,8 @@ pub unsafe fn fill_elements<const BYTES: u64>(
             unsafe {
                 asm!(
                     concat!("2: rep ", $store),
+                    guarded!(),
                     "4:",
-                    ".pushsection slat_guard_table,\"aR\",@progbits",
-                    ".long 2b - .",
-                    ".long 4b - .",
-                    ".popsection",
                     inout("rdi") dst => _,
                     in("rax") value,
                     inout("rcx") times => left,

@@ -105,7 +105,8 @@ pub struct CodePages {
 struct Seat {
     /// The version that it has heeded.
     heeded: AtomicU64,
-    /// The attention word of the run that it is in; null if it stands still. It lives at least until it is taken off here.
+    /// The attention word of the CPU's run; null if it does not run. The run's caller keeps the word until [`Member::leave`] has cleared
+    /// this.
     attention: AtomicPtr<AtomicU32>,
 }
 

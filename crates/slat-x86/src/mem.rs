@@ -165,8 +165,8 @@ impl Cpu {
     }
 
     /// Call after each store that missed in the TLB's entries for writes, made to `host`, the address of `lin`. (Those that hit are to
-    /// pages that no CPU trusts to hold code: see `code_pages`.) If the page holds
-    /// decoded code, all CPUs see that it is not good any more, this one before its next instruction.
+    /// pages that no CPU trusts to hold code: see `code_pages`.) If the page holds decoded code, all CPUs see that it is not good any
+    /// more, this one before its next instruction.
     fn note_store(&mut self, lin: u64, host: *mut u8) {
         let host = host as usize;
         if self.code.stored(host) {

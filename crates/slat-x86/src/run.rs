@@ -221,7 +221,7 @@ impl Cpu {
     #[cold]
     #[inline(never)]
     fn boundary(&mut self, attention: &AtomicU32) -> Option<Exit> {
-        // Events and single steps store to memory, too.
+        // Events and single steps store to memory, too: changes of code are heeded first.
         self.attend(attention);
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
@@ -246,7 +246,7 @@ impl Cpu {
             return Some(write);
         }
         loop {
-            if attention.load(Ordering::Relaxed) & !CodePages::CHANGED != 0 {
+            if self.attend(attention) {
                 return Some(Exit::Attention);
             }
             if let Some(exit) = self.take_traps() {

@@ -15,16 +15,20 @@ const FETCHED: u64 = 1 << 1;
 const WRITTEN: u64 = 1 << 3;
 const RESET: u32 = 2;
 
-fn log(vm: &VmFd, memory: &Memory) {
-    let region = kvm_userspace_memory_region {
+/// Returns the slot of `memory`, with a dirty log.
+fn logged(memory: &Memory) -> kvm_userspace_memory_region {
+    kvm_userspace_memory_region {
         slot: 0,
         flags: KVM_MEM_LOG_DIRTY_PAGES,
         guest_phys_addr: 0,
         memory_size: MEMORY as u64,
         userspace_addr: memory.start as u64,
-    };
+    }
+}
+
+fn log(vm: &VmFd, memory: &Memory) {
     // SAFETY: the tests' memory may be written by the guest.
-    unsafe { vm.set_user_memory_region(region).unwrap() };
+    unsafe { vm.set_user_memory_region(logged(memory)).unwrap() };
 }
 
 fn run_again(guest: &mut Guest) {
@@ -111,13 +115,7 @@ fn a_log_that_cannot_be_given_away_is_not_taken() {
     let vm = create(&system, KVM_CREATE_VM, 0).0;
     let memory = Memory::new(MEMORY);
     memory.write(CODE, WRITE_AND_HALT);
-    let region = kvm_userspace_memory_region {
-        slot: 0,
-        flags: KVM_MEM_LOG_DIRTY_PAGES,
-        guest_phys_addr: 0,
-        memory_size: MEMORY as u64,
-        userspace_addr: memory.start as u64,
-    };
+    let region = logged(&memory);
     vm.ioctl(KVM_SET_USER_MEMORY_REGION, &raw const region as u64)
         .unwrap();
     let Object::Vcpu(vcpu) = create(&vm, KVM_CREATE_VCPU, 0).0 else {

@@ -122,15 +122,15 @@ impl Translator<'_> {
             self.set_half(r, half, *value);
         }
         if halves.len() == 1 && insn.encoding() == EncodingKind::VEX {
-            let zero = self.vector_of(0);
+            let zero = self.zeroes();
             self.set_half(r, 1, zero);
         }
     }
 
-    /// Returns a vector with `low` in its lower 64 bits, and 0 above.
-    fn vector_of(&mut self, low: i64) -> Value {
-        let low = self.constant(low);
-        self.b.ins().scalar_to_vector(I64X2, low)
+    /// Returns a vector of zeroes.
+    fn zeroes(&mut self) -> Value {
+        let zero = self.constant(0);
+        self.b.ins().scalar_to_vector(I64X2, zero)
     }
 
     /// Returns the same bits as elements of another type.
@@ -151,10 +151,16 @@ impl Translator<'_> {
         self.b.ins().extractlane(value, 0)
     }
 
-    /// Leaves the instruction to the interpreter, which raises #GP, unless `lin` is a multiple of `bytes`.
-    fn check_alignment(&mut self, lin: Value, bytes: usize) {
-        let rest = self.b.ins().band_imm(lin, bytes as i64 - 1);
-        self.interpret_if(rest);
+    /// Returns the linear address and the operand size of so many halves in memory. If they have to be aligned and are not, leaves the
+    /// instruction to the interpreter, which raises #GP.
+    fn vector_in_memory(&mut self, op: &Op, halves: usize, is_aligned: bool) -> (Value, u8) {
+        let lin = self.lin(op);
+        let bytes = 16 * halves;
+        if is_aligned {
+            let rest = self.b.ins().band_imm(lin, bytes as i64 - 1);
+            self.interpret_if(rest);
+        }
+        (lin, bytes.trailing_zeros() as u8)
     }
 
     /// Reads operand `k`, a register or memory, as so many halves.
@@ -162,12 +168,8 @@ impl Translator<'_> {
         if op.r[k] != MEM {
             return (0..halves).map(|half| self.half(op.r[k], half)).collect();
         }
-        let lin = self.lin(op);
-        if is_aligned {
-            self.check_alignment(lin, 16 * halves);
-        }
+        let (lin, size) = self.vector_in_memory(op, halves, is_aligned);
         self.prepare_stop();
-        let size = (16 * halves).trailing_zeros() as u8;
         let helper = helpers::place_to_load as *const () as usize;
         let host = self.place(lin, size, tlb::READ, helper);
         (0..halves as i32)
@@ -179,15 +181,12 @@ impl Translator<'_> {
     }
 
     fn store_vector(&mut self, op: &Op, values: &[Value], is_aligned: bool) {
-        let lin = self.lin(op);
-        if is_aligned {
-            self.check_alignment(lin, 16 * values.len());
-        }
+        let (lin, size) = self.vector_in_memory(op, values.len(), is_aligned);
         if values.len() > 1 {
             // The first half may be stored and the second one fail: loads before this instruction must not be made again.
             self.set_checkpoint();
         }
-        let host = self.place_to_store(lin, (16 * values.len()).trailing_zeros() as u8);
+        let host = self.place_to_store(lin, size);
         for (half, value) in values.iter().enumerate() {
             let flags = Self::guarded();
             self.b.ins().store(flags, *value, host, 16 * half as i32);
@@ -248,7 +247,7 @@ impl Translator<'_> {
             Vpbroadcastd => self.broadcast(insn, op, 2, halves),
             Vpbroadcastq => self.broadcast(insn, op, 3, halves),
             Vzeroupper => {
-                let zero = self.vector_of(0);
+                let zero = self.zeroes();
                 (0..16).for_each(|r| self.set_half(r, 1, zero));
             }
             _ => return None,

@@ -2,16 +2,9 @@
 //! (What they compute is the oracle's business.)
 
 use crate::common::*;
+use slat_x86::state::control::{CR0_EM, CR0_NE, CR0_TS, CR4_OSFXSR, CR4_OSXMMEXCPT};
+use slat_x86::vector::{MF, NM, XM};
 use slat_x86::*;
-
-const CR0_EM: u64 = 1 << 2;
-const CR0_TS: u64 = 1 << 3;
-const CR0_NE: u64 = 1 << 5;
-const CR4_OSFXSR: u64 = 1 << 9;
-const CR4_OSXMMEXCPT: u64 = 1 << 10;
-const NM: u8 = 7;
-const MF: u8 = 16;
-const XM: u8 = 19;
 
 /// addps xmm0,xmm1; hlt
 const ADDPS: &[u8] = b"\x0f\x58\xc1\xf4";
