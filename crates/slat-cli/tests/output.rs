@@ -16,7 +16,7 @@ const PRINTING: &[&[&str]] = &[
     &["run"],
 ];
 /// The shortest experiment.
-const SHORT: &str = "cpu";
+const SHORT: &str = "dirty";
 
 fn slat(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));

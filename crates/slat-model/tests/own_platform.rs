@@ -3,6 +3,7 @@
 mod own;
 
 use std::collections::HashMap;
+use std::marker::PhantomData;
 use std::ops::{Deref, Range};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
@@ -17,7 +18,7 @@ use slat_model::{Failure, HostChange, Machine, Setup, Subject, Tlb};
 use own::{BACKING, Own};
 
 /// What a platform does wrong: each method that is not the default.
-trait Defect: Default + Send + Sync + 'static {
+trait Defect: Send + Sync {
     fn alloc_table(&self, own: &Own) -> Option<Pfn> {
         own.alloc_table()
     }
@@ -39,19 +40,19 @@ trait Defect: Default + Send + Sync + 'static {
     }
 
     /// What the machine's own books say of a page.
-    fn page(own: &Own, number: u64) -> Option<HostPage> {
+    fn page(&self, own: &Own, number: u64) -> Option<HostPage> {
         own.page(number)
     }
 }
 
-/// A platform with a defect.
-struct With<D> {
+/// A platform with a defect. One type for all of them: the engine is compiled for it once.
+struct With {
     own: Own,
-    defect: D,
+    defect: Box<dyn Defect>,
 }
 
 // SAFETY: none: it is unsound on purpose. No hardware walks its tables, and nobody uses the memory that it resolves.
-unsafe impl<D: Defect> Platform for With<D> {
+unsafe impl Platform for With {
     fn alloc_table(&self) -> Option<Pfn> {
         self.defect.alloc_table(&self.own)
     }
@@ -94,7 +95,7 @@ unsafe impl<D: Defect> Platform for With<D> {
 }
 
 /// A machine with such a platform.
-struct Rig<D>(Arc<With<D>>);
+struct Rig<D>(Arc<With>, PhantomData<fn() -> D>);
 
 impl<D> Deref for Rig<D> {
     type Target = Own;
@@ -103,17 +104,16 @@ impl<D> Deref for Rig<D> {
     }
 }
 
-impl<D: Defect> Machine for Rig<D> {
-    type Platform = With<D>;
+impl<D: Defect + Default + 'static> Machine for Rig<D> {
+    type Platform = With;
 
     fn new(pages: u64, tlb: Arc<Tlb>) -> Self {
-        Rig(Arc::new(With {
-            own: Own::new(pages, tlb),
-            defect: D::default(),
-        }))
+        let own = Own::new(pages, tlb);
+        let defect = Box::<D>::default();
+        Rig(Arc::new(With { own, defect }), PhantomData)
     }
 
-    fn platform(&self) -> &Arc<With<D>> {
+    fn platform(&self) -> &Arc<With> {
         &self.0
     }
 
@@ -126,7 +126,7 @@ impl<D: Defect> Machine for Rig<D> {
     }
 
     fn page(&self, page: u64) -> Option<HostPage> {
-        D::page(self, page)
+        self.0.defect.page(self, page)
     }
 
     fn change(&self, pages: &Range<u64>, change: HostChange) {
@@ -152,7 +152,7 @@ fn a_sound_platform_passes() {
 }
 
 /// Returns the first failure of a platform with defect `D`.
-fn failure<D: Defect>() -> Failure {
+fn failure<D: Defect + Default + 'static>() -> Failure {
     let subject = Subject::of::<Rig<D>, Ept>("defective");
     let mut results = (0..16).map(|seed| subject.try_seed(seed, Setup::of_seed(seed), 2_000));
     let failure = results.find_map(Result::err);
@@ -160,7 +160,7 @@ fn failure<D: Defect>() -> Failure {
 }
 
 /// Checks that defect `D` is found by few operations, and that the message contains `why`.
-fn finds<D: Defect>(why: &str) {
+fn finds<D: Defect + Default + 'static>(why: &str) {
     let failure = failure::<D>();
     assert!(failure.why.contains(why), "{failure}");
     assert!(failure.ops.len() <= 12, "{failure}");
@@ -358,7 +358,7 @@ impl Defect for HasAliases {
         Self::alias(page)
     }
 
-    fn page(own: &Own, number: u64) -> Option<HostPage> {
+    fn page(&self, own: &Own, number: u64) -> Option<HostPage> {
         own.page(number).map(Self::alias)
     }
 }
