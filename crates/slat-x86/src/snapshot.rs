@@ -25,7 +25,6 @@ const PAGE: usize = 0x1000;
 const LINE: usize = 64;
 
 /// The code of a page that was decoded.
-#[repr(C)]
 pub(crate) struct Snapshot {
     /// [`Cpu::stamp`] as long as memory is known to hold the lines.
     pub(crate) stamp: u64,

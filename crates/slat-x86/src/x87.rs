@@ -63,6 +63,9 @@ unsafe extern "C" fn stubs() {
 struct Stub(u16);
 
 impl Stub {
+    /// Number of stubs: of all forms on registers, of those on memory without and with an operand-size prefix.
+    const COUNT: usize = 512 + 64 + 64;
+
     fn on_registers(opcode: u8, modrm: u8) -> Stub {
         Stub(u16::from(opcode & 7) * 64 + u16::from(modrm & 63))
     }

@@ -16,6 +16,7 @@ use crate::op::{Flow, Handler, Op};
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 use crate::state::{F80, State};
 use core::arch::asm;
+use core::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
 /// The exception flags in the status word, and their masks in the control word.
 const EXCEPTIONS: u16 = 0x3f;
@@ -180,9 +181,29 @@ pub(super) fn lower(opcode: u8, modrm: u8, op: &mut Op) -> Option<Handler> {
     Some(handler)
 }
 
+/// Returns what [`probe`] finds for an instruction; it is asked once.
+fn touched(stub: Stub) -> (u8, u8) {
+    static FOUND: [AtomicU16; Stub::COUNT] = [const { AtomicU16::new(0) }; Stub::COUNT];
+    /// Bit 15, which no condition code is: it was asked.
+    const ASKED: u8 = 0x80;
+    let found = &FOUND[usize::from(stub.0)];
+    // Two threads may ask at once, and get the same answer.
+    let known = match found.load(Relaxed) {
+        0 => {
+            let (touches, conditions) = probe(stub);
+            let answer = u16::from_le_bytes([touches, conditions | ASKED]);
+            found.store(answer, Relaxed);
+            answer
+        }
+        known => known,
+    };
+    let [touches, conditions] = known.to_le_bytes();
+    (touches, conditions & CONDITIONS)
+}
+
 /// Executes an instruction on a usual state, to find out which pointers, flags and condition codes it writes on this host. CPUs
 /// differ: newer ones write FOP and FDP only when an exception is not masked; and what the manuals call undefined may be unchanged.
-fn touched(stub: Stub) -> (u8, u8) {
+fn probe(stub: Stub) -> (u8, u8) {
     const ONE: [u8; 10] = [0, 0, 0, 0, 0, 0, 0, 0x80, 0xff, 0x3f];
     let mut st = [0; 80];
     for register in st.chunks_exact_mut(10) {
