@@ -10,7 +10,6 @@ mod exits;
 mod guest_debug;
 mod harvest;
 mod interrupts;
-mod many_vcpus;
 mod msr_exits;
 mod msrs;
 mod nx;

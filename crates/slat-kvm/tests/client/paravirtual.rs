@@ -73,19 +73,32 @@ fn in_service(vcpu: &VcpuFd) -> bool {
     msr(vcpu, IN_SERVICE + u32::from(VECTOR) / 32) >> (VECTOR % 32) & 1 != 0
 }
 
+/// Runs guests whose handler ends the interrupt in memory, until one has found the bit set there, which it writes to a port. (An offer is
+/// taken back at every exit, and there may be one at any moment.) Returns that guest.
+fn ends_in_memory(guest: impl Fn() -> Guest) -> Guest {
+    for _ in 0..100 {
+        let mut guest = guest();
+        assert!(set_msr(&guest.vcpu, PV_EOI, DATA | 1));
+        match guest.vcpu.run().unwrap() {
+            VcpuExit::IoOut(0x10, [1]) => return guest,
+            VcpuExit::IoOut(0x10, [0]) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    panic!("the bit was never set");
+}
+
 #[test]
 fn a_guest_ends_an_interrupt_in_its_memory() {
     // btr word [DATA], 0; setc al; out 0x10, al
     let handler = [
         0x0f, 0xba, 0x36, 0x00, 0x30, 0, 0x0f, 0x92, 0xc0, 0xe6, 0x10,
     ];
-    let mut guest = interrupted(&handler);
-    assert!(!set_msr(&guest.vcpu, PV_EOI, DATA | 2 | 1), "not aligned");
-    assert!(set_msr(&guest.vcpu, PV_EOI, DATA | 1));
-    match guest.vcpu.run().unwrap() {
-        VcpuExit::IoOut(0x10, data) => assert_eq!(data, [1], "the bit was set"),
-        other => panic!("{other:?}"),
-    }
+    let guest = ends_in_memory(|| {
+        let guest = interrupted(&handler);
+        assert!(!set_msr(&guest.vcpu, PV_EOI, DATA | 2 | 1), "not aligned");
+        guest
+    });
     assert!(!in_service(&guest.vcpu), "the interrupt has ended");
     assert_eq!(byte(&guest.memory, DATA), 0);
 }
@@ -113,18 +126,18 @@ fn an_end_in_memory_that_is_not_taken_is_an_end_at_the_apic() {
 /// A guest ends an interrupt in its memory and at once disables PV EOI, as a CPU does that goes offline.
 #[test]
 fn an_end_in_memory_counts_also_when_it_is_the_last() {
-    // btr word [DATA], 0; mov ecx, PV_EOI; xor eax, eax; xor edx, edx; wrmsr; out 0x10, al
+    // btr word [DATA], 0; setc bl; mov ecx, PV_EOI; xor eax, eax; xor edx, edx; wrmsr; mov al, bl; out 0x10, al
     let [a, b, c, d] = PV_EOI.to_le_bytes();
     let handler = [
-        0x0f, 0xba, 0x36, 0x00, 0x30, 0, 0x66, 0xb9, a, b, c, d, 0x66, 0x31, 0xc0, 0x66, 0x31,
-        0xd2, 0x0f, 0x30, 0xe6, 0x10,
+        0x0f, 0xba, 0x36, 0x00, 0x30, 0, 0x0f, 0x92, 0xc3, 0x66, 0xb9, a, b, c, d, 0x66, 0x31,
+        0xc0, 0x66, 0x31, 0xd2, 0x0f, 0x30, 0x88, 0xd8, 0xe6, 0x10,
     ];
     for first_byte in [0, 1] {
-        let mut guest = interrupted(&handler);
-        guest.memory.write(0, &[first_byte]);
-        assert!(set_msr(&guest.vcpu, PV_EOI, DATA | 1));
-        let exit = guest.vcpu.run().unwrap();
-        assert!(matches!(exit, VcpuExit::IoOut(0x10, _)), "{exit:?}");
+        let guest = ends_in_memory(|| {
+            let guest = interrupted(&handler);
+            guest.memory.write(0, &[first_byte]);
+            guest
+        });
         assert!(!in_service(&guest.vcpu), "the interrupt has ended");
         assert_eq!(byte(&guest.memory, 0), first_byte, "not the guest's bit");
     }

@@ -1,6 +1,7 @@
-//! A VM with the largest number of vCPUs needs little memory as long as they do little.
+//! A VM with the largest number of vCPUs needs little memory as long as they do little: a process of its own, as it measures that.
 
-use crate::common::*;
+mod common;
+use common::*;
 use slat_kvm::VcpuExit;
 
 /// The most host memory that a vCPU may use before it runs, and after it has executed an instruction.
