@@ -342,6 +342,8 @@ impl Cpu {
         match seen {
             true => {
                 let kept = self.blocks.keep(&mut self.fixed.front).unwrap_or(once);
+                #[cfg(feature = "jit")]
+                self.adopt(kept);
                 if eager {
                     // SAFETY: alive until all are freed.
                     unsafe { kept.as_ref() }.heat_up();

@@ -28,8 +28,10 @@ counters! {
     instructions,
     /// Of these, in compiled code.
     instructions_compiled,
-    /// Regions of code compiled.
+    /// Regions of compiled code that the CPU was given.
     regions,
+    /// Of these, compiled for another CPU, or before.
+    regions_shared,
     /// Basic blocks executed by the interpreter, and regions of compiled code entered.
     blocks,
     /// Of these, looked up beyond the first table: after a flush, a store to code, or a serialising event; or little used.

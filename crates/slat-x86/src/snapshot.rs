@@ -180,6 +180,23 @@ impl Snapshot {
     }
 }
 
+#[cfg(feature = "jit")]
+impl Block {
+    /// Whether memory holds the code of a region that can be entered at this block. Call while the block is current, as seen by its CPU,
+    /// and not running.
+    pub(crate) fn holds(&self, region: &crate::jit::Region) -> bool {
+        let Some(mut place) = self.first else {
+            return false;
+        };
+        // SAFETY: as in `Cpu::holds`.
+        let page = unsafe { place.page.as_mut() };
+        region.parts().all(|(rip, code)| {
+            let (at, _) = Snapshot::split(rip);
+            page.copy(at, code.len()).is_ok() && page.has(at, code)
+        })
+    }
+}
+
 impl Cpu {
     /// Returns the snapshot of the page of `lin`, for a block that may be kept or not. It has yet to be checked.
     pub(crate) fn snapshot(&mut self, lin: u64, may_keep: bool, spare: Spare) -> NonNull<Snapshot> {
@@ -301,16 +318,10 @@ impl Cpu {
     /// Drops the compiled code of a block that was just compared with memory if memory does not hold the rest of it any more.
     fn verify_region(&self, block: &mut Block) {
         #[cfg(feature = "jit")]
-        if let (Some(entrance), Some(mut place)) = (&block.entrance, block.first) {
-            let same = entrance.region.parts().all(|(rip, code)| {
-                let (at, _) = Snapshot::split(rip);
-                // SAFETY: as in `holds`.
-                let page = unsafe { place.page.as_mut() };
-                page.copy(at, code.len()).is_ok() && page.has(at, code)
-            });
-            if !same {
-                block.cool();
-            }
+        if let Some(entrance) = &block.entrance
+            && !block.holds(&entrance.region)
+        {
+            block.cool();
         }
         #[cfg(not(feature = "jit"))]
         let _ = block;

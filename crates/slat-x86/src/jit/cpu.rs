@@ -133,7 +133,11 @@ impl Cpu {
             return;
         };
         let (compiler, compile, client) = (client.compiler.clone(), client.compile, client.number);
-        let fits = block.key.mode & cpu::mode::BITS == 2 && block.is_current(self.stamp);
+        block.heat.set(LOOK);
+        if self.adopt(found) {
+            return;
+        }
+        let fits = self.may_compile(block);
         if fits
             && !block.is_submitted.get()
             && compiler.has_room()
@@ -146,7 +150,6 @@ impl Cpu {
                 Compile::AtOnce => compiler.finish(job, &mut Workshop::default()),
             }
         }
-        block.heat.set(LOOK);
         let done = compiler.take(client);
         if done.is_refused {
             // Hot code is compiled anew, what is hot no more is forgotten. This frees `block`.
@@ -155,6 +158,31 @@ impl Cpu {
         for region in done.regions {
             self.install(&region);
         }
+    }
+
+    /// Whether a block is good now, and of the mode that compiled code is for.
+    fn may_compile(&self, block: &Block) -> bool {
+        block.key.mode & cpu::mode::BITS == 2 && block.is_current(self.stamp)
+    }
+
+    /// Attaches code to a block, and to others, that was compiled for another CPU or before, if there is any and memory holds it. Returns
+    /// whether there was. Call while no block is running.
+    pub(crate) fn adopt(&mut self, block: NonNull<Block>) -> bool {
+        // SAFETY: a block lives until all are freed; it is not used any more when those of the region are changed.
+        let block = unsafe { block.as_ref() };
+        let Some(client) = &self.compiled.client else {
+            return false;
+        };
+        if !self.may_compile(block) {
+            return false;
+        }
+        let known = client.compiler.known.at(block.key.rip, block.key.mode);
+        let Some(region) = known.filter(|region| block.holds(region)) else {
+            return false;
+        };
+        self.counters.regions_shared += 1;
+        self.install(&region);
+        true
     }
 
     /// Attaches compiled code to its blocks.

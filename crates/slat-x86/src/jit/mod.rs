@@ -2,8 +2,8 @@
 //!
 //! A block that has run often becomes part of a *region*: blocks of the same page that follow one another, with their loops, which
 //! become one function of the host's. It can be entered at each of its blocks. The compiling happens on a thread of its own
-//! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled. A region is attached to its blocks and
-//! is as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the
+//! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled. A region belongs to no CPU: all whose memory holds its code use
+//! it (`known`). Each attaches it to its own blocks, and it is as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the
 //! page's version covers it (`code_pages`). A region stores to no page with decoded code, it leaves that to the interpreter; so it
 //! cannot change itself.
 //!
@@ -16,6 +16,7 @@
 //! | `condition` | the flags: computed when used |
 //! | `helpers` | what compiled code calls |
 //! | `memory` | pages for code, never writable and executable at once |
+//! | `known` | what was compiled for any CPU |
 //! | `cpu` | the CPU's side: what is hot, and running it |
 //! | `dispatch` | entering regions, and from one to the next |
 //!
@@ -30,6 +31,7 @@ mod cpu;
 mod dispatch;
 mod helpers;
 mod instructions;
+mod known;
 mod memory;
 mod translate;
 mod vector;
@@ -40,6 +42,7 @@ pub(crate) use cpu::{Compiled, Entrance, HOT, Targets};
 use cranelift_codegen::settings::{self, Configurable};
 use cranelift_codegen::{Context, control::ControlPlane, isa};
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
+use known::Known;
 use memory::{Arena, Chunk, Refused};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -51,6 +54,7 @@ const MEMORY: usize = 64 << 20;
 const JOBS: usize = 64;
 
 /// The code of a region-to-be.
+#[derive(PartialEq, Eq)]
 struct Source {
     mode: u8,
     /// Addresses and bytes. The region can be entered at each of them, by its index.
@@ -154,6 +158,7 @@ pub struct Compiler {
     clients: Mutex<Vec<(u64, Done)>>,
     /// Numbers of CPUs given so far.
     numbers: AtomicU64,
+    known: Known,
     changed: Condvar,
     is_forbidden: AtomicBool,
     /// Done when the signal handlers know the code.
@@ -208,6 +213,7 @@ impl Compiler {
             jobs: Mutex::default(),
             clients: Mutex::default(),
             numbers: AtomicU64::new(0),
+            known: Known::new(),
             changed: Condvar::new(),
             is_forbidden: AtomicBool::new(false),
             announced: Once::new(),
@@ -246,8 +252,19 @@ impl Compiler {
     }
 
     fn finish(&self, job: Job, workshop: &mut Workshop) {
-        let region = self.compile(job.source, workshop);
-        if region.as_ref().err() == Some(&Refused::Forbidden) {
+        // Another CPU may have had the same compiled while this waited.
+        let known = (job.source.blocks.first())
+            .and_then(|(rip, _)| self.known.at(*rip, job.source.mode))
+            .filter(|known| known.source == job.source);
+        let region = match known {
+            Some(known) => Ok(known),
+            None => self.compile(job.source, workshop).map(|region| {
+                let region = Arc::new(region);
+                self.known.add(&region);
+                region
+            }),
+        };
+        if matches!(region, Err(Refused::Forbidden)) {
             self.is_forbidden.store(true, Ordering::Relaxed);
         }
         let mut clients = lock(&self.clients);
@@ -257,7 +274,7 @@ impl Compiler {
         };
         match region {
             Ok(region) if done.regions.try_reserve(1).is_ok() => {
-                done.regions.push(Arc::new(region));
+                done.regions.push(region);
             }
             Err(Refused::Full) => done.is_refused = true,
             Ok(_) | Err(Refused::Forbidden | Refused::Unable) => {}

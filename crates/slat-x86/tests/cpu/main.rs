@@ -15,6 +15,7 @@ mod floating;
 mod invalidations;
 mod legacy;
 mod operands;
+mod shared_code;
 mod strings;
 mod tlb_model;
 mod tracked;

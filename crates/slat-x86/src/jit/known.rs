@@ -1,0 +1,43 @@
+//! The compiled code of all CPUs, by address: what one CPU has had compiled, the others need not.
+//!
+//! Regions belong to the blocks they are attached to, here they are only remembered. Code found here is that of an address and a mode,
+//! nothing more: who takes it compares it with memory first, like all code ([`Cpu::adopt`](crate::Cpu)).
+
+use super::{Region, lock};
+use crate::hash::Seeded;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, Weak};
+
+/// Addresses of blocks, and their modes.
+type Entries = HashMap<(u64, u8), Weak<Region>, Seeded>;
+
+/// Regions by the blocks at which they can be entered: the newest one of each.
+pub(super) struct Known(Mutex<Entries>);
+
+impl Known {
+    pub(super) fn new() -> Self {
+        Known(Mutex::new(HashMap::with_hasher(Seeded::new())))
+    }
+
+    /// Remembers a region. It is compiled again for others if there is no memory for that.
+    pub(super) fn add(&self, region: &Arc<Region>) {
+        let mut entries = lock(&self.0);
+        let blocks = &region.source.blocks;
+        if entries.capacity() - entries.len() < blocks.len() {
+            entries.retain(|_, known| known.strong_count() > 0);
+            // Room for twice as many, so that this is rare.
+            let more = entries.len() + blocks.len();
+            if entries.try_reserve(more).is_err() {
+                return;
+            }
+        }
+        for (rip, _) in blocks {
+            entries.insert((*rip, region.source.mode), Arc::downgrade(region));
+        }
+    }
+
+    /// Returns the region that can be entered at `rip` in a mode.
+    pub(super) fn at(&self, rip: u64, mode: u8) -> Option<Arc<Region>> {
+        lock(&self.0).get(&(rip, mode))?.upgrade()
+    }
+}

@@ -1,0 +1,79 @@
+//! The addresses of memory operands: offsets, and linear addresses after the checks of segmentation.
+
+use crate::op::{Break, Op, form};
+use crate::{Cpu, vector};
+
+impl Cpu {
+    /// Returns the linear address of the memory operand of `bytes` bytes.
+    #[inline(always)]
+    pub(crate) fn lin(&mut self, op: &Op, bytes: u32) -> Result<u64, Break> {
+        match op.form {
+            form::BASE => Ok(self.ea::<{ form::BASE }>(op)),
+            form::INDEX => Ok(self.ea::<{ form::INDEX }>(op)),
+            form::DISP => Ok(op.disp),
+            _ => self.lin_full(op, bytes),
+        }
+    }
+
+    /// Returns the address of an operand in one of the 64-bit forms.
+    #[inline(always)]
+    pub(crate) fn ea<const FORM: u8>(&self, op: &Op) -> u64 {
+        let reg = |r: u8| self.state.gpr[usize::from(r & 15)];
+        match FORM {
+            form::BASE => reg(op.base).wrapping_add(op.disp),
+            form::INDEX => reg(op.base)
+                .wrapping_add(reg(op.index) << (op.scale & 3))
+                .wrapping_add(op.disp),
+            _ => op.disp,
+        }
+    }
+
+    /// Returns the offset of an operand in its segment, in any form.
+    pub(crate) fn offset(&self, op: &Op) -> u64 {
+        let reg = |r: u8| {
+            if r < 16 {
+                self.state.gpr[usize::from(r)]
+            } else {
+                0
+            }
+        };
+        let offset = reg(op.base)
+            .wrapping_add(reg(op.index) << (op.scale & 3))
+            .wrapping_add(op.disp);
+        match op.address_size {
+            2 => offset & 0xffff,
+            4 => offset & 0xffff_ffff,
+            _ => offset,
+        }
+    }
+
+    #[inline(never)]
+    fn lin_full(&mut self, op: &Op, bytes: u32) -> Result<u64, Break> {
+        let offset = self.offset(op);
+        self.segmented(op.seg, offset, bytes)
+    }
+
+    /// Returns the linear address of `offset` in a segment, after the checks of the current mode.
+    pub(crate) fn segmented(&mut self, seg: u8, offset: u64, bytes: u32) -> Result<u64, Break> {
+        let segment = *self.segment(seg);
+        if self.is_64() {
+            return Ok(if seg >= 4 {
+                segment.base.wrapping_add(offset)
+            } else {
+                offset
+            });
+        }
+        let last = offset + u64::from(bytes) - 1;
+        let limit = u64::from(segment.limit);
+        let expand_down = segment.rights & 0x1c == 0x14;
+        let inside = match expand_down {
+            false => last <= limit,
+            true => offset > limit && last <= if segment.big() { 0xffff_ffff } else { 0xffff },
+        };
+        if !inside || self.state.cr0 & 1 != 0 && segment.rights & crate::Segment::UNUSABLE != 0 {
+            let vector = if seg == 2 { vector::SS } else { vector::GP };
+            return Err(self.raise(vector, Some(0)));
+        }
+        Ok(segment.base.wrapping_add(offset) & 0xffff_ffff)
+    }
+}

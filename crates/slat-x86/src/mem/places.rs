@@ -1,0 +1,307 @@
+//! Where an access of the guest goes, in memory of the host or to MMIO, and the accesses to what was translated.
+
+use crate::machine::{Access, Exit, Fault, HostPage};
+use crate::op::Break;
+use crate::{Cpu, vector};
+
+/// Where the bytes of one page are stored.
+#[derive(Clone, Copy)]
+pub(super) enum Place {
+    Host {
+        host: *mut u8,
+        /// The guest-physical address, if the machine wants to know of stores.
+        tracked: Option<u64>,
+        /// A store has to be noted: the TLB does not have the page for writes without a look.
+        needs_look: bool,
+    },
+    Mmio(u64),
+}
+
+/// A [`Place`] for each page of an access, with the number of bytes in the first one.
+#[derive(Clone, Copy)]
+pub(crate) struct Places {
+    pub(super) first: Place,
+    pub(super) second: Option<Place>,
+    split: usize,
+}
+
+/// Memory within one page that a store goes to. Only [`Cpu::write_to`] stores to it.
+#[must_use]
+pub(crate) struct Destination {
+    pub(super) lin: u64,
+    pub(super) host: *mut u8,
+    pub(super) bytes: usize,
+    pub(super) tracked: Option<u64>,
+    pub(super) needs_look: bool,
+}
+
+impl Destination {
+    /// Returns how many bytes after `host` the memory begins, wrapped around if it begins before.
+    pub(crate) fn distance_from(&self, host: *mut u8) -> usize {
+        (self.host as usize).wrapping_sub(host as usize)
+    }
+}
+
+impl Place {
+    /// Returns the guest-physical address, if the machine wants to know of stores.
+    fn tracked(self) -> Option<u64> {
+        match self {
+            Place::Host { tracked, .. } => tracked,
+            Place::Mmio(_) => None,
+        }
+    }
+}
+
+impl Places {
+    /// Whether all pages are memory, none of them MMIO.
+    pub(super) fn are_memory(&self) -> bool {
+        let is_mmio = |place| matches!(place, Place::Mmio(_));
+        !is_mmio(self.first) && !self.second.is_some_and(is_mmio)
+    }
+
+    /// Returns the memory at `lin`, if it is memory and in one page.
+    pub(super) fn destination(&self, lin: u64) -> Option<Destination> {
+        match *self {
+            Places {
+                first:
+                    Place::Host {
+                        host,
+                        tracked,
+                        needs_look,
+                    },
+                second: None,
+                split: bytes,
+            } => Some(Destination {
+                lin,
+                host,
+                bytes,
+                tracked,
+                needs_look,
+            }),
+            _ => None,
+        }
+    }
+}
+
+impl Cpu {
+    /// Translates all pages of an access of at most a page.
+    pub(crate) fn places(&mut self, lin: u64, len: usize, access: Access) -> Result<Places, Break> {
+        let in_first = 0x1000 - (lin & 0xfff) as usize;
+        let first = self.place(lin, access)?;
+        if len <= in_first {
+            if self.watch.data {
+                self.watch(lin, len, access)?;
+            }
+            return Ok(Places {
+                first,
+                second: None,
+                split: len,
+            });
+        }
+        let next = (lin | 0xfff).wrapping_add(1);
+        let next = if self.is_64() {
+            next
+        } else {
+            next & 0xffff_ffff
+        };
+        let second = self.place(next, access)?;
+        if self.watch.data {
+            self.watch(lin, len, access)?;
+        }
+        Ok(Places {
+            first,
+            second: Some(second),
+            split: in_first,
+        })
+    }
+
+    /// Translates one address. Inlined: returned through memory, the result costs a fifth of a miss.
+    #[inline(always)]
+    pub(super) fn place(&mut self, lin: u64, access: Access) -> Result<Place, Break> {
+        let table = self.table;
+        let tlb = self.tlb();
+        let (hit, needs_look) = match access {
+            Access::Write => match tlb.write(table, lin, 1) {
+                None => (tlb.write_code(table, lin), true),
+                free => (free, false),
+            },
+            _ => (tlb.read(table, lin, 1), false),
+        };
+        if let Some(host) = hit {
+            return Ok(Place::Host {
+                host,
+                // The TLB holds no tracked page for writes, and reads are not told.
+                tracked: None,
+                needs_look,
+            });
+        }
+        if !self.canonical(lin) {
+            self.fault_noncanonical = true;
+            return Err(self.raise(vector::GP, Some(0)));
+        }
+        self.counters.tlb_misses += 1;
+        match self.translate(table, lin, access) {
+            Ok(page) => {
+                debug_assert!(page.tracked.is_none() || !page.write);
+                if !self.is_watched_page(lin) {
+                    let code = self.code.pages().version_of(page.base.as_ptr() as usize) != 0;
+                    self.tlb().fill(table, lin, &page, code);
+                }
+                let at = lin & 0xfff;
+                Ok(Place::Host {
+                    host: page.base.as_ptr().wrapping_add(at as usize),
+                    tracked: page.tracked.map(|gpa| gpa + at),
+                    needs_look: true,
+                })
+            }
+            Err(Fault::Mmio { gpa }) => Ok(Place::Mmio(gpa)),
+            Err(fault) => Err(self.fault(lin, fault)),
+        }
+    }
+
+    /// Translates an address, which is canonical, for an access through `table`: by the TLB's second level, or else by the machine.
+    #[inline(always)]
+    pub(crate) fn translate(
+        &mut self,
+        table: usize,
+        lin: u64,
+        access: Access,
+    ) -> Result<HostPage, Fault> {
+        match self.tlb().second(table, lin, access) {
+            Some(page) => {
+                self.counters.stlb_hits += 1;
+                Ok(page)
+            }
+            None => self.walk(table, lin, access),
+        }
+    }
+
+    #[inline(never)]
+    fn walk(&mut self, table: usize, lin: u64, access: Access) -> Result<HostPage, Fault> {
+        let paging = self.paging_for(table);
+        let result = self.machine().translate(lin, access, &paging);
+        match &result {
+            Ok(page) => self.tlb().enter(table, lin, page, access),
+            // SDM volume 3, "Operations that Invalidate TLBs": a page fault invalidates the page's translations.
+            Err(Fault::Page { .. }) => self.drop_page(lin),
+            Err(_) => {}
+        }
+        result
+    }
+
+    /// Converts a machine's fault to the instruction's exception or exit.
+    #[cold]
+    pub(crate) fn fault(&mut self, lin: u64, fault: Fault) -> Break {
+        match fault {
+            Fault::Page { error_code } => {
+                self.fault_address = lin;
+                self.raise(vector::PF, Some(error_code))
+            }
+            Fault::GeneralProtection => self.raise(vector::GP, Some(0)),
+            Fault::Retry => Break::Retry,
+            Fault::BadAddress => self.leave(Exit::BadAddress),
+            Fault::OutOfMemory => self.leave(Exit::OutOfMemory),
+            Fault::Mmio { .. } => self.unimplemented("a CPU structure or code in MMIO"),
+        }
+    }
+
+    /// Call after a guarded access failed: asks the machine whether to continue, and drops the translation.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn gone(&mut self, lin: u64, host: *mut u8, access: Access) -> Result<(), Break> {
+        self.counters.flushes_page += 1;
+        self.drop_page(lin);
+        match self.machine().recheck(host, access) {
+            Ok(()) => Ok(()),
+            Err(fault) => Err(self.fault(lin, fault)),
+        }
+    }
+
+    /// Reads the translated bytes. False if a part's host page is not accessible: translate again.
+    pub(super) fn read_places(
+        &mut self,
+        lin: u64,
+        places: &Places,
+        buffer: &mut [u8],
+    ) -> Result<bool, Break> {
+        let (head, tail) = buffer.split_at_mut(places.split);
+        Ok(self.read_at(lin, places.first, head)?
+            && match places.second {
+                Some(second) => {
+                    self.read_at(lin.wrapping_add(places.split as u64), second, tail)?
+                }
+                None => true,
+            })
+    }
+
+    /// Writes the translated bytes, then tells the machine of the parts in tracked pages. False as in [`Self::read_places`].
+    pub(super) fn write_places(
+        &mut self,
+        lin: u64,
+        places: &Places,
+        bytes: &[u8],
+    ) -> Result<bool, Break> {
+        let done = self.write_parts(lin, places, bytes);
+        // Even a write that failed may have changed some bytes.
+        self.tell_stored(places.first.tracked(), places.split);
+        if let Some(second) = places.second {
+            self.tell_stored(second.tracked(), bytes.len() - places.split);
+        }
+        done
+    }
+
+    fn write_parts(&mut self, lin: u64, places: &Places, bytes: &[u8]) -> Result<bool, Break> {
+        let (head, tail) = bytes.split_at(places.split);
+        Ok(self.write_at(lin, places.first, head)?
+            && match places.second {
+                Some(second) => {
+                    self.write_at(lin.wrapping_add(places.split as u64), second, tail)?
+                }
+                None => true,
+            })
+    }
+
+    fn read_at(&mut self, lin: u64, place: Place, buffer: &mut [u8]) -> Result<bool, Break> {
+        match place {
+            Place::Host { host, .. } => {
+                // SAFETY: a translation of guest memory, to which every access is guarded.
+                let done = unsafe { slat_guard::copy_in(buffer, host) };
+                if done.is_err() {
+                    self.gone(lin, host, Access::Read)?;
+                }
+                Ok(done.is_ok())
+            }
+            Place::Mmio(gpa) => {
+                for (i, part) in buffer.chunks_mut(8).enumerate() {
+                    self.mmio_read(gpa + 8 * i as u64, part)?;
+                }
+                Ok(true)
+            }
+        }
+    }
+
+    fn write_at(&mut self, lin: u64, place: Place, bytes: &[u8]) -> Result<bool, Break> {
+        match place {
+            Place::Host {
+                host, needs_look, ..
+            } => {
+                // SAFETY: a translation of guest memory, to which every access is guarded.
+                let done = unsafe { slat_guard::copy_out(host, bytes) };
+                // Even a write that failed may have changed some bytes.
+                if needs_look {
+                    self.note_store(lin, host);
+                }
+                if done.is_err() {
+                    self.gone(lin, host, Access::Write)?;
+                }
+                Ok(done.is_ok())
+            }
+            Place::Mmio(gpa) => {
+                for (i, part) in bytes.chunks(8).enumerate() {
+                    self.mmio_write(gpa + 8 * i as u64, part)?;
+                }
+                Ok(true)
+            }
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! Compiled code that CPUs take from each other.
+#![cfg(feature = "jit")]
+
+use crate::common::*;
+
+/// Where the code is: no other test has code here, whose compiled code might be known.
+const FIRST: u64 = 0x9_3000;
+const SECOND: u64 = FIRST + 7;
+
+/// Makes a guest with two blocks that add `a` and `b` to EAX, on compiled code.
+fn adds(a: u8, b: u8) -> Guest {
+    let mut guest = Guest::new(b"");
+    compiled::always(&mut guest.cpu);
+    // add eax,A; jmp to the next
+    guest.memory().write(FIRST, &[0x05, a, 0, 0, 0, 0xeb, 0]);
+    // add eax,B; hlt
+    guest.memory().write(SECOND, &[0x05, b, 0, 0, 0, 0xf4]);
+    guest
+}
+
+/// Runs the guest from `rip`. Returns what it has added.
+fn sum(guest: &mut Guest, rip: u64) -> u64 {
+    guest.cpu.state.rip = rip;
+    guest.cpu.state.gpr[RAX] = 0;
+    guest.halt();
+    guest.cpu.state.gpr[RAX]
+}
+
+#[test]
+fn code_is_compiled_once_for_all_cpus_whose_memory_holds_it() {
+    let mut compiles = adds(1, 2);
+    // The second block is known when the first one is compiled, so one region has both.
+    assert_eq!(sum(&mut compiles, SECOND), 2);
+    assert_eq!(sum(&mut compiles, FIRST), 3);
+    assert_eq!(compiles.cpu.counters().regions_shared, 0);
+
+    let mut same = adds(1, 2);
+    assert_eq!(sum(&mut same, FIRST), 3);
+    let counters = same.cpu.counters();
+    assert_eq!((counters.regions, counters.regions_shared), (1, 1));
+    assert_eq!(
+        counters.instructions,
+        counters.instructions_compiled + 1,
+        "HLT ends the region"
+    );
+
+    // The code that it has taken is as good as its own: memory that has changed is seen.
+    same.memory().write(SECOND + 1, &[40]);
+    assert_eq!(sum(&mut same, FIRST), 41);
+    assert_eq!(sum(&mut compiles, FIRST), 3);
+
+    // All of a region is compared, not only the block that asks for it.
+    let mut other = adds(1, 7);
+    assert_eq!(sum(&mut other, FIRST), 8);
+    assert_eq!(other.cpu.counters().regions_shared, 0);
+}
