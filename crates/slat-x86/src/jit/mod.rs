@@ -2,10 +2,12 @@
 //!
 //! A block that has run often becomes part of a *region*: blocks of the same page that follow one another, with their loops, which
 //! become one function of the host's. It can be entered at each of its blocks. The compiling happens on a thread of its own
-//! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled. A region belongs to no CPU: all whose memory holds its code use
-//! it (`known`). Each attaches it to its own blocks, and it is as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the
-//! page's version covers it (`code_pages`). A region stores to no page with decoded code, it leaves that to the interpreter; so it
-//! cannot change itself.
+//! ([`Compiler::work`]); meanwhile and afterwards the interpreter runs what is not compiled.
+//!
+//! A region belongs to no CPU: every one whose memory holds its code may use it (`known`). Each attaches it to its own blocks, and it is
+//! as good as they are: both are compared with memory together (`Cpu::verify`), and all of a region lies in one page, so the page's
+//! version covers it (`code_pages`). A region stores to no page with decoded code, it leaves that to the interpreter; so it cannot
+//! change itself.
 //!
 //! | file | idea |
 //! |---|---|
@@ -23,7 +25,7 @@
 //! While a region runs, R15 holds the address of the [`Cpu`]; the registers are its variables. It is left between two instructions
 //! always, with all state written back, so faults are as precise as the interpreter's. Then it continues in the region at the new RIP
 //! directly if it finds that in [`Targets`], as code that is good now. Loops, and regions that continue in another one, look at
-//! `attention` and at the version of the code each time.
+//! `attention` each time.
 
 mod access;
 mod condition;
