@@ -47,16 +47,6 @@ impl Cpu {
         }
     }
 
-    /// Returns the first address of the page after that of `lin`.
-    pub(crate) fn next_code_page(&self, lin: u64) -> u64 {
-        let next = (lin | 0xfff).wrapping_add(1);
-        if self.is_64() {
-            next
-        } else {
-            next & 0xffff_ffff
-        }
-    }
-
     pub(crate) fn check_code_limit(&mut self, rip: u64) -> Result<(), Break> {
         let inside = if self.is_64() {
             self.canonical(rip)
@@ -89,7 +79,7 @@ impl Cpu {
         buffer[..len].copy_from_slice(page.code(at, len));
         if block.ops.is_empty() && decoded.end == DecoderError::NoMoreBytes && len < INSTRUCTION {
             // The first instruction crosses into the next page.
-            let lin = self.next_code_page(key.lin);
+            let lin = self.next_page(key.lin);
             let mut next = self.snapshot(lin, may_keep, Spare::Second);
             // SAFETY: as above. Two pages have two snapshots.
             let page = unsafe { next.as_mut() };

@@ -5,8 +5,8 @@
 //! store that fails has changed nothing, and an access that crosses a page has translated both pages before it touches either.
 //!
 //! A store to a page that the machine tracks misses in the TLB, as the TLB holds the page for reads only; so does one to a page that
-//! holds decoded code. Such stores are made in [`Cpu::write_to`] and `Cpu::write_places` (in `places`) alone, which tell the machine, and the
-//! CPUs that share the code.
+//! holds decoded code. Such stores are made in [`Cpu::write_to`] and `Cpu::write_places` (in `places`) alone, which tell the machine,
+//! and the CPUs that share the code.
 
 mod address;
 mod places;

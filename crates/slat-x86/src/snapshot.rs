@@ -282,7 +282,7 @@ impl Cpu {
         }
         // Only now is it certain that the instruction still crosses into the second page.
         if let Some(mut second) = block.second {
-            if !self.holds(&mut second, self.next_code_page(lin), block.parts().1)? {
+            if !self.holds(&mut second, self.next_page(lin), block.parts().1)? {
                 return Ok(false);
             }
             block.second = Some(second);

@@ -137,8 +137,7 @@ impl Cpu {
         if self.adopt(found) {
             return;
         }
-        let fits = self.may_compile(block);
-        if fits
+        if self.may_compile(block)
             && !block.is_submitted.get()
             && compiler.has_room()
             && let Ok(source) = self.collect(block)

@@ -76,4 +76,14 @@ impl Cpu {
         }
         Ok(segment.base.wrapping_add(offset) & 0xffff_ffff)
     }
+
+    /// Returns the first address of the page after that of `lin`.
+    pub(crate) fn next_page(&self, lin: u64) -> u64 {
+        let next = (lin | 0xfff).wrapping_add(1);
+        if self.is_64() {
+            next
+        } else {
+            next & 0xffff_ffff
+        }
+    }
 }

@@ -86,32 +86,19 @@ impl Places {
 impl Cpu {
     /// Translates all pages of an access of at most a page.
     pub(crate) fn places(&mut self, lin: u64, len: usize, access: Access) -> Result<Places, Break> {
-        let in_first = 0x1000 - (lin & 0xfff) as usize;
+        let split = len.min(0x1000 - (lin & 0xfff) as usize);
         let first = self.place(lin, access)?;
-        if len <= in_first {
-            if self.watch.data {
-                self.watch(lin, len, access)?;
-            }
-            return Ok(Places {
-                first,
-                second: None,
-                split: len,
-            });
-        }
-        let next = (lin | 0xfff).wrapping_add(1);
-        let next = if self.is_64() {
-            next
-        } else {
-            next & 0xffff_ffff
+        let second = match len > split {
+            true => Some(self.place(self.next_page(lin), access)?),
+            false => None,
         };
-        let second = self.place(next, access)?;
         if self.watch.data {
             self.watch(lin, len, access)?;
         }
         Ok(Places {
             first,
-            second: Some(second),
-            split: in_first,
+            second,
+            split,
         })
     }
 

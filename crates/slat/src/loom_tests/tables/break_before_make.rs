@@ -43,7 +43,7 @@ fn finds_no_conflict(world: &World<SmallStage2<2>>) {
     let me = world.readers.register().unwrap();
     me.enter(&world.readers, 0);
     let mut cached: Option<(Leaf, Level)> = None;
-    for _ in 0..2 {
+    for _ in 0..3 {
         if me.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
             cached = None;
             me.quiesce(&world.readers);
