@@ -34,7 +34,7 @@ impl<F: Format> World<F> {
         };
         let protected: Prepare<F> = || {
             let world = Self::roomy(Level::PAGE, LOGGED);
-            (0..200).for_each(|gfn| world.touch(gfn, Write));
+            (0..70).for_each(|gfn| world.touch(gfn, Write));
             world
         };
         for world in [dirty_bits, protected] {

@@ -1,7 +1,8 @@
 //! Two operations, interleaved at every step of the first: the *victim* is stopped at its n-th step (a
 //! table reached, a page resolved, a frame allocated, a wait), the *intruder* runs until it is done or
-//! must wait, then the victim goes on; for every n. Meanwhile a *holder*, a vCPU that acknowledges
-//! flushes only when it must, uses the translations it was given before, and checks each use.
+//! must wait, then the victim goes on; for every n (of hundreds that are alike, for many). Meanwhile a
+//! *holder*, a vCPU that acknowledges flushes only when it must, uses the translations it was given
+//! before, and checks each use.
 
 mod break_before_make;
 mod cases;

@@ -23,14 +23,17 @@ const PAGES: u64 = 1024;
 const STEP: u64 = 3;
 /// The page of each huge one that has a function, and that the other CPU does not write.
 const FUNCTIONS: [u64; 2] = [1, 514];
-/// Number of times that each change is made under a running guest before the guest is stopped.
-const TURNS: u64 = 4;
 /// Spins before each flush.
 const DELAY: u32 = 5_000;
 
-/// Returns how often the guest is stopped; more often on faster machines. (Bochs needs a second for each turn.)
-const fn stops<M: Machine>() -> u64 {
-    if Tables::<M>::BREAK_BEFORE_MAKE { 3 } else { 1 }
+/// Returns how often the guest is stopped, and how often each change is made under the running guest before. More often on faster
+/// machines: Bochs needs a second for each turn.
+const fn stops_and_turns<M: Machine>() -> (u64, u64) {
+    if Tables::<M>::BREAK_BEFORE_MAKE {
+        (3, 4)
+    } else {
+        (1, 2)
+    }
 }
 
 /// A change of the tables that finally restores them.
@@ -313,15 +316,16 @@ fn make<M: Machine>(
         plant_functions(bench, page..page + 1);
     }
     let mut guest = vm.second_guest()?;
-    for stop in 0..stops::<M>() {
+    let (stops, turns) = stops_and_turns::<M>();
+    for stop in 0..stops {
         let running = Beside::start(guest, writes());
         running.pass();
-        for turn in 0..TURNS {
+        for turn in 0..turns {
             let mut turn = Turn {
                 bench,
                 vm: &mut vm,
                 running: &running,
-                number: stop * TURNS + turn,
+                number: stop * turns + turn,
             };
             (change.make)(&mut turn)?;
             turn.guest_writes();
@@ -333,7 +337,7 @@ fn make<M: Machine>(
     let stats = vm.vm.stats();
     holds(
         "it was not made",
-        (change.counts)(&stats, TURNS * stops::<M>()),
+        (change.counts)(&stats, stops * turns),
     )?;
     // Every page is at its old address again.
     bench.write(&mut vm, pages(Op::Write, 0, PAGES))?;
@@ -361,10 +365,11 @@ pub(super) fn under_a_running_guest<M: Machine>(bench: &mut Bench<'_, M>) -> Ver
         true => format!("{conflicts} conflicts"),
         false => "conflicts are allowed".into(),
     };
+    let (stops, turns) = stops_and_turns::<M>();
     Ok(format!(
         "{} changes, {} times each; {} flushes of {} entries: {conflicts}, nothing stale",
         seen.changes,
-        TURNS * stops::<M>(),
+        stops * turns,
         seen.flushes,
         seen.taken_out,
     ))
