@@ -335,10 +335,7 @@ fn make<M: Machine>(
     }
     drop(guest);
     let stats = vm.vm.stats();
-    holds(
-        "it was not made",
-        (change.counts)(&stats, stops * turns),
-    )?;
+    holds("it was not made", (change.counts)(&stats, stops * turns))?;
     // Every page is at its old address again.
     bench.write(&mut vm, pages(Op::Write, 0, PAGES))?;
     seen.look(bench, change)?;
