@@ -100,6 +100,31 @@ fn loops_of_branches() {
     ends_when_kicked("forty blocks", &chain, |_| {});
 }
 
+/// The registers of a loop of one block are values of compiled code from round to round.
+#[test]
+fn a_kick_loses_nothing_of_a_loop() {
+    // inc rax; lea rbx,[rax+rax]; paddq xmm0,xmm1; jmp back
+    let mut guest = Guest::new(b"\x48\xff\xc0\x48\x8d\x1c\x00\x66\x0f\xd4\xc1\xeb\xf3");
+    compiled::always(&mut guest.cpu);
+    let state = &mut guest.cpu.state;
+    (state.gpr[RAX], state.xmm[0], state.xmm[1]) = (0, 0, 1);
+    for n in 0..TRIES {
+        let (rounds, before) = (guest.cpu.state.gpr[RAX], *guest.cpu.counters());
+        after_kick(&mut guest, Duration::from_millis(2 + n as u64));
+        let (state, after) = (&guest.cpu.state, guest.cpu.counters());
+        assert_eq!(state.rip, CODE);
+        assert_eq!(state.gpr[RBX], 2 * state.gpr[RAX]);
+        assert_eq!(state.xmm[0], u128::from(state.gpr[RAX]));
+        let rounds = state.gpr[RAX] - rounds;
+        assert_eq!(after.instructions - before.instructions, 4 * rounds);
+        let compiled = after.instructions_compiled - before.instructions_compiled;
+        assert!(
+            rounds > 100 && compiled > 3 * rounds,
+            "{compiled} of {rounds} rounds"
+        );
+    }
+}
+
 #[test]
 fn loops_over_pages() {
     // jmp OTHER, jmp CODE

@@ -52,13 +52,13 @@ impl Translator<'_> {
 
     /// Continues at `target` if `taken` is not 0, else at `next`.
     fn fork(&mut self, taken: Value, target: u64, next: u64) {
-        self.write_registers();
+        self.write_for(target);
         let (jump, fall) = (self.b.create_block(), self.b.create_block());
         self.b.ins().brif(taken, jump, &[], fall, &[]);
-        let recorded = self.are_flags_recorded;
+        let (changed, recorded) = (self.changed, self.are_flags_recorded);
         self.b.switch_to_block(jump);
         self.goto(target);
-        self.are_flags_recorded = recorded;
+        (self.changed, self.are_flags_recorded) = (changed, recorded);
         self.b.switch_to_block(fall);
         self.goto(next);
     }

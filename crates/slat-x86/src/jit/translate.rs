@@ -3,7 +3,8 @@
 //! A region is one function. All state is in the [`Cpu`] at the beginning of each block. A block reads the general registers that it
 //! uses; what it has changed, registers and the record of the flags (`flags::Lazy`), it writes back at its end, and at checkpoints. So
 //! there are no values that live across blocks: to find places for them would be most of the work of compiling, and the host has hardly
-//! more registers than the guest. (Paths of several blocks with their state in values were tried: they gained nothing.)
+//! more registers than the guest. (Paths of several blocks with their state in values were tried: they gained nothing.) But a block that
+//! jumps to its own beginning keeps its registers in values from turn to turn: a short loop would do little else than write them back.
 //!
 //! Every place where the region is left is between two instructions. An access that the TLB does not have calls a helper, and if that
 //! cannot do it, the region stops at its *checkpoint*: the last instruction before which the CPU had all state, if no instruction since
@@ -24,8 +25,8 @@ use crate::lower;
 use crate::op::{MEM, NONE, Op};
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
-    AbiParam, Block, BlockCall, InstBuilder, InstructionData, JumpTableData, MemFlags, Opcode,
-    SigRef, Signature, SourceLoc, Type, Value,
+    AbiParam, Block, BlockArg, BlockCall, InstBuilder, InstructionData, JumpTableData, MemFlags,
+    Opcode, SigRef, Signature, SourceLoc, Type, Value,
 };
 use cranelift_codegen::isa::CallConv;
 use cranelift_frontend::FunctionBuilder;
@@ -91,6 +92,21 @@ fn written(
         .map(|used| used.register().full_register().number())
 }
 
+/// Returns the general registers that instructions use, and those of them that they may write, as bits.
+fn registers(factory: &mut InstructionInfoFactory, guests: &[Guest]) -> (u16, u16) {
+    let (mut used, mut changed) = (0, 0);
+    for Guest { insn, .. } in guests {
+        let all = factory.info(insn).used_registers().iter();
+        for register in all.map(|used| used.register()).filter(|r| r.is_gpr()) {
+            used |= 1 << register.full_register().number();
+        }
+        for r in written(factory, insn) {
+            changed |= 1 << r;
+        }
+    }
+    (used, changed)
+}
+
 /// Whether a block sets all flags before it uses them or may stop: then nobody can tell what they were before.
 fn sets_flags_first(guests: &[Guest]) -> bool {
     use Mnemonic::*;
@@ -115,6 +131,15 @@ fn sets_flags_first(guests: &[Guest]) -> bool {
 struct Head {
     block: Block,
     sets_flags_first: bool,
+}
+
+/// The beginning of each turn of a block that is a loop.
+#[derive(Clone, Copy)]
+struct Turn {
+    /// Its parameters: the general registers that the instructions use, and the counter of instructions.
+    block: Block,
+    /// These registers, as bits.
+    registers: u16,
 }
 
 /// Builds the function of a region. Returns its instructions, to which its code has pointers.
@@ -150,7 +175,7 @@ pub(super) struct Translator<'a> {
     /// The registers as this block knows them.
     gpr: [Option<Value>; 16],
     /// The registers that are not written back, as bits.
-    changed: u16,
+    pub(super) changed: u16,
     pub(super) vectors: Vectors,
     /// What set the flags that the next instruction finds.
     pub(super) flags: Flags,
@@ -158,6 +183,8 @@ pub(super) struct Translator<'a> {
     pub(super) are_flags_recorded: bool,
     /// Instructions of this block before the current one.
     before: i64,
+    /// The counter of instructions at the beginning of the block, if that is known.
+    count: Option<Value>,
     heads: HashMap<u64, Head>,
     /// Those of the helpers, by the numbers of arguments besides the CPU and of results.
     signatures: HashMap<(usize, usize), SigRef>,
@@ -173,6 +200,8 @@ pub(super) struct Translator<'a> {
     pub(super) has_changed: bool,
     /// The address of the current block.
     head: u64,
+    /// If the current block may jump to itself: where its next turn begins.
+    turn: Option<Turn>,
     /// The CPU's.
     pub(super) mode: u8,
 }
@@ -208,6 +237,7 @@ impl<'a> Translator<'a> {
             flags: Flags::Recorded,
             are_flags_recorded: true,
             before: 0,
+            count: None,
             heads,
             signatures: HashMap::new(),
             leave,
@@ -216,6 +246,7 @@ impl<'a> Translator<'a> {
             checkpoint: 0,
             has_changed: false,
             head: 0,
+            turn: None,
             mode: source.mode,
         };
         translator.enter(index, source);
@@ -249,13 +280,6 @@ impl<'a> Translator<'a> {
         self.b.ins().return_(&[status]);
         self.b.seal_all_blocks();
         self.b.finalize();
-    }
-
-    /// Adds to a counter.
-    fn count(&mut self, offset: usize, number: i64) {
-        let before = self.field(I64, offset);
-        let sum = self.b.ins().iadd_imm(before, number);
-        self.set_field(offset, sum);
     }
 
     /// Returns a value that is not 0 if others want something of the CPU, or have changed code.
@@ -364,10 +388,16 @@ impl<'a> Translator<'a> {
         block
     }
 
-    /// Counts the instructions of this block up to the current one, which is done.
-    fn count_done(&mut self) {
+    /// Counts the instructions of this block up to the current one, which is done. Returns the sum.
+    fn count_done(&mut self) -> Value {
         let offset = offset_of!(Cpu, counters.instructions_compiled);
-        self.count(offset, self.before + 1);
+        let before = match self.count {
+            Some(count) => count,
+            None => self.field(I64, offset),
+        };
+        let sum = self.b.ins().iadd_imm(before, self.before + 1);
+        self.set_field(offset, sum);
+        sum
     }
 
     /// Leaves after the current instruction, which is done: the CPU continues at `rip`.
@@ -423,24 +453,66 @@ impl<'a> Translator<'a> {
             let to = self.constant(rip as i64);
             return self.leave_for(to);
         };
-        self.write_registers();
+        self.write_for(rip);
         if !head.sets_flags_first {
             self.record_flags();
         }
-        self.count_done();
+        let count = self.count_done();
+        let (block, values) = match self.turn_at(rip) {
+            Some(turn) => (turn.block, self.values_of(turn.registers, count)),
+            None => (head.block, Vec::new()),
+        };
         if rip <= self.head {
             // A loop has to see it.
             let wanted = self.attention();
             let (wait, go) = (self.cold(), self.b.create_block());
             self.b.ins().brif(wanted, wait, &[], go, &[]);
             self.b.switch_to_block(wait);
-            self.record_flags();
+            self.write_back();
             let to = self.constant(rip as i64);
             self.set_field(offset_of!(Cpu, state.rip), to);
             self.b.ins().jump(self.leave, &[]);
             self.b.switch_to_block(go);
         }
-        self.b.ins().jump(head.block, &[]);
+        self.b.ins().jump(block, &values);
+    }
+
+    /// Returns where the next turn begins if the current block is a loop, and begins at `rip`.
+    fn turn_at(&self, rip: u64) -> Option<Turn> {
+        self.turn.filter(|_| rip == self.head)
+    }
+
+    /// Writes back what the block at `rip` finds in the CPU: all registers, or the vectors alone for the next turn.
+    pub(super) fn write_for(&mut self, rip: u64) {
+        match self.turn_at(rip) {
+            Some(_) => _ = self.write_vectors(),
+            None => self.write_registers(),
+        }
+    }
+
+    /// Returns the parameters of a turn: the registers that are given as bits, and the counter of instructions.
+    fn values_of(&mut self, registers: u16, count: Value) -> Vec<BlockArg> {
+        let registers = (0..16).filter(|r| registers >> r & 1 != 0);
+        let mut values: Vec<BlockArg> = registers.map(|r| self.register(r).into()).collect();
+        values.push(count.into());
+        values
+    }
+
+    /// Begins the loop that a block is: the registers that its instructions use stay in values from turn to turn.
+    fn begin_turn(&mut self, guests: &[Guest]) {
+        let (registers, changed) = registers(&mut self.factory, guests);
+        let count = self.field(I64, offset_of!(Cpu, counters.instructions_compiled));
+        let values = self.values_of(registers, count);
+        let block = self.b.create_block();
+        self.b.ins().jump(block, &values);
+        self.b.switch_to_block(block);
+        for r in (0..16).filter(|r| registers >> r & 1 != 0) {
+            self.gpr[r] = Some(self.b.append_block_param(block, I64));
+        }
+        self.count = Some(self.b.append_block_param(block, I64));
+        self.changed = changed;
+        self.has_changed |= changed != 0;
+        self.turn = Some(Turn { block, registers });
     }
 
     /// Translates a basic block.
@@ -453,6 +525,12 @@ impl<'a> Translator<'a> {
         self.set_checkpoint();
         // The record of the flags may be an old one.
         self.has_changed = head.sets_flags_first;
+        // The last instruction tells whether it is a loop.
+        let last = guests.last().expect("a block begins with an instruction");
+        (self.turn, self.count) = (None, None);
+        if last.insn.near_branch_target() == rip {
+            self.begin_turn(guests);
+        }
         for guest in guests {
             self.step = guest.step;
             if self.instruction(&guest.insn) {
@@ -461,7 +539,6 @@ impl<'a> Translator<'a> {
             self.before += 1;
         }
         // The block's limit, or something that cannot be decoded.
-        let last = guests.last().expect("a block begins with an instruction");
         self.before -= 1;
         self.goto(last.insn.next_ip());
     }

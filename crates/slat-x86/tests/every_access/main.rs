@@ -209,16 +209,13 @@ fn compare(expected: &Account, found: &Account, what: &str) {
 
 #[test]
 fn every_access_of_compiled_code_that_fails_leaves_what_it_leaves_in_the_interpreter() {
-    let rounds = setting(
-        "SLAT_TEST_ROUNDS",
-        if cfg!(debug_assertions) { 2 } else { 5 },
-    );
+    let rounds = setting("SLAT_TEST_ROUNDS", 20);
     let seed = setting("SLAT_TEST_SEED", 1);
     let (mut runs, mut failed) = (0u64, [0u64; WAYS.len()]);
     let mut instructions = [0u64; 2];
     for round in seed..seed + rounds {
         let mut random = Random(round.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        let program = Program::random(&mut random);
+        let program = Program::random(&mut random, round.is_multiple_of(2));
         let operands: Vec<u8> = std::iter::repeat_with(|| random.next().to_le_bytes())
             .take(program.area() as usize / 8)
             .flatten()

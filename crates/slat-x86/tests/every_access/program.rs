@@ -1,4 +1,5 @@
-//! Random code with a memory operand of its own page, or two, in almost every instruction: a loop, with branches over parts of it.
+//! Random code with a memory operand of its own page, or two, in almost every instruction: a loop, with branches over parts of it or
+//! without any.
 
 use crate::common::*;
 
@@ -91,15 +92,24 @@ pub struct Program {
 }
 
 impl Program {
-    pub fn random(random: &mut Random) -> Self {
+    /// `is_single`: a single block, which compiled code executes otherwise: its registers stay in values from round to round.
+    pub fn random(random: &mut Random, is_single: bool) -> Self {
         let mut program = Self {
             code: vec![],
             other: vec![],
             targets: vec![],
             slots: 0,
         };
-        for _ in 0..8 + random.below(10) {
+        let slots = match is_single {
+            true => 1 + random.below(4),
+            false => 8 + random.below(10),
+        };
+        for _ in 0..slots {
             program.computes(random);
+            if is_single {
+                program.operand(random);
+                continue;
+            }
             let skipped = random.below(4) == 0;
             let from = skipped.then(|| program.jump(&[0x0f, 0x80 + random.below(16) as u8]));
             program.one(random);
@@ -343,13 +353,16 @@ impl Program {
                 self.lea(7, disp);
                 self.bytes(&[0x66, 0x0f, 0xf7, 0xc0 | random.below(64) as u8]);
             }
-            _ => {
-                let form = &FORMS[random.below(FORMS.len() as u64) as usize];
-                let offset = Self::offset(random, form.5);
-                let disp = self.slot(offset);
-                self.form(random, form, disp);
-            }
+            _ => self.operand(random),
         }
+    }
+
+    /// An instruction of [`FORMS`] on an operand of its own.
+    fn operand(&mut self, random: &mut Random) {
+        let form = &FORMS[random.below(FORMS.len() as u64) as usize];
+        let offset = Self::offset(random, form.5);
+        let disp = self.slot(offset);
+        self.form(random, form, disp);
     }
 
     /// Has the indirect jump just made lead to here, directly or by the other page. Its operand is at `disp`.
