@@ -9,7 +9,7 @@
 
 use std::arch::x86_64::__cpuid;
 
-use iced_x86::{Code, Decoder, DecoderOptions, Instruction, Mnemonic, OpKind};
+use iced_x86::{Code, Decoder, DecoderOptions, Instruction, Mnemonic, OpKind, Register};
 
 use crate::forms::Case;
 use crate::judge::{self, Result};
@@ -123,12 +123,34 @@ const RULES: &[Rule] = &[
         applies: |instruction, _| is_x87_store(instruction.mnemonic()),
         rewrite: store_with_exception,
     },
+    // Here, too, AMD's translate the address first: nothing of the exceptions is seen. Intel's set the flags in MXCSR, or raise
+    // #XM, and store then. Measured on family 19h.
+    Rule {
+        name: "VCVTPS2PH to memory that is missing",
+        in_sequences: InSequences::Anywhere,
+        applies: |instruction, _| instruction.mnemonic() == Mnemonic::Vcvtps2ph,
+        rewrite: conversion_not_stored,
+    },
+    // SDM volume 2, "VPGATHERDD/VPGATHERQD", operation: before anything is loaded, each element of the mask is filled with its
+    // sign, and what is above 128 bits of shorter operands is cleared.
+    // AMD's clear the mask's elements up to the one that is missing and change no others: measured on family 19h.
+    Rule {
+        name: "mask of a gather from memory that is missing",
+        in_sequences: InSequences::Anywhere,
+        applies: |instruction, _| memory::is_gather(instruction),
+        rewrite: mask_of_a_gather,
+    },
     // APM volume 1, section 4.2.2: bit 17 of MXCSR is MM, if CPUID reports MisAlignSse.
     // SDM volume 1, section 10.2.3: it is reserved.
     Rule {
-        name: "LDMXCSR with MM",
+        name: "(V)LDMXCSR with MM",
         in_sequences: InSequences::Nowhere,
-        applies: |instruction, _| instruction.mnemonic() == Mnemonic::Ldmxcsr,
+        applies: |instruction, _| {
+            matches!(
+                instruction.mnemonic(),
+                Mnemonic::Ldmxcsr | Mnemonic::Vldmxcsr
+            )
+        },
         rewrite: ldmxcsr_with_mm,
     },
     // MXCSR_MASK: MM, as for LDMXCSR.
@@ -314,6 +336,60 @@ fn store_with_exception(
     stopped.then(|| Result::unchanged(case, host.fault))
 }
 
+fn conversion_not_stored(
+    _: &Instruction,
+    case: &Case,
+    host: &Result,
+    mut ours: Result,
+) -> Option<Result> {
+    const XM: u8 = 19;
+    let missing = host.fault.filter(|f| f.vector == PF);
+    if missing.is_none() || ours.fault != missing && ours.fault != fault(XM, 0, 0) {
+        return None;
+    }
+    // The flags, and nothing else.
+    let before = Result::unchanged(case, missing);
+    ours.regs.fx[MXCSR].copy_from_slice(&before.regs.fx[MXCSR]);
+    ours.fault = missing;
+    checked(case, &before, ours)
+}
+
+fn mask_of_a_gather(
+    instruction: &Instruction,
+    case: &Case,
+    host: &Result,
+    mut ours: Result,
+) -> Option<Result> {
+    if ours.fault.is_none() || ours.fault != host.fault {
+        return None;
+    }
+    let mask = instruction.op2_register();
+    let xmm = |register: Register| 160 + 16 * register.number()..160 + 16 * (register.number() + 1);
+    let high = |register: Register| 16 * register.number()..16 * (register.number() + 1);
+    // Elements that come before the one that is missing are done.
+    let element = instruction.memory_size().element_size();
+    let mut is_done = true;
+    let mut remains = |now: &mut [u8], before: &[u8]| {
+        for (now, before) in now.chunks_mut(element).zip(before.chunks(element)) {
+            is_done &= now[element - 1] & 0x80 == 0;
+            match is_done {
+                true => now.fill(0),
+                false => now.copy_from_slice(before),
+            }
+        }
+    };
+    remains(&mut ours.regs.fx[xmm(mask)], &case.regs.fx[xmm(mask)]);
+    remains(&mut ours.regs.high[high(mask)], &case.regs.high[high(mask)]);
+    let to = instruction.op0_register();
+    if to.is_xmm() {
+        ours.regs.high[high(to)].copy_from_slice(&case.regs.high[high(to)]);
+    }
+    Some(ours)
+}
+
+/// Where FXSAVE puts MXCSR.
+const MXCSR: std::ops::Range<usize> = 24..28;
+
 /// The misaligned exception mask of MXCSR.
 const MM: u32 = 1 << 17;
 
@@ -333,7 +409,7 @@ fn ldmxcsr_with_mm(
     let bytes = case.data.get(at..at + 4)?;
     let value = u32::from_le_bytes(bytes.try_into().unwrap());
     let mut loaded = nothing_done(case);
-    loaded.regs.fx[24..28].copy_from_slice(bytes);
+    loaded.regs.fx[MXCSR].copy_from_slice(bytes);
     (has_mm() && value & MM != 0 && value & !MM < 1 << 16).then_some(loaded)
 }
 

@@ -14,6 +14,23 @@ use crate::rounds::Bench;
 
 pub const CASE: &str = "linux";
 pub const BOOT: &str = "boot_cpu_seconds";
+/// What the guest's shell works on, and its processor time.
+pub const WORKS: [(&str, &str); 3] = [
+    (
+        "shell_cpu_seconds",
+        "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done",
+    ),
+    (
+        "sha256_cpu_seconds",
+        "head -c 50000000 /dev/zero | sha256sum >/tmp/sum",
+    ),
+    (
+        "gzip_cpu_seconds",
+        "seq 1000000 >/tmp/numbers; gzip -c /tmp/numbers | gunzip -c | cmp - /tmp/numbers",
+    ),
+];
+/// All of these.
+pub const WORK: &str = "works_cpu_seconds";
 pub const IDLE: &str = "idle_share_of_core";
 pub const READ: &str = "read_bytes_per_s";
 /// QEMU's own software CPU.
@@ -37,17 +54,25 @@ pub fn run(bench: &mut Bench) -> Result<(), Failure> {
         qemu.boot()?;
         let booted = qemu.cpu_time()?;
         thread::sleep(SETTLING);
+        let mut samples = vec![Sample::seconds(BOOT, booted)];
+        let began = qemu.cpu_time()?;
+        for (metric, command) in WORKS {
+            let before = qemu.cpu_time()?;
+            qemu.run(command)?;
+            samples.push(Sample::seconds(metric, qemu.cpu_time()? - before));
+        }
+        samples.push(Sample::seconds(WORK, qemu.cpu_time()? - began));
         let share = idle_share(&qemu, Duration::from_secs(idle))?;
         let read = qemu.run("dd if=/dev/vda of=/dev/null bs=1M iflag=direct status=none")?;
-        Ok(vec![
-            Sample::seconds(BOOT, booted),
+        samples.extend([
             Sample::new(IDLE, Unit::Share, share),
             Sample::new(
                 READ,
                 Unit::PerSecond,
                 disk.bytes as f64 / read.as_secs_f64(),
             ),
-        ])
+        ]);
+        Ok(samples)
     })
 }
 
