@@ -246,7 +246,6 @@ fn every_access_of_compiled_code_that_fails_leaves_what_it_leaves_in_the_interpr
             );
             let after = guest.cpu.counters();
             let compiled = after.instructions_compiled - before.instructions_compiled;
-            assert!(compiled > 0, "seed {round}");
             instructions[0] += after.instructions - before.instructions;
             instructions[1] += compiled;
         }
