@@ -370,7 +370,10 @@ impl Tlb {
                 return None;
             }
             let stale = inner.ghosts.iter().find(|ghost| !inner.is_explained(ghost));
-            stale.map(|ghost| format!("{ghost:x?} is still cached"))
+            stale.map(|ghost| {
+                let now = inner.leaf(ghost.place.space, ghost.place.gfn);
+                format!("{ghost:x?} is still cached; the tables have {now:x?}")
+            })
         })
         .flatten()
     }
