@@ -20,13 +20,12 @@ kick: a guest's write that signals an eventfd, from one to the next, the vCPU's 
 exit: the program gets an exit and signals. ioeventfd: KVM signals, without an exit. unread: no
 thread waits for the eventfd. read: one polls and reads it, like a device's. Limit: a plain write.
 irqfd/running: from an eventfd's signal on one thread until the handler of a guest that runs has
-written, by the time-stamp counter. A processor must be free for the thread that delivers it.
-Limit: a thread that waits for the eventfd. linux: Debian's kernel under QEMU (pc, 1 CPU, 512 MiB),
-on slat and on QEMU's own software CPU, tcg: its processor time until a shell is ready, and for a
-loop of the shell, sha256sum, and gzip and gunzip; its share of a processor when the guest is idle,
-and sequential reads of a virtio disk, 1 MiB each, uncached. Only `slat bench vmm` boots Linux;
-conformance/vmm/materials prepares its files. Asked for: kick <= 1 us, irqfd <= 20 us (median), boot
-<= 1.5 times tcg's time, the three works <= tcg's, idle <= 2 %, read >= 200 MB/s.",
+written (a processor must be free for the thread). Limit: a thread that waits for the eventfd.
+linux: Debian's under QEMU (pc, 1 CPU, 512 MiB), on slat and on QEMU's own software CPU, tcg: its
+processor time to a shell, for a loop of it, sha256sum, gzip and gunzip, and idle; reads of a disk.
+Only `slat bench vmm` boots it; conformance/vmm/materials prepares its files. Asked for: kick <= 1
+us, irqfd <= 20 us (median), boot <= 1.5 times tcg's time, the three works together <= tcg's, idle
+<= 2 % of a processor, read >= 200 MB/s.",
     run,
     compare,
     rows: Rows::Metrics,
