@@ -81,30 +81,21 @@ fn decode(source: &Source) -> (Vec<Step>, Vec<Vec<Guest>>) {
     (steps, blocks)
 }
 
-/// Returns the general registers that an instruction may write, by number.
-fn written(
+/// Returns the general registers that an instruction uses, by number, and whether it may write them.
+fn registers(
     factory: &mut InstructionInfoFactory,
     insn: &Instruction,
-) -> impl Iterator<Item = usize> {
+) -> impl Iterator<Item = (usize, bool)> {
     let used = factory.info(insn).used_registers().iter();
-    used.filter(|used| !matches!(used.access(), OpAccess::Read | OpAccess::CondRead))
-        .filter(|used| used.register().is_gpr())
-        .map(|used| used.register().full_register().number())
+    used.filter(|used| used.register().is_gpr()).map(|used| {
+        let may_write = !matches!(used.access(), OpAccess::Read | OpAccess::CondRead);
+        (used.register().full_register().number(), may_write)
+    })
 }
 
-/// Returns the general registers that instructions use, and those of them that they may write, as bits.
-fn registers(factory: &mut InstructionInfoFactory, guests: &[Guest]) -> (u16, u16) {
-    let (mut used, mut changed) = (0, 0);
-    for Guest { insn, .. } in guests {
-        let all = factory.info(insn).used_registers().iter();
-        for register in all.map(|used| used.register()).filter(|r| r.is_gpr()) {
-            used |= 1 << register.full_register().number();
-        }
-        for r in written(factory, insn) {
-            changed |= 1 << r;
-        }
-    }
-    (used, changed)
+/// Returns the numbers of general registers that are given as bits.
+fn numbers(registers: u16) -> impl Iterator<Item = usize> {
+    (0..16).filter(move |r| registers >> r & 1 != 0)
 }
 
 /// Whether a block sets all flags before it uses them or may stop: then nobody can tell what they were before.
@@ -140,6 +131,8 @@ struct Turn {
     block: Block,
     /// These registers, as bits.
     registers: u16,
+    /// That counter.
+    count: Value,
 }
 
 /// Builds the function of a region. Returns its instructions, to which its code has pointers.
@@ -183,8 +176,6 @@ pub(super) struct Translator<'a> {
     pub(super) are_flags_recorded: bool,
     /// Instructions of this block before the current one.
     before: i64,
-    /// The counter of instructions at the beginning of the block, if that is known.
-    count: Option<Value>,
     heads: HashMap<u64, Head>,
     /// Those of the helpers, by the numbers of arguments besides the CPU and of results.
     signatures: HashMap<(usize, usize), SigRef>,
@@ -237,7 +228,6 @@ impl<'a> Translator<'a> {
             flags: Flags::Recorded,
             are_flags_recorded: true,
             before: 0,
-            count: None,
             heads,
             signatures: HashMap::new(),
             leave,
@@ -331,7 +321,7 @@ impl<'a> Translator<'a> {
     pub(super) fn write_registers(&mut self) {
         let changed = std::mem::take(&mut self.changed);
         self.has_changed |= self.write_vectors() || changed != 0;
-        for r in (0..16).filter(|r| changed >> r & 1 != 0) {
+        for r in numbers(changed) {
             if let Some(value) = self.gpr[r] {
                 self.set_field(Self::gpr_offset(r), value);
             }
@@ -391,8 +381,8 @@ impl<'a> Translator<'a> {
     /// Counts the instructions of this block up to the current one, which is done. Returns the sum.
     fn count_done(&mut self) -> Value {
         let offset = offset_of!(Cpu, counters.instructions_compiled);
-        let before = match self.count {
-            Some(count) => count,
+        let before = match self.turn {
+            Some(turn) => turn.count,
             None => self.field(I64, offset),
         };
         let sum = self.b.ins().iadd_imm(before, self.before + 1);
@@ -492,27 +482,37 @@ impl<'a> Translator<'a> {
 
     /// Returns the parameters of a turn: the registers that are given as bits, and the counter of instructions.
     fn values_of(&mut self, registers: u16, count: Value) -> Vec<BlockArg> {
-        let registers = (0..16).filter(|r| registers >> r & 1 != 0);
-        let mut values: Vec<BlockArg> = registers.map(|r| self.register(r).into()).collect();
+        let mut values: Vec<BlockArg> = numbers(registers)
+            .map(|r| self.register(r).into())
+            .collect();
         values.push(count.into());
         values
     }
 
     /// Begins the loop that a block is: the registers that its instructions use stay in values from turn to turn.
     fn begin_turn(&mut self, guests: &[Guest]) {
-        let (registers, changed) = registers(&mut self.factory, guests);
+        let (mut used, mut changed) = (0, 0);
+        for Guest { insn, .. } in guests {
+            for (r, may_write) in registers(&mut self.factory, insn) {
+                used |= 1 << r;
+                changed |= u16::from(may_write) << r;
+            }
+        }
         let count = self.field(I64, offset_of!(Cpu, counters.instructions_compiled));
-        let values = self.values_of(registers, count);
+        let values = self.values_of(used, count);
         let block = self.b.create_block();
         self.b.ins().jump(block, &values);
         self.b.switch_to_block(block);
-        for r in (0..16).filter(|r| registers >> r & 1 != 0) {
+        for r in numbers(used) {
             self.gpr[r] = Some(self.b.append_block_param(block, I64));
         }
-        self.count = Some(self.b.append_block_param(block, I64));
         self.changed = changed;
         self.has_changed |= changed != 0;
-        self.turn = Some(Turn { block, registers });
+        self.turn = Some(Turn {
+            block,
+            registers: used,
+            count: self.b.append_block_param(block, I64),
+        });
     }
 
     /// Translates a basic block.
@@ -527,7 +527,7 @@ impl<'a> Translator<'a> {
         self.has_changed = head.sets_flags_first;
         // The last instruction tells whether it is a loop.
         let last = guests.last().expect("a block begins with an instruction");
-        (self.turn, self.count) = (None, None);
+        self.turn = None;
         if last.insn.near_branch_target() == rip {
             self.begin_turn(guests);
         }
@@ -571,8 +571,10 @@ impl<'a> Translator<'a> {
         self.b.switch_to_block(on);
         self.has_changed = true;
         self.flags = Flags::Recorded;
-        for r in written(&mut self.factory, insn) {
-            self.gpr[r] = None;
+        for (r, may_write) in registers(&mut self.factory, insn) {
+            if may_write {
+                self.gpr[r] = None;
+            }
         }
         self.forget_vectors();
     }

@@ -126,11 +126,7 @@ fn place_gather(instruction: &mut Instruction, base: usize, regs: &mut Regs, rng
         false => (rng.below(2 * PAGE - 16) as i64 - PAGE as i64) / scale as i64,
     };
     let i = instruction.memory_index().number();
-    let halves = [
-        &mut regs.fx[160 + 16 * i..][..16],
-        &mut regs.high[16 * i..][..16],
-    ];
-    for half in halves {
+    for half in regs.ymm_mut(i) {
         for bytes in half.chunks_exact_mut(if wide { 8 } else { 4 }) {
             bytes.copy_from_slice(&index().to_le_bytes()[..bytes.len()]);
         }

@@ -17,6 +17,16 @@ pub struct Regs {
     pub rip: u64,
 }
 
+impl Regs {
+    /// The halves of a YMM register.
+    pub fn ymm_mut(&mut self, n: usize) -> [&mut [u8]; 2] {
+        [
+            &mut self.fx[160 + 16 * n..][..16],
+            &mut self.high[16 * n..][..16],
+        ]
+    }
+}
+
 /// A fault of the instruction: the vector, the error code the CPU pushed and CR2 (meaningful for #PF).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {

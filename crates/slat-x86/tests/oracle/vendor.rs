@@ -9,7 +9,7 @@
 
 use std::arch::x86_64::__cpuid;
 
-use iced_x86::{Code, Decoder, DecoderOptions, Instruction, Mnemonic, OpKind, Register};
+use iced_x86::{Code, Decoder, DecoderOptions, Instruction, Mnemonic, OpKind};
 
 use crate::forms::Case;
 use crate::judge::{self, Result};
@@ -133,12 +133,12 @@ const RULES: &[Rule] = &[
     },
     // SDM volume 2, "VPGATHERDD/VPGATHERQD", operation: before anything is loaded, each element of the mask is filled with its
     // sign, and what is above 128 bits of shorter operands is cleared.
-    // AMD's clear the mask's elements up to the one that is missing and change no others: measured on family 19h.
+    // AMD's clear the mask's elements up to the one that faults and change no others: measured on family 19h.
     Rule {
-        name: "mask of a gather from memory that is missing",
+        name: "gather whose element faults",
         in_sequences: InSequences::Anywhere,
         applies: |instruction, _| memory::is_gather(instruction),
-        rewrite: mask_of_a_gather,
+        rewrite: gathered_in_part,
     },
     // APM volume 1, section 4.2.2: bit 17 of MXCSR is MM, if CPUID reports MisAlignSse.
     // SDM volume 1, section 10.2.3: it is reserved.
@@ -354,7 +354,7 @@ fn conversion_not_stored(
     checked(case, &before, ours)
 }
 
-fn mask_of_a_gather(
+fn gathered_in_part(
     instruction: &Instruction,
     case: &Case,
     host: &Result,
@@ -363,13 +363,15 @@ fn mask_of_a_gather(
     if ours.fault.is_none() || ours.fault != host.fault {
         return None;
     }
-    let mask = instruction.op2_register();
-    let xmm = |register: Register| 160 + 16 * register.number()..160 + 16 * (register.number() + 1);
-    let high = |register: Register| 16 * register.number()..16 * (register.number() + 1);
-    // Elements that come before the one that is missing are done.
+    let (mask, to) = (instruction.op2_register(), instruction.op0_register());
     let element = instruction.memory_size().element_size();
+    let mut start = case.regs.clone();
+    // Elements that come before the one that faults are done.
     let mut is_done = true;
-    let mut remains = |now: &mut [u8], before: &[u8]| {
+    for (now, before) in std::iter::zip(
+        ours.regs.ymm_mut(mask.number()),
+        start.ymm_mut(mask.number()),
+    ) {
         for (now, before) in now.chunks_mut(element).zip(before.chunks(element)) {
             is_done &= now[element - 1] & 0x80 == 0;
             match is_done {
@@ -377,12 +379,10 @@ fn mask_of_a_gather(
                 false => now.copy_from_slice(before),
             }
         }
-    };
-    remains(&mut ours.regs.fx[xmm(mask)], &case.regs.fx[xmm(mask)]);
-    remains(&mut ours.regs.high[high(mask)], &case.regs.high[high(mask)]);
-    let to = instruction.op0_register();
+    }
     if to.is_xmm() {
-        ours.regs.high[high(to)].copy_from_slice(&case.regs.high[high(to)]);
+        let [_, high] = ours.regs.ymm_mut(to.number());
+        high.copy_from_slice(start.ymm_mut(to.number())[1]);
     }
     Some(ours)
 }
