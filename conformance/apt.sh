@@ -6,6 +6,9 @@
 #   apt_install PACKAGE...      installs, with the right to; false without it
 #   apt_newest REGEX            the name with the highest version among the packages whose names match
 #   apt_unpack PACKAGE DIR      downloads the package and unpacks it into DIR, without installing it; needs no rights
+#   apt_suite DIR SUITE...      the functions above and below look at these suites of Debian, the last first, not at the machine's own, with lists
+#                               and cache below DIR. Call in a subshell. False where no Debian mirror is configured
+#   apt_unpack_whole PACKAGE DIR  after apt_suite: unpacks the package and all that it depends on, the C library included
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -49,4 +52,33 @@ apt_unpack() {
     # apt drops its rights for a download, where the directory lets it: this one is the user's own.
     (cd "$download" && apt-get "${apt_options[@]}" -o APT::Sandbox::User="$(id -un)" -qq download "$1" >&2) &&
         dpkg -x "$download"/*.deb "$2" && rm -rf "$download"
+}
+
+apt_suite() {
+    local dir mirror suite keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+    dir=$(mkdir -p "$1" && cd "$1" && pwd)
+    shift
+    mirror=$(apt-get indextargets --format '$(REPO_URI)' | grep -m1 -E '/debian/?$') && [ -e "$keyring" ] || return 1
+    mkdir -p "$dir"/{lists,cache/archives}/partial
+    : >"$dir/status"
+    for suite in "$@"; do
+        echo "deb [signed-by=$keyring] $mirror $suite main"
+    done >"$dir/sources.list"
+    # A status file without packages: nothing counts as installed.
+    apt_options=(-o "Dir::Etc::SourceList=$dir/sources.list" -o Dir::Etc::SourceParts=/dev/null -o "Dir::State::lists=$dir/lists"
+        -o "Dir::State::status=$dir/status" -o "Dir::Cache=$dir/cache" -o Debug::NoLocking=1 -o "APT::Sandbox::User=$(id -un)" -o "APT::Default-Release=${*: -1}")
+    as_root=() may_install='' apt_updated='' apt_archives=$dir/cache/archives
+}
+
+apt_unpack_whole() {
+    local package
+    apt_update
+    say "fetching $1 and what it depends on"
+    rm -f "$apt_archives"/*.deb
+    apt-get "${apt_options[@]}" -qq install -y --no-install-recommends --download-only "$1" >&2 || return 1
+    mkdir -p "$2"
+    for package in "$apt_archives"/*.deb; do
+        dpkg -x "$package" "$2" || return 1
+    done
+    rm -f "$apt_archives"/*.deb
 }

@@ -47,6 +47,7 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         | KVM_CAP_VCPU_EVENTS
         | KVM_CAP_DEBUGREGS
         | KVM_CAP_SET_GUEST_DEBUG
+        | KVM_CAP_X86_ROBUST_SINGLESTEP
         | KVM_CAP_XSAVE
         | KVM_CAP_XCRS
         | KVM_CAP_GET_TSC_KHZ

@@ -66,6 +66,20 @@ pub const USES: &[Use] = &[
     (KVM_CAP_SET_GUEST_DEBUG, |_| {
         steps(KVM_GUESTDBG_SINGLESTEP);
     }),
+    (KVM_CAP_X86_ROBUST_SINGLESTEP, |_| {
+        // pushf; pop ax; hlt: RFLAGS as the guest sees them, while the client steps.
+        let mut guest = Guest::new(&[0x9c, 0x58, 0xf4]);
+        let debug = kvm_guest_debug {
+            control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
+            ..Default::default()
+        };
+        guest.vcpu.set_guest_debug(&debug).unwrap();
+        for _ in 0..2 {
+            assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Debug(_)));
+        }
+        assert_eq!(guest.vcpu.get_regs().unwrap().rax & 0x100, 0);
+        assert_eq!(guest.vcpu.get_regs().unwrap().rflags & 0x100, 0);
+    }),
     (KVM_CAP_SET_GUEST_DEBUG2, |controls| {
         assert_ne!(controls as u32 & KVM_GUESTDBG_BLOCKIRQ, 0);
         steps(controls as u32 & (KVM_GUESTDBG_SINGLESTEP | KVM_GUESTDBG_BLOCKIRQ));
