@@ -7,12 +7,12 @@ use super::Vcpu;
 use super::fault::{Detour, Fault, Want};
 use super::translate::Stop;
 use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT};
-use crate::format::{Entry, Format, Leaf, MemoryType, Privilege};
+use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, Platform, ResolveError};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
 use crate::sync::held;
 use crate::table::{ByIndex, Mapped};
-use crate::vm::{DirtyLog, InProgress, LogKind, Sequence};
+use crate::vm::{DirtyLog, InProgress, LogKind, Sequence, is_executable, leaf_of};
 
 /// What a fault installs. It holds as long as its sequence does.
 pub(super) struct Plan<'s> {
@@ -89,28 +89,10 @@ impl SlotFacts {
         self.log == Some(LogKind::DirtyBits) && in_progress.is_slot_moving()
     }
 
-    /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow; rights and marks
-    /// as KVM starts them.
+    /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow.
     pub(super) fn leaf(&self, host: &HostPage, access: Access) -> Leaf {
-        let allowed = host.writable && !self.flags.has(SlotFlags::READONLY);
-        // Where the log works by write protection, only a write makes a page writable.
-        let write = allowed && (!self.protects() || access == Access::Write);
-        Leaf {
-            pfn: host.pfn,
-            write,
-            execute: is_executable(host),
-            may_write: allowed && !write,
-            may_execute: false,
-            accessed: true,
-            dirty: write && access == Access::Write,
-            memory: host.memory,
-            privilege: Privilege::USER,
-        }
+        leaf_of(host, self.flags, self.protects(), access)
     }
-}
-
-fn is_executable(host: &HostPage) -> bool {
-    host.execute && host.memory == MemoryType::WriteBack
 }
 
 impl<P: Platform, F: Format> Fault<'_, P, F> {
@@ -132,22 +114,14 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             None => self.host_page(slot, sequence)?,
         };
         let (level, nx_split) = self.level(slot, &host);
-        let policy = &self.vcpu.vm().policy;
         let leaf = slot.leaf(&host, self.logged_access(slot));
         let leaf = match self.want.target.trail::<F>() {
             None => leaf,
             Some(trail) => leaf.granted(trail.rights),
         };
-        let nx = level > Level::PAGE && policy.nx_huge_pages().is_on();
-        let leaf = Leaf {
-            pfn: leaf.pfn.align_down(level),
-            execute: leaf.execute && !nx,
-            may_execute: leaf.execute && nx,
-            ..leaf
-        };
         Ok(Plan {
             slot,
-            leaf,
+            leaf: self.vcpu.vm().leaf_at(leaf, level),
             level,
             nx_split,
             fast: known.is_some(),
