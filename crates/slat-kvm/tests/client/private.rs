@@ -301,6 +301,31 @@ fn memory_that_can_be_private_may_be_mapped_and_is_never_shared_from_the_start()
     assert_eq!(round(&mut guest, 0), Ok(0));
     // SAFETY: within the mapping.
     assert_eq!(unsafe { shared.start.read_volatile() }, 0);
+    // Without the file there is nothing, and the client is told whether the page is private.
+    drop(file);
+    for (private, flags) in [(false, 0), (true, KVM_MEMORY_EXIT_FLAG_PRIVATE.into())] {
+        convert(&guest.vm, DEVICE, private).unwrap();
+        let fault = |exit: VcpuExit<'_>| match exit {
+            VcpuExit::MemoryFault { flags, gpa, size } => (flags, gpa, size),
+            other => panic!("{other:?}"),
+        };
+        loop {
+            match guest.vcpu.run().unwrap() {
+                VcpuExit::IoIn(0x10, data) => data[0] = 0,
+                exit => {
+                    assert_eq!(fault(exit), (flags, DEVICE, 4096));
+                    break;
+                }
+            }
+        }
+        let mut range = kvm_pre_fault_memory {
+            gpa: DEVICE,
+            size: 4096,
+            ..Default::default()
+        };
+        let error = guest.vcpu.pre_fault_memory(&mut range).unwrap_err();
+        assert_eq!((error.errno(), range.size), (libc::EFAULT, 4096));
+    }
 }
 
 #[test]

@@ -58,7 +58,8 @@ pub struct Region {
     /// What backs its first byte.
     pub backing: Hva,
     /// What backs its first byte where it is private ([`crate::Vm::set_memory_attributes`]):
-    /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached.
+    /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached. It may be the same as `backing`: then
+    /// it is all memory of the slot (KVM: a guest_memfd with GUEST_MEMFD_FLAG_MMAP).
     pub private: Option<Hva>,
 }
 

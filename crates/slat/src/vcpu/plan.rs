@@ -39,6 +39,8 @@ pub(super) struct SlotFacts {
     /// The page's number in the slot.
     pub(super) page: u64,
     private: bool,
+    /// The private backing of the slot backs its shared frames, too (KVM: `KVM_MEMSLOT_GMEM_ONLY`).
+    only_private_backing: bool,
     flags: SlotFlags,
     /// How the slot logs.
     pub(super) log: Option<LogKind>,
@@ -66,6 +68,7 @@ impl SlotFacts {
             hva: backing.add_pages(page(gfn)),
             page: page(gfn),
             private,
+            only_private_backing: slot.private() == Some(slot.backing()),
             flags: slot.flags(),
             log: slot.log().map(|log| log.kind()),
             log_at: slot.log().map(ptr::from_ref),
@@ -145,7 +148,12 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             }
         };
         let Some(slot) = slot else {
-            return Err(Detour::Stop(Stop::MemoryFault { gpa, access }));
+            let private = true;
+            return Err(Detour::Stop(Stop::MemoryFault {
+                gpa,
+                access,
+                private,
+            }));
         };
         if access == Access::Write {
             // KVM answers a write to a read-only slot as MMIO, too.
@@ -233,8 +241,13 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             // The slot may have been deleted, or its memory come back, or be about to.
             return Err(self.stale(slot, Level::PAGE));
         }
-        Err(Detour::Stop(match slot.private {
-            true => Stop::MemoryFault { gpa, access },
+        let private = slot.private;
+        Err(Detour::Stop(match private || slot.only_private_backing {
+            true => Stop::MemoryFault {
+                gpa,
+                access,
+                private,
+            },
             false => Stop::BadAddress { gpa, hva, error },
         }))
     }

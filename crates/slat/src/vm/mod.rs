@@ -48,9 +48,8 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::fmt;
-use core::ops::Range;
 
-use crate::addr::{Gfn, Hva, Level, Pfn};
+use crate::addr::Pfn;
 use crate::format::Format;
 use crate::heap::{OutOfMemory, Shared};
 use crate::mmu::{Mmu, MmuKind};

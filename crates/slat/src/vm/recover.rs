@@ -25,7 +25,7 @@ use super::{Vm, leaf_of};
 use crate::addr::{Access, Gfn, Hva, Level};
 use crate::format::{Format, Leaf};
 use crate::platform::Platform;
-use crate::slots::{Memslot, PrivateFrames, SlotFlags};
+use crate::slots::{PrivateFrames, SlotFlags};
 use crate::sync::held;
 use crate::table::{FrameCache, Next, Walk};
 

@@ -368,7 +368,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         mut mend: impl FnMut(&mut Self, Gfn, Level, &Flushed) -> bool,
     ) {
         let vm = self.vm;
-        let mut flush = |op: &mut Self, gfns| {
+        let flush = |op: &mut Self, gfns| {
             let level = None;
             (op.section).outside(|counters| vm.flush(gfns, Stale { level, tables }, counters))
         };
