@@ -7,6 +7,9 @@ use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use kvm_bindings::*;
 use slat::MmuKind;
 
+/// `KVM_CAP_GUEST_MEMFD_FLAGS`, of Linux 6.18.
+pub const KVM_CAP_GUEST_MEMFD_FLAGS: u32 = 244;
+
 /// The number of memslots per address space that a client may use.
 pub const NR_MEMSLOTS: u32 = 32764;
 
@@ -107,6 +110,7 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         KVM_CAP_COALESCED_MMIO => KVM_COALESCED_MMIO_PAGE_OFFSET,
         KVM_CAP_VM_TYPES => 1 << KVM_X86_DEFAULT_VM | 1 << KVM_X86_SW_PROTECTED_VM,
         KVM_CAP_MEMORY_ATTRIBUTES => KVM_MEMORY_ATTRIBUTE_PRIVATE,
+        KVM_CAP_GUEST_MEMFD_FLAGS => crate::guest_memfd::flags(false) as u32,
         KVM_CAP_EXIT_HYPERCALL => crate::options::HYPERCALL_EXITS,
         _ => 0,
     };

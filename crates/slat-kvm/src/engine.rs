@@ -215,6 +215,8 @@ delegate! {
         fn audit() -> Result<(), slat::AuditError>;
         /// See [`slat::Vm::set_memory_region`].
         fn set_memory_region(space: usize, region: &Region) -> Result<(), RegionError>;
+        /// See [`slat::Vm::check_memory_region`].
+        fn check_memory_region(space: usize, region: &Region) -> Result<(), RegionError>;
         /// See [`slat::Vm::set_memory_attributes`].
         fn set_memory_attributes(gfns: Range<Gfn>, attributes: MemoryAttributes) -> Result<(), AttributesError>;
         /// See [`slat::Vm::dirty_log_words`].

@@ -19,6 +19,14 @@ pub(crate) fn hypercall(page: &RunPage, nr: u64, [a, b, c, _]: [u64; 4], long_mo
     );
 }
 
+/// An access to memory that the client can repair.
+#[derive(Clone, Copy)]
+pub(crate) struct MemoryFault {
+    pub(crate) gpa: Gpa,
+    /// The page is private.
+    pub(crate) private: bool,
+}
+
 /// Stores `KVM_EXIT_X86_RDMSR`, or with a value `KVM_EXIT_X86_WRMSR`; the client returns the result in `error` and `data`.
 pub(crate) fn msr(page: &RunPage, index: u32, value: Option<u64>, reason: u32) {
     page.set_exit_reason(match value {
@@ -32,12 +40,15 @@ pub(crate) fn msr(page: &RunPage, index: u32, value: Option<u64>, reason: u32) {
     set_field!(page, value.unwrap_or(0), __bindgen_anon_1.msr.data);
 }
 
-/// Stores `KVM_EXIT_MEMORY_FAULT` for a private page, which `KVM_RUN` returns with `EFAULT`.
-pub(crate) fn memory_fault(page: &RunPage, gpa: Gpa) {
+/// Stores `KVM_EXIT_MEMORY_FAULT`, which `KVM_RUN` returns with `EFAULT`.
+pub(crate) fn memory_fault(page: &RunPage, fault: MemoryFault) {
     page.set_exit_reason(KVM_EXIT_MEMORY_FAULT);
-    let flags = KVM_MEMORY_EXIT_FLAG_PRIVATE.into();
+    let flags = match fault.private {
+        true => KVM_MEMORY_EXIT_FLAG_PRIVATE.into(),
+        false => 0,
+    };
     set_field!(page, flags, __bindgen_anon_1.memory_fault.flags);
-    let start = gpa.gfn().gpa().0;
+    let start = fault.gpa.gfn().gpa().0;
     set_field!(page, start, __bindgen_anon_1.memory_fault.gpa);
     set_field!(page, PAGE as u64, __bindgen_anon_1.memory_fault.size);
 }

@@ -1,45 +1,81 @@
-//! Private guest memory: `KVM_CREATE_GUEST_MEMFD` and `KVM_SET_MEMORY_ATTRIBUTES` (api.rst 4.141, 4.142).
+//! Guest memory in a file of its own: `KVM_CREATE_GUEST_MEMFD` (api.rst 4.142).
 //!
-//! A guest_memfd is a memfd that slat maps for itself, at an address that the client is not told. The client gets a descriptor with
-//! `O_PATH`, through which the kernel refuses to read, write or map the file.
+//! A guest_memfd is a memfd that slat maps for itself, at an address that the client is not told. Which descriptor the client gets
+//! depends on the flags, so that the kernel itself carries out `mmap`, and gives the faults of the mapping:
 //!
-//! A slot is bound to the *address range* of that mapping, which is reserved as long as the slot lives. When the last descriptor
-//! is closed the memory is released, and nothing is mapped in the range: private accesses fail from then on.
+//! | flags | descriptor | the client's mapping |
+//! |---|---|---|
+//! | without [`FLAG_MMAP`] | the memfd with `O_PATH` | none: the kernel refuses to read, write or map it |
+//! | [`FLAG_MMAP`] | an empty memfd | SIGBUS everywhere: the memory is private |
+//! | both | the memfd | the memory; SIGBUS after its end; NUMA policies are those of any memfd |
+//!
+//! The preload library refuses `read` and `write` for each, and shows the size of the memory as that of the file. A client of the
+//! crate, whose system calls slat does not see, can read and write the third, and finds the second empty.
+//!
+//! A slot is bound to the *address range* of slat's mapping, which is reserved as long as the slot lives. When the last descriptor
+//! is closed the memory is released, and nothing is mapped in the range: accesses fail from then on. If the client still has a
+//! mapping of the file, which keeps KVM's file open, the memory stays as long as the slots that are bound to it.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::file_id::FileId;
 use crate::notify;
 use crate::process::Birth;
-use crate::run_page::{Shared, memfd};
+use crate::run_page::{Shared, memfd, seal};
 use crate::thread::Section;
 use kvm_bindings::kvm_create_guest_memfd;
 use slat::Hva;
+use slat_host::procfs;
 use std::collections::BTreeMap;
+use std::ffi::c_int;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 const PAGE: u64 = 4096;
 
-/// Private memory of one VM, which its descriptors refer to. Closing the last of them drops this and releases the memory.
+/// `GUEST_MEMFD_FLAG_MMAP`: the client may map the file, and slots take all their memory from it.
+pub const FLAG_MMAP: u64 = 1 << 0;
+/// `GUEST_MEMFD_FLAG_INIT_SHARED`: the memory is shared with the client, so its mapping of the file can be accessed.
+pub const FLAG_INIT_SHARED: u64 = 1 << 1;
+
+/// Returns the flags that a guest_memfd can have. In a VM whose memory can be private (`protected`), memory attributes say what is
+/// shared, and so no file is shared from the start.
+pub fn flags(protected: bool) -> u64 {
+    match protected {
+        true => FLAG_MMAP,
+        false => FLAG_MMAP | FLAG_INIT_SHARED,
+    }
+}
+
+/// Guest memory of one VM, which its descriptors refer to. Closing the last of them drops this and releases the memory.
 #[derive(Debug)]
 pub struct GuestMemfd {
+    /// The file that its descriptors refer to.
     file: FileId,
     memory: Arc<Shared>,
+    /// `FLAG_…`.
+    flags: u64,
     birth: Birth,
 }
 
 impl GuestMemfd {
-    /// Creates private memory and the descriptor that refers to it.
-    fn create(size: u64) -> Result<(Self, OwnedFd)> {
+    /// Creates guest memory and the descriptor that refers to it.
+    fn create(size: u64, flags: u64) -> Result<(Self, OwnedFd)> {
+        const NAME: &str = "kvm-gmem\0";
         let len = usize::try_from(size).map_err(|_| Error::new(libc::EINVAL))?;
-        let file = memfd("kvm-gmem\0", len, true)?;
+        let file = memfd(NAME, len, true)?;
         let memory = Arc::new(Shared::map(&file, 0, len)?);
         slat_host::mappings::changed(range_of(&memory));
+        let (file, access) = match (flags & FLAG_MMAP != 0, flags & FLAG_INIT_SHARED != 0) {
+            (false, _) => (file, libc::O_PATH),
+            (true, true) => (file, libc::O_RDWR),
+            (true, false) => (memfd(NAME, 0, true)?, libc::O_RDWR),
+        };
+        seal(&file, libc::F_SEAL_SEAL)?;
         let path = format!("/proc/self/fd/{}\0", file.as_raw_fd());
         // Like KVM's, the descriptor stays open across `exec`.
         // SAFETY: the path is NUL-terminated.
-        let fd = unsafe { libc::open(path.as_ptr().cast(), libc::O_PATH) };
+        let fd = unsafe { libc::open(path.as_ptr().cast(), access) };
         if fd < 0 {
             return Err(last());
         }
@@ -48,13 +84,51 @@ impl GuestMemfd {
         let guest_memfd = GuestMemfd {
             file: FileId::of(fd.as_raw_fd())?,
             memory,
+            flags,
             birth: Birth::here(),
         };
         Ok((guest_memfd, fd))
     }
 
-    fn size(&self) -> u64 {
+    /// Returns the number of bytes of memory.
+    pub fn size(&self) -> u64 {
         self.memory.len() as u64
+    }
+
+    /// Checks whether the client may map the descriptor with this protection and these flags.
+    ///
+    /// # Errors
+    /// The kernel's, in its order: `EINVAL` for flags that are no kind of mapping of a file, `EPERM` for memory that could be executed,
+    /// `ENODEV` without [`FLAG_MMAP`], `EINVAL` for a private mapping.
+    pub fn check_mapping(&self, protection: c_int, flags: c_int) -> Result<()> {
+        let private = match flags & libc::MAP_TYPE {
+            libc::MAP_PRIVATE => true,
+            libc::MAP_SHARED | libc::MAP_SHARED_VALIDATE => false,
+            _ => return fail(libc::EINVAL),
+        };
+        if flags & libc::MAP_HUGETLB != 0 {
+            fail(libc::EINVAL)
+        } else if protection & libc::PROT_EXEC != 0 {
+            fail(libc::EPERM)
+        } else if self.flags & FLAG_MMAP == 0 {
+            fail(libc::ENODEV)
+        } else if private {
+            fail(libc::EINVAL)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Whether the client has a mapping of the memory.
+    fn is_mapped(&self) -> bool {
+        let own = range_of(&self.memory);
+        let mut found = false;
+        if self.flags == FLAG_MMAP | FLAG_INIT_SHARED {
+            procfs::each_mapped_file(&mut |range, device, inode| {
+                found |= self.file.is(device, inode) && !own.contains(&range.start);
+            });
+        }
+        found
     }
 
     /// Whether this is a forked child.
@@ -63,12 +137,12 @@ impl GuestMemfd {
     }
 
     /// Allocates the pages of a range, or frees them, as `fallocate` does. Freeing is an invalidation, after which the pages read as
-    /// zeroes.
+    /// zeroes, in the client's mappings of the file, too.
     ///
     /// # Errors
-    /// `EOPNOTSUPP` for a mode without `FALLOC_FL_KEEP_SIZE` or with anything but `FALLOC_FL_PUNCH_HOLE` besides, `EINVAL` for a
-    /// range that is empty, not of whole pages, or (but for a hole) reaches beyond the end, `EIO` in a forked child, and what the
-    /// host returns for allocating.
+    /// `EOPNOTSUPP` for a mode without `FALLOC_FL_KEEP_SIZE` or with anything but `FALLOC_FL_PUNCH_HOLE` besides, `EFBIG` for a range
+    /// that no file can have, `EINVAL` for one that is empty, not of whole pages, or (but for a hole) reaches beyond the end, `EIO`
+    /// in a forked child, and what the host returns for allocating.
     pub fn fallocate(&self, mode: i32, offset: i64, len: i64) -> Result<()> {
         if self.is_foreign() {
             return fail(libc::EIO);
@@ -80,10 +154,13 @@ impl GuestMemfd {
         if mode & !libc::FALLOC_FL_PUNCH_HOLE != libc::FALLOC_FL_KEEP_SIZE {
             return fail(libc::EOPNOTSUPP);
         }
+        let end = start.saturating_add(len);
+        if end > i64::MAX as u64 {
+            return fail(libc::EFBIG);
+        }
         if !start.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
             return fail(libc::EINVAL);
         }
-        let end = start.saturating_add(len);
         if end > self.size() && !hole {
             return fail(libc::EINVAL);
         }
@@ -115,6 +192,9 @@ impl Drop for GuestMemfd {
             return;
         }
         let _section = Section::enter();
+        if self.is_mapped() {
+            return;
+        }
         let range = range_of(&self.memory);
         notify::around(range.clone(), || {
             self.memory.forget();
@@ -128,7 +208,16 @@ fn range_of(memory: &Shared) -> Range<usize> {
     start..start + memory.len()
 }
 
-/// The private memory of a VM.
+/// A part of a guest_memfd that a slot is bound to.
+pub(crate) struct Part {
+    pub(crate) memory: Arc<Shared>,
+    /// What backs the slot's first byte.
+    pub(crate) start: Hva,
+    /// All memory of the slot comes from here, and none from the address that the client names (`KVM_MEMSLOT_GMEM_ONLY`).
+    pub(crate) only: bool,
+}
+
+/// The guest_memfds of a VM, and which slots are bound to them.
 #[derive(Debug, Default)]
 pub(crate) struct PrivateMemory {
     files: Mutex<Vec<Weak<GuestMemfd>>>,
@@ -159,19 +248,20 @@ impl PrivateMemory {
         (self.files.lock()).unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Creates private memory, and the descriptor that refers to it.
+    /// Creates guest memory, and the descriptor that refers to it. `flags` are those that the VM supports.
     ///
     /// # Errors
-    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host returns for making a file.
+    /// `EINVAL` for other flags and a size that is 0 or not of whole pages, what the host returns for making a file.
     pub(crate) fn create(
         &self,
         args: &kvm_create_guest_memfd,
+        flags: u64,
     ) -> Result<(Arc<GuestMemfd>, OwnedFd)> {
         let len = i64::try_from(args.size).unwrap_or(0);
-        if args.flags != 0 || len == 0 || !args.size.is_multiple_of(PAGE) {
+        if args.flags & !flags != 0 || len == 0 || !args.size.is_multiple_of(PAGE) {
             return fail(libc::EINVAL);
         }
-        let (guest_memfd, fd) = GuestMemfd::create(args.size)?;
+        let (guest_memfd, fd) = GuestMemfd::create(args.size, args.flags)?;
         let guest_memfd = Arc::new(guest_memfd);
         let mut files = self.files();
         files.retain(|file| file.strong_count() != 0);
@@ -179,12 +269,12 @@ impl PrivateMemory {
         Ok((guest_memfd, fd))
     }
 
-    /// Returns the memory of the guest_memfd that `fd` refers to, and the address for a slot of `size` bytes from `offset` on.
+    /// Returns the part for a slot of `size` bytes, from `offset` on, of the guest_memfd that `fd` refers to.
     ///
     /// # Errors
     /// `EBADF` for a closed descriptor; `EINVAL` for one that is no guest_memfd of this VM, and for a part that is not of whole pages
     /// or reaches beyond the end.
-    pub(crate) fn part(&self, fd: u32, offset: u64, size: u64) -> Result<(Arc<Shared>, Hva)> {
+    pub(crate) fn part(&self, fd: u32, offset: u64, size: u64) -> Result<Part> {
         let file = FileId::of(fd as RawFd)?;
         let known = self
             .files()
@@ -196,7 +286,10 @@ impl PrivateMemory {
         if !offset.is_multiple_of(PAGE) || end.is_none() {
             return fail(libc::EINVAL);
         }
-        let address = Hva(known.memory.start() as u64 + offset);
-        Ok((known.memory.clone(), address))
+        Ok(Part {
+            memory: known.memory.clone(),
+            start: Hva(known.memory.start() as u64 + offset),
+            only: known.flags & FLAG_MMAP != 0,
+        })
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::entered::Entered;
 use crate::errno::{Error, Result, fail};
+use crate::exit::{self, MemoryFault};
 use crate::thread::{self, bits};
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::kvm_pre_fault_memory;
@@ -57,7 +58,13 @@ impl VcpuObject {
                 give_way(inner);
                 return Ok(());
             }
-            Err(stop) => return Err(Error::new(errno(&stop))),
+            Err(stop) => {
+                // As in KVM, though the client does not run the vCPU.
+                if let Stop::MemoryFault { gpa, private, .. } = stop {
+                    exit::memory_fault(&self.page, MemoryFault { gpa, private });
+                }
+                return Err(Error::new(errno(&stop)));
+            }
         };
         range.gpa += done;
         range.size -= done;

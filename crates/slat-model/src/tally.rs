@@ -32,6 +32,9 @@ impl Tally {
         "NX tables recovered",
         "one young leaf",
     ];
+    /// Further names that a run with [`MmuKind::Tdp`](slat::MmuKind) must have counted.
+    pub const OF_TDP: [&'static str; 2] =
+        ["still mapped when logging ended", "huge page recovered"];
     /// Further names that a run with rings must have counted.
     pub const OF_RINGS: [&'static str; 4] = [
         "ring pushed",

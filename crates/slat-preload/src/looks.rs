@@ -25,8 +25,8 @@ pub enum Look {
     Device,
     /// A VM, a vCPU, statistics, a device.
     Anonymous,
-    /// The guest_memfd that a descriptor refers to.
-    GuestMemfd(c_int),
+    /// The guest_memfd that a descriptor refers to, of so many bytes.
+    GuestMemfd(c_int, u64),
     /// A module parameter.
     Parameter(&'static str),
 }
@@ -40,7 +40,7 @@ impl Look {
             Object::Vm(_) | Object::Vcpu(_) | Object::Stats(_) | Object::Device(_) => {
                 Look::Anonymous
             }
-            Object::GuestMemfd(_) => Look::GuestMemfd(fd),
+            Object::GuestMemfd(guest_memfd) => Look::GuestMemfd(fd, guest_memfd.size()),
             Object::Parameter(name) => Look::Parameter(name),
         })
     }
@@ -63,7 +63,7 @@ impl Look {
         let mut stat = match self {
             Look::Device => device(),
             Look::Anonymous => anonymous_inode(),
-            Look::GuestMemfd(fd) => stat_descriptor(fd),
+            Look::GuestMemfd(fd, _) => stat_descriptor(fd),
             Look::Parameter(_) => stat_path(c"/sys").map(unlike),
         }
         .unwrap_or(unknown());
@@ -74,10 +74,11 @@ impl Look {
                 stat.st_rdev = libc::makedev(DEVICE.0, DEVICE.1);
             }
             Look::Anonymous => stat.st_mode = 0o600,
-            Look::GuestMemfd(_) => {
+            Look::GuestMemfd(_, size) => {
                 stat.st_mode = libc::S_IFREG | 0o600;
-                // A memfd may have a larger one.
-                stat.st_blksize = 4096;
+                // A memfd may have larger blocks, counts those that it has, and is empty if the client may not see the memory.
+                (stat.st_blksize, stat.st_blocks) = (4096, 0);
+                stat.st_size = size as libc::off_t;
             }
             Look::Parameter(name) => {
                 let writable = slat_kvm::parameters::is_writable(name);

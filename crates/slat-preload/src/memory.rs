@@ -104,7 +104,7 @@ fn advise_huge_pages(
     around_then(&[range], change, |_| mappings::advised(range.std(), wish))
 }
 
-/// Maps a descriptor of KVM's: vCPUs have pages to map, other objects have none.
+/// Maps a descriptor of KVM's: vCPUs and guest_memfds have pages to map, other objects have none.
 unsafe fn map_object(
     fd: c_int,
     range: Range,
@@ -117,18 +117,20 @@ unsafe fn map_object(
     let Some(handle) = table::get(fd) else {
         return change();
     };
-    let Object::Vcpu(vcpu) = handle.object() else {
-        return Err(libc::ENODEV);
+    let object = handle.object();
+    let allowed = match object {
+        Object::Vcpu(vcpu) if vcpu.is_foreign() => return change(),
+        Object::Vcpu(vcpu) => vcpu.check_mapping(offset as u64, len, protection, flags),
+        Object::GuestMemfd(guest_memfd) => guest_memfd.check_mapping(protection, flags),
+        _ => return Err(libc::ENODEV),
     };
-    if vcpu.is_foreign() {
-        return change();
-    }
-    vcpu.check_mapping(offset as u64, len, protection, flags)
-        .map_err(|error| error.errno())?;
+    allowed.map_err(|error| error.errno())?;
     invalidating(&[range], change, |address| {
         mappings::changed(Range::at(address as usize, len).std());
-        // SAFETY: the mapping made above. If the host cannot make another mapping, the client sees an empty ring.
-        let _ = unsafe { vcpu.show_coalesced(address as usize, len, offset as u64) };
+        if let Object::Vcpu(vcpu) = object {
+            // SAFETY: the mapping made above. If the host cannot make another mapping, the client sees an empty ring.
+            let _ = unsafe { vcpu.show_coalesced(address as usize, len, offset as u64) };
+        }
     })
 }
 
@@ -318,10 +320,15 @@ pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
     if table::is_ours(fd) && !Section::is_entered() {
         return guarded(|| match table::get(fd) {
             Some(handle) => match handle.object() {
-                Object::GuestMemfd(guest_memfd) => guest_memfd
-                    .fallocate(mode, offset, len)
-                    .map(|()| 0)
-                    .map_err(|error| error.errno()),
+                // The client's mappings of the file may back memslots, too.
+                Object::GuestMemfd(guest_memfd) => invalidating(
+                    &mapped_from(fd),
+                    || {
+                        let answer = guest_memfd.fallocate(mode, offset, len);
+                        answer.map(|()| 0).map_err(|error| error.errno())
+                    },
+                    |_| {},
+                ),
                 _ => Err(libc::ENODEV),
             },
             None => change(),

@@ -10,8 +10,8 @@ use crate::heap::{OutOfMemory, Shared};
 use crate::platform::Platform;
 use crate::shadow::{Budget, ShadowMmu};
 use crate::table::{
-    At, ByGfn, ByIndex, Detached, Flushes, FrameCache, Mapped, Path, Root, Show, Split, Target,
-    Tree, Visit, Walk,
+    At, ByGfn, ByIndex, Collapse, Detached, Flushed, Flushes, FrameCache, Mapped, Path, Root, Show,
+    Split, Target, Tree, Visit, Walk,
 };
 
 /// How the tables of a VM are made ([`Config::mmu`](crate::Config)).
@@ -145,6 +145,14 @@ impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
 
     fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool {
         either!(self, mmu => mmu.mend(gfn, level, path))
+    }
+
+    fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse {
+        either!(self, mmu => mmu.collapse(at, lower, leaf, detached))
+    }
+
+    fn restore(&self, gfn: Gfn, level: Level, own: &Flushed) -> bool {
+        either!(self, mmu => mmu.restore(gfn, level, own))
     }
 
     fn zap_oldest(&self, detached: &mut Detached, zapped: &mut dyn FnMut(Gfn, Level, u64)) -> bool {

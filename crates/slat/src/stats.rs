@@ -82,6 +82,8 @@ counters! {
     pages_1g,
     /// Huge leaves split in place.
     splits,
+    /// Tables replaced by a huge leaf in place, when a dirty log ended.
+    collapses,
     /// Level 1 tables that stand where a huge leaf could, because of NX (a gauge).
     nx_lpage_splits,
     /// Entries that eager splits have looked at.

@@ -77,7 +77,12 @@ fn page<F: Format>(vcpu: &mut Vcpu<SimPlatform, F>, gfn: u64, access: Access) ->
 
 fn memory_fault(gfn: u64, access: Access) -> Result<Translation, Stop> {
     let gpa = Gpa(gfn << 12);
-    Err(Stop::MemoryFault { gpa, access })
+    let private = true;
+    Err(Stop::MemoryFault {
+        gpa,
+        access,
+        private,
+    })
 }
 
 #[test]
@@ -338,7 +343,7 @@ fn prefetch_and_prefault_stay_within_the_attributes() {
     let gpa = Gpa(FRAMES << 12);
     let stop = vcpu.prefault(gpa..Gpa(gpa.0 + 4096)).unwrap_err();
     vcpu.leave();
-    assert_eq!(stop, Stop::MemoryFault { gpa, access: Read });
+    assert_eq!(Err(stop), memory_fault(FRAMES, Read));
     platform.check();
 }
 

@@ -30,6 +30,8 @@ on_every_format! {
     an_eager_split_visits_no_entry_of_the_last_level,
     clearing_a_log_splits_what_its_begin_left_huge,
     the_begin_of_a_log_is_flushed_wherever_it_has_protected,
+    the_end_of_a_log_brings_huge_leaves_back_in_place,
+    huge_leaves_come_back_where_slot_host_and_policies_allow_them,
     a_cached_mmio_access_looks_up_no_slot,
     an_execution_fault_splits_every_level_in_place,
     recovery_of_nx_huge_pages_brings_the_huge_leaf_back,
@@ -347,6 +349,121 @@ fn the_begin_of_a_log_is_flushed_wherever_it_has_protected<F: Format>() {
         );
         world.vm.platform().check();
     }
+}
+
+/// Where tables are shadow pages, as in KVM, they are zapped instead: a fault brings each leaf back.
+fn the_end_of_a_log_brings_huge_leaves_back_in_place<F: Format>() {
+    let in_place = common::config().mmu == MmuKind::Tdp;
+    for (level, blocks) in [(Level::MEGA, 3), (Level::GIGA, 1)] {
+        let size = level.pages();
+        let mut world = World::<F>::new(blocks * size, level);
+        world.vm.platform().watch(&world.vm, 1);
+        world.set(0..blocks * size, SlotFlags::default());
+        for block in 0..blocks {
+            assert_eq!(world.touch(block * size, Read).level, level);
+        }
+        world.set(0..blocks * size, LOGGED);
+        for page in [0, 5, MIB2 - 1] {
+            assert_eq!(world.touch(page, Write).level, Level::PAGE);
+        }
+        let (_, did) = world.during(|world| world.set(0..blocks * size, SlotFlags::default()));
+        assert_eq!(did.collapses, if in_place { blocks } else { 0 });
+        assert_eq!(world.vm.platform().tlb.stale(), None);
+        let pages = (0..blocks * size).step_by(101);
+        let (_, did) = world.during(|world| {
+            for page in pages {
+                for access in [Read, Write, Execute] {
+                    assert_eq!(world.touch(page, access).level, level);
+                }
+            }
+        });
+        assert_eq!(did.pf_taken, if in_place { 0 } else { blocks });
+        let stats = world.vm.stats();
+        let leaves = [stats.pages_4k, stats.pages_2m, stats.pages_1g];
+        let mut expected = [0; 3];
+        expected[level.0 as usize - 1] = blocks;
+        // A shadow page whose table was zapped may keep its leaves.
+        assert!(leaves == expected || !in_place && leaves >= expected);
+        world.vm.audit().unwrap();
+        world.vm.platform().check();
+    }
+}
+
+fn huge_leaves_come_back_where_slot_host_and_policies_allow_them<F: Format>() {
+    if common::config().mmu != MmuKind::Tdp {
+        return;
+    }
+    // Blocks: the slot's begin; two whole ones; one that the host maps in part by small pages; one that a fetch has split.
+    const SLOT: Range<u64> = 7..5 * MIB2;
+    let world = |policies: &[(&str, &str)]| {
+        let mut world = World::<F>::new(5 * MIB2, Level::MEGA);
+        let small = HostChange::Remap {
+            level: Level::PAGE,
+            writable: true,
+            kind: PageKind::Ordinary,
+        };
+        world
+            .vm
+            .platform()
+            .host
+            .change(&(3 * MIB2..4 * MIB2), small);
+        world.set(SLOT, SlotFlags::default());
+        for (name, value) in policies {
+            world.policy(name, value);
+        }
+        for block in 0..4 {
+            world.touch(block * MIB2 + 9, Write);
+        }
+        world.touch(4 * MIB2 + 9, Execute);
+        world.set(SLOT, LOGGED);
+        world.touch(MIB2 + 9, Write);
+        world
+    };
+    let end = |world: &mut World<F>| {
+        let (_, did) = world.during(|world| world.set(SLOT, SlotFlags::default()));
+        world.vm.audit().unwrap();
+        did.collapses
+    };
+    let levels = |world: &mut World<F>| {
+        let pages = (0..5).map(|block| block * MIB2 + 9);
+        pages
+            .map(|page| world.touch(page, Read).level.0)
+            .collect::<Vec<_>>()
+    };
+    let mut plain = world(&[]);
+    assert_eq!(end(&mut plain), 3);
+    assert_eq!(levels(&mut plain), [1, 2, 2, 1, 2]);
+    // A table that a fetch has made small stays, until its own recovery.
+    let mut nx = world(&[("nx_huge_pages", "on")]);
+    assert_eq!(end(&mut nx), 2);
+    assert_eq!(levels(&mut nx), [1, 2, 2, 1, 1]);
+    assert!(!nx.touch(MIB2 + 9, Write).execute);
+    assert_eq!(nx.vm.stats().nx_lpage_splits, 1);
+    let (page, did) = nx.during(|world| world.touch(4 * MIB2 + 9, Execute));
+    assert_eq!((page.execute, did.pf_taken), (true, 0));
+    // Without huge pages nothing changes.
+    let mut off = world(&[]);
+    off.policy("huge_pages", "off");
+    assert_eq!(end(&mut off), 0);
+    assert_eq!(levels(&mut off), [1; 5]);
+    // A slot without writable pages gets no writable leaf; without a resident page, none.
+    let mut gone = world(&[]);
+    let pages = MIB2..2 * MIB2;
+    let guard = gone.vm.invalidate(HostMemory::hvas(&pages));
+    gone.vm.platform().host.change(&pages, HostChange::Punch);
+    drop(guard);
+    assert_eq!(end(&mut gone), 2);
+    let read_only = SlotFlags::READONLY;
+    let mut world = World::<F>::new(MIB2, Level::MEGA);
+    world.set(0..MIB2, read_only | LOGGED);
+    world.touch(9, Read);
+    let (_, did) = world.during(|world| world.set(0..MIB2, read_only));
+    assert_eq!(did.collapses, 1);
+    let (page, did) = world.during(|world| world.touch(10, Read));
+    assert_eq!(
+        (page.level, page.write, did.pf_taken),
+        (Level::MEGA, false, 0)
+    );
 }
 
 fn a_cached_mmio_access_looks_up_no_slot<F: Format>() {

@@ -1,6 +1,7 @@
 //! The dirty log: bitmaps against rings.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -10,6 +11,8 @@ use kvm_bindings::{
     KVM_CAP_DIRTY_LOG_RING, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
     KVM_MEM_LOG_DIRTY_PAGES, kvm_dirty_gfn, kvm_enable_cap,
 };
+
+use slat_kvm::notify;
 
 use crate::Experiment;
 use crate::machine::guest::{DATA, PAGE};
@@ -34,6 +37,9 @@ clear: the next write to each page is to be recorded again. slat: KVM_CLEAR_DIRT
 (manual protection). ring: KVM_RESET_DIRTY_RINGS.
 redirty: the guest writes to every page again; each write is a fault that records the page. The
 time includes the guest's own instructions, a few to a page.
+end: the log ends, and the guest writes to every page again, of memory that the host backs with 2 MiB
+pages. recover: huge leaves come back in place (KVM since 6.13). zap: the tables are zapped, and the
+guest's faults bring the huge leaves back. The faults are counted.
 A bitmap costs a bit for every page of the slot, a ring an entry for every page written: here all
 are, which is the bitmap's best case.",
     run,
@@ -44,6 +50,12 @@ are, which is the bitmap's best case.",
 const NS_PER_PAGE: &str = "ns_per_page";
 const BITMAP: &str = "slat";
 const RING: &str = "ring";
+
+/// The case of the log's end, its variants, and its second metric.
+const END: &str = "end";
+const RECOVER: &str = "recover";
+const ZAP: &str = "zap";
+const FAULTS: &str = "faults";
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Case {
@@ -76,7 +88,17 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             Ok(vec![Sample::new(NS_PER_PAGE, Unit::Nanoseconds, ns)])
         })?;
     }
-    Ok(())
+    drop(memory);
+    let memory = Memory::new((pages * PAGE) as usize, 2 << 20, Pages::Huge)?;
+    memory.populate()?;
+    bench.in_turns(END, rounds, &[RECOVER, ZAP], |bench, variant| {
+        let (time, faults) = end(&bench.slat, &memory, variant == RECOVER)?;
+        let ns = time.as_secs_f64() * 1e9 / pages as f64;
+        Ok(vec![
+            Sample::new(NS_PER_PAGE, Unit::Nanoseconds, ns),
+            Sample::new(FAULTS, Unit::Count, faults as f64),
+        ])
+    })
 }
 
 fn pages(memory: &Memory) -> u64 {
@@ -188,6 +210,32 @@ fn ring(slat: &Slat, memory: &Memory, case: Case) -> Result<Duration, Failure> {
     })
 }
 
+/// Ends the log of memory that was written while it was logged, and has the guest write to it again. Returns the processor
+/// time of both, and the number of faults. Unless `recover`, huge leaves do not come back in place.
+fn end(slat: &Slat, memory: &Memory, recover: bool) -> Result<(Duration, u64), Failure> {
+    let mut machine = Machine::new(slat, 1, DATA + memory.size() as u64)?;
+    machine.touch_system()?;
+    machine.set_slot(&logged(memory))?;
+    write(&mut machine, memory)?;
+
+    let before = machine.vm().engine().stats();
+    let began = thread_time();
+    let slot = Slot::whole(1, DATA, memory);
+    if recover {
+        machine.set_slot(&slot)?;
+    } else {
+        machine.set_policy("huge_pages", "off")?;
+        machine.set_slot(&slot)?;
+        machine.set_policy("huge_pages", "on")?;
+        let Range { start, end } = memory.addresses();
+        notify::around(start as usize..end as usize, || ());
+    }
+    let ended = thread_time() - began;
+    let written = write(&mut machine, memory)?;
+    let faults = machine.vm().engine().stats().since(&before).pf_taken;
+    Ok((ended + written, faults))
+}
+
 /// Flags of a ring entry that the guest has made, and of one that the client has harvested (Documentation/virt/kvm/api.rst,
 /// 8.29).
 const KVM_DIRTY_GFN_F_DIRTY: u32 = 1 << 0;
@@ -258,16 +306,20 @@ impl Drop for Ring {
 }
 
 fn compare(report: &Report) -> Vec<Line> {
-    CASES
+    let logs = CASES
         .iter()
-        .filter_map(|(_, name)| Line::compare(report, NAME, name, NS_PER_PAGE, BITMAP, RING))
-        .collect()
+        .filter_map(|(_, name)| Line::compare(report, NAME, name, NS_PER_PAGE, BITMAP, RING));
+    let ends = [NS_PER_PAGE, FAULTS]
+        .into_iter()
+        .filter_map(|metric| Line::compare(report, NAME, END, metric, RECOVER, ZAP));
+    logs.chain(ends).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Size;
+    use slat_host::mappings::{Thp, thp_mode};
 
     #[test]
     fn bitmap_and_ring_tell_every_page_that_was_written() {
@@ -278,5 +330,7 @@ mod tests {
                 assert!(report.value(NAME, case, variant, NS_PER_PAGE).unwrap() > 0.0);
             }
         }
+        let faults = |variant| report.value(NAME, END, variant, FAULTS).unwrap();
+        assert!(faults(RECOVER) < faults(ZAP) || thp_mode() == Thp::Never);
     }
 }

@@ -9,8 +9,8 @@ use kvm_bindings::kvm_create_guest_memfd;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-/// Private memory of a VM (a guest_memfd). kvm-ioctls has only the raw descriptor, on which the kernel's `fallocate` works; here
-/// [`fallocate`](Self::fallocate) is a method. Dropping this releases the memory.
+/// Guest memory in a file of its own (a guest_memfd). kvm-ioctls has only the raw descriptor, on which the kernel's `fallocate`
+/// works; here [`fallocate`](Self::fallocate) is a method. Dropping this releases the memory.
 #[derive(Debug)]
 pub struct GuestMemfdFd {
     guest_memfd: Arc<GuestMemfd>,
@@ -22,7 +22,8 @@ impl VmFd {
     /// descriptor is closed, unless the caller makes a [`GuestMemfdFd`] of it.
     ///
     /// # Errors
-    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host returns for making a file.
+    /// `EINVAL` for flags that `KVM_CAP_GUEST_MEMFD_FLAGS` does not have and a size that is 0 or not of whole pages, what the host
+    /// returns for making a file.
     pub fn create_guest_memfd(&self, gmem: kvm_create_guest_memfd) -> Result<RawFd> {
         let (memory, fd) = self.vm.create_guest_memfd(&gmem)?;
         descriptors::give_away(fd, memory, &self.vm)

@@ -9,6 +9,7 @@
 
 use crate::engine::EngineVcpu;
 use crate::entered::{Entered, outside};
+use crate::exit::MemoryFault;
 use crate::machine::VcpuMachine;
 use crate::page_cache::Page;
 use crate::thread::bits;
@@ -87,8 +88,8 @@ impl VcpuMachine {
                 self.request_retry();
                 Unreachable::Fault(Fault::Retry)
             }
-            Stop::MemoryFault { gpa, .. } => {
-                self.memory_fault = Some(gpa);
+            Stop::MemoryFault { gpa, private, .. } => {
+                self.memory_fault = Some(MemoryFault { gpa, private });
                 Unreachable::Fault(Fault::BadAddress)
             }
             Stop::OutOfMemory { .. } => {

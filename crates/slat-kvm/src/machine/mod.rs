@@ -11,6 +11,7 @@ use crate::clock::{self, Tsc};
 use crate::cpuid;
 use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
+use crate::exit::MemoryFault;
 use crate::msr::index;
 use crate::msr::mce::MachineCheck;
 use crate::msr::stored::Stored;
@@ -20,7 +21,7 @@ use crate::thread::bits;
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
 use kvm_bindings::kvm_cpuid_entry2;
-use slat::{Gpa, MmuKind, Shared};
+use slat::{MmuKind, Shared};
 use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect, Lapic};
 use slat_x86::MsrFault;
 use std::sync::{Arc, MutexGuard};
@@ -54,8 +55,8 @@ pub(crate) struct VcpuMachine {
     pub(crate) enforces_pv_features: bool,
     /// The vector whose end of interrupt exits to the client (`KVM_EXIT_IOAPIC_EOI`) before the guest continues.
     pub(crate) ioapic_eoi: Option<u8>,
-    /// The page of the last access that found no private memory.
-    pub(crate) memory_fault: Option<Gpa>,
+    /// The last access that stopped because of it, in this run.
+    pub(crate) memory_fault: Option<MemoryFault>,
     /// The engine has the shadow MMU.
     shadows: bool,
     /// The client has set the registers, and may have restored guest memory: what the shadow MMU has made of the guest's tables is

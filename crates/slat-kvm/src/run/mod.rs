@@ -392,8 +392,8 @@ impl VcpuObject {
                 inner.unfinished = Unfinished::Hypercall;
             }
             Exit::BadAddress => {
-                if let Some(gpa) = inner.machine.memory_fault.take() {
-                    exit::memory_fault(page, gpa);
+                if let Some(fault) = inner.machine.memory_fault.take() {
+                    exit::memory_fault(page, fault);
                 }
                 return fail(libc::EFAULT);
             }

@@ -3,7 +3,7 @@
 use crate::errno::{Error, Result, fail};
 use crate::irq::vcpus::MAX_VCPU_ID;
 use crate::vm::VmObject;
-use crate::{caps, parameters, quirks};
+use crate::{caps, guest_memfd, parameters, quirks};
 use kvm_bindings::*;
 use std::sync::atomic::Ordering;
 
@@ -11,7 +11,7 @@ impl VmObject {
     /// `KVM_CHECK_EXTENSION`.
     pub fn check_extension(&self, cap: u64) -> i32 {
         match u32::try_from(cap) {
-            Ok(KVM_CAP_GUEST_MEMFD) => self.protected.into(),
+            Ok(caps::KVM_CAP_GUEST_MEMFD_FLAGS) => guest_memfd::flags(self.protected) as i32,
             Ok(KVM_CAP_MEMORY_ATTRIBUTES) => self.known_attributes() as i32,
             _ => caps::check(cap, self.engine.mmu()),
         }

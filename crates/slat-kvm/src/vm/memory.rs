@@ -1,11 +1,11 @@
 //! A VM's calls for memslots and private memory.
 
 use crate::errno::{Error, Result, fail};
-use crate::guest_memfd::GuestMemfd;
+use crate::guest_memfd::{GuestMemfd, Part};
 use crate::vm::VmObject;
-use crate::{report, user};
+use crate::{guest_memfd, report, user};
 use kvm_bindings::*;
-use slat::{Gpa, Hva, MemoryAttributes, Region, SlotFlags};
+use slat::{Gpa, Hva, MemoryAttributes, Region, RegionError, SlotFlags};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -34,18 +34,18 @@ impl VmObject {
     /// `KVM_SET_USER_MEMORY_REGION2`.
     ///
     /// # Errors
-    /// As for [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` in a VM whose memory
-    /// cannot be private, with any other flag, for a slot that exists already, for a descriptor that is no guest_memfd of this
-    /// VM, and for a part of a guest_memfd that another slot uses; `EBADF` for a closed descriptor.
+    /// As for [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` with any other flag, for a
+    /// slot that exists already, and for a descriptor that is no guest_memfd of this VM; `EEXIST` for a part of a guest_memfd that
+    /// another slot uses; `EBADF` for a closed descriptor.
     pub fn set_user_memory_region2(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
         let _call = self.begin()?;
-        let mut known = KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY;
-        if self.protected {
-            known |= KVM_MEM_GUEST_MEMFD;
-        }
-        let wants_private = region.flags & KVM_MEM_GUEST_MEMFD != 0;
+        let wants_file = region.flags & KVM_MEM_GUEST_MEMFD != 0;
         let flags = region.flags & !KVM_MEM_GUEST_MEMFD;
-        if region.flags & !known != 0 || wants_private && flags != 0 {
+        let known = match wants_file {
+            true => 0,
+            false => KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY,
+        };
+        if flags & !known != 0 {
             return fail(libc::EINVAL);
         }
         let size = region.memory_size;
@@ -53,50 +53,80 @@ impl VmObject {
         if !user::in_user_space(region.userspace_addr, len) {
             return fail(libc::EINVAL);
         }
-        let private = match wants_private && size != 0 {
-            true => {
-                let (fd, offset) = (region.guest_memfd, region.guest_memfd_offset);
-                Some(self.private.part(fd, offset, size)?)
-            }
-            false => None,
-        };
-        // Only creating or deleting a slot changes bindings.
-        let bindings =
-            (private.is_some() || self.protected && size == 0).then(|| self.private.bindings());
-        let (memory, private) = private.unzip();
-        // Now, because the seccomp filter of a vCPU's thread may forbid the system call later.
-        let start = region.userspace_addr as usize;
-        slat_host::mappings::learn(start..start + len);
-        let engine_region = Region::new(
+        let space = (region.slot >> 16) as usize;
+        let asked = Region::new(
             region.slot & 0xffff,
             Gpa(region.guest_phys_addr),
             size,
             Hva(region.userspace_addr),
         )
-        .with_flags(SlotFlags(flags))
-        .with_private(private);
+        .with_flags(SlotFlags(flags));
+        let part = match wants_file {
+            true => self.part_for(region, space, &asked)?,
+            false => None,
+        };
+        let asked = match &part {
+            Some(part) if part.only => asked.with_backing(part.start),
+            _ => asked,
+        }
+        .with_private(part.as_ref().map(|part| part.start));
+        // Only creating or deleting a slot changes bindings.
+        let bindings = (part.is_some() || size == 0).then(|| self.private.bindings());
+        // Now, because the seccomp filter of a vCPU's thread may forbid the system call later.
+        let start = asked.backing.0 as usize;
+        slat_host::mappings::learn(start..start + len);
         self.engine
-            .set_memory_region((region.slot >> 16) as usize, &engine_region)
-            .map_err(|error| {
-                report::refused_region(&error);
-                Error::new(error.errno())
-            })?;
+            .set_memory_region(space, &asked)
+            .map_err(refused)?;
         if let Some(mut bindings) = bindings {
-            bindings.set(region.slot, memory);
+            bindings.set(region.slot, part.map(|part| part.memory));
         }
         Ok(())
     }
 
-    /// `KVM_CREATE_GUEST_MEMFD`. Returns private memory, and the descriptor that refers to it.
+    /// Returns the part of a guest_memfd that `region`, which becomes the slot `asked`, names; `None` if it deletes a slot.
     ///
     /// # Errors
-    /// `EINVAL` for flags and a size that is 0 or not of whole pages, what the host returns for making a file.
+    /// As for [`set_user_memory_region2`](Self::set_user_memory_region2). What KVM checks before it looks at the descriptor is
+    /// checked first if the descriptor is bad.
+    fn part_for(
+        &self,
+        region: &kvm_userspace_memory_region2,
+        space: usize,
+        asked: &Region,
+    ) -> Result<Option<Part>> {
+        let (offset, size) = (region.guest_memfd_offset, region.memory_size);
+        let pages = offset.is_multiple_of(PAGE) && region.userspace_addr.is_multiple_of(PAGE);
+        if !pages || offset.checked_add(size).is_none() {
+            return fail(libc::EINVAL);
+        }
+        if size == 0 {
+            return Ok(None);
+        }
+        let part = self.private.part(region.guest_memfd, offset, size);
+        if part.is_err() {
+            let asked = asked.with_private(Hva(0));
+            match self.engine.check_memory_region(space, &asked) {
+                // KVM asks last whether its tables can hold the frames.
+                Ok(()) | Err(RegionError::BeyondTables(_)) => {}
+                Err(error) => return Err(refused(error)),
+            }
+        }
+        part.map(Some)
+    }
+
+    /// `KVM_CREATE_GUEST_MEMFD`. Returns guest memory, and the descriptor that refers to it.
+    ///
+    /// # Errors
+    /// `EINVAL` for flags that the VM does not have ([`guest_memfd::flags`]) and a size that is 0 or not of whole pages, what the
+    /// host returns for making a file.
     pub fn create_guest_memfd(
         &self,
         args: &kvm_create_guest_memfd,
     ) -> Result<(Arc<GuestMemfd>, OwnedFd)> {
         let _call = self.begin()?;
-        self.private.create(args)
+        self.private
+            .create(args, guest_memfd::flags(self.protected))
     }
 
     /// The attributes that memory of this VM can have: `KVM_CAP_MEMORY_ATTRIBUTES`.
@@ -132,4 +162,10 @@ impl VmObject {
             .set_memory_attributes(gfns, MemoryAttributes(attributes))
             .map_err(|error| Error::new(error.errno()))
     }
+}
+
+/// Reports a refused region to the user, and returns KVM's error.
+fn refused(error: RegionError) -> Error {
+    report::refused_region(&error);
+    Error::new(error.errno())
 }

@@ -3,6 +3,7 @@
 use crate::Use;
 use crate::common::*;
 use kvm_bindings::*;
+use slat_kvm::caps::KVM_CAP_GUEST_MEMFD_FLAGS;
 use slat_kvm::{VcpuExit, VmFd, abi};
 
 pub const USES: &[Use] = &[
@@ -102,7 +103,19 @@ pub const USES: &[Use] = &[
             size: 4096,
             ..Default::default()
         };
+        vm().create_guest_memfd(memory).unwrap();
         protected().create_guest_memfd(memory).unwrap();
+    }),
+    (KVM_CAP_GUEST_MEMFD_FLAGS, |flags| {
+        for flag in 0..64 {
+            let memory = kvm_create_guest_memfd {
+                size: 4096,
+                flags: 1 << flag,
+                ..Default::default()
+            };
+            let created = vm().create_guest_memfd(memory).is_ok();
+            assert_eq!(created, flags as u64 & 1 << flag != 0, "flag {flag}");
+        }
     }),
     (KVM_CAP_VM_DISABLE_NX_HUGE_PAGES, |_| {
         // KVM allows this to threads with CAP_SYS_BOOT.

@@ -2,7 +2,8 @@
 
 use crate::common::*;
 use kvm_bindings::*;
-use slat_kvm::{Cap, GuestMemfdFd, VcpuExit, VmFd};
+use slat_kvm::guest_memfd::{FLAG_INIT_SHARED, FLAG_MMAP};
+use slat_kvm::{Cap, GuestMemfdFd, VcpuExit, VmFd, caps};
 use std::os::fd::AsRawFd;
 
 const PAGES: u64 = 4;
@@ -205,7 +206,7 @@ fn what_a_guest_memfd_is_not_for_is_refused() {
     // Another slot cannot use the same part, and the slot cannot be changed.
     refused(
         &|r| (r.slot, r.guest_phys_addr) = (2, 0x10_0000),
-        libc::EINVAL,
+        libc::EEXIST,
     );
     refused(
         &|r| (r.slot, r.guest_phys_addr) = (2, DEVICE + 4096),
@@ -222,19 +223,22 @@ fn what_a_guest_memfd_is_not_for_is_refused() {
 }
 
 #[test]
-fn a_vm_of_the_default_type_has_no_private_memory() {
-    let guest = Guest::new(SPIN);
+fn a_vm_of_the_default_type_has_files_and_no_private_memory() {
+    let mut guest = Guest::new(STORE_AND_TELL);
     let vm = &guest.vm;
     assert_eq!(convert(vm, DATA, true), Err(libc::EINVAL));
     assert_eq!(convert(vm, DATA, false), Ok(()));
-    assert!(!vm.check_extension(Cap::GuestMemfd) && !vm.check_extension(Cap::MemoryAttributes));
+    assert!(vm.check_extension(Cap::GuestMemfd) && !vm.check_extension(Cap::MemoryAttributes));
     assert!(guest.kvm.check_extension(Cap::GuestMemfd));
+    // A slot has a file, and does not use it.
     let shared = Memory::new((PAGES * 4096) as usize);
     let private = create(vm, PAGES * 4096).unwrap();
-    assert_eq!(
-        set(vm, private_region(&shared, private.as_raw_fd())),
-        Err(libc::EINVAL)
-    );
+    set(vm, private_region(&shared, private.as_raw_fd())).unwrap();
+    assert_eq!(round(&mut guest, 5), Ok(5));
+    // SAFETY: within the mapping.
+    assert_eq!(unsafe { shared.start.read_volatile() }, 5);
+    drop(private);
+    assert_eq!(round(&mut guest, 0), Ok(5));
     let protected = protected(SPIN).vm;
     assert!(protected.check_extension(Cap::GuestMemfd));
     let set = |address, size, attributes, flags| {
@@ -258,6 +262,69 @@ fn a_vm_of_the_default_type_has_no_private_memory() {
         (u64::MAX - 4095, 8192, 8, 0),
     ] {
         assert_eq!(set(address, size, attributes, flags), Err(libc::EINVAL));
+    }
+}
+
+#[test]
+fn memory_that_can_be_private_may_be_mapped_and_is_never_shared_from_the_start() {
+    let mut guest = protected(STORE_AND_TELL);
+    let flags = caps::KVM_CAP_GUEST_MEMFD_FLAGS.into();
+    assert_eq!(guest.vm.check_extension_raw(flags) as u64, FLAG_MMAP);
+    assert_eq!(guest.kvm.check_extension_raw(flags), 3);
+    let create = |flags| {
+        let args = kvm_create_guest_memfd {
+            size: PAGES * 4096,
+            flags,
+            ..Default::default()
+        };
+        let fd = guest.vm.create_guest_memfd(args);
+        // SAFETY: the descriptor was made for this call.
+        fd.map(|fd| unsafe { GuestMemfdFd::from_raw(fd) }.unwrap())
+            .map_err(|error| error.errno())
+    };
+    for flags in [FLAG_INIT_SHARED, FLAG_INIT_SHARED | FLAG_MMAP] {
+        assert_eq!(create(flags).err(), Some(libc::EINVAL));
+    }
+    // The slot has no memory but the file, whatever the attributes say: one page, and not two.
+    let (file, shared) = (
+        create(FLAG_MMAP).unwrap(),
+        Memory::new((PAGES * 4096) as usize),
+    );
+    set(&guest.vm, private_region(&shared, file.as_raw_fd())).unwrap();
+    assert_eq!(round(&mut guest, 5), Ok(5));
+    convert(&guest.vm, DEVICE, true).unwrap();
+    assert_eq!(round(&mut guest, 0), Ok(5));
+    assert_eq!(round(&mut guest, 6), Ok(6));
+    convert(&guest.vm, DEVICE, false).unwrap();
+    assert_eq!(round(&mut guest, 0), Ok(6));
+    file.fallocate(PUNCH_HOLE, 0, 4096).unwrap();
+    assert_eq!(round(&mut guest, 0), Ok(0));
+    // SAFETY: within the mapping.
+    assert_eq!(unsafe { shared.start.read_volatile() }, 0);
+    // Without the file there is nothing, and the client is told whether the page is private.
+    drop(file);
+    for (private, flags) in [(false, 0), (true, KVM_MEMORY_EXIT_FLAG_PRIVATE.into())] {
+        convert(&guest.vm, DEVICE, private).unwrap();
+        let fault = |exit: VcpuExit<'_>| match exit {
+            VcpuExit::MemoryFault { flags, gpa, size } => (flags, gpa, size),
+            other => panic!("{other:?}"),
+        };
+        loop {
+            match guest.vcpu.run().unwrap() {
+                VcpuExit::IoIn(0x10, data) => data[0] = 0,
+                exit => {
+                    assert_eq!(fault(exit), (flags, DEVICE, 4096));
+                    break;
+                }
+            }
+        }
+        let mut range = kvm_pre_fault_memory {
+            gpa: DEVICE,
+            size: 4096,
+            ..Default::default()
+        };
+        let error = guest.vcpu.pre_fault_memory(&mut range).unwrap_err();
+        assert_eq!((error.errno(), range.size), (libc::EFAULT, 4096));
     }
 }
 

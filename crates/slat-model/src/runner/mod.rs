@@ -282,12 +282,18 @@ impl<M: Machine, F: Format> Runner<M, F> {
             .models
             .get(space)
             .and_then(|m| m.slots.get(&region.slot));
-        let begins = region.flags.has(SlotFlags::LOG_DIRTY_PAGES)
-            && old.is_some_and(|old| !old.logs() && old.base << 12 == region.gpa.0);
+        let logs = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
+        let begins_or_ends =
+            old.is_some_and(|old| old.logs() != logs && old.base << 12 == region.gpa.0);
+        // Where tables are shadow pages, the end of a log zaps those in whose place a huge leaf fits.
+        let in_place = logs || self.vm.mmu() == MmuKind::Tdp;
         let kept = match old {
-            Some(old) if begins => self.mapped(space, old.base..old.base + old.pages),
+            Some(old) if begins_or_ends && in_place => {
+                self.mapped(space, old.base..old.base + old.pages)
+            }
             _ => Vec::new(),
         };
+        let collapses = self.vm.stats().collapses;
         let answer = self.vm.set_memory_region(space, region);
         if answer == Err(RegionError::OutOfMemory) {
             self.allocation_failed();
@@ -305,8 +311,14 @@ impl<M: Machine, F: Format> Runner<M, F> {
         });
         if errno.is_ok() && !kept.is_empty() {
             let split = !self.models[0].mode.initially_set || self.models[0].mode.rings;
-            self.check_still_mapped(&kept, split);
-            self.tally.count("still mapped when logging began");
+            self.check_still_mapped(&kept, split && logs);
+            self.tally.count(match logs {
+                true => "still mapped when logging began",
+                false => "still mapped when logging ended",
+            });
+        }
+        if self.vm.stats().collapses > collapses {
+            self.tally.count("huge page recovered");
         }
     }
 

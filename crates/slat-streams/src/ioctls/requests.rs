@@ -286,6 +286,7 @@ fn guest_memfd(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     let size = (1 + rng.below(16)) * PAGE as u64;
     let mut bytes = bytes_of(&kvm_create_guest_memfd {
         size,
+        flags: rng.below(4),
         ..Default::default()
     });
     mutate(rng, &mut bytes);

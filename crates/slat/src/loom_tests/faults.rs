@@ -298,6 +298,41 @@ fn a_table_is_replaced_by_a_huge_leaf_while_another_cpu_uses_it() {
     );
 }
 
+/// A slot whose log ends gets a huge leaf in the place of its table, while a CPU uses it or the host takes a page away.
+fn logged_huge_page() -> Arc<SmallVm> {
+    let vm = vm(Level::MEGA, 2, LOGGED);
+    touch(&vm, 0, Write);
+    vm
+}
+
+#[test]
+fn a_table_becomes_a_huge_leaf_at_the_end_of_a_log_while_a_cpu_uses_it() {
+    with_cpu(
+        2,
+        logged_huge_page,
+        |vcpu| run_guest(vcpu, 0),
+        |vm| set_slot(vm, 0, 2, PLAIN),
+        |vm| {
+            assert_eq!(touch(vm, 0, Write), Some(Pfn(0)));
+            assert_eq!((vm.stats().pages_4k, vm.stats().pages_2m), (0, 1));
+        },
+    );
+}
+
+#[test]
+fn no_huge_leaf_of_a_log_that_ends_reaches_into_a_page_that_is_invalidated() {
+    model(2, || {
+        let vm = logged_huge_page();
+        let others = vm.clone();
+        let thread = spawn(move || set_slot(&others, 0, 2, PLAIN));
+        replace_page(&vm, 1, 4);
+        thread.join().unwrap();
+        assert_eq!(touch(&vm, 1, Read), Some(Pfn(4)));
+        assert_eq!(touch(&vm, 0, Read), Some(Pfn(0)));
+        vm.audit().unwrap();
+    });
+}
+
 /// A VM with a slot of two pages whose private backing is pages 4 and 5.
 fn convertible(level: Level) -> Arc<SmallVm> {
     let vm = vm(level, 0, PLAIN);

@@ -5,7 +5,7 @@ mod break_before_make;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Machine, Small, model, spawn, wait};
+use super::{Machine, Small, SmallStage2, model, spawn, wait};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::{Entry, Format, Leaf, MemoryType, Privilege};
 use crate::heap::Shared;
@@ -14,7 +14,7 @@ use crate::sync::atomic::{AtomicU64, Ordering::*};
 use crate::sync::quiesce::Readers;
 use crate::sync::{Guarded, InSection};
 use crate::table::{ByGfn, ByIndex, Flushed, Flushes, Found, FrameCache, Mapped, Path, Tree, Walk};
-use crate::vm::range_op::{Step, Unflushed};
+use crate::vm::range_op::{Collapsing, Step, Unflushed};
 
 /// A tree, mostly of two levels: four pages, of which each pair can be one huge leaf.
 struct World<F: Format> {
@@ -156,6 +156,35 @@ impl<F: Format> World<F> {
         self.readers.synchronize(|round, _| wait(round));
         drop(ticket);
         // SAFETY: all readers have passed since the tables were detached.
+        unsafe { unflushed.detached.free::<F>(&*self.machine) };
+        self.readers.release(me);
+    }
+
+    /// Replaces the table for the first pair of pages by `LEAF`, flushes and frees, as the end of a log does.
+    fn collapse(&self) {
+        let gfns = Gfn(0)..Gfn(2);
+        let ticket = self.flushes.need_flush();
+        ticket.covers(&gfns);
+        let me = self.readers.register().unwrap();
+        me.enter(&self.readers, 0);
+        let (mut unflushed, mut broken) = (Unflushed::none(), false);
+        self.step(&mut unflushed).collapse(
+            &mut Walk::unbroken(gfns),
+            |_, _, _| Collapsing::To(LEAF),
+            |_, _| broken = true,
+        );
+        me.leave();
+        loop {
+            let flushed = self.flush(0, Level::MEGA);
+            me.enter(&self.readers, 0);
+            let done = !broken || self.tree().restore(Gfn(0), Level::MEGA, &flushed);
+            me.leave();
+            if done {
+                break;
+            }
+        }
+        drop(ticket);
+        // SAFETY: all readers have passed since the table was detached.
         unsafe { unflushed.detached.free::<F>(&*self.machine) };
         self.readers.release(me);
     }
@@ -340,6 +369,54 @@ fn split_all<F: Format>(world: &World<F>) {
         }
     }
     frames.release(&*world.machine);
+}
+
+#[test]
+fn pages_stay_mapped_while_their_table_becomes_a_huge_leaf() {
+    two::<Small<2>>(
+        3,
+        || {
+            let world = World::new();
+            world.fault(1, page(1));
+            world
+        },
+        World::collapse,
+        |world| {
+            let me = world.readers.register().unwrap();
+            for _ in 0..2 {
+                me.enter(&world.readers, 0);
+                assert_eq!(world.leaf(1), page(1));
+                me.leave();
+            }
+            world.readers.release(me);
+        },
+        |world| {
+            assert_eq!((world.leaf(0), world.leaf(1)), (page(0), page(1)));
+            assert_eq!(world.machine.live_frames(), 1);
+        },
+    );
+}
+
+#[test]
+fn nothing_is_left_of_a_table_that_is_zapped_while_it_becomes_a_huge_leaf() {
+    fn zapped<F: Format>() {
+        two::<F>(
+            3,
+            || {
+                let world = World::new();
+                world.fault(0, page(0));
+                world
+            },
+            World::collapse,
+            |world| world.zap(0..2),
+            |world| {
+                assert_eq!(world.find(0), Entry::Empty);
+                assert_eq!(world.machine.live_frames(), 1);
+            },
+        );
+    }
+    zapped::<Small<2>>();
+    zapped::<SmallStage2<2>>();
 }
 
 #[test]

@@ -58,7 +58,8 @@ pub struct Region {
     /// What backs its first byte.
     pub backing: Hva,
     /// What backs its first byte where it is private ([`crate::Vm::set_memory_attributes`]):
-    /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached.
+    /// KVM_MEM_GUEST_MEMFD. Without it, private memory in the slot cannot be reached. It may be the same as `backing`: then
+    /// it is all memory of the slot (KVM: a guest_memfd with GUEST_MEMFD_FLAG_MMAP).
     pub private: Option<Hva>,
 }
 
@@ -119,8 +120,10 @@ pub enum RegionError {
     BadFlags(u32),
     /// An address or the size is not a multiple of 4096.
     Misaligned(Region),
-    /// Address plus size wraps around, or reaches beyond what the page tables can hold.
+    /// Address plus size wraps around, or the backing reaches beyond its address space.
     TooHigh(Region),
+    /// It reaches beyond what the page tables can hold.
+    BeyondTables(Region),
     /// More pages than one slot, or all slots together, may have.
     TooLarge(Region),
     /// Deleting a slot that does not exist.
@@ -156,7 +159,7 @@ impl RegionError {
         const EEXIST: i32 = 17;
         const EINVAL: i32 = 22;
         match self {
-            RegionError::Overlap { .. } => EEXIST,
+            RegionError::Overlap { .. } | RegionError::PrivateTaken { .. } => EEXIST,
             RegionError::OutOfMemory => ENOMEM,
             _ => EINVAL,
         }
@@ -196,7 +199,13 @@ impl fmt::Display for RegionError {
             }
             RegionError::TooHigh(r) => {
                 at(f, r)?;
-                f.write_str("it reaches beyond the guest-physical or backing address space")
+                f.write_str(
+                    "an address wraps around, or the backing reaches beyond its address space",
+                )
+            }
+            RegionError::BeyondTables(r) => {
+                at(f, r)?;
+                f.write_str("it reaches beyond what the page tables can translate")
             }
             RegionError::TooLarge(r) => {
                 at(f, r)?;
@@ -328,14 +337,14 @@ pub(crate) fn plan(
         let region = *region;
         return Err(RegionError::Overlap { region, with });
     }
+    // After the rest, as in KVM, which asks its architecture when a slot is right in itself, and then binds it.
+    if gfns.end.0 > capacity.min(PAGES) {
+        return Err(RegionError::BeyondTables(*region));
+    }
     let taken = private.and_then(|private| slots.set().private_overlap(private, pages));
     if let Some(by) = taken {
         let region = *region;
         return Err(RegionError::PrivateTaken { region, by });
-    }
-    // Last, as in KVM, which asks its architecture when all else is right.
-    if gfns.end.0 > capacity.min(PAGES) {
-        return Err(RegionError::TooHigh(*region));
     }
     Ok(Some(change))
 }

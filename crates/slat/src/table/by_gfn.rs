@@ -20,9 +20,9 @@ use core::ops::Range;
 use super::clear::{Cleared, LockedTable};
 use super::detached::tell_zapped;
 use super::lookup::{descend, root_table};
-use super::{Detached, Path, Table, Tree};
+use super::{Detached, Flushed, Path, Table, Tree};
 use crate::addr::{Gfn, Level, Pfn};
-use crate::format::{Entry, Format, all_gfns};
+use crate::format::{Entry, Format, Leaf, all_gfns};
 use crate::frame::{ENTRIES, TableMeta};
 use crate::platform::Platform;
 use crate::sync::held;
@@ -325,6 +325,25 @@ pub(crate) trait ByGfn {
     #[must_use]
     fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool;
 
+    /// Replaces the table in the frame `lower`, to which the entry `at` refers, by the huge leaf `leaf`, which maps all that
+    /// the table maps, and adds the table to `detached`. On formats with break-before-make it makes the entry a broken
+    /// leaf; [`Self::restore`] installs it after a flush. An MMU that cannot have a leaf there clears the entry.
+    fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse {
+        let _ = leaf;
+        self.detach(at, lower, detached);
+        Collapse::Zapped
+    }
+
+    /// Installs the broken leaf of `level` at `gfn` as a whole, after the flush `own` of it: the second half of
+    /// [`Self::collapse`] on formats with break-before-make. Does nothing if the leaf was zapped meanwhile.
+    ///
+    /// Returns whether no broken leaf is left there; `false` as for [`Self::mend`].
+    #[must_use]
+    fn restore(&self, gfn: Gfn, level: Level, own: &Flushed) -> bool {
+        let _ = (gfn, level, own);
+        true
+    }
+
     /// Zaps the oldest of the tables that the MMU may zap to stay within a limit, with its leaves, and adds it to
     /// `detached`. Calls `zapped` for every leaf, with its first frame, level, and bits. Returns whether there is one.
     fn zap_oldest(&self, detached: &mut Detached, zapped: &mut dyn FnMut(Gfn, Level, u64)) -> bool {
@@ -350,6 +369,16 @@ pub(crate) enum Split {
     Broken,
     /// Nothing was split: what the MMU has allocated ahead is used up.
     Unprepared,
+}
+
+/// What [`ByGfn::collapse`] did.
+pub(crate) enum Collapse {
+    /// The table was replaced by the leaf.
+    InPlace,
+    /// The entry was made [`Entry::Broken`].
+    Broken,
+    /// The entry was cleared.
+    Zapped,
 }
 
 impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
@@ -425,6 +454,39 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
         let is_broken = |now| matches!(now, Entry::Broken(_));
         let bits = self.put_table(&self.table(found.table), level, gfn, path, is_broken);
         !is_broken(F::decode(bits, level))
+    }
+
+    fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse {
+        let bits = F::leaf(leaf, at.level);
+        // Nothing is cleared: until the flush, walkers use either the leaf or the table, which mean the same.
+        let (bits, collapse) = match F::BREAK_BEFORE_MAKE {
+            true => (F::broken(bits), Collapse::Broken),
+            false => (bits, Collapse::InPlace),
+        };
+        at.entry.store(bits, Release);
+        at.meta.count_leaves(1);
+        if F::BREAK_BEFORE_MAKE {
+            self.broke(at.meta);
+        }
+        detached.push(&self.table(lower), at.level.below());
+        collapse
+    }
+
+    fn restore(&self, gfn: Gfn, level: Level, own: &Flushed) -> bool {
+        let found = descend::<P, F>(&self.platform, self.key(gfn), level);
+        if found.level > level {
+            return true;
+        }
+        let guard = self.table(found.table).lock();
+        // Its rights may have changed since it was broken.
+        let Entry::Broken(leaf) = F::decode(found.entry.load(Relaxed), level) else {
+            return true;
+        };
+        let may = Self::may_mend(guard.meta, gfn, level, own);
+        if may {
+            found.entry.store(F::leaf(leaf, level), Release);
+        }
+        may
     }
 
     fn is_nx_table(&self, frame: Pfn) -> bool {

@@ -61,6 +61,10 @@
 //!   fault that finds a broken leaf waits, outside its reader section, until the leaf is mended; the mending
 //!   thread flushes, and never waits for a fault.
 //!
+//! * *Collapses.* A table that is replaced by a huge leaf becomes a broken leaf in the same way: the thread that put the
+//!   leaf there detaches the table, flushes, and then makes the leaf valid ([`ByGfn::restore`]). A fault waits. An
+//!   invalidation that comes meanwhile finds the leaf, and zaps it.
+//!
 //! On formats that do not ask for it, `cleared` is 0 and names no flush, and all checks are compiled away.
 
 mod by_gfn;
@@ -82,7 +86,7 @@ use crate::heap::{OutOfMemory, Shared};
 use crate::platform::{Platform, WaitFor};
 use crate::sync::atomic::AtomicU64;
 
-pub(crate) use by_gfn::{At, ByGfn, Kept, Listed, Next, RUN, Show, Split, Visit, Walk};
+pub(crate) use by_gfn::{At, ByGfn, Collapse, Kept, Listed, Next, RUN, Show, Split, Visit, Walk};
 pub(crate) use by_index::{ByIndex, Found, Key, Mapped, Root, Target};
 pub(crate) use detached::{Detached, Freed, tell_zapped};
 pub(crate) use flushes::{FlushTicket, Flushed, Flushes, overlap};

@@ -7,12 +7,12 @@ use super::Vcpu;
 use super::fault::{Detour, Fault, Want};
 use super::translate::Stop;
 use crate::addr::{Access, Gfn, Hva, Level, PAGE_SHIFT};
-use crate::format::{Entry, Format, Leaf, MemoryType, Privilege};
+use crate::format::{Entry, Format, Leaf};
 use crate::platform::{HostPage, Platform, ResolveError};
 use crate::slots::{Memslot, PrivateFrames, SlotFlags};
 use crate::sync::held;
 use crate::table::{ByIndex, Mapped};
-use crate::vm::{DirtyLog, InProgress, LogKind, Sequence};
+use crate::vm::{DirtyLog, InProgress, LogKind, Sequence, is_executable, leaf_of};
 
 /// What a fault installs. It holds as long as its sequence does.
 pub(super) struct Plan<'s> {
@@ -39,6 +39,8 @@ pub(super) struct SlotFacts {
     /// The page's number in the slot.
     pub(super) page: u64,
     private: bool,
+    /// The private backing of the slot backs its shared frames, too (KVM: `KVM_MEMSLOT_GMEM_ONLY`).
+    only_private_backing: bool,
     flags: SlotFlags,
     /// How the slot logs.
     pub(super) log: Option<LogKind>,
@@ -66,6 +68,7 @@ impl SlotFacts {
             hva: backing.add_pages(page(gfn)),
             page: page(gfn),
             private,
+            only_private_backing: slot.private() == Some(slot.backing()),
             flags: slot.flags(),
             log: slot.log().map(|log| log.kind()),
             log_at: slot.log().map(ptr::from_ref),
@@ -89,28 +92,10 @@ impl SlotFacts {
         self.log == Some(LogKind::DirtyBits) && in_progress.is_slot_moving()
     }
 
-    /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow; rights and marks
-    /// as KVM starts them.
+    /// Returns the leaf for the page `host` of the slot and an access, or for one that may follow.
     pub(super) fn leaf(&self, host: &HostPage, access: Access) -> Leaf {
-        let allowed = host.writable && !self.flags.has(SlotFlags::READONLY);
-        // Where the log works by write protection, only a write makes a page writable.
-        let write = allowed && (!self.protects() || access == Access::Write);
-        Leaf {
-            pfn: host.pfn,
-            write,
-            execute: is_executable(host),
-            may_write: allowed && !write,
-            may_execute: false,
-            accessed: true,
-            dirty: write && access == Access::Write,
-            memory: host.memory,
-            privilege: Privilege::USER,
-        }
+        leaf_of(host, self.flags, self.protects(), access)
     }
-}
-
-fn is_executable(host: &HostPage) -> bool {
-    host.execute && host.memory == MemoryType::WriteBack
 }
 
 impl<P: Platform, F: Format> Fault<'_, P, F> {
@@ -132,22 +117,14 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             None => self.host_page(slot, sequence)?,
         };
         let (level, nx_split) = self.level(slot, &host);
-        let policy = &self.vcpu.vm().policy;
         let leaf = slot.leaf(&host, self.logged_access(slot));
         let leaf = match self.want.target.trail::<F>() {
             None => leaf,
             Some(trail) => leaf.granted(trail.rights),
         };
-        let nx = level > Level::PAGE && policy.nx_huge_pages().is_on();
-        let leaf = Leaf {
-            pfn: leaf.pfn.align_down(level),
-            execute: leaf.execute && !nx,
-            may_execute: leaf.execute && nx,
-            ..leaf
-        };
         Ok(Plan {
             slot,
-            leaf,
+            leaf: self.vcpu.vm().leaf_at(leaf, level),
             level,
             nx_split,
             fast: known.is_some(),
@@ -171,7 +148,12 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             }
         };
         let Some(slot) = slot else {
-            return Err(Detour::Stop(Stop::MemoryFault { gpa, access }));
+            let private = true;
+            return Err(Detour::Stop(Stop::MemoryFault {
+                gpa,
+                access,
+                private,
+            }));
         };
         if access == Access::Write {
             // KVM answers a write to a read-only slot as MMIO, too.
@@ -259,8 +241,13 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             // The slot may have been deleted, or its memory come back, or be about to.
             return Err(self.stale(slot, Level::PAGE));
         }
-        Err(Detour::Stop(match slot.private {
-            true => Stop::MemoryFault { gpa, access },
+        let private = slot.private;
+        Err(Detour::Stop(match private || slot.only_private_backing {
+            true => Stop::MemoryFault {
+                gpa,
+                access,
+                private,
+            },
             false => Stop::BadAddress { gpa, hva, error },
         }))
     }

@@ -56,13 +56,16 @@ pub enum Stop {
     /// The vCPU's dirty ring is full up to its reserve: the client collects, resets, and runs the vCPU again.
     /// Nothing was changed.
     DirtyRingFull,
-    /// The page is private, and there is no private memory for it: no memslot, or one without
-    /// private backing, or that cannot be resolved. KVM_EXIT_MEMORY_FAULT; never MMIO.
+    /// The client can repair the access: KVM_EXIT_MEMORY_FAULT; never MMIO. The page is private, and there is no private
+    /// memory for it: no memslot, or one without private backing, or that cannot be resolved. Or the slot's only backing is
+    /// private, also where the page is shared ([`Region::private`](crate::Region)), and cannot be resolved.
     MemoryFault {
         /// The address that was accessed.
         gpa: Gpa,
         /// What the access was.
         access: Access,
+        /// The page is private.
+        private: bool,
     },
     /// No memory for a page table. Nothing was changed.
     OutOfMemory {
@@ -82,7 +85,7 @@ impl fmt::Display for Stop {
             ),
             Stop::MemoryFault { gpa, .. } => write!(
                 f,
-                "guest access to {gpa}: it is private and has no private memory; share it, or give the memslot some"
+                "guest access to {gpa}: there is no private memory for it; share it, or give the memslot some"
             ),
             Stop::DirtyRingFull => f.write_str("guest write: the dirty ring is full, reset it"),
             Stop::OutOfMemory { gpa } => write!(f, "guest access to {gpa}: {OutOfMemory}"),

@@ -313,11 +313,11 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish();
     }
 
-    /// Ends logging in slot `id`: zaps the tables instead of which a huge leaf could be installed; the next fault
-    /// installs it. Small leaves that stay become writable by their next write fault.
+    /// Ends logging in slot `id`: huge leaves come back in the place of tables ([`super::recover`]). Small leaves that stay
+    /// become writable by their next write fault.
     pub(super) fn end_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
         let mut op = SlotOp::begin(self, space, change, id, None);
-        op.collapse();
+        op.recover_huge_pages();
         op.finish();
     }
 }

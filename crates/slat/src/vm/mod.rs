@@ -2,7 +2,7 @@
 //! the host.
 //!
 //! A file per mechanism: [`region`] (slot changes), [`invalidate`], [`dirty`] and [`ring`], [`attributes`]
-//! (conversions), [`nx`], [`age`]. What range operations have in common is in [`range_op`], what long operations on
+//! (conversions), [`nx`], [`recover`] (huge pages), [`age`]. Which leaf a page gets is in [`leaf`]. What range operations have in common is in [`range_op`], what long operations on
 //! one slot have in [`slot_op`]. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
 //! # Locks, in the order in which they are taken
@@ -26,9 +26,11 @@ mod attributes;
 mod dirty;
 mod inspect;
 mod invalidate;
+mod leaf;
 mod mmu_pages;
 mod nx;
 pub(crate) mod range_op;
+mod recover;
 mod region;
 mod ring;
 mod shadow;
@@ -38,6 +40,7 @@ pub(crate) use crate::dirty_log::{DirtyLog, LogKind};
 pub use dirty::DirtyLogError;
 pub use invalidate::Invalidation;
 pub(crate) use invalidate::{InProgress, Sequence};
+pub(crate) use leaf::{is_executable, leaf_of};
 pub(crate) use range_op::RangeOp;
 pub use ring::{DirtyGfn, DirtyRing, DirtyRingError};
 
@@ -45,9 +48,8 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::fmt;
-use core::ops::Range;
 
-use crate::addr::{Gfn, Hva, Level, Pfn};
+use crate::addr::Pfn;
 use crate::format::Format;
 use crate::heap::{OutOfMemory, Shared};
 use crate::mmu::{Mmu, MmuKind};
@@ -345,45 +347,6 @@ impl<P: Platform, F: Format> Vm<P, F> {
             reader,
             budget: held::MOST_ENTRIES,
         }
-    }
-
-    /// Returns the largest level at which `gfn` may be mapped to `pfn`, if only the frames `gfns` are to be mapped like
-    /// it, and the host maps `pfn` at level `host`.
-    pub(crate) fn fitting_level(
-        &self,
-        gfns: &Range<Gfn>,
-        gfn: Gfn,
-        pfn: Pfn,
-        host: Level,
-    ) -> Level {
-        if !self.policy.huge_pages().is_on() {
-            return Level::PAGE;
-        }
-        let mut level = host.min(F::MAX_LEAF);
-        while level > Level::PAGE {
-            let block = gfn.block(level);
-            let inside = gfns.start <= block.start && block.end <= gfns.end;
-            let congruent = (gfn.0 ^ pfn.0) & (level.pages() - 1) == 0;
-            if inside && congruent {
-                break;
-            }
-            level = level.below();
-        }
-        level
-    }
-}
-
-impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns the largest level at which `gfn`, backed by `hva`, in a slot of the frames `gfns`, could be mapped by
-    /// what the host maps now; level 1 if the page is not resident.
-    fn host_level(&self, gfns: &Range<Gfn>, gfn: Gfn, hva: Hva) -> Level {
-        let mut level = Level::PAGE;
-        held::assert_none("to ask the host");
-        self.platform
-            .resolve_resident(hva..hva.add_pages(1), &mut |run| {
-                level = self.fitting_level(gfns, gfn, run.first.pfn, run.first.level);
-            });
-        level
     }
 }
 

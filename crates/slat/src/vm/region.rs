@@ -89,6 +89,16 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
+    /// Checks `region` as [`Vm::set_memory_region`] does, and changes nothing.
+    ///
+    /// # Errors
+    /// As for [`Vm::set_memory_region`], but never [`RegionError::OutOfMemory`].
+    pub fn check_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
+        let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
+        let change = space.slots.change(self.turn_wait());
+        plan(&change, region, all_gfns::<F>().end.0).map(|_| ())
+    }
+
     /// Call before publishing a set, with its lock. If the set's generation wraps around in the bits that an MMIO entry has
     /// for it, zaps all MMIO entries: old ones would become valid again. Faults may install others meanwhile, of the
     /// generation before, which is the last to come again.

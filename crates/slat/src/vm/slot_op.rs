@@ -9,20 +9,20 @@ use core::ops::Range;
 
 use super::range_op::{RangeOp, Step, space_for_broken};
 use super::{DirtyLog, Space, Vm};
-use crate::addr::{Gfn, Level};
+use crate::addr::Gfn;
 use crate::format::Format;
 use crate::heap::Shared;
 use crate::mmu::Mmu;
 use crate::platform::Platform;
 use crate::slots::{Memslot, SlotsChange};
 use crate::stats::Counters;
-use crate::table::{FrameCache, Next, Walk};
+use crate::table::{FrameCache, Walk};
 
 /// An operation on the slot `id` of an address space, as long as that logs to `log`, or does not log if that is `None`.
 /// Pages are numbered from the start of the slot.
 pub(super) struct SlotOp<'a, P: Platform, F: Format> {
     pub(super) vm: &'a Vm<P, F>,
-    op: RangeOp<'a, P, F>,
+    pub(super) op: RangeOp<'a, P, F>,
     id: u32,
     log: Option<Shared<DirtyLog>>,
     /// Holds the slot writers' lock; `None` between two steps.
@@ -58,7 +58,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
     }
 
     /// Ends the step, runs `meanwhile` with no lock held, and begins the next step.
-    fn pass_by<R>(&mut self, meanwhile: impl FnOnce() -> R) -> R {
+    pub(super) fn pass_by<R>(&mut self, meanwhile: impl FnOnce() -> R) -> R {
         self.change = None;
         let (vm, space) = (self.vm, self.op.space);
         let (result, change) =
@@ -143,57 +143,6 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
             self.pass_by(|| ());
         }
         frames.release(&*self.vm.platform);
-    }
-
-    /// Zaps the tables instead of which a huge leaf could be installed, by what the host maps now. Asks the host with
-    /// no lock held: its result may be out of date when the table is zapped, or kept, which costs a few faults.
-    pub(super) fn collapse(&mut self) {
-        const SOME: usize = 64;
-        let mut at = 0;
-        while let Some(slot) = self.slot() {
-            let (gfns, backing) = (slot.gfns(), slot.backing());
-            let (base, pages) = (slot.base(), slot.pages());
-            let mut tables = [(Gfn(0), Level::PAGE); SOME];
-            let mut count = 0;
-            let mut walk = Walk::new(base.add(at)..base.add(pages));
-            self.op.covers(&walk.range());
-            self.op.once(&mut walk, |step, walk| {
-                step.visit_tables(walk, |at, _| {
-                    let Some(table) = tables.get_mut(count) else {
-                        return Next::Stop;
-                    };
-                    *table = (at.gfn, at.level);
-                    count += 1;
-                    Next::Descend
-                });
-            });
-            let next = walk.at().0 - base.0;
-            let tables = &mut tables[..count];
-            let vm = self.vm;
-            self.pass_by(|| {
-                for (gfn, level) in tables.iter_mut() {
-                    let hva = backing.add_pages(gfn.0 - base.0);
-                    if vm.host_level(&gfns, *gfn, hva) < *level {
-                        // No entry of this level refers to a table: the walk below zaps nothing for it.
-                        *level = Level::PAGE;
-                    }
-                }
-            });
-            if let Some((first, _)) = tables.first() {
-                let end = tables
-                    .iter()
-                    .map(|(gfn, level)| gfn.block(*level).end)
-                    .max();
-                let hull = first.0 - base.0..end.unwrap_or(*first).0 - base.0;
-                self.walk(hull, |step, _, walk| {
-                    step.zap_tables(walk, |gfn, level| tables.contains(&(gfn, level)));
-                });
-            }
-            if next >= pages {
-                return;
-            }
-            at = next;
-        }
     }
 
     /// Ends the operation like [`RangeOp::finish`], after releasing the slot writers' lock: slot changes need not wait

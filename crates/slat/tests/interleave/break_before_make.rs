@@ -56,6 +56,30 @@ impl<F: Format> World<F> {
         let end: Act<F> = |w| w.flags(NONE);
         interleave(logged, &[], end, |w| w.touch(1, Read));
         interleave(logged, &[(2, Read)], end, |w| w.touch(300, Write));
+        interleave(logged, &[(1, Write)], |w| w.touch(300, Write), end);
+    }
+
+    /// Tables become huge leaves while what these would map is taken away, or needed small.
+    pub fn the_end_of_logging_and_what_makes_its_leaves_wrong() {
+        let logged: Prepare<F> = || {
+            let world = Self::new(Level::MEGA, LOGGED);
+            world.touch(1, Write);
+            world.touch(700, Read);
+            world
+        };
+        let end: Act<F> = |w| w.flags(NONE);
+        let others: [Act<F>; 6] = [
+            Self::REMAP_1,
+            Self::REMAP_HUGE,
+            |w| w.delete(),
+            |w| w.shift(2048),
+            |w| w.set_policies(&[("nx_huge_pages", "on")]),
+            |w| w.vm.zap(0, Gfn(0)..Gfn(512)),
+        ];
+        for other in others {
+            interleave(logged, &[(1, Write), (700, Read)], end, other);
+            interleave(logged, &[(2, Read)], other, end);
+        }
     }
 
     pub fn nx_recovery_and_a_fault() {

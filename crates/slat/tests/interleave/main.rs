@@ -46,6 +46,7 @@ macro_rules! on_formats {
                 an_mmio_access_and_a_slot_that_appears_there,
                 a_fault_that_sees_old_leaves_of_a_slot_that_moves_over_itself,
                 the_end_of_logging_and_a_fault,
+                the_end_of_logging_and_what_makes_its_leaves_wrong,
                 nx_recovery_and_a_fault,
                 a_zap_and_a_fault_that_maps_a_larger_leaf,
                 nx_huge_pages_switched_on_and_an_execution_fault,

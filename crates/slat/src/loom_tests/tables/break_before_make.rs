@@ -2,7 +2,6 @@
 //! before its flush is done.
 
 use super::*;
-use crate::loom_tests::SmallStage2;
 use crate::sync::SpinLock;
 use crate::sync::quiesce::Attention;
 
@@ -102,13 +101,17 @@ fn map_another(world: &World<SmallStage2<2>>) {
     world.readers.release(me);
 }
 
-fn nothing_conflicts(prepare: fn() -> Arc<World<SmallStage2<2>>>) {
+fn nothing_conflicts(
+    prepare: fn() -> Arc<World<SmallStage2<2>>>,
+    change: fn(&World<SmallStage2<2>>),
+    map: fn(&World<SmallStage2<2>>),
+) {
     model(2, move || {
         let world = prepare();
-        let (zapping, mapping) = (world.clone(), world.clone());
+        let (changing, mapping) = (world.clone(), world.clone());
         let threads = [
-            spawn(move || zapping.zap(0..2)),
-            spawn(move || map_another(&mapping)),
+            spawn(move || change(&changing)),
+            spawn(move || map(&mapping)),
         ];
         finds_no_conflict(&world);
         for thread in threads {
@@ -119,16 +122,24 @@ fn nothing_conflicts(prepare: fn() -> Arc<World<SmallStage2<2>>>) {
 
 #[test]
 fn a_walker_finds_no_conflict_where_a_huge_leaf_is_zapped_and_a_small_one_mapped() {
-    nothing_conflicts(World::with_huge_leaf);
+    nothing_conflicts(World::with_huge_leaf, |world| world.zap(0..2), map_another);
 }
 
 #[test]
 fn a_walker_finds_no_conflict_where_a_table_is_zapped_and_another_one_made() {
-    nothing_conflicts(|| {
-        let world = World::new();
-        world.fault(0, page(0));
-        world
-    });
+    nothing_conflicts(with_table, |world| world.zap(0..2), map_another);
+}
+
+fn with_table() -> Arc<World<SmallStage2<2>>> {
+    let world = World::new();
+    world.fault(0, page(0));
+    world
+}
+
+#[test]
+fn a_walker_finds_no_conflict_where_a_table_becomes_a_huge_leaf() {
+    let fault = |world: &World<_>| _ = world.fault(1, page(1));
+    nothing_conflicts(with_table, World::collapse, fault);
 }
 
 /// Flushes a TLB that always caches what it may: after the flush, the translation in the tables at that moment.

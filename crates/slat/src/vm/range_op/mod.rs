@@ -23,7 +23,7 @@ use crate::table::{
     Detached, FlushTicket, Flushed, Flushes, FrameCache, Freed, LeafCounts, Path, Walk,
 };
 
-pub(crate) use ops::Step;
+pub(crate) use ops::{Collapsing, Step};
 
 /// A range operation. Say which frames it covers ([`covers`](Self::covers)), walk in steps, then
 /// [`finish`](Self::finish).
@@ -44,6 +44,8 @@ pub(crate) struct Unflushed {
     pub(crate) detached: Detached,
     /// The number of leaves, by level, that lost a right or a dirty bit that a TLB may still hold.
     pub(crate) changed: LeafCounts,
+    /// The number of tables replaced by a leaf, by its level.
+    collapsed: LeafCounts,
 }
 
 impl Unflushed {
@@ -52,6 +54,7 @@ impl Unflushed {
             zapped: LeafCounts::default(),
             detached: Detached::none(),
             changed: LeafCounts::default(),
+            collapsed: LeafCounts::default(),
         }
     }
 
@@ -339,32 +342,45 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
             });
         });
         counters.split_entries_visited.add(walk.entries - before);
-        let mut flushed = match (broken.first(), broken.last()) {
-            (Some((first, _)), Some((last, level))) => {
-                self.flush_leaves(*first..last.block(*level).end)
-            }
-            _ => return,
-        };
-        while let Some((gfn, level)) = broken.pop() {
-            while !with_path(frames, counters, |path| {
+        self.mend_all(broken, false, |op, gfn, level, flushed| {
+            with_path(frames, counters, |path| {
                 path.flushed = flushed.clone();
-                self.step().0.mend(gfn, level, path)
-            }) {
-                flushed = self.flush_leaves(gfn.block(level));
-            }
-        }
+                op.step().0.mend(gfn, level, path)
+            })
+        });
+        broken.clear();
     }
 
-    /// Flushes the leaves that were broken in `gfns`. Does not complete the operation's ticket: what it has zapped is
-    /// flushed later.
-    fn flush_leaves(&mut self, gfns: Range<Gfn>) -> Flushed {
+    /// Installs the leaves that a walk broke in the place of tables (`broken`, in the order of gfn), after a flush.
+    pub(super) fn restore(&mut self, broken: &[(Gfn, Level)]) {
+        self.mend_all(broken, true, |op, gfn, level, flushed| {
+            op.step().0.restore(gfn, level, flushed)
+        });
+    }
+
+    /// Flushes what was broken, in the order of gfn, and calls `mend` for each, with the flush; again after another flush
+    /// if it returns `false`. `tables`: tables were detached there. Does not complete the operation's ticket: what it
+    /// has zapped is flushed later.
+    fn mend_all(
+        &mut self,
+        broken: &[(Gfn, Level)],
+        tables: bool,
+        mut mend: impl FnMut(&mut Self, Gfn, Level, &Flushed) -> bool,
+    ) {
         let vm = self.vm;
-        let leaves = Stale {
-            level: None,
-            tables: false,
+        let flush = |op: &mut Self, gfns| {
+            let level = None;
+            (op.section).outside(|counters| vm.flush(gfns, Stale { level, tables }, counters))
         };
-        self.section
-            .outside(|counters| vm.flush(gfns, leaves, counters))
+        let (Some((first, _)), Some((last, level))) = (broken.first(), broken.last()) else {
+            return;
+        };
+        let mut flushed = flush(self, *first..last.block(*level).end);
+        for (gfn, level) in broken.iter().rev() {
+            while !mend(self, *gfn, *level, &flushed) {
+                flushed = flush(self, gfn.block(*level));
+            }
+        }
     }
 
     /// Flushes the frames that the operation covers, if a flush of them is needed. Then the operation goes on, in
@@ -467,6 +483,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
             // SAFETY: since the tables were detached, all readers have passed a quiescent point, and hardware was
             // flushed.
             freed += unsafe { unflushed.detached.free::<F>(&*self.platform) };
+        }
+        for (gauge, collapsed) in counters.leaves().into_iter().zip(unflushed.collapsed) {
+            gauge.add(collapsed);
+            counters.collapses.add(collapsed);
         }
         counters.leaves_zapped(&freed);
     }

@@ -6,11 +6,13 @@ use core::marker::PhantomData;
 
 use super::Unflushed;
 use crate::addr::{Access, Gfn, Level, Pfn};
-use crate::format::{Entry, Format};
+use crate::format::{Entry, Format, Leaf};
 use crate::policy::SplitWalk;
 use crate::slots::{Memslot, SlotSet};
 use crate::sync::{Guarded, InSection};
-use crate::table::{At, ByGfn, LeafCounts, Next, Path, RUN, Show, Split, Visit, Walk};
+use crate::table::{
+    At, ByGfn, Collapse, Flushed, LeafCounts, Next, Path, RUN, Show, Split, Visit, Walk,
+};
 
 /// A step of a range operation on the MMU `M`: what it does in one reader section.
 pub(crate) struct Step<'s, M> {
@@ -138,33 +140,51 @@ impl<'s, M: ByGfn> Step<'s, M> {
         visit_tables(self.mmu, walk, visit);
     }
 
-    /// Detaches the tables that [`Self::visit_tables`] visits and for which `wanted` is true. The next fault installs a
-    /// leaf of the largest level that fits then.
-    pub(crate) fn zap_tables(
+    /// Does with each table that [`Self::visit_tables`] visits what `wanted` says of its first frame and the level of its
+    /// entry, and of whether it exists because of NX. Leaves broken by break-before-make are given to `broken`: the caller
+    /// flushes and restores each ([`ByGfn::restore`]).
+    ///
+    /// `wanted` is called under the lock of the table that contains the entry, so what it finds is current when the leaf is
+    /// installed, as for the install of a fault.
+    pub(crate) fn collapse(
         &mut self,
         walk: &mut Walk,
-        mut wanted: impl FnMut(Gfn, Level) -> bool,
+        mut wanted: impl FnMut(Gfn, Level, bool) -> Collapsing,
+        mut broken: impl FnMut(Gfn, Level),
     ) {
-        self.zap_some_tables(walk, |at, _| wanted(at.gfn, at.level));
+        let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
+        visit_tables(mmu, walk, |at, table| {
+            match wanted(at.gfn, at.level, mmu.is_nx_table(table)) {
+                Collapsing::Keep => return Next::Descend,
+                Collapsing::Zap => mmu.detach(at, table, &mut unflushed.detached),
+                Collapsing::To(leaf) => {
+                    match mmu.collapse(at, table, leaf, &mut unflushed.detached) {
+                        Collapse::Zapped => return Next::Pass,
+                        Collapse::InPlace => {}
+                        Collapse::Broken => broken(at.gfn, at.level),
+                    }
+                    count(&mut unflushed.collapsed, at.level);
+                }
+            }
+            Next::Pass
+        });
     }
 
-    /// Like [`Self::zap_tables`], but only tables that exist because of NX.
+    /// Installs a leaf that [`Self::collapse`] broke ([`ByGfn::restore`]).
+    pub(super) fn restore(&self, gfn: Gfn, level: Level, own: &Flushed) -> bool {
+        self.mmu.restore(gfn, level, own)
+    }
+
+    /// Detaches the tables that [`Self::visit_tables`] visits, that exist because of NX, and for which `wanted` is true. The
+    /// next fault installs a leaf of the largest level that fits then.
     pub(crate) fn zap_nx_tables(
         &mut self,
         walk: &mut Walk,
         mut wanted: impl FnMut(Gfn, Level) -> bool,
     ) {
-        let mmu = self.mmu;
-        self.zap_some_tables(walk, |at, table| {
-            mmu.is_nx_table(table) && wanted(at.gfn, at.level)
-        });
-    }
-
-    /// Like [`Self::zap_tables`], but passes `wanted` the entry and the frame of the table.
-    fn zap_some_tables(&mut self, walk: &mut Walk, mut wanted: impl FnMut(&At<'_>, Pfn) -> bool) {
         let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
         visit_tables(mmu, walk, |at, table| {
-            if !wanted(at, table) {
+            if !mmu.is_nx_table(table) || !wanted(at.gfn, at.level) {
                 return Next::Descend;
             }
             mmu.detach(at, table, &mut unflushed.detached);
@@ -302,6 +322,16 @@ impl<'s, M: ByGfn> Step<'s, M> {
     pub(super) fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool {
         self.mmu.mend(gfn, level, path)
     }
+}
+
+/// What [`Step::collapse`] does with a table.
+pub(crate) enum Collapsing {
+    /// Leaves it, and looks at those below it.
+    Keep,
+    /// Detaches it: the next fault installs what fits then.
+    Zap,
+    /// Replaces it by this leaf, which maps all that the table maps.
+    To(Leaf),
 }
 
 /// Implements [`Step::visit_tables`].

@@ -1,0 +1,75 @@
+//! Which leaf a page of a memslot gets: its rights, and the largest level at which it fits.
+
+use core::ops::Range;
+
+use super::Vm;
+use crate::addr::{Access, Gfn, Level, Pfn};
+use crate::format::{Format, Leaf, MemoryType, Privilege};
+use crate::platform::{HostPage, Platform};
+use crate::slots::SlotFlags;
+
+/// Returns the leaf for the page `host` of a slot with `flags`, and an access, or for one that may follow; rights and
+/// marks as KVM starts them. `protects`: the slot's log works by write protection, so only a write makes a page
+/// writable.
+#[inline]
+pub(crate) fn leaf_of(host: &HostPage, flags: SlotFlags, protects: bool, access: Access) -> Leaf {
+    let allowed = host.writable && !flags.has(SlotFlags::READONLY);
+    let write = allowed && (!protects || access == Access::Write);
+    Leaf {
+        pfn: host.pfn,
+        write,
+        execute: is_executable(host),
+        may_write: allowed && !write,
+        may_execute: false,
+        accessed: true,
+        dirty: write && access == Access::Write,
+        memory: host.memory,
+        privilege: Privilege::USER,
+    }
+}
+
+/// Whether the guest may execute the page.
+#[inline]
+pub(crate) fn is_executable(host: &HostPage) -> bool {
+    host.execute && host.memory == MemoryType::WriteBack
+}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Returns the largest level at which `gfn` may be mapped to `pfn`, if only the frames `gfns` are to be mapped like
+    /// it, and the host maps `pfn` at level `host`.
+    pub(crate) fn fitting_level(
+        &self,
+        gfns: &Range<Gfn>,
+        gfn: Gfn,
+        pfn: Pfn,
+        host: Level,
+    ) -> Level {
+        if !self.policy.huge_pages().is_on() {
+            return Level::PAGE;
+        }
+        let mut level = host.min(F::MAX_LEAF);
+        while level > Level::PAGE {
+            let block = gfn.block(level);
+            let inside = gfns.start <= block.start && block.end <= gfns.end;
+            let congruent = (gfn.0 ^ pfn.0) & (level.pages() - 1) == 0;
+            if inside && congruent {
+                break;
+            }
+            level = level.below();
+        }
+        level
+    }
+
+    /// Returns the leaf of `level` around the page that `leaf` is for. With the policy `nx_huge_pages`, a huge one is not
+    /// executable.
+    #[inline]
+    pub(crate) fn leaf_at(&self, leaf: Leaf, level: Level) -> Leaf {
+        let nx = level > Level::PAGE && self.policy.nx_huge_pages().is_on();
+        Leaf {
+            pfn: leaf.pfn.align_down(level),
+            execute: leaf.execute && !nx,
+            may_execute: leaf.execute && nx,
+            ..leaf
+        }
+    }
+}

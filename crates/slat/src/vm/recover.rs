@@ -1,0 +1,158 @@
+//! Huge pages come back when a dirty log ends (KVM: `kvm_mmu_recover_huge_pages`).
+//!
+//! While a slot logs, it is mapped by 4 KiB leaves. When its log ends, each table whose frames one huge leaf may map is
+//! replaced by that leaf, in place: each page stays mapped throughout, to the same frame, so that the guest takes no
+//! fault for it, neither during the change nor after it. On formats with break-before-make, the leaf is not valid until
+//! the flush, and a fault waits that long ([`crate::table`], *Collapses*).
+//!
+//! The leaf is what a write fault would install: slot, host page, level and policies decide. The host is asked with no
+//! lock held, so its result may be out of date. As a fault does, the operation notes the [`Sequence`](super::Sequence)
+//! first, and compares it under the lock of the table into which it installs: no leaf is installed for a page that an
+//! invalidation has zapped meanwhile. Then the table is zapped, and the next fault asks again.
+//!
+//! The table maps no page that the leaf does not map. The leaf may map pages that the table does not, and starts accessed
+//! and dirty, as the first write to it would make it: no dirty bit is lost. What walkers have set in the old leaves up
+//! to the flush, the platform is told when the table is freed ([`Platform::zapped`]).
+//!
+//! Tables of level 1 that exist because of NX stay: a fetch has made them, and another would make them again. Their recovery
+//! has its own pace ([`super::nx`]). The MMUs of shadow pages have no leaf ready for a table: there it is zapped, as in KVM.
+
+use core::ops::Range;
+
+use super::range_op::Collapsing;
+use super::slot_op::SlotOp;
+use super::{Vm, leaf_of};
+use crate::addr::{Access, Gfn, Hva, Level};
+use crate::format::{Format, Leaf};
+use crate::platform::Platform;
+use crate::slots::{PrivateFrames, SlotFlags};
+use crate::sync::held;
+use crate::table::{FrameCache, Next, Walk};
+
+/// A table that one huge leaf may replace.
+#[derive(Clone, Copy)]
+struct Candidate {
+    gfn: Gfn,
+    level: Level,
+    /// What backs its first page.
+    backing: Hva,
+    /// The leaf, if the host has memory for one.
+    leaf: Option<Leaf>,
+}
+
+impl Candidate {
+    const NONE: Candidate = Candidate {
+        gfn: Gfn(0),
+        level: Level::PAGE,
+        backing: Hva(0),
+        leaf: None,
+    };
+
+    /// Returns what backs its pages.
+    fn hvas(&self) -> Range<Hva> {
+        self.backing..self.backing.add_pages(self.level.pages())
+    }
+}
+
+/// The tables that are replaced between two flushes, if those of a format are flushed.
+const SOME: usize = FrameCache::BATCH;
+
+impl<P: Platform, F: Format> SlotOp<'_, P, F> {
+    /// Replaces the tables of the slot, which has ended its log, by the huge leaves that fit.
+    pub(super) fn recover_huge_pages(&mut self) {
+        let mut at = 0;
+        while let Some(next) = self.recover_some(at) {
+            at = next;
+        }
+    }
+
+    /// Like [`Self::recover_huge_pages`], for the first tables from page `at` on. Returns the page to go on with.
+    fn recover_some(&mut self, at: u64) -> Option<u64> {
+        let (vm, space) = (self.vm, self.op.space);
+        // Before the slot, its attributes, the host and the policies are looked at.
+        let sequence = vm.in_progress.sequence();
+        let slot = self.slot()?;
+        let (base, pages, flags) = (slot.base(), slot.pages(), slot.flags());
+        let (gfns, backing) = (slot.gfns(), slot.backing());
+        let mut found = [Candidate::NONE; SOME];
+        let mut count = 0;
+        let mut walk = Walk::new(base.add(at)..base.add(pages));
+        self.op.covers(&walk.range());
+        self.op.once(&mut walk, |step, walk| {
+            let private = &space.slots.current(step.section()).private;
+            step.visit_tables(walk, |at, _| {
+                if !is_shared(private, &at.gfn.block(at.level)) {
+                    return Next::Descend;
+                }
+                let Some(candidate) = found.get_mut(count) else {
+                    return Next::Stop;
+                };
+                *candidate = Candidate {
+                    gfn: at.gfn,
+                    level: at.level,
+                    backing: backing.add_pages(at.gfn.0 - base.0),
+                    leaf: None,
+                };
+                count += 1;
+                Next::Descend
+            });
+        });
+        let next = walk.at().0 - base.0;
+        let found = &mut found[..count];
+        self.pass_by(|| {
+            for candidate in &mut *found {
+                candidate.leaf = vm.huge_leaf(&gfns, flags, candidate);
+            }
+        });
+        let end = found.iter().map(|table| table.gfn.block(table.level).end);
+        if let (Some(first), Some(end)) = (found.first(), end.max()) {
+            let mut broken = [(Gfn(0), Level::PAGE); SOME];
+            let mut count = 0;
+            let holds = |table: &Candidate| vm.in_progress.holds(sequence, &table.hvas());
+            self.walk(first.gfn.0 - base.0..end.0 - base.0, |step, _, walk| {
+                let wanted = |gfn, level, because_of_nx: bool| {
+                    let named = |table: &&Candidate| (table.gfn, table.level) == (gfn, level);
+                    let table = found.iter().find(named);
+                    match table.and_then(|table| Some((table, table.leaf?))) {
+                        None => Collapsing::Keep,
+                        Some(_) if because_of_nx && vm.policy.nx_huge_pages().is_on() => {
+                            Collapsing::Keep
+                        }
+                        Some((table, leaf)) if holds(table) => Collapsing::To(leaf),
+                        Some(_) => Collapsing::Zap,
+                    }
+                };
+                step.collapse(walk, wanted, |gfn, level| {
+                    broken[count] = (gfn, level);
+                    count += 1;
+                });
+            });
+            self.op.restore(&broken[..count]);
+        }
+        (next < pages).then_some(next)
+    }
+}
+
+/// Whether none of `gfns` is private.
+fn is_shared(private: &PrivateFrames, gfns: &Range<Gfn>) -> bool {
+    let (is_private, alike) = private.around(gfns.start);
+    !is_private && gfns.end <= alike.end
+}
+
+impl<P: Platform, F: Format> Vm<P, F> {
+    /// Returns the leaf for `table`, in a slot of the frames `gfns` with `flags`, by what the host maps now. `None`: it maps
+    /// too little, or the first page is not resident.
+    fn huge_leaf(&self, gfns: &Range<Gfn>, flags: SlotFlags, table: &Candidate) -> Option<Leaf> {
+        let mut leaf = None;
+        held::assert_none("to ask the host");
+        let first = table.backing..table.backing.add_pages(1);
+        self.platform.resolve_resident(first, &mut |run| {
+            let host = &run.first;
+            if self.fitting_level(gfns, table.gfn, host.pfn, host.level) >= table.level {
+                let small = leaf_of(host, flags, false, Access::Write);
+                leaf = Some(self.leaf_at(small, table.level));
+            }
+        });
+        leaf
+    }
+}
