@@ -45,7 +45,11 @@ impl VmObject {
         }
         let wants_private = region.flags & KVM_MEM_GUEST_MEMFD != 0;
         let flags = region.flags & !KVM_MEM_GUEST_MEMFD;
-        if region.flags & !known != 0 || wants_private && flags != 0 {
+        let space = (region.slot >> 16) as usize;
+        if region.flags & !known != 0
+            || wants_private && flags != 0
+            || space >= self.address_spaces()
+        {
             return fail(libc::EINVAL);
         }
         let size = region.memory_size;
@@ -76,7 +80,7 @@ impl VmObject {
         .with_flags(SlotFlags(flags))
         .with_private(private);
         self.engine
-            .set_memory_region((region.slot >> 16) as usize, &engine_region)
+            .set_memory_region(space, &engine_region)
             .map_err(|error| {
                 report::refused_region(&error);
                 Error::new(error.errno())
