@@ -193,9 +193,10 @@ fn smram_is_invisible_outside_the_mode() {
     }
     assert!(!flag(vcpu));
     vcpu.smi().unwrap();
-    expect_out(vcpu, 0x10, 0x88, false);
+    // After the read, before the OUT.
     expect_out(vcpu, 0x11, 0x55, true);
     expect_out(vcpu, 0x12, 0x66, true);
+    expect_out(vcpu, 0x10, 0x88, false);
     expect_halt(vcpu);
 }
 
