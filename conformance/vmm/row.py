@@ -20,6 +20,7 @@ ROWS = {
     "boot": "rows.boot",
     "devices": "rows.devices",
     "migrate": "rows.migrate",
+    "secureboot": "rows.secureboot",
     "firecracker": "rows.firecracker",
     "cloud-hypervisor": "rows.cloud_hypervisor",
 }

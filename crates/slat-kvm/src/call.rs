@@ -1,7 +1,7 @@
 //! Calls to a VM and its vCPUs: refused in a forked child, and after a call that panicked.
 //!
 //! A call that panics leaves the VM in an unknown state. So the VM is dead from then on, like a VM in which KVM finds a bug of
-//! its own (`vm_bugged`): all its calls, those of its vCPUs included, return `EIO` at once, and so does a `KVM_RUN` in progress.
+//! its own (`vm_bugged`), or one whose guest state is lost (`vm_dead`): all its calls, those of its vCPUs included, return `EIO` at once, and so does a `KVM_RUN` in progress.
 //! The objects can still be dropped.
 
 use crate::engine::EngineVm;
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[derive(Debug)]
 pub(crate) struct Life {
     birth: Birth,
-    /// Whether a call has panicked.
+    /// Whether a call has panicked, or lost the guest's state.
     dead: AtomicBool,
 }
 
@@ -52,6 +52,12 @@ impl Life {
         Ok(())
     }
 
+    /// Ends the life of the VM: KVM's `kvm_vm_dead`. Takes no lock. A vCPU that runs or sleeps sees the bit, and finds the VM dead.
+    pub(crate) fn end(&self, engine: &EngineVm) {
+        self.dead.store(true, Ordering::SeqCst);
+        engine.visit_attention(&mut |attention| ticker::raise(attention, bits::RETRY));
+    }
+
     /// Whether this is a forked child: here the VM's locks may be held for ever, and its threads do not exist.
     pub(crate) fn is_foreign(&self) -> bool {
         !self.birth.is_here()
@@ -72,8 +78,7 @@ impl Drop for Call<'_> {
         if self.was_panicking || !std::thread::panicking() {
             return;
         }
-        self.life.dead.store(true, Ordering::SeqCst);
-        // Takes no lock: this thread may hold any. A vCPU that runs or sleeps sees the bit, and finds the VM dead.
-        (self.engine).visit_attention(&mut |attention| ticker::raise(attention, bits::RETRY));
+        // This thread may hold any lock.
+        self.life.end(self.engine);
     }
 }

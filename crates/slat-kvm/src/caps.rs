@@ -87,6 +87,7 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         | KVM_CAP_TSC_CONTROL
         | KVM_CAP_VM_TSC_CONTROL
         | KVM_CAP_VAPIC
+        | KVM_CAP_X86_SMM
         | KVM_CAP_SYS_ATTRIBUTES
         | KVM_CAP_VCPU_ATTRIBUTES => 1,
         KVM_CAP_X86_DISABLE_EXITS => crate::options::DISABLED_EXITS,
@@ -101,6 +102,7 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         KVM_CAP_MAX_VCPUS => MAX_VCPUS,
         KVM_CAP_MAX_VCPU_ID => MAX_VCPU_ID,
         KVM_CAP_NR_MEMSLOTS => NR_MEMSLOTS,
+        KVM_CAP_MULTI_ADDRESS_SPACE => crate::vm::ADDRESS_SPACES as u32,
         KVM_CAP_SYNC_REGS => KVM_SYNC_X86_VALID_FIELDS,
         KVM_CAP_DISABLE_QUIRKS2 => crate::quirks::SUPPORTED,
         KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => {

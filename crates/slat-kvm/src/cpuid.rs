@@ -23,6 +23,8 @@ pub(crate) const LEAF1_ECX_MWAIT: u32 = 1 << 3;
 const LEAF7_ECX_PKU: u32 = 1 << 3;
 /// Leaf 7 EDX: IA32_ARCH_CAPABILITIES exists.
 pub(crate) const LEAF7_EDX_ARCH_CAPABILITIES: u32 = 1 << 29;
+/// Leaf 0x8000_0001 EDX: long mode.
+pub(crate) const EXTENDED_EDX_LONG_MODE: u32 = 1 << 29;
 /// Guest-physical address bits.
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.

@@ -259,6 +259,8 @@ delegate! {
         fn leave();
         /// See [`slat::Vcpu::quiesce`].
         fn quiesce();
+        /// See [`slat::Vcpu::use_space`].
+        fn use_space(space: usize);
         /// See [`slat::Vcpu::translate`].
         fn translate(gpa: Gpa, access: Access) -> Result<Translation, Stop>;
         /// See [`slat::Vcpu::stored`].

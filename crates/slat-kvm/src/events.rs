@@ -128,6 +128,8 @@ pub struct Elsewhere {
     pub nmis_pending: Option<u8>,
     /// The vector of the last SIPI, if the client sets it.
     pub sipi_vector: Option<u32>,
+    /// Whether an INIT is pending, if the client sets it.
+    pub latched_init: Option<bool>,
 }
 
 /// Returns the events of a vCPU. `nmis`: the number of pending NMIs that are not in `state` yet.
@@ -147,6 +149,9 @@ pub fn get(state: &State, nmis: u8, sipi_vector: u32) -> kvm_vcpu_events {
     events.nmi.pending = held.nmis.saturating_add(nmis).min(MAX_NMIS);
     events.nmi.masked = u8::from(held.nmi_blocked);
     events.sipi_vector = sipi_vector;
+    events.smi.smm = held.smm.into();
+    events.smi.pending = held.smi.into();
+    events.smi.smm_inside_nmi = held.smm_inside_nmi.into();
     events.flags =
         KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SHADOW | KVM_VCPUEVENT_VALID_SMM;
     events
@@ -155,7 +160,7 @@ pub fn get(state: &State, nmis: u8, sipi_vector: u32) -> kvm_vcpu_events {
 /// Sets the events of the CPU's state. Returns those that are not part of it.
 ///
 /// # Errors
-/// `EINVAL` for unknown flags, exceptions that do not exist, and system management mode, which the CPU does not have.
+/// `EINVAL` for unknown flags, and exceptions that do not exist.
 pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
     if events.flags & !FLAGS != 0 {
         return fail(libc::EINVAL);
@@ -165,12 +170,6 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
     let pending = events.flags & KVM_VCPUEVENT_VALID_PAYLOAD != 0 && events.exception.pending != 0;
     let injected = events.exception.injected != 0 && !pending;
     if (injected || pending) && (events.exception.nr > 31 || events.exception.nr == NMI_VECTOR) {
-        return fail(libc::EINVAL);
-    }
-    let smm = &events.smi;
-    if events.flags & KVM_VCPUEVENT_VALID_SMM != 0
-        && (smm.smm | smm.pending | smm.smm_inside_nmi) != 0
-    {
         return fail(libc::EINVAL);
     }
     let held = &mut state.events;
@@ -187,11 +186,18 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
     };
     held.nmis = waiting.max((events.nmi.injected != 0).into());
     held.nmi_blocked = events.nmi.masked != 0;
+    let with_smm = events.flags & KVM_VCPUEVENT_VALID_SMM != 0;
+    if with_smm {
+        held.smm = events.smi.smm != 0;
+        held.smi = events.smi.pending != 0;
+        held.smm_inside_nmi = held.smm && events.smi.smm_inside_nmi != 0;
+    }
     Ok(Elsewhere {
         nmis_pending: (events.flags & KVM_VCPUEVENT_VALID_NMI_PENDING != 0)
             .then_some(events.nmi.pending),
         sipi_vector: (events.flags & KVM_VCPUEVENT_VALID_SIPI_VECTOR != 0)
             .then_some(events.sipi_vector),
+        latched_init: with_smm.then_some(events.smi.latched_init != 0),
     })
 }
 

@@ -20,7 +20,8 @@ pub(crate) struct VcpuCommon {
     pub(crate) attention: Attention,
     pub(crate) client: Shared<Client>,
     lapic: Option<Mutex<Lapic>>,
-    /// The pending events, as bits: [`NMIS`](Self::NMIS), [`INIT`](Self::INIT), [`SIPI`](Self::SIPI), [`UNHALT`](Self::UNHALT).
+    /// The pending events, as bits: [`NMIS`](Self::NMIS), [`INIT`](Self::INIT), [`SIPI`](Self::SIPI), [`UNHALT`](Self::UNHALT),
+    /// [`SMI`](Self::SMI).
     pub(crate) signals: AtomicU32,
     pub(crate) sipi_vector: AtomicU32,
     /// The thread (`pthread_t`) that is in `KVM_RUN`, or 0.
@@ -79,6 +80,8 @@ impl VcpuCommon {
     pub(crate) const SIPI: u32 = 4;
     /// Another vCPU ended this vCPU's halt ([`end_halt`](Self::end_halt)).
     pub(crate) const UNHALT: u32 = 8;
+    /// A system management interrupt.
+    pub(crate) const SMI: u32 = 1 << 5;
 
     /// Creates the common part of a vCPU.
     ///
@@ -163,8 +166,9 @@ impl VcpuCommon {
             }
             // KVM uses the reserved mode to end a halt.
             DeliveryMode::Reserved => self.signal(Self::UNHALT),
-            // There is no system management mode. The 8259 interrupts by its line, not by messages.
-            DeliveryMode::Smi | DeliveryMode::ExtInt => Request::Refused,
+            DeliveryMode::Smi => self.signal(Self::SMI),
+            // The 8259 interrupts by its line, not by messages.
+            DeliveryMode::ExtInt => Request::Refused,
         };
         if taken == Request::Pending {
             self.notice();
@@ -176,6 +180,19 @@ impl VcpuCommon {
     pub(crate) fn non_maskable(&self) {
         self.signal_nmi();
         self.notice();
+    }
+
+    /// Sends a system management interrupt.
+    pub(crate) fn system_management(&self) {
+        self.signal(Self::SMI);
+        self.notice();
+    }
+
+    /// Clears the pending system management interrupt. Returns whether there was one.
+    pub(crate) fn take_smi(&self) -> bool {
+        // Every entry into the guest calls this, and usually none is pending.
+        self.signals.load(Ordering::SeqCst) & Self::SMI != 0
+            && self.signals.fetch_and(!Self::SMI, Ordering::SeqCst) & Self::SMI != 0
     }
 
     /// Wakes the vCPU from its halt, or else from its next one (`KVM_HC_KICK_CPU`).

@@ -7,7 +7,7 @@ use crate::host::{HostChange, HostMemory, PageKind};
 use crate::model::GuestModel;
 use crate::ops::{Kind, Op, POLICIES};
 use crate::rng::Rng;
-use crate::setup::{SPACES, Setup, VCPUS, space_of};
+use crate::setup::{SPACES, Setup, VCPUS, first_space_of};
 
 /// Most of the bookkeeping is for writes.
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
@@ -23,6 +23,8 @@ pub struct Generator {
     rng: Rng,
     setup: Setup,
     capacity: u64,
+    /// The address space that each vCPU uses.
+    spaces: [usize; VCPUS],
     /// Ids below this are used.
     ids: u64,
     /// Guest frames around which everything happens: the begin, the first 2 MiB and 1 GiB borders, the borders of tables of
@@ -48,6 +50,7 @@ impl Generator {
             rng,
             setup,
             capacity,
+            spaces: std::array::from_fn(first_space_of),
             ids: if setup.many_slots { MANY_IDS } else { IDS },
             places: places.into_iter().filter(|p| *p < capacity).collect(),
             recent: vec![0],
@@ -63,7 +66,7 @@ impl Generator {
     pub fn next_op(&mut self, models: &[GuestModel]) -> Op {
         let vcpu = self.rng.below(VCPUS as u64) as usize;
         let space = self.rng.pick(&[0, 0, 0, 1, 1]);
-        let seen = &models[space_of(vcpu)];
+        let seen = &models[self.spaces[vcpu]];
         match self.setup.mix.pick(&mut self.rng) {
             Kind::Region => {
                 let region = self.region(&models[space]);
@@ -111,7 +114,14 @@ impl Generator {
                 Op::Age { vcpu, gpa, access }
             }
             Kind::Quiesce => Op::Quiesce(vcpu),
-            Kind::Replace => Op::Replace(vcpu),
+            Kind::Replace => {
+                self.spaces[vcpu] = first_space_of(vcpu);
+                Op::Replace(vcpu)
+            }
+            Kind::UseSpace => {
+                self.spaces[vcpu] = space;
+                Op::UseSpace { vcpu, space }
+            }
         }
     }
 

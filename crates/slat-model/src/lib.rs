@@ -31,9 +31,9 @@
 //! Subject::of::<Rig, Ept>("my platform, EPT").run_seeds(0..16, 500);
 //! ```
 //!
-//! Operations create, move and delete memslots, let three vCPUs in two address spaces access them, change the memory under them,
-//! collect dirty logs and rings, change policies, and make allocations fail. Each result of the engine is compared with the
-//! model's. After each operation no TLB may have an entry that is not in the tables; every 500 operations the engine's
+//! Operations create, move and delete memslots, let three vCPUs access them in two address spaces, between which they change,
+//! change the memory under them, collect dirty logs and rings, change policies, and make allocations fail. Each result of the
+//! engine is compared with the model's. After each operation no TLB may have an entry that is not in the tables; every 500 operations the engine's
 //! invariants are checked ([`slat::Vm::audit`]). [`Machine`] says what of the platform this tests.
 //!
 //! If a run fails, the message ends with a few operations that fail, too ([`Failure`]).

@@ -105,6 +105,13 @@ pub enum Op {
     Quiesce(usize),
     /// Deletes a vCPU and creates another one.
     Replace(usize),
+    /// A vCPU goes on in another address space, or in the same one.
+    UseSpace {
+        /// Which vCPU.
+        vcpu: usize,
+        /// The address space.
+        space: usize,
+    },
     /// The allocation after this many others fails.
     FailAllocation(u64),
 }
@@ -127,6 +134,7 @@ pub(crate) enum Kind {
     Age,
     Quiesce,
     Replace,
+    UseSpace,
     Fail,
 }
 
@@ -160,13 +168,19 @@ impl Mix {
             (Kind::Age, 3),
             (Kind::Quiesce, 4),
             (Kind::Replace, 2),
+            (Kind::UseSpace, 8),
             (Kind::Fail, 10),
         ],
     );
     /// Slot changes, and look-ups.
     pub const SLOTS: Mix = Mix(
         "slots",
-        &[(Kind::Region, 4), (Kind::FindSlot, 3), (Kind::Translate, 1)],
+        &[
+            (Kind::Region, 8),
+            (Kind::FindSlot, 6),
+            (Kind::Translate, 2),
+            (Kind::UseSpace, 1),
+        ],
     );
     /// Writes, and logs that are got and cleared all the time.
     pub const LOGS: Mix = Mix(
@@ -182,6 +196,7 @@ impl Mix {
             (Kind::ResetRings, 15),
             (Kind::Policy, 30),
             (Kind::Quiesce, 10),
+            (Kind::UseSpace, 5),
             (Kind::Fail, 20),
         ],
     );

@@ -7,8 +7,8 @@ pub const SPACES: usize = 2;
 /// Number of its vCPUs.
 pub const VCPUS: usize = 3;
 
-/// Returns the address space that a vCPU uses.
-pub const fn space_of(vcpu: usize) -> usize {
+/// Returns the address space that a vCPU uses when it is created.
+pub const fn first_space_of(vcpu: usize) -> usize {
     vcpu / 2
 }
 

@@ -8,7 +8,7 @@ pub struct Tally(BTreeMap<&'static str, u64>);
 
 impl Tally {
     /// Names that a long run must have counted, whatever the format.
-    pub const USUAL: [&'static str; 22] = [
+    pub const USUAL: [&'static str; 23] = [
         "slot set",
         "slot refused",
         "slot found",
@@ -17,6 +17,7 @@ impl Tally {
         "page executed",
         "huge page",
         "page of space 1",
+        "address space changed",
         "MMIO",
         "MMIO from an entry",
         "bad address",

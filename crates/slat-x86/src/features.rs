@@ -134,6 +134,14 @@ impl Features {
         self.physical_bits
     }
 
+    /// Whether PAE paging can have these page-directory-pointer entries: no present one has a reserved bit.
+    pub(crate) fn valid_pdptes(&self, entries: &[u64; 4]) -> bool {
+        let reserved = self.beyond_physical() | 0x1e6;
+        entries
+            .iter()
+            .all(|entry| entry & 1 == 0 || entry & reserved == 0)
+    }
+
     /// Returns the bits that a physical address cannot have.
     pub(crate) fn beyond_physical(&self) -> u64 {
         !((1 << self.physical_bits) - 1)

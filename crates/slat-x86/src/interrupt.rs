@@ -69,7 +69,7 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Whether the guest accepts an external interrupt now. It does not if an NMI is delivered next: the NMI's handler runs
+    /// Whether the guest accepts an external interrupt now. It does not if an SMI or an NMI is taken next: their handlers run
     /// with interrupts off.
     pub fn can_take_interrupt(&self) -> bool {
         let Events {
@@ -87,6 +87,7 @@ impl Cpu {
             && !sti_shadow
             && !mov_ss_shadow
             && !self.state.events.takes_nmi()
+            && !self.state.events.takes_smi()
     }
 
     /// Call after the instruction in the shadow of STI or MOV SS.
@@ -96,7 +97,7 @@ impl Cpu {
     }
 
     /// Delivers pending events, at most one per call. An interrupt that the CPU has acknowledged already is delivered before an
-    /// NMI, whose handler it would interrupt.
+    /// NMI, whose handler it would interrupt, and before an SMI, as in KVM.
     pub(crate) fn deliver_events(&mut self) -> Option<Exit> {
         let events = self.state.events;
         let rip = self.state.rip;
@@ -130,6 +131,8 @@ impl Cpu {
                 }
                 Err(why) => return self.delivery_broke(why),
             }
+        } else if events.takes_smi() {
+            return Some(Exit::Smi);
         } else if events.takes_nmi() {
             self.serialize();
             match self.deliver(vector::NMI, None, Source::External, rip) {

@@ -62,6 +62,7 @@ mod op;
 mod run;
 mod segment;
 pub mod simd;
+mod smm;
 mod snapshot;
 pub mod state;
 mod sync;
@@ -85,6 +86,7 @@ pub use machine::{
     MsrFault, Paging,
 };
 pub use mmio::PORT_BYTES;
+pub use smm::{BadSmram, SMRAM_BYTES, SMRAM_OFFSET, SmramMap};
 pub use state::{Events, Exception, F80, Segment, State, Table};
 
 /// Exception vectors.

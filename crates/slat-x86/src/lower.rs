@@ -139,14 +139,12 @@ fn missing(insn: &Instruction) -> Handler {
                     | FXSR
                     | CMOV
                     | X64
-                    | SMM
             )
     };
     let ours = insn.encoding() == EncodingKind::Legacy && insn.cpuid_features().iter().all(known);
-    if ours && insn.mnemonic() != Mnemonic::Rsm {
-        unimplemented
-    } else {
-        undefined
+    match ours {
+        true => unimplemented,
+        false => undefined,
     }
 }
 

@@ -253,6 +253,10 @@ pub enum Exit {
     },
     /// HLT; RIP points after it.
     Hlt,
+    /// An SMI is to be taken. [`Cpu::enter_smm`](crate::Cpu::enter_smm) does it; otherwise the next run ends like this one.
+    Smi,
+    /// RSM in system management mode. RIP still points at the instruction; [`Cpu::leave_smm`](crate::Cpu::leave_smm) finishes it.
+    Rsm,
     /// Triple fault.
     Shutdown,
     /// A valid instruction that this CPU does not implement, or a situation that it cannot handle.

@@ -283,6 +283,7 @@ impl Cpu {
         let events = &self.state.events;
         self.slow = events.interrupt.is_some()
             || events.nmis != 0 && !events.nmi_blocked
+            || events.takes_smi()
             || self.has_answers()
             || self.devices.port.is_some();
         None

@@ -1,5 +1,7 @@
 //! The architectural state of one CPU.
 
+use crate::smm::SMBASE_RESET;
+
 /// RFLAGS bits.
 #[allow(missing_docs)]
 pub mod flags {
@@ -40,6 +42,18 @@ pub mod control {
     pub const CR0_NW: u64 = 1 << 29;
     pub const CR0_CD: u64 = 1 << 30;
     pub const CR0_PG: u64 = 1 << 31;
+    /// All bits that exist.
+    pub const CR0_KNOWN: u64 = CR0_PE
+        | CR0_MP
+        | CR0_EM
+        | CR0_TS
+        | CR0_ET
+        | CR0_NE
+        | CR0_WP
+        | CR0_AM
+        | CR0_NW
+        | CR0_CD
+        | CR0_PG;
     pub const CR4_TSD: u64 = 1 << 2;
     pub const CR4_DE: u64 = 1 << 3;
     pub const CR4_PSE: u64 = 1 << 4;
@@ -176,6 +190,12 @@ pub struct Events {
     pub sti_shadow: bool,
     /// The last instruction was MOV SS or POP SS.
     pub mov_ss_shadow: bool,
+    /// An SMI to take as soon as the CPU is not in system management mode.
+    pub smi: bool,
+    /// The CPU is in system management mode: between an SMI and RSM.
+    pub smm: bool,
+    /// In system management mode: NMIs were blocked before, and stay blocked after RSM.
+    pub smm_inside_nmi: bool,
     /// DR6 bits of debug traps (breakpoints hit, single step) of the last instruction, taken before the next one.
     pub debug: u64,
 }
@@ -185,6 +205,11 @@ impl Events {
     /// not torn: the manual allows both (SDM volume 3, 7.8.3), and KVM's guests rely on it.
     pub fn takes_nmi(&self) -> bool {
         self.nmis != 0 && !self.nmi_blocked && !self.mov_ss_shadow && !self.sti_shadow
+    }
+
+    /// Whether an SMI is taken before the next instruction, unless an exception or an acknowledged interrupt is delivered first.
+    pub fn takes_smi(&self) -> bool {
+        self.smi && !self.smm
     }
 }
 
@@ -242,6 +267,8 @@ pub struct State {
     pub sysenter_eip: u64,
     pub tsc_aux: u64,
     pub pat: u64,
+    /// Where SMRAM begins.
+    pub smbase: u64,
     pub events: Events,
 }
 
@@ -318,6 +345,7 @@ impl State {
             sysenter_eip: 0,
             tsc_aux: 0,
             pat: 0x0007_0406_0007_0406,
+            smbase: SMBASE_RESET,
             events: Events::default(),
         }
     }
@@ -353,6 +381,7 @@ impl State {
             kernel_gs_base: self.kernel_gs_base,
             tsc_aux: self.tsc_aux,
             pat: self.pat,
+            smbase: self.smbase,
             ..reset
         };
     }

@@ -85,10 +85,9 @@ impl VcpuFd {
     /// `KVM_SMI`.
     ///
     /// # Errors
-    /// `ENOTTY`, as from a KVM without system management mode.
+    /// `EIO`.
     pub fn smi(&self) -> Result<()> {
-        let _call = self.vcpu.vm.begin()?;
-        fail(libc::ENOTTY)
+        self.vcpu.smi()
     }
 
     /// `KVM_INTERRUPT`, which kvm-ioctls does not have.

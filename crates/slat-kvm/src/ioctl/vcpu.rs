@@ -36,6 +36,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
             vcpu.interrupt(interrupt.irq)?;
         }
         KVM_NMI => vcpu.nmi()?,
+        KVM_SMI => vcpu.smi()?,
         KVM_GET_MSRS => {
             let mut entries = take_msrs(argument)?;
             let done = vcpu.get_msrs(&mut entries)?;
@@ -99,8 +100,6 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
             vcpu.set_tpr_access_reporting(&control)?;
             return give(argument, &control);
         }
-        // As in a KVM without CONFIG_KVM_SMM.
-        KVM_SMI => return fail(libc::ENOTTY),
         KVM_X86_SETUP_MCE => vcpu.setup_mce(user::read(argument)?)?,
         KVM_X86_SET_MCE => vcpu.set_mce(&user::read(argument)?)?,
         KVM_ENABLE_CAP => vcpu.enable_cap(&user::read(argument)?)?,

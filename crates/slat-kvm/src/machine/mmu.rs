@@ -122,12 +122,39 @@ impl VcpuMachine {
         self.request_retry();
     }
 
-    /// Writes guest-physical memory for a device of the vCPU, which is entered; marks the pages in the dirty log. Returns `false` if
-    /// the address is not memory, or not accessible.
-    pub(crate) fn write_guest(&mut self, gpa: u64, bytes: &[u8]) -> bool {
+    /// Reads guest-physical memory of the vCPU's address space; the vCPU is entered. Returns `false` if the address is not memory, or
+    /// not accessible.
+    pub(super) fn read_here(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
         let mut done = 0;
         while done < bytes.len() {
-            let at = gpa + done as u64;
+            let at = gpa.wrapping_add(done as u64);
+            let part = (bytes.len() - done).min((PAGE - at % PAGE) as usize);
+            let page = match self.page(at, slat::Access::Read) {
+                Ok(page) => page,
+                Err(Unreachable::Fault(Fault::Retry)) if self.may_try_again() => continue,
+                Err(_) => return false,
+            };
+            let host = page.host.as_ptr().wrapping_add((at % PAGE) as usize);
+            // SAFETY: guest memory, guarded: the engine translated the page and the client gave it to the guest.
+            match unsafe { slat_guard::copy_in(&mut bytes[done..done + part], host) } {
+                Ok(()) => done += part,
+                Err(_) => {
+                    self.forget(page.host.as_ptr());
+                    if !self.may_try_again() {
+                        return false;
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    /// Writes guest-physical memory of the vCPU's address space; marks the pages in the dirty log. The vCPU is entered. Returns `false`
+    /// if the address is not memory, or not accessible.
+    pub(super) fn write_here(&mut self, gpa: u64, bytes: &[u8]) -> bool {
+        let mut done = 0;
+        while done < bytes.len() {
+            let at = gpa.wrapping_add(done as u64);
             let part = (bytes.len() - done).min((PAGE - at % PAGE) as usize);
             let page = match self.page(at, slat::Access::Write) {
                 Ok(page) => page,
@@ -180,9 +207,9 @@ impl VcpuMachine {
         }
     }
 
-    /// Reads an aligned word of guest-physical memory for a device of the vCPU, which is entered. `None`: `gpa` is not memory, or not
-    /// accessible.
-    pub(crate) fn read_guest_word(&mut self, gpa: u64) -> Option<u64> {
+    /// Reads an aligned word of guest-physical memory of the vCPU's address space; the vCPU is entered. `None`: `gpa` is not memory, or
+    /// not accessible.
+    pub(super) fn read_word_here(&mut self, gpa: u64) -> Option<u64> {
         loop {
             match self.word(Gpa(gpa), size_of::<u64>()) {
                 Ok(word) => return Some(word),
@@ -220,16 +247,14 @@ impl VcpuMachine {
     pub(crate) fn read_pdptes(&mut self, cr3: u64) -> Option<[u64; 4]> {
         let mut entered = Entered::enter(self);
         entered.pages.flush();
+        entered.pdptes(cr3)
+    }
+
+    /// Like [`read_pdptes`](Self::read_pdptes), but for a vCPU that is entered.
+    pub(crate) fn pdptes(&mut self, cr3: u64) -> Option<[u64; 4]> {
         let mut pdptes = [0; 4];
         for (i, pdpte) in pdptes.iter_mut().enumerate() {
-            let gpa = Gpa((cr3 & 0xffff_ffe0) + 8 * i as u64);
-            *pdpte = loop {
-                match entered.word(gpa, 8) {
-                    Ok(entry) => break entry,
-                    Err(Unreachable::Fault(Fault::Retry)) if entered.may_try_again() => {}
-                    Err(_) => return None,
-                }
-            };
+            *pdpte = self.read_word_here((cr3 & 0xffff_ffe0) + 8 * i as u64)?;
         }
         Some(pdptes)
     }

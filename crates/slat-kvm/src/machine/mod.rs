@@ -5,6 +5,7 @@ mod mmu;
 pub(crate) mod msrs;
 mod pv_eoi;
 mod services;
+mod smm;
 mod steal_time;
 
 use crate::clock::{self, Tsc};
@@ -19,7 +20,7 @@ use crate::page_cache::PageCache;
 use crate::steal_time::StealTime;
 use crate::thread::bits;
 use crate::vcpu_common::VcpuCommon;
-use crate::vm::VmObject;
+use crate::vm::{ORDINARY, VmObject};
 use kvm_bindings::kvm_cpuid_entry2;
 use slat::{MmuKind, Shared};
 use slat_irqchip::lapic::{BASE_BSP, BASE_ENABLE, BASE_X2APIC, Effect, Lapic};
@@ -57,6 +58,8 @@ pub(crate) struct VcpuMachine {
     pub(crate) ioapic_eoi: Option<u8>,
     /// The last access that stopped because of it, in this run.
     pub(crate) memory_fault: Option<MemoryFault>,
+    /// The address space that `engine` uses.
+    space: usize,
     /// The engine has the shadow MMU.
     shadows: bool,
     /// The client has set the registers, and may have restored guest memory: what the shadow MMU has made of the guest's tables is
@@ -95,6 +98,7 @@ impl VcpuMachine {
             enforces_pv_features: false,
             ioapic_eoi: None,
             memory_fault: None,
+            space: ORDINARY,
             shadows,
             memory_restored: false,
         }

@@ -60,6 +60,7 @@ fn cpu_register(state: &mut State, index: u32) -> Option<&mut u64> {
         SYSENTER_EIP => &mut state.sysenter_eip,
         TSC_AUX => &mut state.tsc_aux,
         PAT => &mut state.pat,
+        SMBASE => &mut state.smbase,
         _ => return None,
     })
 }
@@ -337,8 +338,9 @@ pub(crate) fn write_machine(
         }
         POWER_CTL => machine.store(index, value),
         // The guest cannot change the following MSRs.
-        SMI_COUNT | SMBASE | PERF_CAPABILITIES if by_guest => return Err(MsrFault::Invalid),
+        SMI_COUNT | PERF_CAPABILITIES if by_guest => return Err(MsrFault::Invalid),
         SMI_COUNT => machine.store(index, value),
+        // The client's is the CPU's register.
         SMBASE => return Err(MsrFault::Invalid),
         PERF_CAPABILITIES => only(0)?,
         UCODE_REV if by_guest => {}

@@ -43,6 +43,7 @@ pub const SAVED: &[u32] = &[
     PLATFORM_INFO,
     ARCH_CAPABILITIES,
     POWER_CTL,
+    SMBASE,
     SMI_COUNT,
     UCODE_REV,
     DEBUGCTL,

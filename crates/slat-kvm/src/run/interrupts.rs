@@ -45,6 +45,7 @@ impl VcpuObject {
         if inner.interrupts_blocked {
             return Ok(true);
         }
+        self.accept_smi(inner);
         self.accept_nmis(inner);
         if common.lapic().is_none() {
             return Ok(!self.opens_window(inner, inner.cpu.state.events.interrupt.is_none()));
@@ -141,9 +142,15 @@ impl VcpuObject {
     fn wakes_up(&self, inner: &mut Inner) -> bool {
         // Accepts NMIs first: `takes_nmi` knows that one that arrives while the CPU blocks NMIs ends no halt.
         if !inner.interrupts_blocked {
+            self.accept_smi(inner);
             self.accept_nmis(inner);
         }
-        if self.common().signals.load(Ordering::SeqCst) != 0 || inner.cpu.state.events.takes_nmi() {
+        let events = &inner.cpu.state.events;
+        let latched = if events.smm { VcpuCommon::INIT } else { 0 };
+        if self.common().signals.load(Ordering::SeqCst) & !latched != 0
+            || events.takes_smi()
+            || events.takes_nmi()
+        {
             return true;
         }
         inner.sync_cr8_to_lapic();
@@ -173,11 +180,17 @@ impl VcpuObject {
         self.attend(inner, masked)
     }
 
-    /// Carries out INIT and SIPI.
+    /// Carries out INIT and SIPI. In system management mode INIT waits, and a SIPI is lost.
     pub(crate) fn accept_init_sipi(&self, inner: &mut Inner) {
         let common = self.common();
         let both = VcpuCommon::INIT | VcpuCommon::SIPI;
         if common.signals.load(Ordering::SeqCst) & both == 0 {
+            return;
+        }
+        if inner.cpu.state.events.smm {
+            common
+                .signals
+                .fetch_and(!VcpuCommon::SIPI, Ordering::SeqCst);
             return;
         }
         // Clears both at once: a SIPI that arrives after this may belong to an INIT that is not carried out yet.

@@ -4,9 +4,11 @@
 //! |---|---|
 //! | `interrupts` | delivery of INIT, SIPI, NMIs and interrupts, and halts, which end by them |
 //! | `accesses` | port and MMIO accesses that need no client |
+//! | `smm` | entry to system management mode, and RSM |
 
 mod accesses;
 mod interrupts;
+mod smm;
 
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
@@ -133,6 +135,10 @@ impl VcpuObject {
 
     /// Waits for the SIPI that starts this processor; then fails with `EAGAIN`, as KVM does.
     fn wait_for_sipi(&self, inner: &mut Inner) -> Result<bool> {
+        if inner.mp_state == KVM_MP_STATE_INIT_RECEIVED && inner.cpu.state.events.smm {
+            // In system management mode no SIPI is accepted.
+            return fail(libc::EINVAL);
+        }
         if self.page.immediate_exit() {
             return fail(libc::EINTR);
         }
@@ -274,7 +280,9 @@ impl VcpuObject {
                 exits.insn_emulation.add(1);
                 exits.insn_emulation_fail.add(1);
             }
-            Exit::Hypercall { .. }
+            Exit::Smi
+            | Exit::Rsm
+            | Exit::Hypercall { .. }
             | Exit::Msr { .. }
             | Exit::Shutdown
             | Exit::BadAddress
@@ -361,6 +369,8 @@ impl VcpuObject {
                 }
                 page.set_exit_reason(KVM_EXIT_HLT);
             }
+            Exit::Smi => return self.enter_smm(inner),
+            Exit::Rsm => return Ok(self.leave_smm(inner)),
             Exit::Shutdown => page.set_exit_reason(KVM_EXIT_SHUTDOWN),
             Exit::Emulation { bytes, len, reason } => {
                 report::cannot_execute(
@@ -410,6 +420,10 @@ impl VcpuObject {
         set_field!(page, u8::from(state.rflags & flags::IF != 0), if_flag);
         set_field!(page, state.cr8, cr8);
         set_field!(page, inner.machine.apic_base(), apic_base);
+        if state.events.smm {
+            let others = field!(page, flags);
+            set_field!(page, others | KVM_RUN_X86_SMM as u16, flags);
+        }
         let ready = self.vm.interrupts.chips().is_some()
             || inner.cpu.can_take_interrupt()
                 && match self.vm.interrupts.is_split() {

@@ -62,11 +62,15 @@ impl VcpuObject {
     }
 
     pub(crate) fn events(&self, inner: &mut Inner) -> kvm_vcpu_events {
+        self.accept_smi(inner);
         let mut events = events::get(
             &inner.cpu.state,
             self.common.nmis(),
             self.common.sipi_vector.load(Ordering::SeqCst),
         );
+        let latched = self.common.has_lapic()
+            && self.common.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0;
+        events.smi.latched_init = latched.into();
         inner.requested.show(&mut events, &self.vm.options);
         events
     }
@@ -83,6 +87,7 @@ impl VcpuObject {
         let requested = inner.requested.changed_by(given, &self.vm.options)?;
         let more = events::set(&mut inner.cpu.state, given)?;
         inner.requested = requested;
+        inner.follow_smm();
         if let Some(pending) = more.nmis_pending {
             self.common.take_nmis();
             for _ in 0..pending.min(MAX_NMIS) {
@@ -92,6 +97,17 @@ impl VcpuObject {
         if let Some(vector) = more.sipi_vector.filter(|_| self.common.has_lapic()) {
             self.common.sipi_vector.store(vector, Ordering::SeqCst);
         }
+        match more.latched_init.filter(|_| self.common.has_lapic()) {
+            Some(true) => self
+                .common
+                .signals
+                .fetch_or(VcpuCommon::INIT, Ordering::SeqCst),
+            Some(false) => self
+                .common
+                .signals
+                .fetch_and(!VcpuCommon::INIT, Ordering::SeqCst),
+            None => 0,
+        };
         Ok(())
     }
 
@@ -202,6 +218,16 @@ impl VcpuObject {
     pub fn nmi(&self) -> Result<()> {
         let _call = self.vm.begin()?;
         self.common.non_maskable();
+        Ok(())
+    }
+
+    /// `KVM_SMI`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn smi(&self) -> Result<()> {
+        let _call = self.vm.begin()?;
+        self.common.system_management();
         Ok(())
     }
 

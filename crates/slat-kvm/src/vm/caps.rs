@@ -12,6 +12,7 @@ impl VmObject {
     pub fn check_extension(&self, cap: u64) -> i32 {
         match u32::try_from(cap) {
             Ok(caps::KVM_CAP_GUEST_MEMFD_FLAGS) => guest_memfd::flags(self.protected) as i32,
+            Ok(KVM_CAP_MULTI_ADDRESS_SPACE) => self.address_spaces() as i32,
             Ok(KVM_CAP_MEMORY_ATTRIBUTES) => self.known_attributes() as i32,
             _ => caps::check(cap, self.engine.mmu()),
         }

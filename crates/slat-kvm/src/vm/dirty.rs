@@ -8,15 +8,6 @@ use crate::{dirty, heap};
 use kvm_bindings::*;
 use slat::DirtyLogError;
 
-/// Splits a client's slot number into address space and id.
-fn space_and_id(slot: u32) -> Result<(usize, u32)> {
-    let (space, id) = ((slot >> 16) as usize, slot & 0xffff);
-    if space != 0 || id >= slat::MAX_SLOTS {
-        return fail(libc::EINVAL);
-    }
-    Ok((space, id))
-}
-
 fn refused(error: DirtyLogError) -> Error {
     Error::new(error.errno())
 }
@@ -32,6 +23,15 @@ impl VmObject {
         }
     }
 
+    /// Splits a client's slot number into address space and id.
+    fn space_and_id(&self, slot: u32) -> Result<(usize, u32)> {
+        let (space, id) = ((slot >> 16) as usize, slot & 0xffff);
+        if space >= self.address_spaces() || id >= slat::MAX_SLOTS {
+            return fail(libc::EINVAL);
+        }
+        Ok((space, id))
+    }
+
     /// `KVM_GET_DIRTY_LOG`. Returns the pages written since the last call, a bit each; without manual protection, write-protects
     /// them again. Calls `ready` with the size in bytes before it harvests anything.
     ///
@@ -39,7 +39,7 @@ impl VmObject {
     /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, `ENOMEM`, the errors of `ready`.
     pub fn dirty_log(&self, slot: u32, ready: impl Fn(usize) -> Result<()>) -> Result<Vec<u64>> {
         let _call = self.begin_with_bitmaps()?;
-        let (space, id) = space_and_id(slot)?;
+        let (space, id) = self.space_and_id(slot)?;
         loop {
             let words = self.engine.dirty_log_words(space, id).map_err(refused)?;
             ready(words * size_of::<u64>())?;
@@ -66,7 +66,7 @@ impl VmObject {
         bitmap: impl FnOnce(usize) -> Result<B>,
     ) -> Result<()> {
         let _call = self.begin_with_bitmaps()?;
-        let (space, id) = space_and_id(slot)?;
+        let (space, id) = self.space_and_id(slot)?;
         if !first.is_multiple_of(64) {
             return fail(libc::EINVAL);
         }

@@ -45,7 +45,8 @@ impl VmObject {
             true => 0,
             false => KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY,
         };
-        if flags & !known != 0 {
+        let space = (region.slot >> 16) as usize;
+        if flags & !known != 0 || space >= self.address_spaces() {
             return fail(libc::EINVAL);
         }
         let size = region.memory_size;
@@ -53,7 +54,6 @@ impl VmObject {
         if !user::in_user_space(region.userspace_addr, len) {
             return fail(libc::EINVAL);
         }
-        let space = (region.slot >> 16) as usize;
         let asked = Region::new(
             region.slot & 0xffff,
             Gpa(region.guest_phys_addr),

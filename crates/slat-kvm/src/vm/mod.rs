@@ -38,6 +38,13 @@ use slat_x86::{CodePages, Compile, Compiler};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
 
+/// The number of address spaces of a VM: [`ORDINARY`] and [`SMM`].
+pub(crate) const ADDRESS_SPACES: usize = 2;
+/// The address space of vCPUs outside system management mode.
+pub(crate) const ORDINARY: usize = 0;
+/// The address space of vCPUs in system management mode.
+pub(crate) const SMM: usize = 1;
+
 /// KVM's lower limit for `KVM_SET_NR_MMU_PAGES`.
 const MIN_MMU_PAGES: u64 = 64;
 
@@ -86,7 +93,7 @@ impl VmObject {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
-        let mut config = slat::Config::default();
+        let mut config = slat::Config::default().with_spaces(ADDRESS_SPACES);
         config.policy = policy::of_new_vms()?.get();
         config.mmu = mmu.unwrap_or(policies.mmu);
         let format = match mmu {
@@ -139,6 +146,20 @@ impl VmObject {
     /// `EIO` in a forked child, and after a call that panicked.
     pub(crate) fn still_alive(&self) -> Result<()> {
         self.life.check()
+    }
+
+    /// Makes the VM dead: its guest cannot go on. All calls return `EIO` from now on.
+    pub(crate) fn end_life(&self) {
+        self.life.end(&self.engine);
+    }
+
+    /// Returns the number of address spaces in which a client may create memslots (`KVM_CAP_MULTI_ADDRESS_SPACE`): one where memory
+    /// can be private.
+    pub(crate) fn address_spaces(&self) -> usize {
+        match self.protected {
+            true => 1,
+            false => ADDRESS_SPACES,
+        }
     }
 
     /// Whether this is a forked child: here the VM's locks may be held for ever, and its threads do not exist.

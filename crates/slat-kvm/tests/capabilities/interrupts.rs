@@ -42,6 +42,29 @@ pub const USES: &[Use] = &[
         // SAFETY: GET_IRQCHIP has filled in this part of the union.
         assert_eq!(unsafe { chip.chip.ioapic.base_address }, 0xfec0_0000);
     }),
+    (KVM_CAP_X86_SMM, |_| {
+        // The handler of an SMI, in the second address space: mov al, 2; out 0x31, al; rsm.
+        let (mut guest, smram) = (Guest::new(OUT), Memory::new(0x1_0000));
+        smram.write(0x8000, &[0xb0, 2, 0xe6, 0x31, 0x0f, 0xaa]);
+        let region = kvm_userspace_memory_region {
+            slot: 1 << 16,
+            guest_phys_addr: 0x3_0000,
+            memory_size: smram.len as u64,
+            userspace_addr: smram.start as u64,
+            ..Default::default()
+        };
+        // SAFETY: the tests' memory may be written by the guest.
+        unsafe { guest.vm.set_user_memory_region(region).unwrap() };
+        guest.vcpu.smi().unwrap();
+        assert!(matches!(
+            guest.vcpu.run().unwrap(),
+            VcpuExit::IoOut(0x31, [2])
+        ));
+        assert!(matches!(
+            guest.vcpu.run().unwrap(),
+            VcpuExit::IoOut(0x30, [1])
+        ));
+    }),
     (KVM_CAP_IRQ_INJECT_STATUS, |_| {
         let (vm, _vcpu) = objects();
         let mut line = kvm_irq_level::default();

@@ -32,6 +32,20 @@ pub const USES: &[Use] = &[
             assert_eq!(set.is_ok(), wanted, "slot {slot}");
         }
     }),
+    (KVM_CAP_MULTI_ADDRESS_SPACE, |spaces| {
+        let (vm, memory) = (vm(), Memory::new(4096));
+        for (space, wanted) in [(spaces as u32 - 1, true), (spaces as u32, false)] {
+            let region = kvm_userspace_memory_region {
+                slot: space << 16,
+                memory_size: 4096,
+                userspace_addr: memory.start as u64,
+                ..Default::default()
+            };
+            // SAFETY: no guest runs.
+            let set = unsafe { vm.set_user_memory_region(region) };
+            assert_eq!(set.is_ok(), wanted, "address space {space}");
+        }
+    }),
     (KVM_CAP_SYNC_MMU, |_| {
         // The guest reads a page whose mapping the client replaces.
         let mut guest = halts(&[0xa0, 0x00, 0x30, 0xf4]);

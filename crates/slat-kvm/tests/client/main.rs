@@ -16,3 +16,4 @@ mod nx;
 mod paravirtual;
 mod private;
 mod quirks;
+mod smm;

@@ -9,7 +9,7 @@ use super::Runner;
 use crate::host::HostMemory;
 use crate::machine::Machine;
 use crate::model::{Expected, is_executable};
-use crate::setup::{SPACES, VCPUS, space_of};
+use crate::setup::{SPACES, VCPUS};
 
 /// A bit of the attention word that the engine leaves to its client.
 const BUSY: u32 = 1 << 8;
@@ -68,7 +68,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let did = self.cpus[i].vcpu.stats().since(&before);
         self.cpus[i].vcpu.leave();
         let pushed = self.note_pushes(i, gfn..gfn + 1, access, was_full);
-        let model = &self.models[space_of(i)];
+        let model = &self.models[self.cpus[i].space];
         let expected = model.expect(&*self.machine, gfn, access);
         match answer {
             Ok(translation) => {
@@ -134,7 +134,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         if translation.level > Level::PAGE {
             self.tally.count("huge page");
         }
-        if space_of(i) == 1 {
+        if self.cpus[i].space == 1 {
             self.tally.count("page of space 1");
         }
     }
@@ -151,7 +151,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     /// Repeats an access to an address without a slot: the first leaves an MMIO entry, which serves the second without a
     /// look-up.
     fn repeat_mmio(&mut self, i: usize, gpa: u64, access: Access) {
-        let model = &self.models[space_of(i)];
+        let model = &self.models[self.cpus[i].space];
         let nowhere = model.slot_at(gpa >> 12).is_none() && gpa >> 12 < model.capacity;
         if !nowhere || !self.is_on("mmio_caching", true) || self.failing {
             return;
@@ -188,7 +188,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let did = cpu.vcpu.stats().since(&before);
         cpu.vcpu.leave();
         self.note_pushes(i, gfn..gfn + 1, access, was_full);
-        let model = &self.models[space_of(i)];
+        let model = &self.models[self.cpus[i].space];
         let expected = model.expect(&*self.machine, gfn, access);
         let page = model.slot_at(gfn).map(|(_, slot)| slot.host_page(gfn));
         match answer {
@@ -213,7 +213,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 // If only its own flush interrupted it, the write was completed before.
                 let noted = access == Access::Write || self.logs_reads();
                 if page.is_some_and(|page| !pages.contains(&page)) && noted {
-                    self.uncertain_writes(space_of(i), gfn..gfn + 1);
+                    self.uncertain_writes(self.cpus[i].space, gfn..gfn + 1);
                 }
             }
             Err(Stop::DirtyRingFull) => {
@@ -263,9 +263,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let noted = gpa >> 12..at.div_ceil(4096) + 1;
         self.note_pushes(i, noted.clone(), Access::Read, was_full);
         if self.logs_reads() {
-            self.uncertain_writes(space_of(i), noted);
+            self.uncertain_writes(self.cpus[i].space, noted);
         }
-        let model = &self.models[space_of(i)];
+        let model = &self.models[self.cpus[i].space];
         let expect = |gpa: u64| model.expect(&*self.machine, gpa >> 12, Access::Read);
         let mut pages = mapped.clone().map(|gfn| (gfn, expect(gfn << 12)));
         let wrong = pages.find(|(_, expected)| !matches!(expected, Expected::Page(_)));
@@ -292,7 +292,10 @@ impl<M: Machine, F: Format> Runner<M, F> {
     pub(super) fn mapped(&mut self, space: usize, gfns: Range<u64>) -> Vec<(usize, u64)> {
         assert!(space < SPACES);
         let mut found = Vec::new();
-        for i in (0..VCPUS).filter(|i| space_of(*i) == space) {
+        for i in 0..VCPUS {
+            if self.cpus[i].space != space {
+                continue;
+            }
             // Entering drops the translations that were flushed.
             self.enter(i);
             self.cpus[i].vcpu.leave();
@@ -320,8 +323,9 @@ impl<M: Machine, F: Format> Runner<M, F> {
 
     /// Checks, after an eager split of `gfns`, that no huge leaf is left there.
     pub(super) fn check_split(&mut self, space: usize, gfns: Range<u64>) {
-        let i = (0..VCPUS).find(|i| space_of(*i) == space);
-        let i = i.expect("every space has a vCPU");
+        let Some(i) = (0..VCPUS).find(|i| self.cpus[*i].space == space) else {
+            return;
+        };
         let step = (gfns.end - gfns.start) as usize / SAMPLES;
         for gfn in gfns.step_by(step.max(1)) {
             let before = self.cpus[i].vcpu.stats().pf_taken;
@@ -344,7 +348,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     /// Checks a translation that a vCPU may use now: it must map the page that the model has, with no right too many.
     fn check_translation(&self, i: usize, gfn: u64, translation: &Translation, when: &str) {
         let machine = &*self.machine;
-        let model = &self.models[space_of(i)];
+        let model = &self.models[self.cpus[i].space];
         let expected = model.expect(machine, gfn, Access::Read);
         let Expected::Page(page) = expected else {
             panic!("{when} {translation:?} of frame {gfn:#x}, expected {expected:?}");

@@ -7,7 +7,6 @@ use slat::{Access, Format, Stats, Translation};
 use super::Runner;
 use crate::machine::Machine;
 use crate::rings::{DirtyPage, RingClient};
-use crate::setup::space_of;
 
 impl<M: Machine, F: Format> Runner<M, F> {
     /// Whether policy `dirty_log_reads` is on.
@@ -29,7 +28,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         translation: &Translation,
     ) {
         let reads = self.logs_reads();
-        let model = &mut self.models[space_of(i)];
+        let model = &mut self.models[self.cpus[i].space];
         let Some((_, slot)) = model.slot_at(gfn).filter(|(_, slot)| slot.logs()) else {
             return;
         };
@@ -173,7 +172,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         access: Access,
         was_full: bool,
     ) -> usize {
-        let space = space_of(i);
+        let space = self.cpus[i].space;
         let logged = access == Access::Write || self.logs_reads();
         let Some(ring) = self.rings.get_mut(self.cpus[i].ring) else {
             return 0;

@@ -18,7 +18,7 @@ use crate::machine::Machine;
 use crate::model::{GuestModel, capacity};
 use crate::ops::Op;
 use crate::rings::{DirtyPage, RingClient};
-use crate::setup::{SPACES, VCPUS, space_of};
+use crate::setup::{SPACES, VCPUS, first_space_of};
 use crate::tally::Tally;
 use crate::tlb::Tlb;
 use crate::watched::Watched;
@@ -30,6 +30,8 @@ const LEAST_PAGES: u64 = 2048;
 struct Cpu<P: Platform, F: Format> {
     vcpu: Vcpu<Watched<P>, F>,
     tlb: BTreeMap<u64, Translation>,
+    /// The address space that it uses.
+    space: usize,
     /// Index of its ring among the runner's.
     ring: usize,
 }
@@ -123,7 +125,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
     }
 
     fn new_cpu(&mut self, i: usize) -> Cpu<M::Platform, F> {
-        let vcpu = self.vm.create_vcpu_in(space_of(i));
+        let space = first_space_of(i);
+        let vcpu = self.vm.create_vcpu_in(space);
         let mut vcpu = vcpu.expect("there is memory");
         if self.models[0].mode.rings {
             let client = RingClient::new();
@@ -133,6 +136,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         Cpu {
             vcpu,
             tlb: BTreeMap::new(),
+            space,
             ring: self.rings.len().wrapping_sub(1),
         }
     }
@@ -231,11 +235,24 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 self.cpus[*i] = self.new_cpu(*i);
                 self.ring_left(ring);
             }
+            Op::UseSpace { vcpu, space } => self.use_space(*vcpu, *space),
             Op::FailAllocation(n) => {
                 self.platform.fail_allocation(*n, false);
                 self.failing = true;
             }
         }
+    }
+
+    /// Has a vCPU use another address space in the middle of a reader section, as a processor does, and drops what it remembers of
+    /// the first.
+    fn use_space(&mut self, i: usize, space: usize) {
+        self.enter(i);
+        let cpu = &mut self.cpus[i];
+        cpu.vcpu.use_space(space);
+        cpu.space = space;
+        cpu.tlb.clear();
+        cpu.vcpu.leave();
+        self.tally.count("address space changed");
     }
 
     /// Call while an invalidation of `pages` is in progress. The error is a leaf that a walker may have cached, and that maps
@@ -326,7 +343,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.enter(i);
         let found = self.cpus[i].vcpu.slot_at(slat::Gpa(gpa));
         self.cpus[i].vcpu.leave();
-        let expected = self.models[space_of(i)].slot_at(gpa >> 12);
+        let expected = self.models[self.cpus[i].space].slot_at(gpa >> 12);
         let expected = expected.map(|(id, slot)| {
             Region::new(
                 id,

@@ -45,6 +45,14 @@ pub const FAR: Place = Place {
     gpa: 1 << 32,
     pages: 4,
 };
+/// The memslot of system management mode, in the second address space: at SMBASE after RESET. Logged.
+pub const SMRAM: Place = Place {
+    slot: 1 << 16,
+    gpa: 0x3_0000,
+    pages: 16,
+};
+/// Where the handler of SMIs begins in [`SMRAM`].
+pub const SMI_HANDLER: usize = 0x8000;
 /// A memslot of one huge page.
 pub const HUGE: Place = Place {
     slot: 4,

@@ -220,6 +220,8 @@ struct Guest {
     vm: VmFd,
     mode: Mode,
     slots: Vec<Slot>,
+    /// Not one of those whose memory changes under the guest: without it an SMI is the end of the VM.
+    smram: Slot,
     vcpus: Vec<(VcpuFd, Conduct)>,
     /// Numbers that choose what the main thread does while the vCPUs run: see [`disturb`].
     beside: Vec<u64>,
@@ -284,7 +286,12 @@ impl Guest {
         if chosen(4) {
             slots.push(Slot::huge());
         }
-        for slot in &slots {
+        let mut smram = Slot::new(SMRAM, logged(true));
+        // inc word cs:[0]; rsm
+        let handler = [0x2e, 0xff, 0x06, 0, 0, 0x0f, 0xaa];
+        smram.memory.write(SMI_HANDLER, &handler);
+        smram.initial = smram.now();
+        for slot in slots.iter().chain([&smram]) {
             set_slot(&vm, slot.region());
         }
         let vcpus = (0..count)
@@ -295,6 +302,7 @@ impl Guest {
             vm,
             mode,
             slots,
+            smram,
             vcpus,
             beside,
             irqchip,
@@ -375,11 +383,11 @@ impl Guest {
 
     /// Checks the VM and its memory after it has run.
     fn check(&mut self) {
-        for slot in &mut self.slots {
+        for slot in self.slots.iter_mut().chain([&mut self.smram]) {
             slot.harvest(&self.vm);
         }
         self.vm.engine().audit().expect("a quiet VM");
-        for slot in &self.slots {
+        for slot in self.slots.iter().chain([&self.smram]) {
             slot.check();
         }
     }
@@ -517,8 +525,9 @@ fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>, may_fault: bool) 
 
 /// Causes a random event between two runs.
 fn event(rng: &mut Rng, vcpu: &VcpuFd) {
-    match rng.below(3) {
+    match rng.below(4) {
         0 => vcpu.nmi().expect("an NMI"),
+        3 => vcpu.smi().expect("an SMI"),
         // Refused with an interrupt controller.
         1 => drop(vcpu.interrupt(rng.below(256) as u32)),
         _ => drop(vcpu.translate_gva(linear(rng))),

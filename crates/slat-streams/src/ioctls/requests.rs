@@ -135,6 +135,7 @@ requests! {
     Vcpu: KVM_TRANSLATE Struct(translation), [EINVAL EFAULT];
     Vcpu: KVM_INTERRUPT Struct(interrupt), [EINVAL ENXIO EFAULT EEXIST];
     Vcpu: KVM_NMI Value(nothing), [];
+    Vcpu: KVM_SMI Value(nothing), [];
     Vcpu: KVM_GET_MSRS Table { make: msrs, entries: 8, step: 16 }, [E2BIG EFAULT ENOMEM];
     Vcpu: KVM_SET_MSRS Table { make: msrs, entries: 8, step: 16 }, [E2BIG EFAULT ENOMEM];
     Vcpu: KVM_SET_SIGNAL_MASK Struct(signal_mask), [EINVAL EFAULT];
@@ -202,8 +203,10 @@ fn gpa(rng: &mut Rng) -> u64 {
     }
 }
 
+/// Returns a slot, of the address space of system management mode at times.
 fn slot(rng: &mut Rng) -> u32 {
-    rng.below(4) as u32
+    let space = u32::from(rng.one_in(8)) << 16;
+    space | rng.below(4) as u32
 }
 
 fn region(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {

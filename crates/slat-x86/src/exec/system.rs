@@ -13,17 +13,6 @@ use iced_x86::{Instruction, Mnemonic, OpKind};
 use slat_process::calls::{self, Call};
 use std::sync::atomic::{Ordering, fence};
 
-const CR0_KNOWN: u64 = CR0_PE
-    | CR0_MP
-    | CR0_EM
-    | CR0_TS
-    | CR0_ET
-    | CR0_NE
-    | CR0_WP
-    | CR0_AM
-    | CR0_NW
-    | CR0_CD
-    | CR0_PG;
 /// Bits of CR0 whose change loads the page-directory-pointer entries of PAE paging again (SDM volume 3, "PDPTE Registers").
 const CR0_LOADS_PDPTES: u64 = CR0_PG | CR0_CD | CR0_NW;
 const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
@@ -123,10 +112,9 @@ impl Cpu {
         for (pdpte, bytes) in pdptes.iter_mut().zip(bytes.as_chunks().0) {
             *pdpte = u64::from_le_bytes(*bytes);
         }
-        let reserved = self.features.beyond_physical() | 0x1e6;
-        match pdptes.iter().any(|p| p & 1 != 0 && p & reserved != 0) {
-            true => Err(self.gp()),
-            false => Ok(pdptes),
+        match self.features.valid_pdptes(&pdptes) {
+            true => Ok(pdptes),
+            false => Err(self.gp()),
         }
     }
 
@@ -430,6 +418,14 @@ fn hlt(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(Break::ExitAfter)
 }
 
+/// RSM: the caller of the run carries it out.
+fn rsm(cpu: &mut Cpu, _: &Op) -> Flow {
+    match cpu.state.events.smm {
+        true => Err(cpu.leave(Exit::Rsm)),
+        false => Err(cpu.ud()),
+    }
+}
+
 fn cli(cpu: &mut Cpu, _: &Op) -> Flow {
     cpu.io_privilege()?;
     cpu.state.rflags &= !flags::IF;
@@ -648,6 +644,7 @@ pub(crate) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         Rdtscp => rdtscp,
         Rdpid => rdpid,
         Hlt => hlt,
+        Rsm => rsm,
         Cli => cli,
         Sti => sti,
         Cld => cld,

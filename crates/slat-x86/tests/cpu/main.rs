@@ -16,6 +16,7 @@ mod invalidations;
 mod legacy;
 mod operands;
 mod shared_code;
+mod smm;
 mod strings;
 mod tlb_model;
 mod tracked;

@@ -66,7 +66,7 @@ pub struct Vcpu<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
     /// Its reader is one of `vm.readers`.
     presence: Presence,
-    /// Number of its address space. Never changes: `context` and `recent` belong to it.
+    /// Number of its address space, to which `context`, `recent`, `roots`, `flags_in` and the tables in `presence` belong.
     space: usize,
     /// Where its walks begin.
     context: Root,
@@ -163,7 +163,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Creates a CPU that uses address space `space`. A processor that changes between two of them, as x86 does
-    /// for SMM, has a CPU in each, and enters one at a time.
+    /// for SMM, calls [`Vcpu::use_space`].
     ///
     /// # Errors
     /// [`CreateVcpuError`].
@@ -423,6 +423,39 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     pub fn leave(&mut self) {
         self.flags_in = None;
         self.presence.leave();
+    }
+
+    /// Has the CPU use address space `space` from now on: the next translation is one of that address space. May be called
+    /// in a reader section and outside. Acknowledges no flush.
+    ///
+    /// Translations that the CPU was given before are still those of the other address space. The caller drops them before
+    /// the guest executes again.
+    ///
+    /// ```
+    /// # use slat_model::{HostMemory, SimPlatform};
+    /// # let (platform, backing) = (SimPlatform::new(512), HostMemory::hva(0));
+    /// # use slat::{Access, Config, Ept, Gpa, Region, Stop, Vm};
+    /// let vm = Vm::<_, Ept>::new(platform, Config::default().with_spaces(2))?;
+    /// vm.set_memory_region(1, &Region::new(0, Gpa(0), 0x1000, backing))?;
+    ///
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// let mut vcpu = vcpu.enter(0);
+    /// assert!(matches!(vcpu.translate(Gpa(0), Access::Read), Err(Stop::Mmio { .. })));
+    /// vcpu.use_space(1);
+    /// assert!(vcpu.translate(Gpa(0), Access::Read).is_ok());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Panics
+    /// If the VM has no such address space.
+    pub fn use_space(&mut self, space: usize) {
+        self.context = self.vm.spaces[space].root();
+        self.space = space;
+        self.presence.tables.clear();
+        self.recent.clear();
+        self.roots = guest::Roots::default();
+        self.flags_in = None;
+        self.window = Window::default();
     }
 
     /// Acknowledges all flushes so far. The caller has dropped every translation it was given.

@@ -20,6 +20,13 @@ struct RecentSlot {
     slot: NonNull<Memslot>,
 }
 
+impl RecentSlot {
+    const NONE: Self = RecentSlot {
+        generation: SlotSet::NEVER,
+        slot: NonNull::dangling(),
+    };
+}
+
 impl RecentSlots {
     const ENTRIES: usize = 1024;
 
@@ -28,23 +35,24 @@ impl RecentSlots {
     /// # Errors
     /// [`OutOfMemory`].
     pub(super) fn new() -> Result<Self, OutOfMemory> {
-        let nothing = RecentSlot {
-            generation: SlotSet::NEVER,
-            slot: NonNull::dangling(),
-        };
         let mut entries = Vec::new();
         entries
             .try_reserve_exact(Self::ENTRIES)
             .map_err(|_| OutOfMemory)?;
-        entries.resize(Self::ENTRIES, nothing);
+        entries.resize(Self::ENTRIES, RecentSlot::NONE);
         Ok(RecentSlots(entries))
+    }
+
+    /// Forgets all slots. Call before the cache is used with other slots.
+    pub(super) fn clear(&mut self) {
+        self.0.fill(RecentSlot::NONE);
     }
 
     /// Returns the slot of `set` that holds `gfn`, if there is one, and whether it was found here without a search.
     /// Slots of one size that are next to each other have entries of their own; a larger one has several.
     ///
     /// # Safety
-    /// - every call is with the current set of the same slots, and the caller is in a reader section as long as the
+    /// - every call since the last [`clear`](Self::clear) is with the current set of the same slots, and the caller is in a reader section as long as the
     ///   result is used.
     #[inline]
     pub(super) unsafe fn find<'s>(

@@ -1,0 +1,422 @@
+//! System management mode: SMRAM, SMIs from all their sources, RSM, and what a client sees and saves of it.
+
+use crate::common::*;
+use kvm_bindings::*;
+use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
+use std::time::Duration;
+
+const SMBASE_MSR: u32 = 0x9e;
+const SMI_COUNT: u32 = 0x34;
+const SYSTEM_TIME: u32 = 0x4b56_4d01;
+/// SMBASE after RESET, where these tests have SMRAM.
+const SMBASE: u64 = 0x3_0000;
+const SMRAM_SIZE: usize = 0x1_0000;
+/// Address space 1.
+const SMRAM_SLOT: u32 = 1 << 16 | 1;
+/// Where the handler begins in SMRAM, and where the registers are saved.
+const HANDLER: u64 = 0x8000;
+const SAVED_RIP_32: u64 = 0xfff0;
+const REVISION: u64 = 0xfefc;
+
+/// mov al, 0xfe; out 0x11, al; rsm
+const TELL: &[u8] = &[0xb0, 0xfe, 0xe6, 0x11, 0x0f, 0xaa];
+/// mov al, 1; out 0x10, al; hlt
+const OUT_AND_HALT: &[u8] = &[0xb0, 1, 0xe6, 0x10, 0xf4];
+
+/// Maps `memory` at `gpa` in the address space that the slot names.
+fn map(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, flags: u32) -> Result<(), i32> {
+    let region = kvm_userspace_memory_region {
+        slot,
+        flags,
+        guest_phys_addr: gpa,
+        memory_size: memory.len as u64,
+        userspace_addr: memory.start as u64,
+    };
+    // SAFETY: the tests' memory may be written by the guest.
+    unsafe { vm.set_user_memory_region(region) }.map_err(|error| error.errno())
+}
+
+/// Gives a VM SMRAM with a handler.
+fn smram(vm: &VmFd, handler: &[u8], flags: u32) -> Memory {
+    let memory = Memory::new(SMRAM_SIZE);
+    memory.write(HANDLER, handler);
+    map(vm, SMRAM_SLOT, SMBASE, &memory, flags).unwrap();
+    memory
+}
+
+fn guest(code: &[u8], handler: &[u8]) -> (Guest, Memory) {
+    let guest = Guest::new(code);
+    let smram = smram(&guest.vm, handler, 0);
+    (guest, smram)
+}
+
+fn word(memory: &Memory, at: u64) -> u32 {
+    let mut bytes = [0; 4];
+    memory.read(at, &mut bytes);
+    u32::from_le_bytes(bytes)
+}
+
+/// Runs to an OUT, and checks its port and byte, and what the client is told of the mode.
+fn expect_out(vcpu: &mut VcpuFd, port: u16, byte: u8, in_smm: bool) {
+    match vcpu.run().unwrap() {
+        VcpuExit::IoOut(at, data) => assert_eq!((at, data), (port, &[byte][..])),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(flag(vcpu), in_smm);
+    assert_eq!(vcpu.get_vcpu_events().unwrap().smi.smm, in_smm.into());
+}
+
+/// Runs to a HLT outside the mode.
+fn expect_halt(vcpu: &mut VcpuFd) {
+    match vcpu.run().unwrap() {
+        VcpuExit::Hlt => {}
+        other => panic!("{other:?}"),
+    }
+    assert!(!flag(vcpu));
+}
+
+/// Whether `kvm_run` says that the vCPU is in system management mode.
+fn flag(vcpu: &mut VcpuFd) -> bool {
+    u32::from(vcpu.get_kvm_run().flags) & KVM_RUN_X86_SMM != 0
+}
+
+fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
+    let entry = kvm_msr_entry {
+        index,
+        data,
+        ..Default::default()
+    };
+    vcpu.set_msrs(&Msrs::from_entries(&[entry]).unwrap())
+        .unwrap()
+        == 1
+}
+
+fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
+    let entry = kvm_msr_entry {
+        index,
+        ..Default::default()
+    };
+    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
+    assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1);
+    msrs.as_slice()[0].data
+}
+
+/// An SMI that arrives while the client emulates an OUT is taken after the OUT: firmware waits for it there.
+#[test]
+fn an_smi_runs_its_handler_and_rsm_returns() {
+    let (mut guest, smram) = guest(OUT_AND_HALT, TELL);
+    let vcpu = &mut guest.vcpu;
+    expect_out(vcpu, 0x10, 1, false);
+    vcpu.smi().unwrap();
+    assert_eq!(vcpu.get_vcpu_events().unwrap().smi.pending, 1);
+    expect_out(vcpu, 0x11, 0xfe, true);
+    let events = vcpu.get_vcpu_events().unwrap();
+    assert_eq!((events.smi.pending, events.nmi.masked), (0, 1));
+    assert_eq!(vcpu.get_sregs().unwrap().cs.base, SMBASE);
+    assert_eq!(word(&smram, SAVED_RIP_32), CODE as u32 + 4);
+    assert_eq!(
+        word(&smram, REVISION),
+        0x2_0000,
+        "no long mode: the 32-bit map"
+    );
+    // Another one waits for RSM.
+    vcpu.smi().unwrap();
+    expect_out(vcpu, 0x11, 0xfe, true);
+    expect_halt(vcpu);
+    let regs = vcpu.get_regs().unwrap();
+    assert_eq!((regs.rip, regs.rax), (CODE + 5, 1));
+    assert_eq!(vcpu.get_vcpu_events().unwrap().nmi.masked, 0);
+    assert_eq!(msr(vcpu, SMI_COUNT), 2);
+}
+
+#[test]
+fn a_cpu_with_long_mode_saves_the_64_bit_map() {
+    let (mut guest, smram) = guest(OUT_AND_HALT, TELL);
+    let cpuid = guest.kvm.get_supported_cpuid(256).unwrap();
+    guest.vcpu.set_cpuid2(&cpuid).unwrap();
+    guest.vcpu.smi().unwrap();
+    expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
+    assert_eq!(word(&smram, REVISION), 0x2_0064);
+    assert_eq!(word(&smram, 0xff78), CODE as u32);
+    expect_out(&mut guest.vcpu, 0x10, 1, false);
+    expect_halt(&mut guest.vcpu);
+}
+
+/// The handler moves SMBASE in its saved registers; so does the client by the MSR.
+#[test]
+fn smbase_moves() {
+    // mov dword ptr cs:[0xfef8], 0x38000; rsm
+    let relocate = [
+        0x2e, 0x66, 0xc7, 0x06, 0xf8, 0xfe, 0, 0x80, 3, 0, 0x0f, 0xaa,
+    ];
+    let (mut guest, _smram) = guest(OUT_AND_HALT, &relocate);
+    let more = Memory::new(SMRAM_SIZE);
+    more.write(0x8000, TELL);
+    map(&guest.vm, SMRAM_SLOT + 1, 0x4_0000, &more, 0).unwrap();
+    let vcpu = &mut guest.vcpu;
+    vcpu.smi().unwrap();
+    expect_out(vcpu, 0x10, 1, false);
+    assert_eq!(msr(vcpu, SMBASE_MSR), 0x3_8000);
+    assert!(set_msr(vcpu, SMBASE_MSR, 0x4_0000));
+    vcpu.smi().unwrap();
+    expect_out(vcpu, 0x11, 0xfe, true);
+    assert_eq!(vcpu.get_sregs().unwrap().cs.selector, 0x4000);
+    expect_halt(vcpu);
+}
+
+/// Each address space has its own memory, and its own holes.
+#[test]
+fn smram_is_invisible_outside_the_mode() {
+    // mov ax, 0x3000; mov ds, ax; mov al, [0x10]; out 0x10, al; hlt: reads 0x30010
+    let code = [0xb8, 0, 0x30, 0x8e, 0xd8, 0xa0, 0x10, 0, 0xe6, 0x10, 0xf4];
+    // mov al, cs:[0x10]; out 0x11, al; mov al, [0x3000]; out 0x12, al; rsm: reads 0x30010 and the guest's data
+    let handler = [
+        0x2e, 0xa0, 0x10, 0, 0xe6, 0x11, 0xa0, 0, 0x30, 0xe6, 0x12, 0x0f, 0xaa,
+    ];
+    let (mut guest, smram) = guest(&code, &handler);
+    smram.write(0x10, &[0x55]);
+    guest.memory.write(DATA, &[0x66]);
+    let vcpu = &mut guest.vcpu;
+    vcpu.smi().unwrap();
+    expect_out(vcpu, 0x11, 0x55, true);
+    match vcpu.run().unwrap() {
+        VcpuExit::MmioRead(DATA, data) => data[0] = 0x77,
+        other => panic!("{other:?}"),
+    }
+    assert!(flag(vcpu));
+    expect_out(vcpu, 0x12, 0x77, true);
+    // With the same memory in both, the handler sees it.
+    map(&guest.vm, 1 << 16, 0, &guest.memory, 0).unwrap();
+    match vcpu.run().unwrap() {
+        VcpuExit::MmioRead(0x3_0010, data) => data[0] = 0x88,
+        other => panic!("{other:?}"),
+    }
+    assert!(!flag(vcpu));
+    vcpu.smi().unwrap();
+    // After the read, before the OUT.
+    expect_out(vcpu, 0x11, 0x55, true);
+    expect_out(vcpu, 0x12, 0x66, true);
+    expect_out(vcpu, 0x10, 0x88, false);
+    expect_halt(vcpu);
+}
+
+/// The same code address leads to other code in the mode, also when both have run so often that they are compiled.
+#[test]
+fn code_of_both_address_spaces_stays_apart() {
+    // mov cx, 0xffff; next: inc bx; loop next; mov al, BYTE; out PORT, al; LAST
+    let counts = |byte: u8, port: u8, last: &[u8]| {
+        let mut code = vec![0xb9, 0xff, 0xff, 0x43, 0xe2, 0xfd, 0xb0, byte, 0xe6, port];
+        code.extend(last);
+        code
+    };
+    // jmp to the begin
+    let ordinary = counts(1, 0x10, &[0xeb, 0xf4]);
+    let management = counts(2, 0x11, &[0x0f, 0xaa]);
+    // jmp 0:CODE
+    let (mut guest, _smram) = guest(&ordinary, &[0xea, 0, 0x10, 0, 0]);
+    let other = Memory::new(MEMORY);
+    other.write(CODE, &management);
+    map(&guest.vm, 1 << 16, 0, &other, 0).unwrap();
+    for _ in 0..30 {
+        expect_out(&mut guest.vcpu, 0x10, 1, false);
+        guest.vcpu.smi().unwrap();
+        expect_out(&mut guest.vcpu, 0x11, 2, true);
+    }
+}
+
+#[test]
+fn stores_in_the_mode_are_in_the_logs_of_its_own_slots() {
+    let guest_of = |prepare: fn(&VmFd)| {
+        let guest = Guest::with(OUT_AND_HALT, prepare);
+        let smram = smram(&guest.vm, TELL, KVM_MEM_LOG_DIRTY_PAGES);
+        (guest, smram)
+    };
+    let (mut guest, _smram) = guest_of(|vm| {
+        enable(vm, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, 1).unwrap();
+    });
+    guest.vcpu.smi().unwrap();
+    expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
+    let log = |guest: &Guest| guest.vm.get_dirty_log(SMRAM_SLOT, SMRAM_SIZE).unwrap();
+    // The saved registers, and the handler's page, whose first fetch mapped it.
+    assert_eq!(log(&guest), [1 << 15 | 1 << 8]);
+    (guest.vm.clear_dirty_log(SMRAM_SLOT, 0, 16, &[1 << 8])).unwrap();
+    assert_eq!(log(&guest), [1 << 15]);
+    (guest.vm.clear_dirty_log(SMRAM_SLOT, 0, 16, &[u64::MAX])).unwrap();
+    expect_out(&mut guest.vcpu, 0x10, 1, false);
+    assert_eq!(log(&guest), [0]);
+    guest.vcpu.smi().unwrap();
+    expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
+    assert_eq!(log(&guest), [1 << 15]);
+    let errno = |slot| {
+        guest
+            .vm
+            .get_dirty_log(slot, SMRAM_SIZE)
+            .unwrap_err()
+            .errno()
+    };
+    assert_eq!(errno(1), libc::ENOENT, "the other address space");
+    assert_eq!(errno(2 << 16 | 1), libc::EINVAL);
+}
+
+/// The vCPU's registers, and all that a client saves of the mode.
+fn copy_vcpu(from: &VcpuFd, to: &VcpuFd) {
+    to.set_regs(&from.get_regs().unwrap()).unwrap();
+    to.set_sregs(&from.get_sregs().unwrap()).unwrap();
+    assert!(set_msr(to, SMBASE_MSR, msr(from, SMBASE_MSR)));
+    to.set_vcpu_events(&from.get_vcpu_events().unwrap())
+        .unwrap();
+}
+
+#[test]
+fn a_vcpu_in_the_mode_can_be_moved_to_another_vm() {
+    let (mut guest, smram) = guest(OUT_AND_HALT, TELL);
+    expect_out(&mut guest.vcpu, 0x10, 1, false);
+    guest.vcpu.smi().unwrap();
+    expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
+    // Finishes the OUT.
+    guest.vcpu.set_kvm_immediate_exit(1);
+    assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+    assert!(flag(&mut guest.vcpu));
+    let vm = Kvm::new().unwrap().create_vm().unwrap();
+    map(&vm, 0, 0, &guest.memory, 0).unwrap();
+    map(&vm, SMRAM_SLOT, SMBASE, &smram, 0).unwrap();
+    let mut vcpu = vm.create_vcpu(0).unwrap();
+    copy_vcpu(&guest.vcpu, &vcpu);
+    assert_eq!(vcpu.get_vcpu_events().unwrap().smi.smm, 1);
+    expect_halt(&mut vcpu);
+    assert_eq!(vcpu.get_regs().unwrap().rax, 1);
+}
+
+#[test]
+fn a_client_may_set_a_pending_smi() {
+    let (mut guest, _smram) = guest(OUT_AND_HALT, TELL);
+    let mut events = guest.vcpu.get_vcpu_events().unwrap();
+    assert_ne!(events.flags & KVM_VCPUEVENT_VALID_SMM, 0);
+    events.smi.pending = 1;
+    guest.vcpu.set_vcpu_events(&events).unwrap();
+    // Without the flag it stays.
+    (events.smi.pending, events.flags) = (0, 0);
+    guest.vcpu.set_vcpu_events(&events).unwrap();
+    expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
+}
+
+/// An INIT waits for RSM; a SIPI is lost.
+#[test]
+fn init_is_latched_in_the_mode() {
+    let guest = Guest::with(OUT_AND_HALT, |vm| vm.create_irq_chip().unwrap());
+    let _smram = smram(&guest.vm, TELL, 0);
+    let Guest { mut vcpu, vm, .. } = guest;
+    vcpu.smi().unwrap();
+    expect_out(&mut vcpu, 0x11, 0xfe, true);
+    let send = |mode: u32| {
+        let msi = kvm_msi {
+            address_lo: 0xfee0_0000,
+            data: mode << 8 | 1 << 14,
+            ..Default::default()
+        };
+        assert_eq!(vm.signal_msi(msi).unwrap(), 1);
+    };
+    send(5);
+    send(6);
+    assert_eq!(vcpu.get_vcpu_events().unwrap().smi.latched_init, 1);
+    // RSM, and then INIT: the bootstrap processor starts at its reset vector, where there is nothing.
+    match vcpu.run().unwrap() {
+        VcpuExit::MmioRead(0xffff_fff0, _) | VcpuExit::InternalError => {}
+        other => panic!("{other:?}"),
+    }
+    assert!(!flag(&mut vcpu));
+    let events = vcpu.get_vcpu_events().unwrap();
+    assert_eq!((events.smi.latched_init, events.smi.smm), (0, 0));
+    assert_eq!(vcpu.get_sregs().unwrap().cs.base, 0xffff_0000);
+    assert_eq!(msr(&vcpu, SMBASE_MSR), SMBASE, "INIT keeps it");
+}
+
+/// A message of a device, or an IPI, with delivery mode SMI ends a halt.
+#[test]
+fn a_message_may_be_an_smi() {
+    // sti; hlt; mov al, 1; out 0x10, al
+    let code = [0xfb, 0xf4, 0xb0, 1, 0xe6, 0x10];
+    let guest = Guest::with(&code, |vm| vm.create_irq_chip().unwrap());
+    let smram = smram(&guest.vm, TELL, 0);
+    let Guest { mut vcpu, vm, .. } = guest;
+    let message = kvm_msi {
+        address_lo: 0xfee0_0000,
+        data: 2 << 8,
+        ..Default::default()
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(50));
+            assert_eq!(vm.signal_msi(message).unwrap(), 1);
+        });
+        expect_out(&mut vcpu, 0x11, 0xfe, true);
+    });
+    assert_eq!(word(&smram, SAVED_RIP_32), CODE as u32 + 2, "after HLT");
+    // RSM continues there: the halt is over.
+    expect_out(&mut vcpu, 0x10, 1, false);
+}
+
+#[test]
+fn rsm_outside_the_mode_is_undefined() {
+    // rsm; the handler of #UD: hlt
+    let mut guest = Guest::new(&[0x0f, 0xaa]);
+    guest.memory.write(6 * 4, &0x2000u32.to_le_bytes());
+    guest.memory.write(0x2000, &[0xf4]);
+    expect_halt(&mut guest.vcpu);
+    assert_eq!(guest.vcpu.get_regs().unwrap().rip, 0x2001);
+}
+
+#[test]
+fn registers_that_no_cpu_can_have_shut_it_down() {
+    // mov dword ptr cs:[0xfffc], 0x80000000; rsm: CR0 with paging and without protection
+    let handler = [
+        0x2e, 0x66, 0xc7, 0x06, 0xfc, 0xff, 0, 0, 0, 0x80, 0x0f, 0xaa,
+    ];
+    let (mut guest, _smram) = guest(OUT_AND_HALT, &handler);
+    guest.vcpu.smi().unwrap();
+    assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Shutdown));
+}
+
+/// Without SMRAM the interrupted state is lost.
+#[test]
+fn an_smi_without_smram_is_the_end_of_the_vm() {
+    let mut guest = Guest::new(OUT_AND_HALT);
+    guest.vcpu.smi().unwrap();
+    assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EIO);
+    assert_eq!(guest.vcpu.get_regs().unwrap_err().errno(), libc::EIO);
+    assert_eq!(guest.vm.get_clock().unwrap_err().errno(), libc::EIO);
+}
+
+/// What KVM itself writes to guest memory is in the ordinary address space.
+#[test]
+fn devices_have_no_system_management_mode() {
+    let (mut guest, _smram) = guest(OUT_AND_HALT, TELL);
+    let other = Memory::new(MEMORY);
+    map(&guest.vm, 1 << 16, 0, &other, 0).unwrap();
+    guest.vcpu.smi().unwrap();
+    expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
+    assert!(set_msr(&guest.vcpu, SYSTEM_TIME, DATA | 1));
+    guest.vcpu.set_kvm_immediate_exit(1);
+    assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
+    guest.vcpu.set_kvm_immediate_exit(0);
+    // One more instruction in the mode, and back.
+    expect_out(&mut guest.vcpu, 0x10, 1, false);
+    assert_ne!(word(&guest.memory, DATA), 0, "the clock's version");
+    assert_eq!(word(&other, DATA), 0);
+}
+
+#[test]
+fn address_spaces_are_as_many_as_claimed() {
+    let memory = Memory::new(MEMORY);
+    let claimed = |vm: &VmFd| vm.check_extension_raw(KVM_CAP_MULTI_ADDRESS_SPACE.into());
+    for (vm, spaces) in [(vm(), 2), (protected(), 1)] {
+        assert_eq!(claimed(&vm), spaces);
+        for space in 0..3 {
+            let expected = match (space as i32) < spaces {
+                true => Ok(()),
+                false => Err(libc::EINVAL),
+            };
+            assert_eq!(map(&vm, space << 16 | 7, 0, &memory, 0), expected);
+        }
+    }
+}

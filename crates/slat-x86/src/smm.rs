@@ -1,0 +1,466 @@
+//! System management mode: what an SMI does to the registers, what it saves of them, and how RSM restores them (AMD64 volume 2,
+//! chapter 10; SDM volume 3, chapter "System Management Mode").
+//!
+//! The CPU does neither by itself: it ends its run with [`Exit::Smi`](crate::Exit) or [`Exit::Rsm`](crate::Exit), between two
+//! instructions. Its caller moves the saved registers between the CPU and SMRAM, and has the machine translate in the other address
+//! space from then on. To enter: [`State::smram`], then [`Cpu::enter_smm`]. To leave: [`Cpu::leave_smm`].
+//!
+//! The manuals' CPUs save more than KVM's, which restart no I/O instruction and no HLT: an SMI ends a halt, and RSM continues after it.
+//! KVM keeps the shadow of STI and MOV SS in a byte that the manuals reserve.
+
+use crate::Cpu;
+use crate::debug::{DR6_BS, DR6_ONES};
+use crate::state::{Segment, State, Table, control::*, flags};
+
+/// Size in bytes of the saved registers.
+pub const SMRAM_BYTES: usize = 512;
+/// Where the saved registers are, from SMBASE.
+pub const SMRAM_OFFSET: u64 = 0xfe00;
+/// SMBASE after RESET.
+pub const SMBASE_RESET: u64 = 0x3_0000;
+/// Where the handler begins, from SMBASE.
+const HANDLER: u64 = 0x8000;
+
+/// Revision: SMBASE can be changed (bit 17), I/O instructions are not restarted. The low byte tells the map.
+const REVISION_32: u32 = 0x2_0000;
+const REVISION_64: u32 = 0x2_0064;
+
+/// The bits of RFLAGS that RSM loads.
+const RFLAGS: u64 = 0x3f_7fd5;
+
+const SHADOW_MOV_SS: u8 = 1;
+const SHADOW_STI: u8 = 2;
+
+/// How the saved registers are arranged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SmramMap {
+    /// For a CPU without long mode: Intel's map of the P6.
+    Bits32,
+    /// For a CPU with long mode: AMD's.
+    Bits64,
+}
+
+/// RSM finds registers in SMRAM that no CPU can have: it shuts down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BadSmram;
+
+/// The saved registers.
+struct Image([u8; SMRAM_BYTES]);
+
+/// Where the 64-bit map has each segment register and table: selector, attributes (rights), limit, base.
+mod at64 {
+    pub const ES_TO_GS: [usize; 6] = [0x00, 0x10, 0x20, 0x30, 0x40, 0x50];
+    pub const GDTR: usize = 0x60;
+    pub const LDTR: usize = 0x70;
+    pub const IDTR: usize = 0x80;
+    pub const TR: usize = 0x90;
+    pub const SHADOW: usize = 0xcb;
+    pub const EFER: usize = 0xd0;
+    pub const REVISION: usize = 0xfc;
+    pub const SMBASE: usize = 0x100;
+    pub const CR4: usize = 0x148;
+    pub const CR3: usize = 0x150;
+    pub const CR0: usize = 0x158;
+    pub const DR7: usize = 0x160;
+    pub const DR6: usize = 0x168;
+    pub const RFLAGS: usize = 0x170;
+    pub const RIP: usize = 0x178;
+    /// R15 first, RAX last.
+    pub const GPR: usize = 0x180;
+}
+
+/// Where the 32-bit map has each segment register and table (rights, limit, base), and the selectors apart from them.
+mod at32 {
+    pub const SMBASE: usize = 0xf8;
+    pub const REVISION: usize = 0xfc;
+    pub const CR4: usize = 0x114;
+    pub const SHADOW: usize = 0x11a;
+    pub const IDTR: usize = 0x150;
+    pub const TR: usize = 0x15c;
+    pub const GDTR: usize = 0x16c;
+    pub const LDTR: usize = 0x178;
+    pub const ES_TO_GS: [usize; 6] = [0x184, 0x190, 0x19c, 0x12c, 0x138, 0x144];
+    pub const ES_TO_GS_SELECTORS: [usize; 6] = [0x1a8, 0x1ac, 0x1b0, 0x1b4, 0x1b8, 0x1bc];
+    pub const LDTR_SELECTOR: usize = 0x1c0;
+    pub const TR_SELECTOR: usize = 0x1c4;
+    pub const DR7: usize = 0x1c8;
+    pub const DR6: usize = 0x1cc;
+    /// EAX first, EDI last.
+    pub const GPR: usize = 0x1d0;
+    pub const EIP: usize = 0x1f0;
+    pub const EFLAGS: usize = 0x1f4;
+    pub const CR3: usize = 0x1f8;
+    pub const CR0: usize = 0x1fc;
+}
+
+/// Returns the rights of a segment as both maps have them: an unusable one is not present.
+fn saved_rights(segment: &Segment) -> u32 {
+    let present = u32::from(segment.usable()) << 7;
+    segment.rights & 0xf07f | present
+}
+
+fn loaded_rights(saved: u32) -> u32 {
+    let unusable = match saved & 1 << 7 {
+        0 => Segment::UNUSABLE,
+        _ => 0,
+    };
+    saved & 0xf0ff | unusable
+}
+
+impl Image {
+    fn put<const N: usize>(&mut self, at: usize, bytes: [u8; N]) {
+        self.0[at..at + N].copy_from_slice(&bytes);
+    }
+
+    fn put32(&mut self, at: usize, value: u64) {
+        self.put(at, (value as u32).to_le_bytes());
+    }
+
+    fn put64(&mut self, at: usize, value: u64) {
+        self.put(at, value.to_le_bytes());
+    }
+
+    fn get<const N: usize>(&self, at: usize) -> [u8; N] {
+        std::array::from_fn(|i| self.0[at + i])
+    }
+
+    fn get16(&self, at: usize) -> u16 {
+        u16::from_le_bytes(self.get(at))
+    }
+
+    fn get32(&self, at: usize) -> u64 {
+        u32::from_le_bytes(self.get(at)).into()
+    }
+
+    fn get64(&self, at: usize) -> u64 {
+        u64::from_le_bytes(self.get(at))
+    }
+
+    fn put_segment64(&mut self, at: usize, segment: &Segment) {
+        self.put(at, segment.selector.to_le_bytes());
+        self.put(at + 2, (saved_rights(segment) as u16).to_le_bytes());
+        self.put(at + 4, segment.limit.to_le_bytes());
+        self.put64(at + 8, segment.base);
+    }
+
+    fn segment64(&self, at: usize) -> Segment {
+        Segment {
+            selector: self.get16(at),
+            base: self.get64(at + 8),
+            limit: self.get32(at + 4) as u32,
+            rights: loaded_rights(self.get16(at + 2).into()),
+        }
+    }
+
+    fn put_table64(&mut self, at: usize, table: &Table) {
+        self.put32(at + 4, table.limit.into());
+        self.put64(at + 8, table.base);
+    }
+
+    fn table64(&self, at: usize) -> Table {
+        Table {
+            limit: self.get16(at + 4),
+            base: self.get64(at + 8),
+        }
+    }
+
+    fn put_segment32(&mut self, at: usize, selector: usize, segment: &Segment) {
+        self.put32(selector, segment.selector.into());
+        self.put32(at, u64::from(saved_rights(segment)) << 8);
+        self.put32(at + 4, segment.limit.into());
+        self.put32(at + 8, segment.base);
+    }
+
+    fn segment32(&self, at: usize, selector: usize) -> Segment {
+        Segment {
+            selector: self.get16(selector),
+            base: self.get32(at + 8),
+            limit: self.get32(at + 4) as u32,
+            rights: loaded_rights(self.get32(at) as u32 >> 8),
+        }
+    }
+
+    fn put_table32(&mut self, at: usize, table: &Table) {
+        self.put32(at + 4, table.limit.into());
+        self.put32(at + 8, table.base);
+    }
+
+    fn table32(&self, at: usize) -> Table {
+        Table {
+            limit: self.get16(at + 4),
+            base: self.get32(at + 8),
+        }
+    }
+}
+
+impl State {
+    fn es_to_gs(&self) -> [&Segment; 6] {
+        let State {
+            es,
+            cs,
+            ss,
+            ds,
+            fs,
+            gs,
+            ..
+        } = self;
+        [es, cs, ss, ds, fs, gs]
+    }
+
+    fn es_to_gs_mut(&mut self) -> [&mut Segment; 6] {
+        let State {
+            es,
+            cs,
+            ss,
+            ds,
+            fs,
+            gs,
+            ..
+        } = self;
+        [es, cs, ss, ds, fs, gs]
+    }
+
+    /// Returns what an SMI saves of this state: the bytes at [`SMRAM_OFFSET`] from SMBASE. Those that KVM's CPUs save nothing in are 0.
+    pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
+        let mut image = Image([0; SMRAM_BYTES]);
+        match map {
+            SmramMap::Bits32 => self.save32(&mut image),
+            SmramMap::Bits64 => self.save64(&mut image),
+        }
+        image.0
+    }
+
+    fn shadow(&self) -> u8 {
+        let mov_ss = u8::from(self.events.mov_ss_shadow) * SHADOW_MOV_SS;
+        let sti = u8::from(self.events.sti_shadow) * SHADOW_STI;
+        mov_ss | sti
+    }
+
+    fn set_shadow(&mut self, shadow: u8) {
+        self.events.mov_ss_shadow = shadow & SHADOW_MOV_SS != 0;
+        self.events.sti_shadow = shadow & SHADOW_STI != 0;
+    }
+
+    fn save64(&self, image: &mut Image) {
+        use at64::*;
+        for (at, segment) in ES_TO_GS.into_iter().zip(self.es_to_gs()) {
+            image.put_segment64(at, segment);
+        }
+        image.put_segment64(LDTR, &self.ldtr);
+        image.put_segment64(TR, &self.tr);
+        image.put_table64(GDTR, &self.gdtr);
+        image.put_table64(IDTR, &self.idtr);
+        image.put(SHADOW, [self.shadow()]);
+        image.put64(EFER, self.efer);
+        image.put32(REVISION, REVISION_64.into());
+        image.put32(SMBASE, self.smbase);
+        image.put64(CR4, self.cr4);
+        image.put64(CR3, self.cr3);
+        image.put64(CR0, self.cr0);
+        image.put64(DR7, self.dr7);
+        image.put64(DR6, self.dr6);
+        image.put64(at64::RFLAGS, self.rflags);
+        image.put64(RIP, self.rip);
+        for (i, value) in self.gpr.iter().rev().enumerate() {
+            image.put64(GPR + 8 * i, *value);
+        }
+    }
+
+    /// Loads what [`save64`](Self::save64) saves. EFER.LMA is left to the caller.
+    fn load64(&mut self, image: &Image) {
+        use at64::*;
+        for (at, segment) in ES_TO_GS.into_iter().zip(self.es_to_gs_mut()) {
+            *segment = image.segment64(at);
+        }
+        self.ldtr = image.segment64(LDTR);
+        self.tr = image.segment64(TR);
+        self.gdtr = image.table64(GDTR);
+        self.idtr = image.table64(IDTR);
+        self.set_shadow(image.0[SHADOW]);
+        self.efer = image.get64(EFER);
+        self.smbase = image.get32(SMBASE);
+        self.cr4 = image.get64(CR4);
+        self.cr3 = image.get64(CR3);
+        self.cr0 = image.get64(CR0);
+        self.dr7 = image.get64(DR7);
+        self.dr6 = image.get64(DR6);
+        self.rflags = image.get64(at64::RFLAGS);
+        self.rip = image.get64(RIP);
+        for (i, value) in self.gpr.iter_mut().rev().enumerate() {
+            *value = image.get64(GPR + 8 * i);
+        }
+    }
+
+    fn save32(&self, image: &mut Image) {
+        use at32::*;
+        let selectors = ES_TO_GS_SELECTORS.into_iter();
+        for ((at, selector), segment) in ES_TO_GS.into_iter().zip(selectors).zip(self.es_to_gs()) {
+            image.put_segment32(at, selector, segment);
+        }
+        image.put_segment32(LDTR, LDTR_SELECTOR, &self.ldtr);
+        image.put_segment32(TR, TR_SELECTOR, &self.tr);
+        image.put_table32(GDTR, &self.gdtr);
+        image.put_table32(IDTR, &self.idtr);
+        image.put(SHADOW, [self.shadow()]);
+        image.put32(REVISION, REVISION_32.into());
+        image.put32(SMBASE, self.smbase);
+        image.put32(CR4, self.cr4);
+        image.put32(CR3, self.cr3);
+        image.put32(CR0, self.cr0);
+        image.put32(DR7, self.dr7);
+        image.put32(DR6, self.dr6);
+        image.put32(EFLAGS, self.rflags);
+        image.put32(EIP, self.rip);
+        for (i, value) in self.gpr[..8].iter().enumerate() {
+            image.put32(GPR + 4 * i, *value);
+        }
+    }
+
+    /// Loads what [`save32`](Self::save32) saves.
+    fn load32(&mut self, image: &Image) {
+        use at32::*;
+        let selectors = ES_TO_GS_SELECTORS.into_iter();
+        for ((at, selector), segment) in
+            (ES_TO_GS.into_iter().zip(selectors)).zip(self.es_to_gs_mut())
+        {
+            *segment = image.segment32(at, selector);
+        }
+        self.ldtr = image.segment32(LDTR, LDTR_SELECTOR);
+        self.tr = image.segment32(TR, TR_SELECTOR);
+        self.gdtr = image.table32(GDTR);
+        self.idtr = image.table32(IDTR);
+        self.set_shadow(image.0[SHADOW]);
+        self.smbase = image.get32(SMBASE);
+        self.cr4 = image.get32(CR4);
+        self.cr3 = image.get32(CR3);
+        self.cr0 = image.get32(CR0);
+        self.dr7 = image.get32(DR7);
+        self.dr6 = image.get32(DR6);
+        self.rflags = image.get32(EFLAGS);
+        self.rip = image.get32(EIP);
+        for (i, value) in self.gpr[..8].iter_mut().enumerate() {
+            *value = image.get32(GPR + 4 * i);
+        }
+    }
+
+    /// Does what an SMI does to the registers: real mode with limits of 4 GiB, at [`HANDLER`], without interrupts and NMIs. As in KVM,
+    /// CS has the type of a data segment, and the IDT is empty.
+    fn enter_smm(&mut self) {
+        let data = Segment {
+            selector: 0,
+            base: 0,
+            limit: u32::MAX,
+            rights: 0x8093,
+        };
+        for segment in self.es_to_gs_mut() {
+            *segment = data;
+        }
+        self.cs.selector = (self.smbase >> 4) as u16;
+        self.cs.base = self.smbase;
+        self.rip = HANDLER;
+        self.rflags = flags::ALWAYS;
+        self.cr0 &= !(CR0_PE | CR0_EM | CR0_TS | CR0_PG);
+        self.cr4 = 0;
+        self.efer = 0;
+        self.dr7 = 0x400;
+        self.idtr = Table::default();
+        let events = &mut self.events;
+        events.smi = false;
+        events.smm = true;
+        events.smm_inside_nmi = events.nmi_blocked;
+        events.nmi_blocked = true;
+        events.sti_shadow = false;
+        events.mov_ss_shadow = false;
+    }
+
+    /// Whether PAE paging is in use, whose page-directory-pointer entries the CPU holds.
+    fn pae_paging(&self) -> bool {
+        self.cr0 & CR0_PG != 0 && self.cr4 & CR4_PAE != 0 && self.efer & EFER_LMA == 0
+    }
+}
+
+impl Cpu {
+    /// Has an SMI taken before the next instruction, unless the CPU is in system management mode: then after RSM.
+    pub fn inject_smi(&mut self) {
+        self.state.events.smi = true;
+        self.slow = true;
+    }
+
+    /// Enters system management mode. Call after [`Exit::Smi`](crate::Exit), when [`State::smram`] is in SMRAM; before the next run the
+    /// machine translates in the address space of that mode.
+    pub fn enter_smm(&mut self) {
+        self.state.enter_smm();
+        self.flush_tlb();
+    }
+
+    /// Leaves system management mode: does what RSM does, with the registers that were saved in SMRAM. Call after
+    /// [`Exit::Rsm`](crate::Exit), when the machine translates in the ordinary address space again. `read_pdptes` reads the
+    /// page-directory-pointer entries at a CR3.
+    ///
+    /// # Errors
+    /// [`BadSmram`] for registers that no CPU can have, and if `read_pdptes` returns `None`. Then nothing has changed.
+    pub fn leave_smm(
+        &mut self,
+        map: SmramMap,
+        smram: &[u8; SMRAM_BYTES],
+        read_pdptes: impl FnOnce(u64) -> Option<[u64; 4]>,
+    ) -> Result<(), BadSmram> {
+        let mut state = self.state.clone();
+        let events = &mut state.events;
+        events.nmi_blocked = events.smm_inside_nmi;
+        (events.smm, events.smm_inside_nmi) = (false, false);
+        match map {
+            SmramMap::Bits32 => state.load32(&Image(*smram)),
+            SmramMap::Bits64 => state.load64(&Image(*smram)),
+        }
+        self.settle(&mut state)?;
+        if state.pae_paging() {
+            state.pdptes = read_pdptes(state.cr3)
+                .filter(|entries| self.features.valid_pdptes(entries))
+                .ok_or(BadSmram)?;
+        }
+        self.state = state;
+        self.flush_tlb();
+        if self.debugger.single_step {
+            self.trap(DR6_BS);
+        }
+        Ok(())
+    }
+
+    /// Checks the registers that RSM has loaded as their own instructions would, and sets the bits that are not loaded.
+    fn settle(&self, state: &mut State) -> Result<(), BadSmram> {
+        let State {
+            cr0,
+            cr3,
+            cr4,
+            efer,
+            dr6,
+            dr7,
+            ..
+        } = *state;
+        let features = &self.features;
+        let pages = cr0 & CR0_PG != 0;
+        let long = pages && efer & EFER_LME != 0;
+        let bad = cr0 >> 32 != 0
+            || pages && cr0 & CR0_PE == 0
+            || cr0 & CR0_NW != 0 && cr0 & CR0_CD == 0
+            || cr3 & features.beyond_physical() != 0
+            || cr4 & !features.cr4 != 0
+            || long && cr4 & CR4_PAE == 0
+            || !long && cr4 & CR4_PCIDE != 0
+            || efer & !(features.efer | EFER_LMA) != 0
+            || (dr6 | dr7) >> 32 != 0;
+        if bad {
+            return Err(BadSmram);
+        }
+        state.cr0 = cr0 & CR0_KNOWN | CR0_ET;
+        state.efer = efer & !EFER_LMA | if long { EFER_LMA } else { 0 };
+        state.dr6 = dr6 & 0xe00f | DR6_ONES;
+        state.dr7 = dr7 & !0xd800 | 0x400;
+        state.rflags = state.rflags & RFLAGS | flags::ALWAYS;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;
