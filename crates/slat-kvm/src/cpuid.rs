@@ -7,6 +7,7 @@ use crate::cpu_features;
 use crate::errno::Result;
 use crate::heap;
 use kvm_bindings::*;
+use slat_x86::HypercallInstruction;
 use slat_x86::state::xcr0;
 use std::arch::x86_64::{__cpuid_count, CpuidResult};
 use std::sync::OnceLock;
@@ -23,6 +24,10 @@ pub(crate) const LEAF1_ECX_MWAIT: u32 = 1 << 3;
 const LEAF7_ECX_PKU: u32 = 1 << 3;
 /// Leaf 7 EDX: IA32_ARCH_CAPABILITIES exists.
 pub(crate) const LEAF7_EDX_ARCH_CAPABILITIES: u32 = 1 << 29;
+/// The leaf of power management.
+pub(crate) const POWER_LEAF: u32 = 0x8000_0007;
+/// [`POWER_LEAF`] EDX: the TSC is invariant.
+pub(crate) const POWER_EDX_INVARIANT_TSC: u32 = 1 << 8;
 /// Guest-physical address bits.
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
@@ -126,6 +131,14 @@ pub fn host_is_amd() -> bool {
         let vendor = host_leaf(0, 0).ebx.to_le_bytes();
         &vendor == b"Auth" || &vendor == b"Hygo"
     })
+}
+
+/// Returns the instruction that calls the hypervisor on the host's CPU.
+pub(crate) fn native_hypercall() -> HypercallInstruction {
+    match host_is_amd() {
+        true => HypercallInstruction::Vmmcall,
+        false => HypercallInstruction::Vmcall,
+    }
 }
 
 /// The most caches that leaf 4 describes.
@@ -327,8 +340,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     entries.extend([
         host_caches(0x8000_0005),
         host_caches(0x8000_0006),
-        // The TSC is invariant.
-        entry(0x8000_0007, None, [0, 0, 0, 1 << 8]),
+        entry(POWER_LEAF, None, [0, 0, 0, POWER_EDX_INVARIANT_TSC]),
         entry(
             0x8000_0008,
             None,
