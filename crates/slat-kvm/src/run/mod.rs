@@ -243,18 +243,19 @@ impl VcpuObject {
                 | bits::GUEST_FLUSH,
         );
         self.vm.still_alive()?;
-        if raised & bits::GUEST_FLUSH != 0 {
-            inner.cpu.flush_tlb();
-            inner.machine.pages.flush();
-            inner.machine.flush_shadowed();
-        }
         // The acknowledgement (`quiesce`) clears FLUSH.
-        if raised & bits::RETRY != 0
-            || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0
-        {
+        let by_host = raised & bits::RETRY != 0
+            || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0;
+        let by_guest = raised & bits::GUEST_FLUSH != 0;
+        if by_host || by_guest {
             self.common().exits.tlb_flush.add(1);
             inner.cpu.flush_tlb();
             inner.machine.pages.flush();
+        }
+        if by_guest {
+            inner.machine.flush_shadowed();
+        }
+        if by_host {
             inner.machine.engine.quiesce();
             inner.machine.write_clocks();
         }

@@ -274,18 +274,18 @@ impl Readers {
         self.synchronize_those(|_| true, wait)
     }
 
-    /// Like [`Self::synchronize`], but asks and waits only for those readers whose attention word `wanted` accepts. A
-    /// reader that it accepts once, and then not, need not have passed.
+    /// Like [`Self::synchronize`], but asks only those readers whose attention word `wanted` accepts, and waits for each
+    /// while it does.
     pub(crate) fn synchronize_those(
         &self,
         wanted: impl Fn(&Attention) -> bool,
         mut wait: impl FnMut(u32, usize),
     ) -> u64 {
-        let wanted = || self.iter().filter(|reader| wanted(&reader.attention));
-        let generation = self.ask_those(wanted());
-        for reader in wanted() {
+        let asked = self.iter().filter(|reader| wanted(&reader.attention));
+        let generation = self.ask_those(asked);
+        for reader in self.iter() {
             let mut round = 0;
-            while !reader.has_passed(generation) {
+            while wanted(&reader.attention) && !reader.has_passed(generation) {
                 wait(round, reader.token.load(Relaxed));
                 round += 1;
             }
