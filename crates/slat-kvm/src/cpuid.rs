@@ -46,8 +46,14 @@ fn kvm_features() -> u32 {
         | 1 << KVM_FEATURE_CLOCKSOURCE_STABLE
 }
 
-/// The leaf whose EAX holds the bits of KVM's paravirtual features.
-pub(crate) const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
+/// The first leaf of a hypervisor; more hypervisors' begin at multiples of 0x100 after it.
+const HYPERVISOR_LEAF: u32 = 0x4000_0000;
+/// EBX, ECX and EDX of KVM's first leaf.
+const KVM_SIGNATURE: [u32; 3] = [
+    u32::from_le_bytes(*b"KVMK"),
+    u32::from_le_bytes(*b"VMKV"),
+    u32::from_le_bytes(*b"M\0\0\0"),
+];
 pub(crate) const KVM_FEATURE_CLOCKSOURCE: u32 = 0;
 const KVM_FEATURE_NOP_IO_DELAY: u32 = 1;
 pub(crate) const KVM_FEATURE_CLOCKSOURCE2: u32 = 3;
@@ -291,18 +297,10 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     entries.extend(xsave_components().map(|(component, bytes, at)| {
         entry(0xd, Some(component.trailing_zeros()), [bytes, at, 0, 0])
     }));
-    let signature = [
-        u32::from_le_bytes(*b"KVMK"),
-        u32::from_le_bytes(*b"VMKV"),
-        u32::from_le_bytes(*b"M\0\0\0"),
-    ];
+    let [ebx, ecx, edx] = KVM_SIGNATURE;
     entries.extend([
-        entry(
-            0x4000_0000,
-            None,
-            [0x4000_0001, signature[0], signature[1], signature[2]],
-        ),
-        entry(0x4000_0001, None, [kvm_features(), 0, 0, 0]),
+        entry(HYPERVISOR_LEAF, None, [HYPERVISOR_LEAF + 1, ebx, ecx, edx]),
+        entry(HYPERVISOR_LEAF + 1, None, [kvm_features(), 0, 0, 0]),
         entry(
             0x8000_0000,
             None,
@@ -358,11 +356,27 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     Ok(entries)
 }
 
+/// Returns the number of the leaf whose EAX holds the bits of KVM's paravirtual features: another hypervisor's leaves may come before
+/// KVM's. `None`: the guest does not see KVM.
+fn kvm_features_leaf(table: &[kvm_cpuid_entry2]) -> Option<u32> {
+    let is_first = |entry: &&kvm_cpuid_entry2| {
+        entry.function & 0xffff_00ff == HYPERVISOR_LEAF
+            && [entry.ebx, entry.ecx, entry.edx] == KVM_SIGNATURE
+    };
+    Some(table.iter().find(is_first)?.function + 1)
+}
+
+/// Returns the bits of KVM's paravirtual features in a client's table.
+pub(crate) fn kvm_features_in(table: &[kvm_cpuid_entry2]) -> u32 {
+    kvm_features_leaf(table).map_or(0, |leaf| lookup(table, leaf, 0)[0])
+}
+
 /// Removes one of KVM's paravirtual features from a client's table.
 pub(crate) fn remove_kvm_feature(table: &mut [kvm_cpuid_entry2], bit: u32) {
+    let leaf = kvm_features_leaf(table);
     for entry in table
         .iter_mut()
-        .filter(|entry| entry.function == KVM_FEATURES_LEAF)
+        .filter(|entry| Some(entry.function) == leaf)
     {
         entry.eax &= !(1 << bit);
     }

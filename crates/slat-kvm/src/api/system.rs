@@ -249,7 +249,7 @@ fn check_path(path: &CStr) -> Result<()> {
     }
 }
 
-fn cpuid(table: &[kvm_bindings::kvm_cpuid_entry2], room: usize) -> Result<CpuId> {
+pub(super) fn cpuid(table: &[kvm_bindings::kvm_cpuid_entry2], room: usize) -> Result<CpuId> {
     if room > KVM_MAX_CPUID_ENTRIES {
         return fail(libc::ENOMEM);
     }

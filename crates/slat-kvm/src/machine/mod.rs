@@ -128,7 +128,7 @@ impl VcpuMachine {
 
     /// Whether the guest may use the paravirtual feature with this bit.
     pub(crate) fn has_pv_feature(&self, bit: u32) -> bool {
-        let features = || cpuid::lookup(&self.cpuid, cpuid::KVM_FEATURES_LEAF, 0)[0];
+        let features = || cpuid::kvm_features_in(&self.cpuid);
         !self.enforces_pv_features || features() >> bit & 1 != 0
     }
 

@@ -141,7 +141,10 @@ fn eventfd(guest: &Guest, flags: u32, event: &EventFd) -> Result<(), i32> {
         flags,
         ..Default::default()
     };
-    guest.vm.hyperv_eventfd(&asked).map_err(|error| error.errno())
+    guest
+        .vm
+        .hyperv_eventfd(&asked)
+        .map_err(|error| error.errno())
 }
 
 fn enables_synic(cap: u32) {
@@ -183,9 +186,14 @@ pub const USES: &[Use] = &[
         let mut guest = guest(Code::default().wrmsr(VP_ASSIST_PAGE, DATA | 1));
         guest.memory.write(DATA, &[7; 8]);
         run(&mut guest);
-        assert_eq!([word(&guest, DATA), word(&guest, DATA + 4)], [0, 0x0707_0707]);
+        assert_eq!(
+            [word(&guest, DATA), word(&guest, DATA + 4)],
+            [0, 0x0707_0707]
+        );
     }),
-    (KVM_CAP_HYPERV_SPIN, |_| assert_eq!(status_of(0x08, [0; 2]), 0)),
+    (KVM_CAP_HYPERV_SPIN, |_| {
+        assert_eq!(status_of(0x08, [0; 2]), 0)
+    }),
     (KVM_CAP_HYPERV_TIME, |_| {
         let code = Code::default()
             .wrmsr(REFERENCE_TSC, DATA | 1)
