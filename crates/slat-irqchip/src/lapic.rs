@@ -352,7 +352,7 @@ impl Lapic {
         }
         let offset = (msr - 0x800) << 4;
         match offset {
-            reg::ICR => Ok(u64::from(self.get(reg::ICR)) | u64::from(self.get(reg::ICR2)) << 32),
+            reg::ICR => Ok(self.icr()),
             reg::ID
             | reg::VERSION
             | reg::TPR
@@ -380,11 +380,7 @@ impl Lapic {
             return Err(Refused);
         }
         match offset {
-            reg::ICR if value & X2APIC_ICR_RESERVED != 0 => Err(Refused),
-            reg::ICR => {
-                self.set(reg::ICR2, (value >> 32) as u32);
-                Ok(self.write(reg::ICR, value as u32, now))
-            }
+            reg::ICR => self.write_icr(value, now),
             reg::EOI | reg::ESR if value != 0 => Err(Refused),
             // Only the vector (SDM volume 3, 12.12.11).
             reg::SELF_IPI if value & !0xff != 0 => Err(Refused),
@@ -395,6 +391,47 @@ impl Lapic {
             | reg::LVT_TIMER..=reg::TIMER_INITIAL
             | reg::TIMER_DIVIDE
             | reg::SELF_IPI => Ok(self.write(offset, value as u32, now)),
+            _ => Err(Refused),
+        }
+    }
+
+    fn icr(&self) -> u64 {
+        u64::from(self.get(reg::ICR)) | u64::from(self.get(reg::ICR2)) << 32
+    }
+
+    fn write_icr(&mut self, value: u64, now: u64) -> Result<Effect, Refused> {
+        if value & X2APIC_ICR_RESERVED != 0 {
+            return Err(Refused);
+        }
+        self.set(reg::ICR2, (value >> 32) as u32);
+        Ok(self.write(reg::ICR, value as u32, now))
+    }
+
+    /// Reads ICR or TPR by the MSR that Hyper-V has for it, in whatever mode the APIC is.
+    ///
+    /// # Errors
+    /// The register has no such MSR, or cannot be read.
+    pub fn read_synthetic(&self, offset: u32, now: u64) -> Result<u64, Refused> {
+        match offset {
+            reg::ICR => Ok(self.icr()),
+            reg::TPR => Ok(self.read(offset, now).into()),
+            _ => Err(Refused),
+        }
+    }
+
+    /// Writes EOI, ICR or TPR by the MSR that Hyper-V has for it, in whatever mode the APIC is. The upper half of ICR is ICR2.
+    ///
+    /// # Errors
+    /// The register has no such MSR, or the value has reserved bits.
+    pub fn write_synthetic(
+        &mut self,
+        offset: u32,
+        value: u64,
+        now: u64,
+    ) -> Result<Effect, Refused> {
+        match offset {
+            reg::ICR => self.write_icr(value, now),
+            reg::EOI | reg::TPR if value >> 32 == 0 => Ok(self.write(offset, value as u32, now)),
             _ => Err(Refused),
         }
     }
@@ -453,6 +490,12 @@ impl Lapic {
         let (offset, bit) = Self::bit(vector);
         self.set(reg::IRR + offset, self.get(reg::IRR + offset) & !bit);
         self.set(reg::ISR + offset, self.get(reg::ISR + offset) | bit);
+    }
+
+    /// Removes an interrupt from the requested ones, and ends it: its source needs no end of interrupt.
+    pub fn accept_ended(&mut self, vector: u8) {
+        let (offset, bit) = Self::bit(vector);
+        self.set(reg::IRR + offset, self.get(reg::IRR + offset) & !bit);
     }
 
     /// Whether the end of the interrupt in service concerns the guest only: none is pending after it, and no I/O APIC waits for it.

@@ -58,6 +58,7 @@ requests! {
     KVM_GET_SUPPORTED_CPUID = iowr::<kvm_cpuid2>(0x05);
     KVM_GET_EMULATED_CPUID = iowr::<kvm_cpuid2>(0x09);
     KVM_GET_MSR_FEATURE_INDEX_LIST = iowr::<kvm_msr_list>(0x0a);
+    KVM_GET_SUPPORTED_HV_CPUID = iowr::<kvm_cpuid2>(0xc1);
     KVM_X86_GET_MCE_CAP_SUPPORTED = ior::<u64>(0x9d);
     KVM_SET_DEVICE_ATTR = iow::<kvm_device_attr>(0xe1);
     KVM_GET_DEVICE_ATTR = iow::<kvm_device_attr>(0xe2);
@@ -96,6 +97,7 @@ requests! {
     KVM_UNREGISTER_COALESCED_MMIO = iow::<kvm_coalesced_mmio_zone>(0x68);
     KVM_SIGNAL_MSI = iow::<kvm_msi>(0xa5);
     KVM_X86_SET_MSR_FILTER = iow::<kvm_msr_filter>(0xc6);
+    KVM_HYPERV_EVENTFD = iow::<kvm_hyperv_eventfd>(0xbd);
     KVM_CLEAR_DIRTY_LOG = iowr::<kvm_clear_dirty_log>(0xc0);
     KVM_RESET_DIRTY_RINGS = io(0xc7);
     KVM_GET_STATS_FD = io(0xce);

@@ -88,6 +88,19 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         | KVM_CAP_VM_TSC_CONTROL
         | KVM_CAP_VAPIC
         | KVM_CAP_X86_SMM
+        | KVM_CAP_HYPERV
+        | KVM_CAP_HYPERV_VAPIC
+        | KVM_CAP_HYPERV_SPIN
+        | KVM_CAP_HYPERV_TIME
+        | KVM_CAP_HYPERV_SYNIC
+        | KVM_CAP_HYPERV_SYNIC2
+        | KVM_CAP_HYPERV_VP_INDEX
+        | KVM_CAP_HYPERV_EVENTFD
+        | KVM_CAP_HYPERV_TLBFLUSH
+        | KVM_CAP_HYPERV_SEND_IPI
+        | KVM_CAP_HYPERV_CPUID
+        | KVM_CAP_SYS_HYPERV_CPUID
+        | KVM_CAP_HYPERV_ENFORCE_CPUID
         | KVM_CAP_SYS_ATTRIBUTES
         | KVM_CAP_VCPU_ATTRIBUTES => 1,
         KVM_CAP_X86_DISABLE_EXITS => crate::options::DISABLED_EXITS,

@@ -7,6 +7,7 @@ use crate::cpu_features;
 use crate::errno::Result;
 use crate::heap;
 use kvm_bindings::*;
+use slat_x86::HypercallInstruction;
 use slat_x86::state::xcr0;
 use std::arch::x86_64::{__cpuid_count, CpuidResult};
 use std::sync::OnceLock;
@@ -25,6 +26,10 @@ const LEAF7_ECX_PKU: u32 = 1 << 3;
 pub(crate) const LEAF7_EDX_ARCH_CAPABILITIES: u32 = 1 << 29;
 /// Leaf 0x8000_0001 EDX: long mode.
 pub(crate) const EXTENDED_EDX_LONG_MODE: u32 = 1 << 29;
+/// The leaf of power management.
+pub(crate) const POWER_LEAF: u32 = 0x8000_0007;
+/// [`POWER_LEAF`] EDX: the TSC is invariant.
+pub(crate) const POWER_EDX_INVARIANT_TSC: u32 = 1 << 8;
 /// Guest-physical address bits.
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
@@ -43,8 +48,14 @@ fn kvm_features() -> u32 {
         | 1 << KVM_FEATURE_CLOCKSOURCE_STABLE
 }
 
-/// The leaf whose EAX holds the bits of KVM's paravirtual features.
-pub(crate) const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
+/// The first leaf of a hypervisor; more hypervisors' begin at multiples of 0x100 after it.
+const HYPERVISOR_LEAF: u32 = 0x4000_0000;
+/// EBX, ECX and EDX of KVM's first leaf.
+const KVM_SIGNATURE: [u32; 3] = [
+    u32::from_le_bytes(*b"KVMK"),
+    u32::from_le_bytes(*b"VMKV"),
+    u32::from_le_bytes(*b"M\0\0\0"),
+];
 pub(crate) const KVM_FEATURE_CLOCKSOURCE: u32 = 0;
 const KVM_FEATURE_NOP_IO_DELAY: u32 = 1;
 pub(crate) const KVM_FEATURE_CLOCKSOURCE2: u32 = 3;
@@ -128,6 +139,14 @@ pub fn host_is_amd() -> bool {
         let vendor = host_leaf(0, 0).ebx.to_le_bytes();
         &vendor == b"Auth" || &vendor == b"Hygo"
     })
+}
+
+/// Returns the instruction that calls the hypervisor on the host's CPU.
+pub(crate) fn native_hypercall() -> HypercallInstruction {
+    match host_is_amd() {
+        true => HypercallInstruction::Vmmcall,
+        false => HypercallInstruction::Vmcall,
+    }
 }
 
 /// The most caches that leaf 4 describes.
@@ -280,18 +299,10 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     entries.extend(xsave_components().map(|(component, bytes, at)| {
         entry(0xd, Some(component.trailing_zeros()), [bytes, at, 0, 0])
     }));
-    let signature = [
-        u32::from_le_bytes(*b"KVMK"),
-        u32::from_le_bytes(*b"VMKV"),
-        u32::from_le_bytes(*b"M\0\0\0"),
-    ];
+    let [ebx, ecx, edx] = KVM_SIGNATURE;
     entries.extend([
-        entry(
-            0x4000_0000,
-            None,
-            [0x4000_0001, signature[0], signature[1], signature[2]],
-        ),
-        entry(0x4000_0001, None, [kvm_features(), 0, 0, 0]),
+        entry(HYPERVISOR_LEAF, None, [HYPERVISOR_LEAF + 1, ebx, ecx, edx]),
+        entry(HYPERVISOR_LEAF + 1, None, [kvm_features(), 0, 0, 0]),
         entry(
             0x8000_0000,
             None,
@@ -329,8 +340,7 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     entries.extend([
         host_caches(0x8000_0005),
         host_caches(0x8000_0006),
-        // The TSC is invariant.
-        entry(0x8000_0007, None, [0, 0, 0, 1 << 8]),
+        entry(POWER_LEAF, None, [0, 0, 0, POWER_EDX_INVARIANT_TSC]),
         entry(
             0x8000_0008,
             None,
@@ -348,11 +358,27 @@ pub fn supported() -> Result<Vec<kvm_cpuid_entry2>> {
     Ok(entries)
 }
 
+/// Returns the number of the leaf whose EAX holds the bits of KVM's paravirtual features: another hypervisor's leaves may come before
+/// KVM's. `None`: the guest does not see KVM.
+fn kvm_features_leaf(table: &[kvm_cpuid_entry2]) -> Option<u32> {
+    let is_first = |entry: &&kvm_cpuid_entry2| {
+        entry.function & 0xffff_00ff == HYPERVISOR_LEAF
+            && [entry.ebx, entry.ecx, entry.edx] == KVM_SIGNATURE
+    };
+    Some(table.iter().find(is_first)?.function + 1)
+}
+
+/// Returns the bits of KVM's paravirtual features in a client's table.
+pub(crate) fn kvm_features_in(table: &[kvm_cpuid_entry2]) -> u32 {
+    kvm_features_leaf(table).map_or(0, |leaf| lookup(table, leaf, 0)[0])
+}
+
 /// Removes one of KVM's paravirtual features from a client's table.
 pub(crate) fn remove_kvm_feature(table: &mut [kvm_cpuid_entry2], bit: u32) {
+    let leaf = kvm_features_leaf(table);
     for entry in table
         .iter_mut()
-        .filter(|entry| entry.function == KVM_FEATURES_LEAF)
+        .filter(|entry| Some(entry.function) == leaf)
     {
         entry.eax &= !(1 << bit);
     }

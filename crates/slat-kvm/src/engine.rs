@@ -207,6 +207,8 @@ delegate! {
         fn mmu() -> MmuKind;
         /// See [`slat::Vm::synchronize`].
         fn synchronize() -> ();
+        /// See [`slat::Vm::synchronize_those`].
+        fn synchronize_those(wanted: &dyn Fn(&Attention) -> bool) -> ();
         /// See [`slat::Vm::age`].
         fn age(range: Range<Hva>, clear: bool) -> u64;
         /// See [`slat::Vm::visit_leaves`].

@@ -63,6 +63,7 @@ pub mod fpu;
 mod guest_debug;
 pub mod guest_memfd;
 mod heap;
+mod hyperv;
 pub mod ioctl;
 mod ioeventfd;
 mod irq;

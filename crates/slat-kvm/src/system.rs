@@ -4,7 +4,7 @@ use crate::errno::{Result, fail};
 use crate::policy::{self, Jit};
 use crate::run_page::{MMAP_SIZE, memfd};
 use crate::vm::VmObject;
-use crate::{caps, cpuid, filters, msr};
+use crate::{caps, cpuid, filters, hyperv, msr};
 use kvm_bindings::*;
 use slat::MmuKind;
 use std::os::fd::OwnedFd;
@@ -46,6 +46,11 @@ impl System {
     /// `ENOMEM`.
     pub fn supported_cpuid(&self) -> Result<Vec<kvm_cpuid_entry2>> {
         cpuid::supported()
+    }
+
+    /// `KVM_GET_SUPPORTED_HV_CPUID`: the leaves of Hyper-V's interface that a client may give vCPUs with local APICs.
+    pub fn supported_hv_cpuid(&self) -> [kvm_cpuid_entry2; 10] {
+        hyperv::cpuid::supported(true)
     }
 
     /// `KVM_GET_EMULATED_CPUID`: those features that KVM emulates.

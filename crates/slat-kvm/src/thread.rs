@@ -13,7 +13,7 @@ pub mod bits {
     pub const SIGNAL: u32 = 1 << 8;
     /// There may be an interrupt to deliver.
     pub const IRQ: u32 = 1 << 9;
-    /// The deadline of the APIC timer has passed.
+    /// The deadline of the APIC timer, or of a synthetic one, has passed, or a synthetic timer was changed.
     pub const TIMER: u32 = 1 << 10;
     /// The vCPU has to check what raises no bit: `immediate_exit`, pending signals under a signal mask.
     pub const POLL: u32 = 1 << 11;
@@ -21,6 +21,8 @@ pub mod bits {
     pub const RETRY: u32 = 1 << 12;
     /// A write found the dirty ring full: the client has to collect.
     pub const RING_FULL: u32 = 1 << 13;
+    /// The guest, on another vCPU, has flushed this vCPU's translations of its virtual addresses.
+    pub const GUEST_FLUSH: u32 = 1 << 14;
 }
 
 thread_local! {

@@ -40,6 +40,7 @@ plain!(
     kvm_dirty_log,
     kvm_enable_cap,
     kvm_fpu,
+    kvm_hyperv_eventfd,
     kvm_interrupt,
     kvm_ioeventfd,
     kvm_irq_routing_entry,

@@ -2,13 +2,14 @@
 
 use crate::counters::{CpuCounts, Exits};
 use crate::errno::{Result, no_memory};
+use crate::hyperv::VirtualProcessor;
 use crate::process::PerProcess;
 use crate::thread::bits;
 use crate::ticker::{self, Alarm, Client};
 use crate::{heap, steal_time};
 use slat::{Attention, Shared};
 use slat_irqchip::lapic::{Lapic, Request};
-use slat_irqchip::message::{DeliveryMode, Message};
+use slat_irqchip::message::{DeliveryMode, Destination, Message};
 use slat_x86::Counters;
 use slat_x86::state::MAX_NMIS;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -28,6 +29,8 @@ pub(crate) struct VcpuCommon {
     pub(crate) runner: AtomicUsize,
     pub(crate) exits: Exits,
     pub(crate) cpu: CpuCounts,
+    /// The vCPU as Hyper-V's interface has it.
+    pub(crate) vp: VirtualProcessor,
 }
 
 /// All vCPUs of the process, for [`interrupt_thread`].
@@ -83,11 +86,16 @@ impl VcpuCommon {
     /// A system management interrupt.
     pub(crate) const SMI: u32 = 1 << 5;
 
-    /// Creates the common part of a vCPU.
+    /// Creates the common part of a vCPU, before which the VM had `index` others.
     ///
     /// # Errors
     /// `ENOMEM`.
-    pub(crate) fn new(id: u32, attention: Attention, lapic: Option<Lapic>) -> Result<Shared<Self>> {
+    pub(crate) fn new(
+        id: u32,
+        index: u32,
+        attention: Attention,
+        lapic: Option<Lapic>,
+    ) -> Result<Shared<Self>> {
         Shared::try_new(VcpuCommon {
             id,
             client: Client::register(Alarm::Vcpu(attention.clone()))?,
@@ -98,6 +106,7 @@ impl VcpuCommon {
             runner: AtomicUsize::new(0),
             exits: Exits::default(),
             cpu: CpuCounts::default(),
+            vp: VirtualProcessor::new(index),
         })
         .map_err(no_memory)
     }
@@ -174,6 +183,17 @@ impl VcpuCommon {
             self.notice();
         }
         taken
+    }
+
+    /// Requests an edge-triggered interrupt of this vCPU.
+    pub(crate) fn request(&self, vector: u8) -> Request {
+        self.deliver(&Message {
+            vector,
+            mode: DeliveryMode::Fixed,
+            level: false,
+            assert: true,
+            destination: Destination::Physical(self.id),
+        })
     }
 
     /// Sends a non-maskable interrupt.

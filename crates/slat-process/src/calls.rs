@@ -156,6 +156,8 @@ calls! {
     Watch: Helper "epoll_ctl", SYS_epoll_ctl;
     /// Serves the guest's RDRAND and RDSEED.
     Random: Helper "getrandom", SYS_getrandom;
+    /// Asks how long a thread has run, for guests of Hyper-V's interface.
+    ThreadTime: Helper "clock_gettime", SYS_clock_gettime;
     /// Asks which pages are in memory. Without it nothing is prefetched.
     Resident: Omitted "mincore", SYS_mincore;
     /// Continues a wait that has a time limit. Without it there is no limit.

@@ -11,7 +11,7 @@ use crate::fixed::Fixed;
 use crate::flags::Lazy;
 use crate::heap::{OutOfMemory, Pages};
 use crate::int::Int;
-use crate::machine::{Exit, GuestFlush, Machine, Paging};
+use crate::machine::{Exit, GuestFlush, HypercallOutcome, Machine, Paging};
 use crate::mmio::Devices;
 use crate::op::{Break, Op};
 use crate::simd;
@@ -312,6 +312,14 @@ impl Cpu {
         // SAFETY: set by `with_machine` for the duration of its borrow; the result borrows `self`, so
         // there is one such reference at a time.
         unsafe { pointer.as_mut() }
+    }
+
+    /// Has the machine execute a hypercall with the CPU's registers.
+    pub(crate) fn call_machine(&mut self) -> HypercallOutcome {
+        let (cpl, long_mode) = (self.cpl, self.is_64());
+        let mut pointer = self.machine.expect("a CPU executes within run");
+        // SAFETY: as in `machine`; the state is no part of the machine.
+        unsafe { pointer.as_mut() }.hypercall(&mut self.state, cpl, long_mode)
     }
 
     /// Call after an instruction has changed the state: does [`derive`](Self::derive), and tells the machine if the guest has

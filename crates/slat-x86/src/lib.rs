@@ -82,8 +82,8 @@ pub use heap::OutOfMemory;
 #[cfg(feature = "jit")]
 pub use jit::{Compile, Compiler};
 pub use machine::{
-    Access, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, Hypercalls, Machine, Mmu,
-    MsrFault, Paging,
+    Access, Exit, Fault, GuestFlush, HostPage, HypercallInstruction, HypercallOutcome, Hypercalls,
+    Machine, Mmu, MsrFault, Paging,
 };
 pub use mmio::PORT_BYTES;
 pub use smm::{BadSmram, SMRAM_BYTES, SMRAM_OFFSET, SmramMap};

@@ -1,5 +1,6 @@
 //! What a CPU needs from its machine, and why it stops.
 
+use crate::state::State;
 use std::ptr::NonNull;
 
 /// What a memory access does.
@@ -82,7 +83,7 @@ pub enum Fault {
     OutOfMemory,
 }
 
-/// Why RDMSR or WRMSR is refused: by the machine, or by the CPU for an MSR that the CPU holds itself.
+/// Why RDMSR or WRMSR is not carried out: by the machine, or by the CPU for an MSR that the CPU holds itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrFault {
     /// The MSR does not exist.
@@ -91,6 +92,8 @@ pub enum MsrFault {
     Invalid,
     /// [`Machine::allows_msr`] forbids the access.
     Forbidden,
+    /// As [`Fault::Retry`], for an access that needs guest memory. Nothing was changed, and nobody else handles it.
+    Retry,
 }
 
 /// The translations that the guest invalidates.
@@ -157,9 +160,9 @@ pub trait Machine: Mmu {
     }
     /// Returns the guest's time-stamp counter.
     fn tsc(&mut self) -> u64;
-    /// Executes VMCALL or VMMCALL at CPL 0: number and four arguments, of 64 bits in `long_mode` and of 32 otherwise. Returns
-    /// RAX. `None`: the caller of the run executes it, the run ends with [`Exit::Hypercall`].
-    fn hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64>;
+    /// Executes VMCALL or VMMCALL, which code of privilege level `cpl` has called, with registers of 64 bits in `long_mode` and of 32
+    /// otherwise. Finds the arguments in the registers of `state`, and stores the results there; changes nothing else of it.
+    fn hypercall(&mut self, state: &mut State, cpl: u8, long_mode: bool) -> HypercallOutcome;
     /// Call after the guest has written CR8, its local APIC's task priority. (A write of the APIC's register by WRMSR changes
     /// CR8.)
     fn set_task_priority(&mut self, _cr8: u64) {}
@@ -171,6 +174,19 @@ pub trait Machine: Mmu {
     fn has_monitor(&mut self) -> bool {
         true
     }
+}
+
+/// What became of a hypercall.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HypercallOutcome {
+    /// It was executed.
+    Done,
+    /// The caller of the run executes it: the run ends with [`Exit::Hypercall`].
+    Outside,
+    /// #UD. No register was changed.
+    Undefined,
+    /// As [`Fault::Retry`]. No register was changed.
+    Retry,
 }
 
 /// An instruction that calls the hypervisor.
@@ -233,14 +249,7 @@ pub enum Exit {
     },
     /// A hypercall that the machine does not execute. RIP still points at the instruction;
     /// [`Cpu::complete_hypercall`](crate::Cpu::complete_hypercall) finishes it before the next run.
-    Hypercall {
-        /// Its number.
-        nr: u64,
-        /// Its arguments.
-        args: [u64; 4],
-        /// All 64 bits of the registers count.
-        long_mode: bool,
-    },
+    Hypercall,
     /// A refused access to an MSR, which the machine wants its caller to handle. RIP still points at the instruction;
     /// [`Cpu::complete_msr`](crate::Cpu::complete_msr) finishes it before the next run.
     Msr {

@@ -9,7 +9,7 @@ use crate::Cpu;
 use crate::heap::Zeroed;
 use crate::machine::{Exit, MsrFault};
 use crate::op::{Break, Op};
-use crate::state::{Exception, flags};
+use crate::state::{Exception, State, flags};
 use crate::vector;
 
 /// The most bytes that one port exit moves: repeated string accesses move many units.
@@ -260,17 +260,12 @@ impl Cpu {
     }
 
     /// Ends the run with the hypercall `op`.
-    pub(crate) fn ask_hypercall(&mut self, op: &Op, nr: u64, args: [u64; 4]) -> Break {
-        let long_mode = self.is_64();
-        let exit = Exit::Hypercall {
-            nr,
-            args,
-            long_mode,
-        };
-        self.ask(op, QuestionKind::Hypercall, exit)
+    pub(crate) fn ask_hypercall(&mut self, op: &Op) -> Break {
+        self.ask(op, QuestionKind::Hypercall, Exit::Hypercall)
     }
 
-    /// Refuses RDMSR or, with a `value`, WRMSR: #GP(0), or the end of the run if the machine wants its caller to handle it.
+    /// Refuses RDMSR or, with a `value`, WRMSR: #GP(0), or the end of the run if the machine wants its caller to handle it. An access
+    /// that was only interrupted starts again.
     pub(crate) fn refuse_msr(
         &mut self,
         op: &Op,
@@ -278,6 +273,9 @@ impl Cpu {
         value: Option<u64>,
         why: MsrFault,
     ) -> Break {
+        if why == MsrFault::Retry {
+            return Break::Retry;
+        }
         if !self.machine().answers_msr_outside(why) {
             return self.gp();
         }
@@ -306,17 +304,16 @@ impl Cpu {
         (question.rip == self.state.rip && kinds.contains(&question.kind)).then_some(question)
     }
 
-    /// Finishes the hypercall that ended the last run: `answer` is stored in RAX.
+    /// Finishes the hypercall that ended the last run: `store` stores its results in the registers; `true` tells it that they have 64
+    /// bits.
     ///
-    /// RIP moves to the next instruction unless it was changed meanwhile.
-    pub fn complete_hypercall(&mut self, answer: u64) {
+    /// RIP moves to the next instruction. If RIP was changed meanwhile, does nothing.
+    pub fn complete_hypercall(&mut self, store: impl FnOnce(&mut State, bool)) {
         let Some(question) = self.take_question(&[QuestionKind::Hypercall]) else {
             return;
         };
-        self.state.gpr[0] = match self.is_64() {
-            true => answer,
-            false => answer & 0xffff_ffff,
-        };
+        let long_mode = self.is_64();
+        store(&mut self.state, long_mode);
         self.question_done(&question);
     }
 

@@ -288,3 +288,39 @@ fn an_init_keeps_the_id() {
     lapic.reset();
     assert_eq!(lapic.address().map(|address| address.id), Some(9));
 }
+
+#[test]
+fn an_interrupt_that_ends_itself_holds_back_no_other() {
+    let mut lapic = enabled();
+    lapic.request(0x62, false);
+    lapic.request(0x31, false);
+    lapic.accept_ended(0x62);
+    assert_eq!(lapic.pending(), Some(0x31));
+    assert_eq!(lapic.write(reg::EOI, 0, 0), Effect::None);
+}
+
+#[test]
+fn hyper_v_reaches_three_registers_in_any_mode() {
+    let mut lapic = enabled();
+    lapic.write_synthetic(reg::TPR, 0x30, 0).unwrap();
+    assert_eq!(lapic.read_synthetic(reg::TPR, 0), Ok(0x30));
+    assert_eq!(lapic.write_synthetic(reg::TPR, 1 << 32, 0), Err(Refused));
+    let sent = lapic.write_synthetic(reg::ICR, 5 << 56 | 0x41, 0).unwrap();
+    let Effect::Send(message) = sent else {
+        panic!("{sent:?}")
+    };
+    assert_eq!(message.destination, Destination::Physical(5));
+    assert_eq!(lapic.read_synthetic(reg::ICR, 0), Ok(5 << 56 | 0x41));
+    lapic.request(0x62, false);
+    lapic.accept(0x62);
+    let ended = lapic.write_synthetic(reg::EOI, 7, 0);
+    assert_eq!(ended, Ok(Effect::Eoi(0x62, false)), "whatever the value");
+    assert_eq!(lapic.read_synthetic(reg::EOI, 0), Err(Refused));
+    assert_eq!(lapic.write_synthetic(reg::SVR, 0, 0), Err(Refused));
+    lapic.set_base(lapic.base() | BASE_X2APIC, true).unwrap();
+    let sent = lapic.write_synthetic(reg::ICR, 5 << 32 | 0x41, 0).unwrap();
+    let Effect::Send(message) = sent else {
+        panic!("{sent:?}")
+    };
+    assert_eq!(message.destination, Destination::Physical(5));
+}

@@ -89,6 +89,12 @@ pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
         KVM_EXIT_INTERNAL_ERROR => VcpuExit::InternalError,
         KVM_EXIT_IOAPIC_EOI => VcpuExit::IoapicEoi(exit!(run.eoi).vector),
         KVM_EXIT_HYPERV => VcpuExit::Hyperv,
+        KVM_EXIT_SYSTEM_EVENT => {
+            let event = exit!(&mut run.system_event);
+            // SAFETY: both fields of the union are plain.
+            let data = unsafe { &event.__bindgen_anon_1.data };
+            VcpuExit::SystemEvent(event.type_, &data[..event.ndata as usize])
+        }
         // Exits of other architectures, and those that kvm-ioctls has no name for.
         reason => VcpuExit::Unsupported(reason),
     }

@@ -15,6 +15,7 @@ mod device;
 mod encryption;
 mod exits;
 mod guest_memfd;
+mod hyperv;
 mod interrupts;
 mod msr_filter;
 mod registers;

@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// The KVM subsystem; replaces `kvm_ioctls::Kvm`.
 #[derive(Debug)]
 pub struct Kvm {
-    system: Arc<System>,
+    pub(super) system: Arc<System>,
     fd: OwnedFd,
     mmu: Option<MmuKind>,
     jit: Option<Jit>,
@@ -249,7 +249,7 @@ fn check_path(path: &CStr) -> Result<()> {
     }
 }
 
-fn cpuid(table: &[kvm_bindings::kvm_cpuid_entry2], room: usize) -> Result<CpuId> {
+pub(super) fn cpuid(table: &[kvm_bindings::kvm_cpuid_entry2], room: usize) -> Result<CpuId> {
     if room > KVM_MAX_CPUID_ENTRIES {
         return fail(libc::ENOMEM);
     }

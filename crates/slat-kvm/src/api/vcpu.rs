@@ -34,10 +34,11 @@ impl VcpuFd {
         })
     }
 
-    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`.
+    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`, `KVM_CAP_HYPERV_SYNIC2` and
+    /// `KVM_CAP_HYPERV_ENFORCE_CPUID`.
     ///
     /// # Errors
-    /// `EINVAL` for any other capability, and for flags.
+    /// `EINVAL` for any other capability, for flags and bad arguments, and for a SynIC without a local APIC.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
         self.vcpu.enable_cap(cap)
     }

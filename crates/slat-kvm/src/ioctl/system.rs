@@ -18,6 +18,7 @@ pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answ
             Ok(Answer::Created(Object::Vm(vm), fd))
         }
         KVM_GET_SUPPORTED_CPUID => give_cpuid(argument, &system.supported_cpuid()?),
+        KVM_GET_SUPPORTED_HV_CPUID => give_cpuid(argument, &system.supported_hv_cpuid()),
         KVM_GET_EMULATED_CPUID => give_cpuid(argument, &system.emulated_cpuid()),
         KVM_GET_MSR_INDEX_LIST => give_msr_list(argument, system.msr_index_list()),
         KVM_GET_MSR_FEATURE_INDEX_LIST => give_msr_list(argument, system.msr_feature_index_list()),

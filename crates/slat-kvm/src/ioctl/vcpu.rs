@@ -51,6 +51,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_SET_LAPIC if !vcpu.vm.has_irqchip() => return fail(libc::EINVAL),
         KVM_SET_LAPIC => vcpu.set_lapic(&user::read(argument)?)?,
         KVM_GET_CPUID2 => return give_cpuid(argument, &vcpu.get_cpuid()?),
+        KVM_GET_SUPPORTED_HV_CPUID => return give_cpuid(argument, &vcpu.supported_hv_cpuid()?),
         KVM_SET_CPUID2 => vcpu.set_cpuid(take_cpuid(argument)?)?,
         KVM_SET_CPUID => vcpu.set_cpuid(take_old_cpuid(argument)?)?,
         KVM_GET_MP_STATE => return give(argument, &vcpu.get_mp_state()?),

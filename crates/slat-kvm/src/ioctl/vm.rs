@@ -109,6 +109,7 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         KVM_REINJECT_CONTROL => vm.reinject_control(&user::read(argument)?)?,
         KVM_IRQFD => vm.irqfd(&user::read(argument)?)?,
         KVM_IOEVENTFD => vm.ioeventfd(&user::read(argument)?)?,
+        KVM_HYPERV_EVENTFD => vm.hyperv_eventfd(&user::read(argument)?)?,
         KVM_SIGNAL_MSI => return value(vm.signal_msi(&user::read(argument)?)?),
         KVM_GET_CLOCK => return give(argument, &vm.get_clock()?),
         KVM_SET_CLOCK => vm.set_clock(&user::read(argument)?)?,

@@ -170,10 +170,15 @@ impl IrqFds {
         (0..).map_while(irqfd).for_each(|irqfd| irqfd.fire());
     }
 
+    /// Whether there were resampled irqfds.
+    pub(crate) fn has_resampled(&self) -> bool {
+        self.resampled.load(Ordering::SeqCst)
+    }
+
     /// Lowers the line of resampled irqfds of `gsi`, and signals the client, which may raise it again. Call after the guest's end of
     /// an interrupt of `gsi`, with no controller locked.
     pub(crate) fn resample(&self, lines: &dyn Lines, gsi: u32) {
-        if !self.resampled.load(Ordering::SeqCst) {
+        if !self.has_resampled() {
             return;
         }
         let mut lowered = false;

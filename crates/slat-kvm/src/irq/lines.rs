@@ -6,6 +6,7 @@ use crate::irq::irqfd::Lines;
 use crate::irq::routing::{Routes, Target};
 use crate::irq::{Interrupts, Model};
 use crate::ticker::{VmTimer, VmTimers};
+use slat_irqchip::lapic::Request;
 use slat_irqchip::line::Outcome;
 use slat_irqchip::message::Message;
 use std::sync::{PoisonError, RwLockReadGuard};
@@ -30,6 +31,7 @@ impl Interrupts {
                 (Target::Msi { address, data }, _) if level => {
                     self.send_msi(address, data).status()
                 }
+                (Target::Sint { vp, sint }, _) if level => self.signal_source(vp, sint).status(),
                 // Lowering sends no message; and without chips there are no routes to them.
                 _ => -1,
             };
@@ -51,6 +53,9 @@ impl Interrupts {
                 (Target::Msi { address, data }, _) => {
                     self.send_msi(address, data);
                 }
+                (Target::Sint { vp, sint }, _) => {
+                    self.signal_source(vp, sint);
+                }
                 (Target::Pic(_) | Target::IoApic(_), None) => {}
             }
         }
@@ -68,6 +73,34 @@ impl Interrupts {
             0 => Outcome::Ignored,
             _ if sent.new == 0 => Outcome::Coalesced,
             taken => Outcome::Delivered(taken),
+        }
+    }
+
+    /// Signals a source of a SynIC.
+    fn signal_source(&self, vp: u32, sint: u32) -> Outcome {
+        let vcpus = self.vcpus.read();
+        let request = vcpus
+            .iter()
+            .find(|vcpu| vcpu.vp.index() == vp)
+            .and_then(|vcpu| {
+                let vector = vcpu.vp.vector(sint)?;
+                Some(vcpu.request(vector))
+            });
+        match request {
+            None | Some(Request::Refused) => Outcome::Ignored,
+            Some(Request::Merged) => Outcome::Coalesced,
+            Some(Request::Pending) => Outcome::Delivered(1),
+        }
+    }
+
+    /// Call when the guest has read what a source of its SynIC was signalled for.
+    pub(crate) fn source_acknowledged(&self, vp: u32, sint: u32) {
+        if !self.irqfds.has_resampled() {
+            return;
+        }
+        let gsi = self.routes().gsi_of(Target::Sint { vp, sint });
+        if let Some(gsi) = gsi {
+            self.irqfds.resample(self, gsi);
         }
     }
 

@@ -25,10 +25,17 @@ pub(crate) enum Target {
         /// The word that a device would write.
         data: u32,
     },
+    /// A source of the SynIC of a virtual processor.
+    Sint {
+        /// The VP index.
+        vp: u32,
+        /// The source.
+        sint: u32,
+    },
 }
 
 impl Target {
-    /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to each chip at most once, or to one message.
+    /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to each chip at most once, or to one message or source.
     fn excludes(self, other: Target) -> bool {
         match (self, other) {
             (Target::Pic(one), Target::Pic(another)) => {
@@ -143,6 +150,11 @@ fn target(entry: &kvm_irq_routing_entry, has_chips: bool, extended_ids: bool) ->
                 address: u64::from(msi.address_hi) << 32 | u64::from(msi.address_lo),
                 data: msi.data,
             })
+        }
+        KVM_IRQ_ROUTING_HV_SINT => {
+            // SAFETY: as above.
+            let kvm_irq_routing_hv_sint { vcpu, sint } = unsafe { entry.u.hv_sint };
+            Ok(Target::Sint { vp: vcpu, sint })
         }
         _ => fail(libc::EINVAL),
     }

@@ -1,10 +1,11 @@
-//! Hypercalls: requests of the guest by VMCALL or VMMCALL (KVM's `Documentation/virt/kvm/x86/hypercalls.rst`).
+//! KVM's own hypercalls: requests of the guest by VMCALL or VMMCALL (KVM's `Documentation/virt/kvm/x86/hypercalls.rst`).
 
 use crate::cpuid;
 use crate::machine::VcpuMachine;
 use crate::options::MAP_GPA_RANGE;
 use slat::Gpa;
 use slat_irqchip::message::{DeliveryMode, Destination, Message};
+use slat_x86::{HypercallOutcome, State};
 
 /// KVM_HC_VAPIC_POLL_IRQ: does nothing.
 const POLL: u64 = 1;
@@ -19,6 +20,8 @@ const SCHED_YIELD: u64 = 11;
 const UNKNOWN: u64 = 1000u64.wrapping_neg();
 /// The result for bad arguments (-KVM_EINVAL).
 const INVALID: u64 = 22u64.wrapping_neg();
+/// The result for code that is not the kernel's (-KVM_EPERM).
+const NOT_PERMITTED: u64 = 1u64.wrapping_neg();
 /// The result without an interrupt controller (-KVM_EOPNOTSUPP).
 const NOT_SUPPORTED: u64 = 95u64.wrapping_neg();
 
@@ -27,14 +30,70 @@ const ICR_DESTINATION: u64 = 1 << 11 | 3 << 18;
 const ICR_ASSERT: u64 = 1 << 14;
 const ICR_LEVEL: u64 = 1 << 15;
 
-impl VcpuMachine {
-    /// Carries out a hypercall. Returns its result; `None`: the client completes it.
-    pub(crate) fn answer_hypercall(
-        &mut self,
+/// A hypercall that the client carries out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ClientCall {
+    /// KVM's: `KVM_EXIT_HYPERCALL`.
+    Kvm {
+        /// Its number.
         nr: u64,
+        /// Its arguments.
         args: [u64; 4],
+        /// All 64 bits of the registers count.
         long_mode: bool,
-    ) -> Option<u64> {
+    },
+    /// Hyper-V's: `KVM_EXIT_HYPERV`.
+    Hyperv {
+        /// The input value.
+        input: u64,
+        /// The two registers after it.
+        parameters: [u64; 2],
+    },
+}
+
+/// Stores the result of one of KVM's hypercalls.
+pub(crate) fn store_result(state: &mut State, long_mode: bool, result: u64) {
+    state.gpr[0] = match long_mode {
+        true => result,
+        false => result & 0xffff_ffff,
+    };
+}
+
+impl VcpuMachine {
+    /// Executes one of KVM's hypercalls.
+    pub(super) fn kvm_call(
+        &mut self,
+        state: &mut State,
+        cpl: u8,
+        long_mode: bool,
+    ) -> HypercallOutcome {
+        let get = |register: usize| match long_mode {
+            true => state.gpr[register],
+            false => state.gpr[register] & 0xffff_ffff,
+        };
+        let (nr, args) = (get(0), [3, 1, 2, 6].map(get));
+        let result = match cpl {
+            0 => self.answer_hypercall(nr, args, long_mode),
+            _ => Some(NOT_PERMITTED),
+        };
+        match result {
+            Some(result) => {
+                store_result(state, long_mode, result);
+                HypercallOutcome::Done
+            }
+            None => {
+                self.client_call = Some(ClientCall::Kvm {
+                    nr,
+                    args,
+                    long_mode,
+                });
+                HypercallOutcome::Outside
+            }
+        }
+    }
+
+    /// Carries out a hypercall. Returns its result; `None`: the client completes it.
+    fn answer_hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64> {
         let map_gpa_range =
             nr == MAP_GPA_RANGE.into() && self.vm.options.answers_hypercall(MAP_GPA_RANGE);
         match nr {

@@ -207,6 +207,15 @@ impl VcpuMachine {
         }
     }
 
+    /// Has the engine compare what it has made of the guest's tables with them, if it shadows them. Returns whether it does: then all
+    /// translations are void. The vCPU is entered.
+    pub(crate) fn flush_shadowed(&mut self) -> bool {
+        if self.shadows {
+            self.engine.flush_guest(&mut Words);
+        }
+        self.shadows
+    }
+
     /// Reads an aligned word of guest-physical memory of the vCPU's address space; the vCPU is entered. `None`: `gpa` is not memory, or
     /// not accessible.
     pub(super) fn read_word_here(&mut self, gpa: u64) -> Option<u64> {
@@ -514,10 +523,7 @@ impl Mmu for VcpuMachine {
                 self.engine.invlpg(gva, &paging, &mut Words)
             }
             GuestFlush::Page(_) => false,
-            GuestFlush::All => {
-                self.engine.flush_guest(&mut Words);
-                true
-            }
+            GuestFlush::All => self.flush_shadowed(),
         };
         if void {
             self.pages.flush();

@@ -1,6 +1,7 @@
 //! The machine around one software CPU: CPUID, MSRs, time. Module [`crate::mmu`] has its memory.
 
-mod hypercall;
+pub(crate) mod hypercall;
+pub(crate) mod hyperv;
 mod mmu;
 pub(crate) mod msrs;
 mod pv_eoi;
@@ -38,6 +39,9 @@ pub(crate) struct VcpuMachine {
     pub(crate) physical_bits: u32,
     msrs: Stored,
     pub(crate) mce: MachineCheck,
+    pub(crate) hyperv: hyperv::VcpuHyperv,
+    /// The hypercall that the client carries out: the CPU's run has ended for it.
+    pub(crate) client_call: Option<hypercall::ClientCall>,
     pub(crate) steal: StealTime,
     /// The guest-physical address of the guest's task priority (`KVM_SET_VAPIC_ADDR`).
     pub(crate) vapic: Option<u64>,
@@ -85,6 +89,8 @@ impl VcpuMachine {
             physical_bits: cpuid::PHYS_BITS,
             msrs: Stored::default(),
             mce: MachineCheck::default(),
+            hyperv: hyperv::VcpuHyperv::default(),
+            client_call: None,
             steal: StealTime::default(),
             vapic: None,
             pv_eoi_offered: false,
@@ -127,7 +133,7 @@ impl VcpuMachine {
 
     /// Whether the guest may use the paravirtual feature with this bit.
     pub(crate) fn has_pv_feature(&self, bit: u32) -> bool {
-        let features = || cpuid::lookup(&self.cpuid, cpuid::KVM_FEATURES_LEAF, 0)[0];
+        let features = || cpuid::kvm_features_in(&self.cpuid);
         !self.enforces_pv_features || features() >> bit & 1 != 0
     }
 
@@ -205,6 +211,7 @@ impl VcpuMachine {
                 self.task_priority_changed();
             }
             Effect::Eoi(vector, level) => {
+                self.acknowledge_vector(vector);
                 if self.vm.interrupts.end_of_interrupt(vector, level) {
                     self.ioapic_eoi = Some(vector);
                 }
@@ -227,17 +234,19 @@ impl VcpuMachine {
         self.common.attention.raise(bits::IRQ);
     }
 
-    /// Sets the ticker's deadline to that of the APIC timer.
+    /// Sets the ticker's deadline to that of the APIC timer, or of a synthetic one.
     pub(crate) fn arm_timer(&self) {
-        let deadline = self.common.lapic().and_then(|lapic| lapic.deadline());
+        let apic = self.common.lapic().and_then(|lapic| lapic.deadline());
+        let deadline = [apic, self.timers_deadline()].into_iter().flatten().min();
         self.common
             .client
             .set_deadline(deadline.map(|at| self.vm.clock.instant(at)));
     }
 
-    /// Makes the run loop write the clock's page again before the guest continues.
+    /// Makes the run loop write the clock's page, and Hyper-V's, again before the guest continues.
     pub(crate) fn clock_page_changed(&mut self) {
         self.clock_changed = true;
+        self.vm.hyperv.clock_changed();
         self.common.attention.raise(bits::RETRY);
     }
 
@@ -256,8 +265,9 @@ impl VcpuMachine {
         uses
     }
 
-    /// Writes the pages of the paravirtual clock that have changed. The vCPU is entered. Skips a page that is not memory.
+    /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered. Skips a page that is not memory.
     pub(crate) fn write_clocks(&mut self) {
+        self.write_tsc_page();
         let address = self.msr(index::KVM_WALL_CLOCK_NEW);
         // A client that resets the MSR to 0 wants no page.
         if std::mem::take(&mut self.wall_clock_wanted) && address != 0 {

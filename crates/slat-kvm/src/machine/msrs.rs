@@ -6,6 +6,8 @@ use crate::msr::index::*;
 use crate::msr::{PLATFORM_INFO_CPUID_FAULT, UCODE_REV_RESET, fixed};
 use crate::{cpu_features, cpuid};
 use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
+use slat_hyperv::Writer;
+use slat_hyperv::msr::is_synthetic;
 use slat_irqchip::lapic::Effect;
 use slat_x86::state::control;
 use slat_x86::{MsrFault, State};
@@ -157,6 +159,13 @@ pub(crate) fn cpuid_faults(machine: &VcpuMachine) -> bool {
     machine.msr(MISC_FEATURES) & MISC_FEATURES_CPUID_FAULT != 0
 }
 
+fn writer(by_guest: bool) -> Writer {
+    match by_guest {
+        true => Writer::Guest,
+        false => Writer::Host,
+    }
+}
+
 fn tells_arch_capabilities(machine: &VcpuMachine) -> bool {
     cpuid::lookup(&machine.cpuid, 7, 0)[3] & cpuid::LEAF7_EDX_ARCH_CAPABILITIES != 0
 }
@@ -206,6 +215,7 @@ pub(crate) fn read_machine(
         | MTRR_FIX_64K
         | MTRR_FIX_16K..=MTRR_FIX_16K_LAST
         | MTRR_FIX_4K..=MTRR_FIX_4K_LAST => machine.msr(index),
+        _ if is_synthetic(index) => return machine.read_synthetic(index, writer(by_guest)),
         _ => return fixed::read(index).ok_or(MsrFault::Unknown),
     })
 }
@@ -347,6 +357,7 @@ pub(crate) fn write_machine(
         UCODE_REV => machine.store(index, value),
         KVM_STEAL_TIME => machine.set_steal_time(value)?,
         KVM_PV_EOI => machine.set_pv_eoi(value)?,
+        _ if is_synthetic(index) => machine.write_synthetic(index, value, writer(by_guest))?,
         _ => return fixed::write(index, value),
     }
     Ok(())

@@ -4,13 +4,16 @@ use crate::machine::{VcpuMachine, msrs};
 use crate::{cpuid, msr};
 use kvm_bindings::{KVM_X86_QUIRK_FIX_HYPERCALL_INSN, KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS};
 use slat_irqchip::lapic::BASE_ENABLE;
-use slat_x86::{HypercallInstruction, Hypercalls, Machine, MsrFault};
+use slat_x86::{HypercallInstruction, HypercallOutcome, Hypercalls, Machine, MsrFault, State};
 
 impl Machine for VcpuMachine {
     fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
         let mut values = cpuid::lookup(&self.cpuid, leaf, subleaf);
         if leaf == 1 && self.apic_base() & BASE_ENABLE == 0 {
             values[3] &= !cpuid::LEAF1_EDX_APIC;
+        }
+        if leaf == cpuid::POWER_LEAF && self.hides_invariant_tsc() {
+            values[3] &= !cpuid::POWER_EDX_INVARIANT_TSC;
         }
         values
     }
@@ -46,18 +49,18 @@ impl Machine for VcpuMachine {
         self.task_priority_changed();
     }
 
-    fn hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64> {
+    fn hypercall(&mut self, state: &mut State, cpl: u8, long_mode: bool) -> HypercallOutcome {
         self.common.exits.hypercalls.add(1);
         #[cfg(test)]
-        assert_ne!(nr, tests::HYPERCALL_PANICS, "on purpose");
-        self.answer_hypercall(nr, args, long_mode)
+        assert_ne!(state.gpr[0], tests::HYPERCALL_PANICS, "on purpose");
+        match self.uses_hyperv_calls() {
+            true => self.hyperv_call(state, cpl, long_mode),
+            false => self.kvm_call(state, cpl, long_mode),
+        }
     }
 
     fn hypercall_instruction(&mut self, which: HypercallInstruction) -> Hypercalls {
-        let native = match cpuid::host_is_amd() {
-            true => HypercallInstruction::Vmmcall,
-            false => HypercallInstruction::Vmcall,
-        };
+        let native = cpuid::native_hypercall();
         match which == native {
             true => Hypercalls::Executed,
             false if self.vm.quirks.has(KVM_X86_QUIRK_FIX_HYPERCALL_INSN) => {

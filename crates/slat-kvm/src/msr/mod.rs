@@ -5,6 +5,7 @@ use crate::cpu_features;
 use kvm_bindings::{
     KVM_MSR_EXIT_REASON_FILTER, KVM_MSR_EXIT_REASON_INVAL, KVM_MSR_EXIT_REASON_UNKNOWN,
 };
+use slat_hyperv::msr as hyperv;
 use slat_x86::MsrFault;
 
 pub(crate) mod fixed;
@@ -32,6 +33,35 @@ pub const SAVED: &[u32] = &[
     KVM_SYSTEM_TIME,
     KVM_WALL_CLOCK_NEW,
     KVM_SYSTEM_TIME_NEW,
+    hyperv::GUEST_OS_ID,
+    hyperv::HYPERCALL,
+    hyperv::TIME_REF_COUNT,
+    hyperv::REFERENCE_TSC,
+    hyperv::TSC_FREQUENCY,
+    hyperv::APIC_FREQUENCY,
+    hyperv::CRASH_P0,
+    hyperv::CRASH_P1,
+    hyperv::CRASH_P2,
+    hyperv::CRASH_P3,
+    hyperv::CRASH_P4,
+    hyperv::CRASH_CTL,
+    hyperv::RESET,
+    hyperv::VP_INDEX,
+    hyperv::VP_RUNTIME,
+    // A client that finds these two knows of the others of their kind.
+    hyperv::SCONTROL,
+    hyperv::STIMER0_CONFIG,
+    hyperv::VP_ASSIST_PAGE,
+    hyperv::REENLIGHTENMENT_CONTROL,
+    hyperv::TSC_EMULATION_CONTROL,
+    hyperv::TSC_EMULATION_STATUS,
+    hyperv::TSC_INVARIANT_CONTROL,
+    hyperv::SYNDBG_OPTIONS,
+    hyperv::SYNDBG_CONTROL,
+    hyperv::SYNDBG_STATUS,
+    hyperv::SYNDBG_SEND_BUFFER,
+    hyperv::SYNDBG_RECV_BUFFER,
+    hyperv::SYNDBG_PENDING_BUFFER,
     TSC_ADJUST,
     TSC_DEADLINE,
     KVM_STEAL_TIME,
@@ -113,5 +143,7 @@ pub(crate) fn exit_reason(why: MsrFault) -> u32 {
         MsrFault::Unknown => KVM_MSR_EXIT_REASON_UNKNOWN,
         MsrFault::Invalid => KVM_MSR_EXIT_REASON_INVAL,
         MsrFault::Forbidden => KVM_MSR_EXIT_REASON_FILTER,
+        // No refusal.
+        MsrFault::Retry => 0,
     }
 }

@@ -79,6 +79,10 @@ impl VcpuObject {
         }
         let mut lapic = self.common().lapic()?;
         let vector = lapic.pending()?;
+        if self.common().vp.ends_itself(vector) {
+            lapic.accept_ended(vector);
+            return Some(vector);
+        }
         lapic.accept(vector);
         drop(lapic);
         if !self.vm.interrupts.waits_for_end(vector) {

@@ -4,14 +4,17 @@
 //! |---|---|
 //! | `interrupts` | delivery of INIT, SIPI, NMIs and interrupts, and halts, which end by them |
 //! | `accesses` | port and MMIO accesses that need no client |
+//! | `hyperv` | exits of Hyper-V's interface |
 //! | `smm` | entry to system management mode, and RSM |
 
 mod accesses;
+mod hyperv;
 mod interrupts;
 mod smm;
 
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
+use crate::machine::hypercall::{ClientCall, store_result};
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{self, bits};
@@ -117,9 +120,11 @@ impl VcpuObject {
                 inner.cpu.complete_io(&data[..len]);
             }
             Unfinished::Hypercall => {
-                let answer = field!(self.page, __bindgen_anon_1.hypercall.ret);
-                inner.cpu.complete_hypercall(answer);
+                let result = field!(self.page, __bindgen_anon_1.hypercall.ret);
+                (inner.cpu).complete_hypercall(|state, wide| store_result(state, wide, result));
             }
+            Unfinished::HypervCall => self.complete_hyperv_call(inner),
+            Unfinished::HypervDebugger => self.complete_hyperv_debugger(),
             Unfinished::Msr => {
                 let error = field!(self.page, __bindgen_anon_1.msr.error);
                 let data = field!(self.page, __bindgen_anon_1.msr.data);
@@ -156,6 +161,7 @@ impl VcpuObject {
                     | bits::TIMER
                     | bits::RETRY
                     | bits::RING_FULL
+                    | bits::GUEST_FLUSH
                     | Attention::FLUSH,
             );
             self.vm.still_alive()?;
@@ -189,6 +195,7 @@ impl VcpuObject {
             }
             if self.ring_is_full()
                 || self.has_ended_for_client(inner)
+                || self.has_hyperv_exit(inner)
                 || !self.deliver_events(inner, masked)?
             {
                 return Ok(());
@@ -233,16 +240,28 @@ impl VcpuObject {
     fn attend(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         let attention = &self.common().attention;
         let raised = attention.take(
-            bits::SIGNAL | bits::IRQ | bits::TIMER | bits::POLL | bits::RETRY | bits::RING_FULL,
+            bits::SIGNAL
+                | bits::IRQ
+                | bits::TIMER
+                | bits::POLL
+                | bits::RETRY
+                | bits::RING_FULL
+                | bits::GUEST_FLUSH,
         );
         self.vm.still_alive()?;
         // The acknowledgement (`quiesce`) clears FLUSH.
-        if raised & bits::RETRY != 0
-            || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0
-        {
+        let by_host = raised & bits::RETRY != 0
+            || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0;
+        let by_guest = raised & bits::GUEST_FLUSH != 0;
+        if by_host || by_guest {
             self.common().exits.tlb_flush.add(1);
             inner.cpu.flush_tlb();
             inner.machine.pages.flush();
+        }
+        if by_guest {
+            inner.machine.flush_shadowed();
+        }
+        if by_host {
             inner.machine.engine.quiesce();
             inner.machine.write_clocks();
         }
@@ -250,6 +269,7 @@ impl VcpuObject {
             if let Some(mut lapic) = self.common().lapic() {
                 lapic.tick(self.vm.clock.now());
             }
+            inner.machine.run_timers();
             inner.machine.arm_timer();
         }
         let polled = raised & bits::POLL != 0
@@ -282,7 +302,7 @@ impl VcpuObject {
             }
             Exit::Smi
             | Exit::Rsm
-            | Exit::Hypercall { .. }
+            | Exit::Hypercall
             | Exit::Msr { .. }
             | Exit::Shutdown
             | Exit::BadAddress
@@ -393,14 +413,21 @@ impl VcpuObject {
                 exit::msr(page, index, value, msr::exit_reason(why));
                 inner.unfinished = Unfinished::Msr;
             }
-            Exit::Hypercall {
-                nr,
-                args,
-                long_mode,
-            } => {
-                exit::hypercall(page, nr, args, long_mode);
-                inner.unfinished = Unfinished::Hypercall;
-            }
+            Exit::Hypercall => match inner.machine.client_call.take() {
+                Some(ClientCall::Kvm {
+                    nr,
+                    args,
+                    long_mode,
+                }) => {
+                    exit::hypercall(page, nr, args, long_mode);
+                    inner.unfinished = Unfinished::Hypercall;
+                }
+                Some(ClientCall::Hyperv { input, parameters }) => {
+                    self.exit_for_hyperv_call(input, parameters);
+                    inner.unfinished = Unfinished::HypervCall;
+                }
+                None => unreachable!("the machine has named the call"),
+            },
             Exit::BadAddress => {
                 if let Some(fault) = inner.machine.memory_fault.take() {
                     exit::memory_fault(page, fault);

@@ -38,8 +38,12 @@ pub(crate) enum Unfinished {
     PortIn(usize),
     /// OUT reads nothing; its instruction has to be finished.
     PortOut,
-    /// A hypercall reads its result from `kvm_run`.
+    /// A hypercall of KVM's reads its result from `kvm_run`.
     Hypercall,
+    /// A hypercall of Hyper-V's reads its output from `kvm_run`.
+    HypervCall,
+    /// Hyper-V's debugger reads its status from `kvm_run`.
+    HypervDebugger,
     /// RDMSR or WRMSR reads its result from `kvm_run`.
     Msr,
     /// An MMIO read reads this many bytes from `kvm_run`.
@@ -139,14 +143,15 @@ impl VmObject {
         };
         vcpus.reserve()?;
         let (page, fd) = RunPage::create(id, self.rings.size())?;
-        let vcpu = VcpuObject::new(self.clone(), id, self.is_bootstrap(id), page, &fd)?;
+        let index = vcpus.len() as u32;
+        let vcpu = VcpuObject::new(self.clone(), id, index, page, &fd)?;
         vcpus.insert(at, vcpu.common().clone());
         Ok((vcpu, fd))
     }
 }
 
 impl VcpuObject {
-    /// Creates a vCPU in its reset state. Without an interrupt controller all vCPUs are runnable; with one, all but the bootstrap
+    /// Creates a vCPU in its reset state; the VM has `index` others. Without an interrupt controller all vCPUs are runnable; with one, all but the bootstrap
     /// processor wait for INIT and SIPI.
     ///
     /// # Errors
@@ -154,10 +159,11 @@ impl VcpuObject {
     fn new(
         vm: Arc<VmObject>,
         id: u32,
-        bootstrap: bool,
+        index: u32,
         page: RunPage,
         fd: &OwnedFd,
     ) -> Result<Shared<Self>> {
+        let bootstrap = vm.is_bootstrap(id);
         let mut cpu = Cpu::try_new(vm.code.clone()).map_err(no_memory)?;
         if let Some((compiler, compile)) = &vm.compiler {
             (cpu.set_compiler(compiler.clone(), *compile)).map_err(no_memory)?;
@@ -173,7 +179,7 @@ impl VcpuObject {
             }
             lapic
         });
-        let common = VcpuCommon::new(id, engine.attention().clone(), lapic)?;
+        let common = VcpuCommon::new(id, index, engine.attention().clone(), lapic)?;
         let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
         let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base);
         let waiting = irqchip && !bootstrap;
@@ -272,16 +278,28 @@ impl VcpuObject {
         })
     }
 
-    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`.
+    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`, `KVM_CAP_HYPERV_SYNIC2` and
+    /// `KVM_CAP_HYPERV_ENFORCE_CPUID`.
     ///
     /// # Errors
-    /// `EINVAL` for any other capability, and for flags.
+    /// `EINVAL` for any other capability, for flags and bad arguments, and for a SynIC without a local APIC.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
         let mut inner = self.lock()?;
-        if cap.flags != 0 || cap.cap != KVM_CAP_ENFORCE_PV_FEATURE_CPUID {
+        if cap.flags != 0 {
             return fail(libc::EINVAL);
         }
-        inner.machine.enforces_pv_features = cap.args[0] != 0;
+        let [argument, ..] = cap.args;
+        match cap.cap {
+            KVM_CAP_ENFORCE_PV_FEATURE_CPUID => {
+                inner.machine.enforces_pv_features = argument != 0;
+            }
+            KVM_CAP_HYPERV_ENFORCE_CPUID => inner.machine.hyperv.enforces_cpuid = argument != 0,
+            KVM_CAP_HYPERV_SYNIC2 if argument != 0 => return fail(libc::EINVAL),
+            KVM_CAP_HYPERV_SYNIC | KVM_CAP_HYPERV_SYNIC2 if self.common.has_lapic() => {
+                (self.common.vp).activate_synic(cap.cap == KVM_CAP_HYPERV_SYNIC);
+            }
+            _ => return fail(libc::EINVAL),
+        }
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use crate::machine::msrs;
 use crate::nested::{self, NestedState};
 use crate::regs::{self, uses_pae_paging};
 use crate::vcpu::{Inner, VcpuObject};
-use crate::{cpuid, fpu, heap};
+use crate::{cpuid, fpu, heap, hyperv};
 use kvm_bindings::*;
 use slat_x86::Features;
 
@@ -183,8 +183,18 @@ impl VcpuObject {
         let features = Features::from_cpuid(|leaf, subleaf| cpuid::lookup(&table, leaf, subleaf));
         inner.machine.physical_bits = features.physical_bits();
         inner.cpu.set_features(features);
+        inner.machine.hyperv.privileges = hyperv::cpuid::privileges(&table);
         inner.machine.cpuid = table;
         Ok(())
+    }
+
+    /// `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU: the leaves of Hyper-V's interface that a client may give it.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn supported_hv_cpuid(&self) -> Result<[kvm_cpuid_entry2; 10]> {
+        let _call = self.vm.begin()?;
+        Ok(hyperv::cpuid::supported(self.common().has_lapic()))
     }
 
     /// `KVM_GET_MSRS`: reads in order, stops at the first that is unknown, and returns how many were read.

@@ -53,6 +53,7 @@ impl VmObject {
             _ => clock::realtime().saturating_sub(data.realtime),
         };
         self.clock.set_kvmclock(data.clock.wrapping_add(since));
+        self.hyperv.clock_changed();
         self.engine
             .visit_attention(&mut |attention| attention.raise(bits::RETRY));
         Ok(())

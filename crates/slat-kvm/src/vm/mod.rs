@@ -23,6 +23,7 @@ use crate::dirty::Rings;
 use crate::engine::{EngineVm, TableFormat};
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::guest_memfd::PrivateMemory;
+use crate::hyperv::Hyperv;
 use crate::ioeventfd::IoEvents;
 use crate::irq::Interrupts;
 use crate::irq::vcpus::{MAX_VCPU_ID, Vcpus};
@@ -69,6 +70,7 @@ pub struct VmObject {
     pub(crate) devices: Devices,
     pub(crate) quirks: Quirks,
     pub(crate) options: Options,
+    pub(crate) hyperv: Hyperv,
 }
 
 impl std::fmt::Debug for VmObject {
@@ -129,6 +131,7 @@ impl VmObject {
             devices: Devices::default(),
             quirks: Quirks::default(),
             options: Options::default(),
+            hyperv: Hyperv::default(),
         }))
     }
 
@@ -266,6 +269,16 @@ impl VmObject {
     pub fn ioeventfd(&self, asked: &kvm_ioeventfd) -> Result<()> {
         let _call = self.begin()?;
         self.ioevents.change(&self.engine, asked)
+    }
+
+    /// `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an eventfd.
+    ///
+    /// # Errors
+    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id in use, `ENOENT`
+    /// for the removal of one that is not; `EBADF`, `EMFILE`, `ENOMEM`.
+    pub fn hyperv_eventfd(&self, asked: &kvm_hyperv_eventfd) -> Result<()> {
+        let _call = self.begin()?;
+        self.hyperv.connections.change(asked)
     }
 
     /// `KVM_X86_SET_MSR_FILTER`.

@@ -4,6 +4,7 @@
 mod common;
 mod cpu;
 mod exits;
+mod hyperv;
 mod interrupts;
 mod memory;
 mod objects;
@@ -20,6 +21,7 @@ fn uses() -> impl Iterator<Item = Use> {
     let tables = [
         cpu::USES,
         exits::USES,
+        hyperv::USES,
         interrupts::USES,
         memory::USES,
         objects::USES,

@@ -86,6 +86,7 @@ requests! {
     System: KVM_CHECK_EXTENSION Value(number), [];
     System: KVM_GET_VCPU_MMAP_SIZE Value(nothing), [EINVAL];
     System: KVM_GET_SUPPORTED_CPUID Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EFAULT ENOMEM];
+    System: KVM_GET_SUPPORTED_HV_CPUID Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EFAULT];
     System: KVM_GET_EMULATED_CPUID Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EFAULT ENOMEM];
     System: KVM_GET_MSRS Table { make: msrs, entries: 8, step: 16 }, [E2BIG EFAULT ENOMEM];
     Vm: KVM_CHECK_EXTENSION Value(number), [];
@@ -114,6 +115,7 @@ requests! {
     Vm: KVM_SIGNAL_MSI Struct(msi), [EINVAL EFAULT];
     Vm: KVM_IRQFD Struct(irqfd), [EINVAL EBADF EBUSY EFAULT ENOMEM];
     Vm: KVM_IOEVENTFD Struct(ioeventfd), [EINVAL EBADF EEXIST ENOENT EFAULT ENOMEM];
+    Vm: KVM_HYPERV_EVENTFD Struct(hyperv_eventfd), [EINVAL EBADF EEXIST ENOENT EFAULT ENOMEM];
     Vm: KVM_CREATE_PIT Value(nothing), [EEXIST ENOENT ENOMEM];
     Vm: KVM_CREATE_PIT2 Struct(pit_config), [EEXIST ENOENT EFAULT ENOMEM];
     Vm: KVM_GET_PIT Out(size_of::<kvm_pit_state>()), [ENXIO EFAULT];
@@ -144,6 +146,7 @@ requests! {
     Vcpu: KVM_GET_LAPIC Out(size_of::<kvm_lapic_state>()), [EINVAL EFAULT];
     Vcpu: KVM_SET_LAPIC Back(KVM_GET_LAPIC, size_of::<kvm_lapic_state>()), [EINVAL EFAULT];
     Vcpu: KVM_GET_CPUID2 Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EFAULT];
+    Vcpu: KVM_GET_SUPPORTED_HV_CPUID Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EFAULT];
     Vcpu: KVM_SET_CPUID2 Table { make: cpuid, entries: 8, step: 40 }, [E2BIG EINVAL EFAULT ENOMEM];
     Vcpu: KVM_GET_MP_STATE Out(size_of::<kvm_mp_state>()), [EFAULT];
     Vcpu: KVM_SET_MP_STATE Back(KVM_GET_MP_STATE, size_of::<kvm_mp_state>()), [EINVAL EFAULT];
@@ -398,15 +401,25 @@ fn routing(rng: &mut Rng) -> Vec<u8> {
             type_: KVM_IRQ_ROUTING_IRQCHIP,
             ..Default::default()
         };
-        if rng.one_in(2) {
-            entry.u.irqchip = kvm_irq_routing_irqchip {
-                irqchip: rng.below(3) as u32,
-                pin: rng.below(8) as u32,
-            };
-        } else {
-            entry.type_ = KVM_IRQ_ROUTING_MSI;
-            entry.u.msi.address_lo = 0xfee0_0000 | (rng.below(4) as u32) << 12;
-            entry.u.msi.data = rng.word() as u32 & 0xc7ff;
+        match rng.below(5) {
+            0 | 1 => {
+                entry.u.irqchip = kvm_irq_routing_irqchip {
+                    irqchip: rng.below(3) as u32,
+                    pin: rng.below(8) as u32,
+                };
+            }
+            2 => {
+                entry.type_ = KVM_IRQ_ROUTING_HV_SINT;
+                entry.u.hv_sint = kvm_irq_routing_hv_sint {
+                    vcpu: rng.below(4) as u32,
+                    sint: rng.below(17) as u32,
+                };
+            }
+            _ => {
+                entry.type_ = KVM_IRQ_ROUTING_MSI;
+                entry.u.msi.address_lo = 0xfee0_0000 | (rng.below(4) as u32) << 12;
+                entry.u.msi.data = rng.word() as u32 & 0xc7ff;
+            }
         }
         bytes.extend(bytes_of(&entry));
     }
@@ -422,6 +435,17 @@ fn irqfd(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
         gsi: gsi(rng),
         flags: rng.pick(&[0, 0, 0, KVM_IRQFD_FLAG_DEASSIGN, KVM_IRQFD_FLAG_RESAMPLE, 3]),
         resamplefd: context.world.event(rng) as u32,
+        ..Default::default()
+    });
+    mutate(rng, &mut bytes);
+    bytes
+}
+
+fn hyperv_eventfd(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
+    let mut bytes = bytes_of(&kvm_hyperv_eventfd {
+        conn_id: rng.pick(&[0, 1, 2, 2, 0xff_ffff, 1 << 24]),
+        fd: context.world.event(rng),
+        flags: rng.pick(&[0, 0, KVM_HYPERV_EVENTFD_DEASSIGN, 2]),
         ..Default::default()
     });
     mutate(rng, &mut bytes);
@@ -471,6 +495,9 @@ fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
         (KVM_CAP_SPLIT_IRQCHIP, &[24, 24, 0, 4096, 4097]),
         (KVM_CAP_X2APIC_API, &[0, 1, 2, 3, 4]),
         (KVM_CAP_NR_VCPUS, &[0]),
+        (KVM_CAP_HYPERV_SYNIC, &[0, 1]),
+        (KVM_CAP_HYPERV_SYNIC2, &[0, 0, 1]),
+        (KVM_CAP_HYPERV_ENFORCE_CPUID, &[0, 1]),
     ];
     let (cap, arguments) = rng.pick(CAPABILITIES);
     let mut value = kvm_enable_cap {
@@ -548,7 +575,7 @@ fn cpuid(rng: &mut Rng) -> Vec<u8> {
 }
 
 /// Ranges of MSR numbers, a little larger than those that exist: first, length.
-const MSRS: [(u32, u64); 15] = [
+const MSRS: [(u32, u64); 18] = [
     (0x10, 3),
     (0x1b, 1),
     (0x3a, 2),
@@ -564,6 +591,9 @@ const MSRS: [(u32, u64); 15] = [
     (0x4b56_4d00, 2),
     (0x4b56_4d00, 8),
     (0xc000_0080, 0x84),
+    (0x4000_0000, 0x24),
+    (0x4000_0070, 0x48),
+    (0x4000_00f0, 0x2a),
 ];
 
 fn msrs(rng: &mut Rng) -> Vec<u8> {

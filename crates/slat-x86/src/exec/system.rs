@@ -4,7 +4,8 @@ use crate::Cpu;
 use crate::debug::DR6_ONES;
 use crate::int::{Int, by_size};
 use crate::machine::{
-    Access, Exit, Fault, GuestFlush, HypercallInstruction, Hypercalls, MsrFault, Paging,
+    Access, Exit, Fault, GuestFlush, HypercallInstruction, HypercallOutcome, Hypercalls, MsrFault,
+    Paging,
 };
 use crate::op::{Break, Flow, Handler, MEM, Op};
 use crate::state::{control::*, flags};
@@ -22,6 +23,9 @@ const CR3_KEEPS: u64 = 1 << 63;
 
 /// The task priority of a local APIC in x2APIC mode.
 const X2APIC_TPR: u32 = 0x808;
+/// Hyper-V's MSRs for registers of the APIC: EOI, ICR, TPR.
+const HYPERV_EOI: u32 = 0x4000_0070;
+const HYPERV_TPR: u32 = 0x4000_0072;
 
 fn low_half(v: u64) -> u64 {
     v & 0xffff_ffff
@@ -195,7 +199,7 @@ impl Cpu {
             0xc000_0103 => self.state.tsc_aux = low_half(v),
             _ => {
                 self.machine().wrmsr(msr, v)?;
-                if msr == X2APIC_TPR {
+                if matches!(msr, X2APIC_TPR | HYPERV_TPR) {
                     self.state.cr8 = v >> 4 & 15;
                 }
             }
@@ -342,8 +346,9 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
     if let Err(why) = cpu.write_msr(msr, v) {
         return Err(cpu.refuse_msr(op, msr, Some(v), why));
     }
-    // SDM volume 3, "Serializing Instructions": these writes are none, and timers and IPIs are made of them.
-    if !matches!(msr, TSC_DEADLINE | X2APIC_FIRST..=X2APIC_LAST) {
+    // SDM volume 3, "Serializing Instructions": these writes are none, and timers and IPIs are made of them. Hyper-V's are the same
+    // registers of the APIC.
+    if !matches!(msr, TSC_DEADLINE | X2APIC_FIRST..=X2APIC_LAST | HYPERV_EOI..=HYPERV_TPR) {
         cpu.serialize();
     }
     cpu.refresh();
@@ -574,27 +579,12 @@ fn hypercall_by(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
     }
 }
 fn hypercall(cpu: &mut Cpu, op: &Op) -> Flow {
-    let wide = cpu.is_64();
-    let get = |cpu: &Cpu, r: usize| {
-        if wide {
-            cpu.state.gpr[r]
-        } else {
-            low_half(cpu.state.gpr[r])
-        }
-    };
-    let v = if cpu.cpl == 0 {
-        let args = [3, 1, 2, 6].map(|r| get(cpu, r));
-        let nr = get(cpu, 0);
-        match cpu.machine().hypercall(nr, args, wide) {
-            Some(answer) => answer,
-            None => return Err(cpu.ask_hypercall(op, nr, args)),
-        }
-    } else {
-        // -EPERM in KVM's numbering of hypercall errors.
-        u64::MAX
-    };
-    cpu.state.gpr[0] = if wide { v } else { low_half(v) };
-    Err(Break::End)
+    Err(match cpu.call_machine() {
+        HypercallOutcome::Done => Break::End,
+        HypercallOutcome::Outside => cpu.ask_hypercall(op),
+        HypercallOutcome::Undefined => cpu.ud(),
+        HypercallOutcome::Retry => Break::Retry,
+    })
 }
 
 /// RDRAND (`aux` 0) and RDSEED.

@@ -131,7 +131,7 @@ pub struct TestMachine {
     /// What [`Mmu::recheck`] returns after it has made the host page accessible.
     pub mends: Option<Result<(), Fault>>,
     pub msrs: HashMap<u32, u64>,
-    pub hypercalls: Vec<(u64, [u64; 4], bool)>,
+    pub hypercalls: Vec<(u64, u8, bool)>,
     pub cpuid_faults: bool,
     /// MSRs that may not be read, or written.
     pub forbidden_msrs: Vec<(u32, bool)>,
@@ -326,9 +326,17 @@ impl Machine for TestMachine {
         self.tsc += 1;
         self.tsc
     }
-    fn hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64> {
-        self.hypercalls.push((nr, args, long_mode));
-        (nr < 100).then_some(7)
+    fn hypercall(&mut self, state: &mut State, cpl: u8, long_mode: bool) -> HypercallOutcome {
+        let nr = state.gpr[0];
+        self.hypercalls.push((nr, cpl, long_mode));
+        match nr {
+            100.. => HypercallOutcome::Outside,
+            99 => HypercallOutcome::Undefined,
+            _ => {
+                (state.gpr[0], state.gpr[2]) = (7, state.gpr[1]);
+                HypercallOutcome::Done
+            }
+        }
     }
 }
 

@@ -265,8 +265,8 @@ fn a_hypercall_that_is_answered_from_outside_is_stepped() {
     guest.memory().write64(STACK, 2);
     guest.cpu.state.gpr[RAX] = 100;
     guest.cpu.state.rflags |= TF;
-    assert!(matches!(guest.run(), Exit::Hypercall { .. }));
-    guest.cpu.complete_hypercall(0);
+    assert_eq!(guest.run(), Exit::Hypercall);
+    guest.cpu.complete_hypercall(|state, _| state.gpr[RAX] = 0);
     guest.halt();
     assert_eq!(log(&guest), [(3, NONE | BS, false), (4, NONE | BS, false)]);
 }

@@ -296,16 +296,21 @@ fn hypercalls_and_msrs_reach_the_machine() {
     // vmcall; mov ecx,0x10; rdmsr (unknown: #GP)
     let mut guest = Guest::new(b"\x0f\x01\xc1\x89\xc3\xb9\x10\x00\x00\x00\x0f\x32");
     let state = &mut guest.cpu.state;
-    (
-        state.gpr[RAX],
-        state.gpr[RBX],
-        state.gpr[RCX],
-        state.gpr[RDX],
-        state.gpr[RSI],
-    ) = (1, 2, 3, 4, 5);
+    (state.gpr[RAX], state.gpr[RCX]) = (1, 3);
     guest.halt_in_handler(vector::GP);
-    assert_eq!(guest.machine.hypercalls, [(1, [2, 3, 4, 5], true)]);
-    assert_eq!((guest.cpu.state.gpr[RBX], guest.stack(1)), (7, CODE + 10));
+    assert_eq!(guest.machine.hypercalls, [(1, 0, true)]);
+    let state = &guest.cpu.state;
+    assert_eq!((state.gpr[RBX], state.gpr[RDX]), (7, 3));
+    assert_eq!(guest.stack(1), CODE + 10);
+}
+
+#[test]
+fn a_machine_may_have_no_hypercall() {
+    // vmcall
+    let mut guest = Guest::new(b"\x0f\x01\xc1");
+    guest.cpu.state.gpr[RAX] = 99;
+    guest.halt_in_handler(vector::UD);
+    assert_eq!(guest.stack(0), CODE);
 }
 
 #[test]
@@ -313,20 +318,12 @@ fn a_hypercall_that_the_machine_does_not_answer_is_finished_from_outside() {
     // vmcall; mov ebx,eax
     let mut guest = Guest::new(b"\x0f\x01\xc1\x89\xc3\xf4");
     guest.cpu.state.gpr[RAX] = 100;
-    guest.cpu.state.gpr[RSI] = 5;
-    let exit = guest.run();
-    let args = [0, guest.cpu.state.gpr[RCX], guest.cpu.state.gpr[RDX], 5];
-    let Exit::Hypercall {
-        nr: 100,
-        args: [_, c, d, s],
-        long_mode: true,
-    } = exit
-    else {
-        panic!("{exit:?}")
-    };
-    assert_eq!([0, c, d, s], args);
+    assert_eq!(guest.run(), Exit::Hypercall);
     assert_eq!(guest.cpu.state.rip, CODE);
-    guest.cpu.complete_hypercall(9);
+    guest.cpu.complete_hypercall(|state, long_mode| {
+        assert!(long_mode);
+        state.gpr[RAX] = 9;
+    });
     guest.halt();
     assert_eq!(guest.cpu.state.gpr[RBX], 9);
     assert_eq!(guest.machine.hypercalls.len(), 1);

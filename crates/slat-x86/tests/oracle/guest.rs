@@ -6,7 +6,8 @@ use std::sync::atomic::AtomicU32;
 
 use slat_x86::state::xcr0;
 use slat_x86::{
-    Access, CodePages, Cpu, Exit, HostPage, Machine, Mmu, MsrFault, Paging, Segment, Table,
+    Access, CodePages, Cpu, Exit, HostPage, HypercallOutcome, Machine, Mmu, MsrFault, Paging,
+    Segment, State, Table,
 };
 
 use crate::native::{
@@ -80,8 +81,8 @@ impl Machine for Flat {
     fn tsc(&mut self) -> u64 {
         0
     }
-    fn hypercall(&mut self, _: u64, _: [u64; 4], _: bool) -> Option<u64> {
-        Some(0)
+    fn hypercall(&mut self, _: &mut State, _: u8, _: bool) -> HypercallOutcome {
+        HypercallOutcome::Done
     }
 }
 

@@ -270,11 +270,22 @@ impl Readers {
     /// Waits until every reader has passed a quiescent point after this call began, or is outside; calls
     /// `wait(round, token)` while it waits for the reader with `token`. Returns the generation that they have passed.
     /// The caller is in no section.
-    pub(crate) fn synchronize(&self, mut wait: impl FnMut(u32, usize)) -> u64 {
-        let generation = self.ask();
+    pub(crate) fn synchronize(&self, wait: impl FnMut(u32, usize)) -> u64 {
+        self.synchronize_those(|_| true, wait)
+    }
+
+    /// Like [`Self::synchronize`], but asks only those readers whose attention word `wanted` accepts, and waits for each
+    /// while it does.
+    pub(crate) fn synchronize_those(
+        &self,
+        wanted: impl Fn(&Attention) -> bool,
+        mut wait: impl FnMut(u32, usize),
+    ) -> u64 {
+        let asked = self.iter().filter(|reader| wanted(&reader.attention));
+        let generation = self.ask_those(asked);
         for reader in self.iter() {
             let mut round = 0;
-            while !reader.has_passed(generation) {
+            while wanted(&reader.attention) && !reader.has_passed(generation) {
                 wait(round, reader.token.load(Relaxed));
                 round += 1;
             }
@@ -282,11 +293,11 @@ impl Readers {
         generation
     }
 
-    /// Raises the generation, asks the readers inside to pass a quiescent point, and returns without waiting. Returns
-    /// the new generation.
-    pub(crate) fn ask(&self) -> u64 {
+    /// Raises the generation, asks those of `readers` that are inside to pass a quiescent point, and returns without
+    /// waiting. Returns the new generation.
+    fn ask_those<'a>(&self, readers: impl Iterator<Item = &'a Reader>) -> u64 {
         let generation = self.generation.fetch_add(1, SeqCst) + 1;
-        for reader in self.iter() {
+        for reader in readers {
             if !reader.has_passed(generation) {
                 reader.attention.raise(Attention::FLUSH);
             }
@@ -352,6 +363,29 @@ mod tests {
         });
         assert_eq!(waits, 3);
         assert_eq!(reader.attention.flag().load(Relaxed), 0);
+    }
+
+    #[test]
+    fn a_writer_may_wait_for_some_readers_alone() {
+        const WANTED: u32 = 1 << 5;
+        let readers = Readers::new();
+        let [one, other] = [(); 2].map(|()| readers.register().unwrap());
+        one.enter(&readers, 1);
+        other.enter(&readers, 2);
+        one.attention.raise(WANTED);
+        let wanted = |attention: &Attention| attention.flag().load(SeqCst) & WANTED != 0;
+        readers.synchronize_those(wanted, |_, token| {
+            assert_eq!(token, 1);
+            one.quiesce(&readers);
+        });
+        assert_eq!(other.attention.flag().load(SeqCst), 0, "it was not asked");
+        // A full wait is for both again.
+        let mut asked = 0;
+        readers.synchronize(|_, token| {
+            asked += token;
+            [one, other][token - 1].quiesce(&readers);
+        });
+        assert_eq!(asked, 3);
     }
 
     #[test]

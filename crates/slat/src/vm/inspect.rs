@@ -27,6 +27,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.readers.synchronize(self.reader_wait());
     }
 
+    /// Like [`Self::synchronize`], but waits only for those vCPUs whose attention word `wanted` accepts, while it does. For a
+    /// client that raises a bit of its own in the words of some vCPUs, which they take before they drop what they have read.
+    pub fn synchronize_those(&self, wanted: &dyn Fn(&Attention) -> bool) {
+        self.readers.synchronize_those(wanted, self.reader_wait());
+    }
+
     /// Calls `visit` for every leaf and every MMIO entry that covers a frame of `range`, in the order of gfn, with the
     /// first frame that the entry covers (a huge leaf may begin before `range`), its level, and its meaning. Does
     /// nothing if the address space `space` does not exist.

@@ -1,0 +1,123 @@
+//! The reference clock of a partition, in units of 100 ns, and the page by which a guest computes it from its TSC
+//! (`HV_REFERENCE_TSC_PAGE`).
+//!
+//! A guest computes `(tsc * scale >> 64) + offset`, and reads the sequence before and after. Sequence 0 tells it to read the MSR
+//! instead: so a page is changed while its sequence is 0.
+
+/// Nanoseconds of one unit of the reference clock.
+pub const UNIT: u64 = 100;
+/// Units per millisecond.
+const UNITS_PER_MS: u64 = 1_000_000 / UNIT;
+/// Bytes of the page that have a meaning.
+pub const PAGE_BYTES: usize = 24;
+/// The sequence that guests take for "read the MSR" in an old version of the interface.
+const OLD_INVALID: u32 = u32::MAX;
+
+/// The contents of the page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TscPage {
+    /// Changes with the contents; 0 while the page is invalid.
+    pub sequence: u32,
+    /// Units per cycle of the TSC, times 2^64.
+    pub scale: u64,
+    /// Added to the scaled TSC, modulo 2^64.
+    pub offset: u64,
+}
+
+impl TscPage {
+    /// Returns the parameters by which the clock of a guest, whose TSC runs at `khz`, shows `nanoseconds` when the TSC is `tsc`. The
+    /// sequence is 0. `None`: the TSC is too slow for the page.
+    pub fn new(khz: u32, tsc: u64, nanoseconds: u64) -> Option<Self> {
+        let scale = (u128::from(UNITS_PER_MS) << 64).checked_div(khz.into())?;
+        let scale = u64::try_from(scale).ok()?;
+        Some(TscPage {
+            sequence: 0,
+            scale,
+            offset: (nanoseconds / UNIT).wrapping_sub(scaled(tsc, scale)),
+        })
+    }
+
+    /// The reference clock when the TSC is `tsc`.
+    pub fn time(&self, tsc: u64) -> u64 {
+        scaled(tsc, self.scale).wrapping_add(self.offset)
+    }
+
+    /// Returns the sequence of a page that replaces one with the sequence `before`.
+    pub fn next_sequence(before: u32) -> u32 {
+        match before.wrapping_add(1) {
+            0 | OLD_INVALID => 1,
+            next => next,
+        }
+    }
+
+    /// The page as guests read it.
+    pub fn to_bytes(self) -> [u8; PAGE_BYTES] {
+        let mut bytes = [0; PAGE_BYTES];
+        bytes[0..4].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.scale.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.offset.to_le_bytes());
+        bytes
+    }
+
+    /// Decodes the three words of a page in guest memory.
+    pub fn from_words([sequence, scale, offset]: [u64; 3]) -> Self {
+        TscPage {
+            sequence: sequence as u32,
+            scale,
+            offset,
+        }
+    }
+}
+
+fn scaled(tsc: u64, scale: u64) -> u64 {
+    ((u128::from(tsc) * u128::from(scale)) >> 64) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_turns_cycles_into_units() {
+        for khz in [1_000_000, 2_445_443, 4_700_000] {
+            let page = TscPage::new(khz, 5_000, 7_000).unwrap();
+            assert_eq!(page.time(5_000), 70);
+            let hour = 3600 * 1000 * u64::from(khz);
+            assert!(page.time(5_000 + hour).abs_diff(70 + 36_000_000_000) <= 2);
+        }
+    }
+
+    #[test]
+    fn a_clock_may_be_behind_its_tsc() {
+        let page = TscPage::new(1_000_000, u64::MAX / 2, 0).unwrap();
+        assert_eq!(page.time(u64::MAX / 2), 0);
+        assert_eq!(page.time(u64::MAX / 2 + 1_000_000).abs_diff(10_000) / 2, 0);
+    }
+
+    #[test]
+    fn a_slow_tsc_has_no_page() {
+        assert_eq!(TscPage::new(0, 0, 0), None);
+        assert_eq!(TscPage::new(10_000, 0, 0), None);
+        assert!(TscPage::new(10_001, 0, 0).is_some());
+    }
+
+    #[test]
+    fn no_valid_sequence_is_zero_or_all_ones() {
+        assert_eq!(TscPage::next_sequence(0), 1);
+        assert_eq!(TscPage::next_sequence(7), 8);
+        assert_eq!(TscPage::next_sequence(u32::MAX - 1), 1);
+        assert_eq!(TscPage::next_sequence(u32::MAX), 1);
+    }
+
+    #[test]
+    fn a_page_is_read_as_it_was_written() {
+        let page = TscPage {
+            sequence: 3,
+            scale: 1 << 50,
+            offset: u64::MAX - 9,
+        };
+        let bytes = page.to_bytes();
+        let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+        assert_eq!(TscPage::from_words([word(0), word(8), word(16)]), page);
+    }
+}

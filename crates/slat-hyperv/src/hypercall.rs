@@ -1,0 +1,369 @@
+//! What a hypercall asks for, and how its result looks.
+//!
+//! A hypercall's input value names the call and its form. Its parameters are a sequence of 64-bit words: in guest memory, or, for a
+//! *fast* call, in two registers, followed by the halves of six XMM registers. Both have the same layout, so the parameters are
+//! decoded by a closure that returns the word with a given index, from wherever it is ([`Fast::word`] for registers).
+//!
+//! [`Request::decode`] finds what is asked for. [`Flush::read`] and [`Ipi::read`] read the parameters of calls that the host carries
+//! out; those of the others are the client's.
+
+use crate::cpuid::Privileges;
+use crate::vp_set::{BANKS, VpSet};
+
+/// The numbers of hypercalls.
+pub mod code {
+    #![allow(missing_docs)]
+    pub const FLUSH_SPACE: u16 = 0x02;
+    pub const FLUSH_LIST: u16 = 0x03;
+    pub const NOTIFY_LONG_SPIN_WAIT: u16 = 0x08;
+    pub const SEND_IPI: u16 = 0x0b;
+    pub const FLUSH_SPACE_EX: u16 = 0x13;
+    pub const FLUSH_LIST_EX: u16 = 0x14;
+    pub const SEND_IPI_EX: u16 = 0x15;
+    pub const POST_MESSAGE: u16 = 0x5c;
+    pub const SIGNAL_EVENT: u16 = 0x5d;
+    pub const POST_DEBUG_DATA: u16 = 0x69;
+    pub const RETRIEVE_DEBUG_DATA: u16 = 0x6a;
+    pub const RESET_DEBUG_SESSION: u16 = 0x6b;
+    /// HvExtCallQueryCapabilities, and those that it may tell of.
+    pub const EXTENDED_FIRST: u16 = 0x8001;
+    pub const EXTENDED_LAST: u16 = 0x8041;
+}
+
+/// The status of a hypercall.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+#[allow(missing_docs)]
+pub enum Status {
+    Success = 0,
+    InvalidCode = 2,
+    InvalidInput = 3,
+    InvalidAlignment = 4,
+    InvalidParameter = 5,
+    AccessDenied = 6,
+    OperationDenied = 8,
+    InvalidPortId = 0x11,
+}
+
+impl Status {
+    /// Returns the output value of a call that ends with this status, after `reps` repetitions.
+    pub fn output(self, reps: u16) -> u64 {
+        self as u64 | u64::from(reps) << 32
+    }
+}
+
+/// The input value of a hypercall.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Input(pub u64);
+
+/// Bits of the input value that have to be 0.
+const RESERVED: u64 = 0x1f << 27 | 0xf << 44 | 0xf << 60;
+
+impl Input {
+    /// The number of the call.
+    pub fn code(self) -> u16 {
+        self.0 as u16
+    }
+
+    /// Whether the parameters are in registers.
+    pub fn is_fast(self) -> bool {
+        self.0 >> 16 & 1 != 0
+    }
+
+    /// The words of the header that has no fixed size.
+    pub fn variable_header(self) -> usize {
+        (self.0 >> 17 & 0x3ff) as usize
+    }
+
+    /// How often the call is to be repeated, each time with the next element of a list.
+    pub fn reps(self) -> u16 {
+        (self.0 >> 32 & 0xfff) as u16
+    }
+
+    /// The number of the first repetition.
+    pub fn first_rep(self) -> u16 {
+        (self.0 >> 48 & 0xfff) as u16
+    }
+
+    fn is_repeated(self) -> bool {
+        self.reps() != 0 || self.first_rep() != 0
+    }
+
+    /// Whether the call may have parameters in XMM registers.
+    fn uses_xmm(self) -> bool {
+        use code::{FLUSH_LIST, FLUSH_LIST_EX, FLUSH_SPACE, FLUSH_SPACE_EX, SEND_IPI_EX};
+        let calls = [
+            FLUSH_SPACE,
+            FLUSH_LIST,
+            FLUSH_SPACE_EX,
+            FLUSH_LIST_EX,
+            SEND_IPI_EX,
+        ];
+        self.is_fast() && calls.contains(&self.code())
+    }
+}
+
+/// The registers of a fast call.
+#[derive(Clone, Copy, Debug)]
+pub struct Fast {
+    /// The two registers.
+    pub registers: [u64; 2],
+    /// XMM0 to XMM5.
+    pub xmm: [u128; 6],
+}
+
+impl Fast {
+    /// Returns a word of the parameters. `None`: there are no more registers.
+    pub fn word(&self, index: usize) -> Option<u64> {
+        match index.checked_sub(self.registers.len()) {
+            None => Some(self.registers[index]),
+            Some(half) => {
+                let register = self.xmm.get(half / 2)?;
+                Some((register >> (64 * (half % 2))) as u64)
+            }
+        }
+    }
+}
+
+/// What a virtual processor may do.
+#[derive(Clone, Copy, Debug)]
+pub struct Caller {
+    /// What its CPUID allows, if that counts.
+    pub enforced: Option<Privileges>,
+    /// Its SynIC is active: the client handles messages and events.
+    pub has_synic: bool,
+    /// It may use the synthetic debugger.
+    pub has_debugger: bool,
+    /// Its debugger uses hypercalls.
+    pub debugs_by_hypercalls: bool,
+}
+
+/// What a hypercall asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// It waits for a lock that another virtual processor holds.
+    SpinWait,
+    /// Signal an event. What the host has no connection for is the client's, as [`client_event`] says.
+    SignalEvent,
+    /// Flush translations: see [`Flush::read`].
+    Flush,
+    /// Send an interrupt: see [`Ipi::read`].
+    SendIpi,
+    /// The client carries it out.
+    Client,
+}
+
+/// Why a hypercall is not carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// It ends with this status.
+    Status(Status),
+    /// #UD.
+    Undefined,
+}
+
+impl Request {
+    /// Decides what a call asks for.
+    ///
+    /// # Errors
+    /// The caller must not make the call, it does not exist, or its form is wrong.
+    pub fn decode(input: Input, caller: &Caller) -> Result<Self, Refusal> {
+        use code::*;
+        let refuse = |status| Err(Refusal::Status(status));
+        let enforced = caller.enforced.as_ref();
+        if enforced.is_some_and(|privileges| !privileges.allows_call(input.code())) {
+            return refuse(Status::AccessDenied);
+        }
+        if input.0 & RESERVED != 0 {
+            return refuse(Status::InvalidInput);
+        }
+        if input.uses_xmm() && enforced.is_some_and(|privileges| !privileges.has_xmm_input()) {
+            return Err(Refusal::Undefined);
+        }
+        let is_plain = !input.is_repeated() && input.variable_header() == 0;
+        let (is_valid, request) = match input.code() {
+            NOTIFY_LONG_SPIN_WAIT => (is_plain, Request::SpinWait),
+            SIGNAL_EVENT => (is_plain, Request::SignalEvent),
+            POST_MESSAGE => (is_plain && caller.has_synic, Request::Client),
+            FLUSH_SPACE => (is_plain, Request::Flush),
+            FLUSH_SPACE_EX => (!input.is_repeated(), Request::Flush),
+            FLUSH_LIST | FLUSH_LIST_EX => {
+                let has_header = input.code() == FLUSH_LIST && input.variable_header() != 0;
+                let is_list = input.reps() != 0 && input.first_rep() == 0;
+                (is_list && !has_header, Request::Flush)
+            }
+            SEND_IPI => (is_plain, Request::SendIpi),
+            SEND_IPI_EX => (!input.is_repeated(), Request::SendIpi),
+            POST_DEBUG_DATA | RETRIEVE_DEBUG_DATA if input.is_fast() => {
+                return refuse(Status::InvalidParameter);
+            }
+            POST_DEBUG_DATA..=RESET_DEBUG_SESSION if !caller.has_debugger => {
+                return refuse(Status::InvalidCode);
+            }
+            POST_DEBUG_DATA..=RESET_DEBUG_SESSION if !caller.debugs_by_hypercalls => {
+                return refuse(Status::OperationDenied);
+            }
+            EXTENDED_FIRST..=EXTENDED_LAST if input.is_fast() => {
+                return refuse(Status::InvalidParameter);
+            }
+            POST_DEBUG_DATA..=RESET_DEBUG_SESSION | EXTENDED_FIRST..=EXTENDED_LAST => {
+                (true, Request::Client)
+            }
+            _ => return refuse(Status::InvalidCode),
+        };
+        match is_valid {
+            true => Ok(request),
+            false => refuse(Status::InvalidInput),
+        }
+    }
+}
+
+/// Call for an event without connection: the client has to carry out [`Request::SignalEvent`].
+///
+/// # Errors
+/// The client cannot.
+pub fn client_event(caller: &Caller) -> Result<(), Status> {
+    match caller.has_synic {
+        true => Ok(()),
+        false => Err(Status::InvalidInput),
+    }
+}
+
+/// Returns the connection that the parameter of SIGNAL_EVENT names: 24 bits.
+///
+/// # Errors
+/// `InvalidPortId` for a flag of the connection other than the first: no client has more. `InvalidInput` for reserved bits.
+pub fn connection(parameter: u64) -> Result<u32, Status> {
+    const FLAG: u64 = 0xffff << 32;
+    const CONNECTION: u64 = 0xff_ffff;
+    match parameter {
+        _ if parameter & FLAG != 0 => Err(Status::InvalidPortId),
+        _ if parameter & !CONNECTION != 0 => Err(Status::InvalidInput),
+        connection => Ok(connection as u32),
+    }
+}
+
+/// Reads a set of virtual processors: format, valid banks, banks; the first word has the index `at`. Returns the set, and the index
+/// of the word after it. `most` is one more than the largest VP index: banks beyond it are not read.
+fn read_set<E: From<Status>>(
+    input: Input,
+    at: usize,
+    most: u32,
+    word: &mut impl FnMut(usize) -> Result<u64, E>,
+) -> Result<(Option<VpSet>, usize), E> {
+    const SPARSE: u64 = 0;
+    let count = input.variable_header();
+    let (format, valid) = (word(at)?, word(at + 1)?);
+    let first = at + 2;
+    if count != valid.count_ones() as usize {
+        return Err(Status::InvalidInput.into());
+    }
+    let after = first + count;
+    if format != SPARSE {
+        return Ok((Some(VpSet::All), after));
+    }
+    if count == 0 {
+        return Ok((None, after));
+    }
+    if input.is_fast() {
+        // All banks are in registers, also those that do not count.
+        word(after - 1)?;
+    }
+    let mut banks = [0; BANKS];
+    let read = count.min(most.div_ceil(u64::BITS) as usize);
+    for (index, bank) in banks[..read].iter_mut().enumerate() {
+        *bank = word(first + index)?;
+    }
+    Ok((Some(VpSet::Sparse { valid, banks }), after))
+}
+
+/// The virtual processors whose translations are to be flushed. Whatever address space and addresses the guest names: all of theirs
+/// are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Flush {
+    /// `None`: no virtual processor.
+    pub targets: Option<VpSet>,
+}
+
+impl Flush {
+    /// Reads the parameters of [`Request::Flush`]. `most` is one more than the largest VP index.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a set that contradicts the input value; what `word` returns.
+    pub fn read<E: From<Status>>(
+        input: Input,
+        most: u32,
+        mut word: impl FnMut(usize) -> Result<u64, E>,
+    ) -> Result<Self, E> {
+        /// A longer list is not read: all translations are flushed anyway.
+        const LONGEST_LIST: usize = 15;
+        const ALL_PROCESSORS: u64 = 1;
+        const FLAGS: usize = 1;
+        const SET: usize = 2;
+        let flags = word(FLAGS)?;
+        let (targets, after) = match input.code() {
+            code::FLUSH_SPACE | code::FLUSH_LIST => {
+                let targets = match word(SET)? {
+                    // Windows Server 2012 names no processor when it means all.
+                    0 => VpSet::All,
+                    _ if flags & ALL_PROCESSORS != 0 => VpSet::All,
+                    mask => VpSet::from_mask(mask),
+                };
+                (Some(targets), SET + 1)
+            }
+            _ => read_set(input, SET, most, &mut word)?,
+        };
+        let reps = usize::from(input.reps());
+        let is_read = targets.is_some() && reps <= LONGEST_LIST;
+        if is_read && input.is_fast() && reps != 0 {
+            word(after + reps - 1)?;
+        }
+        for address in 0..if is_read { reps } else { 0 } {
+            word(after + address)?;
+        }
+        Ok(Flush { targets })
+    }
+}
+
+/// An interrupt to virtual processors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ipi {
+    /// Its vector.
+    pub vector: u8,
+    /// Whom it goes to.
+    pub targets: VpSet,
+}
+
+impl Ipi {
+    /// Reads the parameters of [`Request::SendIpi`]. `most` is one more than the largest VP index. `None`: the interrupt goes to no
+    /// virtual processor.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a set that contradicts the input value, and for a vector that no interrupt has; what `word` returns.
+    pub fn read<E: From<Status>>(
+        input: Input,
+        most: u32,
+        mut word: impl FnMut(usize) -> Result<u64, E>,
+    ) -> Result<Option<Self>, E> {
+        const FIRST_VECTOR: u8 = 0x10;
+        let first = word(0)?;
+        let vector = first as u32;
+        let targets = match input.code() {
+            code::SEND_IPI if input.is_fast() && first >> 32 != 0 => {
+                return Err(Status::InvalidInput.into());
+            }
+            code::SEND_IPI => Some(VpSet::from_mask(word(1)?)),
+            _ => read_set(input, 1, most, &mut word)?.0,
+        };
+        let Some(targets) = targets else {
+            return Ok(None);
+        };
+        match u8::try_from(vector) {
+            Ok(vector @ FIRST_VECTOR..) => Ok(Some(Ipi { vector, targets })),
+            _ => Err(Status::InvalidInput.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

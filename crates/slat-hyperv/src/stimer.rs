@@ -1,0 +1,262 @@
+//! The synthetic timers of one virtual processor: four, each one-shot or periodic, which send a message to a source of the SynIC or
+//! an interrupt directly to the local APIC.
+//!
+//! A timer counts by the reference clock, and its alarm is set by the host's: both are in a [`Moment`]. As in KVM, a timer whose
+//! message finds no free slot waits for it and counts no further, and a periodic one skips the ticks for which there was no time.
+
+use crate::msr::STIMER0_CONFIG;
+use crate::{Refused, Writer};
+
+/// The number of timers.
+pub const TIMERS: usize = 4;
+
+const ENABLED: u64 = 1;
+const PERIODIC: u64 = 1 << 1;
+const AUTO_ENABLE: u64 = 1 << 3;
+const DIRECT: u64 = 1 << 12;
+
+/// One moment by two clocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moment {
+    /// The reference clock, in units of 100 ns.
+    pub reference: u64,
+    /// The host's clock, in nanoseconds.
+    pub host: u64,
+}
+
+impl Moment {
+    /// The host's clock when the reference clock is `reference`, if that is later than this moment.
+    fn host_at(self, reference: u64) -> u64 {
+        let left = reference.saturating_sub(self.reference);
+        self.host
+            .saturating_add(left.saturating_mul(crate::clock::UNIT))
+    }
+}
+
+/// How a timer tells that it has expired.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// By an interrupt with this vector at the local APIC.
+    Interrupt(u8),
+    /// By a message.
+    Message {
+        /// The source whose slot it goes to.
+        sint: u32,
+        /// The index of the timer.
+        timer: u32,
+        /// When the timer expired, by the reference clock.
+        expiration: u64,
+        /// If the slot is taken, the message is dropped, and counts as delivered: the next tick is as good.
+        may_be_dropped: bool,
+    },
+}
+
+/// What became of a [`Notice`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delivery {
+    /// The guest has it.
+    Done,
+    /// The slot was taken, or the guest cannot be told: the timer waits for [`Timers::acknowledged`].
+    Failed,
+    /// Something has interrupted the attempt: it has to be repeated.
+    Interrupted,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Timer {
+    config: u64,
+    count: u64,
+    /// When it expires, by the reference clock; 0 if it was not started.
+    expiration: u64,
+    /// The alarm, by the host's clock.
+    alarm: Option<u64>,
+    /// It is to be looked at: it was changed, its alarm has gone off, or its slot may be free.
+    is_due: bool,
+    /// Its message waits for a free slot.
+    waits: bool,
+}
+
+impl Timer {
+    fn has(&self, bit: u64) -> bool {
+        self.config & bit != 0
+    }
+
+    fn sint(&self) -> u32 {
+        (self.config >> 16 & 15) as u32
+    }
+
+    fn stop(&mut self) {
+        *self = Timer {
+            config: self.config,
+            count: self.count,
+            ..Timer::default()
+        };
+    }
+
+    /// Sets the alarm of an enabled timer whose count is not 0.
+    fn start(&mut self, now: Moment) {
+        let reference = now.reference;
+        if !self.has(PERIODIC) {
+            self.expiration = self.count;
+            // A moment in the past: it expires at once.
+            self.is_due = reference >= self.count;
+        } else if self.expiration == 0 {
+            self.expiration = reference.wrapping_add(self.count);
+        } else if reference >= self.expiration {
+            let since = (reference - self.expiration) % self.count;
+            self.expiration = reference.wrapping_add(self.count - since);
+        }
+        self.alarm = (!self.is_due).then(|| now.host_at(self.expiration));
+    }
+
+    fn notice(&self, index: usize) -> Notice {
+        match self.has(DIRECT) {
+            true => Notice::Interrupt((self.config >> 4) as u8),
+            false => Notice::Message {
+                sint: self.sint(),
+                timer: index as u32,
+                expiration: self.expiration,
+                may_be_dropped: self.has(PERIODIC),
+            },
+        }
+    }
+}
+
+/// What the writer of a timer's register may do.
+#[derive(Clone, Copy, Debug)]
+pub struct Rights {
+    /// The virtual processor has a SynIC: without one the host may write zeros only.
+    pub has_synic: bool,
+    /// Interrupts can go directly to the local APIC.
+    pub direct_mode: bool,
+}
+
+/// The timers of one virtual processor.
+#[derive(Clone, Debug, Default)]
+pub struct Timers([Timer; TIMERS]);
+
+impl Timers {
+    fn timer(&mut self, index: u32) -> (&mut Timer, bool) {
+        let offset = index - STIMER0_CONFIG;
+        (&mut self.0[(offset / 2) as usize], offset % 2 == 0)
+    }
+
+    /// Reads the configuration or the count of a timer.
+    ///
+    /// # Panics
+    /// If the MSR `index` is none of these.
+    pub fn read(&self, index: u32) -> u64 {
+        let offset = index - STIMER0_CONFIG;
+        let timer = &self.0[(offset / 2) as usize];
+        match offset % 2 {
+            0 => timer.config,
+            _ => timer.count,
+        }
+    }
+
+    /// Writes the configuration or the count of a timer; both stop it. An enabled timer starts again in [`run`](Self::run).
+    ///
+    /// # Errors
+    /// The writer must not, by `rights`.
+    ///
+    /// # Panics
+    /// If the MSR `index` is none of these.
+    pub fn write(
+        &mut self,
+        index: u32,
+        value: u64,
+        by: Writer,
+        rights: Rights,
+    ) -> Result<(), Refused> {
+        let by_guest = by == Writer::Guest;
+        if !rights.has_synic && (by_guest || value != 0) {
+            return Err(Refused);
+        }
+        let (timer, is_config) = self.timer(index);
+        if is_config {
+            if by_guest && value & DIRECT != 0 && !rights.direct_mode {
+                return Err(Refused);
+            }
+            let was_enabled = timer.has(ENABLED);
+            timer.stop();
+            timer.config = value;
+            if was_enabled && !timer.has(DIRECT) && timer.sint() == 0 {
+                timer.config &= !ENABLED;
+            }
+        } else {
+            timer.stop();
+            timer.count = value;
+            // The host restores configuration and count as they were.
+            if by_guest && value == 0 {
+                timer.config &= !ENABLED;
+            } else if by_guest && timer.has(AUTO_ENABLE) {
+                timer.config |= ENABLED;
+            }
+        }
+        timer.is_due = timer.has(ENABLED);
+        Ok(())
+    }
+
+    /// Whether a timer is to be looked at: call [`run`](Self::run) before the guest continues.
+    pub fn is_any_due(&self) -> bool {
+        self.0.iter().any(|timer| timer.is_due)
+    }
+
+    /// When the next alarm goes off, by the host's clock. `None`: no timer counts.
+    pub fn deadline(&self) -> Option<u64> {
+        self.0.iter().filter_map(|timer| timer.alarm).min()
+    }
+
+    /// Has the timers looked at whose alarm has gone off by `host`, a time of the host's clock.
+    pub fn tick(&mut self, host: u64) {
+        for timer in &mut self.0 {
+            if timer.alarm.is_some_and(|alarm| alarm <= host) {
+                timer.alarm = None;
+                timer.is_due = true;
+            }
+        }
+    }
+
+    /// Call after the guest has read the message of a source: a timer whose message waits for its slot is to be looked at.
+    pub fn acknowledged(&mut self, sint: u32) {
+        for timer in &mut self.0 {
+            let waits = timer.waits && timer.has(ENABLED) && !timer.has(DIRECT);
+            timer.is_due |= waits && timer.sint() == sint;
+        }
+    }
+
+    /// Looks at all timers that are due: calls `deliver` for those that have expired, and starts them.
+    pub fn run(&mut self, now: Moment, mut deliver: impl FnMut(Notice) -> Delivery) {
+        for (index, timer) in self.0.iter_mut().enumerate() {
+            // Twice for a one-shot timer whose moment is in the past: it is started, and then expires.
+            while core::mem::take(&mut timer.is_due) {
+                if !timer.has(ENABLED) {
+                    break;
+                }
+                if timer.expiration != 0 && now.reference >= timer.expiration {
+                    match deliver(timer.notice(index)) {
+                        Delivery::Interrupted => {
+                            timer.is_due = true;
+                            return;
+                        }
+                        Delivery::Failed => timer.waits = true,
+                        Delivery::Done => {
+                            timer.waits = false;
+                            if !timer.has(PERIODIC) {
+                                timer.config &= !ENABLED;
+                            }
+                        }
+                    }
+                }
+                if !timer.has(ENABLED) || timer.count == 0 {
+                    timer.stop();
+                } else if !timer.waits {
+                    timer.start(now);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

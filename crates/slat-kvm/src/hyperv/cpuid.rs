@@ -1,0 +1,45 @@
+//! Hyper-V's CPUID leaves (`KVM_GET_SUPPORTED_HV_CPUID`), and what a guest's leaves allow it.
+
+use crate::irq::vcpus::MAX_VCPUS;
+use kvm_bindings::kvm_cpuid_entry2;
+use slat_host::procfs;
+use slat_hyperv::cpuid::{Machine, Privileges, supported as leaves};
+use std::sync::OnceLock;
+
+/// Whether the host's cores can have more than one thread: then the guest cannot know whether vCPUs share a core.
+fn host_shares_cores() -> bool {
+    static SHARES: OnceLock<bool> = OnceLock::new();
+    *SHARES.get_or_init(|| {
+        let mut text = [0; 32];
+        let control = procfs::read_small(c"/sys/devices/system/cpu/smt/control", &mut text);
+        !matches!(control.trim(), "forceoff" | "notsupported")
+    })
+}
+
+/// Returns the leaves that a client may give a guest; `has_apic`: of vCPUs with local APICs.
+pub(crate) fn supported(has_apic: bool) -> [kvm_cpuid_entry2; 10] {
+    let machine = Machine {
+        has_apic,
+        shares_cores: host_shares_cores(),
+        max_vps: MAX_VCPUS,
+    };
+    leaves(machine).map(|leaf| {
+        let [eax, ebx, ecx, edx] = leaf.registers;
+        kvm_cpuid_entry2 {
+            function: leaf.function,
+            eax,
+            ebx,
+            ecx,
+            edx,
+            ..Default::default()
+        }
+    })
+}
+
+/// Returns what the guest with this CPUID may use. `None`: it has no Hyper-V interface.
+pub(crate) fn privileges(table: &[kvm_cpuid_entry2]) -> Option<Privileges> {
+    Privileges::from_cpuid(|function| {
+        let entry = table.iter().find(|entry| entry.function == function)?;
+        Some([entry.eax, entry.ebx, entry.ecx, entry.edx])
+    })
+}

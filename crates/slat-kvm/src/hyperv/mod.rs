@@ -1,0 +1,59 @@
+//! Hyper-V's interface of a VM: what all its vCPUs share. The rules are in `slat-hyperv`; a vCPU's part is `machine::hyperv`.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `connections` | events that the guest signals, as eventfds (`KVM_HYPERV_EVENTFD`) |
+//! | `vp` | what other threads use of a virtual processor: its index, and its SynIC |
+//! | `cpuid` | the CPUID leaves in KVM's struct |
+//!
+//! # Locks
+//! Each lock here is held for a few instructions, never while guest memory is accessed: an access may wait for other vCPUs.
+
+mod connections;
+pub(crate) mod cpuid;
+mod vp;
+
+pub(crate) use connections::Connections;
+pub(crate) use vp::VirtualProcessor;
+
+use slat_hyperv::partition::{DuePage, PageOutcome, Partition};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Hyper-V's interface of a VM.
+#[derive(Debug, Default)]
+pub(crate) struct Hyperv {
+    partition: Mutex<Partition>,
+    /// Whether the reference page is to be written. Written under the partition's lock; if not, vCPUs skip that lock.
+    is_page_due: AtomicBool,
+    pub(crate) connections: Connections,
+}
+
+impl Hyperv {
+    /// Locks the registers that all vCPUs share, and runs `work` on them.
+    pub(crate) fn with_partition<R>(&self, work: impl FnOnce(&mut Partition) -> R) -> R {
+        let mut partition = (self.partition.lock()).unwrap_or_else(PoisonError::into_inner);
+        let result = work(&mut partition);
+        (self.is_page_due).store(partition.is_page_due(), Ordering::SeqCst);
+        result
+    }
+
+    /// Call after the VM's clock or a vCPU's TSC was set. The vCPUs write the reference page before they continue, if they have one:
+    /// raise [`RETRY`](crate::thread::bits::RETRY) for one of them.
+    pub(crate) fn clock_changed(&self) {
+        self.with_partition(Partition::clock_changed);
+    }
+
+    /// Begins to write the reference page, if it is to be written.
+    pub(crate) fn begin_page(&self) -> Option<DuePage> {
+        if !self.is_page_due.load(Ordering::SeqCst) {
+            return None;
+        }
+        self.with_partition(Partition::begin_page)
+    }
+
+    /// Ends what [`begin_page`](Self::begin_page) began.
+    pub(crate) fn end_page(&self, due: DuePage, outcome: PageOutcome) {
+        self.with_partition(|partition| partition.end_page(due, outcome));
+    }
+}

@@ -1,0 +1,69 @@
+//! What other threads use of a virtual processor while its vCPU runs: its index, and its SynIC, whose sources devices signal.
+
+use slat_hyperv::synic::Synic;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The part of a virtual processor that other threads use.
+#[derive(Debug)]
+pub(crate) struct VirtualProcessor {
+    index: AtomicU32,
+    synic: Mutex<Synic>,
+    /// Whether the client has enabled the SynIC. Without it, interrupts skip the lock.
+    has_synic: AtomicBool,
+}
+
+impl VirtualProcessor {
+    /// Creates the virtual processor with this index.
+    pub(crate) fn new(index: u32) -> Self {
+        VirtualProcessor {
+            index: AtomicU32::new(index),
+            synic: Mutex::default(),
+            has_synic: AtomicBool::new(false),
+        }
+    }
+
+    /// The VP index, by which hypercalls and routes name the processor.
+    pub(crate) fn index(&self) -> u32 {
+        self.index.load(Ordering::SeqCst)
+    }
+
+    /// Sets the VP index.
+    pub(crate) fn set_index(&self, index: u32) {
+        self.index.store(index, Ordering::SeqCst);
+    }
+
+    /// Locks the SynIC.
+    pub(crate) fn synic(&self) -> MutexGuard<'_, Synic> {
+        self.synic.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the client has enabled the SynIC.
+    pub(crate) fn has_synic(&self) -> bool {
+        self.has_synic.load(Ordering::SeqCst)
+    }
+
+    /// Enables the SynIC: see [`Synic::activate`].
+    pub(crate) fn activate_synic(&self, clears_pages: bool) {
+        self.synic().activate(clears_pages);
+        self.has_synic.store(true, Ordering::SeqCst);
+    }
+
+    /// The vector of a source. `None`: there is no SynIC or no such source, or the source is masked.
+    pub(crate) fn vector(&self, sint: u32) -> Option<u8> {
+        self.has_synic().then(|| self.synic().vector(sint))?
+    }
+
+    /// The sources with this vector, a bit each.
+    pub(crate) fn sources_of(&self, vector: u8) -> u16 {
+        match self.has_synic() {
+            true => self.synic().sources_of(vector),
+            false => 0,
+        }
+    }
+
+    /// Whether an interrupt with this vector ends when it is delivered.
+    pub(crate) fn ends_itself(&self, vector: u8) -> bool {
+        self.has_synic() && self.synic().ends_itself(vector)
+    }
+}

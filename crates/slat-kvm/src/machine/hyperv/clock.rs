@@ -1,0 +1,59 @@
+//! The reference clock, and the page by which the guest computes it from its TSC.
+
+use crate::machine::VcpuMachine;
+use slat_hyperv::clock::TscPage;
+use slat_hyperv::partition::{DuePage, PageOutcome, Partition};
+
+impl VcpuMachine {
+    /// The reference clock now, in units of 100 ns. Computed from this vCPU's TSC where the guest has a page: all vCPUs of a guest
+    /// that uses one have the same TSC.
+    pub(super) fn reference_time(&self) -> u64 {
+        (self.vm.hyperv).with_partition(|partition| self.time_of(partition))
+    }
+
+    /// Like [`reference_time`](Self::reference_time), with the partition locked already.
+    pub(super) fn time_of(&self, partition: &Partition) -> u64 {
+        partition.time(self.guest_tsc(), self.vm.clock.kvmclock())
+    }
+
+    /// Writes the guest's page of the reference clock, if it is to be written. The vCPU is entered. If that is interrupted, leaves it to
+    /// the next call, or to another vCPU.
+    pub(crate) fn write_tsc_page(&mut self) {
+        if let Some(due) = self.vm.hyperv.begin_page() {
+            let outcome = self
+                .fill_tsc_page(&due)
+                .unwrap_or_else(|| match self.is_called_out() {
+                    true => PageOutcome::Later,
+                    false => PageOutcome::Broken,
+                });
+            self.vm.hyperv.end_page(due, outcome);
+        }
+    }
+
+    /// Writes the page. `None`: it cannot be accessed.
+    fn fill_tsc_page(&mut self, due: &DuePage) -> Option<PageOutcome> {
+        let at = due.address;
+        let words = [
+            self.read_guest_word(at)?,
+            self.read_guest_word(at + 8)?,
+            self.read_guest_word(at + 16)?,
+        ];
+        let old = TscPage::from_words(words);
+        if old.sequence != 0 && due.keeps_contents {
+            return Some(PageOutcome::Shows(old));
+        }
+        // While the rest changes, guests on other vCPUs read the MSR.
+        let mut write = |offset, bytes: &[u8]| self.write_guest(at + offset, bytes).then_some(());
+        write(0, &0u32.to_le_bytes())?;
+        let (tsc, now) = (self.guest_tsc(), self.vm.clock.kvmclock());
+        let Some(mut page) = TscPage::new(self.tsc.khz(), tsc, now) else {
+            return Some(PageOutcome::Broken);
+        };
+        page.sequence = TscPage::next_sequence(due.last_sequence.max(old.sequence));
+        let bytes = page.to_bytes();
+        let mut write = |offset, bytes: &[u8]| self.write_guest(at + offset, bytes).then_some(());
+        write(4, &bytes[4..])?;
+        write(0, &bytes[..4])?;
+        Some(PageOutcome::Shows(page))
+    }
+}

@@ -1,0 +1,79 @@
+//! A vCPU's part of Hyper-V's interface: what only the thread that runs it uses. The rules are in `slat-hyperv`, and what vCPUs
+//! share is in [`crate::hyperv`].
+//!
+//! | file | idea |
+//! |---|---|
+//! | `msrs` | the synthetic MSRs |
+//! | `clock` | the reference clock, and its page in guest memory |
+//! | `timers` | the synthetic timers, and their messages |
+//! | `hypercalls` | hypercalls: flushes of translations, interrupts, events, and those that the client carries out |
+
+mod clock;
+pub(crate) mod hypercalls;
+mod msrs;
+mod timers;
+
+use crate::machine::VcpuMachine;
+use crate::thread::bits;
+use slat_hyperv::cpuid::Privileges;
+use slat_hyperv::stimer::Timers;
+
+/// What the client has to see before the guest continues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HypervExit {
+    /// The guest has crashed.
+    Crash,
+    /// The guest wants the machine to be reset.
+    Reset,
+    /// The guest has written this MSR of its SynIC.
+    Synic(u32),
+    /// The guest's debugger has written this MSR.
+    Debugger(u32),
+}
+
+/// A vCPU's part of Hyper-V's interface.
+#[derive(Debug, Default)]
+pub(crate) struct VcpuHyperv {
+    /// What the guest's CPUID allows. `None`: the guest has no such interface.
+    pub(crate) privileges: Option<Privileges>,
+    /// Whether the guest may use only what its CPUID allows (`KVM_CAP_HYPERV_ENFORCE_CPUID`).
+    pub(crate) enforces_cpuid: bool,
+    timers: Timers,
+    /// VP_ASSIST_PAGE.
+    assist_page: u64,
+    /// Added to the time that the thread ran, in units of 100 ns, modulo 2^64.
+    runtime_offset: u64,
+    /// What the client has to see before the guest continues.
+    pub(crate) exit: Option<HypervExit>,
+}
+
+impl VcpuMachine {
+    /// Has the run loop exit to the client before the guest continues.
+    fn exit_for_hyperv(&mut self, exit: HypervExit) {
+        self.hyperv.exit = Some(exit);
+        self.common.attention.raise(bits::IRQ);
+    }
+
+    /// Whether CPUID hides that the TSC is invariant, until the guest asks for it.
+    pub(crate) fn hides_invariant_tsc(&self) -> bool {
+        let privileges = self.hyperv.privileges.as_ref();
+        privileges.is_some_and(Privileges::controls_invariant_tsc)
+            && !(self.vm.hyperv).with_partition(|partition| partition.exposes_invariant_tsc())
+    }
+
+    /// Call when the guest has read the message or the events of a source of its SynIC: by the end of an interrupt, or by EOM.
+    fn acknowledge_source(&mut self, sint: u32) {
+        self.hyperv.timers.acknowledged(sint);
+        self.look_at_timers();
+        let index = self.common.vp.index();
+        self.vm.interrupts.source_acknowledged(index, sint);
+    }
+
+    /// Call when the guest has ended an interrupt with this vector.
+    pub(super) fn acknowledge_vector(&mut self, vector: u8) {
+        let sources = self.common.vp.sources_of(vector);
+        for sint in (0..u16::BITS).filter(|sint| sources >> sint & 1 != 0) {
+            self.acknowledge_source(sint);
+        }
+    }
+}
