@@ -4,17 +4,18 @@
 #   source table.sh
 #   table_option WORDS...    takes one of the options that all tables have: $taken words; sets on, times, only, list, subset, mmu
 #   table_read FILE          one `key = value` per line below each [[test]]; see expected.toml
-#   table_choose             the indices of the entries that the options ask for: chosen
+#   table_choose             the indices of the entries that the options ask for: chosen; says so and is false when there is none
 #   table_list               prints the chosen entries
 #   find_slat ROOT           the slat command to test: $slat
 #   table_run                runs the chosen entries; calls what the script defines:
-#     requires NEED          whether this machine has what an entry needs
+#     requires NEED          whether this machine has one of the things that an entry needs
 #     prepare INDEX          fills the array `command`; or fills `missing` with the reason why the entry fails
 #     confirm LOG            optional: prints why an exit status that says pass is not to be believed
 #   table_count              prints "N passed, N failed, N skipped"; false when an entry failed
 #
 # An entry's `expect` is "pass" (exit status $pass_status), "skip" (not run) or "skips" (run: must say that it does not apply,
-# by the exit status $skip_status); both skips need a reason. Of one that passes the lines that begin with "note: " are shown.
+# by the exit status $skip_status); both skips need a reason. `needs` and `subset` are lists of words. Of an entry that passes the
+# lines that begin with "note: " are shown.
 
 die() { echo "conformance: $*" >&2; exit 2; }
 
@@ -74,18 +75,18 @@ table_read() {
     done
 }
 
-chosen=()
 table_choose() {
     local i text
+    chosen=()
     on=${on:-${on_values[0]}}
     for i in "${!names[@]}"; do
-        if [ -n "$subset" ] && [ "${subsets[i]}" != "$subset" ]; then continue; fi
+        if [ -n "$subset" ] && [[ " ${subsets[i]} " != *" $subset "* ]]; then continue; fi
         if [ ${#only[@]} = 0 ]; then chosen+=("$i"); fi
         for text in "${only[@]}"; do
             if [[ "${names[i]} ${args[i]}" = *"$text"* ]]; then chosen+=("$i"); break; fi
         done
     done
-    [ ${#chosen[@]} -gt 0 ] || die "nothing in the table matches${subset:+ --$subset}${only:+ --only ${only[*]}}"
+    [ ${#chosen[@]} -gt 0 ] || { echo "conformance: nothing in the table matches${subset:+ --$subset}${only:+ --only ${only[*]}}" >&2; return 1; }
 }
 
 table_list() {
@@ -115,7 +116,7 @@ seconds_since() {
 }
 
 table_run() { # a directory for the log; what runs each command, for example "timeout --foreground"
-    local log="$1/log" i title begin status seconds why try signal command missing # hooks fill the last two
+    local log="$1/log" i title begin status seconds why try signal need command missing # hooks fill the last two
     shift
     for i in "${chosen[@]}"; do
         title="${names[i]}${args[i]:+ ${args[i]}}"
@@ -124,11 +125,12 @@ table_run() { # a directory for the log; what runs each command, for example "ti
             skipped=$((skipped + 1))
             continue
         fi
-        if [ -n "${needs[i]}" ] && ! requires "${needs[i]}"; then
-            verdict skipped - "$title: needs ${needs[i]}, which is not there (for this user)"
+        for need in ${needs[i]}; do
+            requires "$need" && continue
+            verdict skipped - "$title: ${reasons[i]:-needs $need, which is not there (for this user)}"
             skipped=$((skipped + 1))
-            continue
-        fi
+            continue 2
+        done
         command=() missing=''
         prepare "$i"
         if [ -n "$missing" ]; then
