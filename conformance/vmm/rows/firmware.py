@@ -14,7 +14,7 @@ SECONDS = 20
 # The VGA's text: 25 lines of 80 characters, each with a byte of attributes.
 SCREEN, SCREEN_BYTES = 0xB8000, 25 * 80 * 2
 # What a key is called that is not named by its character.
-KEYS = {" ": ["spc"], "\n": ["ret"], "_": ["shift", "minus"]}
+KEYS = {" ": ["spc"], "\n": ["ret"], "_": ["shift", "minus"], ";": ["semicolon"]}
 
 
 def _memtest(setting):
@@ -45,28 +45,30 @@ def _wait_for_screen(setting, guest, text, seconds):
         if time.monotonic() > end:
             lines = [screen[at : at + 80].decode("cp437").rstrip() for at in range(0, len(screen), 80)]
             raise Failure("\n".join([f"no {text} on the screen within {seconds} s", *lines]))
-        time.sleep(0.5)
+        time.sleep(0.1)
 
 
-def _type(guest, text):
-    for character in text:
-        keys = KEYS.get(character, [character])
-        guest.qmp.call("send-key", keys=[{"type": "qcode", "data": key} for key in keys])
-        time.sleep(0.2)
+def _press(guest, character):
+    keys = KEYS.get(character, [character])
+    guest.qmp.call("send-key", keys=[{"type": "qcode", "data": key} for key in keys])
 
 
 def _grub(setting):
     guest = Qemu(setting, "pc", payload=["-cdrom", setting.material("grub/cdrom.iso"), "-vga", "std"])
     _wait_for_screen(setting, guest, b"GNU GRUB", BOOT)
     _wait_for_screen(setting, guest, b"a command-line", 60)
-    _type(guest, "c")
+    _press(guest, "c")
     _wait_for_screen(setting, guest, b"grub>", 60)
-    _type(guest, "serial\nterminal_output serial\nterminal_input serial\n")
+    line = "serial; terminal_input serial; terminal_output serial"
+    for at, character in enumerate(line):
+        _press(guest, character)
+        _wait_for_screen(setting, guest, f"grub> {line[: at + 1]}".encode(), 60)
+    _press(guest, "\n")
     guest.console.expect(rb"grub>", 60)
     guest.console.write("ls\r")
     guest.console.expect(rb"\(cd0?\)", 60)
     guest.console.write("ls (cd)/boot/grub/i386-pc/linux.mod\r")
-    guest.console.expect(rb"\nlinux\.mod", 60)
+    guest.console.expect(rb"[\r\n]linux\.mod", 60)
     guest.console.write("halt\r")
     if guest.qmp.event("SHUTDOWN", 60)["reason"] != "guest-shutdown":
         raise Failure("GRUB did not switch the machine off")
