@@ -6,13 +6,14 @@
 #   apt_install PACKAGE...      installs, with the right to; false without it
 #   apt_newest REGEX            the name with the highest version among the packages whose names match
 #   apt_unpack PACKAGE DIR      downloads the package and unpacks it into DIR, without installing it; needs no rights
-#   apt_suite DIR ARCH SUITE... the functions above and below look at these suites of Debian, the last first, and at this architecture, not at
-#                               the machine's own, with lists and cache below DIR. Call in a subshell. False where no Debian mirror is configured
+#   apt_suite DIR SUITE...      the functions above and below look at these suites of Debian, the last first, not at the machine's own, with lists
+#                               and cache below DIR. Call in a subshell. False where no Debian mirror is configured
+#   apt_architecture            set this before apt_suite for packages that are not of the machine's architecture
 #   apt_unpack_whole PACKAGE DIR  after apt_suite: unpacks the package and all that it depends on, the C library included
 
 say() { printf '%s\n' "$*" >&2; }
 
-apt_options=() as_root=() may_install=yes apt_updated=''
+apt_options=() as_root=() may_install=yes apt_updated='' apt_architecture=''
 
 apt_init() {
     if [ "$(id -u)" = 0 ]; then return; fi
@@ -55,9 +56,9 @@ apt_unpack() {
 }
 
 apt_suite() {
-    local dir arch=$2 mirror suite keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+    local dir mirror suite keyring=/usr/share/keyrings/debian-archive-keyring.gpg
     dir=$(mkdir -p "$1" && cd "$1" && pwd)
-    shift 2
+    shift
     mirror=$(apt-get indextargets --format '$(REPO_URI)' | grep -m1 -E '/debian/?$') && [ -e "$keyring" ] || return 1
     mkdir -p "$dir"/{lists,cache/archives}/partial
     : >"$dir/status"
@@ -65,8 +66,11 @@ apt_suite() {
         echo "deb [signed-by=$keyring] $mirror $suite main"
     done >"$dir/sources.list"
     # A status file without packages: nothing counts as installed.
-    apt_options=(-o "APT::Architecture=$arch" -o "APT::Architectures=$arch" -o "Dir::Etc::SourceList=$dir/sources.list" -o Dir::Etc::SourceParts=/dev/null -o "Dir::State::lists=$dir/lists"
+    apt_options=(-o "Dir::Etc::SourceList=$dir/sources.list" -o Dir::Etc::SourceParts=/dev/null -o "Dir::State::lists=$dir/lists"
         -o "Dir::State::status=$dir/status" -o "Dir::Cache=$dir/cache" -o Debug::NoLocking=1 -o "APT::Sandbox::User=$(id -un)" -o "APT::Default-Release=${*: -1}")
+    if [ -n "$apt_architecture" ]; then
+        apt_options+=(-o "APT::Architecture=$apt_architecture" -o "APT::Architectures=$apt_architecture")
+    fi
     as_root=() may_install='' apt_updated='' apt_archives=$dir/cache/archives
 }
 
