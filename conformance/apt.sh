@@ -8,11 +8,12 @@
 #   apt_unpack PACKAGE DIR      downloads the package and unpacks it into DIR, without installing it; needs no rights
 #   apt_suite DIR SUITE...      the functions above and below look at these suites of Debian, the last first, not at the machine's own, with lists
 #                               and cache below DIR. Call in a subshell. False where no Debian mirror is configured
+#   apt_architecture            set this before apt_suite for packages that are not of the machine's architecture
 #   apt_unpack_whole PACKAGE DIR  after apt_suite: unpacks the package and all that it depends on, the C library included
 
 say() { printf '%s\n' "$*" >&2; }
 
-apt_options=() as_root=() may_install=yes apt_updated=''
+apt_options=() as_root=() may_install=yes apt_updated='' apt_architecture=''
 
 apt_init() {
     if [ "$(id -u)" = 0 ]; then return; fi
@@ -67,6 +68,9 @@ apt_suite() {
     # A status file without packages: nothing counts as installed.
     apt_options=(-o "Dir::Etc::SourceList=$dir/sources.list" -o Dir::Etc::SourceParts=/dev/null -o "Dir::State::lists=$dir/lists"
         -o "Dir::State::status=$dir/status" -o "Dir::Cache=$dir/cache" -o Debug::NoLocking=1 -o "APT::Sandbox::User=$(id -un)" -o "APT::Default-Release=${*: -1}")
+    if [ -n "$apt_architecture" ]; then
+        apt_options+=(-o "APT::Architecture=$apt_architecture" -o "APT::Architectures=$apt_architecture")
+    fi
     as_root=() may_install='' apt_updated='' apt_archives=$dir/cache/archives
 }
 

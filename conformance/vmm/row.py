@@ -1,5 +1,5 @@
 #!/usr/bin/env -S python3 -B
-"""Runs one row: row.py --on slat|kvm|tcg --slat SLAT [--mmu MMU] --materials DIR NAME WORDS...
+"""Runs one row: row.py --on slat|kvm|tcg --slat SLAT [--mmu MMU] [--qemu QEMU] --materials DIR NAME WORDS...
 
 Exit status: 0 when the row passes, 1 when it fails, 4 when this machine lacks what it needs. After a failure the end of each
 guest's console and of what each VMM complained about is printed.
@@ -21,6 +21,14 @@ ROWS = {
     "devices": "rows.devices",
     "migrate": "rows.migrate",
     "secureboot": "rows.secureboot",
+    "debug": "rows.debug",
+    "dirty-rate": "rows.dirty_rate",
+    "numa": "rows.numa",
+    "cpu": "rows.cpu",
+    "hyperv": "rows.hyperv",
+    "bus-lock": "rows.bus_lock",
+    "xen": "rows.xen",
+    "firmware": "rows.firmware",
     "firecracker": "rows.firecracker",
     "cloud-hypervisor": "rows.cloud_hypervisor",
 }
@@ -30,8 +38,9 @@ SKIPPED = 4
 class Setting:
     """What a row runs with, and what it has started."""
 
-    def __init__(self, on, slat, mmu, materials):
+    def __init__(self, on, slat, mmu, qemu, materials):
         self.on = on
+        self.qemu = qemu
         self.launcher = [slat, "run", "--mmu", mmu, "--"] if on == "slat" else []
         self.scratch = tempfile.mkdtemp(prefix="slat-vmm-")
         self._materials = materials
@@ -69,13 +78,14 @@ def main():
     parser.add_argument("--on", required=True, choices=["slat", "kvm", "tcg"])
     parser.add_argument("--slat", required=True)
     parser.add_argument("--mmu", default="tdp")
+    parser.add_argument("--qemu", default="qemu-system-x86_64")
     parser.add_argument("--materials", required=True)
     parser.add_argument("name", choices=ROWS)
     parser.add_argument("words", nargs="*")
     arguments = parser.parse_args()
     # A time-out ends what this has started, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
-    setting = Setting(arguments.on, arguments.slat, arguments.mmu, arguments.materials)
+    setting = Setting(arguments.on, arguments.slat, arguments.mmu, arguments.qemu, arguments.materials)
     status = 0
     try:
         importlib.import_module(ROWS[arguments.name]).run(setting, *arguments.words)

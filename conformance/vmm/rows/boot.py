@@ -1,20 +1,35 @@
-"""boot MACHINE IRQCHIP CPUS [bzImage] [ovmf] [qemu64]: QEMU boots Linux to a shell with all CPUs, and powers off.
+"""boot MACHINE IRQCHIP CPUS [bzImage|i386|i386-pae] [ovmf] [qemu64]: QEMU boots Linux to a shell with all CPUs, and powers off.
 
 Without more words the kernel is an ELF file, which is started at its PVH entry; a bzImage is started by SeaBIOS, or by OVMF, which
-is in flash.
+is in flash. 32-bit kernels are bzImages; their page tables have two levels, or three.
 The CPU is the host's, or QEMU's own default.
 """
 
+import re
 import shutil
 
-from rows.qemu import Qemu
+from rows.console import Failure
+from rows.qemu import Qemu, linux
+
+CR4_PAE = 1 << 5
+
+
+def _check_i386(qemu, pae):
+    """Checks that Linux is a 32-bit one, and which page tables the CPU uses."""
+    if qemu.console.run("uname -m") != "i686":
+        raise Failure("this is no 32-bit Linux")
+    registers = qemu.qmp.call("human-monitor-command", command_line="info registers")
+    if bool(int(re.search(r"CR4=([0-9a-f]+)", registers)[1], 16) & CR4_PAE) != pae:
+        raise Failure(f"page tables of another kind than expected\n{registers}")
 
 
 def run(setting, machine, irqchip, cpus, *words):
-    kernel, cpu, options = "vmlinux", None, []
+    payload, cpu, options = None, None, []
     for word in words:
         if word == "bzImage":
-            kernel = "vmlinuz"
+            payload = linux(setting, "vmlinuz")
+        elif word in ("i386", "i386-pae"):
+            payload = linux(setting, f"{word}/vmlinuz", f"{word}/initrd")
         elif word == "ovmf":
             # Both are flash: memory that is read as such, where every write is a command to the device. The code never
             # accepts any; of the variables this guest has a copy.
@@ -29,8 +44,11 @@ def run(setting, machine, irqchip, cpus, *words):
             cpu = word
         else:
             raise SystemExit(f"boot: unknown word {word}")
-    qemu = Qemu(setting, machine, irqchip, int(cpus), kernel, options, cpu=cpu)
+    qemu = Qemu(setting, machine, irqchip, int(cpus), payload, options, cpu=cpu)
     qemu.boot()
+    for word in words:
+        if word.startswith("i386"):
+            _check_i386(qemu, pae=word == "i386-pae")
     if "ovmf" in words:
         qemu.console.run("test -d /sys/firmware/efi")
     qemu.power_off()

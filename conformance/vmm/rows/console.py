@@ -79,7 +79,15 @@ class Console:
 
     def run(self, command, seconds=60):
         """Runs a command in the guest's shell and returns what it printed. Fails when its status is not 0."""
+        self.begin(command)
+        return self.finish(command, seconds)
+
+    def begin(self, command):
+        """Types a command and does not wait for it; `finish` does."""
         self.write(f"echo '<''<<'; {command}\necho \">>>$?\"\n")
+
+    def finish(self, command, seconds=60):
+        """Like `run`, of a command that was begun."""
         self.expect(rb"<<<\r?\n", seconds)
         match = self.expect(rb"(?s)(.*?)>>>(\d+)\r?\n", seconds)
         output = match[1].decode(errors="replace").replace("\r", "").strip()

@@ -22,8 +22,8 @@ class DiskFile:
     SIZE = 64 * MIB
     WRITTEN = 8
 
-    def __init__(self, setting):
-        self.path = setting.path("disk")
+    def __init__(self, setting, name="disk"):
+        self.path = setting.path(name)
         data = os.urandom(self.SIZE)
         self._sum = hashlib.sha256(data).hexdigest()
         with open(self.path, "wb") as file:

@@ -1,12 +1,17 @@
 """devices MACHINE FEATURE...: one guest with 2 CPUs uses the devices and services that the words name.
 
     disk      reads 64 MiB of a virtio disk, writes some; the host has the same bytes
+    nvme      the same on an NVMe disk
+    xhci      the same on a USB disk
     net       fetches a file from a server on this machine by virtio-net in user mode
+    e1000     the same by Intel's network card
     memfd     guest memory is a shared memfd: the host finds there what the guest writes
     balloon   gives memory back and takes it again
     hotplug   gets a memory module while it runs, and uses it
     snapshot  is saved to a qcow2 disk, goes on, and is restored
     reboot    starts again
+
+The devices that are not virtio need the generic kernel.
 """
 
 import mmap
@@ -17,17 +22,16 @@ import time
 
 from rows.console import Failure
 from rows.content import MIB, DiskFile, Server, equal
-from rows.qemu import BOOT, MEMORY, Qemu
+from rows.qemu import BOOT, MEMORY, Qemu, linux
 
 
-def _interrupts(guest, device):
-    """Returns how often the message-signalled interrupts of a virtio device came."""
-    count = 0
+def _check_interrupts(guest, device, kind):
+    """Checks that interrupts of this kind of a device came: "MSI", or "IO-APIC" for those by a pin."""
     for line in guest.console.run("cat /proc/interrupts").splitlines():
         fields = line.split()
-        if any(field.startswith(device) for field in fields) and "MSI" in line:
-            count += sum(int(field) for field in fields[1 : 1 + guest.cpus])
-    return count
+        if any(field.startswith(device) for field in fields) and kind in line and any(map(int, fields[1 : 1 + guest.cpus])):
+            return
+    raise Failure(f"{device} did not interrupt by {kind}")
 
 
 class Disk:
@@ -40,21 +44,58 @@ class Disk:
 
     def check(self, guest):
         self.disk.check(guest.console.run, _disk(guest, "content"))
-        if _interrupts(guest, "virtio") == 0:
-            raise Failure("the disk did not interrupt by messages")
+        _check_interrupts(guest, "virtio", "MSI")
+
+
+class _OtherDisk:
+    """A disk that is not virtio's, which is there under its name some time after the boot."""
+
+    generic = True
+
+    def __init__(self, setting):
+        self.disk = DiskFile(setting, self.driver)
+        drive = f"if=none,id={self.driver},format=raw,cache=writeback,file={self.disk.path}"
+        self.options = ["-drive", drive] + self.devices
+
+    def check(self, guest):
+        guest.console.run(f"until [ -b {self.device} ]; do usleep 100000; done")
+        self.disk.check(guest.console.run, self.device)
+        _check_interrupts(guest, self.driver, "MSI")
+
+
+class Nvme(_OtherDisk):
+    """An NVMe disk."""
+
+    driver, device = "nvme", "/dev/nvme0n1"
+    devices = ["-device", "nvme,drive=nvme,serial=content"]
+
+
+class Xhci(_OtherDisk):
+    """A disk at a USB 3 controller."""
+
+    driver, device = "xhci", "/dev/sda"
+    devices = ["-device", "qemu-xhci", "-device", "usb-storage,drive=xhci"]
 
 
 class Net:
     """virtio-net and QEMU's user-mode network, whose guest reaches this machine as 10.0.2.2."""
 
+    card, interrupts = "virtio-net-pci", ("virtio", "MSI")
+
     def __init__(self, setting):
         self.server = Server()
-        self.options = ["-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile="]
+        self.options = ["-netdev", "user,id=net", "-device", f"{self.card},netdev=net,romfile="]
 
     def check(self, guest):
         self.server.check(guest.console.run, "10.0.2.15", "10.0.2.2")
-        if _interrupts(guest, "virtio") == 0:
-            raise Failure("the network did not interrupt by messages")
+        _check_interrupts(guest, *self.interrupts)
+
+
+class E1000(Net):
+    """Intel's network card, which interrupts by a pin."""
+
+    generic = True
+    card, interrupts = "e1000", ("eth0", "IO-APIC")
 
 
 class Memfd:
@@ -205,7 +246,10 @@ def _use_memory(run, mebibytes):
 
 FEATURES = {
     "disk": Disk,
+    "nvme": Nvme,
+    "xhci": Xhci,
     "net": Net,
+    "e1000": E1000,
     "memfd": Memfd,
     "balloon": Balloon,
     "hotplug": Hotplug,
@@ -217,7 +261,9 @@ FEATURES = {
 def run(setting, machine, *words):
     features = [(word, FEATURES[word](setting)) for word in words]
     options = [option for _, feature in features for option in feature.options]
-    guest = Qemu(setting, machine, options=options)
+    generic = any(getattr(feature, "generic", False) for _, feature in features)
+    payload = linux(setting, "generic/vmlinuz", "generic/initrd") if generic else None
+    guest = Qemu(setting, machine, payload=payload, options=options)
     guest.boot()
     for word, feature in features:
         begin = time.monotonic()

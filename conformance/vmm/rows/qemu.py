@@ -13,10 +13,16 @@ MEMORY = 512
 BOOT = 180
 
 
-class Qemu:
-    """A machine that boots the kernel and the initrd of the materials."""
+def linux(setting, kernel="vmlinux", initrd="initrd", more=""):
+    """Returns the options that boot this kernel and this initrd of the materials, with more on its command line."""
+    files = ["-kernel", setting.material(kernel), "-initrd", setting.material(initrd)]
+    return files + ["-append", f"{COMMAND_LINE} {more}".strip()]
 
-    def __init__(self, setting, machine, irqchip="on", cpus=2, kernel="vmlinux", options=(), name="qemu", cpu=None, accel=""):
+
+class Qemu:
+    """A machine that boots `payload` (options), else Linux; its console is the first serial port."""
+
+    def __init__(self, setting, machine, irqchip="on", cpus=2, payload=None, options=(), name="qemu", cpu=None, accel=""):
         self.name = name
         self.machine = machine
         self.cpus = cpus
@@ -24,13 +30,13 @@ class Qemu:
         accelerator = "tcg,thread=multi" if setting.on == "tcg" else "kvm" + accel
         if setting.on != "tcg":
             machine += f",kernel-irqchip={irqchip}"
-        command = ["qemu-system-x86_64", "-accel", accelerator, "-M", machine, "-smp", str(cpus)]
+        command = [setting.qemu, "-accel", accelerator, "-M", machine, "-smp", str(cpus)]
         command += ["-cpu", cpu or ("max" if setting.on == "tcg" else "host")]
         command += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
         command += ["-chardev", f"socket,id=qmp,fd={theirs.fileno()}", "-mon", "chardev=qmp,mode=control"]
         if not any(option == "-m" for option in options):
             command += ["-m", str(MEMORY)]
-        command += ["-kernel", setting.material(kernel), "-initrd", setting.material("initrd"), "-append", COMMAND_LINE]
+        command += payload or linux(setting)
         command += options
         self.process = Process(
             setting, name, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]

@@ -1,0 +1,38 @@
+"""cpu MODEL: a guest with one of QEMU's CPU models has what the model promises, and QEMU complains of nothing that it would not complain of
+on a KVM host of that age."""
+
+import re
+
+from rows.console import Failure
+from rows.qemu import Qemu
+
+# For each model: how the CPU calls itself, and some of its features, which do not depend on the machine that runs the row.
+MODELS = {
+    "qemu64": ("QEMU Virtual CPU", "lm nx cx16 hypervisor"),
+    "EPYC": ("AMD EPYC", "sse4_2 popcnt aes smep smap fsgsbase rdseed adx clflushopt sha_ni xsavec"),
+    "Skylake-Server": ("Intel Xeon Processor", "sse4_2 popcnt aes smep smap fsgsbase rdseed adx pcid invpcid x2apic tsc_deadline_timer"),
+    "max": ("", "sse4_2 popcnt aes smep smap fsgsbase rdseed adx pcid invpcid x2apic tsc_deadline_timer"),
+}
+# What QEMU may say, and why.
+ALLOWED = [
+    (r"'-mon' is deprecated", "the rows' own option, since QEMU 11"),
+    (r"avx512\w+ \[bit|0DH:EAX \[bit [567]\]|0Dh,ecx=00h\]\.EAX\S* \[bit [567]\]", "AVX-512 and its state: many hosts have none, slat's CPU neither"),
+    (r"\.(hle|rtm) \[bit", "TSX: switched off by the microcode of hosts that had it"),
+    (r"\.(mmxext|fxsr-opt|cr8legacy|sse4a|misalignsse|osvw) \[bit", "AMD's own: a host of Intel says so, too"),
+]
+
+
+def run(setting, model):
+    name, features = MODELS[model]
+    guest = Qemu(setting, "q35", cpu=model)
+    guest.boot()
+    info = guest.console.run("cat /proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info)[1]
+    flags = re.search(r"flags\s*: (.*)", info)[1].split()
+    missing = set(features.split()) - set(flags)
+    if name not in found or missing:
+        raise Failure(f"the guest's CPU is {found!r} and has no {sorted(missing)}; it has: {' '.join(flags)}")
+    guest.power_off()
+    said = [line for line in guest.process.stderr().splitlines() if not any(re.search(text, line) for text, _ in ALLOWED)]
+    if said:
+        raise Failure("\n".join(["QEMU complains:", *said]))
