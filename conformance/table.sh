@@ -4,7 +4,7 @@
 #   source table.sh
 #   table_option WORDS...    takes one of the options that all tables have: $taken words; sets on, times, only, list, subset, mmu
 #   table_read FILE          one `key = value` per line below each [[test]]; see expected.toml
-#   table_choose             the indices of the entries that the options ask for: chosen
+#   table_choose [VERSION]   the indices of the entries that the options ask for, and that programs of this version have: chosen
 #   table_list               prints the chosen entries
 #   find_slat ROOT           the slat command to test: $slat
 #   table_run                runs the chosen entries; calls what the script defines:
@@ -15,6 +15,7 @@
 #
 # An entry's `expect` is "pass" (exit status $pass_status), "skip" (not run) or "skips" (run: must say that it does not apply,
 # by the exit status $skip_status); both skips need a reason. Of one that passes the lines that begin with "note: " are shown.
+# An entry with `since` is of programs of that version and later, one with `before` of earlier ones.
 
 die() { echo "conformance: $*" >&2; exit 2; }
 
@@ -37,7 +38,7 @@ table_option() {
     [[ $times =~ ^[1-9][0-9]*$ ]] || die "--times takes a number, not '$times'"
 }
 
-names=() args=() expects=() needs=() timeouts=() reasons=() tries=() subsets=()
+names=() args=() expects=() needs=() timeouts=() reasons=() tries=() subsets=() since=() before=()
 table_read() {
     local line value line_number=0 file
     file=$(basename "$1")
@@ -46,7 +47,7 @@ table_read() {
         if [[ $line =~ ^[[:space:]]*(#.*)?$ ]]; then
             continue
         elif [[ $line = '[[test]]' ]]; then
-            names+=('') args+=('') expects+=(pass) needs+=('') timeouts+=(120) reasons+=('') tries+=(1) subsets+=('')
+            names+=('') args+=('') expects+=(pass) needs+=('') timeouts+=(120) reasons+=('') tries+=(1) subsets+=('') since+=('') before+=('')
         elif [[ ${#names[@]} -gt 0 && $line =~ ^([a-z]+)\ =\ (\"([^\"\\]*)\"|([0-9]+))$ ]]; then
             value=${BASH_REMATCH[3]}${BASH_REMATCH[4]}
             case ${BASH_REMATCH[1]} in
@@ -58,6 +59,8 @@ table_read() {
             reason) reasons[-1]=$value ;;
             tries) tries[-1]=$value ;;
             subset) subsets[-1]=$value ;;
+            since) since[-1]=$value ;;
+            before) before[-1]=$value ;;
             *) die "$file:$line_number: unknown key ${BASH_REMATCH[1]}" ;;
             esac
         else
@@ -74,24 +77,36 @@ table_read() {
     done
 }
 
+# Whether version `$1` is not later than version `$2`.
+not_later() { printf '%s\n%s\n' "$1" "$2" | sort --version-sort --check=quiet; }
+
+# Whether programs of version `$2` have entry `$1`; all have it without one.
+in_version() {
+    [ -z "$2" ] ||
+        { [ -z "${since[$1]}" ] || not_later "${since[$1]}" "$2"; } && { [ -z "${before[$1]}" ] || ! not_later "${before[$1]}" "$2"; }
+}
+
 chosen=()
 table_choose() {
-    local i text
+    local i text version=${1:-}
     on=${on:-${on_values[0]}}
+    chosen=()
     for i in "${!names[@]}"; do
+        if ! in_version "$i" "$version"; then continue; fi
         if [ -n "$subset" ] && [ "${subsets[i]}" != "$subset" ]; then continue; fi
         if [ ${#only[@]} = 0 ]; then chosen+=("$i"); fi
         for text in "${only[@]}"; do
             if [[ "${names[i]} ${args[i]}" = *"$text"* ]]; then chosen+=("$i"); break; fi
         done
     done
-    [ ${#chosen[@]} -gt 0 ] || die "nothing in the table matches${subset:+ --$subset}${only:+ --only ${only[*]}}"
+    [ ${#chosen[@]} -gt 0 ] || [ -n "$version" ] || die "nothing in the table matches${subset:+ --$subset}${only:+ --only ${only[*]}}"
 }
 
 table_list() {
     local i
     for i in "${chosen[@]}"; do
-        printf '%-5s  %s%s%s\n' "${expects[i]}" "${names[i]}" "${args[i]:+ ${args[i]}}" "${needs[i]:+  (needs ${needs[i]})}"
+        printf '%-5s  %s%s%s%s%s\n' "${expects[i]}" "${names[i]}" "${args[i]:+ ${args[i]}}" "${needs[i]:+  (needs ${needs[i]})}" \
+            "${since[i]:+  (since ${since[i]})}" "${before[i]:+  (before ${before[i]})}"
     done
 }
 
