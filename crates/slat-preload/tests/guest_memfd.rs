@@ -47,7 +47,7 @@ mod client {
     fn is_too_old() -> bool {
         let kvm = Kvm::new().unwrap();
         // SAFETY: plain system calls.
-        let ask = |cap| unsafe { libc::ioctl(kvm.as_raw_fd(), KVM_CHECK_EXTENSION, cap) };
+        let ask = |cap: u64| unsafe { libc::ioctl(kvm.as_raw_fd(), KVM_CHECK_EXTENSION, cap) };
         demand_slats(kvm.as_raw_fd());
         let flags = ask(KVM_CAP_GUEST_MEMFD_FLAGS);
         if flags == 0 && is_native() {
@@ -235,6 +235,9 @@ mod client {
         assert_eq!(byte(start), Ok(7));
         assert_eq!(advise(libc::MADV_REMOVE), 0);
         assert_eq!(byte(start), Ok(0));
+        // There are no huge pages to make of it.
+        const MADV_COLLAPSE: i32 = 25;
+        assert_eq!((advise(MADV_COLLAPSE), errno()), (-1, libc::EINVAL));
     }
 
     #[test]
