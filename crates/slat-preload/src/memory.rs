@@ -117,6 +117,9 @@ unsafe fn map_object(
     let Some(handle) = table::get(fd) else {
         return change();
     };
+    if !(offset as u64).is_multiple_of(Range::PAGE as u64) || len == 0 {
+        return Err(libc::EINVAL);
+    }
     let object = handle.object();
     let allowed = match object {
         Object::Vcpu(vcpu) if vcpu.is_foreign() => return change(),

@@ -1,20 +1,24 @@
 //! guest_memfds as the kernel shows them to a client: which can be mapped, what a mapping shows, which errors bad calls get, and
 //! what becomes of a guest whose memory they are.
 //!
-//! Each client runs under the library, and, where the machine's own KVM has the same flags, on that.
+//! Clients without a guest run under the library, and, where the machine's own KVM has the same flags, on that. Guests in real mode
+//! run under the library alone: a KVM that emulates their instructions looks for their memory in the client's mappings only.
 
 mod common;
 
-use common::on_both;
+use common::{on_both, on_slat};
 
 on_both! {
     mappings_are_made_or_refused
     a_mapping_has_the_memory_that_is_shared_and_faults_elsewhere
+    slots_are_bound_or_refused
+    files_have_no_data_of_their_own
+}
+
+on_slat! {
     the_guest_and_the_client_use_the_same_memory
     a_hole_is_seen_by_the_guest_and_by_the_client
     the_memory_stays_as_long_as_it_is_open_or_mapped
-    slots_are_bound_or_refused
-    files_have_no_data_of_their_own
 }
 
 mod client {
