@@ -119,13 +119,18 @@ impl GuestMemfd {
         }
     }
 
+    /// Whether its descriptors refer to the file with this `inode` on the device (major, minor).
+    pub fn is_file(&self, device: (u32, u32), inode: u64) -> bool {
+        self.file.is(device, inode)
+    }
+
     /// Whether the client has a mapping of the memory.
     fn is_mapped(&self) -> bool {
         let own = range_of(&self.memory);
         let mut found = false;
         if self.flags == FLAG_MMAP | FLAG_INIT_SHARED {
             procfs::each_mapped_file(&mut |range, device, inode| {
-                found |= self.file.is(device, inode) && !own.contains(&range.start);
+                found |= self.is_file(device, inode) && !own.contains(&range.start);
             });
         }
         found

@@ -117,6 +117,9 @@ unsafe fn map_object(
     let Some(handle) = table::get(fd) else {
         return change();
     };
+    if !(offset as u64).is_multiple_of(Range::PAGE as u64) || len == 0 {
+        return Err(libc::EINVAL);
+    }
     let object = handle.object();
     let allowed = match object {
         Object::Vcpu(vcpu) if vcpu.is_foreign() => return change(),
@@ -200,6 +203,7 @@ pub unsafe fn remap(address: usize, old_len: usize, len: usize, flags: c_int, to
 /// As for `madvise`.
 pub unsafe fn advise(address: usize, len: usize, advice: c_int) -> isize {
     const MADV_DONTNEED_LOCKED: c_int = 24;
+    const MADV_COLLAPSE: c_int = 25;
     let range = Range::at(address, len);
     // SAFETY: the caller's.
     let change = || unsafe { kernel!(libc::SYS_madvise, address, len, advice) };
@@ -211,8 +215,30 @@ pub unsafe fn advise(address: usize, len: usize, advice: c_int) -> isize {
         | libc::MADV_REMOVE
         | libc::MADV_HWPOISON
         | MADV_DONTNEED_LOCKED => around(&[range], change),
+        // A guest_memfd has no huge pages; the memfd in its place may have.
+        MADV_COLLAPSE if !passes_by() => guarded(|| match has_guest_memfd(range) {
+            true => Err(libc::EINVAL),
+            false => change(),
+        }),
         _ => plain(change()),
     }
+}
+
+/// Whether an open guest_memfd is mapped in `range`.
+fn has_guest_memfd(range: Range) -> bool {
+    let mut files = Vec::new();
+    procfs::each_mapped_file(&mut |mapped, device, inode| {
+        if mapped.start < range.end && range.start < mapped.end {
+            files.push((device, inode));
+        }
+    });
+    let is_mapped = |fd| match table::get(fd).as_ref().map(table::Handle::object) {
+        Some(Object::GuestMemfd(guest_memfd)) => {
+            (files.iter()).any(|(device, inode)| guest_memfd.is_file(*device, *inode))
+        }
+        _ => false,
+    };
+    !files.is_empty() && table::ours_within(0, u32::MAX).any(is_mapped)
 }
 
 /// Does mprotect and pkey_mprotect.

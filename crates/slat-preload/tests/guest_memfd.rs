@@ -1,20 +1,24 @@
 //! guest_memfds as the kernel shows them to a client: which can be mapped, what a mapping shows, which errors bad calls get, and
 //! what becomes of a guest whose memory they are.
 //!
-//! Each client runs under the library, and, where the machine's own KVM has the same flags, on that.
+//! Clients without a guest run under the library, and, where the machine's own KVM has the same flags, on that. Guests in real mode
+//! run under the library alone: a KVM that emulates their instructions looks for their memory in the client's mappings only.
 
 mod common;
 
-use common::on_both;
+use common::{on_both, on_slat};
 
 on_both! {
     mappings_are_made_or_refused
     a_mapping_has_the_memory_that_is_shared_and_faults_elsewhere
+    slots_are_bound_or_refused
+    files_have_no_data_of_their_own
+}
+
+on_slat! {
     the_guest_and_the_client_use_the_same_memory
     a_hole_is_seen_by_the_guest_and_by_the_client
     the_memory_stays_as_long_as_it_is_open_or_mapped
-    slots_are_bound_or_refused
-    files_have_no_data_of_their_own
 }
 
 mod client {
@@ -47,7 +51,7 @@ mod client {
     fn is_too_old() -> bool {
         let kvm = Kvm::new().unwrap();
         // SAFETY: plain system calls.
-        let ask = |cap| unsafe { libc::ioctl(kvm.as_raw_fd(), KVM_CHECK_EXTENSION, cap) };
+        let ask = |cap: u64| unsafe { libc::ioctl(kvm.as_raw_fd(), KVM_CHECK_EXTENSION, cap) };
         demand_slats(kvm.as_raw_fd());
         let flags = ask(KVM_CAP_GUEST_MEMFD_FLAGS);
         if flags == 0 && is_native() {
@@ -235,6 +239,9 @@ mod client {
         assert_eq!(byte(start), Ok(7));
         assert_eq!(advise(libc::MADV_REMOVE), 0);
         assert_eq!(byte(start), Ok(0));
+        // There are no huge pages to make of it.
+        const MADV_COLLAPSE: i32 = 25;
+        assert_eq!((advise(MADV_COLLAPSE), errno()), (-1, libc::EINVAL));
     }
 
     #[test]
