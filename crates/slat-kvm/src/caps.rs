@@ -12,6 +12,8 @@ pub const KVM_CAP_GUEST_MEMFD_FLAGS: u32 = 244;
 
 /// The number of memslots per address space that a client may use.
 pub const NR_MEMSLOTS: u32 = 32764;
+/// The number of address spaces of a VM: vCPUs in system management mode have one of their own.
+pub const ADDRESS_SPACES: u32 = 2;
 
 /// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have it. Includes capabilities that only VMs of one type have; for a VM,
 /// call [`crate::vm::VmObject::check_extension`].
@@ -115,7 +117,7 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         KVM_CAP_MAX_VCPUS => MAX_VCPUS,
         KVM_CAP_MAX_VCPU_ID => MAX_VCPU_ID,
         KVM_CAP_NR_MEMSLOTS => NR_MEMSLOTS,
-        KVM_CAP_MULTI_ADDRESS_SPACE => crate::vm::ADDRESS_SPACES as u32,
+        KVM_CAP_MULTI_ADDRESS_SPACE => ADDRESS_SPACES,
         KVM_CAP_SYNC_REGS => KVM_SYNC_X86_VALID_FIELDS,
         KVM_CAP_DISABLE_QUIRKS2 => crate::quirks::SUPPORTED,
         KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => {

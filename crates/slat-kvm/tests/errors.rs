@@ -114,7 +114,7 @@ fn slots_are_checked_as_kvm_checks_them() {
         |region| region.userspace_addr += 1,
         |region| region.userspace_addr = 1 << 63,
         |region| region.slot = 32764 + 3,
-        |region| region.slot = 1 << 16,
+        |region| region.slot = 2 << 16,
         |region| region.guest_phys_addr = u64::MAX - 0xfff,
     ];
     for (number, change) in refused.into_iter().enumerate() {

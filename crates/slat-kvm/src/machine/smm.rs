@@ -6,16 +6,18 @@ use crate::vm::ORDINARY;
 use slat_x86::SmramMap;
 
 impl VcpuMachine {
-    /// Has the vCPU use the memslots of address space `space` from now on. The caller has the CPU drop its translations.
-    pub(crate) fn use_space(&mut self, space: usize) {
+    /// Has the vCPU use the memslots of address space `space` from now on. Returns whether it used others before: then the caller
+    /// has the CPU drop its translations.
+    pub(crate) fn use_space(&mut self, space: usize) -> bool {
         if self.space == space {
-            return;
+            return false;
         }
         self.space = space;
         self.engine.use_space(space);
         self.pages.flush();
         // Stores to the guest's tables that are made in one address space are not noticed in the other one.
         self.memory_restored |= self.shadows;
+        true
     }
 
     /// Runs `work`, an access for a device of the vCPU, in the ordinary address space: devices have no other one, whatever mode the

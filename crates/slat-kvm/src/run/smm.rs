@@ -63,10 +63,12 @@ impl VcpuObject {
 impl Inner {
     /// Has the machine use the address space of the mode that the CPU is in. Call after a client has set the mode.
     pub(crate) fn follow_smm(&mut self) {
-        self.machine.use_space(match self.cpu.state.events.smm {
+        let changes = self.machine.use_space(match self.cpu.state.events.smm {
             true => SMM,
             false => ORDINARY,
         });
-        self.cpu.flush_tlb();
+        if changes {
+            self.cpu.flush_tlb();
+        }
     }
 }

@@ -17,6 +17,7 @@ mod interrupts;
 mod memory;
 
 use crate::call::{Call, Life};
+use crate::caps::ADDRESS_SPACES;
 use crate::clock::VmClock;
 use crate::coalesced::Coalesced;
 use crate::dirty::Rings;
@@ -39,8 +40,6 @@ use slat_x86::{CodePages, Compile, Compiler};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
 
-/// The number of address spaces of a VM: [`ORDINARY`] and [`SMM`].
-pub(crate) const ADDRESS_SPACES: usize = 2;
 /// The address space of vCPUs outside system management mode.
 pub(crate) const ORDINARY: usize = 0;
 /// The address space of vCPUs in system management mode.
@@ -95,7 +94,7 @@ impl VmObject {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
-        let mut config = slat::Config::default().with_spaces(ADDRESS_SPACES);
+        let mut config = slat::Config::default().with_spaces(ADDRESS_SPACES as usize);
         config.policy = policy::of_new_vms()?.get();
         config.mmu = mmu.unwrap_or(policies.mmu);
         let format = match mmu {
@@ -161,7 +160,7 @@ impl VmObject {
     pub(crate) fn address_spaces(&self) -> usize {
         match self.protected {
             true => 1,
-            false => ADDRESS_SPACES,
+            false => ADDRESS_SPACES as usize,
         }
     }
 

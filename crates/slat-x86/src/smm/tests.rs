@@ -202,7 +202,7 @@ fn an_smi_leaves_the_cpu_in_real_mode_with_large_segments() {
     assert_eq!(state.cr0, CR0_WP | CR0_NE | CR0_ET);
     assert_eq!((state.cr4, state.efer), (0, 0));
     assert_eq!((state.rip, state.rflags), (0x8000, 2));
-    assert_eq!((state.cs.selector, state.cs.base), (0xc120, 0x7fc1_2000));
+    assert_eq!((state.cs.selector, state.cs.base), (0x1200, 0x7fc1_2000));
     for segment in state.es_to_gs() {
         assert_eq!((segment.limit, segment.rights), (u32::MAX, 0x8093));
     }
@@ -268,9 +268,9 @@ fn rsm_refuses_impossible_registers() {
         (at64::EFER, 1 << 1),
         (at64::DR6, 1 << 32),
         (at64::DR7, 1 << 40),
-        // Without long mode there are no PCIDs, and with PAE paging these entries cannot be read.
-        (at64::EFER, 0),
         (at64::CR4, CR4_PAE | 1 << 63),
+        // PAE paging, whose page-directory-pointer entries cannot be read.
+        (at64::EFER, 0),
     ];
     for (at, value) in bad {
         let mut cpu = cpu(&state);
@@ -283,11 +283,16 @@ fn rsm_refuses_impossible_registers() {
         assert_eq!(cpu.state, before);
         cpu.leave_smm(SmramMap::Bits64, &good, |_| None).unwrap();
     }
-    // PAE paging, with an entry that has a reserved bit.
+    // PAE paging, which has no PCIDs; and with an entry that has a reserved bit.
     state.efer = 0;
+    state.cr4 = CR4_PAE | CR4_PCIDE;
     let smram = state.smram(SmramMap::Bits64);
     let mut cpu = cpu(&state);
     cpu.enter_smm();
+    let pcids = cpu.leave_smm(SmramMap::Bits64, &smram, |_| Some([0; 4]));
+    assert_eq!(pcids, Err(BadSmram));
+    state.cr4 = CR4_PAE;
+    let smram = state.smram(SmramMap::Bits64);
     let reserved = cpu.leave_smm(SmramMap::Bits64, &smram, |_| Some([3, 0, 0, 0]));
     assert_eq!(reserved, Err(BadSmram));
     cpu.leave_smm(SmramMap::Bits64, &smram, |_| Some([1, 2, 0, 0]))
