@@ -173,7 +173,7 @@ impl VcpuMachine {
     fn signal_event(&mut self, call: &Call, caller: &Caller) -> Result<Next, Failure> {
         let [mut parameter, _] = call.registers.registers;
         if !call.input.is_fast() {
-            if parameter % 8 != 0 {
+            if !parameter.is_multiple_of(8) {
                 return Err(Status::InvalidAlignment.into());
             }
             let word = self.read_guest_word(parameter);
