@@ -2,6 +2,7 @@
 
 use crate::common::{DATA, Guest, Memory, SPIN, set_slot, start_at_code};
 use kvm_bindings::*;
+use slat::MmuKind;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -230,8 +231,18 @@ mod flush {
 
 #[test]
 fn no_vcpu_uses_an_old_translation_after_a_flush() {
+    flushes(MmuKind::Tdp);
+}
+
+/// Shadow paging compares its tables with the guest's when a vCPU flushes: here, when another one has it flush.
+#[test]
+fn no_vcpu_uses_an_old_shadow_after_a_flush() {
+    flushes(MmuKind::Shadow);
+}
+
+fn flushes(mmu: MmuKind) {
     use flush::*;
-    let kvm = Kvm::new().unwrap();
+    let kvm = Kvm::new().unwrap().with_mmu(mmu);
     let vm = kvm.create_vm().unwrap();
     let memory = Memory::new(MEMORY as usize);
     set_slot(&vm, &memory, 0, MEMORY);
