@@ -1,8 +1,8 @@
 //! Hypercalls by Hyper-V's conventions: flushes of translations, interrupts, events, and those that the client carries out.
 
+use crate::exit::ClientCall;
 use crate::irq::vcpus::MAX_VCPUS;
 use crate::machine::VcpuMachine;
-use crate::machine::hypercall::ClientCall;
 use crate::thread::bits;
 use crate::ticker;
 use slat_hyperv::hypercall::{
