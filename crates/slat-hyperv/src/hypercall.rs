@@ -260,7 +260,7 @@ fn read_set<E: From<Status>>(
     }
     let after = first + count;
     if format != SPARSE {
-        return Ok((Some(VpSet::All), after));
+        return Ok((Some(VpSet::all()), after));
     }
     if count == 0 {
         return Ok((None, after));
@@ -274,7 +274,7 @@ fn read_set<E: From<Status>>(
     for (index, bank) in banks[..read].iter_mut().enumerate() {
         *bank = word(first + index)?;
     }
-    Ok((Some(VpSet::Sparse { valid, banks }), after))
+    Ok((Some(VpSet { valid, banks }), after))
 }
 
 /// The virtual processors whose translations are to be flushed. Whatever address space and addresses the guest names: all of theirs
@@ -305,8 +305,8 @@ impl Flush {
             code::FLUSH_SPACE | code::FLUSH_LIST => {
                 let targets = match word(SET)? {
                     // Windows Server 2012 names no processor when it means all.
-                    0 => VpSet::All,
-                    _ if flags & ALL_PROCESSORS != 0 => VpSet::All,
+                    0 => VpSet::all(),
+                    _ if flags & ALL_PROCESSORS != 0 => VpSet::all(),
                     mask => VpSet::from_mask(mask),
                 };
                 (Some(targets), SET + 1)

@@ -138,7 +138,7 @@ pub struct Timers([Timer; TIMERS]);
 impl Timers {
     fn timer(&mut self, index: u32) -> (&mut Timer, bool) {
         let offset = index - STIMER0_CONFIG;
-        (&mut self.0[(offset / 2) as usize], offset % 2 == 0)
+        (&mut self.0[(offset / 2) as usize], offset.is_multiple_of(2))
     }
 
     /// Reads the configuration or the count of a timer.

@@ -5,42 +5,40 @@ const BANK: u32 = 64;
 /// Banks of a sparse set.
 pub const BANKS: usize = 64;
 
-/// A set of virtual processors.
+/// A set of virtual processors: banks of 64, of which only some are there (`HV_GENERIC_SET_SPARSE_4K`).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum VpSet {
-    /// All of the partition.
-    All,
-    /// Those whose bit is set: banks of 64, of which only some are there (`HV_GENERIC_SET_SPARSE_4K`).
-    Sparse {
-        /// A bit for each bank that is there.
-        valid: u64,
-        /// The banks that are there, in ascending order.
-        banks: [u64; BANKS],
-    },
+pub struct VpSet {
+    /// A bit for each bank that is there.
+    pub valid: u64,
+    /// The banks that are there, in ascending order: a bit for each virtual processor.
+    pub banks: [u64; BANKS],
 }
 
 impl VpSet {
+    /// All virtual processors of the partition.
+    pub fn all() -> Self {
+        VpSet {
+            valid: u64::MAX,
+            banks: [u64::MAX; BANKS],
+        }
+    }
+
     /// The virtual processors 0 to 63 whose bit in `mask` is set.
     pub fn from_mask(mask: u64) -> Self {
         let mut banks = [0; BANKS];
         banks[0] = mask;
-        VpSet::Sparse { valid: 1, banks }
+        VpSet { valid: 1, banks }
     }
 
     /// Whether the virtual processor with this index is in the set.
     pub fn contains(&self, index: u32) -> bool {
-        match self {
-            VpSet::All => true,
-            VpSet::Sparse { valid, banks } => {
-                let bank = index / BANK;
-                if bank >= u64::BITS || valid >> bank & 1 == 0 {
-                    return false;
-                }
-                // The banks before it that are there.
-                let before = (valid & ((1 << bank) - 1)).count_ones() as usize;
-                banks[before] >> (index % BANK) & 1 != 0
-            }
+        let bank = index / BANK;
+        if bank >= u64::BITS || self.valid >> bank & 1 == 0 {
+            return false;
         }
+        // The banks before it that are there.
+        let before = (self.valid & ((1 << bank) - 1)).count_ones() as usize;
+        self.banks[before] >> (index % BANK) & 1 != 0
     }
 }
 
@@ -52,7 +50,7 @@ mod tests {
     fn banks_that_are_not_there_take_no_place() {
         let mut banks = [0; BANKS];
         (banks[0], banks[1]) = (1 << 5, 1 << 1 | 1 << 63);
-        let set = VpSet::Sparse {
+        let set = VpSet {
             valid: 1 << 2 | 1 << 63,
             banks,
         };
@@ -64,7 +62,7 @@ mod tests {
     fn a_mask_names_the_first_64() {
         let set = VpSet::from_mask(1 << 3);
         assert!(set.contains(3) && !set.contains(67) && !set.contains(4));
-        assert!(VpSet::All.contains(u32::MAX));
+        assert!((0..4096).all(|index| VpSet::all().contains(index)));
         assert!(!VpSet::from_mask(u64::MAX).contains(u32::MAX));
     }
 }

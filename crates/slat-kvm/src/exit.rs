@@ -4,6 +4,27 @@ use crate::run_page::{PAGE, RunPage, set_field};
 use kvm_bindings::*;
 use slat::Gpa;
 
+/// A hypercall that the client carries out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ClientCall {
+    /// KVM's: `KVM_EXIT_HYPERCALL`.
+    Kvm {
+        /// Its number.
+        nr: u64,
+        /// Its arguments.
+        args: [u64; 4],
+        /// All 64 bits of the registers count.
+        long_mode: bool,
+    },
+    /// Hyper-V's: `KVM_EXIT_HYPERV`.
+    Hyperv {
+        /// The input value.
+        input: u64,
+        /// The two registers after it.
+        parameters: [u64; 2],
+    },
+}
+
 /// Stores `KVM_EXIT_HYPERCALL`; the client returns the result in `ret`.
 pub(crate) fn hypercall(page: &RunPage, nr: u64, [a, b, c, _]: [u64; 4], long_mode: bool) {
     page.set_exit_reason(KVM_EXIT_HYPERCALL);

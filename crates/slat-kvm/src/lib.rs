@@ -18,6 +18,7 @@
 //! | [`caps`] | capabilities |
 //! | `vcpu_common` | the part of a vCPU that other threads use |
 //! | `irq` | delivery of interrupts to vCPUs |
+//! | `hyperv` | Hyper-V's interface: what the vCPUs of a VM share of it |
 //! | [`dirty`], [`guest_memfd`], [`coalesced`] | dirty rings, private memory, writes to devices that the client may see later |
 //! | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
 //! | [`run_page`], `page_cache` | the pages that a vCPU shares with the client; the translations that it used last |

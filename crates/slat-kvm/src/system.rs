@@ -1,6 +1,7 @@
 //! `/dev/kvm` itself: version, capabilities, and creation of VMs.
 
 use crate::errno::{Result, fail};
+use crate::irq::vcpus::MAX_VCPUS;
 use crate::policy::{self, Jit};
 use crate::run_page::{MMAP_SIZE, memfd};
 use crate::vm::VmObject;
@@ -50,7 +51,7 @@ impl System {
 
     /// `KVM_GET_SUPPORTED_HV_CPUID`: the leaves of Hyper-V's interface that a client may give vCPUs with local APICs.
     pub fn supported_hv_cpuid(&self) -> [kvm_cpuid_entry2; 10] {
-        hyperv::cpuid::supported(true)
+        hyperv::cpuid::supported(true, MAX_VCPUS)
     }
 
     /// `KVM_GET_EMULATED_CPUID`: those features that KVM emulates.

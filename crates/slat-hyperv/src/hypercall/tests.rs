@@ -190,7 +190,7 @@ fn an_ipi_has_a_vector_and_targets() {
     assert_eq!(indexes(&ipi.targets), [64]);
     assert_eq!(read(0x15, &[0xf, 0, 0]), Ok(None), "nobody is told");
     let all = read(0x15, &[0x41, 1, 0]).unwrap().unwrap();
-    assert_eq!(all.targets, VpSet::All);
+    assert_eq!(all.targets, VpSet::all());
 }
 
 #[test]

@@ -1,6 +1,5 @@
 //! Hyper-V's CPUID leaves (`KVM_GET_SUPPORTED_HV_CPUID`), and what a guest's leaves allow it.
 
-use crate::irq::vcpus::MAX_VCPUS;
 use kvm_bindings::kvm_cpuid_entry2;
 use slat_host::procfs;
 use slat_hyperv::cpuid::{Machine, Privileges, supported as leaves};
@@ -16,12 +15,12 @@ fn host_shares_cores() -> bool {
     })
 }
 
-/// Returns the leaves that a client may give a guest; `has_apic`: of vCPUs with local APICs.
-pub(crate) fn supported(has_apic: bool) -> [kvm_cpuid_entry2; 10] {
+/// Returns the leaves that a client may give a guest of a VM with at most `max_vps` vCPUs; `has_apic`: they have local APICs.
+pub(crate) fn supported(has_apic: bool, max_vps: u32) -> [kvm_cpuid_entry2; 10] {
     let machine = Machine {
         has_apic,
         shares_cores: host_shares_cores(),
-        max_vps: MAX_VCPUS,
+        max_vps,
     };
     leaves(machine).map(|leaf| {
         let [eax, ebx, ecx, edx] = leaf.registers;

@@ -1,9 +1,11 @@
-//! Hyper-V's interface of a VM: what all its vCPUs share. The rules are in `slat-hyperv`; a vCPU's part is `machine::hyperv`.
+//! The state of Hyper-V's interface: of a VM, and of its vCPUs. The rules are in `slat-hyperv`; what a vCPU does is in
+//! `machine::hyperv`.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `connections` | events that the guest signals, as eventfds (`KVM_HYPERV_EVENTFD`) |
 //! | `vp` | what other threads use of a virtual processor: its index, and its SynIC |
+//! | `vcpu` | what only the vCPU's own thread uses |
 //! | `cpuid` | the CPUID leaves in KVM's struct |
 //!
 //! # Locks
@@ -11,9 +13,11 @@
 
 mod connections;
 pub(crate) mod cpuid;
+mod vcpu;
 mod vp;
 
 pub(crate) use connections::Connections;
+pub(crate) use vcpu::{HypervExit, VcpuHyperv};
 pub(crate) use vp::VirtualProcessor;
 
 use slat_hyperv::partition::{DuePage, PageOutcome, Partition};

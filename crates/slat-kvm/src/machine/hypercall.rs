@@ -1,6 +1,7 @@
 //! KVM's own hypercalls: requests of the guest by VMCALL or VMMCALL (KVM's `Documentation/virt/kvm/x86/hypercalls.rst`).
 
 use crate::cpuid;
+use crate::exit::ClientCall;
 use crate::machine::VcpuMachine;
 use crate::options::MAP_GPA_RANGE;
 use slat::Gpa;
@@ -29,27 +30,6 @@ const NOT_SUPPORTED: u64 = 95u64.wrapping_neg();
 const ICR_DESTINATION: u64 = 1 << 11 | 3 << 18;
 const ICR_ASSERT: u64 = 1 << 14;
 const ICR_LEVEL: u64 = 1 << 15;
-
-/// A hypercall that the client carries out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ClientCall {
-    /// KVM's: `KVM_EXIT_HYPERCALL`.
-    Kvm {
-        /// Its number.
-        nr: u64,
-        /// Its arguments.
-        args: [u64; 4],
-        /// All 64 bits of the registers count.
-        long_mode: bool,
-    },
-    /// Hyper-V's: `KVM_EXIT_HYPERV`.
-    Hyperv {
-        /// The input value.
-        input: u64,
-        /// The two registers after it.
-        parameters: [u64; 2],
-    },
-}
 
 /// Stores the result of one of KVM's hypercalls.
 pub(crate) fn store_result(state: &mut State, long_mode: bool, result: u64) {

@@ -13,7 +13,8 @@ use crate::clock::{self, Tsc};
 use crate::cpuid;
 use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
-use crate::exit::MemoryFault;
+use crate::exit::{ClientCall, MemoryFault};
+use crate::hyperv::VcpuHyperv;
 use crate::msr::index;
 use crate::msr::mce::MachineCheck;
 use crate::msr::stored::Stored;
@@ -39,9 +40,9 @@ pub(crate) struct VcpuMachine {
     pub(crate) physical_bits: u32,
     msrs: Stored,
     pub(crate) mce: MachineCheck,
-    pub(crate) hyperv: hyperv::VcpuHyperv,
+    pub(crate) hyperv: VcpuHyperv,
     /// The hypercall that the client carries out: the CPU's run has ended for it.
-    pub(crate) client_call: Option<hypercall::ClientCall>,
+    pub(crate) client_call: Option<ClientCall>,
     pub(crate) steal: StealTime,
     /// The guest-physical address of the guest's task priority (`KVM_SET_VAPIC_ADDR`).
     pub(crate) vapic: Option<u64>,
@@ -89,7 +90,7 @@ impl VcpuMachine {
             physical_bits: cpuid::PHYS_BITS,
             msrs: Stored::default(),
             mce: MachineCheck::default(),
-            hyperv: hyperv::VcpuHyperv::default(),
+            hyperv: VcpuHyperv::default(),
             client_call: None,
             steal: StealTime::default(),
             vapic: None,

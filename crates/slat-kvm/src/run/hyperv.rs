@@ -1,6 +1,6 @@
 //! Exits of Hyper-V's interface: `KVM_EXIT_HYPERV`, and the system events of a guest that has crashed or wants a reset.
 
-use crate::machine::hyperv::HypervExit;
+use crate::hyperv::HypervExit;
 use crate::machine::hyperv::hypercalls::store_output;
 use crate::run_page::{field, set_field};
 use crate::vcpu::{Inner, Unfinished, VcpuObject};

@@ -14,7 +14,8 @@ mod smm;
 
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
-use crate::machine::hypercall::{ClientCall, store_result};
+use crate::exit::ClientCall;
+use crate::machine::hypercall::store_result;
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{self, bits};

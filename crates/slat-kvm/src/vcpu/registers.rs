@@ -1,6 +1,7 @@
 //! A vCPU's calls for the state of its CPU: registers, FPU, CPUID, MSRs, and nested guests, which it has none of.
 
 use crate::errno::{Error, Result, fail};
+use crate::irq::vcpus::MAX_VCPUS;
 use crate::machine::msrs;
 use crate::nested::{self, NestedState};
 use crate::regs::{self, uses_pae_paging};
@@ -194,7 +195,10 @@ impl VcpuObject {
     /// `EIO`.
     pub fn supported_hv_cpuid(&self) -> Result<[kvm_cpuid_entry2; 10]> {
         let _call = self.vm.begin()?;
-        Ok(hyperv::cpuid::supported(self.common().has_lapic()))
+        Ok(hyperv::cpuid::supported(
+            self.common().has_lapic(),
+            MAX_VCPUS,
+        ))
     }
 
     /// `KVM_GET_MSRS`: reads in order, stops at the first that is unknown, and returns how many were read.

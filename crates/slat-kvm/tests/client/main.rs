@@ -9,6 +9,7 @@ mod dirty;
 mod exits;
 mod guest_debug;
 mod harvest;
+mod hyperv;
 mod interrupts;
 mod msr_exits;
 mod msrs;

@@ -1,8 +1,8 @@
 //! Hypercalls by Hyper-V's conventions: flushes of translations, interrupts, events, and those that the client carries out.
 
+use crate::exit::ClientCall;
 use crate::irq::vcpus::MAX_VCPUS;
 use crate::machine::VcpuMachine;
-use crate::machine::hypercall::ClientCall;
 use crate::thread::bits;
 use crate::ticker;
 use slat_hyperv::hypercall::{
@@ -173,7 +173,7 @@ impl VcpuMachine {
     fn signal_event(&mut self, call: &Call, caller: &Caller) -> Result<Next, Failure> {
         let [mut parameter, _] = call.registers.registers;
         if !call.input.is_fast() {
-            if parameter % 8 != 0 {
+            if !parameter.is_multiple_of(8) {
                 return Err(Status::InvalidAlignment.into());
             }
             let word = self.read_guest_word(parameter);

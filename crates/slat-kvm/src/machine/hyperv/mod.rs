@@ -13,39 +13,10 @@ pub(crate) mod hypercalls;
 mod msrs;
 mod timers;
 
+use crate::hyperv::HypervExit;
 use crate::machine::VcpuMachine;
 use crate::thread::bits;
 use slat_hyperv::cpuid::Privileges;
-use slat_hyperv::stimer::Timers;
-
-/// What the client has to see before the guest continues.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum HypervExit {
-    /// The guest has crashed.
-    Crash,
-    /// The guest wants the machine to be reset.
-    Reset,
-    /// The guest has written this MSR of its SynIC.
-    Synic(u32),
-    /// The guest's debugger has written this MSR.
-    Debugger(u32),
-}
-
-/// A vCPU's part of Hyper-V's interface.
-#[derive(Debug, Default)]
-pub(crate) struct VcpuHyperv {
-    /// What the guest's CPUID allows. `None`: the guest has no such interface.
-    pub(crate) privileges: Option<Privileges>,
-    /// Whether the guest may use only what its CPUID allows (`KVM_CAP_HYPERV_ENFORCE_CPUID`).
-    pub(crate) enforces_cpuid: bool,
-    timers: Timers,
-    /// VP_ASSIST_PAGE.
-    assist_page: u64,
-    /// Added to the time that the thread ran, in units of 100 ns, modulo 2^64.
-    runtime_offset: u64,
-    /// What the client has to see before the guest continues.
-    pub(crate) exit: Option<HypervExit>,
-}
 
 impl VcpuMachine {
     /// Has the run loop exit to the client before the guest continues.

@@ -2,9 +2,9 @@
 
 use crate::cpuid;
 use crate::entered::{Entered, thread_id};
+use crate::hyperv::HypervExit;
 use crate::irq::vcpus::MAX_VCPUS;
 use crate::machine::VcpuMachine;
-use crate::machine::hyperv::HypervExit;
 use crate::msr::KVM_ENABLED;
 use crate::thread::bits;
 use slat_hyperv::msr::*;

@@ -1,0 +1,33 @@
+//! What only the thread that runs a vCPU uses of Hyper-V's interface.
+
+use slat_hyperv::cpuid::Privileges;
+use slat_hyperv::stimer::Timers;
+
+/// What the client has to see before the guest continues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HypervExit {
+    /// The guest has crashed.
+    Crash,
+    /// The guest wants the machine to be reset.
+    Reset,
+    /// The guest has written this MSR of its SynIC.
+    Synic(u32),
+    /// The guest's debugger has written this MSR.
+    Debugger(u32),
+}
+
+/// A vCPU's part of Hyper-V's interface.
+#[derive(Debug, Default)]
+pub(crate) struct VcpuHyperv {
+    /// What the guest's CPUID allows. `None`: the guest has no such interface.
+    pub(crate) privileges: Option<Privileges>,
+    /// Whether the guest may use only what its CPUID allows (`KVM_CAP_HYPERV_ENFORCE_CPUID`).
+    pub(crate) enforces_cpuid: bool,
+    pub(crate) timers: Timers,
+    /// VP_ASSIST_PAGE.
+    pub(crate) assist_page: u64,
+    /// Added to the time that the thread ran, in units of 100 ns, modulo 2^64.
+    pub(crate) runtime_offset: u64,
+    /// What the client has to see before the guest continues.
+    pub(crate) exit: Option<HypervExit>,
+}
